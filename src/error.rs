@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Typed refusals.
+//!
+//! Nothing in this crate is silently ignored, so refusing well is half of the interface. An error names the argument
+//! in the caller's own vocabulary, the value it found, the value it needed, and the way out. Whoever reads one in a
+//! log of a thousand ranks must be able to act on it without the source.
+
+use alloc::{format, string::String};
+use core::fmt;
+
+/// The result of every fallible call of the crate.
+pub type Result<T, E = Error> = core::result::Result<T, E>;
+
+/// Why a call was refused or a run ended.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Error {
+    /// An argument contradicts another one, or is impossible by itself. Nothing was touched.
+    Invalid {
+        /// The argument as the caller knows it (`cu_seqlens_q`, `k.head_dim`, …).
+        argument: String,
+        /// What was given.
+        found: String,
+        /// What would have been accepted.
+        expected: String,
+        /// The way out; empty when `expected` says it all.
+        hint: &'static str,
+    },
+    /// A legal request that this build, backend or mode does not honour. It is refused, never approximated.
+    Unsupported {
+        /// The option that cannot be honoured.
+        option: String,
+        /// Where the limit lies.
+        limit: String,
+        /// The way out.
+        hint: &'static str,
+    },
+    /// Two ranks planned different things; found before anything moved.
+    Disagreement {
+        /// The rank that reports.
+        rank: usize,
+        /// The first rank whose plan differs.
+        peer: usize,
+        /// Fingerprint of this rank's plan.
+        ours: u64,
+        /// Fingerprint of the peer's plan.
+        theirs: u64,
+    },
+    /// A peer failed, left, or did not answer in time. The run is over on every rank of the group.
+    Peer {
+        /// The rank that reports.
+        rank: usize,
+        /// The operation it was in, as the schedule names it.
+        operation: &'static str,
+        /// The step of the schedule.
+        step: u32,
+        /// The peer that is to blame.
+        peer: usize,
+        /// What the peer did.
+        cause: Cause,
+    },
+    /// The schedule verifier found a flaw.
+    Schedule {
+        /// The rank whose schedule is wrong.
+        rank: usize,
+        /// Index of the operation in that rank's list.
+        operation: usize,
+        /// What is wrong, with the buffers, rows or peers concerned.
+        flaw: String,
+    },
+    /// A call into a device driver failed.
+    Device {
+        /// The call.
+        call: &'static str,
+        /// The driver's status code.
+        code: i64,
+        /// What the driver, or this crate, says about it.
+        message: String,
+    },
+}
+
+/// What a peer did to end a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Cause {
+    /// It did not answer within the deadline (milliseconds).
+    Deadline(u64),
+    /// It panicked.
+    Panicked,
+    /// Its rank was dropped while peers still needed it.
+    Left,
+    /// Somebody called `abort`.
+    Aborted,
+    /// It offered a message of another size (bytes): `ours` was expected.
+    Size {
+        /// Bytes this rank expected.
+        ours: u64,
+        /// Bytes the peer offered.
+        theirs: u64,
+    },
+    /// Its own operation failed; its own error says how.
+    Failed,
+}
+
+impl Error {
+    /// An argument that is wrong, what was found, and what was expected.
+    pub fn invalid(argument: impl Into<String>, found: impl fmt::Display, expected: impl fmt::Display) -> Self {
+        Self::Invalid {
+            argument: argument.into(),
+            found: format!("{found}"),
+            expected: format!("{expected}"),
+            hint: "",
+        }
+    }
+
+    /// An option that is not honoured here, with its limit and the way out.
+    pub fn unsupported(option: impl Into<String>, limit: impl fmt::Display, hint: &'static str) -> Self {
+        Self::Unsupported { option: option.into(), limit: format!("{limit}"), hint }
+    }
+
+    /// Adds the way out to an [`Error::Invalid`].
+    #[must_use]
+    pub fn hint(mut self, way_out: &'static str) -> Self {
+        if let Self::Invalid { hint, .. } | Self::Unsupported { hint, .. } = &mut self {
+            *hint = way_out;
+        }
+        self
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Invalid { argument, found, expected, hint } => {
+                write!(f, "{argument} is {found}, expected {expected}")?;
+                if hint.is_empty() { Ok(()) } else { write!(f, "; {hint}") }
+            }
+            Self::Unsupported { option, limit, hint } => {
+                write!(f, "{option} is not supported: {limit}")?;
+                if hint.is_empty() { Ok(()) } else { write!(f, "; {hint}") }
+            }
+            Self::Disagreement { rank, peer, ours, theirs } => write!(
+                f,
+                "rank {rank} planned {ours:016x}, rank {peer} planned {theirs:016x}: all ranks of a group must run the same problem, mesh, layout and options in the same order"
+            ),
+            Self::Peer { rank, operation, step, peer, cause } => {
+                write!(f, "rank {rank}, {operation}, step {step}: rank {peer} {cause}")
+            }
+            Self::Schedule { rank, operation, flaw } => {
+                write!(f, "schedule of rank {rank}, operation {operation}: {flaw}")
+            }
+            Self::Device { call, code, message } => write!(f, "{call} failed with {code}: {message}"),
+        }
+    }
+}
+
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Deadline(ms) => write!(f, "did not answer within {ms} ms"),
+            Self::Panicked => f.write_str("panicked"),
+            Self::Left => f.write_str("left"),
+            Self::Aborted => f.write_str("aborted the run"),
+            Self::Size { ours, theirs } => write!(f, "offered {theirs} bytes where {ours} were expected"),
+            Self::Failed => f.write_str("failed; see its own error"),
+        }
+    }
+}
+
+impl core::error::Error for Error {}

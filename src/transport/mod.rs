@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Exchange: the one way in which ranks meet.
+//!
+//! All-to-all, ring step, halo, all-gather, gradient return: each is a batch of sends and receives of contiguous bytes
+//! that completes as a whole. The contract every transport keeps, and that the schedule verifier assumes:
+//!
+//! - a send meets exactly one receive of the same size; between two ranks, messages meet in the order in which both
+//!   list them;
+//! - it is a rendezvous: nothing is buffered, and an exchange ends when all of its messages have moved;
+//! - the exchanges of one rank are serial, in the order in which it starts them;
+//! - empty messages are not listed, on either side, and no rank lists itself;
+//! - nothing hangs: when a peer dies, leaves, or does not answer before the deadline, every rank of the group gets an
+//!   error that names rank, operation, step and peer. A group that failed stays failed: make a new one.
+
+use crate::error::{Cause, Result};
+
+#[cfg(feature = "std")]
+pub mod local;
+
+/// Contiguous bytes that go to, or come from, `peer`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct Message {
+    /// The other rank, numbered in the world.
+    pub peer: usize,
+    /// Where the bytes lie (a send is only read).
+    pub ptr: *mut u8,
+    /// How many; at least 1.
+    pub bytes: usize,
+}
+
+// SAFETY: a Message is an address and numbers; the contract of `Transport::exchange` says who may touch the bytes.
+unsafe impl Send for Message {}
+// SAFETY: as above.
+unsafe impl Sync for Message {}
+
+/// Names an exchange in errors and traces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Label {
+    /// The operation, as the schedule names it.
+    pub operation: &'static str,
+    /// The step of the schedule.
+    pub step: u32,
+}
+
+/// One rank's end of a communicator. One communicator serves every mesh.
+pub trait Transport: Send + Sync {
+    /// This rank.
+    fn rank(&self) -> usize;
+
+    /// How many ranks there are.
+    fn world(&self) -> usize;
+
+    /// An all-gather of one number over the ranks of `group`, outside any schedule; it waits for all of them.
+    /// Fails with [`Error::Disagreement`](crate::Error::Disagreement) on every rank of the group if the numbers differ.
+    fn agree(&self, group: core::ops::Range<usize>, fingerprint: u64) -> Result<()>;
+
+    /// Moves a batch. Transports of host memory return when it is complete; stream-ordered ones when it is enqueued on
+    /// their stream.
+    ///
+    /// # Safety
+    /// Until the batch is complete, or the call has returned an error: every `recvs` range is valid for writes and
+    /// touched by nobody else, every `sends` range is valid for reads and written by nobody.
+    unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()>;
+
+    /// Whether anything has failed so far; never waits.
+    fn poll(&self) -> Result<()>;
+
+    /// Ends the run on every rank of the world. May be called from any thread, any number of times.
+    fn abort(&self, cause: Cause);
+}

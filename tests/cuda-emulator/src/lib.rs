@@ -1,0 +1,1 @@
+//! Interprets PTX on the CPU.
