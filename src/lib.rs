@@ -7,7 +7,9 @@ extern crate alloc;
 pub mod element;
 pub mod error;
 pub mod kernel;
+pub mod tensor;
 pub mod transport;
 
 pub use element::{Accumulator, Dtype, Element};
 pub use error::{Cause, Error, Result};
+pub use tensor::{View, ViewMut};

@@ -1,0 +1,545 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Zero-copy views of `[tokens, heads, dim]` tensors in memory that somebody else owns.
+//!
+//! A framework keeps its tensors as it likes: q, k and v fused in one buffer, heads before tokens, rows padded. Copying
+//! them into a shape of our own would cost as much as an exchange, so a view takes any token stride and any head
+//! stride, in elements; only the innermost dimension is contiguous. Everything is checked when a view is made, and
+//! nothing afterwards but indices: a view that exists lies within its memory, is aligned, and no product of its shape
+//! and strides overflows 64 bits.
+//!
+//! [`View`] may repeat memory (a stride of 0 broadcasts). [`ViewMut`] may not: its (token, head) rows share no element,
+//! in whatever order they are nested or interleaved. Several mutable views of one buffer come from splitting one view
+//! ([`ViewMut::split_heads`] cuts a fused dq, dk, dv apart), or from [`ViewMut::from_raw`].
+//!
+//! Below the views everything speaks [`RawTensor`], which has no type and no lifetime. What reaches a kernel that way
+//! passes [`expect`] and [`disjoint`] first. No kernel belongs here, and no copy.
+
+mod overlap;
+
+pub use overlap::disjoint;
+
+use crate::{
+    element::{Dtype, Element},
+    error::{Error, Result},
+    kernel::RawTensor,
+};
+use alloc::format;
+use bytemuck::PodCastError;
+use core::{marker::PhantomData, ops::Range};
+use overlap::part;
+
+/// A `[tokens, heads, dim]` tensor that is read.
+#[derive(Clone, Copy, Debug)]
+pub struct View<'a, T> {
+    raw: RawTensor,
+    memory: PhantomData<&'a [T]>,
+}
+
+/// A `[tokens, heads, dim]` tensor that is written. No two of its (token, head) rows share an element.
+#[derive(Debug)]
+pub struct ViewMut<'a, T> {
+    raw: RawTensor,
+    memory: PhantomData<&'a mut [T]>,
+}
+
+/// What both views can tell.
+macro_rules! accessors {
+    () => {
+        /// Rows.
+        #[inline]
+        pub const fn tokens(&self) -> usize {
+            self.raw.tokens as usize
+        }
+
+        /// Heads.
+        #[inline]
+        pub const fn heads(&self) -> usize {
+            self.raw.heads as usize
+        }
+
+        /// Innermost dimension.
+        #[inline]
+        pub const fn dim(&self) -> usize {
+            self.raw.dim as usize
+        }
+
+        /// `[tokens, heads, dim]`.
+        #[inline]
+        pub const fn shape(&self) -> [usize; 3] {
+            [self.tokens(), self.heads(), self.dim()]
+        }
+
+        /// Elements from one token to the next.
+        #[inline]
+        pub const fn token_stride(&self) -> usize {
+            self.raw.token_stride as usize
+        }
+
+        /// Elements from one head to the next.
+        #[inline]
+        pub const fn head_stride(&self) -> usize {
+            self.raw.head_stride as usize
+        }
+
+        /// Whether the tokens lie end to end, token-major, without gaps.
+        #[inline]
+        pub const fn is_compact(&self) -> bool {
+            self.raw.is_compact()
+        }
+
+        /// The tensor without type and lifetime, as kernels take it. Reading or writing through it is as unsafe as
+        /// through any pointer, and must respect this view's borrow.
+        #[inline]
+        pub const fn raw(&self) -> RawTensor {
+            self.raw
+        }
+    };
+}
+
+impl<'a, T: Element> View<'a, T> {
+    accessors!();
+
+    /// A compact token-major tensor: element `[t, h, d]` is `data[(t · heads + h) · dim + d]`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] when `data` does not hold exactly `tokens · heads · dim` elements, or a size exceeds its
+    /// limit (see [`View::strided`]).
+    pub fn new(data: &'a [T], tokens: usize, heads: usize, dim: usize) -> Result<Self> {
+        Self::over(data, [tokens, heads, dim], compact_strides(heads, dim)?, true)
+    }
+
+    /// A tensor of any strides: element `[t, h, d]` is `data[t · strides[0] + h · strides[1] + d]`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] when the last element lies beyond `data`; when heads or dim exceed 32 bits; when
+    /// `tokens · token_stride + heads · head_stride + dim`, or the number of elements, exceeds an i64 in bytes.
+    /// Shapes without elements are legal over any data.
+    pub fn strided(data: &'a [T], shape: [usize; 3], strides: [usize; 2]) -> Result<Self> {
+        Self::over(data, shape, strides, false)
+    }
+
+    /// A `[heads, tokens]` buffer, the layout of lse, seen as `[tokens, heads, 1]`: element `[t, h, 0]` is
+    /// `data[h · tokens + t]`.
+    ///
+    /// # Errors
+    ///
+    /// As [`View::new`].
+    pub fn head_major(data: &'a [T], tokens: usize, heads: usize) -> Result<Self> {
+        Self::over(data, [tokens, heads, 1], [1, tokens], true)
+    }
+
+    /// A compact token-major tensor in bytes of the host's byte order; nothing is copied.
+    ///
+    /// # Errors
+    ///
+    /// As [`cast`] and [`View::new`].
+    pub fn from_bytes(bytes: &'a [u8], tokens: usize, heads: usize, dim: usize) -> Result<Self> {
+        Self::new(cast(bytes)?, tokens, heads, dim)
+    }
+
+    /// A tensor that somebody else answers for.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] when the dtype is not `T`'s, an address is null or unaligned, a stride is negative, or the
+    /// tensor leaves the address space.
+    ///
+    /// # Safety
+    ///
+    /// For `'a`, every row of the tensor must lie in one live allocation of initialised memory, on the host, that
+    /// nothing writes.
+    pub unsafe fn from_raw(raw: RawTensor) -> Result<Self> {
+        check_raw::<T>(&raw)?;
+        Ok(Self { raw, memory: PhantomData })
+    }
+
+    fn over(data: &'a [T], shape: [usize; 3], strides: [usize; 2], exact: bool) -> Result<Self> {
+        let raw = describe::<T>(data.as_ptr().cast_mut(), data.len(), shape, strides, exact)?;
+        Ok(Self { raw, memory: PhantomData })
+    }
+
+    /// The tokens of `range`.
+    ///
+    /// # Panics
+    ///
+    /// When the range does not lie within the tokens, like a slice.
+    #[must_use]
+    pub fn rows(&self, range: Range<usize>) -> Self {
+        Self { raw: rows(&self.raw, range), memory: PhantomData }
+    }
+
+    /// The heads of `range`.
+    ///
+    /// # Panics
+    ///
+    /// When the range does not lie within the heads, like a slice.
+    #[must_use]
+    pub fn heads_range(&self, range: Range<usize>) -> Self {
+        Self { raw: heads(&self.raw, range), memory: PhantomData }
+    }
+
+    /// The `dim` elements of a token and head.
+    ///
+    /// # Panics
+    ///
+    /// When there is no such token or head, like a slice.
+    #[inline]
+    pub fn row(&self, token: usize, head: usize) -> &'a [T] {
+        // SAFETY: `element` checks both indices, so these `dim` elements are a row of the view. Its constructor proved
+        // them inside memory that is borrowed for 'a and not written meanwhile.
+        unsafe { core::slice::from_raw_parts(element::<T>(&self.raw, token, head), self.dim()) }
+    }
+
+    /// All elements, when they lie end to end.
+    pub fn as_slice(&self) -> Option<&'a [T]> {
+        let count = elements(&self.raw, self.is_compact())?;
+        // SAFETY: a compact view's rows lie end to end from its address on, all inside memory that is borrowed for 'a.
+        Some(unsafe { core::slice::from_raw_parts(start(&self.raw), count) })
+    }
+}
+
+impl<'a, T: Element> ViewMut<'a, T> {
+    accessors!();
+
+    /// As [`View::new`].
+    ///
+    /// # Errors
+    ///
+    /// As [`View::new`].
+    pub fn new(data: &'a mut [T], tokens: usize, heads: usize, dim: usize) -> Result<Self> {
+        Self::over(data, [tokens, heads, dim], compact_strides(heads, dim)?, true)
+    }
+
+    /// As [`View::strided`], for strides that keep rows apart. Tokens may nest in heads or heads in tokens, or both
+    /// interleave.
+    ///
+    /// # Errors
+    ///
+    /// As [`View::strided`]; and when two rows share an element, or (with more than 65,536 tokens and as many heads
+    /// whose strides do not nest) might.
+    pub fn strided(data: &'a mut [T], shape: [usize; 3], strides: [usize; 2]) -> Result<Self> {
+        Self::over(data, shape, strides, false)
+    }
+
+    /// As [`View::head_major`].
+    ///
+    /// # Errors
+    ///
+    /// As [`View::new`].
+    pub fn head_major(data: &'a mut [T], tokens: usize, heads: usize) -> Result<Self> {
+        Self::over(data, [tokens, heads, 1], [1, tokens], true)
+    }
+
+    /// As [`View::from_bytes`].
+    ///
+    /// # Errors
+    ///
+    /// As [`View::from_bytes`].
+    pub fn from_bytes(bytes: &'a mut [u8], tokens: usize, heads: usize, dim: usize) -> Result<Self> {
+        Self::new(cast_mut(bytes)?, tokens, heads, dim)
+    }
+
+    /// A tensor that somebody else answers for.
+    ///
+    /// # Errors
+    ///
+    /// As [`View::from_raw`] and [`ViewMut::strided`].
+    ///
+    /// # Safety
+    ///
+    /// For `'a`, every row of the tensor must lie in one live allocation of initialised memory, on the host, and its
+    /// elements may be reached through this view alone. What lies between the rows may belong to others.
+    pub unsafe fn from_raw(raw: RawTensor) -> Result<Self> {
+        check_raw::<T>(&raw)?;
+        overlap::refuse_within("", &raw)?;
+        Ok(Self { raw, memory: PhantomData })
+    }
+
+    fn over(data: &'a mut [T], shape: [usize; 3], strides: [usize; 2], exact: bool) -> Result<Self> {
+        let raw = describe::<T>(data.as_mut_ptr(), data.len(), shape, strides, exact)?;
+        overlap::refuse_within("", &raw)?;
+        Ok(Self { raw, memory: PhantomData })
+    }
+
+    /// The same tensor, read.
+    pub const fn as_view(&self) -> View<'_, T> {
+        View { raw: self.raw, memory: PhantomData }
+    }
+
+    /// The same tensor for a shorter while, so that a call may consume it.
+    pub const fn reborrow(&mut self) -> ViewMut<'_, T> {
+        ViewMut { raw: self.raw, memory: PhantomData }
+    }
+
+    /// The tokens of `range`.
+    ///
+    /// # Panics
+    ///
+    /// When the range does not lie within the tokens, like a slice.
+    #[must_use]
+    pub fn rows(&mut self, range: Range<usize>) -> ViewMut<'_, T> {
+        ViewMut { raw: rows(&self.raw, range), memory: PhantomData }
+    }
+
+    /// The heads of `range`.
+    ///
+    /// # Panics
+    ///
+    /// When the range does not lie within the heads, like a slice.
+    #[must_use]
+    pub fn heads_range(&mut self, range: Range<usize>) -> ViewMut<'_, T> {
+        ViewMut { raw: heads(&self.raw, range), memory: PhantomData }
+    }
+
+    /// The tokens before `at`, and those from `at` on.
+    ///
+    /// # Panics
+    ///
+    /// When `at` exceeds the tokens, like a slice.
+    #[must_use]
+    pub fn split_rows(self, at: usize) -> (Self, Self) {
+        // Rows share no element, so two sets of different rows do not either.
+        let (first, second) = (rows(&self.raw, 0..at), rows(&self.raw, at..self.tokens()));
+        (Self { raw: first, memory: PhantomData }, Self { raw: second, memory: PhantomData })
+    }
+
+    /// The heads before `at`, and those from `at` on.
+    ///
+    /// # Panics
+    ///
+    /// When `at` exceeds the heads, like a slice.
+    #[must_use]
+    pub fn split_heads(self, at: usize) -> (Self, Self) {
+        let (first, second) = (heads(&self.raw, 0..at), heads(&self.raw, at..self.heads()));
+        (Self { raw: first, memory: PhantomData }, Self { raw: second, memory: PhantomData })
+    }
+
+    /// The `dim` elements of a token and head, to read.
+    ///
+    /// # Panics
+    ///
+    /// When there is no such token or head, like a slice.
+    #[inline]
+    pub fn row(&self, token: usize, head: usize) -> &[T] {
+        self.as_view().row(token, head)
+    }
+
+    /// The `dim` elements of a token and head, to write.
+    ///
+    /// # Panics
+    ///
+    /// When there is no such token or head, like a slice.
+    #[inline]
+    pub fn row_mut(&mut self, token: usize, head: usize) -> &mut [T] {
+        // SAFETY: as for `View::row`; the memory is borrowed mutably for 'a, this row shares no element with another
+        // one of any view (views that were split hold different rows), and `&mut self` keeps this view's own away.
+        unsafe { core::slice::from_raw_parts_mut(element::<T>(&self.raw, token, head), self.dim()) }
+    }
+
+    /// All elements, when they lie end to end.
+    pub fn as_mut_slice(&mut self) -> Option<&mut [T]> {
+        let count = elements(&self.raw, self.is_compact())?;
+        // SAFETY: as for `View::as_slice`; without gaps, the span holds elements of this view only, and `&mut self`
+        // keeps its other borrows away.
+        Some(unsafe { core::slice::from_raw_parts_mut(start(&self.raw), count) })
+    }
+
+    /// Sets every element; what lies between the rows stays as it is.
+    pub fn fill(&mut self, value: T) {
+        for token in 0..self.tokens() {
+            for head in 0..self.heads() {
+                self.row_mut(token, head).fill(value);
+            }
+        }
+    }
+}
+
+/// The bytes as elements, in the host's byte order; nothing is copied.
+///
+/// # Errors
+///
+/// [`Error::Invalid`] when the bytes are not aligned to the element's size, or not a whole number of elements.
+pub fn cast<T: Element>(bytes: &[u8]) -> Result<&[T]> {
+    let (address, count) = (bytes.as_ptr().addr(), bytes.len());
+    bytemuck::try_cast_slice(bytes).map_err(|e| refuse_cast::<T>(e, address, count))
+}
+
+/// As [`cast`], to write.
+///
+/// # Errors
+///
+/// As [`cast`].
+pub fn cast_mut<T: Element>(bytes: &mut [u8]) -> Result<&mut [T]> {
+    let (address, count) = (bytes.as_ptr().addr(), bytes.len());
+    bytemuck::try_cast_slice_mut(bytes).map_err(|e| refuse_cast::<T>(e, address, count))
+}
+
+/// Checks that an argument is what a call needs: dtype, shape, an address that is neither null nor unaligned when
+/// there are elements, and strides that stay within the address space. Strides are not otherwise restricted; for what
+/// is written, [`disjoint`] refuses those that make a tensor overlap itself.
+///
+/// # Errors
+///
+/// [`Error::Invalid`] naming the part (`k.dtype`, `k.tokens`, `k.heads`, `k.head_dim`, …), its value and the one
+/// expected.
+pub fn expect(name: &'static str, t: &RawTensor, dtype: Dtype, shape: [usize; 3]) -> Result<()> {
+    if t.dtype != dtype {
+        return Err(Error::invalid(part(name, "dtype"), t.dtype, dtype));
+    }
+    let found = [t.tokens, u64::from(t.heads), u64::from(t.dim)];
+    for ((what, found), expected) in ["tokens", "heads", "head_dim"].into_iter().zip(found).zip(shape) {
+        if found != expected as u64 {
+            return Err(Error::invalid(part(name, what), found, expected));
+        }
+    }
+    overlap::refuse_unaddressable(name, t)?;
+    refuse_unaligned(name, t)
+}
+
+/// Makes the description of a tensor over `len` elements at `ptr`, or says what is wrong with it.
+fn describe<T: Element>(
+    ptr: *mut T,
+    len: usize,
+    shape: [usize; 3],
+    strides: [usize; 2],
+    exact: bool,
+) -> Result<RawTensor> {
+    let [tokens, heads, dim] = shape;
+    let [token_stride, head_stride] = strides;
+    let narrow = |name: &str, value: usize| {
+        u32::try_from(value).map_err(|_| Error::invalid(name, value, format!("at most {}", u32::MAX)))
+    };
+    let (raw_heads, raw_dim) = (narrow("heads", heads)?, narrow("dim", dim)?);
+
+    // One past the end in every dimension must be expressible in bytes: sub-views and kernels may then compute any
+    // offset without a check.
+    let limit = i64::MAX as usize / size_of::<T>();
+    let span = |count: usize, stride: usize| count.checked_mul(stride).filter(|&s| s <= limit);
+    let refuse = |name: &str, count: usize, stride: usize| {
+        Error::invalid(name, format!("{stride} for {count} {}", name_of(name)), format!("a span of at most {limit}"))
+            .hint("strides are counted in elements, not in bytes")
+    };
+    let by_token = span(tokens, token_stride).ok_or_else(|| refuse("token_stride", tokens, token_stride))?;
+    let by_head = span(heads, head_stride).ok_or_else(|| refuse("head_stride", heads, head_stride))?;
+    by_token
+        .checked_add(by_head)
+        .and_then(|s| s.checked_add(dim))
+        .filter(|&s| s <= limit)
+        .ok_or_else(|| refuse("token_stride", tokens, token_stride))?;
+    let empty = tokens == 0 || heads == 0 || dim == 0;
+    let count = if empty { Some(0) } else { span(tokens, heads).and_then(|c| span(c, dim)) };
+    let Some(count) = count else {
+        let expected = format!("at most {limit} elements with {heads} heads of {dim}");
+        return Err(Error::invalid("tokens", tokens, expected));
+    };
+
+    if exact && len != count {
+        return Err(Error::invalid(
+            "data.len",
+            len,
+            format!("tokens × heads × dim = {tokens} × {heads} × {dim} = {count}"),
+        ));
+    }
+    // No more than the sums above, so it cannot overflow.
+    let needed = if empty { 0 } else { (tokens - 1) * token_stride + (heads - 1) * head_stride + dim };
+    if needed > len {
+        let expected = format!("at least {needed} for shape {shape:?} with strides {strides:?}");
+        return Err(Error::invalid("data.len", len, expected));
+    }
+    Ok(RawTensor {
+        ptr: ptr.cast(),
+        token_stride: token_stride as i64,
+        head_stride: head_stride as i64,
+        tokens: tokens as u64,
+        heads: raw_heads,
+        dim: raw_dim,
+        dtype: T::DTYPE,
+    })
+}
+
+/// What a stride counts.
+fn name_of(stride: &str) -> &'static str {
+    if stride == "token_stride" { "tokens" } else { "heads" }
+}
+
+fn compact_strides(heads: usize, dim: usize) -> Result<[usize; 2]> {
+    let token_stride = heads
+        .checked_mul(dim)
+        .ok_or_else(|| Error::invalid("heads", heads, format!("at most {}", usize::MAX / dim.max(1))))?;
+    Ok([token_stride, dim])
+}
+
+/// Checks a description that came from outside: the promises that `describe` makes of its own.
+fn check_raw<T: Element>(t: &RawTensor) -> Result<()> {
+    if t.dtype != T::DTYPE {
+        return Err(Error::invalid("dtype", t.dtype, T::DTYPE));
+    }
+    for (name, stride) in [("token_stride", t.token_stride), ("head_stride", t.head_stride)] {
+        if stride < 0 {
+            return Err(Error::invalid(name, stride, "at least 0").hint("reverse the order of the rows when copying"));
+        }
+    }
+    overlap::refuse_unaddressable("", t)?;
+    refuse_unaligned("", t)?;
+    let shape = [t.tokens as usize, t.heads as usize, t.dim as usize];
+    let strides = [t.token_stride as usize, t.head_stride as usize];
+    describe::<T>(t.ptr.cast(), usize::MAX, shape, strides, false).map(drop)
+}
+
+fn refuse_unaligned(name: &str, t: &RawTensor) -> Result<()> {
+    let (address, size) = (t.ptr.addr(), t.dtype.size());
+    if overlap::is_empty(t) || address.is_multiple_of(size) {
+        return Ok(());
+    }
+    let expected = format!("a multiple of {size}, the size of {}", t.dtype);
+    Err(Error::invalid(part(name, "ptr"), format!("{address:#x}"), expected).hint("copy into aligned memory"))
+}
+
+fn refuse_cast<T: Element>(error: PodCastError, address: usize, count: usize) -> Error {
+    let (size, dtype) = (size_of::<T>(), T::DTYPE);
+    match error {
+        PodCastError::TargetAlignmentGreaterAndInputNotAligned => {
+            Error::invalid("bytes.ptr", format!("{address:#x}"), format!("a multiple of {size}, the size of {dtype}"))
+                .hint("copy the bytes into aligned memory, or place the tensor at an aligned offset")
+        }
+        _ => Error::invalid("bytes.len", count, format!("a multiple of {size}, the size of {dtype}")),
+    }
+}
+
+fn rows(t: &RawTensor, range: Range<usize>) -> RawTensor {
+    let all = t.tokens as usize;
+    assert!(range.start <= range.end && range.end <= all, "rows {range:?} of {all}");
+    t.rows(range.start as u64, (range.end - range.start) as u64)
+}
+
+fn heads(t: &RawTensor, range: Range<usize>) -> RawTensor {
+    let all = t.heads as usize;
+    assert!(range.start <= range.end && range.end <= all, "heads {range:?} of {all}");
+    t.heads(range.start as u32, (range.end - range.start) as u32)
+}
+
+/// The address of element `[token, head, 0]`; any aligned address when rows are empty.
+#[inline]
+fn element<T>(t: &RawTensor, token: usize, head: usize) -> *mut T {
+    assert!((token as u64) < t.tokens, "token {token} of {}", t.tokens);
+    assert!((head as u64) < u64::from(t.heads), "head {head} of {}", t.heads);
+    if t.dim == 0 {
+        return core::ptr::dangling_mut();
+    }
+    // SAFETY: token and head exist and rows are not empty, so by the constructors' checks the offset fits an isize in
+    // bytes, and the result lies in the allocation the view borrows.
+    unsafe { t.ptr.cast::<T>().add(token * t.token_stride as usize + head * t.head_stride as usize) }
+}
+
+/// The address of the first element; any aligned address when there is none.
+fn start<T>(t: &RawTensor) -> *mut T {
+    if overlap::is_empty(t) { core::ptr::dangling_mut() } else { t.ptr.cast() }
+}
+
+/// Elements of a compact tensor.
+fn elements(t: &RawTensor, compact: bool) -> Option<usize> {
+    let count = if overlap::is_empty(t) { 0 } else { t.tokens as usize * t.heads as usize * t.dim as usize };
+    compact.then_some(count)
+}

@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Do two tensors share a byte? Does a tensor share one with itself?
+//!
+//! Hulls do not answer that: dq, dk and dv cut from one `[tokens, 3, heads, dim]` buffer have overlapping hulls and no
+//! byte in common. A tensor is a set of equal rows at `base + i · token_stride + j · head_stride`. Two rows meet when
+//! their distance is smaller than a row, so two tensors meet when some sum of stride multiples, each multiple within
+//! bounds, falls into a short interval. Strides are taken from the largest down, and at each one only the multiples
+//! are tried from which the smaller strides can still reach the interval. For nested layouts that leaves one or two,
+//! the last stride is a division, and equal strides of both tensors count as one.
+//!
+//! The search counts its steps and gives up after [`BUDGET`] of them, which takes strides that neither nest nor agree
+//! and extents in the tens of thousands. Such a pair is refused, with an error that says so: a wrong "no" costs a
+//! copy, a wrong "yes" costs the result. All arithmetic is in bytes and in `i128`, where none of it can wrap: 64-bit
+//! strides are bounded by [`hull`] first. Nothing here allocates unless it refuses, and no memory is touched.
+
+use crate::{
+    error::{Error, Result},
+    kernel::RawTensor,
+};
+use alloc::{format, string::String};
+use core::ops::Range;
+
+/// Steps after which a search gives up: some milliseconds at worst.
+const BUDGET: u32 = 1 << 16;
+
+/// The answer to whether memory is shared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Overlap {
+    /// No byte is shared.
+    No,
+    /// Some byte is shared.
+    Yes,
+    /// The strides are too irregular to tell within the budget.
+    Undecided,
+}
+
+/// A stride with the multiples that may be taken of it.
+#[derive(Clone, Copy)]
+struct Term {
+    least: i128,
+    most: i128,
+    stride: i128,
+}
+
+impl Term {
+    const NONE: Self = Self { least: 0, most: 0, stride: 0 };
+
+    /// The same sums by a positive stride.
+    fn positive(self) -> Self {
+        if self.stride < 0 { Self { least: -self.most, most: -self.least, stride: -self.stride } } else { self }
+    }
+}
+
+/// Whether a sum of one multiple per term lies in `low..=high`; terms by falling stride, every stride positive.
+fn reaches(low: i128, high: i128, terms: &[Term], budget: &mut u32) -> Overlap {
+    let Some((term, rest)) = terms.split_first() else {
+        return if low <= 0 && 0 <= high { Overlap::Yes } else { Overlap::No };
+    };
+    let rest_least: i128 = rest.iter().map(|t| t.least * t.stride).sum();
+    let rest_most: i128 = rest.iter().map(|t| t.most * t.stride).sum();
+    // Floor and ceiling: `div_euclid` by a positive number rounds down.
+    let first = term.least.max(-((rest_most - low).div_euclid(term.stride)));
+    let last = term.most.min((high - rest_least).div_euclid(term.stride));
+    if rest.is_empty() {
+        return if first <= last { Overlap::Yes } else { Overlap::No };
+    }
+    let mut multiple = first;
+    while multiple <= last {
+        if *budget == 0 {
+            return Overlap::Undecided;
+        }
+        *budget -= 1;
+        let taken = multiple * term.stride;
+        match reaches(low - taken, high - taken, rest, budget) {
+            Overlap::No => multiple += 1,
+            answer => return answer,
+        }
+    }
+    Overlap::No
+}
+
+/// Sorts, merges equal strides, drops what cannot move a sum, and searches.
+fn search(low: i128, high: i128, mut terms: [Term; 4]) -> Overlap {
+    for term in &mut terms {
+        *term = term.positive();
+        if term.stride == 0 {
+            *term = Term::NONE;
+        }
+    }
+    terms.sort_unstable_by_key(|t| -t.stride);
+    let mut count = 0;
+    for i in 0..terms.len() {
+        let term = terms[i];
+        if count > 0 && terms[count - 1].stride == term.stride {
+            terms[count - 1].least += term.least;
+            terms[count - 1].most += term.most;
+        } else if term.stride > 0 {
+            terms[count] = term;
+            count += 1;
+        }
+    }
+    reaches(low, high, &terms[..count], &mut BUDGET.clone())
+}
+
+/// Whether there is no element.
+pub(super) const fn is_empty(t: &RawTensor) -> bool {
+    t.tokens == 0 || t.heads == 0 || t.dim == 0
+}
+
+/// Bytes from the first element to the lowest one, and to the end of the highest one; `None` when the tensor is
+/// larger than memory can be. Meaningless for a tensor without elements.
+fn reach(t: &RawTensor) -> Option<(i128, i128)> {
+    let size = t.dtype.size() as i64;
+    let mut low = 0i64;
+    let mut high = i64::from(t.dim).checked_mul(size)?;
+    for (count, stride) in [(t.tokens, t.token_stride), (u64::from(t.heads), t.head_stride)] {
+        let steps = i64::try_from(count.saturating_sub(1)).ok()?;
+        let bytes = steps.checked_mul(stride)?.checked_mul(size)?;
+        if bytes < 0 {
+            low = low.checked_add(bytes)?;
+        } else {
+            high = high.checked_add(bytes)?;
+        }
+    }
+    high.checked_sub(low)?;
+    Some((low.into(), high.into()))
+}
+
+/// The addresses from the lowest to the end of the highest element; `None` when they leave the address space.
+pub(super) fn hull(t: &RawTensor) -> Option<Range<i128>> {
+    if is_empty(t) {
+        return Some(0..0);
+    }
+    let (low, high) = reach(t)?;
+    let base = t.ptr.addr() as i128;
+    (base + low >= 0 && base + high <= usize::MAX as i128).then_some(base + low..base + high)
+}
+
+/// Whether two (token, head) rows of a tensor share an element. Exact when tokens or heads are at most [`BUDGET`], or
+/// one dimension nests in the other. The tensor must have a [`hull`].
+pub(super) fn within(t: &RawTensor) -> Overlap {
+    if is_empty(t) {
+        return Overlap::No;
+    }
+    let (tokens, heads, dim) = (i128::from(t.tokens), i128::from(t.heads), i128::from(t.dim));
+    let token = |least| Term { least, most: tokens - 1, stride: t.token_stride.into() };
+    let head = |least| Term { least, most: heads - 1, stride: t.head_stride.into() };
+    // Every pair of different rows, once: an earlier and a later token with any two heads, or one token with an
+    // earlier and a later head.
+    if tokens > 1 {
+        let answer = search(1 - dim, dim - 1, [token(1), head(1 - heads), Term::NONE, Term::NONE]);
+        if answer != Overlap::No {
+            return answer;
+        }
+    }
+    if heads > 1 { search(1 - dim, dim - 1, [head(1), Term::NONE, Term::NONE, Term::NONE]) } else { Overlap::No }
+}
+
+/// A tensor as bytes, rows joined where they leave no gap.
+fn bytes(t: &RawTensor) -> (i128, [Term; 2]) {
+    let size = t.dtype.size() as i128;
+    let mut length = i128::from(t.dim) * size;
+    let mut terms = [
+        Term { least: 0, most: i128::from(t.tokens) - 1, stride: i128::from(t.token_stride) * size },
+        Term { least: 0, most: i128::from(t.heads) - 1, stride: i128::from(t.head_stride) * size },
+    ];
+    if terms[0].stride.abs() < terms[1].stride.abs() {
+        terms.swap(0, 1);
+    }
+    for i in [1, 0] {
+        let term = terms[i];
+        if term.most == 0 {
+            terms[i] = Term::NONE;
+        } else if (0..=length).contains(&term.stride) {
+            length += term.most * term.stride;
+            terms[i] = Term::NONE;
+        }
+    }
+    (length, terms)
+}
+
+/// Whether two tensors share a byte. Both must have a [`hull`].
+pub(super) fn between(a: &RawTensor, b: &RawTensor) -> Overlap {
+    let (Some(hull_a), Some(hull_b)) = (hull(a), hull(b)) else { return Overlap::Undecided };
+    if hull_a.is_empty() || hull_b.is_empty() || hull_a.end <= hull_b.start || hull_b.end <= hull_a.start {
+        return Overlap::No;
+    }
+    let (length_a, terms_a) = bytes(a);
+    let (length_b, terms_b) = bytes(b);
+    // Row at x of a and row at y of b share a byte when -length_b < y - x < length_a.
+    let distance = b.ptr.addr() as i128 - a.ptr.addr() as i128;
+    let minus = |t: Term| Term { least: -t.most, most: -t.least, ..t };
+    search(
+        1 - length_b - distance,
+        length_a - 1 - distance,
+        [minus(terms_a[0]), minus(terms_a[1]), terms_b[0], terms_b[1]],
+    )
+}
+
+/// `name.part`, or `part` of an argument without a name.
+pub(super) fn part(name: &str, part: &str) -> String {
+    if name.is_empty() { String::from(part) } else { format!("{name}.{part}") }
+}
+
+/// Refuses elements at null, and tensors that leave the address space.
+pub(super) fn refuse_unaddressable(name: &str, t: &RawTensor) -> Result<()> {
+    if is_empty(t) {
+        return Ok(());
+    }
+    if t.ptr.is_null() {
+        let found = format!("null with shape [{}, {}, {}]", t.tokens, t.heads, t.dim);
+        return Err(Error::invalid(part(name, "ptr"), found, "the address of element [0, 0, 0]"));
+    }
+    if hull(t).is_none() {
+        let found = format!("{} with token_stride {} and {} tokens", t.head_stride, t.token_stride, t.tokens);
+        return Err(Error::invalid(part(name, "head_stride"), found, "strides that stay within the address space")
+            .hint("strides are counted in elements, not in bytes"));
+    }
+    Ok(())
+}
+
+/// Refuses strides by which a tensor that is written would share elements between its own rows. The tensor must have
+/// a [`hull`]; its name may be empty.
+pub(super) fn refuse_within(name: &str, t: &RawTensor) -> Result<()> {
+    let answer = within(t);
+    if answer == Overlap::No {
+        return Ok(());
+    }
+    let (ts, hs, dim) = (t.token_stride, t.head_stride, i64::from(t.dim));
+    let error = if t.heads > 1 && hs.abs() < dim {
+        Error::invalid(part(name, "head_stride"), hs, format!("at least {dim}, the length of a row"))
+    } else if t.tokens > 1 && ts.abs() < dim {
+        Error::invalid(part(name, "token_stride"), ts, format!("at least {dim}, the length of a row"))
+    } else {
+        let by_token = i128::from(t.heads - 1) * i128::from(hs.abs()) + i128::from(dim);
+        let by_head = i128::from(t.tokens - 1) * i128::from(ts.abs()) + i128::from(dim);
+        Error::invalid(
+            part(name, "token_stride"),
+            format!("{ts} with head_stride {hs}"),
+            format!("a token_stride of at least {by_token}, or a head_stride of at least {by_head}"),
+        )
+    };
+    Err(match answer {
+        Overlap::Undecided => error.hint("the rows may share elements, and the strides are too irregular to tell"),
+        _ => error.hint("rows of a tensor that is written must not share elements"),
+    })
+}
+
+/// Refuses a set of arguments in which one that is written shares memory with another, or with itself.
+///
+/// Each entry is an argument's name, its tensor, and whether the call writes it. Tensors without elements pass, and so
+/// do any that are only read. Interleaved tensors (slices of one fused `[tokens, 3, heads, dim]` buffer, parts of one
+/// `[heads, tokens]` buffer) are told apart exactly. Strides that neither nest nor agree may take too long to tell
+/// apart; they are refused, and the hint says so.
+///
+/// # Errors
+///
+/// [`Error::Invalid`] naming both arguments, or the stride by which a written tensor overlaps itself or leaves the
+/// address space, or an argument that has elements at a null address.
+pub fn disjoint(named: &[(&'static str, RawTensor, bool)]) -> Result<()> {
+    for (i, (name, tensor, written)) in named.iter().enumerate() {
+        if is_empty(tensor) {
+            continue;
+        }
+        refuse_unaddressable(name, tensor)?;
+        if *written {
+            refuse_within(name, tensor)?;
+        }
+        for (other_name, other, other_written) in &named[..i] {
+            if is_empty(other) || !(*written || *other_written) {
+                continue;
+            }
+            let answer = between(tensor, other);
+            if answer == Overlap::No {
+                continue;
+            }
+            // The written one is to blame; of two, the later.
+            let (blamed, with) = if *written { (*name, *other_name) } else { (*other_name, *name) };
+            return Err(match answer {
+                Overlap::Undecided => Error::invalid(
+                    blamed,
+                    format!("memory interleaved with {with} by strides too irregular to tell apart"),
+                    format!("memory that shares no byte with {with}"),
+                )
+                .hint("use separate buffers, or equal token strides"),
+                _ => Error::invalid(
+                    blamed,
+                    format!("memory that overlaps {with}"),
+                    format!("memory that shares no byte with {with}"),
+                )
+                .hint("a tensor that is written needs memory of its own"),
+            });
+        }
+    }
+    Ok(())
+}
