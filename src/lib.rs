@@ -7,6 +7,8 @@ extern crate alloc;
 pub mod element;
 pub mod error;
 pub mod kernel;
+#[cfg(feature = "std")]
+mod sync;
 pub mod tensor;
 pub mod transport;
 

@@ -1,2 +1,317 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ranks as threads of one process.
+//!
+//! The group shares one board (`board.rs`) under one mutex. A rank that enters an exchange posts its lists there, and
+//! then copies *its own receives* as their senders appear: one copy, straight from the sender's memory to the
+//! receiver's. The receiver copies, and not whoever comes last, because a batch that all ranks enter together then
+//! spreads over all of their threads, because the bytes land in the cache of the core that is going to use them, and
+//! because memory that is written belongs to the thread that writes it: only readers of a sender's memory ever have
+//! to be waited for.
+//!
+//! The mutex guards a few numbers per rank. It is never held during a copy, so pairs copy in parallel. A rank that has
+//! nothing to copy parks on a condition variable of its own; it never spins. After [`group`] nothing allocates until
+//! something fails.
+//!
+//! The first failure is written on the board and stays there: everybody who waits is called, and everybody who comes
+//! later is told. A rank that fails first takes its lists down, so that nobody begins to copy from them, and then
+//! waits for copies that are under way; therefore no memory is touched after an exchange has returned.
+//!
+//! - A rank that is dropped fails the group only once somebody needs it; a rank that is dropped by a panic fails the
+//!   group at once.
+//! - The deadline counts from the last message that moved. Who is blamed for it is the nearest rank that is in no call,
+//!   along the chain of ranks that wait for each other, not the peer that waits itself.
+//! - A batch that is complete returns `Ok` even if something failed meanwhile; the next call tells.
+//! - Agreements that differ do not end the group: every rank of it learns of the difference, and may plan again.
+
+mod board;
+
+use super::{Label, Message, Transport};
+use crate::error::{Cause, Error, Result};
+use crate::sync::{AtomicBool, Condvar, Limit, Mutex, MutexGuard, lock, wait};
+use board::{Board, Phase};
+use std::ops::Range;
+use std::sync::{Arc, atomic::Ordering};
+use std::time::Duration;
+
+/// Makes `world` ranks that know each other; move each into its thread. `deadline` is how long a call waits without
+/// any of its messages moving before it fails the group.
+///
+/// # Errors
+/// [`Error::Invalid`] if `world` is 0.
+///
+/// ```
+/// use cpattn::transport::{Label, Message, Transport, local};
+/// use std::time::Duration;
+///
+/// let ranks = local::group(2, Duration::from_secs(10))?;
+/// std::thread::scope(|scope| {
+///     for rank in ranks {
+///         scope.spawn(move || {
+///             let (mine, mut theirs) = ([rank.rank() as u8; 4], [9; 4]);
+///             let send = Message { peer: 1 - rank.rank(), ptr: mine.as_ptr().cast_mut(), bytes: 4 };
+///             let recv = Message { peer: 1 - rank.rank(), ptr: theirs.as_mut_ptr(), bytes: 4 };
+///             // SAFETY: both arrays outlive the call, and nothing else touches them.
+///             unsafe { rank.exchange(Label { operation: "swap", step: 0 }, &[send], &[recv]) }.unwrap();
+///             assert_eq!(theirs, [1 - rank.rank() as u8; 4]);
+///         });
+///     }
+/// });
+/// # Ok::<(), cpattn::Error>(())
+/// ```
+pub fn group(world: usize, deadline: Duration) -> Result<Vec<Local>> {
+    if world == 0 {
+        return Err(Error::invalid("world", 0, "at least 1 rank"));
+    }
+    let shared = Arc::new(Shared {
+        board: Mutex::new(Board::new(world, deadline)),
+        bells: (0..world).map(|_| Condvar::new()).collect(),
+        failed: AtomicBool::new(false),
+        world,
+    });
+    Ok((0..world).map(|rank| Local { shared: Arc::clone(&shared), rank }).collect())
+}
+
+/// One rank of a [`group`]. Dropping it means that the rank leaves.
+///
+/// Any thread may call [`poll`](Transport::poll) and [`abort`](Transport::abort) at any time; of the calls that wait,
+/// a second one on the same rank is refused with [`Error::Invalid`].
+pub struct Local {
+    shared: Arc<Shared>,
+    rank: usize,
+}
+
+struct Shared {
+    board: Mutex<Board>,
+    /// One per rank: only that rank's waiting call parks on it.
+    bells: Vec<Condvar>,
+    /// A copy of "the board has a failure", so that `poll` takes no lock.
+    failed: AtomicBool,
+    world: usize,
+}
+
+impl Shared {
+    fn call(&self, board: &mut Board, rank: usize) {
+        if std::mem::replace(&mut board.places[rank].parked, false) {
+            self.bells[rank].notify_one();
+        }
+    }
+
+    fn call_all(&self, board: &mut Board) {
+        (0..self.world).for_each(|rank| self.call(board, rank));
+    }
+
+    /// To be called once a failure is on the board.
+    fn spread(&self, board: &mut Board) {
+        self.failed.store(true, Ordering::Release);
+        self.call_all(board);
+    }
+
+    /// Parks `rank`; true if the limit has passed and nobody has called.
+    fn park<'a>(&self, mut board: MutexGuard<'a, Board>, rank: usize, limit: Limit) -> (MutexGuard<'a, Board>, bool) {
+        board.places[rank].parked = true;
+        let (mut board, expired) = wait(&self.bells[rank], board, limit);
+        let called = !std::mem::replace(&mut board.places[rank].parked, false);
+        (board, expired && !called)
+    }
+}
+
+/// How long a call has been waiting since something moved.
+struct Patience {
+    limit: Option<Limit>,
+    moved: u64,
+}
+
+impl Local {
+    /// Replaces this rank's deadline, from its next wait on.
+    pub fn set_deadline(&self, deadline: Duration) {
+        lock(&self.shared.board).places[self.rank].deadline = deadline;
+    }
+
+    /// Refuses a list that breaks the contract, before anything of it is posted.
+    fn check(&self, argument: &str, list: &[Message]) -> Result<()> {
+        let world = self.shared.world;
+        for (at, message) in list.iter().enumerate() {
+            let argument = |field| format!("{argument}[{at}].{field}");
+            if message.peer >= world {
+                return Err(Error::invalid(argument("peer"), message.peer, format_args!("a rank below {world}")));
+            }
+            if message.peer == self.rank {
+                return Err(Error::invalid(argument("peer"), message.peer, "another rank")
+                    .hint("copy what a rank sends to itself"));
+            }
+            if message.bytes == 0 {
+                return Err(
+                    Error::invalid(argument("bytes"), 0, "at least 1").hint("leave empty messages out, on both sides")
+                );
+            }
+            if message.ptr.is_null() {
+                return Err(Error::invalid(argument("ptr"), "null", "an address"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Parks this rank, whose call is not complete, unless that call cannot become complete any more.
+    fn pause<'a>(
+        &self,
+        mut board: MutexGuard<'a, Board>,
+        label: Label,
+        patience: &mut Patience,
+    ) -> (MutexGuard<'a, Board>, Result<()>) {
+        if let Some(error) = board.error(self.rank, label) {
+            return (board, Err(error));
+        }
+        if let Some(peer) = board.gone(self.rank) {
+            board.fail(peer, Cause::Left);
+            self.shared.spread(&mut board);
+            let error = board.error(self.rank, label);
+            return (board, error.map_or(Ok(()), Err));
+        }
+        let place = &board.places[self.rank];
+        let deadline = place.deadline;
+        if place.moved != patience.moved {
+            *patience = Patience { limit: None, moved: place.moved };
+        }
+        let limit = *patience.limit.get_or_insert_with(|| Limit::after(deadline));
+        let (mut board, expired) = self.shared.park(board, self.rank, limit);
+        if expired {
+            match board.blame(self.rank) {
+                Some(peer) if board.places[self.rank].moved == patience.moved => {
+                    let ms = deadline.as_millis().try_into().unwrap_or(u64::MAX);
+                    if board.fail(peer, Cause::Deadline(ms)) {
+                        self.shared.spread(&mut board);
+                    }
+                }
+                _ => patience.limit = None,
+            }
+        }
+        (board, Ok(()))
+    }
+}
+
+impl Transport for Local {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world(&self) -> usize {
+        self.shared.world
+    }
+
+    fn agree(&self, group: Range<usize>, fingerprint: u64) -> Result<()> {
+        let (rank, shared) = (self.rank, &*self.shared);
+        if !group.contains(&rank) || group.end > shared.world {
+            return Err(Error::invalid(
+                "group",
+                format_args!("{group:?}"),
+                format_args!("a range within 0..{} that contains rank {rank}", shared.world),
+            ));
+        }
+        let label = Label { operation: "agree", step: 0 };
+        let mut board = lock(&shared.board);
+        board.enter(rank, label)?;
+        if board.offer(rank, group.clone(), fingerprint) {
+            group.for_each(|peer| shared.call(&mut board, peer));
+        }
+        let mut patience = Patience { limit: None, moved: board.places[rank].moved };
+        while board.places[rank].phase != Phase::Answered {
+            let outcome;
+            (board, outcome) = self.pause(board, label, &mut patience);
+            if let Err(error) = outcome {
+                board.places[rank].phase = Phase::Idle;
+                return Err(error);
+            }
+        }
+        board.places[rank].phase = Phase::Idle;
+        match board.places[rank].verdict {
+            None => Ok(()),
+            Some((peer, theirs)) => Err(Error::Disagreement { rank, peer, ours: fingerprint, theirs }),
+        }
+    }
+
+    unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
+        self.check("sends", sends)?;
+        self.check("recvs", recvs)?;
+        let (rank, shared) = (self.rank, &*self.shared);
+        let mut board = lock(&shared.board);
+        board.enter(rank, label)?;
+        board.post(rank, sends, recvs);
+        for send in sends {
+            if board.places[send.peer].phase == Phase::Exchange {
+                shared.call(&mut board, send.peer);
+            }
+        }
+        let mut patience = Patience { limit: None, moved: board.places[rank].moved };
+        let outcome = loop {
+            let before = board.places[rank].moved;
+            let mut at = 0;
+            while board.error(rank, label).is_none()
+                && let Some(claim) = board.claim(rank, &mut at)
+            {
+                let (peer, bytes) = (claim.recv.peer, claim.recv.bytes);
+                let call = if bytes == claim.send.bytes {
+                    drop(board);
+                    // SAFETY: both ranges are valid for `bytes` and nobody else writes either, by the contract of the
+                    // two exchanges that posted them. Neither exchange has returned: this one is here, and the
+                    // sender's counts this copy among its readers from the claim until `moved` below.
+                    unsafe { std::ptr::copy_nonoverlapping(claim.send.ptr.cast_const(), claim.recv.ptr, bytes) };
+                    board = lock(&shared.board);
+                    board.moved(rank, peer)
+                } else {
+                    board.fail_size(rank, &claim);
+                    shared.spread(&mut board);
+                    false
+                };
+                if call {
+                    shared.call(&mut board, peer);
+                }
+            }
+            let place = &board.places[rank];
+            if place.unread + place.unwritten == 0 {
+                break Ok(());
+            }
+            // Senders may have come while the mutex was released for a copy.
+            if place.moved != before {
+                continue;
+            }
+            let outcome;
+            (board, outcome) = self.pause(board, label, &mut patience);
+            if outcome.is_err() {
+                break outcome;
+            }
+        };
+        board.retire(rank);
+        while board.places[rank].readers > 0 {
+            (board, _) = shared.park(board, rank, Limit::NEVER);
+        }
+        board.places[rank].phase = Phase::Idle;
+        outcome
+    }
+
+    fn poll(&self) -> Result<()> {
+        if !self.shared.failed.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let board = lock(&self.shared.board);
+        let label = board.places[self.rank].label;
+        board.error(self.rank, label).map_or(Ok(()), Err)
+    }
+
+    fn abort(&self, cause: Cause) {
+        let mut board = lock(&self.shared.board);
+        if board.fail(self.rank, cause) {
+            self.shared.spread(&mut board);
+        }
+    }
+}
+
+impl Drop for Local {
+    fn drop(&mut self) {
+        let mut board = lock(&self.shared.board);
+        board.places[self.rank].phase = Phase::Gone;
+        if std::thread::panicking() && board.fail(self.rank, Cause::Panicked) {
+            self.shared.spread(&mut board);
+        }
+        self.shared.call_all(&mut board);
+    }
+}

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Locks, condition variables and atomics: the standard library's, or loom's.
+//!
+//! Whatever in this crate makes threads wait for each other takes its primitives from here, so that the very code that
+//! runs in production is what the model checker explores. The swap hangs on the crate's own `--cfg cpattn_loom`: a
+//! user who model-checks with `--cfg loom` does not change this crate by accident. Time does not exist in a model, so
+//! there a wait never expires, and a wait that nobody ends is reported by loom as a deadlock.
+//!
+//! Poison is ignored: no code of this crate leaves a locked value half-written when it unwinds.
+
+use std::sync::PoisonError;
+use std::time::{Duration, Instant};
+
+#[cfg(cpattn_loom)]
+pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard, atomic::AtomicBool};
+#[cfg(not(cpattn_loom))]
+pub(crate) use std::sync::{Condvar, Mutex, MutexGuard, atomic::AtomicBool};
+
+/// Locks `mutex`, poisoned or not.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Parks on `condvar` until notified or until `limit`; the flag says that `limit` has passed. May wake for no reason.
+pub(crate) fn wait<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>, limit: Limit) -> (MutexGuard<'a, T>, bool) {
+    let forever = |guard| (condvar.wait(guard).unwrap_or_else(PoisonError::into_inner), false);
+    match limit.0 {
+        None => forever(guard),
+        Some(_) if cfg!(cpattn_loom) => forever(guard),
+        Some(at) => {
+            let left = at.saturating_duration_since(Instant::now());
+            let (guard, _) = condvar.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner);
+            (guard, Instant::now() >= at)
+        }
+    }
+}
+
+/// A moment at which a wait ends, if any.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limit(Option<Instant>);
+
+impl Limit {
+    /// No limit.
+    pub(crate) const NEVER: Self = Self(None);
+
+    /// `duration` from now; a duration beyond what the clock can express never ends.
+    pub(crate) fn after(duration: Duration) -> Self {
+        Self(Instant::now().checked_add(duration))
+    }
+}

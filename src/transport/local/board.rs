@@ -1,0 +1,339 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The notice board of a local group: who waits for what.
+//!
+//! A plain data structure without locks or threads: `local` keeps it behind one mutex, and everything here runs under
+//! that mutex. A rank that enters an exchange posts its two lists here, by address; peers read them there while it
+//! waits. Between the ranks `s` and `d`, the next message is the first of `s`'s sends to `d` and the first of `d`'s
+//! receives from `s` that nobody has claimed yet: two cursors per pair say where those are. Batches need not pair up
+//! one to one: what one rank sends in one exchange, its peer may receive in two.
+//!
+//! Nothing here allocates, except in the search for whom to blame, when the group has failed anyway.
+
+use super::super::{Label, Message};
+use crate::error::{Cause, Error, Result};
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::time::Duration;
+
+/// What a rank is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// Its own business.
+    Idle,
+    /// In an exchange; its lists are posted.
+    Exchange,
+    /// In an agree that is not complete.
+    Agree,
+    /// In an agree that is complete; it has not noticed yet.
+    Answered,
+    /// In a call that has failed; it waits until nobody reads its memory any more.
+    Ending,
+    /// Dropped.
+    Gone,
+}
+
+/// The address of a list of messages whose owner stays in its exchange for as long as the list is posted.
+#[derive(Clone, Copy)]
+struct Posted {
+    first: *const Message,
+    len: usize,
+}
+
+// SAFETY: an address and a number; `Posted::list` says why the list may be read from every thread.
+unsafe impl Send for Posted {}
+
+impl Posted {
+    const NOTHING: Self = Self { first: std::ptr::NonNull::dangling().as_ptr(), len: 0 };
+
+    fn new(list: &[Message]) -> Self {
+        Self { first: list.as_ptr(), len: list.len() }
+    }
+
+    fn list(&self) -> &[Message] {
+        // SAFETY: `first` and `len` come from a slice that its owner borrows until its exchange returns, and the owner
+        // calls `Board::retire` under the board's mutex before that. The result borrows the board, hence the mutex, so
+        // it is gone by then. Nobody writes a list while it is borrowed.
+        unsafe { std::slice::from_raw_parts(self.first, self.len) }
+    }
+}
+
+/// One rank's place on the board.
+pub(super) struct Place {
+    pub(super) phase: Phase,
+    /// What it does, or did last.
+    pub(super) label: Label,
+    pub(super) deadline: Duration,
+    /// It is parked, and nobody has called it since.
+    pub(super) parked: bool,
+    sends: Posted,
+    recvs: Posted,
+    /// Sends that have not been copied to the end.
+    pub(super) unread: usize,
+    /// Receives that have not been copied to the end.
+    pub(super) unwritten: usize,
+    /// Peers that copy from its memory at this moment.
+    pub(super) readers: usize,
+    /// It copies a message from a peer at this moment.
+    copying: bool,
+    /// Counts the messages that left or reached it: a rank whose count grows is not stuck.
+    pub(super) moved: u64,
+    group: Range<usize>,
+    number: u64,
+    /// The first rank with another number, and that number.
+    pub(super) verdict: Option<(usize, u64)>,
+}
+
+/// The first thing that went wrong.
+#[derive(Clone, Copy, Debug)]
+struct Failure {
+    peer: usize,
+    cause: Cause,
+    /// For [`Cause::Size`]: the rank that expected another size than `peer` offered.
+    expecting: usize,
+}
+
+/// A message that is to move now: from `send` to `recv`, both of the same size unless the ranks disagree.
+pub(super) struct Claim {
+    pub(super) send: Message,
+    pub(super) recv: Message,
+}
+
+/// All places, and the first failure.
+pub(super) struct Board {
+    pub(super) places: Vec<Place>,
+    failure: Option<Failure>,
+    /// `[s, d]`: sends of `s` before this index that go to `d` are claimed.
+    sent: Vec<usize>,
+    /// `[d, s]`: receives of `d` before this index that come from `s` are claimed.
+    received: Vec<usize>,
+}
+
+impl Board {
+    pub(super) fn new(world: usize, deadline: Duration) -> Self {
+        let place = |_| Place {
+            phase: Phase::Idle,
+            label: Label { operation: "start", step: 0 },
+            deadline,
+            parked: false,
+            sends: Posted::NOTHING,
+            recvs: Posted::NOTHING,
+            unread: 0,
+            unwritten: 0,
+            readers: 0,
+            copying: false,
+            moved: 0,
+            group: 0..0,
+            number: 0,
+            verdict: None,
+        };
+        Self {
+            places: (0..world).map(place).collect(),
+            failure: None,
+            sent: vec![0; world * world],
+            received: vec![0; world * world],
+        }
+    }
+
+    /// Starts a call of `rank`, unless the group has failed or the rank is in another call.
+    pub(super) fn enter(&mut self, rank: usize, label: Label) -> Result<()> {
+        let place = &mut self.places[rank];
+        if place.phase != Phase::Idle {
+            let Label { operation, step } = place.label;
+            let found = format!("called on rank {rank} while it is in {operation}, step {step}");
+            return Err(Error::invalid(label.operation, found, "one call at a time")
+                .hint("the exchanges and agreements of one rank are serial: start them from one thread"));
+        }
+        place.label = label;
+        self.error(rank, label).map_or(Ok(()), Err)
+    }
+
+    /// Posts the lists of `rank`, which stays in its exchange until it has called [`retire`](Self::retire).
+    pub(super) fn post(&mut self, rank: usize, sends: &[Message], recvs: &[Message]) {
+        let row = rank * self.places.len()..(rank + 1) * self.places.len();
+        self.sent[row.clone()].fill(0);
+        self.received[row].fill(0);
+        let place = &mut self.places[rank];
+        place.phase = Phase::Exchange;
+        place.sends = Posted::new(sends);
+        place.recvs = Posted::new(recvs);
+        place.unread = sends.len();
+        place.unwritten = recvs.len();
+    }
+
+    /// Takes the lists of `rank` down.
+    pub(super) fn retire(&mut self, rank: usize) {
+        let place = &mut self.places[rank];
+        place.phase = if place.readers == 0 { Phase::Idle } else { Phase::Ending };
+        place.sends = Posted::NOTHING;
+        place.recvs = Posted::NOTHING;
+    }
+
+    /// Claims the first message to `rank`, at or after index `at` of its receives, whose sender is there. A message
+    /// that comes after an unclaimed one of the same sender is passed over, even if the sender came meanwhile; hence
+    /// a walk between whose claims the mutex was released has to be repeated.
+    pub(super) fn claim(&mut self, rank: usize, at: &mut usize) -> Option<Claim> {
+        let world = self.places.len();
+        let recvs = self.places[rank].recvs.list();
+        while let Some(&recv) = recvs.get(*at) {
+            let index = *at;
+            *at += 1;
+            let peer = &self.places[recv.peer];
+            if peer.phase != Phase::Exchange {
+                continue;
+            }
+            let received = &mut self.received[rank * world + recv.peer];
+            while recvs[*received..].first().is_some_and(|other| other.peer != recv.peer) {
+                *received += 1;
+            }
+            if *received != index {
+                continue;
+            }
+            let sent = &mut self.sent[recv.peer * world + rank];
+            let sends = peer.sends.list();
+            while sends.get(*sent).is_some_and(|send| send.peer != rank) {
+                *sent += 1;
+            }
+            let Some(&send) = sends.get(*sent) else { continue };
+            *sent += 1;
+            *received = index + 1;
+            self.places[recv.peer].readers += 1;
+            self.places[rank].copying = true;
+            return Some(Claim { send, recv });
+        }
+        None
+    }
+
+    /// Notes that a claimed message from `peer` to `rank` was copied, and says whether `peer` has to be called.
+    pub(super) fn moved(&mut self, rank: usize, peer: usize) -> bool {
+        self.places[rank].unwritten -= 1;
+        self.places[rank].moved += 1;
+        let place = &mut self.places[peer];
+        place.unread -= 1;
+        place.moved += 1;
+        self.release(rank, peer)
+    }
+
+    /// Notes that `rank` does not read the claimed message from `peer` any more.
+    fn release(&mut self, rank: usize, peer: usize) -> bool {
+        self.places[rank].copying = false;
+        let place = &mut self.places[peer];
+        place.readers -= 1;
+        place.readers == 0 && (place.unread == 0 || place.phase == Phase::Ending)
+    }
+
+    /// Posts the number of `rank`; true if the group is now complete, and every rank of it has its verdict.
+    pub(super) fn offer(&mut self, rank: usize, group: Range<usize>, number: u64) -> bool {
+        let place = &mut self.places[rank];
+        place.phase = Phase::Agree;
+        place.group = group.clone();
+        place.number = number;
+        let members = &mut self.places[group.clone()];
+        if members.iter().any(|member| member.phase != Phase::Agree || member.group != group) {
+            return false;
+        }
+        let first = members[0].number;
+        let other = members.iter().position(|member| member.number != first).map(|at| (at, members[at].number));
+        for member in members {
+            member.phase = Phase::Answered;
+            member.verdict =
+                other.map(
+                    |(at, theirs)| {
+                        if member.number == first { (group.start + at, theirs) } else { (group.start, first) }
+                    },
+                );
+        }
+        true
+    }
+
+    /// Calls `visit` with every peer that `rank` waits for, receives first, until it returns true.
+    fn waits_for(&self, rank: usize, mut visit: impl FnMut(usize) -> bool) {
+        let world = self.places.len();
+        let place = &self.places[rank];
+        match place.phase {
+            Phase::Exchange => {
+                let open = |list: &[Message], claimed: &[usize], visit: &mut dyn FnMut(usize) -> bool| {
+                    list.iter().enumerate().any(|(at, message)| at >= claimed[message.peer] && visit(message.peer))
+                };
+                let row = rank * world..(rank + 1) * world;
+                let _ = open(place.recvs.list(), &self.received[row.clone()], &mut visit)
+                    || open(place.sends.list(), &self.sent[row], &mut visit);
+            }
+            Phase::Agree => {
+                let here = |peer: &usize| {
+                    let other = &self.places[*peer];
+                    other.phase == Phase::Agree && other.group == place.group
+                };
+                let _ = place.group.clone().filter(|peer| !here(peer)).any(visit);
+            }
+            Phase::Idle | Phase::Answered | Phase::Ending | Phase::Gone => {}
+        }
+    }
+
+    /// A peer that `rank` waits for in vain, because it was dropped.
+    pub(super) fn gone(&self, rank: usize) -> Option<usize> {
+        let mut gone = None;
+        self.waits_for(rank, |peer| {
+            gone = (self.places[peer].phase == Phase::Gone).then_some(peer);
+            gone.is_some()
+        });
+        gone
+    }
+
+    /// Whom to blame for the time that `rank` waits: the nearest rank, along the chain of those who wait for each
+    /// other, that is in no call at all. Where everybody waits it is the first peer, and nobody while a copy that
+    /// `rank` waits for, if only indirectly, is under way: a copy ends by itself.
+    pub(super) fn blame(&self, rank: usize) -> Option<usize> {
+        let mut seen = vec![false; self.places.len()];
+        let mut queue = VecDeque::from([rank]);
+        seen[rank] = true;
+        let mut first = None;
+        let mut copying = self.places[rank].readers > 0;
+        while let Some(waiting) = queue.pop_front() {
+            let mut idle = None;
+            self.waits_for(waiting, |peer| {
+                first = first.or(Some(peer));
+                copying |= self.places[peer].copying;
+                if matches!(self.places[peer].phase, Phase::Idle | Phase::Answered | Phase::Gone) {
+                    idle = Some(peer);
+                } else if !std::mem::replace(&mut seen[peer], true) {
+                    queue.push_back(peer);
+                }
+                idle.is_some()
+            });
+            if idle.is_some() {
+                return idle;
+            }
+        }
+        if copying { None } else { first }
+    }
+
+    /// Records a failure, unless there is one already; true if there was none.
+    pub(super) fn fail(&mut self, peer: usize, cause: Cause) -> bool {
+        self.fail_with(Failure { peer, cause, expecting: peer })
+    }
+
+    /// Records that the two sides of `claim`, which is a receive of `rank`, differ in size.
+    pub(super) fn fail_size(&mut self, rank: usize, claim: &Claim) -> bool {
+        let cause = Cause::Size { ours: claim.recv.bytes as u64, theirs: claim.send.bytes as u64 };
+        self.release(rank, claim.recv.peer);
+        self.fail_with(Failure { peer: claim.recv.peer, cause, expecting: rank })
+    }
+
+    fn fail_with(&mut self, failure: Failure) -> bool {
+        let first = self.failure.is_none();
+        self.failure.get_or_insert(failure);
+        first
+    }
+
+    /// The failure as `rank` reports it.
+    pub(super) fn error(&self, rank: usize, label: Label) -> Option<Error> {
+        let Failure { mut peer, mut cause, expecting } = self.failure?;
+        if let Cause::Size { ours, theirs } = cause
+            && rank == peer
+        {
+            peer = expecting;
+            cause = Cause::Size { ours: theirs, theirs: ours };
+        }
+        Some(Error::Peer { rank, operation: label.operation, step: label.step, peer, cause })
+    }
+}
