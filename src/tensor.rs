@@ -14,19 +14,15 @@
 //! Below the views everything speaks [`RawTensor`], which has no type and no lifetime. What reaches a kernel that way
 //! passes [`expect`] and [`disjoint`] first. No kernel belongs here, and no copy.
 
+mod check;
 mod overlap;
 
+pub use check::expect;
 pub use overlap::disjoint;
 
-use crate::{
-    element::{Dtype, Element},
-    error::{Error, Result},
-    kernel::RawTensor,
-};
-use alloc::format;
-use bytemuck::PodCastError;
+use crate::{element::Element, error::Result, kernel::RawTensor};
+use check::{check_raw, compact_strides, describe, element, elements, heads, refuse_cast, rows, start};
 use core::{marker::PhantomData, ops::Range};
-use overlap::part;
 
 /// A `[tokens, heads, dim]` tensor that is read.
 #[derive(Clone, Copy, Debug)]
@@ -103,7 +99,7 @@ impl<'a, T: Element> View<'a, T> {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] when `data` does not hold exactly `tokens · heads · dim` elements, or a size exceeds its
+    /// [`Error::Invalid`](crate::Error::Invalid) when `data` does not hold exactly `tokens · heads · dim` elements, or a size exceeds its
     /// limit (see [`View::strided`]).
     pub fn new(data: &'a [T], tokens: usize, heads: usize, dim: usize) -> Result<Self> {
         Self::over(data, [tokens, heads, dim], compact_strides(heads, dim)?, true)
@@ -113,7 +109,7 @@ impl<'a, T: Element> View<'a, T> {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] when the last element lies beyond `data`; when heads or dim exceed 32 bits; when
+    /// [`Error::Invalid`](crate::Error::Invalid) when the last element lies beyond `data`; when heads or dim exceed 32 bits; when
     /// `tokens · token_stride + heads · head_stride + dim`, or the number of elements, exceeds an i64 in bytes.
     /// Shapes without elements are legal over any data.
     pub fn strided(data: &'a [T], shape: [usize; 3], strides: [usize; 2]) -> Result<Self> {
@@ -143,7 +139,7 @@ impl<'a, T: Element> View<'a, T> {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`] when the dtype is not `T`'s, an address is null or unaligned, a stride is negative, or the
+    /// [`Error::Invalid`](crate::Error::Invalid) when the dtype is not `T`'s, an address is null or unaligned, a stride is negative, or the
     /// tensor leaves the address space.
     ///
     /// # Safety
@@ -360,7 +356,7 @@ impl<'a, T: Element> ViewMut<'a, T> {
 ///
 /// # Errors
 ///
-/// [`Error::Invalid`] when the bytes are not aligned to the element's size, or not a whole number of elements.
+/// [`Error::Invalid`](crate::Error::Invalid) when the bytes are not aligned to the element's size, or not a whole number of elements.
 pub fn cast<T: Element>(bytes: &[u8]) -> Result<&[T]> {
     let (address, count) = (bytes.as_ptr().addr(), bytes.len());
     bytemuck::try_cast_slice(bytes).map_err(|e| refuse_cast::<T>(e, address, count))
@@ -374,172 +370,4 @@ pub fn cast<T: Element>(bytes: &[u8]) -> Result<&[T]> {
 pub fn cast_mut<T: Element>(bytes: &mut [u8]) -> Result<&mut [T]> {
     let (address, count) = (bytes.as_ptr().addr(), bytes.len());
     bytemuck::try_cast_slice_mut(bytes).map_err(|e| refuse_cast::<T>(e, address, count))
-}
-
-/// Checks that an argument is what a call needs: dtype, shape, an address that is neither null nor unaligned when
-/// there are elements, and strides that stay within the address space. Strides are not otherwise restricted; for what
-/// is written, [`disjoint`] refuses those that make a tensor overlap itself.
-///
-/// # Errors
-///
-/// [`Error::Invalid`] naming the part (`k.dtype`, `k.tokens`, `k.heads`, `k.head_dim`, …), its value and the one
-/// expected.
-pub fn expect(name: &'static str, t: &RawTensor, dtype: Dtype, shape: [usize; 3]) -> Result<()> {
-    if t.dtype != dtype {
-        return Err(Error::invalid(part(name, "dtype"), t.dtype, dtype));
-    }
-    let found = [t.tokens, u64::from(t.heads), u64::from(t.dim)];
-    for ((what, found), expected) in ["tokens", "heads", "head_dim"].into_iter().zip(found).zip(shape) {
-        if found != expected as u64 {
-            return Err(Error::invalid(part(name, what), found, expected));
-        }
-    }
-    overlap::refuse_unaddressable(name, t)?;
-    refuse_unaligned(name, t)
-}
-
-/// Makes the description of a tensor over `len` elements at `ptr`, or says what is wrong with it.
-fn describe<T: Element>(
-    ptr: *mut T,
-    len: usize,
-    shape: [usize; 3],
-    strides: [usize; 2],
-    exact: bool,
-) -> Result<RawTensor> {
-    let [tokens, heads, dim] = shape;
-    let [token_stride, head_stride] = strides;
-    let narrow = |name: &str, value: usize| {
-        u32::try_from(value).map_err(|_| Error::invalid(name, value, format!("at most {}", u32::MAX)))
-    };
-    let (raw_heads, raw_dim) = (narrow("heads", heads)?, narrow("dim", dim)?);
-
-    // One past the end in every dimension must be expressible in bytes: sub-views and kernels may then compute any
-    // offset without a check.
-    let limit = i64::MAX as usize / size_of::<T>();
-    let span = |count: usize, stride: usize| count.checked_mul(stride).filter(|&s| s <= limit);
-    let refuse = |name: &str, count: usize, stride: usize| {
-        Error::invalid(name, format!("{stride} for {count} {}", name_of(name)), format!("a span of at most {limit}"))
-            .hint("strides are counted in elements, not in bytes")
-    };
-    let by_token = span(tokens, token_stride).ok_or_else(|| refuse("token_stride", tokens, token_stride))?;
-    let by_head = span(heads, head_stride).ok_or_else(|| refuse("head_stride", heads, head_stride))?;
-    by_token
-        .checked_add(by_head)
-        .and_then(|s| s.checked_add(dim))
-        .filter(|&s| s <= limit)
-        .ok_or_else(|| refuse("token_stride", tokens, token_stride))?;
-    let empty = tokens == 0 || heads == 0 || dim == 0;
-    let count = if empty { Some(0) } else { span(tokens, heads).and_then(|c| span(c, dim)) };
-    let Some(count) = count else {
-        let expected = format!("at most {limit} elements with {heads} heads of {dim}");
-        return Err(Error::invalid("tokens", tokens, expected));
-    };
-
-    if exact && len != count {
-        return Err(Error::invalid(
-            "data.len",
-            len,
-            format!("tokens × heads × dim = {tokens} × {heads} × {dim} = {count}"),
-        ));
-    }
-    // No more than the sums above, so it cannot overflow.
-    let needed = if empty { 0 } else { (tokens - 1) * token_stride + (heads - 1) * head_stride + dim };
-    if needed > len {
-        let expected = format!("at least {needed} for shape {shape:?} with strides {strides:?}");
-        return Err(Error::invalid("data.len", len, expected));
-    }
-    Ok(RawTensor {
-        ptr: ptr.cast(),
-        token_stride: token_stride as i64,
-        head_stride: head_stride as i64,
-        tokens: tokens as u64,
-        heads: raw_heads,
-        dim: raw_dim,
-        dtype: T::DTYPE,
-    })
-}
-
-/// What a stride counts.
-fn name_of(stride: &str) -> &'static str {
-    if stride == "token_stride" { "tokens" } else { "heads" }
-}
-
-fn compact_strides(heads: usize, dim: usize) -> Result<[usize; 2]> {
-    let token_stride = heads
-        .checked_mul(dim)
-        .ok_or_else(|| Error::invalid("heads", heads, format!("at most {}", usize::MAX / dim.max(1))))?;
-    Ok([token_stride, dim])
-}
-
-/// Checks a description that came from outside: the promises that `describe` makes of its own.
-fn check_raw<T: Element>(t: &RawTensor) -> Result<()> {
-    if t.dtype != T::DTYPE {
-        return Err(Error::invalid("dtype", t.dtype, T::DTYPE));
-    }
-    for (name, stride) in [("token_stride", t.token_stride), ("head_stride", t.head_stride)] {
-        if stride < 0 {
-            return Err(Error::invalid(name, stride, "at least 0").hint("reverse the order of the rows when copying"));
-        }
-    }
-    overlap::refuse_unaddressable("", t)?;
-    refuse_unaligned("", t)?;
-    let shape = [t.tokens as usize, t.heads as usize, t.dim as usize];
-    let strides = [t.token_stride as usize, t.head_stride as usize];
-    describe::<T>(t.ptr.cast(), usize::MAX, shape, strides, false).map(drop)
-}
-
-fn refuse_unaligned(name: &str, t: &RawTensor) -> Result<()> {
-    let (address, size) = (t.ptr.addr(), t.dtype.size());
-    if overlap::is_empty(t) || address.is_multiple_of(size) {
-        return Ok(());
-    }
-    let expected = format!("a multiple of {size}, the size of {}", t.dtype);
-    Err(Error::invalid(part(name, "ptr"), format!("{address:#x}"), expected).hint("copy into aligned memory"))
-}
-
-fn refuse_cast<T: Element>(error: PodCastError, address: usize, count: usize) -> Error {
-    let (size, dtype) = (size_of::<T>(), T::DTYPE);
-    match error {
-        PodCastError::TargetAlignmentGreaterAndInputNotAligned => {
-            Error::invalid("bytes.ptr", format!("{address:#x}"), format!("a multiple of {size}, the size of {dtype}"))
-                .hint("copy the bytes into aligned memory, or place the tensor at an aligned offset")
-        }
-        _ => Error::invalid("bytes.len", count, format!("a multiple of {size}, the size of {dtype}")),
-    }
-}
-
-fn rows(t: &RawTensor, range: Range<usize>) -> RawTensor {
-    let all = t.tokens as usize;
-    assert!(range.start <= range.end && range.end <= all, "rows {range:?} of {all}");
-    t.rows(range.start as u64, (range.end - range.start) as u64)
-}
-
-fn heads(t: &RawTensor, range: Range<usize>) -> RawTensor {
-    let all = t.heads as usize;
-    assert!(range.start <= range.end && range.end <= all, "heads {range:?} of {all}");
-    t.heads(range.start as u32, (range.end - range.start) as u32)
-}
-
-/// The address of element `[token, head, 0]`; any aligned address when rows are empty.
-#[inline]
-fn element<T>(t: &RawTensor, token: usize, head: usize) -> *mut T {
-    assert!((token as u64) < t.tokens, "token {token} of {}", t.tokens);
-    assert!((head as u64) < u64::from(t.heads), "head {head} of {}", t.heads);
-    if t.dim == 0 {
-        return core::ptr::dangling_mut();
-    }
-    // SAFETY: token and head exist and rows are not empty, so by the constructors' checks the offset fits an isize in
-    // bytes, and the result lies in the allocation the view borrows.
-    unsafe { t.ptr.cast::<T>().add(token * t.token_stride as usize + head * t.head_stride as usize) }
-}
-
-/// The address of the first element; any aligned address when there is none.
-fn start<T>(t: &RawTensor) -> *mut T {
-    if overlap::is_empty(t) { core::ptr::dangling_mut() } else { t.ptr.cast() }
-}
-
-/// Elements of a compact tensor.
-fn elements(t: &RawTensor, compact: bool) -> Option<usize> {
-    let count = if overlap::is_empty(t) { 0 } else { t.tokens as usize * t.heads as usize * t.dim as usize };
-    compact.then_some(count)
 }

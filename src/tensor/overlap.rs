@@ -6,18 +6,20 @@
 //! their distance is smaller than a row, so two tensors meet when some sum of stride multiples, each multiple within
 //! bounds, falls into a short interval. Strides are taken from the largest down, and at each one only the multiples
 //! are tried from which the smaller strides can still reach the interval. For nested layouts that leaves one or two,
-//! the last stride is a division, and equal strides of both tensors count as one.
+//! the last stride is a division, and equal strides of both tensors count as one. Common divisors settle most of the
+//! rest without a search.
 //!
 //! The search counts its steps and gives up after [`BUDGET`] of them, which takes strides that neither nest nor agree
-//! and extents in the tens of thousands. Such a pair is refused, with an error that says so: a wrong "no" costs a
-//! copy, a wrong "yes" costs the result. All arithmetic is in bytes and in `i128`, where none of it can wrap: 64-bit
+//! nor divide, and extents in the tens of thousands. Such a pair is refused, with an error that says so: refusing in
+//! doubt costs a copy, accepting in doubt costs the result. All arithmetic is in bytes and in `i128`, where none of it can wrap: 64-bit
 //! strides are bounded by [`hull`] first. Nothing here allocates unless it refuses, and no memory is touched.
 
+use super::check::{part, refuse_unaddressable};
 use crate::{
     error::{Error, Result},
     kernel::RawTensor,
 };
-use alloc::{format, string::String};
+use alloc::format;
 use core::ops::Range;
 
 /// Steps after which a search gives up: some milliseconds at worst.
@@ -99,7 +101,29 @@ fn search(low: i128, high: i128, mut terms: [Term; 4]) -> Overlap {
             count += 1;
         }
     }
-    reaches(low, high, &terms[..count], &mut BUDGET.clone())
+    let terms = &terms[..count];
+    if divisors_exclude(low, high, terms) {
+        return Overlap::No;
+    }
+    let mut budget = BUDGET;
+    reaches(low, high, terms, &mut budget)
+}
+
+/// Whether divisibility alone shows that no sum lies in `low..=high`: the larger strides only make multiples of their
+/// common divisor, and the smaller ones move those no further than their own least and largest sum.
+fn divisors_exclude(low: i128, high: i128, terms: &[Term]) -> bool {
+    let mut divisor = 0;
+    (0..terms.len()).any(|i| {
+        divisor = common_divisor(divisor, terms[i].stride);
+        let rest = &terms[i + 1..];
+        let from = low - rest.iter().map(|t| t.most * t.stride).sum::<i128>();
+        let to = high - rest.iter().map(|t| t.least * t.stride).sum::<i128>();
+        to.div_euclid(divisor) * divisor < from
+    })
+}
+
+fn common_divisor(a: i128, b: i128) -> i128 {
+    if a == 0 { b } else { common_divisor(b % a, a) }
 }
 
 /// Whether there is no element.
@@ -197,28 +221,6 @@ pub(super) fn between(a: &RawTensor, b: &RawTensor) -> Overlap {
     )
 }
 
-/// `name.part`, or `part` of an argument without a name.
-pub(super) fn part(name: &str, part: &str) -> String {
-    if name.is_empty() { String::from(part) } else { format!("{name}.{part}") }
-}
-
-/// Refuses elements at null, and tensors that leave the address space.
-pub(super) fn refuse_unaddressable(name: &str, t: &RawTensor) -> Result<()> {
-    if is_empty(t) {
-        return Ok(());
-    }
-    if t.ptr.is_null() {
-        let found = format!("null with shape [{}, {}, {}]", t.tokens, t.heads, t.dim);
-        return Err(Error::invalid(part(name, "ptr"), found, "the address of element [0, 0, 0]"));
-    }
-    if hull(t).is_none() {
-        let found = format!("{} with token_stride {} and {} tokens", t.head_stride, t.token_stride, t.tokens);
-        return Err(Error::invalid(part(name, "head_stride"), found, "strides that stay within the address space")
-            .hint("strides are counted in elements, not in bytes"));
-    }
-    Ok(())
-}
-
 /// Refuses strides by which a tensor that is written would share elements between its own rows. The tensor must have
 /// a [`hull`]; its name may be empty.
 pub(super) fn refuse_within(name: &str, t: &RawTensor) -> Result<()> {
@@ -227,13 +229,14 @@ pub(super) fn refuse_within(name: &str, t: &RawTensor) -> Result<()> {
         return Ok(());
     }
     let (ts, hs, dim) = (t.token_stride, t.head_stride, i64::from(t.dim));
+    // The strides at which tokens would enclose their heads, and heads their tokens.
+    let by_token = i128::from(t.heads - 1) * i128::from(hs.abs()) + i128::from(dim);
+    let by_head = i128::from(t.tokens - 1) * i128::from(ts.abs()) + i128::from(dim);
     let error = if t.heads > 1 && hs.abs() < dim {
         Error::invalid(part(name, "head_stride"), hs, format!("at least {dim}, the length of a row"))
     } else if t.tokens > 1 && ts.abs() < dim {
-        Error::invalid(part(name, "token_stride"), ts, format!("at least {dim}, the length of a row"))
+        Error::invalid(part(name, "token_stride"), ts, format!("at least {by_token}, the extent of the heads"))
     } else {
-        let by_token = i128::from(t.heads - 1) * i128::from(hs.abs()) + i128::from(dim);
-        let by_head = i128::from(t.tokens - 1) * i128::from(ts.abs()) + i128::from(dim);
         Error::invalid(
             part(name, "token_stride"),
             format!("{ts} with head_stride {hs}"),

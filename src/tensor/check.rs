@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What every view has proved before it exists, and what every argument of a public call must pass.
+//!
+//! Two things can be wrong with a tensor by itself: it reaches beyond its memory, or its numbers do not fit. Both are
+//! found here, once, so that nothing later checks an offset: one past the end of every dimension, in bytes, fits an
+//! i64. That is asked even of tensors without elements, because they have sub-views like any other.
+//!
+//! A name is empty in the constructors of views, where the arguments are the parameters themselves, and an argument of
+//! the call (`k`) in [`expect`]. No memory is touched here.
+
+use super::overlap::{hull, is_empty};
+use crate::{
+    element::{Dtype, Element},
+    error::{Error, Result},
+    kernel::RawTensor,
+};
+use alloc::{format, string::String};
+use bytemuck::PodCastError;
+use core::ops::Range;
+
+/// Checks that an argument is what a call needs: dtype, shape, an address that is neither null nor unaligned when
+/// there are elements, and strides that stay within the address space. Strides are not otherwise restricted; for what
+/// is written, [`disjoint`] refuses those that make a tensor overlap itself.
+///
+/// # Errors
+///
+/// [`Error::Invalid`] naming the part (`k.dtype`, `k.tokens`, `k.heads`, `k.head_dim`, …), its value and the one
+/// expected.
+pub fn expect(name: &'static str, t: &RawTensor, dtype: Dtype, shape: [usize; 3]) -> Result<()> {
+    if t.dtype != dtype {
+        return Err(Error::invalid(part(name, "dtype"), t.dtype, dtype));
+    }
+    let found = [t.tokens, u64::from(t.heads), u64::from(t.dim)];
+    for ((what, found), expected) in ["tokens", "heads", "head_dim"].into_iter().zip(found).zip(shape) {
+        if found != expected as u64 {
+            return Err(Error::invalid(part(name, what), found, expected));
+        }
+    }
+    refuse_unaddressable(name, t)?;
+    refuse_unaligned(name, t)
+}
+
+/// Makes the description of a tensor over `len` elements at `ptr`, or says what is wrong with it.
+pub(super) fn describe<T: Element>(
+    ptr: *mut T,
+    len: usize,
+    shape: [usize; 3],
+    strides: [usize; 2],
+    exact: bool,
+) -> Result<RawTensor> {
+    let [tokens, heads, dim] = shape;
+    let [token_stride, head_stride] = strides;
+    let narrow = |name: &str, value: usize| {
+        u32::try_from(value).map_err(|_| Error::invalid(name, value, format!("at most {}", u32::MAX)))
+    };
+    let (raw_heads, raw_dim) = (narrow("heads", heads)?, narrow("dim", dim)?);
+
+    // One past the end in every dimension must be expressible in bytes: sub-views and kernels may then compute any
+    // offset without a check.
+    let limit = i64::MAX as usize / size_of::<T>();
+    let span = |count: usize, stride: usize| count.checked_mul(stride).filter(|&s| s <= limit);
+    let refuse = |name: &str, count: usize, stride: usize| {
+        Error::invalid(name, format!("{stride} for {count} {}", name_of(name)), format!("a span of at most {limit}"))
+            .hint("strides are counted in elements, not in bytes")
+    };
+    let by_token = span(tokens, token_stride).ok_or_else(|| refuse("token_stride", tokens, token_stride))?;
+    let by_head = span(heads, head_stride).ok_or_else(|| refuse("head_stride", heads, head_stride))?;
+    by_token
+        .checked_add(by_head)
+        .and_then(|s| s.checked_add(dim))
+        .filter(|&s| s <= limit)
+        .ok_or_else(|| refuse("token_stride", tokens, token_stride))?;
+    let empty = tokens == 0 || heads == 0 || dim == 0;
+    let count = if empty { Some(0) } else { span(tokens, heads).and_then(|c| span(c, dim)) };
+    let Some(count) = count else {
+        let expected = format!("at most {limit} elements with {heads} heads of {dim}");
+        return Err(Error::invalid("tokens", tokens, expected));
+    };
+
+    if exact && len != count {
+        return Err(Error::invalid(
+            "data.len",
+            len,
+            format!("tokens × heads × dim = {tokens} × {heads} × {dim} = {count}"),
+        ));
+    }
+    // No more than the sums above, so it cannot overflow.
+    let needed = if empty { 0 } else { (tokens - 1) * token_stride + (heads - 1) * head_stride + dim };
+    if needed > len {
+        let expected = format!("at least {needed} for shape {shape:?} with strides {strides:?}");
+        return Err(Error::invalid("data.len", len, expected));
+    }
+    Ok(RawTensor {
+        ptr: ptr.cast(),
+        token_stride: token_stride as i64,
+        head_stride: head_stride as i64,
+        tokens: tokens as u64,
+        heads: raw_heads,
+        dim: raw_dim,
+        dtype: T::DTYPE,
+    })
+}
+
+/// What a stride counts.
+fn name_of(stride: &str) -> &'static str {
+    if stride == "token_stride" { "tokens" } else { "heads" }
+}
+
+pub(super) fn compact_strides(heads: usize, dim: usize) -> Result<[usize; 2]> {
+    let token_stride = heads
+        .checked_mul(dim)
+        .ok_or_else(|| Error::invalid("heads", heads, format!("at most {}", usize::MAX / dim.max(1))))?;
+    Ok([token_stride, dim])
+}
+
+/// Checks a description that came from outside: the promises that `describe` makes of its own.
+pub(super) fn check_raw<T: Element>(t: &RawTensor) -> Result<()> {
+    if t.dtype != T::DTYPE {
+        return Err(Error::invalid("dtype", t.dtype, T::DTYPE));
+    }
+    for (name, stride) in [("token_stride", t.token_stride), ("head_stride", t.head_stride)] {
+        if stride < 0 {
+            return Err(Error::invalid(name, stride, "at least 0").hint("reverse the order of the rows when copying"));
+        }
+    }
+    refuse_unaddressable("", t)?;
+    refuse_unaligned("", t)?;
+    // On a 32-bit host a broadcast could count further than an index can.
+    let tokens =
+        usize::try_from(t.tokens).map_err(|_| Error::invalid("tokens", t.tokens, format!("at most {}", usize::MAX)))?;
+    let shape = [tokens, t.heads as usize, t.dim as usize];
+    let strides = [t.token_stride as usize, t.head_stride as usize];
+    describe::<T>(t.ptr.cast(), usize::MAX, shape, strides, false).map(drop)
+}
+
+fn refuse_unaligned(name: &str, t: &RawTensor) -> Result<()> {
+    let (address, size) = (t.ptr.addr(), t.dtype.size());
+    if is_empty(t) || address.is_multiple_of(size) {
+        return Ok(());
+    }
+    let expected = format!("a multiple of {size}, the size of {}", t.dtype);
+    Err(Error::invalid(part(name, "ptr"), format!("{address:#x}"), expected).hint("copy into aligned memory"))
+}
+
+pub(super) fn refuse_cast<T: Element>(error: PodCastError, address: usize, count: usize) -> Error {
+    let (size, dtype) = (size_of::<T>(), T::DTYPE);
+    match error {
+        PodCastError::TargetAlignmentGreaterAndInputNotAligned => {
+            Error::invalid("bytes.ptr", format!("{address:#x}"), format!("a multiple of {size}, the size of {dtype}"))
+                .hint("copy the bytes into aligned memory, or place the tensor at an aligned offset")
+        }
+        _ => Error::invalid("bytes.len", count, format!("a multiple of {size}, the size of {dtype}")),
+    }
+}
+
+pub(super) fn rows(t: &RawTensor, range: Range<usize>) -> RawTensor {
+    let all = t.tokens as usize;
+    assert!(range.start <= range.end && range.end <= all, "rows {range:?} of {all}");
+    t.rows(range.start as u64, (range.end - range.start) as u64)
+}
+
+pub(super) fn heads(t: &RawTensor, range: Range<usize>) -> RawTensor {
+    let all = t.heads as usize;
+    assert!(range.start <= range.end && range.end <= all, "heads {range:?} of {all}");
+    t.heads(range.start as u32, (range.end - range.start) as u32)
+}
+
+/// The address of element `[token, head, 0]`; any aligned address when rows are empty.
+#[inline]
+pub(super) fn element<T>(t: &RawTensor, token: usize, head: usize) -> *mut T {
+    assert!((token as u64) < t.tokens, "token {token} of {}", t.tokens);
+    assert!((head as u64) < u64::from(t.heads), "head {head} of {}", t.heads);
+    if t.dim == 0 {
+        return core::ptr::dangling_mut();
+    }
+    // SAFETY: token and head exist and rows are not empty, so by the constructors' checks the offset fits an isize in
+    // bytes, and the result lies in the allocation the view borrows.
+    unsafe { t.ptr.cast::<T>().add(token * t.token_stride as usize + head * t.head_stride as usize) }
+}
+
+/// The address of the first element; any aligned address when there is none.
+pub(super) fn start<T>(t: &RawTensor) -> *mut T {
+    if is_empty(t) { core::ptr::dangling_mut() } else { t.ptr.cast() }
+}
+
+/// Elements of a compact tensor.
+pub(super) fn elements(t: &RawTensor, compact: bool) -> Option<usize> {
+    let count = if is_empty(t) { 0 } else { t.tokens as usize * t.heads as usize * t.dim as usize };
+    compact.then_some(count)
+}
+
+/// `name.part`, or `part` of an argument without a name.
+pub(super) fn part(name: &str, part: &str) -> String {
+    if name.is_empty() { String::from(part) } else { format!("{name}.{part}") }
+}
+
+/// Refuses elements at null, and tensors that leave the address space.
+pub(super) fn refuse_unaddressable(name: &str, t: &RawTensor) -> Result<()> {
+    if is_empty(t) {
+        return Ok(());
+    }
+    if t.ptr.is_null() {
+        let found = format!("null with shape [{}, {}, {}]", t.tokens, t.heads, t.dim);
+        return Err(Error::invalid(part(name, "ptr"), found, "the address of element [0, 0, 0]"));
+    }
+    if hull(t).is_none() {
+        // The stride that reaches further is to blame.
+        let span = |count: u64, stride: i64| u128::from(count - 1) * u128::from(stride.unsigned_abs());
+        let heads = u64::from(t.heads);
+        let (stride_name, stride, count) = if span(heads, t.head_stride) > span(t.tokens, t.token_stride) {
+            ("head_stride", t.head_stride, heads)
+        } else {
+            ("token_stride", t.token_stride, t.tokens)
+        };
+        let found = format!("{stride} for {count} {}", name_of(stride_name));
+        return Err(Error::invalid(part(name, stride_name), found, "a stride that stays within the address space")
+            .hint("strides are counted in elements, not in bytes"));
+    }
+    Ok(())
+}
