@@ -13,6 +13,22 @@
 //!
 //! Below the views everything speaks [`RawTensor`], which has no type and no lifetime. What reaches a kernel that way
 //! passes [`expect`] and [`disjoint`] first. No kernel belongs here, and no copy.
+//!
+//! ```
+//! use cpattn::{View, ViewMut, tensor};
+//!
+//! // q and k of 5 tokens with 2 heads of 4, fused as [tokens, 2, heads, dim]; their gradients fused alike.
+//! let fused = vec![1f32; 5 * 2 * 2 * 4];
+//! let both = View::new(&fused, 5, 4, 4)?;
+//! let (q, k) = (both.heads_range(0..2), both.heads_range(2..4));
+//! let mut gradients = vec![0f32; fused.len()];
+//! let (mut dq, dk) = ViewMut::new(&mut gradients, 5, 4, 4)?.split_heads(2);
+//!
+//! tensor::disjoint(&[("q", q.raw(), false), ("k", k.raw(), false), ("dq", dq.raw(), true), ("dk", dk.raw(), true)])?;
+//! dq.row_mut(3, 1).copy_from_slice(k.row(3, 1));
+//! assert_eq!(gradients[3 * 16 + 4..][..8], [1., 1., 1., 1., 0., 0., 0., 0.]);
+//! # Ok::<(), cpattn::Error>(())
+//! ```
 
 mod check;
 mod overlap;
@@ -260,6 +276,15 @@ impl<'a, T: Element> ViewMut<'a, T> {
     }
 
     /// The same tensor, read.
+    ///
+    /// ```compile_fail,E0502
+    /// # use cpattn::ViewMut;
+    /// let mut data = [0f32; 8];
+    /// let mut view = ViewMut::new(&mut data, 2, 1, 4).unwrap();
+    /// let read = view.as_view();
+    /// view.fill(1.0);
+    /// assert_eq!(read.row(0, 0)[0], 0.0);
+    /// ```
     pub const fn as_view(&self) -> View<'_, T> {
         View { raw: self.raw, memory: PhantomData }
     }

@@ -20,7 +20,7 @@ use core::ops::Range;
 
 /// Checks that an argument is what a call needs: dtype, shape, an address that is neither null nor unaligned when
 /// there are elements, and strides that stay within the address space. Strides are not otherwise restricted; for what
-/// is written, [`disjoint`] refuses those that make a tensor overlap itself.
+/// is written, [`disjoint`](super::disjoint) refuses those that make a tensor overlap itself.
 ///
 /// # Errors
 ///
@@ -173,9 +173,7 @@ pub(super) fn element<T>(t: &RawTensor, token: usize, head: usize) -> *mut T {
     if t.dim == 0 {
         return core::ptr::dangling_mut();
     }
-    // SAFETY: token and head exist and rows are not empty, so by the constructors' checks the offset fits an isize in
-    // bytes, and the result lies in the allocation the view borrows.
-    unsafe { t.ptr.cast::<T>().add(token * t.token_stride as usize + head * t.head_stride as usize) }
+    t.ptr.cast::<T>().wrapping_add(token * t.token_stride as usize + head * t.head_stride as usize)
 }
 
 /// The address of the first element; any aligned address when there is none.
