@@ -35,6 +35,37 @@ pub(crate) fn wait<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>, limit: Li
     }
 }
 
+/// Stands for memory that its owner lends to other threads. In a model, [`borrow`](Self::borrow) and
+/// [`own`](Self::own) are accesses that loom watches: it reports any that are not ordered. Otherwise they are nothing.
+pub(crate) struct Lent(#[cfg(cpattn_loom)] loom::cell::UnsafeCell<()>);
+
+// SAFETY: there is nothing inside that could be shared; loom's bookkeeping runs on one thread at a time.
+#[cfg(cpattn_loom)]
+unsafe impl Sync for Lent {}
+
+impl Lent {
+    pub(crate) fn new() -> Self {
+        Self(
+            #[cfg(cpattn_loom)]
+            loom::cell::UnsafeCell::new(()),
+        )
+    }
+
+    /// Runs `read`, which reads the memory.
+    pub(crate) fn borrow<R>(&self, read: impl FnOnce() -> R) -> R {
+        #[cfg(cpattn_loom)]
+        return self.0.with(|_| read());
+        #[cfg(not(cpattn_loom))]
+        read()
+    }
+
+    /// From here on the owner may write the memory, or free it.
+    pub(crate) fn own(&self) {
+        #[cfg(cpattn_loom)]
+        self.0.with_mut(|_| ());
+    }
+}
+
 /// A moment at which a wait ends, if any.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limit(Option<Instant>);

@@ -27,7 +27,7 @@ mod board;
 
 use super::{Label, Message, Transport};
 use crate::error::{Cause, Error, Result};
-use crate::sync::{AtomicBool, Condvar, Limit, Mutex, MutexGuard, lock, wait};
+use crate::sync::{AtomicBool, Condvar, Lent, Limit, Mutex, MutexGuard, lock, wait};
 use board::{Board, Phase};
 use std::ops::Range;
 use std::sync::{Arc, atomic::Ordering};
@@ -65,6 +65,7 @@ pub fn group(world: usize, deadline: Duration) -> Result<Vec<Local>> {
     let shared = Arc::new(Shared {
         board: Mutex::new(Board::new(world, deadline)),
         bells: (0..world).map(|_| Condvar::new()).collect(),
+        memory: (0..world).map(|_| Lent::new()).collect(),
         failed: AtomicBool::new(false),
         world,
     });
@@ -84,6 +85,8 @@ struct Shared {
     board: Mutex<Board>,
     /// One per rank: only that rank's waiting call parks on it.
     bells: Vec<Condvar>,
+    /// One per rank: what its sends point to.
+    memory: Vec<Lent>,
     /// A copy of "the board has a failure", so that `poll` takes no lock.
     failed: AtomicBool,
     world: usize,
@@ -235,6 +238,7 @@ impl Transport for Local {
         let (rank, shared) = (self.rank, &*self.shared);
         let mut board = lock(&shared.board);
         board.enter(rank, label)?;
+        shared.memory[rank].own();
         board.post(rank, sends, recvs);
         for send in sends {
             if board.places[send.peer].phase == Phase::Exchange {
@@ -251,10 +255,11 @@ impl Transport for Local {
                 let (peer, bytes) = (claim.recv.peer, claim.recv.bytes);
                 let call = if bytes == claim.send.bytes {
                     drop(board);
+                    let (from, to) = (claim.send.ptr.cast_const(), claim.recv.ptr);
                     // SAFETY: both ranges are valid for `bytes` and nobody else writes either, by the contract of the
                     // two exchanges that posted them. Neither exchange has returned: this one is here, and the
                     // sender's counts this copy among its readers from the claim until `moved` below.
-                    unsafe { std::ptr::copy_nonoverlapping(claim.send.ptr.cast_const(), claim.recv.ptr, bytes) };
+                    shared.memory[peer].borrow(|| unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) });
                     board = lock(&shared.board);
                     board.moved(rank, peer)
                 } else {
@@ -285,6 +290,8 @@ impl Transport for Local {
             (board, _) = shared.park(board, rank, Limit::NEVER);
         }
         board.places[rank].phase = Phase::Idle;
+        drop(board);
+        shared.memory[rank].own();
         outcome
     }
 
