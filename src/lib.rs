@@ -4,14 +4,26 @@
 
 extern crate alloc;
 
+pub mod batch;
 pub mod element;
 pub mod error;
+pub mod heads;
 pub mod kernel;
+pub mod layout;
+pub mod mask;
+pub mod mesh;
+pub mod plan;
+pub mod schedule;
 #[cfg(feature = "std")]
 mod sync;
 pub mod tensor;
 pub mod transport;
 
+pub use batch::{Batch, Side};
 pub use element::{Accumulator, Dtype, Element};
 pub use error::{Cause, Error, Result};
+pub use layout::Layout;
+pub use mask::Mask;
+pub use mesh::Mesh;
+pub use plan::{Options, Plan, Problem};
 pub use tensor::{View, ViewMut};

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Packed documents.
+//!
+//! A batch is documents laid end to end without padding, described by `cu_seqlens` as FlashAttention does: `n + 1`
+//! non-decreasing `i32`, the first 0. q and k usually share it. Where they differ (cross-attention, a prefix computed
+//! earlier) each document's q begins at a *position* of its own; without one it is aligned to the bottom right, so that
+//! the last q sees the last k.
+
+use alloc::{format, sync::Arc, vec::Vec};
+
+use crate::error::{Error, Result};
+
+/// Documents of one packed batch. Cheap to clone.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Batch {
+    cu_q: Arc<[i32]>,
+    cu_k: Arc<[i32]>,
+    q_start: Option<Arc<[i64]>>,
+}
+
+/// Which tokens are meant where q and k may be cut differently.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Side {
+    /// q, o, lse and their gradients.
+    Q,
+    /// k, v and their gradients.
+    K,
+}
+
+fn check(name: &'static str, cu: &[i32]) -> Result<()> {
+    let first =
+        *cu.first().ok_or_else(|| Error::invalid(name, "empty", "n + 1 entries for n documents, the first 0"))?;
+    if first != 0 {
+        return Err(Error::invalid(format!("{name}[0]"), first, 0));
+    }
+    for (i, pair) in cu.windows(2).enumerate() {
+        if pair[1] < pair[0] {
+            return Err(Error::invalid(
+                format!("{name}[{}]", i + 1),
+                pair[1],
+                format!("at least {name}[{i}] = {}", pair[0]),
+            ));
+        }
+    }
+    Ok(())
+}
+
+impl Batch {
+    /// Documents whose q and k are the same tokens.
+    pub fn new(cu_seqlens: &[i32]) -> Result<Self> {
+        check("cu_seqlens", cu_seqlens)?;
+        let cu: Arc<[i32]> = cu_seqlens.into();
+        Ok(Self { cu_k: cu.clone(), cu_q: cu, q_start: None })
+    }
+
+    /// Documents with q and k of their own. `q_start[d]` is the position of document `d`'s first q token among its k
+    /// tokens; without it, `len_k − len_q` (which may be negative).
+    pub fn cross(cu_seqlens_q: &[i32], cu_seqlens_k: &[i32], q_start: Option<&[i64]>) -> Result<Self> {
+        check("cu_seqlens_q", cu_seqlens_q)?;
+        check("cu_seqlens_k", cu_seqlens_k)?;
+        if cu_seqlens_q.len() != cu_seqlens_k.len() {
+            return Err(Error::invalid(
+                "cu_seqlens_k",
+                format!("{} entries", cu_seqlens_k.len()),
+                format!("the {} entries of cu_seqlens_q", cu_seqlens_q.len()),
+            ));
+        }
+        if let Some(starts) = q_start {
+            if starts.len() + 1 != cu_seqlens_q.len() {
+                return Err(Error::invalid(
+                    "q_start",
+                    format!("{} entries", starts.len()),
+                    format!("one for each of {} documents", cu_seqlens_q.len() - 1),
+                ));
+            }
+            if let Some((d, &start)) = starts.iter().enumerate().find(|(_, s)| s.unsigned_abs() > 1 << 40) {
+                return Err(Error::invalid(format!("q_start[{d}]"), start, "a position within ±2^40"));
+            }
+        }
+        Ok(Self { cu_q: cu_seqlens_q.into(), cu_k: cu_seqlens_k.into(), q_start: q_start.map(Into::into) })
+    }
+
+    /// Documents of the given lengths.
+    pub fn from_lengths(lengths: &[usize]) -> Result<Self> {
+        let mut cu = Vec::with_capacity(lengths.len() + 1);
+        let mut total = 0i32;
+        cu.push(0);
+        for (d, &n) in lengths.iter().enumerate() {
+            total = i32::try_from(n).ok().and_then(|n| total.checked_add(n)).ok_or_else(|| {
+                Error::invalid(format!("lengths[{d}]"), n, "a total of at most 2147483647 tokens (cu_seqlens is i32)")
+            })?;
+            cu.push(total);
+        }
+        Self::new(&cu)
+    }
+
+    /// How many documents there are, empty ones included.
+    pub fn documents(&self) -> usize {
+        self.cu_q.len() - 1
+    }
+
+    /// `cu_seqlens_q` or `cu_seqlens_k`.
+    pub fn cu_seqlens(&self, side: Side) -> &[i32] {
+        match side {
+            Side::Q => &self.cu_q,
+            Side::K => &self.cu_k,
+        }
+    }
+
+    /// All tokens of one side.
+    pub fn tokens(&self, side: Side) -> usize {
+        self.cu_seqlens(side).last().map_or(0, |&n| n as usize)
+    }
+
+    /// The tokens of a document, as a range of the packed batch.
+    pub fn document(&self, side: Side, d: usize) -> core::ops::Range<usize> {
+        let cu = self.cu_seqlens(side);
+        cu[d] as usize..cu[d + 1] as usize
+    }
+
+    /// The position of a document's first token: 0 for k, `q_start` for q.
+    pub fn start(&self, side: Side, d: usize) -> i64 {
+        match side {
+            Side::K => 0,
+            Side::Q => match &self.q_start {
+                Some(starts) => starts[d],
+                None => self.document(Side::K, d).len() as i64 - self.document(Side::Q, d).len() as i64,
+            },
+        }
+    }
+
+    /// The document that holds a token of the packed batch. Empty documents hold none.
+    pub fn document_of(&self, side: Side, token: usize) -> usize {
+        self.cu_seqlens(side).partition_point(|&c| c as usize <= token) - 1
+    }
+
+    /// Whether q and k are the same tokens at the same positions.
+    pub fn is_self_attention(&self) -> bool {
+        self.cu_q == self.cu_k && self.q_start.as_ref().is_none_or(|s| s.iter().all(|&x| x == 0))
+    }
+
+    pub(crate) fn explicit_starts(&self) -> Option<&[i64]> {
+        self.q_start.as_deref()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::string::ToString;
+
+    #[test]
+    fn refusals_name_the_entry_and_both_values() {
+        let text = |r: Result<Batch>| r.unwrap_err().to_string();
+        assert_eq!(text(Batch::new(&[1, 2])), "cu_seqlens[0] is 1, expected 0");
+        assert_eq!(text(Batch::new(&[0, 5, 3])), "cu_seqlens[2] is 3, expected at least cu_seqlens[1] = 5");
+        assert!(text(Batch::new(&[])).starts_with("cu_seqlens is empty"));
+        assert!(text(Batch::cross(&[0, 1], &[0, 1, 2], None)).contains("3 entries"));
+        assert!(text(Batch::cross(&[0, 1], &[0, 1], Some(&[0, 0]))).contains("q_start is 2 entries"));
+        assert!(text(Batch::from_lengths(&[usize::MAX])).contains("2147483647"));
+    }
+
+    #[test]
+    fn empty_documents_hold_no_token() {
+        let b = Batch::new(&[0, 0, 3, 3, 3, 5, 5]).unwrap();
+        assert_eq!((0..5).map(|t| b.document_of(Side::Q, t)).collect::<Vec<_>>(), [1, 1, 1, 4, 4]);
+        assert_eq!(b.documents(), 6);
+    }
+
+    #[test]
+    fn q_is_aligned_to_the_bottom_right() {
+        let b = Batch::cross(&[0, 2, 6], &[0, 5, 6], None).unwrap();
+        assert_eq!((b.start(Side::Q, 0), b.start(Side::Q, 1), b.start(Side::K, 1)), (3, -3, 0));
+    }
+}

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Heads are ranges too.
+//!
+//! Ulysses rank u of U holds q heads `⌊uH/U⌋ .. ⌊(u+1)H/U⌋` and the kv heads those read. Kernels take the offset of the
+//! first head, so any `U ≤ H` works: heads need not divide, and there may be fewer kv heads than ranks. A kv head read
+//! by several ranks is sent to each of them from one source and its gradients come back as partials summed in rank
+//! order; nothing is replicated in memory and nothing is padded.
+
+use core::ops::Range;
+
+use crate::kernel::HeadMap;
+
+/// The heads of one Ulysses rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HeadShare {
+    /// Its q heads.
+    pub q: Range<u32>,
+    /// The kv heads they read.
+    pub kv: Range<u32>,
+}
+
+impl HeadShare {
+    /// Rank `u` of `ulysses`; needs `ulysses ≤ heads` and `kv_heads` dividing `heads`.
+    pub fn new(u: usize, ulysses: usize, heads: u32, kv_heads: u32) -> Self {
+        let cut = |i: usize| (i as u64 * u64::from(heads) / ulysses as u64) as u32;
+        let group = heads / kv_heads;
+        let q = cut(u)..cut(u + 1);
+        let kv = q.start / group..q.end.div_ceil(group);
+        Self { q, kv }
+    }
+
+    /// The map a kernel needs when its tensors hold just these heads.
+    pub fn map(&self, group: u32) -> HeadMap {
+        HeadMap { q_offset: self.q.start, kv_offset: self.kv.start, group }
+    }
+}
+
+/// Whether some kv head is read by more than one Ulysses rank.
+pub fn shared_kv(ulysses: usize, heads: u32, kv_heads: u32) -> bool {
+    (1..ulysses).any(|u| {
+        HeadShare::new(u - 1, ulysses, heads, kv_heads).kv.end > HeadShare::new(u, ulysses, heads, kv_heads).kv.start
+    })
+}
+
+/// `⌈H/U⌉·U/H`: the busiest rank's heads over the mean.
+pub fn imbalance(ulysses: usize, heads: u32) -> f64 {
+    f64::from(heads.div_ceil(ulysses as u32)) * ulysses as f64 / f64::from(heads)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_cover_every_head_once_and_every_kv_head_they_read() {
+        for kv_heads in 1..9u32 {
+            for group in 1..5u32 {
+                let heads = kv_heads * group;
+                for ulysses in 1..=heads as usize {
+                    let mut next = 0;
+                    for u in 0..ulysses {
+                        let s = HeadShare::new(u, ulysses, heads, kv_heads);
+                        assert_eq!(s.q.start, next);
+                        assert!(!s.q.is_empty());
+                        next = s.q.end;
+                        let map = s.map(group);
+                        for h in 0..s.q.len() as u32 {
+                            assert!(map.kv(h) < s.kv.len() as u32);
+                            assert_eq!(map.kv(h) + s.kv.start, (s.q.start + h) / group);
+                        }
+                    }
+                    assert_eq!(next, heads);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn nine_heads_on_four_ranks_share_kv_heads() {
+        assert!(shared_kv(4, 9, 3));
+        assert!(!shared_kv(3, 9, 3));
+        assert!((imbalance(4, 9) - 12.0 / 9.0).abs() < 1e-12);
+    }
+}

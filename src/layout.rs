@@ -1,0 +1,317 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Which tokens a ring rank holds.
+//!
+//! A [`Layout`] deals the tokens of a packed batch to `R` ring ranks; none has a rule on any length, because every
+//! boundary is `⌊i·n/m⌋`. A ring rank's share is a list of [`Segment`]s in layout order: runs of one document, each with
+//! the positions of its tokens. The share is then cut over its Ulysses ranks at `⌊u·n/U⌋` rows.
+//!
+//! Shares are made when they are asked for, never stored for all ranks: at a thousand ranks and a thousand documents
+//! the whole table would be larger than the batch.
+//!
+//! Every layout lists the documents of a share in ascending order; [`crate::schedule`] relies on that to join two
+//! shares in one pass.
+
+use alloc::{collections::BinaryHeap, format, sync::Arc, vec, vec::Vec};
+use core::cmp::Reverse;
+
+use crate::{
+    batch::{Batch, Side},
+    error::{Error, Result},
+    kernel::Range,
+    mask::Mask,
+};
+
+/// How tokens are dealt to ring ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Layout {
+    /// Rank r holds tokens `⌊r·n/R⌋ .. ⌊(r+1)·n/R⌋` of the pack.
+    Contiguous,
+    /// Each document is cut into 2R chunks; rank r holds chunk r, then chunk 2R−1−r, document by document.
+    Zigzag,
+    /// The whole pack is cut into 2R chunks; rank r holds chunk r, then chunk 2R−1−r.
+    ZigzagPack,
+    /// Token t of the pack belongs to rank `(t / stripe) mod R`.
+    Striped {
+        /// Consecutive tokens of one rank; at least 1.
+        stripe: u32,
+    },
+    /// The pack is cut into R × chunks chunks of equal token count, dealt so that ranks are alike in tokens and in
+    /// mask area.
+    Balanced {
+        /// Chunks for each rank; at least 1. More balance better and fragment more.
+        chunks: u32,
+    },
+}
+
+impl core::fmt::Display for Layout {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        match self {
+            Self::Contiguous => f.write_str("contiguous"),
+            Self::Zigzag => f.write_str("zigzag"),
+            Self::ZigzagPack => f.write_str("zigzag-pack"),
+            Self::Striped { stripe } => write!(f, "striped({stripe})"),
+            Self::Balanced { chunks } => write!(f, "balanced({chunks})"),
+        }
+    }
+}
+
+/// A run of one document inside a share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// Rows of the share (`row` counts from the share's start), positions, document.
+    pub range: Range,
+    /// Travels against the ring: the back chunks of a zigzag.
+    pub reverse: bool,
+}
+
+/// A layout bound to a batch and a number of ring ranks.
+#[derive(Clone, Debug)]
+pub struct Shares {
+    batch: Batch,
+    layout: Layout,
+    ring: usize,
+    /// Balanced only: the chunks of rank r are `deal[r·chunks .. (r+1)·chunks]`, ascending.
+    deal: Option<Arc<[u32]>>,
+}
+
+/// `⌊i·n/parts⌋`.
+pub(crate) fn cut(i: usize, n: usize, parts: usize) -> usize {
+    (i as u64 * n as u64 / parts as u64) as usize
+}
+
+impl Shares {
+    /// Binds a layout. The mask steers the balanced layout only.
+    pub fn new(batch: &Batch, mask: Mask, layout: Layout, ring: usize) -> Result<Self> {
+        let deal = match layout {
+            Layout::Striped { stripe: 0 } => return Err(Error::invalid("layout.stripe", 0, "at least 1")),
+            Layout::Balanced { chunks } => {
+                if chunks == 0 || chunks as usize * ring > 1 << 20 {
+                    return Err(Error::invalid("layout.chunks", chunks, format!("1 to {}", (1 << 20) / ring)));
+                }
+                Some(deal_chunks(batch, mask, ring, chunks as usize).into())
+            }
+            _ => None,
+        };
+        Ok(Self { batch: batch.clone(), layout, ring, deal })
+    }
+
+    /// How many ring ranks share the batch.
+    pub fn ring(&self) -> usize {
+        self.ring
+    }
+
+    /// Tokens of a ring rank's share.
+    pub fn rows(&self, side: Side, r: usize) -> usize {
+        let n = self.batch.tokens(side);
+        let ring = self.ring;
+        let part = |i: usize, n: usize, parts: usize| cut(i + 1, n, parts) - cut(i, n, parts);
+        match self.layout {
+            Layout::Contiguous => part(r, n, ring),
+            Layout::ZigzagPack => part(r, n, 2 * ring) + part(2 * ring - 1 - r, n, 2 * ring),
+            Layout::Zigzag => self
+                .batch
+                .cu_seqlens(side)
+                .windows(2)
+                .map(|w| (w[1] - w[0]) as usize)
+                .map(|n| part(r, n, 2 * ring) + part(2 * ring - 1 - r, n, 2 * ring))
+                .sum(),
+            Layout::Striped { stripe } => {
+                let (stripe, period) = (stripe as usize, stripe as usize * ring);
+                n / period * stripe + (n % period).saturating_sub(r * stripe).min(stripe)
+            }
+            Layout::Balanced { chunks } => self.chunks_of(r).map(|c| part(c, n, ring * chunks as usize)).sum(),
+        }
+    }
+
+    fn chunks_of(&self, r: usize) -> impl Iterator<Item = usize> + '_ {
+        let deal = self.deal.as_deref().unwrap_or(&[]);
+        let per = deal.len() / self.ring;
+        deal[r * per..(r + 1) * per].iter().map(|&c| c as usize)
+    }
+
+    /// The segments of a ring rank's share, in layout order, into `out` (cleared first).
+    pub fn segments(&self, side: Side, r: usize, out: &mut Vec<Segment>) {
+        out.clear();
+        let n = self.batch.tokens(side);
+        let ring = self.ring;
+        let mut b = Builder { batch: &self.batch, side, row: 0, out };
+        match self.layout {
+            Layout::Contiguous => b.run(cut(r, n, ring), cut(r + 1, n, ring), false),
+            Layout::ZigzagPack => {
+                b.run(cut(r, n, 2 * ring), cut(r + 1, n, 2 * ring), false);
+                b.run(cut(2 * ring - 1 - r, n, 2 * ring), cut(2 * ring - r, n, 2 * ring), true);
+            }
+            Layout::Zigzag => {
+                for d in 0..self.batch.documents() {
+                    let doc = self.batch.document(side, d);
+                    let len = doc.len();
+                    let (a, e) = (cut(r, len, 2 * ring), cut(r + 1, len, 2 * ring));
+                    b.push(d, a, e - a, 1, 1, false);
+                    let (a, e) = (cut(2 * ring - 1 - r, len, 2 * ring), cut(2 * ring - r, len, 2 * ring));
+                    b.push(d, a, e - a, 1, 1, true);
+                }
+            }
+            Layout::Striped { stripe } => b.stripes(r, ring, stripe as usize),
+            Layout::Balanced { chunks } => {
+                let parts = ring * chunks as usize;
+                for c in self.chunks_of(r) {
+                    b.run(cut(c, n, parts), cut(c + 1, n, parts), false);
+                }
+            }
+        }
+    }
+
+    /// The layout.
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+}
+
+struct Builder<'a> {
+    batch: &'a Batch,
+    side: Side,
+    row: i64,
+    out: &'a mut Vec<Segment>,
+}
+
+impl Builder<'_> {
+    /// `len` tokens of document `d` from its token `offset` on. Joined to the segment before when they are one run.
+    fn push(&mut self, d: usize, offset: usize, len: usize, block: u32, period: u32, reverse: bool) {
+        if len == 0 {
+            return;
+        }
+        let pos = self.batch.start(self.side, d) + offset as i64;
+        let len = len as u32;
+        if let Some(last) = self.out.last_mut()
+            && last.range.doc == d as u32
+            && last.range.is_plain()
+            && last.reverse == reverse
+            && block == period
+            && last.range.last() + 1 == pos
+        {
+            last.range.len += len;
+            (last.range.block, last.range.period) = (1, 1);
+        } else {
+            self.out.push(Segment { range: Range { row: self.row, pos, len, block, period, doc: d as u32 }, reverse });
+        }
+        self.row += i64::from(len);
+    }
+
+    /// Tokens `a..e` of the pack, cut at documents.
+    fn run(&mut self, a: usize, e: usize, reverse: bool) {
+        let mut t = a;
+        while t < e {
+            let d = self.batch.document_of(self.side, t);
+            let doc = self.batch.document(self.side, d);
+            let end = e.min(doc.end);
+            self.push(d, t - doc.start, end - t, 1, 1, reverse);
+            t = end;
+        }
+    }
+
+    /// Stripes over the pack, cut at documents: a document that begins inside one of the rank's stripes gives a short
+    /// plain run, then one striped run.
+    fn stripes(&mut self, r: usize, ring: usize, stripe: usize) {
+        if ring == 1 {
+            return self.run(0, self.batch.tokens(self.side), false);
+        }
+        let period = stripe * ring;
+        // How many of the pack's first `t` tokens are the rank's.
+        let owned = |t: usize| t / period * stripe + (t % period).saturating_sub(r * stripe).min(stripe);
+        for d in 0..self.batch.documents() {
+            let doc = self.batch.document(self.side, d);
+            let total = owned(doc.end) - owned(doc.start);
+            if total == 0 {
+                continue;
+            }
+            // The rank's first token at or after the document's start.
+            let phase = doc.start % period;
+            let (mut first, mut head) = (doc.start, 0);
+            if phase < r * stripe {
+                first = doc.start - phase + r * stripe;
+            } else if phase >= (r + 1) * stripe {
+                first = doc.start - phase + period + r * stripe;
+            } else if phase > r * stripe {
+                head = ((r + 1) * stripe - phase).min(total);
+            }
+            if head > 0 {
+                self.push(d, 0, head, 1, 1, false);
+                first = doc.start - phase + period + r * stripe;
+            }
+            if total > head {
+                self.push(d, first - doc.start, total - head, stripe as u32, period as u32, false);
+            }
+        }
+    }
+}
+
+/// Deals `ring × per` chunks of equal token count so that every rank gets `per` of them and about the same mask area:
+/// largest area first, each to the least loaded rank that still has room (the longest-processing-time rule, with a
+/// limit on the count), then exchanges between the most and the least loaded while they help.
+fn deal_chunks(batch: &Batch, mask: Mask, ring: usize, per: usize) -> Vec<u32> {
+    let parts = ring * per;
+    let n = batch.tokens(Side::Q);
+    let mut scratch = Vec::new();
+    let mut areas: Vec<u64> = Vec::with_capacity(parts);
+    for c in 0..parts {
+        scratch.clear();
+        Builder { batch, side: Side::Q, row: 0, out: &mut scratch }.run(cut(c, n, parts), cut(c + 1, n, parts), false);
+        let area = scratch
+            .iter()
+            .map(|s: &Segment| {
+                let keys = batch.document(Side::K, s.range.doc as usize).len() as i64;
+                mask.area(s.range.pos, s.range.pos + i64::from(s.range.len), keys) as u64
+            })
+            .sum();
+        areas.push(area);
+    }
+    let mut order: Vec<u32> = (0..parts as u32).collect();
+    order.sort_by_key(|&c| (Reverse(areas[c as usize]), c));
+    let mut heap: BinaryHeap<Reverse<(u64, usize)>> = (0..ring).map(|r| Reverse((0, r))).collect();
+    let mut mine: Vec<Vec<u32>> = vec![Vec::with_capacity(per); ring];
+    for c in order {
+        // Full ranks never come back, so the heap always holds one with room.
+        if let Some(Reverse((load, r))) = heap.pop() {
+            mine[r].push(c);
+            if mine[r].len() < per {
+                heap.push(Reverse((load + areas[c as usize], r)));
+            }
+        }
+    }
+    even_out(&mut mine, &areas);
+    mine.iter_mut().for_each(|chunks| chunks.sort_unstable());
+    mine.concat()
+}
+
+/// Swaps single chunks between the most and the least loaded rank while that lowers the larger of the two loads.
+fn even_out(mine: &mut [Vec<u32>], areas: &[u64]) {
+    let load = |chunks: &[u32]| chunks.iter().map(|&c| areas[c as usize]).sum::<u64>();
+    let mut loads: Vec<u64> = mine.iter().map(|c| load(c)).collect();
+    for _ in 0..4 * mine.len() {
+        let (Some(hi), Some(lo)) =
+            ((0..loads.len()).max_by_key(|&r| (loads[r], Reverse(r))), (0..loads.len()).min_by_key(|&r| (loads[r], r)))
+        else {
+            return;
+        };
+        let gap = loads[hi] - loads[lo];
+        // The swap that comes closest to moving half the gap.
+        let mut best = (gap, None);
+        for (i, &a) in mine[hi].iter().enumerate() {
+            for (j, &b) in mine[lo].iter().enumerate() {
+                let (a, b) = (areas[a as usize], areas[b as usize]);
+                if a > b && a - b < gap {
+                    let rest = (2 * (a - b)).abs_diff(gap);
+                    if rest < best.0 {
+                        best = (rest, Some((i, j)));
+                    }
+                }
+            }
+        }
+        let Some((i, j)) = best.1 else { return };
+        let (a, b) = (mine[hi][i], mine[lo][j]);
+        (mine[hi][i], mine[lo][j]) = (b, a);
+        let moved = areas[a as usize] - areas[b as usize];
+        loads[hi] -= moved;
+        loads[lo] += moved;
+    }
+}

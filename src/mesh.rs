@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The mesh: `replicas × ring × ulysses`.
+//!
+//! Ulysses ranks are adjacent (they share a node), ring ranks come next, replicas outermost: rank
+//! `(replica · ring + r) · ulysses + u`. Replicas run the same plan shape on batches of their own and never meet.
+
+use alloc::format;
+
+use crate::error::{Error, Result};
+
+/// A decomposition of the world.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Mesh {
+    /// Independent groups, each with a batch of its own.
+    pub replicas: usize,
+    /// Ranks the tokens stay dealt over while k and v travel.
+    pub ring: usize,
+    /// Ranks that trade tokens for heads.
+    pub ulysses: usize,
+}
+
+/// A rank's place in its mesh.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Which group.
+    pub replica: usize,
+    /// Which ring rank.
+    pub ring: usize,
+    /// Which Ulysses rank.
+    pub ulysses: usize,
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+impl Mesh {
+    /// One rank.
+    pub const fn single() -> Self {
+        Self { replicas: 1, ring: 1, ulysses: 1 }
+    }
+
+    /// Ulysses of `gcd(heads, world)`, ring for the rest: no rank holds more heads than another.
+    pub fn gcd(heads: usize, world: usize) -> Result<Self> {
+        world_is(world)?;
+        let ulysses = gcd(heads, world).max(1);
+        Ok(Self { replicas: 1, ring: world / ulysses, ulysses })
+    }
+
+    /// All ranks trade tokens for heads; needs `world ≤ heads`.
+    pub fn ulysses(world: usize) -> Result<Self> {
+        world_is(world)?;
+        Ok(Self { replicas: 1, ring: 1, ulysses: world })
+    }
+
+    /// All ranks form one ring.
+    pub fn ring(world: usize) -> Result<Self> {
+        world_is(world)?;
+        Ok(Self { replicas: 1, ring: world, ulysses: 1 })
+    }
+
+    /// `ulysses × ring`, repeated in replicas when the world is larger.
+    pub fn explicit(world: usize, ulysses: usize, ring: usize) -> Result<Self> {
+        world_is(world)?;
+        let group = ulysses
+            .checked_mul(ring)
+            .filter(|&g| g > 0)
+            .ok_or_else(|| Error::invalid("mesh", format!("ulysses {ulysses} × ring {ring}"), "both at least 1"))?;
+        if !world.is_multiple_of(group) {
+            return Err(Error::invalid(
+                "mesh",
+                format!("ulysses {ulysses} × ring {ring} = {group}"),
+                format!("a divisor of the world of {world}"),
+            )
+            .hint("the world must be a whole number of replicas of ulysses × ring ranks"));
+        }
+        Ok(Self { replicas: world / group, ring, ulysses })
+    }
+
+    /// All ranks.
+    pub const fn world(&self) -> usize {
+        self.replicas * self.ring * self.ulysses
+    }
+
+    /// Ranks that share one batch.
+    pub const fn group(&self) -> usize {
+        self.ring * self.ulysses
+    }
+
+    /// A rank's place.
+    pub const fn place(&self, rank: usize) -> Place {
+        Place { replica: rank / self.group(), ring: rank / self.ulysses % self.ring, ulysses: rank % self.ulysses }
+    }
+
+    /// The rank at a place.
+    pub const fn rank(&self, place: Place) -> usize {
+        (place.replica * self.ring + place.ring) * self.ulysses + place.ulysses
+    }
+
+    /// The ranks that share `rank`'s batch.
+    pub const fn group_of(&self, rank: usize) -> core::ops::Range<usize> {
+        let first = rank / self.group() * self.group();
+        first..first + self.group()
+    }
+}
+
+impl core::fmt::Display for Mesh {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        if self.replicas > 1 {
+            write!(f, "{} replicas of ", self.replicas)?;
+        }
+        write!(f, "ulysses {} × ring {}", self.ulysses, self.ring)
+    }
+}
+
+fn world_is(world: usize) -> Result<()> {
+    if world == 0 || world > 1 << 20 {
+        return Err(Error::invalid("world", world, "1 to 1048576 ranks"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::string::ToString;
+
+    #[test]
+    fn decompositions_users_know() {
+        let mesh = |u, r| Mesh { replicas: 1, ring: r, ulysses: u };
+        assert_eq!(Mesh::gcd(9, 6).unwrap(), mesh(3, 2));
+        assert_eq!(Mesh::gcd(9, 3).unwrap(), mesh(3, 1));
+        assert_eq!(Mesh::gcd(9, 4).unwrap(), mesh(1, 4));
+        assert_eq!(Mesh::explicit(8, 4, 2).unwrap(), mesh(4, 2));
+        assert_eq!(Mesh::explicit(8, 2, 2).unwrap().replicas, 2);
+        let text = Mesh::explicit(8, 3, 2).unwrap_err().to_string();
+        assert!(text.contains("ulysses 3 × ring 2 = 6") && text.contains("world of 8"), "{text}");
+        assert!(Mesh::explicit(8, 0, 2).is_err() && Mesh::ring(0).is_err());
+    }
+
+    #[test]
+    fn places_and_ranks_are_inverse() {
+        let m = Mesh { replicas: 2, ring: 3, ulysses: 4 };
+        for rank in 0..m.world() {
+            assert_eq!(m.rank(m.place(rank)), rank);
+            assert!(m.group_of(rank).contains(&rank));
+        }
+        assert_eq!(m.place(13), Place { replica: 1, ring: 0, ulysses: 1 });
+    }
+}

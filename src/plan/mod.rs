@@ -1,0 +1,378 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Problem × mesh × layout → plan.
+//!
+//! A [`Plan`] is a value: made once, equal by content, cheap to clone, run by a long-lived rank as often as one likes.
+//! It either honours every option in every mode or is refused, with an error that names the option, the limit and the
+//! way out. It holds nothing of any rank; [`Plan::schedule`] writes one rank's operations.
+
+use alloc::{format, sync::Arc, vec::Vec};
+
+use crate::{
+    batch::Side,
+    error::{Error, Result},
+    heads::{self, HeadShare},
+    layout::{Layout, Segment, Shares, cut},
+    mesh::{Mesh, Place},
+    schedule::{Direction, Form, Schedule, Visitors, build},
+};
+
+mod problem;
+
+pub use problem::{Kind, MAX_HEAD_DIM, Problem};
+
+/// Which side of the attention travels in the backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Circulate {
+    /// Whichever moves fewer bytes.
+    #[default]
+    Auto,
+    /// k and v; dk and dv come home.
+    Keys,
+    /// q, do, lse and delta; dq comes home.
+    Queries,
+}
+
+/// The type in which partial gradients travel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Wire {
+    /// The accumulator's: f32 (f64 for f64). Nothing is lost.
+    #[default]
+    Full,
+    /// bf16: half the bytes, and each partial is rounded once to 8 bits before it is summed.
+    Bf16,
+}
+
+/// How a plan is carried out. The default is the ring form with one pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct Options {
+    /// Gather all k and v at once instead of step by step.
+    pub gather: bool,
+    /// Passes over groups of kv heads: what is in flight shrinks by this factor.
+    pub passes: usize,
+    /// Which side travels in the backward.
+    pub circulate: Circulate,
+    /// In which type partial gradients travel.
+    pub wire: Wire,
+    /// The same bits for any number of ranks: see [`Form::Ordered`].
+    pub reproducible: bool,
+    /// k and v (and q's side where it travels) may have any strides; they are packed before they are sent. Without it
+    /// they must be compact where they are sent as they lie.
+    pub pack_inputs: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            gather: false,
+            passes: 1,
+            circulate: Circulate::Auto,
+            wire: Wire::Full,
+            reproducible: false,
+            pack_inputs: false,
+        }
+    }
+}
+
+impl Options {
+    /// The default.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Sets [`Options::gather`].
+    #[must_use]
+    pub fn gather(mut self, gather: bool) -> Self {
+        self.gather = gather;
+        self
+    }
+
+    /// Sets [`Options::passes`].
+    #[must_use]
+    pub fn passes(mut self, passes: usize) -> Self {
+        self.passes = passes;
+        self
+    }
+
+    /// Sets [`Options::circulate`].
+    #[must_use]
+    pub fn circulate(mut self, circulate: Circulate) -> Self {
+        self.circulate = circulate;
+        self
+    }
+
+    /// Sets [`Options::wire`].
+    #[must_use]
+    pub fn wire(mut self, wire: Wire) -> Self {
+        self.wire = wire;
+        self
+    }
+
+    /// Sets [`Options::reproducible`].
+    #[must_use]
+    pub fn reproducible(mut self, reproducible: bool) -> Self {
+        self.reproducible = reproducible;
+        self
+    }
+
+    /// Sets [`Options::pack_inputs`].
+    #[must_use]
+    pub fn pack_inputs(mut self, pack_inputs: bool) -> Self {
+        self.pack_inputs = pack_inputs;
+        self
+    }
+}
+
+/// What all ranks agree to compute, and how.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    problem: Problem,
+    mesh: Mesh,
+    layout: Layout,
+    options: Options,
+    shares: Shares,
+    fingerprint: u64,
+}
+
+impl PartialEq for Plan {
+    fn eq(&self, other: &Self) -> bool {
+        let (a, b) = (&*self.inner, &*other.inner);
+        Arc::ptr_eq(&self.inner, &other.inner)
+            || (a.fingerprint == b.fingerprint
+                && a.problem == b.problem
+                && a.mesh == b.mesh
+                && a.layout == b.layout
+                && a.options == b.options)
+    }
+}
+
+impl Plan {
+    /// Plans with the default options.
+    pub fn new(problem: &Problem, mesh: Mesh, layout: Layout) -> Result<Self> {
+        Self::with_options(problem, mesh, layout, Options::default())
+    }
+
+    /// Plans, or refuses.
+    pub fn with_options(problem: &Problem, mesh: Mesh, layout: Layout, options: Options) -> Result<Self> {
+        problem.check()?;
+        if mesh.replicas == 0 || mesh.ring == 0 || mesh.ulysses == 0 {
+            return Err(Error::invalid("mesh", format!("{mesh:?}"), "every factor at least 1"));
+        }
+        if mesh.ulysses > problem.heads() {
+            return Err(Error::invalid("mesh.ulysses", mesh.ulysses, format!("at most heads = {}", problem.heads()))
+                .hint("give the remaining ranks to the ring"));
+        }
+        if problem.kind == Kind::Other && mesh.ring > 1 {
+            return Err(Error::unsupported(
+                "Kind::Other on a ring",
+                format!("only softmax attention can be merged from parts, and the ring has {} ranks", mesh.ring),
+                "use Mesh::ulysses, whose ranks see whole sequences",
+            ));
+        }
+        let kv_heads = problem.kv_heads();
+        if options.passes == 0 || options.passes > kv_heads {
+            return Err(Error::invalid("options.passes", options.passes, format!("1 to kv_heads = {kv_heads}")));
+        }
+        if options.reproducible {
+            let clash = |option: &'static str, why: &'static str| {
+                Err(Error::unsupported(option, why, "leave it out, or leave out reproducible"))
+            };
+            if options.wire == Wire::Bf16 {
+                return clash("wire bf16 with reproducible", "what is rounded on the way depends on the mesh");
+            }
+            if options.passes > 1 {
+                return clash("options.passes with reproducible", "dk and dv are made head by head in one pass");
+            }
+            if options.circulate != Circulate::Auto {
+                return clash("circulate with reproducible", "the ordered form gathers both sides");
+            }
+        }
+        if options.circulate == Circulate::Queries && options.passes > 1 {
+            return Err(Error::unsupported(
+                "options.passes with circulate queries",
+                "passes divide the kv heads that travel, and here the q side does",
+                "leave out one of them",
+            ));
+        }
+        let shares = Shares::new(problem.batch(), problem.window(), layout, mesh.ring)?;
+        let mut h = Fingerprint::new();
+        problem.hash_into(&mut h);
+        // Replicas run on batches of their own, so their number is no part of what a group agrees on.
+        h.word(mesh.ring as u64);
+        h.word(mesh.ulysses as u64);
+        match layout {
+            Layout::Contiguous => h.word(0),
+            Layout::Zigzag => h.word(1),
+            Layout::ZigzagPack => h.word(2),
+            Layout::Striped { stripe } => h.word(3 | u64::from(stripe) << 8),
+            Layout::Balanced { chunks } => h.word(4 | u64::from(chunks) << 8),
+        }
+        h.word(u64::from(options.gather) | u64::from(options.reproducible) << 1 | (options.wire as u64) << 2);
+        h.word(options.passes as u64 | (options.circulate as u64) << 32);
+        let inner = Inner { problem: problem.clone(), mesh, layout, options, shares, fingerprint: h.finish() };
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// What is computed.
+    pub fn problem(&self) -> &Problem {
+        &self.inner.problem
+    }
+
+    /// The decomposition.
+    pub fn mesh(&self) -> Mesh {
+        self.inner.mesh
+    }
+
+    /// How tokens are dealt.
+    pub fn layout(&self) -> Layout {
+        self.inner.layout
+    }
+
+    /// How it is carried out.
+    pub fn options(&self) -> Options {
+        self.inner.options
+    }
+
+    /// The shares of the ring ranks.
+    pub fn shares(&self) -> &Shares {
+        &self.inner.shares
+    }
+
+    /// A number that two plans share only if (up to a chance of 2⁻⁶⁴) they are equal, the number of replicas aside.
+    pub fn fingerprint(&self) -> u64 {
+        self.inner.fingerprint
+    }
+
+    /// The heads that a rank holds between the two all-to-alls.
+    pub fn heads_of(&self, rank: usize) -> HeadShare {
+        let p = self.problem();
+        HeadShare::new(self.mesh().place(rank).ulysses, self.mesh().ulysses, p.heads() as u32, p.kv_heads() as u32)
+    }
+
+    /// Whether some kv head is held by more than one Ulysses rank.
+    pub fn shares_kv_heads(&self) -> bool {
+        heads::shared_kv(self.mesh().ulysses, self.problem().heads() as u32, self.problem().kv_heads() as u32)
+    }
+
+    /// Rows of its ring share that a rank brings and gets back.
+    pub fn local_rows(&self, side: Side, rank: usize) -> core::ops::Range<usize> {
+        let Place { ring, ulysses, .. } = self.mesh().place(rank);
+        let rows = self.shares().rows(side, ring);
+        cut(ulysses, rows, self.mesh().ulysses)..cut(ulysses + 1, rows, self.mesh().ulysses)
+    }
+
+    /// How many tokens a rank holds.
+    pub fn local_tokens(&self, side: Side, rank: usize) -> usize {
+        self.local_rows(side, rank).len()
+    }
+
+    /// The form of the ring.
+    pub fn form(&self) -> Form {
+        match self.options() {
+            Options { reproducible: true, .. } => Form::Ordered,
+            Options { gather: true, .. } => Form::Gather,
+            _ => Form::Ring,
+        }
+    }
+
+    /// Which side travels in the backward. Bytes of a travelling k token are `Hk(dk + dv)(e + g)`, of a q token
+    /// `Hq(dk + dv)e + Hq·dk·g + 2·Hq·a` (e, g, a: bytes of an element, of a travelling gradient, of lse and delta).
+    pub fn backward_visitors(&self) -> Visitors {
+        let (p, o) = (self.problem(), self.options());
+        match o.circulate {
+            Circulate::Keys => Visitors::Keys,
+            Circulate::Queries => Visitors::Queries,
+            Circulate::Auto if o.passes > 1 || o.gather || o.reproducible => Visitors::Keys,
+            Circulate::Auto => {
+                let (k, q) = self.bytes_per_visiting_token();
+                let (nk, nq) = (p.batch().tokens(Side::K) as u128, p.batch().tokens(Side::Q) as u128);
+                if q * nq < k * nk { Visitors::Queries } else { Visitors::Keys }
+            }
+        }
+    }
+
+    /// Bytes that one token of k's side, and one of q's, moves per visit in the backward, there and home.
+    pub fn bytes_per_visiting_token(&self) -> (u128, u128) {
+        let p = self.problem();
+        let e = p.dtype().size();
+        let a = p.dtype().accumulator().size();
+        let g = if self.options().wire == Wire::Bf16 { 2 } else { a };
+        let dims = p.head_dim() + p.v_head_dim();
+        let k = p.kv_heads() * dims * (e + g);
+        let q = p.heads() * (dims * e + p.head_dim() * g + 2 * a);
+        (k as u128, q as u128)
+    }
+
+    /// One rank's operations.
+    pub fn schedule(&self, rank: usize, direction: Direction) -> Result<Schedule> {
+        if rank >= self.mesh().world() {
+            return Err(Error::invalid("rank", rank, format!("below the world of {}", self.mesh().world())));
+        }
+        build::schedule(self, rank, direction)
+    }
+
+    /// Calls `each(global token, position, document)` for every token a rank holds, in its order.
+    pub fn for_each_token(&self, side: Side, rank: usize, mut each: impl FnMut(usize, i64, usize)) {
+        let rows = self.local_rows(side, rank);
+        let mut segments: Vec<Segment> = Vec::new();
+        self.shares().segments(side, self.mesh().place(rank).ring, &mut segments);
+        let batch = self.problem().batch();
+        for s in &segments {
+            let first = s.range.row as usize;
+            let doc = s.range.doc as usize;
+            let base = batch.document(side, doc).start as i64 - batch.start(side, doc);
+            for row in rows.start.max(first)..rows.end.min(first + s.range.len as usize) {
+                let pos = s.range.position((row - first) as u32);
+                each((base + pos) as usize, pos, doc);
+            }
+        }
+    }
+
+    /// The tokens of the packed batch that a rank holds, in its order.
+    pub fn token_indices(&self, side: Side, rank: usize) -> Vec<usize> {
+        let mut out = Vec::with_capacity(self.local_tokens(side, rank));
+        self.for_each_token(side, rank, |token, _, _| out.push(token));
+        out
+    }
+
+    /// The positions of those tokens in their documents (for rotary embeddings and the like).
+    pub fn positions(&self, side: Side, rank: usize) -> Vec<i64> {
+        let mut out = Vec::with_capacity(self.local_tokens(side, rank));
+        self.for_each_token(side, rank, |_, pos, _| out.push(pos));
+        out
+    }
+}
+
+/// A 64-bit fingerprint: words are folded in with the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+#[derive(Debug)]
+pub(crate) struct Fingerprint(u64);
+
+impl Fingerprint {
+    fn new() -> Self {
+        Self(0x6370_6174_746e_0001)
+    }
+
+    pub(crate) fn word(&mut self, w: u64) {
+        let mut z = (self.0 ^ w).wrapping_add(0x9e37_79b9_7f4a_7c15);
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        self.0 = z ^ (z >> 31);
+    }
+
+    fn slice_i32(&mut self, s: &[i32]) {
+        self.word(s.len() as u64);
+        // Two entries a word: long lists of documents are folded at every step.
+        for pair in s.chunks(2) {
+            self.word(pair[0] as u32 as u64 | pair.get(1).map_or(0, |&x| (x as u32 as u64) << 32));
+        }
+    }
+
+    fn finish(self) -> u64 {
+        self.0
+    }
+}

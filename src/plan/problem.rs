@@ -1,0 +1,301 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What is to be computed, whoever computes it.
+//!
+//! A [`Problem`] is the whole of the attention, as if one device saw the batch: documents, heads, mask, score options,
+//! element type. It knows nothing of ranks. It is checked once, here; everything downstream relies on it.
+
+use alloc::{format, sync::Arc};
+
+use crate::{
+    batch::Batch,
+    element::Dtype,
+    error::{Error, Result},
+    kernel::Score,
+    mask::Mask,
+};
+
+/// The largest head dim that is planned.
+pub const MAX_HEAD_DIM: usize = 512;
+
+/// What mixes the tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// Softmax attention; every mesh.
+    Softmax,
+    /// Any other mixing of whole sequences (linear attention, state spaces, convolutions): the caller's own kernel
+    /// between two all-to-alls, so Ulysses only.
+    Other,
+}
+
+/// One attention over one packed batch. Built with setters, checked by [`Problem::check`] (planning does it too).
+#[derive(Clone, Debug, PartialEq)]
+pub struct Problem {
+    pub(crate) batch: Batch,
+    pub(crate) heads: usize,
+    pub(crate) kv_heads: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) value_dim: usize,
+    pub(crate) dtype: Dtype,
+    pub(crate) mask: Mask,
+    pub(crate) scale: Option<f64>,
+    pub(crate) softcap: Option<f64>,
+    pub(crate) slopes: Option<Arc<[f32]>>,
+    pub(crate) sinks: bool,
+    pub(crate) kind: Kind,
+}
+
+impl Problem {
+    /// Causal attention over `batch` with `heads` q heads, `kv_heads` kv heads, one head dim for q, k and v, and a
+    /// scale of `1/√head_dim`.
+    pub fn new(batch: Batch, heads: usize, kv_heads: usize, head_dim: usize, dtype: Dtype) -> Self {
+        Self {
+            batch,
+            heads,
+            kv_heads,
+            head_dim,
+            value_dim: head_dim,
+            dtype,
+            mask: Mask::causal(),
+            scale: None,
+            softcap: None,
+            slopes: None,
+            sinks: false,
+            kind: Kind::Softmax,
+        }
+    }
+
+    /// v's head dim, when it differs from q's and k's.
+    #[must_use]
+    pub fn value_dim(mut self, value_dim: usize) -> Self {
+        self.value_dim = value_dim;
+        self
+    }
+
+    /// Which keys a query reads.
+    #[must_use]
+    pub fn mask(mut self, mask: Mask) -> Self {
+        self.mask = mask;
+        self
+    }
+
+    /// Multiplies q·k.
+    #[must_use]
+    pub fn scale(mut self, scale: f64) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+
+    /// Caps scores: `cap · tanh(s / cap)`.
+    #[must_use]
+    pub fn softcap(mut self, cap: f64) -> Self {
+        self.softcap = Some(cap);
+        self
+    }
+
+    /// ALiBi: subtracts `slope_h · |q_pos − k_pos|`; one slope for each q head.
+    #[must_use]
+    pub fn alibi(mut self, slopes: &[f32]) -> Self {
+        self.slopes = Some(slopes.into());
+        self
+    }
+
+    /// Each q head has a learnable sink: a logit that takes part in the softmax and has no value. The logits are given
+    /// with each run; the backward returns their gradients.
+    #[must_use]
+    pub fn sinks(mut self, sinks: bool) -> Self {
+        self.sinks = sinks;
+        self
+    }
+
+    /// Marks what mixes the tokens.
+    #[must_use]
+    pub fn kind(mut self, kind: Kind) -> Self {
+        self.kind = kind;
+        self
+    }
+
+    /// Refuses what is impossible, naming the argument and both values.
+    pub fn check(&self) -> Result<()> {
+        let range = |name: &'static str, value: usize, max: usize| {
+            if value == 0 || value > max {
+                return Err(Error::invalid(name, value, format!("1 to {max}")));
+            }
+            Ok(())
+        };
+        range("heads", self.heads, 1 << 16)?;
+        range("kv_heads", self.kv_heads, 1 << 16)?;
+        range("head_dim", self.head_dim, MAX_HEAD_DIM)?;
+        range("value_dim", self.value_dim, MAX_HEAD_DIM)?;
+        if !self.heads.is_multiple_of(self.kv_heads) {
+            return Err(Error::invalid("heads", self.heads, format!("a multiple of kv_heads = {}", self.kv_heads)));
+        }
+        if let Some(scale) = self.scale
+            && !scale.is_finite()
+        {
+            return Err(Error::invalid("scale", scale, "a finite number"));
+        }
+        if let Some(cap) = self.softcap
+            && !(cap.is_finite() && cap > 0.0)
+        {
+            return Err(Error::invalid("softcap", cap, "a finite number above 0").hint("leave it out for no cap"));
+        }
+        if let Some(slopes) = &self.slopes {
+            if slopes.len() != self.heads {
+                return Err(Error::invalid(
+                    "slopes",
+                    format!("{} entries", slopes.len()),
+                    format!("one for each of {} q heads", self.heads),
+                ));
+            }
+            if let Some((h, s)) = slopes.iter().enumerate().find(|(_, s)| !s.is_finite()) {
+                return Err(Error::invalid(format!("slopes[{h}]"), s, "a finite number"));
+            }
+        }
+        Ok(())
+    }
+
+    /// The documents.
+    pub fn batch(&self) -> &Batch {
+        &self.batch
+    }
+
+    /// q heads.
+    pub fn heads(&self) -> usize {
+        self.heads
+    }
+
+    /// kv heads.
+    pub fn kv_heads(&self) -> usize {
+        self.kv_heads
+    }
+
+    /// q's and k's head dim.
+    pub fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// v's head dim.
+    pub fn v_head_dim(&self) -> usize {
+        self.value_dim
+    }
+
+    /// The element type of q, k, v, o and their gradients.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// The mask.
+    pub fn window(&self) -> Mask {
+        self.mask
+    }
+
+    /// ALiBi slopes, if any.
+    pub fn slopes(&self) -> Option<&[f32]> {
+        self.slopes.as_deref()
+    }
+
+    /// Whether each head has a sink.
+    pub fn has_sinks(&self) -> bool {
+        self.sinks
+    }
+
+    /// q heads per kv head.
+    pub fn group(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+
+    /// What a kernel needs to make scores.
+    pub fn score(&self) -> Score {
+        Score {
+            scale: self.scale.unwrap_or_else(|| inverse_sqrt(self.head_dim as f64)),
+            softcap: self.softcap.unwrap_or(0.0),
+            window_left: self.mask.left_limit(),
+            window_right: self.mask.right_limit(),
+        }
+    }
+
+    /// (q, k) pairs that count, over all documents, for one head.
+    pub fn area(&self) -> u128 {
+        use crate::batch::Side;
+        (0..self.batch.documents())
+            .map(|d| {
+                let start = self.batch.start(Side::Q, d);
+                let q = self.batch.document(Side::Q, d).len() as i64;
+                let k = self.batch.document(Side::K, d).len() as i64;
+                self.mask.area(start, start + q, k) as u128
+            })
+            .sum()
+    }
+
+    pub(crate) fn hash_into(&self, h: &mut super::Fingerprint) {
+        h.slice_i32(self.batch.cu_seqlens(crate::batch::Side::Q));
+        h.slice_i32(self.batch.cu_seqlens(crate::batch::Side::K));
+        match self.batch.explicit_starts() {
+            Some(starts) => {
+                h.word(starts.len() as u64);
+                starts.iter().for_each(|&s| h.word(s as u64));
+            }
+            None => h.word(u64::MAX),
+        }
+        for n in [self.heads, self.kv_heads, self.head_dim, self.value_dim] {
+            h.word(n as u64);
+        }
+        h.word(self.dtype as u64);
+        h.word(self.mask.left.map_or(u64::MAX, u64::from));
+        h.word(self.mask.right.map_or(u64::MAX, u64::from));
+        h.word(self.score().scale.to_bits());
+        h.word(self.softcap.map_or(0, f64::to_bits));
+        match &self.slopes {
+            Some(slopes) => slopes.iter().for_each(|s| h.word(1 << 32 | u64::from(s.to_bits()))),
+            None => h.word(u64::MAX),
+        }
+        h.word(u64::from(self.sinks) | (self.kind as u64) << 1);
+    }
+}
+
+/// `1/√x` without std: Newton's iteration from above, to the last bit or two of f64.
+fn inverse_sqrt(x: f64) -> f64 {
+    let mut root = if x > 1.0 { x } else { 1.0 };
+    loop {
+        let next = 0.5 * (root + x / root);
+        if next >= root {
+            return 1.0 / root;
+        }
+        root = next;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::string::ToString;
+
+    fn problem() -> Problem {
+        Problem::new(Batch::new(&[0, 4]).unwrap(), 6, 3, 8, Dtype::F32)
+    }
+
+    #[test]
+    fn the_default_scale_is_one_over_the_root_of_head_dim() {
+        for d in 1..=MAX_HEAD_DIM {
+            let exact = 1.0 / (d as f64).sqrt();
+            assert!((inverse_sqrt(d as f64) - exact).abs() <= 2.0 * f64::EPSILON * exact, "{d}");
+        }
+    }
+
+    #[test]
+    fn refusals_name_the_argument_and_both_values() {
+        let text = |p: Problem| p.check().unwrap_err().to_string();
+        let mut p = problem();
+        p.kv_heads = 4;
+        assert_eq!(text(p), "heads is 6, expected a multiple of kv_heads = 4");
+        let mut p = problem();
+        p.head_dim = 0;
+        assert_eq!(text(p), "head_dim is 0, expected 1 to 512");
+        assert_eq!(text(problem().value_dim(513)), "value_dim is 513, expected 1 to 512");
+        assert_eq!(text(problem().scale(f64::NAN)), "scale is NaN, expected a finite number");
+        assert!(text(problem().softcap(0.0)).starts_with("softcap is 0, expected a finite number above 0"));
+        assert_eq!(text(problem().alibi(&[1.0])), "slopes is 1 entries, expected one for each of 6 q heads");
+        assert!(text(problem().alibi(&[1.0, 1.0, f32::INFINITY, 1.0, 1.0, 1.0])).starts_with("slopes[2] is inf"));
+        problem().check().unwrap();
+    }
+}

@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The kernel calls of each direction, between the two trades.
+//!
+//! Where the accumulator is the element type and there is one Ulysses rank, sums are kept in the caller's own tensors.
+
+use alloc::vec;
+
+use super::{
+    Builder, Life, Pass,
+    ring::{Ring, Travel},
+    ulysses::{Held, RowSide},
+};
+use crate::{
+    batch::Side,
+    element::Dtype,
+    kernel::{Gradients, HeadMap},
+    plan::Wire,
+    schedule::{AttendOp, BackwardOp, Form, Kind, Tensor, View, Visitors},
+};
+
+impl Builder<'_> {
+    fn head_map(&self, pass: Pass) -> HeadMap {
+        let share = self.mine();
+        HeadMap {
+            q_offset: share.q.start + pass.q.0,
+            kv_offset: share.kv.start + pass.kv.0,
+            group: self.plan.problem().group() as u32,
+        }
+    }
+
+    fn entry(held: &Held) -> (Option<u32>, Option<u32>) {
+        (held.communication, held.compute)
+    }
+
+    pub(super) fn forward(&mut self) {
+        let held = self.trade_in();
+        let (rows, heads, dim) = (self.share(Side::Q), self.mine().q.len() as u32, self.plan.problem().v_head_dim());
+        let (o, lse) = if self.out.ulysses > 1 {
+            (
+                self.buffer(Life::Throughout, "o", self.element(), rows, heads, dim),
+                self.buffer(Life::Throughout, "lse of the share", self.accumulator(), rows, heads, 1),
+            )
+        } else {
+            (self.user(Tensor::O), self.user(Tensor::Lse))
+        };
+        let many = self.out.visits(Visitors::Keys).list().len() > 1;
+        let running = many.then(|| {
+            if self.element() == self.accumulator() {
+                o
+            } else {
+                self.buffer(Life::Ring, "running o", self.accumulator(), rows, heads, dim)
+            }
+        });
+        let mut ring = Ring::new();
+        for (round, pass) in self.passes().into_iter().enumerate() {
+            let t = self.travel(&mut ring, Visitors::Keys, round, vec![held.k[round], held.v[round]], None);
+            let of_pass = |v: View| v.of_heads(pass.q.0, pass.q.1);
+            let heads = self.head_map(pass);
+            for visit in 0..t.visits.list().len() {
+                let arrival = self.fetch(&mut ring, &t, visit);
+                self.attend(&mut ring, &t, visit, &arrival, |at, _| {
+                    Kind::Attend(AttendOp {
+                        visit: visit as u32,
+                        q: of_pass(held.q),
+                        k: at[0],
+                        v: at[1],
+                        running: running.map(of_pass),
+                        o: of_pass(o),
+                        lse: of_pass(lse),
+                        heads,
+                    })
+                });
+            }
+        }
+        self.weave(ring, Self::entry(&held));
+        self.trade_out_forward(o, lse);
+    }
+
+    /// A sum in the accumulator's type: the caller's own tensor where that will do.
+    fn sum(&mut self, name: &'static str, tensor: Tensor, side: Side, heads: u32, dim: usize, own: bool) -> View {
+        if own && self.out.ulysses == 1 && self.element() == self.accumulator() {
+            self.user(tensor)
+        } else {
+            self.buffer(Life::Throughout, name, self.accumulator(), self.share(side), heads, dim)
+        }
+    }
+
+    pub(super) fn backward(&mut self) {
+        let held = self.trade_in();
+        let Some(row) = held.row else { return };
+        let sinks = held.local_delta.filter(|_| self.plan.problem().has_sinks()).map(|d| self.sink_gradient(d));
+        let p = self.plan.problem();
+        let (dk, dv, ordered) = (p.head_dim(), p.v_head_dim(), self.plan.form() == Form::Ordered);
+        let (q_heads, kv_heads) = (self.mine().q.len() as u32, self.mine().kv.len() as u32);
+        let key_heads = if ordered { q_heads } else { kv_heads };
+        let dq = self.sum("sum of dq", Tensor::Dq, Side::Q, q_heads, dk, true);
+        let dkv = (
+            self.sum("sum of dk", Tensor::Dk, Side::K, key_heads, dk, !ordered),
+            self.sum("sum of dv", Tensor::Dv, Side::K, key_heads, dv, !ordered),
+        );
+        let mut ring = Ring::new();
+        if ordered {
+            self.backward_ordered(&mut ring, &held, row, dq, dkv);
+        } else if self.out.keys.is_some() {
+            self.backward_keys(&mut ring, &held, row, dq, dkv);
+        } else {
+            self.backward_queries(&mut ring, &held, row, dq, dkv);
+        }
+        self.weave(ring, Self::entry(&held));
+        self.trade_out_backward(dq, dkv, ordered);
+        if let Some(partial) = sinks {
+            self.trade_sink_gradients(partial);
+        }
+    }
+
+    fn wire(&self) -> Dtype {
+        match self.plan.options().wire {
+            Wire::Full => self.accumulator(),
+            Wire::Bf16 => Dtype::Bf16,
+        }
+    }
+
+    /// k and v visit; dk and dv go home.
+    fn backward_keys(&mut self, ring: &mut Ring, held: &Held, row: RowSide, dq: View, dkv: (View, View)) {
+        for (round, pass) in self.passes().into_iter().enumerate() {
+            let of_keys = |v: View| v.of_heads(pass.kv.0, pass.kv.1);
+            let sums = (vec![of_keys(dkv.0), of_keys(dkv.1)], self.wire());
+            let t = self.travel(ring, Visitors::Keys, round, vec![held.k[round], held.v[round]], Some(sums.clone()));
+            for visit in 0..t.visits.list().len() {
+                let call = Call { pass, row, dq: Some(dq), gradients: Gradients::All };
+                self.attend_keys(ring, held, &t, visit, call, &sums.0);
+            }
+        }
+    }
+
+    fn attend_keys(&mut self, ring: &mut Ring, held: &Held, t: &Travel, visit: usize, call: Call, sums: &[View]) {
+        let Call { pass, row, dq, gradients } = call;
+        let of_pass = |v: View| v.of_heads(pass.q.0, pass.q.1);
+        let heads = self.head_map(pass);
+        let arrival = self.fetch(ring, t, visit);
+        self.attend(ring, t, visit, &arrival, |at, partials| {
+            let to = partials.unwrap_or(sums);
+            Kind::Backward(BackwardOp {
+                visit: visit as u32,
+                visits: Visitors::Keys,
+                q: of_pass(held.q),
+                k: at[0],
+                v: at[1],
+                d_o: of_pass(row.d_o),
+                lse: of_pass(row.lse),
+                delta: of_pass(row.delta),
+                dq: dq.map(of_pass),
+                dkv: (gradients == Gradients::All).then(|| (to[0], to[1])),
+                accumulate_keys: false,
+                per_q_head: false,
+                gradients,
+                heads,
+            })
+        });
+    }
+
+    /// The q side visits; dq goes home.
+    fn backward_queries(&mut self, ring: &mut Ring, held: &Held, row: RowSide, dq: View, dkv: (View, View)) {
+        let own = vec![held.q, row.d_o, row.lse, row.delta];
+        let t = self.travel(ring, Visitors::Queries, 0, own, Some((vec![dq], self.wire())));
+        self.attend_queries(ring, held, &t, Some(dq), dkv);
+    }
+
+    fn attend_queries(&mut self, ring: &mut Ring, held: &Held, t: &Travel, dq: Option<View>, dkv: (View, View)) {
+        let heads = self.mine().map(self.plan.problem().group() as u32);
+        for visit in 0..t.visits.list().len() {
+            let arrival = self.fetch(ring, t, visit);
+            self.attend(ring, t, visit, &arrival, |at, partials| {
+                Kind::Backward(BackwardOp {
+                    visit: visit as u32,
+                    visits: Visitors::Queries,
+                    q: at[0],
+                    k: held.k[0],
+                    v: held.v[0],
+                    d_o: at[1],
+                    lse: at[2],
+                    delta: at[3],
+                    dq: dq.map(|sum| partials.map_or(sum, |p| p[0])),
+                    dkv: Some(dkv),
+                    accumulate_keys: visit > 0,
+                    per_q_head: dq.is_none(),
+                    gradients: if dq.is_some() { Gradients::All } else { Gradients::Keys },
+                    heads,
+                })
+            });
+        }
+    }
+
+    /// Both sides are gathered in turn: k and v for dq, then the q side for dk and dv, one partial for each q head.
+    fn backward_ordered(&mut self, ring: &mut Ring, held: &Held, row: RowSide, dq: View, dkv: (View, View)) {
+        let passes = self.passes();
+        for (round, &pass) in passes.iter().enumerate() {
+            let t = self.travel(ring, Visitors::Keys, round, vec![held.k[round], held.v[round]], None);
+            let call = Call { pass, row, dq: Some(dq), gradients: Gradients::Queries };
+            self.attend_keys(ring, held, &t, 0, call, &[]);
+        }
+        let own = vec![held.q, row.d_o, row.lse, row.delta];
+        let t = self.travel(ring, Visitors::Queries, passes.len(), own, None);
+        self.attend_queries(ring, held, &t, None, dkv);
+    }
+}
+
+/// What the calls of one pass have in common.
+#[derive(Clone, Copy)]
+struct Call {
+    pass: Pass,
+    row: RowSide,
+    dq: Option<View>,
+    gradients: Gradients,
+}

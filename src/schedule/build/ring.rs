@@ -1,0 +1,304 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The ring: one side of the attention stays, the other visits.
+//!
+//! While one visit is attended the next is already travelling, into the other of two slots; ranks meet only in
+//! exchanges and otherwise run free. In the backward the partial gradients of a visit go straight home while the next
+//! visit is attended, and are added to the owner's sums on the communication lane, so that the compute lane never waits
+//! for a hop.
+//!
+//! Exchanges are ordered by one rule on every rank, whatever steps it skips: round first, then the fetch of step s
+//! before the fetch of step s + 1, and the return of step s just after the fetch of step s + 2 (attending step s is what
+//! both wait for). One order for all is what makes it free of deadlock.
+
+use alloc::{sync::Arc, vec, vec::Vec};
+
+use super::{Builder, Life, Region};
+use crate::{
+    element::Dtype,
+    schedule::{Carry, Form, Kind, Lane, Op, View, Visitors, Visits},
+};
+
+/// An operation that has no place in the list yet. It waits for items of the other lane.
+struct Item {
+    kind: Kind,
+    step: u32,
+    after: [Option<usize>; 2],
+}
+
+/// The ring phase while it is written: two lanes, and whose turn it is in each pair of slots.
+pub(super) struct Ring {
+    compute: Vec<Item>,
+    /// With its place among all exchanges: round, then key.
+    communication: Vec<((usize, u32), Item)>,
+    arrivals: Turn,
+    partials: Turn,
+    regions: Vec<[Region; 2]>,
+    homes: Vec<[Region; 2]>,
+}
+
+/// Two slots used in turn, and the item that used each last.
+#[derive(Default)]
+struct Turn {
+    next: usize,
+    used: [Option<usize>; 2],
+}
+
+impl Turn {
+    fn take(&mut self) -> usize {
+        self.next ^= 1;
+        self.next ^ 1
+    }
+}
+
+/// One side's travel around the ring.
+pub(super) struct Travel {
+    pub visitors: Visitors,
+    pub visits: Arc<Visits>,
+    /// Position among the travels of a schedule.
+    pub round: usize,
+    /// What travels: the rank's own share of it.
+    pub own: Vec<View>,
+    slots: [Vec<View>; 2],
+    home: Option<Home>,
+}
+
+/// How the partial gradients of what travelled come home.
+struct Home {
+    /// The sums they are added to.
+    sums: Vec<View>,
+    /// What kernels write.
+    fresh: [Vec<View>; 2],
+    /// What leaves: `fresh`, or a narrower copy of it.
+    leaving: [Vec<View>; 2],
+    /// What arrives.
+    arriving: Vec<View>,
+}
+
+/// Where a visit's rows lie, and what attending them must wait for.
+pub(super) struct Arrival {
+    pub at: Vec<View>,
+    pub wait: Option<usize>,
+    slot: Option<usize>,
+}
+
+impl Ring {
+    pub(super) fn new() -> Self {
+        Self {
+            compute: Vec::new(),
+            communication: Vec::new(),
+            arrivals: Turn::default(),
+            partials: Turn::default(),
+            regions: Vec::new(),
+            homes: Vec::new(),
+        }
+    }
+}
+
+impl Builder<'_> {
+    /// Two buffers for each of `like`, over the regions that earlier travels used. `slots` of the two are ever needed.
+    fn two_of(
+        &mut self,
+        regions: &mut Vec<[Region; 2]>,
+        name: &'static str,
+        like: &[View],
+        dtype: Option<Dtype>,
+        rows: u64,
+        slots: usize,
+    ) -> [Vec<View>; 2] {
+        while regions.len() < like.len() {
+            let pair = [self.region(Life::Ring, 0), self.region(Life::Ring, 0)];
+            regions.push(pair);
+        }
+        [0, 1].map(|i| {
+            let rows = if i < slots { rows } else { 0 };
+            like.iter()
+                .zip(regions.iter())
+                .map(|(&v, pair)| {
+                    let (dtype, dim) = (dtype.unwrap_or_else(|| self.dtype_of(v)), self.dim_of(v));
+                    self.buffer_in(pair[i], name, dtype, rows, v.heads, dim)
+                })
+                .collect()
+        })
+    }
+
+    /// Prepares a travel of `own`; with `sums`, partial gradients of the same shapes come home to them.
+    pub(super) fn travel(
+        &mut self,
+        ring: &mut Ring,
+        visitors: Visitors,
+        round: usize,
+        own: Vec<View>,
+        sums: Option<(Vec<View>, Dtype)>,
+    ) -> Travel {
+        let visits = self.out.visits(visitors).clone();
+        let arrivals = visits.list().iter().filter(|v| v.step > 0 && v.rows_in > 0).count();
+        // Earlier rounds used both slots if they used any twice; turns go on across rounds.
+        let slots = if round > 0 && arrivals > 0 { 2 } else { arrivals };
+        let slots = if self.plan.mesh().ring == 1 { 0 } else { slots };
+        let mut regions = core::mem::take(&mut ring.regions);
+        let slot_views = self.two_of(&mut regions, "visitor", &own, None, visits.slot_rows(), slots);
+        ring.regions = regions;
+        let home = sums.filter(|_| visits.list().len() > 1).map(|(sums, wire)| {
+            let mut homes = core::mem::take(&mut ring.homes);
+            let (n, rows) = (sums.len(), visits.slot_rows());
+            let whole = self.dtype_of(sums[0]);
+            while homes.len() < 3 * n {
+                homes.push([self.region(Life::Ring, 0), self.region(Life::Ring, 0)]);
+            }
+            let third = |b: &mut Self, i: usize, name, dtype, rows, slots| {
+                let mut part = homes[i * n..(i + 1) * n].to_vec();
+                b.two_of(&mut part, name, &sums, Some(dtype), rows, slots)
+            };
+            let narrow = wire != whole;
+            let fresh = third(self, 0, "partial gradient", whole, rows, if narrow { slots.min(1) } else { slots });
+            let leaving = if narrow { third(self, 1, "partial to travel", wire, rows, slots) } else { fresh.clone() };
+            let fresh = if narrow { [fresh[0].clone(), fresh[0].clone()] } else { fresh };
+            let [arriving, _] = third(self, 2, "gradient from peer", wire, visits.return_rows(), 1);
+            ring.homes = homes;
+            Home { sums, fresh, leaving, arriving }
+        });
+        Travel { visitors, visits, round, own, slots: slot_views, home }
+    }
+
+    /// Adds the fetch of a visit, if it has one. Follow it with [`Ring::attend`] when rows arrive.
+    pub(super) fn fetch(&mut self, ring: &mut Ring, t: &Travel, visit: usize) -> Arrival {
+        let v = t.visits.list()[visit];
+        if v.step == 0 || self.plan.mesh().ring == 1 {
+            return Arrival { at: t.own.clone(), wait: None, slot: None };
+        }
+        let slot = (v.rows_in > 0).then(|| ring.arrivals.take());
+        let at = &t.slots[slot.unwrap_or(0)];
+        if t.visits.form() == Form::Ordered && slot.is_some() {
+            // The own share takes its place in the slot, so that one call meets everything.
+            let begin = self.out.blocks.len() as u32;
+            for (&own, slot) in t.own.iter().zip(at) {
+                self.block(slot.slice(0, own.rows), &[own]);
+            }
+            let end = self.out.blocks.len() as u32;
+            if begin < end {
+                ring.compute.push(Item { kind: Kind::Transform { begin, end }, step: v.step, after: [None; 2] });
+            }
+        }
+        let wait = if v.rows_in + v.rows_out > 0 {
+            let carry = t.own.iter().zip(at).map(|(&own, &slot)| Carry { own, slot }).collect();
+            let kind = Kind::Fetch { visit: visit as u32, visits: t.visitors, carry };
+            let after = [slot.and_then(|s| ring.arrivals.used[s]), None];
+            ring.communication.push(((t.round, 2 * v.step), Item { kind, step: v.step, after }));
+            slot.map(|_| ring.communication.len() - 1)
+        } else {
+            None
+        };
+        Arrival { at: at.clone(), wait, slot }
+    }
+
+    /// Adds the call that attends an arrival. `partials` of `call` are where it writes the gradients of what travels:
+    /// the sums themselves for the own share.
+    pub(super) fn attend(
+        &mut self,
+        ring: &mut Ring,
+        t: &Travel,
+        visit: usize,
+        arrival: &Arrival,
+        call: impl FnOnce(&[View], Option<&[View]>) -> Kind,
+    ) {
+        let v = t.visits.list()[visit];
+        let travelled = arrival.slot.is_some();
+        let mut after = [arrival.wait, None];
+        let mut attended = None;
+        let mut turn = 0;
+        if v.step == 0 || v.rows_in > 0 || t.visits.form() == Form::Ordered {
+            let partials = t.home.as_ref().map(|h| {
+                if !travelled {
+                    return &h.sums;
+                }
+                turn = ring.partials.take();
+                &h.fresh[turn]
+            });
+            let narrow = t.home.as_ref().is_some_and(|h| travelled && h.leaving[turn] != h.fresh[turn]);
+            let free = if travelled { ring.partials.used[turn] } else { None };
+            if !narrow {
+                after[1] = free;
+            }
+            let kind = call(&arrival.at, partials.map(Vec::as_slice));
+            ring.compute.push(Item { kind, step: v.step, after });
+            if let Some(slot) = arrival.slot {
+                ring.arrivals.used[slot] = Some(ring.compute.len() - 1);
+            }
+            if let (true, Some(home)) = (narrow, &t.home) {
+                let begin = self.out.blocks.len() as u32;
+                for (leaving, fresh) in home.leaving[turn].iter().zip(&home.fresh[turn]) {
+                    self.block(leaving.slice(0, v.rows_in), &[fresh.slice(0, v.rows_in)]);
+                }
+                let end = self.out.blocks.len() as u32;
+                let kind = Kind::Transform { begin, end };
+                ring.compute.push(Item { kind, step: v.step, after: [free, None] });
+            }
+            attended = Some(ring.compute.len() - 1);
+        }
+        if let (Some(home), true) = (&t.home, v.step > 0) {
+            self.come_home(ring, t, home, visit, turn, attended.filter(|_| travelled));
+        }
+    }
+
+    fn come_home(&mut self, ring: &mut Ring, t: &Travel, home: &Home, visit: usize, turn: usize, made: Option<usize>) {
+        let v = t.visits.list()[visit];
+        let order = (t.round, 2 * (v.step + 2) + 1);
+        let pairs = |own: &[View]| own.iter().zip(&home.arriving).map(|(&own, &slot)| Carry { own, slot }).collect();
+        let kind = Kind::Return { visit: visit as u32, visits: t.visitors, carry: pairs(&home.leaving[turn]) };
+        ring.communication.push((order, Item { kind, step: v.step, after: [made, None] }));
+        if made.is_some() {
+            ring.partials.used[turn] = Some(ring.communication.len() - 1);
+        }
+        if v.rows_out > 0 {
+            // The sums begin with the own share's call, the round's first that writes them.
+            let begun = ring.compute.iter().position(|i| writes(&i.kind, home.sums[0]));
+            let kind = Kind::Reduce { visit: visit as u32, visits: t.visitors, carry: pairs(&home.sums) };
+            ring.communication.push((order, Item { kind, step: v.step, after: [begun, None] }));
+        }
+    }
+
+    /// Puts the two lanes into one list in which everything comes after what it waits for. `entry` is what the first
+    /// operation of each lane waits for: (compute lane, communication lane).
+    pub(super) fn weave(&mut self, ring: Ring, entry: (Option<u32>, Option<u32>)) {
+        let Ring { compute, communication, .. } = ring;
+        let mut sorted: Vec<(usize, (usize, u32), Item)> =
+            communication.into_iter().enumerate().map(|(i, (order, item))| (i, order, item)).collect();
+        sorted.sort_by_key(|(i, order, _)| (*order, *i));
+        let mut place_of = vec![0; sorted.len()];
+        for (place, (i, ..)) in sorted.iter().enumerate() {
+            place_of[*i] = place;
+        }
+        let mut compute = compute.into_iter().peekable();
+        let mut communication = sorted.into_iter().peekable();
+        let (mut compute_ops, mut communication_ops) = (Vec::new(), Vec::new());
+        let (mut compute_entry, mut communication_entry) = entry;
+        loop {
+            // Exchanges first: what travels early hides behind what is computed late.
+            let ready = communication.peek().map(|(_, _, i)| i.after.iter().flatten().all(|&c| c < compute_ops.len()));
+            if ready == Some(true) || (ready.is_some() && compute.peek().is_none()) {
+                let Some((_, _, item)) = communication.next() else { break };
+                let after = item.after.iter().flatten().map(|&c| compute_ops[c]).max().or(communication_entry.take());
+                communication_ops.push(self.place(item, Lane::Communication, after));
+            } else if let Some(item) = compute.next() {
+                let waits = item.after.iter().flatten().map(|&c| communication_ops[place_of[c]]);
+                let after = waits.max().or(compute_entry.take());
+                compute_ops.push(self.place(item, Lane::Compute, after));
+            } else {
+                break;
+            }
+        }
+    }
+
+    fn place(&mut self, item: Item, lane: Lane, after: Option<u32>) -> u32 {
+        self.out.ops.push(Op { kind: item.kind, lane, step: item.step, phase: "ring", after });
+        (self.out.ops.len() - 1) as u32
+    }
+}
+
+/// Whether a call begins the sums that `first` belongs to.
+fn writes(kind: &Kind, first: View) -> bool {
+    match kind {
+        Kind::Backward(op) => op.dq == Some(first) || op.dkv.is_some_and(|(dk, _)| dk == first),
+        _ => false,
+    }
+}

@@ -1,0 +1,286 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Trading tokens for heads, and back (DeepSpeed-Ulysses, Jacobs et al., 2023).
+//!
+//! Going in, each rank keeps the rows it brought of its own heads and sends the other heads' to whom they belong; rows
+//! arrive where they are needed, because a token-major buffer of few heads is contiguous in tokens. So one packing
+//! transform on the sender's side is all there is. Coming back it is the other way round: rows leave as they lie and are
+//! unpacked where they arrive. A kv head that several ranks read comes back from each and is summed in rank order.
+
+use alloc::vec::Vec;
+
+use super::{Builder, Life, Pass};
+use crate::{
+    batch::Side,
+    element::Dtype,
+    plan::Wire,
+    schedule::{Buf, Direction, Kind, Lane, Tensor, View},
+};
+
+/// The rank's ring share for its own heads: the caller's tensors where there is one Ulysses rank, buffers elsewhere.
+pub(super) struct Held {
+    pub q: View,
+    /// By pass.
+    pub k: Vec<View>,
+    /// By pass.
+    pub v: Vec<View>,
+    /// Backward only.
+    pub row: Option<RowSide>,
+    /// Backward only: delta of the rank's own rows, all heads.
+    pub local_delta: Option<View>,
+    /// The last transform on the compute lane, and the exchange on the other.
+    pub compute: Option<u32>,
+    pub communication: Option<u32>,
+}
+
+/// What the backward needs of each q row.
+#[derive(Clone, Copy)]
+pub(super) struct RowSide {
+    pub d_o: View,
+    pub lse: View,
+    pub delta: View,
+}
+
+/// Which heads of a tensor a Ulysses rank holds.
+#[derive(Clone, Copy)]
+enum Heads {
+    Q,
+    Kv(usize),
+}
+
+impl Builder<'_> {
+    fn span(&self, heads: Heads, u: usize) -> (u32, u32) {
+        let share = &self.heads[u];
+        match heads {
+            Heads::Q => (share.q.start, share.q.len() as u32),
+            Heads::Kv(pass) => {
+                let Pass { kv, .. } = self.pass_of(u, pass);
+                (share.kv.start + kv.0, kv.1)
+            }
+        }
+    }
+
+    pub(super) fn dim_of(&self, view: View) -> usize {
+        let p = self.plan.problem();
+        match view.buf {
+            Buf::Work(i) => self.out.buffers[i as usize].dim as usize,
+            Buf::User(Tensor::Q | Tensor::K | Tensor::Dq | Tensor::Dk) => p.head_dim(),
+            Buf::User(Tensor::V | Tensor::O | Tensor::DO | Tensor::Dv) => p.v_head_dim(),
+            Buf::User(Tensor::Lse | Tensor::Sinks | Tensor::Dsinks) => 1,
+        }
+    }
+
+    pub(super) fn dtype_of(&self, view: View) -> Dtype {
+        match view.buf {
+            Buf::Work(i) => self.out.buffers[i as usize].dtype,
+            Buf::User(Tensor::Lse | Tensor::Dsinks) => self.accumulator(),
+            Buf::User(Tensor::Sinks) => Dtype::F32,
+            Buf::User(_) => self.element(),
+        }
+    }
+
+    /// Brings `source` (this rank's rows, all heads) to the ring share's rows for the rank's own heads. `compact` asks
+    /// for a copy where the caller's tensor would do but for its strides.
+    fn bring(&mut self, name: &'static str, source: View, side: Side, heads: Heads, compact: bool) -> View {
+        let (dtype, dim) = (self.dtype_of(source), self.dim_of(source));
+        let me = self.place.ulysses;
+        let (first, count) = self.span(heads, me);
+        let (off, rows) = self.part(side, me);
+        if self.out.ulysses == 1 && !compact {
+            return source.of_heads(first, count);
+        }
+        let held = self.buffer(Life::Throughout, name, dtype, self.share(side), count, dim);
+        self.block(held.slice(off, rows), &[source.of_heads(first, count)]);
+        for u in (0..self.out.ulysses).filter(|&u| u != me) {
+            let (first, count) = self.span(heads, u);
+            if rows > 0 && count > 0 {
+                let leaving = self.buffer(Life::In, "packed for peers", dtype, rows, count, dim);
+                self.block(leaving, &[source.of_heads(first, count)]);
+                self.message(self.peer(u), leaving, true);
+            }
+            let (off, rows) = self.part(side, u);
+            self.message(self.peer(u), held.slice(off, rows), false);
+        }
+        held
+    }
+
+    fn peer(&self, u: usize) -> usize {
+        self.rank - self.place.ulysses + u
+    }
+
+    /// Everything the ring needs, in place.
+    pub(super) fn trade_in(&mut self) -> Held {
+        let (blocks, messages) = (self.out.blocks.len(), self.out.messages.len());
+        let options = self.plan.options();
+        let ringed = self.plan.mesh().ring > 1;
+        let backward = self.out.direction == Direction::Backward;
+        let queries_travel = self.out.queries.is_some() && ringed;
+        let pack_q = queries_travel && options.pack_inputs;
+        let pack_k = self.out.keys.is_some() && ringed && (options.pack_inputs || options.passes > 1);
+        let row_source = backward.then(|| {
+            let (heads, rows) = (self.plan.problem().heads() as u32, self.user(Tensor::Q).rows);
+            let delta = self.buffer(Life::Throughout, "delta", self.accumulator(), rows, heads, 1);
+            self.push(Kind::Delta { delta }, Lane::Compute, 0, "ulysses in", None);
+            delta
+        });
+        let q = self.bring("q", self.user(Tensor::Q), Side::Q, Heads::Q, pack_q);
+        let row = row_source.map(|delta| RowSide {
+            d_o: self.bring("do", self.user(Tensor::DO), Side::Q, Heads::Q, pack_q),
+            lse: self.bring("lse", self.user(Tensor::Lse), Side::Q, Heads::Q, queries_travel),
+            delta: self.bring("delta of the share", delta, Side::Q, Heads::Q, false),
+        });
+        let (mut k, mut v) = (Vec::new(), Vec::new());
+        for pass in 0..options.passes {
+            let brought = (
+                self.bring("k", self.user(Tensor::K), Side::K, Heads::Kv(pass), pack_k),
+                self.bring("v", self.user(Tensor::V), Side::K, Heads::Kv(pass), pack_k),
+            );
+            if brought.0.heads > 0 {
+                k.push(brought.0);
+                v.push(brought.1);
+            }
+        }
+        self.push_blocks(blocks, "ulysses in", None);
+        let compute = self.last().compute;
+        let communication = self.push_messages(messages, "ulysses in", compute);
+        Held { q, k, v, row, local_delta: row_source, compute, communication }
+    }
+
+    /// Returns rows of `held` (the ring share for the rank's own q heads) to the ranks that brought them.
+    fn give_back(&mut self, tensor: Tensor, held: View) {
+        let user = self.user(tensor);
+        if held.buf == user.buf {
+            return;
+        }
+        let me = self.place.ulysses;
+        for u in 0..self.out.ulysses {
+            let (first, count) = self.span(Heads::Q, u);
+            let arrived = self.trade_back(held, Side::Q, u, count, me);
+            self.block(user.of_heads(first, count), &[arrived]);
+        }
+    }
+
+    /// Sends `u` its rows of `held`; returns where the rows of its `count` heads arrive.
+    fn trade_back(&mut self, held: View, side: Side, u: usize, count: u32, me: usize) -> View {
+        let (off, rows) = self.part(side, u);
+        if u == me {
+            return held.slice(off, rows);
+        }
+        self.message(self.peer(u), held.slice(off, rows), true);
+        let rows = self.part(side, me).1;
+        let (dtype, dim) = (self.dtype_of(held), self.dim_of(held));
+        let arrived = self.buffer(Life::Out, "returned by peers", dtype, rows, count, dim);
+        self.message(self.peer(u), arrived, false);
+        arrived
+    }
+
+    /// Returns gradients of k or v: `held` has the rank's own kv heads, or one partial for each of its q heads. `wire`,
+    /// if any, is the same in the type that travels.
+    fn give_back_keys(&mut self, tensor: Tensor, held: View, wire: Option<View>, per_q_head: bool) {
+        let user = self.user(tensor);
+        if held.buf == user.buf {
+            return;
+        }
+        let me = self.place.ulysses;
+        let own = held.slice(self.part(Side::K, me).0, self.part(Side::K, me).1);
+        let from: Vec<View> = (0..self.out.ulysses)
+            .map(|u| {
+                let share = &self.heads[u];
+                let count = if per_q_head { share.q.len() } else { share.kv.len() } as u32;
+                if u == me { own } else { self.trade_back(wire.unwrap_or(held), Side::K, u, count, me) }
+            })
+            .collect();
+        if !per_q_head && !self.plan.shares_kv_heads() {
+            for (u, &arrived) in from.iter().enumerate() {
+                let kv = self.heads[u].kv.clone();
+                self.block(user.of_heads(kv.start, kv.len() as u32), &[arrived]);
+            }
+            return;
+        }
+        let group = self.plan.problem().group() as u32;
+        let mut sources = Vec::new();
+        for g in 0..user.heads {
+            sources.clear();
+            for (u, arrived) in from.iter().enumerate() {
+                let share = &self.heads[u];
+                if per_q_head {
+                    let (a, e) = (share.q.start.max(g * group), share.q.end.min((g + 1) * group));
+                    sources.extend((a..e).map(|h| arrived.of_heads(h - share.q.start, 1)));
+                } else if share.kv.contains(&g) {
+                    sources.push(arrived.of_heads(g - share.kv.start, 1));
+                }
+            }
+            self.block(user.of_heads(g, 1), &sources);
+        }
+    }
+
+    /// A copy of `held` in `dtype`, to travel.
+    fn narrowed(&mut self, held: View, dtype: Dtype) -> View {
+        let dim = self.dim_of(held);
+        let copy = self.buffer(Life::Out, "narrowed to travel", dtype, held.rows, held.heads, dim);
+        self.block(copy, &[held]);
+        copy
+    }
+
+    /// o and lse to the caller.
+    pub(super) fn trade_out_forward(&mut self, o: View, lse: View) {
+        let (blocks, messages) = (self.out.blocks.len(), self.out.messages.len());
+        self.give_back(Tensor::O, o);
+        self.give_back(Tensor::Lse, lse);
+        let arrived = self.push_messages(messages, "ulysses out", self.last().compute);
+        self.push_blocks(blocks, "ulysses out", arrived);
+    }
+
+    /// dq, dk, dv (sums in the accumulator's type) to the caller.
+    ///
+    /// What has one holder is rounded before it travels, which changes no bit and halves the bytes. What several ranks
+    /// hold travels as the plan's wire says and is rounded after it is summed.
+    pub(super) fn trade_out_backward(&mut self, dq: View, dkv: (View, View), per_q_head: bool) {
+        let last = self.last();
+        let blocks = self.out.blocks.len();
+        let (e, a) = (self.element(), self.accumulator());
+        let trading = self.out.ulysses > 1;
+        let summed = per_q_head || self.plan.shares_kv_heads();
+        let wire = match (summed, self.plan.options().wire) {
+            (false, _) => e,
+            (true, Wire::Full) => a,
+            (true, Wire::Bf16) => Dtype::Bf16,
+        };
+        let dq_out = if trading && e != a { self.narrowed(dq, e) } else { dq };
+        let narrow = |b: &mut Self, held: View| (trading && wire != a).then(|| b.narrowed(held, wire));
+        let (dk_wire, dv_wire) = (narrow(self, dkv.0), narrow(self, dkv.1));
+        let cast = self.push_blocks(blocks, "ulysses out", last.communication);
+        let (blocks, messages) = (self.out.blocks.len(), self.out.messages.len());
+        self.give_back(Tensor::Dq, dq_out);
+        self.give_back_keys(Tensor::Dk, dkv.0, dk_wire, per_q_head);
+        self.give_back_keys(Tensor::Dv, dkv.1, dv_wire, per_q_head);
+        let arrived = self.push_messages(messages, "ulysses out", cast.or(last.compute));
+        self.push_blocks(blocks, "ulysses out", arrived.or(last.communication));
+    }
+
+    /// The sinks' gradient: each rank's partial to all of the group, summed in rank order on each.
+    pub(super) fn sink_gradient(&mut self, delta: View) -> View {
+        let heads = self.plan.problem().heads() as u32;
+        let partial = self.buffer(Life::Throughout, "sink gradient", self.accumulator(), 1, heads, 1);
+        self.push(Kind::SinkGradient { delta, partial }, Lane::Compute, 0, "sinks", None);
+        partial
+    }
+
+    pub(super) fn trade_sink_gradients(&mut self, partial: View) {
+        let (blocks, messages) = (self.out.blocks.len(), self.out.messages.len());
+        let mut sources = Vec::new();
+        for peer in self.out.group.clone() {
+            if peer == self.rank {
+                sources.push(partial);
+                continue;
+            }
+            self.message(peer, partial, true);
+            let arrived =
+                self.buffer(Life::Throughout, "peer's sink gradient", self.accumulator(), 1, partial.heads, 1);
+            self.message(peer, arrived, false);
+            sources.push(arrived);
+        }
+        self.block(self.user(Tensor::Dsinks), &sources);
+        let arrived = self.push_messages(messages, "sinks", self.last().compute);
+        self.push_blocks(blocks, "sinks", arrived);
+    }
+}

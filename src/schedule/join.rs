@@ -1,0 +1,247 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Which rows of one share another share needs.
+//!
+//! A *visiting* share (k and v, or in one form of the backward the q side) meets a *stationary* one. A visiting row is
+//! needed when at least one stationary row of its document may be paired with it; [`join`] finds exactly those rows, as
+//! [`Fragment`]s that are compact in the slot they land in. Owner and visitor both call it with the same arguments, so
+//! they agree on every message without a word.
+//!
+//! Both shares list documents in ascending order and the segments of one document in ascending positions, so one pass
+//! over both suffices and nothing is allocated beyond the output.
+
+use alloc::vec::Vec;
+
+use crate::{kernel::Range, layout::Segment, mask::Mask};
+
+/// A run of rows of a share that somebody needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fragment {
+    /// The ring rank at the other end: the owner of what arrives, the reader of what leaves.
+    pub peer: u32,
+    /// First row in the owner's share.
+    pub owner_row: i64,
+    /// Rows in the slot, with positions and document.
+    pub range: Range,
+}
+
+/// Which segments of a share travel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Class {
+    /// Those that travel with the ring.
+    Forward,
+    /// Those that travel against it.
+    Reverse,
+    /// All of them.
+    All,
+}
+
+impl Class {
+    fn has(self, reverse: bool) -> bool {
+        match self {
+            Self::Forward => !reverse,
+            Self::Reverse => reverse,
+            Self::All => true,
+        }
+    }
+}
+
+/// Index of the first row at or after position `x`, at most `len`.
+pub(crate) fn lower(range: &Range, x: i64) -> u32 {
+    if x <= range.pos {
+        return 0;
+    }
+    let off = x - range.pos;
+    if range.block == range.period {
+        return off.min(i64::from(range.len)) as u32;
+    }
+    let (block, period) = (i64::from(range.block), i64::from(range.period));
+    (off / period * block + (off % period).min(block)).min(i64::from(range.len)) as u32
+}
+
+/// Rows `i0..i1` of a range as one or two ranges: a stripe cut inside a block needs a plain run first.
+fn pieces(range: &Range, i0: u32, i1: u32, mut each: impl FnMut(u32, Range)) {
+    let mut i = i0;
+    let phase = i % range.block;
+    if range.block != range.period && phase != 0 {
+        let n = (range.block - phase).min(i1 - i);
+        each(i, Range { pos: range.position(i), len: n, block: 1, period: 1, ..*range });
+        i += n;
+    }
+    if i < i1 {
+        each(i, Range { pos: range.position(i), len: i1 - i, ..*range });
+    }
+}
+
+/// The visiting positions that the rows of a stationary segment need, as intervals `low..=high`, ascending.
+fn reach(s: &Range, mask: Mask, mut each: impl FnMut(i64, i64)) {
+    let span = mask.left_limit().saturating_add(mask.right_limit());
+    let interval = |a: i64, b: i64| (a.saturating_sub(mask.left_limit()), b.saturating_add(mask.right_limit()));
+    if s.is_plain() || i64::from(s.period - s.block) <= span {
+        let (low, high) = interval(s.pos, s.last());
+        return each(low, high);
+    }
+    let mut i = 0;
+    while i < s.len {
+        let n = s.block.min(s.len - i);
+        let a = s.position(i);
+        let (low, high) = interval(a, a + i64::from(n) - 1);
+        each(low, high);
+        i += n;
+    }
+}
+
+/// Whether some row of `s` may be paired with some row of `v`.
+pub(crate) fn meets(s: &Range, v: &Range, mask: Mask) -> bool {
+    let (first, last) = (v.pos, v.last());
+    let mut found = false;
+    reach(s, mask, |low, high| {
+        found |= low <= last && high >= first && lower(v, low) < lower(v, high.saturating_add(1));
+    });
+    found
+}
+
+/// Calls `each(stationary segments, visiting segments)` for every document that both shares hold.
+pub(crate) fn by_document<'a>(
+    stationary: &'a [Segment],
+    visiting: &'a [Segment],
+    mut each: impl FnMut(usize, &'a [Segment], usize, &'a [Segment]),
+) {
+    let run = |list: &[Segment], from: usize| {
+        let doc = list[from].range.doc;
+        from + list[from..].iter().take_while(|s| s.range.doc == doc).count()
+    };
+    let (mut i, mut j) = (0, 0);
+    while i < stationary.len() && j < visiting.len() {
+        match stationary[i].range.doc.cmp(&visiting[j].range.doc) {
+            core::cmp::Ordering::Less => i += 1,
+            core::cmp::Ordering::Greater => j += 1,
+            core::cmp::Ordering::Equal => {
+                let (ie, je) = (run(stationary, i), run(visiting, j));
+                each(i, &stationary[i..ie], j, &visiting[j..je]);
+                (i, j) = (ie, je);
+            }
+        }
+    }
+}
+
+/// Appends the fragments of `visiting` that `stationary` needs, compact from slot row `row` on; returns the row after
+/// them. `mask` is seen from the stationary side: it is the problem's mask when k visits and its transpose when q does.
+pub(crate) fn join(
+    stationary: &[Segment],
+    visiting: &[Segment],
+    class: Class,
+    mask: Mask,
+    peer: u32,
+    mut row: i64,
+    out: &mut Vec<Fragment>,
+) -> i64 {
+    by_document(stationary, visiting, |_, stationary, _, visiting| {
+        for v in visiting.iter().filter(|v| class.has(v.reverse)) {
+            let v = &v.range;
+            let mut emit = |i0: u32, i1: u32| {
+                pieces(v, i0, i1, |i, piece| {
+                    out.push(Fragment { peer, owner_row: v.row + i64::from(i), range: Range { row, ..piece } });
+                    row += i64::from(piece.len);
+                });
+            };
+            // The intervals ascend, so their union can be made on the way.
+            let mut open: Option<(u32, u32)> = None;
+            for s in stationary {
+                reach(&s.range, mask, |low, high| {
+                    let (i0, i1) = (lower(v, low), lower(v, high.saturating_add(1)));
+                    if i0 >= i1 {
+                        return;
+                    }
+                    match &mut open {
+                        Some((_, end)) if i0 <= *end => *end = (*end).max(i1),
+                        Some((a, e)) => {
+                            emit(*a, *e);
+                            open = Some((i0, i1));
+                        }
+                        None => open = Some((i0, i1)),
+                    }
+                });
+            }
+            if let Some((a, e)) = open {
+                emit(a, e);
+            }
+        }
+    });
+    row
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{batch::Batch, batch::Side, layout::Layout, layout::Shares};
+    use alloc::vec;
+
+    /// Every pair of shares of many small problems: the fragments hold exactly the rows that brute force finds.
+    #[test]
+    fn fragments_are_exactly_the_rows_that_are_needed() {
+        let batches = [
+            Batch::from_lengths(&[7, 0, 1, 13, 3]).unwrap(),
+            Batch::cross(&[0, 3, 3, 10], &[0, 8, 9, 21], None).unwrap(),
+            Batch::cross(&[0, 6, 11], &[0, 2, 14], Some(&[-2, 5])).unwrap(),
+        ];
+        let masks = [
+            Mask::full(),
+            Mask::causal(),
+            Mask::window(2, 0),
+            Mask::window(0, 0),
+            Mask::window(1, 3),
+            Mask::window(0, 1),
+        ];
+        let layouts = [
+            Layout::Contiguous,
+            Layout::Zigzag,
+            Layout::ZigzagPack,
+            Layout::Striped { stripe: 1 },
+            Layout::Striped { stripe: 3 },
+            Layout::Balanced { chunks: 3 },
+        ];
+        let mut checked = 0;
+        for batch in &batches {
+            for mask in masks {
+                for layout in layouts {
+                    for ring in [1, 2, 3, 5] {
+                        let shares = Shares::new(batch, mask, layout, ring).unwrap();
+                        for r in 0..ring {
+                            for j in 0..ring {
+                                let (mut q, mut k, mut out) = (vec![], vec![], vec![]);
+                                shares.segments(Side::Q, r, &mut q);
+                                shares.segments(Side::K, j, &mut k);
+                                let rows = join(&q, &k, Class::All, mask, 9, 0, &mut out);
+                                assert_eq!(rows, out.iter().map(|f| i64::from(f.range.len)).sum::<i64>());
+                                let got: Vec<_> = out
+                                    .iter()
+                                    .flat_map(|f| {
+                                        (0..f.range.len)
+                                            .map(|i| (f.owner_row + i64::from(i), f.range.doc, f.range.position(i)))
+                                    })
+                                    .collect();
+                                let positions = |list: &[Segment]| -> Vec<(i64, u32, i64)> {
+                                    list.iter()
+                                        .flat_map(|s| {
+                                            (0..s.range.len)
+                                                .map(|i| (s.range.row + i64::from(i), s.range.doc, s.range.position(i)))
+                                        })
+                                        .collect()
+                                };
+                                let want: Vec<_> = positions(&k)
+                                    .into_iter()
+                                    .filter(|&(_, d, kp)| {
+                                        positions(&q).iter().any(|&(_, e, qp)| d == e && mask.allows(qp, kp))
+                                    })
+                                    .collect();
+                                assert_eq!(got, want, "{layout} ring {ring} q of {r}, k of {j}, {mask:?}");
+                                checked += want.len();
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        assert!(checked > 10_000);
+    }
+}

@@ -1,0 +1,401 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Schedules as data.
+//!
+//! Planning turns a problem into one list of operations for each rank: what is transformed, exchanged, attended and
+//! reduced, which buffers each touches, on which of two lanes it runs, and what it waits for. A runtime only walks the
+//! list. Since it is data, it can be printed, drawn, and *proved*: [`verify`](verify::verify) checks all ranks together
+//! under exactly the semantics that transports promise.
+//!
+//! - [`join`](self) finds the rows that one share needs of another, [`visits`] who meets whom and when;
+//! - [`build`] writes the lists: Ulysses trades tokens for heads at both ends, the ring runs between them;
+//! - [`verify`] proves them; [`expand`] lists an operation's blocks and messages when it is reached.
+//!
+//! An operation is in the lane of its kind: exchanges and what is added from them on the communication lane, everything
+//! else on the compute lane. Within a lane operations run in list order; across lanes each names at most one
+//! predecessor, the last operation of the other lane it depends on.
+
+use alloc::{sync::Arc, vec::Vec};
+
+use crate::{element::Dtype, kernel::Gradients, kernel::HeadMap};
+
+pub mod build;
+pub mod expand;
+mod join;
+pub mod visits;
+
+pub use join::Fragment;
+pub use visits::{Form, Scratch, Visit, Visits};
+
+/// Which pass of an attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// o and lse.
+    Forward,
+    /// dq, dk, dv (and the gradients of the sinks).
+    Backward,
+}
+
+/// A tensor of the caller's. All are `[tokens, heads, dim]`; of lse the last dimension is 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Tensor {
+    /// Queries.
+    Q,
+    /// Keys.
+    K,
+    /// Values.
+    V,
+    /// Output: written by the forward, read by the backward.
+    O,
+    /// Log-sum-exp: written by the forward, read by the backward.
+    Lse,
+    /// Gradient of the output.
+    DO,
+    /// Gradient of the queries.
+    Dq,
+    /// Gradient of the keys.
+    Dk,
+    /// Gradient of the values.
+    Dv,
+    /// Sinks, `[1, heads, 1]` f32.
+    Sinks,
+    /// Gradient of the sinks, `[1, heads, 1]`, accumulator's type: the sum over the group, on every rank.
+    Dsinks,
+}
+
+impl Tensor {
+    /// How many there are.
+    pub const COUNT: usize = 11;
+
+    /// The name users know.
+    pub const fn name(self) -> &'static str {
+        ["q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "sinks", "dsinks"][self as usize]
+    }
+}
+
+/// A buffer: the caller's tensor, or one in the workspace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Buf {
+    /// The caller's.
+    User(Tensor),
+    /// Entry of [`Schedule::buffers`].
+    Work(u16),
+}
+
+/// A compact `[rows, heads, dim]` buffer in the workspace. Two buffers may share bytes when their lives do not meet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Buffer {
+    /// What it is for, in errors and explanations.
+    pub name: &'static str,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Rows.
+    pub rows: u64,
+    /// Heads.
+    pub heads: u32,
+    /// Innermost dimension.
+    pub dim: u32,
+    /// First byte in the workspace; a multiple of [`ALIGNMENT`].
+    pub offset: u64,
+}
+
+/// Workspace buffers begin at multiples of this many bytes, and so must the workspace.
+pub const ALIGNMENT: u64 = 256;
+
+impl Buffer {
+    /// Its bytes, without padding.
+    pub fn bytes(&self) -> u64 {
+        self.rows * u64::from(self.heads) * u64::from(self.dim) * self.dtype.size() as u64
+    }
+}
+
+/// Rows and heads of a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct View {
+    /// Which buffer.
+    pub buf: Buf,
+    /// First row.
+    pub row: u64,
+    /// Rows.
+    pub rows: u64,
+    /// First head.
+    pub head: u32,
+    /// Heads.
+    pub heads: u32,
+}
+
+impl View {
+    /// Some of its rows.
+    #[must_use]
+    pub fn slice(mut self, row: u64, rows: u64) -> Self {
+        debug_assert!(row + rows <= self.rows, "rows {row}+{rows} of {self:?}");
+        self.row += row;
+        self.rows = rows;
+        self
+    }
+
+    /// Some of its heads.
+    #[must_use]
+    pub fn of_heads(mut self, head: u32, heads: u32) -> Self {
+        debug_assert!(head + heads <= self.heads, "heads {head}+{heads} of {self:?}");
+        self.head += head;
+        self.heads = heads;
+        self
+    }
+}
+
+/// Where an operation runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Lane {
+    /// Kernels.
+    Compute,
+    /// Exchanges, and sums of what they bring.
+    Communication,
+}
+
+/// `dst = Σ sources`, as [`crate::kernel::Block`]; the sources are entries `sources_begin..sources_end` of
+/// [`Schedule::sources`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockView {
+    /// What is written.
+    pub dst: View,
+    /// First source.
+    pub sources_begin: u32,
+    /// One past the last.
+    pub sources_end: u32,
+}
+
+/// One message of an exchange: contiguous rows of a compact buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MessageView {
+    /// The other rank, numbered in the world.
+    pub peer: usize,
+    /// The rows.
+    pub view: View,
+    /// Leaves (otherwise it arrives).
+    pub send: bool,
+}
+
+/// What visits: a tensor of the owner's share, and the slot that its needed rows land in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Carry {
+    /// The owner's rows (of this rank's own share).
+    pub own: View,
+    /// Where the rows of others land.
+    pub slot: View,
+}
+
+/// A forward call of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttendOp {
+    /// Whose rows: an entry of the visits.
+    pub visit: u32,
+    /// Queries.
+    pub q: View,
+    /// Keys, own or visiting.
+    pub k: View,
+    /// Values, own or visiting.
+    pub v: View,
+    /// Running o, when there is more than one visit.
+    pub running: Option<View>,
+    /// Final o.
+    pub o: View,
+    /// Running and final lse.
+    pub lse: View,
+    /// Which heads these are.
+    pub heads: HeadMap,
+}
+
+/// A backward call of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BackwardOp {
+    /// Whose rows: an entry of the visits.
+    pub visit: u32,
+    /// Which visits: those of keys or those of queries.
+    pub visits: Visitors,
+    /// Queries.
+    pub q: View,
+    /// Keys.
+    pub k: View,
+    /// Values.
+    pub v: View,
+    /// Gradient of o.
+    pub d_o: View,
+    /// Final lse.
+    pub lse: View,
+    /// `rowsum(do ∘ o)`.
+    pub delta: View,
+    /// Gradient of q, or nothing.
+    pub dq: Option<View>,
+    /// Gradients of k and v, or nothing.
+    pub dkv: Option<(View, View)>,
+    /// Add to dk and dv.
+    pub accumulate_keys: bool,
+    /// One partial of dk and dv for each q head.
+    pub per_q_head: bool,
+    /// Which gradients.
+    pub gradients: Gradients,
+    /// Which heads these are.
+    pub heads: HeadMap,
+}
+
+/// Which of a schedule's two lists of visits an operation means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Visitors {
+    /// [`Schedule::keys`]: k and v visit.
+    Keys,
+    /// [`Schedule::queries`]: the q side visits.
+    Queries,
+}
+
+/// What an operation does.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Kind {
+    /// `delta = rowsum(do ∘ o)` of the caller's rows into a buffer.
+    Delta {
+        /// The result.
+        delta: View,
+    },
+    /// Partial gradient of the sinks over the caller's rows: `−Σ exp(sink − lse) · delta`.
+    SinkGradient {
+        /// As made by `Delta`.
+        delta: View,
+        /// The result, one row.
+        partial: View,
+    },
+    /// Entries `begin..end` of [`Schedule::blocks`].
+    Transform {
+        /// First block.
+        begin: u32,
+        /// One past the last.
+        end: u32,
+    },
+    /// Entries `begin..end` of [`Schedule::messages`].
+    Exchange {
+        /// First message.
+        begin: u32,
+        /// One past the last.
+        end: u32,
+    },
+    /// A visit's rows arrive, and own rows leave.
+    Fetch {
+        /// Which visit.
+        visit: u32,
+        /// Which visits.
+        visits: Visitors,
+        /// What travels.
+        carry: Vec<Carry>,
+    },
+    /// Forward attention.
+    Attend(AttendOp),
+    /// Backward attention.
+    Backward(BackwardOp),
+    /// Partial gradients go home: `own` are this rank's partials for what visited it (compact, as the slot was), `slot`
+    /// receives what others made of its own rows.
+    Return {
+        /// Which visit.
+        visit: u32,
+        /// Which visits.
+        visits: Visitors,
+        /// What travels.
+        carry: Vec<Carry>,
+    },
+    /// What came home is added to the sums: `own += slot`, row by row.
+    Reduce {
+        /// Which visit.
+        visit: u32,
+        /// Which visits.
+        visits: Visitors,
+        /// Sums and what arrived.
+        carry: Vec<Carry>,
+    },
+}
+
+impl Kind {
+    /// The name in errors, traces and explanations.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Delta { .. } => "delta",
+            Self::SinkGradient { .. } => "sink gradient",
+            Self::Transform { .. } => "transform",
+            Self::Exchange { .. } => "exchange",
+            Self::Fetch { .. } => "fetch",
+            Self::Attend(_) => "attend",
+            Self::Backward(_) => "attend backward",
+            Self::Return { .. } => "return",
+            Self::Reduce { .. } => "reduce",
+        }
+    }
+
+    /// Whether it meets other ranks.
+    pub const fn is_exchange(&self) -> bool {
+        matches!(self, Self::Exchange { .. } | Self::Fetch { .. } | Self::Return { .. })
+    }
+}
+
+/// One operation.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Op {
+    /// What it does.
+    pub kind: Kind,
+    /// Where it runs.
+    pub lane: Lane,
+    /// The ring step it belongs to; 0 for what comes before and after the ring.
+    pub step: u32,
+    /// What it is for: `"ulysses in"`, `"ring"`, `"ulysses out"`, …
+    pub phase: &'static str,
+    /// Index of the last operation of the other lane that must be complete.
+    pub after: Option<u32>,
+}
+
+/// One rank's operations in one direction.
+#[derive(Clone, Debug)]
+pub struct Schedule {
+    /// This rank.
+    pub rank: usize,
+    /// The ranks that share the batch.
+    pub group: core::ops::Range<usize>,
+    /// Ranks of one Ulysses group; ring rank j's counterpart is `group.start + j · ulysses + place`.
+    pub ulysses: usize,
+    /// Forward or backward.
+    pub direction: Direction,
+    /// Element type of the problem.
+    pub dtype: Dtype,
+    /// The workspace.
+    pub buffers: Vec<Buffer>,
+    /// Bytes of the workspace.
+    pub workspace: u64,
+    /// The operations; dependencies come before what depends on them.
+    pub ops: Vec<Op>,
+    /// Blocks of the transforms.
+    pub blocks: Vec<BlockView>,
+    /// Sources of the blocks.
+    pub sources: Vec<View>,
+    /// Messages of the exchanges that are not visits.
+    pub messages: Vec<MessageView>,
+    /// Visits of k and v.
+    pub keys: Option<Arc<Visits>>,
+    /// Visits of the q side.
+    pub queries: Option<Arc<Visits>>,
+    /// Whether kernels break tiles by position.
+    pub aligned: bool,
+}
+
+impl Schedule {
+    /// The visits an operation means.
+    ///
+    /// # Panics
+    /// When the schedule has none of that kind; planning never emits such an operation.
+    pub fn visits(&self, visitors: Visitors) -> &Arc<Visits> {
+        match visitors {
+            Visitors::Keys => self.keys.as_ref(),
+            Visitors::Queries => self.queries.as_ref(),
+        }
+        .expect("an operation's visits are part of its schedule")
+    }
+
+    /// The rank that holds ring share `j` for the same heads.
+    pub fn ring_peer(&self, j: u32) -> usize {
+        self.group.start + j as usize * self.ulysses + self.rank % self.ulysses
+    }
+}

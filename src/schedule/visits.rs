@@ -1,0 +1,425 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Who visits whom, and with which rows.
+//!
+//! A ring rank keeps one side of the attention where it is and lets the other side visit. Visit 0 is its own share.
+//! At step `s` of the *ring* form it trades with the ranks `s` places away: what travels with the ring comes from
+//! `r − s`, what travels against it (the back chunks of a zigzag) from `r + s`. Every message goes straight from its
+//! owner to its reader, with exactly the rows that reader needs: nothing is relayed, so a window or a document border
+//! shortens the message itself, and a step that nobody needs is no step. Relaying through neighbours moves the same
+//! bytes where everybody needs everything, and more where they do not.
+//!
+//! In the *gather* form all other shares visit at once. In the *ordered* form the own share does too, and keys are
+//! listed by position in plain runs: the order in which one rank alone would meet them.
+//!
+//! Rows are listed when a step is reached, into [`Scratch`] that was sized when the plan was made.
+
+use alloc::{vec, vec::Vec};
+
+use super::join::{Class, Fragment, by_document, join, meets};
+use crate::{
+    batch::Side,
+    kernel::{Mode, QRange, Range, Ranges},
+    layout::{Segment, Shares},
+    mask::Mask,
+};
+
+/// How the visiting side comes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Form {
+    /// One pair of ranks at a time.
+    Ring,
+    /// All other shares at once.
+    Gather,
+    /// All shares at once, the own one too, met in the order of positions.
+    Ordered,
+}
+
+/// One visit, as far as planning stores it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Visit {
+    /// The ring step; 0 is the rank's own share.
+    pub step: u32,
+    /// Rows that arrive (that lie in the slot, for the ordered form).
+    pub rows_in: u64,
+    /// Rows of the own share that leave, counted once for each reader.
+    pub rows_out: u64,
+}
+
+/// All visits to one ring rank, and its own visits to others.
+#[derive(Clone, Debug)]
+pub struct Visits {
+    shares: Shares,
+    mask: Mask,
+    visiting: Side,
+    form: Form,
+    me: usize,
+    stationary: Vec<Segment>,
+    own: Vec<Segment>,
+    list: Vec<Visit>,
+    last: Vec<u32>,
+    capacity: Capacity,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Capacity {
+    segments: usize,
+    fragments: usize,
+    q: usize,
+    k: usize,
+    pairs: usize,
+}
+
+/// Room for the lists of any one visit. Made once; never grows afterwards.
+#[derive(Debug, Default)]
+pub struct Scratch {
+    segments: Vec<Segment>,
+    /// What [`Visits::incoming`] or [`Visits::outgoing`] listed.
+    pub fragments: Vec<Fragment>,
+    order: Vec<u32>,
+    q: Vec<QRange>,
+    k: Vec<Range>,
+    pairs: Vec<u32>,
+}
+
+impl Scratch {
+    /// The ranges that [`Visits::ranges`] listed.
+    pub fn ranges(&self) -> Ranges<'_> {
+        Ranges { q: &self.q, k: &self.k, pairs: &self.pairs }
+    }
+
+    /// Makes room for any visit of `visits`.
+    pub fn reserve(&mut self, visits: &Visits) {
+        fn grow<T>(v: &mut Vec<T>, n: usize) {
+            v.clear();
+            v.reserve(n);
+        }
+        let c = &visits.capacity;
+        grow(&mut self.segments, c.segments);
+        grow(&mut self.fragments, c.fragments);
+        grow(&mut self.order, c.fragments.max(c.q).max(c.k));
+        grow(&mut self.q, c.q);
+        grow(&mut self.k, c.k);
+        grow(&mut self.pairs, c.pairs);
+    }
+}
+
+impl Visits {
+    /// Finds every visit of ring rank `me`. `visiting` is the side that travels.
+    pub fn new(shares: &Shares, mask: Mask, visiting: Side, form: Form, me: usize) -> Self {
+        let (mut stationary, mut own) = (Vec::new(), Vec::new());
+        let staying = if visiting == Side::K { Side::Q } else { Side::K };
+        shares.segments(staying, me, &mut stationary);
+        shares.segments(visiting, me, &mut own);
+        let mask = if visiting == Side::K { mask } else { mask.transposed() };
+        let last = vec![0; stationary.len()];
+        let mut v = Self {
+            shares: shares.clone(),
+            mask,
+            visiting,
+            form,
+            me,
+            stationary,
+            own,
+            list: Vec::new(),
+            last,
+            capacity: Capacity::default(),
+        };
+        v.sweep();
+        v
+    }
+
+    /// Measures every step: which are empty, the rows of the others, the last visit to each stationary segment, and
+    /// the room that the longest lists need.
+    fn sweep(&mut self) {
+        let mut s = Scratch::default();
+        let ring = self.shares.ring();
+        let mut cap = Capacity {
+            segments: self.own.len().max(self.stationary.len()),
+            fragments: self.own.len(),
+            q: self.own.len().max(self.stationary.len()),
+            k: self.own.len().max(self.stationary.len()),
+            pairs: 0,
+        };
+        by_document(&self.stationary, &self.own, |_, a, _, b| cap.pairs += a.len() * b.len());
+        if self.form != Form::Ordered {
+            let rows = self.own.iter().map(|o| u64::from(o.range.len)).sum();
+            self.list.push(Visit { step: 0, rows_in: rows, rows_out: 0 });
+        }
+        let steps = match self.form {
+            Form::Ring => 1..ring,
+            Form::Gather if ring == 1 => 1..1,
+            Form::Gather | Form::Ordered => 1..2,
+        };
+        for step in steps {
+            let rows_out = self.list_outgoing(step, &mut s);
+            cap.fragments = cap.fragments.max(s.fragments.len());
+            cap.segments = cap.segments.max(s.segments.len());
+            let rows_in = self.list_incoming(step, &mut s);
+            cap.fragments = cap.fragments.max(s.fragments.len());
+            cap.segments = cap.segments.max(s.segments.len());
+            if rows_in + rows_out == 0 && self.form != Form::Ordered {
+                continue;
+            }
+            let visit = self.list.len() as u32;
+            self.list.push(Visit { step: step as u32, rows_in, rows_out });
+            cap.k = cap.k.max(s.fragments.len());
+            cap.q = cap.q.max(s.fragments.len());
+            self.sort(&mut s);
+            let mut pairs = 0;
+            let (last, mask) = (&mut self.last, self.mask);
+            documents(&self.stationary, &s.fragments, &s.order, |first, stationary, order| {
+                pairs += stationary.len() * order.len();
+                for (i, st) in stationary.iter().enumerate() {
+                    if order.iter().any(|&f| meets(&st.range, &s.fragments[f as usize].range, mask)) {
+                        last[first + i] = visit;
+                    }
+                }
+            });
+            cap.pairs = cap.pairs.max(pairs);
+        }
+        self.capacity = cap;
+    }
+
+    /// The visits, in order. Entry 0 is the own share, except in the ordered form, whose only entry holds everything.
+    pub fn list(&self) -> &[Visit] {
+        &self.list
+    }
+
+    /// The form.
+    pub fn form(&self) -> Form {
+        self.form
+    }
+
+    /// The side that travels.
+    pub fn visiting(&self) -> Side {
+        self.visiting
+    }
+
+    /// Rows of the largest slot that any visit from others needs.
+    pub fn slot_rows(&self) -> u64 {
+        self.from_others().map(|v| v.rows_in).max().unwrap_or(0)
+    }
+
+    /// Rows of the largest gradient that comes home from one visit.
+    pub fn return_rows(&self) -> u64 {
+        self.from_others().map(|v| v.rows_out).max().unwrap_or(0)
+    }
+
+    fn from_others(&self) -> impl Iterator<Item = &Visit> {
+        self.list.iter().filter(|v| v.step > 0)
+    }
+
+    /// The ring rank that is visited.
+    pub fn ring_rank(&self) -> usize {
+        self.me
+    }
+
+    /// The most fragments that any one visit lists.
+    pub(crate) fn longest(&self) -> usize {
+        self.capacity.fragments
+    }
+
+    /// The own share of the visiting side.
+    pub fn own(&self) -> &[Segment] {
+        &self.own
+    }
+
+    /// The shares that this is about.
+    pub fn shares(&self) -> &Shares {
+        &self.shares
+    }
+
+    /// `(ring rank, class)` of those whose rows arrive at `step`, or of those who take the own rows.
+    fn others(&self, step: usize, arriving: bool) -> impl Iterator<Item = (usize, Class)> + use<> {
+        let (ring, me, form) = (self.shares.ring(), self.me, self.form);
+        let back = (me + ring - step % ring) % ring;
+        let ahead = (me + step) % ring;
+        let count = if form == Form::Ring { 2 } else { ring };
+        (0..count).filter_map(move |i| match form {
+            Form::Ring if (i == 0) == arriving => Some((back, if i == 0 { Class::Forward } else { Class::Reverse })),
+            Form::Ring => Some((ahead, if i == 0 { Class::Forward } else { Class::Reverse })),
+            _ => (i != me).then_some((i, Class::All)),
+        })
+    }
+
+    fn list_incoming(&self, step: usize, s: &mut Scratch) -> u64 {
+        s.fragments.clear();
+        let mut row = 0;
+        if self.form == Form::Ordered {
+            // The own share comes first and whole: every row of it needs a gradient, read or not.
+            for o in &self.own {
+                s.fragments.push(Fragment { peer: self.me as u32, owner_row: o.range.row, range: o.range });
+                row += i64::from(o.range.len);
+            }
+        }
+        for (j, class) in self.others(step, true) {
+            self.shares.segments(self.visiting, j, &mut s.segments);
+            row = join(&self.stationary, &s.segments, class, self.mask, j as u32, row, &mut s.fragments);
+        }
+        if self.form == Form::Ordered {
+            split_stripes(&mut s.fragments);
+        }
+        row as u64
+    }
+
+    fn list_outgoing(&self, step: usize, s: &mut Scratch) -> u64 {
+        s.fragments.clear();
+        let staying = if self.visiting == Side::K { Side::Q } else { Side::K };
+        let mut row = 0;
+        for (j, class) in self.others(step, false) {
+            self.shares.segments(staying, j, &mut s.segments);
+            row = join(&s.segments, &self.own, class, self.mask, j as u32, row, &mut s.fragments);
+        }
+        row as u64
+    }
+
+    /// Lists what arrives at a visit from others, in slot order, into `scratch.fragments`.
+    pub fn incoming(&self, visit: usize, scratch: &mut Scratch) {
+        self.list_incoming(self.list[visit].step as usize, scratch);
+    }
+
+    /// Lists the own rows that leave at a visit; `range.row` counts from the start of what comes home for them.
+    pub fn outgoing(&self, visit: usize, scratch: &mut Scratch) {
+        self.list_outgoing(self.list[visit].step as usize, scratch);
+    }
+
+    /// `order` := the fragments by document and position.
+    fn sort(&self, s: &mut Scratch) {
+        s.order.clear();
+        s.order.extend(0..s.fragments.len() as u32);
+        let f = &s.fragments;
+        let key = |&i: &u32| (f[i as usize].range.doc, f[i as usize].range.pos);
+        if !s.order.is_sorted_by_key(key) {
+            s.order.sort_unstable_by_key(key);
+        }
+    }
+
+    /// Lists the ranges and pairs of a visit. Of q ranges, those that meet no key of this visit are left out, except at
+    /// the first visit, which starts every row. `Mode`s are those of the forward; in the backward a mode that continues
+    /// adds to dq.
+    pub fn ranges(&self, visit: usize, s: &mut Scratch) {
+        let step = self.list[visit].step;
+        if step == 0 {
+            s.fragments.clear();
+            s.fragments.extend(self.own.iter().map(|o| Fragment {
+                peer: self.me as u32,
+                owner_row: o.range.row,
+                range: o.range,
+            }));
+        } else {
+            self.list_incoming(step as usize, s);
+        }
+        self.sort(s);
+        s.q.clear();
+        s.k.clear();
+        s.pairs.clear();
+        match self.visiting {
+            Side::K => self.pairs_of_keys(visit, s),
+            Side::Q => self.pairs_of_queries(visit, s),
+        }
+    }
+
+    fn pairs_of_keys(&self, visit: usize, s: &mut Scratch) {
+        s.k.extend(s.fragments.iter().map(|f| f.range));
+        let (q, pairs, fragments, mask) = (&mut s.q, &mut s.pairs, &s.fragments, self.mask);
+        let mut next = 0;
+        let mode = |i: usize| Mode::of(visit == 0, self.last[i] as usize == visit);
+        let lone = |q: &mut Vec<QRange>, pairs: &Vec<u32>, i: usize| {
+            let at = pairs.len() as u32;
+            q.push(QRange { range: self.stationary[i].range, keys_begin: at, keys_end: at, mode: mode(i) });
+        };
+        documents(&self.stationary, fragments, &s.order, |first, stationary, order| {
+            if visit == 0 {
+                (next..first).for_each(|i| lone(q, pairs, i));
+            }
+            for (i, st) in stationary.iter().enumerate() {
+                let begin = pairs.len() as u32;
+                pairs.extend(order.iter().filter(|&&f| meets(&st.range, &fragments[f as usize].range, mask)));
+                let end = pairs.len() as u32;
+                if end > begin || visit == 0 {
+                    q.push(QRange { range: st.range, keys_begin: begin, keys_end: end, mode: mode(first + i) });
+                }
+            }
+            next = first + stationary.len();
+        });
+        if visit == 0 {
+            (next..self.stationary.len()).for_each(|i| lone(q, pairs, i));
+        }
+    }
+
+    fn pairs_of_queries(&self, visit: usize, s: &mut Scratch) {
+        s.k.extend(self.stationary.iter().map(|k| k.range));
+        let (q, pairs, fragments, mask) = (&mut s.q, &mut s.pairs, &s.fragments, self.mask);
+        let mode = if visit == 0 && self.list.len() > 1 { Mode::First } else { Mode::Only };
+        let mut next = 0;
+        let lone = |q: &mut Vec<QRange>, pairs: &Vec<u32>, f: u32| {
+            let at = pairs.len() as u32;
+            q.push(QRange { range: fragments[f as usize].range, keys_begin: at, keys_end: at, mode });
+        };
+        let order = &s.order;
+        documents(&self.stationary, fragments, order, |first, stationary, part| {
+            let at = order.partition_point(|&f| fragments[f as usize].range.doc < stationary[0].range.doc);
+            order[next..at].iter().for_each(|&f| lone(q, pairs, f));
+            for &f in part {
+                let range = fragments[f as usize].range;
+                let begin = pairs.len() as u32;
+                let hits = stationary.iter().enumerate().filter(|(_, st)| meets(&st.range, &range, mask));
+                pairs.extend(hits.map(|(i, _)| (first + i) as u32));
+                q.push(QRange { range, keys_begin: begin, keys_end: pairs.len() as u32, mode });
+            }
+            next = at + part.len();
+        });
+        order[next..].iter().for_each(|&f| lone(q, pairs, f));
+    }
+}
+
+/// Calls `each(first stationary index, stationary segments, fragments)` for every document that both sides hold;
+/// `order` lists fragments by document.
+fn documents<'a>(
+    stationary: &'a [Segment],
+    fragments: &[Fragment],
+    order: &'a [u32],
+    mut each: impl FnMut(usize, &'a [Segment], &'a [u32]),
+) {
+    let (mut i, mut j) = (0, 0);
+    while i < stationary.len() && j < order.len() {
+        let (a, b) = (stationary[i].range.doc, fragments[order[j] as usize].range.doc);
+        match a.cmp(&b) {
+            core::cmp::Ordering::Less => i += 1,
+            core::cmp::Ordering::Greater => j += 1,
+            core::cmp::Ordering::Equal => {
+                let ie = i + stationary[i..].iter().take_while(|s| s.range.doc == a).count();
+                let je = j + order[j..].iter().take_while(|&&f| fragments[f as usize].range.doc == a).count();
+                each(i, &stationary[i..ie], &order[j..je]);
+                (i, j) = (ie, je);
+            }
+        }
+    }
+}
+
+/// Cuts striped fragments into their blocks, so that a sort by position is the order of every token.
+fn split_stripes(fragments: &mut Vec<Fragment>) {
+    let n = fragments.len();
+    let extra: usize =
+        fragments.iter().filter(|f| !f.range.is_plain()).map(|f| f.range.len.div_ceil(f.range.block) as usize).sum();
+    if extra == 0 {
+        return;
+    }
+    fragments.reserve(extra);
+    for i in 0..n {
+        let f = fragments[i];
+        if f.range.is_plain() {
+            fragments.push(f);
+            continue;
+        }
+        let mut at = 0;
+        while at < f.range.len {
+            let len = f.range.block.min(f.range.len - at);
+            let row = f.range.row + i64::from(at);
+            let range = Range { row, pos: f.range.position(at), len, block: 1, period: 1, doc: f.range.doc };
+            fragments.push(Fragment { owner_row: f.owner_row + i64::from(at), range, ..f });
+            at += len;
+        }
+    }
+    fragments.drain(..n);
+}
