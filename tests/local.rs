@@ -36,7 +36,7 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 const LONG: Duration = Duration::from_secs(20);
-const SHORT: Duration = Duration::from_millis(200);
+const SHORT: Duration = Duration::from_millis(400);
 
 fn label(operation: &'static str, step: u32) -> Label {
     Label { operation, step }
@@ -272,7 +272,7 @@ fn the_deadline_blames_the_silent_rank_and_not_those_who_wait() {
     for silent in 0..4 {
         for (rank, (result, took)) in ring_without(4, silent, SHORT).into_iter().enumerate() {
             let label = if rank == silent { ("start", 0) } else { ("take", 1) };
-            assert_eq!(result, peer_error(rank, label.0, label.1, silent, Cause::Deadline(200)));
+            assert_eq!(result, peer_error(rank, label.0, label.1, silent, Cause::Deadline(400)));
             assert!(took < SHORT * 3, "rank {rank} returned after {took:?}");
         }
     }
@@ -284,9 +284,9 @@ fn a_circle_of_waiting_ranks_ends_by_the_deadline() {
         let mut got = [0_u8; 8];
         exchange(&rank, label("circle", 0), &[], &mut [((rank.rank() + 1) % 3, &mut got)])
     });
-    let Err(Error::Peer { peer, cause: Cause::Deadline(200), .. }) = results[0] else { panic!("{results:?}") };
+    let Err(Error::Peer { peer, cause: Cause::Deadline(400), .. }) = results[0] else { panic!("{results:?}") };
     for (rank, result) in results.into_iter().enumerate() {
-        assert_eq!(result, peer_error(rank, "circle", 0, peer, Cause::Deadline(200)));
+        assert_eq!(result, peer_error(rank, "circle", 0, peer, Cause::Deadline(400)));
     }
 }
 
@@ -438,8 +438,8 @@ fn agree_names_who_does_not_come_and_who_left() {
         }
         _ => rank.agree(0..3, 5),
     });
-    assert_eq!(results[0], peer_error(0, "agree", 0, 1, Cause::Deadline(200)));
-    assert_eq!(results[2], peer_error(2, "agree", 0, 1, Cause::Deadline(200)));
+    assert_eq!(results[0], peer_error(0, "agree", 0, 1, Cause::Deadline(400)));
+    assert_eq!(results[2], peer_error(2, "agree", 0, 1, Cause::Deadline(400)));
 
     let results = run(3, LONG, |rank| if rank.rank() == 1 { Ok(()) } else { rank.agree(0..3, 5) });
     assert_eq!(results[0], peer_error(0, "agree", 0, 1, Cause::Left));
@@ -470,6 +470,35 @@ fn failure_in_mid_copy_never_lets_go_of_memory_that_is_read() {
             handle.abort(Cause::Aborted);
         });
     }
+}
+
+/// Hundredths of a second of CPU that this thread has used: user and system time of proc(5), at the usual 100 Hz.
+#[cfg(target_os = "linux")]
+fn cpu_ticks() -> u64 {
+    let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
+    // The name, in parentheses, may contain anything; utime and stime are the 12th and 13th field after it.
+    let fields = stat.rsplit_once(')').unwrap().1.split_whitespace().skip(11);
+    fields.take(2).map(|ticks| ticks.parse::<u64>().unwrap()).sum()
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn waiting_ranks_park() {
+    run(2, LONG, |rank| {
+        let mut got = [0];
+        if rank.rank() == 0 {
+            let before = cpu_ticks();
+            exchange(&rank, label("wait", 0), &[], &mut [(1, &mut got)]).unwrap();
+            rank.agree(0..2, 1).unwrap();
+            let used = cpu_ticks() - before;
+            assert!(used <= 5, "{used} of 80 ticks");
+        } else {
+            thread::sleep(Duration::from_millis(400));
+            exchange(&rank, label("late", 0), &[(0, &[1])], &mut []).unwrap();
+            thread::sleep(Duration::from_millis(400));
+            rank.agree(0..2, 1).unwrap();
+        }
+    });
 }
 
 #[test]

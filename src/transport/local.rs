@@ -81,6 +81,12 @@ pub struct Local {
     rank: usize,
 }
 
+impl std::fmt::Debug for Local {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Local").field("rank", &self.rank).field("world", &self.shared.world).finish_non_exhaustive()
+    }
+}
+
 struct Shared {
     board: Mutex<Board>,
     /// One per rank: only that rank's waiting call parks on it.

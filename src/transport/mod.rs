@@ -15,6 +15,8 @@
 use crate::error::{Cause, Result};
 
 #[cfg(feature = "std")]
+pub mod fault;
+#[cfg(feature = "std")]
 pub mod local;
 
 /// Contiguous bytes that go to, or come from, `peer`.
