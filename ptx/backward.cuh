@@ -1,0 +1,351 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Backward attention, bit for bit the same on every run: nothing is added by atomics.
+//
+// Two kernels recompute the scores. One owns a tile of q rows and walks over its keys (dq), the other owns a tile of keys
+// and walks over the queries that read it, head by head of its group (dk, dv). That is seven products for the five of a
+// kernel that adds dq atomically; in exchange every sum has one owner and one order.
+//
+//   p = exp2(s - lse), ds = p * (do·v - delta) * (slope of the softcap), dq = scale * ds k, dk = scale * ds^T q, dv = p^T do
+//
+// The second kernel computes s^T and ds^T, so that both are, rounded, the A operand of the next product without leaving
+// the registers.
+#pragma once
+#include "score.cuh"
+#include "tile.cuh"
+
+// lse in base-2 units. A row that attends to nothing has lse = -inf, and p = 0: +inf does that.
+__device__ __forceinline__ float exponent_base(float lse) {
+    return lse == minus_infinity() ? -minus_infinity() : lse * LOG2E;
+}
+
+// f32 result of one accumulator row: adds to or overwrites what is there.
+template <int N>
+__device__ __forceinline__ void write_row(char* to, const float (&c)[N][4], int h, float scale, bool add, int dim) {
+    const int t = threadIdx.x & 3;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        if (n * 8 < dim) {
+            float2* at = (float2*)(to + (n * 8 + 2 * t) * 4);
+            float2 x = make_float2(c[n][2 * h] * scale, c[n][2 * h + 1] * scale);
+            if (add) {
+                const float2 old = *at;
+                x.x += old.x;
+                x.y += old.y;
+            }
+            *at = x;
+        }
+    }
+}
+
+// lse (as a base of exponents) and delta of SIZE q rows to shared memory, one after the other. Rows past the end get p = 0.
+template <int SIZE>
+__device__ __forceinline__ void load_stats(const BackwardParams& p, u32 to, u32 head, i64 first, u32 rows) {
+    const u32 row = fresh_thread();
+    if (row < SIZE) {
+        float base = -minus_infinity(), delta = 0.0f;
+        if (row < rows) {
+            base = exponent_base(*(const float*)(p.lse.ptr + head * p.lse.head + (first + row) * p.lse.token));
+            delta = *(const float*)(p.delta.ptr + head * p.delta.head + (first + row) * p.delta.token);
+        }
+        store_shared(to + row * 4, base);
+        store_shared(to + SIZE * 4 + row * 4, delta);
+    }
+}
+
+// From q k and do v (already less delta) to p and ds, but for the exponent. Own rows start at `row` of their run.
+template <int MT, int NT>
+__device__ __forceinline__ void shape_gradients(float (&s)[MT][NT][4], float (&g)[MT][NT][4], const Score& score,
+                                                const Tensor& slopes, u32 head, const Window& window, const Run& run,
+                                                u32 row, const Run& partner, u32 first, bool full) {
+    if (score.flags & SCORE_GENERAL) {
+        general_scores<true>(s, g, score);
+        if (slopes.ptr) {
+            const float slope = *(const float*)(slopes.ptr + head * slopes.head);
+            alibi(s, run, row, partner, first, slope * LOG2E);
+        }
+    }
+    if (!full) {
+        mask(s, minus_infinity(), window, run, row, partner, first);
+        mask(g, 0.0f, window, run, row, partner, first);
+    }
+}
+
+template <class T, class Shape>
+struct BackwardQueries {
+    static constexpr int D = Shape::D, DV = Shape::DV, BM = Shape::BM, BN = Shape::BN, WARPS = Shape::WARPS;
+    static constexpr int STAGES = Shape::STAGES;
+    static constexpr int THREADS = WARPS * 32;
+    static constexpr int MT = BM / (16 * WARPS);
+    static constexpr int NT = BN / 8;
+    static constexpr int STAGE = 2 * BN * (D + DV);
+    static constexpr int TILES = 2 * BM * (D + DV) + STAGES * STAGE;
+    static constexpr int SHARED = TILES + 2 * BM * 4;  // and lse, delta of the q rows
+    static_assert(BM <= THREADS, "one thread per q row");
+
+    static __device__ __forceinline__ int warp_row() { return (fresh_thread() >> 5) * 16 * MT; }
+
+    static __device__ __forceinline__ void load_keys(const BackwardParams& p, u32 to, volatile const Control& control,
+                                                     u32 slot) {
+        volatile const Step& step = control.steps[slot];
+        const u32 head = control.own.partner;
+        load_tile<BN, D, THREADS>(to, p.k.ptr + head * p.k.head + step.row * p.k.token, (int)p.k.token, (int)step.rows,
+                                  (int)p.heads.dim);
+        load_tile<BN, DV, THREADS>(to + BN * D * 2, p.v.ptr + head * p.v.head + step.row * p.v.token, (int)p.v.token,
+                                   (int)step.rows, (int)p.heads.value);
+    }
+
+    static __device__ __forceinline__ void tile(const BackwardParams& p, volatile Control& control, u32 sq, u32 item) {
+        const u32 sdo = sq + BM * D * 2, skv = sdo + BM * DV * 2;
+        const Window window = {p.score.left, p.score.right};
+        if (threadIdx.x == 0) {
+            const u32 head = item % p.heads.q_heads;
+            const Work work = p.work[item / p.heads.q_heads];
+            const Run& query = p.queries[work.run];
+            const u32 kv_head = (p.heads.q_offset + head) / p.heads.group - p.heads.kv_offset;
+            describe(control.own, query, work, BM, head, kv_head);
+            control.sweep.start(query.begin, query.end, 0, 1);
+            for (int i = 0; i < STAGES; ++i)
+                control.sweep.step(control.steps[i], control.own, window, p.keys, p.partners, BN);
+        }
+        __syncthreads();
+        volatile const Own& own = control.own;
+        load_tile<BM, D, THREADS>(sq, p.q.ptr + own.head * p.q.head + own.row * p.q.token, (int)p.q.token,
+                                  (int)own.rows, (int)p.heads.dim);
+        load_tile<BM, DV, THREADS>(sdo, p.d_o.ptr + own.head * p.d_o.head + own.row * p.d_o.token, (int)p.d_o.token,
+                                   (int)own.rows, (int)p.heads.value);
+        if (STAGES == 2) {
+            if (control.steps[0].live) load_keys(p, skv, control, 0);
+            copy_commit();
+        }
+
+        float dq[MT][D / 8][4];
+        clear(dq);
+        const u32 stats = sq + TILES;
+        load_stats<BM>(p, stats, own.head, own.row, own.rows);
+
+        u32 slot = 0;
+        u32 stage = 0;
+        while (control.steps[slot].live) {
+            const u32 next = slot == 2 ? 0 : slot + 1;
+            if (STAGES == 2) {
+                if (control.steps[next].live) load_keys(p, skv + (stage ^ STAGE), control, next);
+            } else {
+                load_keys(p, skv, control, slot);
+            }
+            copy_commit();
+            copy_wait<STAGES - 1>();
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                const u32 ahead = STAGES == 2 ? (next == 2 ? 0 : next + 1) : next;
+                control.sweep.step(control.steps[ahead], control.own, window, p.keys, p.partners, BN);
+            }
+            __syncwarp();
+
+            const u32 sk = skv + stage, sv = sk + BN * D * 2;
+            float s[MT][NT][4], g[MT][NT][4];
+            clear(s);
+            multiply_rows<T, MT, NT, D>(s, walk_a<D>(sq, warp_row()), walk_b<D>(sk));
+            clear(g);
+            multiply_rows<T, MT, NT, DV>(g, walk_a<DV>(sdo, warp_row()), walk_b<DV>(sv));
+            const u32 row = warp_row() + (fresh_thread() & 31) / 4;
+#pragma unroll
+            for (int r = 0; r < 2 * MT; ++r) {
+                const float delta = load_shared(stats + BM * 4 + (row + r * 8) * 4);
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+                    g[r / 2][n][r % 2 * 2] -= delta;
+                    g[r / 2][n][r % 2 * 2 + 1] -= delta;
+                }
+            }
+            shape_gradients(s, g, p.score, p.slopes, own.head, window, p.queries[own.run], own.first + row,
+                            p.keys[control.steps[slot].run], control.steps[slot].first, control.steps[slot].full);
+#pragma unroll
+            for (int r = 0; r < 2 * MT; ++r) {
+                const float base = load_shared(stats + (row + r * 8) * 4);
+#pragma unroll
+                for (int n = 0; n < NT; ++n)
+#pragma unroll
+                    for (int i = r % 2 * 2; i < r % 2 * 2 + 2; ++i)
+                        s[r / 2][n][i] = exp2_fast(s[r / 2][n][i] * p.score.exp_scale - base) * g[r / 2][n][i];
+            }
+            multiply_columns<T, MT, NT, D>(dq, s, walk_b_transposed<D>(sk), 0);
+            __syncthreads();
+            slot = next;
+            if (STAGES == 2) stage ^= STAGE;
+        }
+        copy_wait<0>();
+
+        const u32 mode = p.queries[own.run].mode;
+#pragma unroll
+        for (int r = 0; r < 2 * MT; ++r) {
+            const u32 row = warp_row() + r * 8 + (fresh_thread() & 31) / 4;
+            if (row < own.rows)
+                write_row(p.dq.ptr + own.head * p.dq.head + (own.row + row) * p.dq.token, dq[r / 2], r & 1,
+                          p.score.scale, mode == MODE_MERGE || mode == MODE_LAST, (int)p.heads.dim);
+        }
+        __syncthreads();
+    }
+
+    static __device__ __forceinline__ void run(const BackwardParams& p) {
+        __shared__ Control control;
+        extern __shared__ __align__(128) char shared[];
+        const u32 sq = shared_address(shared);
+        for (u32 item = blockIdx.x; item < p.heads.items; item += gridDim.x) tile(p, control, sq, item);
+    }
+};
+
+// Which sums one pass keeps.
+enum { DK = 1, DV_ = 2 };
+
+template <class T, class Shape, int WHAT>
+struct BackwardKeys {
+    static constexpr int D = Shape::D, DV = Shape::DV, BM = Shape::BM, BN = Shape::BN, WARPS = Shape::WARPS;
+    static constexpr int STAGES = Shape::STAGES, SUB = Shape::SUB;
+    static constexpr int THREADS = WARPS * 32;
+    static constexpr int MT = BN / (16 * WARPS);
+    static constexpr int NT = SUB / 8;
+    static constexpr int STAGE_TILES = 2 * BM * (D + DV);
+    static constexpr int STAGE = STAGE_TILES + 2 * BM * 4;  // and lse, delta of its rows
+    static constexpr int SHARED = 2 * BN * (D + DV) + STAGES * STAGE;
+    static_assert(BM <= THREADS, "one thread per q row");
+
+    static __device__ __forceinline__ int warp_row() { return (fresh_thread() >> 5) * 16 * MT; }
+
+    static __device__ __forceinline__ void load_queries(const BackwardParams& p, u32 to,
+                                                        volatile const Control& control, u32 slot) {
+        volatile const Step& step = control.steps[slot];
+        load_tile<BM, D, THREADS>(to, p.q.ptr + step.head * p.q.head + step.row * p.q.token, (int)p.q.token,
+                                  (int)step.rows, (int)p.heads.dim);
+        load_tile<BM, DV, THREADS>(to + BM * D * 2, p.d_o.ptr + step.head * p.d_o.head + step.row * p.d_o.token,
+                                   (int)p.d_o.token, (int)step.rows, (int)p.heads.value);
+        load_stats<BM>(p, to + STAGE_TILES, step.head, step.row, step.rows);
+    }
+
+    static __device__ __forceinline__ void tile(const BackwardParams& p, volatile Control& control, u32 sk, u32 item) {
+        const u32 sv = sk + BN * D * 2, sqs = sv + BN * DV * 2;
+        // A key may be `right` before a query and `left` after... seen from the key the window is the other way round.
+        const Window window = {p.score.right, p.score.left};
+        if (threadIdx.x == 0) {
+            const u32 heads = p.per_q_head ? p.heads.q_heads : p.heads.kv_heads;
+            const u32 head = item % heads;
+            const Work work = p.work[item / heads];
+            const Run& key = p.keys[work.run];
+            u32 kv_head = head, head0 = head, head1 = head + 1;
+            if (p.per_q_head) {
+                kv_head = (p.heads.q_offset + head) / p.heads.group - p.heads.kv_offset;
+            } else {
+                const u32 begin = (head + p.heads.kv_offset) * p.heads.group, end = begin + p.heads.group;
+                head0 = begin > p.heads.q_offset ? begin - p.heads.q_offset : 0;
+                head1 = end > p.heads.q_offset ? end - p.heads.q_offset : 0;
+                head1 = head1 < p.heads.q_heads ? head1 : p.heads.q_heads;
+                head0 = head0 < head1 ? head0 : head1;
+            }
+            describe(control.own, key, work, BN, head, kv_head);
+            control.sweep.start(key.begin, key.end, head0, head1);
+            for (int i = 0; i < STAGES; ++i)
+                control.sweep.step(control.steps[i], control.own, window, p.queries, p.partners, BM);
+        }
+        __syncthreads();
+        volatile const Own& own = control.own;
+        load_tile<BN, D, THREADS>(sk, p.k.ptr + own.partner * p.k.head + own.row * p.k.token, (int)p.k.token,
+                                  (int)own.rows, (int)p.heads.dim);
+        if (WHAT & DK)
+            load_tile<BN, DV, THREADS>(sv, p.v.ptr + own.partner * p.v.head + own.row * p.v.token, (int)p.v.token,
+                                       (int)own.rows, (int)p.heads.value);
+        if (STAGES == 2) {
+            if (control.steps[0].live) load_queries(p, sqs, control, 0);
+            copy_commit();
+        }
+
+        constexpr int KN = WHAT & DK ? D / 8 : 1, VN = WHAT & DV_ ? DV / 8 : 1;
+        float dk[MT][KN][4], dv[MT][VN][4];
+        clear(dk);
+        clear(dv);
+
+        u32 slot = 0;
+        u32 stage = 0;
+        while (control.steps[slot].live) {
+            const u32 next = slot == 2 ? 0 : slot + 1;
+            if (STAGES == 2) {
+                if (control.steps[next].live) load_queries(p, sqs + (STAGE - stage), control, next);
+            } else {
+                load_queries(p, sqs, control, slot);
+            }
+            copy_commit();
+            copy_wait<STAGES - 1>();
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                const u32 ahead = STAGES == 2 ? (next == 2 ? 0 : next + 1) : next;
+                control.sweep.step(control.steps[ahead], control.own, window, p.queries, p.partners, BM);
+            }
+            __syncwarp();
+
+            const u32 sq = sqs + stage, sdo = sq + BM * D * 2, stats = sqs + stage + STAGE_TILES;
+#pragma unroll 1
+            for (int sub = 0; sub < BM; sub += SUB) {
+                float s[MT][NT][4], g[MT][NT][4];
+                clear(s);
+                clear(g);
+                multiply_rows<T, MT, NT, D>(s, walk_a<D>(sk, warp_row()), walk_b<D>(sq + sub * D * 2));
+                if (WHAT & DK) {
+                    multiply_rows<T, MT, NT, DV>(g, walk_a<DV>(sv, warp_row()), walk_b<DV>(sdo + sub * DV * 2));
+#pragma unroll
+                    for (int n = 0; n < NT; ++n) {
+                        const float2 delta =
+                            load_shared_pair(stats + BM * 4 + (sub + n * 8 + 2 * (fresh_thread() & 3)) * 4);
+#pragma unroll
+                        for (int m = 0; m < MT; ++m) {
+                            g[m][n][0] -= delta.x;
+                            g[m][n][1] -= delta.y;
+                            g[m][n][2] -= delta.x;
+                            g[m][n][3] -= delta.y;
+                        }
+                    }
+                }
+                shape_gradients(s, g, p.score, p.slopes, control.steps[slot].head, window, p.keys[own.run],
+                                own.first + warp_row() + (fresh_thread() & 31) / 4, p.queries[control.steps[slot].run],
+                                control.steps[slot].first + sub, control.steps[slot].full);
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+                    const float2 base = load_shared_pair(stats + (sub + n * 8 + 2 * (fresh_thread() & 3)) * 4);
+#pragma unroll
+                    for (int m = 0; m < MT; ++m)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            s[m][n][i] = exp2_fast(s[m][n][i] * p.score.exp_scale - (i & 1 ? base.y : base.x));
+                            g[m][n][i] *= s[m][n][i];
+                        }
+                }
+                if constexpr ((WHAT & DV_) != 0)
+                    multiply_columns<T, MT, NT, DV>(dv, s, walk_b_transposed<DV>(sdo + sub * DV * 2), 0);
+                if constexpr ((WHAT & DK) != 0)
+                    multiply_columns<T, MT, NT, D>(dk, g, walk_b_transposed<D>(sq + sub * D * 2), 0);
+            }
+            __syncthreads();
+            slot = next;
+            if (STAGES == 2) stage = STAGE - stage;
+        }
+        copy_wait<0>();
+
+#pragma unroll
+        for (int r = 0; r < 2 * MT; ++r) {
+            const u32 row = warp_row() + r * 8 + (fresh_thread() & 31) / 4;
+            if (row < own.rows) {
+                if constexpr ((WHAT & DK) != 0)
+                    write_row(p.dk.ptr + own.head * p.dk.head + (own.row + row) * p.dk.token, dk[r / 2], r & 1,
+                              p.score.scale, p.accumulate, (int)p.heads.dim);
+                if constexpr ((WHAT & DV_) != 0)
+                    write_row(p.dv.ptr + own.head * p.dv.head + (own.row + row) * p.dv.token, dv[r / 2], r & 1, 1.0f,
+                              p.accumulate, (int)p.heads.value);
+            }
+        }
+        __syncthreads();
+    }
+
+    static __device__ __forceinline__ void run(const BackwardParams& p) {
+        __shared__ Control control;
+        extern __shared__ __align__(128) char shared[];
+        const u32 sk = shared_address(shared);
+        for (u32 item = blockIdx.x; item < p.heads.items; item += gridDim.x) tile(p, control, sk, item);
+    }
+};

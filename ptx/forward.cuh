@@ -1,0 +1,264 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Forward attention: one block owns a tile of q rows of one head and walks over the keys it may meet.
+//
+// K of the next tile travels while the softmax and P V of this one run, V of this one while Q K^T runs: one buffer each
+// is enough. The online softmax follows Milakov and Gimelshein (2018) and FlashAttention-2 (Dao, 2023): the row sum
+// stays per thread until the end, the scale is folded into the exponent's base. The epilogue merges with the running
+// result, applies the sink and writes either the running f32 result or the element type.
+#pragma once
+#include "score.cuh"
+#include "tile.cuh"
+
+__device__ __forceinline__ void raise(float* to, float x) {
+    // Non-negative floats order like integers, negative ones the other way round.
+    if (x >= 0.0f)
+        atomicMax((int*)to, __float_as_int(x));
+    else
+        atomicMin((u32*)to, __float_as_uint(x));
+}
+
+// One float per thread and row. With two product rows per warp the loops have no register left, and the values are spilt
+// by hand, to shared memory; they are touched once a tile.
+template <int ROWS, int THREADS, bool SPILT>
+struct PerRow {
+    float x[ROWS];
+    __device__ __forceinline__ explicit PerRow(u32) {}
+    __device__ __forceinline__ float get(int r) const { return x[r]; }
+    __device__ __forceinline__ void set(int r, float y) { x[r] = y; }
+};
+
+template <int ROWS, int THREADS>
+struct PerRow<ROWS, THREADS, true> {
+    u32 at;
+    __device__ __forceinline__ explicit PerRow(u32 shared) : at(shared) {}
+    __device__ __forceinline__ float get(int r) const { return load_shared(at + (r * THREADS + fresh_thread()) * 4); }
+    __device__ __forceinline__ void set(int r, float y) { store_shared(at + (r * THREADS + fresh_thread()) * 4, y); }
+};
+
+template <class T, class Shape>
+struct Forward {
+    static constexpr int D = Shape::D, DV = Shape::DV, BM = Shape::BM, BN = Shape::BN, WARPS = Shape::WARPS;
+    static constexpr int THREADS = WARPS * 32;
+    static constexpr int MT = BM / (16 * WARPS);
+    static constexpr int NT = BN / 8;
+    static constexpr int TILES = 2 * (BM * D + BN * D + BN * DV);
+    static constexpr int ROW_STATE = MT > 1 ? 2 * MT * THREADS * 4 : 0;
+    static constexpr int SHARED = TILES + 2 * ROW_STATE;
+    using Rows = PerRow<2 * MT, THREADS, (MT > 1)>;
+    static_assert(DV <= D, "o is staged where q was");
+
+    static __device__ __forceinline__ void tile(const ForwardParams& p, volatile Control& control, u32 sq, u32 sk,
+                                                u32 sv, u32 item) {
+        const Window window = {p.score.left, p.score.right};
+        if (threadIdx.x == 0) {
+            const u32 head = item % p.heads.q_heads;
+            const Work work = p.work[item / p.heads.q_heads];
+            const Run& query = p.queries[work.run];
+            const u32 kv_head = (p.heads.q_offset + head) / p.heads.group - p.heads.kv_offset;
+            describe(control.own, query, work, BM, head, kv_head);
+            control.sweep.start(query.begin, query.end, 0, 1);
+            control.sweep.step(control.steps[0], control.own, window, p.keys, p.partners, BN);
+        }
+        __syncthreads();
+        volatile const Own& own = control.own;
+        load_tile<BM, D, THREADS>(sq, p.q.ptr + own.head * p.q.head + own.row * p.q.token, (int)p.q.token,
+                                  (int)own.rows, (int)p.heads.dim);
+        u32 parity = 0;
+        if (control.steps[0].live) load_keys<D>(p.k, sk, control, 0, p.heads.dim);
+        copy_commit();
+
+        float out[MT][DV / 8][4];
+        Rows top(sq + TILES), sum(sq + TILES + ROW_STATE);
+        clear(out);
+#pragma unroll
+        for (int r = 0; r < 2 * MT; ++r) {
+            top.set(r, minus_infinity());
+            sum.set(r, 0.0f);
+        }
+
+        while (control.steps[parity].live) {
+            copy_wait<0>();
+            __syncthreads();
+            load_keys<DV>(p.v, sv, control, parity, p.heads.value);
+            copy_commit();
+            if (threadIdx.x == 0)
+                control.sweep.step(control.steps[parity ^ 1], control.own, window, p.keys, p.partners, BN);
+            __syncwarp();
+
+            float s[MT][NT][4];
+            clear(s);
+            multiply_rows<T, MT, NT, D>(s, walk_a<D>(sq, warp_row()), walk_b<D>(sk));
+            shape(s, p, window, control, parity);
+            parity ^= 1;
+
+            copy_wait<0>();
+            __syncthreads();
+            if (control.steps[parity].live) load_keys<D>(p.k, sk, control, parity, p.heads.dim);
+            copy_commit();
+
+            softmax(s, out, top, sum, p.score.exp_scale);
+            multiply_columns<T, MT, NT, DV>(out, s, walk_b_transposed<DV>(sv), 0);
+        }
+        copy_wait<0>();
+        __syncthreads();
+        epilogue(p, own, sq, out, top, sum);
+        __syncthreads();
+    }
+
+    // The warp's first row in the tile.
+    static __device__ __forceinline__ int warp_row() { return (fresh_thread() >> 5) * 16 * MT; }
+
+    template <int WIDTH>
+    static __device__ __forceinline__ void load_keys(const Tensor& x, u32 to, volatile const Control& control,
+                                                     u32 parity, u32 dim) {
+        volatile const Step& step = control.steps[parity];
+        load_tile<BN, WIDTH, THREADS>(to, x.ptr + control.own.partner * x.head + step.row * x.token, (int)x.token,
+                                      (int)step.rows, (int)dim);
+    }
+
+    // Everything between q k and the exponent.
+    static __device__ __forceinline__ void shape(float (&s)[MT][NT][4], const ForwardParams& p, const Window& window,
+                                                 volatile const Control& control, u32 parity) {
+        const u32 row = warp_row() + (fresh_thread() & 31) / 4;
+        if (p.score.flags & SCORE_GENERAL) {
+            general_scores<false>(s, s, p.score);
+            if (p.slopes.ptr) {
+                const float slope = *(const float*)(p.slopes.ptr + control.own.head * p.slopes.head);
+                alibi(s, p.queries[control.own.run], control.own.first + row, p.keys[control.steps[parity].run],
+                      control.steps[parity].first, slope * LOG2E);
+            }
+        }
+        if (!control.steps[parity].full)
+            mask(s, minus_infinity(), window, p.queries[control.own.run], control.own.first + row,
+                 p.keys[control.steps[parity].run], control.steps[parity].first);
+    }
+
+    // Turns scores into probabilities, and rescales what was summed before.
+    static __device__ __forceinline__ void softmax(float (&s)[MT][NT][4], float (&out)[MT][DV / 8][4],
+                                                   Rows& tops, Rows& sums, float scale) {
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int r = 2 * m + h;
+                const float before = tops.get(r);
+                float top = before;
+#pragma unroll
+                for (int n = 0; n < NT; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
+                top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+                top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+                // A row that met nothing yet: any finite base keeps exp2(-inf) = 0 from becoming NaN.
+                const float base = top == minus_infinity() ? 0.0f : top * scale;
+                const float fade = exp2_fast(before * scale - base);
+                tops.set(r, top);
+                float total = sums.get(r) * fade;
+#pragma unroll
+                for (int n = 0; n < NT; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        float& x = s[m][n][2 * h + e];
+                        x = exp2_fast(x * scale - base);
+                        total += x;
+                    }
+                sums.set(r, total);
+#pragma unroll
+                for (int n = 0; n < DV / 8; ++n) {
+                    out[m][n][2 * h] *= fade;
+                    out[m][n][2 * h + 1] *= fade;
+                }
+            }
+    }
+
+    static __device__ __forceinline__ void epilogue(const ForwardParams& p, volatile const Own& own, u32 sq, float (&out)[MT][DV / 8][4],
+                                                    const Rows& tops, const Rows& sums) {
+        const u32 mode = p.queries[own.run].mode;
+        const u32 head = own.head;
+        const i64 first_row = own.row;
+        const int rows = (int)own.rows;
+        const int base = warp_row();
+        const int lane = threadIdx.x & 31;
+        const int g = lane >> 2, t = lane & 3;
+        const bool continues = mode == MODE_MERGE || mode == MODE_LAST;
+        const bool finishes = mode == MODE_LAST || mode == MODE_ONLY;
+        float peak = minus_infinity();
+#pragma unroll
+        for (int r = 0; r < 2 * MT; ++r) {
+            const int m = r / 2, h = r % 2;
+            const int row = base + r * 8 + g;
+            const bool ok = row < rows;
+            float total = sums.get(r);
+            total += __shfl_xor_sync(~0u, total, 1);
+            total += __shfl_xor_sync(~0u, total, 2);
+            const float top_score = tops.get(r) * p.score.exp_scale;
+            float lse = total == 0.0f ? minus_infinity()
+                                      : (top_score + log2_fast(total)) * LN2;
+            float scale = total == 0.0f ? 0.0f : reciprocal(total);
+            float keep = 0.0f;
+            if (ok) peak = fmaxf(peak, top_score * LN2);
+            char* lse_at = p.lse.ptr + head * p.lse.head + (first_row + row) * p.lse.token;
+            char* running = p.running.ptr + head * p.running.head + (first_row + row) * p.running.token;
+            if (continues && ok) {
+                const float old = *(const float*)lse_at;
+                if (!(old == minus_infinity() && lse == minus_infinity())) {
+                    const float top = fmaxf(old, lse);
+                    const float a = exp2_fast((old - top) * LOG2E), b = exp2_fast((lse - top) * LOG2E);
+                    const float inverse = reciprocal(a + b);
+                    keep = a * inverse;
+                    scale *= b * inverse;
+                    lse = top + log2_fast(a + b) * LN2;
+                }
+            }
+            if (finishes && p.sinks.ptr) {
+                const float sink = *(const float*)(p.sinks.ptr + head * p.sinks.head);
+                if (!(sink == minus_infinity() && lse == minus_infinity())) {
+                    const float top = fmaxf(sink, lse);
+                    const float with =
+                        top + log2_fast(exp2_fast((sink - top) * LOG2E) + exp2_fast((lse - top) * LOG2E)) * LN2;
+                    const float fade = exp2_fast((lse - with) * LOG2E);
+                    keep *= fade;
+                    scale *= fade;
+                    lse = with;
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < DV / 8; ++n) {
+                float x = out[m][n][2 * h] * scale, y = out[m][n][2 * h + 1] * scale;
+                if (ok && n * 8 < p.heads.value) {
+                    float2* at = (float2*)(running + (n * 8 + 2 * t) * 4);
+                    if (continues) {
+                        const float2 old = *at;
+                        x += old.x * keep;
+                        y += old.y * keep;
+                    }
+                    if (!finishes) *at = make_float2(x, y);
+                }
+                if (finishes) store_shared(sq + Swizzle<D>::at(row, n) + 4 * t, pack(T{}, x, y));
+            }
+            if (ok && t == 0) *(float*)lse_at = lse;
+        }
+        if (finishes) {
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < 16 * MT * (DV / 8); i += 32) {
+                const int row = base + (i + lane) / (DV / 8), chunk = (i + lane) % (DV / 8);
+                const uint4 x = load_shared_16(sq + Swizzle<D>::at(row, chunk));
+                if (row < rows && chunk * 8 < p.heads.value)
+                    *(uint4*)(p.o.ptr + head * p.o.head + (first_row + row) * p.o.token + chunk * 16) = x;
+            }
+        }
+        if (p.max_score) {
+            peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 4));
+            peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 8));
+            peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 16));
+            if (lane == 0 && peak > minus_infinity()) raise(p.max_score + head, peak);
+        }
+    }
+
+    static __device__ __forceinline__ void run(const ForwardParams& p) {
+        __shared__ Control control;
+        extern __shared__ __align__(128) char shared[];
+        const u32 sq = shared_address(shared);
+        const u32 sk = sq + BM * D * 2, sv = sk + BN * D * 2;
+        for (u32 item = blockIdx.x; item < p.heads.items; item += gridDim.x) tile(p, control, sq, sk, sv, item);
+    }
+};

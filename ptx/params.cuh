@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// What the host hands a kernel: one plain struct per kernel, passed by value.
+//
+// `src/kernel/cuda/params.rs` holds the same structs field by field and asserts their sizes. Strides are in bytes.
+// Nothing here may gain a field of another size without its twin.
+#pragma once
+
+using i64 = long long;
+using u64 = unsigned long long;
+using u32 = unsigned int;
+using u16 = unsigned short;
+
+// A `[tokens, heads, dim]` tensor: address and strides in bytes.
+struct Tensor {
+    char* ptr;
+    i64 token;
+    i64 head;
+};
+
+// A number to divide by: x / by = (t + ((x - t) >> (shift & 1))) >> (shift >> 1), with t the upper half of x * magic.
+// (Granlund and Montgomery, 1994.) Division itself would cost a matrix kernel too many registers.
+struct Divisor {
+    u32 by;
+    u32 magic;
+    u32 shift;
+};
+
+// A run of rows with positions. `begin..end` are entries of the list of partners: of a q run its k runs, of a k run the
+// q runs that read it. A run without stripes has block == period == 1.
+struct Run {
+    i64 row;
+    i64 pos;
+    u32 len;
+    u32 begin;
+    u32 end;
+    u32 mode;
+    Divisor block;
+    Divisor period;
+};
+
+// One tile of work: the run, and its first row in that run.
+struct Work {
+    u32 run;
+    u32 first;
+};
+
+enum : u32 { MODE_FIRST = 0, MODE_MERGE = 1, MODE_LAST = 2, MODE_ONLY = 3 };
+enum : u32 { SCORE_GENERAL = 1, SCORE_SOFTCAP = 2 };
+
+// How scores are made. The plain score keeps q·k as it is and folds `exp_scale` into the exponent. The general one
+// (softcap, ALiBi, a scale that is not positive) turns q·k into base-2 units first, and `exp_scale` is then 1.
+struct Score {
+    i64 left;          // a key counts when q_pos - k_pos <= left
+    i64 right;         // and k_pos - q_pos <= right
+    float exp_scale;   // of the exponent
+    float scale_log2;  // scale * log2(e)
+    float cap_in;      // 2 * log2(e) * scale / cap
+    float cap_log2;    // cap * log2(e)
+    float scale;       // scale of the gradients
+    u32 flags;
+};
+
+struct Heads {
+    u32 q_heads;
+    u32 kv_heads;
+    u32 q_offset;
+    u32 kv_offset;
+    u32 group;
+    u32 dim;    // of q and k, a multiple of 8
+    u32 value;  // of v and o, a multiple of 8
+    u32 items;  // work items times heads
+};
+
+struct ForwardParams {
+    Tensor q, k, v, running, o, lse, slopes, sinks;
+    float* max_score;
+    const Run* queries;
+    const Run* keys;
+    const u32* partners;
+    const Work* work;
+    Score score;
+    Heads heads;
+};
+
+struct BackwardParams {
+    Tensor q, k, v, d_o, lse, delta, dq, dk, dv, slopes;
+    const Run* queries;
+    const Run* keys;
+    const u32* partners;
+    const Work* work;
+    Score score;
+    Heads heads;
+    u32 per_q_head;
+    u32 accumulate;
+};
+
+// A block of a transform, cut into tiles of rows. `units` are the steps of one row: 8 elements each where everything is
+// aligned to 16 bytes, else one.
+struct TransformBlock {
+    Tensor dst;
+    u64 rows;          // tokens times heads, after whatever could be folded was folded
+    u64 first_tile;    // tiles of the blocks before this one
+    u32 heads;         // rows of one token
+    u32 units;         // steps of one row
+    u32 wide;          // whether a step is 8 elements
+    u32 dtype;         // of dst
+    u32 sources_begin;
+    u32 sources_end;
+};
+
+struct TransformSource {
+    Tensor src;
+    u32 dtype;
+    u32 unused;
+};
+
+struct TransformParams {
+    const TransformBlock* blocks;
+    const TransformSource* sources;
+    u64 tiles;
+    u32 block_count;
+    u32 tile_steps;
+};
+
+struct DeltaParams {
+    Tensor o, d_o, delta;
+    u64 rows;
+    u32 heads;
+    u32 dim;
+    u32 dtype;
+    u32 lanes;  // threads of one row: a power of two, at least dim / 8
+};
+
+struct FinishParams {
+    Tensor o, lse, sinks;
+    const Run* runs;
+    const Work* work;
+    u32 items;
+    u32 heads;
+    u32 dim;
+    u32 rows;  // of one work item
+};
+
+struct MergeParams {
+    Tensor o, lse, with_o, with_lse;
+    u64 rows;
+    u32 heads;
+    u32 dim;
+};

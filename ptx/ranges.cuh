@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Runs of rows, their positions, and the walk of one tile over all that it may meet.
+//
+// A tile belongs to its own run and meets the rows of its partners. In every run positions grow with the row, so the
+// rows of a partner that one own row may meet are an interval: masks are two integers per row and partner tile, and the
+// rows that the whole tile may meet are an interval too. The same code serves both directions: a q tile walks over keys
+// (left, right), a k tile walks over queries (right, left).
+//
+// The host guarantees |position| < 2^61, windows clamped to 2^62, and that a run spans less than 2^32 positions.
+#pragma once
+#include "params.cuh"
+
+__device__ __forceinline__ u32 divide(u32 x, const Divisor& d) {
+    const u32 t = __umulhi(x, d.magic);
+    return (t + ((x - t) >> (d.shift & 1))) >> (d.shift >> 1);
+}
+
+// How far the position of row `i` lies from the run's first.
+__device__ __forceinline__ u32 run_offset(const Run& run, u32 i) {
+    const u32 stripe = divide(i, run.block);
+    return stripe * run.period.by + (i - stripe * run.block.by);
+}
+
+// How many rows of the run lie less than `x` positions from its first.
+__device__ __forceinline__ u32 rows_below(const Run& run, i64 x) {
+    if (x <= 0) return 0;
+    if (x > 0xffffffffll) return run.len;
+    const u32 y = (u32)x;
+    const u32 stripe = divide(y, run.period);
+    const u32 rest = y - stripe * run.period.by;
+    const u32 rows = stripe * run.block.by + (rest < run.block.by ? rest : run.block.by);
+    return rows < run.len ? rows : run.len;
+}
+
+// The own tile, and the walk, as all threads of the block share them. They lie in shared memory because registers are
+// what a matrix kernel is short of: thread 0 alone writes, everybody reads (volatile, so that no copies are kept).
+struct Own {
+    i64 lowest;   // position of the tile's first row
+    i64 highest;  // and of its last
+    i64 row;      // of the tile's first row in the tensor
+    u32 run;
+    u32 first;    // row of the tile in its run
+    u32 rows;
+    u32 head;     // that the tile belongs to
+    u32 partner;  // head of the other side, where there is only one
+    u32 unused;
+};
+
+// One partner tile.
+struct Step {
+    i64 row;    // its first row in the tensor
+    u32 run;
+    u32 first;  // its first row in the run
+    u32 rows;
+    u32 head;
+    u32 live;   // 0 past the last one
+    u32 full;   // whether all its rows meet all own rows, so that no mask is needed
+};
+
+// How far back and ahead a partner row may lie.
+struct Window {
+    i64 before;
+    i64 after;
+};
+
+__device__ __forceinline__ void describe(volatile Own& own, const Run& run, const Work& work, u32 size, u32 head,
+                                         u32 partner) {
+    const u32 rows = run.len - work.first < size ? run.len - work.first : size;
+    own.lowest = run.pos + run_offset(run, work.first);
+    own.highest = run.pos + run_offset(run, work.first + rows - 1);
+    own.row = run.row + work.first;
+    own.run = work.run;
+    own.first = work.first;
+    own.rows = rows;
+    own.head = head;
+    own.partner = partner;
+}
+
+// The tiles of up to `size` partner rows that an own tile meets, for each head of `head..head_end`. Thread 0's alone.
+struct Sweep {
+    u32 next, end, begin;  // entries of the partner list
+    u32 head, head_end;
+    u32 run;
+    u32 row, row_end;      // rows of the current partner that are still to be met
+
+    __device__ __forceinline__ void start(u32 from, u32 to, u32 head0, u32 head1) volatile {
+        begin = from;
+        next = from;
+        end = to;
+        head = head0;
+        head_end = from < to ? head1 : head0;
+        run = 0;
+        row = 0;
+        row_end = 0;
+    }
+
+    __device__ __forceinline__ void step(volatile Step& out, volatile const Own& own, const Window& window,
+                                         const Run* runs, const u32* partners, u32 size) volatile {
+        while (row >= row_end) {
+            if (next == end) {
+                next = begin;
+                head = head + 1;
+            }
+            if (head >= head_end) {
+                out.live = 0;
+                return;
+            }
+            run = partners[next];
+            next = next + 1;
+            const Run& partner = runs[run];
+            row = rows_below(partner, own.lowest - window.before - partner.pos);
+            row_end = rows_below(partner, own.highest + window.after + 1 - partner.pos);
+        }
+        const Run& partner = runs[run];
+        const u32 rows = row_end - row < size ? row_end - row : size;
+        const i64 first = partner.pos + run_offset(partner, row);
+        const i64 last = partner.pos + run_offset(partner, row + rows - 1);
+        out.row = partner.row + row;
+        out.run = run;
+        out.first = row;
+        out.rows = rows;
+        out.head = head;
+        out.live = 1;
+        out.full = rows == size && own.highest - first <= window.before && last - own.lowest <= window.after;
+        row = row + rows;
+    }
+};
+
+struct Control {
+    Own own;
+    Sweep sweep;
+    Step steps[3];
+};

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// From q·k to the exponent: softcap, ALiBi, mask.
+//
+// All of it works on accumulator fragments in place: own rows are `own_first + 8 r` of their run, for the thread's r-th row,
+// and columns are rows of the partner from `first` on. Every branch here is uniform over the block.
+#pragma once
+#include "mma.cuh"
+#include "ranges.cuh"
+
+// Scores in base-2 units: softcap, else the plain scale. With FACTOR, multiplies `grad` by the softcap's slope.
+template <bool FACTOR, int MT, int NT>
+__device__ __forceinline__ void general_scores(float (&s)[MT][NT][4], float (&grad)[MT][NT][4], const Score& score) {
+    if (score.flags & SCORE_SOFTCAP) {
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    // tanh(x) = 1 - 2 / (exp(2 x) + 1)
+                    float t = 1.0f - 2.0f * reciprocal(exp2_fast(s[m][n][i] * score.cap_in) + 1.0f);
+                    s[m][n][i] = t * score.cap_log2;
+                    if (FACTOR) grad[m][n][i] *= 1.0f - t * t;
+                }
+    } else {
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) s[m][n][i] *= score.scale_log2;
+    }
+}
+
+// Subtracts slope * distance.
+template <int MT, int NT>
+__device__ __forceinline__ void alibi(float (&s)[MT][NT][4], const Run& run, u32 own_first,
+                                      const Run& partner, u32 first, float slope_log2) {
+    int shift = (int)(run.pos - partner.pos);
+    int t = threadIdx.x & 3;
+    int rel[2 * MT];
+#pragma unroll
+    for (int r = 0; r < 2 * MT; ++r) rel[r] = (int)run_offset(run, own_first + r * 8) + shift;
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            int there = (int)run_offset(partner, first + n * 8 + 2 * t + e);
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    int distance = rel[2 * m + h] - there;
+                    s[m][n][2 * h + e] -= slope_log2 * (float)(distance < 0 ? -distance : distance);
+                }
+        }
+}
+
+// The interval of the columns that own row `row` meets.
+__device__ __forceinline__ void allowed(int& low, int& high, const Window& window, const Run& run, u32 row,
+                                        const Run& partner, u32 first) {
+    i64 here = run.pos + run_offset(run, row) - partner.pos;
+    low = (int)rows_below(partner, here - window.before) - (int)first;
+    high = (int)rows_below(partner, here + window.after + 1) - (int)first;
+}
+
+// Writes `value` wherever the mask forbids.
+template <int MT, int NT>
+__device__ __forceinline__ void mask(float (&s)[MT][NT][4], float value, const Window& window, const Run& run,
+                                     u32 own_first, const Run& partner, u32 first) {
+    int t = threadIdx.x & 3;
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            int low, high;
+            allowed(low, high, window, run, own_first + (2 * m + h) * 8, partner, first);
+            low -= 2 * t;
+            high -= 2 * t;
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    bool keep = n * 8 + e >= low && n * 8 + e < high;
+                    s[m][n][2 * h + e] = keep ? s[m][n][2 * h + e] : value;
+                }
+        }
+}

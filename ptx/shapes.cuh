@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Tiles and warps of every compiled shape. `src/kernel/cuda/shapes.rs` mirrors these numbers.
+//
+// A shape is named by the head dims it holds: SHAPE 128 serves q, k and v of up to 128, 192128 serves q and k of up to
+// 192 with v of up to 128. What bounds the choices: no spills at 255 registers, at most 99 KB of shared memory (so that
+// sm_86, sm_89 and sm_120 run the same code), and as many own rows per warp as fit, since each B fragment read from
+// shared memory then serves more products.
+#pragma once
+
+template <int S>
+struct Dims {
+    static constexpr int D = S, DV = S;
+};
+template <>
+struct Dims<192128> {
+    static constexpr int D = 192, DV = 128;
+};
+
+// BM q rows, BN keys, WARPS warps of BM / WARPS q rows each; BLOCKS per multiprocessor is what registers are bounded for.
+template <int S>
+struct ForwardShape;
+#define FORWARD(shape, m, n, w, b)                                       \
+    template <>                                                          \
+    struct ForwardShape<shape> : Dims<shape> {                           \
+        static constexpr int BM = m, BN = n, WARPS = w, BLOCKS = b;      \
+    };
+FORWARD(64, 128, 64, 4, 2)
+FORWARD(96, 128, 64, 4, 2)
+FORWARD(128, 128, 64, 4, 2)
+FORWARD(192, 128, 64, 8, 1)
+FORWARD(192128, 128, 64, 8, 1)
+FORWARD(256, 64, 64, 4, 1)
+#undef FORWARD
+
+// dq: BM q rows by BN keys, in STAGES buffers.
+template <int S>
+struct QueriesShape;
+#define QUERIES(shape, m, n, w, st, b)                                           \
+    template <>                                                                  \
+    struct QueriesShape<shape> : Dims<shape> {                                   \
+        static constexpr int BM = m, BN = n, WARPS = w, STAGES = st, BLOCKS = b; \
+    };
+QUERIES(64, 128, 64, 4, 2, 2)
+QUERIES(96, 128, 32, 4, 2, 1)
+QUERIES(128, 128, 32, 4, 2, 1)
+QUERIES(192, 64, 32, 4, 2, 1)
+QUERIES(192128, 64, 32, 4, 2, 1)
+QUERIES(256, 64, 32, 4, 1, 1)
+#undef QUERIES
+
+// dk and dv: BN keys by BM q rows, of which SUB at a time are in registers. SPLIT makes them in two passes, because
+// both sums together would not fit.
+template <int S>
+struct KeysShape;
+#define KEYS(shape, n, m, sub, w, st, b, split)                                                                     \
+    template <>                                                                                                     \
+    struct KeysShape<shape> : Dims<shape> {                                                                         \
+        static constexpr int BN = n, BM = m, SUB = sub, WARPS = w, STAGES = st, BLOCKS = b;                         \
+        static constexpr bool SPLIT = split;                                                                        \
+    };
+KEYS(64, 128, 64, 32, 4, 2, 2, false)
+KEYS(96, 64, 64, 32, 4, 2, 2, false)
+KEYS(128, 64, 64, 32, 4, 2, 2, false)
+KEYS(192, 64, 32, 16, 4, 2, 1, false)
+KEYS(192128, 64, 32, 32, 4, 2, 1, false)
+KEYS(256, 64, 32, 32, 4, 1, 1, true)
+#undef KEYS

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Tiles of 16-bit elements in shared memory: rows of D elements in chunks of 16 bytes, swizzled.
+//
+// Chunk c of row r lies where chunk c ^ f(r) would: f(r) = r mod 8 when a row is a multiple of 128 bytes, else
+// (r / 2) mod 4. The eight rows that one ldmatrix phase or one warp of copies touches then hit all banks once.
+// Rows and columns past the end are zeros, always: 0 * NaN is NaN, so what lies behind a tail must never be read.
+#pragma once
+#include "mma.cuh"
+
+// The thread's index, read anew: addresses made from it are then not kept in registers across a loop that needs them all.
+__device__ __forceinline__ int fresh_thread() {
+    int t;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+    return t;
+}
+
+template <int D>
+struct Swizzle {
+    static constexpr int CHUNKS = D / 8;
+    static constexpr int GROUP = CHUNKS % 8 == 0 ? 8 : 4;
+    static constexpr int ROW_BYTES = D * 2;
+    static_assert(D % 32 == 0, "rows are whole swizzle groups");
+
+    static __device__ __forceinline__ int twist(int row) { return GROUP == 8 ? row & 7 : (row >> 1) & 3; }
+
+    static __device__ __forceinline__ u32 at(int row, int chunk) {
+        return (u32)(row * ROW_BYTES + ((chunk ^ twist(row)) << 4));
+    }
+};
+
+// What one lane of ldmatrix needs to walk a tile whose row (mod 8) stays the same: chunk c + x, with c even and known at
+// compile time and x the lane's own 0 or 1.
+template <int D>
+struct Walk {
+    u32 row;    // address of the lane's row
+    u32 twist;  // (x ^ f(row)) * 16
+
+    __device__ __forceinline__ Walk(u32 tile, int r, int x)
+        : row(tile + (u32)(r * Swizzle<D>::ROW_BYTES)), twist((u32)((x ^ Swizzle<D>::twist(r)) << 4)) {}
+
+    // Rows must be a multiple of 8, `chunk` even.
+    __device__ __forceinline__ u32 at(int rows, int chunk) const {
+        constexpr int GROUP = Swizzle<D>::GROUP;
+        u32 inside = (u32)((chunk % GROUP) << 4) ^ twist;
+        return row + inside + (u32)(rows * Swizzle<D>::ROW_BYTES + (chunk / GROUP) * (GROUP << 4));
+    }
+};
+
+// Copies ROWS x D elements; rows from `rows` on and columns from `dim` on become zeros.
+template <int ROWS, int D, int THREADS>
+__device__ __forceinline__ void load_tile(u32 dst, const char* src, int stride, int rows, int dim) {
+    constexpr int CHUNKS = D / 8;
+    static_assert(ROWS * CHUNKS % THREADS == 0, "every thread copies as often");
+    const int thread = fresh_thread();
+#pragma unroll
+    for (int i = 0; i < ROWS * CHUNKS; i += THREADS) {
+        int index = i + thread;
+        int row = index / CHUNKS;
+        int chunk = index % CHUNKS;
+        bool ok = row < rows && chunk * 8 < dim;
+        const char* from = ok ? src + (i64)row * stride + chunk * 16 : src;
+        copy_async(dst + Swizzle<D>::at(row, chunk), from, ok);
+    }
+}
+
+// c += A B^T: A has 16 * MT rows at `a`, B has 8 * NT rows at `b`, both D wide (row-major).
+template <class T, int MT, int NT, int D>
+__device__ __forceinline__ void multiply_rows(float (&c)[MT][NT][4], const Walk<D>& a, const Walk<D>& b) {
+    static_assert(NT % 2 == 0, "B tiles come in pairs");
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k) {
+        u32 fa[MT][4];
+#pragma unroll
+        for (int m = 0; m < MT; ++m) load_matrices(fa[m], a.at(m * 16, 2 * k));
+#pragma unroll
+        for (int n = 0; n < NT / 2; ++n) {
+            u32 fb[4];
+            load_matrices(fb, b.at(n * 16, 2 * k));
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+                multiply(T{}, c[m][2 * n], fa[m], fb[0], fb[1]);
+                multiply(T{}, c[m][2 * n + 1], fa[m], fb[2], fb[3]);
+            }
+        }
+    }
+}
+
+// c += P B: P (16 * MT x 8 * NT) comes from the registers of an earlier product, B has 8 * NT rows of D elements.
+template <class T, int MT, int NT, int D>
+__device__ __forceinline__ void multiply_columns(float (&c)[MT][D / 8][4], const float (&p)[MT][NT][4],
+                                                 const Walk<D>& b, int first) {
+#pragma unroll
+    for (int k = 0; k < NT / 2; ++k) {
+        u32 fa[MT][4];
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+            fa[m][0] = pack(T{}, p[m][2 * k][0], p[m][2 * k][1]);
+            fa[m][1] = pack(T{}, p[m][2 * k][2], p[m][2 * k][3]);
+            fa[m][2] = pack(T{}, p[m][2 * k + 1][0], p[m][2 * k + 1][1]);
+            fa[m][3] = pack(T{}, p[m][2 * k + 1][2], p[m][2 * k + 1][3]);
+        }
+#pragma unroll
+        for (int n = 0; n < D / 16; ++n) {
+            u32 fb[4];
+            load_matrices_transposed(fb, b.at(first + k * 16, 2 * n));
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+                multiply(T{}, c[m][2 * n], fa[m], fb[0], fb[1]);
+                multiply(T{}, c[m][2 * n + 1], fa[m], fb[2], fb[3]);
+            }
+        }
+    }
+}
+
+// The lane's walk over a tile used as A (16 rows from `first`), as B with its rows as columns, and as B transposed.
+template <int D>
+__device__ __forceinline__ Walk<D> walk_a(u32 tile, int first) {
+    int lane = fresh_thread() & 31;
+    return Walk<D>(tile, first + (lane & 15), lane >> 4);
+}
+
+template <int D>
+__device__ __forceinline__ Walk<D> walk_b(u32 tile) {
+    int lane = fresh_thread() & 31;
+    return Walk<D>(tile, (lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1);
+}
+
+template <int D>
+__device__ __forceinline__ Walk<D> walk_b_transposed(u32 tile) {
+    int lane = fresh_thread() & 31;
+    return Walk<D>(tile, lane & 15, lane >> 4);
+}
+
+template <int A, int B>
+__device__ __forceinline__ void clear(float (&c)[A][B][4]) {
+#pragma unroll
+    for (int a = 0; a < A; ++a)
+#pragma unroll
+        for (int b = 0; b < B; ++b)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) c[a][b][i] = 0.0f;
+}

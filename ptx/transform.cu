@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Everything around attention that only moves memory: copies, casts and ordered sums of blocks, the row sums before the
+// backward, rows that nothing covers, and the merge of two partial results.
+//
+// All of it is bound by bandwidth, so every thread keeps several 16-byte accesses in flight.
+#include "mma.cuh"
+
+enum : u32 { DTYPE_F16 = 0, DTYPE_BF16 = 1, DTYPE_F32 = 2 };
+
+constexpr int THREADS = 256;
+constexpr int STEPS = 4;  // of one thread
+
+// Element `i` of a row, widened; exact.
+__device__ __forceinline__ float widen(const char* row, u32 i, u32 dtype) {
+    if (dtype == DTYPE_F32) return ((const float*)row)[i];
+    float low, high;
+    const u32 x = ((const u16*)row)[i];
+    if (dtype == DTYPE_F16)
+        unpack(F16{}, x, low, high);
+    else
+        unpack(Bf16{}, x, low, high);
+    return low;
+}
+
+__device__ __forceinline__ void narrow(char* row, u32 i, u32 dtype, float x) {
+    if (dtype == DTYPE_F32)
+        ((float*)row)[i] = x;
+    else
+        ((u16*)row)[i] = (u16)(dtype == DTYPE_F16 ? pack(F16{}, x, 0.0f) : pack(Bf16{}, x, 0.0f));
+}
+
+template <class T>
+__device__ __forceinline__ void unpack8(float (&x)[8], const uint4& raw) {
+    unpack(T{}, raw.x, x[0], x[1]);
+    unpack(T{}, raw.y, x[2], x[3]);
+    unpack(T{}, raw.z, x[4], x[5]);
+    unpack(T{}, raw.w, x[6], x[7]);
+}
+
+template <class T>
+__device__ __forceinline__ uint4 pack8(const float (&x)[8]) {
+    return make_uint4(pack(T{}, x[0], x[1]), pack(T{}, x[2], x[3]), pack(T{}, x[4], x[5]), pack(T{}, x[6], x[7]));
+}
+
+// Elements 8 i .. 8 i + 8 of a row.
+__device__ __forceinline__ void widen8(float (&x)[8], const char* row, u32 i, u32 dtype) {
+    if (dtype == DTYPE_F32) {
+        const float4 a = ((const float4*)row)[2 * i], b = ((const float4*)row)[2 * i + 1];
+        x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+    } else {
+        const uint4 raw = ((const uint4*)row)[i];
+        if (dtype == DTYPE_F16)
+            unpack8<F16>(x, raw);
+        else
+            unpack8<Bf16>(x, raw);
+    }
+}
+
+__device__ __forceinline__ void narrow8(char* row, u32 i, u32 dtype, const float (&x)[8]) {
+    if (dtype == DTYPE_F32) {
+        ((float4*)row)[2 * i] = make_float4(x[0], x[1], x[2], x[3]);
+        ((float4*)row)[2 * i + 1] = make_float4(x[4], x[5], x[6], x[7]);
+    } else {
+        ((uint4*)row)[i] = dtype == DTYPE_F16 ? pack8<F16>(x) : pack8<Bf16>(x);
+    }
+}
+
+struct Place {
+    u32 token, head, unit;
+    __device__ __forceinline__ char* in(const Tensor& x) const { return x.ptr + token * x.token + head * x.head; }
+};
+
+__device__ __forceinline__ Place place(const TransformBlock& block, u32 step) {
+    const u32 row = step / block.units;
+    const u32 token = row / block.heads;
+    return {token, row - token * block.heads, step - row * block.units};
+}
+
+__device__ __forceinline__ void transform_tile(const TransformParams& p, u64 tile) {
+    u32 low = 0, high = p.block_count - 1;
+    while (low < high) {
+        const u32 middle = (low + high + 1) / 2;
+        if (p.blocks[middle].first_tile <= tile)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    const TransformBlock& block = p.blocks[low];
+    const u32 steps = (u32)block.rows * block.units;
+    const u32 first = (u32)(tile - block.first_tile) * (THREADS * STEPS) + threadIdx.x;
+    const u32 begin = block.sources_begin, end = block.sources_end;
+
+    if (block.wide && end == begin + 1 && p.sources[begin].dtype == block.dtype) {
+        // A copy: bits, whatever they mean.
+        const TransformSource& source = p.sources[begin];
+        const bool two = block.dtype == DTYPE_F32;
+        uint4 x[STEPS], y[STEPS];
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            const u32 step = first + i * THREADS;
+            if (step < steps) {
+                const Place at = place(block, step);
+                const uint4* from = (const uint4*)at.in(source.src);
+                x[i] = from[two ? 2 * at.unit : at.unit];
+                if (two) y[i] = from[2 * at.unit + 1];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            const u32 step = first + i * THREADS;
+            if (step < steps) {
+                const Place at = place(block, step);
+                uint4* to = (uint4*)at.in(block.dst);
+                to[two ? 2 * at.unit : at.unit] = x[i];
+                if (two) to[2 * at.unit + 1] = y[i];
+            }
+        }
+    } else if (block.wide) {
+        float sum[STEPS][8];
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i)
+#pragma unroll
+            for (int e = 0; e < 8; ++e) sum[i][e] = 0.0f;
+        for (u32 k = begin; k < end; ++k) {
+            const TransformSource& source = p.sources[k];
+#pragma unroll
+            for (int i = 0; i < STEPS; ++i) {
+                const u32 step = first + i * THREADS;
+                if (step < steps) {
+                    const Place at = place(block, step);
+                    float x[8];
+                    widen8(x, at.in(source.src), at.unit, source.dtype);
+                    // The first is taken as it is: 0 + (-0) would lose a sign.
+#pragma unroll
+                    for (int e = 0; e < 8; ++e) sum[i][e] = k == begin ? x[e] : sum[i][e] + x[e];
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            const u32 step = first + i * THREADS;
+            if (step < steps) {
+                const Place at = place(block, step);
+                narrow8(at.in(block.dst), at.unit, block.dtype, sum[i]);
+            }
+        }
+    } else {
+        for (int i = 0; i < STEPS; ++i) {
+            const u32 step = first + i * THREADS;
+            if (step < steps) {
+                const Place at = place(block, step);
+                float sum = 0.0f;
+                for (u32 k = begin; k < end; ++k) {
+                    const float x = widen(at.in(p.sources[k].src), at.unit, p.sources[k].dtype);
+                    sum = k == begin ? x : sum + x;
+                }
+                narrow(at.in(block.dst), at.unit, block.dtype, sum);
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) cpattn_transform(const __grid_constant__ TransformParams p) {
+    for (u64 tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) transform_tile(p, tile);
+}
+
+// One group of `lanes` threads per row.
+extern "C" __global__ void __launch_bounds__(THREADS) cpattn_delta(const __grid_constant__ DeltaParams p) {
+    const u32 groups = THREADS / p.lanes;
+    const u32 lane = threadIdx.x % p.lanes;
+    for (u64 base = (u64)blockIdx.x * groups; base < p.rows; base += (u64)gridDim.x * groups) {
+        const u64 row = base + threadIdx.x / p.lanes;
+        const bool ok = row < p.rows;
+        const u32 token = (u32)row / p.heads;
+        const u32 head = (u32)row - token * p.heads;
+        float sum = 0.0f;
+        if (ok && lane * 8 < p.dim) {
+            float x[8], y[8];
+            widen8(x, p.o.ptr + token * p.o.token + head * p.o.head, lane, p.dtype);
+            widen8(y, p.d_o.ptr + token * p.d_o.token + head * p.d_o.head, lane, p.dtype);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) sum += x[e] * y[e];
+        }
+        for (u32 far = p.lanes / 2; far > 0; far /= 2) sum += __shfl_xor_sync(~0u, sum, far);
+        if (ok && lane == 0) *(float*)(p.delta.ptr + token * p.delta.token + head * p.delta.head) = sum;
+    }
+}
+
+// Rows that no pair covers: o = 0, lse = the sink or minus infinity.
+extern "C" __global__ void __launch_bounds__(THREADS) cpattn_finish(const __grid_constant__ FinishParams p) {
+    const u32 units = p.dim / 8;
+    for (u32 item = blockIdx.x; item < p.items; item += gridDim.x) {
+        const Work work = p.work[item];
+        const Run& run = p.runs[work.run];
+        const u32 rows = run.len - work.first < p.rows ? run.len - work.first : p.rows;
+        for (u32 i = threadIdx.x; i < rows * p.heads * units; i += THREADS) {
+            const u32 unit = i % units, head = i / units % p.heads;
+            const i64 row = run.row + work.first + i / units / p.heads;
+            ((uint4*)(p.o.ptr + row * p.o.token + head * p.o.head))[unit] = make_uint4(0, 0, 0, 0);
+            if (unit == 0)
+                *(float*)(p.lse.ptr + row * p.lse.token + head * p.lse.head) =
+                    p.sinks.ptr ? *(const float*)(p.sinks.ptr + head * p.sinks.head) : minus_infinity();
+        }
+    }
+}
+
+// (o, lse) becomes the merge of itself and another partial; both f32. One warp per row.
+extern "C" __global__ void __launch_bounds__(THREADS) cpattn_merge(const __grid_constant__ MergeParams p) {
+    const u32 lane = threadIdx.x & 31;
+    for (u64 row = ((u64)blockIdx.x * THREADS + threadIdx.x) / 32; row < p.rows; row += (u64)gridDim.x * (THREADS / 32)) {
+        const u32 token = (u32)row / p.heads;
+        const u32 head = (u32)row - token * p.heads;
+        float* lse_at = (float*)(p.lse.ptr + token * p.lse.token + head * p.lse.head);
+        const float a = *lse_at;
+        const float b = *(const float*)(p.with_lse.ptr + token * p.with_lse.token + head * p.with_lse.head);
+        __syncwarp();
+        float wa = 0.0f, wb = 0.0f, lse = minus_infinity();
+        if (!(a == minus_infinity() && b == minus_infinity())) {
+            const float top = fmaxf(a, b);
+            wa = exp2_fast((a - top) * LOG2E);
+            wb = exp2_fast((b - top) * LOG2E);
+            const float inverse = reciprocal(wa + wb);
+            lse = top + log2_fast(wa + wb) * LN2;
+            wa *= inverse;
+            wb *= inverse;
+        }
+        float4* x = (float4*)(p.o.ptr + token * p.o.token + head * p.o.head);
+        const float4* y = (const float4*)(p.with_o.ptr + token * p.with_o.token + head * p.with_o.head);
+        for (u32 i = lane; i < p.dim / 4; i += 32) {
+            const float4 u = x[i], v = y[i];
+            x[i] = make_float4(wa * u.x + wb * v.x, wa * u.y + wb * v.y, wa * u.z + wb * v.z, wa * u.w + wb * v.w);
+        }
+        if (lane == 0) *lse_at = lse;
+    }
+}
