@@ -279,6 +279,23 @@ fn the_deadline_blames_the_silent_rank_and_not_those_who_wait() {
 }
 
 #[test]
+fn blame_follows_the_chain_from_an_agreement_through_an_exchange() {
+    let results = run(3, SHORT, |rank| match rank.rank() {
+        0 => rank.agree(0..2, 5),
+        1 => exchange(&rank, label("give", 7), &[(2, &[1])], &mut []),
+        _ => {
+            while rank.poll().is_ok() {
+                thread::sleep(Duration::from_millis(1));
+            }
+            rank.poll()
+        }
+    });
+    for (rank, (operation, step)) in [("agree", 0), ("give", 7), ("start", 0)].into_iter().enumerate() {
+        assert_eq!(results[rank], peer_error(rank, operation, step, 2, Cause::Deadline(400)));
+    }
+}
+
+#[test]
 fn a_circle_of_waiting_ranks_ends_by_the_deadline() {
     let results = run(3, SHORT, |rank| {
         let mut got = [0_u8; 8];

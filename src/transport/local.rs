@@ -75,7 +75,8 @@ pub fn group(world: usize, deadline: Duration) -> Result<Vec<Local>> {
 /// One rank of a [`group`]. Dropping it means that the rank leaves.
 ///
 /// Any thread may call [`poll`](Transport::poll) and [`abort`](Transport::abort) at any time; of the calls that wait,
-/// a second one on the same rank is refused with [`Error::Invalid`].
+/// a second one on the same rank is refused with [`Error::Invalid`]. Whoever shares a rank between threads has to
+/// `abort` when one of them ends early: the rank is not dropped while another of them waits in a call.
 pub struct Local {
     shared: Arc<Shared>,
     rank: usize,
@@ -107,6 +108,13 @@ impl Shared {
 
     fn call_all(&self, board: &mut Board) {
         (0..self.world).for_each(|rank| self.call(board, rank));
+    }
+
+    /// Puts a failure on the board, unless there is one, and calls everybody.
+    fn fail(&self, board: &mut Board, peer: usize, cause: Cause) {
+        if board.fail(peer, cause) {
+            self.spread(board);
+        }
     }
 
     /// To be called once a failure is on the board.
@@ -167,14 +175,11 @@ impl Local {
         label: Label,
         patience: &mut Patience,
     ) -> (MutexGuard<'a, Board>, Result<()>) {
+        if let Some(peer) = board.gone(self.rank) {
+            self.shared.fail(&mut board, peer, Cause::Left);
+        }
         if let Some(error) = board.error(self.rank, label) {
             return (board, Err(error));
-        }
-        if let Some(peer) = board.gone(self.rank) {
-            board.fail(peer, Cause::Left);
-            self.shared.spread(&mut board);
-            let error = board.error(self.rank, label);
-            return (board, error.map_or(Ok(()), Err));
         }
         let place = &board.places[self.rank];
         let deadline = place.deadline;
@@ -187,9 +192,7 @@ impl Local {
             match board.blame(self.rank) {
                 Some(peer) if board.places[self.rank].moved == patience.moved => {
                     let ms = deadline.as_millis().try_into().unwrap_or(u64::MAX);
-                    if board.fail(peer, Cause::Deadline(ms)) {
-                        self.shared.spread(&mut board);
-                    }
+                    self.shared.fail(&mut board, peer, Cause::Deadline(ms));
                 }
                 _ => patience.limit = None,
             }
@@ -311,10 +314,7 @@ impl Transport for Local {
     }
 
     fn abort(&self, cause: Cause) {
-        let mut board = lock(&self.shared.board);
-        if board.fail(self.rank, cause) {
-            self.shared.spread(&mut board);
-        }
+        self.shared.fail(&mut lock(&self.shared.board), self.rank, cause);
     }
 }
 
@@ -322,8 +322,8 @@ impl Drop for Local {
     fn drop(&mut self) {
         let mut board = lock(&self.shared.board);
         board.places[self.rank].phase = Phase::Gone;
-        if std::thread::panicking() && board.fail(self.rank, Cause::Panicked) {
-            self.shared.spread(&mut board);
+        if std::thread::panicking() {
+            self.shared.fail(&mut board, self.rank, Cause::Panicked);
         }
         self.shared.call_all(&mut board);
     }
