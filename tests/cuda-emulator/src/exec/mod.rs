@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Runs kernels: warps, blocks and grids, in a seeded order that CUDA allows and nobody would choose.
+
+pub(crate) mod block;
+pub(crate) mod clock;
+pub(crate) mod grid;
+mod launch;
+pub(crate) mod warp;
+
+pub use launch::{Launch, Options, Stats, launch};

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! `cvt` between all types.
+//!
+//! Rust's `as` is what PTX asks for: integers are extended by the sign of the source and truncated, floats saturate.
+//! The one difference is NaN to a 64-bit integer, which the hardware turns into the smallest one.
+
+use super::rows::{Bf16, F16};
+use super::table::Table;
+use crate::num::{
+    bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_bf16_rz, f32_to_f16, f32_to_f16_rz, flush, saturate,
+};
+
+macro_rules! ints {
+    ($t:ident; $($s:ident $sn:literal),*; $d:tt) => {$( ints!(@row $t, $s, $sn; $d); )*};
+    (@row $t:ident, $s:ident, $sn:literal; [$($d:ident $dn:literal),*]) => {$(
+        $t.un(concat!("cvt.", $dn, ".", $sn), |a: $s| a as $d);
+        $t.un(concat!("cvt.sat.", $dn, ".", $sn), |a: $s| {
+            i128::from(a).clamp(i128::from(<$d>::MIN), i128::from(<$d>::MAX)) as $d
+        });
+    )*};
+}
+
+macro_rules! int_float {
+    ($t:ident; $($i:ident $n:literal),*) => {$(
+        $t.un(concat!("cvt.rn.f32.", $n), |a: $i| a as f32);
+        $t.un(concat!("cvt.rn.f64.", $n), |a: $i| a as f64);
+        $t.un(concat!("cvt.rz.f32.", $n), |a: $i| {
+            let r = a as f32;
+            if (r as i128).unsigned_abs() > i128::from(a).unsigned_abs() { f32::from_bits(r.to_bits() - 1) } else { r }
+        });
+        $t.un(concat!("cvt.rn.f16.", $n), |a: $i| F16(f32_to_f16(super::half::to_odd(a as f64))));
+        $t.un(concat!("cvt.rn.bf16.", $n), |a: $i| Bf16(f32_to_bf16(super::half::to_odd(a as f64))));
+    )*};
+}
+
+macro_rules! float_int {
+    ($t:ident; $($i:ident $n:literal),*) => {$(
+        float_int!(@round $t, $i, $n, "rni", round_ties_even);
+        float_int!(@round $t, $i, $n, "rzi", trunc);
+        float_int!(@round $t, $i, $n, "rmi", floor);
+        float_int!(@round $t, $i, $n, "rpi", ceil);
+    )*};
+    (@round $t:ident, $i:ident, $n:literal, $r:literal, $f:ident) => {
+        $t.un(concat!("cvt.", $r, ".", $n, ".f32 cvt.", $r, ".ftz.", $n, ".f32"), |a: f32| {
+            if a.is_nan() && <$i>::BITS == 64 { <$i>::MIN.max(1 << 63u32.min(<$i>::BITS - 1)) } else { a.$f() as $i }
+        });
+        $t.un(concat!("cvt.", $r, ".", $n, ".f64"), |a: f64| {
+            if a.is_nan() && <$i>::BITS == 64 { <$i>::MIN.max(1 << 63u32.min(<$i>::BITS - 1)) } else { a.$f() as $i }
+        });
+        $t.un(concat!("cvt.", $r, ".", $n, ".f16"), |a: F16| f16_to_f32(a.0).$f() as $i);
+    };
+}
+
+fn pair(hi: u16, lo: u16) -> u32 {
+    u32::from(hi) << 16 | u32::from(lo)
+}
+
+fn relu(x: f32) -> f32 {
+    if x > 0.0 || x.is_nan() { x } else { 0.0 }
+}
+
+pub(super) fn fill(t: &mut Table) {
+    ints!(t; u8 "u8", i8 "s8", u16 "u16", i16 "s16", u32 "u32", i32 "s32", u64 "u64", i64 "s64";
+        [u8 "u8", i8 "s8", u16 "u16", i16 "s16", u32 "u32", i32 "s32", u64 "u64", i64 "s64"]);
+    int_float!(t; u8 "u8", i8 "s8", u16 "u16", i16 "s16", u32 "u32", i32 "s32", u64 "u64", i64 "s64");
+    float_int!(t; u8 "u8", i8 "s8", u16 "u16", i16 "s16", u32 "u32", i32 "s32", u64 "u64", i64 "s64");
+
+    t.un("cvt.f64.f32", |a: f32| f64::from(a));
+    t.un("cvt.rn.f32.f64", |a: f64| a as f32);
+    t.un("cvt.f32.f32", |a: f32| a);
+    t.un("cvt.ftz.f32.f32", flush);
+    t.un("cvt.sat.f32.f32", saturate);
+    t.un("cvt.ftz.sat.f32.f32", saturate);
+    t.un("cvt.rni.f32.f32", f32::round_ties_even);
+    t.un("cvt.rzi.f32.f32", f32::trunc);
+    t.un("cvt.rmi.f32.f32", f32::floor);
+    t.un("cvt.rpi.f32.f32", f32::ceil);
+    t.un("cvt.rni.f64.f64", f64::round_ties_even);
+    t.un("cvt.rzi.f64.f64", f64::trunc);
+    t.un("cvt.rmi.f64.f64", f64::floor);
+    t.un("cvt.rpi.f64.f64", f64::ceil);
+
+    t.un("cvt.f32.f16", |a: F16| f16_to_f32(a.0));
+    t.un("cvt.f32.bf16", |a: Bf16| bf16_to_f32(a.0));
+    t.un("cvt.f64.f16", |a: F16| f64::from(f16_to_f32(a.0)));
+    t.un("cvt.rn.f16.f32", |a: f32| F16(f32_to_f16(a)));
+    t.un("cvt.rz.f16.f32", |a: f32| F16(f32_to_f16_rz(a)));
+    t.un("cvt.rn.f16.f64", |a: f64| F16(f32_to_f16(super::half::to_odd(a))));
+    t.un("cvt.rn.bf16.f32", |a: f32| Bf16(f32_to_bf16(a)));
+    t.un("cvt.rz.bf16.f32", |a: f32| Bf16(f32_to_bf16_rz(a)));
+    // The first source becomes the upper half.
+    t.bin("cvt.rn.f16x2.f32", |a: f32, b: f32| pair(f32_to_f16(a), f32_to_f16(b)));
+    t.bin("cvt.rz.f16x2.f32", |a: f32, b: f32| pair(f32_to_f16_rz(a), f32_to_f16_rz(b)));
+    t.bin("cvt.rn.relu.f16x2.f32", |a: f32, b: f32| pair(f32_to_f16(relu(a)), f32_to_f16(relu(b))));
+    t.bin("cvt.rn.bf16x2.f32", |a: f32, b: f32| pair(f32_to_bf16(a), f32_to_bf16(b)));
+    t.bin("cvt.rz.bf16x2.f32", |a: f32, b: f32| pair(f32_to_bf16_rz(a), f32_to_bf16_rz(b)));
+    t.bin("cvt.rn.relu.bf16x2.f32", |a: f32, b: f32| pair(f32_to_bf16(relu(a)), f32_to_bf16(relu(b))));
+}

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Barriers of a block, and fences.
+//!
+//! A warp arrives at a barrier as a whole. Arriving publishes what the warp knows into the barrier; leaving it learns
+//! what all that arrived knew. A fence lets later relaxed writes publish what is known now, and learns what earlier
+//! relaxed reads have seen.
+
+use super::{Cx, Flow, Ins, lanes};
+use crate::report::Fault;
+
+/// What a barrier instruction does; kept in `c`.
+pub(super) const SYNC: u32 = 0;
+pub(super) const ARRIVE: u32 = 1;
+pub(super) const RED_POPC: u32 = 2;
+pub(super) const RED_AND: u32 = 3;
+pub(super) const RED_OR: u32 = 4;
+
+/// In the value of a release: every thread voted yes.
+const ALL: u32 = 1 << 31;
+
+/// `bar`, `barrier`: id in row `a`, count in row `b` (`u32::MAX` for the whole block), kind in `c`; for reductions the
+/// predicate in `e` (negated when `lists[x]` is 1) and the result in `dst`.
+pub(super) unsafe fn barrier(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
+    if let Some(value) = cx.warp.released.take() {
+        match i.c {
+            RED_POPC => {
+                for l in lanes(m) {
+                    cx.set32(i.dst, l, value & !ALL);
+                }
+            }
+            RED_AND => cx.set_pred(i.dst, m, if value & ALL != 0 { !0 } else { 0 }),
+            RED_OR => cx.set_pred(i.dst, m, if value & !ALL != 0 { !0 } else { 0 }),
+            _ => {}
+        }
+        return Flow::Next;
+    }
+    let everybody = cx.warp.alive;
+    if let Some(flow) = cx.together(m, everybody) {
+        return flow;
+    }
+    let first = m.trailing_zeros() as usize;
+    let id = cx.get32(i.a, first);
+    if id >= 16 {
+        return cx.fail(Fault::Illegal, Some(first as u32), format!("barrier {id} of 16"));
+    }
+    let whole = i.b == u32::MAX;
+    let count = if whole { cx.block.threads().next_multiple_of(32) } else { cx.get32(i.b, first) };
+    if count == 0 || count % 32 != 0 || count > cx.block.threads().next_multiple_of(32) {
+        let have = cx.block.threads();
+        return cx.fail(Fault::Illegal, Some(first as u32), format!("a barrier of {count} threads in a block of {have}"));
+    }
+    let votes = match i.c {
+        RED_POPC | RED_AND | RED_OR => {
+            let p = cx.pred(i.e);
+            (if cx.code.lists[i.x as usize] == 1 { !p } else { p }) & m
+        }
+        _ => 0,
+    };
+    let w = cx.warp.index;
+    let waits = i.c != ARRIVE;
+    match cx.block.arrive(id as usize, count, whole, w, waits, votes, m) {
+        Err(text) => cx.fail(Fault::Illegal, None, text),
+        Ok(done) => {
+            cx.grid.effect(true);
+            match (waits, done) {
+                (false, _) => Flow::Next,
+                (true, true) => unsafe {
+                    // SAFETY: the same instruction with the same mask; `released` is set now, so it ends above.
+                    cx.warp.released = cx.block.take_release(w);
+                    barrier(cx, i, m)
+                },
+                (true, false) => Flow::Wait,
+            }
+        }
+    }
+}
+
+/// `membar`, `fence`: `c` is 1 when other blocks are ordered too.
+pub(super) unsafe fn fence(cx: &mut Cx, i: &Ins, _: u32) -> Flow {
+    let w = cx.warp.index;
+    let observed = std::mem::take(&mut cx.warp.observed);
+    cx.block.known[w].acquire(&observed);
+    let p = cx.block.known[w].publish();
+    if i.c == 1 {
+        cx.warp.fenced = Some(p);
+        cx.warp.fenced_block = None;
+    } else {
+        cx.warp.fenced_block = Some(p);
+    }
+    cx.block.known[w].own[w] += 1;
+    Flow::Next
+}

@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Kernel bodies: declarations, labels, instructions and operands.
+//!
+//! Inline assembly opens scopes of its own and likes to reuse names (`%p1`, `LOOP`), so registers are resolved to
+//! numbers here, while the scopes are known, and labels carry the scope they were declared in.
+
+use super::ast::{Class, Entry, Inst, Operand, Reg, Space};
+use super::lex::Tok;
+use super::parse::Parser;
+use super::vars::type_class;
+use crate::report::LoadError;
+use std::collections::HashMap;
+
+#[derive(Default)]
+struct Scope {
+    id: u32,
+    single: HashMap<String, u32>,
+    /// prefix → (first register, count)
+    ranges: HashMap<String, (u32, u32)>,
+}
+
+struct Names(Vec<Scope>);
+
+impl Names {
+    fn register(&self, name: &str) -> Option<u32> {
+        self.0.iter().rev().find_map(|s| {
+            if let Some(&r) = s.single.get(name) {
+                return Some(r);
+            }
+            let prefix = name.trim_end_matches(|c: char| c.is_ascii_digit());
+            let &(first, count) = s.ranges.get(prefix)?;
+            let n: u32 = name[prefix.len()..].parse().ok()?;
+            (n < count).then_some(first + n)
+        })
+    }
+}
+
+impl Parser {
+    pub(super) fn body(&mut self, entry: &mut Entry) -> Result<(), LoadError> {
+        self.expect('{')?;
+        let mut names = Names(vec![Scope::default()]);
+        while let Some(scope) = names.0.last().map(|s| s.id) {
+            if self.eat('}') {
+                names.0.pop();
+            } else if self.eat('{') {
+                let id = entry.scopes.len() as u32;
+                entry.scopes.push(scope);
+                names.0.push(Scope { id, ..Scope::default() });
+            } else {
+                self.statement(entry, &mut names, scope)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn statement(&mut self, entry: &mut Entry, names: &mut Names, scope: u32) -> Result<(), LoadError> {
+        if self.eat(';') {
+            return Ok(());
+        }
+        let line = self.line();
+        let guard = if self.eat('@') {
+            let negated = self.eat('!');
+            let name = self.word()?;
+            let Some(r) = names.register(&name) else {
+                return self.error(format!("predicate `{name}` is not declared"));
+            };
+            Some((r, negated))
+        } else {
+            None
+        };
+        let word = self.word()?;
+        if guard.is_none() && self.is_sym(':') {
+            self.expect(':')?;
+            entry.labels.push((scope, word, entry.body.len()));
+            return Ok(());
+        }
+        match word.as_str() {
+            ".reg" => return self.registers(entry, names),
+            ".shared" | ".local" => {
+                let space = if word == ".shared" { Space::Shared } else { Space::Local };
+                entry.vars.push(self.variable(space, false)?);
+                return self.expect(';');
+            }
+            ".pragma" => {
+                while !self.eat(';') {
+                    self.take()?;
+                }
+                return Ok(());
+            }
+            ".loc" | ".file" => {
+                while self.peek().is_some() && self.line() == line {
+                    self.take()?;
+                }
+                return Ok(());
+            }
+            _ if word.starts_with('.') => return self.error(format!("unknown directive `{word}`")),
+            _ => {}
+        }
+        let mut operands = Vec::new();
+        while !self.eat(';') {
+            operands.push(self.operand(names)?);
+            if !self.eat(',') {
+                self.expect(';')?;
+                break;
+            }
+        }
+        entry.body.push(Inst { line, guard, opcode: word, operands, scope });
+        Ok(())
+    }
+
+    fn registers(&mut self, entry: &mut Entry, names: &mut Names) -> Result<(), LoadError> {
+        let ty = self.word()?;
+        let Some(class) = type_class(&ty) else { return self.error(format!("unknown register type `{ty}`")) };
+        loop {
+            let name = self.word()?;
+            let first = entry.regs.len() as u32;
+            let Some(scope) = names.0.last_mut() else { return self.error("no scope") };
+            if self.eat('<') {
+                let count = u32::try_from(self.int()?).unwrap_or(0);
+                if count > 1 << 20 {
+                    return self.error(format!("{count} registers are too many"));
+                }
+                self.expect('>')?;
+                scope.ranges.insert(name.clone(), (first, count));
+                for i in 0..count {
+                    entry.regs.push(Reg { name: format!("{name}{i}"), class });
+                }
+            } else {
+                scope.single.insert(name.clone(), first);
+                entry.regs.push(Reg { name, class });
+            }
+            if !self.eat(',') {
+                return self.expect(';');
+            }
+        }
+    }
+
+    fn operand(&mut self, names: &Names) -> Result<Operand, LoadError> {
+        let first = self.simple(names)?;
+        if self.eat('|') {
+            return Ok(Operand::Pair(Box::new(first), Box::new(self.simple(names)?)));
+        }
+        Ok(first)
+    }
+
+    fn simple(&mut self, names: &Names) -> Result<Operand, LoadError> {
+        if self.eat('{') {
+            let mut items = Vec::new();
+            while !self.eat('}') {
+                items.push(self.operand(names)?);
+                self.eat(',');
+            }
+            return Ok(Operand::Vector(items));
+        }
+        if self.eat('[') {
+            let (base, mut offset) = match self.simple(names)? {
+                Operand::Address(base, offset) => (*base, offset),
+                base => (base, 0),
+            };
+            while !self.is_sym(']') {
+                if self.eat('+') {
+                    offset = offset.wrapping_add(self.int()? as i64);
+                } else if self.is_sym('-') {
+                    offset = offset.wrapping_add(self.int()? as i64);
+                } else {
+                    return self.error("an address is `[base + offset]`; anything more is not supported");
+                }
+            }
+            self.expect(']')?;
+            return Ok(Operand::Address(Box::new(base), offset));
+        }
+        if self.eat('!') {
+            let name = self.word()?;
+            return match names.register(&name) {
+                Some(r) => Ok(Operand::NotReg(r)),
+                None => self.error(format!("predicate `{name}` is not declared")),
+            };
+        }
+        let negative = self.eat('-');
+        Ok(match self.take()? {
+            Tok::Int(v) => Operand::Int(if negative { -v } else { v }),
+            Tok::F32(v) => Operand::F32(if negative { v ^ 0x8000_0000 } else { v }),
+            Tok::F64(v) => Operand::F64(v ^ (u64::from(negative) << 63)),
+            Tok::Word(w) if w == "_" => Operand::Sink,
+            Tok::Word(w) => match names.register(&w) {
+                Some(r) => Operand::Reg(r),
+                None => {
+                    // `name+4` outside brackets: a symbol's address with an offset.
+                    if self.is_sym('+') && matches!(self.peek_at(1), Some(Tok::Int(_))) {
+                        self.expect('+')?;
+                        let offset = self.int()? as i64;
+                        return Ok(Operand::Address(Box::new(Operand::Name(w)), offset));
+                    }
+                    Operand::Name(w)
+                }
+            },
+            other => return self.error(format!("{other:?} is not an operand")),
+        })
+    }
+}
+
+impl Entry {
+    /// The instruction a label stands before, looked up from the scope outwards.
+    pub(crate) fn label(&self, scope: u32, name: &str) -> Option<usize> {
+        let mut s = scope;
+        loop {
+            if let Some(l) = self.labels.iter().find(|l| l.0 == s && l.1 == name) {
+                return Some(l.2);
+            }
+            if s == 0 {
+                return None;
+            }
+            s = self.scopes[s as usize];
+        }
+    }
+
+    /// The class of a register.
+    pub(crate) fn class(&self, reg: u32) -> Class {
+        self.regs[reg as usize].class
+    }
+}
