@@ -75,7 +75,7 @@ mod sealed {
 }
 
 /// An element type of q, k, v, o and their gradients.
-pub trait Element: Pod + Send + Sync + sealed::Sealed + 'static {
+pub trait Element: Pod + Send + Sync + PartialEq + core::fmt::Debug + sealed::Sealed + 'static {
     /// Its run-time name.
     const DTYPE: Dtype;
     /// The type it accumulates in: f32, or f64 for f64.

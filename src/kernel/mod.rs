@@ -21,6 +21,8 @@ pub mod cpu;
 pub mod merge;
 #[cfg(feature = "std")]
 pub mod reference;
+#[cfg(feature = "std")]
+pub mod sinks;
 
 /// A run of rows of a `[tokens, heads, dim]` tensor, with the positions of its tokens.
 ///
@@ -372,4 +374,17 @@ pub struct Finish<'a> {
     pub sinks: RawTensor,
     /// The rows.
     pub rows: &'a [Range],
+}
+
+/// `dsink_h = −Σ_rows exp(sink_h − lse) · delta`.
+#[derive(Clone, Copy, Debug)]
+pub struct SinkGradient {
+    /// Final lse, with the sink, `[*, q heads, 1]`.
+    pub lse: RawTensor,
+    /// `rowsum(do ∘ o)`, of the type and shape of lse.
+    pub delta: RawTensor,
+    /// f32 `[1, q heads, 1]`.
+    pub sinks: RawTensor,
+    /// The result, `[1, q heads, 1]`, of lse's type.
+    pub dsinks: RawTensor,
 }

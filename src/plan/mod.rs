@@ -308,6 +308,20 @@ impl Plan {
         (k as u128, q as u128)
     }
 
+    /// Refuses a transport whose world is not the mesh's.
+    pub fn fits_world(&self, world: usize) -> Result<()> {
+        let mesh = self.mesh();
+        if mesh.world() != world {
+            return Err(Error::invalid(
+                "mesh",
+                format!("{mesh} = {} ranks", mesh.world()),
+                format!("the transport's world of {world}"),
+            )
+            .hint("more ranks than the mesh has are used by replicas: Mesh::explicit(world, ulysses, ring)"));
+        }
+        Ok(())
+    }
+
     /// One rank's operations.
     pub fn schedule(&self, rank: usize, direction: Direction) -> Result<Schedule> {
         if rank >= self.mesh().world() {

@@ -57,6 +57,11 @@ impl Expansion {
         self.sources.reserve(schedule.sources.len().max(4 * runs));
     }
 
+    /// The most messages, blocks and sources of any one operation.
+    pub fn capacity(&self) -> (usize, usize, usize) {
+        (self.messages.capacity(), self.blocks.capacity(), self.sources.capacity())
+    }
+
     /// Lists the messages of an exchange. Between two ranks both list them in the same order: tensor by tensor, run by
     /// run.
     pub fn messages(&mut self, schedule: &Schedule, op: usize) -> &[MessageView] {
