@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The caller's tensors, checked against the plan before anything is touched.
+
+use std::format;
+
+use super::host::Prepared;
+use crate::{
+    batch::Side,
+    element::Dtype,
+    error::{Error, Result},
+    kernel::RawTensor,
+    plan::Plan,
+    schedule::{Buf, Direction, Kind, Schedule, Tensor},
+    tensor::{disjoint, expect},
+};
+
+/// One tensor for each name; [`RawTensor::NONE`] where a direction has no use for one.
+///
+/// Forward reads q, k, v (and sinks) and writes o and lse. Backward reads q, k, v, o, lse, do (and sinks) and writes dq,
+/// dk, dv (and dsinks). Shapes are those of the rank's own tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct Bindings {
+    tensors: [RawTensor; Tensor::COUNT],
+}
+
+impl Default for Bindings {
+    fn default() -> Self {
+        Self { tensors: [RawTensor::NONE; Tensor::COUNT] }
+    }
+}
+
+/// Whether a direction uses a tensor, and writes it.
+fn role(tensor: Tensor, direction: Direction, sinks: bool) -> Option<bool> {
+    use Tensor::{DO, Dk, Dq, Dsinks, Dv, K, Lse, O, Q, Sinks, V};
+    let backward = direction == Direction::Backward;
+    match tensor {
+        Q | K | V => Some(false),
+        O | Lse => Some(!backward),
+        DO => backward.then_some(false),
+        Dq | Dk | Dv => backward.then_some(true),
+        Sinks => sinks.then_some(false),
+        Dsinks => (sinks && backward).then_some(true),
+    }
+}
+
+const ALL: [Tensor; Tensor::COUNT] = [
+    Tensor::Q,
+    Tensor::K,
+    Tensor::V,
+    Tensor::O,
+    Tensor::Lse,
+    Tensor::DO,
+    Tensor::Dq,
+    Tensor::Dk,
+    Tensor::Dv,
+    Tensor::Sinks,
+    Tensor::Dsinks,
+];
+
+impl Bindings {
+    /// Sets a tensor.
+    #[must_use]
+    pub fn with(mut self, tensor: Tensor, raw: RawTensor) -> Self {
+        self.tensors[tensor as usize] = raw;
+        self
+    }
+
+    /// The tensor of that name.
+    pub fn get(&self, tensor: Tensor) -> &RawTensor {
+        &self.tensors[tensor as usize]
+    }
+
+    pub(super) fn check(&self, plan: &Plan, prepared: &Prepared) -> Result<()> {
+        let (schedule, p) = (&prepared.schedule, plan.problem());
+        let direction = schedule.direction;
+        let mut list = [("", RawTensor::NONE, false); Tensor::COUNT];
+        for tensor in ALL {
+            let raw = self.get(tensor);
+            let Some(written) = role(tensor, direction, p.has_sinks()) else {
+                if tensor == Tensor::Sinks && !raw.is_none() {
+                    return Err(Error::invalid("sinks", "given", "none, since the problem has no sinks")
+                        .hint("plan it with Problem::sinks(true)"));
+                }
+                continue;
+            };
+            let (q, k) = (prepared.q_rows as usize, prepared.k_rows as usize);
+            let (d, dv) = (p.head_dim(), p.v_head_dim());
+            let (dtype, acc) = (p.dtype(), p.dtype().accumulator());
+            let (dtype, shape) = match tensor {
+                Tensor::Q | Tensor::Dq => (dtype, [q, p.heads(), d]),
+                Tensor::K | Tensor::Dk => (dtype, [k, p.kv_heads(), d]),
+                Tensor::V | Tensor::Dv => (dtype, [k, p.kv_heads(), dv]),
+                Tensor::O | Tensor::DO => (dtype, [q, p.heads(), dv]),
+                Tensor::Lse => (acc, [q, p.heads(), 1]),
+                Tensor::Sinks => (Dtype::F32, [1, p.heads(), 1]),
+                Tensor::Dsinks => (acc, [1, p.heads(), 1]),
+            };
+            expect(tensor.name(), raw, dtype, shape)?;
+            if prepared.sent.contains(&tensor) && !raw.is_compact() {
+                return Err(Error::invalid(
+                    format!("{}.token_stride", tensor.name()),
+                    format!("{} (head stride {})", raw.token_stride, raw.head_stride),
+                    format!("{} (head stride {}): it is sent as it lies", shape[1] * shape[2], shape[2]),
+                )
+                .hint("plan with Options::pack_inputs(true), which packs it first"));
+            }
+            list[tensor as usize] = (tensor.name(), *raw, written);
+        }
+        disjoint(&list)
+    }
+}
+
+/// The caller's tensors that are sent as they lie.
+pub(super) fn sent(schedule: &Schedule) -> std::vec::Vec<Tensor> {
+    let mut list = std::vec::Vec::new();
+    for op in &schedule.ops {
+        if let Kind::Fetch { carry, .. } = &op.kind {
+            for c in carry {
+                if let Buf::User(t) = c.own.buf
+                    && !list.contains(&t)
+                {
+                    list.push(t);
+                }
+            }
+        }
+    }
+    list
+}
+
+/// Rows of both sides that a rank brings.
+pub(super) fn rows(plan: &Plan, rank: usize) -> (u64, u64) {
+    (plan.local_tokens(Side::Q, rank) as u64, plan.local_tokens(Side::K, rank) as u64)
+}

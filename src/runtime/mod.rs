@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Runs schedules.
+//!
+//! A [`Rank`] lives long and runs many plans, one after another. It owns a transport, a thread for its communication
+//! lane, the workspace, and the schedules of the plans it has seen. Running a plan walks its list: the calling thread is
+//! the compute lane, the rank's own thread the communication lane, and each operation waits for at most one of the
+//! other lane. There is no barrier between steps and nothing is allocated once a plan is prepared.
+//!
+//! - [`front`]: the typed calls most users want, [`Rank::forward`] and [`Rank::backward`];
+//! - [`bind`]: the caller's tensors, checked before anything is touched;
+//! - [`lanes`]: the two lanes and how they wait for each other; [`host`]: one operation on the CPU.
+
+use std::{sync::Arc, vec::Vec};
+
+use crate::{
+    error::{Cause, Result},
+    kernel::cpu,
+    plan::Plan,
+    schedule::Direction,
+    transport::Transport,
+};
+
+mod bind;
+mod front;
+mod host;
+mod lanes;
+pub mod trace;
+mod workspace;
+
+pub use bind::Bindings;
+pub use front::{Backward, Forward};
+
+use host::{Memory, Prepared};
+use lanes::Lanes;
+use workspace::Workspace;
+
+/// How many schedules a rank remembers.
+const REMEMBERED: usize = 16;
+
+/// One rank: runs the plans that all ranks of its group run.
+///
+/// Dropping it means that the rank leaves; peers that still need it get an error. A rank is used by one thread at a
+/// time; only [`Rank::poll`] and the [`Handle`] are for others.
+pub struct Rank {
+    transport: Arc<dyn Transport>,
+    lanes: Lanes,
+    prepared: Vec<Prepared>,
+    scratch: cpu::Scratch,
+    workspace: Workspace,
+}
+
+/// Ends a run from another thread.
+#[derive(Clone)]
+pub struct Handle {
+    transport: Arc<dyn Transport>,
+}
+
+impl Handle {
+    /// Ends the run on every rank: each gets an error that says who aborted.
+    pub fn abort(&self) {
+        self.transport.abort(Cause::Aborted);
+    }
+
+    /// Whether anything has failed so far; never waits.
+    pub fn poll(&self) -> Result<()> {
+        self.transport.poll()
+    }
+}
+
+impl Rank {
+    /// A rank at one end of a transport of host memory, with one worker for its kernels.
+    pub fn new(transport: impl Transport + 'static) -> Self {
+        Self::with_workers(transport, 1)
+    }
+
+    /// A rank whose kernels spread over `workers` threads (with the feature `rayon`). Results do not depend on it.
+    pub fn with_workers(transport: impl Transport + 'static, workers: usize) -> Self {
+        let transport: Arc<dyn Transport> = Arc::new(transport);
+        Self {
+            lanes: Lanes::new(Arc::clone(&transport)),
+            transport,
+            prepared: Vec::with_capacity(REMEMBERED),
+            scratch: cpu::Scratch::new(workers),
+            workspace: Workspace::default(),
+        }
+    }
+
+    /// This rank's number.
+    pub fn rank(&self) -> usize {
+        self.transport.rank()
+    }
+
+    /// How many ranks there are.
+    pub fn world(&self) -> usize {
+        self.transport.world()
+    }
+
+    /// Whether anything has failed so far; never waits.
+    pub fn poll(&self) -> Result<()> {
+        self.transport.poll()
+    }
+
+    /// For other threads.
+    pub fn handle(&self) -> Handle {
+        Handle { transport: Arc::clone(&self.transport) }
+    }
+
+    /// Starts to record what each lane does, for at most `capacity` operations from now on; 0 stops. Times count from
+    /// `epoch`, which ranks should share.
+    pub fn record(&mut self, epoch: std::time::Instant, capacity: usize) {
+        self.lanes.record(epoch, capacity);
+    }
+
+    /// What was recorded since the last call, in the order in which operations ended within each lane.
+    pub fn events(&mut self) -> Vec<trace::Event> {
+        self.lanes.events()
+    }
+
+    /// Bytes of workspace that running `plan` in `direction` takes on this rank, the kernels' tiles aside.
+    pub fn workspace_bytes(&mut self, plan: &Plan, direction: Direction) -> Result<u64> {
+        self.prepare(plan, direction).map(|i| self.prepared[i].schedule.workspace)
+    }
+
+    /// Lends the rank memory to work in, instead of memory of its own.
+    ///
+    /// # Safety
+    /// The `bytes` at `ptr` must stay valid and untouched by others until another workspace is lent or the rank is
+    /// dropped.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) if `ptr` is not a multiple of
+    /// [`ALIGNMENT`](crate::schedule::ALIGNMENT).
+    pub unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
+        self.workspace = Workspace::lent(ptr, bytes)?;
+        Ok(())
+    }
+
+    /// Does all that may allocate: writes the schedules, grows the workspace and the kernels' tiles. Optional; the first
+    /// run of a plan does it otherwise.
+    pub fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<usize> {
+        if let Some(i) = self.prepared.iter().position(|p| p.direction() == direction && p.plan == *plan) {
+            return Ok(i);
+        }
+        plan.fits_world(self.world())?;
+        let prepared = Prepared::new(plan, self.rank(), direction)?;
+        self.scratch.reserve(&prepared.dims());
+        if self.prepared.len() == REMEMBERED {
+            self.prepared.remove(0);
+        }
+        self.prepared.push(prepared);
+        Ok(self.prepared.len() - 1)
+    }
+
+    /// Runs a plan on tensors given without their types.
+    ///
+    /// All ranks of the group must call it with equal plans in the same order; that they do is checked before anything
+    /// moves.
+    ///
+    /// # Errors
+    /// A tensor that does not fit the plan or shares memory with another that is written; ranks that planned different
+    /// things; a peer that failed. After an error of a peer the transport stays failed: make new ranks.
+    ///
+    /// # Safety
+    /// The tensors describe memory that is valid for reads (inputs) or writes (outputs) and used by nobody else during
+    /// the call.
+    pub unsafe fn run(&mut self, plan: &Plan, direction: Direction, tensors: &Bindings) -> Result<()> {
+        let at = self.prepare(plan, direction)?;
+        let prepared = &mut self.prepared[at];
+        tensors.check(plan, prepared)?;
+        self.workspace.reserve(prepared.schedule.workspace)?;
+        let group = prepared.schedule.group.clone();
+        if group.len() > 1 {
+            let salt = if direction == Direction::Forward { 0 } else { 0x9e37_79b9_7f4a_7c15 };
+            self.transport.agree(group, plan.fingerprint() ^ salt)?;
+        }
+        let memory = Memory { tensors: *tensors, workspace: self.workspace.ptr() };
+        // SAFETY: the caller's tensors fit the plan (checked) and are valid (promised); the workspace is large enough.
+        unsafe { self.lanes.run(prepared, &memory, &mut self.scratch) }
+    }
+}
