@@ -1,2 +1,189 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The CPU kernels.
+//!
+//! Five functions, one for each structure of [`crate::kernel`]. Each checks what it is given (shapes, types, rows
+//! against tensors) and answers with a typed error before it touches memory; none allocates unless it refuses; all
+//! sums are in the accumulator's type. They are unsafe because a [`crate::kernel::RawTensor`] is an address: that it is valid, and
+//! nobody else's while the call runs, is the caller's promise.
+//!
+//! ```text
+//! forward    a unit is a block of q rows with a kv head; keys stream by in tiles of 128
+//! queries    the same for dq
+//! keys       a unit is a document with a kv head; tiles of keys outside, rows inside: dk, dv, and dq on the way
+//! tile       keys as a stream, rows as lanes of vectors, scores and masks
+//! gemm       the one matrix product; simd, x86: the vectors it is written over
+//! transform  copies, casts, ordered sums, delta, rows that no pair covers
+//! ```
+//!
+//! Results have the same bits for any number of workers. Between machines they may differ: an instruction set with
+//! fused multiply-adds rounds less often than one without.
+
+mod backward;
+mod check;
+mod forward;
+mod gemm;
+mod keys;
+mod queries;
+mod scratch;
+mod simd;
+mod tile;
+mod transform;
+mod workers;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+pub use scratch::{Dims, Scratch};
+
+use crate::element::{Accumulator, Dtype, Element};
+use crate::error::{Error, Result};
+use crate::kernel::{Attend, AttendBackward, Delta, Finish, Gradients, Transform};
+use core::marker::PhantomData;
+use half::{bf16, f16};
+use scratch::Line;
+use simd::Real;
+
+/// Runs `$f::<E>($($arg),*)` with the element type of `$dtype`.
+macro_rules! by_dtype {
+    ($dtype:expr, $f:ident($($arg:expr),*)) => {
+        match $dtype {
+            Dtype::F16 => $f::<f16>($($arg),*),
+            Dtype::Bf16 => $f::<bf16>($($arg),*),
+            Dtype::F32 => $f::<f32>($($arg),*),
+            Dtype::F64 => $f::<f64>($($arg),*),
+        }
+    };
+}
+
+/// Forward attention: see [`Attend`] for the tensors, and [`crate::kernel::Mode`] for what becomes of a row.
+///
+/// # Errors
+/// [`Error::Invalid`] when shapes, types, ranges or the scratch contradict each other; nothing was touched then.
+///
+/// # Safety
+/// Rows of the ranges are valid in every tensor of the call: for reads in q, k, v, slopes and sinks, for writes too in
+/// running, o and lse, which overlap nothing but each other where [`Attend::running`] allows it, and which nobody else
+/// accesses meanwhile. Addresses are aligned to their type. Rows of q ranges do not overlap.
+pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
+    let dims = check::attend(call)?;
+    let lines = memory(scratch, &dims)?;
+    // SAFETY: checked above; the rest is the caller's promise.
+    unsafe { by_dtype!(call.q.dtype, forward(call, lines, &dims)) };
+    Ok(())
+}
+
+/// # Safety
+/// As [`attend`], checked, with elements `E`.
+unsafe fn forward<E: Element<Acc: Real>>(call: &Attend, lines: &mut [Line], dims: &Dims) {
+    let job = forward::Forward::<E> { call, element: PhantomData };
+    // SAFETY: the caller's promise is passed on.
+    unsafe { workers::run(&job, lines, Scratch::worker_lines(dims)) };
+}
+
+/// Backward attention: see [`AttendBackward`].
+///
+/// With [`AttendBackward::aligned`], queries and keys are two passes even when all gradients are wanted.
+///
+/// # Errors
+/// As [`attend`].
+///
+/// # Safety
+/// As [`attend`], with dq, dk and dv in the place of o.
+pub unsafe fn attend_backward(call: &AttendBackward, scratch: &mut Scratch) -> Result<()> {
+    let dims = check::backward(call)?;
+    let lines = memory(scratch, &dims)?;
+    // SAFETY: checked above; the rest is the caller's promise.
+    unsafe { by_dtype!(call.q.dtype, gradients(call, lines, &dims)) };
+    Ok(())
+}
+
+/// # Safety
+/// As [`attend_backward`], checked, with elements `E`.
+unsafe fn gradients<E: Element<Acc: Real>>(call: &AttendBackward, lines: &mut [Line], dims: &Dims) {
+    let each = Scratch::worker_lines(dims);
+    let together = call.gradients == Gradients::All && !call.aligned;
+    if call.gradients != Gradients::Keys && !together {
+        // SAFETY: the caller's promise is passed on, here and below.
+        unsafe { workers::run(&queries::Queries::<E> { call, element: PhantomData }, lines, each) };
+    }
+    if together {
+        for q in call.ranges.q.iter().filter(|q| !q.mode.continues()) {
+            for i in 0..i64::from(q.range.len) {
+                for h in 0..call.q.heads {
+                    // SAFETY: rows and heads are within dq (checked).
+                    let row = unsafe {
+                        let row = tile::at::<E::Acc>(&call.dq, q.range.row + i, h);
+                        core::slice::from_raw_parts_mut(row, call.q.dim as usize)
+                    };
+                    row.fill(E::Acc::ZERO);
+                }
+            }
+        }
+    }
+    if call.gradients != Gradients::Queries {
+        let job = keys::Keys::<E> { call, queries: together, element: PhantomData };
+        // SAFETY: as above.
+        unsafe { workers::run(&job, lines, each) };
+    }
+}
+
+/// Copies, casts and ordered sums: see [`Transform`] and [`crate::kernel::Block`]. Sums with an f64 operand are kept
+/// in f64, others in f32.
+///
+/// # Errors
+/// [`Error::Invalid`] when a source has another shape than its block, or is not in the list; nothing was touched then.
+///
+/// # Safety
+/// Sources are valid for reads, blocks for writes; blocks overlap no other block and no source, but for a first source
+/// that is the block itself.
+pub unsafe fn transform(call: &Transform) -> Result<()> {
+    transform::check_transform(call)?;
+    // SAFETY: checked above; the rest is the caller's promise.
+    unsafe { transform::transform(call) };
+    Ok(())
+}
+
+/// Row sums before the backward: see [`Delta`].
+///
+/// # Errors
+/// [`Error::Invalid`] when shapes or types differ; nothing was touched then.
+///
+/// # Safety
+/// o and d_o are valid for reads, delta for writes, and delta overlaps neither.
+pub unsafe fn delta(call: &Delta) -> Result<()> {
+    transform::check_delta(call)?;
+    // SAFETY: checked above; the rest is the caller's promise.
+    unsafe { by_dtype!(call.o.dtype, row_sums(call)) };
+    Ok(())
+}
+
+use transform::delta as row_sums;
+
+/// Rows that no pair covers: see [`Finish`].
+///
+/// # Errors
+/// [`Error::Invalid`] when shapes or types differ or a row does not exist; nothing was touched then.
+///
+/// # Safety
+/// The rows of o and lse are valid for writes, sinks for reads; nobody else accesses them meanwhile.
+pub unsafe fn finish(call: &Finish) -> Result<()> {
+    transform::check_finish(call)?;
+    // SAFETY: checked above; the rest is the caller's promise.
+    unsafe { by_dtype!(call.o.dtype, empty_rows(call)) };
+    Ok(())
+}
+
+use transform::finish as empty_rows;
+
+/// The scratch's memory, if it was reserved for these dims.
+fn memory<'a>(scratch: &'a mut Scratch, dims: &Dims) -> Result<&'a mut [Line]> {
+    let workers = scratch.workers();
+    match scratch.lines(dims) {
+        Some(lines) => Ok(lines),
+        None => Err(Error::invalid(
+            "scratch",
+            "smaller",
+            alloc::format!("{} bytes for {dims:?}", Scratch::bytes(workers, dims)),
+        )
+        .hint("call Scratch::reserve with the largest dims first")),
+    }
+}

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What both backward passes share: from scores and `do·v` to p and ds, and the choice of passes.
+//!
+//! `p = exp(s − lse)`, `ds = p · (do·v − delta)`, times the derivative of the softcap and the scale (Dao et al.,
+//! FlashAttention, 2022). The queries' pass has rows outside and keys inside and owns dq; the keys' pass has keys
+//! outside and rows inside and owns dk and dv. When all three are wanted the keys' pass adds to dq on its way, which
+//! saves the scores of a second pass, except in aligned calls: their order has to be that of the separate passes.
+//!
+//! Sums over a long document are kept in two stages, a run of at most [`FLUSH`] positions and the total, so that their
+//! rounding error grows with the square root of the run and not of the document. Runs end at positions that are
+//! multiples of [`FLUSH`] when the call is aligned.
+
+use super::simd::{Real, Vector};
+use super::tile::{Lanes, Scoring};
+use crate::element::Accumulator;
+
+/// Positions (or rows, where a call is not aligned) in the first stage of a sum; a multiple of a tile's keys.
+pub(super) const FLUSH: i64 = 512;
+
+/// When the first stage of a sum is added to the total.
+pub(super) struct Flush {
+    aligned: bool,
+    /// Aligned: which multiple of [`FLUSH`] the run belongs to. Otherwise: rows in it.
+    run: Option<i64>,
+}
+
+impl Flush {
+    pub(super) fn new(aligned: bool) -> Self {
+        Self { aligned, run: None }
+    }
+
+    /// Whether to flush before adding `count` rows from position `pos` on.
+    #[inline(always)]
+    pub(super) fn before(&mut self, pos: i64, count: usize) -> bool {
+        let old = self.run;
+        if self.aligned {
+            self.run = Some(pos.div_euclid(FLUSH));
+            old.is_some() && old != self.run
+        } else {
+            let run = old.unwrap_or(0);
+            let flush = run >= FLUSH;
+            self.run = Some(if flush { 0 } else { run } + count as i64);
+            flush
+        }
+    }
+}
+
+/// `total += part; part = 0`.
+#[inline(always)]
+pub(super) fn flush<A: Real>(total: &mut [A], part: &mut [A]) {
+    for (t, p) in total.iter_mut().zip(part) {
+        *t = *t + *p;
+        *p = A::ZERO;
+    }
+}
+
+/// One vector of lanes against all keys of a tile, in place: `s` from products to p, `dp` from `do·v` to ds.
+///
+/// # Safety
+/// The instruction set is present; `s` and `dp` are `[keys, ≥ W]`, `ld` apart; `lse` and `delta` are of W.
+#[inline(always)]
+pub(super) unsafe fn gradients<V: Vector>(
+    scoring: &Scoring<V::T>,
+    lanes: &Lanes<V::T>,
+    lane: usize,
+    keys: &[V::T],
+    valid: impl Fn(usize) -> bool,
+    masked: bool,
+    s: *mut V::T,
+    dp: *mut V::T,
+    ld: usize,
+    lse: *const V::T,
+    delta: *const V::T,
+) {
+    // SAFETY: `j < keys.len()`; the rest is the caller's promise.
+    unsafe {
+        let zero = V::splat(V::T::ZERO);
+        let tiny = V::splat(V::T::TINY);
+        let (lse, delta) = (V::load(lse), V::load(delta));
+        for (j, &key) in keys.iter().enumerate() {
+            let (s, dp) = (s.add(j * ld), dp.add(j * ld));
+            if !valid(j) {
+                zero.store(s);
+                zero.store(dp);
+                continue;
+            }
+            let (score, slope) = scoring.apply(V::load(s), lanes, lane, key, masked);
+            let p = score.sub(lse).exp();
+            let ds = p.mul(V::load(dp).sub(delta)).mul(slope).mul(V::splat(scoring.scale));
+            p.store(s);
+            // p of 0 is a key without a say: what it holds must not come in by 0 · NaN.
+            V::gt(tiny, p, zero, ds).store(dp);
+        }
+    }
+}
+
+/// The lse that makes every p of a row 0: where nothing was attended to, and in lanes that only fill up.
+#[inline(always)]
+pub(super) fn no_row<A: Real>(lse: &mut [A]) {
+    for x in lse {
+        if *x == A::NEG_INFINITY {
+            *x = -A::NEG_INFINITY;
+        }
+    }
+}

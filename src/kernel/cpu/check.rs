@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a call is checked for before it touches memory. Nothing here allocates unless it refuses.
+
+use super::scratch::Dims;
+use crate::element::Dtype;
+use crate::error::{Error, Result};
+use crate::kernel::{Attend, AttendBackward, Gradients, HeadMap, Range, Ranges, RawTensor, Score};
+use alloc::format;
+
+/// An optional shape: tokens are the range check's business, so heads, dim and dtype.
+pub(super) fn tensor(name: &'static str, t: &RawTensor, heads: u32, dim: u32, dtype: Dtype) -> Result<()> {
+    if t.heads != heads {
+        return Err(Error::invalid(format!("{name}.heads"), t.heads, heads));
+    }
+    if t.dim != dim {
+        return Err(Error::invalid(format!("{name}.dim"), t.dim, dim));
+    }
+    if t.dtype != dtype {
+        return Err(Error::invalid(format!("{name}.dtype"), t.dtype, dtype));
+    }
+    Ok(())
+}
+
+/// Rows of a range lie within `t`, which has memory.
+fn rows(name: &'static str, t: &RawTensor, argument: &'static str, i: usize, range: &Range) -> Result<()> {
+    if range.len == 0 {
+        return Ok(());
+    }
+    if t.is_none() && t.dim > 0 {
+        return Err(Error::invalid(name, "none", format!("a tensor: {argument}[{i}] needs it")));
+    }
+    let end = range.row.checked_add(i64::from(range.len));
+    if range.row < 0 || end.is_none_or(|end| end as u64 > t.tokens) {
+        return Err(Error::invalid(
+            format!("{argument}[{i}].row"),
+            format!("{} with len {}", range.row, range.len),
+            format!("rows of {name}, which has {}", t.tokens),
+        ));
+    }
+    Ok(())
+}
+
+/// A range by itself.
+fn range(argument: &'static str, i: usize, r: &Range) -> Result<()> {
+    if r.block == 0 || r.period < r.block {
+        return Err(Error::invalid(
+            format!("{argument}[{i}]"),
+            format!("block {} and period {}", r.block, r.period),
+            "1 <= block <= period",
+        ));
+    }
+    Ok(())
+}
+
+fn score(s: &Score) -> Result<()> {
+    if !s.scale.is_finite() {
+        return Err(Error::invalid("scale", s.scale, "a finite number"));
+    }
+    if !(s.softcap >= 0.0 && s.softcap.is_finite()) {
+        return Err(Error::invalid("softcap", s.softcap, "a finite number above 0, or 0 for none"));
+    }
+    Ok(())
+}
+
+fn heads(map: &HeadMap, q: u32, kv: u32) -> Result<()> {
+    if map.group == 0 {
+        return Err(Error::invalid("heads.group", 0, "at least 1"));
+    }
+    let last = |h: u64| (u64::from(map.q_offset) + h) / u64::from(map.group);
+    let (first, end) = (last(0), last(u64::from(q).saturating_sub(1)) + 1);
+    let (have, have_end) = (u64::from(map.kv_offset), u64::from(map.kv_offset) + u64::from(kv));
+    if q > 0 && (first < have || end > have_end) {
+        return Err(Error::invalid(
+            "k.heads",
+            format!("kv heads {have}..{have_end}"),
+            format!("to hold {first}..{end}"),
+        )
+        .hint("q head h of the call reads kv head (q_offset + h) / group"));
+    }
+    Ok(())
+}
+
+pub(super) fn per_head(name: &'static str, t: &RawTensor, heads: u32) -> Result<()> {
+    if t.is_none() { Ok(()) } else { tensor(name, t, heads, 1, Dtype::F32) }
+}
+
+fn ranges(r: &Ranges, k: &RawTensor, v: &RawTensor) -> Result<()> {
+    for (i, x) in r.k.iter().enumerate() {
+        range("ranges.k", i, x)?;
+        rows("k", k, "ranges.k", i, x)?;
+        rows("v", v, "ranges.k", i, x)?;
+    }
+    for (i, x) in r.q.iter().enumerate() {
+        range("ranges.q", i, &x.range)?;
+        let (begin, end) = (x.keys_begin as usize, x.keys_end as usize);
+        let Some(pairs) = r.pairs.get(begin..end) else {
+            return Err(Error::invalid(
+                format!("ranges.q[{i}].keys"),
+                format!("{begin}..{end}"),
+                format!("entries of pairs, which has {}", r.pairs.len()),
+            ));
+        };
+        for &p in pairs {
+            match r.k.get(p as usize) {
+                None => {
+                    let have = format!("an index of ranges.k, which has {}", r.k.len());
+                    return Err(Error::invalid(format!("ranges.pairs of q range {i}"), p, have));
+                }
+                Some(key) if key.doc != x.range.doc => {
+                    return Err(Error::invalid(
+                        format!("ranges.k[{p}].doc"),
+                        key.doc,
+                        format!("{}, the document of q range {i}", x.range.doc),
+                    ));
+                }
+                Some(_) => {}
+            }
+        }
+    }
+    Ok(())
+}
+
+fn qkv(q: &RawTensor, k: &RawTensor, v: &RawTensor, map: &HeadMap) -> Result<Dims> {
+    if q.dim == 0 {
+        return Err(Error::invalid("q.dim", 0, "at least 1"));
+    }
+    if v.dim == 0 {
+        return Err(Error::invalid("v.dim", 0, "at least 1"));
+    }
+    tensor("k", k, k.heads, q.dim, q.dtype)?;
+    tensor("v", v, k.heads, v.dim, q.dtype)?;
+    heads(map, q.heads, k.heads)?;
+    Ok(Dims { head_dim: q.dim, value_dim: v.dim, dtype: q.dtype })
+}
+
+pub(super) fn attend(c: &Attend) -> Result<Dims> {
+    let dims = qkv(&c.q, &c.k, &c.v, &c.heads)?;
+    let acc = c.q.dtype.accumulator();
+    score(&c.score)?;
+    per_head("slopes", &c.slopes, c.q.heads)?;
+    per_head("sinks", &c.sinks, c.q.heads)?;
+    tensor("lse", &c.lse, c.q.heads, 1, acc)?;
+    if !c.running.is_none() {
+        tensor("running", &c.running, c.q.heads, c.v.dim, acc)?;
+    }
+    if !c.o.is_none() {
+        tensor("o", &c.o, c.q.heads, c.v.dim, c.q.dtype)?;
+    }
+    ranges(&c.ranges, &c.k, &c.v)?;
+    for (i, x) in c.ranges.q.iter().enumerate() {
+        rows("q", &c.q, "ranges.q", i, &x.range)?;
+        rows("lse", &c.lse, "ranges.q", i, &x.range)?;
+        if x.mode.continues() || !x.mode.finishes() {
+            needed("running", &c.running, c.v.dim, i, &x.range)?;
+        }
+        if x.mode.finishes() {
+            needed("o", &c.o, c.v.dim, i, &x.range)?;
+        }
+    }
+    Ok(dims)
+}
+
+/// A tensor that is optional until a range needs it.
+fn needed(name: &'static str, t: &RawTensor, dim: u32, i: usize, range: &Range) -> Result<()> {
+    if range.len > 0 && t.is_none() {
+        return Err(Error::invalid(name, "none", format!("a tensor of dim {dim}: the mode of ranges.q[{i}] needs it")));
+    }
+    rows(name, t, "ranges.q", i, range)
+}
+
+pub(super) fn backward(c: &AttendBackward) -> Result<Dims> {
+    let dims = qkv(&c.q, &c.k, &c.v, &c.heads)?;
+    let acc = c.q.dtype.accumulator();
+    score(&c.score)?;
+    per_head("slopes", &c.slopes, c.q.heads)?;
+    tensor("d_o", &c.d_o, c.q.heads, c.v.dim, c.q.dtype)?;
+    tensor("lse", &c.lse, c.q.heads, 1, acc)?;
+    tensor("delta", &c.delta, c.q.heads, 1, acc)?;
+    ranges(&c.ranges, &c.k, &c.v)?;
+    for (i, x) in c.ranges.q.iter().enumerate() {
+        for (name, t) in [("q", &c.q), ("d_o", &c.d_o), ("lse", &c.lse), ("delta", &c.delta)] {
+            rows(name, t, "ranges.q", i, &x.range)?;
+        }
+    }
+    if c.gradients != Gradients::Keys {
+        tensor("dq", &c.dq, c.q.heads, c.q.dim, acc)?;
+        for (i, x) in c.ranges.q.iter().enumerate() {
+            rows("dq", &c.dq, "ranges.q", i, &x.range)?;
+        }
+    }
+    if c.gradients != Gradients::Queries {
+        let heads = if c.per_q_head { c.q.heads } else { c.k.heads };
+        tensor("dk", &c.dk, heads, c.q.dim, acc)?;
+        tensor("dv", &c.dv, heads, c.v.dim, acc)?;
+        for (i, x) in c.ranges.k.iter().enumerate() {
+            rows("dk", &c.dk, "ranges.k", i, x)?;
+            rows("dv", &c.dv, "ranges.k", i, x)?;
+        }
+    }
+    Ok(dims)
+}
+
+/// Equal tokens, heads and dim.
+pub(super) fn same_shape(name: impl Fn() -> alloc::string::String, t: &RawTensor, of: &RawTensor) -> Result<()> {
+    if (t.tokens, t.heads, t.dim) == (of.tokens, of.heads, of.dim) {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        name(),
+        format!("[{}, {}, {}]", t.tokens, t.heads, t.dim),
+        format!("[{}, {}, {}]", of.tokens, of.heads, of.dim),
+    ))
+}
+
+pub(super) fn finish_rows(t: &RawTensor, name: &'static str, r: &[Range]) -> Result<()> {
+    for (i, x) in r.iter().enumerate() {
+        rows(name, t, "rows", i, x)?;
+    }
+    Ok(())
+}

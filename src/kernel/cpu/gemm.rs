@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The one matrix product of the kernels: `C = A·B`, `C += A·B`, or `C = C·diag(f) + A·B`, on tiles that fit the cache.
+//!
+//! A is read element by element (broadcast), so it may lie either way round; B and C are rows of vectors. Every
+//! element of C is one chain of multiply-adds in the order of k: its bits
+//! depend on its own row and column alone, not on where it lies in a register block. The reproducible mode rests on
+//! that.
+//!
+//! `0 · NaN` is NaN, but a masked key must not reach a row, whatever it holds. Tiles with a non-finite number therefore
+//! go through a scalar path which leaves out products with a probability of exactly 0.
+
+use super::simd::{Real, Vector};
+use crate::element::Accumulator;
+
+/// What becomes of the product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Store {
+    /// `C = A·B`.
+    Set,
+    /// `C = C + A·B`, the product summed by itself.
+    Add,
+    /// `C = C + A·B` with C as the start of the chain: any cut of k gives the same bits.
+    Chain,
+    /// `C = C · factor[column] + A·B`.
+    Scale,
+}
+
+/// Which operand holds probabilities: products with a 0 there are left out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Skip {
+    /// All numbers are finite: nothing has to be left out.
+    None,
+    /// Where A is 0.
+    A,
+    /// Where B is 0.
+    B,
+}
+
+/// A product of `[m, kk]` by `[kk, n]`.
+#[derive(Clone, Copy)]
+pub(super) struct Gemm<T> {
+    pub m: usize,
+    /// A multiple of the vector's lanes.
+    pub n: usize,
+    pub kk: usize,
+    pub a: *const T,
+    /// From one row of A to the next.
+    pub a_row: usize,
+    /// From one column of A to the next.
+    pub a_col: usize,
+    pub b: *const T,
+    pub ldb: usize,
+    pub c: *mut T,
+    pub ldc: usize,
+    pub store: Store,
+    /// `n` factors for [`Store::Scale`].
+    pub factor: *const T,
+    pub skip: Skip,
+}
+
+/// # Safety
+/// The instruction set of `V` is present; A, B, C and (for `Scale`) `factor` are valid for the sizes given, and C
+/// overlaps none of the others.
+#[inline(always)]
+pub(super) unsafe fn gemm<V: Vector>(g: &Gemm<V::T>) {
+    // SAFETY: every block lies within the m by n that the caller vouches for.
+    unsafe {
+        if g.skip != Skip::None {
+            return careful::<V>(g);
+        }
+        let mut n = 0;
+        while n + 2 * V::W <= g.n {
+            column::<V, 2>(g, n);
+            n += 2 * V::W;
+        }
+        if n < g.n {
+            column::<V, 1>(g, n);
+        }
+    }
+}
+
+/// One column of blocks, `N` vectors wide.
+///
+/// # Safety
+/// As [`gemm`]; `n + N · W ≤ g.n`.
+#[inline(always)]
+unsafe fn column<V: Vector, const N: usize>(g: &Gemm<V::T>, n: usize) {
+    let mut r = 0;
+    // SAFETY: rows `r..r + block` are below m.
+    unsafe {
+        while r + V::MR <= g.m {
+            match V::MR {
+                8 => block::<V, 8, N>(g, r, n),
+                6 => block::<V, 6, N>(g, r, n),
+                _ => block::<V, 4, N>(g, r, n),
+            }
+            r += if V::MR == 8 || V::MR == 6 { V::MR } else { 4 };
+        }
+        if r + 4 <= g.m {
+            block::<V, 4, N>(g, r, n);
+            r += 4;
+        }
+        while r < g.m {
+            block::<V, 1, N>(g, r, n);
+            r += 1;
+        }
+    }
+}
+
+/// `R` rows of `N` vectors, kept in registers over all of k.
+///
+/// # Safety
+/// As [`gemm`]; the block lies within C.
+#[inline(always)]
+unsafe fn block<V: Vector, const R: usize, const N: usize>(g: &Gemm<V::T>, r0: usize, n0: usize) {
+    // SAFETY: `r0 + R ≤ m`, `n0 + N·W ≤ n`, `k < kk`, which the caller vouches for.
+    unsafe {
+        let mut acc = [[V::splat(V::T::ZERO); N]; R];
+        let a = g.a.add(r0 * g.a_row);
+        let b = g.b.add(n0);
+        if g.store == Store::Chain {
+            let mut r = 0;
+            while r < R {
+                let mut n = 0;
+                while n < N {
+                    acc[r][n] = V::load(g.c.add((r0 + r) * g.ldc + n0 + n * V::W));
+                    n += 1;
+                }
+                r += 1;
+            }
+        }
+        let mut k = 0;
+        while k < g.kk {
+            let mut bs = [V::splat(V::T::ZERO); N];
+            let mut n = 0;
+            while n < N {
+                bs[n] = V::load(b.add(k * g.ldb + n * V::W));
+                n += 1;
+            }
+            let mut r = 0;
+            while r < R {
+                let x = V::splat(*a.add(r * g.a_row + k * g.a_col));
+                let mut n = 0;
+                while n < N {
+                    acc[r][n] = x.fma(bs[n], acc[r][n]);
+                    n += 1;
+                }
+                r += 1;
+            }
+            k += 1;
+        }
+        let mut r = 0;
+        while r < R {
+            let mut n = 0;
+            while n < N {
+                let c = g.c.add((r0 + r) * g.ldc + n0 + n * V::W);
+                match g.store {
+                    Store::Set | Store::Chain => acc[r][n].store(c),
+                    Store::Add => V::load(c).add(acc[r][n]).store(c),
+                    Store::Scale => V::load(c).fma(V::load(g.factor.add(n0 + n * V::W)), acc[r][n]).store(c),
+                }
+                n += 1;
+            }
+            r += 1;
+        }
+    }
+}
+
+/// The same chains, one row of one vector at a time, without the products that `skip` leaves out.
+///
+/// # Safety
+/// As [`gemm`].
+#[inline(always)]
+unsafe fn careful<V: Vector>(g: &Gemm<V::T>) {
+    // SAFETY: indices are below m, n and kk; `factor` holds n elements when it is asked for.
+    unsafe {
+        let zero = V::splat(V::T::ZERO);
+        let mut n = 0;
+        while n < g.n {
+            for r in 0..g.m {
+                let c = g.c.add(r * g.ldc + n);
+                let mut acc = if g.store == Store::Chain { V::load(c) } else { zero };
+                for k in 0..g.kk {
+                    let a = *g.a.add(r * g.a_row + k * g.a_col);
+                    if g.skip == Skip::A && a == V::T::ZERO {
+                        continue;
+                    }
+                    let b = V::load(g.b.add(k * g.ldb + n));
+                    let next = V::splat(a).fma(b, acc);
+                    // |b| below the smallest number there is: zero. A NaN is not, and goes through.
+                    let negative = zero.sub(b);
+                    let size = V::gt(negative, zero, negative, b);
+                    acc = if g.skip == Skip::B { V::gt(V::splat(V::T::TINY), size, acc, next) } else { next };
+                }
+                match g.store {
+                    Store::Set | Store::Chain => acc.store(c),
+                    Store::Add => V::load(c).add(acc).store(c),
+                    Store::Scale => V::load(c).fma(V::load(g.factor.add(n)), acc).store(c),
+                }
+            }
+            n += V::W;
+        }
+    }
+}

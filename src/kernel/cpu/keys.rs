@@ -1,0 +1,350 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The backward pass of keys: keys outside, rows inside, dk and dv (and dq on the way).
+//!
+//! A unit is a document with one kv head: whoever reads its keys is a row of the same unit, so dq can be added to
+//! without races. Per tile of keys, and q head after q head, the q ranges pass by in the order of the call:
+//! `dV += Pᵀ·dO`, `dK += dSᵀ·Q`, each element one chain over the rows in that order, which no cut of the rows changes.
+
+use super::backward::{FLUSH, Flush, flush, gradients, no_row};
+use super::forward::readers;
+use super::gemm::{Gemm, Skip, Store};
+use super::scratch::{Arena, KEYS, LANES_BACK, Line, vectors};
+use super::simd::{Real, Vector};
+use super::tile::{Cover, KeyTile, Lanes, Scoring, Stream, any_non_finite, at, product, rows_before};
+use super::workers::Job;
+use crate::element::{Accumulator, Element};
+use crate::kernel::{AttendBackward, QRange, Range};
+use core::marker::PhantomData;
+use core::sync::atomic::{AtomicUsize, Ordering};
+
+/// The keys' pass of a call on elements `E`.
+pub(super) struct Keys<'a, E> {
+    pub call: &'a AttendBackward<'a>,
+    /// Add to dq as well, which holds a value in every row.
+    pub queries: bool,
+    pub element: PhantomData<E>,
+}
+
+struct Tiles<'a, A> {
+    lanes: Lanes<'a, A>,
+    keys: KeyTile<'a, A>,
+    /// Whether the q range in hand reads each key.
+    valid: &'a mut [u32],
+    /// `[head_dim][lanes]`, `[lanes][head_dim padded]`.
+    qt: &'a mut [A],
+    q: &'a mut [A],
+    /// `[value_dim][lanes]`, `[lanes][value_dim padded]`.
+    d_ot: &'a mut [A],
+    d_o: &'a mut [A],
+    /// `[lanes][head_dim padded]`.
+    dq: &'a mut [A],
+    /// `[key][lanes]`.
+    s: &'a mut [A],
+    dp: &'a mut [A],
+    /// `[key][dim padded]`: the run in hand, and the total.
+    dk_part: &'a mut [A],
+    dk: &'a mut [A],
+    dv_part: &'a mut [A],
+    dv: &'a mut [A],
+    lse: &'a mut [A],
+    delta: &'a mut [A],
+    row: &'a mut [A],
+}
+
+/// Walks the units: k ranges that are the first of their document, times kv heads.
+struct Documents<'a> {
+    k: &'a [Range],
+    kv_heads: usize,
+    sorted: bool,
+    at: usize,
+    base: usize,
+}
+
+impl Documents<'_> {
+    /// The first k range of a document, and a kv head.
+    fn next(&mut self, counter: &AtomicUsize) -> Option<(usize, u32)> {
+        let unit = counter.fetch_add(1, Ordering::Relaxed);
+        while let Some(range) = self.k.get(self.at) {
+            let before = &self.k[..self.at];
+            let seen = match before.last() {
+                Some(last) if last.doc == range.doc => true,
+                _ => !self.sorted && before.iter().any(|r| r.doc == range.doc),
+            };
+            if !seen {
+                if unit < self.base + self.kv_heads {
+                    return Some((self.at, (unit - self.base) as u32));
+                }
+                self.base += self.kv_heads;
+            }
+            self.at += 1;
+        }
+        None
+    }
+}
+
+impl<E: Element<Acc: Real>> Job for Keys<'_, E> {
+    type Acc = E::Acc;
+
+    #[inline(always)]
+    unsafe fn work<V: Vector<T = E::Acc>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+        let c = self.call;
+        let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
+        let (ldk, ldv) = (vectors::<V>(d), vectors::<V>(dv));
+        let mut arena = Arena(lines);
+        let mut tiles = Tiles {
+            lanes: Lanes::new(&mut arena, LANES_BACK),
+            keys: KeyTile::new::<V>(&mut arena, d, dv),
+            valid: arena.take(KEYS),
+            qt: arena.zeros(LANES_BACK * d),
+            q: arena.zeros(LANES_BACK * ldk),
+            d_ot: arena.zeros(LANES_BACK * dv),
+            d_o: arena.zeros(LANES_BACK * ldv),
+            dq: arena.zeros(LANES_BACK * ldk),
+            s: arena.zeros(KEYS * LANES_BACK),
+            dp: arena.zeros(KEYS * LANES_BACK),
+            dk_part: arena.zeros(KEYS * ldk),
+            dk: arena.zeros(KEYS * ldk),
+            dv_part: arena.zeros(KEYS * ldv),
+            dv: arena.zeros(KEYS * ldv),
+            lse: arena.zeros(LANES_BACK),
+            delta: arena.zeros(LANES_BACK),
+            row: arena.zeros(d.max(dv)),
+        };
+        let scoring = Scoring::new(&c.score, &c.slopes);
+        let k = c.ranges.k;
+        let sorted = k.is_sorted_by_key(|r| r.doc);
+        let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);
+        let mut documents = Documents { k, kv_heads: c.k.heads as usize, sorted, at: 0, base: 0 };
+        while let Some((first, kv)) = documents.next(next) {
+            let doc = k[first].doc;
+            let q = if q_sorted {
+                let begin = c.ranges.q.partition_point(|r| r.range.doc < doc);
+                &c.ranges.q[begin..begin + c.ranges.q[begin..].partition_point(|r| r.range.doc == doc)]
+            } else {
+                c.ranges.q
+            };
+            let mut stream = Stream::document(k, first);
+            // SAFETY: ranges and heads are within the call, whose shapes are checked and memory is valid; the unit
+            // alone writes the rows of this document and kv head.
+            unsafe {
+                while tiles.keys.next::<E>(&mut stream, c.aligned, &c.k, &c.v, kv) {
+                    self.tile::<V>(&mut tiles, &scoring, q, doc, kv);
+                }
+            }
+        }
+    }
+}
+
+impl<E: Element<Acc: Real>> Keys<'_, E> {
+    /// dk and dv of one tile of keys.
+    ///
+    /// # Safety
+    /// As [`Job::work`].
+    #[inline(always)]
+    unsafe fn tile<V: Vector<T = E::Acc>>(
+        &self,
+        t: &mut Tiles<E::Acc>,
+        scoring: &Scoring<E::Acc>,
+        ranges: &[QRange],
+        doc: u32,
+        kv: u32,
+    ) {
+        let c = self.call;
+        // SAFETY: rows are padded to whole vectors.
+        let bad_k = unsafe { any_non_finite::<V>(t.keys.k.as_ptr(), t.keys.n * t.keys.ldk) };
+        for sums in [&mut *t.dk, t.dk_part, t.dv, t.dv_part] {
+            sums.fill(E::Acc::ZERO);
+        }
+        for head in readers(&c.heads, kv, c.q.heads) {
+            let mut run = Flush::new(c.aligned);
+            for q in ranges.iter().filter(|q| q.range.doc == doc) {
+                if !valid(t, &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize]) {
+                    continue;
+                }
+                // Rows whose window reaches the tile.
+                let mut first = rows_before(&q.range, t.keys.min.saturating_sub(c.score.window_right));
+                let last = t.keys.max.saturating_add(c.score.window_left);
+                let end = if last == i64::MAX { q.range.len } else { rows_before(&q.range, last + 1) };
+                while first < end {
+                    let mut rows = (end - first).min(LANES_BACK as u32);
+                    let pos = q.range.position(first);
+                    if c.aligned {
+                        let border = (pos.div_euclid(FLUSH) + 1) * FLUSH;
+                        rows = rows.min(rows_before(&q.range, border) - first);
+                    }
+                    // SAFETY: rows and head are within the tensors (checked).
+                    unsafe {
+                        t.lanes.set(&q.range, first, rows, head..head + 1, &c.score, &c.slopes);
+                        self.meet::<V>(t, scoring, &mut run, pos, bad_k);
+                    }
+                    first += rows;
+                }
+            }
+            flush(t.dk, t.dk_part);
+            flush(t.dv, t.dv_part);
+            if c.per_q_head {
+                // SAFETY: the partial of this q head is this unit's alone.
+                unsafe { self.write(t, head) };
+                t.dk.fill(E::Acc::ZERO);
+                t.dv.fill(E::Acc::ZERO);
+            }
+        }
+        if !c.per_q_head {
+            // SAFETY: dk and dv of this kv head are this unit's alone.
+            unsafe { self.write(t, kv) };
+        }
+    }
+
+    /// The lanes in hand with the keys in hand.
+    ///
+    /// # Safety
+    /// As [`Job::work`].
+    #[inline(always)]
+    unsafe fn meet<V: Vector<T = E::Acc>>(
+        &self,
+        t: &mut Tiles<E::Acc>,
+        scoring: &Scoring<E::Acc>,
+        run: &mut Flush,
+        pos: i64,
+        bad_k: bool,
+    ) {
+        let c = self.call;
+        let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
+        let keys = &t.keys;
+        let lanes = vectors::<V>(t.lanes.n);
+        let cover = t.lanes.meet(0, lanes, keys.min, keys.max, keys.base, scoring.alibi);
+        if cover == Cover::None {
+            return;
+        }
+        if run.before(pos, t.lanes.n) {
+            flush(t.dk, t.dk_part);
+            flush(t.dv, t.dv_part);
+        }
+        let skip = |bad: bool| if bad { Skip::A } else { Skip::None };
+        // SAFETY: rows and heads are within the tensors; all tiles are as large as the sizes say.
+        unsafe {
+            t.lanes.pack::<E>(&c.q, t.q, keys.ldk, lanes);
+            t.lanes.pack::<E>(&c.d_o, t.d_o, keys.ldv, lanes);
+            t.lanes.pack_transposed::<E>(&c.q, t.qt, lanes, lanes, t.row);
+            t.lanes.pack_transposed::<E>(&c.d_o, t.d_ot, lanes, lanes, t.row);
+            t.lanes.gather(&c.lse, t.lse, E::Acc::NEG_INFINITY);
+            t.lanes.gather(&c.delta, t.delta, E::Acc::ZERO);
+            no_row(t.lse);
+            let bad_q = any_non_finite::<V>(t.q.as_ptr(), lanes * keys.ldk);
+            let bad_d_o = any_non_finite::<V>(t.d_o.as_ptr(), lanes * keys.ldv);
+            V::gemm(&Gemm {
+                a: keys.k.as_ptr(),
+                a_row: keys.ldk,
+                b: t.qt.as_ptr(),
+                ldb: lanes,
+                c: t.s.as_mut_ptr(),
+                ldc: lanes,
+                ..product(keys.n, lanes, d)
+            });
+            V::gemm(&Gemm {
+                a: keys.v.as_ptr(),
+                a_row: keys.ldv,
+                b: t.d_ot.as_ptr(),
+                ldb: lanes,
+                c: t.dp.as_mut_ptr(),
+                ldc: lanes,
+                ..product(keys.n, lanes, dv)
+            });
+            let mut w = 0;
+            while w < lanes {
+                gradients::<V>(
+                    scoring,
+                    &t.lanes,
+                    w,
+                    &keys.rel[..keys.n],
+                    |j| t.valid[j] != 0,
+                    cover == Cover::Some,
+                    t.s.as_mut_ptr().add(w),
+                    t.dp.as_mut_ptr().add(w),
+                    lanes,
+                    t.lse.as_ptr().add(w),
+                    t.delta.as_ptr().add(w),
+                );
+                w += V::W;
+            }
+            V::gemm(&Gemm {
+                a: t.s.as_ptr(),
+                a_row: lanes,
+                b: t.d_o.as_ptr(),
+                ldb: keys.ldv,
+                c: t.dv_part.as_mut_ptr(),
+                ldc: keys.ldv,
+                store: Store::Chain,
+                skip: skip(bad_d_o),
+                ..product(keys.n, keys.ldv, t.lanes.n)
+            });
+            V::gemm(&Gemm {
+                a: t.dp.as_ptr(),
+                a_row: lanes,
+                b: t.q.as_ptr(),
+                ldb: keys.ldk,
+                c: t.dk_part.as_mut_ptr(),
+                ldc: keys.ldk,
+                store: Store::Chain,
+                skip: skip(bad_q),
+                ..product(keys.n, keys.ldk, t.lanes.n)
+            });
+            if !self.queries {
+                return;
+            }
+            V::gemm(&Gemm {
+                a: t.dp.as_ptr(),
+                a_row: 1,
+                a_col: lanes,
+                b: keys.k.as_ptr(),
+                ldb: keys.ldk,
+                c: t.dq.as_mut_ptr(),
+                ldc: keys.ldk,
+                skip: skip(bad_k),
+                ..product(t.lanes.n, keys.ldk, keys.n)
+            });
+            for lane in 0..t.lanes.n {
+                let dq = at::<E::Acc>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]);
+                for (i, &x) in t.dq[lane * keys.ldk..][..d].iter().enumerate() {
+                    *dq.add(i) = *dq.add(i) + x;
+                }
+            }
+        }
+    }
+
+    /// Writes the totals, or adds them, to head `head` of dk and dv.
+    ///
+    /// # Safety
+    /// The keys' rows and the head are within dk and dv, which this unit alone touches there.
+    #[inline(always)]
+    unsafe fn write(&self, t: &Tiles<E::Acc>, head: u32) {
+        let c = self.call;
+        for j in 0..t.keys.n {
+            let row = t.keys.row[j];
+            for (tensor, sums, ld) in [(&c.dk, &t.dk, t.keys.ldk), (&c.dv, &t.dv, t.keys.ldv)] {
+                let dim = tensor.dim as usize;
+                // SAFETY: the caller's promise; rows are contiguous.
+                let dst = unsafe { core::slice::from_raw_parts_mut(at::<E::Acc>(tensor, row, head), dim) };
+                for (x, &sum) in dst.iter_mut().zip(&sums[j * ld..][..dim]) {
+                    *x = if c.accumulate_keys { *x + sum } else { sum };
+                }
+            }
+        }
+    }
+}
+
+/// Marks the keys whose range is among the pairs; false when there are none.
+fn valid<A>(t: &mut Tiles<A>, pairs: &[u32]) -> bool {
+    let mut any = false;
+    let mut last = None;
+    for (valid, &index) in t.valid.iter_mut().zip(&t.keys.index[..t.keys.n]) {
+        let read = match last {
+            Some((i, read)) if i == index => read,
+            _ => pairs.contains(&index),
+        };
+        last = Some((index, read));
+        *valid = read.into();
+        any |= read;
+    }
+    any
+}

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The backward pass of queries: rows outside, keys inside, dq.
+//!
+//! Units are those of the forward, so are the tiles and the order of the keys; `dQᵀ += Kᵀ·dS` stays in the cache until
+//! the last key, and is then added to dq or written, as the mode of the range says.
+
+use super::backward::{FLUSH, Flush, flush, gradients, no_row};
+use super::forward::{Unit, Units, readers};
+use super::gemm::{Gemm, Skip, Store};
+use super::scratch::{Arena, KEYS, LANES_BACK, Line, vectors};
+use super::simd::{Real, Vector};
+use super::tile::{Cover, KeyTile, Lanes, Scoring, Stream, any_non_finite, at, product};
+use super::workers::Job;
+use crate::element::{Accumulator, Element};
+use crate::kernel::AttendBackward;
+use core::marker::PhantomData;
+use core::sync::atomic::AtomicUsize;
+
+const _: () = assert!(FLUSH % KEYS as i64 == 0, "a tile must not lie in two runs");
+
+/// The queries' pass of a call on elements `E`.
+pub(super) struct Queries<'a, E> {
+    pub call: &'a AttendBackward<'a>,
+    pub element: PhantomData<E>,
+}
+
+struct Tiles<'a, A> {
+    lanes: Lanes<'a, A>,
+    keys: KeyTile<'a, A>,
+    /// `[panel][head_dim][lanes of a panel]`, and `[panel][value_dim][lanes of a panel]`.
+    q: &'a mut [A],
+    d_o: &'a mut [A],
+    /// As `q`: the run in hand, and the total.
+    part: &'a mut [A],
+    total: &'a mut [A],
+    /// `[key][lanes of a panel]`.
+    s: &'a mut [A],
+    dp: &'a mut [A],
+    lse: &'a mut [A],
+    delta: &'a mut [A],
+    row: &'a mut [A],
+}
+
+impl<E: Element<Acc: Real>> Job for Queries<'_, E> {
+    type Acc = E::Acc;
+
+    #[inline(always)]
+    unsafe fn work<V: Vector<T = E::Acc>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+        let c = self.call;
+        let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
+        let mut arena = Arena(lines);
+        let panel = 2 * V::W;
+        let mut tiles = Tiles {
+            lanes: Lanes::new(&mut arena, LANES_BACK),
+            keys: KeyTile::new::<V>(&mut arena, d, dv),
+            q: arena.zeros(LANES_BACK * d),
+            d_o: arena.zeros(LANES_BACK * dv),
+            part: arena.zeros(LANES_BACK * d),
+            total: arena.zeros(LANES_BACK * d),
+            s: arena.zeros(KEYS * panel),
+            dp: arena.zeros(KEYS * panel),
+            lse: arena.zeros(LANES_BACK),
+            delta: arena.zeros(LANES_BACK),
+            row: arena.zeros(d.max(dv)),
+        };
+        let scoring = Scoring::new(&c.score, &c.slopes);
+        let mut units = Units::new(c.ranges.q, LANES_BACK, c.k.heads);
+        while let Some(unit) = units.next(next) {
+            let heads = readers(&c.heads, unit.kv, c.q.heads);
+            let share = (LANES_BACK as u32 / unit.rows).max(1);
+            let mut h = heads.start;
+            while h < heads.end {
+                let end = heads.end.min(h + share);
+                // SAFETY: unit and heads are within the call, whose shapes are checked and memory is valid.
+                unsafe { self.unit::<V>(&mut tiles, &scoring, &unit, h..end) };
+                h = end;
+            }
+        }
+    }
+}
+
+impl<E: Element<Acc: Real>> Queries<'_, E> {
+    /// # Safety
+    /// As [`Job::work`].
+    #[inline(always)]
+    unsafe fn unit<V: Vector<T = E::Acc>>(
+        &self,
+        t: &mut Tiles<E::Acc>,
+        scoring: &Scoring<E::Acc>,
+        unit: &Unit,
+        heads: core::ops::Range<u32>,
+    ) {
+        let c = self.call;
+        let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
+        let panel = 2 * V::W;
+        let q = &c.ranges.q[unit.range];
+        // SAFETY: slopes has one number per head (checked); rows and heads are within the tensors.
+        let (lo, hi) = unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.score, &c.slopes) };
+        let lanes = vectors::<V>(t.lanes.n);
+        let size = lanes.next_multiple_of(panel) * d;
+        // SAFETY: as above.
+        unsafe {
+            t.lanes.pack_transposed::<E>(&c.q, t.q, panel, lanes, t.row);
+            t.lanes.pack_transposed::<E>(&c.d_o, t.d_o, panel, lanes, t.row);
+            t.lanes.gather(&c.lse, t.lse, E::Acc::NEG_INFINITY);
+            t.lanes.gather(&c.delta, t.delta, E::Acc::ZERO);
+        }
+        no_row(t.lse);
+        t.part[..size].fill(E::Acc::ZERO);
+        t.total[..size].fill(E::Acc::ZERO);
+        let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
+        let mut stream = Stream::new(c.ranges.k, pairs, lo, hi);
+        let mut run = Flush::new(c.aligned);
+        // SAFETY: the ranges' rows and the kv head are within k and v (checked).
+        while unsafe { t.keys.next::<E>(&mut stream, c.aligned, &c.k, &c.v, unit.kv) } {
+            let keys = &t.keys;
+            if run.before(keys.base, keys.n) {
+                flush(&mut t.total[..size], &mut t.part[..size]);
+            }
+            // SAFETY: rows are padded to whole vectors.
+            let bad = unsafe { any_non_finite::<V>(keys.k.as_ptr(), keys.n * keys.ldk) };
+            let mut first = 0;
+            while first < lanes {
+                let width = panel.min(lanes - first);
+                let cover = t.lanes.meet(first, width, keys.min, keys.max, keys.base, scoring.alibi);
+                if cover != Cover::None {
+                    let p = first / panel;
+                    // SAFETY: all tiles are as large as the sizes say.
+                    unsafe {
+                        V::gemm(&Gemm {
+                            a: keys.k.as_ptr(),
+                            a_row: keys.ldk,
+                            b: t.q.as_ptr().add(p * panel * d),
+                            ldb: panel,
+                            c: t.s.as_mut_ptr(),
+                            ldc: panel,
+                            ..product(keys.n, width, d)
+                        });
+                        V::gemm(&Gemm {
+                            a: keys.v.as_ptr(),
+                            a_row: keys.ldv,
+                            b: t.d_o.as_ptr().add(p * panel * dv),
+                            ldb: panel,
+                            c: t.dp.as_mut_ptr(),
+                            ldc: panel,
+                            ..product(keys.n, width, dv)
+                        });
+                        let mut w = 0;
+                        while w < width {
+                            gradients::<V>(
+                                scoring,
+                                &t.lanes,
+                                first + w,
+                                &keys.rel[..keys.n],
+                                |_| true,
+                                cover == Cover::Some,
+                                t.s.as_mut_ptr().add(w),
+                                t.dp.as_mut_ptr().add(w),
+                                panel,
+                                t.lse.as_ptr().add(first + w),
+                                t.delta.as_ptr().add(first + w),
+                            );
+                            w += V::W;
+                        }
+                        V::gemm(&Gemm {
+                            a: keys.k.as_ptr(),
+                            a_row: 1,
+                            a_col: keys.ldk,
+                            b: t.dp.as_ptr(),
+                            ldb: panel,
+                            c: t.part.as_mut_ptr().add(p * panel * d),
+                            ldc: panel,
+                            store: Store::Add,
+                            skip: if bad { Skip::B } else { Skip::None },
+                            ..product(d, width, keys.n)
+                        });
+                    }
+                }
+                first += panel;
+            }
+        }
+        flush(&mut t.total[..size], &mut t.part[..size]);
+        for lane in 0..t.lanes.n {
+            let sums = t.total[lane / panel * panel * d + lane % panel..].iter().step_by(panel);
+            // SAFETY: the lane's row and head are within dq, which this unit alone touches there.
+            let dq = unsafe {
+                core::slice::from_raw_parts_mut(at::<E::Acc>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]), d)
+            };
+            for (x, &sum) in dq.iter_mut().zip(sums) {
+                *x = if q.mode.continues() { *x + sum } else { sum };
+            }
+        }
+    }
+}

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The memory of the tiles: taken once, cut by every call.
+//!
+//! A kernel call allocates nothing. Whoever calls it owns a [`Scratch`], has it grow with [`Scratch::reserve`] to the
+//! largest head dims it will see, and lends it to each call, which cuts it into one part per worker and each part into
+//! tiles. Nothing in it survives a call.
+
+use super::simd::{Real, Vector};
+use crate::element::Dtype;
+use alloc::vec::Vec;
+use bytemuck::{Pod, Zeroable};
+
+/// Keys of a tile. Tiles of aligned calls begin at positions that are multiples of it.
+pub(super) const KEYS: usize = 128;
+/// Lanes (q rows of some head) of a forward tile.
+pub(super) const LANES: usize = 128;
+/// Lanes of a backward tile.
+pub(super) const LANES_BACK: usize = 64;
+/// The widest vector of any instruction set, in bytes; rows are padded to it.
+const VECTOR: usize = 64;
+
+/// What the size of the tiles depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dims {
+    /// Head dim of q and k.
+    pub head_dim: u32,
+    /// Head dim of v.
+    pub value_dim: u32,
+    /// Element type of q, k and v.
+    pub dtype: Dtype,
+}
+
+/// 64 bytes on a cache line of their own: tiles of different workers share no line.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub(super) struct Line([u64; 8]);
+
+// SAFETY: eight integers without padding (64 bytes, 64-aligned); every bit pattern is a value, all zeros included.
+unsafe impl Zeroable for Line {}
+// SAFETY: as above; `Line` is Copy and repr(C).
+unsafe impl Pod for Line {}
+
+/// Tile memory for one call at a time.
+pub struct Scratch {
+    lines: Vec<Line>,
+    workers: usize,
+}
+
+impl Scratch {
+    /// Memory for `workers` (at least one) parallel workers. More than one are used with the feature `rayon` only;
+    /// results do not depend on their number.
+    pub fn new(workers: usize) -> Self {
+        Self { lines: Vec::new(), workers: workers.max(1) }
+    }
+
+    /// Grows to calls of these dims. Nothing to do, and no allocation, when it is large enough already.
+    pub fn reserve(&mut self, dims: &Dims) {
+        let lines = Self::bytes(self.workers, dims) / size_of::<Line>();
+        if self.lines.len() < lines {
+            self.lines = Vec::new();
+            self.lines.resize(lines, Line::zeroed());
+        }
+    }
+
+    /// The workers it was made for.
+    pub fn workers(&self) -> usize {
+        self.workers
+    }
+
+    /// Bytes that `workers` workers need for calls of these dims, forward or backward.
+    pub fn bytes(workers: usize, dims: &Dims) -> usize {
+        workers.max(1) * Self::worker_lines(dims) * size_of::<Line>()
+    }
+
+    /// Lines of one worker: the larger of the forward's and the backward's tiles.
+    pub(super) fn worker_lines(dims: &Dims) -> usize {
+        let size = dims.dtype.accumulator().size();
+        let (d, dv) = (padded(dims.head_dim as usize, size), padded(dims.value_dim as usize, size));
+        let keys = KEYS * (d + dv + 2) * size + KEYS * 16;
+        let forward = LANES * (d + dv + KEYS + 12) * size + LANES * 64;
+        let backward = LANES_BACK * (3 * d + 2 * dv + 2 * KEYS + 12) * size
+            + LANES_BACK * 64
+            + 2 * KEYS * (d + dv) * size
+            + 2 * LANES_BACK * d * size;
+        let row = 2 * d.max(dv) * size;
+        // Each of at most forty slices begins on a line of its own.
+        (keys + forward.max(backward) + row).div_ceil(size_of::<Line>()) + 40
+    }
+
+    /// The whole memory, as long as it is large enough.
+    pub(super) fn lines(&mut self, dims: &Dims) -> Option<&mut [Line]> {
+        let need = self.workers * Self::worker_lines(dims);
+        self.lines.get_mut(..need)
+    }
+}
+
+/// `n` rounded up to whole vectors of the widest instruction set, `size` bytes an element.
+pub(super) fn padded(n: usize, size: usize) -> usize {
+    n.next_multiple_of(VECTOR / size)
+}
+
+/// `n` rounded up to whole vectors of `V`.
+#[inline(always)]
+pub(super) fn vectors<V: Vector>(n: usize) -> usize {
+    n.next_multiple_of(V::W)
+}
+
+/// Cuts a worker's lines into typed slices, front to back.
+pub(super) struct Arena<'a>(pub &'a mut [Line]);
+
+impl<'a> Arena<'a> {
+    /// The next `n` elements, with whatever they hold.
+    #[inline]
+    pub(super) fn take<T: Pod>(&mut self, n: usize) -> &'a mut [T] {
+        let lines = (n * size_of::<T>()).div_ceil(size_of::<Line>());
+        let (head, tail) = core::mem::take(&mut self.0).split_at_mut(lines);
+        self.0 = tail;
+        &mut bytemuck::cast_slice_mut(head)[..n]
+    }
+
+    /// As [`Arena::take`], filled with zeros.
+    #[inline]
+    pub(super) fn zeros<A: Real>(&mut self, n: usize) -> &'a mut [A] {
+        let slice = self.take(n);
+        slice.fill(A::ZERO);
+        slice
+    }
+}

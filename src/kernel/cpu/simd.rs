@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The vector the kernels are written over, and the few functions of it.
+//!
+//! The algorithm exists once, generic over [`Vector`]; an instruction set is a type that implements it (`__m512`,
+//! `__m256`, or plain arrays), in `x86.rs` and at the end of this file. Nothing but loads, stores, arithmetic, a
+//! comparison and a power of two is asked of it; exp and tanh are made of those here.
+//!
+//! What may not be done: calling [`Vector`] methods outside of a function compiled for the instruction set (they would
+//! not inline, and would be slow), and `mul_add` of the standard library (without the instruction it is a call).
+
+use crate::element::Accumulator;
+
+/// An accumulator with the arithmetic of its kernels.
+pub(super) trait Real:
+    Accumulator + core::ops::Sub<Output = Self> + core::ops::Div<Output = Self> + core::ops::Neg<Output = Self>
+{
+    /// The smallest number above 0.
+    const TINY: Self;
+    /// Natural logarithm.
+    fn ln(self) -> Self;
+    /// The portable vector of this type.
+    type Portable: Vector<T = Self>;
+    /// The AVX2 vector of this type.
+    #[cfg(target_arch = "x86_64")]
+    type Avx2: Vector<T = Self>;
+    /// The AVX-512 vector of this type.
+    #[cfg(target_arch = "x86_64")]
+    type Avx512: Vector<T = Self>;
+}
+
+impl Real for f32 {
+    const TINY: Self = Self::from_bits(1);
+    #[inline(always)]
+    fn ln(self) -> Self {
+        f32::ln(self)
+    }
+    type Portable = Lanes<f32>;
+    #[cfg(target_arch = "x86_64")]
+    type Avx2 = core::arch::x86_64::__m256;
+    #[cfg(target_arch = "x86_64")]
+    type Avx512 = core::arch::x86_64::__m512;
+}
+
+impl Real for f64 {
+    const TINY: Self = Self::from_bits(1);
+    #[inline(always)]
+    fn ln(self) -> Self {
+        f64::ln(self)
+    }
+    type Portable = Lanes<f64>;
+    #[cfg(target_arch = "x86_64")]
+    type Avx2 = core::arch::x86_64::__m256d;
+    #[cfg(target_arch = "x86_64")]
+    type Avx512 = core::arch::x86_64::__m512d;
+}
+
+/// `W` lanes of `T`.
+///
+/// # Safety
+/// Every method needs the instruction set of the implementing type to be present; pointers are to `W` elements, of any
+/// alignment.
+pub(super) trait Vector: Copy {
+    /// A lane.
+    type T: Real;
+    /// Lanes.
+    const W: usize;
+    /// Rows of the matrix product's register block.
+    const MR: usize;
+    unsafe fn splat(x: Self::T) -> Self;
+    unsafe fn load(p: *const Self::T) -> Self;
+    unsafe fn store(self, p: *mut Self::T);
+    unsafe fn add(self, b: Self) -> Self;
+    unsafe fn sub(self, b: Self) -> Self;
+    unsafe fn mul(self, b: Self) -> Self;
+    unsafe fn div(self, b: Self) -> Self;
+    /// `self · b + c`, rounded once where the hardware does that.
+    unsafe fn fma(self, b: Self, c: Self) -> Self;
+    /// `a > b ? x : y` by lane; y where a or b is NaN.
+    unsafe fn gt(a: Self, b: Self, x: Self, y: Self) -> Self;
+    /// e to the power of each lane: within 2 ulp (f32) or the standard library's (f64); 0 below the smallest normal
+    /// result, exactly 1 at 0, NaN for NaN.
+    unsafe fn exp(self) -> Self;
+    /// Hyperbolic tangent, likewise.
+    unsafe fn tanh(self) -> Self;
+    /// The matrix product of `gemm.rs`, compiled for this instruction set.
+    unsafe fn gemm(g: &super::gemm::Gemm<Self::T>);
+}
+
+/// What exp of f32 needs beyond [`Vector`]: `p · 2^n`, where `t = 1.5·2^23 + n`.
+pub(super) trait Pow2: Vector<T = f32> {
+    /// Adds the low bits of `t` to the exponent of `p`.
+    unsafe fn pow2(p: Self, t: Self) -> Self;
+}
+
+/// exp of f32: `n = round(x / ln 2)`, then a polynomial of degree 6 in the rest (interpolated at Chebyshev nodes), then
+/// the exponent.
+///
+/// # Safety
+/// As [`Vector`].
+#[inline(always)]
+pub(super) unsafe fn exp_f32<V: Pow2>(x: V) -> V {
+    // SAFETY: the caller has the instruction set.
+    unsafe {
+        let t = x.fma(V::splat(core::f32::consts::LOG2_E), V::splat(12_582_912.0));
+        let n = t.sub(V::splat(12_582_912.0));
+        // ln 2 in two parts, the first with so few bits that n times it is exact.
+        let r = n.fma(V::splat(-0.693_145_75), x);
+        let r = n.fma(V::splat(-1.428_606_8e-6), r);
+        let mut p = V::splat(0.001_392_632_6);
+        for c in [0.008_363_293, 0.041_666_556, 0.166_665_76, 0.5, 1.0, 1.0] {
+            p = p.fma(r, V::splat(c));
+        }
+        let y = V::pow2(p, t);
+        // Between the bounds the exponent stays in range. Above: infinity, or NaN for NaN (which fails both
+        // comparisons); below: 0.
+        let y = V::gt(V::splat(88.0), x, y, x.add(V::splat(f32::INFINITY)));
+        V::gt(V::splat(-87.0), x, V::splat(0.0), y)
+    }
+}
+
+/// tanh of f32: an odd polynomial near 0, `1 − 2 / (exp(2|x|) + 1)` elsewhere.
+///
+/// # Safety
+/// As [`Vector`].
+#[inline(always)]
+pub(super) unsafe fn tanh_f32<V: Pow2>(x: V) -> V {
+    // SAFETY: the caller has the instruction set.
+    unsafe {
+        let zero = V::splat(0.0);
+        let negative = zero.sub(x);
+        let a = V::gt(negative, zero, negative, x);
+        let z = x.mul(x);
+        let mut p = V::splat(0.002_269_501_7);
+        for c in [-0.008_323_187, 0.021_762_503, -0.053_958_46, 0.133_333, -0.333_333_33] {
+            p = p.fma(z, V::splat(c));
+        }
+        let small = p.mul(z).fma(x, x);
+        let e = exp_f32(a.add(a));
+        let large = V::splat(1.0).sub(V::splat(2.0).div(e.add(V::splat(1.0))));
+        let large = V::gt(zero, x, zero.sub(large), large);
+        V::gt(V::splat(0.63), a, small, large)
+    }
+}
+
+/// A function of f64, lane by lane.
+///
+/// # Safety
+/// As [`Vector`].
+#[inline(always)]
+pub(super) unsafe fn map_f64<V: Vector<T = f64>>(x: V, f: impl Fn(f64) -> f64) -> V {
+    let mut lanes = [0.0; 8];
+    debug_assert!(V::W <= lanes.len());
+    // SAFETY: `lanes` holds at least W elements; the caller has the instruction set.
+    unsafe {
+        x.store(lanes.as_mut_ptr());
+        for lane in &mut lanes[..V::W] {
+            *lane = f(*lane);
+        }
+        V::load(lanes.as_ptr())
+    }
+}
+
+/// Four lanes without any instruction set in particular; what the compiler makes of it is up to the target.
+#[derive(Clone, Copy)]
+pub(super) struct Lanes<T>([T; 4]);
+
+macro_rules! lanes {
+    ($t:ty, |$x:ident| $exp:expr, |$y:ident| $tanh:expr) => {
+        impl Vector for Lanes<$t> {
+            type T = $t;
+            const W: usize = 4;
+            const MR: usize = 4;
+            #[inline(always)]
+            unsafe fn splat(x: $t) -> Self {
+                Self([x; 4])
+            }
+            #[inline(always)]
+            unsafe fn load(p: *const $t) -> Self {
+                // SAFETY: the caller passes a pointer to W elements.
+                Self(unsafe { p.cast::<[$t; 4]>().read_unaligned() })
+            }
+            #[inline(always)]
+            unsafe fn store(self, p: *mut $t) {
+                // SAFETY: as above.
+                unsafe { p.cast::<[$t; 4]>().write_unaligned(self.0) }
+            }
+            #[inline(always)]
+            unsafe fn add(self, b: Self) -> Self {
+                Self(core::array::from_fn(|i| self.0[i] + b.0[i]))
+            }
+            #[inline(always)]
+            unsafe fn sub(self, b: Self) -> Self {
+                Self(core::array::from_fn(|i| self.0[i] - b.0[i]))
+            }
+            #[inline(always)]
+            unsafe fn mul(self, b: Self) -> Self {
+                Self(core::array::from_fn(|i| self.0[i] * b.0[i]))
+            }
+            #[inline(always)]
+            unsafe fn div(self, b: Self) -> Self {
+                Self(core::array::from_fn(|i| self.0[i] / b.0[i]))
+            }
+            #[inline(always)]
+            unsafe fn fma(self, b: Self, c: Self) -> Self {
+                if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
+                    Self(core::array::from_fn(|i| self.0[i].mul_add(b.0[i], c.0[i])))
+                } else {
+                    Self(core::array::from_fn(|i| self.0[i] * b.0[i] + c.0[i]))
+                }
+            }
+            #[inline(always)]
+            unsafe fn gt(a: Self, b: Self, x: Self, y: Self) -> Self {
+                Self(core::array::from_fn(|i| if a.0[i] > b.0[i] { x.0[i] } else { y.0[i] }))
+            }
+            #[inline(always)]
+            unsafe fn exp(self) -> Self {
+                let $x = self;
+                // SAFETY: arrays need no instruction set.
+                unsafe { $exp }
+            }
+            #[inline(always)]
+            unsafe fn tanh(self) -> Self {
+                let $y = self;
+                // SAFETY: arrays need no instruction set.
+                unsafe { $tanh }
+            }
+            unsafe fn gemm(g: &super::gemm::Gemm<$t>) {
+                // SAFETY: the caller's promise is passed on.
+                unsafe { super::gemm::gemm::<Self>(g) }
+            }
+        }
+    };
+}
+lanes!(f32, |x| exp_f32(x), |y| tanh_f32(y));
+lanes!(f64, |x| map_f64(x, f64::exp), |y| map_f64(y, f64::tanh));
+
+impl Pow2 for Lanes<f32> {
+    #[inline(always)]
+    unsafe fn pow2(p: Self, t: Self) -> Self {
+        Self(core::array::from_fn(|i| f32::from_bits(p.0[i].to_bits().wrapping_add(t.0[i].to_bits() << 23))))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ulps(x: f32, y: f64) -> f64 {
+        (f64::from(x) - y).abs() / (y.abs() * 2f64.powi(-23)).max(1e-38)
+    }
+
+    /// # Safety
+    /// The instruction set of `V` must be present.
+    unsafe fn check<V: Vector<T = f32>>() {
+        let (mut worst_exp, mut worst_tanh) = (0f64, 0f64);
+        let apply = |x: f32, f: unsafe fn(V) -> V| {
+            let mut out = [0f32; 16];
+            // SAFETY: 16 is at least W; the caller of `check` has the instruction set.
+            unsafe { f(V::splat(x)).store(out.as_mut_ptr()) };
+            out[0]
+        };
+        for i in 0..40_000 {
+            let x = -86.9 + i as f32 * 0.0043;
+            if x < 88.0 {
+                worst_exp = worst_exp.max(ulps(apply(x, V::exp), f64::from(x).exp()));
+            }
+            let y = -10.0 + i as f32 * 0.0005;
+            worst_tanh = worst_tanh.max(ulps(apply(y, V::tanh), f64::from(y).tanh()));
+        }
+        assert!(worst_exp <= 2.0 && worst_tanh <= 4.0, "exp {worst_exp} ulp, tanh {worst_tanh} ulp");
+        assert_eq!(apply(0.0, V::exp), 1.0);
+        assert_eq!(apply(f32::NEG_INFINITY, V::exp), 0.0);
+        assert_eq!(apply(-200.0, V::exp), 0.0);
+        assert_eq!(apply(f32::INFINITY, V::exp), f32::INFINITY);
+        assert!(apply(f32::NAN, V::exp).is_nan() && apply(f32::NAN, V::tanh).is_nan());
+        assert_eq!(apply(f32::INFINITY, V::tanh), 1.0);
+        assert_eq!(apply(f32::NEG_INFINITY, V::tanh), -1.0);
+    }
+
+    #[test]
+    fn exp_and_tanh_of_every_instruction_set() {
+        // SAFETY: arrays are always there, and the others are asked for.
+        unsafe {
+            check::<Lanes<f32>>();
+            #[cfg(target_arch = "x86_64")]
+            {
+                if super::super::x86::has_avx2() {
+                    check::<core::arch::x86_64::__m256>();
+                }
+                if super::super::x86::has_avx512() {
+                    check::<core::arch::x86_64::__m512>();
+                }
+            }
+        }
+    }
+}

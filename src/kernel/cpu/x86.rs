@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! AVX2 with FMA, and AVX-512: the thin part. Only instructions are named here; the algorithm is elsewhere.
+
+use super::gemm::{Gemm, gemm};
+use super::simd::{Pow2, Vector, exp_f32, map_f64, tanh_f32};
+use core::arch::x86_64::*;
+
+/// Whether the AVX-512 kernels can run here.
+pub(super) fn has_avx512() -> bool {
+    std::is_x86_feature_detected!("avx512f") && std::is_x86_feature_detected!("avx512dq") && has_avx2()
+}
+
+/// Whether the AVX2 kernels can run here.
+pub(super) fn has_avx2() -> bool {
+    std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma")
+}
+
+macro_rules! vector {
+    ($v:ty, $t:ty, $w:literal, $mr:literal, $features:literal,
+     $splat:ident $load:ident $store:ident $add:ident $sub:ident $mul:ident $div:ident $fma:ident,
+     |$a:ident, $b:ident, $x:ident, $y:ident| $gt:expr, |$e:ident| $exp:expr, |$h:ident| $tanh:expr) => {
+        impl Vector for $v {
+            type T = $t;
+            const W: usize = $w;
+            const MR: usize = $mr;
+            #[inline(always)]
+            unsafe fn splat(x: $t) -> Self {
+                // SAFETY: the caller has the instruction set (contract of the trait), here and below.
+                unsafe { $splat(x) }
+            }
+            #[inline(always)]
+            unsafe fn load(p: *const $t) -> Self {
+                // SAFETY: as above, and `p` is to W elements.
+                unsafe { $load(p) }
+            }
+            #[inline(always)]
+            unsafe fn store(self, p: *mut $t) {
+                // SAFETY: as above.
+                unsafe { $store(p, self) }
+            }
+            #[inline(always)]
+            unsafe fn add(self, b: Self) -> Self {
+                // SAFETY: as above.
+                unsafe { $add(self, b) }
+            }
+            #[inline(always)]
+            unsafe fn sub(self, b: Self) -> Self {
+                // SAFETY: as above.
+                unsafe { $sub(self, b) }
+            }
+            #[inline(always)]
+            unsafe fn mul(self, b: Self) -> Self {
+                // SAFETY: as above.
+                unsafe { $mul(self, b) }
+            }
+            #[inline(always)]
+            unsafe fn div(self, b: Self) -> Self {
+                // SAFETY: as above.
+                unsafe { $div(self, b) }
+            }
+            #[inline(always)]
+            unsafe fn fma(self, b: Self, c: Self) -> Self {
+                // SAFETY: as above.
+                unsafe { $fma(self, b, c) }
+            }
+            #[inline(always)]
+            unsafe fn gt($a: Self, $b: Self, $x: Self, $y: Self) -> Self {
+                // SAFETY: as above.
+                unsafe { $gt }
+            }
+            #[inline(always)]
+            unsafe fn exp(self) -> Self {
+                let $e = self;
+                // SAFETY: as above.
+                unsafe { $exp }
+            }
+            #[inline(always)]
+            unsafe fn tanh(self) -> Self {
+                let $h = self;
+                // SAFETY: as above.
+                unsafe { $tanh }
+            }
+            #[target_feature(enable = $features)]
+            unsafe fn gemm(g: &Gemm<$t>) {
+                // SAFETY: the caller's promise is passed on.
+                unsafe { gemm::<Self>(g) }
+            }
+        }
+    };
+}
+
+vector!(__m512, f32, 16, 8, "avx512f,avx512dq,avx2,fma",
+    _mm512_set1_ps _mm512_loadu_ps _mm512_storeu_ps _mm512_add_ps _mm512_sub_ps _mm512_mul_ps _mm512_div_ps
+    _mm512_fmadd_ps,
+    |a, b, x, y| _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b), y, x),
+    |x| exp_f32(x), |x| tanh_f32(x));
+vector!(__m512d, f64, 8, 8, "avx512f,avx512dq,avx2,fma",
+    _mm512_set1_pd _mm512_loadu_pd _mm512_storeu_pd _mm512_add_pd _mm512_sub_pd _mm512_mul_pd _mm512_div_pd
+    _mm512_fmadd_pd,
+    |a, b, x, y| _mm512_mask_blend_pd(_mm512_cmp_pd_mask::<_CMP_GT_OQ>(a, b), y, x),
+    |x| map_f64(x, f64::exp), |x| map_f64(x, f64::tanh));
+vector!(__m256, f32, 8, 6, "avx2,fma",
+    _mm256_set1_ps _mm256_loadu_ps _mm256_storeu_ps _mm256_add_ps _mm256_sub_ps _mm256_mul_ps _mm256_div_ps
+    _mm256_fmadd_ps,
+    |a, b, x, y| _mm256_blendv_ps(y, x, _mm256_cmp_ps::<_CMP_GT_OQ>(a, b)),
+    |x| exp_f32(x), |x| tanh_f32(x));
+vector!(__m256d, f64, 4, 6, "avx2,fma",
+    _mm256_set1_pd _mm256_loadu_pd _mm256_storeu_pd _mm256_add_pd _mm256_sub_pd _mm256_mul_pd _mm256_div_pd
+    _mm256_fmadd_pd,
+    |a, b, x, y| _mm256_blendv_pd(y, x, _mm256_cmp_pd::<_CMP_GT_OQ>(a, b)),
+    |x| map_f64(x, f64::exp), |x| map_f64(x, f64::tanh));
+
+impl Pow2 for __m512 {
+    #[inline(always)]
+    unsafe fn pow2(p: Self, t: Self) -> Self {
+        // SAFETY: the caller has the instruction set.
+        unsafe {
+            let n = _mm512_slli_epi32::<23>(_mm512_castps_si512(t));
+            _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), n))
+        }
+    }
+}
+
+impl Pow2 for __m256 {
+    #[inline(always)]
+    unsafe fn pow2(p: Self, t: Self) -> Self {
+        // SAFETY: the caller has the instruction set.
+        unsafe {
+            let n = _mm256_slli_epi32::<23>(_mm256_castps_si256(t));
+            _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), n))
+        }
+    }
+}
