@@ -16,8 +16,12 @@ use crate::{
     schedule::{Direction, Form, Schedule, Visitors, build},
 };
 
+mod area;
+mod auto;
 mod problem;
 
+pub use area::{Load, area};
+pub use auto::{BALANCE, Candidate, Choice, Dealt, LAYOUTS, auto_layout, auto_mesh, auto_mesh_with, choose, dealt};
 pub use problem::{Kind, MAX_HEAD_DIM, Problem};
 
 /// Which side of the attention travels in the backward.

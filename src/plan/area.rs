@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Counting without listing: mask area between two ranges, and the keys that a share needs.
+//!
+//! What a plan costs must be known before it runs and be cheap to know, so nothing here walks tokens. The keys that a
+//! query reads are a function of its position with at most four bends; between two bends a run or a stripe of queries
+//! is summed in closed form. Only where both ranges are striped is one of them walked, block by block.
+
+use crate::{
+    batch::Side,
+    kernel::Range,
+    layout::{Segment, Shares},
+    mask::Mask,
+};
+
+/// How many (q, k) pairs count between two ranges of one document.
+///
+/// Closed form when either is a plain run; otherwise one step for each block of the range with fewer blocks. Ranges of
+/// different documents share nothing: the caller pairs only ranges of one document, as kernels do.
+///
+/// ```
+/// use cpattn::{Mask, kernel::Range, plan::area};
+/// let q = Range::plain(0, 4, 4, 0); // positions 4..8
+/// let k = Range::plain(0, 8, 0, 0); // positions 0..8
+/// assert_eq!(area(&q, &k, Mask::causal()), 5 + 6 + 7 + 8);
+/// // Every other token of the eight: positions 0, 2, 4, 6.
+/// let striped = Range { row: 0, pos: 0, len: 4, block: 1, period: 2, doc: 0 };
+/// assert_eq!(area(&striped, &k, Mask::causal()), 1 + 3 + 5 + 7);
+/// ```
+pub fn area(q: &Range, k: &Range, mask: Mask) -> u64 {
+    if q.len == 0 || k.len == 0 {
+        return 0;
+    }
+    match (q.is_plain(), k.is_plain()) {
+        (_, true) => stripe_area(q, k, mask),
+        (true, false) => stripe_area(k, q, mask.transposed()),
+        (false, false) if q.len / q.block <= k.len / k.block => {
+            blocks(q).map(|b| stripe_area(k, &b, mask.transposed())).sum()
+        }
+        (false, false) => blocks(k).map(|b| stripe_area(q, &b, mask)).sum(),
+    }
+}
+
+/// The blocks of a stripe as plain runs.
+fn blocks(r: &Range) -> impl Iterator<Item = Range> + '_ {
+    (0..r.len).step_by(r.block as usize).map(|i| Range {
+        row: r.row + i64::from(i),
+        pos: r.position(i),
+        len: r.block.min(r.len - i),
+        block: 1,
+        period: 1,
+        doc: r.doc,
+    })
+}
+
+/// Queries in any stripe against a plain run of keys.
+fn stripe_area(q: &Range, k: &Range, mask: Mask) -> u64 {
+    let n = i64::from(k.len);
+    // Positions counted from the first key: the mask only knows differences.
+    let shift = k.pos;
+    if q.is_plain() {
+        return mask.area(q.pos - shift, q.pos - shift + i64::from(q.len), n) as u64;
+    }
+    // Keys of a query at x: min(x + right, n − 1) − max(x − left, 0) + 1. Its bends, and where it begins and ends:
+    let (left, right) = (mask.left_limit(), mask.right_limit());
+    let begin = 0i64.saturating_sub(right);
+    let end = n.saturating_add(left);
+    let mut bends = [begin, (n - 1).saturating_sub(right).max(begin), left.min(end), end];
+    bends.sort_unstable();
+    let mut total = 0i64;
+    for piece in bends.windows(2) {
+        let (i0, i1) = (rows_before(q, piece[0].saturating_add(shift)), rows_before(q, piece[1].saturating_add(shift)));
+        if i0 >= i1 {
+            continue;
+        }
+        let rows = i64::from(i1 - i0);
+        let x = position_sum(q, i1) - position_sum(q, i0) - rows * shift;
+        let first = q.position(i0) - shift;
+        let high = if first.saturating_add(right) < n - 1 { x + rows * right } else { rows * (n - 1) };
+        let low = if first >= left { x - rows * left } else { 0 };
+        total += high - low + rows;
+    }
+    total as u64
+}
+
+/// Index of the first row at or after position `x`, at most `len`.
+fn rows_before(r: &Range, x: i64) -> u32 {
+    if x <= r.pos {
+        return 0;
+    }
+    let off = x.saturating_sub(r.pos);
+    if r.block == r.period {
+        return off.min(i64::from(r.len)) as u32;
+    }
+    let (block, period) = (i64::from(r.block), i64::from(r.period));
+    if off / period >= i64::from(r.len) {
+        return r.len;
+    }
+    (off / period * block + (off % period).min(block)).min(i64::from(r.len)) as u32
+}
+
+/// Σ of the positions of the first `i` rows.
+fn position_sum(r: &Range, i: u32) -> i64 {
+    let (i, block, period) = (i64::from(i), i64::from(r.block), i64::from(r.period));
+    let (whole, rest) = (i / block, i % block);
+    let triangle = |n: i64| n * (n - 1) / 2;
+    i * r.pos + triangle(whole) * period * block + whole * triangle(block) + rest * whole * period + triangle(rest)
+}
+
+/// Work and traffic of one ring rank under a layout, heads and bytes left aside.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Load {
+    /// (q, k) pairs that its q tokens count.
+    pub area: u64,
+    /// q tokens.
+    pub q_tokens: u64,
+    /// k tokens.
+    pub k_tokens: u64,
+    /// k tokens of others that its q tokens need; each arrives once in the forward.
+    pub needed: u64,
+}
+
+/// Lists of segments, made once for many ranks.
+#[derive(Default)]
+pub(super) struct Lists {
+    q: alloc::vec::Vec<Segment>,
+    k: alloc::vec::Vec<Segment>,
+}
+
+/// The load of ring rank `r`.
+pub(super) fn load(shares: &Shares, batch: &crate::Batch, mask: Mask, r: usize, lists: &mut Lists) -> Load {
+    shares.segments(Side::Q, r, &mut lists.q);
+    shares.segments(Side::K, r, &mut lists.k);
+    let mut load = Load::default();
+    let tokens = |list: &[Segment]| list.iter().map(|s| u64::from(s.range.len)).sum();
+    (load.q_tokens, load.k_tokens) = (tokens(&lists.q), tokens(&lists.k));
+    let (mut own, mut rest) = (&lists.k[..], &lists.q[..]);
+    while let Some(first) = rest.first() {
+        let doc = first.range.doc;
+        let (mine, after) = rest.split_at(rest.partition_point(|s| s.range.doc <= doc));
+        rest = after;
+        own = &own[own.partition_point(|s| s.range.doc < doc)..];
+        let own = &own[..own.partition_point(|s| s.range.doc <= doc)];
+        let keys = batch.document(Side::K, doc as usize).len() as u32;
+        if keys == 0 {
+            continue;
+        }
+        let whole = Range::plain(0, keys, 0, doc);
+        // The needed positions are a union of intervals that ascend.
+        let mut open: Option<(i64, i64)> = None;
+        let mut close = |(a, e): (i64, i64)| {
+            let held: u32 = own.iter().map(|s| rows_before(&s.range, e) - rows_before(&s.range, a)).sum();
+            load.needed += (e - a) as u64 - u64::from(held);
+        };
+        let mut reach = |a: i64, e: i64| {
+            let (a, e) = (a.max(0), e.min(i64::from(keys)));
+            if a >= e {
+                return;
+            }
+            match &mut open {
+                Some((_, end)) if a <= *end => *end = (*end).max(e),
+                other => {
+                    if let Some(done) = other.replace((a, e)) {
+                        close(done);
+                    }
+                }
+            }
+        };
+        let (left, right) = (mask.left_limit(), mask.right_limit());
+        let span = left.saturating_add(right);
+        for s in mine {
+            load.area += area(&s.range, &whole, mask);
+            if s.range.is_plain() || i64::from(s.range.period - s.range.block) <= span {
+                reach(s.range.pos.saturating_sub(left), s.range.last().saturating_add(right).saturating_add(1));
+            } else {
+                for b in blocks(&s.range) {
+                    reach(b.pos.saturating_sub(left), b.last().saturating_add(right).saturating_add(1));
+                }
+            }
+        }
+        if let Some(done) = open {
+            close(done);
+        }
+    }
+    load
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Batch, Layout};
+    use alloc::{vec, vec::Vec};
+
+    const MASKS: [Mask; 8] = [
+        Mask::full(),
+        Mask::causal(),
+        Mask::window(3, 0),
+        Mask::window(0, 0),
+        Mask::window(2, 4),
+        Mask::window(0, 1),
+        Mask { left: Some(1), right: None },
+        Mask { left: None, right: Some(2) },
+    ];
+
+    #[test]
+    fn area_is_what_counting_gives() {
+        let mut shapes = vec![];
+        for (block, period) in [(1, 1), (1, 2), (2, 5), (3, 4), (4, 4), (1, 7)] {
+            for len in [0u32, 1, 2, 5, 9] {
+                for pos in [-4i64, 0, 3, 11] {
+                    shapes.push(Range { row: 0, pos, len, block, period, doc: 0 });
+                }
+            }
+        }
+        let mut seen = 0;
+        for q in &shapes {
+            for k in &shapes {
+                for mask in MASKS {
+                    let positions = |r: &Range| (0..r.len).map(|i| r.position(i)).collect::<Vec<_>>();
+                    let want: usize =
+                        positions(q).iter().map(|&x| positions(k).iter().filter(|&&y| mask.allows(x, y)).count()).sum();
+                    assert_eq!(area(q, k, mask), want as u64, "{q:?} {k:?} {mask:?}");
+                    seen += want;
+                }
+            }
+        }
+        assert!(seen > 100_000);
+    }
+
+    #[test]
+    fn loads_are_what_counting_gives() {
+        let batches = [
+            Batch::from_lengths(&[7, 0, 1, 13, 3]).unwrap(),
+            Batch::cross(&[0, 3, 3, 10], &[0, 8, 9, 21], None).unwrap(),
+            Batch::cross(&[0, 6, 11], &[0, 2, 14], Some(&[-2, 5])).unwrap(),
+            Batch::from_lengths(&[40]).unwrap(),
+        ];
+        let layouts = [
+            Layout::Contiguous,
+            Layout::Zigzag,
+            Layout::ZigzagPack,
+            Layout::Striped { stripe: 1 },
+            Layout::Striped { stripe: 3 },
+            Layout::Balanced { chunks: 3 },
+        ];
+        let mut lists = Lists::default();
+        for batch in &batches {
+            for mask in MASKS {
+                for layout in layouts {
+                    for ring in [1, 2, 3, 5] {
+                        let shares = Shares::new(batch, mask, layout, ring).unwrap();
+                        for r in 0..ring {
+                            let tokens = |side| {
+                                let mut list = vec![];
+                                shares.segments(side, r, &mut list);
+                                list.iter()
+                                    .flat_map(|s| (0..s.range.len).map(|i| (s.range.doc, s.range.position(i))))
+                                    .collect::<Vec<_>>()
+                            };
+                            let (q, own) = (tokens(Side::Q), tokens(Side::K));
+                            let (mut count, mut needed) = (0, 0);
+                            for d in 0..batch.documents() as u32 {
+                                for y in 0..batch.document(Side::K, d as usize).len() as i64 {
+                                    let n = q.iter().filter(|&&(e, x)| d == e && mask.allows(x, y)).count();
+                                    count += n;
+                                    needed += usize::from(n > 0 && !own.contains(&(d, y)));
+                                }
+                            }
+                            let got = load(&shares, batch, mask, r, &mut lists);
+                            let want = Load {
+                                area: count as u64,
+                                needed: needed as u64,
+                                q_tokens: q.len() as u64,
+                                k_tokens: own.len() as u64,
+                            };
+                            assert_eq!(got, want, "{layout} ring {ring} rank {r} {mask:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

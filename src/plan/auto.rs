@@ -1,0 +1,347 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Choosing a mesh and a layout.
+//!
+//! The rule is stated so that it can be argued with, and [`Plan::explain`] prints every candidate with its figures:
+//!
+//! 1. *Meshes* are all `ulysses × ring = world` with `ulysses ≤ heads`. Each is judged with its own automatic layout.
+//!    The least cost wins; of equals the larger `ulysses`.
+//! 2. *Cost* is the multiply-adds of the busiest rank plus `balance` times the bytes that the busiest rank receives, both
+//!    for one forward and one backward. Multiply-adds are the largest mask area of any ring rank times the largest number
+//!    of q heads of any Ulysses rank, so heads that do not divide count as the `⌈H/U⌉·U/H` they cost. Bytes are the two
+//!    all-to-alls of each direction, and on the ring k and v twice and their gradients once for each row that is needed
+//!    elsewhere: windows and document borders count as they will be sent.
+//! 3. *Layouts*: with one ring rank nothing travels and contiguous is taken. Otherwise, of [`LAYOUTS`], those whose busiest
+//!    rank has at most 1 % more work than the best one's; of these the one whose busiest rank needs the fewest rows of
+//!    others; of equals the first in the list.
+//!
+//! Everything is counted in integers from the problem alone, so that all ranks choose alike. It takes
+//! `O(documents × ring)` steps for each mesh and layout.
+
+use alloc::{format, vec::Vec};
+
+use super::{
+    Kind, Options, Plan, Problem,
+    area::{Lists, Load, load},
+};
+use crate::{
+    error::{Error, Result},
+    heads::{HeadShare, shared_kv},
+    layout::{Layout, Shares},
+    mesh::Mesh,
+};
+
+/// Multiply-adds that a device does in the time in which one byte arrives. 1,024 is the order of magnitude of an
+/// accelerator of a few hundred tera multiply-adds per second on a link of a few hundred gigabytes per second; it is a
+/// convention, not a measurement. Ring steps hide under compute and all-to-alls do not; the rule does not know that.
+pub const BALANCE: u32 = 1024;
+
+/// The layouts that the automatic choice considers, in order of preference.
+pub const LAYOUTS: [Layout; 6] = [
+    Layout::Contiguous,
+    Layout::ZigzagPack,
+    Layout::Balanced { chunks: 4 },
+    Layout::Balanced { chunks: 16 },
+    Layout::Zigzag,
+    Layout::Striped { stripe: 128 },
+];
+
+/// How evenly a layout deals a problem to ring ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Dealt {
+    /// The layout.
+    pub layout: Layout,
+    /// The largest of each figure over the ring ranks.
+    pub largest: Load,
+    /// The sum of each figure over the ring ranks.
+    pub total: Load,
+    /// Ring ranks.
+    pub ring: usize,
+}
+
+impl Dealt {
+    /// The busiest ring rank's mask area over the mean; 1 when there is no work.
+    pub fn work_imbalance(&self) -> f64 {
+        ratio(self.largest.area, self.total.area, self.ring)
+    }
+
+    /// The largest share of q tokens over the mean; 1 when there are none.
+    pub fn token_imbalance(&self) -> f64 {
+        ratio(self.largest.q_tokens, self.total.q_tokens, self.ring)
+    }
+}
+
+fn ratio(largest: u64, total: u64, ring: usize) -> f64 {
+    if total == 0 { 1.0 } else { largest as f64 * ring as f64 / total as f64 }
+}
+
+/// One mesh with its automatic layout and what the rule makes of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Candidate {
+    /// The mesh.
+    pub mesh: Mesh,
+    /// Its automatic layout.
+    pub layout: Layout,
+    /// Multiply-adds of the busiest rank, forward and backward.
+    pub multiply_adds: u128,
+    /// Bytes that the busiest rank receives, forward and backward.
+    pub bytes: u128,
+    /// `multiply_adds + balance · bytes`.
+    pub cost: u128,
+}
+
+/// What was chosen, and among what.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Choice {
+    /// The mesh.
+    pub mesh: Mesh,
+    /// The layout.
+    pub layout: Layout,
+    /// Multiply-adds per byte that the cost was reckoned with.
+    pub balance: u32,
+    /// All candidates, by falling `ulysses`.
+    pub candidates: Vec<Candidate>,
+}
+
+/// How `layout` deals the problem to `ring` ranks.
+pub fn dealt(problem: &Problem, layout: Layout, ring: usize) -> Result<Dealt> {
+    let (batch, mask) = (problem.batch(), problem.window());
+    let shares = Shares::new(batch, mask, layout, ring)?;
+    let mut lists = Lists::default();
+    let (mut largest, mut total) = (Load::default(), Load::default());
+    for r in 0..ring {
+        let l = load(&shares, batch, mask, r, &mut lists);
+        let fold = |into: &mut Load, f: fn(u64, u64) -> u64| {
+            into.area = f(into.area, l.area);
+            into.q_tokens = f(into.q_tokens, l.q_tokens);
+            into.k_tokens = f(into.k_tokens, l.k_tokens);
+            into.needed = f(into.needed, l.needed);
+        };
+        fold(&mut largest, u64::max);
+        fold(&mut total, |a, b| a + b);
+    }
+    Ok(Dealt { layout, largest, total, ring })
+}
+
+/// The automatic layout for `ring` ranks: rule 3 of the [module](self).
+pub fn auto_layout(problem: &Problem, ring: usize) -> Result<Layout> {
+    problem.check()?;
+    Ok(best_layout(problem, ring)?.layout)
+}
+
+fn best_layout(problem: &Problem, ring: usize) -> Result<Dealt> {
+    if ring == 1 {
+        return dealt(problem, Layout::Contiguous, 1);
+    }
+    let all = LAYOUTS
+        .into_iter()
+        .filter(|l| !matches!(l, Layout::Balanced { chunks } if *chunks as usize * ring > 1 << 20))
+        .map(|layout| dealt(problem, layout, ring))
+        .collect::<Result<Vec<_>>>()?;
+    let least = all.iter().map(|d| u128::from(d.largest.area)).min().unwrap_or(0);
+    // `min_by_key` keeps the first of equals.
+    all.into_iter()
+        .filter(|d| 100 * u128::from(d.largest.area) <= 101 * least)
+        .min_by_key(|d| d.largest.needed)
+        .ok_or_else(|| Error::invalid("ring", ring, "at least 1"))
+}
+
+/// The automatic mesh and layout for `world` ranks that share one batch, with all candidates: rules 1 to 3 of the
+/// [module](self).
+///
+/// # Errors
+/// A problem that [`Problem::check`] refuses, a world of 0, and a [`Kind::Other`] on more ranks than heads.
+///
+/// ```
+/// use cpattn::{Batch, Dtype, Mesh, Problem, plan};
+/// let problem = Problem::new(Batch::from_lengths(&[8192])?, 8, 8, 64, Dtype::Bf16);
+/// let choice = plan::choose(8, &problem, plan::BALANCE)?;
+/// assert_eq!(choice.mesh, Mesh::ulysses(8)?);
+/// assert_eq!(choice.candidates.len(), 4);
+/// // A link that costs nothing leaves the balance of work to decide.
+/// assert!(plan::choose(8, &problem, 0)?.mesh.ulysses > 0);
+/// # Ok::<(), cpattn::Error>(())
+/// ```
+pub fn choose(world: usize, problem: &Problem, balance: u32) -> Result<Choice> {
+    problem.check()?;
+    Mesh::ring(world)?;
+    if problem.kind == Kind::Other && world > problem.heads() {
+        return Err(Error::unsupported(
+            "Kind::Other",
+            format!("Ulysses only, and the world of {world} has more ranks than {} heads", problem.heads()),
+            "give the remaining ranks batches of their own: Mesh::explicit with ring 1",
+        ));
+    }
+    let mut candidates = Vec::new();
+    for ulysses in (1..=world.min(problem.heads())).rev().filter(|u| world.is_multiple_of(*u)) {
+        if problem.kind == Kind::Other && ulysses != world {
+            continue;
+        }
+        let mesh = Mesh { replicas: 1, ring: world / ulysses, ulysses };
+        let d = best_layout(problem, mesh.ring)?;
+        candidates.push(judge(problem, mesh, &d, balance));
+    }
+    let best = candidates
+        .iter()
+        .min_by_key(|c| c.cost)
+        .copied()
+        .ok_or_else(|| Error::invalid("world", world, "a mesh that fits the problem"))?;
+    Ok(Choice { mesh: best.mesh, layout: best.layout, balance, candidates })
+}
+
+/// What the rule makes of a mesh with a dealt layout.
+pub(super) fn judge(problem: &Problem, mesh: Mesh, d: &Dealt, balance: u32) -> Candidate {
+    let (heads, kv_heads) = (problem.heads() as u32, problem.kv_heads() as u32);
+    let u = mesh.ulysses as u128;
+    let (mut hq, mut hkv, mut kv_sum) = (0u128, 0u128, 0u128);
+    for i in 0..mesh.ulysses {
+        let share = HeadShare::new(i, mesh.ulysses, heads, kv_heads);
+        hq = hq.max(share.q.len() as u128);
+        hkv = hkv.max(share.kv.len() as u128);
+        kv_sum += share.kv.len() as u128;
+    }
+    let (e, a) = (problem.dtype().size() as u128, problem.dtype().accumulator().size() as u128);
+    let (dk, dv) = (problem.head_dim() as u128, problem.v_head_dim() as u128);
+    let (h, hk) = (u128::from(heads), u128::from(kv_heads));
+    // Forward: s and o. Backward: s and dp again, dq, dk, dv.
+    let multiply_adds = u128::from(d.largest.area) * hq * ((dk + dv) + (3 * dk + 2 * dv));
+    let ring = u128::from(d.largest.needed) * hkv * (dk + dv) * (2 * e + a);
+    let (nq, nk) = (u128::from(d.largest.q_tokens), u128::from(d.largest.k_tokens));
+    let (own_q, own_k) = (nq.div_ceil(u), nk.div_ceil(u));
+    let into_heads = (nq - own_q) * hq * (dk * e + (dk + dv) * e + 2 * a) + (nk - own_k) * hkv * 2 * (dk + dv) * e;
+    let keys_back = if shared_kv(mesh.ulysses, heads, kv_heads) {
+        kv_sum.saturating_sub(hkv) * (dk + dv) * a
+    } else {
+        hk.saturating_sub(hkv) * (dk + dv) * e
+    };
+    let back = own_q * (h - hq) * (dv * e + a + dk * e) + own_k * keys_back;
+    let bytes = ring + if u > 1 { into_heads + back } else { 0 };
+    Candidate { mesh, layout: d.layout, multiply_adds, bytes, cost: multiply_adds + u128::from(balance) * bytes }
+}
+
+/// The automatic mesh with the default [`BALANCE`]; see [`choose`].
+pub fn auto_mesh(world: usize, problem: &Problem) -> Result<Mesh> {
+    auto_mesh_with(world, problem, BALANCE)
+}
+
+/// The automatic mesh when a byte costs as much as `balance` multiply-adds; see [`choose`].
+pub fn auto_mesh_with(world: usize, problem: &Problem, balance: u32) -> Result<Mesh> {
+    Ok(choose(world, problem, balance)?.mesh)
+}
+
+impl Mesh {
+    /// The mesh that [`choose`] takes for `world` ranks.
+    pub fn auto(world: usize, problem: &Problem) -> Result<Self> {
+        auto_mesh(world, problem)
+    }
+}
+
+impl Plan {
+    /// Plans with the mesh and the layout that [`choose`] takes for `world` ranks, and the default options.
+    pub fn auto(problem: &Problem, world: usize) -> Result<Self> {
+        Self::auto_with(problem, world, Options::default())
+    }
+
+    /// As [`Plan::auto`], with options.
+    pub fn auto_with(problem: &Problem, world: usize, options: Options) -> Result<Self> {
+        let choice = choose(world, problem, BALANCE)?;
+        Self::with_options(problem, choice.mesh, choice.layout, options)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Batch, Dtype, Mask};
+    use alloc::{string::ToString, vec};
+
+    fn problem(lengths: &[usize], heads: usize, kv_heads: usize) -> Problem {
+        Problem::new(Batch::from_lengths(lengths).unwrap(), heads, kv_heads, 64, Dtype::Bf16)
+    }
+
+    #[test]
+    fn candidates_are_all_meshes_that_fit_the_heads() {
+        let meshes = |world, heads| {
+            let c = choose(world, &problem(&[4096], heads, heads), BALANCE).unwrap();
+            c.candidates.iter().map(|c| (c.mesh.ulysses, c.mesh.ring)).collect::<Vec<_>>()
+        };
+        assert_eq!(meshes(12, 5), [(4, 3), (3, 4), (2, 6), (1, 12)]);
+        assert_eq!(meshes(7, 6), [(1, 7)]);
+        assert_eq!(meshes(1, 6), [(1, 1)]);
+    }
+
+    #[test]
+    fn uneven_heads_cost_what_the_busiest_rank_does() {
+        // Bytes for nothing: five heads on four ranks cost 2·4/5 of an even share, a ring of four costs nothing extra.
+        let p = problem(&[1 << 14], 5, 5);
+        let c = choose(4, &p, 0).unwrap();
+        let of = |u: usize| *c.candidates.iter().find(|c| c.mesh.ulysses == u).unwrap();
+        assert_eq!(c.mesh.ulysses, 1);
+        let over = of(4).multiply_adds as f64 / (p.area() * 5 * 7 * 64 / 4) as f64;
+        assert!((over - 1.6).abs() < 1e-9, "{over}");
+        assert!(of(1).multiply_adds * 155 < of(4).multiply_adds * 100);
+    }
+
+    #[test]
+    fn equal_costs_go_to_the_larger_ulysses() {
+        // Nothing to compute and nothing to send: all candidates cost 0.
+        let c = choose(6, &problem(&[0, 0], 6, 2), BALANCE).unwrap();
+        assert!(c.candidates.iter().all(|c| c.cost == 0));
+        assert_eq!(c.mesh.ulysses, 6);
+    }
+
+    #[test]
+    fn what_cannot_be_merged_stays_on_ulysses() {
+        let p = problem(&[4096], 8, 8).kind(Kind::Other);
+        assert_eq!(Mesh::auto(4, &p).unwrap(), Mesh::ulysses(4).unwrap());
+        let text = Mesh::auto(16, &p).unwrap_err().to_string();
+        assert!(text.contains("world of 16") && text.contains("8 heads"), "{text}");
+        assert!(Mesh::auto(0, &p).is_err());
+    }
+
+    #[test]
+    fn the_layout_follows_the_work() {
+        let layout = |p: &Problem, ring| auto_layout(p, ring).unwrap();
+        let long = problem(&[1 << 16], 8, 8);
+        assert_eq!(layout(&long, 1), Layout::Contiguous);
+        // Causal: the last of contiguous ranks works twice the mean; a zigzag is even.
+        assert_eq!(layout(&long, 8), Layout::ZigzagPack);
+        assert!(dealt(&long, Layout::Contiguous, 8).unwrap().work_imbalance() > 1.8);
+        // Where every rank works alike, the one that sends least: contiguous.
+        assert_eq!(layout(&long.clone().mask(Mask::window(127, 0)), 8), Layout::Contiguous);
+        assert_eq!(layout(&long.clone().mask(Mask::full()), 8), Layout::Contiguous);
+        // Equal documents, one for each rank: nothing travels at all.
+        let equal = problem(&[4096; 8], 8, 8);
+        assert_eq!(layout(&equal, 8), Layout::Contiguous);
+        assert_eq!(dealt(&equal, Layout::Contiguous, 8).unwrap().largest.needed, 0);
+    }
+
+    #[test]
+    fn the_chosen_layout_is_within_a_percent_of_the_best() {
+        let mut lengths = vec![];
+        let mut seed = 7u64;
+        for _ in 0..40 {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            lengths.push(1 << (3 + (seed >> 60)));
+        }
+        let p = problem(&lengths, 8, 8);
+        for ring in [2, 3, 8, 16] {
+            let chosen = dealt(&p, auto_layout(&p, ring).unwrap(), ring).unwrap();
+            for layout in LAYOUTS {
+                let other = dealt(&p, layout, ring).unwrap();
+                assert_eq!(u128::from(other.total.area), p.area());
+                assert!(chosen.largest.area as f64 <= 1.01 * other.largest.area as f64, "{ring} {layout}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_automatic_plan_is_a_plan() {
+        for world in 1..13 {
+            for (lengths, heads, kv) in [(vec![100, 3, 0, 59], 9, 3), (vec![31], 4, 1), (vec![1], 12, 12)] {
+                let plan = Plan::auto(&problem(&lengths, heads, kv), world).unwrap();
+                assert_eq!(plan.mesh().world(), world);
+                assert_eq!(plan, Plan::auto(&problem(&lengths, heads, kv), world).unwrap());
+            }
+        }
+    }
+}
