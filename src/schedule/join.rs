@@ -50,7 +50,8 @@ pub(crate) fn lower(range: &Range, x: i64) -> u32 {
     if x <= range.pos {
         return 0;
     }
-    let off = x - range.pos;
+    // An open window reaches to the ends of i64, and positions of q may be negative.
+    let off = x.saturating_sub(range.pos);
     if range.block == range.period {
         return off.min(i64::from(range.len)) as u32;
     }
