@@ -20,12 +20,20 @@ pub unsafe fn sink_gradient(args: &SinkGradient) -> Result<()> {
     let SinkGradient { lse, delta, sinks, dsinks } = args;
     for (name, t) in [("delta", delta), ("dsinks", dsinks)] {
         if t.dtype != lse.dtype {
-            return Err(Error::invalid(std::format!("{name}.dtype"), t.dtype, std::format!("that of lse, {}", lse.dtype)));
+            return Err(Error::invalid(
+                std::format!("{name}.dtype"),
+                t.dtype,
+                std::format!("that of lse, {}", lse.dtype),
+            ));
         }
     }
     for (name, t) in [("delta", delta), ("sinks", sinks), ("dsinks", dsinks)] {
         if t.heads != lse.heads {
-            return Err(Error::invalid(std::format!("{name}.heads"), t.heads, std::format!("that of lse, {}", lse.heads)));
+            return Err(Error::invalid(
+                std::format!("{name}.heads"),
+                t.heads,
+                std::format!("that of lse, {}", lse.heads),
+            ));
         }
     }
     if delta.tokens != lse.tokens || sinks.dtype != Dtype::F32 {

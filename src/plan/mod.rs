@@ -19,10 +19,12 @@ use crate::{
 mod area;
 mod auto;
 mod problem;
+mod shard;
 
 pub use area::{Load, area};
 pub use auto::{BALANCE, Candidate, Choice, Dealt, LAYOUTS, auto_layout, auto_mesh, auto_mesh_with, choose, dealt};
 pub use problem::{Kind, MAX_HEAD_DIM, Problem};
+pub use shard::ShiftMessage;
 
 /// Which side of the attention travels in the backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]

@@ -37,11 +37,8 @@ impl Module {
     pub fn parse(text: &str) -> Result<Self, LoadError> {
         let ast = ptx::parse(text)?;
         let table = Table::new();
-        let codes = ast
-            .entries
-            .iter()
-            .map(|e| decode::decode(e, &ast.vars, &table).map(Arc::new))
-            .collect::<Result<_, _>>()?;
+        let codes =
+            ast.entries.iter().map(|e| decode::decode(e, &ast.vars, &table).map(Arc::new)).collect::<Result<_, _>>()?;
         Ok(Self { ast, codes, text: Arc::new(text.lines().map(str::to_owned).collect()) })
     }
 

@@ -305,11 +305,8 @@ fn deadlock(code: &Code, r: &Resident) -> (Trouble, usize) {
         }
     }
     let ended = r.warps.iter().filter(|w| w.is_none()).count();
-    let detail = format!(
-        "nobody can go on: {} ({ended} warps have ended); {}",
-        at.join(", "),
-        r.block.waiting_barriers()
-    );
+    let detail =
+        format!("nobody can go on: {} ({ended} warps have ended); {}", at.join(", "), r.block.waiting_barriers());
     (Trouble { fault: Fault::Deadlock, lane: None, detail }, pc)
 }
 

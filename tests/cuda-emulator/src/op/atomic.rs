@@ -64,8 +64,20 @@ impl Rmw {
             ("and", _) => Rmw::And,
             ("or", _) => Rmw::Or,
             ("xor", _) => Rmw::Xor,
-            ("min", _) => if signed { Rmw::MinS } else { Rmw::MinU },
-            ("max", _) => if signed { Rmw::MaxS } else { Rmw::MaxU },
+            ("min", _) => {
+                if signed {
+                    Rmw::MinS
+                } else {
+                    Rmw::MinU
+                }
+            }
+            ("max", _) => {
+                if signed {
+                    Rmw::MaxS
+                } else {
+                    Rmw::MaxU
+                }
+            }
             ("inc", "u32") => Rmw::Inc,
             ("dec", "u32") => Rmw::Dec,
             _ => return None,
@@ -77,7 +89,13 @@ impl Rmw {
         match self {
             Rmw::Add => old.wrapping_add(b),
             Rmw::Exch => b,
-            Rmw::Cas => if old == b { c } else { old },
+            Rmw::Cas => {
+                if old == b {
+                    c
+                } else {
+                    old
+                }
+            }
             Rmw::And => old & b,
             Rmw::Or => old | b,
             Rmw::Xor => old ^ b,
@@ -85,8 +103,20 @@ impl Rmw {
             Rmw::MaxU => old.max(b),
             Rmw::MinS => signed(old).min(signed(b)) as u64,
             Rmw::MaxS => signed(old).max(signed(b)) as u64,
-            Rmw::Inc => if old >= b { 0 } else { old + 1 },
-            Rmw::Dec => if old == 0 || old > b { b } else { old - 1 },
+            Rmw::Inc => {
+                if old >= b {
+                    0
+                } else {
+                    old + 1
+                }
+            }
+            Rmw::Dec => {
+                if old == 0 || old > b {
+                    b
+                } else {
+                    old - 1
+                }
+            }
             Rmw::AddF32 => u64::from((f32::from_bits(old as u32) + f32::from_bits(b as u32)).to_bits()),
             Rmw::AddF64 => (f64::from_bits(old) + f64::from_bits(b)).to_bits(),
             Rmw::AddF16x2 => halves(old, b, |x, y| f32_to_f16(f16_to_f32(x) + f16_to_f32(y))),

@@ -86,9 +86,7 @@ pub(super) fn fill(t: &mut Table) {
     t.quad("bfi.b64", |a: u64, b: u64, p: u32, n: u32| insert(a, b, p, n, 64));
     t.quad("lop3.b32", |a: u32, b: u32, c: u32, k: u32| lut(a, b, c, k));
     // Funnel shifts take the high word second; `clamp` stops at 32, `wrap` takes the amount modulo 32.
-    t.tri("shf.l.wrap.b32", |a: u32, b: u32, n: u32| {
-        ((u64::from(b) << 32 | u64::from(a)) << (n & 31) >> 32) as u32
-    });
+    t.tri("shf.l.wrap.b32", |a: u32, b: u32, n: u32| ((u64::from(b) << 32 | u64::from(a)) << (n & 31) >> 32) as u32);
     t.tri("shf.l.clamp.b32", |a: u32, b: u32, n: u32| {
         let n = n.min(32);
         if n == 32 { a } else { ((u64::from(b) << 32 | u64::from(a)) << n >> 32) as u32 }

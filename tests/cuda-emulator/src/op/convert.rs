@@ -6,9 +6,7 @@
 
 use super::rows::{Bf16, F16};
 use super::table::Table;
-use crate::num::{
-    bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_bf16_rz, f32_to_f16, f32_to_f16_rz, flush, saturate,
-};
+use crate::num::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_bf16_rz, f32_to_f16, f32_to_f16_rz, flush, saturate};
 
 macro_rules! ints {
     ($t:ident; $($s:ident $sn:literal),*; $d:tt) => {$( ints!(@row $t, $s, $sn; $d); )*};

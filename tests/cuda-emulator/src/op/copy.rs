@@ -32,7 +32,13 @@ pub(super) unsafe fn start(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
     let limit = u64::from(cx.block.shared.size());
     let ignore = match i.b {
         u32::MAX => 0,
-        p => if i.c == 1 { !cx.pred(p) } else { cx.pred(p) },
+        p => {
+            if i.c == 1 {
+                !cx.pred(p)
+            } else {
+                cx.pred(p)
+            }
+        }
     };
     let (mut dst, mut src, mut len) = ([0u64; 32], [0u64; 32], [0u32; 32]);
     let mut touches = Touches::new();

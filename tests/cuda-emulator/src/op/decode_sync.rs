@@ -123,7 +123,10 @@ impl Decoder<'_> {
             (["cp", "async", "commit_group"], []) => Ok(plain(copy::commit)),
             (["cp", "async", "wait_all"], []) => Ok(Ins { c: u32::MAX, ..plain(copy::wait) }),
             (["cp", "async", "wait_group"], [Operand::Int(n)]) => Ok(Ins { c: *n as u32, ..plain(copy::wait) }),
-            (["cp", "async", how @ ("ca" | "cg"), "shared" | "shared::cta", "global", more @ ..], [to, from, size, rest @ ..]) => {
+            (
+                ["cp", "async", how @ ("ca" | "cg"), "shared" | "shared::cta", "global", more @ ..],
+                [to, from, size, rest @ ..],
+            ) => {
                 if more.iter().any(|m| !m.starts_with("L2::") || m.contains("hint")) {
                     return Err("unknown modifier".into());
                 }
@@ -151,9 +154,10 @@ impl Decoder<'_> {
 
     pub(super) fn decode_tensor(&mut self, parts: &[&str], o: &[Operand]) -> Result<Ins, Refused> {
         match (parts, o) {
-            (["mma", "sync", "aligned", shape @ ("m16n8k16" | "m16n8k8"), "row", "col", "f32", ab, ab2, "f32"], [d, a, b, c])
-                if ab == ab2 && matches!(*ab, "f16" | "bf16") =>
-            {
+            (
+                ["mma", "sync", "aligned", shape @ ("m16n8k16" | "m16n8k8"), "row", "col", "f32", ab, ab2, "f32"],
+                [d, a, b, c],
+            ) if ab == ab2 && matches!(*ab, "f16" | "bf16") => {
                 let k: usize = if *shape == "m16n8k16" { 16 } else { 8 };
                 let mut rows = Vec::with_capacity(14);
                 for (vector, n, is_dst) in [(d, 4, true), (a, k / 4, false), (b, k / 8, false), (c, 4, false)] {

@@ -95,5 +95,4 @@ pub(super) fn fill(t: &mut Table) {
     t.un("sqrt.rn.f64", f64::sqrt);
     t.un("rcp.rn.f64 rcp.approx.ftz.f64", |a: f64| 1.0 / a);
     t.un("rsqrt.approx.f64 rsqrt.approx.ftz.f64", |a: f64| 1.0 / a.sqrt());
-
 }

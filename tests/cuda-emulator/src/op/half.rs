@@ -35,9 +35,15 @@ macro_rules! each {
         $t.bin(concat!("max.", $n), |a: $T, b: $T| $T($down(max_num($up(a.0), $up(b.0)))));
         $t.un(concat!("neg.", $n), |a: $T| $T(a.0 ^ 0x8000));
         $t.un(concat!("abs.", $n), |a: $T| $T(a.0 & 0x7fff));
-        $t.bin(concat!("add.", $n, "x2 add.rn.", $n, "x2"), |a: u32, b: u32| pair2(a, b, |x, y| $down($up(x) + $up(y))));
-        $t.bin(concat!("sub.", $n, "x2 sub.rn.", $n, "x2"), |a: u32, b: u32| pair2(a, b, |x, y| $down($up(x) - $up(y))));
-        $t.bin(concat!("mul.", $n, "x2 mul.rn.", $n, "x2"), |a: u32, b: u32| pair2(a, b, |x, y| $down($up(x) * $up(y))));
+        $t.bin(concat!("add.", $n, "x2 add.rn.", $n, "x2"), |a: u32, b: u32| {
+            pair2(a, b, |x, y| $down($up(x) + $up(y)))
+        });
+        $t.bin(concat!("sub.", $n, "x2 sub.rn.", $n, "x2"), |a: u32, b: u32| {
+            pair2(a, b, |x, y| $down($up(x) - $up(y)))
+        });
+        $t.bin(concat!("mul.", $n, "x2 mul.rn.", $n, "x2"), |a: u32, b: u32| {
+            pair2(a, b, |x, y| $down($up(x) * $up(y)))
+        });
         $t.bin(concat!("min.", $n, "x2"), |a: u32, b: u32| pair2(a, b, |x, y| $down(min_num($up(x), $up(y)))));
         $t.bin(concat!("max.", $n, "x2"), |a: u32, b: u32| pair2(a, b, |x, y| $down(max_num($up(x), $up(y)))));
         $t.un(concat!("neg.", $n, "x2"), |a: u32| a ^ 0x8000_8000);

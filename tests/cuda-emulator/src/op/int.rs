@@ -38,10 +38,7 @@ macro_rules! width {
         $t.bin(concat!("shl.", $bn), |a: $u, n: u32| if n < <$u>::BITS { a << n } else { 0 });
         $t.bin(concat!("shr.", $bn, " shr.", $un), |a: $u, n: u32| if n < <$u>::BITS { a >> n } else { 0 });
         $t.bin(concat!("shr.", $sn), |a: $s, n: u32| a >> n.min(<$u>::BITS - 1));
-        $t.un(
-            concat!("mov.", $bn, " mov.", $un, " mov.", $sn),
-            |a: $u| a,
-        );
+        $t.un(concat!("mov.", $bn, " mov.", $un, " mov.", $sn), |a: $u| a);
         $t.tri(concat!("sad.", $un), |a: $u, b: $u, c: $u| a.abs_diff(b).wrapping_add(c));
         $t.tri(concat!("sad.", $sn), |a: $s, b: $s, c: $u| a.abs_diff(b).wrapping_add(c));
     };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Comparisons and selections.
 
-use super::rows::{CompareFn, F16, Bf16, Kind, compare};
+use super::rows::{Bf16, CompareFn, F16, Kind, compare};
 use super::{Cx, Flow, Ins, lanes};
 use crate::num::{bf16_to_f32, f16_to_f32};
 

@@ -47,7 +47,11 @@ pub(super) unsafe fn barrier(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
     let count = if whole { cx.block.threads().next_multiple_of(32) } else { cx.get32(i.b, first) };
     if count == 0 || count % 32 != 0 || count > cx.block.threads().next_multiple_of(32) {
         let have = cx.block.threads();
-        return cx.fail(Fault::Illegal, Some(first as u32), format!("a barrier of {count} threads in a block of {have}"));
+        return cx.fail(
+            Fault::Illegal,
+            Some(first as u32),
+            format!("a barrier of {count} threads in a block of {have}"),
+        );
     }
     let votes = match i.c {
         RED_POPC | RED_AND | RED_OR => {

@@ -24,11 +24,7 @@ pub(super) unsafe fn load_matrix(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
         let dst = cx.code.lists[i.a as usize + n];
         for l in 0..32 {
             let (g, t) = (l / 4, l % 4 * 2);
-            let (x, y) = if i.b == 1 {
-                (rows[n][t][g], rows[n][t + 1][g])
-            } else {
-                (rows[n][g][t], rows[n][g][t + 1])
-            };
+            let (x, y) = if i.b == 1 { (rows[n][t][g], rows[n][t + 1][g]) } else { (rows[n][g][t], rows[n][g][t + 1]) };
             cx.set32(dst, l, u32::from(x) | u32::from(y) << 16);
         }
     }
@@ -74,9 +70,7 @@ fn matrix_rows(cx: &mut Cx, i: &Ins, write: bool, rows: &mut [[[u16; 8]; 8]; 4])
         for r in 0..8 {
             let q = p[8 * n + r].cast::<[u16; 8]>();
             // SAFETY: the check found 16 bytes behind each pointer.
-            unsafe {
-                if write { q.write_unaligned(rows[n][r]) } else { rows[n][r] = q.read_unaligned() }
-            }
+            unsafe { if write { q.write_unaligned(rows[n][r]) } else { rows[n][r] = q.read_unaligned() } }
         }
     }
     None
