@@ -13,6 +13,8 @@ pub mod layout;
 pub mod mask;
 pub mod mesh;
 pub mod plan;
+#[cfg(feature = "std")]
+pub mod runtime;
 pub mod schedule;
 #[cfg(feature = "std")]
 mod sync;
@@ -26,4 +28,6 @@ pub use layout::Layout;
 pub use mask::Mask;
 pub use mesh::Mesh;
 pub use plan::{Options, Plan, Problem};
+#[cfg(feature = "std")]
+pub use runtime::{Backward, Forward, Rank};
 pub use tensor::{View, ViewMut};

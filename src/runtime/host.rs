@@ -193,9 +193,7 @@ fn heads_of(table: RawTensor, first: u32, count: u32) -> RawTensor {
 
 fn slopes(plan: &Plan) -> RawTensor {
     match plan.problem().slopes() {
-        Some(s) => {
-            RawTensor::compact(s.as_ptr().cast_mut().cast(), crate::Dtype::F32, 1, s.len() as u32, 1)
-        }
+        Some(s) => RawTensor::compact(s.as_ptr().cast_mut().cast(), crate::Dtype::F32, 1, s.len() as u32, 1),
         None => RawTensor::NONE,
     }
 }

@@ -242,9 +242,7 @@ impl Lanes {
         self.shared.communication.notify_one();
         let outcome = catch_unwind(AssertUnwindSafe(|| {
             // SAFETY: the caller's promise; `communication`'s room is the other lane's, `compute`'s is this one's.
-            unsafe {
-                self.shared.walk(Lane::Compute, plan, schedule, memory, compute, Some(scratch), &*self.transport)
-            }
+            unsafe { self.shared.walk(Lane::Compute, plan, schedule, memory, compute, Some(scratch), &*self.transport) }
         }));
         match outcome {
             Ok(Ok(())) => {}

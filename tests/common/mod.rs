@@ -1,0 +1,247 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What the tests of whole plans share: random problems' data, one run of a plan on threads, and the error rule.
+#![allow(dead_code, reason = "each test binary uses its part")]
+
+use std::{sync::Mutex, time::Duration};
+
+use cpattn::{
+    Backward, Element, Forward, Layout, Mesh, Plan, Problem, Rank, Result, Side, View, ViewMut, kernel::reference,
+    transport::local,
+};
+
+/// SplitMix64 (Steele, Lea and Flood, 2014): random enough for tests, and the same everywhere.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.next() % n as u64) as usize
+    }
+
+    pub fn uniform(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    /// Standard normal, by Box and Muller.
+    pub fn normal(&mut self) -> f64 {
+        let (u, v) = (1.0 - self.uniform(), self.uniform());
+        (-2.0 * u.ln()).sqrt() * (std::f64::consts::TAU * v).cos()
+    }
+}
+
+/// The whole batch's inputs.
+pub struct Data<T> {
+    pub q: Vec<T>,
+    pub k: Vec<T>,
+    pub v: Vec<T>,
+    pub d_o: Vec<T>,
+    pub sinks: Option<Vec<f32>>,
+}
+
+impl<T: Element> Data<T> {
+    pub fn random(p: &Problem, seed: u64) -> Self {
+        let mut r = Random(seed);
+        let (nq, nk) = (p.batch().tokens(Side::Q), p.batch().tokens(Side::K));
+        let mut fill = |n: usize| (0..n).map(|_| T::from_f64(r.normal())).collect::<Vec<T>>();
+        let q = fill(nq * p.heads() * p.head_dim());
+        let k = fill(nk * p.kv_heads() * p.head_dim());
+        let v = fill(nk * p.kv_heads() * p.v_head_dim());
+        let d_o = fill(nq * p.heads() * p.v_head_dim());
+        // Large and small sinks: a forgotten one must show.
+        let sinks = p.has_sinks().then(|| (0..p.heads()).map(|_| (3.0 * r.normal()) as f32).collect());
+        Self { q, k, v, d_o, sinks }
+    }
+}
+
+/// The whole batch's results, tokens in the order of the batch.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Results<T: Element> {
+    pub o: Vec<T>,
+    pub lse: Vec<T::Acc>,
+    pub dq: Vec<T>,
+    pub dk: Vec<T>,
+    pub dv: Vec<T>,
+    pub dsinks: Vec<T::Acc>,
+}
+
+fn gather<T: Copy>(all: &[T], tokens: &[usize], row: usize) -> Vec<T> {
+    tokens.iter().flat_map(|&t| all[t * row..(t + 1) * row].iter().copied()).collect()
+}
+
+fn scatter<T: Copy>(all: &mut [T], part: &[T], tokens: &[usize], row: usize) {
+    for (i, &t) in tokens.iter().enumerate() {
+        all[t * row..(t + 1) * row].copy_from_slice(&part[i * row..(i + 1) * row]);
+    }
+}
+
+/// Runs forward and backward on threads of this process, one for each rank.
+pub fn run<T: Element>(plan: &Plan, data: &Data<T>) -> Result<Results<T>> {
+    let world = plan.mesh().world();
+    let ranks = local::group(world, Duration::from_secs(60))?.into_iter().map(Rank::new).collect();
+    run_on(ranks, plan, data)
+}
+
+/// As [`run`], on ranks that exist.
+pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Result<Results<T>> {
+    let p = plan.problem();
+    let (nq, nk) = (p.batch().tokens(Side::Q), p.batch().tokens(Side::K));
+    let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.v_head_dim());
+    // Results start as NaN: a row that nobody writes must show.
+    let nan = T::from_f64(f64::NAN);
+    let acc_nan = <T::Acc as Element>::from_f64(f64::NAN);
+    let all = Mutex::new(Results {
+        o: vec![nan; nq * hq * dv],
+        lse: vec![acc_nan; nq * hq],
+        dq: vec![nan; nq * hq * d],
+        dk: vec![nan; nk * hk * d],
+        dv: vec![nan; nk * hk * dv],
+        dsinks: Vec::new(),
+    });
+    let outcomes: Vec<Result<()>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = ranks
+            .into_iter()
+            .map(|mut rank| {
+                let (plan, data, all) = (plan.clone(), &data, &all);
+                scope.spawn(move || -> Result<()> {
+                    let r = rank.rank();
+                    let (tq, tk) = (plan.token_indices(Side::Q, r), plan.token_indices(Side::K, r));
+                    let q = gather(&data.q, &tq, hq * d);
+                    let k = gather(&data.k, &tk, hk * d);
+                    let v = gather(&data.v, &tk, hk * dv);
+                    let d_o = gather(&data.d_o, &tq, hq * dv);
+                    let mut o = vec![nan; tq.len() * hq * dv];
+                    let mut lse = vec![acc_nan; tq.len() * hq];
+                    let q = View::new(&q, tq.len(), hq, d)?;
+                    let k = View::new(&k, tk.len(), hk, d)?;
+                    let v = View::new(&v, tk.len(), hk, dv)?;
+                    let sinks = data.sinks.as_deref();
+                    rank.forward(
+                        &plan,
+                        Forward {
+                            q,
+                            k,
+                            v,
+                            sinks,
+                            o: ViewMut::new(&mut o, tq.len(), hq, dv)?,
+                            lse: ViewMut::head_major(&mut lse, tq.len(), hq)?,
+                        },
+                    )?;
+                    let mut dq = vec![nan; tq.len() * hq * d];
+                    let mut dk = vec![nan; tk.len() * hk * d];
+                    let mut d_v = vec![nan; tk.len() * hk * dv];
+                    let mut dsinks = vec![acc_nan; if sinks.is_some() { hq } else { 0 }];
+                    rank.backward(
+                        &plan,
+                        Backward {
+                            q,
+                            k,
+                            v,
+                            sinks,
+                            o: View::new(&o, tq.len(), hq, dv)?,
+                            lse: View::head_major(&lse, tq.len(), hq)?,
+                            d_o: View::new(&d_o, tq.len(), hq, dv)?,
+                            dq: ViewMut::new(&mut dq, tq.len(), hq, d)?,
+                            dk: ViewMut::new(&mut dk, tk.len(), hk, d)?,
+                            dv: ViewMut::new(&mut d_v, tk.len(), hk, dv)?,
+                            dsinks: sinks.map(|_| dsinks.as_mut_slice()),
+                        },
+                    )?;
+                    let mut all = all.lock().unwrap();
+                    scatter(&mut all.o, &o, &tq, hq * dv);
+                    let lse: Vec<_> = (0..tq.len() * hq).map(|i| lse[i % hq * tq.len() + i / hq]).collect();
+                    scatter(&mut all.lse, &lse, &tq, hq);
+                    scatter(&mut all.dq, &dq, &tq, hq * d);
+                    scatter(&mut all.dk, &dk, &tk, hk * d);
+                    scatter(&mut all.dv, &d_v, &tk, hk * dv);
+                    if !all.dsinks.is_empty() && plan.mesh().replicas == 1 {
+                        assert!(all.dsinks == dsinks, "dsinks differ between ranks");
+                    }
+                    all.dsinks = dsinks;
+                    Ok(())
+                })
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    outcomes.into_iter().collect::<Result<()>>()?;
+    Ok(all.into_inner().unwrap())
+}
+
+/// The f64 reference on the very values of `data`.
+pub fn reference<T: Element>(p: &Problem, data: &Data<T>) -> Results<f64> {
+    let wide = |v: &[T]| v.iter().map(|x| x.to_f64()).collect::<Vec<f64>>();
+    let (q, k, v, d_o) = (wide(&data.q), wide(&data.k), wide(&data.v), wide(&data.d_o));
+    let starts: Vec<i64> = (0..p.batch().documents()).map(|d| p.batch().start(Side::Q, d)).collect();
+    let slopes: Option<Vec<f64>> = p.slopes().map(|s| s.iter().map(|&x| f64::from(x)).collect());
+    let sinks: Option<Vec<f64>> = data.sinks.as_ref().map(|s| s.iter().map(|&x| f64::from(x)).collect());
+    let attention = reference::Attention {
+        q: &q,
+        k: &k,
+        v: &v,
+        cu_seqlens_q: p.batch().cu_seqlens(Side::Q),
+        cu_seqlens_k: p.batch().cu_seqlens(Side::K),
+        q_start: &starts,
+        heads: p.heads(),
+        kv_heads: p.kv_heads(),
+        head_dim: p.head_dim(),
+        value_dim: p.v_head_dim(),
+        score: p.score(),
+        slopes: slopes.as_deref(),
+        sinks: sinks.as_deref(),
+    };
+    let out = attention.forward();
+    let reference::Gradient { dq, dk, dv, dsinks } = attention.backward(&d_o, &out);
+    Results { o: out.o, lse: out.lse, dq, dk, dv, dsinks }
+}
+
+pub fn rms(x: impl Iterator<Item = f64>) -> f64 {
+    let (mut sum, mut n) = (0.0, 0);
+    for x in x {
+        sum += x * x;
+        n += 1;
+    }
+    (sum / f64::max(f64::from(n), 1.0)).sqrt()
+}
+
+/// RMS error; NaN if either side has a NaN. Two equal infinities agree.
+pub fn error<T: Element>(got: &[T], want: &[f64]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    rms(got.iter().zip(want).map(|(g, &w)| if g.to_f64() == w { 0.0 } else { g.to_f64() - w }))
+}
+
+/// The error rule: RMS error against f64 at most `1.1 × the one-rank error of the same kernel + 4·2⁻²⁴ · RMS(reference)`,
+/// and lse within `1e-5` absolutely.
+pub fn check<T: Element>(what: &str, got: &Results<T>, one: &Results<T>, want: &Results<f64>) {
+    let floor = 4.0 * T::Acc::DTYPE.unit_roundoff();
+    let rule = |name: &str, got: &[T], one: &[T], want: &[f64]| {
+        let (e, e1, scale) = (error(got, want), error(one, want), rms(want.iter().copied()));
+        let bound = 1.1 * e1 + floor * scale;
+        assert!(e <= bound, "{what}: RMS error of {name} is {e:e}, bound {bound:e} (one rank {e1:e}, RMS {scale:e})");
+    };
+    rule("o", &got.o, &one.o, &want.o);
+    rule("dq", &got.dq, &one.dq, &want.dq);
+    rule("dk", &got.dk, &one.dk, &want.dk);
+    rule("dv", &got.dv, &one.dv, &want.dv);
+    for (i, (g, &w)) in got.lse.iter().zip(&want.lse).enumerate() {
+        let g = g.to_f64();
+        assert!(g == w || (g - w).abs() <= 1e-5 * w.abs().max(1.0), "{what}: lse[{i}] is {g}, expected {w}");
+    }
+    assert_eq!(got.dsinks.len(), want.dsinks.len());
+    let scale = rms(want.dsinks.iter().copied());
+    for (h, (g, &w)) in got.dsinks.iter().zip(&want.dsinks).enumerate() {
+        let bound = 1.1 * (one.dsinks[h].to_f64() - w).abs() + 1e-5 * scale.max(w.abs());
+        assert!((g.to_f64() - w).abs() <= bound, "{what}: dsinks[{h}] is {g:?}, expected {w}, bound {bound:e}");
+    }
+}
+
+/// One rank's results: the yardstick of the error rule.
+pub fn one_rank<T: Element>(p: &Problem, data: &Data<T>) -> Results<T> {
+    run(&Plan::new(p, Mesh::single(), Layout::Contiguous).unwrap(), data).unwrap()
+}
