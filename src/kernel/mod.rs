@@ -17,6 +17,8 @@ use crate::element::Dtype;
 
 #[cfg(feature = "std")]
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 #[cfg(feature = "std")]
 pub mod merge;
 #[cfg(feature = "std")]

@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Forward and backward attention: from a call to one launch per kernel.
+
+use super::check::{self, Checker, Expected};
+use super::lists::{self, Lists, Tiles};
+use super::params::{Backward, Forward, Heads, SCORE_GENERAL, SCORE_SOFTCAP, Score, Tensor};
+use super::staging::{Staging, Writer};
+use super::{Cuda, Ready, Stream, find};
+use crate::element::Dtype;
+use crate::error::{Error, Result};
+use crate::kernel::{Attend, AttendBackward, Gradients, HeadMap, RawTensor};
+use alloc::format;
+use core::f64::consts::LOG2_E;
+
+impl Cuda {
+    /// Bytes of staging that [`Cuda::attend`] needs for this call.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for types and dims there is no kernel for.
+    pub fn attend_bytes(&self, call: &Attend) -> Result<usize> {
+        let (_, _, shape) = find(call.q.dtype, call.q.dim, call.v.dim)?;
+        Ok(lists::bytes(&call.ranges, Tiles { queries: shape.forward.rows, keys: 0 }))
+    }
+
+    /// Bytes of staging that [`Cuda::attend_backward`] needs for this call.
+    ///
+    /// # Errors
+    /// As [`Cuda::attend_bytes`].
+    pub fn attend_backward_bytes(&self, call: &AttendBackward) -> Result<usize> {
+        let (_, _, shape) = find(call.q.dtype, call.q.dim, call.v.dim)?;
+        Ok(lists::bytes(&call.ranges, backward_tiles(call.gradients, shape)))
+    }
+
+    /// Forward attention: see [`Attend`]. `max_score`, when not NONE, is f32 `[1, q heads, 1]`, and is raised to the
+    /// largest score of each head (after softcap and ALiBi); the caller sets it to `−inf` first.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] and [`Error::Unsupported`] before anything is launched, [`Error::Device`] when the driver
+    /// fails.
+    ///
+    /// # Safety
+    /// The stream is of the device's primary context. When the launch runs, in stream order, the rows of the ranges are
+    /// valid device memory in every tensor: for reads in q, k, v, slopes and sinks, for writes too in running, o, lse
+    /// and max_score, which overlap nothing and which nobody else accesses meanwhile. Rows of q ranges do not overlap.
+    pub unsafe fn attend(
+        &self,
+        call: &Attend,
+        max_score: RawTensor,
+        staging: &mut Staging,
+        stream: Stream,
+    ) -> Result<()> {
+        let (element, shape, s) = find(call.q.dtype, call.q.dim, call.v.dim)?;
+        refuse_aligned(call.aligned)?;
+        let checker = self.checker();
+        let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
+        let window = check::score(&call.score)?;
+        check::ranges(&call.ranges, call.q.tokens, call.k.tokens.min(call.v.tokens), !call.slopes.is_none())?;
+        let q_heads = call.q.heads;
+        let f32s = Expected { heads: q_heads, dim: 1, dtype: Dtype::F32, align: 4 };
+        let running = Expected { heads: q_heads, dim: call.v.dim, dtype: Dtype::F32, align: 16 };
+        let o = Expected { dtype: call.q.dtype, ..running };
+        let (mut needs_running, mut needs_o) = (false, false);
+        for q in call.ranges.q.iter().filter(|q| q.range.len > 0) {
+            needs_running |= q.mode.continues() || !q.mode.finishes();
+            needs_o |= q.mode.finishes();
+        }
+        let mut params = Forward {
+            q: inputs.q,
+            k: inputs.k,
+            v: inputs.v,
+            running: require(needs_running, checker, "running", &call.running, running)?,
+            o: require(needs_o, checker, "o", &call.o, o)?,
+            lse: require(needs_running || needs_o, checker, "lse", &call.lse, f32s)?,
+            slopes: checker.optional("slopes", &call.slopes, f32s)?,
+            sinks: checker.optional("sinks", &call.sinks, f32s)?,
+            max_score: checker.optional("max_score", &max_score, f32s)?.ptr,
+            queries: 0,
+            keys: 0,
+            partners: 0,
+            work: 0,
+            score: score(&call.score, window, !call.slopes.is_none()),
+            heads: inputs.heads,
+        };
+        for (name, t) in [("running", &call.running), ("o", &call.o), ("lse", &call.lse)] {
+            if !t.is_none() && t.tokens < call.q.tokens {
+                rows_fit(name, t, call.ranges.q.iter().map(|q| &q.range))?;
+            }
+        }
+        if !max_score.is_none() && q_heads > 1 && max_score.head_stride != 1 {
+            return Err(Error::invalid("max_score.head_stride", max_score.head_stride, 1));
+        }
+
+        let _entered = self.enter()?;
+        let kernel = {
+            let mut kernels = self.kernels();
+            Ready { function: self.attention(&mut kernels, element, shape)?.forward, launch: s.forward }
+        };
+        let tiles = Tiles { queries: s.forward.rows, keys: 0 };
+        let mut writer = staging.begin(lists::bytes(&call.ranges, tiles))?;
+        let lists = lists::write(staging, &mut writer, &call.ranges, tiles, window);
+        params.heads.items = items(lists.query_tiles, q_heads)?;
+        if params.heads.items == 0 {
+            return Ok(());
+        }
+        (params.queries, params.keys) = (lists.queries, lists.keys);
+        (params.partners, params.work) = (lists.keys_of, lists.query_work);
+        // SAFETY: the caller's promise, and lists that live in the ring until the launch is done.
+        sequence(staging, &writer, stream, || unsafe { self.start(kernel, params.heads.items, stream, &params) })
+    }
+
+    /// Backward attention: see [`AttendBackward`]. dq is one launch, dk and dv another (two above head dim 192).
+    ///
+    /// # Errors
+    /// As [`Cuda::attend`].
+    ///
+    /// # Safety
+    /// As [`Cuda::attend`], with dq, dk and dv in the place of o. Rows of k ranges do not overlap.
+    pub unsafe fn attend_backward(&self, call: &AttendBackward, staging: &mut Staging, stream: Stream) -> Result<()> {
+        let (element, shape, s) = find(call.q.dtype, call.q.dim, call.v.dim)?;
+        refuse_aligned(call.aligned)?;
+        let checker = self.checker();
+        let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
+        let window = check::score(&call.score)?;
+        check::ranges(&call.ranges, call.q.tokens, call.k.tokens.min(call.v.tokens), !call.slopes.is_none())?;
+        let f32s = Expected { heads: call.q.heads, dim: 1, dtype: Dtype::F32, align: 4 };
+        let dq = Expected { heads: call.q.heads, dim: call.q.dim, dtype: Dtype::F32, align: 16 };
+        let key_heads = if call.per_q_head { call.q.heads } else { call.k.heads };
+        let dk = Expected { heads: key_heads, ..dq };
+        let dv = Expected { dim: call.v.dim, ..dk };
+        let d_o = Expected { dim: call.v.dim, dtype: call.q.dtype, ..dq };
+        let wants_queries = call.gradients != Gradients::Keys && call.ranges.q.iter().any(|q| q.range.len > 0);
+        let wants_keys = call.gradients != Gradients::Queries && call.ranges.k.iter().any(|k| k.len > 0);
+        let reads = wants_queries || call.ranges.q.iter().any(|q| q.range.len > 0);
+        let mut params = Backward {
+            q: inputs.q,
+            k: inputs.k,
+            v: inputs.v,
+            d_o: require(reads, checker, "d_o", &call.d_o, d_o)?,
+            lse: require(reads, checker, "lse", &call.lse, f32s)?,
+            delta: require(reads, checker, "delta", &call.delta, f32s)?,
+            dq: require(wants_queries, checker, "dq", &call.dq, dq)?,
+            dk: require(wants_keys, checker, "dk", &call.dk, dk)?,
+            dv: require(wants_keys, checker, "dv", &call.dv, dv)?,
+            slopes: checker.optional("slopes", &call.slopes, f32s)?,
+            queries: 0,
+            keys: 0,
+            partners: 0,
+            work: 0,
+            score: score(&call.score, window, !call.slopes.is_none()),
+            heads: inputs.heads,
+            per_q_head: u32::from(call.per_q_head),
+            accumulate: u32::from(call.accumulate_keys),
+        };
+        let of_queries = [("d_o", &call.d_o), ("lse", &call.lse), ("delta", &call.delta), ("dq", &call.dq)];
+        for (name, t) in of_queries {
+            if !t.is_none() && t.tokens < call.q.tokens {
+                rows_fit(name, t, call.ranges.q.iter().map(|q| &q.range))?;
+            }
+        }
+        for (name, t) in [("dk", &call.dk), ("dv", &call.dv)] {
+            if !t.is_none() && t.tokens < call.k.tokens {
+                rows_fit(name, t, call.ranges.k.iter())?;
+            }
+        }
+
+        let _entered = self.enter()?;
+        let (queries, keys, values) = {
+            let mut kernels = self.kernels();
+            let loaded = self.attention(&mut kernels, element, shape)?;
+            (
+                Ready { function: loaded.queries, launch: s.queries },
+                Ready { function: loaded.keys, launch: s.keys },
+                loaded.values.map(|function| Ready { function, launch: s.keys }),
+            )
+        };
+        let tiles = backward_tiles(call.gradients, s);
+        let mut writer = staging.begin(lists::bytes(&call.ranges, tiles))?;
+        let Lists { query_tiles, key_tiles, keys_of, queries_of, query_work, key_work, queries: q_runs, keys: k_runs } =
+            lists::write(staging, &mut writer, &call.ranges, tiles, window);
+        let (query_items, key_items) = (items(query_tiles, call.q.heads)?, items(key_tiles, key_heads)?);
+        if query_items == 0 && key_items == 0 {
+            return Ok(());
+        }
+        (params.queries, params.keys) = (q_runs, k_runs);
+        sequence(staging, &writer, stream, || {
+            if query_items > 0 {
+                (params.partners, params.work, params.heads.items) = (keys_of, query_work, query_items);
+                // SAFETY: the caller's promise, and lists that live in the ring until the launch is done.
+                unsafe { self.start(queries, query_items, stream, &params) }?;
+            }
+            if key_items > 0 {
+                (params.partners, params.work, params.heads.items) = (queries_of, key_work, key_items);
+                for kernel in [Some(keys), values].into_iter().flatten() {
+                    // SAFETY: as above.
+                    unsafe { self.start(kernel, key_items, stream, &params) }?;
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// Launches an attention kernel over `items` tiles.
+    ///
+    /// # Safety
+    /// As [`super::driver::Function::launch`].
+    unsafe fn start<P>(&self, kernel: Ready, items: u32, stream: Stream, params: &P) -> Result<()> {
+        let blocks = self.grid(kernel, items)?;
+        // SAFETY: the caller's promise.
+        unsafe { kernel.function.launch(blocks, kernel.launch.threads, kernel.launch.shared, stream, params) }
+    }
+}
+
+/// Upload, launch, and the event after which the ring may be reused, whatever became of the launch.
+pub(super) fn sequence(
+    staging: &mut Staging,
+    writer: &Writer,
+    stream: Stream,
+    launch: impl FnOnce() -> Result<()>,
+) -> Result<()> {
+    let done = staging.upload(writer, stream).and_then(|()| launch());
+    done.and(staging.end(writer, stream))
+}
+
+fn backward_tiles(gradients: Gradients, shape: &super::Shape) -> Tiles {
+    Tiles {
+        queries: if gradients == Gradients::Keys { 0 } else { shape.queries.rows },
+        keys: if gradients == Gradients::Queries { 0 } else { shape.keys.rows },
+    }
+}
+
+/// Tiles times heads.
+fn items(tiles: usize, heads: u32) -> Result<u32> {
+    let items = tiles as u64 * u64::from(heads);
+    u32::try_from(items).ok().filter(|&items| items <= i32::MAX as u32).ok_or_else(|| {
+        Error::unsupported(format!("{items} tiles in one call"), "a launch has at most 2^31 blocks", "cut the ranges")
+    })
+}
+
+fn refuse_aligned(aligned: bool) -> Result<()> {
+    if aligned {
+        return Err(Error::unsupported(
+            "aligned key tiles",
+            "the CUDA kernels break tiles where a range begins",
+            "plan without the same bits for any rank count, or use the CPU kernels",
+        ));
+    }
+    Ok(())
+}
+
+fn require(needed: bool, checker: Checker, name: &str, t: &RawTensor, expected: Expected) -> Result<Tensor> {
+    if needed && t.is_none() {
+        return Err(Error::invalid(name, "none", "a tensor: a mode or gradient of this call needs it"));
+    }
+    checker.optional(name, t, expected)
+}
+
+/// Rows of the ranges exist in a tensor that is shorter than q or k.
+fn rows_fit<'a>(name: &str, t: &RawTensor, ranges: impl Iterator<Item = &'a crate::kernel::Range>) -> Result<()> {
+    for r in ranges.filter(|r| r.len > 0) {
+        let end = r.row + i64::from(r.len);
+        if end as u64 > t.tokens {
+            return Err(Error::invalid(format!("{name}.tokens"), t.tokens, format!("at least {end}")));
+        }
+    }
+    Ok(())
+}
+
+fn score(s: &crate::kernel::Score, window: (i64, i64), slopes: bool) -> Score {
+    let capped = s.softcap > 0.0;
+    let general = capped || slopes || s.scale <= 0.0;
+    let scale_log2 = s.scale * LOG2_E;
+    Score {
+        left: window.0,
+        right: window.1,
+        exp_scale: if general { 1.0 } else { scale_log2 as f32 },
+        scale_log2: scale_log2 as f32,
+        cap_in: if capped { (2.0 * scale_log2 / s.softcap) as f32 } else { 0.0 },
+        cap_log2: (s.softcap * LOG2_E) as f32,
+        scale: s.scale as f32,
+        flags: if general { SCORE_GENERAL } else { 0 } | if capped { SCORE_SOFTCAP } else { 0 },
+    }
+}
+
+/// What forward and backward have in common.
+struct Inputs {
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: Heads,
+}
+
+impl Inputs {
+    fn check(checker: Checker, q: &RawTensor, k: &RawTensor, v: &RawTensor, map: &HeadMap) -> Result<Self> {
+        check::heads(map, q.heads, k.heads)?;
+        let of_q = Expected { heads: q.heads, dim: q.dim, dtype: q.dtype, align: 16 };
+        let of_k = Expected { heads: k.heads, ..of_q };
+        Ok(Self {
+            q: checker.needed("q", q, of_q)?,
+            k: checker.needed("k", k, of_k)?,
+            v: checker.needed("v", v, Expected { dim: v.dim, ..of_k })?,
+            heads: Heads {
+                q_heads: q.heads,
+                kv_heads: k.heads,
+                q_offset: map.q_offset,
+                kv_offset: map.kv_offset,
+                group: map.group,
+                dim: q.dim,
+                value: v.dim,
+                items: 0,
+            },
+        })
+    }
+}

@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a call is checked for before anything is launched: shapes, types, alignment, ranges, and whose memory it is.
+
+use super::driver::device_of;
+use super::params::Tensor;
+use crate::element::Dtype;
+use crate::error::{Error, Result};
+use crate::kernel::{HeadMap, Range, Ranges, RawTensor, Score};
+use alloc::format;
+
+/// Positions beyond this would overflow when windows are added to them.
+const FAR: i64 = 1 << 61;
+/// Windows are cut to this, which no two positions reach.
+const WIDE: i64 = 1 << 62;
+
+/// What a tensor of a call must be.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Expected {
+    pub heads: u32,
+    pub dim: u32,
+    pub dtype: Dtype,
+    /// Bytes that every row must be aligned to.
+    pub align: usize,
+}
+
+/// The device.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Checker {
+    pub ordinal: i32,
+}
+
+impl Checker {
+    /// A tensor that the call cannot do without.
+    pub fn needed(self, name: &str, t: &RawTensor, expected: Expected) -> Result<Tensor> {
+        if t.heads != expected.heads {
+            return Err(Error::invalid(format!("{name}.heads"), t.heads, expected.heads));
+        }
+        if t.dim != expected.dim {
+            return Err(Error::invalid(format!("{name}.dim"), t.dim, expected.dim));
+        }
+        if t.dtype != expected.dtype {
+            return Err(Error::invalid(format!("{name}.dtype"), t.dtype, expected.dtype));
+        }
+        self.memory(name, t, expected.align)
+    }
+
+    /// As [`Checker::needed`], or nothing.
+    pub fn optional(self, name: &str, t: &RawTensor, expected: Expected) -> Result<Tensor> {
+        if t.is_none() { Ok(Tensor::default()) } else { self.needed(name, t, expected) }
+    }
+
+    /// Address, strides and device of a tensor of any shape.
+    pub fn memory(self, name: &str, t: &RawTensor, align: usize) -> Result<Tensor> {
+        let size = t.dtype.size() as i64;
+        let empty = t.tokens == 0 || t.heads == 0 || t.dim == 0;
+        let out = Tensor {
+            ptr: t.ptr as usize as u64,
+            token: t.token_stride.saturating_mul(size),
+            head: t.head_stride.saturating_mul(size),
+        };
+        if empty {
+            return Ok(out);
+        }
+        if t.is_none() {
+            return Err(Error::invalid(name, "none", "a tensor"));
+        }
+        if !out.ptr.is_multiple_of(align as u64) {
+            return Err(Error::invalid(
+                format!("{name}.ptr"),
+                format!("{:#x}", out.ptr),
+                format!("aligned to {align} bytes"),
+            ));
+        }
+        let strides = [("token_stride", out.token, t.tokens > 1), ("head_stride", out.head, t.heads > 1)];
+        for (field, bytes, used) in strides {
+            if used && bytes % align as i64 != 0 {
+                return Err(Error::invalid(
+                    format!("{name}.{field}"),
+                    format!("{bytes} bytes"),
+                    format!("a multiple of {align}"),
+                ));
+            }
+        }
+        if t.tokens > 1 && i32::try_from(out.token).is_err() {
+            return Err(Error::unsupported(
+                format!("{name}.token_stride of {} bytes", out.token),
+                "kernels step through rows with 32-bit strides",
+                "use strides below 2 GiB",
+            ));
+        }
+        match device_of(t.ptr) {
+            Some(device) if device == self.ordinal => Ok(out),
+            Some(device) => Err(Error::invalid(
+                format!("{name}.ptr"),
+                format!("memory of device {device}"),
+                format!("memory of device {}", self.ordinal),
+            )),
+            None => Err(Error::invalid(
+                format!("{name}.ptr"),
+                format!("{:#x}, which the driver does not know", out.ptr),
+                format!("memory of device {}", self.ordinal),
+            )),
+        }
+    }
+}
+
+/// Element type and head dims that the kernels exist for.
+pub(super) fn element(dtype: Dtype) -> Result<()> {
+    match dtype {
+        Dtype::F16 | Dtype::Bf16 => Ok(()),
+        other => Err(Error::unsupported(
+            format!("dtype {other}"),
+            "the CUDA kernels take f16 and bf16",
+            "convert, or use the CPU kernels",
+        )),
+    }
+}
+
+/// A head dim by itself; `largest` is what the shapes reach to.
+pub(super) fn dim(name: &str, dim: u32, largest: u32) -> Result<()> {
+    if dim == 0 || !dim.is_multiple_of(8) || dim > largest {
+        return Err(Error::unsupported(
+            format!("{name} {dim}"),
+            format!("the CUDA kernels take multiples of 8 up to {largest}"),
+            "pad the heads with zeros",
+        ));
+    }
+    Ok(())
+}
+
+/// Every q head finds its kv head.
+pub(super) fn heads(map: &HeadMap, q: u32, kv: u32) -> Result<()> {
+    if map.group == 0 {
+        return Err(Error::invalid("heads.group", 0, "at least 1"));
+    }
+    let of = |h: u64| (u64::from(map.q_offset) + h) / u64::from(map.group);
+    let (have, have_end) = (u64::from(map.kv_offset), u64::from(map.kv_offset) + u64::from(kv));
+    if q > 0 && (of(0) < have || of(u64::from(q) - 1) >= have_end) {
+        return Err(Error::invalid(
+            "k.heads",
+            format!("kv heads {have}..{have_end}"),
+            format!("to hold {}..={}", of(0), of(u64::from(q) - 1)),
+        )
+        .hint("q head h of the call reads kv head (q_offset + h) / group"));
+    }
+    Ok(())
+}
+
+/// The score's numbers; windows come back cut to what positions can reach.
+pub(super) fn score(s: &Score) -> Result<(i64, i64)> {
+    if !s.scale.is_finite() {
+        return Err(Error::invalid("scale", s.scale, "a finite number"));
+    }
+    if !(s.softcap >= 0.0 && s.softcap.is_finite()) {
+        return Err(Error::invalid("softcap", s.softcap, "a finite number above 0, or 0 for none"));
+    }
+    Ok((s.window_left.clamp(-WIDE, WIDE), s.window_right.clamp(-WIDE, WIDE)))
+}
+
+fn range(argument: &str, i: usize, r: &Range, tokens: u64) -> Result<()> {
+    if r.block == 0 || r.period < r.block {
+        return Err(Error::invalid(
+            format!("{argument}[{i}]"),
+            format!("block {} and period {}", r.block, r.period),
+            "1 <= block <= period",
+        ));
+    }
+    if r.len == 0 {
+        return Ok(());
+    }
+    if r.row < 0 || r.row.checked_add(i64::from(r.len)).is_none_or(|end| end as u64 > tokens) {
+        return Err(Error::invalid(
+            format!("{argument}[{i}].row"),
+            format!("{} with len {}", r.row, r.len),
+            format!("rows below {tokens}"),
+        ));
+    }
+    let span = u64::from((r.len - 1) / r.block) * u64::from(r.period) + u64::from((r.len - 1) % r.block);
+    if r.len > i32::MAX as u32 || span > u64::from(u32::MAX) || r.pos.unsigned_abs() >= FAR as u64 {
+        return Err(Error::unsupported(
+            format!("{argument}[{i}] of {} rows from position {} on, {span} positions wide", r.len, r.pos),
+            "positions below 2^61, ranges of at most 2^31 rows over 2^32 positions",
+            "cut the range",
+        ));
+    }
+    Ok(())
+}
+
+/// Ranges lie within their tensors, and pairs within the ranges.
+pub(super) fn ranges(ranges: &Ranges, q_tokens: u64, k_tokens: u64, distances: bool) -> Result<()> {
+    for (i, k) in ranges.k.iter().enumerate() {
+        range("ranges.k", i, k, k_tokens)?;
+    }
+    for (i, q) in ranges.q.iter().enumerate() {
+        range("ranges.q", i, &q.range, q_tokens)?;
+        let (begin, end) = (q.keys_begin as usize, q.keys_end as usize);
+        let Some(pairs) = ranges.pairs.get(begin..end) else {
+            return Err(Error::invalid(
+                format!("ranges.q[{i}].keys"),
+                format!("{begin}..{end}"),
+                format!("entries of {} pairs", ranges.pairs.len()),
+            ));
+        };
+        for &pair in pairs {
+            let Some(k) = ranges.k.get(pair as usize) else {
+                return Err(Error::invalid("ranges.pairs", pair, format!("an index below {}", ranges.k.len())));
+            };
+            if distances && q.range.len > 0 && k.len > 0 {
+                let far = (q.range.last() - k.pos).abs().max((k.last() - q.range.pos).abs());
+                if far > i64::from(i32::MAX) {
+                    return Err(Error::unsupported(
+                        format!("ALiBi over a distance of {far}"),
+                        "distances of at most 2^31 positions",
+                        "leave out the slopes",
+                    ));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Blocks and sources have one shape.
+pub(super) fn same_shape(name: &str, t: &RawTensor, like: &RawTensor) -> Result<()> {
+    for (field, found, expected) in [
+        ("tokens", t.tokens, like.tokens),
+        ("heads", u64::from(t.heads), u64::from(like.heads)),
+        ("dim", u64::from(t.dim), u64::from(like.dim)),
+    ] {
+        if found != expected {
+            return Err(Error::invalid(format!("{name}.{field}"), found, expected));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,356 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The few driver objects the backend owns, each released when dropped, and the check of every driver call.
+//!
+//! The driver is found at run time. Nothing else of this crate may call it before [`Context::new`] has answered: the
+//! bindings abort when the library is missing, so its presence is asked for first. Every method makes the context
+//! current for its own duration and restores what was current before, so that a caller's context stays his.
+
+use crate::error::{Error, Result};
+use alloc::format;
+use alloc::string::String;
+use alloc::sync::Arc;
+use core::ffi::{CStr, c_int, c_uint, c_void};
+use core::marker::PhantomData;
+use core::ptr::null_mut;
+use cudarc::driver::sys;
+
+/// An error unless the driver said success.
+pub(super) fn check(call: &'static str, code: sys::CUresult) -> Result<()> {
+    if code == sys::CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    let mut text = core::ptr::null();
+    // SAFETY: the library is loaded, since `call` was made; `text` is written with a static string or left alone.
+    let known = unsafe { sys::cuGetErrorString(code, &raw mut text) } == sys::CUresult::CUDA_SUCCESS;
+    let message = if known && !text.is_null() {
+        // SAFETY: the driver answered with one of its own zero-terminated strings, which live as long as it does.
+        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+    } else {
+        String::from("unknown error")
+    };
+    Err(Error::Device { call, code: code as i64, message })
+}
+
+/// Makes a driver call and checks it: `call!(cuInit(0))`.
+macro_rules! call {
+    ($f:ident($($arg:expr),* $(,)?)) => {
+        $crate::kernel::cuda::driver::check(stringify!($f), cudarc::driver::sys::$f($($arg),*))
+    };
+}
+
+/// A device and its primary context.
+#[derive(Debug)]
+pub(super) struct Context {
+    ordinal: i32,
+    device: sys::CUdevice,
+    handle: sys::CUcontext,
+}
+
+// SAFETY: driver handles are valid on every thread; what a context needs to be current on a thread, `enter` does.
+unsafe impl Send for Context {}
+// SAFETY: as above; the driver synchronises itself.
+unsafe impl Sync for Context {}
+
+impl Context {
+    /// Loads the driver and retains the primary context of a device.
+    pub fn new(ordinal: i32) -> Result<Arc<Self>> {
+        // SAFETY: asks the dynamic loader for a library by its fixed names; its constructors are the driver's own.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(Error::unsupported("device", "no CUDA driver is installed", "use the CPU kernels"));
+        }
+        // SAFETY: the library is present (just checked).
+        unsafe { call!(cuInit(0)) }?;
+        let (mut count, mut device, mut handle) = (0, 0, null_mut());
+        // SAFETY: the driver is initialised; the pointers are to locals.
+        unsafe { call!(cuDeviceGetCount(&raw mut count)) }?;
+        if ordinal < 0 || ordinal >= count {
+            return Err(Error::invalid("ordinal", ordinal, format!("a device below {count}")));
+        }
+        // SAFETY: as above; the ordinal is one of a device.
+        unsafe {
+            call!(cuDeviceGet(&raw mut device, ordinal))?;
+            call!(cuDevicePrimaryCtxRetain(&raw mut handle, device))?;
+        }
+        Ok(Arc::new(Self { ordinal, device, handle }))
+    }
+
+    /// The device's number.
+    pub fn ordinal(&self) -> i32 {
+        self.ordinal
+    }
+
+    /// An attribute of the device.
+    pub fn attribute(&self, attribute: sys::CUdevice_attribute) -> Result<i32> {
+        let mut value = 0;
+        // SAFETY: the device is valid, `value` is a local.
+        unsafe { call!(cuDeviceGetAttribute(&raw mut value, attribute, self.device)) }?;
+        Ok(value)
+    }
+
+    /// Makes the context current until the guard is dropped.
+    pub fn enter(&self) -> Result<Entered<'_>> {
+        // SAFETY: the context is retained for as long as `self` lives.
+        unsafe { call!(cuCtxPushCurrent_v2(self.handle)) }?;
+        Ok(Entered { _context: PhantomData })
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: retained once in `new`. Nothing can be done about a failure, nor need be.
+        unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
+    }
+}
+
+/// While it lives, the context is current on this thread. A raw pointer in its type keeps it there.
+pub(super) struct Entered<'a> {
+    _context: PhantomData<(&'a Context, *const ())>,
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        let mut handle = null_mut();
+        // SAFETY: pops what `enter` pushed on this very thread (guards are not `Send`).
+        unsafe { sys::cuCtxPopCurrent_v2(&raw mut handle) };
+    }
+}
+
+/// Loaded PTX.
+#[derive(Debug)]
+pub(super) struct Module {
+    context: Arc<Context>,
+    handle: sys::CUmodule,
+}
+
+// SAFETY: a module is a handle that the driver accepts on every thread.
+unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
+
+impl Module {
+    /// Compiles PTX (zero-terminated) for the device.
+    pub fn new(context: &Arc<Context>, name: &str, ptx: &CStr) -> Result<Self> {
+        let _entered = context.enter()?;
+        let mut handle = null_mut();
+        // SAFETY: the text is zero-terminated and outlives the call, which copies what it needs.
+        unsafe { call!(cuModuleLoadData(&raw mut handle, ptx.as_ptr().cast())) }.map_err(|error| match error {
+            Error::Device { call, code, message } => {
+                Error::Device { call, code, message: format!("{name}.ptx: {message}") }
+            }
+            other => other,
+        })?;
+        Ok(Self { context: context.clone(), handle })
+    }
+
+    /// A kernel of the module, allowed `shared` bytes of dynamic shared memory.
+    pub fn function(&self, name: &CStr, shared: u32) -> Result<Function> {
+        let _entered = self.context.enter()?;
+        let mut handle = null_mut();
+        // SAFETY: the module is loaded, the name zero-terminated.
+        unsafe { call!(cuModuleGetFunction(&raw mut handle, self.handle, name.as_ptr())) }?;
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: the function was just found.
+        unsafe { call!(cuFuncSetAttribute(handle, attribute, shared as c_int)) }?;
+        Ok(Function(handle))
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.context.enter() {
+            // SAFETY: loaded once; whoever drops the backend has waited for its launches (documented there).
+            unsafe { sys::cuModuleUnload(self.handle) };
+        }
+    }
+}
+
+/// A kernel; lives as long as its module.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Function(sys::CUfunction);
+
+// SAFETY: a handle, as the module is.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+impl Function {
+    /// Blocks of `threads` that one multiprocessor holds.
+    pub fn blocks_per_multiprocessor(self, threads: u32, shared: u32) -> Result<u32> {
+        let mut blocks = 0;
+        // SAFETY: the function is loaded and its context current (callers enter it); `blocks` is a local.
+        unsafe {
+            call!(cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                &raw mut blocks,
+                self.0,
+                threads as c_int,
+                shared as usize
+            ))
+        }?;
+        Ok(blocks.max(1) as u32)
+    }
+
+    /// Launches `blocks` blocks with one parameter struct.
+    ///
+    /// # Safety
+    /// `P` is the kernel's parameter; what it points to is as the kernel expects; the stream is of the current context.
+    pub unsafe fn launch<P>(
+        self,
+        blocks: u32,
+        threads: u32,
+        shared: u32,
+        stream: sys::CUstream,
+        params: &P,
+    ) -> Result<()> {
+        let mut arguments = [core::ptr::from_ref(params).cast_mut().cast::<c_void>()];
+        // SAFETY: the driver copies the parameter before it returns; the rest is the caller's promise.
+        unsafe {
+            call!(cuLaunchKernel(
+                self.0,
+                blocks,
+                1,
+                1,
+                threads,
+                1,
+                1,
+                shared,
+                stream,
+                arguments.as_mut_ptr(),
+                null_mut()
+            ))
+        }
+    }
+}
+
+/// Page-locked host memory and device memory of the same size.
+#[derive(Debug)]
+pub(super) struct Mirror {
+    context: Arc<Context>,
+    host: *mut u8,
+    device: sys::CUdeviceptr,
+    bytes: usize,
+}
+
+// SAFETY: both are plain memory that `self` owns.
+unsafe impl Send for Mirror {}
+
+impl Mirror {
+    /// Allocates both, at least one byte.
+    pub fn new(context: &Arc<Context>, bytes: usize) -> Result<Self> {
+        let _entered = context.enter()?;
+        let bytes = bytes.max(1);
+        let (mut host, mut device) = (null_mut(), 0);
+        // SAFETY: a context is current, the pointers are to locals.
+        unsafe { call!(cuMemHostAlloc(&raw mut host, bytes, 0)) }?;
+        // SAFETY: as above.
+        if let Err(error) = unsafe { call!(cuMemAlloc_v2(&raw mut device, bytes)) } {
+            // SAFETY: allocated just above, and nobody has seen it.
+            unsafe { sys::cuMemFreeHost(host) };
+            return Err(error);
+        }
+        // SAFETY: `host` has `bytes` bytes; zeros make them readable.
+        unsafe { host.cast::<u8>().write_bytes(0, bytes) };
+        Ok(Self { context: context.clone(), host: host.cast(), device, bytes })
+    }
+
+    /// Bytes of each side.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The host side from `offset` on.
+    pub fn host(&self, offset: usize) -> *mut u8 {
+        self.host.wrapping_add(offset)
+    }
+
+    /// The device address of `offset`.
+    pub fn device(&self, offset: usize) -> u64 {
+        self.device + offset as u64
+    }
+
+    /// Copies a part to the device, in stream order. The context must be current.
+    pub fn upload(&self, offset: usize, bytes: usize, stream: sys::CUstream) -> Result<()> {
+        debug_assert!(offset + bytes <= self.bytes);
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: both sides have the part, and live until `self` is dropped, before which the stream is done.
+        unsafe {
+            call!(cuMemcpyHtoDAsync_v2(self.device(offset), self.host(offset).cast_const().cast(), bytes, stream))
+        }
+    }
+}
+
+impl Drop for Mirror {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.context.enter() {
+            // SAFETY: allocated once in `new`; the owner waited for its last use.
+            unsafe {
+                sys::cuMemFreeHost(self.host.cast());
+                sys::cuMemFree_v2(self.device);
+            }
+        }
+    }
+}
+
+/// A point in a stream.
+#[derive(Debug)]
+pub(super) struct Event {
+    context: Arc<Context>,
+    handle: sys::CUevent,
+}
+
+// SAFETY: a handle that the driver accepts on every thread.
+unsafe impl Send for Event {}
+
+impl Event {
+    /// An event that was not recorded yet, without timing.
+    pub fn new(context: &Arc<Context>) -> Result<Self> {
+        let _entered = context.enter()?;
+        let mut handle = null_mut();
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
+        // SAFETY: a context is current, the pointer is to a local.
+        unsafe { call!(cuEventCreate(&raw mut handle, flags)) }?;
+        Ok(Self { context: context.clone(), handle })
+    }
+
+    /// Marks this point of the stream.
+    pub fn record(&self, stream: sys::CUstream) -> Result<()> {
+        // SAFETY: the event is alive; the stream is the caller's, of this context.
+        unsafe { call!(cuEventRecord(self.handle, stream)) }
+    }
+
+    /// Whether everything before the point is done.
+    pub fn is_done(&self) -> Result<bool> {
+        // SAFETY: the event is alive.
+        match unsafe { sys::cuEventQuery(self.handle) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => check("cuEventQuery", code).map(|()| true),
+        }
+    }
+
+    /// Waits on the host until everything before the point is done.
+    pub fn wait(&self) -> Result<()> {
+        // SAFETY: the event is alive.
+        unsafe { call!(cuEventSynchronize(self.handle)) }
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.context.enter() {
+            // SAFETY: created once in `new`.
+            unsafe { sys::cuEventDestroy_v2(self.handle) };
+        }
+    }
+}
+
+/// The device that an address belongs to, or `None` when the driver does not know it.
+pub(super) fn device_of(address: *const u8) -> Option<i32> {
+    let mut ordinal: c_int = -1;
+    let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
+    // SAFETY: the driver writes one int to a local; an unknown address is an error code, never an access.
+    let code = unsafe {
+        sys::cuPointerGetAttribute((&raw mut ordinal).cast(), attribute, address as usize as sys::CUdeviceptr)
+    };
+    (code == sys::CUresult::CUDA_SUCCESS && ordinal >= 0).then_some(ordinal)
+}

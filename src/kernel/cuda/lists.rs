@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The ranges of a call as the kernels read them: runs, partners, and the tiles in the order in which they start.
+//!
+//! Blocks start roughly in the order of the grid, so the tiles with the most to do come first: what is left at the end
+//! is then short. The cost of a tile is the number of partner rows it may meet, estimated from positions alone.
+
+use super::params::{Divisor, Run, Work};
+use super::staging::{Staging, Writer, padded};
+use crate::kernel::{QRange, Range, Ranges};
+
+/// Where the lists lie on the device.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Lists {
+    pub queries: u64,
+    pub keys: u64,
+    /// Of each q run, its k runs.
+    pub keys_of: u64,
+    /// Of each k run, the q runs that read it.
+    pub queries_of: u64,
+    pub query_work: u64,
+    pub query_tiles: usize,
+    pub key_work: u64,
+    pub key_tiles: usize,
+}
+
+/// Rows of a tile, for the kernels that own q rows and those that own keys; 0 where there is none.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tiles {
+    pub queries: u32,
+    pub keys: u32,
+}
+
+fn count(lens: impl Iterator<Item = u32>, rows: u32) -> usize {
+    if rows == 0 { 0 } else { lens.map(|len| len.div_ceil(rows) as usize).sum() }
+}
+
+/// Bytes of the lists.
+pub(super) fn bytes(ranges: &Ranges, tiles: Tiles) -> usize {
+    let query_tiles = count(ranges.q.iter().map(|q| q.range.len), tiles.queries);
+    let key_tiles = count(ranges.k.iter().map(|k| k.len), tiles.keys);
+    padded(ranges.q.len() * size_of::<Run>())
+        + padded(ranges.k.len() * size_of::<Run>())
+        + if tiles.queries > 0 { padded(ranges.pairs.len() * 4) } else { 0 }
+        + if tiles.keys > 0 { padded(visits(ranges) * 4) } else { 0 }
+        + padded(query_tiles * size_of::<Work>())
+        + padded(key_tiles * size_of::<Work>())
+}
+
+/// Entries of the inverse list. Q ranges may share entries of `pairs`, so it can be longer.
+fn visits(ranges: &Ranges) -> usize {
+    ranges.q.iter().map(|q| q.keys_end.saturating_sub(q.keys_begin) as usize).sum()
+}
+
+/// A range as a run. Plain ranges get block and period 1.
+pub(super) fn run(range: &Range, begin: u32, end: u32, mode: u32) -> Run {
+    let (block, period) = if range.is_plain() { (1, 1) } else { (range.block, range.period) };
+    Run {
+        row: range.row,
+        pos: range.pos,
+        len: range.len,
+        begin,
+        end,
+        mode,
+        block: Divisor::new(block),
+        period: Divisor::new(period),
+    }
+}
+
+/// How many rows of a range lie before position `x`.
+fn rows_before(range: &Range, x: i64) -> u64 {
+    let distance = x.saturating_sub(range.pos);
+    if distance <= 0 {
+        return 0;
+    }
+    let distance = distance as u64;
+    let rows = if range.is_plain() {
+        distance
+    } else {
+        let (block, period) = (u64::from(range.block), u64::from(range.period));
+        distance / period * block + (distance % period).min(block)
+    };
+    rows.min(u64::from(range.len))
+}
+
+/// Writes the lists. Ranges were checked; windows are cut as [`super::check::score`] cuts them.
+pub(super) fn write(
+    staging: &mut Staging,
+    writer: &mut Writer,
+    ranges: &Ranges,
+    tiles: Tiles,
+    window: (i64, i64),
+) -> Lists {
+    let mut lists = Lists::default();
+    let (queries, at) = writer.array::<Run>(ranges.q.len());
+    lists.queries = at;
+    let (keys, at) = writer.array::<Run>(ranges.k.len());
+    lists.keys = at;
+    for (out, q) in queries.iter_mut().zip(ranges.q) {
+        *out = run(&q.range, q.keys_begin, q.keys_end, q.mode as u32);
+    }
+    for (out, k) in keys.iter_mut().zip(ranges.k) {
+        *out = run(k, 0, 0, 0);
+    }
+    if tiles.queries > 0 {
+        let (pairs, at) = writer.array::<u32>(ranges.pairs.len());
+        lists.keys_of = at;
+        pairs.copy_from_slice(ranges.pairs);
+        let cost = |q: &QRange, first: i64, last: i64| {
+            partners(ranges, q)
+                .map(|k| {
+                    rows_before(k, last.saturating_add(window.1).saturating_add(1))
+                        .saturating_sub(rows_before(k, first.saturating_sub(window.0)))
+                })
+                .sum()
+        };
+        staging.tiles.clear();
+        for (i, q) in ranges.q.iter().enumerate() {
+            cut(&mut staging.tiles, i, &q.range, tiles.queries, |first, last| cost(q, first, last));
+        }
+        (lists.query_work, lists.query_tiles) = work(staging, writer);
+    }
+    if tiles.keys > 0 {
+        let (inverse, at) = writer.array::<u32>(visits(ranges));
+        lists.queries_of = at;
+        invert(ranges, keys, inverse);
+        staging.tiles.clear();
+        for (i, (k, run)) in ranges.k.iter().zip(keys.iter()).enumerate() {
+            let readers = &inverse[run.begin as usize..run.end as usize];
+            cut(&mut staging.tiles, i, k, tiles.keys, |first, last| {
+                readers
+                    .iter()
+                    .map(|&q| {
+                        let q = &ranges.q[q as usize].range;
+                        rows_before(q, last.saturating_add(window.0).saturating_add(1))
+                            .saturating_sub(rows_before(q, first.saturating_sub(window.1)))
+                    })
+                    .sum()
+            });
+        }
+        (lists.key_work, lists.key_tiles) = work(staging, writer);
+    }
+    lists
+}
+
+fn partners<'a>(ranges: &'a Ranges, q: &QRange) -> impl Iterator<Item = &'a Range> {
+    ranges.pairs[q.keys_begin as usize..q.keys_end as usize].iter().map(|&k| &ranges.k[k as usize])
+}
+
+/// Cuts a range into tiles, with their cost.
+fn cut(tiles: &mut alloc::vec::Vec<(u64, Work)>, i: usize, range: &Range, rows: u32, cost: impl Fn(i64, i64) -> u64) {
+    let mut first = 0;
+    while first < range.len {
+        let last = first + (rows - 1).min(range.len - 1 - first);
+        tiles.push((cost(range.position(first), range.position(last)), Work { run: i as u32, first }));
+        first = last + 1;
+    }
+}
+
+/// The tiles, longest first; those of the same cost in the order of rows, so that every run of a plan starts alike.
+fn work(staging: &mut Staging, writer: &mut Writer) -> (u64, usize) {
+    staging.tiles.sort_unstable_by_key(|(cost, w)| (core::cmp::Reverse(*cost), w.run, w.first));
+    let (out, at) = writer.array::<Work>(staging.tiles.len());
+    for (out, (_, work)) in out.iter_mut().zip(&staging.tiles) {
+        *out = *work;
+    }
+    (at, staging.tiles.len())
+}
+
+/// Of each k range, the q ranges that read it, in their own order: the order in which dk and dv are summed.
+fn invert(ranges: &Ranges, keys: &mut [Run], inverse: &mut [u32]) {
+    for q in ranges.q {
+        for &k in &ranges.pairs[q.keys_begin as usize..q.keys_end as usize] {
+            keys[k as usize].end += 1;
+        }
+    }
+    let mut begin = 0;
+    for key in keys.iter_mut() {
+        let n = key.end;
+        (key.begin, key.end) = (begin, begin);
+        begin += n;
+    }
+    for (i, q) in ranges.q.iter().enumerate() {
+        for &k in &ranges.pairs[q.keys_begin as usize..q.keys_end as usize] {
+            let key = &mut keys[k as usize];
+            inverse[key.end as usize] = i as u32;
+            key.end += 1;
+        }
+    }
+}

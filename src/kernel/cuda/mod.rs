@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The CUDA backend: the structures of [`crate::kernel`], launched on a stream of the caller's.
+//!
+//! [`Cuda`] is one device. Its kernels are PTX for compute capability 8.0, embedded in the crate, which the driver
+//! compiles when [`Cuda::prepare`] (or the first call) asks for them. Tensors are device addresses, streams are raw
+//! driver handles of the device's primary context. A call checks what it is given, writes its ranges into a
+//! [`Staging`] ring, has them copied and launches; it never waits for the device unless that ring is full, and
+//! allocates nothing once the kernels are loaded. Whoever drops a [`Cuda`] has waited for its launches.
+//!
+//! What it does not do: f32 and f64 elements, head dims above 256 or not a multiple of 8, rows that are not aligned to
+//! 16 bytes, and [`Attend::aligned`]. Each is refused with an error that says so.
+//!
+//! ```text
+//! driver    contexts, modules, events, memory; the check of every call
+//! embedded  the PTX
+//! shapes    tiles and threads of the compiled kernels
+//! params    what a kernel is handed
+//! lists     ranges as runs, partners and tiles
+//! staging   how lists reach the device
+//! check     what a call is refused for
+//! attention, blocks   the launches
+//! ```
+
+mod attention;
+mod blocks;
+mod check;
+mod driver;
+mod embedded;
+mod lists;
+mod params;
+mod shapes;
+mod staging;
+
+pub use blocks::Merge;
+pub use staging::Staging;
+
+use crate::element::Dtype;
+use crate::error::{Error, Result};
+use alloc::format;
+use alloc::sync::Arc;
+use check::Checker;
+use core::ffi::CStr;
+use core::sync::atomic::{AtomicU32, Ordering};
+use cudarc::driver::sys::CUdevice_attribute as Attribute;
+use driver::{Context, Entered, Function, Module};
+use shapes::{Launch, SHAPES, Shape};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// A stream, as the driver knows it; null is the default stream.
+pub type Stream = cudarc::driver::sys::CUstream;
+
+/// One device with the kernels that were asked for so far.
+#[derive(Debug)]
+pub struct Cuda {
+    context: Arc<Context>,
+    multiprocessors: u32,
+    shared_limit: u32,
+    left_free: AtomicU32,
+    kernels: Mutex<Kernels>,
+}
+
+/// What was loaded, by element type (f16, bf16) and shape.
+#[derive(Debug, Default)]
+struct Kernels {
+    attention: [[Option<Attention>; SHAPES.len()]; 2],
+    blocks: Option<Blocks>,
+}
+
+/// The kernels of one element type and shape. The modules keep them alive.
+#[derive(Debug)]
+struct Attention {
+    forward: Function,
+    queries: Function,
+    keys: Function,
+    values: Option<Function>,
+    _modules: [Module; 2],
+}
+
+/// The kernels of `transform.ptx`.
+#[derive(Debug)]
+struct Blocks {
+    transform: Function,
+    delta: Function,
+    finish: Function,
+    merge: Function,
+    _module: Module,
+}
+
+/// One kernel, ready to launch.
+#[derive(Clone, Copy, Debug)]
+struct Ready {
+    function: Function,
+    launch: Launch,
+}
+
+impl Cuda {
+    /// The device with this number.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] when no driver is installed or the device is older than compute capability 8.0,
+    /// [`Error::Invalid`] when there is no such device, [`Error::Device`] when the driver fails.
+    pub fn new(ordinal: i32) -> Result<Self> {
+        let context = Context::new(ordinal)?;
+        let major = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        if major < 8 {
+            return Err(Error::unsupported(
+                format!("device {ordinal} of compute capability {major}.{minor}"),
+                "the CUDA kernels need 8.0",
+                "use the CPU kernels",
+            ));
+        }
+        let multiprocessors = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1) as u32;
+        let shared_limit =
+            context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.max(0) as u32;
+        Ok(Self {
+            context,
+            multiprocessors,
+            shared_limit,
+            left_free: AtomicU32::new(0),
+            kernels: Mutex::new(Kernels::default()),
+        })
+    }
+
+    /// The device's number.
+    pub fn ordinal(&self) -> i32 {
+        self.context.ordinal()
+    }
+
+    /// Multiprocessors of the device.
+    pub fn multiprocessors(&self) -> u32 {
+        self.multiprocessors
+    }
+
+    /// Bounds the blocks of every later attention launch to what fits on all but `n` multiprocessors (at least one is
+    /// used), so that communication kernels find room beside them. Blocks then take several tiles each.
+    pub fn leave_free(&self, n: u32) {
+        self.left_free.store(n, Ordering::Relaxed);
+    }
+
+    /// Loads the kernels for an element type and head dims, which takes the driver up to seconds. To be called when
+    /// planning; a call that finds its kernels missing loads them itself.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for types and dims there is no kernel for, [`Error::Device`] when the driver refuses the
+    /// PTX.
+    pub fn prepare(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<()> {
+        let (element, shape, _) = find(dtype, head_dim, value_dim)?;
+        let mut kernels = self.kernels();
+        self.attention(&mut kernels, element, shape)?;
+        self.blocks(&mut kernels)?;
+        Ok(())
+    }
+
+    /// A ring of `bytes` bytes for the lists of calls, of which up to `launches` are in flight. The bytes that one call
+    /// needs are what [`Cuda::attend_bytes`] and its like say.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the driver has no memory for it.
+    pub fn staging(&self, bytes: usize, launches: usize) -> Result<Staging> {
+        Staging::new(&self.context, bytes, launches)
+    }
+
+    fn checker(&self) -> Checker {
+        Checker { ordinal: self.context.ordinal() }
+    }
+
+    fn enter(&self) -> Result<Entered<'_>> {
+        self.context.enter()
+    }
+
+    fn kernels(&self) -> MutexGuard<'_, Kernels> {
+        // A panic while loading leaves an entry empty or whole.
+        self.kernels.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn module(&self, name: &str) -> Result<Module> {
+        let text = embedded::find(name).ok_or_else(|| {
+            Error::unsupported(format!("kernel {name}"), "it is not embedded in this build", "build from a whole tree")
+        })?;
+        Module::new(&self.context, name, text)
+    }
+
+    fn function(&self, module: &Module, name: &CStr, launch: Launch) -> Result<Function> {
+        if launch.shared > self.shared_limit {
+            return Err(Error::unsupported(
+                format!("{} bytes of shared memory for {name:?}", launch.shared),
+                format!("device {} has {}", self.context.ordinal(), self.shared_limit),
+                "use the CPU kernels",
+            ));
+        }
+        module.function(name, launch.shared)
+    }
+
+    fn attention<'a>(&self, kernels: &'a mut Kernels, element: usize, shape: usize) -> Result<&'a Attention> {
+        let slot = &mut kernels.attention[element][shape];
+        if slot.is_none() {
+            let s = &SHAPES[shape];
+            let name = ["f16", "bf16"][element];
+            let forward = self.module(&format!("forward_{name}_{}", s.name))?;
+            let backward = self.module(&format!("backward_{name}_{}", s.name))?;
+            *slot = Some(Attention {
+                forward: self.function(&forward, c"cpattn_forward", s.forward)?,
+                queries: self.function(&backward, c"cpattn_backward_queries", s.queries)?,
+                keys: self.function(&backward, c"cpattn_backward_keys", s.keys)?,
+                values: match s.split {
+                    true => Some(self.function(&backward, c"cpattn_backward_values", s.keys)?),
+                    false => None,
+                },
+                _modules: [forward, backward],
+            });
+        }
+        Ok(slot.as_ref().expect("filled above"))
+    }
+
+    fn blocks<'a>(&self, kernels: &'a mut Kernels) -> Result<&'a Blocks> {
+        if kernels.blocks.is_none() {
+            let module = self.module("transform")?;
+            kernels.blocks = Some(Blocks {
+                transform: module.function(c"cpattn_transform", 0)?,
+                delta: module.function(c"cpattn_delta", 0)?,
+                finish: module.function(c"cpattn_finish", 0)?,
+                merge: module.function(c"cpattn_merge", 0)?,
+                _module: module,
+            });
+        }
+        Ok(kernels.blocks.as_ref().expect("filled above"))
+    }
+
+    /// Blocks of a launch over `items` tiles. The context is current.
+    fn grid(&self, kernel: Ready, items: u32) -> Result<u32> {
+        let left_free = self.left_free.load(Ordering::Relaxed);
+        if left_free == 0 {
+            return Ok(items.min(i32::MAX as u32));
+        }
+        let each = kernel.function.blocks_per_multiprocessor(kernel.launch.threads, kernel.launch.shared)?;
+        Ok(items.min(each * self.multiprocessors.saturating_sub(left_free).max(1)))
+    }
+}
+
+/// Index of the element type, and the shape that holds the head dims.
+fn find(dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<(usize, usize, &'static Shape)> {
+    check::element(dtype)?;
+    let largest = &SHAPES[SHAPES.len() - 1];
+    check::dim("head_dim", head_dim, largest.head_dim)?;
+    check::dim("value_dim", value_dim, largest.value_dim)?;
+    let (shape, s) = shapes::find(head_dim, value_dim).expect("the largest shape holds every dim that passed");
+    Ok((usize::from(dtype == Dtype::Bf16), shape, s))
+}

@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The parameter structs of the kernels: `ptx/params.cuh`, field by field. Strides are in bytes, addresses are device
+//! addresses. The assertions at the end are the layout that `nvcc` gives the other side.
+
+use static_assertions::const_assert_eq as same;
+
+/// `Tensor`.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub(super) struct Tensor {
+    pub ptr: u64,
+    pub token: i64,
+    pub head: i64,
+}
+
+/// `Divisor`: division by a multiplication.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Divisor {
+    pub by: u32,
+    pub magic: u32,
+    pub shift: u32,
+}
+
+impl Divisor {
+    /// The numbers for `by ≥ 1`, after Granlund and Montgomery (1994): with `l = ⌈log2 by⌉`,
+    /// `magic = ⌊2³² (2^l − by) / by⌋ + 1`, shifts `min(l, 1)` and `max(l − 1, 0)`.
+    pub const fn new(by: u32) -> Self {
+        let l = 32 - (by - 1).leading_zeros();
+        let magic = ((1u64 << 32) * ((1u64 << l) - by as u64) / by as u64 + 1) as u32;
+        let first = if l < 1 { l } else { 1 };
+        Self { by, magic, shift: first | ((l - first) << 1) }
+    }
+}
+
+/// `Run`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Run {
+    pub row: i64,
+    pub pos: i64,
+    pub len: u32,
+    pub begin: u32,
+    pub end: u32,
+    pub mode: u32,
+    pub block: Divisor,
+    pub period: Divisor,
+}
+
+/// `Work`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Work {
+    pub run: u32,
+    pub first: u32,
+}
+
+/// Bits of [`Score::flags`].
+pub(super) const SCORE_GENERAL: u32 = 1;
+pub(super) const SCORE_SOFTCAP: u32 = 2;
+
+/// `Score`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Score {
+    pub left: i64,
+    pub right: i64,
+    pub exp_scale: f32,
+    pub scale_log2: f32,
+    pub cap_in: f32,
+    pub cap_log2: f32,
+    pub scale: f32,
+    pub flags: u32,
+}
+
+/// `Heads`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Heads {
+    pub q_heads: u32,
+    pub kv_heads: u32,
+    pub q_offset: u32,
+    pub kv_offset: u32,
+    pub group: u32,
+    pub dim: u32,
+    pub value: u32,
+    pub items: u32,
+}
+
+/// `ForwardParams`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Forward {
+    pub q: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
+    pub running: Tensor,
+    pub o: Tensor,
+    pub lse: Tensor,
+    pub slopes: Tensor,
+    pub sinks: Tensor,
+    pub max_score: u64,
+    pub queries: u64,
+    pub keys: u64,
+    pub partners: u64,
+    pub work: u64,
+    pub score: Score,
+    pub heads: Heads,
+}
+
+/// `BackwardParams`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Backward {
+    pub q: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
+    pub d_o: Tensor,
+    pub lse: Tensor,
+    pub delta: Tensor,
+    pub dq: Tensor,
+    pub dk: Tensor,
+    pub dv: Tensor,
+    pub slopes: Tensor,
+    pub queries: u64,
+    pub keys: u64,
+    pub partners: u64,
+    pub work: u64,
+    pub score: Score,
+    pub heads: Heads,
+    pub per_q_head: u32,
+    pub accumulate: u32,
+}
+
+/// `TransformBlock`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct TransformBlock {
+    pub dst: Tensor,
+    pub rows: u64,
+    pub first_tile: u64,
+    pub heads: u32,
+    pub units: u32,
+    pub wide: u32,
+    pub dtype: u32,
+    pub sources_begin: u32,
+    pub sources_end: u32,
+}
+
+/// `TransformSource`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct TransformSource {
+    pub src: Tensor,
+    pub dtype: u32,
+    pub unused: u32,
+}
+
+/// `TransformParams`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Transform {
+    pub blocks: u64,
+    pub sources: u64,
+    pub tiles: u64,
+    pub block_count: u32,
+    pub tile_steps: u32,
+}
+
+/// `DeltaParams`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Delta {
+    pub o: Tensor,
+    pub d_o: Tensor,
+    pub delta: Tensor,
+    pub rows: u64,
+    pub heads: u32,
+    pub dim: u32,
+    pub dtype: u32,
+    pub lanes: u32,
+}
+
+/// `FinishParams`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Finish {
+    pub o: Tensor,
+    pub lse: Tensor,
+    pub sinks: Tensor,
+    pub runs: u64,
+    pub work: u64,
+    pub items: u32,
+    pub heads: u32,
+    pub dim: u32,
+    pub rows: u32,
+}
+
+/// `MergeParams`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Merge {
+    pub o: Tensor,
+    pub lse: Tensor,
+    pub with_o: Tensor,
+    pub with_lse: Tensor,
+    pub rows: u64,
+    pub heads: u32,
+    pub dim: u32,
+}
+
+same!(size_of::<Tensor>(), 24);
+same!(size_of::<Run>(), 56);
+same!(size_of::<Work>(), 8);
+same!(size_of::<Score>(), 40);
+same!(size_of::<Heads>(), 32);
+same!(size_of::<Forward>(), 304);
+same!(size_of::<Backward>(), 352);
+same!(size_of::<TransformBlock>(), 64);
+same!(size_of::<TransformSource>(), 32);
+same!(size_of::<Transform>(), 32);
+same!(size_of::<Delta>(), 96);
+same!(size_of::<Finish>(), 104);
+same!(size_of::<Merge>(), 112);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What `divide` in `ptx/ranges.cuh` computes.
+    fn divide(x: u32, d: &Divisor) -> u32 {
+        let t = ((u64::from(x) * u64::from(d.magic)) >> 32) as u32;
+        (t + ((x - t) >> (d.shift & 1))) >> (d.shift >> 1)
+    }
+
+    #[test]
+    fn divisors_divide() {
+        let edges = [0, 1, 2, 3, 63, 64, 65, 1000, u32::MAX / 2, u32::MAX / 2 + 1, u32::MAX - 1, u32::MAX];
+        for by in (1..300).chain([1 << 16, (1 << 16) + 1, 1 << 31, (1 << 31) + 1, u32::MAX - 1, u32::MAX]) {
+            let d = Divisor::new(by);
+            for x in edges.into_iter().chain([by - 1, by, by.saturating_add(1), by.saturating_mul(7)]) {
+                assert_eq!(divide(x, &d), x / by, "{x} / {by}");
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_are_those_of_the_ptx() {
+        for (text, entry, bytes) in [
+            (crate::kernel::cuda::embedded::find("forward_bf16_128"), "cpattn_forward", size_of::<Forward>()),
+            (crate::kernel::cuda::embedded::find("backward_f16_64"), "cpattn_backward_keys", size_of::<Backward>()),
+            (crate::kernel::cuda::embedded::find("transform"), "cpattn_transform", size_of::<Transform>()),
+            (crate::kernel::cuda::embedded::find("transform"), "cpattn_delta", size_of::<Delta>()),
+            (crate::kernel::cuda::embedded::find("transform"), "cpattn_finish", size_of::<Finish>()),
+            (crate::kernel::cuda::embedded::find("transform"), "cpattn_merge", size_of::<Merge>()),
+        ] {
+            let text = text.expect("embedded").to_str().expect("text");
+            let line = alloc::format!(".b8 {entry}_param_0[{bytes}]");
+            assert!(text.contains(&line), "{line}");
+        }
+    }
+}

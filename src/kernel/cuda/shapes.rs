@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Tiles, threads and shared memory of every compiled shape: the numbers of `ptx/shapes.cuh`.
+
+/// How one kernel is launched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Launch {
+    /// Rows of its own side that one block holds.
+    pub rows: u32,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Bytes of dynamic shared memory.
+    pub shared: u32,
+}
+
+/// The kernels for head dims up to `head_dim` and `value_dim`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    /// As in the names of the files.
+    pub name: u32,
+    pub head_dim: u32,
+    pub value_dim: u32,
+    pub forward: Launch,
+    /// dq.
+    pub queries: Launch,
+    /// dk and dv.
+    pub keys: Launch,
+    /// Whether dk and dv are two kernels.
+    pub split: bool,
+}
+
+const fn forward(d: u32, dv: u32, m: u32, n: u32, warps: u32) -> Launch {
+    let rows_per_warp = m / (16 * warps);
+    // With two tiles of rows per warp, largest score and sum lie in shared memory: one float per thread and row each.
+    let state = if rows_per_warp > 1 { 2 * (2 * rows_per_warp * warps * 32 * 4) } else { 0 };
+    Launch { rows: m, threads: warps * 32, shared: 2 * (m * d + n * d + n * dv) + state }
+}
+
+const fn queries(d: u32, dv: u32, m: u32, n: u32, warps: u32, stages: u32) -> Launch {
+    Launch { rows: m, threads: warps * 32, shared: 2 * (m + stages * n) * (d + dv) + 2 * m * 4 }
+}
+
+const fn keys(d: u32, dv: u32, n: u32, m: u32, warps: u32, stages: u32) -> Launch {
+    Launch { rows: n, threads: warps * 32, shared: 2 * (n + stages * m) * (d + dv) + stages * 2 * m * 4 }
+}
+
+/// All shapes, smallest first.
+pub(super) const SHAPES: [Shape; 6] = [
+    Shape {
+        name: 64,
+        head_dim: 64,
+        value_dim: 64,
+        forward: forward(64, 64, 128, 64, 4),
+        queries: queries(64, 64, 128, 64, 4, 2),
+        keys: keys(64, 64, 128, 64, 4, 2),
+        split: false,
+    },
+    Shape {
+        name: 96,
+        head_dim: 96,
+        value_dim: 96,
+        forward: forward(96, 96, 128, 64, 4),
+        queries: queries(96, 96, 128, 32, 4, 2),
+        keys: keys(96, 96, 64, 64, 4, 2),
+        split: false,
+    },
+    Shape {
+        name: 128,
+        head_dim: 128,
+        value_dim: 128,
+        forward: forward(128, 128, 128, 64, 4),
+        queries: queries(128, 128, 128, 32, 4, 2),
+        keys: keys(128, 128, 64, 64, 4, 2),
+        split: false,
+    },
+    Shape {
+        name: 192128,
+        head_dim: 192,
+        value_dim: 128,
+        forward: forward(192, 128, 128, 64, 8),
+        queries: queries(192, 128, 64, 32, 4, 2),
+        keys: keys(192, 128, 64, 32, 4, 2),
+        split: false,
+    },
+    Shape {
+        name: 192,
+        head_dim: 192,
+        value_dim: 192,
+        forward: forward(192, 192, 128, 64, 8),
+        queries: queries(192, 192, 64, 32, 4, 2),
+        keys: keys(192, 192, 64, 32, 4, 2),
+        split: false,
+    },
+    Shape {
+        name: 256,
+        head_dim: 256,
+        value_dim: 256,
+        forward: forward(256, 256, 64, 64, 4),
+        queries: queries(256, 256, 64, 32, 4, 1),
+        keys: keys(256, 256, 64, 32, 4, 1),
+        split: true,
+    },
+];
+
+/// The smallest shape that holds these head dims.
+pub(super) fn find(head_dim: u32, value_dim: u32) -> Option<(usize, &'static Shape)> {
+    SHAPES.iter().enumerate().find(|(_, s)| head_dim <= s.head_dim && value_dim <= s.value_dim)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::format;
+
+    #[test]
+    fn dims_find_the_smallest_shape() {
+        let name = |d, dv| find(d, dv).map(|(_, s)| s.name);
+        assert_eq!(name(8, 8), Some(64));
+        assert_eq!(name(72, 64), Some(96));
+        assert_eq!(name(64, 128), Some(128));
+        assert_eq!(name(192, 128), Some(192128));
+        assert_eq!(name(128, 192), Some(192));
+        assert_eq!(name(256, 8), Some(256));
+        assert_eq!(name(257, 8), None);
+    }
+
+    #[test]
+    fn threads_are_those_of_the_ptx() {
+        for shape in SHAPES {
+            for (file, entry, threads) in [
+                ("forward", "cpattn_forward", shape.forward.threads),
+                ("backward", "cpattn_backward_queries", shape.queries.threads),
+                ("backward", "cpattn_backward_keys", shape.keys.threads),
+            ] {
+                let name = format!("{file}_bf16_{}", shape.name);
+                let text = crate::kernel::cuda::embedded::find(&name).expect("embedded").to_str().expect("text");
+                let at = text.find(&format!(".visible .entry {entry}(")).expect("the entry");
+                let bound = text[at..].find(".maxntid ").expect("a bound") + at + ".maxntid ".len();
+                assert!(text[bound..].starts_with(&format!("{threads},")), "{name} {entry}");
+                let split = text.contains("cpattn_backward_values(");
+                assert_eq!(split, file == "backward" && shape.split, "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn shared_memory_fits_the_smallest_device() {
+        for shape in SHAPES {
+            for launch in [shape.forward, shape.queries, shape.keys] {
+                assert!(launch.shared + 256 <= 99 * 1024, "{}: {launch:?}", shape.name);
+            }
+        }
+    }
+}
