@@ -18,11 +18,13 @@ use crate::{
 
 mod area;
 mod auto;
+mod costs;
 mod problem;
 mod shard;
 
 pub use area::{Load, area};
 pub use auto::{BALANCE, Candidate, Choice, Dealt, LAYOUTS, auto_layout, auto_mesh, auto_mesh_with, choose, dealt};
+pub use costs::{Costs, PeakBuffers, StepCost};
 pub use problem::{Kind, MAX_HEAD_DIM, Problem};
 pub use shard::ShiftMessage;
 
