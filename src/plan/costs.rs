@@ -100,7 +100,7 @@ fn bytes(plan: &Plan, schedule: &Schedule, message: &MessageView) -> u64 {
 }
 
 /// Where a phase stands in the order of a schedule.
-fn order(phase: &str) -> usize {
+pub(super) fn order(phase: &str) -> usize {
     ["ulysses in", "ring", "ulysses out", "sinks"].iter().position(|p| *p == phase).unwrap_or(4)
 }
 

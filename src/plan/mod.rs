@@ -19,6 +19,7 @@ use crate::{
 mod area;
 mod auto;
 mod costs;
+mod explain;
 mod problem;
 mod shard;
 
