@@ -3,7 +3,7 @@
 
 use std::format;
 
-use super::host::Prepared;
+use super::ops::Prepared;
 use crate::{
     batch::Side,
     element::Dtype,

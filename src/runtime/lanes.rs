@@ -19,7 +19,8 @@ use std::{
 };
 
 use super::{
-    host::{Memory, Prepared, Room, perform},
+    host::Host,
+    ops::{Memory, Prepared, Room, perform},
     trace,
 };
 use crate::{
@@ -132,8 +133,7 @@ impl Shared {
         schedule: &Schedule,
         memory: &Memory,
         room: &mut Room,
-        mut scratch: Option<&mut Scratch>,
-        transport: &dyn Transport,
+        mut host: Host<'_>,
     ) -> Result<()> {
         let clock = self.lock().recorder.as_ref().map(|r| (r.epoch, r.rank));
         for (i, op) in schedule.ops.iter().enumerate().filter(|(_, op)| op.lane == lane) {
@@ -144,7 +144,7 @@ impl Shared {
             }
             let start = clock.map(|(epoch, _)| epoch.elapsed());
             // SAFETY: the caller's promise; the waits above are the order that the schedule asks for.
-            let bytes = unsafe { perform(plan, schedule, i, memory, room, scratch.as_deref_mut(), transport) }?;
+            let bytes = unsafe { perform(plan, schedule, i, memory, room, &mut host) }?;
             let event = start.zip(clock).map(|(start, (epoch, rank))| trace::Event {
                 rank,
                 lane,
@@ -242,7 +242,10 @@ impl Lanes {
         self.shared.communication.notify_one();
         let outcome = catch_unwind(AssertUnwindSafe(|| {
             // SAFETY: the caller's promise; `communication`'s room is the other lane's, `compute`'s is this one's.
-            unsafe { self.shared.walk(Lane::Compute, plan, schedule, memory, compute, Some(scratch), &*self.transport) }
+            unsafe {
+                let host = Host { scratch: Some(scratch), transport: &*self.transport };
+                self.shared.walk(Lane::Compute, plan, schedule, memory, compute, host)
+            }
         }));
         match outcome {
             Ok(Ok(())) => {}
@@ -288,7 +291,8 @@ fn communicate(shared: &Shared, transport: Arc<dyn Transport>) {
             // room is this lane's own.
             unsafe {
                 let (plan, schedule) = (&*job.plan, &*job.schedule);
-                shared.walk(Lane::Communication, plan, schedule, &*job.memory, &mut *job.room, None, &*transport)
+                let host = Host { scratch: None, transport: &*transport };
+                shared.walk(Lane::Communication, plan, schedule, &*job.memory, &mut *job.room, host)
             }
         }));
         match outcome {

@@ -8,7 +8,8 @@
 //!
 //! - [`front`]: the typed calls most users want, [`Rank::forward`] and [`Rank::backward`];
 //! - [`bind`]: the caller's tensors, checked before anything is touched;
-//! - [`lanes`]: the two lanes and how they wait for each other; [`host`]: one operation on the CPU.
+//! - [`lanes`]: the two lanes and how they wait for each other; [`ops`]: one operation, wherever it runs; [`host`]: the
+//!   CPU.
 
 use std::{sync::Arc, vec::Vec};
 
@@ -24,14 +25,15 @@ mod bind;
 mod front;
 mod host;
 mod lanes;
+mod ops;
 pub mod trace;
 mod workspace;
 
 pub use bind::Bindings;
 pub use front::{Backward, Forward};
 
-use host::{Memory, Prepared};
 use lanes::Lanes;
+use ops::{Memory, Prepared};
 use workspace::Workspace;
 
 /// How many schedules a rank remembers.
@@ -143,7 +145,7 @@ impl Rank {
         }
         plan.fits_world(self.world())?;
         let prepared = Prepared::new(plan, self.rank(), direction)?;
-        self.scratch.reserve(&prepared.dims());
+        self.scratch.reserve(&host::dims(plan));
         if self.prepared.len() == REMEMBERED {
             self.prepared.remove(0);
         }

@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One operation: rows of buffers become addresses, and a backend is called.
+//!
+//! What is done is the same wherever it runs; a [`Backend`] is where. All lists are made in room that was reserved when
+//! the plan was prepared.
+
+use std::vec::Vec;
+
+use super::{Bindings, bind};
+use crate::{
+    error::Result,
+    kernel::{Attend, AttendBackward, Block, Delta, RawTensor, SinkGradient, Transform},
+    plan::Plan,
+    schedule::{AttendOp, BackwardOp, Buf, Direction, Kind, Schedule, Tensor, View, Visitors, expand::Expansion},
+    transport::{Label, Message},
+};
+
+/// Where operations run. Each call does, or enqueues, one; the lane that calls keeps the order.
+pub(super) trait Backend {
+    /// See [`Attend`].
+    ///
+    /// # Safety
+    /// The tensors are valid on this backend, and nobody else's while the call runs.
+    unsafe fn attend(&mut self, args: &Attend<'_>) -> Result<()>;
+    /// See [`AttendBackward`].
+    ///
+    /// # Safety
+    /// As [`Backend::attend`].
+    unsafe fn attend_backward(&mut self, args: &AttendBackward<'_>) -> Result<()>;
+    /// See [`Transform`].
+    ///
+    /// # Safety
+    /// As [`Backend::attend`].
+    unsafe fn transform(&mut self, args: &Transform<'_>) -> Result<()>;
+    /// See [`Delta`].
+    ///
+    /// # Safety
+    /// As [`Backend::attend`].
+    unsafe fn delta(&mut self, args: &Delta) -> Result<()>;
+    /// See [`SinkGradient`].
+    ///
+    /// # Safety
+    /// As [`Backend::attend`].
+    unsafe fn sink_gradient(&mut self, args: &SinkGradient) -> Result<()>;
+    /// See [`Transport::exchange`](crate::transport::Transport::exchange).
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn exchange(&mut self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()>;
+    /// The problem's ALiBi slopes, `[1, heads, 1]` f32, where the backend can read them.
+    fn slopes(&self, plan: &Plan) -> RawTensor;
+}
+
+/// A schedule with the room that running it takes.
+pub(super) struct Prepared {
+    pub plan: Plan,
+    pub schedule: Schedule,
+    /// The caller's tensors that are sent as they lie.
+    pub sent: Vec<Tensor>,
+    pub q_rows: u64,
+    pub k_rows: u64,
+    pub compute: Room,
+    pub communication: Room,
+}
+
+/// What one lane lists an operation into.
+#[derive(Default)]
+pub(super) struct Room {
+    expansion: Expansion,
+    blocks: Vec<Block>,
+    sources: Vec<RawTensor>,
+    sends: Vec<Message>,
+    recvs: Vec<Message>,
+}
+
+impl Room {
+    fn new(schedule: &Schedule) -> Self {
+        let expansion = Expansion::new(schedule);
+        let (messages, blocks, sources) = expansion.capacity();
+        Self {
+            expansion,
+            blocks: Vec::with_capacity(blocks),
+            sources: Vec::with_capacity(sources),
+            sends: Vec::with_capacity(messages),
+            recvs: Vec::with_capacity(messages),
+        }
+    }
+}
+
+impl Prepared {
+    pub(super) fn new(plan: &Plan, rank: usize, direction: Direction) -> Result<Self> {
+        let schedule = plan.schedule(rank, direction)?;
+        let (q_rows, k_rows) = bind::rows(plan, rank);
+        Ok(Self {
+            plan: plan.clone(),
+            sent: bind::sent(&schedule),
+            q_rows,
+            k_rows,
+            compute: Room::new(&schedule),
+            communication: Room::new(&schedule),
+            schedule,
+        })
+    }
+
+    pub(super) fn direction(&self) -> Direction {
+        self.schedule.direction
+    }
+}
+
+/// Where the bytes of a schedule's buffers lie.
+#[derive(Clone, Copy)]
+pub(super) struct Memory {
+    pub tensors: Bindings,
+    pub workspace: *mut u8,
+}
+
+// SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which is what
+// `schedule::verify` proves of every schedule that planning writes.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    fn tensor(&self, schedule: &Schedule, view: View) -> RawTensor {
+        let whole = match view.buf {
+            Buf::User(t) => *self.tensors.get(t),
+            Buf::Work(i) => {
+                let b = &schedule.buffers[i as usize];
+                let ptr = self.workspace.wrapping_add(b.offset as usize);
+                RawTensor::compact(ptr, b.dtype, b.rows, b.heads, b.dim)
+            }
+        };
+        whole.rows(view.row, view.rows).heads(view.head, view.heads)
+    }
+}
+
+/// Runs operation `op`.
+///
+/// # Safety
+/// The memory fits the schedule, is valid, and is touched by nobody else but the operations that the schedule allows to
+/// run at the same time.
+pub(super) unsafe fn perform(
+    plan: &Plan,
+    schedule: &Schedule,
+    op: usize,
+    memory: &Memory,
+    room: &mut Room,
+    backend: &mut impl Backend,
+) -> Result<u64> {
+    let at = |view: View| memory.tensor(schedule, view);
+    let user = |t: Tensor| *memory.tensors.get(t);
+    let step = schedule.ops[op].step;
+    match &schedule.ops[op].kind {
+        Kind::Delta { delta } => {
+            let args = Delta { o: user(Tensor::O), d_o: user(Tensor::DO), delta: at(*delta) };
+            // SAFETY: the caller's promise.
+            unsafe { backend.delta(&args) }?;
+        }
+        Kind::SinkGradient { delta, partial } => {
+            let args = SinkGradient {
+                lse: user(Tensor::Lse),
+                delta: at(*delta),
+                sinks: user(Tensor::Sinks),
+                dsinks: at(*partial),
+            };
+            // SAFETY: the caller's promise.
+            unsafe { backend.sink_gradient(&args) }?;
+        }
+        Kind::Transform { .. } | Kind::Reduce { .. } => {
+            let Room { expansion, blocks, sources, .. } = room;
+            expansion.blocks(schedule, op, |list, from| {
+                blocks.clear();
+                sources.clear();
+                for b in list {
+                    let begin = sources.len() as u32;
+                    sources.extend(from[b.sources_begin as usize..b.sources_end as usize].iter().map(|&v| at(v)));
+                    let sources_end = sources.len() as u32;
+                    blocks.push(Block { dst: at(b.dst), sources_begin: begin, sources_end });
+                }
+                // SAFETY: the caller's promise.
+                unsafe { backend.transform(&Transform { blocks, sources }) }
+            })?;
+        }
+        kind @ (Kind::Exchange { .. } | Kind::Fetch { .. } | Kind::Return { .. }) => {
+            room.sends.clear();
+            room.recvs.clear();
+            let mut moved = 0;
+            for m in room.expansion.messages(schedule, op) {
+                let t = at(m.view);
+                debug_assert!(t.is_compact(), "{:?} is not contiguous", m.view);
+                let bytes = t.tokens as usize * t.heads as usize * t.dim as usize * t.dtype.size();
+                moved += bytes as u64;
+                let message = Message { peer: m.peer, ptr: t.ptr, bytes };
+                if m.send { room.sends.push(message) } else { room.recvs.push(message) }
+            }
+            if moved > 0 {
+                let label = Label { operation: kind.name(), step };
+                // SAFETY: the caller's promise.
+                unsafe { backend.exchange(label, &room.sends, &room.recvs) }?;
+            }
+            return Ok(moved);
+        }
+        Kind::Attend(a) => {
+            schedule.visits(Visitors::Keys).ranges(a.visit as usize, &mut room.expansion.scratch);
+            let args = attend(plan, schedule, a, &at, &user, backend.slopes(plan), room);
+            // SAFETY: the caller's promise.
+            unsafe { backend.attend(&args) }?;
+        }
+        Kind::Backward(b) => {
+            schedule.visits(b.visits).ranges(b.visit as usize, &mut room.expansion.scratch);
+            let args = backward(plan, schedule, b, &at, backend.slopes(plan), room);
+            // SAFETY: the caller's promise.
+            unsafe { backend.attend_backward(&args) }?;
+        }
+    }
+    Ok(0)
+}
+
+/// The call's slice of a per-head table of the whole problem, `[1, heads, 1]` f32.
+fn heads_of(table: RawTensor, first: u32, count: u32) -> RawTensor {
+    if table.is_none() { table } else { table.heads(first, count) }
+}
+
+fn attend<'a>(
+    plan: &Plan,
+    schedule: &Schedule,
+    a: &AttendOp,
+    at: &impl Fn(View) -> RawTensor,
+    user: &impl Fn(Tensor) -> RawTensor,
+    slopes: RawTensor,
+    room: &'a Room,
+) -> Attend<'a> {
+    Attend {
+        q: at(a.q),
+        k: at(a.k),
+        v: at(a.v),
+        running: a.running.map_or(RawTensor::NONE, at),
+        o: at(a.o),
+        lse: at(a.lse),
+        slopes: heads_of(slopes, a.heads.q_offset, a.q.heads),
+        sinks: if plan.problem().has_sinks() {
+            heads_of(user(Tensor::Sinks), a.heads.q_offset, a.q.heads)
+        } else {
+            RawTensor::NONE
+        },
+        heads: a.heads,
+        score: plan.problem().score(),
+        ranges: room.expansion.scratch.ranges(),
+        aligned: schedule.aligned,
+    }
+}
+
+fn backward<'a>(
+    plan: &Plan,
+    schedule: &Schedule,
+    b: &BackwardOp,
+    at: &impl Fn(View) -> RawTensor,
+    slopes: RawTensor,
+    room: &'a Room,
+) -> AttendBackward<'a> {
+    AttendBackward {
+        q: at(b.q),
+        k: at(b.k),
+        v: at(b.v),
+        d_o: at(b.d_o),
+        lse: at(b.lse),
+        delta: at(b.delta),
+        dq: b.dq.map_or(RawTensor::NONE, at),
+        dk: b.dkv.map_or(RawTensor::NONE, |(dk, _)| at(dk)),
+        dv: b.dkv.map_or(RawTensor::NONE, |(_, dv)| at(dv)),
+        accumulate_keys: b.accumulate_keys,
+        per_q_head: b.per_q_head,
+        gradients: b.gradients,
+        slopes: heads_of(slopes, b.heads.q_offset, b.q.heads),
+        heads: b.heads,
+        score: plan.problem().score(),
+        ranges: room.expansion.scratch.ranges(),
+        aligned: schedule.aligned,
+    }
+}
