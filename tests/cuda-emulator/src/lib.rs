@@ -19,6 +19,7 @@
 //! It executes PTX as documented: no weak memory beyond race detection, no timing, no promise about the order in which
 //! a matrix product is summed.
 
+pub mod driver;
 mod exec;
 mod mem;
 mod module;

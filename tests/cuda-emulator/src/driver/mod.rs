@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The stand-in driver: what `libcuda.so.1` exports, on top of the interpreter.
+//!
+//! - [`machine`]: devices, streams, the order of work, reports;
+//! - [`queue`]: operations and vector clocks between streams;
+//! - [`entry`]: the one lock, the current context of a thread, and how a call becomes a result code;
+//! - `api_*`: the exported functions, by chapter of the driver's manual.
+//!
+//! The exported functions have the names and signatures of `cuda.h`. They are not meant to be called from Rust.
+
+#![allow(clippy::missing_safety_doc, missing_docs, reason = "the functions are those of the CUDA driver's manual")]
+#![allow(non_snake_case, reason = "as above")]
+
+mod api_context;
+mod api_device;
+mod api_kernel;
+mod api_memory;
+mod api_misc;
+mod api_stream;
+mod codes;
+mod config;
+mod entry;
+mod install;
+mod machine;
+mod queue;
+
+pub use config::Config;
+pub use install::{InstallError, install, library, library_dir};
