@@ -197,15 +197,15 @@ impl Visits {
 
     /// Rows of the largest slot that any visit from others needs.
     pub fn slot_rows(&self) -> u64 {
-        self.from_others().map(|v| v.rows_in).max().unwrap_or(0)
+        self.other_shares().map(|v| v.rows_in).max().unwrap_or(0)
     }
 
     /// Rows of the largest gradient that comes home from one visit.
     pub fn return_rows(&self) -> u64 {
-        self.from_others().map(|v| v.rows_out).max().unwrap_or(0)
+        self.other_shares().map(|v| v.rows_out).max().unwrap_or(0)
     }
 
-    fn from_others(&self) -> impl Iterator<Item = &Visit> {
+    fn other_shares(&self) -> impl Iterator<Item = &Visit> {
         self.list.iter().filter(|v| v.step > 0)
     }
 

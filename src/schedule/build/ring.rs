@@ -179,7 +179,9 @@ impl Builder<'_> {
                 ring.compute.push(Item { kind: Kind::Transform { begin, end }, step: v.step, after: [None; 2] });
             }
         }
-        let wait = if v.rows_in + v.rows_out > 0 {
+        // In the ordered form the rows that land in the slot include the own ones, which do not travel.
+        let staying = if t.visits.form() == Form::Ordered { t.own[0].rows } else { 0 };
+        let wait = if v.rows_in > staying || v.rows_out > 0 {
             let carry = t.own.iter().zip(at).map(|(&own, &slot)| Carry { own, slot }).collect();
             let kind = Kind::Fetch { visit: visit as u32, visits: t.visitors, carry };
             let after = [slot.and_then(|s| ring.arrivals.used[s]), None];

@@ -213,11 +213,14 @@ impl Builder<'_> {
         }
     }
 
-    /// A copy of `held` in `dtype`, to travel.
-    fn narrowed(&mut self, held: View, dtype: Dtype) -> View {
+    /// A copy of `held` in `dtype`, to travel. `own` are rows that stay and are left out.
+    fn narrowed(&mut self, held: View, dtype: Dtype, own: Option<(u64, u64)>) -> View {
         let dim = self.dim_of(held);
         let copy = self.buffer(Life::Out, "narrowed to travel", dtype, held.rows, held.heads, dim);
-        self.block(copy, &[held]);
+        let (first, rows) = own.unwrap_or((held.rows, 0));
+        for (row, rows) in [(0, first), (first + rows, held.rows - first - rows)] {
+            self.block(copy.slice(row, rows), &[held.slice(row, rows)]);
+        }
         copy
     }
 
@@ -245,8 +248,9 @@ impl Builder<'_> {
             (true, Wire::Full) => a,
             (true, Wire::Bf16) => Dtype::Bf16,
         };
-        let dq_out = if trading && e != a { self.narrowed(dq, e) } else { dq };
-        let narrow = |b: &mut Self, held: View| (trading && wire != a).then(|| b.narrowed(held, wire));
+        let dq_out = if trading && e != a { self.narrowed(dq, e, None) } else { dq };
+        let own = self.part(Side::K, self.place.ulysses);
+        let narrow = |b: &mut Self, held: View| (trading && wire != a).then(|| b.narrowed(held, wire, Some(own)));
         let (dk_wire, dv_wire) = (narrow(self, dkv.0), narrow(self, dkv.1));
         let cast = self.push_blocks(blocks, "ulysses out", last.communication);
         let (blocks, messages) = (self.out.blocks.len(), self.out.messages.len());

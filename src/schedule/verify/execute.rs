@@ -1,0 +1,333 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Moves tags: what each operation but the kernels does to the content of buffers.
+
+use alloc::{collections::BTreeMap, format, vec, vec::Vec};
+
+use super::{
+    RankReport, Traffic, flaw,
+    listed::{Met, Sum, Work},
+    memory::{Cell, Memory, What},
+};
+use crate::{
+    batch::Side,
+    error::{Error, Result},
+    plan::{Plan, Wire},
+    schedule::{Buf, Direction, Schedule, Tensor, View},
+};
+
+/// What one call added to a sum: of q heads `head..head + heads`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Atom {
+    pub call: u32,
+    pub head: u32,
+    pub heads: u32,
+}
+
+/// Lists of contributions, each stored once, in the order in which they were added. Entry 0 is empty.
+pub(super) struct Lists {
+    all: Vec<Vec<Atom>>,
+    index: BTreeMap<Vec<Atom>, u32>,
+    sums: BTreeMap<(u32, u32), u32>,
+}
+
+impl Lists {
+    fn new() -> Self {
+        Self { all: vec![Vec::new()], index: BTreeMap::from([(Vec::new(), 0)]), sums: BTreeMap::new() }
+    }
+
+    pub fn get(&self, list: u32) -> &[Atom] {
+        &self.all[list as usize]
+    }
+
+    fn intern(&mut self, list: Vec<Atom>) -> u32 {
+        if let Some(&i) = self.index.get(&list) {
+            return i;
+        }
+        let i = self.all.len() as u32;
+        self.all.push(list.clone());
+        self.index.insert(list, i);
+        i
+    }
+
+    pub fn one(&mut self, atom: Atom) -> u32 {
+        self.intern(vec![atom])
+    }
+
+    /// `a` followed by `b`.
+    pub fn join(&mut self, a: u32, b: u32) -> u32 {
+        if a == 0 || b == 0 {
+            return a.max(b);
+        }
+        if let Some(&i) = self.sums.get(&(a, b)) {
+            return i;
+        }
+        let list = [self.get(a), self.get(b)].concat();
+        let i = self.intern(list);
+        self.sums.insert((a, b), i);
+        i
+    }
+}
+
+/// A call of a kernel, kept until the outputs are checked.
+pub(super) struct Call<'a> {
+    /// Index of the rank in the group.
+    pub rank: usize,
+    pub op: usize,
+    /// Tokens of the q ranges with the index of their range, by token.
+    pub q: Vec<(u32, u32)>,
+    /// Tokens of the k ranges likewise.
+    pub k: Vec<(u32, u32)>,
+    /// The q ranges of each k range.
+    pub readers: Vec<Vec<u32>>,
+    /// None for the gradient of the sinks.
+    pub met: Option<&'a Met>,
+}
+
+/// All ranks while they run.
+pub(super) struct Prover<'a> {
+    pub plan: &'a Plan,
+    pub direction: Direction,
+    pub schedules: &'a [Schedule],
+    pub listed: &'a [Vec<Work>],
+    pub memories: Vec<Memory>,
+    pub lists: Lists,
+    pub calls: Vec<Call<'a>>,
+    /// Allowed pairs that calls met, times their q heads: for o or dq, and for dk and dv.
+    pub met_for_queries: u128,
+    pub met_for_keys: u128,
+    traffic: Vec<RankReport>,
+}
+
+impl<'a> Prover<'a> {
+    pub fn new(
+        plan: &'a Plan,
+        direction: Direction,
+        schedules: &'a [Schedule],
+        listed: &'a [Vec<Work>],
+        memories: Vec<Memory>,
+    ) -> Self {
+        let report = |s: &Schedule| RankReport {
+            rank: s.rank,
+            operations: s.ops.len(),
+            exchanges: s.ops.iter().filter(|op| op.kind.is_exchange()).count(),
+            workspace: s.workspace,
+            traffic: Vec::new(),
+        };
+        Self {
+            plan,
+            direction,
+            schedules,
+            listed,
+            memories,
+            lists: Lists::new(),
+            calls: Vec::new(),
+            met_for_queries: 0,
+            met_for_keys: 0,
+            traffic: schedules.iter().map(report).collect(),
+        }
+    }
+
+    pub fn traffic(self) -> Vec<RankReport> {
+        self.traffic
+    }
+
+    pub fn err(&self, r: usize, op: usize, text: impl Into<alloc::string::String>) -> Error {
+        flaw(self.schedules[r].rank, op, text)
+    }
+
+    /// Runs an operation of rank `r` (an index of the group) that meets no other rank.
+    pub fn execute(&mut self, r: usize, op: usize) -> Result<()> {
+        let listed: &'a [Vec<Work>] = self.listed;
+        match &listed[r][op] {
+            Work::Delta { delta } => self.delta(r, op, delta),
+            Work::SinkGradient { delta, partial } => self.sink_gradient(r, op, delta, partial),
+            Work::Sums(parts) => parts.iter().flatten().try_for_each(|s| self.sum(r, op, s)),
+            Work::Attend(a, met) => self.attend(r, op, a, met),
+            Work::Backward(b, met) => self.backward(r, op, b, met),
+            Work::Exchange { .. } => Ok(()),
+        }
+    }
+
+    /// That a view has the type of what it should hold.
+    pub fn typed(&self, r: usize, op: usize, v: &View, dtype: crate::element::Dtype, dim: usize) -> Result<()> {
+        let t = self.memories[r].table(v.buf);
+        if (t.dtype, t.dim as usize) != (dtype, dim) {
+            return Err(self.err(
+                r,
+                op,
+                format!("{} is {} of dim {}, not {dtype} of dim {dim}", t.name, t.dtype, t.dim),
+            ));
+        }
+        Ok(())
+    }
+
+    /// All rows and heads that the caller of rank `r` brought of q's side, or nothing.
+    fn whole(&self, r: usize, op: usize, v: &View) -> Result<()> {
+        let rows = self.plan.local_tokens(Side::Q, self.schedules[r].rank) as u64;
+        if (v.rows, v.heads as usize) != (rows, self.plan.problem().heads()) {
+            return Err(self.err(r, op, format!("{v:?} is not all of the rank's {rows} rows")));
+        }
+        Ok(())
+    }
+
+    fn delta(&mut self, r: usize, op: usize, delta: &View) -> Result<()> {
+        self.whole(r, op, delta)?;
+        self.typed(r, op, delta, self.plan.problem().dtype().accumulator(), 1)?;
+        let o = View { buf: Buf::User(Tensor::O), row: 0, head: 0, ..*delta };
+        for row in 0..delta.rows {
+            let token = self.memories[r].cell(&o, row, 0).token;
+            self.memories[r].write_row(op, delta, row, |h| Cell::new(What::Delta, token, h, 0))?;
+        }
+        Ok(())
+    }
+
+    fn sink_gradient(&mut self, r: usize, op: usize, delta: &View, partial: &View) -> Result<()> {
+        self.whole(r, op, delta)?;
+        self.typed(r, op, partial, self.plan.problem().dtype().accumulator(), 1)?;
+        if !self.plan.problem().has_sinks() || (partial.rows, partial.heads) != (1, delta.heads) {
+            return Err(self.err(r, op, "a gradient of sinks is one row of all q heads"));
+        }
+        let lse = View { buf: Buf::User(Tensor::Lse), row: 0, head: 0, ..*delta };
+        for row in 0..delta.rows {
+            for h in 0..delta.heads {
+                let token = self.memories[r].cell(&lse, row, h).token;
+                self.expect(r, op, delta, row, h, Cell::new(What::Delta, token, h, 0))?;
+                self.memories[r].cell(delta, row, h).unread = 0;
+            }
+        }
+        let call = self.calls.len() as u32;
+        self.calls.push(Call { rank: r, op, q: Vec::new(), k: Vec::new(), readers: Vec::new(), met: None });
+        let lists: Vec<u32> = (0..partial.heads).map(|head| self.lists.one(Atom { call, head, heads: 1 })).collect();
+        self.memories[r].write_row(op, partial, 0, |h| Cell::new(What::Sum(Tensor::Dsinks), 0, h, lists[h as usize]))
+    }
+
+    /// That a cell holds what it should (contributions aside).
+    pub fn expect(&mut self, r: usize, op: usize, v: &View, row: u64, head: u32, want: Cell) -> Result<()> {
+        let cell = *self.memories[r].cell(v, row, head);
+        if (cell.what, cell.token, cell.head) != (want.what, want.token, want.head) {
+            let name = self.memories[r].name(v.buf);
+            let text = format!(
+                "row {}, head {} of {name} holds {}, not {}",
+                v.row + row,
+                v.head + head,
+                cell.describe(),
+                want.describe()
+            );
+            return Err(self.err(r, op, text));
+        }
+        Ok(())
+    }
+
+    /// `dst = Σ sources`.
+    fn sum(&mut self, r: usize, op: usize, s: &Sum) -> Result<()> {
+        let accumulator = self.plan.problem().dtype().accumulator();
+        let (to, heads) = (self.memories[r].table(s.dst.buf).dtype, s.dst.heads as usize);
+        let mut cells = Vec::with_capacity(heads);
+        for row in 0..s.dst.rows {
+            cells.clear();
+            for h in 0..s.dst.heads {
+                let mut sum = Cell::new(What::Zero, 0, 0, 0);
+                for (n, v) in s.sources.iter().enumerate() {
+                    let from = self.memories[r].table(v.buf).dtype;
+                    let memory = &mut self.memories[r];
+                    let cell = memory.cell(v, row, h);
+                    cell.unread = 0;
+                    let cell = *cell;
+                    let wrong = match (cell.what, sum.what) {
+                        (What::Unset, _) => Some("which was never written"),
+                        (What::Running(_), _) => Some("which is not finished"),
+                        (What::Input(_) | What::Delta | What::Final(_), _) if s.sources.len() > 1 => {
+                            Some("which is no gradient to sum")
+                        }
+                        (What::Input(_) | What::Delta, _) if from != to => Some("in another type"),
+                        (a @ What::Sum(_), b @ What::Sum(_)) => {
+                            let same = a == b && (cell.token, cell.head) == (sum.token, sum.head);
+                            (!same).then_some("to another row's sum")
+                        }
+                        _ => None,
+                    };
+                    if let Some(wrong) = wrong {
+                        let name = memory.name(v.buf);
+                        let (at, head) = (v.row + row, v.head + h);
+                        let text = format!("reads row {at}, head {head} of {name} ({}), {wrong}", cell.describe());
+                        return Err(self.err(r, op, text));
+                    }
+                    let list = self.lists.join(sum.list, cell.list);
+                    let rounded = sum.rounded.or(cell.rounded);
+                    if n > 0 && rounded.is_some() && self.plan.options().wire != Wire::Bf16 {
+                        return Err(self.err(r, op, format!("sums what was rounded ({})", cell.describe())));
+                    }
+                    if cell.what != What::Zero {
+                        sum = cell;
+                    }
+                    (sum.list, sum.rounded) = (list, rounded);
+                }
+                (sum.unread, sum.strict) = (0, false);
+                if matches!(sum.what, What::Sum(_)) && to.size() < accumulator.size() {
+                    sum.rounded = Some(to);
+                }
+                cells.push(sum);
+            }
+            self.memories[r].write_row(op, &s.dst, row, |h| cells[h as usize])?;
+        }
+        Ok(())
+    }
+
+    /// Moves a message, given as (index in the group, operation, message).
+    pub fn transfer(&mut self, from: (usize, usize, usize), to: (usize, usize, usize)) -> Result<()> {
+        let listed: &'a [Vec<Work>] = self.listed;
+        let (Work::Exchange { messages: sends, .. }, Work::Exchange { messages: recvs, strict }) =
+            (&listed[from.0][from.1], &listed[to.0][to.1])
+        else {
+            return Ok(());
+        };
+        let (out, into) = (sends[from.2].view, recvs[to.2].view);
+        let home = self.schedules[to.0].ops[to.1].kind.name() == "return";
+        let mut cells = Vec::with_capacity(out.heads as usize);
+        for row in 0..out.rows {
+            cells.clear();
+            for h in 0..out.heads {
+                let cell = self.memories[from.0].cell(&out, row, h);
+                // What is fetched stays unread at a sender that only relays it.
+                if !cell.strict {
+                    cell.unread = 0;
+                }
+                let cell = *cell;
+                let wrong = match cell.what {
+                    What::Unset => Some("which was never written"),
+                    What::Running(_) => Some("which is not finished"),
+                    What::Sum(_) if home && cell.list == 0 => Some("to which nobody contributed"),
+                    _ => None,
+                };
+                if let Some(wrong) = wrong {
+                    let name = self.memories[from.0].name(out.buf);
+                    let (at, head) = (out.row + row, out.head + h);
+                    let text = format!("sends row {at}, head {head} of {name} ({}), {wrong}", cell.describe());
+                    return Err(self.err(from.0, from.1, text));
+                }
+                cells.push(Cell { strict: *strict, unread: 0, ..cell });
+            }
+            self.memories[to.0].write_row(to.1, &into, row, |h| cells[h as usize])?;
+        }
+        let bytes = out.rows * u64::from(out.heads) * self.memories[from.0].table(out.buf).cell_bytes();
+        let count = |p: &mut Self, (r, op, _): (usize, usize, usize), sent: bool| {
+            let op = &p.schedules[r].ops[op];
+            let (phase, kind) = (op.phase, op.kind.name());
+            let traffic = &mut p.traffic[r].traffic;
+            let at = traffic.iter().position(|t| (t.phase, t.kind) == (phase, kind)).unwrap_or(traffic.len());
+            if at == traffic.len() {
+                traffic.push(Traffic { phase, kind, ..Traffic::default() });
+            }
+            if sent {
+                traffic[at].messages_out += 1;
+                traffic[at].bytes_out += bytes;
+            } else {
+                traffic[at].messages_in += 1;
+                traffic[at].bytes_in += bytes;
+            }
+        };
+        count(self, from, true);
+        count(self, to, false);
+        Ok(())
+    }
+}

@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A schedule with every operation written out: what a runtime would hand to kernels and transports, all at once.
+
+use alloc::{format, vec::Vec};
+
+use super::{flaw, memory::Memory};
+use crate::{
+    error::Result,
+    kernel::{QRange, Range},
+    schedule::{AttendOp, BackwardOp, Kind, MessageView, Schedule, View, Visitors, expand::Expansion},
+};
+
+/// One block: `dst = Σ sources`.
+#[derive(Clone, Debug)]
+pub(super) struct Sum {
+    pub dst: View,
+    pub sources: Vec<View>,
+}
+
+/// The ranges and pairs of a call.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Met {
+    pub q: Vec<QRange>,
+    pub k: Vec<Range>,
+    pub pairs: Vec<u32>,
+}
+
+impl Met {
+    /// The k ranges of a q range.
+    pub fn keys(&self, q: usize) -> &[u32] {
+        &self.pairs[self.q[q].keys_begin as usize..self.q[q].keys_end as usize]
+    }
+}
+
+/// An operation, written out.
+#[derive(Clone, Debug)]
+pub(super) enum Work {
+    Delta {
+        delta: View,
+    },
+    SinkGradient {
+        delta: View,
+        partial: View,
+    },
+    /// Parts run one after another; blocks of a part in any order.
+    Sums(Vec<Vec<Sum>>),
+    /// `strict`: what arrives must meet an allowed pair.
+    Exchange {
+        messages: Vec<MessageView>,
+        strict: bool,
+    },
+    Attend(AttendOp, Met),
+    Backward(BackwardOp, Met),
+}
+
+/// Writes out every operation of a schedule.
+pub(super) fn list(s: &Schedule) -> Result<Vec<Work>> {
+    let mut e = Expansion::new(s);
+    (0..s.ops.len()).map(|i| list_one(s, i, &mut e)).collect()
+}
+
+fn list_one(s: &Schedule, i: usize, e: &mut Expansion) -> Result<Work> {
+    let err = |text| flaw(s.rank, i, text);
+    let visit_exists = |visitors: Visitors, visit: u32| {
+        let visits = match visitors {
+            Visitors::Keys => &s.keys,
+            Visitors::Queries => &s.queries,
+        };
+        match visits {
+            Some(v) if (visit as usize) < v.list().len() => Ok(()),
+            Some(v) => Err(err(format!("names visit {visit} of {}", v.list().len()))),
+            None => Err(err(format!("names visits of {visitors:?}, which the schedule lacks"))),
+        }
+    };
+    let entries = |begin: u32, end: u32, len: usize| {
+        if begin > end || end as usize > len {
+            return Err(err(format!("names entries {begin}..{end} of {len}")));
+        }
+        Ok(())
+    };
+    Ok(match &s.ops[i].kind {
+        Kind::Delta { delta } => Work::Delta { delta: *delta },
+        Kind::SinkGradient { delta, partial } => Work::SinkGradient { delta: *delta, partial: *partial },
+        Kind::Transform { begin, end } => {
+            entries(*begin, *end, s.blocks.len())?;
+            for b in &s.blocks[*begin as usize..*end as usize] {
+                entries(b.sources_begin, b.sources_end, s.sources.len())?;
+            }
+            sums(s, i, e)?
+        }
+        Kind::Reduce { visit, visits, .. } => {
+            visit_exists(*visits, *visit)?;
+            sums(s, i, e)?
+        }
+        Kind::Exchange { begin, end } => {
+            entries(*begin, *end, s.messages.len())?;
+            Work::Exchange { messages: e.messages(s, i).to_vec(), strict: false }
+        }
+        Kind::Fetch { visit, visits, .. } | Kind::Return { visit, visits, .. } => {
+            visit_exists(*visits, *visit)?;
+            let strict = matches!(s.ops[i].kind, Kind::Fetch { .. });
+            Work::Exchange { messages: e.messages(s, i).to_vec(), strict }
+        }
+        Kind::Attend(op) => {
+            visit_exists(Visitors::Keys, op.visit)?;
+            Work::Attend(*op, met(s, Visitors::Keys, op.visit, e))
+        }
+        Kind::Backward(op) => {
+            visit_exists(op.visits, op.visit)?;
+            Work::Backward(*op, met(s, op.visits, op.visit, e))
+        }
+    })
+}
+
+fn sums(s: &Schedule, i: usize, e: &mut Expansion) -> Result<Work> {
+    let mut parts = Vec::new();
+    e.blocks(s, i, |blocks, sources| -> Result<()> {
+        let sum = |b: &crate::schedule::BlockView| Sum {
+            dst: b.dst,
+            sources: sources[b.sources_begin as usize..b.sources_end as usize].to_vec(),
+        };
+        parts.push(blocks.iter().map(sum).collect());
+        Ok(())
+    })?;
+    Ok(Work::Sums(parts))
+}
+
+fn met(s: &Schedule, visitors: Visitors, visit: u32, e: &mut Expansion) -> Met {
+    s.visits(visitors).ranges(visit as usize, &mut e.scratch);
+    let r = e.scratch.ranges();
+    Met { q: r.q.to_vec(), k: r.k.to_vec(), pairs: r.pairs.to_vec() }
+}
+
+impl Work {
+    /// Calls `each` for every view.
+    fn views(&self, mut each: impl FnMut(&View) -> Result<()>) -> Result<()> {
+        match self {
+            Self::Delta { delta } => each(delta),
+            Self::SinkGradient { delta, partial } => {
+                each(delta)?;
+                each(partial)
+            }
+            Self::Sums(parts) => parts.iter().flatten().try_for_each(|s| {
+                each(&s.dst)?;
+                s.sources.iter().try_for_each(&mut each)
+            }),
+            Self::Exchange { messages, .. } => messages.iter().try_for_each(|m| each(&m.view)),
+            Self::Attend(a, _) => {
+                [Some(a.q), Some(a.k), Some(a.v), a.running, Some(a.o), Some(a.lse)].iter().flatten().try_for_each(each)
+            }
+            Self::Backward(b, _) => {
+                let (dk, dv) = (b.dkv.map(|d| d.0), b.dkv.map(|d| d.1));
+                [Some(b.q), Some(b.k), Some(b.v), Some(b.d_o), Some(b.lse), Some(b.delta), b.dq, dk, dv]
+                    .iter()
+                    .flatten()
+                    .try_for_each(each)
+            }
+        }
+    }
+}
+
+/// That views lie in their buffers, blocks have one shape, messages are contiguous, and ranges lie in their views.
+pub(super) fn check_views(s: &Schedule, listed: &[Work], memory: &Memory) -> Result<()> {
+    for (i, work) in listed.iter().enumerate() {
+        let err = |text| flaw(s.rank, i, text);
+        work.views(|v| memory.check_view(v).map_err(err))?;
+        match work {
+            Work::Sums(parts) => {
+                for sum in parts.iter().flatten() {
+                    if let Some(v) = sum.sources.iter().find(|v| (v.rows, v.heads) != (sum.dst.rows, sum.dst.heads)) {
+                        return Err(err(format!(
+                            "a block of {} rows × {} heads reads {v:?}",
+                            sum.dst.rows, sum.dst.heads
+                        )));
+                    }
+                    let dim = memory.shape(sum.dst.buf).dim;
+                    if let Some(v) = sum.sources.iter().find(|v| memory.shape(v.buf).dim != dim) {
+                        return Err(err(format!("a block of dim {dim} reads {} of another", memory.name(v.buf))));
+                    }
+                }
+            }
+            Work::Exchange { messages, .. } => {
+                for m in messages {
+                    let shape = memory.shape(m.view.buf);
+                    if !s.group.contains(&m.peer) || m.peer == s.rank {
+                        return Err(err(format!("a message to rank {}, group {:?}", m.peer, s.group)));
+                    }
+                    if m.view.rows == 0 || m.view.heads == 0 {
+                        return Err(err(format!("an empty message with rank {}", m.peer)));
+                    }
+                    if m.view.rows > 1 && m.view.heads != shape.heads {
+                        return Err(err(format!("a message of {} is not contiguous", memory.name(m.view.buf))));
+                    }
+                }
+            }
+            Work::Attend(a, met) => check_met(met, a.q.rows, a.k.rows).map_err(err)?,
+            Work::Backward(b, met) => check_met(met, b.q.rows, b.k.rows).map_err(err)?,
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn check_met(met: &Met, q_rows: u64, k_rows: u64) -> Result<(), alloc::string::String> {
+    let sane = |r: &Range, rows: u64| {
+        if r.len == 0 || r.block == 0 || r.period < r.block || r.row < 0 || (r.row as u64 + u64::from(r.len)) > rows {
+            return Err(format!("{r:?} is no range of {rows} rows"));
+        }
+        Ok(())
+    };
+    met.k.iter().try_for_each(|k| sane(k, k_rows))?;
+    for q in &met.q {
+        sane(&q.range, q_rows)?;
+        if q.keys_begin > q.keys_end || q.keys_end as usize > met.pairs.len() {
+            return Err(format!("a q range names pairs {}..{} of {}", q.keys_begin, q.keys_end, met.pairs.len()));
+        }
+        for &k in &met.pairs[q.keys_begin as usize..q.keys_end as usize] {
+            match met.k.get(k as usize) {
+                None => return Err(format!("a pair names k range {k} of {}", met.k.len())),
+                Some(k) if k.doc != q.range.doc => {
+                    return Err(format!("a pair joins documents {} and {}", q.range.doc, k.doc));
+                }
+                Some(_) => {}
+            }
+        }
+    }
+    Ok(())
+}

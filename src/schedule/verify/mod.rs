@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Proves schedules: all ranks of a group together, one direction at a time, before anything runs.
+//!
+//! The proof looks only at the lists that a runtime would walk (every message, block and range, fully listed) and at
+//! what the plan promises to its user: which tokens each rank brings, and which pairs the mask allows. It asks nothing
+//! of the code that wrote the lists. Four parts, in this order, because each rests on the one before:
+//!
+//! 1. *Shape* (`listed`, `memory`): views lie inside buffers, buffers inside the workspace, messages are contiguous,
+//!    not empty, not to oneself, and each send meets one receive of the same shape, in order.
+//! 2. *No race* (`races`): two operations of different lanes that happen-before does not order never touch the same
+//!    bytes with one of them writing. Buffers are compared by bytes, because several share the same.
+//! 3. *No deadlock* (`meet`): one run of all ranks. What a rank may do next only ever grows as others proceed (an
+//!    exchange that may be posted stays so until it is, two posted ends of a message stay so until it moves), so all
+//!    runs reach the same end: if one completes, each does, whatever the timing. And since conflicting accesses are
+//!    ordered by part 2, every run leaves the same content in every buffer.
+//! 4. *Content* (`execute`, `attend`, `outputs`): during that run every row of every head carries a tag: a copy of this
+//!    token's k, a running sum of these calls' contributions. Kernels check that rows hold the tokens that their
+//!    ranges claim; at the end each output holds exactly the pairs that the mask allows, each once. A write that nobody
+//!    reads, and a fetched row that meets no allowed pair at its reader, are flaws too: nothing unneeded moves.
+//!
+//! A flaw is an [`Error::Schedule`] that names rank and operation. Cost is about that of touching each row of each call
+//! once for each head.
+
+use alloc::{format, string::String, vec::Vec};
+
+use super::{Direction, Lane, Schedule};
+use crate::{
+    error::{Error, Result},
+    plan::Plan,
+};
+
+mod attend;
+mod execute;
+mod listed;
+mod meet;
+mod memory;
+
+mod outputs;
+mod races;
+
+/// What a proof counted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Report {
+    /// (q, k, q head) triples that were attended, each once.
+    pub pairs: u128,
+    /// By rank, in the order of the group.
+    pub ranks: Vec<RankReport>,
+}
+
+/// One rank's part of a [`Report`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RankReport {
+    /// The rank.
+    pub rank: usize,
+    /// Operations in its list.
+    pub operations: usize,
+    /// Exchanges among them.
+    pub exchanges: usize,
+    /// Bytes of its workspace.
+    pub workspace: u64,
+    /// What it moves, by phase and kind of operation, in the order of first use.
+    pub traffic: Vec<Traffic>,
+}
+
+/// Messages of one phase and kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// As [`super::Op::phase`].
+    pub phase: &'static str,
+    /// `"exchange"`, `"fetch"` or `"return"`.
+    pub kind: &'static str,
+    /// Messages that arrive.
+    pub messages_in: u64,
+    /// Messages that leave.
+    pub messages_out: u64,
+    /// Bytes that arrive.
+    pub bytes_in: u64,
+    /// Bytes that leave.
+    pub bytes_out: u64,
+}
+
+impl Report {
+    /// Bytes that arrive at all ranks together, in operations of `kind`.
+    pub fn bytes(&self, kind: &str) -> u64 {
+        self.ranks.iter().map(|r| r.bytes_in(kind)).sum()
+    }
+
+    /// Messages of all ranks together.
+    pub fn messages(&self) -> u64 {
+        self.ranks.iter().flat_map(|r| &r.traffic).map(|t| t.messages_in).sum()
+    }
+}
+
+impl RankReport {
+    /// Bytes that arrive in operations of `kind`.
+    pub fn bytes_in(&self, kind: &str) -> u64 {
+        self.traffic.iter().filter(|t| t.kind == kind).map(|t| t.bytes_in).sum()
+    }
+
+    /// Bytes that leave in operations of `kind`.
+    pub fn bytes_out(&self, kind: &str) -> u64 {
+        self.traffic.iter().filter(|t| t.kind == kind).map(|t| t.bytes_out).sum()
+    }
+}
+
+fn flaw(rank: usize, operation: usize, flaw: impl Into<String>) -> Error {
+    Error::Schedule { rank, operation, flaw: flaw.into() }
+}
+
+/// Proves the schedules of all ranks of one group, listed by rank, for one direction.
+///
+/// # Errors
+/// [`Error::Schedule`] with the first flaw found; [`Error::Invalid`] when `schedules` are not those of one whole group.
+pub fn verify(schedules: &[Schedule], plan: &Plan) -> Result<Report> {
+    let direction = group_of(schedules, plan)?;
+    let mut listed = Vec::with_capacity(schedules.len());
+    for s in schedules {
+        check_order(s)?;
+        listed.push(listed::list(s)?);
+    }
+    prove(schedules, &listed, plan, direction)
+}
+
+/// Everything after listing.
+fn prove(schedules: &[Schedule], listed: &[Vec<listed::Work>], plan: &Plan, direction: Direction) -> Result<Report> {
+    let mut memories = Vec::with_capacity(schedules.len());
+    for (s, work) in schedules.iter().zip(listed) {
+        let memory = memory::Memory::new(s, plan)?;
+        listed::check_views(s, work, &memory)?;
+        races::check(s, work, &memory)?;
+        memories.push(memory);
+    }
+    let partners = meet::partners(schedules, listed, &memories)?;
+    let mut prover = execute::Prover::new(plan, direction, schedules, listed, memories);
+    meet::run(&mut prover, &partners)?;
+    let pairs = outputs::check(&mut prover)?;
+    Ok(Report { pairs, ranks: prover.traffic() })
+}
+
+/// That `schedules` are one group's, whole and in order; returns their direction.
+fn group_of(schedules: &[Schedule], plan: &Plan) -> Result<Direction> {
+    let first =
+        schedules.first().ok_or_else(|| Error::invalid("schedules", "empty", "one for each rank of a group"))?;
+    let group = first.group.clone();
+    if first.rank >= plan.mesh().world() || group != plan.mesh().group_of(first.rank) || group.len() != schedules.len()
+    {
+        return Err(Error::invalid(
+            "schedules",
+            format!("{} of ranks {group:?}", schedules.len()),
+            format!("one for each of the {} ranks of a group", plan.mesh().group()),
+        ));
+    }
+    for (s, rank) in schedules.iter().zip(group.clone()) {
+        if s.rank != rank || s.group != group || s.direction != first.direction || s.ulysses != plan.mesh().ulysses {
+            return Err(Error::invalid(
+                format!("schedules[{}]", rank - group.start),
+                format!("rank {}, {:?}, group {:?}, ulysses {}", s.rank, s.direction, s.group, s.ulysses),
+                format!("rank {rank}, {:?}, group {group:?}, ulysses {}", first.direction, plan.mesh().ulysses),
+            ));
+        }
+    }
+    Ok(first.direction)
+}
+
+/// That dependencies come first, name the other lane, and that exchanges are on theirs.
+fn check_order(s: &Schedule) -> Result<()> {
+    for (i, op) in s.ops.iter().enumerate() {
+        let wanted = match op.kind {
+            super::Kind::Transform { .. } => None,
+            _ if op.kind.is_exchange() => Some(Lane::Communication),
+            super::Kind::Reduce { .. } => Some(Lane::Communication),
+            _ => Some(Lane::Compute),
+        };
+        if wanted.is_some_and(|w| w != op.lane) {
+            return Err(flaw(s.rank, i, format!("{} is on the {:?} lane", op.kind.name(), op.lane)));
+        }
+        let Some(after) = op.after else { continue };
+        if after as usize >= i {
+            return Err(flaw(s.rank, i, format!("waits for operation {after}, which does not come before it")));
+        }
+        if s.ops[after as usize].lane == op.lane {
+            return Err(flaw(s.rank, i, format!("waits for operation {after} of its own lane")));
+        }
+    }
+    Ok(())
+}
+
+impl Plan {
+    /// Proves the schedules of one replica's ranks, forward and backward.
+    ///
+    /// # Errors
+    /// [`Error::Schedule`] with the first flaw found.
+    pub fn verify(&self) -> Result<(Report, Report)> {
+        let all = |direction| -> Result<Report> {
+            let schedules: Vec<Schedule> =
+                (0..self.mesh().group()).map(|rank| self.schedule(rank, direction)).collect::<Result<_>>()?;
+            verify(&schedules, self)
+        };
+        Ok((all(Direction::Forward)?, all(Direction::Backward)?))
+    }
+}

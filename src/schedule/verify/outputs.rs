@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What the caller gets: every row of every output is final, and made of exactly the pairs that the mask allows, each
+//! once.
+
+use alloc::{format, string::String, vec::Vec};
+
+use super::{
+    attend::rows_between,
+    execute::{Atom, Call, Prover},
+    memory::{Cell, What},
+};
+use crate::{
+    batch::Side,
+    error::Result,
+    kernel::Range,
+    schedule::{Buf, Direction, Form, Tensor, View},
+};
+
+/// Checks all ranks; returns how many (q, k, q head) triples were attended.
+pub(super) fn check(p: &mut Prover) -> Result<u128> {
+    tokens_are_dealt_once(p)?;
+    for r in 0..p.schedules.len() {
+        p.memories[r].check_all_read()?;
+        match p.direction {
+            Direction::Forward => {
+                let finals = [What::Final(Tensor::O), What::Final(Tensor::Lse)];
+                tensor(p, r, Tensor::O, finals[0])?;
+                tensor(p, r, Tensor::Lse, finals[1])?;
+            }
+            Direction::Backward => {
+                for t in [Tensor::Dq, Tensor::Dk, Tensor::Dv] {
+                    tensor(p, r, t, What::Sum(t))?;
+                }
+                if p.plan.problem().has_sinks() {
+                    sinks(p, r)?;
+                }
+            }
+        }
+    }
+    // Each output is complete and each pair is in it once, so anything beyond that was computed in vain.
+    let needed = p.plan.problem().area() * p.plan.problem().heads() as u128;
+    let last = p.schedules[0].ops.len().max(1) - 1;
+    let wrong = |name: &str, met: u128| format!("calls meet {met} pairs for {name} where {needed} are allowed");
+    if p.met_for_queries != needed {
+        return Err(p.err(0, last, wrong("queries", p.met_for_queries)));
+    }
+    if p.direction == Direction::Backward && p.met_for_keys != needed {
+        return Err(p.err(0, last, wrong("keys", p.met_for_keys)));
+    }
+    Ok(needed)
+}
+
+/// That the ranks of the group bring every token of the batch once.
+fn tokens_are_dealt_once(p: &Prover) -> Result<()> {
+    for side in [Side::Q, Side::K] {
+        let mut all: Vec<usize> = p.schedules.iter().flat_map(|s| p.plan.token_indices(side, s.rank)).collect();
+        all.sort_unstable();
+        if !all.iter().copied().eq(0..p.plan.problem().batch().tokens(side)) {
+            return Err(p.err(0, 0, format!("ranks do not bring every token of side {side:?} once")));
+        }
+    }
+    Ok(())
+}
+
+/// One output of one rank.
+fn tensor(p: &mut Prover, r: usize, tensor: Tensor, want: What) -> Result<()> {
+    let rank = p.schedules[r].rank;
+    let side = super::memory::side_of(tensor);
+    let tokens = p.plan.token_indices(side, rank);
+    let heads = if side == Side::K { p.plan.problem().kv_heads() } else { p.plan.problem().heads() } as u32;
+    let view = View { buf: Buf::User(tensor), row: 0, rows: tokens.len() as u64, head: 0, heads };
+    let last = p.schedules[r].ops.len().max(1) - 1;
+    for (row, &token) in tokens.iter().enumerate() {
+        // Neighbouring heads usually come of the same calls.
+        let mut checked: Vec<Vec<u32>> = Vec::new();
+        for h in 0..heads {
+            p.expect(r, last, &view, row as u64, h, Cell::new(want, token as u32, h, 0))?;
+            let cell = *p.memories[r].cell(&view, row as u64, h);
+            let group = p.plan.problem().group() as u32;
+            let q_heads = if side == Side::K { h * group..(h + 1) * group } else { h..h + 1 };
+            let atoms = p.lists.get(cell.list);
+            for q_head in q_heads.clone() {
+                let calls: Vec<u32> =
+                    atoms.iter().filter(|a| (a.head..a.head + a.heads).contains(&q_head)).map(|a| a.call).collect();
+                if !checked.contains(&calls) {
+                    exactly_once(p, side, token, &calls).map_err(|text| {
+                        let text = format!("{} of token {token}, head {h} (q head {q_head}): {text}", tensor.name());
+                        p.err(r, last, text)
+                    })?;
+                    checked.push(calls);
+                }
+            }
+            if let Some(a) = atoms.iter().find(|a| !q_heads.contains(&a.head) || a.head + a.heads > q_heads.end) {
+                return Err(p.err(r, last, format!("{} head {h} holds q head {}", tensor.name(), a.head)));
+            }
+            if p.plan.form() == Form::Ordered {
+                in_order(p, atoms, side, token).map_err(|text| p.err(r, last, text))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Where a token lies: (document, position).
+fn place(p: &Prover, side: Side, token: usize) -> (usize, i64) {
+    let batch = p.plan.problem().batch();
+    let doc = batch.document_of(side, token);
+    (doc, token as i64 - batch.document(side, doc).start as i64 + batch.start(side, doc))
+}
+
+/// The positions of the other side that a token may meet, as `low..=high` (empty when `high < low`).
+fn allowed(p: &Prover, side: Side, token: usize) -> (i64, i64) {
+    let (doc, pos) = place(p, side, token);
+    let batch = p.plan.problem().batch();
+    let mask = p.plan.problem().window();
+    let (mask, other) = if side == Side::Q { (mask, Side::K) } else { (mask.transposed(), Side::Q) };
+    let start = batch.start(other, doc);
+    let end = start + batch.document(other, doc).len() as i64 - 1;
+    (pos.saturating_sub(mask.left_limit()).max(start), pos.saturating_add(mask.right_limit()).min(end))
+}
+
+/// The ranges of the other side that a token meets in a call, in the order of the call.
+fn partners<'c>(call: &'c Call, side: Side, token: u32) -> Vec<&'c Range> {
+    let Some(met) = call.met else { return Vec::new() };
+    let list = if side == Side::Q { &call.q } else { &call.k };
+    let Ok(at) = list.binary_search_by_key(&token, |x| x.0) else { return Vec::new() };
+    let range = list[at].1 as usize;
+    match side {
+        Side::Q => met.keys(range).iter().map(|&k| &met.k[k as usize]).collect(),
+        Side::K => call.readers[range].iter().map(|&q| &met.q[q as usize].range).collect(),
+    }
+}
+
+/// That over all `calls` the token meets every allowed partner once.
+fn exactly_once(p: &Prover, side: Side, token: usize, calls: &[u32]) -> core::result::Result<(), String> {
+    let (low, high) = allowed(p, side, token);
+    let mut met: Vec<(i64, i64)> = Vec::new();
+    for &c in calls {
+        for range in partners(&p.calls[c as usize], side, token as u32) {
+            let (a, e) = rows_between(range, low, high);
+            let mut i = a;
+            while i < e {
+                let n = if range.is_plain() { e - i } else { (range.block - i % range.block).min(e - i) };
+                met.push((range.position(i), range.position(i + n - 1)));
+                i += n;
+            }
+        }
+    }
+    met.sort_unstable();
+    let mut next = low;
+    for (a, e) in met {
+        if a < next {
+            return Err(format!("position {a} is met twice"));
+        }
+        if a > next {
+            return Err(format!("position {next} is not met"));
+        }
+        next = e + 1;
+    }
+    if next <= high {
+        return Err(format!("position {next} is not met"));
+    }
+    Ok(())
+}
+
+/// The ordered form: one call for each q head, heads ascending, and in it partners in the order of positions.
+fn in_order(p: &Prover, atoms: &[Atom], side: Side, token: usize) -> core::result::Result<(), String> {
+    if atoms.windows(2).any(|w| w[0].head >= w[1].head) || atoms.iter().any(|a| a.heads != 1) {
+        return Err(format!("token {token} is not summed head by head: {atoms:?}"));
+    }
+    for a in atoms {
+        let call = &p.calls[a.call as usize];
+        let found = partners(call, side, token as u32);
+        if found.windows(2).any(|w| w[0].last() >= w[1].pos) {
+            let (rank, op) = (p.schedules[call.rank].rank, call.op);
+            return Err(format!("token {token} does not meet its partners in order (rank {rank}, operation {op})"));
+        }
+    }
+    Ok(())
+}
+
+/// The sinks' gradient of a rank: every rank's partial once, in rank order.
+fn sinks(p: &mut Prover, r: usize) -> Result<()> {
+    let heads = p.plan.problem().heads() as u32;
+    let view = View { buf: Buf::User(Tensor::Dsinks), row: 0, rows: 1, head: 0, heads };
+    let last = p.schedules[r].ops.len().max(1) - 1;
+    for h in 0..heads {
+        p.expect(r, last, &view, 0, h, Cell::new(What::Sum(Tensor::Dsinks), 0, h, 0))?;
+        let list = p.memories[r].cell(&view, 0, h).list;
+        let ranks = p.lists.get(list).iter().map(|a| p.calls[a.call as usize].rank);
+        if !ranks.eq(0..p.schedules.len()) {
+            return Err(p.err(r, last, format!("dsinks of head {h} is not the sum over all ranks in order")));
+        }
+    }
+    Ok(())
+}
