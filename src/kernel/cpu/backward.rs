@@ -85,7 +85,11 @@ pub(super) unsafe fn gradients<V: Vector>(
                 continue;
             }
             let (score, slope) = scoring.apply(V::load(s), lanes, lane, key, masked);
-            let p = score.sub(lse).exp();
+            let mut p = score.sub(lse).exp();
+            if masked {
+                // Also when lse is NaN, which is for the keys alone that the row sees.
+                p = V::gt(V::splat(V::T::LOWEST), score, zero, p);
+            }
             let ds = p.mul(V::load(dp).sub(delta)).mul(slope).mul(V::splat(scoring.scale));
             p.store(s);
             // p of 0 is a key without a say: what it holds must not come in by 0 · NaN.

@@ -16,6 +16,8 @@ pub(super) trait Real:
 {
     /// The smallest number above 0.
     const TINY: Self;
+    /// The smallest finite number.
+    const LOWEST: Self;
     /// Natural logarithm.
     fn ln(self) -> Self;
     /// The portable vector of this type.
@@ -29,6 +31,7 @@ pub(super) trait Real:
 }
 
 impl Real for f32 {
+    const LOWEST: Self = Self::MIN;
     const TINY: Self = Self::from_bits(1);
     #[inline(always)]
     fn ln(self) -> Self {
@@ -42,6 +45,7 @@ impl Real for f32 {
 }
 
 impl Real for f64 {
+    const LOWEST: Self = Self::MIN;
     const TINY: Self = Self::from_bits(1);
     #[inline(always)]
     fn ln(self) -> Self {

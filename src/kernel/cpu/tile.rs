@@ -324,9 +324,11 @@ impl<'a, A: Real> Lanes<'a, A> {
     ) -> (i64, i64) {
         let mut n = 0;
         for head in heads {
-            // SAFETY: the caller's promise.
-            let slope =
-                if slopes.is_none() { A::ZERO } else { A::from_f64(unsafe { *at::<f32>(slopes, 0, head) }.into()) };
+            let mut slope = A::ZERO;
+            if !slopes.is_none() {
+                // SAFETY: the caller's promise.
+                slope = A::from_f64(unsafe { *at::<f32>(slopes, 0, head) }.into());
+            }
             for i in first..first + rows {
                 let pos = range.position(i);
                 self.row[n] = range.row + i64::from(i);
