@@ -403,7 +403,7 @@ fn check<E: Element>(p: &Problem) {
         for per_q_head in [false, true] {
             for (passes, aligned) in [
                 (&[Gradients::All][..], false),
-                (&[Gradients::Queries, Gradients::Keys][..], p.seed % 2 == 0),
+                (&[Gradients::Queries, Gradients::Keys][..], p.seed.is_multiple_of(2)),
                 (&[Gradients::All][..], true),
             ] {
                 let partials = if per_q_head { heads.clone() } else { kv.clone() };

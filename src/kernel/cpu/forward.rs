@@ -13,7 +13,8 @@
 use super::gemm::{Gemm, Skip, Store};
 use super::scratch::{Arena, KEYS, LANES, Line};
 use super::simd::{Real, Vector};
-use super::tile::{Cover, KeyTile, Lanes, Scoring, Stream, any_non_finite, at, narrow, product};
+use super::stream::{KeyTile, Stream};
+use super::tile::{Cover, Lanes, Scoring, any_non_finite, at, narrow, product};
 use super::workers::Job;
 use crate::element::{Accumulator, Element};
 use crate::kernel::{Attend, HeadMap, QRange, merge};

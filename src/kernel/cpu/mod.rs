@@ -10,7 +10,7 @@
 //! forward    a unit is a block of q rows with a kv head; keys stream by in tiles of 128
 //! queries    the same for dq
 //! keys       a unit is a document with a kv head; tiles of keys outside, rows inside: dk, dv, and dq on the way
-//! tile       keys as a stream, rows as lanes of vectors, scores and masks
+//! stream     keys in tiles; tile: rows as lanes of vectors, scores and masks
 //! gemm       the one matrix product; simd, x86: the vectors it is written over
 //! transform  copies, casts, ordered sums, delta, rows that no pair covers
 //! ```
@@ -26,6 +26,7 @@ mod keys;
 mod queries;
 mod scratch;
 mod simd;
+mod stream;
 mod tile;
 mod transform;
 mod workers;
@@ -185,5 +186,123 @@ fn memory<'a>(scratch: &'a mut Scratch, dims: &Dims) -> Result<&'a mut [Line]> {
             alloc::format!("{} bytes for {dims:?}", Scratch::bytes(workers, dims)),
         )
         .hint("call Scratch::reserve with the largest dims first")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::workers::Job;
+    use super::*;
+    use crate::kernel::reference::Attention;
+    use crate::kernel::{HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+    use alloc::{vec, vec::Vec};
+    use core::sync::atomic::AtomicUsize;
+    use simd::Vector;
+
+    /// A causal problem of 150 tokens through the kernels of `V`, against the reference.
+    ///
+    /// # Safety
+    /// The instruction set of `V` is present.
+    unsafe fn check<E: Element<Acc: Real>, V: Vector<T = E::Acc>>(bound: f64) {
+        let (n, d) = (150, 40);
+        let numbers = |seed: usize| -> Vec<E> {
+            (0..n * d).map(|i| E::from_f64(((i * 7919 + seed * 104_729) % 2003) as f64 / 1000.0 - 1.0)).collect()
+        };
+        let mut inputs = [numbers(1), numbers(2), numbers(3), numbers(4)];
+        let wide: Vec<Vec<f64>> = inputs.iter().map(|x| x.iter().map(|x| x.to_f64()).collect()).collect();
+        let score = Score { scale: 0.3, softcap: 4.0, window_left: 90, window_right: 0 };
+        let cu = [0, n as i32];
+        let reference = Attention {
+            q: &wide[0],
+            k: &wide[1],
+            v: &wide[2],
+            cu_seqlens_q: &cu,
+            cu_seqlens_k: &cu,
+            q_start: &[0],
+            heads: 1,
+            kv_heads: 1,
+            head_dim: d,
+            value_dim: d,
+            score,
+            slopes: None,
+            sinks: None,
+        };
+        let out = reference.forward();
+        let gradient = reference.backward(&wide[3], &out);
+        let round = |x: Vec<f64>| -> Vec<E::Acc> { x.into_iter().map(E::Acc::from_f64).collect() };
+        let mut lse = round(out.lse.clone());
+        let dot = |(a, b): (&[f64], &[f64])| a.iter().zip(b).map(|(x, y)| x * y).sum::<f64>();
+        let mut delta = round(wide[3].chunks(d).zip(out.o.chunks(d)).map(dot).collect());
+        let mut results = vec![vec![E::Acc::ZERO; n * d]; 4];
+        fn raw<T: Element>(x: &mut [T], dim: usize) -> RawTensor {
+            RawTensor::compact(x.as_mut_ptr().cast(), T::DTYPE, (x.len() / dim) as u64, 1, dim as u32)
+        }
+        let [q, k, v, d_o] = inputs.each_mut().map(|x| raw(x, d));
+        let mut results_raw = results.iter_mut().map(|x| raw(x, d));
+        let [running, dq, dk, dv] = core::array::from_fn(|_| results_raw.next().unwrap());
+        let (lse, delta) = (raw(&mut lse, 1), raw(&mut delta, 1));
+        let range = Range::plain(0, n as u32, 0, 0);
+        let rows = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::First }];
+        let ranges = Ranges { q: &rows, k: &[range], pairs: &[0] };
+        let heads = HeadMap { q_offset: 0, kv_offset: 0, group: 1 };
+        let none = RawTensor::NONE;
+        let backward = AttendBackward {
+            q,
+            k,
+            v,
+            d_o,
+            lse,
+            delta,
+            dq,
+            dk,
+            dv,
+            accumulate_keys: false,
+            per_q_head: false,
+            gradients: Gradients::All,
+            slopes: none,
+            heads,
+            score,
+            ranges,
+            aligned: false,
+        };
+        let forward =
+            Attend { q, k, v, running, o: none, lse, slopes: none, sinks: none, heads, score, ranges, aligned: false };
+        let dims = check::attend(&forward).unwrap();
+        let mut scratch = Scratch::new(1);
+        scratch.reserve(&dims);
+        let lines = scratch.lines(&dims).unwrap();
+        // SAFETY: the tensors are the vectors above; the caller has the instruction set.
+        unsafe {
+            // The backward first, while lse is the reference's.
+            let job = keys::Keys::<E> { call: &backward, queries: true, element: PhantomData };
+            job.work::<V>(lines, &AtomicUsize::new(0));
+            forward::Forward::<E> { call: &forward, element: PhantomData }.work::<V>(lines, &AtomicUsize::new(0));
+        }
+        for (found, expected) in results.iter().zip([&out.o, &gradient.dq, &gradient.dk, &gradient.dv]) {
+            let square = |x: f64| x * x;
+            let error: f64 = found.iter().zip(expected).map(|(x, y)| square(x.to_f64() - y)).sum();
+            let norm: f64 = expected.iter().map(|&y| square(y)).sum();
+            assert!((error / norm).sqrt() < bound, "{}: {}", V::W, (error / norm).sqrt());
+        }
+    }
+
+    #[test]
+    fn every_instruction_set() {
+        // SAFETY: arrays are always there, and the others are asked for.
+        unsafe {
+            check::<f32, <f32 as Real>::Portable>(2e-6);
+            check::<bf16, <f32 as Real>::Portable>(2e-6);
+            check::<f64, <f64 as Real>::Portable>(1e-13);
+            #[cfg(target_arch = "x86_64")]
+            if x86::has_avx2() {
+                check::<f32, <f32 as Real>::Avx2>(2e-6);
+                check::<f64, <f64 as Real>::Avx2>(1e-13);
+            }
+            #[cfg(target_arch = "x86_64")]
+            if x86::has_avx512() {
+                check::<f32, <f32 as Real>::Avx512>(2e-6);
+                check::<f64, <f64 as Real>::Avx512>(1e-13);
+            }
+        }
     }
 }

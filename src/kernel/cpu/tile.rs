@@ -1,41 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Tiles: keys as a stream cut to tiles, q rows as lanes of vectors.
+//! q rows as lanes of vectors, and how their scores are made.
 //!
 //! Scores are computed transposed, keys by lanes: a *lane* is one q row of one head, a tile has up to 128 keys by some
 //! lanes. So softmax runs down the lanes without a horizontal sum, k and v are used as they lie in memory, and the few
 //! rows of a short document can share a tile with other heads of the same group.
-//!
-//! Positions enter a tile as numbers of the accumulator's type relative to a base: exact in f32 as long as no tile
-//! spans more than [`SPAN`] positions, which is why a stream also breaks tiles there.
 
-use super::gemm::{Gemm, Skip};
-use super::scratch::{Arena, KEYS, vectors};
+use super::gemm::{Gemm, Skip, Store};
+use super::scratch::Arena;
 use super::simd::{Real, Vector};
+use super::stream::SPAN;
 use crate::element::{Accumulator, Dtype, Element};
 use crate::kernel::{Range, RawTensor, Score};
 use half::slice::HalfFloatSliceExt;
-
-/// Positions that one tile of keys may span.
-const SPAN: i64 = 1 << 22;
-
-/// How many rows of the range lie before position `pos`.
-#[inline]
-pub(super) fn rows_before(range: &Range, pos: i64) -> u32 {
-    if pos <= range.pos {
-        return 0;
-    }
-    // Saturates where the window is unlimited; the quotient is then beyond `len` all the same.
-    let d = pos.saturating_sub(range.pos);
-    if range.is_plain() {
-        return d.min(i64::from(range.len)) as u32;
-    }
-    let (block, period) = (i64::from(range.block), i64::from(range.period));
-    let full = d / period;
-    if full >= i64::from(range.len) {
-        return range.len;
-    }
-    (full * block + (d % period).min(block)).min(i64::from(range.len)) as u32
-}
 
 /// The address of element `[token, head, 0]`.
 ///
@@ -96,175 +72,6 @@ pub(super) unsafe fn any_non_finite<V: Vector>(p: *const V::T, n: usize) -> bool
         acc.store(out.as_mut_ptr());
     }
     !out[..V::W].iter().all(|&x| x == V::T::ZERO)
-}
-
-/// Some rows of one range, on their way into a tile.
-pub(super) struct Run {
-    /// Where in the tile.
-    slot: usize,
-    /// Index of the range.
-    index: u32,
-    range: Range,
-    /// First row, within the range.
-    first: u32,
-    /// Rows.
-    count: u32,
-    /// Base of the tile's positions.
-    base: i64,
-}
-
-/// The k ranges still to come.
-enum Rest<'a> {
-    /// Indices into the k ranges.
-    Pairs(&'a [u32]),
-    /// Those of a document, from an index on.
-    Document { doc: u32, from: u32 },
-}
-
-/// The keys that some q rows attend to: k ranges in order, cut to the positions `lo..=hi`.
-pub(super) struct Stream<'a> {
-    k: &'a [Range],
-    rest: Rest<'a>,
-    /// Index of the range in hand.
-    index: u32,
-    current: Range,
-    at: u32,
-    stop: u32,
-    lo: i64,
-    hi: i64,
-}
-
-impl<'a> Stream<'a> {
-    pub(super) fn new(k: &'a [Range], pairs: &'a [u32], lo: i64, hi: i64) -> Self {
-        Self { k, rest: Rest::Pairs(pairs), index: 0, current: Range::plain(0, 0, 0, 0), at: 0, stop: 0, lo, hi }
-    }
-
-    /// All keys of the document of k range `first`, from that range on.
-    pub(super) fn document(k: &'a [Range], first: usize) -> Self {
-        let rest = Rest::Document { doc: k[first].doc, from: first as u32 };
-        Self { rest, ..Self::new(k, &[], i64::MIN, i64::MAX) }
-    }
-
-    fn next_range(&mut self) -> Option<u32> {
-        match &mut self.rest {
-            Rest::Pairs(pairs) => {
-                let (&index, rest) = pairs.split_first()?;
-                *pairs = rest;
-                Some(index)
-            }
-            Rest::Document { doc, from } => {
-                let ahead = self.k[*from as usize..].iter().position(|r| r.doc == *doc)?;
-                *from += ahead as u32 + 1;
-                Some(*from - 1)
-            }
-        }
-    }
-
-    /// Hands the rows of the next tile to `run`, and returns their number and the base of their positions.
-    #[inline(always)]
-    pub(super) fn fill(&mut self, aligned: bool, mut run: impl FnMut(Run)) -> (usize, i64) {
-        let (mut n, mut base, keys) = (0, 0, KEYS as i64);
-        loop {
-            if self.at >= self.stop {
-                let Some(index) = self.next_range() else { break };
-                self.index = index;
-                self.current = self.k[index as usize];
-                self.at = rows_before(&self.current, self.lo);
-                self.stop =
-                    if self.hi == i64::MAX { self.current.len } else { rows_before(&self.current, self.hi + 1) };
-                continue;
-            }
-            let pos = self.current.position(self.at);
-            if n == 0 {
-                base = if aligned { pos.div_euclid(keys) * keys } else { pos };
-            }
-            let (first, end) = if aligned { (base, base + keys) } else { (base - SPAN, base + SPAN) };
-            if pos < first || pos >= end {
-                break;
-            }
-            let near = rows_before(&self.current, end).min(self.stop) - self.at;
-            let take = near.min((KEYS - n) as u32);
-            run(Run { slot: n, index: self.index, range: self.current, first: self.at, count: take, base });
-            self.at += take;
-            n += take as usize;
-            if n == KEYS {
-                break;
-            }
-        }
-        (n, base)
-    }
-}
-
-/// A tile of keys: k and v widened, rows padded with zeros to whole vectors.
-pub(super) struct KeyTile<'a, A> {
-    pub k: &'a mut [A],
-    pub v: &'a mut [A],
-    pub ldk: usize,
-    pub ldv: usize,
-    /// Positions relative to the base.
-    pub rel: &'a mut [A],
-    /// The k range of each key.
-    pub index: &'a mut [u32],
-    /// The row of each key in k and v.
-    pub row: &'a mut [i64],
-    pub n: usize,
-    pub base: i64,
-    pub min: i64,
-    pub max: i64,
-}
-
-impl<'a, A: Real> KeyTile<'a, A> {
-    pub(super) fn new<V: Vector<T = A>>(arena: &mut Arena<'a>, d: usize, dv: usize) -> Self {
-        let (ldk, ldv) = (vectors::<V>(d), vectors::<V>(dv));
-        Self {
-            k: arena.zeros(KEYS * ldk),
-            v: arena.zeros(KEYS * ldv),
-            ldk,
-            ldv,
-            rel: arena.zeros(KEYS),
-            index: arena.take(KEYS),
-            row: arena.take(KEYS),
-            n: 0,
-            base: 0,
-            min: 0,
-            max: 0,
-        }
-    }
-
-    /// Takes the next tile of the stream; false when there is none.
-    ///
-    /// # Safety
-    /// The stream's rows and `head` lie within `k` and `v`, of element type `E`, whose memory is valid.
-    #[inline(always)]
-    pub(super) unsafe fn next<E: Element<Acc = A>>(
-        &mut self,
-        stream: &mut Stream,
-        aligned: bool,
-        k: &RawTensor,
-        v: &RawTensor,
-        head: u32,
-    ) -> bool {
-        let (d, dv) = (k.dim as usize, v.dim as usize);
-        self.min = i64::MAX;
-        self.max = i64::MIN;
-        (self.n, self.base) = stream.fill(aligned, |run| {
-            let range = &run.range;
-            self.min = self.min.min(range.position(run.first));
-            self.max = self.max.max(range.position(run.first + run.count - 1));
-            for i in 0..run.count {
-                let (s, row) = (run.slot + i as usize, range.row + i64::from(run.first + i));
-                // SAFETY: the rows lie within the tensors, the caller says.
-                unsafe {
-                    widen::<E>(at(k, row, head), &mut self.k[s * self.ldk..][..d]);
-                    widen::<E>(at(v, row, head), &mut self.v[s * self.ldv..][..dv]);
-                }
-                self.index[s] = run.index;
-                self.row[s] = row;
-                self.rel[s] = A::from_f64((range.position(run.first + i) - run.base) as f64);
-            }
-        });
-        self.n > 0
-    }
 }
 
 /// The lanes of a tile: which q row and head each is, and which positions it may see.
@@ -514,7 +321,7 @@ pub(super) fn product<A: Real>(m: usize, n: usize, kk: usize) -> Gemm<A> {
         ldb: 0,
         c: core::ptr::null_mut(),
         ldc: 0,
-        store: super::gemm::Store::Set,
+        store: Store::Set,
         factor: core::ptr::null(),
         skip: Skip::None,
     }
