@@ -1,0 +1,377 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The calls one by one: the fixture, merges, transforms, refusals, allocations.
+
+use crate::bits::backward_call;
+use crate::counting;
+use crate::harness::*;
+use cpattn::kernel::cpu::{self, Dims, Scratch};
+use cpattn::kernel::reference::Attention;
+use cpattn::kernel::{
+    Attend, Block, Delta, Finish, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score, Transform, merge,
+};
+use cpattn::{Dtype, Element, Error};
+use half::{bf16, f16};
+
+/// Real activations against another implementation's float64 results, through every function: forward, delta, backward.
+#[test]
+fn fixture() {
+    let bytes = std::fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/minilm_263.safetensors")).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let f32s = |name: &str| -> Vec<f64> {
+        let data = file.tensor(name).unwrap().data().to_vec();
+        data.chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()).into()).collect()
+    };
+    let f16s = |name: &str| -> Vec<f64> {
+        let data = file.tensor(name).unwrap().data().to_vec();
+        data.chunks(2).map(|b| f16::from_le_bytes(b.try_into().unwrap()).to_f64()).collect()
+    };
+    let cu: Vec<i32> = file
+        .tensor("cu_seqlens")
+        .unwrap()
+        .data()
+        .chunks(4)
+        .map(|b| i32::from_le_bytes(b.try_into().unwrap()))
+        .collect();
+    let lens: Vec<usize> = cu.windows(2).map(|w| (w[1] - w[0]) as usize).collect();
+    let (q, k, v, d_o) = (f16s("q"), f16s("k"), f16s("v"), f16s("do"));
+    let starts = vec![0; lens.len()];
+    let a = Attention {
+        q: &q,
+        k: &k,
+        v: &v,
+        cu_seqlens_q: &cu,
+        cu_seqlens_k: &cu,
+        q_start: &starts,
+        heads: 12,
+        kv_heads: 12,
+        head_dim: 32,
+        value_dim: 32,
+        score: score(32, UNLIMITED, 0),
+        slopes: None,
+        sinks: None,
+    };
+    let out = a.forward();
+    let gradient = a.backward(&d_o, &out);
+    for (name, found) in [
+        ("o_causal", &out.o),
+        ("lse_causal", &out.lse),
+        ("dq_causal", &gradient.dq),
+        ("dk_causal", &gradient.dk),
+        ("dv_causal", &gradient.dv),
+    ] {
+        let mut rms = Rms::default();
+        rms.add(found, &f32s(name));
+        // The file holds float64 results rounded to f32.
+        rms.assert_below(1e-7, 0.0, name);
+    }
+}
+
+/// o and lse of a small f32 problem, whole or with its keys in two partial results that are merged as tensors.
+#[test]
+fn merged_tensors_are_the_whole() {
+    let p = Problem { cut: Cut::Pieces(20), sinks: false, visits: 1, ..problem(12) };
+    let w = p.whole::<f32>();
+    let expected = p.reference(&w, false).forward();
+    let mut random = Random::new(5);
+    let zeros = vec![0; p.lens_k.len()];
+    let q_at = place(&p.lens_q, &p.starts, p.cut, &mut random);
+    let k_at = place(&p.lens_k, &zeros, p.cut, &mut random);
+    let mut q = Buffer::<f32>::poisoned(q_at.rows, p.heads, p.d);
+    let mut k = Buffer::<f32>::poisoned(k_at.rows, p.kv_heads, p.d);
+    let mut v = Buffer::<f32>::poisoned(k_at.rows, p.kv_heads, p.dv);
+    q.put(&w.q, p.heads, 0..p.heads, &q_at.row_of);
+    k.put(&w.k, p.kv_heads, 0..p.kv_heads, &k_at.row_of);
+    v.put(&w.v, p.kv_heads, 0..p.kv_heads, &k_at.row_of);
+    let mut slopes = head_numbers(&w.slopes, 0..p.heads);
+    let mut scratch = Scratch::new(1);
+    scratch.reserve(&Dims { head_dim: p.d as u32, value_dim: p.dv as u32, dtype: Dtype::F32 });
+    let mut partials: Vec<_> = (0..2)
+        .map(|i| {
+            let mut o = Buffer::<f32>::poisoned(q_at.rows, p.heads, p.dv);
+            let mut lse = Buffer::<f32>::poisoned(q_at.rows, p.heads, 1);
+            let (mut qs, ks, pairs) = visit(&q_at.ranges, &k_at.ranges, i, 2, false);
+            qs.iter_mut().for_each(|q| q.mode = Mode::First);
+            let call = Attend {
+                q: q.raw(),
+                k: k.raw(),
+                v: v.raw(),
+                running: o.raw(),
+                o: RawTensor::NONE,
+                lse: lse.raw(),
+                slopes: per_head(&mut slopes, p.alibi),
+                sinks: RawTensor::NONE,
+                heads: HeadMap { q_offset: 0, kv_offset: 0, group: (p.heads / p.kv_heads) as u32 },
+                score: p.score,
+                ranges: Ranges { q: &qs, k: &ks, pairs: &pairs },
+                aligned: false,
+            };
+            // SAFETY: the tensors are the buffers above, alive and nobody else's.
+            unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
+            (o, lse)
+        })
+        .collect();
+    let (mut o2, mut l2) = partials.pop().unwrap();
+    let (mut o1, mut l1) = partials.pop().unwrap();
+    // SAFETY: as above.
+    unsafe { merge::merge(&o1.raw(), &l1.raw(), &o2.raw(), &l2.raw()) }.unwrap();
+    let mut rms = Rms::default();
+    for h in 0..p.heads {
+        for (token, row) in o1.get(h, &q_at.row_of).iter().enumerate() {
+            rms.add(row, &expected.o[(token * p.heads + h) * p.dv..][..p.dv]);
+        }
+    }
+    rms.assert_below(1e-6, 0.0, "merged o");
+    // SAFETY: refused before anything is touched.
+    let refused = unsafe { merge::merge(&o1.raw(), &o2.raw(), &o2.raw(), &l2.raw()) };
+    assert!(matches!(refused, Err(Error::Invalid { argument, .. }) if argument.starts_with("lse")));
+}
+
+#[test]
+fn transforms() {
+    fn raw<T: Element>(x: &mut [T], strides: (i64, i64), shape: (u64, u32, u32)) -> RawTensor {
+        RawTensor {
+            ptr: x.as_mut_ptr().cast(),
+            token_stride: strides.0,
+            head_stride: strides.1,
+            tokens: shape.0,
+            heads: shape.1,
+            dim: shape.2,
+            dtype: T::DTYPE,
+        }
+    }
+    let shape = (3, 2, 300);
+    // A cast and an ordered sum, into head-major memory; zeros; and a sum added to in place.
+    let mut a: Vec<f32> = (0..1800).map(|i| i as f32 * 0.37 - 200.0).collect();
+    let mut b: Vec<bf16> = (0..1800).map(|i| bf16::from_f32(1e3 - i as f32)).collect();
+    let mut sum = vec![bf16::ZERO; 1800];
+    let mut wide = vec![f64::NAN; 1800];
+    let mut zeros = vec![f16::NAN; 1800];
+    let mut total = a.clone();
+    let compact = (600, 300);
+    let sources = [
+        raw(&mut a, compact, shape),
+        raw(&mut b, compact, shape),
+        raw(&mut b, compact, shape),
+        raw(&mut total, compact, shape),
+        raw(&mut a, compact, shape),
+    ];
+    let block = |dst, sources_begin, sources_end| Block { dst, sources_begin, sources_end };
+    let blocks = [
+        block(raw(&mut sum, (300, 900), shape), 0, 2),
+        block(raw(&mut wide, compact, shape), 2, 3),
+        block(raw(&mut zeros, compact, shape), 0, 0),
+        block(sources[3], 3, 5),
+    ];
+    // SAFETY: the tensors are the vectors above.
+    unsafe { cpu::transform(&Transform { blocks: &blocks, sources: &sources }) }.unwrap();
+    for t in 0..3 {
+        for h in 0..2 {
+            for d in 0..300 {
+                let (i, j) = (t * 600 + h * 300 + d, t * 300 + h * 900 + d);
+                assert_eq!(sum[j], bf16::from_f32(a[i] + b[i].to_f32()));
+                assert_eq!(wide[i], b[i].to_f64());
+                assert_eq!(total[i], a[i] + a[i]);
+            }
+        }
+    }
+    assert!(zeros.iter().all(|x| x.to_bits() == 0));
+    let wrong = [block(sources[0].rows(0, 2), 1, 2)];
+    // SAFETY: refused before anything is touched.
+    let refused = unsafe { cpu::transform(&Transform { blocks: &wrong, sources: &sources }) };
+    assert_eq!(
+        refused.unwrap_err().to_string(),
+        "blocks[0].sources[0] [tokens, heads, dim] is [3, 2, 300], expected [2, 2, 300]"
+    );
+
+    let (mut delta, mut lse) = (vec![f32::NAN; 6], vec![f32::NAN; 6]);
+    let o = raw(&mut b, compact, shape);
+    let sums = raw(&mut delta, (1, 3), (3, 2, 1));
+    // SAFETY: as above.
+    unsafe { cpu::delta(&Delta { o, d_o: o, delta: sums }) }.unwrap();
+    for t in 0..3 {
+        for h in 0..2 {
+            let exact: f64 = b[t * 600 + h * 300..][..300].iter().map(|x| x.to_f64() * x.to_f64()).sum();
+            assert!((f64::from(delta[h * 3 + t]) / exact - 1.0).abs() < 1e-6);
+        }
+    }
+    let mut sinks = [1.5f32, f32::NEG_INFINITY];
+    let rows = [Range::plain(1, 2, 0, 0)];
+    let before = b.clone();
+    let o = raw(&mut b, compact, shape);
+    let finish = Finish { o, lse: raw(&mut lse, (2, 1), (3, 2, 1)), sinks: per_head(&mut sinks, true), rows: &rows };
+    // SAFETY: as above.
+    unsafe { cpu::finish(&finish) }.unwrap();
+    assert_eq!(b[..600], before[..600]);
+    assert!(b[600..].iter().all(|x| x.to_f32() == 0.0));
+    assert!(lse[..2].iter().all(|x| x.is_nan()));
+    assert_eq!(lse[2..], [1.5, f32::NEG_INFINITY, 1.5, f32::NEG_INFINITY]);
+}
+
+/// A sink far above all scores, one far below, and none, on rows with and without keys.
+#[test]
+fn large_sinks() {
+    let (mut q, mut k, mut v) = (vec![1f32; 12], vec![1f32; 12], vec![2f32; 12]);
+    let (mut o, mut lse) = (vec![f32::NAN; 12], vec![f32::NAN; 6]);
+    let mut sinks = [1e4f32, -1e4, f32::NEG_INFINITY];
+    let tensor = |x: &mut [f32], dim| RawTensor::compact(x.as_mut_ptr().cast(), Dtype::F32, 2, 3, dim);
+    let range = |row, pos| Range::plain(row, 1, pos, 0);
+    // Row 1 has the key of position 0, row 0 (position −5) is before it.
+    let rows = [
+        QRange { range: range(0, -5), keys_begin: 0, keys_end: 1, mode: Mode::Only },
+        QRange { range: range(1, 0), keys_begin: 1, keys_end: 2, mode: Mode::Only },
+    ];
+    let call = Attend {
+        q: tensor(&mut q, 2),
+        k: tensor(&mut k, 2),
+        v: tensor(&mut v, 2),
+        running: RawTensor::NONE,
+        o: tensor(&mut o, 2),
+        lse: tensor(&mut lse, 1),
+        slopes: RawTensor::NONE,
+        sinks: per_head(&mut sinks, true),
+        heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+        score: Score { scale: 1.0, softcap: 0.0, window_left: UNLIMITED, window_right: 0 },
+        ranges: Ranges { q: &rows, k: &[range(0, 0)], pairs: &[0, 0] },
+        aligned: false,
+    };
+    let mut scratch = Scratch::new(1);
+    scratch.reserve(&Dims { head_dim: 2, value_dim: 2, dtype: Dtype::F32 });
+    // SAFETY: the tensors are the vectors above.
+    unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
+    assert_eq!(lse, [1e4, -1e4, f32::NEG_INFINITY, 1e4, 2.0, 2.0]);
+    assert_eq!(o, [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0, 2.0, 2.0, 2.0]);
+}
+
+/// What is refused, and how it is said. Nothing is touched: the tensors have addresses that would fault.
+#[test]
+fn refusals() {
+    let nowhere = |heads, dim| RawTensor::compact(std::ptr::without_provenance_mut(64), Dtype::F32, 8, heads, dim);
+    let range = Range::plain(0, 8, 0, 0);
+    let rows = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::Only }];
+    let good = Attend {
+        q: nowhere(4, 16),
+        k: nowhere(2, 16),
+        v: nowhere(2, 8),
+        running: RawTensor::NONE,
+        o: nowhere(4, 8),
+        lse: nowhere(4, 1),
+        slopes: RawTensor::NONE,
+        sinks: RawTensor::NONE,
+        heads: HeadMap { q_offset: 0, kv_offset: 0, group: 2 },
+        score: score(16, UNLIMITED, 0),
+        ranges: Ranges { q: &rows, k: &[range], pairs: &[0] },
+        aligned: false,
+    };
+    let mut scratch = Scratch::new(1);
+    let mut refused = |call: Attend, text: &str| {
+        // SAFETY: refused before anything is touched, which is what is tested.
+        let error = unsafe { cpu::attend(&call, &mut scratch) }.unwrap_err();
+        assert_eq!(error.to_string(), text);
+    };
+    let with = |score: Score| Attend { score, ..good };
+    refused(Attend { k: nowhere(2, 15), ..good }, "k.dim is 15, expected 16");
+    refused(Attend { k: RawTensor { dtype: Dtype::Bf16, ..good.k }, ..good }, "k.dtype is bf16, expected f32");
+    refused(Attend { v: nowhere(3, 8), ..good }, "v.heads is 3, expected 2");
+    refused(Attend { q: nowhere(4, 0), ..good }, "q.dim is 0, expected at least 1");
+    refused(Attend { lse: nowhere(4, 2), ..good }, "lse.dim is 2, expected 1");
+    refused(with(Score { scale: f64::NAN, ..good.score }), "scale is NaN, expected a finite number");
+    refused(
+        with(Score { softcap: -1.0, ..good.score }),
+        "softcap is -1, expected a finite number above 0, or 0 for none",
+    );
+    refused(
+        Attend { heads: HeadMap { q_offset: 2, ..good.heads }, ..good },
+        "k.heads is kv heads 0..2, expected to hold 1..3; q head h of the call reads kv head (q_offset + h) / group",
+    );
+    let long = [Range::plain(1, 8, 0, 0)];
+    refused(
+        Attend { ranges: Ranges { k: &long, ..good.ranges }, ..good },
+        "ranges.k[0].row is 1 with len 8, expected rows of k, which has 8",
+    );
+    let other = [Range { doc: 3, ..range }];
+    refused(
+        Attend { ranges: Ranges { k: &other, ..good.ranges }, ..good },
+        "ranges.k[0].doc is 3, expected 0, the document of q range 0",
+    );
+    refused(
+        Attend { ranges: Ranges { pairs: &[1], ..good.ranges }, ..good },
+        "ranges.pairs of q range 0 is 1, expected an index of ranges.k, which has 1",
+    );
+    refused(
+        Attend { ranges: Ranges { pairs: &[], ..good.ranges }, ..good },
+        "ranges.q[0].keys is 0..1, expected entries of pairs, which has 0",
+    );
+    let stripe = [Range { block: 4, period: 3, ..range }];
+    refused(
+        Attend { ranges: Ranges { k: &stripe, ..good.ranges }, ..good },
+        "ranges.k[0] is block 4 and period 3, expected 1 <= block <= period",
+    );
+    let first = [QRange { mode: Mode::First, ..rows[0] }];
+    refused(
+        Attend { ranges: Ranges { q: &first, ..good.ranges }, ..good },
+        "running is none, expected a tensor of dim 8: the mode of ranges.q[0] needs it",
+    );
+    // SAFETY: as above.
+    let error = unsafe { cpu::attend(&good, &mut scratch) }.unwrap_err();
+    assert!(error.to_string().starts_with("scratch is"), "{error}");
+    let backward = backward_call(&good, good.o, good.lse, Gradients::All, [good.q, good.q, nowhere(4, 7)]);
+    // SAFETY: as above.
+    let error = unsafe { cpu::attend_backward(&backward, &mut scratch) }.unwrap_err();
+    assert_eq!(error.to_string(), "dv.dim is 7, expected 8");
+}
+
+/// Calls allocate nothing, in any type and pass.
+#[test]
+fn calls_do_not_allocate() {
+    fn run<E: Element>() {
+        let p = Problem { sinks: false, alibi: false, ..problem(30) };
+        let mut x = vec![E::from_f64(0.5); 64 * 2 * 16];
+        let mut outs: Vec<Vec<E::Acc>> = vec![vec![E::Acc::from_f64(0.0); 64 * 2 * 16]; 6];
+        let t = |x: &mut [E]| RawTensor::compact(x.as_mut_ptr().cast(), E::DTYPE, 64, 2, 16);
+        let q = t(&mut x);
+        let mut o = vec![E::from_f64(0.0); 64 * 2 * 16];
+        let mut out = outs
+            .iter_mut()
+            .enumerate()
+            .map(|(i, x)| RawTensor::compact(x.as_mut_ptr().cast(), E::Acc::DTYPE, 64, 2, if i < 2 { 1 } else { 16 }));
+        let [lse, delta, running, dq, dk, dv] = std::array::from_fn(|_| out.next().unwrap());
+        let range = Range::plain(0, 64, 0, 0);
+        let rows = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::Only }];
+        let call = Attend {
+            q,
+            k: q,
+            v: q,
+            running,
+            o: t(&mut o),
+            lse,
+            slopes: RawTensor::NONE,
+            sinks: RawTensor::NONE,
+            heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+            score: p.score,
+            ranges: Ranges { q: &rows, k: &[range], pairs: &[0] },
+            aligned: true,
+        };
+        let mut scratch = Scratch::new(1);
+        scratch.reserve(&Dims { head_dim: 16, value_dim: 16, dtype: E::DTYPE });
+        let blocks = [Block { dst: dq, sources_begin: 0, sources_end: 2 }];
+        let sources = [dq, dk];
+        let before = counting::allocations();
+        // SAFETY: the tensors are the vectors above.
+        unsafe {
+            cpu::attend(&call, &mut scratch).unwrap();
+            cpu::delta(&Delta { o: call.o, d_o: q, delta }).unwrap();
+            for aligned in [false, true] {
+                let call = backward_call(&Attend { aligned, ..call }, q, delta, Gradients::All, [dq, dk, dv]);
+                cpu::attend_backward(&call, &mut scratch).unwrap();
+            }
+            cpu::transform(&Transform { blocks: &blocks, sources: &sources }).unwrap();
+            cpu::finish(&Finish { o: call.o, lse, sinks: RawTensor::NONE, rows: &[range] }).unwrap();
+            scratch.reserve(&Dims { head_dim: 16, value_dim: 16, dtype: E::DTYPE });
+        }
+        assert_eq!(counting::allocations() - before, 0, "{}", E::DTYPE);
+    }
+    run::<f32>();
+    run::<f64>();
+    run::<bf16>();
+    run::<f16>();
+}

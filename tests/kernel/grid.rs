@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Many problems in all the ways there are.
+
+use crate::harness::*;
+use cpattn::kernel::cpu::{self, Dims, Scratch};
+use cpattn::kernel::{Attend, AttendBackward, Gradients, HeadMap, Ranges, RawTensor};
+use cpattn::{Dtype, Element};
+use half::{bf16, f16};
+
+/// Runs a problem forward and backward in all the ways there are, and compares.
+fn check<E: Element>(p: &Problem) {
+    let bound = if E::Acc::DTYPE == Dtype::F64 { 1e-13 } else { 1e-6 };
+    let w = p.whole::<E>();
+    let (plain, sunk) = (p.reference(&w, false).forward(), p.reference(&w, true).forward());
+    let gradient = p.reference(&w, true).backward(&w.d_o, &sunk);
+    let mut random = Random::new(p.seed + 1);
+    let zeros = vec![0; p.lens_k.len()];
+    let q_at = place(&p.lens_q, &p.starts, p.cut, &mut random);
+    let k_at = place(&p.lens_k, &zeros, p.cut, &mut random);
+    let dims = Dims { head_dim: p.d as u32, value_dim: p.dv as u32, dtype: E::DTYPE };
+    let mut scratch = Scratch::new(1 + p.seed as usize % 3);
+    scratch.reserve(&dims);
+    let group = p.heads / p.kv_heads;
+    let mut rms: [Rms; 5] = Default::default();
+    let mut final_error = Rms::default();
+    for share in p.shares.windows(2) {
+        let heads = share[0]..share[1];
+        let kv = heads.start / group..(heads.end - 1) / group + 1;
+        let map = HeadMap { q_offset: heads.start as u32, kv_offset: kv.start as u32, group: group as u32 };
+        let mut q = Buffer::<E>::poisoned(q_at.rows, heads.len(), p.d);
+        let mut k = Buffer::<E>::poisoned(k_at.rows, kv.len(), p.d);
+        let mut v = Buffer::<E>::poisoned(k_at.rows, kv.len(), p.dv);
+        let mut d_o = Buffer::<E>::poisoned(q_at.rows, heads.len(), p.dv);
+        q.put(&w.q, p.heads, heads.clone(), &q_at.row_of);
+        k.put(&w.k, p.kv_heads, kv.clone(), &k_at.row_of);
+        v.put(&w.v, p.kv_heads, kv.clone(), &k_at.row_of);
+        d_o.put(&w.d_o, p.heads, heads.clone(), &q_at.row_of);
+        let mut slopes = head_numbers(&w.slopes, heads.clone());
+        let mut sinks = head_numbers(&w.sinks, heads.clone());
+        let (slopes, sinks) = (per_head(&mut slopes, p.alibi), per_head(&mut sinks, p.sinks));
+
+        for finish in [false, true] {
+            let mut running = Buffer::<E::Acc>::poisoned(q_at.rows, heads.len(), p.dv);
+            let mut lse = Buffer::<E::Acc>::poisoned(q_at.rows, heads.len(), 1);
+            let mut o = Buffer::<E>::poisoned(q_at.rows, heads.len(), p.dv);
+            for i in 0..p.visits {
+                let (qs, ks, pairs) = visit(&q_at.ranges, &k_at.ranges, i, p.visits, finish);
+                let call = Attend {
+                    q: q.raw(),
+                    k: k.raw(),
+                    v: v.raw(),
+                    running: if finish && E::DTYPE == E::Acc::DTYPE { o.raw() } else { running.raw() },
+                    o: if finish { o.raw() } else { RawTensor::NONE },
+                    lse: lse.raw(),
+                    slopes,
+                    sinks,
+                    heads: map,
+                    score: p.score,
+                    ranges: Ranges { q: &qs, k: &ks, pairs: &pairs },
+                    aligned: p.seed % 4 == 3,
+                };
+                // SAFETY: the tensors are the buffers above, alive and nobody else's.
+                unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
+            }
+            let expected = if finish { &sunk } else { &plain };
+            for h in heads.clone() {
+                let found = if finish {
+                    o.get(h - heads.start, &q_at.row_of)
+                } else {
+                    running.get(h - heads.start, &q_at.row_of)
+                };
+                let lses = lse.get(h - heads.start, &q_at.row_of);
+                for (token, (row, lse)) in found.iter().zip(&lses).enumerate() {
+                    let at = token * p.heads + h;
+                    if finish { &mut final_error } else { &mut rms[0] }.add(row, &expected.o[at * p.dv..][..p.dv]);
+                    let (l, e) = (lse[0], expected.lse[at]);
+                    let close = l == e || (l - e).abs() <= bound * 2.0 * (1.0 + e.abs());
+                    assert!(close, "lse of token {token}, head {h}: {l}, expected {e}; {p:?}");
+                    if e == f64::NEG_INFINITY {
+                        assert!(row.iter().all(|&x| x == 0.0));
+                    }
+                }
+            }
+            o.assert_untouched_elsewhere(&q_at.row_of, "o");
+            running.assert_untouched_elsewhere(&q_at.row_of, "running");
+            lse.assert_untouched_elsewhere(&q_at.row_of, "lse");
+        }
+
+        let mut lse = Buffer::<E::Acc>::poisoned(q_at.rows, heads.len(), 1);
+        let mut delta = Buffer::<E::Acc>::poisoned(q_at.rows, heads.len(), 1);
+        lse.put(&sunk.lse, p.heads, heads.clone(), &q_at.row_of);
+        let deltas: Vec<_> = w
+            .d_o
+            .chunks(p.dv)
+            .zip(sunk.o.chunks(p.dv))
+            .map(|(a, b)| a.iter().zip(b).map(|(x, y)| x * y).sum())
+            .collect();
+        delta.put(&deltas, p.heads, heads.clone(), &q_at.row_of);
+        for per_q_head in [false, true] {
+            for (passes, aligned) in [
+                (&[Gradients::All][..], false),
+                (&[Gradients::Queries, Gradients::Keys][..], p.seed.is_multiple_of(2)),
+                (&[Gradients::All][..], true),
+            ] {
+                let partials = if per_q_head { heads.clone() } else { kv.clone() };
+                let mut dq = Buffer::<E::Acc>::poisoned(q_at.rows, heads.len(), p.d);
+                let mut dk = Buffer::<E::Acc>::poisoned(k_at.rows, partials.len(), p.d);
+                let mut dv = Buffer::<E::Acc>::poisoned(k_at.rows, partials.len(), p.dv);
+                let accumulate = p.seed % 2 == 1;
+                if accumulate {
+                    dk.put(&vec![0.0; w.k.len() * group], partials.end, partials.clone(), &k_at.row_of);
+                    dv.put(&vec![0.0; w.v.len() * group], partials.end, partials.clone(), &k_at.row_of);
+                }
+                for i in 0..p.visits {
+                    let (qs, ks, pairs) = visit(&q_at.ranges, &k_at.ranges, i, p.visits, true);
+                    for &gradients in passes {
+                        let call = AttendBackward {
+                            q: q.raw(),
+                            k: k.raw(),
+                            v: v.raw(),
+                            d_o: d_o.raw(),
+                            lse: lse.raw(),
+                            delta: delta.raw(),
+                            dq: if gradients == Gradients::Keys { RawTensor::NONE } else { dq.raw() },
+                            dk: if gradients == Gradients::Queries { RawTensor::NONE } else { dk.raw() },
+                            dv: if gradients == Gradients::Queries { RawTensor::NONE } else { dv.raw() },
+                            accumulate_keys: accumulate,
+                            per_q_head,
+                            gradients,
+                            slopes,
+                            heads: map,
+                            score: p.score,
+                            ranges: Ranges { q: &qs, k: &ks, pairs: &pairs },
+                            aligned,
+                        };
+                        // SAFETY: as above.
+                        unsafe { cpu::attend_backward(&call, &mut scratch) }.unwrap();
+                    }
+                }
+                for h in heads.clone() {
+                    for (token, row) in dq.get(h - heads.start, &q_at.row_of).iter().enumerate() {
+                        rms[1].add(row, &gradient.dq[(token * p.heads + h) * p.d..][..p.d]);
+                    }
+                }
+                dq.assert_untouched_elsewhere(&q_at.row_of, "dq");
+                dk.assert_untouched_elsewhere(&k_at.row_of, "dk");
+                dv.assert_untouched_elsewhere(&k_at.row_of, "dv");
+                // A share of heads holds a part of a group: only whole groups can be compared here.
+                for h in kv.clone().filter(|h| heads.start <= h * group && (h + 1) * group <= heads.end) {
+                    let sum = |b: &Buffer<E::Acc>, token: usize| {
+                        let row = k_at.row_of[token];
+                        let mut sum = vec![0.0; b.dim];
+                        let of = if per_q_head { h * group..(h + 1) * group } else { h..h + 1 };
+                        for part in of {
+                            let part = &b.data[b.at(row, part - partials.start)];
+                            sum.iter_mut().zip(part).for_each(|(x, y)| *x += y.to_f64());
+                        }
+                        sum
+                    };
+                    for token in 0..k_at.row_of.len() {
+                        let at = token * p.kv_heads + h;
+                        rms[2].add(&sum(&dk, token), &gradient.dk[at * p.d..][..p.d]);
+                        rms[3].add(&sum(&dv, token), &gradient.dv[at * p.dv..][..p.dv]);
+                    }
+                }
+            }
+        }
+    }
+    // ds is a difference, do·v − delta, which may cancel to next to nothing (a row with one key); its terms are of this
+    // size, and so are their rounding errors.
+    let floor = p.score.scale * (p.dv as f64).sqrt();
+    for (rms, (what, floor)) in rms.iter().zip([("running o", 0.0), ("dq", floor), ("dk", floor), ("dv", 0.0)]) {
+        rms.assert_below(bound, floor, &format!("{what} of {p:?}"));
+    }
+    // One rounding at the end, of the element type.
+    final_error.assert_below(bound + E::DTYPE.unit_roundoff(), 0.0, &format!("o of {p:?}"));
+}
+
+#[test]
+fn grid_f32() {
+    (0..45).for_each(|seed| check::<f32>(&problem(seed)));
+}
+
+#[test]
+fn grid_bf16() {
+    (100..120).for_each(|seed| check::<bf16>(&problem(seed)));
+}
+
+#[test]
+fn grid_f16() {
+    (200..220).for_each(|seed| check::<f16>(&problem(seed)));
+}
+
+#[test]
+fn grid_f64() {
+    (300..320).for_each(|seed| check::<f64>(&problem(seed)));
+}
+
+/// Sums over twenty thousand terms keep the error of short ones, on either side.
+#[test]
+fn long_documents() {
+    for (len_q, len_k) in [(16, 20_000), (20_000, 16)] {
+        check::<f32>(&Problem {
+            lens_q: vec![len_q],
+            lens_k: vec![len_k],
+            starts: vec![len_k as i64 - len_q as i64],
+            score: score(32, UNLIMITED, UNLIMITED),
+            d: 32,
+            dv: 32,
+            heads: 1,
+            kv_heads: 1,
+            shares: vec![0, 1],
+            alibi: false,
+            sinks: false,
+            cut: Cut::Whole,
+            visits: 1,
+            seed: 42,
+        });
+    }
+}
