@@ -122,7 +122,7 @@ pub fn dealt(problem: &Problem, layout: Layout, ring: usize) -> Result<Dealt> {
     Ok(Dealt { layout, largest, total, ring })
 }
 
-/// The automatic layout for `ring` ranks: rule 3 of the [module](self).
+/// The automatic layout for `ring` ranks: rule 3 of the [module](crate::plan::auto).
 pub fn auto_layout(problem: &Problem, ring: usize) -> Result<Layout> {
     problem.check()?;
     Ok(best_layout(problem, ring)?.layout)
@@ -146,7 +146,7 @@ fn best_layout(problem: &Problem, ring: usize) -> Result<Dealt> {
 }
 
 /// The automatic mesh and layout for `world` ranks that share one batch, with all candidates: rules 1 to 3 of the
-/// [module](self).
+/// [module](crate::plan::auto).
 ///
 /// # Errors
 /// A problem that [`Problem::check`] refuses, a world of 0, and a [`Kind::Other`] on more ranks than heads.

@@ -17,7 +17,7 @@ use crate::{
 };
 
 mod area;
-mod auto;
+pub mod auto;
 mod costs;
 mod explain;
 mod problem;
