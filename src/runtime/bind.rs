@@ -83,18 +83,7 @@ impl Bindings {
                 }
                 continue;
             };
-            let (q, k) = (prepared.q_rows as usize, prepared.k_rows as usize);
-            let (d, dv) = (p.head_dim(), p.v_head_dim());
-            let (dtype, acc) = (p.dtype(), p.dtype().accumulator());
-            let (dtype, shape) = match tensor {
-                Tensor::Q | Tensor::Dq => (dtype, [q, p.heads(), d]),
-                Tensor::K | Tensor::Dk => (dtype, [k, p.kv_heads(), d]),
-                Tensor::V | Tensor::Dv => (dtype, [k, p.kv_heads(), dv]),
-                Tensor::O | Tensor::DO => (dtype, [q, p.heads(), dv]),
-                Tensor::Lse => (acc, [q, p.heads(), 1]),
-                Tensor::Sinks => (Dtype::F32, [1, p.heads(), 1]),
-                Tensor::Dsinks => (acc, [1, p.heads(), 1]),
-            };
+            let (dtype, shape) = form(plan, prepared, tensor);
             expect(tensor.name(), raw, dtype, shape)?;
             if prepared.sent.contains(&tensor) && !raw.is_compact() {
                 return Err(Error::invalid(
@@ -108,6 +97,36 @@ impl Bindings {
         }
         disjoint(&list)
     }
+}
+
+/// Element type and shape of one of the caller's tensors.
+fn form(plan: &Plan, prepared: &Prepared, tensor: Tensor) -> (Dtype, [usize; 3]) {
+    let p = plan.problem();
+    let (q, k) = (prepared.q_rows as usize, prepared.k_rows as usize);
+    let (d, dv) = (p.head_dim(), p.v_head_dim());
+    let (dtype, acc) = (p.dtype(), p.dtype().accumulator());
+    match tensor {
+        Tensor::Q | Tensor::Dq => (dtype, [q, p.heads(), d]),
+        Tensor::K | Tensor::Dk => (dtype, [k, p.kv_heads(), d]),
+        Tensor::V | Tensor::Dv => (dtype, [k, p.kv_heads(), dv]),
+        Tensor::O | Tensor::DO => (dtype, [q, p.heads(), dv]),
+        Tensor::Lse => (acc, [q, p.heads(), 1]),
+        Tensor::Sinks => (Dtype::F32, [1, p.heads(), 1]),
+        Tensor::Dsinks => (acc, [1, p.heads(), 1]),
+    }
+}
+
+/// Bindings of the right shapes whose memory `make` chooses.
+#[cfg(feature = "cuda")]
+pub(super) fn placeholders(
+    plan: &Plan,
+    prepared: &Prepared,
+    make: impl Fn(Dtype, u64, u32, u32) -> RawTensor,
+) -> Bindings {
+    ALL.into_iter().fold(Bindings::default(), |b, tensor| {
+        let (dtype, [tokens, heads, dim]) = form(plan, prepared, tensor);
+        b.with(tensor, make(dtype, tokens as u64, heads as u32, dim as u32))
+    })
 }
 
 /// The caller's tensors that are sent as they lie.

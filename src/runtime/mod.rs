@@ -22,6 +22,8 @@ use crate::{
 };
 
 mod bind;
+#[cfg(feature = "cuda")]
+mod device;
 mod front;
 mod host;
 mod lanes;
@@ -30,6 +32,8 @@ pub mod trace;
 mod workspace;
 
 pub use bind::Bindings;
+#[cfg(feature = "cuda")]
+pub use device::DeviceRank;
 pub use front::{Backward, Forward};
 
 use lanes::Lanes;
@@ -172,11 +176,15 @@ impl Rank {
         self.workspace.reserve(prepared.schedule.workspace)?;
         let group = prepared.schedule.group.clone();
         if group.len() > 1 {
-            let salt = if direction == Direction::Forward { 0 } else { 0x9e37_79b9_7f4a_7c15 };
-            self.transport.agree(group, plan.fingerprint() ^ salt)?;
+            self.transport.agree(group, fingerprint(plan, direction))?;
         }
         let memory = Memory { tensors: *tensors, workspace: self.workspace.ptr() };
         // SAFETY: the caller's tensors fit the plan (checked) and are valid (promised); the workspace is large enough.
         unsafe { self.lanes.run(prepared, &memory, &mut self.scratch) }
     }
+}
+
+/// What the ranks of a group compare before a run.
+fn fingerprint(plan: &Plan, direction: Direction) -> u64 {
+    plan.fingerprint() ^ if direction == Direction::Forward { 0 } else { 0x9e37_79b9_7f4a_7c15 }
 }

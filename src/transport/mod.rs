@@ -18,6 +18,8 @@ use crate::error::{Cause, Result};
 pub mod fault;
 #[cfg(feature = "std")]
 pub mod local;
+#[cfg(feature = "cuda")]
+pub mod peer;
 
 /// Contiguous bytes that go to, or come from, `peer`.
 #[derive(Clone, Copy, Debug)]

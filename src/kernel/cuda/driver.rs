@@ -15,7 +15,7 @@ use core::ptr::null_mut;
 use cudarc::driver::sys;
 
 /// An error unless the driver said success.
-pub(super) fn check(call: &'static str, code: sys::CUresult) -> Result<()> {
+pub(crate) fn check(call: &'static str, code: sys::CUresult) -> Result<()> {
     if code == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
     }
@@ -40,7 +40,7 @@ macro_rules! call {
 
 /// A device and its primary context.
 #[derive(Debug)]
-pub(super) struct Context {
+pub(crate) struct Context {
     ordinal: i32,
     device: sys::CUdevice,
     handle: sys::CUcontext,
@@ -103,7 +103,7 @@ impl Drop for Context {
 }
 
 /// While it lives, the context is current on this thread. A raw pointer in its type keeps it there.
-pub(super) struct Entered<'a> {
+pub(crate) struct Entered<'a> {
     _context: PhantomData<(&'a Context, *const ())>,
 }
 
@@ -294,7 +294,7 @@ impl Drop for Mirror {
 
 /// A point in a stream.
 #[derive(Debug)]
-pub(super) struct Event {
+pub(crate) struct Event {
     context: Arc<Context>,
     handle: sys::CUevent,
 }
@@ -317,6 +317,17 @@ impl Event {
     pub fn record(&self, stream: sys::CUstream) -> Result<()> {
         // SAFETY: the event is alive; the stream is the caller's, of this context.
         unsafe { call!(cuEventRecord(self.handle, stream)) }
+    }
+
+    /// Has everything that is put on `stream` from now on wait for the point, on the device.
+    pub fn hold(&self, stream: sys::CUstream) -> Result<()> {
+        // SAFETY: the event is alive; the driver keeps what the wait needs when it is recorded anew or destroyed.
+        unsafe { call!(cuStreamWaitEvent(stream, self.handle, 0)) }
+    }
+
+    /// The driver's handle, to be waited for by streams of other contexts while the event lives.
+    pub fn handle(&self) -> sys::CUevent {
+        self.handle
     }
 
     /// Whether everything before the point is done.

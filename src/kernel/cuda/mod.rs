@@ -19,19 +19,23 @@
 //! staging   how lists reach the device
 //! check     what a call is refused for
 //! attention, blocks   the launches
+//! memory    streams and memory for what sits on top
 //! ```
 
 mod attention;
 mod blocks;
 mod check;
-mod driver;
+pub(crate) mod driver;
 mod embedded;
 mod lists;
+pub(crate) mod memory;
 mod params;
 mod shapes;
+mod sinks;
 mod staging;
 
 pub use blocks::Merge;
+pub use memory::DeviceMemory;
 pub use staging::Staging;
 
 use crate::element::Dtype;
@@ -76,14 +80,15 @@ struct Attention {
     _modules: [Module; 2],
 }
 
-/// The kernels of `transform.ptx`.
+/// The kernels of `transform.ptx` and `sinks.ptx`.
 #[derive(Debug)]
 struct Blocks {
     transform: Function,
     delta: Function,
     finish: Function,
     merge: Function,
-    _module: Module,
+    sinks: Function,
+    _modules: [Module; 2],
 }
 
 /// One kernel, ready to launch.
@@ -161,6 +166,11 @@ impl Cuda {
         Staging::new(&self.context, bytes, launches)
     }
 
+    /// The device's primary context.
+    pub(crate) fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
     fn checker(&self) -> Checker {
         Checker { ordinal: self.context.ordinal() }
     }
@@ -216,12 +226,14 @@ impl Cuda {
     fn blocks<'a>(&self, kernels: &'a mut Kernels) -> Result<&'a Blocks> {
         if kernels.blocks.is_none() {
             let module = self.module("transform")?;
+            let sinks = self.module("sinks")?;
             kernels.blocks = Some(Blocks {
                 transform: module.function(c"cpattn_transform", 0)?,
                 delta: module.function(c"cpattn_delta", 0)?,
                 finish: module.function(c"cpattn_finish", 0)?,
                 merge: module.function(c"cpattn_merge", 0)?,
-                _module: module,
+                sinks: sinks.function(c"cpattn_sinks", 0)?,
+                _modules: [module, sinks],
             });
         }
         Ok(kernels.blocks.as_ref().expect("filled above"))

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Streams and memory of a device, for what sits on top of the kernels: ranks need a lane and a workspace of their own.
+
+use super::driver::{Context, check};
+use super::{Cuda, Stream};
+use crate::error::{Error, Result};
+use alloc::format;
+use alloc::sync::Arc;
+use core::ptr::null_mut;
+use cudarc::driver::sys;
+
+/// A stream that ends with its owner. It does not wait for the default stream.
+#[derive(Debug)]
+pub(crate) struct OwnStream {
+    context: Arc<Context>,
+    handle: Stream,
+}
+
+// SAFETY: a handle that the driver accepts on every thread.
+unsafe impl Send for OwnStream {}
+// SAFETY: as above.
+unsafe impl Sync for OwnStream {}
+
+impl OwnStream {
+    pub(crate) fn new(context: &Arc<Context>) -> Result<Self> {
+        let _entered = context.enter()?;
+        let mut handle = null_mut();
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: a context is current, the pointer is to a local.
+        check("cuStreamCreate", unsafe { sys::cuStreamCreate(&raw mut handle, flags) })?;
+        Ok(Self { context: context.clone(), handle })
+    }
+
+    pub(crate) fn handle(&self) -> Stream {
+        self.handle
+    }
+
+    /// Whether everything on it is done; an error when something on the device failed.
+    pub(crate) fn query(&self) -> Result<bool> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the stream is alive.
+        match unsafe { sys::cuStreamQuery(self.handle) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => check("cuStreamQuery", code).map(|()| true),
+        }
+    }
+
+    /// Waits on the host until everything on it is done.
+    pub(crate) fn synchronize(&self) -> Result<()> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the stream is alive.
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.handle) })
+    }
+}
+
+impl Drop for OwnStream {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.context.enter() {
+            // SAFETY: created once in `new`. The driver finishes what is on it.
+            unsafe { sys::cuStreamDestroy_v2(self.handle) };
+        }
+    }
+}
+
+/// Memory on a device, freed when dropped. Whoever drops it has waited for its last use.
+#[derive(Debug)]
+pub struct DeviceMemory {
+    context: Arc<Context>,
+    address: sys::CUdeviceptr,
+    bytes: usize,
+}
+
+impl Cuda {
+    /// Allocates `bytes` bytes (at least one), with the alignment of the driver: 256 or more.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the driver has no memory for it.
+    pub fn allocate(&self, bytes: usize) -> Result<DeviceMemory> {
+        let context = self.context();
+        let _entered = context.enter()?;
+        let mut address = 0;
+        // SAFETY: a context is current, the pointer is to a local.
+        check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes.max(1)) })?;
+        Ok(DeviceMemory { context: context.clone(), address, bytes })
+    }
+
+    /// Waits on the host until everything on the caller's stream is done.
+    ///
+    /// # Safety
+    /// The stream is of the device's primary context.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when something on the device failed.
+    pub unsafe fn synchronize(&self, stream: Stream) -> Result<()> {
+        let _entered = self.context().enter()?;
+        // SAFETY: the caller's promise.
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) })
+    }
+}
+
+impl DeviceMemory {
+    /// Its address on the device.
+    pub fn ptr(&self) -> *mut u8 {
+        self.address as usize as *mut u8
+    }
+
+    /// Bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn fits(&self, argument: &'static str, bytes: usize) -> Result<()> {
+        if bytes > self.bytes {
+            return Err(Error::invalid(argument, format!("{bytes} bytes"), format!("at most {}", self.bytes)));
+        }
+        Ok(())
+    }
+
+    /// Copies from the host to its beginning, and waits for the copy.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when it is shorter, [`Error::Device`] when the driver fails.
+    pub fn upload(&self, from: &[u8]) -> Result<()> {
+        self.fits("from", from.len())?;
+        let _entered = self.context.enter()?;
+        // SAFETY: both sides hold that many bytes.
+        check("cuMemcpyHtoD", unsafe { sys::cuMemcpyHtoD_v2(self.address, from.as_ptr().cast(), from.len()) })
+    }
+
+    /// Copies its beginning to the host, and waits for the copy. Work on streams must have been waited for.
+    ///
+    /// # Errors
+    /// As [`DeviceMemory::upload`].
+    pub fn download(&self, to: &mut [u8]) -> Result<()> {
+        self.fits("to", to.len())?;
+        let _entered = self.context.enter()?;
+        // SAFETY: both sides hold that many bytes.
+        check("cuMemcpyDtoH", unsafe { sys::cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), self.address, to.len()) })
+    }
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.context.enter() {
+            // SAFETY: allocated once.
+            unsafe { sys::cuMemFree_v2(self.address) };
+        }
+    }
+}
+
+/// Copies between two places of device memory, in stream order.
+///
+/// # Safety
+/// Both are valid for `bytes` bytes when the copy runs, and nobody else writes either.
+pub(crate) unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize, stream: Stream) -> Result<()> {
+    // SAFETY: the caller's promise.
+    check("cuMemcpyDtoDAsync", unsafe {
+        sys::cuMemcpyDtoDAsync_v2(to as usize as u64, from as usize as u64, bytes, stream)
+    })
+}

@@ -1,0 +1,378 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The same schedules on a CUDA device.
+//!
+//! A lane is a stream here: the caller's for compute, the transport's for communication. The host walks the list once
+//! and enqueues every operation on its lane's stream; where an operation waits for one of the other lane, its stream
+//! waits for an event behind that one. No host waits for the device, and the order is the schedule's alone.
+//!
+//! Hosts of different ranks do meet at each exchange, to tell each other addresses (see [`peer`](crate::transport::peer)):
+//! each rank therefore runs on a thread of its own.
+
+use std::{format, sync::Arc, vec::Vec};
+
+use super::{
+    bind::{self, Bindings},
+    ops::{Backend, Memory, Prepared, perform},
+};
+use crate::{
+    element::Dtype,
+    error::{Cause, Error, Result},
+    kernel::{
+        Attend, AttendBackward, Delta, RawTensor, SinkGradient, Transform,
+        cuda::{Cuda, DeviceMemory, Staging, Stream, driver::Event},
+    },
+    plan::Plan,
+    schedule::{ALIGNMENT, Direction, Lane},
+    transport::{Label, Message, Transport, peer::Peer},
+};
+
+/// How many schedules a rank remembers.
+const REMEMBERED: usize = 16;
+
+/// One rank whose tensors are on a CUDA device.
+pub struct DeviceRank {
+    peer: Peer,
+    prepared: Vec<Enqueueable>,
+    staging: Option<[Staging; 2]>,
+    workspace: Workspace,
+    begin: Event,
+    end: Event,
+    over: Event,
+}
+
+enum Workspace {
+    Own(Option<DeviceMemory>),
+    Lent(*mut u8, usize),
+}
+
+// SAFETY: lent memory is the rank's alone while it is lent (the promise of `lend_workspace`).
+unsafe impl Send for DeviceRank {}
+
+/// A schedule, an event behind each operation that the other lane waits for, and what its kernels read besides.
+struct Enqueueable {
+    prepared: Prepared,
+    events: Vec<Option<Event>>,
+    slopes: Option<DeviceMemory>,
+}
+
+/// One lane: a stream, and the ring that lists are uploaded by.
+struct Device<'a> {
+    cuda: &'a Cuda,
+    peer: &'a Peer,
+    stream: Stream,
+    staging: &'a mut Staging,
+    slopes: RawTensor,
+}
+
+impl Backend for Device<'_> {
+    unsafe fn attend(&mut self, args: &Attend<'_>) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.cuda.attend(args, RawTensor::NONE, self.staging, self.stream) }
+    }
+
+    unsafe fn attend_backward(&mut self, args: &AttendBackward<'_>) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.cuda.attend_backward(args, self.staging, self.stream) }
+    }
+
+    unsafe fn transform(&mut self, args: &Transform<'_>) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.cuda.transform(args, self.staging, self.stream) }
+    }
+
+    unsafe fn delta(&mut self, args: &Delta) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.cuda.delta(args, self.stream) }
+    }
+
+    unsafe fn sink_gradient(&mut self, args: &SinkGradient) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.cuda.sink_gradient(args, self.stream) }
+    }
+
+    unsafe fn exchange(&mut self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.peer.exchange(label, sends, recvs) }
+    }
+
+    fn slopes(&self, _: &Plan) -> RawTensor {
+        self.slopes
+    }
+}
+
+/// Runs nothing: finds how much each lane uploads in one run.
+struct Measure<'a> {
+    cuda: &'a Cuda,
+    bytes: usize,
+    largest: usize,
+    launches: usize,
+    messages: usize,
+}
+
+impl Measure<'_> {
+    fn add(&mut self, bytes: usize) {
+        self.bytes += bytes;
+        self.largest = self.largest.max(bytes);
+        self.launches += 1;
+    }
+}
+
+impl Backend for Measure<'_> {
+    unsafe fn attend(&mut self, args: &Attend<'_>) -> Result<()> {
+        self.add(self.cuda.attend_bytes(args)?);
+        Ok(())
+    }
+
+    unsafe fn attend_backward(&mut self, args: &AttendBackward<'_>) -> Result<()> {
+        self.add(self.cuda.attend_backward_bytes(args)?);
+        Ok(())
+    }
+
+    unsafe fn transform(&mut self, args: &Transform<'_>) -> Result<()> {
+        self.add(self.cuda.transform_bytes(args));
+        Ok(())
+    }
+
+    unsafe fn delta(&mut self, _: &Delta) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn sink_gradient(&mut self, _: &SinkGradient) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn exchange(&mut self, _: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
+        self.messages = self.messages.max(sends.len()).max(recvs.len());
+        Ok(())
+    }
+
+    fn slopes(&self, plan: &Plan) -> RawTensor {
+        let heads = plan.problem().heads() as u32;
+        plan.problem().slopes().map_or(RawTensor::NONE, |_| dangling(Dtype::F32, 1, heads, 1))
+    }
+}
+
+fn dangling(dtype: Dtype, rows: u64, heads: u32, dim: u32) -> RawTensor {
+    RawTensor::compact(core::ptr::without_provenance_mut(ALIGNMENT as usize), dtype, rows, heads, dim)
+}
+
+impl DeviceRank {
+    /// A rank at one end of a transport of device memory.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn new(peer: Peer) -> Result<Self> {
+        let context = peer.device().context();
+        let (begin, end, over) = (Event::new(context)?, Event::new(context)?, Event::new(context)?);
+        Ok(Self {
+            prepared: Vec::with_capacity(REMEMBERED),
+            staging: None,
+            workspace: Workspace::Own(None),
+            begin,
+            end,
+            over,
+            peer,
+        })
+    }
+
+    /// This rank's number.
+    pub fn rank(&self) -> usize {
+        self.peer.rank()
+    }
+
+    /// The rank's device.
+    pub fn device(&self) -> &Arc<Cuda> {
+        self.peer.device()
+    }
+
+    /// Whether anything has failed so far, on any rank or on the device; never waits.
+    pub fn poll(&self) -> Result<()> {
+        self.peer.poll()
+    }
+
+    /// Ends the run on every rank.
+    pub fn abort(&self) {
+        self.peer.abort(Cause::Aborted);
+    }
+
+    /// Bytes of device workspace that running `plan` in `direction` takes on this rank.
+    pub fn workspace_bytes(&mut self, plan: &Plan, direction: Direction) -> Result<u64> {
+        self.prepare(plan, direction).map(|i| self.prepared[i].prepared.schedule.workspace)
+    }
+
+    /// Lends the rank device memory to work in, instead of memory of its own.
+    ///
+    /// # Safety
+    /// The `bytes` at `ptr` are memory of the rank's device, valid and untouched by others until another workspace is
+    /// lent or the rank is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if `ptr` is not a multiple of [`ALIGNMENT`].
+    pub unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
+        if !(ptr as usize).is_multiple_of(ALIGNMENT as usize) {
+            let (found, expected) = (format!("address {ptr:p}"), format!("a multiple of {ALIGNMENT} bytes"));
+            return Err(Error::invalid("workspace", found, expected));
+        }
+        self.peer.synchronize()?;
+        self.workspace = Workspace::Lent(ptr, bytes);
+        Ok(())
+    }
+
+    /// Does all that may allocate or load: schedules, kernels, events, workspace, rings. Optional; the first run of a
+    /// plan does it otherwise.
+    ///
+    /// # Errors
+    /// A plan for another world, an element type or head dim without a kernel, the driver's.
+    pub fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<usize> {
+        let known = |e: &Enqueueable| e.prepared.direction() == direction && e.prepared.plan == *plan;
+        if let Some(i) = self.prepared.iter().position(known) {
+            return Ok(i);
+        }
+        plan.fits_world(self.peer.world())?;
+        let p = plan.problem();
+        if plan.options().reproducible {
+            return Err(Error::unsupported(
+                "reproducible on a device",
+                "the CUDA kernels do not align tiles to positions",
+                "run it on the CPU, or plan without it: runs still repeat bit for bit on one mesh",
+            ));
+        }
+        let cuda = Arc::clone(self.peer.device());
+        cuda.prepare(p.dtype(), p.head_dim() as u32, p.v_head_dim() as u32)?;
+        let mut prepared = Prepared::new(plan, self.rank(), direction)?;
+        let mut events: Vec<Option<Event>> = (0..prepared.schedule.ops.len()).map(|_| None).collect();
+        for op in &prepared.schedule.ops {
+            if let Some(after) = op.after
+                && events[after as usize].is_none()
+            {
+                events[after as usize] = Some(Event::new(cuda.context())?);
+            }
+        }
+        let slopes = match p.slopes() {
+            Some(s) => {
+                let memory = cuda.allocate(size_of_val(s))?;
+                memory.upload(bytemuck::cast_slice(s))?;
+                Some(memory)
+            }
+            None => None,
+        };
+        self.make_room(plan, &mut prepared)?;
+        if self.prepared.len() == REMEMBERED {
+            self.peer.synchronize()?;
+            self.prepared.remove(0);
+        }
+        self.prepared.push(Enqueueable { prepared, events, slopes });
+        Ok(self.prepared.len() - 1)
+    }
+
+    /// Workspace and rings for one more schedule.
+    fn make_room(&mut self, plan: &Plan, prepared: &mut Prepared) -> Result<()> {
+        let cuda = Arc::clone(self.peer.device());
+        let tensors = bind::placeholders(plan, prepared, dangling);
+        let memory = Memory { tensors, workspace: core::ptr::without_provenance_mut(ALIGNMENT as usize) };
+        let mut measure = Measure { cuda: &cuda, bytes: 0, largest: 0, launches: 0, messages: 0 };
+        let Prepared { schedule, compute, .. } = prepared;
+        for op in 0..schedule.ops.len() {
+            // SAFETY: `Measure` touches no memory.
+            unsafe { perform(plan, schedule, op, &memory, compute, &mut measure) }?;
+        }
+        self.peer.reserve(measure.messages);
+        // Two runs in flight fit the ring, so that the host need not wait for the first to enqueue the second.
+        let (bytes, launches) = (2 * measure.bytes + measure.largest, 2 * measure.launches + 1);
+        if self.staging.as_ref().is_none_or(|s| s[0].bytes() < bytes) {
+            self.peer.synchronize()?;
+            self.staging = None;
+            self.staging = Some([cuda.staging(bytes, launches)?, cuda.staging(bytes, launches)?]);
+        }
+        if let Workspace::Own(own) = &mut self.workspace {
+            let needed = schedule.workspace as usize;
+            if needed > 0 && own.as_ref().is_none_or(|m| m.bytes() < needed) {
+                self.peer.synchronize()?;
+                *own = None;
+                *own = Some(cuda.allocate(needed)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Enqueues a run behind what is on `stream` so far; what is put on `stream` later comes after it.
+    ///
+    /// All ranks of the group must call it with equal plans in the same order, each from a thread of its own.
+    ///
+    /// # Errors
+    /// As [`Rank::run`](super::Rank::run), and the driver's. After an error nothing of the run is left on the device.
+    ///
+    /// # Safety
+    /// `stream` is of the device's primary context. When the run gets to them, in stream order, the tensors are valid
+    /// device memory for reads (inputs) or writes (outputs) that nobody else uses until the run is over.
+    pub unsafe fn run(&mut self, plan: &Plan, direction: Direction, tensors: &Bindings, stream: Stream) -> Result<()> {
+        let at = self.prepare(plan, direction)?;
+        tensors.check(plan, &self.prepared[at].prepared)?;
+        let needed = self.prepared[at].prepared.schedule.workspace;
+        let workspace = match &self.workspace {
+            Workspace::Own(own) => own.as_ref().map_or(core::ptr::null_mut(), DeviceMemory::ptr),
+            Workspace::Lent(ptr, bytes) if *bytes as u64 >= needed => *ptr,
+            Workspace::Lent(_, bytes) => {
+                return Err(Error::invalid("workspace", format!("{bytes} bytes"), format!("at least {needed} bytes"))
+                    .hint("ask workspace_bytes() of every plan and lend the largest"));
+            }
+        };
+        let group = self.prepared[at].prepared.schedule.group.clone();
+        if group.len() > 1 {
+            self.peer.agree(group, super::fingerprint(plan, direction))?;
+        }
+        let memory = Memory { tensors: *tensors, workspace };
+        // SAFETY: the caller's promise; the tensors fit the plan (checked), the workspace is large enough.
+        let outcome = unsafe { self.enqueue(at, &memory, stream) };
+        if outcome.is_err() {
+            self.peer.abort(Cause::Failed);
+            // Best effort: if the driver cannot even wait, the first error says more than this one would.
+            let _ = self.peer.synchronize();
+            // SAFETY: the caller's promise.
+            let _ = unsafe { self.peer.device().synchronize(stream) };
+        }
+        outcome
+    }
+
+    unsafe fn enqueue(&mut self, at: usize, memory: &Memory, stream: Stream) -> Result<()> {
+        let Enqueueable { prepared, events, slopes } = &mut self.prepared[at];
+        let Prepared { plan, schedule, compute, communication, .. } = prepared;
+        let cuda = Arc::clone(self.peer.device());
+        let _entered = cuda.context().enter()?;
+        let Some(staging) = &mut self.staging else {
+            return Err(Error::invalid("staging", "missing", "made by prepare"));
+        };
+        let heads = plan.problem().heads() as u32;
+        let slopes = slopes.as_ref().map_or(RawTensor::NONE, |m| RawTensor::compact(m.ptr(), Dtype::F32, 1, heads, 1));
+        let other = self.peer.stream();
+        self.begin.record(stream)?;
+        self.begin.hold(other)?;
+        for (i, op) in schedule.ops.iter().enumerate() {
+            let (lane, room) = match op.lane {
+                Lane::Compute => (0, &mut *compute),
+                Lane::Communication => (1, &mut *communication),
+            };
+            let on = [stream, other][lane];
+            if let Some(event) = op.after.and_then(|after| events[after as usize].as_ref()) {
+                event.hold(on)?;
+            }
+            let mut device = Device { cuda: &cuda, peer: &self.peer, stream: on, staging: &mut staging[lane], slopes };
+            // SAFETY: the caller's promise; events keep the order that the schedule asks for.
+            unsafe { perform(plan, schedule, i, memory, room, &mut device) }?;
+            if let Some(event) = &events[i] {
+                event.record(on)?;
+            }
+        }
+        self.end.record(other)?;
+        self.end.hold(stream)?;
+        self.over.record(stream)
+    }
+}
+
+impl Drop for DeviceRank {
+    fn drop(&mut self) {
+        // The workspace and the rings must outlive what was enqueued; a failure means that the context is gone.
+        let _ = self.peer.synchronize();
+        let _ = self.over.wait();
+    }
+}

@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Ranks of one process whose memory is on CUDA devices: one device each, or several on one.
+//!
+//! The data moves by device copies, ordered by events alone. The host threads of the ranks meet at each exchange, over
+//! transport [`local`], only to tell each other addresses and events; nobody waits for a device. What a pair agrees on:
+//!
+//! 1. the sender records an event behind whatever wrote the bytes, and offers address, size, event and its stream;
+//! 2. the receiver has its own stream wait for that event, enqueues the copies, records an event behind them, and has
+//!    the *sender's* stream wait for it, so that the bytes are not overwritten too early;
+//! 3. it then says so. Not before has the sender's host gone on, so neither event is recorded anew too early.
+//!
+//! Deadlines, abort and the naming of culprits are those of transport `local`. A device that stops is noticed by
+//! [`poll`](Transport::poll).
+
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+    vec::Vec,
+};
+
+use super::{
+    Label, Message, Transport,
+    local::{self, Local},
+};
+use crate::{
+    error::{Cause, Error, Result},
+    kernel::cuda::{
+        Cuda, Stream,
+        driver::{Event, check},
+        memory::{OwnStream, copy},
+    },
+};
+
+/// What a sender tells about one message.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct Offer {
+    ptr: usize,
+    bytes: usize,
+    ready: usize,
+    stream: usize,
+}
+
+/// One rank of a [`group`]. Dropping it means that the rank leaves.
+pub struct Peer {
+    local: Local,
+    cuda: Arc<Cuda>,
+    stream: OwnStream,
+    events: Mutex<Events>,
+}
+
+struct Events {
+    ready: Event,
+    done: Event,
+    out: Vec<Offer>,
+    arrived: Vec<Offer>,
+    sends: Vec<Message>,
+    recvs: Vec<Message>,
+    peers: Vec<usize>,
+    notes: Vec<u8>,
+}
+
+/// One rank for each entry of `devices`, in that order; several entries may be the same device.
+///
+/// # Errors
+/// As [`local::group`], or the driver's.
+pub fn group(devices: &[Arc<Cuda>], deadline: Duration) -> Result<Vec<Peer>> {
+    local::group(devices.len(), deadline)?
+        .into_iter()
+        .zip(devices)
+        .map(|(local, cuda)| {
+            let context = cuda.context();
+            let events = Events {
+                ready: Event::new(context)?,
+                done: Event::new(context)?,
+                out: Vec::new(),
+                arrived: Vec::new(),
+                sends: Vec::new(),
+                recvs: Vec::new(),
+                peers: Vec::new(),
+                notes: Vec::new(),
+            };
+            Ok(Peer { local, stream: OwnStream::new(context)?, cuda: Arc::clone(cuda), events: Mutex::new(events) })
+        })
+        .collect()
+}
+
+impl Peer {
+    /// The stream that exchanges are ordered on.
+    pub fn stream(&self) -> Stream {
+        self.stream.handle()
+    }
+
+    /// The rank's device.
+    pub fn device(&self) -> &Arc<Cuda> {
+        &self.cuda
+    }
+
+    /// Waits on the host until every copy that was enqueued is done.
+    pub(crate) fn synchronize(&self) -> Result<()> {
+        self.stream.synchronize()
+    }
+
+    /// Makes room for exchanges of that many messages each way.
+    pub(crate) fn reserve(&self, messages: usize) {
+        let mut e = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        let world = self.local.world();
+        e.out.reserve(messages);
+        e.arrived.reserve(messages);
+        e.sends.reserve(world);
+        e.recvs.reserve(world);
+        e.peers.reserve(world);
+        e.notes.reserve(2 * world);
+    }
+}
+
+/// The peers of a list of messages, each once, in rank order.
+fn peers_of(list: &[Message], into: &mut Vec<usize>) {
+    into.clear();
+    into.extend(list.iter().map(|m| m.peer));
+    into.sort_unstable();
+    into.dedup();
+}
+
+impl Events {
+    /// Tells every receiver what it is offered and hears what every sender offers. `arrived` then lists offers by peer,
+    /// and for each peer in the order of its messages.
+    fn trade_offers(
+        &mut self,
+        local: &Local,
+        label: Label,
+        stream: Stream,
+        sends: &[Message],
+        recvs: &[Message],
+    ) -> Result<()> {
+        let Self { ready, out, arrived, sends: host_sends, recvs: host_recvs, peers, .. } = self;
+        out.clear();
+        host_sends.clear();
+        peers_of(sends, peers);
+        for &peer in &*peers {
+            let offers = sends.iter().filter(|m| m.peer == peer).map(|m| Offer {
+                ptr: m.ptr as usize,
+                bytes: m.bytes,
+                ready: ready.handle() as usize,
+                stream: stream as usize,
+            });
+            out.extend(offers);
+        }
+        // Addresses are taken once the list has stopped growing.
+        let mut at = 0;
+        for &peer in &*peers {
+            let n = sends.iter().filter(|m| m.peer == peer).count();
+            host_sends.push(Message { peer, ptr: out[at..].as_mut_ptr().cast(), bytes: n * size_of::<Offer>() });
+            at += n;
+        }
+        arrived.clear();
+        arrived.resize(recvs.len(), Offer { ptr: 0, bytes: 0, ready: 0, stream: 0 });
+        host_recvs.clear();
+        peers_of(recvs, peers);
+        let mut at = 0;
+        for &peer in &*peers {
+            let n = recvs.iter().filter(|m| m.peer == peer).count();
+            host_recvs.push(Message { peer, ptr: arrived[at..].as_mut_ptr().cast(), bytes: n * size_of::<Offer>() });
+            at += n;
+        }
+        // SAFETY: the lists live in `self`, do not grow during the call, and `arrived` is written by nobody else.
+        unsafe { local.exchange(label, host_sends, host_recvs) }
+    }
+
+    /// Enqueues the copies, and has each sender's stream wait for them.
+    unsafe fn enqueue(&mut self, local: &Local, label: Label, stream: Stream, recvs: &[Message]) -> Result<()> {
+        let mut at = 0;
+        for &peer in &self.peers {
+            let mut held = false;
+            for recv in recvs.iter().filter(|m| m.peer == peer) {
+                let offer = self.arrived[at];
+                at += 1;
+                if offer.bytes != recv.bytes {
+                    let cause = Cause::Size { ours: recv.bytes as u64, theirs: offer.bytes as u64 };
+                    local.abort(cause);
+                    let Label { operation, step } = label;
+                    return Err(Error::Peer { rank: local.rank(), operation, step, peer, cause });
+                }
+                if !held {
+                    // SAFETY: the sender keeps its event alive until it is told that this is done.
+                    check("cuStreamWaitEvent", unsafe {
+                        cudarc::driver::sys::cuStreamWaitEvent(stream, offer.ready as _, 0)
+                    })?;
+                    held = true;
+                }
+                // SAFETY: both ends promised their bytes until the batch is complete; the events order the copy.
+                unsafe { copy(recv.ptr, offer.ptr as *const u8, recv.bytes, stream) }?;
+            }
+        }
+        self.done.record(stream)?;
+        let mut last = None;
+        for offer in &self.arrived {
+            if last != Some(offer.stream) {
+                self.done.hold(offer.stream as Stream)?;
+                last = Some(offer.stream);
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells the senders that their streams wait, and hears it from the receivers.
+    fn acknowledge(&mut self, local: &Local, label: Label, sends: &[Message]) -> Result<()> {
+        let Self { sends: host_sends, recvs: host_recvs, peers, notes, .. } = self;
+        notes.clear();
+        notes.resize(2 * local.world(), 1);
+        let (out, heard) = notes.split_at_mut(local.world());
+        host_sends.clear();
+        host_sends.extend(peers.iter().map(|&peer| Message { peer, ptr: out[peer..].as_mut_ptr(), bytes: 1 }));
+        peers_of(sends, peers);
+        host_recvs.clear();
+        host_recvs.extend(peers.iter().map(|&peer| Message { peer, ptr: heard[peer..].as_mut_ptr(), bytes: 1 }));
+        // SAFETY: one byte for each peer each way, in a list that lives in `self` and does not grow during the call.
+        unsafe { local.exchange(label, host_sends, host_recvs) }
+    }
+}
+
+impl Transport for Peer {
+    fn rank(&self) -> usize {
+        self.local.rank()
+    }
+
+    fn world(&self) -> usize {
+        self.local.world()
+    }
+
+    fn agree(&self, group: core::ops::Range<usize>, fingerprint: u64) -> Result<()> {
+        self.local.agree(group, fingerprint)
+    }
+
+    unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        let _entered = self.cuda.context().enter()?;
+        let stream = self.stream.handle();
+        events.ready.record(stream)?;
+        events.trade_offers(&self.local, label, stream, sends, recvs)?;
+        // SAFETY: the caller's promise.
+        unsafe { events.enqueue(&self.local, label, stream, recvs) }?;
+        events.acknowledge(&self.local, label, sends)
+    }
+
+    fn poll(&self) -> Result<()> {
+        self.local.poll()?;
+        self.stream.query().map(|_| ())
+    }
+
+    fn abort(&self, cause: Cause) {
+        self.local.abort(cause);
+    }
+}
