@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Transforms, finish, merge, the largest score, and refusals.
+
+use crate::case::{decode, encode, random};
+use crate::device::{Device, Memory};
+use cpattn::kernel::cuda::Merge;
+use cpattn::kernel::{Attend, Block, Finish, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score, Transform};
+use cpattn::{Dtype, Error};
+
+fn upload(device: &Device, dtype: Dtype, x: &[f64]) -> Memory {
+    device.upload(&x.iter().flat_map(|&x| encode(dtype, x)).collect::<Vec<_>>())
+}
+
+fn download(device: &Device, dtype: Dtype, memory: &Memory) -> Vec<f64> {
+    device.download(memory).chunks_exact(dtype.size()).map(|b| decode(dtype, b)).collect()
+}
+
+/// Copies, casts and sums between all pairs of types, for shapes that do and do not allow 16-byte accesses.
+#[test]
+fn transforms() {
+    let Some(device) = Device::open() else { return };
+    let types = [Dtype::F16, Dtype::Bf16, Dtype::F32];
+    for (tokens, heads, dim, gap) in [(37, 3, 16, 0), (5, 2, 64, 8), (9, 3, 5, 1), (300, 1, 24, 0)] {
+        let stride = heads * dim + gap;
+        let n = (tokens - 1) * stride + heads * dim;
+        let tensor = |m: &Memory, t| m.tensor(t, tokens, heads as u32, dim as u32, stride);
+        for (i, from) in types.into_iter().enumerate() {
+            for (j, to) in types.into_iter().enumerate() {
+                let exact = |x: Vec<f64>, t| x.into_iter().map(|x| decode(t, &encode(t, x))).collect::<Vec<_>>();
+                let (a, b) = (exact(random(n, 5), from), exact(random(n, 6), types[(i + j) % 3]));
+                let a_memory = upload(&device, from, &a);
+                let b_memory = upload(&device, types[(i + j) % 3], &b);
+                let outs: Vec<Memory> = (0..3).map(|_| upload(&device, to, &vec![7.0; n])).collect();
+                let sources = [tensor(&a_memory, from), tensor(&a_memory, from), tensor(&b_memory, types[(i + j) % 3])];
+                let block = |k: usize, begin, end| Block {
+                    dst: tensor(&outs[k], to),
+                    sources_begin: begin,
+                    sources_end: end,
+                };
+                // A copy or cast, a sum, and zeros.
+                let blocks = [block(0, 0, 1), block(1, 1, 3), block(2, 3, 3)];
+                let call = Transform { blocks: &blocks, sources: &sources };
+                let mut staging = device.cuda.staging(device.cuda.transform_bytes(&call), 1).expect("memory");
+                // SAFETY: everything lives until the downloads below.
+                unsafe { device.cuda.transform(&call, &mut staging, device.stream) }.expect("a legal call");
+                let expected: [&dyn Fn(usize) -> f64; 3] =
+                    [&|i| a[i], &|i| f64::from(a[i] as f32 + b[i] as f32), &|_| 0.0];
+                for (out, expected) in outs.iter().zip(expected) {
+                    for (i, x) in download(&device, to, out).into_iter().enumerate() {
+                        let inside = i % stride < heads * dim;
+                        let expected = if inside { decode(to, &encode(to, expected(i))) } else { 7.0 };
+                        assert_eq!(x, expected, "{from} to {to}, {tokens} x {heads} x {dim}, element {i}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A first source that is the block itself is added to.
+#[test]
+fn transforms_add_in_place() {
+    let Some(device) = Device::open() else { return };
+    let (a, b) = (upload(&device, Dtype::F32, &[1.0; 640]), upload(&device, Dtype::Bf16, &[0.5; 640]));
+    let dst = a.tensor(Dtype::F32, 10, 4, 16, 64);
+    let call = Transform {
+        blocks: &[Block { dst, sources_begin: 0, sources_end: 2 }],
+        sources: &[dst, b.tensor(Dtype::Bf16, 10, 4, 16, 64)],
+    };
+    let mut staging = device.cuda.staging(device.cuda.transform_bytes(&call), 1).expect("memory");
+    // SAFETY: everything lives until the download below.
+    unsafe { device.cuda.transform(&call, &mut staging, device.stream) }.expect("a legal call");
+    assert_eq!(device.download_f32(&a), vec![1.5; 640]);
+}
+
+#[test]
+fn finish_writes_rows_of_nobody() {
+    let Some(device) = Device::open() else { return };
+    let (tokens, heads, dim) = (400, 3, 24);
+    for sinks in [None, Some([0.5, f64::NEG_INFINITY, 2.0])] {
+        let o = upload(&device, Dtype::Bf16, &vec![3.0; tokens * heads * dim]);
+        let lse = upload(&device, Dtype::F32, &vec![3.0; tokens * heads]);
+        let sink = upload(&device, Dtype::F32, &sinks.unwrap_or_default());
+        let rows = [Range::plain(5, 1, 0, 0), Range::plain(10, 300, 0, 0), Range::plain(350, 0, 0, 0)];
+        let call = Finish {
+            o: o.tensor(Dtype::Bf16, tokens, heads as u32, dim as u32, heads * dim),
+            lse: lse.tensor(Dtype::F32, tokens, heads as u32, 1, heads),
+            sinks: if sinks.is_some() { sink.tensor(Dtype::F32, 1, heads as u32, 1, heads) } else { RawTensor::NONE },
+            rows: &rows,
+        };
+        let mut staging = device.cuda.staging(device.cuda.finish_bytes(&call), 1).expect("memory");
+        // SAFETY: everything lives until the downloads below.
+        unsafe { device.cuda.finish(&call, &mut staging, device.stream) }.expect("a legal call");
+        let covered = |token: usize| token == 5 || (10..310).contains(&token);
+        for (i, x) in download(&device, Dtype::Bf16, &o).into_iter().enumerate() {
+            assert_eq!(x, if covered(i / heads / dim) { 0.0 } else { 3.0 });
+        }
+        for (i, x) in download(&device, Dtype::F32, &lse).into_iter().enumerate() {
+            let value = sinks.map_or(f64::NEG_INFINITY, |s| s[i % heads]);
+            assert_eq!(x, if covered(i / heads) { value } else { 3.0 });
+        }
+    }
+}
+
+#[test]
+fn merge_of_two_partials() {
+    let Some(device) = Device::open() else { return };
+    let none = f64::NEG_INFINITY;
+    let (a, b) = ([1.0, none, 0.5, none, f64::NAN, 80.0], [1.0, 2.0, none, none, 1.0, -80.0]);
+    let dim = 20;
+    let (x, y) = (random(a.len() * dim, 1), random(a.len() * dim, 2));
+    let empty_is_zero = |x: &[f64], lse: &[f64]| -> Vec<f64> {
+        x.iter().enumerate().map(|(i, &x)| if lse[i / dim] == none { 0.0 } else { x }).collect()
+    };
+    let (x, y) = (empty_is_zero(&x, &a), empty_is_zero(&y, &b));
+    let (o, lse) = (upload(&device, Dtype::F32, &x), upload(&device, Dtype::F32, &a));
+    let (with_o, with_lse) = (upload(&device, Dtype::F32, &y), upload(&device, Dtype::F32, &b));
+    let shape = |m: &Memory, dim: usize| m.tensor(Dtype::F32, a.len(), 1, dim as u32, dim);
+    let call =
+        Merge { o: shape(&o, dim), lse: shape(&lse, 1), with_o: shape(&with_o, dim), with_lse: shape(&with_lse, 1) };
+    // SAFETY: everything lives until the downloads below.
+    unsafe { device.cuda.merge(&call, device.stream) }.expect("a legal call");
+    let (o, lse) = (download(&device, Dtype::F32, &o), download(&device, Dtype::F32, &lse));
+    for row in 0..a.len() {
+        let top = a[row].max(b[row]);
+        let (wa, wb) = if top == none { (0.5, 0.5) } else { ((a[row] - top).exp(), (b[row] - top).exp()) };
+        let expected = if top == none { none } else { top + (wa + wb).ln() };
+        assert!(lse[row] == expected || (lse[row] - expected).abs() < 1e-5 || (lse[row].is_nan() && a[row].is_nan()));
+        for i in row * dim..(row + 1) * dim {
+            let expected = (wa * x[i] + wb * y[i]) / (wa + wb);
+            assert!((o[i] - expected).abs() < 1e-6 || (o[i].is_nan() && a[row].is_nan()), "{row}: {} {expected}", o[i]);
+        }
+    }
+}
+
+/// One q token, two keys: small enough to see what is wrong with it.
+struct Small {
+    memory: Vec<Memory>,
+    q: [QRange; 1],
+    k: [Range; 1],
+}
+
+impl Small {
+    fn new(device: &Device) -> Self {
+        // q = (1, 0, …), k = (2, …), (5, …), v anything.
+        let row = |x: f64| core::iter::once(x).chain(core::iter::repeat_n(0.0, 7)).collect::<Vec<_>>();
+        let keys = [row(2.0), row(5.0)].concat();
+        let memory = vec![
+            upload(device, Dtype::F16, &row(1.0)),
+            upload(device, Dtype::F16, &keys),
+            upload(device, Dtype::F16, &keys),
+            upload(device, Dtype::F16, &row(0.0)),
+            upload(device, Dtype::F32, &[0.0]),
+            upload(device, Dtype::F32, &[f64::NEG_INFINITY]),
+        ];
+        let q = [QRange { range: Range::plain(0, 1, 1, 0), keys_begin: 0, keys_end: 1, mode: Mode::Only }];
+        Self { memory, q, k: [Range::plain(0, 2, 0, 0)] }
+    }
+
+    fn call(&self) -> Attend<'_> {
+        let f16s = |i: usize, n| self.memory[i].tensor(Dtype::F16, n, 1, 8, 8);
+        Attend {
+            q: f16s(0, 1),
+            k: f16s(1, 2),
+            v: f16s(2, 2),
+            running: RawTensor::NONE,
+            o: f16s(3, 1),
+            lse: self.memory[4].tensor(Dtype::F32, 1, 1, 1, 1),
+            slopes: RawTensor::NONE,
+            sinks: RawTensor::NONE,
+            heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+            score: Score { scale: 1.0, softcap: 0.0, window_left: i64::MAX, window_right: 0 },
+            ranges: Ranges { q: &self.q, k: &self.k, pairs: &[0] },
+            aligned: false,
+        }
+    }
+}
+
+#[test]
+fn largest_score() {
+    let Some(device) = Device::open() else { return };
+    let small = Small::new(&device);
+    let call = small.call();
+    let mut staging = device.cuda.staging(4096, 4).expect("memory");
+    let peak = small.memory[5].tensor(Dtype::F32, 1, 1, 1, 1);
+    for (score, expected) in [(-0.5, -1.0), (1.0, 5.0), (0.25, 5.0)] {
+        let call = Attend { score: Score { scale: score, ..call.score }, ..call };
+        // SAFETY: everything lives until the download below.
+        unsafe { device.cuda.attend(&call, peak, &mut staging, device.stream) }.expect("a legal call");
+        assert_eq!(device.download_f32(&small.memory[5]), [expected]);
+    }
+}
+
+/// Refused calls name the argument, launch nothing, and leave the device usable.
+#[test]
+fn refusals() {
+    let Some(device) = Device::open() else { return };
+    let small = Small::new(&device);
+    let call = small.call();
+    let mut staging = device.cuda.staging(4096, 4).expect("memory");
+    let mut run = |call: &Attend| {
+        // SAFETY: refused before anything is launched, or legal.
+        unsafe { device.cuda.attend(call, RawTensor::NONE, &mut staging, device.stream) }
+    };
+    let refused = |error: Error, part: &str| {
+        assert!(!matches!(error, Error::Device { .. }) && format!("{error}").contains(part), "{error}");
+    };
+    let f32s = |t: RawTensor| RawTensor { dtype: Dtype::F32, ..t };
+    refused(run(&Attend { q: f32s(call.q), ..call }).unwrap_err(), "f32");
+    refused(run(&Attend { q: RawTensor { dim: 12, ..call.q }, ..call }).unwrap_err(), "head_dim 12");
+    refused(run(&Attend { v: RawTensor { dim: 264, ..call.v }, ..call }).unwrap_err(), "value_dim 264");
+    refused(run(&Attend { k: RawTensor { dim: 16, ..call.k }, ..call }).unwrap_err(), "k.dim");
+    refused(run(&Attend { v: RawTensor { dtype: Dtype::Bf16, ..call.v }, ..call }).unwrap_err(), "v.dtype");
+    let odd = RawTensor { ptr: call.k.ptr.wrapping_add(2), ..call.k };
+    refused(run(&Attend { k: odd, ..call }).unwrap_err(), "k.ptr");
+    let odd = RawTensor { token_stride: 12, ..call.k };
+    refused(run(&Attend { k: odd, ..call }).unwrap_err(), "k.token_stride");
+    let host = vec![0u8; 4096];
+    let address = host.as_ptr().wrapping_add(host.as_ptr().align_offset(64)).cast_mut();
+    refused(run(&Attend { k: RawTensor { ptr: address, ..call.k }, ..call }).unwrap_err(), "driver does not know");
+    refused(run(&Attend { o: RawTensor::NONE, ..call }).unwrap_err(), "o is none");
+    refused(run(&Attend { aligned: true, ..call }).unwrap_err(), "aligned");
+    refused(run(&Attend { heads: HeadMap { q_offset: 3, ..call.heads }, ..call }).unwrap_err(), "k.heads");
+    let score = Score { scale: f64::NAN, ..call.score };
+    refused(run(&Attend { score, ..call }).unwrap_err(), "scale");
+    let k = [Range::plain(1, 2, 0, 0)];
+    refused(run(&Attend { ranges: Ranges { k: &k, ..call.ranges }, ..call }).unwrap_err(), "ranges.k[0].row");
+    refused(run(&Attend { ranges: Ranges { pairs: &[1], ..call.ranges }, ..call }).unwrap_err(), "ranges.pairs");
+    refused(run(&Attend { ranges: Ranges { pairs: &[], ..call.ranges }, ..call }).unwrap_err(), "ranges.q[0].keys");
+    let mut none = device.cuda.staging(16, 1).expect("memory");
+    // SAFETY: refused before anything is launched.
+    refused(unsafe { device.cuda.attend(&call, RawTensor::NONE, &mut none, device.stream) }.unwrap_err(), "staging");
+    assert!(matches!(device.cuda.prepare(Dtype::F64, 64, 64), Err(Error::Unsupported { .. })));
+    assert!(matches!(cpattn::kernel::cuda::Cuda::new(1000), Err(Error::Invalid { .. })));
+
+    run(&call).expect("the legal call still works");
+    let lse = device.download_f32(&small.memory[4])[0];
+    assert!((f64::from(lse) - (2f64.exp() + 5f64.exp()).ln()).abs() < 1e-5, "{lse}");
+}
+
+/// Multiprocessors left free: fewer blocks, the same result.
+#[test]
+fn a_bounded_grid_does_all_tiles() {
+    let Some(device) = Device::open() else { return };
+    device.cuda.leave_free(u32::MAX);
+    let case = crate::case::Case {
+        documents: vec![(400, 40, 0)],
+        heads: 4,
+        held: 0..4,
+        ..crate::case::Case::new("bounded", Dtype::F16, (64, 64))
+    };
+    crate::run::check(&device, &case);
+}

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A problem, and one way of cutting it into ranges.
+//!
+//! Rows that belong to no range, and columns between one token and the next, hold NaN: whatever reads a neighbour shows.
+
+use cpattn::Dtype;
+use cpattn::kernel::reference::{Attention, Gradient, Output};
+use cpattn::kernel::{Range, Score};
+use half::{bf16, f16};
+
+/// How the tokens of a document become ranges.
+#[derive(Clone, Copy, Debug)]
+pub enum Cut {
+    /// One range.
+    Whole,
+    /// Pieces of uneven lengths, some of them shorter than a tile.
+    Chunks(usize),
+    /// This many ranges, each a stripe of blocks.
+    Striped(usize, u32),
+}
+
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub name: &'static str,
+    pub dtype: Dtype,
+    /// q tokens, k tokens and the position of the first q token of each document.
+    pub documents: Vec<(usize, usize, i64)>,
+    pub heads: usize,
+    pub kv_heads: usize,
+    /// The q heads that the call holds.
+    pub held: core::ops::Range<usize>,
+    pub head_dim: usize,
+    pub value_dim: usize,
+    pub score: Score,
+    pub slopes: bool,
+    pub sinks: bool,
+    pub cut: Cut,
+    /// Calls over which the keys of each document are spread.
+    pub visits: usize,
+    pub per_q_head: bool,
+    pub accumulate: bool,
+}
+
+impl Case {
+    pub fn new(name: &'static str, dtype: Dtype, dims: (usize, usize)) -> Self {
+        Self {
+            name,
+            dtype,
+            documents: vec![(70, 70, 0)],
+            heads: 2,
+            kv_heads: 1,
+            held: 0..2,
+            head_dim: dims.0,
+            value_dim: dims.1,
+            score: Score {
+                scale: (dims.0 as f64).sqrt().recip(),
+                softcap: 0.0,
+                window_left: i64::MAX,
+                window_right: 0,
+            },
+            slopes: false,
+            sinks: false,
+            cut: Cut::Whole,
+            visits: 1,
+            per_q_head: false,
+            accumulate: false,
+        }
+    }
+
+    /// The kv heads that the held q heads read.
+    pub fn held_kv(&self) -> core::ops::Range<usize> {
+        let group = self.heads / self.kv_heads;
+        self.held.start / group..(self.held.end - 1) / group + 1
+    }
+
+    pub fn q_tokens(&self) -> usize {
+        self.documents.iter().map(|d| d.0).sum()
+    }
+
+    pub fn k_tokens(&self) -> usize {
+        self.documents.iter().map(|d| d.1).sum()
+    }
+}
+
+/// Inputs, rounded to the element type, and what f64 makes of them.
+pub struct Numbers {
+    pub q: Vec<f64>,
+    pub k: Vec<f64>,
+    pub v: Vec<f64>,
+    pub d_o: Vec<f64>,
+    pub slopes: Vec<f64>,
+    pub sinks: Vec<f64>,
+    pub out: Output,
+    pub gradient: Gradient,
+}
+
+/// Numbers that look random: between −√3 and √3, so of variance 1.
+pub fn random(n: usize, seed: u64) -> Vec<f64> {
+    let mut x = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    (0..n)
+        .map(|_| {
+            x ^= x << 13;
+            x ^= x >> 7;
+            x ^= x << 17;
+            ((x >> 11) as f64 / (1u64 << 52) as f64 - 1.0) * 3f64.sqrt()
+        })
+        .collect()
+}
+
+pub fn encode(dtype: Dtype, x: f64) -> Vec<u8> {
+    match dtype {
+        Dtype::F16 => f16::from_f64(x).to_le_bytes().to_vec(),
+        Dtype::Bf16 => bf16::from_f64(x).to_le_bytes().to_vec(),
+        Dtype::F32 => (x as f32).to_le_bytes().to_vec(),
+        Dtype::F64 => x.to_le_bytes().to_vec(),
+    }
+}
+
+pub fn decode(dtype: Dtype, bytes: &[u8]) -> f64 {
+    match dtype {
+        Dtype::F16 => f16::from_le_bytes([bytes[0], bytes[1]]).to_f64(),
+        Dtype::Bf16 => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f64(),
+        Dtype::F32 => f64::from(f32::from_le_bytes(bytes.try_into().expect("four bytes"))),
+        Dtype::F64 => f64::from_le_bytes(bytes.try_into().expect("eight bytes")),
+    }
+}
+
+impl Numbers {
+    pub fn of(case: &Case) -> Self {
+        let rounded = |n, seed| -> Vec<f64> {
+            random(n, seed).into_iter().map(|x| decode(case.dtype, &encode(case.dtype, x))).collect()
+        };
+        let (tq, tk) = (case.q_tokens(), case.k_tokens());
+        let q = rounded(tq * case.heads * case.head_dim, 1);
+        let k = rounded(tk * case.kv_heads * case.head_dim, 2);
+        let v = rounded(tk * case.kv_heads * case.value_dim, 3);
+        let d_o = rounded(tq * case.heads * case.value_dim, 4);
+        let slopes: Vec<f64> = (0..case.heads).map(|h| f64::from(0.5f32.powi(h as i32 + 1))).collect();
+        let sinks: Vec<f64> =
+            (0..case.heads).map(|h| [1.5, f64::NEG_INFINITY, -2.0, 40.0][h % 4]).collect();
+        let mut numbers = Self { q, k, v, d_o, slopes, sinks, out: Output { o: vec![], lse: vec![] }, gradient: none() };
+        numbers.out = numbers.with(case, Attention::forward);
+        numbers.gradient = numbers.backward(case, &numbers.d_o);
+        numbers
+    }
+
+    /// The gradients for another gradient of o.
+    pub fn backward(&self, case: &Case, d_o: &[f64]) -> Gradient {
+        self.with(case, |attention| attention.backward(d_o, &self.out))
+    }
+
+    fn with<R>(&self, case: &Case, f: impl FnOnce(&Attention) -> R) -> R {
+        let (mut cu_q, mut cu_k, mut starts) = (vec![0], vec![0], vec![]);
+        for &(len_q, len_k, start) in &case.documents {
+            cu_q.push(cu_q[cu_q.len() - 1] + len_q as i32);
+            cu_k.push(cu_k[cu_k.len() - 1] + len_k as i32);
+            starts.push(start);
+        }
+        f(&Attention {
+            q: &self.q,
+            k: &self.k,
+            v: &self.v,
+            cu_seqlens_q: &cu_q,
+            cu_seqlens_k: &cu_k,
+            q_start: &starts,
+            heads: case.heads,
+            kv_heads: case.kv_heads,
+            head_dim: case.head_dim,
+            value_dim: case.value_dim,
+            score: case.score,
+            slopes: case.slopes.then_some(&self.slopes),
+            sinks: case.sinks.then_some(&self.sinks),
+        })
+    }
+}
+
+fn none() -> Gradient {
+    Gradient { dq: vec![], dk: vec![], dv: vec![], dsinks: vec![] }
+}
+
+/// Ranges of one side, and the row of every token.
+pub struct Side {
+    pub ranges: Vec<Range>,
+    pub row_of: Vec<usize>,
+    pub rows: usize,
+}
+
+impl Side {
+    /// `lens` and first positions by document; `seed` shuffles the ranges over the rows.
+    pub fn new(documents: &[(usize, i64)], cut: Cut, seed: u64) -> Self {
+        // Each range with the tokens it holds.
+        let mut pieces: Vec<(Range, Vec<usize>)> = Vec::new();
+        let mut base = 0;
+        for (doc, &(len, start)) in documents.iter().enumerate() {
+            match cut {
+                Cut::Whole => pieces.push((Range::plain(0, len as u32, start, doc as u32), (base..base + len).collect())),
+                Cut::Chunks(n) => {
+                    for i in 0..n {
+                        // Squares make the pieces uneven.
+                        let (a, b) = (len * i * i / (n * n), len * (i + 1) * (i + 1) / (n * n));
+                        let range = Range::plain(0, (b - a) as u32, start + a as i64, doc as u32);
+                        pieces.push((range, (base + a..base + b).collect()));
+                    }
+                }
+                Cut::Striped(n, block) => {
+                    let period = n as u32 * block;
+                    for i in 0..n {
+                        let tokens: Vec<usize> = (0..len).filter(|t| t / block as usize % n == i).collect();
+                        let range = Range {
+                            row: 0,
+                            pos: start + (i as u32 * block) as i64,
+                            len: tokens.len() as u32,
+                            block,
+                            period,
+                            doc: doc as u32,
+                        };
+                        for (j, &token) in tokens.iter().enumerate() {
+                            assert_eq!(range.position(j as u32), start + token as i64);
+                        }
+                        pieces.push((range, tokens.into_iter().map(|t| base + t).collect()));
+                    }
+                }
+            }
+            base += len;
+        }
+        // Rows in another order than ranges, with rows of nobody between them.
+        let mut order: Vec<usize> = (0..pieces.len()).collect();
+        order.sort_by_key(|&i| (i as u64 + seed).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40);
+        let (mut row_of, mut row) = (vec![usize::MAX; base], 2);
+        for i in order {
+            pieces[i].0.row = row as i64;
+            for (j, &token) in pieces[i].1.iter().enumerate() {
+                row_of[token] = row + j;
+            }
+            row += pieces[i].1.len() + 1;
+        }
+        Self { ranges: pieces.into_iter().map(|p| p.0).collect(), row_of, rows: row + 1 }
+    }
+}

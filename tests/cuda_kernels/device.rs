@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A device for tests: a driver (real or emulated), a stream, and memory that is allocated to the byte.
+
+use core::ptr::null_mut;
+use cpattn::kernel::RawTensor;
+use cpattn::kernel::cuda::{Cuda, Stream};
+use cpattn::{Dtype, Error};
+use cudarc::driver::sys;
+
+/// Panics unless a driver call succeeded.
+macro_rules! ok {
+    ($f:ident($($arg:expr),* $(,)?)) => {{
+        // SAFETY: the tests below hand out only pointers to locals and memory they own.
+        let code = unsafe { sys::$f($($arg),*) };
+        assert_eq!(code, sys::CUresult::CUDA_SUCCESS, stringify!($f));
+    }};
+}
+
+pub struct Device {
+    pub cuda: Cuda,
+    pub stream: Stream,
+}
+
+impl Device {
+    /// Device 0, or `None` where there is no driver. `CPATTN_REQUIRE_CUDA` makes that a failure.
+    pub fn open() -> Option<Self> {
+        let cuda = match Cuda::new(0) {
+            Ok(cuda) => cuda,
+            Err(Error::Unsupported { option, limit, .. }) if std::env::var_os("CPATTN_REQUIRE_CUDA").is_none() => {
+                eprintln!("no driver, nothing tested: {option}: {limit}");
+                return None;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        let (mut context, mut stream) = (null_mut(), null_mut());
+        ok!(cuDevicePrimaryCtxRetain(&raw mut context, 0));
+        ok!(cuCtxSetCurrent(context));
+        ok!(cuStreamCreate(&raw mut stream, sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32));
+        Some(Self { cuda, stream })
+    }
+
+    pub fn synchronize(&self) {
+        ok!(cuStreamSynchronize(self.stream));
+    }
+
+    /// Memory with these bytes.
+    pub fn upload(&self, bytes: &[u8]) -> Memory {
+        let mut ptr = 0;
+        ok!(cuMemAlloc_v2(&raw mut ptr, bytes.len().max(1)));
+        if !bytes.is_empty() {
+            ok!(cuMemcpyHtoD_v2(ptr, bytes.as_ptr().cast(), bytes.len()));
+        }
+        Memory { ptr, bytes: bytes.len() }
+    }
+
+    /// What the memory holds after everything launched so far.
+    pub fn download(&self, memory: &Memory) -> Vec<u8> {
+        self.synchronize();
+        let mut bytes = vec![0; memory.bytes];
+        if !bytes.is_empty() {
+            ok!(cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), memory.ptr, memory.bytes));
+        }
+        bytes
+    }
+
+    pub fn download_f32(&self, memory: &Memory) -> Vec<f32> {
+        self.download(memory).chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().expect("four bytes"))).collect()
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        self.synchronize();
+        ok!(cuStreamDestroy_v2(self.stream));
+        ok!(cuDevicePrimaryCtxRelease_v2(0));
+    }
+}
+
+pub struct Memory {
+    ptr: sys::CUdeviceptr,
+    bytes: usize,
+}
+
+impl Memory {
+    pub fn tensor(&self, dtype: Dtype, tokens: usize, heads: u32, dim: u32, token_stride: usize) -> RawTensor {
+        RawTensor {
+            token_stride: token_stride as i64,
+            ..RawTensor::compact(self.ptr as usize as *mut u8, dtype, tokens as u64, heads, dim)
+        }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        ok!(cuMemFree_v2(self.ptr));
+    }
+}

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The CUDA kernels against attention in f64, on whatever driver is found.
+//!
+//! An emulated driver on `LD_LIBRARY_PATH` serves as well as a real one. Without any, these tests say so and pass;
+//! with `CPATTN_REQUIRE_CUDA` set, that is a failure.
+#![cfg(feature = "cuda")]
+
+mod blocks;
+mod case;
+mod device;
+mod run;
+
+use case::{Case, Cut};
+use cpattn::Dtype;
+use cpattn::kernel::Score;
+use device::Device;
+use run::check;
+
+fn all(cases: &[Case]) {
+    let Some(device) = Device::open() else { return };
+    for case in cases {
+        check(&device, case);
+    }
+}
+
+/// Every compiled shape in both types, with head dims that do not fill it.
+#[test]
+fn shapes() {
+    let mut cases = Vec::new();
+    for (i, dims) in
+        [(64, 64), (40, 24), (96, 96), (128, 128), (104, 128), (192, 128), (192, 192), (256, 256), (232, 248)]
+            .into_iter()
+            .enumerate()
+    {
+        let dtype = [Dtype::Bf16, Dtype::F16][i % 2];
+        cases.push(Case { documents: vec![(70, 90, 20)], ..Case::new("shape", dtype, dims) });
+    }
+    all(&cases);
+}
+
+/// Lengths around the tiles, more queries than keys and the reverse, empty documents.
+#[test]
+fn lengths() {
+    let mut cases = Vec::new();
+    for documents in [
+        vec![(1, 1, 0), (1, 3, 2), (2, 1, -1), (0, 5, 5), (5, 0, -5)],
+        vec![(63, 64, 1), (65, 63, -2)],
+        vec![(128, 129, 1), (17, 200, 183)],
+        vec![(150, 40, -110)],
+    ] {
+        cases.push(Case { documents, ..Case::new("lengths", Dtype::F16, (64, 64)) });
+    }
+    all(&cases);
+}
+
+/// Full, causal, windows on both sides, and windows that hide everything.
+#[test]
+fn windows() {
+    let base = Case { documents: vec![(150, 150, 0), (33, 47, 14)], ..Case::new("windows", Dtype::Bf16, (64, 64)) };
+    let windows =
+        [(i64::MAX, i64::MAX), (10, 0), (64, 0), (0, 0), (7, 30), (i64::MAX, 5), (0, i64::MAX), (-3, i64::MAX), (-1, -1)];
+    let cases: Vec<_> = windows
+        .into_iter()
+        .map(|(window_left, window_right)| Case {
+            score: Score { window_left, window_right, ..base.score },
+            ..base.clone()
+        })
+        .collect();
+    all(&cases);
+}
+
+/// Softcap, ALiBi, sinks, and scales that are not positive.
+#[test]
+fn scores() {
+    let base = Case {
+        documents: vec![(90, 100, 10)],
+        heads: 4,
+        kv_heads: 2,
+        held: 0..4,
+        ..Case::new("scores", Dtype::F16, (64, 64))
+    };
+    let with = |scale, softcap, slopes, sinks| Case {
+        score: Score { scale, softcap, ..base.score },
+        slopes,
+        sinks,
+        ..base.clone()
+    };
+    all(&[
+        with(0.125, 2.0, false, false),
+        with(0.125, 0.0, true, false),
+        with(0.125, 0.0, false, true),
+        with(0.2, 3.0, true, true),
+        with(-0.1, 0.0, false, false),
+        with(0.0, 0.0, true, true),
+        Case { score: Score { window_left: -200, ..base.score }, sinks: true, ..base.clone() },
+    ]);
+}
+
+/// Groups of heads, and calls that hold only some heads of the problem.
+#[test]
+fn heads() {
+    let base = Case {
+        documents: vec![(40, 70, 30)],
+        heads: 6,
+        kv_heads: 2,
+        held: 0..6,
+        slopes: true,
+        sinks: true,
+        ..Case::new("heads", Dtype::Bf16, (32, 32))
+    };
+    all(&[
+        base.clone(),
+        Case { held: 1..5, ..base.clone() },
+        Case { held: 4..6, per_q_head: true, ..base.clone() },
+        Case { held: 2..5, accumulate: true, ..base.clone() },
+    ]);
+}
+
+/// Ranges of every kind, keys spread over several calls, so that results are merged.
+#[test]
+fn ranges() {
+    let base = Case {
+        documents: vec![(100, 100, 0), (37, 61, 24)],
+        sinks: true,
+        ..Case::new("ranges", Dtype::Bf16, (64, 64))
+    };
+    let open = Score { window_right: i64::MAX, ..base.score };
+    let narrow = Score { window_left: 20, ..base.score };
+    all(&[
+        Case { cut: Cut::Chunks(3), ..base.clone() },
+        Case { cut: Cut::Chunks(5), visits: 3, ..base.clone() },
+        Case { cut: Cut::Striped(3, 1), visits: 3, ..base.clone() },
+        Case { cut: Cut::Striped(2, 5), visits: 2, slopes: true, score: narrow, ..base.clone() },
+        Case { cut: Cut::Striped(4, 16), visits: 2, score: open, accumulate: true, ..base.clone() },
+    ]);
+}
+
+/// Positions far from zero.
+#[test]
+fn far_positions() {
+    let base = Case::new("far", Dtype::F16, (64, 64));
+    all(&[Case {
+        documents: vec![(20, 40, 1 << 40)],
+        score: Score { window_left: i64::MAX, window_right: i64::MAX, ..base.score },
+        ..base
+    }]);
+}

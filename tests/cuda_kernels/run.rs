@@ -1,0 +1,283 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Runs a case forward and backward on the device and compares everything with f64.
+//!
+//! The bounds: o is rounded once and its weights once, dq, dk and dv have rounded weights and a delta from a rounded o;
+//! relative to the RMS of the result that is below one unit roundoff forward, and below three backward.
+
+use crate::case::{Case, Numbers, Side, decode, encode};
+use crate::device::{Device, Memory};
+use cpattn::Dtype;
+use cpattn::kernel::{Attend, AttendBackward, Delta, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor};
+
+/// Elements between the end of a token and the next one.
+const GAP: usize = 8;
+
+/// A `[tokens, held heads, dim]` tensor whose every other byte is 0xff, which is NaN in all types.
+struct Held {
+    memory: Memory,
+    raw: RawTensor,
+    heads: usize,
+    dim: usize,
+    stride: usize,
+}
+
+impl Held {
+    /// `value(token, head, i)` at the rows of `side`; `None` leaves the row alone.
+    fn new(
+        device: &Device,
+        dtype: Dtype,
+        side: &Side,
+        (heads, dim): (usize, usize),
+        value: Option<&dyn Fn(usize, usize, usize) -> f64>,
+    ) -> Self {
+        let size = dtype.size();
+        let stride = heads * dim + if dim == 1 { 0 } else { GAP };
+        let mut bytes = vec![0xff; side.rows * stride * size];
+        if let Some(value) = value {
+            for (token, &row) in side.row_of.iter().enumerate() {
+                for h in 0..heads {
+                    for i in 0..dim {
+                        let at = (row * stride + h * dim + i) * size;
+                        bytes[at..at + size].copy_from_slice(&encode(dtype, value(token, h, i)));
+                    }
+                }
+            }
+        }
+        // The last token has no gap: nothing may lie behind it.
+        bytes.truncate((side.rows * stride - (stride - heads * dim)) * size);
+        let memory = device.upload(&bytes);
+        let raw = memory.tensor(dtype, side.rows, heads as u32, dim as u32, stride);
+        Self { memory, raw, heads, dim, stride }
+    }
+
+    /// The values by token, after checking that no other byte was touched.
+    fn read(&self, device: &Device, what: &str, side: &Side) -> Vec<f64> {
+        let size = self.raw.dtype.size();
+        let mut bytes = device.download(&self.memory);
+        let mut out = Vec::with_capacity(side.row_of.len() * self.heads * self.dim);
+        for &row in &side.row_of {
+            let row = &mut bytes[row * self.stride * size..][..self.heads * self.dim * size];
+            out.extend(row.chunks_exact(size).map(|b| decode(self.raw.dtype, b)));
+            row.fill(0xff);
+        }
+        let stray = bytes.iter().position(|&b| b != 0xff);
+        assert_eq!(stray, None, "{what}: byte {stray:?} belongs to nobody and was written");
+        out
+    }
+}
+
+/// One call's ranges.
+struct Visit {
+    q: Vec<QRange>,
+    k: Vec<Range>,
+    pairs: Vec<u32>,
+}
+
+/// Keys of each document are dealt out over the visits; every q range is in every one of them.
+fn visits(case: &Case, q: &Side, k: &Side) -> Vec<Visit> {
+    (0..case.visits)
+        .map(|visit| {
+            let keys: Vec<Range> =
+                k.ranges.iter().enumerate().filter(|(i, _)| i % case.visits == visit).map(|(_, r)| *r).collect();
+            let mut pairs = Vec::new();
+            let ranges = q
+                .ranges
+                .iter()
+                .map(|&range| {
+                    let begin = pairs.len() as u32;
+                    pairs.extend((0..keys.len() as u32).filter(|&i| keys[i as usize].doc == range.doc));
+                    let mode = Mode::of(visit == 0, visit + 1 == case.visits);
+                    QRange { range, keys_begin: begin, keys_end: pairs.len() as u32, mode }
+                })
+                .collect();
+            Visit { q: ranges, k: keys, pairs }
+        })
+        .collect()
+}
+
+fn rms(x: impl Iterator<Item = f64>) -> f64 {
+    let (mut n, mut sum) = (0, 0.0);
+    for x in x {
+        n += 1;
+        sum += x * x;
+    }
+    (sum / f64::from(n.max(1))).sqrt()
+}
+
+fn compare(case: &Case, what: &str, found: &[f64], expected: &[f64], bound: f64) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let error = rms(found.iter().zip(expected).map(|(a, b)| a - b));
+    let scale = rms(expected.iter().copied());
+    let limit = bound * case.dtype.unit_roundoff() * scale + 1e-6;
+    if error.is_nan() || error > limit {
+        let worst = found
+            .iter()
+            .zip(expected)
+            .enumerate()
+            .max_by(|a, b| (a.1.0 - a.1.1).abs().total_cmp(&(b.1.0 - b.1.1).abs()))
+            .map(|(i, (a, b))| format!("element {i} is {a}, not {b}"));
+        panic!("{what}: RMS error {error:.3e} over {limit:.3e}; {worst:?}; {case:?}");
+    }
+}
+
+/// Forward, delta and backward of a case.
+pub fn check(device: &Device, case: &Case) {
+    println!("{} {} {}/{} {:?} {:?}", case.name, case.dtype, case.head_dim, case.value_dim, case.documents, case.cut);
+    let numbers = Numbers::of(case);
+    let q_side = Side::new(&case.documents.iter().map(|d| (d.0, d.2)).collect::<Vec<_>>(), case.cut, 3);
+    let k_side = Side::new(&case.documents.iter().map(|d| (d.1, 0)).collect::<Vec<_>>(), case.cut, 7);
+    let (held, held_kv) = (case.held.clone(), case.held_kv());
+    let (heads, kv_heads, d, dv) = (case.heads, case.kv_heads, case.head_dim, case.value_dim);
+    let (hq, hk) = (held.len(), held_kv.len());
+    let of_q = |x: &[f64], dim: usize, t: usize, h: usize, i: usize| x[(t * heads + held.start + h) * dim + i];
+    let of_k = |x: &[f64], dim: usize, t: usize, h: usize, i: usize| x[(t * kv_heads + held_kv.start + h) * dim + i];
+    let new = |dtype, side: &Side, shape, value: Option<&dyn Fn(usize, usize, usize) -> f64>| {
+        Held::new(device, dtype, side, shape, value)
+    };
+    let q = new(case.dtype, &q_side, (hq, d), Some(&|t, h, i| of_q(&numbers.q, d, t, h, i)));
+    let k = new(case.dtype, &k_side, (hk, d), Some(&|t, h, i| of_k(&numbers.k, d, t, h, i)));
+    let v = new(case.dtype, &k_side, (hk, dv), Some(&|t, h, i| of_k(&numbers.v, dv, t, h, i)));
+    let d_o = new(case.dtype, &q_side, (hq, dv), Some(&|t, h, i| of_q(&numbers.d_o, dv, t, h, i)));
+    let o = new(case.dtype, &q_side, (hq, dv), None);
+    let running = new(Dtype::F32, &q_side, (hq, dv), None);
+    let lse = new(Dtype::F32, &q_side, (hq, 1), None);
+    let per_head = |x: &[f64]| {
+        let bytes: Vec<u8> = x[held.clone()].iter().flat_map(|&x| (x as f32).to_le_bytes()).collect();
+        device.upload(&bytes)
+    };
+    let (slopes, sinks) = (per_head(&numbers.slopes), per_head(&numbers.sinks));
+    let optional = |on: bool, m: &Memory| if on { m.tensor(Dtype::F32, 1, hq as u32, 1, hq) } else { RawTensor::NONE };
+    let map = HeadMap {
+        q_offset: held.start as u32,
+        kv_offset: held_kv.start as u32,
+        group: (case.heads / case.kv_heads) as u32,
+    };
+    let visits = visits(case, &q_side, &k_side);
+
+    // Forward.
+    let calls: Vec<Attend> = visits
+        .iter()
+        .map(|visit| Attend {
+            q: q.raw,
+            k: k.raw,
+            v: v.raw,
+            running: if case.visits > 1 { running.raw } else { RawTensor::NONE },
+            o: o.raw,
+            lse: lse.raw,
+            slopes: optional(case.slopes, &slopes),
+            sinks: optional(case.sinks, &sinks),
+            heads: map,
+            score: case.score,
+            ranges: Ranges { q: &visit.q, k: &visit.k, pairs: &visit.pairs },
+            aligned: false,
+        })
+        .collect();
+    let bytes = calls.iter().map(|c| device.cuda.attend_bytes(c).expect("a supported call")).max().unwrap_or(0);
+    // Room for one and a half calls: the ring wraps round and waits.
+    let mut staging = device.cuda.staging(bytes + bytes / 2, 2).expect("memory");
+    for call in &calls {
+        // SAFETY: all tensors live until the stream is synchronised, by the downloads below.
+        unsafe { device.cuda.attend(call, RawTensor::NONE, &mut staging, device.stream) }.expect("a legal call");
+    }
+    let pick = |x: &[f64], tokens: usize, heads: usize, held: core::ops::Range<usize>, dim: usize| -> Vec<f64> {
+        (0..tokens).flat_map(|t| x[(t * heads + held.start) * dim..(t * heads + held.end) * dim].to_vec()).collect()
+    };
+    let (tq, tk) = (case.q_tokens(), case.k_tokens());
+    let found = o.read(device, "o", &q_side);
+    compare(case, "o", &found, &pick(&numbers.out.o, tq, heads, held.clone(), dv), 1.0);
+    let expected = pick(&numbers.out.lse, tq, heads, held.clone(), 1);
+    for (i, (found, expected)) in lse.read(device, "lse", &q_side).iter().zip(&expected).enumerate() {
+        let close = found == expected || (found - expected).abs() <= 2e-6 * (8.0 + expected.abs());
+        assert!(close, "lse {i} is {found}, not {expected}; {case:?}");
+    }
+    if case.visits > 1 {
+        running.read(device, "running", &q_side);
+    }
+
+    // Backward.
+    let delta = new(Dtype::F32, &q_side, (hq, 1), None);
+    let (o, d_o) = (&o, &d_o);
+    let rows = |t: &RawTensor, r: &Range| t.rows(r.row as u64, u64::from(r.len));
+    for r in &q_side.ranges {
+        let call = Delta { o: rows(&o.raw, r), d_o: rows(&d_o.raw, r), delta: rows(&delta.raw, r) };
+        // SAFETY: as above.
+        unsafe { device.cuda.delta(&call, device.stream) }.expect("a legal call");
+    }
+    let key_heads = if case.per_q_head { hq } else { hk };
+    let dq = new(Dtype::F32, &q_side, (hq, d), None);
+    let one: &dyn Fn(usize, usize, usize) -> f64 = &|_, _, _| 1.0;
+    let before = case.accumulate.then_some(one);
+    let dk = new(Dtype::F32, &k_side, (key_heads, d), before);
+    let dv_out = new(Dtype::F32, &k_side, (key_heads, dv), before);
+    for visit in &visits {
+        let call = AttendBackward {
+            q: q.raw,
+            k: k.raw,
+            v: v.raw,
+            d_o: d_o.raw,
+            lse: lse.raw,
+            delta: delta.raw,
+            dq: dq.raw,
+            dk: dk.raw,
+            dv: dv_out.raw,
+            accumulate_keys: case.accumulate,
+            per_q_head: case.per_q_head,
+            gradients: Gradients::All,
+            slopes: optional(case.slopes, &slopes),
+            heads: map,
+            score: case.score,
+            ranges: Ranges { q: &visit.q, k: &visit.k, pairs: &visit.pairs },
+            aligned: false,
+        };
+        // Queries and keys apart in every second case: the same kernels, other lists.
+        let parts: &[Gradients] =
+            if case.visits > 1 { &[Gradients::Queries, Gradients::Keys] } else { &[Gradients::All] };
+        for &gradients in parts {
+            let call = AttendBackward { gradients, ..call };
+            let bytes = device.cuda.attend_backward_bytes(&call).expect("a supported call");
+            let mut staging = device.cuda.staging(bytes, 1).expect("memory");
+            // SAFETY: as above.
+            unsafe { device.cuda.attend_backward(&call, &mut staging, device.stream) }.expect("a legal call");
+        }
+    }
+    delta.read(device, "delta", &q_side);
+    let found = dq.read(device, "dq", &q_side);
+    compare(case, "dq", &found, &pick(&numbers.gradient.dq, tq, heads, held.clone(), d), 3.0);
+    for (what, tensor, gradient, dim) in [("dk", &dk, &numbers.gradient.dk, d), ("dv", &dv_out, &numbers.gradient.dv, dv)]
+    {
+        let mut found = tensor.read(device, what, &k_side);
+        if case.accumulate {
+            found.iter_mut().for_each(|x| *x -= 1.0);
+        }
+        if case.per_q_head {
+            let mut sums = vec![0.0; tk * hk * dim];
+            for (i, x) in found.iter().enumerate() {
+                let (t, h) = (i / dim / hq, i / dim % hq);
+                sums[(t * hk + map.kv(h as u32) as usize) * dim + i % dim] += x;
+            }
+            found = sums;
+        }
+        let mut expected = pick(gradient, tk, kv_heads, held_kv.clone(), dim);
+        if held != (0..heads) {
+            // The other q heads of a group are somebody else's: recompute without them.
+            expected = partial(case, &numbers, what, dim);
+        }
+        compare(case, what, &found, &expected, 3.0);
+    }
+}
+
+/// dk or dv of the held heads alone: the reference with everybody else's gradient of o set to zero.
+fn partial(case: &Case, numbers: &Numbers, what: &str, dim: usize) -> Vec<f64> {
+    let mut d_o = numbers.d_o.clone();
+    for (i, x) in d_o.iter_mut().enumerate() {
+        if !case.held.contains(&(i / case.value_dim % case.heads)) {
+            *x = 0.0;
+        }
+    }
+    let gradient = numbers.backward(case, &d_o);
+    let all = if what == "dk" { gradient.dk } else { gradient.dv };
+    let held = case.held_kv();
+    (0..case.k_tokens())
+        .flat_map(|t| all[(t * case.kv_heads + held.start) * dim..(t * case.kv_heads + held.end) * dim].to_vec())
+        .collect()
+}
