@@ -32,11 +32,8 @@ fn transforms() {
                 let b_memory = upload(&device, types[(i + j) % 3], &b);
                 let outs: Vec<Memory> = (0..3).map(|_| upload(&device, to, &vec![7.0; n])).collect();
                 let sources = [tensor(&a_memory, from), tensor(&a_memory, from), tensor(&b_memory, types[(i + j) % 3])];
-                let block = |k: usize, begin, end| Block {
-                    dst: tensor(&outs[k], to),
-                    sources_begin: begin,
-                    sources_end: end,
-                };
+                let block =
+                    |k: usize, begin, end| Block { dst: tensor(&outs[k], to), sources_begin: begin, sources_end: end };
                 // A copy or cast, a sum, and zeros.
                 let blocks = [block(0, 0, 1), block(1, 1, 3), block(2, 3, 3)];
                 let call = Transform { blocks: &blocks, sources: &sources };

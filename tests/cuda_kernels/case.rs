@@ -136,10 +136,10 @@ impl Numbers {
         let v = rounded(tk * case.kv_heads * case.value_dim, 3);
         let d_o = rounded(tq * case.heads * case.value_dim, 4);
         let slopes: Vec<f64> = (0..case.heads).map(|h| f64::from(0.5f32.powi(h as i32 + 1))).collect();
-        let sinks: Vec<f64> =
-            (0..case.heads).map(|h| [1.5, f64::NEG_INFINITY, -2.0, 40.0][h % 4]).collect();
-        let mut numbers = Self { q, k, v, d_o, slopes, sinks, out: Output { o: vec![], lse: vec![] }, gradient: none() };
-        numbers.out = numbers.with(case, Attention::forward);
+        let sinks: Vec<f64> = (0..case.heads).map(|h| [1.5, f64::NEG_INFINITY, -2.0, 40.0][h % 4]).collect();
+        let mut numbers =
+            Self { q, k, v, d_o, slopes, sinks, out: Output { o: vec![], lse: vec![] }, gradient: none() };
+        numbers.out = numbers.with(case, |attention| attention.forward());
         numbers.gradient = numbers.backward(case, &numbers.d_o);
         numbers
     }
@@ -193,7 +193,9 @@ impl Side {
         let mut base = 0;
         for (doc, &(len, start)) in documents.iter().enumerate() {
             match cut {
-                Cut::Whole => pieces.push((Range::plain(0, len as u32, start, doc as u32), (base..base + len).collect())),
+                Cut::Whole => {
+                    pieces.push((Range::plain(0, len as u32, start, doc as u32), (base..base + len).collect()))
+                }
                 Cut::Chunks(n) => {
                     for i in 0..n {
                         // Squares make the pieces uneven.

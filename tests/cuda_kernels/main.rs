@@ -57,8 +57,17 @@ fn lengths() {
 #[test]
 fn windows() {
     let base = Case { documents: vec![(150, 150, 0), (33, 47, 14)], ..Case::new("windows", Dtype::Bf16, (64, 64)) };
-    let windows =
-        [(i64::MAX, i64::MAX), (10, 0), (64, 0), (0, 0), (7, 30), (i64::MAX, 5), (0, i64::MAX), (-3, i64::MAX), (-1, -1)];
+    let windows = [
+        (i64::MAX, i64::MAX),
+        (10, 0),
+        (64, 0),
+        (0, 0),
+        (7, 30),
+        (i64::MAX, 5),
+        (0, i64::MAX),
+        (-3, i64::MAX),
+        (-1, -1),
+    ];
     let cases: Vec<_> = windows
         .into_iter()
         .map(|(window_left, window_right)| Case {

@@ -243,7 +243,8 @@ pub fn check(device: &Device, case: &Case) {
     delta.read(device, "delta", &q_side);
     let found = dq.read(device, "dq", &q_side);
     compare(case, "dq", &found, &pick(&numbers.gradient.dq, tq, heads, held.clone(), d), 3.0);
-    for (what, tensor, gradient, dim) in [("dk", &dk, &numbers.gradient.dk, d), ("dv", &dv_out, &numbers.gradient.dv, dv)]
+    for (what, tensor, gradient, dim) in
+        [("dk", &dk, &numbers.gradient.dk, d), ("dv", &dv_out, &numbers.gradient.dv, dv)]
     {
         let mut found = tensor.read(device, what, &k_side);
         if case.accumulate {
