@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) cpattn_sinks(const __grid_
         const float lse = *(const float*)(p.lse.ptr + (i64)row * p.lse.token + head * p.lse.head);
         const float delta = *(const float*)(p.delta.ptr + (i64)row * p.delta.token + head * p.delta.head);
         // A row without lse had no probability to give; a NaN stays one.
-        const float term = lse == minus_infinity() ? 0.0f : -expf(sink - lse) * delta;
+        const float term = lse == minus_infinity() ? 0.0f : -exp2_fast((sink - lse) * LOG2E) * delta;
         const float y = term - lost, t = sum + y;
         lost = (t - sum) - y;
         sum = t;
