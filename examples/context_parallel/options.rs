@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The command line, and what follows from it: problem, mesh, layout and options.
+//!
+//! Nothing given is ever ignored: what cannot be honoured is refused, here by clap or there by the plan.
+
+use std::path::PathBuf;
+
+use clap::{Parser, ValueEnum};
+use cpattn::{
+    Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem,
+    plan::{BALANCE, Circulate, Wire, auto_layout, choose},
+};
+
+/// Exact context-parallel attention on threads as ranks, against a float64 reference.
+///
+/// Without arguments: real activations from tests/data/minilm_263.safetensors, forward and backward on 8 ranks
+/// (Ulysses 4 × ring 2).
+#[derive(Parser, Debug)]
+#[command(name = "context_parallel")]
+pub struct Arguments {
+    /// Read q, k, v, do, cu_seqlens from this safetensors file, and references (o_causal, …) where it has them.
+    #[arg(long, value_name = "FILE")]
+    pub input: Option<PathBuf>,
+    /// Random input: lengths of the documents; 0 is an empty one.
+    #[arg(long, value_name = "N,N,…", value_delimiter = ',', conflicts_with = "input")]
+    pub documents: Option<Vec<usize>>,
+    /// Random input: q heads.
+    #[arg(long, value_name = "N", conflicts_with = "input")]
+    pub heads: Option<usize>,
+    /// Random input: kv heads; as many as q heads if not given.
+    #[arg(long, value_name = "N", conflicts_with = "input")]
+    pub kv_heads: Option<usize>,
+    /// Random input: head dim of q and k.
+    #[arg(long, value_name = "N", conflicts_with = "input")]
+    pub head_dim: Option<usize>,
+    /// Random input: head dim of v, if another.
+    #[arg(long, value_name = "N", conflicts_with = "input")]
+    pub value_dim: Option<usize>,
+    /// Seed of random inputs and sinks.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub seed: u64,
+
+    /// Ranks; 8 unless --ulysses and --ring say otherwise.
+    #[arg(long, value_name = "N")]
+    pub world: Option<usize>,
+    /// Ranks that trade tokens for heads.
+    #[arg(long, value_name = "U")]
+    pub ulysses: Option<usize>,
+    /// Ranks that pass k and v on. Replicas fill a larger world.
+    #[arg(long, value_name = "R")]
+    pub ring: Option<usize>,
+    /// A rule for the mesh, instead of --ulysses and --ring.
+    #[arg(long, value_enum, conflicts_with_all = ["ulysses", "ring"])]
+    pub mesh: Option<MeshRule>,
+    /// auto, contiguous, zigzag (each document), zigzag-pack (the whole pack), striped[:TOKENS], balanced[:CHUNKS].
+    #[arg(long, value_name = "LAYOUT", default_value = "auto", value_parser = layout)]
+    pub layout: LayoutRule,
+
+    /// Which keys a query reads; causal if nothing is given.
+    #[arg(long, value_enum)]
+    pub mask: Option<MaskRule>,
+    /// Keys from LEFT before to RIGHT after the query; `-` leaves a side open.
+    #[arg(long, value_name = "LEFT,RIGHT", value_parser = window, allow_hyphen_values = true)]
+    pub window: Option<Window>,
+    /// Element type; the file's, or f32 for random input. Other types are converted to it.
+    #[arg(long, value_parser = dtype, value_name = "f32|f16|bf16|f64")]
+    pub dtype: Option<Dtype>,
+    /// Caps scores: X · tanh(s / X).
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub softcap: Option<f64>,
+    /// ALiBi with the usual slopes, 2^(−8(h+1)/heads).
+    #[arg(long)]
+    pub alibi: bool,
+    /// A sink for each head, drawn from the seed.
+    #[arg(long)]
+    pub sinks: bool,
+
+    /// Type in which partial gradients travel; bf16 has a bound of its own.
+    #[arg(long, value_enum, default_value = "f32")]
+    pub wire: WireRule,
+    /// The same bits for any number of ranks.
+    #[arg(long)]
+    pub reproducible: bool,
+    /// Gather k and v at once, instead of step by step.
+    #[arg(long)]
+    pub gather: bool,
+    /// Passes over groups of kv heads.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub passes: usize,
+    /// Which side travels in the backward.
+    #[arg(long, value_enum, default_value = "auto")]
+    pub circulate: CirculateRule,
+
+    /// Run forward and backward N times; times are of all, errors of the last.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    pub repeat: u32,
+    /// Write Chrome trace events (open in Perfetto).
+    #[arg(long, value_name = "FILE.json")]
+    pub trace: Option<PathBuf>,
+    /// Write a picture of the lanes of all ranks.
+    #[arg(long, value_name = "FILE.svg")]
+    pub timeline: Option<PathBuf>,
+    /// Run every combination of options on small random problems instead.
+    #[arg(long, conflicts_with_all = ["input", "documents", "heads", "kv_heads", "head_dim", "value_dim", "world", "ulysses",
+        "ring", "mesh", "layout", "mask", "window", "dtype", "softcap", "alibi", "sinks", "wire", "reproducible", "gather",
+        "passes", "circulate", "repeat", "trace", "timeline"])]
+    pub suite: bool,
+    /// With --suite: a fixed sample of the combinations.
+    #[arg(long, requires = "suite")]
+    pub quick: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum MeshRule {
+    /// The cheapest by work and bytes.
+    Auto,
+    /// Ulysses of gcd(heads, world), ring for the rest.
+    Gcd,
+    /// Ulysses only.
+    Ulysses,
+    /// Ring only.
+    Ring,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum MaskRule {
+    Causal,
+    Full,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum WireRule {
+    F32,
+    Bf16,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum CirculateRule {
+    Auto,
+    Keys,
+    Queries,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum LayoutRule {
+    Auto,
+    Given(Layout),
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Window {
+    left: Option<u32>,
+    right: Option<u32>,
+}
+
+fn layout(text: &str) -> Result<LayoutRule, String> {
+    let (name, number) = text.split_once(':').map_or((text, None), |(name, n)| (name, Some(n)));
+    let count = |default: u32| match number {
+        None => Ok(default),
+        Some(n) => n.parse().map_err(|_| format!("{n:?} is not a number of tokens or chunks")),
+    };
+    let given = match name {
+        "striped" => Layout::Striped { stripe: count(1)? },
+        "balanced" => Layout::Balanced { chunks: count(4)? },
+        _ if number.is_some() => return Err("only striped and balanced take a number".into()),
+        "auto" => return Ok(LayoutRule::Auto),
+        "contiguous" => Layout::Contiguous,
+        "zigzag" => Layout::Zigzag,
+        "zigzag-pack" => Layout::ZigzagPack,
+        _ => return Err("expected auto, contiguous, zigzag, zigzag-pack, striped[:TOKENS] or balanced[:CHUNKS]".into()),
+    };
+    Ok(LayoutRule::Given(given))
+}
+
+fn window(text: &str) -> Result<Window, String> {
+    let side = |s: &str| match s.trim() {
+        "-" => Ok(None),
+        n => n.parse().map(Some).map_err(|_| format!("{n:?} is neither a number of tokens nor `-`")),
+    };
+    let (left, right) = text.split_once(',').ok_or("expected LEFT,RIGHT")?;
+    Ok(Window { left: side(left)?, right: side(right)? })
+}
+
+fn dtype(text: &str) -> Result<Dtype, String> {
+    [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::F64]
+        .into_iter()
+        .find(|d| d.name() == text)
+        .ok_or_else(|| "expected f32, f16, bf16 or f64".into())
+}
+
+/// ALiBi's slopes (Press, Smith and Lewis, 2022) for a power of two of heads; the same formula for other numbers.
+pub fn alibi_slopes(heads: usize) -> Vec<f32> {
+    (1..=heads).map(|h| (-8.0 * h as f64 / heads as f64).exp2() as f32).collect()
+}
+
+impl Arguments {
+    /// Whether any option of random input was given.
+    pub fn is_random(&self) -> bool {
+        self.documents.is_some()
+            || self.heads.is_some()
+            || self.kv_heads.is_some()
+            || self.head_dim.is_some()
+            || self.value_dim.is_some()
+    }
+
+    fn mask(&self) -> Result<Mask, String> {
+        let Some(Window { left, right }) = self.window else {
+            return Ok(if self.mask == Some(MaskRule::Full) { Mask::full() } else { Mask::causal() });
+        };
+        if self.mask == Some(MaskRule::Causal) && right != Some(0) {
+            let right = right.map_or("-".to_owned(), |n| n.to_string());
+            return Err(format!(
+                "--window reads {right} tokens after the query, and --mask causal none; give a RIGHT of 0, or leave out --mask"
+            ));
+        }
+        Ok(Mask { left, right })
+    }
+
+    /// The problem for a batch of these shapes.
+    pub fn problem(
+        &self,
+        batch: Batch,
+        heads: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        value_dim: usize,
+        dtype: Dtype,
+    ) -> Result<Problem, String> {
+        let mut p = Problem::new(batch, heads, kv_heads, head_dim, dtype)
+            .value_dim(value_dim)
+            .mask(self.mask()?)
+            .sinks(self.sinks);
+        if let Some(cap) = self.softcap {
+            p = p.softcap(cap);
+        }
+        if self.alibi {
+            p = p.alibi(&alibi_slopes(heads));
+        }
+        p.check().map_err(|e| e.to_string())?;
+        Ok(p)
+    }
+
+    fn mesh(&self, p: &Problem, fixture: bool) -> cpattn::Result<Mesh> {
+        let world = self.world.unwrap_or(match (self.ulysses, self.ring) {
+            (Some(u), Some(r)) => u.saturating_mul(r),
+            _ => 8,
+        });
+        match (self.mesh, self.ulysses, self.ring) {
+            (Some(MeshRule::Gcd), ..) => Mesh::gcd(p.heads(), world),
+            (Some(MeshRule::Ulysses), ..) => Mesh::ulysses(world),
+            (Some(MeshRule::Ring), ..) => Mesh::ring(world),
+            (None, Some(u), Some(r)) => Mesh::explicit(world, u, r),
+            (None, Some(u), None) => Mesh::explicit(world, u, (world / u.max(1)).max(1)),
+            (None, None, Some(r)) => Mesh::explicit(world, (world / r.max(1)).max(1), r),
+            (None, None, None) if fixture && world == 8 => Mesh::explicit(8, 4, 2),
+            (Some(MeshRule::Auto) | None, ..) => Ok(choose(world, p, BALANCE)?.mesh),
+        }
+    }
+
+    /// The plan for a problem; `fixture` when it came from the default file.
+    pub fn plan(&self, p: &Problem, fixture: bool) -> cpattn::Result<Plan> {
+        let mesh = self.mesh(p, fixture)?;
+        let layout = match self.layout {
+            LayoutRule::Auto => auto_layout(p, mesh.ring)?,
+            LayoutRule::Given(layout) => layout,
+        };
+        let options = Options::new()
+            .gather(self.gather)
+            .passes(self.passes)
+            .reproducible(self.reproducible)
+            .wire(match self.wire {
+                WireRule::F32 => Wire::Full,
+                WireRule::Bf16 => Wire::Bf16,
+            })
+            .circulate(match self.circulate {
+                CirculateRule::Auto => Circulate::Auto,
+                CirculateRule::Keys => Circulate::Keys,
+                CirculateRule::Queries => Circulate::Queries,
+            });
+        Plan::with_options(p, mesh, layout, options)
+    }
+}

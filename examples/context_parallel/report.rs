@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What is printed.
+
+use std::{path::Path, time::Duration};
+
+use cpattn::{Plan, runtime::trace, schedule::Direction};
+
+use crate::{check::Checked, team::Lap};
+
+/// Smallest, median and largest, in milliseconds.
+fn spread(mut ns: Vec<u64>) -> String {
+    ns.sort_unstable();
+    let ms = |ns: u64| ns as f64 / 1e6;
+    match (ns.first(), ns.get(ns.len() / 2), ns.last()) {
+        (Some(&min), Some(&median), Some(&max)) => format!("{:>9.2}{:>9.2}{:>9.2}", ms(min), ms(median), ms(max)),
+        _ => String::new(),
+    }
+}
+
+/// Times of all ranks and repeats.
+pub fn times(plan: &Plan, laps: &[Vec<Lap>], planning: &[Duration]) {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let (ranks, repeats) = (plan.mesh().world(), laps.first().map_or(0, |l| l.len() / 2));
+    println!(
+        "times in ms: smallest, median and largest of {ranks} ranks × {repeats} repeats, as threads on {cores} cores"
+    );
+    println!("{:10}{:>27}{:>27}{:>27}{:>27}", "", "wall", "compute", "communication*", "both at once");
+    for (name, direction) in [("forward", Direction::Forward), ("backward", Direction::Backward)] {
+        let all: Vec<&Lap> = laps.iter().flatten().filter(|l| l.direction == direction).collect();
+        let of = |f: &dyn Fn(&Lap) -> u64| spread(all.iter().map(|l| f(l)).collect());
+        println!(
+            "{name:10}{}{}{}{}",
+            of(&|l| l.wall.as_nanos() as u64),
+            of(&|l| trace::overlap(&l.events).compute_ns),
+            of(&|l| trace::overlap(&l.events).communication_ns),
+            of(&|l| trace::overlap(&l.events).hidden_ns),
+        );
+    }
+    println!("{:10}{}", "planning", spread(planning.iter().map(|d| d.as_nanos() as u64).collect()));
+    println!("* waiting for peers included\n");
+}
+
+/// Writes the lanes of all ranks: Chrome trace events of all repeats, and a picture of the last one.
+pub fn pictures(laps: &[Vec<Lap>], chrome: Option<&Path>, timeline: Option<&Path>) -> Result<(), String> {
+    let write = |path: &Path, text: String, what: &str| -> Result<(), String> {
+        std::fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()))?;
+        println!("{what} written to {}", path.display());
+        Ok(())
+    };
+    if let Some(path) = chrome {
+        let all: Vec<_> = laps.iter().flatten().flat_map(|l| l.events.iter().copied()).collect();
+        write(path, trace::chrome_trace(&all), "trace")?;
+    }
+    if let Some(path) = timeline {
+        let last = laps.iter().flat_map(|l| &l[l.len().saturating_sub(2)..]);
+        let events: Vec<_> = last.flat_map(|l| l.events.iter().copied()).collect();
+        write(path, trace::timeline_svg(&events), "timeline")?;
+    }
+    if chrome.is_some() || timeline.is_some() {
+        println!();
+    }
+    Ok(())
+}
+
+/// Errors and their bounds.
+pub fn errors(against: &str, checked: &[Checked]) {
+    println!("errors against {against}");
+    println!(
+        "{:10}{:>15}{:>12}{:>15}{:>18}{:>16}",
+        "", "max abs error", "bound", "error / bound", "max of reference", "RMS of it"
+    );
+    for c in checked {
+        println!(
+            "{:10}{:>15.2e}{:>12.2e}{:>15.3}{:>18.2e}{:>16.2e}{}",
+            c.name,
+            c.error,
+            c.bound,
+            c.ratio(),
+            c.max,
+            c.rms,
+            if c.passes() { "" } else { "   OVER THE BOUND" }
+        );
+    }
+    println!();
+}
+
+/// The last line.
+pub fn summary(checked: &[Checked]) {
+    let of = |name: &str| checked.iter().find(|c| c.name == name).map_or(f64::NAN, |c| c.error);
+    println!(
+        "max abs error: o={:.2e} lse={:.2e} dq={:.2e} dk={:.2e} dv={:.2e}",
+        of("o"),
+        of("lse"),
+        of("dq"),
+        of("dk"),
+        of("dv")
+    );
+}

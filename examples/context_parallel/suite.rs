@@ -1,0 +1,340 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Every combination of options on small random problems.
+//!
+//! Meshes × layouts × masks × score options × element types × forms. Each combination is refused by the plan, with a
+//! reason, or runs forward and backward and is held to the bounds of [`crate::check`]. All reproducible runs of one problem
+//! must have the same bits, whatever the mesh and the layout.
+//!
+//! Ranks live on while plans change, as they do in a training run: one team for each size of world.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+};
+
+use cpattn::{
+    Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem,
+    plan::{Circulate, Wire},
+};
+use half::{bf16, f16};
+use indicatif::ProgressBar;
+
+use crate::{
+    check::{Checked, check, reference},
+    input::{Batched, Random},
+    options::alibi_slopes,
+    team::{How, Results, Team},
+};
+
+const HEADS: usize = 6;
+const KV_HEADS: usize = 3;
+const HEAD_DIM: usize = 16;
+const VALUE_DIM: usize = 8;
+/// An empty document, one token, and one far longer than the rest.
+const LENGTHS: [usize; 5] = [11, 0, 1, 33, 6];
+/// Of the combinations, `--quick` takes every so many; a prime that divides no dimension, so that all values occur.
+const SAMPLE: usize = 11;
+const TENSORS: [&str; 6] = ["o", "lse", "dq", "dk", "dv", "dsinks"];
+
+const LAYOUTS: [Layout; 6] = [
+    Layout::Contiguous,
+    Layout::Zigzag,
+    Layout::ZigzagPack,
+    Layout::Striped { stripe: 1 },
+    Layout::Striped { stripe: 5 },
+    Layout::Balanced { chunks: 3 },
+];
+
+const DTYPES: [Dtype; 4] = [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::F64];
+
+fn meshes() -> Vec<Mesh> {
+    let mesh = |replicas, ulysses, ring| Mesh { replicas, ring, ulysses };
+    vec![
+        mesh(1, 1, 1),
+        mesh(1, 2, 1),
+        mesh(1, 4, 1),
+        mesh(1, 6, 1),
+        mesh(1, 1, 2),
+        mesh(1, 1, 3),
+        mesh(1, 1, 8),
+        mesh(1, 2, 2),
+        mesh(1, 3, 2),
+        mesh(1, 2, 3),
+        mesh(1, 4, 2),
+        mesh(2, 2, 2),
+    ]
+}
+
+fn masks() -> [(&'static str, Mask); 4] {
+    [
+        ("causal", Mask::causal()),
+        ("full", Mask::full()),
+        ("window 7,0", Mask::window(7, 0)),
+        ("window 5,3", Mask::window(5, 3)),
+    ]
+}
+
+type Setter = fn(Problem) -> Problem;
+
+fn scores() -> [(&'static str, Setter); 5] {
+    fn softcap(p: Problem) -> Problem {
+        p.softcap(2.0)
+    }
+    fn alibi(p: Problem) -> Problem {
+        p.alibi(&alibi_slopes(HEADS))
+    }
+    fn sinks(p: Problem) -> Problem {
+        p.sinks(true)
+    }
+    [
+        ("plain", |p| p),
+        ("softcap", softcap),
+        ("alibi", alibi),
+        ("sinks", sinks),
+        ("all three", |p| sinks(alibi(softcap(p)))),
+    ]
+}
+
+fn forms() -> Vec<(&'static str, Options)> {
+    let o = Options::new;
+    vec![
+        ("ring", o()),
+        ("gather", o().gather(true)),
+        ("passes 2", o().passes(2)),
+        ("gather, passes 3", o().gather(true).passes(3)),
+        ("circulate keys", o().circulate(Circulate::Keys)),
+        ("circulate queries", o().circulate(Circulate::Queries)),
+        ("packed inputs", o().pack_inputs(true)),
+        ("wire bf16", o().wire(Wire::Bf16)),
+        ("wire bf16, queries", o().wire(Wire::Bf16).circulate(Circulate::Queries)),
+        ("reproducible", o().reproducible(true)),
+        ("passes 2, queries", o().passes(2).circulate(Circulate::Queries)),
+        ("gather, queries", o().gather(true).circulate(Circulate::Queries)),
+        ("reproducible, bf16", o().reproducible(true).wire(Wire::Bf16)),
+        ("reproducible, passes 2", o().reproducible(true).passes(2)),
+        ("reproducible, queries", o().reproducible(true).circulate(Circulate::Queries)),
+    ]
+}
+
+/// One row of the table.
+#[derive(Default)]
+struct Row {
+    runs: usize,
+    refused: usize,
+    failed: usize,
+    worst: [f64; TENSORS.len()],
+}
+
+struct Suite {
+    quick: bool,
+    seed: u64,
+    /// Position in the enumeration of all combinations.
+    at: usize,
+    teams: HashMap<usize, Team>,
+    rows: Vec<(&'static str, Vec<(String, Row)>)>,
+    refusals: BTreeMap<String, usize>,
+    failures: Vec<String>,
+    same_bits: usize,
+    bar: ProgressBar,
+}
+
+/// Runs the suite; whether nothing failed.
+pub fn run(quick: bool, seed: u64) -> Result<bool, String> {
+    let names = |names: Vec<String>| names.into_iter().map(|n| (n, Row::default())).collect();
+    let rows: Vec<(&'static str, Vec<(String, Row)>)> = vec![
+        ("mesh", names(meshes().iter().map(Mesh::to_string).collect())),
+        ("layout", names(LAYOUTS.iter().map(Layout::to_string).collect())),
+        ("mask", names(masks().iter().map(|m| m.0.to_owned()).collect())),
+        ("score", names(scores().iter().map(|s| s.0.to_owned()).collect())),
+        ("dtype", names(DTYPES.iter().map(Dtype::to_string).collect())),
+        ("form", names(forms().iter().map(|f| f.0.to_owned()).collect())),
+    ];
+    let all: usize = rows.iter().map(|r| r.1.len()).product();
+    let mut suite = Suite {
+        quick,
+        seed,
+        at: 0,
+        teams: HashMap::new(),
+        rows,
+        refusals: BTreeMap::new(),
+        failures: Vec::new(),
+        same_bits: 0,
+        bar: crate::progress(all),
+    };
+    suite.bar.set_message("combinations");
+    suite.all_of::<f32>(0)?;
+    suite.all_of::<f16>(1)?;
+    suite.all_of::<bf16>(2)?;
+    suite.all_of::<f64>(3)?;
+    suite.bar.finish_and_clear();
+    suite.print();
+    Ok(suite.failures.is_empty())
+}
+
+impl Suite {
+    /// All combinations of one element type.
+    fn all_of<T: Element>(&mut self, dtype: usize) -> Result<(), String> {
+        let batch = Batch::from_lengths(&LENGTHS).map_err(|e| e.to_string())?;
+        let batched = Batched::random(batch.clone(), HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, self.seed)?;
+        for (i_score, (_, score)) in scores().into_iter().enumerate() {
+            for (i_mask, (_, mask)) in masks().into_iter().enumerate() {
+                let problem = Problem::new(batch.clone(), HEADS, KV_HEADS, HEAD_DIM, T::DTYPE).value_dim(VALUE_DIM);
+                let problem = score(problem.mask(mask));
+                let sinks = problem.has_sinks().then(|| Random(!self.seed).sinks(HEADS));
+                let inputs = Arc::new(batched.convert::<T>(sinks).0);
+                let want = reference(&problem, &inputs, || ());
+                let mut bits: Option<Results<T>> = None;
+                for (i_mesh, mesh) in meshes().into_iter().enumerate() {
+                    for (i_layout, layout) in LAYOUTS.into_iter().enumerate() {
+                        for (i_form, (_, options)) in forms().into_iter().enumerate() {
+                            let picked = !self.quick || self.at.is_multiple_of(SAMPLE);
+                            self.at += 1;
+                            self.bar.inc(1);
+                            if !picked {
+                                continue;
+                            }
+                            let indices = [i_mesh, i_layout, i_mask, i_score, dtype, i_form];
+                            let plan = match Plan::with_options(&problem, mesh, layout, options) {
+                                Ok(plan) => plan,
+                                Err(e) => {
+                                    *self.refusals.entry(e.to_string()).or_default() += 1;
+                                    self.each_row(indices, |row| row.refused += 1);
+                                    continue;
+                                }
+                            };
+                            match self.one(&plan, &inputs, &want, &mut bits) {
+                                Ok(checked) => self.note(indices, &checked),
+                                Err(text) => self.fail(indices, text),
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// One combination: errors of the replica that did worst.
+    fn one<T: Element>(
+        &mut self,
+        plan: &Plan,
+        inputs: &Arc<crate::team::Inputs<T>>,
+        want: &Results<f64>,
+        bits: &mut Option<Results<T>>,
+    ) -> Result<Vec<Checked>, String> {
+        let world = plan.mesh().world();
+        if !self.teams.contains_key(&world) {
+            self.teams.insert(world, Team::new(world)?);
+        }
+        let how = How { repeat: 1, record: false, tick: Arc::new(|| ()) };
+        let outcome = self.teams[&world].run(plan, inputs, &how).inspect_err(|_| {
+            // A group that failed stays failed.
+            self.teams.remove(&world);
+        })?;
+        let mut worst: Vec<Checked> = Vec::new();
+        for results in outcome.results {
+            let checked = check(&results, want, plan.options().wire);
+            if plan.options().reproducible {
+                let first = bits.get_or_insert_with(|| results.clone());
+                if let Some(tensor) = first.differs(&results) {
+                    return Err(format!("{tensor} has other bits than the first reproducible run of this problem"));
+                }
+                self.same_bits += 1;
+            }
+            worst = worse(worst, checked);
+        }
+        Ok(worst)
+    }
+
+    fn each_row(&mut self, indices: [usize; 6], mut f: impl FnMut(&mut Row)) {
+        for ((_, rows), i) in self.rows.iter_mut().zip(indices) {
+            f(&mut rows[i].1);
+        }
+    }
+
+    fn note(&mut self, indices: [usize; 6], checked: &[Checked]) {
+        self.each_row(indices, |row| {
+            row.runs += 1;
+            for (worst, c) in row.worst.iter_mut().zip(checked) {
+                *worst = worst.max(c.ratio());
+            }
+        });
+        for c in checked.iter().filter(|c| !c.passes()) {
+            self.fail(indices, format!("{}: error {:.2e} over the bound {:.2e}", c.name, c.error, c.bound));
+        }
+    }
+
+    fn fail(&mut self, indices: [usize; 6], text: String) {
+        let what: Vec<&str> = self.rows.iter().zip(indices).map(|((_, rows), i)| rows[i].0.as_str()).collect();
+        self.failures.push(format!("{}: {text}", what.join("; ")));
+        self.each_row(indices, |row| row.failed += 1);
+    }
+
+    fn print(&self) {
+        let print = |name: &str, cells: [String; 9]| {
+            println!("{name:36}{}", cells.map(|c| format!("{c:>9}")).concat());
+        };
+        println!("worst error relative to its bound, over all combinations in which the option takes part\n");
+        let mut head = vec!["runs", "refused", "failed"];
+        head.extend(TENSORS);
+        let mut total = (0, 0);
+        for (dimension, rows) in &self.rows {
+            print(dimension, std::array::from_fn(|i| head[i].to_owned()));
+            for (name, row) in rows {
+                let count = [row.runs, row.refused, row.failed];
+                print(
+                    &format!("  {name}"),
+                    std::array::from_fn(|i| match i {
+                        0..3 => count[i].to_string(),
+                        _ if row.runs == 0 || row.worst[i - 3] == 0.0 => "-".to_owned(),
+                        _ => format!("{:.3}", row.worst[i - 3]),
+                    }),
+                );
+            }
+            total = rows.iter().fold((0, 0), |t, (_, row)| (t.0 + row.runs, t.1 + row.refused));
+            println!();
+        }
+        if !self.refusals.is_empty() {
+            println!("refused:");
+            self.refusals.iter().for_each(|(reason, n)| println!("{n:>7} × {reason}"));
+            println!();
+        }
+        const SHOWN: usize = 20;
+        if !self.failures.is_empty() {
+            println!("failed:");
+            self.failures.iter().take(SHOWN).for_each(|f| println!("  {f}"));
+            if self.failures.len() > SHOWN {
+                println!("  … and {} more", self.failures.len() - SHOWN);
+            }
+            println!();
+        }
+        println!("{} results of reproducible runs compared bit by bit", self.same_bits);
+        println!("{} combinations ran, {} were refused, {} failures", total.0, total.1, self.failures.len());
+    }
+}
+
+/// Tensor by tensor the one that is worse by its bound.
+pub fn worse(a: Vec<Checked>, b: Vec<Checked>) -> Vec<Checked> {
+    if a.is_empty() {
+        return b;
+    }
+    a.into_iter().zip(b).map(|(a, b)| if a.ratio() >= b.ratio() { a } else { b }).collect()
+}
+
+impl<T: Element> Results<T> {
+    /// The first tensor with other bits.
+    fn differs(&self, other: &Self) -> Option<&'static str> {
+        fn same<U: Element>(a: &[U], b: &[U]) -> bool {
+            bytemuck::cast_slice::<U, u8>(a) == bytemuck::cast_slice::<U, u8>(b)
+        }
+        let same = [
+            same(&self.o, &other.o),
+            same(&self.lse, &other.lse),
+            same(&self.dq, &other.dq),
+            same(&self.dk, &other.dk),
+            same(&self.dv, &other.dv),
+            same(&self.dsinks, &other.dsinks),
+        ];
+        same.iter().position(|same| !same).map(|i| TENSORS[i])
+    }
+}

@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Ranks as threads that live as long as the team.
+//!
+//! This is the part to copy into a program of one's own: each thread owns a [`Rank`], cuts its tokens out of the batch,
+//! runs forward and backward, and hands its part back. A rank outlives its plans, so a team runs one after another.
+
+use std::{
+    sync::{Arc, mpsc},
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use cpattn::{
+    Backward, Element, Forward, Plan, Rank, Side, View, ViewMut, runtime::trace::Event, schedule::Direction,
+    transport::local,
+};
+
+/// The whole batch's inputs: compact `[tokens, heads, dim]`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Inputs<T> {
+    pub q: Vec<T>,
+    pub k: Vec<T>,
+    pub v: Vec<T>,
+    pub d_o: Vec<T>,
+    pub sinks: Option<Vec<f32>>,
+}
+
+/// The whole batch's results, tokens in the order of the batch; lse is `[tokens, heads]`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Results<T: Element> {
+    pub o: Vec<T>,
+    pub lse: Vec<T::Acc>,
+    pub dq: Vec<T>,
+    pub dk: Vec<T>,
+    pub dv: Vec<T>,
+    pub dsinks: Vec<T::Acc>,
+}
+
+/// Wall times of one rank in one repeat, and what its lanes did meanwhile.
+#[derive(Clone, Debug)]
+pub struct Lap {
+    pub direction: Direction,
+    pub wall: Duration,
+    pub events: Vec<Event>,
+}
+
+/// How to run.
+#[derive(Clone)]
+pub struct How {
+    /// Times forward and backward are run; results are those of the last.
+    pub repeat: usize,
+    /// Record what the lanes do.
+    pub record: bool,
+    /// Called by every rank after each direction.
+    pub tick: Arc<dyn Fn() + Send + Sync>,
+}
+
+/// What a run gives.
+pub struct Outcome<T: Element> {
+    /// One for each replica.
+    pub results: Vec<Results<T>>,
+    /// By rank: forward and backward of each repeat.
+    pub laps: Vec<Vec<Lap>>,
+    /// By rank: the time that writing the schedules took.
+    pub planning: Vec<Duration>,
+}
+
+struct Part<T: Element> {
+    results: Results<T>,
+    laps: Vec<Lap>,
+    planning: Duration,
+}
+
+type Task = Box<dyn FnOnce(&mut Rank) + Send>;
+
+/// Threads with a rank each.
+pub struct Team {
+    tasks: Vec<mpsc::Sender<Task>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Drop for Team {
+    fn drop(&mut self) {
+        self.tasks.clear();
+        for thread in self.threads.drain(..) {
+            // A thread that panicked has said so where its part was missed.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Team {
+    pub fn new(world: usize) -> Result<Self, String> {
+        let mut team = Self { tasks: Vec::new(), threads: Vec::new() };
+        for transport in local::group(world, Duration::from_secs(600)).map_err(|e| e.to_string())? {
+            let (task, tasks) = mpsc::channel::<Task>();
+            let thread = std::thread::Builder::new()
+                .name(format!("rank-{}", team.threads.len()))
+                .spawn(move || {
+                    let mut rank = Rank::new(transport);
+                    tasks.into_iter().for_each(|task| task(&mut rank));
+                })
+                .map_err(|e| format!("cannot start a thread for rank {} of {world}: {e}", team.threads.len()))?;
+            team.tasks.push(task);
+            team.threads.push(thread);
+        }
+        Ok(team)
+    }
+
+    /// Forward and backward of `plan`, whose world must be the team's. After an error the team is spent.
+    pub fn run<T: Element>(&self, plan: &Plan, inputs: &Arc<Inputs<T>>, how: &How) -> Result<Outcome<T>, String> {
+        plan.fits_world(self.tasks.len()).map_err(|e| e.to_string())?;
+        let (done, parts) = mpsc::channel();
+        let epoch = Instant::now();
+        for task in &self.tasks {
+            let (plan, inputs, how, done) = (plan.clone(), Arc::clone(inputs), how.clone(), done.clone());
+            let work = move |rank: &mut Rank| {
+                let part = part(rank, &plan, &inputs, &how, epoch);
+                // Nobody listens any more once a rank has failed.
+                let _ = done.send((rank.rank(), part));
+            };
+            // A thread that has ended is noticed below: its part is missing.
+            let _ = task.send(Box::new(work));
+        }
+        drop(done);
+        let mut all: Vec<Option<Part<T>>> = self.tasks.iter().map(|_| None).collect();
+        let mut errors = Vec::new();
+        for (rank, part) in parts {
+            match part {
+                Ok(part) => all[rank] = Some(part),
+                Err(e) => errors.push((rank, e.to_string())),
+            }
+        }
+        errors.sort();
+        if let Some((_, text)) = errors.into_iter().next() {
+            return Err(text);
+        }
+        let mut whole: Vec<_> = (0..plan.mesh().replicas).map(|_| Results::unwritten(plan)).collect();
+        let (mut laps, mut planning) = (Vec::new(), Vec::new());
+        for (rank, part) in all.into_iter().enumerate() {
+            let part = part.ok_or_else(|| format!("rank {rank} panicked"))?;
+            let into = &mut whole[plan.mesh().place(rank).replica];
+            into.put(plan, rank, &part.results).map_err(|e| e.to_string())?;
+            laps.push(part.laps);
+            planning.push(part.planning);
+        }
+        Ok(Outcome { results: whole, laps, planning })
+    }
+}
+
+impl<T: Element> Results<T> {
+    /// NaN everywhere: a row that no rank writes must show.
+    fn unwritten(plan: &Plan) -> Self {
+        let p = plan.problem();
+        let (nq, nk) = (p.batch().tokens(Side::Q), p.batch().tokens(Side::K));
+        Self::nan(nq, nk, p)
+    }
+
+    fn nan(nq: usize, nk: usize, p: &cpattn::Problem) -> Self {
+        let (nan, acc) = (T::from_f64(f64::NAN), T::Acc::from_f64(f64::NAN));
+        Self {
+            o: vec![nan; nq * p.heads() * p.v_head_dim()],
+            lse: vec![acc; nq * p.heads()],
+            dq: vec![nan; nq * p.heads() * p.head_dim()],
+            dk: vec![nan; nk * p.kv_heads() * p.head_dim()],
+            dv: vec![nan; nk * p.kv_heads() * p.v_head_dim()],
+            dsinks: vec![acc; if p.has_sinks() { p.heads() } else { 0 }],
+        }
+    }
+
+    fn put(&mut self, plan: &Plan, rank: usize, part: &Self) -> cpattn::Result<()> {
+        let p = plan.problem();
+        plan.unshard_into(Side::Q, rank, &part.o, &mut self.o, p.heads() * p.v_head_dim())?;
+        plan.unshard_into(Side::Q, rank, &part.lse, &mut self.lse, p.heads())?;
+        plan.unshard_into(Side::Q, rank, &part.dq, &mut self.dq, p.heads() * p.head_dim())?;
+        plan.unshard_into(Side::K, rank, &part.dk, &mut self.dk, p.kv_heads() * p.head_dim())?;
+        plan.unshard_into(Side::K, rank, &part.dv, &mut self.dv, p.kv_heads() * p.v_head_dim())?;
+        // All ranks of a group have the same sum.
+        self.dsinks.copy_from_slice(&part.dsinks);
+        Ok(())
+    }
+}
+
+/// What one rank does.
+fn part<T: Element>(
+    rank: &mut Rank,
+    plan: &Plan,
+    inputs: &Inputs<T>,
+    how: &How,
+    epoch: Instant,
+) -> cpattn::Result<Part<T>> {
+    let (p, r) = (plan.problem(), rank.rank());
+    let (heads, kv_heads, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.v_head_dim());
+    let (nq, nk) = (plan.local_tokens(Side::Q, r), plan.local_tokens(Side::K, r));
+
+    // This rank's tokens of the batch.
+    let q = plan.shard(Side::Q, r, &inputs.q, heads * d)?;
+    let k = plan.shard(Side::K, r, &inputs.k, kv_heads * d)?;
+    let v = plan.shard(Side::K, r, &inputs.v, kv_heads * dv)?;
+    let d_o = plan.shard(Side::Q, r, &inputs.d_o, heads * dv)?;
+    let sinks = inputs.sinks.as_deref();
+    let mut out = Results::<T>::nan(nq, nk, p);
+
+    let began = Instant::now();
+    rank.prepare(plan, Direction::Forward)?;
+    rank.prepare(plan, Direction::Backward)?;
+    let planning = began.elapsed();
+    let operations = if how.record {
+        plan.schedule(r, Direction::Forward)?.ops.len().max(plan.schedule(r, Direction::Backward)?.ops.len())
+    } else {
+        0
+    };
+    rank.record(epoch, operations);
+
+    let (q, k) = (View::new(&q, nq, heads, d)?, View::new(&k, nk, kv_heads, d)?);
+    let v = View::new(&v, nk, kv_heads, dv)?;
+    let d_o = View::new(&d_o, nq, heads, dv)?;
+    let mut laps = Vec::with_capacity(2 * how.repeat);
+    for _ in 0..how.repeat {
+        let began = Instant::now();
+        let forward = Forward {
+            q,
+            k,
+            v,
+            sinks,
+            o: ViewMut::new(&mut out.o, nq, heads, dv)?,
+            lse: ViewMut::new(&mut out.lse, nq, heads, 1)?,
+        };
+        rank.forward(plan, forward)?;
+        laps.push(Lap { direction: Direction::Forward, wall: began.elapsed(), events: rank.events() });
+        (how.tick)();
+
+        let began = Instant::now();
+        let backward = Backward {
+            q,
+            k,
+            v,
+            sinks,
+            o: View::new(&out.o, nq, heads, dv)?,
+            lse: View::new(&out.lse, nq, heads, 1)?,
+            d_o,
+            dq: ViewMut::new(&mut out.dq, nq, heads, d)?,
+            dk: ViewMut::new(&mut out.dk, nk, kv_heads, d)?,
+            dv: ViewMut::new(&mut out.dv, nk, kv_heads, dv)?,
+            dsinks: sinks.map(|_| out.dsinks.as_mut_slice()),
+        };
+        rank.backward(plan, backward)?;
+        laps.push(Lap { direction: Direction::Backward, wall: began.elapsed(), events: rank.events() });
+        (how.tick)();
+    }
+    rank.record(epoch, 0);
+    Ok(Part { results: out, laps, planning })
+}
