@@ -334,6 +334,25 @@ mod tests {
         }
     }
 
+    /// Lengths with a Pareto tail, from a seeded generator.
+    #[test]
+    fn a_balanced_deal_of_a_long_tail_is_even_in_work_and_in_tokens() {
+        let mut seed = 3u64;
+        let lengths: Vec<usize> = (0..256)
+            .map(|_| {
+                seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                (((64u64 << 32) / ((seed >> 32) + 1)) as usize).min(1 << 16)
+            })
+            .collect();
+        assert!(lengths.iter().max().unwrap() > &(50 * lengths.iter().min().unwrap()));
+        let p = problem(&lengths, 8, 8);
+        for ring in [8, 64] {
+            let d = dealt(&p, Layout::Balanced { chunks: 16 }, ring).unwrap();
+            assert!(d.work_imbalance() <= 1.05 && d.token_imbalance() <= 1.05, "{ring}: {d:?}");
+            assert!(dealt(&p, Layout::Contiguous, ring).unwrap().work_imbalance() > 1.3);
+        }
+    }
+
     #[test]
     fn every_automatic_plan_is_a_plan() {
         for world in 1..13 {

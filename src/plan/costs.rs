@@ -275,4 +275,28 @@ mod tests {
             }
         });
     }
+
+    #[test]
+    fn no_workspace_is_larger_than_the_design_allows() {
+        let (mut real, mut allowed) = (0, 0);
+        each(|plan| {
+            for direction in [Direction::Forward, Direction::Backward] {
+                for rank in 0..plan.mesh().world() {
+                    let (found, bound) =
+                        (plan.schedule(rank, direction).unwrap().workspace, plan.workspace_bound(rank, direction));
+                    assert!(found <= bound, "{found} of {bound} bytes, rank {rank} {direction:?} of {plan:?}");
+                    real += found;
+                    allowed += bound;
+                }
+            }
+        });
+        assert!(real > 0 && allowed > real);
+        // Where padding and rounding are small against the buffers, the bound is close.
+        let p = Problem::new(Batch::from_lengths(&[1 << 14]).unwrap(), 4, 4, 64, Dtype::Bf16);
+        let plan = Plan::new(&p, Mesh::ring(4).unwrap(), Layout::Zigzag).unwrap();
+        for direction in [Direction::Forward, Direction::Backward] {
+            let (found, bound) = (plan.schedule(1, direction).unwrap().workspace, plan.workspace_bound(1, direction));
+            assert!(found <= bound && bound < found + found / 4, "{found} of {bound} bytes, {direction:?}");
+        }
+    }
 }

@@ -27,6 +27,8 @@ const COLUMNS: usize = 8;
 /// Up to this many ranks of a group are counted one by one; of more, [`SAMPLE`] are.
 const COUNTED: usize = 64;
 const SAMPLE: usize = 16;
+/// Up to this many ring steps have lines of their own.
+const STEPS: usize = 16;
 
 /// 1234567 as `1,234,567`.
 fn grouped(n: u128) -> String {
@@ -453,6 +455,13 @@ impl Plan {
             }
         }
         steps.sort_unstable();
+        // Of very many ring steps the later ones are told together.
+        let late = steps.iter().filter(|s| s.1 == "ring").nth(STEPS).map_or(u32::MAX, |s| s.2);
+        let told = steps.iter().filter(|s| s.1 == "ring" && s.2 >= late).count();
+        let last = steps.iter().filter(|s| s.1 == "ring").map(|s| s.2).max().unwrap_or(0);
+        if told > 1 {
+            steps.retain(|s| s.1 != "ring" || s.2 <= late);
+        }
         let each = costs.len() <= COLUMNS;
         let mut head = vec!["step".to_string(), String::new()];
         if each {
@@ -471,10 +480,15 @@ impl Plan {
             true
         };
         for (_, phase, step) in steps {
-            let mut label = if phase == "ring" { format!("{phase} {step}") } else { phase.to_string() };
+            let together = phase == "ring" && step == late && told > 1;
+            let mut label = match phase {
+                "ring" if together => format!("ring {step} to {last} ({told} steps)"),
+                "ring" => format!("ring {step}"),
+                _ => phase.to_string(),
+            };
             let of = |f: &dyn Fn(&super::StepCost) -> u128| {
-                let pick = |c: &Costs| c.steps.iter().find(|s| (s.phase, s.step) == (phase, step)).map_or(0, f);
-                costs.iter().map(pick).collect::<Vec<u128>>()
+                let here = |s: &&super::StepCost| s.phase == phase && (s.step == step || together && s.step > step);
+                costs.iter().map(|c| c.steps.iter().filter(here).map(f).sum()).collect::<Vec<u128>>()
             };
             for (name, values) in [
                 ("bytes sent", of(&|s| s.bytes_sent.into())),
@@ -509,9 +523,10 @@ impl Plan {
         }
         let _ = writeln!(
             out,
-            "  peak workspace {title}: {} bytes on rank {}, beyond inputs and outputs{}",
+            "  peak workspace {title}: {} bytes on rank {}, beyond inputs and outputs (the design allows {}){}",
             grouped(most.workspace.into()),
             most.rank,
+            grouped(self.workspace_bound(most.rank, most.direction).into()),
             if most.workspace == 0 { "" } else { ", at its longest:" }
         );
         let mut t = Table { left: 1, rows: Vec::new() };
@@ -624,7 +639,7 @@ mod tests {
         );
         has(&text(Options::new().circulate(Circulate::Queries)), &["dq goes home: as the options ask"]);
         let single = Plan::new(&minilm(), Mesh::single(), Layout::Contiguous).unwrap().explain();
-        has(&single, &["nothing visits", "peak workspace forward: 0 bytes on rank 0, beyond inputs and outputs\n"]);
+        has(&single, &["nothing visits", "peak workspace forward: 0 bytes on rank 0, beyond inputs and outputs (the"]);
     }
 
     #[test]

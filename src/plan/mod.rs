@@ -18,6 +18,7 @@ use crate::{
 
 mod area;
 pub mod auto;
+mod bound;
 mod costs;
 mod explain;
 mod problem;
