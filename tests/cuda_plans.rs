@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Whole plans on a CUDA device: several ranks of one process, each with streams of its own, exchanging by device copies
+//! that events alone order.
+//!
+//! Runs on whatever driver is found; an emulated one on `LD_LIBRARY_PATH` serves as well as a real one. Without any,
+//! these tests say so and pass; with `CPATTN_REQUIRE_CUDA` set, that is a failure.
+#![cfg(feature = "cuda")]
+
+mod common;
+
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use common::{Data, Results, error, reference, rms};
+use cpattn::{
+    Batch, Dtype, Element, Error, Layout, Mask, Mesh, Options, Plan, Problem, Result, Side,
+    kernel::{
+        RawTensor,
+        cuda::{Cuda, DeviceMemory},
+    },
+    plan::{Circulate, Wire},
+    runtime::{Bindings, DeviceRank},
+    schedule::{Direction, Tensor},
+    transport::peer,
+};
+use half::{bf16, f16};
+
+fn device() -> Option<Arc<Cuda>> {
+    match Cuda::new(0) {
+        Ok(cuda) => Some(Arc::new(cuda)),
+        Err(Error::Unsupported { option, limit, .. }) if std::env::var_os("CPATTN_REQUIRE_CUDA").is_none() => {
+            eprintln!("not run: {option}: {limit}");
+            None
+        }
+        Err(e) => panic!("{e}"),
+    }
+}
+
+/// A tensor on the device, and how it is shaped.
+struct Held(DeviceMemory, RawTensor);
+
+impl Held {
+    fn new<T: Element>(cuda: &Cuda, values: &[T], tokens: usize, heads: usize, dim: usize) -> Self {
+        let memory = cuda.allocate(size_of_val(values)).unwrap();
+        memory.upload(bytemuck::cast_slice(values)).unwrap();
+        let raw = RawTensor::compact(memory.ptr(), T::DTYPE, tokens as u64, heads as u32, dim as u32);
+        Self(memory, raw)
+    }
+
+    fn nan<T: Element>(cuda: &Cuda, tokens: usize, heads: usize, dim: usize) -> Self {
+        Self::new(cuda, &vec![T::from_f64(f64::NAN); tokens * heads * dim], tokens, heads, dim)
+    }
+
+    fn read<T: Element>(&self) -> Vec<T> {
+        let mut out = vec![T::from_f64(0.0); self.0.bytes() / size_of::<T>()];
+        self.0.download(bytemuck::cast_slice_mut(&mut out)).unwrap();
+        out
+    }
+}
+
+fn gather<T: Copy>(all: &[T], tokens: &[usize], row: usize) -> Vec<T> {
+    tokens.iter().flat_map(|&t| all[t * row..(t + 1) * row].iter().copied()).collect()
+}
+
+fn scatter<T: Copy>(all: &mut [T], part: &[T], tokens: &[usize], row: usize) {
+    for (i, &t) in tokens.iter().enumerate() {
+        all[t * row..(t + 1) * row].copy_from_slice(&part[i * row..(i + 1) * row]);
+    }
+}
+
+/// Forward and backward, one thread for each rank, all on one device.
+fn run<T: Element<Acc = f32>>(cuda: &Arc<Cuda>, plan: &Plan, data: &Data<T>) -> Result<Results<T>> {
+    let p = plan.problem();
+    let (nq, nk) = (p.batch().tokens(Side::Q), p.batch().tokens(Side::K));
+    let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.v_head_dim());
+    let nan = T::from_f64(f64::NAN);
+    let all = Mutex::new(Results::<T> {
+        o: vec![nan; nq * hq * dv],
+        lse: vec![f32::NAN; nq * hq],
+        dq: vec![nan; nq * hq * d],
+        dk: vec![nan; nk * hk * d],
+        dv: vec![nan; nk * hk * dv],
+        dsinks: Vec::new(),
+    });
+    let devices = vec![Arc::clone(cuda); plan.mesh().world()];
+    let peers = peer::group(&devices, Duration::from_secs(120))?;
+    let outcomes: Vec<Result<()>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = peers
+            .into_iter()
+            .map(|peer| {
+                let (plan, data, all) = (plan.clone(), &data, &all);
+                scope.spawn(move || -> Result<()> {
+                    let mut rank = DeviceRank::new(peer)?;
+                    let r = rank.rank();
+                    let (tq, tk) = (plan.token_indices(Side::Q, r), plan.token_indices(Side::K, r));
+                    let (nq, nk) = (tq.len(), tk.len());
+                    let q = Held::new(cuda, &gather(&data.q, &tq, hq * d), nq, hq, d);
+                    let k = Held::new(cuda, &gather(&data.k, &tk, hk * d), nk, hk, d);
+                    let v = Held::new(cuda, &gather(&data.v, &tk, hk * dv), nk, hk, dv);
+                    let d_o = Held::new(cuda, &gather(&data.d_o, &tq, hq * dv), nq, hq, dv);
+                    let sinks = data.sinks.as_ref().map(|s| Held::new(cuda, s, 1, hq, 1));
+                    let o = Held::nan::<T>(cuda, nq, hq, dv);
+                    let lse = Held::nan::<f32>(cuda, nq, hq, 1);
+                    let mut bindings = Bindings::default()
+                        .with(Tensor::Q, q.1)
+                        .with(Tensor::K, k.1)
+                        .with(Tensor::V, v.1)
+                        .with(Tensor::O, o.1)
+                        .with(Tensor::Lse, lse.1);
+                    if let Some(s) = &sinks {
+                        bindings = bindings.with(Tensor::Sinks, s.1);
+                    }
+                    let stream = std::ptr::null_mut();
+                    // SAFETY: the tensors live until the stream was waited for; the default stream is the context's.
+                    unsafe { rank.run(&plan, Direction::Forward, &bindings, stream) }?;
+                    let (dq, dk) = (Held::nan::<T>(cuda, nq, hq, d), Held::nan::<T>(cuda, nk, hk, d));
+                    let (d_v, dsinks) = (Held::nan::<T>(cuda, nk, hk, dv), Held::nan::<f32>(cuda, 1, hq, 1));
+                    let bindings = bindings
+                        .with(Tensor::DO, d_o.1)
+                        .with(Tensor::Dq, dq.1)
+                        .with(Tensor::Dk, dk.1)
+                        .with(Tensor::Dv, d_v.1)
+                        .with(Tensor::Dsinks, dsinks.1);
+                    // SAFETY: as above.
+                    unsafe { rank.run(&plan, Direction::Backward, &bindings, stream) }?;
+                    // SAFETY: the default stream.
+                    unsafe { cuda.synchronize(stream) }?;
+                    let mut all = all.lock().unwrap();
+                    scatter(&mut all.o, &o.read::<T>(), &tq, hq * dv);
+                    scatter(&mut all.lse, &lse.read::<f32>(), &tq, hq);
+                    scatter(&mut all.dq, &dq.read::<T>(), &tq, hq * d);
+                    scatter(&mut all.dk, &dk.read::<T>(), &tk, hk * d);
+                    scatter(&mut all.dv, &d_v.read::<T>(), &tk, hk * dv);
+                    if sinks.is_some() {
+                        all.dsinks = dsinks.read::<f32>();
+                    }
+                    Ok(())
+                })
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    outcomes.into_iter().collect::<Result<()>>()?;
+    Ok(all.into_inner().unwrap())
+}
+
+/// The error rule with the one-rank device run as yardstick; `slack` is for a bf16 wire.
+fn check<T: Element<Acc = f32>>(what: &str, got: &Results<T>, one: &Results<T>, want: &Results<f64>, slack: f64) {
+    let rule = |name: &str, got: &[T], one: &[T], want: &[f64]| {
+        let (e, e1, scale) = (error(got, want), error(one, want), rms(want.iter().copied()));
+        let bound = 1.1 * e1 + (4.0 * f64::from(f32::EPSILON) + slack) * scale;
+        assert!(e <= bound, "{what}: RMS error of {name} is {e:e}, bound {bound:e} (one rank {e1:e}, RMS {scale:e})");
+        // One rank itself: rounded operands, f32 sums.
+        assert!(
+            e1 <= 4.0 * T::DTYPE.unit_roundoff() * scale,
+            "{what}: one rank's error of {name} is {e1:e} of {scale:e}"
+        );
+    };
+    rule("o", &got.o, &one.o, &want.o);
+    rule("dq", &got.dq, &one.dq, &want.dq);
+    rule("dk", &got.dk, &one.dk, &want.dk);
+    rule("dv", &got.dv, &one.dv, &want.dv);
+    for (i, (&g, &w)) in got.lse.iter().zip(&want.lse).enumerate() {
+        assert!(f64::from(g) == w || (f64::from(g) - w).abs() <= 2e-5 * w.abs().max(1.0), "{what}: lse[{i}] {g} {w}");
+    }
+    assert_eq!(got.dsinks.len(), want.dsinks.len());
+    let scale = rms(want.dsinks.iter().copied());
+    for (h, (&g, &w)) in got.dsinks.iter().zip(&want.dsinks).enumerate() {
+        assert!(
+            (f64::from(g) - w).abs() <= 4.0 * T::DTYPE.unit_roundoff() * scale.max(1.0),
+            "{what}: dsinks[{h}] {g} {w}"
+        );
+    }
+}
+
+fn every_way<T: Element<Acc = f32>>(what: &str, p: &Problem, ways: &[(usize, usize, Layout, Options)]) {
+    let Some(cuda) = device() else { return };
+    let data = Data::<T>::random(p, 7);
+    let want = reference(p, &data);
+    let one = run(&cuda, &Plan::new(p, Mesh::single(), Layout::Contiguous).unwrap(), &data).unwrap();
+    check(&format!("{what}, one rank"), &one, &one, &want, 0.0);
+    for &(ulysses, ring, layout, options) in ways {
+        let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
+        let plan = Plan::with_options(p, mesh, layout, options).unwrap();
+        let what = format!("{what}, {mesh}, {layout}, {options:?}");
+        let got = run(&cuda, &plan, &data).unwrap_or_else(|e| panic!("{what}: {e}"));
+        let slack = if options.wire == Wire::Bf16 { 3e-3 } else { 0.0 };
+        check(&what, &got, &one, &want, slack);
+        let again = run(&cuda, &plan, &data).unwrap();
+        assert!(again == got, "{what}: a second run has other bits");
+    }
+}
+
+#[test]
+fn ulysses_ring_and_hybrid() {
+    let p = Problem::new(Batch::from_lengths(&[29, 0, 70, 13]).unwrap(), 6, 2, 32, Dtype::Bf16);
+    every_way::<bf16>(
+        "causal",
+        &p,
+        &[
+            (1, 3, Layout::Zigzag, Options::new()),
+            (4, 1, Layout::Contiguous, Options::new()),
+            (3, 2, Layout::ZigzagPack, Options::new().circulate(Circulate::Queries)),
+            (1, 2, Layout::Striped { stripe: 4 }, Options::new().circulate(Circulate::Keys).pack_inputs(true)),
+            (2, 2, Layout::Balanced { chunks: 2 }, Options::new().gather(true)),
+            (1, 3, Layout::Contiguous, Options::new().wire(Wire::Bf16).passes(2)),
+        ],
+    );
+}
+
+#[test]
+fn every_option_at_once() {
+    let batch = Batch::cross(&[0, 40, 61], &[0, 75, 96], None).unwrap();
+    let p = Problem::new(batch, 4, 2, 64, Dtype::F16)
+        .value_dim(32)
+        .mask(Mask::window(30, 5))
+        .softcap(5.0)
+        .alibi(&[0.1, 0.2, 0.05, 0.3])
+        .sinks(true);
+    every_way::<f16>(
+        "every option",
+        &p,
+        &[
+            (1, 3, Layout::Zigzag, Options::new()),
+            (2, 2, Layout::Contiguous, Options::new().circulate(Circulate::Queries)),
+            (4, 1, Layout::Contiguous, Options::new()),
+        ],
+    );
+}
+
+#[test]
+fn reproducible_plans_are_refused() {
+    let Some(cuda) = device() else { return };
+    let p = Problem::new(Batch::from_lengths(&[9]).unwrap(), 2, 2, 32, Dtype::F16);
+    let plan = Plan::with_options(&p, Mesh::single(), Layout::Contiguous, Options::new().reproducible(true)).unwrap();
+    let error = run(&cuda, &plan, &Data::<f16>::random(&p, 1)).unwrap_err().to_string();
+    assert!(error.contains("reproducible on a device"), "{error}");
+}
