@@ -7,6 +7,8 @@ extern crate alloc;
 pub mod batch;
 pub mod element;
 pub mod error;
+#[cfg(feature = "capi")]
+pub mod ffi;
 pub mod heads;
 pub mod kernel;
 pub mod layout;

@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! DLPack tensors in, [`RawTensor`]s out.
+//!
+//! The three structs are DLPack's `DLDevice`, `DLDataType` and `DLTensor`, which have kept their layout since version
+//! 0.2. A `DLTensor` says where memory is and never how long, so what can be checked is that it makes sense: device,
+//! type, number of dimensions, strides, alignment, and that every offset stays within the address space, so that nothing
+//! later has to check one again.
+
+use core::ffi::c_void;
+use std::format;
+
+use crate::{
+    element::Dtype,
+    error::{Error, Result},
+    kernel::RawTensor,
+};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct cpattn_dl_device {
+    pub device_type: i32,
+    pub device_id: i32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct cpattn_dl_dtype {
+    pub code: u8,
+    pub bits: u8,
+    pub lanes: u16,
+}
+
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct cpattn_tensor {
+    pub data: *mut c_void,
+    pub device: cpattn_dl_device,
+    pub ndim: i32,
+    pub dtype: cpattn_dl_dtype,
+    pub shape: *mut i64,
+    pub strides: *mut i64,
+    pub byte_offset: u64,
+}
+
+/// How the dimensions of an argument are to be read.
+#[derive(Clone, Copy)]
+pub(super) enum Form {
+    /// `[tokens, heads, dim]`.
+    Rows,
+    /// `[heads, tokens]`.
+    HeadMajor,
+    /// `[heads]`.
+    PerHead,
+}
+
+const CPU: i32 = 1;
+const FLOAT: u8 = 2;
+const BFLOAT: u8 = 4;
+
+/// A described tensor, whatever its type: address, and counts and strides (in elements) by dimension.
+pub(super) struct Parts {
+    pub ptr: *mut u8,
+    pub item: usize,
+    pub dtype: cpattn_dl_dtype,
+    pub ndim: usize,
+    pub shape: [u64; 3],
+    /// Those of dimensions of 0 or 1 are what compact ones would be.
+    pub strides: [i64; 3],
+}
+
+impl Parts {
+    pub(super) fn is_empty(&self) -> bool {
+        self.shape[..self.ndim].contains(&0)
+    }
+}
+
+/// Reads what every tensor has to get right.
+///
+/// # Safety
+/// `t` is null or misaligned, or a DLTensor whose shape and strides have `ndim` entries.
+pub(super) unsafe fn parts(name: &'static str, t: *const cpattn_tensor, ndims: core::ops::RangeInclusive<i32>) -> Result<Parts> {
+    if t.is_null() || !t.is_aligned() {
+        let found = if t.is_null() { "NULL" } else { "misaligned" };
+        return Err(Error::invalid(name, found, "the address of a cpattn_tensor"));
+    }
+    // SAFETY: non-null and aligned; the rest is the caller's promise.
+    let t = unsafe { t.read() };
+    if (t.device.device_type, t.device.device_id) != (CPU, 0) {
+        let found = format!("type {} id {}", t.device.device_type, t.device.device_id);
+        return Err(Error::unsupported(
+            format!("{name}.device {found}"),
+            "this build serves the CPU (device_type 1, device_id 0)",
+            "copy the tensor to host memory",
+        ));
+    }
+    if !ndims.contains(&t.ndim) {
+        let (low, high) = (ndims.start(), ndims.end());
+        let expected = if low == high { format!("{low}") } else { format!("{low} to {high}") };
+        return Err(Error::invalid(format!("{name}.ndim"), t.ndim, expected));
+    }
+    if t.dtype.lanes != 1 {
+        return Err(Error::invalid(format!("{name}.dtype.lanes"), t.dtype.lanes, 1));
+    }
+    let item = usize::from(t.dtype.bits / 8);
+    if !matches!(t.dtype.bits, 8 | 16 | 32 | 64) {
+        return Err(Error::invalid(format!("{name}.dtype.bits"), t.dtype.bits, "8, 16, 32 or 64"));
+    }
+    let ndim = t.ndim as usize;
+    // SAFETY: entries of the caller's arrays, by its promise.
+    let shape_of = unsafe { super::input::array("shape", t.shape.cast_const(), ndim) }
+        .map_err(|_| Error::invalid(format!("{name}.shape"), "NULL or misaligned", format!("{ndim} entries")))?;
+    let strides_of = if t.strides.is_null() {
+        None
+    } else {
+        // SAFETY: as above.
+        let s = unsafe { super::input::array("strides", t.strides.cast_const(), ndim) };
+        Some(s.map_err(|_| Error::invalid(format!("{name}.strides"), "misaligned", format!("{ndim} entries")))?)
+    };
+    let mut out = Parts { ptr: t.data.cast(), item, dtype: t.dtype, ndim, shape: [1; 3], strides: [1; 3] };
+    for (d, &n) in shape_of.iter().enumerate() {
+        out.shape[d] =
+            u64::try_from(n).map_err(|_| Error::invalid(format!("{name}.shape[{d}]"), n, "at least 0"))?;
+    }
+    let too_long = |d: usize, n: u64| {
+        Error::invalid(format!("{name}.shape[{d}]"), n, "a tensor that stays within the address space")
+    };
+    let mut compact = 1i64;
+    let mut reach = 0i128;
+    for d in (0..ndim).rev() {
+        let n = out.shape[d];
+        out.strides[d] = compact;
+        if n > 1 && !out.is_empty() {
+            if let Some(s) = strides_of {
+                if s[d] < 0 {
+                    return Err(Error::invalid(format!("{name}.strides[{d}]"), s[d], "at least 0"));
+                }
+                out.strides[d] = s[d];
+            }
+            reach += i128::from(n) * i128::from(out.strides[d]);
+        }
+        compact = i64::try_from(n.max(1)).ok().and_then(|n| compact.checked_mul(n)).ok_or_else(|| too_long(d, n))?;
+    }
+    let last = ndim - 1;
+    if ndim > 1 && out.shape[last] > 1 && out.strides[last] != 1 && matches!(ndim, 3) {
+        return Err(Error::invalid(format!("{name}.strides[{last}]"), out.strides[last], 1)
+            .hint("the last dimension is contiguous"));
+    }
+    let address = (out.ptr.addr() as u64).checked_add(t.byte_offset).map(i128::from);
+    let end = address.map(|a| a + (reach + 1) * item as i128);
+    if out.is_empty() {
+        return Ok(out);
+    }
+    if out.ptr.is_null() {
+        return Err(Error::invalid(format!("{name}.data"), "NULL", "an address: no dimension is 0"));
+    }
+    if !t.byte_offset.is_multiple_of(item as u64) {
+        return Err(Error::invalid(format!("{name}.byte_offset"), t.byte_offset, format!("a multiple of {item}")));
+    }
+    if end.is_none_or(|end| end > isize::MAX as i128) {
+        return Err(Error::invalid(
+            format!("{name}.strides"),
+            format!("{:?} for shape {:?}", &out.strides[..ndim], &out.shape[..ndim]),
+            "a tensor that stays within the address space",
+        )
+        .hint("strides are counted in elements, byte_offset in bytes"));
+    }
+    out.ptr = out.ptr.wrapping_add(t.byte_offset as usize);
+    if !out.ptr.addr().is_multiple_of(item) {
+        return Err(Error::invalid(
+            format!("{name}.data"),
+            format!("{:p} with its byte_offset", out.ptr),
+            format!("a multiple of {item}, the element's size"),
+        ));
+    }
+    Ok(out)
+}
+
+fn dtype(name: &'static str, d: cpattn_dl_dtype) -> Result<Dtype> {
+    match (d.code, d.bits) {
+        (FLOAT, 16) => Ok(Dtype::F16),
+        (FLOAT, 32) => Ok(Dtype::F32),
+        (FLOAT, 64) => Ok(Dtype::F64),
+        (BFLOAT, 16) => Ok(Dtype::Bf16),
+        (code, bits) => Err(Error::invalid(
+            format!("{name}.dtype"),
+            format!("code {code} with {bits} bits"),
+            "f16 {2, 16}, bf16 {4, 16}, f32 {2, 32} or f64 {2, 64}",
+        )),
+    }
+}
+
+/// An argument of a call.
+///
+/// # Safety
+/// As [`parts`].
+pub(super) unsafe fn tensor(name: &'static str, t: *const cpattn_tensor, form: Form) -> Result<RawTensor> {
+    let ndim = match form {
+        Form::Rows => 3,
+        Form::HeadMajor => 2,
+        Form::PerHead => 1,
+    };
+    // SAFETY: the caller's promise.
+    let p = unsafe { parts(name, t, ndim..=ndim) }?;
+    let dtype = dtype(name, p.dtype)?;
+    let narrow = |d: usize| {
+        u32::try_from(p.shape[d])
+            .map_err(|_| Error::invalid(format!("{name}.shape[{d}]"), p.shape[d], format!("at most {}", u32::MAX)))
+    };
+    let (ptr, s) = (p.ptr, p.strides);
+    Ok(match form {
+        Form::Rows => RawTensor {
+            ptr,
+            token_stride: s[0],
+            head_stride: s[1],
+            tokens: p.shape[0],
+            heads: narrow(1)?,
+            dim: narrow(2)?,
+            dtype,
+        },
+        Form::HeadMajor => RawTensor {
+            ptr,
+            token_stride: s[1],
+            head_stride: s[0],
+            tokens: p.shape[1],
+            heads: narrow(0)?,
+            dim: 1,
+            dtype,
+        },
+        Form::PerHead => {
+            RawTensor { ptr, token_stride: 0, head_stride: s[0], tokens: 1, heads: narrow(0)?, dim: 1, dtype }
+        }
+    })
+}
+
+/// An argument that may be NULL.
+///
+/// # Safety
+/// As [`parts`].
+pub(super) unsafe fn optional(name: &'static str, t: *const cpattn_tensor, form: Form) -> Result<RawTensor> {
+    if t.is_null() {
+        return Ok(RawTensor::NONE);
+    }
+    // SAFETY: the caller's promise.
+    let raw = unsafe { tensor(name, t, form) }?;
+    if raw.is_none() {
+        // Without elements and without an address: an address is what tells it from an argument that was left out.
+        return Ok(RawTensor { ptr: core::ptr::without_provenance_mut(raw.dtype.size()), ..raw });
+    }
+    Ok(raw)
+}
+
+/// Refuses a stream: only devices have them.
+pub(super) fn no_stream(stream: *mut c_void) -> Result<()> {
+    if stream.is_null() {
+        return Ok(());
+    }
+    Err(Error::unsupported("stream", "this build serves the CPU, which has no streams", "pass NULL"))
+}
