@@ -383,11 +383,10 @@ typedef struct cpattn_rank_options {
   int32_t device_type; /* CPATTN_DEVICE_CPU */
   int32_t device_id;   /* 0 on the CPU */
   int32_t reserved;    /* 0 */
-  void *stream;        /* NULL on the CPU */
 } cpattn_rank_options;
 
 #define CPATTN_RANK_OPTIONS_INIT \
-  { sizeof(cpattn_rank_options), 1, CPATTN_DEVICE_CPU, 0, 0, NULL }
+  { sizeof(cpattn_rank_options), 1, CPATTN_DEVICE_CPU, 0, 0 }
 
 /* A rank lives long and runs many plans. It takes the transport over: on success the transport's handle is gone, after
  * a refusal it is still the caller's. options NULL: the defaults. */
@@ -420,10 +419,11 @@ typedef struct cpattn_forward_args {
   const cpattn_tensor *o;     /* written, [Nq, H, Dv] */
   const cpattn_tensor *lse;   /* written, [H, Nq] f32 (f64 for f64): natural log-sum-exp of the scores, -inf for a row
                                  that attends to nothing */
+  void *stream;               /* NULL on the CPU */
 } cpattn_forward_args;
 
 #define CPATTN_FORWARD_ARGS_INIT \
-  { sizeof(cpattn_forward_args), NULL, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(cpattn_forward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 /* The tensors of a backward. It repeats the forward's exchanges, so only o and lse have to be kept. */
 typedef struct cpattn_backward_args {
@@ -439,10 +439,11 @@ typedef struct cpattn_backward_args {
   const cpattn_tensor *dk;     /* written, [Nk, Hk, D] */
   const cpattn_tensor *dv;     /* written, [Nk, Hk, Dv] */
   const cpattn_tensor *dsinks; /* written, [H] of lse's type, summed over the group; NULL unless there are sinks */
+  void *stream;                /* NULL on the CPU */
 } cpattn_backward_args;
 
 #define CPATTN_BACKWARD_ARGS_INIT \
-  { sizeof(cpattn_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(cpattn_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 /* Run a plan. All ranks of the group call with equal plans in the same order, each on a thread of its own, and wait for
  * each other. CPATTN_INVALID: a tensor that does not fit, or overlaps one that is written; the peers of a rank that is

@@ -78,7 +78,11 @@ impl Parts {
 ///
 /// # Safety
 /// `t` is null or misaligned, or a DLTensor whose shape and strides have `ndim` entries.
-pub(super) unsafe fn parts(name: &'static str, t: *const cpattn_tensor, ndims: core::ops::RangeInclusive<i32>) -> Result<Parts> {
+pub(super) unsafe fn parts(
+    name: &'static str,
+    t: *const cpattn_tensor,
+    ndims: core::ops::RangeInclusive<i32>,
+) -> Result<Parts> {
     if t.is_null() || !t.is_aligned() {
         let found = if t.is_null() { "NULL" } else { "misaligned" };
         return Err(Error::invalid(name, found, "the address of a cpattn_tensor"));
@@ -118,8 +122,7 @@ pub(super) unsafe fn parts(name: &'static str, t: *const cpattn_tensor, ndims: c
     };
     let mut out = Parts { ptr: t.data.cast(), item, dtype: t.dtype, ndim, shape: [1; 3], strides: [1; 3] };
     for (d, &n) in shape_of.iter().enumerate() {
-        out.shape[d] =
-            u64::try_from(n).map_err(|_| Error::invalid(format!("{name}.shape[{d}]"), n, "at least 0"))?;
+        out.shape[d] = u64::try_from(n).map_err(|_| Error::invalid(format!("{name}.shape[{d}]"), n, "at least 0"))?;
     }
     let too_long = |d: usize, n: u64| {
         Error::invalid(format!("{name}.shape[{d}]"), n, "a tensor that stays within the address space")

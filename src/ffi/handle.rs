@@ -94,7 +94,7 @@ pub(super) unsafe fn take<T: Kind>(ptr: *mut Handle<T>) -> Outcome<T> {
         return Err(refuse::<T>("destroyed"));
     }
     // SAFETY: the exchange above succeeds once in the life of a handle, so the state is moved out once.
-    let state = unsafe { core::ptr::read(&raw const *(*ptr).state) };
+    let state = unsafe { core::ptr::read((&raw const (*ptr).state).cast::<T>()) };
     #[cfg(debug_assertions)]
     debug::retire(ptr.cast(), std::alloc::Layout::new::<Handle<T>>());
     #[cfg(not(debug_assertions))]

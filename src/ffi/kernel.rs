@@ -5,10 +5,7 @@
 //! and what an enum would refuse (a mode) or arithmetic could not hold (a position) is checked first. Calls allocate
 //! nothing unless they refuse.
 
-use core::{
-    ffi::c_void,
-    mem::offset_of,
-};
+use core::{ffi::c_void, mem::offset_of};
 use std::{
     format,
     sync::{Mutex, MutexGuard, PoisonError, TryLockError},
@@ -25,8 +22,8 @@ use super::{
 use crate::{
     error::{Error, Result},
     kernel::{
-        Attend, AttendBackward, Block, Delta, Finish, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score,
-        SinkGradient, Transform, cpu, merge, sinks,
+        Attend, AttendBackward, Block, Delta, Finish, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor,
+        Score, SinkGradient, Transform, cpu, merge, sinks,
     },
     plan::MAX_HEAD_DIM,
     tensor::disjoint,
@@ -140,7 +137,8 @@ pub struct cpattn_attend_backward_args {
 }
 
 /// What a scratch's handle holds.
-pub(super) struct Tiles(Mutex<cpu::Scratch>);
+#[doc(hidden)]
+pub struct Tiles(Mutex<cpu::Scratch>);
 
 pub type cpattn_scratch = Handle<Tiles>;
 
@@ -176,7 +174,7 @@ pub unsafe extern "C" fn cpattn_scratch_destroy(scratch: *mut cpattn_scratch) ->
             return Ok(());
         }
         // SAFETY: the header's promise about handles.
-        unsafe { handle::borrow(scratch.cast_const()) }?.lock()?;
+        drop(unsafe { handle::borrow(scratch.cast_const()) }?.lock()?);
         // SAFETY: as above.
         unsafe { handle::destroy(scratch) }
     })

@@ -117,9 +117,11 @@ fn window(name: &'static str, limit: i64) -> Result<Option<u32>> {
 /// The pointers of `p` are null or as long as the header says.
 unsafe fn problem(p: &cpattn_problem) -> Result<Problem> {
     reserved("problem.reserved", p.reserved == 0)?;
-    let entries = p.documents.checked_add(1).filter(|&n| n <= i32::MAX as usize).ok_or_else(|| {
-        Error::invalid("problem.documents", p.documents, format!("below {}", i32::MAX))
-    })?;
+    let entries = p
+        .documents
+        .checked_add(1)
+        .filter(|&n| n <= i32::MAX as usize)
+        .ok_or_else(|| Error::invalid("problem.documents", p.documents, format!("below {}", i32::MAX)))?;
     // SAFETY: the caller's promise, here and below.
     let cu_q = unsafe { array("problem.cu_seqlens_q", p.cu_seqlens_q, entries) }?;
     let batch = if p.cu_seqlens_k.is_null() {
@@ -130,7 +132,8 @@ unsafe fn problem(p: &cpattn_problem) -> Result<Problem> {
     } else {
         // SAFETY: as above.
         let (cu_k, starts) = unsafe {
-            let starts = if p.q_start.is_null() { None } else { Some(array("problem.q_start", p.q_start, p.documents)?) };
+            let starts =
+                if p.q_start.is_null() { None } else { Some(array("problem.q_start", p.q_start, p.documents)?) };
             (array("problem.cu_seqlens_k", p.cu_seqlens_k, entries)?, starts)
         };
         Batch::cross(cu_q, cu_k, starts)?
@@ -138,7 +141,10 @@ unsafe fn problem(p: &cpattn_problem) -> Result<Problem> {
     let dtype = one_of("problem.dtype", p.dtype, &DTYPES)?;
     let kind = one_of("problem.kind", p.kind, &[plan::Kind::Softmax, plan::Kind::Other])?;
     let or = |n: u32, default: u32| if n == 0 { default as usize } else { n as usize };
-    let mask = Mask { left: window("problem.window_left", p.window_left)?, right: window("problem.window_right", p.window_right)? };
+    let mask = Mask {
+        left: window("problem.window_left", p.window_left)?,
+        right: window("problem.window_right", p.window_right)?,
+    };
     let mut out = Problem::new(batch, p.heads as usize, or(p.kv_heads, p.heads), p.head_dim as usize, dtype)
         .value_dim(or(p.value_dim, p.head_dim))
         .mask(mask)

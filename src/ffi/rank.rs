@@ -33,7 +33,6 @@ pub struct cpattn_rank_options {
     pub device_type: i32,
     pub device_id: i32,
     pub reserved: i32,
-    pub stream: *mut c_void,
 }
 
 #[derive(Clone, Copy)]
@@ -46,6 +45,7 @@ pub struct cpattn_forward_args {
     pub sinks: *const cpattn_tensor,
     pub o: *const cpattn_tensor,
     pub lse: *const cpattn_tensor,
+    pub stream: *mut c_void,
 }
 
 #[derive(Clone, Copy)]
@@ -63,10 +63,12 @@ pub struct cpattn_backward_args {
     pub dk: *const cpattn_tensor,
     pub dv: *const cpattn_tensor,
     pub dsinks: *const cpattn_tensor,
+    pub stream: *mut c_void,
 }
 
 /// What a rank's handle holds.
-pub(super) struct State {
+#[doc(hidden)]
+pub struct State {
     rank: Mutex<Rank>,
     handle: runtime::Handle,
 }
@@ -126,7 +128,6 @@ pub unsafe extern "C" fn cpattn_rank_create(
                 )
                 .into());
             }
-            no_stream(o.stream)?;
             n = workers("options.workers", o.workers)?;
         }
         // SAFETY: the header's promise about handles. Nothing can be refused from here on.
@@ -147,7 +148,7 @@ pub unsafe extern "C" fn cpattn_rank_destroy(rank: *mut cpattn_rank) -> i32 {
             return Ok(());
         }
         // SAFETY: the header's promise about handles.
-        unsafe { handle::borrow(rank) }?.lock()?;
+        drop(unsafe { handle::borrow(rank) }?.lock()?);
         // SAFETY: as above.
         unsafe { handle::destroy(rank) }
     })
@@ -206,6 +207,7 @@ pub unsafe extern "C" fn cpattn_forward(
         let (rank, plan, a) =
             unsafe { (handle::borrow(rank.cast_const())?, handle::borrow(plan)?, sized("args", args)?) };
         runs(plan)?;
+        no_stream(a.stream)?;
         // SAFETY: the header's promise about tensors.
         let bindings = unsafe {
             Bindings::default()
@@ -233,6 +235,7 @@ pub unsafe extern "C" fn cpattn_backward(
         let (rank, plan, a) =
             unsafe { (handle::borrow(rank.cast_const())?, handle::borrow(plan)?, sized("args", args)?) };
         runs(plan)?;
+        no_stream(a.stream)?;
         if !a.dsinks.is_null() && !plan.problem().has_sinks() {
             return Err(Error::invalid("dsinks", "given", "NULL, since the problem has no sinks").into());
         }

@@ -90,7 +90,9 @@ impl Rows {
         let (parts, part_stride, run) = match p.ndim {
             1 => (1, 0, size),
             2 if a > 1 && sa != 1 => {
-                return Err(Error::invalid(format!("{name}.strides[1]"), sa, 1).hint("the last dimension is contiguous"));
+                return Err(
+                    Error::invalid(format!("{name}.strides[1]"), sa, 1).hint("the last dimension is contiguous")
+                );
             }
             2 => (1, 0, (a as usize).wrapping_mul(size)),
             _ => (a as usize, bytes(sa), (b as usize).wrapping_mul(size)),
@@ -148,7 +150,11 @@ unsafe fn pair(
     }
     for d in 1..w.ndim {
         if l.shape[d] != w.shape[d] {
-            return Err(Error::invalid(format!("local.shape[{d}]"), l.shape[d], format!("that of whole, {}", w.shape[d])));
+            return Err(Error::invalid(
+                format!("local.shape[{d}]"),
+                l.shape[d],
+                format!("that of whole, {}", w.shape[d]),
+            ));
         }
     }
     if w.is_empty() || l.is_empty() {
@@ -157,7 +163,11 @@ unsafe fn pair(
     let (w, l) = (Rows::new("whole", &w)?, Rows::new("local", &l)?);
     let (name, written) = if whole_written { ("whole", &w) } else { ("local", &l) };
     if !written.is_injective() {
-        return Err(Error::invalid(format!("{name}.strides"), "overlapping", "rows that share no byte: they are written"));
+        return Err(Error::invalid(
+            format!("{name}.strides"),
+            "overlapping",
+            "rows that share no byte: they are written",
+        ));
     }
     let (a, b) = (w.hull(), l.hull());
     if a.start < b.end && b.start < a.end {

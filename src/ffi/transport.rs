@@ -37,7 +37,10 @@ pub struct cpattn_message {
 static_assertions::assert_eq_size!(cpattn_message, Message);
 static_assertions::const_assert_eq!(core::mem::offset_of!(cpattn_message, peer), core::mem::offset_of!(Message, peer));
 static_assertions::const_assert_eq!(core::mem::offset_of!(cpattn_message, data), core::mem::offset_of!(Message, ptr));
-static_assertions::const_assert_eq!(core::mem::offset_of!(cpattn_message, bytes), core::mem::offset_of!(Message, bytes));
+static_assertions::const_assert_eq!(
+    core::mem::offset_of!(cpattn_message, bytes),
+    core::mem::offset_of!(Message, bytes)
+);
 
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -74,7 +77,8 @@ pub struct cpattn_transport_table {
 }
 
 /// The caller's functions as a transport.
-pub(super) struct Table {
+#[doc(hidden)]
+pub struct Table {
     table: cpattn_transport_table,
     /// Room for an all-gather: runs allocate nothing.
     numbers: Mutex<Vec<u64>>,
@@ -109,7 +113,11 @@ impl Transport for Table {
         let mut numbers = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
         let (world, rank) = (self.table.world as usize, self.table.rank as usize);
         if group.end > world || !group.contains(&rank) {
-            return Err(Error::invalid("group", format!("{group:?}"), format!("within 0..{world} and around rank {rank}")));
+            return Err(Error::invalid(
+                "group",
+                format!("{group:?}"),
+                format!("within 0..{world} and around rank {rank}"),
+            ));
         }
         let all = &mut numbers[..group.len()];
         // A function that writes nothing must not look like agreement.
@@ -184,7 +192,8 @@ impl Drop for Table {
 }
 
 /// Either kind, until it becomes a rank.
-pub(super) enum Any {
+#[doc(hidden)]
+pub enum Any {
     Local(local::Local),
     Table(Table),
 }
