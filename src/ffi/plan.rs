@@ -2,7 +2,7 @@
 //! Problem × options → plan, and what can be asked of a plan.
 
 use core::ffi::c_char;
-use std::{format, string::String};
+use std::format;
 
 use super::{
     handle::{self, Handle, Kind},
@@ -313,12 +313,15 @@ pub unsafe extern "C" fn cpattn_plan_explain(
         let (plan, text, needed) = unsafe {
             (handle::borrow(plan)?, array_mut("text", text.cast::<u8>(), capacity)?, result("needed", needed)?)
         };
-        let mut said: String = format!("{}", plan.explain());
+        let mut said = plan.explain();
         said.retain(|c| c != '\0');
         needed.write(said.len() + 1);
         if let Some(room) = text.len().checked_sub(1) {
             // Cut where a character ends.
-            let n = said.floor_char_boundary(room.min(said.len()));
+            let mut n = room.min(said.len());
+            while !said.is_char_boundary(n) {
+                n -= 1;
+            }
             for (to, &from) in text.iter_mut().zip(&said.as_bytes()[..n]) {
                 to.write(from);
             }
