@@ -226,7 +226,7 @@ fn fill(m: &mut Machine, s: u64, dst: u64, value: u32, width: usize, count: usiz
     if count == 0 {
         return Ok(());
     }
-    if dst % width as u64 != 0 || m.mem.find(dst).is_none() {
+    if !dst.is_multiple_of(width as u64) || m.mem.find(dst).is_none() {
         return Err(codes::INVALID_VALUE);
     }
     m.enqueue(s, Vec::new(), None, Work::Fill { dst, pattern: value.to_le_bytes(), width, count });

@@ -127,10 +127,10 @@ impl Machine {
         let number = s.enqueued;
         clock.raise(id, number);
         s.tail = clock.clone();
-        if let Work::Record { event, .. } = &work {
-            if let Some(e) = self.events.get_mut(event) {
-                e.record = Some((id, number, clock.clone()));
-            }
+        if let Work::Record { event, .. } = &work
+            && let Some(e) = self.events.get_mut(event)
+        {
+            e.record = Some((id, number, clock.clone()));
         }
         s.queue.push_back(Op { number, after, clock, work, device });
         if self.config.eager {

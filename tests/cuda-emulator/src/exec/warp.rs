@@ -41,6 +41,8 @@ pub(crate) struct Warp {
     /// Set when a barrier lets this warp go: the value of its reduction.
     pub(crate) released: Option<u32>,
     pub(crate) pending: Vec<Pending>,
+    /// How often the lanes have synchronised.
+    pub(crate) syncs: u32,
     /// Groups of asynchronous copies each lane has committed.
     pub(crate) committed: [u32; 32],
     /// What relaxed reads have seen and no fence has taken up yet.
@@ -73,6 +75,7 @@ impl Warp {
             state: State::Ready,
             released: None,
             pending: Vec::new(),
+            syncs: 1,
             committed: [0; 32],
             observed: Published::default(),
             fenced: None,

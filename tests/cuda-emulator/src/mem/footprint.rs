@@ -22,14 +22,14 @@ impl Footprint {
         if start >= self.last.0 && end <= self.last.1 {
             return;
         }
-        if let Some((&s, &e)) = self.ranges.range(..=start).next_back() {
-            if e >= start {
-                if e >= end {
-                    self.last = (s, e);
-                    return;
-                }
-                start = s;
+        if let Some((&s, &e)) = self.ranges.range(..=start).next_back()
+            && e >= start
+        {
+            if e >= end {
+                self.last = (s, e);
+                return;
             }
+            start = s;
         }
         while let Some((&s, &e)) = self.ranges.range(start..=end).next_back() {
             if s < start {
@@ -54,10 +54,10 @@ impl Footprint {
     pub fn overlap(&self, other: &Self) -> Option<(u64, u64)> {
         let (small, large) = if self.ranges.len() <= other.ranges.len() { (self, other) } else { (other, self) };
         for (&s, &e) in &small.ranges {
-            if let Some((&os, &oe)) = large.ranges.range(..e).next_back() {
-                if oe > s {
-                    return Some((s.max(os), e.min(oe)));
-                }
+            if let Some((&os, &oe)) = large.ranges.range(..e).next_back()
+                && oe > s
+            {
+                return Some((s.max(os), e.min(oe)));
             }
         }
         None

@@ -251,10 +251,10 @@ impl Memory {
                 text += &format!("; byte {past} of {}{}", a.describe(), if a.freed { " (freed)" } else { "" });
             }
         }
-        if let Some((_, a)) = self.allocations.range(address..).next() {
-            if a.base - address < 4 * RED as u64 {
-                text += &format!("; {} bytes before {}", a.base - address, a.describe());
-            }
+        if let Some((_, a)) = self.allocations.range(address..).next()
+            && a.base - address < 4 * RED as u64
+        {
+            text += &format!("; {} bytes before {}", a.base - address, a.describe());
         }
         Err((Fault::OutOfBounds, text))
     }

@@ -3,11 +3,12 @@
 //!
 //! - [`global`]: allocations with red zones, poison and a bit per byte that says "written";
 //! - [`order`]: who accessed which bytes of global memory last, for races inside a launch;
-//! - [`shared`]: the shared memory of one block, with the same bits and epochs per warp;
+//! - [`shared`]: the shared memory of one block, with the same bits and epochs per warp; [`lanes`]: between its lanes;
 //! - [`touch`]: folds the lanes of one instruction into runs of 16 bytes, the unit all shadows work in.
 
 pub(crate) mod footprint;
 pub(crate) mod global;
+pub(crate) mod lanes;
 pub(crate) mod order;
 pub(crate) mod shared;
 pub(crate) mod touch;

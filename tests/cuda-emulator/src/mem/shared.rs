@@ -9,6 +9,7 @@
 //! An asynchronous copy owns its destination from the instruction to the wait: any access in between is a fault, and
 //! the bytes are poison until then.
 
+use super::lanes::{LaneAccess, LaneRace, LaneShadow};
 use super::touch::Touches;
 use crate::exec::clock::Clocks;
 use std::collections::HashMap;
@@ -31,6 +32,8 @@ pub(crate) enum SharedFault {
     Pending { by: u32, pc: u32, at: u32 },
     /// Never written.
     Unwritten { at: u32 },
+    /// Accessed by another lane of this warp without a synchronisation of the warp.
+    Lane(LaneRace),
 }
 
 /// Shared memory of one block.
@@ -42,6 +45,7 @@ pub(crate) struct SharedMemory {
     records: Vec<u32>,
     split: HashMap<u32, Box<[u32]>>,
     is_split: Vec<bool>,
+    lanes: LaneShadow,
 }
 
 impl SharedMemory {
@@ -55,6 +59,7 @@ impl SharedMemory {
             records: vec![0; if races { lines * (warps + HEAD) } else { 0 }],
             split: HashMap::new(),
             is_split: vec![false; if races { lines } else { 0 }],
+            lanes: LaneShadow::new(if races { lines } else { 0 }),
         }
     }
 
@@ -122,6 +127,18 @@ impl SharedMemory {
             self.is_split[line as usize] = false;
         }
         Ok(())
+    }
+
+    /// Checks and records the order between lanes.
+    #[inline]
+    pub(crate) fn lanes(&mut self, a: &LaneAccess<'_>) -> Result<(), SharedFault> {
+        self.lanes.access(a).map_err(SharedFault::Lane)
+    }
+
+    /// Records that a copy of a lane arrived.
+    #[inline]
+    pub(crate) fn arrived(&mut self, offset: u32, size: u32, lane: u32, key: u32) {
+        self.lanes.arrived(offset, size, lane, key);
     }
 
     /// Checks and records a read by a warp that knows `clocks`.

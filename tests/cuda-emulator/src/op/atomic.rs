@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `atom` and `red`.
 
-use super::memory::{address, flag_key, global, peek, poke, shared};
+use super::memory::{How, address, flag_key, global, peek, poke, shared};
 use super::{Access, Cx, Flow, Ins};
 use crate::mem::{SHARED_WINDOW, WINDOW_MASK};
 use crate::num::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
@@ -155,7 +155,7 @@ pub(super) unsafe fn atomic(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
         let mut at = [0u64; 32];
         at[l] = if a.space == Space::Generic && space == Space::Shared { raw & !WINDOW_MASK } else { raw };
         let checked = if space == Space::Shared {
-            shared(cx, &at, a.size, 1 << l, false, true, &mut p)
+            shared(cx, &at, a.size, 1 << l, How { write: false, strong: true, collective: false }, &mut p)
         } else {
             global(cx, &at, a.size, 1 << l, false, true, &mut p)
         };
@@ -163,7 +163,7 @@ pub(super) unsafe fn atomic(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
             return flow;
         }
         let checked = if space == Space::Shared {
-            shared(cx, &at, a.size, 1 << l, true, true, &mut p)
+            shared(cx, &at, a.size, 1 << l, How { write: true, strong: true, collective: false }, &mut p)
         } else {
             global(cx, &at, a.size, 1 << l, true, true, &mut p)
         };

@@ -6,6 +6,7 @@
 
 use super::memory::{address, global, shared_fault};
 use super::{Cx, Flow, Ins, lanes};
+use crate::mem::lanes::{self as lane_order, LaneAccess};
 use crate::mem::shared::SharedFault;
 use crate::mem::touch::Touches;
 use crate::report::Fault;
@@ -72,7 +73,9 @@ pub(super) unsafe fn start(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
         }
     }
     let eager = cx.grid.options.eager;
-    if let Err(f) = claim(cx, &touches, w) {
+    let key = lane_order::key(w, cx.warp.syncs);
+    let lanes_access = LaneAccess { at: &dst, size, mask: m, write: true, collective: false, key };
+    if let Err(f) = claim(cx, &touches, w, &lanes_access) {
         return shared_fault(cx, f, &dst, size, m);
     }
     for l in lanes(m) {
@@ -103,7 +106,7 @@ fn check_source(cx: &mut Cx, src: &[u64; 32], bytes: u32, m: u32) -> Option<Flow
         let piece = if bytes.is_power_of_two() { bytes } else { 1 << (bytes - done).trailing_zeros().min(3) };
         let mut at = *src;
         at.iter_mut().for_each(|a| *a = a.wrapping_add(u64::from(done)));
-        let piece = if at[m.trailing_zeros() as usize] % u64::from(piece) == 0 { piece } else { 1 };
+        let piece = if at[m.trailing_zeros() as usize].is_multiple_of(u64::from(piece)) { piece } else { 1 };
         if let Some(flow) = global(cx, &at, piece, m, false, false, &mut p) {
             return Some(flow);
         }
@@ -112,12 +115,13 @@ fn check_source(cx: &mut Cx, src: &[u64; 32], bytes: u32, m: u32) -> Option<Flow
     None
 }
 
-fn claim(cx: &mut Cx, touches: &Touches, w: usize) -> Result<(), SharedFault> {
+fn claim(cx: &mut Cx, touches: &Touches, w: usize, lanes_access: &LaneAccess<'_>) -> Result<(), SharedFault> {
     if cx.grid.options.shared_races {
         for (line, mask) in touches.iter() {
             let clocks = &cx.block.known[w].own;
             cx.block.shared.begin(line, mask, w, clocks, cx.pc as u32)?;
         }
+        cx.block.shared.lanes(lanes_access)?;
     }
     Ok(())
 }
@@ -156,6 +160,10 @@ pub(super) unsafe fn wait(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
         }
         if !cx.grid.options.eager {
             deliver(cx, p);
+        }
+        if cx.grid.options.shared_races {
+            let key = lane_order::key(w, cx.warp.syncs);
+            cx.block.shared.arrived(p.dst, p.bytes, p.lane, key);
         }
         touches.add(u64::from(p.dst), p.bytes);
         batch += 1;

@@ -40,11 +40,11 @@ impl Decoder<'_> {
             let (a, x) = (self.src(s, kind)?, self.list(&rows));
             return Ok(Ins { a, b: kind.wide().into(), c: rows.len() as u32, e: part, x, ..plain(moves::unpack) });
         }
-        if let Operand::Name(n) = s {
-            if matches!(n.as_str(), "%clock" | "%clock64" | "%clock_hi" | "%globaltimer") {
-                let (dst, wide) = self.dst_any(d)?;
-                return Ok(Ins { dst, b: wide.into(), ..plain(moves::clock) });
-            }
+        if let Operand::Name(n) = s
+            && matches!(n.as_str(), "%clock" | "%clock64" | "%clock_hi" | "%globaltimer")
+        {
+            let (dst, wide) = self.dst_any(d)?;
+            return Ok(Ins { dst, b: wide.into(), ..plain(moves::clock) });
         }
         self.decode_plain(&parts.join("."), o)
     }
@@ -242,7 +242,8 @@ impl Decoder<'_> {
             "shared" | "shared::cta" => a.space = Space::Shared,
             "local" => a.space = Space::Local,
             "param" | "param::entry" => a.space = Space::Param,
-            "relaxed" | "volatile" | "mmio" => a.order = Order::Relaxed,
+            "volatile" => a.order = Order::Volatile,
+            "relaxed" | "mmio" => a.order = Order::Relaxed,
             "acquire" => a.order = Order::Acquire,
             "release" => a.order = Order::Release,
             "acq_rel" => a.order = Order::AcquireRelease,

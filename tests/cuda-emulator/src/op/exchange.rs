@@ -158,6 +158,9 @@ pub(super) unsafe fn elect(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
 pub(super) unsafe fn warp_barrier(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
     match members(cx, i.e, m) {
         Err(flow) => flow,
-        Ok(()) => Flow::Next,
+        Ok(()) => {
+            cx.warp.syncs += 1;
+            Flow::Next
+        }
     }
 }

@@ -5,6 +5,7 @@
 //! before), and only then moves data.
 
 use super::{Access, Cx, Flow, Ins, Order, lanes};
+use crate::mem::lanes::{self as lane_order, LaneAccess, LaneRace};
 use crate::mem::order::{Accessor, Epoch};
 use crate::mem::shared::SharedFault;
 use crate::mem::touch::Touches;
@@ -111,7 +112,7 @@ fn one_space(cx: &mut Cx, a: &Access, space: Space, at: &[u64; 32], m: u32, writ
     let size = a.size * a.count;
     let mut p: Pointers = [std::ptr::null_mut(); 32];
     let checked = match space {
-        Space::Shared => shared(cx, at, size, m, write, a.order.strong(), &mut p),
+        Space::Shared => shared(cx, at, size, m, How { write, strong: a.order.strong() && a.order != Order::Volatile, collective: false }, &mut p),
         Space::Global | Space::Const | Space::Generic => global(cx, at, size, m, write, a.order.strong(), &mut p),
         Space::Local => local(cx, at, size, m, &mut p),
         Space::Param => param(cx, at, size, m, write, &mut p),
@@ -159,6 +160,16 @@ fn misaligned(cx: &mut Cx, lane: usize, at: u64, size: u32) -> Flow {
     cx.fail(Fault::Misaligned, Some(lane as u32), format!("address {at:#x} is not a multiple of {size}"))
 }
 
+/// How shared memory is accessed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct How {
+    pub(super) write: bool,
+    /// Atomic or the like: does not race.
+    pub(super) strong: bool,
+    /// Every lane gets what each address holds.
+    pub(super) collective: bool,
+}
+
 /// Checks an access to shared memory; `Some` when it faults.
 #[inline]
 pub(super) fn shared(
@@ -166,15 +177,14 @@ pub(super) fn shared(
     at: &[u64; 32],
     size: u32,
     m: u32,
-    write: bool,
-    strong: bool,
+    how: How,
     p: &mut Pointers,
 ) -> Option<Flow> {
     let mut touches = Touches::new();
     let limit = u64::from(cx.block.shared.size());
     for l in lanes(m) {
         let o = at[l];
-        if o % u64::from(size) != 0 {
+        if !o.is_multiple_of(u64::from(size)) {
             return Some(misaligned(cx, l, o, size));
         }
         if o + u64::from(size) > limit {
@@ -188,12 +198,17 @@ pub(super) fn shared(
         let conflicts = bank_conflicts(at, size, m);
         cx.grid.conflicts[cx.pc] += conflicts;
     }
-    let checked = shared_lines(cx, &touches, write, strong);
+    let mut checked = shared_lines(cx, &touches, how);
+    if checked.is_ok() && cx.grid.options.shared_races && !how.strong {
+        let key = lane_order::key(cx.warp.index, cx.warp.syncs);
+        let a = LaneAccess { at, size, mask: m, write: how.write, collective: how.collective, key };
+        checked = cx.block.shared.lanes(&a);
+    }
     checked.err().map(|f| shared_fault(cx, f, at, size, m))
 }
 
-fn shared_lines(cx: &mut Cx, touches: &Touches, write: bool, strong: bool) -> Result<(), SharedFault> {
-    let w = cx.warp.index;
+fn shared_lines(cx: &mut Cx, touches: &Touches, how: How) -> Result<(), SharedFault> {
+    let (w, How { write, strong, .. }) = (cx.warp.index, how);
     if !write && cx.grid.options.uninitialised_shared {
         cx.block.shared.check_written(touches)?;
     }
@@ -234,6 +249,11 @@ pub(super) fn shared_fault(cx: &mut Cx, f: SharedFault, at: &[u64; 32], size: u3
             )
         }
         SharedFault::Unwritten { at } => (Fault::Uninitialised, at, "never written".to_owned()),
+        SharedFault::Lane(LaneRace { at, other, wrote }) => {
+            let who = other.map_or("several lanes".to_owned(), |l| format!("lane {l}"));
+            let what = if wrote { "written" } else { "read" };
+            (Fault::SharedRace, at, format!("{what} by {who} of this warp without `bar.warp.sync` in between"))
+        }
     };
     let lane = lanes(m).find(|&l| (at[l]..at[l] + u64::from(size)).contains(&u64::from(byte)));
     let mine = cx.warp.index;
@@ -281,7 +301,7 @@ pub(super) fn global(
     let mut current = 0;
     for l in lanes(m) {
         let o = at[l];
-        if o % u64::from(size) != 0 {
+        if !o.is_multiple_of(u64::from(size)) {
             return Some(misaligned(cx, l, o, size));
         }
         let base = match cx.mem.locate(o, size as usize) {
@@ -336,22 +356,23 @@ pub(super) fn global_lines(cx: &mut Cx, base: u64, touches: &Touches, write: boo
         if options.footprints {
             a.note(line, mask, write);
         }
-        if options.global_races && a.owner != Owner::Constant {
-            if let Err(race) = a.order.access(a.size, line, mask, write, &who) {
-                let (b, ow) = (race.other.block() - who.first_block, race.other.warp());
-                let how = match race.pc {
-                    Some(pc) => format!("written at line {}", cx.code.ins[pc as usize].line),
-                    None => "read".to_owned(),
-                };
-                let text = format!(
-                    "bytes {}.. {how} by warp {ow} of block number {b} and {} by warp {w} of block number {}, unordered",
-                    line * 16 + mask.trailing_zeros(),
-                    if write { "written" } else { "read" },
-                    cx.block.number - who.first_block
-                );
-                trouble = Some((Fault::GlobalRace, text));
-                break;
-            }
+        if options.global_races
+            && a.owner != Owner::Constant
+            && let Err(race) = a.order.access(a.size, line, mask, write, &who)
+        {
+            let (b, ow) = (race.other.block() - who.first_block, race.other.warp());
+            let how = match race.pc {
+                Some(pc) => format!("written at line {}", cx.code.ins[pc as usize].line),
+                None => "read".to_owned(),
+            };
+            let text = format!(
+                "bytes {}.. {how} by warp {ow} of block number {b} and {} by warp {w} of block number {}, unordered",
+                line * 16 + mask.trailing_zeros(),
+                if write { "written" } else { "read" },
+                cx.block.number - who.first_block
+            );
+            trouble = Some((Fault::GlobalRace, text));
+            break;
         }
     }
     let (fault, text) = trouble?;
@@ -362,7 +383,7 @@ pub(super) fn global_lines(cx: &mut Cx, base: u64, touches: &Touches, write: boo
 fn local(cx: &mut Cx, at: &[u64; 32], size: u32, m: u32, p: &mut Pointers) -> Option<Flow> {
     let limit = u64::from(cx.code.local_bytes);
     for l in lanes(m) {
-        if at[l] % u64::from(size) != 0 {
+        if !at[l].is_multiple_of(u64::from(size)) {
             return Some(misaligned(cx, l, at[l], size));
         }
         if at[l] + u64::from(size) > limit {
@@ -380,7 +401,7 @@ fn param(cx: &mut Cx, at: &[u64; 32], size: u32, m: u32, write: bool, p: &mut Po
         if write {
             return Some(cx.fail(Fault::ReadOnly, Some(l as u32), "kernel parameters are read-only"));
         }
-        if at[l] % u64::from(size) != 0 {
+        if !at[l].is_multiple_of(u64::from(size)) {
             return Some(misaligned(cx, l, at[l], size));
         }
         if at[l] + u64::from(size) > limit {

@@ -113,6 +113,8 @@ pub(crate) enum Special {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Order {
     Weak,
+    /// Relaxed where it meets other blocks; in shared memory no more than a hint to the compiler.
+    Volatile,
     Relaxed,
     Acquire,
     Release,

@@ -22,6 +22,7 @@ const ALL: u32 = 1 << 31;
 /// predicate in `e` (negated when `lists[x]` is 1) and the result in `dst`.
 pub(super) unsafe fn barrier(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
     if let Some(value) = cx.warp.released.take() {
+        cx.warp.syncs += 1;
         match i.c {
             RED_POPC => {
                 for l in lanes(m) {

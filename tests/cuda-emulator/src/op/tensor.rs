@@ -6,7 +6,7 @@
 //! Products are exact in f32 and summed in order of k by fused multiply-adds. The order on hardware is not documented:
 //! no test may depend on it.
 
-use super::memory::shared;
+use super::memory::{How, shared};
 use super::{Cx, Flow, Ins};
 use crate::num::{bf16_to_f32, f16_to_f32};
 
@@ -20,11 +20,11 @@ pub(super) unsafe fn load_matrix(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
     if let Some(flow) = matrix_rows(cx, i, false, &mut rows) {
         return flow;
     }
-    for n in 0..i.c as usize {
+    for (n, rows) in rows.iter().enumerate().take(i.c as usize) {
         let dst = cx.code.lists[i.a as usize + n];
         for l in 0..32 {
             let (g, t) = (l / 4, l % 4 * 2);
-            let (x, y) = if i.b == 1 { (rows[n][t][g], rows[n][t + 1][g]) } else { (rows[n][g][t], rows[n][g][t + 1]) };
+            let (x, y) = if i.b == 1 { (rows[t][g], rows[t + 1][g]) } else { (rows[g][t], rows[g][t + 1]) };
             cx.set32(dst, l, u32::from(x) | u32::from(y) << 16);
         }
     }
@@ -37,15 +37,15 @@ pub(super) unsafe fn store_matrix(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
         return flow;
     }
     let mut rows = [[[0u16; 8]; 8]; 4];
-    for n in 0..i.c as usize {
+    for (n, rows) in rows.iter_mut().enumerate().take(i.c as usize) {
         let src = cx.code.lists[i.a as usize + n];
         for l in 0..32 {
             let (g, t) = (l / 4, l % 4 * 2);
             let v = cx.get32(src, l);
             if i.b == 1 {
-                (rows[n][t][g], rows[n][t + 1][g]) = (v as u16, (v >> 16) as u16);
+                (rows[t][g], rows[t + 1][g]) = (v as u16, (v >> 16) as u16);
             } else {
-                (rows[n][g][t], rows[n][g][t + 1]) = (v as u16, (v >> 16) as u16);
+                (rows[g][t], rows[g][t + 1]) = (v as u16, (v >> 16) as u16);
             }
         }
     }
@@ -63,7 +63,7 @@ fn matrix_rows(cx: &mut Cx, i: &Ins, write: bool, rows: &mut [[[u16; 8]; 8]; 4])
     }
     let m = if count == 4 { !0 } else { (1u32 << (8 * count)) - 1 };
     let mut p = [std::ptr::null_mut(); 32];
-    if let Some(flow) = shared(cx, &at, 16, m, write, false, &mut p) {
+    if let Some(flow) = shared(cx, &at, 16, m, How { write, strong: false, collective: true }, &mut p) {
         return Some(flow);
     }
     for n in 0..count {

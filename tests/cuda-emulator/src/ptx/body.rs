@@ -158,9 +158,7 @@ impl Parser {
                 base => (base, 0),
             };
             while !self.is_sym(']') {
-                if self.eat('+') {
-                    offset = offset.wrapping_add(self.int()? as i64);
-                } else if self.is_sym('-') {
+                if self.eat('+') || self.is_sym('-') {
                     offset = offset.wrapping_add(self.int()? as i64);
                 } else {
                     return self.error("an address is `[base + offset]`; anything more is not supported");
