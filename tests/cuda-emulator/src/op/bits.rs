@@ -68,50 +68,52 @@ fn insert(a: u64, b: u64, pos: u32, len: u32, bits: u32) -> u64 {
 }
 
 pub(super) fn fill(t: &mut Table) {
-    t.un("popc.b32", |a: u32| a.count_ones());
-    t.un("popc.b64", |a: u64| a.count_ones());
-    t.un("clz.b32", |a: u32| a.leading_zeros());
-    t.un("clz.b64", |a: u64| a.leading_zeros());
-    t.un("brev.b32", |a: u32| a.reverse_bits());
-    t.un("brev.b64", |a: u64| a.reverse_bits());
-    t.un("bfind.u32", |a: u32| 31u32.wrapping_sub(a.leading_zeros()));
-    t.un("bfind.shiftamt.u32", |a: u32| if a == 0 { u32::MAX } else { a.leading_zeros() });
-    t.un("bfind.u64", |a: u64| 63u32.wrapping_sub(a.leading_zeros()));
-    t.un("bfind.s32", |a: i32| 31u32.wrapping_sub((if a < 0 { !a } else { a }).leading_zeros()));
-    t.tri("bfe.u32", |a: u32, p: u32, n: u32| field_u64(u64::from(a), p, n, 32) as u32);
-    t.tri("bfe.u64", |a: u64, p: u32, n: u32| field_u64(a, p, n, 64));
-    t.tri("bfe.s32", |a: i32, p: u32, n: u32| field_s64(i64::from(a), p, n, 32) as i32);
-    t.tri("bfe.s64", |a: i64, p: u32, n: u32| field_s64(a, p, n, 64));
-    t.quad("bfi.b32", |a: u32, b: u32, p: u32, n: u32| insert(u64::from(a), u64::from(b), p, n, 32) as u32);
-    t.quad("bfi.b64", |a: u64, b: u64, p: u32, n: u32| insert(a, b, p, n, 64));
-    t.quad("lop3.b32", |a: u32, b: u32, c: u32, k: u32| lut(a, b, c, k));
+    t.rare_un("popc.b32", |a: u32| a.count_ones());
+    t.rare_un("popc.b64", |a: u64| a.count_ones());
+    t.rare_un("clz.b32", |a: u32| a.leading_zeros());
+    t.rare_un("clz.b64", |a: u64| a.leading_zeros());
+    t.rare_un("brev.b32", |a: u32| a.reverse_bits());
+    t.rare_un("brev.b64", |a: u64| a.reverse_bits());
+    t.rare_un("bfind.u32", |a: u32| 31u32.wrapping_sub(a.leading_zeros()));
+    t.rare_un("bfind.shiftamt.u32", |a: u32| if a == 0 { u32::MAX } else { a.leading_zeros() });
+    t.rare_un("bfind.u64", |a: u64| 63u32.wrapping_sub(a.leading_zeros()));
+    t.rare_un("bfind.s32", |a: i32| 31u32.wrapping_sub((if a < 0 { !a } else { a }).leading_zeros()));
+    t.rare_tri("bfe.u32", |a: u32, p: u32, n: u32| field_u64(u64::from(a), p, n, 32) as u32);
+    t.rare_tri("bfe.u64", |a: u64, p: u32, n: u32| field_u64(a, p, n, 64));
+    t.rare_tri("bfe.s32", |a: i32, p: u32, n: u32| field_s64(i64::from(a), p, n, 32) as i32);
+    t.rare_tri("bfe.s64", |a: i64, p: u32, n: u32| field_s64(a, p, n, 64));
+    t.rare_quad("bfi.b32", |a: u32, b: u32, p: u32, n: u32| insert(u64::from(a), u64::from(b), p, n, 32) as u32);
+    t.rare_quad("bfi.b64", |a: u64, b: u64, p: u32, n: u32| insert(a, b, p, n, 64));
+    t.rare_quad("lop3.b32", |a: u32, b: u32, c: u32, k: u32| lut(a, b, c, k));
     // Funnel shifts take the high word second; `clamp` stops at 32, `wrap` takes the amount modulo 32.
-    t.tri("shf.l.wrap.b32", |a: u32, b: u32, n: u32| ((u64::from(b) << 32 | u64::from(a)) << (n & 31) >> 32) as u32);
-    t.tri("shf.l.clamp.b32", |a: u32, b: u32, n: u32| {
+    t.rare_tri("shf.l.wrap.b32", |a: u32, b: u32, n: u32| {
+        ((u64::from(b) << 32 | u64::from(a)) << (n & 31) >> 32) as u32
+    });
+    t.rare_tri("shf.l.clamp.b32", |a: u32, b: u32, n: u32| {
         let n = n.min(32);
         if n == 32 { a } else { ((u64::from(b) << 32 | u64::from(a)) << n >> 32) as u32 }
     });
-    t.tri("shf.r.wrap.b32", |a: u32, b: u32, n: u32| ((u64::from(b) << 32 | u64::from(a)) >> (n & 31)) as u32);
-    t.tri("shf.r.clamp.b32", |a: u32, b: u32, n: u32| ((u64::from(b) << 32 | u64::from(a)) >> n.min(32)) as u32);
-    t.tri("prmt.b32", permute);
-    t.tri("prmt.b32.f4e", |a: u32, b: u32, c: u32| {
+    t.rare_tri("shf.r.wrap.b32", |a: u32, b: u32, n: u32| ((u64::from(b) << 32 | u64::from(a)) >> (n & 31)) as u32);
+    t.rare_tri("shf.r.clamp.b32", |a: u32, b: u32, n: u32| ((u64::from(b) << 32 | u64::from(a)) >> n.min(32)) as u32);
+    t.rare_tri("prmt.b32", permute);
+    t.rare_tri("prmt.b32.f4e", |a: u32, b: u32, c: u32| {
         let c = c & 3;
         permute_by(a, b, [c, c + 1, c + 2, c + 3])
     });
-    t.tri("prmt.b32.b4e", |a: u32, b: u32, c: u32| {
+    t.rare_tri("prmt.b32.b4e", |a: u32, b: u32, c: u32| {
         let c = c & 3;
         permute_by(a, b, [c, (c + 7) & 7, (c + 6) & 7, (c + 5) & 7])
     });
-    t.tri("prmt.b32.rc8", |a: u32, b: u32, c: u32| permute_by(a, b, [c & 3; 4]));
-    t.tri("prmt.b32.rc16", |a: u32, b: u32, c: u32| {
+    t.rare_tri("prmt.b32.rc8", |a: u32, b: u32, c: u32| permute_by(a, b, [c & 3; 4]));
+    t.rare_tri("prmt.b32.rc16", |a: u32, b: u32, c: u32| {
         let c = (c & 1) * 2;
         permute_by(a, b, [c, c + 1, c, c + 1])
     });
-    t.tri("prmt.b32.ecl", |a: u32, b: u32, c: u32| {
+    t.rare_tri("prmt.b32.ecl", |a: u32, b: u32, c: u32| {
         let c = c & 3;
         permute_by(a, b, [c, c.max(1), c.max(2), 3])
     });
-    t.tri("prmt.b32.ecr", |a: u32, b: u32, c: u32| {
+    t.rare_tri("prmt.b32.ecr", |a: u32, b: u32, c: u32| {
         let c = c & 3;
         permute_by(a, b, [0, c.min(1), c.min(2), c])
     });

@@ -11,23 +11,20 @@ use crate::num::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_bf16_rz, f32_to_f1
 macro_rules! ints {
     ($t:ident; $($s:ident $sn:literal),*; $d:tt) => {$( ints!(@row $t, $s, $sn; $d); )*};
     (@row $t:ident, $s:ident, $sn:literal; [$($d:ident $dn:literal),*]) => {$(
-        $t.un(concat!("cvt.", $dn, ".", $sn), |a: $s| a as $d);
-        $t.un(concat!("cvt.sat.", $dn, ".", $sn), |a: $s| {
-            i128::from(a).clamp(i128::from(<$d>::MIN), i128::from(<$d>::MAX)) as $d
-        });
+        $t.rare_un(concat!("cvt.", $dn, ".", $sn), |a: $s| a as $d);
     )*};
 }
 
 macro_rules! int_float {
     ($t:ident; $($i:ident $n:literal),*) => {$(
-        $t.un(concat!("cvt.rn.f32.", $n), |a: $i| a as f32);
-        $t.un(concat!("cvt.rn.f64.", $n), |a: $i| a as f64);
-        $t.un(concat!("cvt.rz.f32.", $n), |a: $i| {
+        $t.rare_un(concat!("cvt.rn.f32.", $n), |a: $i| a as f32);
+        $t.rare_un(concat!("cvt.rn.f64.", $n), |a: $i| a as f64);
+        $t.rare_un(concat!("cvt.rz.f32.", $n), |a: $i| {
             let r = a as f32;
             if (r as i128).unsigned_abs() > i128::from(a).unsigned_abs() { f32::from_bits(r.to_bits() - 1) } else { r }
         });
-        $t.un(concat!("cvt.rn.f16.", $n), |a: $i| F16(f32_to_f16(super::half::to_odd(a as f64))));
-        $t.un(concat!("cvt.rn.bf16.", $n), |a: $i| Bf16(f32_to_bf16(super::half::to_odd(a as f64))));
+        $t.rare_un(concat!("cvt.rn.f16.", $n), |a: $i| F16(f32_to_f16(super::half::to_odd(a as f64))));
+        $t.rare_un(concat!("cvt.rn.bf16.", $n), |a: $i| Bf16(f32_to_bf16(super::half::to_odd(a as f64))));
     )*};
 }
 
@@ -39,13 +36,13 @@ macro_rules! float_int {
         float_int!(@round $t, $i, $n, "rpi", ceil);
     )*};
     (@round $t:ident, $i:ident, $n:literal, $r:literal, $f:ident) => {
-        $t.un(concat!("cvt.", $r, ".", $n, ".f32 cvt.", $r, ".ftz.", $n, ".f32"), |a: f32| {
+        $t.rare_un(concat!("cvt.", $r, ".", $n, ".f32 cvt.", $r, ".ftz.", $n, ".f32"), |a: f32| {
             if a.is_nan() && <$i>::BITS == 64 { <$i>::MIN.max(1 << 63u32.min(<$i>::BITS - 1)) } else { a.$f() as $i }
         });
-        $t.un(concat!("cvt.", $r, ".", $n, ".f64"), |a: f64| {
+        $t.rare_un(concat!("cvt.", $r, ".", $n, ".f64"), |a: f64| {
             if a.is_nan() && <$i>::BITS == 64 { <$i>::MIN.max(1 << 63u32.min(<$i>::BITS - 1)) } else { a.$f() as $i }
         });
-        $t.un(concat!("cvt.", $r, ".", $n, ".f16"), |a: F16| f16_to_f32(a.0).$f() as $i);
+        $t.rare_un(concat!("cvt.", $r, ".", $n, ".f16"), |a: F16| f16_to_f32(a.0).$f() as $i);
     };
 }
 
@@ -63,34 +60,42 @@ pub(super) fn fill(t: &mut Table) {
     int_float!(t; u8 "u8", i8 "s8", u16 "u16", i16 "s16", u32 "u32", i32 "s32", u64 "u64", i64 "s64");
     float_int!(t; u8 "u8", i8 "s8", u16 "u16", i16 "s16", u32 "u32", i32 "s32", u64 "u64", i64 "s64");
 
-    t.un("cvt.f64.f32", |a: f32| f64::from(a));
-    t.un("cvt.rn.f32.f64", |a: f64| a as f32);
-    t.un("cvt.f32.f32", |a: f32| a);
-    t.un("cvt.ftz.f32.f32", flush);
-    t.un("cvt.sat.f32.f32", saturate);
-    t.un("cvt.ftz.sat.f32.f32", saturate);
-    t.un("cvt.rni.f32.f32", f32::round_ties_even);
-    t.un("cvt.rzi.f32.f32", f32::trunc);
-    t.un("cvt.rmi.f32.f32", f32::floor);
-    t.un("cvt.rpi.f32.f32", f32::ceil);
-    t.un("cvt.rni.f64.f64", f64::round_ties_even);
-    t.un("cvt.rzi.f64.f64", f64::trunc);
-    t.un("cvt.rmi.f64.f64", f64::floor);
-    t.un("cvt.rpi.f64.f64", f64::ceil);
+    t.un("cvt.s64.s32", |a: i32| i64::from(a));
+    t.un("cvt.u64.u32", |a: u32| u64::from(a));
+    t.un("cvt.u32.u64 cvt.s32.s64 cvt.u32.s64 cvt.s32.u64", |a: u64| a as u32);
+    t.un("cvt.rn.f32.s32", |a: i32| a as f32);
+    t.rare_un("cvt.sat.u8.s32", |a: i32| a.clamp(0, 255) as u8);
+    t.rare_un("cvt.sat.s8.s32", |a: i32| a.clamp(-128, 127) as i8);
+    t.rare_un("cvt.sat.u16.s32", |a: i32| a.clamp(0, 0xffff) as u16);
+    t.rare_un("cvt.sat.s16.s32", |a: i32| a.clamp(-0x8000, 0x7fff) as i16);
+    t.rare_un("cvt.f64.f32", |a: f32| f64::from(a));
+    t.rare_un("cvt.rn.f32.f64", |a: f64| a as f32);
+    t.rare_un("cvt.f32.f32", |a: f32| a);
+    t.rare_un("cvt.ftz.f32.f32", flush);
+    t.rare_un("cvt.sat.f32.f32", saturate);
+    t.rare_un("cvt.ftz.sat.f32.f32", saturate);
+    t.rare_un("cvt.rni.f32.f32", f32::round_ties_even);
+    t.rare_un("cvt.rzi.f32.f32", f32::trunc);
+    t.rare_un("cvt.rmi.f32.f32", f32::floor);
+    t.rare_un("cvt.rpi.f32.f32", f32::ceil);
+    t.rare_un("cvt.rni.f64.f64", f64::round_ties_even);
+    t.rare_un("cvt.rzi.f64.f64", f64::trunc);
+    t.rare_un("cvt.rmi.f64.f64", f64::floor);
+    t.rare_un("cvt.rpi.f64.f64", f64::ceil);
 
     t.un("cvt.f32.f16", |a: F16| f16_to_f32(a.0));
     t.un("cvt.f32.bf16", |a: Bf16| bf16_to_f32(a.0));
-    t.un("cvt.f64.f16", |a: F16| f64::from(f16_to_f32(a.0)));
+    t.rare_un("cvt.f64.f16", |a: F16| f64::from(f16_to_f32(a.0)));
     t.un("cvt.rn.f16.f32", |a: f32| F16(f32_to_f16(a)));
-    t.un("cvt.rz.f16.f32", |a: f32| F16(f32_to_f16_rz(a)));
-    t.un("cvt.rn.f16.f64", |a: f64| F16(f32_to_f16(super::half::to_odd(a))));
+    t.rare_un("cvt.rz.f16.f32", |a: f32| F16(f32_to_f16_rz(a)));
+    t.rare_un("cvt.rn.f16.f64", |a: f64| F16(f32_to_f16(super::half::to_odd(a))));
     t.un("cvt.rn.bf16.f32", |a: f32| Bf16(f32_to_bf16(a)));
-    t.un("cvt.rz.bf16.f32", |a: f32| Bf16(f32_to_bf16_rz(a)));
+    t.rare_un("cvt.rz.bf16.f32", |a: f32| Bf16(f32_to_bf16_rz(a)));
     // The first source becomes the upper half.
     t.bin("cvt.rn.f16x2.f32", |a: f32, b: f32| pair(f32_to_f16(a), f32_to_f16(b)));
-    t.bin("cvt.rz.f16x2.f32", |a: f32, b: f32| pair(f32_to_f16_rz(a), f32_to_f16_rz(b)));
-    t.bin("cvt.rn.relu.f16x2.f32", |a: f32, b: f32| pair(f32_to_f16(relu(a)), f32_to_f16(relu(b))));
+    t.rare_bin("cvt.rz.f16x2.f32", |a: f32, b: f32| pair(f32_to_f16_rz(a), f32_to_f16_rz(b)));
+    t.rare_bin("cvt.rn.relu.f16x2.f32", |a: f32, b: f32| pair(f32_to_f16(relu(a)), f32_to_f16(relu(b))));
     t.bin("cvt.rn.bf16x2.f32", |a: f32, b: f32| pair(f32_to_bf16(a), f32_to_bf16(b)));
-    t.bin("cvt.rz.bf16x2.f32", |a: f32, b: f32| pair(f32_to_bf16_rz(a), f32_to_bf16_rz(b)));
-    t.bin("cvt.rn.relu.bf16x2.f32", |a: f32, b: f32| pair(f32_to_bf16(relu(a)), f32_to_bf16(relu(b))));
+    t.rare_bin("cvt.rz.bf16x2.f32", |a: f32, b: f32| pair(f32_to_bf16_rz(a), f32_to_bf16_rz(b)));
+    t.rare_bin("cvt.rn.relu.bf16x2.f32", |a: f32, b: f32| pair(f32_to_bf16(relu(a)), f32_to_bf16(relu(b))));
 }

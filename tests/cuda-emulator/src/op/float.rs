@@ -23,22 +23,47 @@ fn max64(a: f64, b: f64) -> f64 {
     if a.is_nan() || (!b.is_nan() && (b > a || (b == a && b.is_sign_positive()))) { b } else { a }
 }
 
-/// One step towards zero when `rounded` lies beyond `exact`'s truncation.
-fn toward_zero(rounded: f32, exact: f64) -> f32 {
-    if f64::from(rounded).abs() > exact.abs() && rounded.is_finite() {
-        f32::from_bits(rounded.to_bits() - 1)
+/// Rounds the exact sum of `sum` and its error term to f32: down (`-1`), up (`1`) or towards zero (`0`).
+fn directed(sum: f64, error: f64, to: i32) -> f32 {
+    let near = sum as f32;
+    let rest = (sum - f64::from(near)) + error;
+    let down = to < 0 || to == 0 && near > 0.0;
+    let up = to > 0 || to == 0 && near < 0.0;
+    if rest < 0.0 && down {
+        near.next_down()
+    } else if rest > 0.0 && up {
+        near.next_up()
     } else {
-        rounded
+        near
     }
+}
+
+/// a · b + c rounded once, in a direction: the product is exact in f64, the sum is carried with its error.
+fn fma_to(a: f32, b: f32, c: f32, to: i32) -> f32 {
+    let (p, c) = (f64::from(a) * f64::from(b), f64::from(c));
+    let sum = p + c;
+    let back = sum - p;
+    let error = (p - (sum - back)) + (c - back);
+    directed(sum, if error.is_nan() { 0.0 } else { error }, to)
+}
+
+macro_rules! directions {
+    ($t:ident; $($n:literal $to:expr),*) => {$(
+        $t.rare_tri(concat!("fma.", $n, ".f32"), |a: f32, b: f32, c: f32| fma_to(a, b, c, $to));
+        $t.rare_bin(concat!("add.", $n, ".f32"), |a: f32, b: f32| fma_to(a, 1.0, b, $to));
+        $t.rare_bin(concat!("sub.", $n, ".f32"), |a: f32, b: f32| fma_to(b, -1.0, a, $to));
+        $t.rare_bin(concat!("mul.", $n, ".f32"), |a: f32, b: f32| directed(f64::from(a) * f64::from(b), 0.0, $to));
+        $t.rare_un(concat!("cvt.", $n, ".f32.f64"), |a: f64| directed(a, 0.0, $to));
+    )*};
 }
 
 macro_rules! un_all {
     ($t:ident, $names:literal, $ftz:literal, $f:expr) => {
-        $t.un($names, |a: f32| {
+        $t.rare_un($names, |a: f32| {
             let f: fn(f32) -> f32 = $f;
             f(a)
         });
-        $t.un($ftz, |a: f32| {
+        $t.rare_un($ftz, |a: f32| {
             let f: fn(f32) -> f32 = $f;
             flush(f(flush(a)))
         });
@@ -46,33 +71,33 @@ macro_rules! un_all {
 }
 
 pub(super) fn fill(t: &mut Table) {
+    directions!(t; "rm" -1, "rp" 1, "rz" 0);
     t.un("mov.f32", |a: f32| a);
     t.un("mov.f64", |a: f64| a);
 
     t.bin("add.f32 add.rn.f32", |a: f32, b: f32| a + b);
     t.bin("add.ftz.f32 add.rn.ftz.f32", |a: f32, b: f32| flush(flush(a) + flush(b)));
-    t.bin("add.sat.f32 add.rn.sat.f32", |a: f32, b: f32| saturate(a + b));
-    t.bin("add.rz.f32", |a: f32, b: f32| toward_zero(a + b, f64::from(a) + f64::from(b)));
+    t.rare_bin("add.sat.f32 add.rn.sat.f32", |a: f32, b: f32| saturate(a + b));
     t.bin("sub.f32 sub.rn.f32", |a: f32, b: f32| a - b);
-    t.bin("sub.ftz.f32 sub.rn.ftz.f32", |a: f32, b: f32| flush(flush(a) - flush(b)));
-    t.bin("sub.sat.f32", |a: f32, b: f32| saturate(a - b));
+    t.rare_bin("sub.ftz.f32 sub.rn.ftz.f32", |a: f32, b: f32| flush(flush(a) - flush(b)));
+    t.rare_bin("sub.sat.f32", |a: f32, b: f32| saturate(a - b));
     t.bin("mul.f32 mul.rn.f32", |a: f32, b: f32| a * b);
     t.bin("mul.ftz.f32 mul.rn.ftz.f32", |a: f32, b: f32| flush(flush(a) * flush(b)));
-    t.bin("mul.sat.f32", |a: f32, b: f32| saturate(a * b));
-    t.bin("mul.rz.f32", |a: f32, b: f32| toward_zero(a * b, f64::from(a) * f64::from(b)));
+    t.rare_bin("mul.sat.f32", |a: f32, b: f32| saturate(a * b));
     t.tri("fma.rn.f32 mad.rn.f32", |a: f32, b: f32, c: f32| a.mul_add(b, c));
     t.tri("fma.rn.ftz.f32", |a: f32, b: f32, c: f32| flush(flush(a).mul_add(flush(b), flush(c))));
-    t.tri("fma.rn.sat.f32", |a: f32, b: f32, c: f32| saturate(a.mul_add(b, c)));
+    t.rare_tri("fma.rn.sat.f32", |a: f32, b: f32, c: f32| saturate(a.mul_add(b, c)));
     t.bin("div.rn.f32 div.approx.f32 div.full.f32", |a: f32, b: f32| a / b);
-    t.bin("div.rn.ftz.f32 div.approx.ftz.f32 div.full.ftz.f32", |a: f32, b: f32| flush(flush(a) / flush(b)));
+    t.rare_bin("div.rn.ftz.f32 div.approx.ftz.f32 div.full.ftz.f32", |a: f32, b: f32| flush(flush(a) / flush(b)));
     t.bin("min.f32", min_num);
     t.bin("max.f32", max_num);
-    t.bin("min.ftz.f32", |a: f32, b: f32| min_num(flush(a), flush(b)));
-    t.bin("max.ftz.f32", |a: f32, b: f32| max_num(flush(a), flush(b)));
-    t.bin("min.NaN.f32", min_nan);
-    t.bin("max.NaN.f32", max_nan);
-    t.bin("copysign.f32", |a: f32, b: f32| b.copysign(a));
-    un_all!(t, "neg.f32", "neg.ftz.f32", |a| -a);
+    t.rare_bin("min.ftz.f32", |a: f32, b: f32| min_num(flush(a), flush(b)));
+    t.rare_bin("max.ftz.f32", |a: f32, b: f32| max_num(flush(a), flush(b)));
+    t.rare_bin("min.NaN.f32", min_nan);
+    t.rare_bin("max.NaN.f32", max_nan);
+    t.rare_bin("copysign.f32", |a: f32, b: f32| b.copysign(a));
+    t.un("neg.f32", |a: f32| -a);
+    t.rare_un("neg.ftz.f32", |a: f32| flush(-a));
     un_all!(t, "abs.f32", "abs.ftz.f32", f32::abs);
     un_all!(t, "sqrt.rn.f32 sqrt.approx.f32", "sqrt.rn.ftz.f32 sqrt.approx.ftz.f32", f32::sqrt);
     un_all!(t, "rcp.rn.f32 rcp.approx.f32", "rcp.rn.ftz.f32 rcp.approx.ftz.f32", |a| 1.0 / a);
@@ -80,19 +105,20 @@ pub(super) fn fill(t: &mut Table) {
     un_all!(t, "lg2.approx.f32", "lg2.approx.ftz.f32", |a| f64::from(a).log2() as f32);
     un_all!(t, "sin.approx.f32", "sin.approx.ftz.f32", |a| f64::from(a).sin() as f32);
     un_all!(t, "cos.approx.f32", "cos.approx.ftz.f32", |a| f64::from(a).cos() as f32);
-    un_all!(t, "ex2.approx.f32", "ex2.approx.ftz.f32", exp2);
-    t.un("tanh.approx.f32", |a: f32| f64::from(a).tanh() as f32);
+    t.un("ex2.approx.f32", exp2);
+    t.un("ex2.approx.ftz.f32", |a: f32| flush(exp2(flush(a))));
+    t.rare_un("tanh.approx.f32", |a: f32| f64::from(a).tanh() as f32);
 
-    t.bin("add.f64 add.rn.f64", |a: f64, b: f64| a + b);
-    t.bin("sub.f64 sub.rn.f64", |a: f64, b: f64| a - b);
-    t.bin("mul.f64 mul.rn.f64", |a: f64, b: f64| a * b);
-    t.tri("fma.rn.f64 mad.rn.f64", |a: f64, b: f64, c: f64| a.mul_add(b, c));
-    t.bin("div.rn.f64", |a: f64, b: f64| a / b);
-    t.bin("min.f64", min64);
-    t.bin("max.f64", max64);
-    t.un("neg.f64", |a: f64| -a);
-    t.un("abs.f64", f64::abs);
-    t.un("sqrt.rn.f64", f64::sqrt);
-    t.un("rcp.rn.f64 rcp.approx.ftz.f64", |a: f64| 1.0 / a);
-    t.un("rsqrt.approx.f64 rsqrt.approx.ftz.f64", |a: f64| 1.0 / a.sqrt());
+    t.rare_bin("add.f64 add.rn.f64", |a: f64, b: f64| a + b);
+    t.rare_bin("sub.f64 sub.rn.f64", |a: f64, b: f64| a - b);
+    t.rare_bin("mul.f64 mul.rn.f64", |a: f64, b: f64| a * b);
+    t.rare_tri("fma.rn.f64 mad.rn.f64", |a: f64, b: f64, c: f64| a.mul_add(b, c));
+    t.rare_bin("div.rn.f64", |a: f64, b: f64| a / b);
+    t.rare_bin("min.f64", min64);
+    t.rare_bin("max.f64", max64);
+    t.rare_un("neg.f64", |a: f64| -a);
+    t.rare_un("abs.f64", f64::abs);
+    t.rare_un("sqrt.rn.f64", f64::sqrt);
+    t.rare_un("rcp.rn.f64 rcp.approx.ftz.f64", |a: f64| 1.0 / a);
+    t.rare_un("rsqrt.approx.f64 rsqrt.approx.ftz.f64", |a: f64| 1.0 / a.sqrt());
 }

@@ -21,34 +21,34 @@ pub(crate) fn to_odd(x: f64) -> f32 {
 
 macro_rules! each {
     ($t:ident, $T:ident, $up:ident, $down:ident, $n:literal) => {
-        $t.bin(concat!("add.", $n, " add.rn.", $n), |a: $T, b: $T| $T($down($up(a.0) + $up(b.0))));
-        $t.bin(concat!("sub.", $n, " sub.rn.", $n), |a: $T, b: $T| $T($down($up(a.0) - $up(b.0))));
-        $t.bin(concat!("mul.", $n, " mul.rn.", $n), |a: $T, b: $T| $T($down($up(a.0) * $up(b.0))));
-        $t.tri(concat!("fma.rn.", $n), |a: $T, b: $T, c: $T| {
+        $t.rare_bin(concat!("add.", $n, " add.rn.", $n), |a: $T, b: $T| $T($down($up(a.0) + $up(b.0))));
+        $t.rare_bin(concat!("sub.", $n, " sub.rn.", $n), |a: $T, b: $T| $T($down($up(a.0) - $up(b.0))));
+        $t.rare_bin(concat!("mul.", $n, " mul.rn.", $n), |a: $T, b: $T| $T($down($up(a.0) * $up(b.0))));
+        $t.rare_tri(concat!("fma.rn.", $n), |a: $T, b: $T, c: $T| {
             $T($down(to_odd(f64::from($up(a.0)) * f64::from($up(b.0)) + f64::from($up(c.0)))))
         });
-        $t.tri(concat!("fma.rn.relu.", $n), |a: $T, b: $T, c: $T| {
+        $t.rare_tri(concat!("fma.rn.relu.", $n), |a: $T, b: $T, c: $T| {
             let r = to_odd(f64::from($up(a.0)) * f64::from($up(b.0)) + f64::from($up(c.0)));
             $T($down(if r > 0.0 || r.is_nan() { r } else { 0.0 }))
         });
-        $t.bin(concat!("min.", $n), |a: $T, b: $T| $T($down(min_num($up(a.0), $up(b.0)))));
-        $t.bin(concat!("max.", $n), |a: $T, b: $T| $T($down(max_num($up(a.0), $up(b.0)))));
-        $t.un(concat!("neg.", $n), |a: $T| $T(a.0 ^ 0x8000));
-        $t.un(concat!("abs.", $n), |a: $T| $T(a.0 & 0x7fff));
-        $t.bin(concat!("add.", $n, "x2 add.rn.", $n, "x2"), |a: u32, b: u32| {
+        $t.rare_bin(concat!("min.", $n), |a: $T, b: $T| $T($down(min_num($up(a.0), $up(b.0)))));
+        $t.rare_bin(concat!("max.", $n), |a: $T, b: $T| $T($down(max_num($up(a.0), $up(b.0)))));
+        $t.rare_un(concat!("neg.", $n), |a: $T| $T(a.0 ^ 0x8000));
+        $t.rare_un(concat!("abs.", $n), |a: $T| $T(a.0 & 0x7fff));
+        $t.rare_bin(concat!("add.", $n, "x2 add.rn.", $n, "x2"), |a: u32, b: u32| {
             pair2(a, b, |x, y| $down($up(x) + $up(y)))
         });
-        $t.bin(concat!("sub.", $n, "x2 sub.rn.", $n, "x2"), |a: u32, b: u32| {
+        $t.rare_bin(concat!("sub.", $n, "x2 sub.rn.", $n, "x2"), |a: u32, b: u32| {
             pair2(a, b, |x, y| $down($up(x) - $up(y)))
         });
-        $t.bin(concat!("mul.", $n, "x2 mul.rn.", $n, "x2"), |a: u32, b: u32| {
+        $t.rare_bin(concat!("mul.", $n, "x2 mul.rn.", $n, "x2"), |a: u32, b: u32| {
             pair2(a, b, |x, y| $down($up(x) * $up(y)))
         });
-        $t.bin(concat!("min.", $n, "x2"), |a: u32, b: u32| pair2(a, b, |x, y| $down(min_num($up(x), $up(y)))));
-        $t.bin(concat!("max.", $n, "x2"), |a: u32, b: u32| pair2(a, b, |x, y| $down(max_num($up(x), $up(y)))));
-        $t.un(concat!("neg.", $n, "x2"), |a: u32| a ^ 0x8000_8000);
-        $t.un(concat!("abs.", $n, "x2"), |a: u32| a & 0x7fff_7fff);
-        $t.tri(concat!("fma.rn.", $n, "x2"), |a: u32, b: u32, c: u32| {
+        $t.rare_bin(concat!("min.", $n, "x2"), |a: u32, b: u32| pair2(a, b, |x, y| $down(min_num($up(x), $up(y)))));
+        $t.rare_bin(concat!("max.", $n, "x2"), |a: u32, b: u32| pair2(a, b, |x, y| $down(max_num($up(x), $up(y)))));
+        $t.rare_un(concat!("neg.", $n, "x2"), |a: u32| a ^ 0x8000_8000);
+        $t.rare_un(concat!("abs.", $n, "x2"), |a: u32| a & 0x7fff_7fff);
+        $t.rare_tri(concat!("fma.rn.", $n, "x2"), |a: u32, b: u32, c: u32| {
             let one = |s: u32| {
                 let (x, y, z) = ($up((a >> s) as u16), $up((b >> s) as u16), $up((c >> s) as u16));
                 u32::from($down(to_odd(f64::from(x) * f64::from(y) + f64::from(z))))
@@ -66,11 +66,11 @@ fn pair2(a: u32, b: u32, f: impl Fn(u16, u16) -> u16) -> u32 {
 pub(super) fn fill(t: &mut Table) {
     each!(t, F16, f16_to_f32, f32_to_f16, "f16");
     each!(t, Bf16, bf16_to_f32, f32_to_bf16, "bf16");
-    t.un("mov.f16", |a: F16| a);
-    t.un("mov.bf16", |a: Bf16| a);
-    t.un("mov.f16x2 mov.bf16x2", |a: u32| a);
-    t.bin("add.sat.f16", |a: F16, b: F16| F16(f32_to_f16(saturate(f16_to_f32(a.0) + f16_to_f32(b.0)))));
-    t.un("ex2.approx.f16", |a: F16| F16(f32_to_f16(crate::num::exp2(f16_to_f32(a.0)))));
-    t.un("tanh.approx.f16", |a: F16| F16(f32_to_f16(f16_to_f32(a.0).tanh())));
-    t.un("tanh.approx.bf16", |a: Bf16| Bf16(f32_to_bf16(bf16_to_f32(a.0).tanh())));
+    t.rare_un("mov.f16", |a: F16| a);
+    t.rare_un("mov.bf16", |a: Bf16| a);
+    t.rare_un("mov.f16x2 mov.bf16x2", |a: u32| a);
+    t.rare_bin("add.sat.f16", |a: F16, b: F16| F16(f32_to_f16(saturate(f16_to_f32(a.0) + f16_to_f32(b.0)))));
+    t.rare_un("ex2.approx.f16", |a: F16| F16(f32_to_f16(crate::num::exp2(f16_to_f32(a.0)))));
+    t.rare_un("tanh.approx.f16", |a: F16| F16(f32_to_f16(f16_to_f32(a.0).tanh())));
+    t.rare_un("tanh.approx.bf16", |a: Bf16| Bf16(f32_to_bf16(bf16_to_f32(a.0).tanh())));
 }

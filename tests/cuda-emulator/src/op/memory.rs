@@ -112,7 +112,14 @@ fn one_space(cx: &mut Cx, a: &Access, space: Space, at: &[u64; 32], m: u32, writ
     let size = a.size * a.count;
     let mut p: Pointers = [std::ptr::null_mut(); 32];
     let checked = match space {
-        Space::Shared => shared(cx, at, size, m, How { write, strong: a.order.strong() && a.order != Order::Volatile, collective: false }, &mut p),
+        Space::Shared => shared(
+            cx,
+            at,
+            size,
+            m,
+            How { write, strong: a.order.strong() && a.order != Order::Volatile, collective: false },
+            &mut p,
+        ),
         Space::Global | Space::Const | Space::Generic => global(cx, at, size, m, write, a.order.strong(), &mut p),
         Space::Local => local(cx, at, size, m, &mut p),
         Space::Param => param(cx, at, size, m, write, &mut p),
@@ -172,14 +179,7 @@ pub(super) struct How {
 
 /// Checks an access to shared memory; `Some` when it faults.
 #[inline]
-pub(super) fn shared(
-    cx: &mut Cx,
-    at: &[u64; 32],
-    size: u32,
-    m: u32,
-    how: How,
-    p: &mut Pointers,
-) -> Option<Flow> {
+pub(super) fn shared(cx: &mut Cx, at: &[u64; 32], size: u32, m: u32, how: How, p: &mut Pointers) -> Option<Flow> {
     let mut touches = Touches::new();
     let limit = u64::from(cx.block.shared.size());
     for l in lanes(m) {

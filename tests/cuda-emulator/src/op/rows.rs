@@ -106,7 +106,7 @@ unsafe fn set<T: Lane>(row: *mut u32, l: usize, v: T) {
 }
 
 macro_rules! lifted {
-    ($body:ident, $v3:ident, $plain:ident, $pick:ident; $($arg:ident $field:ident $ty:ident),*) => {
+    ($body:ident, $v3:ident, $plain:ident, $pick:ident, $rare:ident, $rare_pick:ident; $($arg:ident $field:ident $ty:ident),*) => {
         #[inline(always)]
         unsafe fn $body<$($ty: Lane,)* R: Lane, F: Fn($($ty),*) -> R + Copy>(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
             let f = closure::<F>();
@@ -155,13 +155,47 @@ macro_rules! lifted {
             }
             $plain::<$($ty,)* R, F>
         }
+
+        unsafe fn $rare<$($ty: Lane,)* R: Lane, F: Fn($($ty),*) -> R + Copy>(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
+            let f = closure::<F>();
+            let d = cx.row(i.dst);
+            $(let $arg = cx.row(i.$field);)*
+            for l in super::lanes(m) {
+                // SAFETY: the decoder gave each operand a row of the width its type needs; l is below 32.
+                unsafe { set::<R>(d, l, f($(lane::<$ty>($arg, l)),*)) };
+            }
+            Flow::Next
+        }
+
+        /// The closure lifted over a warp, lane by lane: for opcodes that are too rare to compile them twice.
+        pub(crate) fn $rare_pick<$($ty: Lane,)* R: Lane, F: Fn($($ty),*) -> R + Copy>(_: F) -> OpFn {
+            $rare::<$($ty,)* R, F>
+        }
     };
 }
 
-lifted!(un_body, un_v3, un_plain, un; a a A);
-lifted!(bin_body, bin_v3, bin_plain, bin; a a A, b b B);
-lifted!(tri_body, tri_v3, tri_plain, tri; a a A, b b B, c c C);
-lifted!(quad_body, quad_v3, quad_plain, quad; a a A, b b B, c c C, e e E);
+lifted!(un_body, un_v3, un_plain, un, un_lanes, rare_un; a a A);
+lifted!(bin_body, bin_v3, bin_plain, bin, bin_lanes, rare_bin; a a A, b b B);
+lifted!(tri_body, tri_v3, tri_plain, tri, tri_lanes, rare_tri; a a A, b b B, c c C);
+
+unsafe fn quad_lanes<A: Lane, B: Lane, C: Lane, E: Lane, R: Lane, F: Fn(A, B, C, E) -> R + Copy>(
+    cx: &mut Cx,
+    i: &Ins,
+    m: u32,
+) -> Flow {
+    let f = closure::<F>();
+    let (d, a, b, c, e) = (cx.row(i.dst), cx.row(i.a), cx.row(i.b), cx.row(i.c), cx.row(i.e));
+    for l in super::lanes(m) {
+        // SAFETY: the decoder gave each operand a row of the width its type needs; l is below 32.
+        unsafe { set::<R>(d, l, f(lane::<A>(a, l), lane::<B>(b, l), lane::<C>(c, l), lane::<E>(e, l))) };
+    }
+    Flow::Next
+}
+
+/// A closure of four operands, lane by lane.
+pub(crate) fn rare_quad<A: Lane, B: Lane, C: Lane, E: Lane, R: Lane, F: Fn(A, B, C, E) -> R + Copy>(_: F) -> OpFn {
+    quad_lanes::<A, B, C, E, R, F>
+}
 
 /// Whether this machine has AVX2 and FMA.
 #[cfg(target_arch = "x86_64")]

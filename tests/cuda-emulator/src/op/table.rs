@@ -56,11 +56,30 @@ impl Table {
     }
 
     /// Opcodes of four operands.
-    pub(crate) fn quad<A: Lane, B: Lane, C: Lane, E: Lane, R: Lane, F: Fn(A, B, C, E) -> R + Copy>(
+    pub(crate) fn rare_quad<A: Lane, B: Lane, C: Lane, E: Lane, R: Lane, F: Fn(A, B, C, E) -> R + Copy>(
         &mut self,
         names: &str,
         f: F,
     ) {
-        self.put(names, rows::quad(f), R::KIND, vec![A::KIND, B::KIND, C::KIND, E::KIND]);
+        self.put(names, rows::rare_quad(f), R::KIND, vec![A::KIND, B::KIND, C::KIND, E::KIND]);
+    }
+
+    /// As [`Table::un`], compiled once and without vectors.
+    pub(crate) fn rare_un<A: Lane, R: Lane, F: Fn(A) -> R + Copy>(&mut self, names: &str, f: F) {
+        self.put(names, rows::rare_un(f), R::KIND, vec![A::KIND]);
+    }
+
+    /// As [`Table::bin`], compiled once and without vectors.
+    pub(crate) fn rare_bin<A: Lane, B: Lane, R: Lane, F: Fn(A, B) -> R + Copy>(&mut self, names: &str, f: F) {
+        self.put(names, rows::rare_bin(f), R::KIND, vec![A::KIND, B::KIND]);
+    }
+
+    /// As [`Table::tri`], compiled once and without vectors.
+    pub(crate) fn rare_tri<A: Lane, B: Lane, C: Lane, R: Lane, F: Fn(A, B, C) -> R + Copy>(
+        &mut self,
+        names: &str,
+        f: F,
+    ) {
+        self.put(names, rows::rare_tri(f), R::KIND, vec![A::KIND, B::KIND, C::KIND]);
     }
 }
