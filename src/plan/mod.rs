@@ -337,7 +337,25 @@ impl Plan {
         if rank >= self.mesh().world() {
             return Err(Error::invalid("rank", rank, format!("below the world of {}", self.mesh().world())));
         }
+        if self.problem().kind == Kind::Other {
+            return Err(Error::unsupported(
+                "attention on Kind::Other",
+                "the kernels here are those of softmax attention",
+                "run your own between the two trades: Rank::ulysses",
+            ));
+        }
         build::schedule(self, rank, direction)
+    }
+
+    /// One rank's operations for the all-to-all of one tensor.
+    pub fn trade(&self, rank: usize, trade: build::trade::Trade) -> Result<Schedule> {
+        if rank >= self.mesh().world() {
+            return Err(Error::invalid("rank", rank, format!("below the world of {}", self.mesh().world())));
+        }
+        if trade.dim == 0 {
+            return Err(Error::invalid("trade.dim", 0, "at least 1"));
+        }
+        build::trade::schedule(self, rank, trade)
     }
 
     /// Calls `each(global token, position, document)` for every token a rank holds, in its order.

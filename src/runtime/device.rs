@@ -12,7 +12,7 @@ use std::{format, sync::Arc, vec::Vec};
 
 use super::{
     bind::{self, Bindings},
-    ops::{Backend, Memory, Prepared, perform},
+    ops::{Backend, Job, Memory, Prepared, perform},
 };
 use crate::{
     element::Dtype,
@@ -224,7 +224,8 @@ impl DeviceRank {
     /// # Errors
     /// A plan for another world, an element type or head dim without a kernel, the driver's.
     pub fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<usize> {
-        let known = |e: &Enqueueable| e.prepared.direction() == direction && e.prepared.plan == *plan;
+        let job = Job::Attention(direction);
+        let known = |e: &Enqueueable| e.prepared.is(plan, job);
         if let Some(i) = self.prepared.iter().position(known) {
             return Ok(i);
         }
@@ -239,7 +240,7 @@ impl DeviceRank {
         }
         let cuda = Arc::clone(self.peer.device());
         cuda.prepare(p.dtype(), p.head_dim() as u32, p.v_head_dim() as u32)?;
-        let mut prepared = Prepared::new(plan, self.rank(), direction)?;
+        let mut prepared = Prepared::new(plan, self.rank(), job)?;
         let mut events: Vec<Option<Event>> = (0..prepared.schedule.ops.len()).map(|_| None).collect();
         for op in &prepared.schedule.ops {
             if let Some(after) = op.after
@@ -319,7 +320,7 @@ impl DeviceRank {
         };
         let group = self.prepared[at].prepared.schedule.group.clone();
         if group.len() > 1 {
-            self.peer.agree(group, super::fingerprint(plan, direction))?;
+            self.peer.agree(group, self.prepared[at].prepared.job.fingerprint(plan))?;
         }
         let memory = Memory { tensors: *tensors, workspace };
         // SAFETY: the caller's promise; the tensors fit the plan (checked), the workspace is large enough.

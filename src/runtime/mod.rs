@@ -29,6 +29,7 @@ mod host;
 mod lanes;
 mod ops;
 pub mod trace;
+mod trade;
 mod workspace;
 
 pub use bind::Bindings;
@@ -37,7 +38,7 @@ pub use device::DeviceRank;
 pub use front::{Backward, Forward};
 
 use lanes::Lanes;
-use ops::{Memory, Prepared};
+use ops::{Job, Memory, Prepared};
 use workspace::Workspace;
 
 /// How many schedules a rank remembers.
@@ -124,7 +125,7 @@ impl Rank {
 
     /// Bytes of workspace that running `plan` in `direction` takes on this rank, the kernels' tiles aside.
     pub fn workspace_bytes(&mut self, plan: &Plan, direction: Direction) -> Result<u64> {
-        self.prepare(plan, direction).map(|i| self.prepared[i].schedule.workspace)
+        self.ready(plan, Job::Attention(direction)).map(|i| self.prepared[i].schedule.workspace)
     }
 
     /// Lends the rank memory to work in, instead of memory of its own.
@@ -143,12 +144,17 @@ impl Rank {
 
     /// Does all that may allocate: writes the schedules, grows the workspace and the kernels' tiles. Optional; the first
     /// run of a plan does it otherwise.
-    pub fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<usize> {
-        if let Some(i) = self.prepared.iter().position(|p| p.direction() == direction && p.plan == *plan) {
+    pub fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<()> {
+        let at = self.ready(plan, Job::Attention(direction))?;
+        self.workspace.reserve(self.prepared[at].schedule.workspace)
+    }
+
+    fn ready(&mut self, plan: &Plan, job: Job) -> Result<usize> {
+        if let Some(i) = self.prepared.iter().position(|p| p.is(plan, job)) {
             return Ok(i);
         }
         plan.fits_world(self.world())?;
-        let prepared = Prepared::new(plan, self.rank(), direction)?;
+        let prepared = Prepared::new(plan, self.rank(), job)?;
         self.scratch.reserve(&host::dims(plan));
         if self.prepared.len() == REMEMBERED {
             self.prepared.remove(0);
@@ -170,21 +176,23 @@ impl Rank {
     /// The tensors describe memory that is valid for reads (inputs) or writes (outputs) and used by nobody else during
     /// the call.
     pub unsafe fn run(&mut self, plan: &Plan, direction: Direction, tensors: &Bindings) -> Result<()> {
-        let at = self.prepare(plan, direction)?;
+        let at = self.ready(plan, Job::Attention(direction))?;
+        tensors.check(plan, &self.prepared[at])?;
+        // SAFETY: the caller's promise; the tensors fit the plan.
+        unsafe { self.run_prepared(at, tensors) }
+    }
+
+    /// # Safety
+    /// As [`Rank::run`], and the tensors were checked.
+    unsafe fn run_prepared(&mut self, at: usize, tensors: &Bindings) -> Result<()> {
         let prepared = &mut self.prepared[at];
-        tensors.check(plan, prepared)?;
         self.workspace.reserve(prepared.schedule.workspace)?;
         let group = prepared.schedule.group.clone();
         if group.len() > 1 {
-            self.transport.agree(group, fingerprint(plan, direction))?;
+            self.transport.agree(group, prepared.job.fingerprint(&prepared.plan))?;
         }
         let memory = Memory { tensors: *tensors, workspace: self.workspace.ptr() };
-        // SAFETY: the caller's tensors fit the plan (checked) and are valid (promised); the workspace is large enough.
+        // SAFETY: the caller's tensors fit the plan and are valid (promised); the workspace is large enough.
         unsafe { self.lanes.run(prepared, &memory, &mut self.scratch) }
     }
-}
-
-/// What the ranks of a group compare before a run.
-fn fingerprint(plan: &Plan, direction: Direction) -> u64 {
-    plan.fingerprint() ^ if direction == Direction::Forward { 0 } else { 0x9e37_79b9_7f4a_7c15 }
 }

@@ -11,7 +11,10 @@ use crate::{
     error::Result,
     kernel::{Attend, AttendBackward, Block, Delta, RawTensor, SinkGradient, Transform},
     plan::Plan,
-    schedule::{AttendOp, BackwardOp, Buf, Direction, Kind, Schedule, Tensor, View, Visitors, expand::Expansion},
+    schedule::{
+        AttendOp, BackwardOp, Buf, Direction, Kind, Schedule, Tensor, View, Visitors, build::trade::Trade,
+        expand::Expansion,
+    },
     transport::{Label, Message},
 };
 
@@ -51,9 +54,31 @@ pub(super) trait Backend {
     fn slopes(&self, plan: &Plan) -> RawTensor;
 }
 
+/// What a schedule is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Job {
+    Attention(Direction),
+    Trade(Trade),
+}
+
+impl Job {
+    /// What the ranks of a group compare before a run.
+    pub(super) fn fingerprint(self, plan: &Plan) -> u64 {
+        let salt = match self {
+            Self::Attention(Direction::Forward) => 0,
+            Self::Attention(Direction::Backward) => 1,
+            Self::Trade(Trade { way, side, dim, dtype }) => {
+                2 | (way as u64) << 2 | (side as u64) << 3 | (dtype as u64) << 4 | u64::from(dim) << 8
+            }
+        };
+        plan.fingerprint() ^ salt.wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    }
+}
+
 /// A schedule with the room that running it takes.
 pub(super) struct Prepared {
     pub plan: Plan,
+    pub job: Job,
     pub schedule: Schedule,
     /// The caller's tensors that are sent as they lie.
     pub sent: Vec<Tensor>,
@@ -88,11 +113,15 @@ impl Room {
 }
 
 impl Prepared {
-    pub(super) fn new(plan: &Plan, rank: usize, direction: Direction) -> Result<Self> {
-        let schedule = plan.schedule(rank, direction)?;
+    pub(super) fn new(plan: &Plan, rank: usize, job: Job) -> Result<Self> {
+        let schedule = match job {
+            Job::Attention(direction) => plan.schedule(rank, direction)?,
+            Job::Trade(trade) => plan.trade(rank, trade)?,
+        };
         let (q_rows, k_rows) = bind::rows(plan, rank);
         Ok(Self {
             plan: plan.clone(),
+            job,
             sent: bind::sent(&schedule),
             q_rows,
             k_rows,
@@ -102,8 +131,8 @@ impl Prepared {
         })
     }
 
-    pub(super) fn direction(&self) -> Direction {
-        self.schedule.direction
+    pub(super) fn is(&self, plan: &Plan, job: Job) -> bool {
+        self.job == job && self.plan == *plan
     }
 }
 

@@ -24,6 +24,7 @@ use crate::{
 
 mod passes;
 mod ring;
+pub mod trade;
 mod ulysses;
 
 /// When a buffer lives.
@@ -65,43 +66,50 @@ struct Last {
 }
 
 pub(crate) fn schedule(plan: &Plan, rank: usize, direction: Direction) -> Result<Schedule> {
-    let (mesh, p) = (plan.mesh(), plan.problem());
-    let place = mesh.place(rank);
-    let heads =
-        (0..mesh.ulysses).map(|u| HeadShare::new(u, mesh.ulysses, p.heads() as u32, p.kv_heads() as u32)).collect();
+    let mut b = Builder::new(plan, rank, direction);
+    let (place, p) = (b.place, plan.problem());
     let visits = |side| Some(Arc::new(Visits::new(plan.shares(), p.window(), side, plan.form(), place.ring)));
     let backward = direction == Direction::Backward;
     let both = backward && plan.options().reproducible;
     let queries_travel = backward && plan.backward_visitors() == Visitors::Queries;
-    let mut b = Builder {
-        plan,
-        rank,
-        place,
-        heads,
-        regions: Vec::new(),
-        buffer_regions: Vec::new(),
-        out: Schedule {
-            rank,
-            group: mesh.group_of(rank),
-            ulysses: mesh.ulysses,
-            direction,
-            dtype: p.dtype(),
-            buffers: Vec::new(),
-            workspace: 0,
-            ops: Vec::new(),
-            blocks: Vec::new(),
-            sources: Vec::new(),
-            messages: Vec::new(),
-            keys: if both || !queries_travel { visits(Side::K) } else { None },
-            queries: if both || queries_travel { visits(Side::Q) } else { None },
-            aligned: plan.options().reproducible,
-        },
-    };
+    b.out.keys = if both || !queries_travel { visits(Side::K) } else { None };
+    b.out.queries = if both || queries_travel { visits(Side::Q) } else { None };
     match direction {
         Direction::Forward => b.forward(),
         Direction::Backward => b.backward(),
     }
     b.finish()
+}
+
+impl<'a> Builder<'a> {
+    fn new(plan: &'a Plan, rank: usize, direction: Direction) -> Self {
+        let (mesh, p) = (plan.mesh(), plan.problem());
+        let (heads, kv_heads) = (p.heads() as u32, p.kv_heads() as u32);
+        Self {
+            plan,
+            rank,
+            place: mesh.place(rank),
+            heads: (0..mesh.ulysses).map(|u| HeadShare::new(u, mesh.ulysses, heads, kv_heads)).collect(),
+            regions: Vec::new(),
+            buffer_regions: Vec::new(),
+            out: Schedule {
+                rank,
+                group: mesh.group_of(rank),
+                ulysses: mesh.ulysses,
+                direction,
+                dtype: p.dtype(),
+                buffers: Vec::new(),
+                workspace: 0,
+                ops: Vec::new(),
+                blocks: Vec::new(),
+                sources: Vec::new(),
+                messages: Vec::new(),
+                keys: None,
+                queries: None,
+                aligned: plan.options().reproducible,
+            },
+        }
+    }
 }
 
 impl Builder<'_> {

@@ -103,7 +103,7 @@ impl Builder<'_> {
         held
     }
 
-    fn peer(&self, u: usize) -> usize {
+    pub(super) fn peer(&self, u: usize) -> usize {
         self.rank - self.place.ulysses + u
     }
 

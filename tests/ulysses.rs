@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The two all-to-alls on their own, and a kernel that no ring could merge between them.
+
+use std::time::Duration;
+
+use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Side, View, ViewMut, plan::Kind, transport::local};
+
+const D: usize = 4;
+
+fn value(token: usize, head: usize, i: usize) -> f64 {
+    ((token * 31 + head * 7 + i * 3) % 97) as f64 / 16.0 - 3.0
+}
+
+/// Runs `each` on every rank of a plan.
+fn ranks(plan: &Plan, each: impl Fn(&Plan, &mut Rank) + Sync) {
+    let ends = local::group(plan.mesh().world(), Duration::from_secs(30)).unwrap();
+    std::thread::scope(|scope| {
+        for end in ends {
+            let each = &each;
+            scope.spawn(move || each(plan, &mut Rank::new(end)));
+        }
+    });
+}
+
+fn local_rows(plan: &Plan, rank: &Rank, side: Side, heads: usize) -> Vec<f64> {
+    let tokens = plan.token_indices(side, rank.rank());
+    tokens.iter().flat_map(|&t| (0..heads * D).map(move |i| value(t, i / D, i % D))).collect()
+}
+
+/// `o_t = Σ_{s ≤ t} (q_t · k_s) v_s` within each document: linear attention, here in its quadratic form.
+fn linear_attention(
+    cu: &[i32],
+    group: usize,
+    first: (usize, usize),
+    q: &View<f64>,
+    k: &View<f64>,
+    v: &View<f64>,
+    o: &mut ViewMut<f64>,
+) {
+    for d in cu.windows(2) {
+        for t in d[0] as usize..d[1] as usize {
+            for h in 0..q.heads() {
+                let kv = (first.0 + h) / group - first.1;
+                let mut sum = [0.0; D];
+                for s in d[0] as usize..=t {
+                    let dot: f64 = q.row(t, h).iter().zip(k.row(s, kv)).map(|(a, b)| a * b).sum();
+                    sum.iter_mut().zip(v.row(s, kv)).for_each(|(x, y)| *x += dot * y);
+                }
+                o.row_mut(t, h).copy_from_slice(&sum);
+            }
+        }
+    }
+}
+
+#[test]
+fn linear_attention_between_two_all_to_alls() {
+    let cu = [0, 9, 9, 24, 31];
+    for (heads, kv_heads) in [(6, 6), (6, 2), (9, 3)] {
+        let p = Problem::new(Batch::new(&cu).unwrap(), heads, kv_heads, D, Dtype::F64).kind(Kind::Other);
+        let group = heads / kv_heads;
+        let n = cu[4] as usize;
+        let all =
+            |heads: usize| (0..n * heads * D).map(|i| value(i / heads / D, i / D % heads, i % D)).collect::<Vec<_>>();
+        let (q, kv, mut o) = (all(heads), all(kv_heads), vec![0.0; n * heads * D]);
+        let whole = View::new(&kv, n, kv_heads, D).unwrap();
+        let out = &mut ViewMut::new(&mut o, n, heads, D).unwrap();
+        linear_attention(&cu, group, (0, 0), &View::new(&q, n, heads, D).unwrap(), &whole, &whole, out);
+        for world in [1, 2, 4, 5] {
+            let plan = Plan::new(&p, Mesh::ulysses(world).unwrap(), Layout::Contiguous).unwrap();
+            ranks(&plan, |plan, rank| {
+                let tokens = plan.token_indices(Side::Q, rank.rank());
+                let n = tokens.len();
+                let (q, k) = (local_rows(plan, rank, Side::Q, heads), local_rows(plan, rank, Side::K, kv_heads));
+                let mut y = vec![f64::NAN; n * heads * D];
+                let q = View::new(&q, n, heads, D).unwrap();
+                let k = View::new(&k, n, kv_heads, D).unwrap();
+                let out = ViewMut::new(&mut y, n, heads, D).unwrap();
+                let inputs = [(Side::Q, q), (Side::K, k), (Side::K, k)];
+                rank.ulysses(plan, &inputs, &mut [(Side::Q, out)], |share, x, y| {
+                    let first = (share.q.start as usize, share.kv.start as usize);
+                    linear_attention(&cu, group, first, &x[0], &x[1], &x[2], &mut y[0]);
+                    Ok(())
+                })
+                .unwrap();
+                for (i, &t) in tokens.iter().enumerate() {
+                    assert_eq!(y[i * heads * D..(i + 1) * heads * D], o[t * heads * D..(t + 1) * heads * D]);
+                }
+            });
+        }
+    }
+}
+
+/// There and back gives each kv head once for every rank that held it; the sum of ones counts them.
+#[test]
+fn the_way_back_is_the_transpose_of_the_way_there() {
+    let p = Problem::new(Batch::new(&[0, 10, 23]).unwrap(), 9, 3, D, Dtype::F64);
+    for (ulysses, ring) in [(1, 1), (4, 1), (4, 2), (9, 1), (2, 3)] {
+        let plan = Plan::new(&p, Mesh::explicit(ulysses * ring, ulysses, ring).unwrap(), Layout::Zigzag).unwrap();
+        ranks(&plan, |plan, rank| {
+            for (side, heads) in [(Side::Q, 9), (Side::K, 3)] {
+                let n = plan.local_tokens(side, rank.rank());
+                let x = local_rows(plan, rank, side, heads);
+                let share = plan.heads_of(rank.rank());
+                let own = if side == Side::Q { share.q.len() } else { share.kv.len() };
+                let rows = plan.shares().rows(side, plan.mesh().place(rank.rank()).ring);
+                let mut held = vec![f64::NAN; rows * own * D];
+                let from = View::new(&x, n, heads, D).unwrap();
+                rank.to_heads(plan, side, from, ViewMut::new(&mut held, rows, own, D).unwrap()).unwrap();
+                let mut back = vec![f64::NAN; x.len()];
+                let held = View::new(&held, rows, own, D).unwrap();
+                rank.to_tokens(plan, side, held, ViewMut::new(&mut back, n, heads, D).unwrap()).unwrap();
+                for (i, (b, x)) in back.iter().zip(&x).enumerate() {
+                    let head = (i / D % heads) as u32;
+                    let holders = (0..ulysses)
+                        .map(|u| plan.heads_of(u))
+                        .filter(|s| side == Side::Q || s.kv.contains(&head))
+                        .count();
+                    let holders = if side == Side::Q { 1.0 } else { holders as f64 };
+                    assert!((b - holders * x).abs() < 1e-12, "{side:?} {i}: {b} {x} {holders}");
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn what_is_not_softmax_is_refused_a_ring() {
+    let p = Problem::new(Batch::new(&[0, 8]).unwrap(), 4, 4, D, Dtype::F32).kind(Kind::Other);
+    let text = Plan::new(&p, Mesh::ring(2).unwrap(), Layout::Zigzag).unwrap_err().to_string();
+    assert!(text.contains("Kind::Other") && text.contains("2 ranks") && text.contains("Mesh::ulysses"), "{text}");
+}
+
+#[test]
+fn a_local_kernel_that_fails_ends_the_run_everywhere() {
+    let p = Problem::new(Batch::new(&[0, 8]).unwrap(), 4, 4, D, Dtype::F64).kind(Kind::Other);
+    let plan = Plan::new(&p, Mesh::ulysses(2).unwrap(), Layout::Contiguous).unwrap();
+    ranks(&plan, |plan, rank| {
+        let n = plan.local_tokens(Side::Q, rank.rank());
+        let (x, mut y) = (vec![1.0f64; n * 4 * D], vec![0.0; n * 4 * D]);
+        let x = View::new(&x, n, 4, D).unwrap();
+        let out = ViewMut::new(&mut y, n, 4, D).unwrap();
+        let fails = rank.rank() == 1;
+        let outcome = rank.ulysses(plan, &[(Side::Q, x)], &mut [(Side::Q, out)], |_, _, _| {
+            if fails { Err(cpattn::Error::invalid("local", "a failure", "none")) } else { Ok(()) }
+        });
+        let text = outcome.unwrap_err().to_string();
+        assert_eq!(text.starts_with("local is a failure"), fails, "{text}");
+        assert!(fails || text.contains("rank 1 failed"), "{text}");
+    });
+}
