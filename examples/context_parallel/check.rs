@@ -6,22 +6,25 @@
 //!
 //! - o, dv: `2·u·M + 64·a·M`: one rounding of the result (at most `u·M`) and as much again for what was rounded before
 //!   it, plus sums in the accumulator's type;
-//! - dq, dk: the same plus `4·u·(M + R)`: the backward reads the rounded o, so `delta = rowsum(do ∘ o)` has an error of
-//!   its own, which every key of a row multiplies;
-//! - lse, dsinks, which are never rounded to the element type: `128·a·max(M, 1)`; for dsinks plus `4·u·(M + R)`, as
-//!   they are sums of `delta`.
+//! - dq, dk: the same plus `4·u·(M + R) + 4·(u + 16·a)·S`: the backward reads the rounded o, so `delta = rowsum(do ∘ o)`
+//!   has an error of its own, which every key of a row multiplies. `S = scale·√value_dim·RMS(do)·RMS(o)·RMS(k or q)` is the
+//!   size of what cancels in `ds = p·(do·v − delta)`; it matters where the gradient itself is nearly 0, as for a document
+//!   of one token;
+//! - lse, never rounded to the element type: `128·a·max(M, 1)`;
+//! - dsinks, sums of `exp(sink − lse)·delta` over n rows: the same plus `4·u·(M + R) + 4·(u + 16·a)·√n·√value_dim·RMS(do)·RMS(o)`.
 //!
-//! A bf16 wire rounds every partial gradient once, by `2⁻⁸` of itself: `4·2⁻⁸·M` more for dq, dk and dv.
+//! A bf16 wire rounds every partial gradient that travels once, by `2⁻⁸` of itself: `2·2⁻⁸·M` more for dq where the q side
+//! circulates, for dk and dv where k and v do or a kv head is shared by ranks.
 //!
-//! A sum that was kept in bf16 errs by `2⁻⁸·M` (`2⁻⁷·M` from one step to the next): four to eight times the bound of o
-//! and dv for f16, thousands of times for f32.
+//! An accumulator in bf16 would lose `2⁻⁸·M` in a single rounding: four times the bound of o and dv for f16, hundreds of
+//! times for f32.
 
 use std::sync::{
     Mutex,
     atomic::{AtomicUsize, Ordering},
 };
 
-use cpattn::{Dtype, Element, Problem, Side, kernel::reference::Attention, plan::Wire};
+use cpattn::{Dtype, Element, Plan, Problem, Side, kernel::reference::Attention, plan::Wire, schedule::Visitors};
 
 use crate::team::{Inputs, Results};
 
@@ -62,21 +65,39 @@ fn largest_error<T: Element>(got: &[T], want: &[f64]) -> f64 {
     })
 }
 
+/// RMS, infinities aside; 0 of nothing.
+fn rms_of<T: Element>(x: &[T]) -> f64 {
+    let squares = x.iter().map(|x| x.to_f64()).filter(|x| x.is_finite()).map(|x| x * x).sum::<f64>();
+    (squares / x.len().max(1) as f64).sqrt()
+}
+
 /// Every result against its reference: o, lse, dq, dk, dv, and dsinks when there are sinks.
-pub fn check<T: Element>(got: &Results<T>, want: &Results<f64>, wire: Wire) -> Vec<Checked> {
+pub fn check<T: Element>(plan: &Plan, inputs: &Inputs<T>, got: &Results<T>, want: &Results<f64>) -> Vec<Checked> {
+    let p = plan.problem();
     let (u, a) = (T::DTYPE.unit_roundoff(), T::Acc::DTYPE.unit_roundoff());
-    let wire = if wire == Wire::Bf16 { 4.0 * Dtype::Bf16.unit_roundoff() } else { 0.0 };
+    let ring = |side| plan.mesh().ring > 1 && plan.backward_visitors() == side;
+    let wire = |travels: bool| {
+        if travels && plan.options().wire == Wire::Bf16 { 2.0 * Dtype::Bf16.unit_roundoff() } else { 0.0 }
+    };
+    let (wire_q, wire_k) = (wire(ring(Visitors::Queries)), wire(ring(Visitors::Keys) || plan.shares_kv_heads()));
+    let terms = (p.v_head_dim() as f64).sqrt() * rms_of(&inputs.d_o) * rms_of(&want.o);
+    let scale = p.score().scale.abs();
     let of = |name: &'static str, error: f64, want: &[f64]| {
-        let finite = || want.iter().filter(|x| x.is_finite());
-        let max = finite().fold(0.0, |m: f64, x| m.max(x.abs()));
-        let rms = (finite().map(|x| x * x).sum::<f64>() / (want.len().max(1) as f64)).sqrt();
-        let delta = 4.0 * u * (max + rms);
+        let max = want.iter().filter(|x| x.is_finite()).fold(0.0, |m: f64, x| m.max(x.abs()));
+        let rms = rms_of(want);
+        let cancels = match name {
+            "dq" => scale * terms * rms_of(&inputs.k),
+            "dk" => scale * terms * rms_of(&inputs.q),
+            _ => (p.batch().tokens(Side::Q) as f64).sqrt() * terms,
+        };
+        let delta = 4.0 * u * (max + rms) + 4.0 * (u + 16.0 * a) * cancels;
         let bound = match name {
             "lse" => 128.0 * a * max.max(1.0),
             "dsinks" => 128.0 * a * max.max(1.0) + delta,
             "o" => (2.0 * u + 64.0 * a) * max,
-            "dv" => (2.0 * u + 64.0 * a + wire) * max,
-            _ => (2.0 * u + 64.0 * a + wire) * max + delta,
+            "dv" => (2.0 * u + 64.0 * a + wire_k) * max,
+            "dk" => (2.0 * u + 64.0 * a + wire_k) * max + delta,
+            _ => (2.0 * u + 64.0 * a + wire_q) * max + delta,
         };
         Checked { name, error, bound, rms, max }
     };

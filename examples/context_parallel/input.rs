@@ -25,6 +25,9 @@ pub struct Batched {
     pub references: Vec<(&'static str, Results<f64>)>,
 }
 
+/// Values that are drawn at most: 4 GiB while they are f64.
+const MAX_VALUES: u128 = 1 << 29;
+
 /// SplitMix64 (Steele, Lea and Flood, 2014).
 pub struct Random(pub u64);
 
@@ -69,6 +72,10 @@ impl Batched {
             .value_dim(value_dim)
             .check()
             .map_err(|e| e.to_string())?;
+        let values = (n as u128) * (heads + kv_heads) as u128 * (head_dim + value_dim) as u128;
+        if values > MAX_VALUES {
+            return Err(format!("{n} tokens of these heads are {values} random values, expected at most {MAX_VALUES}"));
+        }
         let mut random = Random(seed);
         let mut fill = |heads: usize, dim: usize| (0..n * heads * dim).map(|_| random.normal()).collect();
         let values = Inputs {

@@ -11,6 +11,9 @@ use cpattn::{
     plan::{BALANCE, Circulate, Wire, auto_layout, choose},
 };
 
+/// Ranks are threads of this process.
+const MAX_WORLD: usize = 1024;
+
 /// Exact context-parallel attention on threads as ranks, against a float64 reference.
 ///
 /// Without arguments: real activations from tests/data/minilm_263.safetensors, forward and backward on 8 ranks
@@ -240,11 +243,15 @@ impl Arguments {
         Ok(p)
     }
 
-    fn mesh(&self, p: &Problem, fixture: bool) -> cpattn::Result<Mesh> {
-        let world = self.world.unwrap_or(match (self.ulysses, self.ring) {
+    fn world(&self) -> usize {
+        self.world.unwrap_or(match (self.ulysses, self.ring) {
             (Some(u), Some(r)) => u.saturating_mul(r),
             _ => 8,
-        });
+        })
+    }
+
+    fn mesh(&self, p: &Problem, fixture: bool) -> cpattn::Result<Mesh> {
+        let world = self.world();
         match (self.mesh, self.ulysses, self.ring) {
             (Some(MeshRule::Gcd), ..) => Mesh::gcd(p.heads(), world),
             (Some(MeshRule::Ulysses), ..) => Mesh::ulysses(world),
@@ -258,7 +265,17 @@ impl Arguments {
     }
 
     /// The plan for a problem; `fixture` when it came from the default file.
-    pub fn plan(&self, p: &Problem, fixture: bool) -> cpattn::Result<Plan> {
+    pub fn plan(&self, p: &Problem, fixture: bool) -> Result<Plan, String> {
+        if self.world() > MAX_WORLD {
+            return Err(format!(
+                "--world is {}, expected at most {MAX_WORLD}: each rank is a thread here",
+                self.world()
+            ));
+        }
+        self.plan_for(p, fixture).map_err(|e| e.to_string())
+    }
+
+    fn plan_for(&self, p: &Problem, fixture: bool) -> cpattn::Result<Plan> {
         let mesh = self.mesh(p, fixture)?;
         let layout = match self.layout {
             LayoutRule::Auto => auto_layout(p, mesh.ring)?,

@@ -133,7 +133,8 @@ struct Suite {
     teams: HashMap<usize, Team>,
     rows: Vec<(&'static str, Vec<(String, Row)>)>,
     refusals: BTreeMap<String, usize>,
-    failures: Vec<String>,
+    /// By reason: how often, and where first.
+    failures: BTreeMap<String, (usize, String)>,
     same_bits: usize,
     bar: ProgressBar,
 }
@@ -157,7 +158,7 @@ pub fn run(quick: bool, seed: u64) -> Result<bool, String> {
         teams: HashMap::new(),
         rows,
         refusals: BTreeMap::new(),
-        failures: Vec::new(),
+        failures: BTreeMap::new(),
         same_bits: 0,
         bar: crate::progress(all),
     };
@@ -204,7 +205,7 @@ impl Suite {
                             };
                             match self.one(&plan, &inputs, &want, &mut bits) {
                                 Ok(checked) => self.note(indices, &checked),
-                                Err(text) => self.fail(indices, text),
+                                Err(reason) => self.fail(indices, reason, ""),
                             }
                         }
                     }
@@ -223,17 +224,17 @@ impl Suite {
         bits: &mut Option<Results<T>>,
     ) -> Result<Vec<Checked>, String> {
         let world = plan.mesh().world();
-        if !self.teams.contains_key(&world) {
-            self.teams.insert(world, Team::new(world)?);
-        }
+        let team = match self.teams.remove(&world) {
+            Some(team) => team,
+            None => Team::new(world)?,
+        };
         let how = How { repeat: 1, record: false, tick: Arc::new(|| ()) };
-        let outcome = self.teams[&world].run(plan, inputs, &how).inspect_err(|_| {
-            // A group that failed stays failed.
-            self.teams.remove(&world);
-        })?;
+        // A group that failed stays failed: its team is not kept.
+        let outcome = team.run(plan, inputs, &how)?;
+        self.teams.insert(world, team);
         let mut worst: Vec<Checked> = Vec::new();
         for results in outcome.results {
-            let checked = check(&results, want, plan.options().wire);
+            let checked = check(plan, inputs, &results, want);
             if plan.options().reproducible {
                 let first = bits.get_or_insert_with(|| results.clone());
                 if let Some(tensor) = first.differs(&results) {
@@ -260,13 +261,15 @@ impl Suite {
             }
         });
         for c in checked.iter().filter(|c| !c.passes()) {
-            self.fail(indices, format!("{}: error {:.2e} over the bound {:.2e}", c.name, c.error, c.bound));
+            let detail = format!(" ({:.2e}, bound {:.2e})", c.error, c.bound);
+            self.fail(indices, format!("the error of {} is over its bound", c.name), &detail);
         }
     }
 
-    fn fail(&mut self, indices: [usize; 6], text: String) {
+    fn fail(&mut self, indices: [usize; 6], reason: String, detail: &str) {
         let what: Vec<&str> = self.rows.iter().zip(indices).map(|((_, rows), i)| rows[i].0.as_str()).collect();
-        self.failures.push(format!("{}: {text}", what.join("; ")));
+        let first = format!("{}{detail}", what.join("; "));
+        self.failures.entry(reason).or_insert((0, first)).0 += 1;
         self.each_row(indices, |row| row.failed += 1);
     }
 
@@ -299,17 +302,18 @@ impl Suite {
             self.refusals.iter().for_each(|(reason, n)| println!("{n:>7} × {reason}"));
             println!();
         }
-        const SHOWN: usize = 20;
         if !self.failures.is_empty() {
             println!("failed:");
-            self.failures.iter().take(SHOWN).for_each(|f| println!("  {f}"));
-            if self.failures.len() > SHOWN {
-                println!("  … and {} more", self.failures.len() - SHOWN);
-            }
+            self.failures.iter().for_each(|(reason, (n, first))| println!("{n:>7} × {reason}; first: {first}"));
             println!();
         }
         println!("{} results of reproducible runs compared bit by bit", self.same_bits);
-        println!("{} combinations ran, {} were refused, {} failures", total.0, total.1, self.failures.len());
+        println!(
+            "{} combinations ran, {} were refused, {} failures",
+            total.0,
+            total.1,
+            self.failures.values().map(|f| f.0).sum::<usize>()
+        );
     }
 }
 
