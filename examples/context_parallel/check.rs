@@ -6,18 +6,18 @@
 //!
 //! - o, dv: `2·u·M + 64·a·M`: one rounding of the result (at most `u·M`) and as much again for what was rounded before
 //!   it, plus sums in the accumulator's type;
-//! - dq, dk: the same plus `4·u·(M + R) + 4·(u + 16·a)·S`: the backward reads the rounded o, so `delta = rowsum(do ∘ o)`
+//! - dq, dk: the same plus `u·(M + R) + 2·(u + 16·a)·S`: the backward reads the rounded o, so `delta = rowsum(do ∘ o)`
 //!   has an error of its own, which every key of a row multiplies. `S = scale·√value_dim·RMS(do)·RMS(o)·RMS(k or q)` is the
 //!   size of what cancels in `ds = p·(do·v − delta)`; it matters where the gradient itself is nearly 0, as for a document
 //!   of one token;
 //! - lse, never rounded to the element type: `128·a·max(M, 1)`;
-//! - dsinks, sums of `exp(sink − lse)·delta` over n rows: the same plus `4·u·(M + R) + 4·(u + 16·a)·√n·√value_dim·RMS(do)·RMS(o)`.
+//! - dsinks, sums of `exp(sink − lse)·delta` over n rows: the same plus `u·(M + R) + 2·(u + 16·a)·√n·√value_dim·RMS(do)·RMS(o)`.
 //!
 //! A bf16 wire rounds every partial gradient that travels once, by `2⁻⁸` of itself: `2·2⁻⁸·M` more for dq where the q side
 //! circulates, for dk and dv where k and v do or a kv head is shared by ranks.
 //!
-//! An accumulator in bf16 would lose `2⁻⁸·M` in a single rounding: four times the bound of o and dv for f16, hundreds of
-//! times for f32.
+//! An accumulator in bf16 would lose `2⁻⁸·M` in a single rounding: four times the bound of o and dv for f16, about twice
+//! that of dq and dk, and hundreds of times for f32.
 
 use std::sync::{
     Mutex,
@@ -90,7 +90,7 @@ pub fn check<T: Element>(plan: &Plan, inputs: &Inputs<T>, got: &Results<T>, want
             "dk" => scale * terms * rms_of(&inputs.q),
             _ => (p.batch().tokens(Side::Q) as f64).sqrt() * terms,
         };
-        let delta = 4.0 * u * (max + rms) + 4.0 * (u + 16.0 * a) * cancels;
+        let delta = u * (max + rms) + 2.0 * (u + 16.0 * a) * cancels;
         let bound = match name {
             "lse" => 128.0 * a * max.max(1.0),
             "dsinks" => 128.0 * a * max.max(1.0) + delta,
