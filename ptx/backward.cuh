@@ -123,12 +123,12 @@ struct BackwardQueries {
         const u32 stats = sq + TILES;
         load_stats<BM>(p, stats, own.head, own.row, own.rows);
 
-        u32 slot = 0;
-        u32 stage = 0;
-        while (control.steps[slot].live) {
-            const u32 next = slot == 2 ? 0 : slot + 1;
+        // Counts to six: steps lie in three slots, tiles in two buffers.
+        for (u32 turn = 0; control.steps[turn % 3].live; turn = turn == 5 ? 0 : turn + 1) {
+            const u32 slot = turn % 3, next = (turn + 1) % 3;
+            const u32 stage = STAGES == 2 ? turn % 2 * STAGE : 0;
             if (STAGES == 2) {
-                if (control.steps[next].live) load_keys(p, skv + (stage ^ STAGE), control, next);
+                if (control.steps[next].live) load_keys(p, skv + (STAGE - stage), control, next);
             } else {
                 load_keys(p, skv, control, slot);
             }
@@ -136,7 +136,7 @@ struct BackwardQueries {
             copy_wait<STAGES - 1>();
             __syncthreads();
             if (threadIdx.x == 0) {
-                const u32 ahead = STAGES == 2 ? (next == 2 ? 0 : next + 1) : next;
+                const u32 ahead = (turn + STAGES) % 3;
                 control.sweep.step(control.steps[ahead], control.own, window, p.keys, p.partners, BN);
             }
             __syncwarp();
@@ -170,8 +170,6 @@ struct BackwardQueries {
             }
             multiply_columns<T, MT, NT, D>(dq, s, walk_b_transposed<D>(sk), 0);
             __syncthreads();
-            slot = next;
-            if (STAGES == 2) stage ^= STAGE;
         }
         copy_wait<0>();
 
@@ -223,7 +221,7 @@ struct BackwardKeys {
 
     static __device__ __forceinline__ void tile(const BackwardParams& p, volatile Control& control, u32 sk, u32 item) {
         const u32 sv = sk + BN * D * 2, sqs = sv + BN * DV * 2;
-        // A key may be `right` before a query and `left` after... seen from the key the window is the other way round.
+        // Seen from the key, the window is the other way round.
         const Window window = {p.score.right, p.score.left};
         if (threadIdx.x == 0) {
             const u32 heads = p.per_q_head ? p.heads.q_heads : p.heads.kv_heads;
@@ -262,10 +260,10 @@ struct BackwardKeys {
         clear(dk);
         clear(dv);
 
-        u32 slot = 0;
-        u32 stage = 0;
-        while (control.steps[slot].live) {
-            const u32 next = slot == 2 ? 0 : slot + 1;
+        // Counts to six: steps lie in three slots, tiles in two buffers.
+        for (u32 turn = 0; control.steps[turn % 3].live; turn = turn == 5 ? 0 : turn + 1) {
+            const u32 slot = turn % 3, next = (turn + 1) % 3;
+            const u32 stage = STAGES == 2 ? turn % 2 * STAGE : 0;
             if (STAGES == 2) {
                 if (control.steps[next].live) load_queries(p, sqs + (STAGE - stage), control, next);
             } else {
@@ -275,7 +273,7 @@ struct BackwardKeys {
             copy_wait<STAGES - 1>();
             __syncthreads();
             if (threadIdx.x == 0) {
-                const u32 ahead = STAGES == 2 ? (next == 2 ? 0 : next + 1) : next;
+                const u32 ahead = (turn + STAGES) % 3;
                 control.sweep.step(control.steps[ahead], control.own, window, p.queries, p.partners, BM);
             }
             __syncwarp();
@@ -322,8 +320,6 @@ struct BackwardKeys {
                     multiply_columns<T, MT, NT, D>(dk, g, walk_b_transposed<D>(sq + sub * D * 2), 0);
             }
             __syncthreads();
-            slot = next;
-            if (STAGES == 2) stage = STAGE - stage;
         }
         copy_wait<0>();
 

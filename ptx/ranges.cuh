@@ -76,12 +76,15 @@ __device__ __forceinline__ void describe(volatile Own& own, const Run& run, cons
     own.partner = partner;
 }
 
-// The tiles of up to `size` partner rows that an own tile meets, for each head of `head..head_end`. Thread 0's alone.
+// The tiles of up to `size` partner rows that an own tile meets, for each head of `head..head_end`. Thread 0's alone, and
+// all others wait for it: what can be known per partner is not computed per tile.
 struct Sweep {
-    u32 next, end, begin;  // entries of the partner list
+    i64 base;                  // the current partner's first row in the tensor
+    u32 next, end, begin;      // entries of the partner list
     u32 head, head_end;
     u32 run;
-    u32 row, row_end;      // rows of the current partner that are still to be met
+    u32 row, row_end;          // rows of the current partner that are still to be met
+    u32 full_begin, full_end;  // rows that every own row meets
 
     __device__ __forceinline__ void start(u32 from, u32 to, u32 head0, u32 head1) volatile {
         begin = from;
@@ -89,14 +92,14 @@ struct Sweep {
         end = to;
         head = head0;
         head_end = from < to ? head1 : head0;
-        run = 0;
         row = 0;
         row_end = 0;
     }
 
     __device__ __forceinline__ void step(volatile Step& out, volatile const Own& own, const Window& window,
                                          const Run* runs, const u32* partners, u32 size) volatile {
-        while (row >= row_end) {
+        u32 first = row, last = row_end;
+        while (first >= last) {
             if (next == end) {
                 next = begin;
                 head = head + 1;
@@ -105,24 +108,28 @@ struct Sweep {
                 out.live = 0;
                 return;
             }
-            run = partners[next];
-            next = next + 1;
-            const Run& partner = runs[run];
-            row = rows_below(partner, own.lowest - window.before - partner.pos);
-            row_end = rows_below(partner, own.highest + window.after + 1 - partner.pos);
+            const u32 at = next;
+            next = at + 1;
+            const u32 r = partners[at];
+            const Run& partner = runs[r];
+            const i64 lowest = own.lowest - partner.pos, highest = own.highest - partner.pos;
+            first = rows_below(partner, lowest - window.before);
+            last = rows_below(partner, highest + window.after + 1);
+            full_begin = rows_below(partner, highest - window.before);
+            full_end = rows_below(partner, lowest + window.after + 1);
+            run = r;
+            base = partner.row;
+            row_end = last;
         }
-        const Run& partner = runs[run];
-        const u32 rows = row_end - row < size ? row_end - row : size;
-        const i64 first = partner.pos + run_offset(partner, row);
-        const i64 last = partner.pos + run_offset(partner, row + rows - 1);
-        out.row = partner.row + row;
+        const u32 rows = last - first < size ? last - first : size;
+        row = first + rows;
+        out.row = base + first;
         out.run = run;
-        out.first = row;
+        out.first = first;
         out.rows = rows;
         out.head = head;
         out.live = 1;
-        out.full = rows == size && own.highest - first <= window.before && last - own.lowest <= window.after;
-        row = row + rows;
+        out.full = rows == size && first >= full_begin && first + size <= full_end;
     }
 };
 

@@ -46,21 +46,31 @@ struct Walk {
     }
 };
 
-// Copies ROWS x D elements; rows from `rows` on and columns from `dim` on become zeros.
-template <int ROWS, int D, int THREADS>
-__device__ __forceinline__ void load_tile(u32 dst, const char* src, int stride, int rows, int dim) {
-    constexpr int CHUNKS = D / 8;
-    static_assert(ROWS * CHUNKS % THREADS == 0, "every thread copies as often");
+// One column of a tile, CHUNKS chunks wide from chunk FIRST on: eight (or four) neighbouring threads copy a row.
+template <int ROWS, int D, int THREADS, int FIRST, int CHUNKS>
+__device__ __forceinline__ void load_column(u32 dst, const char* src, int stride, int rows, int dim) {
+    constexpr int STEP = THREADS / CHUNKS;
+    static_assert(ROWS % STEP == 0, "every thread copies as often");
     const int thread = fresh_thread();
+    const int row = thread / CHUNKS, chunk = FIRST + thread % CHUNKS;
+    // Rows that this thread has yet to reach.
+    int left = (chunk * 8 < dim ? rows : 0) - row;
+    const char* from = src + (i64)row * stride + chunk * 16;
+    const i64 step = (i64)STEP * stride;
 #pragma unroll
-    for (int i = 0; i < ROWS * CHUNKS; i += THREADS) {
-        int index = i + thread;
-        int row = index / CHUNKS;
-        int chunk = index % CHUNKS;
-        bool ok = row < rows && chunk * 8 < dim;
-        const char* from = ok ? src + (i64)row * stride + chunk * 16 : src;
-        copy_async(dst + Swizzle<D>::at(row, chunk), from, ok);
+    for (int i = 0; i < ROWS / STEP; ++i) {
+        copy_async(dst + Swizzle<D>::at(row + i * STEP, chunk), from, left > i * STEP);
+        from += step;
     }
+}
+
+// Copies ROWS x D elements; rows from `rows` on and columns from `dim` on become zeros, and are not read.
+template <int ROWS, int D, int THREADS, int FIRST = 0>
+__device__ __forceinline__ void load_tile(u32 dst, const char* src, int stride, int rows, int dim) {
+    constexpr int CHUNKS = D / 8 - FIRST >= 8 ? 8 : 4;
+    load_column<ROWS, D, THREADS, FIRST, CHUNKS>(dst, src, stride, rows, dim);
+    if constexpr (FIRST + CHUNKS < D / 8)
+        load_tile<ROWS, D, THREADS, FIRST + CHUNKS>(dst, src, stride, rows, dim);
 }
 
 // c += A B^T: A has 16 * MT rows at `a`, B has 8 * NT rows at `b`, both D wide (row-major).

@@ -144,6 +144,41 @@ fn ranges() {
     ]);
 }
 
+/// The larger shapes over several tiles and calls.
+#[test]
+fn wide_ranges() {
+    let case = |dtype, dims| Case {
+        documents: vec![(90, 140, 50)],
+        cut: Cut::Chunks(3),
+        visits: 2,
+        ..Case::new("wide", dtype, dims)
+    };
+    all(&[
+        case(Dtype::F16, (96, 96)),
+        case(Dtype::Bf16, (128, 128)),
+        case(Dtype::F16, (192, 128)),
+        case(Dtype::Bf16, (192, 192)),
+        case(Dtype::F16, (256, 256)),
+    ]);
+}
+
+/// The same call gives the same bits, whatever order blocks and warps ran in.
+#[test]
+fn runs_repeat() {
+    let Some(device) = Device::open() else { return };
+    let case = Case {
+        documents: vec![(150, 150, 0), (90, 90, 0)],
+        heads: 4,
+        kv_heads: 2,
+        held: 0..4,
+        cut: Cut::Striped(2, 8),
+        visits: 2,
+        ..Case::new("repeat", Dtype::Bf16, (64, 64))
+    };
+    let first = check(&device, &case);
+    assert!(check(&device, &case) == first, "two runs differ");
+}
+
 /// Positions far from zero.
 #[test]
 fn far_positions() {

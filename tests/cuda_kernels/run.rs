@@ -120,8 +120,8 @@ fn compare(case: &Case, what: &str, found: &[f64], expected: &[f64], bound: f64)
     }
 }
 
-/// Forward, delta and backward of a case.
-pub fn check(device: &Device, case: &Case) {
+/// Forward, delta and backward of a case; o, dq, dk and dv as the device gave them.
+pub fn check(device: &Device, case: &Case) -> [Vec<f64>; 4] {
     println!("{} {} {}/{} {:?} {:?}", case.name, case.dtype, case.head_dim, case.value_dim, case.documents, case.cut);
     let numbers = Numbers::of(case);
     let q_side = Side::new(&case.documents.iter().map(|d| (d.0, d.2)).collect::<Vec<_>>(), case.cut, 3);
@@ -183,8 +183,8 @@ pub fn check(device: &Device, case: &Case) {
         (0..tokens).flat_map(|t| x[(t * heads + held.start) * dim..(t * heads + held.end) * dim].to_vec()).collect()
     };
     let (tq, tk) = (case.q_tokens(), case.k_tokens());
-    let found = o.read(device, "o", &q_side);
-    compare(case, "o", &found, &pick(&numbers.out.o, tq, heads, held.clone(), dv), 1.0);
+    let found_o = o.read(device, "o", &q_side);
+    compare(case, "o", &found_o, &pick(&numbers.out.o, tq, heads, held.clone(), dv), 1.0);
     let expected = pick(&numbers.out.lse, tq, heads, held.clone(), 1);
     for (i, (found, expected)) in lse.read(device, "lse", &q_side).iter().zip(&expected).enumerate() {
         let close = found == expected || (found - expected).abs() <= 2e-6 * (8.0 + expected.abs());
@@ -241,12 +241,14 @@ pub fn check(device: &Device, case: &Case) {
         }
     }
     delta.read(device, "delta", &q_side);
-    let found = dq.read(device, "dq", &q_side);
-    compare(case, "dq", &found, &pick(&numbers.gradient.dq, tq, heads, held.clone(), d), 3.0);
+    let found_dq = dq.read(device, "dq", &q_side);
+    compare(case, "dq", &found_dq, &pick(&numbers.gradient.dq, tq, heads, held.clone(), d), 3.0);
+    let mut keys = Vec::new();
     for (what, tensor, gradient, dim) in
         [("dk", &dk, &numbers.gradient.dk, d), ("dv", &dv_out, &numbers.gradient.dv, dv)]
     {
         let mut found = tensor.read(device, what, &k_side);
+        keys.push(found.clone());
         if case.accumulate {
             found.iter_mut().for_each(|x| *x -= 1.0);
         }
@@ -265,6 +267,8 @@ pub fn check(device: &Device, case: &Case) {
         }
         compare(case, what, &found, &expected, 3.0);
     }
+    let [found_dk, found_dv] = keys.try_into().expect("two");
+    [found_o, found_dq, found_dk, found_dv]
 }
 
 /// dk or dv of the held heads alone: the reference with everybody else's gradient of o set to zero.
