@@ -330,6 +330,14 @@ impl Memory {
         })
     }
 
+    /// Calls `each(space, byte)` for every byte of a cell; the workspace is one space.
+    #[cfg(test)]
+    pub fn bytes_of(&self, table: usize, row: u64, head: u32, mut each: impl FnMut(usize, u64)) {
+        let t = &self.tables[table];
+        let first = t.offset + (row * u64::from(t.heads) + u64::from(head)) * t.cell_bytes();
+        (first..first + t.cell_bytes()).for_each(|byte| each(table.min(Tensor::COUNT), byte));
+    }
+
     pub fn describe(&self, r: &Rect) -> String {
         format!("rows {}+{}, heads {}+{} of {}", r.row, r.rows, r.head, r.heads, self.tables[r.table].name)
     }

@@ -34,6 +34,8 @@ mod execute;
 mod listed;
 mod meet;
 mod memory;
+#[cfg(test)]
+mod mutations;
 
 mod outputs;
 mod races;
