@@ -161,6 +161,11 @@ impl Shares {
         }
     }
 
+    /// The documents that are dealt.
+    pub(crate) fn batch(&self) -> &Batch {
+        &self.batch
+    }
+
     /// The layout.
     pub fn layout(&self) -> Layout {
         self.layout
@@ -218,29 +223,36 @@ impl Builder<'_> {
         let period = stripe * ring;
         // How many of the pack's first `t` tokens are the rank's.
         let owned = |t: usize| t / period * stripe + (t % period).saturating_sub(r * stripe).min(stripe);
+        // The rank's first token that no document before has had: most documents of a large ring lie before it.
+        let mut next = r * stripe;
         for d in 0..self.batch.documents() {
             let doc = self.batch.document(self.side, d);
-            let total = owned(doc.end) - owned(doc.start);
-            if total == 0 {
+            if next >= doc.end {
                 continue;
             }
-            // The rank's first token at or after the document's start.
-            let phase = doc.start % period;
-            let (mut first, mut head) = (doc.start, 0);
-            if phase < r * stripe {
-                first = doc.start - phase + r * stripe;
-            } else if phase >= (r + 1) * stripe {
-                first = doc.start - phase + period + r * stripe;
-            } else if phase > r * stripe {
-                head = ((r + 1) * stripe - phase).min(total);
+            let total = owned(doc.end) - owned(doc.start);
+            let phase = next % period - r * stripe;
+            let mut first = next;
+            if phase > 0 {
+                // The document begins inside one of the rank's stripes.
+                let head = (stripe - phase).min(total);
+                self.push(d, next - doc.start, head, 1, 1, false);
+                first = next - phase + period;
+                if total > head {
+                    self.push(d, first - doc.start, total - head, stripe as u32, period as u32, false);
+                }
+            } else {
+                self.push(d, first - doc.start, total, stripe as u32, period as u32, false);
             }
-            if head > 0 {
-                self.push(d, 0, head, 1, 1, false);
-                first = doc.start - phase + period + r * stripe;
-            }
-            if total > head {
-                self.push(d, first - doc.start, total - head, stripe as u32, period as u32, false);
-            }
+            // Where the next document begins, or the rank's first token after it.
+            let phase = doc.end % period;
+            next = if phase < r * stripe {
+                doc.end - phase + r * stripe
+            } else if phase < (r + 1) * stripe {
+                doc.end
+            } else {
+                doc.end - phase + period + r * stripe
+            };
         }
     }
 }

@@ -21,6 +21,7 @@ use crate::{element::Dtype, kernel::Gradients, kernel::HeadMap};
 pub mod build;
 pub mod expand;
 mod join;
+mod sweep;
 pub mod verify;
 pub mod visits;
 

@@ -15,11 +15,14 @@
 
 use alloc::{vec, vec::Vec};
 
-use super::join::{Class, Fragment, by_document, join, meets};
+use super::{
+    join::{Class, Fragment, by_document, join, meets},
+    sweep::Zigzag,
+};
 use crate::{
     batch::Side,
     kernel::{Mode, QRange, Range, Ranges},
-    layout::{Segment, Shares},
+    layout::{Layout, Segment, Shares},
     mask::Mask,
 };
 
@@ -124,8 +127,46 @@ impl Visits {
             last,
             capacity: Capacity::default(),
         };
-        v.sweep();
+        if shares.layout() == Layout::Zigzag && form != Form::Ordered {
+            v.sweep_zigzag(staying);
+        } else {
+            v.sweep();
+        }
         v
+    }
+
+    /// As [`Visits::sweep`], much faster.
+    fn sweep_zigzag(&mut self, staying: Side) {
+        let zigzag = Zigzag {
+            batch: self.shares.batch(),
+            mask: self.mask,
+            visiting: self.visiting,
+            staying,
+            ring: self.shares.ring(),
+            me: self.me,
+            stationary: &self.stationary,
+            own: &self.own,
+            gather: self.form == Form::Gather,
+        };
+        let (steps, last) = zigzag.measure();
+        let rows = self.own.iter().map(|o| u64::from(o.range.len)).sum();
+        self.list.push(Visit { step: 0, rows_in: rows, rows_out: 0 });
+        let longest = self.own.len().max(self.stationary.len());
+        let fragments = steps.iter().map(|s| s.fragments_in.max(s.fragments_out)).max().unwrap_or(0).max(longest);
+        let mut visit_of = vec![0; steps.len()];
+        for (step, s) in steps.iter().enumerate().skip(1).filter(|(_, s)| s.rows_in + s.rows_out > 0) {
+            visit_of[step] = self.list.len() as u32;
+            self.list.push(Visit { step: step as u32, rows_in: s.rows_in, rows_out: s.rows_out });
+        }
+        self.last = last.into_iter().map(|step| visit_of[step as usize]).collect();
+        // A share has at most two segments of each document, so a fragment meets at most two.
+        self.capacity = Capacity {
+            segments: (2 * self.shares.batch().documents()).max(longest),
+            fragments,
+            q: fragments,
+            k: fragments,
+            pairs: 2 * fragments,
+        };
     }
 
     /// Measures every step: which are empty, the rows of the others, the last visit to each stationary segment, and
@@ -422,4 +463,56 @@ fn split_stripes(fragments: &mut Vec<Fragment>) {
         }
     }
     fragments.drain(..n);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::batch::Batch;
+
+    /// The fast way counts what the general way counts, and makes room for at least as much.
+    #[test]
+    fn zigzags_are_measured_alike_in_both_ways() {
+        let batches = [
+            Batch::from_lengths(&[7, 0, 1, 13, 3, 40]).unwrap(),
+            Batch::from_lengths(&[64]).unwrap(),
+            Batch::cross(&[0, 3, 3, 10], &[0, 8, 9, 21], None).unwrap(),
+            Batch::cross(&[0, 9, 31, 33], &[0, 2, 14, 50], Some(&[-4, 5, 1 << 40])).unwrap(),
+        ];
+        let masks = [
+            Mask::full(),
+            Mask::causal(),
+            Mask::window(2, 0),
+            Mask::window(0, 0),
+            Mask::window(9, 3),
+            Mask { left: Some(1), right: None },
+        ];
+        let mut visits = 0;
+        for batch in &batches {
+            for mask in masks {
+                for ring in [1, 2, 3, 4, 7, 16] {
+                    let shares = Shares::new(batch, mask, Layout::Zigzag, ring).unwrap();
+                    for (me, side, form) in (0..ring).flat_map(|me| {
+                        [Side::Q, Side::K].into_iter().flat_map(move |s| [(me, s, Form::Ring), (me, s, Form::Gather)])
+                    }) {
+                        let fast = Visits::new(&shares, mask, side, form, me);
+                        let mut slow = fast.clone();
+                        slow.list.clear();
+                        slow.last.fill(0);
+                        slow.sweep();
+                        assert_eq!(
+                            (&fast.list, &fast.last),
+                            (&slow.list, &slow.last),
+                            "{mask:?} {me} of {ring} {form:?}"
+                        );
+                        let (a, b) = (fast.capacity, slow.capacity);
+                        assert!(a.segments >= b.segments && a.fragments >= b.fragments && a.q >= b.q && a.k >= b.k);
+                        assert!(a.pairs >= b.pairs, "{} {}", a.pairs, b.pairs);
+                        visits += fast.list.len();
+                    }
+                }
+            }
+        }
+        assert!(visits > 5_000, "{visits}");
+    }
 }

@@ -53,6 +53,8 @@ struct Builder<'a> {
     place: Place,
     /// Of every Ulysses rank.
     heads: Vec<HeadShare>,
+    /// Rows of the ring share of q's side and of k's: counting them takes a pass over all documents.
+    rows: [usize; 2],
     regions: Vec<(Life, u64)>,
     buffer_regions: Vec<Region>,
     out: Schedule,
@@ -85,10 +87,12 @@ impl<'a> Builder<'a> {
     fn new(plan: &'a Plan, rank: usize, direction: Direction) -> Self {
         let (mesh, p) = (plan.mesh(), plan.problem());
         let (heads, kv_heads) = (p.heads() as u32, p.kv_heads() as u32);
+        let place = mesh.place(rank);
         Self {
             plan,
             rank,
-            place: mesh.place(rank),
+            place,
+            rows: [Side::Q, Side::K].map(|side| plan.shares().rows(side, place.ring)),
             heads: (0..mesh.ulysses).map(|u| HeadShare::new(u, mesh.ulysses, heads, kv_heads)).collect(),
             regions: Vec::new(),
             buffer_regions: Vec::new(),
@@ -123,7 +127,7 @@ impl Builder<'_> {
 
     /// Rows of the ring share.
     fn share(&self, side: Side) -> u64 {
-        self.plan.shares().rows(side, self.place.ring) as u64
+        self.rows[usize::from(side == Side::K)] as u64
     }
 
     /// First row and number of rows of Ulysses rank `u`'s part of the ring share.
