@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Corruptions of what kernels, transports and transforms would be handed: modes, ranges, pairs, messages, blocks.
+
+use alloc::{format, string::String, vec::Vec};
+
+use super::{Subject, Trial, each_op, subjects};
+use crate::{
+    kernel::{Gradients, Mode},
+    schedule::{BackwardOp, Buf, MessageView, Schedule, View, verify::listed::Work},
+};
+
+#[test]
+fn modes_changed() {
+    let mut t = Trial::new("mode");
+    for s in &subjects() {
+        each_op(s, |r, i, w| {
+            let (Work::Attend(_, met) | Work::Backward(_, met)) = w else { return };
+            // dk and dv alone know no mode.
+            if matches!(w, Work::Backward(b, _) if b.dq.is_none()) {
+                return;
+            }
+            for (n, q) in met.q.iter().enumerate() {
+                for mode in [Mode::First, Mode::Merge, Mode::Last, Mode::Only] {
+                    let backward = matches!(w, Work::Backward(..));
+                    if mode == q.mode || (backward && mode.continues() == q.mode.continues()) {
+                        continue;
+                    }
+                    t.listed(s, format!("rank {r} op {i} range {n} {:?} to {mode:?}", q.mode), |x| {
+                        if let Work::Attend(_, m) | Work::Backward(_, m) = &mut x[r][i] {
+                            m.q[n].mode = mode;
+                        }
+                    });
+                }
+            }
+        });
+    }
+    t.done(200);
+}
+
+#[test]
+fn ranges_and_pairs_changed() {
+    let mut t = Trial::new("range");
+    for s in &subjects() {
+        each_op(s, |r, i, w| {
+            let (Work::Attend(_, met) | Work::Backward(_, met)) = w else { return };
+            let mut change = |site: String, change: &dyn Fn(&mut super::super::listed::Met)| {
+                t.listed(s, format!("rank {r} op {i} {site}"), |x| {
+                    if let Work::Attend(_, m) | Work::Backward(_, m) = &mut x[r][i] {
+                        change(m);
+                    }
+                });
+            };
+            for n in 0..met.q.len() {
+                change(format!("q {n} row"), &|m| m.q[n].range.row += 1);
+                change(format!("q {n} pos"), &|m| m.q[n].range.pos += 1);
+                change(format!("q {n} doc"), &|m| m.q[n].range.doc ^= 1);
+                if met.keys(n).is_empty() {
+                    continue;
+                }
+                let end = met.q[n].keys_end as usize;
+                let mask = s.plan.problem().window();
+                let last = met.q[n].range.last();
+                let meets = met.keys(n).iter().any(|&k| {
+                    let k = met.k[k as usize];
+                    (0..k.len).any(|i| mask.allows(last, k.position(i)))
+                });
+                // In the backward a later visit may leave out a row that meets nothing.
+                if meets || matches!(w, Work::Attend(..)) {
+                    change(format!("q {n} len"), &|m| m.q[n].range.len -= 1);
+                }
+                change(format!("q {n} loses a pair"), &|m| m.q[n].keys_end -= 1);
+                change(format!("q {n} repeats a pair"), &|m| {
+                    let again = m.pairs[end - 1];
+                    m.pairs.insert(end, again);
+                    for (j, q) in m.q.iter_mut().enumerate() {
+                        q.keys_begin += u32::from(q.keys_begin as usize >= end && j != n);
+                        q.keys_end += u32::from(j == n || q.keys_end as usize > end);
+                    }
+                });
+            }
+            for n in 0..met.k.len() {
+                change(format!("k {n} row"), &|m| m.k[n].row += 1);
+                change(format!("k {n} pos"), &|m| m.k[n].pos += 1);
+            }
+        });
+    }
+    t.done(500);
+}
+
+/// The other end of a message: (rank, operation, index).
+fn other_end(s: &Subject, r: usize, i: usize, n: usize) -> (usize, usize, usize) {
+    let memories: Vec<_> = s.schedules.iter().map(|x| super::super::memory::Memory::new(x, &s.plan).unwrap()).collect();
+    super::super::meet::partners(&s.schedules, &s.listed, &memories).unwrap()[r][i][n]
+}
+
+fn messages(listed: &mut [Vec<Work>], r: usize, i: usize) -> &mut Vec<MessageView> {
+    match &mut listed[r][i] {
+        Work::Exchange { messages, .. } => messages,
+        _ => unreachable!("listed as an exchange"),
+    }
+}
+
+#[test]
+fn messages_changed() {
+    let mut t = Trial::new("message");
+    for s in &subjects() {
+        each_op(s, |r, i, w| {
+            let Work::Exchange { messages: list, .. } = w else { return };
+            for (n, m) in list.iter().enumerate() {
+                let site = |what| format!("rank {r} op {i} message {n} {what}");
+                let (p, j, k) = other_end(s, r, i, n);
+                t.listed(s, site("row"), |x| messages(x, r, i)[n].view.row += 1);
+                t.listed(s, site("rows"), |x| messages(x, r, i)[n].view.rows -= 1);
+                t.listed(s, site("dropped"), |x| _ = messages(x, r, i).remove(n));
+                t.listed(s, site("to itself"), |x| messages(x, r, i)[n].peer = s.schedules[r].rank);
+                t.listed(s, site("direction"), |x| messages(x, r, i)[n].send ^= true);
+                if s.schedules.len() > 2 {
+                    let third = (0..s.schedules.len()).find(|&x| x != r && x != p).unwrap_or(0);
+                    t.listed(s, site("peer"), |x| messages(x, r, i)[n].peer = s.schedules[third].rank);
+                }
+                if m.send {
+                    continue;
+                }
+                t.listed(s, site("rows at both ends"), |x| {
+                    messages(x, r, i)[n].view.rows -= 1;
+                    messages(x, p, j)[k].view.rows -= 1;
+                });
+                t.listed(s, site("repeated at both ends"), |x| {
+                    let again = messages(x, r, i)[n];
+                    messages(x, r, i).push(again);
+                    let again = messages(x, p, j)[k];
+                    messages(x, p, j).push(again);
+                });
+            }
+            for n in 1..list.len() {
+                let (a, b) = (list[n - 1], list[n]);
+                if (a.peer, a.send) == (b.peer, b.send) {
+                    t.listed(s, format!("rank {r} op {i} messages {n} and before swapped"), |x| {
+                        messages(x, r, i).swap(n - 1, n);
+                    });
+                }
+            }
+        });
+    }
+    t.done(500);
+}
+
+/// A fetch that brings one row more than anybody needs, into room that is free.
+#[test]
+fn a_fetch_widened_at_both_ends() {
+    let mut t = Trial::new("wider fetch");
+    for s in &subjects() {
+        each_op(s, |r, i, w| {
+            let Work::Exchange { messages: list, strict: true } = w else { return };
+            for (n, m) in list.iter().enumerate().filter(|(_, m)| !m.send) {
+                let (p, j, k) = other_end(s, r, i, n);
+                let Work::Exchange { messages: there, .. } = &s.listed[p][j] else { return };
+                let sent = there[k].view;
+                let rows = |x: &Schedule, v: &View| match v.buf {
+                    Buf::Work(b) => x.buffers[b as usize].rows,
+                    Buf::User(_) => v.row + v.rows,
+                };
+                let room = m.view.row + m.view.rows < rows(&s.schedules[r], &m.view);
+                if !room || sent.row == 0 {
+                    continue;
+                }
+                t.listed(s, format!("rank {r} op {i} message {n}"), |x| {
+                    messages(x, r, i)[n].view.rows += 1;
+                    let from = &mut messages(x, p, j)[k].view;
+                    (from.row, from.rows) = (from.row - 1, from.rows + 1);
+                });
+            }
+        });
+    }
+    t.done(10);
+}
+
+#[test]
+fn blocks_changed() {
+    let mut t = Trial::new("block");
+    for s in &subjects() {
+        each_op(s, |r, i, w| {
+            let Work::Sums(parts) = w else { return };
+            for (a, part) in parts.iter().enumerate() {
+                for (b, sum) in part.iter().enumerate() {
+                    let mut change = |what: &str, change: &dyn Fn(&mut super::super::listed::Sum)| {
+                        t.listed(s, format!("rank {r} op {i} block {a}.{b} {what}"), |x| {
+                            if let Work::Sums(parts) = &mut x[r][i] {
+                                change(&mut parts[a][b]);
+                            }
+                        });
+                    };
+                    change("to another row", &|s| s.dst.row += 1);
+                    change("to another head", &|s| s.dst.head += 1);
+                    change("fewer rows", &|s| {
+                        s.dst.rows -= 1;
+                        s.sources.iter_mut().for_each(|v| v.rows -= 1);
+                    });
+                    for n in 0..sum.sources.len() {
+                        change("from another row", &|s| s.sources[n].row += 1);
+                        change("from another head", &|s| s.sources[n].head += 1);
+                        change("a source dropped", &|s| _ = s.sources.remove(n));
+                        change("a source repeated", &|s| s.sources.push(s.sources[n]));
+                    }
+                    if sum.sources.len() > 1 && s.name.starts_with("ordered") {
+                        change("sources swapped", &|s| s.sources.swap(0, 1));
+                    }
+                }
+            }
+        });
+    }
+    t.done(300);
+}
+
+#[test]
+fn backward_calls_changed() {
+    let mut t = Trial::new("backward call");
+    for s in &subjects() {
+        each_op(s, |r, i, w| {
+            let Work::Backward(op, _) = w else { return };
+            let mut change = |what: &str, change: &dyn Fn(&mut BackwardOp)| {
+                t.listed(s, format!("rank {r} op {i} {what}"), |x| {
+                    if let Work::Backward(b, _) = &mut x[r][i] {
+                        change(b);
+                    }
+                });
+            };
+            if op.gradients != Gradients::Queries {
+                change("accumulate", &|b| b.accumulate_keys ^= true);
+                change("dk for dv", &|b| b.dkv = b.dkv.map(|(k, v)| (v, k)));
+                change("dkv nowhere", &|b| b.dkv = None);
+            }
+            if op.gradients != Gradients::Keys {
+                change("dq nowhere", &|b| b.dq = None);
+            }
+            if op.gradients == Gradients::All {
+                change("queries only", &|b| b.gradients = Gradients::Queries);
+                change("keys only", &|b| b.gradients = Gradients::Keys);
+            }
+            change("k for v", &|b| (b.k, b.v) = (b.v, b.k));
+            change("q for do", &|b| (b.q, b.d_o) = (b.d_o, b.q));
+            change("lse for delta", &|b| (b.lse, b.delta) = (b.delta, b.lse));
+        });
+    }
+    t.done(200);
+}
