@@ -3,7 +3,7 @@
 
 use crate::mem::{Memory, Owner};
 use crate::op::table::Table;
-use crate::op::{Code, decode};
+use crate::op::{Code, control, decode};
 use crate::ptx::ast::Ast;
 use crate::ptx::{self, Param, Space};
 use crate::report::LoadError;
@@ -14,6 +14,7 @@ pub struct Module {
     ast: Ast,
     codes: Vec<Arc<Code>>,
     text: Arc<Vec<String>>,
+    hash: u64,
 }
 
 /// A module whose variables have addresses.
@@ -30,6 +31,7 @@ pub struct Kernel {
     /// Address of each variable of the module, 0 for those in shared memory.
     pub(crate) globals: Arc<Vec<u64>>,
     pub(crate) text: Arc<Vec<String>>,
+    hash: u64,
 }
 
 impl Module {
@@ -39,7 +41,12 @@ impl Module {
         let table = Table::new();
         let codes =
             ast.entries.iter().map(|e| decode::decode(e, &ast.vars, &table).map(Arc::new)).collect::<Result<_, _>>()?;
-        Ok(Self { ast, codes, text: Arc::new(text.lines().map(str::to_owned).collect()) })
+        // FNV-1a: only to tell modules apart.
+        let hash = text
+            .trim_end()
+            .bytes()
+            .fold(0xcbf2_9ce4_8422_2325, |h: u64, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
+        Ok(Self { ast, codes, text: Arc::new(text.lines().map(str::to_owned).collect()), hash })
     }
 
     /// The architecture it was compiled for: 80 for `sm_80`; and whether it only runs there (`sm_90a`).
@@ -47,6 +54,11 @@ impl Module {
         let t = self.ast.target.strip_prefix("sm_")?;
         let digits = t.trim_end_matches(|c: char| c.is_ascii_alphabetic());
         Some((digits.parse().ok()?, digits.len() != t.len()))
+    }
+
+    /// Names the text: equal for equal text.
+    pub fn hash(&self) -> u64 {
+        self.hash
     }
 
     /// The PTX version: major and minor.
@@ -87,7 +99,7 @@ impl Module {
         let kernels = self
             .codes
             .iter()
-            .map(|c| Kernel { code: c.clone(), globals: globals.clone(), text: self.text.clone() })
+            .map(|c| Kernel { code: c.clone(), globals: globals.clone(), text: self.text.clone(), hash: self.hash })
             .collect();
         Ok(Loaded { variables, kernels })
     }
@@ -135,6 +147,36 @@ impl Kernel {
     pub fn max_threads(&self) -> u32 {
         let most = self.code.max_threads.or(self.code.required_threads);
         most.map_or(1024, |m| m.iter().product::<u32>().min(1024))
+    }
+
+    /// Names the text of its module.
+    pub(crate) fn module_hash(&self) -> u64 {
+        self.hash
+    }
+
+    /// Instructions that only synchronise: barriers, fences, commits and waits of copies.
+    pub(crate) fn synchronising(&self) -> Vec<usize> {
+        let word = |line: u32| {
+            let text = self.text(line);
+            let text =
+                if text.starts_with('@') { text.split_once(char::is_whitespace).map_or("", |t| t.1) } else { text };
+            text.trim_start().to_owned()
+        };
+        let names = ["bar.", "barrier.", "membar", "fence", "cp.async.commit", "cp.async.wait"];
+        let of = |pc: &usize| names.iter().any(|n| word(self.line(*pc)).starts_with(n));
+        (0..self.code.ins.len()).filter(|pc| self.line(*pc) != 0).filter(of).collect()
+    }
+
+    /// The line of an instruction.
+    pub(crate) fn line(&self, pc: usize) -> u32 {
+        self.code.ins[pc].line
+    }
+
+    /// The same kernel with one instruction removed.
+    pub(crate) fn without(&self, pc: usize) -> Self {
+        let mut code = Code::clone(&self.code);
+        code.ins[pc].f = control::nothing;
+        Self { code: Arc::new(code), ..self.clone() }
     }
 
     /// A line of the PTX, from 1.

@@ -7,6 +7,7 @@
 
 use super::codes;
 use super::config::Config;
+use super::mutants::Mutants;
 use super::queue::{Clock, Event, Op, Past, Stream, Work, find_race};
 use crate::exec::{Launch, Options, launch};
 use crate::mem::{Footprint, Memory};
@@ -61,6 +62,7 @@ pub(crate) struct Machine {
     pub(crate) last_report: String,
     /// Instructions executed so far: the machine's clock.
     time: u64,
+    mutants: Option<Mutants>,
 }
 
 /// The default stream of a device.
@@ -90,6 +92,7 @@ impl Machine {
             host: Clock::default(),
             last_report: String::new(),
             time: 0,
+            mutants: Mutants::from_env(),
         }
     }
 
@@ -249,8 +252,12 @@ impl Machine {
                 let what = format!("kernel `{}`", kernel.name());
                 let options = self.options(resident);
                 let how = Launch { grid, block, dynamic_shared: shared, params: &params, options };
+                let before = self.mutants.as_mut().and_then(|m| m.before(&kernel, &self.mem));
                 let result = launch(&kernel, &mut self.mem, &how);
                 (reads, writes) = self.mem.take_footprints();
+                if let (Some(mutants), Some(before), Ok(_)) = (&mut self.mutants, &before, &result) {
+                    mutants.after(&kernel, &mut self.mem, &how, before);
+                }
                 match result {
                     Ok(stats) => {
                         self.time += stats.instructions;
@@ -349,7 +356,8 @@ impl Machine {
 
     fn options(&mut self, resident: u32) -> Options {
         let c = &self.config;
-        let (eager, races, uninitialised, count, sms) = (c.eager, c.races, c.uninitialised, c.count, c.multiprocessors);
+        let (eager, races, lanes, uninitialised, count, sms) =
+            (c.eager, c.races, c.lanes, c.uninitialised, c.count, c.multiprocessors);
         let seed = (self.below(1 << 30) as u64) << 20 | self.below(1 << 20) as u64;
         Options {
             seed,
@@ -358,6 +366,7 @@ impl Machine {
             uninitialised_global: uninitialised,
             shared_races: races,
             global_races: races,
+            global_lanes: lanes,
             count,
             footprints: races,
             resident,

@@ -3,6 +3,7 @@
 //!
 //! - [`machine`]: devices, streams, the order of work, reports;
 //! - [`queue`]: operations and vector clocks between streams;
+//! - [`mutants`]: trials of launches with a barrier or a wait removed;
 //! - [`entry`]: the one lock, the current context of a thread, and how a call becomes a result code;
 //! - `api_*`: the exported functions, by chapter of the driver's manual.
 //!
@@ -22,6 +23,7 @@ mod config;
 mod entry;
 mod install;
 mod machine;
+mod mutants;
 mod queue;
 
 pub use config::Config;

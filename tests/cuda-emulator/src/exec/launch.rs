@@ -25,6 +25,8 @@ pub struct Options {
     pub shared_races: bool,
     /// Report races in global memory between warps of the launch.
     pub global_races: bool,
+    /// Report lanes of one warp that touch the same global memory without `bar.warp.sync` in between.
+    pub global_lanes: bool,
     /// Count bank conflicts.
     pub count: bool,
     /// Record which bytes the launch reads and writes.
@@ -46,6 +48,7 @@ impl Default for Options {
             uninitialised_global: true,
             shared_races: true,
             global_races: true,
+            global_lanes: true,
             count: true,
             footprints: false,
             resident: 4,
@@ -95,6 +98,8 @@ struct Resident {
     block: Block,
     warps: Vec<Option<Warp>>,
     left: usize,
+    /// Turns taken, for the fair order of eager runs.
+    turns: usize,
 }
 
 /// Runs a kernel to its end.
@@ -148,7 +153,7 @@ pub fn launch(kernel: &Kernel, mem: &mut Memory, how: &Launch<'_>) -> Result<Sta
         }
         let k = if how.options.eager { 0 } else { grid.random(resident.len() as u32) as usize };
         // An eager run changes blocks as well, or flags between blocks would never be seen.
-        let turns = if how.options.eager { 64 } else { 1 + grid.random(32) };
+        let turns = if how.options.eager { 4 } else { 1 + grid.random(32) };
         let r = &mut resident[k];
         for _ in 0..turns {
             if let Err((trouble, pc)) = turn(kernel, &mut grid, mem, r) {
@@ -183,7 +188,7 @@ fn start(kernel: &Kernel, grid: &mut Grid, how: &Launch<'_>, b: u32) -> Resident
         fill(kernel, &mut warp, grid, how, &block);
         warps.push(Some(warp));
     }
-    Resident { block, left: warps.len(), warps }
+    Resident { block, left: warps.len(), warps, turns: 0 }
 }
 
 /// Fills the rows of immediates, symbols and special registers.
@@ -240,7 +245,8 @@ fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) ->
     if n == 0 {
         return Err(deadlock(&kernel.code, r));
     }
-    let nth = if grid.options.eager { 0 } else { grid.random(n as u32) as usize };
+    r.turns += 1;
+    let nth = if grid.options.eager { r.turns % n } else { grid.random(n as u32) as usize };
     let Some(w) = (0..r.warps.len()).filter(|&w| ready(&r.warps[w])).nth(nth) else { return Ok(()) };
     // Short turns provoke interleavings, long ones provoke being far ahead.
     let quantum = match (grid.options.eager, grid.random(4)) {

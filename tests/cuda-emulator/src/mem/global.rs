@@ -6,6 +6,7 @@
 //! stray access says whose memory it hit. A freed allocation's addresses are not handed out again while it is kept.
 
 use super::footprint::Footprint;
+use super::lanes::{LaneAccess, LaneRace, LaneShadow};
 use super::order::OrderShadow;
 use crate::report::Fault;
 use std::alloc::{Layout, alloc, dealloc};
@@ -46,6 +47,7 @@ pub(crate) struct Allocation {
     /// A bit per byte, a word per line.
     pub(crate) written: Vec<u16>,
     pub(crate) order: OrderShadow,
+    lanes: LaneShadow,
     /// Bytes the current launch read and wrote, a bit per byte; empty until it touches this allocation.
     reads: Vec<u16>,
     writes: Vec<u16>,
@@ -67,6 +69,12 @@ impl Allocation {
         unsafe { std::ptr::write_bytes(self.base as *mut u8, byte, self.size) }
     }
 
+    /// The bytes.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: the block holds `size` bytes from `base` on, for as long as the allocation lives.
+        unsafe { std::slice::from_raw_parts(self.base as *const u8, self.size) }
+    }
+
     /// Marks bytes as written.
     pub(crate) fn mark(&mut self, offset: usize, len: usize) {
         let (mut at, end) = (offset, offset + len);
@@ -84,6 +92,18 @@ impl Allocation {
         for at in offset..offset + len {
             self.written[at / 16] &= !(1 << (at % 16));
         }
+    }
+
+    /// Checks and records the order between the lanes of a warp; addresses are offsets here.
+    #[inline]
+    pub(crate) fn lane_access(&mut self, a: &LaneAccess<'_>) -> Result<(), LaneRace> {
+        if self.owner == Owner::Constant {
+            return Ok(());
+        }
+        if self.lanes.is_empty() {
+            self.lanes = LaneShadow::new(self.size.div_ceil(16));
+        }
+        self.lanes.access(a)
     }
 
     /// Notes that the current launch touches bytes of a line.
@@ -168,6 +188,7 @@ impl Memory {
             block,
             written: vec![if owner == Owner::Host { 0xffff } else { 0 }; lines],
             order: OrderShadow::default(),
+            lanes: LaneShadow::default(),
             reads: Vec::new(),
             writes: Vec::new(),
         };
@@ -186,7 +207,7 @@ impl Memory {
         }
         a.freed = true;
         a.fill(POISON_FREED);
-        a.order = OrderShadow::default();
+        (a.order, a.lanes) = (OrderShadow::default(), LaneShadow::default());
         self.live_bytes -= a.size;
         self.kept_bytes += a.size;
         self.kept.push_back(base);
@@ -198,6 +219,11 @@ impl Memory {
         }
         self.cache = (0, 0, 0);
         true
+    }
+
+    /// All live allocations, by address.
+    pub(crate) fn live(&self) -> impl Iterator<Item = &Allocation> {
+        self.allocations.values().filter(|a| !a.freed)
     }
 
     /// Bytes allocated and not freed.
@@ -351,7 +377,7 @@ impl Memory {
     pub(crate) fn new_launch(&mut self, blocks: u32) -> u32 {
         if self.next_block.checked_add(blocks).is_none() {
             for a in self.allocations.values_mut() {
-                a.order = OrderShadow::default();
+                (a.order, a.lanes) = (OrderShadow::default(), LaneShadow::default());
             }
             self.next_block = 1;
         }

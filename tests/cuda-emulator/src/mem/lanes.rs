@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Order between the lanes of one warp.
 //!
-//! Lanes are threads: what one writes to shared memory another may read only after `bar.warp.sync` or a barrier of the
+//! Lanes are threads: what one writes to memory another may read only after `bar.warp.sync` or a barrier of the
 //! block. Shuffles, votes and matrix instructions bring lanes together but order no memory. For every byte the last
 //! writing and the last reading lane are kept, with the warp and how often that warp had synchronised by then.
 
@@ -11,13 +11,14 @@ const MANY: u8 = 0xfe;
 #[derive(Clone, Copy, Default)]
 struct Line {
     /// Warp and its count of synchronisations, of the writers and of the readers.
-    written: u32,
-    read: u32,
+    written: u64,
+    read: u64,
     writer: [u8; 16],
     reader: [u8; 16],
 }
 
-/// The shadow of one block's shared memory.
+/// The shadow of a piece of memory: a block's shared memory, or an allocation.
+#[derive(Default)]
 pub(crate) struct LaneShadow(Vec<Line>);
 
 /// An access that is not ordered with another lane's.
@@ -37,18 +38,23 @@ pub(crate) struct LaneAccess<'a> {
     pub(crate) mask: u32,
     pub(crate) write: bool,
     pub(crate) collective: bool,
-    /// Warp and its count of synchronisations.
-    pub(crate) key: u32,
+    /// Block, warp and its count of synchronisations.
+    pub(crate) key: u64,
 }
 
 /// Names a warp and how often it has synchronised.
-pub(crate) fn key(warp: usize, count: u32) -> u32 {
-    (warp as u32) << 27 | count & 0x7ff_ffff
+pub(crate) fn key(block: u32, warp: usize, count: u32) -> u64 {
+    u64::from(block) << 32 | (warp as u64) << 27 | u64::from(count & 0x7ff_ffff)
 }
 
 impl LaneShadow {
     pub(crate) fn new(lines: usize) -> Self {
         Self(vec![Line::default(); lines])
+    }
+
+    /// Whether it has no lines yet.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
     }
 
     /// Checks an instruction and then records it. Lanes of one instruction do not race with each other.
@@ -88,7 +94,7 @@ impl LaneShadow {
     }
 
     /// Records that a copy of a lane arrived.
-    pub(crate) fn arrived(&mut self, offset: u32, size: u32, lane: u32, key: u32) {
+    pub(crate) fn arrived(&mut self, offset: u32, size: u32, lane: u32, key: u64) {
         let line = &mut self.0[(offset >> 4) as usize];
         if line.written != key {
             (line.written, line.writer) = (key, [u8::MAX; 16]);
@@ -117,19 +123,19 @@ mod tests {
         let mut s = LaneShadow::new(8);
         let mut at = [0; 32];
         at.iter_mut().enumerate().for_each(|(l, a)| *a = 4 * l as u64);
-        let own = LaneAccess { at: &at, size: 4, mask: !0, write: true, collective: false, key: key(0, 1) };
+        let own = LaneAccess { at: &at, size: 4, mask: !0, write: true, collective: false, key: key(1, 0, 1) };
         assert_eq!(s.access(&own), Ok(()));
         assert_eq!(s.access(&LaneAccess { write: false, ..own }), Ok(()));
         let mut turned = at;
         turned.rotate_left(1);
         let read = LaneAccess { at: &turned, write: false, ..own };
         assert_eq!(s.access(&read), Err(LaneRace { at: 4, other: Some(1), wrote: true }));
-        assert_eq!(s.access(&LaneAccess { key: key(0, 2), ..read }), Ok(()));
+        assert_eq!(s.access(&LaneAccess { key: key(1, 0, 2), ..read }), Ok(()));
         // Reading and then overwriting what another lane read.
-        let write = LaneAccess { key: key(0, 2), ..own };
+        let write = LaneAccess { key: key(1, 0, 2), ..own };
         assert_eq!(s.access(&write), Err(LaneRace { at: 0, other: Some(31), wrote: false }));
-        assert_eq!(s.access(&LaneAccess { key: key(0, 3), ..own }), Ok(()));
+        assert_eq!(s.access(&LaneAccess { key: key(1, 0, 3), ..own }), Ok(()));
         // Another warp is not this detector's business.
-        assert_eq!(s.access(&LaneAccess { key: key(1, 3), ..read }), Ok(()));
+        assert_eq!(s.access(&LaneAccess { key: key(1, 1, 3), ..read }), Ok(()));
     }
 }

@@ -11,10 +11,12 @@ pub(crate) mod global;
 pub(crate) mod lanes;
 pub(crate) mod order;
 pub(crate) mod shared;
+pub(crate) mod snapshot;
 pub(crate) mod touch;
 
 pub use footprint::Footprint;
 pub use global::{Memory, Owner};
+pub(crate) use snapshot::Snapshot;
 
 /// Generic addresses from here on mean shared memory of the block.
 pub(crate) const SHARED_WINDOW: u64 = 0x4000_0000_0000_0000;

@@ -137,7 +137,7 @@ impl SharedMemory {
 
     /// Records that a copy of a lane arrived.
     #[inline]
-    pub(crate) fn arrived(&mut self, offset: u32, size: u32, lane: u32, key: u32) {
+    pub(crate) fn arrived(&mut self, offset: u32, size: u32, lane: u32, key: u64) {
         self.lanes.arrived(offset, size, lane, key);
     }
 

@@ -21,7 +21,7 @@ pub(super) unsafe fn trap(cx: &mut Cx, _: &Ins, m: u32) -> Flow {
 }
 
 /// Instructions without an effect that can be observed here: prefetches, hints.
-pub(super) unsafe fn nothing(_: &mut Cx, _: &Ins, _: u32) -> Flow {
+pub(crate) unsafe fn nothing(_: &mut Cx, _: &Ins, _: u32) -> Flow {
     Flow::Next
 }
 

@@ -6,7 +6,7 @@
 
 use super::memory::{address, global, shared_fault};
 use super::{Cx, Flow, Ins, lanes};
-use crate::mem::lanes::{self as lane_order, LaneAccess};
+use crate::mem::lanes::LaneAccess;
 use crate::mem::shared::SharedFault;
 use crate::mem::touch::Touches;
 use crate::report::Fault;
@@ -73,7 +73,7 @@ pub(super) unsafe fn start(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
         }
     }
     let eager = cx.grid.options.eager;
-    let key = lane_order::key(w, cx.warp.syncs);
+    let key = cx.lane_key();
     let lanes_access = LaneAccess { at: &dst, size, mask: m, write: true, collective: false, key };
     if let Err(f) = claim(cx, &touches, w, &lanes_access) {
         return shared_fault(cx, f, &dst, size, m);
@@ -162,7 +162,7 @@ pub(super) unsafe fn wait(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
             deliver(cx, p);
         }
         if cx.grid.options.shared_races {
-            let key = lane_order::key(w, cx.warp.syncs);
+            let key = cx.lane_key();
             cx.block.shared.arrived(p.dst, p.bytes, p.lane, key);
         }
         touches.add(u64::from(p.dst), p.bytes);

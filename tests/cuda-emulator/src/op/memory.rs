@@ -200,7 +200,7 @@ pub(super) fn shared(cx: &mut Cx, at: &[u64; 32], size: u32, m: u32, how: How, p
     }
     let mut checked = shared_lines(cx, &touches, how);
     if checked.is_ok() && cx.grid.options.shared_races && !how.strong {
-        let key = lane_order::key(cx.warp.index, cx.warp.syncs);
+        let key = cx.lane_key();
         let a = LaneAccess { at, size, mask: m, write: how.write, collective: how.collective, key };
         checked = cx.block.shared.lanes(&a);
     }
@@ -249,10 +249,9 @@ pub(super) fn shared_fault(cx: &mut Cx, f: SharedFault, at: &[u64; 32], size: u3
             )
         }
         SharedFault::Unwritten { at } => (Fault::Uninitialised, at, "never written".to_owned()),
-        SharedFault::Lane(LaneRace { at, other, wrote }) => {
-            let who = other.map_or("several lanes".to_owned(), |l| format!("lane {l}"));
-            let what = if wrote { "written" } else { "read" };
-            (Fault::SharedRace, at, format!("{what} by {who} of this warp without `bar.warp.sync` in between"))
+        SharedFault::Lane(race) => {
+            let (who, what) = lane_race(&race);
+            (Fault::SharedRace, race.at, format!("{what} by {who} of this warp without `bar.warp.sync` in between"))
         }
     };
     let lane = lanes(m).find(|&l| (at[l]..at[l] + u64::from(size)).contains(&u64::from(byte)));
@@ -298,7 +297,7 @@ pub(super) fn global(
     p: &mut Pointers,
 ) -> Option<Flow> {
     let mut touches = Touches::new();
-    let mut current = 0;
+    let (mut current, mut inside, mut first) = (0, [0u64; 32], m);
     for l in lanes(m) {
         let o = at[l];
         if !o.is_multiple_of(u64::from(size)) {
@@ -312,13 +311,33 @@ pub(super) fn global(
             if let Some(f) = global_lines(cx, current, &touches, write, strong) {
                 return Some(f);
             }
+            if current != 0 {
+                first &= (1 << l) - 1;
+            }
             touches.clear();
             current = base;
         }
+        inside[l] = o - base;
         p[l] = o as *mut u8;
         touches.add(o - base, size);
     }
-    global_lines(cx, current, &touches, write, strong)
+    let flow = global_lines(cx, current, &touches, write, strong);
+    if flow.is_some() || strong || !cx.grid.options.global_lanes || first == 0 {
+        return flow;
+    }
+    // Where lanes reach into several allocations, the first is checked lane by lane.
+    let home = cx.mem.locate(at[first.trailing_zeros() as usize], size as usize).unwrap_or(current);
+    let a = LaneAccess { at: &inside, size, mask: first, write, collective: false, key: cx.lane_key() };
+    let race = cx.mem.at(home).lane_access(&a).err()?;
+    let name = cx.mem.describe(home);
+    let (who, what) = lane_race(&race);
+    let text = format!("byte {} of {name}: {what} by {who} of this warp without `bar.warp.sync` in between", race.at);
+    Some(cx.fail(Fault::GlobalRace, None, text))
+}
+
+fn lane_race(r: &LaneRace) -> (String, &'static str) {
+    let who = r.other.map_or("several lanes".to_owned(), |l| format!("lane {l}"));
+    (who, if r.wrote { "written" } else { "read" })
 }
 
 /// Checks and records lines of one allocation.
@@ -414,6 +433,11 @@ fn param(cx: &mut Cx, at: &[u64; 32], size: u32, m: u32, write: bool, p: &mut Po
 }
 
 impl Cx<'_> {
+    /// Names this warp between two of its synchronisations.
+    pub(super) fn lane_key(&self) -> u64 {
+        lane_order::key(self.block.number, self.warp.index, self.warp.syncs)
+    }
+
     /// A strong write to a flag: publishes what the warp may publish there.
     pub(super) fn publish(&mut self, key: u64, order: Order, device: bool, rmw: bool) {
         let w = self.warp.index;

@@ -157,7 +157,7 @@ pub(crate) struct Access {
 }
 
 /// A kernel, decoded.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Code {
     pub(crate) name: String,
     pub(crate) ins: Vec<Ins>,

@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Mutation tests of the shipped kernels: each barrier, fence, commit and wait is removed in turn, and the workload has
+//! to notice.
+//!
+//! The workload is a test program that launches the kernels through the CUDA backend. It runs once, on the stand-in
+//! driver, which tries the mutants of every kernel at each of its launches (`driver::mutants`). Survivors are looked up
+//! in `equivalent.txt`, where each that is truly equivalent is listed with the reason. Ends with
+//! `caught N of M, E equivalent`, and fails when a survivor is not listed.
+//!
+//! `mutate [PROGRAM [ARGUMENT…]]`; without a program the registry below is built and run.
+
+use indicatif::{ProgressBar, ProgressStyle};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::time::Duration;
+
+/// A program that launches kernels and checks what they compute.
+trait Workload {
+    /// What the progress bar calls it.
+    fn name(&self) -> String;
+    /// The command, ready to run.
+    fn command(&self) -> Result<Command, String>;
+}
+
+/// An integration test of this workspace, built in release mode.
+struct Test {
+    name: &'static str,
+    features: &'static str,
+}
+
+/// The tests that launch every shipped kernel.
+const REGISTRY: &[Test] = &[Test { name: "cuda_kernels", features: "cuda" }];
+
+impl Workload for Test {
+    fn name(&self) -> String {
+        self.name.to_owned()
+    }
+
+    fn command(&self) -> Result<Command, String> {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let out = Command::new(cargo)
+            .current_dir(root)
+            .args(["test", "--release", "--no-run", "--message-format", "json", "-p", "cpattn"])
+            .args(["--features", self.features, "--test", self.name])
+            .stderr(Stdio::inherit())
+            .output()
+            .map_err(|e| format!("cargo: {e}"))?;
+        let text = String::from_utf8_lossy(&out.stdout).into_owned();
+        let path = text.lines().filter(|l| l.contains(&format!("\"name\":\"{}\"", self.name))).find_map(|l| {
+            let after = l.split_once("\"executable\":\"")?.1;
+            Some(after.split_once('"')?.0.to_owned())
+        });
+        let mut c = Command::new(path.ok_or_else(|| format!("test `{}` was not built", self.name))?);
+        c.args(["--test-threads", "1"]);
+        Ok(c)
+    }
+}
+
+/// A program named on the command line.
+struct Program(Vec<String>);
+
+impl Workload for Program {
+    fn name(&self) -> String {
+        self.0[0].clone()
+    }
+
+    fn command(&self) -> Result<Command, String> {
+        let mut c = Command::new(&self.0[0]);
+        c.args(&self.0[1..]);
+        Ok(c)
+    }
+}
+
+#[derive(Default)]
+struct Mutant {
+    text: String,
+    caught: Option<String>,
+}
+
+/// Module, kernel, line.
+type Key = (String, String, u32);
+
+fn read(path: &Path, mutants: &mut BTreeMap<Key, Mutant>) {
+    for line in std::fs::read_to_string(path).unwrap_or_default().lines() {
+        let words: Vec<&str> = line.splitn(5, ' ').collect();
+        let [what, module, kernel, number, rest @ ..] = &words[..] else { continue };
+        let Ok(number) = number.parse() else { continue };
+        let m = mutants.entry(((*module).to_owned(), (*kernel).to_owned(), number)).or_default();
+        let rest = rest.first().copied().unwrap_or_default().to_owned();
+        match *what {
+            "mutant" => m.text = rest,
+            "caught" => m.caught = Some(rest),
+            _ => {}
+        }
+    }
+}
+
+/// Runs one workload to its end, showing how many mutants were caught so far.
+fn run(w: &dyn Workload, log: &Path, mutants: &mut BTreeMap<Key, Mutant>) -> Result<(), String> {
+    let folder = cuda_emulator::driver::library_dir().map_err(|e| e.to_string())?;
+    let mut path = folder.into_os_string();
+    if let Some(old) = std::env::var_os("LD_LIBRARY_PATH") {
+        path.push(":");
+        path.push(old);
+    }
+    let mut child = w
+        .command()?
+        .env("LD_LIBRARY_PATH", path)
+        .env("CPATTN_REQUIRE_CUDA", "1")
+        .env("CPATTN_EMU_MUTANTS", log)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .map_err(|e| format!("{}: {e}", w.name()))?;
+    let bar = ProgressBar::new(1);
+    if let Ok(style) = ProgressStyle::with_template("{prefix} [{elapsed_precise}] {bar:40} {pos}/{len} caught") {
+        bar.set_style(style);
+    }
+    bar.set_prefix(w.name());
+    let status = loop {
+        std::thread::sleep(Duration::from_millis(250));
+        read(log, mutants);
+        bar.set_length(mutants.len() as u64);
+        bar.set_position(mutants.values().filter(|m| m.caught.is_some()).count() as u64);
+        if let Some(status) = child.try_wait().map_err(|e| e.to_string())? {
+            break status;
+        }
+    };
+    read(log, mutants);
+    bar.finish();
+    if status.success() { Ok(()) } else { Err(format!("{} fails without any mutant: {status}", w.name())) }
+}
+
+/// Entries of `equivalent.txt`: file pattern, kernel, instruction, how many survive in each such kernel, reason.
+struct Equivalent {
+    file: String,
+    kernel: String,
+    text: String,
+    count: usize,
+}
+
+fn equivalents() -> Result<Vec<Equivalent>, String> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("equivalent.txt");
+    let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+    let mut out = Vec::new();
+    for line in text.lines().filter(|l| !l.trim().is_empty() && !l.starts_with('#')) {
+        let [file, kernel, text, count, _reason] = &line.split('|').map(str::trim).collect::<Vec<_>>()[..] else {
+            return Err(format!("equivalent.txt: `{line}` is not `file | kernel | instruction | count | reason`"));
+        };
+        let count = count.parse().map_err(|_| format!("equivalent.txt: count `{count}`"))?;
+        out.push(Equivalent { file: (*file).into(), kernel: (*kernel).into(), text: (*text).into(), count });
+    }
+    Ok(out)
+}
+
+/// Hash of a module's text → its file.
+fn files() -> BTreeMap<String, String> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ptx");
+    let mut out = BTreeMap::new();
+    for e in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let name = e.file_name().to_string_lossy().into_owned();
+        if let (true, Ok(text)) = (name.ends_with(".ptx"), std::fs::read_to_string(e.path())) {
+            if let Ok(m) = cuda_emulator::Module::parse(&text) {
+                out.insert(format!("{:016x}", m.hash()), name);
+            }
+        }
+    }
+    out
+}
+
+fn mutate() -> Result<bool, String> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let given = Program(args);
+    let workloads: Vec<&dyn Workload> =
+        if given.0.is_empty() { REGISTRY.iter().map(|t| t as &dyn Workload).collect() } else { vec![&given] };
+    let log: PathBuf = std::env::temp_dir().join(format!("cuda-emulator-mutants-{}", std::process::id()));
+    let mut mutants = BTreeMap::new();
+    for w in workloads {
+        let _ = std::fs::remove_file(&log);
+        run(w, &log, &mut mutants)?;
+    }
+    let _ = std::fs::remove_file(&log);
+    let (files, known) = (files(), equivalents()?);
+    let mut how: BTreeMap<&str, usize> = BTreeMap::new();
+    let mut survivors: BTreeMap<(String, &str, &str), Vec<u32>> = BTreeMap::new();
+    for ((module, kernel, line), m) in &mutants {
+        match &m.caught {
+            Some(by) => *how.entry(by).or_default() += 1,
+            None => {
+                let file = files.get(module).cloned().unwrap_or_else(|| module.clone());
+                survivors.entry((file, kernel, &m.text)).or_default().push(*line);
+            }
+        }
+    }
+    for (by, n) in &how {
+        println!("{n:5} by {by}");
+    }
+    let (mut equivalent, mut unknown) = (0, 0);
+    for ((file, kernel, text), lines) in &survivors {
+        let matches = |k: &&Equivalent| {
+            file.contains(&k.file) && kernel.contains(&k.kernel) && text.starts_with(&k.text) && lines.len() <= k.count
+        };
+        match known.iter().find(matches) {
+            Some(_) => equivalent += lines.len(),
+            None => {
+                unknown += lines.len();
+                println!("survives: {file} {kernel} `{text}` at lines {lines:?}");
+            }
+        }
+    }
+    println!("caught {} of {}, {equivalent} equivalent", mutants.len() - equivalent - unknown, mutants.len());
+    Ok(unknown == 0 && !mutants.is_empty())
+}
+
+fn main() -> ExitCode {
+    match mutate() {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(e) => {
+            eprintln!("{e}");
+            ExitCode::FAILURE
+        }
+    }
+}

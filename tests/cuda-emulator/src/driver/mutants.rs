@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Mutants of kernels: what happens when one barrier, wait or fence is missing.
+//!
+//! With `CPATTN_EMU_MUTANTS` set, every launch of any program is also a trial. The launch runs as it is; then memory is
+//! put back, and it runs again with one synchronising instruction removed, for every such instruction of the kernel. A
+//! mutant is caught when the emulator reports it or when any byte of memory differs afterwards. One that was caught is
+//! not tried again; one that survives is tried at later launches, up to a limit. Addresses are the same in every
+//! run, so the workload needs no description: it is whatever the program launches.
+//!
+//! The file gets a line for each mutant when its kernel is first launched, and one when it is caught:
+//! `mutant <module> <kernel> <line> <text>`, `caught <module> <kernel> <line> <how>`, `tried <module> <kernel> <line>`.
+
+use crate::exec::{Launch, Options, launch};
+use crate::mem::{Memory, Snapshot};
+use crate::module::Kernel;
+use std::collections::HashMap;
+use std::io::Write as _;
+use std::path::PathBuf;
+
+/// Launches a mutant may survive before it is left alone.
+const TRIALS: u32 = 24;
+/// Seeds tried at each launch.
+const SEEDS: u64 = 2;
+
+struct Mutant {
+    pc: usize,
+    trials: u32,
+    caught: bool,
+}
+
+/// The mutants of all kernels launched so far.
+pub(crate) struct Mutants {
+    path: PathBuf,
+    /// By module and name.
+    kernels: HashMap<(u64, String), Vec<Mutant>>,
+}
+
+impl Mutants {
+    /// From the environment.
+    pub(crate) fn from_env() -> Option<Self> {
+        let path = std::env::var_os("CPATTN_EMU_MUTANTS")?;
+        Some(Self { path: path.into(), kernels: HashMap::new() })
+    }
+
+    fn say(&self, text: &str) {
+        if let Ok(mut f) = std::fs::OpenOptions::new().create(true).append(true).open(&self.path) {
+            // A line that cannot be written shows up as a mutant that was never tried.
+            let _ = writeln!(f, "{text}");
+        }
+    }
+
+    /// Memory before a launch that still has mutants to try.
+    pub(crate) fn before(&mut self, kernel: &Kernel, mem: &Memory) -> Option<Snapshot> {
+        let key = (kernel.module_hash(), kernel.name().to_owned());
+        if !self.kernels.contains_key(&key) {
+            let mut list = Vec::new();
+            for pc in kernel.synchronising() {
+                let line = kernel.line(pc);
+                self.say(&format!("mutant {:016x} {} {line} {}", key.0, key.1, kernel.text(line)));
+                list.push(Mutant { pc, trials: 0, caught: false });
+            }
+            self.kernels.insert(key.clone(), list);
+        }
+        let alive = self.kernels.get(&key)?.iter().any(|m| !m.caught && m.trials < TRIALS);
+        alive.then(|| mem.snapshot())
+    }
+
+    /// Tries the mutants of a launch that went well. Memory is afterwards as it was.
+    pub(crate) fn after(&mut self, kernel: &Kernel, mem: &mut Memory, how: &Launch<'_>, before: &Snapshot) {
+        let key = (kernel.module_hash(), kernel.name().to_owned());
+        let good = mem.snapshot();
+        let Some(mut list) = self.kernels.remove(&key) else { return };
+        // A kernel whose blocks take several tiles each must not care how many blocks there are. If this one does not,
+        // its mutants are also run as a single block: what is only needed between two tiles shows there.
+        let mut grids = vec![how.grid];
+        if how.grid != [1; 3] {
+            mem.restore(before);
+            let single = Launch { grid: [1; 3], ..how.clone() };
+            if launch(kernel, mem, &single).is_ok() && !mem.differs(&good) {
+                grids.push([1; 3]);
+            }
+            mem.take_footprints();
+        }
+        // The order between lanes in global memory is held against mutants where the kernel itself keeps it.
+        mem.restore(before);
+        let strict = Options { global_lanes: true, ..how.options.clone() };
+        let lanes = launch(kernel, mem, &Launch { options: strict, ..how.clone() }).is_ok();
+        mem.take_footprints();
+        for m in list.iter_mut().filter(|m| !m.caught && m.trials < TRIALS) {
+            m.trials += 1;
+            let mutant = kernel.without(m.pc);
+            let line = kernel.line(m.pc);
+            for (seed, grid) in (0..SEEDS).flat_map(|s| grids.iter().map(move |g| (s, *g))) {
+                mem.restore(before);
+                let options =
+                    Options { seed: how.options.seed ^ seed << 40, global_lanes: lanes, ..how.options.clone() };
+                let fault = match launch(&mutant, mem, &Launch { options, grid, ..how.clone() }) {
+                    Err(report) => Some(format!("{:?}", report.fault)),
+                    Ok(_) if mem.differs(&good) => Some("OtherResult".to_owned()),
+                    Ok(_) => None,
+                };
+                mem.take_footprints();
+                if let Some(fault) = fault {
+                    m.caught = true;
+                    self.say(&format!("caught {:016x} {} {line} {fault}", key.0, key.1));
+                    break;
+                }
+            }
+            if !m.caught && m.trials == TRIALS {
+                self.say(&format!("tried {:016x} {} {line}", key.0, key.1));
+            }
+        }
+        mem.restore(&good);
+        self.kernels.insert(key, list);
+    }
+}
