@@ -220,15 +220,26 @@ impl Lanes {
         Ok(())
     }
 
+    /// Makes sure that the lanes of `schedule` are there; whether it meets other ranks.
+    fn meets(&mut self, schedule: &Schedule) -> Result<bool> {
+        let meets = schedule.ops.iter().any(|op| op.lane == Lane::Communication);
+        if meets {
+            self.ensure_thread()?;
+        }
+        Ok(meets)
+    }
+
+    /// Does what running `schedule` would otherwise do first.
+    pub(super) fn prepare(&mut self, schedule: &Schedule) -> Result<()> {
+        self.meets(schedule).map(drop)
+    }
+
     /// Runs a schedule on both lanes.
     ///
     /// # Safety
     /// As for [`perform`], for the whole list.
     pub(super) unsafe fn run(&mut self, prepared: &mut Prepared, memory: &Memory, scratch: &mut Scratch) -> Result<()> {
-        let meets = prepared.schedule.ops.iter().any(|op| op.lane == Lane::Communication);
-        if meets {
-            self.ensure_thread()?;
-        }
+        let meets = self.meets(&prepared.schedule)?;
         let Prepared { plan, schedule, compute, communication, .. } = prepared;
         {
             let mut state = self.shared.lock();

@@ -11,7 +11,10 @@
 //! - [`lanes`]: the two lanes and how they wait for each other; [`ops`]: one operation, wherever it runs; [`host`]: the
 //!   CPU.
 
-use std::{sync::Arc, vec::Vec};
+use std::{
+    sync::{Arc, Weak},
+    vec::Vec,
+};
 
 use crate::{
     error::{Cause, Result},
@@ -56,21 +59,24 @@ pub struct Rank {
     workspace: Workspace,
 }
 
-/// Ends a run from another thread.
+/// Ends a run from another thread. It does not keep its rank alive: once the rank is dropped, [`Handle::abort`] does
+/// nothing and [`Handle::poll`] finds nothing wrong.
 #[derive(Clone)]
 pub struct Handle {
-    transport: Arc<dyn Transport>,
+    transport: Weak<dyn Transport>,
 }
 
 impl Handle {
     /// Ends the run on every rank: each gets an error that says who aborted.
     pub fn abort(&self) {
-        self.transport.abort(Cause::Aborted);
+        if let Some(transport) = self.transport.upgrade() {
+            transport.abort(Cause::Aborted);
+        }
     }
 
     /// Whether anything has failed so far; never waits.
     pub fn poll(&self) -> Result<()> {
-        self.transport.poll()
+        self.transport.upgrade().map_or(Ok(()), |transport| transport.poll())
     }
 }
 
@@ -109,7 +115,7 @@ impl Rank {
 
     /// For other threads.
     pub fn handle(&self) -> Handle {
-        Handle { transport: Arc::clone(&self.transport) }
+        Handle { transport: Arc::downgrade(&self.transport) }
     }
 
     /// Starts to record what each lane does, for at most `capacity` operations from now on; 0 stops. Times count from
@@ -142,13 +148,19 @@ impl Rank {
         Ok(())
     }
 
-    /// Does all that may allocate: writes the schedules, grows the workspace and the kernels' tiles. Optional; the first
-    /// run of a plan does it otherwise.
+    /// Does all that may allocate: writes the schedule, grows the workspace and the kernels' tiles, starts the
+    /// communication lane's thread. Optional; the first run of a plan does it otherwise.
+    ///
+    /// # Errors
+    /// A plan for another world; a lent workspace that is too small; a machine without the memory or the thread.
     pub fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<()> {
         let at = self.ready(plan, Job::Attention(direction))?;
-        self.workspace.reserve(self.prepared[at].schedule.workspace)
+        let schedule = &self.prepared[at].schedule;
+        self.workspace.reserve(schedule.workspace)?;
+        self.lanes.prepare(schedule)
     }
 
+    /// Finds what a job takes, or makes it; its index in `prepared`.
     fn ready(&mut self, plan: &Plan, job: Job) -> Result<usize> {
         if let Some(i) = self.prepared.iter().position(|p| p.is(plan, job)) {
             return Ok(i);

@@ -2,6 +2,8 @@
 //! What the tests of whole plans share: random problems' data, one run of a plan on threads, and the error rule.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
+pub mod own;
+
 use std::{sync::Mutex, time::Duration};
 
 use cpattn::{
@@ -37,6 +39,7 @@ impl Random {
 }
 
 /// The whole batch's inputs.
+#[derive(Clone)]
 pub struct Data<T> {
     pub q: Vec<T>,
     pub k: Vec<T>,
