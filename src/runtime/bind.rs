@@ -87,7 +87,8 @@ impl Bindings {
             expect(tensor.name(), raw, dtype, shape).map_err(|error| {
                 // The usual reason is a tensor of the whole batch, or a cu_seqlens that ends elsewhere.
                 let tokens = raw.dtype == dtype && raw.tokens != shape[0] as u64;
-                let hint = "a rank brings its own tokens of the batch that cu_seqlens describes: Plan::shard cuts them out";
+                let hint =
+                    "a rank brings its own tokens of the batch that cu_seqlens describes: Plan::shard cuts them out";
                 if tokens { error.hint(hint) } else { error }
             })?;
             if prepared.sent.contains(&tensor) && !raw.is_compact() {

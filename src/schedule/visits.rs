@@ -438,31 +438,32 @@ fn documents<'a>(
     }
 }
 
-/// Cuts striped fragments into their blocks, so that a sort by position is the order of every token.
+/// Cuts striped fragments into their blocks, so that a sort by position is the order of every token. From the back and
+/// in place: the list takes no more room than its result, which is what room is reserved for.
 fn split_stripes(fragments: &mut Vec<Fragment>) {
-    let n = fragments.len();
-    let extra: usize =
-        fragments.iter().filter(|f| !f.range.is_plain()).map(|f| f.range.len.div_ceil(f.range.block) as usize).sum();
-    if extra == 0 {
+    let blocks = |f: &Fragment| if f.range.is_plain() { 1 } else { f.range.len.div_ceil(f.range.block) };
+    let (n, total) = (fragments.len(), fragments.iter().map(|f| blocks(f) as usize).sum());
+    if total == n {
         return;
     }
-    fragments.reserve(extra);
-    for i in 0..n {
+    fragments.resize(total, fragments[0]);
+    let mut end = total;
+    for i in (0..n).rev() {
         let f = fragments[i];
         if f.range.is_plain() {
-            fragments.push(f);
+            end -= 1;
+            fragments[end] = f;
             continue;
         }
-        let mut at = 0;
-        while at < f.range.len {
+        for block in (0..blocks(&f)).rev() {
+            let at = block * f.range.block;
             let len = f.range.block.min(f.range.len - at);
             let row = f.range.row + i64::from(at);
             let range = Range { row, pos: f.range.position(at), len, block: 1, period: 1, doc: f.range.doc };
-            fragments.push(Fragment { owner_row: f.owner_row + i64::from(at), range, ..f });
-            at += len;
+            end -= 1;
+            fragments[end] = Fragment { owner_row: f.owner_row + i64::from(at), range, ..f };
         }
     }
-    fragments.drain(..n);
 }
 
 #[cfg(test)]
