@@ -73,13 +73,9 @@ __device__ __forceinline__ void shape_gradients(float (&s)[MT][NT][4], float (&g
 template <class T, class Shape>
 struct BackwardQueries {
     static constexpr int D = Shape::D, DV = Shape::DV, BM = Shape::BM, BN = Shape::BN, WARPS = Shape::WARPS;
-    static constexpr int STAGES = Shape::STAGES;
-    static constexpr int THREADS = WARPS * 32;
+    static constexpr int STAGES = Shape::STAGES, STAGE = Shape::STAGE, TILES = Shape::TILES, THREADS = Shape::THREADS;
     static constexpr int MT = BM / (16 * WARPS);
     static constexpr int NT = BN / 8;
-    static constexpr int STAGE = 2 * BN * (D + DV);
-    static constexpr int TILES = 2 * BM * (D + DV) + STAGES * STAGE;
-    static constexpr int SHARED = TILES + 2 * BM * 4;  // and lse, delta of the q rows
     static_assert(BM <= THREADS, "one thread per q row");
 
     static __device__ __forceinline__ int warp_row() { return (fresh_thread() >> 5) * 16 * MT; }
@@ -198,13 +194,10 @@ enum { DK = 1, DV_ = 2 };
 template <class T, class Shape, int WHAT>
 struct BackwardKeys {
     static constexpr int D = Shape::D, DV = Shape::DV, BM = Shape::BM, BN = Shape::BN, WARPS = Shape::WARPS;
-    static constexpr int STAGES = Shape::STAGES, SUB = Shape::SUB;
-    static constexpr int THREADS = WARPS * 32;
+    static constexpr int STAGES = Shape::STAGES, STAGE = Shape::STAGE, STAGE_TILES = Shape::STAGE_TILES;
+    static constexpr int SUB = Shape::SUB, THREADS = Shape::THREADS;
     static constexpr int MT = BN / (16 * WARPS);
     static constexpr int NT = SUB / 8;
-    static constexpr int STAGE_TILES = 2 * BM * (D + DV);
-    static constexpr int STAGE = STAGE_TILES + 2 * BM * 4;  // and lse, delta of its rows
-    static constexpr int SHARED = 2 * BN * (D + DV) + STAGES * STAGE;
     static_assert(BM <= THREADS, "one thread per q row");
 
     static __device__ __forceinline__ int warp_row() { return (fresh_thread() >> 5) * 16 * MT; }

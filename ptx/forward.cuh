@@ -38,12 +38,8 @@ struct PerRow<ROWS, THREADS, true> {
 template <class T, class Shape>
 struct Forward {
     static constexpr int D = Shape::D, DV = Shape::DV, BM = Shape::BM, BN = Shape::BN, WARPS = Shape::WARPS;
-    static constexpr int THREADS = WARPS * 32;
-    static constexpr int MT = BM / (16 * WARPS);
-    static constexpr int NT = BN / 8;
-    static constexpr int TILES = 2 * (BM * D + BN * D + BN * DV);
-    static constexpr int ROW_STATE = MT > 1 ? 2 * MT * THREADS * 4 : 0;
-    static constexpr int SHARED = TILES + 2 * ROW_STATE;
+    static constexpr int THREADS = Shape::THREADS, MT = Shape::MT, NT = BN / 8;
+    static constexpr int TILES = Shape::TILES, ROW_STATE = Shape::ROW_STATE;
     using Rows = PerRow<2 * MT, THREADS, (MT > 1)>;
     static_assert(DV <= D, "o is staged where q was");
 

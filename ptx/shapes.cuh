@@ -17,12 +17,15 @@ struct Dims<192128> {
 };
 
 // BM q rows, BN keys, WARPS warps of BM / WARPS q rows each; BLOCKS per multiprocessor is what registers are bounded for.
+// TILES bytes hold q, k and v; behind them lie largest score and sum of each thread's rows, where registers are too few.
 template <int S>
 struct ForwardShape;
-#define FORWARD(shape, m, n, w, b)                                       \
-    template <>                                                          \
-    struct ForwardShape<shape> : Dims<shape> {                           \
-        static constexpr int BM = m, BN = n, WARPS = w, BLOCKS = b;      \
+#define FORWARD(shape, m, n, w, b)                                                                             \
+    template <>                                                                                                \
+    struct ForwardShape<shape> : Dims<shape> {                                                                 \
+        static constexpr int BM = m, BN = n, WARPS = w, BLOCKS = b, THREADS = w * 32, MT = m / (16 * w);       \
+        static constexpr int TILES = 2 * (m * D + n * D + n * DV), ROW_STATE = MT > 1 ? 2 * MT * THREADS * 4 : 0; \
+        static constexpr int SHARED = TILES + 2 * ROW_STATE;                                                   \
     };
 FORWARD(64, 128, 64, 4, 2)
 FORWARD(96, 128, 64, 4, 2)
@@ -32,13 +35,15 @@ FORWARD(192128, 128, 64, 8, 1)
 FORWARD(256, 64, 64, 4, 1)
 #undef FORWARD
 
-// dq: BM q rows by BN keys, in STAGES buffers.
+// dq: BM q rows by BN keys, in STAGES buffers of STAGE bytes; behind the TILES, lse and delta of the q rows.
 template <int S>
 struct QueriesShape;
-#define QUERIES(shape, m, n, w, st, b)                                           \
-    template <>                                                                  \
-    struct QueriesShape<shape> : Dims<shape> {                                   \
-        static constexpr int BM = m, BN = n, WARPS = w, STAGES = st, BLOCKS = b; \
+#define QUERIES(shape, m, n, w, st, b)                                                                     \
+    template <>                                                                                            \
+    struct QueriesShape<shape> : Dims<shape> {                                                             \
+        static constexpr int BM = m, BN = n, WARPS = w, STAGES = st, BLOCKS = b, THREADS = w * 32;         \
+        static constexpr int STAGE = 2 * n * (D + DV), TILES = 2 * m * (D + DV) + st * STAGE;              \
+        static constexpr int SHARED = TILES + 2 * m * 4;                                                   \
     };
 QUERIES(64, 128, 64, 4, 2, 2)
 QUERIES(96, 128, 32, 4, 2, 1)
@@ -48,15 +53,17 @@ QUERIES(192128, 64, 32, 4, 2, 1)
 QUERIES(256, 64, 32, 4, 1, 1)
 #undef QUERIES
 
-// dk and dv: BN keys by BM q rows, of which SUB at a time are in registers. SPLIT makes them in two passes, because
-// both sums together would not fit.
+// dk and dv: BN keys by BM q rows, of which SUB at a time are in registers. A stage is the tiles of q and do with lse and
+// delta behind them. SPLIT makes dk and dv in two passes, because both sums together would not fit.
 template <int S>
 struct KeysShape;
-#define KEYS(shape, n, m, sub, w, st, b, split)                                                                     \
-    template <>                                                                                                     \
-    struct KeysShape<shape> : Dims<shape> {                                                                         \
-        static constexpr int BN = n, BM = m, SUB = sub, WARPS = w, STAGES = st, BLOCKS = b;                         \
-        static constexpr bool SPLIT = split;                                                                        \
+#define KEYS(shape, n, m, sub, w, st, b, split)                                                            \
+    template <>                                                                                            \
+    struct KeysShape<shape> : Dims<shape> {                                                                \
+        static constexpr int BN = n, BM = m, SUB = sub, WARPS = w, STAGES = st, BLOCKS = b, THREADS = w * 32; \
+        static constexpr int STAGE_TILES = 2 * m * (D + DV), STAGE = STAGE_TILES + 2 * m * 4;              \
+        static constexpr int SHARED = 2 * n * (D + DV) + st * STAGE;                                       \
+        static constexpr bool SPLIT = split;                                                               \
     };
 KEYS(64, 128, 64, 32, 4, 2, 2, false)
 KEYS(96, 64, 64, 32, 4, 2, 2, false)

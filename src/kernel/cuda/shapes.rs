@@ -110,6 +110,7 @@ pub(super) fn find(head_dim: u32, value_dim: u32) -> Option<(usize, &'static Sha
 mod tests {
     use super::*;
     use alloc::format;
+    use alloc::vec::Vec;
 
     #[test]
     fn dims_find_the_smallest_shape() {
@@ -139,6 +140,29 @@ mod tests {
                 let split = text.contains("cpattn_backward_values(");
                 assert_eq!(split, file == "backward" && shape.split, "{name}");
             }
+        }
+    }
+
+    /// The numbers of every `NAME(shape, …)` line of `ptx/shapes.cuh`.
+    fn lines(name: &str) -> Vec<Vec<u32>> {
+        include_str!("../../../ptx/shapes.cuh")
+            .lines()
+            .filter_map(|line| line.strip_prefix(name)?.strip_prefix('(')?.strip_suffix(')'))
+            .map(|numbers| numbers.split(", ").filter_map(|n| n.parse().ok()).collect())
+            .collect()
+    }
+
+    #[test]
+    fn tiles_are_those_of_the_sources() {
+        let (f, q, k) = (lines("FORWARD"), lines("QUERIES"), lines("KEYS"));
+        assert_eq!((f.len(), q.len(), k.len()), (SHAPES.len(), SHAPES.len(), SHAPES.len()));
+        for shape in SHAPES {
+            let (d, dv) = (shape.head_dim, shape.value_dim);
+            let of = |lines: &[Vec<u32>]| lines.iter().find(|l| l[0] == shape.name).expect("a line").clone();
+            let (f, q, k) = (of(&f), of(&q), of(&k));
+            assert_eq!(shape.forward, forward(d, dv, f[1], f[2], f[3]));
+            assert_eq!(shape.queries, queries(d, dv, q[1], q[2], q[3], q[4]));
+            assert_eq!(shape.keys, keys(d, dv, k[1], k[2], k[4], k[5]));
         }
     }
 
