@@ -1,5 +1,25 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Exact context-parallel attention, from one low-level crate.
+//!
+//! One long packed batch of documents is spread over many ranks; each ends with the exact attention output and gradients
+//! of its own tokens. The way through the house:
+//!
+//! | | |
+//! |---|---|
+//! | [`batch`], [`mask`], [`plan::Problem`] | what is to be computed |
+//! | [`mesh`], [`layout`], [`heads`] | who holds which tokens and heads |
+//! | [`plan`] | problem × mesh × layout → [`Plan`]; explanations, shards, automatic choices |
+//! | [`schedule`] | a plan as lists of operations, one for each rank; their proof |
+//! | [`kernel`] | attention over ranges, transforms, merges: reference, CPU, CUDA |
+//! | [`transport`] | exchange: threads of one process, devices of one process, yours |
+//! | [`runtime`] | a [`Rank`] runs plans |
+//! | [`tensor`], [`element`], [`error`] | typed views, element types, typed refusals |
+//!
+//! Data flows one way: plan → schedule → runtime → kernel and transport. Everything down to the schedule touches no memory
+//! of the caller's and is `no_std` with `alloc`; the rest needs the feature `std` (default). `rayon` spreads CPU kernels,
+//! `cuda` adds the CUDA backend, `capi` the C interface.
+#![cfg_attr(feature = "std", doc = "")]
+#![cfg_attr(feature = "std", doc = include_str!("../README.md"))]
 #![cfg_attr(not(feature = "std"), no_std)]
 
 extern crate alloc;

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Data, Random, check, one_rank, reference, run};
+use common::{Data, Random, check, check_within, one_rank, reference, run};
 use cpattn::{
     Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Side,
     plan::{Circulate, Wire},
@@ -227,13 +227,14 @@ fn reproducible_plans_give_the_bits_of_one_rank() {
                 assert!(got.dq == one.dq, "dq on {mesh}, {layout}");
                 assert!(got.dk == one.dk, "dk on {mesh}, {layout}");
                 assert!(got.dv == one.dv, "dv on {mesh}, {layout}");
+                assert!(got.dsinks == one.dsinks, "dsinks on {mesh}, {layout}");
             }
         }
     }
     let batch = Batch::from_lengths(&[150, 1, 77]).unwrap();
     let p = |dtype| Problem::new(batch.clone(), 6, 3, 16, dtype);
     of::<f32>(&p(Dtype::F32));
-    of::<bf16>(&p(Dtype::Bf16).mask(Mask::window(40, 7)).softcap(4.0));
+    of::<bf16>(&p(Dtype::Bf16).mask(Mask::window(40, 7)).softcap(4.0).sinks(true));
 }
 
 /// Partials rounded to bf16 once each: relative RMS error of dk and dv at most 3e-3 for f32 inputs on a ring of 8
@@ -309,11 +310,11 @@ fn any_case() -> impl Strategy<Value = (Problem, Plan, u64)> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn any_problem_on_any_mesh((p, plan, seed) in any_case()) {
         let data = Data::<f32>::random(&p, seed);
-        check("drawn", &run(&plan, &data).unwrap(), &one_rank(&p, &data), &reference(&p, &data));
+        check_within(8.0, "drawn", &run(&plan, &data).unwrap(), &one_rank(&p, &data), &reference(&p, &data));
     }
 }
 

@@ -387,6 +387,7 @@ pub struct SinkGradient {
     pub delta: RawTensor,
     /// f32 `[1, q heads, 1]`.
     pub sinks: RawTensor,
-    /// The result, `[1, q heads, 1]`, of lse's type.
+    /// The result, `[1, q heads, 1]`, of lse's type; or the digits of an exact sum, `[1, q heads, DIGITS]` (the CPU only,
+    /// see `sinks::DIGITS`).
     pub dsinks: RawTensor,
 }

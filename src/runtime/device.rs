@@ -90,6 +90,10 @@ impl Backend for Device<'_> {
         unsafe { self.cuda.sink_gradient(args, self.stream) }
     }
 
+    unsafe fn sink_total(&mut self, _: &RawTensor, _: &RawTensor) -> Result<()> {
+        unreachable!("only reproducible plans sum exactly, and prepare refuses them")
+    }
+
     unsafe fn exchange(&mut self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.peer.exchange(label, sends, recvs) }
@@ -138,6 +142,10 @@ impl Backend for Measure<'_> {
     }
 
     unsafe fn sink_gradient(&mut self, _: &SinkGradient) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn sink_total(&mut self, _: &RawTensor, _: &RawTensor) -> Result<()> {
         Ok(())
     }
 

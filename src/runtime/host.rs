@@ -54,6 +54,11 @@ impl Backend for Host<'_> {
         unsafe { sinks::sink_gradient(args) }
     }
 
+    unsafe fn sink_total(&mut self, digits: &RawTensor, dsinks: &RawTensor) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { sinks::sink_total(digits, dsinks) }
+    }
+
     unsafe fn exchange(&mut self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.transport.exchange(label, sends, recvs) }

@@ -45,6 +45,11 @@ pub(super) trait Backend {
     /// # Safety
     /// As [`Backend::attend`].
     unsafe fn sink_gradient(&mut self, args: &SinkGradient) -> Result<()>;
+    /// See [`sinks::sink_total`](crate::kernel::sinks::sink_total).
+    ///
+    /// # Safety
+    /// As [`Backend::attend`].
+    unsafe fn sink_total(&mut self, digits: &RawTensor, dsinks: &RawTensor) -> Result<()>;
     /// See [`Transport::exchange`](crate::transport::Transport::exchange).
     ///
     /// # Safety
@@ -194,6 +199,10 @@ pub(super) unsafe fn perform(
             };
             // SAFETY: the caller's promise.
             unsafe { backend.sink_gradient(&args) }?;
+        }
+        Kind::SinkTotal { digits } => {
+            // SAFETY: the caller's promise.
+            unsafe { backend.sink_total(&at(*digits), &user(Tensor::Dsinks)) }?;
         }
         Kind::Transform { .. } | Kind::Reduce { .. } => {
             let Room { expansion, blocks, sources, .. } = room;

@@ -101,6 +101,9 @@ pub struct Buffer {
     pub offset: u64,
 }
 
+/// Digits of an exact sum of sinks' gradients, which does not depend on how tokens are dealt.
+pub const SINK_DIGITS: usize = 12;
+
 /// Workspace buffers begin at multiples of this many bytes, and so must the workspace.
 pub const ALIGNMENT: u64 = 256;
 
@@ -263,6 +266,11 @@ pub enum Kind {
         /// The result, one row.
         partial: View,
     },
+    /// What the digits of the sinks' gradients, summed over ranks, stand for: to the caller's dsinks.
+    SinkTotal {
+        /// One row of [`SINK_DIGITS`] for each head.
+        digits: View,
+    },
     /// Entries `begin..end` of [`Schedule::blocks`].
     Transform {
         /// First block.
@@ -317,6 +325,7 @@ impl Kind {
         match self {
             Self::Delta { .. } => "delta",
             Self::SinkGradient { .. } => "sink gradient",
+            Self::SinkTotal { .. } => "sink total",
             Self::Transform { .. } => "transform",
             Self::Exchange { .. } => "exchange",
             Self::Fetch { .. } => "fetch",

@@ -219,10 +219,20 @@ pub fn error<T: Element>(got: &[T], want: &[f64]) -> f64 {
     rms(got.iter().zip(want).map(|(g, &w)| if g.to_f64() == w { 0.0 } else { g.to_f64() - w }))
 }
 
-/// The error rule: RMS error against f64 at most `1.1 × the one-rank error of the same kernel + 4·2⁻²⁴ · RMS(reference)`,
-/// and lse within `1e-5` absolutely.
+/// The error rule: RMS error against f64 at most `1.1 × the one-rank error of the same kernel + 4·2⁻²⁴ · RMS(reference)`
+/// (more where large sinks are), and lse within `1e-5`.
 pub fn check<T: Element>(what: &str, got: &Results<T>, one: &Results<T>, want: &Results<f64>) {
-    let floor = 4.0 * T::Acc::DTYPE.unit_roundoff();
+    check_within(1.0, what, got, one, want);
+}
+
+/// The rule with its floor `slack` times as high: for drawn problems of few rows, where one row's cancellation is not
+/// averaged away. Eight times is still a thousandth of what a bf16 accumulator would do.
+pub fn check_within<T: Element>(slack: f64, what: &str, got: &Results<T>, one: &Results<T>, want: &Results<f64>) {
+    // A sink scales o by exp(lse − lse'), and lse is kept in the accumulator's type: where a sink makes it large, its
+    // rounding alone is a relative error of u · |lse|.
+    let largest = want.lse.iter().filter(|l| l.is_finite()).fold(0.0, |m: f64, l| m.max(l.abs()));
+    let sinks = if want.dsinks.is_empty() { 1.0 } else { (largest / 4.0).max(1.0) };
+    let floor = slack * 4.0 * T::Acc::DTYPE.unit_roundoff() * sinks;
     let rule = |name: &str, got: &[T], one: &[T], want: &[f64]| {
         let (e, e1, scale) = (error(got, want), error(one, want), rms(want.iter().copied()));
         let bound = 1.1 * e1 + floor * scale;

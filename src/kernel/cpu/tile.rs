@@ -47,6 +47,18 @@ pub(super) unsafe fn widen<E: Element>(src: *const E, dst: &mut [E::Acc]) {
 /// `dst` is valid for writes of as many, and is not `src`.
 #[inline(always)]
 pub(super) unsafe fn narrow<E: Element>(src: &[E::Acc], dst: *mut E) {
+    if E::DTYPE == Dtype::F16 {
+        // A slice at a time takes the machine's conversion; element by element each one asks for it anew. By way of the
+        // stack, since `dst` may never have been written.
+        let mut rounded = [half::f16::ZERO; 64];
+        for (i, part) in src.chunks(64).enumerate() {
+            let rounded = &mut rounded[..part.len()];
+            rounded.convert_from_f32_slice(bytemuck::cast_slice(part));
+            // SAFETY: the caller's promise; elements `64 i ..` of as many as `src` has.
+            unsafe { core::ptr::copy_nonoverlapping(rounded.as_ptr().cast::<E>(), dst.add(64 * i), part.len()) };
+        }
+        return;
+    }
     for (i, &x) in src.iter().enumerate() {
         // SAFETY: the caller's promise.
         unsafe { dst.add(i).write(E::narrow(x)) };

@@ -13,7 +13,7 @@ use crate::{
     batch::Side,
     element::Dtype,
     plan::Wire,
-    schedule::{Buf, Direction, Kind, Lane, Tensor, View},
+    schedule::{Buf, Direction, Kind, Lane, SINK_DIGITS, Tensor, View},
 };
 
 /// The rank's ring share for its own heads: the caller's tensors where there is one Ulysses rank, buffers elsewhere.
@@ -264,7 +264,8 @@ impl Builder<'_> {
     /// The sinks' gradient: each rank's partial to all of the group, summed in rank order on each.
     pub(super) fn sink_gradient(&mut self, delta: View) -> View {
         let heads = self.plan.problem().heads() as u32;
-        let partial = self.buffer(Life::Throughout, "sink gradient", self.accumulator(), 1, heads, 1);
+        let dim = if self.plan.options().reproducible { SINK_DIGITS } else { 1 };
+        let partial = self.buffer(Life::Throughout, "sink gradient", self.accumulator(), 1, heads, dim);
         self.push(Kind::SinkGradient { delta, partial }, Lane::Compute, 0, "sinks", None);
         partial
     }
@@ -278,13 +279,22 @@ impl Builder<'_> {
                 continue;
             }
             self.message(peer, partial, true);
-            let arrived =
-                self.buffer(Life::Throughout, "peer's sink gradient", self.accumulator(), 1, partial.heads, 1);
+            let (acc, dim) = (self.accumulator(), self.dim_of(partial));
+            let arrived = self.buffer(Life::Throughout, "peer's sink gradient", acc, 1, partial.heads, dim);
             self.message(peer, arrived, false);
             sources.push(arrived);
         }
-        self.block(self.user(Tensor::Dsinks), &sources);
+        let exact = self.plan.options().reproducible;
+        let sum = if exact {
+            self.buffer(Life::Throughout, "sum of sink gradients", self.accumulator(), 1, partial.heads, SINK_DIGITS)
+        } else {
+            self.user(Tensor::Dsinks)
+        };
+        self.block(sum, &sources);
         let arrived = self.push_messages(messages, "sinks", self.last().compute);
         self.push_blocks(blocks, "sinks", arrived);
+        if exact {
+            self.push(Kind::SinkTotal { digits: sum }, Lane::Compute, 0, "sinks", None);
+        }
     }
 }

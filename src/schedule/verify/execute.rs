@@ -12,7 +12,7 @@ use crate::{
     batch::Side,
     error::{Error, Result},
     plan::{Plan, Wire},
-    schedule::{Buf, Direction, Schedule, Tensor, View},
+    schedule::{Buf, Direction, SINK_DIGITS, Schedule, Tensor, View},
 };
 
 /// What one call added to a sum: of q heads `head..head + heads`.
@@ -141,6 +141,7 @@ impl<'a> Prover<'a> {
         match &listed[r][op] {
             Work::Delta { delta } => self.delta(r, op, delta),
             Work::SinkGradient { delta, partial } => self.sink_gradient(r, op, delta, partial),
+            Work::SinkTotal(sum) => self.sink_total(r, op, sum),
             Work::Sums(parts) => parts.iter().flatten().try_for_each(|s| self.sum(r, op, s)),
             Work::Attend(a, met) => self.attend(r, op, a, met),
             Work::Backward(b, met) => self.backward(r, op, b, met),
@@ -183,7 +184,7 @@ impl<'a> Prover<'a> {
 
     fn sink_gradient(&mut self, r: usize, op: usize, delta: &View, partial: &View) -> Result<()> {
         self.whole(r, op, delta)?;
-        self.typed(r, op, partial, self.plan.problem().dtype().accumulator(), 1)?;
+        self.typed(r, op, partial, self.plan.problem().dtype().accumulator(), self.sink_dim())?;
         if !self.plan.problem().has_sinks() || (partial.rows, partial.heads) != (1, delta.heads) {
             return Err(self.err(r, op, "a gradient of sinks is one row of all q heads"));
         }
@@ -199,6 +200,21 @@ impl<'a> Prover<'a> {
         self.calls.push(Call { rank: r, op, q: Vec::new(), k: Vec::new(), readers: Vec::new(), met: None });
         let lists: Vec<u32> = (0..partial.heads).map(|head| self.lists.one(Atom { call, head, heads: 1 })).collect();
         self.memories[r].write_row(op, partial, 0, |h| Cell::new(What::Sum(Tensor::Dsinks), 0, h, lists[h as usize]))
+    }
+
+    /// An exact sum travels as digits.
+    fn sink_dim(&self) -> usize {
+        if self.plan.options().reproducible { SINK_DIGITS } else { 1 }
+    }
+
+    fn sink_total(&mut self, r: usize, op: usize, sum: &Sum) -> Result<()> {
+        let accumulator = self.plan.problem().dtype().accumulator();
+        self.typed(r, op, &sum.dst, accumulator, 1)?;
+        sum.sources.iter().try_for_each(|v| self.typed(r, op, v, accumulator, SINK_DIGITS))?;
+        if (sum.dst.rows, sum.dst.heads as usize) != (1, self.plan.problem().heads()) || self.sink_dim() == 1 {
+            return Err(self.err(r, op, "a total of sinks is one row of all q heads, of a reproducible plan"));
+        }
+        self.sum(r, op, sum)
     }
 
     /// That a cell holds what it should (contributions aside).

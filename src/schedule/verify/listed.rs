@@ -7,7 +7,7 @@ use super::{flaw, memory::Memory};
 use crate::{
     error::Result,
     kernel::{QRange, Range},
-    schedule::{AttendOp, BackwardOp, Kind, MessageView, Schedule, View, Visitors, expand::Expansion},
+    schedule::{AttendOp, BackwardOp, Buf, Kind, MessageView, Schedule, Tensor, View, Visitors, expand::Expansion},
 };
 
 /// One block: `dst = Σ sources`.
@@ -42,6 +42,8 @@ pub(super) enum Work {
         delta: View,
         partial: View,
     },
+    /// To the content of rows a copy: digits become a number.
+    SinkTotal(Sum),
     /// Parts run one after another; blocks of a part in any order.
     Sums(Vec<Vec<Sum>>),
     /// `strict`: what arrives must meet an allowed pair.
@@ -81,6 +83,10 @@ fn list_one(s: &Schedule, i: usize, e: &mut Expansion) -> Result<Work> {
     Ok(match &s.ops[i].kind {
         Kind::Delta { delta } => Work::Delta { delta: *delta },
         Kind::SinkGradient { delta, partial } => Work::SinkGradient { delta: *delta, partial: *partial },
+        Kind::SinkTotal { digits } => {
+            let dst = View { buf: Buf::User(Tensor::Dsinks), ..*digits };
+            Work::SinkTotal(Sum { dst, sources: vec![*digits] })
+        }
         Kind::Transform { begin, end } => {
             entries(*begin, *end, s.blocks.len())?;
             for b in &s.blocks[*begin as usize..*end as usize] {
@@ -139,6 +145,10 @@ impl Work {
             Self::SinkGradient { delta, partial } => {
                 each(delta)?;
                 each(partial)
+            }
+            Self::SinkTotal(s) => {
+                each(&s.dst)?;
+                s.sources.iter().try_for_each(each)
             }
             Self::Sums(parts) => parts.iter().flatten().try_for_each(|s| {
                 each(&s.dst)?;

@@ -76,6 +76,7 @@ pub(super) fn touched(work: &Work, memory: &Memory) -> Touched {
             t.writes.push(rect(partial));
             t.reads.extend([rect(delta), user(Tensor::Lse), user(Tensor::Sinks)]);
         }
+        Work::SinkTotal(sum) => return of_sums(core::iter::once(sum)),
         Work::Sums(parts) => return of_sums(parts.iter().flatten()),
         Work::Exchange { messages, .. } => {
             for m in messages {
