@@ -104,7 +104,7 @@ const UNIT: f64 = 1.0 / (1u128 << 72) as f64;
 fn digits(terms: impl Iterator<Item = f64>) -> [f64; DIGITS] {
     let (mut sum, mut lost) = (0i128, false);
     for t in terms {
-        lost |= !(t.abs() < (1u64 << 54) as f64);
+        lost |= t.is_nan() || t.abs() >= (1u64 << 54) as f64;
         // A multiple of 2⁻⁷² exactly, or cut to one: the same cut wherever the term is summed.
         sum = sum.wrapping_add((t / UNIT) as i128);
     }
