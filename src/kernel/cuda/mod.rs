@@ -8,7 +8,7 @@
 //! allocates nothing once the kernels are loaded. Whoever drops a [`Cuda`] has waited for its launches.
 //!
 //! What it does not do: f32 and f64 elements, head dims above 256 or not a multiple of 8, rows that are not aligned to
-//! 16 bytes, and [`Attend::aligned`]. Each is refused with an error that says so.
+//! 16 bytes, and [`Attend::aligned`](crate::kernel::Attend::aligned). Each is refused with an error that says so.
 //!
 //! ```text
 //! driver    contexts, modules, events, memory; the check of every call
