@@ -48,7 +48,9 @@ pub enum Wire {
     /// The accumulator's: f32 (f64 for f64). Nothing is lost.
     #[default]
     Full,
-    /// bf16: half the bytes, and each partial is rounded once to 8 bits before it is summed.
+    /// bf16: half the bytes, and each partial is rounded once to 8 bits before it is summed. Measured on f32 inputs (one
+    /// document of 200 tokens, full mask, CPU): a relative RMS error of 1.5e-3 to 1.9e-3 in what travels, on a ring of 8
+    /// and on Ulysses 4 × ring 2, against 4e-7 with `Full`; `cargo test --test context_parallel bf16_wire -- --nocapture`.
     Bf16,
 }
 
