@@ -109,10 +109,8 @@ struct BackwardQueries {
                                   (int)own.rows, (int)p.heads.dim);
         load_tile<BM, DV, THREADS>(sdo, p.d_o.ptr + own.head * p.d_o.head + own.row * p.d_o.token, (int)p.d_o.token,
                                    (int)own.rows, (int)p.heads.value);
-        if (STAGES == 2) {
-            if (control.steps[0].live) load_keys(p, skv, control, 0);
-            copy_commit();
-        }
+        if (STAGES == 2 && control.steps[0].live) load_keys(p, skv, control, 0);
+        copy_commit();
 
         float dq[MT][D / 8][4];
         clear(dq);
@@ -243,10 +241,8 @@ struct BackwardKeys {
         if (WHAT & DK)
             load_tile<BN, DV, THREADS>(sv, p.v.ptr + own.partner * p.v.head + own.row * p.v.token, (int)p.v.token,
                                        (int)own.rows, (int)p.heads.value);
-        if (STAGES == 2) {
-            if (control.steps[0].live) load_queries(p, sqs, control, 0);
-            copy_commit();
-        }
+        if (STAGES == 2 && control.steps[0].live) load_queries(p, sqs, control, 0);
+        copy_commit();
 
         constexpr int KN = WHAT & DK ? D / 8 : 1, VN = WHAT & DV_ ? DV / 8 : 1;
         float dk[MT][KN][4], dv[MT][VN][4];

@@ -162,6 +162,26 @@ fn wide_ranges() {
     ]);
 }
 
+/// Tiles that meet nothing, between others, taken by blocks that have more to do: every compiled kernel must have its
+/// copies behind it before it goes on.
+#[test]
+fn empty_tiles_on_a_bounded_grid() {
+    let Some(device) = Device::open() else { return };
+    device.cuda.leave_free(u32::MAX);
+    for dtype in [Dtype::F16, Dtype::Bf16] {
+        for dims in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)] {
+            let case = Case {
+                documents: vec![(20, 0, 0), (0, 20, 0), (9, 20, 11), (7, 17, -100), (3, 0, 0), (0, 5, 0)],
+                heads: 6,
+                kv_heads: 6,
+                held: 0..6,
+                ..Case::new("empty", dtype, dims)
+            };
+            check(&device, &case);
+        }
+    }
+}
+
 /// The same call gives the same bits, whatever order blocks and warps ran in.
 #[test]
 fn runs_repeat() {
