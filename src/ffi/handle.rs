@@ -66,7 +66,7 @@ unsafe fn check<T: Kind>(ptr: *const Handle<T>) -> Outcome {
     match unsafe { (*ptr).magic.load(Ordering::Acquire) } {
         magic if magic == T::MAGIC => Ok(()),
         DEAD => Err(refuse::<T>("destroyed")),
-        _ => Err(refuse::<T>("a handle of another kind")),
+        _ => Err(refuse::<T>("destroyed, or a handle of another kind")),
     }
 }
 

@@ -6,10 +6,10 @@
 //! status and a text. Nothing is computed here. Names, fields and their order are those of the header, letter by letter;
 //! `tests/capi_header.rs` compares the two, and the C compiler's sizes and offsets with ours.
 //!
-//! - [`status`]: the one boundary that no panic crosses, statuses, the thread's last error;
-//! - [`handle`]: opaque handles, and how dead ones are told from live ones;
-//! - [`input`]: structs with a size, arrays, flags, results; [`dlpack`]: tensors;
-//! - [`plan`], [`shard`], [`transport`], [`rank`], [`kernel`]: the calls, in the header's order.
+//! - `status`: the one boundary that no panic crosses, statuses, the thread's last error;
+//! - `handle`: opaque handles, and how dead ones are told from live ones;
+//! - `input`: structs with a size, arrays, flags, results; `dlpack`: tensors;
+//! - `plan`, `shard`, `transport`, `rank`, `kernel`: the calls, in the header's order.
 //!
 //! Every exported function is unsafe in the same way and for the same reason: pointers come from C. What the header asks
 //! of its callers is the safety contract; comments at the blocks say which part of it they rest on.

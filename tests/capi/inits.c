@@ -1,0 +1,14 @@
+/* SPDX-License-Identifier: MIT OR Apache-2.0 */
+/* Every INIT macro names every member: -Wextra warns of missing ones, every compiler refuses surplus ones. */
+#include "cpattn.h"
+
+cpattn_problem problem = CPATTN_PROBLEM_INIT;
+cpattn_options options = CPATTN_OPTIONS_INIT;
+cpattn_plan_info info = CPATTN_PLAN_INFO_INIT;
+cpattn_share share = CPATTN_SHARE_INIT;
+cpattn_transport_table table = CPATTN_TRANSPORT_TABLE_INIT;
+cpattn_rank_options rank_options = CPATTN_RANK_OPTIONS_INIT;
+cpattn_forward_args forward_args = CPATTN_FORWARD_ARGS_INIT;
+cpattn_backward_args backward_args = CPATTN_BACKWARD_ARGS_INIT;
+cpattn_attend_args attend_args = CPATTN_ATTEND_ARGS_INIT;
+cpattn_attend_backward_args attend_backward_args = CPATTN_ATTEND_BACKWARD_ARGS_INIT;

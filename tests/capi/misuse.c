@@ -1,0 +1,310 @@
+/* SPDX-License-Identifier: MIT OR Apache-2.0 */
+/*
+ * What goes wrong in real programs is answered with a status and a text. Run against a debug build of the library, which
+ * also knows destroyed handles for certain.
+ */
+#define _POSIX_C_SOURCE 199309L
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include "cpattn.h"
+
+static int failures;
+
+static void expect(int32_t found, int32_t wanted, const char *word, const char *what, int line) {
+  const char *text = wanted == CPATTN_OK ? "" : cpattn_last_error();
+  if (found == wanted && (wanted == CPATTN_OK || strstr(text, word))) return;
+  fprintf(stderr, "line %d: %s gave %s (%s), expected %s with \"%s\"\n", line, what, cpattn_status_name(found),
+          cpattn_last_error(), cpattn_status_name(wanted), word);
+  failures++;
+}
+#define REFUSED(status, word, call) expect(call, status, word, #call, __LINE__)
+#define OK(call) expect(call, CPATTN_OK, "", #call, __LINE__)
+
+enum { TOKENS = 8, HEADS = 2, DIM = 4 };
+static const int32_t documents[] = {0, 3, TOKENS};
+static float memory[5][TOKENS * HEADS * DIM];
+static int64_t rows[] = {TOKENS, HEADS, DIM}, lse_shape[] = {HEADS, TOKENS};
+
+static cpattn_problem small_problem(void) {
+  cpattn_problem p = CPATTN_PROBLEM_INIT;
+  p.cu_seqlens_q = documents;
+  p.documents = 2;
+  p.heads = HEADS;
+  p.head_dim = DIM;
+  return p;
+}
+
+static cpattn_tensor tensor(int i) {
+  cpattn_tensor t;
+  memset(&t, 0, sizeof t);
+  t.data = memory[i];
+  t.device.device_type = CPATTN_DEVICE_CPU;
+  t.ndim = i == 4 ? 2 : 3;
+  t.dtype.code = 2;
+  t.dtype.bits = 32;
+  t.dtype.lanes = 1;
+  t.shape = i == 4 ? lse_shape : rows;
+  return t;
+}
+
+static cpattn_tensor t[5];
+static cpattn_forward_args args(void) {
+  cpattn_forward_args a = CPATTN_FORWARD_ARGS_INIT;
+  for (int i = 0; i < 5; i++) t[i] = tensor(i);
+  a.q = &t[0];
+  a.k = &t[1];
+  a.v = &t[2];
+  a.o = &t[3];
+  a.lse = &t[4];
+  return a;
+}
+
+static void plans(void) {
+  cpattn_problem p = small_problem();
+  cpattn_options o = CPATTN_OPTIONS_INIT;
+  cpattn_plan *plan = NULL;
+  REFUSED(CPATTN_INVALID, "problem is NULL", cpattn_plan_create(NULL, &o, &plan));
+  REFUSED(CPATTN_INVALID, "options is NULL", cpattn_plan_create(&p, NULL, &plan));
+  REFUSED(CPATTN_INVALID, "plan is NULL", cpattn_plan_create(&p, &o, NULL));
+  p.struct_size = 8;
+  REFUSED(CPATTN_INVALID, "problem.struct_size is 8", cpattn_plan_create(&p, &o, &plan));
+  p = small_problem();
+  p.heads = 3;
+  p.kv_heads = 2;
+  REFUSED(CPATTN_INVALID, "a multiple of kv_heads = 2", cpattn_plan_create(&p, &o, &plan));
+  p = small_problem();
+  p.dtype = 9;
+  REFUSED(CPATTN_INVALID, "problem.dtype is 9", cpattn_plan_create(&p, &o, &plan));
+  p = small_problem();
+  p.window_left = -2;
+  REFUSED(CPATTN_INVALID, "problem.window_left is -2", cpattn_plan_create(&p, &o, &plan));
+  p = small_problem();
+  p.documents = (size_t)-1;
+  REFUSED(CPATTN_INVALID, "problem.documents", cpattn_plan_create(&p, &o, &plan));
+  p = small_problem();
+  o.gather = 2;
+  REFUSED(CPATTN_INVALID, "options.gather is 2, expected 0 or 1", cpattn_plan_create(&p, &o, &plan));
+  o.gather = 0;
+  o.layout = CPATTN_LAYOUT_ZIGZAG;
+  o.layout_parameter = 3;
+  REFUSED(CPATTN_INVALID, "options.layout_parameter is 3", cpattn_plan_create(&p, &o, &plan));
+  o.layout_parameter = 0;
+  o.reproducible = 1;
+  o.wire = CPATTN_WIRE_BF16;
+  REFUSED(CPATTN_UNSUPPORTED, "wire bf16 with reproducible", cpattn_plan_create(&p, &o, &plan));
+
+  cpattn_options good = CPATTN_OPTIONS_INIT;
+  OK(cpattn_plan_create(&p, &good, &plan));
+  char text[16];
+  size_t needed = 0;
+  OK(cpattn_plan_explain(plan, text, sizeof text, &needed));
+  if (needed < 100 || strlen(text) != sizeof text - 1) failures++, fprintf(stderr, "explain: %zu, %s\n", needed, text);
+  OK(cpattn_plan_explain(plan, NULL, 0, &needed));
+  uint64_t bytes;
+  REFUSED(CPATTN_INVALID, "rank is 1, expected below the world of 1", cpattn_plan_workspace(plan, 1, CPATTN_FORWARD, &bytes));
+  REFUSED(CPATTN_INVALID, "direction is 2", cpattn_plan_workspace(plan, 0, 2, &bytes));
+  int64_t tokens[TOKENS];
+  REFUSED(CPATTN_INVALID, "capacity is 7, expected at least the 8 tokens", cpattn_plan_tokens(plan, CPATTN_Q, 0, tokens, 7));
+  OK(cpattn_plan_tokens(plan, CPATTN_Q, 0, tokens, TOKENS));
+
+  /* Labels: the next token of the same document. */
+  int32_t ids[TOKENS], labels[TOKENS], ignore = -100;
+  int64_t n[] = {TOKENS};
+  for (int i = 0; i < TOKENS; i++) ids[i] = i;
+  cpattn_tensor whole = tensor(0), local = tensor(0);
+  whole.data = ids, local.data = labels;
+  whole.ndim = local.ndim = 1;
+  whole.shape = local.shape = n;
+  whole.dtype.code = local.dtype.code = 0;
+  OK(cpattn_plan_shift(plan, 0, 1, &ignore, &whole, &local));
+  const int32_t wanted[] = {1, 2, -100, 4, 5, 6, 7, -100};
+  if (memcmp(labels, wanted, sizeof wanted)) failures++, fprintf(stderr, "shift is wrong\n");
+  local.data = ids + 1;
+  REFUSED(CPATTN_INVALID, "overlaps whole", cpattn_plan_shard(plan, CPATTN_Q, 0, &whole, &local));
+
+  /* Handles. */
+  cpattn_plan *dead = plan;
+  OK(cpattn_plan_destroy(plan));
+  REFUSED(CPATTN_INVALID_HANDLE, "destroyed", cpattn_plan_destroy(dead));
+  REFUSED(CPATTN_INVALID_HANDLE, "destroyed", cpattn_plan_verify(dead));
+  REFUSED(CPATTN_INVALID_HANDLE, "NULL", cpattn_plan_verify(NULL));
+  REFUSED(CPATTN_INVALID_HANDLE, "no handle", cpattn_plan_verify((const cpattn_plan *)(const void *)memory));
+  OK(cpattn_plan_destroy(NULL));
+}
+
+static void tensors(void) {
+  cpattn_problem p = small_problem();
+  cpattn_options o = CPATTN_OPTIONS_INIT;
+  cpattn_plan *plan = NULL;
+  cpattn_transport *transport = NULL;
+  cpattn_rank *rank = NULL;
+  OK(cpattn_plan_create(&p, &o, &plan));
+  OK(cpattn_local_group(1, 1000, &transport));
+  cpattn_rank_options device = CPATTN_RANK_OPTIONS_INIT;
+  device.device_type = CPATTN_DEVICE_CUDA;
+  REFUSED(CPATTN_UNSUPPORTED, "device_type 2", cpattn_rank_create(transport, &device, &rank));
+  OK(cpattn_rank_create(transport, NULL, &rank));
+  REFUSED(CPATTN_INVALID_HANDLE, "destroyed", cpattn_transport_destroy(transport));
+  REFUSED(CPATTN_INVALID_HANDLE, "another kind", cpattn_rank_poll((const cpattn_rank *)(const void *)plan));
+
+  cpattn_forward_args a = args();
+  OK(cpattn_forward(rank, plan, &a));
+  int on_stack;
+  a.stream = &on_stack;
+  REFUSED(CPATTN_UNSUPPORTED, "stream", cpattn_forward(rank, plan, &a));
+  a = args();
+  a.k = NULL;
+  REFUSED(CPATTN_INVALID, "k is NULL", cpattn_forward(rank, plan, &a));
+  a = args();
+  a.sinks = &t[4];
+  REFUSED(CPATTN_INVALID, "sinks.ndim is 2, expected 1", cpattn_forward(rank, plan, &a));
+#define CHANGED(change, status, word) a = args(), change, REFUSED(status, word, cpattn_forward(rank, plan, &a))
+  CHANGED(t[0].device.device_type = CPATTN_DEVICE_CUDA, CPATTN_UNSUPPORTED, "q.device type 2");
+  CHANGED(t[0].dtype.lanes = 2, CPATTN_INVALID, "q.dtype.lanes is 2");
+  CHANGED(t[0].dtype.code = 0, CPATTN_INVALID, "q.dtype is code 0 with 32 bits");
+  CHANGED(t[0].dtype.bits = 13, CPATTN_INVALID, "q.dtype.bits is 13");
+  CHANGED(t[0].dtype.bits = 64, CPATTN_INVALID, "q.dtype is f64, expected f32");
+  CHANGED(t[1].ndim = 2, CPATTN_INVALID, "k.ndim is 2, expected 3");
+  CHANGED(t[1].shape = NULL, CPATTN_INVALID, "k.shape is NULL");
+  CHANGED(t[1].data = NULL, CPATTN_INVALID, "k.data is NULL");
+  CHANGED(t[2].byte_offset = 2, CPATTN_INVALID, "v.byte_offset is 2");
+  CHANGED(t[2].byte_offset = UINT64_MAX - 3, CPATTN_INVALID, "address space");
+  CHANGED(t[2].data = (char *)t[2].data + 1, CPATTN_INVALID, "a multiple of 4");
+  CHANGED(t[3].data = memory[0], CPATTN_INVALID, "o is memory that overlaps q");
+  int64_t far[] = {INT64_MAX / 2, DIM, 1}, back[] = {-HEADS * DIM, DIM, 1}, gaps[] = {2 * HEADS * DIM, 2 * DIM, 2};
+  CHANGED(t[0].strides = far, CPATTN_INVALID, "q.strides");
+  CHANGED(t[0].strides = back, CPATTN_INVALID, "q.strides[0] is -8");
+  CHANGED(t[0].strides = gaps, CPATTN_INVALID, "q.strides[2] is 2, expected 1");
+  int64_t negative[] = {-1, HEADS, DIM}, shape[] = {TOKENS, HEADS, DIM + 1};
+  CHANGED(t[0].shape = negative, CPATTN_INVALID, "q.shape[0] is -1");
+  CHANGED(t[1].shape = shape, CPATTN_INVALID, "k.head_dim is 5");
+  char unaligned[300];
+  REFUSED(CPATTN_INVALID, "workspace is", cpattn_rank_lend_workspace(rank, unaligned + ((size_t)unaligned % 2 ? 0 : 1), 100));
+  OK(cpattn_rank_destroy(rank));
+  REFUSED(CPATTN_INVALID_HANDLE, "destroyed", cpattn_rank_destroy(rank));
+  REFUSED(CPATTN_INVALID_HANDLE, "destroyed", cpattn_rank_abort(rank));
+  OK(cpattn_plan_destroy(plan));
+}
+
+/* A rank that waits for a peer that never comes is freed by an abort from another thread. */
+static cpattn_plan *pair_plan;
+static cpattn_rank *waiting;
+static int32_t outcome;
+static char said[256];
+
+static void *wait_for_peer(void *unused) {
+  (void)unused;
+  cpattn_forward_args a = args();
+  cpattn_share share = CPATTN_SHARE_INIT;
+  if (cpattn_plan_share(pair_plan, 0, &share) != CPATTN_OK) return NULL;
+  int64_t mine[] = {(int64_t)share.q_tokens, HEADS, DIM}, lse[] = {HEADS, (int64_t)share.q_tokens};
+  for (int i = 0; i < 5; i++) t[i].shape = i == 4 ? lse : mine;
+  outcome = cpattn_forward(waiting, pair_plan, &a);
+  strncpy(said, cpattn_last_error(), sizeof said - 1); /* this thread's */
+  return NULL;
+}
+
+static void aborts(void) {
+  cpattn_problem p = small_problem();
+  cpattn_options o = CPATTN_OPTIONS_INIT;
+  o.world = 2;
+  cpattn_transport *transports[2];
+  OK(cpattn_plan_create(&p, &o, &pair_plan));
+  OK(cpattn_local_group(2, 60000, transports));
+  OK(cpattn_rank_create(transports[0], NULL, &waiting));
+  pthread_t thread;
+  if (pthread_create(&thread, NULL, wait_for_peer, NULL)) exit(2);
+  /* A second call is refused as soon as the first is inside; until then it succeeds. */
+  int32_t status = CPATTN_OK;
+  struct timespec pause = {0, 1000000};
+  for (int i = 0; i < 10000 && status != CPATTN_BUSY; i++) {
+    nanosleep(&pause, NULL);
+    status = cpattn_rank_prepare(waiting, pair_plan, CPATTN_BACKWARD);
+  }
+  REFUSED(CPATTN_BUSY, "one call at a time", cpattn_rank_prepare(waiting, pair_plan, CPATTN_BACKWARD));
+  REFUSED(CPATTN_BUSY, "one call at a time", cpattn_rank_destroy(waiting));
+  OK(cpattn_rank_poll(waiting));
+  OK(cpattn_rank_abort(waiting));
+  pthread_join(thread, NULL);
+  if (outcome != CPATTN_PEER || !strstr(said, "aborted")) failures++, fprintf(stderr, "abort: %d %s\n", outcome, said);
+  REFUSED(CPATTN_PEER, "aborted", cpattn_rank_poll(waiting));
+  OK(cpattn_rank_destroy(waiting));
+  OK(cpattn_transport_destroy(transports[1]));
+  OK(cpattn_plan_destroy(pair_plan));
+}
+
+/* The pieces: keys in two visits merge to what one visit gives; a bad mode or position is refused. */
+static void pieces(void) {
+  static float o_one[TOKENS * HEADS * DIM], running[TOKENS * HEADS * DIM], o_two[TOKENS * HEADS * DIM], lse_two[HEADS * TOKENS];
+  for (int i = 0; i < TOKENS * HEADS * DIM; i++)
+    for (int j = 0; j < 3; j++) memory[j][i] = (float)((i * 7 + j * 3) % 11) / 5.0f - 1.0f;
+  cpattn_scratch *scratch = NULL;
+  REFUSED(CPATTN_INVALID, "workers is 0", cpattn_scratch_create(0, &scratch));
+  OK(cpattn_scratch_create(1, &scratch));
+  cpattn_range keys[] = {{0, 0, 5, 1, 1, 0}, {5, 5, 3, 1, 1, 0}};
+  uint32_t pairs[] = {0, 1};
+  cpattn_q_range q = {{0, 0, TOKENS, 1, 1, 0}, 0, 2, CPATTN_ONLY, {0}};
+  cpattn_attend_args a = CPATTN_ATTEND_ARGS_INIT;
+  cpattn_tensor tq = tensor(0), tk = tensor(1), tv = tensor(2), to = tensor(3), tl = tensor(4), tr = tensor(3);
+  to.data = o_one;
+  tr.data = running;
+  a.q = &tq, a.k = &tk, a.v = &tv, a.o = &to, a.lse = &tl;
+  a.score.scale = 0.5;
+  a.ranges.q = &q, a.ranges.q_count = 1;
+  a.ranges.k = keys, a.ranges.k_count = 2;
+  a.ranges.pairs = pairs, a.ranges.pair_count = 2;
+  REFUSED(CPATTN_INVALID, "scratch is smaller", cpattn_attend(scratch, &a));
+  OK(cpattn_scratch_reserve(scratch, CPATTN_F32, DIM, DIM));
+  OK(cpattn_attend(scratch, &a));
+
+  tl.data = lse_two, to.data = o_two;
+  a.running = &tr;
+  q.mode = CPATTN_FIRST, q.keys_begin = 0, q.keys_end = 1;
+  OK(cpattn_attend(scratch, &a));
+  q.mode = CPATTN_LAST, q.keys_begin = 1, q.keys_end = 2;
+  OK(cpattn_attend(scratch, &a));
+  for (int i = 0; i < TOKENS * HEADS * DIM; i++) {
+    float d = o_one[i] - o_two[i];
+    if (!(d < 1e-5f && d > -1e-5f)) failures++, fprintf(stderr, "o[%d]: %g in one visit, %g in two\n", i, o_one[i], o_two[i]);
+  }
+
+  q.mode = 4;
+  REFUSED(CPATTN_INVALID, "ranges.q[0].mode is 4", cpattn_attend(scratch, &a));
+  q.mode = CPATTN_ONLY;
+  keys[0].pos = INT64_MAX;
+  REFUSED(CPATTN_INVALID, "ranges.k[0].pos", cpattn_attend(scratch, &a));
+  keys[0].pos = 0;
+  q.keys_end = 3;
+  REFUSED(CPATTN_INVALID, "entries of pairs, which has 2", cpattn_attend(scratch, &a));
+  q.keys_end = 2;
+  q.range.len = TOKENS + 1;
+  REFUSED(CPATTN_INVALID, "ranges.q[0].row", cpattn_attend(scratch, &a));
+  OK(cpattn_scratch_destroy(scratch));
+  REFUSED(CPATTN_INVALID_HANDLE, "destroyed", cpattn_scratch_destroy(scratch));
+
+  /* A merge of a result with one that saw no key changes nothing. */
+  for (int i = 0; i < HEADS * TOKENS; i++) memory[4][i] = -1.0f / 0.0f;
+  cpattn_tensor other_o = tensor(3), other_lse = tensor(4);
+  float before = o_two[3];
+  OK(cpattn_merge(&to, &tl, &other_o, &other_lse, NULL));
+  if (o_two[3] != before) failures++, fprintf(stderr, "merge with nothing changed something\n");
+  const cpattn_tensor *sources[] = {&to, &tr};
+  OK(cpattn_transform(&other_o, sources, 2, NULL));
+  if (memory[3][3] != o_two[3] + running[3]) failures++, fprintf(stderr, "transform is no sum\n");
+  REFUSED(CPATTN_INVALID, "overlaps", cpattn_transform(&tr, sources, 2, NULL));
+  REFUSED(CPATTN_INVALID, "source_count is 65", cpattn_transform(&other_o, sources, 65, NULL));
+}
+
+int main(void) {
+  if (cpattn_version() != CPATTN_VERSION || strcmp(cpattn_last_error(), "")) return 2;
+  plans();
+  tensors();
+  aborts();
+  pieces();
+  if (failures) fprintf(stderr, "%d failures\n", failures);
+  else puts("ok");
+  return failures != 0;
+}
