@@ -4,7 +4,6 @@
 //! Both texts are read: every prototype, struct and member of `include/cpattn.h` must be in `src/ffi`, of the same name,
 //! type and order, and nothing else may be exported there. Then a C compiler is asked for sizes and offsets, because two
 //! texts that agree could still be laid out differently.
-#![cfg(feature = "capi")]
 
 use std::{collections::BTreeMap, fmt::Write as _, fs, mem::offset_of, path::Path, process::Command};
 
@@ -105,7 +104,9 @@ fn header_functions() -> BTreeMap<String, String> {
     let text = header();
     let code = text.lines().filter(|l| !l.starts_with('#') && !l.starts_with(' ')).collect::<Vec<_>>().join("\n");
     for statement in code.split(';').map(one_line) {
-        let Some((head, arguments)) = statement.split_once('(').filter(|(h, _)| h.contains("cpattn_")) else { continue };
+        let Some((head, arguments)) = statement.split_once('(').filter(|(h, _)| h.contains("cpattn_")) else {
+            continue;
+        };
         if head.contains("typedef") || head.contains('}') {
             continue;
         }
@@ -140,7 +141,8 @@ fn functions_agree() {
 fn structs_agree() {
     let sources = sources();
     for (name, members) in header_structs() {
-        let at = sources.split(&format!("pub struct {name} {{")).nth(1).unwrap_or_else(|| panic!("no {name} in src/ffi"));
+        let at =
+            sources.split(&format!("pub struct {name} {{")).nth(1).unwrap_or_else(|| panic!("no {name} in src/ffi"));
         let body = one_line(at.split_once("\n}").unwrap().0);
         let ours: Vec<(String, String)> = body
             .split("pub ")

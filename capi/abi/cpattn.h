@@ -1,0 +1,604 @@
+/* SPDX-License-Identifier: MIT OR Apache-2.0 */
+/*
+ * cpattn: exact context-parallel attention.
+ *
+ * One long batch of documents is spread over many ranks; every rank ends with the exact attention output and gradients
+ * of its own tokens, as if one device had seen the whole batch. This header is the whole C interface, and its manual.
+ *
+ * The job, in the order of this file:
+ *
+ *   cpattn_problem p = CPATTN_PROBLEM_INIT;              what is to be computed: documents, heads, mask, types
+ *   cpattn_options o = CPATTN_OPTIONS_INIT;              over how many ranks, and how
+ *   cpattn_plan_create(&p, &o, &plan);                   planned once, the same on every rank
+ *   cpattn_plan_shard(plan, ..., rank, &whole, &mine);   which tokens are mine
+ *   cpattn_local_group(world, 60000, transports);        ranks as threads of one process (or bring a transport)
+ *   cpattn_rank_create(transports[r], NULL, &rank);      on each rank
+ *   cpattn_forward(rank, plan, &forward_args);           o and lse of this rank's tokens
+ *   cpattn_backward(rank, plan, &backward_args);         dq, dk, dv
+ *
+ * The pieces (attention over ranges, its backward, merging, transforms) can be called by themselves: last section.
+ *
+ * STATUS. Every call that can fail returns an int32_t: CPATTN_OK (0) or one of the codes below. What went wrong, with
+ * the argument, the value found and the value expected, is then in cpattn_last_error() of the same thread. A call that
+ * refuses its arguments has touched nothing. No panic, exception or signal crosses this interface.
+ *
+ * HANDLES. cpattn_plan, cpattn_transport, cpattn_rank and cpattn_scratch are opaque. Who creates one destroys it, once,
+ * with the function of its name; destroying NULL does nothing. A NULL handle, a handle of another kind and (in debug
+ * builds of the library always, in release builds with luck) a handle that was destroyed are refused with
+ * CPATTN_INVALID_HANDLE.
+ *
+ * THREADS. A plan never changes: any number of threads may use it. A rank or a scratch serves one call at a time; a
+ * second one is refused with CPATTN_BUSY. cpattn_rank_poll and cpattn_rank_abort may be called from any thread at any
+ * time, in particular while another thread is inside cpattn_forward. Nobody may destroy a handle that is in use.
+ *
+ * MEMORY. Tensors are the caller's: they are read or written where they lie, never copied, kept or freed. The memory
+ * that a run works in is the caller's too, if lent (cpattn_plan_workspace, cpattn_rank_lend_workspace). What a plan
+ * needs besides is allocated when a rank first sees it (cpattn_rank_prepare) and not later.
+ *
+ * DEVICES AND STREAMS. A `stream` (cudaStream_t, as void *) orders a call after what was enqueued there before; tensors
+ * then lie on that stream's device, and the call returns when its work is enqueued. On the CPU `stream` is NULL and a
+ * call returns when its work is done. This build serves the CPU; other devices and streams are refused with
+ * CPATTN_UNSUPPORTED.
+ *
+ * STRUCTS OF OPTIONS begin with `struct_size` and are initialised with the macro of their name, never by hand: a
+ * program then works with later libraries, whose structs may be longer. A longer struct than the library knows is taken
+ * if the rest is zero, and refused otherwise: no option is ever ignored.
+ *
+ * Words: a `rank` is one participant, the `world` all of them. Lengths, rows and tokens are counts, strides are counted
+ * in elements, sizes in bytes, times in milliseconds. Flags are 0 or 1.
+ */
+#ifndef CPATTN_H
+#define CPATTN_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- Version ------------------------------------------------------------------------------------------------------ */
+
+#define CPATTN_VERSION_MAJOR 0
+#define CPATTN_VERSION_MINOR 1
+#define CPATTN_VERSION_PATCH 0
+
+/* 10000 * major + 100 * minor + patch, of the header that was compiled against. */
+#define CPATTN_VERSION (CPATTN_VERSION_MAJOR * 10000 + CPATTN_VERSION_MINOR * 100 + CPATTN_VERSION_PATCH)
+
+/* The same number, of the library that was linked. While major is 0, libraries of another minor are incompatible. */
+uint32_t cpattn_version(void);
+
+/* ---- Status ------------------------------------------------------------------------------------------------------- */
+
+#define CPATTN_OK 0
+/* An argument contradicts another one, or is impossible by itself. Nothing was touched. */
+#define CPATTN_INVALID 1
+/* Legal, but not honoured by this build, device or mode. Refused, never approximated. */
+#define CPATTN_UNSUPPORTED 2
+/* Ranks of a group planned different things. Found before anything moved; all of them may go on. */
+#define CPATTN_DISAGREEMENT 3
+/* A peer failed, left, aborted or did not answer in time. The transport stays failed: make new ranks. */
+#define CPATTN_PEER 4
+/* The verifier found a flaw in a schedule. */
+#define CPATTN_SCHEDULE 5
+/* A call into a device driver or the operating system failed. */
+#define CPATTN_DEVICE 6
+/* The handle is NULL, of another kind, or was destroyed. */
+#define CPATTN_INVALID_HANDLE 7
+/* The handle is inside a call of another thread. */
+#define CPATTN_BUSY 8
+/* A defect of the library. The handles of the call should be destroyed. */
+#define CPATTN_PANIC 9
+
+/* The text of this thread's last error, UTF-8; "" when there was none. Valid until the next failure on this thread. */
+const char *cpattn_last_error(void);
+
+/* "CPATTN_INVALID" for CPATTN_INVALID, and so on; "unknown status" otherwise. Static. */
+const char *cpattn_status_name(int32_t status);
+
+/* ---- Tensors ------------------------------------------------------------------------------------------------------ */
+
+/*
+ * A cpattn_tensor is a DLTensor (github.com/dmlc/dlpack), field for field, so that whoever speaks DLPack has nothing to
+ * convert. With dlpack/dlpack.h included before this file it is that very type; otherwise cast the pointer.
+ *
+ *   device       kDLCPU (1), or kDLCUDA (2) with device_id
+ *   ndim, shape  q, k, v, o and their gradients: 3, [tokens, heads, head_dim]
+ *                lse, delta:                     2, [heads, tokens]
+ *                slopes, sinks, dsinks:          1, [heads]
+ *   dtype        f16 {2, 16, 1}, bf16 {4, 16, 1}, f32 {2, 32, 1}, f64 {2, 64, 1} as {code, bits, lanes}
+ *   strides      in elements; NULL means compact (row-major). head_dim must be contiguous. What is only read may have
+ *                stride 0; what is written must not overlap itself or anything else of the call
+ *   data         aligned to the element together with byte_offset, a multiple of the element's size; may be NULL when
+ *                a dimension is 0
+ *
+ * The library cannot see how long the memory behind `data` is: shape and strides must not reach beyond it.
+ */
+#ifdef DLPACK_DLPACK_H_
+typedef DLTensor cpattn_tensor;
+#else
+typedef struct cpattn_dl_device {
+  int32_t device_type;
+  int32_t device_id;
+} cpattn_dl_device;
+
+typedef struct cpattn_dl_dtype {
+  uint8_t code;
+  uint8_t bits;
+  uint16_t lanes;
+} cpattn_dl_dtype;
+
+typedef struct cpattn_tensor {
+  void *data;
+  cpattn_dl_device device;
+  int32_t ndim;
+  cpattn_dl_dtype dtype;
+  int64_t *shape;
+  int64_t *strides;
+  uint64_t byte_offset;
+} cpattn_tensor;
+#endif
+
+/* DLPack's numbers for `device_type`. */
+#define CPATTN_DEVICE_CPU 1
+#define CPATTN_DEVICE_CUDA 2
+
+/* Element types, where one is named without a tensor. f64 is for the CPU. */
+#define CPATTN_F16 0
+#define CPATTN_BF16 1
+#define CPATTN_F32 2
+#define CPATTN_F64 3
+
+/* ---- Problem ------------------------------------------------------------------------------------------------------ */
+
+/* For windows: no limit on that side. */
+#define CPATTN_UNLIMITED INT64_MAX
+
+/* Softmax attention. */
+#define CPATTN_SOFTMAX 0
+/* Any other mixing of whole sequences between two all-to-alls: planned for Ulysses only, and not run by a rank. */
+#define CPATTN_OTHER 1
+
+/*
+ * One attention over one packed batch, as if one device saw it. Pointers are read during the call and not kept.
+ *
+ * Documents lie end to end without padding: cu_seqlens_q has documents + 1 entries, the first 0, non-decreasing, the
+ * last the number of tokens. Positions count within a document. Where q and k are the same tokens (most of the time)
+ * cu_seqlens_k and q_start are NULL. Otherwise q token 0 of document d has position q_start[d] among its k tokens, by
+ * default len_k - len_q (the last q sees the last k).
+ *
+ * A score is s = scale * q.k, then softcap * tanh(s / softcap), then - slope * |q_pos - k_pos|, then the mask: a key
+ * counts when q_pos - k_pos <= window_left and k_pos - q_pos <= window_right. INIT is causal; a sliding window of W
+ * tokens that counts the query itself is window_left = W - 1, window_right = 0.
+ */
+typedef struct cpattn_problem {
+  size_t struct_size;
+  const int32_t *cu_seqlens_q; /* documents + 1 entries */
+  const int32_t *cu_seqlens_k; /* documents + 1 entries; NULL: q and k are the same tokens */
+  const int64_t *q_start;      /* documents entries, or NULL; needs cu_seqlens_k */
+  size_t documents;
+  uint32_t heads;            /* q heads, a multiple of kv_heads */
+  uint32_t kv_heads;         /* 0: as heads */
+  uint32_t head_dim;         /* of q and k, 1 to 512 */
+  uint32_t value_dim;        /* of v and o; 0: as head_dim */
+  int32_t dtype;             /* of q, k, v, o and their gradients: CPATTN_F16, ... */
+  int32_t kind;              /* CPATTN_SOFTMAX or CPATTN_OTHER */
+  int64_t window_left;       /* 0 to UINT32_MAX, or CPATTN_UNLIMITED */
+  int64_t window_right;      /* 0 (causal) to UINT32_MAX, or CPATTN_UNLIMITED */
+  double scale;              /* 0: 1 / sqrt(head_dim) */
+  double softcap;            /* 0: none */
+  const float *alibi_slopes; /* heads entries, positive slopes; NULL: none */
+  int32_t sinks;             /* 1: each q head has a learnable sink, given with each run */
+  int32_t reserved;          /* 0 */
+} cpattn_problem;
+
+#define CPATTN_PROBLEM_INIT \
+  { sizeof(cpattn_problem), NULL, NULL, NULL, 0, 0, 0, 0, 0, CPATTN_F32, CPATTN_SOFTMAX, CPATTN_UNLIMITED, 0, 0.0, 0.0, NULL, 0, 0 }
+
+/* ---- Options ------------------------------------------------------------------------------------------------------ */
+
+/* How tokens are dealt to the ring ranks. */
+#define CPATTN_LAYOUT_AUTO 0        /* whichever balances the work best */
+#define CPATTN_LAYOUT_CONTIGUOUS 1  /* one run of the batch each */
+#define CPATTN_LAYOUT_ZIGZAG 2      /* each document in 2R chunks: chunk r and chunk 2R-1-r */
+#define CPATTN_LAYOUT_ZIGZAG_PACK 3 /* the whole batch in 2R chunks, likewise */
+#define CPATTN_LAYOUT_STRIPED 4     /* token t goes to (t / layout_parameter) mod R */
+#define CPATTN_LAYOUT_BALANCED 5    /* layout_parameter chunks for each rank, dealt by mask area */
+
+/* Which side travels round the ring in the backward. */
+#define CPATTN_CIRCULATE_AUTO 0 /* whichever moves fewer bytes */
+#define CPATTN_CIRCULATE_KEYS 1
+#define CPATTN_CIRCULATE_QUERIES 2
+
+/* In which type partial gradients travel. */
+#define CPATTN_WIRE_FULL 0 /* f32 (f64 for f64): nothing is lost */
+#define CPATTN_WIRE_BF16 1 /* half the bytes; each partial is rounded once to 8 bits before it is summed */
+
+/*
+ * Over how many ranks, and how. The mesh is replicas x ring x ulysses = world; ranks of one Ulysses group are adjacent,
+ * replicas work on batches of their own. Where ulysses and ring are 0 both are chosen; where one is 0 it is what the
+ * other leaves of the world.
+ */
+typedef struct cpattn_options {
+  size_t struct_size;
+  uint32_t world;            /* ranks of the transport */
+  uint32_t ulysses;          /* ranks that trade tokens for heads; at most heads */
+  uint32_t ring;             /* ranks among which k and v travel */
+  int32_t layout;            /* CPATTN_LAYOUT_... */
+  uint32_t layout_parameter; /* tokens of a stripe, or chunks of a rank; 0 for the other layouts */
+  uint32_t passes;           /* over groups of kv heads: divides what is in flight; at least 1 */
+  int32_t circulate;         /* CPATTN_CIRCULATE_... */
+  int32_t wire;              /* CPATTN_WIRE_... */
+  int32_t gather;            /* 1: all k and v at once instead of step by step */
+  int32_t reproducible;      /* 1: the same bits for any number of ranks */
+  int32_t pack_inputs;       /* 1: tensors that travel may have any strides; 0: they must be compact */
+  int32_t reserved;          /* 0 */
+} cpattn_options;
+
+#define CPATTN_OPTIONS_INIT \
+  { sizeof(cpattn_options), 1, 0, 0, CPATTN_LAYOUT_AUTO, 0, 1, CPATTN_CIRCULATE_AUTO, CPATTN_WIRE_FULL, 0, 0, 0, 0 }
+
+/* ---- Plan --------------------------------------------------------------------------------------------------------- */
+
+typedef struct cpattn_plan cpattn_plan;
+
+/* Plans, or refuses. Every rank makes the same plan from the same arguments; that they did is checked when they run. */
+int32_t cpattn_plan_create(const cpattn_problem *problem, const cpattn_options *options, cpattn_plan **plan);
+
+int32_t cpattn_plan_destroy(cpattn_plan *plan);
+
+/* What a plan decided. */
+typedef struct cpattn_plan_info {
+  size_t struct_size;
+  uint32_t replicas;
+  uint32_t ring;
+  uint32_t ulysses;
+  int32_t layout; /* never AUTO */
+  uint32_t layout_parameter;
+  uint32_t reserved;
+  uint64_t q_tokens; /* of the whole batch */
+  uint64_t k_tokens;
+  uint64_t fingerprint; /* equal for equal plans */
+} cpattn_plan_info;
+
+#define CPATTN_PLAN_INFO_INIT \
+  { sizeof(cpattn_plan_info), 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+
+int32_t cpattn_plan_describe(const cpattn_plan *plan, cpattn_plan_info *info);
+
+/* A rank's place in the mesh, how many tokens it brings, and the heads it holds between the two all-to-alls. */
+typedef struct cpattn_share {
+  size_t struct_size;
+  uint32_t replica;
+  uint32_t ring;
+  uint32_t ulysses;
+  uint32_t reserved;
+  uint64_t q_tokens; /* rows of its q, o, lse, do, dq */
+  uint64_t k_tokens; /* rows of its k, v, dk, dv */
+  uint32_t q_head_begin;
+  uint32_t q_head_end;
+  uint32_t kv_head_begin;
+  uint32_t kv_head_end;
+} cpattn_share;
+
+#define CPATTN_SHARE_INIT \
+  { sizeof(cpattn_share), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }
+
+int32_t cpattn_plan_share(const cpattn_plan *plan, uint32_t rank, cpattn_share *share);
+
+/* Why this mesh, what each rank holds, bytes per step, imbalance, workspace: text for people. Writes at most `capacity`
+ * bytes including the final 0, and to *needed how many the whole takes; text may be NULL when capacity is 0. */
+int32_t cpattn_plan_explain(const cpattn_plan *plan, char *text, size_t capacity, size_t *needed);
+
+/* Proves the schedules of all ranks of a group, forward and backward: messages match, nothing deadlocks or races, every
+ * pair that counts is attended once. For tests: takes time and memory that grow with ranks and documents. */
+int32_t cpattn_plan_verify(const cpattn_plan *plan);
+
+#define CPATTN_FORWARD 0
+#define CPATTN_BACKWARD 1
+
+/* Bytes of memory that a run takes on a rank; see cpattn_rank_lend_workspace. */
+int32_t cpattn_plan_workspace(const cpattn_plan *plan, uint32_t rank, int32_t direction, uint64_t *bytes);
+
+/* ---- Who holds which tokens --------------------------------------------------------------------------------------- */
+
+/* The side of q, o, lse and their gradients, or of k and v and theirs. */
+#define CPATTN_Q 0
+#define CPATTN_K 1
+
+/* The tokens of the packed batch that a rank holds, in its order, and their positions in their documents (for rotary
+ * embeddings and the like). `capacity` is the length of the array, at least the q_tokens or k_tokens of its share. */
+int32_t cpattn_plan_tokens(const cpattn_plan *plan, int32_t side, uint32_t rank, int64_t *tokens, size_t capacity);
+int32_t cpattn_plan_positions(const cpattn_plan *plan, int32_t side, uint32_t rank, int64_t *positions, size_t capacity);
+
+/* Copies a rank's rows out of `whole` into `local`, in the rank's order, or back; the other rows of `whole` stay as they
+ * are. Tensors of the CPU with tokens first, of any element type of 1, 2, 4 or 8 bytes, of 1 to 3 dimensions that agree
+ * but for the tokens: ids [tokens], activations [tokens, heads, head_dim]. A last dimension other than the tokens is
+ * contiguous. */
+int32_t cpattn_plan_shard(const cpattn_plan *plan, int32_t side, uint32_t rank, const cpattn_tensor *whole, const cpattn_tensor *local);
+int32_t cpattn_plan_unshard(const cpattn_plan *plan, int32_t side, uint32_t rank, const cpattn_tensor *local, const cpattn_tensor *whole);
+
+/* For each of a rank's q tokens the row of `whole` that lies `by` tokens on in the same document, and the one element
+ * at `fill` where the document has none: labels for next-token prediction with by = 1. Tensors as above. */
+int32_t cpattn_plan_shift(const cpattn_plan *plan, uint32_t rank, int64_t by, const void *fill, const cpattn_tensor *whole, const cpattn_tensor *local);
+
+/* ---- Transports --------------------------------------------------------------------------------------------------- */
+
+typedef struct cpattn_transport cpattn_transport;
+
+/* `world` ranks as threads of this process. Writes `world` handles to `transports`, by rank; each goes to its thread.
+ * A call that waits for `deadline_ms` without any of its messages moving fails on every rank. world: 1 to 4096. */
+int32_t cpattn_local_group(uint32_t world, uint64_t deadline_ms, cpattn_transport **transports);
+
+/* Contiguous bytes that go to `peer`, or come from it. A send is only read. */
+typedef struct cpattn_message {
+  size_t peer;
+  void *data;
+  size_t bytes; /* at least 1 */
+} cpattn_message;
+
+/*
+ * A transport of the caller's: a framework's own communicator. Functions return 0, or anything else for a failure and
+ * may then set *blame (-1 on entry) to the rank at fault. They must not throw or longjmp. `context` is handed through.
+ *
+ * The contract: a send meets one receive of the same size; between two ranks messages meet in the order in which both
+ * list them; exchanges of one rank are serial, are rendezvous (nothing may rely on buffering) and complete as a whole;
+ * empty messages and messages to oneself do not occur. Nothing may hang: when a peer dies, fails or does not answer
+ * before a deadline of the transport's choice, all calls fail, now and later.
+ */
+typedef struct cpattn_transport_table {
+  size_t struct_size;
+  void *context;
+  uint32_t rank;
+  uint32_t world;
+  /* An all-gather over ranks first ... end-1: all[i] = the number that rank first + i gave. Waits for all of them. The
+   * library compares. Called on the thread that runs. */
+  int32_t (*agree)(void *context, uint32_t first, uint32_t end, uint64_t number, uint64_t *all, int64_t *blame);
+  /* Moves a batch and returns when it is complete. Called on a thread of the rank's own, one call at a time. */
+  int32_t (*exchange)(void *context, const char *operation, uint32_t step, const cpattn_message *sends, size_t send_count, const cpattn_message *recvs, size_t recv_count, int64_t *blame);
+  /* Whether anything has failed so far. Never waits. Any thread, at any time. */
+  int32_t (*poll)(void *context, int64_t *blame);
+  /* Ends the run on every rank: their calls must fail soon. Any thread, at any time, any number of times. */
+  void (*abort)(void *context);
+  /* The transport is no longer used. May be NULL. */
+  void (*release)(void *context);
+} cpattn_transport_table;
+
+#define CPATTN_TRANSPORT_TABLE_INIT \
+  { sizeof(cpattn_transport_table), NULL, 0, 0, NULL, NULL, NULL, NULL, NULL }
+
+int32_t cpattn_transport_create(const cpattn_transport_table *table, cpattn_transport **transport);
+
+/* For transports that never became a rank. Peers that need this rank are told that it left. */
+int32_t cpattn_transport_destroy(cpattn_transport *transport);
+
+/* ---- Ranks -------------------------------------------------------------------------------------------------------- */
+
+typedef struct cpattn_rank cpattn_rank;
+
+typedef struct cpattn_rank_options {
+  size_t struct_size;
+  uint32_t workers;    /* threads of the CPU kernels, 1 to 1024; results do not depend on it */
+  int32_t device_type; /* CPATTN_DEVICE_CPU */
+  int32_t device_id;   /* 0 on the CPU */
+  int32_t reserved;    /* 0 */
+} cpattn_rank_options;
+
+#define CPATTN_RANK_OPTIONS_INIT \
+  { sizeof(cpattn_rank_options), 1, CPATTN_DEVICE_CPU, 0, 0 }
+
+/* A rank lives long and runs many plans. It takes the transport over: on success the transport's handle is gone, after
+ * a refusal it is still the caller's. options NULL: the defaults. */
+int32_t cpattn_rank_create(cpattn_transport *transport, const cpattn_rank_options *options, cpattn_rank **rank);
+
+/* The rank leaves: peers that still need it get an error. */
+int32_t cpattn_rank_destroy(cpattn_rank *rank);
+
+/* Does all that may allocate for runs of this plan. Optional: the first run does it otherwise. A rank remembers the
+ * last 16 (plan, direction) pairs. */
+int32_t cpattn_rank_prepare(cpattn_rank *rank, const cpattn_plan *plan, int32_t direction);
+
+/* Workspaces begin at a multiple of this many bytes. */
+#define CPATTN_WORKSPACE_ALIGNMENT 256
+
+/* Lends memory to work in: `bytes` at `workspace`, the largest of cpattn_plan_workspace over the plans to run. It stays
+ * lent, untouched by others, until another is lent or the rank is destroyed. Without it the rank allocates its own. */
+int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t bytes);
+
+/*
+ * The tensors of a forward: this rank's own tokens, in the order of cpattn_plan_tokens, with all heads. Nq, Nk: its
+ * q_tokens and k_tokens; H, Hk: heads, kv_heads; D, Dv: head_dim, value_dim.
+ */
+typedef struct cpattn_forward_args {
+  size_t struct_size;
+  const cpattn_tensor *q;     /* read, [Nq, H, D] */
+  const cpattn_tensor *k;     /* read, [Nk, Hk, D] */
+  const cpattn_tensor *v;     /* read, [Nk, Hk, Dv] */
+  const cpattn_tensor *sinks; /* read, [H] f32; NULL unless the problem has sinks */
+  const cpattn_tensor *o;     /* written, [Nq, H, Dv] */
+  const cpattn_tensor *lse;   /* written, [H, Nq] f32 (f64 for f64): natural log-sum-exp of the scores, -inf for a row
+                                 that attends to nothing */
+  void *stream;               /* NULL on the CPU */
+} cpattn_forward_args;
+
+#define CPATTN_FORWARD_ARGS_INIT \
+  { sizeof(cpattn_forward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+
+/* The tensors of a backward. It repeats the forward's exchanges, so only o and lse have to be kept. */
+typedef struct cpattn_backward_args {
+  size_t struct_size;
+  const cpattn_tensor *q;      /* read; q, k, v, sinks as given to the forward, o and lse as written by it */
+  const cpattn_tensor *k;      /* read */
+  const cpattn_tensor *v;      /* read */
+  const cpattn_tensor *sinks;  /* read */
+  const cpattn_tensor *o;      /* read */
+  const cpattn_tensor *lse;    /* read */
+  const cpattn_tensor *d_o;    /* read, [Nq, H, Dv]: gradient of o */
+  const cpattn_tensor *dq;     /* written, [Nq, H, D] */
+  const cpattn_tensor *dk;     /* written, [Nk, Hk, D] */
+  const cpattn_tensor *dv;     /* written, [Nk, Hk, Dv] */
+  const cpattn_tensor *dsinks; /* written, [H] of lse's type, summed over the group; NULL unless there are sinks */
+  void *stream;                /* NULL on the CPU */
+} cpattn_backward_args;
+
+#define CPATTN_BACKWARD_ARGS_INIT \
+  { sizeof(cpattn_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+
+/* Run a plan. All ranks of the group call with equal plans in the same order, each on a thread of its own, and wait for
+ * each other. CPATTN_INVALID: a tensor that does not fit, or overlaps one that is written; the peers of a rank that is
+ * refused wait until their deadline or until it calls again. */
+int32_t cpattn_forward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args);
+int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args);
+
+/* Whether anything has failed so far; never waits. */
+int32_t cpattn_rank_poll(const cpattn_rank *rank);
+
+/* Ends the run on every rank of the world: calls that wait return CPATTN_PEER. For good: make a new group after it. */
+int32_t cpattn_rank_abort(const cpattn_rank *rank);
+
+/* ---- The pieces --------------------------------------------------------------------------------------------------- */
+
+/*
+ * Attention over ranges: what ranks run between exchanges. A range is a run of rows of a [tokens, heads, dim] tensor:
+ * row `row + i` holds the token at position pos + (i / block) * period + i % block of document doc. A plain run has
+ * block = period = 1. Masking is by position alone; a pair joins ranges of one document.
+ */
+typedef struct cpattn_range {
+  int64_t row;
+  int64_t pos;     /* within +-2^40 */
+  uint32_t len;    /* rows */
+  uint32_t block;  /* consecutive positions in one block of the stripe; at least 1 */
+  uint32_t period; /* positions from one block to the next; at least block */
+  uint32_t doc;
+} cpattn_range;
+
+#define CPATTN_FIRST 0 /* first of several visits: write the running (o, lse). Backward: write dq */
+#define CPATTN_MERGE 1 /* a later visit: merge into the running (o, lse). Backward: add to dq */
+#define CPATTN_LAST 2  /* the last of several: merge, then apply the sink and write o. Backward: as MERGE */
+#define CPATTN_ONLY 3  /* first and last at once. Backward: as FIRST */
+
+/* A q range, what becomes of its result, and the k ranges it attends to: ranges.k[pairs[i]], keys_begin <= i < keys_end,
+ * visited in this order. */
+typedef struct cpattn_q_range {
+  cpattn_range range;
+  uint32_t keys_begin;
+  uint32_t keys_end;
+  uint8_t mode; /* CPATTN_FIRST, ... */
+  uint8_t reserved[7];
+} cpattn_q_range;
+
+/* Rows of q ranges must not overlap, nor rows of k ranges. A q range without pairs attends to nothing in this call. */
+typedef struct cpattn_ranges {
+  const cpattn_q_range *q;
+  size_t q_count;
+  const cpattn_range *k;
+  size_t k_count;
+  const uint32_t *pairs;
+  size_t pair_count;
+} cpattn_ranges;
+
+/* q head h of the call is head q_offset + h of the model and reads kv head (q_offset + h) / group - kv_offset of the
+ * call. All heads: {0, 0, H / Hk}. */
+typedef struct cpattn_head_map {
+  uint32_t q_offset;
+  uint32_t kv_offset;
+  uint32_t group; /* q heads per kv head */
+} cpattn_head_map;
+
+/* As in cpattn_problem, but nothing is chosen here: scale 0 is 0. */
+typedef struct cpattn_score {
+  double scale;
+  double softcap;       /* 0: none */
+  int64_t window_left;  /* within +-2^40, or CPATTN_UNLIMITED */
+  int64_t window_right; /* likewise */
+} cpattn_score;
+
+/* Memory of the kernels' tiles, for one call at a time. workers: 1 to 1024. */
+typedef struct cpattn_scratch cpattn_scratch;
+
+int32_t cpattn_scratch_create(uint32_t workers, cpattn_scratch **scratch);
+int32_t cpattn_scratch_destroy(cpattn_scratch *scratch);
+
+/* Grows it to calls of this kind. Calls allocate nothing; one that finds the scratch too small is refused. */
+int32_t cpattn_scratch_reserve(cpattn_scratch *scratch, int32_t dtype, uint32_t head_dim, uint32_t value_dim);
+
+/* acc: f32, or f64 when q is f64. */
+typedef struct cpattn_attend_args {
+  size_t struct_size;
+  const cpattn_tensor *q;       /* [*, heads, head_dim] */
+  const cpattn_tensor *k;       /* [*, kv heads, head_dim] */
+  const cpattn_tensor *v;       /* [*, kv heads, value_dim] */
+  const cpattn_tensor *running; /* acc [*, heads, value_dim], normalised; NULL when every mode is ONLY; may be o itself */
+  const cpattn_tensor *o;       /* written by LAST and ONLY, of q's type [*, heads, value_dim]; NULL when none occurs */
+  const cpattn_tensor *lse;     /* running and final, acc [heads, *] */
+  const cpattn_tensor *slopes;  /* f32 [heads], or NULL */
+  const cpattn_tensor *sinks;   /* f32 [heads], or NULL; applied by LAST and ONLY */
+  cpattn_head_map heads;
+  int32_t aligned; /* 1: tiles break at positions, so a row's bits do not depend on how its keys were cut */
+  cpattn_score score;
+  cpattn_ranges ranges;
+  void *stream;
+} cpattn_attend_args;
+
+#define CPATTN_ATTEND_ARGS_INIT \
+  { sizeof(cpattn_attend_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, {0, 0, 1}, 0, {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0}, NULL }
+
+int32_t cpattn_attend(cpattn_scratch *scratch, const cpattn_attend_args *args);
+
+#define CPATTN_GRADIENTS_ALL 0
+#define CPATTN_GRADIENTS_QUERIES 1 /* dq only; dk and dv NULL */
+#define CPATTN_GRADIENTS_KEYS 2    /* dk and dv only; dq NULL */
+
+typedef struct cpattn_attend_backward_args {
+  size_t struct_size;
+  const cpattn_tensor *q;
+  const cpattn_tensor *k;
+  const cpattn_tensor *v;
+  const cpattn_tensor *d_o;    /* of q's type [*, heads, value_dim] */
+  const cpattn_tensor *lse;    /* final, acc [heads, *] */
+  const cpattn_tensor *delta;  /* acc [heads, *]: see cpattn_delta */
+  const cpattn_tensor *dq;     /* acc [*, heads, head_dim] */
+  const cpattn_tensor *dk;     /* acc [*, kv heads, head_dim] */
+  const cpattn_tensor *dv;     /* acc [*, kv heads, value_dim] */
+  const cpattn_tensor *slopes; /* f32 [heads], or NULL */
+  cpattn_head_map heads;
+  int32_t accumulate_keys; /* 1: add to dk and dv; 0: write every row of every k range */
+  int32_t per_q_head;      /* 1: dk and dv have q's heads, one partial each */
+  int32_t gradients;       /* CPATTN_GRADIENTS_... */
+  int32_t aligned;
+  int32_t reserved; /* 0 */
+  cpattn_score score;
+  cpattn_ranges ranges;
+  void *stream;
+} cpattn_attend_backward_args;
+
+#define CPATTN_ATTEND_BACKWARD_ARGS_INIT \
+  { sizeof(cpattn_attend_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, {0, 0, 1}, 0, 0, CPATTN_GRADIENTS_ALL, 0, 0, {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0}, NULL }
+
+int32_t cpattn_attend_backward(cpattn_scratch *scratch, const cpattn_attend_backward_args *args);
+
+/* delta[h, t] = sum over d of d_o[t, h, d] * o[t, h, d], from the final o. */
+int32_t cpattn_delta(const cpattn_tensor *o, const cpattn_tensor *d_o, const cpattn_tensor *delta, void *stream);
+
+/* Rows that no range covers: o = 0, lse = -inf, or the sink where `sinks` is not NULL. */
+int32_t cpattn_finish(const cpattn_tensor *o, const cpattn_tensor *lse, const cpattn_tensor *sinks, const cpattn_range *rows, size_t row_count, void *stream);
+
+/* dsinks[h] = - sum over t of exp(sinks[h] - lse[h, t]) * delta[h, t]. */
+int32_t cpattn_sink_gradient(const cpattn_tensor *lse, const cpattn_tensor *delta, const cpattn_tensor *sinks, const cpattn_tensor *dsinks, void *stream);
+
+/* Merges the partial result (other_o, other_lse) into (o, lse): all f32 or all f64, o [tokens, heads, dim] normalised,
+ * lse [heads, tokens]. A side whose lse is -inf has no say; a NaN stays a NaN. */
+int32_t cpattn_merge(const cpattn_tensor *o, const cpattn_tensor *lse, const cpattn_tensor *other_o, const cpattn_tensor *other_lse, void *stream);
+
+/* dst = the sum of the sources, element by element in this order in f32 (f64 if one of them is f64), rounded once. All
+ * [tokens, heads, dim], any strides, types may differ. One source is a copy or a cast, none fills with zeros; the first
+ * may be dst itself. The layout changes of an all-to-all are such copies between slices of tokens and of heads. */
+#define CPATTN_MAX_SOURCES 64
+int32_t cpattn_transform(const cpattn_tensor *dst, const cpattn_tensor *const *sources, size_t source_count, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* CPATTN_H */

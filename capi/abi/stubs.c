@@ -1,0 +1,60 @@
+#include "cpattn.h"
+struct cpattn_plan { char opaque; };
+struct cpattn_transport { char opaque; };
+struct cpattn_rank { char opaque; };
+struct cpattn_scratch { char opaque; };
+uint32_t cpattn_version(void) { return 0; }
+const char *cpattn_last_error(void) { return 0; }
+const char *cpattn_status_name(int32_t status) { return 0; }
+int32_t cpattn_plan_create(const cpattn_problem *problem, const cpattn_options *options, cpattn_plan **plan) { return 0; }
+int32_t cpattn_plan_destroy(cpattn_plan *plan) { return 0; }
+int32_t cpattn_plan_describe(const cpattn_plan *plan, cpattn_plan_info *info) { return 0; }
+int32_t cpattn_plan_share(const cpattn_plan *plan, uint32_t rank, cpattn_share *share) { return 0; }
+int32_t cpattn_plan_explain(const cpattn_plan *plan, char *text, size_t capacity, size_t *needed) { return 0; }
+int32_t cpattn_plan_verify(const cpattn_plan *plan) { return 0; }
+int32_t cpattn_plan_workspace(const cpattn_plan *plan, uint32_t rank, int32_t direction, uint64_t *bytes) { return 0; }
+int32_t cpattn_plan_tokens(const cpattn_plan *plan, int32_t side, uint32_t rank, int64_t *tokens, size_t capacity) { return 0; }
+int32_t cpattn_plan_positions(const cpattn_plan *plan, int32_t side, uint32_t rank, int64_t *positions, size_t capacity) { return 0; }
+int32_t cpattn_plan_shard(const cpattn_plan *plan, int32_t side, uint32_t rank, const cpattn_tensor *whole, const cpattn_tensor *local) { return 0; }
+int32_t cpattn_plan_unshard(const cpattn_plan *plan, int32_t side, uint32_t rank, const cpattn_tensor *local, const cpattn_tensor *whole) { return 0; }
+int32_t cpattn_plan_shift(const cpattn_plan *plan, uint32_t rank, int64_t by, const void *fill, const cpattn_tensor *whole, const cpattn_tensor *local) { return 0; }
+int32_t cpattn_local_group(uint32_t world, uint64_t deadline_ms, cpattn_transport **transports) { return 0; }
+int32_t cpattn_transport_create(const cpattn_transport_table *table, cpattn_transport **transport) { return 0; }
+int32_t cpattn_transport_destroy(cpattn_transport *transport) { return 0; }
+int32_t cpattn_rank_create(cpattn_transport *transport, const cpattn_rank_options *options, cpattn_rank **rank) { return 0; }
+int32_t cpattn_rank_destroy(cpattn_rank *rank) { return 0; }
+int32_t cpattn_rank_prepare(cpattn_rank *rank, const cpattn_plan *plan, int32_t direction) { return 0; }
+int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t bytes) { return 0; }
+int32_t cpattn_forward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args) { return 0; }
+int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args) { return 0; }
+int32_t cpattn_rank_poll(const cpattn_rank *rank) { return 0; }
+int32_t cpattn_rank_abort(const cpattn_rank *rank) { return 0; }
+int32_t cpattn_scratch_create(uint32_t workers, cpattn_scratch **scratch) { return 0; }
+int32_t cpattn_scratch_destroy(cpattn_scratch *scratch) { return 0; }
+int32_t cpattn_scratch_reserve(cpattn_scratch *scratch, int32_t dtype, uint32_t head_dim, uint32_t value_dim) { return 0; }
+int32_t cpattn_attend(cpattn_scratch *scratch, const cpattn_attend_args *args) { return 0; }
+int32_t cpattn_attend_backward(cpattn_scratch *scratch, const cpattn_attend_backward_args *args) { return 0; }
+int32_t cpattn_delta(const cpattn_tensor *o, const cpattn_tensor *d_o, const cpattn_tensor *delta, void *stream) { return 0; }
+int32_t cpattn_finish(const cpattn_tensor *o, const cpattn_tensor *lse, const cpattn_tensor *sinks, const cpattn_range *rows, size_t row_count, void *stream) { return 0; }
+int32_t cpattn_sink_gradient(const cpattn_tensor *lse, const cpattn_tensor *delta, const cpattn_tensor *sinks, const cpattn_tensor *dsinks, void *stream) { return 0; }
+int32_t cpattn_merge(const cpattn_tensor *o, const cpattn_tensor *lse, const cpattn_tensor *other_o, const cpattn_tensor *other_lse, void *stream) { return 0; }
+int32_t cpattn_transform(const cpattn_tensor *dst, const cpattn_tensor *const *sources, size_t source_count, void *stream) { return 0; }
+cpattn_dl_device *keep_cpattn_dl_device(void) { return 0; }
+cpattn_dl_dtype *keep_cpattn_dl_dtype(void) { return 0; }
+cpattn_tensor *keep_cpattn_tensor(void) { return 0; }
+cpattn_problem *keep_cpattn_problem(void) { return 0; }
+cpattn_options *keep_cpattn_options(void) { return 0; }
+cpattn_plan_info *keep_cpattn_plan_info(void) { return 0; }
+cpattn_share *keep_cpattn_share(void) { return 0; }
+cpattn_message *keep_cpattn_message(void) { return 0; }
+cpattn_transport_table *keep_cpattn_transport_table(void) { return 0; }
+cpattn_rank_options *keep_cpattn_rank_options(void) { return 0; }
+cpattn_forward_args *keep_cpattn_forward_args(void) { return 0; }
+cpattn_backward_args *keep_cpattn_backward_args(void) { return 0; }
+cpattn_range *keep_cpattn_range(void) { return 0; }
+cpattn_q_range *keep_cpattn_q_range(void) { return 0; }
+cpattn_ranges *keep_cpattn_ranges(void) { return 0; }
+cpattn_head_map *keep_cpattn_head_map(void) { return 0; }
+cpattn_score *keep_cpattn_score(void) { return 0; }
+cpattn_attend_args *keep_cpattn_attend_args(void) { return 0; }
+cpattn_attend_backward_args *keep_cpattn_attend_backward_args(void) { return 0; }

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The C library as its users meet it: built and installed by `capi/build`, found by pkg-config, linked by a C and a C++
+//! compiler, loaded by Python. The examples are the tests; each program says by its exit status whether it is right.
+//!
+//! The library is a debug build, which knows destroyed handles for certain. `CPATTN_PREFIX` names an installed one to
+//! test instead. What needs NumPy or PyTorch says so when it has to be skipped; `CPATTN_PYTHON` names the interpreter.
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::OnceLock,
+};
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn run(command: &mut Command) -> String {
+    let out = command.output().unwrap_or_else(|e| panic!("{command:?}: {e}"));
+    let text = format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    assert!(out.status.success(), "{command:?}: {}\n{text}", out.status);
+    text
+}
+
+/// Where the library is installed; built once.
+fn prefix() -> &'static Path {
+    static PREFIX: OnceLock<PathBuf> = OnceLock::new();
+    PREFIX.get_or_init(|| {
+        if let Some(prefix) = env::var_os("CPATTN_PREFIX") {
+            return prefix.into();
+        }
+        let prefix = Path::new(env!("CARGO_TARGET_TMPDIR")).join("capi-prefix");
+        // A folder of its own: this process may hold the lock of the usual one.
+        let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join("capi-target");
+        run(Command::new(root().join("capi/build")).arg("--debug").arg(&prefix).env("CARGO_TARGET_DIR", target));
+        prefix
+    })
+}
+
+fn pkg_config(what: &[&str]) -> Vec<String> {
+    let path = prefix().join("lib/pkgconfig");
+    let text = run(Command::new("pkg-config").args(what).arg("cpattn").env("PKG_CONFIG_PATH", path));
+    text.split_whitespace().map(String::from).collect()
+}
+
+/// Compiles a program against the shared library and says where it is.
+fn compile(source: &str, standard: &str) -> PathBuf {
+    let source = root().join(source);
+    let cpp = standard.starts_with("c++");
+    let (variable, default) = if cpp { ("CXX", "c++") } else { ("CC", "cc") };
+    let name = format!("{}-{standard}", source.file_stem().unwrap().to_str().unwrap());
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    run(Command::new(env::var(variable).unwrap_or(default.into()))
+        .arg(format!("-std={standard}"))
+        .args(["-O1", "-g", "-Wall", "-Wextra", "-pedantic", "-Werror"])
+        .arg(&source)
+        .args(pkg_config(&["--cflags", "--libs"]))
+        .arg(format!("-Wl,-rpath,{}", prefix().join("lib").display()))
+        .args(["-lpthread", "-lm", "-o"])
+        .arg(&program));
+    program
+}
+
+#[test]
+fn the_header_is_c99_c11_and_cpp17() {
+    for (compiler, language, standard) in [("cc", "c", "c99"), ("cc", "c", "c11"), ("c++", "c++", "c++17")] {
+        for file in ["tests/capi/inits.c", "tests/capi/dlpack_first.c"] {
+            run(Command::new(compiler)
+                .args(["-x", language, &format!("-std={standard}")])
+                .args(["-Wall", "-Wextra", "-pedantic", "-Werror", "-fsyntax-only", "-Iinclude", file])
+                .current_dir(root()));
+        }
+    }
+}
+
+#[test]
+fn nothing_but_the_snapshot_is_exported() {
+    let library = prefix().join("lib/libcpattn.so");
+    let text = run(Command::new("nm").args(["-D", "--defined-only"]).arg(&library));
+    let mut found: Vec<&str> = text.lines().filter_map(|l| l.split_whitespace().last()).collect();
+    found.sort_unstable();
+    let wanted = fs::read_to_string(root().join("capi/symbols.txt")).unwrap();
+    assert_eq!(found, wanted.lines().collect::<Vec<_>>(), "capi/symbols.txt is the list that was promised");
+    assert!(found.iter().all(|s| s.starts_with("cpattn_")));
+    let dynamic = run(Command::new("readelf").arg("-d").arg(&library));
+    let soname = format!("libcpattn.so.{}", env!("CARGO_PKG_VERSION_MAJOR"));
+    assert!(dynamic.lines().any(|l| l.contains("SONAME") && l.contains(&format!("[{soname}]"))), "{dynamic}");
+}
+
+#[test]
+fn hello() {
+    run(&mut Command::new(compile("examples/c/hello.c", "c99")));
+    assert_eq!(pkg_config(&["--modversion"]), [env!("CARGO_PKG_VERSION")]);
+}
+
+#[test]
+fn hello_linked_statically() {
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("hello-static");
+    let flags = pkg_config(&["--cflags", "--libs", "--static"]);
+    let archive = prefix().join("lib/libcpattn.a");
+    run(Command::new(env::var("CC").unwrap_or("cc".into()))
+        .args(["-std=c99", "-Wall", "-Wextra", "-Werror"])
+        .arg(root().join("examples/c/hello.c"))
+        .args(flags.iter().map(|f| if f == "-lcpattn" { archive.to_str().unwrap() } else { f }))
+        .arg("-o")
+        .arg(&program));
+    let needed = run(Command::new("readelf").arg("-d").arg(&program));
+    assert!(!needed.contains("libcpattn"), "{needed}");
+    run(&mut Command::new(program));
+}
+
+#[test]
+fn the_main_job_on_eight_threads() {
+    let text = run(
+        Command::new(compile("examples/c/main_job.c", "c99")).arg(root().join("tests/data/minilm_263.safetensors"))
+    );
+    assert!(text.contains("ok: 8 ranks agree"), "{text}");
+}
+
+#[test]
+fn a_transport_written_in_cpp() {
+    run(&mut Command::new(compile("examples/c/own_transport.cpp", "c++17")));
+}
+
+#[test]
+fn misuse_is_refused() {
+    run(&mut Command::new(compile("tests/capi/misuse.c", "c99")));
+}
+
+/// An interpreter that has `module`, if there is one.
+fn python(module: &str) -> Option<PathBuf> {
+    let venv = root().join("target/venv/bin/python");
+    let named = env::var_os("CPATTN_PYTHON").map(PathBuf::from);
+    let has = |python: &PathBuf| {
+        Command::new(python).args(["-c", &format!("import {module}")]).output().is_ok_and(|o| o.status.success())
+    };
+    named.into_iter().chain(["python3".into(), venv, "/usr/bin/python3".into()]).find(has)
+}
+
+fn script(python: &Path, name: &str) -> String {
+    run(Command::new(python)
+        .arg(root().join("examples/python").join(name))
+        .env("CPATTN_LIBRARY", prefix().join("lib/libcpattn.so"))
+        .env("PYTHONDONTWRITEBYTECODE", "1"))
+}
+
+#[test]
+fn numpy_over_six_ranks() {
+    // A first run without NumPy gets it into a folder of the target directory, if pip can.
+    if python("numpy").is_none() && env::var_os("CPATTN_OFFLINE").is_none() {
+        let venv = root().join("target/venv");
+        let made = Command::new("python3").args(["-m", "venv"]).arg(&venv).status().is_ok_and(|s| s.success());
+        if made {
+            // Whether it worked is asked below.
+            let _ = Command::new(venv.join("bin/pip")).args(["install", "-q", "numpy"]).status();
+        }
+    }
+    match python("numpy") {
+        Some(python) => assert!(script(&python, "numpy_ranks.py").ends_with("ok\n")),
+        None => eprintln!("SKIPPED: no Python with NumPy here; name one with CPATTN_PYTHON"),
+    }
+}
+
+#[test]
+fn torch_gradcheck() {
+    match python("torch") {
+        Some(python) => assert!(script(&python, "torch_function.py").ends_with("ok\n")),
+        None => eprintln!("SKIPPED: no Python with PyTorch here; name one with CPATTN_PYTHON"),
+    }
+}
