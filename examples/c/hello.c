@@ -2,7 +2,10 @@
 /*
  * The smallest program: one rank, two documents, causal attention.
  *
- *   cc hello.c $(pkg-config --cflags --libs cpattn) -o hello && ./hello
+ * From the repository's root:
+ *
+ *   capi/build && cc -std=c99 examples/c/hello.c $(PKG_CONFIG_PATH=target/capi/lib/pkgconfig pkg-config --cflags --libs cpattn) \
+ *     -Wl,-rpath,$PWD/target/capi/lib -o target/hello && target/hello
  */
 #include <cpattn.h>
 #include <stdio.h>

@@ -3,8 +3,10 @@
  * The main job: a layer's q, k, v, do over eight ranks (threads), Ulysses 4 x ring 2, forward and backward, compared
  * with references that were computed in float64.
  *
- *   cc -std=c99 main_job.c $(pkg-config --cflags --libs cpattn) -lpthread -lm -o main_job
- *   ./main_job ../../tests/data/minilm_263.safetensors
+ * From the repository's root:
+ *
+ *   capi/build && cc -std=c99 examples/c/main_job.c $(PKG_CONFIG_PATH=target/capi/lib/pkgconfig pkg-config --cflags --libs cpattn) \
+ *     -Wl,-rpath,$PWD/target/capi/lib -lpthread -lm -o target/main_job && target/main_job tests/data/minilm_263.safetensors
  *
  * Each thread sees its own tokens only: it copies them out of the file's tensors, lends its rank a workspace, runs, and
  * copies its results into their places in the whole.

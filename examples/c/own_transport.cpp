@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//
-// A transport of one's own, in C++17: what a framework does to plug in its communicator.
-//
-//   c++ -std=c++17 own_transport.cpp $(pkg-config --cflags --libs cpattn) -lpthread -o own_transport && ./own_transport
-//
-// Four ranks (Ulysses 2 x ring 2) meet through a board that four threads share; one rank by itself computes the same.
-// Receivers copy, straight from the senders' memory, and a sender leaves when all that it sent was fetched.
+/*
+ * A transport of one's own, in C++17: what a framework does to plug in its communicator.
+ *
+ *   capi/build && c++ -std=c++17 examples/c/own_transport.cpp $(PKG_CONFIG_PATH=target/capi/lib/pkgconfig pkg-config --cflags --libs cpattn) \
+ *     -Wl,-rpath,$PWD/target/capi/lib -lpthread -o target/own_transport && target/own_transport
+ *
+ * Four ranks (Ulysses 2 x ring 2) meet through a board that four threads share; one rank by itself computes the same.
+ * Receivers copy, straight from the senders' memory, and a sender leaves when all that it sent was fetched.
+ */
 #include <cpattn.h>
 
 #include <array>
