@@ -147,19 +147,18 @@ fn ranges() {
 /// The larger shapes over several tiles and calls.
 #[test]
 fn wide_ranges() {
-    let case = |dtype, dims| Case {
-        documents: vec![(90, 140, 50)],
-        cut: Cut::Chunks(3),
-        visits: 2,
-        ..Case::new("wide", dtype, dims)
-    };
-    all(&[
-        case(Dtype::F16, (96, 96)),
-        case(Dtype::Bf16, (128, 128)),
-        case(Dtype::F16, (192, 128)),
-        case(Dtype::Bf16, (192, 192)),
-        case(Dtype::F16, (256, 256)),
-    ]);
+    let mut cases = Vec::new();
+    for dtype in [Dtype::F16, Dtype::Bf16] {
+        for dims in [(96, 96), (128, 128), (192, 128), (192, 192), (256, 256)] {
+            cases.push(Case {
+                documents: vec![(90, 140, 50)],
+                cut: Cut::Chunks(3),
+                visits: 2,
+                ..Case::new("wide", dtype, dims)
+            });
+        }
+    }
+    all(&cases);
 }
 
 /// Tiles that meet nothing, between others, taken by blocks that have more to do: every compiled kernel must have its
