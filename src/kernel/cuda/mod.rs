@@ -18,7 +18,7 @@
 //! lists     ranges as runs, partners and tiles
 //! staging   how lists reach the device
 //! check     what a call is refused for
-//! attention, blocks   the launches
+//! attention, blocks, sinks   the launches
 //! memory    streams and memory for what sits on top
 //! ```
 
