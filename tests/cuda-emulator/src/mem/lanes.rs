@@ -62,15 +62,15 @@ impl LaneShadow {
         for l in crate::op::lanes(a.mask) {
             let (line, bytes) = self.place(a, l);
             let mine = if a.collective { MANY } else { l as u8 };
-            if line.written == a.key {
-                if let Some(b) = bytes.clone().find(|&b| line.writer[b] != mine && line.writer[b] != u8::MAX) {
-                    return Err(race(a.at[l], bytes.start, b, line.writer[b], true));
-                }
+            if line.written == a.key
+                && let Some(b) = bytes.clone().find(|&b| line.writer[b] != mine && line.writer[b] != u8::MAX)
+            {
+                return Err(race(a.at[l], bytes.start, b, line.writer[b], true));
             }
-            if a.write && line.read == a.key {
-                if let Some(b) = bytes.clone().find(|&b| line.reader[b] != mine && line.reader[b] != u8::MAX) {
-                    return Err(race(a.at[l], bytes.start, b, line.reader[b], false));
-                }
+            if a.write && line.read == a.key
+                && let Some(b) = bytes.clone().find(|&b| line.reader[b] != mine && line.reader[b] != u8::MAX)
+            {
+                return Err(race(a.at[l], bytes.start, b, line.reader[b], false));
             }
         }
         for l in crate::op::lanes(a.mask) {
