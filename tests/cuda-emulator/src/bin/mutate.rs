@@ -161,10 +161,10 @@ fn files() -> BTreeMap<String, String> {
     let mut out = BTreeMap::new();
     for e in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let name = e.file_name().to_string_lossy().into_owned();
-        if let (true, Ok(text)) = (name.ends_with(".ptx"), std::fs::read_to_string(e.path())) {
-            if let Ok(m) = cuda_emulator::Module::parse(&text) {
-                out.insert(format!("{:016x}", m.hash()), name);
-            }
+        if let (true, Ok(text)) = (name.ends_with(".ptx"), std::fs::read_to_string(e.path()))
+            && let Ok(m) = cuda_emulator::Module::parse(&text)
+        {
+            out.insert(format!("{:016x}", m.hash()), name);
         }
     }
     out

@@ -67,7 +67,8 @@ impl LaneShadow {
             {
                 return Err(race(a.at[l], bytes.start, b, line.writer[b], true));
             }
-            if a.write && line.read == a.key
+            if a.write
+                && line.read == a.key
                 && let Some(b) = bytes.clone().find(|&b| line.reader[b] != mine && line.reader[b] != u8::MAX)
             {
                 return Err(race(a.at[l], bytes.start, b, line.reader[b], false));
