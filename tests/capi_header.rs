@@ -187,9 +187,12 @@ macro_rules! layouts {
     };
 }
 
+/// Name, size, and the name and offset of each field.
+type Struct = (&'static str, usize, Vec<(&'static str, usize)>);
+
 #[test]
 fn the_c_compiler_lays_structs_out_alike() {
-    let ours: Vec<(&str, usize, Vec<(&str, usize)>)> = layouts! {
+    let ours: Vec<Struct> = layouts! {
     cpattn_dl_device: device_type, device_id;
     cpattn_dl_dtype: code, bits, lanes;
     cpattn_tensor: data, device, ndim, dtype, shape, strides, byte_offset;
