@@ -141,7 +141,9 @@ fn main() {
             // SAFETY: a live handle and a struct of its size.
             assert_eq!(unsafe { cpattn_plan_share(c_plan, 0, black_box(&mut info)) }, CPATTN_OK);
         }));
-        (rust.push(through_rust), c.push(through_c), differences.push(through_c - through_rust));
+        rust.push(through_rust);
+        c.push(through_c);
+        differences.push(through_c - through_rust);
     }
     let overhead = median(differences);
     println!(
