@@ -163,7 +163,9 @@ mod debug {
 mod tests {
     use super::*;
 
-    struct A(std::sync::Arc<()>);
+    struct A {
+        _counted: std::sync::Arc<()>,
+    }
     struct B;
     impl Kind for A {
         const NAME: &'static str = "a";
@@ -184,7 +186,7 @@ mod tests {
     #[test]
     fn dead_and_foreign_handles_are_refused() {
         let counted = std::sync::Arc::new(());
-        let (a, b) = (create(A(counted.clone())), create(B));
+        let (a, b) = (create(A { _counted: counted.clone() }), create(B));
         // SAFETY: handles of `create`; a debug build, whose destroyed handles may be asked for.
         unsafe {
             assert!(borrow(a).is_ok());
