@@ -5,7 +5,8 @@
 //! The workload is a test program that launches the kernels through the CUDA backend. It runs once, on the stand-in
 //! driver, which tries the mutants of every kernel at each of its launches (`driver::mutants`). Survivors are looked up
 //! in `equivalent.txt`, where each that is truly equivalent is listed with the reason. Ends with
-//! `caught N of M, E equivalent`, and fails when a survivor is not listed.
+//! `caught N of M, E equivalent`, and fails when a survivor is not listed. Event waits of the runtime are mutants too
+//! (`driver::trace`): one is caught when the race detector would report its absence.
 //!
 //! `mutate [PROGRAM [ARGUMENT…]]`; without a program the registry below is built and run.
 
@@ -29,8 +30,9 @@ struct Test {
     features: &'static str,
 }
 
-/// The tests that launch every shipped kernel.
-const REGISTRY: &[Test] = &[Test { name: "cuda_kernels", features: "cuda" }];
+/// The tests that launch every shipped kernel, and those that run whole plans on a device.
+const REGISTRY: &[Test] =
+    &[Test { name: "cuda_kernels", features: "cuda" }, Test { name: "cuda_plans", features: "cuda" }];
 
 impl Workload for Test {
     fn name(&self) -> String {
@@ -98,7 +100,7 @@ fn read(path: &Path, mutants: &mut BTreeMap<Key, Mutant>) {
 }
 
 /// Runs one workload to its end, showing how many mutants were caught so far.
-fn run(w: &dyn Workload, log: &Path, mutants: &mut BTreeMap<Key, Mutant>) -> Result<(), String> {
+fn run(w: &dyn Workload, log: &Path, events: &Path, mutants: &mut BTreeMap<Key, Mutant>) -> Result<(), String> {
     let folder = cuda_emulator::driver::library_dir().map_err(|e| e.to_string())?;
     let mut path = folder.into_os_string();
     if let Some(old) = std::env::var_os("LD_LIBRARY_PATH") {
@@ -110,6 +112,7 @@ fn run(w: &dyn Workload, log: &Path, mutants: &mut BTreeMap<Key, Mutant>) -> Res
         .env("LD_LIBRARY_PATH", path)
         .env("CPATTN_REQUIRE_CUDA", "1")
         .env("CPATTN_EMU_MUTANTS", log)
+        .env("CPATTN_EMU_EVENTS", events)
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn()
@@ -177,11 +180,13 @@ fn mutate() -> Result<bool, String> {
         if given.0.is_empty() { REGISTRY.iter().map(|t| t as &dyn Workload).collect() } else { vec![&given] };
     let log: PathBuf = std::env::temp_dir().join(format!("cuda-emulator-mutants-{}", std::process::id()));
     let mut mutants = BTreeMap::new();
+    let events = log.with_extension("events");
     for w in workloads {
         let _ = std::fs::remove_file(&log);
-        run(w, &log, &mut mutants)?;
+        run(w, &log, &events, &mut mutants)?;
     }
-    let _ = std::fs::remove_file(&log);
+    let waits = std::fs::read_to_string(&events).unwrap_or_default();
+    let _ = (std::fs::remove_file(&log), std::fs::remove_file(&events));
     let (files, known) = (files(), equivalents()?);
     let mut how: BTreeMap<&str, usize> = BTreeMap::new();
     let mut survivors: BTreeMap<(String, &str, &str), Vec<u32>> = BTreeMap::new();
@@ -210,7 +215,12 @@ fn mutate() -> Result<bool, String> {
             }
         }
     }
-    println!("caught {} of {}, {equivalent} equivalent", mutants.len() - equivalent - unknown, mutants.len());
+    let count = |what: &str| waits.lines().filter(|l| l.starts_with(&format!("event {what} "))).count();
+    let (caught, redundant, idle) = (count("caught"), count("redundant"), count("idle"));
+    println!("event waits: caught {caught} of {}, {redundant} redundant, {idle} idle", caught + redundant + idle);
+    let all = mutants.len() + caught + redundant + idle;
+    let found = mutants.len() - equivalent - unknown + caught;
+    println!("caught {found} of {all}, {} equivalent", equivalent + redundant + idle);
     Ok(unknown == 0 && !mutants.is_empty())
 }
 

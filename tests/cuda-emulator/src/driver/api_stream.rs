@@ -68,8 +68,8 @@ pub unsafe extern "C" fn cuStreamQuery(handle: *mut c_void) -> i32 {
         if s.done < s.enqueued {
             return Err(codes::NOT_READY);
         }
-        let tail = s.tail.clone();
-        m.host_learns(&tail);
+        let (done, tail) = (s.done, s.tail.clone());
+        m.host_learns(id, done, &tail);
         Ok(())
     })
 }
@@ -188,9 +188,9 @@ fn finished(m: &Machine, event: u64) -> Result<bool, i32> {
 }
 
 fn learn(m: &mut Machine, event: u64) -> Outcome {
-    let clock = m.events.get(&event).and_then(|e| e.record.as_ref()).map(|r| r.2.clone());
-    if let Some(clock) = clock {
-        m.host_learns(&clock);
+    let record = m.events.get(&event).and_then(|e| e.record.clone());
+    if let Some((stream, number, clock)) = record {
+        m.host_learns(stream, number, &clock);
     }
     Ok(())
 }

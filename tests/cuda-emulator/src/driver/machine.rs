@@ -9,6 +9,7 @@ use super::codes;
 use super::config::Config;
 use super::mutants::Mutants;
 use super::queue::{Clock, Event, Op, Past, Stream, Work, find_race};
+use super::trace::Trace;
 use crate::exec::{Launch, Options, launch};
 use crate::mem::{Footprint, Memory};
 use crate::module::Kernel;
@@ -63,6 +64,7 @@ pub(crate) struct Machine {
     /// Instructions executed so far: the machine's clock.
     time: u64,
     mutants: Option<Mutants>,
+    trace: Option<Trace>,
 }
 
 /// The default stream of a device.
@@ -93,6 +95,7 @@ impl Machine {
             last_report: String::new(),
             time: 0,
             mutants: Mutants::from_env(),
+            trace: Trace::from_env(),
         }
     }
 
@@ -122,6 +125,7 @@ impl Machine {
                 clock.join(&o.tail);
             }
         }
+        let event = if matches!(work, Work::Wait) { after.first().copied() } else { None };
         if let Some(extra) = extra {
             clock.join(extra);
         }
@@ -130,6 +134,9 @@ impl Machine {
         let number = s.enqueued;
         clock.raise(id, number);
         s.tail = clock.clone();
+        if let Some(trace) = &mut self.trace {
+            trace.enqueued((id, number), &after, event);
+        }
         if let Work::Record { event, .. } = &work
             && let Some(e) = self.events.get_mut(event)
         {
@@ -174,6 +181,7 @@ impl Machine {
                 self.host.raise(id, number);
             }
         }
+        self.host_knows(id, number);
         self.forget();
     }
 
@@ -197,17 +205,31 @@ impl Machine {
     /// Runs everything.
     pub(crate) fn drain_all(&mut self) {
         while self.step() {}
+        let ends: Vec<(u64, u64)> = self.streams.iter().map(|(&id, s)| (id, s.done)).collect();
+        for (id, number) in ends {
+            self.host_knows(id, number);
+        }
         let tails: Vec<Clock> = self.streams.values().map(|s| s.tail.clone()).collect();
         for t in &tails {
             self.host.join(t);
         }
         self.forget();
+        if let Some(trace) = &mut self.trace {
+            trace.judge();
+        }
         self.streams.retain(|_, s| !s.destroyed || !s.queue.is_empty());
     }
 
-    /// The host learned that a record ran.
-    pub(crate) fn host_learns(&mut self, clock: &Clock) {
+    /// The host learned that a record ran, or a stream's last operation.
+    pub(crate) fn host_learns(&mut self, id: u64, number: u64, clock: &Clock) {
+        self.host_knows(id, number);
         self.host.join(clock);
+    }
+
+    fn host_knows(&mut self, id: u64, number: u64) {
+        if let Some(trace) = &mut self.trace {
+            trace.known((id, number));
+        }
     }
 
     /// Drops what nothing can race with any more.
@@ -350,6 +372,9 @@ impl Machine {
             };
             self.fail(op.device, report);
             return;
+        }
+        if let Some(trace) = &mut self.trace {
+            trace.ran((id, op.number), &what, &reads, &writes);
         }
         self.past.push(Past { stream: id, number: op.number, what, reads, writes });
     }

@@ -3,7 +3,7 @@
 //!
 //! - [`machine`]: devices, streams, the order of work, reports;
 //! - [`queue`]: operations and vector clocks between streams;
-//! - [`mutants`]: trials of launches with a barrier or a wait removed;
+//! - [`mutants`]: trials of launches with a barrier or a wait removed; [`trace`]: the same for event waits;
 //! - [`entry`]: the one lock, the current context of a thread, and how a call becomes a result code;
 //! - `api_*`: the exported functions, by chapter of the driver's manual.
 //!
@@ -25,6 +25,7 @@ mod install;
 mod machine;
 mod mutants;
 mod queue;
+mod trace;
 
 pub use config::Config;
 pub use install::{InstallError, install, library, library_dir};
