@@ -14,7 +14,14 @@ use std::time::{Duration, Instant};
 #[cfg(cpattn_loom)]
 pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard, atomic::AtomicBool};
 #[cfg(not(cpattn_loom))]
-pub(crate) use std::sync::{Condvar, Mutex, MutexGuard, atomic::AtomicBool};
+pub(crate) use std::sync::atomic::AtomicBool;
+#[cfg(not(any(cpattn_loom, cpattn_tsan)))]
+pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};
+
+#[cfg(cpattn_tsan)]
+mod spin;
+#[cfg(cpattn_tsan)]
+pub(crate) use spin::{Condvar, Mutex, MutexGuard};
 
 /// Locks `mutex`, poisoned or not.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

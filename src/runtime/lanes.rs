@@ -12,11 +12,16 @@
 use std::{
     any::Any,
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, PoisonError},
     thread::JoinHandle,
     time::Instant,
     vec::Vec,
 };
+
+#[cfg(cpattn_tsan)]
+use crate::sync::{Condvar, Mutex, MutexGuard};
+#[cfg(not(cpattn_tsan))]
+use std::sync::{Condvar, Mutex, MutexGuard};
 
 use super::{
     host::Host,
