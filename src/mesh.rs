@@ -113,9 +113,25 @@ impl core::fmt::Display for Mesh {
     }
 }
 
+impl Mesh {
+    /// The fields are public, so their product may be anything.
+    pub(crate) fn check_world(&self) -> Result<()> {
+        match self.replicas.checked_mul(self.ring).and_then(|n| n.checked_mul(self.ulysses)) {
+            Some(world) if world <= MAX_WORLD => Ok(()),
+            _ => {
+                let Self { replicas, ring, ulysses } = self;
+                let found = format!("replicas {replicas} × ring {ring} × ulysses {ulysses}");
+                Err(Error::invalid("mesh", found, format!("at most {MAX_WORLD} ranks")))
+            }
+        }
+    }
+}
+
+const MAX_WORLD: usize = 1 << 20;
+
 fn world_is(world: usize) -> Result<()> {
-    if world == 0 || world > 1 << 20 {
-        return Err(Error::invalid("world", world, "1 to 1048576 ranks"));
+    if world == 0 || world > MAX_WORLD {
+        return Err(Error::invalid("world", world, format!("1 to {MAX_WORLD} ranks")));
     }
     Ok(())
 }
@@ -136,6 +152,15 @@ mod tests {
         let text = Mesh::explicit(8, 3, 2).unwrap_err().to_string();
         assert!(text.contains("ulysses 3 × ring 2 = 6") && text.contains("world of 8"), "{text}");
         assert!(Mesh::explicit(8, 0, 2).is_err() && Mesh::ring(0).is_err());
+    }
+
+    #[test]
+    fn a_mesh_made_by_hand_has_a_world_that_can_be_counted() {
+        for (replicas, ring) in [(usize::MAX, 2), (1, 1 << 60), (1 << 20, 2)] {
+            let text = Mesh { replicas, ring, ulysses: 2 }.check_world().unwrap_err().to_string();
+            assert!(text.contains(&format!("ring {ring} × ulysses 2")) && text.contains("1048576"), "{text}");
+        }
+        Mesh { replicas: 1, ring: 1 << 10, ulysses: 1 << 10 }.check_world().unwrap();
     }
 
     #[test]

@@ -148,3 +148,33 @@ fn a_local_kernel_that_fails_ends_the_run_everywhere() {
         assert!(fails || text.contains("rank 1 failed"), "{text}");
     });
 }
+
+/// Whoever catches the panic may keep the rank, so it is not its end that tells the others.
+#[test]
+fn a_local_kernel_that_panics_ends_the_run_everywhere() {
+    let p = Problem::new(Batch::new(&[0, 8]).unwrap(), 4, 4, D, Dtype::F64).kind(Kind::Other);
+    let plan = Plan::new(&p, Mesh::ulysses(2).unwrap(), Layout::Contiguous).unwrap();
+    let both_are_back = std::sync::Barrier::new(2);
+    ranks(&plan, |plan, rank| {
+        let n = plan.local_tokens(Side::Q, rank.rank());
+        let (x, mut y) = (vec![1.0f64; n * 4 * D], vec![0.0; n * 4 * D]);
+        let x = View::new(&x, n, 4, D).unwrap();
+        let out = ViewMut::new(&mut y, n, 4, D).unwrap();
+        let panics = rank.rank() == 1;
+        let began = std::time::Instant::now();
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            rank.ulysses(plan, &[(Side::Q, x)], &mut [(Side::Q, out)], |_, _, _| {
+                assert!(!panics, "on purpose");
+                Ok(())
+            })
+        }));
+        let waited = began.elapsed();
+        both_are_back.wait();
+        assert_eq!(outcome.is_err(), panics);
+        if let Ok(outcome) = outcome {
+            let text = outcome.unwrap_err().to_string();
+            assert!(text.contains("rank 1 panicked"), "{text}");
+            assert!(waited < Duration::from_secs(20), "found by the deadline only: {waited:?}");
+        }
+    });
+}

@@ -175,6 +175,7 @@ impl Plan {
         if mesh.replicas == 0 || mesh.ring == 0 || mesh.ulysses == 0 {
             return Err(Error::invalid("mesh", format!("{mesh:?}"), "every factor at least 1"));
         }
+        mesh.check_world()?;
         if mesh.ulysses > problem.heads() {
             return Err(Error::invalid("mesh.ulysses", mesh.ulysses, format!("at most heads = {}", problem.heads()))
                 .hint("give the remaining ranks to the ring"));

@@ -129,15 +129,28 @@ impl Problem {
         if !self.heads.is_multiple_of(self.kv_heads) {
             return Err(Error::invalid("heads", self.heads, format!("a multiple of kv_heads = {}", self.kv_heads)));
         }
-        if let Some(scale) = self.scale
-            && !scale.is_finite()
-        {
-            return Err(Error::invalid("scale", scale, "a finite number"));
+        // Kernels score in the accumulator: a number that is not finite there, or a cap that is 0 there, gives NaN.
+        let acc = self.dtype.accumulator();
+        let (least, most) = match acc {
+            Dtype::F64 => (f64::MIN_POSITIVE, f64::MAX),
+            _ => (f64::from(f32::MIN_POSITIVE), f64::from(f32::MAX)),
+        };
+        if let Some(scale) = self.scale {
+            if !scale.is_finite() {
+                return Err(Error::invalid("scale", scale, "a finite number"));
+            }
+            if scale.abs() > most {
+                return Err(Error::invalid("scale", format!("{scale:e}"), format!("at most {most:e}, as {acc} holds")));
+            }
         }
-        if let Some(cap) = self.softcap
-            && !(cap.is_finite() && cap > 0.0)
-        {
-            return Err(Error::invalid("softcap", cap, "a finite number above 0").hint("leave it out for no cap"));
+        if let Some(cap) = self.softcap {
+            if !(cap.is_finite() && cap > 0.0) {
+                return Err(Error::invalid("softcap", cap, "a finite number above 0").hint("leave it out for no cap"));
+            }
+            if !(least..=most).contains(&cap) {
+                let expected = format!("{least:e} to {most:e}, as {acc} holds");
+                return Err(Error::invalid("softcap", format!("{cap:e}"), expected).hint("leave it out for no cap"));
+            }
         }
         if let Some(slopes) = &self.slopes {
             if slopes.len() != self.heads {
@@ -294,6 +307,12 @@ mod tests {
         assert_eq!(text(problem().value_dim(513)), "value_dim is 513, expected 1 to 512");
         assert_eq!(text(problem().scale(f64::NAN)), "scale is NaN, expected a finite number");
         assert!(text(problem().softcap(0.0)).starts_with("softcap is 0, expected a finite number above 0"));
+        assert!(text(problem().softcap(1e300)).starts_with("softcap is 1e300, expected 1.17549"));
+        assert!(text(problem().softcap(1e-42)).starts_with("softcap is 1e-42, expected 1.17549"));
+        assert!(text(problem().scale(-1e39)).starts_with("scale is -1e39, expected at most 3.40282"));
+        let double = |p: Problem| Problem { dtype: Dtype::F64, ..p };
+        double(problem().softcap(1e300).scale(-1e39)).check().unwrap();
+        assert!(text(double(problem().softcap(1e-310))).starts_with("softcap is 1e-310, expected 2.22507"));
         assert_eq!(text(problem().alibi(&[1.0])), "slopes is 1 entries, expected one for each of 6 q heads");
         assert!(text(problem().alibi(&[1.0, 1.0, f32::INFINITY, 1.0, 1.0, 1.0])).starts_with("slopes[2] is inf"));
         problem().check().unwrap();

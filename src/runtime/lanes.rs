@@ -175,11 +175,22 @@ impl Shared {
         }
         if state.panic.is_none() {
             state.panic = panic;
+        } else {
+            // What a second panic carries may itself panic when it is dropped, and a lane must not unwind from here.
+            std::mem::forget(panic);
         }
         state.stop = true;
         drop(state);
         self.compute.notify_one();
         self.communication.notify_one();
+    }
+}
+
+/// Tells the peers. Neither lane may unwind while the other still works on the caller's memory, and a transport is
+/// anybody's code: a panic of its `abort` ends here.
+fn abort(transport: &dyn Transport, cause: Cause) {
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| transport.abort(cause))) {
+        std::mem::forget(panic);
     }
 }
 
@@ -267,11 +278,11 @@ impl Lanes {
             Ok(Ok(())) => {}
             Ok(Err(error)) => {
                 self.shared.fail(Some(error), None);
-                self.transport.abort(Cause::Failed);
+                abort(&*self.transport, Cause::Failed);
             }
             Err(panic) => {
                 self.shared.fail(None, Some(panic));
-                self.transport.abort(Cause::Panicked);
+                abort(&*self.transport, Cause::Panicked);
             }
         }
         let mut state = self.shared.lock();
@@ -315,11 +326,11 @@ fn communicate(shared: &Shared, transport: Arc<dyn Transport>) {
             Ok(Ok(())) => {}
             Ok(Err(error)) => {
                 shared.fail(Some(error), None);
-                transport.abort(Cause::Failed);
+                abort(&*transport, Cause::Failed);
             }
             Err(panic) => {
                 shared.fail(None, Some(panic));
-                transport.abort(Cause::Panicked);
+                abort(&*transport, Cause::Panicked);
             }
         }
         shared.lock().busy = false;

@@ -17,7 +17,17 @@ use crate::{
     plan::Plan,
     schedule::build::trade::{OWN_HEADS, OWN_TOKENS, Trade, Way},
     tensor::{View, ViewMut, disjoint, expect},
+    transport::Transport,
 };
+
+/// Ends the run when it is dropped, that is, when the caller's closure unwinds.
+struct Watch<'a>(&'a dyn Transport);
+
+impl Drop for Watch<'_> {
+    fn drop(&mut self) {
+        self.0.abort(Cause::Panicked);
+    }
+}
 
 impl Rank {
     /// From `[local tokens, heads, dim]` to `[share's tokens, own heads, dim]`: all tokens of the rank's ring share (of
@@ -105,7 +115,8 @@ impl Rank {
     /// ```
     ///
     /// # Errors
-    /// As [`Rank::run`], and what `local` returns: the other ranks then get an error too, as they wait for this one.
+    /// As [`Rank::run`], and what `local` returns: the other ranks then get an error too, as they wait for this one. So
+    /// they do when it panics.
     pub fn ulysses<T: Element>(
         &mut self,
         plan: &Plan,
@@ -136,8 +147,12 @@ impl Rank {
             .zip(&mut made)
             .map(|((side, y), held)| ViewMut::new(held, shape(*side)[0], shape(*side)[1], y.dim()))
             .collect::<Result<_>>()?;
-        if let Err(error) = local(&share, &seen, &mut written) {
-            // The others are about to wait for this rank's outputs.
+        // The others are about to wait for this rank's outputs, and nobody else tells them: whoever catches the panic may
+        // keep the rank.
+        let watch = Watch(&*self.transport);
+        let outcome = local(&share, &seen, &mut written);
+        std::mem::forget(watch);
+        if let Err(error) = outcome {
             self.transport.abort(Cause::Failed);
             return Err(error);
         }
