@@ -1,0 +1,347 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Forward and backward over a pack of documents, one range each.
+
+use crate::case::{Case, Kind};
+use crate::check::{Error, Inputs, scale};
+use crate::device::{Device, Random, decode, normal, tensor, text};
+use crate::{Prepared, Result};
+use cpattn::Dtype;
+use cpattn::kernel::cuda::{DeviceMemory, Staging};
+use cpattn::kernel::{
+    Attend, AttendBackward, Block, Delta, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score, Transform,
+};
+
+/// Rows, and keys, that are compared.
+const SAMPLES: usize = 12;
+
+/// Buffers of one call. What a direction does not need is empty.
+struct Set {
+    q: DeviceMemory,
+    k: DeviceMemory,
+    v: DeviceMemory,
+    d_o: DeviceMemory,
+    o: DeviceMemory,
+    running: DeviceMemory,
+    lse: DeviceMemory,
+    delta: DeviceMemory,
+    /// dq, dk, dv as they are summed, and in the element type.
+    sums: [DeviceMemory; 3],
+    gradients: [DeviceMemory; 3],
+}
+
+pub struct Heads {
+    case: Case,
+    host: Inputs,
+    q_ranges: Vec<QRange>,
+    k_ranges: Vec<Range>,
+    pairs: Vec<u32>,
+    sets: Vec<Set>,
+    /// Taken while a call borrows everything else.
+    staging: Option<Staging>,
+}
+
+/// Heads and dims of q, k and v.
+fn shapes(case: &Case) -> [(usize, usize); 3] {
+    [(case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.value_dim)]
+}
+
+fn allocate(device: &Device, case: &Case) -> Result<Set> {
+    let tokens = case.tokens();
+    let buffer =
+        |needed: bool, width: usize, size: usize| device.allocate(if needed { tokens * width * size } else { 0 });
+    let backward = case.kind == Kind::Backward;
+    let finishes = matches!(case.kind, Kind::Forward | Kind::Backward);
+    let out = case.heads * case.value_dim;
+    let widths = shapes(case).map(|(heads, dim)| heads * dim);
+    let three = |size: usize| -> Result<[DeviceMemory; 3]> {
+        Ok([buffer(backward, widths[0], size)?, buffer(backward, widths[1], size)?, buffer(backward, widths[2], size)?])
+    };
+    Ok(Set {
+        q: buffer(true, widths[0], 2)?,
+        k: buffer(true, widths[1], 2)?,
+        v: buffer(true, widths[2], 2)?,
+        d_o: buffer(backward, out, 2)?,
+        o: buffer(finishes, out, 2)?,
+        running: buffer(!finishes, out, 4)?,
+        lse: buffer(true, case.heads, 4)?,
+        delta: buffer(backward, case.heads, 4)?,
+        sums: three(4)?,
+        gradients: three(2)?,
+    })
+}
+
+impl Heads {
+    pub fn new(device: &Device, case: &Case) -> Result<Self> {
+        let tokens = case.tokens();
+        let random = |(heads, dim): (usize, usize), seed| normal(case.dtype, tokens * heads * dim, seed);
+        let [q, k, v] = shapes(case);
+        let backward = case.kind == Kind::Backward;
+        let d_o = if backward { random((case.heads, case.value_dim), 4) } else { Vec::new() };
+        let host = Inputs { q: random(q, 1), k: random(k, 2), v: random(v, 3), d_o };
+        let bytes = 2 * (2 * host.q.len() + host.k.len() + host.v.len());
+        let mut sets: Vec<Set> = Vec::new();
+        for _ in 0..device.sets(bytes) {
+            let set = allocate(device, case)?;
+            match sets.first() {
+                None => {
+                    let all = [(&set.q, &host.q), (&set.k, &host.k), (&set.v, &host.v), (&set.d_o, &host.d_o)];
+                    for (to, from) in all.into_iter().filter(|(_, from)| !from.is_empty()) {
+                        text(to.upload(bytemuck::cast_slice(from)))?;
+                    }
+                }
+                Some(s) => {
+                    for (to, from) in [(&set.q, &s.q), (&set.k, &s.k), (&set.v, &s.v)] {
+                        device.copy(to, from)?;
+                    }
+                    if backward {
+                        device.copy(&set.d_o, &s.d_o)?;
+                    }
+                }
+            }
+            sets.push(set);
+        }
+        let mode = match case.kind {
+            Kind::First => Mode::First,
+            Kind::Merge => Mode::Merge,
+            _ => Mode::Only,
+        };
+        let (mut q_ranges, mut k_ranges, mut row) = (Vec::new(), Vec::new(), 0);
+        for (i, &len) in case.lengths.iter().enumerate() {
+            let range = Range::plain(row, len as u32, 0, i as u32);
+            q_ranges.push(QRange { range, keys_begin: i as u32, keys_end: i as u32 + 1, mode });
+            k_ranges.push(range);
+            row += len as i64;
+        }
+        let pairs: Vec<u32> = (0..case.lengths.len() as u32).collect();
+        text(device.cuda.prepare(case.dtype, case.head_dim as u32, case.value_dim as u32))?;
+        let mut heads = Self { case: case.clone(), host, q_ranges, k_ranges, pairs, sets, staging: None };
+        heads.staging = Some(device.staging(heads.list_bytes(device)?)?);
+        // The backward needs a forward, merging something to merge into.
+        for set in 0..heads.sets.len() {
+            match case.kind {
+                Kind::Backward => heads.forward(device, set)?,
+                Kind::Merge => heads.as_mode(Mode::First, |heads| heads.forward(device, set))?,
+                _ => {}
+            }
+        }
+        device.synchronize()?;
+        Ok(heads)
+    }
+
+    fn score(&self) -> Score {
+        let window_right = if self.case.causal { 0 } else { i64::MAX };
+        Score { scale: scale(&self.case), softcap: 0.0, window_left: i64::MAX, window_right }
+    }
+
+    fn map(&self) -> HeadMap {
+        HeadMap { q_offset: 0, kv_offset: 0, group: (self.case.heads / self.case.kv_heads) as u32 }
+    }
+
+    fn ranges(&self) -> Ranges<'_> {
+        Ranges { q: &self.q_ranges, k: &self.k_ranges, pairs: &self.pairs }
+    }
+
+    /// q, k, v and o of a set.
+    fn tensors(&self, set: &Set) -> [RawTensor; 4] {
+        let [q, k, v] = shapes(&self.case);
+        let new = |m: &DeviceMemory, (heads, dim)| match m.bytes() {
+            0 => RawTensor::NONE,
+            _ => tensor(m, self.case.dtype, heads, dim),
+        };
+        [new(&set.q, q), new(&set.k, k), new(&set.v, v), new(&set.o, (self.case.heads, self.case.value_dim))]
+    }
+
+    fn attend(&self, set: &Set) -> Attend<'_> {
+        let [q, k, v, o] = self.tensors(set);
+        Attend {
+            q,
+            k,
+            v,
+            running: match set.running.bytes() {
+                0 => RawTensor::NONE,
+                _ => tensor(&set.running, Dtype::F32, self.case.heads, self.case.value_dim),
+            },
+            o,
+            lse: tensor(&set.lse, Dtype::F32, self.case.heads, 1),
+            slopes: RawTensor::NONE,
+            sinks: RawTensor::NONE,
+            heads: self.map(),
+            score: self.score(),
+            ranges: self.ranges(),
+            aligned: false,
+        }
+    }
+
+    fn attend_backward(&self, set: &Set) -> AttendBackward<'_> {
+        let [q, k, v, o] = self.tensors(set);
+        let shapes = shapes(&self.case);
+        let sum = |i: usize| tensor(&set.sums[i], Dtype::F32, shapes[i].0, shapes[i].1);
+        AttendBackward {
+            q,
+            k,
+            v,
+            d_o: RawTensor { ptr: set.d_o.ptr(), ..o },
+            lse: tensor(&set.lse, Dtype::F32, self.case.heads, 1),
+            delta: tensor(&set.delta, Dtype::F32, self.case.heads, 1),
+            dq: sum(0),
+            dk: sum(1),
+            dv: sum(2),
+            accumulate_keys: false,
+            per_q_head: false,
+            gradients: Gradients::All,
+            slopes: RawTensor::NONE,
+            heads: self.map(),
+            score: self.score(),
+            ranges: self.ranges(),
+            aligned: false,
+        }
+    }
+
+    /// The casts after the backward: what a framework gives back has the element type.
+    fn casts(&self, set: &Set) -> ([Block; 3], [RawTensor; 3]) {
+        let shapes = shapes(&self.case);
+        let of = |m: &DeviceMemory, dtype, i: usize| tensor(m, dtype, shapes[i].0, shapes[i].1);
+        let block = |i: usize| Block {
+            dst: of(&set.gradients[i], self.case.dtype, i),
+            sources_begin: i as u32,
+            sources_end: i as u32 + 1,
+        };
+        ([0, 1, 2].map(block), [0, 1, 2].map(|i| of(&set.sums[i], Dtype::F32, i)))
+    }
+
+    /// Bytes of the lists of all calls of one launch.
+    fn list_bytes(&self, device: &Device) -> Result<usize> {
+        let set = &self.sets[0];
+        let mut bytes = text(device.cuda.attend_bytes(&self.attend(set)))?;
+        if self.case.kind == Kind::Backward {
+            let (blocks, sources) = self.casts(set);
+            bytes += text(device.cuda.attend_backward_bytes(&self.attend_backward(set)))?;
+            bytes += device.cuda.transform_bytes(&Transform { blocks: &blocks, sources: &sources });
+        }
+        Ok(bytes)
+    }
+
+    /// Does something with another output mode.
+    fn as_mode(&mut self, mode: Mode, f: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+        let before = self.q_ranges.clone();
+        self.q_ranges.iter_mut().for_each(|q| q.mode = mode);
+        let result = f(self);
+        self.q_ranges = before;
+        result
+    }
+
+    fn with_staging(&mut self, f: impl FnOnce(&Self, &mut Staging) -> Result<()>) -> Result<()> {
+        let mut staging = self.staging.take().ok_or("no room for lists")?;
+        let result = f(self, &mut staging);
+        self.staging = Some(staging);
+        result
+    }
+
+    fn forward(&mut self, device: &Device, set: usize) -> Result<()> {
+        self.with_staging(|s, staging| {
+            let call = s.attend(&s.sets[set]);
+            // SAFETY: the buffers live as long as `self`, which is dropped after the stream was waited for.
+            text(unsafe { device.cuda.attend(&call, RawTensor::NONE, staging, device.stream) })
+        })
+    }
+
+    fn backward(&mut self, device: &Device, set: usize) -> Result<()> {
+        self.with_staging(|s, staging| {
+            let (call, [_, _, _, o]) = (s.attend_backward(&s.sets[set]), s.tensors(&s.sets[set]));
+            let (blocks, sources) = s.casts(&s.sets[set]);
+            let delta = Delta { o, d_o: call.d_o, delta: call.delta };
+            let casts = Transform { blocks: &blocks, sources: &sources };
+            // SAFETY: as in `forward`.
+            unsafe {
+                text(device.cuda.delta(&delta, device.stream))?;
+                text(device.cuda.attend_backward(&call, staging, device.stream))?;
+                text(device.cuda.transform(&casts, staging, device.stream))
+            }
+        })
+    }
+
+    /// The rows, and keys, to compare: both ends of the first and of the longest document, and others at random.
+    fn samples(&self) -> Vec<(usize, usize)> {
+        let case = &self.case;
+        let longest = (0..case.lengths.len()).max_by_key(|&i| case.lengths[i]).unwrap_or(0);
+        let start: usize = case.lengths[..longest].iter().sum();
+        let mut tokens = vec![0, case.tokens() - 1, start, start + case.lengths[longest] - 1];
+        let mut random = Random::new(5);
+        while tokens.len() < SAMPLES {
+            tokens.push(random.below(case.tokens()));
+        }
+        tokens.into_iter().map(|token| (token, random.below(case.heads))).collect()
+    }
+}
+
+impl Prepared for Heads {
+    fn launch(&mut self, device: &Device, set: usize) -> Result<()> {
+        if self.case.kind == Kind::Backward { self.backward(device, set) } else { self.forward(device, set) }
+    }
+
+    fn sets(&self) -> usize {
+        self.sets.len()
+    }
+
+    fn check(&mut self, device: &Device) -> Result<f64> {
+        let case = self.case.clone();
+        let set = &self.sets[0];
+        let outputs = [&set.o, &set.running, &set.lse, &set.delta];
+        for memory in outputs.into_iter().chain(&set.sums).chain(&set.gradients) {
+            if memory.bytes() > 0 {
+                device.poison(memory)?;
+            }
+        }
+        match case.kind {
+            Kind::Backward => self.forward(device, 0)?,
+            // The same keys twice: o stays, every weight doubles.
+            Kind::Merge => self.as_mode(Mode::First, |s| s.forward(device, 0))?,
+            _ => {}
+        }
+        self.launch(device, 0)?;
+        let set = &self.sets[0];
+        let floats = |memory: &DeviceMemory| -> Result<Vec<f32>> {
+            Ok(device.download(memory)?.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+        };
+        let elements = |memory: &DeviceMemory| -> Result<Vec<f64>> {
+            let bytes = device.download(memory)?;
+            Ok(bytes.chunks_exact(2).map(|b| decode(case.dtype, u16::from_le_bytes([b[0], b[1]]))).collect())
+        };
+        let o = match set.o.bytes() {
+            0 => floats(&set.running)?.into_iter().map(f64::from).collect(),
+            _ => elements(&set.o)?,
+        };
+        let (lse, delta) = (floats(&set.lse)?, floats(&set.delta)?);
+        let [dq, dk, dv] = [elements(&set.gradients[0])?, elements(&set.gradients[1])?, elements(&set.gradients[2])?];
+        let doubled = if case.kind == Kind::Merge { std::f64::consts::LN_2 } else { 0.0 };
+        let roundoff = case.dtype.unit_roundoff();
+        let mut errors = ["o", "lse", "dq", "dk", "dv"].map(|name| {
+            let limit = [("o", 2.0 * roundoff), ("lse", 1e-5)];
+            Error::new(name, limit.iter().find(|l| l.0 == name).map_or(6.0 * roundoff, |l| l.1))
+        });
+        let slice = |x: &[f64], heads: usize, dim: usize, token: usize, head: usize| {
+            x[(token * heads + head) * dim..][..dim].to_vec()
+        };
+        for (token, head) in self.samples() {
+            let row = self.host.row(&case, token, head);
+            errors[0].add(slice(&o, case.heads, case.value_dim, token, head), &row.o);
+            errors[1].add([f64::from(lse[token * case.heads + head])], &[row.lse + doubled]);
+            if case.kind == Kind::Backward {
+                let kv = head / (case.heads / case.kv_heads);
+                let key = self.host.key(&case, token, kv, &lse, &delta);
+                errors[2].add(slice(&dq, case.heads, case.head_dim, token, head), &row.dq);
+                errors[3].add(slice(&dk, case.kv_heads, case.head_dim, token, kv), &key.0);
+                errors[4].add(slice(&dv, case.kv_heads, case.value_dim, token, kv), &key.1);
+            }
+        }
+        let mut worst = 0f64;
+        for error in &errors {
+            let part = error.part();
+            if part.is_nan() || part > 1.0 {
+                return Err(format!("{} is wrong: {part:.2} times the error that is allowed", error.name));
+            }
+            worst = worst.max(part);
+        }
+        Ok(worst)
+    }
+}

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Speed of the CUDA kernels, one JSON object per line and case, with a check of what they computed.
+//!
+//! A fast kernel that computes something else is worth nothing, so every case is first run over poisoned outputs and
+//! sampled rows of them are compared with attention in f64; only then is it timed. Times are of device events around
+//! each call, over several sets of buffers that together exceed the L2 cache, and the median counts. All that a call
+//! puts on the stream is inside: the copy of its lists, delta before the backward, the casts of the gradients after it.
+//!
+//! Cases come from `benches/peers/cases.txt` (`tiny.txt` with `--tiny`, for an emulated driver), or with `--serve` one by
+//! one from the standard input: that is how `benches/peers/run` takes turns with other libraries.
+
+mod attention;
+mod case;
+mod check;
+mod device;
+mod transform;
+
+use case::{Case, Kind};
+use device::Device;
+use std::io::{BufRead, Write};
+use std::process::ExitCode;
+
+/// What can go wrong here is told to whoever reads the output.
+pub type Result<T> = std::result::Result<T, String>;
+
+/// A case with its buffers.
+pub trait Prepared {
+    /// Puts one call on the stream, over this set of buffers.
+    fn launch(&mut self, device: &Device, set: usize) -> Result<()>;
+    /// Sets of buffers.
+    fn sets(&self) -> usize;
+    /// Runs once over poisoned outputs and compares; the largest error as a part of what is allowed.
+    fn check(&mut self, device: &Device) -> Result<f64>;
+}
+
+struct Options {
+    warmup: usize,
+    repeats: usize,
+    only: Option<String>,
+    serve: bool,
+    list: bool,
+    cases: &'static str,
+}
+
+fn options() -> Result<Options> {
+    let all = include_str!("../peers/cases.txt");
+    let mut options = Options { warmup: 5, repeats: 30, only: None, serve: false, list: false, cases: all };
+    let mut words = std::env::args().skip(1);
+    while let Some(word) = words.next() {
+        let mut value = || words.next().ok_or(format!("{word} needs a value"));
+        match word.as_str() {
+            "--tiny" => {
+                (options.warmup, options.repeats, options.cases) = (1, 2, include_str!("../peers/tiny.txt"));
+            }
+            "--warmup" => options.warmup = value()?.parse().map_err(|e| format!("--warmup: {e}"))?,
+            "--repeats" => options.repeats = value()?.parse().map_err(|e| format!("--repeats: {e}"))?,
+            "--only" => options.only = Some(value()?),
+            "--serve" => options.serve = true,
+            "--list" => options.list = true,
+            // What `cargo bench` adds.
+            "--bench" => {}
+            _ => return Err(format!("{word} is none of --tiny --list --serve --only PART --warmup N --repeats N")),
+        }
+    }
+    options.repeats = options.repeats.max(1);
+    Ok(options)
+}
+
+/// A case that stays on the device until another is asked for, and whether its result was right.
+struct Held {
+    line: String,
+    case: Case,
+    prepared: Box<dyn Prepared>,
+    checked: f64,
+}
+
+fn hold(device: &Device, line: &str) -> Result<Held> {
+    let case = Case::parse(line)?;
+    let mut prepared: Box<dyn Prepared> = match case.kind {
+        Kind::Pack | Kind::Unpack => Box::new(transform::Moves::new(device, &case)?),
+        _ => Box::new(attention::Heads::new(device, &case)?),
+    };
+    let checked = prepared.check(device)?;
+    Ok(Held { line: line.to_owned(), case, prepared, checked })
+}
+
+fn measure(device: &Device, options: &Options, held: &mut Held) -> Result<String> {
+    let sets = held.prepared.sets();
+    let times = device.times(options.warmup, options.repeats, |i| held.prepared.launch(device, i % sets))?;
+    let seconds = times[times.len() / 2];
+    let case = &held.case;
+    let rate = |work: f64| if work > 0.0 { format!("{:.3}", work / seconds / 1e12) } else { "null".to_owned() };
+    Ok(format!(
+        "{{\"case\": {:?}, \"direction\": {:?}, \"dtype\": \"{}\", \"ours_s\": {seconds:e}, \"fastest_s\": {:e}, \
+         \"slowest_s\": {:e}, \"samples\": {}, \"tflops\": {}, \"tb_per_s\": {}, \"error\": {:.4}, \"device\": {:?}}}",
+        case.name,
+        case.direction(),
+        case.dtype,
+        times[0],
+        times[times.len() - 1],
+        times.len(),
+        rate(case.flops()),
+        rate(case.bytes_moved()),
+        held.checked,
+        device.name,
+    ))
+}
+
+/// Answers every line; a failure is an answer too.
+fn serve(device: &Device, options: &Options) -> Result<()> {
+    let mut held: Option<Held> = None;
+    for line in std::io::stdin().lock().lines() {
+        let line = line.map_err(|e| e.to_string())?;
+        if held.as_ref().is_none_or(|h| h.line != line) {
+            // The memory of the case before goes first.
+            drop(held.take());
+        }
+        let answer = match held.take() {
+            Some(h) => Ok(h),
+            None => hold(device, &line),
+        }
+        .and_then(|h| {
+            let h = held.insert(h);
+            measure(device, options, h)
+        })
+        .unwrap_or_else(|e| format!("{{\"failed\": {e:?}}}"));
+        println!("{answer}");
+        std::io::stdout().flush().map_err(|e| e.to_string())?;
+    }
+    Ok(())
+}
+
+fn run() -> Result<bool> {
+    let options = options()?;
+    let wanted = |line: &&str| {
+        let comment = line.is_empty() || line.starts_with('#');
+        !comment
+            && options.only.as_ref().is_none_or(|part| line.split(' ').next().unwrap_or("").contains(part.as_str()))
+    };
+    let lines = options.cases.lines().filter(wanted);
+    if options.list {
+        lines.for_each(|line| println!("{line}"));
+        return Ok(true);
+    }
+    let device = Device::open()?;
+    if options.serve {
+        return serve(&device, &options).map(|()| true);
+    }
+    let mut good = true;
+    for line in lines {
+        match hold(&device, line).and_then(|mut held| measure(&device, &options, &mut held)) {
+            Ok(row) => println!("{row}"),
+            Err(e) => {
+                eprintln!("{line}: {e}");
+                good = false;
+            }
+        }
+    }
+    Ok(good)
+}
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(e) => {
+            eprintln!("{e}");
+            ExitCode::FAILURE
+        }
+    }
+}

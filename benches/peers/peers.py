@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Times what PyTorch brings along, on the cases of `cases.txt`.
+
+Each line on the standard input is `PEER CASE`; each is answered with one JSON object: `peer_s`, the median of device
+events, or `failed` and why. Inputs are standard normal numbers, in several sets that together exceed the L2 cache, and
+are kept while the same case comes again. `--peers` lists what is known, `--probe` says what machine this is.
+
+    cudnn                 scaled_dot_product_attention, cuDNN alone
+    flash                 scaled_dot_product_attention, FlashAttention-2 alone; a narrower v is padded to head_dim
+    flash-deterministic   the same with a backward that gives the same bits each time
+    varlen                varlen_attn (FlashAttention-2) over packed documents
+    varlen-deterministic  likewise
+    copy                  a device copy of the bytes that are moved
+"""
+
+import json
+import statistics
+import sys
+
+PEERS = ("cudnn", "flash", "flash-deterministic", "varlen", "varlen-deterministic", "copy")
+
+
+class Case:
+    """A line of cases.txt; benches/cuda/case.rs explains the words."""
+
+    def __init__(self, line):
+        self.name, *words = line.split()
+        value = dict(word.split("=", 1) for word in words)
+        self.kind, self.dtype, self.mask = value["kind"], value["dtype"], value["mask"]
+        self.causal = self.mask == "causal"
+        self.heads, self.kv_heads = map(int, value["heads"].split("/"))
+        self.head_dim, self.value_dim = map(int, value["dims"].split("/"))
+        self.lengths = []
+        for word in value["lengths"].split(","):
+            length, _, times = word.partition("*")
+            self.lengths += [int(length)] * int(times or 1)
+        self.peers = value["peers"].split(",")
+
+    @property
+    def tokens(self):
+        return sum(self.lengths)
+
+
+def median_seconds(torch, call, sets, warmup, repeats):
+    """Median of `repeats` calls, each between two events; the host waits only at the end."""
+    for i in range(warmup):
+        call(sets[i % len(sets)])
+    events = []
+    for i in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call(sets[(warmup + i) % len(sets)])
+        end.record()
+        events.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events) / 1e3
+
+
+def set_count(torch, size):
+    """Enough sets that one has left the cache when its turn comes again."""
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    return max(2, min(8, -(-2 * cache // max(size, 1))))
+
+
+def copies(torch, case, dtype):
+    n = case.tokens * case.heads * case.head_dim
+    source = torch.randn(n, device="cuda", dtype=torch.float32).to(dtype)
+    sets = [(source.clone(), torch.empty_like(source)) for _ in range(set_count(torch, 4 * n))]
+    return sets, lambda s: s[1].copy_(s[0])
+
+
+def attention(torch, case, dtype, peer):
+    """Sets of inputs and the call to time. What only the backward needs is made outside the time."""
+    backward = case.kind == "backward"
+    pad = peer.startswith("flash") and case.value_dim < case.head_dim
+    shapes = [(case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.value_dim)]
+
+    def random(heads, dim):
+        return torch.randn(case.tokens, heads, dim, device="cuda", dtype=torch.float32).to(dtype)
+
+    first = [random(*shape) for shape in shapes] + [random(case.heads, case.value_dim)]
+    if pad:
+        missing = case.head_dim - case.value_dim
+        first[2:] = [torch.nn.functional.pad(x, (0, missing)) for x in first[2:]]
+    if not peer.startswith("varlen"):
+        if len(set(case.lengths)) != 1:
+            raise ValueError("scaled_dot_product_attention takes no documents of several lengths")
+        # [batch, heads, tokens, dim] over memory of [batch, tokens, heads, dim].
+        batch = (len(case.lengths), case.lengths[0])
+        first = [x.view(*batch, *x.shape[1:]).transpose(1, 2) for x in first]
+    size = sum(x.numel() * x.element_size() for x in first)
+
+    forward = varlen(torch, case) if peer.startswith("varlen") else padded(torch, case, peer)
+    sets = []
+    for _ in range(set_count(torch, size)):
+        # preserve_format keeps the strides of the views above.
+        q, k, v, d_o = (x.detach().clone(memory_format=torch.preserve_format) for x in first)
+        if backward:
+            for x in (q, k, v):
+                x.requires_grad_(True)
+            out = forward(q, k, v)
+            sets.append((q, k, v, d_o, out))
+        else:
+            sets.append((q, k, v))
+    if backward:
+        return sets, lambda s: torch.autograd.grad(s[4], s[:3], s[3], retain_graph=True)
+    return sets, lambda s: forward(*s)
+
+
+def padded(torch, case, peer):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backend = SDPBackend.CUDNN_ATTENTION if peer == "cudnn" else SDPBackend.FLASH_ATTENTION
+
+    def forward(q, k, v):
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=case.causal, enable_gqa=case.heads != case.kv_heads
+            )
+
+    return forward
+
+
+def varlen(torch, case):
+    from torch.nn.attention.varlen import varlen_attn
+
+    if case.heads != case.kv_heads:
+        raise ValueError("varlen_attn has no groups of heads in every version that is supported here")
+    starts = [0]
+    for length in case.lengths:
+        starts.append(starts[-1] + length)
+    cu_seqlens = torch.tensor(starts, device="cuda", dtype=torch.int32)
+    longest, window = max(case.lengths), (-1, 0) if case.causal else (-1, -1)
+
+    def forward(q, k, v):
+        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=window)
+
+    return forward
+
+
+class Held:
+    """The buffers of the last question, in case it comes again."""
+
+    def __init__(self, torch):
+        self.torch, self.line, self.sets, self.call = torch, None, None, None
+
+    def answer(self, line, warmup, repeats):
+        torch = self.torch
+        peer, _, rest = line.partition(" ")
+        if line != self.line:
+            self.line = self.sets = self.call = None
+            torch.cuda.empty_cache()
+            case = Case(rest)
+            dtype = {"f16": torch.float16, "bf16": torch.bfloat16}[case.dtype]
+            if peer not in PEERS:
+                raise ValueError(f"{peer} is none of {', '.join(PEERS)}")
+            torch.manual_seed(1)
+            self.sets, self.call = copies(torch, case, dtype) if peer == "copy" else attention(torch, case, dtype, peer)
+            self.line = line
+        # Deterministic mode would also fill new memory with NaN, which is no part of attention.
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.use_deterministic_algorithms(peer.endswith("-deterministic"))
+        return median_seconds(torch, self.call, self.sets, warmup, repeats)
+
+
+def serve(torch, warmup, repeats):
+    held = Held(torch)
+    for line in sys.stdin:
+        try:
+            answer = {"peer_s": held.answer(line.strip(), warmup, repeats)}
+        except Exception as error:  # a peer may refuse a case in any way it likes
+            held = Held(torch)
+            answer = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+        print(json.dumps(answer), flush=True)
+
+
+def usable_torch():
+    """torch with a CUDA device, or a sentence that says what is missing."""
+    try:
+        import torch
+    except ImportError:
+        return None, "there is no PyTorch in this Python"
+    if not torch.cuda.is_available():
+        return None, f"PyTorch {torch.__version__} finds no CUDA device"
+    if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < (2, 11):
+        return None, f"PyTorch {torch.__version__} is older than 2.11"
+    return torch, None
+
+
+def main(arguments):
+    if "--peers" in arguments:
+        print(" ".join(PEERS))
+        return 0
+    torch, missing = usable_torch()
+    if missing:
+        print(f"{missing}; nothing to compare with", file=sys.stderr)
+        return 3
+    if "--probe" in arguments:
+        print(json.dumps({
+            "device": torch.cuda.get_device_name(0),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }))
+        return 0
+    numbers = [int(x) for x in arguments if x.isdigit()]
+    serve(torch, *(numbers if len(numbers) == 2 else (5, 30)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
