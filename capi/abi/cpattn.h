@@ -157,7 +157,8 @@ typedef struct cpattn_tensor {
 
 /* Softmax attention. */
 #define CPATTN_SOFTMAX 0
-/* Any other mixing of whole sequences between two all-to-alls: planned for Ulysses only, and not run by a rank. */
+/* Any other mixing of whole sequences between two all-to-alls: planned for Ulysses only. Shares can be asked for; runs,
+ * workspace and verification are refused with CPATTN_UNSUPPORTED. */
 #define CPATTN_OTHER 1
 
 /*

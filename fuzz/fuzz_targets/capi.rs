@@ -298,7 +298,9 @@ fn ask_plan(w: &mut World, b: &mut Bytes) {
                 called(cpattn_plan_explain(plan, text.as_mut_ptr().cast(), text.len(), &mut needed));
             }
             1 if small && info.ring * info.ulysses <= 4 => {
-                assert_eq!(called(cpattn_plan_verify(plan)), 0, "a plan that does not verify");
+                // What the caller mixes with a kernel of its own has no schedule of attention to verify.
+                let status = called(cpattn_plan_verify(plan));
+                assert!(matches!(status, CPATTN_OK | CPATTN_UNSUPPORTED), "a plan that does not verify: {status}");
             }
             2 if small || !known => {
                 let mut bytes = 0;
