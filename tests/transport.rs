@@ -81,3 +81,24 @@ fn a_transport_that_panics_in_abort_hangs_nobody() {
         assert!(text.starts_with("exchange is hopeless") || text.contains("failed"), "{text}");
     }
 }
+
+/// A rank beyond the mesh would otherwise pass for another one; a plan of another world is refused by every call.
+#[test]
+fn a_rank_outside_the_mesh_is_nobody() {
+    let p = Problem::new(Batch::new(&[0, 9, 21]).unwrap(), 4, 2, 8, Dtype::F32);
+    let plan = Plan::new(&p, Mesh::explicit(4, 2, 2).unwrap(), Layout::Zigzag).unwrap();
+    let calls: [&dyn Fn(usize) -> usize; 4] = [
+        &|rank| plan.local_tokens(Side::Q, rank),
+        &|rank| plan.token_indices(Side::K, rank).len(),
+        &|rank| plan.positions(Side::Q, rank).len(),
+        &|rank| plan.heads_of(rank).q.len(),
+    ];
+    for call in calls {
+        assert!(call(3) > 0);
+        let panic = catch_unwind(AssertUnwindSafe(|| call(4))).unwrap_err();
+        assert_eq!(panic.downcast_ref::<String>().unwrap(), "rank is 4, expected below the world of 4");
+    }
+    let last = local::group(5, Duration::from_secs(1)).unwrap().pop().unwrap();
+    let text = Rank::new(last).ulysses::<f32>(&plan, &[], &mut [], |_, _, _| Ok(())).unwrap_err().to_string();
+    assert!(text.contains("= 4 ranks") && text.contains("world of 5"), "{text}");
+}

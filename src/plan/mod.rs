@@ -261,10 +261,20 @@ impl Plan {
         self.inner.fingerprint
     }
 
+    /// A rank's place. A number beyond the world has one too, that of another rank, so it is not let through.
+    fn place(&self, rank: usize) -> Place {
+        let world = self.mesh().world();
+        assert!(rank < world, "rank is {rank}, expected below the world of {world}");
+        self.mesh().place(rank)
+    }
+
     /// The heads that a rank holds between the two all-to-alls.
+    ///
+    /// # Panics
+    /// A rank outside the mesh.
     pub fn heads_of(&self, rank: usize) -> HeadShare {
         let p = self.problem();
-        HeadShare::new(self.mesh().place(rank).ulysses, self.mesh().ulysses, p.heads() as u32, p.kv_heads() as u32)
+        HeadShare::new(self.place(rank).ulysses, self.mesh().ulysses, p.heads() as u32, p.kv_heads() as u32)
     }
 
     /// Whether some kv head is held by more than one Ulysses rank.
@@ -273,13 +283,19 @@ impl Plan {
     }
 
     /// Rows of its ring share that a rank brings and gets back.
+    ///
+    /// # Panics
+    /// A rank outside the mesh.
     pub fn local_rows(&self, side: Side, rank: usize) -> core::ops::Range<usize> {
-        let Place { ring, ulysses, .. } = self.mesh().place(rank);
+        let Place { ring, ulysses, .. } = self.place(rank);
         let rows = self.shares().rows(side, ring);
         cut(ulysses, rows, self.mesh().ulysses)..cut(ulysses + 1, rows, self.mesh().ulysses)
     }
 
     /// How many tokens a rank holds.
+    ///
+    /// # Panics
+    /// A rank outside the mesh.
     pub fn local_tokens(&self, side: Side, rank: usize) -> usize {
         self.local_rows(side, rank).len()
     }
@@ -362,6 +378,9 @@ impl Plan {
     }
 
     /// Calls `each(global token, position, document)` for every token a rank holds, in its order.
+    ///
+    /// # Panics
+    /// A rank outside the mesh.
     pub fn for_each_token(&self, side: Side, rank: usize, mut each: impl FnMut(usize, i64, usize)) {
         let rows = self.local_rows(side, rank);
         let mut segments: Vec<Segment> = Vec::new();
@@ -379,6 +398,9 @@ impl Plan {
     }
 
     /// The tokens of the packed batch that a rank holds, in its order.
+    ///
+    /// # Panics
+    /// A rank outside the mesh.
     pub fn token_indices(&self, side: Side, rank: usize) -> Vec<usize> {
         let mut out = Vec::with_capacity(self.local_tokens(side, rank));
         self.for_each_token(side, rank, |token, _, _| out.push(token));
@@ -386,6 +408,9 @@ impl Plan {
     }
 
     /// The positions of those tokens in their documents (for rotary embeddings and the like).
+    ///
+    /// # Panics
+    /// A rank outside the mesh.
     pub fn positions(&self, side: Side, rank: usize) -> Vec<i64> {
         let mut out = Vec::with_capacity(self.local_tokens(side, rank));
         self.for_each_token(side, rank, |_, pos, _| out.push(pos));

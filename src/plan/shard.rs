@@ -49,6 +49,9 @@ impl Plan {
 
     /// Calls `each(local row, first global token, rows, document)` for every run of a rank's tokens that is contiguous in
     /// the packed batch, in the rank's order.
+    ///
+    /// # Panics
+    /// A rank outside the mesh.
     pub fn for_each_run(&self, side: Side, rank: usize, mut each: impl FnMut(usize, usize, usize, usize)) {
         let rows = self.local_rows(side, rank);
         let mut segments: Vec<Segment> = Vec::new();

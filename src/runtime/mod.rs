@@ -50,7 +50,7 @@ const REMEMBERED: usize = 16;
 /// One rank: runs the plans that all ranks of its group run.
 ///
 /// Dropping it means that the rank leaves; peers that still need it get an error. A rank is used by one thread at a
-/// time; only [`Rank::poll`] and the [`Handle`] are for others.
+/// time; its [`Handle`] is for others.
 pub struct Rank {
     transport: Arc<dyn Transport>,
     lanes: Lanes,

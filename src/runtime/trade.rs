@@ -124,6 +124,7 @@ impl Rank {
         outputs: &mut [(Side, ViewMut<'_, T>)],
         local: impl FnOnce(&HeadShare, &[View<'_, T>], &mut [ViewMut<'_, T>]) -> Result<()>,
     ) -> Result<()> {
+        plan.fits_world(self.world())?;
         let share = plan.heads_of(self.rank());
         let shape = |side: Side| self.held_shape(plan, side);
         let room = |side: Side, dim: usize| {
