@@ -230,6 +230,8 @@ struct Forward {
                 }
                 if (finishes) store_shared(sq + Swizzle<D>::at(row, n) + 4 * t, pack(T{}, x, y));
             }
+            // The row's other lanes have read the running lse.
+            __syncwarp();
             if (ok && t == 0) *(float*)lse_at = lse;
         }
         if (finishes) {

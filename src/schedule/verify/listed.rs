@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A schedule with every operation written out: what a runtime would hand to kernels and transports, all at once.
 
-use alloc::{format, vec::Vec};
+use alloc::{format, vec, vec::Vec};
 
 use super::{flaw, memory::Memory};
 use crate::{

@@ -22,7 +22,7 @@ pub struct Config {
     pub uninitialised: bool,
     /// `CPATTN_EMU_RACES=0` turns the race detectors off.
     pub races: bool,
-    /// `CPATTN_EMU_LANES=1` also reports lanes of one warp that race in global memory.
+    /// `CPATTN_EMU_LANES=0` no longer reports lanes of one warp that race in global memory.
     pub lanes: bool,
     /// `CPATTN_EMU_COUNT=1` prints instruction counts and bank conflicts of every launch.
     pub count: bool,
@@ -41,7 +41,7 @@ impl Default for Config {
             memory: 8 << 30,
             uninitialised: true,
             races: true,
-            lanes: false,
+            lanes: true,
             count: false,
             report: None,
         }
@@ -63,7 +63,7 @@ impl Config {
             memory: number("CPATTN_EMU_MEMORY", d.memory as u64) as usize,
             uninitialised: number("CPATTN_EMU_UNINIT", 1) != 0,
             races: number("CPATTN_EMU_RACES", 1) != 0,
-            lanes: number("CPATTN_EMU_LANES", 0) != 0,
+            lanes: number("CPATTN_EMU_LANES", 1) != 0,
             count: number("CPATTN_EMU_COUNT", 0) != 0,
             report: std::env::var_os("CPATTN_EMU_REPORT").map(PathBuf::from),
         }
