@@ -30,7 +30,10 @@ fn shapes() {
     let mut cases = Vec::new();
     for dims in [(64, 64), (40, 24), (96, 96), (128, 128), (104, 128), (192, 128), (192, 192), (256, 256), (232, 248)] {
         for dtype in [Dtype::Bf16, Dtype::F16] {
-            cases.push(Case { documents: vec![(5, 0, 0), (0, 7, 0), (70, 90, 20), (6, 0, 0), (0, 9, 0)], ..Case::new("shape", dtype, dims) });
+            cases.push(Case {
+                documents: vec![(5, 0, 0), (0, 7, 0), (70, 90, 20), (6, 0, 0), (0, 9, 0)],
+                ..Case::new("shape", dtype, dims)
+            });
         }
     }
     all(&cases);
