@@ -182,7 +182,8 @@ impl Rank {
     ///
     /// # Errors
     /// A tensor that does not fit the plan or shares memory with another that is written; ranks that planned different
-    /// things; a peer that failed. After an error of a peer the transport stays failed: make new ranks.
+    /// things; a peer that failed. What is wrong with one rank's own tensors is only that rank's error: the others wait
+    /// for it until their deadline, unless it calls again or aborts. After an error of a peer the transport stays failed: make new ranks.
     ///
     /// # Safety
     /// The tensors describe memory that is valid for reads (inputs) or writes (outputs) and used by nobody else during
