@@ -151,7 +151,7 @@ fn run() -> Result<bool> {
         match hold(&device, line).and_then(|mut held| measure(&device, &options, &mut held)) {
             Ok(row) => println!("{row}"),
             Err(e) => {
-                eprintln!("{line}: {e}");
+                eprintln!("{}: {e}", line.split(' ').next().unwrap_or(line));
                 good = false;
             }
         }
