@@ -205,7 +205,7 @@ impl DeviceRank {
 
     /// Bytes of device workspace that running `plan` in `direction` takes on this rank.
     pub fn workspace_bytes(&mut self, plan: &Plan, direction: Direction) -> Result<u64> {
-        self.prepare(plan, direction).map(|i| self.prepared[i].prepared.schedule.workspace)
+        self.ready(plan, direction).map(|i| self.prepared[i].prepared.schedule.workspace)
     }
 
     /// Lends the rank device memory to work in, instead of memory of its own.
@@ -231,7 +231,11 @@ impl DeviceRank {
     ///
     /// # Errors
     /// A plan for another world, an element type or head dim without a kernel, the driver's.
-    pub fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<usize> {
+    pub fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<()> {
+        self.ready(plan, direction).map(|_| ())
+    }
+
+    fn ready(&mut self, plan: &Plan, direction: Direction) -> Result<usize> {
         let job = Job::Attention(direction);
         let known = |e: &Enqueueable| e.prepared.is(plan, job);
         if let Some(i) = self.prepared.iter().position(known) {
@@ -315,7 +319,7 @@ impl DeviceRank {
     /// `stream` is of the device's primary context. When the run gets to them, in stream order, the tensors are valid
     /// device memory for reads (inputs) or writes (outputs) that nobody else uses until the run is over.
     pub unsafe fn run(&mut self, plan: &Plan, direction: Direction, tensors: &Bindings, stream: Stream) -> Result<()> {
-        let at = self.prepare(plan, direction)?;
+        let at = self.ready(plan, direction)?;
         tensors.check(plan, &self.prepared[at].prepared)?;
         let needed = self.prepared[at].prepared.schedule.workspace;
         let workspace = match &self.workspace {
