@@ -295,10 +295,12 @@ fn deal_chunks(batch: &Batch, mask: Mask, ring: usize, per: usize) -> Vec<u32> {
     mine.concat()
 }
 
-/// Swaps single chunks between the most and the least loaded rank while that lowers the larger of the two loads.
+/// Swaps single chunks between the most and the least loaded rank while that lowers the larger of the two loads. Each
+/// rank's chunks come, and are kept, in descending order of area, so that the best partner of a chunk is found by
+/// bisection: ranks may have many chunks.
 fn even_out(mine: &mut [Vec<u32>], areas: &[u64]) {
-    let load = |chunks: &[u32]| chunks.iter().map(|&c| areas[c as usize]).sum::<u64>();
-    let mut loads: Vec<u64> = mine.iter().map(|c| load(c)).collect();
+    let area = |c: u32| areas[c as usize];
+    let mut loads: Vec<u64> = mine.iter().map(|chunks| chunks.iter().map(|&c| area(c)).sum()).collect();
     for _ in 0..4 * mine.len() {
         let (Some(hi), Some(lo)) =
             ((0..loads.len()).max_by_key(|&r| (loads[r], Reverse(r))), (0..loads.len()).min_by_key(|&r| (loads[r], r)))
@@ -309,8 +311,10 @@ fn even_out(mine: &mut [Vec<u32>], areas: &[u64]) {
         // The swap that comes closest to moving half the gap.
         let mut best = (gap, None);
         for (i, &a) in mine[hi].iter().enumerate() {
-            for (j, &b) in mine[lo].iter().enumerate() {
-                let (a, b) = (areas[a as usize], areas[b as usize]);
+            // What is left of the gap is least where b is nearest to a − gap / 2, from either side.
+            let at = mine[lo].partition_point(|&b| 2 * area(b) + gap > 2 * area(a));
+            for j in at.saturating_sub(1)..(at + 1).min(mine[lo].len()) {
+                let (a, b) = (area(a), area(mine[lo][j]));
                 if a > b && a - b < gap {
                     let rest = (2 * (a - b)).abs_diff(gap);
                     if rest < best.0 {
@@ -322,8 +326,28 @@ fn even_out(mine: &mut [Vec<u32>], areas: &[u64]) {
         let Some((i, j)) = best.1 else { return };
         let (a, b) = (mine[hi][i], mine[lo][j]);
         (mine[hi][i], mine[lo][j]) = (b, a);
-        let moved = areas[a as usize] - areas[b as usize];
+        for r in [hi, lo] {
+            mine[r].sort_by_key(|&c| (Reverse(area(c)), c));
+        }
+        let moved = area(a) - area(b);
         loads[hi] -= moved;
         loads[lo] += moved;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A million chunks are dealt, and evened out, in well under a minute even unoptimised.
+    #[test]
+    fn many_chunks_are_dealt_in_bounded_time() {
+        let lengths: Vec<usize> = (0..3000).map(|i| 1 + i * 7919 % 613).collect();
+        let batch = Batch::from_lengths(&lengths).unwrap();
+        for (ring, chunks) in [(1, 1 << 20), (2, 1 << 19), (8, 1 << 12)] {
+            let shares = Shares::new(&batch, Mask::causal(), Layout::Balanced { chunks }, ring).unwrap();
+            let tokens: usize = (0..ring).map(|r| shares.rows(Side::Q, r)).sum();
+            assert_eq!(tokens, batch.tokens(Side::Q));
+        }
     }
 }
