@@ -21,10 +21,14 @@ use super::{
 };
 use crate::{
     batch::Side,
-    kernel::{Mode, QRange, Range, Ranges},
+    kernel::{QRange, Range, Ranges},
     layout::{Layout, Segment, Shares},
     mask::Mask,
 };
+
+mod pairs;
+
+use pairs::documents;
 
 /// How the visiting side comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -322,119 +326,6 @@ impl Visits {
     /// Lists the own rows that leave at a visit; `range.row` counts from the start of what comes home for them.
     pub fn outgoing(&self, visit: usize, scratch: &mut Scratch) {
         self.list_outgoing(self.list[visit].step as usize, scratch);
-    }
-
-    /// `order` := the fragments by document and position.
-    fn sort(&self, s: &mut Scratch) {
-        s.order.clear();
-        s.order.extend(0..s.fragments.len() as u32);
-        let f = &s.fragments;
-        let key = |&i: &u32| (f[i as usize].range.doc, f[i as usize].range.pos);
-        if !s.order.is_sorted_by_key(key) {
-            s.order.sort_unstable_by_key(key);
-        }
-    }
-
-    /// Lists the ranges and pairs of a visit. Of q ranges, those that meet no key of this visit are left out, except at
-    /// the first visit, which starts every row. `Mode`s are those of the forward; in the backward a mode that continues
-    /// adds to dq.
-    pub fn ranges(&self, visit: usize, s: &mut Scratch) {
-        let step = self.list[visit].step;
-        if step == 0 {
-            s.fragments.clear();
-            s.fragments.extend(self.own.iter().map(|o| Fragment {
-                peer: self.me as u32,
-                owner_row: o.range.row,
-                range: o.range,
-            }));
-        } else {
-            self.list_incoming(step as usize, s);
-        }
-        self.sort(s);
-        s.q.clear();
-        s.k.clear();
-        s.pairs.clear();
-        match self.visiting {
-            Side::K => self.pairs_of_keys(visit, s),
-            Side::Q => self.pairs_of_queries(visit, s),
-        }
-    }
-
-    fn pairs_of_keys(&self, visit: usize, s: &mut Scratch) {
-        s.k.extend(s.fragments.iter().map(|f| f.range));
-        let (q, pairs, fragments, mask) = (&mut s.q, &mut s.pairs, &s.fragments, self.mask);
-        let mut next = 0;
-        let mode = |i: usize| Mode::of(visit == 0, self.last[i] as usize == visit);
-        let lone = |q: &mut Vec<QRange>, pairs: &Vec<u32>, i: usize| {
-            let at = pairs.len() as u32;
-            q.push(QRange { range: self.stationary[i].range, keys_begin: at, keys_end: at, mode: mode(i) });
-        };
-        documents(&self.stationary, fragments, &s.order, |first, stationary, order| {
-            if visit == 0 {
-                (next..first).for_each(|i| lone(q, pairs, i));
-            }
-            for (i, st) in stationary.iter().enumerate() {
-                let begin = pairs.len() as u32;
-                pairs.extend(order.iter().filter(|&&f| meets(&st.range, &fragments[f as usize].range, mask)));
-                let end = pairs.len() as u32;
-                if end > begin || visit == 0 {
-                    q.push(QRange { range: st.range, keys_begin: begin, keys_end: end, mode: mode(first + i) });
-                }
-            }
-            next = first + stationary.len();
-        });
-        if visit == 0 {
-            (next..self.stationary.len()).for_each(|i| lone(q, pairs, i));
-        }
-    }
-
-    fn pairs_of_queries(&self, visit: usize, s: &mut Scratch) {
-        s.k.extend(self.stationary.iter().map(|k| k.range));
-        let (q, pairs, fragments, mask) = (&mut s.q, &mut s.pairs, &s.fragments, self.mask);
-        let mode = if visit == 0 && self.list.len() > 1 { Mode::First } else { Mode::Only };
-        let mut next = 0;
-        let lone = |q: &mut Vec<QRange>, pairs: &Vec<u32>, f: u32| {
-            let at = pairs.len() as u32;
-            q.push(QRange { range: fragments[f as usize].range, keys_begin: at, keys_end: at, mode });
-        };
-        let order = &s.order;
-        documents(&self.stationary, fragments, order, |first, stationary, part| {
-            let at = order.partition_point(|&f| fragments[f as usize].range.doc < stationary[0].range.doc);
-            order[next..at].iter().for_each(|&f| lone(q, pairs, f));
-            for &f in part {
-                let range = fragments[f as usize].range;
-                let begin = pairs.len() as u32;
-                let hits = stationary.iter().enumerate().filter(|(_, st)| meets(&st.range, &range, mask));
-                pairs.extend(hits.map(|(i, _)| (first + i) as u32));
-                q.push(QRange { range, keys_begin: begin, keys_end: pairs.len() as u32, mode });
-            }
-            next = at + part.len();
-        });
-        order[next..].iter().for_each(|&f| lone(q, pairs, f));
-    }
-}
-
-/// Calls `each(first stationary index, stationary segments, fragments)` for every document that both sides hold;
-/// `order` lists fragments by document.
-fn documents<'a>(
-    stationary: &'a [Segment],
-    fragments: &[Fragment],
-    order: &'a [u32],
-    mut each: impl FnMut(usize, &'a [Segment], &'a [u32]),
-) {
-    let (mut i, mut j) = (0, 0);
-    while i < stationary.len() && j < order.len() {
-        let (a, b) = (stationary[i].range.doc, fragments[order[j] as usize].range.doc);
-        match a.cmp(&b) {
-            core::cmp::Ordering::Less => i += 1,
-            core::cmp::Ordering::Greater => j += 1,
-            core::cmp::Ordering::Equal => {
-                let ie = i + stationary[i..].iter().take_while(|s| s.range.doc == a).count();
-                let je = j + order[j..].iter().take_while(|&&f| fragments[f as usize].range.doc == a).count();
-                each(i, &stationary[i..ie], &order[j..je]);
-                (i, j) = (ie, je);
-            }
-        }
     }
 }
 
