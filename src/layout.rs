@@ -313,8 +313,9 @@ fn even_out(mine: &mut [Vec<u32>], areas: &[u64]) {
         for (i, &a) in mine[hi].iter().enumerate() {
             // What is left of the gap is least where b is nearest to a − gap / 2, from either side.
             let at = mine[lo].partition_point(|&b| 2 * area(b) + gap > 2 * area(a));
-            for j in at.saturating_sub(1)..(at + 1).min(mine[lo].len()) {
-                let (a, b) = (area(a), area(mine[lo][j]));
+            let nearest = at.saturating_sub(1);
+            for (j, &b) in mine[lo].iter().enumerate().skip(nearest).take(at + 1 - nearest) {
+                let (a, b) = (area(a), area(b));
                 if a > b && a - b < gap {
                     let rest = (2 * (a - b)).abs_diff(gap);
                     if rest < best.0 {
