@@ -235,7 +235,7 @@ struct Forward {
             if (ok && t == 0) *(float*)lse_at = lse;
         }
         if (finishes) {
-            __syncwarp();
+            // That barrier also stands between the row of o in shared memory and its reading here.
 #pragma unroll
             for (int i = 0; i < 16 * MT * (DV / 8); i += 32) {
                 const int row = base + (i + lane) / (DV / 8), chunk = (i + lane) % (DV / 8);
