@@ -11,12 +11,13 @@
 //! results independent of how rows and keys were cut.
 
 use super::gemm::{Gemm, Skip, Store};
+use super::rows::narrow;
 use super::scratch::{Arena, KEYS, LANES, Line};
 use super::simd::{Real, Vector};
 use super::stream::{KeyTile, Stream};
-use super::tile::{Cover, Lanes, Scoring, any_non_finite, at, narrow, product};
+use super::tile::{Cover, Lanes, Scoring, any_non_finite, at, product};
 use super::workers::Job;
-use crate::element::{Accumulator, Element};
+use crate::element::Accumulator;
 use crate::kernel::{Attend, HeadMap, QRange, merge};
 use core::marker::PhantomData;
 use core::sync::atomic::{AtomicUsize, Ordering};
@@ -71,10 +72,10 @@ pub(super) fn readers(map: &HeadMap, kv: u32, q_heads: u32) -> core::ops::Range<
     begin..end
 }
 
-/// A forward call on elements `E`.
-pub(super) struct Forward<'a, E> {
+/// A forward call whose sums are `A`s.
+pub(super) struct Forward<'a, A> {
     pub call: &'a Attend<'a>,
-    pub element: PhantomData<E>,
+    pub sums: PhantomData<A>,
 }
 
 /// The tiles of one worker.
@@ -96,11 +97,11 @@ struct Tiles<'a, A> {
     other: &'a mut [A],
 }
 
-impl<E: Element<Acc: Real>> Job for Forward<'_, E> {
-    type Acc = E::Acc;
+impl<A: Real> Job for Forward<'_, A> {
+    type Acc = A;
 
     #[inline(always)]
-    unsafe fn work<V: Vector<T = E::Acc>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+    unsafe fn work<V: Vector<T = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
         let c = self.call;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let mut arena = Arena(lines);
@@ -134,16 +135,16 @@ impl<E: Element<Acc: Real>> Job for Forward<'_, E> {
     }
 }
 
-impl<E: Element<Acc: Real>> Forward<'_, E> {
+impl<A: Real> Forward<'_, A> {
     /// One block of rows with some of the heads that read one kv head.
     ///
     /// # Safety
     /// As [`Job::work`].
     #[inline(always)]
-    unsafe fn unit<V: Vector<T = E::Acc>>(
+    unsafe fn unit<V: Vector<T = A>>(
         &self,
-        t: &mut Tiles<E::Acc>,
-        scoring: &Scoring<E::Acc>,
+        t: &mut Tiles<A>,
+        scoring: &Scoring<A>,
         unit: &Unit,
         heads: core::ops::Range<u32>,
     ) {
@@ -155,14 +156,14 @@ impl<E: Element<Acc: Real>> Forward<'_, E> {
         let (lo, hi) = unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.score, &c.slopes) };
         let lanes = super::scratch::vectors::<V>(t.lanes.n);
         // SAFETY: as above.
-        unsafe { t.lanes.pack_transposed::<E>(&c.q, t.q, panel, lanes, t.row) };
-        t.o[..lanes.next_multiple_of(panel) * dv].fill(E::Acc::ZERO);
-        t.m.fill(E::Acc::NEG_INFINITY);
-        t.l.fill(E::Acc::ZERO);
+        unsafe { t.lanes.pack_transposed(&c.q, t.q, panel, lanes, t.row) };
+        t.o[..lanes.next_multiple_of(panel) * dv].fill(A::ZERO);
+        t.m.fill(A::NEG_INFINITY);
+        t.l.fill(A::ZERO);
         let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
         let mut stream = Stream::new(c.ranges.k, pairs, lo, hi);
         // SAFETY: the ranges' rows and the kv head are within k and v (checked).
-        while unsafe { t.keys.next::<E>(&mut stream, c.aligned, &c.k, &c.v, unit.kv) } {
+        while unsafe { t.keys.next(&mut stream, c.aligned, &c.k, &c.v, unit.kv) } {
             let keys = &t.keys;
             // SAFETY: rows are padded to whole vectors.
             let bad = unsafe { any_non_finite::<V>(keys.v.as_ptr(), keys.n * keys.ldv) };
@@ -229,31 +230,31 @@ impl<E: Element<Acc: Real>> Forward<'_, E> {
     /// # Safety
     /// The lane's row and head lie within the tensors of the call.
     #[inline(always)]
-    unsafe fn finish(&self, t: &mut Tiles<E::Acc>, lane: usize, panel: usize, q: &QRange) {
+    unsafe fn finish(&self, t: &mut Tiles<A>, lane: usize, panel: usize, q: &QRange) {
         let c = self.call;
         let dv = c.v.dim as usize;
         let (token, head) = (t.lanes.row[lane], t.lanes.head[lane]);
         let (m, l) = (t.m[lane], t.l[lane]);
         let row = &mut t.row[..dv];
-        let mut lse = E::Acc::NEG_INFINITY;
-        if m == E::Acc::NEG_INFINITY && l == E::Acc::ZERO {
-            row.fill(E::Acc::ZERO);
+        let mut lse = A::NEG_INFINITY;
+        if m == A::NEG_INFINITY && l == A::ZERO {
+            row.fill(A::ZERO);
         } else {
             lse = m + l.ln();
-            let inverse = E::Acc::from_f64(1.0) / l;
+            let inverse = A::from_f64(1.0) / l;
             let o = &t.o[lane / panel * panel * dv + lane % panel..];
             for (x, &y) in row.iter_mut().zip(o.iter().step_by(panel)) {
                 // Adding 0 makes −0 (a product that underflowed) the 0 it would be with one more masked key.
-                *x = y * inverse + E::Acc::ZERO;
+                *x = y * inverse + A::ZERO;
             }
         }
         // SAFETY: tensors of modes that are used are there (checked); running may be o itself, so it is copied before
         // anything is written.
         unsafe {
-            let lse_at = at::<E::Acc>(&c.lse, token, head);
+            let lse_at = at::<A>(&c.lse, token, head);
             if q.mode.continues() {
                 let other = &mut t.other[..dv];
-                other.copy_from_slice(core::slice::from_raw_parts(at::<E::Acc>(&c.running, token, head), dv));
+                other.copy_from_slice(core::slice::from_raw_parts(at::<A>(&c.running, token, head), dv));
                 let w = merge::weights(*lse_at, lse);
                 merge::combine(&w, other, row);
                 row.copy_from_slice(other);
@@ -261,16 +262,16 @@ impl<E: Element<Acc: Real>> Forward<'_, E> {
             }
             if q.mode.finishes() {
                 if !c.sinks.is_none() {
-                    let sink = E::Acc::from_f64((*at::<f32>(&c.sinks, 0, head)).into());
+                    let sink = A::from_f64((*at::<f32>(&c.sinks, 0, head)).into());
                     let (factor, with_sink) = merge::sink(lse, sink);
                     for x in row.iter_mut() {
                         *x = *x * factor;
                     }
                     lse = with_sink;
                 }
-                narrow::<E>(row, at::<E>(&c.o, token, head));
+                narrow(row, &c.o, token, head);
             } else {
-                narrow::<E::Acc>(row, at::<E::Acc>(&c.running, token, head));
+                narrow(row, &c.running, token, head);
             }
             *lse_at = lse;
         }

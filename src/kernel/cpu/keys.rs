@@ -13,17 +13,16 @@ use super::simd::{Real, Vector};
 use super::stream::{KeyTile, Stream, rows_before};
 use super::tile::{Cover, Lanes, Scoring, any_non_finite, at, product};
 use super::workers::Job;
-use crate::element::{Accumulator, Element};
 use crate::kernel::{AttendBackward, QRange, Range};
 use core::marker::PhantomData;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
-/// The keys' pass of a call on elements `E`.
-pub(super) struct Keys<'a, E> {
+/// The keys' pass of a call whose sums are `A`s.
+pub(super) struct Keys<'a, A> {
     pub call: &'a AttendBackward<'a>,
     /// Add to dq as well, which holds a value in every row.
     pub queries: bool,
-    pub element: PhantomData<E>,
+    pub sums: PhantomData<A>,
 }
 
 struct Tiles<'a, A> {
@@ -83,11 +82,11 @@ impl Documents<'_> {
     }
 }
 
-impl<E: Element<Acc: Real>> Job for Keys<'_, E> {
-    type Acc = E::Acc;
+impl<A: Real> Job for Keys<'_, A> {
+    type Acc = A;
 
     #[inline(always)]
-    unsafe fn work<V: Vector<T = E::Acc>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+    unsafe fn work<V: Vector<T = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
         let c = self.call;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let (ldk, ldv) = (vectors::<V>(d), vectors::<V>(dv));
@@ -128,7 +127,7 @@ impl<E: Element<Acc: Real>> Job for Keys<'_, E> {
             // SAFETY: ranges and heads are within the call, whose shapes are checked and memory is valid; the unit
             // alone writes the rows of this document and kv head.
             unsafe {
-                while tiles.keys.next::<E>(&mut stream, c.aligned, &c.k, &c.v, kv) {
+                while tiles.keys.next(&mut stream, c.aligned, &c.k, &c.v, kv) {
                     self.tile::<V>(&mut tiles, &scoring, q, doc, kv);
                 }
             }
@@ -136,16 +135,16 @@ impl<E: Element<Acc: Real>> Job for Keys<'_, E> {
     }
 }
 
-impl<E: Element<Acc: Real>> Keys<'_, E> {
+impl<A: Real> Keys<'_, A> {
     /// dk and dv of one tile of keys.
     ///
     /// # Safety
     /// As [`Job::work`].
     #[inline(always)]
-    unsafe fn tile<V: Vector<T = E::Acc>>(
+    unsafe fn tile<V: Vector<T = A>>(
         &self,
-        t: &mut Tiles<E::Acc>,
-        scoring: &Scoring<E::Acc>,
+        t: &mut Tiles<A>,
+        scoring: &Scoring<A>,
         ranges: &[QRange],
         doc: u32,
         kv: u32,
@@ -154,7 +153,7 @@ impl<E: Element<Acc: Real>> Keys<'_, E> {
         // SAFETY: rows are padded to whole vectors.
         let bad_k = unsafe { any_non_finite::<V>(t.keys.k.as_ptr(), t.keys.n * t.keys.ldk) };
         for sums in [&mut *t.dk, t.dk_part, t.dv, t.dv_part] {
-            sums.fill(E::Acc::ZERO);
+            sums.fill(A::ZERO);
         }
         for head in readers(&c.heads, kv, c.q.heads) {
             let mut run = Flush::new(c.aligned);
@@ -186,8 +185,8 @@ impl<E: Element<Acc: Real>> Keys<'_, E> {
             if c.per_q_head {
                 // SAFETY: the partial of this q head is this unit's alone.
                 unsafe { self.write(t, head) };
-                t.dk.fill(E::Acc::ZERO);
-                t.dv.fill(E::Acc::ZERO);
+                t.dk.fill(A::ZERO);
+                t.dv.fill(A::ZERO);
             }
         }
         if !c.per_q_head {
@@ -201,10 +200,10 @@ impl<E: Element<Acc: Real>> Keys<'_, E> {
     /// # Safety
     /// As [`Job::work`].
     #[inline(always)]
-    unsafe fn meet<V: Vector<T = E::Acc>>(
+    unsafe fn meet<V: Vector<T = A>>(
         &self,
-        t: &mut Tiles<E::Acc>,
-        scoring: &Scoring<E::Acc>,
+        t: &mut Tiles<A>,
+        scoring: &Scoring<A>,
         run: &mut Flush,
         pos: i64,
         bad_k: bool,
@@ -224,12 +223,12 @@ impl<E: Element<Acc: Real>> Keys<'_, E> {
         let skip = |bad: bool| if bad { Skip::A } else { Skip::None };
         // SAFETY: rows and heads are within the tensors; all tiles are as large as the sizes say.
         unsafe {
-            t.lanes.pack::<E>(&c.q, t.q, keys.ldk, lanes);
-            t.lanes.pack::<E>(&c.d_o, t.d_o, keys.ldv, lanes);
-            t.lanes.pack_transposed::<E>(&c.q, t.qt, lanes, lanes, t.row);
-            t.lanes.pack_transposed::<E>(&c.d_o, t.d_ot, lanes, lanes, t.row);
-            t.lanes.gather(&c.lse, t.lse, E::Acc::NEG_INFINITY);
-            t.lanes.gather(&c.delta, t.delta, E::Acc::ZERO);
+            t.lanes.pack(&c.q, t.q, keys.ldk, lanes);
+            t.lanes.pack(&c.d_o, t.d_o, keys.ldv, lanes);
+            t.lanes.pack_transposed(&c.q, t.qt, lanes, lanes, t.row);
+            t.lanes.pack_transposed(&c.d_o, t.d_ot, lanes, lanes, t.row);
+            t.lanes.gather(&c.lse, t.lse, A::NEG_INFINITY);
+            t.lanes.gather(&c.delta, t.delta, A::ZERO);
             no_row(t.lse);
             let bad_q = any_non_finite::<V>(t.q.as_ptr(), lanes * keys.ldk);
             let bad_d_o = any_non_finite::<V>(t.d_o.as_ptr(), lanes * keys.ldv);
@@ -305,7 +304,7 @@ impl<E: Element<Acc: Real>> Keys<'_, E> {
                 ..product(t.lanes.n, keys.ldk, keys.n)
             });
             for lane in 0..t.lanes.n {
-                let dq = at::<E::Acc>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]);
+                let dq = at::<A>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]);
                 for (i, &x) in t.dq[lane * keys.ldk..][..d].iter().enumerate() {
                     *dq.add(i) = *dq.add(i) + x;
                 }
@@ -318,14 +317,14 @@ impl<E: Element<Acc: Real>> Keys<'_, E> {
     /// # Safety
     /// The keys' rows and the head are within dk and dv, which this unit alone touches there.
     #[inline(always)]
-    unsafe fn write(&self, t: &Tiles<E::Acc>, head: u32) {
+    unsafe fn write(&self, t: &Tiles<A>, head: u32) {
         let c = self.call;
         for j in 0..t.keys.n {
             let row = t.keys.row[j];
             for (tensor, sums, ld) in [(&c.dk, &t.dk, t.keys.ldk), (&c.dv, &t.dv, t.keys.ldv)] {
                 let dim = tensor.dim as usize;
                 // SAFETY: the caller's promise; rows are contiguous.
-                let dst = unsafe { core::slice::from_raw_parts_mut(at::<E::Acc>(tensor, row, head), dim) };
+                let dst = unsafe { core::slice::from_raw_parts_mut(at::<A>(tensor, row, head), dim) };
                 for (x, &sum) in dst.iter_mut().zip(&sums[j * ld..][..dim]) {
                     *x = if c.accumulate_keys { *x + sum } else { sum };
                 }

@@ -10,7 +10,7 @@
 //! forward    a unit is a block of q rows with a kv head; keys stream by in tiles of 128
 //! queries    the same for dq
 //! keys       a unit is a document with a kv head; tiles of keys outside, rows inside: dk, dv, and dq on the way
-//! stream     keys in tiles; tile: rows as lanes of vectors, scores and masks
+//! stream     keys in tiles; tile: rows as lanes of vectors, scores and masks; rows: elements to sums and back
 //! gemm       the one matrix product; simd, x86: the vectors it is written over
 //! transform  copies, casts, ordered sums, delta, rows that no pair covers
 //! ```
@@ -24,6 +24,7 @@ mod forward;
 mod gemm;
 mod keys;
 mod queries;
+mod rows;
 mod scratch;
 mod simd;
 mod stream;
@@ -35,21 +36,18 @@ mod x86;
 
 pub use scratch::{Dims, Scratch};
 
-use crate::element::{Accumulator, Dtype, Element};
+use crate::element::Dtype;
 use crate::error::{Error, Result};
 use crate::kernel::{Attend, AttendBackward, Delta, Finish, Gradients, Transform};
 use core::marker::PhantomData;
-use half::{bf16, f16};
 use scratch::Line;
 use simd::Real;
 
-/// Runs `$f::<E>($($arg),*)` with the element type of `$dtype`.
-macro_rules! by_dtype {
+/// Runs `$f::<A>($($arg),*)` with the type that sums of `$dtype` are kept in.
+macro_rules! by_sums {
     ($dtype:expr, $f:ident($($arg:expr),*)) => {
         match $dtype {
-            Dtype::F16 => $f::<f16>($($arg),*),
-            Dtype::Bf16 => $f::<bf16>($($arg),*),
-            Dtype::F32 => $f::<f32>($($arg),*),
+            Dtype::F16 | Dtype::Bf16 | Dtype::F32 => $f::<f32>($($arg),*),
             Dtype::F64 => $f::<f64>($($arg),*),
         }
     };
@@ -68,14 +66,14 @@ pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
     let dims = check::attend(call)?;
     let lines = memory(scratch, &dims)?;
     // SAFETY: checked above; the rest is the caller's promise.
-    unsafe { by_dtype!(call.q.dtype, forward(call, lines, &dims)) };
+    unsafe { by_sums!(call.q.dtype, forward(call, lines, &dims)) };
     Ok(())
 }
 
 /// # Safety
-/// As [`attend`], checked, with elements `E`.
-unsafe fn forward<E: Element<Acc: Real>>(call: &Attend, lines: &mut [Line], dims: &Dims) {
-    let job = forward::Forward::<E> { call, element: PhantomData };
+/// As [`attend`], checked, with sums of `A`.
+unsafe fn forward<A: Real>(call: &Attend, lines: &mut [Line], dims: &Dims) {
+    let job = forward::Forward::<A> { call, sums: PhantomData };
     // SAFETY: the caller's promise is passed on.
     unsafe { workers::run(&job, lines, Scratch::worker_lines(dims)) };
 }
@@ -93,18 +91,18 @@ pub unsafe fn attend_backward(call: &AttendBackward, scratch: &mut Scratch) -> R
     let dims = check::backward(call)?;
     let lines = memory(scratch, &dims)?;
     // SAFETY: checked above; the rest is the caller's promise.
-    unsafe { by_dtype!(call.q.dtype, gradients(call, lines, &dims)) };
+    unsafe { by_sums!(call.q.dtype, gradients(call, lines, &dims)) };
     Ok(())
 }
 
 /// # Safety
-/// As [`attend_backward`], checked, with elements `E`.
-unsafe fn gradients<E: Element<Acc: Real>>(call: &AttendBackward, lines: &mut [Line], dims: &Dims) {
+/// As [`attend_backward`], checked, with sums of `A`.
+unsafe fn gradients<A: Real>(call: &AttendBackward, lines: &mut [Line], dims: &Dims) {
     let each = Scratch::worker_lines(dims);
     let together = call.gradients == Gradients::All && !call.aligned;
     if call.gradients != Gradients::Keys && !together {
         // SAFETY: the caller's promise is passed on, here and below.
-        unsafe { workers::run(&queries::Queries::<E> { call, element: PhantomData }, lines, each) };
+        unsafe { workers::run(&queries::Queries::<A> { call, sums: PhantomData }, lines, each) };
     }
     if together {
         for q in call.ranges.q.iter().filter(|q| !q.mode.continues()) {
@@ -112,16 +110,16 @@ unsafe fn gradients<E: Element<Acc: Real>>(call: &AttendBackward, lines: &mut [L
                 for h in 0..call.q.heads {
                     // SAFETY: rows and heads are within dq (checked).
                     let row = unsafe {
-                        let row = tile::at::<E::Acc>(&call.dq, q.range.row + i, h);
+                        let row = tile::at::<A>(&call.dq, q.range.row + i, h);
                         core::slice::from_raw_parts_mut(row, call.q.dim as usize)
                     };
-                    row.fill(E::Acc::ZERO);
+                    row.fill(A::ZERO);
                 }
             }
         }
     }
     if call.gradients != Gradients::Queries {
-        let job = keys::Keys::<E> { call, queries: together, element: PhantomData };
+        let job = keys::Keys::<A> { call, queries: together, sums: PhantomData };
         // SAFETY: as above.
         unsafe { workers::run(&job, lines, each) };
     }
@@ -153,7 +151,7 @@ pub unsafe fn transform(call: &Transform) -> Result<()> {
 pub unsafe fn delta(call: &Delta) -> Result<()> {
     transform::check_delta(call)?;
     // SAFETY: checked above; the rest is the caller's promise.
-    unsafe { by_dtype!(call.o.dtype, row_sums(call)) };
+    unsafe { by_sums!(call.o.dtype, row_sums(call)) };
     Ok(())
 }
 
@@ -169,7 +167,7 @@ use transform::delta as row_sums;
 pub unsafe fn finish(call: &Finish) -> Result<()> {
     transform::check_finish(call)?;
     // SAFETY: checked above; the rest is the caller's promise.
-    unsafe { by_dtype!(call.o.dtype, empty_rows(call)) };
+    unsafe { by_sums!(call.o.dtype, empty_rows(call)) };
     Ok(())
 }
 
@@ -193,10 +191,12 @@ fn memory<'a>(scratch: &'a mut Scratch, dims: &Dims) -> Result<&'a mut [Line]> {
 mod tests {
     use super::workers::Job;
     use super::*;
+    use crate::element::{Accumulator, Element};
     use crate::kernel::reference::Attention;
     use crate::kernel::{HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
     use alloc::{vec, vec::Vec};
     use core::sync::atomic::AtomicUsize;
+    use half::bf16;
     use simd::Vector;
 
     /// A causal problem of 150 tokens through the kernels of `V`, against the reference.
@@ -274,9 +274,9 @@ mod tests {
         // SAFETY: the tensors are the vectors above; the caller has the instruction set.
         unsafe {
             // The backward first, while lse is the reference's.
-            let job = keys::Keys::<E> { call: &backward, queries: true, element: PhantomData };
+            let job = keys::Keys::<E::Acc> { call: &backward, queries: true, sums: PhantomData };
             job.work::<V>(lines, &AtomicUsize::new(0));
-            forward::Forward::<E> { call: &forward, element: PhantomData }.work::<V>(lines, &AtomicUsize::new(0));
+            forward::Forward::<E::Acc> { call: &forward, sums: PhantomData }.work::<V>(lines, &AtomicUsize::new(0));
         }
         for (found, expected) in results.iter().zip([&out.o, &gradient.dq, &gradient.dk, &gradient.dv]) {
             let square = |x: f64| x * x;

@@ -12,17 +12,16 @@ use super::simd::{Real, Vector};
 use super::stream::{KeyTile, Stream};
 use super::tile::{Cover, Lanes, Scoring, any_non_finite, at, product};
 use super::workers::Job;
-use crate::element::{Accumulator, Element};
 use crate::kernel::AttendBackward;
 use core::marker::PhantomData;
 use core::sync::atomic::AtomicUsize;
 
 const _: () = assert!(FLUSH % KEYS as i64 == 0, "a tile must not lie in two runs");
 
-/// The queries' pass of a call on elements `E`.
-pub(super) struct Queries<'a, E> {
+/// The queries' pass of a call whose sums are `A`s.
+pub(super) struct Queries<'a, A> {
     pub call: &'a AttendBackward<'a>,
-    pub element: PhantomData<E>,
+    pub sums: PhantomData<A>,
 }
 
 struct Tiles<'a, A> {
@@ -42,11 +41,11 @@ struct Tiles<'a, A> {
     row: &'a mut [A],
 }
 
-impl<E: Element<Acc: Real>> Job for Queries<'_, E> {
-    type Acc = E::Acc;
+impl<A: Real> Job for Queries<'_, A> {
+    type Acc = A;
 
     #[inline(always)]
-    unsafe fn work<V: Vector<T = E::Acc>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+    unsafe fn work<V: Vector<T = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
         let c = self.call;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let mut arena = Arena(lines);
@@ -80,14 +79,14 @@ impl<E: Element<Acc: Real>> Job for Queries<'_, E> {
     }
 }
 
-impl<E: Element<Acc: Real>> Queries<'_, E> {
+impl<A: Real> Queries<'_, A> {
     /// # Safety
     /// As [`Job::work`].
     #[inline(always)]
-    unsafe fn unit<V: Vector<T = E::Acc>>(
+    unsafe fn unit<V: Vector<T = A>>(
         &self,
-        t: &mut Tiles<E::Acc>,
-        scoring: &Scoring<E::Acc>,
+        t: &mut Tiles<A>,
+        scoring: &Scoring<A>,
         unit: &Unit,
         heads: core::ops::Range<u32>,
     ) {
@@ -101,19 +100,19 @@ impl<E: Element<Acc: Real>> Queries<'_, E> {
         let size = lanes.next_multiple_of(panel) * d;
         // SAFETY: as above.
         unsafe {
-            t.lanes.pack_transposed::<E>(&c.q, t.q, panel, lanes, t.row);
-            t.lanes.pack_transposed::<E>(&c.d_o, t.d_o, panel, lanes, t.row);
-            t.lanes.gather(&c.lse, t.lse, E::Acc::NEG_INFINITY);
-            t.lanes.gather(&c.delta, t.delta, E::Acc::ZERO);
+            t.lanes.pack_transposed(&c.q, t.q, panel, lanes, t.row);
+            t.lanes.pack_transposed(&c.d_o, t.d_o, panel, lanes, t.row);
+            t.lanes.gather(&c.lse, t.lse, A::NEG_INFINITY);
+            t.lanes.gather(&c.delta, t.delta, A::ZERO);
         }
         no_row(t.lse);
-        t.part[..size].fill(E::Acc::ZERO);
-        t.total[..size].fill(E::Acc::ZERO);
+        t.part[..size].fill(A::ZERO);
+        t.total[..size].fill(A::ZERO);
         let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
         let mut stream = Stream::new(c.ranges.k, pairs, lo, hi);
         let mut run = Flush::new(c.aligned);
         // SAFETY: the ranges' rows and the kv head are within k and v (checked).
-        while unsafe { t.keys.next::<E>(&mut stream, c.aligned, &c.k, &c.v, unit.kv) } {
+        while unsafe { t.keys.next(&mut stream, c.aligned, &c.k, &c.v, unit.kv) } {
             let keys = &t.keys;
             if run.before(keys.base, keys.n) {
                 flush(&mut t.total[..size], &mut t.part[..size]);
@@ -184,9 +183,8 @@ impl<E: Element<Acc: Real>> Queries<'_, E> {
         for lane in 0..t.lanes.n {
             let sums = t.total[lane / panel * panel * d + lane % panel..].iter().step_by(panel);
             // SAFETY: the lane's row and head are within dq, which this unit alone touches there.
-            let dq = unsafe {
-                core::slice::from_raw_parts_mut(at::<E::Acc>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]), d)
-            };
+            let dq =
+                unsafe { core::slice::from_raw_parts_mut(at::<A>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]), d) };
             for (x, &sum) in dq.iter_mut().zip(sums) {
                 *x = if q.mode.continues() { *x + sum } else { sum };
             }

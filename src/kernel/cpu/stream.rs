@@ -6,10 +6,9 @@
 //! depend on how keys were cut; and when positions run too far apart. Positions enter a tile as numbers of the
 //! accumulator's type relative to a base: exact in f32 as long as no tile spans more than [`SPAN`].
 
+use super::rows::widen;
 use super::scratch::{Arena, KEYS, vectors};
 use super::simd::{Real, Vector};
-use super::tile::{at, widen};
-use crate::element::Element;
 use crate::kernel::{Range, RawTensor};
 
 /// Positions that one tile of keys may span.
@@ -170,9 +169,9 @@ impl<'a, A: Real> KeyTile<'a, A> {
     /// Takes the next tile of the stream; false when there is none.
     ///
     /// # Safety
-    /// The stream's rows and `head` lie within `k` and `v`, of element type `E`, whose memory is valid.
+    /// The stream's rows and `head` lie within `k` and `v`, whose memory is valid and whose sums are `A`s.
     #[inline(always)]
-    pub(super) unsafe fn next<E: Element<Acc = A>>(
+    pub(super) unsafe fn next(
         &mut self,
         stream: &mut Stream,
         aligned: bool,
@@ -191,8 +190,8 @@ impl<'a, A: Real> KeyTile<'a, A> {
                 let (s, row) = (run.slot + i as usize, range.row + i64::from(run.first + i));
                 // SAFETY: the rows lie within the tensors, the caller says.
                 unsafe {
-                    widen::<E>(at(k, row, head), &mut self.k[s * self.ldk..][..d]);
-                    widen::<E>(at(v, row, head), &mut self.v[s * self.ldv..][..dv]);
+                    widen(k, row, head, &mut self.k[s * self.ldk..][..d]);
+                    widen(v, row, head, &mut self.v[s * self.ldv..][..dv]);
                 }
                 self.index[s] = run.index;
                 self.row[s] = row;

@@ -6,12 +6,12 @@
 //! rows of a short document can share a tile with other heads of the same group.
 
 use super::gemm::{Gemm, Skip, Store};
+use super::rows::widen;
 use super::scratch::Arena;
 use super::simd::{Real, Vector};
 use super::stream::SPAN;
-use crate::element::{Accumulator, Dtype, Element};
+use crate::element::Accumulator;
 use crate::kernel::{Range, RawTensor, Score};
-use half::slice::HalfFloatSliceExt;
 
 /// The address of element `[token, head, 0]`.
 ///
@@ -22,47 +22,6 @@ pub(super) unsafe fn at<T>(t: &RawTensor, token: i64, head: u32) -> *mut T {
     let offset = token as isize * t.token_stride as isize + head as isize * t.head_stride as isize;
     // SAFETY: in bounds, the caller says; offsets of valid tensors fit.
     unsafe { t.ptr.cast::<T>().offset(offset) }
-}
-
-/// Widens `dst.len()` elements.
-///
-/// # Safety
-/// `src` is valid for reads of as many.
-#[inline(always)]
-pub(super) unsafe fn widen<E: Element>(src: *const E, dst: &mut [E::Acc]) {
-    // SAFETY: the caller's promise.
-    let src = unsafe { core::slice::from_raw_parts(src, dst.len()) };
-    if E::DTYPE == Dtype::F16 {
-        bytemuck::cast_slice::<E, half::f16>(src).convert_to_f32_slice(bytemuck::cast_slice_mut(dst));
-    } else {
-        for (d, s) in dst.iter_mut().zip(src) {
-            *d = s.widen();
-        }
-    }
-}
-
-/// Rounds `src.len()` elements.
-///
-/// # Safety
-/// `dst` is valid for writes of as many, and is not `src`.
-#[inline(always)]
-pub(super) unsafe fn narrow<E: Element>(src: &[E::Acc], dst: *mut E) {
-    if E::DTYPE == Dtype::F16 {
-        // A slice at a time takes the machine's conversion; element by element each one asks for it anew. By way of the
-        // stack, since `dst` may never have been written.
-        let mut rounded = [half::f16::ZERO; 64];
-        for (i, part) in src.chunks(64).enumerate() {
-            let rounded = &mut rounded[..part.len()];
-            rounded.convert_from_f32_slice(bytemuck::cast_slice(part));
-            // SAFETY: the caller's promise; elements `64 i ..` of as many as `src` has.
-            unsafe { core::ptr::copy_nonoverlapping(rounded.as_ptr().cast::<E>(), dst.add(64 * i), part.len()) };
-        }
-        return;
-    }
-    for (i, &x) in src.iter().enumerate() {
-        // SAFETY: the caller's promise.
-        unsafe { dst.add(i).write(E::narrow(x)) };
-    }
 }
 
 /// Whether a NaN or an infinity is among `n` numbers (whole vectors).
@@ -202,9 +161,9 @@ impl<'a, A: Real> Lanes<'a, A> {
     /// fill up get zeros.
     ///
     /// # Safety
-    /// The lanes' rows and heads lie within `t`, of type `E`, whose memory is valid.
+    /// The lanes' rows and heads lie within `t`, whose memory is valid and whose sums are `A`s.
     #[inline(always)]
-    pub(super) unsafe fn pack_transposed<E: Element<Acc = A>>(
+    pub(super) unsafe fn pack_transposed(
         &self,
         t: &RawTensor,
         dst: &mut [A],
@@ -218,7 +177,7 @@ impl<'a, A: Real> Lanes<'a, A> {
             let row = &mut row[..dim];
             if l < self.n {
                 // SAFETY: the caller's promise.
-                unsafe { widen::<E>(at(t, self.row[l], self.head[l]), row) };
+                unsafe { widen(t, self.row[l], self.head[l], row) };
             } else {
                 row.fill(A::ZERO);
             }
@@ -233,13 +192,13 @@ impl<'a, A: Real> Lanes<'a, A> {
     /// # Safety
     /// As [`Lanes::pack_transposed`].
     #[inline(always)]
-    pub(super) unsafe fn pack<E: Element<Acc = A>>(&self, t: &RawTensor, dst: &mut [A], ld: usize, lanes: usize) {
+    pub(super) unsafe fn pack(&self, t: &RawTensor, dst: &mut [A], ld: usize, lanes: usize) {
         let dim = t.dim as usize;
         for l in 0..lanes {
             let dst = &mut dst[l * ld..][..dim];
             if l < self.n {
                 // SAFETY: the caller's promise.
-                unsafe { widen::<E>(at(t, self.row[l], self.head[l]), dst) };
+                unsafe { widen(t, self.row[l], self.head[l], dst) };
             } else {
                 dst.fill(A::ZERO);
             }

@@ -4,13 +4,13 @@
 //! All are bound by memory, so they run on the calling thread, in short chunks on the stack.
 
 use super::check;
+use super::rows::{address, load, store, widen_from};
 use super::simd::Real;
-use super::tile::{at, narrow, widen};
-use crate::element::{Accumulator, Dtype, Element};
+use super::tile::at;
+use crate::element::Dtype;
 use crate::error::{Error, Result};
 use crate::kernel::{Block, Delta, Finish, RawTensor, Transform, merge};
 use alloc::format;
-use half::{bf16, f16};
 
 /// Elements of a chunk.
 const CHUNK: usize = 256;
@@ -100,73 +100,6 @@ unsafe fn block<A: Real>(b: &Block, sources: &[RawTensor]) {
     }
 }
 
-/// Widens elements of a run-time type into either accumulator.
-///
-/// # Safety
-/// `src` is valid for reads of `dst.len()` elements.
-unsafe fn load<A: Real>(dtype: Dtype, src: *const u8, dst: &mut [A]) {
-    /// # Safety
-    /// As [`load`], with elements `E`.
-    unsafe fn each<E: Element, A: Real>(src: *const u8, dst: &mut [A]) {
-        // SAFETY: the caller's promise.
-        let src = unsafe { core::slice::from_raw_parts(src.cast::<E>(), dst.len()) };
-        for (d, s) in dst.iter_mut().zip(src) {
-            *d = A::from_f64(s.to_f64());
-        }
-    }
-    // SAFETY: the caller's promise; `dst` is a slice of f32 where that is A.
-    unsafe {
-        if A::DTYPE == Dtype::F32 {
-            let dst = core::slice::from_raw_parts_mut(dst.as_mut_ptr().cast::<f32>(), dst.len());
-            match dtype {
-                Dtype::F16 => return widen::<f16>(src.cast(), dst),
-                Dtype::Bf16 => return widen::<bf16>(src.cast(), dst),
-                Dtype::F32 => return widen::<f32>(src.cast(), dst),
-                Dtype::F64 => {}
-            }
-        }
-        match dtype {
-            Dtype::F16 => each::<f16, A>(src, dst),
-            Dtype::Bf16 => each::<bf16, A>(src, dst),
-            Dtype::F32 => each::<f32, A>(src, dst),
-            Dtype::F64 => each::<f64, A>(src, dst),
-        }
-    }
-}
-
-/// Rounds to elements of a run-time type, once.
-///
-/// # Safety
-/// `dst` is valid for writes of `src.len()` elements.
-unsafe fn store<A: Real>(dtype: Dtype, src: &[A], dst: *mut u8) {
-    /// # Safety
-    /// As [`store`], with elements `E`.
-    unsafe fn each<E: Element, A: Real>(src: &[A], dst: *mut u8) {
-        for (i, x) in src.iter().enumerate() {
-            // SAFETY: the caller's promise.
-            unsafe { dst.cast::<E>().add(i).write(E::from_f64(x.to_f64())) };
-        }
-    }
-    // SAFETY: the caller's promise; `src` is a slice of f32 where that is A.
-    unsafe {
-        if A::DTYPE == Dtype::F32 {
-            let src = core::slice::from_raw_parts(src.as_ptr().cast::<f32>(), src.len());
-            match dtype {
-                Dtype::F16 => return narrow::<f16>(src, dst.cast()),
-                Dtype::Bf16 => return narrow::<bf16>(src, dst.cast()),
-                Dtype::F32 => return narrow::<f32>(src, dst.cast()),
-                Dtype::F64 => {}
-            }
-        }
-        match dtype {
-            Dtype::F16 => each::<f16, A>(src, dst),
-            Dtype::Bf16 => each::<bf16, A>(src, dst),
-            Dtype::F32 => each::<f32, A>(src, dst),
-            Dtype::F64 => each::<f64, A>(src, dst),
-        }
-    }
-}
-
 pub(super) fn check_delta(d: &Delta) -> Result<()> {
     check::same_shape(|| "d_o [tokens, heads, dim]".into(), &d.d_o, &d.o)?;
     check::tensor("d_o", &d.d_o, d.o.heads, d.o.dim, d.o.dtype)?;
@@ -178,25 +111,25 @@ pub(super) fn check_delta(d: &Delta) -> Result<()> {
 }
 
 /// # Safety
-/// Checked for elements `E`; tensors are valid, and `delta` overlaps nothing.
-pub(super) unsafe fn delta<E: Element<Acc: Real>>(c: &Delta) {
+/// Checked for sums of `A`; tensors are valid, and `delta` overlaps nothing.
+pub(super) unsafe fn delta<A: Real>(c: &Delta) {
     /// Partial sums, so that they can be added side by side.
     const LANES: usize = 16;
-    let dim = c.o.dim as usize;
+    let (dim, size) = (c.o.dim as usize, c.o.dtype.size());
     for t in 0..c.o.tokens as i64 {
         for h in 0..c.o.heads {
-            let mut sums = [E::Acc::ZERO; LANES];
-            let (mut o, mut d_o) = ([E::Acc::ZERO; CHUNK], [E::Acc::ZERO; CHUNK]);
+            let mut sums = [A::ZERO; LANES];
+            let (mut o, mut d_o) = ([A::ZERO; CHUNK], [A::ZERO; CHUNK]);
             let mut done = 0;
             while done < dim {
                 let n = CHUNK.min(dim - done);
                 // SAFETY: `done + n ≤ dim`, and the row is within both tensors.
                 unsafe {
-                    widen::<E>(at::<E>(&c.o, t, h).add(done), &mut o[..n]);
-                    widen::<E>(at::<E>(&c.d_o, t, h).add(done), &mut d_o[..n]);
+                    widen_from(c.o.dtype, address(&c.o, t, h).add(done * size), &mut o[..n]);
+                    widen_from(c.o.dtype, address(&c.d_o, t, h).add(done * size), &mut d_o[..n]);
                 }
-                o[n..].fill(E::Acc::ZERO);
-                d_o[n..].fill(E::Acc::ZERO);
+                o[n..].fill(A::ZERO);
+                d_o[n..].fill(A::ZERO);
                 let padded = n.next_multiple_of(LANES);
                 for (x, y) in o[..padded].chunks_exact(LANES).zip(d_o[..padded].chunks_exact(LANES)) {
                     for ((sum, &x), &y) in sums.iter_mut().zip(x).zip(y) {
@@ -213,7 +146,7 @@ pub(super) unsafe fn delta<E: Element<Acc: Real>>(c: &Delta) {
                 }
             }
             // SAFETY: the row is within delta.
-            unsafe { *at::<E::Acc>(&c.delta, t, h) = sums[0] };
+            unsafe { *at::<A>(&c.delta, t, h) = sums[0] };
         }
     }
 }
@@ -226,21 +159,21 @@ pub(super) fn check_finish(f: &Finish) -> Result<()> {
 }
 
 /// # Safety
-/// Checked for elements `E`; tensors are valid, and nobody else touches `o` and `lse`.
-pub(super) unsafe fn finish<E: Element<Acc: Real>>(f: &Finish) {
+/// Checked for sums of `A`; tensors are valid, and nobody else touches `o` and `lse`.
+pub(super) unsafe fn finish<A: Real>(f: &Finish) {
     for range in f.rows {
         for i in 0..i64::from(range.len) {
             for h in 0..f.o.heads {
                 // SAFETY: rows and heads are within o, lse and sinks (checked).
                 unsafe {
                     let sink = if f.sinks.is_none() {
-                        E::Acc::NEG_INFINITY
+                        A::NEG_INFINITY
                     } else {
-                        E::Acc::from_f64((*at::<f32>(&f.sinks, 0, h)).into())
+                        A::from_f64((*at::<f32>(&f.sinks, 0, h)).into())
                     };
-                    core::slice::from_raw_parts_mut(at::<E>(&f.o, range.row + i, h), f.o.dim as usize)
-                        .fill(E::narrow(E::Acc::ZERO));
-                    *at::<E::Acc>(&f.lse, range.row + i, h) = merge::sink(E::Acc::NEG_INFINITY, sink).1;
+                    // Zero is zero bytes in every type.
+                    address(&f.o, range.row + i, h).write_bytes(0, f.o.dim as usize * f.o.dtype.size());
+                    *at::<A>(&f.lse, range.row + i, h) = merge::sink(A::NEG_INFINITY, sink).1;
                 }
             }
         }

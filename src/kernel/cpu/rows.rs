@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Rows of elements to sums and back.
+//!
+//! The kernels compute in the type of the sums and never see another: which element type a tensor has is asked once for
+//! each row that is packed or written. So one body of code serves f16, bf16 and f32, on each instruction set.
+
+use super::simd::Real;
+use super::tile::at;
+use crate::element::{Dtype, Element};
+use crate::kernel::RawTensor;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+/// Widens the first `dst.len()` elements of a row.
+///
+/// # Safety
+/// Token and head lie within `t`, whose memory is valid, whose rows are as long and whose sums are `A`s.
+#[inline(always)]
+pub(super) unsafe fn widen<A: Real>(t: &RawTensor, token: i64, head: u32, dst: &mut [A]) {
+    // SAFETY: the caller's promise.
+    unsafe { widen_from(t.dtype, address(t, token, head), dst) }
+}
+
+/// Rounds to the first `src.len()` elements of a row.
+///
+/// # Safety
+/// As [`widen`]; nobody else accesses the row.
+#[inline(always)]
+pub(super) unsafe fn narrow<A: Real>(src: &[A], t: &RawTensor, token: i64, head: u32) {
+    // SAFETY: the caller's promise.
+    unsafe { narrow_to(t.dtype, src, address(t, token, head)) }
+}
+
+/// The address of a row, whatever its type.
+///
+/// # Safety
+/// The indices lie within the tensor, whose memory is valid.
+#[inline(always)]
+pub(super) unsafe fn address(t: &RawTensor, token: i64, head: u32) -> *mut u8 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match t.dtype.size() {
+            2 => at::<u16>(t, token, head).cast(),
+            4 => at::<u32>(t, token, head).cast(),
+            _ => at::<u64>(t, token, head).cast(),
+        }
+    }
+}
+
+/// Widens elements whose sums are `A`s.
+///
+/// # Safety
+/// `src` is valid for reads of `dst.len()` elements.
+#[inline(always)]
+pub(super) unsafe fn widen_from<A: Real>(dtype: Dtype, src: *const u8, dst: &mut [A]) {
+    debug_assert_eq!(dtype.accumulator(), A::DTYPE);
+    let n = dst.len();
+    if A::DTYPE == Dtype::F32 && dtype != Dtype::F32 {
+        // SAFETY: A is f32.
+        let dst = unsafe { core::slice::from_raw_parts_mut(dst.as_mut_ptr().cast::<f32>(), n) };
+        if dtype == Dtype::F16 {
+            // SAFETY: the caller's promise.
+            let src = unsafe { core::slice::from_raw_parts(src.cast::<f16>(), n) };
+            src.convert_to_f32_slice(dst);
+        } else {
+            // SAFETY: the caller's promise.
+            let src = unsafe { core::slice::from_raw_parts(src.cast::<bf16>(), n) };
+            for (d, s) in dst.iter_mut().zip(src) {
+                *d = s.widen();
+            }
+        }
+    } else {
+        // SAFETY: the elements are As.
+        dst.copy_from_slice(unsafe { core::slice::from_raw_parts(src.cast::<A>(), n) });
+    }
+}
+
+/// Rounds to elements whose sums are `A`s.
+///
+/// # Safety
+/// `dst` is valid for writes of `src.len()` elements.
+#[inline(always)]
+pub(super) unsafe fn narrow_to<A: Real>(dtype: Dtype, src: &[A], dst: *mut u8) {
+    debug_assert_eq!(dtype.accumulator(), A::DTYPE);
+    if A::DTYPE == Dtype::F32 && dtype != Dtype::F32 {
+        // SAFETY: A is f32.
+        let src = unsafe { core::slice::from_raw_parts(src.as_ptr().cast::<f32>(), src.len()) };
+        if dtype == Dtype::F16 {
+            // A slice at a time takes the machine's conversion; element by element each one asks for it anew. By way of
+            // the stack, since `dst` may never have been written.
+            let mut rounded = [f16::ZERO; 64];
+            for (i, part) in src.chunks(64).enumerate() {
+                let rounded = &mut rounded[..part.len()];
+                rounded.convert_from_f32_slice(part);
+                // SAFETY: the caller's promise; elements `64 i ..` of as many as `src` has.
+                unsafe { core::ptr::copy_nonoverlapping(rounded.as_ptr(), dst.cast::<f16>().add(64 * i), part.len()) };
+            }
+        } else {
+            for (i, &x) in src.iter().enumerate() {
+                // SAFETY: the caller's promise.
+                unsafe { dst.cast::<bf16>().add(i).write(bf16::narrow(x)) };
+            }
+        }
+    } else {
+        // SAFETY: the elements are As, and nobody else's.
+        unsafe { core::ptr::copy_nonoverlapping(src.as_ptr(), dst.cast::<A>(), src.len()) };
+    }
+}
+
+/// Widens elements of any type into either accumulator.
+///
+/// # Safety
+/// As [`widen_from`].
+pub(super) unsafe fn load<A: Real>(dtype: Dtype, src: *const u8, dst: &mut [A]) {
+    /// # Safety
+    /// As [`load`], with elements `E`.
+    unsafe fn each<E: Element, A: Real>(src: *const u8, dst: &mut [A]) {
+        // SAFETY: the caller's promise.
+        let src = unsafe { core::slice::from_raw_parts(src.cast::<E>(), dst.len()) };
+        for (d, s) in dst.iter_mut().zip(src) {
+            *d = A::from_f64(s.to_f64());
+        }
+    }
+    // SAFETY: the caller's promise.
+    unsafe {
+        match dtype {
+            dtype if dtype.accumulator() == A::DTYPE => widen_from(dtype, src, dst),
+            Dtype::F16 => each::<f16, A>(src, dst),
+            Dtype::Bf16 => each::<bf16, A>(src, dst),
+            Dtype::F32 => each::<f32, A>(src, dst),
+            Dtype::F64 => each::<f64, A>(src, dst),
+        }
+    }
+}
+
+/// Rounds to elements of any type, once.
+///
+/// # Safety
+/// As [`narrow_to`].
+pub(super) unsafe fn store<A: Real>(dtype: Dtype, src: &[A], dst: *mut u8) {
+    /// # Safety
+    /// As [`store`], with elements `E`.
+    unsafe fn each<E: Element, A: Real>(src: &[A], dst: *mut u8) {
+        for (i, x) in src.iter().enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe { dst.cast::<E>().add(i).write(E::from_f64(x.to_f64())) };
+        }
+    }
+    // SAFETY: the caller's promise.
+    unsafe {
+        match dtype {
+            dtype if dtype.accumulator() == A::DTYPE => narrow_to(dtype, src, dst),
+            Dtype::F16 => each::<f16, A>(src, dst),
+            Dtype::Bf16 => each::<bf16, A>(src, dst),
+            Dtype::F32 => each::<f32, A>(src, dst),
+            Dtype::F64 => each::<f64, A>(src, dst),
+        }
+    }
+}
