@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """`python3 -m unittest discover benches/peers`. All times in here are synthetic: they stand for no machine."""
 
+import os
 import pathlib
 import re
+import subprocess
 import sys
+import tempfile
 import unittest
 import xml.dom.minidom
 
@@ -120,6 +123,53 @@ class Cases(unittest.TestCase):
         case = peers.Case(LINE.format("backward", "flash,cudnn"))
         self.assertEqual((case.lengths, case.tokens, case.causal), ([8, 8, 3], 19, True))
         self.assertEqual((case.heads, case.kv_heads, case.peers), (2, 1, ["flash", "cudnn"]))
+
+
+class Profile(unittest.TestCase):
+    """The script with stand-ins for the bench and the tools, which write down what they were called with."""
+
+    def call(self, *words):
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            for name, body in {
+                "bin/cuda": "exit 0",
+                "tool": f'echo "$*" >> {folder}/calls; if [[ "$*" == *--serve ]]; then cat >> {folder}/calls; fi; '
+                f'[[ "$*" != *"$FAIL"* ]]',
+            }.items():
+                path = folder / name
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+                path.chmod(0o755)
+            words = [word.replace("OUT", str(folder / "out")).replace("BIN", str(folder / "bin")) for word in words]
+            tool = str(folder / "tool")
+            done = subprocess.run(
+                [HERE / "profile", *words], stderr=subprocess.PIPE, text=True,
+                env={"FAIL": "never", **os.environ, "NCU": tool, "SANITIZER": tool},
+            )
+            calls = (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
+            made = sorted(path.name for path in (folder / "out").iterdir()) if (folder / "out").exists() else []
+            return done.returncode, calls, made, done.stderr
+
+    def test_counters_of_named_cases(self):
+        status, calls, made, _ = self.call("counters", "merge-bf16-128-causal|tiny-pack-", "OUT", "BIN")
+        self.assertEqual(status, 0)
+        self.assertEqual(made, [f"{n}.{e}" for n in ("merge-bf16-128-causal-8k", "tiny-pack-bf16") for e in ("csv", "log")])
+        self.assertEqual(len([call for call in calls if "--export" in call and "--clock-control none" in call]), 2)
+
+    def test_a_name_nobody_has(self):
+        status, calls, _, text = self.call("counters", "no-such-case", "OUT", "BIN")
+        self.assertEqual((status, calls), (2, []))
+        self.assertIn("no-such-case", text)
+
+    def test_sanitizers_all_run_and_failures_show(self):
+        os.environ["FAIL"] = "racecheck"
+        try:
+            status, calls, made, text = self.call("sanitize", "OUT", "BIN")
+        finally:
+            del os.environ["FAIL"]
+        self.assertEqual((status, len(calls)), (1, 4))
+        self.assertIn("racecheck: status", text)
+        self.assertEqual(len(made), 4)
 
 
 if __name__ == "__main__":
