@@ -4,7 +4,11 @@
 use cpattn::{
     Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem, Side,
     plan::{Circulate, Wire},
-    schedule::{Direction, Scratch, verify::Report},
+    schedule::{
+        Direction, Scratch,
+        build::trade::{Trade, Way},
+        verify::Report,
+    },
 };
 
 const LAYOUTS: [Layout; 7] = [
@@ -461,6 +465,13 @@ mod drawn {
                     let (forward, backward) = plan.verify().map_err(|e| TestCaseError::fail(e.to_string()))?;
                     prop_assert_eq!(forward.pairs, problem.area() * problem.heads() as u128);
                     prop_assert_eq!(backward.pairs, forward.pairs);
+                    for (way, side) in [
+                        (Way::ToHeads, Side::Q), (Way::ToHeads, Side::K), (Way::ToTokens, Side::Q), (Way::ToTokens, Side::K),
+                    ] {
+                        let trade = Trade { way, side, dim: 3, dtype };
+                        let report = plan.verify_trade(trade).map_err(|e| TestCaseError::fail(e.to_string()))?;
+                        prop_assert_eq!(report.pairs, 0);
+                    }
                 }
                 Err(Error::Invalid { .. } | Error::Unsupported { .. }) => {}
                 Err(e) => prop_assert!(false, "{}", e),

@@ -12,7 +12,7 @@ use crate::{
     batch::Side,
     error::{Error, Result},
     plan::{Plan, Wire},
-    schedule::{Buf, Direction, SINK_DIGITS, Schedule, Tensor, View},
+    schedule::{Buf, SINK_DIGITS, Schedule, Tensor, View},
 };
 
 /// What one call added to a sum: of q heads `head..head + heads`.
@@ -86,7 +86,6 @@ pub(super) struct Call<'a> {
 /// All ranks while they run.
 pub(super) struct Prover<'a> {
     pub plan: &'a Plan,
-    pub direction: Direction,
     pub schedules: &'a [Schedule],
     pub listed: &'a [Vec<Work>],
     pub memories: Vec<Memory>,
@@ -99,13 +98,7 @@ pub(super) struct Prover<'a> {
 }
 
 impl<'a> Prover<'a> {
-    pub fn new(
-        plan: &'a Plan,
-        direction: Direction,
-        schedules: &'a [Schedule],
-        listed: &'a [Vec<Work>],
-        memories: Vec<Memory>,
-    ) -> Self {
+    pub fn new(plan: &'a Plan, schedules: &'a [Schedule], listed: &'a [Vec<Work>], memories: Vec<Memory>) -> Self {
         let report = |s: &Schedule| RankReport {
             rank: s.rank,
             operations: s.ops.len(),
@@ -115,7 +108,6 @@ impl<'a> Prover<'a> {
         };
         Self {
             plan,
-            direction,
             schedules,
             listed,
             memories,

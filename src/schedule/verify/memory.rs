@@ -5,7 +5,7 @@
 
 use alloc::{format, string::String, vec, vec::Vec};
 
-use super::flaw;
+use super::{Promise, flaw, trade};
 use crate::{
     batch::Side,
     element::Dtype,
@@ -98,6 +98,13 @@ pub(super) struct Table {
 }
 
 impl Table {
+    /// A tensor of the caller's, by rows of heads: what it holds at first, or that it is absent.
+    pub fn of_user(tensor: Tensor, shape: [u64; 3], dtype: Dtype, access: Access, cells: Vec<Cell>) -> Self {
+        let [rows, heads, dim] = shape;
+        let (name, heads, dim) = (tensor.name(), heads as u32, dim as u32);
+        Self { name, rows, heads, dim, dtype, access, offset: 0, aliases: Vec::new(), cells }
+    }
+
     /// Bytes of a cell.
     pub fn cell_bytes(&self) -> u64 {
         u64::from(self.dim) * self.dtype.size() as u64
@@ -149,8 +156,14 @@ const TENSORS: [Tensor; Tensor::COUNT] = [
 ];
 
 impl Memory {
-    pub fn new(s: &Schedule, plan: &Plan) -> Result<Self> {
-        let mut tables: Vec<Table> = TENSORS.iter().map(|&t| user_table(t, s, plan)).collect();
+    pub fn new(s: &Schedule, plan: &Plan, promise: Promise) -> Result<Self> {
+        let mut tables: Vec<Table> = TENSORS
+            .iter()
+            .map(|&t| match promise {
+                Promise::Attention(_) => user_table(t, s, plan),
+                Promise::Trade(trade) => trade::user_table(t, s, plan, trade),
+            })
+            .collect();
         for b in &s.buffers {
             let bytes = b
                 .rows
@@ -379,5 +392,5 @@ fn user_table(tensor: Tensor, s: &Schedule, plan: &Plan) -> Table {
     } else if access == Access::Output {
         cells = vec![Cell::UNSET; rows as usize * heads as usize];
     }
-    Table { name: tensor.name(), rows, heads, dim, dtype, access, offset: 0, aliases: Vec::new(), cells }
+    Table::of_user(tensor, [rows, heads.into(), dim.into()], dtype, access, cells)
 }

@@ -18,12 +18,15 @@
 //!    ranges claim; at the end each output holds exactly the pairs that the mask allows, each once. A write that nobody
 //!    reads, and a fetched row that meets no allowed pair at its reader, are flaws too: nothing unneeded moves.
 //!
+//! The two all-to-alls that can be called alone ([`Trade`]) go through the same four parts; `trade` says what a caller
+//! brings to them and gets.
+//!
 //! A flaw is an [`Error::Schedule`] that names rank and operation. Cost is about that of touching each row of each call
 //! once for each head.
 
 use alloc::{format, string::String, vec::Vec};
 
-use super::{Direction, Lane, Schedule};
+use super::{Direction, Lane, Schedule, build::trade::Trade};
 use crate::{
     error::{Error, Result},
     plan::Plan,
@@ -39,11 +42,12 @@ mod mutations;
 
 mod outputs;
 mod races;
+mod trade;
 
 /// What a proof counted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// (q, k, q head) triples that were attended, each once.
+    /// (q, k, q head) triples that were attended, each once; none in a trade.
     pub pairs: u128,
     /// By rank, in the order of the group.
     pub ranks: Vec<RankReport>,
@@ -115,27 +119,53 @@ fn flaw(rank: usize, operation: usize, flaw: impl Into<String>) -> Error {
 /// [`Error::Schedule`] with the first flaw found; [`Error::Invalid`] when `schedules` are not those of one whole group.
 pub fn verify(schedules: &[Schedule], plan: &Plan) -> Result<Report> {
     let direction = group_of(schedules, plan)?;
+    list_and_prove(schedules, plan, Promise::Attention(direction))
+}
+
+/// Proves the schedules of all ranks of one group, listed by rank, for one trade.
+///
+/// # Errors
+/// As [`verify`].
+pub fn verify_trade(schedules: &[Schedule], plan: &Plan, trade: Trade) -> Result<Report> {
+    group_of(schedules, plan)?;
+    list_and_prove(schedules, plan, Promise::Trade(trade))
+}
+
+/// What the schedules are to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Promise {
+    Attention(Direction),
+    Trade(Trade),
+}
+
+fn list_and_prove(schedules: &[Schedule], plan: &Plan, promise: Promise) -> Result<Report> {
     let mut listed = Vec::with_capacity(schedules.len());
     for s in schedules {
         check_order(s)?;
         listed.push(listed::list(s)?);
     }
-    prove(schedules, &listed, plan, direction)
+    prove(schedules, &listed, plan, promise)
 }
 
 /// Everything after listing.
-fn prove(schedules: &[Schedule], listed: &[Vec<listed::Work>], plan: &Plan, direction: Direction) -> Result<Report> {
+fn prove(schedules: &[Schedule], listed: &[Vec<listed::Work>], plan: &Plan, promise: Promise) -> Result<Report> {
     let mut memories = Vec::with_capacity(schedules.len());
     for (s, work) in schedules.iter().zip(listed) {
-        let memory = memory::Memory::new(s, plan)?;
+        let memory = memory::Memory::new(s, plan, promise)?;
         listed::check_views(s, work, &memory)?;
         races::check(s, work, &memory)?;
         memories.push(memory);
     }
     let partners = meet::partners(schedules, listed, &memories)?;
-    let mut prover = execute::Prover::new(plan, direction, schedules, listed, memories);
+    let mut prover = execute::Prover::new(plan, schedules, listed, memories);
+    if let Promise::Trade(trade) = promise {
+        trade::bring(&mut prover, trade);
+    }
     meet::run(&mut prover, &partners)?;
-    let pairs = outputs::check(&mut prover)?;
+    let pairs = match promise {
+        Promise::Attention(direction) => outputs::check(&mut prover, direction)?,
+        Promise::Trade(trade) => trade::check(&mut prover, trade)?,
+    };
     Ok(Report { pairs, ranks: prover.traffic() })
 }
 
@@ -199,5 +229,15 @@ impl Plan {
             verify(&schedules, self)
         };
         Ok((all(Direction::Forward)?, all(Direction::Backward)?))
+    }
+
+    /// Proves the schedules of one replica's ranks for the all-to-all of one tensor.
+    ///
+    /// # Errors
+    /// [`Error::Schedule`] with the first flaw found.
+    pub fn verify_trade(&self, trade: Trade) -> Result<Report> {
+        let schedules: Vec<Schedule> =
+            (0..self.mesh().group()).map(|rank| self.trade(rank, trade)).collect::<Result<_>>()?;
+        verify_trade(&schedules, self, trade)
     }
 }

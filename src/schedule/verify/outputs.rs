@@ -17,11 +17,11 @@ use crate::{
 };
 
 /// Checks all ranks; returns how many (q, k, q head) triples were attended.
-pub(super) fn check(p: &mut Prover) -> Result<u128> {
+pub(super) fn check(p: &mut Prover, direction: Direction) -> Result<u128> {
     tokens_are_dealt_once(p)?;
     for r in 0..p.schedules.len() {
         p.memories[r].check_all_read()?;
-        match p.direction {
+        match direction {
             Direction::Forward => {
                 let finals = [What::Final(Tensor::O), What::Final(Tensor::Lse)];
                 tensor(p, r, Tensor::O, finals[0])?;
@@ -44,14 +44,14 @@ pub(super) fn check(p: &mut Prover) -> Result<u128> {
     if p.met_for_queries != needed {
         return Err(p.err(0, last, wrong("queries", p.met_for_queries)));
     }
-    if p.direction == Direction::Backward && p.met_for_keys != needed {
+    if direction == Direction::Backward && p.met_for_keys != needed {
         return Err(p.err(0, last, wrong("keys", p.met_for_keys)));
     }
     Ok(needed)
 }
 
 /// That the ranks of the group bring every token of the batch once.
-fn tokens_are_dealt_once(p: &Prover) -> Result<()> {
+pub(super) fn tokens_are_dealt_once(p: &Prover) -> Result<()> {
     for side in [Side::Q, Side::K] {
         let mut all: Vec<usize> = p.schedules.iter().flat_map(|s| p.plan.token_indices(side, s.rank)).collect();
         all.sort_unstable();

@@ -5,19 +5,22 @@
 use alloc::{collections::BTreeSet, format, string::String, vec, vec::Vec};
 
 use super::{
-    check_order,
+    Promise, check_order, list_and_prove,
     listed::{Work, list},
     prove,
 };
 use crate::{
-    batch::Batch,
+    batch::{Batch, Side},
     element::Dtype,
     error::{Error, Result},
     layout::Layout,
     mask::Mask,
     mesh::Mesh,
     plan::{Circulate, Options, Plan, Problem, Wire},
-    schedule::{Buf, Direction, Kind, Lane, Schedule, View},
+    schedule::{
+        Buf, Direction, Kind, Lane, Schedule, View,
+        build::trade::{Trade, Way},
+    },
 };
 
 mod written_out;
@@ -26,7 +29,7 @@ mod written_out;
 struct Subject {
     name: String,
     plan: Plan,
-    direction: Direction,
+    promise: Promise,
     schedules: Vec<Schedule>,
     listed: Vec<Vec<Work>>,
 }
@@ -90,10 +93,40 @@ fn subjects() -> Vec<Subject> {
             subjects.push(Subject {
                 name: format!("{name}, {direction:?}"),
                 plan: plan.clone(),
-                direction,
+                promise: Promise::Attention(direction),
                 schedules,
                 listed,
             });
+        }
+    }
+    subjects.extend(trades());
+    subjects
+}
+
+/// Both ways of both sides, with kv heads that several ranks hold, with uneven heads, and beside a ring.
+fn trades() -> Vec<Subject> {
+    let batch = Batch::cross(&[0, 6, 6, 13], &[0, 4, 5, 14], Some(&[-2, 0, 3])).unwrap();
+    let mut subjects = Vec::new();
+    for (mesh, heads, kv_heads) in [
+        (Mesh { replicas: 1, ring: 1, ulysses: 4 }, 9, 3),
+        (Mesh { replicas: 1, ring: 2, ulysses: 2 }, 4, 1),
+        (Mesh { replicas: 1, ring: 1, ulysses: 3 }, 7, 7),
+    ] {
+        let problem = Problem::new(batch.clone(), heads, kv_heads, 8, Dtype::F32);
+        let plan = Plan::new(&problem, mesh, Layout::Contiguous).unwrap();
+        for way in [Way::ToHeads, Way::ToTokens] {
+            for (side, dtype) in [(Side::Q, Dtype::Bf16), (Side::K, Dtype::F32)] {
+                let trade = Trade { way, side, dim: 5, dtype };
+                let schedules: Vec<Schedule> = (0..mesh.group()).map(|r| plan.trade(r, trade).unwrap()).collect();
+                let listed = schedules.iter().map(|s| list(s).unwrap()).collect();
+                subjects.push(Subject {
+                    name: format!("{trade:?} over {mesh:?}"),
+                    plan: plan.clone(),
+                    promise: Promise::Trade(trade),
+                    schedules,
+                    listed,
+                });
+            }
         }
     }
     subjects
@@ -122,14 +155,14 @@ impl Trial {
     fn schedule(&mut self, subject: &Subject, rank: usize, site: String, change: impl FnOnce(&mut Schedule)) {
         let mut schedules = subject.schedules.clone();
         change(&mut schedules[rank]);
-        self.judge(subject, super::verify(&schedules, &subject.plan), site);
+        self.judge(subject, list_and_prove(&schedules, &subject.plan, subject.promise), site);
     }
 
     /// Corrupts what was written out and proves anew.
     fn listed(&mut self, subject: &Subject, site: String, change: impl FnOnce(&mut Vec<Vec<Work>>)) {
         let mut listed = subject.listed.clone();
         change(&mut listed);
-        self.judge(subject, prove(&subject.schedules, &listed, &subject.plan, subject.direction), site);
+        self.judge(subject, prove(&subject.schedules, &listed, &subject.plan, subject.promise), site);
     }
 
     fn done(self, at_least: usize) {
@@ -156,7 +189,7 @@ fn each_op(s: &Subject, mut each: impl FnMut(usize, usize, &Work)) {
 fn right_schedules_are_proved() {
     for s in subjects() {
         s.schedules.iter().for_each(|x| check_order(x).unwrap());
-        prove(&s.schedules, &s.listed, &s.plan, s.direction).unwrap();
+        prove(&s.schedules, &s.listed, &s.plan, s.promise).unwrap();
     }
 }
 
@@ -252,13 +285,13 @@ fn a_dropped_dependency() {
             }
             let mut x = s.schedules[r].clone();
             x.ops[i].after = None;
-            let memory = super::memory::Memory::new(&x, &s.plan).unwrap();
+            let memory = super::memory::Memory::new(&x, &s.plan, s.promise).unwrap();
             if races(&x, &s.listed[r], &memory) {
                 t.schedule(s, r, format!("rank {r} op {i} {w:?}"), |y| *y = x);
             } else {
                 let mut schedules = s.schedules.clone();
                 schedules[r] = x;
-                super::verify(&schedules, &s.plan).unwrap();
+                list_and_prove(&schedules, &s.plan, s.promise).unwrap();
                 harmless += 1;
             }
         });

@@ -89,7 +89,8 @@ fn ranges_and_pairs_changed() {
 
 /// The other end of a message: (rank, operation, index).
 fn other_end(s: &Subject, r: usize, i: usize, n: usize) -> (usize, usize, usize) {
-    let memories: Vec<_> = s.schedules.iter().map(|x| super::super::memory::Memory::new(x, &s.plan).unwrap()).collect();
+    let memories: Vec<_> =
+        s.schedules.iter().map(|x| super::super::memory::Memory::new(x, &s.plan, s.promise).unwrap()).collect();
     super::super::meet::partners(&s.schedules, &s.listed, &memories).unwrap()[r][i][n]
 }
 
