@@ -32,8 +32,7 @@ fn held(plan: &Plan, rank: usize, side: Side) -> (Vec<usize>, core::ops::Range<u
         .flat_map(|peer| plan.token_indices(side, peer))
         .collect();
     let share = plan.heads_of(rank);
-    let heads = if side == Side::Q { share.q } else { share.kv };
-    (tokens, heads.start as u32..heads.end as u32)
+    (tokens, if side == Side::Q { share.q } else { share.kv })
 }
 
 fn all_heads(plan: &Plan, side: Side) -> u32 {
