@@ -2,7 +2,8 @@
 //! Key lines of explanations, and that they say what the schedules do.
 
 use super::*;
-use crate::{Batch, Dtype, Layout, Mask, Mesh, Problem};
+use crate::plan::{Circulate, Wire};
+use crate::{Batch, Dtype, Layout, Mask, Mesh, Options, Problem};
 
 fn minilm() -> Problem {
     Problem::new(Batch::from_lengths(&[297, 282, 187]).unwrap(), 9, 3, 64, Dtype::F32)

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Figures and tables as people read them.
+
+use alloc::{
+    string::{String, ToString},
+    vec,
+    vec::Vec,
+};
+use core::fmt::Write;
+
+/// 1234567 as `1,234,567`.
+pub(super) fn grouped(n: u128) -> String {
+    let digits = n.to_string();
+    let mut out = String::new();
+    for (i, c) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(c);
+    }
+    out
+}
+
+/// Rows of cells, each column as wide as its widest cell: the first `left` columns to the left, figures to the right.
+pub(super) struct Table {
+    pub left: usize,
+    pub rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    pub fn new(left: usize, head: &[&str]) -> Self {
+        Self { left, rows: vec![head.iter().map(|h| h.to_string()).collect()] }
+    }
+
+    pub fn row(&mut self, cells: impl IntoIterator<Item = String>) {
+        self.rows.push(cells.into_iter().collect());
+    }
+
+    pub fn write(&self, out: &mut String) {
+        let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
+        let width = |c: usize| self.rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
+        let widths: Vec<usize> = (0..columns).map(width).collect();
+        for row in &self.rows {
+            let mut line = String::from("  ");
+            for (c, (cell, &w)) in row.iter().zip(&widths).enumerate() {
+                if c < self.left {
+                    let _ = write!(line, "{cell:<w$}  ");
+                } else {
+                    let _ = write!(line, "{cell:>w$}  ");
+                }
+            }
+            out.push_str(line.trim_end());
+            out.push('\n');
+        }
+    }
+}
+
+/// Least, mean and largest, in figures.
+pub(super) fn spread(values: impl Iterator<Item = u128> + Clone) -> [String; 3] {
+    let n = values.clone().count().max(1) as u128;
+    let (least, largest) = (values.clone().min().unwrap_or(0), values.clone().max().unwrap_or(0));
+    [grouped(least), grouped(values.sum::<u128>() / n), grouped(largest)]
+}
