@@ -4,6 +4,7 @@
 use alloc::{
     format,
     string::{String, ToString},
+    vec,
 };
 use core::fmt::Write;
 

@@ -4,6 +4,7 @@
 use alloc::{
     format,
     string::{String, ToString},
+    vec,
     vec::Vec,
 };
 use core::fmt::Write;
