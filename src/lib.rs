@@ -34,6 +34,7 @@ pub mod kernel;
 pub mod layout;
 pub mod mask;
 pub mod mesh;
+mod place;
 pub mod plan;
 #[cfg(feature = "std")]
 pub mod runtime;
@@ -49,6 +50,7 @@ pub use error::{Cause, Error, Result};
 pub use layout::Layout;
 pub use mask::Mask;
 pub use mesh::Mesh;
+pub use place::Place;
 pub use plan::{Options, Plan, Problem};
 #[cfg(feature = "std")]
 pub use runtime::{Backward, Forward, Rank};

@@ -5,61 +5,30 @@
 //! The library is a debug build, which knows destroyed handles for certain. `CPATTN_PREFIX` names an installed one to
 //! test instead. What needs NumPy or PyTorch says so when it has to be skipped; `CPATTN_PYTHON` names the interpreter.
 
+#[path = "capi/library.rs"]
+mod library;
+
 use std::{
-    env, fs,
+    env,
     path::{Path, PathBuf},
     process::Command,
     sync::OnceLock,
 };
 
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-}
+use library::{Library, root, run};
 
-fn run(command: &mut Command) -> String {
-    let out = command.output().unwrap_or_else(|e| panic!("{command:?}: {e}"));
-    let text = format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
-    assert!(out.status.success(), "{command:?}: {}\n{text}", out.status);
-    text
-}
-
-/// Where the library is installed; built once.
-fn prefix() -> &'static Path {
-    static PREFIX: OnceLock<PathBuf> = OnceLock::new();
-    PREFIX.get_or_init(|| {
-        if let Some(prefix) = env::var_os("CPATTN_PREFIX") {
-            return prefix.into();
-        }
-        let prefix = Path::new(env!("CARGO_TARGET_TMPDIR")).join("capi-prefix");
-        // A folder of its own: this process may hold the lock of the usual one.
-        let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join("capi-target");
-        run(Command::new(root().join("capi/build")).arg("--debug").arg(&prefix).env("CARGO_TARGET_DIR", target));
-        prefix
-    })
+/// The library, built once.
+fn library() -> &'static Library {
+    static LIBRARY: OnceLock<Library> = OnceLock::new();
+    LIBRARY.get_or_init(|| Library::named("CPATTN_PREFIX").unwrap_or_else(|| Library::build("capi-prefix", &[])))
 }
 
 fn pkg_config(what: &[&str]) -> Vec<String> {
-    let path = prefix().join("lib/pkgconfig");
-    let text = run(Command::new("pkg-config").args(what).arg("cpattn").env("PKG_CONFIG_PATH", path));
-    text.split_whitespace().map(String::from).collect()
+    library().pkg_config(what)
 }
 
-/// Compiles a program against the shared library and says where it is.
 fn compile(source: &str, standard: &str) -> PathBuf {
-    let source = root().join(source);
-    let cpp = standard.starts_with("c++");
-    let (variable, default) = if cpp { ("CXX", "c++") } else { ("CC", "cc") };
-    let name = format!("{}-{standard}", source.file_stem().unwrap().to_str().unwrap());
-    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-    run(Command::new(env::var(variable).unwrap_or(default.into()))
-        .arg(format!("-std={standard}"))
-        .args(["-O1", "-g", "-Wall", "-Wextra", "-pedantic", "-Werror"])
-        .arg(&source)
-        .args(pkg_config(&["--cflags", "--libs"]))
-        .arg(format!("-Wl,-rpath,{}", prefix().join("lib").display()))
-        .args(["-lpthread", "-lm", "-o"])
-        .arg(&program));
-    program
+    library().compile(source, standard)
 }
 
 #[test]
@@ -76,14 +45,8 @@ fn the_header_is_c99_c11_and_cpp17() {
 
 #[test]
 fn nothing_but_the_snapshot_is_exported() {
-    let library = prefix().join("lib/libcpattn.so");
-    let text = run(Command::new("nm").args(["-D", "--defined-only"]).arg(&library));
-    let mut found: Vec<&str> = text.lines().filter_map(|l| l.split_whitespace().last()).collect();
-    found.sort_unstable();
-    let wanted = fs::read_to_string(root().join("capi/symbols.txt")).unwrap();
-    assert_eq!(found, wanted.lines().collect::<Vec<_>>(), "capi/symbols.txt is the list that was promised");
-    assert!(found.iter().all(|s| s.starts_with("cpattn_")));
-    let dynamic = run(Command::new("readelf").arg("-d").arg(&library));
+    library().check_symbols();
+    let dynamic = run(Command::new("readelf").arg("-d").arg(library().shared()));
     let soname = format!("libcpattn.so.{}", env!("CARGO_PKG_VERSION_MAJOR"));
     assert!(dynamic.lines().any(|l| l.contains("SONAME") && l.contains(&format!("[{soname}]"))), "{dynamic}");
 }
@@ -98,7 +61,7 @@ fn hello() {
 fn hello_linked_statically() {
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("hello-static");
     let flags = pkg_config(&["--cflags", "--libs", "--static"]);
-    let archive = prefix().join("lib/libcpattn.a");
+    let archive = library().prefix.join("lib/libcpattn.a");
     run(Command::new(env::var("CC").unwrap_or("cc".into()))
         .args(["-std=c99", "-Wall", "-Wextra", "-Werror"])
         .arg(root().join("examples/c/hello.c"))
@@ -128,6 +91,12 @@ fn misuse_is_refused() {
     run(&mut Command::new(compile("tests/capi/misuse.c", "c99")));
 }
 
+#[test]
+fn devices_are_refused_without_cuda() {
+    let program = compile("tests/capi/cuda_refusals.c", "c99");
+    run(Command::new(program).args(["without", "2", "this build serves the CPU only"]));
+}
+
 /// An interpreter that has `module`, if there is one.
 fn python(module: &str) -> Option<PathBuf> {
     let venv = root().join("target/venv/bin/python");
@@ -141,7 +110,7 @@ fn python(module: &str) -> Option<PathBuf> {
 fn script(python: &Path, name: &str) -> String {
     run(Command::new(python)
         .arg(root().join("examples/python").join(name))
-        .env("CPATTN_LIBRARY", prefix().join("lib/libcpattn.so"))
+        .env("CPATTN_LIBRARY", library().shared())
         .env("PYTHONDONTWRITEBYTECODE", "1"))
 }
 

@@ -138,7 +138,7 @@ static cpattn_transport *transport_of(Member &member, uint32_t world) {
     return m->board->agree(m->rank, first, end, number, all) ? 0 : 1;
   };
   table.exchange = [](void *c, const char *, uint32_t, const cpattn_message *sends, size_t send_count, const cpattn_message *recvs,
-                      size_t recv_count, int64_t *) -> int32_t {
+                      size_t recv_count, void * /* no stream: ranks of the CPU */, int64_t *) -> int32_t {
     auto *m = static_cast<Member *>(c);
     return m->board->exchange(m->rank, sends, send_count, recvs, recv_count) ? 0 : 1;
   };

@@ -385,7 +385,7 @@ unsafe extern "C" fn fails(_: *mut c_void, _: u32, _: u32, _: u64, _: *mut u64, 
     unsafe { *blame = 7 };
     3
 }
-unsafe extern "C" fn nothing(_: *mut c_void, _: *const std::ffi::c_char, _: u32, _: *const cpattn_message, _: usize, _: *const cpattn_message, _: usize, _: *mut i64) -> i32 {
+unsafe extern "C" fn nothing(_: *mut c_void, _: *const std::ffi::c_char, _: u32, _: *const cpattn_message, _: usize, _: *const cpattn_message, _: usize, _: *mut c_void, _: *mut i64) -> i32 {
     0
 }
 unsafe extern "C" fn fine(_: *mut c_void, _: *mut i64) -> i32 {
@@ -567,6 +567,8 @@ fn pieces(w: &mut World, b: &mut Bytes) {
     let p: Vec<*const cpattn_tensor> = t.iter_mut().map(Owned::as_ptr).collect();
     let maybe = |i: usize, b: &mut Bytes| if b.byte() & 1 == 0 { null() } else { p[i] };
     let aligned = b.number(2) as i32;
+    let perhaps = if b.byte() & 1 == 0 { null_mut() } else { scratch };
+    let mut lists = 0;
     unsafe {
         match b.below(8) {
             0 | 1 => {
@@ -586,6 +588,7 @@ fn pieces(w: &mut World, b: &mut Bytes) {
                     ranges,
                     stream: null_mut(),
                 };
+                called(cpattn_attend_lists(scratch, &args, &mut lists));
                 called(cpattn_attend(scratch, &args));
             }
             2 | 3 => {
@@ -613,22 +616,23 @@ fn pieces(w: &mut World, b: &mut Bytes) {
                     ranges,
                     stream: null_mut(),
                 };
+                called(cpattn_attend_backward_lists(scratch, &args, &mut lists));
                 called(cpattn_attend_backward(scratch, &args));
             }
             4 => {
-                called(cpattn_delta(p[4], if b.byte() & 1 == 0 { p[4] } else { p[3] }, p[8], null_mut()));
+                called(cpattn_delta(perhaps, p[4], if b.byte() & 1 == 0 { p[4] } else { p[3] }, p[8], null_mut()));
             }
             5 => {
-                called(cpattn_finish(p[4], p[5], maybe(7, b), k.as_ptr(), k.len(), null_mut()));
+                called(cpattn_finish(perhaps, p[4], p[5], maybe(7, b), k.as_ptr(), k.len(), null_mut()));
             }
             6 => {
-                called(cpattn_sink_gradient(p[5], p[8], p[7], p[13], null_mut()));
-                called(cpattn_merge(p[3], p[5], p[12], p[8], null_mut()));
+                called(cpattn_sink_gradient(perhaps, p[5], p[8], p[7], p[13], null_mut()));
+                called(cpattn_merge(perhaps, p[3], p[5], p[12], p[8], null_mut()));
             }
             _ => {
                 let count = b.below(4) as usize;
                 let list = [p[4], p[3], p[12], p[4]];
-                called(cpattn_transform(p[12 - 9 * (count & 1)], list.as_ptr(), if b.rarely() { 65 } else { count }, null_mut()));
+                called(cpattn_transform(perhaps, p[12 - 9 * (count & 1)], list.as_ptr(), if b.rarely() { 65 } else { count }, null_mut()));
             }
         }
     }

@@ -4,7 +4,8 @@
 //! The three structs are DLPack's `DLDevice`, `DLDataType` and `DLTensor`, which have kept their layout since version
 //! 0.2. A `DLTensor` says where memory is and never how long, so what can be checked is that it makes sense: device,
 //! type, number of dimensions, strides, alignment, and that every offset stays within the address space, so that nothing
-//! later has to check one again.
+//! later has to check one again. Device addresses are numbers like any other here; whose they are, the driver is asked
+//! by the backend.
 
 use core::ffi::c_void;
 use std::format;
@@ -13,6 +14,8 @@ use crate::{
     element::Dtype,
     error::{Error, Result},
     kernel::RawTensor,
+    place::Place,
+    tensor::disjoint,
 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,6 +57,9 @@ pub(super) enum Form {
 }
 
 const CPU: i32 = 1;
+const CUDA: i32 = 2;
+const CUDA_HOST: i32 = 3;
+const CUDA_MANAGED: i32 = 13;
 const FLOAT: u8 = 2;
 const BFLOAT: u8 = 4;
 
@@ -74,7 +80,36 @@ impl Parts {
     }
 }
 
-/// Reads what every tensor has to get right.
+/// What a build without CUDA says to whoever asks for it.
+pub(super) fn without_cuda<T>(option: impl Into<std::string::String>) -> Result<T> {
+    Err(Error::unsupported(
+        option,
+        "this build serves the CPU only",
+        "build the library with the feature cuda: capi/build --cuda",
+    ))
+}
+
+/// A place in DLPack's numbers.
+pub(super) fn place(name: &str, device_type: i32, device_id: i32) -> Result<Place> {
+    match (device_type, device_id) {
+        (CPU, 0) => Ok(Place::Cpu),
+        (CPU, id) => Err(Error::invalid(format!("{name}.device_id"), id, "0 on the CPU")),
+        (CUDA, id) if cfg!(feature = "cuda") => Ok(Place::Cuda(id)),
+        (CUDA, id) => without_cuda(format!("{name}.device type 2 id {id} (CUDA)")),
+        (CUDA_MANAGED, _) => Err(Error::unsupported(
+            format!("{name}.device type 13 (managed memory)"),
+            "it does not say which side may touch it now",
+            "describe it as CPATTN_DEVICE_CPU or CPATTN_DEVICE_CUDA, whichever it is",
+        )),
+        (other, id) => Err(Error::unsupported(
+            format!("{name}.device type {other} id {id}"),
+            "the CPU (1) and CUDA devices (2) are served",
+            "copy the tensor to one of them",
+        )),
+    }
+}
+
+/// Reads what every tensor has to get right. It has to lie at `at`.
 ///
 /// # Safety
 /// `t` is null or misaligned, or a DLTensor whose shape and strides have `ndim` entries.
@@ -82,6 +117,7 @@ pub(super) unsafe fn parts(
     name: &'static str,
     t: *const cpattn_tensor,
     ndims: core::ops::RangeInclusive<i32>,
+    at: Place,
 ) -> Result<Parts> {
     if t.is_null() || !t.is_aligned() {
         let found = if t.is_null() { "NULL" } else { "misaligned" };
@@ -89,13 +125,12 @@ pub(super) unsafe fn parts(
     }
     // SAFETY: non-null and aligned; the rest is the caller's promise.
     let t = unsafe { t.read() };
-    if (t.device.device_type, t.device.device_id) != (CPU, 0) {
-        let found = format!("type {} id {}", t.device.device_type, t.device.device_id);
-        return Err(Error::unsupported(
-            format!("{name}.device {found}"),
-            "this build serves the CPU (device_type 1, device_id 0)",
-            "copy the tensor to host memory",
-        ));
+    // Page-locked memory is memory of the host.
+    let device_type = if t.device.device_type == CUDA_HOST { CPU } else { t.device.device_type };
+    let found = place(name, device_type, t.device.device_id)?;
+    if found != at {
+        return Err(Error::invalid(format!("{name}.device"), format!("type {}, {found}", t.device.device_type), at)
+            .hint("all tensors of a call lie where its rank or scratch is"));
     }
     if !ndims.contains(&t.ndim) {
         let (low, high) = (ndims.start(), ndims.end());
@@ -193,69 +228,112 @@ fn dtype(name: &'static str, d: cpattn_dl_dtype) -> Result<Dtype> {
 }
 
 /// An argument of a call.
+#[derive(Clone, Copy)]
+pub(super) struct Given {
+    pub name: &'static str,
+    pub tensor: *const cpattn_tensor,
+    pub form: Form,
+    /// NULL leaves it out.
+    pub optional: bool,
+    pub written: bool,
+}
+
+/// A tensor that is read.
+pub(super) const fn read(name: &'static str, tensor: *const cpattn_tensor, form: Form) -> Given {
+    Given { name, tensor, form, optional: false, written: false }
+}
+
+/// A tensor that is written.
+pub(super) const fn written(name: &'static str, tensor: *const cpattn_tensor, form: Form) -> Given {
+    Given { name, tensor, form, optional: false, written: true }
+}
+
+impl Given {
+    pub(super) const fn optional(self) -> Self {
+        Self { optional: true, ..self }
+    }
+}
+
+/// Reads all tensors of a call.
 ///
 /// # Safety
+/// As [`parts`], for each.
+pub(super) unsafe fn tensors<const N: usize>(at: Place, list: [Given; N]) -> Result<[RawTensor; N]> {
+    let mut out = [RawTensor::NONE; N];
+    // SAFETY: the caller's promise.
+    unsafe { read_all(at, &list, &mut out) }?;
+    Ok(out)
+}
+
+/// Reads all tensors of a call and refuses those that are written and share memory. `shared` names one that may be
+/// another one itself.
+///
+/// # Safety
+/// As [`parts`], for each.
+pub(super) unsafe fn disjoint_tensors<const N: usize>(
+    at: Place,
+    list: [Given; N],
+    shared: &str,
+) -> Result<[RawTensor; N]> {
+    // SAFETY: the caller's promise.
+    let out = unsafe { tensors(at, list) }?;
+    let mut named = [("", RawTensor::NONE, false); N];
+    apart(&list, &out, shared, &mut named)?;
+    Ok(out)
+}
+
+/// # Safety
+/// As [`tensors`].
+unsafe fn read_all(at: Place, list: &[Given], out: &mut [RawTensor]) -> Result<()> {
+    for (to, given) in out.iter_mut().zip(list) {
+        // SAFETY: the caller's promise.
+        *to = unsafe { one(at, given) }?;
+    }
+    Ok(())
+}
+
+fn apart(
+    list: &[Given],
+    tensors: &[RawTensor],
+    shared: &str,
+    named: &mut [(&'static str, RawTensor, bool)],
+) -> Result<()> {
+    for (i, (to, given)) in named.iter_mut().zip(list).enumerate() {
+        let twin = given.name == shared && tensors.iter().enumerate().any(|(j, t)| j != i && *t == tensors[i]);
+        *to = (given.name, if twin { RawTensor::NONE } else { tensors[i] }, given.written);
+    }
+    disjoint(named)
+}
+
+/// # Safety
 /// As [`parts`].
-pub(super) unsafe fn tensor(name: &'static str, t: *const cpattn_tensor, form: Form) -> Result<RawTensor> {
+pub(super) unsafe fn one(at: Place, given: &Given) -> Result<RawTensor> {
+    let &Given { name, tensor, form, optional, .. } = given;
+    if optional && tensor.is_null() {
+        return Ok(RawTensor::NONE);
+    }
     let ndim = match form {
         Form::Rows => 3,
         Form::HeadMajor => 2,
         Form::PerHead => 1,
     };
     // SAFETY: the caller's promise.
-    let p = unsafe { parts(name, t, ndim..=ndim) }?;
+    let p = unsafe { parts(name, tensor, ndim..=ndim, at) }?;
     let dtype = dtype(name, p.dtype)?;
     let narrow = |d: usize| {
         u32::try_from(p.shape[d])
             .map_err(|_| Error::invalid(format!("{name}.shape[{d}]"), p.shape[d], format!("at most {}", u32::MAX)))
     };
-    let (ptr, s) = (p.ptr, p.strides);
-    Ok(match form {
-        Form::Rows => RawTensor {
-            ptr,
-            token_stride: s[0],
-            head_stride: s[1],
-            tokens: p.shape[0],
-            heads: narrow(1)?,
-            dim: narrow(2)?,
-            dtype,
-        },
-        Form::HeadMajor => RawTensor {
-            ptr,
-            token_stride: s[1],
-            head_stride: s[0],
-            tokens: p.shape[1],
-            heads: narrow(0)?,
-            dim: 1,
-            dtype,
-        },
-        Form::PerHead => {
-            RawTensor { ptr, token_stride: 0, head_stride: s[0], tokens: 1, heads: narrow(0)?, dim: 1, dtype }
-        }
-    })
-}
-
-/// An argument that may be NULL.
-///
-/// # Safety
-/// As [`parts`].
-pub(super) unsafe fn optional(name: &'static str, t: *const cpattn_tensor, form: Form) -> Result<RawTensor> {
-    if t.is_null() {
-        return Ok(RawTensor::NONE);
-    }
-    // SAFETY: the caller's promise.
-    let raw = unsafe { tensor(name, t, form) }?;
-    if raw.is_none() {
+    let s = p.strides;
+    let (tokens, token_stride, heads, head_stride, dim) = match form {
+        Form::Rows => (p.shape[0], s[0], narrow(1)?, s[1], narrow(2)?),
+        Form::HeadMajor => (p.shape[1], s[1], narrow(0)?, s[0], 1),
+        Form::PerHead => (1, 0, narrow(0)?, s[0], 1),
+    };
+    let mut ptr = p.ptr;
+    if optional && ptr.is_null() {
         // Without elements and without an address: an address is what tells it from an argument that was left out.
-        return Ok(RawTensor { ptr: core::ptr::without_provenance_mut(raw.dtype.size()), ..raw });
+        ptr = core::ptr::without_provenance_mut(dtype.size());
     }
-    Ok(raw)
-}
-
-/// Refuses a stream: only devices have them.
-pub(super) fn no_stream(stream: *mut c_void) -> Result<()> {
-    if stream.is_null() {
-        return Ok(());
-    }
-    Err(Error::unsupported("stream", "this build serves the CPU, which has no streams", "pass NULL"))
+    Ok(RawTensor { ptr, token_stride, head_stride, tokens, heads, dim, dtype })
 }

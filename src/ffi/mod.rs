@@ -9,27 +9,40 @@
 //! - `status`: the one boundary that no panic crosses, statuses, the thread's last error;
 //! - `handle`: opaque handles, and how dead ones are told from live ones;
 //! - `input`: structs with a size, arrays, flags, results; `dlpack`: tensors;
-//! - `plan`, `shard`, `transport`, `rank`, `kernel`: the calls, in the header's order.
+//! - `plan`, `shard`, `transport` (with `table`), `rank`: the calls of the whole job, in the header's order;
+//! - `scratch`, `ranges`, `attend`, `blocks`: the pieces by themselves.
+//!
+//! CPU and devices are told apart in three places: where a tensor says it lies (`dlpack`), where a rank is made, and where
+//! a scratch is. What differs behind them is the crate's own [`AnyRank`](crate::runtime::AnyRank) and
+//! [`Kernels`](crate::kernel::Kernels). A build without CUDA exports the same functions and refuses what it lacks.
 //!
 //! Every exported function is unsafe in the same way and for the same reason: pointers come from C. What the header asks
 //! of its callers is the safety contract; comments at the blocks say which part of it they rest on.
 #![allow(non_camel_case_types, reason = "the header's names")]
 #![allow(missing_docs, clippy::missing_safety_doc, reason = "the header is the manual, and not repeated here")]
 
+mod attend;
+mod blocks;
 mod dlpack;
 mod handle;
 mod input;
-mod kernel;
 mod plan;
+mod ranges;
 mod rank;
+mod scratch;
 mod shard;
 mod status;
+mod table;
 mod transport;
 
+pub use attend::*;
+pub use blocks::*;
 pub use dlpack::{cpattn_dl_device, cpattn_dl_dtype, cpattn_tensor};
-pub use kernel::*;
 pub use plan::*;
+pub use ranges::*;
 pub use rank::*;
+pub use scratch::*;
 pub use shard::*;
 pub use status::*;
+pub use table::*;
 pub use transport::*;

@@ -10,8 +10,10 @@ use std::{
     sync::{Mutex, MutexGuard, TryLockError},
 };
 
+#[cfg(feature = "cuda")]
+use super::table::Seat;
 use super::{
-    dlpack::{Form, cpattn_tensor, no_stream, optional, tensor},
+    dlpack::{Form, Given, cpattn_tensor, place, read, tensors, written},
     handle::{self, Handle, Kind},
     input::{reserved, result, sized},
     plan::{cpattn_plan, direction},
@@ -20,9 +22,15 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
+    place::Place,
     plan::{self, Plan},
-    runtime::{self, Bindings, Rank},
+    runtime::{self, AnyRank, Bindings, Rank},
     schedule::{Direction, Tensor},
+};
+#[cfg(feature = "cuda")]
+use crate::{
+    kernel::cuda::Cuda,
+    runtime::{DeviceRank, Marks},
 };
 
 #[derive(Clone, Copy)]
@@ -69,7 +77,8 @@ pub struct cpattn_backward_args {
 /// What a rank's handle holds.
 #[doc(hidden)]
 pub struct State {
-    rank: Mutex<Rank>,
+    rank: Mutex<AnyRank>,
+    place: Place,
     handle: runtime::Handle,
 }
 
@@ -81,7 +90,7 @@ impl Kind for State {
 }
 
 impl State {
-    fn lock(&self) -> Outcome<MutexGuard<'_, Rank>> {
+    fn lock(&self) -> Outcome<MutexGuard<'_, AnyRank>> {
         match self.rank.try_lock() {
             Ok(rank) => Ok(rank),
             // A rank that panicked has aborted its transport: what comes next says so.
@@ -113,31 +122,56 @@ pub unsafe extern "C" fn cpattn_rank_create(
     rank: *mut *mut cpattn_rank,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about results.
-        let out = unsafe { result("rank", rank) }?;
-        let mut n = 1;
+        // SAFETY: the header's promise about results and handles.
+        let (out, given) = unsafe { (result("rank", rank)?, handle::borrow(transport.cast_const())?) };
+        let (mut n, mut at) = (1, given.place().unwrap_or(Place::Cpu));
         if !options.is_null() {
             // SAFETY: the header's promise about structs.
             let o = unsafe { sized("options", options) }?;
             reserved("options.reserved", o.reserved == 0)?;
-            if (o.device_type, o.device_id) != (1, 0) {
-                return Err(Error::unsupported(
-                    format!("options.device_type {} with device_id {}", o.device_type, o.device_id),
-                    "this build serves the CPU",
-                    "use CPATTN_DEVICE_CPU (1) and device_id 0",
-                )
-                .into());
+            let wanted = place("options", o.device_type, o.device_id)?;
+            if given.place().is_some_and(|at| at != wanted) {
+                return Err(Error::invalid("options.device", wanted, format!("{at}, where the transport is")).into());
             }
-            n = workers("options.workers", o.workers)?;
+            (n, at) = (workers("options.workers", o.workers)?, wanted);
+            if n > 1 && at != Place::Cpu {
+                return Err(Error::invalid("options.workers", n, "1 on a device, which has threads of its own").into());
+            }
         }
-        // SAFETY: the header's promise about handles. Nothing can be refused from here on.
-        let rank = match unsafe { handle::take(transport) }? {
-            Any::Local(t) => Rank::with_workers(t, n),
-            Any::Table(t) => Rank::with_workers(t, n),
-        };
-        let handle = rank.handle();
-        out.write(handle::create(State { rank: Mutex::new(rank), handle }));
+        // SAFETY: the header's promise about handles.
+        let rank = unsafe { seated(transport, at, n) }?;
+        let (place, handle) = (rank.place(), rank.handle());
+        out.write(handle::create(State { rank: Mutex::new(rank), place, handle }));
         Ok(())
+    })
+}
+
+/// Makes a rank of a transport. What can fail comes before the transport is taken.
+///
+/// # Safety
+/// As [`handle::take`].
+unsafe fn seated(transport: *mut cpattn_transport, at: Place, workers: usize) -> Outcome<AnyRank> {
+    #[cfg(feature = "cuda")]
+    if let Place::Cuda(ordinal) = at {
+        let cuda = Cuda::shared(ordinal)?;
+        let marks = Marks::new(&cuda)?;
+        // SAFETY: the caller's promise, here and below.
+        let table = matches!(unsafe { handle::borrow(transport.cast_const()) }?, Any::Table(_));
+        let seat = if table { Some(Seat::new(cuda)?) } else { None };
+        // SAFETY: as above.
+        return Ok(match (unsafe { handle::take(transport) }?, seat) {
+            (Any::Table(t), Some(seat)) => DeviceRank::with(seat.with(t), marks).into(),
+            (Any::Peer(t), None) => DeviceRank::with(t, marks).into(),
+            _ => unreachable!("the places were compared"),
+        });
+    }
+    let _ = at;
+    // SAFETY: the caller's promise.
+    Ok(match unsafe { handle::take(transport) }? {
+        Any::Local(t) => Rank::with_workers(t, workers).into(),
+        Any::Table(t) => Rank::with_workers(t, workers).into(),
+        #[cfg(feature = "cuda")]
+        Any::Peer(_) => unreachable!("its place is a device, and was compared"),
     })
 }
 
@@ -196,6 +230,26 @@ fn runs(plan: &Plan) -> Result<()> {
     ))
 }
 
+/// Reads the tensors of a run and runs it.
+///
+/// # Safety
+/// The header's promise about tensors; streams are the driver's.
+unsafe fn run<const N: usize>(
+    rank: &State,
+    plan: &Plan,
+    direction: Direction,
+    list: [(Tensor, Given); N],
+    stream: *mut c_void,
+) -> Outcome {
+    runs(plan)?;
+    // SAFETY: the caller's promise.
+    let raw = unsafe { tensors(rank.place, list.map(|(_, given)| given)) }?;
+    let bindings = list.iter().zip(raw).fold(Bindings::default(), |b, ((tensor, _), raw)| b.with(*tensor, raw));
+    // SAFETY: the memory is the caller's for the run, by the header's promise; shapes are checked against the plan.
+    unsafe { rank.lock()?.run(plan, direction, &bindings, stream) }?;
+    Ok(())
+}
+
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_forward(
     rank: *mut cpattn_rank,
@@ -206,21 +260,16 @@ pub unsafe extern "C" fn cpattn_forward(
         // SAFETY: the header's promise about handles and structs.
         let (rank, plan, a) =
             unsafe { (handle::borrow(rank.cast_const())?, handle::borrow(plan)?, sized("args", args)?) };
-        runs(plan)?;
-        no_stream(a.stream)?;
-        // SAFETY: the header's promise about tensors.
-        let bindings = unsafe {
-            Bindings::default()
-                .with(Tensor::Q, tensor("q", a.q, Form::Rows)?)
-                .with(Tensor::K, tensor("k", a.k, Form::Rows)?)
-                .with(Tensor::V, tensor("v", a.v, Form::Rows)?)
-                .with(Tensor::Sinks, optional("sinks", a.sinks, Form::PerHead)?)
-                .with(Tensor::O, tensor("o", a.o, Form::Rows)?)
-                .with(Tensor::Lse, tensor("lse", a.lse, Form::HeadMajor)?)
-        };
-        // SAFETY: the memory is the caller's for the call, by the header's promise; shapes are checked against the plan.
-        unsafe { rank.lock()?.run(plan, Direction::Forward, &bindings) }?;
-        Ok(())
+        let list = [
+            (Tensor::Q, read("q", a.q, Form::Rows)),
+            (Tensor::K, read("k", a.k, Form::Rows)),
+            (Tensor::V, read("v", a.v, Form::Rows)),
+            (Tensor::Sinks, read("sinks", a.sinks, Form::PerHead).optional()),
+            (Tensor::O, written("o", a.o, Form::Rows)),
+            (Tensor::Lse, written("lse", a.lse, Form::HeadMajor)),
+        ];
+        // SAFETY: the header's promise about tensors and streams.
+        unsafe { run(rank, plan, Direction::Forward, list, a.stream) }
     })
 }
 
@@ -234,29 +283,25 @@ pub unsafe extern "C" fn cpattn_backward(
         // SAFETY: the header's promise about handles and structs.
         let (rank, plan, a) =
             unsafe { (handle::borrow(rank.cast_const())?, handle::borrow(plan)?, sized("args", args)?) };
-        runs(plan)?;
-        no_stream(a.stream)?;
         if !a.dsinks.is_null() && !plan.problem().has_sinks() {
+            runs(plan)?;
             return Err(Error::invalid("dsinks", "given", "NULL, since the problem has no sinks").into());
         }
-        // SAFETY: the header's promise about tensors.
-        let bindings = unsafe {
-            Bindings::default()
-                .with(Tensor::Q, tensor("q", a.q, Form::Rows)?)
-                .with(Tensor::K, tensor("k", a.k, Form::Rows)?)
-                .with(Tensor::V, tensor("v", a.v, Form::Rows)?)
-                .with(Tensor::Sinks, optional("sinks", a.sinks, Form::PerHead)?)
-                .with(Tensor::O, tensor("o", a.o, Form::Rows)?)
-                .with(Tensor::Lse, tensor("lse", a.lse, Form::HeadMajor)?)
-                .with(Tensor::DO, tensor("d_o", a.d_o, Form::Rows)?)
-                .with(Tensor::Dq, tensor("dq", a.dq, Form::Rows)?)
-                .with(Tensor::Dk, tensor("dk", a.dk, Form::Rows)?)
-                .with(Tensor::Dv, tensor("dv", a.dv, Form::Rows)?)
-                .with(Tensor::Dsinks, optional("dsinks", a.dsinks, Form::PerHead)?)
-        };
+        let list = [
+            (Tensor::Q, read("q", a.q, Form::Rows)),
+            (Tensor::K, read("k", a.k, Form::Rows)),
+            (Tensor::V, read("v", a.v, Form::Rows)),
+            (Tensor::Sinks, read("sinks", a.sinks, Form::PerHead).optional()),
+            (Tensor::O, read("o", a.o, Form::Rows)),
+            (Tensor::Lse, read("lse", a.lse, Form::HeadMajor)),
+            (Tensor::DO, read("d_o", a.d_o, Form::Rows)),
+            (Tensor::Dq, written("dq", a.dq, Form::Rows)),
+            (Tensor::Dk, written("dk", a.dk, Form::Rows)),
+            (Tensor::Dv, written("dv", a.dv, Form::Rows)),
+            (Tensor::Dsinks, written("dsinks", a.dsinks, Form::PerHead).optional()),
+        ];
         // SAFETY: as in `cpattn_forward`.
-        unsafe { rank.lock()?.run(plan, Direction::Backward, &bindings) }?;
-        Ok(())
+        unsafe { run(rank, plan, Direction::Backward, list, a.stream) }
     })
 }
 

@@ -20,11 +20,19 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 #[cfg(feature = "std")]
+mod kernels;
+#[cfg(feature = "std")]
 pub mod merge;
 #[cfg(feature = "std")]
 pub mod reference;
 #[cfg(feature = "std")]
 pub mod sinks;
+
+#[cfg(feature = "std")]
+#[cfg(feature = "std")]
+pub(crate) use kernels::no_stream;
+#[cfg(feature = "std")]
+pub use kernels::{Kernels, RawStream};
 
 /// A run of rows of a `[tokens, heads, dim]` tensor, with the positions of its tokens.
 ///
@@ -376,6 +384,19 @@ pub struct Finish<'a> {
     pub sinks: RawTensor,
     /// The rows.
     pub rows: &'a [Range],
+}
+
+/// `(o, lse)` becomes the merge of itself and another partial result of the same rows, all f32 or all f64.
+#[derive(Clone, Copy, Debug)]
+pub struct Merge {
+    /// Normalised o, `[tokens, heads, value_dim]`; read and written.
+    pub o: RawTensor,
+    /// Its lse, `[tokens, heads, 1]`; read and written.
+    pub lse: RawTensor,
+    /// The other o.
+    pub with_o: RawTensor,
+    /// The other lse.
+    pub with_lse: RawTensor,
 }
 
 /// `dsink_h = −Σ_rows exp(sink_h − lse) · delta`.

@@ -70,6 +70,12 @@ impl Bindings {
         &self.tensors[tensor as usize]
     }
 
+    /// The tensors that a direction reads or writes.
+    #[cfg(feature = "cuda")]
+    pub(super) fn used(&self, direction: Direction, sinks: bool) -> impl Iterator<Item = (Tensor, &RawTensor)> {
+        ALL.into_iter().filter(move |&t| role(t, direction, sinks).is_some()).map(|t| (t, self.get(t)))
+    }
+
     pub(super) fn check(&self, plan: &Plan, prepared: &Prepared) -> Result<()> {
         let (schedule, p) = (&prepared.schedule, plan.problem());
         let direction = schedule.direction;

@@ -11,8 +11,10 @@
 use std::{format, sync::Arc, vec::Vec};
 
 use super::{
+    Handle,
     bind::{self, Bindings},
     ops::{Backend, Job, Memory, Prepared, perform},
+    trade::Watch,
 };
 use crate::{
     element::Dtype,
@@ -22,22 +24,37 @@ use crate::{
         cuda::{Cuda, DeviceMemory, Staging, Stream, driver::Event},
     },
     plan::Plan,
-    schedule::{ALIGNMENT, Direction, Lane},
-    transport::{Label, Message, Transport, peer::Peer},
+    schedule::{ALIGNMENT, Direction, Lane, Tensor},
+    transport::{DeviceTransport, Label, Message, Transport},
 };
 
 /// How many schedules a rank remembers.
 const REMEMBERED: usize = 16;
 
 /// One rank whose tensors are on a CUDA device.
+///
+/// Dropping it means that the rank leaves, once what it enqueued is done. Its runs come one after another, whatever
+/// streams they are put on, because they share one workspace.
 pub struct DeviceRank {
-    peer: Peer,
+    transport: Arc<dyn DeviceTransport>,
     prepared: Vec<Enqueueable>,
     staging: Option<[Staging; 2]>,
     workspace: Workspace,
+    marks: Marks,
+}
+
+/// Where a run begins, where its communication ends, and where all of it is over.
+pub(crate) struct Marks {
     begin: Event,
     end: Event,
     over: Event,
+}
+
+impl Marks {
+    pub(crate) fn new(cuda: &Cuda) -> Result<Self> {
+        let event = || Event::new(cuda.context());
+        Ok(Self { begin: event()?, end: event()?, over: event()? })
+    }
 }
 
 enum Workspace {
@@ -58,7 +75,7 @@ struct Enqueueable {
 /// One lane: a stream, and the ring that lists are uploaded by.
 struct Device<'a> {
     cuda: &'a Cuda,
-    peer: &'a Peer,
+    transport: &'a dyn DeviceTransport,
     stream: Stream,
     staging: &'a mut Staging,
     slopes: RawTensor,
@@ -96,7 +113,7 @@ impl Backend for Device<'_> {
 
     unsafe fn exchange(&mut self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
         // SAFETY: the caller's promise.
-        unsafe { self.peer.exchange(label, sends, recvs) }
+        unsafe { self.transport.exchange(label, sends, recvs) }
     }
 
     fn slopes(&self, _: &Plan) -> RawTensor {
@@ -169,38 +186,52 @@ impl DeviceRank {
     ///
     /// # Errors
     /// The driver's.
-    pub fn new(peer: Peer) -> Result<Self> {
-        let context = peer.device().context();
-        let (begin, end, over) = (Event::new(context)?, Event::new(context)?, Event::new(context)?);
-        Ok(Self {
+    pub fn new(transport: impl DeviceTransport + 'static) -> Result<Self> {
+        let marks = Marks::new(transport.device())?;
+        Ok(Self::with(transport, marks))
+    }
+
+    /// As [`DeviceRank::new`], with what could fail made before.
+    pub(crate) fn with(transport: impl DeviceTransport + 'static, marks: Marks) -> Self {
+        Self {
             prepared: Vec::with_capacity(REMEMBERED),
             staging: None,
             workspace: Workspace::Own(None),
-            begin,
-            end,
-            over,
-            peer,
-        })
+            marks,
+            transport: Arc::new(transport),
+        }
     }
 
     /// This rank's number.
     pub fn rank(&self) -> usize {
-        self.peer.rank()
+        self.transport.rank()
     }
 
     /// The rank's device.
     pub fn device(&self) -> &Arc<Cuda> {
-        self.peer.device()
+        self.transport.device()
+    }
+
+    /// For other threads.
+    pub fn handle(&self) -> Handle {
+        let transport: Arc<dyn Transport> = self.transport.clone();
+        Handle { transport: Arc::downgrade(&transport) }
+    }
+
+    /// Waits on the host until nothing that this rank enqueued uses its memory any more.
+    fn settle(&self) -> Result<()> {
+        self.transport.synchronize()?;
+        self.marks.over.wait()
     }
 
     /// Whether anything has failed so far, on any rank or on the device; never waits.
     pub fn poll(&self) -> Result<()> {
-        self.peer.poll()
+        self.transport.poll()
     }
 
     /// Ends the run on every rank.
     pub fn abort(&self) {
-        self.peer.abort(Cause::Aborted);
+        self.transport.abort(Cause::Aborted);
     }
 
     /// Bytes of device workspace that running `plan` in `direction` takes on this rank.
@@ -208,20 +239,23 @@ impl DeviceRank {
         self.ready(plan, direction).map(|i| self.prepared[i].prepared.schedule.workspace)
     }
 
-    /// Lends the rank device memory to work in, instead of memory of its own.
+    /// Lends the rank device memory to work in, instead of memory of its own. Waits for what it enqueued.
     ///
     /// # Safety
     /// The `bytes` at `ptr` are memory of the rank's device, valid and untouched by others until another workspace is
     /// lent or the rank is dropped.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if `ptr` is not a multiple of [`ALIGNMENT`].
+    /// [`Error::Invalid`] if `ptr` is not a multiple of [`ALIGNMENT`], or not memory of the rank's device.
     pub unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
         if !(ptr as usize).is_multiple_of(ALIGNMENT as usize) {
             let (found, expected) = (format!("address {ptr:p}"), format!("a multiple of {ALIGNMENT} bytes"));
             return Err(Error::invalid("workspace", found, expected));
         }
-        self.peer.synchronize()?;
+        if bytes > 0 {
+            self.device().accept_address("workspace", ptr)?;
+        }
+        self.settle()?;
         self.workspace = Workspace::Lent(ptr, bytes);
         Ok(())
     }
@@ -232,7 +266,23 @@ impl DeviceRank {
     /// # Errors
     /// A plan for another world, an element type or head dim without a kernel, the driver's.
     pub fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<()> {
-        self.ready(plan, direction).map(|_| ())
+        let at = self.ready(plan, direction)?;
+        self.room(at).map(|_| ())
+    }
+
+    /// The workspace of a prepared run.
+    fn room(&self, at: usize) -> Result<*mut u8> {
+        let needed = self.prepared[at].prepared.schedule.workspace;
+        match &self.workspace {
+            Workspace::Own(own) => Ok(own.as_ref().map_or(core::ptr::null_mut(), DeviceMemory::ptr)),
+            Workspace::Lent(ptr, bytes) if *bytes as u64 >= needed => Ok(*ptr),
+            Workspace::Lent(_, bytes) => Err(Error::invalid(
+                "workspace",
+                format!("{bytes} bytes"),
+                format!("at least {needed} bytes for this plan"),
+            )
+            .hint("ask workspace_bytes() of every plan and lend the largest")),
+        }
     }
 
     fn ready(&mut self, plan: &Plan, direction: Direction) -> Result<usize> {
@@ -241,7 +291,7 @@ impl DeviceRank {
         if let Some(i) = self.prepared.iter().position(known) {
             return Ok(i);
         }
-        plan.fits_world(self.peer.world())?;
+        plan.fits_world(self.transport.world())?;
         let p = plan.problem();
         if plan.options().reproducible {
             return Err(Error::unsupported(
@@ -250,7 +300,7 @@ impl DeviceRank {
                 "run it on the CPU, or plan without it: runs still repeat bit for bit on one mesh",
             ));
         }
-        let cuda = Arc::clone(self.peer.device());
+        let cuda = Arc::clone(self.transport.device());
         cuda.prepare(p.dtype(), p.head_dim() as u32, p.v_head_dim() as u32)?;
         let mut prepared = Prepared::new(plan, self.rank(), job)?;
         let mut events: Vec<Option<Event>> = (0..prepared.schedule.ops.len()).map(|_| None).collect();
@@ -271,7 +321,7 @@ impl DeviceRank {
         };
         self.make_room(plan, &mut prepared)?;
         if self.prepared.len() == REMEMBERED {
-            self.peer.synchronize()?;
+            self.settle()?;
             self.prepared.remove(0);
         }
         self.prepared.push(Enqueueable { prepared, events, slopes });
@@ -280,7 +330,7 @@ impl DeviceRank {
 
     /// Workspace and rings for one more schedule.
     fn make_room(&mut self, plan: &Plan, prepared: &mut Prepared) -> Result<()> {
-        let cuda = Arc::clone(self.peer.device());
+        let cuda = Arc::clone(self.transport.device());
         let tensors = bind::placeholders(plan, prepared, dangling);
         let memory = Memory { tensors, workspace: core::ptr::without_provenance_mut(ALIGNMENT as usize) };
         let mut measure = Measure { cuda: &cuda, bytes: 0, largest: 0, launches: 0, messages: 0 };
@@ -289,18 +339,19 @@ impl DeviceRank {
             // SAFETY: `Measure` touches no memory.
             unsafe { perform(plan, schedule, op, &memory, compute, &mut measure) }?;
         }
-        self.peer.reserve(measure.messages);
+        self.transport.reserve(measure.messages);
         // Two runs in flight fit the ring, so that the host need not wait for the first to enqueue the second.
         let (bytes, launches) = (2 * measure.bytes + measure.largest, 2 * measure.launches + 1);
         if self.staging.as_ref().is_none_or(|s| s[0].bytes() < bytes) {
-            self.peer.synchronize()?;
+            self.settle()?;
             self.staging = None;
             self.staging = Some([cuda.staging(bytes, launches)?, cuda.staging(bytes, launches)?]);
         }
-        if let Workspace::Own(own) = &mut self.workspace {
-            let needed = schedule.workspace as usize;
-            if needed > 0 && own.as_ref().is_none_or(|m| m.bytes() < needed) {
-                self.peer.synchronize()?;
+        let needed = schedule.workspace as usize;
+        let short = |own: &Option<DeviceMemory>| needed > 0 && own.as_ref().is_none_or(|m| m.bytes() < needed);
+        if matches!(&self.workspace, Workspace::Own(own) if short(own)) {
+            self.settle()?;
+            if let Workspace::Own(own) = &mut self.workspace {
                 *own = None;
                 *own = Some(cuda.allocate(needed)?);
             }
@@ -308,41 +359,47 @@ impl DeviceRank {
         Ok(())
     }
 
-    /// Enqueues a run behind what is on `stream` so far; what is put on `stream` later comes after it.
+    /// Enqueues a run behind what is on `stream` so far, and behind this rank's earlier runs; what is put on `stream` later
+    /// comes after it. Returns once all of it is enqueued; only with more than two runs in flight it may wait for the
+    /// oldest.
     ///
     /// All ranks of the group must call it with equal plans in the same order, each from a thread of its own.
     ///
     /// # Errors
-    /// As [`Rank::run`](super::Rank::run), and the driver's. After an error nothing of the run is left on the device.
+    /// As [`Rank::run`](super::Rank::run): a tensor or stream that cannot be taken is refused before anything moves. And
+    /// the driver's; after these nothing of the run is left on the device.
     ///
     /// # Safety
-    /// `stream` is of the device's primary context. When the run gets to them, in stream order, the tensors are valid
-    /// device memory for reads (inputs) or writes (outputs) that nobody else uses until the run is over.
+    /// `stream` is one of the driver's and was not destroyed. When the run gets to them, in stream order, the tensors are
+    /// valid device memory for reads (inputs) or writes (outputs) that nobody else uses until the run is over.
     pub unsafe fn run(&mut self, plan: &Plan, direction: Direction, tensors: &Bindings, stream: Stream) -> Result<()> {
         let at = self.ready(plan, direction)?;
         tensors.check(plan, &self.prepared[at].prepared)?;
-        let needed = self.prepared[at].prepared.schedule.workspace;
-        let workspace = match &self.workspace {
-            Workspace::Own(own) => own.as_ref().map_or(core::ptr::null_mut(), DeviceMemory::ptr),
-            Workspace::Lent(ptr, bytes) if *bytes as u64 >= needed => *ptr,
-            Workspace::Lent(_, bytes) => {
-                return Err(Error::invalid("workspace", format!("{bytes} bytes"), format!("at least {needed} bytes"))
-                    .hint("ask workspace_bytes() of every plan and lend the largest"));
-            }
-        };
+        for (tensor, raw) in tensors.used(direction, plan.problem().has_sinks()) {
+            // What attention itself may read or write is read 16 bytes at a time, on whatever mesh; the rest is only
+            // copied.
+            let whole = matches!(tensor, Tensor::Q | Tensor::K | Tensor::V | Tensor::O | Tensor::DO);
+            self.device().accept(tensor.name(), raw, if whole { 16 } else { raw.dtype.size() })?;
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.device().accept_stream(stream) }?;
+        let workspace = self.room(at)?;
         let group = self.prepared[at].prepared.schedule.group.clone();
         if group.len() > 1 {
-            self.peer.agree(group, self.prepared[at].prepared.job.fingerprint(plan))?;
+            self.transport.agree(group, self.prepared[at].prepared.job.fingerprint(plan))?;
         }
         let memory = Memory { tensors: *tensors, workspace };
+        let transport = Arc::clone(&self.transport);
+        let watch = Watch(&*transport);
         // SAFETY: the caller's promise; the tensors fit the plan (checked), the workspace is large enough.
         let outcome = unsafe { self.enqueue(at, &memory, stream) };
+        std::mem::forget(watch);
         if outcome.is_err() {
-            self.peer.abort(Cause::Failed);
+            self.transport.abort(Cause::Failed);
             // Best effort: if the driver cannot even wait, the first error says more than this one would.
-            let _ = self.peer.synchronize();
+            let _ = self.transport.synchronize();
             // SAFETY: the caller's promise.
-            let _ = unsafe { self.peer.device().synchronize(stream) };
+            let _ = unsafe { self.transport.device().synchronize(stream) };
         }
         outcome
     }
@@ -350,16 +407,17 @@ impl DeviceRank {
     unsafe fn enqueue(&mut self, at: usize, memory: &Memory, stream: Stream) -> Result<()> {
         let Enqueueable { prepared, events, slopes } = &mut self.prepared[at];
         let Prepared { plan, schedule, compute, communication, .. } = prepared;
-        let cuda = Arc::clone(self.peer.device());
+        let cuda = Arc::clone(self.transport.device());
         let _entered = cuda.context().enter()?;
         let Some(staging) = &mut self.staging else {
             return Err(Error::invalid("staging", "missing", "made by prepare"));
         };
         let heads = plan.problem().heads() as u32;
         let slopes = slopes.as_ref().map_or(RawTensor::NONE, |m| RawTensor::compact(m.ptr(), Dtype::F32, 1, heads, 1));
-        let other = self.peer.stream();
-        self.begin.record(stream)?;
-        self.begin.hold(other)?;
+        let other = self.transport.stream();
+        self.marks.over.hold(stream)?;
+        self.marks.begin.record(stream)?;
+        self.marks.begin.hold(other)?;
         for (i, op) in schedule.ops.iter().enumerate() {
             let (lane, room) = match op.lane {
                 Lane::Compute => (0, &mut *compute),
@@ -369,23 +427,23 @@ impl DeviceRank {
             if let Some(event) = op.after.and_then(|after| events[after as usize].as_ref()) {
                 event.hold(on)?;
             }
-            let mut device = Device { cuda: &cuda, peer: &self.peer, stream: on, staging: &mut staging[lane], slopes };
+            let mut device =
+                Device { cuda: &cuda, transport: &*self.transport, stream: on, staging: &mut staging[lane], slopes };
             // SAFETY: the caller's promise; events keep the order that the schedule asks for.
             unsafe { perform(plan, schedule, i, memory, room, &mut device) }?;
             if let Some(event) = &events[i] {
                 event.record(on)?;
             }
         }
-        self.end.record(other)?;
-        self.end.hold(stream)?;
-        self.over.record(stream)
+        self.marks.end.record(other)?;
+        self.marks.end.hold(stream)?;
+        self.marks.over.record(stream)
     }
 }
 
 impl Drop for DeviceRank {
     fn drop(&mut self) {
         // The workspace and the rings must outlive what was enqueued; a failure means that the context is gone.
-        let _ = self.peer.synchronize();
-        let _ = self.over.wait();
+        let _ = self.settle();
     }
 }

@@ -9,7 +9,7 @@
 //! - [`front`]: the typed calls most users want, [`Rank::forward`] and [`Rank::backward`];
 //! - [`bind`]: the caller's tensors, checked before anything is touched;
 //! - [`lanes`]: the two lanes and how they wait for each other; [`ops`]: one operation, wherever it runs; [`host`]: the
-//!   CPU.
+//!   CPU; [`any`]: a rank on the CPU or on a device.
 
 use std::{
     sync::{Arc, Weak},
@@ -24,6 +24,7 @@ use crate::{
     transport::Transport,
 };
 
+mod any;
 mod bind;
 #[cfg(feature = "cuda")]
 mod device;
@@ -35,9 +36,12 @@ pub mod trace;
 mod trade;
 mod workspace;
 
+pub use any::AnyRank;
 pub use bind::Bindings;
 #[cfg(feature = "cuda")]
 pub use device::DeviceRank;
+#[cfg(all(feature = "cuda", feature = "capi"))]
+pub(crate) use device::Marks;
 pub use front::{Backward, Forward};
 
 use lanes::Lanes;

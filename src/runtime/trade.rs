@@ -20,8 +20,8 @@ use crate::{
     transport::Transport,
 };
 
-/// Ends the run when it is dropped, that is, when the caller's closure unwinds.
-struct Watch<'a>(&'a dyn Transport);
+/// Ends the run when it is dropped, that is, when what it watches unwinds.
+pub(super) struct Watch<'a>(pub(super) &'a dyn Transport);
 
 impl Drop for Watch<'_> {
     fn drop(&mut self) {

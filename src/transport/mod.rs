@@ -14,6 +14,11 @@
 
 use crate::error::{Cause, Result};
 
+#[cfg(feature = "cuda")]
+use crate::kernel::cuda::{Cuda, Stream};
+#[cfg(feature = "cuda")]
+use alloc::sync::Arc;
+
 #[cfg(feature = "std")]
 pub mod fault;
 #[cfg(feature = "std")]
@@ -72,4 +77,21 @@ pub trait Transport: Send + Sync {
 
     /// Ends the run on every rank of the world. May be called from any thread, any number of times.
     fn abort(&self, cause: Cause);
+}
+
+/// A transport of device memory: `exchange` enqueues a batch on the transport's own stream and returns. Whoever calls it
+/// orders that stream after what wrote the bytes, and what reads them after that stream.
+#[cfg(feature = "cuda")]
+pub trait DeviceTransport: Transport {
+    /// The rank's device.
+    fn device(&self) -> &Arc<Cuda>;
+
+    /// The stream that exchanges are enqueued on. It does not wait for the default stream.
+    fn stream(&self) -> Stream;
+
+    /// Waits on the host until everything on the stream is done.
+    fn synchronize(&self) -> Result<()>;
+
+    /// Makes room for exchanges of that many messages each way, so that none allocates.
+    fn reserve(&self, messages: usize);
 }

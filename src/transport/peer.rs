@@ -4,7 +4,8 @@
 //! The data moves by device copies, ordered by events alone. The host threads of the ranks meet at each exchange, over
 //! transport [`local`], only to tell each other addresses and events; nobody waits for a device. What a pair agrees on:
 //!
-//! 1. the sender records an event behind whatever wrote the bytes, and offers address, size, event and its stream;
+//! 1. the sender records an event behind whatever wrote the bytes, and offers address, size, event and its stream and
+//!    context;
 //! 2. the receiver has its own stream wait for that event, enqueues the copies, records an event behind them, and has
 //!    the *sender's* stream wait for it, so that the bytes are not overwritten too early;
 //! 3. it then says so. Not before has the sender's host gone on, so neither event is recorded anew too early.
@@ -19,14 +20,14 @@ use std::{
 };
 
 use super::{
-    Label, Message, Transport,
+    DeviceTransport, Label, Message, Transport,
     local::{self, Local},
 };
 use crate::{
     error::{Cause, Error, Result},
     kernel::cuda::{
         Cuda, Stream,
-        driver::{Event, check},
+        driver::{Event, check, enter_other},
         memory::{OwnStream, copy},
     },
 };
@@ -39,6 +40,7 @@ struct Offer {
     bytes: usize,
     ready: usize,
     stream: usize,
+    context: usize,
 }
 
 /// One rank of a [`group`]. Dropping it means that the rank leaves.
@@ -85,24 +87,20 @@ pub fn group(devices: &[Arc<Cuda>], deadline: Duration) -> Result<Vec<Peer>> {
         .collect()
 }
 
-impl Peer {
-    /// The stream that exchanges are ordered on.
-    pub fn stream(&self) -> Stream {
-        self.stream.handle()
-    }
-
-    /// The rank's device.
-    pub fn device(&self) -> &Arc<Cuda> {
+impl DeviceTransport for Peer {
+    fn device(&self) -> &Arc<Cuda> {
         &self.cuda
     }
 
-    /// Waits on the host until every copy that was enqueued is done.
-    pub(crate) fn synchronize(&self) -> Result<()> {
+    fn stream(&self) -> Stream {
+        self.stream.handle()
+    }
+
+    fn synchronize(&self) -> Result<()> {
         self.stream.synchronize()
     }
 
-    /// Makes room for exchanges of that many messages each way.
-    pub(crate) fn reserve(&self, messages: usize) {
+    fn reserve(&self, messages: usize) {
         let mut e = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         let world = self.local.world();
         e.out.reserve(messages);
@@ -129,10 +127,12 @@ impl Events {
         &mut self,
         local: &Local,
         label: Label,
+        cuda: &Cuda,
         stream: Stream,
         sends: &[Message],
         recvs: &[Message],
     ) -> Result<()> {
+        let context = cuda.context().handle();
         let Self { ready, out, arrived, sends: host_sends, recvs: host_recvs, peers, .. } = self;
         out.clear();
         host_sends.clear();
@@ -143,6 +143,7 @@ impl Events {
                 bytes: m.bytes,
                 ready: ready.handle() as usize,
                 stream: stream as usize,
+                context: context as usize,
             });
             out.extend(offers);
         }
@@ -154,7 +155,7 @@ impl Events {
             at += n;
         }
         arrived.clear();
-        arrived.resize(recvs.len(), Offer { ptr: 0, bytes: 0, ready: 0, stream: 0 });
+        arrived.resize(recvs.len(), Offer { ptr: 0, bytes: 0, ready: 0, stream: 0, context: 0 });
         host_recvs.clear();
         peers_of(recvs, peers);
         let mut at = 0;
@@ -196,6 +197,9 @@ impl Events {
         let mut last = None;
         for offer in &self.arrived {
             if last != Some(offer.stream) {
+                // A stream is given work while its own context is current.
+                // SAFETY: the sender holds its context until it is told that this is done.
+                let _entered = unsafe { enter_other(offer.context as _) }?;
                 self.done.hold(offer.stream as Stream)?;
                 last = Some(offer.stream);
             }
@@ -237,7 +241,7 @@ impl Transport for Peer {
         let _entered = self.cuda.context().enter()?;
         let stream = self.stream.handle();
         events.ready.record(stream)?;
-        events.trade_offers(&self.local, label, stream, sends, recvs)?;
+        events.trade_offers(&self.local, label, &self.cuda, stream, sends, recvs)?;
         // SAFETY: the caller's promise.
         unsafe { events.enqueue(&self.local, label, stream, recvs) }?;
         events.acknowledge(&self.local, label, sends)

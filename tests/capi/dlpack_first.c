@@ -27,4 +27,4 @@ typedef struct {
 
 typedef char same_size[sizeof(cpattn_tensor) == 48 ? 1 : -1];
 int32_t merge(DLTensor *a, DLTensor *b);
-int32_t merge(DLTensor *a, DLTensor *b) { return cpattn_merge(a, a, b, b, NULL); }
+int32_t merge(DLTensor *a, DLTensor *b) { return cpattn_merge(NULL, a, a, b, b, NULL); }

@@ -145,7 +145,7 @@ static void tensors(void) {
   OK(cpattn_local_group(1, 1000, &transport));
   cpattn_rank_options device = CPATTN_RANK_OPTIONS_INIT;
   device.device_type = CPATTN_DEVICE_CUDA;
-  REFUSED(CPATTN_UNSUPPORTED, "device_type 2", cpattn_rank_create(transport, &device, &rank));
+  REFUSED(CPATTN_UNSUPPORTED, "options.device type 2 id 0 (CUDA)", cpattn_rank_create(transport, &device, &rank));
   OK(cpattn_rank_create(transport, NULL, &rank));
   REFUSED(CPATTN_INVALID_HANDLE, "destroyed", cpattn_transport_destroy(transport));
   REFUSED(CPATTN_INVALID_HANDLE, "another kind", cpattn_rank_poll((const cpattn_rank *)(const void *)plan));
@@ -289,13 +289,13 @@ static void pieces(void) {
   for (int i = 0; i < HEADS * TOKENS; i++) memory[4][i] = -1.0f / 0.0f;
   cpattn_tensor other_o = tensor(3), other_lse = tensor(4);
   float before = o_two[3];
-  OK(cpattn_merge(&to, &tl, &other_o, &other_lse, NULL));
+  OK(cpattn_merge(NULL, &to, &tl, &other_o, &other_lse, NULL));
   if (o_two[3] != before) failures++, fprintf(stderr, "merge with nothing changed something\n");
   const cpattn_tensor *sources[] = {&to, &tr};
-  OK(cpattn_transform(&other_o, sources, 2, NULL));
+  OK(cpattn_transform(NULL, &other_o, sources, 2, NULL));
   if (memory[3][3] != o_two[3] + running[3]) failures++, fprintf(stderr, "transform is no sum\n");
-  REFUSED(CPATTN_INVALID, "overlaps", cpattn_transform(&tr, sources, 2, NULL));
-  REFUSED(CPATTN_INVALID, "source_count is 65", cpattn_transform(&other_o, sources, 65, NULL));
+  REFUSED(CPATTN_INVALID, "overlaps", cpattn_transform(NULL, &tr, sources, 2, NULL));
+  REFUSED(CPATTN_INVALID, "source_count is 65", cpattn_transform(NULL, &other_o, sources, 65, NULL));
 }
 
 int main(void) {

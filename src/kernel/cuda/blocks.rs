@@ -9,7 +9,7 @@ use super::staging::{Staging, padded};
 use super::{Cuda, Stream};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
-use crate::kernel::{Delta, Finish, RawTensor, Transform};
+use crate::kernel::{Delta, Finish, Merge, RawTensor, Transform};
 use alloc::format;
 
 const THREADS: u32 = 256;
@@ -17,19 +17,6 @@ const THREADS: u32 = 256;
 const TILE_STEPS: u64 = THREADS as u64 * 4;
 /// Steps of one work item of `finish`.
 const FINISH_STEPS: u32 = 2048;
-
-/// `(o, lse)` becomes the merge of itself and another partial result of the same rows, all f32.
-#[derive(Clone, Copy, Debug)]
-pub struct Merge {
-    /// Normalised o, `[tokens, heads, value_dim]`; read and written.
-    pub o: RawTensor,
-    /// Its lse, `[tokens, heads, 1]`; read and written.
-    pub lse: RawTensor,
-    /// The other o.
-    pub with_o: RawTensor,
-    /// The other lse.
-    pub with_lse: RawTensor,
-}
 
 impl Cuda {
     /// Bytes of staging that [`Cuda::transform`] needs for this call.

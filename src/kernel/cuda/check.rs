@@ -88,8 +88,13 @@ impl Checker {
                 "use strides below 2 GiB",
             ));
         }
-        match device_of(t.ptr) {
-            Some(device) if device == self.ordinal => Ok(out),
+        self.home(name, t.ptr).map(|()| out)
+    }
+
+    /// Whose memory an address is.
+    pub fn home(self, name: &str, address: *const u8) -> Result<()> {
+        match device_of(address) {
+            Some(device) if device == self.ordinal => Ok(()),
             Some(device) => Err(Error::invalid(
                 format!("{name}.ptr"),
                 format!("memory of device {device}"),
@@ -97,7 +102,7 @@ impl Checker {
             )),
             None => Err(Error::invalid(
                 format!("{name}.ptr"),
-                format!("{:#x}, which the driver does not know", out.ptr),
+                format!("{address:p}, which the driver does not know"),
                 format!("memory of device {}", self.ordinal),
             )),
         }

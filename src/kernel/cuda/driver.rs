@@ -64,7 +64,7 @@ impl Context {
         // SAFETY: the driver is initialised; the pointers are to locals.
         unsafe { call!(cuDeviceGetCount(&raw mut count)) }?;
         if ordinal < 0 || ordinal >= count {
-            return Err(Error::invalid("ordinal", ordinal, format!("a device below {count}")));
+            return Err(Error::invalid("device", ordinal, format!("a number below {count}, of the devices there are")));
         }
         // SAFETY: as above; the ordinal is one of a device.
         unsafe {
@@ -93,6 +93,47 @@ impl Context {
         unsafe { call!(cuCtxPushCurrent_v2(self.handle)) }?;
         Ok(Entered { _context: PhantomData })
     }
+
+    /// The driver's handle.
+    pub fn handle(&self) -> sys::CUcontext {
+        self.handle
+    }
+
+    /// Refuses streams whose work could not be ordered, or not be done again: those of another context, and those that
+    /// are being captured into a graph, whose replays would read lists that later calls have overwritten.
+    ///
+    /// # Safety
+    /// The stream is the driver's, and was not destroyed.
+    pub unsafe fn accept(&self, stream: sys::CUstream) -> Result<()> {
+        let _entered = self.enter()?;
+        let (mut owner, mut capturing) = (null_mut(), sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE);
+        // SAFETY: a live stream, as promised; `owner` is a local.
+        let code = unsafe { sys::cuStreamGetCtx(stream, &raw mut owner) };
+        if code == sys::CUresult::CUDA_ERROR_INVALID_HANDLE || (owner != self.handle && !owner.is_null()) {
+            let (found, expected) =
+                (format!("{stream:p}, of another context"), format!("one of device {}", self.ordinal));
+            return Err(Error::invalid("stream", found, expected)
+                .hint("streams are those of the device's primary context, which is what the CUDA runtime uses"));
+        }
+        check("cuStreamGetCtx", code)?;
+        // SAFETY: as above.
+        unsafe { call!(cuStreamIsCapturing(stream, &raw mut capturing)) }?;
+        if capturing != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+            return Err(Error::unsupported(
+                "a stream that is being captured",
+                "a call writes its lists anew each time, which a graph would not",
+                "end the capture before the call",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Waits on the host until everything on the device is done.
+    pub fn synchronize(&self) -> Result<()> {
+        let _entered = self.enter()?;
+        // SAFETY: the context is current.
+        unsafe { call!(cuCtxSynchronize()) }
+    }
 }
 
 impl Drop for Context {
@@ -100,6 +141,16 @@ impl Drop for Context {
         // SAFETY: retained once in `new`. Nothing can be done about a failure, nor need be.
         unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
+}
+
+/// Makes a context of somebody else's current until the guard is dropped.
+///
+/// # Safety
+/// It is retained meanwhile.
+pub(crate) unsafe fn enter_other<'a>(handle: sys::CUcontext) -> Result<Entered<'a>> {
+    // SAFETY: a retained context, as promised.
+    unsafe { call!(cuCtxPushCurrent_v2(handle)) }?;
+    Ok(Entered { _context: PhantomData })
 }
 
 /// While it lives, the context is current on this thread. A raw pointer in its type keeps it there.

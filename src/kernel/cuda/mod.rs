@@ -19,7 +19,8 @@
 //! staging   how lists reach the device
 //! check     what a call is refused for
 //! attention, blocks, sinks   the launches
-//! memory    streams and memory for what sits on top
+//! memory    streams and memory for what sits on top; shared: one device for all who name it
+//! pieces    single calls of a caller's, with the ring they need
 //! ```
 
 mod attention;
@@ -30,12 +31,15 @@ mod embedded;
 mod lists;
 pub(crate) mod memory;
 mod params;
+mod pieces;
 mod shapes;
+mod shared;
 mod sinks;
 mod staging;
 
-pub use blocks::Merge;
+pub use super::Merge;
 pub use memory::DeviceMemory;
+pub use pieces::Pieces;
 pub use staging::Staging;
 
 use crate::element::Dtype;
@@ -155,6 +159,23 @@ impl Cuda {
         self.attention(&mut kernels, element, shape)?;
         self.blocks(&mut kernels)?;
         Ok(())
+    }
+
+    /// Loads the kernels that know no shapes: transforms, delta, finish, merge, the sinks' gradient.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the driver refuses the PTX.
+    pub fn prepare_blocks(&self) -> Result<()> {
+        self.blocks(&mut self.kernels()).map(|_| ())
+    }
+
+    /// Whether [`Cuda::prepare`] was asked for this type and these dims.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for types and dims there is no kernel for.
+    pub fn is_prepared(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<bool> {
+        let (element, shape, _) = find(dtype, head_dim, value_dim)?;
+        Ok(self.kernels().attention[element][shape].is_some())
     }
 
     /// A ring of `bytes` bytes for the lists of calls, of which up to `launches` are in flight. The bytes that one call

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Attention over ranges, forward and backward.
+
+use core::ffi::c_void;
+use std::format;
+
+use super::{
+    dlpack::{Form, cpattn_tensor, disjoint_tensors, read, written},
+    handle,
+    input::{flag, one_of, reserved, result, sized},
+    ranges::{cpattn_head_map, cpattn_ranges, cpattn_score, head_map, ranges, score},
+    scratch::cpattn_scratch,
+    status::boundary,
+};
+use crate::{
+    error::{Error, Result},
+    kernel::{Attend, AttendBackward, Gradients},
+    place::Place,
+};
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct cpattn_attend_args {
+    pub struct_size: usize,
+    pub q: *const cpattn_tensor,
+    pub k: *const cpattn_tensor,
+    pub v: *const cpattn_tensor,
+    pub running: *const cpattn_tensor,
+    pub o: *const cpattn_tensor,
+    pub lse: *const cpattn_tensor,
+    pub slopes: *const cpattn_tensor,
+    pub sinks: *const cpattn_tensor,
+    pub heads: cpattn_head_map,
+    pub aligned: i32,
+    pub score: cpattn_score,
+    pub ranges: cpattn_ranges,
+    pub stream: *mut c_void,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct cpattn_attend_backward_args {
+    pub struct_size: usize,
+    pub q: *const cpattn_tensor,
+    pub k: *const cpattn_tensor,
+    pub v: *const cpattn_tensor,
+    pub d_o: *const cpattn_tensor,
+    pub lse: *const cpattn_tensor,
+    pub delta: *const cpattn_tensor,
+    pub dq: *const cpattn_tensor,
+    pub dk: *const cpattn_tensor,
+    pub dv: *const cpattn_tensor,
+    pub slopes: *const cpattn_tensor,
+    pub heads: cpattn_head_map,
+    pub accumulate_keys: i32,
+    pub per_q_head: i32,
+    pub gradients: i32,
+    pub aligned: i32,
+    pub reserved: i32,
+    pub score: cpattn_score,
+    pub ranges: cpattn_ranges,
+    pub stream: *mut c_void,
+}
+
+/// # Safety
+/// Tensors and arrays are as the header says, as long as the result lives.
+unsafe fn forward<'a>(at: Place, a: &cpattn_attend_args) -> Result<Attend<'a>> {
+    // SAFETY: the caller's promise.
+    let [q, k, v, slopes, sinks, running, o, lse] = unsafe {
+        disjoint_tensors(
+            at,
+            [
+                read("q", a.q, Form::Rows),
+                read("k", a.k, Form::Rows),
+                read("v", a.v, Form::Rows),
+                read("slopes", a.slopes, Form::PerHead).optional(),
+                read("sinks", a.sinks, Form::PerHead).optional(),
+                written("running", a.running, Form::Rows).optional(),
+                written("o", a.o, Form::Rows).optional(),
+                written("lse", a.lse, Form::HeadMajor),
+            ],
+            "running",
+        )
+    }?;
+    let (heads, score, aligned) = (head_map(&a.heads, &q)?, score(&a.score)?, flag("aligned", a.aligned)?);
+    // SAFETY: as above.
+    let ranges = unsafe { ranges(&a.ranges) }?;
+    Ok(Attend { q, k, v, running, o, lse, slopes, sinks, heads, score, ranges, aligned })
+}
+
+/// # Safety
+/// As [`forward`].
+unsafe fn backward<'a>(at: Place, a: &cpattn_attend_backward_args) -> Result<AttendBackward<'a>> {
+    reserved("args.reserved", a.reserved == 0)?;
+    let gradients = one_of("gradients", a.gradients, &[Gradients::All, Gradients::Queries, Gradients::Keys])?;
+    let (keys, queries) = (gradients != Gradients::Queries, gradients != Gradients::Keys);
+    for (name, given, made) in
+        [("dq", !a.dq.is_null(), queries), ("dk", !a.dk.is_null(), keys), ("dv", !a.dv.is_null(), keys)]
+    {
+        if given != made {
+            let (found, expected) = if made { ("NULL", "a tensor") } else { ("given", "NULL") };
+            return Err(Error::invalid(name, found, format!("{expected} with gradients {}", a.gradients)));
+        }
+    }
+    // SAFETY: the caller's promise.
+    let [q, k, v, d_o, lse, delta, slopes, dq, dk, dv] = unsafe {
+        disjoint_tensors(
+            at,
+            [
+                read("q", a.q, Form::Rows),
+                read("k", a.k, Form::Rows),
+                read("v", a.v, Form::Rows),
+                read("d_o", a.d_o, Form::Rows),
+                read("lse", a.lse, Form::HeadMajor),
+                read("delta", a.delta, Form::HeadMajor),
+                read("slopes", a.slopes, Form::PerHead).optional(),
+                written("dq", a.dq, Form::Rows).optional(),
+                written("dk", a.dk, Form::Rows).optional(),
+                written("dv", a.dv, Form::Rows).optional(),
+            ],
+            "",
+        )
+    }?;
+    let (accumulate_keys, per_q_head) =
+        (flag("accumulate_keys", a.accumulate_keys)?, flag("per_q_head", a.per_q_head)?);
+    let (heads, score, aligned) = (head_map(&a.heads, &q)?, score(&a.score)?, flag("aligned", a.aligned)?);
+    // SAFETY: as above.
+    let ranges = unsafe { ranges(&a.ranges) }?;
+    Ok(AttendBackward {
+        q,
+        k,
+        v,
+        d_o,
+        lse,
+        delta,
+        dq,
+        dk,
+        dv,
+        accumulate_keys,
+        per_q_head,
+        gradients,
+        slopes,
+        heads,
+        score,
+        ranges,
+        aligned,
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_attend(scratch: *mut cpattn_scratch, args: *const cpattn_attend_args) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles and structs.
+        let (scratch, a) = unsafe { (handle::borrow(scratch.cast_const())?, sized("args", args)?) };
+        // SAFETY: valid memory by the header's promise, aligned and disjoint as checked.
+        unsafe { scratch.lock()?.attend(&forward(scratch.place(), &a)?, a.stream) }?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_attend_lists(
+    scratch: *mut cpattn_scratch,
+    args: *const cpattn_attend_args,
+    bytes: *mut u64,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles, structs and results.
+        let (scratch, a, bytes) =
+            unsafe { (handle::borrow(scratch.cast_const())?, sized("args", args)?, result("bytes", bytes)?) };
+        // SAFETY: the header's promise about tensors and arrays.
+        let call = unsafe { forward(scratch.place(), &a) }?;
+        bytes.write(scratch.lock()?.attend_lists(&call)? as u64);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_attend_backward(
+    scratch: *mut cpattn_scratch,
+    args: *const cpattn_attend_backward_args,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles and structs.
+        let (scratch, a) = unsafe { (handle::borrow(scratch.cast_const())?, sized("args", args)?) };
+        // SAFETY: as in `cpattn_attend`.
+        unsafe { scratch.lock()?.attend_backward(&backward(scratch.place(), &a)?, a.stream) }?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_attend_backward_lists(
+    scratch: *mut cpattn_scratch,
+    args: *const cpattn_attend_backward_args,
+    bytes: *mut u64,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles, structs and results.
+        let (scratch, a, bytes) =
+            unsafe { (handle::borrow(scratch.cast_const())?, sized("args", args)?, result("bytes", bytes)?) };
+        // SAFETY: the header's promise about tensors and arrays.
+        let call = unsafe { backward(scratch.place(), &a) }?;
+        bytes.write(scratch.lock()?.attend_backward_lists(&call)? as u64);
+        Ok(())
+    })
+}

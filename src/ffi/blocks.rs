@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The pieces that read or write whole tensors, row by row: delta, finish, the sinks' gradient, merge, transform.
+//!
+//! On the CPU they need no memory, so that their scratch may be NULL there.
+
+use core::ffi::c_void;
+use std::{format, sync::MutexGuard};
+
+use super::{
+    dlpack::{Form, cpattn_tensor, disjoint_tensors, one, read, written},
+    handle,
+    input::array,
+    ranges::{cpattn_range, rows},
+    scratch::cpattn_scratch,
+    status::{Outcome, boundary},
+};
+use crate::{
+    error::Error,
+    kernel::{Block, Delta, Finish, Kernels, Merge, RawTensor, SinkGradient, Transform},
+    place::Place,
+    tensor::disjoint,
+};
+
+const MAX_SOURCES: usize = 64;
+
+/// The kernels of a scratch, or those of the CPU, which is where NULL is.
+enum Where<'a> {
+    Scratch(Place, MutexGuard<'a, Kernels>),
+    Cpu(Kernels),
+}
+
+impl Where<'_> {
+    fn place(&self) -> Place {
+        match self {
+            Self::Scratch(place, _) => *place,
+            Self::Cpu(_) => Place::Cpu,
+        }
+    }
+
+    fn kernels(&mut self) -> &mut Kernels {
+        match self {
+            Self::Scratch(_, kernels) => kernels,
+            Self::Cpu(kernels) => kernels,
+        }
+    }
+}
+
+/// # Safety
+/// The header's promise about handles.
+unsafe fn kernels<'a>(scratch: *mut cpattn_scratch) -> Outcome<Where<'a>> {
+    if scratch.is_null() {
+        return Ok(Where::Cpu(Kernels::cpu(1)));
+    }
+    // SAFETY: the caller's promise.
+    let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
+    Ok(Where::Scratch(scratch.place(), scratch.lock()?))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_delta(
+    scratch: *mut cpattn_scratch,
+    o: *const cpattn_tensor,
+    d_o: *const cpattn_tensor,
+    delta: *const cpattn_tensor,
+    stream: *mut c_void,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let mut at = unsafe { kernels(scratch) }?;
+        let list = [read("o", o, Form::Rows), read("d_o", d_o, Form::Rows), written("delta", delta, Form::HeadMajor)];
+        // SAFETY: the header's promise about tensors.
+        let [o, d_o, delta] = unsafe { disjoint_tensors(at.place(), list, "") }?;
+        if o.tokens == 0 || o.heads == 0 {
+            return Ok(());
+        }
+        // SAFETY: as in `cpattn_attend`.
+        unsafe { at.kernels().delta(&Delta { o, d_o, delta }, stream) }?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_finish(
+    scratch: *mut cpattn_scratch,
+    o: *const cpattn_tensor,
+    lse: *const cpattn_tensor,
+    sinks: *const cpattn_tensor,
+    rows: *const cpattn_range,
+    row_count: usize,
+    stream: *mut c_void,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let mut at = unsafe { kernels(scratch) }?;
+        let list = [
+            read("sinks", sinks, Form::PerHead).optional(),
+            written("o", o, Form::Rows),
+            written("lse", lse, Form::HeadMajor),
+        ];
+        // SAFETY: the header's promise about tensors and arrays.
+        let ([sinks, o, lse], rows) =
+            unsafe { (disjoint_tensors(at.place(), list, "")?, self::rows(rows, row_count)?) };
+        // SAFETY: as in `cpattn_attend`.
+        unsafe { at.kernels().finish(&Finish { o, lse, sinks, rows }, stream) }?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_sink_gradient(
+    scratch: *mut cpattn_scratch,
+    lse: *const cpattn_tensor,
+    delta: *const cpattn_tensor,
+    sinks: *const cpattn_tensor,
+    dsinks: *const cpattn_tensor,
+    stream: *mut c_void,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let mut at = unsafe { kernels(scratch) }?;
+        let list = [
+            read("lse", lse, Form::HeadMajor),
+            read("delta", delta, Form::HeadMajor),
+            read("sinks", sinks, Form::PerHead),
+            written("dsinks", dsinks, Form::PerHead),
+        ];
+        // SAFETY: the header's promise about tensors.
+        let [lse, delta, sinks, dsinks] = unsafe { disjoint_tensors(at.place(), list, "") }?;
+        // SAFETY: as in `cpattn_attend`.
+        unsafe { at.kernels().sink_gradient(&SinkGradient { lse, delta, sinks, dsinks }, stream) }?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_merge(
+    scratch: *mut cpattn_scratch,
+    o: *const cpattn_tensor,
+    lse: *const cpattn_tensor,
+    other_o: *const cpattn_tensor,
+    other_lse: *const cpattn_tensor,
+    stream: *mut c_void,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let mut at = unsafe { kernels(scratch) }?;
+        let list = [
+            read("other_o", other_o, Form::Rows),
+            read("other_lse", other_lse, Form::HeadMajor),
+            written("o", o, Form::Rows),
+            written("lse", lse, Form::HeadMajor),
+        ];
+        // SAFETY: the header's promise about tensors.
+        let [with_o, with_lse, o, lse] = unsafe { disjoint_tensors(at.place(), list, "") }?;
+        if o.dim == 0 {
+            return Err(Error::invalid("o.shape[2]", 0, "at least 1").into());
+        }
+        // SAFETY: as in `cpattn_attend`.
+        unsafe { at.kernels().merge(&Merge { o, lse, with_o, with_lse }, stream) }?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_transform(
+    scratch: *mut cpattn_scratch,
+    dst: *const cpattn_tensor,
+    sources: *const *const cpattn_tensor,
+    source_count: usize,
+    stream: *mut c_void,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let mut at = unsafe { kernels(scratch) }?;
+        if source_count > MAX_SOURCES {
+            return Err(Error::invalid("source_count", source_count, format!("at most {MAX_SOURCES}"))
+                .hint("sum in several calls, with dst as the first source of the later ones")
+                .into());
+        }
+        // SAFETY: the header's promise about tensors and arrays.
+        let (dst, pointers) =
+            unsafe { (one(at.place(), &written("dst", dst, Form::Rows))?, array("sources", sources, source_count)?) };
+        let mut list = [RawTensor::NONE; MAX_SOURCES];
+        let mut named = [("", RawTensor::NONE, false); MAX_SOURCES + 1];
+        for (i, (to, &from)) in list.iter_mut().zip(pointers).enumerate() {
+            // SAFETY: as above.
+            *to = unsafe { one(at.place(), &read("sources", from, Form::Rows)) }?;
+            let itself = i == 0 && *to == dst;
+            named[i] = ("sources", if itself { RawTensor::NONE } else { *to }, false);
+        }
+        named[source_count] = ("dst", dst, true);
+        disjoint(&named[..=source_count])?;
+        let block = Block { dst, sources_begin: 0, sources_end: source_count as u32 };
+        let call = Transform { blocks: &[block], sources: &list[..source_count] };
+        if dst.tokens == 0 || dst.heads == 0 || dst.dim == 0 {
+            return Ok(());
+        }
+        // SAFETY: as in `cpattn_attend`.
+        unsafe { at.kernels().transform(&call, stream) }?;
+        Ok(())
+    })
+}

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Scratches: the kernels of one place, with the memory that calls take.
+//!
+//! On the CPU that is memory for tiles; on a device, loaded kernels and a ring that lists travel through. All of it is
+//! made by calls of this file, so that those of `attend` and `blocks` allocate nothing unless they refuse.
+
+use std::{
+    format,
+    sync::{Mutex, MutexGuard, PoisonError, TryLockError},
+};
+
+#[cfg(not(feature = "cuda"))]
+use super::dlpack::without_cuda;
+use super::{
+    handle::{self, Handle, Kind},
+    input::{one_of, result},
+    plan::DTYPES,
+    rank::workers,
+    status::{Fail, Outcome, boundary},
+};
+use crate::{error::Error, kernel::Kernels, place::Place, plan::MAX_HEAD_DIM};
+
+/// Rings beyond this are a mistake.
+const MOST_LISTS: u64 = 1 << 32;
+/// Calls in flight, likewise: each has an event.
+const MOST_CALLS: u32 = 1 << 16;
+
+/// What a scratch's handle holds.
+#[doc(hidden)]
+pub struct Scratch {
+    kernels: Mutex<Kernels>,
+    place: Place,
+}
+
+pub type cpattn_scratch = Handle<Scratch>;
+
+impl Kind for Scratch {
+    const NAME: &'static str = "scratch";
+    const MAGIC: u64 = u64::from_le_bytes(*b"cpatTILE");
+}
+
+impl Scratch {
+    fn new(kernels: Kernels) -> Self {
+        Self { place: kernels.place(), kernels: Mutex::new(kernels) }
+    }
+
+    pub(super) fn place(&self) -> Place {
+        self.place
+    }
+
+    pub(super) fn lock(&self) -> Outcome<MutexGuard<'_, Kernels>> {
+        match self.kernels.try_lock() {
+            Ok(kernels) => Ok(kernels),
+            Err(TryLockError::Poisoned(poisoned)) => Ok(PoisonError::into_inner(poisoned)),
+            Err(TryLockError::WouldBlock) => Err(Fail::Busy("scratch")),
+        }
+    }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_scratch_create(workers: u32, scratch: *mut *mut cpattn_scratch) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about results.
+        let out = unsafe { result("scratch", scratch) }?;
+        out.write(handle::create(Scratch::new(Kernels::cpu(self::workers("workers", workers)?))));
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_scratch_create_cuda(device_id: i32, scratch: *mut *mut cpattn_scratch) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about results.
+        let out = unsafe { result("scratch", scratch) }?;
+        #[cfg(feature = "cuda")]
+        {
+            out.write(handle::create(Scratch::new(Kernels::cuda(device_id)?)));
+            Ok(())
+        }
+        #[cfg(not(feature = "cuda"))]
+        {
+            let _ = (out, device_id);
+            without_cuda("cpattn_scratch_create_cuda")?
+        }
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_scratch_destroy(scratch: *mut cpattn_scratch) -> i32 {
+    boundary!({
+        if scratch.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the header's promise about handles.
+        drop(unsafe { handle::borrow(scratch.cast_const()) }?.lock()?);
+        // SAFETY: as above.
+        unsafe { handle::destroy(scratch) }
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_scratch_reserve(
+    scratch: *mut cpattn_scratch,
+    dtype: i32,
+    head_dim: u32,
+    value_dim: u32,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
+        let dtype = one_of("dtype", dtype, &DTYPES)?;
+        for (name, dim) in [("head_dim", head_dim), ("value_dim", value_dim)] {
+            if dim == 0 || dim as usize > MAX_HEAD_DIM {
+                return Err(Error::invalid(name, dim, format!("1 to {MAX_HEAD_DIM}")).into());
+            }
+        }
+        scratch.lock()?.reserve(dtype, head_dim, value_dim)?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_scratch_lists(scratch: *mut cpattn_scratch, bytes: u64, calls: u32) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
+        if bytes > MOST_LISTS {
+            return Err(Error::invalid("bytes", bytes, format!("at most {MOST_LISTS}")).into());
+        }
+        if calls == 0 || calls > MOST_CALLS {
+            return Err(Error::invalid("calls", calls, format!("1 to {MOST_CALLS}")).into());
+        }
+        scratch.lock()?.lists(bytes as usize, calls as usize)?;
+        Ok(())
+    })
+}

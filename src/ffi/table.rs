@@ -1,0 +1,288 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A table of the caller's functions as a transport: what a framework with a communicator of its own plugs in.
+//!
+//! For a rank on the CPU a call of `exchange` moves the batch. For a rank on a device it enqueues the batch on the stream
+//! that it is given, which is the rank's own and which the runtime orders by events; what fails there later is what
+//! `poll` is for.
+
+use core::{
+    ffi::{c_char, c_void},
+    ops::Range,
+    ptr::null_mut,
+};
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
+use std::{
+    format,
+    sync::{Mutex, PoisonError},
+    vec::Vec,
+};
+
+use crate::{
+    error::{Cause, Error, Result},
+    kernel::RawStream,
+    transport::{Label, Message, Transport},
+};
+#[cfg(feature = "cuda")]
+use crate::{
+    kernel::cuda::{Cuda, Stream, memory::OwnStream},
+    transport::DeviceTransport,
+};
+
+/// Layout as [`Message`], which is handed to the caller's functions as it is.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct cpattn_message {
+    pub peer: usize,
+    pub data: *mut c_void,
+    pub bytes: usize,
+}
+
+static_assertions::assert_eq_size!(cpattn_message, Message);
+static_assertions::const_assert_eq!(core::mem::offset_of!(cpattn_message, peer), core::mem::offset_of!(Message, peer));
+static_assertions::const_assert_eq!(core::mem::offset_of!(cpattn_message, data), core::mem::offset_of!(Message, ptr));
+static_assertions::const_assert_eq!(
+    core::mem::offset_of!(cpattn_message, bytes),
+    core::mem::offset_of!(Message, bytes)
+);
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct cpattn_transport_table {
+    pub struct_size: usize,
+    pub context: *mut c_void,
+    pub rank: u32,
+    pub world: u32,
+    pub agree: Option<
+        unsafe extern "C" fn(
+            context: *mut c_void,
+            first: u32,
+            end: u32,
+            number: u64,
+            all: *mut u64,
+            blame: *mut i64,
+        ) -> i32,
+    >,
+    pub exchange: Option<
+        unsafe extern "C" fn(
+            context: *mut c_void,
+            operation: *const c_char,
+            step: u32,
+            sends: *const cpattn_message,
+            send_count: usize,
+            recvs: *const cpattn_message,
+            recv_count: usize,
+            stream: *mut c_void,
+            blame: *mut i64,
+        ) -> i32,
+    >,
+    pub poll: Option<unsafe extern "C" fn(context: *mut c_void, blame: *mut i64) -> i32>,
+    pub abort: Option<unsafe extern "C" fn(context: *mut c_void)>,
+    pub release: Option<unsafe extern "C" fn(context: *mut c_void)>,
+}
+
+/// The caller's functions as a transport.
+#[doc(hidden)]
+pub struct Table {
+    table: cpattn_transport_table,
+    /// Room for an all-gather: runs allocate nothing.
+    numbers: Mutex<Vec<u64>>,
+}
+
+// SAFETY: the header says on which threads each function is called, and that `context` may be used there.
+unsafe impl Send for Table {}
+// SAFETY: as above.
+unsafe impl Sync for Table {}
+
+impl Table {
+    fn outcome(&self, status: i32, blame: i64, label: Label) -> Result<()> {
+        if status == 0 {
+            return Ok(());
+        }
+        let (rank, world) = (self.table.rank as usize, i64::from(self.table.world));
+        let peer = if (0..world).contains(&blame) { blame as usize } else { rank };
+        Err(Error::Peer { rank, operation: label.operation, step: label.step, peer, cause: Cause::Failed })
+    }
+}
+
+impl Table {
+    pub(super) fn new(table: cpattn_transport_table) -> Self {
+        Self { table, numbers: Mutex::new(std::vec![0; table.world as usize]) }
+    }
+
+    /// Moves a batch, in the order of `stream` where there is one.
+    ///
+    /// # Safety
+    /// As [`Transport::exchange`].
+    unsafe fn exchange_on(&self, label: Label, sends: &[Message], recvs: &[Message], stream: RawStream) -> Result<()> {
+        // The name with a zero at its end; names of operations are short.
+        let mut name = [0u8; 32];
+        for (to, &from) in name[..31].iter_mut().zip(label.operation.as_bytes()) {
+            *to = from;
+        }
+        let mut blame = -1;
+        let status = match self.table.exchange {
+            // SAFETY: the table's own functions, as the header describes them; a Message has the layout of cpattn_message;
+            // the lists live through the call.
+            Some(exchange) => unsafe {
+                exchange(
+                    self.table.context,
+                    name.as_ptr().cast(),
+                    label.step,
+                    sends.as_ptr().cast(),
+                    sends.len(),
+                    recvs.as_ptr().cast(),
+                    recvs.len(),
+                    stream,
+                    &raw mut blame,
+                )
+            },
+            None => 1,
+        };
+        self.outcome(status, blame, label)
+    }
+}
+
+impl Transport for Table {
+    fn rank(&self) -> usize {
+        self.table.rank as usize
+    }
+
+    fn world(&self) -> usize {
+        self.table.world as usize
+    }
+
+    fn agree(&self, group: Range<usize>, fingerprint: u64) -> Result<()> {
+        let mut numbers = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
+        let (world, rank) = (self.table.world as usize, self.table.rank as usize);
+        if group.end > world || !group.contains(&rank) {
+            return Err(Error::invalid(
+                "group",
+                format!("{group:?}"),
+                format!("within 0..{world} and around rank {rank}"),
+            ));
+        }
+        let all = &mut numbers[..group.len()];
+        // A function that writes nothing must not look like agreement.
+        all.fill(!fingerprint);
+        let mut blame = -1;
+        let status = match self.table.agree {
+            // SAFETY: the table's own functions, as the header describes them; `all` has room for the group.
+            Some(agree) => unsafe {
+                let (first, end) = (group.start as u32, group.end as u32);
+                agree(self.table.context, first, end, fingerprint, all.as_mut_ptr(), &raw mut blame)
+            },
+            None => 1,
+        };
+        self.outcome(status, blame, Label { operation: "agree", step: 0 })?;
+        match group.clone().zip(all.iter()).find(|&(_, &theirs)| theirs != fingerprint) {
+            Some((peer, &theirs)) => Err(Error::Disagreement { rank, peer, ours: fingerprint, theirs }),
+            None => Ok(()),
+        }
+    }
+
+    unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.exchange_on(label, sends, recvs, null_mut()) }
+    }
+
+    fn poll(&self) -> Result<()> {
+        let mut blame = -1;
+        let status = match self.table.poll {
+            // SAFETY: as in `agree`.
+            Some(poll) => unsafe { poll(self.table.context, &raw mut blame) },
+            None => 1,
+        };
+        self.outcome(status, blame, Label { operation: "poll", step: 0 })
+    }
+
+    fn abort(&self, _cause: Cause) {
+        if let Some(abort) = self.table.abort {
+            // SAFETY: as in `agree`.
+            unsafe { abort(self.table.context) };
+        }
+    }
+}
+
+impl Drop for Table {
+    fn drop(&mut self) {
+        if let Some(release) = self.table.release {
+            // SAFETY: as in `agree`; nothing calls the table afterwards.
+            unsafe { release(self.table.context) };
+        }
+    }
+}
+
+/// What a table needs besides to move device memory.
+#[cfg(feature = "cuda")]
+pub(super) struct Seat {
+    cuda: Arc<Cuda>,
+    stream: OwnStream,
+}
+
+#[cfg(feature = "cuda")]
+impl Seat {
+    pub(super) fn new(cuda: Arc<Cuda>) -> Result<Self> {
+        Ok(Self { stream: OwnStream::new(cuda.context())?, cuda })
+    }
+
+    pub(super) fn with(self, table: Table) -> DeviceTable {
+        DeviceTable { table, seat: self }
+    }
+}
+
+/// The caller's functions, given a stream.
+#[cfg(feature = "cuda")]
+pub(super) struct DeviceTable {
+    // First: what its release destroys may still work on the stream.
+    table: Table,
+    seat: Seat,
+}
+
+#[cfg(feature = "cuda")]
+impl Transport for DeviceTable {
+    fn rank(&self) -> usize {
+        self.table.rank()
+    }
+
+    fn world(&self) -> usize {
+        self.table.world()
+    }
+
+    fn agree(&self, group: Range<usize>, fingerprint: u64) -> Result<()> {
+        self.table.agree(group, fingerprint)
+    }
+
+    unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.table.exchange_on(label, sends, recvs, self.seat.stream.handle().cast()) }
+    }
+
+    fn poll(&self) -> Result<()> {
+        self.table.poll()?;
+        self.seat.stream.query().map(|_| ())
+    }
+
+    fn abort(&self, cause: Cause) {
+        self.table.abort(cause);
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl DeviceTransport for DeviceTable {
+    fn device(&self) -> &Arc<Cuda> {
+        &self.seat.cuda
+    }
+
+    fn stream(&self) -> Stream {
+        self.seat.stream.handle()
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.seat.stream.synchronize()
+    }
+
+    fn reserve(&self, _messages: usize) {
+        // Messages are handed on as they are; what the caller's functions need is theirs.
+    }
+}

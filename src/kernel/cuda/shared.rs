@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One [`Cuda`] for each device, for callers who name devices by number.
+//!
+//! Loading kernels takes a driver up to seconds and memory on the device, so ranks and scratches of one process that
+//! ask for the same device get the same one. It lives as long as somebody holds it: the table keeps no device alive.
+
+use super::{Cuda, Stream};
+use crate::error::Result;
+use crate::kernel::RawTensor;
+use alloc::sync::{Arc, Weak};
+use alloc::vec::Vec;
+use std::sync::{Mutex, PoisonError};
+
+static DEVICES: Mutex<Vec<Weak<Cuda>>> = Mutex::new(Vec::new());
+
+impl Cuda {
+    /// The device with this number, shared by all who ask for it here.
+    ///
+    /// # Errors
+    /// As [`Cuda::new`].
+    pub fn shared(ordinal: i32) -> Result<Arc<Self>> {
+        // A panic leaves the table as it was, or longer by a device.
+        let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+        devices.retain(|device| device.strong_count() > 0);
+        if let Some(found) = devices.iter().filter_map(Weak::upgrade).find(|device| device.ordinal() == ordinal) {
+            return Ok(found);
+        }
+        let made = Arc::new(Self::new(ordinal)?);
+        devices.push(Arc::downgrade(&made));
+        Ok(made)
+    }
+
+    /// Refuses a tensor that the kernels cannot take from a caller: memory of another device, rows that do not begin at
+    /// multiples of `align` bytes, strides beyond 2 GiB. Nothing is touched.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) and [`Error::Unsupported`](crate::Error::Unsupported), naming the
+    /// tensor.
+    pub fn accept(&self, name: &str, tensor: &RawTensor, align: usize) -> Result<()> {
+        self.checker().memory(name, tensor, align).map(|_| ())
+    }
+
+    /// Refuses an address that is not memory of this device.
+    ///
+    /// # Errors
+    /// As [`Cuda::accept`].
+    pub fn accept_address(&self, name: &str, address: *const u8) -> Result<()> {
+        self.checker().home(name, address)
+    }
+
+    /// Refuses a stream of another context, or one that is being captured into a graph: what a call uploads would not be
+    /// uploaded again when the graph is replayed.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid), [`Error::Unsupported`](crate::Error::Unsupported), or the driver's.
+    ///
+    /// # Safety
+    /// The stream is one of the driver's, and was not destroyed.
+    pub unsafe fn accept_stream(&self, stream: Stream) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.context().accept(stream) }
+    }
+}

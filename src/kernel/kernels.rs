@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The kernels of one place, for callers who learn at run time which place that is.
+//!
+//! On the CPU a call returns when its work is done, and there is no stream. On a device it returns when its work is
+//! enqueued on the stream. Nothing is allocated in either case: [`Kernels::reserve`] and [`Kernels::lists`] come first.
+
+use core::ffi::c_void;
+use std::format;
+
+#[cfg(feature = "cuda")]
+use super::cuda;
+use super::{Attend, AttendBackward, Delta, Finish, Merge, SinkGradient, Transform, cpu, merge, sinks};
+use crate::{
+    element::Dtype,
+    error::{Error, Result},
+    place::Place,
+};
+
+/// A stream of a device (`CUstream`, `cudaStream_t`); null on the CPU, and the legacy default stream on a device.
+pub type RawStream = *mut c_void;
+
+/// See the module.
+pub enum Kernels {
+    /// The CPU's, with the memory of their tiles.
+    Cpu(cpu::Scratch),
+    /// A device's, with the ring of their lists.
+    #[cfg(feature = "cuda")]
+    Cuda(cuda::Pieces),
+}
+
+/// Refuses a stream where there are none.
+pub(crate) fn no_stream(stream: RawStream) -> Result<()> {
+    if stream.is_null() {
+        return Ok(());
+    }
+    Err(Error::unsupported(format!("stream {stream:p}"), "the CPU has no streams", "pass NULL"))
+}
+
+/// The call on the CPU, or on the device.
+macro_rules! call {
+    ($self:ident, $stream:ident, $scratch:pat => $cpu:expr, $pieces:ident => $cuda:expr) => {
+        match $self {
+            Self::Cpu($scratch) => {
+                no_stream($stream)?;
+                // SAFETY: the caller's promise.
+                unsafe { $cpu }
+            }
+            #[cfg(feature = "cuda")]
+            Self::Cuda($pieces) => {
+                let $stream = $stream.cast();
+                // SAFETY: the caller's promise.
+                unsafe { $cuda }
+            }
+        }
+    };
+}
+
+impl Kernels {
+    /// Those of the CPU, spread over `workers` threads.
+    pub fn cpu(workers: usize) -> Self {
+        Self::Cpu(cpu::Scratch::new(workers))
+    }
+
+    /// Those of a CUDA device.
+    ///
+    /// # Errors
+    /// As [`cuda::Cuda::shared`] and [`cuda::Pieces::new`].
+    #[cfg(feature = "cuda")]
+    pub fn cuda(ordinal: i32) -> Result<Self> {
+        cuda::Pieces::new(cuda::Cuda::shared(ordinal)?).map(Self::Cuda)
+    }
+
+    /// Where they work.
+    pub fn place(&self) -> Place {
+        match self {
+            Self::Cpu(_) => Place::Cpu,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(pieces) => Place::Cuda(pieces.device().ordinal()),
+        }
+    }
+
+    /// Makes sure that calls with these dims find what they need: memory on the CPU, loaded kernels on a device.
+    ///
+    /// # Errors
+    /// On a device, types and dims there is no kernel for, and the driver's.
+    pub fn reserve(&mut self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<()> {
+        match self {
+            Self::Cpu(scratch) => {
+                scratch.reserve(&cpu::Dims { head_dim, value_dim, dtype });
+                Ok(())
+            }
+            #[cfg(feature = "cuda")]
+            Self::Cuda(pieces) => pieces.reserve(dtype, head_dim, value_dim),
+        }
+    }
+
+    /// On a device, makes room for `bytes` bytes of lists of at most `calls` calls in flight.
+    ///
+    /// # Errors
+    /// On the CPU, which reads lists where they lie; the driver's.
+    pub fn lists(&mut self, bytes: usize, calls: usize) -> Result<()> {
+        match self {
+            Self::Cpu(_) => {
+                let _ = (bytes, calls);
+                Err(Error::unsupported("lists of the CPU", "it reads ranges where they lie", "leave the call out"))
+            }
+            #[cfg(feature = "cuda")]
+            Self::Cuda(pieces) => pieces.lists(bytes, calls),
+        }
+    }
+
+    /// Bytes of lists that [`Kernels::attend`] uploads for this call; 0 on the CPU.
+    ///
+    /// # Errors
+    /// On a device, types and dims there is no kernel for.
+    pub fn attend_lists(&self, call: &Attend<'_>) -> Result<usize> {
+        match self {
+            Self::Cpu(_) => {
+                let _ = call;
+                Ok(0)
+            }
+            #[cfg(feature = "cuda")]
+            Self::Cuda(pieces) => pieces.device().attend_bytes(call),
+        }
+    }
+
+    /// Bytes of lists that [`Kernels::attend_backward`] uploads for this call; 0 on the CPU.
+    ///
+    /// # Errors
+    /// As [`Kernels::attend_lists`].
+    pub fn attend_backward_lists(&self, call: &AttendBackward<'_>) -> Result<usize> {
+        match self {
+            Self::Cpu(_) => {
+                let _ = call;
+                Ok(0)
+            }
+            #[cfg(feature = "cuda")]
+            Self::Cuda(pieces) => pieces.device().attend_backward_bytes(call),
+        }
+    }
+
+    /// See [`Attend`].
+    ///
+    /// # Errors
+    /// As [`cpu::attend`], or [`cuda::Cuda::attend`].
+    ///
+    /// # Safety
+    /// As there.
+    pub unsafe fn attend(&mut self, args: &Attend<'_>, stream: RawStream) -> Result<()> {
+        call!(self, stream, scratch => cpu::attend(args, scratch), pieces => pieces.attend(args, stream))
+    }
+
+    /// See [`AttendBackward`].
+    ///
+    /// # Errors
+    /// As [`Kernels::attend`].
+    ///
+    /// # Safety
+    /// As [`Kernels::attend`].
+    pub unsafe fn attend_backward(&mut self, args: &AttendBackward<'_>, stream: RawStream) -> Result<()> {
+        call!(self, stream, scratch => cpu::attend_backward(args, scratch), pieces => pieces.attend_backward(args, stream))
+    }
+
+    /// See [`Transform`].
+    ///
+    /// # Errors
+    /// As [`Kernels::attend`].
+    ///
+    /// # Safety
+    /// As [`Kernels::attend`].
+    pub unsafe fn transform(&mut self, args: &Transform<'_>, stream: RawStream) -> Result<()> {
+        call!(self, stream, _ => cpu::transform(args), pieces => pieces.transform(args, stream))
+    }
+
+    /// See [`Delta`].
+    ///
+    /// # Errors
+    /// As [`Kernels::attend`].
+    ///
+    /// # Safety
+    /// As [`Kernels::attend`].
+    pub unsafe fn delta(&mut self, args: &Delta, stream: RawStream) -> Result<()> {
+        call!(self, stream, _ => cpu::delta(args), pieces => pieces.delta(args, stream))
+    }
+
+    /// See [`Finish`].
+    ///
+    /// # Errors
+    /// As [`Kernels::attend`].
+    ///
+    /// # Safety
+    /// As [`Kernels::attend`].
+    pub unsafe fn finish(&mut self, args: &Finish<'_>, stream: RawStream) -> Result<()> {
+        call!(self, stream, _ => cpu::finish(args), pieces => pieces.finish(args, stream))
+    }
+
+    /// See [`SinkGradient`].
+    ///
+    /// # Errors
+    /// As [`Kernels::attend`].
+    ///
+    /// # Safety
+    /// As [`Kernels::attend`].
+    pub unsafe fn sink_gradient(&mut self, args: &SinkGradient, stream: RawStream) -> Result<()> {
+        call!(self, stream, _ => sinks::sink_gradient(args), pieces => pieces.sink_gradient(args, stream))
+    }
+
+    /// See [`Merge`].
+    ///
+    /// # Errors
+    /// As [`Kernels::attend`].
+    ///
+    /// # Safety
+    /// As [`Kernels::attend`].
+    pub unsafe fn merge(&mut self, args: &Merge, stream: RawStream) -> Result<()> {
+        call!(self, stream, _ => merge::merge(&args.o, &args.lse, &args.with_o, &args.with_lse),
+            pieces => pieces.merge(args, stream))
+    }
+}

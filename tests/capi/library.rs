@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! An installed library, and programs that are compiled against it.
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+#[allow(dead_code, reason = "each test uses its part")]
+pub fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// What a program wrote; it has to succeed.
+pub fn run(command: &mut Command) -> String {
+    let out = command.output().unwrap_or_else(|e| panic!("{command:?}: {e}"));
+    let text = format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    assert!(out.status.success(), "{command:?}: {}\n{text}", out.status);
+    text
+}
+
+pub struct Library {
+    pub prefix: PathBuf,
+}
+
+impl Library {
+    /// One that is installed already, where the variable says.
+    pub fn named(variable: &str) -> Option<Self> {
+        env::var_os(variable).map(|prefix| Self { prefix: prefix.into() })
+    }
+
+    /// A debug build, installed by `capi/build` with these options.
+    pub fn build(name: &str, options: &[&str]) -> Self {
+        let prefix = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        // A folder of its own: this process may hold the lock of the usual one.
+        let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join("capi-target");
+        let mut build = Command::new(root().join("capi/build"));
+        run(build.arg("--debug").args(options).arg(&prefix).env("CARGO_TARGET_DIR", target));
+        Self { prefix }
+    }
+
+    pub fn shared(&self) -> PathBuf {
+        self.prefix.join("lib/libcpattn.so")
+    }
+
+    pub fn pkg_config(&self, what: &[&str]) -> Vec<String> {
+        let path = self.prefix.join("lib/pkgconfig");
+        let text = run(Command::new("pkg-config").args(what).arg("cpattn").env("PKG_CONFIG_PATH", path));
+        text.split_whitespace().map(String::from).collect()
+    }
+
+    /// Compiles a program against the shared library and says where it is.
+    pub fn compile(&self, source: &str, standard: &str) -> PathBuf {
+        let source = root().join(source);
+        let cpp = standard.starts_with("c++");
+        let (variable, default) = if cpp { ("CXX", "c++") } else { ("CC", "cc") };
+        let folder = self.prefix.join("programs");
+        fs::create_dir_all(&folder).unwrap();
+        let program = folder.join(format!("{}-{standard}", source.file_stem().unwrap().to_str().unwrap()));
+        run(Command::new(env::var(variable).unwrap_or(default.into()))
+            .arg(format!("-std={standard}"))
+            .args(["-O1", "-g", "-Wall", "-Wextra", "-pedantic", "-Werror"])
+            .arg(&source)
+            .args(self.pkg_config(&["--cflags", "--libs"]))
+            .arg(format!("-Wl,-rpath,{}", self.prefix.join("lib").display()))
+            .args(["-lpthread", "-lm", "-ldl", "-o"])
+            .arg(&program));
+        program
+    }
+
+    /// Exported is what `capi/symbols.txt` promises, in every build.
+    pub fn check_symbols(&self) {
+        let text = run(Command::new("nm").args(["-D", "--defined-only"]).arg(self.shared()));
+        let mut found: Vec<&str> = text.lines().filter_map(|l| l.split_whitespace().last()).collect();
+        found.sort_unstable();
+        let wanted = fs::read_to_string(root().join("capi/symbols.txt")).unwrap();
+        assert_eq!(found, wanted.lines().collect::<Vec<_>>(), "capi/symbols.txt is the list that was promised");
+        assert!(found.iter().all(|s| s.starts_with("cpattn_")));
+    }
+}

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The C library with CUDA, as its users meet it: programs in C and Python that bring their own device memory and streams.
+//!
+//! They run on whatever driver is found; an emulated one on `LD_LIBRARY_PATH` serves as well as a real one (`.ci/cuda`).
+//! Without any, they say so and pass; with `CPATTN_REQUIRE_CUDA` set, that is a failure. `CPATTN_CUDA_PREFIX` names an
+//! installed library to test instead of one built here.
+
+#[path = "capi/library.rs"]
+mod library;
+
+use std::{env, fs, process::Command, sync::OnceLock};
+
+use library::{Library, run};
+
+/// The library, built once. Without its archive: programs that link it are those of `capi.rs`.
+fn library() -> &'static Library {
+    static LIBRARY: OnceLock<Library> = OnceLock::new();
+    LIBRARY.get_or_init(|| {
+        Library::named("CPATTN_CUDA_PREFIX")
+            .unwrap_or_else(|| Library::build("capi-cuda-prefix", &["--cuda", "--shared"]))
+    })
+}
+
+/// Whether the driver on `LD_LIBRARY_PATH` is the stand-in, which can be told what to be.
+fn is_emulated() -> bool {
+    let paths = env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    env::split_paths(&paths).filter_map(|folder| fs::read(folder.join("libcuda.so.1")).ok()).next().is_some_and(
+        |driver| {
+            let name = b"cuEmuLastReport";
+            driver.windows(name.len()).any(|w| w == name)
+        },
+    )
+}
+
+/// Compiles a program and runs it on two devices, if the driver lets itself be told so.
+fn program(source: &str, arguments: &[&str]) -> String {
+    let text = run(Command::new(library().compile(source, "c99")).args(arguments).env("CPATTN_EMU_DEVICES", "2"));
+    if text.starts_with("not run") {
+        eprintln!("{source}: {text}");
+        assert!(env::var_os("CPATTN_REQUIRE_CUDA").is_none(), "{source}: {text}");
+    }
+    text
+}
+
+#[test]
+fn the_symbols_are_those_of_the_other_build() {
+    library().check_symbols();
+    let needed = run(Command::new("readelf").arg("-d").arg(library().shared()));
+    assert!(!needed.contains("libcuda"), "{needed}");
+}
+
+#[test]
+fn four_ranks_on_a_device() {
+    program("examples/c/cuda_ranks.c", &[]);
+}
+
+#[test]
+fn misuse_is_refused() {
+    program("tests/capi/cuda_refusals.c", &[]);
+}
+
+#[test]
+fn streams_memory_and_failures() {
+    program("tests/capi/cuda_streams.c", &[]);
+    if is_emulated() {
+        program("tests/capi/cuda_streams.c", &["fault"]);
+    }
+}
+
+#[test]
+fn the_pieces() {
+    program("tests/capi/cuda_pieces.c", &[]);
+}
+
+#[test]
+fn no_driver_and_devices_too_old() {
+    let refusals = library().compile("tests/capi/cuda_refusals.c", "c99");
+    let alone = |arguments: &[&str]| run(Command::new(&refusals).args(arguments).env_remove("LD_LIBRARY_PATH"));
+    if alone(&[]).starts_with("not run") {
+        alone(&["without", "2", "no CUDA driver is installed"]);
+    }
+    if is_emulated() {
+        let older = ["without", "2", "device 0 of compute capability 7.5"];
+        run(Command::new(&refusals).args(older).env("CPATTN_EMU_SM", "75"));
+        run(Command::new(&refusals).args(["without", "6", "cuInit"]).env("CPATTN_EMU_DEVICES", "0"));
+    }
+}
