@@ -10,7 +10,7 @@ mod library;
 
 use std::{env, fs, process::Command, sync::OnceLock};
 
-use library::{Library, run};
+use library::{Library, root, run};
 
 /// The library, built once. Without its archive: programs that link it are those of `capi.rs`.
 fn library() -> &'static Library {
@@ -33,13 +33,19 @@ fn is_emulated() -> bool {
 }
 
 /// Compiles a program and runs it on two devices, if the driver lets itself be told so.
-fn program(source: &str, arguments: &[&str]) -> String {
+fn program(source: &str, arguments: &[&str]) {
     let text = run(Command::new(library().compile(source, "c99")).args(arguments).env("CPATTN_EMU_DEVICES", "2"));
+    report(source, &text);
+}
+
+/// Says what was not run, which is a failure where a device has to be.
+fn report(what: &str, text: &str) {
     if text.starts_with("not run") {
-        eprintln!("{source}: {text}");
-        assert!(env::var_os("CPATTN_REQUIRE_CUDA").is_none(), "{source}: {text}");
+        eprintln!("{what}: {text}");
+        assert!(env::var_os("CPATTN_REQUIRE_CUDA").is_none(), "{what}: {text}");
+    } else {
+        assert!(text.contains("ok"), "{what}: {text}");
     }
-    text
 }
 
 #[test]
@@ -52,6 +58,15 @@ fn the_symbols_are_those_of_the_other_build() {
 #[test]
 fn four_ranks_on_a_device() {
     program("examples/c/cuda_ranks.c", &[]);
+}
+
+#[test]
+fn python_with_memory_of_the_driver() {
+    let text = run(Command::new("python3")
+        .arg(root().join("examples/python/cuda_ranks.py"))
+        .env("CPATTN_LIBRARY", library().shared())
+        .env("PYTHONDONTWRITEBYTECODE", "1"));
+    report("cuda_ranks.py", &text);
 }
 
 #[test]

@@ -11,7 +11,8 @@
  *   cpattn_options o = CPATTN_OPTIONS_INIT;              over how many ranks, and how
  *   cpattn_plan_create(&p, &o, &plan);                   planned once, the same on every rank
  *   cpattn_plan_shard(plan, ..., rank, &whole, &mine);   which tokens are mine
- *   cpattn_local_group(world, 60000, transports);        ranks as threads of one process (or bring a transport)
+ *   cpattn_local_group(world, 60000, transports);        ranks as threads of one process (cpattn_peer_group: on CUDA
+ *                                                        devices; cpattn_transport_create: bring a transport)
  *   cpattn_rank_create(transports[r], NULL, &rank);      on each rank
  *   cpattn_forward(rank, plan, &forward_args);           o and lse of this rank's tokens
  *   cpattn_backward(rank, plan, &backward_args);         dq, dk, dv
@@ -35,10 +36,18 @@
  * that a run works in is the caller's too, if lent (cpattn_plan_workspace, cpattn_rank_lend_workspace). What a plan
  * needs besides is allocated when a rank first sees it (cpattn_rank_prepare) and not later.
  *
- * DEVICES AND STREAMS. A `stream` (cudaStream_t, as void *) orders a call after what was enqueued there before; tensors
- * then lie on that stream's device, and the call returns when its work is enqueued. On the CPU `stream` is NULL and a
- * call returns when its work is done. This build serves the CPU; other devices and streams are refused with
- * CPATTN_UNSUPPORTED.
+ * DEVICES. A library that was built with CUDA (capi/build --cuda) serves the CPU and CUDA devices of compute capability
+ * 8.0 and later, one without it the CPU; both have the same functions, and what a build or device lacks is refused with
+ * CPATTN_UNSUPPORTED. The driver is loaded when a device is first asked for: without one the library loads and serves
+ * the CPU. A rank and a scratch have one place, the CPU or one device, and all tensors and workspace of a call lie there.
+ * Devices take f16 and bf16 with head_dim and value_dim that are multiples of 8 up to 256, and no reproducible plans.
+ *
+ * STREAMS. On the CPU `stream` is NULL and a call returns when its work is done. On a device it is a cudaStream_t
+ * (CUstream) of the device's primary context, the one that the CUDA runtime uses; NULL is the legacy default stream. The
+ * call returns when its work is enqueued: behind what was on the stream before, and before what is put there afterwards.
+ * So inputs need not be ready when the call is made, and tensors stay in use until the stream has passed it. Other streams
+ * are ordered by the caller's events, as with any kernel. A stream that is being captured into a graph is refused. The
+ * library makes the context current for itself and restores what was current.
  *
  * STRUCTS OF OPTIONS begin with `struct_size` and are initialised with the macro of their name, never by hand: a
  * program then works with later libraries, whose structs may be longer. A longer struct than the library knows is taken
@@ -103,7 +112,8 @@ const char *cpattn_status_name(int32_t status);
  * A cpattn_tensor is a DLTensor (github.com/dmlc/dlpack), field for field, so that whoever speaks DLPack has nothing to
  * convert. With dlpack/dlpack.h included before this file it is that very type; otherwise cast the pointer.
  *
- *   device       kDLCPU (1), or kDLCUDA (2) with device_id
+ *   device       kDLCPU (1) with device_id 0, or kDLCUDA (2) with the device's number. kDLCUDAHost (3) is memory of the
+ *                CPU. kDLCUDAManaged (13) does not say which side may touch it and is refused: describe it as 1 or 2
  *   ndim, shape  q, k, v, o and their gradients: 3, [tokens, heads, head_dim]
  *                lse, delta:                     2, [heads, tokens]
  *                slopes, sinks, dsinks:          1, [heads]
@@ -111,7 +121,9 @@ const char *cpattn_status_name(int32_t status);
  *   strides      in elements; NULL means compact (row-major). head_dim must be contiguous. What is only read may have
  *                stride 0; what is written must not overlap itself or anything else of the call
  *   data         aligned to the element together with byte_offset, a multiple of the element's size; may be NULL when
- *                a dimension is 0
+ *                a dimension is 0. On a device, rows of q, k, v, o, d_o and of f32 tensors with head_dim begin at
+ *                multiples of 16 bytes (true of compact tensors that cudaMalloc or a framework made), strides are below
+ *                2 GiB, and the memory has to be known to the driver as that device's
  *
  * The library cannot see how long the memory behind `data` is: shape and strides must not reach beyond it.
  */
@@ -144,7 +156,7 @@ typedef struct cpattn_tensor {
 #define CPATTN_DEVICE_CPU 1
 #define CPATTN_DEVICE_CUDA 2
 
-/* Element types, where one is named without a tensor. f64 is for the CPU. */
+/* Element types, where one is named without a tensor. On devices q, k, v, o are f16 or bf16. */
 #define CPATTN_F16 0
 #define CPATTN_BF16 1
 #define CPATTN_F32 2
@@ -232,7 +244,7 @@ typedef struct cpattn_options {
   int32_t circulate;         /* CPATTN_CIRCULATE_... */
   int32_t wire;              /* CPATTN_WIRE_... */
   int32_t gather;            /* 1: all k and v at once instead of step by step */
-  int32_t reproducible;      /* 1: the same bits for any number of ranks */
+  int32_t reproducible;      /* 1: the same bits for any number of ranks; for the CPU */
   int32_t pack_inputs;       /* 1: tensors that travel may have any strides; 0: they must be compact */
   int32_t reserved;          /* 0 */
 } cpattn_options;
@@ -299,7 +311,7 @@ int32_t cpattn_plan_verify(const cpattn_plan *plan);
 #define CPATTN_FORWARD 0
 #define CPATTN_BACKWARD 1
 
-/* Bytes of memory that a run takes on a rank; see cpattn_rank_lend_workspace. */
+/* Bytes of memory that a run takes on a rank, on the CPU and on devices alike; see cpattn_rank_lend_workspace. */
 int32_t cpattn_plan_workspace(const cpattn_plan *plan, uint32_t rank, int32_t direction, uint64_t *bytes);
 
 /* ---- Who holds which tokens --------------------------------------------------------------------------------------- */
@@ -314,7 +326,7 @@ int32_t cpattn_plan_tokens(const cpattn_plan *plan, int32_t side, uint32_t rank,
 int32_t cpattn_plan_positions(const cpattn_plan *plan, int32_t side, uint32_t rank, int64_t *positions, size_t capacity);
 
 /* Copies a rank's rows out of `whole` into `local`, in the rank's order, or back; the other rows of `whole` stay as they
- * are. Tensors of the CPU with tokens first, of any element type of 1, 2, 4 or 8 bytes, of 1 to 3 dimensions that agree
+ * are. Tensors of the CPU (elsewhere cpattn_plan_tokens is the index to gather by) with tokens first, of any element type of 1, 2, 4 or 8 bytes, of 1 to 3 dimensions that agree
  * but for the tokens: ids [tokens], activations [tokens, heads, head_dim]. A last dimension other than the tokens is
  * contiguous. */
 int32_t cpattn_plan_shard(const cpattn_plan *plan, int32_t side, uint32_t rank, const cpattn_tensor *whole, const cpattn_tensor *local);
@@ -332,7 +344,12 @@ typedef struct cpattn_transport cpattn_transport;
  * A call that waits for `deadline_ms` without any of its messages moving fails on every rank. world: 1 to 4096. */
 int32_t cpattn_local_group(uint32_t world, uint64_t deadline_ms, cpattn_transport **transports);
 
-/* Contiguous bytes that go to `peer`, or come from it. A send is only read. */
+/* The same for tensors on CUDA devices: rank r is on devices[r], and ranks may share a device. The data moves by device
+ * copies in stream order; the threads of the ranks meet at each exchange only to tell each other addresses, under the
+ * deadline, and never wait for a device. */
+int32_t cpattn_peer_group(uint32_t world, const int32_t *devices, uint64_t deadline_ms, cpattn_transport **transports);
+
+/* Contiguous bytes that go to `peer`, or come from it. A send is only read. On a device, device addresses. */
 typedef struct cpattn_message {
   size_t peer;
   void *data;
@@ -347,6 +364,10 @@ typedef struct cpattn_message {
  * list them; exchanges of one rank are serial, are rendezvous (nothing may rely on buffering) and complete as a whole;
  * empty messages and messages to oneself do not occur. Nothing may hang: when a peer dies, fails or does not answer
  * before a deadline of the transport's choice, all calls fail, now and later.
+ *
+ * For a rank on a device, `exchange` gets a stream of the rank's own, enqueues the batch there and returns: ncclSend and
+ * ncclRecv between ncclGroupStart and ncclGroupEnd are one. The device's primary context is then current. What fails
+ * after it has returned is for poll to say; after abort, what is enqueued must end soon.
  */
 typedef struct cpattn_transport_table {
   size_t struct_size;
@@ -356,8 +377,9 @@ typedef struct cpattn_transport_table {
   /* An all-gather over ranks first ... end-1: all[i] = the number that rank first + i gave. Waits for all of them. The
    * library compares. Called on the thread that runs. */
   int32_t (*agree)(void *context, uint32_t first, uint32_t end, uint64_t number, uint64_t *all, int64_t *blame);
-  /* Moves a batch and returns when it is complete. Called on a thread of the rank's own, one call at a time. */
-  int32_t (*exchange)(void *context, const char *operation, uint32_t step, const cpattn_message *sends, size_t send_count, const cpattn_message *recvs, size_t recv_count, int64_t *blame);
+  /* Moves a batch. On the CPU: returns when it is complete, stream is NULL, and it is called on a thread of the rank's own,
+   * one call at a time. On a device: returns when it is enqueued, and is called on the thread that runs. */
+  int32_t (*exchange)(void *context, const char *operation, uint32_t step, const cpattn_message *sends, size_t send_count, const cpattn_message *recvs, size_t recv_count, void *stream, int64_t *blame);
   /* Whether anything has failed so far. Never waits. Any thread, at any time. */
   int32_t (*poll)(void *context, int64_t *blame);
   /* Ends the run on every rank: their calls must fail soon. Any thread, at any time, any number of times. */
@@ -380,8 +402,8 @@ typedef struct cpattn_rank cpattn_rank;
 
 typedef struct cpattn_rank_options {
   size_t struct_size;
-  uint32_t workers;    /* threads of the CPU kernels, 1 to 1024; results do not depend on it */
-  int32_t device_type; /* CPATTN_DEVICE_CPU */
+  uint32_t workers;    /* threads of the CPU kernels, 1 to 1024; results do not depend on it. On a device 1 */
+  int32_t device_type; /* CPATTN_DEVICE_CPU or CPATTN_DEVICE_CUDA; that of the transport, unless that is a table */
   int32_t device_id;   /* 0 on the CPU */
   int32_t reserved;    /* 0 */
 } cpattn_rank_options;
@@ -390,21 +412,23 @@ typedef struct cpattn_rank_options {
   { sizeof(cpattn_rank_options), 1, CPATTN_DEVICE_CPU, 0, 0 }
 
 /* A rank lives long and runs many plans. It takes the transport over: on success the transport's handle is gone, after
- * a refusal it is still the caller's. options NULL: the defaults. */
+ * a refusal it is still the caller's. options NULL: one worker, on the device of a peer group, otherwise on the CPU. */
 int32_t cpattn_rank_create(cpattn_transport *transport, const cpattn_rank_options *options, cpattn_rank **rank);
 
-/* The rank leaves: peers that still need it get an error. */
+/* The rank leaves: peers that still need it get an error. On a device it first waits for what it enqueued. */
 int32_t cpattn_rank_destroy(cpattn_rank *rank);
 
-/* Does all that may allocate for runs of this plan. Optional: the first run does it otherwise. A rank remembers the
- * last 16 (plan, direction) pairs. */
+/* Does all that may allocate for runs of this plan; on a device it also loads the kernels, which takes the driver up to
+ * seconds, and may wait for earlier runs. Optional: the first run does it otherwise. A rank remembers the last 16 (plan,
+ * direction) pairs. */
 int32_t cpattn_rank_prepare(cpattn_rank *rank, const cpattn_plan *plan, int32_t direction);
 
 /* Workspaces begin at a multiple of this many bytes. */
 #define CPATTN_WORKSPACE_ALIGNMENT 256
 
-/* Lends memory to work in: `bytes` at `workspace`, the largest of cpattn_plan_workspace over the plans to run. It stays
- * lent, untouched by others, until another is lent or the rank is destroyed. Without it the rank allocates its own. */
+/* Lends memory to work in, of the rank's place: `bytes` at `workspace`, the largest of cpattn_plan_workspace over the
+ * plans to run. It stays lent, untouched by others, until another is lent or the rank is destroyed; on a device both wait
+ * for what was enqueued. Without it the rank allocates its own. */
 int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t bytes);
 
 /*
@@ -420,7 +444,7 @@ typedef struct cpattn_forward_args {
   const cpattn_tensor *o;     /* written, [Nq, H, Dv] */
   const cpattn_tensor *lse;   /* written, [H, Nq] f32 (f64 for f64): natural log-sum-exp of the scores, -inf for a row
                                  that attends to nothing */
-  void *stream;               /* NULL on the CPU */
+  void *stream;               /* cudaStream_t on a device; NULL on the CPU */
 } cpattn_forward_args;
 
 #define CPATTN_FORWARD_ARGS_INIT \
@@ -440,7 +464,7 @@ typedef struct cpattn_backward_args {
   const cpattn_tensor *dk;     /* written, [Nk, Hk, D] */
   const cpattn_tensor *dv;     /* written, [Nk, Hk, Dv] */
   const cpattn_tensor *dsinks; /* written, [H] of lse's type, summed over the group; NULL unless there are sinks */
-  void *stream;                /* NULL on the CPU */
+  void *stream;                /* cudaStream_t on a device; NULL on the CPU */
 } cpattn_backward_args;
 
 #define CPATTN_BACKWARD_ARGS_INIT \
@@ -448,14 +472,20 @@ typedef struct cpattn_backward_args {
 
 /* Run a plan. All ranks of the group call with equal plans in the same order, each on a thread of its own, and wait for
  * each other. CPATTN_INVALID: a tensor that does not fit, or overlaps one that is written; the peers of a rank that is
- * refused wait until their deadline or until it calls again. */
+ * refused wait until their deadline or until it calls again.
+ *
+ * On a device they return when all of the run is enqueued. Runs of one rank come one after another even on different
+ * streams, since they share the workspace. Lists travel through a ring with room for two runs: a call that finds two
+ * others in flight waits for the oldest of them, and there is no other wait for the device. After a failure (not a
+ * refusal) the call waits until nothing of the run is left on the device; what was written is undefined. */
 int32_t cpattn_forward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args);
 int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args);
 
-/* Whether anything has failed so far; never waits. */
+/* Whether anything has failed so far, on any rank, or on the device in what was enqueued; never waits. */
 int32_t cpattn_rank_poll(const cpattn_rank *rank);
 
-/* Ends the run on every rank of the world: calls that wait return CPATTN_PEER. For good: make a new group after it. */
+/* Ends the run on every rank of the world: calls that wait return CPATTN_PEER. What is enqueued on devices already is not
+ * taken back. For good: make a new group after it. */
 int32_t cpattn_rank_abort(const cpattn_rank *rank);
 
 /* ---- The pieces --------------------------------------------------------------------------------------------------- */
@@ -515,14 +545,28 @@ typedef struct cpattn_score {
   int64_t window_right; /* likewise */
 } cpattn_score;
 
-/* Memory of the kernels' tiles, for one call at a time. workers: 1 to 1024. */
+/* The kernels of one place and the memory that calls take there, for one call at a time. Calls allocate nothing; one that
+ * finds the scratch too small is refused with the number it needs. */
 typedef struct cpattn_scratch cpattn_scratch;
 
+/* On the CPU: memory for tiles. workers: 1 to 1024. */
 int32_t cpattn_scratch_create(uint32_t workers, cpattn_scratch **scratch);
+
+/* On a CUDA device: kernels, and a ring that the lists of calls travel through, of 256 KiB for 64 calls in flight. The
+ * ranks and scratches of a process share the kernels of a device. */
+int32_t cpattn_scratch_create_cuda(int32_t device_id, cpattn_scratch **scratch);
+
+/* On a device, waits until it is idle. */
 int32_t cpattn_scratch_destroy(cpattn_scratch *scratch);
 
-/* Grows it to calls of this kind. Calls allocate nothing; one that finds the scratch too small is refused. */
+/* Grows it to attention of this kind: memory on the CPU, loaded kernels on a device. The other pieces need no call. */
 int32_t cpattn_scratch_reserve(cpattn_scratch *scratch, int32_t dtype, uint32_t head_dim, uint32_t value_dim);
+
+/* On a device: grows the ring to `calls` calls in flight (1 to 65536) whose lists take `bytes` in all. One call must fit
+ * by itself; while the ring is full, a call waits for the oldest one, and for nothing else. cpattn_attend_lists and
+ * cpattn_attend_backward_lists say what a call takes; cpattn_finish takes at most 80 bytes for each range and 8 for each
+ * row, cpattn_transform at most 4096, the others none. Growing waits for the calls in flight. */
+int32_t cpattn_scratch_lists(cpattn_scratch *scratch, uint64_t bytes, uint32_t calls);
 
 /* acc: f32, or f64 when q is f64. */
 typedef struct cpattn_attend_args {
@@ -536,9 +580,9 @@ typedef struct cpattn_attend_args {
   const cpattn_tensor *slopes;  /* f32 [heads], or NULL */
   const cpattn_tensor *sinks;   /* f32 [heads], or NULL; applied by LAST and ONLY */
   cpattn_head_map heads;
-  int32_t aligned; /* 1: tiles break at positions, so a row's bits do not depend on how its keys were cut */
+  int32_t aligned; /* 1: tiles break at positions, so a row's bits do not depend on how its keys were cut; for the CPU */
   cpattn_score score;
-  cpattn_ranges ranges;
+  cpattn_ranges ranges; /* read during the call, also on a device */
   void *stream;
 } cpattn_attend_args;
 
@@ -546,6 +590,9 @@ typedef struct cpattn_attend_args {
   { sizeof(cpattn_attend_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, {0, 0, 1}, 0, {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0}, NULL }
 
 int32_t cpattn_attend(cpattn_scratch *scratch, const cpattn_attend_args *args);
+
+/* Bytes of lists that this call takes on the scratch's device; 0 on the CPU. No memory of a tensor is touched. */
+int32_t cpattn_attend_lists(cpattn_scratch *scratch, const cpattn_attend_args *args, uint64_t *bytes);
 
 #define CPATTN_GRADIENTS_ALL 0
 #define CPATTN_GRADIENTS_QUERIES 1 /* dq only; dk and dv NULL */
@@ -578,25 +625,29 @@ typedef struct cpattn_attend_backward_args {
   { sizeof(cpattn_attend_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, {0, 0, 1}, 0, 0, CPATTN_GRADIENTS_ALL, 0, 0, {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0}, NULL }
 
 int32_t cpattn_attend_backward(cpattn_scratch *scratch, const cpattn_attend_backward_args *args);
+int32_t cpattn_attend_backward_lists(cpattn_scratch *scratch, const cpattn_attend_backward_args *args, uint64_t *bytes);
+
+/* For the rest, scratch says where the tensors are; on the CPU it may be NULL, since no memory is needed. f64 is for the
+ * CPU, as is any dim that is no multiple of 8 (of 4 in cpattn_merge), but for cpattn_transform, which takes them all. */
 
 /* delta[h, t] = sum over d of d_o[t, h, d] * o[t, h, d], from the final o. */
-int32_t cpattn_delta(const cpattn_tensor *o, const cpattn_tensor *d_o, const cpattn_tensor *delta, void *stream);
+int32_t cpattn_delta(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *d_o, const cpattn_tensor *delta, void *stream);
 
 /* Rows that no range covers: o = 0, lse = -inf, or the sink where `sinks` is not NULL. */
-int32_t cpattn_finish(const cpattn_tensor *o, const cpattn_tensor *lse, const cpattn_tensor *sinks, const cpattn_range *rows, size_t row_count, void *stream);
+int32_t cpattn_finish(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse, const cpattn_tensor *sinks, const cpattn_range *rows, size_t row_count, void *stream);
 
 /* dsinks[h] = - sum over t of exp(sinks[h] - lse[h, t]) * delta[h, t]. */
-int32_t cpattn_sink_gradient(const cpattn_tensor *lse, const cpattn_tensor *delta, const cpattn_tensor *sinks, const cpattn_tensor *dsinks, void *stream);
+int32_t cpattn_sink_gradient(cpattn_scratch *scratch, const cpattn_tensor *lse, const cpattn_tensor *delta, const cpattn_tensor *sinks, const cpattn_tensor *dsinks, void *stream);
 
 /* Merges the partial result (other_o, other_lse) into (o, lse): all f32 or all f64, o [tokens, heads, dim] normalised,
  * lse [heads, tokens]. A side whose lse is -inf has no say; a NaN stays a NaN. */
-int32_t cpattn_merge(const cpattn_tensor *o, const cpattn_tensor *lse, const cpattn_tensor *other_o, const cpattn_tensor *other_lse, void *stream);
+int32_t cpattn_merge(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse, const cpattn_tensor *other_o, const cpattn_tensor *other_lse, void *stream);
 
 /* dst = the sum of the sources, element by element in this order in f32 (f64 if one of them is f64), rounded once. All
  * [tokens, heads, dim], any strides, types may differ. One source is a copy or a cast, none fills with zeros; the first
  * may be dst itself. The layout changes of an all-to-all are such copies between slices of tokens and of heads. */
 #define CPATTN_MAX_SOURCES 64
-int32_t cpattn_transform(const cpattn_tensor *dst, const cpattn_tensor *const *sources, size_t source_count, void *stream);
+int32_t cpattn_transform(cpattn_scratch *scratch, const cpattn_tensor *dst, const cpattn_tensor *const *sources, size_t source_count, void *stream);
 
 #ifdef __cplusplus
 }

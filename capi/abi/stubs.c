@@ -19,6 +19,7 @@ int32_t cpattn_plan_shard(const cpattn_plan *plan, int32_t side, uint32_t rank, 
 int32_t cpattn_plan_unshard(const cpattn_plan *plan, int32_t side, uint32_t rank, const cpattn_tensor *local, const cpattn_tensor *whole) { return 0; }
 int32_t cpattn_plan_shift(const cpattn_plan *plan, uint32_t rank, int64_t by, const void *fill, const cpattn_tensor *whole, const cpattn_tensor *local) { return 0; }
 int32_t cpattn_local_group(uint32_t world, uint64_t deadline_ms, cpattn_transport **transports) { return 0; }
+int32_t cpattn_peer_group(uint32_t world, const int32_t *devices, uint64_t deadline_ms, cpattn_transport **transports) { return 0; }
 int32_t cpattn_transport_create(const cpattn_transport_table *table, cpattn_transport **transport) { return 0; }
 int32_t cpattn_transport_destroy(cpattn_transport *transport) { return 0; }
 int32_t cpattn_rank_create(cpattn_transport *transport, const cpattn_rank_options *options, cpattn_rank **rank) { return 0; }
@@ -30,15 +31,19 @@ int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn
 int32_t cpattn_rank_poll(const cpattn_rank *rank) { return 0; }
 int32_t cpattn_rank_abort(const cpattn_rank *rank) { return 0; }
 int32_t cpattn_scratch_create(uint32_t workers, cpattn_scratch **scratch) { return 0; }
+int32_t cpattn_scratch_create_cuda(int32_t device_id, cpattn_scratch **scratch) { return 0; }
 int32_t cpattn_scratch_destroy(cpattn_scratch *scratch) { return 0; }
 int32_t cpattn_scratch_reserve(cpattn_scratch *scratch, int32_t dtype, uint32_t head_dim, uint32_t value_dim) { return 0; }
+int32_t cpattn_scratch_lists(cpattn_scratch *scratch, uint64_t bytes, uint32_t calls) { return 0; }
 int32_t cpattn_attend(cpattn_scratch *scratch, const cpattn_attend_args *args) { return 0; }
+int32_t cpattn_attend_lists(cpattn_scratch *scratch, const cpattn_attend_args *args, uint64_t *bytes) { return 0; }
 int32_t cpattn_attend_backward(cpattn_scratch *scratch, const cpattn_attend_backward_args *args) { return 0; }
-int32_t cpattn_delta(const cpattn_tensor *o, const cpattn_tensor *d_o, const cpattn_tensor *delta, void *stream) { return 0; }
-int32_t cpattn_finish(const cpattn_tensor *o, const cpattn_tensor *lse, const cpattn_tensor *sinks, const cpattn_range *rows, size_t row_count, void *stream) { return 0; }
-int32_t cpattn_sink_gradient(const cpattn_tensor *lse, const cpattn_tensor *delta, const cpattn_tensor *sinks, const cpattn_tensor *dsinks, void *stream) { return 0; }
-int32_t cpattn_merge(const cpattn_tensor *o, const cpattn_tensor *lse, const cpattn_tensor *other_o, const cpattn_tensor *other_lse, void *stream) { return 0; }
-int32_t cpattn_transform(const cpattn_tensor *dst, const cpattn_tensor *const *sources, size_t source_count, void *stream) { return 0; }
+int32_t cpattn_attend_backward_lists(cpattn_scratch *scratch, const cpattn_attend_backward_args *args, uint64_t *bytes) { return 0; }
+int32_t cpattn_delta(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *d_o, const cpattn_tensor *delta, void *stream) { return 0; }
+int32_t cpattn_finish(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse, const cpattn_tensor *sinks, const cpattn_range *rows, size_t row_count, void *stream) { return 0; }
+int32_t cpattn_sink_gradient(cpattn_scratch *scratch, const cpattn_tensor *lse, const cpattn_tensor *delta, const cpattn_tensor *sinks, const cpattn_tensor *dsinks, void *stream) { return 0; }
+int32_t cpattn_merge(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse, const cpattn_tensor *other_o, const cpattn_tensor *other_lse, void *stream) { return 0; }
+int32_t cpattn_transform(cpattn_scratch *scratch, const cpattn_tensor *dst, const cpattn_tensor *const *sources, size_t source_count, void *stream) { return 0; }
 cpattn_dl_device *keep_cpattn_dl_device(void) { return 0; }
 cpattn_dl_dtype *keep_cpattn_dl_dtype(void) { return 0; }
 cpattn_tensor *keep_cpattn_tensor(void) { return 0; }

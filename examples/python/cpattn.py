@@ -144,9 +144,11 @@ def _load():
         "plan_unshard": [handle, i32, u32, TensorP, TensorP],
         "plan_shift": [handle, u32, c_int64, c_void_p, TensorP, TensorP],
         "local_group": [u32, c_uint64, POINTER(handle)],
+        "peer_group": [u32, POINTER(c_int32), c_uint64, POINTER(handle)],
         "transport_destroy": [handle],
         "rank_create": [handle, c_void_p, POINTER(handle)],
         "rank_destroy": [handle],
+        "rank_prepare": [handle, handle, i32],
         "forward": [handle, handle, POINTER(ForwardArgs)],
         "backward": [handle, handle, POINTER(BackwardArgs)],
         "rank_poll": [handle],
@@ -173,18 +175,32 @@ _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype, _pointer_of.argtypes = c_void_p, [ctypes.py_object, c_char_p]
 
 
+class Memory:
+    """Memory that no library describes: an address and a shape, as a compact tensor. `device` is DLPack's pair."""
+
+    def __init__(self, address, shape, bits, device=(1, 0), code=2):
+        self._shape = (c_int64 * len(shape))(*shape)
+        kind = Tensor.DType(code, bits, 1)
+        self.tensor = Tensor(address, Tensor.Device(*device), len(shape), kind, self._shape, None, 0)
+
+
 class Given:
-    """A tensor given to a call: its DLTensor, and the capsule that keeps it alive."""
+    """A tensor given to a call: its DLTensor, and what keeps it alive."""
 
     def __init__(self, array):
+        if isinstance(array, Memory):
+            self.capsule, self.pointer = array, ctypes.pointer(array.tensor)
+            return
         # A capsule that nobody consumes frees its description when it dies. A DLTensor is the capsule's first member.
-        self.capsule = array.__dlpack__()
+        # On CUDA, -1: whoever makes the tensor need not synchronise, the call is ordered by its stream.
+        on_device = array.__dlpack_device__()[0] == 2
+        self.capsule = array.__dlpack__(stream=-1) if on_device else array.__dlpack__()
         self.pointer = ctypes.cast(_pointer_of(self.capsule, b"dltensor"), TensorP)
 
 
-def _args(kind, arrays):
+def _args(kind, arrays, stream):
     given = {name: Given(array) for name, array in arrays.items() if array is not None}
-    return kind(**{name: g.pointer for name, g in given.items()}), given
+    return kind(stream=stream, **{name: g.pointer for name, g in given.items()}), given
 
 
 class Plan:
@@ -245,12 +261,17 @@ class Rank:
         if getattr(self, "_handle", None):
             _lib.cpattn_rank_destroy(self._handle)
 
-    def forward(self, plan, **tensors):
-        args, given = _args(ForwardArgs, tensors)
+    def prepare(self, plan, direction):
+        """Does all that may allocate or wait; the first run does it otherwise."""
+        _call("rank_prepare", self._handle, plan._handle, direction)
+
+    def forward(self, plan, stream=None, **tensors):
+        """On a device: returns when it is enqueued on `stream` (a cudaStream_t; None is the default stream)."""
+        args, given = _args(ForwardArgs, tensors, stream)
         _call("forward", self._handle, plan._handle, byref(args))
 
-    def backward(self, plan, **tensors):
-        args, given = _args(BackwardArgs, tensors)
+    def backward(self, plan, stream=None, **tensors):
+        args, given = _args(BackwardArgs, tensors, stream)
         _call("backward", self._handle, plan._handle, byref(args))
 
     def poll(self):
@@ -264,6 +285,13 @@ def local_group(world, deadline_ms=60_000):
     """Ranks that are threads of this process."""
     transports = (c_void_p * world)()
     _call("local_group", world, deadline_ms, transports)
+    return [Rank(c_void_p(t)) for t in transports]
+
+
+def peer_group(devices, deadline_ms=60_000):
+    """Ranks that are threads of this process, rank r with tensors on CUDA device devices[r]."""
+    transports = (c_void_p * len(devices))()
+    _call("peer_group", len(devices), (c_int32 * len(devices))(*devices), deadline_ms, transports)
     return [Rank(c_void_p(t)) for t in transports]
 
 

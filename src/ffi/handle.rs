@@ -7,7 +7,8 @@
 //! Reading the first word of freed memory proves little. Debug builds therefore keep a table of live handles that is
 //! asked before any memory is touched, and do not give the memory of a destroyed handle back before
 //! [`QUARANTINE`](debug::QUARANTINE) others were destroyed, so that its address does not come back as a new handle.
-//! This table is the only process-wide state of the crate, and release builds do not have it.
+//! This table is process-wide, and release builds do not have it; besides, there is only that of the devices in use
+//! (`kernel::cuda::shared`).
 
 use std::{
     boxed::Box,

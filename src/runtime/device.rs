@@ -13,6 +13,7 @@ use std::{format, sync::Arc, vec::Vec};
 use super::{
     Handle,
     bind::{self, Bindings},
+    measure::{Measure, dangling},
     ops::{Backend, Job, Memory, Prepared, perform},
     trade::Watch,
 };
@@ -119,66 +120,6 @@ impl Backend for Device<'_> {
     fn slopes(&self, _: &Plan) -> RawTensor {
         self.slopes
     }
-}
-
-/// Runs nothing: finds how much each lane uploads in one run.
-struct Measure<'a> {
-    cuda: &'a Cuda,
-    bytes: usize,
-    largest: usize,
-    launches: usize,
-    messages: usize,
-}
-
-impl Measure<'_> {
-    fn add(&mut self, bytes: usize) {
-        self.bytes += bytes;
-        self.largest = self.largest.max(bytes);
-        self.launches += 1;
-    }
-}
-
-impl Backend for Measure<'_> {
-    unsafe fn attend(&mut self, args: &Attend<'_>) -> Result<()> {
-        self.add(self.cuda.attend_bytes(args)?);
-        Ok(())
-    }
-
-    unsafe fn attend_backward(&mut self, args: &AttendBackward<'_>) -> Result<()> {
-        self.add(self.cuda.attend_backward_bytes(args)?);
-        Ok(())
-    }
-
-    unsafe fn transform(&mut self, args: &Transform<'_>) -> Result<()> {
-        self.add(self.cuda.transform_bytes(args));
-        Ok(())
-    }
-
-    unsafe fn delta(&mut self, _: &Delta) -> Result<()> {
-        Ok(())
-    }
-
-    unsafe fn sink_gradient(&mut self, _: &SinkGradient) -> Result<()> {
-        Ok(())
-    }
-
-    unsafe fn sink_total(&mut self, _: &RawTensor, _: &RawTensor) -> Result<()> {
-        Ok(())
-    }
-
-    unsafe fn exchange(&mut self, _: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        self.messages = self.messages.max(sends.len()).max(recvs.len());
-        Ok(())
-    }
-
-    fn slopes(&self, plan: &Plan) -> RawTensor {
-        let heads = plan.problem().heads() as u32;
-        plan.problem().slopes().map_or(RawTensor::NONE, |_| dangling(Dtype::F32, 1, heads, 1))
-    }
-}
-
-fn dangling(dtype: Dtype, rows: u64, heads: u32, dim: u32) -> RawTensor {
-    RawTensor::compact(core::ptr::without_provenance_mut(ALIGNMENT as usize), dtype, rows, heads, dim)
 }
 
 impl DeviceRank {
@@ -333,7 +274,7 @@ impl DeviceRank {
         let cuda = Arc::clone(self.transport.device());
         let tensors = bind::placeholders(plan, prepared, dangling);
         let memory = Memory { tensors, workspace: core::ptr::without_provenance_mut(ALIGNMENT as usize) };
-        let mut measure = Measure { cuda: &cuda, bytes: 0, largest: 0, launches: 0, messages: 0 };
+        let mut measure = Measure::new(&cuda);
         let Prepared { schedule, compute, .. } = prepared;
         for op in 0..schedule.ops.len() {
             // SAFETY: `Measure` touches no memory.

@@ -31,6 +31,8 @@ mod device;
 mod front;
 mod host;
 mod lanes;
+#[cfg(feature = "cuda")]
+mod measure;
 mod ops;
 pub mod trace;
 mod trade;

@@ -147,6 +147,16 @@ static void tensors(int devices) {
     TRUE(driver_open(0));
   }
 
+  int (*begin)(void *, unsigned) = NULL, (*end)(void *, void **) = NULL;
+  void *library = dlopen("libcuda.so.1", RTLD_NOW), *graph = NULL, *found[2];
+  found[0] = dlsym(library, "cuStreamBeginCapture_v2"), found[1] = dlsym(library, "cuStreamEndCapture");
+  memcpy(&begin, found, sizeof begin), memcpy(&end, found + 1, sizeof end);
+  CUDA(driver.stream_create(&other, 1));
+  CUDA(begin(other, 2 /* relaxed */));
+  CHANGED(a.stream = other, CPATTN_UNSUPPORTED, "a stream that is being captured");
+  CUDA(end(other, &graph));
+  CUDA(driver.stream_destroy(other));
+
   /* The other way round: memory of a device, or a stream, for a rank of the CPU. Page-locked memory is the CPU's. */
   a = args();
   REFUSED(CPATTN_INVALID, "q.device is type 2, CUDA device 0, expected the CPU", cpattn_forward(cpu, plan, &a));

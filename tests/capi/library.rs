@@ -7,7 +7,6 @@ use std::{
     process::Command,
 };
 
-#[allow(dead_code, reason = "each test uses its part")]
 pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }

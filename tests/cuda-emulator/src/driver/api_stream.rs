@@ -2,7 +2,7 @@
 //! Streams and events.
 
 use super::codes;
-use super::entry::{Outcome, context_of, in_context, put, stream_of};
+use super::entry::{Outcome, any_stream_of, context_of, in_context, put, stream_of};
 use super::machine::{Machine, stream};
 use super::queue::{Event, Work};
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
@@ -90,7 +90,7 @@ pub unsafe extern "C" fn cuStreamWaitEvent(handle: *mut c_void, event: *mut c_vo
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamGetPriority(handle: *mut c_void, priority: *mut c_int) -> i32 {
     in_context(|m, d| {
-        let id = stream_of(m, d, handle)?;
+        let id = any_stream_of(m, d, handle)?;
         // SAFETY: the caller's result pointer.
         unsafe { put(priority, m.streams.get(&id).map_or(0, |s| s.priority)) }
     })
@@ -99,7 +99,7 @@ pub unsafe extern "C" fn cuStreamGetPriority(handle: *mut c_void, priority: *mut
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamGetFlags(handle: *mut c_void, flags: *mut c_uint) -> i32 {
     in_context(|m, d| {
-        let id = stream_of(m, d, handle)?;
+        let id = any_stream_of(m, d, handle)?;
         // SAFETY: the caller's result pointer.
         unsafe { put(flags, m.streams.get(&id).map_or(0, |s| s.independent.into())) }
     })
@@ -108,7 +108,7 @@ pub unsafe extern "C" fn cuStreamGetFlags(handle: *mut c_void, flags: *mut c_uin
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamGetCtx(handle: *mut c_void, context: *mut *mut c_void) -> i32 {
     in_context(|m, d| {
-        stream_of(m, d, handle)?;
+        any_stream_of(m, d, handle)?;
         // SAFETY: the caller's result pointer.
         unsafe { put(context, context_of(d) as *mut c_void) }
     })
@@ -117,7 +117,7 @@ pub unsafe extern "C" fn cuStreamGetCtx(handle: *mut c_void, context: *mut *mut 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamGetId(handle: *mut c_void, out: *mut c_ulonglong) -> i32 {
     in_context(|m, d| {
-        let id = stream_of(m, d, handle)?;
+        let id = any_stream_of(m, d, handle)?;
         // SAFETY: the caller's result pointer.
         unsafe { put(out, id) }
     })
@@ -126,10 +126,38 @@ pub unsafe extern "C" fn cuStreamGetId(handle: *mut c_void, out: *mut c_ulonglon
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamIsCapturing(handle: *mut c_void, status: *mut c_uint) -> i32 {
     in_context(|m, d| {
-        stream_of(m, d, handle)?;
+        let id = any_stream_of(m, d, handle)?;
         // SAFETY: the caller's result pointer.
-        unsafe { put(status, 0) }
+        unsafe { put(status, m.streams.get(&id).is_some_and(|s| s.capturing).into()) }
     })
+}
+
+fn capture(handle: *mut c_void, begin: bool) -> i32 {
+    in_context(|m, d| {
+        let id = any_stream_of(m, d, handle)?;
+        match m.streams.get_mut(&id) {
+            // The default stream cannot be captured.
+            Some(s) if (handle as u64) > 2 && s.capturing != begin => {
+                s.capturing = begin;
+                Ok(())
+            }
+            _ => Err(codes::STREAM_CAPTURE_UNSUPPORTED),
+        }
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuStreamBeginCapture_v2(handle: *mut c_void, _mode: c_uint) -> i32 {
+    capture(handle, true)
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuStreamEndCapture(handle: *mut c_void, graph: *mut *mut c_void) -> i32 {
+    match capture(handle, false) {
+        // SAFETY: the caller's result pointer. Nothing was captured.
+        codes::SUCCESS => unsafe { put(graph, std::ptr::null_mut()) }.err().unwrap_or(codes::SUCCESS),
+        code => code,
+    }
 }
 
 #[unsafe(no_mangle)]

@@ -38,4 +38,5 @@ codes! {
     LAUNCH_FAILED = 719, "unspecified launch failure";
     COOPERATIVE_LAUNCH_TOO_LARGE = 720, "too many blocks in cooperative launch";
     NOT_SUPPORTED = 801, "operation not supported";
+    STREAM_CAPTURE_UNSUPPORTED = 900, "operation not permitted when stream is capturing";
 }

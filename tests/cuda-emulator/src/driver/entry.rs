@@ -108,7 +108,17 @@ pub(super) unsafe fn put<T>(p: *mut T, v: T) -> Outcome {
 }
 
 /// The stream behind a handle: null and 1 are the default stream, 2 the thread's own, which is the default one here.
+/// There are no graphs here: nothing but questions may be put to a stream that is being captured.
 pub(super) fn stream_of(m: &Machine, device: usize, handle: *mut c_void) -> Result<u64, i32> {
+    let id = any_stream_of(m, device, handle)?;
+    match m.streams.get(&id) {
+        Some(s) if s.capturing => Err(codes::STREAM_CAPTURE_UNSUPPORTED),
+        _ => Ok(id),
+    }
+}
+
+/// As [`stream_of`], of a stream that is being captured too.
+pub(super) fn any_stream_of(m: &Machine, device: usize, handle: *mut c_void) -> Result<u64, i32> {
     match handle as u64 {
         0..=2 => Ok(default_stream(device)),
         id => match m.streams.get(&id) {

@@ -443,6 +443,7 @@ pub(crate) fn stream(device: usize, independent: bool, priority: i32) -> Stream 
         done: 0,
         tail: Clock::default(),
         destroyed: false,
+        capturing: false,
     }
 }
 

@@ -108,6 +108,8 @@ pub(crate) struct Stream {
     /// Clock of the newest operation.
     pub(crate) tail: Clock,
     pub(crate) destroyed: bool,
+    /// Between the begin and the end of a capture.
+    pub(crate) capturing: bool,
 }
 
 /// An event.
