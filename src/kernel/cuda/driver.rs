@@ -392,6 +392,8 @@ impl Event {
 
     /// Waits on the host until everything before the point is done.
     pub fn wait(&self) -> Result<()> {
+        // Owners wait when they are dropped, on threads that may have no context.
+        let _entered = self.context.enter()?;
         // SAFETY: the event is alive.
         unsafe { call!(cuEventSynchronize(self.handle)) }
     }
