@@ -38,11 +38,14 @@ struct Run {
     Divisor period;
 };
 
-// One tile of work: the run, and its first row in that run.
+// One tile of work: the run, and its first row in that run. In the fused backward a `first` with the bit WORK_ZERO is a
+// tile of a q run that meets nothing, and is written with zeros.
 struct Work {
     u32 run;
     u32 first;
 };
+
+enum : u32 { WORK_ZERO = 0x80000000u };
 
 enum : u32 { MODE_FIRST = 0, MODE_MERGE = 1, MODE_LAST = 2, MODE_ONLY = 3 };
 enum : u32 { SCORE_GENERAL = 1, SCORE_SOFTCAP = 2 };
@@ -92,6 +95,17 @@ struct BackwardParams {
     Heads heads;
     u32 per_q_head;
     u32 accumulate;
+};
+
+// The backward in one kernel. `partners` of `call` are the q runs of each k run; `turns` holds a word for each tile of q
+// rows and q head, zero before the launch, as is `ticket`, the number of items that were taken.
+struct FusedParams {
+    BackwardParams call;
+    const u32* keys_of;      // of each q run, its k runs
+    const u32* query_tiles;  // of each q run, the tiles of all q runs before it
+    const u32* key_tiles;    // of each k run, the tiles of all k runs before it
+    u32* turns;
+    u32* ticket;
 };
 
 // A block of a transform, cut into tiles of rows. `units` are the steps of one row: 8 elements each where everything is

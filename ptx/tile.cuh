@@ -122,6 +122,34 @@ __device__ __forceinline__ void multiply_columns(float (&c)[MT][D / 8][4], const
     }
 }
 
+// c += A B, both from shared memory. A has 16 * MT rows of K elements, or K rows of 16 * MT where it is stored TRANSPOSED; B
+// has K rows, of which the warp takes every PARTS-th block of 16 columns: the first one is in the walk already.
+template <class T, int MT, int NT, int K, int PARTS, bool TRANSPOSED, int DA, int DB>
+__device__ __forceinline__ void multiply_tiles(float (&c)[MT][NT][4], const Walk<DA>& a, const Walk<DB>& b) {
+    static_assert(NT % 2 == 0 && 2 * PARTS <= Swizzle<DB>::GROUP, "blocks of 16 columns, within a swizzle group");
+#pragma unroll
+    for (int k = 0; k < K / 16; ++k) {
+        u32 fa[MT][4];
+#pragma unroll
+        for (int m = 0; m < MT; ++m) {
+            if (TRANSPOSED)
+                load_matrices_transposed(fa[m], a.at(k * 16, 2 * m));
+            else
+                load_matrices(fa[m], a.at(m * 16, 2 * k));
+        }
+#pragma unroll
+        for (int n = 0; n < NT / 2; ++n) {
+            u32 fb[4];
+            load_matrices_transposed(fb, b.at(k * 16, 2 * PARTS * n));
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+                multiply(T{}, c[m][2 * n], fa[m], fb[0], fb[1]);
+                multiply(T{}, c[m][2 * n + 1], fa[m], fb[2], fb[3]);
+            }
+        }
+    }
+}
+
 // The lane's walk over a tile used as A (16 rows from `first`), as B with its rows as columns, and as B transposed.
 template <int D>
 __device__ __forceinline__ Walk<D> walk_a(u32 tile, int first) {
@@ -139,6 +167,20 @@ template <int D>
 __device__ __forceinline__ Walk<D> walk_b_transposed(u32 tile) {
     int lane = fresh_thread() & 31;
     return Walk<D>(tile, lane & 15, lane >> 4);
+}
+
+// As A where it is stored transposed, from column 16 * `block` on; as B transposed, from there on. The columns that the
+// walk then steps over are whole multiples of what `block` counts in, so that the swizzle stays a XOR.
+template <int D>
+__device__ __forceinline__ Walk<D> walk_a_transposed(u32 tile, int block) {
+    int lane = fresh_thread() & 31;
+    return Walk<D>(tile, (lane & 7) + ((lane >> 4) << 3), ((lane >> 3) & 1) | 2 * block);
+}
+
+template <int D>
+__device__ __forceinline__ Walk<D> walk_b_transposed(u32 tile, int block) {
+    int lane = fresh_thread() & 31;
+    return Walk<D>(tile, lane & 15, lane >> 4 | 2 * block);
 }
 
 template <int A, int B>

@@ -5,7 +5,7 @@ use super::check::{self, Checker, Expected};
 use super::lists::{self, Lists, Tiles};
 use super::params::{Backward, Forward, Heads, SCORE_GENERAL, SCORE_SOFTCAP, Score, Tensor};
 use super::staging::{Staging, Writer};
-use super::{Cuda, Ready, Stream, find};
+use super::{Cuda, Ready, Stream, find, turns};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use crate::kernel::{Attend, AttendBackward, Gradients, HeadMap, RawTensor};
@@ -28,7 +28,10 @@ impl Cuda {
     /// As [`Cuda::attend_bytes`].
     pub fn attend_backward_bytes(&self, call: &AttendBackward) -> Result<usize> {
         let (_, _, shape) = find(call.q.dtype, call.q.dim, call.v.dim)?;
-        Ok(lists::bytes(&call.ranges, backward_tiles(call.gradients, shape)))
+        Ok(match self.fused(shape).filter(|_| call.gradients == Gradients::All) {
+            Some(fused) => turns::bytes(&call.ranges, fused.tiles(), call.q.heads),
+            None => lists::bytes(&call.ranges, backward_tiles(call.gradients, shape)),
+        })
     }
 
     /// Forward attention: see [`Attend`]. `max_score`, when not NONE, is f32 `[1, q heads, 1]`, and is raised to the
@@ -108,7 +111,8 @@ impl Cuda {
         sequence(staging, &writer, stream, || unsafe { self.start(kernel, params.heads.items, stream, &params) })
     }
 
-    /// Backward attention: see [`AttendBackward`]. dq is one launch, dk and dv another (two above head dim 192).
+    /// Backward attention: see [`AttendBackward`]. All gradients are one launch where there is a fused kernel (head dims
+    /// up to 128, on devices with the shared memory for it); else dq is one, dk and dv another (two above head dim 192).
     ///
     /// # Errors
     /// As [`Cuda::attend`].
@@ -164,6 +168,12 @@ impl Cuda {
         }
 
         let _entered = self.enter()?;
+        if let Some(fused) = self.fused(s).filter(|_| call.gradients == Gradients::All) {
+            let function = self.attention(&mut self.kernels(), element, shape)?.fused.expect("loaded with the shape");
+            let kernel = Ready { function, launch: fused.launch };
+            // SAFETY: the caller's promise.
+            return unsafe { self.fused_backward(call, kernel, fused, params, window, staging, stream) };
+        }
         let (queries, keys, values) = {
             let mut kernels = self.kernels();
             let loaded = self.attention(&mut kernels, element, shape)?;
@@ -229,7 +239,7 @@ fn backward_tiles(gradients: Gradients, shape: &super::Shape) -> Tiles {
 }
 
 /// Tiles times heads.
-fn items(tiles: usize, heads: u32) -> Result<u32> {
+pub(super) fn items(tiles: usize, heads: u32) -> Result<u32> {
     let items = tiles as u64 * u64::from(heads);
     u32::try_from(items).ok().filter(|&items| items <= i32::MAX as u32).ok_or_else(|| {
         Error::unsupported(format!("{items} tiles in one call"), "a launch has at most 2^31 blocks", "cut the ranges")

@@ -329,6 +329,16 @@ impl Mirror {
             call!(cuMemcpyHtoDAsync_v2(self.device(offset), self.host(offset).cast_const().cast(), bytes, stream))
         }
     }
+
+    /// Writes zeros to a part of the device side, in stream order. The context must be current.
+    pub fn clear(&self, offset: usize, bytes: usize, stream: sys::CUstream) -> Result<()> {
+        debug_assert!(offset + bytes <= self.bytes);
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: the device side has the part, and lives until `self` is dropped, before which the stream is done.
+        unsafe { call!(cuMemsetD8Async(self.device(offset), 0, bytes, stream)) }
+    }
 }
 
 impl Drop for Mirror {

@@ -47,7 +47,7 @@ pub(super) fn bytes(ranges: &Ranges, tiles: Tiles) -> usize {
 }
 
 /// Entries of the inverse list. Q ranges may share entries of `pairs`, so it can be longer.
-fn visits(ranges: &Ranges) -> usize {
+pub(super) fn visits(ranges: &Ranges) -> usize {
     ranges.q.iter().map(|q| q.keys_end.saturating_sub(q.keys_begin) as usize).sum()
 }
 
@@ -67,7 +67,7 @@ pub(super) fn run(range: &Range, begin: u32, end: u32, mode: u32) -> Run {
 }
 
 /// How many rows of a range lie before position `x`.
-fn rows_before(range: &Range, x: i64) -> u64 {
+pub(super) fn rows_before(range: &Range, x: i64) -> u64 {
     let distance = x.saturating_sub(range.pos);
     if distance <= 0 {
         return 0;
@@ -106,12 +106,7 @@ pub(super) fn write(
         lists.keys_of = at;
         pairs.copy_from_slice(ranges.pairs);
         let cost = |q: &QRange, first: i64, last: i64| {
-            partners(ranges, q)
-                .map(|k| {
-                    rows_before(k, last.saturating_add(window.1).saturating_add(1))
-                        .saturating_sub(rows_before(k, first.saturating_sub(window.0)))
-                })
-                .sum()
+            partners(ranges, q).map(|k| met(k, first.saturating_sub(window.0), last.saturating_add(window.1))).sum()
         };
         staging.tiles.clear();
         for (i, q) in ranges.q.iter().enumerate() {
@@ -127,14 +122,7 @@ pub(super) fn write(
         for (i, (k, run)) in ranges.k.iter().zip(keys.iter()).enumerate() {
             let readers = &inverse[run.begin as usize..run.end as usize];
             cut(&mut staging.tiles, i, k, tiles.keys, |first, last| {
-                readers
-                    .iter()
-                    .map(|&q| {
-                        let q = &ranges.q[q as usize].range;
-                        rows_before(q, last.saturating_add(window.0).saturating_add(1))
-                            .saturating_sub(rows_before(q, first.saturating_sub(window.1)))
-                    })
-                    .sum()
+                key_cost(ranges, readers, window, first, last)
             });
         }
         (lists.key_work, lists.key_tiles) = work(staging, writer);
@@ -142,12 +130,25 @@ pub(super) fn write(
     lists
 }
 
+/// How many rows of a range lie at positions `low..=high`.
+fn met(range: &Range, low: i64, high: i64) -> u64 {
+    rows_before(range, high.saturating_add(1)).saturating_sub(rows_before(range, low))
+}
+
+/// How many q rows a tile of keys may meet.
+pub(super) fn key_cost(ranges: &Ranges, readers: &[u32], window: (i64, i64), first: i64, last: i64) -> u64 {
+    let rows = |&q: &u32| {
+        met(&ranges.q[q as usize].range, first.saturating_sub(window.1), last.saturating_add(window.0))
+    };
+    readers.iter().map(rows).sum()
+}
+
 fn partners<'a>(ranges: &'a Ranges, q: &QRange) -> impl Iterator<Item = &'a Range> {
     ranges.pairs[q.keys_begin as usize..q.keys_end as usize].iter().map(|&k| &ranges.k[k as usize])
 }
 
 /// Cuts a range into tiles, with their cost.
-fn cut(tiles: &mut alloc::vec::Vec<(u64, Work)>, i: usize, range: &Range, rows: u32, cost: impl Fn(i64, i64) -> u64) {
+pub(super) fn cut(tiles: &mut alloc::vec::Vec<(u64, Work)>, i: usize, range: &Range, rows: u32, cost: impl Fn(i64, i64) -> u64) {
     let mut first = 0;
     while first < range.len {
         let last = first + (rows - 1).min(range.len - 1 - first);
@@ -157,7 +158,7 @@ fn cut(tiles: &mut alloc::vec::Vec<(u64, Work)>, i: usize, range: &Range, rows: 
 }
 
 /// The tiles, longest first; those of the same cost in the order of rows, so that every run of a plan starts alike.
-fn work(staging: &mut Staging, writer: &mut Writer) -> (u64, usize) {
+pub(super) fn work(staging: &mut Staging, writer: &mut Writer) -> (u64, usize) {
     staging.tiles.sort_unstable_by_key(|(cost, w)| (core::cmp::Reverse(*cost), w.run, w.first));
     let (out, at) = writer.array::<Work>(staging.tiles.len());
     for (out, (_, work)) in out.iter_mut().zip(&staging.tiles) {
@@ -167,7 +168,7 @@ fn work(staging: &mut Staging, writer: &mut Writer) -> (u64, usize) {
 }
 
 /// Of each k range, the q ranges that read it, in their own order: the order in which dk and dv are summed.
-fn invert(ranges: &Ranges, keys: &mut [Run], inverse: &mut [u32]) {
+pub(super) fn invert(ranges: &Ranges, keys: &mut [Run], inverse: &mut [u32]) {
     for q in ranges.q {
         for &k in &ranges.pairs[q.keys_begin as usize..q.keys_end as usize] {
             keys[k as usize].end += 1;

@@ -16,9 +16,10 @@
 //! shapes    tiles and threads of the compiled kernels
 //! params    what a kernel is handed
 //! lists     ranges as runs, partners and tiles
+//! turns     the lists of the fused backward, and who waits for whom
 //! staging   how lists reach the device
 //! check     what a call is refused for
-//! attention, blocks, sinks   the launches
+//! attention, fused, blocks, sinks   the launches
 //! memory    streams and memory for what sits on top; shared: one device for all who name it
 //! pieces    single calls of a caller's, with the ring they need
 //! ```
@@ -28,6 +29,7 @@ mod blocks;
 mod check;
 pub(crate) mod driver;
 mod embedded;
+mod fused;
 mod lists;
 pub(crate) mod memory;
 mod params;
@@ -36,6 +38,7 @@ mod shapes;
 mod shared;
 mod sinks;
 mod staging;
+mod turns;
 
 pub use super::Merge;
 pub use memory::DeviceMemory;
@@ -81,7 +84,8 @@ struct Attention {
     queries: Function,
     keys: Function,
     values: Option<Function>,
-    _modules: [Module; 2],
+    fused: Option<Function>,
+    _modules: [Option<Module>; 3],
 }
 
 /// The kernels of `transform.ptx` and `sinks.ptx`.
@@ -230,6 +234,13 @@ impl Cuda {
             let name = ["f16", "bf16"][element];
             let forward = self.module(&format!("forward_{name}_{}", s.name))?;
             let backward = self.module(&format!("backward_{name}_{}", s.name))?;
+            let (fused, fused_module) = match self.fused(s) {
+                Some(f) => {
+                    let module = self.module(&format!("fused_{name}_{}", s.name))?;
+                    (Some(self.function(&module, c"cpattn_backward_fused", f.launch)?), Some(module))
+                }
+                None => (None, None),
+            };
             *slot = Some(Attention {
                 forward: self.function(&forward, c"cpattn_forward", s.forward)?,
                 queries: self.function(&backward, c"cpattn_backward_queries", s.queries)?,
@@ -238,7 +249,8 @@ impl Cuda {
                     true => Some(self.function(&backward, c"cpattn_backward_values", s.keys)?),
                     false => None,
                 },
-                _modules: [forward, backward],
+                fused,
+                _modules: [Some(forward), Some(backward), fused_module],
             });
         }
         Ok(slot.as_ref().expect("filled above"))
@@ -260,12 +272,22 @@ impl Cuda {
         Ok(kernels.blocks.as_ref().expect("filled above"))
     }
 
+    /// The shape's fused backward, where the device has the shared memory for it.
+    fn fused(&self, shape: &Shape) -> Option<shapes::Fused> {
+        shape.fused.filter(|f| f.launch.shared + shapes::CONTROL <= self.shared_limit)
+    }
+
     /// Blocks of a launch over `items` tiles. The context is current.
     fn grid(&self, kernel: Ready, items: u32) -> Result<u32> {
-        let left_free = self.left_free.load(Ordering::Relaxed);
-        if left_free == 0 {
+        if self.left_free.load(Ordering::Relaxed) == 0 {
             return Ok(items.min(i32::MAX as u32));
         }
+        self.resident(kernel, items)
+    }
+
+    /// As [`Cuda::grid`], never more than run at a time.
+    fn resident(&self, kernel: Ready, items: u32) -> Result<u32> {
+        let left_free = self.left_free.load(Ordering::Relaxed);
         let each = kernel.function.blocks_per_multiprocessor(kernel.launch.threads, kernel.launch.shared)?;
         Ok(items.min(each * self.multiprocessors.saturating_sub(left_free).max(1)))
     }

@@ -132,6 +132,21 @@ pub(super) struct Backward {
     pub accumulate: u32,
 }
 
+/// `FusedParams`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Fused {
+    pub call: Backward,
+    pub keys_of: u64,
+    pub query_tiles: u64,
+    pub key_tiles: u64,
+    pub turns: u64,
+    pub ticket: u64,
+}
+
+/// In [`Work::first`]: a tile of a q run that is written with zeros.
+pub(super) const WORK_ZERO: u32 = 1 << 31;
+
 /// `TransformBlock`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -216,6 +231,7 @@ same!(size_of::<Score>(), 40);
 same!(size_of::<Heads>(), 32);
 same!(size_of::<Forward>(), 304);
 same!(size_of::<Backward>(), 352);
+same!(size_of::<Fused>(), 392);
 same!(size_of::<TransformBlock>(), 64);
 same!(size_of::<TransformSource>(), 32);
 same!(size_of::<Transform>(), 32);
@@ -249,6 +265,7 @@ mod tests {
         for (text, entry, bytes) in [
             (crate::kernel::cuda::embedded::find("forward_bf16_128"), "cpattn_forward", size_of::<Forward>()),
             (crate::kernel::cuda::embedded::find("backward_f16_64"), "cpattn_backward_keys", size_of::<Backward>()),
+            (crate::kernel::cuda::embedded::find("fused_bf16_96"), "cpattn_backward_fused", size_of::<Fused>()),
             (crate::kernel::cuda::embedded::find("transform"), "cpattn_transform", size_of::<Transform>()),
             (crate::kernel::cuda::embedded::find("transform"), "cpattn_delta", size_of::<Delta>()),
             (crate::kernel::cuda::embedded::find("transform"), "cpattn_finish", size_of::<Finish>()),

@@ -26,7 +26,21 @@ pub(super) struct Shape {
     pub keys: Launch,
     /// Whether dk and dv are two kernels.
     pub split: bool,
+    /// dq, dk and dv at once.
+    pub fused: Option<Fused>,
 }
+
+/// The kernel that makes all gradients at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Fused {
+    /// Its rows are keys.
+    pub launch: Launch,
+    /// Rows of the tiles of q that it adds to.
+    pub queries: u32,
+}
+
+/// Most that a kernel declares statically besides, in bytes.
+pub(super) const CONTROL: u32 = 512;
 
 const fn forward(d: u32, dv: u32, m: u32, n: u32, warps: u32) -> Launch {
     let rows_per_warp = m / (16 * warps);
@@ -43,6 +57,12 @@ const fn keys(d: u32, dv: u32, n: u32, m: u32, warps: u32, stages: u32) -> Launc
     Launch { rows: n, threads: warps * 32, shared: 2 * (n + stages * m) * (d + dv) + stages * 2 * m * 4 }
 }
 
+const fn fused(d: u32, dv: u32, n: u32, m: u32, key_parts: u32, column_parts: u32) -> Option<Fused> {
+    let probabilities = 2 * n * m * if column_parts > 1 { 2 } else { 1 };
+    let shared = 2 * (n + 2 * m) * (d + dv) + probabilities + 2 * m * 4;
+    Some(Fused { launch: Launch { rows: n, threads: 32 * key_parts * column_parts, shared }, queries: m })
+}
+
 /// All shapes, smallest first.
 pub(super) const SHAPES: [Shape; 6] = [
     Shape {
@@ -53,6 +73,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         queries: queries(64, 64, 128, 64, 4, 2),
         keys: keys(64, 64, 128, 64, 4, 2),
         split: false,
+        fused: fused(64, 64, 128, 64, 4, 1),
     },
     Shape {
         name: 96,
@@ -62,6 +83,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         queries: queries(96, 96, 128, 32, 4, 2),
         keys: keys(96, 96, 64, 64, 4, 2),
         split: false,
+        fused: fused(96, 96, 128, 64, 4, 2),
     },
     Shape {
         name: 128,
@@ -71,6 +93,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         queries: queries(128, 128, 128, 32, 4, 2),
         keys: keys(128, 128, 64, 64, 4, 2),
         split: false,
+        fused: fused(128, 128, 128, 64, 4, 2),
     },
     Shape {
         name: 192128,
@@ -80,6 +103,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         queries: queries(192, 128, 64, 32, 4, 2),
         keys: keys(192, 128, 64, 32, 4, 2),
         split: false,
+        fused: None,
     },
     Shape {
         name: 192,
@@ -89,6 +113,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         queries: queries(192, 192, 64, 32, 4, 2),
         keys: keys(192, 192, 64, 32, 4, 2),
         split: false,
+        fused: None,
     },
     Shape {
         name: 256,
@@ -98,6 +123,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         queries: queries(256, 256, 64, 32, 4, 1),
         keys: keys(256, 256, 64, 32, 4, 1),
         split: true,
+        fused: None,
     },
 ];
 
@@ -131,7 +157,11 @@ mod tests {
                 ("forward", "cpattn_forward", shape.forward.threads),
                 ("backward", "cpattn_backward_queries", shape.queries.threads),
                 ("backward", "cpattn_backward_keys", shape.keys.threads),
+                ("fused", "cpattn_backward_fused", shape.fused.map_or(0, |f| f.launch.threads)),
             ] {
+                if threads == 0 {
+                    continue;
+                }
                 let name = format!("{file}_bf16_{}", shape.name);
                 let text = crate::kernel::cuda::embedded::find(&name).expect("embedded").to_str().expect("text");
                 let at = text.find(&format!(".visible .entry {entry}(")).expect("the entry");
@@ -155,6 +185,8 @@ mod tests {
     #[test]
     fn tiles_are_those_of_the_sources() {
         let (f, q, k) = (lines("FORWARD"), lines("QUERIES"), lines("KEYS"));
+        let fuse = lines("FUSED");
+        assert_eq!(fuse.len(), SHAPES.iter().filter(|s| s.fused.is_some()).count());
         assert_eq!((f.len(), q.len(), k.len()), (SHAPES.len(), SHAPES.len(), SHAPES.len()));
         for shape in SHAPES {
             let (d, dv) = (shape.head_dim, shape.value_dim);
@@ -163,6 +195,10 @@ mod tests {
             assert_eq!(shape.forward, forward(d, dv, f[1], f[2], f[3]));
             assert_eq!(shape.queries, queries(d, dv, q[1], q[2], q[3], q[4]));
             assert_eq!(shape.keys, keys(d, dv, k[1], k[2], k[4], k[5]));
+            if shape.fused.is_some() {
+                let f = of(&fuse);
+                assert_eq!(shape.fused, fused(d, dv, f[1], f[2], f[4], f[5]));
+            }
         }
     }
 
@@ -170,8 +206,27 @@ mod tests {
     fn shared_memory_fits_the_smallest_device() {
         for shape in SHAPES {
             for launch in [shape.forward, shape.queries, shape.keys] {
-                assert!(launch.shared + 256 <= 99 * 1024, "{}: {launch:?}", shape.name);
+                assert!(launch.shared + CONTROL <= 99 * 1024, "{}: {launch:?}", shape.name);
             }
+        }
+    }
+
+    /// Two blocks of head dim 64 on a multiprocessor of every device that has 164 KB, of which each block costs one more.
+    #[test]
+    fn fused_shapes_fit_their_devices() {
+        for shape in SHAPES {
+            let Some(f) = shape.fused else { continue };
+            assert!(f.launch.shared + CONTROL <= 163 * 1024, "{}: {f:?}", shape.name);
+            if shape.name == 64 {
+                assert!(2 * (f.launch.shared + CONTROL + 1024) <= 164 * 1024, "{f:?}");
+            }
+            let name = format!("fused_bf16_{}", shape.name);
+            let text = crate::kernel::cuda::embedded::find(&name).expect("embedded").to_str().expect("text");
+            let bytes: u32 = text
+                .lines()
+                .filter_map(|l| l.strip_prefix(".shared ")?.split_once('[')?.1.strip_suffix("];")?.parse::<u32>().ok())
+                .sum();
+            assert!((1..=CONTROL).contains(&bytes), "{name} declares {bytes} bytes");
         }
     }
 }

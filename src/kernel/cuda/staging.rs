@@ -6,7 +6,7 @@
 //! never waits; with a smaller one it waits here, and nowhere else in the backend. Nothing is allocated after `new`.
 
 use super::driver::{Context, Event, Mirror};
-use super::params::Work;
+use super::params::{Run, Work};
 use crate::error::{Error, Result};
 use alloc::collections::VecDeque;
 use alloc::format;
@@ -33,6 +33,8 @@ pub struct Staging {
     head: usize,
     /// Tiles while they are sorted.
     pub(super) tiles: Vec<(u64, Work)>,
+    /// Runs of keys while they are put together: another of the same component, and the least cost met so far.
+    pub(super) runs: Vec<(u32, u64)>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -49,6 +51,7 @@ impl Staging {
         Ok(Self {
             in_flight: VecDeque::with_capacity(events.len()),
             tiles: Vec::with_capacity(mirror.bytes() / size_of::<Work>()),
+            runs: Vec::with_capacity(mirror.bytes() / size_of::<Run>()),
             mirror,
             events,
             next_event: 0,
@@ -99,12 +102,13 @@ impl Staging {
             }
             self.in_flight.pop_front();
         }
-        Ok(Writer { host: self.mirror.host(begin), device: self.mirror.device(begin), begin, used: 0, bytes })
+        Ok(Writer { host: self.mirror.host(begin), device: self.mirror.device(begin), begin, used: 0, filled: 0, bytes })
     }
 
-    /// Copies what was written to the device, in stream order.
+    /// Copies what was written to the device and clears its words, in stream order.
     pub(super) fn upload(&self, writer: &Writer, stream: CUstream) -> Result<()> {
-        self.mirror.upload(writer.begin, writer.used, stream)
+        self.mirror.upload(writer.begin, writer.filled, stream)?;
+        self.mirror.clear(writer.begin + writer.filled, writer.used - writer.filled, stream)
     }
 
     /// Marks the point of the stream after which the part is free again. To be called after an upload, whatever
@@ -136,6 +140,8 @@ pub(super) struct Writer {
     device: u64,
     begin: usize,
     used: usize,
+    /// Bytes of arrays; what lies behind them are words.
+    filled: usize,
     bytes: usize,
 }
 
@@ -149,7 +155,7 @@ unsafe impl Plain for u32 {}
 // SAFETY: structs of integers, here and below.
 unsafe impl Plain for Work {}
 // SAFETY: as above.
-unsafe impl Plain for super::params::Run {}
+unsafe impl Plain for Run {}
 // SAFETY: as above.
 unsafe impl Plain for super::params::TransformBlock {}
 // SAFETY: as above.
@@ -161,13 +167,29 @@ impl Writer {
     /// # Panics
     /// When the part is smaller than what [`Staging::begin`] was told; that would be a defect of the backend.
     pub fn array<T: Plain>(&mut self, n: usize) -> (&'static mut [T], u64) {
-        let at = self.used;
-        let end = at + padded(n * size_of::<T>());
-        assert!(end <= self.bytes, "the part holds {} bytes, not {end}", self.bytes);
-        self.used = end;
+        assert_eq!(self.filled, self.used, "arrays come before words");
+        let at = self.take(padded(n * size_of::<T>()));
+        self.filled = self.used;
         // SAFETY: the part has these bytes, was zeroed at allocation, is aligned to 16 and handed out once; any bytes
         // are a `T`. The slice never leaves the call that holds the staging.
         let slice = unsafe { core::slice::from_raw_parts_mut(self.host.add(at).cast::<T>(), n) };
         (slice, self.device + at as u64)
+    }
+
+    /// The address of `n` words that are zero on the device when the launch begins. They come after all arrays.
+    ///
+    /// # Panics
+    /// As [`Writer::array`].
+    pub fn words(&mut self, n: usize) -> u64 {
+        let at = self.take(padded(n * 4));
+        self.device + at as u64
+    }
+
+    fn take(&mut self, bytes: usize) -> usize {
+        let at = self.used;
+        let end = at + bytes;
+        assert!(end <= self.bytes, "the part holds {} bytes, not {end}", self.bytes);
+        self.used = end;
+        at
     }
 }

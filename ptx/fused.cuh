@@ -1,0 +1,347 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Backward attention in one kernel: five products, and bit for bit the same on every run.
+//
+// A block owns a tile of keys and walks over the q rows that read it, as `BackwardKeys` does, but also makes dq: ds goes to
+// shared memory, and ds k is added to global memory in the turn of the block (turns.cuh).
+//
+//   s^T = k q^T, dp^T = v do^T, p = exp2(s - lse), ds = p * (dp - delta), dv += p^T do, dk += ds^T q, dq += scale * ds k
+//
+// What bounds it is shared memory, 128 bytes a cycle, and not only the products. Each B fragment should serve as many rows
+// as a warp's sums leave room for:
+//
+// - Head dims up to 64: each warp owns 32 keys over all columns, so that p^T and ds^T, rounded, are A operands without
+//   leaving the registers; ds is stored besides, for dq alone.
+// - Above, sums of 32 keys over all columns do not fit. Warps are 4 over the keys by 2: over q rows for s^T and dp^T, over
+//   columns for dk and dv, with both p^T and ds^T through shared memory. Warps of 16 keys that keep p^T to themselves would
+//   read 18 % more.
+//
+// Bytes of shared memory in a step of 64 q rows by 128 keys, and its mma instructions (m16n8k16):
+//
+//   head dim  s^T, dp^T   p^T, ds^T   dv, dk      dq       tiles    sum      mma
+//   64        2 * 48 KB   16 KB       2 * 32 KB   64 KB    16 KB    256 KB   1280
+//   96        2 * 96 KB   32 KB       2 * 80 KB   128 KB   24 KB    536 KB   1920
+//   128       2 * 128 KB  32 KB       2 * 96 KB   128 KB   32 KB    640 KB   2560
+//
+// At head dim 128 that is 5120 cycles of shared memory; the products take as many on sm_80, and some 4100 on sm_90. Global
+// memory sees q and do once, and dq twice, in f32: 96 KB a step, which is why a tile has 128 keys.
+//
+// A step has two barriers. Behind the first one, tiles have arrived and those of the step before are free; behind the
+// second, p^T and ds^T are in place and the turn has come. dq is made first of what follows, so that its stores are long
+// done when the next step passes the turn on. Three threads of three warps do what is not a product: the walk, the wait, the
+// word to the successor.
+#pragma once
+#include "backward.cuh"
+#include "turns.cuh"
+
+// The block's own tile, its walk, and what it took. Four visits: one is worked on while the next is loaded and the one after
+// it prepared; the last one's turn is still to be passed on.
+struct FusedControl {
+    Own own;
+    Round round;
+    Visit visits[4];
+    u32 item;
+    u32 zero;
+    u32 head0, head1;
+};
+
+template <class T, class Shape>
+struct BackwardFused {
+    static constexpr int D = Shape::D, DV = Shape::DV, BM = Shape::BM, BN = Shape::BN, SUB = Shape::SUB;
+    static constexpr int WARPS = Shape::WARPS, THREADS = Shape::THREADS, STAGE = Shape::STAGE;
+    static constexpr int KEY_PARTS = Shape::KEY_PARTS, PARTS = Shape::COLUMN_PARTS;
+    static constexpr int QUERY_PARTS = Shape::QUERY_PARTS, DQ_PARTS = WARPS / QUERY_PARTS;
+    static constexpr int MT = BN / (16 * KEY_PARTS), NT = SUB / 8;
+    static constexpr int KN = D / 8 / PARTS, VN = DV / 8 / PARTS;
+    static constexpr int QM = BM / (16 * QUERY_PARTS), QN = D / 8 / DQ_PARTS;
+    static_assert(Shape::STAGES == 2, "the next tile is loaded while this one is used");
+    static_assert(2 * BM <= THREADS, "one thread per q row for lse, and one for delta");
+    static_assert(PARTS == 1 || PARTS * SUB == BM, "one piece of scores per warp where they pass through shared memory");
+    static_assert(THREADS > 64, "three warps for what is not a product");
+
+    // Where the warp stands among the keys, among q rows or columns, and in dq.
+    static __device__ __forceinline__ int warp() { return fresh_thread() >> 5; }
+    static __device__ __forceinline__ int key_row() { return warp() % KEY_PARTS * 16 * MT; }
+    static __device__ __forceinline__ int part() { return PARTS == 1 ? 0 : warp() / KEY_PARTS; }
+    static __device__ __forceinline__ int query_row() { return warp() % QUERY_PARTS * 16 * QM; }
+    static __device__ __forceinline__ int dq_part() { return warp() / QUERY_PARTS; }
+
+    static __device__ __forceinline__ void load_queries(const BackwardParams& p, u32 to, volatile const Step& step) {
+        load_tile<BM, D, THREADS>(to, p.q.ptr + step.head * p.q.head + step.row * p.q.token, (int)p.q.token,
+                                  (int)step.rows, (int)p.heads.dim);
+        load_tile<BM, DV, THREADS>(to + BM * D * 2, p.d_o.ptr + step.head * p.d_o.head + step.row * p.d_o.token,
+                                   (int)p.d_o.token, (int)step.rows, (int)p.heads.value);
+    }
+
+    // lse and delta, one after the other. Rows past the end get zeros, and are masked.
+    static __device__ __forceinline__ void load_stats(const BackwardParams& p, u32 to, volatile const Step& step) {
+        const u32 thread = fresh_thread(), row = thread % BM;
+        if (thread < 2 * BM) {
+            const Tensor& from = thread < BM ? p.lse : p.delta;
+            copy_async_word(to + thread * 4, from.ptr + step.head * from.head + (step.row + row) * from.token,
+                            row < step.rows);
+        }
+    }
+
+    // Rows of the own tile past its end hold zeros, and must not make ds: lse of a row may be anything.
+    static __device__ __forceinline__ void hide_tail(float (&s)[MT][NT][4], float (&g)[MT][NT][4], u32 row, u32 rows) {
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const bool out = row + m * 16 + i / 2 * 8 >= rows;
+                    s[m][n][i] = out ? minus_infinity() : s[m][n][i];
+                    g[m][n][i] = out ? 0.0f : g[m][n][i];
+                }
+    }
+
+    // p^T and ds^T of the warp's keys and SUB q rows from `sub` on.
+    static __device__ __forceinline__ void scores(float (&s)[MT][NT][4], float (&g)[MT][NT][4], const FusedParams& p,
+                                                  volatile const FusedControl& control, volatile const Step& step,
+                                                  u32 sk, u32 sq, u32 stats, int sub) {
+        const Window window = {p.call.score.right, p.call.score.left};
+        clear(s);
+        multiply_rows<T, MT, NT, D>(s, walk_a<D>(sk, key_row()), walk_b<D>(sq + sub * D * 2));
+        clear(g);
+        multiply_rows<T, MT, NT, DV>(g, walk_a<DV>(sk + BN * D * 2, key_row()),
+                                     walk_b<DV>(sq + BM * D * 2 + sub * DV * 2));
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            const float2 delta = load_shared_pair(stats + BM * 4 + (sub + n * 8 + 2 * (fresh_thread() & 3)) * 4);
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) g[m][n][i] -= i & 1 ? delta.y : delta.x;
+        }
+        const u32 row = key_row() + (fresh_thread() & 31) / 4;
+        shape_gradients(s, g, p.call.score, p.call.slopes, step.head, window, p.call.keys[control.own.run],
+                        control.own.first + row, p.call.queries[step.run], step.first + sub, step.full);
+        if (!step.full) hide_tail(s, g, row, control.own.rows);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            const float2 lse = load_shared_pair(stats + (sub + n * 8 + 2 * (fresh_thread() & 3)) * 4);
+            const float2 base = make_float2(exponent_base(lse.x), exponent_base(lse.y));
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    s[m][n][i] = exp2_fast(s[m][n][i] * p.call.score.exp_scale - (i & 1 ? base.y : base.x));
+                    g[m][n][i] *= s[m][n][i];
+                }
+        }
+    }
+
+    // Rounds to a tile of BN keys by BM q rows.
+    static __device__ __forceinline__ void store(u32 to, const float (&x)[MT][NT][4], int sub) {
+        const int lane = fresh_thread() & 31, g = lane >> 2, t = lane & 3;
+        const u32 twist = (u32)((sub / 8 ^ Swizzle<BM>::twist(g)) << 4);
+        const u32 row = to + (key_row() + g) * (BM * 2) + 4 * t;
+#pragma unroll
+        for (int m = 0; m < MT; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h)
+#pragma unroll
+                for (int n = 0; n < NT; ++n)
+                    store_shared(row + ((n << 4) ^ twist) + (m * 16 + h * 8) * (BM * 2),
+                                 pack(T{}, x[m][n][2 * h], x[m][n][2 * h + 1]));
+    }
+
+    // The columns of a warp's n-th product of 8, when blocks of 16 are dealt out over `parts`.
+    static __device__ __forceinline__ int column(int n, int parts, int part) { return (n / 2 * parts + part) * 16 + n % 2 * 8; }
+
+    // dq of one tile of q rows, added in turn or, where nothing is there yet, written.
+    static __device__ __forceinline__ void add_queries(const BackwardParams& p, volatile const Visit& visit, u32 sk,
+                                                       u32 sds) {
+        const int lane = fresh_thread() & 31, t = lane & 3;
+        const int row = query_row() + lane / 4, rows = (int)visit.step.rows - row, dim = (int)p.heads.dim - 2 * t;
+        char* const to = p.dq.ptr + visit.step.head * p.dq.head + (visit.step.row + row) * p.dq.token + t * 8;
+        float2 old[2 * QM][QN];
+        const bool add = visit.add;
+#pragma unroll
+        for (int r = 0; r < 2 * QM; ++r)
+#pragma unroll
+            for (int n = 0; n < QN; ++n) {
+                const int c = column(n, DQ_PARTS, dq_part());
+                old[r][n] = make_float2(0.0f, 0.0f);
+                if (add && r * 8 < rows && c < dim) old[r][n] = *(const float2*)(to + r * 8 * p.dq.token + c * 4);
+            }
+        float c[QM][QN][4];
+        clear(c);
+        multiply_tiles<T, QM, QN, BN, DQ_PARTS, true>(c, walk_a_transposed<BM>(sds, query_row() / 16),
+                                                      walk_b_transposed<D>(sk, dq_part()));
+#pragma unroll
+        for (int r = 0; r < 2 * QM; ++r)
+#pragma unroll
+            for (int n = 0; n < QN; ++n) {
+                const int at = column(n, DQ_PARTS, dq_part());
+                const float2 x = make_float2(old[r][n].x + c[r / 2][n][r % 2 * 2] * p.score.scale,
+                                             old[r][n].y + c[r / 2][n][r % 2 * 2 + 1] * p.score.scale);
+                if (r * 8 < rows && at < dim) *(float2*)(to + r * 8 * p.dq.token + at * 4) = x;
+            }
+    }
+
+    // dk or dv of the warp's keys.
+    template <int N>
+    static __device__ __forceinline__ void write_keys(const BackwardParams& p, const Tensor& to,
+                                                      volatile const Own& own, const float (&c)[MT][N][4], float scale,
+                                                      int dim) {
+        const int lane = fresh_thread() & 31, t = lane & 3;
+#pragma unroll
+        for (int r = 0; r < 2 * MT; ++r) {
+            const u32 row = key_row() + r * 8 + lane / 4;
+            char* const at = to.ptr + own.head * to.head + (own.row + row) * to.token + t * 8;
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                const int from = column(n, PARTS, part());
+                if (row < own.rows && from < dim) {
+                    float2 x = make_float2(c[r / 2][n][r % 2 * 2] * scale, c[r / 2][n][r % 2 * 2 + 1] * scale);
+                    if (p.accumulate) {
+                        const float2 old = *(const float2*)(at + from * 4);
+                        x.x += old.x;
+                        x.y += old.y;
+                    }
+                    *(float2*)(at + from * 4) = x;
+                }
+            }
+        }
+    }
+
+    // What thread 0 does for an item: whose tile it is, and the first two visits.
+    static __device__ __forceinline__ void begin(const FusedParams& p, volatile FusedControl& control, u32 item) {
+        const BackwardParams& call = p.call;
+        const u32 heads = call.per_q_head ? call.heads.q_heads : call.heads.kv_heads;
+        const u32 head = item % heads;
+        Work work = call.work[item / heads];
+        u32 kv_head = head, head0 = head, head1 = head + 1;
+        if (call.per_q_head) {
+            kv_head = (call.heads.q_offset + head) / call.heads.group - call.heads.kv_offset;
+        } else {
+            const u32 from = (head + call.heads.kv_offset) * call.heads.group, to = from + call.heads.group;
+            head0 = from > call.heads.q_offset ? from - call.heads.q_offset : 0;
+            head1 = to > call.heads.q_offset ? to - call.heads.q_offset : 0;
+            head1 = head1 < call.heads.q_heads ? head1 : call.heads.q_heads;
+            head0 = head0 < head1 ? head0 : head1;
+        }
+        const u32 zero = work.first & WORK_ZERO;
+        work.first &= ~WORK_ZERO;
+        control.zero = zero;
+        control.head0 = head0;
+        control.head1 = head1;
+        const Run& run = (zero ? call.queries : call.keys)[work.run];
+        describe(control.own, run, work, zero ? BM : BN, head, kv_head);
+        if (!zero) {
+            control.round.start(run, p.key_tiles[work.run] + work.first / BN, head0, head1);
+            for (int i = 0; i < 2; ++i) control.round.template step<BM, BN>(control.visits[i], control.own, p);
+        }
+    }
+
+    // Zeros for the dq of a tile that meets no key.
+    static __device__ __forceinline__ void clear_queries(const BackwardParams& p, volatile const FusedControl& control) {
+        const u32 lane = fresh_thread() & 31;
+        for (u32 head = control.head0; head < control.head1; ++head)
+            for (u32 row = warp(); row < control.own.rows; row += WARPS) {
+                char* const to = p.dq.ptr + head * p.dq.head + (control.own.row + row) * p.dq.token;
+                for (u32 at = lane * 4; at < p.heads.dim; at += 128)
+                    *(float4*)(to + at * 4) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            }
+    }
+
+    static __device__ __forceinline__ void tile(const FusedParams& p, volatile FusedControl& control, u32 sk) {
+        const u32 sv = sk + BN * D * 2, sqs = sv + BN * DV * 2;
+        const u32 sds = sk + Shape::TILES, sp = sds + Shape::PROBABILITIES, stats = sk + Shape::STATS;
+        volatile const Own& own = control.own;
+        load_tile<BN, D, THREADS>(sk, p.call.k.ptr + own.partner * p.call.k.head + own.row * p.call.k.token,
+                                  (int)p.call.k.token, (int)own.rows, (int)p.call.heads.dim);
+        load_tile<BN, DV, THREADS>(sv, p.call.v.ptr + own.partner * p.call.v.head + own.row * p.call.v.token,
+                                   (int)p.call.v.token, (int)own.rows, (int)p.call.heads.value);
+        if (control.visits[0].step.live) {
+            load_queries(p.call, sqs, control.visits[0].step);
+            load_stats(p.call, stats, control.visits[0].step);
+        }
+        copy_commit();
+
+        float dk[MT][KN][4], dv[MT][VN][4];
+        clear(dk);
+        clear(dv);
+
+        u32 at = 0;
+        for (; control.visits[at].step.live; at = (at + 1) % 4) {
+            volatile const Visit& visit = control.visits[at];
+            volatile const Visit& next = control.visits[(at + 1) % 4];
+            const u32 sq = sqs + at % 2 * STAGE, sdo = sq + BM * D * 2;
+            copy_wait<0>();
+            __syncthreads();
+            if (next.step.live) load_queries(p.call, sqs + (at + 1) % 2 * STAGE, next.step);
+            copy_commit();
+            u32 seen = 0;
+            if (threadIdx.x == 0) {
+                control.round.template step<BM, BN>(control.visits[(at + 2) % 4], control.own, p);
+            } else if (threadIdx.x == 32) {
+                if (visit.after) seen = read_turn(p.turns + visit.turn);
+            } else if (threadIdx.x == 64) {
+                pass(p, control.visits[(at + 3) % 4]);
+            }
+            __syncwarp();
+
+            if constexpr (PARTS == 1) {
+#pragma unroll 1
+                for (int sub = 0; sub < BM; sub += SUB) {
+                    float s[MT][NT][4], g[MT][NT][4];
+                    scores(s, g, p, control, visit.step, sk, sq, stats, sub);
+                    store(sds, g, sub);
+                    multiply_columns<T, MT, NT, DV>(dv, s, walk_b_transposed<DV>(sdo + sub * DV * 2), 0);
+                    multiply_columns<T, MT, NT, D>(dk, g, walk_b_transposed<D>(sq + sub * D * 2), 0);
+                }
+            } else {
+                float s[MT][NT][4], g[MT][NT][4];
+                scores(s, g, p, control, visit.step, sk, sq, stats, part() * SUB);
+                store(sp, s, part() * SUB);
+                store(sds, g, part() * SUB);
+            }
+            if (threadIdx.x == 32 && visit.after) await_turn(p.turns + visit.turn, visit.after, seen);
+            __syncthreads();
+            if (next.step.live) load_stats(p.call, stats, next.step);
+            copy_commit();
+
+            add_queries(p.call, visit, sk, sds);
+            if constexpr (PARTS > 1) {
+                multiply_tiles<T, MT, VN, BM, PARTS, false>(dv, walk_a<BM>(sp, key_row()),
+                                                            walk_b_transposed<DV>(sdo, part()));
+                multiply_tiles<T, MT, KN, BM, PARTS, false>(dk, walk_a<BM>(sds, key_row()),
+                                                            walk_b_transposed<D>(sq, part()));
+            }
+        }
+        copy_wait<0>();
+        __syncthreads();
+        if (threadIdx.x == 64) pass(p, control.visits[(at + 3) % 4]);
+        write_keys(p.call, p.call.dk, own, dk, p.call.score.scale, (int)p.call.heads.dim);
+        write_keys(p.call, p.call.dv, own, dv, 1.0f, (int)p.call.heads.value);
+    }
+
+    // Passes the turn of a visit on, if there was one.
+    static __device__ __forceinline__ void pass(const FusedParams& p, volatile const Visit& visit) {
+        if (visit.step.live && visit.name) pass_turn(p.turns + visit.turn, visit.name);
+    }
+
+    static __device__ __forceinline__ void run(const FusedParams& p) {
+        __shared__ FusedControl shared_control;
+        volatile FusedControl& control = shared_control;
+        extern __shared__ __align__(128) char shared[];
+        for (;;) {
+            if (threadIdx.x == 0) {
+                const u32 item = atomicAdd(p.ticket, 1);
+                control.item = item;
+                control.visits[3].step.live = 0;
+                if (item < p.call.heads.items) begin(p, control, item);
+            }
+            __syncthreads();
+            if (control.item >= p.call.heads.items) break;
+            if (control.zero)
+                clear_queries(p.call, control);
+            else
+                tile(p, control, shared_address(shared));
+            __syncthreads();
+        }
+    }
+};
