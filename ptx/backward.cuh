@@ -52,11 +52,11 @@ __device__ __forceinline__ void load_stats(const BackwardParams& p, u32 to, u32 
     }
 }
 
-// From q k and do v (already less delta) to p and ds, but for the exponent. Own rows start at `row` of their run.
+// Softcap and ALiBi on q k and, where they have a slope, on do v (already less delta). Own rows start at `row` of their run.
 template <int MT, int NT>
-__device__ __forceinline__ void shape_gradients(float (&s)[MT][NT][4], float (&g)[MT][NT][4], const Score& score,
-                                                const Tensor& slopes, u32 head, const Window& window, const Run& run,
-                                                u32 row, const Run& partner, u32 first, bool full) {
+__device__ __forceinline__ void general_gradients(float (&s)[MT][NT][4], float (&g)[MT][NT][4], const Score& score,
+                                                  const Tensor& slopes, u32 head, const Run& run, u32 row,
+                                                  const Run& partner, u32 first) {
     if (score.flags & SCORE_GENERAL) {
         general_scores<true>(s, g, score);
         if (slopes.ptr) {
@@ -64,6 +64,14 @@ __device__ __forceinline__ void shape_gradients(float (&s)[MT][NT][4], float (&g
             alibi(s, run, row, partner, first, slope * LOG2E);
         }
     }
+}
+
+// From q k and do v to p and ds, but for the exponent.
+template <int MT, int NT>
+__device__ __forceinline__ void shape_gradients(float (&s)[MT][NT][4], float (&g)[MT][NT][4], const Score& score,
+                                                const Tensor& slopes, u32 head, const Window& window, const Run& run,
+                                                u32 row, const Run& partner, u32 first, bool full) {
+    general_gradients(s, g, score, slopes, head, run, row, partner, first);
     if (!full) {
         mask(s, minus_infinity(), window, run, row, partner, first);
         mask(g, 0.0f, window, run, row, partner, first);

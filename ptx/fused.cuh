@@ -82,20 +82,6 @@ struct BackwardFused {
         }
     }
 
-    // Rows of the own tile past its end hold zeros, and must not make ds: lse of a row may be anything.
-    static __device__ __forceinline__ void hide_tail(float (&s)[MT][NT][4], float (&g)[MT][NT][4], u32 row, u32 rows) {
-#pragma unroll
-        for (int m = 0; m < MT; ++m)
-#pragma unroll
-            for (int n = 0; n < NT; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const bool out = row + m * 16 + i / 2 * 8 >= rows;
-                    s[m][n][i] = out ? minus_infinity() : s[m][n][i];
-                    g[m][n][i] = out ? 0.0f : g[m][n][i];
-                }
-    }
-
     // p^T and ds^T of the warp's keys and SUB q rows from `sub` on.
     static __device__ __forceinline__ void scores(float (&s)[MT][NT][4], float (&g)[MT][NT][4], const FusedParams& p,
                                                   volatile const FusedControl& control, volatile const Step& step,
@@ -115,9 +101,14 @@ struct BackwardFused {
                 for (int i = 0; i < 4; ++i) g[m][n][i] -= i & 1 ? delta.y : delta.x;
         }
         const u32 row = key_row() + (fresh_thread() & 31) / 4;
-        shape_gradients(s, g, p.call.score, p.call.slopes, step.head, window, p.call.keys[control.own.run],
-                        control.own.first + row, p.call.queries[step.run], step.first + sub, step.full);
-        if (!step.full) hide_tail(s, g, row, control.own.rows);
+        const Run& key = p.call.keys[control.own.run];
+        const Run& query = p.call.queries[step.run];
+        general_gradients(s, g, p.call.score, p.call.slopes, step.head, key, control.own.first + row, query,
+                          step.first + sub);
+        // Rows of the own tile past its end must not make ds either: lse of a q row may be anything.
+        if (!step.full)
+            mask_gradients(s, g, window, key, control.own.first + row, (int)control.own.rows - (int)row, query,
+                           step.first + sub);
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
             const float2 lse = load_shared_pair(stats + (sub + n * 8 + 2 * (fresh_thread() & 3)) * 4);
@@ -147,38 +138,62 @@ struct BackwardFused {
                                  pack(T{}, x[m][n][2 * h], x[m][n][2 * h + 1]));
     }
 
-    // The columns of a warp's n-th product of 8, when blocks of 16 are dealt out over `parts`.
-    static __device__ __forceinline__ int column(int n, int parts, int part) { return (n / 2 * parts + part) * 16 + n % 2 * 8; }
+    // The first column of a warp's n-th product of 8, from its own first on, when blocks of 16 are dealt out over `parts`.
+    static __device__ __forceinline__ constexpr int column(int n, int parts) { return n / 2 * parts * 16 + n % 2 * 8; }
+
+    // The warp's sums c times `scale` to f32 rows at `to`, which is where its first row and column lie; `rows` and `columns`
+    // are what is left from there on.
+    template <int M, int N, int OVER>
+    static __device__ __forceinline__ void write(char* to, i64 stride, int rows, int columns, const float (&c)[M][N][4],
+                                                 const float2 (&old)[2 * M][N], float scale) {
+#pragma unroll
+        for (int r = 0; r < 2 * M; ++r) {
+            char* const row = to + r * 8 * stride;
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+                if (r * 8 < rows && column(n, OVER) < columns)
+                    *(float2*)(row + column(n, OVER) * 4) =
+                        make_float2(old[r][n].x + c[r / 2][n][r % 2 * 2] * scale,
+                                    old[r][n].y + c[r / 2][n][r % 2 * 2 + 1] * scale);
+        }
+    }
+
+    template <int M, int N, int OVER>
+    static __device__ __forceinline__ void read(float2 (&old)[2 * M][N], const char* from, i64 stride, int rows,
+                                                int columns) {
+#pragma unroll
+        for (int r = 0; r < 2 * M; ++r) {
+            const char* const row = from + r * 8 * stride;
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                old[r][n] = make_float2(0.0f, 0.0f);
+                if (r * 8 < rows && column(n, OVER) < columns) old[r][n] = *(const float2*)(row + column(n, OVER) * 4);
+            }
+        }
+    }
 
     // dq of one tile of q rows, added in turn or, where nothing is there yet, written.
     static __device__ __forceinline__ void add_queries(const BackwardParams& p, volatile const Visit& visit, u32 sk,
                                                        u32 sds) {
-        const int lane = fresh_thread() & 31, t = lane & 3;
-        const int row = query_row() + lane / 4, rows = (int)visit.step.rows - row, dim = (int)p.heads.dim - 2 * t;
-        char* const to = p.dq.ptr + visit.step.head * p.dq.head + (visit.step.row + row) * p.dq.token + t * 8;
+        const int lane = fresh_thread() & 31, from = dq_part() * 16 + 2 * (lane & 3);
+        const int row = query_row() + lane / 4, rows = (int)visit.step.rows - row, columns = (int)p.heads.dim - from;
+        char* const to = p.dq.ptr + visit.step.head * p.dq.head + (visit.step.row + row) * p.dq.token + from * 4;
+        // All of it is there, nearly always; then no access needs a condition of its own.
+        const bool whole = visit.step.rows == BM && p.heads.dim == D;
+        constexpr int ALL = 1 << 30;
         float2 old[2 * QM][QN];
-        const bool add = visit.add;
-#pragma unroll
-        for (int r = 0; r < 2 * QM; ++r)
-#pragma unroll
-            for (int n = 0; n < QN; ++n) {
-                const int c = column(n, DQ_PARTS, dq_part());
-                old[r][n] = make_float2(0.0f, 0.0f);
-                if (add && r * 8 < rows && c < dim) old[r][n] = *(const float2*)(to + r * 8 * p.dq.token + c * 4);
-            }
+        if (whole && visit.add)
+            read<QM, QN, DQ_PARTS>(old, to, p.dq.token, ALL, ALL);
+        else
+            read<QM, QN, DQ_PARTS>(old, to, p.dq.token, visit.add ? rows : 0, columns);
         float c[QM][QN][4];
         clear(c);
         multiply_tiles<T, QM, QN, BN, DQ_PARTS, true>(c, walk_a_transposed<BM>(sds, query_row() / 16),
                                                       walk_b_transposed<D>(sk, dq_part()));
-#pragma unroll
-        for (int r = 0; r < 2 * QM; ++r)
-#pragma unroll
-            for (int n = 0; n < QN; ++n) {
-                const int at = column(n, DQ_PARTS, dq_part());
-                const float2 x = make_float2(old[r][n].x + c[r / 2][n][r % 2 * 2] * p.score.scale,
-                                             old[r][n].y + c[r / 2][n][r % 2 * 2 + 1] * p.score.scale);
-                if (r * 8 < rows && at < dim) *(float2*)(to + r * 8 * p.dq.token + at * 4) = x;
-            }
+        if (whole)
+            write<QM, QN, DQ_PARTS>(to, p.dq.token, ALL, ALL, c, old, p.score.scale);
+        else
+            write<QM, QN, DQ_PARTS>(to, p.dq.token, rows, columns, c, old, p.score.scale);
     }
 
     // dk or dv of the warp's keys.
@@ -186,25 +201,12 @@ struct BackwardFused {
     static __device__ __forceinline__ void write_keys(const BackwardParams& p, const Tensor& to,
                                                       volatile const Own& own, const float (&c)[MT][N][4], float scale,
                                                       int dim) {
-        const int lane = fresh_thread() & 31, t = lane & 3;
-#pragma unroll
-        for (int r = 0; r < 2 * MT; ++r) {
-            const u32 row = key_row() + r * 8 + lane / 4;
-            char* const at = to.ptr + own.head * to.head + (own.row + row) * to.token + t * 8;
-#pragma unroll
-            for (int n = 0; n < N; ++n) {
-                const int from = column(n, PARTS, part());
-                if (row < own.rows && from < dim) {
-                    float2 x = make_float2(c[r / 2][n][r % 2 * 2] * scale, c[r / 2][n][r % 2 * 2 + 1] * scale);
-                    if (p.accumulate) {
-                        const float2 old = *(const float2*)(at + from * 4);
-                        x.x += old.x;
-                        x.y += old.y;
-                    }
-                    *(float2*)(at + from * 4) = x;
-                }
-            }
-        }
+        const int lane = fresh_thread() & 31, from = part() * 16 + 2 * (lane & 3);
+        const int row = key_row() + lane / 4, rows = (int)own.rows - row;
+        char* const at = to.ptr + own.head * to.head + (own.row + row) * to.token + from * 4;
+        float2 old[2 * MT][N];
+        read<MT, N, PARTS>(old, at, to.token, p.accumulate ? rows : 0, dim - from);
+        write<MT, N, PARTS>(at, to.token, rows, dim - from, c, old, scale);
     }
 
     // What thread 0 does for an item: whose tile it is, and the first two visits.

@@ -86,3 +86,27 @@ __device__ __forceinline__ void mask(float (&s)[MT][NT][4], float value, const W
                 }
         }
 }
+
+// The mask of both scores and their gradients, in one pass; own rows from `rows` on are past the end and meet nothing.
+template <int MT, int NT>
+__device__ __forceinline__ void mask_gradients(float (&s)[MT][NT][4], float (&g)[MT][NT][4], const Window& window,
+                                               const Run& run, u32 own_first, int rows, const Run& partner, u32 first) {
+    const int t = threadIdx.x & 3;
+#pragma unroll
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            int low, high;
+            allowed(low, high, window, run, own_first + (2 * m + h) * 8, partner, first);
+            low -= 2 * t;
+            high = (2 * m + h) * 8 < rows ? high - 2 * t : low;
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const bool keep = n * 8 + e >= low && n * 8 + e < high;
+                    s[m][n][2 * h + e] = keep ? s[m][n][2 * h + e] : minus_infinity();
+                    g[m][n][2 * h + e] = keep ? g[m][n][2 * h + e] : 0.0f;
+                }
+        }
+}
