@@ -59,7 +59,8 @@ __device__ __forceinline__ void await_turn(const u32* turn, u32 name, u32 seen) 
 
 // One thread's, after a barrier of the block: what all its threads wrote is visible to whoever finds the name.
 __device__ __forceinline__ void pass_turn(u32* turn, u32 name) {
-    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(turn), "r"(name) : "memory");
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(turn), "r"(name) : "memory");
 }
 
 // The walk of a tile of keys over the tiles of q rows that it meets, head by head, each list from its end. Thread 0's alone.

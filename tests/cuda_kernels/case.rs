@@ -37,6 +37,8 @@ pub struct Case {
     pub cut: Cut,
     /// Calls over which the keys of each document are spread.
     pub visits: usize,
+    /// Every second q range visits its keys from the last to the first.
+    pub shuffled: bool,
     pub per_q_head: bool,
     pub accumulate: bool,
 }
@@ -62,6 +64,7 @@ impl Case {
             sinks: false,
             cut: Cut::Whole,
             visits: 1,
+            shuffled: false,
             per_q_head: false,
             accumulate: false,
         }

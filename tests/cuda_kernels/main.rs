@@ -9,6 +9,7 @@ mod blocks;
 mod case;
 mod device;
 mod run;
+mod turns;
 
 use case::{Case, Cut};
 use cpattn::Dtype;
@@ -145,6 +146,35 @@ fn ranges() {
     ]);
 }
 
+/// Many tiles of keys that add to one tile of queries, in every order in which ranges may list them: stripes with gaps,
+/// windows that leave tiles out, open and causal masks.
+#[test]
+fn turns() {
+    let base = Case {
+        documents: vec![(330, 400, 70), (20, 260, 240), (0, 140, 0), (200, 0, 0)],
+        shuffled: true,
+        ..Case::new("turns", Dtype::Bf16, (64, 64))
+    };
+    let open = Score { window_right: i64::MAX, ..base.score };
+    let ahead = Score { window_left: 3, window_right: i64::MAX, ..base.score };
+    let narrow = Score { window_left: 40, window_right: 9, ..base.score };
+    let wide = |heads, kv_heads, dims| Case {
+        heads,
+        kv_heads,
+        held: 0..heads,
+        ..Case { head_dim: dims, value_dim: dims, ..base.clone() }
+    };
+    all(&[
+        Case { cut: Cut::Chunks(4), ..wide(4, 2, 64) },
+        Case { cut: Cut::Chunks(4), score: narrow, ..wide(2, 2, 96) },
+        Case { cut: Cut::Chunks(5), score: open, visits: 2, ..wide(2, 1, 128) },
+        Case { cut: Cut::Chunks(3), score: ahead, per_q_head: true, ..wide(4, 2, 64) },
+        Case { cut: Cut::Striped(2, 150), score: narrow, visits: 2, ..wide(2, 1, 64) },
+        Case { cut: Cut::Striped(3, 70), score: narrow, accumulate: true, ..wide(2, 1, 128) },
+        Case { cut: Cut::Striped(4, 1), slopes: true, ..wide(2, 1, 96) },
+    ]);
+}
+
 /// The larger shapes over several tiles and calls.
 #[test]
 fn wide_ranges() {
@@ -182,21 +212,27 @@ fn empty_tiles_on_a_bounded_grid() {
     }
 }
 
-/// The same call gives the same bits, whatever order blocks and warps ran in.
+/// The same call gives the same bits, whatever order blocks and warps ran in, and however many blocks there were. (On the
+/// emulated driver each launch has another seed.)
 #[test]
 fn runs_repeat() {
     let Some(device) = Device::open() else { return };
-    let case = Case {
-        documents: vec![(150, 150, 0), (90, 90, 0)],
-        heads: 4,
-        kv_heads: 2,
-        held: 0..4,
-        cut: Cut::Striped(2, 8),
-        visits: 2,
-        ..Case::new("repeat", Dtype::Bf16, (64, 64))
-    };
-    let first = check(&device, &case);
-    assert!(check(&device, &case) == first, "two runs differ");
+    for dims in [(64, 64), (128, 128)] {
+        let case = Case {
+            documents: vec![(300, 300, 0), (90, 290, 200)],
+            heads: 4,
+            kv_heads: 2,
+            held: 0..4,
+            cut: Cut::Striped(2, 8),
+            visits: 2,
+            ..Case::new("repeat", Dtype::Bf16, dims)
+        };
+        let first = check(&device, &case);
+        assert!(check(&device, &case) == first, "two runs differ");
+        device.cuda.leave_free(u32::MAX);
+        assert!(check(&device, &case) == first, "a smaller grid differs");
+        device.cuda.leave_free(0);
+    }
 }
 
 /// Positions far from zero.

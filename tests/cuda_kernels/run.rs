@@ -83,9 +83,13 @@ fn visits(case: &Case, q: &Side, k: &Side) -> Vec<Visit> {
             let ranges = q
                 .ranges
                 .iter()
-                .map(|&range| {
+                .enumerate()
+                .map(|(i, &range)| {
                     let begin = pairs.len() as u32;
                     pairs.extend((0..keys.len() as u32).filter(|&i| keys[i as usize].doc == range.doc));
+                    if case.shuffled && i % 2 == 1 {
+                        pairs[begin as usize..].reverse();
+                    }
                     let mode = Mode::of(visit == 0, visit + 1 == case.visits);
                     QRange { range, keys_begin: begin, keys_end: pairs.len() as u32, mode }
                 })
@@ -120,8 +124,16 @@ fn compare(case: &Case, what: &str, found: &[f64], expected: &[f64], bound: f64)
     }
 }
 
-/// Forward, delta and backward of a case; o, dq, dk and dv as the device gave them.
-pub fn check(device: &Device, case: &Case) -> [Vec<f64>; 4] {
+/// What the device gave: o, and dq, dk and dv of one call and of two.
+#[derive(PartialEq)]
+pub struct Found {
+    o: Vec<f64>,
+    all: [Vec<f64>; 3],
+    apart: [Vec<f64>; 3],
+}
+
+/// Forward, delta and backward of a case.
+pub fn check(device: &Device, case: &Case) -> Found {
     println!("{} {} {}/{} {:?} {:?}", case.name, case.dtype, case.head_dim, case.value_dim, case.documents, case.cut);
     let numbers = Numbers::of(case);
     let q_side = Side::new(&case.documents.iter().map(|d| (d.0, d.2)).collect::<Vec<_>>(), case.cut, 3);
@@ -203,72 +215,73 @@ pub fn check(device: &Device, case: &Case) -> [Vec<f64>; 4] {
         // SAFETY: as above.
         unsafe { device.cuda.delta(&call, device.stream) }.expect("a legal call");
     }
-    let key_heads = if case.per_q_head { hq } else { hk };
-    let dq = new(Dtype::F32, &q_side, (hq, d), None);
-    let one: &dyn Fn(usize, usize, usize) -> f64 = &|_, _, _| 1.0;
-    let before = case.accumulate.then_some(one);
-    let dk = new(Dtype::F32, &k_side, (key_heads, d), before);
-    let dv_out = new(Dtype::F32, &k_side, (key_heads, dv), before);
-    for visit in &visits {
-        let call = AttendBackward {
-            q: q.raw,
-            k: k.raw,
-            v: v.raw,
-            d_o: d_o.raw,
-            lse: lse.raw,
-            delta: delta.raw,
-            dq: dq.raw,
-            dk: dk.raw,
-            dv: dv_out.raw,
-            accumulate_keys: case.accumulate,
-            per_q_head: case.per_q_head,
-            gradients: Gradients::All,
-            slopes: optional(case.slopes, &slopes),
-            heads: map,
-            score: case.score,
-            ranges: Ranges { q: &visit.q, k: &visit.k, pairs: &visit.pairs },
-            aligned: false,
-        };
-        // Queries and keys apart in every second case: the same kernels, other lists.
-        let parts: &[Gradients] =
-            if case.visits > 1 { &[Gradients::Queries, Gradients::Keys] } else { &[Gradients::All] };
-        for &gradients in parts {
-            let call = AttendBackward { gradients, ..call };
-            let bytes = device.cuda.attend_backward_bytes(&call).expect("a supported call");
-            let mut staging = device.cuda.staging(bytes, 1).expect("memory");
-            // SAFETY: as above.
-            unsafe { device.cuda.attend_backward(&call, &mut staging, device.stream) }.expect("a legal call");
-        }
-    }
     delta.read(device, "delta", &q_side);
-    let found_dq = dq.read(device, "dq", &q_side);
-    compare(case, "dq", &found_dq, &pick(&numbers.gradient.dq, tq, heads, held.clone(), d), 3.0);
-    let mut keys = Vec::new();
-    for (what, tensor, gradient, dim) in
-        [("dk", &dk, &numbers.gradient.dk, d), ("dv", &dv_out, &numbers.gradient.dv, dv)]
-    {
-        let mut found = tensor.read(device, what, &k_side);
-        keys.push(found.clone());
-        if case.accumulate {
-            found.iter_mut().for_each(|x| *x -= 1.0);
-        }
-        if case.per_q_head {
-            let mut sums = vec![0.0; tk * hk * dim];
-            for (i, x) in found.iter().enumerate() {
-                let (t, h) = (i / dim / hq, i / dim % hq);
-                sums[(t * hk + map.kv(h as u32) as usize) * dim + i % dim] += x;
+    // All gradients by one kernel, where there is a fused one, then queries and keys apart.
+    let backward = |parts: &[Gradients]| {
+        let key_heads = if case.per_q_head { hq } else { hk };
+        let dq = new(Dtype::F32, &q_side, (hq, d), None);
+        let one: &dyn Fn(usize, usize, usize) -> f64 = &|_, _, _| 1.0;
+        let before = case.accumulate.then_some(one);
+        let dk = new(Dtype::F32, &k_side, (key_heads, d), before);
+        let dv_out = new(Dtype::F32, &k_side, (key_heads, dv), before);
+        for visit in &visits {
+            let call = AttendBackward {
+                q: q.raw,
+                k: k.raw,
+                v: v.raw,
+                d_o: d_o.raw,
+                lse: lse.raw,
+                delta: delta.raw,
+                dq: dq.raw,
+                dk: dk.raw,
+                dv: dv_out.raw,
+                accumulate_keys: case.accumulate,
+                per_q_head: case.per_q_head,
+                gradients: Gradients::All,
+                slopes: optional(case.slopes, &slopes),
+                heads: map,
+                score: case.score,
+                ranges: Ranges { q: &visit.q, k: &visit.k, pairs: &visit.pairs },
+                aligned: false,
+            };
+            for &gradients in parts {
+                let call = AttendBackward { gradients, ..call };
+                let bytes = device.cuda.attend_backward_bytes(&call).expect("a supported call");
+                let mut staging = device.cuda.staging(bytes, 1).expect("memory");
+                // SAFETY: as above.
+                unsafe { device.cuda.attend_backward(&call, &mut staging, device.stream) }.expect("a legal call");
             }
-            found = sums;
         }
-        let mut expected = pick(gradient, tk, kv_heads, held_kv.clone(), dim);
-        if held != (0..heads) {
-            // The other q heads of a group are somebody else's: recompute without them.
-            expected = partial(case, &numbers, what, dim);
+        let found_dq = dq.read(device, "dq", &q_side);
+        compare(case, "dq", &found_dq, &pick(&numbers.gradient.dq, tq, heads, held.clone(), d), 3.0);
+        let mut keys = Vec::new();
+        for (what, tensor, gradient, dim) in
+            [("dk", &dk, &numbers.gradient.dk, d), ("dv", &dv_out, &numbers.gradient.dv, dv)]
+        {
+            let mut found = tensor.read(device, what, &k_side);
+            keys.push(found.clone());
+            if case.accumulate {
+                found.iter_mut().for_each(|x| *x -= 1.0);
+            }
+            if case.per_q_head {
+                let mut sums = vec![0.0; tk * hk * dim];
+                for (i, x) in found.iter().enumerate() {
+                    let (t, h) = (i / dim / hq, i / dim % hq);
+                    sums[(t * hk + map.kv(h as u32) as usize) * dim + i % dim] += x;
+                }
+                found = sums;
+            }
+            let mut expected = pick(gradient, tk, kv_heads, held_kv.clone(), dim);
+            if held != (0..heads) {
+                // The other q heads of a group are somebody else's: recompute without them.
+                expected = partial(case, &numbers, what, dim);
+            }
+            compare(case, what, &found, &expected, 3.0);
         }
-        compare(case, what, &found, &expected, 3.0);
-    }
-    let [found_dk, found_dv] = keys.try_into().expect("two");
-    [found_o, found_dq, found_dk, found_dv]
+        let [found_dk, found_dv] = keys.try_into().expect("two");
+        [found_dq, found_dk, found_dv]
+    };
+    Found { o: found_o, all: backward(&[Gradients::All]), apart: backward(&[Gradients::Queries, Gradients::Keys]) }
 }
 
 /// dk or dv of the held heads alone: the reference with everybody else's gradient of o set to zero.

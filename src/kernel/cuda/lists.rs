@@ -121,9 +121,7 @@ pub(super) fn write(
         staging.tiles.clear();
         for (i, (k, run)) in ranges.k.iter().zip(keys.iter()).enumerate() {
             let readers = &inverse[run.begin as usize..run.end as usize];
-            cut(&mut staging.tiles, i, k, tiles.keys, |first, last| {
-                key_cost(ranges, readers, window, first, last)
-            });
+            cut(&mut staging.tiles, i, k, tiles.keys, |first, last| key_cost(ranges, readers, window, first, last));
         }
         (lists.key_work, lists.key_tiles) = work(staging, writer);
     }
@@ -137,9 +135,8 @@ fn met(range: &Range, low: i64, high: i64) -> u64 {
 
 /// How many q rows a tile of keys may meet.
 pub(super) fn key_cost(ranges: &Ranges, readers: &[u32], window: (i64, i64), first: i64, last: i64) -> u64 {
-    let rows = |&q: &u32| {
-        met(&ranges.q[q as usize].range, first.saturating_sub(window.1), last.saturating_add(window.0))
-    };
+    let rows =
+        |&q: &u32| met(&ranges.q[q as usize].range, first.saturating_sub(window.1), last.saturating_add(window.0));
     readers.iter().map(rows).sum()
 }
 
@@ -148,7 +145,13 @@ fn partners<'a>(ranges: &'a Ranges, q: &QRange) -> impl Iterator<Item = &'a Rang
 }
 
 /// Cuts a range into tiles, with their cost.
-pub(super) fn cut(tiles: &mut alloc::vec::Vec<(u64, Work)>, i: usize, range: &Range, rows: u32, cost: impl Fn(i64, i64) -> u64) {
+pub(super) fn cut(
+    tiles: &mut alloc::vec::Vec<(u64, Work)>,
+    i: usize,
+    range: &Range,
+    rows: u32,
+    cost: impl Fn(i64, i64) -> u64,
+) {
     let mut first = 0;
     while first < range.len {
         let last = first + (rows - 1).min(range.len - 1 - first);
@@ -158,8 +161,13 @@ pub(super) fn cut(tiles: &mut alloc::vec::Vec<(u64, Work)>, i: usize, range: &Ra
 }
 
 /// The tiles, longest first; those of the same cost in the order of rows, so that every run of a plan starts alike.
+pub(super) fn sort(tiles: &mut [(u64, Work)]) {
+    tiles.sort_unstable_by_key(|(cost, w)| (core::cmp::Reverse(*cost), w.run, w.first));
+}
+
+/// Writes the tiles in their order.
 pub(super) fn work(staging: &mut Staging, writer: &mut Writer) -> (u64, usize) {
-    staging.tiles.sort_unstable_by_key(|(cost, w)| (core::cmp::Reverse(*cost), w.run, w.first));
+    sort(&mut staging.tiles);
     let (out, at) = writer.array::<Work>(staging.tiles.len());
     for (out, (_, work)) in out.iter_mut().zip(&staging.tiles) {
         *out = *work;

@@ -224,7 +224,9 @@ mod tests {
             let text = crate::kernel::cuda::embedded::find(&name).expect("embedded").to_str().expect("text");
             let bytes: u32 = text
                 .lines()
-                .filter_map(|l| l.strip_prefix(".shared ")?.split_once('[')?.1.strip_suffix("];")?.parse::<u32>().ok())
+                .filter_map(|l| {
+                    l.trim().strip_prefix(".shared ")?.split_once('[')?.1.strip_suffix("];")?.parse::<u32>().ok()
+                })
                 .sum();
             assert!((1..=CONTROL).contains(&bytes), "{name} declares {bytes} bytes");
         }

@@ -102,7 +102,14 @@ impl Staging {
             }
             self.in_flight.pop_front();
         }
-        Ok(Writer { host: self.mirror.host(begin), device: self.mirror.device(begin), begin, used: 0, filled: 0, bytes })
+        Ok(Writer {
+            host: self.mirror.host(begin),
+            device: self.mirror.device(begin),
+            begin,
+            used: 0,
+            filled: 0,
+            bytes,
+        })
     }
 
     /// Copies what was written to the device and clears its words, in stream order.

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The fused backward on lists that no planner makes, against the kernels that make queries and keys apart.
+//!
+//! A q range may list a key range twice, which counts it twice. Tiles of keys then add to one dq more than once, with
+//! others in between that must wait for the last time.
+
+use crate::case::{encode, random};
+use crate::device::{Device, Memory};
+use cpattn::Dtype;
+use cpattn::kernel::{AttendBackward, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+
+const HEADS: usize = 3;
+
+/// A compact tensor of random numbers.
+struct Random {
+    raw: RawTensor,
+    memory: Memory,
+}
+
+fn tensor(device: &Device, dtype: Dtype, tokens: usize, heads: usize, dim: usize, seed: u64) -> Random {
+    let bytes: Vec<u8> = random(tokens * heads * dim, seed).into_iter().flat_map(|x| encode(dtype, x)).collect();
+    let memory = device.upload(&bytes);
+    Random { raw: memory.tensor(dtype, tokens, heads as u32, dim as u32, heads * dim), memory }
+}
+
+fn close(what: &str, found: &[f32], expected: &[f32]) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let scale = expected.iter().fold(0f32, |a, x| a.max(x.abs()));
+    for (i, (a, b)) in found.iter().zip(expected).enumerate() {
+        assert!((a - b).abs() <= 1e-3 * scale, "{what}: element {i} is {a}, not {b}");
+    }
+}
+
+#[test]
+fn pairs_may_repeat() {
+    let Some(device) = Device::open() else { return };
+    for (dim, dtype) in [(64, Dtype::Bf16), (128, Dtype::F16)] {
+        let (tq, tk) = (300, 700);
+        let [q, d_o] = [1, 2].map(|seed| tensor(&device, dtype, tq, HEADS, dim, seed));
+        let [k, v] = [3, 4].map(|seed| tensor(&device, dtype, tk, 1, dim, seed));
+        // Not what a forward would give, but as good.
+        let [lse, delta] = [5, 6].map(|seed| tensor(&device, Dtype::F32, tq, HEADS, 1, seed));
+        let range = |row: i64, len, pos| Range::plain(row, len, pos, 0);
+        let k_ranges = [range(0, 200, 0), range(200, 0, 0), range(200, 350, 200), range(550, 150, 550)];
+        let pairs = [2, 2, 0, 1, 0, 3, /**/ 3, 0, 3, 2, 3];
+        let q_range = |range, keys_begin, keys_end, mode| QRange { range, keys_begin, keys_end, mode };
+        let q_ranges = [
+            q_range(range(100, 200, 500), 0, 6, Mode::Only),
+            q_range(range(0, 100, 400), 4, 11, Mode::Last),
+            // Entries of a list that others have too.
+            q_range(range(100, 0, 0), 0, 11, Mode::First),
+        ];
+        let run = |parts: &[Gradients]| {
+            let dq = tensor(&device, Dtype::F32, tq, HEADS, dim, 7);
+            let [dk, dv] = [8, 9].map(|seed| tensor(&device, Dtype::F32, tk, 1, dim, seed));
+            for &gradients in parts {
+                let call = AttendBackward {
+                    q: q.raw,
+                    k: k.raw,
+                    v: v.raw,
+                    d_o: d_o.raw,
+                    lse: lse.raw,
+                    delta: delta.raw,
+                    dq: dq.raw,
+                    dk: dk.raw,
+                    dv: dv.raw,
+                    accumulate_keys: false,
+                    per_q_head: false,
+                    gradients,
+                    slopes: RawTensor::NONE,
+                    heads: HeadMap { q_offset: 0, kv_offset: 0, group: HEADS as u32 },
+                    score: Score { scale: 0.125, softcap: 0.0, window_left: 330, window_right: 60 },
+                    ranges: Ranges { q: &q_ranges, k: &k_ranges, pairs: &pairs },
+                    aligned: false,
+                };
+                let bytes = device.cuda.attend_backward_bytes(&call).expect("a supported call");
+                let mut staging = device.cuda.staging(bytes, 1).expect("memory");
+                // SAFETY: all tensors live until the stream is synchronised, by the downloads below.
+                unsafe { device.cuda.attend_backward(&call, &mut staging, device.stream) }.expect("a legal call");
+            }
+            [dq, dk, dv].map(|t| device.download_f32(&t.memory))
+        };
+        let (fused, apart) = (run(&[Gradients::All]), run(&[Gradients::Queries, Gradients::Keys]));
+        for ((what, fused), apart) in ["dq", "dk", "dv"].iter().zip(&fused).zip(&apart) {
+            close(what, fused, apart);
+        }
+        assert!(run(&[Gradients::All]) == fused, "two runs differ");
+    }
+}
