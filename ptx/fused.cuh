@@ -37,7 +37,6 @@
 // it prepared; the last one's turn is still to be passed on.
 struct FusedControl {
     Own own;
-    Round round;
     Visit visits[4];
     u32 item;
     u32 zero;
@@ -52,7 +51,9 @@ struct BackwardFused {
     static constexpr int QUERY_PARTS = Shape::QUERY_PARTS, DQ_PARTS = WARPS / QUERY_PARTS;
     static constexpr int MT = BN / (16 * KEY_PARTS), NT = SUB / 8;
     static constexpr int KN = D / 8 / PARTS, VN = DV / 8 / PARTS;
-    static constexpr int QM = BM / (16 * QUERY_PARTS), QN = D / 8 / DQ_PARTS;
+    // dq is made in pieces of columns where its sums and what they are added to would not fit beside those of dk and dv.
+    static constexpr int PIECES = D > 192 ? 2 : 1;
+    static constexpr int QM = BM / (16 * QUERY_PARTS), QN = D / 8 / DQ_PARTS / PIECES;
     static_assert(Shape::STAGES == 2, "the next tile is loaded while this one is used");
     static_assert(2 * BM <= THREADS, "one thread per q row for lse, and one for delta");
     static_assert(PARTS == 1 || PARTS * SUB == BM, "one piece of scores per warp where they pass through shared memory");
@@ -177,23 +178,29 @@ struct BackwardFused {
                                                        u32 sds) {
         const int lane = fresh_thread() & 31, from = dq_part() * 16 + 2 * (lane & 3);
         const int row = query_row() + lane / 4, rows = (int)visit.step.rows - row, columns = (int)p.heads.dim - from;
-        char* const to = p.dq.ptr + visit.step.head * p.dq.head + (visit.step.row + row) * p.dq.token + from * 4;
+        char* to = p.dq.ptr + visit.step.head * p.dq.head + (visit.step.row + row) * p.dq.token + from * 4;
         // All of it is there, nearly always; then no access needs a condition of its own.
         const bool whole = visit.step.rows == BM && p.heads.dim == D;
-        constexpr int ALL = 1 << 30;
-        float2 old[2 * QM][QN];
-        if (whole && visit.add)
-            read<QM, QN, DQ_PARTS>(old, to, p.dq.token, ALL, ALL);
-        else
-            read<QM, QN, DQ_PARTS>(old, to, p.dq.token, visit.add ? rows : 0, columns);
-        float c[QM][QN][4];
-        clear(c);
-        multiply_tiles<T, QM, QN, BN, DQ_PARTS, true>(c, walk_a_transposed<BM>(sds, query_row() / 16),
-                                                      walk_b_transposed<D>(sk, dq_part()));
-        if (whole)
-            write<QM, QN, DQ_PARTS>(to, p.dq.token, ALL, ALL, c, old, p.score.scale);
-        else
-            write<QM, QN, DQ_PARTS>(to, p.dq.token, rows, columns, c, old, p.score.scale);
+        constexpr int ALL = 1 << 30, WIDTH = D / PIECES;
+        static_assert(PIECES == 1 || WIDTH * 2 % 128 == 0, "a piece is whole swizzle groups");
+#pragma unroll 1
+        for (int piece = 0; piece < PIECES; ++piece) {
+            const int left = columns - piece * WIDTH;
+            float2 old[2 * QM][QN];
+            if (whole && visit.add)
+                read<QM, QN, DQ_PARTS>(old, to, p.dq.token, ALL, ALL);
+            else
+                read<QM, QN, DQ_PARTS>(old, to, p.dq.token, visit.add ? rows : 0, left);
+            float c[QM][QN][4];
+            clear(c);
+            multiply_tiles<T, QM, QN, BN, DQ_PARTS, true>(c, walk_a_transposed<BM>(sds, query_row() / 16),
+                                                          walk_b_transposed<D>(sk + piece * WIDTH * 2, dq_part()));
+            if (whole)
+                write<QM, QN, DQ_PARTS>(to, p.dq.token, ALL, ALL, c, old, p.score.scale);
+            else
+                write<QM, QN, DQ_PARTS>(to, p.dq.token, rows, left, c, old, p.score.scale);
+            to += WIDTH * 4;
+        }
     }
 
     // dk or dv of the warp's keys.
@@ -210,7 +217,8 @@ struct BackwardFused {
     }
 
     // What thread 0 does for an item: whose tile it is, and the first two visits.
-    static __device__ __forceinline__ void begin(const FusedParams& p, volatile FusedControl& control, u32 item) {
+    static __device__ __forceinline__ void begin(const FusedParams& p, volatile FusedControl& control, Round& round,
+                                                 u32 item) {
         const BackwardParams& call = p.call;
         const u32 heads = call.per_q_head ? call.heads.q_heads : call.heads.kv_heads;
         const u32 head = item % heads;
@@ -233,8 +241,8 @@ struct BackwardFused {
         const Run& run = (zero ? call.queries : call.keys)[work.run];
         describe(control.own, run, work, zero ? BM : BN, head, kv_head);
         if (!zero) {
-            control.round.start(run, p.key_tiles[work.run] + work.first / BN, head0, head1);
-            for (int i = 0; i < 2; ++i) control.round.template step<BM, BN>(control.visits[i], control.own, p);
+            round.start(run, p.key_tiles[work.run] + work.first / BN, head0, head1);
+            for (int i = 0; i < 2; ++i) round.template step<BM, BN>(control.visits[i], control.own, p);
         }
     }
 
@@ -249,7 +257,7 @@ struct BackwardFused {
             }
     }
 
-    static __device__ __forceinline__ void tile(const FusedParams& p, volatile FusedControl& control, u32 sk) {
+    static __device__ __forceinline__ void tile(const FusedParams& p, volatile FusedControl& control, Round& round, u32 sk) {
         const u32 sv = sk + BN * D * 2, sqs = sv + BN * DV * 2;
         const u32 sds = sk + Shape::TILES, sp = sds + Shape::PROBABILITIES, stats = sk + Shape::STATS;
         volatile const Own& own = control.own;
@@ -278,7 +286,7 @@ struct BackwardFused {
             copy_commit();
             u32 seen = 0;
             if (threadIdx.x == 0) {
-                control.round.template step<BM, BN>(control.visits[(at + 2) % 4], control.own, p);
+                round.template step<BM, BN>(control.visits[(at + 2) % 4], control.own, p);
             } else if (threadIdx.x == 32) {
                 if (visit.after) seen = read_turn(p.turns + visit.turn);
             } else if (threadIdx.x == 64) {
@@ -328,6 +336,7 @@ struct BackwardFused {
 
     static __device__ __forceinline__ void run(const FusedParams& p) {
         __shared__ FusedControl shared_control;
+        __shared__ Round round;
         volatile FusedControl& control = shared_control;
         extern __shared__ __align__(128) char shared[];
         for (;;) {
@@ -335,14 +344,14 @@ struct BackwardFused {
                 const u32 item = atomicAdd(p.ticket, 1);
                 control.item = item;
                 control.visits[3].step.live = 0;
-                if (item < p.call.heads.items) begin(p, control, item);
+                if (item < p.call.heads.items) begin(p, control, round, item);
             }
             __syncthreads();
             if (control.item >= p.call.heads.items) break;
             if (control.zero)
                 clear_queries(p.call, control);
             else
-                tile(p, control, shared_address(shared));
+                tile(p, control, round, shared_address(shared));
             __syncthreads();
         }
     }

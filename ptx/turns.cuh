@@ -76,8 +76,8 @@ struct Round {
     u32 name;                  // the number of the own tile plus one
     u32 again, more;           // whether the list named this run just before, and whether it will again
 
-    __device__ __forceinline__ void start(const Run& key, u32 number, u32 head0, u32 head1) volatile {
-        const_cast<Run&>(own) = key;
+    __device__ __forceinline__ void start(const Run& key, u32 number, u32 head0, u32 head1) {
+        own = key;
         name = number + 1;
         begin = key.begin;
         next = key.end;
@@ -89,9 +89,8 @@ struct Round {
     }
 
     template <int BM, int BN>
-    __device__ __forceinline__ void step(volatile Visit& out, volatile const Own& tile_of, const FusedParams& p) volatile {
-        const Run& key = const_cast<const Run&>(own);
-        const Run& query = const_cast<const Run&>(partner);
+    __device__ __forceinline__ void step(volatile Visit& out, volatile const Own& tile_of, const FusedParams& p) {
+        const Run& query = partner;
         const i64 left = p.call.score.left, right = p.call.score.right;
         while (tile == tile_begin) {
             if (next == begin) {
@@ -109,7 +108,7 @@ struct Round {
             again = at + 1 < end && p.call.partners[at + 1] == r;
             more = at > begin && p.call.partners[at - 1] == r;
             turn = p.query_tiles[r];
-            const_cast<Run&>(partner) = p.call.queries[r];
+            partner = p.call.queries[r];
             const i64 lowest = tile_of.lowest - query.pos, highest = tile_of.highest - query.pos;
             full_begin = rows_below(query, highest - right);
             full_end = rows_below(query, lowest + left + 1);
@@ -131,7 +130,7 @@ struct Round {
         if (!again) {
             const i64 low = query.pos + run_offset(query, first) - left;
             const i64 high = query.pos + run_offset(query, first + rows - 1) + right;
-            const bool leads = tile_of.first / BN == rows_below(key, low - key.pos) / BN;
+            const bool leads = tile_of.first / BN == rows_below(own, low - own.pos) / BN;
             after = leads ? last_before<BN>(query, low, high, tile_of.run, p) : name - 1;
         }
         out.turn = (turn + i) * p.call.heads.q_heads + head;

@@ -323,7 +323,7 @@ mod tests {
                             (name, at) = (before[r as usize] + t as u32 + 1, Some(place(r, t as u32)));
                         }
                     }
-                    let work = Work { run: i as u32, first: tile as u32 * tiles.queries | WORK_ZERO };
+                    let work = Work { run: i as u32, first: (tile as u32 * tiles.queries) | WORK_ZERO };
                     let listed = list.iter().filter(|(_, w)| (w.run, w.first) == (work.run, work.first)).count();
                     let expected = name == 0 && !range.mode.continues();
                     assert_eq!(listed, usize::from(expected), "{ranges:?} {window:?} {tiles:?}: q {i} tile {tile}");
