@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-// Backward attention, bit for bit the same on every run: nothing is added by atomics.
+// Backward attention in two kernels, bit for bit the same on every run: nothing is added by atomics. They make one side alone;
+// both at once is `fused.cuh`, where the device has room for it.
 //
 // Two kernels recompute the scores. One owns a tile of q rows and walks over its keys (dq), the other owns a tile of keys
 // and walks over the queries that read it, head by head of its group (dk, dv). That is seven products for the five of a

@@ -11,19 +11,23 @@
 //
 // - Head dims up to 64: each warp owns 32 keys over all columns, so that p^T and ds^T, rounded, are A operands without
 //   leaving the registers; ds is stored besides, for dq alone.
-// - Above, sums of 32 keys over all columns do not fit. Warps are 4 over the keys by 2: over q rows for s^T and dp^T, over
-//   columns for dk and dv, with both p^T and ds^T through shared memory. Warps of 16 keys that keep p^T to themselves would
-//   read 18 % more.
+// - Above, sums of 32 keys over all columns do not fit. Groups of warps share 32 keys: each makes s^T and dp^T of its own
+//   part of the q rows, then its own columns of dk and dv, with both p^T and ds^T through shared memory. At head dim 128,
+//   warps of 16 keys that keep p^T to themselves would read 18 % more.
 //
-// Bytes of shared memory in a step of 64 q rows by 128 keys, and its mma instructions (m16n8k16):
+// KB of shared memory in a step of 64 q rows, and its mma instructions (m16n8k16):
 //
-//   head dim  s^T, dp^T   p^T, ds^T   dv, dk      dq       tiles    sum      mma
-//   64        2 * 48 KB   16 KB       2 * 32 KB   64 KB    16 KB    256 KB   1280
-//   96        2 * 96 KB   32 KB       2 * 80 KB   128 KB   24 KB    536 KB   1920
-//   128       2 * 128 KB  32 KB       2 * 96 KB   128 KB   32 KB    640 KB   2560
+//   head dim  keys  s^T  dp^T  p^T, ds^T  dv   dk   dq   tiles  sum  mma
+//   64        128   48   48    16         32   32   64   16     256  1280
+//   96        128   96   96    32         80   80   128  24     536  1920
+//   128       128   128  128   32         96   96   128  32     640  2560
+//   192, 128  64    144  96    16         64   80   80   40     520  1664
+//   192       64    144  144   16         80   80   80   48     592  1920
+//   256       64    192  192   16         96   96   128  64     784  2560
 //
 // At head dim 128 that is 5120 cycles of shared memory; the products take as many on sm_80, and some 4100 on sm_90. Global
-// memory sees q and do once, and dq twice, in f32: 96 KB a step, which is why a tile has 128 keys.
+// memory is read for q and do, and for dq both read and written, in f32: 96 KB a step there, and 192 KB at head dim 256.
+// That is why tiles have 128 keys where their sums fit.
 //
 // A step has two barriers. Behind the first one, tiles have arrived and those of the step before are free; behind the
 // second, p^T and ds^T are in place and the turn has come. dq is made first of what follows, so that its stores are long
@@ -283,7 +287,6 @@ struct BackwardFused {
             copy_wait<0>();
             __syncthreads();
             if (next.step.live) load_queries(p.call, sqs + (at + 1) % 2 * STAGE, next.step);
-            copy_commit();
             u32 seen = 0;
             if (threadIdx.x == 0) {
                 round.template step<BM, BN>(control.visits[(at + 2) % 4], control.own, p);

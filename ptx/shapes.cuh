@@ -3,8 +3,8 @@
 //
 // A shape is named by the head dims it holds: SHAPE 128 serves q, k and v of up to 128, 192128 serves q and k of up to
 // 192 with v of up to 128. What bounds the choices: no spills at 255 registers, at most 99 KB of shared memory (so that
-// sm_86, sm_89 and sm_120 run the same code), and as many own rows per warp as fit, since each B fragment read from
-// shared memory then serves more products.
+// sm_86, sm_89 and sm_120 run the same code; the fused backward takes more, and is left out where there is less), and as
+// many own rows per warp as fit, since each B fragment read from shared memory then serves more products.
 #pragma once
 
 template <int S>

@@ -111,8 +111,9 @@ impl Cuda {
         sequence(staging, &writer, stream, || unsafe { self.start(kernel, params.heads.items, stream, &params) })
     }
 
-    /// Backward attention: see [`AttendBackward`]. All gradients are one launch where there is a fused kernel (head dims
-    /// up to 128, on devices with the shared memory for it); else dq is one, dk and dv another (two above head dim 192).
+    /// Backward attention: see [`AttendBackward`]. All gradients are one launch where a block of the device has the shared
+    /// memory for it (99 KB: head dims up to 64; 163 KB: up to 192; 227 KB: 256); else dq is one, dk and dv another (two
+    /// above head dim 192).
     ///
     /// # Errors
     /// As [`Cuda::attend`].
