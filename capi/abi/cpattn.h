@@ -45,9 +45,9 @@
  * STREAMS. On the CPU `stream` is NULL and a call returns when its work is done. On a device it is a cudaStream_t
  * (CUstream) of the device's primary context, the one that the CUDA runtime uses; NULL is the legacy default stream. The
  * call returns when its work is enqueued: behind what was on the stream before, and before what is put there afterwards.
- * So inputs need not be ready when the call is made, and tensors stay in use until the stream has passed it. Other streams
- * are ordered by the caller's events, as with any kernel. A stream that is being captured into a graph is refused. The
- * library makes the context current for itself and restores what was current.
+ * So inputs need not be ready when the call is made, and tensors stay in use until the stream has passed it. Other
+ * streams are ordered by the caller's events, as with any kernel. A stream that is being captured into a graph is
+ * refused. The library makes the context current for itself and restores what was current.
  *
  * STRUCTS OF OPTIONS begin with `struct_size` and are initialised with the macro of their name, never by hand: a
  * program then works with later libraries, whose structs may be longer. A longer struct than the library knows is taken
@@ -122,8 +122,8 @@ const char *cpattn_status_name(int32_t status);
  *                stride 0; what is written must not overlap itself or anything else of the call
  *   data         aligned to the element together with byte_offset, a multiple of the element's size; may be NULL when
  *                a dimension is 0. On a device, rows of q, k, v, o, d_o and of f32 tensors with head_dim begin at
- *                multiples of 16 bytes (true of compact tensors that cudaMalloc or a framework made), strides are below
- *                2 GiB, and the memory has to be known to the driver as that device's
+ *                multiples of 16 bytes (true of compact tensors that cudaMalloc or a framework made; cpattn_transform
+ *                takes any rows), strides are below 2 GiB, and the driver has to know the memory as that device's
  *
  * The library cannot see how long the memory behind `data` is: shape and strides must not reach beyond it.
  */
@@ -326,9 +326,9 @@ int32_t cpattn_plan_tokens(const cpattn_plan *plan, int32_t side, uint32_t rank,
 int32_t cpattn_plan_positions(const cpattn_plan *plan, int32_t side, uint32_t rank, int64_t *positions, size_t capacity);
 
 /* Copies a rank's rows out of `whole` into `local`, in the rank's order, or back; the other rows of `whole` stay as they
- * are. Tensors of the CPU (elsewhere cpattn_plan_tokens is the index to gather by) with tokens first, of any element type of 1, 2, 4 or 8 bytes, of 1 to 3 dimensions that agree
- * but for the tokens: ids [tokens], activations [tokens, heads, head_dim]. A last dimension other than the tokens is
- * contiguous. */
+ * are. Tensors of the CPU (elsewhere cpattn_plan_tokens is the index to gather by) with tokens first, of any element type
+ * of 1, 2, 4 or 8 bytes, of 1 to 3 dimensions that agree but for the tokens: ids [tokens], activations [tokens, heads,
+ * head_dim]. A last dimension other than the tokens is contiguous. */
 int32_t cpattn_plan_shard(const cpattn_plan *plan, int32_t side, uint32_t rank, const cpattn_tensor *whole, const cpattn_tensor *local);
 int32_t cpattn_plan_unshard(const cpattn_plan *plan, int32_t side, uint32_t rank, const cpattn_tensor *local, const cpattn_tensor *whole);
 
@@ -377,8 +377,8 @@ typedef struct cpattn_transport_table {
   /* An all-gather over ranks first ... end-1: all[i] = the number that rank first + i gave. Waits for all of them. The
    * library compares. Called on the thread that runs. */
   int32_t (*agree)(void *context, uint32_t first, uint32_t end, uint64_t number, uint64_t *all, int64_t *blame);
-  /* Moves a batch. On the CPU: returns when it is complete, stream is NULL, and it is called on a thread of the rank's own,
-   * one call at a time. On a device: returns when it is enqueued, and is called on the thread that runs. */
+  /* Moves a batch. On the CPU: returns when it is complete, stream is NULL, and it is called on a thread of the rank's
+   * own, one call at a time. On a device: returns when it is enqueued, and is called on the thread that runs. */
   int32_t (*exchange)(void *context, const char *operation, uint32_t step, const cpattn_message *sends, size_t send_count, const cpattn_message *recvs, size_t recv_count, void *stream, int64_t *blame);
   /* Whether anything has failed so far. Never waits. Any thread, at any time. */
   int32_t (*poll)(void *context, int64_t *blame);

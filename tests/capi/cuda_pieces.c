@@ -12,12 +12,6 @@ static array q, k, v, d_o, o, running, lse, sinks, slopes, delta, dq, dk, dv, ds
 static cpattn_scratch *cpu, *gpu;
 static void *stream;
 
-static size_t available(void) {
-  size_t bytes = 0, total = 0;
-  CUDA(driver.info(&bytes, &total));
-  return bytes;
-}
-
 /* Two documents; the second's queries begin at position 5. Keys in three pieces, one of them a stripe. */
 static cpattn_range keys[] = {{0, 0, 12, 1, 1, 0}, {12, 12, 8, 1, 1, 0}, {20, 0, 30, 3, 5, 1}};
 static const uint32_t pairs[] = {0, 1, 2};

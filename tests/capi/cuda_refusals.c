@@ -202,8 +202,10 @@ int main(int argc, char **argv) {
   array_make(&lse, 32, 2, HEADS, TOKENS, 1);
   int devices = driver_open(1) ? 2 : 1;
   TRUE(driver_open(0));
+  size_t before = available();
   places();
   tensors(devices);
+  TRUE(available() == before); /* nothing was left behind */
   for (int i = 0; i < 4; i++) array_free(arrays[i]);
   array_free(&lse);
   return finished(devices > 1 ? "cuda_refusals" : "cuda_refusals (one device)");

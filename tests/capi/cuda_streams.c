@@ -50,12 +50,6 @@ static int32_t backward(cpattn_rank *rank, const cpattn_plan *plan, array *a, in
   return cpattn_backward(rank, plan, &b);
 }
 
-static size_t available(void) {
-  size_t bytes = 0, total = 0;
-  CUDA(driver.info(&bytes, &total));
-  return bytes;
-}
-
 /* One rank: runs alternate between two streams that nobody else orders, and take no memory. */
 static void one_rank(void) {
   const int32_t device[] = {0};

@@ -32,6 +32,14 @@ static void expect(int32_t found, int32_t wanted, const char *word, const char *
     if (!(condition)) failures++, fprintf(stderr, "line %d: %s is false\n", __LINE__, #condition); \
   } while (0)
 
+/* Bytes of device memory that are free; of a real driver 0, since it takes memory for itself when it likes. */
+static size_t available(void) {
+  size_t bytes = 0, total = 0;
+  if (!dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuEmuLastReport")) return 0;
+  CUDA(driver.info(&bytes, &total));
+  return bytes;
+}
+
 static double from_f16(uint16_t h) {
   int exponent = h >> 10 & 31, fraction = h & 1023;
   double x = exponent == 0 ? ldexp(fraction, -24) : exponent == 31 ? NAN : ldexp(fraction + 1024, exponent - 25);
