@@ -39,7 +39,8 @@ const REMEMBERED: usize = 16;
 pub struct DeviceRank {
     transport: Arc<dyn DeviceTransport>,
     prepared: Vec<Enqueueable>,
-    staging: Option<[Staging; 2]>,
+    /// A ring for each lane, and the launches in flight that both have room for.
+    staging: Option<([Staging; 2], usize)>,
     workspace: Workspace,
     marks: Marks,
 }
@@ -282,11 +283,13 @@ impl DeviceRank {
         }
         self.transport.reserve(measure.messages);
         // Two runs in flight fit the ring, so that the host need not wait for the first to enqueue the second.
-        let (bytes, launches) = (2 * measure.bytes + measure.largest, 2 * measure.launches + 1);
-        if self.staging.as_ref().is_none_or(|s| s[0].bytes() < bytes) {
+        let (mut bytes, mut launches) = (2 * measure.bytes + measure.largest, 2 * measure.launches + 1);
+        let have = self.staging.as_ref().map_or((0, 0), |(rings, launches)| (rings[0].bytes(), *launches));
+        if have.0 < bytes || have.1 < launches {
+            (bytes, launches) = (bytes.max(have.0), launches.max(have.1));
             self.settle()?;
             self.staging = None;
-            self.staging = Some([cuda.staging(bytes, launches)?, cuda.staging(bytes, launches)?]);
+            self.staging = Some(([cuda.staging(bytes, launches)?, cuda.staging(bytes, launches)?], launches));
         }
         let needed = schedule.workspace as usize;
         let short = |own: &Option<DeviceMemory>| needed > 0 && own.as_ref().is_none_or(|m| m.bytes() < needed);
@@ -350,7 +353,7 @@ impl DeviceRank {
         let Prepared { plan, schedule, compute, communication, .. } = prepared;
         let cuda = Arc::clone(self.transport.device());
         let _entered = cuda.context().enter()?;
-        let Some(staging) = &mut self.staging else {
+        let Some((staging, _)) = &mut self.staging else {
             return Err(Error::invalid("staging", "missing", "made by prepare"));
         };
         let heads = plan.problem().heads() as u32;
