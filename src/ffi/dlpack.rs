@@ -254,17 +254,6 @@ impl Given {
     }
 }
 
-/// Reads all tensors of a call.
-///
-/// # Safety
-/// As [`parts`], for each.
-pub(super) unsafe fn tensors<const N: usize>(at: Place, list: [Given; N]) -> Result<[RawTensor; N]> {
-    let mut out = [RawTensor::NONE; N];
-    // SAFETY: the caller's promise.
-    unsafe { read_all(at, &list, &mut out) }?;
-    Ok(out)
-}
-
 /// Reads all tensors of a call and refuses those that are written and share memory. `shared` names one that may be
 /// another one itself.
 ///
@@ -275,15 +264,15 @@ pub(super) unsafe fn disjoint_tensors<const N: usize>(
     list: [Given; N],
     shared: &str,
 ) -> Result<[RawTensor; N]> {
+    let (mut out, mut named) = ([RawTensor::NONE; N], [("", RawTensor::NONE, false); N]);
     // SAFETY: the caller's promise.
-    let out = unsafe { tensors(at, list) }?;
-    let mut named = [("", RawTensor::NONE, false); N];
+    unsafe { read_all(at, &list, &mut out) }?;
     apart(&list, &out, shared, &mut named)?;
     Ok(out)
 }
 
 /// # Safety
-/// As [`tensors`].
+/// As [`parts`], for each.
 unsafe fn read_all(at: Place, list: &[Given], out: &mut [RawTensor]) -> Result<()> {
     for (to, given) in out.iter_mut().zip(list) {
         // SAFETY: the caller's promise.

@@ -13,7 +13,7 @@ use std::{
 #[cfg(feature = "cuda")]
 use super::table::Seat;
 use super::{
-    dlpack::{Form, Given, cpattn_tensor, place, read, tensors, written},
+    dlpack::{Form, Given, cpattn_tensor, one, place, read, written},
     handle::{self, Handle, Kind},
     input::{reserved, result, sized},
     plan::{cpattn_plan, direction},
@@ -234,17 +234,19 @@ fn runs(plan: &Plan) -> Result<()> {
 ///
 /// # Safety
 /// The header's promise about tensors; streams are the driver's.
-unsafe fn run<const N: usize>(
+unsafe fn run(
     rank: &State,
     plan: &Plan,
     direction: Direction,
-    list: [(Tensor, Given); N],
+    list: &[(Tensor, Given)],
     stream: *mut c_void,
 ) -> Outcome {
     runs(plan)?;
-    // SAFETY: the caller's promise.
-    let raw = unsafe { tensors(rank.place, list.map(|(_, given)| given)) }?;
-    let bindings = list.iter().zip(raw).fold(Bindings::default(), |b, ((tensor, _), raw)| b.with(*tensor, raw));
+    let mut bindings = Bindings::default();
+    for (tensor, given) in list {
+        // SAFETY: the caller's promise.
+        bindings.set(*tensor, unsafe { one(rank.place, given) }?);
+    }
     // SAFETY: the memory is the caller's for the run, by the header's promise; shapes are checked against the plan.
     unsafe { rank.lock()?.run(plan, direction, &bindings, stream) }?;
     Ok(())
@@ -269,7 +271,7 @@ pub unsafe extern "C" fn cpattn_forward(
             (Tensor::Lse, written("lse", a.lse, Form::HeadMajor)),
         ];
         // SAFETY: the header's promise about tensors and streams.
-        unsafe { run(rank, plan, Direction::Forward, list, a.stream) }
+        unsafe { run(rank, plan, Direction::Forward, &list, a.stream) }
     })
 }
 
@@ -301,7 +303,7 @@ pub unsafe extern "C" fn cpattn_backward(
             (Tensor::Dsinks, written("dsinks", a.dsinks, Form::PerHead).optional()),
         ];
         // SAFETY: as in `cpattn_forward`.
-        unsafe { run(rank, plan, Direction::Backward, list, a.stream) }
+        unsafe { run(rank, plan, Direction::Backward, &list, a.stream) }
     })
 }
 

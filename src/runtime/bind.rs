@@ -61,8 +61,13 @@ impl Bindings {
     /// Sets a tensor.
     #[must_use]
     pub fn with(mut self, tensor: Tensor, raw: RawTensor) -> Self {
-        self.tensors[tensor as usize] = raw;
+        self.set(tensor, raw);
         self
+    }
+
+    /// Sets a tensor in place.
+    pub fn set(&mut self, tensor: Tensor, raw: RawTensor) {
+        self.tensors[tensor as usize] = raw;
     }
 
     /// The tensor of that name.
