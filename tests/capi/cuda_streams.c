@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
 /*
  * Streams, memory and failures of ranks on devices: nothing is allocated after preparing, runs of one rank keep their
- * order on any streams, a transport of the caller's moves device memory, an abort ends a run, a fault on the device is
- * found by polling.
+ * order on any streams, a transport of the caller's moves device memory or fails to, an abort ends a run, a fault on the
+ * device is found by polling.
  *
  *   cuda_streams         all but the last
  *   cuda_streams fault   the last, on the stand-in driver, whose context does not recover from it
@@ -155,6 +155,18 @@ static int32_t exchange(void *context, const char *operation, uint32_t step, con
   return 0;
 }
 
+static int32_t alike(void *context, uint32_t first, uint32_t end, uint64_t number, uint64_t *all, int64_t *blame) {
+  (void)context, (void)blame;
+  for (uint32_t i = first; i < end; i++) all[i - first] = number;
+  return 0;
+}
+
+static int32_t fails(void *context, const char *operation, uint32_t step, const cpattn_message *sends, size_t send_count, const cpattn_message *recvs, size_t recv_count, void *stream, int64_t *blame) {
+  (void)context, (void)operation, (void)step, (void)sends, (void)send_count, (void)recvs, (void)recv_count, (void)stream;
+  *blame = 1;
+  return 7;
+}
+
 static int32_t fine(void *context, int64_t *blame) {
   (void)context, (void)blame;
   return 0;
@@ -255,6 +267,40 @@ static void *wait_for_peer(void *unused) {
   return NULL;
 }
 
+/* An exchange that fails on a device: the table's abort is called, and nothing of the run is left. */
+static void failing_transport(void) {
+  static array a[TENSORS];
+  static member m;
+  cpattn_plan *plan = plan_for(RANKS);
+  cpattn_share share = CPATTN_SHARE_INIT;
+  cpattn_transport *transport = NULL;
+  cpattn_rank *rank = NULL;
+  cpattn_rank_options options = CPATTN_RANK_OPTIONS_INIT;
+  cpattn_transport_table table = CPATTN_TRANSPORT_TABLE_INIT;
+  table.context = &m;
+  table.world = RANKS;
+  table.agree = alike, table.exchange = fails, table.poll = fine, table.abort = ends, table.release = released;
+  OK(cpattn_transport_create(&table, &transport));
+  options.device_type = CPATTN_DEVICE_CUDA;
+  options.device_id = 99;
+  REFUSED(CPATTN_INVALID, "device is 99", cpattn_rank_create(transport, &options, &rank));
+  options.device_id = 0;
+  OK(cpattn_rank_create(transport, &options, &rank)); /* still the caller's after the refusal */
+  OK(cpattn_plan_share(plan, 0, &share));
+  arrays_make(a, (int64_t)share.q_tokens);
+  OK(cpattn_rank_prepare(rank, plan, CPATTN_FORWARD));
+  OK(cpattn_rank_prepare(rank, plan, CPATTN_BACKWARD));
+  TRUE(m.released == 0);
+  int32_t status = forward(rank, plan, a, 1, NULL);
+  if (status == CPATTN_OK) status = backward(rank, plan, a, 1, NULL); /* the first rank may need nobody to go forward */
+  TRUE(status == CPATTN_PEER && strstr(cpattn_last_error(), "rank 1"));
+  TRUE(m.released == 2);
+  for (int i = 0; i < TENSORS; i++) array_free(&a[i]); /* nobody works on them any more */
+  OK(cpattn_rank_destroy(rank));
+  TRUE(m.released == 3);
+  OK(cpattn_plan_destroy(plan));
+}
+
 static void aborts(void) {
   const int32_t devices[RANKS] = {0, 0};
   cpattn_transport *transports[RANKS];
@@ -325,6 +371,7 @@ int main(int argc, char **argv) {
     ranks(transports, devices[i], 0);
   }
   own_transport();
+  failing_transport();
   aborts();
   return finished(two ? "cuda_streams" : "cuda_streams (one device)");
 }
