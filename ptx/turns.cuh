@@ -13,9 +13,10 @@
 // Nobody waits for what has not begun: items are taken one by one from a list in which a tile comes after all that it may
 // wait for, so the earliest unfinished one waits for nobody. How many blocks run at a time does not matter.
 //
-// Q tiles are walked from the last to the first. Under a causal mask the tiles of keys that run side by side then begin
-// together at the end of the document, each a turn behind the one before, and go on without waiting; walked the other way,
-// each would begin where its predecessor comes last. So the longest tiles can start first, as they should.
+// Q tiles are walked from the last to the first, with the heads of a group innermost. Under a causal mask the tiles of keys
+// that run side by side then begin together at the end of the document, each a turn behind the one before, and go on without
+// waiting; walked the other way, each would begin where its predecessor comes last, and head by head, it would come back to
+// the end before the longer tile that goes before it. So the longest tiles can start first, as they should.
 #pragma once
 #include "ranges.cuh"
 
@@ -63,10 +64,12 @@ __device__ __forceinline__ void pass_turn(u32* turn, u32 name) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(turn), "r"(name) : "memory");
 }
 
-// The walk of a tile of keys over the tiles of q rows that it meets, head by head, each list from its end. Thread 0's alone.
+// The walk of a tile of keys over the tiles of q rows that it meets, from the last to the first, and over the heads of each.
+// Thread 0's alone.
 struct Round {
     Run own;
     Run partner;
+    Visit visit;               // the one handed out last
     u32 head, head_end;
     u32 next, begin, end;      // entries of the list of q runs, taken from the end
     u32 run;                   // the current q run
@@ -80,63 +83,85 @@ struct Round {
         own = key;
         name = number + 1;
         begin = key.begin;
-        next = key.end;
+        next = head0 < head1 ? key.end : key.begin;
         end = key.end;
         head = head0;
-        head_end = key.begin < key.end ? head1 : head0;
+        head_end = head1;
         tile = 0;
         tile_begin = 0;
+        visit.step.live = 0;
     }
 
     template <int BM, int BN>
     __device__ __forceinline__ void step(volatile Visit& out, volatile const Own& tile_of, const FusedParams& p) {
-        const Run& query = partner;
-        const i64 left = p.call.score.left, right = p.call.score.right;
-        while (tile == tile_begin) {
-            if (next == begin) {
-                next = end;
-                head = head + 1;
-            }
-            if (head >= head_end) {
+        if (visit.step.live && visit.step.head + 1 < head_end) {
+            visit.step.head += 1;
+            visit.turn += 1;
+        } else {
+            visit.step.live = find<BM>(tile_of, p);
+            if (!visit.step.live) {
                 out.step.live = 0;
                 return;
             }
+            meet<BM, BN>(tile_of, p);
+        }
+        out.step.row = visit.step.row;
+        out.step.run = visit.step.run;
+        out.step.first = visit.step.first;
+        out.step.rows = visit.step.rows;
+        out.step.head = visit.step.head;
+        out.step.live = 1;
+        out.step.full = visit.step.full;
+        out.turn = visit.turn;
+        out.after = visit.after;
+        out.name = visit.name;
+        out.add = visit.add;
+    }
+
+    // The next tile of q rows; whether there is one.
+    template <int BM>
+    __device__ __forceinline__ bool find(volatile const Own& tile_of, const FusedParams& p) {
+        while (tile == tile_begin) {
+            if (next == begin) return false;
             const u32 at = next - 1;
             next = at;
-            const u32 r = p.call.partners[at];
-            run = r;
-            again = at + 1 < end && p.call.partners[at + 1] == r;
-            more = at > begin && p.call.partners[at - 1] == r;
-            turn = p.query_tiles[r];
-            partner = p.call.queries[r];
-            const i64 lowest = tile_of.lowest - query.pos, highest = tile_of.highest - query.pos;
-            full_begin = rows_below(query, highest - right);
-            full_end = rows_below(query, lowest + left + 1);
-            const Span span = tiles_met<BM>(query, tile_of.lowest - right, tile_of.highest + left);
+            run = p.call.partners[at];
+            again = at + 1 < end && p.call.partners[at + 1] == run;
+            more = at > begin && p.call.partners[at - 1] == run;
+            turn = p.query_tiles[run];
+            partner = p.call.queries[run];
+            const i64 low = tile_of.lowest - p.call.score.right, high = tile_of.highest + p.call.score.left;
+            full_begin = rows_below(partner, tile_of.highest - p.call.score.right - partner.pos);
+            full_end = rows_below(partner, tile_of.lowest + p.call.score.left + 1 - partner.pos);
+            const Span span = tiles_met<BM>(partner, low, high);
             tile = span.begin < span.end ? span.end : 0;
             tile_begin = span.begin < span.end ? span.begin : 0;
         }
-        const u32 i = tile - 1;
-        tile = i;
-        const u32 first = i * BM, rows = query.len - first < BM ? query.len - first : BM;
-        out.step.row = query.row + first;
-        out.step.run = run;
-        out.step.first = first;
-        out.step.rows = rows;
-        out.step.head = head;
-        out.step.live = 1;
-        out.step.full = rows == BM && tile_of.rows == BN && first >= full_begin && first + BM <= full_end;
+        tile -= 1;
+        return true;
+    }
+
+    // Describes it, for the first head.
+    template <int BM, int BN>
+    __device__ __forceinline__ void meet(volatile const Own& tile_of, const FusedParams& p) {
+        const u32 first = tile * BM, rows = partner.len - first < BM ? partner.len - first : BM;
+        visit.step.row = partner.row + first;
+        visit.step.run = run;
+        visit.step.first = first;
+        visit.step.rows = rows;
+        visit.step.head = head;
+        visit.step.full = rows == BM && tile_of.rows == BN && first >= full_begin && first + BM <= full_end;
         u32 after = 0;
         if (!again) {
-            const i64 low = query.pos + run_offset(query, first) - left;
-            const i64 high = query.pos + run_offset(query, first + rows - 1) + right;
+            const i64 low = partner.pos + run_offset(partner, first) - p.call.score.left;
+            const i64 high = partner.pos + run_offset(partner, first + rows - 1) + p.call.score.right;
             const bool leads = tile_of.first / BN == rows_below(own, low - own.pos) / BN;
-            after = leads ? last_before<BN>(query, low, high, tile_of.run, p) : name - 1;
+            after = leads ? last_before<BN>(partner, low, high, tile_of.run, p) : name - 1;
         }
-        out.turn = (turn + i) * p.call.heads.q_heads + head;
-        out.after = after;
-        out.name = more ? 0 : name;
-        out.add = again || after != 0 || query.mode == MODE_MERGE || query.mode == MODE_LAST;
+        visit.turn = (turn + tile) * p.call.heads.q_heads + head;
+        visit.after = after;
+        visit.name = more ? 0 : name;
+        visit.add = again || after != 0 || partner.mode == MODE_MERGE || partner.mode == MODE_LAST;
     }
 
     // The name of the last tile that adds to these rows of a q run before any of k run `run` does, 0 when there is none.

@@ -166,11 +166,11 @@ fn turns() {
     };
     all(&[
         Case { cut: Cut::Chunks(4), ..wide(4, 2, 64) },
-        Case { cut: Cut::Chunks(4), score: narrow, ..wide(2, 2, 96) },
+        Case { cut: Cut::Chunks(4), score: narrow, dtype: Dtype::F16, ..wide(2, 2, 96) },
         Case { cut: Cut::Chunks(5), score: open, visits: 2, ..wide(2, 1, 128) },
         Case { cut: Cut::Chunks(3), score: ahead, per_q_head: true, ..wide(4, 2, 64) },
-        Case { cut: Cut::Striped(2, 150), score: narrow, visits: 2, ..wide(2, 1, 64) },
-        Case { cut: Cut::Striped(3, 70), score: narrow, accumulate: true, ..wide(2, 1, 128) },
+        Case { cut: Cut::Striped(2, 150), score: narrow, visits: 2, dtype: Dtype::F16, ..wide(2, 1, 64) },
+        Case { cut: Cut::Striped(3, 70), score: narrow, accumulate: true, dtype: Dtype::F16, ..wide(2, 1, 128) },
         Case { cut: Cut::Striped(4, 1), slopes: true, ..wide(2, 1, 96) },
     ]);
 }

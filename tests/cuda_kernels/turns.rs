@@ -34,7 +34,7 @@ fn close(what: &str, found: &[f32], expected: &[f32]) {
 #[test]
 fn pairs_may_repeat() {
     let Some(device) = Device::open() else { return };
-    for (dim, dtype) in [(64, Dtype::Bf16), (128, Dtype::F16)] {
+    for (dim, dtype) in [(64, Dtype::Bf16), (128, Dtype::F16), (256, Dtype::Bf16)] {
         let (tq, tk) = (300, 700);
         let [q, d_o] = [1, 2].map(|seed| tensor(&device, dtype, tq, HEADS, dim, seed));
         let [k, v] = [3, 4].map(|seed| tensor(&device, dtype, tk, 1, dim, seed));
