@@ -175,7 +175,8 @@ pub(super) fn work(staging: &mut Staging, writer: &mut Writer) -> (u64, usize) {
     (at, staging.tiles.len())
 }
 
-/// Of each k range, the q ranges that read it, in their own order: the order in which dk and dv are summed.
+/// Of each k range, the q ranges that read it, in their own order: the order in which dk and dv are summed. (The fused
+/// backward goes through it from the end.)
 pub(super) fn invert(ranges: &Ranges, keys: &mut [Run], inverse: &mut [u32]) {
     for q in ranges.q {
         for &k in &ranges.pairs[q.keys_begin as usize..q.keys_end as usize] {
