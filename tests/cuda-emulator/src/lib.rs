@@ -33,3 +33,11 @@ pub use mem::{Footprint, Memory, Owner};
 pub use module::{Kernel, Loaded, Module};
 pub use ptx::Param;
 pub use report::{Fault, LoadError, Report};
+
+/// The opcodes whose operands are registers and nothing else, sorted: what a test of every instruction has to cover.
+/// Those with a form of their own (memory, exchanges, barriers, matrices) are not among them.
+pub fn opcodes() -> Vec<String> {
+    let mut names: Vec<String> = op::table::Table::new().names().cloned().collect();
+    names.sort();
+    names
+}

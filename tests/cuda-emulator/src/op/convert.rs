@@ -2,7 +2,7 @@
 //! `cvt` between all types.
 //!
 //! Rust's `as` is what PTX asks for: integers are extended by the sign of the source and truncated, floats saturate.
-//! The one difference is NaN to a 64-bit integer, which the hardware turns into the smallest one.
+//! The one difference is NaN where an f64 or a 64-bit integer is involved: it becomes the sign bit alone, not 0.
 
 use super::rows::{Bf16, F16};
 use super::table::Table;
@@ -19,13 +19,27 @@ macro_rules! int_float {
     ($t:ident; $($i:ident $n:literal),*) => {$(
         $t.rare_un(concat!("cvt.rn.f32.", $n), |a: $i| a as f32);
         $t.rare_un(concat!("cvt.rn.f64.", $n), |a: $i| a as f64);
-        $t.rare_un(concat!("cvt.rz.f32.", $n), |a: $i| {
-            let r = a as f32;
-            if (r as i128).unsigned_abs() > i128::from(a).unsigned_abs() { f32::from_bits(r.to_bits() - 1) } else { r }
-        });
-        $t.rare_un(concat!("cvt.rn.f16.", $n), |a: $i| F16(f32_to_f16(super::half::to_odd(a as f64))));
-        $t.rare_un(concat!("cvt.rn.bf16.", $n), |a: $i| Bf16(f32_to_bf16(super::half::to_odd(a as f64))));
+        $t.rare_un(concat!("cvt.rz.f32.", $n), |a: $i| toward_zero(a.into()));
+        $t.rare_un(concat!("cvt.rn.f16.", $n), |a: $i| F16(f32_to_f16(odd(a.into()))));
     )*};
+}
+
+macro_rules! int_bf16 {
+    ($t:ident; $($i:ident $n:literal),*) => {$(
+        $t.rare_un(concat!("cvt.rn.bf16.", $n), |a: $i| Bf16(f32_to_bf16(odd(a.into()))));
+    )*};
+}
+
+/// The f32 next to an integer in the direction of zero.
+fn toward_zero(a: i128) -> f32 {
+    let near = a as f32;
+    if (near as i128).unsigned_abs() > a.unsigned_abs() { f32::from_bits(near.to_bits() - 1) } else { near }
+}
+
+/// The same with an odd last bit where it is inexact, so that rounding on to a shorter format cannot round twice.
+fn odd(a: i128) -> f32 {
+    let down = toward_zero(a);
+    if down as i128 == a { down } else { f32::from_bits(down.to_bits() | 1) }
 }
 
 macro_rules! float_int {
@@ -36,14 +50,19 @@ macro_rules! float_int {
         float_int!(@round $t, $i, $n, "rpi", ceil);
     )*};
     (@round $t:ident, $i:ident, $n:literal, $r:literal, $f:ident) => {
-        $t.rare_un(concat!("cvt.", $r, ".", $n, ".f32 cvt.", $r, ".ftz.", $n, ".f32"), |a: f32| {
-            if a.is_nan() && <$i>::BITS == 64 { <$i>::MIN.max(1 << 63u32.min(<$i>::BITS - 1)) } else { a.$f() as $i }
+        $t.rare_un(concat!("cvt.", $r, ".", $n, ".f32"), |a: f32| float_int!(@of $i, a.$f(), <$i>::BITS == 64));
+        $t.rare_un(concat!("cvt.", $r, ".ftz.", $n, ".f32"), |a: f32| {
+            float_int!(@of $i, flush(a).$f(), <$i>::BITS == 64)
         });
-        $t.rare_un(concat!("cvt.", $r, ".", $n, ".f64"), |a: f64| {
-            if a.is_nan() && <$i>::BITS == 64 { <$i>::MIN.max(1 << 63u32.min(<$i>::BITS - 1)) } else { a.$f() as $i }
+        $t.rare_un(concat!("cvt.", $r, ".", $n, ".f64"), |a: f64| float_int!(@of $i, a.$f(), true));
+        $t.rare_un(concat!("cvt.", $r, ".", $n, ".f16"), |a: F16| {
+            float_int!(@of $i, f16_to_f32(a.0).$f(), <$i>::BITS == 64)
         });
-        $t.rare_un(concat!("cvt.", $r, ".", $n, ".f16"), |a: F16| f16_to_f32(a.0).$f() as $i);
     };
+    (@of $i:ident, $x:expr, $wide:expr) => {{
+        let x = $x;
+        if $wide && x.is_nan() { 1 << (<$i>::BITS - 1) } else { x as $i }
+    }};
 }
 
 fn pair(hi: u16, lo: u16) -> u32 {
@@ -58,6 +77,7 @@ pub(super) fn fill(t: &mut Table) {
     ints!(t; u8 "u8", i8 "s8", u16 "u16", i16 "s16", u32 "u32", i32 "s32", u64 "u64", i64 "s64";
         [u8 "u8", i8 "s8", u16 "u16", i16 "s16", u32 "u32", i32 "s32", u64 "u64", i64 "s64"]);
     int_float!(t; u8 "u8", i8 "s8", u16 "u16", i16 "s16", u32 "u32", i32 "s32", u64 "u64", i64 "s64");
+    int_bf16!(t; u16 "u16", i16 "s16", u32 "u32", i32 "s32", u64 "u64", i64 "s64");
     float_int!(t; u8 "u8", i8 "s8", u16 "u16", i16 "s16", u32 "u32", i32 "s32", u64 "u64", i64 "s64");
 
     t.un("cvt.s64.s32", |a: i32| i64::from(a));

@@ -102,6 +102,7 @@ impl Decoder<'_> {
     }
 
     pub(super) fn decode_compare(&mut self, parts: &[&str], o: &[Operand]) -> Result<Ins, Refused> {
+        let ftz = parts.contains(&"ftz");
         let rest: Vec<&str> = parts[1..].iter().copied().filter(|p| *p != "ftz").collect();
         let is_set = parts[0] == "set";
         let (cmp, combine, types) = match rest[..] {
@@ -116,7 +117,7 @@ impl Decoder<'_> {
             (true, [out @ ("u32" | "s32" | "f32"), ty]) => (*out, *ty),
             _ => return Err("unknown modifier".into()),
         };
-        let (f, kind) = select::comparison(cmp, ty).ok_or("this comparison is not known to the emulator")?;
+        let (f, kind) = select::comparison(cmp, ty, ftz).ok_or("this comparison is not known to the emulator")?;
         let want = if combine == Combine::None { 3 } else { 4 };
         if o.len() != want {
             return Err(format!("{} operands, expected {want}", o.len()));
@@ -196,6 +197,9 @@ impl Decoder<'_> {
         a.signed = ty.starts_with('s');
         if is_store && a.order.acquires() || !is_store && a.order.releases() {
             return Err("this order does not fit".into());
+        }
+        if a.size * a.count > 16 {
+            return Err(format!("{} bytes at once are not known to the emulator", a.size * a.count));
         }
         let items = Self::items(data);
         if items.len() != a.count as usize {

@@ -38,13 +38,36 @@ fn directed(sum: f64, error: f64, to: i32) -> f32 {
     }
 }
 
+/// The f64 sum and its rounding error, exactly (0 where the sum is not finite).
+#[inline(always)]
+pub(super) fn two_sum(a: f64, b: f64) -> (f64, f64) {
+    let sum = a + b;
+    let back = sum - a;
+    let error = (a - (sum - back)) + (b - back);
+    (sum, if error.is_nan() { 0.0 } else { error })
+}
+
+/// The fast f64 functions: they see the upper word of the operand, and leave zeros in the lower word of the result.
+fn upper_word(a: f64, f: impl Fn(f64) -> f64) -> f64 {
+    let cut = |x: f64| f64::from_bits(x.to_bits() & 0xffff_ffff_0000_0000);
+    let flush = |x: f64| if x.is_subnormal() { 0f64.copysign(x) } else { x };
+    if a.is_nan() { f64::from_bits(0x7fff_ffff_0000_0000) } else { cut(flush(f(flush(cut(a))))) }
+}
+
+/// 1/√a, with the sign of a zero.
+fn rsqrt64(a: f64) -> f64 {
+    if a == 0.0 { 1.0 / a } else { 1.0 / a.sqrt() }
+}
+
 /// a · b + c rounded once, in a direction: the product is exact in f64, the sum is carried with its error.
 fn fma_to(a: f32, b: f32, c: f32, to: i32) -> f32 {
     let (p, c) = (f64::from(a) * f64::from(b), f64::from(c));
-    let sum = p + c;
-    let back = sum - p;
-    let error = (p - (sum - back)) + (c - back);
-    directed(sum, if error.is_nan() { 0.0 } else { error }, to)
+    let (sum, error) = two_sum(p, c);
+    // Numbers that cancel leave +0, but −0 when rounding down; zeros of one sign keep it.
+    if sum == 0.0 && to < 0 && (p != 0.0 || p.is_sign_negative() != c.is_sign_negative()) {
+        return -0.0;
+    }
+    directed(sum, error, to)
 }
 
 macro_rules! directions {
@@ -119,6 +142,8 @@ pub(super) fn fill(t: &mut Table) {
     t.rare_un("neg.f64", |a: f64| -a);
     t.rare_un("abs.f64", f64::abs);
     t.rare_un("sqrt.rn.f64", f64::sqrt);
-    t.rare_un("rcp.rn.f64 rcp.approx.ftz.f64", |a: f64| 1.0 / a);
-    t.rare_un("rsqrt.approx.f64 rsqrt.approx.ftz.f64", |a: f64| 1.0 / a.sqrt());
+    t.rare_un("rcp.rn.f64", |a: f64| 1.0 / a);
+    t.rare_un("rcp.approx.ftz.f64", |a: f64| upper_word(a, |a| 1.0 / a));
+    t.rare_un("rsqrt.approx.f64", rsqrt64);
+    t.rare_un("rsqrt.approx.ftz.f64", |a: f64| upper_word(a, rsqrt64));
 }

@@ -3,7 +3,7 @@
 
 use super::rows::{Bf16, CompareFn, F16, Kind, compare};
 use super::{Cx, Flow, Ins, lanes};
-use crate::num::{bf16_to_f32, f16_to_f32};
+use crate::num::{bf16_to_f32, f16_to_f32, flush};
 
 /// How a comparison is combined with a predicate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -139,10 +139,12 @@ fn brain(x: Bf16) -> f32 {
     bf16_to_f32(x.0)
 }
 
-/// The comparison of an operator and a type.
+/// The comparison of an operator and a type; `ftz` takes subnormal f32 for zeros.
 #[allow(clippy::neg_cmp_op_on_partial_ord, reason = "the negated comparisons are what PTX defines for NaN")]
-pub(super) fn comparison(op: &str, ty: &str) -> Option<(CompareFn, Kind)> {
+pub(super) fn comparison(op: &str, ty: &str, ftz: bool) -> Option<(CompareFn, Kind)> {
     Some(match ty {
+        "f32" if ftz => (floats!(op, f32, flush), Kind::F32),
+        _ if ftz => return None,
         "u16" | "b16" => (ordered!(op, u16), Kind::B16),
         "s16" => (ordered!(op, i16), Kind::B16),
         "u32" | "b32" => (ordered!(op, u32), Kind::B32),

@@ -34,6 +34,11 @@ impl Table {
         self.0.get(opcode)
     }
 
+    /// Their names.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &String> {
+        self.0.keys()
+    }
+
     fn put(&mut self, names: &str, f: OpFn, dst: Kind, src: Vec<Kind>) {
         for name in names.split_whitespace() {
             self.0.insert(name.to_owned(), Plain { f, dst, src: src.clone() });

@@ -93,9 +93,19 @@ impl Parser {
                 }
                 return Ok(());
             }
+            _ if word == "call" || word.starts_with("call.") => {
+                return self.error(format!("`{word}` is not supported: compile with everything inlined"));
+            }
             _ if word.starts_with('.') => return self.error(format!("unknown directive `{word}`")),
             _ => {}
         }
+        // Operands of a form that is not known here belong to an instruction that is not: that one is named.
+        let operands = self.operands(names).map_err(|e| LoadError::new(e.line, format!("`{word}`: {}", e.what)))?;
+        entry.body.push(Inst { line, guard, opcode: word, operands, scope });
+        Ok(())
+    }
+
+    fn operands(&mut self, names: &Names) -> Result<Vec<Operand>, LoadError> {
         let mut operands = Vec::new();
         while !self.eat(';') {
             operands.push(self.operand(names)?);
@@ -104,8 +114,7 @@ impl Parser {
                 break;
             }
         }
-        entry.body.push(Inst { line, guard, opcode: word, operands, scope });
-        Ok(())
+        Ok(operands)
     }
 
     fn registers(&mut self, entry: &mut Entry, names: &mut Names) -> Result<(), LoadError> {

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Runs the self tests' kernels on whatever driver is there and keeps what they gave.
+//!
+//! On a GPU it says whether the interpreter, and the hand that computed the results, tell the truth; on the emulated
+//! driver it has to agree entirely. The record has, for each kernel, a digest of the kernel and its inputs, what is
+//! expected, what the interpreter gives and what the device gives, with machine and date.
+//!
+//! ```text
+//! conformance [--json FILE] [--only TEXT]    runs the cases whose family or name contains TEXT
+//! conformance --ptx DIR                      writes the kernels instead, for the device's assembler
+//! ```
+
+mod driver;
+mod record;
+#[path = "../../../tests/instructions/table/mod.rs"]
+mod table;
+
+use driver::Device;
+use record::{Entry, Outcome};
+use std::process::ExitCode;
+use table::case::Case;
+
+#[derive(Default)]
+struct Arguments {
+    json: Option<String>,
+    only: Option<String>,
+    ptx: Option<String>,
+}
+
+fn arguments() -> Result<Arguments, String> {
+    let mut out = Arguments::default();
+    let mut args = std::env::args().skip(1);
+    while let Some(arg) = args.next() {
+        let slot = match arg.as_str() {
+            "--json" => &mut out.json,
+            "--only" => &mut out.only,
+            "--ptx" => &mut out.ptx,
+            _ => return Err(format!("`{arg}`: usage: conformance [--json FILE] [--only TEXT] | --ptx DIR")),
+        };
+        *slot = Some(args.next().ok_or_else(|| format!("{arg} needs a value"))?);
+    }
+    Ok(out)
+}
+
+/// One case on the interpreter and on the device.
+fn attempt(device: &Device, case: Case) -> Result<Entry, String> {
+    let emulated =
+        table::run::interpret(&case, 0, false).map_err(|e| format!("{}: the interpreter: {e}", case.name))?;
+    let mut buffer = case.buffer();
+    let extra: Vec<Vec<u8>> = case.extra.iter().map(|e| e.bytes.clone()).collect();
+    let outcome = if case.sm > device.sm {
+        Outcome::Skipped
+    } else {
+        match device.run(&case.ptx(), case.blocks, case.threads, &mut buffer, &extra) {
+            Ok(()) => Outcome::Ran(buffer),
+            Err(why) => {
+                device.recover().map_err(|e| format!("{}: {why}; and then {e}", case.name))?;
+                Outcome::Failed(why)
+            }
+        }
+    };
+    for w in case.judge(&emulated).iter().take(3) {
+        eprintln!("{}: {}: the interpreter gives {:x}, expected is {}", case.name, w.place, w.found, w.want);
+    }
+    let agrees = match &outcome {
+        Outcome::Ran(buffer) => {
+            for w in case.judge(buffer).iter().take(3) {
+                eprintln!("{}: {}: the device gives {:x}, expected is {}", case.name, w.place, w.found, w.want);
+            }
+            case.judge(buffer).is_empty() && case.judge(&emulated).is_empty()
+        }
+        Outcome::Skipped => false,
+        Outcome::Failed(why) => {
+            eprintln!("{}: {why}", case.name);
+            false
+        }
+    };
+    Ok(Entry { case, emulated, device: outcome, agrees })
+}
+
+fn run() -> Result<bool, String> {
+    let args = arguments()?;
+    let wanted =
+        |c: &Case| args.only.as_ref().is_none_or(|t| c.family.contains(t.as_str()) || c.name.contains(t.as_str()));
+    let cases: Vec<Case> = table::all().into_iter().filter(wanted).collect();
+    if cases.is_empty() {
+        return Err(format!("--only {}: no case is called that", args.only.unwrap_or_default()));
+    }
+    if let Some(folder) = args.ptx {
+        std::fs::create_dir_all(&folder).map_err(|e| format!("{folder}: {e}"))?;
+        for (k, c) in cases.iter().enumerate() {
+            let path = format!("{folder}/{:04}_{}.sm_{}.ptx", k, c.family, c.sm);
+            std::fs::write(&path, c.ptx()).map_err(|e| format!("{path}: {e}"))?;
+        }
+        println!("{} kernels in {folder}", cases.len());
+        return Ok(true);
+    }
+    let device = Device::open()?;
+    let entries = cases.into_iter().map(|c| attempt(&device, c)).collect::<Result<Vec<Entry>, String>>()?;
+    if let Some(path) = args.json {
+        let capability = format!("{}.{}", device.sm / 10, device.sm % 10);
+        let machine = [("device", &device.name[..]), ("compute_capability", &capability), ("driver", &device.driver)];
+        std::fs::write(&path, record::json(machine, &entries)).map_err(|e| format!("{path}: {e}"))?;
+    }
+    let agree = entries.iter().filter(|e| e.agrees).count();
+    let skipped = entries.iter().filter(|e| matches!(e.device, Outcome::Skipped)).count();
+    let differ = entries.len() - agree - skipped;
+    println!(
+        "{}: {agree} of {} cases agree, {differ} differ, {skipped} need a later device",
+        device.name,
+        entries.len()
+    );
+    Ok(differ == 0 && agree > 0)
+}
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(e) => {
+            eprintln!("{e}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What the interpreter does not execute it refuses when a module is read, by name and line: an instruction executed
+//! almost right would be worse than none.
+
+use cuda_emulator::Module;
+
+/// A module whose sixth line is `line`.
+fn module(line: &str) -> String {
+    format!(
+        ".version 8.0\n.target sm_90a\n.address_size 64\n.entry k() {{\n.reg .b32 %r<5>; .reg .b64 %rd<3>; .reg .f32 %f<9>; .reg .pred %p<3>;\n\
+         {line}\nret;\n}}"
+    )
+}
+
+#[track_caller]
+fn refused(line: &str, what: &str) {
+    let Err(e) = Module::parse(&module(line)) else { panic!("{line} was accepted") };
+    assert_eq!(e.line, 6, "{e}");
+    assert!(e.to_string().contains(what), "{line}: `{what}` is not in `{e}`");
+}
+
+#[test]
+fn what_only_later_devices_have() {
+    for (line, what) in [
+        ("wgmma.fence.sync.aligned;", "`wgmma.fence.sync.aligned` in kernel `k`"),
+        ("wgmma.commit_group.sync.aligned;", "`wgmma.commit_group.sync.aligned`"),
+        ("wgmma.wait_group.sync.aligned 0;", "`wgmma.wait_group.sync.aligned`"),
+        (
+            "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f1, %f2, %f3, %f4}, %rd1, %rd2, 1, 1, 1, 0, 0;",
+            "`wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16`",
+        ),
+        ("mbarrier.init.shared.b64 [%rd1], 1;", "`mbarrier.init.shared.b64`"),
+        ("mbarrier.arrive.shared.b64 %rd2, [%rd1];", "`mbarrier.arrive.shared.b64`"),
+        ("mbarrier.try_wait.parity.shared.b64 %p1, [%rd1], %r1;", "`mbarrier.try_wait.parity.shared.b64`"),
+        ("cp.async.mbarrier.arrive.noinc.shared.b64 [%rd1];", "`cp.async.mbarrier.arrive.noinc.shared.b64`"),
+        (
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3}], [%r4];",
+            "`cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes`: an address is `[base + offset]`",
+        ),
+        ("cp.async.bulk.commit_group;", "`cp.async.bulk.commit_group`"),
+        ("cp.async.bulk.wait_group.read 0;", "`cp.async.bulk.wait_group.read`"),
+        (
+            "cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1], 16;",
+            "`cp.async.bulk.global.shared::cta.bulk_group`",
+        ),
+        ("fence.proxy.async;", "`fence.proxy.async`"),
+        ("fence.mbarrier_init.release.cluster;", "`fence.mbarrier_init.release.cluster`"),
+        ("setmaxnreg.inc.sync.aligned.u32 64;", "`setmaxnreg.inc.sync.aligned.u32`"),
+        ("barrier.cluster.arrive;", "`barrier.cluster.arrive`"),
+        ("barrier.cluster.wait;", "`barrier.cluster.wait`"),
+        ("mapa.shared::cluster.u32 %r1, %r2, %r3;", "`mapa.shared::cluster.u32`"),
+        ("ld.shared::cluster.u32 %r1, [%r2];", "`ld.shared::cluster.u32`"),
+        ("mov.u32 %r1, %cluster_ctaid.x;", "`%cluster_ctaid.x` is not known"),
+        ("griddepcontrol.wait;", "`griddepcontrol.wait`"),
+        ("tcgen05.wait::ld.sync.aligned;", "`tcgen05.wait::ld.sync.aligned`"),
+    ] {
+        refused(line, what);
+    }
+    // A cluster asked for by the kernel itself.
+    let ptx = module("").replace(".entry k() {", ".entry k()\n.reqnctapercluster 2, 1, 1\n{");
+    let Err(e) = Module::parse(&ptx) else { panic!("a cluster was accepted") };
+    assert!(e.line == 5 && e.to_string().contains("`.reqnctapercluster`"), "{e}");
+}
+
+#[test]
+fn functions_and_calls() {
+    let ptx = ".version 8.0\n.target sm_80\n.address_size 64\n.func (.param .b32 r) f(.param .b32 x)\n{\nret;\n}\n";
+    let Err(e) = Module::parse(ptx) else { panic!("a function was accepted") };
+    assert!(e.line == 4 && e.to_string().contains("`.func` is not supported: compile with everything inlined"), "{e}");
+    let ptx = ptx.replace(".func", ".visible .func");
+    assert!(Module::parse(&ptx).is_err_and(|e| e.to_string().contains("`.func`")));
+    let ptx = ptx.replace(".visible .func", ".extern .func");
+    assert!(Module::parse(&ptx).is_err_and(|e| e.to_string().contains("`.extern .func`")));
+    refused("call f;", "`call` is not supported: compile with everything inlined");
+    refused("call.uni (%r1), f, (%r2, %r3);", "`call.uni` is not supported");
+    refused("@%p1 call f, (%r2);", "`call` is not supported");
+}
+
+#[test]
+fn modifiers_and_operands() {
+    for (line, what) in [
+        ("add.s33 %r1, %r1, %r1;", "`add.s33` in kernel `k`"),
+        ("add.u32.sat %r1, %r1, %r1;", "`add.u32.sat`"),
+        ("tex.2d.v4.f32.f32 {%f1, %f2, %f3, %f4}, [%rd1];", "`tex.2d.v4.f32.f32`"),
+        ("ld.global.b128 %r1, [%rd1];", "`ld.global.b128`"),
+        ("ld.global.v8.b32 {%r1, %r1, %r1, %r1, %r1, %r1, %r1, %r1}, [%rd1];", "32 bytes at once"),
+        ("ld.global.v4.b64 {%rd1, %rd1, %rd1, %rd1}, [%rd1];", "32 bytes at once"),
+        ("ld.global.v2.b32 {%r1, %r1, %r1, %r1}, [%rd1];", "4 data operands, expected 2"),
+        ("ld.release.gpu.global.u32 %r1, [%rd1];", "this order does not fit"),
+        ("st.acquire.gpu.global.u32 [%rd1], %r1;", "this order does not fit"),
+        ("ld.global.u32 %rq, [%rd1];", "is not a result"),
+        ("atom.global.cas.b16 %r1, [%rd1], 1, 2;", "less than four bytes"),
+        ("atom.global.add.f16 %r1, [%rd1], %r1;", "`atom.global.add.f16`"),
+        ("atom.global.add.u32 %r1, [%rd1];", "2 operands, expected 3"),
+        ("setp.lt.ftz.f64 %p1, %rd1, %rd2;", "`setp.lt.ftz.f64`"),
+        ("setp.like.s32 %p1, %r1, %r2;", "`setp.like.s32`"),
+        ("cvt.rna.tf32.f32 %r1, %f1;", "`cvt.rna.tf32.f32`"),
+        ("cvt.rn.bf16.u8 %r1, %r2;", "`cvt.rn.bf16.u8`"),
+        (
+            "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%f1}, {%f1}, {%f1}, {%f1};",
+            "`mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32`",
+        ),
+        (
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%f1}, {%f1}, {%f1}, {%f1};",
+            "1 registers where 4 are needed",
+        ),
+        (
+            "ldmatrix.sync.aligned.m8n16.x1.shared.b8x16.b6x16_p32 {%r1}, [%r2];",
+            "`ldmatrix.sync.aligned.m8n16.x1.shared.b8x16.b6x16_p32`",
+        ),
+        ("cp.async.cg.shared.global [%r1], [%rd1], 8;", "`.cg` copies 16 bytes"),
+        ("cp.async.ca.shared.global [%r1], [%rd1], 12;", "4, 8 or 16 bytes"),
+        ("shfl.up.b32 %r1, %r1, 1, 0;", "`shfl.up.b32`"),
+        ("bar.sync;", "`bar.sync`"),
+        ("add.u32 %r1, %rd1, 1;", "another width"),
+        ("add.u32 %r1, %r1;", "2 operands, expected 3"),
+        ("bra NOWHERE;", "no label `NOWHERE`"),
+        ("brx.idx %r1, TABLE;", "`brx.idx`"),
+        ("mov.u32 %r1, %envreg0;", "`%envreg0` is not known"),
+    ] {
+        refused(line, what);
+    }
+}
