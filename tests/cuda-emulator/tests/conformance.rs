@@ -56,8 +56,12 @@ fn agrees_entirely_on_a_device_that_can_do_all() {
 #[test]
 fn says_what_an_older_device_cannot_do() {
     let json = file("some.json");
-    let out = conformance("80", &["--only", "matrix", "--json", json.to_str().unwrap()]);
+    let kept = file("kept");
+    let (path, folder) = (json.to_str().unwrap(), kept.to_str().unwrap());
+    let out = conformance("80", &["--only", "matrix", "--json", path, "--keep", folder]);
     let said = String::from_utf8_lossy(&out.stdout).into_owned();
+    let warned = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(!kept.exists() && warned.contains("an emulated device proves nothing: not kept"), "{warned}");
     assert!(out.status.success() && said.contains(" 0 differ, 6 need a later device"), "{said}");
     let record = std::fs::read_to_string(&json).unwrap();
     std::fs::remove_file(&json).unwrap();

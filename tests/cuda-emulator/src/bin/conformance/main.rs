@@ -6,9 +6,11 @@
 //! expected, what the interpreter gives and what the device gives, with machine and date.
 //!
 //! ```text
-//! conformance [--json FILE] [--only TEXT]    runs the cases whose family or name contains TEXT
-//! conformance --ptx DIR                      writes the kernels instead, for the device's assembler
+//! conformance [--json FILE] [--keep DIR] [--only TEXT]    runs the cases whose family or name contains TEXT
+//! conformance --ptx DIR                                   writes the kernels instead, for the device's assembler
 //! ```
+//!
+//! `--keep` puts the record into a folder under the name of device and date; an emulated device's is not kept.
 
 mod driver;
 mod record;
@@ -23,6 +25,7 @@ use table::case::Case;
 #[derive(Default)]
 struct Arguments {
     json: Option<String>,
+    keep: Option<String>,
     only: Option<String>,
     ptx: Option<String>,
 }
@@ -33,9 +36,14 @@ fn arguments() -> Result<Arguments, String> {
     while let Some(arg) = args.next() {
         let slot = match arg.as_str() {
             "--json" => &mut out.json,
+            "--keep" => &mut out.keep,
             "--only" => &mut out.only,
             "--ptx" => &mut out.ptx,
-            _ => return Err(format!("`{arg}`: usage: conformance [--json FILE] [--only TEXT] | --ptx DIR")),
+            _ => {
+                return Err(format!(
+                    "`{arg}`: usage: conformance [--json FILE] [--keep DIR] [--only TEXT] | --ptx DIR"
+                ));
+            }
         };
         *slot = Some(args.next().ok_or_else(|| format!("{arg} needs a value"))?);
     }
@@ -97,10 +105,21 @@ fn run() -> Result<bool, String> {
     }
     let device = Device::open()?;
     let entries = cases.into_iter().map(|c| attempt(&device, c)).collect::<Result<Vec<Entry>, String>>()?;
+    let date = record::now();
+    let capability = format!("{}.{}", device.sm / 10, device.sm % 10);
+    let machine = [("device", &device.name[..]), ("compute_capability", &capability), ("driver", &device.driver)];
+    let text = record::json(&date, machine, &entries);
     if let Some(path) = args.json {
-        let capability = format!("{}.{}", device.sm / 10, device.sm % 10);
-        let machine = [("device", &device.name[..]), ("compute_capability", &capability), ("driver", &device.driver)];
-        std::fs::write(&path, record::json(machine, &entries)).map_err(|e| format!("{path}: {e}"))?;
+        std::fs::write(&path, &text).map_err(|e| format!("{path}: {e}"))?;
+    }
+    match args.keep {
+        Some(_) if device.name.contains("emulator") => eprintln!("an emulated device proves nothing: not kept"),
+        Some(folder) => {
+            let path = format!("{folder}/{}.conformance.json", record::file_name(&device.name, &date));
+            let written = std::fs::create_dir_all(&folder).and_then(|()| std::fs::write(&path, &text));
+            written.map_err(|e| format!("{path}: {e}"))?;
+        }
+        None => {}
     }
     let agree = entries.iter().filter(|e| e.agrees).count();
     let skipped = entries.iter().filter(|e| matches!(e.device, Outcome::Skipped)).count();

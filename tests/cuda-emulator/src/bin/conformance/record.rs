@@ -37,8 +37,15 @@ fn quoted(text: &str) -> String {
     out + "\""
 }
 
+/// Letters and digits of a device's name, and the date to the minute.
+pub fn file_name(device: &str, date: &str) -> String {
+    let words = device.split(|c: char| !c.is_ascii_alphanumeric()).filter(|w| !w.is_empty());
+    let name = words.map(str::to_lowercase).collect::<Vec<_>>().join("-");
+    format!("{name}-{}Z", date[..16].replace(':', ""))
+}
+
 /// The date and time of day, UTC.
-fn now() -> String {
+pub fn now() -> String {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default().as_secs();
     let (days, second) = ((since / 86_400) as i64, since % 86_400);
     // Years that begin in March put the leap day last; 400 of them have 146,097 days.
@@ -53,11 +60,11 @@ fn now() -> String {
 }
 
 /// All of it.
-pub fn json(machine: [(&str, &str); 3], entries: &[Entry]) -> String {
+pub fn json(date: &str, machine: [(&str, &str); 3], entries: &[Entry]) -> String {
     let count = |f: fn(&Entry) -> bool| entries.iter().filter(|e| f(e)).count();
     let mut out = String::from("{\n");
     // Writing to a string cannot fail, here and below.
-    let _ = writeln!(out, "\"date\": {}, \"version\": {},", quoted(&now()), quoted(env!("CARGO_PKG_VERSION")));
+    let _ = writeln!(out, "\"date\": {}, \"version\": {},", quoted(date), quoted(env!("CARGO_PKG_VERSION")));
     let machine: Vec<String> = machine.iter().map(|(k, v)| format!("{}: {}", quoted(k), quoted(v))).collect();
     let _ = writeln!(out, "\"machine\": {{{}}},", machine.join(", "));
     let skipped = count(|e| matches!(e.device, Outcome::Skipped));
