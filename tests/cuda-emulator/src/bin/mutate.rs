@@ -2,13 +2,19 @@
 //! Mutation tests of the shipped kernels: each barrier, fence, commit and wait is removed in turn, and the workload has
 //! to notice.
 //!
-//! The workload is a test program that launches the kernels through the CUDA backend. It runs once, on the stand-in
-//! driver, which tries the mutants of every kernel at each of its launches (`driver::mutants`). Survivors are looked up
-//! in `equivalent.txt`, where each that is truly equivalent is listed with the reason. Ends with
+//! The workload is a test program that launches the kernels through the CUDA backend. It runs on the stand-in driver,
+//! which tries the mutants of every kernel at each of its launches (`driver::mutants`): as many processes as there are
+//! cores, each with its share of the mutants, and a later workload tries only what the earlier ones did not catch.
+//! Survivors are looked up in `equivalent.txt`, where each that is truly equivalent is listed with the reason. Ends with
 //! `caught N of M, E equivalent`, and fails when a survivor is not listed. Event waits of the runtime are mutants too
 //! (`driver::trace`): one is caught when the race detector would report its absence.
 //!
-//! `mutate [PROGRAM [ARGUMENT…]]`; without a program the registry below is built and run.
+//! ```text
+//! mutate [--only TEXT] [--jobs N] [PROGRAM [ARGUMENT…]]
+//! ```
+//!
+//! Without a program the registry below is built and run. `--only` tries the kernels whose file in `ptx/` and name, as in
+//! `forward_f16_64.ptx cpattn_forward`, contain TEXT, and no event waits.
 
 use indicatif::{ProgressBar, ProgressStyle};
 use std::collections::BTreeMap;
@@ -99,41 +105,100 @@ fn read(path: &Path, mutants: &mut BTreeMap<Key, Mutant>) {
     }
 }
 
+/// What is asked for on the command line.
+struct Arguments {
+    only: Option<String>,
+    jobs: usize,
+    program: Vec<String>,
+}
+
+fn arguments() -> Result<Arguments, String> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut out = Arguments { only: None, jobs: cores, program: Vec::new() };
+    let mut args = std::env::args().skip(1);
+    while let Some(arg) = args.next() {
+        let mut value = || args.next().ok_or_else(|| format!("{arg} needs a value"));
+        match arg.as_str() {
+            "--only" => out.only = Some(value()?),
+            "--jobs" => {
+                let n = value()?;
+                out.jobs = n.parse().ok().filter(|n| (1..=64).contains(n)).ok_or(format!("--jobs {n}: 1 to 64"))?;
+            }
+            a if a.starts_with('-') => {
+                return Err(format!("`{a}`: usage: mutate [--only TEXT] [--jobs N] [PROGRAM [ARGUMENT…]]"));
+            }
+            _ => {
+                out.program.push(arg);
+                out.program.extend(args);
+                break;
+            }
+        }
+    }
+    Ok(out)
+}
+
+/// Where trials are logged, and which kernels are tried: all, or a list of `<module> <kernel>`.
+struct Trials<'a> {
+    log: &'a Path,
+    events: &'a Path,
+    only: Option<&'a str>,
+    jobs: usize,
+}
+
 /// Runs one workload to its end, showing how many mutants were caught so far.
-fn run(w: &dyn Workload, log: &Path, events: &Path, mutants: &mut BTreeMap<Key, Mutant>) -> Result<(), String> {
+fn run(w: &dyn Workload, trials: &Trials<'_>, mutants: &mut BTreeMap<Key, Mutant>) -> Result<(), String> {
     let folder = cuda_emulator::driver::library_dir().map_err(|e| e.to_string())?;
     let mut path = folder.into_os_string();
     if let Some(old) = std::env::var_os("LD_LIBRARY_PATH") {
         path.push(":");
         path.push(old);
     }
-    let mut child = w
-        .command()?
-        .env("LD_LIBRARY_PATH", path)
-        .env("CPATTN_REQUIRE_CUDA", "1")
-        .env("CPATTN_EMU_MUTANTS", log)
-        .env("CPATTN_EMU_EVENTS", events)
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .map_err(|e| format!("{}: {e}", w.name()))?;
+    let mut children = Vec::new();
+    for part in 0..trials.jobs {
+        let mut command = w.command()?;
+        command
+            .env("LD_LIBRARY_PATH", &path)
+            .env("CPATTN_REQUIRE_CUDA", "1")
+            .env("CPATTN_EMU_MUTANTS", trials.log)
+            .env("CPATTN_EMU_MUTANTS_PART", format!("{part}/{}", trials.jobs))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        match trials.only {
+            Some(only) => {
+                command.env("CPATTN_EMU_MUTANTS_ONLY", only);
+            }
+            // Every process waits for the same events: one of them tells.
+            None if part == 0 => {
+                command.env("CPATTN_EMU_EVENTS", trials.events);
+            }
+            None => {}
+        }
+        children.push(command.spawn().map_err(|e| format!("{}: {e}", w.name()))?);
+    }
     let bar = ProgressBar::new(1);
     if let Ok(style) = ProgressStyle::with_template("{prefix} [{elapsed_precise}] {bar:40} {pos}/{len} caught") {
         bar.set_style(style);
     }
     bar.set_prefix(w.name());
-    let status = loop {
+    let mut failed = None;
+    while !children.is_empty() {
         std::thread::sleep(Duration::from_millis(250));
-        read(log, mutants);
+        read(trials.log, mutants);
         bar.set_length(mutants.len() as u64);
         bar.set_position(mutants.values().filter(|m| m.caught.is_some()).count() as u64);
-        if let Some(status) = child.try_wait().map_err(|e| e.to_string())? {
-            break status;
+        let mut left = Vec::new();
+        for mut child in children {
+            match child.try_wait().map_err(|e| e.to_string())? {
+                None => left.push(child),
+                Some(status) if !status.success() => failed = Some(status),
+                Some(_) => {}
+            }
         }
-    };
-    read(log, mutants);
+        children = left;
+    }
+    read(trials.log, mutants);
     bar.finish();
-    if status.success() { Ok(()) } else { Err(format!("{} fails without any mutant: {status}", w.name())) }
+    failed.map_or(Ok(()), |status| Err(format!("{} fails without any mutant: {status}", w.name())))
 }
 
 /// Entries of `equivalent.txt`: file pattern, kernel, instruction, how many survive in each such kernel, reason.
@@ -173,17 +238,38 @@ fn files() -> BTreeMap<String, String> {
     out
 }
 
+/// The shipped kernels whose file and name contain the text, as the driver wants them listed.
+fn matching(text: &str) -> Result<String, String> {
+    let mut found = Vec::new();
+    for (hash, file) in files() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ptx").join(&file);
+        let source = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+        let entries = source.split(".entry ").skip(1).filter_map(|t| t.split(['(', ' ', '\n']).next());
+        found.extend(
+            entries.filter(|name| format!("{file} {name}").contains(text)).map(|name| format!("{hash} {name}")),
+        );
+    }
+    if found.is_empty() {
+        Err(format!("--only {text}: no file and kernel of ptx/ contain that"))
+    } else {
+        Ok(found.join(","))
+    }
+}
+
 fn mutate() -> Result<bool, String> {
-    let args: Vec<String> = std::env::args().skip(1).collect();
-    let given = Program(args);
+    let args = arguments()?;
+    let only = args.only.as_deref().map(matching).transpose()?;
+    let given = Program(args.program);
     let workloads: Vec<&dyn Workload> =
         if given.0.is_empty() { REGISTRY.iter().map(|t| t as &dyn Workload).collect() } else { vec![&given] };
     let log: PathBuf = std::env::temp_dir().join(format!("cuda-emulator-mutants-{}", std::process::id()));
     let mut mutants = BTreeMap::new();
     let events = log.with_extension("events");
+    // Whatever an earlier process of this number left there.
+    let _ = (std::fs::remove_file(&log), std::fs::remove_file(&events));
+    let trials = Trials { log: &log, events: &events, only: only.as_deref(), jobs: args.jobs };
     for w in workloads {
-        let _ = std::fs::remove_file(&log);
-        run(w, &log, &events, &mut mutants)?;
+        run(w, &trials, &mut mutants)?;
     }
     let waits = std::fs::read_to_string(&events).unwrap_or_default();
     let _ = (std::fs::remove_file(&log), std::fs::remove_file(&events));
@@ -217,7 +303,9 @@ fn mutate() -> Result<bool, String> {
     }
     let count = |what: &str| waits.lines().filter(|l| l.starts_with(&format!("event {what} "))).count();
     let (caught, redundant, idle) = (count("caught"), count("redundant"), count("idle"));
-    println!("event waits: caught {caught} of {}, {redundant} redundant, {idle} idle", caught + redundant + idle);
+    if only.is_none() {
+        println!("event waits: caught {caught} of {}, {redundant} redundant, {idle} idle", caught + redundant + idle);
+    }
     let all = mutants.len() + caught + redundant + idle;
     let found = mutants.len() - equivalent - unknown + caught;
     println!("caught {found} of {all}, {} equivalent", equivalent + redundant + idle);

@@ -8,10 +8,9 @@
 use super::codes;
 use super::config::Config;
 use super::mutants::Mutants;
-use super::queue::{Clock, Event, Op, Past, Stream, Work, find_race};
+use super::queue::{Clock, Event, Op, Past, Stream, Work};
 use super::trace::Trace;
-use crate::exec::{Launch, Options, launch};
-use crate::mem::{Footprint, Memory};
+use crate::mem::Memory;
 use crate::module::Kernel;
 use crate::report::{Fault, Report};
 use std::collections::{BTreeMap, HashMap};
@@ -57,14 +56,14 @@ pub(crate) struct Machine {
     pub(crate) homes: BTreeMap<u64, usize>,
     next: u64,
     random: u64,
-    past: Vec<Past>,
+    pub(super) past: Vec<Past>,
     /// What the host knows to be done.
     host: Clock,
     pub(crate) last_report: String,
     /// Instructions executed so far: the machine's clock.
-    time: u64,
-    mutants: Option<Mutants>,
-    trace: Option<Trace>,
+    pub(super) time: u64,
+    pub(super) mutants: Option<Mutants>,
+    pub(super) trace: Option<Trace>,
 }
 
 /// The default stream of a device.
@@ -260,146 +259,6 @@ impl Machine {
         }
     }
 
-    fn ran(&mut self, event: u64, version: u64) {
-        let time = self.time;
-        if let Some(e) = self.events.get_mut(&event) {
-            e.ran = Some((version, time));
-        }
-    }
-
-    fn run(&mut self, id: u64, op: Op) {
-        let (mut reads, mut writes) = (Footprint::default(), Footprint::default());
-        let (what, result) = match op.work {
-            Work::Launch { kernel, grid, block, shared, params, resident } => {
-                let what = format!("kernel `{}`", kernel.name());
-                let options = self.options(resident);
-                let how = Launch { grid, block, dynamic_shared: shared, params: &params, options };
-                let before = self.mutants.as_mut().and_then(|m| m.before(&kernel, &self.mem));
-                let result = launch(&kernel, &mut self.mem, &how);
-                (reads, writes) = self.mem.take_footprints();
-                if let (Some(mutants), Some(before), Ok(_)) = (&mut self.mutants, &before, &result) {
-                    mutants.after(&kernel, &mut self.mem, &how, before);
-                }
-                match result {
-                    Ok(stats) => {
-                        self.time += stats.instructions;
-                        if self.config.count {
-                            print_counts(&kernel, &stats);
-                        }
-                        (what, Ok(()))
-                    }
-                    Err(report) => (what, Err(*report)),
-                }
-            }
-            Work::Copy { dst, src, len } => {
-                reads.add(src, len as u64);
-                writes.add(dst, len as u64);
-                let what = format!("copy of {len} bytes");
-                let r = self.mem.copy(dst, src, len);
-                (what.clone(), r.map_err(|e| plain(&what, e)))
-            }
-            Work::Write { dst, bytes } => {
-                writes.add(dst, bytes.len() as u64);
-                let what = format!("copy of {} bytes from the host", bytes.len());
-                let r = self.mem.write(dst, &bytes);
-                (what.clone(), r.map_err(|e| plain(&what, e)))
-            }
-            Work::Read { dst, src, len } => {
-                reads.add(src, len as u64);
-                let what = format!("copy of {len} bytes to the host");
-                let r = self.mem.read(src, len).map(|bytes| {
-                    // SAFETY: the caller of the copy gave this pointer for `len` bytes and is waiting inside the call.
-                    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), dst as *mut u8, len) };
-                });
-                (what.clone(), r.map_err(|e| plain(&what, e)))
-            }
-            Work::Fill { dst, pattern, width, count } => {
-                writes.add(dst, (width * count) as u64);
-                let what = format!("memset of {} bytes", width * count);
-                let r = self.mem.write(dst, &pattern[..width].repeat(count));
-                (what.clone(), r.map_err(|e| plain(&what, e)))
-            }
-            Work::Alloc { base, len } => {
-                writes.add(base, len as u64);
-                ("asynchronous allocation".to_owned(), Ok(()))
-            }
-            Work::Free { base, len } => {
-                writes.add(base, len as u64);
-                self.mem.free(base);
-                ("asynchronous free".to_owned(), Ok(()))
-            }
-            Work::Host { f, data } => {
-                // SAFETY: the caller gave this function and its argument for exactly this call.
-                unsafe { f(data as *mut std::ffi::c_void) };
-                (String::new(), Ok(()))
-            }
-            Work::Record { event, version } => {
-                self.ran(event, version);
-                (String::new(), Ok(()))
-            }
-            Work::Wait => (String::new(), Ok(())),
-        };
-        if let Err(report) = result {
-            self.fail(op.device, report);
-            return;
-        }
-        if reads.is_empty() && writes.is_empty() || !self.config.races {
-            return;
-        }
-        if let Some(race) = find_race(&self.past, &op.clock, &reads, &writes) {
-            let (start, end) = race.range;
-            let whose = match self.mem.find(start) {
-                Some((base, _, _)) => format!("byte {} of {}", start - base, self.mem.describe(base)),
-                None => "freed memory".to_owned(),
-            };
-            let detail = format!(
-                "{what} in stream {} and {} in stream {} are not ordered by any event or synchronisation, and {}: {} \
-                 bytes from {start:#x}, {whose}",
-                name_of(id),
-                race.other,
-                name_of(race.other_stream),
-                race.how,
-                end - start,
-            );
-            let report = Report {
-                fault: Fault::StreamRace,
-                kernel: what,
-                line: 0,
-                text: String::new(),
-                block: [0; 3],
-                thread: None,
-                detail,
-            };
-            self.fail(op.device, report);
-            return;
-        }
-        if let Some(trace) = &mut self.trace {
-            trace.ran((id, op.number), &what, &reads, &writes);
-        }
-        self.past.push(Past { stream: id, number: op.number, what, reads, writes });
-    }
-
-    fn options(&mut self, resident: u32) -> Options {
-        let c = &self.config;
-        let (eager, races, lanes, uninitialised, count, sms) =
-            (c.eager, c.races, c.lanes, c.uninitialised, c.count, c.multiprocessors);
-        let seed = (self.below(1 << 30) as u64) << 20 | self.below(1 << 20) as u64;
-        Options {
-            seed,
-            eager,
-            uninitialised_shared: uninitialised,
-            uninitialised_global: uninitialised,
-            shared_races: races,
-            global_races: races,
-            global_lanes: lanes,
-            count,
-            footprints: races,
-            resident,
-            multiprocessors: sms,
-            ..Options::default()
-        }
-    }
-
     /// Reports a fault and makes it stick to the device's context.
     pub(crate) fn fail(&mut self, device: usize, report: Report) {
         let code = match report.fault {
@@ -447,22 +306,7 @@ pub(crate) fn stream(device: usize, independent: bool, priority: i32) -> Stream 
     }
 }
 
-fn name_of(id: u64) -> String {
+/// A stream, for a report.
+pub(super) fn name_of(id: u64) -> String {
     if id < 0x1000 { format!("default:{}", id - 1) } else { format!("{id:#x}") }
-}
-
-fn plain(what: &str, (fault, detail): (Fault, String)) -> Report {
-    Report { fault, kernel: what.to_owned(), line: 0, text: String::new(), block: [0; 3], thread: None, detail }
-}
-
-fn print_counts(kernel: &Kernel, stats: &crate::exec::Stats) {
-    let conflicts = stats.bank_conflicts();
-    eprintln!(
-        "cuda-emulator: `{}`: {} warp instructions, {conflicts} bank conflicts",
-        kernel.name(),
-        stats.instructions
-    );
-    for &(line, times, extra) in stats.lines.iter().filter(|l| l.2 > 0) {
-        eprintln!("  line {line}: {extra} extra passes in {times} executions: `{}`", kernel.text(line));
-    }
 }

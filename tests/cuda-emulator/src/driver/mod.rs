@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The stand-in driver: what `libcuda.so.1` exports, on top of the interpreter.
 //!
-//! - [`machine`]: devices, streams, the order of work, reports;
+//! - [`machine`]: devices, streams, the order of work, reports; [`perform`]: what an operation does when its turn comes;
 //! - [`queue`]: operations and vector clocks between streams;
 //! - [`mutants`]: trials of launches with a barrier or a wait removed; [`trace`]: the same for event waits;
 //! - [`entry`]: the one lock, the current context of a thread, and how a call becomes a result code;
@@ -15,8 +15,10 @@
 mod api_context;
 mod api_device;
 mod api_kernel;
+mod api_launch;
 mod api_memory;
 mod api_misc;
+mod api_module;
 mod api_stream;
 mod codes;
 mod config;
@@ -24,6 +26,7 @@ mod entry;
 mod install;
 mod machine;
 mod mutants;
+mod perform;
 mod queue;
 mod trace;
 

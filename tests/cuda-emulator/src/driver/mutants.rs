@@ -9,11 +9,15 @@
 //!
 //! The file gets a line for each mutant when its kernel is first launched, and one when it is caught:
 //! `mutant <module> <kernel> <line> <text>`, `caught <module> <kernel> <line> <how>`, `tried <module> <kernel> <line>`.
+//! What is in it already counts: a mutant that an earlier program caught is not tried again.
+//!
+//! `CPATTN_EMU_MUTANTS_ONLY` names the kernels to try, `<module> <kernel>` separated by commas; `CPATTN_EMU_MUTANTS_PART`
+//! is `<k>/<n>` when this process is to try every n-th mutant only, because others try the rest.
 
 use crate::exec::{Launch, Options, launch};
 use crate::mem::{Memory, Snapshot};
 use crate::module::Kernel;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::Write as _;
 use std::path::PathBuf;
 
@@ -33,13 +37,29 @@ pub(crate) struct Mutants {
     path: PathBuf,
     /// By module and name.
     kernels: HashMap<(u64, String), Vec<Mutant>>,
+    /// Module, kernel and line of those that were caught before this program began.
+    caught: HashSet<String>,
+    /// Module and kernel of those to try, when not all.
+    only: Option<HashSet<String>>,
+    /// Which of how many parts.
+    part: (usize, usize),
 }
 
 impl Mutants {
     /// From the environment.
     pub(crate) fn from_env() -> Option<Self> {
-        let path = std::env::var_os("CPATTN_EMU_MUTANTS")?;
-        Some(Self { path: path.into(), kernels: HashMap::new() })
+        let path = PathBuf::from(std::env::var_os("CPATTN_EMU_MUTANTS")?);
+        // A file that cannot be read is one that is not there yet.
+        let before = std::fs::read_to_string(&path).unwrap_or_default();
+        let key = |line: &str| Some(line.strip_prefix("caught ")?.rsplit_once(' ')?.0.to_owned());
+        let caught = before.lines().filter_map(key).collect();
+        let text = |name: &str| std::env::var(name).ok();
+        let only = text("CPATTN_EMU_MUTANTS_ONLY").map(|t| t.split(',').map(|k| k.trim().to_owned()).collect());
+        let part = text("CPATTN_EMU_MUTANTS_PART").and_then(|t| {
+            let (k, n) = t.split_once('/')?;
+            Some((k.parse().ok()?, n.parse().ok().filter(|&n: &usize| n > 0)?))
+        });
+        Some(Self { path, kernels: HashMap::new(), caught, only, part: part.unwrap_or((0, 1)) })
     }
 
     fn say(&self, text: &str) {
@@ -54,10 +74,13 @@ impl Mutants {
         let key = (kernel.module_hash(), kernel.name().to_owned());
         if !self.kernels.contains_key(&key) {
             let mut list = Vec::new();
-            for pc in kernel.synchronising() {
+            let name = format!("{:016x} {}", key.0, key.1);
+            let wanted = self.only.as_ref().is_none_or(|only| only.contains(&name));
+            let mine = |k: &(usize, usize)| wanted && k.0 % self.part.1 == self.part.0;
+            for (_, pc) in kernel.synchronising().into_iter().enumerate().filter(mine) {
                 let line = kernel.line(pc);
-                self.say(&format!("mutant {:016x} {} {line} {}", key.0, key.1, kernel.text(line)));
-                list.push(Mutant { pc, trials: 0, caught: false });
+                self.say(&format!("mutant {name} {line} {}", kernel.text(line)));
+                list.push(Mutant { pc, trials: 0, caught: self.caught.contains(&format!("{name} {line}")) });
             }
             self.kernels.insert(key.clone(), list);
         }

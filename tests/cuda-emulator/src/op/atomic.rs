@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! `atom` and `red`.
 
-use super::memory::{How, address, flag_key, global, peek, poke, shared};
+use super::flags::flag_key;
+use super::global::global;
+use super::memory::{address, peek, poke};
+use super::shared::{How, shared};
 use super::{Access, Cx, Flow, Ins};
 use crate::mem::{SHARED_WINDOW, WINDOW_MASK};
 use crate::num::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};

@@ -4,7 +4,9 @@
 //! Landing as late as allowed is the adversarial choice: whoever does not wait reads poison. Between the instruction
 //! and the wait the destination belongs to the copy.
 
-use super::memory::{address, global, shared_fault};
+use super::global::global;
+use super::memory::address;
+use super::shared::shared_fault;
 use super::{Cx, Flow, Ins, lanes};
 use crate::mem::lanes::LaneAccess;
 use crate::mem::shared::SharedFault;

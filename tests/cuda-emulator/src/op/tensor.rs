@@ -6,7 +6,7 @@
 //! Products are exact in f32 and summed in order of k by fused multiply-adds. The order on hardware is not documented:
 //! no test may depend on it.
 
-use super::memory::{How, shared};
+use super::shared::{How, shared};
 use super::{Cx, Flow, Ins};
 use crate::num::{bf16_to_f32, f16_to_f32};
 
