@@ -9,7 +9,8 @@
 //!
 //! The file gets a line for each mutant when its kernel is first launched, and one when it is caught:
 //! `mutant <module> <kernel> <line> <text>`, `caught <module> <kernel> <line> <how>`, `tried <module> <kernel> <line>`.
-//! What is in it already counts: a mutant that an earlier program caught is not tried again.
+//! `unstable <module> <kernel> -` says that the kernel itself gave other bytes in another order. What is in the file
+//! already counts: a mutant that an earlier program caught is not tried again.
 //!
 //! `CPATTN_EMU_MUTANTS_ONLY` names the kernels to try, `<module> <kernel>` separated by commas; `CPATTN_EMU_MUTANTS_PART`
 //! is `<k>/<n>` when this process is to try every n-th mutant only, because others try the rest.
@@ -93,31 +94,36 @@ impl Mutants {
         let key = (kernel.module_hash(), kernel.name().to_owned());
         let good = mem.snapshot();
         let Some(mut list) = self.kernels.remove(&key) else { return };
-        // A kernel whose blocks take several tiles each must not care how many blocks there are. If this one does not,
-        // its mutants are also run as a single block: what is only needed between two tiles shows there.
-        let mut grids = vec![how.grid];
-        if how.grid != [1; 3] {
-            mem.restore(before);
-            let single = Launch { grid: [1; 3], ..how.clone() };
-            if launch(kernel, mem, &single).is_ok() && !mem.differs(&good) {
-                grids.push([1; 3]);
-            }
-            mem.take_footprints();
-        }
         // The order between lanes in global memory is held against mutants where the kernel itself keeps it.
         mem.restore(before);
         let strict = Options { global_lanes: true, ..how.options.clone() };
         let lanes = launch(kernel, mem, &Launch { options: strict, ..how.clone() }).is_ok();
         mem.take_footprints();
+        // In other orders of warps and blocks, and as a single block: what is only needed between two tiles of a block
+        // shows there. Only where the kernel itself gives the same bytes, or the mutant would be blamed for the order.
+        let options =
+            |seed: u64| Options { seed: how.options.seed ^ seed << 40, global_lanes: lanes, ..how.options.clone() };
+        let mut ways = vec![(0, how.grid)];
+        for (seed, grid) in (0..SEEDS).flat_map(|s| [(s, how.grid), (s, [1; 3])]) {
+            if !ways.contains(&(seed, grid)) {
+                mem.restore(before);
+                let same = launch(kernel, mem, &Launch { options: options(seed), grid, ..how.clone() }).is_ok()
+                    && !mem.differs(&good);
+                mem.take_footprints();
+                if same {
+                    ways.push((seed, grid));
+                } else if grid == how.grid {
+                    self.say(&format!("unstable {:016x} {} -", key.0, key.1));
+                }
+            }
+        }
         for m in list.iter_mut().filter(|m| !m.caught && m.trials < TRIALS) {
             m.trials += 1;
             let mutant = kernel.without(m.pc);
             let line = kernel.line(m.pc);
-            for (seed, grid) in (0..SEEDS).flat_map(|s| grids.iter().map(move |g| (s, *g))) {
+            for &(seed, grid) in &ways {
                 mem.restore(before);
-                let options =
-                    Options { seed: how.options.seed ^ seed << 40, global_lanes: lanes, ..how.options.clone() };
-                let fault = match launch(&mutant, mem, &Launch { options, grid, ..how.clone() }) {
+                let fault = match launch(&mutant, mem, &Launch { options: options(seed), grid, ..how.clone() }) {
                     Err(report) => Some(format!("{:?}", report.fault)),
                     Ok(_) if mem.differs(&good) => Some("OtherResult".to_owned()),
                     Ok(_) => None,
