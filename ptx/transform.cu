@@ -227,7 +227,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) cpattn_merge(const __grid_
         float4* x = (float4*)(p.o.ptr + token * p.o.token + head * p.o.head);
         const float4* y = (const float4*)(p.with_o.ptr + token * p.with_o.token + head * p.with_o.head);
         for (u32 i = lane; i < p.dim / 4; i += 32) {
-            const float4 u = x[i], v = y[i];
+            // A side that saw no key has no say whatever bytes its o holds: a weight of 0 times a NaN would be one. That
+            // is asked of lse, not of the weight, which is 0 for a side that is merely far below.
+            const float4 none = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            const float4 u = a == minus_infinity() ? none : x[i], v = b == minus_infinity() ? none : y[i];
             x[i] = make_float4(wa * u.x + wb * v.x, wa * u.y + wb * v.y, wa * u.z + wb * v.z, wa * u.w + wb * v.w);
         }
         if (lane == 0) *lse_at = lse;

@@ -110,8 +110,12 @@ fn merge_of_two_partials() {
         x.iter().enumerate().map(|(i, &x)| if lse[i / dim] == none { 0.0 } else { x }).collect()
     };
     let (x, y) = (empty_is_zero(&x, &a), empty_is_zero(&y, &b));
-    let (o, lse) = (upload(&device, Dtype::F32, &x), upload(&device, Dtype::F32, &a));
-    let (with_o, with_lse) = (upload(&device, Dtype::F32, &y), upload(&device, Dtype::F32, &b));
+    // What a side holds that saw no key does not matter: any bytes, NaN among them.
+    let with_garbage = |x: &[f64], lse: &[f64]| -> Vec<f64> {
+        x.iter().enumerate().map(|(i, &x)| if lse[i / dim] == none { f64::NAN } else { x }).collect()
+    };
+    let (o, lse) = (upload(&device, Dtype::F32, &with_garbage(&x, &a)), upload(&device, Dtype::F32, &a));
+    let (with_o, with_lse) = (upload(&device, Dtype::F32, &with_garbage(&y, &b)), upload(&device, Dtype::F32, &b));
     let shape = |m: &Memory, dim: usize| m.tensor(Dtype::F32, a.len(), 1, dim as u32, dim);
     let call =
         Merge { o: shape(&o, dim), lse: shape(&lse, 1), with_o: shape(&with_o, dim), with_lse: shape(&with_lse, 1) };
