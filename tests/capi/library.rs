@@ -31,12 +31,13 @@ impl Library {
 
     /// A debug build, installed by `capi/build` with these options.
     pub fn build(name: &str, options: &[&str]) -> Self {
-        let prefix = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
         // A folder of its own: this process may hold the lock of the usual one.
-        let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join("capi-target");
+        let target = folder.join("capi-target");
         let mut build = Command::new(root().join("capi/build"));
-        run(build.arg("--debug").args(options).arg(&prefix).env("CARGO_TARGET_DIR", target));
-        Self { prefix }
+        // The prefix is relative to where the caller stands, as with any installer.
+        run(build.current_dir(folder).arg("--debug").args(options).arg(name).env("CARGO_TARGET_DIR", target));
+        Self { prefix: folder.join(name) }
     }
 
     pub fn shared(&self) -> PathBuf {
