@@ -201,7 +201,7 @@ typedef struct cpattn_problem {
   int64_t window_right;      /* 0 (causal) to UINT32_MAX, or CPATTN_UNLIMITED */
   double scale;              /* 0: 1 / sqrt(head_dim) */
   double softcap;            /* 0: none */
-  const float *alibi_slopes; /* heads entries, positive slopes; NULL: none */
+  const float *alibi_slopes; /* heads entries, finite; NULL: none */
   int32_t sinks;             /* 1: each q head has a learnable sink, given with each run */
   int32_t reserved;          /* 0 */
 } cpattn_problem;
@@ -428,7 +428,7 @@ int32_t cpattn_rank_prepare(cpattn_rank *rank, const cpattn_plan *plan, int32_t 
 
 /* Lends memory to work in, of the rank's place: `bytes` at `workspace`, the largest of cpattn_plan_workspace over the
  * plans to run. It stays lent, untouched by others, until another is lent or the rank is destroyed; on a device both wait
- * for what was enqueued. Without it the rank allocates its own. */
+ * for what was enqueued. Without it the rank allocates its own. 0 bytes, at NULL too, serve plans that need none. */
 int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t bytes);
 
 /*
@@ -442,8 +442,8 @@ typedef struct cpattn_forward_args {
   const cpattn_tensor *v;     /* read, [Nk, Hk, Dv] */
   const cpattn_tensor *sinks; /* read, [H] f32; NULL unless the problem has sinks */
   const cpattn_tensor *o;     /* written, [Nq, H, Dv] */
-  const cpattn_tensor *lse;   /* written, [H, Nq] f32 (f64 for f64): natural log-sum-exp of the scores, -inf for a row
-                                 that attends to nothing */
+  const cpattn_tensor *lse;   /* written, [H, Nq] f32 (f64 for f64): natural log-sum-exp of the scores and the sink,
+                                 -inf for a row that attends to nothing */
   void *stream;               /* cudaStream_t on a device; NULL on the CPU */
 } cpattn_forward_args;
 
@@ -505,7 +505,7 @@ typedef struct cpattn_range {
 } cpattn_range;
 
 #define CPATTN_FIRST 0 /* first of several visits: write the running (o, lse). Backward: write dq */
-#define CPATTN_MERGE 1 /* a later visit: merge into the running (o, lse). Backward: add to dq */
+#define CPATTN_MERGE 1 /* a later visit: merge into the (o, lse) that the first one wrote. Backward: add to dq */
 #define CPATTN_LAST 2  /* the last of several: merge, then apply the sink and write o. Backward: as MERGE */
 #define CPATTN_ONLY 3  /* first and last at once. Backward: as FIRST */
 
@@ -519,7 +519,8 @@ typedef struct cpattn_q_range {
   uint8_t reserved[7];
 } cpattn_q_range;
 
-/* Rows of q ranges must not overlap, nor rows of k ranges. A q range without pairs attends to nothing in this call. */
+/* Rows of q ranges must not overlap, nor rows of k ranges: that is not checked, and workers would race for them. A q range
+ * without pairs attends to nothing in this call. */
 typedef struct cpattn_ranges {
   const cpattn_q_range *q;
   size_t q_count;

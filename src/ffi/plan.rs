@@ -7,6 +7,7 @@ use std::format;
 use super::{
     handle::{self, Handle, Kind},
     input::{array, array_mut, flag, one_of, reserved, result, sized, write_sized},
+    rank::runs,
     status::boundary,
 };
 use crate::{
@@ -335,7 +336,9 @@ pub unsafe extern "C" fn cpattn_plan_explain(
 pub unsafe extern "C" fn cpattn_plan_verify(plan: *const cpattn_plan) -> i32 {
     boundary!({
         // SAFETY: the header's promise about handles.
-        unsafe { handle::borrow(plan) }?.verify()?;
+        let plan = unsafe { handle::borrow(plan) }?;
+        runs(plan)?;
+        plan.verify()?;
         Ok(())
     })
 }
@@ -358,6 +361,7 @@ pub unsafe extern "C" fn cpattn_plan_workspace(
     boundary!({
         // SAFETY: the header's promise about handles and results.
         let (plan, bytes) = unsafe { (handle::borrow(plan)?, result("bytes", bytes)?) };
+        runs(plan)?;
         let rank = rank_of(plan, rank)?;
         bytes.write(plan.schedule(rank, self::direction(direction)?)?.workspace);
         Ok(())

@@ -133,10 +133,12 @@ pub unsafe extern "C" fn cpattn_rank_create(
             if given.place().is_some_and(|at| at != wanted) {
                 return Err(Error::invalid("options.device", wanted, format!("{at}, where the transport is")).into());
             }
-            (n, at) = (workers("options.workers", o.workers)?, wanted);
-            if n > 1 && at != Place::Cpu {
-                return Err(Error::invalid("options.workers", n, "1 on a device, which has threads of its own").into());
+            // Before what the build lacks: another build would not help.
+            if o.workers > 1 && wanted != Place::Cpu {
+                let expected = "1 on a device, which has threads of its own";
+                return Err(Error::invalid("options.workers", o.workers, expected).into());
             }
+            (n, at) = (workers("options.workers", o.workers)?, wanted);
         }
         // SAFETY: the header's promise about handles.
         let rank = unsafe { seated(transport, at, n) }?;
@@ -207,7 +209,8 @@ pub unsafe extern "C" fn cpattn_rank_lend_workspace(
     boundary!({
         // SAFETY: the header's promise about handles.
         let rank = unsafe { handle::borrow(rank.cast_const()) }?;
-        if workspace.is_null() {
+        // No memory has no address: what allocators give for 0 bytes, and enough for plans that need none.
+        if workspace.is_null() && bytes > 0 {
             return Err(Error::invalid("workspace", "NULL", "an address").into());
         }
         if workspace.addr().checked_add(bytes).is_none_or(|end| end > isize::MAX as usize) {
@@ -219,7 +222,7 @@ pub unsafe extern "C" fn cpattn_rank_lend_workspace(
     })
 }
 
-fn runs(plan: &Plan) -> Result<()> {
+pub(super) fn runs(plan: &Plan) -> Result<()> {
     if plan.problem().kind == plan::Kind::Softmax {
         return Ok(());
     }

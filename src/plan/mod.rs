@@ -346,7 +346,7 @@ impl Plan {
                 format!("{mesh} = {} ranks", mesh.world()),
                 format!("the transport's world of {world}"),
             )
-            .hint("more ranks than the mesh has are used by replicas: Mesh::explicit(world, ulysses, ring)"));
+            .hint("plan for the world of the transport; ranks beyond ulysses × ring become replicas"));
         }
         Ok(())
     }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The memory that schedules work in: the rank's own, grown when a larger plan comes, or lent by the caller.
 
+use core::ptr::NonNull;
 use std::vec::Vec;
 
 use crate::{
@@ -66,6 +67,8 @@ impl Workspace {
 
     pub(super) fn ptr(&mut self) -> *mut u8 {
         match self.lent {
+            // An address of nothing is the caller's to choose, and may be NULL; slices of nothing need another.
+            Some((_, 0)) => NonNull::<Unit>::dangling().as_ptr().cast(),
             Some((ptr, _)) => ptr,
             None => self.own.as_mut_ptr().cast(),
         }

@@ -125,6 +125,16 @@ static void plans(void) {
   local.data = ids + 1;
   REFUSED(CPATTN_INVALID, "overlaps whole", cpattn_plan_shard(plan, CPATTN_Q, 0, &whole, &local));
 
+  /* What a plan of another kind cannot do is said in the words of this header. */
+  cpattn_problem mixing = small_problem();
+  mixing.kind = CPATTN_OTHER;
+  cpattn_plan *mixed = NULL;
+  cpattn_options alone = CPATTN_OPTIONS_INIT;
+  OK(cpattn_plan_create(&mixing, &alone, &mixed));
+  REFUSED(CPATTN_UNSUPPORTED, "kind CPATTN_OTHER", cpattn_plan_workspace(mixed, 0, CPATTN_FORWARD, &bytes));
+  REFUSED(CPATTN_UNSUPPORTED, "kind CPATTN_OTHER", cpattn_plan_verify(mixed));
+  OK(cpattn_plan_destroy(mixed));
+
   /* Handles. */
   cpattn_plan *dead = plan;
   OK(cpattn_plan_destroy(plan));
@@ -183,6 +193,16 @@ static void tensors(void) {
   CHANGED(t[1].shape = shape, CPATTN_INVALID, "k.head_dim is 5");
   char unaligned[300];
   REFUSED(CPATTN_INVALID, "workspace is", cpattn_rank_lend_workspace(rank, unaligned + ((size_t)unaligned % 2 ? 0 : 1), 100));
+  /* Some plans need no workspace, and some allocators give NULL for 0 bytes. */
+  uint64_t bytes = 1;
+  OK(cpattn_plan_workspace(plan, 0, CPATTN_FORWARD, &bytes));
+  if (bytes != 0) failures++, fprintf(stderr, "one rank's forward needs %d bytes, so the next lines test nothing\n", (int)bytes);
+  REFUSED(CPATTN_INVALID, "workspace is NULL", cpattn_rank_lend_workspace(rank, NULL, 1));
+  OK(cpattn_rank_lend_workspace(rank, NULL, 0));
+  cpattn_forward_args none = args();
+  OK(cpattn_forward(rank, plan, &none));
+  OK(cpattn_plan_workspace(plan, 0, CPATTN_BACKWARD, &bytes));
+  REFUSED(CPATTN_INVALID, "workspace is 0 bytes", cpattn_rank_prepare(rank, plan, CPATTN_BACKWARD));
   OK(cpattn_rank_destroy(rank));
   REFUSED(CPATTN_INVALID_HANDLE, "destroyed", cpattn_rank_destroy(rank));
   REFUSED(CPATTN_INVALID_HANDLE, "destroyed", cpattn_rank_abort(rank));
@@ -280,6 +300,11 @@ static void pieces(void) {
   q.keys_end = 3;
   REFUSED(CPATTN_INVALID, "entries of pairs, which has 2", cpattn_attend(scratch, &a));
   q.keys_end = 2;
+  keys[1].doc = 3;
+  REFUSED(CPATTN_INVALID, "ranges.k[1].doc is 3, expected document 0", cpattn_attend(scratch, &a));
+  q.keys_end = 1; /* fine where no pair joins them */
+  OK(cpattn_attend(scratch, &a));
+  keys[1].doc = 0, q.keys_end = 2;
   q.range.len = TOKENS + 1;
   REFUSED(CPATTN_INVALID, "ranges.q[0].row", cpattn_attend(scratch, &a));
   OK(cpattn_scratch_destroy(scratch));
@@ -287,6 +312,7 @@ static void pieces(void) {
 
   /* A merge of a result with one that saw no key changes nothing. */
   for (int i = 0; i < HEADS * TOKENS; i++) memory[4][i] = -1.0f / 0.0f;
+  for (int i = 0; i < TOKENS * HEADS * DIM; i++) memory[3][i] = memory[4][0] - memory[4][0]; /* NaN: it has no say */
   cpattn_tensor other_o = tensor(3), other_lse = tensor(4);
   float before = o_two[3];
   OK(cpattn_merge(NULL, &to, &tl, &other_o, &other_lse, NULL));
