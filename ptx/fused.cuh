@@ -29,6 +29,9 @@
 // memory is read for q and do, and for dq both read and written, in f32: 96 KB a step there, and 192 KB at head dim 256.
 // That is why tiles have 128 keys where their sums fit.
 //
+// Where tiles of keys times heads are too few to fill the device, the q heads of a group are dealt out over several blocks,
+// which add to dk and dv in turn.
+//
 // A step has two barriers. Behind the first one, tiles have arrived and those of the step before are free; behind the
 // second, p^T and ds^T are in place and the turn has come. dq is made first of what follows, so that its stores are long
 // done when the next step passes the turn on. Three threads of three warps do what is not a product: the walk, the wait, the
@@ -37,7 +40,7 @@
 #include "backward.cuh"
 #include "turns.cuh"
 
-// The block's own tile, its walk, and what it took. Four visits: one is worked on while the next is loaded and the one after
+// The block's own tile, and what it took. Four visits: one is worked on while the next is loaded and the one after
 // it prepared; the last one's turn is still to be passed on.
 struct FusedControl {
     Own own;
@@ -45,6 +48,8 @@ struct FusedControl {
     u32 item;
     u32 zero;
     u32 head0, head1;
+    u32 part;      // of the group's q heads
+    u32 key_turn;  // the word of the tile's dk and dv
 };
 
 template <class T, class Shape>
@@ -211,12 +216,12 @@ struct BackwardFused {
     template <int N>
     static __device__ __forceinline__ void write_keys(const BackwardParams& p, const Tensor& to,
                                                       volatile const Own& own, const float (&c)[MT][N][4], float scale,
-                                                      int dim) {
+                                                      int dim, bool add) {
         const int lane = fresh_thread() & 31, from = part() * 16 + 2 * (lane & 3);
         const int row = key_row() + lane / 4, rows = (int)own.rows - row;
         char* const at = to.ptr + own.head * to.head + (own.row + row) * to.token + from * 4;
         float2 old[2 * MT][N];
-        read<MT, N, PARTS>(old, at, to.token, p.accumulate ? rows : 0, dim - from);
+        read<MT, N, PARTS>(old, at, to.token, add ? rows : 0, dim - from);
         write<MT, N, PARTS>(at, to.token, rows, dim - from, c, old, scale);
     }
 
@@ -225,8 +230,8 @@ struct BackwardFused {
                                                  u32 item) {
         const BackwardParams& call = p.call;
         const u32 heads = call.per_q_head ? call.heads.q_heads : call.heads.kv_heads;
-        const u32 head = item % heads;
-        Work work = call.work[item / heads];
+        const u32 part = item % p.parts, head = item / p.parts % heads;
+        Work work = call.work[item / p.parts / heads];
         u32 kv_head = head, head0 = head, head1 = head + 1;
         if (call.per_q_head) {
             kv_head = (call.heads.q_offset + head) / call.heads.group - call.heads.kv_offset;
@@ -235,6 +240,8 @@ struct BackwardFused {
             head0 = from > call.heads.q_offset ? from - call.heads.q_offset : 0;
             head1 = to > call.heads.q_offset ? to - call.heads.q_offset : 0;
             head1 = head1 < call.heads.q_heads ? head1 : call.heads.q_heads;
+            head0 = head0 + part * p.part_heads;
+            head1 = head0 + p.part_heads < head1 ? head0 + p.part_heads : head1;
             head0 = head0 < head1 ? head0 : head1;
         }
         const u32 zero = work.first & WORK_ZERO;
@@ -242,10 +249,13 @@ struct BackwardFused {
         control.zero = zero;
         control.head0 = head0;
         control.head1 = head1;
+        control.part = part;
         const Run& run = (zero ? call.queries : call.keys)[work.run];
         describe(control.own, run, work, zero ? BM : BN, head, kv_head);
         if (!zero) {
-            round.start(run, p.key_tiles[work.run] + work.first / BN, head0, head1);
+            const u32 number = p.key_tiles[work.run] + work.first / BN;
+            control.key_turn = number * heads + head;
+            round.start(run, number, head0, head1);
             for (int i = 0; i < 2; ++i) round.template step<BM, BN>(control.visits[i], control.own, p);
         }
     }
@@ -328,8 +338,19 @@ struct BackwardFused {
         copy_wait<0>();
         __syncthreads();
         if (threadIdx.x == 64) pass(p, control.visits[(at + 3) % 4]);
-        write_keys(p.call, p.call.dk, own, dk, p.call.score.scale, (int)p.call.heads.dim);
-        write_keys(p.call, p.call.dv, own, dv, 1.0f, (int)p.call.heads.value);
+        // Parts of a group add to one dk and dv, in turn too; here the word is how many have.
+        u32* const turn = p.key_turns + control.key_turn;
+        if (control.part) {
+            if (threadIdx.x == 32) await_turn(turn, control.part, read_turn(turn));
+            __syncthreads();
+        }
+        const bool add = p.call.accumulate || control.part;
+        write_keys(p.call, p.call.dk, own, dk, p.call.score.scale, (int)p.call.heads.dim, add);
+        write_keys(p.call, p.call.dv, own, dv, 1.0f, (int)p.call.heads.value, add);
+        if (control.part + 1 < p.parts) {
+            __syncthreads();
+            if (threadIdx.x == 64) pass_turn(turn, control.part + 1);
+        }
     }
 
     // Passes the turn of a visit on, if there was one.

@@ -98,14 +98,18 @@ struct BackwardParams {
 };
 
 // The backward in one kernel. `partners` of `call` are the q runs of each k run; `turns` holds a word for each tile of q
-// rows and q head, zero before the launch, as is `ticket`, the number of items that were taken.
+// rows and q head, `key_turns` one for each tile of keys and head of dk, all zero before the launch, as is `ticket`, the
+// number of items that were taken.
 struct FusedParams {
     BackwardParams call;
     const u32* keys_of;      // of each q run, its k runs
     const u32* query_tiles;  // of each q run, the tiles of all q runs before it
     const u32* key_tiles;    // of each k run, the tiles of all k runs before it
     u32* turns;
+    u32* key_turns;
     u32* ticket;
+    u32 parts;       // items of one tile of keys and head: each has some of the q heads of the group
+    u32 part_heads;  // that many
 };
 
 // A block of a transform, cut into tiles of rows. `units` are the steps of one row: 8 elements each where everything is

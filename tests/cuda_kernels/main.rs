@@ -175,6 +175,19 @@ fn turns() {
     ]);
 }
 
+/// Every compiled kernel with several tiles of keys for one of queries, and a group of heads that several blocks share.
+#[test]
+fn every_kernel_takes_turns() {
+    let mut cases = Vec::new();
+    for dtype in [Dtype::F16, Dtype::Bf16] {
+        for dims in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)] {
+            let base = Case { documents: vec![(70, 270, 200)], ..Case::new("every", dtype, dims) };
+            cases.push(Case { score: Score { window_right: 100, ..base.score }, ..base });
+        }
+    }
+    all(&cases);
+}
+
 /// The larger shapes over several tiles and calls.
 #[test]
 fn wide_ranges() {

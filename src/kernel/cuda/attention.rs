@@ -2,6 +2,7 @@
 //! Forward and backward attention: from a call to one launch per kernel.
 
 use super::check::{self, Checker, Expected};
+use super::fused::heads;
 use super::lists::{self, Lists, Tiles};
 use super::params::{Backward, Forward, Heads, SCORE_GENERAL, SCORE_SOFTCAP, Score, Tensor};
 use super::staging::{Staging, Writer};
@@ -29,7 +30,7 @@ impl Cuda {
     pub fn attend_backward_bytes(&self, call: &AttendBackward) -> Result<usize> {
         let (_, _, shape) = find(call.q.dtype, call.q.dim, call.v.dim)?;
         Ok(match self.fused(shape).filter(|_| call.gradients == Gradients::All) {
-            Some(fused) => turns::bytes(&call.ranges, fused.tiles(), call.q.heads),
+            Some(fused) => turns::bytes(&call.ranges, fused.tiles(), heads(call)),
             None => lists::bytes(&call.ranges, backward_tiles(call.gradients, shape)),
         })
     }

@@ -10,6 +10,22 @@ use super::{Cuda, Ready, Stream, shapes};
 use crate::error::Result;
 use crate::kernel::AttendBackward;
 
+/// Items for each block that the device runs at a time, so that the last ones end together. Fewer are split by q heads;
+/// it may not depend on multiprocessors left free, or bits would.
+const ITEMS: u32 = 4;
+
+/// Heads of q, and of dk and dv.
+pub(super) fn heads(call: &AttendBackward) -> (u32, u32) {
+    (call.q.heads, if call.per_q_head { call.q.heads } else { call.k.heads })
+}
+
+/// How many parts a group of q heads is dealt out over, and the heads of each, to have `wanted` items where there are
+/// `items` of whole groups.
+fn split(group: u32, items: u32, wanted: u32) -> (u32, u32) {
+    let part_heads = group.div_ceil((wanted / items.max(1)).clamp(1, group));
+    (group.div_ceil(part_heads), part_heads)
+}
+
 impl shapes::Fused {
     pub(super) const fn tiles(self) -> Tiles {
         Tiles { queries: self.queries, keys: self.launch.rows }
@@ -31,24 +47,47 @@ impl Cuda {
         staging: &mut Staging,
         stream: Stream,
     ) -> Result<()> {
-        let heads = if call.per_q_head { call.q.heads } else { call.k.heads };
+        let heads = heads(call);
         let tiles = fused.tiles();
-        let mut writer = staging.begin(turns::bytes(&call.ranges, tiles, call.q.heads))?;
-        let Turns { queries, keys, keys_of, queries_of, query_tiles, key_tiles, work, tiles, words, ticket, turns } =
-            turns::write(staging, &mut writer, &call.ranges, tiles, window, call.q.heads);
+        let mut writer = staging.begin(turns::bytes(&call.ranges, tiles, heads))?;
+        let lists = turns::write(staging, &mut writer, &call.ranges, tiles, window, heads);
+        let Turns { keys_of, query_tiles, key_tiles, turns, key_turns, ticket, .. } = lists;
         // Words are counted with 32 bits.
-        items(words, 1)?;
-        params.heads.items = items(tiles, heads)?;
+        items(lists.words, 1)?;
+        let wanted = ITEMS
+            * self.multiprocessors
+            * kernel.function.blocks_per_multiprocessor(kernel.launch.threads, kernel.launch.shared)?;
+        let group = if call.per_q_head { 1 } else { call.heads.group.min(call.q.heads) };
+        let (parts, part_heads) = split(group, items(lists.tiles, heads.1)?, wanted);
+        params.heads.items = items(lists.tiles * parts as usize, heads.1)?;
         if params.heads.items == 0 {
             return Ok(());
         }
-        (params.queries, params.keys) = (queries, keys);
-        (params.partners, params.work) = (queries_of, work);
-        let params = Params { call: params, keys_of, query_tiles, key_tiles, turns, ticket };
+        (params.queries, params.keys) = (lists.queries, lists.keys);
+        (params.partners, params.work) = (lists.queries_of, lists.work);
+        let params =
+            Params { call: params, keys_of, query_tiles, key_tiles, turns, key_turns, ticket, parts, part_heads };
         sequence(staging, &writer, stream, || {
             let blocks = self.resident(kernel, params.call.heads.items)?;
             // SAFETY: the caller's promise, and lists that live in the ring until the launch is done.
             unsafe { kernel.function.launch(blocks, kernel.launch.threads, kernel.launch.shared, stream, &params) }
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::split;
+
+    #[test]
+    fn groups_are_split_where_tiles_are_few() {
+        assert_eq!(split(8, 1000, 528), (1, 8));
+        assert_eq!(split(8, 528, 528), (1, 8));
+        assert_eq!(split(8, 256, 528), (2, 4));
+        assert_eq!(split(8, 176, 528), (3, 3));
+        assert_eq!(split(8, 100, 528), (4, 2));
+        assert_eq!(split(8, 1, 528), (8, 1));
+        assert_eq!(split(1, 1, 528), (1, 1));
+        assert_eq!(split(7, 0, 528), (7, 1));
     }
 }

@@ -141,7 +141,10 @@ pub(super) struct Fused {
     pub query_tiles: u64,
     pub key_tiles: u64,
     pub turns: u64,
+    pub key_turns: u64,
     pub ticket: u64,
+    pub parts: u32,
+    pub part_heads: u32,
 }
 
 /// In [`Work::first`]: a tile of a q run that is written with zeros.
@@ -231,7 +234,7 @@ same!(size_of::<Score>(), 40);
 same!(size_of::<Heads>(), 32);
 same!(size_of::<Forward>(), 304);
 same!(size_of::<Backward>(), 352);
-same!(size_of::<Fused>(), 392);
+same!(size_of::<Fused>(), 408);
 same!(size_of::<TransformBlock>(), 64);
 same!(size_of::<TransformSource>(), 32);
 same!(size_of::<Transform>(), 32);

@@ -37,6 +37,8 @@ pub(super) struct Turns {
     pub words: usize,
     pub ticket: u64,
     pub turns: u64,
+    /// A word for each tile of keys and head of dk.
+    pub key_turns: u64,
 }
 
 /// Tiles of a run.
@@ -44,8 +46,8 @@ fn tiles_of(len: u32, rows: u32) -> usize {
     len.div_ceil(rows) as usize
 }
 
-/// Bytes of the lists and words, at most.
-pub(super) fn bytes(ranges: &Ranges, tiles: Tiles, q_heads: u32) -> usize {
+/// Bytes of the lists and words, at most, for a call that has so many heads of q and of dk.
+pub(super) fn bytes(ranges: &Ranges, tiles: Tiles, (q_heads, key_heads): (u32, u32)) -> usize {
     let query_tiles: usize = ranges.q.iter().map(|q| tiles_of(q.range.len, tiles.queries)).sum();
     let key_tiles: usize = ranges.k.iter().map(|k| tiles_of(k.len, tiles.keys)).sum();
     padded(ranges.q.len() * size_of::<Run>())
@@ -57,6 +59,7 @@ pub(super) fn bytes(ranges: &Ranges, tiles: Tiles, q_heads: u32) -> usize {
         + padded((query_tiles + key_tiles) * size_of::<Work>())
         + padded(4)
         + padded(query_tiles * q_heads as usize * 4)
+        + padded(key_tiles * key_heads as usize * 4)
 }
 
 /// The tiles of `rows` rows whose last position is at least `low` and whose first is at most `high`: `tiles_met` of
@@ -78,7 +81,7 @@ pub(super) fn write(
     ranges: &Ranges,
     tiles: Tiles,
     window: (i64, i64),
-    q_heads: u32,
+    (q_heads, key_heads): (u32, u32),
 ) -> Turns {
     let (query_runs, queries) = writer.array::<Run>(ranges.q.len());
     let (key_runs, keys) = writer.array::<Run>(ranges.k.len());
@@ -95,13 +98,15 @@ pub(super) fn write(
     let (before, query_tiles) = writer.array::<u32>(ranges.q.len());
     let count = number(before, ranges.q.iter().map(|q| tiles_of(q.range.len, tiles.queries)));
     let (before, key_tiles) = writer.array::<u32>(ranges.k.len());
-    number(before, ranges.k.iter().map(|k| tiles_of(k.len, tiles.keys)));
+    let key_count = number(before, ranges.k.iter().map(|k| tiles_of(k.len, tiles.keys)));
     order(&mut staging.tiles, &mut staging.runs, ranges, (key_runs, inverse), tiles, window);
     let (work, items) = work(staging, writer);
     let ticket = writer.words(1);
     let words = count * q_heads as usize;
     let turns = writer.words(words);
-    Turns { queries, keys, keys_of, queries_of, query_tiles, key_tiles, work, tiles: items, words, ticket, turns }
+    let key_turns = writer.words(key_count * key_heads as usize);
+    let tiles = items;
+    Turns { queries, keys, keys_of, queries_of, query_tiles, key_tiles, work, tiles, words, ticket, turns, key_turns }
 }
 
 /// How many tiles lie before each run; returns how many there are.
