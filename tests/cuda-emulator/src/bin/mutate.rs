@@ -160,8 +160,8 @@ fn run(w: &dyn Workload, trials: &Trials<'_>, mutants: &mut BTreeMap<Key, Mutant
             .args(program.get_args())
             .env("LD_LIBRARY_PATH", &path)
             .env("CPATTN_REQUIRE_CUDA", "1")
-        // A device with the shared memory for every kernel, unless told otherwise.
-        .env("CPATTN_EMU_SM", std::env::var("CPATTN_EMU_SM").unwrap_or_else(|_| "90".to_owned()))
+            // A device with the shared memory for every kernel, unless told otherwise.
+            .env("CPATTN_EMU_SM", std::env::var("CPATTN_EMU_SM").unwrap_or_else(|_| "90".to_owned()))
             .env("CPATTN_EMU_MUTANTS", trials.log)
             .env("CPATTN_EMU_MUTANTS_PART", format!("{part}/{}", trials.jobs))
             .stdout(Stdio::null())
