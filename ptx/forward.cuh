@@ -221,7 +221,8 @@ struct Forward {
                 float x = out[m][n][2 * h] * scale, y = out[m][n][2 * h + 1] * scale;
                 if (ok && n * 8 < p.heads.value) {
                     float2* at = (float2*)(running + (n * 8 + 2 * t) * 4);
-                    if (continues) {
+                    // A running row with lse = -inf has no say, whatever its o holds.
+                    if (keep != 0.0f) {
                         const float2 old = *at;
                         x += old.x * keep;
                         y += old.y * keep;

@@ -53,6 +53,15 @@ impl Device {
         Memory { ptr, bytes: bytes.len() }
     }
 
+    /// Writes all of it anew.
+    pub fn overwrite(&self, memory: &Memory, bytes: &[u8]) {
+        assert_eq!(memory.bytes, bytes.len());
+        self.synchronize();
+        if !bytes.is_empty() {
+            ok!(cuMemcpyHtoD_v2(memory.ptr, bytes.as_ptr().cast(), bytes.len()));
+        }
+    }
+
     /// What the memory holds after everything launched so far.
     pub fn download(&self, memory: &Memory) -> Vec<u8> {
         self.synchronize();

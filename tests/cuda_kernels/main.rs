@@ -142,6 +142,8 @@ fn ranges() {
         Case { cut: Cut::Chunks(5), visits: 3, ..base.clone() },
         Case { cut: Cut::Striped(3, 1), visits: 3, ..base.clone() },
         Case { cut: Cut::Striped(2, 5), visits: 2, slopes: true, score: narrow, ..base.clone() },
+        // Rows that meet their first key in the last visit.
+        Case { cut: Cut::Chunks(3), visits: 2, score: narrow, ..base.clone() },
         Case { cut: Cut::Striped(4, 16), visits: 2, score: open, accumulate: true, ..base.clone() },
     ]);
 }
