@@ -470,7 +470,13 @@ mod drawn {
                     ] {
                         let trade = Trade { way, side, dim: 3, dtype };
                         let report = plan.verify_trade(trade).map_err(|e| TestCaseError::fail(e.to_string()))?;
-                        prop_assert_eq!(report.pairs, 0);
+                        let moved = |rank: usize| {
+                            let (share, ring) = (plan.heads_of(rank), plan.mesh().place(rank).ring);
+                            let heads = if side == Side::Q { share.q.len() } else { share.kv.len() };
+                            heads * (plan.shares().rows(side, ring) - plan.local_tokens(side, rank)) * 3 * dtype.size()
+                        };
+                        let expected: usize = (0..mesh.group()).map(moved).sum();
+                        prop_assert_eq!(report.bytes("exchange"), expected as u64);
                     }
                 }
                 Err(Error::Invalid { .. } | Error::Unsupported { .. }) => {}

@@ -165,8 +165,8 @@ pub unsafe extern "C" fn cpattn_attend_lists(
     bytes: *mut u64,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles, structs and results.
         let (scratch, a, bytes) =
+            // SAFETY: the header's promise about handles, structs and results.
             unsafe { (handle::borrow(scratch.cast_const())?, sized("args", args)?, result("bytes", bytes)?) };
         // SAFETY: the header's promise about tensors and arrays.
         let call = unsafe { forward(scratch.place(), &a) }?;
@@ -196,8 +196,8 @@ pub unsafe extern "C" fn cpattn_attend_backward_lists(
     bytes: *mut u64,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles, structs and results.
         let (scratch, a, bytes) =
+            // SAFETY: the header's promise about handles, structs and results.
             unsafe { (handle::borrow(scratch.cast_const())?, sized("args", args)?, result("bytes", bytes)?) };
         // SAFETY: the header's promise about tensors and arrays.
         let call = unsafe { backward(scratch.place(), &a) }?;

@@ -97,8 +97,8 @@ pub unsafe extern "C" fn cpattn_finish(
             written("o", o, Form::Rows),
             written("lse", lse, Form::HeadMajor),
         ];
-        // SAFETY: the header's promise about tensors and arrays.
         let ([sinks, o, lse], rows) =
+            // SAFETY: the header's promise about tensors and arrays.
             unsafe { (disjoint_tensors(at.place(), list, "")?, self::rows(rows, row_count)?) };
         // SAFETY: as in `cpattn_attend`.
         unsafe { at.kernels().finish(&Finish { o, lse, sinks, rows }, stream) }?;
@@ -177,8 +177,8 @@ pub unsafe extern "C" fn cpattn_transform(
                 .hint("sum in several calls, with dst as the first source of the later ones")
                 .into());
         }
-        // SAFETY: the header's promise about tensors and arrays.
         let (dst, pointers) =
+            // SAFETY: the header's promise about tensors and arrays.
             unsafe { (one(at.place(), &written("dst", dst, Form::Rows))?, array("sources", sources, source_count)?) };
         let mut list = [RawTensor::NONE; MAX_SOURCES];
         let mut named = [("", RawTensor::NONE, false); MAX_SOURCES + 1];

@@ -262,8 +262,8 @@ pub unsafe extern "C" fn cpattn_forward(
     args: *const cpattn_forward_args,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles and structs.
         let (rank, plan, a) =
+            // SAFETY: the header's promise about handles and structs.
             unsafe { (handle::borrow(rank.cast_const())?, handle::borrow(plan)?, sized("args", args)?) };
         let list = [
             (Tensor::Q, read("q", a.q, Form::Rows)),
@@ -285,8 +285,8 @@ pub unsafe extern "C" fn cpattn_backward(
     args: *const cpattn_backward_args,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles and structs.
         let (rank, plan, a) =
+            // SAFETY: the header's promise about handles and structs.
             unsafe { (handle::borrow(rank.cast_const())?, handle::borrow(plan)?, sized("args", args)?) };
         if !a.dsinks.is_null() && !plan.problem().has_sinks() {
             runs(plan)?;

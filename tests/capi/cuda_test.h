@@ -9,20 +9,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
-#include <cpattn.h>
 #include "../../examples/c/driver.h"
+#include "expect.h"
 
-static int failures;
-
-static void expect(int32_t found, int32_t wanted, const char *word, const char *what, int line) {
-  const char *text = wanted == CPATTN_OK ? "" : cpattn_last_error();
-  if (found == wanted && (wanted == CPATTN_OK || strstr(text, word))) return;
-  fprintf(stderr, "line %d: %s gave %s (%s), expected %s with \"%s\"\n", line, what, cpattn_status_name(found),
-          cpattn_last_error(), cpattn_status_name(wanted), word);
-  failures++;
-}
-#define REFUSED(status, word, call) expect(call, status, word, #call, __LINE__)
-#define OK(call) expect(call, CPATTN_OK, "", #call, __LINE__)
 #define CUDA(call) \
   do { \
     if (!driver_ok(call, #call)) exit(3); \
