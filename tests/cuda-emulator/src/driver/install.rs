@@ -9,6 +9,7 @@
 
 use std::ffi::{CString, OsStr, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Why the stand-in driver cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,14 +60,17 @@ pub fn library() -> Result<PathBuf, InstallError> {
 
 /// Makes `folder` (if need be) with links named like the driver's library, and returns it.
 fn link(folder: &Path, library: &Path) -> Result<(), String> {
+    static CALLS: AtomicUsize = AtomicUsize::new(0);
+    let call = CALLS.fetch_add(1, Ordering::Relaxed);
     std::fs::create_dir_all(folder).map_err(|e| e.to_string())?;
     for name in ["libcuda.so.1", "libcuda.so"] {
         let to = folder.join(name);
         if std::fs::read_link(&to).is_ok_and(|t| t == library) {
             continue;
         }
-        // Made under another name and renamed, so that whoever looks meanwhile finds the old one or the new one.
-        let fresh = folder.join(format!(".{name}.{}", std::process::id()));
+        // Made under a name of this call's own and renamed: whoever looks meanwhile finds the old one or the new one, and
+        // tests that run at the same time, in this process or another, do not take each other's away.
+        let fresh = folder.join(format!(".{name}.{}.{call}", std::process::id()));
         let _ = std::fs::remove_file(&fresh);
         std::os::unix::fs::symlink(library, &fresh).map_err(|e| e.to_string())?;
         std::fs::rename(&fresh, &to).map_err(|e| e.to_string())?;
@@ -95,4 +99,32 @@ pub fn install() -> Result<PathBuf, InstallError> {
         return Err(InstallError::Load(format!("the loader refuses {}", library.display())));
     }
     Ok(library)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Tests of one binary run on several threads, and each asks for the folder.
+    #[test]
+    fn many_threads_make_the_same_folder_at_once() {
+        let folder = std::env::temp_dir().join(format!("cpattn-link-{}", std::process::id()));
+        let library = folder.join("library.so");
+        for _ in 0..50 {
+            let begin = std::sync::Barrier::new(8);
+            std::thread::scope(|s| {
+                for _ in 0..8 {
+                    s.spawn(|| {
+                        begin.wait();
+                        link(&folder, &library).unwrap();
+                    });
+                }
+            });
+            let mut left: Vec<_> = std::fs::read_dir(&folder).unwrap().map(|e| e.unwrap().file_name()).collect();
+            left.sort();
+            assert_eq!(left, ["libcuda.so", "libcuda.so.1"]);
+            assert_eq!(std::fs::read_link(folder.join("libcuda.so.1")).unwrap(), library);
+            std::fs::remove_dir_all(&folder).unwrap();
+        }
+    }
 }
