@@ -23,125 +23,17 @@ pub mod cuda;
 mod kernels;
 #[cfg(feature = "std")]
 pub mod merge;
+mod range;
 #[cfg(feature = "std")]
 pub mod reference;
 #[cfg(feature = "std")]
 pub mod sinks;
 
 #[cfg(feature = "std")]
-#[cfg(feature = "std")]
 pub(crate) use kernels::no_stream;
 #[cfg(feature = "std")]
 pub use kernels::{Kernels, RawStream};
-
-/// A run of rows of a `[tokens, heads, dim]` tensor, with the positions of its tokens.
-///
-/// Row `row + i` holds the token at position `pos + (i / block) · period + i mod block` of document `doc`. A plain run
-/// has `block == period == 1` (or any equal pair): positions then count up by one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(C)]
-pub struct Range {
-    /// First row in its tensor.
-    pub row: i64,
-    /// Position of the first token in its document.
-    pub pos: i64,
-    /// Rows.
-    pub len: u32,
-    /// Consecutive positions in one block of the stripe; at least 1.
-    pub block: u32,
-    /// Distance in positions from one block to the next; at least `block`.
-    pub period: u32,
-    /// The document. Kernels do not mask by it: pairs only ever join ranges of one document.
-    pub doc: u32,
-}
-
-impl Range {
-    /// A run whose positions count up by one.
-    pub const fn plain(row: i64, len: u32, pos: i64, doc: u32) -> Self {
-        Self { row, pos, len, block: 1, period: 1, doc }
-    }
-
-    /// The position of the `i`-th row. For `i` of `len` this is where the next token would lie.
-    #[inline]
-    pub const fn position(&self, i: u32) -> i64 {
-        self.pos + (i / self.block) as i64 * self.period as i64 + (i % self.block) as i64
-    }
-
-    /// The position of the last row; `len` must not be 0.
-    #[inline]
-    pub const fn last(&self) -> i64 {
-        self.position(self.len - 1)
-    }
-
-    /// Whether positions count up by one throughout.
-    #[inline]
-    pub const fn is_plain(&self) -> bool {
-        self.block == self.period || self.len <= self.block
-    }
-}
-
-/// What becomes of a q range's result. It belongs to the range, not to the call: one call may finish one range and
-/// start another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub enum Mode {
-    /// First of several visits: write the running (o, lse). Backward: write dq.
-    First = 0,
-    /// A later visit: merge into the running (o, lse). Backward: add to dq.
-    Merge = 1,
-    /// The last of several: merge, then apply the sink and write o in the element type. Backward: as `Merge`.
-    Last = 2,
-    /// The first and the last: nothing was running before. Backward: as `First`.
-    Only = 3,
-}
-
-impl Mode {
-    /// Whether the running result is read.
-    pub const fn continues(self) -> bool {
-        matches!(self, Self::Merge | Self::Last)
-    }
-
-    /// Whether o is finished: the sink is applied and the element type is written.
-    pub const fn finishes(self) -> bool {
-        matches!(self, Self::Last | Self::Only)
-    }
-
-    /// The mode of a visit that is the first of its range, the last, both or neither.
-    pub const fn of(first: bool, last: bool) -> Self {
-        match (first, last) {
-            (true, true) => Self::Only,
-            (true, false) => Self::First,
-            (false, true) => Self::Last,
-            (false, false) => Self::Merge,
-        }
-    }
-}
-
-/// A q range with its mode and the k ranges it attends to: entries `keys_begin..keys_end` of [`Ranges::pairs`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(C)]
-pub struct QRange {
-    /// The rows of q (and of o, lse, do, delta, dq).
-    pub range: Range,
-    /// First entry of `pairs`.
-    pub keys_begin: u32,
-    /// One past the last entry of `pairs`.
-    pub keys_end: u32,
-    /// What becomes of the result.
-    pub mode: Mode,
-}
-
-/// The pairs of one call, by q range. Rows of q ranges never overlap, nor do rows of k ranges; a pair joins ranges of
-/// one document; of one q range, pairs are in the order in which keys are visited.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Ranges<'a> {
-    /// The q ranges. One without pairs is legal: its rows attend to nothing in this call.
-    pub q: &'a [QRange],
-    /// The k ranges.
-    pub k: &'a [Range],
-    /// Indices into `k`.
-    pub pairs: &'a [u32],
-}
+pub use range::{Mode, QRange, Range, Ranges};
 
 /// A `[tokens, heads, dim]` tensor without its type: address, dtype, shape and strides in elements. The innermost
 /// dimension is contiguous. A device pointer on a device backend. `lse` and `delta` have `dim` 1.

@@ -68,7 +68,7 @@ fn stripe_area(q: &Range, k: &Range, mask: Mask) -> u64 {
     bends.sort_unstable();
     let mut total = 0i64;
     for piece in bends.windows(2) {
-        let (i0, i1) = (rows_before(q, piece[0].saturating_add(shift)), rows_before(q, piece[1].saturating_add(shift)));
+        let (i0, i1) = (q.rows_before(piece[0].saturating_add(shift)), q.rows_before(piece[1].saturating_add(shift)));
         if i0 >= i1 {
             continue;
         }
@@ -80,22 +80,6 @@ fn stripe_area(q: &Range, k: &Range, mask: Mask) -> u64 {
         total += high - low + rows;
     }
     total as u64
-}
-
-/// Index of the first row at or after position `x`, at most `len`.
-fn rows_before(r: &Range, x: i64) -> u32 {
-    if x <= r.pos {
-        return 0;
-    }
-    let off = x.saturating_sub(r.pos);
-    if r.block == r.period {
-        return off.min(i64::from(r.len)) as u32;
-    }
-    let (block, period) = (i64::from(r.block), i64::from(r.period));
-    if off / period >= i64::from(r.len) {
-        return r.len;
-    }
-    (off / period * block + (off % period).min(block)).min(i64::from(r.len)) as u32
 }
 
 /// Σ of the positions of the first `i` rows.
@@ -148,7 +132,7 @@ pub(super) fn load(shares: &Shares, batch: &crate::Batch, mask: Mask, r: usize, 
         // The needed positions are a union of intervals that ascend.
         let mut open: Option<(i64, i64)> = None;
         let mut close = |(a, e): (i64, i64)| {
-            let held: u32 = own.iter().map(|s| rows_before(&s.range, e) - rows_before(&s.range, a)).sum();
+            let held: u32 = own.iter().map(|s| s.range.rows_before(e) - s.range.rows_before(a)).sum();
             load.needed += (e - a) as u64 - u64::from(held);
         };
         let mut reach = |a: i64, e: i64| {

@@ -45,20 +45,6 @@ impl Class {
     }
 }
 
-/// Index of the first row at or after position `x`, at most `len`.
-pub(crate) fn lower(range: &Range, x: i64) -> u32 {
-    if x <= range.pos {
-        return 0;
-    }
-    // An open window reaches to the ends of i64, and positions of q may be negative.
-    let off = x.saturating_sub(range.pos);
-    if range.block == range.period {
-        return off.min(i64::from(range.len)) as u32;
-    }
-    let (block, period) = (i64::from(range.block), i64::from(range.period));
-    (off / period * block + (off % period).min(block)).min(i64::from(range.len)) as u32
-}
-
 /// Rows `i0..i1` of a range as one or two ranges: a stripe cut inside a block needs a plain run first.
 fn pieces(range: &Range, i0: u32, i1: u32, mut each: impl FnMut(u32, Range)) {
     let mut i = i0;
@@ -96,7 +82,7 @@ pub(crate) fn meets(s: &Range, v: &Range, mask: Mask) -> bool {
     let (first, last) = (v.pos, v.last());
     let mut found = false;
     reach(s, mask, |low, high| {
-        found |= low <= last && high >= first && lower(v, low) < lower(v, high.saturating_add(1));
+        found |= low <= last && high >= first && v.rows_before(low) < v.rows_before(high.saturating_add(1));
     });
     found
 }
@@ -149,7 +135,7 @@ pub(crate) fn join(
             let mut open: Option<(u32, u32)> = None;
             for s in stationary {
                 reach(&s.range, mask, |low, high| {
-                    let (i0, i1) = (lower(v, low), lower(v, high.saturating_add(1)));
+                    let (i0, i1) = (v.rows_before(low), v.rows_before(high.saturating_add(1)));
                     if i0 >= i1 {
                         return;
                     }

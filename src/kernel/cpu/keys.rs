@@ -10,7 +10,7 @@ use super::forward::readers;
 use super::gemm::{Gemm, Skip, Store};
 use super::scratch::{Arena, KEYS, LANES_BACK, Line, vectors};
 use super::simd::{Real, Vector};
-use super::stream::{KeyTile, Stream, rows_before};
+use super::stream::{KeyTile, Stream};
 use super::tile::{Cover, Lanes, Scoring, any_non_finite, at, product};
 use super::workers::Job;
 use crate::kernel::{AttendBackward, QRange, Range};
@@ -162,15 +162,15 @@ impl<A: Real> Keys<'_, A> {
                     continue;
                 }
                 // Rows whose window reaches the tile.
-                let mut first = rows_before(&q.range, t.keys.min.saturating_sub(c.score.window_right));
+                let mut first = q.range.rows_before(t.keys.min.saturating_sub(c.score.window_right));
                 let last = t.keys.max.saturating_add(c.score.window_left);
-                let end = if last == i64::MAX { q.range.len } else { rows_before(&q.range, last + 1) };
+                let end = if last == i64::MAX { q.range.len } else { q.range.rows_before(last + 1) };
                 while first < end {
                     let mut rows = (end - first).min(LANES_BACK as u32);
                     let pos = q.range.position(first);
                     if c.aligned {
                         let border = (pos.div_euclid(FLUSH) + 1) * FLUSH;
-                        rows = rows.min(rows_before(&q.range, border) - first);
+                        rows = rows.min(q.range.rows_before(border) - first);
                     }
                     // SAFETY: rows and head are within the tensors (checked).
                     unsafe {

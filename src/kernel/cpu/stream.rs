@@ -14,25 +14,6 @@ use crate::kernel::{Range, RawTensor};
 /// Positions that one tile of keys may span.
 pub(super) const SPAN: i64 = 1 << 22;
 
-/// How many rows of the range lie before position `pos`.
-#[inline]
-pub(super) fn rows_before(range: &Range, pos: i64) -> u32 {
-    if pos <= range.pos {
-        return 0;
-    }
-    // Saturates where the window is unlimited; the quotient is then beyond `len` all the same.
-    let d = pos.saturating_sub(range.pos);
-    if range.is_plain() {
-        return d.min(i64::from(range.len)) as u32;
-    }
-    let (block, period) = (i64::from(range.block), i64::from(range.period));
-    let full = d / period;
-    if full >= i64::from(range.len) {
-        return range.len;
-    }
-    (full * block + (d % period).min(block)).min(i64::from(range.len)) as u32
-}
-
 /// Some rows of one range, on their way into a tile.
 pub(super) struct Run {
     /// Where in the tile.
@@ -104,9 +85,8 @@ impl<'a> Stream<'a> {
                 let Some(index) = self.next_range() else { break };
                 self.index = index;
                 self.current = self.k[index as usize];
-                self.at = rows_before(&self.current, self.lo);
-                self.stop =
-                    if self.hi == i64::MAX { self.current.len } else { rows_before(&self.current, self.hi + 1) };
+                self.at = self.current.rows_before(self.lo);
+                self.stop = if self.hi == i64::MAX { self.current.len } else { self.current.rows_before(self.hi + 1) };
                 continue;
             }
             let pos = self.current.position(self.at);
@@ -117,7 +97,7 @@ impl<'a> Stream<'a> {
             if pos < first || pos >= end {
                 break;
             }
-            let near = rows_before(&self.current, end).min(self.stop) - self.at;
+            let near = self.current.rows_before(end).min(self.stop) - self.at;
             let take = near.min((KEYS - n) as u32);
             run(Run { slot: n, index: self.index, range: self.current, first: self.at, count: take, base });
             self.at += take;

@@ -66,20 +66,9 @@ pub(super) fn run(range: &Range, begin: u32, end: u32, mode: u32) -> Run {
     }
 }
 
-/// How many rows of a range lie before position `x`.
+/// [`Range::rows_before`] in the type of the lists' sums.
 pub(super) fn rows_before(range: &Range, x: i64) -> u64 {
-    let distance = x.saturating_sub(range.pos);
-    if distance <= 0 {
-        return 0;
-    }
-    let distance = distance as u64;
-    let rows = if range.is_plain() {
-        distance
-    } else {
-        let (block, period) = (u64::from(range.block), u64::from(range.period));
-        distance / period * block + (distance % period).min(block)
-    };
-    rows.min(u64::from(range.len))
+    u64::from(range.rows_before(x))
 }
 
 /// Writes the lists. Ranges were checked; windows are cut as [`super::check::score`] cuts them.
