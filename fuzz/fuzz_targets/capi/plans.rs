@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Plans: made of anything, asked everything, and the rows they deal moved to shards and back.
+
+use std::ptr::{null, null_mut};
+
+use cpattn::ffi::*;
+
+use crate::{
+    bytes::{Bytes, called, size},
+    world::World,
+};
+
+pub fn create_plan(w: &mut World, b: &mut Bytes) {
+    let documents = b.below(5) as usize;
+    let mut cu = vec![0i32];
+    for _ in 0..documents {
+        let last = *cu.last().unwrap();
+        cu.push(if b.rarely() { b.word() as i32 } else { last.saturating_add(b.below(48) as i32) });
+    }
+    let cross = b.byte() & 3 == 3;
+    let mut cu_k = vec![0i32];
+    let mut starts = vec![];
+    for _ in 0..documents {
+        cu_k.push(cu_k.last().unwrap() + b.below(32) as i32);
+        starts.push(b.number(16));
+    }
+    let heads = if b.rarely() { b.word() as u32 } else { b.below(9) as u32 };
+    let slopes: Vec<f32> = (0..heads.min(64)).map(|_| f32::from(b.byte()) / 16.0).collect();
+    let problem = cpattn_problem {
+        struct_size: size::<cpattn_problem>(b),
+        cu_seqlens_q: if b.rarely() { null() } else { cu.as_ptr() },
+        cu_seqlens_k: if cross { cu_k.as_ptr() } else { null() },
+        q_start: if cross && b.byte() & 1 == 1 { starts.as_ptr() } else { null() },
+        documents: if b.rarely() { usize::MAX } else { documents },
+        heads,
+        kv_heads: b.below(5) as u32,
+        head_dim: if b.rarely() { b.word() as u32 } else { b.below(24) as u32 },
+        value_dim: b.below(24) as u32,
+        dtype: b.number(4) as i32,
+        kind: i32::from(b.byte() == 3),
+        window_left: if b.byte() & 1 == 0 { i64::MAX } else { b.number(40) },
+        window_right: if b.byte() & 1 == 0 { 0 } else { b.number(40) },
+        scale: if b.byte() & 1 == 0 { 0.0 } else { b.f64() },
+        softcap: if b.byte() & 3 == 0 { b.f64() } else { 0.0 },
+        alibi_slopes: if b.byte() & 7 == 7 && heads <= 64 { slopes.as_ptr() } else { null() },
+        sinks: i32::from(b.byte() & 3 == 3),
+        reserved: i32::from(b.rarely()),
+    };
+    let options = cpattn_options {
+        struct_size: size::<cpattn_options>(b),
+        world: 1 + b.below(8) as u32,
+        ulysses: b.below(4) as u32,
+        ring: b.below(4) as u32,
+        layout: b.number(6) as i32,
+        layout_parameter: b.below(8) as u32,
+        passes: b.below(4) as u32,
+        circulate: b.number(3) as i32,
+        wire: b.number(2) as i32,
+        gather: b.number(2) as i32,
+        reproducible: b.number(2) as i32,
+        pack_inputs: b.number(2) as i32,
+        reserved: 0,
+    };
+    let mut options = options;
+    if b.byte() & 1 == 0 {
+        // One rank: these run.
+        (options.world, options.ulysses, options.ring) = (1, 1, 1);
+    }
+    let mut plan = null_mut();
+    if called(unsafe { cpattn_plan_create(&problem, &options, &mut plan) }) == 0 {
+        w.plans.push(plan);
+    }
+}
+
+pub fn ask_plan(w: &mut World, b: &mut Bytes) {
+    let plan = w.plan(b);
+    let rank = b.number(8) as u32;
+    let mut info = cpattn_plan_info {
+        struct_size: size::<cpattn_plan_info>(b),
+        replicas: 0,
+        ring: 0,
+        ulysses: 0,
+        layout: 0,
+        layout_parameter: 0,
+        reserved: 0,
+        q_tokens: u64::MAX,
+        k_tokens: u64::MAX,
+        fingerprint: 0,
+    };
+    unsafe {
+        let known = called(cpattn_plan_describe(plan, &mut info)) == 0;
+        let small = known && info.q_tokens < 400 && info.k_tokens < 400;
+        match b.below(6) {
+            0 if small || !known => {
+                let mut text = vec![0u8; b.byte() as usize * 16];
+                let mut needed = 0;
+                called(cpattn_plan_explain(plan, text.as_mut_ptr().cast(), text.len(), &mut needed));
+            }
+            1 if small && info.ring * info.ulysses <= 4 => {
+                // What the caller mixes with a kernel of its own has no schedule of attention to verify.
+                let status = called(cpattn_plan_verify(plan));
+                assert!(matches!(status, CPATTN_OK | CPATTN_UNSUPPORTED), "a plan that does not verify: {status}");
+            }
+            2 if small || !known => {
+                let mut bytes = 0;
+                called(cpattn_plan_workspace(plan, rank, b.number(2) as i32, &mut bytes));
+            }
+            n => {
+                let mut list = vec![0i64; b.byte() as usize];
+                let side = b.number(2) as i32;
+                let call = if n & 1 == 0 { cpattn_plan_tokens } else { cpattn_plan_positions };
+                called(call(plan, side, rank, list.as_mut_ptr(), list.len()));
+            }
+        }
+    }
+}
+
+/// Rows of a plan's rank 0, and its shape, if the plan lives.
+pub fn share_of(plan: *const cpattn_plan, b: &mut Bytes) -> Option<(i64, i64)> {
+    let mut s = cpattn_share {
+        struct_size: size::<cpattn_share>(b),
+        replica: 0,
+        ring: 0,
+        ulysses: 0,
+        reserved: 0,
+        q_tokens: 0,
+        k_tokens: 0,
+        q_head_begin: 0,
+        q_head_end: 0,
+        kv_head_begin: 0,
+        kv_head_end: 0,
+    };
+    let ok = called(unsafe { cpattn_plan_share(plan, 0, &mut s) }) == 0;
+    (ok && s.q_tokens < 4000 && s.k_tokens < 4000).then_some((s.q_tokens as i64, s.k_tokens as i64))
+}
+
+pub fn move_rows(w: &mut World, b: &mut Bytes) {
+    let plan = w.plan(b);
+    let Some((nq, nk)) = share_of(plan, b) else { return };
+    let (side, n) = if b.byte() & 1 == 0 { (0, nq) } else { (1, nk) };
+    let bits = [8, 16, 32, 64][b.below(4) as usize];
+    let inner: Vec<i64> = (0..b.below(3)).map(|_| b.below(5) as i64).collect();
+    let shape: Vec<i64> = std::iter::once(n).chain(inner).collect();
+    let (mut whole, mut local) = (w.tensor(&shape, bits, b), w.tensor(&shape, bits, b));
+    let fill = 0u64;
+    unsafe {
+        called(match b.below(3) {
+            0 => cpattn_plan_shard(plan, side, 0, whole.as_ptr(), local.as_ptr()),
+            1 => cpattn_plan_unshard(plan, side, 0, local.as_ptr(), whole.as_ptr()),
+            _ => cpattn_plan_shift(plan, 0, b.number(9), (&raw const fill).cast(), whole.as_ptr(), local.as_ptr()),
+        });
+    }
+}
