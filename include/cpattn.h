@@ -125,7 +125,8 @@ const char *cpattn_status_name(int32_t status);
  *                multiples of 16 bytes (true of compact tensors that cudaMalloc or a framework made; cpattn_transform
  *                takes any rows), strides are below 2 GiB, and the driver has to know the memory as that device's
  *
- * The library cannot see how long the memory behind `data` is: shape and strides must not reach beyond it.
+ * The library cannot see how long the memory behind `data` is: shape and strides must not reach beyond it. Messages call
+ * data + byte_offset a tensor's ptr, and its strides by what they step over: token_stride and head_stride.
  */
 #ifdef DLPACK_DLPACK_H_
 typedef DLTensor cpattn_tensor;

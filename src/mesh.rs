@@ -4,7 +4,7 @@
 //! Ulysses ranks are adjacent (they share a node), ring ranks come next, replicas outermost: rank
 //! `(replica · ring + r) · ulysses + u`. Replicas run the same plan shape on batches of their own and never meet.
 
-use alloc::format;
+use alloc::{format, string::String};
 
 use crate::error::{Error, Result};
 
@@ -118,12 +118,13 @@ impl Mesh {
     pub(crate) fn check_world(&self) -> Result<()> {
         match self.replicas.checked_mul(self.ring).and_then(|n| n.checked_mul(self.ulysses)) {
             Some(world) if world <= MAX_WORLD => Ok(()),
-            _ => {
-                let Self { replicas, ring, ulysses } = self;
-                let found = format!("replicas {replicas} × ring {ring} × ulysses {ulysses}");
-                Err(Error::invalid("mesh", found, format!("at most {MAX_WORLD} ranks")))
-            }
+            _ => Err(Error::invalid("mesh", self.factors(), format!("at most {MAX_WORLD} ranks"))),
         }
+    }
+
+    /// All three, as refusals print them.
+    pub(crate) fn factors(&self) -> String {
+        format!("replicas {} × ring {} × ulysses {}", self.replicas, self.ring, self.ulysses)
     }
 }
 

@@ -15,7 +15,7 @@ use std::{
     sync::OnceLock,
 };
 
-use library::{Library, root, run};
+use library::{Library, REFUSED, root, run};
 
 /// The library, built once.
 fn library() -> &'static Library {
@@ -88,7 +88,9 @@ fn a_transport_written_in_cpp() {
 
 #[test]
 fn misuse_is_refused() {
-    run(&mut Command::new(compile("tests/capi/misuse.c", "c99")));
+    let text = run(&mut Command::new(compile("tests/capi/misuse.c", "c99")));
+    let said = text.lines().filter(|line| line.starts_with(REFUSED)).count();
+    assert!(said > 60, "the words of {said} messages were checked");
 }
 
 #[test]

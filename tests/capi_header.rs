@@ -240,3 +240,58 @@ fn the_c_compiler_lays_structs_out_alike() {
         .expect("a C compiler");
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
 }
+
+/// The string literals of the call that begins at `text`, up to its closing parenthesis.
+fn literals(text: &str) -> Vec<&str> {
+    let (mut depth, mut open, mut out) = (0, None, Vec::new());
+    let mut bytes = text.bytes().enumerate();
+    while let Some((i, b)) = bytes.next() {
+        match (b, open) {
+            (b'\\', Some(_)) => drop(bytes.next()),
+            (b'"', Some(from)) => {
+                out.push(&text[from..i]);
+                open = None;
+            }
+            (_, Some(_)) => {}
+            (b'"', None) => open = Some(i + 1),
+            (b'(', None) => depth += 1,
+            (b')', None) if depth == 1 => break,
+            (b')', None) => depth -= 1,
+            _ => {}
+        }
+    }
+    out
+}
+
+fn each_source(folder: &Path, each: &mut impl FnMut(&Path, &str)) {
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            each_source(&path, each);
+        } else if path.extension().is_some_and(|e| e == "rs") {
+            let text = fs::read_to_string(&path).unwrap();
+            each(&path, text.split("#[cfg(test)]\nmod tests").next().unwrap());
+        }
+    }
+}
+
+/// One text serves callers in Rust and in C, so it names arguments and options, which both have, and no function or type
+/// of either: what a refusal says is read in all of `src`, whether or not a test provokes it.
+#[test]
+fn refusals_name_no_rust() {
+    let mut seen = 0;
+    each_source(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut |path, text| {
+        for call in ["Error::invalid(", "Error::unsupported(", ".hint(", "let hint ="] {
+            for (at, _) in text.match_indices(call) {
+                let text = &text[at..];
+                let whole = if call.ends_with('(') { text } else { &text[..text.find(';').unwrap()] };
+                for literal in literals(whole) {
+                    let rust = ["::", "()", "`"].iter().any(|mark| literal.contains(mark));
+                    assert!(!rust, "{}: {literal:?} speaks Rust", path.display());
+                    seen += 1;
+                }
+            }
+        }
+    });
+    assert!(seen > 400, "{seen} texts were read");
+}

@@ -105,9 +105,9 @@ fn options_that_contradict_each_other() {
     refused(plan(o().reproducible(true).circulate(Circulate::Queries)), &["circulate with reproducible"]);
     refused(plan(o().circulate(Circulate::Queries).passes(2)), &["passes with circulate queries", "leave"]);
     let other = problem().kind(Kind::Other);
-    refused(Plan::new(&other, ring(2), Layout::Zigzag), &["Kind::Other on a ring", "2 ranks", "Mesh::ulysses"]);
+    refused(Plan::new(&other, ring(2), Layout::Zigzag), &["kind other on a ring", "2 ranks", "all of them to ulysses"]);
     let plan = Plan::new(&other, Mesh::ulysses(2).unwrap(), Layout::Contiguous).unwrap();
-    refused(plan.schedule(0, Direction::Forward), &["Kind::Other"]);
+    refused(plan.schedule(0, Direction::Forward), &["attention of kind other", "two trades"]);
 }
 
 /// One rank with a plan, and its tensors by name.
@@ -164,7 +164,7 @@ fn every_tensor_of_both_directions() {
             let (t, h, d) = (raw.tokens, u64::from(raw.heads), u64::from(raw.dim));
             with(&|r| r.dtype = Dtype::F16, &[&format!("{name}.dtype is f16, expected f32")]);
             with(&|r| r.dtype = Dtype::F64, &[&format!("{name}.dtype is f64, expected f32")]);
-            with(&|r| r.tokens += 1, &[&part("tokens", t + 1, t), "Plan::shard", "cu_seqlens"]);
+            with(&|r| r.tokens += 1, &[&part("tokens", t + 1, t), "its shard of the plan", "cu_seqlens"]);
             with(&|r| r.tokens = 0, &[&part("tokens", 0, t)]);
             with(&|r| r.heads += 1, &[&part("heads", h + 1, h)]);
             with(&|r| r.dim += 1, &[&part("head_dim", d + 1, d)]);
@@ -212,7 +212,10 @@ fn sinks_given_and_planned() {
     let plain = problem();
     let mut bench = Bench::new(&plain, Options::new());
     bench.own.sinks = Some(vec![0.0; 6]);
-    refused(bench.own.forward(&mut bench.rank, &bench.plan), &["sinks is given", "no sinks", "Problem::sinks"]);
+    refused(
+        bench.own.forward(&mut bench.rank, &bench.plan),
+        &["sinks is given", "no sinks", "plan a problem that has sinks"],
+    );
     bench.own.sinks = None;
     bench.own.dsinks = Some(vec![0.0; 6]);
     refused(bench.own.backward(&mut bench.rank, &bench.plan), &["dsinks is given", "no sinks"]);
@@ -366,7 +369,7 @@ fn workspaces() {
     unsafe { rank.lend_workspace(start, needed as usize - 1) }.unwrap();
     let mut own = Own::new(&plan, &Data::<f32>::random(&problem(), 5), 0, compact);
     let words = [format!("workspace is {} bytes", needed - 1), format!("at least {needed} bytes")];
-    let words = [&*words[0], &*words[1], "workspace_bytes"];
+    let words = [&*words[0], &*words[1], "for its workspace, and lend the largest"];
     refused(own.forward(&mut rank, &plan), &words);
     refused(rank.prepare(&plan, Direction::Forward), &words);
     assert!(own.is_untouched() && memory.iter().all(|&b| b == 0));
@@ -383,8 +386,11 @@ fn tensors_of_the_wrong_length_say_what_a_rank_brings() {
     );
     let longer = longer.unwrap();
     let mut own = Own::new(&longer, &Data::<f32>::random(longer.problem(), 1), 0, compact);
-    refused(own.forward(&mut bench.rank, &bench.plan), &["q.tokens is 12, expected 11", "cu_seqlens", "Plan::shard"]);
+    refused(
+        own.forward(&mut bench.rank, &bench.plan),
+        &["q.tokens is 12, expected 11", "cu_seqlens", "its shard of the plan"],
+    );
     own.q = bench.own.q.clone();
     refused(own.forward(&mut bench.rank, &bench.plan), &["k.tokens is 12, expected 11"]);
-    refused(bench.plan.shard(Side::Q, 0, &[0f32; 12], 1), &["full.len() is 12", "11"]);
+    refused(bench.plan.shard(Side::Q, 0, &[0f32; 12], 1), &["full is 12 values", "11"]);
 }

@@ -168,11 +168,10 @@ unsafe fn problem(p: &cpattn_problem) -> Result<Problem> {
 }
 
 fn layout_of(o: &cpattn_options) -> Result<Option<Layout>> {
-    let parameter = |used: bool| {
-        if used || o.layout_parameter == 0 {
-            return Ok(());
-        }
-        Err(Error::invalid("options.layout_parameter", o.layout_parameter, "0: the layout has none"))
+    let parameter = |used: bool| match (used, o.layout_parameter) {
+        (true, 0) => Err(Error::invalid("options.layout_parameter", 0, "at least 1, for this layout")),
+        (false, 1..) => Err(Error::invalid("options.layout_parameter", o.layout_parameter, "0: the layout has none")),
+        _ => Ok(()),
     };
     parameter(matches!(o.layout, 4 | 5))?;
     Ok(match o.layout {

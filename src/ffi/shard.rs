@@ -7,7 +7,7 @@ use core::ffi::c_void;
 use std::format;
 
 use super::{
-    dlpack::{Parts, cpattn_tensor, parts},
+    dlpack::{Parts, cpattn_dl_dtype, cpattn_tensor, parts},
     handle,
     input::array_mut,
     plan::{cpattn_plan, rank_of, side},
@@ -140,7 +140,8 @@ unsafe fn pair(
         return Err(Error::invalid("local.ndim", l.ndim, format!("that of whole, {}", w.ndim)));
     }
     if l.dtype != w.dtype {
-        return Err(Error::invalid("local.dtype", format!("{:?}", l.dtype), format!("that of whole, {:?}", w.dtype)));
+        let words = |d: cpattn_dl_dtype| format!("code {} with {} bits", d.code, d.bits);
+        return Err(Error::invalid("local.dtype", words(l.dtype), format!("that of whole, {}", words(w.dtype))));
     }
     let all = plan.problem().batch().tokens(side) as u64;
     let mine = plan.local_tokens(side, rank) as u64;

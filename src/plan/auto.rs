@@ -166,9 +166,9 @@ pub fn choose(world: usize, problem: &Problem, balance: u32) -> Result<Choice> {
     Mesh::ring(world)?;
     if problem.kind == Kind::Other && world > problem.heads() {
         return Err(Error::unsupported(
-            "Kind::Other",
+            "kind other on this world",
             format!("Ulysses only, and the world of {world} has more ranks than {} heads", problem.heads()),
-            "give the remaining ranks batches of their own: Mesh::explicit with ring 1",
+            "give the remaining ranks batches of their own: ulysses of at most the heads, ring 1",
         ));
     }
     let mut candidates = Vec::new();

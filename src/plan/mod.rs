@@ -173,7 +173,7 @@ impl Plan {
     pub fn with_options(problem: &Problem, mesh: Mesh, layout: Layout, options: Options) -> Result<Self> {
         problem.check()?;
         if mesh.replicas == 0 || mesh.ring == 0 || mesh.ulysses == 0 {
-            return Err(Error::invalid("mesh", format!("{mesh:?}"), "every factor at least 1"));
+            return Err(Error::invalid("mesh", mesh.factors(), "every factor at least 1"));
         }
         mesh.check_world()?;
         if mesh.ulysses > problem.heads() {
@@ -182,9 +182,9 @@ impl Plan {
         }
         if problem.kind == Kind::Other && mesh.ring > 1 {
             return Err(Error::unsupported(
-                "Kind::Other on a ring",
+                "kind other on a ring",
                 format!("only softmax attention can be merged from parts, and the ring has {} ranks", mesh.ring),
-                "use Mesh::ulysses, whose ranks see whole sequences",
+                "give all of them to ulysses: its ranks see whole sequences",
             ));
         }
         let kv_heads = problem.kv_heads();
@@ -358,9 +358,9 @@ impl Plan {
         }
         if self.problem().kind == Kind::Other {
             return Err(Error::unsupported(
-                "attention on Kind::Other",
+                "attention of kind other",
                 "the kernels here are those of softmax attention",
-                "run your own between the two trades: Rank::ulysses",
+                "run your own between the two trades of a Ulysses rank",
             ));
         }
         build::schedule(self, rank, direction)

@@ -21,9 +21,7 @@ use crate::{
 fn exactly(name: &str, found: usize, expected: Option<usize>, what: impl Fn() -> alloc::string::String) -> Result<()> {
     match expected {
         Some(n) if n == found => Ok(()),
-        Some(n) => {
-            Err(Error::invalid(format!("{name}.len()"), format!("{found} values"), format!("{n} values ({})", what())))
-        }
+        Some(n) => Err(Error::invalid(name, format!("{found} values"), format!("{n} values ({})", what()))),
         None => Err(Error::invalid("row_len", what(), "a tensor that can be addressed")),
     }
 }
@@ -323,13 +321,13 @@ mod tests {
         let text = |r: Result<()>| r.unwrap_err().to_string();
         assert_eq!(
             text(plan.shard(Side::Q, 0, &[0; 9], 1).map(drop)),
-            "full.len() is 9 values, expected 8 values (8 tokens of 1)"
+            "full is 9 values, expected 8 values (8 tokens of 1)"
         );
         assert_eq!(
             text(plan.shard_into(Side::Q, 1, &[0; 16], &mut [0; 9], 2)),
-            "local.len() is 9 values, expected 8 values (4 tokens of rank 1, 2 each)"
+            "local is 9 values, expected 8 values (4 tokens of rank 1, 2 each)"
         );
-        assert!(text(plan.unshard_into(Side::K, 1, &[0; 4], &mut [0; 7], 1)).contains("full.len() is 7"));
+        assert!(text(plan.unshard_into(Side::K, 1, &[0; 4], &mut [0; 7], 1)).contains("full is 7"));
         assert_eq!(text(plan.shard(Side::Q, 2, &[0; 8], 1).map(drop)), "rank is 2, expected below the world of 2");
         assert_eq!(text(plan.shift(9, &[0; 8], 0, 1).map(drop)), text(plan.shift_messages(9, 1).map(drop)));
         assert!(plan.shard(Side::Q, 0, &[0u8; 0], usize::MAX).is_err());

@@ -90,7 +90,7 @@ impl Bindings {
             let Some(written) = role(tensor, direction, p.has_sinks()) else {
                 if tensor == Tensor::Sinks && !raw.is_none() {
                     return Err(Error::invalid("sinks", "given", "none, since the problem has no sinks")
-                        .hint("plan it with Problem::sinks(true)"));
+                        .hint("plan a problem that has sinks"));
                 }
                 continue;
             };
@@ -98,8 +98,8 @@ impl Bindings {
             expect(tensor.name(), raw, dtype, shape).map_err(|error| {
                 // The usual reason is a tensor of the whole batch, or a cu_seqlens that ends elsewhere.
                 let tokens = raw.dtype == dtype && raw.tokens != shape[0] as u64;
-                let hint =
-                    "a rank brings its own tokens of the batch that cu_seqlens describes: Plan::shard cuts them out";
+                let hint = "a rank brings its own tokens of the planned documents (cu_seqlens_q, cu_seqlens_k): its shard of \
+                            the plan";
                 if tokens { error.hint(hint) } else { error }
             })?;
             if prepared.sent.contains(&tensor) && !raw.is_compact() {
@@ -108,7 +108,7 @@ impl Bindings {
                     format!("{} (head stride {})", raw.token_stride, raw.head_stride),
                     format!("{} (head stride {}): it is sent as it lies", shape[1] * shape[2], shape[2]),
                 )
-                .hint("plan with Options::pack_inputs(true), which packs it first"));
+                .hint("plan with pack_inputs, which packs it first"));
             }
             list[tensor as usize] = (tensor.name(), *raw, written);
         }

@@ -223,7 +223,7 @@ impl DeviceRank {
                 format!("{bytes} bytes"),
                 format!("at least {needed} bytes for this plan"),
             )
-            .hint("ask workspace_bytes() of every plan and lend the largest")),
+            .hint("ask every plan, forward and backward, for its workspace, and lend the largest")),
         }
     }
 

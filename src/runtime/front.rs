@@ -73,8 +73,10 @@ fn per_head(
         (None, Some(heads)) => {
             Err(Error::invalid(name, "not given", format!("one for each of {heads} q heads: the problem has sinks")))
         }
-        (Some(_), None) => Err(Error::invalid(name, "given", "none, since the problem has no sinks")
-            .hint("plan it with Problem::sinks(true)")),
+        (Some(_), None) => {
+            Err(Error::invalid(name, "given", "none, since the problem has no sinks")
+                .hint("plan a problem that has sinks"))
+        }
     }
 }
 

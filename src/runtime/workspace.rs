@@ -48,7 +48,7 @@ impl Workspace {
                 std::format!("{have} bytes"),
                 std::format!("at least {bytes} bytes for this plan"),
             )
-            .hint("ask workspace_bytes() of every plan and lend the largest")),
+            .hint("ask every plan, forward and backward, for its workspace, and lend the largest")),
             Some(_) => Ok(()),
             None => {
                 let units = usize::try_from(bytes.div_ceil(ALIGNMENT)).unwrap_or(usize::MAX);

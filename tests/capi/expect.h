@@ -11,6 +11,7 @@ static int failures;
 
 static void expect(int32_t found, int32_t wanted, const char *word, const char *what, int line) {
   const char *text = wanted == CPATTN_OK ? "" : cpattn_last_error();
+  if (wanted != CPATTN_OK) printf("refused: %s\n", text); /* library.rs reads these */
   if (found == wanted && (wanted == CPATTN_OK || strstr(text, word))) return;
   fprintf(stderr, "line %d: %s gave %s (%s), expected %s with \"%s\"\n", line, what, cpattn_status_name(found),
           cpattn_last_error(), cpattn_status_name(wanted), word);

@@ -2,9 +2,11 @@
 //! An installed library, and programs that are compiled against it.
 
 use std::{
+    collections::BTreeSet,
     env, fs,
     path::{Path, PathBuf},
     process::Command,
+    sync::OnceLock,
 };
 
 pub fn root() -> &'static Path {
@@ -16,7 +18,26 @@ pub fn run(command: &mut Command) -> String {
     let out = command.output().unwrap_or_else(|e| panic!("{command:?}: {e}"));
     let text = format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
     assert!(out.status.success(), "{command:?}: {}\n{text}", out.status);
+    let refusals = text.lines().filter_map(|line| line.strip_prefix(REFUSED));
+    refusals.for_each(speaks_the_header);
     text
+}
+
+/// How a program begins a line that repeats what a refusal said.
+pub const REFUSED: &str = "refused: ";
+
+/// A message is of use to a program in C only if the header knows its words: it names no path, call or type of Rust, and
+/// whatever has an underscore is a member, a macro or a function there.
+fn speaks_the_header(message: &str) {
+    static HEADER: OnceLock<String> = OnceLock::new();
+    let header = HEADER.get_or_init(|| fs::read_to_string(root().join("include/cpattn.h")).unwrap());
+    let words = |text: &'static str| text.split(|c: char| !c.is_alphanumeric() && c != '_');
+    static WORDS: OnceLock<BTreeSet<&str>> = OnceLock::new();
+    let known = WORDS.get_or_init(|| words(header).collect());
+    assert!(!["::", "()", "`"].iter().any(|mark| message.contains(mark)), "{message:?} speaks Rust");
+    for word in message.split(|c: char| !c.is_alphanumeric() && c != '_').filter(|w| w.contains('_')) {
+        assert!(known.contains(word), "{message:?} says {word}, which the header does not know");
+    }
 }
 
 pub struct Library {

@@ -122,6 +122,17 @@ static void plans(void) {
   REFUSED(CPATTN_UNSUPPORTED, "kind CPATTN_OTHER", cpattn_plan_workspace(mixed, 0, CPATTN_FORWARD, &bytes));
   REFUSED(CPATTN_UNSUPPORTED, "kind CPATTN_OTHER", cpattn_plan_verify(mixed));
   OK(cpattn_plan_destroy(mixed));
+  alone.world = 2, alone.ring = 2;
+  REFUSED(CPATTN_UNSUPPORTED, "kind other on a ring", cpattn_plan_create(&mixing, &alone, &mixed));
+  alone.world = 4, alone.ring = 0;
+  REFUSED(CPATTN_UNSUPPORTED, "the world of 4 has more ranks than 2 heads", cpattn_plan_create(&mixing, &alone, &mixed));
+  alone.ulysses = 4;
+  REFUSED(CPATTN_INVALID, "ulysses is 4, expected at most heads = 2", cpattn_plan_create(&mixing, &alone, &mixed));
+  cpattn_options many = CPATTN_OPTIONS_INIT;
+  many.passes = 3;
+  REFUSED(CPATTN_INVALID, "options.passes is 3, expected 1 to kv_heads = 2", cpattn_plan_create(&p, &many, &mixed));
+  many.passes = 1, many.layout = CPATTN_LAYOUT_STRIPED;
+  REFUSED(CPATTN_INVALID, "options.layout_parameter is 0, expected at least 1", cpattn_plan_create(&p, &many, &mixed));
 
   /* Handles. */
   cpattn_plan *dead = plan;
@@ -159,6 +170,11 @@ static void tensors(void) {
   a = args();
   a.sinks = &t[4];
   REFUSED(CPATTN_INVALID, "sinks.ndim is 2, expected 1", cpattn_forward(rank, plan, &a));
+  int64_t heads[] = {HEADS};
+  t[4] = tensor(0), t[4].ndim = 1, t[4].shape = heads;
+  cpattn_tensor lse = tensor(4);
+  a.lse = &lse;
+  REFUSED(CPATTN_INVALID, "plan a problem that has sinks", cpattn_forward(rank, plan, &a));
 #define CHANGED(change, status, word) a = args(), change, REFUSED(status, word, cpattn_forward(rank, plan, &a))
   CHANGED(t[0].device.device_type = CPATTN_DEVICE_CUDA, CPATTN_UNSUPPORTED, "q.device type 2");
   CHANGED(t[0].dtype.lanes = 2, CPATTN_INVALID, "q.dtype.lanes is 2");
@@ -223,6 +239,21 @@ static void aborts(void) {
   OK(cpattn_plan_create(&p, &o, &pair_plan));
   OK(cpattn_local_group(2, 60000, transports));
   OK(cpattn_rank_create(transports[0], NULL, &waiting));
+
+  /* Tensors of the whole batch; keys that would have to be packed before they travel. */
+  cpattn_forward_args whole = args();
+  REFUSED(CPATTN_INVALID, "its shard of the plan", cpattn_forward(waiting, pair_plan, &whole));
+  cpattn_plan *ring = NULL;
+  cpattn_share share = CPATTN_SHARE_INIT;
+  o.ring = 2;
+  OK(cpattn_plan_create(&p, &o, &ring));
+  OK(cpattn_plan_share(ring, 0, &share));
+  int64_t mine[] = {(int64_t)share.q_tokens, HEADS, DIM}, lse[] = {HEADS, (int64_t)share.q_tokens}, gaps[] = {HEADS * DIM + DIM, DIM, 1};
+  for (int i = 0; i < 5; i++) t[i].shape = i == 4 ? lse : mine;
+  t[1].strides = gaps;
+  REFUSED(CPATTN_INVALID, "plan with pack_inputs", cpattn_forward(waiting, ring, &whole));
+  OK(cpattn_plan_destroy(ring));
+
   pthread_t thread;
   if (pthread_create(&thread, NULL, wait_for_peer, NULL)) exit(2);
   /* A second call is refused as soon as the first is inside; until then it succeeds. */
@@ -264,7 +295,7 @@ static void pieces(void) {
   a.ranges.q = &q, a.ranges.q_count = 1;
   a.ranges.k = keys, a.ranges.k_count = 2;
   a.ranges.pairs = pairs, a.ranges.pair_count = 2;
-  REFUSED(CPATTN_INVALID, "scratch is smaller", cpattn_attend(scratch, &a));
+  REFUSED(CPATTN_INVALID, "scratch is 0 bytes, expected", cpattn_attend(scratch, &a));
   OK(cpattn_scratch_reserve(scratch, CPATTN_F32, DIM, DIM));
   OK(cpattn_attend(scratch, &a));
 

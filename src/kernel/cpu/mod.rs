@@ -175,15 +175,21 @@ use transform::finish as empty_rows;
 
 /// The scratch's memory, if it was reserved for these dims.
 fn memory<'a>(scratch: &'a mut Scratch, dims: &Dims) -> Result<&'a mut [Line]> {
-    let workers = scratch.workers();
+    let (workers, held) = (scratch.workers(), scratch.held());
     match scratch.lines(dims) {
         Some(lines) => Ok(lines),
         None => Err(Error::invalid(
             "scratch",
-            "smaller",
-            alloc::format!("{} bytes for {dims:?}", Scratch::bytes(workers, dims)),
+            alloc::format!("{held} bytes"),
+            alloc::format!(
+                "{} bytes for {workers} workers at head_dim {} and value_dim {} of {}",
+                Scratch::bytes(workers, dims),
+                dims.head_dim,
+                dims.value_dim,
+                dims.dtype
+            ),
         )
-        .hint("call Scratch::reserve with the largest dims first")),
+        .hint("reserve it for the largest head_dim and value_dim first")),
     }
 }
 

@@ -87,6 +87,11 @@ impl Scratch {
         (keys + forward.max(backward) + row).div_ceil(size_of::<Line>()) + 40
     }
 
+    /// Bytes that it has grown to.
+    pub(super) fn held(&self) -> usize {
+        size_of_val(&*self.lines)
+    }
+
     /// The whole memory, as long as it is large enough.
     pub(super) fn lines(&mut self, dims: &Dims) -> Option<&mut [Line]> {
         let need = self.workers * Self::worker_lines(dims);
