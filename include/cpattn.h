@@ -359,7 +359,9 @@ typedef struct cpattn_message {
 
 /*
  * A transport of the caller's: a framework's own communicator. Functions return 0, or anything else for a failure and
- * may then set *blame (-1 on entry) to the rank at fault. They must not throw or longjmp. `context` is handed through.
+ * may then set *blame (-1 on entry) to the rank at fault; without it the rank blames itself. The call that needed them
+ * then fails with CPATTN_PEER, and its message ends with the function and what it returned: "rank 0, exchange, step 1:
+ * rank 2 failed: the transport's exchange returned 7". They must not throw or longjmp. `context` is handed through.
  *
  * The contract: a send meets one receive of the same size; between two ranks messages meet in the order in which both
  * list them; exchanges of one rank are serial, are rendezvous (nothing may rely on buffering) and complete as a whole;

@@ -100,6 +100,13 @@ pub enum Cause {
     },
     /// Its own operation failed; its own error says how.
     Failed,
+    /// A transport of the caller's says that it failed: which of its functions, and what that returned.
+    Returned {
+        /// `agree`, `exchange` or `poll`.
+        function: &'static str,
+        /// Not 0; the meaning is the transport's.
+        code: i32,
+    },
 }
 
 impl Error {
@@ -163,6 +170,9 @@ impl fmt::Display for Cause {
             Self::Aborted => f.write_str("aborted the run"),
             Self::Size { ours, theirs } => write!(f, "offered {theirs} bytes where {ours} were expected"),
             Self::Failed => f.write_str("failed; see its own error"),
+            Self::Returned { function, code } => {
+                write!(f, "failed: the transport's {function} returned {code}")
+            }
         }
     }
 }

@@ -95,7 +95,7 @@ fn no_driver_and_devices_too_old() {
         alone(&["without", "2", "no CUDA driver is installed"]);
     }
     if is_emulated() {
-        let older = ["without", "2", "device 0 of compute capability 7.5"];
+        let older = ["without", "2", "= 0: device 0 of compute capability 7.5 is not supported"];
         run(Command::new(&refusals).args(older).env("CPATTN_EMU_SM", "75"));
         run(Command::new(&refusals).args(["without", "6", "cuInit"]).env("CPATTN_EMU_DEVICES", "0"));
     }

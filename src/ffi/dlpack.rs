@@ -9,7 +9,11 @@
 
 use core::ffi::c_void;
 use std::format;
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
 
+#[cfg(feature = "cuda")]
+use crate::kernel::cuda::Cuda;
 use crate::{
     element::Dtype,
     error::{Error, Result},
@@ -87,6 +91,23 @@ pub(super) fn without_cuda<T>(option: impl Into<std::string::String>) -> Result<
         "this build serves the CPU only",
         "build the library with the feature cuda: capi/build --cuda",
     ))
+}
+
+/// The device that an argument asks for; a refusal names the argument, which may be one entry of a list.
+#[cfg(feature = "cuda")]
+pub(super) fn device(argument: &str, id: i32) -> Result<Arc<Cuda>> {
+    Cuda::shared(id).map_err(|error| match error {
+        Error::Invalid { found, expected, hint, .. } => {
+            Error::Invalid { argument: argument.into(), found, expected, hint }
+        }
+        Error::Unsupported { option, limit, hint } => {
+            Error::Unsupported { option: format!("{argument} = {id}: {option}"), limit, hint }
+        }
+        Error::Device { call, code, message } => {
+            Error::Device { call, code, message: format!("{message} ({argument} = {id})") }
+        }
+        other => other,
+    })
 }
 
 /// A place in DLPack's numbers.

@@ -11,7 +11,7 @@ use std::{
 };
 
 #[cfg(feature = "cuda")]
-use super::table::Seat;
+use super::{dlpack::device, table::Seat};
 use super::{
     dlpack::{Form, Given, cpattn_tensor, one, place, read, written},
     handle::{self, Handle, Kind},
@@ -20,17 +20,14 @@ use super::{
     status::{Fail, Outcome, boundary},
     transport::{Any, cpattn_transport},
 };
+#[cfg(feature = "cuda")]
+use crate::runtime::{DeviceRank, Marks};
 use crate::{
     error::{Error, Result},
     place::Place,
     plan::{self, Plan},
     runtime::{self, AnyRank, Bindings, Rank},
     schedule::{Direction, Tensor},
-};
-#[cfg(feature = "cuda")]
-use crate::{
-    kernel::cuda::Cuda,
-    runtime::{DeviceRank, Marks},
 };
 
 #[derive(Clone, Copy)]
@@ -155,7 +152,7 @@ pub unsafe extern "C" fn cpattn_rank_create(
 unsafe fn seated(transport: *mut cpattn_transport, at: Place, workers: usize) -> Outcome<AnyRank> {
     #[cfg(feature = "cuda")]
     if let Place::Cuda(ordinal) = at {
-        let cuda = Cuda::shared(ordinal)?;
+        let cuda = device("options.device_id", ordinal)?;
         let marks = Marks::new(&cuda)?;
         // SAFETY: the caller's promise, here and below.
         let table = matches!(unsafe { handle::borrow(transport.cast_const()) }?, Any::Table(_));

@@ -9,6 +9,8 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError, TryLockError},
 };
 
+#[cfg(feature = "cuda")]
+use super::dlpack::device;
 #[cfg(not(feature = "cuda"))]
 use super::dlpack::without_cuda;
 use super::{
@@ -18,6 +20,8 @@ use super::{
     rank::workers,
     status::{Fail, Outcome, boundary},
 };
+#[cfg(feature = "cuda")]
+use crate::kernel::cuda::Pieces;
 use crate::{error::Error, kernel::Kernels, place::Place, plan::MAX_HEAD_DIM};
 
 /// Rings beyond this are a mistake.
@@ -74,7 +78,7 @@ pub unsafe extern "C" fn cpattn_scratch_create_cuda(device_id: i32, scratch: *mu
         let out = unsafe { result("scratch", scratch) }?;
         #[cfg(feature = "cuda")]
         {
-            out.write(handle::create(Scratch::new(Kernels::cuda(device_id)?)));
+            out.write(handle::create(Scratch::new(Kernels::Cuda(Pieces::new(device("device_id", device_id)?)?))));
             Ok(())
         }
         #[cfg(not(feature = "cuda"))]

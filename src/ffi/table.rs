@@ -95,13 +95,20 @@ unsafe impl Send for Table {}
 unsafe impl Sync for Table {}
 
 impl Table {
-    fn outcome(&self, status: i32, blame: i64, label: Label) -> Result<()> {
-        if status == 0 {
+    /// What one of the caller's functions, by its name, makes of a call.
+    fn outcome(&self, function: &'static str, code: i32, blame: i64, label: Label) -> Result<()> {
+        if code == 0 {
             return Ok(());
         }
         let (rank, world) = (self.table.rank as usize, i64::from(self.table.world));
         let peer = if (0..world).contains(&blame) { blame as usize } else { rank };
-        Err(Error::Peer { rank, operation: label.operation, step: label.step, peer, cause: Cause::Failed })
+        Err(Error::Peer {
+            rank,
+            operation: label.operation,
+            step: label.step,
+            peer,
+            cause: Cause::Returned { function, code },
+        })
     }
 }
 
@@ -139,7 +146,7 @@ impl Table {
             },
             None => 1,
         };
-        self.outcome(status, blame, label)
+        self.outcome("exchange", status, blame, label)
     }
 }
 
@@ -174,7 +181,7 @@ impl Transport for Table {
             },
             None => 1,
         };
-        self.outcome(status, blame, Label { operation: "agree", step: 0 })?;
+        self.outcome("agree", status, blame, Label { operation: "agree", step: 0 })?;
         match group.clone().zip(all.iter()).find(|&(_, &theirs)| theirs != fingerprint) {
             Some((peer, &theirs)) => Err(Error::Disagreement { rank, peer, ours: fingerprint, theirs }),
             None => Ok(()),
@@ -193,7 +200,7 @@ impl Transport for Table {
             Some(poll) => unsafe { poll(self.table.context, &raw mut blame) },
             None => 1,
         };
-        self.outcome(status, blame, Label { operation: "poll", step: 0 })
+        self.outcome("poll", status, blame, Label { operation: "poll", step: 0 })
     }
 
     fn abort(&self, _cause: Cause) {

@@ -5,6 +5,8 @@
 use std::vec::Vec;
 use std::{format, time::Duration};
 
+#[cfg(feature = "cuda")]
+use super::dlpack::device;
 #[cfg(not(feature = "cuda"))]
 use super::dlpack::without_cuda;
 use super::{
@@ -13,15 +15,12 @@ use super::{
     status::boundary,
     table::{Table, cpattn_transport_table},
 };
+#[cfg(feature = "cuda")]
+use crate::transport::{DeviceTransport, peer};
 use crate::{
     error::{Error, Result},
     place::Place,
     transport::local,
-};
-#[cfg(feature = "cuda")]
-use crate::{
-    kernel::cuda::Cuda,
-    transport::{DeviceTransport, peer},
 };
 
 /// Threads of one process beyond this number are a mistake.
@@ -100,7 +99,8 @@ pub unsafe extern "C" fn cpattn_peer_group(
             unsafe { (array("devices", devices, world)?, array_mut("transports", transports, world)?) };
         #[cfg(feature = "cuda")]
         {
-            let devices = devices.iter().map(|&d| Cuda::shared(d)).collect::<Result<Vec<_>>>()?;
+            let each = devices.iter().enumerate().map(|(r, &id)| device(&format!("devices[{r}]"), id));
+            let devices = each.collect::<Result<Vec<_>>>()?;
             for (to, rank) in out.iter_mut().zip(peer::group(&devices, deadline)?) {
                 to.write(handle::create(Any::Peer(rank)));
             }

@@ -56,17 +56,18 @@ static int without(int32_t status, const char *word) {
 }
 
 static void places(void) {
-  const int32_t devices[] = {0}, none[] = {99}, negative[] = {-1};
-  cpattn_transport *transport = NULL, *local = NULL;
+  const int32_t devices[] = {0}, none[] = {99}, negative[] = {-1}, third[] = {0, 0, 7};
+  cpattn_transport *transport = NULL, *local = NULL, *transports[3];
   cpattn_scratch *scratch = NULL;
   cpattn_rank *rank = NULL;
   REFUSED(CPATTN_INVALID, "world is 0", cpattn_peer_group(0, devices, 1000, &transport));
   REFUSED(CPATTN_INVALID, "deadline_ms is 0", cpattn_peer_group(1, devices, 0, &transport));
   REFUSED(CPATTN_INVALID, "devices is NULL", cpattn_peer_group(1, NULL, 1000, &transport));
   REFUSED(CPATTN_INVALID, "transports is NULL", cpattn_peer_group(1, devices, 1000, NULL));
-  REFUSED(CPATTN_INVALID, "device is 99, expected a number below", cpattn_peer_group(1, none, 1000, &transport));
-  REFUSED(CPATTN_INVALID, "device is -1", cpattn_peer_group(1, negative, 1000, &transport));
-  REFUSED(CPATTN_INVALID, "device is 99", cpattn_scratch_create_cuda(99, &scratch));
+  REFUSED(CPATTN_INVALID, "devices[0] is 99, expected a number below", cpattn_peer_group(1, none, 1000, &transport));
+  REFUSED(CPATTN_INVALID, "devices[0] is -1", cpattn_peer_group(1, negative, 1000, &transport));
+  REFUSED(CPATTN_INVALID, "devices[2] is 7, expected a number below", cpattn_peer_group(3, third, 1000, transports));
+  REFUSED(CPATTN_INVALID, "device_id is 99", cpattn_scratch_create_cuda(99, &scratch));
   REFUSED(CPATTN_INVALID, "scratch is NULL", cpattn_scratch_create_cuda(0, NULL));
   REFUSED(CPATTN_INVALID, "transports is NULL", cpattn_peer_group(1, devices, 1000, NULL));
 

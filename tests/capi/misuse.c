@@ -275,6 +275,64 @@ static void aborts(void) {
   OK(cpattn_plan_destroy(pair_plan));
 }
 
+/* A transport of the caller's that fails says with which number, and in which of its functions. */
+typedef struct {
+  int32_t agree, exchange, poll;
+} codes;
+
+static int32_t agree(void *context, uint32_t first, uint32_t end, uint64_t number, uint64_t *all, int64_t *blame) {
+  (void)blame;
+  for (uint32_t i = first; i < end; i++) all[i - first] = number;
+  return ((codes *)context)->agree;
+}
+
+static int32_t exchange(void *context, const char *operation, uint32_t step, const cpattn_message *sends, size_t send_count, const cpattn_message *recvs, size_t recv_count, void *stream, int64_t *blame) {
+  (void)operation, (void)step, (void)sends, (void)send_count, (void)recvs, (void)recv_count, (void)stream;
+  *blame = 1;
+  return ((codes *)context)->exchange;
+}
+
+static int32_t poll_now(void *context, int64_t *blame) {
+  (void)blame;
+  return ((codes *)context)->poll;
+}
+
+static void nothing(void *context) { (void)context; }
+
+static void tables(void) {
+  codes c = {41, -42, 43};
+  cpattn_transport_table table = CPATTN_TRANSPORT_TABLE_INIT;
+  cpattn_transport *transport = NULL;
+  cpattn_rank *rank = NULL;
+  cpattn_plan *plan = NULL;
+  table.context = &c, table.world = 2;
+  REFUSED(CPATTN_INVALID, "table.agree is NULL", cpattn_transport_create(&table, &transport));
+  table.agree = agree, table.exchange = exchange, table.poll = poll_now, table.abort = nothing;
+  table.rank = 2;
+  REFUSED(CPATTN_INVALID, "table.rank is 2, expected below the world of 2", cpattn_transport_create(&table, &transport));
+  table.rank = 0;
+  OK(cpattn_transport_create(&table, &transport));
+  OK(cpattn_rank_create(transport, NULL, &rank));
+
+  cpattn_problem p = small_problem();
+  cpattn_options o = CPATTN_OPTIONS_INIT;
+  o.world = 2, o.ulysses = 2;
+  OK(cpattn_plan_create(&p, &o, &plan));
+  cpattn_share share = CPATTN_SHARE_INIT;
+  OK(cpattn_plan_share(plan, 0, &share));
+  cpattn_forward_args a = args();
+  int64_t mine[] = {(int64_t)share.q_tokens, HEADS, DIM}, lse[] = {HEADS, (int64_t)share.q_tokens};
+  for (int i = 0; i < 5; i++) t[i].shape = i == 4 ? lse : mine;
+  REFUSED(CPATTN_PEER, "rank 0, poll, step 0: rank 0 failed: the transport's poll returned 43", cpattn_rank_poll(rank));
+  c.poll = 0;
+  OK(cpattn_rank_poll(rank));
+  REFUSED(CPATTN_PEER, "rank 0, agree, step 0: rank 0 failed: the transport's agree returned 41", cpattn_forward(rank, plan, &a));
+  c.agree = 0;
+  REFUSED(CPATTN_PEER, "rank 1 failed: the transport's exchange returned -42", cpattn_forward(rank, plan, &a));
+  OK(cpattn_rank_destroy(rank));
+  OK(cpattn_plan_destroy(plan));
+}
+
 /* The pieces: keys in two visits merge to what one visit gives; a bad mode or position is refused. */
 static void pieces(void) {
   static float o_one[TOKENS * HEADS * DIM], running[TOKENS * HEADS * DIM], o_two[TOKENS * HEADS * DIM], lse_two[HEADS * TOKENS];
@@ -348,6 +406,7 @@ int main(void) {
   plans();
   tensors();
   aborts();
+  tables();
   pieces();
   if (failures) fprintf(stderr, "%d failures\n", failures);
   else puts("ok");
