@@ -127,8 +127,23 @@ macro_rules! element {
     };
 }
 
-element!(f16, F16, f32, |x| x.to_f32(), |a| f16::from_f32(a), |y| y.to_f64(), |z| f16::from_f64(z));
-element!(bf16, Bf16, f32, |x| x.to_f32(), |a| bf16::from_f32(a), |y| y.to_f64(), |z| bf16::from_f64(z));
+/// `x` as an f32, rounded to odd: exact, or the neighbour whose last bit is 1. What is rounded from there to a type of
+/// fewer than 23 bits is what rounding `x` itself gives, because no tie is made and none is lost (Boldo and Melquiond,
+/// "Emulation of a FMA and correctly-rounded sums: proved algorithms using rounding to odd", 2008). `half` drops the low
+/// half of an f64 instead, which makes ties.
+fn odd(x: f64) -> f32 {
+    let nearest = x as f32;
+    let back = f64::from(nearest);
+    if back == x || x.is_nan() || nearest.to_bits() & 1 == 1 {
+        return nearest;
+    }
+    // An even neighbour; the odd one lies on the other side of x. Away from zero is up in the bits, whatever the sign.
+    let step = if back.abs() < x.abs() { 1 } else { u32::MAX };
+    f32::from_bits(nearest.to_bits().wrapping_add(step))
+}
+
+element!(f16, F16, f32, |x| x.to_f32(), |a| f16::from_f32(a), |y| y.to_f64(), |z| f16::from_f32(odd(z)));
+element!(bf16, Bf16, f32, |x| x.to_f32(), |a| bf16::from_f32(a), |y| y.to_f64(), |z| bf16::from_f32(odd(z)));
 element!(f32, F32, f32, |x| x, |a| a, |y| f64::from(y), |z| z as f32);
 element!(f64, F64, f64, |x| x, |a| a, |y| y, |z| z);
 
@@ -140,4 +155,47 @@ impl Accumulator for f32 {
 impl Accumulator for f64 {
     const ZERO: Self = 0.0;
     const NEG_INFINITY: Self = f64::NEG_INFINITY;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Nearest, and even at ties, by looking at the two neighbours of what came out.
+    fn nearest<T: Element>(x: f64, got: T, bits: u16, from: impl Fn(u16) -> T) {
+        let error = |t: T| (t.to_f64() - x).abs();
+        for other in [bits.wrapping_sub(1), bits.wrapping_add(1)].map(|b| (b, from(b))) {
+            let (e, o) = (error(got), error(other.1));
+            if o.is_finite() {
+                assert!(e < o || e == o && bits & 1 == 0, "{x:e}: {} rather than {}", got.to_f64(), other.1.to_f64());
+            }
+        }
+    }
+
+    #[test]
+    fn from_f64_rounds_once_and_to_even() {
+        for b in (1..0x7be0).step_by(7) {
+            for below in [false, true] {
+                // On the middle of two neighbours, and as close to it as an f64 gets.
+                let middle = (f16::from_bits(b).to_f64() + f16::from_bits(b + 1).to_f64()) / 2.0;
+                let beside = f64::from_bits(if below { middle.to_bits() - 1 } else { middle.to_bits() + 1 });
+                for x in [middle, beside, -middle, -beside] {
+                    let got = <f16 as Element>::from_f64(x);
+                    nearest(x, got, got.to_bits(), f16::from_bits);
+                }
+                let middle = (bf16::from_bits(b).to_f64() + bf16::from_bits(b + 1).to_f64()) / 2.0;
+                let beside = f64::from_bits(if below { middle.to_bits() - 1 } else { middle.to_bits() + 1 });
+                for x in [middle, beside, -middle, -beside] {
+                    let got = <bf16 as Element>::from_f64(x);
+                    nearest(x, got, got.to_bits(), bf16::from_bits);
+                }
+            }
+        }
+        assert!(<f16 as Element>::from_f64(f64::NAN).is_nan() && <bf16 as Element>::from_f64(f64::NAN).is_nan());
+        assert_eq!(<f16 as Element>::from_f64(65519.999), f16::MAX);
+        assert_eq!(<f16 as Element>::from_f64(65520.0), f16::INFINITY);
+        assert_eq!(<bf16 as Element>::from_f64(1e300), bf16::INFINITY);
+        assert_eq!(<bf16 as Element>::from_f64(-1e-300).to_bits(), 0x8000);
+        assert_eq!(<bf16 as Element>::from_f64(f64::NEG_INFINITY), bf16::NEG_INFINITY);
+    }
 }
