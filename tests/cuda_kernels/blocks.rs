@@ -4,7 +4,9 @@
 use crate::case::{decode, encode, random};
 use crate::device::{Device, Memory};
 use cpattn::kernel::cuda::Merge;
-use cpattn::kernel::{Attend, Block, Finish, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score, Transform};
+use cpattn::kernel::{
+    Attend, Block, Finish, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score, SinkGradient, Transform,
+};
 use cpattn::{Dtype, Error};
 
 fn upload(device: &Device, dtype: Dtype, x: &[f64]) -> Memory {
@@ -224,6 +226,22 @@ fn refusals() {
     refused(run(&Attend { heads: HeadMap { q_offset: 3, ..call.heads }, ..call }).unwrap_err(), "k.heads");
     let score = Score { scale: f64::NAN, ..call.score };
     refused(run(&Attend { score, ..call }).unwrap_err(), "scale");
+    // Finite, but not in the f32 that the kernels score in: a score of 0 would be NaN.
+    for (scale, softcap, part) in [
+        (1e300, 0.0, "scale is 1e300"),
+        (-3e38, 0.0, "scale is -3e38"),
+        (1.0, 1e300, "softcap is 1e300"),
+        (1.0, 3e38, "softcap is 3e38"),
+        (1.0, 1e-300, "softcap is 1e-300"),
+        (1e20, 1e-20, "softcap is 1e-20"),
+    ] {
+        refused(run(&Attend { score: Score { scale, softcap, ..call.score }, ..call }).unwrap_err(), part);
+    }
+    let two = RawTensor::compact(call.lse.ptr, Dtype::F32, 2, 1, 1);
+    refused(run(&Attend { sinks: two, ..call }).unwrap_err(), "sinks.tokens is 2");
+    refused(run(&Attend { slopes: two, ..call }).unwrap_err(), "slopes.tokens is 2");
+    let k = [Range::plain(0, 2, 0, 1)];
+    refused(run(&Attend { ranges: Ranges { k: &k, ..call.ranges }, ..call }).unwrap_err(), "ranges.k[0].doc is 1");
     let k = [Range::plain(1, 2, 0, 0)];
     refused(run(&Attend { ranges: Ranges { k: &k, ..call.ranges }, ..call }).unwrap_err(), "ranges.k[0].row");
     refused(run(&Attend { ranges: Ranges { pairs: &[1], ..call.ranges }, ..call }).unwrap_err(), "ranges.pairs");
@@ -231,12 +249,36 @@ fn refusals() {
     let mut none = device.cuda.staging(16, 1).expect("memory");
     // SAFETY: refused before anything is launched.
     refused(unsafe { device.cuda.attend(&call, RawTensor::NONE, &mut none, device.stream) }.unwrap_err(), "staging");
+    for (bytes, launches, part) in [
+        (usize::MAX, 1, "bytes, expected at most"),
+        (usize::MAX - 14, 1, "bytes"),
+        (16, usize::MAX, "launches in flight"),
+    ] {
+        refused(device.cuda.staging(bytes, launches).unwrap_err(), part);
+    }
+    let error = device.cuda.allocate(1 << 60).unwrap_err();
+    assert!(matches!(error, Error::Device { .. }), "{error}");
+    assert!(error.to_string().contains("1152921504606846976 bytes were asked for"), "{error}");
     assert!(matches!(device.cuda.prepare(Dtype::F64, 64, 64), Err(Error::Unsupported { .. })));
     assert!(matches!(cpattn::kernel::cuda::Cuda::new(1000), Err(Error::Invalid { .. })));
 
     run(&call).expect("the legal call still works");
     let lse = device.download_f32(&small.memory[4])[0];
     assert!((f64::from(lse) - (2f64.exp() + 5f64.exp()).ln()).abs() < 1e-5, "{lse}");
+}
+
+/// Calls over nothing launch nothing.
+#[test]
+fn no_heads_and_no_rows_are_no_launch() {
+    let Some(device) = Device::open() else { return };
+    let nothing = |heads| RawTensor::compact(core::ptr::null_mut(), Dtype::F32, 1, heads, 1);
+    let call = SinkGradient { lse: nothing(0), delta: nothing(0), sinks: nothing(0), dsinks: nothing(0) };
+    // SAFETY: there is no memory to touch.
+    unsafe { device.cuda.sink_gradient(&call, device.stream) }.expect("a call over no heads");
+    let two = RawTensor { tokens: 2, ..call.sinks };
+    // SAFETY: refused, and there is no memory to touch.
+    let error = unsafe { device.cuda.sink_gradient(&SinkGradient { sinks: two, ..call }, device.stream) }.unwrap_err();
+    assert!(error.to_string().contains("sinks.tokens is 2"), "{error}");
 }
 
 /// Multiprocessors left free: fewer blocks, the same result.

@@ -329,6 +329,14 @@ fn refusals() {
         "softcap is -1, expected a finite number above 0, or 0 for none",
     );
     refused(
+        with(Score { scale: 1e300, ..good.score }),
+        "scale is 1e300, expected at most 3.4028234663852886e38, as f32 holds",
+    );
+    refused(
+        with(Score { softcap: 1e-42, ..good.score }),
+        "softcap is 1e-42, expected 1.1754943508222875e-38 to 3.4028234663852886e38, as f32 holds; 0 is no cap",
+    );
+    refused(
         Attend { heads: HeadMap { q_offset: 2, ..good.heads }, ..good },
         "k.heads is kv heads 0..2, expected to hold 1..3; q head h of the call reads kv head (q_offset + h) / group",
     );

@@ -52,12 +52,24 @@ fn range(argument: &'static str, i: usize, r: &Range) -> Result<()> {
     Ok(())
 }
 
-fn score(s: &Score) -> Result<()> {
+/// The numbers of a score, in the type that it is made in: `Problem::check` has the same limits.
+fn score(s: &Score, acc: Dtype) -> Result<()> {
     if !s.scale.is_finite() {
         return Err(Error::invalid("scale", s.scale, "a finite number"));
     }
     if !(s.softcap >= 0.0 && s.softcap.is_finite()) {
         return Err(Error::invalid("softcap", s.softcap, "a finite number above 0, or 0 for none"));
+    }
+    let (least, most) = match acc {
+        Dtype::F64 => (f64::MIN_POSITIVE, f64::MAX),
+        _ => (f64::from(f32::MIN_POSITIVE), f64::from(f32::MAX)),
+    };
+    if s.scale.abs() > most {
+        return Err(Error::invalid("scale", format!("{:e}", s.scale), format!("at most {most:e}, as {acc} holds")));
+    }
+    if s.softcap > 0.0 && !(least..=most).contains(&s.softcap) {
+        let expected = format!("{least:e} to {most:e}, as {acc} holds");
+        return Err(Error::invalid("softcap", format!("{:e}", s.softcap), expected).hint("0 is no cap"));
     }
     Ok(())
 }
@@ -136,7 +148,7 @@ fn qkv(q: &RawTensor, k: &RawTensor, v: &RawTensor, map: &HeadMap) -> Result<Dim
 pub(super) fn attend(c: &Attend) -> Result<Dims> {
     let dims = qkv(&c.q, &c.k, &c.v, &c.heads)?;
     let acc = c.q.dtype.accumulator();
-    score(&c.score)?;
+    score(&c.score, c.q.dtype.accumulator())?;
     per_head("slopes", &c.slopes, c.q.heads)?;
     per_head("sinks", &c.sinks, c.q.heads)?;
     tensor("lse", &c.lse, c.q.heads, 1, acc)?;
@@ -171,7 +183,7 @@ fn needed(name: &'static str, t: &RawTensor, dim: u32, i: usize, range: &Range) 
 pub(super) fn backward(c: &AttendBackward) -> Result<Dims> {
     let dims = qkv(&c.q, &c.k, &c.v, &c.heads)?;
     let acc = c.q.dtype.accumulator();
-    score(&c.score)?;
+    score(&c.score, c.q.dtype.accumulator())?;
     per_head("slopes", &c.slopes, c.q.heads)?;
     tensor("d_o", &c.d_o, c.q.heads, c.v.dim, c.q.dtype)?;
     tensor("lse", &c.lse, c.q.heads, 1, acc)?;

@@ -7,6 +7,7 @@ use crate::element::Dtype;
 use crate::error::{Error, Result};
 use crate::kernel::{HeadMap, Range, Ranges, RawTensor, Score};
 use alloc::format;
+use core::f64::consts::LOG2_E;
 
 /// Positions beyond this would overflow when windows are added to them.
 const FAR: i64 = 1 << 61;
@@ -47,6 +48,14 @@ impl Checker {
     /// As [`Checker::needed`], or nothing.
     pub fn optional(self, name: &str, t: &RawTensor, expected: Expected) -> Result<Tensor> {
         if t.is_none() { Ok(Tensor::default()) } else { self.needed(name, t, expected) }
+    }
+
+    /// A table of one f32 for each head, `[1, heads, 1]`, or nothing.
+    pub fn per_head(self, name: &str, t: &RawTensor, heads: u32) -> Result<Tensor> {
+        if !t.is_none() && t.tokens != 1 {
+            return Err(Error::invalid(format!("{name}.tokens"), t.tokens, "1: there is one number for each head"));
+        }
+        self.optional(name, t, Expected { heads, dim: 1, dtype: Dtype::F32, align: 4 })
     }
 
     /// Address, strides and device of a tensor of any shape.
@@ -159,6 +168,18 @@ pub(super) fn score(s: &Score) -> Result<(i64, i64)> {
     if !(s.softcap >= 0.0 && s.softcap.is_finite()) {
         return Err(Error::invalid("softcap", s.softcap, "a finite number above 0, or 0 for none"));
     }
+    // The kernels are handed products of these in f32, where one that is not finite makes NaN of a score of 0.
+    let most = f64::from(f32::MAX) / LOG2_E;
+    if s.scale.abs() > most {
+        return Err(Error::invalid("scale", format!("{:e}", s.scale), format!("at most {most:e}, in base 2 as f32")));
+    }
+    if s.softcap > 0.0 {
+        let least = (2.0 * s.scale.abs() / most).max(f64::from(f32::MIN_POSITIVE));
+        if !(least..=most).contains(&s.softcap) {
+            let expected = format!("{least:e} to {most:e}, so that scale / softcap is finite in f32");
+            return Err(Error::invalid("softcap", format!("{:e}", s.softcap), expected).hint("0 is no cap"));
+        }
+    }
     Ok((s.window_left.clamp(-WIDE, WIDE), s.window_right.clamp(-WIDE, WIDE)))
 }
 
@@ -210,6 +231,10 @@ pub(super) fn ranges(ranges: &Ranges, q_tokens: u64, k_tokens: u64, distances: b
             let Some(k) = ranges.k.get(pair as usize) else {
                 return Err(Error::invalid("ranges.pairs", pair, format!("an index below {}", ranges.k.len())));
             };
+            if k.doc != q.range.doc {
+                let (found, expected) = (k.doc, format!("{}, the document of q range {i}", q.range.doc));
+                return Err(Error::invalid(format!("ranges.k[{pair}].doc"), found, expected));
+            }
             if distances && q.range.len > 0 && k.len > 0 {
                 let far = (q.range.last() - k.pos).abs().max((k.last() - q.range.pos).abs());
                 if far > i64::from(i32::MAX) {

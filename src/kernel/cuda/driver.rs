@@ -31,6 +31,16 @@ pub(crate) fn check(call: &'static str, code: sys::CUresult) -> Result<()> {
     Err(Error::Device { call, code: code as i64, message })
 }
 
+/// As [`check`], of a call that allocates: says how much it was to be.
+pub(super) fn check_room(call: &'static str, code: sys::CUresult, bytes: usize) -> Result<()> {
+    check(call, code).map_err(|error| match error {
+        Error::Device { call, code: number, message } if code == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+            Error::Device { call, code: number, message: format!("{message} ({bytes} bytes were asked for)") }
+        }
+        other => other,
+    })
+}
+
 /// Makes a driver call and checks it: `call!(cuInit(0))`.
 macro_rules! call {
     ($f:ident($($arg:expr),* $(,)?)) => {
@@ -56,7 +66,11 @@ impl Context {
     pub fn new(ordinal: i32) -> Result<Arc<Self>> {
         // SAFETY: asks the dynamic loader for a library by its fixed names; its constructors are the driver's own.
         if !unsafe { sys::is_culib_present() } {
-            return Err(Error::unsupported("device", "no CUDA driver is installed", "use the CPU kernels"));
+            return Err(Error::unsupported(
+                "device",
+                "no CUDA driver is installed where the loader looks for libcuda.so.1",
+                "install NVIDIA's driver or say where it is, or use the CPU kernels",
+            ));
         }
         // SAFETY: the library is present (just checked).
         unsafe { call!(cuInit(0)) }?;
@@ -291,9 +305,9 @@ impl Mirror {
         let bytes = bytes.max(1);
         let (mut host, mut device) = (null_mut(), 0);
         // SAFETY: a context is current, the pointers are to locals.
-        unsafe { call!(cuMemHostAlloc(&raw mut host, bytes, 0)) }?;
+        check_room("cuMemHostAlloc", unsafe { sys::cuMemHostAlloc(&raw mut host, bytes, 0) }, bytes)?;
         // SAFETY: as above.
-        if let Err(error) = unsafe { call!(cuMemAlloc_v2(&raw mut device, bytes)) } {
+        if let Err(error) = check_room("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&raw mut device, bytes) }, bytes) {
             // SAFETY: allocated just above, and nobody has seen it.
             unsafe { sys::cuMemFreeHost(host) };
             return Err(error);
@@ -301,6 +315,19 @@ impl Mirror {
         // SAFETY: `host` has `bytes` bytes; zeros make them readable.
         unsafe { host.cast::<u8>().write_bytes(0, bytes) };
         Ok(Self { context: context.clone(), host: host.cast(), device, bytes })
+    }
+
+    /// Refuses to be used while another context is current: a launch there could not read what is here.
+    pub fn at_home(&self) -> Result<()> {
+        let mut current = null_mut();
+        // SAFETY: the driver is initialised; `current` is a local.
+        unsafe { call!(cuCtxGetCurrent(&raw mut current)) }?;
+        if current != self.context.handle {
+            let found = format!("memory of device {}", self.context.ordinal);
+            return Err(Error::invalid("staging", found, "memory of the device that launches")
+                .hint("make the ring on the device that makes the call"));
+        }
+        Ok(())
     }
 
     /// Bytes of each side.

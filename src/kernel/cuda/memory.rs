@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Streams and memory of a device, for what sits on top of the kernels: ranks need a lane and a workspace of their own.
 
-use super::driver::{Context, check};
+use super::driver::{Context, check, check_room};
 use super::{Cuda, Stream};
 use crate::error::{Error, Result};
 use alloc::format;
@@ -80,7 +80,7 @@ impl Cuda {
         let _entered = context.enter()?;
         let mut address = 0;
         // SAFETY: a context is current, the pointer is to a local.
-        check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes.max(1)) })?;
+        check_room("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes.max(1)) }, bytes)?;
         Ok(DeviceMemory { context: context.clone(), address, bytes })
     }
 

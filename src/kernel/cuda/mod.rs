@@ -9,6 +9,12 @@
 //!
 //! What it does not do: f32 and f64 elements, head dims above 256 or not a multiple of 8, rows that are not aligned to
 //! 16 bytes, and [`Attend::aligned`](crate::kernel::Attend::aligned). Each is refused with an error that says so.
+//! [`Merge`] takes f32 only, dims that are multiples of 4 and rows of o at multiples of 16 bytes; transforms take f16, bf16
+//! and f32 of any dim and alignment. What a call cannot see is the caller's promise, in its `Safety`: that tensors overlap
+//! nothing ([`tensor::disjoint`](crate::tensor::disjoint) tells), and that memory is as long as it is said to be.
+//!
+//! A [`Stream`] is a `CUstream` or `cudaStream_t` of any binding, cast; null is the legacy default stream. Memory is
+//! likewise anybody's: [`Cuda::allocate`] is there for programs that have no allocator.
 //!
 //! ```text
 //! driver    contexts, modules, events, memory; the check of every call
@@ -111,7 +117,8 @@ impl Cuda {
     ///
     /// # Errors
     /// [`Error::Unsupported`] when no driver is installed or the device is older than compute capability 8.0,
-    /// [`Error::Invalid`] when there is no such device, [`Error::Device`] when the driver fails.
+    /// [`Error::Invalid`] when there is no such device, [`Error::Device`] when the driver fails (with code 100 when it
+    /// sees no device at all, as when `CUDA_VISIBLE_DEVICES` is empty).
     pub fn new(ordinal: i32) -> Result<Self> {
         let context = Context::new(ordinal)?;
         let major = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;

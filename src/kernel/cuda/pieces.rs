@@ -74,7 +74,7 @@ impl Pieces {
         if bytes > self.staging.bytes() {
             check::ranges(ranges, rows[0], rows[1], false)?;
             let (found, expected) = (format!("room for {} bytes of lists", self.staging.bytes()), format!("{bytes}"));
-            return Err(Error::invalid("scratch", found, expected).hint("make room before the call"));
+            return Err(Error::invalid("scratch", found, expected).hint("make room for the lists before the call"));
         }
         Ok(())
     }
@@ -84,7 +84,7 @@ impl Pieces {
             return Ok(());
         }
         let expected = format!("reserved for {} with head_dim {} and value_dim {}", q.dtype, q.dim, v.dim);
-        Err(Error::invalid("scratch", "not reserved for this call", expected))
+        Err(Error::invalid("scratch", "not reserved for this call", expected).hint("reserve it when planning"))
     }
 
     /// See [`Cuda::attend`].

@@ -6,7 +6,7 @@
 
 use super::{Cuda, Stream};
 use crate::error::Result;
-use crate::kernel::RawTensor;
+use crate::kernel::{RawTensor, Score};
 use alloc::sync::{Arc, Weak};
 use alloc::vec::Vec;
 use std::sync::{Mutex, PoisonError};
@@ -46,6 +46,11 @@ impl Cuda {
     /// As [`Cuda::accept`].
     pub fn accept_address(&self, name: &str, address: *const u8) -> Result<()> {
         self.checker().home(name, address)
+    }
+
+    /// Refuses numbers that the kernels, which score in f32, cannot take.
+    pub(crate) fn accept_score(&self, score: &Score) -> Result<()> {
+        super::check::score(score).map(|_| ())
     }
 
     /// Refuses a stream of another context, or one that is being captured into a graph: what a call uploads would not be

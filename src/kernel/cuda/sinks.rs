@@ -7,6 +7,7 @@ use super::{Cuda, Stream};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use crate::kernel::SinkGradient;
+use alloc::format;
 
 const THREADS: u32 = 256;
 
@@ -36,6 +37,11 @@ impl Cuda {
         if call.delta.tokens != call.lse.tokens {
             return Err(Error::invalid("delta.tokens", call.delta.tokens, call.lse.tokens));
         }
+        for (name, t) in [("sinks", &call.sinks), ("dsinks", &call.dsinks)] {
+            if t.tokens != 1 {
+                return Err(Error::invalid(format!("{name}.tokens"), t.tokens, "1: there is one number for each head"));
+            }
+        }
         let like = Expected { heads: call.lse.heads, dim: 1, dtype: Dtype::F32, align: 4 };
         let params = Params {
             lse: checker.needed("lse", &call.lse, like)?,
@@ -44,6 +50,9 @@ impl Cuda {
             dsinks: checker.needed("dsinks", &call.dsinks, like)?,
             rows: call.lse.tokens,
         };
+        if call.lse.heads == 0 {
+            return Ok(());
+        }
         let _entered = self.enter()?;
         let function = self.blocks(&mut self.kernels())?.sinks;
         // SAFETY: the caller's promise.

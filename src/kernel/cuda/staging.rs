@@ -17,6 +17,11 @@ use cudarc::driver::sys::CUstream;
 /// Parts begin at multiples of this; so do arrays inside them.
 const ALIGN: usize = 16;
 
+/// What rounds up without leaving the address space. (Less than that is the driver's to refuse.)
+const MOST_BYTES: usize = isize::MAX as usize & !(ALIGN - 1);
+/// Each launch in flight is an event of the driver's, so a number that is not meant would take all memory and time.
+const MOST_LAUNCHES: usize = 1 << 20;
+
 /// `bytes` rounded up to a multiple of what arrays are aligned to.
 pub(super) const fn padded(bytes: usize) -> usize {
     bytes.next_multiple_of(ALIGN)
@@ -46,6 +51,13 @@ struct Part {
 
 impl Staging {
     pub(super) fn new(context: &Arc<Context>, bytes: usize, launches: usize) -> Result<Self> {
+        if bytes > MOST_BYTES {
+            return Err(Error::invalid("staging", format!("{bytes} bytes"), format!("at most {MOST_BYTES}")));
+        }
+        if launches > MOST_LAUNCHES {
+            let (found, expected) = (format!("{launches} launches in flight"), format!("at most {MOST_LAUNCHES}"));
+            return Err(Error::invalid("staging", found, expected).hint("with fewer, a call waits for the oldest"));
+        }
         let mirror = Mirror::new(context, padded(bytes))?;
         let events = (0..launches.max(1)).map(|_| Event::new(context)).collect::<Result<Vec<_>>>()?;
         Ok(Self {
@@ -76,8 +88,9 @@ impl Staging {
         Ok(())
     }
 
-    /// The next part of the ring, free for `bytes` bytes.
+    /// The next part of the ring, free for `bytes` bytes. The context that launches is current.
     pub(super) fn begin(&mut self, bytes: usize) -> Result<Writer> {
+        self.mirror.at_home()?;
         let bytes = padded(bytes);
         if bytes > self.mirror.bytes() {
             return Err(Error::invalid(
