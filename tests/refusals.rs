@@ -171,7 +171,7 @@ fn every_tensor_of_both_directions() {
             with(&|r| r.ptr = std::ptr::null_mut(), &[&format!("{name}.ptr is null")]);
             with(&|r| r.ptr = r.ptr.wrapping_add(2), &[&format!("{name}.ptr"), "multiple of 4"]);
             with(&|r| r.token_stride = i64::MAX / 2, &[&format!("{name}.token_stride")]);
-            with(&|r| *r = RawTensor::NONE, &[name, "is 0"]);
+            with(&|r| *r = RawTensor::NONE, &[&format!("{name} is not given")]);
         }
         // What is written may share nothing with anything, itself included.
         let written: &[Tensor] = match direction {
@@ -373,6 +373,46 @@ fn workspaces() {
     refused(own.forward(&mut rank, &plan), &words);
     refused(rank.prepare(&plan, Direction::Forward), &words);
     assert!(own.is_untouched() && memory.iter().all(|&b| b == 0));
+
+    // A tensor in the part of the workspace that the run uses would be lost, or read as something else.
+    let alone = Plan::new(&problem(), Mesh::single(), Layout::Contiguous).unwrap();
+    let mut rank = Rank::new(local::group(1, Duration::from_secs(9)).unwrap().remove(0));
+    let needed = rank.workspace_bytes(&alone, Direction::Backward).unwrap() as usize;
+    let mut memory = vec![0f32; (needed + ALIGNMENT as usize) / 4 + 11 * 6 * 8];
+    let start = memory.as_mut_ptr().cast::<u8>();
+    let start = start.wrapping_add(start.align_offset(ALIGNMENT as usize));
+    // SAFETY: `memory` outlives the rank; where a tensor lies in it, the run is refused or does not work there.
+    unsafe { rank.lend_workspace(start, needed) }.unwrap();
+    let mut buffers = vec![vec![0f32; 11 * 6 * 8]; 9];
+    let mut tensor =
+        |i: usize, heads, dim| RawTensor::compact(buffers[i].as_mut_ptr().cast(), Dtype::F32, 11, heads, dim);
+    let good = Bindings::default()
+        .with(Tensor::Q, tensor(0, 6, 8))
+        .with(Tensor::K, tensor(1, 3, 8))
+        .with(Tensor::V, tensor(2, 3, 8))
+        .with(Tensor::O, tensor(3, 6, 8))
+        .with(Tensor::DO, tensor(4, 6, 8))
+        .with(Tensor::Lse, tensor(5, 6, 1))
+        .with(Tensor::Dq, tensor(6, 6, 8))
+        .with(Tensor::Dk, tensor(7, 3, 8))
+        .with(Tensor::Dv, tensor(8, 3, 8));
+    for (tensor, name) in [(Tensor::DO, "do"), (Tensor::Dq, "dq")] {
+        let inside = good.with(tensor, RawTensor { ptr: start.wrapping_add(needed - 4), ..*good.get(tensor) });
+        let words = ["workspace", "overlaps", name];
+        // SAFETY: refused, or all of it is valid memory of this thread's.
+        refused(unsafe { rank.run(&alone, Direction::Backward, &inside) }, &words);
+        let behind = good.with(tensor, RawTensor { ptr: start.wrapping_add(needed), ..*good.get(tensor) });
+        // SAFETY: as above.
+        unsafe { rank.run(&alone, Direction::Backward, &behind) }.unwrap();
+    }
+}
+
+#[test]
+fn a_tensor_that_is_not_given_is_named() {
+    let mut bench = Bench::new(&problem(), Options::new());
+    // SAFETY: refused before anything is touched.
+    let result = unsafe { bench.rank.run(&bench.plan, Direction::Forward, &Bindings::default()) };
+    refused(result, &["q is not given, expected f32 of shape [11, 6, 8]", "tensor of 0 rows"]);
 }
 
 #[test]

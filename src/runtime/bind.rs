@@ -10,14 +10,24 @@ use crate::{
     error::{Error, Result},
     kernel::RawTensor,
     plan::Plan,
-    schedule::{Buf, Direction, Kind, Schedule, Tensor},
+    schedule::{ALIGNMENT, Buf, Direction, Kind, Schedule, Tensor},
     tensor::{disjoint, expect},
 };
 
 /// One tensor for each name; [`RawTensor::NONE`] where a direction has no use for one.
 ///
 /// Forward reads q, k, v (and sinks) and writes o and lse. Backward reads q, k, v, o, lse, do (and sinks) and writes dq,
-/// dk, dv (and dsinks). Shapes are those of the rank's own tokens.
+/// dk, dv (and dsinks). Shapes are those of the rank's own tokens, and a rank without any gives tensors of 0 rows.
+///
+/// | tensors | shape | type |
+/// |---|---|---|
+/// | q, dq | `[tokens, heads, head_dim]` | the problem's |
+/// | k, dk | `[k tokens, kv_heads, head_dim]` | the problem's |
+/// | v, dv | `[k tokens, kv_heads, value_dim]` | the problem's |
+/// | o, do | `[tokens, heads, value_dim]` | the problem's |
+/// | lse | `[tokens, heads, 1]` | the accumulator's: f32, or f64 for f64 |
+/// | sinks | `[1, heads, 1]` | f32 |
+/// | dsinks | `[1, heads, 1]` | the accumulator's |
 #[derive(Clone, Copy, Debug)]
 pub struct Bindings {
     tensors: [RawTensor; Tensor::COUNT],
@@ -75,8 +85,18 @@ impl Bindings {
         &self.tensors[tensor as usize]
     }
 
+    /// Refuses tensors that lie in a workspace of the caller's, of `bytes` bytes, which any of them would be lost in.
+    pub(super) fn apart_from(&self, workspace: *mut u8, bytes: u64, direction: Direction, sinks: bool) -> Result<()> {
+        // As rows of its alignment: every buffer of a schedule takes a multiple of that.
+        let dim = (ALIGNMENT / 2) as u32;
+        let room = RawTensor::compact(workspace, Dtype::F16, bytes.div_ceil(ALIGNMENT), 1, dim);
+        for (tensor, raw) in self.used(direction, sinks) {
+            disjoint(&[(tensor.name(), *raw, false), ("workspace", room, true)])?;
+        }
+        Ok(())
+    }
+
     /// The tensors that a direction reads or writes.
-    #[cfg(feature = "cuda")]
     pub(super) fn used(&self, direction: Direction, sinks: bool) -> impl Iterator<Item = (Tensor, &RawTensor)> {
         ALL.into_iter().filter(move |&t| role(t, direction, sinks).is_some()).map(|t| (t, self.get(t)))
     }
@@ -95,6 +115,10 @@ impl Bindings {
                 continue;
             };
             let (dtype, shape) = form(plan, prepared, tensor);
+            if *raw == RawTensor::NONE {
+                return Err(Error::invalid(tensor.name(), "not given", format!("{dtype} of shape {shape:?}"))
+                    .hint("a rank without tokens gives a tensor of 0 rows"));
+            }
             expect(tensor.name(), raw, dtype, shape).map_err(|error| {
                 // The usual reason is a tensor of the whole batch, or a cu_seqlens that ends elsewhere.
                 let tokens = raw.dtype == dtype && raw.tokens != shape[0] as u64;

@@ -36,6 +36,49 @@ const REMEMBERED: usize = 16;
 ///
 /// Dropping it means that the rank leaves, once what it enqueued is done. Its runs come one after another, whatever
 /// streams they are put on, because they share one workspace.
+///
+/// Two ranks on one device, each a thread; usually each has a device of its own:
+///
+/// ```no_run
+/// use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Result, Side, transport::peer};
+/// use cpattn::kernel::{RawTensor, cuda::Cuda};
+/// use cpattn::runtime::{Bindings, DeviceRank};
+/// use cpattn::schedule::{Direction, Tensor};
+/// use std::{ptr::null_mut, time::Duration};
+///
+/// // Two documents of 5 and 7 tokens, 4 q heads, 2 kv heads, head_dim 64.
+/// let problem = Problem::new(Batch::new(&[0, 5, 12])?, 4, 2, 64, Dtype::Bf16);
+/// let plan = Plan::new(&problem, Mesh::ring(2)?, Layout::Zigzag)?;
+/// let device = Cuda::shared(0)?;
+/// let ends = peer::group(&[device.clone(), device.clone()], Duration::from_secs(10))?;
+/// std::thread::scope(|scope| {
+///     let run = |end| -> Result<()> {
+///         let mut rank = DeviceRank::new(end)?;
+///         let (cuda, n) = (rank.device().clone(), plan.local_tokens(Side::Q, rank.rank()) as u64);
+///         let bytes = |heads: u64, dim: u64, dtype: Dtype| (n * heads * dim) as usize * dtype.size();
+///         // Anybody's device memory will do; q, k and v are to be filled with this rank's tokens (Plan::shard).
+///         let (q, o) = (cuda.allocate(bytes(4, 64, Dtype::Bf16))?, cuda.allocate(bytes(4, 64, Dtype::Bf16))?);
+///         let (k, v) = (cuda.allocate(bytes(2, 64, Dtype::Bf16))?, cuda.allocate(bytes(2, 64, Dtype::Bf16))?);
+///         let lse = cuda.allocate(bytes(4, 1, Dtype::F32))?;
+///         let tensors = Bindings::default()
+///             .with(Tensor::Q, RawTensor::compact(q.ptr(), Dtype::Bf16, n, 4, 64))
+///             .with(Tensor::K, RawTensor::compact(k.ptr(), Dtype::Bf16, n, 2, 64))
+///             .with(Tensor::V, RawTensor::compact(v.ptr(), Dtype::Bf16, n, 2, 64))
+///             .with(Tensor::O, RawTensor::compact(o.ptr(), Dtype::Bf16, n, 4, 64))
+///             .with(Tensor::Lse, RawTensor::compact(lse.ptr(), Dtype::F32, n, 4, 1));
+///         let stream = null_mut(); // the legacy default stream, or a cudaStream_t of the caller's, cast
+///         // SAFETY: the memory lives until the stream was waited for, and nobody else uses it.
+///         unsafe {
+///             rank.run(&plan, Direction::Forward, &tensors, stream)?;
+///             cuda.synchronize(stream)?;
+///         }
+///         rank.poll() // whether anything failed meanwhile, on any rank
+///     };
+///     let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(move || run(end))).collect();
+///     threads.into_iter().try_for_each(|thread| thread.join().unwrap())
+/// })?;
+/// # Ok::<(), cpattn::Error>(())
+/// ```
 pub struct DeviceRank {
     transport: Arc<dyn DeviceTransport>,
     prepared: Vec<Enqueueable>,
@@ -176,9 +219,19 @@ impl DeviceRank {
         self.transport.abort(Cause::Aborted);
     }
 
-    /// Bytes of device workspace that running `plan` in `direction` takes on this rank.
+    /// Bytes of device workspace that running `plan` in `direction` takes on this rank. Allocates nothing on the device:
+    /// who means to lend the workspace need not have room for two.
+    ///
+    /// # Errors
+    /// As [`DeviceRank::prepare`], the driver's aside.
     pub fn workspace_bytes(&mut self, plan: &Plan, direction: Direction) -> Result<u64> {
-        self.ready(plan, direction).map(|i| self.prepared[i].prepared.schedule.workspace)
+        match self.known(plan, direction) {
+            Some(i) => Ok(self.prepared[i].prepared.schedule.workspace),
+            None => {
+                self.suits(plan)?;
+                Ok(plan.schedule(self.rank(), direction)?.workspace)
+            }
+        }
     }
 
     /// Lends the rank device memory to work in, instead of memory of its own. Waits for what it enqueued.
@@ -188,7 +241,8 @@ impl DeviceRank {
     /// lent or the rank is dropped.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if `ptr` is not a multiple of [`ALIGNMENT`], or not memory of the rank's device.
+    /// [`Error::Invalid`] if `ptr` is not a multiple of [`ALIGNMENT`], or the first or last byte is not memory of the
+    /// rank's device.
     pub unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
         if !(ptr as usize).is_multiple_of(ALIGNMENT as usize) {
             let (found, expected) = (format!("address {ptr:p}"), format!("a multiple of {ALIGNMENT} bytes"));
@@ -196,6 +250,12 @@ impl DeviceRank {
         }
         if bytes > 0 {
             self.device().accept_address("workspace", ptr)?;
+            let last = ptr.wrapping_add(bytes - 1);
+            self.device().accept_address("workspace", last).map_err(|_| {
+                let ordinal = self.device().ordinal();
+                let expected = format!("as many as are memory of device {ordinal}: the last, at {last:p}, is not");
+                Error::invalid("workspace", format!("{bytes} bytes at {ptr:p}"), expected)
+            })?;
         }
         self.settle()?;
         self.workspace = Workspace::Lent(ptr, bytes);
@@ -227,12 +287,12 @@ impl DeviceRank {
         }
     }
 
-    fn ready(&mut self, plan: &Plan, direction: Direction) -> Result<usize> {
-        let job = Job::Attention(direction);
-        let known = |e: &Enqueueable| e.prepared.is(plan, job);
-        if let Some(i) = self.prepared.iter().position(known) {
-            return Ok(i);
-        }
+    fn known(&self, plan: &Plan, direction: Direction) -> Option<usize> {
+        self.prepared.iter().position(|e| e.prepared.is(plan, Job::Attention(direction)))
+    }
+
+    /// Refuses what no run of a plan could honour here. Found while planning, it ends nobody's run.
+    fn suits(&self, plan: &Plan) -> Result<()> {
         plan.fits_world(self.transport.world())?;
         let p = plan.problem();
         if plan.options().reproducible {
@@ -242,9 +302,19 @@ impl DeviceRank {
                 "run it on the CPU, or plan without it: runs still repeat bit for bit on one mesh",
             ));
         }
+        self.device().accept_score(&p.score())?;
+        self.device().is_prepared(p.dtype(), p.head_dim() as u32, p.v_head_dim() as u32).map(|_| ())
+    }
+
+    fn ready(&mut self, plan: &Plan, direction: Direction) -> Result<usize> {
+        if let Some(i) = self.known(plan, direction) {
+            return Ok(i);
+        }
+        self.suits(plan)?;
+        let p = plan.problem();
         let cuda = Arc::clone(self.transport.device());
         cuda.prepare(p.dtype(), p.head_dim() as u32, p.v_head_dim() as u32)?;
-        let mut prepared = Prepared::new(plan, self.rank(), job)?;
+        let mut prepared = Prepared::new(plan, self.rank(), Job::Attention(direction))?;
         let mut events: Vec<Option<Event>> = (0..prepared.schedule.ops.len()).map(|_| None).collect();
         for op in &prepared.schedule.ops {
             if let Some(after) = op.after
@@ -328,6 +398,10 @@ impl DeviceRank {
         // SAFETY: the caller's promise.
         unsafe { self.device().accept_stream(stream) }?;
         let workspace = self.room(at)?;
+        if let Workspace::Lent(..) = self.workspace {
+            let bytes = self.prepared[at].prepared.schedule.workspace;
+            tensors.apart_from(workspace, bytes, direction, plan.problem().has_sinks())?;
+        }
         let group = self.prepared[at].prepared.schedule.group.clone();
         if group.len() > 1 {
             self.transport.agree(group, self.prepared[at].prepared.job.fingerprint(plan))?;

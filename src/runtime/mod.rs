@@ -197,6 +197,11 @@ impl Rank {
     pub unsafe fn run(&mut self, plan: &Plan, direction: Direction, tensors: &Bindings) -> Result<()> {
         let at = self.ready(plan, Job::Attention(direction))?;
         tensors.check(plan, &self.prepared[at])?;
+        if let Some(ptr) = self.workspace.lent_at() {
+            let bytes = self.prepared[at].schedule.workspace;
+            self.workspace.reserve(bytes)?;
+            tensors.apart_from(ptr, bytes, direction, plan.problem().has_sinks())?;
+        }
         // SAFETY: the caller's promise; the tensors fit the plan.
         unsafe { self.run_prepared(at, tensors) }
     }

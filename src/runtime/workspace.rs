@@ -40,6 +40,11 @@ impl Workspace {
         Ok(Self { own: Vec::new(), lent: Some((ptr, bytes)) })
     }
 
+    /// Where memory of the caller's lies, if there is any.
+    pub(super) fn lent_at(&self) -> Option<*mut u8> {
+        self.lent.filter(|&(_, bytes)| bytes > 0).map(|(ptr, _)| ptr)
+    }
+
     /// Makes sure that `bytes` are there.
     pub(super) fn reserve(&mut self, bytes: u64) -> Result<()> {
         match self.lent {

@@ -145,7 +145,7 @@ impl Local {
     }
 
     /// Refuses a list that breaks the contract, before anything of it is posted.
-    fn check(&self, argument: &str, list: &[Message]) -> Result<()> {
+    pub(super) fn check(&self, argument: &str, list: &[Message]) -> Result<()> {
         let world = self.shared.world;
         for (at, message) in list.iter().enumerate() {
             let argument = |field| format!("{argument}[{at}].{field}");

@@ -178,7 +178,6 @@ impl Events {
                 at += 1;
                 if offer.bytes != recv.bytes {
                     let cause = Cause::Size { ours: recv.bytes as u64, theirs: offer.bytes as u64 };
-                    local.abort(cause);
                     let Label { operation, step } = label;
                     return Err(Error::Peer { rank: local.rank(), operation, step, peer, cause });
                 }
@@ -237,13 +236,21 @@ impl Transport for Peer {
     }
 
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
+        self.local.check("sends", sends)?;
+        self.local.check("recvs", recvs)?;
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         let _entered = self.cuda.context().enter()?;
         let stream = self.stream.handle();
         events.ready.record(stream)?;
         events.trade_offers(&self.local, label, &self.cuda, stream, sends, recvs)?;
         // SAFETY: the caller's promise.
-        unsafe { events.enqueue(&self.local, label, stream, recvs) }?;
+        if let Err(error) = unsafe { events.enqueue(&self.local, label, stream, recvs) } {
+            // The senders wait to be told, and their memory is theirs again once they are: what was enqueued is over
+            // first. If the driver cannot even wait, the first error says more.
+            let _ = self.stream.synchronize();
+            self.local.abort(if let Error::Peer { cause, .. } = error { cause } else { Cause::Failed });
+            return Err(error);
+        }
         events.acknowledge(&self.local, label, sends)
     }
 

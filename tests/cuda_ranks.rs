@@ -1,0 +1,297 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a rank on a CUDA device and its transport refuse, in words that name the argument, and that both go on after it;
+//! and that a group whose exchange fails on one side hears of it on the other at once.
+//!
+//! Runs on whatever driver is found, see `cuda_plans`.
+#![cfg(feature = "cuda")]
+
+use std::{
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use cpattn::{
+    Batch, Cause, Dtype, Error, Layout, Mesh, Plan, Problem, Result, Side,
+    kernel::{
+        Block, RawTensor, Transform,
+        cuda::{Cuda, DeviceMemory, Pieces},
+    },
+    runtime::{Bindings, DeviceRank},
+    schedule::{ALIGNMENT, Direction, Tensor},
+    transport::{DeviceTransport, Label, Message, Transport, peer},
+};
+
+fn device() -> Option<Arc<Cuda>> {
+    match Cuda::new(0) {
+        Ok(cuda) => Some(Arc::new(cuda)),
+        Err(Error::Unsupported { option, limit, .. }) if std::env::var_os("CPATTN_REQUIRE_CUDA").is_none() => {
+            eprintln!("not run: {option}: {limit}");
+            None
+        }
+        Err(e) => panic!("{e}"),
+    }
+}
+
+/// Refused before anything moved, in these words.
+#[track_caller]
+fn refused<T: std::fmt::Debug>(result: Result<T>, words: &[&str]) {
+    let error = result.expect_err("accepted");
+    assert!(matches!(error, Error::Invalid { .. } | Error::Unsupported { .. }), "{error:?}");
+    let text = error.to_string();
+    for word in words {
+        assert!(text.contains(word), "{text:?} lacks {word:?}");
+    }
+}
+
+fn problem(tokens: usize) -> Problem {
+    Problem::new(Batch::from_lengths(&[tokens]).unwrap(), 2, 2, 16, Dtype::F16)
+}
+
+fn alone(p: &Problem) -> Plan {
+    Plan::new(p, Mesh::single(), Layout::Contiguous).unwrap()
+}
+
+fn rank(cuda: &Arc<Cuda>) -> DeviceRank {
+    DeviceRank::new(peer::group(&[Arc::clone(cuda)], Duration::from_secs(60)).unwrap().remove(0)).unwrap()
+}
+
+/// All tensors of a backward, of zeros, and the memory they lie in.
+fn tensors(cuda: &Cuda, plan: &Plan, rank: usize) -> (Bindings, Vec<DeviceMemory>) {
+    let n = plan.local_tokens(Side::Q, rank);
+    let mut memory = Vec::new();
+    let mut bindings = Bindings::default();
+    use Tensor::{DO, Dk, Dq, Dv, K, Lse, O, Q, V};
+    for tensor in [Q, K, V, O, Lse, DO, Dq, Dk, Dv] {
+        let (dtype, dim) = if tensor == Lse { (Dtype::F32, 1) } else { (Dtype::F16, 16) };
+        let m = cuda.allocate(n * 2 * dim * dtype.size()).unwrap();
+        m.upload(&vec![0; m.bytes()]).unwrap();
+        bindings.set(tensor, RawTensor::compact(m.ptr(), dtype, n as u64, 2, dim as u32));
+        memory.push(m);
+    }
+    (bindings, memory)
+}
+
+fn wait(cuda: &Cuda) {
+    // SAFETY: the default stream.
+    unsafe { cuda.synchronize(std::ptr::null_mut()) }.unwrap();
+}
+
+#[test]
+fn tensors_are_refused_by_name() {
+    let Some(cuda) = device() else { return };
+    let plan = alone(&problem(12));
+    let (good, _memory) = tensors(&cuda, &plan, 0);
+    let mut rank = rank(&cuda);
+    let mut run = |bindings: &Bindings, direction| {
+        // SAFETY: refused, or the tensors live until the end; the default stream.
+        unsafe { rank.run(&plan, direction, bindings, std::ptr::null_mut()) }
+    };
+    let without = |tensor| good.with(tensor, RawTensor::NONE);
+    refused(run(&without(Tensor::Q), Direction::Forward), &["q is not given, expected f16 of shape [12, 2, 16]"]);
+    refused(run(&without(Tensor::Lse), Direction::Forward), &["lse is not given, expected f32 of shape [12, 2, 1]"]);
+    refused(run(&without(Tensor::Dv), Direction::Backward), &["dv is not given"]);
+    run(&without(Tensor::Dv), Direction::Forward).unwrap();
+    run(&good, Direction::Backward).unwrap();
+    wait(&cuda);
+}
+
+/// What no run could honour is found when planning, where it ends nobody's run.
+#[test]
+fn plans_are_refused_before_the_group_meets() {
+    let Some(cuda) = device() else { return };
+    let mut rank = rank(&cuda);
+    let forward = Direction::Forward;
+    for (p, words) in [
+        (problem(4).scale(3e38), "scale is 3e38"),
+        (problem(4).scale(1e20).softcap(1e-20), "softcap is 1e-20"),
+        (Problem::new(Batch::from_lengths(&[4]).unwrap(), 2, 2, 12, Dtype::F16), "head_dim 12"),
+        (Problem::new(Batch::from_lengths(&[4]).unwrap(), 2, 2, 16, Dtype::F64), "dtype f64"),
+    ] {
+        refused(rank.prepare(&alone(&p), forward), &[words]);
+        refused(rank.workspace_bytes(&alone(&p), forward), &[words]);
+    }
+    let two = Plan::new(&problem(4), Mesh::ring(2).unwrap(), Layout::Contiguous).unwrap();
+    refused(rank.workspace_bytes(&two, forward), &["mesh", "world of 1"]);
+    rank.prepare(&alone(&problem(4)), forward).unwrap();
+}
+
+#[test]
+fn workspaces_are_lent_whole_and_apart() {
+    let Some(cuda) = device() else { return };
+    let plan = alone(&problem(12));
+    let (good, _memory) = tensors(&cuda, &plan, 0);
+    let mut rank = rank(&cuda);
+
+    // To ask takes no memory: no device has the 200 TB that this plan would take.
+    let huge = alone(&Problem::new(Batch::from_lengths(&[i32::MAX as usize]).unwrap(), 96, 96, 256, Dtype::F16));
+    let bytes = rank.workspace_bytes(&huge, Direction::Backward).unwrap();
+    assert_eq!(bytes, huge.schedule(0, Direction::Backward).unwrap().workspace);
+    assert!(bytes > 100 << 40, "{bytes}");
+
+    let needed = rank.workspace_bytes(&plan, Direction::Backward).unwrap() as usize;
+    let memory = cuda.allocate(needed + ALIGNMENT as usize).unwrap();
+    // SAFETY: refused, or `memory` outlives the rank; here and below.
+    let lend = |rank: &mut DeviceRank, bytes| unsafe { rank.lend_workspace(memory.ptr(), bytes) };
+    refused(lend(&mut rank, 1 << 50), &["workspace is 1125899906842624 bytes", "memory of device 0: the last, at "]);
+    lend(&mut rank, needed - 1).unwrap();
+    let words = format!("at least {needed} bytes");
+    refused(rank.prepare(&plan, Direction::Backward), &[&words, "lend"]);
+    lend(&mut rank, needed).unwrap();
+    let mut run = |bindings: &Bindings| {
+        // SAFETY: refused, or the tensors live until the end; the default stream.
+        unsafe { rank.run(&plan, Direction::Backward, bindings, std::ptr::null_mut()) }
+    };
+    let at = |tensor: Tensor, ptr| good.with(tensor, RawTensor { ptr, ..*good.get(tensor) });
+    refused(run(&at(Tensor::Dq, memory.ptr())), &["dq", "overlaps", "workspace"]);
+    refused(run(&at(Tensor::K, memory.ptr().wrapping_add(needed - 16))), &["k", "overlaps", "workspace"]);
+    run(&good).unwrap();
+    wait(&cuda);
+    drop(rank);
+}
+
+#[test]
+fn exchanges_are_refused_or_end_on_both_sides() {
+    let Some(cuda) = device() else { return };
+    let label = Label { operation: "test", step: 0 };
+    let (from, to) = (cuda.allocate(64).unwrap(), cuda.allocate(64).unwrap());
+    from.upload(&[7; 64]).unwrap();
+    let message = |peer, ptr, bytes| Message { peer, ptr, bytes };
+    let null = std::ptr::null_mut();
+    let group = || peer::group(&[Arc::clone(&cuda), Arc::clone(&cuda)], Duration::from_secs(60)).unwrap();
+
+    let ends = group();
+    // SAFETY: refused before anything is posted.
+    let send = |m| unsafe { ends[0].exchange(label, &[message(1, from.ptr(), 8), m], &[]) };
+    refused(send(message(1, from.ptr(), 0)), &["sends[1].bytes is 0, expected at least 1"]);
+    refused(send(message(0, from.ptr(), 8)), &["sends[1].peer is 0, expected another rank"]);
+    refused(send(message(1, null, 8)), &["sends[1].ptr is null"]);
+    // SAFETY: as above.
+    let result = unsafe { ends[0].exchange(label, &[], &[message(2, to.ptr(), 8)]) };
+    refused(result, &["recvs[0].peer is 2, expected a rank below 2"]);
+
+    // One message, from rank 0 to rank 1; what either end says.
+    let trade = |ends: Vec<peer::Peer>, offered: usize, into: *mut u8, expected: usize| {
+        let (from, into) = (from.ptr() as usize, into as usize);
+        let begin = Instant::now();
+        let said: Vec<Result<()>> = thread::scope(|scope| {
+            let threads: Vec<_> = ends
+                .iter()
+                .map(|end| {
+                    scope.spawn(move || {
+                        let (sends, recvs) = if end.rank() == 0 {
+                            (vec![message(1, from as *mut u8, offered)], vec![])
+                        } else {
+                            (vec![], vec![message(0, into as *mut u8, expected)])
+                        };
+                        // SAFETY: both ends live until the copy was waited for; what is no memory is refused.
+                        unsafe { end.exchange(label, &sends, &recvs) }
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        assert!(begin.elapsed() < Duration::from_secs(30), "somebody waited for the deadline");
+        ends.iter().for_each(|end| end.synchronize().unwrap());
+        said
+    };
+    // Refused lists left the group as it was.
+    let said = trade(ends, 64, to.ptr(), 64);
+    assert!(said.iter().all(Result::is_ok), "{said:?}");
+    let mut arrived = [0; 64];
+    to.download(&mut arrived).unwrap();
+    assert_eq!(arrived, [7; 64]);
+
+    let size = Cause::Size { ours: 16, theirs: 8 };
+    for error in trade(group(), 8, to.ptr(), 16) {
+        assert!(matches!(error, Err(Error::Peer { cause, .. }) if cause == size), "{error:?}");
+    }
+    // An address that no driver knows: the copy is refused on one side, and the other hears of it.
+    let said = trade(group(), 8, std::ptr::without_provenance_mut(64), 8);
+    assert!(matches!(said[1], Err(Error::Device { .. })), "{said:?}");
+    assert!(matches!(said[0], Err(Error::Peer { peer: 1, cause: Cause::Failed, .. })), "{said:?}");
+}
+
+/// Device 0 and another, where there are two.
+fn two_devices() -> Option<[Arc<Cuda>; 2]> {
+    let first = device()?;
+    match Cuda::new(1) {
+        Ok(second) => Some([first, Arc::new(second)]),
+        Err(e) => {
+            eprintln!("not run: {e}");
+            None
+        }
+    }
+}
+
+/// A ring of another device is memory that a launch here may not be able to read, and a stream of another device is
+/// none that it can be put on.
+#[test]
+fn rings_and_streams_of_another_device_are_refused() {
+    let Some([first, second]) = two_devices() else { return };
+    let memory = first.allocate(64).unwrap();
+    let fill =
+        [Block { dst: RawTensor::compact(memory.ptr(), Dtype::F32, 1, 1, 16), sources_begin: 0, sources_end: 0 }];
+    let call = Transform { blocks: &fill, sources: &[] };
+    let mut rings = [first.staging(4096, 4).unwrap(), second.staging(4096, 4).unwrap()];
+    let stream = std::ptr::null_mut();
+    // SAFETY: refused before anything is launched.
+    refused(
+        unsafe { first.transform(&call, &mut rings[1], stream) },
+        &["staging is memory of device 1", "the device that makes the call"],
+    );
+    // SAFETY: the memory lives until the call was waited for.
+    unsafe { first.transform(&call, &mut rings[0], stream) }.unwrap();
+    let elsewhere = peer::group(&[second], Duration::from_secs(60)).unwrap();
+    let mut pieces = Pieces::new(Arc::clone(&first)).unwrap();
+    // SAFETY: refused before anything is launched.
+    refused(unsafe { pieces.transform(&call, elsewhere[0].stream()) }, &["stream is ", "expected one of device 0"]);
+    wait(&first);
+}
+
+/// The same bits, wherever the ranks are.
+#[test]
+fn ranks_on_two_devices() {
+    let Some([first, second]) = two_devices() else { return };
+    let p = Problem::new(Batch::from_lengths(&[9, 0, 23]).unwrap(), 2, 2, 16, Dtype::F16);
+    for (ulysses, ring) in [(1, 2), (2, 1)] {
+        let plan = Plan::new(&p, Mesh::explicit(2, ulysses, ring).unwrap(), Layout::Zigzag).unwrap();
+        let results = |devices: [&Arc<Cuda>; 2]| -> Vec<Vec<Vec<u8>>> {
+            let ends = peer::group(&devices.map(Arc::clone), Duration::from_secs(60)).unwrap();
+            let run = |end: peer::Peer| {
+                let mut rank = DeviceRank::new(end).unwrap();
+                let cuda = Arc::clone(rank.device());
+                let (tensors, memory) = tensors(&cuda, &plan, rank.rank());
+                for (i, m) in memory.iter().enumerate() {
+                    // Halves of moderate size, for the inputs of both directions; the rest is overwritten.
+                    let values: Vec<u8> = (0..m.bytes()).map(|b| [(b * 7 + i) as u8, 0x34][b % 2]).collect();
+                    m.upload(&values).unwrap();
+                }
+                for direction in [Direction::Forward, Direction::Backward] {
+                    // SAFETY: the tensors live until the end; the default stream.
+                    unsafe { rank.run(&plan, direction, &tensors, std::ptr::null_mut()) }.unwrap();
+                }
+                wait(&cuda);
+                let read = |m: &DeviceMemory| {
+                    let mut bytes = vec![0; m.bytes()];
+                    m.download(&mut bytes).unwrap();
+                    bytes
+                };
+                memory.iter().map(read).collect()
+            };
+            thread::scope(|scope| {
+                let threads: Vec<_> = ends
+                    .into_iter()
+                    .map(|end| {
+                        let run = &run;
+                        scope.spawn(move || run(end))
+                    })
+                    .collect();
+                threads.into_iter().map(|t| t.join().unwrap()).collect()
+            })
+        };
+        let (together, apart) = (results([&first, &first]), results([&first, &second]));
+        assert!(together == apart, "ulysses {ulysses} × ring {ring}");
+        assert!(together[0][6].iter().any(|&b| b != 0), "dq is something");
+    }
+}
