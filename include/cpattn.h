@@ -522,8 +522,9 @@ typedef struct cpattn_q_range {
   uint8_t reserved[7];
 } cpattn_q_range;
 
-/* Rows of q ranges must not overlap, nor rows of k ranges: that is not checked, and workers would race for them. A q range
- * without pairs attends to nothing in this call. */
+/* A row that a call writes lies in one range: two would be refused, since both write it at once. Written are the rows of q
+ * ranges (but by a backward of CPATTN_GRADIENTS_KEYS) and, by a backward that makes dk and dv, those of k ranges; rows
+ * that are only read may lie in several ranges. A q range without pairs attends to nothing in this call. */
 typedef struct cpattn_ranges {
   const cpattn_q_range *q;
   size_t q_count;

@@ -28,6 +28,8 @@ mod range;
 pub mod reference;
 #[cfg(feature = "std")]
 pub mod sinks;
+#[cfg(feature = "std")]
+mod writers;
 
 #[cfg(feature = "std")]
 pub(crate) use kernels::no_stream;

@@ -123,8 +123,9 @@ pub struct QRange {
     pub mode: Mode,
 }
 
-/// The pairs of one call, by q range. Rows of q ranges never overlap, nor do rows of k ranges; a pair joins ranges of
-/// one document; of one q range, pairs are in the order in which keys are visited.
+/// The pairs of one call, by q range. Rows that the call writes lie in one range each (those of q ranges, but for dk and
+/// dv alone; those of k ranges for dk and dv), which is checked; rows that it only reads may lie in several. A pair joins
+/// ranges of one document; of one q range, pairs are in the order in which keys are visited.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ranges<'a> {
     /// The q ranges. One without pairs is legal: its rows attend to nothing in this call.

@@ -70,6 +70,39 @@ static void attention(void) {
   AGREES(dsinks, stream, 2e-3);
 }
 
+/* Rows that are only read may lie in two ranges: keys that two documents share, queries of a backward for keys alone. */
+static void shared_rows(void) {
+  cpattn_range prefix[] = {{0, 0, 12, 1, 1, 0}, {0, 0, 12, 1, 1, 1}}, halves[] = {{0, 0, 12, 1, 1, 0}, {12, 0, 8, 1, 1, 1}};
+  cpattn_q_range apart[] = {{{0, 9, 20, 1, 1, 0}, 0, 1, CPATTN_ONLY, {0}}, {{20, 5, 30, 1, 1, 1}, 1, 2, CPATTN_ONLY, {0}}};
+  cpattn_q_range twice[] = {{{0, 9, 20, 1, 1, 0}, 0, 1, CPATTN_ONLY, {0}}, {{10, 5, 30, 1, 1, 1}, 1, 2, CPATTN_ONLY, {0}}};
+  for (int device = 0; device < 2; device++) {
+    cpattn_scratch *scratch = device ? gpu : cpu;
+    cpattn_attend_args a = attend_args(device, apart, 2);
+    a.ranges.k = prefix;
+    a.ranges.k_count = a.ranges.pair_count = 2;
+    OK(cpattn_attend(scratch, &a));
+    cpattn_attend_backward_args b = backward_args(device, twice, 2);
+    b.ranges.k = halves;
+    b.ranges.k_count = b.ranges.pair_count = 2;
+    const char *both = "ranges.q[1] is rows 10..40, expected no row of ranges.q[0], which is rows 0..20";
+    REFUSED(CPATTN_INVALID, both, cpattn_attend_backward(scratch, &b));
+    b.gradients = CPATTN_GRADIENTS_KEYS, b.dq = NULL;
+    OK(cpattn_attend_backward(scratch, &b));
+    a.ranges.q = twice;
+    REFUSED(CPATTN_INVALID, both, cpattn_attend(scratch, &a));
+    b = backward_args(device, apart, 2);
+    b.ranges = a.ranges, b.ranges.q = apart;
+    REFUSED(CPATTN_INVALID, "ranges.k[1] is rows 0..12, expected no row of ranges.k[0]", cpattn_attend_backward(scratch, &b));
+    b.gradients = CPATTN_GRADIENTS_QUERIES, b.dk = b.dv = NULL;
+    OK(cpattn_attend_backward(scratch, &b));
+  }
+  AGREES(o, stream, 2e-3);
+  AGREES(lse, stream, 1e-5);
+  AGREES(dq, stream, 2e-3);
+  AGREES(dk, stream, 2e-3);
+  AGREES(dv, stream, 2e-3);
+}
+
 static void rows(void) {
   cpattn_range empty[] = {{3, 0, 5, 1, 1, 0}, {40, 0, 10, 1, 1, 0}};
   for (int device = 0; device < 2; device++) {
@@ -186,6 +219,7 @@ int main(void) {
   OK(cpattn_scratch_reserve(gpu, CPATTN_F16, DIM, DIM));
   size_t before = available();
   attention();
+  shared_rows();
   rows();
   TRUE(available() == before);
   refusals();

@@ -368,6 +368,17 @@ static void pieces(void) {
     if (!(d < 1e-5f && d > -1e-5f)) failures++, fprintf(stderr, "o[%d]: %g in one visit, %g in two\n", i, o_one[i], o_two[i]);
   }
 
+  /* Two documents with the same keys: each row gives what it gave before. A row of two q ranges has two writers. */
+  cpattn_range same[] = {{0, 0, TOKENS, 1, 1, 0}, {0, 0, TOKENS, 1, 1, 1}};
+  cpattn_q_range halves[] = {{{0, 0, 5, 1, 1, 0}, 0, 1, CPATTN_ONLY, {0}}, {{5, 5, 3, 1, 1, 1}, 1, 2, CPATTN_ONLY, {0}}};
+  a.ranges.q = halves, a.ranges.q_count = 2, a.ranges.k = same;
+  memset(o_two, 0, sizeof o_two);
+  OK(cpattn_attend(scratch, &a));
+  if (memcmp(o_one, o_two, sizeof o_one)) failures++, fprintf(stderr, "keys that two documents share give something else\n");
+  halves[1].range.row = 4;
+  REFUSED(CPATTN_INVALID, "ranges.q[1] is rows 4..7, expected no row of ranges.q[0], which is rows 0..5", cpattn_attend(scratch, &a));
+  a.ranges.q = &q, a.ranges.q_count = 1, a.ranges.k = keys;
+
   q.mode = 4;
   REFUSED(CPATTN_INVALID, "ranges.q[0].mode is 4", cpattn_attend(scratch, &a));
   q.mode = CPATTN_ONLY;

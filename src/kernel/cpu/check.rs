@@ -169,6 +169,7 @@ pub(super) fn attend(c: &Attend) -> Result<Dims> {
             needed("o", &c.o, c.v.dim, i, &x.range)?;
         }
     }
+    c.ranges.one_writer(true, false)?;
     Ok(dims)
 }
 
@@ -209,6 +210,7 @@ pub(super) fn backward(c: &AttendBackward) -> Result<Dims> {
             rows("dv", &c.dv, "ranges.k", i, x)?;
         }
     }
+    c.ranges.one_writer(c.gradients != Gradients::Keys, c.gradients != Gradients::Queries)?;
     Ok(dims)
 }
 

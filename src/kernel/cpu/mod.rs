@@ -61,7 +61,7 @@ macro_rules! by_sums {
 /// # Safety
 /// Rows of the ranges are valid in every tensor of the call: for reads in q, k, v, slopes and sinks, for writes too in
 /// running, o and lse, which overlap nothing but each other where [`Attend::running`] allows it, and which nobody else
-/// accesses meanwhile. Addresses are aligned to their type. Rows of q ranges do not overlap.
+/// accesses meanwhile. Addresses are aligned to their type.
 pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
     let dims = check::attend(call)?;
     let lines = memory(scratch, &dims)?;

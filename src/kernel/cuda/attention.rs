@@ -45,7 +45,7 @@ impl Cuda {
     /// # Safety
     /// The stream is of the device's primary context. When the launch runs, in stream order, the rows of the ranges are
     /// valid device memory in every tensor: for reads in q, k, v, slopes and sinks, for writes too in running, o, lse
-    /// and max_score, which overlap nothing and which nobody else accesses meanwhile. Rows of q ranges do not overlap.
+    /// and max_score, which overlap nothing and which nobody else accesses meanwhile.
     pub unsafe fn attend(
         &self,
         call: &Attend,
@@ -59,6 +59,7 @@ impl Cuda {
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
         let window = check::score(&call.score)?;
         check::ranges(&call.ranges, call.q.tokens, call.k.tokens.min(call.v.tokens), !call.slopes.is_none())?;
+        call.ranges.one_writer(true, false)?;
         let q_heads = call.q.heads;
         let f32s = Expected { heads: q_heads, dim: 1, dtype: Dtype::F32, align: 4 };
         let running = Expected { heads: q_heads, dim: call.v.dim, dtype: Dtype::F32, align: 16 };
@@ -120,7 +121,7 @@ impl Cuda {
     /// As [`Cuda::attend`].
     ///
     /// # Safety
-    /// As [`Cuda::attend`], with dq, dk and dv in the place of o. Rows of k ranges do not overlap.
+    /// As [`Cuda::attend`], with dq, dk and dv in the place of o.
     pub unsafe fn attend_backward(&self, call: &AttendBackward, staging: &mut Staging, stream: Stream) -> Result<()> {
         let (element, shape, s) = find(call.q.dtype, call.q.dim, call.v.dim)?;
         refuse_aligned(call.aligned)?;
@@ -128,6 +129,7 @@ impl Cuda {
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
         let window = check::score(&call.score)?;
         check::ranges(&call.ranges, call.q.tokens, call.k.tokens.min(call.v.tokens), !call.slopes.is_none())?;
+        call.ranges.one_writer(call.gradients != Gradients::Keys, call.gradients != Gradients::Queries)?;
         let f32s = Expected { heads: call.q.heads, dim: 1, dtype: Dtype::F32, align: 4 };
         let dq = Expected { heads: call.q.heads, dim: call.q.dim, dtype: Dtype::F32, align: 16 };
         let key_heads = if call.per_q_head { call.q.heads } else { call.k.heads };
