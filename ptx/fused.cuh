@@ -34,17 +34,17 @@
 //
 // A step has two barriers. Behind the first one, tiles have arrived and those of the step before are free; behind the
 // second, p^T and ds^T are in place and the turn has come. dq is made first of what follows, so that its stores are long
-// done when the next step passes the turn on. Three threads of three warps do what is not a product: the walk, the wait, the
-// word to the successor.
+// done when the next step passes the turn on. Three warps have more to do than products: the walk, the wait, the word to the
+// successor. Each would delay the barrier after it, so the walk is prepared for many steps at once, a visit by every lane.
 #pragma once
 #include "backward.cuh"
 #include "turns.cuh"
 
-// The block's own tile, and what it took. Four visits: one is worked on while the next is loaded and the one after
-// it prepared; the last one's turn is still to be passed on.
+// The block's own tile, and what it took. Visits lie in two halves: one is filled while the other is worked off.
+template <u32 BATCH>
 struct FusedControl {
     Own own;
-    Visit visits[4];
+    Visit visits[2 * BATCH];
     u32 item;
     u32 zero;
     u32 head0, head1;
@@ -63,6 +63,9 @@ struct BackwardFused {
     // dq is made in pieces of columns where its sums and what they are added to would not fit beside those of dk and dv.
     static constexpr int PIECES = D > 192 ? 2 : 1;
     static constexpr int QM = BM / (16 * QUERY_PARTS), QN = D / 8 / DQ_PARTS / PIECES;
+    static constexpr u32 BATCH = Shape::BATCH, VISITS = 2 * BATCH;
+    using Control = FusedControl<BATCH>;
+    static_assert(sizeof(Control) + sizeof(Round) <= Shape::CONTROL, "what the host counts on");
     static_assert(Shape::STAGES == 2, "the next tile is loaded while this one is used");
     static_assert(2 * BM <= THREADS, "one thread per q row for lse, and one for delta");
     static_assert(PARTS == 1 || PARTS * SUB == BM, "one piece of scores per warp where they pass through shared memory");
@@ -75,26 +78,26 @@ struct BackwardFused {
     static __device__ __forceinline__ int query_row() { return warp() % QUERY_PARTS * 16 * QM; }
     static __device__ __forceinline__ int dq_part() { return warp() / QUERY_PARTS; }
 
-    static __device__ __forceinline__ void load_queries(const BackwardParams& p, u32 to, volatile const Step& step) {
-        load_tile<BM, D, THREADS>(to, p.q.ptr + step.head * p.q.head + step.row * p.q.token, (int)p.q.token,
-                                  (int)step.rows, (int)p.heads.dim);
-        load_tile<BM, DV, THREADS>(to + BM * D * 2, p.d_o.ptr + step.head * p.d_o.head + step.row * p.d_o.token,
-                                   (int)p.d_o.token, (int)step.rows, (int)p.heads.value);
+    static __device__ __forceinline__ void load_queries(const BackwardParams& p, u32 to, volatile const Visit& visit) {
+        load_tile<BM, D, THREADS>(to, p.q.ptr + visit.head * p.q.head + visit.row * p.q.token, (int)p.q.token,
+                                  (int)visit.rows, (int)p.heads.dim);
+        load_tile<BM, DV, THREADS>(to + BM * D * 2, p.d_o.ptr + visit.head * p.d_o.head + visit.row * p.d_o.token,
+                                   (int)p.d_o.token, (int)visit.rows, (int)p.heads.value);
     }
 
     // lse and delta, one after the other. Rows past the end get zeros, and are masked.
-    static __device__ __forceinline__ void load_stats(const BackwardParams& p, u32 to, volatile const Step& step) {
+    static __device__ __forceinline__ void load_stats(const BackwardParams& p, u32 to, volatile const Visit& visit) {
         const u32 thread = fresh_thread(), row = thread % BM;
         if (thread < 2 * BM) {
             const Tensor& from = thread < BM ? p.lse : p.delta;
-            copy_async_word(to + thread * 4, from.ptr + step.head * from.head + (step.row + row) * from.token,
-                            row < step.rows);
+            copy_async_word(to + thread * 4, from.ptr + visit.head * from.head + (visit.row + row) * from.token,
+                            row < visit.rows);
         }
     }
 
     // p^T and ds^T of the warp's keys and SUB q rows from `sub` on.
     static __device__ __forceinline__ void scores(float (&s)[MT][NT][4], float (&g)[MT][NT][4], const FusedParams& p,
-                                                  volatile const FusedControl& control, volatile const Step& step,
+                                                  volatile const Control& control, volatile const Visit& visit,
                                                   u32 sk, u32 sq, u32 stats, int sub) {
         const Window window = {p.call.score.right, p.call.score.left};
         clear(s);
@@ -112,13 +115,13 @@ struct BackwardFused {
         }
         const u32 row = key_row() + (fresh_thread() & 31) / 4;
         const Run& key = p.call.keys[control.own.run];
-        const Run& query = p.call.queries[step.run];
-        general_gradients(s, g, p.call.score, p.call.slopes, step.head, key, control.own.first + row, query,
-                          step.first + sub);
+        const Run& query = p.call.queries[visit.run];
+        general_gradients(s, g, p.call.score, p.call.slopes, visit.head, key, control.own.first + row, query,
+                          visit.first + sub);
         // Rows of the own tile past its end must not make ds either: lse of a q row may be anything.
-        if (!step.full)
+        if (!visit.full)
             mask_gradients(s, g, window, key, control.own.first + row, (int)control.own.rows - (int)row, query,
-                           step.first + sub);
+                           visit.first + sub);
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
             const float2 lse = load_shared_pair(stats + (sub + n * 8 + 2 * (fresh_thread() & 3)) * 4);
@@ -186,10 +189,10 @@ struct BackwardFused {
     static __device__ __forceinline__ void add_queries(const BackwardParams& p, volatile const Visit& visit, u32 sk,
                                                        u32 sds) {
         const int lane = fresh_thread() & 31, from = dq_part() * 16 + 2 * (lane & 3);
-        const int row = query_row() + lane / 4, rows = (int)visit.step.rows - row, columns = (int)p.heads.dim - from;
-        char* to = p.dq.ptr + visit.step.head * p.dq.head + (visit.step.row + row) * p.dq.token + from * 4;
+        const int row = query_row() + lane / 4, rows = (int)visit.rows - row, columns = (int)p.heads.dim - from;
+        char* to = p.dq.ptr + visit.head * p.dq.head + (visit.row + row) * p.dq.token + from * 4;
         // All of it is there, nearly always; then no access needs a condition of its own.
-        const bool whole = visit.step.rows == BM && p.heads.dim == D;
+        const bool whole = visit.rows == BM && p.heads.dim == D;
         constexpr int ALL = 1 << 30, WIDTH = D / PIECES;
         static_assert(PIECES == 1 || WIDTH * 2 % 128 == 0, "a piece is whole swizzle groups");
 #pragma unroll 1
@@ -225,8 +228,8 @@ struct BackwardFused {
         write<MT, N, PARTS>(at, to.token, rows, dim - from, c, old, scale);
     }
 
-    // What thread 0 does for an item: whose tile it is, and the first two visits.
-    static __device__ __forceinline__ void begin(const FusedParams& p, volatile FusedControl& control, Round& round,
+    // What thread 0 does for an item: whose tile it is, and where its round starts.
+    static __device__ __forceinline__ void begin(const FusedParams& p, volatile Control& control, Round& round,
                                                  u32 item) {
         const BackwardParams& call = p.call;
         const u32 heads = call.per_q_head ? call.heads.q_heads : call.heads.kv_heads;
@@ -255,13 +258,12 @@ struct BackwardFused {
         if (!zero) {
             const u32 number = p.key_tiles[work.run] + work.first / BN;
             control.key_turn = number * heads + head;
-            round.start(run, number, head0, head1);
-            for (int i = 0; i < 2; ++i) round.template step<BM, BN>(control.visits[i], control.own, p);
+            round.start(run, number, head0, head1, control.own, p, BM);
         }
     }
 
     // Zeros for the dq of a tile that meets no key.
-    static __device__ __forceinline__ void clear_queries(const BackwardParams& p, volatile const FusedControl& control) {
+    static __device__ __forceinline__ void clear_queries(const BackwardParams& p, volatile const Control& control) {
         const u32 lane = fresh_thread() & 31;
         for (u32 head = control.head0; head < control.head1; ++head)
             for (u32 row = warp(); row < control.own.rows; row += WARPS) {
@@ -271,7 +273,7 @@ struct BackwardFused {
             }
     }
 
-    static __device__ __forceinline__ void tile(const FusedParams& p, volatile FusedControl& control, Round& round, u32 sk) {
+    static __device__ __forceinline__ void tile(const FusedParams& p, volatile Control& control, Round& round, u32 sk) {
         const u32 sv = sk + BN * D * 2, sqs = sv + BN * DV * 2;
         const u32 sds = sk + Shape::TILES, sp = sds + Shape::PROBABILITIES, stats = sk + Shape::STATS;
         volatile const Own& own = control.own;
@@ -279,9 +281,9 @@ struct BackwardFused {
                                   (int)p.call.k.token, (int)own.rows, (int)p.call.heads.dim);
         load_tile<BN, DV, THREADS>(sv, p.call.v.ptr + own.partner * p.call.v.head + own.row * p.call.v.token,
                                    (int)p.call.v.token, (int)own.rows, (int)p.call.heads.value);
-        if (control.visits[0].step.live) {
-            load_queries(p.call, sqs, control.visits[0].step);
-            load_stats(p.call, stats, control.visits[0].step);
+        if (control.visits[0].rows) {
+            load_queries(p.call, sqs, control.visits[0]);
+            load_stats(p.call, stats, control.visits[0]);
         }
         copy_commit();
 
@@ -290,41 +292,41 @@ struct BackwardFused {
         clear(dv);
 
         u32 at = 0;
-        for (; control.visits[at].step.live; at = (at + 1) % 4) {
+        for (; control.visits[at].rows; at = at + 1 == VISITS ? 0 : at + 1) {
             volatile const Visit& visit = control.visits[at];
-            volatile const Visit& next = control.visits[(at + 1) % 4];
+            volatile const Visit& next = control.visits[(at + 1) % VISITS];
             const u32 sq = sqs + at % 2 * STAGE, sdo = sq + BM * D * 2;
             copy_wait<0>();
             __syncthreads();
-            if (next.step.live) load_queries(p.call, sqs + (at + 1) % 2 * STAGE, next.step);
+            // First of all: somebody waits for it, and the fence would wait for copies that were issued before.
+            if (threadIdx.x == 64) pass(p, control.visits[(at + VISITS - 1) % VISITS], round.name);
+            __syncwarp();
+            if (next.rows) load_queries(p.call, sqs + (at + 1) % 2 * STAGE, next);
             u32 seen = 0;
-            if (threadIdx.x == 0) {
-                round.template step<BM, BN>(control.visits[(at + 2) % 4], control.own, p);
-            } else if (threadIdx.x == 32) {
-                if (visit.after) seen = read_turn(p.turns + visit.turn);
-            } else if (threadIdx.x == 64) {
-                pass(p, control.visits[(at + 3) % 4]);
-            }
+            if (threadIdx.x == 32 && visit.after) seen = read_turn(p.turns + visit.turn);
+            // The other half: its last visit was passed on a step ago, and its first is looked at in the last step of this.
+            if ((at == 1 || at == BATCH + 1) && warp() == 0)
+                round.template fill<BM, BN, BATCH>(control.visits + (at == 1 ? BATCH : 0), control.own, p);
             __syncwarp();
 
             if constexpr (PARTS == 1) {
 #pragma unroll 1
                 for (int sub = 0; sub < BM; sub += SUB) {
                     float s[MT][NT][4], g[MT][NT][4];
-                    scores(s, g, p, control, visit.step, sk, sq, stats, sub);
+                    scores(s, g, p, control, visit, sk, sq, stats, sub);
                     store(sds, g, sub);
                     multiply_columns<T, MT, NT, DV>(dv, s, walk_b_transposed<DV>(sdo + sub * DV * 2), 0);
                     multiply_columns<T, MT, NT, D>(dk, g, walk_b_transposed<D>(sq + sub * D * 2), 0);
                 }
             } else {
                 float s[MT][NT][4], g[MT][NT][4];
-                scores(s, g, p, control, visit.step, sk, sq, stats, part() * SUB);
+                scores(s, g, p, control, visit, sk, sq, stats, part() * SUB);
                 store(sp, s, part() * SUB);
                 store(sds, g, part() * SUB);
             }
             if (threadIdx.x == 32 && visit.after) await_turn(p.turns + visit.turn, visit.after, seen);
             __syncthreads();
-            if (next.step.live) load_stats(p.call, stats, next.step);
+            if (next.rows) load_stats(p.call, stats, next);
             copy_commit();
 
             add_queries(p.call, visit, sk, sds);
@@ -337,7 +339,7 @@ struct BackwardFused {
         }
         copy_wait<0>();
         __syncthreads();
-        if (threadIdx.x == 64) pass(p, control.visits[(at + 3) % 4]);
+        if (threadIdx.x == 64) pass(p, control.visits[(at + VISITS - 1) % VISITS], round.name);
         // Parts of a group add to one dk and dv, in turn too; here the word is how many have.
         u32* const turn = p.key_turns + control.key_turn;
         if (control.part) {
@@ -354,21 +356,26 @@ struct BackwardFused {
     }
 
     // Passes the turn of a visit on, if there was one.
-    static __device__ __forceinline__ void pass(const FusedParams& p, volatile const Visit& visit) {
-        if (visit.step.live && visit.name) pass_turn(p.turns + visit.turn, visit.name);
+    static __device__ __forceinline__ void pass(const FusedParams& p, volatile const Visit& visit, u32 name) {
+        if (visit.rows && visit.passes) pass_turn(p.turns + visit.turn, name);
     }
 
     static __device__ __forceinline__ void run(const FusedParams& p) {
-        __shared__ FusedControl shared_control;
+        __shared__ Control shared_control;
         __shared__ Round round;
-        volatile FusedControl& control = shared_control;
+        volatile Control& control = shared_control;
         extern __shared__ __align__(128) char shared[];
         for (;;) {
-            if (threadIdx.x == 0) {
-                const u32 item = atomicAdd(p.ticket, 1);
-                control.item = item;
-                control.visits[3].step.live = 0;
-                if (item < p.call.heads.items) begin(p, control, round, item);
+            if (warp() == 0) {
+                if (threadIdx.x == 0) {
+                    const u32 item = atomicAdd(p.ticket, 1);
+                    control.item = item;
+                    control.visits[VISITS - 1].rows = 0;
+                    if (item < p.call.heads.items) begin(p, control, round, item);
+                }
+                __syncwarp();
+                if (control.item < p.call.heads.items && !control.zero)
+                    round.template fill<BM, BN, BATCH>(control.visits, control.own, p);
             }
             __syncthreads();
             if (control.item >= p.call.heads.items) break;

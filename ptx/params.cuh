@@ -118,8 +118,8 @@ struct TransformBlock {
     Tensor dst;
     u64 rows;          // tokens times heads, after whatever could be folded was folded
     u64 first_tile;    // tiles of the blocks before this one
-    u32 heads;         // rows of one token
-    u32 units;         // steps of one row
+    Divisor heads;     // rows of one token
+    Divisor units;     // steps of one row
     u32 wide;          // whether a step is 8 elements
     u32 dtype;         // of dst
     u32 sources_begin;

@@ -76,22 +76,23 @@ KEYS(256, 64, 32, 32, 4, 1, 1, true)
 // dq, dk and dv in one kernel: BN keys by BM q rows. WARPS are KEY_PARTS over the keys times COLUMN_PARTS, first over q rows
 // (SUB of them at a time), then over the columns of dk and dv. For dq they are QUERY_PARTS over q rows, the rest over
 // columns. With one column part, p stays in registers and one tile of 16-bit ds lies behind the stages, else both do; then
-// lse and delta of one tile of q rows.
+// lse and delta of one tile of q rows. BATCH visits are prepared at a time; all that is declared statically takes CONTROL
+// bytes at most. Two blocks of head dim 64 just fit on sm_80.
 template <int S>
 struct FusedShape;
-#define FUSED(shape, n, m, sub, kp, cp, qp, st, b)                                                          \
+#define FUSED(shape, n, m, sub, kp, cp, qp, st, b, batch)                                                   \
     template <>                                                                                            \
     struct FusedShape<shape> : Dims<shape> {                                                               \
         static constexpr int BN = n, BM = m, SUB = sub, KEY_PARTS = kp, COLUMN_PARTS = cp, QUERY_PARTS = qp; \
         static constexpr int WARPS = kp * cp, STAGES = st, BLOCKS = b, THREADS = 32 * kp * cp;             \
         static constexpr int STAGE = 2 * m * (D + DV), TILES = 2 * n * (D + DV) + st * STAGE;              \
         static constexpr int PROBABILITIES = 2 * n * m, STATS = TILES + (cp > 1 ? 2 : 1) * PROBABILITIES;  \
-        static constexpr int SHARED = STATS + 2 * m * 4;                                                   \
+        static constexpr int SHARED = STATS + 2 * m * 4, BATCH = batch, CONTROL = batch > 6 ? 1280 : 512;     \
     };
-FUSED(64, 128, 64, 32, 4, 1, 2, 2, 2)
-FUSED(96, 128, 64, 32, 4, 2, 4, 2, 1)
-FUSED(128, 128, 64, 32, 4, 2, 2, 2, 1)
-FUSED(192, 64, 64, 16, 2, 4, 2, 2, 1)
-FUSED(192128, 64, 64, 16, 2, 4, 2, 2, 1)
-FUSED(256, 64, 64, 16, 2, 4, 2, 2, 1)
+FUSED(64, 128, 64, 32, 4, 1, 2, 2, 2, 6)
+FUSED(96, 128, 64, 32, 4, 2, 4, 2, 1, 16)
+FUSED(128, 128, 64, 32, 4, 2, 2, 2, 1, 16)
+FUSED(192, 64, 64, 16, 2, 4, 2, 2, 1, 16)
+FUSED(192128, 64, 64, 16, 2, 4, 2, 2, 1, 16)
+FUSED(256, 64, 64, 16, 2, 4, 2, 2, 1, 16)
 #undef FUSED

@@ -2,8 +2,10 @@
 // Everything around attention that only moves memory: copies, casts and ordered sums of blocks, the row sums before the
 // backward, rows that nothing covers, and the merge of two partial results.
 //
-// All of it is bound by bandwidth, so every thread keeps several 16-byte accesses in flight.
-#include "mma.cuh"
+// All of it is bound by bandwidth, so every thread keeps several 16-byte accesses in flight, and a transform is bounded to
+// registers with which four blocks of it share a multiprocessor: 64 KB in flight there.
+#include "ranges.cuh"
+#include "tile.cuh"
 
 enum : u32 { DTYPE_F16 = 0, DTYPE_BF16 = 1, DTYPE_F32 = 2 };
 
@@ -71,9 +73,86 @@ struct Place {
 };
 
 __device__ __forceinline__ Place place(const TransformBlock& block, u32 step) {
-    const u32 row = step / block.units;
-    const u32 token = row / block.heads;
-    return {token, row - token * block.heads, step - row * block.units};
+    const u32 row = divide(step, block.units);
+    const u32 token = divide(row, block.heads);
+    return {token, row - token * block.heads.by, step - row * block.units.by};
+}
+
+// Bits, whatever they mean, of `left` steps from `first` on, in pieces of 16 bytes: a step of f32 has two.
+__device__ __forceinline__ void copy_steps(const TransformBlock& block, const Tensor& src, u32 first, u32 left) {
+    const u32 two = block.dtype == DTYPE_F32;
+#pragma unroll 1
+    for (u32 pass = threadIdx.x; pass < left << two; pass += THREADS * STEPS) {
+        uint4 x[STEPS];
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            const u32 piece = pass + i * THREADS;
+            if (piece < left << two) {
+                const Place at = place(block, first + (piece >> two));
+                x[i] = ((const uint4*)at.in(src))[at.unit << two | (piece & two)];
+            }
+        }
+        // Read anew, so that places are not kept across the loads: more blocks then fit, and keep more bytes in flight.
+        const u32 again = pass - threadIdx.x + fresh_thread();
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            const u32 piece = again + i * THREADS;
+            if (piece < left << two) {
+                const Place at = place(block, first + (piece >> two));
+                ((uint4*)at.in(block.dst))[at.unit << two | (piece & two)] = x[i];
+            }
+        }
+    }
+}
+
+// Casts and ordered sums, 8 elements a step, two steps of a thread at a time.
+__device__ __forceinline__ void sum_steps(const TransformBlock& block, const TransformSource* sources, u32 first, u32 left) {
+    constexpr int SOME = 2;
+#pragma unroll 1
+    for (u32 pass = threadIdx.x; pass < left; pass += THREADS * SOME) {
+        float sum[SOME][8];
+        for (u32 k = block.sources_begin; k < block.sources_end; ++k) {
+            const TransformSource& source = sources[k];
+#pragma unroll
+            for (int i = 0; i < SOME; ++i) {
+                const u32 step = pass + i * THREADS;
+                if (step < left) {
+                    const Place at = place(block, first + step);
+                    float x[8];
+                    widen8(x, at.in(source.src), at.unit, source.dtype);
+                    // The first is taken as it is: 0 + (-0) would lose a sign.
+#pragma unroll
+                    for (int e = 0; e < 8; ++e) sum[i][e] = k == block.sources_begin ? x[e] : sum[i][e] + x[e];
+                }
+            }
+        }
+        if (block.sources_begin == block.sources_end)
+#pragma unroll
+            for (int i = 0; i < SOME; ++i)
+#pragma unroll
+                for (int e = 0; e < 8; ++e) sum[i][e] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < SOME; ++i) {
+            const u32 step = pass + i * THREADS;
+            if (step < left) {
+                const Place at = place(block, first + step);
+                narrow8(at.in(block.dst), at.unit, block.dtype, sum[i]);
+            }
+        }
+    }
+}
+
+// One element at a time, where rows are not aligned.
+__device__ __forceinline__ void sum_elements(const TransformBlock& block, const TransformSource* sources, u32 first, u32 left) {
+    for (u32 step = threadIdx.x; step < left; step += THREADS) {
+        const Place at = place(block, first + step);
+        float sum = 0.0f;
+        for (u32 k = block.sources_begin; k < block.sources_end; ++k) {
+            const float x = widen(at.in(sources[k].src), at.unit, sources[k].dtype);
+            sum = k == block.sources_begin ? x : sum + x;
+        }
+        narrow(at.in(block.dst), at.unit, block.dtype, sum);
+    }
 }
 
 __device__ __forceinline__ void transform_tile(const TransformParams& p, u64 tile) {
@@ -86,81 +165,18 @@ __device__ __forceinline__ void transform_tile(const TransformParams& p, u64 til
             high = middle - 1;
     }
     const TransformBlock& block = p.blocks[low];
-    const u32 steps = (u32)block.rows * block.units;
-    const u32 first = (u32)(tile - block.first_tile) * (THREADS * STEPS) + threadIdx.x;
-    const u32 begin = block.sources_begin, end = block.sources_end;
-
-    if (block.wide && end == begin + 1 && p.sources[begin].dtype == block.dtype) {
-        // A copy: bits, whatever they mean.
-        const TransformSource& source = p.sources[begin];
-        const bool two = block.dtype == DTYPE_F32;
-        uint4 x[STEPS], y[STEPS];
-#pragma unroll
-        for (int i = 0; i < STEPS; ++i) {
-            const u32 step = first + i * THREADS;
-            if (step < steps) {
-                const Place at = place(block, step);
-                const uint4* from = (const uint4*)at.in(source.src);
-                x[i] = from[two ? 2 * at.unit : at.unit];
-                if (two) y[i] = from[2 * at.unit + 1];
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < STEPS; ++i) {
-            const u32 step = first + i * THREADS;
-            if (step < steps) {
-                const Place at = place(block, step);
-                uint4* to = (uint4*)at.in(block.dst);
-                to[two ? 2 * at.unit : at.unit] = x[i];
-                if (two) to[2 * at.unit + 1] = y[i];
-            }
-        }
-    } else if (block.wide) {
-        float sum[STEPS][8];
-#pragma unroll
-        for (int i = 0; i < STEPS; ++i)
-#pragma unroll
-            for (int e = 0; e < 8; ++e) sum[i][e] = 0.0f;
-        for (u32 k = begin; k < end; ++k) {
-            const TransformSource& source = p.sources[k];
-#pragma unroll
-            for (int i = 0; i < STEPS; ++i) {
-                const u32 step = first + i * THREADS;
-                if (step < steps) {
-                    const Place at = place(block, step);
-                    float x[8];
-                    widen8(x, at.in(source.src), at.unit, source.dtype);
-                    // The first is taken as it is: 0 + (-0) would lose a sign.
-#pragma unroll
-                    for (int e = 0; e < 8; ++e) sum[i][e] = k == begin ? x[e] : sum[i][e] + x[e];
-                }
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < STEPS; ++i) {
-            const u32 step = first + i * THREADS;
-            if (step < steps) {
-                const Place at = place(block, step);
-                narrow8(at.in(block.dst), at.unit, block.dtype, sum[i]);
-            }
-        }
-    } else {
-        for (int i = 0; i < STEPS; ++i) {
-            const u32 step = first + i * THREADS;
-            if (step < steps) {
-                const Place at = place(block, step);
-                float sum = 0.0f;
-                for (u32 k = begin; k < end; ++k) {
-                    const float x = widen(at.in(p.sources[k].src), at.unit, p.sources[k].dtype);
-                    sum = k == begin ? x : sum + x;
-                }
-                narrow(at.in(block.dst), at.unit, block.dtype, sum);
-            }
-        }
-    }
+    const u32 first = (u32)(tile - block.first_tile) * (THREADS * STEPS);
+    const u32 steps = (u32)block.rows * block.units.by - first;
+    const u32 left = steps < THREADS * STEPS ? steps : THREADS * STEPS;
+    if (!block.wide)
+        sum_elements(block, p.sources, first, left);
+    else if (block.sources_end == block.sources_begin + 1 && p.sources[block.sources_begin].dtype == block.dtype)
+        copy_steps(block, p.sources[block.sources_begin].src, first, left);
+    else
+        sum_steps(block, p.sources, first, left);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) cpattn_transform(const __grid_constant__ TransformParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) cpattn_transform(const __grid_constant__ TransformParams p) {
     for (u64 tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) transform_tile(p, tile);
 }
 

@@ -19,6 +19,7 @@
 // the end before the longer tile that goes before it. So the longest tiles can start first, as they should.
 #pragma once
 #include "ranges.cuh"
+#include "tile.cuh"
 
 // Tiles of a run: `begin..end`, empty when begin >= end.
 struct Span {
@@ -26,23 +27,28 @@ struct Span {
     u32 end;
 };
 
-// The tiles of SIZE rows whose last position is at least `low` and whose first is at most `high`. A tile counts too when
+// The tiles of `size` rows whose last position is at least `low` and whose first is at most `high`. A tile counts too when
 // `low..=high` lies in a gap between two of its rows.
-template <int SIZE>
-__device__ __forceinline__ Span tiles_met(const Run& run, i64 low, i64 high) {
+__device__ __forceinline__ Span tiles_met(const Run& run, i64 low, i64 high, u32 size) {
     const u32 before = rows_below(run, low - run.pos), until = rows_below(run, high - run.pos + 1);
-    Span span = {before / SIZE, (until + (SIZE - 1)) / SIZE};
+    Span span = {before / size, (until + (size - 1)) / size};
     if (before >= run.len) span.end = 0;
     return span;
 }
 
-// One tile of q rows, and the turn to add to its dq.
+// One tile of q rows for one head, and the turn to add to its dq. Kept small: several lie in shared memory, where there is
+// little left.
 struct Visit {
-    Step step;
-    u32 turn;  // which word
-    u32 after; // what it says when the turn has come; 0 when there is nothing to wait for
-    u32 name;  // what to write there, 0 when the block comes back to the same tile
-    u32 add;   // whether dq holds something already
+    i64 row;               // its first row in the tensor
+    u32 run;
+    u32 first;             // its first row in the run
+    u32 head;
+    u32 turn;              // which word
+    u32 after;             // what it says when the turn has come; 0 when there is nothing to wait for
+    unsigned char rows;    // 0 past the last visit
+    unsigned char full;    // whether all its rows meet all own rows, so that no mask is needed
+    unsigned char add;     // whether dq holds something already
+    unsigned char passes;  // whether to write the own name to the word: not when the block comes back to the same tile
 };
 
 __device__ __forceinline__ u32 read_turn(const u32* turn) {
@@ -65,103 +71,102 @@ __device__ __forceinline__ void pass_turn(u32* turn, u32 name) {
 }
 
 // The walk of a tile of keys over the tiles of q rows that it meets, from the last to the first, and over the heads of each.
-// Thread 0's alone.
+// The first warp's alone: lane 0 moves from run to run, and each of BATCH lanes describes one visit. That takes some hundred
+// dependent instructions, which a lane alone would spend in every step while all other warps wait for its own.
 struct Round {
-    Run own;
-    Run partner;
-    Visit visit;               // the one handed out last
-    u32 head, head_end;
+    u32 head, heads;           // q heads of each tile, from `head` on
     u32 next, begin, end;      // entries of the list of q runs, taken from the end
     u32 run;                   // the current q run
     u32 tile, tile_begin;      // its tiles that are still to be met, from the last on
+    u32 at;                    // heads that have met the last one of these
     u32 full_begin, full_end;  // its rows that every key meets
-    u32 turn;                  // the tiles of q runs before it
-    u32 name;                  // the number of the own tile plus one
     u32 again, more;           // whether the list named this run just before, and whether it will again
+    u32 name;                  // the number of the own tile plus one
 
-    __device__ __forceinline__ void start(const Run& key, u32 number, u32 head0, u32 head1) {
-        own = key;
+    // Lane 0's.
+    __device__ __forceinline__ void start(const Run& key, u32 number, u32 head0, u32 head1, volatile const Own& tile_of,
+                                          const FusedParams& p, u32 size) {
         name = number + 1;
         begin = key.begin;
         next = head0 < head1 ? key.end : key.begin;
         end = key.end;
         head = head0;
-        head_end = head1;
+        heads = head1 - head0;
+        at = 0;
         tile = 0;
         tile_begin = 0;
-        visit.step.live = 0;
+        find(tile_of, p, size);
     }
 
-    template <int BM, int BN>
-    __device__ __forceinline__ void step(volatile Visit& out, volatile const Own& tile_of, const FusedParams& p) {
-        if (visit.step.live && visit.step.head + 1 < head_end) {
-            visit.step.head += 1;
-            visit.turn += 1;
-        } else {
-            visit.step.live = find<BM>(tile_of, p);
-            if (!visit.step.live) {
-                out.step.live = 0;
-                return;
+    // The whole warp's: the next BATCH visits; those past the end have no rows.
+    template <int BM, int BN, u32 BATCH>
+    __device__ __forceinline__ void fill(volatile Visit* out, volatile const Own& tile_of, const FusedParams& p) {
+        const u32 lane = fresh_thread() & 31;
+        u32 filled = 0;
+        do {
+            // Beyond what fits, more tiles make no difference, and their product with the heads might not fit in 32 bits.
+            const u32 tiles = tile - tile_begin < BATCH + 1 ? tile - tile_begin : BATCH + 1;
+            const u32 ready = tiles * heads - at, room = BATCH - filled;
+            const u32 some = ready < room ? ready : room;
+            if (lane >= filled && lane < filled + some) {
+                const u32 index = at + lane - filled;
+                meet<BM, BN>(out[lane], tile - 1 - index / heads, head + index % heads, tile_of, p);
             }
-            meet<BM, BN>(tile_of, p);
-        }
-        out.step.row = visit.step.row;
-        out.step.run = visit.step.run;
-        out.step.first = visit.step.first;
-        out.step.rows = visit.step.rows;
-        out.step.head = visit.step.head;
-        out.step.live = 1;
-        out.step.full = visit.step.full;
-        out.turn = visit.turn;
-        out.after = visit.after;
-        out.name = visit.name;
-        out.add = visit.add;
+            filled += some;
+            __syncwarp();
+            if (lane == 0 && some > 0) {
+                const u32 index = at + some;
+                tile = tile - index / heads;
+                at = index % heads;
+                if (tile == tile_begin) find(tile_of, p, BM);
+            }
+            __syncwarp();
+        } while (filled < BATCH && tile != tile_begin);
+        if (lane >= filled && lane < BATCH) out[lane].rows = 0;
     }
 
-    // The next tile of q rows; whether there is one.
-    template <int BM>
-    __device__ __forceinline__ bool find(volatile const Own& tile_of, const FusedParams& p) {
-        while (tile == tile_begin) {
-            if (next == begin) return false;
-            const u32 at = next - 1;
-            next = at;
-            run = p.call.partners[at];
-            again = at + 1 < end && p.call.partners[at + 1] == run;
-            more = at > begin && p.call.partners[at - 1] == run;
-            turn = p.query_tiles[run];
-            partner = p.call.queries[run];
+    // The next run that has tiles for us, if there is one: else none are left. Lane 0's.
+    __device__ __forceinline__ void find(volatile const Own& tile_of, const FusedParams& p, u32 size) {
+        while (tile == tile_begin && next != begin) {
+            const u32 entry = next - 1;
+            next = entry;
+            run = p.call.partners[entry];
+            again = entry + 1 < end && p.call.partners[entry + 1] == run;
+            more = entry > begin && p.call.partners[entry - 1] == run;
+            const Run& partner = p.call.queries[run];
             const i64 low = tile_of.lowest - p.call.score.right, high = tile_of.highest + p.call.score.left;
             full_begin = rows_below(partner, tile_of.highest - p.call.score.right - partner.pos);
             full_end = rows_below(partner, tile_of.lowest + p.call.score.left + 1 - partner.pos);
-            const Span span = tiles_met<BM>(partner, low, high);
+            const Span span = tiles_met(partner, low, high, size);
             tile = span.begin < span.end ? span.end : 0;
             tile_begin = span.begin < span.end ? span.begin : 0;
         }
-        tile -= 1;
-        return true;
     }
 
-    // Describes it, for the first head.
+    // Describes the visit of one tile for one head.
     template <int BM, int BN>
-    __device__ __forceinline__ void meet(volatile const Own& tile_of, const FusedParams& p) {
-        const u32 first = tile * BM, rows = partner.len - first < BM ? partner.len - first : BM;
-        visit.step.row = partner.row + first;
-        visit.step.run = run;
-        visit.step.first = first;
-        visit.step.rows = rows;
-        visit.step.head = head;
-        visit.step.full = rows == BM && tile_of.rows == BN && first >= full_begin && first + BM <= full_end;
+    __device__ __forceinline__ void meet(volatile Visit& out, u32 met, u32 for_head, volatile const Own& tile_of,
+                                         const FusedParams& p) {
+        const Run& partner = p.call.queries[run];
+        const u32 first = met * BM, rows = partner.len - first < BM ? partner.len - first : BM;
         u32 after = 0;
         if (!again) {
+            const Run& own = p.call.keys[tile_of.run];
             const i64 low = partner.pos + run_offset(partner, first) - p.call.score.left;
             const i64 high = partner.pos + run_offset(partner, first + rows - 1) + p.call.score.right;
             const bool leads = tile_of.first / BN == rows_below(own, low - own.pos) / BN;
             after = leads ? last_before<BN>(partner, low, high, tile_of.run, p) : name - 1;
         }
-        visit.turn = (turn + tile) * p.call.heads.q_heads + head;
-        visit.after = after;
-        visit.name = more ? 0 : name;
-        visit.add = again || after != 0 || partner.mode == MODE_MERGE || partner.mode == MODE_LAST;
+        out.row = partner.row + first;
+        out.run = run;
+        out.first = first;
+        out.head = for_head;
+        out.turn = (p.query_tiles[run] + met) * p.call.heads.q_heads + for_head;
+        out.after = after;
+        out.rows = rows;
+        out.full = rows == BM && tile_of.rows == BN && first >= full_begin && first + BM <= full_end;
+        out.add = again || after != 0 || partner.mode == MODE_MERGE || partner.mode == MODE_LAST;
+        out.passes = !more;
     }
 
     // The name of the last tile that adds to these rows of a q run before any of k run `run` does, 0 when there is none.
@@ -172,7 +177,7 @@ struct Round {
         for (u32 at = query.end; at > query.begin; --at) {
             const u32 r = p.keys_of[at - 1];
             if (r >= run || (name != 0 && r <= best)) continue;
-            const Span span = tiles_met<BN>(p.call.keys[r], low, high);
+            const Span span = tiles_met(p.call.keys[r], low, high, BN);
             if (span.begin < span.end) {
                 name = p.key_tiles[r] + span.end;
                 best = r;

@@ -9,8 +9,6 @@ use crate::device::{Device, Memory};
 use cpattn::Dtype;
 use cpattn::kernel::{AttendBackward, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
 
-const HEADS: usize = 3;
-
 /// A compact tensor of random numbers.
 struct Random {
     raw: RawTensor,
@@ -31,59 +29,103 @@ fn close(what: &str, found: &[f32], expected: &[f32]) {
     }
 }
 
+/// Ranges, and what reads what.
+struct Job<'a> {
+    heads: usize,
+    tokens: (usize, usize),
+    score: Score,
+    q: &'a [QRange],
+    k: &'a [Range],
+    pairs: &'a [u32],
+}
+
+/// Both sides at once against one after the other; and twice the same bits.
+fn check(device: &Device, dtype: Dtype, dim: usize, job: &Job) {
+    let (tq, tk) = job.tokens;
+    let [q, d_o] = [1, 2].map(|seed| tensor(device, dtype, tq, job.heads, dim, seed));
+    let [k, v] = [3, 4].map(|seed| tensor(device, dtype, tk, 1, dim, seed));
+    // Not what a forward would give, but as good.
+    let [lse, delta] = [5, 6].map(|seed| tensor(device, Dtype::F32, tq, job.heads, 1, seed));
+    let run = |parts: &[Gradients]| {
+        let dq = tensor(device, Dtype::F32, tq, job.heads, dim, 7);
+        let [dk, dv] = [8, 9].map(|seed| tensor(device, Dtype::F32, tk, 1, dim, seed));
+        for &gradients in parts {
+            let call = AttendBackward {
+                q: q.raw,
+                k: k.raw,
+                v: v.raw,
+                d_o: d_o.raw,
+                lse: lse.raw,
+                delta: delta.raw,
+                dq: dq.raw,
+                dk: dk.raw,
+                dv: dv.raw,
+                accumulate_keys: false,
+                per_q_head: false,
+                gradients,
+                slopes: RawTensor::NONE,
+                heads: HeadMap { q_offset: 0, kv_offset: 0, group: job.heads as u32 },
+                score: job.score,
+                ranges: Ranges { q: job.q, k: job.k, pairs: job.pairs },
+                aligned: false,
+            };
+            let bytes = device.cuda.attend_backward_bytes(&call).expect("a supported call");
+            let mut staging = device.cuda.staging(bytes, 1).expect("memory");
+            // SAFETY: all tensors live until the stream is synchronised, by the downloads below.
+            unsafe { device.cuda.attend_backward(&call, &mut staging, device.stream) }.expect("a legal call");
+        }
+        [dq, dk, dv].map(|t| device.download_f32(&t.memory))
+    };
+    let (fused, apart) = (run(&[Gradients::All]), run(&[Gradients::Queries, Gradients::Keys]));
+    for ((what, fused), apart) in ["dq", "dk", "dv"].iter().zip(&fused).zip(&apart) {
+        close(what, fused, apart);
+    }
+    assert!(run(&[Gradients::All]) == fused, "two runs differ");
+}
+
+fn range(row: i64, len: u32, pos: i64) -> Range {
+    Range::plain(row, len, pos, 0)
+}
+
+fn q_range(range: Range, keys_begin: u32, keys_end: u32, mode: Mode) -> QRange {
+    QRange { range, keys_begin, keys_end, mode }
+}
+
 #[test]
 fn pairs_may_repeat() {
     let Some(device) = Device::open() else { return };
-    for (dim, dtype) in [(64, Dtype::Bf16), (128, Dtype::F16), (256, Dtype::Bf16)] {
-        let (tq, tk) = (300, 700);
-        let [q, d_o] = [1, 2].map(|seed| tensor(&device, dtype, tq, HEADS, dim, seed));
-        let [k, v] = [3, 4].map(|seed| tensor(&device, dtype, tk, 1, dim, seed));
-        // Not what a forward would give, but as good.
-        let [lse, delta] = [5, 6].map(|seed| tensor(&device, Dtype::F32, tq, HEADS, 1, seed));
-        let range = |row: i64, len, pos| Range::plain(row, len, pos, 0);
-        let k_ranges = [range(0, 200, 0), range(200, 0, 0), range(200, 350, 200), range(550, 150, 550)];
-        let pairs = [2, 2, 0, 1, 0, 3, /**/ 3, 0, 3, 2, 3];
-        let q_range = |range, keys_begin, keys_end, mode| QRange { range, keys_begin, keys_end, mode };
-        let q_ranges = [
+    let job = Job {
+        heads: 3,
+        tokens: (300, 700),
+        score: Score { scale: 0.125, softcap: 0.0, window_left: 330, window_right: 60 },
+        q: &[
             q_range(range(100, 200, 500), 0, 6, Mode::Only),
             q_range(range(0, 100, 400), 4, 11, Mode::Last),
             // Entries of a list that others have too.
             q_range(range(100, 0, 0), 0, 11, Mode::First),
-        ];
-        let run = |parts: &[Gradients]| {
-            let dq = tensor(&device, Dtype::F32, tq, HEADS, dim, 7);
-            let [dk, dv] = [8, 9].map(|seed| tensor(&device, Dtype::F32, tk, 1, dim, seed));
-            for &gradients in parts {
-                let call = AttendBackward {
-                    q: q.raw,
-                    k: k.raw,
-                    v: v.raw,
-                    d_o: d_o.raw,
-                    lse: lse.raw,
-                    delta: delta.raw,
-                    dq: dq.raw,
-                    dk: dk.raw,
-                    dv: dv.raw,
-                    accumulate_keys: false,
-                    per_q_head: false,
-                    gradients,
-                    slopes: RawTensor::NONE,
-                    heads: HeadMap { q_offset: 0, kv_offset: 0, group: HEADS as u32 },
-                    score: Score { scale: 0.125, softcap: 0.0, window_left: 330, window_right: 60 },
-                    ranges: Ranges { q: &q_ranges, k: &k_ranges, pairs: &pairs },
-                    aligned: false,
-                };
-                let bytes = device.cuda.attend_backward_bytes(&call).expect("a supported call");
-                let mut staging = device.cuda.staging(bytes, 1).expect("memory");
-                // SAFETY: all tensors live until the stream is synchronised, by the downloads below.
-                unsafe { device.cuda.attend_backward(&call, &mut staging, device.stream) }.expect("a legal call");
-            }
-            [dq, dk, dv].map(|t| device.download_f32(&t.memory))
-        };
-        let (fused, apart) = (run(&[Gradients::All]), run(&[Gradients::Queries, Gradients::Keys]));
-        for ((what, fused), apart) in ["dq", "dk", "dv"].iter().zip(&fused).zip(&apart) {
-            close(what, fused, apart);
-        }
-        assert!(run(&[Gradients::All]) == fused, "two runs differ");
+        ],
+        k: &[range(0, 200, 0), range(200, 0, 0), range(200, 350, 200), range(550, 150, 550)],
+        pairs: &[2, 2, 0, 1, 0, 3, /**/ 3, 0, 3, 2, 3],
+    };
+    for (dim, dtype) in [(64, Dtype::Bf16), (128, Dtype::F16), (256, Dtype::Bf16)] {
+        check(&device, dtype, dim, &job);
     }
+}
+
+/// Visits are prepared some at a time. Here a tile of keys has many more, from long q ranges and from short ones, and
+/// where they are cut the round is in the midst of a run, of the heads of a tile, or between two runs.
+#[test]
+fn tiles_meet_more_than_is_prepared_at_once() {
+    let Some(device) = Device::open() else { return };
+    let k: Vec<Range> = (0..8i64).map(|i| range(40 * i, 40 - 5 * (i as u32 % 2), 40 * i)).collect();
+    let pairs: Vec<u32> = (0..8).collect();
+    let (mut row, mut q) = (0, Vec::new());
+    for len in [410, 1, 70, 64, 3, 200, 65] {
+        q.push(q_range(range(row, len, row % 300), 0, 8, if len == 64 { Mode::Merge } else { Mode::First }));
+        row += i64::from(len);
+    }
+    let score = Score { scale: 0.125, softcap: 0.0, window_left: i64::MAX, window_right: i64::MAX };
+    let job = Job { heads: 3, tokens: (row as usize, 320), score, q: &q, k: &k, pairs: &pairs };
+    check(&device, Dtype::F16, 64, &job);
+    check(&device, Dtype::Bf16, 72, &job);
 }

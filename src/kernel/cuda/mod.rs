@@ -281,7 +281,7 @@ impl Cuda {
 
     /// The shape's fused backward, where the device has the shared memory for it.
     fn fused(&self, shape: &Shape) -> Option<shapes::Fused> {
-        Some(shape.fused).filter(|f| f.launch.shared + shapes::CONTROL <= self.shared_limit)
+        Some(shape.fused).filter(|f| f.launch.shared + f.control <= self.shared_limit)
     }
 
     /// Blocks of a launch over `items` tiles. The context is current.

@@ -157,8 +157,8 @@ pub(super) struct TransformBlock {
     pub dst: Tensor,
     pub rows: u64,
     pub first_tile: u64,
-    pub heads: u32,
-    pub units: u32,
+    pub heads: Divisor,
+    pub units: Divisor,
     pub wide: u32,
     pub dtype: u32,
     pub sources_begin: u32,
@@ -235,7 +235,7 @@ same!(size_of::<Heads>(), 32);
 same!(size_of::<Forward>(), 304);
 same!(size_of::<Backward>(), 352);
 same!(size_of::<Fused>(), 408);
-same!(size_of::<TransformBlock>(), 64);
+same!(size_of::<TransformBlock>(), 80);
 same!(size_of::<TransformSource>(), 32);
 same!(size_of::<Transform>(), 32);
 same!(size_of::<Delta>(), 96);

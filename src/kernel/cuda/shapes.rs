@@ -37,10 +37,9 @@ pub(super) struct Fused {
     pub launch: Launch,
     /// Rows of the tiles of q that it adds to.
     pub queries: u32,
+    /// Most that it declares statically besides, in bytes: mostly the visits that it has prepared.
+    pub control: u32,
 }
-
-/// Most that a kernel declares statically besides, in bytes.
-pub(super) const CONTROL: u32 = 512;
 
 const fn forward(d: u32, dv: u32, m: u32, n: u32, warps: u32) -> Launch {
     let rows_per_warp = m / (16 * warps);
@@ -57,10 +56,11 @@ const fn keys(d: u32, dv: u32, n: u32, m: u32, warps: u32, stages: u32) -> Launc
     Launch { rows: n, threads: warps * 32, shared: 2 * (n + stages * m) * (d + dv) + stages * 2 * m * 4 }
 }
 
-const fn fused(d: u32, dv: u32, n: u32, m: u32, key_parts: u32, column_parts: u32) -> Fused {
+const fn fused(d: u32, dv: u32, n: u32, m: u32, key_parts: u32, column_parts: u32, batch: u32) -> Fused {
     let probabilities = 2 * n * m * if column_parts > 1 { 2 } else { 1 };
     let shared = 2 * (n + 2 * m) * (d + dv) + probabilities + 2 * m * 4;
-    Fused { launch: Launch { rows: n, threads: 32 * key_parts * column_parts, shared }, queries: m }
+    let control = if batch > 6 { 1280 } else { 512 };
+    Fused { launch: Launch { rows: n, threads: 32 * key_parts * column_parts, shared }, queries: m, control }
 }
 
 /// All shapes, smallest first.
@@ -73,7 +73,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         queries: queries(64, 64, 128, 64, 4, 2),
         keys: keys(64, 64, 128, 64, 4, 2),
         split: false,
-        fused: fused(64, 64, 128, 64, 4, 1),
+        fused: fused(64, 64, 128, 64, 4, 1, 6),
     },
     Shape {
         name: 96,
@@ -83,7 +83,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         queries: queries(96, 96, 128, 32, 4, 2),
         keys: keys(96, 96, 64, 64, 4, 2),
         split: false,
-        fused: fused(96, 96, 128, 64, 4, 2),
+        fused: fused(96, 96, 128, 64, 4, 2, 16),
     },
     Shape {
         name: 128,
@@ -93,7 +93,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         queries: queries(128, 128, 128, 32, 4, 2),
         keys: keys(128, 128, 64, 64, 4, 2),
         split: false,
-        fused: fused(128, 128, 128, 64, 4, 2),
+        fused: fused(128, 128, 128, 64, 4, 2, 16),
     },
     Shape {
         name: 192128,
@@ -103,7 +103,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         queries: queries(192, 128, 64, 32, 4, 2),
         keys: keys(192, 128, 64, 32, 4, 2),
         split: false,
-        fused: fused(192, 128, 64, 64, 2, 4),
+        fused: fused(192, 128, 64, 64, 2, 4, 16),
     },
     Shape {
         name: 192,
@@ -113,7 +113,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         queries: queries(192, 192, 64, 32, 4, 2),
         keys: keys(192, 192, 64, 32, 4, 2),
         split: false,
-        fused: fused(192, 192, 64, 64, 2, 4),
+        fused: fused(192, 192, 64, 64, 2, 4, 16),
     },
     Shape {
         name: 256,
@@ -123,7 +123,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         queries: queries(256, 256, 64, 32, 4, 1),
         keys: keys(256, 256, 64, 32, 4, 1),
         split: true,
-        fused: fused(256, 256, 64, 64, 2, 4),
+        fused: fused(256, 256, 64, 64, 2, 4, 16),
     },
 ];
 
@@ -193,12 +193,14 @@ mod tests {
             assert_eq!(shape.queries, queries(d, dv, q[1], q[2], q[3], q[4]));
             assert_eq!(shape.keys, keys(d, dv, k[1], k[2], k[4], k[5]));
             let f = of(&fuse);
-            assert_eq!(shape.fused, fused(d, dv, f[1], f[2], f[4], f[5]));
+            assert_eq!(shape.fused, fused(d, dv, f[1], f[2], f[4], f[5], f[9]));
         }
     }
 
     #[test]
     fn shared_memory_fits_the_smallest_device() {
+        /// Most that these kernels declare statically besides, in bytes.
+        const CONTROL: u32 = 512;
         for shape in SHAPES {
             for launch in [shape.forward, shape.queries, shape.keys] {
                 assert!(launch.shared + CONTROL <= 99 * 1024, "{}: {launch:?}", shape.name);
@@ -211,11 +213,11 @@ mod tests {
     #[test]
     fn fused_shapes_fit_their_devices() {
         for shape in SHAPES {
-            let launch = shape.fused.launch;
+            let (launch, control) = (shape.fused.launch, shape.fused.control);
             let most = if shape.name == 256 { 227 } else { 163 };
-            assert!(launch.shared + CONTROL <= most * 1024, "{}: {launch:?}", shape.name);
+            assert!(launch.shared + control <= most * 1024, "{}: {launch:?}", shape.name);
             if shape.name == 64 {
-                assert!(2 * (launch.shared + CONTROL + 1024) <= 164 * 1024, "{launch:?}");
+                assert!(2 * (launch.shared + control + 1024) <= 164 * 1024, "{launch:?}");
             }
             let name = format!("fused_bf16_{}", shape.name);
             let text = crate::kernel::cuda::embedded::find(&name).expect("embedded").to_str().expect("text");
@@ -223,7 +225,7 @@ mod tests {
                 l.trim().strip_prefix(".shared ")?.split_once('[')?.1.strip_suffix("];")?.parse().ok()
             };
             let bytes: u32 = text.lines().filter_map(declared).sum();
-            assert!((1..=CONTROL).contains(&bytes), "{name} declares {bytes} bytes");
+            assert!((1..=control).contains(&bytes), "{name} declares {bytes} bytes");
         }
     }
 }

@@ -250,7 +250,7 @@ mod tests {
         }
     }
 
-    /// What `Round::step` and `last_before` of `ptx/turns.cuh` find.
+    /// What `Round::meet` and `last_before` of `ptx/turns.cuh` find.
     fn predecessor(
         ranges: &Ranges,
         before: &[u32],
