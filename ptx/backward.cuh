@@ -19,6 +19,21 @@ __device__ __forceinline__ float exponent_base(float lse) {
     return lse == minus_infinity() ? -minus_infinity() : lse * LOG2E;
 }
 
+// Whose keys a tile of dk and dv has, and the q heads that read them: all of the group that are here, or one.
+struct Group {
+    u32 kv_head;
+    u32 begin, end;
+};
+
+__device__ __forceinline__ Group group_of(const BackwardParams& p, u32 head) {
+    if (p.per_q_head) return {(p.heads.q_offset + head) / p.heads.group - p.heads.kv_offset, head, head + 1};
+    const u32 from = (head + p.heads.kv_offset) * p.heads.group, to = from + p.heads.group;
+    const u32 begin = from > p.heads.q_offset ? from - p.heads.q_offset : 0;
+    const u32 end = to > p.heads.q_offset ? to - p.heads.q_offset : 0;
+    const u32 last = end < p.heads.q_heads ? end : p.heads.q_heads;
+    return {head, begin < last ? begin : last, last};
+}
+
 // f32 result of one accumulator row: adds to or overwrites what is there.
 template <int N>
 __device__ __forceinline__ void write_row(char* to, const float (&c)[N][4], int h, float scale, bool add, int dim) {
@@ -89,28 +104,26 @@ struct BackwardQueries {
 
     static __device__ __forceinline__ int warp_row() { return (fresh_thread() >> 5) * 16 * MT; }
 
-    static __device__ __forceinline__ void load_keys(const BackwardParams& p, u32 to, volatile const Control& control,
-                                                     u32 slot) {
-        volatile const Step& step = control.steps[slot];
-        const u32 head = control.own.partner;
-        load_tile<BN, D, THREADS>(to, p.k.ptr + head * p.k.head + step.row * p.k.token, (int)p.k.token, (int)step.rows,
-                                  (int)p.heads.dim);
-        load_tile<BN, DV, THREADS>(to + BN * D * 2, p.v.ptr + head * p.v.head + step.row * p.v.token, (int)p.v.token,
-                                   (int)step.rows, (int)p.heads.value);
+    static __device__ __forceinline__ void load_keys(const BackwardParams& p, u32 to, volatile const Step& step) {
+        load_tile<BN, D, THREADS>(to, step.a, (int)p.k.token, (int)step.rows, (int)p.heads.dim);
+        load_tile<BN, DV, THREADS>(to + BN * D * 2, step.b, (int)p.v.token, (int)step.rows, (int)p.heads.value);
     }
 
     static __device__ __forceinline__ void tile(const BackwardParams& p, volatile Control& control, u32 sq, u32 item) {
         const u32 sdo = sq + BM * D * 2, skv = sdo + BM * DV * 2;
         const Window window = {p.score.left, p.score.right};
-        if (threadIdx.x == 0) {
-            const u32 head = item % p.heads.q_heads;
-            const Work work = p.work[item / p.heads.q_heads];
-            const Run& query = p.queries[work.run];
-            const u32 kv_head = (p.heads.q_offset + head) / p.heads.group - p.heads.kv_offset;
-            describe(control.own, query, work, BM, head, kv_head);
-            control.sweep.start(query.begin, query.end, 0, 1);
-            for (int i = 0; i < STAGES; ++i)
-                control.sweep.step(control.steps[i], control.own, window, p.keys, p.partners, BN);
+        const Partners side = {p.keys, p.partners, &p.k, &p.v};
+        if (threadIdx.x < 32) {
+            if (threadIdx.x == 0) {
+                const u32 head = item % p.heads.q_heads;
+                const Work work = p.work[item / p.heads.q_heads];
+                const Run& query = p.queries[work.run];
+                const u32 kv_head = (p.heads.q_offset + head) / p.heads.group - p.heads.kv_offset;
+                describe(control.own, query, work, BM, head, kv_head);
+                control.sweep.start(query.begin, query.end, kv_head, kv_head + 1, control.own, window, side);
+            }
+            __syncwarp();
+            control.sweep.template fill<BN>(control.steps, control.own, window, side);
         }
         __syncthreads();
         volatile const Own& own = control.own;
@@ -118,7 +131,7 @@ struct BackwardQueries {
                                   (int)own.rows, (int)p.heads.dim);
         load_tile<BM, DV, THREADS>(sdo, p.d_o.ptr + own.head * p.d_o.head + own.row * p.d_o.token, (int)p.d_o.token,
                                    (int)own.rows, (int)p.heads.value);
-        if (STAGES == 2 && control.steps[0].live) load_keys(p, skv, control, 0);
+        if (STAGES == 2 && control.steps[0].rows) load_keys(p, skv, control.steps[0]);
         copy_commit();
 
         float dq[MT][D / 8][4];
@@ -126,22 +139,19 @@ struct BackwardQueries {
         const u32 stats = sq + TILES;
         load_stats<BM>(p, stats, own.head, own.row, own.rows);
 
-        // Counts to six: steps lie in three slots, tiles in two buffers.
-        for (u32 turn = 0; control.steps[turn % 3].live; turn = turn == 5 ? 0 : turn + 1) {
-            const u32 slot = turn % 3, next = (turn + 1) % 3;
-            const u32 stage = STAGES == 2 ? turn % 2 * STAGE : 0;
+        for (u32 at = 0; control.steps[at].rows; at = Control::after(at)) {
+            volatile const Step& step = control.steps[at];
+            const u32 stage = STAGES == 2 ? at % 2 * STAGE : 0;
             if (STAGES == 2) {
-                if (control.steps[next].live) load_keys(p, skv + (STAGE - stage), control, next);
+                volatile const Step& next = control.steps[Control::after(at)];
+                if (next.rows) load_keys(p, skv + (STAGE - stage), next);
             } else {
-                load_keys(p, skv, control, slot);
+                load_keys(p, skv, step);
             }
             copy_commit();
             copy_wait<STAGES - 1>();
             __syncthreads();
-            if (threadIdx.x == 0) {
-                const u32 ahead = (turn + STAGES) % 3;
-                control.sweep.step(control.steps[ahead], control.own, window, p.keys, p.partners, BN);
-            }
+            if (threadIdx.x < 32) control.template prepare<BN>(at, window, side);
             __syncwarp();
 
             const u32 sk = skv + stage, sv = sk + BN * D * 2;
@@ -161,7 +171,7 @@ struct BackwardQueries {
                 }
             }
             shape_gradients(s, g, p.score, p.slopes, own.head, window, p.queries[own.run], own.first + row,
-                            p.keys[control.steps[slot].run], control.steps[slot].first, control.steps[slot].full);
+                            p.keys[step.run], step.first, step.full);
 #pragma unroll
             for (int r = 0; r < 2 * MT; ++r) {
                 const float base = load_shared(stats + (row + r * 8) * 4);
@@ -209,13 +219,9 @@ struct BackwardKeys {
 
     static __device__ __forceinline__ int warp_row() { return (fresh_thread() >> 5) * 16 * MT; }
 
-    static __device__ __forceinline__ void load_queries(const BackwardParams& p, u32 to,
-                                                        volatile const Control& control, u32 slot) {
-        volatile const Step& step = control.steps[slot];
-        load_tile<BM, D, THREADS>(to, p.q.ptr + step.head * p.q.head + step.row * p.q.token, (int)p.q.token,
-                                  (int)step.rows, (int)p.heads.dim);
-        load_tile<BM, DV, THREADS>(to + BM * D * 2, p.d_o.ptr + step.head * p.d_o.head + step.row * p.d_o.token,
-                                   (int)p.d_o.token, (int)step.rows, (int)p.heads.value);
+    static __device__ __forceinline__ void load_queries(const BackwardParams& p, u32 to, volatile const Step& step) {
+        load_tile<BM, D, THREADS>(to, step.a, (int)p.q.token, (int)step.rows, (int)p.heads.dim);
+        load_tile<BM, DV, THREADS>(to + BM * D * 2, step.b, (int)p.d_o.token, (int)step.rows, (int)p.heads.value);
         load_stats<BM>(p, to + STAGE_TILES, step.head, step.row, step.rows);
     }
 
@@ -223,25 +229,19 @@ struct BackwardKeys {
         const u32 sv = sk + BN * D * 2, sqs = sv + BN * DV * 2;
         // Seen from the key, the window is the other way round.
         const Window window = {p.score.right, p.score.left};
-        if (threadIdx.x == 0) {
-            const u32 heads = p.per_q_head ? p.heads.q_heads : p.heads.kv_heads;
-            const u32 head = item % heads;
-            const Work work = p.work[item / heads];
-            const Run& key = p.keys[work.run];
-            u32 kv_head = head, head0 = head, head1 = head + 1;
-            if (p.per_q_head) {
-                kv_head = (p.heads.q_offset + head) / p.heads.group - p.heads.kv_offset;
-            } else {
-                const u32 begin = (head + p.heads.kv_offset) * p.heads.group, end = begin + p.heads.group;
-                head0 = begin > p.heads.q_offset ? begin - p.heads.q_offset : 0;
-                head1 = end > p.heads.q_offset ? end - p.heads.q_offset : 0;
-                head1 = head1 < p.heads.q_heads ? head1 : p.heads.q_heads;
-                head0 = head0 < head1 ? head0 : head1;
+        const Partners side = {p.queries, p.partners, &p.q, &p.d_o};
+        if (threadIdx.x < 32) {
+            if (threadIdx.x == 0) {
+                const u32 heads = p.per_q_head ? p.heads.q_heads : p.heads.kv_heads;
+                const u32 head = item % heads;
+                const Work work = p.work[item / heads];
+                const Run& key = p.keys[work.run];
+                const Group group = group_of(p, head);
+                describe(control.own, key, work, BN, head, group.kv_head);
+                control.sweep.start(key.begin, key.end, group.begin, group.end, control.own, window, side);
             }
-            describe(control.own, key, work, BN, head, kv_head);
-            control.sweep.start(key.begin, key.end, head0, head1);
-            for (int i = 0; i < STAGES; ++i)
-                control.sweep.step(control.steps[i], control.own, window, p.queries, p.partners, BM);
+            __syncwarp();
+            control.sweep.template fill<BM>(control.steps, control.own, window, side);
         }
         __syncthreads();
         volatile const Own& own = control.own;
@@ -250,7 +250,7 @@ struct BackwardKeys {
         if (WHAT & DK)
             load_tile<BN, DV, THREADS>(sv, p.v.ptr + own.partner * p.v.head + own.row * p.v.token, (int)p.v.token,
                                        (int)own.rows, (int)p.heads.value);
-        if (STAGES == 2 && control.steps[0].live) load_queries(p, sqs, control, 0);
+        if (STAGES == 2 && control.steps[0].rows) load_queries(p, sqs, control.steps[0]);
         copy_commit();
 
         constexpr int KN = WHAT & DK ? D / 8 : 1, VN = WHAT & DV_ ? DV / 8 : 1;
@@ -258,22 +258,19 @@ struct BackwardKeys {
         clear(dk);
         clear(dv);
 
-        // Counts to six: steps lie in three slots, tiles in two buffers.
-        for (u32 turn = 0; control.steps[turn % 3].live; turn = turn == 5 ? 0 : turn + 1) {
-            const u32 slot = turn % 3, next = (turn + 1) % 3;
-            const u32 stage = STAGES == 2 ? turn % 2 * STAGE : 0;
+        for (u32 at = 0; control.steps[at].rows; at = Control::after(at)) {
+            volatile const Step& step = control.steps[at];
+            const u32 stage = STAGES == 2 ? at % 2 * STAGE : 0;
             if (STAGES == 2) {
-                if (control.steps[next].live) load_queries(p, sqs + (STAGE - stage), control, next);
+                volatile const Step& next = control.steps[Control::after(at)];
+                if (next.rows) load_queries(p, sqs + (STAGE - stage), next);
             } else {
-                load_queries(p, sqs, control, slot);
+                load_queries(p, sqs, step);
             }
             copy_commit();
             copy_wait<STAGES - 1>();
             __syncthreads();
-            if (threadIdx.x == 0) {
-                const u32 ahead = (turn + STAGES) % 3;
-                control.sweep.step(control.steps[ahead], control.own, window, p.queries, p.partners, BM);
-            }
+            if (threadIdx.x < 32) control.template prepare<BM>(at, window, side);
             __syncwarp();
 
             const u32 sq = sqs + stage, sdo = sq + BM * D * 2, stats = sqs + stage + STAGE_TILES;
@@ -298,9 +295,9 @@ struct BackwardKeys {
                         }
                     }
                 }
-                shape_gradients(s, g, p.score, p.slopes, control.steps[slot].head, window, p.keys[own.run],
-                                own.first + warp_row() + (fresh_thread() & 31) / 4, p.queries[control.steps[slot].run],
-                                control.steps[slot].first + sub, control.steps[slot].full);
+                shape_gradients(s, g, p.score, p.slopes, step.head, window, p.keys[own.run],
+                                own.first + warp_row() + (fresh_thread() & 31) / 4, p.queries[step.run],
+                                step.first + sub, step.full);
 #pragma unroll
                 for (int n = 0; n < NT; ++n) {
                     const float2 base = load_shared_pair(stats + (sub + n * 8 + 2 * (fresh_thread() & 3)) * 4);

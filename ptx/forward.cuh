@@ -46,21 +46,24 @@ struct Forward {
     static __device__ __forceinline__ void tile(const ForwardParams& p, volatile Control& control, u32 sq, u32 sk,
                                                 u32 sv, u32 item) {
         const Window window = {p.score.left, p.score.right};
-        if (threadIdx.x == 0) {
-            const u32 head = item % p.heads.q_heads;
-            const Work work = p.work[item / p.heads.q_heads];
-            const Run& query = p.queries[work.run];
-            const u32 kv_head = (p.heads.q_offset + head) / p.heads.group - p.heads.kv_offset;
-            describe(control.own, query, work, BM, head, kv_head);
-            control.sweep.start(query.begin, query.end, 0, 1);
-            control.sweep.step(control.steps[0], control.own, window, p.keys, p.partners, BN);
+        const Partners side = {p.keys, p.partners, &p.k, &p.v};
+        if (threadIdx.x < 32) {
+            if (threadIdx.x == 0) {
+                const u32 head = item % p.heads.q_heads;
+                const Work work = p.work[item / p.heads.q_heads];
+                const Run& query = p.queries[work.run];
+                const u32 kv_head = (p.heads.q_offset + head) / p.heads.group - p.heads.kv_offset;
+                describe(control.own, query, work, BM, head, kv_head);
+                control.sweep.start(query.begin, query.end, kv_head, kv_head + 1, control.own, window, side);
+            }
+            __syncwarp();
+            control.sweep.template fill<BN>(control.steps, control.own, window, side);
         }
         __syncthreads();
         volatile const Own& own = control.own;
         load_tile<BM, D, THREADS>(sq, p.q.ptr + own.head * p.q.head + own.row * p.q.token, (int)p.q.token,
                                   (int)own.rows, (int)p.heads.dim);
-        u32 parity = 0;
-        if (control.steps[0].live) load_keys<D>(p.k, sk, control, 0, p.heads.dim);
+        if (control.steps[0].rows) load_keys<D>(sk, control.steps[0].a, p.k, control.steps[0], p.heads.dim);
         copy_commit();
 
         float out[MT][DV / 8][4];
@@ -72,24 +75,25 @@ struct Forward {
             sum.set(r, 0.0f);
         }
 
-        while (control.steps[parity].live) {
+        for (u32 at = 0; control.steps[at].rows;) {
+            volatile const Step& step = control.steps[at];
             copy_wait<0>();
             __syncthreads();
-            load_keys<DV>(p.v, sv, control, parity, p.heads.value);
+            load_keys<DV>(sv, step.b, p.v, step, p.heads.value);
             copy_commit();
-            if (threadIdx.x == 0)
-                control.sweep.step(control.steps[parity ^ 1], control.own, window, p.keys, p.partners, BN);
+            if (threadIdx.x < 32) control.template prepare<BN>(at, window, side);
             __syncwarp();
 
             float s[MT][NT][4];
             clear(s);
             multiply_rows<T, MT, NT, D>(s, walk_a<D>(sq, warp_row()), walk_b<D>(sk));
-            shape(s, p, window, control, parity);
-            parity ^= 1;
+            shape(s, p, window, control.own, step);
+            at = Control::after(at);
 
             copy_wait<0>();
             __syncthreads();
-            if (control.steps[parity].live) load_keys<D>(p.k, sk, control, parity, p.heads.dim);
+            volatile const Step& next = control.steps[at];
+            if (next.rows) load_keys<D>(sk, next.a, p.k, next, p.heads.dim);
             copy_commit();
 
             softmax(s, out, top, sum, p.score.exp_scale);
@@ -105,28 +109,24 @@ struct Forward {
     static __device__ __forceinline__ int warp_row() { return (fresh_thread() >> 5) * 16 * MT; }
 
     template <int WIDTH>
-    static __device__ __forceinline__ void load_keys(const Tensor& x, u32 to, volatile const Control& control,
-                                                     u32 parity, u32 dim) {
-        volatile const Step& step = control.steps[parity];
-        load_tile<BN, WIDTH, THREADS>(to, x.ptr + control.own.partner * x.head + step.row * x.token, (int)x.token,
-                                      (int)step.rows, (int)dim);
+    static __device__ __forceinline__ void load_keys(u32 to, const char* from, const Tensor& x, volatile const Step& step,
+                                                     u32 dim) {
+        load_tile<BN, WIDTH, THREADS>(to, from, (int)x.token, (int)step.rows, (int)dim);
     }
 
     // Everything between q k and the exponent.
     static __device__ __forceinline__ void shape(float (&s)[MT][NT][4], const ForwardParams& p, const Window& window,
-                                                 volatile const Control& control, u32 parity) {
+                                                 volatile const Own& own, volatile const Step& step) {
         const u32 row = warp_row() + (fresh_thread() & 31) / 4;
         if (p.score.flags & SCORE_GENERAL) {
             general_scores<false>(s, s, p.score);
             if (p.slopes.ptr) {
-                const float slope = *(const float*)(p.slopes.ptr + control.own.head * p.slopes.head);
-                alibi(s, p.queries[control.own.run], control.own.first + row, p.keys[control.steps[parity].run],
-                      control.steps[parity].first, slope * LOG2E);
+                const float slope = *(const float*)(p.slopes.ptr + own.head * p.slopes.head);
+                alibi(s, p.queries[own.run], own.first + row, p.keys[step.run], step.first, slope * LOG2E);
             }
         }
-        if (!control.steps[parity].full)
-            mask(s, minus_infinity(), window, p.queries[control.own.run], control.own.first + row,
-                 p.keys[control.steps[parity].run], control.steps[parity].first);
+        if (!step.full)
+            mask(s, minus_infinity(), window, p.queries[own.run], own.first + row, p.keys[step.run], step.first);
     }
 
     // Turns scores into probabilities, and rescales what was summed before.

@@ -235,14 +235,9 @@ struct BackwardFused {
         const u32 heads = call.per_q_head ? call.heads.q_heads : call.heads.kv_heads;
         const u32 part = item % p.parts, head = item / p.parts % heads;
         Work work = call.work[item / p.parts / heads];
-        u32 kv_head = head, head0 = head, head1 = head + 1;
-        if (call.per_q_head) {
-            kv_head = (call.heads.q_offset + head) / call.heads.group - call.heads.kv_offset;
-        } else {
-            const u32 from = (head + call.heads.kv_offset) * call.heads.group, to = from + call.heads.group;
-            head0 = from > call.heads.q_offset ? from - call.heads.q_offset : 0;
-            head1 = to > call.heads.q_offset ? to - call.heads.q_offset : 0;
-            head1 = head1 < call.heads.q_heads ? head1 : call.heads.q_heads;
+        const Group group = group_of(call, head);
+        u32 head0 = group.begin, head1 = group.end;
+        if (!call.per_q_head) {
             head0 = head0 + part * p.part_heads;
             head1 = head0 + p.part_heads < head1 ? head0 + p.part_heads : head1;
             head0 = head0 < head1 ? head0 : head1;
@@ -254,7 +249,7 @@ struct BackwardFused {
         control.head1 = head1;
         control.part = part;
         const Run& run = (zero ? call.queries : call.keys)[work.run];
-        describe(control.own, run, work, zero ? BM : BN, head, kv_head);
+        describe(control.own, run, work, zero ? BM : BN, head, group.kv_head);
         if (!zero) {
             const u32 number = p.key_tiles[work.run] + work.first / BN;
             control.key_turn = number * heads + head;

@@ -48,13 +48,14 @@ struct Own {
 
 // One partner tile.
 struct Step {
-    i64 row;    // its first row in the tensor
+    const char* a;       // its first row in the one tensor of the other side (k, or q), for its head
+    const char* b;       // and in the other (v, or do)
+    i64 row;             // in any tensor
     u32 run;
-    u32 first;  // its first row in the run
-    u32 rows;
+    u32 first;           // its first row in the run
     u32 head;
-    u32 live;   // 0 past the last one
-    u32 full;   // whether all its rows meet all own rows, so that no mask is needed
+    unsigned char rows;  // 0 past the last tile
+    unsigned char full;  // whether all its rows meet all own rows, so that no mask is needed
 };
 
 // How far back and ahead a partner row may lie.
@@ -76,17 +77,29 @@ __device__ __forceinline__ void describe(volatile Own& own, const Run& run, cons
     own.partner = partner;
 }
 
-// The tiles of up to `size` partner rows that an own tile meets, for each head of `head..head_end`. Thread 0's alone, and
-// all others wait for it: what can be known per partner is not computed per tile.
+// The other side: its runs, the list of those that are met, and both its tensors.
+struct Partners {
+    const Run* runs;
+    const u32* list;
+    const Tensor* a;
+    const Tensor* b;
+};
+
+// The tiles of up to SIZE partner rows that an own tile meets, for each head of `head..head_end`. The first warp's alone: lane
+// 0 moves from partner to partner, and each of BATCH lanes describes one tile. One lane alone would take a hundred cycles or
+// two for each, in every step, while all other warps wait for its own at the next barrier.
 struct Sweep {
-    i64 base;                  // the current partner's first row in the tensor
+    static constexpr u32 BATCH = 16;
+
     u32 next, end, begin;      // entries of the partner list
     u32 head, head_end;
     u32 run;
     u32 row, row_end;          // rows of the current partner that are still to be met
     u32 full_begin, full_end;  // rows that every own row meets
 
-    __device__ __forceinline__ void start(u32 from, u32 to, u32 head0, u32 head1) volatile {
+    // Lane 0's.
+    __device__ __forceinline__ void start(u32 from, u32 to, u32 head0, u32 head1, volatile const Own& own,
+                                          const Window& window, const Partners& side) volatile {
         begin = from;
         next = from;
         end = to;
@@ -94,47 +107,89 @@ struct Sweep {
         head_end = from < to ? head1 : head0;
         row = 0;
         row_end = 0;
+        find(own, window, side);
     }
 
-    __device__ __forceinline__ void step(volatile Step& out, volatile const Own& own, const Window& window,
-                                         const Run* runs, const u32* partners, u32 size) volatile {
-        u32 first = row, last = row_end;
+    // The next partner that has rows for us, if there is one: else none are left. Lane 0's.
+    __device__ __forceinline__ void find(volatile const Own& own, const Window& window, const Partners& side) volatile {
+        u32 first = 0, last = 0;
         while (first >= last) {
             if (next == end) {
                 next = begin;
                 head = head + 1;
             }
             if (head >= head_end) {
-                out.live = 0;
-                return;
+                first = last = 0;
+                break;
             }
             const u32 at = next;
             next = at + 1;
-            const u32 r = partners[at];
-            const Run& partner = runs[r];
+            const u32 r = side.list[at];
+            const Run& partner = side.runs[r];
             const i64 lowest = own.lowest - partner.pos, highest = own.highest - partner.pos;
             first = rows_below(partner, lowest - window.before);
             last = rows_below(partner, highest + window.after + 1);
             full_begin = rows_below(partner, highest - window.before);
             full_end = rows_below(partner, lowest + window.after + 1);
             run = r;
-            base = partner.row;
-            row_end = last;
         }
-        const u32 rows = last - first < size ? last - first : size;
-        row = first + rows;
-        out.row = base + first;
+        row = first;
+        row_end = last;
+    }
+
+    // The whole warp's: the next BATCH tiles; those past the end have no rows.
+    template <u32 SIZE>
+    __device__ __forceinline__ void fill(volatile Step* out, volatile const Own& own, const Window& window,
+                                         const Partners& side) volatile {
+        const u32 lane = threadIdx.x & 31;
+        u32 filled = 0;
+        do {
+            // Beyond what fits, more rows make no difference, and rounding up might not fit in 32 bits.
+            const u32 left = row_end - row < BATCH * SIZE ? row_end - row : BATCH * SIZE;
+            const u32 tiles = (left + (SIZE - 1)) / SIZE, room = BATCH - filled;
+            const u32 some = tiles < room ? tiles : room;
+            if (lane >= filled && lane < filled + some) describe_step<SIZE>(out[lane], row + (lane - filled) * SIZE, side);
+            filled += some;
+            __syncwarp();
+            if (lane == 0) {
+                row = row_end - row > some * SIZE ? row + some * SIZE : row_end;
+                if (row == row_end) find(own, window, side);
+            }
+            __syncwarp();
+        } while (filled < BATCH && row != row_end);
+        if (lane >= filled && lane < BATCH) out[lane].rows = 0;
+    }
+
+    template <u32 SIZE>
+    __device__ __forceinline__ void describe_step(volatile Step& out, u32 first, const Partners& side) volatile {
+        const u32 rows = row_end - first < SIZE ? row_end - first : SIZE;
+        const i64 at = side.runs[run].row + first;
+        out.a = side.a->ptr + head * side.a->head + at * side.a->token;
+        out.b = side.b->ptr + head * side.b->head + at * side.b->token;
+        out.row = at;
         out.run = run;
         out.first = first;
-        out.rows = rows;
         out.head = head;
-        out.live = 1;
-        out.full = rows == size && first >= full_begin && first + size <= full_end;
+        out.rows = rows;
+        out.full = rows == SIZE && first >= full_begin && first + SIZE <= full_end;
     }
 };
 
+// Tiles lie in two halves: one is filled while the other is worked off.
 struct Control {
+    static constexpr u32 STEPS = 2 * Sweep::BATCH;
+
     Own own;
     Sweep sweep;
-    Step steps[3];
+    Step steps[STEPS];
+
+    static __device__ __forceinline__ u32 after(u32 at) { return at + 1 == STEPS ? 0 : at + 1; }
+
+    // The first warp's, in step `at`, once no thread is in the step before any more: that was the last one to look at the
+    // other half, which is filled here. Its first tile is looked at in the last step of this half.
+    template <u32 SIZE>
+    __device__ __forceinline__ void prepare(u32 at, const Window& window, const Partners& side) volatile {
+        if (at == 1 || at == Sweep::BATCH + 1)
+            sweep.template fill<SIZE>(steps + (at == 1 ? Sweep::BATCH : 0), own, window, side);
+    }
 };

@@ -190,6 +190,26 @@ fn every_kernel_takes_turns() {
     all(&cases);
 }
 
+/// Tiles that meet many more others than are prepared at once, each in a range of its own, on either side.
+#[test]
+fn long_walks() {
+    let mut cases = Vec::new();
+    for dtype in [Dtype::F16, Dtype::Bf16] {
+        for dims in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)] {
+            let base = Case::new("long", dtype, dims);
+            for document in [(1, 40, 0), (40, 2, 0)] {
+                cases.push(Case {
+                    documents: vec![document],
+                    cut: Cut::Striped(40, 1),
+                    score: Score { window_right: i64::MAX, ..base.score },
+                    ..base.clone()
+                });
+            }
+        }
+    }
+    all(&cases);
+}
+
 /// The larger shapes over several tiles and calls.
 #[test]
 fn wide_ranges() {
