@@ -46,31 +46,44 @@ struct Walk {
     }
 };
 
-// One column of a tile, CHUNKS chunks wide from chunk FIRST on: eight (or four) neighbouring threads copy a row.
-template <int ROWS, int D, int THREADS, int FIRST, int CHUNKS>
-__device__ __forceinline__ void load_column(u32 dst, const char* src, int stride, int rows, int dim) {
+// x + a * b, with 32-bit factors: one instruction.
+__device__ __forceinline__ const char* advance(const char* x, int a, int b) {
+    const char* r;
+    asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(r) : "r"(a), "r"(b), "l"(x));
+    return r;
+}
+
+// COLUMNS columns of a tile, each CHUNKS chunks wide, from chunk FIRST on: eight (or four) neighbouring threads copy a row of
+// one. Where there are several, they are whole swizzle groups: a thread's chunks then lie at constant distances, in both
+// places.
+template <int ROWS, int D, int THREADS, int FIRST, int CHUNKS, int COLUMNS>
+__device__ __forceinline__ void load_columns(u32 dst, const char* src, int stride, int rows, int dim) {
     constexpr int STEP = THREADS / CHUNKS;
     static_assert(ROWS % STEP == 0, "every thread copies as often");
-    const int thread = fresh_thread();
+    static_assert(COLUMNS == 1 || CHUNKS == Swizzle<D>::GROUP, "whole groups");
+    const u32 thread = fresh_thread();
     const int row = thread / CHUNKS, chunk = FIRST + thread % CHUNKS;
+    const u32 to = dst + Swizzle<D>::at(row, chunk);
+    const char* const from = advance(src, row, stride) + chunk * 16;
     // Rows that this thread has yet to reach.
-    int left = (chunk * 8 < dim ? rows : 0) - row;
-    const char* from = src + (i64)row * stride + chunk * 16;
-    const i64 step = (i64)STEP * stride;
+    int left[COLUMNS];
 #pragma unroll
-    for (int i = 0; i < ROWS / STEP; ++i) {
-        copy_async(dst + Swizzle<D>::at(row + i * STEP, chunk), from, left > i * STEP);
-        from += step;
-    }
+    for (int c = 0; c < COLUMNS; ++c) left[c] = ((chunk + c * CHUNKS) * 8 < dim ? rows : 0) - row;
+#pragma unroll
+    for (int i = 0; i < ROWS / STEP; ++i)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c)
+            copy_async(to + i * STEP * Swizzle<D>::ROW_BYTES + c * CHUNKS * 16,
+                       advance(from, i * STEP, stride) + c * CHUNKS * 16, left[c] > i * STEP);
 }
 
 // Copies ROWS x D elements; rows from `rows` on and columns from `dim` on become zeros, and are not read.
-template <int ROWS, int D, int THREADS, int FIRST = 0>
+template <int ROWS, int D, int THREADS>
 __device__ __forceinline__ void load_tile(u32 dst, const char* src, int stride, int rows, int dim) {
-    constexpr int CHUNKS = D / 8 - FIRST >= 8 ? 8 : 4;
-    load_column<ROWS, D, THREADS, FIRST, CHUNKS>(dst, src, stride, rows, dim);
-    if constexpr (FIRST + CHUNKS < D / 8)
-        load_tile<ROWS, D, THREADS, FIRST + CHUNKS>(dst, src, stride, rows, dim);
+    constexpr int WIDE = Swizzle<D>::GROUP == 8 ? D / 64 : 1, REST = D / 8 - 8 * WIDE;
+    static_assert(REST == 0 || REST == 4, "columns of eight chunks, and one of four");
+    load_columns<ROWS, D, THREADS, 0, 8, WIDE>(dst, src, stride, rows, dim);
+    if constexpr (REST == 4) load_columns<ROWS, D, THREADS, 8 * WIDE, 4, 1>(dst, src, stride, rows, dim);
 }
 
 // c += A B^T: A has 16 * MT rows at `a`, B has 8 * NT rows at `b`, both D wide (row-major).
