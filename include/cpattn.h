@@ -408,7 +408,7 @@ typedef struct cpattn_rank_options {
   uint32_t workers;    /* threads of the CPU kernels, 1 to 1024; results do not depend on it. On a device 1 */
   int32_t device_type; /* CPATTN_DEVICE_CPU or CPATTN_DEVICE_CUDA; that of the transport, unless that is a table */
   int32_t device_id;   /* 0 on the CPU */
-  int32_t reserved;    /* 0 */
+  uint32_t leave_free; /* multiprocessors; 0: none, and on the CPU. See below */
 } cpattn_rank_options;
 
 #define CPATTN_RANK_OPTIONS_INIT \
@@ -417,6 +417,11 @@ typedef struct cpattn_rank_options {
 /* A rank lives long and runs many plans. It takes the transport over: on success the transport's handle is gone, after
  * a refusal it is still the caller's. options NULL: one worker, on the device of a peer group, otherwise on the CPU. */
 int32_t cpattn_rank_create(cpattn_transport *transport, const cpattn_rank_options *options, cpattn_rank **rank);
+
+/* LEAVE_FREE. The blocks of an attention kernel fill a device, and a communicator's kernels that are launched meanwhile
+ * wait for the first of them to end. With leave_free > 0 attention is bounded to the blocks that fit on all but so many
+ * multiprocessors (fewer than the device has), each of which then does more; results are the same. It concerns every
+ * attention of this process on the device for as long as the rank lives, and of several numbers the largest counts. */
 
 /* The rank leaves: peers that still need it get an error. On a device it first waits for what it enqueued. */
 int32_t cpattn_rank_destroy(cpattn_rank *rank);
@@ -566,6 +571,9 @@ int32_t cpattn_scratch_destroy(cpattn_scratch *scratch);
 
 /* Grows it to attention of this kind: memory on the CPU, loaded kernels on a device. The other pieces need no call. */
 int32_t cpattn_scratch_reserve(cpattn_scratch *scratch, int32_t dtype, uint32_t head_dim, uint32_t value_dim);
+
+/* On a device: what leave_free of a rank is, until it is set again or the scratch is destroyed. On the CPU 0. */
+int32_t cpattn_scratch_leave_free(cpattn_scratch *scratch, uint32_t multiprocessors);
 
 /* On a device: grows the ring to `calls` calls in flight (1 to 65536) whose lists take `bytes` in all. One call must fit
  * by itself; while the ring is full, a call waits for the oldest one, and for nothing else. cpattn_attend_lists and

@@ -8,7 +8,9 @@
 #[path = "capi/library.rs"]
 mod library;
 
-use std::{env, fs, process::Command, sync::OnceLock};
+use std::{env, fs, process::Command, ptr::null_mut, sync::OnceLock};
+
+use cpattn::{ffi::*, kernel::cuda::Cuda};
 
 use library::{Library, root, run};
 
@@ -85,6 +87,58 @@ fn streams_memory_and_failures() {
 #[test]
 fn the_pieces() {
     program("tests/capi/cuda_pieces.c", &[]);
+}
+
+/// The blocks of each attention launch of `cuda_pieces` on an emulated device of 4 multiprocessors.
+fn blocks(arguments: &[&str]) -> Vec<u64> {
+    let program = library().compile("tests/capi/cuda_pieces.c", "c99");
+    let text = run(Command::new(program).args(arguments).envs([("CPATTN_EMU_COUNT", "1"), ("CPATTN_EMU_SMS", "4")]));
+    let count = |line: &str| line.strip_prefix("cuda-emulator: `cpattn_forward`: ")?.split(' ').next()?.parse().ok();
+    text.lines().filter_map(count).collect()
+}
+
+#[test]
+fn multiprocessors_left_free_bound_the_blocks() {
+    if is_emulated() {
+        let (all, one) = (blocks(&[]), blocks(&["3"]));
+        assert_eq!(all.len(), one.len());
+        assert!(all.iter().zip(&one).all(|(all, one)| one <= all), "{all:?}, {one:?}");
+        assert!(one.iter().max() < all.iter().max(), "{all:?}, {one:?}");
+    }
+}
+
+/// A rank's number holds while it lives, and of two the larger.
+#[test]
+fn ranks_leave_multiprocessors_free_while_they_live() {
+    let Ok(cuda) = Cuda::shared(0) else { return report("leave_free", "not run: no CUDA driver or no device") };
+    let rank = |leave_free| {
+        let options = cpattn_rank_options {
+            struct_size: size_of::<cpattn_rank_options>(),
+            workers: 1,
+            device_type: 2,
+            device_id: 0,
+            leave_free,
+        };
+        let (mut transport, mut rank) = (null_mut(), null_mut());
+        // SAFETY: arrays of one entry, handles that were made just before, a struct of its own size.
+        unsafe {
+            assert_eq!(cpattn_peer_group(1, &0, 1000, &mut transport), CPATTN_OK);
+            assert_eq!(cpattn_rank_create(transport, &options, &mut rank), CPATTN_OK);
+        }
+        rank
+    };
+    let (one, two) = (rank(1), rank(2));
+    assert_eq!(cuda.left_free(), 2);
+    // SAFETY: handles of this test, each destroyed once.
+    unsafe {
+        assert_eq!(cpattn_rank_destroy(two), CPATTN_OK);
+        assert_eq!(cuda.left_free(), 1);
+        let none = rank(0);
+        assert_eq!(cuda.left_free(), 1);
+        assert_eq!(cpattn_rank_destroy(one), CPATTN_OK);
+        assert_eq!(cuda.left_free(), 0);
+        assert_eq!(cpattn_rank_destroy(none), CPATTN_OK);
+    }
 }
 
 #[test]

@@ -125,7 +125,8 @@ const char *cpattn_status_name(int32_t status);
  *                multiples of 16 bytes (true of compact tensors that cudaMalloc or a framework made; cpattn_transform
  *                takes any rows), strides are below 2 GiB, and the driver has to know the memory as that device's
  *
- * The library cannot see how long the memory behind `data` is: shape and strides must not reach beyond it.
+ * The library cannot see how long the memory behind `data` is: shape and strides must not reach beyond it. Messages call
+ * data + byte_offset a tensor's ptr, and its strides by what they step over: token_stride and head_stride.
  */
 #ifdef DLPACK_DLPACK_H_
 typedef DLTensor cpattn_tensor;
@@ -201,7 +202,7 @@ typedef struct cpattn_problem {
   int64_t window_right;      /* 0 (causal) to UINT32_MAX, or CPATTN_UNLIMITED */
   double scale;              /* 0: 1 / sqrt(head_dim) */
   double softcap;            /* 0: none */
-  const float *alibi_slopes; /* heads entries, positive slopes; NULL: none */
+  const float *alibi_slopes; /* heads entries, finite; NULL: none */
   int32_t sinks;             /* 1: each q head has a learnable sink, given with each run */
   int32_t reserved;          /* 0 */
 } cpattn_problem;
@@ -358,7 +359,9 @@ typedef struct cpattn_message {
 
 /*
  * A transport of the caller's: a framework's own communicator. Functions return 0, or anything else for a failure and
- * may then set *blame (-1 on entry) to the rank at fault. They must not throw or longjmp. `context` is handed through.
+ * may then set *blame (-1 on entry) to the rank at fault; without it the rank blames itself. The call that needed them
+ * then fails with CPATTN_PEER, and its message ends with the function and what it returned: "rank 0, exchange, step 1:
+ * rank 2 failed: the transport's exchange returned 7". They must not throw or longjmp. `context` is handed through.
  *
  * The contract: a send meets one receive of the same size; between two ranks messages meet in the order in which both
  * list them; exchanges of one rank are serial, are rendezvous (nothing may rely on buffering) and complete as a whole;
@@ -405,7 +408,7 @@ typedef struct cpattn_rank_options {
   uint32_t workers;    /* threads of the CPU kernels, 1 to 1024; results do not depend on it. On a device 1 */
   int32_t device_type; /* CPATTN_DEVICE_CPU or CPATTN_DEVICE_CUDA; that of the transport, unless that is a table */
   int32_t device_id;   /* 0 on the CPU */
-  int32_t reserved;    /* 0 */
+  uint32_t leave_free; /* multiprocessors; 0: none, and on the CPU. See below */
 } cpattn_rank_options;
 
 #define CPATTN_RANK_OPTIONS_INIT \
@@ -414,6 +417,11 @@ typedef struct cpattn_rank_options {
 /* A rank lives long and runs many plans. It takes the transport over: on success the transport's handle is gone, after
  * a refusal it is still the caller's. options NULL: one worker, on the device of a peer group, otherwise on the CPU. */
 int32_t cpattn_rank_create(cpattn_transport *transport, const cpattn_rank_options *options, cpattn_rank **rank);
+
+/* LEAVE_FREE. The blocks of an attention kernel fill a device, and a communicator's kernels that are launched meanwhile
+ * wait for the first of them to end. With leave_free > 0 attention is bounded to the blocks that fit on all but so many
+ * multiprocessors (fewer than the device has), each of which then does more; results are the same. It concerns every
+ * attention of this process on the device for as long as the rank lives, and of several numbers the largest counts. */
 
 /* The rank leaves: peers that still need it get an error. On a device it first waits for what it enqueued. */
 int32_t cpattn_rank_destroy(cpattn_rank *rank);
@@ -428,7 +436,7 @@ int32_t cpattn_rank_prepare(cpattn_rank *rank, const cpattn_plan *plan, int32_t 
 
 /* Lends memory to work in, of the rank's place: `bytes` at `workspace`, the largest of cpattn_plan_workspace over the
  * plans to run. It stays lent, untouched by others, until another is lent or the rank is destroyed; on a device both wait
- * for what was enqueued. Without it the rank allocates its own. */
+ * for what was enqueued. Without it the rank allocates its own. 0 bytes, at NULL too, serve plans that need none. */
 int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t bytes);
 
 /*
@@ -442,8 +450,8 @@ typedef struct cpattn_forward_args {
   const cpattn_tensor *v;     /* read, [Nk, Hk, Dv] */
   const cpattn_tensor *sinks; /* read, [H] f32; NULL unless the problem has sinks */
   const cpattn_tensor *o;     /* written, [Nq, H, Dv] */
-  const cpattn_tensor *lse;   /* written, [H, Nq] f32 (f64 for f64): natural log-sum-exp of the scores, -inf for a row
-                                 that attends to nothing */
+  const cpattn_tensor *lse;   /* written, [H, Nq] f32 (f64 for f64): natural log-sum-exp of the scores and the sink,
+                                 -inf for a row that attends to nothing */
   void *stream;               /* cudaStream_t on a device; NULL on the CPU */
 } cpattn_forward_args;
 
@@ -505,7 +513,7 @@ typedef struct cpattn_range {
 } cpattn_range;
 
 #define CPATTN_FIRST 0 /* first of several visits: write the running (o, lse). Backward: write dq */
-#define CPATTN_MERGE 1 /* a later visit: merge into the running (o, lse). Backward: add to dq */
+#define CPATTN_MERGE 1 /* a later visit: merge into the (o, lse) that the first one wrote. Backward: add to dq */
 #define CPATTN_LAST 2  /* the last of several: merge, then apply the sink and write o. Backward: as MERGE */
 #define CPATTN_ONLY 3  /* first and last at once. Backward: as FIRST */
 
@@ -519,7 +527,9 @@ typedef struct cpattn_q_range {
   uint8_t reserved[7];
 } cpattn_q_range;
 
-/* Rows of q ranges must not overlap, nor rows of k ranges. A q range without pairs attends to nothing in this call. */
+/* A row that a call writes lies in one range: two would be refused, since both write it at once. Written are the rows of q
+ * ranges (but by a backward of CPATTN_GRADIENTS_KEYS) and, by a backward that makes dk and dv, those of k ranges; rows
+ * that are only read may lie in several ranges. A q range without pairs attends to nothing in this call. */
 typedef struct cpattn_ranges {
   const cpattn_q_range *q;
   size_t q_count;
@@ -561,6 +571,9 @@ int32_t cpattn_scratch_destroy(cpattn_scratch *scratch);
 
 /* Grows it to attention of this kind: memory on the CPU, loaded kernels on a device. The other pieces need no call. */
 int32_t cpattn_scratch_reserve(cpattn_scratch *scratch, int32_t dtype, uint32_t head_dim, uint32_t value_dim);
+
+/* On a device: what leave_free of a rank is, until it is set again or the scratch is destroyed. On the CPU 0. */
+int32_t cpattn_scratch_leave_free(cpattn_scratch *scratch, uint32_t multiprocessors);
 
 /* On a device: grows the ring to `calls` calls in flight (1 to 65536) whose lists take `bytes` in all. One call must fit
  * by itself; while the ring is full, a call waits for the oldest one, and for nothing else. cpattn_attend_lists and

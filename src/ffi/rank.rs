@@ -15,19 +15,22 @@ use super::{dlpack::device, table::Seat};
 use super::{
     dlpack::{Form, Given, cpattn_tensor, one, place, read, written},
     handle::{self, Handle, Kind},
-    input::{reserved, result, sized},
+    input::{result, sized},
     plan::{cpattn_plan, direction},
     status::{Fail, Outcome, boundary},
     transport::{Any, cpattn_transport},
 };
-#[cfg(feature = "cuda")]
-use crate::runtime::{DeviceRank, Marks};
 use crate::{
     error::{Error, Result},
     place::Place,
     plan::{self, Plan},
     runtime::{self, AnyRank, Bindings, Rank},
     schedule::{Direction, Tensor},
+};
+#[cfg(feature = "cuda")]
+use crate::{
+    kernel::cuda::Room,
+    runtime::{DeviceRank, Marks},
 };
 
 #[derive(Clone, Copy)]
@@ -37,7 +40,7 @@ pub struct cpattn_rank_options {
     pub workers: u32,
     pub device_type: i32,
     pub device_id: i32,
-    pub reserved: i32,
+    pub leave_free: u32,
 }
 
 #[derive(Clone, Copy)]
@@ -77,6 +80,9 @@ pub struct State {
     rank: Mutex<AnyRank>,
     place: Place,
     handle: runtime::Handle,
+    /// What the rank asks of its device beyond kernels.
+    #[cfg(feature = "cuda")]
+    _room: Option<Room>,
 }
 
 pub type cpattn_rank = Handle<State>;
@@ -121,11 +127,10 @@ pub unsafe extern "C" fn cpattn_rank_create(
     boundary!({
         // SAFETY: the header's promise about results and handles.
         let (out, given) = unsafe { (result("rank", rank)?, handle::borrow(transport.cast_const())?) };
-        let (mut n, mut at) = (1, given.place().unwrap_or(Place::Cpu));
+        let (mut n, mut at, mut free) = (1, given.place().unwrap_or(Place::Cpu), 0);
         if !options.is_null() {
             // SAFETY: the header's promise about structs.
             let o = unsafe { sized("options", options) }?;
-            reserved("options.reserved", o.reserved == 0)?;
             let wanted = place("options", o.device_type, o.device_id)?;
             if given.place().is_some_and(|at| at != wanted) {
                 return Err(Error::invalid("options.device", wanted, format!("{at}, where the transport is")).into());
@@ -135,14 +140,39 @@ pub unsafe extern "C" fn cpattn_rank_create(
                 let expected = "1 on a device, which has threads of its own";
                 return Err(Error::invalid("options.workers", o.workers, expected).into());
             }
-            (n, at) = (workers("options.workers", o.workers)?, wanted);
+            if o.leave_free > 0 && wanted == Place::Cpu {
+                let expected = "0 on the CPU, which has no multiprocessors";
+                return Err(Error::invalid("options.leave_free", o.leave_free, expected).into());
+            }
+            (n, at, free) = (workers("options.workers", o.workers)?, wanted, o.leave_free);
         }
+        #[cfg(feature = "cuda")]
+        let _room = room(at, free)?;
+        #[cfg(not(feature = "cuda"))]
+        let _ = free;
         // SAFETY: the header's promise about handles.
         let rank = unsafe { seated(transport, at, n) }?;
         let (place, handle) = (rank.place(), rank.handle());
-        out.write(handle::create(State { rank: Mutex::new(rank), place, handle }));
+        out.write(handle::create(State {
+            rank: Mutex::new(rank),
+            place,
+            handle,
+            #[cfg(feature = "cuda")]
+            _room,
+        }));
         Ok(())
     })
+}
+
+/// What a rank asks of its device besides.
+#[cfg(feature = "cuda")]
+fn room(at: Place, leave_free: u32) -> Result<Option<Room>> {
+    match at {
+        Place::Cuda(ordinal) if leave_free > 0 => {
+            Room::new(&device("options.device_id", ordinal)?, "options.leave_free", leave_free).map(Some)
+        }
+        _ => Ok(None),
+    }
 }
 
 /// Makes a rank of a transport. What can fail comes before the transport is taken.

@@ -124,6 +124,16 @@ pub unsafe extern "C" fn cpattn_scratch_reserve(
 }
 
 #[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_scratch_leave_free(scratch: *mut cpattn_scratch, multiprocessors: u32) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
+        scratch.lock()?.leave_free(multiprocessors)?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_scratch_lists(scratch: *mut cpattn_scratch, bytes: u64, calls: u32) -> i32 {
     boundary!({
         // SAFETY: the header's promise about handles.

@@ -94,6 +94,19 @@ impl Kernels {
         }
     }
 
+    /// On a device, leaves `n` multiprocessors free of attention: see `cuda::Pieces::leave_free`.
+    ///
+    /// # Errors
+    /// On the CPU, for any but 0; a device that has no more than `n`.
+    pub fn leave_free(&mut self, n: u32) -> Result<()> {
+        match self {
+            Self::Cpu(_) if n == 0 => Ok(()),
+            Self::Cpu(_) => Err(Error::invalid("multiprocessors", n, "0 on the CPU, which has none")),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(pieces) => pieces.leave_free(n),
+        }
+    }
+
     /// On a device, makes room for `bytes` bytes of lists of at most `calls` calls in flight.
     ///
     /// # Errors

@@ -3,6 +3,8 @@
  * The pieces by themselves on a device, each beside the same call on the CPU: attention in one visit and in three, its
  * backward, delta, finish, the sinks' gradient, merge, transform. All device calls go on one stream without a wait in
  * between. Then what a scratch refuses, and that no call takes memory.
+ *
+ *   cuda_pieces [N]   N multiprocessors are left free of attention
  */
 #define _POSIX_C_SOURCE 200112L
 #include "cuda_test.h"
@@ -201,7 +203,7 @@ static void refusals(void) {
   OK(cpattn_scratch_destroy(fresh));
 }
 
-int main(void) {
+int main(int argc, char **argv) {
   if (!driver_open(0)) return puts("not run: no CUDA driver or no device"), 0;
   array *queries[] = {&q, &d_o, &o, &small_o, &empty_o, &moved}, *keys_like[] = {&k, &v};
   array *wide[] = {&running, &other_o, &dq, &moved_wide, &sum}, *gradients[] = {&dk, &dv}, *rows_like[] = {&lse, &delta, &other_lse, &empty_lse};
@@ -217,6 +219,8 @@ int main(void) {
   OK(cpattn_scratch_reserve(cpu, CPATTN_F16, DIM, DIM));
   OK(cpattn_scratch_create_cuda(0, &gpu));
   OK(cpattn_scratch_reserve(gpu, CPATTN_F16, DIM, DIM));
+  if (argc == 2) OK(cpattn_scratch_leave_free(gpu, (uint32_t)atoi(argv[1])));
+  REFUSED(CPATTN_INVALID, "multiprocessors is 1048576, expected below the", cpattn_scratch_leave_free(gpu, 1 << 20)); /* leaves it as it was */
   size_t before = available();
   attention();
   shared_rows();

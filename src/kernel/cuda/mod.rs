@@ -40,6 +40,7 @@ mod lists;
 pub(crate) mod memory;
 mod params;
 mod pieces;
+mod room;
 mod shapes;
 mod shared;
 mod sinks;
@@ -49,6 +50,8 @@ mod turns;
 pub use super::Merge;
 pub use memory::DeviceMemory;
 pub use pieces::Pieces;
+#[cfg(feature = "capi")]
+pub(crate) use room::Room;
 pub use staging::Staging;
 
 use crate::element::Dtype;
@@ -57,9 +60,10 @@ use alloc::format;
 use alloc::sync::Arc;
 use check::Checker;
 use core::ffi::CStr;
-use core::sync::atomic::{AtomicU32, Ordering};
+use core::sync::atomic::AtomicU32;
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use driver::{Context, Entered, Function, Module};
+use room::Asked;
 use shapes::{Launch, SHAPES, Shape};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -72,7 +76,9 @@ pub struct Cuda {
     context: Arc<Context>,
     multiprocessors: u32,
     shared_limit: u32,
+    /// The most of what is asked for, where launches read it.
     left_free: AtomicU32,
+    asked: Mutex<Asked>,
     kernels: Mutex<Kernels>,
 }
 
@@ -138,6 +144,7 @@ impl Cuda {
             multiprocessors,
             shared_limit,
             left_free: AtomicU32::new(0),
+            asked: Mutex::default(),
             kernels: Mutex::new(Kernels::default()),
         })
     }
@@ -150,12 +157,6 @@ impl Cuda {
     /// Multiprocessors of the device.
     pub fn multiprocessors(&self) -> u32 {
         self.multiprocessors
-    }
-
-    /// Bounds the blocks of every later attention launch to what fits on all but `n` multiprocessors (at least one is
-    /// used), so that communication kernels find room beside them. Blocks then take several tiles each.
-    pub fn leave_free(&self, n: u32) {
-        self.left_free.store(n, Ordering::Relaxed);
     }
 
     /// Loads the kernels for an element type and head dims, which takes the driver up to seconds. To be called when
@@ -286,7 +287,7 @@ impl Cuda {
 
     /// Blocks of a launch over `items` tiles. The context is current.
     fn grid(&self, kernel: Ready, items: u32) -> Result<u32> {
-        if self.left_free.load(Ordering::Relaxed) == 0 {
+        if self.left_free() == 0 {
             return Ok(items.min(i32::MAX as u32));
         }
         self.resident(kernel, items)
@@ -294,7 +295,7 @@ impl Cuda {
 
     /// As [`Cuda::grid`], never more than run at a time.
     fn resident(&self, kernel: Ready, items: u32) -> Result<u32> {
-        let left_free = self.left_free.load(Ordering::Relaxed);
+        let left_free = self.left_free();
         let each = kernel.function.blocks_per_multiprocessor(kernel.launch.threads, kernel.launch.shared)?;
         Ok(items.min(each * self.multiprocessors.saturating_sub(left_free).max(1)))
     }

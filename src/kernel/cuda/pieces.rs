@@ -5,6 +5,7 @@
 //! [`Pieces::new`], [`Pieces::reserve`] and [`Pieces::lists`], and a call that finds it missing is refused with the
 //! number it needs. The host waits in one case only: while more calls are in flight than the ring has room for.
 
+use super::room::Room;
 use super::{Cuda, Staging, Stream, check};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
@@ -22,6 +23,7 @@ pub struct Pieces {
     cuda: Arc<Cuda>,
     staging: Staging,
     calls: usize,
+    room: Option<Room>,
 }
 
 impl Pieces {
@@ -32,7 +34,7 @@ impl Pieces {
     pub fn new(cuda: Arc<Cuda>) -> Result<Self> {
         cuda.prepare_blocks()?;
         let staging = cuda.staging(BYTES, CALLS)?;
-        Ok(Self { cuda, staging, calls: CALLS })
+        Ok(Self { cuda, staging, calls: CALLS, room: None })
     }
 
     /// The device.
@@ -46,6 +48,16 @@ impl Pieces {
     /// As [`Cuda::prepare`].
     pub fn reserve(&mut self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<()> {
         self.cuda.prepare(dtype, head_dim, value_dim)
+    }
+
+    /// From now on, and as long as this lives, attention on the device leaves `n` multiprocessors free, or as many more as
+    /// somebody else asks for: see [`Cuda::leave_free`].
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when the device has no more than `n`.
+    pub fn leave_free(&mut self, n: u32) -> Result<()> {
+        self.room = if n == 0 { None } else { Some(Room::new(&self.cuda, "multiprocessors", n)?) };
+        Ok(())
     }
 
     /// Makes room for `bytes` bytes of lists of at most `calls` calls in flight. It never shrinks; when it grows, it

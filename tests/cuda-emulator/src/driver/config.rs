@@ -24,7 +24,7 @@ pub struct Config {
     pub races: bool,
     /// `CPATTN_EMU_LANES=0` no longer reports lanes of one warp that race in global memory.
     pub lanes: bool,
-    /// `CPATTN_EMU_COUNT=1` prints instruction counts and bank conflicts of every launch.
+    /// `CPATTN_EMU_COUNT=1` prints blocks, instruction counts and bank conflicts of every launch.
     pub count: bool,
     /// `CPATTN_EMU_REPORT`: a file that reports are appended to, besides standard error.
     pub report: Option<PathBuf>,

@@ -36,7 +36,7 @@ impl Machine {
                     Ok(stats) => {
                         self.time += stats.instructions;
                         if self.config.count {
-                            print_counts(&kernel, &stats);
+                            print_counts(&kernel, grid, &stats);
                         }
                         (what, Ok(()))
                     }
@@ -157,11 +157,12 @@ fn plain(what: &str, (fault, detail): (Fault, String)) -> Report {
     Report { fault, kernel: what.to_owned(), line: 0, text: String::new(), block: [0; 3], thread: None, detail }
 }
 
-fn print_counts(kernel: &Kernel, stats: &crate::exec::Stats) {
+fn print_counts(kernel: &Kernel, grid: [u32; 3], stats: &crate::exec::Stats) {
     let conflicts = stats.bank_conflicts();
     eprintln!(
-        "cuda-emulator: `{}`: {} warp instructions, {conflicts} bank conflicts",
+        "cuda-emulator: `{}`: {} blocks, {} warp instructions, {conflicts} bank conflicts",
         kernel.name(),
+        grid.iter().map(|&n| u64::from(n)).product::<u64>(),
         stats.instructions
     );
     for &(line, times, extra) in stats.lines.iter().filter(|l| l.2 > 0) {
