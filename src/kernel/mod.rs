@@ -14,6 +14,8 @@
 //! - [`Delta`], [`Finish`]: the row sums before the backward, and rows that no range covers.
 
 use crate::element::Dtype;
+use crate::error::{Error, Result};
+use alloc::format;
 
 #[cfg(feature = "std")]
 pub mod cpu;
@@ -236,7 +238,7 @@ pub struct AttendBackward<'a> {
 
 /// One block of a [`Transform`]: `dst = Σ sources`, element by element, summed in the order given in the accumulator's
 /// type and rounded once. One source is a copy or a cast. All have the shape of `dst`. A source may be `dst` itself
-/// (then it must be the first, of the same strides: that is how a sum is added to).
+/// (then it must be the first, of the same type and strides: that is how a sum is added to).
 #[derive(Clone, Copy, Debug)]
 pub struct Block {
     /// What is written.
@@ -245,6 +247,28 @@ pub struct Block {
     pub sources_begin: u32,
     /// One past the last entry. Without any, the block is filled with zeros.
     pub sources_end: u32,
+}
+
+impl Block {
+    /// The sources of block `i` that begin where it does, which only its first may, with its type and strides.
+    pub(crate) fn check_in_place(&self, i: usize, sources: &[RawTensor]) -> Result<()> {
+        let dst = &self.dst;
+        if dst.tokens == 0 || dst.heads == 0 || dst.dim == 0 {
+            return Ok(());
+        }
+        for (j, s) in sources.iter().enumerate().filter(|(_, s)| s.ptr == dst.ptr) {
+            let name = || format!("blocks[{i}].sources[{j}]");
+            let strides = |t: &RawTensor| (t.token_stride, t.head_stride);
+            if j > 0 {
+                return Err(Error::invalid(name(), "dst", "another tensor: only the first source may be dst"));
+            }
+            if s.dtype != dst.dtype || strides(s) != strides(dst) {
+                let say = |t: &RawTensor| format!("{} with strides {:?}", t.dtype, strides(t));
+                return Err(Error::invalid(name(), say(s), format!("{}, as dst, where it lies", say(dst))));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Copies, casts and ordered sums of blocks. Blocks of one transform do not overlap.

@@ -247,6 +247,21 @@ fn refusals() {
     refused(run(&Attend { ranges: Ranges { pairs: &[1], ..call.ranges }, ..call }).unwrap_err(), "ranges.pairs");
     refused(run(&Attend { ranges: Ranges { pairs: &[], ..call.ranges }, ..call }).unwrap_err(), "ranges.q[0].keys");
     let mut none = device.cuda.staging(16, 1).expect("memory");
+    // What lies where a block does may only be the block itself; and rows are named as the caller names them.
+    let block = [Block { dst: call.q, sources_begin: 0, sources_end: 1 }];
+    let sources = [RawTensor { token_stride: 1024, ..call.q }];
+    let transform = Transform { blocks: &block, sources: &sources };
+    // SAFETY: refused before anything is launched.
+    let refusal = unsafe { device.cuda.transform(&transform, &mut none, device.stream) };
+    refused(refusal.unwrap_err(), "blocks[0].sources[0] is f16 with strides");
+    let rows = [Range::plain(0, 1, 0, 0), Range::plain(1, 3, 0, 0)];
+    let finish = Finish { o: call.o, lse: call.lse, sinks: RawTensor::NONE, rows: &rows };
+    // SAFETY: as above.
+    let refusal = unsafe { device.cuda.finish(&finish, &mut none, device.stream) };
+    refused(refusal.unwrap_err(), "rows[1].row is 1 with len 3");
+    // SAFETY: as above.
+    let refusal = unsafe { device.cuda.finish(&Finish { sinks: two, rows: &[], ..finish }, &mut none, device.stream) };
+    refused(refusal.unwrap_err(), "sinks.tokens is 2");
     // SAFETY: refused before anything is launched.
     refused(unsafe { device.cuda.attend(&call, RawTensor::NONE, &mut none, device.stream) }.unwrap_err(), "staging");
     for (bytes, launches, part) in [

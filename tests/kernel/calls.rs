@@ -231,6 +231,29 @@ fn transforms() {
         refused.unwrap_err().to_string(),
         "blocks[0].sources[0] [tokens, heads, dim] is [3, 2, 300], expected [2, 2, 300]"
     );
+    // What lies where the block does may only be the block itself, and first.
+    let strided = RawTensor { token_stride: 1200, ..sources[0] };
+    let wrong = [sources[1], sources[0], strided, RawTensor { dtype: Dtype::Bf16, ..sources[0] }];
+    for (begin, end, text) in [
+        (0, 2, "blocks[0].sources[1] is dst, expected another tensor: only the first source may be dst"),
+        (
+            2,
+            3,
+            "blocks[0].sources[0] is f32 with strides (1200, 300), expected f32 with strides (600, 300), as dst, where it \
+             lies",
+        ),
+        (
+            3,
+            4,
+            "blocks[0].sources[0] is bf16 with strides (600, 300), expected f32 with strides (600, 300), as dst, where \
+             it lies",
+        ),
+    ] {
+        let blocks = [block(sources[0], begin, end)];
+        // SAFETY: refused before anything is touched.
+        let refused = unsafe { cpu::transform(&Transform { blocks: &blocks, sources: &wrong }) };
+        assert_eq!(refused.unwrap_err().to_string(), text);
+    }
 
     let (mut delta, mut lse) = (vec![f32::NAN; 6], vec![f32::NAN; 6]);
     let o = raw(&mut b, compact, shape);

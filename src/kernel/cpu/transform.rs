@@ -27,6 +27,7 @@ pub(super) fn check_transform(t: &Transform) -> Result<()> {
         for (j, s) in sources.iter().enumerate() {
             check::same_shape(|| format!("blocks[{i}].sources[{j}] [tokens, heads, dim]"), s, &b.dst)?;
         }
+        b.check_in_place(i, sources)?;
     }
     Ok(())
 }

@@ -57,6 +57,7 @@ impl Cuda {
                 check::same_shape(&name, source, &block.dst)?;
                 movable(checker, &name, source)?;
             }
+            block.check_in_place(i, sources)?;
             let folded = fold(&block.dst, sources);
             if folded.rows * u64::from(folded.units) > u64::from(u32::MAX / 2) || folded.too_long {
                 return Err(Error::unsupported(
@@ -166,7 +167,7 @@ impl Cuda {
         let mut params = params::Finish {
             o: checker.needed("o", &call.o, o)?,
             lse: checker.needed("lse", &call.lse, f32s)?,
-            sinks: checker.optional("sinks", &call.sinks, f32s)?,
+            sinks: checker.per_head("sinks", &call.sinks, call.o.heads)?,
             runs: 0,
             work: 0,
             items: 0,
@@ -175,8 +176,7 @@ impl Cuda {
             rows: finish_rows(&call.o),
         };
         let tokens = call.o.tokens.min(call.lse.tokens);
-        let ranges = crate::kernel::Ranges { k: call.rows, ..Default::default() };
-        check::ranges(&ranges, 0, tokens, false)?;
+        check::rows(call.rows, tokens)?;
 
         let _entered = self.enter()?;
         let function = self.blocks(&mut self.kernels())?.finish;

@@ -212,6 +212,11 @@ fn range(argument: &str, i: usize, r: &Range, tokens: u64) -> Result<()> {
     Ok(())
 }
 
+/// Rows that are finished lie within their tensors.
+pub(super) fn rows(rows: &[Range], tokens: u64) -> Result<()> {
+    rows.iter().enumerate().try_for_each(|(i, r)| range("rows", i, r, tokens))
+}
+
 /// Ranges lie within their tensors, and pairs within the ranges.
 pub(super) fn ranges(ranges: &Ranges, q_tokens: u64, k_tokens: u64, distances: bool) -> Result<()> {
     for (i, k) in ranges.k.iter().enumerate() {

@@ -9,7 +9,7 @@ use super::room::Room;
 use super::{Cuda, Staging, Stream, check};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
-use crate::kernel::{Attend, AttendBackward, Delta, Finish, Merge, Ranges, RawTensor, SinkGradient, Transform};
+use crate::kernel::{Attend, AttendBackward, Delta, Finish, Merge, RawTensor, SinkGradient, Transform};
 use alloc::format;
 use alloc::sync::Arc;
 
@@ -80,11 +80,11 @@ impl Pieces {
     ///
     /// # Safety
     /// As [`Cuda::accept_stream`].
-    unsafe fn accept(&self, bytes: usize, ranges: &Ranges<'_>, rows: [u64; 2], stream: Stream) -> Result<()> {
+    unsafe fn accept(&self, bytes: usize, lists: impl FnOnce() -> Result<()>, stream: Stream) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.cuda.accept_stream(stream) }?;
         if bytes > self.staging.bytes() {
-            check::ranges(ranges, rows[0], rows[1], false)?;
+            lists()?;
             let (found, expected) = (format!("room for {} bytes of lists", self.staging.bytes()), format!("{bytes}"));
             return Err(Error::invalid("scratch", found, expected).hint("make room for the lists before the call"));
         }
@@ -111,7 +111,8 @@ impl Pieces {
         let rows = [call.q.tokens, call.k.tokens.min(call.v.tokens)];
         // SAFETY: the caller's promise, here and below.
         unsafe {
-            self.accept(self.cuda.attend_bytes(call)?, &call.ranges, rows, stream)?;
+            let lists = || check::ranges(&call.ranges, rows[0], rows[1], false);
+            self.accept(self.cuda.attend_bytes(call)?, lists, stream)?;
             self.cuda.attend(call, RawTensor::NONE, &mut self.staging, stream)
         }
     }
@@ -128,7 +129,8 @@ impl Pieces {
         let rows = [call.q.tokens, call.k.tokens.min(call.v.tokens)];
         // SAFETY: the caller's promise.
         unsafe {
-            self.accept(self.cuda.attend_backward_bytes(call)?, &call.ranges, rows, stream)?;
+            let lists = || check::ranges(&call.ranges, rows[0], rows[1], false);
+            self.accept(self.cuda.attend_backward_bytes(call)?, lists, stream)?;
             self.cuda.attend_backward(call, &mut self.staging, stream)
         }
     }
@@ -143,7 +145,7 @@ impl Pieces {
     pub unsafe fn transform(&mut self, call: &Transform<'_>, stream: Stream) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe {
-            self.accept(self.cuda.transform_bytes(call), &Ranges::default(), [0; 2], stream)?;
+            self.accept(self.cuda.transform_bytes(call), || Ok(()), stream)?;
             self.cuda.transform(call, &mut self.staging, stream)
         }
     }
@@ -156,10 +158,10 @@ impl Pieces {
     /// # Safety
     /// As [`Pieces::attend`].
     pub unsafe fn finish(&mut self, call: &Finish<'_>, stream: Stream) -> Result<()> {
-        let rows = Ranges { k: call.rows, ..Default::default() };
+        let lists = || check::rows(call.rows, call.o.tokens.min(call.lse.tokens));
         // SAFETY: the caller's promise.
         unsafe {
-            self.accept(self.cuda.finish_bytes(call), &rows, [0, call.o.tokens.min(call.lse.tokens)], stream)?;
+            self.accept(self.cuda.finish_bytes(call), lists, stream)?;
             self.cuda.finish(call, &mut self.staging, stream)
         }
     }
