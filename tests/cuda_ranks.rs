@@ -206,10 +206,23 @@ fn exchanges_are_refused_or_end_on_both_sides() {
     for error in trade(group(), 8, to.ptr(), 16) {
         assert!(matches!(error, Err(Error::Peer { cause, .. }) if cause == size), "{error:?}");
     }
-    // An address that no driver knows: the copy is refused on one side, and the other hears of it.
+    // An address that no driver knows: the copy is refused on one side, and the other hears of it. A driver that shares the
+    // host's page tables may take it for the host's memory, and find out on the device, which ends the context.
+    if !emulated() {
+        return;
+    }
     let said = trade(group(), 8, std::ptr::without_provenance_mut(64), 8);
     assert!(matches!(said[1], Err(Error::Device { .. })), "{said:?}");
     assert!(matches!(said[0], Err(Error::Peer { peer: 1, cause: Cause::Failed, .. })), "{said:?}");
+}
+
+/// Whether device 0 is one of the stand-in driver.
+fn emulated() -> bool {
+    let mut name = [0u8; 256];
+    // SAFETY: the driver is loaded and initialised, and writes at most as many bytes.
+    let status = unsafe { cudarc::driver::sys::cuDeviceGetName(name.as_mut_ptr().cast(), 255, 0) };
+    assert_eq!(status as u32, 0);
+    String::from_utf8_lossy(&name).contains("emulator")
 }
 
 /// Device 0 and another, where there are two.
