@@ -100,6 +100,7 @@ struct BackwardQueries {
     static constexpr int STAGES = Shape::STAGES, STAGE = Shape::STAGE, TILES = Shape::TILES, THREADS = Shape::THREADS;
     static constexpr int MT = BM / (16 * WARPS);
     static constexpr int NT = BN / 8;
+    using Control = ::Control<Shape::BATCH>;
     static_assert(BM <= THREADS, "one thread per q row");
 
     static __device__ __forceinline__ int warp_row() { return (fresh_thread() >> 5) * 16 * MT; }
@@ -215,6 +216,7 @@ struct BackwardKeys {
     static constexpr int SUB = Shape::SUB, THREADS = Shape::THREADS;
     static constexpr int MT = BN / (16 * WARPS);
     static constexpr int NT = SUB / 8;
+    using Control = ::Control<Shape::BATCH>;
     static_assert(BM <= THREADS, "one thread per q row");
 
     static __device__ __forceinline__ int warp_row() { return (fresh_thread() >> 5) * 16 * MT; }

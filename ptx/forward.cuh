@@ -41,6 +41,7 @@ struct Forward {
     static constexpr int THREADS = Shape::THREADS, MT = Shape::MT, NT = BN / 8;
     static constexpr int TILES = Shape::TILES, ROW_STATE = Shape::ROW_STATE;
     using Rows = PerRow<2 * MT, THREADS, (MT > 1)>;
+    using Control = ::Control<Shape::BATCH>;
     static_assert(DV <= D, "o is staged where q was");
 
     static __device__ __forceinline__ void tile(const ForwardParams& p, volatile Control& control, u32 sq, u32 sk,

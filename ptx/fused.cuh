@@ -70,6 +70,7 @@ struct BackwardFused {
     static_assert(2 * BM <= THREADS, "one thread per q row for lse, and one for delta");
     static_assert(PARTS == 1 || PARTS * SUB == BM, "one piece of scores per warp where they pass through shared memory");
     static_assert(THREADS > 64, "three warps for what is not a product");
+    static_assert(BATCH >= 3 && BATCH <= 32, "filled in step 1, first looked at in step BATCH - 1; a lane for each");
 
     // Where the warp stands among the keys, among q rows or columns, and in dq.
     static __device__ __forceinline__ int warp() { return fresh_thread() >> 5; }

@@ -137,7 +137,7 @@ struct TransformParams {
     const TransformSource* sources;
     u64 tiles;
     u32 block_count;
-    u32 tile_steps;
+    u32 unused;
 };
 
 struct DeltaParams {

@@ -88,9 +88,8 @@ struct Partners {
 // The tiles of up to SIZE partner rows that an own tile meets, for each head of `head..head_end`. The first warp's alone: lane
 // 0 moves from partner to partner, and each of BATCH lanes describes one tile. One lane alone would take a hundred cycles or
 // two for each, in every step, while all other warps wait for its own at the next barrier.
+template <u32 BATCH>
 struct Sweep {
-    static constexpr u32 BATCH = 16;
-
     u32 next, end, begin;      // entries of the partner list
     u32 head, head_end;
     u32 run;
@@ -175,12 +174,14 @@ struct Sweep {
     }
 };
 
-// Tiles lie in two halves: one is filled while the other is worked off.
+// Tiles lie in two halves of BATCH: one is filled while the other is worked off.
+template <u32 BATCH>
 struct Control {
-    static constexpr u32 STEPS = 2 * Sweep::BATCH;
+    static constexpr u32 STEPS = 2 * BATCH;
+    static_assert(BATCH >= 3 && BATCH <= 32, "filled in step 1, first looked at in step BATCH - 1; a lane for each");
 
     Own own;
-    Sweep sweep;
+    Sweep<BATCH> sweep;
     Step steps[STEPS];
 
     static __device__ __forceinline__ u32 after(u32 at) { return at + 1 == STEPS ? 0 : at + 1; }
@@ -189,7 +190,7 @@ struct Control {
     // other half, which is filled here. Its first tile is looked at in the last step of this half.
     template <u32 SIZE>
     __device__ __forceinline__ void prepare(u32 at, const Window& window, const Partners& side) volatile {
-        if (at == 1 || at == Sweep::BATCH + 1)
-            sweep.template fill<SIZE>(steps + (at == 1 ? Sweep::BATCH : 0), own, window, side);
+        if (at == 1 || at == BATCH + 1)
+            sweep.template fill<SIZE>(steps + (at == 1 ? BATCH : 0), own, window, side);
     }
 };

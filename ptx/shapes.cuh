@@ -5,6 +5,9 @@
 // 192 with v of up to 128. What bounds the choices: no spills at 255 registers, at most 99 KB of shared memory (so that
 // sm_86, sm_89 and sm_120 run the same code; the fused backward takes more, and is left out where there is less), and as
 // many own rows per warp as fit, since each B fragment read from shared memory then serves more products.
+//
+// BATCH is how many steps of its walk a block prepares at a time: 16, and fewer where the steps, which lie in shared memory
+// too, would leave no room for a second block on a multiprocessor of sm_80.
 #pragma once
 
 template <int S>
@@ -25,7 +28,7 @@ struct ForwardShape;
     struct ForwardShape<shape> : Dims<shape> {                                                                 \
         static constexpr int BM = m, BN = n, WARPS = w, BLOCKS = b, THREADS = w * 32, MT = m / (16 * w);       \
         static constexpr int TILES = 2 * (m * D + n * D + n * DV), ROW_STATE = MT > 1 ? 2 * MT * THREADS * 4 : 0; \
-        static constexpr int SHARED = TILES + 2 * ROW_STATE;                                                   \
+        static constexpr int SHARED = TILES + 2 * ROW_STATE, BATCH = 16;                                       \
     };
 FORWARD(64, 128, 64, 4, 2)
 FORWARD(96, 128, 64, 4, 2)
@@ -38,46 +41,46 @@ FORWARD(256, 64, 64, 4, 1)
 // dq: BM q rows by BN keys, in STAGES buffers of STAGE bytes; behind the TILES, lse and delta of the q rows.
 template <int S>
 struct QueriesShape;
-#define QUERIES(shape, m, n, w, st, b)                                                                     \
+#define QUERIES(shape, m, n, w, st, b, batch)                                                              \
     template <>                                                                                            \
     struct QueriesShape<shape> : Dims<shape> {                                                             \
         static constexpr int BM = m, BN = n, WARPS = w, STAGES = st, BLOCKS = b, THREADS = w * 32;         \
         static constexpr int STAGE = 2 * n * (D + DV), TILES = 2 * m * (D + DV) + st * STAGE;              \
-        static constexpr int SHARED = TILES + 2 * m * 4;                                                   \
+        static constexpr int SHARED = TILES + 2 * m * 4, BATCH = batch;                                    \
     };
-QUERIES(64, 128, 64, 4, 2, 2)
-QUERIES(96, 128, 32, 4, 2, 1)
-QUERIES(128, 128, 32, 4, 2, 1)
-QUERIES(192, 64, 32, 4, 2, 1)
-QUERIES(192128, 64, 32, 4, 2, 1)
-QUERIES(256, 64, 32, 4, 1, 1)
+QUERIES(64, 128, 64, 4, 2, 2, 16)
+QUERIES(96, 128, 32, 4, 2, 1, 16)
+QUERIES(128, 128, 32, 4, 2, 1, 16)
+QUERIES(192, 64, 32, 4, 2, 1, 16)
+QUERIES(192128, 64, 32, 4, 2, 1, 5)
+QUERIES(256, 64, 32, 4, 1, 1, 16)
 #undef QUERIES
 
 // dk and dv: BN keys by BM q rows, of which SUB at a time are in registers. A stage is the tiles of q and do with lse and
 // delta behind them. SPLIT makes dk and dv in two passes, because both sums together would not fit.
 template <int S>
 struct KeysShape;
-#define KEYS(shape, n, m, sub, w, st, b, split)                                                            \
+#define KEYS(shape, n, m, sub, w, st, b, split, batch)                                                     \
     template <>                                                                                            \
     struct KeysShape<shape> : Dims<shape> {                                                                \
         static constexpr int BN = n, BM = m, SUB = sub, WARPS = w, STAGES = st, BLOCKS = b, THREADS = w * 32; \
         static constexpr int STAGE_TILES = 2 * m * (D + DV), STAGE = STAGE_TILES + 2 * m * 4;              \
-        static constexpr int SHARED = 2 * n * (D + DV) + st * STAGE;                                       \
+        static constexpr int SHARED = 2 * n * (D + DV) + st * STAGE, BATCH = batch;                        \
         static constexpr bool SPLIT = split;                                                               \
     };
-KEYS(64, 128, 64, 32, 4, 2, 2, false)
-KEYS(96, 64, 64, 32, 4, 2, 2, false)
-KEYS(128, 64, 64, 32, 4, 2, 2, false)
-KEYS(192, 64, 32, 16, 4, 2, 1, false)
-KEYS(192128, 64, 32, 32, 4, 2, 1, false)
-KEYS(256, 64, 32, 32, 4, 1, 1, true)
+KEYS(64, 128, 64, 32, 4, 2, 2, false, 16)
+KEYS(96, 64, 64, 32, 4, 2, 2, false, 16)
+KEYS(128, 64, 64, 32, 4, 2, 2, false, 16)
+KEYS(192, 64, 32, 16, 4, 2, 1, false, 16)
+KEYS(192128, 64, 32, 32, 4, 2, 1, false, 5)
+KEYS(256, 64, 32, 32, 4, 1, 1, true, 16)
 #undef KEYS
 
 // dq, dk and dv in one kernel: BN keys by BM q rows. WARPS are KEY_PARTS over the keys times COLUMN_PARTS, first over q rows
 // (SUB of them at a time), then over the columns of dk and dv. For dq they are QUERY_PARTS over q rows, the rest over
 // columns. With one column part, p stays in registers and one tile of 16-bit ds lies behind the stages, else both do; then
-// lse and delta of one tile of q rows. BATCH visits are prepared at a time; all that is declared statically takes CONTROL
-// bytes at most. Two blocks of head dim 64 just fit on sm_80.
+// lse and delta of one tile of q rows. All that is declared statically takes CONTROL bytes at most. Two blocks of head dim 64
+// just fit on sm_80.
 template <int S>
 struct FusedShape;
 #define FUSED(shape, n, m, sub, kp, cp, qp, st, b, batch)                                                   \

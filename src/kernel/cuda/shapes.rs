@@ -214,6 +214,24 @@ mod tests {
         }
     }
 
+    /// What a kernel declares may not cost the second block that its tiles leave room for on a multiprocessor of compute
+    /// capability 8.0: that has 164 KB, of which each block costs one more, and declared memory goes in units of 128 bytes.
+    #[test]
+    fn declared_memory_costs_no_block() {
+        let two = |bytes: u32| 2 * (bytes.next_multiple_of(128) + 1024) <= 164 * 1024;
+        let mut seen = 0;
+        for shape in SHAPES {
+            for (file, launch) in [("forward", shape.forward), ("backward", shape.queries), ("backward", shape.keys)] {
+                let control = declared(&format!("{file}_bf16_{}", shape.name)).into_iter().max().expect("a kernel");
+                if two(launch.shared) {
+                    seen += 1;
+                    assert!(two(launch.shared + control), "{}: {launch:?} and {control} bytes", shape.name);
+                }
+            }
+        }
+        assert!(seen > 6, "{seen} kernels share a multiprocessor");
+    }
+
     /// Compute capability 8.0 allows 163 KB to a block, 9.0 allows 227. Of head dim 64 two blocks share the 164 KB of a
     /// multiprocessor, of which each costs one more.
     #[test]
