@@ -171,7 +171,7 @@ pub struct Attend<'a> {
     pub o: RawTensor,
     /// Running and final lse (natural log), accumulator's type, `[*, q heads, 1]`.
     pub lse: RawTensor,
-    /// Positive ALiBi slopes of the call's q heads, f32 `[1, q heads, 1]`, or NONE.
+    /// ALiBi slopes of the call's q heads, f32 `[1, q heads, 1]`, or NONE; a positive one lowers the scores of far keys.
     pub slopes: RawTensor,
     /// Sinks (logits) of the call's q heads, f32 `[1, q heads, 1]`, or NONE. Applied once, by the modes that finish.
     pub sinks: RawTensor,
@@ -250,7 +250,8 @@ pub struct Block {
 }
 
 impl Block {
-    /// The sources of block `i` that begin where it does, which only its first may, with its type and strides.
+    /// The sources of block `i` that begin where it does, which only its first may, with its type and strides (those that
+    /// anything steps by).
     pub(crate) fn check_in_place(&self, i: usize, sources: &[RawTensor]) -> Result<()> {
         let dst = &self.dst;
         if dst.tokens == 0 || dst.heads == 0 || dst.dim == 0 {
@@ -258,7 +259,8 @@ impl Block {
         }
         for (j, s) in sources.iter().enumerate().filter(|(_, s)| s.ptr == dst.ptr) {
             let name = || format!("blocks[{i}].sources[{j}]");
-            let strides = |t: &RawTensor| (t.token_stride, t.head_stride);
+            let used = |count: u64, stride| if count > 1 { stride } else { 0 };
+            let strides = |t: &RawTensor| (used(dst.tokens, t.token_stride), used(u64::from(dst.heads), t.head_stride));
             if j > 0 {
                 return Err(Error::invalid(name(), "dst", "another tensor: only the first source may be dst"));
             }

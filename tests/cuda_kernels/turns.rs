@@ -39,8 +39,8 @@ struct Job<'a> {
     pairs: &'a [u32],
 }
 
-/// Both sides at once against one after the other; and twice the same bits.
-fn check(device: &Device, dtype: Dtype, dim: usize, job: &Job) {
+/// Both sides at once against one after the other; and twice the same bits. Returns dq, dk and dv.
+fn check(device: &Device, dtype: Dtype, dim: usize, job: &Job) -> [Vec<f32>; 3] {
     let (tq, tk) = job.tokens;
     let [q, d_o] = [1, 2].map(|seed| tensor(device, dtype, tq, job.heads, dim, seed));
     let [k, v] = [3, 4].map(|seed| tensor(device, dtype, tk, 1, dim, seed));
@@ -64,7 +64,7 @@ fn check(device: &Device, dtype: Dtype, dim: usize, job: &Job) {
                 per_q_head: false,
                 gradients,
                 slopes: RawTensor::NONE,
-                heads: HeadMap { q_offset: 0, kv_offset: 0, group: job.heads as u32 },
+                heads: HeadMap { q_offset: 0, kv_offset: 0, group: job.heads.max(1) as u32 },
                 score: job.score,
                 ranges: Ranges { q: job.q, k: job.k, pairs: job.pairs },
                 aligned: false,
@@ -81,6 +81,7 @@ fn check(device: &Device, dtype: Dtype, dim: usize, job: &Job) {
         close(what, fused, apart);
     }
     assert!(run(&[Gradients::All]) == fused, "two runs differ");
+    fused
 }
 
 fn range(row: i64, len: u32, pos: i64) -> Range {
@@ -110,6 +111,22 @@ fn pairs_may_repeat() {
     for (dim, dtype) in [(64, Dtype::Bf16), (128, Dtype::F16), (256, Dtype::Bf16)] {
         check(&device, dtype, dim, &job);
     }
+}
+
+/// A call that holds kv heads and none of the q heads that read them owes their gradients zeros.
+#[test]
+fn no_q_heads_leave_zeros() {
+    let Some(device) = Device::open() else { return };
+    let job = Job {
+        heads: 0,
+        tokens: (100, 200),
+        score: Score { scale: 0.125, softcap: 0.0, window_left: i64::MAX, window_right: 0 },
+        q: &[q_range(range(0, 100, 100), 0, 1, Mode::Only)],
+        k: &[range(0, 200, 0)],
+        pairs: &[0],
+    };
+    let [dq, dk, dv] = check(&device, Dtype::Bf16, 64, &job);
+    assert!(dq.is_empty() && dk.len() == 200 * 64 && dk.iter().chain(&dv).all(|&x| x == 0.0));
 }
 
 /// Visits are prepared some at a time. Here a tile of keys has many more, from long q ranges and from short ones, and

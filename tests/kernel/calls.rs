@@ -254,6 +254,11 @@ fn transforms() {
         let refused = unsafe { cpu::transform(&Transform { blocks: &blocks, sources: &wrong }) };
         assert_eq!(refused.unwrap_err().to_string(), text);
     }
+    // Nothing steps by the token stride of a single token.
+    let one = sources[3].rows(0, 1);
+    let call = Transform { blocks: &[block(one, 0, 1)], sources: &[RawTensor { token_stride: 7, ..one }] };
+    // SAFETY: the tensors are the vectors above.
+    unsafe { cpu::transform(&call) }.unwrap();
 
     let (mut delta, mut lse) = (vec![f32::NAN; 6], vec![f32::NAN; 6]);
     let o = raw(&mut b, compact, shape);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The launches that only move memory: transforms, delta, finish, merge.
 
-use super::attention::sequence;
+use super::attention::{items, sequence};
 use super::check::{self, Checker, Expected};
 use super::lists::run;
 use super::params;
@@ -16,7 +16,7 @@ const THREADS: u32 = 256;
 /// Steps of a transform's block of threads: four each.
 const TILE_STEPS: u64 = THREADS as u64 * 4;
 /// Steps of one work item of `finish`.
-const FINISH_STEPS: u32 = 2048;
+const FINISH_STEPS: u64 = 2048;
 
 impl Cuda {
     /// Bytes of staging that [`Cuda::transform`] needs for this call.
@@ -101,13 +101,8 @@ impl Cuda {
         if count == 0 {
             return Ok(());
         }
-        let params = params::Transform {
-            blocks: blocks_at,
-            sources: sources_at,
-            tiles,
-            block_count: count as u32,
-            tile_steps: TILE_STEPS as u32,
-        };
+        let params =
+            params::Transform { blocks: blocks_at, sources: sources_at, tiles, block_count: count as u32, unused: 0 };
         let grid = tiles.min(1 << 30) as u32;
         // SAFETY: the caller's promise, and lists that live in the ring until the launch is done.
         sequence(staging, &writer, stream, || unsafe { function.launch(grid, THREADS, 0, stream, &params) })
@@ -177,6 +172,13 @@ impl Cuda {
         };
         let tokens = call.o.tokens.min(call.lse.tokens);
         check::rows(call.rows, tokens)?;
+        if finish_steps(&call.o) > i32::MAX as u64 {
+            return Err(Error::unsupported(
+                format!("o of {} heads of {}", call.o.heads, call.o.dim),
+                "a token has at most 2^31 steps of 8 elements",
+                "finish some heads at a time",
+            ));
+        }
 
         let _entered = self.enter()?;
         let function = self.blocks(&mut self.kernels())?.finish;
@@ -185,8 +187,8 @@ impl Cuda {
         for (out, range) in runs.iter_mut().zip(call.rows) {
             *out = run(range, 0, 0, 0);
         }
-        let items: usize = call.rows.iter().map(|r| r.len.div_ceil(params.rows) as usize).sum();
-        let (work, work_at) = writer.array::<params::Work>(items);
+        let tiles: usize = call.rows.iter().map(|r| r.len.div_ceil(params.rows) as usize).sum();
+        let (work, work_at) = writer.array::<params::Work>(tiles);
         let mut at = 0;
         for (i, range) in call.rows.iter().enumerate() {
             for tile in 0..range.len.div_ceil(params.rows) {
@@ -194,11 +196,12 @@ impl Cuda {
                 at += 1;
             }
         }
-        if items == 0 || call.o.heads == 0 {
+        params.items = items(tiles, 1)?;
+        if params.items == 0 || call.o.heads == 0 {
             return Ok(());
         }
-        (params.runs, params.work, params.items) = (runs_at, work_at, items as u32);
-        let grid = items.min(1 << 30) as u32;
+        (params.runs, params.work) = (runs_at, work_at);
+        let grid = params.items.min(1 << 30);
         // SAFETY: the caller's promise, and lists that live in the ring until the launch is done.
         sequence(staging, &writer, stream, || unsafe { function.launch(grid, THREADS, 0, stream, &params) })
     }
@@ -242,9 +245,14 @@ impl Cuda {
     }
 }
 
+/// Steps of one token in `finish`.
+fn finish_steps(o: &RawTensor) -> u64 {
+    u64::from(o.heads) * u64::from(o.dim / 8)
+}
+
 /// Rows of one work item of `finish`.
 fn finish_rows(o: &RawTensor) -> u32 {
-    (FINISH_STEPS / (o.heads * (o.dim / 8)).max(1)).max(1)
+    (FINISH_STEPS / finish_steps(o).max(1)).max(1) as u32
 }
 
 /// Tokens times heads.

@@ -9,7 +9,7 @@ use crate::kernel::{HeadMap, Range, Ranges, RawTensor, Score};
 use alloc::format;
 use core::f64::consts::LOG2_E;
 
-/// Positions beyond this would overflow when windows are added to them.
+/// Positions beyond this would overflow when one is taken from another and windows are added.
 const FAR: i64 = 1 << 61;
 /// Windows are cut to this, which no two positions reach.
 const WIDE: i64 = 1 << 62;
@@ -202,7 +202,8 @@ fn range(argument: &str, i: usize, r: &Range, tokens: u64) -> Result<()> {
         ));
     }
     let span = u64::from((r.len - 1) / r.block) * u64::from(r.period) + u64::from((r.len - 1) % r.block);
-    if r.len > i32::MAX as u32 || span > u64::from(u32::MAX) || r.pos.unsigned_abs() >= FAR as u64 {
+    let near = |pos: i64| pos.unsigned_abs() < FAR as u64;
+    if r.len > i32::MAX as u32 || span > u64::from(u32::MAX) || !near(r.pos) || !near(r.pos + span as i64) {
         return Err(Error::unsupported(
             format!("{argument}[{i}] of {} rows from position {} on, {span} positions wide", r.len, r.pos),
             "positions below 2^61, ranges of at most 2^31 rows over 2^32 positions",

@@ -57,7 +57,8 @@ impl Cuda {
         let wanted = ITEMS
             * self.multiprocessors
             * kernel.function.blocks_per_multiprocessor(kernel.launch.threads, kernel.launch.shared)?;
-        let group = if call.per_q_head { 1 } else { call.heads.group.min(call.q.heads) };
+        // Without q heads dk and dv are zeros, which somebody has to write.
+        let group = if call.per_q_head { 1 } else { call.heads.group.min(call.q.heads).max(1) };
         let (parts, part_heads) = split(group, items(lists.tiles, heads.1)?, wanted);
         params.heads.items = items(lists.tiles * parts as usize, heads.1)?;
         if params.heads.items == 0 {

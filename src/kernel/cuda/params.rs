@@ -182,7 +182,7 @@ pub(super) struct Transform {
     pub sources: u64,
     pub tiles: u64,
     pub block_count: u32,
-    pub tile_steps: u32,
+    pub unused: u32,
 }
 
 /// `DeltaParams`.
