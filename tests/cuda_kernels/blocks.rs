@@ -17,12 +17,15 @@ fn download(device: &Device, dtype: Dtype, memory: &Memory) -> Vec<f64> {
     device.download(memory).chunks_exact(dtype.size()).map(|b| decode(dtype, b)).collect()
 }
 
-/// Copies, casts and sums between all pairs of types, for shapes that do and do not allow 16-byte accesses.
+/// Copies, casts and sums between all pairs of types, for shapes that do and do not allow 16-byte accesses, in one tile of
+/// a block of threads and in several.
 #[test]
 fn transforms() {
     let Some(device) = Device::open() else { return };
     let types = [Dtype::F16, Dtype::Bf16, Dtype::F32];
-    for (tokens, heads, dim, gap) in [(37, 3, 16, 0), (5, 2, 64, 8), (9, 3, 5, 1), (300, 1, 24, 0)] {
+    let shapes =
+        [(37, 3, 16, 0), (5, 2, 64, 8), (9, 3, 5, 1), (300, 1, 24, 0), (700, 2, 16, 0), (400, 3, 8, 8), (250, 1, 5, 1)];
+    for (tokens, heads, dim, gap) in shapes {
         let stride = heads * dim + gap;
         let n = (tokens - 1) * stride + heads * dim;
         let tensor = |m: &Memory, t| m.tensor(t, tokens, heads as u32, dim as u32, stride);
@@ -244,12 +247,16 @@ fn refusals() {
     refused(run(&Attend { ranges: Ranges { k: &k, ..call.ranges }, ..call }).unwrap_err(), "ranges.k[0].doc is 1");
     let k = [Range::plain(1, 2, 0, 0)];
     refused(run(&Attend { ranges: Ranges { k: &k, ..call.ranges }, ..call }).unwrap_err(), "ranges.k[0].row");
+    for pos in [1 << 61, (1 << 61) - 1, -1 << 61, i64::MIN, i64::MAX] {
+        let k = [Range::plain(0, 2, pos, 0)];
+        refused(run(&Attend { ranges: Ranges { k: &k, ..call.ranges }, ..call }).unwrap_err(), "positions below 2^61");
+    }
     refused(run(&Attend { ranges: Ranges { pairs: &[1], ..call.ranges }, ..call }).unwrap_err(), "ranges.pairs");
     refused(run(&Attend { ranges: Ranges { pairs: &[], ..call.ranges }, ..call }).unwrap_err(), "ranges.q[0].keys");
     let mut none = device.cuda.staging(16, 1).expect("memory");
     // What lies where a block does may only be the block itself; and rows are named as the caller names them.
-    let block = [Block { dst: call.q, sources_begin: 0, sources_end: 1 }];
-    let sources = [RawTensor { token_stride: 1024, ..call.q }];
+    let block = [Block { dst: call.k, sources_begin: 0, sources_end: 1 }];
+    let sources = [RawTensor { token_stride: 1024, ..call.k }];
     let transform = Transform { blocks: &block, sources: &sources };
     // SAFETY: refused before anything is launched.
     let refusal = unsafe { device.cuda.transform(&transform, &mut none, device.stream) };
@@ -262,6 +269,11 @@ fn refusals() {
     // SAFETY: as above.
     let refusal = unsafe { device.cuda.finish(&Finish { sinks: two, rows: &[], ..finish }, &mut none, device.stream) };
     refused(refusal.unwrap_err(), "sinks.tokens is 2");
+    let many = |t: RawTensor, dim| RawTensor { heads: 1 << 29, head_stride: 0, dim, ..t };
+    let finish = Finish { o: many(call.o, 256), lse: many(call.lse, 1), rows: &[], ..finish };
+    // SAFETY: as above.
+    let refusal = unsafe { device.cuda.finish(&finish, &mut none, device.stream) };
+    refused(refusal.unwrap_err(), "o of 536870912 heads of 256");
     // SAFETY: refused before anything is launched.
     refused(unsafe { device.cuda.attend(&call, RawTensor::NONE, &mut none, device.stream) }.unwrap_err(), "staging");
     for (bytes, launches, part) in [
@@ -277,9 +289,16 @@ fn refusals() {
     assert!(matches!(device.cuda.prepare(Dtype::F64, 64, 64), Err(Error::Unsupported { .. })));
     assert!(matches!(cpattn::kernel::cuda::Cuda::new(1000), Err(Error::Invalid { .. })));
 
-    run(&call).expect("the legal call still works");
-    let lse = device.download_f32(&small.memory[4])[0];
-    assert!((f64::from(lse) - (2f64.exp() + 5f64.exp()).ln()).abs() < 1e-5, "{lse}");
+    // The same, at the ends of what positions may be.
+    let far = (1 << 61) - 1;
+    let q = [QRange { range: Range::plain(0, 1, far, 0), ..call.ranges.q[0] }];
+    let k = [Range::plain(0, 2, -far, 0)];
+    for (what, ranges) in [("legal", call.ranges), ("far", Ranges { q: &q, k: &k, ..call.ranges })] {
+        run(&Attend { ranges, ..call }).expect(what);
+        let lse = device.download_f32(&small.memory[4])[0];
+        assert!((f64::from(lse) - (2f64.exp() + 5f64.exp()).ln()).abs() < 1e-5, "{what}: {lse}");
+        device.overwrite(&small.memory[4], &[0xff; 4]);
+    }
 }
 
 /// Calls over nothing launch nothing.

@@ -3,9 +3,9 @@
 //!
 //! Rows that belong to no range, and columns between one token and the next, hold NaN: whatever reads a neighbour shows.
 
-use cpattn::Dtype;
 use cpattn::kernel::reference::{Attention, Gradient, Output};
 use cpattn::kernel::{Range, Score};
+use cpattn::{Dtype, Element};
 use half::{bf16, f16};
 
 /// How the tokens of a document become ranges.
@@ -110,10 +110,11 @@ pub fn random(n: usize, seed: u64) -> Vec<f64> {
         .collect()
 }
 
+/// Rounded once: `half`'s own conversion makes ties of what lies beside them.
 pub fn encode(dtype: Dtype, x: f64) -> Vec<u8> {
     match dtype {
-        Dtype::F16 => f16::from_f64(x).to_le_bytes().to_vec(),
-        Dtype::Bf16 => bf16::from_f64(x).to_le_bytes().to_vec(),
+        Dtype::F16 => <f16 as Element>::from_f64(x).to_le_bytes().to_vec(),
+        Dtype::Bf16 => <bf16 as Element>::from_f64(x).to_le_bytes().to_vec(),
         Dtype::F32 => (x as f32).to_le_bytes().to_vec(),
         Dtype::F64 => x.to_le_bytes().to_vec(),
     }
