@@ -3,7 +3,10 @@
 
 use std::time::Duration;
 
-use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Side, View, ViewMut, plan::Kind, transport::local};
+use cpattn::{
+    Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Side, View, ViewMut, plan::Kind, schedule::ALIGNMENT,
+    transport::local,
+};
 
 const D: usize = 4;
 
@@ -177,4 +180,22 @@ fn a_local_kernel_that_panics_ends_the_run_everywhere() {
             assert!(waited < Duration::from_secs(20), "found by the deadline only: {waited:?}");
         }
     });
+}
+
+/// A tensor in the part of a lent workspace that the trade packs into would be lost.
+#[test]
+fn tensors_lie_apart_from_a_lent_workspace() {
+    let p = Problem::new(Batch::new(&[0, 8]).unwrap(), 4, 4, D, Dtype::F64);
+    let plan = Plan::new(&p, Mesh::ulysses(2).unwrap(), Layout::Contiguous).unwrap();
+    let mut rank = Rank::new(local::group(2, Duration::from_secs(30)).unwrap().remove(0));
+    let (n, bytes) = (4 * 4 * D, 1 << 14);
+    let mut memory = vec![0f64; bytes / 8 + ALIGNMENT as usize];
+    let start = memory.as_ptr().cast::<u8>().align_offset(ALIGNMENT as usize) / 8;
+    // SAFETY: `memory` outlives the rank, which refuses to run while a tensor lies there.
+    unsafe { rank.lend_workspace(memory[start..].as_mut_ptr().cast(), bytes) }.unwrap();
+    let (mut held, tokens) = (vec![0f64; n], View::new(&memory[start..start + n], 4, 4, D).unwrap());
+    let refused = rank.to_heads(&plan, Side::Q, tokens, ViewMut::new(&mut held, 8, 2, D).unwrap());
+    let text = refused.unwrap_err().to_string();
+    assert!(text.contains("from") && text.contains("overlaps") && text.contains("workspace"), "{text}");
+    drop(rank);
 }

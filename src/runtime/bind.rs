@@ -85,17 +85,6 @@ impl Bindings {
         &self.tensors[tensor as usize]
     }
 
-    /// Refuses tensors that lie in a workspace of the caller's, of `bytes` bytes, which any of them would be lost in.
-    pub(super) fn apart_from(&self, workspace: *mut u8, bytes: u64, direction: Direction, sinks: bool) -> Result<()> {
-        // As rows of its alignment: every buffer of a schedule takes a multiple of that.
-        let dim = (ALIGNMENT / 2) as u32;
-        let room = RawTensor::compact(workspace, Dtype::F16, bytes.div_ceil(ALIGNMENT), 1, dim);
-        for (tensor, raw) in self.used(direction, sinks) {
-            disjoint(&[(tensor.name(), *raw, false), ("workspace", room, true)])?;
-        }
-        Ok(())
-    }
-
     /// The tensors that a direction reads or writes.
     pub(super) fn used(&self, direction: Direction, sinks: bool) -> impl Iterator<Item = (Tensor, &RawTensor)> {
         ALL.into_iter().filter(move |&t| role(t, direction, sinks).is_some()).map(|t| (t, self.get(t)))
@@ -138,6 +127,18 @@ impl Bindings {
         }
         disjoint(&list)
     }
+}
+
+/// Refuses tensors that lie in a workspace of the caller's, of `bytes` bytes, which any of them would be lost in.
+pub(super) fn apart_from(
+    workspace: *mut u8,
+    bytes: u64,
+    tensors: impl IntoIterator<Item = (&'static str, RawTensor)>,
+) -> Result<()> {
+    // As rows of its alignment: every buffer of a schedule takes a multiple of that.
+    let dim = (ALIGNMENT / 2) as u32;
+    let room = RawTensor::compact(workspace, Dtype::F16, bytes.div_ceil(ALIGNMENT), 1, dim);
+    tensors.into_iter().try_for_each(|(name, raw)| disjoint(&[(name, raw, false), ("workspace", room, true)]))
 }
 
 /// Element type and shape of one of the caller's tensors.

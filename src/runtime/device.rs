@@ -400,7 +400,8 @@ impl DeviceRank {
         let workspace = self.room(at)?;
         if let Workspace::Lent(..) = self.workspace {
             let bytes = self.prepared[at].prepared.schedule.workspace;
-            tensors.apart_from(workspace, bytes, direction, plan.problem().has_sinks())?;
+            let used = tensors.used(direction, plan.problem().has_sinks());
+            bind::apart_from(workspace, bytes, used.map(|(tensor, raw)| (tensor.name(), *raw)))?;
         }
         let group = self.prepared[at].prepared.schedule.group.clone();
         if group.len() > 1 {

@@ -18,7 +18,7 @@ use std::{
 
 use crate::{
     error::{Cause, Result},
-    kernel::cpu,
+    kernel::{RawTensor, cpu},
     plan::Plan,
     schedule::Direction,
     transport::Transport,
@@ -197,13 +197,18 @@ impl Rank {
     pub unsafe fn run(&mut self, plan: &Plan, direction: Direction, tensors: &Bindings) -> Result<()> {
         let at = self.ready(plan, Job::Attention(direction))?;
         tensors.check(plan, &self.prepared[at])?;
-        if let Some(ptr) = self.workspace.lent_at() {
-            let bytes = self.prepared[at].schedule.workspace;
-            self.workspace.reserve(bytes)?;
-            tensors.apart_from(ptr, bytes, direction, plan.problem().has_sinks())?;
-        }
+        let used = tensors.used(direction, plan.problem().has_sinks());
+        self.apart(at, used.map(|(tensor, raw)| (tensor.name(), *raw)))?;
         // SAFETY: the caller's promise; the tensors fit the plan.
         unsafe { self.run_prepared(at, tensors) }
+    }
+
+    /// Refuses tensors that lie in the part of a lent workspace that a run uses.
+    fn apart(&mut self, at: usize, tensors: impl IntoIterator<Item = (&'static str, RawTensor)>) -> Result<()> {
+        let Some(ptr) = self.workspace.lent_at() else { return Ok(()) };
+        let bytes = self.prepared[at].schedule.workspace;
+        self.workspace.reserve(bytes)?;
+        bind::apart_from(ptr, bytes, tensors)
     }
 
     /// # Safety

@@ -191,6 +191,7 @@ impl Rank {
         let to_heads = trade.way == Way::ToHeads;
         disjoint(&[(from, tokens, !to_heads), (to, held, to_heads)])?;
         let at = self.ready(plan, Job::Trade(trade))?;
+        self.apart(at, [(from, tokens), (to, held)])?;
         let tensors = Bindings::default().with(OWN_TOKENS, tokens).with(OWN_HEADS, held);
         // SAFETY: the caller's promise; shapes, strides and overlap were checked above.
         unsafe { self.run_prepared(at, &tensors) }
