@@ -114,16 +114,6 @@ pub(super) unsafe fn ranges<'a>(r: &cpattn_ranges) -> Result<Ranges<'a>> {
     for (i, k) in k.iter().enumerate() {
         range("ranges.k", i, k)?;
     }
-    // Kernels mask by position alone, so a pair across documents would be attended without a word. Entries beyond the
-    // arrays are for the kernels' own check to name.
-    for (i, q) in q.iter().enumerate() {
-        for &key in pairs.get(q.keys_begin as usize..q.keys_end as usize).unwrap_or(&[]) {
-            if let Some(k) = k.get(key as usize).filter(|k| k.doc != q.range.doc) {
-                let expected = format!("document {}, that of ranges.q[{i}], which attends to it", q.range.doc);
-                return Err(Error::invalid(format!("ranges.k[{key}].doc"), k.doc, expected));
-            }
-        }
-    }
     // SAFETY: the layouts are equal (asserted above), and every mode is one of the enum's (just checked).
     let (q, k) = unsafe {
         (

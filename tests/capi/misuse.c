@@ -393,7 +393,7 @@ static void pieces(void) {
   REFUSED(CPATTN_INVALID, "entries of pairs, which has 2", cpattn_attend(scratch, &a));
   q.keys_end = 2;
   keys[1].doc = 3;
-  REFUSED(CPATTN_INVALID, "ranges.k[1].doc is 3, expected document 0", cpattn_attend(scratch, &a));
+  REFUSED(CPATTN_INVALID, "ranges.k[1].doc is 3, expected 0, the document of q range 0", cpattn_attend(scratch, &a));
   q.keys_end = 1; /* fine where no pair joins them */
   OK(cpattn_attend(scratch, &a));
   keys[1].doc = 0, q.keys_end = 2;
