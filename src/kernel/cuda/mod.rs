@@ -17,13 +17,13 @@
 //! likewise anybody's: [`Cuda::allocate`] is there for programs that have no allocator.
 //!
 //! ```text
-//! driver    contexts, modules, events, memory; the check of every call
+//! driver    contexts, modules, events; the check of every call
 //! embedded  the PTX
 //! shapes    tiles and threads of the compiled kernels
 //! params    what a kernel is handed
 //! lists     ranges as runs, partners and tiles
 //! turns     the lists of the fused backward, and who waits for whom
-//! staging   how lists reach the device
+//! staging   how lists reach the device, through a mirror of host and device memory
 //! check     what a call is refused for
 //! attention, fused, blocks, sinks   the launches
 //! memory    streams and memory for what sits on top; shared: one device for all who name it
@@ -38,6 +38,7 @@ mod embedded;
 mod fused;
 mod lists;
 pub(crate) mod memory;
+mod mirror;
 mod params;
 mod pieces;
 mod room;

@@ -5,7 +5,8 @@
 //! records an event. A part is used again once its event has passed. With a ring that holds what is in flight, the host
 //! never waits; with a smaller one it waits here, and nowhere else in the backend. Nothing is allocated after `new`.
 
-use super::driver::{Context, Event, Mirror};
+use super::driver::{Context, Event};
+use super::mirror::Mirror;
 use super::params::{Run, Work};
 use crate::error::{Error, Result};
 use alloc::collections::VecDeque;
