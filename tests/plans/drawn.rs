@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Problems, meshes, layouts and options at random: a plan is refused with a reason, or all of it is right.
+
+use cpattn::{
+    Batch, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Side,
+    plan::{Circulate, Wire},
+    schedule::build::trade::{Trade, Way},
+};
+use proptest::prelude::*;
+
+fn layout() -> impl Strategy<Value = Layout> {
+    prop_oneof![
+        Just(Layout::Contiguous),
+        Just(Layout::Zigzag),
+        Just(Layout::ZigzagPack),
+        (0u32..6).prop_map(|stripe| Layout::Striped { stripe }),
+        (0u32..5).prop_map(|chunks| Layout::Balanced { chunks }),
+    ]
+}
+
+fn mask() -> impl Strategy<Value = Mask> {
+    let side = || prop_oneof![Just(None), (0u32..40).prop_map(Some)];
+    (side(), side()).prop_map(|(left, right)| Mask { left, right })
+}
+
+fn options() -> impl Strategy<Value = Options> {
+    let circulate = prop_oneof![Just(Circulate::Auto), Just(Circulate::Keys), Just(Circulate::Queries)];
+    (any::<bool>(), 0usize..4, circulate, any::<bool>(), 0..4, any::<bool>()).prop_map(
+        |(gather, passes, circulate, bf16, reproducible, pack)| {
+            Options::new()
+                .gather(gather)
+                .passes(passes)
+                .circulate(circulate)
+                .wire(if bf16 { Wire::Bf16 } else { Wire::Full })
+                .reproducible(reproducible == 0)
+                .pack_inputs(pack)
+        },
+    )
+}
+
+fn batch() -> impl Strategy<Value = Batch> {
+    let documents = proptest::collection::vec((0i32..40, 0i32..40, -20i64..60), 0..6);
+    (documents, 0..3).prop_map(|(documents, kind)| {
+        let cu = |of: &dyn Fn(&(i32, i32, i64)) -> i32| {
+            let mut total = 0;
+            let mut cu = vec![0];
+            cu.extend(documents.iter().map(|d| {
+                total += of(d);
+                total
+            }));
+            cu
+        };
+        let (q, k) = (cu(&|d| d.0), cu(&|d| d.1));
+        let starts: Vec<i64> = documents.iter().map(|d| d.2).collect();
+        match kind {
+            0 => Batch::new(&q).unwrap(),
+            1 => Batch::cross(&q, &k, None).unwrap(),
+            _ => Batch::cross(&q, &k, Some(&starts)).unwrap(),
+        }
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(600))]
+
+    /// A whole problem is refused with an error that says why, or every schedule of it is right.
+    #[test]
+    fn problems_are_refused_or_right(
+        batch in batch(), layout in layout(), mask in mask(), options in options(),
+        (kv_heads, group) in (1usize..5, 1usize..5), (ulysses, ring) in (1usize..7, 1usize..7),
+        dtype in prop_oneof![Just(Dtype::F32), Just(Dtype::F16), Just(Dtype::Bf16), Just(Dtype::F64)],
+        sinks in any::<bool>(),
+    ) {
+        let problem = Problem::new(batch, kv_heads * group, kv_heads, 8, dtype).value_dim(4).mask(mask).sinks(sinks);
+        let mesh = Mesh { replicas: 1, ring, ulysses };
+        match Plan::with_options(&problem, mesh, layout, options) {
+            Ok(plan) => {
+                let (forward, backward) = plan.verify().map_err(|e| TestCaseError::fail(e.to_string()))?;
+                prop_assert_eq!(forward.pairs, problem.area() * problem.heads() as u128);
+                prop_assert_eq!(backward.pairs, forward.pairs);
+                for (way, side) in [
+                    (Way::ToHeads, Side::Q), (Way::ToHeads, Side::K), (Way::ToTokens, Side::Q), (Way::ToTokens, Side::K),
+                ] {
+                    let trade = Trade { way, side, dim: 3, dtype };
+                    let report = plan.verify_trade(trade).map_err(|e| TestCaseError::fail(e.to_string()))?;
+                    let moved = |rank: usize| {
+                        let (share, ring) = (plan.heads_of(rank), plan.mesh().place(rank).ring);
+                        let heads = if side == Side::Q { share.q.len() } else { share.kv.len() };
+                        heads * (plan.shares().rows(side, ring) - plan.local_tokens(side, rank)) * 3 * dtype.size()
+                    };
+                    let expected: usize = (0..mesh.group()).map(moved).sum();
+                    prop_assert_eq!(report.bytes("exchange"), expected as u64);
+                }
+            }
+            Err(Error::Invalid { .. } | Error::Unsupported { .. }) => {}
+            Err(e) => prop_assert!(false, "{}", e),
+        }
+    }
+}
