@@ -190,21 +190,19 @@ fn every_kernel_takes_turns() {
     all(&cases);
 }
 
-/// Tiles that meet many more others than are prepared at once, each in a range of its own, on either side.
+/// Tiles that meet many more others than are prepared at once, on either side: each in a range of its own, or all in one,
+/// which is then cut in its midst.
 #[test]
 fn long_walks() {
     let mut cases = Vec::new();
-    for dtype in [Dtype::F16, Dtype::Bf16] {
-        for dims in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)] {
+    for dims in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)] {
+        for (dtype, long) in [(Dtype::F16, (1, 2200, 0)), (Dtype::Bf16, (2200, 2, 0))] {
             let base = Case::new("long", dtype, dims);
+            let base = Case { score: Score { window_right: i64::MAX, ..base.score }, ..base };
             for document in [(1, 40, 0), (40, 2, 0)] {
-                cases.push(Case {
-                    documents: vec![document],
-                    cut: Cut::Striped(40, 1),
-                    score: Score { window_right: i64::MAX, ..base.score },
-                    ..base.clone()
-                });
+                cases.push(Case { documents: vec![document], cut: Cut::Striped(40, 1), ..base.clone() });
             }
+            cases.push(Case { documents: vec![long], ..base });
         }
     }
     all(&cases);
