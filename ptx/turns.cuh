@@ -104,7 +104,7 @@ struct Round {
         const u32 lane = fresh_thread() & 31;
         u32 filled = 0;
         do {
-            // Beyond what fits, more tiles make no difference, and their product with the heads might not fit in 32 bits.
+            // Beyond what fits, more tiles make no difference; their product with the heads stays small.
             const u32 tiles = tile - tile_begin < BATCH + 1 ? tile - tile_begin : BATCH + 1;
             const u32 ready = tiles * heads - at, room = BATCH - filled;
             const u32 some = ready < room ? ready : room;
