@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-// One entry per compilation: `compile` defines ELEMENT and SHAPE.
+// Entries of one compilation: `compile` defines ELEMENT and SHAPE.
 #include "forward.cuh"
 #include "shapes.cuh"
 
@@ -9,3 +9,14 @@ extern "C" __global__ void __launch_bounds__(Kernel::THREADS, ForwardShape<SHAPE
     cpattn_forward(const __grid_constant__ ForwardParams p) {
     Kernel::run(p);
 }
+
+#if SHAPE == 64
+
+using Narrow = Forward<ELEMENT, ForwardShape<6464>>;
+
+extern "C" __global__ void __launch_bounds__(Narrow::THREADS, ForwardShape<6464>::BLOCKS)
+    cpattn_forward_narrow(const __grid_constant__ ForwardParams p) {
+    Narrow::run(p);
+}
+
+#endif

@@ -18,9 +18,14 @@ template <>
 struct Dims<192128> {
     static constexpr int D = 192, DV = 128;
 };
+template <>
+struct Dims<6464> {
+    static constexpr int D = 64, DV = 64;
+};
 
 // BM q rows, BN keys, WARPS warps of BM / WARPS q rows each; BLOCKS per multiprocessor is what registers are bounded for.
 // TILES bytes hold q, k and v; behind them lie largest score and sum of each thread's rows, where registers are too few.
+// 6464 is what serves head dims up to 64 where a multiprocessor has no room for two blocks of 64: sm_86, sm_89 and sm_120.
 template <int S>
 struct ForwardShape;
 #define FORWARD(shape, m, n, w, b)                                                                             \
@@ -30,7 +35,8 @@ struct ForwardShape;
         static constexpr int TILES = 2 * (m * D + n * D + n * DV), ROW_STATE = MT > 1 ? 2 * MT * THREADS * 4 : 0; \
         static constexpr int SHARED = TILES + 2 * ROW_STATE, BATCH = 16;                                       \
     };
-FORWARD(64, 128, 64, 4, 2)
+FORWARD(64, 128, 128, 4, 2)
+FORWARD(6464, 128, 64, 4, 2)
 FORWARD(96, 128, 64, 4, 2)
 FORWARD(128, 128, 64, 4, 2)
 FORWARD(192, 128, 64, 8, 1)

@@ -98,7 +98,7 @@ impl Cuda {
         let _entered = self.enter()?;
         let kernel = {
             let mut kernels = self.kernels();
-            Ready { function: self.attention(&mut kernels, element, shape)?.forward, launch: s.forward }
+            self.attention(&mut kernels, element, shape)?.forward
         };
         let tiles = Tiles { queries: s.forward.rows, keys: 0 };
         let mut writer = staging.begin(lists::bytes(&call.ranges, tiles))?;

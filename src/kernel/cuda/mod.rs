@@ -93,7 +93,7 @@ struct Kernels {
 /// The kernels of one element type and shape. The modules keep them alive.
 #[derive(Debug)]
 struct Attention {
-    forward: Function,
+    forward: Ready,
     queries: Function,
     keys: Function,
     values: Option<Function>,
@@ -251,7 +251,7 @@ impl Cuda {
                 None => (None, None),
             };
             *slot = Some(Attention {
-                forward: self.function(&forward, c"cpattn_forward", s.forward)?,
+                forward: self.forward(&forward, s)?,
                 queries: self.function(&backward, c"cpattn_backward_queries", s.queries)?,
                 keys: self.function(&backward, c"cpattn_backward_keys", s.keys)?,
                 values: match s.split {
@@ -279,6 +279,22 @@ impl Cuda {
             });
         }
         Ok(kernels.blocks.as_ref().expect("filled above"))
+    }
+
+    /// The shape's forward, of the tiles of which two blocks share a multiprocessor, if any does.
+    fn forward(&self, module: &Module, shape: &Shape) -> Result<Ready> {
+        let ready = |name: &CStr, launch| -> Result<Ready> {
+            Ok(Ready { function: self.function(module, name, launch)?, launch })
+        };
+        let Some(narrow) = shape.narrow else { return ready(c"cpattn_forward", shape.forward) };
+        if shape.forward.shared <= self.shared_limit {
+            let wide = ready(c"cpattn_forward", shape.forward)?;
+            let _entered = self.enter()?;
+            if wide.function.blocks_per_multiprocessor(wide.launch.threads, wide.launch.shared)? >= 2 {
+                return Ok(wide);
+            }
+        }
+        ready(c"cpattn_forward_narrow", narrow)
     }
 
     /// The shape's fused backward, where the device has the shared memory for it.

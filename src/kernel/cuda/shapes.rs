@@ -20,6 +20,8 @@ pub(super) struct Shape {
     pub head_dim: u32,
     pub value_dim: u32,
     pub forward: Launch,
+    /// The forward with fewer keys to a tile, for multiprocessors that have no room for two blocks of the other.
+    pub narrow: Option<Launch>,
     /// dq.
     pub queries: Launch,
     /// dk and dv.
@@ -69,7 +71,8 @@ pub(super) const SHAPES: [Shape; 6] = [
         name: 64,
         head_dim: 64,
         value_dim: 64,
-        forward: forward(64, 64, 128, 64, 4),
+        forward: forward(64, 64, 128, 128, 4),
+        narrow: Some(forward(64, 64, 128, 64, 4)),
         queries: queries(64, 64, 128, 64, 4, 2),
         keys: keys(64, 64, 128, 64, 4, 2),
         split: false,
@@ -80,6 +83,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         head_dim: 96,
         value_dim: 96,
         forward: forward(96, 96, 128, 64, 4),
+        narrow: None,
         queries: queries(96, 96, 128, 32, 4, 2),
         keys: keys(96, 96, 64, 64, 4, 2),
         split: false,
@@ -90,6 +94,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         head_dim: 128,
         value_dim: 128,
         forward: forward(128, 128, 128, 64, 4),
+        narrow: None,
         queries: queries(128, 128, 128, 32, 4, 2),
         keys: keys(128, 128, 64, 64, 4, 2),
         split: false,
@@ -100,6 +105,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         head_dim: 192,
         value_dim: 128,
         forward: forward(192, 128, 128, 64, 8),
+        narrow: None,
         queries: queries(192, 128, 64, 32, 4, 2),
         keys: keys(192, 128, 64, 32, 4, 2),
         split: false,
@@ -110,6 +116,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         head_dim: 192,
         value_dim: 192,
         forward: forward(192, 192, 128, 64, 8),
+        narrow: None,
         queries: queries(192, 192, 64, 32, 4, 2),
         keys: keys(192, 192, 64, 32, 4, 2),
         split: false,
@@ -120,6 +127,7 @@ pub(super) const SHAPES: [Shape; 6] = [
         head_dim: 256,
         value_dim: 256,
         forward: forward(256, 256, 64, 64, 4),
+        narrow: None,
         queries: queries(256, 256, 64, 32, 4, 1),
         keys: keys(256, 256, 64, 32, 4, 1),
         split: true,
@@ -155,12 +163,17 @@ mod tests {
         for shape in SHAPES {
             for (file, entry, threads) in [
                 ("forward", "cpattn_forward", shape.forward.threads),
+                ("forward", "cpattn_forward_narrow", shape.narrow.map_or(0, |n| n.threads)),
                 ("backward", "cpattn_backward_queries", shape.queries.threads),
                 ("backward", "cpattn_backward_keys", shape.keys.threads),
                 ("fused", "cpattn_backward_fused", shape.fused.launch.threads),
             ] {
                 let name = format!("{file}_bf16_{}", shape.name);
                 let text = crate::kernel::cuda::embedded::find(&name).expect("embedded").to_str().expect("text");
+                if threads == 0 {
+                    assert!(!text.contains(entry), "{name} has {entry}");
+                    continue;
+                }
                 let at = text.find(&format!(".visible .entry {entry}(")).expect("the entry");
                 let bound = text[at..].find(".maxntid ").expect("a bound") + at + ".maxntid ".len();
                 assert!(text[bound..].starts_with(&format!("{threads},")), "{name} {entry}");
@@ -184,12 +197,17 @@ mod tests {
         let (f, q, k) = (lines("FORWARD"), lines("QUERIES"), lines("KEYS"));
         let fuse = lines("FUSED");
         assert_eq!(fuse.len(), SHAPES.len());
-        assert_eq!((f.len(), q.len(), k.len()), (SHAPES.len(), SHAPES.len(), SHAPES.len()));
+        assert_eq!((f.len(), q.len(), k.len()), (SHAPES.len() + 1, SHAPES.len(), SHAPES.len()));
         for shape in SHAPES {
             let (d, dv) = (shape.head_dim, shape.value_dim);
             let of = |lines: &[Vec<u32>]| lines.iter().find(|l| l[0] == shape.name).expect("a line").clone();
             let (f, q, k) = (of(&f), of(&q), of(&k));
             assert_eq!(shape.forward, forward(d, dv, f[1], f[2], f[3]));
+            if let Some(narrow) = shape.narrow {
+                let n = lines("FORWARD").into_iter().find(|l| l[0] == 6464).expect("a line");
+                assert_eq!((shape.name, narrow), (64, forward(d, dv, n[1], n[2], n[3])));
+                assert_eq!(narrow.rows, shape.forward.rows, "lists are made for either");
+            }
             assert_eq!(shape.queries, queries(d, dv, q[1], q[2], q[3], q[4]));
             assert_eq!(shape.keys, keys(d, dv, k[1], k[2], k[4], k[5]));
             let f = of(&fuse);
