@@ -7,7 +7,8 @@ use crate::harness::*;
 use cpattn::kernel::cpu::{self, Dims, Scratch};
 use cpattn::kernel::reference::Attention;
 use cpattn::kernel::{
-    Attend, Block, Delta, Finish, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score, Transform, merge,
+    Attend, AttendBackward, Block, Delta, Finish, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score,
+    Transform, merge,
 };
 use cpattn::{Dtype, Element, Error};
 use half::{bf16, f16};
@@ -459,4 +460,53 @@ fn calls_do_not_allocate() {
     run::<f64>();
     run::<bf16>();
     run::<f16>();
+}
+
+/// A visit of a ring meets a part of the keys. The others, tile by tile, are neither read nor written.
+#[test]
+fn adding_to_keys_leaves_those_alone_that_no_row_reaches() {
+    let (rows, keys, dim, tile) = (100, 300, 8, 128);
+    let numbers = |n: usize, seed: usize| -> Vec<f32> {
+        (0..n * dim).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 1000.0 - 1.0).collect()
+    };
+    let (mut q, mut d_o) = (numbers(rows, 1), numbers(rows, 2));
+    let (mut k, mut v) = (numbers(keys, 3), numbers(keys, 4));
+    k[tile * dim..].fill(f32::NAN);
+    v[tile * dim..].fill(f32::NAN);
+    let (mut lse, mut delta) = (vec![1.0f32; rows], vec![0.5f32; rows]);
+    // What 0 is added to would lose its sign.
+    let (mut dk, mut dv) = (vec![-0.0f32; keys * dim], vec![-0.0f32; keys * dim]);
+    let raw = |x: &mut [f32], dim: usize| {
+        RawTensor::compact(x.as_mut_ptr().cast(), Dtype::F32, (x.len() / dim) as u64, 1, dim as u32)
+    };
+    let range = Range::plain(0, rows as u32, 0, 0);
+    let qs = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::First }];
+    let call = AttendBackward {
+        q: raw(&mut q, dim),
+        k: raw(&mut k, dim),
+        v: raw(&mut v, dim),
+        d_o: raw(&mut d_o, dim),
+        lse: raw(&mut lse, 1),
+        delta: raw(&mut delta, 1),
+        dq: RawTensor::NONE,
+        dk: raw(&mut dk, dim),
+        dv: raw(&mut dv, dim),
+        accumulate_keys: true,
+        per_q_head: false,
+        gradients: Gradients::Keys,
+        slopes: RawTensor::NONE,
+        heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+        score: score(dim, UNLIMITED, 0),
+        ranges: Ranges { q: &qs, k: &[Range::plain(0, keys as u32, 0, 0)], pairs: &[0] },
+        aligned: false,
+    };
+    let mut scratch = Scratch::new(1);
+    scratch.reserve(&Dims { head_dim: dim as u32, value_dim: dim as u32, dtype: Dtype::F32 });
+    // SAFETY: the tensors are the vectors above, alive and nobody else's.
+    unsafe { cpu::attend_backward(&call, &mut scratch) }.unwrap();
+    for (name, sums) in [("dk", &dk), ("dv", &dv)] {
+        let untouched = |x: &f32| x.to_bits() == (-0.0f32).to_bits();
+        assert!(!sums[..rows * dim].iter().any(untouched), "{name} of keys that rows see");
+        assert!(sums[tile * dim..].iter().all(untouched), "{name} of keys that none sees");
+    }
 }

@@ -15,7 +15,7 @@ use super::rows::narrow;
 use super::scratch::{Arena, KEYS, LANES, Line};
 use super::simd::{Real, Vector};
 use super::stream::{KeyTile, Stream};
-use super::tile::{Cover, Lanes, Scoring, any_non_finite, at, product};
+use super::tile::{Cover, Lanes, ROWS, Scoring, any_non_finite, at, product, to_rows};
 use super::workers::Job;
 use crate::element::Accumulator;
 use crate::kernel::{Attend, HeadMap, QRange, merge};
@@ -93,8 +93,9 @@ struct Tiles<'a, A> {
     l: &'a mut [A],
     /// `exp(m_old − m)` of a panel.
     alpha: &'a mut [A],
-    row: &'a mut [A],
-    other: &'a mut [A],
+    /// Results of [`ROWS`] lanes, and what was running.
+    rows: &'a mut [A],
+    others: &'a mut [A],
 }
 
 impl<A: Real> Job for Forward<'_, A> {
@@ -106,7 +107,6 @@ impl<A: Real> Job for Forward<'_, A> {
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let mut arena = Arena(lines);
         let panel = 2 * V::W;
-        let widest = d.max(dv);
         let mut tiles = Tiles {
             lanes: Lanes::new(&mut arena, LANES),
             keys: KeyTile::new::<V>(&mut arena, d, dv),
@@ -116,8 +116,8 @@ impl<A: Real> Job for Forward<'_, A> {
             m: arena.zeros(LANES),
             l: arena.zeros(LANES),
             alpha: arena.zeros(panel),
-            row: arena.zeros(widest),
-            other: arena.zeros(widest),
+            rows: arena.zeros(ROWS * d.max(dv)),
+            others: arena.zeros(ROWS * dv),
         };
         let scoring = Scoring::new(&c.score, &c.slopes);
         let mut units = Units::new(c.ranges.q, LANES, c.k.heads);
@@ -156,14 +156,15 @@ impl<A: Real> Forward<'_, A> {
         let (lo, hi) = unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.score, &c.slopes) };
         let lanes = super::scratch::vectors::<V>(t.lanes.n);
         // SAFETY: as above.
-        unsafe { t.lanes.pack_transposed(&c.q, t.q, panel, lanes, t.row) };
+        unsafe { t.lanes.pack_transposed(&c.q, t.q, panel, lanes, t.rows) };
         t.o[..lanes.next_multiple_of(panel) * dv].fill(A::ZERO);
         t.m.fill(A::NEG_INFINITY);
         t.l.fill(A::ZERO);
         let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
         let mut stream = Stream::new(c.ranges.k, pairs, lo, hi);
-        // SAFETY: the ranges' rows and the kv head are within k and v (checked).
-        while unsafe { t.keys.next(&mut stream, c.aligned, &c.k, &c.v, unit.kv) } {
+        while t.keys.next(&mut stream, c.aligned) {
+            // SAFETY: the ranges' rows and the kv head are within k and v (checked).
+            unsafe { t.keys.load(&c.k, &c.v, unit.kv) };
             let keys = &t.keys;
             // SAFETY: rows are padded to whole vectors.
             let bad = unsafe { any_non_finite::<V>(keys.v.as_ptr(), keys.n * keys.ldv) };
@@ -219,61 +220,69 @@ impl<A: Real> Forward<'_, A> {
                 first += panel;
             }
         }
-        for lane in 0..t.lanes.n {
-            // SAFETY: the lane's row and head are within the tensors; this unit alone touches them.
-            unsafe { self.finish(t, lane, panel, q) };
+        for first in (0..t.lanes.n).step_by(ROWS) {
+            // SAFETY: the lanes' rows and heads are within the tensors; this unit alone touches them.
+            unsafe { self.finish(t, first, panel, q) };
         }
     }
 
-    /// Normalises one lane, and does what the mode of its range says.
+    /// Normalises up to [`ROWS`] lanes from `first` on, and does what the mode of their range says.
     ///
     /// # Safety
-    /// The lane's row and head lie within the tensors of the call.
+    /// The lanes' rows and heads lie within the tensors of the call.
     #[inline(always)]
-    unsafe fn finish(&self, t: &mut Tiles<A>, lane: usize, panel: usize, q: &QRange) {
+    unsafe fn finish(&self, t: &mut Tiles<A>, first: usize, panel: usize, q: &QRange) {
         let c = self.call;
         let dv = c.v.dim as usize;
-        let (token, head) = (t.lanes.row[lane], t.lanes.head[lane]);
-        let (m, l) = (t.m[lane], t.l[lane]);
-        let row = &mut t.row[..dv];
-        let mut lse = A::NEG_INFINITY;
-        if m == A::NEG_INFINITY && l == A::ZERO {
-            row.fill(A::ZERO);
-        } else {
-            lse = m + l.ln();
-            let inverse = A::from_f64(1.0) / l;
-            let o = &t.o[lane / panel * panel * dv + lane % panel..];
-            for (x, &y) in row.iter_mut().zip(o.iter().step_by(panel)) {
-                // Adding 0 makes −0 (a product that underflowed) the 0 it would be with one more masked key.
-                *x = y * inverse + A::ZERO;
+        let end = t.lanes.n.min(first + ROWS);
+        if q.mode.continues() {
+            for (lane, other) in (first..end).zip(t.others.chunks_exact_mut(dv)) {
+                // SAFETY: running is there (checked). It may be o itself, so it is copied before anything is written.
+                unsafe {
+                    let running = at::<A>(&c.running, t.lanes.row[lane], t.lanes.head[lane]);
+                    other.copy_from_slice(core::slice::from_raw_parts(running, dv));
+                }
             }
         }
-        // SAFETY: tensors of modes that are used are there (checked); running may be o itself, so it is copied before
-        // anything is written.
-        unsafe {
-            let lse_at = at::<A>(&c.lse, token, head);
-            if q.mode.continues() {
-                let other = &mut t.other[..dv];
-                other.copy_from_slice(core::slice::from_raw_parts(at::<A>(&c.running, token, head), dv));
-                let w = merge::weights(*lse_at, lse);
-                merge::combine(&w, other, row);
-                row.copy_from_slice(other);
-                lse = w.lse;
-            }
-            if q.mode.finishes() {
-                if !c.sinks.is_none() {
-                    let sink = A::from_f64((*at::<f32>(&c.sinks, 0, head)).into());
-                    let (factor, with_sink) = merge::sink(lse, sink);
-                    for x in row.iter_mut() {
-                        *x = *x * factor;
-                    }
-                    lse = with_sink;
-                }
-                narrow(row, &c.o, token, head);
+        to_rows(&t.o[first / panel * panel * dv..][..panel * dv], panel, first % panel, t.rows, dv);
+        for (lane, (row, other)) in (first..end).zip(t.rows.chunks_exact_mut(dv).zip(t.others.chunks_exact_mut(dv))) {
+            let (token, head) = (t.lanes.row[lane], t.lanes.head[lane]);
+            let (m, l) = (t.m[lane], t.l[lane]);
+            let mut lse = A::NEG_INFINITY;
+            if m == A::NEG_INFINITY && l == A::ZERO {
+                row.fill(A::ZERO);
             } else {
-                narrow(row, &c.running, token, head);
+                lse = m + l.ln();
+                let inverse = A::from_f64(1.0) / l;
+                for x in row.iter_mut() {
+                    // Adding 0 makes −0 (a product that underflowed) the 0 it would be with one more masked key.
+                    *x = *x * inverse + A::ZERO;
+                }
             }
-            *lse_at = lse;
+            // SAFETY: tensors of modes that are used are there (checked).
+            unsafe {
+                let lse_at = at::<A>(&c.lse, token, head);
+                if q.mode.continues() {
+                    let w = merge::weights(*lse_at, lse);
+                    merge::combine(&w, other, row);
+                    row.copy_from_slice(other);
+                    lse = w.lse;
+                }
+                if q.mode.finishes() {
+                    if !c.sinks.is_none() {
+                        let sink = A::from_f64((*at::<f32>(&c.sinks, 0, head)).into());
+                        let (factor, with_sink) = merge::sink(lse, sink);
+                        for x in row.iter_mut() {
+                            *x = *x * factor;
+                        }
+                        lse = with_sink;
+                    }
+                    narrow(row, &c.o, token, head);
+                } else {
+                    narrow(row, &c.running, token, head);
+                }
+                *lse_at = lse;
+            }
         }
     }
 }

@@ -11,7 +11,7 @@ use super::gemm::{Gemm, Skip, Store};
 use super::scratch::{Arena, KEYS, LANES_BACK, Line, vectors};
 use super::simd::{Real, Vector};
 use super::stream::{KeyTile, Stream};
-use super::tile::{Cover, Lanes, Scoring, any_non_finite, at, product};
+use super::tile::{Cover, Lanes, ROWS, Scoring, any_non_finite, at, product, to_lanes};
 use super::workers::Job;
 use crate::kernel::{AttendBackward, QRange, Range};
 use core::marker::PhantomData;
@@ -48,7 +48,6 @@ struct Tiles<'a, A> {
     dv: &'a mut [A],
     lse: &'a mut [A],
     delta: &'a mut [A],
-    row: &'a mut [A],
 }
 
 /// Walks the units: k ranges that are the first of their document, times kv heads.
@@ -91,24 +90,24 @@ impl<A: Real> Job for Keys<'_, A> {
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let (ldk, ldv) = (vectors::<V>(d), vectors::<V>(dv));
         let mut arena = Arena(lines);
+        // Zeros where something is read that no tile writes: the padding of rows.
         let mut tiles = Tiles {
             lanes: Lanes::new(&mut arena, LANES_BACK),
             keys: KeyTile::new::<V>(&mut arena, d, dv),
             valid: arena.take(KEYS),
-            qt: arena.zeros(LANES_BACK * d),
+            qt: arena.take(LANES_BACK * d),
             q: arena.zeros(LANES_BACK * ldk),
-            d_ot: arena.zeros(LANES_BACK * dv),
+            d_ot: arena.take(LANES_BACK * dv),
             d_o: arena.zeros(LANES_BACK * ldv),
-            dq: arena.zeros(LANES_BACK * ldk),
-            s: arena.zeros(KEYS * LANES_BACK),
-            dp: arena.zeros(KEYS * LANES_BACK),
-            dk_part: arena.zeros(KEYS * ldk),
-            dk: arena.zeros(KEYS * ldk),
-            dv_part: arena.zeros(KEYS * ldv),
-            dv: arena.zeros(KEYS * ldv),
-            lse: arena.zeros(LANES_BACK),
-            delta: arena.zeros(LANES_BACK),
-            row: arena.zeros(d.max(dv)),
+            dq: arena.take(LANES_BACK * ldk),
+            s: arena.take(KEYS * LANES_BACK),
+            dp: arena.take(KEYS * LANES_BACK),
+            dk_part: arena.take(KEYS * ldk),
+            dk: arena.take(KEYS * ldk),
+            dv_part: arena.take(KEYS * ldv),
+            dv: arena.take(KEYS * ldv),
+            lse: arena.take(LANES_BACK),
+            delta: arena.take(LANES_BACK),
         };
         let scoring = Scoring::new(&c.score, &c.slopes);
         let k = c.ranges.k;
@@ -124,10 +123,15 @@ impl<A: Real> Job for Keys<'_, A> {
                 c.ranges.q
             };
             let mut stream = Stream::document(k, first);
-            // SAFETY: ranges and heads are within the call, whose shapes are checked and memory is valid; the unit
-            // alone writes the rows of this document and kv head.
-            unsafe {
-                while tiles.keys.next(&mut stream, c.aligned, &c.k, &c.v, kv) {
+            while tiles.keys.next(&mut stream, c.aligned) {
+                // Most visits of a ring reach a part of the keys; adding 0 to the others costs as much as reading them.
+                if c.accumulate_keys && !self.reached(&mut tiles, q, doc) {
+                    continue;
+                }
+                // SAFETY: ranges and heads are within the call, whose shapes are checked and memory is valid; the unit
+                // alone writes the rows of this document and kv head.
+                unsafe {
+                    tiles.keys.load(&c.k, &c.v, kv);
                     self.tile::<V>(&mut tiles, &scoring, q, doc, kv);
                 }
             }
@@ -136,6 +140,22 @@ impl<A: Real> Job for Keys<'_, A> {
 }
 
 impl<A: Real> Keys<'_, A> {
+    /// The rows of a q range that may see a key of the tile in hand, with each of its keys marked as read or not.
+    fn rows(&self, t: &mut Tiles<A>, q: &QRange) -> core::ops::Range<u32> {
+        let c = self.call;
+        if !valid(t, &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize]) {
+            return 0..0;
+        }
+        let first = q.range.rows_before(t.keys.min.saturating_sub(c.score.window_right));
+        let last = t.keys.max.saturating_add(c.score.window_left);
+        first..if last == i64::MAX { q.range.len } else { q.range.rows_before(last + 1) }
+    }
+
+    /// Whether any row may see a key of the tile in hand.
+    fn reached(&self, t: &mut Tiles<A>, ranges: &[QRange], doc: u32) -> bool {
+        ranges.iter().any(|q| q.range.doc == doc && !self.rows(t, q).is_empty())
+    }
+
     /// dk and dv of one tile of keys.
     ///
     /// # Safety
@@ -158,13 +178,7 @@ impl<A: Real> Keys<'_, A> {
         for head in readers(&c.heads, kv, c.q.heads) {
             let mut run = Flush::new(c.aligned);
             for q in ranges.iter().filter(|q| q.range.doc == doc) {
-                if !valid(t, &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize]) {
-                    continue;
-                }
-                // Rows whose window reaches the tile.
-                let mut first = q.range.rows_before(t.keys.min.saturating_sub(c.score.window_right));
-                let last = t.keys.max.saturating_add(c.score.window_left);
-                let end = if last == i64::MAX { q.range.len } else { q.range.rows_before(last + 1) };
+                let core::ops::Range { start: mut first, end } = self.rows(t, q);
                 while first < end {
                     let mut rows = (end - first).min(LANES_BACK as u32);
                     let pos = q.range.position(first);
@@ -223,10 +237,12 @@ impl<A: Real> Keys<'_, A> {
         let skip = |bad: bool| if bad { Skip::A } else { Skip::None };
         // SAFETY: rows and heads are within the tensors; all tiles are as large as the sizes say.
         unsafe {
-            t.lanes.pack(&c.q, t.q, keys.ldk, lanes);
-            t.lanes.pack(&c.d_o, t.d_o, keys.ldv, lanes);
-            t.lanes.pack_transposed(&c.q, t.qt, lanes, lanes, t.row);
-            t.lanes.pack_transposed(&c.d_o, t.d_ot, lanes, lanes, t.row);
+            t.lanes.pack(&c.q, t.q, keys.ldk, 0..lanes);
+            t.lanes.pack(&c.d_o, t.d_o, keys.ldv, 0..lanes);
+            for lane in (0..lanes).step_by(ROWS) {
+                to_lanes(&t.q[lane * keys.ldk..], keys.ldk, d, t.qt, lanes, lane);
+                to_lanes(&t.d_o[lane * keys.ldv..], keys.ldv, dv, t.d_ot, lanes, lane);
+            }
             t.lanes.gather(&c.lse, t.lse, A::NEG_INFINITY);
             t.lanes.gather(&c.delta, t.delta, A::ZERO);
             no_row(t.lse);
@@ -305,8 +321,8 @@ impl<A: Real> Keys<'_, A> {
             });
             for lane in 0..t.lanes.n {
                 let dq = at::<A>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]);
-                for (i, &x) in t.dq[lane * keys.ldk..][..d].iter().enumerate() {
-                    *dq.add(i) = *dq.add(i) + x;
+                for (x, &sum) in core::slice::from_raw_parts_mut(dq, d).iter_mut().zip(&t.dq[lane * keys.ldk..]) {
+                    *x = *x + sum;
                 }
             }
         }
@@ -325,8 +341,13 @@ impl<A: Real> Keys<'_, A> {
                 let dim = tensor.dim as usize;
                 // SAFETY: the caller's promise; rows are contiguous.
                 let dst = unsafe { core::slice::from_raw_parts_mut(at::<A>(tensor, row, head), dim) };
-                for (x, &sum) in dst.iter_mut().zip(&sums[j * ld..][..dim]) {
-                    *x = if c.accumulate_keys { *x + sum } else { sum };
+                let sums = &sums[j * ld..][..dim];
+                if !c.accumulate_keys {
+                    dst.copy_from_slice(sums);
+                    continue;
+                }
+                for (x, &sum) in dst.iter_mut().zip(sums) {
+                    *x = *x + sum;
                 }
             }
         }

@@ -10,7 +10,7 @@ use super::gemm::{Gemm, Skip, Store};
 use super::scratch::{Arena, KEYS, LANES_BACK, Line, vectors};
 use super::simd::{Real, Vector};
 use super::stream::{KeyTile, Stream};
-use super::tile::{Cover, Lanes, Scoring, any_non_finite, at, product};
+use super::tile::{Cover, Lanes, ROWS, Scoring, any_non_finite, at, product, to_rows};
 use super::workers::Job;
 use crate::kernel::AttendBackward;
 use core::marker::PhantomData;
@@ -38,7 +38,7 @@ struct Tiles<'a, A> {
     dp: &'a mut [A],
     lse: &'a mut [A],
     delta: &'a mut [A],
-    row: &'a mut [A],
+    rows: &'a mut [A],
 }
 
 impl<A: Real> Job for Queries<'_, A> {
@@ -61,7 +61,7 @@ impl<A: Real> Job for Queries<'_, A> {
             dp: arena.zeros(KEYS * panel),
             lse: arena.zeros(LANES_BACK),
             delta: arena.zeros(LANES_BACK),
-            row: arena.zeros(d.max(dv)),
+            rows: arena.zeros(ROWS * d.max(dv)),
         };
         let scoring = Scoring::new(&c.score, &c.slopes);
         let mut units = Units::new(c.ranges.q, LANES_BACK, c.k.heads);
@@ -100,8 +100,8 @@ impl<A: Real> Queries<'_, A> {
         let size = lanes.next_multiple_of(panel) * d;
         // SAFETY: as above.
         unsafe {
-            t.lanes.pack_transposed(&c.q, t.q, panel, lanes, t.row);
-            t.lanes.pack_transposed(&c.d_o, t.d_o, panel, lanes, t.row);
+            t.lanes.pack_transposed(&c.q, t.q, panel, lanes, t.rows);
+            t.lanes.pack_transposed(&c.d_o, t.d_o, panel, lanes, t.rows);
             t.lanes.gather(&c.lse, t.lse, A::NEG_INFINITY);
             t.lanes.gather(&c.delta, t.delta, A::ZERO);
         }
@@ -111,8 +111,9 @@ impl<A: Real> Queries<'_, A> {
         let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
         let mut stream = Stream::new(c.ranges.k, pairs, lo, hi);
         let mut run = Flush::new(c.aligned);
-        // SAFETY: the ranges' rows and the kv head are within k and v (checked).
-        while unsafe { t.keys.next(&mut stream, c.aligned, &c.k, &c.v, unit.kv) } {
+        while t.keys.next(&mut stream, c.aligned) {
+            // SAFETY: the ranges' rows and the kv head are within k and v (checked).
+            unsafe { t.keys.load(&c.k, &c.v, unit.kv) };
             let keys = &t.keys;
             if run.before(keys.base, keys.n) {
                 flush(&mut t.total[..size], &mut t.part[..size]);
@@ -180,13 +181,20 @@ impl<A: Real> Queries<'_, A> {
             }
         }
         flush(&mut t.total[..size], &mut t.part[..size]);
-        for lane in 0..t.lanes.n {
-            let sums = t.total[lane / panel * panel * d + lane % panel..].iter().step_by(panel);
-            // SAFETY: the lane's row and head are within dq, which this unit alone touches there.
-            let dq =
-                unsafe { core::slice::from_raw_parts_mut(at::<A>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]), d) };
-            for (x, &sum) in dq.iter_mut().zip(sums) {
-                *x = if q.mode.continues() { *x + sum } else { sum };
+        for first in (0..t.lanes.n).step_by(ROWS) {
+            to_rows(&t.total[first / panel * panel * d..][..panel * d], panel, first % panel, t.rows, d);
+            for (lane, sums) in (first..t.lanes.n).zip(t.rows.chunks_exact(d).take(ROWS)) {
+                // SAFETY: the lane's row and head are within dq, which this unit alone touches there.
+                let dq = unsafe {
+                    core::slice::from_raw_parts_mut(at::<A>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]), d)
+                };
+                if !q.mode.continues() {
+                    dq.copy_from_slice(sums);
+                    continue;
+                }
+                for (x, &sum) in dq.iter_mut().zip(sums) {
+                    *x = *x + sum;
+                }
             }
         }
     }

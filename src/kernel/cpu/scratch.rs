@@ -6,6 +6,7 @@
 //! tiles. Nothing in it survives a call.
 
 use super::simd::{Real, Vector};
+use super::tile::ROWS;
 use crate::element::Dtype;
 use alloc::vec::Vec;
 use bytemuck::{Pod, Zeroable};
@@ -82,9 +83,9 @@ impl Scratch {
             + LANES_BACK * 64
             + 2 * KEYS * (d + dv) * size
             + 2 * LANES_BACK * d * size;
-        let row = 2 * d.max(dv) * size;
+        let rows = 2 * ROWS * d.max(dv) * size;
         // Each of at most forty slices begins on a line of its own.
-        (keys + forward.max(backward) + row).div_ceil(size_of::<Line>()) + 40
+        (keys + forward.max(backward) + rows).div_ceil(size_of::<Line>()) + 40
     }
 
     /// Bytes that it has grown to.

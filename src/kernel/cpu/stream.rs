@@ -146,20 +146,9 @@ impl<'a, A: Real> KeyTile<'a, A> {
         }
     }
 
-    /// Takes the next tile of the stream; false when there is none.
-    ///
-    /// # Safety
-    /// The stream's rows and `head` lie within `k` and `v`, whose memory is valid and whose sums are `A`s.
+    /// Takes the next tile of the stream, all but its numbers; false when there is none.
     #[inline(always)]
-    pub(super) unsafe fn next(
-        &mut self,
-        stream: &mut Stream,
-        aligned: bool,
-        k: &RawTensor,
-        v: &RawTensor,
-        head: u32,
-    ) -> bool {
-        let (d, dv) = (k.dim as usize, v.dim as usize);
+    pub(super) fn next(&mut self, stream: &mut Stream, aligned: bool) -> bool {
         self.min = i64::MAX;
         self.max = i64::MIN;
         (self.n, self.base) = stream.fill(aligned, |run| {
@@ -167,17 +156,28 @@ impl<'a, A: Real> KeyTile<'a, A> {
             self.min = self.min.min(range.position(run.first));
             self.max = self.max.max(range.position(run.first + run.count - 1));
             for i in 0..run.count {
-                let (s, row) = (run.slot + i as usize, range.row + i64::from(run.first + i));
-                // SAFETY: the rows lie within the tensors, the caller says.
-                unsafe {
-                    widen(k, row, head, &mut self.k[s * self.ldk..][..d]);
-                    widen(v, row, head, &mut self.v[s * self.ldv..][..dv]);
-                }
+                let s = run.slot + i as usize;
                 self.index[s] = run.index;
-                self.row[s] = row;
+                self.row[s] = range.row + i64::from(run.first + i);
                 self.rel[s] = A::from_f64((range.position(run.first + i) - run.base) as f64);
             }
         });
         self.n > 0
+    }
+
+    /// Widens the tile's rows of k and v.
+    ///
+    /// # Safety
+    /// The rows and `head` lie within `k` and `v`, whose memory is valid and whose sums are `A`s.
+    #[inline(always)]
+    pub(super) unsafe fn load(&mut self, k: &RawTensor, v: &RawTensor, head: u32) {
+        let (d, dv) = (k.dim as usize, v.dim as usize);
+        for (s, &row) in self.row[..self.n].iter().enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe {
+                widen(k, row, head, &mut self.k[s * self.ldk..][..d]);
+                widen(v, row, head, &mut self.v[s * self.ldv..][..dv]);
+            }
+        }
     }
 }

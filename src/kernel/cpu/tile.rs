@@ -45,6 +45,31 @@ pub(super) unsafe fn any_non_finite<V: Vector>(p: *const V::T, n: usize) -> bool
     !out[..V::W].iter().all(|&x| x == V::T::ZERO)
 }
 
+/// Rows that become lanes, or lanes that become rows, at a time: they come from far apart in memory, and so wait for it
+/// side by side. Every vector has a multiple of them.
+pub(super) const ROWS: usize = 4;
+
+/// [`ROWS`] rows of `dim`, `ld` apart, to the lanes from `lane` on of a panel `[dim][lanes]`.
+#[inline(always)]
+pub(super) fn to_lanes<A: Real>(rows: &[A], ld: usize, dim: usize, panel: &mut [A], lanes: usize, lane: usize) {
+    let [a, b, c, d]: [&[A]; ROWS] = core::array::from_fn(|i| &rows[i * ld..][..dim]);
+    for ((((at, &a), &b), &c), &d) in panel.chunks_exact_mut(lanes).zip(a).zip(b).zip(c).zip(d) {
+        at[lane..lane + ROWS].copy_from_slice(&[a, b, c, d]);
+    }
+}
+
+/// The way back: [`ROWS`] lanes from `lane` on of a panel `[dim][lanes]` to rows of `dim`, one after the other.
+#[inline(always)]
+pub(super) fn to_rows<A: Real>(panel: &[A], lanes: usize, lane: usize, rows: &mut [A], dim: usize) {
+    let (ab, cd) = rows[..ROWS * dim].split_at_mut(2 * dim);
+    let ((a, b), (c, d)) = (ab.split_at_mut(dim), cd.split_at_mut(dim));
+    for ((((at, a), b), c), d) in panel.chunks_exact(lanes).zip(a).zip(b).zip(c).zip(d) {
+        if let [w, x, y, z] = at[lane..lane + ROWS] {
+            (*a, *b, *c, *d) = (w, x, y, z);
+        }
+    }
+}
+
 /// The lanes of a tile: which q row and head each is, and which positions it may see.
 pub(super) struct Lanes<'a, A> {
     pub n: usize,
@@ -158,7 +183,7 @@ impl<'a, A: Real> Lanes<'a, A> {
     }
 
     /// Packs a row of each lane transposed: element `d` of lane `l` to `[l / panel][d][l mod panel]`. Lanes that only
-    /// fill up get zeros.
+    /// fill up get zeros. `rows` holds [`ROWS`] rows.
     ///
     /// # Safety
     /// The lanes' rows and heads lie within `t`, whose memory is valid and whose sums are `A`s.
@@ -169,33 +194,25 @@ impl<'a, A: Real> Lanes<'a, A> {
         dst: &mut [A],
         panel: usize,
         lanes: usize,
-        row: &mut [A],
+        rows: &mut [A],
     ) {
         let dim = t.dim as usize;
-        for l in 0..lanes.next_multiple_of(panel) {
-            let dst = &mut dst[l / panel * panel * dim..][..panel * dim];
-            let row = &mut row[..dim];
-            if l < self.n {
-                // SAFETY: the caller's promise.
-                unsafe { widen(t, self.row[l], self.head[l], row) };
-            } else {
-                row.fill(A::ZERO);
-            }
-            for (d, &x) in dst.chunks_exact_mut(panel).zip(row.iter()) {
-                d[l % panel] = x;
-            }
+        for l in (0..lanes.next_multiple_of(panel)).step_by(ROWS) {
+            // SAFETY: the caller's promise.
+            unsafe { self.pack(t, rows, dim, l..l + ROWS) };
+            to_lanes(rows, dim, dim, &mut dst[l / panel * panel * dim..][..panel * dim], panel, l % panel);
         }
     }
 
-    /// Packs a row of each lane as it is, `ld` apart. Lanes that only fill up get zeros.
+    /// Packs a row of each lane of `lanes` as it is, `ld` apart. Lanes that only fill up get zeros.
     ///
     /// # Safety
     /// As [`Lanes::pack_transposed`].
     #[inline(always)]
-    pub(super) unsafe fn pack(&self, t: &RawTensor, dst: &mut [A], ld: usize, lanes: usize) {
+    pub(super) unsafe fn pack(&self, t: &RawTensor, dst: &mut [A], ld: usize, lanes: core::ops::Range<usize>) {
         let dim = t.dim as usize;
-        for l in 0..lanes {
-            let dst = &mut dst[l * ld..][..dim];
+        for (i, l) in lanes.enumerate() {
+            let dst = &mut dst[i * ld..][..dim];
             if l < self.n {
                 // SAFETY: the caller's promise.
                 unsafe { widen(t, self.row[l], self.head[l], dst) };
