@@ -26,7 +26,7 @@ struct Group {
 };
 
 __device__ __forceinline__ Group group_of(const BackwardParams& p, u32 head) {
-    if (p.per_q_head) return {(p.heads.q_offset + head) / p.heads.group - p.heads.kv_offset, head, head + 1};
+    if (p.per_q_head) return {kv_head_of(p.heads, head), head, head + 1};
     const u32 from = (head + p.heads.kv_offset) * p.heads.group, to = from + p.heads.group;
     const u32 begin = from > p.heads.q_offset ? from - p.heads.q_offset : 0;
     const u32 end = to > p.heads.q_offset ? to - p.heads.q_offset : 0;
@@ -114,18 +114,7 @@ struct BackwardQueries {
         const u32 sdo = sq + BM * D * 2, skv = sdo + BM * DV * 2;
         const Window window = {p.score.left, p.score.right};
         const Partners side = {p.keys, p.partners, &p.k, &p.v};
-        if (threadIdx.x < 32) {
-            if (threadIdx.x == 0) {
-                const u32 head = item % p.heads.q_heads;
-                const Work work = p.work[item / p.heads.q_heads];
-                const Run& query = p.queries[work.run];
-                const u32 kv_head = (p.heads.q_offset + head) / p.heads.group - p.heads.kv_offset;
-                describe(control.own, query, work, BM, head, kv_head);
-                control.sweep.start(query.begin, query.end, kv_head, kv_head + 1, control.own, window, side);
-            }
-            __syncwarp();
-            control.sweep.template fill<BN>(control.steps, control.own, window, side);
-        }
+        if (threadIdx.x < 32) control.template begin_queries<BM, BN>(p, item, window, side);
         __syncthreads();
         volatile const Own& own = control.own;
         load_tile<BM, D, THREADS>(sq, p.q.ptr + own.head * p.q.head + own.row * p.q.token, (int)p.q.token,

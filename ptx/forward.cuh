@@ -48,18 +48,7 @@ struct Forward {
                                                 u32 sv, u32 item) {
         const Window window = {p.score.left, p.score.right};
         const Partners side = {p.keys, p.partners, &p.k, &p.v};
-        if (threadIdx.x < 32) {
-            if (threadIdx.x == 0) {
-                const u32 head = item % p.heads.q_heads;
-                const Work work = p.work[item / p.heads.q_heads];
-                const Run& query = p.queries[work.run];
-                const u32 kv_head = (p.heads.q_offset + head) / p.heads.group - p.heads.kv_offset;
-                describe(control.own, query, work, BM, head, kv_head);
-                control.sweep.start(query.begin, query.end, kv_head, kv_head + 1, control.own, window, side);
-            }
-            __syncwarp();
-            control.sweep.template fill<BN>(control.steps, control.own, window, side);
-        }
+        if (threadIdx.x < 32) control.template begin_queries<BM, BN>(p, item, window, side);
         __syncthreads();
         volatile const Own& own = control.own;
         load_tile<BM, D, THREADS>(sq, p.q.ptr + own.head * p.q.head + own.row * p.q.token, (int)p.q.token,

@@ -58,6 +58,11 @@ struct Step {
     unsigned char full;  // whether all its rows meet all own rows, so that no mask is needed
 };
 
+// The kv head that a q head reads.
+__device__ __forceinline__ u32 kv_head_of(const Heads& heads, u32 head) {
+    return (heads.q_offset + head) / heads.group - heads.kv_offset;
+}
+
 // How far back and ahead a partner row may lie.
 struct Window {
     i64 before;
@@ -183,6 +188,22 @@ struct Control {
     Own own;
     Sweep<BATCH> sweep;
     Step steps[STEPS];
+
+    // The first warp's: the tile of ROWS q rows that is item `item` of a call, and its first steps.
+    template <u32 ROWS, u32 SIZE, class Params>
+    __device__ __forceinline__ void begin_queries(const Params& p, u32 item, const Window& window,
+                                                  const Partners& side) volatile {
+        if (threadIdx.x == 0) {
+            const u32 head = item % p.heads.q_heads;
+            const Work work = p.work[item / p.heads.q_heads];
+            const Run& query = p.queries[work.run];
+            const u32 kv_head = kv_head_of(p.heads, head);
+            describe(own, query, work, ROWS, head, kv_head);
+            sweep.start(query.begin, query.end, kv_head, kv_head + 1, own, window, side);
+        }
+        __syncwarp();
+        sweep.template fill<SIZE>(steps, own, window, side);
+    }
 
     static __device__ __forceinline__ u32 after(u32 at) { return at + 1 == STEPS ? 0 : at + 1; }
 

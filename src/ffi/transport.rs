@@ -95,8 +95,9 @@ pub unsafe extern "C" fn cpattn_peer_group(
     boundary!({
         let (world, deadline) = (threads(world)?, deadline(deadline_ms)?);
         // SAFETY: the header's promise about arrays.
-        let (devices, out) =
-            unsafe { (array("devices", devices, world)?, array_mut("transports", transports, world)?) };
+        let devices = unsafe { array("devices", devices, world) }?;
+        // SAFETY: as above.
+        let out = unsafe { array_mut("transports", transports, world) }?;
         #[cfg(feature = "cuda")]
         {
             let each = devices.iter().enumerate().map(|(r, &id)| device(&format!("devices[{r}]"), id));

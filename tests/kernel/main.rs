@@ -8,9 +8,11 @@
 #![cfg(feature = "std")]
 
 mod bits;
+mod blocks;
 mod calls;
 mod grid;
 mod harness;
+mod refusals;
 
 mod counting {
     //! Counts the allocations of each thread.

@@ -93,7 +93,13 @@ fn heads(map: &HeadMap, q: u32, kv: u32) -> Result<()> {
 }
 
 pub(super) fn per_head(name: &'static str, t: &RawTensor, heads: u32) -> Result<()> {
-    if t.is_none() { Ok(()) } else { tensor(name, t, heads, 1, Dtype::F32) }
+    if t.is_none() {
+        return Ok(());
+    }
+    if t.tokens != 1 {
+        return Err(Error::invalid(format!("{name}.tokens"), t.tokens, "1: there is one number for each head"));
+    }
+    tensor(name, t, heads, 1, Dtype::F32)
 }
 
 fn ranges(r: &Ranges, k: &RawTensor, v: &RawTensor) -> Result<()> {

@@ -66,11 +66,6 @@ pub(super) fn run(range: &Range, begin: u32, end: u32, mode: u32) -> Run {
     }
 }
 
-/// [`Range::rows_before`] in the type of the lists' sums.
-pub(super) fn rows_before(range: &Range, x: i64) -> u64 {
-    u64::from(range.rows_before(x))
-}
-
 /// Writes the lists. Ranges were checked; windows are cut as [`super::check::score`] cuts them.
 pub(super) fn write(
     staging: &mut Staging,
@@ -119,7 +114,7 @@ pub(super) fn write(
 
 /// How many rows of a range lie at positions `low..=high`.
 fn met(range: &Range, low: i64, high: i64) -> u64 {
-    rows_before(range, high.saturating_add(1)).saturating_sub(rows_before(range, low))
+    range.rows_before(high.saturating_add(1)).saturating_sub(range.rows_before(low)).into()
 }
 
 /// How many q rows a tile of keys may meet.

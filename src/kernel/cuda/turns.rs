@@ -12,7 +12,7 @@
 //! the longest tiles come first. That is a merge of lists by the cost of their heads, or, the same, a sort by the least
 //! cost on the way to each tile.
 
-use super::lists::{Tiles, cut, invert, key_cost, rows_before, run, visits, work};
+use super::lists::{Tiles, cut, invert, key_cost, run, visits, work};
 use super::params::{Run, WORK_ZERO, Work};
 use super::staging::{Staging, Writer, padded};
 use crate::kernel::{Mode, Range, Ranges};
@@ -65,7 +65,7 @@ pub(super) fn bytes(ranges: &Ranges, tiles: Tiles, (q_heads, key_heads): (u32, u
 /// The tiles of `rows` rows whose last position is at least `low` and whose first is at most `high`: `tiles_met` of
 /// `ptx/turns.cuh`.
 fn tiles_met(range: &Range, low: i64, high: i64, rows: u32) -> core::ops::Range<u32> {
-    let (before, until) = (rows_before(range, low) as u32, rows_before(range, high + 1) as u32);
+    let (before, until) = (range.rows_before(low), range.rows_before(high + 1));
     if before >= range.len { 0..0 } else { before / rows..until.div_ceil(rows) }
 }
 
@@ -262,7 +262,7 @@ mod tests {
         let range = &ranges.q[q].range;
         let last = range.len.min((i + 1) * tiles.queries) - 1;
         let (low, high) = (range.position(i * tiles.queries) - left, range.position(last) + right);
-        if t != rows_before(&ranges.k[k as usize], low) as u32 / tiles.keys {
+        if t != ranges.k[k as usize].rows_before(low) / tiles.keys {
             return before[k as usize] + t;
         }
         let (mut name, mut best) = (0, 0);

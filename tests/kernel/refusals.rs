@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a call is refused for, before anything is touched.
+
+use crate::bits::backward_call;
+use crate::harness::*;
+use cpattn::Dtype;
+use cpattn::kernel::cpu::{self, Scratch};
+use cpattn::kernel::{Attend, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+
+/// What is refused, and how it is said. Nothing is touched: the tensors have addresses that would fault.
+#[test]
+fn refusals() {
+    let nowhere = |heads, dim| RawTensor::compact(std::ptr::without_provenance_mut(64), Dtype::F32, 8, heads, dim);
+    let range = Range::plain(0, 8, 0, 0);
+    let rows = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::Only }];
+    let good = Attend {
+        q: nowhere(4, 16),
+        k: nowhere(2, 16),
+        v: nowhere(2, 8),
+        running: RawTensor::NONE,
+        o: nowhere(4, 8),
+        lse: nowhere(4, 1),
+        slopes: RawTensor::NONE,
+        sinks: RawTensor::NONE,
+        heads: HeadMap { q_offset: 0, kv_offset: 0, group: 2 },
+        score: score(16, UNLIMITED, 0),
+        ranges: Ranges { q: &rows, k: &[range], pairs: &[0] },
+        aligned: false,
+    };
+    let mut scratch = Scratch::new(1);
+    let mut refused = |call: Attend, text: &str| {
+        // SAFETY: refused before anything is touched, which is what is tested.
+        let error = unsafe { cpu::attend(&call, &mut scratch) }.unwrap_err();
+        assert_eq!(error.to_string(), text);
+    };
+    let with = |score: Score| Attend { score, ..good };
+    refused(Attend { k: nowhere(2, 15), ..good }, "k.dim is 15, expected 16");
+    refused(Attend { k: RawTensor { dtype: Dtype::Bf16, ..good.k }, ..good }, "k.dtype is bf16, expected f32");
+    refused(Attend { v: nowhere(3, 8), ..good }, "v.heads is 3, expected 2");
+    refused(Attend { q: nowhere(4, 0), ..good }, "q.dim is 0, expected at least 1");
+    refused(Attend { lse: nowhere(4, 2), ..good }, "lse.dim is 2, expected 1");
+    let several = "tokens is 8, expected 1: there is one number for each head";
+    refused(Attend { sinks: nowhere(4, 1), ..good }, &format!("sinks.{several}"));
+    refused(Attend { slopes: nowhere(4, 1), ..good }, &format!("slopes.{several}"));
+    refused(with(Score { scale: f64::NAN, ..good.score }), "scale is NaN, expected a finite number");
+    refused(
+        with(Score { softcap: -1.0, ..good.score }),
+        "softcap is -1, expected a finite number above 0, or 0 for none",
+    );
+    refused(
+        with(Score { scale: 1e300, ..good.score }),
+        "scale is 1e300, expected at most 3.4028234663852886e38, as f32 holds",
+    );
+    refused(
+        with(Score { softcap: 1e-42, ..good.score }),
+        "softcap is 1e-42, expected 1.1754943508222875e-38 to 3.4028234663852886e38, as f32 holds; 0 is no cap",
+    );
+    refused(
+        Attend { heads: HeadMap { q_offset: 2, ..good.heads }, ..good },
+        "k.heads is kv heads 0..2, expected to hold 1..3; q head h of the call reads kv head (q_offset + h) / group",
+    );
+    let long = [Range::plain(1, 8, 0, 0)];
+    refused(
+        Attend { ranges: Ranges { k: &long, ..good.ranges }, ..good },
+        "ranges.k[0].row is 1 with len 8, expected rows of k, which has 8",
+    );
+    let other = [Range { doc: 3, ..range }];
+    refused(
+        Attend { ranges: Ranges { k: &other, ..good.ranges }, ..good },
+        "ranges.k[0].doc is 3, expected 0, the document of q range 0",
+    );
+    refused(
+        Attend { ranges: Ranges { pairs: &[1], ..good.ranges }, ..good },
+        "ranges.pairs of q range 0 is 1, expected an index of ranges.k, which has 1",
+    );
+    refused(
+        Attend { ranges: Ranges { pairs: &[], ..good.ranges }, ..good },
+        "ranges.q[0].keys is 0..1, expected entries of pairs, which has 0",
+    );
+    let stripe = [Range { block: 4, period: 3, ..range }];
+    refused(
+        Attend { ranges: Ranges { k: &stripe, ..good.ranges }, ..good },
+        "ranges.k[0] is block 4 and period 3, expected 1 <= block <= period",
+    );
+    let first = [QRange { mode: Mode::First, ..rows[0] }];
+    refused(
+        Attend { ranges: Ranges { q: &first, ..good.ranges }, ..good },
+        "running is none, expected a tensor of dim 8: the mode of ranges.q[0] needs it",
+    );
+    // SAFETY: as above.
+    let error = unsafe { cpu::attend(&good, &mut scratch) }.unwrap_err();
+    assert!(error.to_string().starts_with("scratch is"), "{error}");
+    let backward = backward_call(&good, good.o, good.lse, Gradients::All, [good.q, good.q, nowhere(4, 7)]);
+    // SAFETY: as above.
+    let error = unsafe { cpu::attend_backward(&backward, &mut scratch) }.unwrap_err();
+    assert_eq!(error.to_string(), "dv.dim is 7, expected 8");
+}
