@@ -1,29 +1,41 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Embeds what `ptx/` holds. It compiles nothing and needs no CUDA toolkit: the PTX is checked in.
-
-use std::path::{Path, PathBuf};
-use std::{env, fs};
+//! Embeds what `ptx/` holds, compressed. It compiles nothing and needs no CUDA toolkit: the PTX is checked in.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rerun-if-changed=ptx");
-    if env::var_os("CARGO_FEATURE_CUDA").is_none() {
-        return;
-    }
+    #[cfg(feature = "cuda")]
+    embed();
+}
+
+/// Writes each text as a file of zlib's format, with a zero byte at its end for the driver, and a table that names them.
+#[cfg(feature = "cuda")]
+fn embed() {
+    use std::path::{Path, PathBuf};
+    use std::{env, fs};
+
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
     let folder = Path::new(&env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("ptx");
+    // Build scripts are not optimised: the better level takes seconds.
+    let level = if env::var_os("PROFILE").is_some_and(|profile| profile == "release") { 6 } else { 1 };
     let mut files: Vec<PathBuf> = fs::read_dir(&folder)
         .expect("ptx/ is part of the crate")
         .map(|entry| entry.expect("a readable folder").path())
         .filter(|path| path.extension().is_some_and(|extension| extension == "ptx"))
         .collect();
     files.sort();
-    let mut table =
-        String::from("/// Name and zero-terminated text, in the order of names.\nstatic PTX: &[(&str, &str)] = &[\n");
+    let mut table = String::from(
+        "/// Name, bytes of the text, and the text compressed, in the order of names.\nstatic PTX: &[(&str, usize, &[u8])] = &[\n",
+    );
     for path in files {
         let name = path.file_stem().expect("a file").to_str().expect("names are ASCII");
-        let path = path.to_str().expect("the crate's path is UTF-8");
-        table += &format!("    ({name:?}, concat!(include_str!({path:?}), \"\\0\")),\n");
+        let mut text = fs::read(&path).expect("a readable file");
+        text.push(0);
+        let packed = out.join(format!("{name}.z"));
+        fs::write(&packed, miniz_oxide::deflate::compress_to_vec_zlib(&text, level)).expect("OUT_DIR");
+        let packed = packed.to_str().expect("the path of OUT_DIR is UTF-8");
+        table += &format!("    ({name:?}, {}, include_bytes!({packed:?})),\n", text.len());
     }
     table += "];\n";
-    fs::write(Path::new(&env::var_os("OUT_DIR").expect("cargo sets it")).join("ptx.rs"), table).expect("OUT_DIR");
+    fs::write(out.join("ptx.rs"), table).expect("OUT_DIR");
 }

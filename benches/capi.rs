@@ -11,9 +11,9 @@
 
 use std::{hint::black_box, ptr::null_mut, time::Instant};
 
-use cpattn::schedule::{Direction, Tensor};
+use cpattn::schedule::{Direction, TensorId};
 use cpattn::transport::local;
-use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, ffi::*, kernel::RawTensor, runtime::Bindings};
+use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, call::RawTensor, ffi::*, runtime::Bindings};
 
 const CALLS: u32 = 2000;
 const ROUNDS: usize = 101;
@@ -44,7 +44,7 @@ fn main() {
         .enumerate()
         .map(|(i, m)| RawTensor::compact(m.as_mut_ptr().cast(), Dtype::F32, 1, 1, if i == 4 { 1 } else { DIM as u32 }))
         .collect();
-    let names = [Tensor::Q, Tensor::K, Tensor::V, Tensor::O, Tensor::Lse];
+    let names = [TensorId::Q, TensorId::K, TensorId::V, TensorId::O, TensorId::Lse];
 
     let mut shapes = [[1i64, 1, DIM as i64]; 5];
     let tensors: Vec<cpattn_tensor> = (0..5)

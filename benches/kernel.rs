@@ -5,8 +5,8 @@
 //! `2 · pairs · (head_dim + value_dim)` per head forward and 2.5 times that backward, with the allowed pairs alone.
 
 use cpattn::Dtype;
+use cpattn::call::{Attend, AttendBackward, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
 use cpattn::kernel::cpu::{self, Dims, Scratch};
-use cpattn::kernel::{Attend, AttendBackward, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use half::bf16;
 
@@ -67,6 +67,7 @@ fn one(
         k: input(1),
         v: input(2),
         running: RawTensor::NONE,
+        running_lse: RawTensor::NONE,
         o: tensor(o, dtype, DIM),
         lse: tensor(lse, Dtype::F32, 1),
         slopes: RawTensor::NONE,

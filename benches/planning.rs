@@ -5,19 +5,17 @@
 
 use std::hint::black_box;
 
-use cpattn::{Batch, Dtype, Layout, Mask, Mesh, Plan, Problem, schedule::Direction};
+use cpattn::{
+    Batch, Dtype, Layout, Mask, Mesh, Plan, Problem,
+    schedule::{Direction, Schedule},
+};
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 
 /// `n` documents of `total` tokens, lengths spread by a fixed generator from 1/8 to 15/8 of the mean.
 fn documents(n: usize, total: usize) -> Batch {
     let mean = total / n;
-    let mut state = 0x2545_f491_4f6c_dd1du64;
-    let mut lengths: Vec<usize> = (1..n)
-        .map(|_| {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            mean / 8 + (state >> 33) as usize % (mean * 14 / 8)
-        })
-        .collect();
+    let mut draw = fastrand::Rng::with_seed(1);
+    let mut lengths: Vec<usize> = (1..n).map(|_| mean / 8 + draw.usize(..mean * 14 / 8)).collect();
     let mut used: usize = lengths.iter().sum();
     while used > total {
         for n in lengths.iter_mut().filter(|n| **n > 1) {
@@ -32,8 +30,8 @@ fn documents(n: usize, total: usize) -> Batch {
 
 fn one_rank(problem: &Problem, mesh: Mesh, layout: Layout, rank: usize) -> usize {
     let plan = Plan::new(problem, mesh, layout).unwrap();
-    let forward = plan.schedule(rank, Direction::Forward).unwrap();
-    let backward = plan.schedule(rank, Direction::Backward).unwrap();
+    let forward = Schedule::new(&plan, rank, Direction::Forward).unwrap();
+    let backward = Schedule::new(&plan, rank, Direction::Backward).unwrap();
     forward.ops.len() + backward.ops.len()
 }
 
@@ -56,7 +54,7 @@ fn bench(c: &mut Criterion) {
             group.bench_function(id, |b| b.iter(|| one_rank(black_box(&small), mesh, layout, 5)));
         }
     }
-    let windowed = small.clone().mask(Mask::sliding(512));
+    let windowed = small.clone().with_mask(Mask::sliding(512));
     group.bench_function("8 ranks, 64 documents, window 512", |b| {
         b.iter(|| one_rank(black_box(&windowed), Mesh { replicas: 1, ring: 8, ulysses: 1 }, Layout::Contiguous, 5));
     });

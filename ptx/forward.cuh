@@ -6,6 +6,7 @@
 // stays per thread until the end, the scale is folded into the exponent's base. The epilogue merges with the running
 // result, applies the sink and writes either the running f32 result or the element type.
 #pragma once
+#include "log_sum_exp.cuh"
 #include "score.cuh"
 #include "tile.cuh"
 
@@ -57,12 +58,12 @@ struct Forward {
         copy_commit();
 
         float out[MT][DV / 8][4];
-        Rows top(sq + TILES), sum(sq + TILES + ROW_STATE);
+        Rows row_max(sq + TILES), row_sum(sq + TILES + ROW_STATE);
         clear(out);
 #pragma unroll
         for (int r = 0; r < 2 * MT; ++r) {
-            top.set(r, minus_infinity());
-            sum.set(r, 0.0f);
+            row_max.set(r, minus_infinity());
+            row_sum.set(r, 0.0f);
         }
 
         for (u32 at = 0; control.steps[at].rows;) {
@@ -86,12 +87,12 @@ struct Forward {
             if (next.rows) load_keys<D>(sk, next.a, p.k, next, p.heads.dim);
             copy_commit();
 
-            softmax(s, out, top, sum, p.score.exp_scale);
+            softmax(s, out, row_max, row_sum, p.score.exp_scale);
             multiply_columns<T, MT, NT, DV>(out, s, walk_b_transposed<DV>(sv), 0);
         }
         copy_wait<0>();
         __syncthreads();
-        epilogue(p, own, sq, out, top, sum);
+        epilogue(p, own, sq, out, row_max, row_sum);
         __syncthreads();
     }
 
@@ -121,23 +122,25 @@ struct Forward {
 
     // Turns scores into probabilities, and rescales what was summed before.
     static __device__ __forceinline__ void softmax(float (&s)[MT][NT][4], float (&out)[MT][DV / 8][4],
-                                                   Rows& tops, Rows& sums, float scale) {
+                                                   Rows& row_max, Rows& row_sum, float scale) {
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 const int r = 2 * m + h;
-                const float before = tops.get(r);
-                float top = before;
+                float largest = minus_infinity();
 #pragma unroll
-                for (int n = 0; n < NT; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
-                top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-                top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+                for (int n = 0; n < NT; ++n) largest = fmaxf(largest, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
+                largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+                largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+                // Kept in base-2 units, as it is rounded here: what was summed before was summed with that very number.
+                const float before = row_max.get(r);
+                largest = fmaxf(before, largest * scale);
+                row_max.set(r, largest);
                 // A row that met nothing yet: any finite base keeps exp2(-inf) = 0 from becoming NaN.
-                const float base = top == minus_infinity() ? 0.0f : top * scale;
-                const float fade = exp2_fast(before * scale - base);
-                tops.set(r, top);
-                float total = sums.get(r) * fade;
+                const float base = largest == minus_infinity() ? 0.0f : largest;
+                const float rescale = exp2_fast(before - base);
+                float total = row_sum.get(r) * rescale;
 #pragma unroll
                 for (int n = 0; n < NT; ++n)
 #pragma unroll
@@ -146,17 +149,17 @@ struct Forward {
                         x = exp2_fast(x * scale - base);
                         total += x;
                     }
-                sums.set(r, total);
+                row_sum.set(r, total);
 #pragma unroll
                 for (int n = 0; n < DV / 8; ++n) {
-                    out[m][n][2 * h] *= fade;
-                    out[m][n][2 * h + 1] *= fade;
+                    out[m][n][2 * h] *= rescale;
+                    out[m][n][2 * h + 1] *= rescale;
                 }
             }
     }
 
     static __device__ __forceinline__ void epilogue(const ForwardParams& p, volatile const Own& own, u32 sq, float (&out)[MT][DV / 8][4],
-                                                    const Rows& tops, const Rows& sums) {
+                                                    const Rows& row_max, const Rows& row_sum) {
         const u32 mode = p.queries[own.run].mode;
         const u32 head = own.head;
         const i64 first_row = own.row;
@@ -172,39 +175,28 @@ struct Forward {
             const int m = r / 2, h = r % 2;
             const int row = base + r * 8 + g;
             const bool ok = row < rows;
-            float total = sums.get(r);
+            float total = row_sum.get(r);
             total += __shfl_xor_sync(~0u, total, 1);
             total += __shfl_xor_sync(~0u, total, 2);
-            const float top_score = tops.get(r) * p.score.exp_scale;
-            float lse = total == 0.0f ? minus_infinity()
-                                      : (top_score + log2_fast(total)) * LN2;
+            const float largest = row_max.get(r);
+            LogSumExp lse = log_sum_exp(largest, total);
             float scale = total == 0.0f ? 0.0f : reciprocal(total);
             float keep = 0.0f;
-            if (ok) peak = fmaxf(peak, top_score * LN2);
+            if (ok) peak = fmaxf(peak, largest * LN2);
             char* lse_at = p.lse.ptr + head * p.lse.head + (first_row + row) * p.lse.token;
+            char* running_lse = p.running_lse.ptr + head * p.running_lse.head + (first_row + row) * p.running_lse.token;
             char* running = p.running.ptr + head * p.running.head + (first_row + row) * p.running.token;
             if (continues && ok) {
-                const float old = *(const float*)lse_at;
-                if (!(old == minus_infinity() && lse == minus_infinity())) {
-                    const float top = fmaxf(old, lse);
-                    const float a = exp2_fast((old - top) * LOG2E), b = exp2_fast((lse - top) * LOG2E);
-                    const float inverse = reciprocal(a + b);
-                    keep = a * inverse;
-                    scale *= b * inverse;
-                    lse = top + log2_fast(a + b) * LN2;
-                }
+                float weight;
+                lse = merge(load_lse(running_lse, p.running_lse_words), lse, keep, weight);
+                scale *= weight;
             }
             if (finishes && p.sinks.ptr) {
-                const float sink = *(const float*)(p.sinks.ptr + head * p.sinks.head);
-                if (!(sink == minus_infinity() && lse == minus_infinity())) {
-                    const float top = fmaxf(sink, lse);
-                    const float with =
-                        top + log2_fast(exp2_fast((sink - top) * LOG2E) + exp2_fast((lse - top) * LOG2E)) * LN2;
-                    const float fade = exp2_fast((lse - with) * LOG2E);
-                    keep *= fade;
-                    scale *= fade;
-                    lse = with;
-                }
+                const LogSumExp sink = {*(const float*)(p.sinks.ptr + head * p.sinks.head), 0.0f};
+                float weight, of_sink;
+                lse = merge(lse, sink, weight, of_sink);
+                keep *= weight;
+                scale *= weight;
             }
 #pragma unroll
             for (int n = 0; n < DV / 8; ++n) {
@@ -223,7 +215,12 @@ struct Forward {
             }
             // The row's other lanes have read the running lse.
             __syncwarp();
-            if (ok && t == 0) *(float*)lse_at = lse;
+            if (ok && t == 0) {
+                if (finishes)
+                    *(float*)lse_at = lse.lse;
+                else
+                    store_lse(running_lse, p.running_lse_words, lse);
+            }
         }
         if (finishes) {
             // That barrier also stands between the row of o in shared memory and its reading here.

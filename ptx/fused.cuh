@@ -2,7 +2,7 @@
 // Backward attention in one kernel: five products, and bit for bit the same on every run.
 //
 // A block owns a tile of keys and walks over the q rows that read it, as `BackwardKeys` does, but also makes dq: ds goes to
-// shared memory, and ds k is added to global memory in the turn of the block (turns.cuh).
+// shared memory, and ds k is added to global memory in a fixed order of the blocks (dq_semaphore.cuh).
 //
 //   s^T = k q^T, dp^T = v do^T, p = exp2(s - lse), ds = p * (dp - delta), dv += p^T do, dk += ds^T q, dq += scale * ds k
 //
@@ -30,15 +30,15 @@
 // That is why tiles have 128 keys where their sums fit.
 //
 // Where tiles of keys times heads are too few to fill the device, the q heads of a group are dealt out over several blocks,
-// which add to dk and dv in turn.
+// which add to dk and dv one after the other.
 //
 // A step has two barriers. Behind the first one, tiles have arrived and those of the step before are free; behind the
-// second, p^T and ds^T are in place and the turn has come. dq is made first of what follows, so that its stores are long
-// done when the next step passes the turn on. Three warps have more to do than products: the walk, the wait, the word to the
-// successor. Each would delay the barrier after it, so the walk is prepared for many steps at once, a visit by every lane.
+// second, p^T and ds^T are in place and the predecessor has added. dq is made first of what follows, so that its stores are
+// long done when the next step stores the semaphore. Three warps have more to do than products: the walk, the wait, the word
+// to the successor. Each would delay the barrier after it, so the walk is prepared for many steps at once, a visit by every lane.
 #pragma once
 #include "backward.cuh"
-#include "turns.cuh"
+#include "dq_semaphore.cuh"
 
 // The block's own tile, and what it took. Visits lie in two halves: one is filled while the other is worked off.
 template <u32 BATCH>
@@ -49,7 +49,7 @@ struct FusedControl {
     u32 zero;
     u32 head0, head1;
     u32 part;      // of the group's q heads
-    u32 key_turn;  // the word of the tile's dk and dv
+    u32 key_semaphore;  // the word of the tile's dk and dv
 };
 
 template <class T, class Shape>
@@ -186,7 +186,7 @@ struct BackwardFused {
         }
     }
 
-    // dq of one tile of q rows, added in turn or, where nothing is there yet, written.
+    // dq of one tile of q rows, added or, where nothing is there yet, written.
     static __device__ __forceinline__ void add_queries(const BackwardParams& p, volatile const Visit& visit, u32 sk,
                                                        u32 sds) {
         const int lane = fresh_thread() & 31, from = dq_part() * 16 + 2 * (lane & 3);
@@ -253,7 +253,7 @@ struct BackwardFused {
         describe(control.own, run, work, zero ? BM : BN, head, group.kv_head);
         if (!zero) {
             const u32 number = p.key_tiles[work.run] + work.first / BN;
-            control.key_turn = number * heads + head;
+            control.key_semaphore = number * heads + head;
             round.start(run, number, head0, head1, control.own, p, BM);
         }
     }
@@ -294,12 +294,12 @@ struct BackwardFused {
             const u32 sq = sqs + at % 2 * STAGE, sdo = sq + BM * D * 2;
             copy_wait<0>();
             __syncthreads();
-            // First of all: somebody waits for it, and the fence would wait for copies that were issued before.
-            if (threadIdx.x == 64) pass(p, control.visits[(at + VISITS - 1) % VISITS], round.name);
+            // First of all: another block waits for it, and the release would wait for copies that were issued before.
+            if (threadIdx.x == 64) pass(p, control.visits[(at + VISITS - 1) % VISITS], round.number);
             __syncwarp();
             if (next.rows) load_queries(p.call, sqs + (at + 1) % 2 * STAGE, next);
             u32 seen = 0;
-            if (threadIdx.x == 32 && visit.after) seen = read_turn(p.turns + visit.turn);
+            if (threadIdx.x == 32 && visit.after) seen = poll_semaphore(p.dq_semaphore + visit.semaphore);
             // The other half: its last visit was passed on a step ago, and its first is looked at in the last step of this.
             if ((at == 1 || at == BATCH + 1) && warp() == 0)
                 round.template fill<BM, BN, BATCH>(control.visits + (at == 1 ? BATCH : 0), control.own, p);
@@ -320,7 +320,7 @@ struct BackwardFused {
                 store(sp, s, part() * SUB);
                 store(sds, g, part() * SUB);
             }
-            if (threadIdx.x == 32 && visit.after) await_turn(p.turns + visit.turn, visit.after, seen);
+            if (threadIdx.x == 32 && visit.after) wait_semaphore(p.dq_semaphore + visit.semaphore, visit.after, seen);
             __syncthreads();
             if (next.rows) load_stats(p.call, stats, next);
             copy_commit();
@@ -335,11 +335,11 @@ struct BackwardFused {
         }
         copy_wait<0>();
         __syncthreads();
-        if (threadIdx.x == 64) pass(p, control.visits[(at + VISITS - 1) % VISITS], round.name);
-        // Parts of a group add to one dk and dv, in turn too; here the word is how many have.
-        u32* const turn = p.key_turns + control.key_turn;
+        if (threadIdx.x == 64) pass(p, control.visits[(at + VISITS - 1) % VISITS], round.number);
+        // Parts of a group add to one dk and dv, in order too; here the word is how many have.
+        u32* const semaphore = p.key_semaphore + control.key_semaphore;
         if (control.part) {
-            if (threadIdx.x == 32) await_turn(turn, control.part, read_turn(turn));
+            if (threadIdx.x == 32) wait_semaphore(semaphore, control.part, poll_semaphore(semaphore));
             __syncthreads();
         }
         const bool add = p.call.accumulate || control.part;
@@ -347,13 +347,13 @@ struct BackwardFused {
         write_keys(p.call, p.call.dv, own, dv, 1.0f, (int)p.call.heads.value, add);
         if (control.part + 1 < p.parts) {
             __syncthreads();
-            if (threadIdx.x == 64) pass_turn(turn, control.part + 1);
+            if (threadIdx.x == 64) store_semaphore(semaphore, control.part + 1);
         }
     }
 
-    // Passes the turn of a visit on, if there was one.
-    static __device__ __forceinline__ void pass(const FusedParams& p, volatile const Visit& visit, u32 name) {
-        if (visit.rows && visit.passes) pass_turn(p.turns + visit.turn, name);
+    // Lets the successor add to the tile of a visit, if there was one.
+    static __device__ __forceinline__ void pass(const FusedParams& p, volatile const Visit& visit, u32 number) {
+        if (visit.rows && visit.passes) store_semaphore(p.dq_semaphore + visit.semaphore, number);
     }
 
     static __device__ __forceinline__ void run(const FusedParams& p) {
@@ -364,7 +364,7 @@ struct BackwardFused {
         for (;;) {
             if (warp() == 0) {
                 if (threadIdx.x == 0) {
-                    const u32 item = atomicAdd(p.ticket, 1);
+                    const u32 item = atomicAdd(p.tile_counter, 1);
                     control.item = item;
                     control.visits[VISITS - 1].rows = 0;
                     if (item < p.call.heads.items) begin(p, control, round, item);

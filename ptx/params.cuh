@@ -51,7 +51,7 @@ enum : u32 { MODE_FIRST = 0, MODE_MERGE = 1, MODE_LAST = 2, MODE_ONLY = 3 };
 enum : u32 { SCORE_GENERAL = 1, SCORE_SOFTCAP = 2 };
 
 // How scores are made. The plain score keeps q·k as it is and folds `exp_scale` into the exponent. The general one
-// (softcap, ALiBi, a scale that is not positive) turns q·k into base-2 units first, and `exp_scale` is then 1.
+// (softcap, ALiBi, a scale that is not a positive normal f32) turns q·k into base-2 units first, and `exp_scale` is then 1.
 struct Score {
     i64 left;          // a key counts when q_pos - k_pos <= left
     i64 right;         // and k_pos - q_pos <= right
@@ -75,7 +75,7 @@ struct Heads {
 };
 
 struct ForwardParams {
-    Tensor q, k, v, running, o, lse, slopes, sinks;
+    Tensor q, k, v, running, running_lse, o, lse, slopes, sinks;
     float* max_score;
     const Run* queries;
     const Run* keys;
@@ -83,6 +83,8 @@ struct ForwardParams {
     const Work* work;
     Score score;
     Heads heads;
+    u32 running_lse_words;  // 1 or 2: see log_sum_exp.cuh
+    u32 unused;
 };
 
 struct BackwardParams {
@@ -97,17 +99,17 @@ struct BackwardParams {
     u32 accumulate;
 };
 
-// The backward in one kernel. `partners` of `call` are the q runs of each k run; `turns` holds a word for each tile of q
-// rows and q head, `key_turns` one for each tile of keys and head of dk, all zero before the launch, as is `ticket`, the
-// number of items that were taken.
+// The backward in one kernel. `partners` of `call` are the q runs of each k run; `dq_semaphore` holds a word for each tile
+// of q rows and q head, `key_semaphore` one for each tile of keys and head of dk, all zero before the launch, as is
+// `tile_counter`, the number of items that were taken.
 struct FusedParams {
     BackwardParams call;
     const u32* keys_of;      // of each q run, its k runs
     const u32* query_tiles;  // of each q run, the tiles of all q runs before it
     const u32* key_tiles;    // of each k run, the tiles of all k runs before it
-    u32* turns;
-    u32* key_turns;
-    u32* ticket;
+    u32* dq_semaphore;
+    u32* key_semaphore;
+    u32* tile_counter;
     u32 parts;       // items of one tile of keys and head: each has some of the q heads of the group
     u32 part_heads;  // that many
 };
@@ -164,4 +166,6 @@ struct MergeParams {
     u64 rows;
     u32 heads;
     u32 dim;
+    u32 lse_words;  // 1 or 2: see log_sum_exp.cuh
+    u32 with_lse_words;
 };

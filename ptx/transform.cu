@@ -4,6 +4,7 @@
 //
 // All of it is bound by bandwidth, so every thread keeps several 16-byte accesses in flight, and a transform is bounded to
 // registers with which four blocks of it share a multiprocessor: 64 KB in flight there.
+#include "log_sum_exp.cuh"
 #include "ranges.cuh"
 #include "tile.cuh"
 
@@ -226,29 +227,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) cpattn_merge(const __grid_
     for (u64 row = ((u64)blockIdx.x * THREADS + threadIdx.x) / 32; row < p.rows; row += (u64)gridDim.x * (THREADS / 32)) {
         const u32 token = (u32)row / p.heads;
         const u32 head = (u32)row - token * p.heads;
-        float* lse_at = (float*)(p.lse.ptr + token * p.lse.token + head * p.lse.head);
-        const float a = *lse_at;
-        const float b = *(const float*)(p.with_lse.ptr + token * p.with_lse.token + head * p.with_lse.head);
+        char* lse_at = p.lse.ptr + token * p.lse.token + head * p.lse.head;
+        const LogSumExp a = load_lse(lse_at, p.lse_words);
+        const LogSumExp b = load_lse(p.with_lse.ptr + token * p.with_lse.token + head * p.with_lse.head, p.with_lse_words);
         __syncwarp();
-        float wa = 0.0f, wb = 0.0f, lse = minus_infinity();
-        if (!(a == minus_infinity() && b == minus_infinity())) {
-            const float top = fmaxf(a, b);
-            wa = exp2_fast((a - top) * LOG2E);
-            wb = exp2_fast((b - top) * LOG2E);
-            const float inverse = reciprocal(wa + wb);
-            lse = top + log2_fast(wa + wb) * LN2;
-            wa *= inverse;
-            wb *= inverse;
-        }
+        float wa, wb;
+        const LogSumExp lse = merge(a, b, wa, wb);
         float4* x = (float4*)(p.o.ptr + token * p.o.token + head * p.o.head);
         const float4* y = (const float4*)(p.with_o.ptr + token * p.with_o.token + head * p.with_o.head);
         for (u32 i = lane; i < p.dim / 4; i += 32) {
             // A side that saw no key has no say whatever bytes its o holds: a weight of 0 times a NaN would be one. That
             // is asked of lse, not of the weight, which is 0 for a side that is merely far below.
             const float4 none = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            const float4 u = a == minus_infinity() ? none : x[i], v = b == minus_infinity() ? none : y[i];
+            const float4 u = a.lse == minus_infinity() ? none : x[i], v = b.lse == minus_infinity() ? none : y[i];
             x[i] = make_float4(wa * u.x + wb * v.x, wa * u.y + wb * v.y, wa * u.z + wb * v.z, wa * u.w + wb * v.w);
         }
-        if (lane == 0) *lse_at = lse;
+        if (lane == 0) store_lse(lse_at, p.lse_words, lse);
     }
 }

@@ -8,7 +8,7 @@
 
 use core::ops::Range;
 
-use crate::kernel::HeadMap;
+use crate::call::HeadMap;
 
 /// The heads of one Ulysses rank.
 #[derive(Clone, Debug, PartialEq, Eq)]

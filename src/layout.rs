@@ -16,8 +16,8 @@ use core::cmp::Reverse;
 
 use crate::{
     batch::{Batch, Side},
+    call::Range,
     error::{Error, Result},
-    kernel::Range,
     mask::Mask,
 };
 

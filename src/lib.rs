@@ -25,17 +25,20 @@
 extern crate alloc;
 
 pub mod batch;
+pub mod call;
+mod device;
 pub mod element;
 pub mod error;
 #[cfg(feature = "capi")]
 pub mod ffi;
 pub mod heads;
+#[cfg(feature = "std")]
 pub mod kernel;
 pub mod layout;
 pub mod mask;
 pub mod mesh;
-mod place;
 pub mod plan;
+pub mod report;
 #[cfg(feature = "std")]
 pub mod runtime;
 pub mod schedule;
@@ -45,12 +48,12 @@ pub mod tensor;
 pub mod transport;
 
 pub use batch::{Batch, Side};
+pub use device::Device;
 pub use element::{Accumulator, Dtype, Element};
 pub use error::{Cause, Error, Result};
 pub use layout::Layout;
 pub use mask::Mask;
 pub use mesh::Mesh;
-pub use place::Place;
 pub use plan::{Options, Plan, Problem};
 #[cfg(feature = "std")]
 pub use runtime::{Backward, Forward, Rank};

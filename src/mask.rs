@@ -51,9 +51,18 @@ impl Mask {
         }
     }
 
-    /// Whether a key counts.
+    /// Whether a key counts. Any positions will do.
     pub const fn allows(self, q_pos: i64, k_pos: i64) -> bool {
-        q_pos - k_pos <= self.left_limit() && k_pos - q_pos <= self.right_limit()
+        let distance = q_pos as i128 - k_pos as i128;
+        let left = match self.left {
+            Some(n) => distance <= n as i128,
+            None => true,
+        };
+        let right = match self.right {
+            Some(n) => -distance <= n as i128,
+            None => true,
+        };
+        left && right
     }
 
     /// The mask with the roles of q and k exchanged.
@@ -68,7 +77,8 @@ impl Mask {
         (high - low + 1).max(0)
     }
 
-    /// How many (q, k) pairs count between queries at positions `a..b` and keys at `0..len_k`.
+    /// How many (q, k) pairs count between queries at positions `a..b` and keys at `0..len_k`. Any positions will do; more
+    /// pairs than an i64 holds count as `i64::MAX`.
     ///
     /// `Σ max(0, min(q + right, len_k − 1) − max(q − left, 0) + 1)`, in closed form: each of the two bounds is a ramp
     /// with one bend.
@@ -76,28 +86,30 @@ impl Mask {
         if len_k <= 0 {
             return 0;
         }
-        // Queries that read at least one key.
-        let a = a.max(0i64.saturating_sub(self.right_limit()));
-        let b = b.min(len_k.saturating_add(self.left_limit()));
+        // Queries that read at least one key. From here on in i128, where no product of two positions can wrap.
+        let a = i128::from(a.max(0i64.saturating_sub(self.right_limit())));
+        let b = i128::from(b.min(len_k.saturating_add(self.left_limit())));
+        let len_k = i128::from(len_k);
         if b <= a {
             return 0;
         }
         // Σ over q in a..b of min(q + shift, cap).
-        let ramp = |shift: i64, cap: i64| -> i64 {
-            let bend = cap.saturating_sub(shift).clamp(a, b);
+        let ramp = |shift: i128, cap: i128| -> i128 {
+            let bend = (cap - shift).clamp(a, b);
             let n = bend - a;
             let rising = if n > 0 { n * (a + bend - 1) / 2 + n * shift } else { 0 };
             rising + (b - bend) * cap
         };
-        let high = if self.right.is_none() { (b - a) * (len_k - 1) } else { ramp(self.right_limit(), len_k - 1) };
+        let high =
+            if self.right.is_none() { (b - a) * (len_k - 1) } else { ramp(self.right_limit().into(), len_k - 1) };
         // max(q − left, 0) = (q − left) − min(q − left, 0)
         let low = if let Some(left) = self.left {
             let n = b - a;
-            n * (a + b - 1) / 2 - n * i64::from(left) - ramp(-i64::from(left), 0)
+            n * (a + b - 1) / 2 - n * i128::from(left) - ramp(-i128::from(left), 0)
         } else {
             0
         };
-        high - low + (b - a)
+        i64::try_from(high - low + (b - a)).unwrap_or(i64::MAX)
     }
 }
 
@@ -127,6 +139,25 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn positions_may_be_any() {
+        let ends = [i64::MIN, i64::MIN + 1, -(1 << 62), -1, 0, 1 << 62, i64::MAX - 1, i64::MAX];
+        for mask in [Mask::full(), Mask::causal(), Mask::window(3, 0), Mask::window(u32::MAX, u32::MAX)] {
+            for q in ends {
+                for k in ends {
+                    let d = i128::from(q) - i128::from(k);
+                    let left = mask.left.is_none_or(|n| d <= i128::from(n));
+                    let right = mask.right.is_none_or(|n| -d <= i128::from(n));
+                    assert_eq!(mask.allows(q, k), left && right, "{mask:?} {q} {k}");
+                    assert!(mask.area(q, k, i64::MAX) >= 0);
+                }
+                assert!(mask.row_area(q, i64::MAX) >= 0);
+            }
+        }
+        assert_eq!(Mask::full().area(0, 1 << 40, 1 << 40), i64::MAX);
+        assert_eq!(Mask::window(3, 0).area((1 << 62) - 2, 1 << 62, i64::MAX), 8);
     }
 
     #[test]

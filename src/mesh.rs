@@ -21,7 +21,7 @@ pub struct Mesh {
 
 /// A rank's place in its mesh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct Coordinates {
     /// Which group.
     pub replica: usize,
     /// Which ring rank.
@@ -88,12 +88,16 @@ impl Mesh {
     }
 
     /// A rank's place.
-    pub const fn place(&self, rank: usize) -> Place {
-        Place { replica: rank / self.group(), ring: rank / self.ulysses % self.ring, ulysses: rank % self.ulysses }
+    pub const fn coordinates(&self, rank: usize) -> Coordinates {
+        Coordinates {
+            replica: rank / self.group(),
+            ring: rank / self.ulysses % self.ring,
+            ulysses: rank % self.ulysses,
+        }
     }
 
     /// The rank at a place.
-    pub const fn rank(&self, place: Place) -> usize {
+    pub const fn rank(&self, place: Coordinates) -> usize {
         (place.replica * self.ring + place.ring) * self.ulysses + place.ulysses
     }
 
@@ -168,9 +172,9 @@ mod tests {
     fn places_and_ranks_are_inverse() {
         let m = Mesh { replicas: 2, ring: 3, ulysses: 4 };
         for rank in 0..m.world() {
-            assert_eq!(m.rank(m.place(rank)), rank);
+            assert_eq!(m.rank(m.coordinates(rank)), rank);
             assert!(m.group_of(rank).contains(&rank));
         }
-        assert_eq!(m.place(13), Place { replica: 1, ring: 0, ulysses: 1 });
+        assert_eq!(m.coordinates(13), Coordinates { replica: 1, ring: 0, ulysses: 1 });
     }
 }

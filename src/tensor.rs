@@ -31,12 +31,13 @@
 //! ```
 
 mod check;
+mod extent;
 mod overlap;
 
 pub use check::expect;
 pub use overlap::disjoint;
 
-use crate::{element::Element, error::Result, kernel::RawTensor};
+use crate::{call::RawTensor, element::Element, error::Result};
 use check::{check_raw, compact_strides, describe, element, elements, heads, refuse_cast, rows, start};
 use core::{marker::PhantomData, ops::Range};
 

@@ -14,7 +14,7 @@ use common::{
 use cpattn::{
     Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Rank,
     plan::{Circulate, Wire},
-    schedule::{ALIGNMENT, Direction, Lane},
+    schedule::{ALIGNMENT, Direction, Lane, Schedule},
     transport::local,
 };
 use half::bf16;
@@ -106,7 +106,7 @@ fn play<T: Element>(what: &str, plan: &Plan) {
     let barrier = Barrier::new(world + 1);
     let meets = |rank: &usize| {
         [Direction::Forward, Direction::Backward].iter().any(|&direction| {
-            plan.schedule(*rank, direction).unwrap().ops.iter().any(|op| op.lane == Lane::Communication)
+            Schedule::new(plan, *rank, direction).unwrap().ops.iter().any(|op| op.lane == Lane::Communication)
         })
     };
     let lanes = (0..world).filter(meets).count();
@@ -202,11 +202,11 @@ fn main() {
     for mesh in [mesh(1, 1), mesh(3, 1), mesh(1, 4), mesh(2, 2), mesh(4, 2)] {
         for form in forms {
             for layout in [Layout::Zigzag, Layout::Striped { stripe: 3 }] {
-                let p = |dtype| Problem::new(batch.clone(), 6, 3, 16, dtype).value_dim(8).sinks(true);
+                let p = |dtype| Problem::new(batch.clone(), 6, 3, 16, dtype).with_value_dim(8).with_sinks(true);
                 let plan = |p| Plan::with_options(&p, mesh, layout, form).unwrap();
                 let what = format!("{mesh}, {layout}, {form:?}");
-                play::<f32>(&what, &plan(p(Dtype::F32).softcap(3.0)));
-                play::<bf16>(&what, &plan(p(Dtype::Bf16).mask(Mask::window(9, 2)).alibi(&[0.5; 6])));
+                play::<f32>(&what, &plan(p(Dtype::F32).with_softcap(3.0)));
+                play::<bf16>(&what, &plan(p(Dtype::Bf16).with_mask(Mask::window(9, 2)).with_alibi(&[0.5; 6])));
             }
         }
     }

@@ -67,6 +67,7 @@ fn python_with_memory_of_the_driver() {
     let text = run(Command::new("python3")
         .arg(root().join("examples/python/cuda_ranks.py"))
         .env("CPATTN_LIBRARY", library().shared())
+        .env("PYTHONPATH", root().join("python"))
         .env("PYTHONDONTWRITEBYTECODE", "1"));
     report("cuda_ranks.py", &text);
 }

@@ -16,13 +16,11 @@ use std::{
 use common::{Data, Results, error, reference, rms};
 use cpattn::{
     Batch, Dtype, Element, Error, Layout, Mask, Mesh, Options, Plan, Problem, Result, Side,
-    kernel::{
-        RawTensor,
-        cuda::{Cuda, DeviceMemory},
-    },
+    call::RawTensor,
+    kernel::cuda::{Cuda, DeviceMemory},
     plan::{Circulate, Wire},
     runtime::{Bindings, DeviceRank},
-    schedule::{Direction, Tensor},
+    schedule::{Direction, TensorId},
     transport::peer,
 };
 use half::{bf16, f16};
@@ -74,7 +72,7 @@ fn scatter<T: Copy>(all: &mut [T], part: &[T], tokens: &[usize], row: usize) {
 fn run<T: Element<Acc = f32>>(cuda: &Arc<Cuda>, plan: &Plan, data: &Data<T>) -> Result<Results<T>> {
     let p = plan.problem();
     let (nq, nk) = (p.batch().tokens(Side::Q), p.batch().tokens(Side::K));
-    let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.v_head_dim());
+    let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
     let nan = T::from_f64(f64::NAN);
     let all = Mutex::new(Results::<T> {
         o: vec![nan; nq * hq * dv],
@@ -104,13 +102,13 @@ fn run<T: Element<Acc = f32>>(cuda: &Arc<Cuda>, plan: &Plan, data: &Data<T>) -> 
                     let o = Held::nan::<T>(cuda, nq, hq, dv);
                     let lse = Held::nan::<f32>(cuda, nq, hq, 1);
                     let mut bindings = Bindings::default()
-                        .with(Tensor::Q, q.1)
-                        .with(Tensor::K, k.1)
-                        .with(Tensor::V, v.1)
-                        .with(Tensor::O, o.1)
-                        .with(Tensor::Lse, lse.1);
+                        .with(TensorId::Q, q.1)
+                        .with(TensorId::K, k.1)
+                        .with(TensorId::V, v.1)
+                        .with(TensorId::O, o.1)
+                        .with(TensorId::Lse, lse.1);
                     if let Some(s) = &sinks {
-                        bindings = bindings.with(Tensor::Sinks, s.1);
+                        bindings = bindings.with(TensorId::Sinks, s.1);
                     }
                     let stream = std::ptr::null_mut();
                     // SAFETY: the tensors live until the stream was waited for; the default stream is the context's.
@@ -118,11 +116,11 @@ fn run<T: Element<Acc = f32>>(cuda: &Arc<Cuda>, plan: &Plan, data: &Data<T>) -> 
                     let (dq, dk) = (Held::nan::<T>(cuda, nq, hq, d), Held::nan::<T>(cuda, nk, hk, d));
                     let (d_v, dsinks) = (Held::nan::<T>(cuda, nk, hk, dv), Held::nan::<f32>(cuda, 1, hq, 1));
                     let bindings = bindings
-                        .with(Tensor::DO, d_o.1)
-                        .with(Tensor::Dq, dq.1)
-                        .with(Tensor::Dk, dk.1)
-                        .with(Tensor::Dv, d_v.1)
-                        .with(Tensor::Dsinks, dsinks.1);
+                        .with(TensorId::DO, d_o.1)
+                        .with(TensorId::Dq, dq.1)
+                        .with(TensorId::Dk, dk.1)
+                        .with(TensorId::Dv, d_v.1)
+                        .with(TensorId::Dsinks, dsinks.1);
                     // SAFETY: as above.
                     unsafe { rank.run(&plan, Direction::Backward, &bindings, stream) }?;
                     // SAFETY: the default stream.
@@ -214,11 +212,11 @@ fn ulysses_ring_and_hybrid() {
 fn every_option_at_once() {
     let batch = Batch::cross(&[0, 40, 61], &[0, 75, 96], None).unwrap();
     let p = Problem::new(batch, 4, 2, 64, Dtype::F16)
-        .value_dim(32)
-        .mask(Mask::window(30, 5))
-        .softcap(5.0)
-        .alibi(&[0.1, 0.2, 0.05, 0.3])
-        .sinks(true);
+        .with_value_dim(32)
+        .with_mask(Mask::window(30, 5))
+        .with_softcap(5.0)
+        .with_alibi(&[0.1, 0.2, 0.05, 0.3])
+        .with_sinks(true);
     every_way::<f16>(
         "every option",
         &p,

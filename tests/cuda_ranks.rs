@@ -13,12 +13,10 @@ use std::{
 
 use cpattn::{
     Batch, Cause, Dtype, Error, Layout, Mesh, Plan, Problem, Result, Side,
-    kernel::{
-        Block, RawTensor, Transform,
-        cuda::{Cuda, DeviceMemory, Pieces},
-    },
+    call::{Block, RawTensor, Transform},
+    kernel::cuda::{Cuda, DeviceMemory, StreamKernels},
     runtime::{Bindings, DeviceRank},
-    schedule::{ALIGNMENT, Direction, Tensor},
+    schedule::{ALIGNMENT, Direction, Schedule, TensorId},
     transport::{DeviceTransport, Label, Message, Transport, peer},
 };
 
@@ -61,7 +59,7 @@ fn tensors(cuda: &Cuda, plan: &Plan, rank: usize) -> (Bindings, Vec<DeviceMemory
     let n = plan.local_tokens(Side::Q, rank);
     let mut memory = Vec::new();
     let mut bindings = Bindings::default();
-    use Tensor::{DO, Dk, Dq, Dv, K, Lse, O, Q, V};
+    use TensorId::{DO, Dk, Dq, Dv, K, Lse, O, Q, V};
     for tensor in [Q, K, V, O, Lse, DO, Dq, Dk, Dv] {
         let (dtype, dim) = if tensor == Lse { (Dtype::F32, 1) } else { (Dtype::F16, 16) };
         let m = cuda.allocate(n * 2 * dim * dtype.size()).unwrap();
@@ -88,10 +86,10 @@ fn tensors_are_refused_by_name() {
         unsafe { rank.run(&plan, direction, bindings, std::ptr::null_mut()) }
     };
     let without = |tensor| good.with(tensor, RawTensor::NONE);
-    refused(run(&without(Tensor::Q), Direction::Forward), &["q is not given, expected f16 of shape [12, 2, 16]"]);
-    refused(run(&without(Tensor::Lse), Direction::Forward), &["lse is not given, expected f32 of shape [12, 2, 1]"]);
-    refused(run(&without(Tensor::Dv), Direction::Backward), &["dv is not given"]);
-    run(&without(Tensor::Dv), Direction::Forward).unwrap();
+    refused(run(&without(TensorId::Q), Direction::Forward), &["q is not given, expected f16 of shape [12, 2, 16]"]);
+    refused(run(&without(TensorId::Lse), Direction::Forward), &["lse is not given, expected f32 of shape [12, 2, 1]"]);
+    refused(run(&without(TensorId::Dv), Direction::Backward), &["dv is not given"]);
+    run(&without(TensorId::Dv), Direction::Forward).unwrap();
     run(&good, Direction::Backward).unwrap();
     wait(&cuda);
 }
@@ -103,8 +101,8 @@ fn plans_are_refused_before_the_group_meets() {
     let mut rank = rank(&cuda);
     let forward = Direction::Forward;
     for (p, words) in [
-        (problem(4).scale(3e38), "scale is 3e38"),
-        (problem(4).scale(1e20).softcap(1e-20), "softcap is 1e-20"),
+        (problem(4).with_scale(3e38), "scale is 3e38"),
+        (problem(4).with_scale(1e20).with_softcap(1e-20), "softcap is 1e-20"),
         (Problem::new(Batch::from_lengths(&[4]).unwrap(), 2, 2, 12, Dtype::F16), "head_dim 12"),
         (Problem::new(Batch::from_lengths(&[4]).unwrap(), 2, 2, 16, Dtype::F64), "dtype f64"),
     ] {
@@ -126,7 +124,7 @@ fn workspaces_are_lent_whole_and_apart() {
     // To ask takes no memory: no device has the 200 TB that this plan would take.
     let huge = alone(&Problem::new(Batch::from_lengths(&[i32::MAX as usize]).unwrap(), 96, 96, 256, Dtype::F16));
     let bytes = rank.workspace_bytes(&huge, Direction::Backward).unwrap();
-    assert_eq!(bytes, huge.schedule(0, Direction::Backward).unwrap().workspace);
+    assert_eq!(bytes, Schedule::new(&huge, 0, Direction::Backward).unwrap().workspace);
     assert!(bytes > 100 << 40, "{bytes}");
 
     let needed = rank.workspace_bytes(&plan, Direction::Backward).unwrap() as usize;
@@ -142,9 +140,9 @@ fn workspaces_are_lent_whole_and_apart() {
         // SAFETY: refused, or the tensors live until the end; the default stream.
         unsafe { rank.run(&plan, Direction::Backward, bindings, std::ptr::null_mut()) }
     };
-    let at = |tensor: Tensor, ptr| good.with(tensor, RawTensor { ptr, ..*good.get(tensor) });
-    refused(run(&at(Tensor::Dq, memory.ptr())), &["dq", "overlaps", "workspace"]);
-    refused(run(&at(Tensor::K, memory.ptr().wrapping_add(needed - 16))), &["k", "overlaps", "workspace"]);
+    let at = |tensor: TensorId, ptr| good.with(tensor, RawTensor { ptr, ..*good.get(tensor) });
+    refused(run(&at(TensorId::Dq, memory.ptr())), &["dq", "overlaps", "workspace"]);
+    refused(run(&at(TensorId::K, memory.ptr().wrapping_add(needed - 16))), &["k", "overlaps", "workspace"]);
     run(&good).unwrap();
     wait(&cuda);
     drop(rank);
@@ -171,7 +169,7 @@ fn exchanges_are_refused_or_end_on_both_sides() {
     refused(result, &["recvs[0].peer is 2, expected a rank below 2"]);
 
     // One message, from rank 0 to rank 1; what either end says.
-    let trade = |ends: Vec<peer::Peer>, offered: usize, into: *mut u8, expected: usize| {
+    let all_to_all = |ends: Vec<peer::Peer>, offered: usize, into: *mut u8, expected: usize| {
         let (from, into) = (from.ptr() as usize, into as usize);
         let begin = Instant::now();
         let said: Vec<Result<()>> = thread::scope(|scope| {
@@ -196,14 +194,14 @@ fn exchanges_are_refused_or_end_on_both_sides() {
         said
     };
     // Refused lists left the group as it was.
-    let said = trade(ends, 64, to.ptr(), 64);
+    let said = all_to_all(ends, 64, to.ptr(), 64);
     assert!(said.iter().all(Result::is_ok), "{said:?}");
     let mut arrived = [0; 64];
     to.download(&mut arrived).unwrap();
     assert_eq!(arrived, [7; 64]);
 
     let size = Cause::Size { ours: 16, theirs: 8 };
-    for error in trade(group(), 8, to.ptr(), 16) {
+    for error in all_to_all(group(), 8, to.ptr(), 16) {
         assert!(matches!(error, Err(Error::Peer { cause, .. }) if cause == size), "{error:?}");
     }
     // An address that no driver knows: the copy is refused on one side, and the other hears of it. A driver that shares the
@@ -211,7 +209,7 @@ fn exchanges_are_refused_or_end_on_both_sides() {
     if !emulated() {
         return;
     }
-    let said = trade(group(), 8, std::ptr::without_provenance_mut(64), 8);
+    let said = all_to_all(group(), 8, std::ptr::without_provenance_mut(64), 8);
     assert!(matches!(said[1], Err(Error::Device { .. })), "{said:?}");
     assert!(matches!(said[0], Err(Error::Peer { peer: 1, cause: Cause::Failed, .. })), "{said:?}");
 }
@@ -256,10 +254,50 @@ fn rings_and_streams_of_another_device_are_refused() {
     // SAFETY: the memory lives until the call was waited for.
     unsafe { first.transform(&call, &mut rings[0], stream) }.unwrap();
     let elsewhere = peer::group(&[second], Duration::from_secs(60)).unwrap();
-    let mut pieces = Pieces::new(Arc::clone(&first)).unwrap();
+    let mut pieces = StreamKernels::new(Arc::clone(&first)).unwrap();
     // SAFETY: refused before anything is launched.
     refused(unsafe { pieces.transform(&call, elsewhere[0].stream()) }, &["stream is ", "expected one of device 0"]);
     wait(&first);
+}
+
+/// How often the stand-in driver did this; none of another driver.
+fn counted(what: &std::ffi::CStr) -> Option<u64> {
+    use cudarc::driver::sys;
+    if !emulated() {
+        return None;
+    }
+    let mut f = std::ptr::null_mut();
+    let mut status = sys::CUdriverProcAddressQueryResult::CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+    // SAFETY: a name that ends in a zero byte, pointers to locals; the stand-in driver has a function of that name with
+    // this signature.
+    unsafe {
+        let code = sys::cuGetProcAddress_v2(c"cuEmuCount".as_ptr(), &raw mut f, 13000, 0, &raw mut status);
+        assert_eq!(code as u32, 0);
+        let count: unsafe extern "C" fn(*const std::ffi::c_char) -> u64 = std::mem::transmute(f);
+        Some(count(what.as_ptr()))
+    }
+}
+
+/// Whether the machine lets device 0 use memory of device 1.
+fn can_access() -> bool {
+    let mut can = -1;
+    // SAFETY: the driver is initialised and has two devices; a pointer to a local.
+    let code = unsafe { cudarc::driver::sys::cuDeviceCanAccessPeer(&raw mut can, 0, 1) };
+    assert_eq!(code as u32, 0);
+    can != 0
+}
+
+/// Copies between devices are direct where the driver can make them so, and the transport knows.
+#[test]
+fn access_between_devices() {
+    let Some([first, second]) = two_devices() else { return };
+    let ends = peer::group(&[Arc::clone(&first), second, first], Duration::from_secs(60)).unwrap();
+    let direct: Vec<bool> = (0..3).map(|peer| ends[0].is_direct(peer)).collect();
+    assert_eq!(direct, [true, can_access(), true]);
+    // Made again, with access that is there already.
+    let devices = [Arc::clone(ends[0].device()), Arc::clone(ends[1].device())];
+    let again = peer::group(&devices, Duration::from_secs(60)).unwrap();
+    assert_eq!(again[1].is_direct(0), can_access());
 }
 
 /// The same bits, wherever the ranks are.
@@ -305,6 +343,11 @@ fn ranks_on_two_devices() {
         };
         let (together, apart) = (results([&first, &first]), results([&first, &second]));
         assert!(together == apart, "ulysses {ulysses} × ring {ring}");
+        let kinds = [c"peer copies", c"staged copies"].map(counted);
+        if let [Some(direct), Some(staged)] = kinds {
+            let expected = (can_access(), !can_access());
+            assert_eq!((direct > 0, staged > 0), expected, "{direct} direct copies, {staged} staged");
+        }
         assert!(together[0][6].iter().any(|&b| b != 0), "dq is something");
     }
 }

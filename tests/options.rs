@@ -10,7 +10,7 @@ use common::{Data, check, error, one_rank, reference, rms, run};
 use cpattn::{
     Batch, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem,
     plan::{Circulate, Wire},
-    schedule::{Direction, Kind, Schedule},
+    schedule::{Direction, OpKind, Schedule},
 };
 
 fn all() -> Vec<Options> {
@@ -41,16 +41,16 @@ fn mesh(ulysses: usize, ring: usize) -> Mesh {
 fn shows(what: &str, plan: &Plan) {
     let o = plan.options();
     let ring = plan.mesh().ring > 1;
-    let of = |direction| plan.schedule(plan.mesh().world() - 1, direction).unwrap();
+    let of = |direction| Schedule::new(plan, plan.mesh().world() - 1, direction).unwrap();
     let (forward, backward) = (of(Direction::Forward), of(Direction::Backward));
-    let count = |s: &Schedule, is: &dyn Fn(&Kind) -> bool| s.ops.iter().filter(|op| is(&op.kind)).count();
+    let count = |s: &Schedule, is: &dyn Fn(&OpKind) -> bool| s.ops.iter().filter(|op| is(&op.kind)).count();
     for s in [&forward, &backward] {
         assert_eq!(s.aligned, o.reproducible, "{what}: reproducible");
     }
     if !ring {
         return;
     }
-    let fetches = count(&forward, &|k| matches!(k, Kind::Fetch { .. }));
+    let fetches = count(&forward, &|k| matches!(k, OpKind::Fetch { .. }));
     let steps = if o.gather || o.reproducible { 1 } else { plan.mesh().ring - 1 };
     // kv heads of this rank bound the passes that it makes.
     let passes = o.passes.min(plan.heads_of(plan.mesh().world() - 1).kv.len());
@@ -68,7 +68,7 @@ fn shows(what: &str, plan: &Plan) {
 #[test]
 fn every_combination_of_options_is_honoured_or_refused() {
     let batch = Batch::from_lengths(&[21, 0, 12, 5]).unwrap();
-    let p = Problem::new(batch, 6, 3, 8, Dtype::F32).value_dim(4).sinks(true).mask(Mask::window(9, 2));
+    let p = Problem::new(batch, 6, 3, 8, Dtype::F32).with_value_dim(4).with_sinks(true).with_mask(Mask::window(9, 2));
     let data = Data::<f32>::random(&p, 7);
     let (want, one) = (reference(&p, &data), one_rank(&p, &data));
     let (mut honoured, mut refused) = (0, 0);
@@ -113,13 +113,13 @@ fn every_score_option_makes_a_difference_in_every_mode() {
     let starts = Batch::cross(&[0, 17, 17, 30], &[0, 21, 26, 40], Some(&[2, 0, 0])).unwrap();
     let slopes = [0.5, 0.25, 0.125, 0.0625, 0.03, 0.7];
     let problems = [
-        ("mask", base.clone().mask(Mask::full())),
-        ("window, left", base.clone().mask(Mask::sliding(5))),
-        ("window, right", base.clone().mask(Mask { left: None, right: Some(3) })),
-        ("scale", base.clone().scale(0.8)),
-        ("softcap", base.clone().softcap(0.7)),
-        ("slopes", base.clone().alibi(&slopes)),
-        ("sinks", base.clone().sinks(true)),
+        ("mask", base.clone().with_mask(Mask::full())),
+        ("window, left", base.clone().with_mask(Mask::sliding(5))),
+        ("window, right", base.clone().with_mask(Mask { left: None, right: Some(3) })),
+        ("scale", base.clone().with_scale(0.8)),
+        ("softcap", base.clone().with_softcap(0.7)),
+        ("slopes", base.clone().with_alibi(&slopes)),
+        ("sinks", base.clone().with_sinks(true)),
         ("q_start", Problem::new(starts, 6, 3, 8, Dtype::F32)),
     ];
     let o = Options::new;

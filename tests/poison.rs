@@ -98,20 +98,20 @@ fn mesh(u: usize, r: usize) -> Mesh {
 #[test]
 fn poison_changes_no_bit() {
     let batch = Batch::from_lengths(&[19, 0, 1, 30]).unwrap();
-    let p = |dtype| Problem::new(batch.clone(), 6, 3, 12, dtype).value_dim(10);
+    let p = |dtype| Problem::new(batch.clone(), 6, 3, 12, dtype).with_value_dim(10);
     let meshes = [mesh(1, 1), mesh(1, 3), mesh(4, 1), mesh(2, 2)];
-    every_way::<f32>(&p(Dtype::F32).sinks(true), &meshes);
-    every_way::<bf16>(&p(Dtype::Bf16).mask(Mask::window(7, 3)).softcap(2.0), &meshes);
-    every_way::<f16>(&p(Dtype::F16).mask(Mask::full()), &meshes[1..2]);
-    every_way::<f64>(&p(Dtype::F64).alibi(&[0.3; 6]), &meshes[3..]);
+    every_way::<f32>(&p(Dtype::F32).with_sinks(true), &meshes);
+    every_way::<bf16>(&p(Dtype::Bf16).with_mask(Mask::window(7, 3)).with_softcap(2.0), &meshes);
+    every_way::<f16>(&p(Dtype::F16).with_mask(Mask::full()), &meshes[1..2]);
+    every_way::<f64>(&p(Dtype::F64).with_alibi(&[0.3; 6]), &meshes[3..]);
 }
 
 /// Rows that attend to nothing, and ranks without a token.
 #[test]
 fn poison_changes_no_bit_where_there_is_nothing_to_do() {
     let p = Problem::new(Batch::cross(&[0, 9, 12, 12], &[0, 4, 4, 9], None).unwrap(), 4, 2, 8, Dtype::F32);
-    every_way::<f32>(&p.clone().sinks(true), &[mesh(1, 4), mesh(2, 3)]);
-    every_way::<f32>(&p.mask(Mask::full()), &[mesh(1, 4)]);
+    every_way::<f32>(&p.clone().with_sinks(true), &[mesh(1, 4), mesh(2, 3)]);
+    every_way::<f32>(&p.with_mask(Mask::full()), &[mesh(1, 4)]);
     let p = Problem::new(Batch::from_lengths(&[2, 1]).unwrap(), 4, 2, 8, Dtype::F32);
     every_way::<f32>(&p, &[mesh(1, 8), mesh(4, 2)]);
 }

@@ -10,10 +10,10 @@ use common::{
 };
 use cpattn::{
     Batch, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side,
-    kernel::RawTensor,
-    plan::{Circulate, Kind, Wire},
+    call::RawTensor,
+    plan::{AttentionKind, Circulate, Wire},
     runtime::Bindings,
-    schedule::{ALIGNMENT, Direction, Tensor},
+    schedule::{ALIGNMENT, Direction, Schedule, TensorId},
     transport::local,
 };
 use std::{fmt::Debug, thread, time::Duration};
@@ -63,15 +63,15 @@ fn problems() {
     refused(p(6, 0, 8), &["kv_heads is 0"]);
     refused(p(6, 3, 0), &["head_dim is 0, expected 1 to 512"]);
     refused(p(6, 3, 513), &["head_dim is 513, expected 1 to 512"]);
-    refused(problem().value_dim(0).check(), &["value_dim is 0"]);
-    refused(problem().scale(f64::NAN).check(), &["scale is NaN, expected a finite number"]);
-    refused(problem().scale(f64::INFINITY).check(), &["scale is inf"]);
-    refused(problem().softcap(-1.0).check(), &["softcap is -1", "above 0"]);
-    refused(problem().softcap(f64::NAN).check(), &["softcap is NaN"]);
-    refused(problem().alibi(&[0.5; 5]).check(), &["slopes is 5 entries", "6 q heads"]);
-    refused(problem().alibi(&[0.5, f32::NAN, 0., 0., 0., 0.]).check(), &["slopes[1] is NaN"]);
+    refused(problem().with_value_dim(0).check(), &["value_dim is 0"]);
+    refused(problem().with_scale(f64::NAN).check(), &["scale is NaN, expected a finite number"]);
+    refused(problem().with_scale(f64::INFINITY).check(), &["scale is inf"]);
+    refused(problem().with_softcap(-1.0).check(), &["softcap is -1", "above 0"]);
+    refused(problem().with_softcap(f64::NAN).check(), &["softcap is NaN"]);
+    refused(problem().with_alibi(&[0.5; 5]).check(), &["slopes is 5 entries", "6 q heads"]);
+    refused(problem().with_alibi(&[0.5, f32::NAN, 0., 0., 0., 0.]).check(), &["slopes[1] is NaN"]);
     // Planning asks the same.
-    refused(Plan::new(&problem().scale(f64::NAN), ring(2), Layout::Contiguous), &["scale is NaN"]);
+    refused(Plan::new(&problem().with_scale(f64::NAN), ring(2), Layout::Contiguous), &["scale is NaN"]);
 }
 
 #[test]
@@ -87,7 +87,7 @@ fn meshes_and_layouts() {
     refused(on(ring(2), Layout::Balanced { chunks: 0 }), &["layout.chunks is 0"]);
     refused(on(ring(2), Layout::Balanced { chunks: u32::MAX }), &["layout.chunks is 4294967295"]);
     let plan = on(ring(2), Layout::Zigzag).unwrap();
-    refused(plan.schedule(2, Direction::Forward), &["rank is 2", "world of 2"]);
+    refused(Schedule::new(&plan, 2, Direction::Forward), &["rank is 2", "world of 2"]);
     let mut rank = Rank::new(local::group(3, Duration::from_secs(9)).unwrap().remove(0));
     refused(rank.prepare(&plan, Direction::Forward), &["mesh", "= 2 ranks", "world of 3"]);
     refused(rank.workspace_bytes(&plan, Direction::Backward), &["world of 3"]);
@@ -104,10 +104,10 @@ fn options_that_contradict_each_other() {
     refused(plan(o().reproducible(true).circulate(Circulate::Keys)), &["circulate with reproducible", "leave"]);
     refused(plan(o().reproducible(true).circulate(Circulate::Queries)), &["circulate with reproducible"]);
     refused(plan(o().circulate(Circulate::Queries).passes(2)), &["passes with circulate queries", "leave"]);
-    let other = problem().kind(Kind::Other);
+    let other = problem().with_kind(AttentionKind::Other);
     refused(Plan::new(&other, ring(2), Layout::Zigzag), &["kind other on a ring", "2 ranks", "all of them to ulysses"]);
     let plan = Plan::new(&other, Mesh::ulysses(2).unwrap(), Layout::Contiguous).unwrap();
-    refused(plan.schedule(0, Direction::Forward), &["attention of kind other", "two trades"]);
+    refused(Schedule::new(&plan, 0, Direction::Forward), &["attention of kind other", "two all-to-alls"]);
 }
 
 /// One rank with a plan, and its tensors by name.
@@ -124,8 +124,8 @@ impl Bench {
         Self { rank: Rank::new(local::group(1, Duration::from_secs(9)).unwrap().remove(0)), plan, own }
     }
 
-    fn tensors(&mut self, direction: Direction) -> Vec<(Tensor, RawTensor)> {
-        use Tensor::{DO, Dk, Dq, Dv, K, Lse, O, Q, V};
+    fn tensors(&mut self, direction: Direction) -> Vec<(TensorId, RawTensor)> {
+        use TensorId::{DO, Dk, Dq, Dv, K, Lse, O, Q, V};
         let own = &mut self.own;
         let (o, lse) = (own.o.view_mut().raw(), own.lse.view_mut().raw());
         let mut list =
@@ -139,7 +139,7 @@ impl Bench {
         list
     }
 
-    fn run(&mut self, direction: Direction, list: &[(Tensor, RawTensor)]) -> Result<()> {
+    fn run(&mut self, direction: Direction, list: &[(TensorId, RawTensor)]) -> Result<()> {
         let bindings = list.iter().fold(Bindings::default(), |b, &(t, raw)| b.with(t, raw));
         // SAFETY: every call of these tests is to be refused before it touches memory; tensors that are accepted are
         // those of `own`.
@@ -174,9 +174,9 @@ fn every_tensor_of_both_directions() {
             with(&|r| *r = RawTensor::NONE, &[&format!("{name} is not given")]);
         }
         // What is written may share nothing with anything, itself included.
-        let written: &[Tensor] = match direction {
-            Direction::Forward => &[Tensor::O, Tensor::Lse],
-            Direction::Backward => &[Tensor::Dq, Tensor::Dk, Tensor::Dv],
+        let written: &[TensorId] = match direction {
+            Direction::Forward => &[TensorId::O, TensorId::Lse],
+            Direction::Backward => &[TensorId::Dq, TensorId::Dk, TensorId::Dv],
         };
         for (i, &(tensor, _)) in good.iter().enumerate().filter(|(_, (t, _))| written.contains(t)) {
             let mut list = good.clone();
@@ -219,7 +219,7 @@ fn sinks_given_and_planned() {
     bench.own.sinks = None;
     bench.own.dsinks = Some(vec![0.0; 6]);
     refused(bench.own.backward(&mut bench.rank, &bench.plan), &["dsinks is given", "no sinks"]);
-    let mut bench = Bench::new(&plain.sinks(true), Options::new());
+    let mut bench = Bench::new(&plain.with_sinks(true), Options::new());
     let sinks = bench.own.sinks.take();
     refused(bench.own.forward(&mut bench.rank, &bench.plan), &["sinks is not given", "6 q heads"]);
     bench.own.sinks = Some(vec![0.0; 5]);
@@ -234,7 +234,7 @@ fn sinks_given_and_planned() {
     // Without types, too.
     let mut bare = Bench::new(&problem(), Options::new());
     let mut list = bare.tensors(Direction::Forward);
-    list.push((Tensor::Sinks, list[0].1));
+    list.push((TensorId::Sinks, list[0].1));
     refused(bare.run(Direction::Forward, &list), &["sinks is given"]);
 }
 
@@ -266,13 +266,13 @@ fn ranks_that_planned_different_things() {
         ("heads", of(Problem::new(batch(), 3, 3, 8, Dtype::F32))),
         ("kv_heads", of(Problem::new(batch(), 6, 6, 8, Dtype::F32))),
         ("head_dim", of(Problem::new(batch(), 6, 3, 4, Dtype::F32))),
-        ("value_dim", of(base.clone().value_dim(4))),
-        ("mask", of(base.clone().mask(Mask::full()))),
-        ("window", of(base.clone().mask(Mask::sliding(3)))),
-        ("scale", of(base.clone().scale(0.5))),
-        ("softcap", of(base.clone().softcap(9.0))),
-        ("slopes", of(base.clone().alibi(&[0.5; 6]))),
-        ("sinks", of(base.clone().sinks(true))),
+        ("value_dim", of(base.clone().with_value_dim(4))),
+        ("mask", of(base.clone().with_mask(Mask::full()))),
+        ("window", of(base.clone().with_mask(Mask::sliding(3)))),
+        ("scale", of(base.clone().with_scale(0.5))),
+        ("softcap", of(base.clone().with_softcap(9.0))),
+        ("slopes", of(base.clone().with_alibi(&[0.5; 6]))),
+        ("sinks", of(base.clone().with_sinks(true))),
         ("stripe", plan(&base, mesh, Layout::Striped { stripe: 3 }, o())),
         ("layout", plan(&base, mesh, Layout::Zigzag, o())),
         ("mesh", plan(&base, Mesh::ulysses(3).unwrap(), layout, o())),
@@ -387,16 +387,16 @@ fn workspaces() {
     let mut tensor =
         |i: usize, heads, dim| RawTensor::compact(buffers[i].as_mut_ptr().cast(), Dtype::F32, 11, heads, dim);
     let good = Bindings::default()
-        .with(Tensor::Q, tensor(0, 6, 8))
-        .with(Tensor::K, tensor(1, 3, 8))
-        .with(Tensor::V, tensor(2, 3, 8))
-        .with(Tensor::O, tensor(3, 6, 8))
-        .with(Tensor::DO, tensor(4, 6, 8))
-        .with(Tensor::Lse, tensor(5, 6, 1))
-        .with(Tensor::Dq, tensor(6, 6, 8))
-        .with(Tensor::Dk, tensor(7, 3, 8))
-        .with(Tensor::Dv, tensor(8, 3, 8));
-    for (tensor, name) in [(Tensor::DO, "do"), (Tensor::Dq, "dq")] {
+        .with(TensorId::Q, tensor(0, 6, 8))
+        .with(TensorId::K, tensor(1, 3, 8))
+        .with(TensorId::V, tensor(2, 3, 8))
+        .with(TensorId::O, tensor(3, 6, 8))
+        .with(TensorId::DO, tensor(4, 6, 8))
+        .with(TensorId::Lse, tensor(5, 6, 1))
+        .with(TensorId::Dq, tensor(6, 6, 8))
+        .with(TensorId::Dk, tensor(7, 3, 8))
+        .with(TensorId::Dv, tensor(8, 3, 8));
+    for (tensor, name) in [(TensorId::DO, "do"), (TensorId::Dq, "dq")] {
         let inside = good.with(tensor, RawTensor { ptr: start.wrapping_add(needed - 4), ..*good.get(tensor) });
         let words = ["workspace", "overlaps", name];
         // SAFETY: refused, or all of it is valid memory of this thread's.

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use cpattn::{
-    Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Side, View, ViewMut, plan::Kind, schedule::ALIGNMENT,
+    Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Side, View, ViewMut, plan::AttentionKind, schedule::ALIGNMENT,
     transport::local,
 };
 
@@ -59,7 +59,7 @@ fn linear_attention(
 fn linear_attention_between_two_all_to_alls() {
     let cu = [0, 9, 9, 24, 31];
     for (heads, kv_heads) in [(6, 6), (6, 2), (9, 3)] {
-        let p = Problem::new(Batch::new(&cu).unwrap(), heads, kv_heads, D, Dtype::F64).kind(Kind::Other);
+        let p = Problem::new(Batch::new(&cu).unwrap(), heads, kv_heads, D, Dtype::F64).with_kind(AttentionKind::Other);
         let group = heads / kv_heads;
         let n = cu[4] as usize;
         let all =
@@ -105,7 +105,7 @@ fn the_way_back_is_the_transpose_of_the_way_there() {
                 let x = local_rows(plan, rank, side, heads);
                 let share = plan.heads_of(rank.rank());
                 let own = if side == Side::Q { share.q.len() } else { share.kv.len() };
-                let rows = plan.shares().rows(side, plan.mesh().place(rank.rank()).ring);
+                let rows = plan.shares().rows(side, plan.mesh().coordinates(rank.rank()).ring);
                 let mut held = vec![f64::NAN; rows * own * D];
                 let from = View::new(&x, n, heads, D).unwrap();
                 rank.to_heads(plan, side, from, ViewMut::new(&mut held, rows, own, D).unwrap()).unwrap();
@@ -128,14 +128,14 @@ fn the_way_back_is_the_transpose_of_the_way_there() {
 
 #[test]
 fn what_is_not_softmax_is_refused_a_ring() {
-    let p = Problem::new(Batch::new(&[0, 8]).unwrap(), 4, 4, D, Dtype::F32).kind(Kind::Other);
+    let p = Problem::new(Batch::new(&[0, 8]).unwrap(), 4, 4, D, Dtype::F32).with_kind(AttentionKind::Other);
     let text = Plan::new(&p, Mesh::ring(2).unwrap(), Layout::Zigzag).unwrap_err().to_string();
     assert!(text.contains("kind other") && text.contains("2 ranks") && text.contains("ulysses"), "{text}");
 }
 
 #[test]
 fn a_local_kernel_that_fails_ends_the_run_everywhere() {
-    let p = Problem::new(Batch::new(&[0, 8]).unwrap(), 4, 4, D, Dtype::F64).kind(Kind::Other);
+    let p = Problem::new(Batch::new(&[0, 8]).unwrap(), 4, 4, D, Dtype::F64).with_kind(AttentionKind::Other);
     let plan = Plan::new(&p, Mesh::ulysses(2).unwrap(), Layout::Contiguous).unwrap();
     ranks(&plan, |plan, rank| {
         let n = plan.local_tokens(Side::Q, rank.rank());
@@ -155,7 +155,7 @@ fn a_local_kernel_that_fails_ends_the_run_everywhere() {
 /// Whoever catches the panic may keep the rank, so it is not its end that tells the others.
 #[test]
 fn a_local_kernel_that_panics_ends_the_run_everywhere() {
-    let p = Problem::new(Batch::new(&[0, 8]).unwrap(), 4, 4, D, Dtype::F64).kind(Kind::Other);
+    let p = Problem::new(Batch::new(&[0, 8]).unwrap(), 4, 4, D, Dtype::F64).with_kind(AttentionKind::Other);
     let plan = Plan::new(&p, Mesh::ulysses(2).unwrap(), Layout::Contiguous).unwrap();
     let both_are_back = std::sync::Barrier::new(2);
     ranks(&plan, |plan, rank| {

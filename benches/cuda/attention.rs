@@ -3,13 +3,13 @@
 
 use crate::case::{Case, Kind};
 use crate::check::{Error, Inputs, scale};
-use crate::device::{Device, Random, decode, normal, tensor, text};
+use crate::device::{Device, decode, normal, tensor, text};
 use crate::{Prepared, Result};
 use cpattn::Dtype;
-use cpattn::kernel::cuda::{DeviceMemory, Staging};
-use cpattn::kernel::{
+use cpattn::call::{
     Attend, AttendBackward, Block, Delta, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score, Transform,
 };
+use cpattn::kernel::cuda::{DeviceMemory, Staging};
 
 /// Rows, and keys, that are compared.
 const SAMPLES: usize = 12;
@@ -22,6 +22,7 @@ struct Set {
     d_o: DeviceMemory,
     o: DeviceMemory,
     running: DeviceMemory,
+    running_lse: DeviceMemory,
     lse: DeviceMemory,
     delta: DeviceMemory,
     /// dq, dk, dv as they are summed, and in the element type.
@@ -63,7 +64,8 @@ fn allocate(device: &Device, case: &Case) -> Result<Set> {
         d_o: buffer(backward, out, 2)?,
         o: buffer(finishes, out, 2)?,
         running: buffer(!finishes, out, 4)?,
-        lse: buffer(true, case.heads, 4)?,
+        running_lse: buffer(!finishes, 2 * case.heads, 4)?,
+        lse: buffer(finishes, case.heads, 4)?,
         delta: buffer(backward, case.heads, 4)?,
         sums: three(4)?,
         gradients: three(2)?,
@@ -153,16 +155,18 @@ impl Heads {
 
     fn attend(&self, set: &Set) -> Attend<'_> {
         let [q, k, v, o] = self.tensors(set);
+        let optional = |memory: &DeviceMemory, dim| match memory.bytes() {
+            0 => RawTensor::NONE,
+            _ => tensor(memory, Dtype::F32, self.case.heads, dim),
+        };
         Attend {
             q,
             k,
             v,
-            running: match set.running.bytes() {
-                0 => RawTensor::NONE,
-                _ => tensor(&set.running, Dtype::F32, self.case.heads, self.case.value_dim),
-            },
+            running: optional(&set.running, self.case.value_dim),
+            running_lse: optional(&set.running_lse, 2),
             o,
-            lse: tensor(&set.lse, Dtype::F32, self.case.heads, 1),
+            lse: optional(&set.lse, 1),
             slopes: RawTensor::NONE,
             sinks: RawTensor::NONE,
             heads: self.map(),
@@ -266,11 +270,11 @@ impl Heads {
         let longest = (0..case.lengths.len()).max_by_key(|&i| case.lengths[i]).unwrap_or(0);
         let start: usize = case.lengths[..longest].iter().sum();
         let mut tokens = vec![0, case.tokens() - 1, start, start + case.lengths[longest] - 1];
-        let mut random = Random::new(5);
+        let mut random = fastrand::Rng::with_seed(5);
         while tokens.len() < SAMPLES {
-            tokens.push(random.below(case.tokens()));
+            tokens.push(random.usize(..case.tokens()));
         }
-        tokens.into_iter().map(|token| (token, random.below(case.heads))).collect()
+        tokens.into_iter().map(|token| (token, random.usize(..case.heads))).collect()
     }
 }
 
@@ -286,7 +290,7 @@ impl Prepared for Heads {
     fn check(&mut self, device: &Device) -> Result<f64> {
         let case = self.case.clone();
         let set = &self.sets[0];
-        let outputs = [&set.o, &set.running, &set.lse, &set.delta];
+        let outputs = [&set.o, &set.running, &set.running_lse, &set.lse, &set.delta];
         for memory in outputs.into_iter().chain(&set.sums).chain(&set.gradients) {
             if memory.bytes() > 0 {
                 device.poison(memory)?;
@@ -311,7 +315,11 @@ impl Prepared for Heads {
             0 => floats(&set.running)?.into_iter().map(f64::from).collect(),
             _ => elements(&set.o)?,
         };
-        let (lse, delta) = (floats(&set.lse)?, floats(&set.delta)?);
+        let lse = match set.lse.bytes() {
+            0 => floats(&set.running_lse)?.chunks(2).map(|words| words[0]).collect(),
+            _ => floats(&set.lse)?,
+        };
+        let delta = floats(&set.delta)?;
         let [dq, dk, dv] = [elements(&set.gradients[0])?, elements(&set.gradients[1])?, elements(&set.gradients[2])?];
         let doubled = if case.kind == Kind::Merge { std::f64::consts::LN_2 } else { 0.0 };
         let roundoff = case.dtype.unit_roundoff();

@@ -5,7 +5,7 @@ use crate::Result;
 use core::ffi::CStr;
 use core::ptr::null_mut;
 use cpattn::Dtype;
-use cpattn::kernel::RawTensor;
+use cpattn::call::RawTensor;
 use cpattn::kernel::cuda::{Cuda, DeviceMemory, Staging, Stream};
 use cudarc::driver::sys;
 use half::{bf16, f16};
@@ -49,7 +49,7 @@ impl Device {
         let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE;
         // A driver that does not tell gets the least number of sets.
         let _ = call!(cuDeviceGetAttribute(&raw mut cache, attribute, device));
-        Ok(Self { cuda, stream, name, cache: cache.max(0) as usize })
+        Ok(Self { cuda, stream: stream.cast(), name, cache: cache.max(0) as usize })
     }
 
     /// Sets of buffers of so many bytes, so that a set has left the cache when its turn comes again.
@@ -68,16 +68,16 @@ impl Device {
 
     pub fn copy(&self, to: &DeviceMemory, from: &DeviceMemory) -> Result<()> {
         let address = |m: &DeviceMemory| m.ptr() as usize as u64;
-        call!(cuMemcpyDtoDAsync_v2(address(to), address(from), from.bytes().min(to.bytes()), self.stream))
+        call!(cuMemcpyDtoDAsync_v2(address(to), address(from), from.bytes().min(to.bytes()), self.stream.cast()))
     }
 
     /// Every byte 0xff, which is NaN in all types.
     pub fn poison(&self, memory: &DeviceMemory) -> Result<()> {
-        call!(cuMemsetD8Async(memory.ptr() as usize as u64, 0xff, memory.bytes(), self.stream))
+        call!(cuMemsetD8Async(memory.ptr() as usize as u64, 0xff, memory.bytes(), self.stream.cast()))
     }
 
     pub fn synchronize(&self) -> Result<()> {
-        call!(cuStreamSynchronize(self.stream))
+        call!(cuStreamSynchronize(self.stream.cast()))
     }
 
     pub fn download(&self, memory: &DeviceMemory) -> Result<Vec<u8>> {
@@ -100,9 +100,9 @@ impl Device {
         let mut events = Vec::new();
         for i in 0..repeats {
             let (start, end) = (Event::new()?, Event::new()?);
-            call!(cuEventRecord(start.0, self.stream))?;
+            call!(cuEventRecord(start.0, self.stream.cast()))?;
             launch(warmup + i)?;
-            call!(cuEventRecord(end.0, self.stream))?;
+            call!(cuEventRecord(end.0, self.stream.cast()))?;
             events.push((start, end));
         }
         self.synchronize()?;
@@ -121,7 +121,7 @@ impl Drop for Device {
     fn drop(&mut self) {
         // At the end of the program nothing is left to do about a failure.
         let _ = self.synchronize();
-        let _ = call!(cuStreamDestroy_v2(self.stream));
+        let _ = call!(cuStreamDestroy_v2(self.stream.cast()));
         let _ = call!(cuDevicePrimaryCtxRelease_v2(0));
     }
 }
@@ -148,38 +148,17 @@ pub fn tensor(memory: &DeviceMemory, dtype: Dtype, heads: usize, dim: usize) -> 
     RawTensor::compact(memory.ptr(), dtype, tokens as u64, heads as u32, dim as u32)
 }
 
-/// Numbers without a pattern, for indices.
-pub struct Random(u64);
-
-impl Random {
-    pub fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
-    }
-
-    /// 32 bits (xorshift, its upper half).
-    pub fn bits(&mut self) -> u32 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 32) as u32
-    }
-
-    pub fn below(&mut self, n: usize) -> usize {
-        self.bits() as usize % n
-    }
-}
-
 /// Elements of a standard normal distribution, drawn from 65536 values of it (Box and Muller) that were rounded once.
 pub fn normal(dtype: Dtype, n: usize, seed: u64) -> Vec<u16> {
-    let mut random = Random::new(seed);
-    let mut unit = || (f64::from(random.bits()) + 0.5) / (1u64 << 32) as f64;
+    let mut random = fastrand::Rng::with_seed(seed);
+    let mut unit = || 1.0 - random.f64();
     let values: Vec<u16> = (0..1 << 16)
         .map(|_| {
             let x = (-2.0 * unit().ln()).sqrt() * (std::f64::consts::TAU * unit()).cos();
             if dtype == Dtype::F16 { f16::from_f64(x).to_bits() } else { bf16::from_f64(x).to_bits() }
         })
         .collect();
-    (0..n).map(|_| values[(random.bits() >> 16) as usize]).collect()
+    (0..n).map(|_| values[random.usize(..1 << 16)]).collect()
 }
 
 pub fn decode(dtype: Dtype, bits: u16) -> f64 {

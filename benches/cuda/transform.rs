@@ -4,8 +4,8 @@
 use crate::case::{Case, Kind};
 use crate::device::{Device, normal, tensor, text};
 use crate::{Prepared, Result};
+use cpattn::call::{Block, RawTensor, Transform};
 use cpattn::kernel::cuda::{DeviceMemory, Staging};
-use cpattn::kernel::{Block, RawTensor, Transform};
 
 pub struct Moves {
     case: Case,

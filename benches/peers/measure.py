@@ -24,8 +24,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 class Server:
     """A program that answers every line with one JSON object."""
 
-    def __init__(self, *command):
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, *command, env=None):
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
     def ask(self, line):
         try:

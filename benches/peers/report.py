@@ -13,6 +13,10 @@ COLOURS = {
     "varlen-deterministic": "#66ccee",
     "copy": "#aa3377",
     "ours-first": "#bbbbbb",
+    "torch": "#4477aa",
+    "torch-loop": "#228833",
+    "torch-masked": "#ccbb44",
+    "ours-dense": "#bbbbbb",
 }
 
 
@@ -56,6 +60,15 @@ def number(value, digits):
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def columns(lines, left):
+    """Lines of cells, one under another; those of the columns `left` begin at the same place, others end there."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))).rstrip()
+        for line in lines
+    )
+
+
 def table(rows):
     """Times in milliseconds, ratio = peer / ours: above 1 we are faster."""
     head = ("case", "dtype", "ours ms", "TFLOP/s", "TB/s", "peer", "peer ms", "ratio")
@@ -71,14 +84,8 @@ def table(rows):
             seconds(row["peer_s"]) if "failed" not in row else "refused",
             number(row["ratio"], 3),
         ))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    left = (0, 1, 5)
-    text = [
-        "  ".join(cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))).rstrip()
-        for line in lines
-    ]
     refused = [f"{row['case']}, {row['peer']}: {row['failed']}" for row in rows if "failed" in row]
-    return "\n".join(text + ([""] + refused if refused else []))
+    return "\n".join([columns(lines, left=(0, 1, 5))] + ([""] + refused if refused else []))
 
 
 def plot(rows, title):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """`python3 -m unittest discover benches/peers`. All times in here are synthetic: they stand for no machine."""
 
+import json
+import math
 import os
 import pathlib
 import re
@@ -13,6 +15,8 @@ import xml.dom.minidom
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+import cpu
+import cpu_measure
 import measure
 import peers
 import report
@@ -123,6 +127,99 @@ class Cases(unittest.TestCase):
         case = peers.Case(LINE.format("backward", "flash,cudnn"))
         self.assertEqual((case.lengths, case.tokens, case.causal), ([8, 8, 3], 19, True))
         self.assertEqual((case.heads, case.kv_heads, case.peers), (2, 1, ["flash", "cudnn"]))
+
+
+class Cpu(unittest.TestCase):
+    LINE = "synthetic dtype=bf16 heads=4/2 dims=192/128 mask=causal lengths=3,10 layout=packed peers=torch-loop,torch-masked"
+
+    def rows(self, line=LINE, **lists):
+        times = {"forward": lists, "backward": lists}
+        answer = {"times": times, "difference": {"o": 1e-3, "dq": 2e-3}, "bound": 0.03}
+        return cpu_measure.rows_of(cpu.Case(line), answer, 1)
+
+    def test_the_fastest_form_of_the_peer_counts(self):
+        forward, backward = self.rows(**{"ours": [3.0, 1.0, 2.0], "torch-loop": [5.0, 6.0, 4.0], "torch-masked": [9.0]})
+        self.assertEqual((forward["ours_s"], forward["peer"], forward["peer_s"], forward["ratio"]), (2.0, "torch-loop", 5.0, 2.5))
+        self.assertEqual((forward["difference"], forward["bound"], backward["direction"]), (2e-3, 0.03, "backward"))
+
+    def test_work_is_the_pairs_that_the_mask_leaves(self):
+        case = cpu.Case(self.LINE)
+        self.assertEqual((case.pairs, case.flops("forward")), (6 + 55, 2 * 61 * 4 * 320))
+        self.assertEqual(case.flops("backward"), 2 * 61 * 4 * (3 * 192 + 2 * 128))
+        self.assertEqual(cpu.Case(self.LINE.replace("causal", "full")).pairs, 9 + 100)
+        self.assertEqual(cpu.Case(self.LINE + " window=4").pairs, 6 + 10 + 6 * 4)
+
+    def test_shares_are_of_the_highest_ceiling_that_the_case_may_use(self):
+        best = cpu_measure.higher({}, {"fma_f32": 100e9, "bf16_dot": 80e9, "amx_bf16": None, "amx_f16": None, "copy": 1e9})
+        best = cpu_measure.higher(best, {"fma_f32": 90e9, "bf16_dot": 120e9, "amx_bf16": 900e9, "amx_f16": None, "copy": 2e9})
+        self.assertEqual(list(best.values()), [100e9, 120e9, 900e9, None, 2e9])
+        row = self.rows(ours=[1e-9], torch=[2e-9])[0]
+        share = cpu_measure.shares(row, cpu.Case(self.LINE), best)
+        self.assertEqual((share["ceiling"], share["peer_ceiling_share"]), ("amx_bf16", share["ceiling_share"] / 2))
+        self.assertAlmostEqual(share["ceiling_share"], row["gflops"] / 900)
+        names = [cpu_measure.ceiling(cpu.Case(self.LINE.replace("bf16", dtype) + isa), best)
+                 for dtype, isa in (("f32", ""), ("f16", ""), ("bf16", " isa=avx512_bf16"))]
+        self.assertEqual(names, ["fma_f32", "fma_f32", "bf16_dot"])
+
+    def test_every_line_is_a_case(self):
+        lines = [x for x in (HERE / "cpu_cases.txt").read_text().splitlines() if x and not x.startswith("#")]
+        cases = [cpu.Case(line) for line in lines]
+        self.assertEqual(len({case.name for case in cases}), len(cases))
+        for case in cases:
+            self.assertTrue(set(case.peers) <= set(cpu.PEERS), case.name)
+            self.assertIn(case.dtype, cpu.BOUNDS)
+            self.assertIn(case.layout, ("bhsd", "packed"))
+            self.assertIn(case.isa, (None, *cpu_measure.HELD))
+            self.assertTrue(len(case.lengths) == 1 or (case.tokens, len(case.lengths)) == (8192, 64), case.name)
+            self.assertLessEqual(cpu.Case(case.line, quick=True).tokens, 8192)
+
+
+class Kept(unittest.TestCase):
+    """What `--keep` left under benches/results is whole: nobody reads a figure there that does not say where it is from."""
+
+    NUMBER = (int, float)
+    ROW = {"case": str, "direction": str, "dtype": str, "ours_s": NUMBER, "peer": str, "peer_s": NUMBER, "ratio": NUMBER,
+           "ceiling": str, "ceiling_share": NUMBER, "peer_ceiling_share": NUMBER, "gflops": NUMBER, "tokens": int,
+           "ours_rounds_s": list, "peer_rounds_s": list, "difference": NUMBER, "bound": NUMBER}
+    WHOLE = {"machine": str, "system": str, "date": str, "command": str, "threads": int, "quick": bool, "software": dict,
+             "ceilings": dict, "rows": list}
+
+    def members(self, thing, schema, where):
+        for name, kind in schema.items():
+            self.assertIsInstance(thing.get(name), kind, f"{where}: {name}")
+
+    def check(self, document, where):
+        self.members(document, self.WHOLE, where)
+        self.assertRegex(document["date"], r"^\d{4}-\d\d-\d\dT\d\d:\d\dZ$", where)
+        self.assertTrue({"torch", "cpattn", "python"} <= set(document["software"]), where)
+        self.assertTrue({"fma_f32", "bf16_dot", "amx_bf16", "amx_f16", "copy"} <= set(document["ceilings"]), where)
+        self.assertTrue(document["rows"], where)
+        for row in document["rows"]:
+            here = f"{where}, {row.get('case')}"
+            self.members(row, self.ROW, here)
+            self.assertIn(row["direction"], ("forward", "backward"), here)
+            self.assertTrue(math.isclose(row["ratio"], row["peer_s"] / row["ours_s"]), here)
+            self.assertLessEqual(row["difference"], row["bound"], here)
+            share = row["gflops"] * 1e9 / document["ceilings"][row["ceiling"]]
+            self.assertTrue(math.isclose(row["ceiling_share"], share), here)
+
+    def test_results_of_the_cpu(self):
+        for path in sorted((HERE.parent / "results").glob("cpu-*.json")):
+            self.check(json.loads(path.read_text()), path.name)
+            self.assertTrue(path.with_suffix(".svg").exists(), path.name)
+
+    def test_a_document_that_lacks_something_is_found(self):
+        row = dict.fromkeys(self.ROW, 1.0) | {"case": "a", "direction": "forward", "dtype": "f32", "peer": "torch", "tokens": 1,
+                                              "ceiling": "fma_f32", "ours_rounds_s": [1.0], "peer_rounds_s": [1.0],
+                                              "ceiling_share": 1.0, "gflops": 1.0}
+        ceilings = {"fma_f32": 1e9, "bf16_dot": None, "amx_bf16": None, "amx_f16": None, "copy": 1e9}
+        whole = {"machine": "synthetic", "system": "none", "date": "2000-01-01T00:00Z", "command": "none", "threads": 1,
+                 "quick": False, "software": {"torch": "0", "cpattn": "0", "python": "0"}, "ceilings": ceilings, "rows": [row]}
+        self.check(whole, "synthetic")
+        for broken in (whole | {"machine": None}, whole | {"date": "today"}, whole | {"rows": [row | {"ratio": 2.0}]},
+                       whole | {"rows": [row | {"difference": 2.0}]}, whole | {"rows": [row | {"ceiling_share": 0.5}]}):
+            with self.assertRaises(AssertionError):
+                self.check(broken, "synthetic")
 
 
 class Profile(unittest.TestCase):

@@ -50,8 +50,9 @@
  * refused. The library makes the context current for itself and restores what was current.
  *
  * STRUCTS OF OPTIONS begin with `struct_size` and are initialised with the macro of their name, never by hand: a
- * program then works with later libraries, whose structs may be longer. A longer struct than the library knows is taken
- * if the rest is zero, and refused otherwise: no option is ever ignored.
+ * program then works with libraries of other ages. A shorter struct, of an earlier header, gets the defaults for what it
+ * does not know, which are 0 in all later members. A longer struct than the library knows is taken if the rest is zero,
+ * and refused otherwise: no option is ever ignored.
  *
  * Words: a `rank` is one participant, the `world` all of them. Lengths, rows and tokens are counts, strides are counted
  * in elements, sizes in bytes, times in milliseconds. Flags are 0 or 1.
@@ -117,6 +118,7 @@ const char *cpattn_status_name(int32_t status);
  *   ndim, shape  q, k, v, o and their gradients: 3, [tokens, heads, head_dim]
  *                lse, delta:                     2, [heads, tokens]
  *                slopes, sinks, dsinks:          1, [heads]
+ *                the lse of a partial result:    3, [heads, tokens, 2], or 2, [heads, tokens] (see cpattn_merge)
  *   dtype        f16 {2, 16, 1}, bf16 {4, 16, 1}, f32 {2, 32, 1}, f64 {2, 64, 1} as {code, bits, lanes}
  *   strides      in elements; NULL means compact (row-major). head_dim must be contiguous. What is only read may have
  *                stride 0; what is written must not overlap itself or anything else of the call
@@ -589,7 +591,7 @@ typedef struct cpattn_attend_args {
   const cpattn_tensor *v;       /* [*, kv heads, value_dim] */
   const cpattn_tensor *running; /* acc [*, heads, value_dim], normalised; NULL when every mode is ONLY; may be o itself */
   const cpattn_tensor *o;       /* written by LAST and ONLY, of q's type [*, heads, value_dim]; NULL when none occurs */
-  const cpattn_tensor *lse;     /* running and final, acc [heads, *] */
+  const cpattn_tensor *lse;     /* final, written by LAST and ONLY, acc [heads, *]; running too when running_lse is NULL */
   const cpattn_tensor *slopes;  /* f32 [heads], or NULL */
   const cpattn_tensor *sinks;   /* f32 [heads], or NULL; applied by LAST and ONLY */
   cpattn_head_map heads;
@@ -597,10 +599,12 @@ typedef struct cpattn_attend_args {
   cpattn_score score;
   cpattn_ranges ranges; /* read during the call, also on a device */
   void *stream;
+  const cpattn_tensor *running_lse; /* acc [heads, *, 2]: the lse of `running` in two words, as cpattn_merge describes it; with
+                                     * NULL it is kept in `lse`, in one: a merge then loses digits as scores grow */
 } cpattn_attend_args;
 
 #define CPATTN_ATTEND_ARGS_INIT \
-  { sizeof(cpattn_attend_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, {0, 0, 1}, 0, {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0}, NULL }
+  { sizeof(cpattn_attend_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, {0, 0, 1}, 0, {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0}, NULL, NULL }
 
 int32_t cpattn_attend(cpattn_scratch *scratch, const cpattn_attend_args *args);
 
@@ -653,7 +657,9 @@ int32_t cpattn_finish(cpattn_scratch *scratch, const cpattn_tensor *o, const cpa
 int32_t cpattn_sink_gradient(cpattn_scratch *scratch, const cpattn_tensor *lse, const cpattn_tensor *delta, const cpattn_tensor *sinks, const cpattn_tensor *dsinks, void *stream);
 
 /* Merges the partial result (other_o, other_lse) into (o, lse): all f32 or all f64, o [tokens, heads, dim] normalised,
- * lse [heads, tokens]. A side whose lse is -inf has no say; a NaN stays a NaN. */
+ * lse [heads, tokens, 2]: a natural logarithm, and what rounding it to the first word lost. Without the second word, as
+ * [heads, tokens], weights exp(lse_1 - lse_2) err by |lse| * 2^-24 in f32; each of the two may have one word or two. A side
+ * whose lse is -inf counts for nothing; a NaN stays a NaN. */
 int32_t cpattn_merge(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse, const cpattn_tensor *other_o, const cpattn_tensor *other_lse, void *stream);
 
 /* dst = the sum of the sources, element by element in this order in f32 (f64 if one of them is f64), rounded once. All

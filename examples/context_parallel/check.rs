@@ -24,7 +24,9 @@ use std::sync::{
     atomic::{AtomicUsize, Ordering},
 };
 
-use cpattn::{Dtype, Element, Plan, Problem, Side, kernel::reference::Attention, plan::Wire, schedule::Visitors};
+use cpattn::{
+    Dtype, Element, Plan, Problem, Side, kernel::reference::Attention, plan::Wire, schedule::CirculatingSide,
+};
 
 use crate::team::{Inputs, Results};
 
@@ -75,12 +77,13 @@ fn rms_of<T: Element>(x: &[T]) -> f64 {
 pub fn check<T: Element>(plan: &Plan, inputs: &Inputs<T>, got: &Results<T>, want: &Results<f64>) -> Vec<Checked> {
     let p = plan.problem();
     let (u, a) = (T::DTYPE.unit_roundoff(), T::Acc::DTYPE.unit_roundoff());
-    let ring = |side| plan.mesh().ring > 1 && plan.backward_visitors() == side;
+    let ring = |side| plan.mesh().ring > 1 && plan.backward_circulates() == side;
     let wire = |travels: bool| {
         if travels && plan.options().wire == Wire::Bf16 { 2.0 * Dtype::Bf16.unit_roundoff() } else { 0.0 }
     };
-    let (wire_q, wire_k) = (wire(ring(Visitors::Queries)), wire(ring(Visitors::Keys) || plan.shares_kv_heads()));
-    let terms = (p.v_head_dim() as f64).sqrt() * rms_of(&inputs.d_o) * rms_of(&want.o);
+    let (wire_q, wire_k) =
+        (wire(ring(CirculatingSide::Queries)), wire(ring(CirculatingSide::Keys) || plan.shares_kv_heads()));
+    let terms = (p.value_dim() as f64).sqrt() * rms_of(&inputs.d_o) * rms_of(&want.o);
     let scale = p.score().scale.abs();
     let of = |name: &'static str, error: f64, want: &[f64]| {
         let max = want.iter().filter(|x| x.is_finite()).fold(0.0, |m: f64, x| m.max(x.abs()));
@@ -122,7 +125,7 @@ pub fn reference_parts(p: &Problem) -> usize {
 /// The crate's f64 reference on the very values of `inputs`: a document and a kv head at a time, on all cores.
 pub fn reference<T: Element>(p: &Problem, inputs: &Inputs<T>, tick: impl Fn() + Sync) -> Results<f64> {
     let (nq, nk) = (p.batch().tokens(Side::Q), p.batch().tokens(Side::K));
-    let (h, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.v_head_dim());
+    let (h, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
     let whole = Mutex::new(Results::<f64> {
         o: vec![0.0; nq * h * dv],
         lse: vec![f64::NEG_INFINITY; nq * h],
@@ -181,7 +184,7 @@ fn paste(
 }
 
 fn one_part<T: Element>(p: &Problem, inputs: &Inputs<T>, document: usize, kv: usize, whole: &Mutex<Results<f64>>) {
-    let (h, hk, d, dv, group) = (p.heads(), p.kv_heads(), p.head_dim(), p.v_head_dim(), p.group());
+    let (h, hk, d, dv, group) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim(), p.group());
     let (rq, rk) = (p.batch().document(Side::Q, document), p.batch().document(Side::K, document));
     let first = kv * group;
     let (q, k) = (cut(&inputs.q, &rq, h, d, first, group), cut(&inputs.k, &rk, hk, d, kv, 1));

@@ -28,25 +28,17 @@ pub struct Batched {
 /// Values that are drawn at most: 4 GiB while they are f64.
 const MAX_VALUES: u128 = 1 << 29;
 
-/// SplitMix64 (Steele, Lea and Flood, 2014).
-pub struct Random(pub u64);
+/// Numbers that look random; a seed gives the same ones everywhere.
+pub struct Random(fastrand::Rng);
 
 impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn uniform(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    pub fn new(seed: u64) -> Self {
+        Self(fastrand::Rng::with_seed(seed))
     }
 
     /// Standard normal, by Box and Muller.
     pub fn normal(&mut self) -> f64 {
-        let (u, v) = (1.0 - self.uniform(), self.uniform());
+        let (u, v) = (1.0 - self.0.f64(), self.0.f64());
         (-2.0 * u.ln()).sqrt() * (std::f64::consts::TAU * v).cos()
     }
 
@@ -69,14 +61,14 @@ impl Batched {
         let n = batch.tokens(Side::Q);
         // Shapes are checked before any memory is asked for.
         Problem::new(batch.clone(), heads, kv_heads, head_dim, Dtype::F32)
-            .value_dim(value_dim)
+            .with_value_dim(value_dim)
             .check()
             .map_err(|e| e.to_string())?;
         let values = (n as u128) * (heads + kv_heads) as u128 * (head_dim + value_dim) as u128;
         if values > MAX_VALUES {
             return Err(format!("{n} tokens of these heads are {values} random values, expected at most {MAX_VALUES}"));
         }
-        let mut random = Random(seed);
+        let mut random = Random::new(seed);
         let mut fill = |heads: usize, dim: usize| (0..n * heads * dim).map(|_| random.normal()).collect();
         let values = Inputs {
             q: fill(heads, head_dim),
@@ -154,7 +146,7 @@ impl Batched {
         if !exact || !plain || p.dtype() == Dtype::F64 {
             return None;
         }
-        let mask = match p.window() {
+        let mask = match p.mask() {
             m if m == Mask::causal() => "causal",
             m if m == Mask::full() => "full",
             _ => return None,

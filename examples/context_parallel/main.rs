@@ -82,7 +82,7 @@ fn job(args: &Arguments) -> Result<bool, String> {
 fn run<T: Element>(args: &Arguments, batched: &Batched, plan: &Plan) -> Result<bool, String> {
     let p = plan.problem();
     let world = plan.mesh().world();
-    let sinks = p.has_sinks().then(|| Random(!args.seed).sinks(p.heads()));
+    let sinks = p.has_sinks().then(|| Random::new(!args.seed).sinks(p.heads()));
     let (inputs, exact) = batched.convert::<T>(sinks);
     let inputs = Arc::new(inputs);
     let repeat = args.repeat as usize;

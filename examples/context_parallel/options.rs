@@ -230,14 +230,14 @@ impl Arguments {
         dtype: Dtype,
     ) -> Result<Problem, String> {
         let mut p = Problem::new(batch, heads, kv_heads, head_dim, dtype)
-            .value_dim(value_dim)
-            .mask(self.mask()?)
-            .sinks(self.sinks);
+            .with_value_dim(value_dim)
+            .with_mask(self.mask()?)
+            .with_sinks(self.sinks);
         if let Some(cap) = self.softcap {
-            p = p.softcap(cap);
+            p = p.with_softcap(cap);
         }
         if self.alibi {
-            p = p.alibi(&alibi_slopes(heads));
+            p = p.with_alibi(&alibi_slopes(heads));
         }
         p.check().map_err(|e| e.to_string())?;
         Ok(p)

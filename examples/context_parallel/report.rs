@@ -3,7 +3,11 @@
 
 use std::{path::Path, time::Duration};
 
-use cpattn::{Plan, runtime::trace, schedule::Direction};
+use cpattn::{
+    Plan,
+    report::{timeline, trace},
+    schedule::Direction,
+};
 
 use crate::{check::Checked, team::Lap};
 
@@ -54,7 +58,7 @@ pub fn pictures(laps: &[Vec<Lap>], chrome: Option<&Path>, timeline: Option<&Path
     if let Some(path) = timeline {
         let last = laps.iter().flat_map(|l| &l[l.len().saturating_sub(2)..]);
         let events: Vec<_> = last.flat_map(|l| l.events.iter().copied()).collect();
-        write(path, trace::timeline_svg(&events), "timeline")?;
+        write(path, timeline::timeline_svg(&events), "timeline")?;
     }
     if chrome.is_some() || timeline.is_some() {
         println!();

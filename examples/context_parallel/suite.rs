@@ -78,13 +78,13 @@ type Setter = fn(Problem) -> Problem;
 
 fn scores() -> [(&'static str, Setter); 5] {
     fn softcap(p: Problem) -> Problem {
-        p.softcap(2.0)
+        p.with_softcap(2.0)
     }
     fn alibi(p: Problem) -> Problem {
-        p.alibi(&alibi_slopes(HEADS))
+        p.with_alibi(&alibi_slopes(HEADS))
     }
     fn sinks(p: Problem) -> Problem {
-        p.sinks(true)
+        p.with_sinks(true)
     }
     [
         ("plain", |p| p),
@@ -179,9 +179,10 @@ impl Suite {
         let batched = Batched::random(batch.clone(), HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, self.seed)?;
         for (i_score, (_, score)) in scores().into_iter().enumerate() {
             for (i_mask, (_, mask)) in masks().into_iter().enumerate() {
-                let problem = Problem::new(batch.clone(), HEADS, KV_HEADS, HEAD_DIM, T::DTYPE).value_dim(VALUE_DIM);
-                let problem = score(problem.mask(mask));
-                let sinks = problem.has_sinks().then(|| Random(!self.seed).sinks(HEADS));
+                let problem =
+                    Problem::new(batch.clone(), HEADS, KV_HEADS, HEAD_DIM, T::DTYPE).with_value_dim(VALUE_DIM);
+                let problem = score(problem.with_mask(mask));
+                let sinks = problem.has_sinks().then(|| Random::new(!self.seed).sinks(HEADS));
                 let inputs = Arc::new(batched.convert::<T>(sinks).0);
                 let want = reference(&problem, &inputs, || ());
                 let mut bits: Option<Results<T>> = None;

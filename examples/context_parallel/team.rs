@@ -11,7 +11,9 @@ use std::{
 };
 
 use cpattn::{
-    Backward, Element, Forward, Plan, Rank, Side, View, ViewMut, runtime::trace::Event, schedule::Direction,
+    Backward, Element, Forward, Plan, Rank, Side, View, ViewMut,
+    report::trace::Event,
+    schedule::{Direction, Schedule},
     transport::local,
 };
 
@@ -139,7 +141,7 @@ impl Team {
         let (mut laps, mut planning) = (Vec::new(), Vec::new());
         for (rank, part) in all.into_iter().enumerate() {
             let part = part.ok_or_else(|| format!("rank {rank} panicked"))?;
-            let into = &mut whole[plan.mesh().place(rank).replica];
+            let into = &mut whole[plan.mesh().coordinates(rank).replica];
             into.put(plan, rank, &part.results).map_err(|e| e.to_string())?;
             laps.push(part.laps);
             planning.push(part.planning);
@@ -159,22 +161,22 @@ impl<T: Element> Results<T> {
     fn nan(nq: usize, nk: usize, p: &cpattn::Problem) -> Self {
         let (nan, acc) = (T::from_f64(f64::NAN), T::Acc::from_f64(f64::NAN));
         Self {
-            o: vec![nan; nq * p.heads() * p.v_head_dim()],
+            o: vec![nan; nq * p.heads() * p.value_dim()],
             lse: vec![acc; nq * p.heads()],
             dq: vec![nan; nq * p.heads() * p.head_dim()],
             dk: vec![nan; nk * p.kv_heads() * p.head_dim()],
-            dv: vec![nan; nk * p.kv_heads() * p.v_head_dim()],
+            dv: vec![nan; nk * p.kv_heads() * p.value_dim()],
             dsinks: vec![acc; if p.has_sinks() { p.heads() } else { 0 }],
         }
     }
 
     fn put(&mut self, plan: &Plan, rank: usize, part: &Self) -> cpattn::Result<()> {
         let p = plan.problem();
-        plan.unshard_into(Side::Q, rank, &part.o, &mut self.o, p.heads() * p.v_head_dim())?;
+        plan.unshard_into(Side::Q, rank, &part.o, &mut self.o, p.heads() * p.value_dim())?;
         plan.unshard_into(Side::Q, rank, &part.lse, &mut self.lse, p.heads())?;
         plan.unshard_into(Side::Q, rank, &part.dq, &mut self.dq, p.heads() * p.head_dim())?;
         plan.unshard_into(Side::K, rank, &part.dk, &mut self.dk, p.kv_heads() * p.head_dim())?;
-        plan.unshard_into(Side::K, rank, &part.dv, &mut self.dv, p.kv_heads() * p.v_head_dim())?;
+        plan.unshard_into(Side::K, rank, &part.dv, &mut self.dv, p.kv_heads() * p.value_dim())?;
         // All ranks of a group have the same sum.
         self.dsinks.copy_from_slice(&part.dsinks);
         Ok(())
@@ -190,7 +192,7 @@ fn part<T: Element>(
     epoch: Instant,
 ) -> cpattn::Result<Part<T>> {
     let (p, r) = (plan.problem(), rank.rank());
-    let (heads, kv_heads, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.v_head_dim());
+    let (heads, kv_heads, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
     let (nq, nk) = (plan.local_tokens(Side::Q, r), plan.local_tokens(Side::K, r));
 
     // This rank's tokens of the batch.
@@ -206,7 +208,10 @@ fn part<T: Element>(
     rank.prepare(plan, Direction::Backward)?;
     let planning = began.elapsed();
     let operations = if how.record {
-        plan.schedule(r, Direction::Forward)?.ops.len().max(plan.schedule(r, Direction::Backward)?.ops.len())
+        Schedule::new(plan, r, Direction::Forward)?
+            .ops
+            .len()
+            .max(Schedule::new(plan, r, Direction::Backward)?.ops.len())
     } else {
         0
     };

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Forward and backward over four ranks on one CUDA device, compared with one rank on the CPU.
 
-    capi/build --cuda && CPATTN_LIBRARY=target/capi/lib/libcpattn.so python3 examples/python/cuda_ranks.py
+    capi/build --cuda && PYTHONPATH=python python3 examples/python/cuda_ranks.py
 
 With a PyTorch that has CUDA, tensors and streams are PyTorch's. Otherwise memory comes from the driver itself, which is
 how this runs on the stand-in driver. All that cpattn sees of either is a DLTensor and a stream.
@@ -96,7 +96,7 @@ class Driver:
 
 def on_cpu(inputs):
     """One rank, the whole batch; results as bytes."""
-    plan = cpattn.Plan(DOCUMENTS, HEADS, DIM, kv_heads=KV_HEADS, dtype=cpattn.F16)
+    plan = cpattn.Plan(DOCUMENTS, HEADS, DIM, kv_heads=KV_HEADS, dtype=cpattn.Dtype.F16)
     (rank,) = cpattn.local_group(1)
     kept = {}
 
@@ -139,15 +139,15 @@ def main(device):
     whole = {name: struct.pack(f"<{TOKENS * h * DIM}e", *(draw.gauss(0, 1) for _ in range(TOKENS * h * DIM)))
              for name, h in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS), ("d_o", HEADS))}
     want = on_cpu(whole)
-    plan = cpattn.Plan(DOCUMENTS, HEADS, DIM, kv_heads=KV_HEADS, dtype=cpattn.F16,
-                       options={"world": WORLD, "ulysses": 2, "ring": 2})
+    plan = cpattn.Plan(DOCUMENTS, HEADS, DIM, kv_heads=KV_HEADS, dtype=cpattn.Dtype.F16,
+                       world=WORLD, ulysses=2, ring=2)
 
     def job(number, rank):
         device.enter()
-        tq, tk = plan.tokens(cpattn.Q, number), plan.tokens(cpattn.K, number)
+        tq, tk = plan.tokens(cpattn.Side.Q, number), plan.tokens(cpattn.Side.K, number)
         mine = {name: rows(data, KV_HEADS if name in "kv" else HEADS, tk if name in "kv" else tq)
                 for name, data in whole.items()}
-        for direction in (cpattn.FORWARD, cpattn.BACKWARD):
+        for direction in (cpattn.Direction.FORWARD, cpattn.Direction.BACKWARD):
             rank.prepare(plan, direction)
         tensors = job_tensors(device.array, mine, len(tq), len(tk))
         run(rank, plan, tensors, device.stream())  # enqueued behind the uploads; nobody has waited yet

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Forward and backward of NumPy arrays over six ranks (threads), compared with the formula written out in NumPy.
 
-    capi/build && CPATTN_LIBRARY=target/capi/lib/libcpattn.so python3 examples/python/numpy_ranks.py
+    capi/build && PYTHONPATH=python python3 examples/python/numpy_ranks.py
 """
 
 import numpy as np
@@ -48,15 +48,15 @@ def main(dtype, code, bound):
     sinks = rng.standard_normal(heads).astype(np.float32)
     accumulator = np.float64 if dtype == np.float64 else np.float32
     plan = cpattn.Plan(
-        documents, heads, dim, kv_heads=kv_heads, value_dim=value_dim, dtype=code, window_left=left, sinks=1,
-        options={"world": 6, "ulysses": 3, "ring": 2, "layout": 4, "layout_parameter": 8},
+        documents, heads, dim, kv_heads=kv_heads, value_dim=value_dim, dtype=code, window_left=left, sinks=True,
+        world=6, ulysses=3, ring=2, layout=cpattn.Layout.STRIPED, layout_parameter=8,
     )
     plan.verify()
     o, dq, dk, dv = (np.full_like(x, np.nan) for x in (d_o, q, k, v))
     lse = np.full((heads, tokens), np.nan, accumulator)
 
     def job(number, rank):
-        tq, tk = plan.tokens(cpattn.Q, number), plan.tokens(cpattn.K, number)
+        tq, tk = plan.tokens(cpattn.Side.Q, number), plan.tokens(cpattn.Side.K, number)
         mine = {"q": q[tq], "k": k[tk], "v": v[tk], "sinks": sinks}
         mine["o"] = np.empty((len(tq), heads, value_dim), dtype)
         mine["lse"] = np.empty((heads, len(tq)), accumulator)
@@ -64,9 +64,9 @@ def main(dtype, code, bound):
         grads = {"dq": np.empty_like(mine["q"]), "dk": np.empty_like(mine["k"]), "dv": np.empty_like(mine["v"])}
         grads["dsinks"] = np.empty(heads, accumulator)
         rank.backward(plan, d_o=d_o[tq], **mine, **grads)
-        plan.unshard(cpattn.Q, number, mine["o"], o)
-        plan.unshard(cpattn.Q, number, grads["dq"], dq)
-        plan.unshard(cpattn.K, number, grads["dk"], dk)
+        plan.unshard(cpattn.Side.Q, number, mine["o"], o)
+        plan.unshard(cpattn.Side.Q, number, grads["dq"], dq)
+        plan.unshard(cpattn.Side.K, number, grads["dk"], dk)
         dv[tk] = grads["dv"]
         lse[:, tq] = mine["lse"]
         return grads["dsinks"]
@@ -104,8 +104,8 @@ def refusals():
 
 
 if __name__ == "__main__":
-    main(np.float32, cpattn.F32, 1e-6)
-    main(np.float64, cpattn.F64, 1e-14)
-    main(np.float16, cpattn.F16, 1e-3)
+    main(np.float32, cpattn.Dtype.F32, 1e-6)
+    main(np.float64, cpattn.Dtype.F64, 1e-14)
+    main(np.float16, cpattn.Dtype.F16, 1e-3)
     refusals()
     print("ok")

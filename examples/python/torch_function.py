@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Context-parallel attention as a torch.autograd.Function, and its gradients checked by finite differences in f64.
 
-    capi/build && CPATTN_LIBRARY=target/capi/lib/libcpattn.so python3 examples/python/torch_function.py
+    capi/build && PYTHONPATH=python python3 examples/python/torch_function.py
 
 The function takes the whole batch and shards it over ranks that are threads, so that one process can check it. In a
 training job each process has a rank of its own and passes its own tokens: the two calls in the middle are all it needs.
@@ -17,8 +17,6 @@ except ImportError:
     print("skipped: PyTorch is not installed")
     sys.exit(0)
 
-CODES = {torch.float16: cpattn.F16, torch.bfloat16: cpattn.BF16, torch.float32: cpattn.F32, torch.float64: cpattn.F64}
-
 
 class Attention(torch.autograd.Function):
     @staticmethod
@@ -29,11 +27,11 @@ class Attention(torch.autograd.Function):
         ctx.kept = [None] * len(ranks)
 
         def job(number, rank):
-            tq, tk = plan.tokens(cpattn.Q, number), plan.tokens(cpattn.K, number)
+            tq, tk = (list(plan.tokens(side, number)) for side in cpattn.Side)
             mine = {"q": q[tq], "k": k[tk], "v": v[tk], "o": torch.empty(len(tq), *o.shape[1:], dtype=o.dtype)}
             mine["lse"] = torch.empty(q.shape[1], len(tq), dtype=accumulator)
             rank.forward(plan, **mine)
-            plan.unshard(cpattn.Q, number, mine["o"], o)
+            plan.unshard(cpattn.Side.Q, number, mine["o"], o)
             ctx.kept[number] = mine
 
         cpattn.on_all(ranks, job)
@@ -48,10 +46,10 @@ class Attention(torch.autograd.Function):
         def job(number, rank):
             mine = ctx.kept[number]
             grads = {"d" + name: torch.empty_like(mine[name]) for name in "qkv"}
-            rank.backward(plan, d_o=d_o[plan.tokens(cpattn.Q, number)], **mine, **grads)
-            plan.unshard(cpattn.Q, number, grads["dq"], dq)
-            plan.unshard(cpattn.K, number, grads["dk"], dk)
-            plan.unshard(cpattn.K, number, grads["dv"], dv)
+            rank.backward(plan, d_o=d_o[list(plan.tokens(cpattn.Side.Q, number))], **mine, **grads)
+            plan.unshard(cpattn.Side.Q, number, grads["dq"], dq)
+            plan.unshard(cpattn.Side.K, number, grads["dk"], dk)
+            plan.unshard(cpattn.Side.K, number, grads["dv"], dv)
 
         cpattn.on_all(ctx.ranks, job)
         return dq, dk, dv, None, None
@@ -64,8 +62,8 @@ def inputs(dtype, tokens, heads, kv_heads, dim, seed):
 
 def check_gradients():
     documents, heads, kv_heads, dim = [0, 5, 6, 13], 4, 2, 3
-    options = {"world": 4, "ulysses": 2, "ring": 2, "layout": 2}
-    plan = cpattn.Plan(documents, heads, dim, kv_heads=kv_heads, dtype=cpattn.F64, softcap=5.0, options=options)
+    plan = cpattn.Plan(documents, heads, dim, kv_heads=kv_heads, dtype=cpattn.Dtype.F64, softcap=5.0,
+                       world=4, ulysses=2, ring=2, layout=cpattn.Layout.ZIGZAG)
     ranks = cpattn.local_group(4)
     q, k, v = inputs(torch.float64, documents[-1], heads, kv_heads, dim, 1)
     assert torch.autograd.gradcheck(lambda q, k, v: Attention.apply(q, k, v, plan, ranks), (q, k, v))
@@ -75,7 +73,7 @@ def check_gradients():
 def check_bf16():
     """bf16, which NumPy has no type for, against PyTorch's own softmax in f64."""
     tokens, heads, dim = 96, 4, 32
-    plan = cpattn.Plan([0, tokens], heads, dim, dtype=cpattn.BF16, options={"world": 2})
+    plan = cpattn.Plan([0, tokens], heads, dim, dtype=cpattn.Dtype.BF16, world=2)
     q, k, v = inputs(torch.bfloat16, tokens, heads, heads, dim, 2)
     o = Attention.apply(q, k, v, plan, cpattn.local_group(2))
     o.float().square().sum().backward()

@@ -16,7 +16,7 @@ use bytes::Bytes;
 use common::{Data, Results, error, reference, rms, run};
 use cpattn::{
     Batch, Dtype, Element, Error, Layout, Mask, Mesh, Options, Plan, Problem,
-    plan::{Circulate, Kind, Wire},
+    plan::{AttentionKind, Circulate, Wire},
 };
 use half::{bf16, f16};
 use libfuzzer_sys::fuzz_target;
@@ -51,24 +51,24 @@ fn batch(b: &mut Bytes) -> Option<Batch> {
 }
 
 /// Whether a plan must be made. Mirrors the rules that the documentation states.
-fn legal(p: &Problem, scale: Option<f64>, cap: Option<f64>, slopes: Option<&[f32]>, kind: Kind) -> bool {
+fn legal(p: &Problem, scale: Option<f64>, cap: Option<f64>, slopes: Option<&[f32]>, kind: AttentionKind) -> bool {
     let in_range = |n: usize| (1..=512).contains(&n);
     p.heads() > 0
         && p.kv_heads() > 0
         && p.heads() % p.kv_heads() == 0
         && in_range(p.head_dim())
-        && in_range(p.v_head_dim())
+        && in_range(p.value_dim())
         && scale.is_none_or(f64::is_finite)
         && cap.is_none_or(|c| c.is_finite() && c > 0.0)
         && slopes.is_none_or(|s| s.len() == p.heads() && s.iter().all(|x| x.is_finite()))
-        && matches!(kind, Kind::Softmax | Kind::Other)
+        && matches!(kind, AttentionKind::Softmax | AttentionKind::Other)
 }
 
-fn legal_on(p: &Problem, kind: Kind, mesh: Mesh, layout: Layout, o: Options) -> bool {
+fn legal_on(p: &Problem, kind: AttentionKind, mesh: Mesh, layout: Layout, o: Options) -> bool {
     mesh.replicas > 0
         && mesh.ring > 0
         && (1..=p.heads()).contains(&mesh.ulysses)
-        && !(kind == Kind::Other && mesh.ring > 1)
+        && !(kind == AttentionKind::Other && mesh.ring > 1)
         && !matches!(layout, Layout::Striped { stripe: 0 } | Layout::Balanced { chunks: 0 })
         && (1..=p.kv_heads()).contains(&o.passes)
         && !(o.reproducible && (o.wire == Wire::Bf16 || o.passes > 1 || o.circulate != Circulate::Auto))
@@ -130,17 +130,18 @@ fuzz_target!(|data: &[u8]| {
         4 => Some(vec![f32::NAN; heads]),
         _ => None,
     };
-    let kind = if b.below(16) == 1 { Kind::Other } else { Kind::Softmax };
-    let mut p = Problem::new(batch, heads, kv_heads, head_dim, dtype).value_dim(value_dim).mask(mask).kind(kind);
-    p = p.sinks(b.below(3) == 1);
+    let kind = if b.below(16) == 1 { AttentionKind::Other } else { AttentionKind::Softmax };
+    let mut p =
+        Problem::new(batch, heads, kv_heads, head_dim, dtype).with_value_dim(value_dim).with_mask(mask).with_kind(kind);
+    p = p.with_sinks(b.below(3) == 1);
     if let Some(scale) = scale {
-        p = p.scale(scale);
+        p = p.with_scale(scale);
     }
     if let Some(cap) = cap {
-        p = p.softcap(cap);
+        p = p.with_softcap(cap);
     }
     if let Some(slopes) = &slopes {
-        p = p.alibi(slopes);
+        p = p.with_alibi(slopes);
     }
     let mesh = Mesh { replicas: b.pick(&[1, 1, 1, 2, 0]), ring: b.below(6), ulysses: b.below(7) };
     let layout = match b.below(5) {
@@ -173,7 +174,7 @@ fuzz_target!(|data: &[u8]| {
     };
     assert!(legal, "{p:?}, {mesh:?}, {layout:?}, {options:?} is accepted");
     let _ = plan.explain();
-    if kind == Kind::Other {
+    if kind == AttentionKind::Other {
         return;
     }
     plan.verify().unwrap_or_else(|e| panic!("{p:?}, {mesh:?}, {layout:?}, {options:?}: {e}"));

@@ -12,7 +12,8 @@ mod bytes;
 use bytes::Bytes;
 use cpattn::{
     Batch, Dtype, Element, Layout, Mesh, Plan, Problem, Side, View, ViewMut,
-    kernel::{Block, RawTensor, Transform, cpu},
+    call::{Block, RawTensor, Transform},
+    kernel::cpu,
 };
 use half::{bf16, f16};
 use libfuzzer_sys::fuzz_target;

@@ -7,15 +7,15 @@ use std::format;
 use super::{
     dlpack::{Form, cpattn_tensor, disjoint_tensors, read, written},
     handle,
-    input::{flag, one_of, reserved, result, sized},
+    input::{flag, one_of, reserved, result, sized, versioned},
     ranges::{cpattn_head_map, cpattn_ranges, cpattn_score, head_map, ranges, score},
     scratch::cpattn_scratch,
     status::boundary,
 };
 use crate::{
+    call::{Attend, AttendBackward, Gradients},
+    device::Device,
     error::{Error, Result},
-    kernel::{Attend, AttendBackward, Gradients},
-    place::Place,
 };
 
 #[derive(Clone, Copy)]
@@ -35,6 +35,7 @@ pub struct cpattn_attend_args {
     pub score: cpattn_score,
     pub ranges: cpattn_ranges,
     pub stream: *mut c_void,
+    pub running_lse: *const cpattn_tensor,
 }
 
 #[derive(Clone, Copy)]
@@ -62,11 +63,16 @@ pub struct cpattn_attend_backward_args {
     pub stream: *mut c_void,
 }
 
+versioned! {
+    cpattn_attend_args through stream;
+    cpattn_attend_backward_args through stream;
+}
+
 /// # Safety
 /// Tensors and arrays are as the header says, as long as the result lives.
-unsafe fn forward<'a>(at: Place, a: &cpattn_attend_args) -> Result<Attend<'a>> {
+unsafe fn forward<'a>(at: Device, a: &cpattn_attend_args) -> Result<Attend<'a>> {
     // SAFETY: the caller's promise.
-    let [q, k, v, slopes, sinks, running, o, lse] = unsafe {
+    let [q, k, v, slopes, sinks, running, running_lse, o, lse] = unsafe {
         disjoint_tensors(
             at,
             [
@@ -76,8 +82,9 @@ unsafe fn forward<'a>(at: Place, a: &cpattn_attend_args) -> Result<Attend<'a>> {
                 read("slopes", a.slopes, Form::PerHead).optional(),
                 read("sinks", a.sinks, Form::PerHead).optional(),
                 written("running", a.running, Form::Rows).optional(),
+                written("running_lse", a.running_lse, Form::PartialLse).optional(),
                 written("o", a.o, Form::Rows).optional(),
-                written("lse", a.lse, Form::HeadMajor),
+                written("lse", a.lse, Form::HeadMajor).optional(),
             ],
             "running",
         )
@@ -85,12 +92,14 @@ unsafe fn forward<'a>(at: Place, a: &cpattn_attend_args) -> Result<Attend<'a>> {
     let (heads, score, aligned) = (head_map(&a.heads, &q)?, score(&a.score)?, flag("aligned", a.aligned)?);
     // SAFETY: as above.
     let ranges = unsafe { ranges(&a.ranges) }?;
-    Ok(Attend { q, k, v, running, o, lse, slopes, sinks, heads, score, ranges, aligned })
+    // Without one of its own, the running lse is kept where the final one goes, in one word.
+    let running_lse = if running_lse.is_none() { lse } else { running_lse };
+    Ok(Attend { q, k, v, running, running_lse, o, lse, slopes, sinks, heads, score, ranges, aligned })
 }
 
 /// # Safety
 /// As [`forward`].
-unsafe fn backward<'a>(at: Place, a: &cpattn_attend_backward_args) -> Result<AttendBackward<'a>> {
+unsafe fn backward<'a>(at: Device, a: &cpattn_attend_backward_args) -> Result<AttendBackward<'a>> {
     reserved("args.reserved", a.reserved == 0)?;
     let gradients = one_of("gradients", a.gradients, &[Gradients::All, Gradients::Queries, Gradients::Keys])?;
     let (keys, queries) = (gradients != Gradients::Queries, gradients != Gradients::Keys);

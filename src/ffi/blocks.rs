@@ -15,9 +15,10 @@ use super::{
     status::{Outcome, boundary},
 };
 use crate::{
+    call::{Block, Delta, Finish, Merge, RawTensor, SinkGradient, Transform},
+    device::Device,
     error::Error,
-    kernel::{Block, Delta, Finish, Kernels, Merge, RawTensor, SinkGradient, Transform},
-    place::Place,
+    kernel::Kernels,
     tensor::disjoint,
 };
 
@@ -25,15 +26,15 @@ const MAX_SOURCES: usize = 64;
 
 /// The kernels of a scratch, or those of the CPU, which is where NULL is.
 enum Where<'a> {
-    Scratch(Place, MutexGuard<'a, Kernels>),
+    Scratch(Device, MutexGuard<'a, Kernels>),
     Cpu(Kernels),
 }
 
 impl Where<'_> {
-    fn place(&self) -> Place {
+    fn place(&self) -> Device {
         match self {
             Self::Scratch(place, _) => *place,
-            Self::Cpu(_) => Place::Cpu,
+            Self::Cpu(_) => Device::Cpu,
         }
     }
 
@@ -146,9 +147,9 @@ pub unsafe extern "C" fn cpattn_merge(
         let mut at = unsafe { kernels(scratch) }?;
         let list = [
             read("other_o", other_o, Form::Rows),
-            read("other_lse", other_lse, Form::HeadMajor),
+            read("other_lse", other_lse, Form::PartialLse),
             written("o", o, Form::Rows),
-            written("lse", lse, Form::HeadMajor),
+            written("lse", lse, Form::PartialLse),
         ];
         // SAFETY: the header's promise about tensors.
         let [with_o, with_lse, o, lse] = unsafe { disjoint_tensors(at.place(), list, "") }?;

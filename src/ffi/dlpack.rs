@@ -15,10 +15,10 @@ use std::sync::Arc;
 #[cfg(feature = "cuda")]
 use crate::kernel::cuda::Cuda;
 use crate::{
+    call::RawTensor,
+    device::Device,
     element::Dtype,
     error::{Error, Result},
-    kernel::RawTensor,
-    place::Place,
     tensor::disjoint,
 };
 
@@ -56,6 +56,8 @@ pub(super) enum Form {
     Rows,
     /// `[heads, tokens]`.
     HeadMajor,
+    /// `[heads, tokens]` or `[heads, tokens, 2]`.
+    PartialLse,
     /// `[heads]`.
     PerHead,
 }
@@ -111,11 +113,11 @@ pub(super) fn device(argument: &str, id: i32) -> Result<Arc<Cuda>> {
 }
 
 /// A place in DLPack's numbers.
-pub(super) fn place(name: &str, device_type: i32, device_id: i32) -> Result<Place> {
+pub(super) fn place(name: &str, device_type: i32, device_id: i32) -> Result<Device> {
     match (device_type, device_id) {
-        (CPU, 0) => Ok(Place::Cpu),
+        (CPU, 0) => Ok(Device::Cpu),
         (CPU, id) => Err(Error::invalid(format!("{name}.device_id"), id, "0 on the CPU")),
-        (CUDA, id) if cfg!(feature = "cuda") => Ok(Place::Cuda(id)),
+        (CUDA, id) if cfg!(feature = "cuda") => Ok(Device::Cuda(id)),
         (CUDA, id) => without_cuda(format!("{name}.device type 2 id {id} (CUDA)")),
         (CUDA_MANAGED, _) => Err(Error::unsupported(
             format!("{name}.device type 13 (managed memory)"),
@@ -138,7 +140,7 @@ pub(super) unsafe fn parts(
     name: &'static str,
     t: *const cpattn_tensor,
     ndims: core::ops::RangeInclusive<i32>,
-    at: Place,
+    at: Device,
 ) -> Result<Parts> {
     if t.is_null() || !t.is_aligned() {
         let found = if t.is_null() { "NULL" } else { "misaligned" };
@@ -195,7 +197,8 @@ pub(super) unsafe fn parts(
                 }
                 out.strides[d] = s[d];
             }
-            reach += i128::from(n) * i128::from(out.strides[d]);
+            // Saturates: the largest shapes times the largest strides leave even an i128.
+            reach = reach.saturating_add(i128::from(n).saturating_mul(i128::from(out.strides[d])));
         }
         compact = i64::try_from(n.max(1)).ok().and_then(|n| compact.checked_mul(n)).ok_or_else(|| too_long(d, n))?;
     }
@@ -205,7 +208,7 @@ pub(super) unsafe fn parts(
             .hint("the last dimension is contiguous"));
     }
     let address = (out.ptr.addr() as u64).checked_add(t.byte_offset).map(i128::from);
-    let end = address.map(|a| a + (reach + 1) * item as i128);
+    let end = address.map(|a| reach.saturating_add(1).saturating_mul(item as i128).saturating_add(a));
     if out.is_empty() {
         return Ok(out);
     }
@@ -276,12 +279,12 @@ impl Given {
 }
 
 /// Reads all tensors of a call and refuses those that are written and share memory. `shared` names one that may be
-/// another one itself.
+/// `o` itself, and no other.
 ///
 /// # Safety
 /// As [`parts`], for each.
 pub(super) unsafe fn disjoint_tensors<const N: usize>(
-    at: Place,
+    at: Device,
     list: [Given; N],
     shared: &str,
 ) -> Result<[RawTensor; N]> {
@@ -294,7 +297,7 @@ pub(super) unsafe fn disjoint_tensors<const N: usize>(
 
 /// # Safety
 /// As [`parts`], for each.
-unsafe fn read_all(at: Place, list: &[Given], out: &mut [RawTensor]) -> Result<()> {
+unsafe fn read_all(at: Device, list: &[Given], out: &mut [RawTensor]) -> Result<()> {
     for (to, given) in out.iter_mut().zip(list) {
         // SAFETY: the caller's promise.
         *to = unsafe { one(at, given) }?;
@@ -309,7 +312,8 @@ fn apart(
     named: &mut [(&'static str, RawTensor, bool)],
 ) -> Result<()> {
     for (i, (to, given)) in named.iter_mut().zip(list).enumerate() {
-        let twin = given.name == shared && tensors.iter().enumerate().any(|(j, t)| j != i && *t == tensors[i]);
+        let twin =
+            given.name == shared && list.iter().zip(tensors).any(|(other, t)| other.name == "o" && *t == tensors[i]);
         *to = (given.name, if twin { RawTensor::NONE } else { tensors[i] }, given.written);
     }
     disjoint(named)
@@ -317,27 +321,32 @@ fn apart(
 
 /// # Safety
 /// As [`parts`].
-pub(super) unsafe fn one(at: Place, given: &Given) -> Result<RawTensor> {
+pub(super) unsafe fn one(at: Device, given: &Given) -> Result<RawTensor> {
     let &Given { name, tensor, form, optional, .. } = given;
     if optional && tensor.is_null() {
         return Ok(RawTensor::NONE);
     }
     let ndim = match form {
-        Form::Rows => 3,
-        Form::HeadMajor => 2,
-        Form::PerHead => 1,
+        Form::Rows => 3..=3,
+        Form::HeadMajor => 2..=2,
+        Form::PartialLse => 2..=3,
+        Form::PerHead => 1..=1,
     };
     // SAFETY: the caller's promise.
-    let p = unsafe { parts(name, tensor, ndim..=ndim, at) }?;
+    let p = unsafe { parts(name, tensor, ndim, at) }?;
     let dtype = dtype(name, p.dtype)?;
     let narrow = |d: usize| {
         u32::try_from(p.shape[d])
             .map_err(|_| Error::invalid(format!("{name}.shape[{d}]"), p.shape[d], format!("at most {}", u32::MAX)))
     };
     let s = p.strides;
+    if matches!(form, Form::PartialLse) && p.ndim == 3 && p.shape[2] != 2 {
+        return Err(Error::invalid(format!("{name}.shape[2]"), p.shape[2], "2: the lse and what rounding it lost"));
+    }
     let (tokens, token_stride, heads, head_stride, dim) = match form {
         Form::Rows => (p.shape[0], s[0], narrow(1)?, s[1], narrow(2)?),
         Form::HeadMajor => (p.shape[1], s[1], narrow(0)?, s[0], 1),
+        Form::PartialLse => (p.shape[1], s[1], narrow(0)?, s[0], if p.ndim == 3 { 2 } else { 1 }),
         Form::PerHead => (1, 0, narrow(0)?, s[0], 1),
     };
     let mut ptr = p.ptr;

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What C hands in: structs that begin with their size, arrays, flags, and places for results.
 //!
-//! The size is what lets programs and libraries of different ages meet. A struct that is longer than ours comes from a
-//! later header; it is taken when all that we do not know is zero, which is what every INIT macro writes for "as before".
+//! The size is what lets programs and libraries of different ages meet. A new member goes behind all others, never into
+//! what was padding, and 0 means "as before" in it; every INIT macro writes that. So a struct that is shorter than ours,
+//! of an earlier header, stands for one with zeros behind it. One that is longer, of a later header, is taken when all that
+//! we do not know is zero.
 
 use core::mem::MaybeUninit;
 use std::format;
@@ -22,46 +24,90 @@ fn check<T>(name: &'static str, ptr: *const T) -> Result<()> {
     Ok(())
 }
 
-/// Reads a struct whose first member is its size.
+/// A struct whose first member is its size.
+///
+/// # Safety
+/// `repr(C)`, begins with a `usize`, and takes any bytes.
+pub(super) unsafe trait Versioned: Copy {
+    /// Bytes of it in the first header that had it.
+    const FIRST: usize;
+}
+
+/// Which structs these are, and the last member that each had in the first header. Later members are not named here.
+macro_rules! versioned {
+    ($($name:ident through $last:ident;)+) => {$(
+        // SAFETY: declared so, of integers, floats, pointers and optional functions, whose null is a value too.
+        unsafe impl $crate::ffi::input::Versioned for $name {
+            const FIRST: usize = {
+                const fn size_of_member<T, M>(_: fn(&T) -> &M) -> usize {
+                    size_of::<M>()
+                }
+                assert!(core::mem::offset_of!($name, struct_size) == 0);
+                let end = core::mem::offset_of!($name, $last) + size_of_member(|x: &$name| &x.$last);
+                end.next_multiple_of(align_of::<$name>())
+            };
+        }
+    )+};
+}
+pub(super) use versioned;
+
+/// Bytes of the struct, as its first word gives them.
+///
+/// # Safety
+/// `ptr` is null or misaligned, or valid for a read of its first word.
+unsafe fn size<T: Versioned>(name: &'static str, ptr: *const T) -> Result<usize> {
+    check(name, ptr)?;
+    // SAFETY: the struct begins with its size, which can be read.
+    let found = unsafe { ptr.cast::<usize>().read() };
+    if found < T::FIRST || found > LONGEST || !found.is_multiple_of(align_of::<T>()) {
+        let expected = format!("{}, or {} of an earlier header", size_of::<T>(), T::FIRST);
+        let expected = if T::FIRST == size_of::<T>() { format!("at least {}", T::FIRST) } else { expected };
+        return Err(Error::invalid(format!("{name}.struct_size"), found, expected)
+            .hint("initialise the struct with the INIT macro of its name"));
+    }
+    Ok(found)
+}
+
+/// Reads a struct of this header, of an earlier or of a later one.
 ///
 /// # Safety
 /// `ptr` is null or misaligned, or valid for reads of the size that its first word gives, as long as that is believable.
-/// `T` is `repr(C)`, begins with a `usize`, and takes any bytes.
-pub(super) unsafe fn sized<T: Copy>(name: &'static str, ptr: *const T) -> Result<T> {
-    check(name, ptr)?;
-    // SAFETY: the header makes every such struct begin with its size.
-    let found = unsafe { ptr.cast::<usize>().read() };
+pub(super) unsafe fn sized<T: Versioned>(name: &'static str, ptr: *const T) -> Result<T> {
+    // SAFETY: the first word lies in what the caller says can be read.
+    let found = unsafe { size(name, ptr) }?;
     let ours = size_of::<T>();
-    if found < ours || found > LONGEST {
-        return Err(Error::invalid(format!("{name}.struct_size"), found, format!("at least {ours}"))
-            .hint("initialise the struct with the INIT macro of its name"));
-    }
     // SAFETY: the struct has `found` bytes, by its own word.
-    let rest = unsafe { core::slice::from_raw_parts(ptr.cast::<u8>().add(ours), found - ours) };
-    if rest.iter().any(|&b| b != 0) {
+    let bytes = unsafe { core::slice::from_raw_parts(ptr.cast::<u8>(), found) };
+    if bytes.iter().skip(ours).any(|&b| b != 0) {
         return Err(Error::unsupported(
             format!("a member of {name} beyond byte {ours}"),
             "this library is older than the header",
             "update the library, or leave the new members 0",
         ));
     }
-    // SAFETY: `found ≥ ours` bytes are readable, and any bytes make a T.
-    Ok(unsafe { ptr.read() })
+    let mut value = MaybeUninit::<T>::zeroed();
+    // SAFETY: both hold the smaller number of bytes; a value on the stack is apart from the caller's memory. Any bytes make
+    // a T, by its trait.
+    Ok(unsafe {
+        value.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(ptr.cast(), found.min(ours));
+        value.assume_init()
+    })
 }
 
-/// Where a struct of results goes: its size is checked, its known part is written.
+/// Where a struct of results goes: its size is checked, the part that both sides know is written.
 ///
 /// # Safety
 /// As [`sized`], and valid for writes.
-pub(super) unsafe fn write_sized<T: Copy>(name: &'static str, ptr: *mut T, value: T) -> Result<()> {
-    // SAFETY: the caller's promise.
-    let given = unsafe { sized(name, ptr.cast_const()) }?;
-    let size = core::mem::size_of_val(&given);
-    // SAFETY: `size_of::<T>()` bytes are writable. The size word stays as the caller wrote it.
+pub(super) unsafe fn write_sized<T: Versioned>(name: &'static str, ptr: *mut T, value: T) -> Result<()> {
+    // SAFETY: what `sized` asks is asked here too.
+    unsafe { sized(name, ptr.cast_const()) }?;
+    let word = size_of::<usize>();
+    // SAFETY: the struct has the bytes of its first word, which `sized` has found to be at least the word itself. That word
+    // stays as the caller wrote it.
     unsafe {
-        let word = ptr.cast::<usize>().read();
-        core::ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), ptr.cast::<u8>(), size);
-        ptr.cast::<usize>().write(word);
+        let bytes = ptr.cast::<usize>().read().min(size_of::<T>());
+        let (from, to) = ((&raw const value).cast::<u8>(), ptr.cast::<u8>());
+        core::ptr::copy_nonoverlapping(from.add(word), to.add(word), bytes - word);
     }
     Ok(())
 }
@@ -148,18 +194,39 @@ mod tests {
     struct Now {
         struct_size: usize,
         value: u64,
+        added: u64,
     }
+    versioned! { Now through value; }
 
     #[test]
     fn structs_of_other_ages() {
         let read = |words: &[u64]| {
             // SAFETY: the words are as long as the first of them says, or say something unbelievable.
-            unsafe { sized("options", words.as_ptr().cast::<Now>()) }.map(|n| n.value)
+            unsafe { sized("options", words.as_ptr().cast::<Now>()) }.map(|n| (n.value, n.added))
         };
-        assert_eq!(read(&[16, 7]).unwrap(), 7);
-        assert_eq!(read(&[24, 7, 0]).unwrap(), 7);
-        assert!(read(&[24, 7, 1]).unwrap_err().to_string().contains("older than the header"));
-        assert!(read(&[8, 7]).unwrap_err().to_string().contains("struct_size is 8, expected at least 16"));
-        assert!(read(&[u64::MAX, 7]).is_err() && read(&[0, 7]).is_err());
+        assert_eq!(read(&[24, 7, 5]).unwrap(), (7, 5));
+        // What an earlier header did not know is 0, whatever lies behind the struct.
+        assert_eq!(read(&[16, 7, 5]).unwrap(), (7, 0));
+        assert_eq!(read(&[16, 7]).unwrap(), (7, 0));
+        assert_eq!(read(&[32, 7, 5, 0]).unwrap(), (7, 5));
+        assert!(read(&[32, 7, 5, 1]).unwrap_err().to_string().contains("older than the header"));
+        let text = read(&[8, 7]).unwrap_err().to_string();
+        assert!(text.contains("struct_size is 8, expected 24, or 16 of an earlier header"), "{text}");
+        for size in [0, 15, 17, 20, 4104, u64::MAX] {
+            assert!(read(&[size, 7]).is_err(), "{size}");
+        }
+    }
+
+    #[test]
+    fn results_fill_what_the_caller_knows() {
+        let value = Now { struct_size: 0, value: 7, added: 5 };
+        let write = |mut words: [u64; 4]| {
+            // SAFETY: the words are as long as the first of them says.
+            unsafe { write_sized("info", words.as_mut_ptr().cast::<Now>(), value) }.map(|()| words)
+        };
+        assert_eq!(write([16, 1, 2, 3]).unwrap(), [16, 7, 2, 3]);
+        assert_eq!(write([24, 1, 2, 3]).unwrap(), [24, 7, 5, 3]);
+        assert_eq!(write([32, 1, 2, 0]).unwrap(), [32, 7, 5, 0]);
+        assert!(write([8, 1, 2, 3]).is_err());
     }
 }

@@ -6,8 +6,7 @@ use std::format;
 
 use super::{
     handle::{self, Handle, Kind},
-    input::{array, array_mut, flag, one_of, reserved, result, sized, write_sized},
-    rank::runs,
+    input::{array, array_mut, flag, one_of, reserved, result, sized, versioned, write_sized},
     status::boundary,
 };
 use crate::{
@@ -18,7 +17,7 @@ use crate::{
     mask::Mask,
     mesh::Mesh,
     plan::{self, Circulate, Options, Plan, Problem, Wire},
-    schedule::Direction,
+    schedule::{Direction, Schedule},
 };
 
 /// For windows: no limit.
@@ -103,6 +102,13 @@ pub struct cpattn_share {
     pub kv_head_end: u32,
 }
 
+versioned! {
+    cpattn_problem through reserved;
+    cpattn_options through reserved;
+    cpattn_plan_info through fingerprint;
+    cpattn_share through kv_head_end;
+}
+
 pub(super) const DTYPES: [Dtype; 4] = [Dtype::F16, Dtype::Bf16, Dtype::F32, Dtype::F64];
 
 fn window(name: &'static str, limit: i64) -> Result<Option<u32>> {
@@ -140,28 +146,28 @@ unsafe fn problem(p: &cpattn_problem) -> Result<Problem> {
         Batch::cross(cu_q, cu_k, starts)?
     };
     let dtype = one_of("problem.dtype", p.dtype, &DTYPES)?;
-    let kind = one_of("problem.kind", p.kind, &[plan::Kind::Softmax, plan::Kind::Other])?;
+    let kind = one_of("problem.kind", p.kind, &[plan::AttentionKind::Softmax, plan::AttentionKind::Other])?;
     let or = |n: u32, default: u32| if n == 0 { default as usize } else { n as usize };
     let mask = Mask {
         left: window("problem.window_left", p.window_left)?,
         right: window("problem.window_right", p.window_right)?,
     };
     let mut out = Problem::new(batch, p.heads as usize, or(p.kv_heads, p.heads), p.head_dim as usize, dtype)
-        .value_dim(or(p.value_dim, p.head_dim))
-        .mask(mask)
-        .sinks(flag("problem.sinks", p.sinks)?)
-        .kind(kind);
+        .with_value_dim(or(p.value_dim, p.head_dim))
+        .with_mask(mask)
+        .with_sinks(flag("problem.sinks", p.sinks)?)
+        .with_kind(kind);
     // What cannot be said with 0 as "default" is refused by `check` (a NaN) or meant as the default (±0).
     if p.scale != 0.0 {
-        out = out.scale(p.scale);
+        out = out.with_scale(p.scale);
     }
     if p.softcap != 0.0 {
-        out = out.softcap(p.softcap);
+        out = out.with_softcap(p.softcap);
     }
     out.check()?;
     if !p.alibi_slopes.is_null() {
         // SAFETY: as above; heads was checked.
-        out = out.alibi(unsafe { array("problem.alibi_slopes", p.alibi_slopes, p.heads as usize) }?);
+        out = out.with_alibi(unsafe { array("problem.alibi_slopes", p.alibi_slopes, p.heads as usize) }?);
         out.check()?;
     }
     Ok(out)
@@ -282,7 +288,7 @@ pub unsafe extern "C" fn cpattn_plan_share(plan: *const cpattn_plan, rank: u32, 
         // SAFETY: the header's promise about handles.
         let plan = unsafe { handle::borrow(plan) }?;
         let rank = rank_of(plan, rank)?;
-        let (place, heads) = (plan.mesh().place(rank), plan.heads_of(rank));
+        let (place, heads) = (plan.mesh().coordinates(rank), plan.heads_of(rank));
         let value = cpattn_share {
             struct_size: 0,
             replica: place.replica as u32,
@@ -362,7 +368,19 @@ pub unsafe extern "C" fn cpattn_plan_workspace(
         let (plan, bytes) = unsafe { (handle::borrow(plan)?, result("bytes", bytes)?) };
         runs(plan)?;
         let rank = rank_of(plan, rank)?;
-        bytes.write(plan.schedule(rank, self::direction(direction)?)?.workspace);
+        bytes.write(Schedule::new(plan, rank, self::direction(direction)?)?.workspace);
         Ok(())
     })
+}
+
+/// Refuses what the library has no kernels for.
+pub(super) fn runs(plan: &Plan) -> Result<()> {
+    if plan.problem().kind == plan::AttentionKind::Softmax {
+        return Ok(());
+    }
+    Err(Error::unsupported(
+        "a plan of kind CPATTN_OTHER",
+        "what mixes its tokens is the caller's own",
+        "use its shares and exchanges, or CPATTN_SOFTMAX",
+    ))
 }

@@ -9,8 +9,8 @@ use std::format;
 
 use super::input::array;
 use crate::{
+    call::{HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score},
     error::{Error, Result},
-    kernel::{HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score},
 };
 
 /// Positions and windows beyond this are a mistake; within it, no sum of a few of them overflows.
@@ -39,9 +39,10 @@ pub struct cpattn_q_range {
 
 macro_rules! same_layout {
     ($ours:ty, $theirs:ty: $($field:ident),*) => {
-        static_assertions::assert_eq_size!($ours, $theirs);
-        static_assertions::assert_eq_align!($ours, $theirs);
-        $(static_assertions::const_assert_eq!(offset_of!($ours, $field), offset_of!($theirs, $field));)*
+        const _: () = {
+            assert!(size_of::<$ours>() == size_of::<$theirs>() && align_of::<$ours>() == align_of::<$theirs>());
+            $(assert!(offset_of!($ours, $field) == offset_of!($theirs, $field));)*
+        };
     };
 }
 same_layout!(cpattn_range, Range: row, pos, len, block, period, doc);

@@ -15,21 +15,21 @@ use super::{dlpack::device, table::Seat};
 use super::{
     dlpack::{Form, Given, cpattn_tensor, one, place, read, written},
     handle::{self, Handle, Kind},
-    input::{result, sized},
-    plan::{cpattn_plan, direction},
+    input::{result, sized, versioned},
+    plan::{cpattn_plan, direction, runs},
     status::{Fail, Outcome, boundary},
     transport::{Any, cpattn_transport},
 };
 use crate::{
+    device::Device,
     error::{Error, Result},
-    place::Place,
-    plan::{self, Plan},
+    plan::Plan,
     runtime::{self, AnyRank, Bindings, Rank},
-    schedule::{Direction, Tensor},
+    schedule::{Direction, TensorId},
 };
 #[cfg(feature = "cuda")]
 use crate::{
-    kernel::cuda::Room,
+    kernel::cuda::SmMargin,
     runtime::{DeviceRank, Marks},
 };
 
@@ -74,15 +74,21 @@ pub struct cpattn_backward_args {
     pub stream: *mut c_void,
 }
 
+versioned! {
+    cpattn_rank_options through leave_free;
+    cpattn_forward_args through lse;
+    cpattn_backward_args through dsinks;
+}
+
 /// What a rank's handle holds.
 #[doc(hidden)]
 pub struct State {
     rank: Mutex<AnyRank>,
-    place: Place,
-    handle: runtime::Handle,
+    place: Device,
+    handle: runtime::AbortHandle,
     /// What the rank asks of its device beyond kernels.
     #[cfg(feature = "cuda")]
-    _room: Option<Room>,
+    _room: Option<SmMargin>,
 }
 
 pub type cpattn_rank = Handle<State>;
@@ -127,7 +133,7 @@ pub unsafe extern "C" fn cpattn_rank_create(
     boundary!({
         // SAFETY: the header's promise about results and handles.
         let (out, given) = unsafe { (result("rank", rank)?, handle::borrow(transport.cast_const())?) };
-        let (mut n, mut at, mut free) = (1, given.place().unwrap_or(Place::Cpu), 0);
+        let (mut n, mut at, mut free) = (1, given.place().unwrap_or(Device::Cpu), 0);
         if !options.is_null() {
             // SAFETY: the header's promise about structs.
             let o = unsafe { sized("options", options) }?;
@@ -136,11 +142,11 @@ pub unsafe extern "C" fn cpattn_rank_create(
                 return Err(Error::invalid("options.device", wanted, format!("{at}, where the transport is")).into());
             }
             // Before what the build lacks: another build would not help.
-            if o.workers > 1 && wanted != Place::Cpu {
+            if o.workers > 1 && wanted != Device::Cpu {
                 let expected = "1 on a device, which has threads of its own";
                 return Err(Error::invalid("options.workers", o.workers, expected).into());
             }
-            if o.leave_free > 0 && wanted == Place::Cpu {
+            if o.leave_free > 0 && wanted == Device::Cpu {
                 let expected = "0 on the CPU, which has no multiprocessors";
                 return Err(Error::invalid("options.leave_free", o.leave_free, expected).into());
             }
@@ -166,10 +172,10 @@ pub unsafe extern "C" fn cpattn_rank_create(
 
 /// What a rank asks of its device besides.
 #[cfg(feature = "cuda")]
-fn room(at: Place, leave_free: u32) -> Result<Option<Room>> {
+fn room(at: Device, leave_free: u32) -> Result<Option<SmMargin>> {
     match at {
-        Place::Cuda(ordinal) if leave_free > 0 => {
-            Room::new(&device("options.device_id", ordinal)?, "options.leave_free", leave_free).map(Some)
+        Device::Cuda(ordinal) if leave_free > 0 => {
+            SmMargin::new(&device("options.device_id", ordinal)?, "options.leave_free", leave_free).map(Some)
         }
         _ => Ok(None),
     }
@@ -179,9 +185,9 @@ fn room(at: Place, leave_free: u32) -> Result<Option<Room>> {
 ///
 /// # Safety
 /// As [`handle::take`].
-unsafe fn seated(transport: *mut cpattn_transport, at: Place, workers: usize) -> Outcome<AnyRank> {
+unsafe fn seated(transport: *mut cpattn_transport, at: Device, workers: usize) -> Outcome<AnyRank> {
     #[cfg(feature = "cuda")]
-    if let Place::Cuda(ordinal) = at {
+    if let Device::Cuda(ordinal) = at {
         let cuda = device("options.device_id", ordinal)?;
         let marks = Marks::new(&cuda)?;
         // SAFETY: the caller's promise, here and below.
@@ -249,17 +255,6 @@ pub unsafe extern "C" fn cpattn_rank_lend_workspace(
     })
 }
 
-pub(super) fn runs(plan: &Plan) -> Result<()> {
-    if plan.problem().kind == plan::Kind::Softmax {
-        return Ok(());
-    }
-    Err(Error::unsupported(
-        "a plan of kind CPATTN_OTHER",
-        "what mixes its tokens is the caller's own",
-        "use its shares and exchanges, or CPATTN_SOFTMAX",
-    ))
-}
-
 /// Reads the tensors of a run and runs it.
 ///
 /// # Safety
@@ -268,7 +263,7 @@ unsafe fn run(
     rank: &State,
     plan: &Plan,
     direction: Direction,
-    list: &[(Tensor, Given)],
+    list: &[(TensorId, Given)],
     stream: *mut c_void,
 ) -> Outcome {
     runs(plan)?;
@@ -293,12 +288,12 @@ pub unsafe extern "C" fn cpattn_forward(
             // SAFETY: the header's promise about handles and structs.
             unsafe { (handle::borrow(rank.cast_const())?, handle::borrow(plan)?, sized("args", args)?) };
         let list = [
-            (Tensor::Q, read("q", a.q, Form::Rows)),
-            (Tensor::K, read("k", a.k, Form::Rows)),
-            (Tensor::V, read("v", a.v, Form::Rows)),
-            (Tensor::Sinks, read("sinks", a.sinks, Form::PerHead).optional()),
-            (Tensor::O, written("o", a.o, Form::Rows)),
-            (Tensor::Lse, written("lse", a.lse, Form::HeadMajor)),
+            (TensorId::Q, read("q", a.q, Form::Rows)),
+            (TensorId::K, read("k", a.k, Form::Rows)),
+            (TensorId::V, read("v", a.v, Form::Rows)),
+            (TensorId::Sinks, read("sinks", a.sinks, Form::PerHead).optional()),
+            (TensorId::O, written("o", a.o, Form::Rows)),
+            (TensorId::Lse, written("lse", a.lse, Form::HeadMajor)),
         ];
         // SAFETY: the header's promise about tensors and streams.
         unsafe { run(rank, plan, Direction::Forward, &list, a.stream) }
@@ -320,17 +315,17 @@ pub unsafe extern "C" fn cpattn_backward(
             return Err(Error::invalid("dsinks", "given", "NULL, since the problem has no sinks").into());
         }
         let list = [
-            (Tensor::Q, read("q", a.q, Form::Rows)),
-            (Tensor::K, read("k", a.k, Form::Rows)),
-            (Tensor::V, read("v", a.v, Form::Rows)),
-            (Tensor::Sinks, read("sinks", a.sinks, Form::PerHead).optional()),
-            (Tensor::O, read("o", a.o, Form::Rows)),
-            (Tensor::Lse, read("lse", a.lse, Form::HeadMajor)),
-            (Tensor::DO, read("d_o", a.d_o, Form::Rows)),
-            (Tensor::Dq, written("dq", a.dq, Form::Rows)),
-            (Tensor::Dk, written("dk", a.dk, Form::Rows)),
-            (Tensor::Dv, written("dv", a.dv, Form::Rows)),
-            (Tensor::Dsinks, written("dsinks", a.dsinks, Form::PerHead).optional()),
+            (TensorId::Q, read("q", a.q, Form::Rows)),
+            (TensorId::K, read("k", a.k, Form::Rows)),
+            (TensorId::V, read("v", a.v, Form::Rows)),
+            (TensorId::Sinks, read("sinks", a.sinks, Form::PerHead).optional()),
+            (TensorId::O, read("o", a.o, Form::Rows)),
+            (TensorId::Lse, read("lse", a.lse, Form::HeadMajor)),
+            (TensorId::DO, read("d_o", a.d_o, Form::Rows)),
+            (TensorId::Dq, written("dq", a.dq, Form::Rows)),
+            (TensorId::Dk, written("dk", a.dk, Form::Rows)),
+            (TensorId::Dv, written("dv", a.dv, Form::Rows)),
+            (TensorId::Dsinks, written("dsinks", a.dsinks, Form::PerHead).optional()),
         ];
         // SAFETY: as in `cpattn_forward`.
         unsafe { run(rank, plan, Direction::Backward, &list, a.stream) }

@@ -21,8 +21,8 @@ use super::{
     status::{Fail, Outcome, boundary},
 };
 #[cfg(feature = "cuda")]
-use crate::kernel::cuda::Pieces;
-use crate::{error::Error, kernel::Kernels, place::Place, plan::MAX_HEAD_DIM};
+use crate::kernel::cuda::StreamKernels;
+use crate::{device::Device, error::Error, kernel::Kernels, plan::MAX_HEAD_DIM};
 
 /// Rings beyond this are a mistake.
 const MOST_LISTS: u64 = 1 << 32;
@@ -33,7 +33,7 @@ const MOST_CALLS: u32 = 1 << 16;
 #[doc(hidden)]
 pub struct Scratch {
     kernels: Mutex<Kernels>,
-    place: Place,
+    place: Device,
 }
 
 pub type cpattn_scratch = Handle<Scratch>;
@@ -48,7 +48,7 @@ impl Scratch {
         Self { place: kernels.place(), kernels: Mutex::new(kernels) }
     }
 
-    pub(super) fn place(&self) -> Place {
+    pub(super) fn place(&self) -> Device {
         self.place
     }
 
@@ -78,7 +78,10 @@ pub unsafe extern "C" fn cpattn_scratch_create_cuda(device_id: i32, scratch: *mu
         let out = unsafe { result("scratch", scratch) }?;
         #[cfg(feature = "cuda")]
         {
-            out.write(handle::create(Scratch::new(Kernels::Cuda(Pieces::new(device("device_id", device_id)?)?))));
+            out.write(handle::create(Scratch::new(Kernels::Cuda(StreamKernels::new(device(
+                "device_id",
+                device_id,
+            )?)?))));
             Ok(())
         }
         #[cfg(not(feature = "cuda"))]

@@ -15,8 +15,8 @@ use super::{
 };
 use crate::{
     batch::Side,
+    device::Device,
     error::{Error, Result},
-    place::Place,
     plan::Plan,
 };
 
@@ -135,7 +135,7 @@ unsafe fn pair(
     whole_written: bool,
 ) -> Result<Option<(Rows, Rows)>> {
     // SAFETY: the caller's promise.
-    let (w, l) = unsafe { (parts("whole", whole, 1..=3, Place::Cpu)?, parts("local", local, 1..=3, Place::Cpu)?) };
+    let (w, l) = unsafe { (parts("whole", whole, 1..=3, Device::Cpu)?, parts("local", local, 1..=3, Device::Cpu)?) };
     if l.ndim != w.ndim {
         return Err(Error::invalid("local.ndim", l.ndim, format!("that of whole, {}", w.ndim)));
     }

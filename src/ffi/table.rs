@@ -7,6 +7,7 @@
 
 use core::{
     ffi::{c_char, c_void},
+    mem::offset_of,
     ops::Range,
     ptr::null_mut,
 };
@@ -18,6 +19,7 @@ use std::{
     vec::Vec,
 };
 
+use super::input::versioned;
 use crate::{
     error::{Cause, Error, Result},
     kernel::RawStream,
@@ -38,13 +40,12 @@ pub struct cpattn_message {
     pub bytes: usize,
 }
 
-static_assertions::assert_eq_size!(cpattn_message, Message);
-static_assertions::const_assert_eq!(core::mem::offset_of!(cpattn_message, peer), core::mem::offset_of!(Message, peer));
-static_assertions::const_assert_eq!(core::mem::offset_of!(cpattn_message, data), core::mem::offset_of!(Message, ptr));
-static_assertions::const_assert_eq!(
-    core::mem::offset_of!(cpattn_message, bytes),
-    core::mem::offset_of!(Message, bytes)
-);
+const _: () = {
+    assert!(size_of::<cpattn_message>() == size_of::<Message>());
+    assert!(offset_of!(cpattn_message, peer) == offset_of!(Message, peer));
+    assert!(offset_of!(cpattn_message, data) == offset_of!(Message, ptr));
+    assert!(offset_of!(cpattn_message, bytes) == offset_of!(Message, bytes));
+};
 
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -80,6 +81,8 @@ pub struct cpattn_transport_table {
     pub abort: Option<unsafe extern "C" fn(context: *mut c_void)>,
     pub release: Option<unsafe extern "C" fn(context: *mut c_void)>,
 }
+
+versioned! { cpattn_transport_table through release; }
 
 /// The caller's functions as a transport.
 #[doc(hidden)]

@@ -18,8 +18,8 @@ use super::{
 #[cfg(feature = "cuda")]
 use crate::transport::{DeviceTransport, peer};
 use crate::{
+    device::Device,
     error::{Error, Result},
-    place::Place,
     transport::local,
 };
 
@@ -44,12 +44,12 @@ impl Kind for Any {
 
 impl Any {
     /// Where its messages lie; a table serves any place.
-    pub(super) fn place(&self) -> Option<Place> {
+    pub(super) fn place(&self) -> Option<Device> {
         match self {
-            Self::Local(_) => Some(Place::Cpu),
+            Self::Local(_) => Some(Device::Cpu),
             Self::Table(_) => None,
             #[cfg(feature = "cuda")]
-            Self::Peer(peer) => Some(Place::Cuda(peer.device().ordinal())),
+            Self::Peer(peer) => Some(Device::Cuda(peer.device().ordinal())),
         }
     }
 }

@@ -9,11 +9,12 @@ use std::format;
 
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::{Attend, AttendBackward, Delta, Finish, Merge, SinkGradient, Transform, cpu, merge, sinks};
+use super::{cpu, merge, sinks};
+use crate::call::{Attend, AttendBackward, Delta, Finish, Merge, SinkGradient, Transform};
 use crate::{
+    device::Device,
     element::Dtype,
     error::{Error, Result},
-    place::Place,
 };
 
 /// A stream of a device (`CUstream`, `cudaStream_t`); null on the CPU, and the legacy default stream on a device.
@@ -25,7 +26,7 @@ pub enum Kernels {
     Cpu(cpu::Scratch),
     /// A device's, with the ring of their lists.
     #[cfg(feature = "cuda")]
-    Cuda(cuda::Pieces),
+    Cuda(cuda::StreamKernels),
 }
 
 /// Refuses a stream where there are none.
@@ -38,7 +39,7 @@ pub(crate) fn no_stream(stream: RawStream) -> Result<()> {
 
 /// The call on the CPU, or on the device.
 macro_rules! call {
-    ($self:ident, $stream:ident, $scratch:pat => $cpu:expr, $pieces:ident => $cuda:expr) => {
+    ($self:ident, $stream:ident, $scratch:pat => $cpu:expr, $stream_kernels:ident => $cuda:expr) => {
         match $self {
             Self::Cpu($scratch) => {
                 no_stream($stream)?;
@@ -46,7 +47,7 @@ macro_rules! call {
                 unsafe { $cpu }
             }
             #[cfg(feature = "cuda")]
-            Self::Cuda($pieces) => {
+            Self::Cuda($stream_kernels) => {
                 let $stream = $stream.cast();
                 // SAFETY: the caller's promise.
                 unsafe { $cuda }
@@ -64,18 +65,18 @@ impl Kernels {
     /// Those of a CUDA device.
     ///
     /// # Errors
-    /// As [`cuda::Cuda::shared`] and [`cuda::Pieces::new`].
+    /// As [`cuda::Cuda::shared`] and [`cuda::StreamKernels::new`].
     #[cfg(feature = "cuda")]
     pub fn cuda(ordinal: i32) -> Result<Self> {
-        cuda::Pieces::new(cuda::Cuda::shared(ordinal)?).map(Self::Cuda)
+        cuda::StreamKernels::new(cuda::Cuda::shared(ordinal)?).map(Self::Cuda)
     }
 
     /// Where they work.
-    pub fn place(&self) -> Place {
+    pub fn place(&self) -> Device {
         match self {
-            Self::Cpu(_) => Place::Cpu,
+            Self::Cpu(_) => Device::Cpu,
             #[cfg(feature = "cuda")]
-            Self::Cuda(pieces) => Place::Cuda(pieces.device().ordinal()),
+            Self::Cuda(stream_kernels) => Device::Cuda(stream_kernels.device().ordinal()),
         }
     }
 
@@ -90,11 +91,11 @@ impl Kernels {
                 Ok(())
             }
             #[cfg(feature = "cuda")]
-            Self::Cuda(pieces) => pieces.reserve(dtype, head_dim, value_dim),
+            Self::Cuda(stream_kernels) => stream_kernels.reserve(dtype, head_dim, value_dim),
         }
     }
 
-    /// On a device, leaves `n` multiprocessors free of attention: see `cuda::Pieces::leave_free`.
+    /// On a device, leaves `n` multiprocessors free of attention: see `cuda::StreamKernels::leave_free`.
     ///
     /// # Errors
     /// On the CPU, for any but 0; a device that has no more than `n`.
@@ -103,7 +104,7 @@ impl Kernels {
             Self::Cpu(_) if n == 0 => Ok(()),
             Self::Cpu(_) => Err(Error::invalid("multiprocessors", n, "0 on the CPU, which has none")),
             #[cfg(feature = "cuda")]
-            Self::Cuda(pieces) => pieces.leave_free(n),
+            Self::Cuda(stream_kernels) => stream_kernels.leave_free(n),
         }
     }
 
@@ -118,7 +119,7 @@ impl Kernels {
                 Err(Error::unsupported("lists of the CPU", "it reads ranges where they lie", "leave the call out"))
             }
             #[cfg(feature = "cuda")]
-            Self::Cuda(pieces) => pieces.lists(bytes, calls),
+            Self::Cuda(stream_kernels) => stream_kernels.lists(bytes, calls),
         }
     }
 
@@ -133,7 +134,7 @@ impl Kernels {
                 Ok(0)
             }
             #[cfg(feature = "cuda")]
-            Self::Cuda(pieces) => pieces.device().attend_bytes(call),
+            Self::Cuda(stream_kernels) => stream_kernels.device().attend_bytes(call),
         }
     }
 
@@ -148,7 +149,7 @@ impl Kernels {
                 Ok(0)
             }
             #[cfg(feature = "cuda")]
-            Self::Cuda(pieces) => pieces.device().attend_backward_bytes(call),
+            Self::Cuda(stream_kernels) => stream_kernels.device().attend_backward_bytes(call),
         }
     }
 
@@ -160,7 +161,7 @@ impl Kernels {
     /// # Safety
     /// As there.
     pub unsafe fn attend(&mut self, args: &Attend<'_>, stream: RawStream) -> Result<()> {
-        call!(self, stream, scratch => cpu::attend(args, scratch), pieces => pieces.attend(args, stream))
+        call!(self, stream, scratch => cpu::attend(args, scratch), stream_kernels => stream_kernels.attend(args, stream))
     }
 
     /// See [`AttendBackward`].
@@ -171,7 +172,7 @@ impl Kernels {
     /// # Safety
     /// As [`Kernels::attend`].
     pub unsafe fn attend_backward(&mut self, args: &AttendBackward<'_>, stream: RawStream) -> Result<()> {
-        call!(self, stream, scratch => cpu::attend_backward(args, scratch), pieces => pieces.attend_backward(args, stream))
+        call!(self, stream, scratch => cpu::attend_backward(args, scratch), stream_kernels => stream_kernels.attend_backward(args, stream))
     }
 
     /// See [`Transform`].
@@ -182,7 +183,7 @@ impl Kernels {
     /// # Safety
     /// As [`Kernels::attend`].
     pub unsafe fn transform(&mut self, args: &Transform<'_>, stream: RawStream) -> Result<()> {
-        call!(self, stream, _ => cpu::transform(args), pieces => pieces.transform(args, stream))
+        call!(self, stream, _ => cpu::transform(args), stream_kernels => stream_kernels.transform(args, stream))
     }
 
     /// See [`Delta`].
@@ -193,7 +194,7 @@ impl Kernels {
     /// # Safety
     /// As [`Kernels::attend`].
     pub unsafe fn delta(&mut self, args: &Delta, stream: RawStream) -> Result<()> {
-        call!(self, stream, _ => cpu::delta(args), pieces => pieces.delta(args, stream))
+        call!(self, stream, _ => cpu::delta(args), stream_kernels => stream_kernels.delta(args, stream))
     }
 
     /// See [`Finish`].
@@ -204,7 +205,7 @@ impl Kernels {
     /// # Safety
     /// As [`Kernels::attend`].
     pub unsafe fn finish(&mut self, args: &Finish<'_>, stream: RawStream) -> Result<()> {
-        call!(self, stream, _ => cpu::finish(args), pieces => pieces.finish(args, stream))
+        call!(self, stream, _ => cpu::finish(args), stream_kernels => stream_kernels.finish(args, stream))
     }
 
     /// See [`SinkGradient`].
@@ -215,7 +216,7 @@ impl Kernels {
     /// # Safety
     /// As [`Kernels::attend`].
     pub unsafe fn sink_gradient(&mut self, args: &SinkGradient, stream: RawStream) -> Result<()> {
-        call!(self, stream, _ => sinks::sink_gradient(args), pieces => pieces.sink_gradient(args, stream))
+        call!(self, stream, _ => sinks::sink_gradient(args), stream_kernels => stream_kernels.sink_gradient(args, stream))
     }
 
     /// See [`Merge`].
@@ -227,6 +228,6 @@ impl Kernels {
     /// As [`Kernels::attend`].
     pub unsafe fn merge(&mut self, args: &Merge, stream: RawStream) -> Result<()> {
         call!(self, stream, _ => merge::merge(&args.o, &args.lse, &args.with_o, &args.with_lse),
-            pieces => pieces.merge(args, stream))
+            stream_kernels => stream_kernels.merge(args, stream))
     }
 }

@@ -10,12 +10,69 @@
 //! - a side that saw no key has no say, whatever bytes its o holds;
 //! - a NaN is the caller's to see: it must come out as NaN, so nothing here compares it away.
 //!
-//! The weights of a row are computed in f64: it is one row's worth of work, and it keeps the error of a long chain of
-//! merges at that of the rows themselves.
+//! A fourth thing goes wrong silently: an lse of 1,000 in f32 is known to 3·10⁻⁵, and so would be every weight
+//! `exp(l1 − l2)` made from it, while the scores of a row differ by what their own rounding leaves. So a partial's lse has
+//! two words ([`LogSumExp`]): the rounded number, and what rounding it lost. Differences are taken word by word, and the
+//! weights of a row are computed in f64: it is one row's worth of work, and it keeps the error of a long chain of merges
+//! at that of the rows themselves.
 
+use crate::call::RawTensor;
 use crate::element::{Accumulator, Dtype};
 use crate::error::{Error, Result};
-use crate::kernel::RawTensor;
+
+/// A log-sum-exp in two words: `lse + rest`, where `rest` is what rounding lost, at most half a unit in the last place of
+/// `lse`. It is 0 where `lse` is not finite, and for a number that was only kept to one word.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LogSumExp<A> {
+    /// The rounded number: what a final result holds.
+    pub lse: A,
+    /// What rounding lost.
+    pub rest: A,
+}
+
+impl<A: Accumulator> LogSumExp<A> {
+    /// That of a row which saw no key.
+    pub const NOTHING: Self = Self { lse: A::NEG_INFINITY, rest: A::ZERO };
+
+    /// Of a number with the digits of both words; those of an f64 are one word.
+    #[inline]
+    pub fn of(x: f64) -> Self {
+        Self::sum(x, 0.0)
+    }
+
+    /// `high + low`.
+    #[inline]
+    fn sum(high: f64, low: f64) -> Self {
+        let lse = A::from_f64(high + low);
+        let rest = (high - lse.to_f64()) + low;
+        Self { lse, rest: if lse.to_f64().is_finite() { A::from_f64(rest) } else { A::ZERO } }
+    }
+
+    /// Of a tensor of one word or two.
+    ///
+    /// # Safety
+    /// `at` is valid for reads of `words` elements.
+    #[inline]
+    pub unsafe fn load(at: *const A, words: u32) -> Self {
+        // SAFETY: the caller's promise: one element, or two.
+        unsafe { Self { lse: *at, rest: if words > 1 { *at.add(1) } else { A::ZERO } } }
+    }
+
+    /// To a tensor of one word or two.
+    ///
+    /// # Safety
+    /// `at` is valid for writes of `words` elements.
+    #[inline]
+    pub unsafe fn store(self, at: *mut A, words: u32) {
+        // SAFETY: as in `load`.
+        unsafe {
+            *at = self.lse;
+            if words > 1 {
+                *at.add(1) = self.rest;
+            }
+        }
+    }
+}
 
 /// What a merge does to the two o, and the merged lse.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -25,30 +82,35 @@ pub struct Weights<A> {
     /// Multiplies the second o, likewise.
     pub second: Option<A>,
     /// Log-sum-exp of both.
-    pub lse: A,
+    pub lse: LogSumExp<A>,
 }
 
 /// The weights of two partials with log-sum-exps `l1` and `l2`: `w_i = exp(l_i − m) / Σ exp(l_j − m)`, `m` their
 /// maximum.
 #[inline]
-pub fn weights<A: Accumulator>(l1: A, l2: A) -> Weights<A> {
-    match (l1 == A::NEG_INFINITY, l2 == A::NEG_INFINITY) {
-        (true, true) => Weights { first: None, second: None, lse: A::NEG_INFINITY },
+pub fn weights<A: Accumulator>(l1: LogSumExp<A>, l2: LogSumExp<A>) -> Weights<A> {
+    match (l1.lse == A::NEG_INFINITY, l2.lse == A::NEG_INFINITY) {
+        (true, true) => Weights { first: None, second: None, lse: LogSumExp::NOTHING },
         (true, false) => Weights { first: None, second: Some(A::from_f64(1.0)), lse: l2 },
         (false, true) => Weights { first: Some(A::from_f64(1.0)), second: None, lse: l1 },
         (false, false) => {
-            let (a, b) = (l1.to_f64(), l2.to_f64());
-            // A NaN on either side fails or passes the comparison, and reaches the sum through one exp or the other.
-            let m = if a > b { a } else { b };
-            let (wa, wb) = ((a - m).exp(), (b - m).exp());
+            let (larger, wa, wb) = relative(l1, l2);
             let sum = wa + wb;
             Weights {
                 first: Some(A::from_f64(wa / sum)),
                 second: Some(A::from_f64(wb / sum)),
-                lse: A::from_f64(m + sum.ln()),
+                lse: LogSumExp::sum(larger.lse.to_f64(), larger.rest.to_f64() + sum.ln()),
             }
         }
     }
+}
+
+/// The larger of the two, and `exp` of each less the larger. A NaN on either side reaches the sum of these.
+#[inline]
+fn relative<A: Accumulator>(l1: LogSumExp<A>, l2: LogSumExp<A>) -> (LogSumExp<A>, f64, f64) {
+    // Word by word: the first difference is exact where it matters, which is where the two are close.
+    let above = (l1.lse.to_f64() - l2.lse.to_f64()) + (l1.rest.to_f64() - l2.rest.to_f64());
+    if above > 0.0 { (l1, 1.0, (-above).exp()) } else { (l2, above.exp(), 1.0) }
 }
 
 /// Merges `other` into `row` with the weights of [`weights`].
@@ -67,25 +129,21 @@ pub fn combine<A: Accumulator>(w: &Weights<A>, row: &mut [A], other: &[A]) {
 }
 
 /// Applies a sink (a logit with no value behind it) to a row whose log-sum-exp is `lse`: the factor of its o, and the
-/// new lse `logaddexp(lse, sink)`. A sink of `−inf` is none; a row that saw no key gets `(0, sink)`.
+/// final lse `logaddexp(lse, sink)`. A sink of `−inf` is none; a row that saw no key gets `(0, sink)`.
 #[inline]
-pub fn sink<A: Accumulator>(lse: A, sink: A) -> (A, A) {
-    if sink == A::NEG_INFINITY {
-        return (A::from_f64(1.0), lse);
+pub fn sink<A: Accumulator>(lse: LogSumExp<A>, sink: A) -> (A, A) {
+    let w = weights(lse, LogSumExp { lse: sink, rest: A::ZERO });
+    match (w.first, w.second) {
+        (_, None) => (A::from_f64(1.0), lse.lse),
+        (factor, Some(_)) => (factor.unwrap_or(A::ZERO), w.lse.lse),
     }
-    if lse == A::NEG_INFINITY {
-        return (A::ZERO, sink);
-    }
-    let (l, s) = (lse.to_f64(), sink.to_f64());
-    let m = if l > s { l } else { s };
-    let total = m + ((l - m).exp() + (s - m).exp()).ln();
-    (A::from_f64((l - total).exp()), A::from_f64(total))
 }
 
 /// Merges the partial result (`other_o`, `other_lse`) into (`o`, `lse`), row by row.
 ///
-/// o: `[tokens, heads, dim]`, lse: `[tokens, heads, 1]`, any token and head stride, all of the same accumulator's type
-/// (f32 or f64). What is merged is normalised, as the running result of [`crate::kernel::Attend`] is.
+/// o: `[tokens, heads, dim]`, lse: `[tokens, heads, 1]` or `[tokens, heads, 2]`, whatever the other's is (see
+/// [`LogSumExp`]), any token and head stride, all of the same accumulator's type (f32 or f64). What is merged is
+/// normalised, as the running result of [`crate::call::Attend`] is.
 ///
 /// # Errors
 /// [`Error::Invalid`] when shapes or types differ; nothing was touched then.
@@ -95,8 +153,9 @@ pub fn sink<A: Accumulator>(lse: A, sink: A) -> (A, A) {
 /// `o` and `lse` overlap nothing else.
 pub unsafe fn merge(o: &RawTensor, lse: &RawTensor, other_o: &RawTensor, other_lse: &RawTensor) -> Result<()> {
     let shape = |t: &RawTensor| (t.tokens, t.heads, t.dim);
+    let words = |t: &RawTensor| if t.dim == 2 { 2 } else { 1 };
     for (name, t, against, dim) in
-        [("other_o", other_o, o, o.dim), ("lse", lse, o, 1), ("other_lse", other_lse, lse, 1)]
+        [("other_o", other_o, o, o.dim), ("lse", lse, o, words(lse)), ("other_lse", other_lse, lse, words(other_lse))]
     {
         let expected = (against.tokens, against.heads, dim);
         if shape(t) != expected {
@@ -130,10 +189,11 @@ unsafe fn rows<A: Accumulator>(o: &RawTensor, lse: &RawTensor, other_o: &RawTens
             // `o` and `lse` and that they overlap nothing else.
             unsafe {
                 let l = lse.rows(t, 1).heads(h, 1).ptr.cast::<A>();
-                let w = weights(*l, *other_lse.rows(t, 1).heads(h, 1).ptr.cast::<A>());
+                let other = LogSumExp::load(other_lse.rows(t, 1).heads(h, 1).ptr.cast::<A>(), other_lse.dim);
+                let w = weights(LogSumExp::load(l, lse.dim), other);
                 let row = core::slice::from_raw_parts_mut(o.rows(t, 1).heads(h, 1).ptr.cast::<A>(), dim);
                 combine(&w, row, core::slice::from_raw_parts(other_o.rows(t, 1).heads(h, 1).ptr.cast::<A>(), dim));
-                *l = w.lse;
+                w.lse.store(l, lse.dim);
             }
         }
     }
@@ -145,46 +205,83 @@ mod tests {
 
     const NEG: f32 = f32::NEG_INFINITY;
 
+    fn word<A: Accumulator>(lse: A) -> LogSumExp<A> {
+        LogSumExp { lse, rest: A::ZERO }
+    }
+
     #[test]
     fn two_halves_weigh_as_their_sums() {
-        let w = weights(2f64.ln(), 6f64.ln());
+        let w = weights(word(2f64.ln()), word(6f64.ln()));
         assert!((w.first.unwrap() - 0.25).abs() < 1e-15 && (w.second.unwrap() - 0.75).abs() < 1e-15);
-        assert!((w.lse - 8f64.ln()).abs() < 1e-15);
+        assert!((w.lse.lse - 8f64.ln()).abs() < 1e-15);
+    }
+
+    /// Of three partials with the same maximum, in f32 and in f64, however far up they are.
+    #[test]
+    fn weights_keep_their_digits_as_scores_grow() {
+        let sums = [3.7f32, 1.9, 0.77 + 1.0];
+        for max in [0.0f32, 0.3, -7.1, 72.4, -72.4, 1000.3, -1000.3, 1e6] {
+            let [a, b, c] = sums.map(|s| LogSumExp::<f32>::of(f64::from(max) + f64::from(s).ln()));
+            let both = weights(a, b);
+            let all = weights(both.lse, c);
+            let total: f64 = sums.iter().map(|&s| f64::from(s)).sum();
+            for (w, sum) in [(all.first, sums[0] + sums[1]), (all.second, sums[2])] {
+                let (w, expected) = (f64::from(w.unwrap()), f64::from(sum) / total);
+                assert!((w / expected - 1.0).abs() < 2e-7, "{max}: {w} {expected}");
+            }
+            let lse = f64::from(max) + total.ln();
+            assert_eq!(all.lse.lse, lse as f32, "{max}");
+            // One word less than the second ends in.
+            let two_words = f64::from(all.lse.lse) + f64::from(all.lse.rest);
+            assert!((two_words - lse).abs() <= lse.abs() * 2f64.powi(-46) + 2f64.powi(-50), "{max}: {two_words} {lse}");
+        }
     }
 
     #[test]
     fn a_side_without_keys_has_no_say() {
         for (l1, l2, expected) in [(NEG, 1.5, [9.0, 8.0]), (1.5, NEG, [1.0, 2.0]), (NEG, NEG, [0.0, 0.0])] {
             let mut row = [1.0f32, 2.0];
-            let w = weights(l1, l2);
+            let w = weights(word(l1), word(l2));
             combine(&w, &mut row, &[9.0, 8.0]);
             assert_eq!(row, expected);
-            assert_eq!(w.lse, if l1 == NEG { l2 } else { l1 });
+            assert_eq!(w.lse, word(if l1 == NEG { l2 } else { l1 }));
         }
         let mut row = [f32::NAN];
-        combine(&weights(NEG, NEG), &mut row, &[f32::NAN]);
+        combine(&weights(word(NEG), word(NEG)), &mut row, &[f32::NAN]);
         assert_eq!(row, [0.0]);
+        // Whatever the second word of a row without keys is.
+        let poisoned = LogSumExp { lse: NEG, rest: f32::NAN };
+        assert_eq!(weights(poisoned, word(1.5)).lse, word(1.5));
+        assert_eq!(weights(poisoned, poisoned).lse, word(NEG));
     }
 
     #[test]
     fn a_nan_stays_a_nan() {
         for (l1, l2) in [(f32::NAN, 0.0), (0.0, f32::NAN), (f32::NAN, f32::NAN), (NEG, f32::NAN), (f32::NAN, NEG)] {
-            let w = weights(l1, l2);
-            assert!(w.lse.is_nan(), "{l1} {l2}");
+            let w = weights(word(l1), word(l2));
+            assert!(w.lse.lse.is_nan(), "{l1} {l2}");
         }
+        assert!(weights(word(0.0), LogSumExp { lse: 0.0f32, rest: f32::NAN }).lse.lse.is_nan());
         let mut row = [1.0f32];
-        combine(&weights(0.0, f32::NAN), &mut row, &[1.0]);
+        combine(&weights(word(0.0), word(f32::NAN)), &mut row, &[1.0]);
         assert!(row[0].is_nan());
-        assert!(sink(f32::NAN, 0.0).1.is_nan() && sink(0.0, f32::NAN).1.is_nan());
+        assert!(sink(word(f32::NAN), 0.0).1.is_nan() && sink(word(0.0), f32::NAN).1.is_nan());
+        assert!(LogSumExp::<f32>::of(f64::NAN).lse.is_nan());
+        assert_eq!(LogSumExp::<f32>::of(f64::NEG_INFINITY), word(NEG));
     }
 
     #[test]
     fn sinks() {
-        assert_eq!(sink(3.0f32, NEG), (1.0, 3.0));
-        assert_eq!(sink(NEG, NEG), (1.0, NEG));
-        assert_eq!(sink(NEG, 2.0f32), (0.0, 2.0));
-        assert_eq!(sink(1.0f32, 1e4), (0.0, 1e4));
-        let (factor, lse) = sink(0f64, 0.0);
+        assert_eq!(sink(word(3.0f32), NEG), (1.0, 3.0));
+        assert_eq!(sink(word(NEG), NEG), (1.0, NEG));
+        assert_eq!(sink(word(NEG), 2.0f32), (0.0, 2.0));
+        assert_eq!(sink(word(1.0f32), 1e4), (0.0, 1e4));
+        let (factor, lse) = sink(word(0f64), 0.0);
         assert!((factor - 0.5).abs() < 1e-15 && (lse - 2f64.ln()).abs() < 1e-15);
+        // The second word counts.
+        let rest = 1000.0 * 2f32.powi(-25);
+        let (factor, _) = sink(LogSumExp { lse: 1000.0, rest }, 1000.0);
+        let expected = 1.0 / (1.0 + f64::from(-rest).exp());
+        assert!((f64::from(factor) - expected).abs() < 1e-7);
     }
 }

@@ -5,7 +5,7 @@
 //! no tricks with the maximum beyond the one that keeps exp finite. What may not be done here: anything that a reader
 //! has to think about twice.
 
-use crate::kernel::Score;
+use crate::call::Score;
 use alloc::{vec, vec::Vec};
 
 /// A whole problem: packed documents, compact `[tokens, heads, dim]` tensors.
@@ -188,15 +188,8 @@ mod tests {
 
     /// Numbers between −1 and 1 that look random.
     fn numbers(n: usize, seed: u64) -> Vec<f64> {
-        let mut x = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-        (0..n)
-            .map(|_| {
-                x ^= x << 13;
-                x ^= x >> 7;
-                x ^= x << 17;
-                (x >> 11) as f64 / (1u64 << 52) as f64 - 1.0
-            })
-            .collect()
+        let mut draw = fastrand::Rng::with_seed(seed);
+        (0..n).map(|_| 2.0 * draw.f64() - 1.0).collect()
     }
 
     #[test]

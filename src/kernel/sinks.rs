@@ -6,9 +6,9 @@
 //! scores. The sum over a rank's rows is kept in f64, whatever the element type: it is as long as the sequence.
 
 use crate::{
+    call::{RawTensor, SinkGradient},
     element::{Dtype, Element},
     error::{Error, Result},
-    kernel::{RawTensor, SinkGradient},
 };
 
 /// Sums over the rows that are given; the result is written, not added.

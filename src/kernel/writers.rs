@@ -12,7 +12,7 @@
 
 use alloc::format;
 
-use super::{Range, Ranges};
+use crate::call::{Block, Range, Ranges, RawTensor};
 use crate::error::{Error, Result};
 
 /// Entries that are sorted at a time; their numbers take 16 KiB of stack.
@@ -27,6 +27,30 @@ impl Ranges<'_> {
         }
         if keys {
             disjoint("ranges.k", self.k.len(), |i| &self.k[i])?;
+        }
+        Ok(())
+    }
+}
+
+impl Block {
+    /// The sources of block `i` that begin where it does, which only its first may, with its type and strides (those that
+    /// anything steps by).
+    pub(super) fn check_in_place(&self, i: usize, sources: &[RawTensor]) -> Result<()> {
+        let dst = &self.dst;
+        if dst.tokens == 0 || dst.heads == 0 || dst.dim == 0 {
+            return Ok(());
+        }
+        for (j, s) in sources.iter().enumerate().filter(|(_, s)| s.ptr == dst.ptr) {
+            let name = || format!("blocks[{i}].sources[{j}]");
+            let used = |count: u64, stride| if count > 1 { stride } else { 0 };
+            let strides = |t: &RawTensor| (used(dst.tokens, t.token_stride), used(u64::from(dst.heads), t.head_stride));
+            if j > 0 {
+                return Err(Error::invalid(name(), "dst", "another tensor: only the first source may be dst"));
+            }
+            if s.dtype != dst.dtype || strides(s) != strides(dst) {
+                let say = |t: &RawTensor| format!("{} with strides {:?}", t.dtype, strides(t));
+                return Err(Error::invalid(name(), say(s), format!("{}, as dst, where it lies", say(dst))));
+            }
         }
         Ok(())
     }

@@ -7,7 +7,7 @@
 
 use crate::{
     batch::Side,
-    kernel::Range,
+    call::Range,
     layout::{Segment, Shares},
     mask::Mask,
 };
@@ -18,7 +18,7 @@ use crate::{
 /// different documents share nothing: the caller pairs only ranges of one document, as kernels do.
 ///
 /// ```
-/// use cpattn::{Mask, kernel::Range, plan::area};
+/// use cpattn::{Mask, call::Range, plan::area};
 /// let q = Range::plain(0, 4, 4, 0); // positions 4..8
 /// let k = Range::plain(0, 8, 0, 0); // positions 0..8
 /// assert_eq!(area(&q, &k, Mask::causal()), 5 + 6 + 7 + 8);

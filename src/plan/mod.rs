@@ -3,7 +3,7 @@
 //!
 //! A [`Plan`] is a value: made once, equal by content, cheap to clone, run by a long-lived rank as often as one likes.
 //! It either honours every option in every mode or is refused, with an error that names the option, the limit and the
-//! way out. It holds nothing of any rank; [`Plan::schedule`] writes one rank's operations.
+//! way out. It holds nothing of any rank; `Schedule::new` writes one rank's operations.
 
 use alloc::{format, sync::Arc, vec::Vec};
 
@@ -12,22 +12,21 @@ use crate::{
     error::{Error, Result},
     heads::{self, HeadShare},
     layout::{Layout, Segment, Shares, cut},
-    mesh::{Mesh, Place},
-    schedule::{Direction, Form, Schedule, Visitors, build},
+    mesh::{Coordinates, Mesh},
 };
 
 mod area;
 pub mod auto;
-mod bound;
-mod costs;
-mod explain;
+mod form;
 mod problem;
 mod shard;
 
 pub use area::{Load, area};
-pub use auto::{BALANCE, Candidate, Choice, Dealt, LAYOUTS, auto_layout, auto_mesh, auto_mesh_with, choose, dealt};
-pub use costs::{Costs, PeakBuffers, StepCost};
-pub use problem::{Kind, MAX_HEAD_DIM, Problem};
+pub use auto::{
+    BALANCE, Candidate, Choice, Dealt, LAYOUTS, MESSAGE, auto_layout, auto_mesh, auto_mesh_with, choose, dealt,
+};
+pub use form::{CirculatingSide, Direction, Form};
+pub use problem::{AttentionKind, MAX_HEAD_DIM, Problem};
 pub use shard::ShiftMessage;
 
 /// Which side of the attention travels in the backward.
@@ -180,7 +179,7 @@ impl Plan {
             return Err(Error::invalid("mesh.ulysses", mesh.ulysses, format!("at most heads = {}", problem.heads()))
                 .hint("give the remaining ranks to the ring"));
         }
-        if problem.kind == Kind::Other && mesh.ring > 1 {
+        if problem.kind == AttentionKind::Other && mesh.ring > 1 {
             return Err(Error::unsupported(
                 "kind other on a ring",
                 format!("only softmax attention can be merged from parts, and the ring has {} ranks", mesh.ring),
@@ -212,7 +211,7 @@ impl Plan {
                 "leave out one of them",
             ));
         }
-        let shares = Shares::new(problem.batch(), problem.window(), layout, mesh.ring)?;
+        let shares = Shares::new(problem.batch(), problem.mask(), layout, mesh.ring)?;
         let mut h = Fingerprint::new();
         problem.hash_into(&mut h);
         // Replicas run on batches of their own, so their number is no part of what a group agrees on.
@@ -262,10 +261,10 @@ impl Plan {
     }
 
     /// A rank's place. A number beyond the world has one too, that of another rank, so it is not let through.
-    fn place(&self, rank: usize) -> Place {
+    fn place(&self, rank: usize) -> Coordinates {
         let world = self.mesh().world();
         assert!(rank < world, "rank is {rank}, expected below the world of {world}");
-        self.mesh().place(rank)
+        self.mesh().coordinates(rank)
     }
 
     /// The heads that a rank holds between the two all-to-alls.
@@ -287,7 +286,7 @@ impl Plan {
     /// # Panics
     /// A rank outside the mesh.
     pub fn local_rows(&self, side: Side, rank: usize) -> core::ops::Range<usize> {
-        let Place { ring, ulysses, .. } = self.place(rank);
+        let Coordinates { ring, ulysses, .. } = self.place(rank);
         let rows = self.shares().rows(side, ring);
         cut(ulysses, rows, self.mesh().ulysses)..cut(ulysses + 1, rows, self.mesh().ulysses)
     }
@@ -311,27 +310,27 @@ impl Plan {
 
     /// Which side travels in the backward. Bytes of a travelling k token are `Hk(dk + dv)(e + g)`, of a q token
     /// `Hq(dk + dv)e + Hq·dk·g + 2·Hq·a` (e, g, a: bytes of an element, of a travelling gradient, of lse and delta).
-    pub fn backward_visitors(&self) -> Visitors {
+    pub fn backward_circulates(&self) -> CirculatingSide {
         let (p, o) = (self.problem(), self.options());
         match o.circulate {
-            Circulate::Keys => Visitors::Keys,
-            Circulate::Queries => Visitors::Queries,
-            Circulate::Auto if o.passes > 1 || o.gather || o.reproducible => Visitors::Keys,
+            Circulate::Keys => CirculatingSide::Keys,
+            Circulate::Queries => CirculatingSide::Queries,
+            Circulate::Auto if o.passes > 1 || o.gather || o.reproducible => CirculatingSide::Keys,
             Circulate::Auto => {
-                let (k, q) = self.bytes_per_visiting_token();
+                let (k, q) = self.bytes_per_circulating_token();
                 let (nk, nq) = (p.batch().tokens(Side::K) as u128, p.batch().tokens(Side::Q) as u128);
-                if q * nq < k * nk { Visitors::Queries } else { Visitors::Keys }
+                if q * nq < k * nk { CirculatingSide::Queries } else { CirculatingSide::Keys }
             }
         }
     }
 
     /// Bytes that one token of k's side, and one of q's, moves per visit in the backward, there and home.
-    pub fn bytes_per_visiting_token(&self) -> (u128, u128) {
+    pub fn bytes_per_circulating_token(&self) -> (u128, u128) {
         let p = self.problem();
         let e = p.dtype().size();
         let a = p.dtype().accumulator().size();
         let g = if self.options().wire == Wire::Bf16 { 2 } else { a };
-        let dims = p.head_dim() + p.v_head_dim();
+        let dims = p.head_dim() + p.value_dim();
         let k = p.kv_heads() * dims * (e + g);
         let q = p.heads() * (dims * e + p.head_dim() * g + 2 * a);
         (k as u128, q as u128)
@@ -351,32 +350,6 @@ impl Plan {
         Ok(())
     }
 
-    /// One rank's operations.
-    pub fn schedule(&self, rank: usize, direction: Direction) -> Result<Schedule> {
-        if rank >= self.mesh().world() {
-            return Err(Error::invalid("rank", rank, format!("below the world of {}", self.mesh().world())));
-        }
-        if self.problem().kind == Kind::Other {
-            return Err(Error::unsupported(
-                "attention of kind other",
-                "the kernels here are those of softmax attention",
-                "run your own between the two trades of a Ulysses rank",
-            ));
-        }
-        build::schedule(self, rank, direction)
-    }
-
-    /// One rank's operations for the all-to-all of one tensor.
-    pub fn trade(&self, rank: usize, trade: build::trade::Trade) -> Result<Schedule> {
-        if rank >= self.mesh().world() {
-            return Err(Error::invalid("rank", rank, format!("below the world of {}", self.mesh().world())));
-        }
-        if trade.dim == 0 {
-            return Err(Error::invalid("trade.dim", 0, "at least 1"));
-        }
-        build::trade::schedule(self, rank, trade)
-    }
-
     /// Calls `each(global token, position, document)` for every token a rank holds, in its order.
     ///
     /// # Panics
@@ -384,7 +357,7 @@ impl Plan {
     pub fn for_each_token(&self, side: Side, rank: usize, mut each: impl FnMut(usize, i64, usize)) {
         let rows = self.local_rows(side, rank);
         let mut segments: Vec<Segment> = Vec::new();
-        self.shares().segments(side, self.mesh().place(rank).ring, &mut segments);
+        self.shares().segments(side, self.mesh().coordinates(rank).ring, &mut segments);
         let batch = self.problem().batch();
         for s in &segments {
             let first = s.range.row as usize;

@@ -8,9 +8,9 @@ use alloc::{format, sync::Arc};
 
 use crate::{
     batch::Batch,
+    call::Score,
     element::Dtype,
     error::{Error, Result},
-    kernel::Score,
     mask::Mask,
 };
 
@@ -19,7 +19,7 @@ pub const MAX_HEAD_DIM: usize = 512;
 
 /// What mixes the tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Kind {
+pub enum AttentionKind {
     /// Softmax attention; every mesh.
     Softmax,
     /// Any other mixing of whole sequences (linear attention, state spaces, convolutions): the caller's own kernel
@@ -41,7 +41,7 @@ pub struct Problem {
     pub(crate) softcap: Option<f64>,
     pub(crate) slopes: Option<Arc<[f32]>>,
     pub(crate) sinks: bool,
-    pub(crate) kind: Kind,
+    pub(crate) kind: AttentionKind,
 }
 
 impl Problem {
@@ -60,41 +60,41 @@ impl Problem {
             softcap: None,
             slopes: None,
             sinks: false,
-            kind: Kind::Softmax,
+            kind: AttentionKind::Softmax,
         }
     }
 
     /// v's head dim, when it differs from q's and k's.
     #[must_use]
-    pub fn value_dim(mut self, value_dim: usize) -> Self {
+    pub fn with_value_dim(mut self, value_dim: usize) -> Self {
         self.value_dim = value_dim;
         self
     }
 
     /// Which keys a query reads.
     #[must_use]
-    pub fn mask(mut self, mask: Mask) -> Self {
+    pub fn with_mask(mut self, mask: Mask) -> Self {
         self.mask = mask;
         self
     }
 
     /// Multiplies q·k.
     #[must_use]
-    pub fn scale(mut self, scale: f64) -> Self {
+    pub fn with_scale(mut self, scale: f64) -> Self {
         self.scale = Some(scale);
         self
     }
 
     /// Caps scores: `cap · tanh(s / cap)`.
     #[must_use]
-    pub fn softcap(mut self, cap: f64) -> Self {
+    pub fn with_softcap(mut self, cap: f64) -> Self {
         self.softcap = Some(cap);
         self
     }
 
     /// ALiBi: subtracts `slope_h · |q_pos − k_pos|`; one slope for each q head.
     #[must_use]
-    pub fn alibi(mut self, slopes: &[f32]) -> Self {
+    pub fn with_alibi(mut self, slopes: &[f32]) -> Self {
         self.slopes = Some(slopes.into());
         self
     }
@@ -102,14 +102,14 @@ impl Problem {
     /// Each q head has a learnable sink: a logit that takes part in the softmax and has no value. The logits are given
     /// with each run; the backward returns their gradients.
     #[must_use]
-    pub fn sinks(mut self, sinks: bool) -> Self {
+    pub fn with_sinks(mut self, sinks: bool) -> Self {
         self.sinks = sinks;
         self
     }
 
     /// Marks what mixes the tokens.
     #[must_use]
-    pub fn kind(mut self, kind: Kind) -> Self {
+    pub fn with_kind(mut self, kind: AttentionKind) -> Self {
         self.kind = kind;
         self
     }
@@ -188,7 +188,7 @@ impl Problem {
     }
 
     /// v's head dim.
-    pub fn v_head_dim(&self) -> usize {
+    pub fn value_dim(&self) -> usize {
         self.value_dim
     }
 
@@ -198,7 +198,7 @@ impl Problem {
     }
 
     /// The mask.
-    pub fn window(&self) -> Mask {
+    pub fn mask(&self) -> Mask {
         self.mask
     }
 
@@ -304,17 +304,17 @@ mod tests {
         let mut p = problem();
         p.head_dim = 0;
         assert_eq!(text(p), "head_dim is 0, expected 1 to 512");
-        assert_eq!(text(problem().value_dim(513)), "value_dim is 513, expected 1 to 512");
-        assert_eq!(text(problem().scale(f64::NAN)), "scale is NaN, expected a finite number");
-        assert!(text(problem().softcap(0.0)).starts_with("softcap is 0, expected a finite number above 0"));
-        assert!(text(problem().softcap(1e300)).starts_with("softcap is 1e300, expected 1.17549"));
-        assert!(text(problem().softcap(1e-42)).starts_with("softcap is 1e-42, expected 1.17549"));
-        assert!(text(problem().scale(-1e39)).starts_with("scale is -1e39, expected at most 3.40282"));
+        assert_eq!(text(problem().with_value_dim(513)), "value_dim is 513, expected 1 to 512");
+        assert_eq!(text(problem().with_scale(f64::NAN)), "scale is NaN, expected a finite number");
+        assert!(text(problem().with_softcap(0.0)).starts_with("softcap is 0, expected a finite number above 0"));
+        assert!(text(problem().with_softcap(1e300)).starts_with("softcap is 1e300, expected 1.17549"));
+        assert!(text(problem().with_softcap(1e-42)).starts_with("softcap is 1e-42, expected 1.17549"));
+        assert!(text(problem().with_scale(-1e39)).starts_with("scale is -1e39, expected at most 3.40282"));
         let double = |p: Problem| Problem { dtype: Dtype::F64, ..p };
-        double(problem().softcap(1e300).scale(-1e39)).check().unwrap();
-        assert!(text(double(problem().softcap(1e-310))).starts_with("softcap is 1e-310, expected 2.22507"));
-        assert_eq!(text(problem().alibi(&[1.0])), "slopes is 1 entries, expected one for each of 6 q heads");
-        assert!(text(problem().alibi(&[1.0, 1.0, f32::INFINITY, 1.0, 1.0, 1.0])).starts_with("slopes[2] is inf"));
+        double(problem().with_softcap(1e300).with_scale(-1e39)).check().unwrap();
+        assert!(text(double(problem().with_softcap(1e-310))).starts_with("softcap is 1e-310, expected 2.22507"));
+        assert_eq!(text(problem().with_alibi(&[1.0])), "slopes is 1 entries, expected one for each of 6 q heads");
+        assert!(text(problem().with_alibi(&[1.0, 1.0, f32::INFINITY, 1.0, 1.0, 1.0])).starts_with("slopes[2] is inf"));
         problem().check().unwrap();
     }
 }

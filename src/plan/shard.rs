@@ -53,7 +53,7 @@ impl Plan {
     pub fn for_each_run(&self, side: Side, rank: usize, mut each: impl FnMut(usize, usize, usize, usize)) {
         let rows = self.local_rows(side, rank);
         let mut segments: Vec<Segment> = Vec::new();
-        self.shares().segments(side, self.mesh().place(rank).ring, &mut segments);
+        self.shares().segments(side, self.mesh().coordinates(rank).ring, &mut segments);
         let batch = self.problem().batch();
         for s in &segments {
             let (range, first, doc) = (&s.range, s.range.row as usize, s.range.doc as usize);

@@ -5,11 +5,11 @@ use std::boxed::Box;
 
 #[cfg(feature = "cuda")]
 use super::DeviceRank;
-use super::{Bindings, Handle, Rank};
+use super::{AbortHandle, Bindings, Rank};
 use crate::{
+    device::Device,
     error::Result,
     kernel::{RawStream, no_stream},
-    place::Place,
     plan::Plan,
     schedule::Direction,
 };
@@ -38,16 +38,16 @@ impl From<DeviceRank> for AnyRank {
 
 impl AnyRank {
     /// Where its tensors are.
-    pub fn place(&self) -> Place {
+    pub fn place(&self) -> Device {
         match self {
-            Self::Host(_) => Place::Cpu,
+            Self::Host(_) => Device::Cpu,
             #[cfg(feature = "cuda")]
-            Self::Device(rank) => Place::Cuda(rank.device().ordinal()),
+            Self::Device(rank) => Device::Cuda(rank.device().ordinal()),
         }
     }
 
     /// For other threads.
-    pub fn handle(&self) -> Handle {
+    pub fn handle(&self) -> AbortHandle {
         match self {
             Self::Host(rank) => rank.handle(),
             #[cfg(feature = "cuda")]

@@ -6,11 +6,11 @@ use std::format;
 use super::ops::Prepared;
 use crate::{
     batch::Side,
+    call::RawTensor,
     element::Dtype,
     error::{Error, Result},
-    kernel::RawTensor,
     plan::Plan,
-    schedule::{ALIGNMENT, Buf, Direction, Kind, Schedule, Tensor},
+    schedule::{ALIGNMENT, Buf, Direction, OpKind, Schedule, TensorId},
     tensor::{disjoint, expect},
 };
 
@@ -30,18 +30,18 @@ use crate::{
 /// | dsinks | `[1, heads, 1]` | the accumulator's |
 #[derive(Clone, Copy, Debug)]
 pub struct Bindings {
-    tensors: [RawTensor; Tensor::COUNT],
+    tensors: [RawTensor; TensorId::COUNT],
 }
 
 impl Default for Bindings {
     fn default() -> Self {
-        Self { tensors: [RawTensor::NONE; Tensor::COUNT] }
+        Self { tensors: [RawTensor::NONE; TensorId::COUNT] }
     }
 }
 
 /// Whether a direction uses a tensor, and writes it.
-fn role(tensor: Tensor, direction: Direction, sinks: bool) -> Option<bool> {
-    use Tensor::{DO, Dk, Dq, Dsinks, Dv, K, Lse, O, Q, Sinks, V};
+fn role(tensor: TensorId, direction: Direction, sinks: bool) -> Option<bool> {
+    use TensorId::{DO, Dk, Dq, Dsinks, Dv, K, Lse, O, Q, Sinks, V};
     let backward = direction == Direction::Backward;
     match tensor {
         Q | K | V => Some(false),
@@ -53,51 +53,51 @@ fn role(tensor: Tensor, direction: Direction, sinks: bool) -> Option<bool> {
     }
 }
 
-const ALL: [Tensor; Tensor::COUNT] = [
-    Tensor::Q,
-    Tensor::K,
-    Tensor::V,
-    Tensor::O,
-    Tensor::Lse,
-    Tensor::DO,
-    Tensor::Dq,
-    Tensor::Dk,
-    Tensor::Dv,
-    Tensor::Sinks,
-    Tensor::Dsinks,
+const ALL: [TensorId; TensorId::COUNT] = [
+    TensorId::Q,
+    TensorId::K,
+    TensorId::V,
+    TensorId::O,
+    TensorId::Lse,
+    TensorId::DO,
+    TensorId::Dq,
+    TensorId::Dk,
+    TensorId::Dv,
+    TensorId::Sinks,
+    TensorId::Dsinks,
 ];
 
 impl Bindings {
     /// Sets a tensor.
     #[must_use]
-    pub fn with(mut self, tensor: Tensor, raw: RawTensor) -> Self {
+    pub fn with(mut self, tensor: TensorId, raw: RawTensor) -> Self {
         self.set(tensor, raw);
         self
     }
 
     /// Sets a tensor in place.
-    pub fn set(&mut self, tensor: Tensor, raw: RawTensor) {
+    pub fn set(&mut self, tensor: TensorId, raw: RawTensor) {
         self.tensors[tensor as usize] = raw;
     }
 
     /// The tensor of that name.
-    pub fn get(&self, tensor: Tensor) -> &RawTensor {
+    pub fn get(&self, tensor: TensorId) -> &RawTensor {
         &self.tensors[tensor as usize]
     }
 
     /// The tensors that a direction reads or writes.
-    pub(super) fn used(&self, direction: Direction, sinks: bool) -> impl Iterator<Item = (Tensor, &RawTensor)> {
+    pub(super) fn used(&self, direction: Direction, sinks: bool) -> impl Iterator<Item = (TensorId, &RawTensor)> {
         ALL.into_iter().filter(move |&t| role(t, direction, sinks).is_some()).map(|t| (t, self.get(t)))
     }
 
     pub(super) fn check(&self, plan: &Plan, prepared: &Prepared) -> Result<()> {
         let (schedule, p) = (&prepared.schedule, plan.problem());
         let direction = schedule.direction;
-        let mut list = [("", RawTensor::NONE, false); Tensor::COUNT];
+        let mut list = [("", RawTensor::NONE, false); TensorId::COUNT];
         for tensor in ALL {
             let raw = self.get(tensor);
             let Some(written) = role(tensor, direction, p.has_sinks()) else {
-                if tensor == Tensor::Sinks && !raw.is_none() {
+                if tensor == TensorId::Sinks && !raw.is_none() {
                     return Err(Error::invalid("sinks", "given", "none, since the problem has no sinks")
                         .hint("plan a problem that has sinks"));
                 }
@@ -142,19 +142,19 @@ pub(super) fn apart_from(
 }
 
 /// Element type and shape of one of the caller's tensors.
-fn form(plan: &Plan, prepared: &Prepared, tensor: Tensor) -> (Dtype, [usize; 3]) {
+fn form(plan: &Plan, prepared: &Prepared, tensor: TensorId) -> (Dtype, [usize; 3]) {
     let p = plan.problem();
     let (q, k) = (prepared.q_rows as usize, prepared.k_rows as usize);
-    let (d, dv) = (p.head_dim(), p.v_head_dim());
+    let (d, dv) = (p.head_dim(), p.value_dim());
     let (dtype, acc) = (p.dtype(), p.dtype().accumulator());
     match tensor {
-        Tensor::Q | Tensor::Dq => (dtype, [q, p.heads(), d]),
-        Tensor::K | Tensor::Dk => (dtype, [k, p.kv_heads(), d]),
-        Tensor::V | Tensor::Dv => (dtype, [k, p.kv_heads(), dv]),
-        Tensor::O | Tensor::DO => (dtype, [q, p.heads(), dv]),
-        Tensor::Lse => (acc, [q, p.heads(), 1]),
-        Tensor::Sinks => (Dtype::F32, [1, p.heads(), 1]),
-        Tensor::Dsinks => (acc, [1, p.heads(), 1]),
+        TensorId::Q | TensorId::Dq => (dtype, [q, p.heads(), d]),
+        TensorId::K | TensorId::Dk => (dtype, [k, p.kv_heads(), d]),
+        TensorId::V | TensorId::Dv => (dtype, [k, p.kv_heads(), dv]),
+        TensorId::O | TensorId::DO => (dtype, [q, p.heads(), dv]),
+        TensorId::Lse => (acc, [q, p.heads(), 1]),
+        TensorId::Sinks => (Dtype::F32, [1, p.heads(), 1]),
+        TensorId::Dsinks => (acc, [1, p.heads(), 1]),
     }
 }
 
@@ -172,10 +172,10 @@ pub(super) fn placeholders(
 }
 
 /// The caller's tensors that are sent as they lie.
-pub(super) fn sent(schedule: &Schedule) -> std::vec::Vec<Tensor> {
+pub(super) fn sent(schedule: &Schedule) -> std::vec::Vec<TensorId> {
     let mut list = std::vec::Vec::new();
     for op in &schedule.ops {
-        if let Kind::Fetch { carry, .. } = &op.kind {
+        if let OpKind::Fetch { carry, .. } = &op.kind {
             for c in carry {
                 if let Buf::User(t) = c.own.buf
                     && !list.contains(&t)

@@ -11,21 +11,19 @@
 use std::{format, sync::Arc, vec::Vec};
 
 use super::{
-    Handle,
+    AbortHandle,
+    all_to_all::Watch,
     bind::{self, Bindings},
     measure::{Measure, dangling},
     ops::{Backend, Job, Memory, Prepared, perform},
-    trade::Watch,
 };
 use crate::{
+    call::{Attend, AttendBackward, Delta, RawTensor, SinkGradient, Transform},
     element::Dtype,
     error::{Cause, Error, Result},
-    kernel::{
-        Attend, AttendBackward, Delta, RawTensor, SinkGradient, Transform,
-        cuda::{Cuda, DeviceMemory, Staging, Stream, driver::Event},
-    },
+    kernel::cuda::{Cuda, DeviceMemory, Staging, Stream, driver::Event},
     plan::Plan,
-    schedule::{ALIGNMENT, Direction, Lane, Tensor},
+    schedule::{ALIGNMENT, Direction, Lane, Schedule, TensorId},
     transport::{DeviceTransport, Label, Message, Transport},
 };
 
@@ -41,9 +39,10 @@ const REMEMBERED: usize = 16;
 ///
 /// ```no_run
 /// use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Result, Side, transport::peer};
-/// use cpattn::kernel::{RawTensor, cuda::Cuda};
+/// use cpattn::call::RawTensor;
+/// use cpattn::kernel::cuda::Cuda;
 /// use cpattn::runtime::{Bindings, DeviceRank};
-/// use cpattn::schedule::{Direction, Tensor};
+/// use cpattn::schedule::{Direction, TensorId};
 /// use std::{ptr::null_mut, time::Duration};
 ///
 /// // Two documents of 5 and 7 tokens, 4 q heads, 2 kv heads, head_dim 64.
@@ -61,11 +60,11 @@ const REMEMBERED: usize = 16;
 ///         let (k, v) = (cuda.allocate(bytes(2, 64, Dtype::Bf16))?, cuda.allocate(bytes(2, 64, Dtype::Bf16))?);
 ///         let lse = cuda.allocate(bytes(4, 1, Dtype::F32))?;
 ///         let tensors = Bindings::default()
-///             .with(Tensor::Q, RawTensor::compact(q.ptr(), Dtype::Bf16, n, 4, 64))
-///             .with(Tensor::K, RawTensor::compact(k.ptr(), Dtype::Bf16, n, 2, 64))
-///             .with(Tensor::V, RawTensor::compact(v.ptr(), Dtype::Bf16, n, 2, 64))
-///             .with(Tensor::O, RawTensor::compact(o.ptr(), Dtype::Bf16, n, 4, 64))
-///             .with(Tensor::Lse, RawTensor::compact(lse.ptr(), Dtype::F32, n, 4, 1));
+///             .with(TensorId::Q, RawTensor::compact(q.ptr(), Dtype::Bf16, n, 4, 64))
+///             .with(TensorId::K, RawTensor::compact(k.ptr(), Dtype::Bf16, n, 2, 64))
+///             .with(TensorId::V, RawTensor::compact(v.ptr(), Dtype::Bf16, n, 2, 64))
+///             .with(TensorId::O, RawTensor::compact(o.ptr(), Dtype::Bf16, n, 4, 64))
+///             .with(TensorId::Lse, RawTensor::compact(lse.ptr(), Dtype::F32, n, 4, 1));
 ///         let stream = null_mut(); // the legacy default stream, or a cudaStream_t of the caller's, cast
 ///         // SAFETY: the memory lives until the stream was waited for, and nobody else uses it.
 ///         unsafe {
@@ -198,9 +197,9 @@ impl DeviceRank {
     }
 
     /// For other threads.
-    pub fn handle(&self) -> Handle {
+    pub fn handle(&self) -> AbortHandle {
         let transport: Arc<dyn Transport> = self.transport.clone();
-        Handle { transport: Arc::downgrade(&transport) }
+        AbortHandle { transport: Arc::downgrade(&transport) }
     }
 
     /// Waits on the host until nothing that this rank enqueued uses its memory any more.
@@ -229,7 +228,7 @@ impl DeviceRank {
             Some(i) => Ok(self.prepared[i].prepared.schedule.workspace),
             None => {
                 self.suits(plan)?;
-                Ok(plan.schedule(self.rank(), direction)?.workspace)
+                Ok(Schedule::new(plan, self.rank(), direction)?.workspace)
             }
         }
     }
@@ -303,7 +302,7 @@ impl DeviceRank {
             ));
         }
         self.device().accept_score(&p.score())?;
-        self.device().is_prepared(p.dtype(), p.head_dim() as u32, p.v_head_dim() as u32).map(|_| ())
+        self.device().is_prepared(p.dtype(), p.head_dim() as u32, p.value_dim() as u32).map(|_| ())
     }
 
     fn ready(&mut self, plan: &Plan, direction: Direction) -> Result<usize> {
@@ -313,7 +312,7 @@ impl DeviceRank {
         self.suits(plan)?;
         let p = plan.problem();
         let cuda = Arc::clone(self.transport.device());
-        cuda.prepare(p.dtype(), p.head_dim() as u32, p.v_head_dim() as u32)?;
+        cuda.prepare(p.dtype(), p.head_dim() as u32, p.value_dim() as u32)?;
         let mut prepared = Prepared::new(plan, self.rank(), Job::Attention(direction))?;
         let mut events: Vec<Option<Event>> = (0..prepared.schedule.ops.len()).map(|_| None).collect();
         for op in &prepared.schedule.ops {
@@ -392,7 +391,7 @@ impl DeviceRank {
         for (tensor, raw) in tensors.used(direction, plan.problem().has_sinks()) {
             // What attention itself may read or write is read 16 bytes at a time, on whatever mesh; the rest is only
             // copied.
-            let whole = matches!(tensor, Tensor::Q | Tensor::K | Tensor::V | Tensor::O | Tensor::DO);
+            let whole = matches!(tensor, TensorId::Q | TensorId::K | TensorId::V | TensorId::O | TensorId::DO);
             self.device().accept(tensor.name(), raw, if whole { 16 } else { raw.dtype.size() })?;
         }
         // SAFETY: the caller's promise.

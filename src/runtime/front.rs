@@ -5,11 +5,11 @@ use std::format;
 
 use super::{Bindings, Rank};
 use crate::{
+    call::RawTensor,
     element::{Dtype, Element},
     error::{Error, Result},
-    kernel::RawTensor,
     plan::Plan,
-    schedule::{Direction, Tensor},
+    schedule::{Direction, TensorId},
     tensor::{View, ViewMut},
 };
 
@@ -92,12 +92,12 @@ impl Rank {
     pub fn forward<T: Element>(&mut self, plan: &Plan, t: Forward<'_, T>) -> Result<()> {
         let heads = plan.problem().has_sinks().then(|| plan.problem().heads());
         let bindings = Bindings::default()
-            .with(Tensor::Q, t.q.raw())
-            .with(Tensor::K, t.k.raw())
-            .with(Tensor::V, t.v.raw())
-            .with(Tensor::Sinks, sinks(t.sinks, heads)?)
-            .with(Tensor::O, t.o.raw())
-            .with(Tensor::Lse, t.lse.raw());
+            .with(TensorId::Q, t.q.raw())
+            .with(TensorId::K, t.k.raw())
+            .with(TensorId::V, t.v.raw())
+            .with(TensorId::Sinks, sinks(t.sinks, heads)?)
+            .with(TensorId::O, t.o.raw())
+            .with(TensorId::Lse, t.lse.raw());
         // SAFETY: views vouch for their memory, and the exclusive ones for having it alone, as long as `t` lives.
         unsafe { self.run(plan, Direction::Forward, &bindings) }
     }
@@ -110,17 +110,17 @@ impl Rank {
         let heads = plan.problem().has_sinks().then(|| plan.problem().heads());
         let dsinks = t.dsinks.as_deref_mut().map(|s| (s.as_mut_ptr().cast(), s.len()));
         let bindings = Bindings::default()
-            .with(Tensor::Q, t.q.raw())
-            .with(Tensor::K, t.k.raw())
-            .with(Tensor::V, t.v.raw())
-            .with(Tensor::Sinks, sinks(t.sinks, heads)?)
-            .with(Tensor::O, t.o.raw())
-            .with(Tensor::Lse, t.lse.raw())
-            .with(Tensor::DO, t.d_o.raw())
-            .with(Tensor::Dq, t.dq.raw())
-            .with(Tensor::Dk, t.dk.raw())
-            .with(Tensor::Dv, t.dv.raw())
-            .with(Tensor::Dsinks, per_head("dsinks", T::Acc::DTYPE, dsinks, heads)?);
+            .with(TensorId::Q, t.q.raw())
+            .with(TensorId::K, t.k.raw())
+            .with(TensorId::V, t.v.raw())
+            .with(TensorId::Sinks, sinks(t.sinks, heads)?)
+            .with(TensorId::O, t.o.raw())
+            .with(TensorId::Lse, t.lse.raw())
+            .with(TensorId::DO, t.d_o.raw())
+            .with(TensorId::Dq, t.dq.raw())
+            .with(TensorId::Dk, t.dk.raw())
+            .with(TensorId::Dv, t.dv.raw())
+            .with(TensorId::Dsinks, per_head("dsinks", T::Acc::DTYPE, dsinks, heads)?);
         // SAFETY: as in `forward`.
         unsafe { self.run(plan, Direction::Backward, &bindings) }
     }

@@ -3,9 +3,10 @@
 
 use super::ops::Backend;
 use crate::{
+    call::{Attend, AttendBackward, Delta, RawTensor, SinkGradient, Transform},
     element::Dtype,
     error::Result,
-    kernel::{Attend, AttendBackward, Delta, RawTensor, SinkGradient, Transform, cpu, sinks},
+    kernel::{cpu, sinks},
     plan::Plan,
     transport::{Label, Message, Transport},
 };
@@ -19,7 +20,7 @@ pub(super) struct Host<'a> {
 /// Tiles for the attention of a plan.
 pub(super) fn dims(plan: &Plan) -> cpu::Dims {
     let p = plan.problem();
-    cpu::Dims { head_dim: p.head_dim() as u32, value_dim: p.v_head_dim() as u32, dtype: p.dtype() }
+    cpu::Dims { head_dim: p.head_dim() as u32, value_dim: p.value_dim() as u32, dtype: p.dtype() }
 }
 
 impl Host<'_> {

@@ -26,12 +26,12 @@ use std::sync::{Condvar, Mutex, MutexGuard};
 use super::{
     host::Host,
     ops::{Memory, Prepared, Room, perform},
-    trace,
 };
 use crate::{
     error::{Cause, Error, Result},
     kernel::cpu::Scratch,
     plan::Plan,
+    report::trace,
     schedule::{Lane, Schedule},
     transport::Transport,
 };

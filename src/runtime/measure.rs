@@ -3,9 +3,10 @@
 
 use super::ops::Backend;
 use crate::{
+    call::{Attend, AttendBackward, Delta, RawTensor, SinkGradient, Transform},
     element::Dtype,
     error::Result,
-    kernel::{Attend, AttendBackward, Delta, RawTensor, SinkGradient, Transform, cuda::Cuda},
+    kernel::cuda::Cuda,
     plan::Plan,
     schedule::ALIGNMENT,
     transport::{Label, Message},

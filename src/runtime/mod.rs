@@ -17,13 +17,16 @@ use std::{
 };
 
 use crate::{
+    call::RawTensor,
     error::{Cause, Result},
-    kernel::{RawTensor, cpu},
+    kernel::cpu,
     plan::Plan,
+    report::trace,
     schedule::Direction,
     transport::Transport,
 };
 
+mod all_to_all;
 mod any;
 mod bind;
 #[cfg(feature = "cuda")]
@@ -34,8 +37,6 @@ mod lanes;
 #[cfg(feature = "cuda")]
 mod measure;
 mod ops;
-pub mod trace;
-mod trade;
 mod workspace;
 
 pub use any::AnyRank;
@@ -56,7 +57,7 @@ const REMEMBERED: usize = 16;
 /// One rank: runs the plans that all ranks of its group run.
 ///
 /// Dropping it means that the rank leaves; peers that still need it get an error. A rank is used by one thread at a
-/// time; its [`Handle`] is for others.
+/// time; its [`AbortHandle`] is for others.
 pub struct Rank {
     transport: Arc<dyn Transport>,
     lanes: Lanes,
@@ -65,14 +66,14 @@ pub struct Rank {
     workspace: Workspace,
 }
 
-/// Ends a run from another thread. It does not keep its rank alive: once the rank is dropped, [`Handle::abort`] does
-/// nothing and [`Handle::poll`] finds nothing wrong.
+/// Ends a run from another thread. It does not keep its rank alive: once the rank is dropped, [`AbortHandle::abort`] does
+/// nothing and [`AbortHandle::poll`] finds nothing wrong.
 #[derive(Clone)]
-pub struct Handle {
+pub struct AbortHandle {
     transport: Weak<dyn Transport>,
 }
 
-impl Handle {
+impl AbortHandle {
     /// Ends the run on every rank: each gets an error that says who aborted.
     pub fn abort(&self) {
         if let Some(transport) = self.transport.upgrade() {
@@ -120,8 +121,8 @@ impl Rank {
     }
 
     /// For other threads.
-    pub fn handle(&self) -> Handle {
-        Handle { transport: Arc::downgrade(&self.transport) }
+    pub fn handle(&self) -> AbortHandle {
+        AbortHandle { transport: Arc::downgrade(&self.transport) }
     }
 
     /// Starts to record what each lane does, for at most `capacity` operations from now on; 0 stops. Times count from

@@ -8,12 +8,12 @@ use std::vec::Vec;
 
 use super::{Bindings, bind};
 use crate::{
+    call::{Attend, AttendBackward, Block, Delta, RawTensor, SinkGradient, Transform},
     error::Result,
-    kernel::{Attend, AttendBackward, Block, Delta, RawTensor, SinkGradient, Transform},
     plan::Plan,
     schedule::{
-        AttendOp, BackwardOp, Buf, Direction, Kind, Schedule, Tensor, View, Visitors, build::trade::Trade,
-        expand::Expansion,
+        AttendOp, BackwardOp, Buf, BufferView, CirculatingSide, Direction, OpKind, Schedule, TensorId,
+        build::all_to_all::AllToAll, expand::Expansion,
     },
     transport::{Label, Message},
 };
@@ -63,7 +63,7 @@ pub(super) trait Backend {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Job {
     Attention(Direction),
-    Trade(Trade),
+    AllToAll(AllToAll),
 }
 
 impl Job {
@@ -72,7 +72,7 @@ impl Job {
         let salt = match self {
             Self::Attention(Direction::Forward) => 0,
             Self::Attention(Direction::Backward) => 1,
-            Self::Trade(Trade { way, side, dim, dtype }) => {
+            Self::AllToAll(AllToAll { way, side, dim, dtype }) => {
                 2 | (way as u64) << 2 | (side as u64) << 3 | (dtype as u64) << 4 | u64::from(dim) << 8
             }
         };
@@ -86,7 +86,7 @@ pub(super) struct Prepared {
     pub job: Job,
     pub schedule: Schedule,
     /// The caller's tensors that are sent as they lie.
-    pub sent: Vec<Tensor>,
+    pub sent: Vec<TensorId>,
     pub q_rows: u64,
     pub k_rows: u64,
     pub compute: Room,
@@ -120,8 +120,8 @@ impl Room {
 impl Prepared {
     pub(super) fn new(plan: &Plan, rank: usize, job: Job) -> Result<Self> {
         let schedule = match job {
-            Job::Attention(direction) => plan.schedule(rank, direction)?,
-            Job::Trade(trade) => plan.trade(rank, trade)?,
+            Job::Attention(direction) => Schedule::new(plan, rank, direction)?,
+            Job::AllToAll(all_to_all) => Schedule::all_to_all(plan, rank, all_to_all)?,
         };
         let (q_rows, k_rows) = bind::rows(plan, rank);
         Ok(Self {
@@ -155,7 +155,7 @@ unsafe impl Send for Memory {}
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    fn tensor(&self, schedule: &Schedule, view: View) -> RawTensor {
+    fn tensor(&self, schedule: &Schedule, view: BufferView) -> RawTensor {
         let whole = match view.buf {
             Buf::User(t) => *self.tensors.get(t),
             Buf::Work(i) => {
@@ -181,30 +181,30 @@ pub(super) unsafe fn perform(
     room: &mut Room,
     backend: &mut impl Backend,
 ) -> Result<u64> {
-    let at = |view: View| memory.tensor(schedule, view);
-    let user = |t: Tensor| *memory.tensors.get(t);
+    let at = |view: BufferView| memory.tensor(schedule, view);
+    let user = |t: TensorId| *memory.tensors.get(t);
     let step = schedule.ops[op].step;
     match &schedule.ops[op].kind {
-        Kind::Delta { delta } => {
-            let args = Delta { o: user(Tensor::O), d_o: user(Tensor::DO), delta: at(*delta) };
+        OpKind::Delta { delta } => {
+            let args = Delta { o: user(TensorId::O), d_o: user(TensorId::DO), delta: at(*delta) };
             // SAFETY: the caller's promise.
             unsafe { backend.delta(&args) }?;
         }
-        Kind::SinkGradient { delta, partial } => {
+        OpKind::SinkGradient { delta, partial } => {
             let args = SinkGradient {
-                lse: user(Tensor::Lse),
+                lse: user(TensorId::Lse),
                 delta: at(*delta),
-                sinks: user(Tensor::Sinks),
+                sinks: user(TensorId::Sinks),
                 dsinks: at(*partial),
             };
             // SAFETY: the caller's promise.
             unsafe { backend.sink_gradient(&args) }?;
         }
-        Kind::SinkTotal { digits } => {
+        OpKind::SinkTotal { digits } => {
             // SAFETY: the caller's promise.
-            unsafe { backend.sink_total(&at(*digits), &user(Tensor::Dsinks)) }?;
+            unsafe { backend.sink_total(&at(*digits), &user(TensorId::Dsinks)) }?;
         }
-        Kind::Transform { .. } | Kind::Reduce { .. } => {
+        OpKind::Transform { .. } | OpKind::Pack { .. } | OpKind::Reduce { .. } => {
             let Room { expansion, blocks, sources, .. } = room;
             expansion.blocks(schedule, op, |list, from| {
                 blocks.clear();
@@ -219,7 +219,7 @@ pub(super) unsafe fn perform(
                 unsafe { backend.transform(&Transform { blocks, sources }) }
             })?;
         }
-        kind @ (Kind::Exchange { .. } | Kind::Fetch { .. } | Kind::Return { .. }) => {
+        kind @ (OpKind::Exchange { .. } | OpKind::Fetch { .. } | OpKind::Return { .. }) => {
             room.sends.clear();
             room.recvs.clear();
             let mut moved = 0;
@@ -238,14 +238,14 @@ pub(super) unsafe fn perform(
             }
             return Ok(moved);
         }
-        Kind::Attend(a) => {
-            schedule.visits(Visitors::Keys).ranges(a.visit as usize, &mut room.expansion.scratch);
+        OpKind::Attend(a) => {
+            schedule.ring_steps(CirculatingSide::Keys).ranges(a.ring_step as usize, &mut room.expansion.scratch);
             let args = attend(plan, schedule, a, &at, &user, backend.slopes(plan), room);
             // SAFETY: the caller's promise.
             unsafe { backend.attend(&args) }?;
         }
-        Kind::Backward(b) => {
-            schedule.visits(b.visits).ranges(b.visit as usize, &mut room.expansion.scratch);
+        OpKind::Backward(b) => {
+            schedule.ring_steps(b.ring_steps).ranges(b.ring_step as usize, &mut room.expansion.scratch);
             let args = backward(plan, schedule, b, &at, backend.slopes(plan), room);
             // SAFETY: the caller's promise.
             unsafe { backend.attend_backward(&args) }?;
@@ -263,8 +263,8 @@ fn attend<'a>(
     plan: &Plan,
     schedule: &Schedule,
     a: &AttendOp,
-    at: &impl Fn(View) -> RawTensor,
-    user: &impl Fn(Tensor) -> RawTensor,
+    at: &impl Fn(BufferView) -> RawTensor,
+    user: &impl Fn(TensorId) -> RawTensor,
     slopes: RawTensor,
     room: &'a Room,
 ) -> Attend<'a> {
@@ -272,12 +272,13 @@ fn attend<'a>(
         q: at(a.q),
         k: at(a.k),
         v: at(a.v),
-        running: a.running.map_or(RawTensor::NONE, at),
+        running: a.running.map_or(RawTensor::NONE, |(o, _)| at(o)),
+        running_lse: a.running.map_or(RawTensor::NONE, |(_, lse)| at(lse)),
         o: at(a.o),
         lse: at(a.lse),
         slopes: heads_of(slopes, a.heads.q_offset, a.q.heads),
         sinks: if plan.problem().has_sinks() {
-            heads_of(user(Tensor::Sinks), a.heads.q_offset, a.q.heads)
+            heads_of(user(TensorId::Sinks), a.heads.q_offset, a.q.heads)
         } else {
             RawTensor::NONE
         },
@@ -292,7 +293,7 @@ fn backward<'a>(
     plan: &Plan,
     schedule: &Schedule,
     b: &BackwardOp,
-    at: &impl Fn(View) -> RawTensor,
+    at: &impl Fn(BufferView) -> RawTensor,
     slopes: RawTensor,
     room: &'a Room,
 ) -> AttendBackward<'a> {

@@ -14,8 +14,7 @@ use crate::{
 #[repr(C, align(256))]
 struct Unit([u8; ALIGNMENT as usize]);
 
-static_assertions::const_assert_eq!(size_of::<Unit>() as u64, ALIGNMENT);
-static_assertions::const_assert_eq!(align_of::<Unit>() as u64, ALIGNMENT);
+const _: () = assert!(size_of::<Unit>() as u64 == ALIGNMENT && align_of::<Unit>() as u64 == ALIGNMENT);
 
 /// See the module.
 #[derive(Default)]

@@ -1,24 +1,27 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Lists an operation's messages and blocks when it is reached.
 //!
-//! A visit's rows are found by [`Visits`] from the shares alone, so they are not stored. [`Expansion`] holds the lists
+//! A visit's rows are found by [`RingSteps`] from the shares alone, so they are not stored. [`Expansion`] holds the lists
 //! of one operation at a time; its room is set when the schedule is made, so that running a plan allocates nothing.
 
 use alloc::vec::Vec;
 
-use super::{BlockView, Carry, Kind, MessageView, Schedule, Scratch, View, Visits};
+use super::{BlockView, BufferView, MessageView, OpKind, RangeScratch, RingSteps, Schedule, StepTensor};
+
+/// The most messages between two ranks, one way, in one exchange. Rows that would take more are packed first.
+pub const MESSAGES_PER_PEER: usize = 8;
 
 /// Room for the lists of one operation.
 #[derive(Debug, Default)]
 pub struct Expansion {
     /// Fragments and ranges of a visit.
-    pub scratch: Scratch,
+    pub scratch: RangeScratch,
     /// Messages of an exchange.
     pub messages: Vec<MessageView>,
     /// Blocks of a transform or a reduce.
     pub blocks: Vec<BlockView>,
     /// Their sources.
-    pub sources: Vec<View>,
+    pub sources: Vec<BufferView>,
     runs: Vec<Run>,
 }
 
@@ -29,6 +32,13 @@ struct Run {
     owner_row: u64,
     slot_row: u64,
     rows: u64,
+    /// First row in the buffer that they are packed into, if they are.
+    packed: Option<u64>,
+}
+
+/// Whether the runs of one peer, of each of some tensors, are too many messages to go as they lie.
+const fn is_fragmented(runs: usize, tensors: usize) -> bool {
+    runs > 1 && runs * tensors > MESSAGES_PER_PEER
 }
 
 impl Expansion {
@@ -41,18 +51,18 @@ impl Expansion {
 
     /// Grows to hold every operation of `schedule`.
     pub fn reserve(&mut self, schedule: &Schedule) {
-        let visits = || schedule.keys.iter().chain(&schedule.queries);
-        for v in visits() {
+        let ring_steps = || schedule.keys.iter().chain(&schedule.queries);
+        for v in ring_steps() {
             self.scratch.reserve(v);
         }
-        let runs = visits().map(|v| v.longest()).max().unwrap_or(0);
+        let runs = ring_steps().map(|v| v.longest()).max().unwrap_or(0);
         let grow = |len: usize, n: usize| n.saturating_sub(len);
         self.runs.reserve(grow(self.runs.len(), runs));
         // Four tensors travel at most, and an exchange both sends and receives.
         self.messages.clear();
         self.messages.reserve(schedule.messages.len().max(8 * runs));
         self.blocks.clear();
-        self.blocks.reserve(schedule.blocks.len().max(2 * runs));
+        self.blocks.reserve(schedule.blocks.len().max(4 * runs));
         self.sources.clear();
         self.sources.reserve(schedule.sources.len().max(4 * runs));
     }
@@ -67,25 +77,35 @@ impl Expansion {
     pub fn messages(&mut self, schedule: &Schedule, op: usize) -> &[MessageView] {
         self.messages.clear();
         match &schedule.ops[op].kind {
-            Kind::Exchange { begin, end } => {
+            OpKind::Exchange { begin, end } => {
                 self.messages.extend_from_slice(&schedule.messages[*begin as usize..*end as usize]);
             }
-            Kind::Fetch { visit, visits, carry } => {
-                let v = schedule.visits(*visits);
-                v.outgoing(*visit as usize, &mut self.scratch);
+            OpKind::Fetch { ring_step, ring_steps, carry, packed } => {
+                let v = schedule.ring_steps(*ring_steps);
+                v.outgoing(*ring_step as usize, &mut self.scratch);
                 self.list_runs(v);
-                self.add(schedule, carry, true, |c, r| c.own.slice(r.owner_row, r.rows));
-                v.incoming(*visit as usize, &mut self.scratch);
+                self.pack_runs(carry.len());
+                for (i, c) in carry.iter().enumerate() {
+                    for r in &self.runs {
+                        let view = match (r.packed, packed.get(i)) {
+                            (Some(row), Some(packed)) => packed.slice(row, r.rows),
+                            _ => c.own.slice(r.owner_row, r.rows),
+                        };
+                        self.messages.push(MessageView { peer: schedule.ring_peer(r.peer), view, send: true });
+                    }
+                }
+                v.incoming(*ring_step as usize, &mut self.scratch);
                 self.list_runs(v);
+                self.pack_runs(carry.len());
                 self.add(schedule, carry, false, |c, r| c.slot.slice(r.slot_row, r.rows));
             }
-            Kind::Return { visit, visits, carry } => {
-                let v = schedule.visits(*visits);
-                v.incoming(*visit as usize, &mut self.scratch);
+            OpKind::Return { ring_step, ring_steps, carry } => {
+                let v = schedule.ring_steps(*ring_steps);
+                v.incoming(*ring_step as usize, &mut self.scratch);
                 self.list_runs(v);
                 self.join_runs();
                 self.add(schedule, carry, true, |c, r| c.own.slice(r.slot_row, r.rows));
-                v.outgoing(*visit as usize, &mut self.scratch);
+                v.outgoing(*ring_step as usize, &mut self.scratch);
                 self.list_runs(v);
                 self.join_runs();
                 self.add(schedule, carry, false, |c, r| c.slot.slice(r.slot_row, r.rows));
@@ -101,13 +121,37 @@ impl Expansion {
         &mut self,
         schedule: &Schedule,
         op: usize,
-        mut each: impl FnMut(&[BlockView], &[View]) -> Result<(), E>,
+        mut each: impl FnMut(&[BlockView], &[BufferView]) -> Result<(), E>,
     ) -> Result<(), E> {
         match &schedule.ops[op].kind {
-            Kind::Transform { begin, end } => each(&schedule.blocks[*begin as usize..*end as usize], &schedule.sources),
-            Kind::Reduce { visit, visits, carry } => {
-                let v = schedule.visits(*visits);
-                v.outgoing(*visit as usize, &mut self.scratch);
+            OpKind::Transform { begin, end } => {
+                each(&schedule.blocks[*begin as usize..*end as usize], &schedule.sources)
+            }
+            OpKind::Pack { ring_step, ring_steps, carry } => {
+                let v = schedule.ring_steps(*ring_steps);
+                v.outgoing(*ring_step as usize, &mut self.scratch);
+                self.list_runs(v);
+                self.blocks.clear();
+                self.sources.clear();
+                let (mut at, mut row) = (0, 0);
+                while at < self.runs.len() {
+                    let n = self.runs_of_peer(at);
+                    for r in self.runs[at..at + n].iter().filter(|_| is_fragmented(n, carry.len())) {
+                        for c in carry {
+                            let begin = self.sources.len() as u32;
+                            self.sources.push(c.own.slice(r.owner_row, r.rows));
+                            let dst = c.slot.slice(row, r.rows);
+                            self.blocks.push(BlockView { dst, sources_begin: begin, sources_end: begin + 1 });
+                        }
+                        row += r.rows;
+                    }
+                    at += n;
+                }
+                each(&self.blocks, &self.sources)
+            }
+            OpKind::Reduce { ring_step, ring_steps, carry } => {
+                let v = schedule.ring_steps(*ring_steps);
+                v.outgoing(*ring_step as usize, &mut self.scratch);
                 self.list_runs(v);
                 let mut at = 0;
                 while at < self.runs.len() {
@@ -133,7 +177,13 @@ impl Expansion {
         }
     }
 
-    fn add(&mut self, schedule: &Schedule, carry: &[Carry], send: bool, view: impl Fn(&Carry, &Run) -> View) {
+    fn add(
+        &mut self,
+        schedule: &Schedule,
+        carry: &[StepTensor],
+        send: bool,
+        view: impl Fn(&StepTensor, &Run) -> BufferView,
+    ) {
         for c in carry {
             for r in &self.runs {
                 self.messages.push(MessageView { peer: schedule.ring_peer(r.peer), view: view(c, r), send });
@@ -142,10 +192,10 @@ impl Expansion {
     }
 
     /// The fragments in `scratch`, joined where they touch. The rank's own are left out.
-    fn list_runs(&mut self, visits: &Visits) {
+    fn list_runs(&mut self, ring_steps: &RingSteps) {
         self.runs.clear();
         for f in &self.scratch.fragments {
-            if f.peer as usize == visits.ring_rank() {
+            if f.peer as usize == ring_steps.ring_rank() {
                 continue;
             }
             let (owner_row, slot_row, rows) = (f.owner_row as u64, f.range.row as u64, u64::from(f.range.len));
@@ -153,9 +203,45 @@ impl Expansion {
                 Some(r) if r.peer == f.peer && r.owner_row + r.rows == owner_row && r.slot_row + r.rows == slot_row => {
                     r.rows += rows;
                 }
-                _ => self.runs.push(Run { peer: f.peer, owner_row, slot_row, rows }),
+                _ => self.runs.push(Run { peer: f.peer, owner_row, slot_row, rows, packed: None }),
             }
         }
+    }
+
+    /// How many runs, from the one at `at` on, are of one peer.
+    fn runs_of_peer(&self, at: usize) -> usize {
+        self.runs[at..].iter().take_while(|r| r.peer == self.runs[at].peer).count()
+    }
+
+    /// Joins the runs of each peer that has too many: they are packed at the owner, and contiguous in the slot anyway.
+    /// Both ends of a message count the same runs, so they join the same.
+    fn pack_runs(&mut self, tensors: usize) {
+        let (mut at, mut kept, mut row) = (0, 0, 0);
+        while at < self.runs.len() {
+            let n = self.runs_of_peer(at);
+            if is_fragmented(n, tensors) {
+                let rows = self.runs[at..at + n].iter().map(|r| r.rows).sum();
+                self.runs[kept] = Run { rows, packed: Some(row), ..self.runs[at] };
+                row += rows;
+                kept += 1;
+            } else {
+                self.runs.copy_within(at..at + n, kept);
+                kept += n;
+            }
+            at += n;
+        }
+        self.runs.truncate(kept);
+    }
+
+    /// Rows that the fetch of a ring step packs before it sends them, when `tensors` tensors travel.
+    pub(crate) fn packed_rows(&mut self, ring_steps: &RingSteps, ring_step: usize, tensors: usize) -> u64 {
+        if ring_steps.list()[ring_step].step == 0 {
+            return 0;
+        }
+        ring_steps.outgoing(ring_step, &mut self.scratch);
+        self.list_runs(ring_steps);
+        self.pack_runs(tensors);
+        self.runs.iter().filter(|r| r.packed.is_some()).map(|r| r.rows).sum()
     }
 
     /// Joins the runs of one peer: in the slot they are contiguous anyway.

@@ -6,7 +6,7 @@
 //! list. Since it is data, it can be printed, drawn, and *proved*: [`verify`](verify::verify) checks all ranks together
 //! under exactly the semantics that transports promise.
 //!
-//! - [`join`](self) finds the rows that one share needs of another, [`visits`] who meets whom and when;
+//! - [`join`](self) finds the rows that one share needs of another, [`ring_steps`] who meets whom and when;
 //! - [`build`] writes the lists: Ulysses trades tokens for heads at both ends, the ring runs between them;
 //! - [`verify`] proves them; [`expand`] lists an operation's blocks and messages when it is reached.
 //!
@@ -16,31 +16,26 @@
 
 use alloc::{sync::Arc, vec::Vec};
 
-use crate::{element::Dtype, kernel::Gradients, kernel::HeadMap};
+pub use crate::plan::{CirculatingSide, Direction, Form};
+use crate::{
+    call::{Gradients, HeadMap},
+    element::Dtype,
+};
 
 pub mod build;
 pub mod expand;
 mod join;
+pub mod ring_steps;
 mod sweep;
 pub mod verify;
-pub mod visits;
 
 pub use join::Fragment;
-pub use visits::{Form, Scratch, Visit, Visits};
-
-/// Which pass of an attention.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Direction {
-    /// o and lse.
-    Forward,
-    /// dq, dk, dv (and the gradients of the sinks).
-    Backward,
-}
+pub use ring_steps::{RangeScratch, RingStep, RingSteps};
 
 /// A tensor of the caller's. All are `[tokens, heads, dim]`; of lse the last dimension is 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
-pub enum Tensor {
+pub enum TensorId {
     /// Queries.
     Q,
     /// Keys.
@@ -65,7 +60,7 @@ pub enum Tensor {
     Dsinks,
 }
 
-impl Tensor {
+impl TensorId {
     /// How many there are.
     pub const COUNT: usize = 11;
 
@@ -79,7 +74,7 @@ impl Tensor {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Buf {
     /// The caller's.
-    User(Tensor),
+    User(TensorId),
     /// Entry of [`Schedule::buffers`].
     Work(u16),
 }
@@ -116,7 +111,7 @@ impl Buffer {
 
 /// Rows and heads of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct View {
+pub struct BufferView {
     /// Which buffer.
     pub buf: Buf,
     /// First row.
@@ -129,7 +124,7 @@ pub struct View {
     pub heads: u32,
 }
 
-impl View {
+impl BufferView {
     /// Some of its rows. Bounds are the verifier's business: a wrong schedule must reach it to be found wrong.
     #[must_use]
     pub fn slice(mut self, row: u64, rows: u64) -> Self {
@@ -156,12 +151,12 @@ pub enum Lane {
     Communication,
 }
 
-/// `dst = Σ sources`, as [`crate::kernel::Block`]; the sources are entries `sources_begin..sources_end` of
+/// `dst = Σ sources`, as [`crate::call::Block`]; the sources are entries `sources_begin..sources_end` of
 /// [`Schedule::sources`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockView {
     /// What is written.
-    pub dst: View,
+    pub dst: BufferView,
     /// First source.
     pub sources_begin: u32,
     /// One past the last.
@@ -174,37 +169,37 @@ pub struct MessageView {
     /// The other rank, numbered in the world.
     pub peer: usize,
     /// The rows.
-    pub view: View,
+    pub view: BufferView,
     /// Leaves (otherwise it arrives).
     pub send: bool,
 }
 
 /// What visits: a tensor of the owner's share, and the slot that its needed rows land in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Carry {
+pub struct StepTensor {
     /// The owner's rows (of this rank's own share).
-    pub own: View,
+    pub own: BufferView,
     /// Where the rows of others land.
-    pub slot: View,
+    pub slot: BufferView,
 }
 
 /// A forward call of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttendOp {
     /// Whose rows: an entry of the visits.
-    pub visit: u32,
+    pub ring_step: u32,
     /// Queries.
-    pub q: View,
+    pub q: BufferView,
     /// Keys, own or visiting.
-    pub k: View,
+    pub k: BufferView,
     /// Values, own or visiting.
-    pub v: View,
-    /// Running o, when there is more than one visit.
-    pub running: Option<View>,
+    pub v: BufferView,
+    /// Running o and its lse in two words, when there is more than one visit.
+    pub running: Option<(BufferView, BufferView)>,
     /// Final o.
-    pub o: View,
-    /// Running and final lse.
-    pub lse: View,
+    pub o: BufferView,
+    /// Final lse.
+    pub lse: BufferView,
     /// Which heads these are.
     pub heads: HeadMap,
 }
@@ -213,25 +208,25 @@ pub struct AttendOp {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BackwardOp {
     /// Whose rows: an entry of the visits.
-    pub visit: u32,
+    pub ring_step: u32,
     /// Which visits: those of keys or those of queries.
-    pub visits: Visitors,
+    pub ring_steps: CirculatingSide,
     /// Queries.
-    pub q: View,
+    pub q: BufferView,
     /// Keys.
-    pub k: View,
+    pub k: BufferView,
     /// Values.
-    pub v: View,
+    pub v: BufferView,
     /// Gradient of o.
-    pub d_o: View,
+    pub d_o: BufferView,
     /// Final lse.
-    pub lse: View,
+    pub lse: BufferView,
     /// `rowsum(do ∘ o)`.
-    pub delta: View,
+    pub delta: BufferView,
     /// Gradient of q, or nothing.
-    pub dq: Option<View>,
+    pub dq: Option<BufferView>,
     /// Gradients of k and v, or nothing.
-    pub dkv: Option<(View, View)>,
+    pub dkv: Option<(BufferView, BufferView)>,
     /// Add to dk and dv.
     pub accumulate_keys: bool,
     /// One partial of dk and dv for each q head.
@@ -242,34 +237,25 @@ pub struct BackwardOp {
     pub heads: HeadMap,
 }
 
-/// Which of a schedule's two lists of visits an operation means.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Visitors {
-    /// [`Schedule::keys`]: k and v visit.
-    Keys,
-    /// [`Schedule::queries`]: the q side visits.
-    Queries,
-}
-
 /// What an operation does.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Kind {
+pub enum OpKind {
     /// `delta = rowsum(do ∘ o)` of the caller's rows into a buffer.
     Delta {
         /// The result.
-        delta: View,
+        delta: BufferView,
     },
     /// Partial gradient of the sinks over the caller's rows: `−Σ exp(sink − lse) · delta`.
     SinkGradient {
         /// As made by `Delta`.
-        delta: View,
+        delta: BufferView,
         /// The result, one row.
-        partial: View,
+        partial: BufferView,
     },
     /// What the digits of the sinks' gradients, summed over ranks, stand for: to the caller's dsinks.
     SinkTotal {
         /// One row of [`SINK_DIGITS`] for each head.
-        digits: View,
+        digits: BufferView,
     },
     /// Entries `begin..end` of [`Schedule::blocks`].
     Transform {
@@ -285,14 +271,26 @@ pub enum Kind {
         /// One past the last.
         end: u32,
     },
+    /// Own rows that leave in many small runs to one peer are copied end to end, so that they leave in few messages.
+    /// `own` are the rank's own rows, `slot` is where they are packed. Comes right before the fetch that sends them.
+    Pack {
+        /// Which ring step.
+        ring_step: u32,
+        /// Of which list of ring steps.
+        ring_steps: CirculatingSide,
+        /// What is packed.
+        carry: Vec<StepTensor>,
+    },
     /// A visit's rows arrive, and own rows leave.
     Fetch {
         /// Which visit.
-        visit: u32,
+        ring_step: u32,
         /// Which visits.
-        visits: Visitors,
+        ring_steps: CirculatingSide,
         /// What travels.
-        carry: Vec<Carry>,
+        carry: Vec<StepTensor>,
+        /// Where the operation before has packed rows, for each of `carry`; empty when all leave as they lie.
+        packed: Vec<BufferView>,
     },
     /// Forward attention.
     Attend(AttendOp),
@@ -302,24 +300,24 @@ pub enum Kind {
     /// receives what others made of its own rows.
     Return {
         /// Which visit.
-        visit: u32,
+        ring_step: u32,
         /// Which visits.
-        visits: Visitors,
+        ring_steps: CirculatingSide,
         /// What travels.
-        carry: Vec<Carry>,
+        carry: Vec<StepTensor>,
     },
     /// What came home is added to the sums: `own += slot`, row by row.
     Reduce {
         /// Which visit.
-        visit: u32,
+        ring_step: u32,
         /// Which visits.
-        visits: Visitors,
+        ring_steps: CirculatingSide,
         /// Sums and what arrived.
-        carry: Vec<Carry>,
+        carry: Vec<StepTensor>,
     },
 }
 
-impl Kind {
+impl OpKind {
     /// The name in errors, traces and explanations.
     pub const fn name(&self) -> &'static str {
         match self {
@@ -328,6 +326,7 @@ impl Kind {
             Self::SinkTotal { .. } => "sink total",
             Self::Transform { .. } => "transform",
             Self::Exchange { .. } => "exchange",
+            Self::Pack { .. } => "pack",
             Self::Fetch { .. } => "fetch",
             Self::Attend(_) => "attend",
             Self::Backward(_) => "attend backward",
@@ -346,7 +345,7 @@ impl Kind {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Op {
     /// What it does.
-    pub kind: Kind,
+    pub kind: OpKind,
     /// Where it runs.
     pub lane: Lane,
     /// The ring step it belongs to; 0 for what comes before and after the ring.
@@ -379,13 +378,13 @@ pub struct Schedule {
     /// Blocks of the transforms.
     pub blocks: Vec<BlockView>,
     /// Sources of the blocks.
-    pub sources: Vec<View>,
+    pub sources: Vec<BufferView>,
     /// Messages of the exchanges that are not visits.
     pub messages: Vec<MessageView>,
     /// Visits of k and v.
-    pub keys: Option<Arc<Visits>>,
+    pub keys: Option<Arc<RingSteps>>,
     /// Visits of the q side.
-    pub queries: Option<Arc<Visits>>,
+    pub queries: Option<Arc<RingSteps>>,
     /// Whether kernels break tiles by position.
     pub aligned: bool,
 }
@@ -395,12 +394,12 @@ impl Schedule {
     ///
     /// # Panics
     /// When the schedule has none of that kind; planning never emits such an operation.
-    pub fn visits(&self, visitors: Visitors) -> &Arc<Visits> {
-        match visitors {
-            Visitors::Keys => self.keys.as_ref(),
-            Visitors::Queries => self.queries.as_ref(),
+    pub fn ring_steps(&self, circulating_side: CirculatingSide) -> &Arc<RingSteps> {
+        match circulating_side {
+            CirculatingSide::Keys => self.keys.as_ref(),
+            CirculatingSide::Queries => self.queries.as_ref(),
         }
-        .expect("an operation's visits are part of its schedule")
+        .expect("an operation's ring_steps are part of its schedule")
     }
 
     /// The rank that holds ring share `j` for the same heads.

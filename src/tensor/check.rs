@@ -8,13 +8,13 @@
 //! A name is empty in the constructors of views, where the arguments are the parameters themselves, and an argument of
 //! the call (`k`) in [`expect`]. No memory is touched here.
 
-use super::overlap::{hull, is_empty};
+use super::extent::{is_empty, name_of, part, refuse_unaddressable};
 use crate::{
+    call::RawTensor,
     element::{Dtype, Element},
     error::{Error, Result},
-    kernel::RawTensor,
 };
-use alloc::{format, string::String};
+use alloc::format;
 use bytemuck::PodCastError;
 use core::ops::Range;
 
@@ -101,11 +101,6 @@ pub(super) fn describe<T: Element>(
     })
 }
 
-/// What a stride counts.
-fn name_of(stride: &str) -> &'static str {
-    if stride == "token_stride" { "tokens" } else { "heads" }
-}
-
 pub(super) fn compact_strides(heads: usize, dim: usize) -> Result<[usize; 2]> {
     let token_stride = heads
         .checked_mul(dim)
@@ -185,34 +180,4 @@ pub(super) fn start<T>(t: &RawTensor) -> *mut T {
 pub(super) fn elements(t: &RawTensor, compact: bool) -> Option<usize> {
     let count = if is_empty(t) { 0 } else { t.tokens as usize * t.heads as usize * t.dim as usize };
     compact.then_some(count)
-}
-
-/// `name.part`, or `part` of an argument without a name.
-pub(super) fn part(name: &str, part: &str) -> String {
-    if name.is_empty() { String::from(part) } else { format!("{name}.{part}") }
-}
-
-/// Refuses elements at null, and tensors that leave the address space.
-pub(super) fn refuse_unaddressable(name: &str, t: &RawTensor) -> Result<()> {
-    if is_empty(t) {
-        return Ok(());
-    }
-    if t.ptr.is_null() {
-        let found = format!("null with shape [{}, {}, {}]", t.tokens, t.heads, t.dim);
-        return Err(Error::invalid(part(name, "ptr"), found, "the address of element [0, 0, 0]"));
-    }
-    if hull(t).is_none() {
-        // The stride that reaches further is to blame.
-        let span = |count: u64, stride: i64| u128::from(count - 1) * u128::from(stride.unsigned_abs());
-        let heads = u64::from(t.heads);
-        let (stride_name, stride, count) = if span(heads, t.head_stride) > span(t.tokens, t.token_stride) {
-            ("head_stride", t.head_stride, heads)
-        } else {
-            ("token_stride", t.token_stride, t.tokens)
-        };
-        let found = format!("{stride} for {count} {}", name_of(stride_name));
-        return Err(Error::invalid(part(name, stride_name), found, "a stride that stays within the address space")
-            .hint("strides are counted in elements, not in bytes"));
-    }
-    Ok(())
 }

@@ -14,13 +14,12 @@
 //! doubt costs a copy, accepting in doubt costs the result. All arithmetic is in bytes and in `i128`, where none of it can wrap: 64-bit
 //! strides are bounded by [`hull`] first. Nothing here allocates unless it refuses, and no memory is touched.
 
-use super::check::{part, refuse_unaddressable};
+use super::extent::{hull, is_empty, part, refuse_unaddressable};
 use crate::{
+    call::RawTensor,
     error::{Error, Result},
-    kernel::RawTensor,
 };
 use alloc::format;
-use core::ops::Range;
 
 /// Steps after which a search gives up: some milliseconds at worst.
 const BUDGET: u32 = 1 << 16;
@@ -124,40 +123,6 @@ fn divisors_exclude(low: i128, high: i128, terms: &[Term]) -> bool {
 
 fn common_divisor(a: i128, b: i128) -> i128 {
     if a == 0 { b } else { common_divisor(b % a, a) }
-}
-
-/// Whether there is no element.
-pub(super) const fn is_empty(t: &RawTensor) -> bool {
-    t.tokens == 0 || t.heads == 0 || t.dim == 0
-}
-
-/// Bytes from the first element to the lowest one, and to the end of the highest one; `None` when the tensor is
-/// larger than memory can be. Meaningless for a tensor without elements.
-fn reach(t: &RawTensor) -> Option<(i128, i128)> {
-    let size = t.dtype.size() as i64;
-    let mut low = 0i64;
-    let mut high = i64::from(t.dim).checked_mul(size)?;
-    for (count, stride) in [(t.tokens, t.token_stride), (u64::from(t.heads), t.head_stride)] {
-        let steps = i64::try_from(count.saturating_sub(1)).ok()?;
-        let bytes = steps.checked_mul(stride)?.checked_mul(size)?;
-        if bytes < 0 {
-            low = low.checked_add(bytes)?;
-        } else {
-            high = high.checked_add(bytes)?;
-        }
-    }
-    high.checked_sub(low)?;
-    Some((low.into(), high.into()))
-}
-
-/// The addresses from the lowest to the end of the highest element; `None` when they leave the address space.
-pub(super) fn hull(t: &RawTensor) -> Option<Range<i128>> {
-    if is_empty(t) {
-        return Some(0..0);
-    }
-    let (low, high) = reach(t)?;
-    let base = t.ptr.addr() as i128;
-    (base + low >= 0 && base + high <= usize::MAX as i128).then_some(base + low..base + high)
 }
 
 /// Whether two (token, head) rows of a tensor share an element. Exact when tokens or heads are at most [`BUDGET`], or

@@ -10,6 +10,9 @@
 //!    the *sender's* stream wait for it, so that the bytes are not overwritten too early;
 //! 3. it then says so. Not before has the sender's host gone on, so neither event is recorded anew too early.
 //!
+//! Between devices a copy goes directly where the driver gives the receiver's device access to the sender's memory, which
+//! [`group`] asks for, and through host memory otherwise: [`Peer::is_direct`].
+//!
 //! Deadlines, abort and the naming of culprits are those of transport `local`. A device that stops is noticed by
 //! [`poll`](Transport::poll).
 
@@ -27,7 +30,7 @@ use crate::{
     error::{Cause, Error, Result},
     kernel::cuda::{
         Cuda, Stream,
-        driver::{Event, check, enter_other},
+        driver::{Event, check, enter_other, sys},
         memory::{OwnStream, copy},
     },
 };
@@ -49,6 +52,8 @@ pub struct Peer {
     cuda: Arc<Cuda>,
     stream: OwnStream,
     events: Mutex<Events>,
+    /// By rank: whether copies from there are direct.
+    direct: Vec<bool>,
 }
 
 struct Events {
@@ -62,7 +67,8 @@ struct Events {
     notes: Vec<u8>,
 }
 
-/// One rank for each entry of `devices`, in that order; several entries may be the same device.
+/// One rank for each entry of `devices`, in that order; several entries may be the same device. Each device gets access to
+/// the memory of the others where the driver can give it.
 ///
 /// # Errors
 /// As [`local::group`], or the driver's.
@@ -82,9 +88,33 @@ pub fn group(devices: &[Arc<Cuda>], deadline: Duration) -> Result<Vec<Peer>> {
                 peers: Vec::new(),
                 notes: Vec::new(),
             };
-            Ok(Peer { local, stream: OwnStream::new(context)?, cuda: Arc::clone(cuda), events: Mutex::new(events) })
+            let access = |other: &Arc<Cuda>| context.enable_access_to(other.context());
+            let direct = devices.iter().map(access).collect::<Result<_>>()?;
+            let (stream, cuda) = (OwnStream::new(context)?, Arc::clone(cuda));
+            Ok(Peer { local, stream, cuda, events: Mutex::new(events), direct })
         })
         .collect()
+}
+
+impl Peer {
+    /// Whether what rank `peer` sends is copied directly, inside a device or from one to the other. Where it is not, the
+    /// driver stages it in host memory: results are the same, and slower by the way through the host.
+    ///
+    /// ```no_run
+    /// # use {cpattn::{kernel::cuda::Cuda, transport::{Transport, peer}}, std::{sync::Arc, time::Duration}};
+    /// let devices = [Arc::new(Cuda::new(0)?), Arc::new(Cuda::new(1)?)];
+    /// for end in peer::group(&devices, Duration::from_secs(10))? {
+    ///     let staged: Vec<usize> = (0..end.world()).filter(|&r| !end.is_direct(r)).collect();
+    ///     println!("rank {} receives through the host from {staged:?}", end.rank());
+    /// }
+    /// # Ok::<(), cpattn::Error>(())
+    /// ```
+    ///
+    /// # Panics
+    /// When there is no rank `peer`.
+    pub fn is_direct(&self, peer: usize) -> bool {
+        self.direct[peer]
+    }
 }
 
 impl DeviceTransport for Peer {
@@ -183,9 +213,7 @@ impl Events {
                 }
                 if !held {
                     // SAFETY: the sender keeps its event alive until it is told that this is done.
-                    check("cuStreamWaitEvent", unsafe {
-                        cudarc::driver::sys::cuStreamWaitEvent(stream, offer.ready as _, 0)
-                    })?;
+                    check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, offer.ready as _, 0) })?;
                     held = true;
                 }
                 // SAFETY: both ends promised their bytes until the batch is complete; the events order the copy.

@@ -10,7 +10,7 @@
 #include "cuda_test.h"
 
 enum { TOKENS = 50, HEADS = 4, KV_HEADS = 2, DIM = 32 };
-static array q, k, v, d_o, o, running, lse, sinks, slopes, delta, dq, dk, dv, dsinks, other_o, other_lse, small_o, empty_o, empty_lse, moved, moved_wide, sum;
+static array q, k, v, d_o, o, running, words, lse, sinks, slopes, delta, dq, dk, dv, dsinks, other_o, other_lse, small_o, empty_o, empty_lse, moved, moved_wide, sum;
 static cpattn_scratch *cpu, *gpu;
 static void *stream;
 
@@ -52,6 +52,7 @@ static void attention(void) {
     for (int i = 0; i < 4; i++) {
       cpattn_attend_args a = attend_args(device, visits[i], 2);
       if (i == 0) a.o = OF(small_o), a.lse = OF(other_lse), a.running = NULL;
+      else a.running_lse = OF(words);
       OK(cpattn_attend(scratch, &a));
     }
     OK(cpattn_delta(scratch, OF(o), OF(d_o), OF(delta), device ? stream : NULL));
@@ -65,6 +66,7 @@ static void attention(void) {
   AGREES(other_lse, stream, 1e-5);
   AGREES(o, stream, 2e-3);
   AGREES(lse, stream, 1e-5);
+  AGREES(words, stream, 1e-5);
   AGREES(delta, stream, 2e-3);
   AGREES(dq, stream, 2e-3);
   AGREES(dk, stream, 2e-3);
@@ -113,6 +115,7 @@ static void rows(void) {
     OK(cpattn_finish(scratch, OF(empty_o), OF(empty_lse), OF(sinks), empty, 1, on));
     OK(cpattn_finish(scratch, OF(empty_o), OF(empty_lse), NULL, empty + 1, 1, on));
     OK(cpattn_merge(scratch, OF(running), OF(lse), OF(other_o), OF(other_lse), on));
+    OK(cpattn_merge(scratch, OF(running), OF(words), OF(other_o), OF(lse), on)); /* two words with one */
     const cpattn_tensor *one[] = {OF(q)}, *three[] = {OF(sum), OF(q), OF(d_o)};
     OK(cpattn_transform(scratch, OF(moved), one, 1, on));
     OK(cpattn_transform(scratch, OF(moved_wide), one, 1, on));
@@ -122,6 +125,7 @@ static void rows(void) {
   AGREES(empty_lse, stream, 0);
   AGREES(running, stream, 1e-3);
   AGREES(lse, stream, 1e-5);
+  AGREES(words, stream, 1e-5);
   AGREES(moved, stream, 0);
   AGREES(moved_wide, stream, 0);
   AGREES(sum, stream, 0);
@@ -212,6 +216,7 @@ int main(int argc, char **argv) {
   for (int i = 0; i < 5; i++) array_make(wide[i], 32, 3, TOKENS, HEADS, DIM);
   for (int i = 0; i < 2; i++) array_make(gradients[i], 32, 3, TOKENS, KV_HEADS, DIM);
   for (int i = 0; i < 4; i++) array_make(rows_like[i], 32, 2, HEADS, TOKENS, 1);
+  array_make(&words, 32, 3, HEADS, TOKENS, 2);
   array *heads[] = {&sinks, &slopes, &dsinks};
   for (int i = 0; i < 3; i++) array_make(heads[i], 32, 1, HEADS, 1, 1);
   CUDA(driver.stream_create(&stream, 1));

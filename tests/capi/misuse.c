@@ -112,6 +112,15 @@ static void plans(void) {
   if (memcmp(labels, wanted, sizeof wanted)) failures++, fprintf(stderr, "shift is wrong\n");
   local.data = ids + 1;
   REFUSED(CPATTN_INVALID, "overlaps whole", cpattn_plan_shard(plan, CPATTN_Q, 0, &whole, &local));
+  /* Strides and shapes whose products leave 64 and 128 bits. */
+  int64_t wide[] = {TOKENS, INT64_C(1) << 61, 1}, far[] = {INT64_MAX, INT64_MAX, 1};
+  cpattn_tensor large = whole, small = local;
+  large.ndim = small.ndim = 3;
+  large.shape = small.shape = wide;
+  large.strides = small.strides = far;
+  REFUSED(CPATTN_INVALID, "address space", cpattn_plan_shard(plan, CPATTN_Q, 0, &large, &small));
+  REFUSED(CPATTN_INVALID, "address space", cpattn_plan_unshard(plan, CPATTN_Q, 0, &small, &large));
+  REFUSED(CPATTN_INVALID, "address space", cpattn_plan_shift(plan, 0, 1, &ignore, &large, &small));
 
   /* What a plan of another kind cannot do is said in the words of this header. */
   cpattn_problem mixing = small_problem();
@@ -371,6 +380,57 @@ static void pieces(void) {
     float d = o_one[i] - o_two[i];
     if (!(d < 1e-5f && d > -1e-5f)) failures++, fprintf(stderr, "o[%d]: %g in one visit, %g in two\n", i, o_one[i], o_two[i]);
   }
+
+  /* The running result may be o itself, and no tensor that the call reads or writes besides. */
+  cpattn_tensor *others[] = {&tq, &tk, &tv};
+  for (int i = 0; i < 3; i++) {
+    cpattn_tensor twin = *others[i];
+    a.running = &twin;
+    REFUSED(CPATTN_INVALID, "overlaps", cpattn_attend(scratch, &a));
+  }
+  a.running = &tr;
+  /* Three visits with the running lse in two words; or two partial results that are merged: each is what one visit gives. */
+  static float words[HEADS * TOKENS * 2], o_three[TOKENS * HEADS * DIM], words_three[HEADS * TOKENS * 2];
+  int64_t pair_shape[] = {HEADS, TOKENS, 2};
+  cpattn_tensor tw = tl, tw_three = tl, to_three = to;
+  tw.ndim = 3, tw.shape = pair_shape, tw.strides = NULL, tw.data = words;
+  tw_three = tw, tw_three.data = words_three, to_three.data = o_three;
+  a.running_lse = &tw;
+  int32_t modes[] = {CPATTN_FIRST, CPATTN_MERGE, CPATTN_LAST};
+  for (int i = 0; i < 3; i++) {
+    q.mode = modes[i], q.keys_begin = (uint32_t)i - i / 2, q.keys_end = i == 2 ? 1 : (uint32_t)i + 1;
+    OK(cpattn_attend(scratch, &a));
+  }
+  for (int i = 0; i < TOKENS * HEADS * DIM; i++) {
+    float d = o_one[i] - o_two[i];
+    if (!(d < 1e-5f && d > -1e-5f)) failures++, fprintf(stderr, "o[%d]: %g in one visit, %g in three\n", i, o_one[i], o_two[i]);
+  }
+  for (int i = 0; i < HEADS * TOKENS; i++) {
+    float d = words[2 * i] - lse_two[i];
+    if (d != 0 || words[2 * i + 1] > 1e-6f || words[2 * i + 1] < -1e-6f) failures++, fprintf(stderr, "lse[%d] is %g and %g, not %g\n", i, words[2 * i], words[2 * i + 1], lse_two[i]);
+  }
+  const cpattn_tensor *final_o = a.o, *final_lse = a.lse;
+  a.o = a.lse = NULL; /* no mode finishes */
+  q.mode = CPATTN_FIRST;
+  for (uint32_t i = 0; i < 2; i++) {
+    a.running = i ? &to_three : &tr, a.running_lse = i ? &tw_three : &tw;
+    q.keys_begin = i, q.keys_end = i + 1;
+    OK(cpattn_attend(scratch, &a));
+  }
+  OK(cpattn_merge(NULL, &tr, &tw, &to_three, &tw_three, NULL));
+  for (int i = 0; i < TOKENS * HEADS * DIM; i++) {
+    float d = o_one[i] - running[i];
+    if (!(d < 1e-5f && d > -1e-5f)) failures++, fprintf(stderr, "o[%d]: %g in one visit, %g merged\n", i, o_one[i], running[i]);
+  }
+  pair_shape[2] = 3;
+  REFUSED(CPATTN_INVALID, "lse.shape[2] is 3, expected 2: the lse and what rounding it lost", cpattn_merge(NULL, &tr, &tw, &to_three, &tw_three, NULL));
+  REFUSED(CPATTN_INVALID, "running_lse.shape[2] is 3", cpattn_attend(scratch, &a));
+  a.running_lse = NULL;
+  REFUSED(CPATTN_INVALID, "running_lse is none", cpattn_attend(scratch, &a));
+  pair_shape[2] = 2;
+  a.running = &tr, a.o = final_o, a.lse = final_lse;
+  q.mode = CPATTN_ONLY, q.keys_begin = 0, q.keys_end = 2;
+  OK(cpattn_attend(scratch, &a));
 
   /* Two documents with the same keys: each row gives what it gave before. A row of two q ranges has two writers. */
   cpattn_range same[] = {{0, 0, TOKENS, 1, 1, 0}, {0, 0, TOKENS, 1, 1, 1}};

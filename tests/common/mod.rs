@@ -11,24 +11,24 @@ use cpattn::{
     transport::local,
 };
 
-/// SplitMix64 (Steele, Lea and Flood, 2014): random enough for tests, and the same everywhere.
-pub struct Random(pub u64);
+/// Numbers that look random; a seed gives the same ones everywhere.
+pub struct Random(fastrand::Rng);
 
 impl Random {
+    pub fn new(seed: u64) -> Self {
+        Self(fastrand::Rng::with_seed(seed))
+    }
+
     pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        self.0.u64(..)
     }
 
     pub fn below(&mut self, n: usize) -> usize {
-        (self.next() % n as u64) as usize
+        self.0.usize(..n)
     }
 
     pub fn uniform(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+        self.0.f64()
     }
 
     /// Standard normal, by Box and Muller.
@@ -50,13 +50,13 @@ pub struct Data<T> {
 
 impl<T: Element> Data<T> {
     pub fn random(p: &Problem, seed: u64) -> Self {
-        let mut r = Random(seed);
+        let mut r = Random::new(seed);
         let (nq, nk) = (p.batch().tokens(Side::Q), p.batch().tokens(Side::K));
         let mut fill = |n: usize| (0..n).map(|_| T::from_f64(r.normal())).collect::<Vec<T>>();
         let q = fill(nq * p.heads() * p.head_dim());
         let k = fill(nk * p.kv_heads() * p.head_dim());
-        let v = fill(nk * p.kv_heads() * p.v_head_dim());
-        let d_o = fill(nq * p.heads() * p.v_head_dim());
+        let v = fill(nk * p.kv_heads() * p.value_dim());
+        let d_o = fill(nq * p.heads() * p.value_dim());
         // Large and small sinks: a forgotten one must show.
         let sinks = p.has_sinks().then(|| (0..p.heads()).map(|_| (3.0 * r.normal()) as f32).collect());
         Self { q, k, v, d_o, sinks }
@@ -95,7 +95,7 @@ pub fn run<T: Element>(plan: &Plan, data: &Data<T>) -> Result<Results<T>> {
 pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Result<Results<T>> {
     let p = plan.problem();
     let (nq, nk) = (p.batch().tokens(Side::Q), p.batch().tokens(Side::K));
-    let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.v_head_dim());
+    let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
     // Results start as NaN: a row that nobody writes must show.
     let nan = T::from_f64(f64::NAN);
     let acc_nan = <T::Acc as Element>::from_f64(f64::NAN);
@@ -194,7 +194,7 @@ pub fn reference<T: Element>(p: &Problem, data: &Data<T>) -> Results<f64> {
         heads: p.heads(),
         kv_heads: p.kv_heads(),
         head_dim: p.head_dim(),
-        value_dim: p.v_head_dim(),
+        value_dim: p.value_dim(),
         score: p.score(),
         slopes: slopes.as_deref(),
         sinks: sinks.as_deref(),

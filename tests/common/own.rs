@@ -127,7 +127,7 @@ impl<T: Element> Own<T> {
         let (tq, tk) = (plan.local_tokens(Side::Q, rank), plan.local_tokens(Side::K, rank));
         let shape = |tokens, heads, dim| [tokens, heads, dim];
         let (q, k) = (shape(tq, p.heads(), p.head_dim()), shape(tk, p.kv_heads(), p.head_dim()));
-        let (o, v) = (shape(tq, p.heads(), p.v_head_dim()), shape(tk, p.kv_heads(), p.v_head_dim()));
+        let (o, v) = (shape(tq, p.heads(), p.value_dim()), shape(tk, p.kv_heads(), p.value_dim()));
         let cut = |side, full: &[T], s: [usize; 3]| plan.shard(side, rank, full, s[1] * s[2]).unwrap();
         Self {
             q: Slot::of(style, q, &cut(Side::Q, &data.q, q)),

@@ -3,10 +3,10 @@
 
 use crate::case::{decode, encode, random};
 use crate::device::{Device, Memory};
-use cpattn::kernel::cuda::Merge;
-use cpattn::kernel::{
+use cpattn::call::{
     Attend, Block, Finish, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score, SinkGradient, Transform,
 };
+use cpattn::kernel::cuda::Merge;
 use cpattn::{Dtype, Error};
 
 fn upload(device: &Device, dtype: Dtype, x: &[f64]) -> Memory {
@@ -107,8 +107,24 @@ fn finish_writes_rows_of_nobody() {
 #[test]
 fn merge_of_two_partials() {
     let Some(device) = Device::open() else { return };
+    for words in [(1, 1), (1, 2), (2, 1), (2, 2)] {
+        merge_of(&device, words);
+    }
+}
+
+/// `words` of the two lse. The second words are NaN where there is no key, which counts for nothing.
+fn merge_of(device: &Device, words: (usize, usize)) {
     let none = f64::NEG_INFINITY;
-    let (a, b) = ([1.0, none, 0.5, none, f64::NAN, 80.0], [1.0, 2.0, none, none, 1.0, -80.0]);
+    // The last two pairs are apart by what one word does not hold.
+    let exact = [1.0, none, 0.5, none, f64::NAN, 80.0, 1000.0 + 2e-5, -1000.0 - 3e-5];
+    let other = [1.0, 2.0, none, none, 1.0, -80.0, 1000.0, -1000.0];
+    let split = |x: &[f64], words: usize| -> (Vec<f64>, Vec<f64>) {
+        let first = x.iter().map(|&x| f64::from(x as f32));
+        let rest = |x: f64| if x == none { f64::NAN } else { f64::from((x - f64::from(x as f32)) as f32) };
+        let held = x.iter().flat_map(|&x| [f64::from(x as f32), rest(x)][..words].to_vec()).collect();
+        (held, if words == 2 { x.to_vec() } else { first.collect() })
+    };
+    let ((held_a, a), (held_b, b)) = (split(&exact, words.0), split(&other, words.1));
     let dim = 20;
     let (x, y) = (random(a.len() * dim, 1), random(a.len() * dim, 2));
     let empty_is_zero = |x: &[f64], lse: &[f64]| -> Vec<f64> {
@@ -119,23 +135,82 @@ fn merge_of_two_partials() {
     let with_garbage = |x: &[f64], lse: &[f64]| -> Vec<f64> {
         x.iter().enumerate().map(|(i, &x)| if lse[i / dim] == none { f64::NAN } else { x }).collect()
     };
-    let (o, lse) = (upload(&device, Dtype::F32, &with_garbage(&x, &a)), upload(&device, Dtype::F32, &a));
-    let (with_o, with_lse) = (upload(&device, Dtype::F32, &with_garbage(&y, &b)), upload(&device, Dtype::F32, &b));
+    let (o, lse) = (upload(device, Dtype::F32, &with_garbage(&x, &a)), upload(device, Dtype::F32, &held_a));
+    let (with_o, with_lse) = (upload(device, Dtype::F32, &with_garbage(&y, &b)), upload(device, Dtype::F32, &held_b));
     let shape = |m: &Memory, dim: usize| m.tensor(Dtype::F32, a.len(), 1, dim as u32, dim);
-    let call =
-        Merge { o: shape(&o, dim), lse: shape(&lse, 1), with_o: shape(&with_o, dim), with_lse: shape(&with_lse, 1) };
+    let call = Merge {
+        o: shape(&o, dim),
+        lse: shape(&lse, words.0),
+        with_o: shape(&with_o, dim),
+        with_lse: shape(&with_lse, words.1),
+    };
     // SAFETY: everything lives until the downloads below.
     unsafe { device.cuda.merge(&call, device.stream) }.expect("a legal call");
-    let (o, lse) = (download(&device, Dtype::F32, &o), download(&device, Dtype::F32, &lse));
+    let (o, lse) = (download(device, Dtype::F32, &o), download(device, Dtype::F32, &lse));
     for row in 0..a.len() {
-        let top = a[row].max(b[row]);
-        let (wa, wb) = if top == none { (0.5, 0.5) } else { ((a[row] - top).exp(), (b[row] - top).exp()) };
-        let expected = if top == none { none } else { top + (wa + wb).ln() };
-        assert!(lse[row] == expected || (lse[row] - expected).abs() < 1e-5 || (lse[row].is_nan() && a[row].is_nan()));
+        let largest = a[row].max(b[row]);
+        let (wa, wb) = if largest == none { (0.5, 0.5) } else { ((a[row] - largest).exp(), (b[row] - largest).exp()) };
+        let expected = if largest == none { none } else { largest + (wa + wb).ln() };
+        let found: f64 = lse[row * words.0..][..words.0].iter().sum();
+        let bound = if words.0 == 2 { 1e-6 } else { 1e-6 + expected.abs() * 2f64.powi(-24) };
+        let close = found == expected || (found - expected).abs() < bound || (found.is_nan() && a[row].is_nan());
+        assert!(close, "{words:?}, row {row}: lse {found}, expected {expected}");
         for i in row * dim..(row + 1) * dim {
             let expected = (wa * x[i] + wb * y[i]) / (wa + wb);
             assert!((o[i] - expected).abs() < 1e-6 || (o[i].is_nan() && a[row].is_nan()), "{row}: {} {expected}", o[i]);
         }
+    }
+}
+
+/// One key for each call, so that a partial's o is its v and its lse a score near 1,000: what comes out is the weights.
+#[test]
+fn partial_results_keep_their_digits_as_scores_grow() {
+    let Some(device) = Device::open() else { return };
+    const KEYS: usize = 8;
+    // With this scale a score in base-2 units is q·k itself, an integer and some eighths: exact in f32.
+    let scale = std::f64::consts::LN_2;
+    for shift in [104.0, 1443.0, -1443.0] {
+        let row = |a: f64, b: f64| [a, b, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0];
+        let scores: Vec<f64> = (0..KEYS).map(|i| ((i * 5) % 8) as f64 / 8.0).collect();
+        let keys: Vec<f64> = scores.iter().flat_map(|&s| row(1.0, s)).collect();
+        let values = random(KEYS * 8, 9);
+        let values: Vec<f64> = values.iter().map(|&x| decode(Dtype::F16, &encode(Dtype::F16, x))).collect();
+        let inputs = [row(shift, 1.0).to_vec(), keys, values.clone()].map(|x| upload(&device, Dtype::F16, &x));
+        let running = upload(&device, Dtype::F32, &[f64::NAN; 8]);
+        let words = upload(&device, Dtype::F32, &[f64::NAN; 2]);
+        let mut staging = device.cuda.staging(8192, 8).expect("memory");
+        for i in 0..KEYS {
+            let mode = if i == 0 { Mode::First } else { Mode::Merge };
+            let q = [QRange { range: Range::plain(0, 1, 0, 0), keys_begin: 0, keys_end: 1, mode }];
+            let k = [Range::plain(i as i64, 1, 0, 0)];
+            let call = Attend {
+                q: inputs[0].tensor(Dtype::F16, 1, 1, 8, 8),
+                k: inputs[1].tensor(Dtype::F16, KEYS, 1, 8, 8),
+                v: inputs[2].tensor(Dtype::F16, KEYS, 1, 8, 8),
+                running: running.tensor(Dtype::F32, 1, 1, 8, 8),
+                running_lse: words.tensor(Dtype::F32, 1, 1, 2, 2),
+                o: RawTensor::NONE,
+                lse: RawTensor::NONE,
+                slopes: RawTensor::NONE,
+                sinks: RawTensor::NONE,
+                heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+                score: Score { scale, softcap: 0.0, window_left: i64::MAX, window_right: i64::MAX },
+                ranges: Ranges { q: &q, k: &k, pairs: &[0] },
+                aligned: false,
+            };
+            // SAFETY: everything lives until the downloads below.
+            unsafe { device.cuda.attend(&call, RawTensor::NONE, &mut staging, device.stream) }.expect("a legal call");
+        }
+        let weights: Vec<f64> = scores.iter().map(|s| s.exp2()).collect();
+        let sum: f64 = weights.iter().sum();
+        let found = download(&device, Dtype::F32, &running);
+        for (d, found) in found.iter().enumerate() {
+            let expected: f64 = (0..KEYS).map(|i| weights[i] / sum * values[i * 8 + d]).sum();
+            assert!((found - expected).abs() < 2e-6, "{shift}: o[{d}] is {found}, expected {expected}");
+        }
+        let lse: f64 = download(&device, Dtype::F32, &words).iter().sum();
+        let expected = shift * scale + sum.ln();
+        assert!((lse - expected).abs() < 2e-6, "{shift}: lse {lse}, expected {expected}");
     }
 }
 
@@ -170,6 +245,7 @@ impl Small {
             k: f16s(1, 2),
             v: f16s(2, 2),
             running: RawTensor::NONE,
+            running_lse: RawTensor::NONE,
             o: f16s(3, 1),
             lse: self.memory[4].tensor(Dtype::F32, 1, 1, 1, 1),
             slopes: RawTensor::NONE,

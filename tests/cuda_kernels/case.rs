@@ -3,8 +3,8 @@
 //!
 //! Rows that belong to no range, and columns between one token and the next, hold NaN: whatever reads a neighbour shows.
 
+use cpattn::call::{Range, Score};
 use cpattn::kernel::reference::{Attention, Gradient, Output};
-use cpattn::kernel::{Range, Score};
 use cpattn::{Dtype, Element};
 use half::{bf16, f16};
 
@@ -36,7 +36,7 @@ pub struct Case {
     pub sinks: bool,
     pub cut: Cut,
     /// Calls over which the keys of each document are spread.
-    pub visits: usize,
+    pub ring_steps: usize,
     /// Every second q range visits its keys from the last to the first.
     pub shuffled: bool,
     pub per_q_head: bool,
@@ -63,7 +63,7 @@ impl Case {
             slopes: false,
             sinks: false,
             cut: Cut::Whole,
-            visits: 1,
+            ring_steps: 1,
             shuffled: false,
             per_q_head: false,
             accumulate: false,
@@ -99,15 +99,8 @@ pub struct Numbers {
 
 /// Numbers that look random: between −√3 and √3, so of variance 1.
 pub fn random(n: usize, seed: u64) -> Vec<f64> {
-    let mut x = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    (0..n)
-        .map(|_| {
-            x ^= x << 13;
-            x ^= x >> 7;
-            x ^= x << 17;
-            ((x >> 11) as f64 / (1u64 << 52) as f64 - 1.0) * 3f64.sqrt()
-        })
-        .collect()
+    let mut draw = fastrand::Rng::with_seed(seed);
+    (0..n).map(|_| (2.0 * draw.f64() - 1.0) * 3f64.sqrt()).collect()
 }
 
 /// Rounded once: `half`'s own conversion makes ties of what lies beside them.
@@ -231,7 +224,7 @@ impl Side {
         }
         // Rows in another order than ranges, with rows of nobody between them.
         let mut order: Vec<usize> = (0..pieces.len()).collect();
-        order.sort_by_key(|&i| (i as u64 + seed).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40);
+        fastrand::Rng::with_seed(seed).shuffle(&mut order);
         let (mut row_of, mut row) = (vec![usize::MAX; base], 2);
         for i in order {
             pieces[i].0.row = row as i64;

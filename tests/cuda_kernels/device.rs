@@ -2,7 +2,7 @@
 //! A device for tests: a driver (real or emulated), a stream, and memory that is allocated to the byte.
 
 use core::ptr::null_mut;
-use cpattn::kernel::RawTensor;
+use cpattn::call::RawTensor;
 use cpattn::kernel::cuda::{Cuda, Stream};
 use cpattn::{Dtype, Error};
 use cudarc::driver::sys;
@@ -36,29 +36,28 @@ impl Device {
         ok!(cuDevicePrimaryCtxRetain(&raw mut context, 0));
         ok!(cuCtxSetCurrent(context));
         ok!(cuStreamCreate(&raw mut stream, sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32));
-        Some(Self { cuda, stream })
+        Some(Self { cuda, stream: stream.cast() })
     }
 
     pub fn synchronize(&self) {
-        ok!(cuStreamSynchronize(self.stream));
+        ok!(cuStreamSynchronize(self.stream.cast()));
     }
 
-    /// Memory with these bytes.
+    /// Memory with these bytes, which are there for every stream when this returns.
     pub fn upload(&self, bytes: &[u8]) -> Memory {
         let mut ptr = 0;
         ok!(cuMemAlloc_v2(&raw mut ptr, bytes.len().max(1)));
-        if !bytes.is_empty() {
-            ok!(cuMemcpyHtoD_v2(ptr, bytes.as_ptr().cast(), bytes.len()));
-        }
-        Memory { ptr, bytes: bytes.len() }
+        let memory = Memory { ptr, bytes: bytes.len() };
+        self.overwrite(&memory, bytes);
+        memory
     }
 
-    /// Writes all of it anew.
+    /// Writes all of it anew, behind everything launched so far.
     pub fn overwrite(&self, memory: &Memory, bytes: &[u8]) {
         assert_eq!(memory.bytes, bytes.len());
-        self.synchronize();
         if !bytes.is_empty() {
-            ok!(cuMemcpyHtoD_v2(memory.ptr, bytes.as_ptr().cast(), bytes.len()));
+            ok!(cuMemcpyHtoDAsync_v2(memory.ptr, bytes.as_ptr().cast(), bytes.len(), self.stream.cast()));
+            self.synchronize();
         }
     }
 
@@ -80,7 +79,7 @@ impl Device {
 impl Drop for Device {
     fn drop(&mut self) {
         self.synchronize();
-        ok!(cuStreamDestroy_v2(self.stream));
+        ok!(cuStreamDestroy_v2(self.stream.cast()));
         ok!(cuDevicePrimaryCtxRelease_v2(0));
     }
 }

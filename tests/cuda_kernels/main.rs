@@ -13,7 +13,7 @@ mod turns;
 
 use case::{Case, Cut};
 use cpattn::Dtype;
-use cpattn::kernel::Score;
+use cpattn::call::Score;
 use device::Device;
 use run::check;
 
@@ -80,7 +80,7 @@ fn windows() {
     all(&cases);
 }
 
-/// Softcap, ALiBi, sinks, and scales that are not positive.
+/// Softcap, ALiBi, sinks, and scales that are not positive or nearly 0.
 #[test]
 fn scores() {
     let base = Case {
@@ -103,6 +103,11 @@ fn scores() {
         with(0.2, 3.0, true, true),
         with(-0.1, 0.0, false, false),
         with(0.0, 0.0, true, true),
+        // Scales that f32 does not hold, with masked tiles.
+        with(1e-60, 0.0, false, false),
+        with(-1e-60, 0.0, false, true),
+        with(1e-41, 0.0, false, false),
+        with(1e-60, 2.0, true, false),
         Case { score: Score { window_left: -200, ..base.score }, sinks: true, ..base.clone() },
     ]);
 }
@@ -139,12 +144,12 @@ fn ranges() {
     let narrow = Score { window_left: 20, ..base.score };
     all(&[
         Case { cut: Cut::Chunks(3), ..base.clone() },
-        Case { cut: Cut::Chunks(5), visits: 3, ..base.clone() },
-        Case { cut: Cut::Striped(3, 1), visits: 3, ..base.clone() },
-        Case { cut: Cut::Striped(2, 5), visits: 2, slopes: true, score: narrow, ..base.clone() },
+        Case { cut: Cut::Chunks(5), ring_steps: 3, ..base.clone() },
+        Case { cut: Cut::Striped(3, 1), ring_steps: 3, ..base.clone() },
+        Case { cut: Cut::Striped(2, 5), ring_steps: 2, slopes: true, score: narrow, ..base.clone() },
         // Rows that meet their first key in the last visit.
-        Case { cut: Cut::Chunks(3), visits: 2, score: narrow, ..base.clone() },
-        Case { cut: Cut::Striped(4, 16), visits: 2, score: open, accumulate: true, ..base.clone() },
+        Case { cut: Cut::Chunks(3), ring_steps: 2, score: narrow, ..base.clone() },
+        Case { cut: Cut::Striped(4, 16), ring_steps: 2, score: open, accumulate: true, ..base.clone() },
     ]);
 }
 
@@ -169,9 +174,9 @@ fn turns() {
     all(&[
         Case { cut: Cut::Chunks(4), ..wide(4, 2, 64) },
         Case { cut: Cut::Chunks(4), score: narrow, dtype: Dtype::F16, ..wide(2, 2, 96) },
-        Case { cut: Cut::Chunks(5), score: open, visits: 2, ..wide(2, 1, 128) },
+        Case { cut: Cut::Chunks(5), score: open, ring_steps: 2, ..wide(2, 1, 128) },
         Case { cut: Cut::Chunks(3), score: ahead, per_q_head: true, ..wide(4, 2, 64) },
-        Case { cut: Cut::Striped(2, 150), score: narrow, visits: 2, dtype: Dtype::F16, ..wide(2, 1, 64) },
+        Case { cut: Cut::Striped(2, 150), score: narrow, ring_steps: 2, dtype: Dtype::F16, ..wide(2, 1, 64) },
         Case { cut: Cut::Striped(3, 70), score: narrow, accumulate: true, dtype: Dtype::F16, ..wide(2, 1, 128) },
         Case { cut: Cut::Striped(4, 1), slopes: true, ..wide(2, 1, 96) },
     ]);
@@ -217,7 +222,7 @@ fn wide_ranges() {
             cases.push(Case {
                 documents: vec![(90, 140, 50)],
                 cut: Cut::Chunks(3),
-                visits: 2,
+                ring_steps: 2,
                 ..Case::new("wide", dtype, dims)
             });
         }
@@ -257,7 +262,7 @@ fn runs_repeat() {
             kv_heads: 2,
             held: 0..4,
             cut: Cut::Striped(2, 8),
-            visits: 2,
+            ring_steps: 2,
             ..Case::new("repeat", Dtype::Bf16, dims)
         };
         let first = check(&device, &case);

@@ -7,7 +7,7 @@
 use crate::case::{Case, Numbers, Side, decode, encode};
 use crate::device::{Device, Memory};
 use cpattn::Dtype;
-use cpattn::kernel::{Attend, AttendBackward, Delta, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor};
+use cpattn::call::{Attend, AttendBackward, Delta, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor};
 
 /// Elements between the end of a token and the next one.
 const GAP: usize = 8;
@@ -54,7 +54,7 @@ impl Held {
     fn poison(&self, device: &Device, lse: &Self, side: &Side) {
         let (lines, mut bytes) = (device.download_f32(&lse.memory), device.download(&self.memory));
         for &row in &side.row_of {
-            for h in (0..self.heads).filter(|h| lines[row * lse.stride + h] == f32::NEG_INFINITY) {
+            for h in (0..self.heads).filter(|h| lines[row * lse.stride + h * lse.dim] == f32::NEG_INFINITY) {
                 bytes[(row * self.stride + h * self.dim) * 4..][..self.dim * 4].fill(0xff);
             }
         }
@@ -78,18 +78,23 @@ impl Held {
 }
 
 /// One call's ranges.
-struct Visit {
+struct RingStep {
     q: Vec<QRange>,
     k: Vec<Range>,
     pairs: Vec<u32>,
 }
 
 /// Keys of each document are dealt out over the visits; every q range is in every one of them.
-fn visits(case: &Case, q: &Side, k: &Side) -> Vec<Visit> {
-    (0..case.visits)
-        .map(|visit| {
-            let keys: Vec<Range> =
-                k.ranges.iter().enumerate().filter(|(i, _)| i % case.visits == visit).map(|(_, r)| *r).collect();
+fn ring_steps(case: &Case, q: &Side, k: &Side) -> Vec<RingStep> {
+    (0..case.ring_steps)
+        .map(|ring_step| {
+            let keys: Vec<Range> = k
+                .ranges
+                .iter()
+                .enumerate()
+                .filter(|(i, _)| i % case.ring_steps == ring_step)
+                .map(|(_, r)| *r)
+                .collect();
             let mut pairs = Vec::new();
             let ranges = q
                 .ranges
@@ -101,11 +106,11 @@ fn visits(case: &Case, q: &Side, k: &Side) -> Vec<Visit> {
                     if case.shuffled && i % 2 == 1 {
                         pairs[begin as usize..].reverse();
                     }
-                    let mode = Mode::of(visit == 0, visit + 1 == case.visits);
+                    let mode = Mode::of(ring_step == 0, ring_step + 1 == case.ring_steps);
                     QRange { range, keys_begin: begin, keys_end: pairs.len() as u32, mode }
                 })
                 .collect();
-            Visit { q: ranges, k: keys, pairs }
+            RingStep { q: ranges, k: keys, pairs }
         })
         .collect()
 }
@@ -164,6 +169,9 @@ pub fn check(device: &Device, case: &Case) -> Found {
     let o = new(case.dtype, &q_side, (hq, dv), None);
     let running = new(Dtype::F32, &q_side, (hq, dv), None);
     let lse = new(Dtype::F32, &q_side, (hq, 1), None);
+    let words = new(Dtype::F32, &q_side, (hq, 2), None);
+    // Cases of three calls keep the running lse in one word, where the final one goes.
+    let running_lse = if case.ring_steps == 3 { &lse } else { &words };
     let per_head = |x: &[f64]| {
         let bytes: Vec<u8> = x[held.clone()].iter().flat_map(|&x| (x as f32).to_le_bytes()).collect();
         device.upload(&bytes)
@@ -175,23 +183,24 @@ pub fn check(device: &Device, case: &Case) -> Found {
         kv_offset: held_kv.start as u32,
         group: (case.heads / case.kv_heads) as u32,
     };
-    let visits = visits(case, &q_side, &k_side);
+    let ring_steps = ring_steps(case, &q_side, &k_side);
 
     // Forward.
-    let calls: Vec<Attend> = visits
+    let calls: Vec<Attend> = ring_steps
         .iter()
-        .map(|visit| Attend {
+        .map(|ring_step| Attend {
             q: q.raw,
             k: k.raw,
             v: v.raw,
-            running: if case.visits > 1 { running.raw } else { RawTensor::NONE },
+            running: if case.ring_steps > 1 { running.raw } else { RawTensor::NONE },
+            running_lse: if case.ring_steps > 1 { running_lse.raw } else { RawTensor::NONE },
             o: o.raw,
             lse: lse.raw,
             slopes: optional(case.slopes, &slopes),
             sinks: optional(case.sinks, &sinks),
             heads: map,
             score: case.score,
-            ranges: Ranges { q: &visit.q, k: &visit.k, pairs: &visit.pairs },
+            ranges: Ranges { q: &ring_step.q, k: &ring_step.k, pairs: &ring_step.pairs },
             aligned: false,
         })
         .collect();
@@ -203,8 +212,8 @@ pub fn check(device: &Device, case: &Case) -> Found {
         unsafe { device.cuda.attend(call, RawTensor::NONE, &mut staging, device.stream) }.expect("a legal call");
         // The next visit may find anything in the running o of a row that has met no key yet.
         // (Cases of three visits leave the device running.)
-        if case.visits == 2 {
-            running.poison(device, &lse, &q_side);
+        if case.ring_steps == 2 {
+            running.poison(device, running_lse, &q_side);
         }
     }
     let pick = |x: &[f64], tokens: usize, heads: usize, held: core::ops::Range<usize>, dim: usize| -> Vec<f64> {
@@ -218,8 +227,9 @@ pub fn check(device: &Device, case: &Case) -> Found {
         let close = found == expected || (found - expected).abs() <= 2e-6 * (8.0 + expected.abs());
         assert!(close, "lse {i} is {found}, not {expected}; {case:?}");
     }
-    if case.visits > 1 {
+    if case.ring_steps > 1 {
         running.read(device, "running", &q_side);
+        running_lse.read(device, "running_lse", &q_side);
     }
 
     // Backward.
@@ -240,7 +250,7 @@ pub fn check(device: &Device, case: &Case) -> Found {
         let before = case.accumulate.then_some(one);
         let dk = new(Dtype::F32, &k_side, (key_heads, d), before);
         let dv_out = new(Dtype::F32, &k_side, (key_heads, dv), before);
-        for visit in &visits {
+        for ring_step in &ring_steps {
             let call = AttendBackward {
                 q: q.raw,
                 k: k.raw,
@@ -257,7 +267,7 @@ pub fn check(device: &Device, case: &Case) -> Found {
                 slopes: optional(case.slopes, &slopes),
                 heads: map,
                 score: case.score,
-                ranges: Ranges { q: &visit.q, k: &visit.k, pairs: &visit.pairs },
+                ranges: Ranges { q: &ring_step.q, k: &ring_step.k, pairs: &ring_step.pairs },
                 aligned: false,
             };
             for &gradients in parts {

@@ -7,7 +7,7 @@
 use crate::case::{encode, random};
 use crate::device::{Device, Memory};
 use cpattn::Dtype;
-use cpattn::kernel::{AttendBackward, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+use cpattn::call::{AttendBackward, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
 
 /// A compact tensor of random numbers.
 struct Random {

@@ -59,7 +59,7 @@ fn at_every_call_of_every_rank_in_every_mode() {
 fn silence_and_delays_beyond_the_deadline() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let modes = modes();
-    let mut r = Random(1);
+    let mut r = Random::new(1);
     let mut trials = Vec::new();
     for (m, mode) in modes.iter().enumerate() {
         for fault in [Fault::Silence, Fault::Silence, Fault::Delay(NEAR * 2)] {
@@ -74,7 +74,7 @@ fn silence_and_delays_beyond_the_deadline() {
 fn an_abort_from_another_thread_at_any_moment() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let modes = modes();
-    let mut r = Random(2);
+    let mut r = Random::new(2);
     let draw = |i: usize| (i % modes.len(), r.below(2), Act::Abort(r.below(3000) as u64));
     let trials: Vec<_> = (0..modes.len() * 10).map(draw).collect();
     play_all(&modes, &trials);
@@ -85,7 +85,7 @@ fn as_many_trials_as_are_asked_for() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let count = std::env::var("CPATTN_FAULT_TRIALS").map_or(100, |n| n.parse().expect("a number of trials"));
     let (modes, start) = (modes(), Instant::now());
-    let mut r = Random(9);
+    let mut r = Random::new(9);
     let trials: Vec<_> = (0..count)
         .map(|i| {
             let m = i % modes.len();

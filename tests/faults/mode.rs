@@ -123,12 +123,12 @@ pub fn modes() -> Vec<Mode> {
     vec![
         Mode::new("Ulysses", p(), mesh(3, 1), o()),
         Mode::new("ring", p(), mesh(1, 4), o().circulate(Circulate::Keys)),
-        Mode::new("hybrid", p().mask(Mask::full()), mesh(2, 2), o()),
+        Mode::new("hybrid", p().with_mask(Mask::full()), mesh(2, 2), o()),
         Mode::new("gather", p(), mesh(1, 3), o().gather(true)),
         Mode::new("queries", p(), mesh(1, 3), o().circulate(Circulate::Queries)),
         Mode::new("reproducible", p(), mesh(2, 2), o().reproducible(true)),
         Mode::new("passes", p(), mesh(1, 3), o().passes(2)),
-        Mode::new("sinks", p().sinks(true).softcap(2.0), mesh(2, 2), o()),
+        Mode::new("sinks", p().with_sinks(true).with_softcap(2.0), mesh(2, 2), o()),
         Mode::new("replicas", p(), Mesh::explicit(4, 1, 2).unwrap(), o()),
     ]
 }

@@ -37,7 +37,7 @@ pub enum End {
 /// One rank's forward.
 pub fn forward(rank: &mut Rank, plan: &Plan, data: &Data<f32>) -> Result<Parts> {
     let (p, r) = (plan.problem(), rank.rank());
-    let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.v_head_dim());
+    let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
     let (tq, tk) = (plan.local_tokens(Side::Q, r), plan.local_tokens(Side::K, r));
     let q = plan.shard(Side::Q, r, &data.q, hq * d)?;
     let k = plan.shard(Side::K, r, &data.k, hk * d)?;
@@ -58,7 +58,7 @@ pub fn forward(rank: &mut Rank, plan: &Plan, data: &Data<f32>) -> Result<Parts> 
 /// One rank's backward.
 pub fn backward(rank: &mut Rank, plan: &Plan, data: &Data<f32>, made: &Parts) -> Result<Parts> {
     let (p, r) = (plan.problem(), rank.rank());
-    let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.v_head_dim());
+    let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
     let (tq, tk) = (plan.local_tokens(Side::Q, r), plan.local_tokens(Side::K, r));
     let q = plan.shard(Side::Q, r, &data.q, hq * d)?;
     let k = plan.shard(Side::K, r, &data.k, hk * d)?;

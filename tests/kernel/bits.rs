@@ -3,9 +3,9 @@
 
 use crate::harness::*;
 use cpattn::Element;
-use cpattn::kernel::cpu::{self, Dims, Scratch};
-use cpattn::kernel::{Attend, AttendBackward, Delta, Gradients, HeadMap, Range, Ranges, RawTensor, Score};
-use half::bf16;
+use cpattn::call::{Attend, AttendBackward, Delta, Gradients, HeadMap, Range, Ranges, RawTensor, Score};
+use cpattn::kernel::cpu::{self, Dims, Isa, Scratch};
+use half::{bf16, f16};
 
 /// Outputs of a call as bits, by token.
 #[derive(Default, PartialEq, Debug)]
@@ -24,6 +24,7 @@ struct Way {
     /// One call for each q range (for dk, dv: each k range), with no more keys (queries) than it needs.
     apart: bool,
     workers: usize,
+    isa: Isa,
     heads: std::ops::Range<usize>,
 }
 
@@ -52,7 +53,7 @@ fn aligned_bits<E: Element>(p: &Problem, w: &Whole, way: &Way, seed: u64) -> Bit
     let mut slopes = head_numbers(&w.slopes, heads.clone());
     let slopes = per_head(&mut slopes, p.alibi);
     let map = HeadMap { q_offset: heads.start as u32, kv_offset: kv.start as u32, group: group as u32 };
-    let mut scratch = Scratch::new(way.workers);
+    let mut scratch = Scratch::with_isa(way.workers, way.isa).unwrap();
     scratch.reserve(&Dims { head_dim: p.d as u32, value_dim: p.dv as u32, dtype: E::DTYPE });
     // Calls as lists of q and k ranges.
     let s = p.score;
@@ -74,13 +75,14 @@ fn aligned_bits<E: Element>(p: &Problem, w: &Whole, way: &Way, seed: u64) -> Bit
         .map(|k| (q_at.ranges.iter().filter(|q| needs(q, k)).copied().collect::<Vec<_>>(), vec![*k]))
         .collect();
     for (qs, ks) in if way.apart { by_q } else { vec![all.clone()] } {
-        let (qs, ks, pairs) = visit(&qs, &ks, 0, 1, true);
+        let (qs, ks, pairs) = ring_step(&qs, &ks, 0, 1, true);
         let ranges = Ranges { q: &qs, k: &ks, pairs: &pairs };
         let call = Attend {
             q: q.raw(),
             k: k.raw(),
             v: v.raw(),
             running: RawTensor::NONE,
+            running_lse: RawTensor::NONE,
             o: o.raw(),
             lse: lse.raw(),
             slopes,
@@ -105,13 +107,14 @@ fn aligned_bits<E: Element>(p: &Problem, w: &Whole, way: &Way, seed: u64) -> Bit
         unsafe { cpu::attend_backward(&call, &mut scratch) }.unwrap();
     }
     for (qs, ks) in if way.apart { by_k } else { vec![all] } {
-        let (qs, ks, pairs) = visit(&qs, &ks, 0, 1, true);
+        let (qs, ks, pairs) = ring_step(&qs, &ks, 0, 1, true);
         let ranges = Ranges { q: &qs, k: &ks, pairs: &pairs };
         let call = Attend {
             q: q.raw(),
             k: k.raw(),
             v: v.raw(),
             running: RawTensor::NONE,
+            running_lse: RawTensor::NONE,
             o: o.raw(),
             lse: lse.raw(),
             slopes,
@@ -168,6 +171,12 @@ pub fn backward_call<'a>(
 
 /// In aligned mode the bits of a row do not depend on how q, k or heads were cut, on trimmed keys, or on workers.
 fn check_aligned<E: Element>(window: (i64, i64), alibi: bool, softcap: f64) {
+    // Without optimisation the portable vectors are slow: they take the f64 turn.
+    let all = isas::<E>().filter(|isa| *isa != Isa::Portable || E::DTYPE == cpattn::Dtype::F64);
+    all.for_each(|isa| check_aligned_isa::<E>(window, alibi, softcap, isa));
+}
+
+fn check_aligned_isa<E: Element>(window: (i64, i64), alibi: bool, softcap: f64, isa: Isa) {
     let p = Problem {
         seed: 7,
         lens_q: vec![700],
@@ -182,29 +191,31 @@ fn check_aligned<E: Element>(window: (i64, i64), alibi: bool, softcap: f64) {
         sinks: false,
         cut: Cut::Whole,
         shares: vec![0, 4],
-        visits: 1,
+        ring_steps: 1,
+        gain: 1.0,
     };
     let w = p.whole::<E>();
-    let whole = Way { q_cut: Cut::Whole, k_cut: Cut::Whole, apart: false, workers: 1, heads: 0..4 };
+    let whole = Way { q_cut: Cut::Whole, k_cut: Cut::Whole, apart: false, workers: 1, isa, heads: 0..4 };
     let expected = aligned_bits::<E>(&p, &w, &whole, 1);
     let ways = [
-        Way { q_cut: Cut::Pieces(90), k_cut: Cut::Pieces(200), heads: 0..4, ..whole },
-        Way { q_cut: Cut::Pieces(9), k_cut: Cut::Pieces(3), workers: 3, heads: 0..4, ..whole },
-        Way { q_cut: Cut::Pieces(300), k_cut: Cut::Pieces(70), apart: true, heads: 0..4, ..whole },
-        Way { q_cut: Cut::Pieces(40), k_cut: Cut::Pieces(40), apart: true, heads: 1..4, ..whole },
-        Way { q_cut: Cut::Whole, k_cut: Cut::Pieces(130), workers: 2, heads: 3..4, ..whole },
+        Way { q_cut: Cut::StreamKernels(90), k_cut: Cut::StreamKernels(200), heads: 0..4, ..whole },
+        Way { q_cut: Cut::StreamKernels(9), k_cut: Cut::StreamKernels(3), workers: 3, heads: 0..4, ..whole },
+        Way { q_cut: Cut::StreamKernels(300), k_cut: Cut::StreamKernels(70), apart: true, heads: 0..4, ..whole },
+        Way { q_cut: Cut::StreamKernels(40), k_cut: Cut::StreamKernels(40), apart: true, heads: 1..4, ..whole },
+        Way { q_cut: Cut::Whole, k_cut: Cut::StreamKernels(130), workers: 2, heads: 3..4, ..whole },
     ];
     for (i, way) in ways.iter().enumerate() {
         let found = aligned_bits::<E>(&p, &w, way, i as u64 + 2);
         let part = |x: &Vec<Vec<u64>>| x[way.heads.clone()].to_vec();
-        assert!(found.o == part(&expected.o), "o, way {i}");
-        assert!(found.lse == part(&expected.lse), "lse, way {i}");
-        assert!(found.dq == part(&expected.dq), "dq, way {i}");
-        assert!(found.dk == part(&expected.dk), "dk, way {i}");
-        assert!(found.dv == part(&expected.dv), "dv, way {i}");
+        assert!(found.o == part(&expected.o), "o, way {i}, {isa}");
+        assert!(found.lse == part(&expected.lse), "lse, way {i}, {isa}");
+        assert!(found.dq == part(&expected.dq), "dq, way {i}, {isa}");
+        assert!(found.dk == part(&expected.dk), "dk, way {i}, {isa}");
+        assert!(found.dv == part(&expected.dv), "dv, way {i}, {isa}");
     }
     // Striped queries: dk and dv need them in the order of positions, o and dq do not.
-    let striped = Way { q_cut: Cut::Stripes(16, 3), k_cut: Cut::Pieces(90), apart: false, workers: 1, heads: 0..4 };
+    let striped =
+        Way { q_cut: Cut::Stripes(16, 3), k_cut: Cut::StreamKernels(90), apart: false, workers: 1, isa, heads: 0..4 };
     let found = aligned_bits::<E>(&p, &w, &striped, 9);
     assert!(found.o == expected.o && found.lse == expected.lse && found.dq == expected.dq, "striped queries");
 }
@@ -214,23 +225,31 @@ fn aligned_bits_do_not_depend_on_the_cut() {
     check_aligned::<f32>((UNLIMITED, 0), false, 0.0);
     check_aligned::<f32>((150, 20), true, 5.0);
     check_aligned::<bf16>((UNLIMITED, UNLIMITED), true, 0.0);
+    check_aligned::<bf16>((150, 0), false, 0.0);
+    check_aligned::<f16>((90, 40), false, 0.0);
     check_aligned::<f64>((64, 0), false, 0.0);
 }
 
 /// A NaN in a key, a value or a query reaches those that see it, and nobody else.
 #[test]
 fn a_masked_nan_reaches_nobody() {
+    isas::<f32>().for_each(a_masked_nan::<f32>);
+    isas::<bf16>().for_each(a_masked_nan::<bf16>);
+    isas::<f16>().for_each(a_masked_nan::<f16>);
+}
+
+fn a_masked_nan<E: Element>(isa: Isa) {
     let p = Problem { lens_q: vec![300], lens_k: vec![300], starts: vec![0], alibi: false, ..problem(4) };
-    let p = Problem { heads: 2, kv_heads: 2, d: 16, dv: 16, score: score(16, 100, 0), visits: 1, ..p };
+    let p = Problem { heads: 2, kv_heads: 2, d: 16, dv: 16, score: score(16, 100, 0), ring_steps: 1, ..p };
     let at = 150; // seen by rows 150 to 250; sees keys 50 to 150
-    let way = || Way { q_cut: Cut::Whole, k_cut: Cut::Whole, apart: false, workers: 1, heads: 0..2 };
-    let clean = aligned_bits::<f32>(&p, &p.whole::<f32>(), &way(), 1);
+    let way = || Way { q_cut: Cut::Whole, k_cut: Cut::Whole, apart: false, workers: 1, isa, heads: 0..2 };
+    let clean = aligned_bits::<E>(&p, &p.whole::<E>(), &way(), 1);
     let nan = |x: u64| f64::from_bits(x).is_nan();
     for bad in 0..4 {
-        let mut w = p.whole::<f32>();
+        let mut w = p.whole::<E>();
         let poisoned = [&mut w.q, &mut w.k, &mut w.v, &mut w.d_o].into_iter().nth(bad).unwrap();
         poisoned[at * 2 * 16] = if bad == 2 { f64::INFINITY } else { f64::NAN };
-        let found = aligned_bits::<f32>(&p, &w, &way(), 1);
+        let found = aligned_bits::<E>(&p, &w, &way(), 1);
         let mut reached = [0; 5];
         for token in 0..300 {
             let keys = [1, 2].contains(&bad);

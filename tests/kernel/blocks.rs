@@ -2,8 +2,8 @@
 //! What moves memory around attention: transforms in every form, delta, finish.
 
 use crate::harness::*;
+use cpattn::call::{Block, Delta, Finish, Range, RawTensor, Transform};
 use cpattn::kernel::cpu::{self};
-use cpattn::kernel::{Block, Delta, Finish, Range, RawTensor, Transform};
 use cpattn::{Dtype, Element};
 use half::{bf16, f16};
 
@@ -114,4 +114,86 @@ fn transforms() {
     assert!(b[600..].iter().all(|x| x.to_f32() == 0.0));
     assert!(lse[..2].iter().all(|x| x.is_nan()));
     assert_eq!(lse[2..], [1.5, f32::NEG_INFINITY, 1.5, f32::NEG_INFINITY]);
+}
+
+/// Transforms so large that they take other ways through memory: streaming stores, blocks walked together, long runs read
+/// in several places. Each element is compared with its own conversion and sum; what lies between rows stays as it was.
+#[test]
+fn large_transforms() {
+    let mut random = Random::new(5);
+    let (tokens, heads, dim, gap) = (4_100, 20, 40, 8);
+    let row = heads * (dim + gap);
+    let n = tokens * row;
+    let mut whole: Vec<f32> = (0..n).map(|_| random.normal() as f32).collect();
+    let mut halves: Vec<bf16> = (0..n).map(|_| bf16::from_f64(random.normal())).collect();
+    let raw = |ptr: *mut u8, dtype, tokens, heads, token_stride, head_stride| RawTensor {
+        ptr,
+        token_stride: token_stride as i64,
+        head_stride: head_stride as i64,
+        tokens: tokens as u64,
+        heads,
+        dim: dim as u32,
+        dtype,
+    };
+    let f32s = raw(whole.as_mut_ptr().cast(), Dtype::F32, tokens, heads as u32, row, dim + gap);
+    let bf16s = raw(halves.as_mut_ptr().cast(), Dtype::Bf16, tokens, heads as u32, row, dim + gap);
+    // A block for each head, each of another number of tokens, at an address that is no multiple of a line.
+    let lengths: Vec<usize> = (0..heads).map(|h| tokens - 13 * h).collect();
+    let mut packed = vec![vec![f32::NAN; tokens * dim + 5]; heads];
+    let mut summed = vec![vec![f16::NAN; tokens * dim + 5]; heads];
+    let blocks = |memory: Vec<*mut u8>, dtype| -> Vec<RawTensor> {
+        memory.into_iter().zip(&lengths).map(|(ptr, &n)| raw(ptr, dtype, n, 1, dim, dim)).collect()
+    };
+    let copies = blocks(packed.iter_mut().map(|x| x[3..].as_mut_ptr().cast()).collect(), Dtype::F32);
+    let sums = blocks(summed.iter_mut().map(|x| x[3..].as_mut_ptr().cast()).collect(), Dtype::F16);
+    let (mut list, mut sources) = (Vec::new(), Vec::new());
+    for h in 0..heads {
+        let head = |t: &RawTensor| t.heads(h as u32, 1).rows(0, lengths[h] as u64);
+        for (dst, from) in [(copies[h], vec![head(&f32s)]), (sums[h], vec![head(&f32s), head(&bf16s), head(&f32s)])] {
+            let begin = sources.len() as u32;
+            sources.extend(from);
+            list.push(Block { dst, sources_begin: begin, sources_end: sources.len() as u32 });
+        }
+    }
+    // SAFETY: the tensors are the vectors above.
+    unsafe { cpu::transform(&Transform { blocks: &list, sources: &sources }) }.unwrap();
+    for h in 0..heads {
+        for i in 0..lengths[h] * dim {
+            let at = i / dim * row + h * (dim + gap) + i % dim;
+            let (x, y) = (whole[at], halves[at].to_f32());
+            assert_eq!(packed[h][3 + i].to_bits(), x.to_bits(), "head {h}, element {i}");
+            assert_eq!(summed[h][3 + i], f16::from_f32(x + y + x), "head {h}, element {i}");
+        }
+        let outside = 3 + lengths[h] * dim;
+        assert!(packed[h][..3].iter().chain(&packed[h][outside..]).all(|x| x.is_nan()));
+        assert!(summed[h][..3].iter().chain(&summed[h][outside..]).all(|x| x.is_nan()));
+    }
+    // Back between the gaps, and casts of one long run, one of them in place.
+    let before: Vec<f32> = packed[0][3..][..tokens * dim].to_vec();
+    let mut back = vec![f32::NAN; n];
+    let mut narrow = vec![bf16::NAN; n + 3];
+    let mut total = whole.clone();
+    let run = |ptr: *mut u8, dtype| RawTensor::compact(ptr, dtype, tokens as u64, 1, row as u32);
+    let sources = [
+        RawTensor { tokens: tokens as u64, ..copies[0] },
+        run(whole.as_mut_ptr().cast(), Dtype::F32),
+        run(total.as_mut_ptr().cast(), Dtype::F32),
+        run(halves.as_mut_ptr().cast(), Dtype::Bf16),
+    ];
+    let list = [
+        Block { dst: raw(back.as_mut_ptr().cast(), Dtype::F32, tokens, 1, row, dim), sources_begin: 0, sources_end: 1 },
+        Block { dst: run(narrow[1..].as_mut_ptr().cast(), Dtype::Bf16), sources_begin: 1, sources_end: 2 },
+        Block { dst: sources[2], sources_begin: 2, sources_end: 4 },
+    ];
+    // SAFETY: as above.
+    unsafe { cpu::transform(&Transform { blocks: &list, sources: &sources }) }.unwrap();
+    for (i, x) in back.iter().enumerate() {
+        let inside = i % row < dim;
+        assert!(if inside { *x == before[i / row * dim + i % row] } else { x.is_nan() }, "element {i}");
+    }
+    for i in 0..n {
+        assert_eq!(narrow[1 + i], bf16::from_f32(whole[i]), "element {i}");
+        assert_eq!(total[i], whole[i] + halves[i].to_f32(), "element {i}");
+    }
+    assert!(narrow[0].is_nan() && narrow[n + 1..].iter().all(|x| x.is_nan()));
 }

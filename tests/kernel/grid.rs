@@ -2,13 +2,18 @@
 //! Many problems in all the ways there are.
 
 use crate::harness::*;
-use cpattn::kernel::cpu::{self, Dims, Scratch};
-use cpattn::kernel::{Attend, AttendBackward, Gradients, HeadMap, Ranges, RawTensor};
+use cpattn::call::{Attend, AttendBackward, Gradients, HeadMap, Ranges, RawTensor};
+use cpattn::kernel::cpu::{self, Dims, Isa, Scratch};
 use cpattn::{Dtype, Element};
 use half::{bf16, f16};
 
 /// Runs a problem forward and backward in all the ways there are, and compares.
 fn check<E: Element>(p: &Problem) {
+    isas::<E>().for_each(|isa| check_isa::<E>(p, isa));
+}
+
+/// On one instruction set.
+fn check_isa<E: Element>(p: &Problem, isa: Isa) {
     let bound = if E::Acc::DTYPE == Dtype::F64 { 1e-13 } else { 1e-6 };
     let w = p.whole::<E>();
     let (plain, sunk) = (p.reference(&w, false).forward(), p.reference(&w, true).forward());
@@ -18,7 +23,7 @@ fn check<E: Element>(p: &Problem) {
     let q_at = place(&p.lens_q, &p.starts, p.cut, &mut random);
     let k_at = place(&p.lens_k, &zeros, p.cut, &mut random);
     let dims = Dims { head_dim: p.d as u32, value_dim: p.dv as u32, dtype: E::DTYPE };
-    let mut scratch = Scratch::new(1 + p.seed as usize % 3);
+    let mut scratch = Scratch::with_isa(1 + p.seed as usize % 3, isa).unwrap();
     scratch.reserve(&dims);
     let group = p.heads / p.kv_heads;
     let mut rms: [Rms; 5] = Default::default();
@@ -42,16 +47,18 @@ fn check<E: Element>(p: &Problem) {
         for finish in [false, true] {
             let mut running = Buffer::<E::Acc>::poisoned(q_at.rows, heads.len(), p.dv);
             let mut lse = Buffer::<E::Acc>::poisoned(q_at.rows, heads.len(), 1);
+            let mut words = Buffer::<E::Acc>::poisoned(q_at.rows, heads.len(), 2);
             let mut o = Buffer::<E>::poisoned(q_at.rows, heads.len(), p.dv);
-            for i in 0..p.visits {
-                let (qs, ks, pairs) = visit(&q_at.ranges, &k_at.ranges, i, p.visits, finish);
+            for i in 0..p.ring_steps {
+                let (qs, ks, pairs) = ring_step(&q_at.ranges, &k_at.ranges, i, p.ring_steps, finish);
                 let call = Attend {
                     q: q.raw(),
                     k: k.raw(),
                     v: v.raw(),
                     running: if finish && E::DTYPE == E::Acc::DTYPE { o.raw() } else { running.raw() },
+                    running_lse: words.raw(),
                     o: if finish { o.raw() } else { RawTensor::NONE },
-                    lse: lse.raw(),
+                    lse: if finish { lse.raw() } else { RawTensor::NONE },
                     slopes,
                     sinks,
                     heads: map,
@@ -69,13 +76,13 @@ fn check<E: Element>(p: &Problem) {
                 } else {
                     running.get(h - heads.start, &q_at.row_of)
                 };
-                let lses = lse.get(h - heads.start, &q_at.row_of);
+                let lses = if finish { &lse } else { &words }.get(h - heads.start, &q_at.row_of);
                 for (token, (row, lse)) in found.iter().zip(&lses).enumerate() {
                     let at = token * p.heads + h;
                     if finish { &mut final_error } else { &mut rms[0] }.add(row, &expected.o[at * p.dv..][..p.dv]);
                     let (l, e) = (lse[0], expected.lse[at]);
                     let close = l == e || (l - e).abs() <= bound * 2.0 * (1.0 + e.abs());
-                    assert!(close, "lse of token {token}, head {h}: {l}, expected {e}; {p:?}");
+                    assert!(close, "lse of token {token}, head {h} on {isa}: {l}, expected {e}; {p:?}");
                     if e == f64::NEG_INFINITY {
                         assert!(row.iter().all(|&x| x == 0.0));
                     }
@@ -84,6 +91,7 @@ fn check<E: Element>(p: &Problem) {
             o.assert_untouched_elsewhere(&q_at.row_of, "o");
             running.assert_untouched_elsewhere(&q_at.row_of, "running");
             lse.assert_untouched_elsewhere(&q_at.row_of, "lse");
+            words.assert_untouched_elsewhere(&q_at.row_of, "running_lse");
         }
 
         let mut lse = Buffer::<E::Acc>::poisoned(q_at.rows, heads.len(), 1);
@@ -111,8 +119,8 @@ fn check<E: Element>(p: &Problem) {
                     dk.put(&vec![0.0; w.k.len() * group], partials.end, partials.clone(), &k_at.row_of);
                     dv.put(&vec![0.0; w.v.len() * group], partials.end, partials.clone(), &k_at.row_of);
                 }
-                for i in 0..p.visits {
-                    let (qs, ks, pairs) = visit(&q_at.ranges, &k_at.ranges, i, p.visits, true);
+                for i in 0..p.ring_steps {
+                    let (qs, ks, pairs) = ring_step(&q_at.ranges, &k_at.ranges, i, p.ring_steps, true);
                     for &gradients in passes {
                         let call = AttendBackward {
                             q: q.raw(),
@@ -168,12 +176,15 @@ fn check<E: Element>(p: &Problem) {
     }
     // ds is a difference, do·v − delta, which may cancel to next to nothing (a row with one key); its terms are of this
     // size, and so are their rounding errors.
-    let floor = p.score.scale * (p.dv as f64).sqrt();
+    let floor = p.gain * p.score.scale * (p.dv as f64).sqrt();
     for (rms, (what, floor)) in rms.iter().zip([("running o", 0.0), ("dq", floor), ("dk", floor), ("dv", 0.0)]) {
-        rms.assert_below(bound, floor, &format!("{what} of {p:?}"));
+        rms.assert_below(bound + rounding::<E>(isa), floor, &format!("{what} on {isa} of {p:?}"));
     }
-    // One rounding at the end, of the element type.
-    final_error.assert_below(bound + E::DTYPE.unit_roundoff(), 0.0, &format!("o of {p:?}"));
+    // One rounding at the end, of the element type: relative down to its smallest normal number (a large sink brings o of
+    // a row there), absolute below. Only f16's is not far below all that occurs.
+    let floor = if E::DTYPE == Dtype::F16 { f16::MIN_POSITIVE.to_f64() } else { 0.0 };
+    let bound = bound + E::DTYPE.unit_roundoff() + rounding::<E>(isa);
+    final_error.assert_below(bound, floor, &format!("o on {isa} of {p:?}"));
 }
 
 #[test]
@@ -189,6 +200,14 @@ fn grid_bf16() {
 #[test]
 fn grid_f16() {
     (200..220).for_each(|seed| check::<f16>(&problem(seed)));
+}
+
+/// Gradients that f16 could not hold as they are: they are large, as loss scaling makes them, or next to nothing.
+#[test]
+fn gradients_beyond_the_range_of_f16() {
+    for (i, gain) in [4000.0, 1.0 / 4096.0].into_iter().enumerate() {
+        (0..6).for_each(|seed| check::<f16>(&Problem { gain, ..problem(400 + 10 * i as u64 + seed) }));
+    }
 }
 
 #[test]
@@ -213,7 +232,8 @@ fn long_documents() {
             alibi: false,
             sinks: false,
             cut: Cut::Whole,
-            visits: 1,
+            ring_steps: 1,
+            gain: 1.0,
             seed: 42,
         });
     }

@@ -1,27 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Problems, and how they are laid out in memory: cut into ranges, scattered, among NaN.
 
+use cpattn::call::{Mode, QRange, Range, RawTensor, Score};
+use cpattn::kernel::cpu::Isa;
 use cpattn::kernel::reference::Attention;
-use cpattn::kernel::{Mode, QRange, Range, RawTensor, Score};
 use cpattn::{Dtype, Element};
 
-/// A small generator (xorshift64*), so that a seed names a problem.
-pub struct Random(u64);
+/// A seed names a problem.
+pub struct Random(fastrand::Rng);
 
 impl Random {
     pub fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
-    }
-
-    pub fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
+        Self(fastrand::Rng::with_seed(seed))
     }
 
     pub fn below(&mut self, n: usize) -> usize {
-        (self.next() >> 33) as usize % n
+        self.0.usize(..n)
     }
 
     pub fn pick<T: Copy>(&mut self, from: &[T]) -> T {
@@ -30,8 +24,20 @@ impl Random {
 
     /// Roughly normal.
     pub fn normal(&mut self) -> f64 {
-        (0..12).map(|_| (self.next() >> 11) as f64 / (1u64 << 53) as f64).sum::<f64>() - 6.0
+        (0..12).map(|_| self.0.f64()).sum::<f64>() - 6.0
     }
+}
+
+/// The instruction sets of this machine that have kernels of their own for elements `E`.
+pub fn isas<E: Element>() -> impl Iterator<Item = Isa> {
+    let half = E::DTYPE.size() == 2;
+    Isa::ALL.into_iter().filter(move |isa| isa.is_available() && (half || *isa != Isa::Amx))
+}
+
+/// What products of p and of ds may be off by (relative RMS) on this instruction set: half of a rounding of each, which a
+/// sum in the element type would exceed.
+pub fn rounding<E: Element>(isa: Isa) -> f64 {
+    0.4 * isa.roundoff(E::DTYPE)
 }
 
 /// How a document's positions are cut into ranges.
@@ -39,7 +45,7 @@ impl Random {
 pub enum Cut {
     Whole,
     /// Pieces of at most this many, at random borders.
-    Pieces(usize),
+    StreamKernels(usize),
     /// So many interleaved ranges of this block.
     Stripes(u32, u32),
 }
@@ -60,7 +66,9 @@ pub struct Problem {
     pub cut: Cut,
     /// First q head of each share of heads, and the end.
     pub shares: Vec<usize>,
-    pub visits: usize,
+    pub ring_steps: usize,
+    /// What do is multiplied by.
+    pub gain: f64,
 }
 
 /// Inputs as f64 after rounding to the element type, and what the reference makes of them.
@@ -88,13 +96,15 @@ pub fn cumulative(lens: &[usize]) -> Vec<i32> {
 impl Problem {
     pub fn whole<E: Element>(&self) -> Whole {
         let mut random = Random::new(self.seed);
-        let mut numbers = |n: usize| (0..n).map(|_| E::from_f64(random.normal()).to_f64()).collect::<Vec<_>>();
+        let mut scaled =
+            |n: usize, gain: f64| (0..n).map(|_| E::from_f64(random.normal() * gain).to_f64()).collect::<Vec<_>>();
+        let mut numbers = |n| scaled(n, 1.0);
         let (tq, tk) = (self.lens_q.iter().sum::<usize>(), self.lens_k.iter().sum::<usize>());
         Whole {
             q: numbers(tq * self.heads * self.d),
             k: numbers(tk * self.kv_heads * self.d),
             v: numbers(tk * self.kv_heads * self.dv),
-            d_o: numbers(tq * self.heads * self.dv),
+            d_o: scaled(tq * self.heads * self.dv, self.gain),
             slopes: (0..self.heads).map(|h| 0.5f64.powi(h as i32 + 1)).collect(),
             sinks: (0..self.heads)
                 .map(|h| [0.5, -2.0, f64::NEG_INFINITY, 4.0, 12.0][(h + self.seed as usize) % 5])
@@ -138,7 +148,7 @@ pub fn place(lens: &[usize], starts: &[i64], cut: Cut, random: &mut Random) -> P
         let mut pieces = Vec::new();
         match cut {
             Cut::Whole => pieces.push(Range::plain(0, len as u32, start, doc as u32)),
-            Cut::Pieces(most) => {
+            Cut::StreamKernels(most) => {
                 let mut at = 0;
                 while at < len {
                     let n = (1 + random.below(most)).min(len - at);
@@ -271,21 +281,21 @@ impl Rms {
 }
 
 /// The pairs of visit `visit`: each k range belongs to one visit, each q range reads all of its document.
-pub fn visit(
+pub fn ring_step(
     q: &[Range],
     k: &[Range],
-    visit: usize,
-    visits: usize,
+    ring_step: usize,
+    ring_steps: usize,
     finish: bool,
 ) -> (Vec<QRange>, Vec<Range>, Vec<u32>) {
-    let keys: Vec<_> = k.iter().enumerate().filter(|(i, _)| i % visits == visit).map(|(_, r)| *r).collect();
+    let keys: Vec<_> = k.iter().enumerate().filter(|(i, _)| i % ring_steps == ring_step).map(|(_, r)| *r).collect();
     let mut pairs = Vec::new();
     let q = q
         .iter()
         .map(|&range| {
             let keys_begin = pairs.len() as u32;
             pairs.extend(keys.iter().enumerate().filter(|(_, r)| r.doc == range.doc).map(|(i, _)| i as u32));
-            let mode = Mode::of(visit == 0, finish && visit == visits - 1);
+            let mode = Mode::of(ring_step == 0, finish && ring_step == ring_steps - 1);
             QRange { range, keys_begin, keys_end: pairs.len() as u32, mode }
         })
         .collect();
@@ -320,7 +330,7 @@ pub fn problem(seed: u64) -> Problem {
     let (heads, kv_heads) = [(4, 4), (6, 2), (4, 1), (3, 3), (1, 1)][i % 5];
     let window =
         [(UNLIMITED, 0), (UNLIMITED, UNLIMITED), (17, 0), (30, 9), (0, 0), (UNLIMITED, 5), (40, UNLIMITED)][i % 7];
-    let cut = [Cut::Whole, Cut::Pieces(50), Cut::Stripes(4, 3), Cut::Pieces(3)][random.below(4)];
+    let cut = [Cut::Whole, Cut::StreamKernels(50), Cut::Stripes(4, 3), Cut::StreamKernels(3)][random.below(4)];
     let longest = if d > 64 { 90 } else { 200 };
     let mut lens = |n: usize| (0..n).map(|_| random.pick(&[0, 1, 2, 5, 31, longest, longest / 3])).collect::<Vec<_>>();
     let lens_k = lens(4);
@@ -354,6 +364,7 @@ pub fn problem(seed: u64) -> Problem {
         sinks: random.below(3) == 0,
         cut,
         shares,
-        visits: 1 + random.below(3),
+        ring_steps: 1 + random.below(3),
+        gain: 1.0,
     }
 }

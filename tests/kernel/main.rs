@@ -12,6 +12,7 @@ mod blocks;
 mod calls;
 mod grid;
 mod harness;
+mod large_scores;
 mod refusals;
 
 mod counting {

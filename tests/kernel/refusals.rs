@@ -4,8 +4,8 @@
 use crate::bits::backward_call;
 use crate::harness::*;
 use cpattn::Dtype;
+use cpattn::call::{Attend, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
 use cpattn::kernel::cpu::{self, Scratch};
-use cpattn::kernel::{Attend, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
 
 /// What is refused, and how it is said. Nothing is touched: the tensors have addresses that would fault.
 #[test]
@@ -18,6 +18,7 @@ fn refusals() {
         k: nowhere(2, 16),
         v: nowhere(2, 8),
         running: RawTensor::NONE,
+        running_lse: RawTensor::NONE,
         o: nowhere(4, 8),
         lse: nowhere(4, 1),
         slopes: RawTensor::NONE,
@@ -86,6 +87,15 @@ fn refusals() {
     refused(
         Attend { ranges: Ranges { q: &first, ..good.ranges }, ..good },
         "running is none, expected a tensor of dim 8: the mode of ranges.q[0] needs it",
+    );
+    refused(
+        Attend { running: good.o, ranges: Ranges { q: &first, ..good.ranges }, ..good },
+        "running_lse is none, expected a tensor of dim 2: the mode of ranges.q[0] needs it",
+    );
+    refused(Attend { running_lse: nowhere(4, 3), ..good }, "running_lse.dim is 3, expected 2");
+    refused(
+        Attend { lse: RawTensor::NONE, ..good },
+        "lse is none, expected a tensor of dim 1: the mode of ranges.q[0] needs it",
     );
     // SAFETY: as above.
     let error = unsafe { cpu::attend(&good, &mut scratch) }.unwrap_err();

@@ -7,7 +7,7 @@
 use cpattn::{
     Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem, Side,
     plan::{Circulate, Wire},
-    schedule::{Direction, Scratch, verify::Report},
+    schedule::{Direction, RangeScratch, Schedule, verify::Report},
 };
 
 use crate::verify;
@@ -62,12 +62,12 @@ fn striped_tokens_and_positions() {
 fn sources(plan: &Plan) -> Vec<Vec<usize>> {
     (0..plan.mesh().ring)
         .map(|me| {
-            let s = plan.schedule(me, Direction::Forward).unwrap();
-            let visits = s.keys.as_ref().unwrap();
-            let mut scratch = Scratch::default();
+            let s = Schedule::new(plan, me, Direction::Forward).unwrap();
+            let ring_steps = s.keys.as_ref().unwrap();
+            let mut scratch = RangeScratch::default();
             let mut from = vec![me];
-            for i in 1..visits.list().len() {
-                visits.incoming(i, &mut scratch);
+            for i in 1..ring_steps.list().len() {
+                ring_steps.incoming(i, &mut scratch);
                 from.extend(scratch.fragments.iter().map(|f| f.peer as usize));
             }
             from.sort_unstable();
@@ -101,7 +101,7 @@ fn steps_that_nobody_needs_are_left_out() {
 #[test]
 fn a_window_is_a_halo() {
     let batch = Batch::from_lengths(&[64 * 1024]).unwrap();
-    let problem = Problem::new(batch, 1, 1, 64, Dtype::Bf16).mask(Mask::sliding(128));
+    let problem = Problem::new(batch, 1, 1, 64, Dtype::Bf16).with_mask(Mask::sliding(128));
     let options = Options::new().circulate(Circulate::Keys);
     let plan = Plan::with_options(&problem, Mesh::ring(64).unwrap(), Layout::Contiguous, options).unwrap();
     let (forward, backward) = plan.verify().unwrap();
@@ -140,7 +140,7 @@ fn expected_bytes() {
     let totals = |r: &Report| (r.bytes("exchange"), r.bytes("fetch"), r.bytes("return"));
     // Full attention, ring of 4, 64 tokens, 2 heads of 8, f32: each k and v row visits 3 ranks; dk and dv come home in
     // f32 from each.
-    let full = Problem::new(one(64), 2, 2, 8, Dtype::F32).mask(Mask::full());
+    let full = Problem::new(one(64), 2, 2, 8, Dtype::F32).with_mask(Mask::full());
     let keys = Options::new().circulate(Circulate::Keys);
     let (f, b) = verify(&full, Mesh::ring(4).unwrap(), Layout::Contiguous, keys);
     let kv = 64 * 3 * 2 * 2 * 8 * 4;
@@ -150,7 +150,7 @@ fn expected_bytes() {
     let (_, b) = verify(&full, Mesh::ring(4).unwrap(), Layout::Contiguous, queries);
     assert_eq!(totals(&b), (0, 64 * 3 * 2 * (2 * 8 + 2) * 4, 64 * 3 * 2 * 8 * 4));
     // bf16, and gradients in bf16: half of everything.
-    let half = Problem::new(one(64), 2, 2, 8, Dtype::Bf16).mask(Mask::full());
+    let half = Problem::new(one(64), 2, 2, 8, Dtype::Bf16).with_mask(Mask::full());
     let (f, b) = verify(&half, Mesh::ring(4).unwrap(), Layout::Contiguous, keys.wire(Wire::Bf16));
     assert_eq!((totals(&f), totals(&b)), ((0, kv / 2, 0), (0, kv / 2, kv / 2)));
     // Contiguous and causal: rank j's rows visit the 3 − j ranks after it: 16 · (3 + 2 + 1) rows.
@@ -159,7 +159,7 @@ fn expected_bytes() {
     assert_eq!(totals(&f), (0, 16 * 6 * 2 * 2 * 8 * 4, 0));
     // Ulysses on 4 ranks, 8 q heads, 4 kv heads, dims 8 and 4, bf16: of each rank's 16 rows three quarters of the heads
     // leave. In: q, k (dim 8), v (dim 4); out: o (dim 4) and lse (f32).
-    let heads = Problem::new(one(64), 8, 4, 8, Dtype::Bf16).value_dim(4);
+    let heads = Problem::new(one(64), 8, 4, 8, Dtype::Bf16).with_value_dim(4);
     let (f, b) = verify(&heads, Mesh::ulysses(4).unwrap(), Layout::Contiguous, Options::new());
     let away = 64 * 3 / 4;
     assert_eq!(totals(&f), (away * (8 * 8 * 2 + 4 * 8 * 2 + 4 * 4 * 2 + 8 * 4 * 2 + 8 * 4), 0, 0));
@@ -168,21 +168,17 @@ fn expected_bytes() {
     let given = 8 * 8 * 2 + 4 * 8 * 2 + 4 * 4 * 2;
     assert_eq!(totals(&b), (away * (brought + given), 0, 0));
     // Two documents of 32 on a ring of 4: rows visit the one other rank of their document.
-    let two = Problem::new(Batch::from_lengths(&[32, 32]).unwrap(), 2, 2, 8, Dtype::F32).mask(Mask::full());
+    let two = Problem::new(Batch::from_lengths(&[32, 32]).unwrap(), 2, 2, 8, Dtype::F32).with_mask(Mask::full());
     let (f, _) = verify(&two, Mesh::ring(4).unwrap(), Layout::Contiguous, keys);
     assert_eq!(totals(&f), (0, 64 * 2 * 2 * 8 * 4, 0));
 }
 
 /// Document lengths whose logarithm is the sum of twelve uniform draws (nearly normal), deviation about 1.2.
 fn long_tailed(documents: usize, median: f64, seed: u64) -> Batch {
-    let mut state = seed;
-    let mut uniform = || {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (state >> 11) as f64 / (1u64 << 53) as f64
-    };
+    let mut draw = fastrand::Rng::with_seed(seed);
     let lengths: Vec<usize> = (0..documents)
         .map(|_| {
-            let normal: f64 = (0..12).map(|_| uniform()).sum::<f64>() - 6.0;
+            let normal: f64 = (0..12).map(|_| draw.f64()).sum::<f64>() - 6.0;
             (median * (1.2 * normal).exp()) as usize
         })
         .collect();
@@ -221,6 +217,41 @@ fn balanced_layouts_balance_long_tailed_packs() {
             );
             let (contiguous, _) = imbalance(&batch, Layout::Contiguous, ring);
             assert!(contiguous > work, "contiguous {contiguous:.3} against {work:.3}");
+        }
+    }
+}
+
+/// 300 documents on a ring of 4: causal zigzag leaves two runs of rows for each document in a share, of which a peer may
+/// need one. They are packed: eight messages to a peer at most (the verifier holds every exchange to it), and as many
+/// bytes as without.
+#[test]
+fn many_documents_travel_in_few_messages() {
+    let batch = Batch::from_lengths(&[20; 300]).unwrap();
+    for (layout, options) in [
+        (Layout::Zigzag, Options::new()),
+        (Layout::Zigzag, Options::new().circulate(cpattn::plan::Circulate::Queries)),
+        (Layout::Zigzag, Options::new().gather(true)),
+        (Layout::Striped { stripe: 1 }, Options::new()),
+    ] {
+        let p = Problem::new(batch.clone(), 2, 2, 8, Dtype::F32).with_mask(Mask::causal());
+        let plan = Plan::with_options(&p, Mesh::ring(4).unwrap(), layout, options).unwrap();
+        let packs = Schedule::new(&plan, 0, Direction::Forward)
+            .unwrap()
+            .ops
+            .iter()
+            .filter(|op| matches!(op.kind, cpattn::schedule::OpKind::Pack { .. }))
+            .count();
+        assert!(packs > 0 || layout != Layout::Zigzag, "{layout}, {options:?}: nothing is packed");
+        let (forward, backward) = plan.verify().unwrap();
+        let exchanges = |r: &Report| r.ranks.iter().map(|rank| 3 * rank.exchanges as u64).sum::<u64>();
+        assert!(forward.messages() <= 8 * exchanges(&forward), "{layout}: {} messages", forward.messages());
+        assert!(backward.messages() <= 8 * exchanges(&backward), "{layout}: {} messages", backward.messages());
+        for direction in [Direction::Forward, Direction::Backward] {
+            for rank in 0..4 {
+                let found = Schedule::new(&plan, rank, direction).unwrap().workspace;
+                let bound = plan.workspace_bound(rank, direction);
+                assert!(found <= bound, "{found} of {bound} bytes, rank {rank} {direction:?}, {layout}");
+            }
         }
     }
 }

@@ -4,7 +4,7 @@
 use cpattn::{
     Batch, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Side,
     plan::{Circulate, Wire},
-    schedule::build::trade::{Trade, Way},
+    schedule::build::all_to_all::{AllToAll, Way},
 };
 use proptest::prelude::*;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -78,7 +78,7 @@ proptest! {
         dtype in prop_oneof![Just(Dtype::F32), Just(Dtype::F16), Just(Dtype::Bf16), Just(Dtype::F64)],
         sinks in any::<bool>(),
     ) {
-        let problem = Problem::new(batch, kv_heads * group, kv_heads, 8, dtype).value_dim(4).mask(mask).sinks(sinks);
+        let problem = Problem::new(batch, kv_heads * group, kv_heads, 8, dtype).with_value_dim(4).with_mask(mask).with_sinks(sinks);
         let ulysses = if too_many == 0 { ulysses } else { ulysses.min(kv_heads * group) };
         let mesh = Mesh { replicas: 1, ring, ulysses };
         let drawn = DRAWN.fetch_add(1, Ordering::Relaxed) + 1;
@@ -91,10 +91,10 @@ proptest! {
                 for (way, side) in [
                     (Way::ToHeads, Side::Q), (Way::ToHeads, Side::K), (Way::ToTokens, Side::Q), (Way::ToTokens, Side::K),
                 ] {
-                    let trade = Trade { way, side, dim: 3, dtype };
-                    let report = plan.verify_trade(trade).map_err(|e| TestCaseError::fail(e.to_string()))?;
+                    let all_to_all = AllToAll { way, side, dim: 3, dtype };
+                    let report = plan.verify_all_to_all(all_to_all).map_err(|e| TestCaseError::fail(e.to_string()))?;
                     let moved = |rank: usize| {
-                        let (share, ring) = (plan.heads_of(rank), plan.mesh().place(rank).ring);
+                        let (share, ring) = (plan.heads_of(rank), plan.mesh().coordinates(rank).ring);
                         let heads = if side == Side::Q { share.q.len() } else { share.kv.len() };
                         heads * (plan.shares().rows(side, ring) - plan.local_tokens(side, rank)) * 3 * dtype.size()
                     };

@@ -10,7 +10,7 @@ mod drawn;
 use cpattn::{
     Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem,
     plan::{Circulate, Wire},
-    schedule::{Direction, verify::Report},
+    schedule::{Direction, Schedule, verify::Report},
 };
 
 const LAYOUTS: [Layout; 7] = [
@@ -67,9 +67,9 @@ fn grid(batch: &Batch, heads: usize, kv_heads: usize, mesh: Mesh) -> usize {
                 }
                 let dtype = if proved % 2 == 0 { Dtype::Bf16 } else { Dtype::F32 };
                 let problem = Problem::new(batch.clone(), heads, kv_heads, 8, dtype)
-                    .value_dim(4)
-                    .mask(mask)
-                    .sinks(proved % 3 == 0);
+                    .with_value_dim(4)
+                    .with_mask(mask)
+                    .with_sinks(proved % 3 == 0);
                 let (forward, backward) = verify(&problem, mesh, layout, o);
                 assert_eq!(forward.pairs, problem.area() * heads as u128);
                 assert_eq!(backward.pairs, forward.pairs);
@@ -155,7 +155,7 @@ fn query_groups_of_every_ratio() {
     for (heads, kv_heads) in [(1, 1), (5, 1), (6, 2), (6, 3), (6, 6), (7, 7), (12, 4)] {
         for ulysses in [1, heads.min(3), heads.min(5), heads] {
             let mesh = Mesh::explicit(2 * ulysses, ulysses, 2).unwrap();
-            let problem = Problem::new(pack(), heads, kv_heads, 8, Dtype::Bf16).sinks(true);
+            let problem = Problem::new(pack(), heads, kv_heads, 8, Dtype::Bf16).with_sinks(true);
             for o in options().into_iter().filter(|o| o.passes <= kv_heads) {
                 verify(&problem, mesh, Layout::Zigzag, o);
             }
@@ -170,7 +170,7 @@ fn replicas_run_the_same_lists() {
     let plan = Plan::new(&Problem::new(pack(), 4, 2, 8, Dtype::F32), mesh, Layout::Zigzag).unwrap();
     for direction in [Direction::Forward, Direction::Backward] {
         let of = |ranks: std::ops::Range<usize>| {
-            let all: Vec<_> = ranks.map(|r| plan.schedule(r, direction).unwrap()).collect();
+            let all: Vec<_> = ranks.map(|r| Schedule::new(&plan, r, direction).unwrap()).collect();
             verify(&all, &plan).unwrap()
         };
         let (first, second) = (of(0..4), of(4..8));

@@ -5,7 +5,7 @@ mod overlap;
 
 use cpattn::{
     Dtype, Element, Error, View, ViewMut,
-    kernel::RawTensor,
+    call::RawTensor,
     tensor::{cast, cast_mut, disjoint, expect},
 };
 use half::{bf16, f16};

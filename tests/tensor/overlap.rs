@@ -5,7 +5,7 @@
 //! and a few tensors of real size show that the decision needs no enumeration.
 
 use crate::{refusal, refuses};
-use cpattn::{Dtype, kernel::RawTensor, tensor::disjoint};
+use cpattn::{Dtype, call::RawTensor, tensor::disjoint};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 

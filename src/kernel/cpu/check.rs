@@ -2,9 +2,9 @@
 //! What a call is checked for before it touches memory. Nothing here allocates unless it refuses.
 
 use super::scratch::Dims;
+use crate::call::{Attend, AttendBackward, Gradients, HeadMap, Range, Ranges, RawTensor, Score};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
-use crate::kernel::{Attend, AttendBackward, Gradients, HeadMap, Range, Ranges, RawTensor, Score};
 use alloc::format;
 
 /// An optional shape: tokens are the range check's business, so heads, dim and dtype.
@@ -157,9 +157,14 @@ pub(super) fn attend(c: &Attend) -> Result<Dims> {
     score(&c.score, c.q.dtype.accumulator())?;
     per_head("slopes", &c.slopes, c.q.heads)?;
     per_head("sinks", &c.sinks, c.q.heads)?;
-    tensor("lse", &c.lse, c.q.heads, 1, acc)?;
     if !c.running.is_none() {
         tensor("running", &c.running, c.q.heads, c.v.dim, acc)?;
+    }
+    if !c.running_lse.is_none() {
+        tensor("running_lse", &c.running_lse, c.q.heads, if c.running_lse.dim == 1 { 1 } else { 2 }, acc)?;
+    }
+    if !c.lse.is_none() {
+        tensor("lse", &c.lse, c.q.heads, 1, acc)?;
     }
     if !c.o.is_none() {
         tensor("o", &c.o, c.q.heads, c.v.dim, c.q.dtype)?;
@@ -167,12 +172,13 @@ pub(super) fn attend(c: &Attend) -> Result<Dims> {
     ranges(&c.ranges, &c.k, &c.v)?;
     for (i, x) in c.ranges.q.iter().enumerate() {
         rows("q", &c.q, "ranges.q", i, &x.range)?;
-        rows("lse", &c.lse, "ranges.q", i, &x.range)?;
         if x.mode.continues() || !x.mode.finishes() {
             needed("running", &c.running, c.v.dim, i, &x.range)?;
+            needed("running_lse", &c.running_lse, 2, i, &x.range)?;
         }
         if x.mode.finishes() {
             needed("o", &c.o, c.v.dim, i, &x.range)?;
+            needed("lse", &c.lse, 1, i, &x.range)?;
         }
     }
     c.ranges.one_writer(true, false)?;

@@ -2,23 +2,24 @@
 //! Forward: online softmax over tiles of keys (Milakov and Gimelshein 2018; Dao et al., FlashAttention, 2022).
 //!
 //! A unit is a block of rows of one q range with one kv head. Its rows, of every q head that reads this kv head, are
-//! the lanes; the keys stream by. Per tile and panel of lanes: scores = K·Qᵀ, their maximum, `p = exp(s − m)`, and
-//! `Oᵀ = Oᵀ·diag(exp(m_old − m)) + Vᵀ·P`. At the end the result is normalised, merged into the running one if the mode
-//! says so, and finished if the mode says that.
+//! the lanes; the keys stream by, packed once for all of them. Per tile and panel of lanes: scores = K·Qᵀ, their maximum,
+//! `p = exp(s − m)` (`softmax.rs`), and `Oᵀ += Vᵀ·P`. Blocks of keys that no lane of the panel sees are passed over. At the
+//! end the result is normalised, merged into the running one if the mode says so, and finished if the mode says that.
 //!
 //! Nothing a lane does depends on the other lanes of its panel: a tile that is of no use to it leaves its bits alone
 //! (`exp(0)` is exactly 1, a product with p = 0 adds nothing). With tiles broken by position, that is what makes
 //! results independent of how rows and keys were cut.
 
-use super::gemm::{Gemm, Skip, Store};
+use super::engine::{Engine, Values};
 use super::rows::narrow;
 use super::scratch::{Arena, KEYS, LANES, Line};
 use super::simd::{Real, Vector};
-use super::stream::{KeyTile, Stream};
-use super::tile::{Cover, Lanes, ROWS, Scoring, any_non_finite, at, product, to_rows};
+use super::softmax::{Softmax, rescale};
+use super::stream::{BLOCK, KeyTile, Stream};
+use super::tile::{Cover, Lanes, Scoring, Sight, at, to_rows};
 use super::workers::Job;
-use crate::element::Accumulator;
-use crate::kernel::{Attend, HeadMap, QRange, merge};
+use crate::call::{Attend, HeadMap, QRange};
+use crate::kernel::merge::{self, LogSumExp};
 use core::marker::PhantomData;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
@@ -51,7 +52,8 @@ impl<'a> Units<'a> {
             let blocks = q.range.len.div_ceil(self.rows) as usize;
             let units = blocks * self.kv_heads as usize;
             if unit < self.base + units {
-                let (kv, block) = ((unit - self.base) / blocks, (unit - self.base) % blocks);
+                // The last rows first: under a causal mask they have the most keys, and a long unit should not come last.
+                let (kv, block) = ((unit - self.base) / blocks, blocks - 1 - (unit - self.base) % blocks);
                 let first = block as u32 * self.rows;
                 let rows = self.rows.min(q.range.len - first);
                 return Some(Unit { range: self.range, first, rows, kv: kv as u32 });
@@ -78,49 +80,67 @@ pub(super) struct Forward<'a, A> {
     pub sums: PhantomData<A>,
 }
 
+/// Rows of a unit that fill `lanes` lanes with all heads of a group; whole blocks, so that panels do not mix heads.
+pub(super) fn unit_rows(lanes: usize, map: &HeadMap, q_heads: u32) -> usize {
+    let rows = lanes / map.group.min(q_heads).max(1) as usize;
+    if rows > BLOCK { rows - rows % BLOCK } else { rows.max(1) }
+}
+
 /// The tiles of one worker.
-struct Tiles<'a, A> {
+struct Tiles<'a, T, A> {
     lanes: Lanes<'a, A>,
-    keys: KeyTile<'a, A>,
-    /// `[panel][head_dim][lanes of a panel]`.
-    q: &'a mut [A],
-    /// `[panel][value_dim][lanes of a panel]`.
+    keys: KeyTile<'a, T, A>,
+    /// By panel: what its lanes see, and whether their q is finite.
+    panels: [(Sight, bool); MOST_PANELS],
+    /// Panels of q.
+    q: &'a mut [T],
+    /// `[panel][value_dim padded][lanes of a panel]`.
     o: &'a mut [A],
-    /// `[key][lanes of a panel]`: scores, then probabilities.
+    /// `[key][lanes of a panel]`: scores.
     s: &'a mut [A],
-    /// Running maximum and sum of each lane.
+    /// The panel's p, where it is not in `s`.
+    p: &'a mut [T],
+    /// What p is relative to, and the sum of p, by lane.
     m: &'a mut [A],
     l: &'a mut [A],
-    /// `exp(m_old − m)` of a panel.
+    /// What the sums of a panel are to be multiplied by.
     alpha: &'a mut [A],
-    /// Results of [`ROWS`] lanes, and what was running.
+    /// Results of [`Vector::W`] lanes, and what was running.
     rows: &'a mut [A],
     others: &'a mut [A],
 }
+
+/// Panels of the narrowest vectors.
+const MOST_PANELS: usize = LANES / 8;
 
 impl<A: Real> Job for Forward<'_, A> {
     type Acc = A;
 
     #[inline(always)]
-    unsafe fn work<V: Vector<T = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+    unsafe fn work<E: Engine<Sum = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
         let c = self.call;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
+        let (q_len, o_len) = (E::queries_len(d), dv.next_multiple_of(E::GRAIN) * E::PANEL);
+        let panels = LANES / E::PANEL;
         let mut arena = Arena(lines);
-        let panel = 2 * V::W;
         let mut tiles = Tiles {
             lanes: Lanes::new(&mut arena, LANES),
-            keys: KeyTile::new::<V>(&mut arena, d, dv),
-            q: arena.zeros(LANES * d),
-            o: arena.zeros(LANES * dv),
-            s: arena.zeros(KEYS * panel),
+            keys: KeyTile::new::<E>(&mut arena, d, dv),
+            panels: [(Sight::default(), true); MOST_PANELS],
+            q: arena.take(panels * q_len),
+            o: arena.zeros(panels * o_len),
+            s: arena.zeros(KEYS * E::PANEL),
+            p: arena.take(KEYS * E::PANEL),
             m: arena.zeros(LANES),
             l: arena.zeros(LANES),
-            alpha: arena.zeros(panel),
-            rows: arena.zeros(ROWS * d.max(dv)),
-            others: arena.zeros(ROWS * dv),
+            alpha: arena.zeros(E::PANEL),
+            rows: arena.zeros(E::V::W * d.max(dv)),
+            others: arena.zeros(E::V::W * dv),
         };
         let scoring = Scoring::new(&c.score, &c.slopes);
-        let mut units = Units::new(c.ranges.q, LANES, c.k.heads);
+        let mut units = Units::new(c.ranges.q, unit_rows(LANES, &c.heads, c.q.heads), c.k.heads);
+        // SAFETY: the instruction set is there, the caller says.
+        unsafe { E::enter() };
         while let Some(unit) = units.next(next) {
             let heads = readers(&c.heads, unit.kv, c.q.heads);
             let share = (LANES as u32 / unit.rows).max(1);
@@ -128,10 +148,12 @@ impl<A: Real> Job for Forward<'_, A> {
             while h < heads.end {
                 let end = heads.end.min(h + share);
                 // SAFETY: unit and heads are within the call, whose shapes are checked and memory is valid.
-                unsafe { self.unit::<V>(&mut tiles, &scoring, &unit, h..end) };
+                unsafe { self.unit::<E>(&mut tiles, &scoring, &unit, h..end) };
                 h = end;
             }
         }
+        // SAFETY: as above.
+        unsafe { E::leave() };
     }
 }
 
@@ -139,102 +161,98 @@ impl<A: Real> Forward<'_, A> {
     /// One block of rows with some of the heads that read one kv head.
     ///
     /// # Safety
-    /// As [`Job::work`].
+    /// As [`Job::work`], entered.
     #[inline(always)]
-    unsafe fn unit<V: Vector<T = A>>(
+    unsafe fn unit<E: Engine<Sum = A>>(
         &self,
-        t: &mut Tiles<A>,
+        t: &mut Tiles<E::T, A>,
         scoring: &Scoring<A>,
         unit: &Unit,
         heads: core::ops::Range<u32>,
     ) {
         let c = self.call;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
-        let panel = 2 * V::W;
+        let (q_len, o_len) = (E::queries_len(d), dv.next_multiple_of(E::GRAIN) * E::PANEL);
         let q = &c.ranges.q[unit.range];
         // SAFETY: slopes has one number per head (checked); rows and heads are within q.
         let (lo, hi) = unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.score, &c.slopes) };
-        let lanes = super::scratch::vectors::<V>(t.lanes.n);
-        // SAFETY: as above.
-        unsafe { t.lanes.pack_transposed(&c.q, t.q, panel, lanes, t.rows) };
-        t.o[..lanes.next_multiple_of(panel) * dv].fill(A::ZERO);
+        let panels = t.lanes.n.div_ceil(E::PANEL);
+        for (i, (panel, of)) in t.q.chunks_exact_mut(q_len).zip(&mut t.panels[..panels]).enumerate() {
+            let first = i * E::PANEL;
+            // SAFETY: as above.
+            *of = (t.lanes.sight(first, E::PANEL), unsafe { E::queries(&t.lanes, first, &c.q, panel, t.rows) });
+        }
+        t.o[..panels * o_len].fill(A::ZERO);
         t.m.fill(A::NEG_INFINITY);
         t.l.fill(A::ZERO);
         let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
         let mut stream = Stream::new(c.ranges.k, pairs, lo, hi);
-        while t.keys.next(&mut stream, c.aligned) {
+        while t.keys.next(&mut stream, c.aligned, c.aligned) {
+            t.keys.find_blocks();
             // SAFETY: the ranges' rows and the kv head are within k and v (checked).
-            unsafe { t.keys.load(&c.k, &c.v, unit.kv) };
+            let (finite_k, finite_v) = unsafe { t.keys.load::<E>(&c.k, &c.v, unit.kv) };
             let keys = &t.keys;
-            // SAFETY: rows are padded to whole vectors.
-            let bad = unsafe { any_non_finite::<V>(keys.v.as_ptr(), keys.n * keys.ldv) };
-            let mut first = 0;
-            while first < lanes {
-                let width = panel.min(lanes - first);
-                let cover = t.lanes.meet(first, width, keys.min, keys.max, keys.base, scoring.alibi);
-                if cover != Cover::None {
-                    let p = first / panel;
-                    // SAFETY: all tiles are as large as the sizes say: keys.n by width scores, d by width of q,
-                    // dv by width of o.
-                    unsafe {
-                        V::gemm(&Gemm {
-                            a: keys.k.as_ptr(),
-                            a_row: keys.ldk,
-                            b: t.q.as_ptr().add(p * panel * d),
-                            ldb: panel,
-                            c: t.s.as_mut_ptr(),
-                            ldc: panel,
-                            ..product(keys.n, width, d)
-                        });
-                        let mut w = 0;
-                        while w < width {
-                            softmax::<V>(
-                                scoring,
-                                &t.lanes,
-                                first + w,
-                                &keys.rel[..keys.n],
-                                cover == Cover::Some,
-                                t.s.as_mut_ptr().add(w),
-                                panel,
-                                t.m.as_mut_ptr().add(first + w),
-                                t.l.as_mut_ptr().add(first + w),
-                                t.alpha.as_mut_ptr().add(w),
-                            );
-                            w += V::W;
-                        }
-                        V::gemm(&Gemm {
-                            a: keys.v.as_ptr(),
-                            a_row: 1,
-                            a_col: keys.ldv,
-                            b: t.s.as_ptr(),
-                            ldb: panel,
-                            c: t.o.as_mut_ptr().add(p * panel * dv),
-                            ldc: panel,
-                            store: Store::Scale,
-                            factor: t.alpha.as_ptr(),
-                            skip: if bad { Skip::B } else { Skip::None },
-                            ..product(dv, width, keys.n)
-                        });
+            let v = Values { tile: &*keys.v, finite: finite_v, tensor: &c.v, head: unit.kv, rows: &keys.row[..keys.n] };
+            for panel in 0..panels {
+                let (sight, finite_q) = t.panels[panel];
+                let first = panel * E::PANEL;
+                let covers = keys.blocks.map(|b| match sight.cover(b.min, b.max) {
+                    Cover::All if !b.full => Cover::Some,
+                    cover => cover,
+                });
+                let Some(begin) = covers.iter().position(|&x| x != Cover::None) else { continue };
+                let end = covers.iter().rposition(|&x| x != Cover::None).unwrap_or(begin) + 1;
+                let range = begin * BLOCK..(end * BLOCK).min(keys.n.next_multiple_of(E::GRAIN));
+                let width = E::PANEL.min(t.lanes.n.next_multiple_of(E::V::W) - first);
+                let masked = covers[begin..end].iter().any(|&x| x != Cover::All);
+                t.lanes.relate(first, width, keys.base, masked, scoring.alibi);
+                let softmax = Softmax {
+                    scoring,
+                    lanes: &t.lanes,
+                    first,
+                    keys: &keys.rel[..keys.n.next_multiple_of(BLOCK)],
+                    covers: &covers,
+                    careful: !scoring.plain || !finite_k || !finite_q,
+                };
+                // SAFETY: tiles and panels are as long as the engine says; all are of this worker alone.
+                unsafe {
+                    let (s, p) = (t.s.as_mut_ptr(), t.p.as_mut_ptr());
+                    let o = t.o.as_mut_ptr().add(panel * o_len);
+                    E::scores(keys.k, t.q.as_ptr().add(panel * q_len), d, s, range.clone(), width);
+                    let mut changed = false;
+                    for lane in (0..width).step_by(E::V::W) {
+                        let (m, l) = (t.m.as_mut_ptr().add(first + lane), t.l.as_mut_ptr().add(first + lane));
+                        changed |= softmax.run::<E>(lane, range.clone(), s, p, m, l, t.alpha.as_mut_ptr().add(lane));
                     }
+                    if changed {
+                        rescale::<E::V>(o, dv, E::PANEL, width, t.alpha.as_ptr());
+                    }
+                    E::weigh(&v, s, p, o, range, width);
                 }
-                first += panel;
             }
         }
-        for first in (0..t.lanes.n).step_by(ROWS) {
+        for first in (0..t.lanes.n).step_by(E::V::W) {
             // SAFETY: the lanes' rows and heads are within the tensors; this unit alone touches them.
-            unsafe { self.finish(t, first, panel, q) };
+            unsafe { self.finish::<E>(t, scoring, first, o_len, q) };
         }
     }
 
-    /// Normalises up to [`ROWS`] lanes from `first` on, and does what the mode of their range says.
+    /// Normalises up to [`Vector::W`] lanes from `first` on, and does what the mode of their range says.
     ///
     /// # Safety
-    /// The lanes' rows and heads lie within the tensors of the call.
+    /// The lanes' rows and heads lie within the tensors of the call; the instruction set is present.
     #[inline(always)]
-    unsafe fn finish(&self, t: &mut Tiles<A>, first: usize, panel: usize, q: &QRange) {
+    unsafe fn finish<E: Engine<Sum = A>>(
+        &self,
+        t: &mut Tiles<E::T, A>,
+        scoring: &Scoring<A>,
+        first: usize,
+        o_len: usize,
+        q: &QRange,
+    ) {
         let c = self.call;
         let dv = c.v.dim as usize;
-        let end = t.lanes.n.min(first + ROWS);
+        let end = t.lanes.n.min(first + E::V::W);
         if q.mode.continues() {
             for (lane, other) in (first..end).zip(t.others.chunks_exact_mut(dv)) {
                 // SAFETY: running is there (checked). It may be o itself, so it is copied before anything is written.
@@ -244,15 +262,17 @@ impl<A: Real> Forward<'_, A> {
                 }
             }
         }
-        to_rows(&t.o[first / panel * panel * dv..][..panel * dv], panel, first % panel, t.rows, dv);
+        let panel = &t.o[first / E::PANEL * o_len..][..o_len];
+        // SAFETY: the instruction set is there.
+        unsafe { to_rows::<E::V>(panel, E::PANEL, first % E::PANEL, t.rows, dv) };
         for (lane, (row, other)) in (first..end).zip(t.rows.chunks_exact_mut(dv).zip(t.others.chunks_exact_mut(dv))) {
             let (token, head) = (t.lanes.row[lane], t.lanes.head[lane]);
             let (m, l) = (t.m[lane], t.l[lane]);
-            let mut lse = A::NEG_INFINITY;
+            let mut lse = LogSumExp::NOTHING;
             if m == A::NEG_INFINITY && l == A::ZERO {
                 row.fill(A::ZERO);
             } else {
-                lse = m + l.ln();
+                lse = LogSumExp::of(scoring.lse(m, l));
                 let inverse = A::from_f64(1.0) / l;
                 for x in row.iter_mut() {
                     // Adding 0 makes −0 (a product that underflowed) the 0 it would be with one more masked key.
@@ -261,9 +281,9 @@ impl<A: Real> Forward<'_, A> {
             }
             // SAFETY: tensors of modes that are used are there (checked).
             unsafe {
-                let lse_at = at::<A>(&c.lse, token, head);
                 if q.mode.continues() {
-                    let w = merge::weights(*lse_at, lse);
+                    let before = LogSumExp::load(at::<A>(&c.running_lse, token, head), c.running_lse.dim);
+                    let w = merge::weights(before, lse);
                     merge::combine(&w, other, row);
                     row.copy_from_slice(other);
                     lse = w.lse;
@@ -275,60 +295,15 @@ impl<A: Real> Forward<'_, A> {
                         for x in row.iter_mut() {
                             *x = *x * factor;
                         }
-                        lse = with_sink;
+                        lse.lse = with_sink;
                     }
                     narrow(row, &c.o, token, head);
+                    *at::<A>(&c.lse, token, head) = lse.lse;
                 } else {
                     narrow(row, &c.running, token, head);
+                    lse.store(at::<A>(&c.running_lse, token, head), c.running_lse.dim);
                 }
-                *lse_at = lse;
             }
         }
-    }
-}
-
-/// One vector of lanes against all keys of a tile: scores to probabilities, in place, with the running maximum `m`,
-/// the sum `l`, and `alpha = exp(m_old − m)`.
-///
-/// # Safety
-/// The instruction set is present; `s` is `[keys, ≥ W]`, `ld` apart; `m`, `l` and `alpha` are of W.
-#[inline(always)]
-unsafe fn softmax<V: Vector>(
-    scoring: &Scoring<V::T>,
-    lanes: &Lanes<V::T>,
-    lane: usize,
-    keys: &[V::T],
-    masked: bool,
-    s: *mut V::T,
-    ld: usize,
-    m: *mut V::T,
-    l: *mut V::T,
-    alpha: *mut V::T,
-) {
-    // SAFETY: `j < keys.len()`; the rest is the caller's promise.
-    unsafe {
-        let never = V::splat(V::T::NEG_INFINITY);
-        let old = V::load(m);
-        let mut max = old;
-        for (j, &key) in keys.iter().enumerate() {
-            let at = s.add(j * ld);
-            let (score, _) = scoring.apply(V::load(at), lanes, lane, key, masked);
-            score.store(at);
-            // A NaN is not a maximum; it reaches the sum below.
-            max = V::gt(score, max, score, max);
-        }
-        // A lane that has seen nothing yet: exp(−inf − 0) is 0, exp(−inf − −inf) would be NaN.
-        let shift = V::gt(max, never, max, V::splat(V::T::ZERO));
-        let factor = old.sub(shift).exp();
-        let mut sum = V::splat(V::T::ZERO);
-        for j in 0..keys.len() {
-            let at = s.add(j * ld);
-            let p = V::load(at).sub(shift).exp();
-            p.store(at);
-            sum = sum.add(p);
-        }
-        V::load(l).fma(factor, sum).store(l);
-        max.store(m);
-        factor.store(alpha);
     }
 }

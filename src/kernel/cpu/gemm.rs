@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The one matrix product of the kernels: `C = A·B`, `C += A·B`, or `C = C·diag(f) + A·B`, on tiles that fit the cache.
+//! The one matrix product of the kernels over vectors: `C = A·B` or `C += A·B`, on tiles that fit the cache.
 //!
 //! A is read element by element (broadcast), so it may lie either way round; B and C are rows of vectors. Every
 //! element of C is one chain of multiply-adds in the order of k: its bits
@@ -21,8 +21,6 @@ pub(super) enum Store {
     Add,
     /// `C = C + A·B` with C as the start of the chain: any cut of k gives the same bits.
     Chain,
-    /// `C = C · factor[column] + A·B`.
-    Scale,
 }
 
 /// Which operand holds probabilities: products with a 0 there are left out.
@@ -53,13 +51,11 @@ pub(super) struct Gemm<T> {
     pub c: *mut T,
     pub ldc: usize,
     pub store: Store,
-    /// `n` factors for [`Store::Scale`].
-    pub factor: *const T,
     pub skip: Skip,
 }
 
 /// # Safety
-/// The instruction set of `V` is present; A, B, C and (for `Scale`) `factor` are valid for the sizes given, and C
+/// The instruction set of `V` is present; A, B and C are valid for the sizes given, and C
 /// overlaps none of the others.
 #[inline(always)]
 pub(super) unsafe fn gemm<V: Vector>(g: &Gemm<V::T>) {
@@ -157,7 +153,6 @@ unsafe fn block<V: Vector, const R: usize, const N: usize>(g: &Gemm<V::T>, r0: u
                 match g.store {
                     Store::Set | Store::Chain => acc[r][n].store(c),
                     Store::Add => V::load(c).add(acc[r][n]).store(c),
-                    Store::Scale => V::load(c).fma(V::load(g.factor.add(n0 + n * V::W)), acc[r][n]).store(c),
                 }
                 n += 1;
             }
@@ -172,7 +167,7 @@ unsafe fn block<V: Vector, const R: usize, const N: usize>(g: &Gemm<V::T>, r0: u
 /// As [`gemm`].
 #[inline(always)]
 unsafe fn careful<V: Vector>(g: &Gemm<V::T>) {
-    // SAFETY: indices are below m, n and kk; `factor` holds n elements when it is asked for.
+    // SAFETY: indices are below m, n and kk.
     unsafe {
         let zero = V::splat(V::T::ZERO);
         let mut n = 0;
@@ -195,7 +190,6 @@ unsafe fn careful<V: Vector>(g: &Gemm<V::T>) {
                 match g.store {
                     Store::Set | Store::Chain => acc.store(c),
                     Store::Add => V::load(c).add(acc).store(c),
-                    Store::Scale => V::load(c).fma(V::load(g.factor.add(n)), acc).store(c),
                 }
             }
             n += V::W;

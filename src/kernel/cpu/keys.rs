@@ -6,14 +6,15 @@
 //! `dV += Pᵀ·dO`, `dK += dSᵀ·Q`, each element one chain over the rows in that order, which no cut of the rows changes.
 
 use super::backward::{FLUSH, Flush, flush, gradients, no_row};
+use super::engine::{Dense, Engine};
 use super::forward::readers;
 use super::gemm::{Gemm, Skip, Store};
 use super::scratch::{Arena, KEYS, LANES_BACK, Line, vectors};
 use super::simd::{Real, Vector};
 use super::stream::{KeyTile, Stream};
-use super::tile::{Cover, Lanes, ROWS, Scoring, any_non_finite, at, product, to_lanes};
+use super::tile::{Cover, Lanes, Scoring, any_non_finite, at, product, to_lanes};
 use super::workers::Job;
-use crate::kernel::{AttendBackward, QRange, Range};
+use crate::call::{AttendBackward, QRange, Range};
 use core::marker::PhantomData;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
@@ -27,7 +28,10 @@ pub(super) struct Keys<'a, A> {
 
 struct Tiles<'a, A> {
     lanes: Lanes<'a, A>,
-    keys: KeyTile<'a, A>,
+    /// From one row of k, and of v, to the next.
+    ldk: usize,
+    ldv: usize,
+    keys: KeyTile<'a, A, A>,
     /// Whether the q range in hand reads each key.
     valid: &'a mut [u32],
     /// `[head_dim][lanes]`, `[lanes][head_dim padded]`.
@@ -51,7 +55,7 @@ struct Tiles<'a, A> {
 }
 
 /// Walks the units: k ranges that are the first of their document, times kv heads.
-struct Documents<'a> {
+pub(super) struct Documents<'a> {
     k: &'a [Range],
     kv_heads: usize,
     sorted: bool,
@@ -59,9 +63,13 @@ struct Documents<'a> {
     base: usize,
 }
 
-impl Documents<'_> {
+impl<'a> Documents<'a> {
+    pub(super) fn new(k: &'a [Range], kv_heads: usize) -> Self {
+        Self { k, kv_heads, sorted: k.is_sorted_by_key(|r| r.doc), at: 0, base: 0 }
+    }
+
     /// The first k range of a document, and a kv head.
-    fn next(&mut self, counter: &AtomicUsize) -> Option<(usize, u32)> {
+    pub(super) fn next(&mut self, counter: &AtomicUsize) -> Option<(usize, u32)> {
         let unit = counter.fetch_add(1, Ordering::Relaxed);
         while let Some(range) = self.k.get(self.at) {
             let before = &self.k[..self.at];
@@ -85,15 +93,29 @@ impl<A: Real> Job for Keys<'_, A> {
     type Acc = A;
 
     #[inline(always)]
-    unsafe fn work<V: Vector<T = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+    unsafe fn work<E: Engine<Sum = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { self.dense::<E::V>(lines, next) }
+    }
+}
+
+impl<A: Real> Keys<'_, A> {
+    /// Does units over the vectors `V`.
+    ///
+    /// # Safety
+    /// As [`Job::work`].
+    #[inline(always)]
+    unsafe fn dense<V: Vector<T = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
         let c = self.call;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let (ldk, ldv) = (vectors::<V>(d), vectors::<V>(dv));
         let mut arena = Arena(lines);
         // Zeros where something is read that no tile writes: the padding of rows.
         let mut tiles = Tiles {
+            ldk: vectors::<V>(d),
+            ldv: vectors::<V>(dv),
             lanes: Lanes::new(&mut arena, LANES_BACK),
-            keys: KeyTile::new::<V>(&mut arena, d, dv),
+            keys: KeyTile::new::<Dense<V>>(&mut arena, d, dv),
             valid: arena.take(KEYS),
             qt: arena.take(LANES_BACK * d),
             q: arena.zeros(LANES_BACK * ldk),
@@ -111,9 +133,8 @@ impl<A: Real> Job for Keys<'_, A> {
         };
         let scoring = Scoring::new(&c.score, &c.slopes);
         let k = c.ranges.k;
-        let sorted = k.is_sorted_by_key(|r| r.doc);
         let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);
-        let mut documents = Documents { k, kv_heads: c.k.heads as usize, sorted, at: 0, base: 0 };
+        let mut documents = Documents::new(k, c.k.heads as usize);
         while let Some((first, kv)) = documents.next(next) {
             let doc = k[first].doc;
             let q = if q_sorted {
@@ -123,7 +144,7 @@ impl<A: Real> Job for Keys<'_, A> {
                 c.ranges.q
             };
             let mut stream = Stream::document(k, first);
-            while tiles.keys.next(&mut stream, c.aligned) {
+            while tiles.keys.next(&mut stream, c.aligned, false) {
                 // Most visits of a ring reach a part of the keys; adding 0 to the others costs as much as reading them.
                 if c.accumulate_keys && !self.reached(&mut tiles, q, doc) {
                     continue;
@@ -131,7 +152,7 @@ impl<A: Real> Job for Keys<'_, A> {
                 // SAFETY: ranges and heads are within the call, whose shapes are checked and memory is valid; the unit
                 // alone writes the rows of this document and kv head.
                 unsafe {
-                    tiles.keys.load(&c.k, &c.v, kv);
+                    tiles.keys.load::<Dense<V>>(&c.k, &c.v, kv);
                     self.tile::<V>(&mut tiles, &scoring, q, doc, kv);
                 }
             }
@@ -171,7 +192,7 @@ impl<A: Real> Keys<'_, A> {
     ) {
         let c = self.call;
         // SAFETY: rows are padded to whole vectors.
-        let bad_k = unsafe { any_non_finite::<V>(t.keys.k.as_ptr(), t.keys.n * t.keys.ldk) };
+        let bad_k = unsafe { any_non_finite::<V>(t.keys.k.as_ptr(), t.keys.n * t.ldk) };
         for sums in [&mut *t.dk, t.dk_part, t.dv, t.dv_part] {
             sums.fill(A::ZERO);
         }
@@ -237,20 +258,20 @@ impl<A: Real> Keys<'_, A> {
         let skip = |bad: bool| if bad { Skip::A } else { Skip::None };
         // SAFETY: rows and heads are within the tensors; all tiles are as large as the sizes say.
         unsafe {
-            t.lanes.pack(&c.q, t.q, keys.ldk, 0..lanes);
-            t.lanes.pack(&c.d_o, t.d_o, keys.ldv, 0..lanes);
-            for lane in (0..lanes).step_by(ROWS) {
-                to_lanes(&t.q[lane * keys.ldk..], keys.ldk, d, t.qt, lanes, lane);
-                to_lanes(&t.d_o[lane * keys.ldv..], keys.ldv, dv, t.d_ot, lanes, lane);
+            t.lanes.pack(&c.q, t.q, t.ldk, 0..lanes);
+            t.lanes.pack(&c.d_o, t.d_o, t.ldv, 0..lanes);
+            for lane in (0..lanes).step_by(V::W) {
+                to_lanes::<V>(&t.q[lane * t.ldk..], t.ldk, d, t.qt, lanes, lane);
+                to_lanes::<V>(&t.d_o[lane * t.ldv..], t.ldv, dv, t.d_ot, lanes, lane);
             }
             t.lanes.gather(&c.lse, t.lse, A::NEG_INFINITY);
             t.lanes.gather(&c.delta, t.delta, A::ZERO);
             no_row(t.lse);
-            let bad_q = any_non_finite::<V>(t.q.as_ptr(), lanes * keys.ldk);
-            let bad_d_o = any_non_finite::<V>(t.d_o.as_ptr(), lanes * keys.ldv);
+            let bad_q = any_non_finite::<V>(t.q.as_ptr(), lanes * t.ldk);
+            let bad_d_o = any_non_finite::<V>(t.d_o.as_ptr(), lanes * t.ldv);
             V::gemm(&Gemm {
                 a: keys.k.as_ptr(),
-                a_row: keys.ldk,
+                a_row: t.ldk,
                 b: t.qt.as_ptr(),
                 ldb: lanes,
                 c: t.s.as_mut_ptr(),
@@ -259,7 +280,7 @@ impl<A: Real> Keys<'_, A> {
             });
             V::gemm(&Gemm {
                 a: keys.v.as_ptr(),
-                a_row: keys.ldv,
+                a_row: t.ldv,
                 b: t.d_ot.as_ptr(),
                 ldb: lanes,
                 c: t.dp.as_mut_ptr(),
@@ -287,23 +308,23 @@ impl<A: Real> Keys<'_, A> {
                 a: t.s.as_ptr(),
                 a_row: lanes,
                 b: t.d_o.as_ptr(),
-                ldb: keys.ldv,
+                ldb: t.ldv,
                 c: t.dv_part.as_mut_ptr(),
-                ldc: keys.ldv,
+                ldc: t.ldv,
                 store: Store::Chain,
                 skip: skip(bad_d_o),
-                ..product(keys.n, keys.ldv, t.lanes.n)
+                ..product(keys.n, t.ldv, t.lanes.n)
             });
             V::gemm(&Gemm {
                 a: t.dp.as_ptr(),
                 a_row: lanes,
                 b: t.q.as_ptr(),
-                ldb: keys.ldk,
+                ldb: t.ldk,
                 c: t.dk_part.as_mut_ptr(),
-                ldc: keys.ldk,
+                ldc: t.ldk,
                 store: Store::Chain,
                 skip: skip(bad_q),
-                ..product(keys.n, keys.ldk, t.lanes.n)
+                ..product(keys.n, t.ldk, t.lanes.n)
             });
             if !self.queries {
                 return;
@@ -313,15 +334,15 @@ impl<A: Real> Keys<'_, A> {
                 a_row: 1,
                 a_col: lanes,
                 b: keys.k.as_ptr(),
-                ldb: keys.ldk,
+                ldb: t.ldk,
                 c: t.dq.as_mut_ptr(),
-                ldc: keys.ldk,
+                ldc: t.ldk,
                 skip: skip(bad_k),
-                ..product(t.lanes.n, keys.ldk, keys.n)
+                ..product(t.lanes.n, t.ldk, keys.n)
             });
             for lane in 0..t.lanes.n {
                 let dq = at::<A>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]);
-                for (x, &sum) in core::slice::from_raw_parts_mut(dq, d).iter_mut().zip(&t.dq[lane * keys.ldk..]) {
+                for (x, &sum) in core::slice::from_raw_parts_mut(dq, d).iter_mut().zip(&t.dq[lane * t.ldk..]) {
                     *x = *x + sum;
                 }
             }
@@ -337,7 +358,7 @@ impl<A: Real> Keys<'_, A> {
         let c = self.call;
         for j in 0..t.keys.n {
             let row = t.keys.row[j];
-            for (tensor, sums, ld) in [(&c.dk, &t.dk, t.keys.ldk), (&c.dv, &t.dv, t.keys.ldv)] {
+            for (tensor, sums, ld) in [(&c.dk, &t.dk, t.ldk), (&c.dv, &t.dv, t.ldv)] {
                 let dim = tensor.dim as usize;
                 // SAFETY: the caller's promise; rows are contiguous.
                 let dst = unsafe { core::slice::from_raw_parts_mut(at::<A>(tensor, row, head), dim) };

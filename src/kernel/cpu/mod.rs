@@ -3,42 +3,65 @@
 //!
 //! Five functions, one for each structure of [`crate::kernel`]. Each checks what it is given (shapes, types, rows
 //! against tensors) and answers with a typed error before it touches memory; none allocates unless it refuses; all
-//! sums are in the accumulator's type. They are unsafe because a [`crate::kernel::RawTensor`] is an address: that it is valid, and
+//! sums are in the accumulator's type. They are unsafe because a [`crate::call::RawTensor`] is an address: that it is valid, and
 //! nobody else's while the call runs, is the caller's promise.
 //!
 //! ```text
-//! forward    a unit is a block of q rows with a kv head; keys stream by in tiles of 128
+//! forward    a unit is a block of q rows with a kv head; keys stream by in tiles of 128; softmax: scores to p
+//! engine     what the forward asks of a machine: vectors (gemm) or matrix units (amx, halves)
 //! queries    the same for dq
 //! keys       a unit is a document with a kv head; tiles of keys outside, rows inside: dk, dv, and dq on the way
+//! tiled      the same on matrix units: units are blocks of a document's keys, which add to dq in turn (turns)
 //! stream     keys in tiles; tile: rows as lanes of vectors, scores and masks; rows: elements to sums and back
-//! gemm       the one matrix product; simd, x86: the vectors it is written over
-//! transform  copies, casts, ordered sums, delta, rows that no pair covers
+//! gemm       the matrix product over vectors; simd, x86: the vectors; isa: which there are, and which one is used
+//! transform  copies, casts, ordered sums, rows that no pair covers; delta: row sums before the backward
+//! convert    f16, bf16, f32 in memory as vectors of f32 and back, at the speed of memory
 //! ```
 //!
 //! Results have the same bits for any number of workers. Between machines they may differ: an instruction set with
-//! fused multiply-adds rounds less often than one without.
+//! fused multiply-adds rounds less often than one without, and AMX rounds p and ds of half-precision calls to their type
+//! before it multiplies them, as every flash attention of half precision does; all sums are f32 there too. Aligned calls keep
+//! their promise on each instruction set: their backward does without matrix units.
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod backward;
 mod check;
+mod convert;
+mod delta;
+mod engine;
 mod forward;
 mod gemm;
+#[cfg(target_arch = "x86_64")]
+mod halves;
+mod isa;
 mod keys;
 mod queries;
 mod rows;
 mod scratch;
 mod simd;
+mod softmax;
 mod stream;
 mod tile;
+#[cfg(target_arch = "x86_64")]
+mod tiled;
+#[cfg(target_arch = "x86_64")]
+mod tiled_weights;
 mod transform;
+#[cfg(target_arch = "x86_64")]
+mod turns;
+mod units;
 mod workers;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+pub use isa::Isa;
 pub use scratch::{Dims, Scratch};
+pub use units::{WorkUnit, backward_units, forward_units};
 
+use crate::call::{Attend, AttendBackward, Delta, Finish, Gradients, Transform};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
-use crate::kernel::{Attend, AttendBackward, Delta, Finish, Gradients, Transform};
 use core::marker::PhantomData;
 use scratch::Line;
 use simd::Real;
@@ -53,29 +76,30 @@ macro_rules! by_sums {
     };
 }
 
-/// Forward attention: see [`Attend`] for the tensors, and [`crate::kernel::Mode`] for what becomes of a row.
+/// Forward attention: see [`Attend`] for the tensors, and [`crate::call::Mode`] for what becomes of a row.
 ///
 /// # Errors
 /// [`Error::Invalid`] when shapes, types, ranges or the scratch contradict each other; nothing was touched then.
 ///
 /// # Safety
 /// Rows of the ranges are valid in every tensor of the call: for reads in q, k, v, slopes and sinks, for writes too in
-/// running, o and lse, which overlap nothing but each other where [`Attend::running`] allows it, and which nobody else
-/// accesses meanwhile. Addresses are aligned to their type.
+/// running, running_lse, o and lse, which overlap nothing but each other where [`Attend::running`] and
+/// [`Attend::running_lse`] allow it, and which nobody else accesses meanwhile. Addresses are aligned to their type.
 pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
     let dims = check::attend(call)?;
+    let isa = scratch.isa()?;
     let lines = memory(scratch, &dims)?;
     // SAFETY: checked above; the rest is the caller's promise.
-    unsafe { by_sums!(call.q.dtype, forward(call, lines, &dims)) };
+    unsafe { by_sums!(call.q.dtype, forward(call, isa, lines, &dims)) };
     Ok(())
 }
 
 /// # Safety
 /// As [`attend`], checked, with sums of `A`.
-unsafe fn forward<A: Real>(call: &Attend, lines: &mut [Line], dims: &Dims) {
+unsafe fn forward<A: Real>(call: &Attend, isa: Isa, lines: &mut [Line], dims: &Dims) {
     let job = forward::Forward::<A> { call, sums: PhantomData };
     // SAFETY: the caller's promise is passed on.
-    unsafe { workers::run(&job, lines, Scratch::worker_lines(dims)) };
+    unsafe { workers::run(&job, isa, call.q.dtype, lines, Scratch::worker_lines(dims)) };
 }
 
 /// Backward attention: see [`AttendBackward`].
@@ -89,20 +113,21 @@ unsafe fn forward<A: Real>(call: &Attend, lines: &mut [Line], dims: &Dims) {
 /// As [`attend`], with dq, dk and dv in the place of o.
 pub unsafe fn attend_backward(call: &AttendBackward, scratch: &mut Scratch) -> Result<()> {
     let dims = check::backward(call)?;
+    let isa = scratch.isa()?;
     let lines = memory(scratch, &dims)?;
     // SAFETY: checked above; the rest is the caller's promise.
-    unsafe { by_sums!(call.q.dtype, gradients(call, lines, &dims)) };
+    unsafe { by_sums!(call.q.dtype, gradients(call, isa, lines, &dims)) };
     Ok(())
 }
 
 /// # Safety
 /// As [`attend_backward`], checked, with sums of `A`.
-unsafe fn gradients<A: Real>(call: &AttendBackward, lines: &mut [Line], dims: &Dims) {
+unsafe fn gradients<A: Real>(call: &AttendBackward, isa: Isa, lines: &mut [Line], dims: &Dims) {
     let each = Scratch::worker_lines(dims);
     let together = call.gradients == Gradients::All && !call.aligned;
     if call.gradients != Gradients::Keys && !together {
         // SAFETY: the caller's promise is passed on, here and below.
-        unsafe { workers::run(&queries::Queries::<A> { call, sums: PhantomData }, lines, each) };
+        unsafe { workers::run(&queries::Queries::<A> { call, sums: PhantomData }, isa, call.q.dtype, lines, each) };
     }
     if together {
         for q in call.ranges.q.iter().filter(|q| !q.mode.continues()) {
@@ -118,14 +143,20 @@ unsafe fn gradients<A: Real>(call: &AttendBackward, lines: &mut [Line], dims: &D
             }
         }
     }
+    #[cfg(target_arch = "x86_64")]
+    if call.gradients != Gradients::Queries && !call.aligned && isa.is_rounding(call.q.dtype) {
+        // SAFETY: as above.
+        unsafe { workers::run_tiled(&tiled::Tiled { call, queries: together }, call.q.dtype, lines, each) };
+        return;
+    }
     if call.gradients != Gradients::Queries {
         let job = keys::Keys::<A> { call, queries: together, sums: PhantomData };
         // SAFETY: as above.
-        unsafe { workers::run(&job, lines, each) };
+        unsafe { workers::run(&job, isa, call.q.dtype, lines, each) };
     }
 }
 
-/// Copies, casts and ordered sums: see [`Transform`] and [`crate::kernel::Block`]. Sums with an f64 operand are kept
+/// Copies, casts and ordered sums: see [`Transform`] and [`crate::call::Block`]. Sums with an f64 operand are kept
 /// in f64, others in f32.
 ///
 /// # Errors
@@ -149,13 +180,13 @@ pub unsafe fn transform(call: &Transform) -> Result<()> {
 /// # Safety
 /// o and d_o are valid for reads, delta for writes, and delta overlaps neither.
 pub unsafe fn delta(call: &Delta) -> Result<()> {
-    transform::check_delta(call)?;
+    delta::check_delta(call)?;
     // SAFETY: checked above; the rest is the caller's promise.
     unsafe { by_sums!(call.o.dtype, row_sums(call)) };
     Ok(())
 }
 
-use transform::delta as row_sums;
+use delta::delta as row_sums;
 
 /// Rows that no pair covers: see [`Finish`].
 ///
@@ -197,11 +228,12 @@ fn memory<'a>(scratch: &'a mut Scratch, dims: &Dims) -> Result<&'a mut [Line]> {
 mod tests {
     use super::workers::Job;
     use super::*;
+    use crate::call::{HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
     use crate::element::{Accumulator, Element};
     use crate::kernel::reference::Attention;
-    use crate::kernel::{HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
     use alloc::{vec, vec::Vec};
     use core::sync::atomic::AtomicUsize;
+    use engine::Dense;
     use half::bf16;
     use simd::Vector;
 
@@ -236,7 +268,7 @@ mod tests {
         let out = reference.forward();
         let gradient = reference.backward(&wide[3], &out);
         let round = |x: Vec<f64>| -> Vec<E::Acc> { x.into_iter().map(E::Acc::from_f64).collect() };
-        let mut lse = round(out.lse.clone());
+        let (mut lse, mut running_lse) = (round(out.lse.clone()), vec![E::Acc::ZERO; 2 * n]);
         let dot = |(a, b): (&[f64], &[f64])| a.iter().zip(b).map(|(x, y)| x * y).sum::<f64>();
         let mut delta = round(wide[3].chunks(d).zip(out.o.chunks(d)).map(dot).collect());
         let mut results = vec![vec![E::Acc::ZERO; n * d]; 4];
@@ -246,7 +278,7 @@ mod tests {
         let [q, k, v, d_o] = inputs.each_mut().map(|x| raw(x, d));
         let mut results_raw = results.iter_mut().map(|x| raw(x, d));
         let [running, dq, dk, dv] = core::array::from_fn(|_| results_raw.next().unwrap());
-        let (lse, delta) = (raw(&mut lse, 1), raw(&mut delta, 1));
+        let (lse, delta, running_lse) = (raw(&mut lse, 1), raw(&mut delta, 1), raw(&mut running_lse, 2));
         let range = Range::plain(0, n as u32, 0, 0);
         let rows = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::First }];
         let ranges = Ranges { q: &rows, k: &[range], pairs: &[0] };
@@ -271,8 +303,21 @@ mod tests {
             ranges,
             aligned: false,
         };
-        let forward =
-            Attend { q, k, v, running, o: none, lse, slopes: none, sinks: none, heads, score, ranges, aligned: false };
+        let forward = Attend {
+            q,
+            k,
+            v,
+            running,
+            running_lse,
+            o: none,
+            lse,
+            slopes: none,
+            sinks: none,
+            heads,
+            score,
+            ranges,
+            aligned: false,
+        };
         let dims = check::attend(&forward).unwrap();
         let mut scratch = Scratch::new(1);
         scratch.reserve(&dims);
@@ -281,8 +326,9 @@ mod tests {
         unsafe {
             // The backward first, while lse is the reference's.
             let job = keys::Keys::<E::Acc> { call: &backward, queries: true, sums: PhantomData };
-            job.work::<V>(lines, &AtomicUsize::new(0));
-            forward::Forward::<E::Acc> { call: &forward, sums: PhantomData }.work::<V>(lines, &AtomicUsize::new(0));
+            job.work::<Dense<V>>(lines, &AtomicUsize::new(0));
+            forward::Forward::<E::Acc> { call: &forward, sums: PhantomData }
+                .work::<Dense<V>>(lines, &AtomicUsize::new(0));
         }
         for (found, expected) in results.iter().zip([&out.o, &gradient.dq, &gradient.dk, &gradient.dv]) {
             let square = |x: f64| x * x;

@@ -5,14 +5,15 @@
 //! the last key, and is then added to dq or written, as the mode of the range says.
 
 use super::backward::{FLUSH, Flush, flush, gradients, no_row};
+use super::engine::{Dense, Engine};
 use super::forward::{Unit, Units, readers};
 use super::gemm::{Gemm, Skip, Store};
 use super::scratch::{Arena, KEYS, LANES_BACK, Line, vectors};
 use super::simd::{Real, Vector};
 use super::stream::{KeyTile, Stream};
-use super::tile::{Cover, Lanes, ROWS, Scoring, any_non_finite, at, product, to_rows};
+use super::tile::{Cover, Lanes, Scoring, any_non_finite, at, product, to_rows};
 use super::workers::Job;
-use crate::kernel::AttendBackward;
+use crate::call::AttendBackward;
 use core::marker::PhantomData;
 use core::sync::atomic::AtomicUsize;
 
@@ -26,7 +27,10 @@ pub(super) struct Queries<'a, A> {
 
 struct Tiles<'a, A> {
     lanes: Lanes<'a, A>,
-    keys: KeyTile<'a, A>,
+    /// From one row of k, and of v, to the next.
+    ldk: usize,
+    ldv: usize,
+    keys: KeyTile<'a, A, A>,
     /// `[panel][head_dim][lanes of a panel]`, and `[panel][value_dim][lanes of a panel]`.
     q: &'a mut [A],
     d_o: &'a mut [A],
@@ -45,14 +49,28 @@ impl<A: Real> Job for Queries<'_, A> {
     type Acc = A;
 
     #[inline(always)]
-    unsafe fn work<V: Vector<T = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+    unsafe fn work<E: Engine<Sum = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { self.dense::<E::V>(lines, next) }
+    }
+}
+
+impl<A: Real> Queries<'_, A> {
+    /// Does units over the vectors `V`.
+    ///
+    /// # Safety
+    /// As [`Job::work`].
+    #[inline(always)]
+    unsafe fn dense<V: Vector<T = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
         let c = self.call;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let mut arena = Arena(lines);
         let panel = 2 * V::W;
         let mut tiles = Tiles {
+            ldk: vectors::<V>(d),
+            ldv: vectors::<V>(dv),
             lanes: Lanes::new(&mut arena, LANES_BACK),
-            keys: KeyTile::new::<V>(&mut arena, d, dv),
+            keys: KeyTile::new::<Dense<V>>(&mut arena, d, dv),
             q: arena.zeros(LANES_BACK * d),
             d_o: arena.zeros(LANES_BACK * dv),
             part: arena.zeros(LANES_BACK * d),
@@ -61,7 +79,7 @@ impl<A: Real> Job for Queries<'_, A> {
             dp: arena.zeros(KEYS * panel),
             lse: arena.zeros(LANES_BACK),
             delta: arena.zeros(LANES_BACK),
-            rows: arena.zeros(ROWS * d.max(dv)),
+            rows: arena.zeros(V::W * d.max(dv)),
         };
         let scoring = Scoring::new(&c.score, &c.slopes);
         let mut units = Units::new(c.ranges.q, LANES_BACK, c.k.heads);
@@ -100,8 +118,8 @@ impl<A: Real> Queries<'_, A> {
         let size = lanes.next_multiple_of(panel) * d;
         // SAFETY: as above.
         unsafe {
-            t.lanes.pack_transposed(&c.q, t.q, panel, lanes, t.rows);
-            t.lanes.pack_transposed(&c.d_o, t.d_o, panel, lanes, t.rows);
+            t.lanes.pack_transposed::<V>(&c.q, t.q, panel, lanes, t.rows);
+            t.lanes.pack_transposed::<V>(&c.d_o, t.d_o, panel, lanes, t.rows);
             t.lanes.gather(&c.lse, t.lse, A::NEG_INFINITY);
             t.lanes.gather(&c.delta, t.delta, A::ZERO);
         }
@@ -111,15 +129,15 @@ impl<A: Real> Queries<'_, A> {
         let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
         let mut stream = Stream::new(c.ranges.k, pairs, lo, hi);
         let mut run = Flush::new(c.aligned);
-        while t.keys.next(&mut stream, c.aligned) {
+        while t.keys.next(&mut stream, c.aligned, false) {
             // SAFETY: the ranges' rows and the kv head are within k and v (checked).
-            unsafe { t.keys.load(&c.k, &c.v, unit.kv) };
+            unsafe { t.keys.load::<Dense<V>>(&c.k, &c.v, unit.kv) };
             let keys = &t.keys;
             if run.before(keys.base, keys.n) {
                 flush(&mut t.total[..size], &mut t.part[..size]);
             }
             // SAFETY: rows are padded to whole vectors.
-            let bad = unsafe { any_non_finite::<V>(keys.k.as_ptr(), keys.n * keys.ldk) };
+            let bad = unsafe { any_non_finite::<V>(keys.k.as_ptr(), keys.n * t.ldk) };
             let mut first = 0;
             while first < lanes {
                 let width = panel.min(lanes - first);
@@ -130,7 +148,7 @@ impl<A: Real> Queries<'_, A> {
                     unsafe {
                         V::gemm(&Gemm {
                             a: keys.k.as_ptr(),
-                            a_row: keys.ldk,
+                            a_row: t.ldk,
                             b: t.q.as_ptr().add(p * panel * d),
                             ldb: panel,
                             c: t.s.as_mut_ptr(),
@@ -139,7 +157,7 @@ impl<A: Real> Queries<'_, A> {
                         });
                         V::gemm(&Gemm {
                             a: keys.v.as_ptr(),
-                            a_row: keys.ldv,
+                            a_row: t.ldv,
                             b: t.d_o.as_ptr().add(p * panel * dv),
                             ldb: panel,
                             c: t.dp.as_mut_ptr(),
@@ -166,7 +184,7 @@ impl<A: Real> Queries<'_, A> {
                         V::gemm(&Gemm {
                             a: keys.k.as_ptr(),
                             a_row: 1,
-                            a_col: keys.ldk,
+                            a_col: t.ldk,
                             b: t.dp.as_ptr(),
                             ldb: panel,
                             c: t.part.as_mut_ptr().add(p * panel * d),
@@ -181,9 +199,12 @@ impl<A: Real> Queries<'_, A> {
             }
         }
         flush(&mut t.total[..size], &mut t.part[..size]);
-        for first in (0..t.lanes.n).step_by(ROWS) {
-            to_rows(&t.total[first / panel * panel * d..][..panel * d], panel, first % panel, t.rows, d);
-            for (lane, sums) in (first..t.lanes.n).zip(t.rows.chunks_exact(d).take(ROWS)) {
+        for first in (0..t.lanes.n).step_by(V::W) {
+            // SAFETY: the instruction set is there.
+            unsafe {
+                to_rows::<V>(&t.total[first / panel * panel * d..][..panel * d], panel, first % panel, t.rows, d)
+            };
+            for (lane, sums) in (first..t.lanes.n).zip(t.rows.chunks_exact(d).take(V::W)) {
                 // SAFETY: the lane's row and head are within dq, which this unit alone touches there.
                 let dq = unsafe {
                     core::slice::from_raw_parts_mut(at::<A>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]), d)

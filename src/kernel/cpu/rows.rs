@@ -5,8 +5,8 @@
 //! each row that is packed or written. So one body of code serves f16, bf16 and f32, on each instruction set.
 
 use super::simd::Real;
+use crate::call::RawTensor;
 use crate::element::{Dtype, Element};
-use crate::kernel::RawTensor;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 

@@ -5,18 +5,21 @@
 //! largest head dims it will see, and lends it to each call, which cuts it into one part per worker and each part into
 //! tiles. Nothing in it survives a call.
 
+use super::isa::Isa;
 use super::simd::{Real, Vector};
-use super::tile::ROWS;
 use crate::element::Dtype;
+use crate::error::Result;
 use alloc::vec::Vec;
 use bytemuck::{Pod, Zeroable};
 
 /// Keys of a tile. Tiles of aligned calls begin at positions that are multiples of it.
 pub(super) const KEYS: usize = 128;
 /// Lanes (q rows of some head) of a forward tile.
-pub(super) const LANES: usize = 128;
+pub(super) const LANES: usize = 256;
 /// Lanes of a backward tile.
 pub(super) const LANES_BACK: usize = 64;
+/// The widest panel of lanes.
+const PANEL: usize = 32;
 /// The widest vector of any instruction set, in bytes; rows are padded to it.
 const VECTOR: usize = 64;
 
@@ -45,13 +48,34 @@ unsafe impl Pod for Line {}
 pub struct Scratch {
     lines: Vec<Line>,
     workers: usize,
+    /// What the calls run on, or why they are refused.
+    isa: Result<Isa>,
 }
 
 impl Scratch {
     /// Memory for `workers` (at least one) parallel workers. More than one are used with the feature `rayon` only;
     /// results do not depend on their number.
+    ///
+    /// Calls run on [`Isa::chosen`]. What that refuses (an instruction set that the environment asks for and the machine
+    /// lacks), every call refuses.
     pub fn new(workers: usize) -> Self {
-        Self { lines: Vec::new(), workers: workers.max(1) }
+        Self { lines: Vec::new(), workers: workers.max(1), isa: Isa::chosen() }
+    }
+
+    /// As [`Scratch::new`], for an instruction set of the caller's choice.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`](crate::Error::Unsupported) when the machine lacks it.
+    pub fn with_isa(workers: usize, isa: Isa) -> Result<Self> {
+        Ok(Self { lines: Vec::new(), workers: workers.max(1), isa: Ok(isa.required()?) })
+    }
+
+    /// The instruction set that calls run on.
+    ///
+    /// # Errors
+    /// As [`Isa::chosen`].
+    pub fn isa(&self) -> Result<Isa> {
+        self.isa.clone()
     }
 
     /// Grows to calls of these dims. Nothing to do, and no allocation, when it is large enough already.
@@ -78,14 +102,20 @@ impl Scratch {
         let size = dims.dtype.accumulator().size();
         let (d, dv) = (padded(dims.head_dim as usize, size), padded(dims.value_dim as usize, size));
         let keys = KEYS * (d + dv + 2) * size + KEYS * 16;
-        let forward = LANES * (d + dv + KEYS + 12) * size + LANES * 64;
+        // Matrix units pad value_dim to blocks of 32, and keep p apart from the scores.
+        let forward = LANES * (d + dv.next_multiple_of(32) + 12) * size + LANES * 64 + 2 * KEYS * PANEL * size;
         let backward = LANES_BACK * (3 * d + 2 * dv + 2 * KEYS + 12) * size
             + LANES_BACK * 64
             + 2 * KEYS * (d + dv) * size
             + 2 * LANES_BACK * d * size;
-        let rows = 2 * ROWS * d.max(dv) * size;
-        // Each of at most forty slices begins on a line of its own.
-        (keys + forward.max(backward) + rows).div_ceil(size_of::<Line>()) + 40
+        let rows = 2 * VECTOR * d.max(dv);
+        #[cfg(target_arch = "x86_64")]
+        let backward = match dims.dtype.size() {
+            2 => backward.max(super::tiled::bytes(d.next_multiple_of(32), dv.next_multiple_of(32))),
+            _ => backward,
+        };
+        // Each of at most sixty slices begins on a line of its own.
+        (keys + forward.max(backward) + rows).div_ceil(size_of::<Line>()) + 60
     }
 
     /// Bytes that it has grown to.

@@ -8,6 +8,8 @@
 //! What may not be done: calling [`Vector`] methods outside of a function compiled for the instruction set (they would
 //! not inline, and would be slow), and `mul_add` of the standard library (without the instruction it is a call).
 
+#[cfg(target_arch = "x86_64")]
+use super::engine::{Dense, Engine};
 use crate::element::Accumulator;
 
 /// An accumulator with the arithmetic of its kernels.
@@ -18,8 +20,6 @@ pub(super) trait Real:
     const TINY: Self;
     /// The smallest finite number.
     const LOWEST: Self;
-    /// Natural logarithm.
-    fn ln(self) -> Self;
     /// The portable vector of this type.
     type Portable: Vector<T = Self>;
     /// The AVX2 vector of this type.
@@ -28,34 +28,40 @@ pub(super) trait Real:
     /// The AVX-512 vector of this type.
     #[cfg(target_arch = "x86_64")]
     type Avx512: Vector<T = Self>;
+    /// The tiles of bf16, and of f16, where this is the type of their sums.
+    #[cfg(target_arch = "x86_64")]
+    type AmxBf16: Engine<Sum = Self>;
+    #[cfg(target_arch = "x86_64")]
+    type AmxF16: Engine<Sum = Self>;
 }
 
 impl Real for f32 {
     const LOWEST: Self = Self::MIN;
     const TINY: Self = Self::from_bits(1);
-    #[inline(always)]
-    fn ln(self) -> Self {
-        f32::ln(self)
-    }
     type Portable = Lanes<f32>;
     #[cfg(target_arch = "x86_64")]
     type Avx2 = core::arch::x86_64::__m256;
     #[cfg(target_arch = "x86_64")]
     type Avx512 = core::arch::x86_64::__m512;
+    #[cfg(target_arch = "x86_64")]
+    type AmxBf16 = super::amx::Amx<super::halves::Bf16>;
+    #[cfg(target_arch = "x86_64")]
+    type AmxF16 = super::amx::Amx<super::halves::F16>;
 }
 
 impl Real for f64 {
     const LOWEST: Self = Self::MIN;
     const TINY: Self = Self::from_bits(1);
-    #[inline(always)]
-    fn ln(self) -> Self {
-        f64::ln(self)
-    }
     type Portable = Lanes<f64>;
     #[cfg(target_arch = "x86_64")]
     type Avx2 = core::arch::x86_64::__m256d;
     #[cfg(target_arch = "x86_64")]
     type Avx512 = core::arch::x86_64::__m512d;
+    // No half-precision type has f64 sums.
+    #[cfg(target_arch = "x86_64")]
+    type AmxBf16 = Dense<Self::Avx512>;
+    #[cfg(target_arch = "x86_64")]
+    type AmxF16 = Dense<Self::Avx512>;
 }
 
 /// `W` lanes of `T`.
@@ -79,8 +85,22 @@ pub(super) trait Vector: Copy {
     unsafe fn div(self, b: Self) -> Self;
     /// `self · b + c`, rounded once where the hardware does that.
     unsafe fn fma(self, b: Self, c: Self) -> Self;
+    /// The larger one by lane; b where either is NaN.
+    unsafe fn max(a: Self, b: Self) -> Self;
     /// `a > b ? x : y` by lane; y where a or b is NaN.
     unsafe fn gt(a: Self, b: Self, x: Self, y: Self) -> Self;
+    /// Whether `a > b` in any lane.
+    unsafe fn any_gt(a: Self, b: Self) -> bool;
+    /// 2 to the power of each lane, up to 127: within [`EXP2_ULPS`] (f32) or the standard library's (f64). Exactly 0 at −127
+    /// and below, exactly 1 at 0; below the smallest normal result it may be any number up to that. A NaN that an
+    /// operation made stays a NaN; one with a payload need not.
+    unsafe fn exp2(self) -> Self;
+    /// `[W][W]` from rows `ld` apart to columns of rows `to_ld` apart.
+    #[inline(always)]
+    unsafe fn transpose(from: *const Self::T, ld: usize, to: *mut Self::T, to_ld: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { by_element(from, ld, to, to_ld, Self::W) }
+    }
     /// e to the power of each lane: within 2 ulp (f32) or the standard library's (f64); 0 below the smallest normal
     /// result, exactly 1 at 0, NaN for NaN.
     unsafe fn exp(self) -> Self;
@@ -88,6 +108,20 @@ pub(super) trait Vector: Copy {
     unsafe fn tanh(self) -> Self;
     /// The matrix product of `gemm.rs`, compiled for this instruction set.
     unsafe fn gemm(g: &super::gemm::Gemm<Self::T>);
+}
+
+/// A transposition without vectors.
+///
+/// # Safety
+/// `from` and `to` are valid for `n` rows of `n`, `ld` and `to_ld` apart, and do not overlap.
+#[inline(always)]
+pub(super) unsafe fn by_element<T: Copy>(from: *const T, ld: usize, to: *mut T, to_ld: usize, n: usize) {
+    for i in 0..n {
+        for j in 0..n {
+            // SAFETY: rows and columns are below n.
+            unsafe { *to.add(j * to_ld + i) = *from.add(i * ld + j) };
+        }
+    }
 }
 
 /// What exp of f32 needs beyond [`Vector`]: `p · 2^n`, where `t = 1.5·2^23 + n`.
@@ -119,6 +153,35 @@ pub(super) unsafe fn exp_f32<V: Pow2>(x: V) -> V {
         // comparisons); below: 0.
         let y = V::gt(V::splat(88.0), x, y, x.add(V::splat(f32::INFINITY)));
         V::gt(V::splat(-87.0), x, V::splat(0.0), y)
+    }
+}
+
+/// What [`exp2_f32`] may be off by, in units of the last place of the result.
+#[cfg(test)]
+pub(super) const EXP2_ULPS: f64 = 3.0;
+
+/// Below this `exp2` is 0.
+const EXP2_LEAST: f32 = -127.0;
+
+/// exp2 of f32: `n = round(x)`, a polynomial of degree 5 in the rest (interpolated at Chebyshev nodes), then the exponent.
+/// The softmax spends most of its time here. So there is one comparison only: at −127 the rest is 0, its polynomial
+/// is 1, and 1 with 127 taken from its exponent is 0.
+///
+/// # Safety
+/// As [`Vector`].
+#[inline(always)]
+pub(super) unsafe fn exp2_f32<V: Pow2>(x: V) -> V {
+    // SAFETY: the caller has the instruction set.
+    unsafe {
+        let magic = V::splat(12_582_912.0);
+        let x = V::max(V::splat(EXP2_LEAST), x);
+        let t = x.add(magic);
+        let r = x.sub(t.sub(magic));
+        let mut p = V::splat(1.338_13e-3);
+        for c in [9.666_368e-3, 5.550_381e-2, 2.402_235e-1, core::f32::consts::LN_2, 1.0] {
+            p = p.fma(r, V::splat(c));
+        }
+        V::pow2(p, t)
     }
 }
 
@@ -169,7 +232,7 @@ pub(super) unsafe fn map_f64<V: Vector<T = f64>>(x: V, f: impl Fn(f64) -> f64) -
 pub(super) struct Lanes<T>([T; 4]);
 
 macro_rules! lanes {
-    ($t:ty, |$x:ident| $exp:expr, |$y:ident| $tanh:expr) => {
+    ($t:ty, |$z:ident| $exp2:expr, |$x:ident| $exp:expr, |$y:ident| $tanh:expr) => {
         impl Vector for Lanes<$t> {
             type T = $t;
             const W: usize = 4;
@@ -213,6 +276,20 @@ macro_rules! lanes {
                 }
             }
             #[inline(always)]
+            unsafe fn max(a: Self, b: Self) -> Self {
+                Self(core::array::from_fn(|i| if a.0[i] > b.0[i] { a.0[i] } else { b.0[i] }))
+            }
+            #[inline(always)]
+            unsafe fn any_gt(a: Self, b: Self) -> bool {
+                (0..4).any(|i| a.0[i] > b.0[i])
+            }
+            #[inline(always)]
+            unsafe fn exp2(self) -> Self {
+                let $z = self;
+                // SAFETY: arrays need no instruction set.
+                unsafe { $exp2 }
+            }
+            #[inline(always)]
             unsafe fn gt(a: Self, b: Self, x: Self, y: Self) -> Self {
                 Self(core::array::from_fn(|i| if a.0[i] > b.0[i] { x.0[i] } else { y.0[i] }))
             }
@@ -235,8 +312,8 @@ macro_rules! lanes {
         }
     };
 }
-lanes!(f32, |x| exp_f32(x), |y| tanh_f32(y));
-lanes!(f64, |x| map_f64(x, f64::exp), |y| map_f64(y, f64::tanh));
+lanes!(f32, |x| exp2_f32(x), |x| exp_f32(x), |y| tanh_f32(y));
+lanes!(f64, |x| map_f64(x, f64::exp2), |x| map_f64(x, f64::exp), |y| map_f64(y, f64::tanh));
 
 impl Pow2 for Lanes<f32> {
     #[inline(always)]
@@ -273,12 +350,40 @@ mod tests {
         }
         assert!(worst_exp <= 2.0 && worst_tanh <= 4.0, "exp {worst_exp} ulp, tanh {worst_tanh} ulp");
         assert_eq!(apply(0.0, V::exp), 1.0);
+        let worst =
+            (0..200_000).map(|i| -126.0 + i as f32 * 0.000_671).map(|x| ulps(apply(x, V::exp2), f64::from(x).exp2()));
+        let worst = worst.fold(0.0, f64::max);
+        assert!(worst <= EXP2_ULPS, "exp2 {worst} ulp");
+        for (x, y) in [(0.0, 1.0), (8.0, 256.0), (-127.0, 0.0), (-1e30, 0.0), (f32::NEG_INFINITY, 0.0)] {
+            assert_eq!(apply(x, V::exp2), y);
+        }
+        assert!((0.0..=f32::MIN_POSITIVE).contains(&apply(-126.7, V::exp2)) && apply(f32::NAN, V::exp2).is_nan());
         assert_eq!(apply(f32::NEG_INFINITY, V::exp), 0.0);
         assert_eq!(apply(-200.0, V::exp), 0.0);
         assert_eq!(apply(f32::INFINITY, V::exp), f32::INFINITY);
         assert!(apply(f32::NAN, V::exp).is_nan() && apply(f32::NAN, V::tanh).is_nan());
         assert_eq!(apply(f32::INFINITY, V::tanh), 1.0);
         assert_eq!(apply(f32::NEG_INFINITY, V::tanh), -1.0);
+    }
+
+    /// Every f32 that a softmax asks for, from −126 to 8: two thousand million numbers, a minute when optimised.
+    #[test]
+    #[ignore = "minutes; run with --release"]
+    fn exp2_of_every_number() {
+        let mut worst = 0f64;
+        let numbers =
+            (0..=(-126f32).to_bits() - (-0f32).to_bits()).map(|i| (-0f32).to_bits() + i).chain(0..=8f32.to_bits());
+        for bits in numbers {
+            let x = f32::from_bits(bits);
+            // SAFETY: arrays need no instruction set; 4 lanes are stored to as many numbers.
+            let y = unsafe {
+                let mut out = [0f32; 4];
+                exp2_f32(Lanes::<f32>::splat(x)).store(out.as_mut_ptr());
+                out[0]
+            };
+            worst = worst.max(ulps(y, f64::from(x).exp2()));
+        }
+        assert!(worst <= EXP2_ULPS, "{worst} ulp");
     }
 
     #[test]

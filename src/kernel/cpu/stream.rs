@@ -5,11 +5,19 @@
 //! two cases: when the call is aligned, wherever a position is a multiple of a tile's keys, so that tiles do not
 //! depend on how keys were cut; and when positions run too far apart. Positions enter a tile as numbers of the
 //! accumulator's type relative to a base: exact in f32 as long as no tile spans more than [`SPAN`].
+//!
+//! A tile may place its keys by position instead of one after the other. A key then has the same slot whichever keys
+//! around it were left out, so that products which sum keys in groups keep their bits.
 
-use super::rows::widen;
-use super::scratch::{Arena, KEYS, vectors};
-use super::simd::{Real, Vector};
-use crate::kernel::{Range, RawTensor};
+use super::engine::Engine;
+use super::scratch::{Arena, KEYS};
+use super::simd::Real;
+use crate::call::{Range, RawTensor};
+use bytemuck::Pod;
+
+/// Keys of a tile that are computed or passed over together: what a panel of lanes does not see costs nothing but the
+/// rest of a block.
+pub(super) const BLOCK: usize = 32;
 
 /// Positions that one tile of keys may span.
 pub(super) const SPAN: i64 = 1 << 22;
@@ -55,6 +63,11 @@ impl<'a> Stream<'a> {
         Self { k, rest: Rest::Pairs(pairs), index: 0, current: Range::plain(0, 0, 0, 0), at: 0, stop: 0, lo, hi }
     }
 
+    /// How many tiles are left.
+    pub(super) fn count(mut self, aligned: bool) -> usize {
+        core::iter::from_fn(|| (self.fill(aligned, |_| ()).0 > 0).then_some(())).count()
+    }
+
     /// All keys of the document of k range `first`, from that range on.
     pub(super) fn document(k: &'a [Range], first: usize) -> Self {
         let rest = Rest::Document { doc: k[first].doc, from: first as u32 };
@@ -80,6 +93,7 @@ impl<'a> Stream<'a> {
     #[inline(always)]
     pub(super) fn fill(&mut self, aligned: bool, mut run: impl FnMut(Run)) -> (usize, i64) {
         let (mut n, mut base, keys) = (0, 0, KEYS as i64);
+        let mut last = i64::MIN;
         loop {
             if self.at >= self.stop {
                 let Some(index) = self.next_range() else { break };
@@ -94,13 +108,14 @@ impl<'a> Stream<'a> {
                 base = if aligned { pos.div_euclid(keys) * keys } else { pos };
             }
             let (first, end) = if aligned { (base, base + keys) } else { (base - SPAN, base + SPAN) };
-            if pos < first || pos >= end {
+            if pos < first || pos >= end || (aligned && n > 0 && pos <= last) {
                 break;
             }
             let near = self.current.rows_before(end).min(self.stop) - self.at;
             let take = near.min((KEYS - n) as u32);
             run(Run { slot: n, index: self.index, range: self.current, first: self.at, count: take, base });
             self.at += take;
+            last = self.current.position(self.at - 1);
             n += take as usize;
             if n == KEYS {
                 break;
@@ -110,32 +125,41 @@ impl<'a> Stream<'a> {
     }
 }
 
-/// A tile of keys: k and v widened, rows padded with zeros to whole vectors.
-pub(super) struct KeyTile<'a, A> {
-    pub k: &'a mut [A],
-    pub v: &'a mut [A],
-    pub ldk: usize,
-    pub ldv: usize,
-    /// Positions relative to the base.
+/// Where [`BLOCK`] slots of a tile stand.
+#[derive(Clone, Copy)]
+pub(super) struct Block {
+    pub min: i64,
+    pub max: i64,
+    /// Every slot has a key.
+    pub full: bool,
+}
+
+/// Where the keys of a tile stand.
+pub(super) struct Slots<'a, A> {
+    /// Positions relative to the base; infinite, so that nobody sees it, where a slot has no key.
     pub rel: &'a mut [A],
     /// The k range of each key.
     pub index: &'a mut [u32],
-    /// The row of each key in k and v.
+    /// The row of each key in k and v; negative where a slot has no key.
     pub row: &'a mut [i64],
+    /// Slots, up to the last one with a key.
     pub n: usize,
     pub base: i64,
     pub min: i64,
     pub max: i64,
+    pub blocks: [Block; KEYS / BLOCK],
 }
 
-impl<'a, A: Real> KeyTile<'a, A> {
-    pub(super) fn new<V: Vector<T = A>>(arena: &mut Arena<'a>, d: usize, dv: usize) -> Self {
-        let (ldk, ldv) = (vectors::<V>(d), vectors::<V>(dv));
+/// A tile of keys: k and v as their products want them, and where each key stands.
+pub(super) struct KeyTile<'a, T, A> {
+    pub k: &'a mut [T],
+    pub v: &'a mut [T],
+    pub slots: Slots<'a, A>,
+}
+
+impl<'a, A: Real> Slots<'a, A> {
+    pub(super) fn new(arena: &mut Arena<'a>) -> Self {
         Self {
-            k: arena.zeros(KEYS * ldk),
-            v: arena.zeros(KEYS * ldv),
-            ldk,
-            ldv,
             rel: arena.zeros(KEYS),
             index: arena.take(KEYS),
             row: arena.take(KEYS),
@@ -143,41 +167,110 @@ impl<'a, A: Real> KeyTile<'a, A> {
             base: 0,
             min: 0,
             max: 0,
+            blocks: [Block { min: 0, max: 0, full: false }; KEYS / BLOCK],
         }
     }
 
-    /// Takes the next tile of the stream, all but its numbers; false when there is none.
+    /// Takes the next tile of the stream; false when there is none. An aligned tile may be `placed` by position.
     #[inline(always)]
-    pub(super) fn next(&mut self, stream: &mut Stream, aligned: bool) -> bool {
+    pub(super) fn next(&mut self, stream: &mut Stream, aligned: bool, placed: bool) -> bool {
+        debug_assert!(aligned || !placed, "positions of a tile that is not aligned need not grow");
         self.min = i64::MAX;
         self.max = i64::MIN;
-        (self.n, self.base) = stream.fill(aligned, |run| {
+        let infinity = -A::NEG_INFINITY;
+        if placed {
+            self.row.fill(-1);
+            self.rel.fill(infinity);
+        }
+        let mut slots = 0;
+        let (n, base) = stream.fill(aligned, |run| {
             let range = &run.range;
             self.min = self.min.min(range.position(run.first));
             self.max = self.max.max(range.position(run.first + run.count - 1));
             for i in 0..run.count {
-                let s = run.slot + i as usize;
+                let rel = range.position(run.first + i) - run.base;
+                let s = if placed { rel as usize } else { run.slot + i as usize };
                 self.index[s] = run.index;
                 self.row[s] = range.row + i64::from(run.first + i);
-                self.rel[s] = A::from_f64((range.position(run.first + i) - run.base) as f64);
+                self.rel[s] = A::from_f64(rel as f64);
+                slots = slots.max(s + 1);
             }
         });
-        self.n > 0
+        (self.n, self.base) = (slots, base);
+        // The rest of the last block.
+        let end = slots.next_multiple_of(BLOCK);
+        self.row[slots..end].fill(-1);
+        self.rel[slots..end].fill(infinity);
+        n > 0
     }
 
-    /// Widens the tile's rows of k and v.
-    ///
-    /// # Safety
-    /// The rows and `head` lie within `k` and `v`, whose memory is valid and whose sums are `A`s.
+    /// Notes where each block stands.
     #[inline(always)]
-    pub(super) unsafe fn load(&mut self, k: &RawTensor, v: &RawTensor, head: u32) {
-        let (d, dv) = (k.dim as usize, v.dim as usize);
-        for (s, &row) in self.row[..self.n].iter().enumerate() {
-            // SAFETY: the caller's promise.
-            unsafe {
-                widen(k, row, head, &mut self.k[s * self.ldk..][..d]);
-                widen(v, row, head, &mut self.v[s * self.ldv..][..dv]);
+    pub(super) fn find_blocks(&mut self) {
+        for (block, rel) in self.blocks.iter_mut().zip(self.rel[..self.n.next_multiple_of(BLOCK)].chunks(BLOCK)) {
+            *block = Block::of(rel, self.base);
+        }
+        self.blocks[self.n.div_ceil(BLOCK)..].fill(Block::EMPTY);
+    }
+}
+
+impl Block {
+    pub(super) const EMPTY: Self = Self { min: i64::MAX, max: i64::MIN, full: false };
+
+    /// Of keys at these positions, infinite where there is none, relative to a base.
+    #[inline(always)]
+    pub(super) fn of<A: Real>(rel: &[A], base: i64) -> Self {
+        let mut block = Self { full: true, ..Self::EMPTY };
+        for &rel in rel {
+            if rel < -A::NEG_INFINITY {
+                let position = base + rel.to_f64() as i64;
+                block.min = block.min.min(position);
+                block.max = block.max.max(position);
+            } else {
+                block.full = false;
             }
         }
+        block
+    }
+}
+
+impl<'a, T: Pod, A: Real> KeyTile<'a, T, A> {
+    pub(super) fn new<E: Engine<T = T, Sum = A>>(arena: &mut Arena<'a>, d: usize, dv: usize) -> Self {
+        let slots = Slots::new(arena);
+        let tile = Self { k: arena.take(E::keys_len(d)), v: arena.take(E::values_len(dv)), slots };
+        // The padding of rows is read, and never written.
+        tile.k.fill(T::zeroed());
+        tile.v.fill(T::zeroed());
+        tile
+    }
+
+    /// Packs the rows of k and v, and says whether those of each are finite.
+    ///
+    /// # Safety
+    /// The rows and `head` lie within `k` and `v`, whose memory is valid and whose sums are `A`s; the engine's
+    /// instruction set is present, and entered.
+    #[inline(always)]
+    pub(super) unsafe fn load<E: Engine<T = T, Sum = A>>(
+        &mut self,
+        k: &RawTensor,
+        v: &RawTensor,
+        head: u32,
+    ) -> (bool, bool) {
+        let rows = &self.slots.row[..self.slots.n.next_multiple_of(E::GRAIN)];
+        // SAFETY: the caller's promise.
+        unsafe { (E::keys(k, head, rows, self.k), E::values(v, head, rows, self.v)) }
+    }
+}
+
+impl<'a, T, A> core::ops::Deref for KeyTile<'a, T, A> {
+    type Target = Slots<'a, A>;
+    fn deref(&self) -> &Slots<'a, A> {
+        &self.slots
+    }
+}
+
+impl<'a, T, A> core::ops::DerefMut for KeyTile<'a, T, A> {
+    fn deref_mut(&mut self) -> &mut Slots<'a, A> {
+        &mut self.slots
     }
 }

@@ -10,8 +10,8 @@ use super::rows::widen;
 use super::scratch::Arena;
 use super::simd::{Real, Vector};
 use super::stream::SPAN;
+use crate::call::{Range, RawTensor, Score};
 use crate::element::Accumulator;
-use crate::kernel::{Range, RawTensor, Score};
 
 /// The address of element `[token, head, 0]`.
 ///
@@ -45,27 +45,47 @@ pub(super) unsafe fn any_non_finite<V: Vector>(p: *const V::T, n: usize) -> bool
     !out[..V::W].iter().all(|&x| x == V::T::ZERO)
 }
 
-/// Rows that become lanes, or lanes that become rows, at a time: they come from far apart in memory, and so wait for it
-/// side by side. Every vector has a multiple of them.
-pub(super) const ROWS: usize = 4;
-
-/// [`ROWS`] rows of `dim`, `ld` apart, to the lanes from `lane` on of a panel `[dim][lanes]`.
+/// `V::W` rows of `dim`, `ld` apart, to the lanes from `lane` on of a panel `[dim][lanes]`.
+///
+/// # Safety
+/// The instruction set of `V` is present.
 #[inline(always)]
-pub(super) fn to_lanes<A: Real>(rows: &[A], ld: usize, dim: usize, panel: &mut [A], lanes: usize, lane: usize) {
-    let [a, b, c, d]: [&[A]; ROWS] = core::array::from_fn(|i| &rows[i * ld..][..dim]);
-    for ((((at, &a), &b), &c), &d) in panel.chunks_exact_mut(lanes).zip(a).zip(b).zip(c).zip(d) {
-        at[lane..lane + ROWS].copy_from_slice(&[a, b, c, d]);
+pub(super) unsafe fn to_lanes<V: Vector>(
+    rows: &[V::T],
+    ld: usize,
+    dim: usize,
+    panel: &mut [V::T],
+    lanes: usize,
+    lane: usize,
+) {
+    let whole = dim - dim % V::W;
+    assert!(lane + V::W <= lanes && rows.len() >= (V::W - 1) * ld + dim && panel.len() >= dim * lanes);
+    for d in (0..whole).step_by(V::W) {
+        // SAFETY: blocks of W by W within both (asserted above).
+        unsafe { V::transpose(rows.as_ptr().add(d), ld, panel.as_mut_ptr().add(d * lanes + lane), lanes) };
+    }
+    for d in whole..dim {
+        for i in 0..V::W {
+            panel[d * lanes + lane + i] = rows[i * ld + d];
+        }
     }
 }
 
-/// The way back: [`ROWS`] lanes from `lane` on of a panel `[dim][lanes]` to rows of `dim`, one after the other.
+/// The way back: `V::W` lanes from `lane` on of a panel `[dim][lanes]` to rows of `dim`, one after the other.
+///
+/// # Safety
+/// The instruction set of `V` is present.
 #[inline(always)]
-pub(super) fn to_rows<A: Real>(panel: &[A], lanes: usize, lane: usize, rows: &mut [A], dim: usize) {
-    let (ab, cd) = rows[..ROWS * dim].split_at_mut(2 * dim);
-    let ((a, b), (c, d)) = (ab.split_at_mut(dim), cd.split_at_mut(dim));
-    for ((((at, a), b), c), d) in panel.chunks_exact(lanes).zip(a).zip(b).zip(c).zip(d) {
-        if let [w, x, y, z] = at[lane..lane + ROWS] {
-            (*a, *b, *c, *d) = (w, x, y, z);
+pub(super) unsafe fn to_rows<V: Vector>(panel: &[V::T], lanes: usize, lane: usize, rows: &mut [V::T], dim: usize) {
+    let whole = dim - dim % V::W;
+    assert!(lane + V::W <= lanes && rows.len() >= V::W * dim && panel.len() >= dim * lanes);
+    for d in (0..whole).step_by(V::W) {
+        // SAFETY: blocks of W by W within both (asserted above).
+        unsafe { V::transpose(panel.as_ptr().add(d * lanes + lane), lanes, rows.as_mut_ptr().add(d), dim) };
+    }
+    for d in whole..dim {
+        for i in 0..V::W {
+            rows[i * dim + d] = panel[d * lanes + lane + i];
         }
     }
 }
@@ -93,6 +113,29 @@ pub(super) enum Cover {
     Some,
     /// All are.
     All,
+}
+
+/// Bounds of the first and of the last position that each of some lanes sees.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Sight {
+    lo_min: i64,
+    lo_max: i64,
+    hi_min: i64,
+    hi_max: i64,
+}
+
+impl Sight {
+    /// What keys at positions `min..=max` are to these lanes; there are none if that is empty.
+    #[inline(always)]
+    pub(super) fn cover(&self, min: i64, max: i64) -> Cover {
+        if min > max || max < self.lo_min || min > self.hi_max {
+            Cover::None
+        } else if min >= self.lo_max && max <= self.hi_min {
+            Cover::All
+        } else {
+            Cover::Some
+        }
+    }
 }
 
 impl<'a, A: Real> Lanes<'a, A> {
@@ -153,22 +196,23 @@ impl<'a, A: Real> Lanes<'a, A> {
         (self.lo[0], self.hi[n - 1])
     }
 
-    /// What the keys `tile` are to lanes `first..first + width`, whose relative positions are made ready.
+    /// What lanes `first..first + width` see at most, and at least.
     #[inline(always)]
-    pub(super) fn meet(&mut self, first: usize, width: usize, min: i64, max: i64, base: i64, alibi: bool) -> Cover {
+    pub(super) fn sight(&self, first: usize, width: usize) -> Sight {
         let end = (first + width).min(self.n);
-        let (lo, hi) = (&self.lo[first..end], &self.hi[first..end]);
-        let (mut lo_min, mut lo_max, mut hi_min, mut hi_max) = (i64::MAX, i64::MIN, i64::MAX, i64::MIN);
-        for (&l, &h) in lo.iter().zip(hi) {
-            (lo_min, lo_max) = (lo_min.min(l), lo_max.max(l));
-            (hi_min, hi_max) = (hi_min.min(h), hi_max.max(h));
+        let mut s = Sight { lo_min: i64::MAX, lo_max: i64::MIN, hi_min: i64::MAX, hi_max: i64::MIN };
+        for (&l, &h) in self.lo[first..end].iter().zip(&self.hi[first..end]) {
+            (s.lo_min, s.lo_max) = (s.lo_min.min(l), s.lo_max.max(l));
+            (s.hi_min, s.hi_max) = (s.hi_min.min(h), s.hi_max.max(h));
         }
-        if max < lo_min || min > hi_max {
-            return Cover::None;
-        }
-        let all = min >= lo_max && max <= hi_min;
+        s
+    }
+
+    /// Makes the positions of lanes `first..first + width` ready for [`Scoring::apply`], relative to `base`.
+    #[inline(always)]
+    pub(super) fn relate(&mut self, first: usize, width: usize, base: i64, masked: bool, alibi: bool) {
         let relative = |p: i64| A::from_f64(p.saturating_sub(base).clamp(-2 * SPAN, 2 * SPAN) as f64);
-        if !all {
+        if masked {
             for i in first..first + width {
                 self.rel_lo[i] = relative(self.lo[i]);
                 self.rel_hi[i] = relative(self.hi[i]);
@@ -179,16 +223,26 @@ impl<'a, A: Real> Lanes<'a, A> {
                 self.rel_pos[i] = A::from_f64(self.pos[i].saturating_sub(base) as f64);
             }
         }
-        if all { Cover::All } else { Cover::Some }
+    }
+
+    /// What the keys at positions `min..=max` are to lanes `first..first + width`, which are made ready.
+    #[inline(always)]
+    pub(super) fn meet(&mut self, first: usize, width: usize, min: i64, max: i64, base: i64, alibi: bool) -> Cover {
+        let cover = self.sight(first, width).cover(min, max);
+        if cover != Cover::None {
+            self.relate(first, width, base, cover == Cover::Some, alibi);
+        }
+        cover
     }
 
     /// Packs a row of each lane transposed: element `d` of lane `l` to `[l / panel][d][l mod panel]`. Lanes that only
-    /// fill up get zeros. `rows` holds [`ROWS`] rows.
+    /// fill up get zeros. `rows` holds `V::W` rows.
     ///
     /// # Safety
-    /// The lanes' rows and heads lie within `t`, whose memory is valid and whose sums are `A`s.
+    /// The lanes' rows and heads lie within `t`, whose memory is valid and whose sums are `A`s; the instruction set of
+    /// `V` is present.
     #[inline(always)]
-    pub(super) unsafe fn pack_transposed(
+    pub(super) unsafe fn pack_transposed<V: Vector<T = A>>(
         &self,
         t: &RawTensor,
         dst: &mut [A],
@@ -197,10 +251,13 @@ impl<'a, A: Real> Lanes<'a, A> {
         rows: &mut [A],
     ) {
         let dim = t.dim as usize;
-        for l in (0..lanes.next_multiple_of(panel)).step_by(ROWS) {
+        for l in (0..lanes.next_multiple_of(panel)).step_by(V::W) {
+            let panel_of = &mut dst[l / panel * panel * dim..][..panel * dim];
             // SAFETY: the caller's promise.
-            unsafe { self.pack(t, rows, dim, l..l + ROWS) };
-            to_lanes(rows, dim, dim, &mut dst[l / panel * panel * dim..][..panel * dim], panel, l % panel);
+            unsafe {
+                self.pack(t, rows, dim, l..l + V::W);
+                to_lanes::<V>(rows, dim, dim, panel_of, panel, l % panel);
+            }
         }
     }
 
@@ -242,16 +299,37 @@ pub(super) struct Scoring<A> {
     pub softcap: A,
     pub capped: bool,
     pub alibi: bool,
+    /// A score is its product, times a factor above 0: the softmax takes the factor in, and no pass makes scores.
+    pub plain: bool,
+    /// What scores (of plain ones, products) are multiplied by to be logarithms to the base 2.
+    pub log2: A,
+    /// What they are multiplied by to be natural ones.
+    pub natural: f64,
 }
 
 impl<A: Real> Scoring<A> {
     pub(super) fn new(score: &Score, slopes: &RawTensor) -> Self {
+        let (capped, alibi) = (score.softcap != 0.0, !slopes.is_none());
+        let factor = |natural: f64| A::from_f64(natural * core::f64::consts::LOG2_E);
+        // A factor that is 0 or infinite in the type of the sums would make NaN of a masked score.
+        let plain = !capped && !alibi && factor(score.scale) >= A::TINY && factor(score.scale) < -A::NEG_INFINITY;
+        let natural = if plain { score.scale } else { 1.0 };
         Self {
             scale: A::from_f64(score.scale),
             softcap: A::from_f64(score.softcap),
-            capped: score.softcap != 0.0,
-            alibi: !slopes.is_none(),
+            capped,
+            alibi,
+            plain,
+            log2: factor(natural),
+            natural,
         }
+    }
+
+    /// The natural logarithm of the sum of exponentials of a lane with reference `m` and sum `l`. In f64, and without what
+    /// the rounding of `m · log2` put into l: its error does not grow with the scores.
+    pub(super) fn lse(&self, m: A, l: A) -> f64 {
+        let rounding = m.to_f64() * self.log2.to_f64() - (m * self.log2).to_f64();
+        m.to_f64() * self.natural + l.to_f64().ln() - rounding * core::f64::consts::LN_2
     }
 
     /// The scores of one key with the lanes at `lane`: before the mask, and the derivative of the softcap.
@@ -285,12 +363,22 @@ impl<A: Real> Scoring<A> {
                 let distance = V::gt(negative, zero, negative, x);
                 s = zero.sub(distance).fma(V::load(lanes.slope.as_ptr().add(lane)), s);
             }
-            if masked {
-                let (key, never) = (V::splat(key), V::splat(A::NEG_INFINITY));
-                s = V::gt(V::load(lanes.rel_lo.as_ptr().add(lane)), key, never, s);
-                s = V::gt(key, V::load(lanes.rel_hi.as_ptr().add(lane)), never, s);
-            }
-            (s, slope)
+            (if masked { Self::mask(s, lanes, lane, key) } else { s }, slope)
+        }
+    }
+
+    /// Minus infinity where a lane does not see the key.
+    ///
+    /// # Safety
+    /// As [`Scoring::apply`].
+    #[inline(always)]
+    pub(super) unsafe fn mask<V: Vector<T = A>>(s: V, lanes: &Lanes<A>, lane: usize, key: A) -> V {
+        debug_assert!(lane + V::W <= lanes.rel_lo.len());
+        // SAFETY: as above.
+        unsafe {
+            let (key, never) = (V::splat(key), V::splat(A::NEG_INFINITY));
+            let s = V::gt(V::load(lanes.rel_lo.as_ptr().add(lane)), key, never, s);
+            V::gt(key, V::load(lanes.rel_hi.as_ptr().add(lane)), never, s)
         }
     }
 }
@@ -310,7 +398,6 @@ pub(super) fn product<A: Real>(m: usize, n: usize, kk: usize) -> Gemm<A> {
         c: core::ptr::null_mut(),
         ldc: 0,
         store: Store::Set,
-        factor: core::ptr::null(),
         skip: Skip::None,
     }
 }

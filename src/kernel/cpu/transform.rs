@@ -1,19 +1,27 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Copies, casts and ordered sums of blocks; delta; rows that no pair covers.
+//! Copies, casts and ordered sums of blocks; rows that no pair covers.
 //!
-//! All are bound by memory, so they run on the calling thread, in short chunks on the stack.
+//! All are bound by memory, so they run on the calling thread. What counts is the order in which memory is walked.
 
 use super::check;
-use super::rows::{address, load, store, widen_from};
+use super::convert::{self, Convert, Pass};
+use super::rows::{address, load, store};
 use super::simd::Real;
 use super::tile::at;
+use crate::call::{Block, Finish, RawTensor, Transform};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
-use crate::kernel::{Block, Delta, Finish, RawTensor, Transform, merge};
+use crate::kernel::merge::{self, LogSumExp};
 use alloc::format;
 
-/// Elements of a chunk.
-const CHUNK: usize = 256;
+/// Blocks that are walked together, and the bytes of each at a time, but at least one row.
+const TOGETHER: usize = 16;
+const AT_A_TIME: usize = 512;
+
+/// A long run is read in so many places at once, this many elements apart: the hardware fetches ahead of each of them by
+/// itself, and one alone leaves half of the memory's speed unused.
+const PLACES: usize = 4;
+const APART: usize = 4096;
 
 pub(super) fn check_transform(t: &Transform) -> Result<()> {
     for (i, b) in t.blocks.iter().enumerate() {
@@ -35,119 +43,222 @@ pub(super) fn check_transform(t: &Transform) -> Result<()> {
 /// # Safety
 /// Checked; tensors are valid, and blocks overlap nothing but a first source that is `dst`.
 pub(super) unsafe fn transform(t: &Transform) {
-    for b in t.blocks {
-        let sources = &t.sources[b.sources_begin as usize..b.sources_end as usize];
-        let wide = b.dst.dtype == Dtype::F64 || sources.iter().any(|s| s.dtype == Dtype::F64);
-        // SAFETY: the caller's promise is passed on.
-        unsafe { if wide { block::<f64>(b, sources) } else { block::<f32>(b, sources) } }
+    // SAFETY: the caller's promise is passed on.
+    unsafe {
+        convert::on_best(&Narrow(t));
+        for b in t.blocks.iter().filter(|b| is_wide(b, t)) {
+            wide(b, sources(b, t));
+        }
     }
 }
 
-/// # Safety
-/// As [`transform`].
-unsafe fn block<A: Real>(b: &Block, sources: &[RawTensor]) {
-    let dst = &b.dst;
-    let (tokens, heads, dim) = (dst.tokens as usize, dst.heads as usize, dst.dim as usize);
-    let compact = |depth: fn(&RawTensor) -> bool| depth(dst) && sources.iter().all(depth);
-    // Runs as long as all tensors allow: everything, the heads of a token, or one head.
-    let (outer, inner, run) = if compact(RawTensor::is_compact) {
-        (1, 1, tokens * heads * dim)
-    } else if compact(|t| t.heads <= 1 || t.head_stride == i64::from(t.dim)) {
-        (tokens, 1, heads * dim)
-    } else {
-        (tokens, heads, dim)
-    };
-    let same = match sources {
-        [s] => s.dtype == dst.dtype,
-        _ => false,
-    };
-    for i in 0..outer {
-        for h in 0..inner {
-            let from = |t: &RawTensor| {
-                let offset = i as isize * t.token_stride as isize + h as isize * t.head_stride as isize;
-                t.ptr.wrapping_offset(offset * t.dtype.size() as isize)
-            };
-            let to = from(dst);
-            if same {
-                let source = from(&sources[0]).cast_const();
-                if source != to.cast_const() {
-                    // SAFETY: a run of both; another source than dst itself does not overlap it.
-                    unsafe { core::ptr::copy_nonoverlapping(source, to, run * dst.dtype.size()) };
+fn sources<'a>(b: &Block, t: &Transform<'a>) -> &'a [RawTensor] {
+    &t.sources[b.sources_begin as usize..b.sources_end as usize]
+}
+
+/// Whether f64 takes part.
+fn is_wide(b: &Block, t: &Transform) -> bool {
+    b.dst.dtype == Dtype::F64 || sources(b, t).iter().any(|s| s.dtype == Dtype::F64)
+}
+
+/// How a block is walked: `tokens` times `heads` runs of `run` elements, as long as all of its tensors allow.
+#[derive(Clone, Copy)]
+struct Walk {
+    tokens: usize,
+    heads: usize,
+    run: usize,
+}
+
+impl Walk {
+    fn new(dst: &RawTensor, sources: &[RawTensor]) -> Self {
+        let (tokens, heads, dim) = (dst.tokens as usize, dst.heads as usize, dst.dim as usize);
+        let all = |which: fn(&RawTensor) -> bool| which(dst) && sources.iter().all(which);
+        if all(RawTensor::is_compact) {
+            Self { tokens: 1, heads: 1, run: tokens * heads * dim }
+        } else if all(|t| t.heads <= 1 || t.head_stride == i64::from(t.dim)) {
+            Self { tokens, heads: 1, run: heads * dim }
+        } else {
+            Self { tokens, heads, run: dim }
+        }
+    }
+}
+
+/// The address of a token's head.
+fn row(t: &RawTensor, token: usize, head: usize) -> *mut u8 {
+    let offset = token as isize * t.token_stride as isize + head as isize * t.head_stride as isize;
+    t.ptr.wrapping_offset(offset * t.dtype.size() as isize)
+}
+
+/// The blocks whose sums are f32.
+struct Narrow<'a>(&'a Transform<'a>);
+
+impl Pass for Narrow<'_> {
+    /// Blocks of one run go from start to end. Of the others some are walked together, a few tokens of one and then
+    /// of the next: those of an all-to-all are the heads of the same tokens, so that memory is read, or written, once from
+    /// start to end, rather than once for each block with a step over all others.
+    #[inline(always)]
+    unsafe fn run<V: Convert>(&self) {
+        let t = self.0;
+        let written = |d: &RawTensor| d.tokens as usize * d.heads as usize * d.dim as usize * d.dtype.size();
+        let stream = t.blocks.iter().map(|b| written(&b.dst)).sum::<usize>() >= convert::STREAM;
+        let mut group = [0; TOGETHER];
+        let mut walks = [Walk { tokens: 0, heads: 0, run: 0 }; TOGETHER];
+        let mut n = 0;
+        for (i, b) in t.blocks.iter().enumerate() {
+            if is_wide(b, t) {
+                continue;
+            }
+            let walk = Walk::new(&b.dst, sources(b, t));
+            if walk.tokens <= 1 {
+                // SAFETY: the caller's promise is passed on, here and below.
+                unsafe {
+                    if walk.heads == 1 && walk.run >= PLACES * APART && !is_copy(b, sources(b, t)) {
+                        long::<V>(b, sources(b, t), walk.run, stream);
+                    } else {
+                        narrow::<V>(b, sources(b, t), walk, 0..walk.tokens, stream);
+                    }
                 }
                 continue;
             }
-            let mut done = 0;
-            while done < run {
-                let n = CHUNK.min(run - done);
-                let (mut sum, mut next) = ([A::ZERO; CHUNK], [A::ZERO; CHUNK]);
-                for (j, s) in sources.iter().enumerate() {
-                    let source = from(s).wrapping_add(done * s.dtype.size());
-                    if j == 0 {
-                        // SAFETY: `done + n ≤ run` elements of each tensor are there.
-                        unsafe { load(s.dtype, source, &mut sum[..n]) };
-                        continue;
-                    }
-                    // SAFETY: as above.
-                    unsafe { load(s.dtype, source, &mut next[..n]) };
-                    for (x, &y) in sum[..n].iter_mut().zip(&next[..n]) {
-                        *x = *x + y;
-                    }
-                }
+            (group[n], walks[n]) = (i, walk);
+            n += 1;
+            if n == TOGETHER {
                 // SAFETY: as above.
-                unsafe { store(dst.dtype, &sum[..n], to.wrapping_add(done * dst.dtype.size())) };
-                done += n;
+                unsafe { self.together::<V>(&group, &walks, stream) };
+                n = 0;
+            }
+        }
+        // SAFETY: as above.
+        unsafe {
+            self.together::<V>(&group[..n], &walks[..n], stream);
+            if stream {
+                V::finished();
             }
         }
     }
 }
 
-pub(super) fn check_delta(d: &Delta) -> Result<()> {
-    check::same_shape(|| "d_o [tokens, heads, dim]".into(), &d.d_o, &d.o)?;
-    check::tensor("d_o", &d.d_o, d.o.heads, d.o.dim, d.o.dtype)?;
-    check::tensor("delta", &d.delta, d.o.heads, 1, d.o.dtype.accumulator())?;
-    if d.delta.tokens != d.o.tokens {
-        return Err(Error::invalid("delta.tokens", d.delta.tokens, d.o.tokens));
+impl Narrow<'_> {
+    /// # Safety
+    /// As [`transform`].
+    #[inline(always)]
+    unsafe fn together<V: Convert>(&self, group: &[usize], walks: &[Walk], stream: bool) {
+        let most = walks.iter().map(|w| w.tokens).max().unwrap_or(0);
+        let bytes = |(&i, w): (&usize, &Walk)| w.heads * w.run * self.0.blocks[i].dst.dtype.size();
+        let tokens = (AT_A_TIME / group.iter().zip(walks).map(bytes).max().unwrap_or(0).max(1)).max(1);
+        for first in (0..most).step_by(tokens) {
+            for (&i, &walk) in group.iter().zip(walks) {
+                let b = &self.0.blocks[i];
+                let tokens = first..walk.tokens.min(first + tokens);
+                // SAFETY: the caller's promise is passed on.
+                unsafe { narrow::<V>(b, sources(b, self.0), walk, tokens, stream) };
+            }
+        }
     }
-    Ok(())
 }
 
+/// Whether nothing is computed.
+fn is_copy(b: &Block, sources: &[RawTensor]) -> bool {
+    matches!(sources, [s] if s.dtype == b.dst.dtype)
+}
+
+/// A block of one long run whose sums are f32, in several places at once.
+///
 /// # Safety
-/// Checked for sums of `A`; tensors are valid, and `delta` overlaps nothing.
-pub(super) unsafe fn delta<A: Real>(c: &Delta) {
-    /// Partial sums, so that they can be added side by side.
-    const LANES: usize = 16;
-    let (dim, size) = (c.o.dim as usize, c.o.dtype.size());
-    for t in 0..c.o.tokens as i64 {
-        for h in 0..c.o.heads {
-            let mut sums = [A::ZERO; LANES];
-            let (mut o, mut d_o) = ([A::ZERO; CHUNK], [A::ZERO; CHUNK]);
-            let mut done = 0;
-            while done < dim {
-                let n = CHUNK.min(dim - done);
-                // SAFETY: `done + n ≤ dim`, and the row is within both tensors.
-                unsafe {
-                    widen_from(c.o.dtype, address(&c.o, t, h).add(done * size), &mut o[..n]);
-                    widen_from(c.o.dtype, address(&c.d_o, t, h).add(done * size), &mut d_o[..n]);
-                }
-                o[n..].fill(A::ZERO);
-                d_o[n..].fill(A::ZERO);
-                let padded = n.next_multiple_of(LANES);
-                for (x, y) in o[..padded].chunks_exact(LANES).zip(d_o[..padded].chunks_exact(LANES)) {
-                    for ((sum, &x), &y) in sums.iter_mut().zip(x).zip(y) {
-                        *sum = *sum + x * y;
-                    }
-                }
-                done += n;
-            }
-            let mut width = LANES;
-            while width > 1 {
-                width /= 2;
-                for i in 0..width {
-                    sums[i] = sums[i] + sums[i + width];
+/// As [`transform`].
+#[inline(always)]
+unsafe fn long<V: Convert>(b: &Block, sources: &[RawTensor], run: usize, stream: bool) {
+    let (dst, unit) = (&b.dst, 4 * V::W);
+    let stream = stream && sources.first().is_none_or(|s| s.ptr != dst.ptr);
+    // From a boundary of lines on, so that all units begin at one.
+    let lead = (dst.ptr.addr().wrapping_neg() % 64 / dst.dtype.size()).min(run);
+    // SAFETY: elements below `run` of each; the rest is the caller's promise, here and below.
+    unsafe { part::<V>(dst, sources, 0, lead, stream) };
+    for first in (lead..run).step_by(PLACES * APART) {
+        for k in (0..APART).step_by(unit) {
+            for place in 0..PLACES {
+                let begin = first + place * APART + k;
+                if begin < run {
+                    // SAFETY: as above.
+                    unsafe { part::<V>(dst, sources, begin, run.min(begin + unit), stream) };
                 }
             }
-            // SAFETY: the row is within delta.
-            unsafe { *at::<A>(&c.delta, t, h) = sums[0] };
+        }
+    }
+}
+
+/// Elements `begin..end` of tensors that are one run.
+///
+/// # Safety
+/// As [`transform`], with `end` elements in each.
+// A function, since what a closure calls need not be inlined, and is then compiled for no instruction set.
+#[inline(always)]
+unsafe fn part<V: Convert>(dst: &RawTensor, sources: &[RawTensor], begin: usize, end: usize, stream: bool) {
+    let at = |t: &RawTensor| (t.ptr.wrapping_add(begin * t.dtype.size()), t.dtype);
+    // SAFETY: the caller's promise.
+    unsafe { convert::sum::<V>(at(dst), sources.iter().map(at), end - begin, stream) };
+}
+
+/// Some tokens of a block whose sums are f32.
+///
+/// # Safety
+/// As [`transform`].
+#[inline(always)]
+unsafe fn narrow<V: Convert>(
+    b: &Block,
+    sources: &[RawTensor],
+    walk: Walk,
+    tokens: core::ops::Range<usize>,
+    stream: bool,
+) {
+    let dst = &b.dst;
+    let in_place = sources.first().is_some_and(|s| s.ptr == dst.ptr);
+    // Lines that were just read are in the cache.
+    let (stream, copied) = (stream && !in_place, is_copy(b, sources));
+    if copied && in_place {
+        return;
+    }
+    for i in tokens {
+        for h in 0..walk.heads {
+            let to = row(dst, i, h);
+            // SAFETY: a run of each, and another source than dst itself does not overlap it.
+            unsafe {
+                if copied {
+                    convert::copy::<V>(row(&sources[0], i, h), to, walk.run * dst.dtype.size(), stream);
+                } else {
+                    let sources = sources.iter().map(|s| (row(s, i, h), s.dtype));
+                    convert::sum::<V>((to, dst.dtype), sources, walk.run, stream);
+                }
+            }
+        }
+    }
+}
+
+/// A block with sums in f64, in chunks on the stack.
+///
+/// # Safety
+/// As [`transform`].
+unsafe fn wide(b: &Block, sources: &[RawTensor]) {
+    /// Elements of a chunk.
+    const CHUNK: usize = 256;
+    let walk = Walk::new(&b.dst, sources);
+    for (i, h) in (0..walk.tokens).flat_map(|i| (0..walk.heads).map(move |h| (i, h))) {
+        for done in (0..walk.run).step_by(CHUNK) {
+            let n = CHUNK.min(walk.run - done);
+            let (mut sum, mut next) = ([0f64; CHUNK], [0f64; CHUNK]);
+            let at = |t: &RawTensor| row(t, i, h).wrapping_add(done * t.dtype.size());
+            for (j, s) in sources.iter().enumerate() {
+                if j == 0 {
+                    // SAFETY: `done + n ≤ run` elements of each tensor are there, here and below.
+                    unsafe { load(s.dtype, at(s), &mut sum[..n]) };
+                    continue;
+                }
+                // SAFETY: as above.
+                unsafe { load(s.dtype, at(s), &mut next[..n]) };
+                sum[..n].iter_mut().zip(&next[..n]).for_each(|(x, y)| *x += y);
+            }
+            // SAFETY: as above.
+            unsafe { store(b.dst.dtype, &sum[..n], at(&b.dst)) };
         }
     }
 }
@@ -174,7 +285,7 @@ pub(super) unsafe fn finish<A: Real>(f: &Finish) {
                     };
                     // Zero is zero bytes in every type.
                     address(&f.o, range.row + i, h).write_bytes(0, f.o.dim as usize * f.o.dtype.size());
-                    *at::<A>(&f.lse, range.row + i, h) = merge::sink(A::NEG_INFINITY, sink).1;
+                    *at::<A>(&f.lse, range.row + i, h) = merge::sink(LogSumExp::NOTHING, sink).1;
                 }
             }
         }

@@ -5,8 +5,15 @@
 //! of its own that knows nothing of the others. So results have the same bits for any number of workers, and the
 //! workers may take units as they come: a counter hands them out.
 
+use super::engine::{Dense, Engine};
+#[cfg(target_arch = "x86_64")]
+use super::halves::{Bf16, F16, Half};
+use super::isa::Isa;
 use super::scratch::Line;
-use super::simd::{Real, Vector};
+use super::simd::Real;
+#[cfg(target_arch = "x86_64")]
+use super::{tiled::Tiled, turns::Turns};
+use crate::element::Dtype;
 use core::sync::atomic::AtomicUsize;
 
 /// A kernel call, ready to run on any number of workers.
@@ -17,54 +24,75 @@ pub(super) trait Job: Sync {
     /// Does units until none is left: `next` counts those taken.
     ///
     /// # Safety
-    /// The instruction set of `V` is present, the tensors of the call are valid, and each unit is taken once.
-    unsafe fn work<V: Vector<T = Self::Acc>>(&self, lines: &mut [Line], next: &AtomicUsize);
+    /// The instruction set of `E` is present, the tensors of the call are valid, and each unit is taken once.
+    unsafe fn work<E: Engine<Sum = Self::Acc>>(&self, lines: &mut [Line], next: &AtomicUsize);
 }
 
-/// Runs the job on `workers` workers with `each` lines of memory.
+/// Runs the job, whose elements are `dtype`, on `isa`, one worker for each `each` lines of memory.
 ///
 /// # Safety
-/// The tensors of the call are valid, and shared with nobody who writes (or, for the results, reads).
-pub(super) unsafe fn run<J: Job>(job: &J, lines: &mut [Line], each: usize) {
+/// `isa` is present; the tensors of the call are valid, and shared with nobody who writes (or, for the results, reads).
+pub(super) unsafe fn run<J: Job>(job: &J, isa: Isa, dtype: Dtype, lines: &mut [Line], each: usize) {
     let next = AtomicUsize::new(0);
-    let isa = Isa::best();
     split(lines, each, &|lines: &mut [Line]| {
-        // SAFETY: `best` has asked for the instruction set; the rest is the caller's promise, and the counter hands
-        // out each unit once.
+        // SAFETY: the instruction set is there, the caller says; the counter hands out each unit once.
         unsafe {
             match isa {
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx512 => avx512(job, lines, &next),
+                Isa::Amx if isa.is_rounding(dtype) && dtype == Dtype::Bf16 => amx_bf16(job, lines, &next),
+                #[cfg(target_arch = "x86_64")]
+                Isa::Amx if isa.is_rounding(dtype) => amx_f16(job, lines, &next),
+                #[cfg(target_arch = "x86_64")]
+                Isa::Amx | Isa::Avx512 => avx512(job, lines, &next),
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx2 => avx2(job, lines, &next),
-                Isa::Portable => job.work::<<J::Acc as Real>::Portable>(lines, &next),
+                _ => job.work::<Dense<<J::Acc as Real>::Portable>>(lines, &next),
             }
         }
     });
 }
 
-#[derive(Clone, Copy)]
-enum Isa {
-    #[cfg(target_arch = "x86_64")]
-    Avx512,
-    #[cfg(target_arch = "x86_64")]
-    Avx2,
-    Portable,
-}
-
-impl Isa {
-    fn best() -> Self {
-        #[cfg(target_arch = "x86_64")]
-        {
-            if super::x86::has_avx512() {
-                return Self::Avx512;
-            }
-            if super::x86::has_avx2() {
-                return Self::Avx2;
+/// Runs a backward call on tiles of `dtype`, likewise.
+///
+/// # Safety
+/// As [`run`]; AMX with products of `dtype`, which is half-precision, is present.
+#[cfg(target_arch = "x86_64")]
+pub(super) unsafe fn run_tiled(job: &Tiled, dtype: Dtype, lines: &mut [Line], each: usize) {
+    /// # Safety
+    /// As [`Tiled::work`].
+    #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
+    unsafe fn work<H: Half>(job: &Tiled, lines: &mut [Line], next: &AtomicUsize, turns: &Turns) {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { job.work::<H>(lines, next, turns) }
+    }
+    let (next, turns) = (AtomicUsize::new(0), Turns::new());
+    split(lines, each, &|lines: &mut [Line]| {
+        // SAFETY: the instruction set is there, the caller says; the counter hands out each unit once.
+        unsafe {
+            match dtype {
+                Dtype::F16 => work::<F16>(job, lines, &next, &turns),
+                _ => work::<Bf16>(job, lines, &next, &turns),
             }
         }
-        Self::Portable
-    }
+    });
+}
+
+/// # Safety
+/// As [`Job::work`]; AMX is present.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
+unsafe fn amx_bf16<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
+    // SAFETY: the caller's promise is passed on.
+    unsafe { job.work::<<J::Acc as Real>::AmxBf16>(lines, next) }
+}
+
+/// # Safety
+/// As [`Job::work`]; AMX with FP16 is present.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
+unsafe fn amx_f16<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
+    // SAFETY: the caller's promise is passed on.
+    unsafe { job.work::<<J::Acc as Real>::AmxF16>(lines, next) }
 }
 
 /// # Safety
@@ -73,7 +101,7 @@ impl Isa {
 #[target_feature(enable = "avx512f,avx512dq,avx2,fma")]
 unsafe fn avx512<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
     // SAFETY: the caller's promise is passed on.
-    unsafe { job.work::<<J::Acc as Real>::Avx512>(lines, next) }
+    unsafe { job.work::<Dense<<J::Acc as Real>::Avx512>>(lines, next) }
 }
 
 /// # Safety
@@ -82,7 +110,7 @@ unsafe fn avx512<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
 #[target_feature(enable = "avx2,fma")]
 unsafe fn avx2<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
     // SAFETY: the caller's promise is passed on.
-    unsafe { job.work::<<J::Acc as Real>::Avx2>(lines, next) }
+    unsafe { job.work::<Dense<<J::Acc as Real>::Avx2>>(lines, next) }
 }
 
 /// One worker for each `each` lines.

@@ -2,12 +2,21 @@
 //! AVX2 with FMA, and AVX-512: the thin part. Only instructions are named here; the algorithm is elsewhere.
 
 use super::gemm::{Gemm, gemm};
-use super::simd::{Pow2, Vector, exp_f32, map_f64, tanh_f32};
+use super::simd::{Pow2, Vector, by_element, exp_f32, exp2_f32, map_f64, tanh_f32};
 use core::arch::x86_64::*;
 
 /// Whether the AVX-512 kernels can run here.
 pub(super) fn has_avx512() -> bool {
     std::is_x86_feature_detected!("avx512f") && std::is_x86_feature_detected!("avx512dq") && has_avx2()
+}
+
+/// Whether what the AMX kernels need of the vector units is there.
+pub(super) fn has_avx512_bf16() -> bool {
+    std::is_x86_feature_detected!("avx512bw")
+        && std::is_x86_feature_detected!("avx512vl")
+        && std::is_x86_feature_detected!("avx512bf16")
+        && std::is_x86_feature_detected!("f16c")
+        && has_avx512()
 }
 
 /// Whether the AVX2 kernels can run here.
@@ -17,7 +26,9 @@ pub(super) fn has_avx2() -> bool {
 
 macro_rules! vector {
     ($v:ty, $t:ty, $w:literal, $mr:literal, $features:literal,
-     $splat:ident $load:ident $store:ident $add:ident $sub:ident $mul:ident $div:ident $fma:ident,
+     $splat:ident $load:ident $store:ident $add:ident $sub:ident $mul:ident $div:ident $fma:ident
+     $max:ident,
+     |$i:ident, $j:ident| $any:expr, |$z:ident| $exp2:expr, |$p:ident, $ld:ident, $q:ident, $qd:ident| $transpose:expr,
      |$a:ident, $b:ident, $x:ident, $y:ident| $gt:expr, |$e:ident| $exp:expr, |$h:ident| $tanh:expr) => {
         impl Vector for $v {
             type T = $t;
@@ -64,6 +75,27 @@ macro_rules! vector {
                 unsafe { $fma(self, b, c) }
             }
             #[inline(always)]
+            unsafe fn max(a: Self, b: Self) -> Self {
+                // SAFETY: as above.
+                unsafe { $max(a, b) }
+            }
+            #[inline(always)]
+            unsafe fn any_gt($i: Self, $j: Self) -> bool {
+                // SAFETY: as above.
+                unsafe { $any }
+            }
+            #[inline(always)]
+            unsafe fn exp2(self) -> Self {
+                let $z = self;
+                // SAFETY: as above.
+                unsafe { $exp2 }
+            }
+            #[inline(always)]
+            unsafe fn transpose($p: *const $t, $ld: usize, $q: *mut $t, $qd: usize) {
+                // SAFETY: as above; `p` and `q` are to W rows of W elements.
+                unsafe { $transpose }
+            }
+            #[inline(always)]
             unsafe fn gt($a: Self, $b: Self, $x: Self, $y: Self) -> Self {
                 // SAFETY: as above.
                 unsafe { $gt }
@@ -91,22 +123,26 @@ macro_rules! vector {
 
 vector!(__m512, f32, 16, 8, "avx512f,avx512dq,avx2,fma",
     _mm512_set1_ps _mm512_loadu_ps _mm512_storeu_ps _mm512_add_ps _mm512_sub_ps _mm512_mul_ps _mm512_div_ps
-    _mm512_fmadd_ps,
+    _mm512_fmadd_ps _mm512_max_ps,
+    |a, b| _mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b) != 0, |x| exp2_f32(x), |p, ld, q, qd| transpose16(p, ld, q, qd),
     |a, b, x, y| _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b), y, x),
     |x| exp_f32(x), |x| tanh_f32(x));
 vector!(__m512d, f64, 8, 8, "avx512f,avx512dq,avx2,fma",
     _mm512_set1_pd _mm512_loadu_pd _mm512_storeu_pd _mm512_add_pd _mm512_sub_pd _mm512_mul_pd _mm512_div_pd
-    _mm512_fmadd_pd,
+    _mm512_fmadd_pd _mm512_max_pd,
+    |a, b| _mm512_cmp_pd_mask::<_CMP_GT_OQ>(a, b) != 0, |x| map_f64(x, f64::exp2), |p, ld, q, qd| by_element(p, ld, q, qd, 8),
     |a, b, x, y| _mm512_mask_blend_pd(_mm512_cmp_pd_mask::<_CMP_GT_OQ>(a, b), y, x),
     |x| map_f64(x, f64::exp), |x| map_f64(x, f64::tanh));
 vector!(__m256, f32, 8, 6, "avx2,fma",
     _mm256_set1_ps _mm256_loadu_ps _mm256_storeu_ps _mm256_add_ps _mm256_sub_ps _mm256_mul_ps _mm256_div_ps
-    _mm256_fmadd_ps,
+    _mm256_fmadd_ps _mm256_max_ps,
+    |a, b| _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_GT_OQ>(a, b)) != 0, |x| exp2_f32(x), |p, ld, q, qd| by_element(p, ld, q, qd, 8),
     |a, b, x, y| _mm256_blendv_ps(y, x, _mm256_cmp_ps::<_CMP_GT_OQ>(a, b)),
     |x| exp_f32(x), |x| tanh_f32(x));
 vector!(__m256d, f64, 4, 6, "avx2,fma",
     _mm256_set1_pd _mm256_loadu_pd _mm256_storeu_pd _mm256_add_pd _mm256_sub_pd _mm256_mul_pd _mm256_div_pd
-    _mm256_fmadd_pd,
+    _mm256_fmadd_pd _mm256_max_pd,
+    |a, b| _mm256_movemask_pd(_mm256_cmp_pd::<_CMP_GT_OQ>(a, b)) != 0, |x| map_f64(x, f64::exp2), |p, ld, q, qd| by_element(p, ld, q, qd, 4),
     |a, b, x, y| _mm256_blendv_pd(y, x, _mm256_cmp_pd::<_CMP_GT_OQ>(a, b)),
     |x| map_f64(x, f64::exp), |x| map_f64(x, f64::tanh));
 
@@ -128,6 +164,41 @@ impl Pow2 for __m256 {
         unsafe {
             let n = _mm256_slli_epi32::<23>(_mm256_castps_si256(t));
             _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), n))
+        }
+    }
+}
+
+/// `[16][16]` dwords, transposed. Quarters of rows are gathered as they are loaded, so that what is left are transpositions
+/// of four by four within quarters.
+///
+/// # Safety
+/// AVX-512 is present; `from` and `to` are valid for 16 rows of 16, `ld` and `to_ld` apart, and do not overlap.
+#[inline(always)]
+pub(super) unsafe fn transpose16(from: *const f32, ld: usize, to: *mut f32, to_ld: usize) {
+    // SAFETY: rows and columns are below 16.
+    unsafe {
+        let mut c = 0;
+        while c < 16 {
+            let mut rows = [_mm512_setzero_ps(); 4];
+            let mut r = 0;
+            while r < 4 {
+                let at = from.add(r * ld + c);
+                let x = _mm512_castps128_ps512(_mm_loadu_ps(at));
+                let x = _mm512_insertf32x4::<1>(x, _mm_loadu_ps(at.add(4 * ld)));
+                let x = _mm512_insertf32x4::<2>(x, _mm_loadu_ps(at.add(8 * ld)));
+                rows[r] = _mm512_insertf32x4::<3>(x, _mm_loadu_ps(at.add(12 * ld)));
+                r += 1;
+            }
+            let [a, b, e, f] = rows;
+            let (ab, ef) = (_mm512_castps_pd(_mm512_unpacklo_ps(a, b)), _mm512_castps_pd(_mm512_unpacklo_ps(e, f)));
+            let (ab_hi, ef_hi) =
+                (_mm512_castps_pd(_mm512_unpackhi_ps(a, b)), _mm512_castps_pd(_mm512_unpackhi_ps(e, f)));
+            let to = to.add(c * to_ld);
+            _mm512_storeu_ps(to, _mm512_castpd_ps(_mm512_unpacklo_pd(ab, ef)));
+            _mm512_storeu_ps(to.add(to_ld), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, ef)));
+            _mm512_storeu_ps(to.add(2 * to_ld), _mm512_castpd_ps(_mm512_unpacklo_pd(ab_hi, ef_hi)));
+            _mm512_storeu_ps(to.add(3 * to_ld), _mm512_castpd_ps(_mm512_unpackhi_pd(ab_hi, ef_hi)));
+            c += 4;
         }
     }
 }

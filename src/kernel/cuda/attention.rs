@@ -6,10 +6,10 @@ use super::fused::heads;
 use super::lists::{self, Lists, Tiles};
 use super::params::{Backward, Forward, Heads, SCORE_GENERAL, SCORE_SOFTCAP, Score, Tensor};
 use super::staging::{Staging, Writer};
-use super::{Cuda, Ready, Stream, find, turns};
+use super::{Cuda, Ready, Stream, dq_semaphore, find};
+use crate::call::{Attend, AttendBackward, Gradients, HeadMap, RawTensor};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
-use crate::kernel::{Attend, AttendBackward, Gradients, HeadMap, RawTensor};
 use alloc::format;
 use core::f64::consts::LOG2_E;
 
@@ -30,7 +30,7 @@ impl Cuda {
     pub fn attend_backward_bytes(&self, call: &AttendBackward) -> Result<usize> {
         let (_, _, shape) = find(call.q.dtype, call.q.dim, call.v.dim)?;
         Ok(match self.fused(shape).filter(|_| call.gradients == Gradients::All) {
-            Some(fused) => turns::bytes(&call.ranges, fused.tiles(), heads(call)),
+            Some(fused) => dq_semaphore::bytes(&call.ranges, fused.tiles(), heads(call)),
             None => lists::bytes(&call.ranges, backward_tiles(call.gradients, shape)),
         })
     }
@@ -44,8 +44,9 @@ impl Cuda {
     ///
     /// # Safety
     /// The stream is of the device's primary context. When the launch runs, in stream order, the rows of the ranges are
-    /// valid device memory in every tensor: for reads in q, k, v, slopes and sinks, for writes too in running, o, lse
-    /// and max_score, which overlap nothing and which nobody else accesses meanwhile.
+    /// valid device memory in every tensor: for reads in q, k, v, slopes and sinks, for writes too in running,
+    /// running_lse, o, lse and max_score, which overlap nothing (but running_lse may be lse) and which nobody else
+    /// accesses meanwhile.
     pub unsafe fn attend(
         &self,
         call: &Attend,
@@ -64,6 +65,7 @@ impl Cuda {
         let f32s = Expected { heads: q_heads, dim: 1, dtype: Dtype::F32, align: 4 };
         let running = Expected { heads: q_heads, dim: call.v.dim, dtype: Dtype::F32, align: 16 };
         let o = Expected { dtype: call.q.dtype, ..running };
+        let running_lse = Expected { dim: lse_words(&call.running_lse), ..f32s };
         let (mut needs_running, mut needs_o) = (false, false);
         for q in call.ranges.q.iter().filter(|q| q.range.len > 0) {
             needs_running |= q.mode.continues() || !q.mode.finishes();
@@ -74,8 +76,9 @@ impl Cuda {
             k: inputs.k,
             v: inputs.v,
             running: require(needs_running, checker, "running", &call.running, running)?,
+            running_lse: require(needs_running, checker, "running_lse", &call.running_lse, running_lse)?,
             o: require(needs_o, checker, "o", &call.o, o)?,
-            lse: require(needs_running || needs_o, checker, "lse", &call.lse, f32s)?,
+            lse: require(needs_o, checker, "lse", &call.lse, f32s)?,
             slopes: checker.per_head("slopes", &call.slopes, q_heads)?,
             sinks: checker.per_head("sinks", &call.sinks, q_heads)?,
             max_score: checker.per_head("max_score", &max_score, q_heads)?.ptr,
@@ -85,8 +88,12 @@ impl Cuda {
             work: 0,
             score: score(&call.score, window, !call.slopes.is_none()),
             heads: inputs.heads,
+            running_lse_words: running_lse.dim,
+            unused: 0,
         };
-        for (name, t) in [("running", &call.running), ("o", &call.o), ("lse", &call.lse)] {
+        let of_queries =
+            [("running", &call.running), ("running_lse", &call.running_lse), ("o", &call.o), ("lse", &call.lse)];
+        for (name, t) in of_queries {
             if !t.is_none() && t.tokens < call.q.tokens {
                 rows_fit(name, t, call.ranges.q.iter().map(|q| &q.range))?;
             }
@@ -180,7 +187,7 @@ impl Cuda {
         }
         let (queries, keys, values) = {
             let mut kernels = self.kernels();
-            let loaded = self.attention(&mut kernels, element, shape)?;
+            let loaded = self.sides(&mut kernels, element, shape)?;
             (
                 Ready { function: loaded.queries, launch: s.queries },
                 Ready { function: loaded.keys, launch: s.keys },
@@ -242,6 +249,11 @@ fn backward_tiles(gradients: Gradients, shape: &super::Shape) -> Tiles {
     }
 }
 
+/// Words of a running lse: see [`Attend::running_lse`].
+pub(super) fn lse_words(t: &RawTensor) -> u32 {
+    if t.dim == 1 { 1 } else { 2 }
+}
+
 /// Tiles times heads.
 pub(super) fn items(tiles: usize, heads: u32) -> Result<u32> {
     let items = tiles as u64 * u64::from(heads);
@@ -269,7 +281,7 @@ fn require(needed: bool, checker: Checker, name: &str, t: &RawTensor, expected: 
 }
 
 /// Rows of the ranges exist in a tensor that is shorter than q or k.
-fn rows_fit<'a>(name: &str, t: &RawTensor, ranges: impl Iterator<Item = &'a crate::kernel::Range>) -> Result<()> {
+fn rows_fit<'a>(name: &str, t: &RawTensor, ranges: impl Iterator<Item = &'a crate::call::Range>) -> Result<()> {
     for r in ranges.filter(|r| r.len > 0) {
         let end = r.row + i64::from(r.len);
         if end as u64 > t.tokens {
@@ -279,10 +291,11 @@ fn rows_fit<'a>(name: &str, t: &RawTensor, ranges: impl Iterator<Item = &'a crat
     Ok(())
 }
 
-fn score(s: &crate::kernel::Score, window: (i64, i64), slopes: bool) -> Score {
+fn score(s: &crate::call::Score, window: (i64, i64), slopes: bool) -> Score {
     let capped = s.softcap > 0.0;
-    let general = capped || slopes || s.scale <= 0.0;
     let scale_log2 = s.scale * LOG2_E;
+    // The plain score multiplies a masked -inf by the scale, which must not have become 0 in f32.
+    let general = capped || slopes || scale_log2 < f64::from(f32::MIN_POSITIVE);
     Score {
         left: window.0,
         right: window.1,

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The launches that only move memory: transforms, delta, finish, merge.
 
-use super::attention::{items, sequence};
+use super::attention::{items, lse_words, sequence};
 use super::check::{self, Checker, Expected};
 use super::lists::run;
 use super::params;
 use super::staging::{Staging, padded};
 use super::{Cuda, Stream};
+use crate::call::{Delta, Finish, Merge, RawTensor, Transform};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
-use crate::kernel::{Delta, Finish, Merge, RawTensor, Transform};
 use alloc::format;
 
 const THREADS: u32 = 256;
@@ -219,7 +219,7 @@ impl Cuda {
             return Err(Error::unsupported(format!("o.dim {}", call.o.dim), "multiples of 4", "pad with zeros"));
         }
         let o = Expected { heads: call.o.heads, dim: call.o.dim, dtype: Dtype::F32, align: 16 };
-        let lse = Expected { dim: 1, align: 4, ..o };
+        let lse = |t| Expected { dim: lse_words(t), align: 4, ..o };
         for (name, t) in [("lse", &call.lse), ("with_o", &call.with_o), ("with_lse", &call.with_lse)] {
             if t.tokens != call.o.tokens {
                 return Err(Error::invalid(format!("{name}.tokens"), t.tokens, call.o.tokens));
@@ -227,12 +227,14 @@ impl Cuda {
         }
         let params = params::Merge {
             o: checker.needed("o", &call.o, o)?,
-            lse: checker.needed("lse", &call.lse, lse)?,
+            lse: checker.needed("lse", &call.lse, lse(&call.lse))?,
             with_o: checker.needed("with_o", &call.with_o, o)?,
-            with_lse: checker.needed("with_lse", &call.with_lse, lse)?,
+            with_lse: checker.needed("with_lse", &call.with_lse, lse(&call.with_lse))?,
             rows: rows(&call.o)?,
             heads: call.o.heads,
             dim: call.o.dim,
+            lse_words: lse_words(&call.lse),
+            with_lse_words: lse_words(&call.with_lse),
         };
         if params.rows == 0 {
             return Ok(());

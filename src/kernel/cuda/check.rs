@@ -3,9 +3,9 @@
 
 use super::driver::device_of;
 use super::params::Tensor;
+use crate::call::{HeadMap, Range, Ranges, RawTensor, Score};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
-use crate::kernel::{HeadMap, Range, Ranges, RawTensor, Score};
 use alloc::format;
 use core::f64::consts::LOG2_E;
 

@@ -1,40 +1,42 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The few driver objects the backend owns, each released when dropped, and the check of every driver call.
 //!
-//! The driver is found at run time. Nothing else of this crate may call it before [`Context::new`] has answered: the
-//! bindings abort when the library is missing, so its presence is asked for first. Every method makes the context
-//! current for its own duration and restores what was current before, so that a caller's context stays his.
+//! The driver is found at run time, when the first [`Context`] is made: [`sys`] lists its functions and [`table`] finds
+//! them. Every method makes the context current for its own duration and restores what was current before, so that a
+//! caller's context stays his.
+
+pub(crate) mod sys;
+mod table;
 
 use crate::error::{Error, Result};
 use alloc::format;
 use alloc::string::String;
 use alloc::sync::Arc;
-use core::ffi::{CStr, c_int, c_uint, c_void};
+use core::ffi::{CStr, c_int, c_void};
 use core::marker::PhantomData;
 use core::ptr::null_mut;
-use cudarc::driver::sys;
 
 /// An error unless the driver said success.
 pub(crate) fn check(call: &'static str, code: sys::CUresult) -> Result<()> {
-    if code == sys::CUresult::CUDA_SUCCESS {
+    if code == sys::SUCCESS {
         return Ok(());
     }
     let mut text = core::ptr::null();
     // SAFETY: the library is loaded, since `call` was made; `text` is written with a static string or left alone.
-    let known = unsafe { sys::cuGetErrorString(code, &raw mut text) } == sys::CUresult::CUDA_SUCCESS;
+    let known = unsafe { sys::cuGetErrorString(code, &raw mut text) } == sys::SUCCESS;
     let message = if known && !text.is_null() {
         // SAFETY: the driver answered with one of its own zero-terminated strings, which live as long as it does.
         unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     } else {
         String::from("unknown error")
     };
-    Err(Error::Device { call, code: code as i64, message })
+    Err(Error::Device { call, code: i64::from(code), message })
 }
 
 /// As [`check`], of a call that allocates: says how much it was to be.
 pub(super) fn check_room(call: &'static str, code: sys::CUresult, bytes: usize) -> Result<()> {
     check(call, code).map_err(|error| match error {
-        Error::Device { call, code: number, message } if code == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+        Error::Device { call, code: number, message } if code == sys::OUT_OF_MEMORY => {
             Error::Device { call, code: number, message: format!("{message} ({bytes} bytes were asked for)") }
         }
         other => other,
@@ -44,7 +46,7 @@ pub(super) fn check_room(call: &'static str, code: sys::CUresult, bytes: usize) 
 /// Makes a driver call and checks it: `call!(cuInit(0))`.
 macro_rules! call {
     ($f:ident($($arg:expr),* $(,)?)) => {
-        $crate::kernel::cuda::driver::check(stringify!($f), cudarc::driver::sys::$f($($arg),*))
+        $crate::kernel::cuda::driver::check(stringify!($f), $crate::kernel::cuda::driver::sys::$f($($arg),*))
     };
 }
 pub(super) use call;
@@ -65,15 +67,8 @@ unsafe impl Sync for Context {}
 impl Context {
     /// Loads the driver and retains the primary context of a device.
     pub fn new(ordinal: i32) -> Result<Arc<Self>> {
-        // SAFETY: asks the dynamic loader for a library by its fixed names; its constructors are the driver's own.
-        if !unsafe { sys::is_culib_present() } {
-            return Err(Error::unsupported(
-                "device",
-                "no CUDA driver is installed where the loader looks for libcuda.so.1",
-                "install NVIDIA's driver or say where it is, or use the CPU kernels",
-            ));
-        }
-        // SAFETY: the library is present (just checked).
+        sys::load()?;
+        // SAFETY: a call without conditions.
         unsafe { call!(cuInit(0)) }?;
         let (mut count, mut device, mut handle) = (0, 0, null_mut());
         // SAFETY: the driver is initialised; the pointers are to locals.
@@ -95,7 +90,7 @@ impl Context {
     }
 
     /// An attribute of the device.
-    pub fn attribute(&self, attribute: sys::CUdevice_attribute) -> Result<i32> {
+    pub fn attribute(&self, attribute: c_int) -> Result<i32> {
         let mut value = 0;
         // SAFETY: the device is valid, `value` is a local.
         unsafe { call!(cuDeviceGetAttribute(&raw mut value, attribute, self.device)) }?;
@@ -107,6 +102,27 @@ impl Context {
         // SAFETY: the context is retained for as long as `self` lives.
         unsafe { call!(cuCtxPushCurrent_v2(self.handle)) }?;
         Ok(Entered { _context: PhantomData })
+    }
+
+    /// Gives this device access to the memory of another, so that copies from there need not be staged in host memory.
+    /// False where the machine or the driver has no such access; the access stays when `self` goes.
+    pub fn enable_access_to(&self, other: &Self) -> Result<bool> {
+        if self.handle == other.handle {
+            return Ok(true);
+        }
+        let mut can = 0;
+        // SAFETY: both devices are valid, `can` is a local.
+        unsafe { call!(cuDeviceCanAccessPeer(&raw mut can, self.device, other.device)) }?;
+        if can == 0 {
+            return Ok(false);
+        }
+        let _entered = self.enter()?;
+        // SAFETY: both contexts are retained.
+        match unsafe { sys::cuCtxEnablePeerAccess(other.handle, 0) } {
+            sys::SUCCESS | sys::PEER_ACCESS_ALREADY_ENABLED => Ok(true),
+            sys::PEER_ACCESS_UNSUPPORTED | sys::TOO_MANY_PEERS => Ok(false),
+            code => check("cuCtxEnablePeerAccess", code).map(|()| false),
+        }
     }
 
     /// The driver's handle.
@@ -121,10 +137,10 @@ impl Context {
     /// The stream is the driver's, and was not destroyed.
     pub unsafe fn accept(&self, stream: sys::CUstream) -> Result<()> {
         let _entered = self.enter()?;
-        let (mut owner, mut capturing) = (null_mut(), sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE);
+        let (mut owner, mut capturing) = (null_mut(), sys::STREAM_CAPTURE_NONE);
         // SAFETY: a live stream, as promised; `owner` is a local.
         let code = unsafe { sys::cuStreamGetCtx(stream, &raw mut owner) };
-        if code == sys::CUresult::CUDA_ERROR_INVALID_HANDLE || (owner != self.handle && !owner.is_null()) {
+        if code == sys::INVALID_HANDLE || (owner != self.handle && !owner.is_null()) {
             let (found, expected) =
                 (format!("{stream:p}, of another context"), format!("one of device {}", self.ordinal));
             return Err(Error::invalid("stream", found, expected)
@@ -133,7 +149,7 @@ impl Context {
         check("cuStreamGetCtx", code)?;
         // SAFETY: as above.
         unsafe { call!(cuStreamIsCapturing(stream, &raw mut capturing)) }?;
-        if capturing != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+        if capturing != sys::STREAM_CAPTURE_NONE {
             return Err(Error::unsupported(
                 "a stream that is being captured",
                 "a call writes its lists anew each time, which a graph would not",
@@ -214,7 +230,7 @@ impl Module {
         let mut handle = null_mut();
         // SAFETY: the module is loaded, the name zero-terminated.
         unsafe { call!(cuModuleGetFunction(&raw mut handle, self.handle, name.as_ptr())) }?;
-        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let attribute = sys::FUNCTION_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function was just found.
         unsafe { call!(cuFuncSetAttribute(handle, attribute, shared as c_int)) }?;
         Ok(Function(handle))
@@ -302,9 +318,8 @@ impl Event {
     pub fn new(context: &Arc<Context>) -> Result<Self> {
         let _entered = context.enter()?;
         let mut handle = null_mut();
-        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
         // SAFETY: a context is current, the pointer is to a local.
-        unsafe { call!(cuEventCreate(&raw mut handle, flags)) }?;
+        unsafe { call!(cuEventCreate(&raw mut handle, sys::EVENT_DISABLE_TIMING)) }?;
         Ok(Self { context: context.clone(), handle })
     }
 
@@ -329,7 +344,7 @@ impl Event {
     pub fn is_done(&self) -> Result<bool> {
         // SAFETY: the event is alive.
         match unsafe { sys::cuEventQuery(self.handle) } {
-            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            sys::NOT_READY => Ok(false),
             code => check("cuEventQuery", code).map(|()| true),
         }
     }
@@ -355,10 +370,10 @@ impl Drop for Event {
 /// The device that an address belongs to, or `None` when the driver does not know it.
 pub(super) fn device_of(address: *const u8) -> Option<i32> {
     let mut ordinal: c_int = -1;
-    let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
+    let attribute = sys::POINTER_DEVICE_ORDINAL;
     // SAFETY: the driver writes one int to a local; an unknown address is an error code, never an access.
     let code = unsafe {
         sys::cuPointerGetAttribute((&raw mut ordinal).cast(), attribute, address as usize as sys::CUdeviceptr)
     };
-    (code == sys::CUresult::CUDA_SUCCESS && ordinal >= 0).then_some(ordinal)
+    (code == sys::SUCCESS && ordinal >= 0).then_some(ordinal)
 }

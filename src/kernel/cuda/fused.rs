@@ -2,13 +2,13 @@
 //! The launch of the fused backward: one kernel for dq, dk and dv.
 
 use super::attention::{items, sequence};
+use super::dq_semaphore::{self, DqSemaphore};
 use super::lists::Tiles;
 use super::params::{Backward, Fused as Params};
 use super::staging::Staging;
-use super::turns::{self, Turns};
 use super::{Cuda, Ready, Stream, shapes};
+use crate::call::AttendBackward;
 use crate::error::Result;
-use crate::kernel::AttendBackward;
 
 /// Items for each block that the device runs at a time, so that the last ones end together. Fewer are split by q heads;
 /// it may not depend on multiprocessors left free, or bits would.
@@ -49,9 +49,9 @@ impl Cuda {
     ) -> Result<()> {
         let heads = heads(call);
         let tiles = fused.tiles();
-        let mut writer = staging.begin(turns::bytes(&call.ranges, tiles, heads))?;
-        let lists = turns::write(staging, &mut writer, &call.ranges, tiles, window, heads);
-        let Turns { keys_of, query_tiles, key_tiles, turns, key_turns, ticket, .. } = lists;
+        let mut writer = staging.begin(dq_semaphore::bytes(&call.ranges, tiles, heads))?;
+        let lists = dq_semaphore::write(staging, &mut writer, &call.ranges, tiles, window, heads);
+        let DqSemaphore { keys_of, query_tiles, key_tiles, dq_semaphore, key_semaphore, tile_counter, .. } = lists;
         // Words are counted with 32 bits.
         items(lists.words, 1)?;
         let wanted = ITEMS
@@ -66,8 +66,17 @@ impl Cuda {
         }
         (params.queries, params.keys) = (lists.queries, lists.keys);
         (params.partners, params.work) = (lists.queries_of, lists.work);
-        let params =
-            Params { call: params, keys_of, query_tiles, key_tiles, turns, key_turns, ticket, parts, part_heads };
+        let params = Params {
+            call: params,
+            keys_of,
+            query_tiles,
+            key_tiles,
+            dq_semaphore,
+            key_semaphore,
+            tile_counter,
+            parts,
+            part_heads,
+        };
         sequence(staging, &writer, stream, || {
             let blocks = self.resident(kernel, params.call.heads.items)?;
             // SAFETY: the caller's promise, and lists that live in the ring until the launch is done.

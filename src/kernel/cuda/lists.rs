@@ -6,7 +6,7 @@
 
 use super::params::{Divisor, Run, Work};
 use super::staging::{Staging, Writer, padded};
-use crate::kernel::{QRange, Range, Ranges};
+use crate::call::{QRange, Range, Ranges};
 
 /// Where the lists lie on the device.
 #[derive(Clone, Copy, Debug, Default)]
@@ -41,13 +41,13 @@ pub(super) fn bytes(ranges: &Ranges, tiles: Tiles) -> usize {
     padded(ranges.q.len() * size_of::<Run>())
         + padded(ranges.k.len() * size_of::<Run>())
         + if tiles.queries > 0 { padded(ranges.pairs.len() * 4) } else { 0 }
-        + if tiles.keys > 0 { padded(visits(ranges) * 4) } else { 0 }
+        + if tiles.keys > 0 { padded(ring_steps(ranges) * 4) } else { 0 }
         + padded(query_tiles * size_of::<Work>())
         + padded(key_tiles * size_of::<Work>())
 }
 
 /// Entries of the inverse list. Q ranges may share entries of `pairs`, so it can be longer.
-pub(super) fn visits(ranges: &Ranges) -> usize {
+pub(super) fn ring_steps(ranges: &Ranges) -> usize {
     ranges.q.iter().map(|q| q.keys_end.saturating_sub(q.keys_begin) as usize).sum()
 }
 
@@ -99,7 +99,7 @@ pub(super) fn write(
         (lists.query_work, lists.query_tiles) = work(staging, writer);
     }
     if tiles.keys > 0 {
-        let (inverse, at) = writer.array::<u32>(visits(ranges));
+        let (inverse, at) = writer.array::<u32>(ring_steps(ranges));
         lists.queries_of = at;
         invert(ranges, keys, inverse);
         staging.tiles.clear();

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Streams and memory of a device, for what sits on top of the kernels: ranks need a lane and a workspace of their own.
 
-use super::driver::{Context, check, check_room};
+use super::driver::{Context, check, check_room, sys};
 use super::{Cuda, Stream};
 use crate::error::{Error, Result};
 use alloc::format;
 use alloc::sync::Arc;
 use core::ptr::null_mut;
-use cudarc::driver::sys;
 
 /// A stream that ends with its owner. It does not wait for the default stream.
 #[derive(Debug)]
@@ -25,7 +24,7 @@ impl OwnStream {
     pub(crate) fn new(context: &Arc<Context>) -> Result<Self> {
         let _entered = context.enter()?;
         let mut handle = null_mut();
-        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        let flags = sys::STREAM_NON_BLOCKING;
         // SAFETY: a context is current, the pointer is to a local.
         check("cuStreamCreate", unsafe { sys::cuStreamCreate(&raw mut handle, flags) })?;
         Ok(Self { context: context.clone(), handle })
@@ -40,7 +39,7 @@ impl OwnStream {
         let _entered = self.context.enter()?;
         // SAFETY: the stream is alive.
         match unsafe { sys::cuStreamQuery(self.handle) } {
-            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            sys::NOT_READY => Ok(false),
             code => check("cuStreamQuery", code).map(|()| true),
         }
     }
@@ -116,7 +115,7 @@ impl DeviceMemory {
         Ok(())
     }
 
-    /// Copies from the host to its beginning, and waits for the copy.
+    /// Copies from the host to its beginning, and waits for the copy: it comes before whatever any stream is given then.
     ///
     /// # Errors
     /// [`Error::Invalid`] when it is shorter, [`Error::Device`] when the driver fails.
@@ -124,7 +123,11 @@ impl DeviceMemory {
         self.fits("from", from.len())?;
         let _entered = self.context.enter()?;
         // SAFETY: both sides hold that many bytes.
-        check("cuMemcpyHtoD", unsafe { sys::cuMemcpyHtoD_v2(self.address, from.as_ptr().cast(), from.len()) })
+        check("cuMemcpyHtoD", unsafe { sys::cuMemcpyHtoD_v2(self.address, from.as_ptr().cast(), from.len()) })?;
+        // That call returns once the bytes are staged. The copy is then work of the default stream, which orders nothing
+        // on the streams of a rank.
+        // SAFETY: the default stream of the context that is current.
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(null_mut()) })
     }
 
     /// Copies its beginning to the host, and waits for the copy. Work on streams must have been waited for.

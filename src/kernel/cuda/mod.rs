@@ -8,7 +8,7 @@
 //! allocates nothing once the kernels are loaded. Whoever drops a [`Cuda`] has waited for its launches.
 //!
 //! What it does not do: f32 and f64 elements, head dims above 256 or not a multiple of 8, rows that are not aligned to
-//! 16 bytes, and [`Attend::aligned`](crate::kernel::Attend::aligned). Each is refused with an error that says so.
+//! 16 bytes, and [`Attend::aligned`](crate::call::Attend::aligned). Each is refused with an error that says so.
 //! [`Merge`] takes f32 only, dims that are multiples of 4 and rows of o at multiples of 16 bytes; transforms take f16, bf16
 //! and f32 of any dim and alignment. What a call cannot see is the caller's promise, in its `Safety`: that tensors overlap
 //! nothing ([`tensor::disjoint`](crate::tensor::disjoint) tells), and that memory is as long as it is said to be.
@@ -22,7 +22,7 @@
 //! shapes    tiles and threads of the compiled kernels
 //! params    what a kernel is handed
 //! lists     ranges as runs, partners and tiles
-//! turns     the lists of the fused backward, and who waits for whom
+//! dq_semaphore  the lists of the fused backward, and who waits for whom
 //! staging   how lists reach the device, through a mirror of host and device memory
 //! check     what a call is refused for
 //! attention, fused, blocks, sinks   the launches
@@ -33,27 +33,27 @@
 mod attention;
 mod blocks;
 mod check;
+mod dq_semaphore;
 pub(crate) mod driver;
 mod embedded;
 mod fused;
 mod lists;
 pub(crate) mod memory;
-mod mirror;
 mod params;
-mod pieces;
-mod room;
+mod pinned_mirror;
 mod shapes;
 mod shared;
 mod sinks;
+mod sm_margin;
 mod staging;
-mod turns;
+mod stream_kernels;
 
-pub use super::Merge;
+pub use crate::call::Merge;
 pub use memory::DeviceMemory;
-pub use pieces::Pieces;
 #[cfg(feature = "capi")]
-pub(crate) use room::Room;
+pub(crate) use sm_margin::SmMargin;
 pub use staging::Staging;
+pub use stream_kernels::StreamKernels;
 
 use crate::element::Dtype;
 use crate::error::{Error, Result};
@@ -62,14 +62,13 @@ use alloc::sync::Arc;
 use check::Checker;
 use core::ffi::CStr;
 use core::sync::atomic::AtomicU32;
-use cudarc::driver::sys::CUdevice_attribute as Attribute;
-use driver::{Context, Entered, Function, Module};
-use room::Asked;
+use driver::{Context, Entered, Function, Module, sys};
 use shapes::{Launch, SHAPES, Shape};
+use sm_margin::Asked;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A stream, as the driver knows it; null is the default stream.
-pub type Stream = cudarc::driver::sys::CUstream;
+pub type Stream = driver::sys::CUstream;
 
 /// One device with the kernels that were asked for so far.
 #[derive(Debug)]
@@ -83,6 +82,9 @@ pub struct Cuda {
     kernels: Mutex<Kernels>,
 }
 
+/// The names of element types in those of modules.
+const ELEMENTS: [&str; 2] = ["f16", "bf16"];
+
 /// What was loaded, by element type (f16, bf16) and shape.
 #[derive(Debug, Default)]
 struct Kernels {
@@ -94,11 +96,19 @@ struct Kernels {
 #[derive(Debug)]
 struct Attention {
     forward: Ready,
+    fused: Option<Function>,
+    /// Loaded when a call first needs them: where there is a fused kernel, only calls for one side do.
+    sides: Option<Sides>,
+    _modules: [Option<Module>; 2],
+}
+
+/// The backward kernels of one side each.
+#[derive(Debug)]
+struct Sides {
     queries: Function,
     keys: Function,
     values: Option<Function>,
-    fused: Option<Function>,
-    _modules: [Option<Module>; 3],
+    _module: Module,
 }
 
 /// The kernels of `transform.ptx` and `sinks.ptx`.
@@ -128,8 +138,8 @@ impl Cuda {
     /// sees no device at all, as when `CUDA_VISIBLE_DEVICES` is empty).
     pub fn new(ordinal: i32) -> Result<Self> {
         let context = Context::new(ordinal)?;
-        let major = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
-        let minor = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+        let major = context.attribute(sys::DEVICE_COMPUTE_CAPABILITY_MAJOR)?;
+        let minor = context.attribute(sys::DEVICE_COMPUTE_CAPABILITY_MINOR)?;
         if major < 8 {
             return Err(Error::unsupported(
                 format!("device {ordinal} of compute capability {major}.{minor}"),
@@ -137,9 +147,8 @@ impl Cuda {
                 "use the CPU kernels",
             ));
         }
-        let multiprocessors = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1) as u32;
-        let shared_limit =
-            context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.max(0) as u32;
+        let multiprocessors = context.attribute(sys::DEVICE_MULTIPROCESSOR_COUNT)?.max(1) as u32;
+        let shared_limit = context.attribute(sys::DEVICE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.max(0) as u32;
         Ok(Self {
             context,
             multiprocessors,
@@ -161,7 +170,8 @@ impl Cuda {
     }
 
     /// Loads the kernels for an element type and head dims, which takes the driver up to seconds. To be called when
-    /// planning; a call that finds its kernels missing loads them itself.
+    /// planning; a call that finds its kernels missing loads them itself. Where the device runs the backward as one kernel,
+    /// those that make one side's gradients are not loaded here, but by the first call that asks for one side alone.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for types and dims there is no kernel for, [`Error::Device`] when the driver refuses the
@@ -222,7 +232,7 @@ impl Cuda {
         let text = embedded::find(name).ok_or_else(|| {
             Error::unsupported(format!("kernel {name}"), "it is not embedded in this build", "build from a whole tree")
         })?;
-        Module::new(&self.context, name, text)
+        Module::new(&self.context, name, &text)
     }
 
     fn function(&self, module: &Module, name: &CStr, launch: Launch) -> Result<Function> {
@@ -236,13 +246,12 @@ impl Cuda {
         module.function(name, launch.shared)
     }
 
-    fn attention<'a>(&self, kernels: &'a mut Kernels, element: usize, shape: usize) -> Result<&'a Attention> {
+    fn attention<'a>(&self, kernels: &'a mut Kernels, element: usize, shape: usize) -> Result<&'a mut Attention> {
         let slot = &mut kernels.attention[element][shape];
         if slot.is_none() {
             let s = &SHAPES[shape];
-            let name = ["f16", "bf16"][element];
+            let name = ELEMENTS[element];
             let forward = self.module(&format!("forward_{name}_{}", s.name))?;
-            let backward = self.module(&format!("backward_{name}_{}", s.name))?;
             let (fused, fused_module) = match self.fused(s) {
                 Some(f) => {
                     let module = self.module(&format!("fused_{name}_{}", s.name))?;
@@ -252,17 +261,35 @@ impl Cuda {
             };
             *slot = Some(Attention {
                 forward: self.forward(&forward, s)?,
-                queries: self.function(&backward, c"cpattn_backward_queries", s.queries)?,
-                keys: self.function(&backward, c"cpattn_backward_keys", s.keys)?,
-                values: match s.split {
-                    true => Some(self.function(&backward, c"cpattn_backward_values", s.keys)?),
-                    false => None,
-                },
+                // Without a fused kernel every backward needs them, so `prepare` loads them.
+                sides: if fused.is_none() { Some(self.load_sides(element, s)?) } else { None },
                 fused,
-                _modules: [Some(forward), Some(backward), fused_module],
+                _modules: [Some(forward), fused_module],
             });
         }
-        Ok(slot.as_ref().expect("filled above"))
+        Ok(slot.as_mut().expect("filled above"))
+    }
+
+    /// The kernels that make one side's gradients each, loaded if they are not.
+    fn sides<'a>(&self, kernels: &'a mut Kernels, element: usize, shape: usize) -> Result<&'a Sides> {
+        let attention = self.attention(kernels, element, shape)?;
+        if attention.sides.is_none() {
+            attention.sides = Some(self.load_sides(element, &SHAPES[shape])?);
+        }
+        Ok(attention.sides.as_ref().expect("filled above"))
+    }
+
+    fn load_sides(&self, element: usize, s: &Shape) -> Result<Sides> {
+        let module = self.module(&format!("backward_{}_{}", ELEMENTS[element], s.name))?;
+        Ok(Sides {
+            queries: self.function(&module, c"cpattn_backward_queries", s.queries)?,
+            keys: self.function(&module, c"cpattn_backward_keys", s.keys)?,
+            values: match s.split {
+                true => Some(self.function(&module, c"cpattn_backward_values", s.keys)?),
+                false => None,
+            },
+            _module: module,
+        })
     }
 
     fn blocks<'a>(&self, kernels: &'a mut Kernels) -> Result<&'a Blocks> {

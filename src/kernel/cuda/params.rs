@@ -2,10 +2,10 @@
 //! The parameter structs of the kernels: `ptx/params.cuh`, field by field. Strides are in bytes, addresses are device
 //! addresses. The assertions at the end are the layout that `nvcc` gives the other side.
 
-use static_assertions::const_assert_eq as same;
+use bytemuck::AnyBitPattern;
 
 /// `Tensor`.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(AnyBitPattern, Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub(super) struct Tensor {
     pub ptr: u64,
@@ -14,7 +14,7 @@ pub(super) struct Tensor {
 }
 
 /// `Divisor`: division by a multiplication.
-#[derive(Clone, Copy, Debug)]
+#[derive(AnyBitPattern, Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct Divisor {
     pub by: u32,
@@ -34,7 +34,7 @@ impl Divisor {
 }
 
 /// `Run`.
-#[derive(Clone, Copy, Debug)]
+#[derive(AnyBitPattern, Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct Run {
     pub row: i64,
@@ -48,7 +48,7 @@ pub(super) struct Run {
 }
 
 /// `Work`.
-#[derive(Clone, Copy, Debug)]
+#[derive(AnyBitPattern, Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct Work {
     pub run: u32,
@@ -95,6 +95,7 @@ pub(super) struct Forward {
     pub k: Tensor,
     pub v: Tensor,
     pub running: Tensor,
+    pub running_lse: Tensor,
     pub o: Tensor,
     pub lse: Tensor,
     pub slopes: Tensor,
@@ -106,6 +107,8 @@ pub(super) struct Forward {
     pub work: u64,
     pub score: Score,
     pub heads: Heads,
+    pub running_lse_words: u32,
+    pub unused: u32,
 }
 
 /// `BackwardParams`.
@@ -140,9 +143,9 @@ pub(super) struct Fused {
     pub keys_of: u64,
     pub query_tiles: u64,
     pub key_tiles: u64,
-    pub turns: u64,
-    pub key_turns: u64,
-    pub ticket: u64,
+    pub dq_semaphore: u64,
+    pub key_semaphore: u64,
+    pub tile_counter: u64,
     pub parts: u32,
     pub part_heads: u32,
 }
@@ -151,7 +154,7 @@ pub(super) struct Fused {
 pub(super) const WORK_ZERO: u32 = 1 << 31;
 
 /// `TransformBlock`.
-#[derive(Clone, Copy, Debug)]
+#[derive(AnyBitPattern, Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct TransformBlock {
     pub dst: Tensor,
@@ -166,7 +169,7 @@ pub(super) struct TransformBlock {
 }
 
 /// `TransformSource`.
-#[derive(Clone, Copy, Debug)]
+#[derive(AnyBitPattern, Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct TransformSource {
     pub src: Tensor,
@@ -225,22 +228,26 @@ pub(super) struct Merge {
     pub rows: u64,
     pub heads: u32,
     pub dim: u32,
+    pub lse_words: u32,
+    pub with_lse_words: u32,
 }
 
-same!(size_of::<Tensor>(), 24);
-same!(size_of::<Run>(), 56);
-same!(size_of::<Work>(), 8);
-same!(size_of::<Score>(), 40);
-same!(size_of::<Heads>(), 32);
-same!(size_of::<Forward>(), 304);
-same!(size_of::<Backward>(), 352);
-same!(size_of::<Fused>(), 408);
-same!(size_of::<TransformBlock>(), 80);
-same!(size_of::<TransformSource>(), 32);
-same!(size_of::<Transform>(), 32);
-same!(size_of::<Delta>(), 96);
-same!(size_of::<Finish>(), 104);
-same!(size_of::<Merge>(), 112);
+const _: () = {
+    assert!(size_of::<Tensor>() == 24);
+    assert!(size_of::<Run>() == 56);
+    assert!(size_of::<Work>() == 8);
+    assert!(size_of::<Score>() == 40);
+    assert!(size_of::<Heads>() == 32);
+    assert!(size_of::<Forward>() == 336);
+    assert!(size_of::<Backward>() == 352);
+    assert!(size_of::<Fused>() == 408);
+    assert!(size_of::<TransformBlock>() == 80);
+    assert!(size_of::<TransformSource>() == 32);
+    assert!(size_of::<Transform>() == 32);
+    assert!(size_of::<Delta>() == 96);
+    assert!(size_of::<Finish>() == 104);
+    assert!(size_of::<Merge>() == 120);
+};
 
 #[cfg(test)]
 mod tests {
@@ -274,7 +281,7 @@ mod tests {
             (crate::kernel::cuda::embedded::find("transform"), "cpattn_finish", size_of::<Finish>()),
             (crate::kernel::cuda::embedded::find("transform"), "cpattn_merge", size_of::<Merge>()),
         ] {
-            let text = text.expect("embedded").to_str().expect("text");
+            let text = text.expect("embedded").into_string().expect("text");
             let line = alloc::format!(".b8 {entry}_param_0[{bytes}]");
             assert!(text.contains(&line), "{line}");
         }

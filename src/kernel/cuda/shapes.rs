@@ -169,7 +169,7 @@ mod tests {
                 ("fused", "cpattn_backward_fused", shape.fused.launch.threads),
             ] {
                 let name = format!("{file}_bf16_{}", shape.name);
-                let text = crate::kernel::cuda::embedded::find(&name).expect("embedded").to_str().expect("text");
+                let text = crate::kernel::cuda::embedded::find(&name).expect("embedded").into_string().expect("text");
                 if threads == 0 {
                     assert!(!text.contains(entry), "{name} has {entry}");
                     continue;
@@ -217,7 +217,7 @@ mod tests {
 
     /// Bytes of the variables that the kernels of a file declare in shared memory.
     fn declared(name: &str) -> Vec<u32> {
-        let text = crate::kernel::cuda::embedded::find(name).expect("embedded").to_str().expect("text");
+        let text = crate::kernel::cuda::embedded::find(name).expect("embedded").into_string().expect("text");
         let bytes = |l: &str| l.trim().strip_prefix(".shared ")?.split_once('[')?.1.strip_suffix("];")?.parse().ok();
         text.lines().filter_map(bytes).collect()
     }

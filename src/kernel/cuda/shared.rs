@@ -5,8 +5,8 @@
 //! ask for the same device get the same one. It lives as long as somebody holds it: the table keeps no device alive.
 
 use super::{Cuda, Stream};
+use crate::call::{RawTensor, Score};
 use crate::error::Result;
-use crate::kernel::{RawTensor, Score};
 use alloc::sync::{Arc, Weak};
 use alloc::vec::Vec;
 use std::sync::{Mutex, PoisonError};

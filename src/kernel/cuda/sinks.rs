@@ -4,9 +4,9 @@
 use super::check::Expected;
 use super::params::Tensor;
 use super::{Cuda, Stream};
+use crate::call::SinkGradient;
 use crate::element::Dtype;
 use crate::error::{Error, Result};
-use crate::kernel::SinkGradient;
 use alloc::format;
 
 const THREADS: u32 = 256;
@@ -22,7 +22,7 @@ struct Params {
     rows: u64,
 }
 
-static_assertions::const_assert_eq!(size_of::<Params>(), 104);
+const _: () = assert!(size_of::<Params>() == 104);
 
 impl Cuda {
     /// The gradient of the sinks: see [`SinkGradient`]. Everything is f32.

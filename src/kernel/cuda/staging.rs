@@ -5,15 +5,15 @@
 //! records an event. A part is used again once its event has passed. With a ring that holds what is in flight, the host
 //! never waits; with a smaller one it waits here, and nowhere else in the backend. Nothing is allocated after `new`.
 
-use super::driver::{Context, Event};
-use super::mirror::Mirror;
+use super::driver::{Context, Event, sys::CUstream};
 use super::params::{Run, Work};
+use super::pinned_mirror::PinnedMirror;
 use crate::error::{Error, Result};
 use alloc::collections::VecDeque;
 use alloc::format;
 use alloc::sync::Arc;
 use alloc::vec::Vec;
-use cudarc::driver::sys::CUstream;
+use bytemuck::AnyBitPattern;
 
 /// Parts begin at multiples of this; so do arrays inside them.
 const ALIGN: usize = 16;
@@ -31,7 +31,7 @@ pub(super) const fn padded(bytes: usize) -> usize {
 /// A ring of uploads; see [`super::Cuda::staging`].
 #[derive(Debug)]
 pub struct Staging {
-    mirror: Mirror,
+    mirror: PinnedMirror,
     events: Vec<Event>,
     /// Parts whose launches may still run, oldest first.
     in_flight: VecDeque<Part>,
@@ -59,7 +59,7 @@ impl Staging {
             let (found, expected) = (format!("{launches} launches in flight"), format!("at most {MOST_LAUNCHES}"));
             return Err(Error::invalid("staging", found, expected).hint("with fewer, a call waits for the oldest"));
         }
-        let mirror = Mirror::new(context, padded(bytes))?;
+        let mirror = PinnedMirror::new(context, padded(bytes))?;
         let events = (0..launches.max(1)).map(|_| Event::new(context)).collect::<Result<Vec<_>>>()?;
         Ok(Self {
             in_flight: VecDeque::with_capacity(events.len()),
@@ -166,28 +166,12 @@ pub(super) struct Writer {
     bytes: usize,
 }
 
-/// Types that a kernel reads as they are: integers and floats only, so that any bytes are a value.
-///
-/// # Safety
-/// Every bit pattern is a valid value.
-pub(super) unsafe trait Plain: Copy {}
-// SAFETY: an integer.
-unsafe impl Plain for u32 {}
-// SAFETY: structs of integers, here and below.
-unsafe impl Plain for Work {}
-// SAFETY: as above.
-unsafe impl Plain for Run {}
-// SAFETY: as above.
-unsafe impl Plain for super::params::TransformBlock {}
-// SAFETY: as above.
-unsafe impl Plain for super::params::TransformSource {}
-
 impl Writer {
     /// An array of `n`, and its address on the device. The slice is the caller's until the upload.
     ///
     /// # Panics
     /// When the part is smaller than what [`Staging::begin`] was told; that would be a defect of the backend.
-    pub fn array<T: Plain>(&mut self, n: usize) -> (&'static mut [T], u64) {
+    pub fn array<T: AnyBitPattern>(&mut self, n: usize) -> (&'static mut [T], u64) {
         assert_eq!(self.filled, self.used, "arrays come before words");
         let at = self.take(padded(n * size_of::<T>()));
         self.filled = self.used;

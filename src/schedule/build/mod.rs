@@ -3,265 +3,58 @@
 //!
 //! A schedule has three phases: tokens are traded for heads ([`ulysses`]), k and v visit ([`ring`]), heads are traded
 //! back. With one Ulysses rank the outer phases vanish and kernels work on the caller's tensors directly.
-//!
-//! The workspace is laid out by phase: what lives throughout comes first; behind it the buffers of the three phases
-//! share the same bytes, because every operation of a phase is ordered after all of the phase before.
 
-use alloc::{sync::Arc, vec, vec::Vec};
+use alloc::{format, sync::Arc};
 
-use super::{
-    ALIGNMENT, BlockView, Buf, Buffer, Direction, Kind, Lane, MessageView, Op, Schedule, Tensor, View, Visitors, Visits,
-};
+use super::{CirculatingSide, Direction, RingSteps, Schedule};
 use crate::{
     batch::Side,
-    element::Dtype,
     error::{Error, Result},
-    heads::HeadShare,
-    layout::cut,
-    mesh::Place,
-    plan::Plan,
+    plan::{AttentionKind, Plan},
 };
+use builder::Builder;
 
+pub mod all_to_all;
+mod builder;
 mod passes;
 mod ring;
-pub mod trade;
 mod ulysses;
 
-/// When a buffer lives.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Life {
-    Throughout,
-    In,
-    Ring,
-    Out,
-}
-
-/// Bytes of the workspace that one or more buffers are laid over.
-#[derive(Clone, Copy, Debug)]
-struct Region(usize);
-
-/// A group of kv heads that travels together, with the q heads that read it; counted within the rank's own heads.
-#[derive(Clone, Copy, Debug)]
-struct Pass {
-    q: (u32, u32),
-    kv: (u32, u32),
-}
-
-struct Builder<'a> {
-    plan: &'a Plan,
-    rank: usize,
-    place: Place,
-    /// Of every Ulysses rank.
-    heads: Vec<HeadShare>,
-    /// Rows of the ring share of q's side and of k's: counting them takes a pass over all documents.
-    rows: [usize; 2],
-    regions: Vec<(Life, u64)>,
-    buffer_regions: Vec<Region>,
-    out: Schedule,
-}
-
-/// Which operation of each lane was pushed last.
-#[derive(Clone, Copy, Debug, Default)]
-struct Last {
-    compute: Option<u32>,
-    communication: Option<u32>,
-}
-
-pub(crate) fn schedule(plan: &Plan, rank: usize, direction: Direction) -> Result<Schedule> {
-    let mut b = Builder::new(plan, rank, direction);
-    let (place, p) = (b.place, plan.problem());
-    let visits = |side| Some(Arc::new(Visits::new(plan.shares(), p.window(), side, plan.form(), place.ring)));
-    let backward = direction == Direction::Backward;
-    let both = backward && plan.options().reproducible;
-    let queries_travel = backward && plan.backward_visitors() == Visitors::Queries;
-    b.out.keys = if both || !queries_travel { visits(Side::K) } else { None };
-    b.out.queries = if both || queries_travel { visits(Side::Q) } else { None };
-    match direction {
-        Direction::Forward => b.forward(),
-        Direction::Backward => b.backward(),
+/// Refuses a rank outside the mesh.
+fn check_rank(plan: &Plan, rank: usize) -> Result<()> {
+    let world = plan.mesh().world();
+    if rank >= world {
+        return Err(Error::invalid("rank", rank, format!("below the world of {world}")));
     }
-    b.finish()
+    Ok(())
 }
 
-impl<'a> Builder<'a> {
-    fn new(plan: &'a Plan, rank: usize, direction: Direction) -> Self {
-        let (mesh, p) = (plan.mesh(), plan.problem());
-        let (heads, kv_heads) = (p.heads() as u32, p.kv_heads() as u32);
-        let place = mesh.place(rank);
-        Self {
-            plan,
-            rank,
-            place,
-            rows: [Side::Q, Side::K].map(|side| plan.shares().rows(side, place.ring)),
-            heads: (0..mesh.ulysses).map(|u| HeadShare::new(u, mesh.ulysses, heads, kv_heads)).collect(),
-            regions: Vec::new(),
-            buffer_regions: Vec::new(),
-            out: Schedule {
-                rank,
-                group: mesh.group_of(rank),
-                ulysses: mesh.ulysses,
-                direction,
-                dtype: p.dtype(),
-                buffers: Vec::new(),
-                workspace: 0,
-                ops: Vec::new(),
-                blocks: Vec::new(),
-                sources: Vec::new(),
-                messages: Vec::new(),
-                keys: None,
-                queries: None,
-                aligned: plan.options().reproducible,
-            },
+impl Schedule {
+    /// One rank's operations of an attention.
+    ///
+    /// # Errors
+    /// A rank outside the mesh; a problem of another kind than softmax attention.
+    pub fn new(plan: &Plan, rank: usize, direction: Direction) -> Result<Self> {
+        check_rank(plan, rank)?;
+        if plan.problem().kind == AttentionKind::Other {
+            return Err(Error::unsupported(
+                "attention of kind other",
+                "the kernels here are those of softmax attention",
+                "run your own between the two all-to-alls of a Ulysses rank",
+            ));
         }
-    }
-}
-
-impl Builder<'_> {
-    fn element(&self) -> Dtype {
-        self.plan.problem().dtype()
-    }
-
-    fn accumulator(&self) -> Dtype {
-        self.element().accumulator()
-    }
-
-    /// Rows of the ring share.
-    fn share(&self, side: Side) -> u64 {
-        self.rows[usize::from(side == Side::K)] as u64
-    }
-
-    /// First row and number of rows of Ulysses rank `u`'s part of the ring share.
-    fn part(&self, side: Side, u: usize) -> (u64, u64) {
-        let n = self.share(side) as usize;
-        let (a, e) = (cut(u, n, self.out.ulysses), cut(u + 1, n, self.out.ulysses));
-        (a as u64, (e - a) as u64)
-    }
-
-    fn mine(&self) -> &HeadShare {
-        &self.heads[self.place.ulysses]
-    }
-
-    /// The rank's passes over its kv heads; a pass without heads is left out.
-    fn passes(&self) -> Vec<Pass> {
-        (0..self.plan.options().passes).map(|p| self.pass_of(self.place.ulysses, p)).filter(|p| p.kv.1 > 0).collect()
-    }
-
-    fn pass_of(&self, u: usize, p: usize) -> Pass {
-        let share = &self.heads[u];
-        let group = self.plan.problem().group() as u32;
-        let (n, passes) = (share.kv.len(), self.plan.options().passes);
-        let (a, e) = (cut(p, n, passes) as u32 + share.kv.start, cut(p + 1, n, passes) as u32 + share.kv.start);
-        let q0 = (a * group).max(share.q.start);
-        let q1 = (e * group).min(share.q.end).max(q0);
-        Pass { q: (q0 - share.q.start, q1 - q0), kv: (a - share.kv.start, e - a) }
-    }
-
-    fn region(&mut self, life: Life, bytes: u64) -> Region {
-        self.regions.push((life, bytes));
-        Region(self.regions.len() - 1)
-    }
-
-    fn buffer_in(
-        &mut self,
-        region: Region,
-        name: &'static str,
-        dtype: Dtype,
-        rows: u64,
-        heads: u32,
-        dim: usize,
-    ) -> View {
-        let buffer = Buffer { name, dtype, rows, heads, dim: dim as u32, offset: 0 };
-        self.regions[region.0].1 = self.regions[region.0].1.max(buffer.bytes());
-        self.out.buffers.push(buffer);
-        self.buffer_regions.push(region);
-        View { buf: Buf::Work((self.out.buffers.len() - 1) as u16), row: 0, rows, head: 0, heads }
-    }
-
-    fn buffer(&mut self, life: Life, name: &'static str, dtype: Dtype, rows: u64, heads: u32, dim: usize) -> View {
-        let region = self.region(life, 0);
-        self.buffer_in(region, name, dtype, rows, heads, dim)
-    }
-
-    /// All of the caller's rows and heads of a tensor.
-    fn user(&self, tensor: Tensor) -> View {
-        let p = self.plan.problem();
-        let side = match tensor {
-            Tensor::K | Tensor::V | Tensor::Dk | Tensor::Dv => Side::K,
-            _ => Side::Q,
-        };
-        let heads = if side == Side::K { p.kv_heads() } else { p.heads() };
-        let rows = match tensor {
-            Tensor::Sinks | Tensor::Dsinks => 1,
-            _ => self.part(side, self.place.ulysses).1,
-        };
-        View { buf: Buf::User(tensor), row: 0, rows, head: 0, heads: heads as u32 }
-    }
-
-    fn block(&mut self, dst: View, sources: &[View]) {
-        if dst.rows == 0 || dst.heads == 0 {
-            return;
+        let mut b = Builder::new(plan, rank, direction);
+        let (place, p) = (b.place, plan.problem());
+        let ring_steps = |side| Some(Arc::new(RingSteps::new(plan.shares(), p.mask(), side, plan.form(), place.ring)));
+        let backward = direction == Direction::Backward;
+        let both = backward && plan.options().reproducible;
+        let queries_travel = backward && plan.backward_circulates() == CirculatingSide::Queries;
+        b.out.keys = if both || !queries_travel { ring_steps(Side::K) } else { None };
+        b.out.queries = if both || queries_travel { ring_steps(Side::Q) } else { None };
+        match direction {
+            Direction::Forward => b.forward(),
+            Direction::Backward => b.backward(),
         }
-        let begin = self.out.sources.len() as u32;
-        self.out.sources.extend_from_slice(sources);
-        self.out.blocks.push(BlockView { dst, sources_begin: begin, sources_end: self.out.sources.len() as u32 });
-    }
-
-    fn message(&mut self, peer: usize, view: View, send: bool) {
-        if view.rows > 0 && view.heads > 0 {
-            self.out.messages.push(MessageView { peer, view, send });
-        }
-    }
-
-    fn push(&mut self, kind: Kind, lane: Lane, step: u32, phase: &'static str, after: Option<u32>) -> u32 {
-        self.out.ops.push(Op { kind, lane, step, phase, after });
-        (self.out.ops.len() - 1) as u32
-    }
-
-    /// Pushes the blocks added since `begin` as one transform; nothing when there are none.
-    fn push_blocks(&mut self, begin: usize, phase: &'static str, after: Option<u32>) -> Option<u32> {
-        let (begin, end) = (begin as u32, self.out.blocks.len() as u32);
-        (begin < end).then(|| self.push(Kind::Transform { begin, end }, Lane::Compute, 0, phase, after))
-    }
-
-    /// Pushes the messages added since `begin` as one exchange; nothing when there are none.
-    fn push_messages(&mut self, begin: usize, phase: &'static str, after: Option<u32>) -> Option<u32> {
-        let (begin, end) = (begin as u32, self.out.messages.len() as u32);
-        (begin < end).then(|| self.push(Kind::Exchange { begin, end }, Lane::Communication, 0, phase, after))
-    }
-
-    /// The last operation of each lane so far.
-    fn last(&self) -> Last {
-        let of = |lane| self.out.ops.iter().rposition(|op| op.lane == lane).map(|i| i as u32);
-        Last { compute: of(Lane::Compute), communication: of(Lane::Communication) }
-    }
-
-    /// Gives every buffer its place.
-    fn finish(mut self) -> Result<Schedule> {
-        let mut offsets = vec![0u64; self.regions.len()];
-        let mut throughout = 0u64;
-        let mut ends = [0u64; 3];
-        for pass in 0..2 {
-            for (i, &(life, bytes)) in self.regions.iter().enumerate() {
-                let end = match (pass, life) {
-                    (0, Life::Throughout) => &mut throughout,
-                    (1, Life::In) => &mut ends[0],
-                    (1, Life::Ring) => &mut ends[1],
-                    (1, Life::Out) => &mut ends[2],
-                    _ => continue,
-                };
-                offsets[i] = *end;
-                *end = end.checked_add(bytes.next_multiple_of(ALIGNMENT)).ok_or_else(|| {
-                    Error::invalid("workspace", "more than 2^64 bytes", "a problem that fits a machine")
-                })?;
-            }
-            if pass == 0 {
-                ends = [throughout; 3];
-            }
-        }
-        for (buffer, region) in self.out.buffers.iter_mut().zip(&self.buffer_regions) {
-            buffer.offset = offsets[region.0];
-        }
-        self.out.workspace = ends.into_iter().max().unwrap_or(0);
-        Ok(self.out)
+        b.finish()
     }
 }

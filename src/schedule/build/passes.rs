@@ -6,16 +6,16 @@
 use alloc::vec;
 
 use super::{
-    Builder, Life, Pass,
+    builder::{Builder, Life, Pass},
     ring::{Ring, Travel},
     ulysses::{Held, RowSide},
 };
 use crate::{
     batch::Side,
+    call::{Gradients, HeadMap},
     element::Dtype,
-    kernel::{Gradients, HeadMap},
     plan::Wire,
-    schedule::{AttendOp, BackwardOp, Form, Kind, Tensor, View, Visitors},
+    schedule::{AttendOp, BackwardOp, BufferView, CirculatingSide, Form, OpKind, TensorId},
 };
 
 impl Builder<'_> {
@@ -34,37 +34,39 @@ impl Builder<'_> {
 
     pub(super) fn forward(&mut self) {
         let held = self.trade_in();
-        let (rows, heads, dim) = (self.share(Side::Q), self.mine().q.len() as u32, self.plan.problem().v_head_dim());
+        let (rows, heads, dim) = (self.share(Side::Q), self.mine().q.len() as u32, self.plan.problem().value_dim());
         let (o, lse) = if self.out.ulysses > 1 {
             (
                 self.buffer(Life::Throughout, "o", self.element(), rows, heads, dim),
                 self.buffer(Life::Throughout, "lse of the share", self.accumulator(), rows, heads, 1),
             )
         } else {
-            (self.user(Tensor::O), self.user(Tensor::Lse))
+            (self.user(TensorId::O), self.user(TensorId::Lse))
         };
-        let many = self.out.visits(Visitors::Keys).list().len() > 1;
+        let many = self.out.ring_steps(CirculatingSide::Keys).list().len() > 1;
         let running = many.then(|| {
-            if self.element() == self.accumulator() {
+            let accumulator = self.accumulator();
+            let running = if self.element() == accumulator {
                 o
             } else {
-                self.buffer(Life::Ring, "running o", self.accumulator(), rows, heads, dim)
-            }
+                self.buffer(Life::Ring, "running o", accumulator, rows, heads, dim)
+            };
+            (running, self.buffer(Life::Ring, "running lse", accumulator, rows, heads, 2))
         });
         let mut ring = Ring::new();
         for (round, pass) in self.passes().into_iter().enumerate() {
-            let t = self.travel(&mut ring, Visitors::Keys, round, vec![held.k[round], held.v[round]], None);
-            let of_pass = |v: View| v.of_heads(pass.q.0, pass.q.1);
+            let t = self.travel(&mut ring, CirculatingSide::Keys, round, vec![held.k[round], held.v[round]], None);
+            let of_pass = |v: BufferView| v.of_heads(pass.q.0, pass.q.1);
             let heads = self.head_map(pass);
-            for visit in 0..t.visits.list().len() {
-                let arrival = self.fetch(&mut ring, &t, visit);
-                self.attend(&mut ring, &t, visit, &arrival, |at, _| {
-                    Kind::Attend(AttendOp {
-                        visit: visit as u32,
+            for ring_step in 0..t.ring_steps.list().len() {
+                let arrival = self.fetch(&mut ring, &t, ring_step);
+                self.attend(&mut ring, &t, ring_step, &arrival, |at, _| {
+                    OpKind::Attend(AttendOp {
+                        ring_step: ring_step as u32,
                         q: of_pass(held.q),
                         k: at[0],
                         v: at[1],
-                        running: running.map(of_pass),
+                        running: running.map(|(o, lse)| (of_pass(o), of_pass(lse))),
                         o: of_pass(o),
                         lse: of_pass(lse),
                         heads,
@@ -77,7 +79,15 @@ impl Builder<'_> {
     }
 
     /// A sum in the accumulator's type: the caller's own tensor where that will do.
-    fn sum(&mut self, name: &'static str, tensor: Tensor, side: Side, heads: u32, dim: usize, own: bool) -> View {
+    fn sum(
+        &mut self,
+        name: &'static str,
+        tensor: TensorId,
+        side: Side,
+        heads: u32,
+        dim: usize,
+        own: bool,
+    ) -> BufferView {
         if own && self.out.ulysses == 1 && self.element() == self.accumulator() {
             self.user(tensor)
         } else {
@@ -90,13 +100,13 @@ impl Builder<'_> {
         let Some(row) = held.row else { return };
         let sinks = held.local_delta.filter(|_| self.plan.problem().has_sinks()).map(|d| self.sink_gradient(d));
         let p = self.plan.problem();
-        let (dk, dv, ordered) = (p.head_dim(), p.v_head_dim(), self.plan.form() == Form::Ordered);
+        let (dk, dv, ordered) = (p.head_dim(), p.value_dim(), self.plan.form() == Form::Ordered);
         let (q_heads, kv_heads) = (self.mine().q.len() as u32, self.mine().kv.len() as u32);
         let key_heads = if ordered { q_heads } else { kv_heads };
-        let dq = self.sum("sum of dq", Tensor::Dq, Side::Q, q_heads, dk, true);
+        let dq = self.sum("sum of dq", TensorId::Dq, Side::Q, q_heads, dk, true);
         let dkv = (
-            self.sum("sum of dk", Tensor::Dk, Side::K, key_heads, dk, !ordered),
-            self.sum("sum of dv", Tensor::Dv, Side::K, key_heads, dv, !ordered),
+            self.sum("sum of dk", TensorId::Dk, Side::K, key_heads, dk, !ordered),
+            self.sum("sum of dv", TensorId::Dv, Side::K, key_heads, dv, !ordered),
         );
         let mut ring = Ring::new();
         if ordered {
@@ -121,28 +131,44 @@ impl Builder<'_> {
     }
 
     /// k and v visit; dk and dv go home.
-    fn backward_keys(&mut self, ring: &mut Ring, held: &Held, row: RowSide, dq: View, dkv: (View, View)) {
+    fn backward_keys(
+        &mut self,
+        ring: &mut Ring,
+        held: &Held,
+        row: RowSide,
+        dq: BufferView,
+        dkv: (BufferView, BufferView),
+    ) {
         for (round, pass) in self.passes().into_iter().enumerate() {
-            let of_keys = |v: View| v.of_heads(pass.kv.0, pass.kv.1);
+            let of_keys = |v: BufferView| v.of_heads(pass.kv.0, pass.kv.1);
             let sums = (vec![of_keys(dkv.0), of_keys(dkv.1)], self.wire());
-            let t = self.travel(ring, Visitors::Keys, round, vec![held.k[round], held.v[round]], Some(sums.clone()));
-            for visit in 0..t.visits.list().len() {
+            let t =
+                self.travel(ring, CirculatingSide::Keys, round, vec![held.k[round], held.v[round]], Some(sums.clone()));
+            for ring_step in 0..t.ring_steps.list().len() {
                 let call = Call { pass, row, dq: Some(dq), gradients: Gradients::All };
-                self.attend_keys(ring, held, &t, visit, call, &sums.0);
+                self.attend_keys(ring, held, &t, ring_step, call, &sums.0);
             }
         }
     }
 
-    fn attend_keys(&mut self, ring: &mut Ring, held: &Held, t: &Travel, visit: usize, call: Call, sums: &[View]) {
+    fn attend_keys(
+        &mut self,
+        ring: &mut Ring,
+        held: &Held,
+        t: &Travel,
+        ring_step: usize,
+        call: Call,
+        sums: &[BufferView],
+    ) {
         let Call { pass, row, dq, gradients } = call;
-        let of_pass = |v: View| v.of_heads(pass.q.0, pass.q.1);
+        let of_pass = |v: BufferView| v.of_heads(pass.q.0, pass.q.1);
         let heads = self.head_map(pass);
-        let arrival = self.fetch(ring, t, visit);
-        self.attend(ring, t, visit, &arrival, |at, partials| {
+        let arrival = self.fetch(ring, t, ring_step);
+        self.attend(ring, t, ring_step, &arrival, |at, partials| {
             let to = partials.unwrap_or(sums);
-            Kind::Backward(BackwardOp {
-                visit: visit as u32,
-                visits: Visitors::Keys,
+            OpKind::Backward(BackwardOp {
+                ring_step: ring_step as u32,
+                ring_steps: CirculatingSide::Keys,
                 q: of_pass(held.q),
                 k: at[0],
                 v: at[1],
@@ -160,20 +186,34 @@ impl Builder<'_> {
     }
 
     /// The q side visits; dq goes home.
-    fn backward_queries(&mut self, ring: &mut Ring, held: &Held, row: RowSide, dq: View, dkv: (View, View)) {
+    fn backward_queries(
+        &mut self,
+        ring: &mut Ring,
+        held: &Held,
+        row: RowSide,
+        dq: BufferView,
+        dkv: (BufferView, BufferView),
+    ) {
         let own = vec![held.q, row.d_o, row.lse, row.delta];
-        let t = self.travel(ring, Visitors::Queries, 0, own, Some((vec![dq], self.wire())));
+        let t = self.travel(ring, CirculatingSide::Queries, 0, own, Some((vec![dq], self.wire())));
         self.attend_queries(ring, held, &t, Some(dq), dkv);
     }
 
-    fn attend_queries(&mut self, ring: &mut Ring, held: &Held, t: &Travel, dq: Option<View>, dkv: (View, View)) {
+    fn attend_queries(
+        &mut self,
+        ring: &mut Ring,
+        held: &Held,
+        t: &Travel,
+        dq: Option<BufferView>,
+        dkv: (BufferView, BufferView),
+    ) {
         let heads = self.mine().map(self.plan.problem().group() as u32);
-        for visit in 0..t.visits.list().len() {
-            let arrival = self.fetch(ring, t, visit);
-            self.attend(ring, t, visit, &arrival, |at, partials| {
-                Kind::Backward(BackwardOp {
-                    visit: visit as u32,
-                    visits: Visitors::Queries,
+        for ring_step in 0..t.ring_steps.list().len() {
+            let arrival = self.fetch(ring, t, ring_step);
+            self.attend(ring, t, ring_step, &arrival, |at, partials| {
+                OpKind::Backward(BackwardOp {
+                    ring_step: ring_step as u32,
+                    ring_steps: CirculatingSide::Queries,
                     q: at[0],
                     k: held.k[0],
                     v: held.v[0],
@@ -182,7 +222,7 @@ impl Builder<'_> {
                     delta: at[3],
                     dq: dq.map(|sum| partials.map_or(sum, |p| p[0])),
                     dkv: Some(dkv),
-                    accumulate_keys: visit > 0,
+                    accumulate_keys: ring_step > 0,
                     per_q_head: dq.is_none(),
                     gradients: if dq.is_some() { Gradients::All } else { Gradients::Keys },
                     heads,
@@ -192,15 +232,22 @@ impl Builder<'_> {
     }
 
     /// Both sides are gathered in turn: k and v for dq, then the q side for dk and dv, one partial for each q head.
-    fn backward_ordered(&mut self, ring: &mut Ring, held: &Held, row: RowSide, dq: View, dkv: (View, View)) {
+    fn backward_ordered(
+        &mut self,
+        ring: &mut Ring,
+        held: &Held,
+        row: RowSide,
+        dq: BufferView,
+        dkv: (BufferView, BufferView),
+    ) {
         let passes = self.passes();
         for (round, &pass) in passes.iter().enumerate() {
-            let t = self.travel(ring, Visitors::Keys, round, vec![held.k[round], held.v[round]], None);
+            let t = self.travel(ring, CirculatingSide::Keys, round, vec![held.k[round], held.v[round]], None);
             let call = Call { pass, row, dq: Some(dq), gradients: Gradients::Queries };
             self.attend_keys(ring, held, &t, 0, call, &[]);
         }
         let own = vec![held.q, row.d_o, row.lse, row.delta];
-        let t = self.travel(ring, Visitors::Queries, passes.len(), own, None);
+        let t = self.travel(ring, CirculatingSide::Queries, passes.len(), own, None);
         self.attend_queries(ring, held, &t, None, dkv);
     }
 }
@@ -210,6 +257,6 @@ impl Builder<'_> {
 struct Call {
     pass: Pass,
     row: RowSide,
-    dq: Option<View>,
+    dq: Option<BufferView>,
     gradients: Gradients,
 }

@@ -12,15 +12,15 @@
 
 use alloc::{sync::Arc, vec, vec::Vec};
 
-use super::{Builder, Life, Region};
+use super::builder::{Builder, Life, Region};
 use crate::{
     element::Dtype,
-    schedule::{Carry, Form, Kind, Lane, Op, View, Visitors, Visits},
+    schedule::{BufferView, CirculatingSide, Form, Lane, Op, OpKind, RingSteps, StepTensor, expand::Expansion},
 };
 
 /// An operation that has no place in the list yet. It waits for items of the other lane.
 struct Item {
-    kind: Kind,
+    kind: OpKind,
     step: u32,
     after: [Option<usize>; 2],
 }
@@ -33,6 +33,7 @@ pub(super) struct Ring {
     arrivals: Turn,
     partials: Turn,
     regions: Vec<[Region; 2]>,
+    packed: Vec<Region>,
     homes: Vec<[Region; 2]>,
 }
 
@@ -52,31 +53,34 @@ impl Turn {
 
 /// One side's travel around the ring.
 pub(super) struct Travel {
-    pub visitors: Visitors,
-    pub visits: Arc<Visits>,
+    pub circulating_side: CirculatingSide,
+    pub ring_steps: Arc<RingSteps>,
     /// Position among the travels of a schedule.
     pub round: usize,
     /// What travels: the rank's own share of it.
-    pub own: Vec<View>,
-    slots: [Vec<View>; 2],
+    pub own: Vec<BufferView>,
+    slots: [Vec<BufferView>; 2],
+    /// Where rows are packed that would leave in too many messages, with the rows that each ring step packs. Exchanges
+    /// come one after another, so one buffer serves them all.
+    packed: (Vec<BufferView>, Vec<u64>),
     home: Option<Home>,
 }
 
 /// How the partial gradients of what travelled come home.
 struct Home {
     /// The sums they are added to.
-    sums: Vec<View>,
+    sums: Vec<BufferView>,
     /// What kernels write.
-    fresh: [Vec<View>; 2],
+    fresh: [Vec<BufferView>; 2],
     /// What leaves: `fresh`, or a narrower copy of it.
-    leaving: [Vec<View>; 2],
+    leaving: [Vec<BufferView>; 2],
     /// What arrives.
-    arriving: Vec<View>,
+    arriving: Vec<BufferView>,
 }
 
 /// Where a visit's rows lie, and what attending them must wait for.
 pub(super) struct Arrival {
-    pub at: Vec<View>,
+    pub at: Vec<BufferView>,
     pub wait: Option<usize>,
     slot: Option<usize>,
 }
@@ -89,6 +93,7 @@ impl Ring {
             arrivals: Turn::default(),
             partials: Turn::default(),
             regions: Vec::new(),
+            packed: Vec::new(),
             homes: Vec::new(),
         }
     }
@@ -100,11 +105,11 @@ impl Builder<'_> {
         &mut self,
         regions: &mut Vec<[Region; 2]>,
         name: &'static str,
-        like: &[View],
+        like: &[BufferView],
         dtype: Option<Dtype>,
         rows: u64,
         slots: usize,
-    ) -> [Vec<View>; 2] {
+    ) -> [Vec<BufferView>; 2] {
         while regions.len() < like.len() {
             let pair = [self.region(Life::Ring, 0), self.region(Life::Ring, 0)];
             regions.push(pair);
@@ -125,22 +130,23 @@ impl Builder<'_> {
     pub(super) fn travel(
         &mut self,
         ring: &mut Ring,
-        visitors: Visitors,
+        circulating_side: CirculatingSide,
         round: usize,
-        own: Vec<View>,
-        sums: Option<(Vec<View>, Dtype)>,
+        own: Vec<BufferView>,
+        sums: Option<(Vec<BufferView>, Dtype)>,
     ) -> Travel {
-        let visits = self.out.visits(visitors).clone();
-        let arrivals = visits.list().iter().filter(|v| v.step > 0 && v.rows_in > 0).count();
+        let ring_steps = self.out.ring_steps(circulating_side).clone();
+        let arrivals = ring_steps.list().iter().filter(|v| v.step > 0 && v.rows_in > 0).count();
         // Earlier rounds used both slots if they used any twice; turns go on across rounds.
         let slots = if round > 0 && arrivals > 0 { 2 } else { arrivals };
         let slots = if self.plan.mesh().ring == 1 { 0 } else { slots };
         let mut regions = core::mem::take(&mut ring.regions);
-        let slot_views = self.two_of(&mut regions, "visitor", &own, None, visits.slot_rows(), slots);
+        let slot_views = self.two_of(&mut regions, "visitor", &own, None, ring_steps.slot_rows(), slots);
         ring.regions = regions;
-        let home = sums.filter(|_| visits.list().len() > 1).map(|(sums, wire)| {
+        let packed = self.packed(ring, &ring_steps, &own);
+        let home = sums.filter(|_| ring_steps.list().len() > 1).map(|(sums, wire)| {
             let mut homes = core::mem::take(&mut ring.homes);
-            let (n, rows) = (sums.len(), visits.slot_rows());
+            let (n, rows) = (sums.len(), ring_steps.slot_rows());
             let whole = self.dtype_of(sums[0]);
             while homes.len() < 3 * n {
                 homes.push([self.region(Life::Ring, 0), self.region(Life::Ring, 0)]);
@@ -153,22 +159,41 @@ impl Builder<'_> {
             let fresh = third(self, 0, "partial gradient", whole, rows, if narrow { slots.min(1) } else { slots });
             let leaving = if narrow { third(self, 1, "partial to travel", wire, rows, slots) } else { fresh.clone() };
             let fresh = if narrow { [fresh[0].clone(), fresh[0].clone()] } else { fresh };
-            let [arriving, _] = third(self, 2, "gradient from peer", wire, visits.return_rows(), 1);
+            let [arriving, _] = third(self, 2, "gradient from peer", wire, ring_steps.return_rows(), 1);
             ring.homes = homes;
             Home { sums, fresh, leaving, arriving }
         });
-        Travel { visitors, visits, round, own, slots: slot_views, home }
+        Travel { circulating_side, ring_steps, round, own, slots: slot_views, packed, home }
+    }
+
+    /// Buffers for rows that would leave in too many messages, and how many rows each ring step packs.
+    fn packed(&mut self, ring: &mut Ring, ring_steps: &RingSteps, own: &[BufferView]) -> (Vec<BufferView>, Vec<u64>) {
+        let mut expansion = Expansion::default();
+        let rows: Vec<u64> =
+            (0..ring_steps.list().len()).map(|i| expansion.packed_rows(ring_steps, i, own.len())).collect();
+        let most = rows.iter().copied().max().unwrap_or(0);
+        if most == 0 {
+            return (Vec::new(), rows);
+        }
+        while ring.packed.len() < own.len() {
+            ring.packed.push(self.region(Life::Ring, 0));
+        }
+        let buffers = own.iter().zip(ring.packed.clone()).map(|(&v, region)| {
+            let (dtype, dim) = (self.dtype_of(v), self.dim_of(v));
+            self.buffer_in(region, "packed for a peer", dtype, most, v.heads, dim)
+        });
+        (buffers.collect(), rows)
     }
 
     /// Adds the fetch of a visit, if it has one. Follow it with [`Ring::attend`] when rows arrive.
-    pub(super) fn fetch(&mut self, ring: &mut Ring, t: &Travel, visit: usize) -> Arrival {
-        let v = t.visits.list()[visit];
+    pub(super) fn fetch(&mut self, ring: &mut Ring, t: &Travel, ring_step: usize) -> Arrival {
+        let v = t.ring_steps.list()[ring_step];
         if v.step == 0 || self.plan.mesh().ring == 1 {
             return Arrival { at: t.own.clone(), wait: None, slot: None };
         }
         let slot = (v.rows_in > 0).then(|| ring.arrivals.take());
         let at = &t.slots[slot.unwrap_or(0)];
-        if t.visits.form() == Form::Ordered && slot.is_some() {
+        if t.ring_steps.form() == Form::Ordered && slot.is_some() {
             // The own share takes its place in the slot, so that one call meets everything.
             let begin = self.out.blocks.len() as u32;
             for (&own, slot) in t.own.iter().zip(at) {
@@ -176,14 +201,23 @@ impl Builder<'_> {
             }
             let end = self.out.blocks.len() as u32;
             if begin < end {
-                ring.compute.push(Item { kind: Kind::Transform { begin, end }, step: v.step, after: [None; 2] });
+                ring.compute.push(Item { kind: OpKind::Transform { begin, end }, step: v.step, after: [None; 2] });
             }
         }
         // In the ordered form the rows that land in the slot include the own ones, which do not travel.
-        let staying = if t.visits.form() == Form::Ordered { t.own[0].rows } else { 0 };
+        let staying = if t.ring_steps.form() == Form::Ordered { t.own[0].rows } else { 0 };
         let wait = if v.rows_in > staying || v.rows_out > 0 {
-            let carry = t.own.iter().zip(at).map(|(&own, &slot)| Carry { own, slot }).collect();
-            let kind = Kind::Fetch { visit: visit as u32, visits: t.visitors, carry };
+            let (buffers, rows) = &t.packed;
+            let packed: Vec<BufferView> = buffers.iter().map(|b| b.slice(0, rows[ring_step])).collect();
+            let packed = if rows[ring_step] > 0 { packed } else { Vec::new() };
+            let ring_steps = t.circulating_side;
+            if !packed.is_empty() {
+                let carry = t.own.iter().zip(&packed).map(|(&own, &slot)| StepTensor { own, slot }).collect();
+                let kind = OpKind::Pack { ring_step: ring_step as u32, ring_steps, carry };
+                ring.communication.push(((t.round, 2 * v.step), Item { kind, step: v.step, after: [None; 2] }));
+            }
+            let carry = t.own.iter().zip(at).map(|(&own, &slot)| StepTensor { own, slot }).collect();
+            let kind = OpKind::Fetch { ring_step: ring_step as u32, ring_steps, carry, packed };
             let after = [slot.and_then(|s| ring.arrivals.used[s]), None];
             ring.communication.push(((t.round, 2 * v.step), Item { kind, step: v.step, after }));
             slot.map(|_| ring.communication.len() - 1)
@@ -199,16 +233,16 @@ impl Builder<'_> {
         &mut self,
         ring: &mut Ring,
         t: &Travel,
-        visit: usize,
+        ring_step: usize,
         arrival: &Arrival,
-        call: impl FnOnce(&[View], Option<&[View]>) -> Kind,
+        call: impl FnOnce(&[BufferView], Option<&[BufferView]>) -> OpKind,
     ) {
-        let v = t.visits.list()[visit];
+        let v = t.ring_steps.list()[ring_step];
         let travelled = arrival.slot.is_some();
         let mut after = [arrival.wait, None];
         let mut attended = None;
         let mut turn = 0;
-        if v.step == 0 || v.rows_in > 0 || t.visits.form() == Form::Ordered {
+        if v.step == 0 || v.rows_in > 0 || t.ring_steps.form() == Form::Ordered {
             let partials = t.home.as_ref().map(|h| {
                 if !travelled {
                     return &h.sums;
@@ -232,21 +266,34 @@ impl Builder<'_> {
                     self.block(leaving.slice(0, v.rows_in), &[fresh.slice(0, v.rows_in)]);
                 }
                 let end = self.out.blocks.len() as u32;
-                let kind = Kind::Transform { begin, end };
+                let kind = OpKind::Transform { begin, end };
                 ring.compute.push(Item { kind, step: v.step, after: [free, None] });
             }
             attended = Some(ring.compute.len() - 1);
         }
         if let (Some(home), true) = (&t.home, v.step > 0) {
-            self.come_home(ring, t, home, visit, turn, attended.filter(|_| travelled));
+            self.come_home(ring, t, home, ring_step, turn, attended.filter(|_| travelled));
         }
     }
 
-    fn come_home(&mut self, ring: &mut Ring, t: &Travel, home: &Home, visit: usize, turn: usize, made: Option<usize>) {
-        let v = t.visits.list()[visit];
+    fn come_home(
+        &mut self,
+        ring: &mut Ring,
+        t: &Travel,
+        home: &Home,
+        ring_step: usize,
+        turn: usize,
+        made: Option<usize>,
+    ) {
+        let v = t.ring_steps.list()[ring_step];
         let order = (t.round, 2 * (v.step + 2) + 1);
-        let pairs = |own: &[View]| own.iter().zip(&home.arriving).map(|(&own, &slot)| Carry { own, slot }).collect();
-        let kind = Kind::Return { visit: visit as u32, visits: t.visitors, carry: pairs(&home.leaving[turn]) };
+        let pairs =
+            |own: &[BufferView]| own.iter().zip(&home.arriving).map(|(&own, &slot)| StepTensor { own, slot }).collect();
+        let kind = OpKind::Return {
+            ring_step: ring_step as u32,
+            ring_steps: t.circulating_side,
+            carry: pairs(&home.leaving[turn]),
+        };
         ring.communication.push((order, Item { kind, step: v.step, after: [made, None] }));
         if made.is_some() {
             ring.partials.used[turn] = Some(ring.communication.len() - 1);
@@ -254,7 +301,11 @@ impl Builder<'_> {
         if v.rows_out > 0 {
             // The sums begin with the own share's call, the round's first that writes them.
             let begun = ring.compute.iter().position(|i| writes(&i.kind, home.sums[0]));
-            let kind = Kind::Reduce { visit: visit as u32, visits: t.visitors, carry: pairs(&home.sums) };
+            let kind = OpKind::Reduce {
+                ring_step: ring_step as u32,
+                ring_steps: t.circulating_side,
+                carry: pairs(&home.sums),
+            };
             ring.communication.push((order, Item { kind, step: v.step, after: [begun, None] }));
         }
     }
@@ -298,9 +349,9 @@ impl Builder<'_> {
 }
 
 /// Whether a call begins the sums that `first` belongs to.
-fn writes(kind: &Kind, first: View) -> bool {
+fn writes(kind: &OpKind, first: BufferView) -> bool {
     match kind {
-        Kind::Backward(op) => op.dq == Some(first) || op.dkv.is_some_and(|(dk, _)| dk == first),
+        OpKind::Backward(op) => op.dq == Some(first) || op.dkv.is_some_and(|(dk, _)| dk == first),
         _ => false,
     }
 }

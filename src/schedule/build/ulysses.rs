@@ -8,25 +8,25 @@
 
 use alloc::vec::Vec;
 
-use super::{Builder, Life, Pass};
+use super::builder::{Builder, Life, Pass};
 use crate::{
     batch::Side,
     element::Dtype,
     plan::Wire,
-    schedule::{Buf, Direction, Kind, Lane, SINK_DIGITS, Tensor, View},
+    schedule::{Buf, BufferView, Direction, Lane, OpKind, SINK_DIGITS, TensorId},
 };
 
 /// The rank's ring share for its own heads: the caller's tensors where there is one Ulysses rank, buffers elsewhere.
 pub(super) struct Held {
-    pub q: View,
+    pub q: BufferView,
     /// By pass.
-    pub k: Vec<View>,
+    pub k: Vec<BufferView>,
     /// By pass.
-    pub v: Vec<View>,
+    pub v: Vec<BufferView>,
     /// Backward only.
     pub row: Option<RowSide>,
     /// Backward only: delta of the rank's own rows, all heads.
-    pub local_delta: Option<View>,
+    pub local_delta: Option<BufferView>,
     /// The last transform on the compute lane, and the exchange on the other.
     pub compute: Option<u32>,
     pub communication: Option<u32>,
@@ -35,9 +35,9 @@ pub(super) struct Held {
 /// What the backward needs of each q row.
 #[derive(Clone, Copy)]
 pub(super) struct RowSide {
-    pub d_o: View,
-    pub lse: View,
-    pub delta: View,
+    pub d_o: BufferView,
+    pub lse: BufferView,
+    pub delta: BufferView,
 }
 
 /// Which heads of a tensor a Ulysses rank holds.
@@ -59,28 +59,28 @@ impl Builder<'_> {
         }
     }
 
-    pub(super) fn dim_of(&self, view: View) -> usize {
+    pub(super) fn dim_of(&self, view: BufferView) -> usize {
         let p = self.plan.problem();
         match view.buf {
             Buf::Work(i) => self.out.buffers[i as usize].dim as usize,
-            Buf::User(Tensor::Q | Tensor::K | Tensor::Dq | Tensor::Dk) => p.head_dim(),
-            Buf::User(Tensor::V | Tensor::O | Tensor::DO | Tensor::Dv) => p.v_head_dim(),
-            Buf::User(Tensor::Lse | Tensor::Sinks | Tensor::Dsinks) => 1,
+            Buf::User(TensorId::Q | TensorId::K | TensorId::Dq | TensorId::Dk) => p.head_dim(),
+            Buf::User(TensorId::V | TensorId::O | TensorId::DO | TensorId::Dv) => p.value_dim(),
+            Buf::User(TensorId::Lse | TensorId::Sinks | TensorId::Dsinks) => 1,
         }
     }
 
-    pub(super) fn dtype_of(&self, view: View) -> Dtype {
+    pub(super) fn dtype_of(&self, view: BufferView) -> Dtype {
         match view.buf {
             Buf::Work(i) => self.out.buffers[i as usize].dtype,
-            Buf::User(Tensor::Lse | Tensor::Dsinks) => self.accumulator(),
-            Buf::User(Tensor::Sinks) => Dtype::F32,
+            Buf::User(TensorId::Lse | TensorId::Dsinks) => self.accumulator(),
+            Buf::User(TensorId::Sinks) => Dtype::F32,
             Buf::User(_) => self.element(),
         }
     }
 
     /// Brings `source` (this rank's rows, all heads) to the ring share's rows for the rank's own heads. `compact` asks
     /// for a copy where the caller's tensor would do but for its strides.
-    fn bring(&mut self, name: &'static str, source: View, side: Side, heads: Heads, compact: bool) -> View {
+    fn bring(&mut self, name: &'static str, source: BufferView, side: Side, heads: Heads, compact: bool) -> BufferView {
         let (dtype, dim) = (self.dtype_of(source), self.dim_of(source));
         let me = self.place.ulysses;
         let (first, count) = self.span(heads, me);
@@ -117,22 +117,22 @@ impl Builder<'_> {
         let pack_q = queries_travel && options.pack_inputs;
         let pack_k = self.out.keys.is_some() && ringed && (options.pack_inputs || options.passes > 1);
         let row_source = backward.then(|| {
-            let (heads, rows) = (self.plan.problem().heads() as u32, self.user(Tensor::Q).rows);
+            let (heads, rows) = (self.plan.problem().heads() as u32, self.user(TensorId::Q).rows);
             let delta = self.buffer(Life::Throughout, "delta", self.accumulator(), rows, heads, 1);
-            self.push(Kind::Delta { delta }, Lane::Compute, 0, "ulysses in", None);
+            self.push(OpKind::Delta { delta }, Lane::Compute, 0, "ulysses in", None);
             delta
         });
-        let q = self.bring("q", self.user(Tensor::Q), Side::Q, Heads::Q, pack_q);
+        let q = self.bring("q", self.user(TensorId::Q), Side::Q, Heads::Q, pack_q);
         let row = row_source.map(|delta| RowSide {
-            d_o: self.bring("do", self.user(Tensor::DO), Side::Q, Heads::Q, pack_q),
-            lse: self.bring("lse", self.user(Tensor::Lse), Side::Q, Heads::Q, queries_travel),
+            d_o: self.bring("do", self.user(TensorId::DO), Side::Q, Heads::Q, pack_q),
+            lse: self.bring("lse", self.user(TensorId::Lse), Side::Q, Heads::Q, queries_travel),
             delta: self.bring("delta of the share", delta, Side::Q, Heads::Q, false),
         });
         let (mut k, mut v) = (Vec::new(), Vec::new());
         for pass in 0..options.passes {
             let brought = (
-                self.bring("k", self.user(Tensor::K), Side::K, Heads::Kv(pass), pack_k),
-                self.bring("v", self.user(Tensor::V), Side::K, Heads::Kv(pass), pack_k),
+                self.bring("k", self.user(TensorId::K), Side::K, Heads::Kv(pass), pack_k),
+                self.bring("v", self.user(TensorId::V), Side::K, Heads::Kv(pass), pack_k),
             );
             if brought.0.heads > 0 {
                 k.push(brought.0);
@@ -146,7 +146,7 @@ impl Builder<'_> {
     }
 
     /// Returns rows of `held` (the ring share for the rank's own q heads) to the ranks that brought them.
-    fn give_back(&mut self, tensor: Tensor, held: View) {
+    fn give_back(&mut self, tensor: TensorId, held: BufferView) {
         let user = self.user(tensor);
         if held.buf == user.buf {
             return;
@@ -160,7 +160,7 @@ impl Builder<'_> {
     }
 
     /// Sends `u` its rows of `held`; returns where the rows of its `count` heads arrive.
-    fn trade_back(&mut self, held: View, side: Side, u: usize, count: u32, me: usize) -> View {
+    fn trade_back(&mut self, held: BufferView, side: Side, u: usize, count: u32, me: usize) -> BufferView {
         let (off, rows) = self.part(side, u);
         if u == me {
             return held.slice(off, rows);
@@ -175,14 +175,14 @@ impl Builder<'_> {
 
     /// Returns gradients of k or v: `held` has the rank's own kv heads, or one partial for each of its q heads. `wire`,
     /// if any, is the same in the type that travels.
-    fn give_back_keys(&mut self, tensor: Tensor, held: View, wire: Option<View>, per_q_head: bool) {
+    fn give_back_keys(&mut self, tensor: TensorId, held: BufferView, wire: Option<BufferView>, per_q_head: bool) {
         let user = self.user(tensor);
         if held.buf == user.buf {
             return;
         }
         let me = self.place.ulysses;
         let own = held.slice(self.part(Side::K, me).0, self.part(Side::K, me).1);
-        let from: Vec<View> = (0..self.out.ulysses)
+        let from: Vec<BufferView> = (0..self.out.ulysses)
             .map(|u| {
                 let share = &self.heads[u];
                 let count = if per_q_head { share.q.len() } else { share.kv.len() } as u32;
@@ -214,7 +214,7 @@ impl Builder<'_> {
     }
 
     /// A copy of `held` in `dtype`, to travel. `own` are rows that stay and are left out.
-    fn narrowed(&mut self, held: View, dtype: Dtype, own: Option<(u64, u64)>) -> View {
+    fn narrowed(&mut self, held: BufferView, dtype: Dtype, own: Option<(u64, u64)>) -> BufferView {
         let dim = self.dim_of(held);
         let copy = self.buffer(Life::Out, "narrowed to travel", dtype, held.rows, held.heads, dim);
         let (first, rows) = own.unwrap_or((held.rows, 0));
@@ -225,10 +225,10 @@ impl Builder<'_> {
     }
 
     /// o and lse to the caller.
-    pub(super) fn trade_out_forward(&mut self, o: View, lse: View) {
+    pub(super) fn trade_out_forward(&mut self, o: BufferView, lse: BufferView) {
         let (blocks, messages) = (self.out.blocks.len(), self.out.messages.len());
-        self.give_back(Tensor::O, o);
-        self.give_back(Tensor::Lse, lse);
+        self.give_back(TensorId::O, o);
+        self.give_back(TensorId::Lse, lse);
         let arrived = self.push_messages(messages, "ulysses out", self.last().compute);
         self.push_blocks(blocks, "ulysses out", arrived);
     }
@@ -237,7 +237,7 @@ impl Builder<'_> {
     ///
     /// What has one holder is rounded before it travels, which changes no bit and halves the bytes. What several ranks
     /// hold travels as the plan's wire says and is rounded after it is summed.
-    pub(super) fn trade_out_backward(&mut self, dq: View, dkv: (View, View), per_q_head: bool) {
+    pub(super) fn trade_out_backward(&mut self, dq: BufferView, dkv: (BufferView, BufferView), per_q_head: bool) {
         let last = self.last();
         let blocks = self.out.blocks.len();
         let (e, a) = (self.element(), self.accumulator());
@@ -250,27 +250,27 @@ impl Builder<'_> {
         };
         let dq_out = if trading && e != a { self.narrowed(dq, e, None) } else { dq };
         let own = self.part(Side::K, self.place.ulysses);
-        let narrow = |b: &mut Self, held: View| (trading && wire != a).then(|| b.narrowed(held, wire, Some(own)));
+        let narrow = |b: &mut Self, held: BufferView| (trading && wire != a).then(|| b.narrowed(held, wire, Some(own)));
         let (dk_wire, dv_wire) = (narrow(self, dkv.0), narrow(self, dkv.1));
         let cast = self.push_blocks(blocks, "ulysses out", last.communication);
         let (blocks, messages) = (self.out.blocks.len(), self.out.messages.len());
-        self.give_back(Tensor::Dq, dq_out);
-        self.give_back_keys(Tensor::Dk, dkv.0, dk_wire, per_q_head);
-        self.give_back_keys(Tensor::Dv, dkv.1, dv_wire, per_q_head);
+        self.give_back(TensorId::Dq, dq_out);
+        self.give_back_keys(TensorId::Dk, dkv.0, dk_wire, per_q_head);
+        self.give_back_keys(TensorId::Dv, dkv.1, dv_wire, per_q_head);
         let arrived = self.push_messages(messages, "ulysses out", cast.or(last.compute));
         self.push_blocks(blocks, "ulysses out", arrived.or(last.communication));
     }
 
     /// The sinks' gradient: each rank's partial to all of the group, summed in rank order on each.
-    pub(super) fn sink_gradient(&mut self, delta: View) -> View {
+    pub(super) fn sink_gradient(&mut self, delta: BufferView) -> BufferView {
         let heads = self.plan.problem().heads() as u32;
         let dim = if self.plan.options().reproducible { SINK_DIGITS } else { 1 };
         let partial = self.buffer(Life::Throughout, "sink gradient", self.accumulator(), 1, heads, dim);
-        self.push(Kind::SinkGradient { delta, partial }, Lane::Compute, 0, "sinks", None);
+        self.push(OpKind::SinkGradient { delta, partial }, Lane::Compute, 0, "sinks", None);
         partial
     }
 
-    pub(super) fn trade_sink_gradients(&mut self, partial: View) {
+    pub(super) fn trade_sink_gradients(&mut self, partial: BufferView) {
         let (blocks, messages) = (self.out.blocks.len(), self.out.messages.len());
         let mut sources = Vec::new();
         for peer in self.out.group.clone() {
@@ -288,13 +288,13 @@ impl Builder<'_> {
         let sum = if exact {
             self.buffer(Life::Throughout, "sum of sink gradients", self.accumulator(), 1, partial.heads, SINK_DIGITS)
         } else {
-            self.user(Tensor::Dsinks)
+            self.user(TensorId::Dsinks)
         };
         self.block(sum, &sources);
         let arrived = self.push_messages(messages, "sinks", self.last().compute);
         self.push_blocks(blocks, "sinks", arrived);
         if exact {
-            self.push(Kind::SinkTotal { digits: sum }, Lane::Compute, 0, "sinks", None);
+            self.push(OpKind::SinkTotal { digits: sum }, Lane::Compute, 0, "sinks", None);
         }
     }
 }

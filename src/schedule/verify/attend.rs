@@ -10,9 +10,9 @@ use super::{
 };
 use crate::{
     batch::Side,
+    call::{Gradients, HeadMap, Mode, Range},
     error::Result,
-    kernel::{Gradients, HeadMap, Mode, Range},
-    schedule::{AttendOp, BackwardOp, Tensor, View},
+    schedule::{AttendOp, BackwardOp, BufferView, TensorId},
 };
 
 /// Rows of a range whose positions are in `low..=high`: positions ascend, so they are one run.
@@ -59,7 +59,7 @@ impl<'a> Prover<'a> {
     }
 
     fn geometry(&self, r: usize, op: usize, met: &Met) -> Result<Geometry> {
-        let mask = self.plan.problem().window();
+        let mask = self.plan.problem().mask();
         let of = |side, ranges: &mut dyn Iterator<Item = &Range>| -> Result<Vec<Vec<u32>>> {
             ranges.map(|x| self.claimed(r, op, side, x)).collect()
         };
@@ -124,7 +124,7 @@ impl<'a> Prover<'a> {
     }
 
     /// That the heads of a call are those its map says, each read; `(first q head, q heads, first kv head, kv heads)`.
-    fn heads(&self, r: usize, op: usize, map: HeadMap, q: &View, k: &View) -> Result<()> {
+    fn heads(&self, r: usize, op: usize, map: HeadMap, q: &BufferView, k: &BufferView) -> Result<()> {
         let p = self.plan.problem();
         let last = map.q_offset.saturating_add(q.heads);
         let low = map.q_offset.checked_div(map.group).unwrap_or(u32::MAX);
@@ -140,7 +140,7 @@ impl<'a> Prover<'a> {
         Ok(())
     }
 
-    fn same_shape(&self, r: usize, op: usize, like: &View, others: &[&View]) -> Result<()> {
+    fn same_shape(&self, r: usize, op: usize, like: &BufferView, others: &[&BufferView]) -> Result<()> {
         if let Some(v) = others.iter().find(|v| (v.rows, v.heads) != (like.rows, like.heads)) {
             return Err(self.err(r, op, format!("{v:?} has not the rows and heads of {like:?}")));
         }
@@ -153,7 +153,7 @@ impl<'a> Prover<'a> {
         &mut self,
         r: usize,
         op: usize,
-        views: &[(&View, What)],
+        views: &[(&BufferView, What)],
         ranges: &mut dyn Iterator<Item = &'a Range>,
         tokens: &[Vec<u32>],
         met: &[Vec<bool>],
@@ -186,23 +186,24 @@ impl<'a> Prover<'a> {
         for (v, dtype, dim) in [
             (&a.q, element, p.head_dim()),
             (&a.k, element, p.head_dim()),
-            (&a.v, element, p.v_head_dim()),
-            (&a.o, element, p.v_head_dim()),
+            (&a.v, element, p.value_dim()),
+            (&a.o, element, p.value_dim()),
             (&a.lse, accumulator, 1),
         ] {
             self.typed(r, op, v, dtype, dim)?;
         }
-        if let Some(running) = &a.running {
-            self.same_shape(r, op, &a.q, &[running])?;
-            self.typed(r, op, running, accumulator, p.v_head_dim())?;
+        if let Some((o, lse)) = &a.running {
+            self.same_shape(r, op, &a.q, &[o, lse])?;
+            self.typed(r, op, o, accumulator, p.value_dim())?;
+            self.typed(r, op, lse, accumulator, 2)?;
         }
         let g = self.geometry(r, op, met)?;
         self.met_for_queries += g.pairs * u128::from(a.q.heads);
         let call = self.remember(r, op, met, &g)?;
         let (q0, kv0) = (a.heads.q_offset, a.heads.kv_offset);
         let mut queries = met.q.iter().map(|q| &q.range);
-        self.inputs(r, op, &[(&a.q, What::Input(Tensor::Q))], &mut queries, &g.q, &g.q_met, q0)?;
-        let views = [(&a.k, What::Input(Tensor::K)), (&a.v, What::Input(Tensor::V))];
+        self.inputs(r, op, &[(&a.q, What::Input(TensorId::Q))], &mut queries, &g.q, &g.q_met, q0)?;
+        let views = [(&a.k, What::Input(TensorId::K)), (&a.v, What::Input(TensorId::V))];
         self.inputs(r, op, &views, &mut met.k.iter(), &g.k, &g.k_met, kv0)?;
         let atoms: Vec<u32> = (0..a.q.heads).map(|h| self.lists.one(Atom { call, head: q0 + h, heads: 1 })).collect();
         for (i, q) in met.q.iter().enumerate() {
@@ -228,43 +229,42 @@ impl<'a> Prover<'a> {
         added: Option<&[u32]>,
     ) -> Result<()> {
         let first = a.heads.q_offset;
-        let running = match (&a.running, mode) {
-            (Some(v), _) => Some(v),
-            (None, Mode::Only) => None,
-            (None, _) => return Err(self.err(r, op, format!("mode {mode:?} without a running o"))),
-        };
+        if a.running.is_none() && mode != Mode::Only {
+            return Err(self.err(r, op, format!("mode {mode:?} without a running o")));
+        }
         let mut lists = Vec::with_capacity(a.q.heads as usize);
         for h in 0..a.q.heads {
-            let lse = *self.memories[r].cell(&a.lse, row, h);
             let mut list = 0;
-            if let (true, Some(running)) = (mode.continues(), running) {
-                self.expect(r, op, &a.lse, row, h, Cell::new(What::Running(Tensor::Lse), token, first + h, 0))?;
-                self.expect(r, op, running, row, h, Cell::new(What::Running(Tensor::O), token, first + h, 0))?;
-                if self.memories[r].cell(running, row, h).list != lse.list {
+            if let (true, Some((o, lse))) = (mode.continues(), &a.running) {
+                self.expect(r, op, lse, row, h, Cell::new(What::Running(TensorId::Lse), token, first + h, 0))?;
+                self.expect(r, op, o, row, h, Cell::new(What::Running(TensorId::O), token, first + h, 0))?;
+                list = self.memories[r].cell(lse, row, h).list;
+                if self.memories[r].cell(o, row, h).list != list {
                     return Err(self.err(r, op, format!("running o and lse of token {token} have met different keys")));
                 }
-                self.memories[r].cell(running, row, h).unread = 0;
-                self.memories[r].cell(&a.lse, row, h).unread = 0;
-                list = lse.list;
+                self.memories[r].cell(o, row, h).unread = 0;
+                self.memories[r].cell(lse, row, h).unread = 0;
             }
             lists.push(added.map_or(list, |atoms| self.lists.join(list, atoms[h as usize])));
         }
         let memory = &mut self.memories[r];
         let cell = |what, h: u32| Cell::new(what, token, first + h, lists[h as usize]);
-        if mode.finishes() {
-            memory.write_row(op, &a.o, row, |h| cell(What::Final(Tensor::O), h))?;
-            memory.write_row(op, &a.lse, row, |h| cell(What::Final(Tensor::Lse), h))
-        } else {
-            let running = running.unwrap_or(&a.o);
-            memory.write_row(op, running, row, |h| cell(What::Running(Tensor::O), h))?;
-            memory.write_row(op, &a.lse, row, |h| cell(What::Running(Tensor::Lse), h))
+        match (mode.finishes(), &a.running) {
+            (false, Some((o, lse))) => {
+                memory.write_row(op, o, row, |h| cell(What::Running(TensorId::O), h))?;
+                memory.write_row(op, lse, row, |h| cell(What::Running(TensorId::Lse), h))
+            }
+            _ => {
+                memory.write_row(op, &a.o, row, |h| cell(What::Final(TensorId::O), h))?;
+                memory.write_row(op, &a.lse, row, |h| cell(What::Final(TensorId::Lse), h))
+            }
         }
     }
 
     pub(super) fn backward(&mut self, r: usize, op: usize, b: &BackwardOp, met: &'a Met) -> Result<()> {
         let p = self.plan.problem();
         let (element, accumulator) = (p.dtype(), p.dtype().accumulator());
-        let (dk, dv) = (p.head_dim(), p.v_head_dim());
+        let (dk, dv) = (p.head_dim(), p.value_dim());
         self.heads(r, op, b.heads, &b.q, &b.k)?;
         self.same_shape(r, op, &b.k, &[&b.v])?;
         self.same_shape(r, op, &b.q, &[&b.d_o, &b.lse, &b.delta])?;
@@ -283,13 +283,13 @@ impl<'a> Prover<'a> {
         let (q0, kv0) = (b.heads.q_offset, b.heads.kv_offset);
         let mut queries = met.q.iter().map(|q| &q.range);
         let views = [
-            (&b.q, What::Input(Tensor::Q)),
-            (&b.d_o, What::Input(Tensor::DO)),
-            (&b.lse, What::Input(Tensor::Lse)),
+            (&b.q, What::Input(TensorId::Q)),
+            (&b.d_o, What::Input(TensorId::DO)),
+            (&b.lse, What::Input(TensorId::Lse)),
             (&b.delta, What::Delta),
         ];
         self.inputs(r, op, &views, &mut queries, &g.q, &g.q_met, q0)?;
-        let views = [(&b.k, What::Input(Tensor::K)), (&b.v, What::Input(Tensor::V))];
+        let views = [(&b.k, What::Input(TensorId::K)), (&b.v, What::Input(TensorId::V))];
         self.inputs(r, op, &views, &mut met.k.iter(), &g.k, &g.k_met, kv0)?;
         if b.gradients != Gradients::Keys {
             let Some(dq) = &b.dq else { return Err(self.err(r, op, "makes dq without a place for it")) };
@@ -302,7 +302,7 @@ impl<'a> Prover<'a> {
                 for row in 0..q.range.len {
                     let at = q.range.row as u64 + u64::from(row);
                     let added = g.q_met[i][row as usize].then_some(&*atoms);
-                    let cell = |h| Cell::new(What::Sum(Tensor::Dq), g.q[i][row as usize], q0 + h, 0);
+                    let cell = |h| Cell::new(What::Sum(TensorId::Dq), g.q[i][row as usize], q0 + h, 0);
                     self.accumulate(r, op, dq, at, q.mode.continues(), cell, added)?;
                 }
             }
@@ -315,7 +315,7 @@ impl<'a> Prover<'a> {
                 r,
                 op,
                 if b.per_q_head { &b.q } else { &b.k },
-                &[&View { rows: b.rows_like(to_k), ..*to_k }],
+                &[&BufferView { rows: b.rows_like(to_k), ..*to_k }],
             )?;
             self.same_shape(r, op, to_k, &[to_v])?;
             if to_k.rows != b.k.rows {
@@ -342,7 +342,7 @@ impl<'a> Prover<'a> {
                 for row in 0..k.len {
                     let at = k.row as u64 + u64::from(row);
                     let added = g.k_met[i][row as usize].then_some(&*atoms);
-                    for (to, tensor) in [(to_k, Tensor::Dk), (to_v, Tensor::Dv)] {
+                    for (to, tensor) in [(to_k, TensorId::Dk), (to_v, TensorId::Dv)] {
                         let cell = |h: u32| Cell::new(What::Sum(tensor), g.k[i][row as usize], spans[h as usize].0, 0);
                         self.accumulate(r, op, to, at, b.accumulate_keys, cell, added)?;
                     }
@@ -358,7 +358,7 @@ impl<'a> Prover<'a> {
         &mut self,
         r: usize,
         op: usize,
-        to: &View,
+        to: &BufferView,
         row: u64,
         continues: bool,
         cell: impl Fn(u32) -> Cell,
@@ -384,7 +384,7 @@ impl<'a> Prover<'a> {
 
 impl BackwardOp {
     /// Rows that `same_shape` should compare for dk: q's where there is one partial for each q head.
-    fn rows_like(&self, dk: &View) -> u64 {
+    fn rows_like(&self, dk: &BufferView) -> u64 {
         if self.per_q_head { self.q.rows } else { dk.rows }
     }
 }

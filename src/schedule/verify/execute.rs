@@ -4,15 +4,16 @@
 use alloc::{collections::BTreeMap, format, vec, vec::Vec};
 
 use super::{
-    RankReport, Traffic, flaw,
+    flaw::flaw,
     listed::{Met, Sum, Work},
     memory::{Cell, Memory, What},
+    report::{RankReport, Traffic},
 };
 use crate::{
     batch::Side,
     error::{Error, Result},
     plan::{Plan, Wire},
-    schedule::{Buf, SINK_DIGITS, Schedule, Tensor, View},
+    schedule::{Buf, BufferView, SINK_DIGITS, Schedule, TensorId},
 };
 
 /// What one call added to a sum: of q heads `head..head + heads`.
@@ -142,7 +143,7 @@ impl<'a> Prover<'a> {
     }
 
     /// That a view has the type of what it should hold.
-    pub fn typed(&self, r: usize, op: usize, v: &View, dtype: crate::element::Dtype, dim: usize) -> Result<()> {
+    pub fn typed(&self, r: usize, op: usize, v: &BufferView, dtype: crate::element::Dtype, dim: usize) -> Result<()> {
         let t = self.memories[r].table(v.buf);
         if (t.dtype, t.dim as usize) != (dtype, dim) {
             return Err(self.err(
@@ -155,7 +156,7 @@ impl<'a> Prover<'a> {
     }
 
     /// All rows and heads that the caller of rank `r` brought of q's side, or nothing.
-    fn whole(&self, r: usize, op: usize, v: &View) -> Result<()> {
+    fn whole(&self, r: usize, op: usize, v: &BufferView) -> Result<()> {
         let rows = self.plan.local_tokens(Side::Q, self.schedules[r].rank) as u64;
         if (v.rows, v.heads as usize) != (rows, self.plan.problem().heads()) {
             return Err(self.err(r, op, format!("{v:?} is not all of the rank's {rows} rows")));
@@ -163,10 +164,10 @@ impl<'a> Prover<'a> {
         Ok(())
     }
 
-    fn delta(&mut self, r: usize, op: usize, delta: &View) -> Result<()> {
+    fn delta(&mut self, r: usize, op: usize, delta: &BufferView) -> Result<()> {
         self.whole(r, op, delta)?;
         self.typed(r, op, delta, self.plan.problem().dtype().accumulator(), 1)?;
-        let o = View { buf: Buf::User(Tensor::O), row: 0, head: 0, ..*delta };
+        let o = BufferView { buf: Buf::User(TensorId::O), row: 0, head: 0, ..*delta };
         for row in 0..delta.rows {
             let token = self.memories[r].cell(&o, row, 0).token;
             self.memories[r].write_row(op, delta, row, |h| Cell::new(What::Delta, token, h, 0))?;
@@ -174,13 +175,13 @@ impl<'a> Prover<'a> {
         Ok(())
     }
 
-    fn sink_gradient(&mut self, r: usize, op: usize, delta: &View, partial: &View) -> Result<()> {
+    fn sink_gradient(&mut self, r: usize, op: usize, delta: &BufferView, partial: &BufferView) -> Result<()> {
         self.whole(r, op, delta)?;
         self.typed(r, op, partial, self.plan.problem().dtype().accumulator(), self.sink_dim())?;
         if !self.plan.problem().has_sinks() || (partial.rows, partial.heads) != (1, delta.heads) {
             return Err(self.err(r, op, "a gradient of sinks is one row of all q heads"));
         }
-        let lse = View { buf: Buf::User(Tensor::Lse), row: 0, head: 0, ..*delta };
+        let lse = BufferView { buf: Buf::User(TensorId::Lse), row: 0, head: 0, ..*delta };
         for row in 0..delta.rows {
             for h in 0..delta.heads {
                 let token = self.memories[r].cell(&lse, row, h).token;
@@ -191,7 +192,7 @@ impl<'a> Prover<'a> {
         let call = self.calls.len() as u32;
         self.calls.push(Call { rank: r, op, q: Vec::new(), k: Vec::new(), readers: Vec::new(), met: None });
         let lists: Vec<u32> = (0..partial.heads).map(|head| self.lists.one(Atom { call, head, heads: 1 })).collect();
-        self.memories[r].write_row(op, partial, 0, |h| Cell::new(What::Sum(Tensor::Dsinks), 0, h, lists[h as usize]))
+        self.memories[r].write_row(op, partial, 0, |h| Cell::new(What::Sum(TensorId::Dsinks), 0, h, lists[h as usize]))
     }
 
     /// An exact sum travels as digits.
@@ -210,7 +211,7 @@ impl<'a> Prover<'a> {
     }
 
     /// That a cell holds what it should (contributions aside).
-    pub fn expect(&mut self, r: usize, op: usize, v: &View, row: u64, head: u32, want: Cell) -> Result<()> {
+    pub fn expect(&mut self, r: usize, op: usize, v: &BufferView, row: u64, head: u32, want: Cell) -> Result<()> {
         let cell = *self.memories[r].cell(v, row, head);
         if (cell.what, cell.token, cell.head) != (want.what, want.token, want.head) {
             let name = self.memories[r].name(v.buf);

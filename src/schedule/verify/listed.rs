@@ -1,20 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A schedule with every operation written out: what a runtime would hand to kernels and transports, all at once.
 
-use alloc::{format, vec, vec::Vec};
+use alloc::{collections::BTreeMap, format, vec, vec::Vec};
 
-use super::{flaw, memory::Memory};
+use super::{flaw::flaw, memory::Memory};
 use crate::{
+    call::{QRange, Range},
     error::Result,
-    kernel::{QRange, Range},
-    schedule::{AttendOp, BackwardOp, Buf, Kind, MessageView, Schedule, Tensor, View, Visitors, expand::Expansion},
+    schedule::{
+        AttendOp, BackwardOp, Buf, BufferView, CirculatingSide, MessageView, OpKind, Schedule, TensorId,
+        expand::{Expansion, MESSAGES_PER_PEER},
+    },
 };
 
 /// One block: `dst = Σ sources`.
 #[derive(Clone, Debug)]
 pub(super) struct Sum {
-    pub dst: View,
-    pub sources: Vec<View>,
+    pub dst: BufferView,
+    pub sources: Vec<BufferView>,
 }
 
 /// The ranges and pairs of a call.
@@ -36,11 +39,11 @@ impl Met {
 #[derive(Clone, Debug)]
 pub(super) enum Work {
     Delta {
-        delta: View,
+        delta: BufferView,
     },
     SinkGradient {
-        delta: View,
-        partial: View,
+        delta: BufferView,
+        partial: BufferView,
     },
     /// To the content of rows a copy: digits become a number.
     SinkTotal(Sum),
@@ -63,15 +66,15 @@ pub(super) fn list(s: &Schedule) -> Result<Vec<Work>> {
 
 fn list_one(s: &Schedule, i: usize, e: &mut Expansion) -> Result<Work> {
     let err = |text| flaw(s.rank, i, text);
-    let visit_exists = |visitors: Visitors, visit: u32| {
-        let visits = match visitors {
-            Visitors::Keys => &s.keys,
-            Visitors::Queries => &s.queries,
+    let visit_exists = |circulating_side: CirculatingSide, ring_step: u32| {
+        let ring_steps = match circulating_side {
+            CirculatingSide::Keys => &s.keys,
+            CirculatingSide::Queries => &s.queries,
         };
-        match visits {
-            Some(v) if (visit as usize) < v.list().len() => Ok(()),
-            Some(v) => Err(err(format!("names visit {visit} of {}", v.list().len()))),
-            None => Err(err(format!("names visits of {visitors:?}, which the schedule lacks"))),
+        match ring_steps {
+            Some(v) if (ring_step as usize) < v.list().len() => Ok(()),
+            Some(v) => Err(err(format!("names ring_step {ring_step} of {}", v.list().len()))),
+            None => Err(err(format!("names ring_steps of {circulating_side:?}, which the schedule lacks"))),
         }
     };
     let entries = |begin: u32, end: u32, len: usize| {
@@ -81,39 +84,39 @@ fn list_one(s: &Schedule, i: usize, e: &mut Expansion) -> Result<Work> {
         Ok(())
     };
     Ok(match &s.ops[i].kind {
-        Kind::Delta { delta } => Work::Delta { delta: *delta },
-        Kind::SinkGradient { delta, partial } => Work::SinkGradient { delta: *delta, partial: *partial },
-        Kind::SinkTotal { digits } => {
-            let dst = View { buf: Buf::User(Tensor::Dsinks), ..*digits };
+        OpKind::Delta { delta } => Work::Delta { delta: *delta },
+        OpKind::SinkGradient { delta, partial } => Work::SinkGradient { delta: *delta, partial: *partial },
+        OpKind::SinkTotal { digits } => {
+            let dst = BufferView { buf: Buf::User(TensorId::Dsinks), ..*digits };
             Work::SinkTotal(Sum { dst, sources: vec![*digits] })
         }
-        Kind::Transform { begin, end } => {
+        OpKind::Transform { begin, end } => {
             entries(*begin, *end, s.blocks.len())?;
             for b in &s.blocks[*begin as usize..*end as usize] {
                 entries(b.sources_begin, b.sources_end, s.sources.len())?;
             }
             sums(s, i, e)?
         }
-        Kind::Reduce { visit, visits, .. } => {
-            visit_exists(*visits, *visit)?;
+        OpKind::Pack { ring_step, ring_steps, .. } | OpKind::Reduce { ring_step, ring_steps, .. } => {
+            visit_exists(*ring_steps, *ring_step)?;
             sums(s, i, e)?
         }
-        Kind::Exchange { begin, end } => {
+        OpKind::Exchange { begin, end } => {
             entries(*begin, *end, s.messages.len())?;
             Work::Exchange { messages: e.messages(s, i).to_vec(), strict: false }
         }
-        Kind::Fetch { visit, visits, .. } | Kind::Return { visit, visits, .. } => {
-            visit_exists(*visits, *visit)?;
-            let strict = matches!(s.ops[i].kind, Kind::Fetch { .. });
+        OpKind::Fetch { ring_step, ring_steps, .. } | OpKind::Return { ring_step, ring_steps, .. } => {
+            visit_exists(*ring_steps, *ring_step)?;
+            let strict = matches!(s.ops[i].kind, OpKind::Fetch { .. });
             Work::Exchange { messages: e.messages(s, i).to_vec(), strict }
         }
-        Kind::Attend(op) => {
-            visit_exists(Visitors::Keys, op.visit)?;
-            Work::Attend(*op, met(s, Visitors::Keys, op.visit, e))
+        OpKind::Attend(op) => {
+            visit_exists(CirculatingSide::Keys, op.ring_step)?;
+            Work::Attend(*op, met(s, CirculatingSide::Keys, op.ring_step, e))
         }
-        Kind::Backward(op) => {
-            visit_exists(op.visits, op.visit)?;
-            Work::Backward(*op, met(s, op.visits, op.visit, e))
+        OpKind::Backward(op) => {
+            visit_exists(op.ring_steps, op.ring_step)?;
+            Work::Backward(*op, met(s, op.ring_steps, op.ring_step, e))
         }
     })
 }
@@ -131,15 +134,15 @@ fn sums(s: &Schedule, i: usize, e: &mut Expansion) -> Result<Work> {
     Ok(Work::Sums(parts))
 }
 
-fn met(s: &Schedule, visitors: Visitors, visit: u32, e: &mut Expansion) -> Met {
-    s.visits(visitors).ranges(visit as usize, &mut e.scratch);
+fn met(s: &Schedule, circulating_side: CirculatingSide, ring_step: u32, e: &mut Expansion) -> Met {
+    s.ring_steps(circulating_side).ranges(ring_step as usize, &mut e.scratch);
     let r = e.scratch.ranges();
     Met { q: r.q.to_vec(), k: r.k.to_vec(), pairs: r.pairs.to_vec() }
 }
 
 impl Work {
     /// Calls `each` for every view.
-    fn views(&self, mut each: impl FnMut(&View) -> Result<()>) -> Result<()> {
+    fn views(&self, mut each: impl FnMut(&BufferView) -> Result<()>) -> Result<()> {
         match self {
             Self::Delta { delta } => each(delta),
             Self::SinkGradient { delta, partial } => {
@@ -156,7 +159,8 @@ impl Work {
             }),
             Self::Exchange { messages, .. } => messages.iter().try_for_each(|m| each(&m.view)),
             Self::Attend(a, _) => {
-                [Some(a.q), Some(a.k), Some(a.v), a.running, Some(a.o), Some(a.lse)].iter().flatten().try_for_each(each)
+                let (o, lse) = a.running.unzip();
+                [Some(a.q), Some(a.k), Some(a.v), o, lse, Some(a.o), Some(a.lse)].iter().flatten().try_for_each(each)
             }
             Self::Backward(b, _) => {
                 let (dk, dv) = (b.dkv.map(|d| d.0), b.dkv.map(|d| d.1));
@@ -190,6 +194,14 @@ pub(super) fn check_views(s: &Schedule, listed: &[Work], memory: &Memory) -> Res
                 }
             }
             Work::Exchange { messages, .. } => {
+                let mut sent: BTreeMap<usize, usize> = BTreeMap::new();
+                for m in messages.iter().filter(|m| m.send) {
+                    let count = sent.entry(m.peer).or_default();
+                    *count += 1;
+                    if *count > MESSAGES_PER_PEER {
+                        return Err(err(format!("more than {MESSAGES_PER_PEER} messages to rank {}", m.peer)));
+                    }
+                }
                 for m in messages {
                     let shape = memory.shape(m.view.buf);
                     if !s.group.contains(&m.peer) || m.peer == s.rank {

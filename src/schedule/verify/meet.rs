@@ -11,7 +11,7 @@ use alloc::{
     vec::Vec,
 };
 
-use super::{execute::Prover, flaw, listed::Work, memory::Memory};
+use super::{execute::Prover, flaw::flaw, listed::Work, memory::Memory};
 use crate::{
     error::Result,
     schedule::{Lane, MessageView, Schedule},

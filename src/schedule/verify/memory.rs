@@ -5,13 +5,12 @@
 
 use alloc::{format, string::String, vec, vec::Vec};
 
-use super::{Promise, flaw, trade};
+use super::flaw::flaw;
 use crate::{
     batch::Side,
     element::Dtype,
     error::Result,
-    plan::Plan,
-    schedule::{ALIGNMENT, Buf, Direction, Schedule, Tensor, View},
+    schedule::{ALIGNMENT, Buf, BufferView, Schedule, TensorId},
 };
 
 /// What a cell holds.
@@ -22,15 +21,15 @@ pub(super) enum What {
     /// Zeros.
     Zero,
     /// The caller's, as it was given.
-    Input(Tensor),
+    Input(TensorId),
     /// `rowsum(do ∘ o)`.
     Delta,
     /// A running o or lse.
-    Running(Tensor),
+    Running(TensorId),
     /// A final o or lse.
-    Final(Tensor),
+    Final(TensorId),
     /// A sum of contributions to a gradient.
-    Sum(Tensor),
+    Sum(TensorId),
 }
 
 /// One head of one row.
@@ -99,7 +98,7 @@ pub(super) struct Table {
 
 impl Table {
     /// A tensor of the caller's, by rows of heads: what it holds at first, or that it is absent.
-    pub fn of_user(tensor: Tensor, shape: [u64; 3], dtype: Dtype, access: Access, cells: Vec<Cell>) -> Self {
+    pub fn of_user(tensor: TensorId, shape: [u64; 3], dtype: Dtype, access: Access, cells: Vec<Cell>) -> Self {
         let [rows, heads, dim] = shape;
         let (name, heads, dim) = (tensor.name(), heads as u32, dim as u32);
         Self { name, rows, heads, dim, dtype, access, offset: 0, aliases: Vec::new(), cells }
@@ -130,40 +129,23 @@ pub(super) struct Memory {
 pub(super) fn table_of(buf: Buf) -> usize {
     match buf {
         Buf::User(t) => t as usize,
-        Buf::Work(i) => Tensor::COUNT + i as usize,
+        Buf::Work(i) => TensorId::COUNT + i as usize,
     }
 }
 
-pub(super) fn side_of(tensor: Tensor) -> Side {
+pub(super) fn side_of(tensor: TensorId) -> Side {
     match tensor {
-        Tensor::K | Tensor::V | Tensor::Dk | Tensor::Dv => Side::K,
+        TensorId::K | TensorId::V | TensorId::Dk | TensorId::Dv => Side::K,
         _ => Side::Q,
     }
 }
 
-const TENSORS: [Tensor; Tensor::COUNT] = [
-    Tensor::Q,
-    Tensor::K,
-    Tensor::V,
-    Tensor::O,
-    Tensor::Lse,
-    Tensor::DO,
-    Tensor::Dq,
-    Tensor::Dk,
-    Tensor::Dv,
-    Tensor::Sinks,
-    Tensor::Dsinks,
-];
-
 impl Memory {
-    pub fn new(s: &Schedule, plan: &Plan, promise: Promise) -> Result<Self> {
-        let mut tables: Vec<Table> = TENSORS
-            .iter()
-            .map(|&t| match promise {
-                Promise::Attention(_) => user_table(t, s, plan),
-                Promise::Trade(trade) => trade::user_table(t, s, plan, trade),
-            })
-            .collect();
+    /// The caller's tensors, in the order of [`TensorId`], and the buffers of a schedule.
+    ///
+    /// # Errors
+    /// A buffer that does not lie in the workspace.
+    pub fn new(s: &Schedule, mut tables: Vec<Table>) -> Result<Self> {
         for b in &s.buffers {
             let bytes = b
                 .rows
@@ -194,7 +176,7 @@ impl Memory {
         }
         let span = |t: &Table| (t.offset, t.offset + t.cells.len() as u64 * t.cell_bytes());
         let mut by_offset: Vec<usize> =
-            (Tensor::COUNT..tables.len()).filter(|&i| !tables[i].cells.is_empty()).collect();
+            (TensorId::COUNT..tables.len()).filter(|&i| !tables[i].cells.is_empty()).collect();
         by_offset.sort_by_key(|&i| tables[i].offset);
         for (n, &i) in by_offset.iter().enumerate() {
             let end = span(&tables[i]).1;
@@ -222,7 +204,7 @@ impl Memory {
     }
 
     /// That a view lies inside its table.
-    pub fn check_view(&self, v: &View) -> Result<(), String> {
+    pub fn check_view(&self, v: &BufferView) -> Result<(), String> {
         let Some(t) = self.tables.get(table_of(v.buf)) else {
             return Err(format!("{:?} is no buffer of this schedule", v.buf));
         };
@@ -240,19 +222,19 @@ impl Memory {
         Ok(())
     }
 
-    fn index(&self, v: &View, row: u64, head: u32) -> (usize, usize) {
+    fn index(&self, v: &BufferView, row: u64, head: u32) -> (usize, usize) {
         let t = table_of(v.buf);
         (t, ((v.row + row) * u64::from(self.tables[t].heads) + u64::from(v.head + head)) as usize)
     }
 
     /// A cell of a view.
-    pub fn cell(&mut self, v: &View, row: u64, head: u32) -> &mut Cell {
+    pub fn cell(&mut self, v: &BufferView, row: u64, head: u32) -> &mut Cell {
         let (t, i) = self.index(v, row, head);
         &mut self.tables[t].cells[i]
     }
 
     /// Writes one row of a view, cell by cell. `op` is who writes.
-    pub fn write_row(&mut self, op: usize, v: &View, row: u64, mut value: impl FnMut(u32) -> Cell) -> Result<()> {
+    pub fn write_row(&mut self, op: usize, v: &BufferView, row: u64, mut value: impl FnMut(u32) -> Cell) -> Result<()> {
         if v.heads == 0 {
             return Ok(());
         }
@@ -348,49 +330,10 @@ impl Memory {
     pub fn bytes_of(&self, table: usize, row: u64, head: u32, mut each: impl FnMut(usize, u64)) {
         let t = &self.tables[table];
         let first = t.offset + (row * u64::from(t.heads) + u64::from(head)) * t.cell_bytes();
-        (first..first + t.cell_bytes()).for_each(|byte| each(table.min(Tensor::COUNT), byte));
+        (first..first + t.cell_bytes()).for_each(|byte| each(table.min(TensorId::COUNT), byte));
     }
 
     pub fn describe(&self, r: &Rect) -> String {
         format!("rows {}+{}, heads {}+{} of {}", r.row, r.rows, r.head, r.heads, self.tables[r.table].name)
     }
-}
-
-fn user_table(tensor: Tensor, s: &Schedule, plan: &Plan) -> Table {
-    let p = plan.problem();
-    let forward = s.direction == Direction::Forward;
-    let access = match tensor {
-        Tensor::Q | Tensor::K | Tensor::V => Access::Input,
-        Tensor::O | Tensor::Lse if forward => Access::Output,
-        Tensor::O | Tensor::Lse | Tensor::DO if !forward => Access::Input,
-        Tensor::Dq | Tensor::Dk | Tensor::Dv if !forward => Access::Output,
-        Tensor::Sinks if p.has_sinks() => Access::Input,
-        Tensor::Dsinks if p.has_sinks() && !forward => Access::Output,
-        _ => Access::Absent,
-    };
-    let side = side_of(tensor);
-    let one_row = matches!(tensor, Tensor::Sinks | Tensor::Dsinks);
-    let rows = if one_row { 1 } else { plan.local_tokens(side, s.rank) as u64 };
-    let heads = if side == Side::K { p.kv_heads() } else { p.heads() } as u32;
-    let dim = match tensor {
-        Tensor::Q | Tensor::K | Tensor::Dq | Tensor::Dk => p.head_dim(),
-        Tensor::V | Tensor::O | Tensor::DO | Tensor::Dv => p.v_head_dim(),
-        Tensor::Lse | Tensor::Sinks | Tensor::Dsinks => 1,
-    } as u32;
-    let dtype = match tensor {
-        Tensor::Lse | Tensor::Dsinks => p.dtype().accumulator(),
-        Tensor::Sinks => Dtype::F32,
-        _ => p.dtype(),
-    };
-    let mut cells = Vec::new();
-    if access == Access::Input {
-        let tokens = if one_row { vec![0] } else { plan.token_indices(side, s.rank) };
-        cells.reserve(tokens.len() * heads as usize);
-        for token in tokens {
-            cells.extend((0..heads).map(|h| Cell::new(What::Input(tensor), token as u32, h, 0)));
-        }
-    } else if access == Access::Output {
-        cells = vec![Cell::UNSET; rows as usize * heads as usize];
-    }
-    Table::of_user(tensor, [rows, heads.into(), dim.into()], dtype, access, cells)
 }

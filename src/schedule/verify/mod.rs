@@ -6,7 +6,7 @@
 //! of the code that wrote the lists. Four parts, in this order, because each rests on the one before:
 //!
 //! 1. *Shape* (`listed`, `memory`): views lie inside buffers, buffers inside the workspace, messages are contiguous,
-//!    not empty, not to oneself, and each send meets one receive of the same shape, in order.
+//!    not empty, not to oneself, at most eight to one peer, and each send meets one receive of the same shape, in order.
 //! 2. *No race* (`races`): two operations of different lanes that happen-before does not order never touch the same
 //!    bytes with one of them writing. Buffers are compared by bytes, because several share the same.
 //! 3. *No deadlock* (`meet`): one run of all ranks. What a rank may do next only ever grows as others proceed (an
@@ -18,100 +18,37 @@
 //!    ranges claim; at the end each output holds exactly the pairs that the mask allows, each once. A write that nobody
 //!    reads, and a fetched row that meets no allowed pair at its reader, are flaws too: nothing unneeded moves.
 //!
-//! The two all-to-alls that can be called alone ([`Trade`]) go through the same four parts; `trade` says what a caller
+//! The two all-to-alls that can be called alone ([`AllToAll`]) go through the same four parts; `all_to_all` says what a caller
 //! brings to them and gets.
 //!
 //! A flaw is an [`Error::Schedule`] that names rank and operation. Cost is about that of touching each row of each call
 //! once for each head.
 
-use alloc::{format, string::String, vec::Vec};
+use alloc::{format, vec::Vec};
 
-use super::{Direction, Lane, Schedule, build::trade::Trade};
+use super::{Direction, Lane, OpKind, Schedule, build::all_to_all::AllToAll};
 use crate::{
     error::{Error, Result},
     plan::Plan,
 };
 
+mod all_to_all;
 mod attend;
 mod execute;
+mod flaw;
 mod listed;
 mod meet;
 mod memory;
 #[cfg(test)]
 mod mutations;
-
 mod outputs;
+mod promise;
 mod races;
-mod trade;
+mod report;
 
-/// What a proof counted.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Report {
-    /// (q, k, q head) triples that were attended, each once; none in a trade.
-    pub pairs: u128,
-    /// By rank, in the order of the group.
-    pub ranks: Vec<RankReport>,
-}
-
-/// One rank's part of a [`Report`].
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct RankReport {
-    /// The rank.
-    pub rank: usize,
-    /// Operations in its list.
-    pub operations: usize,
-    /// Exchanges among them.
-    pub exchanges: usize,
-    /// Bytes of its workspace.
-    pub workspace: u64,
-    /// What it moves, by phase and kind of operation, in the order of first use.
-    pub traffic: Vec<Traffic>,
-}
-
-/// Messages of one phase and kind.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Traffic {
-    /// As [`super::Op::phase`].
-    pub phase: &'static str,
-    /// `"exchange"`, `"fetch"` or `"return"`.
-    pub kind: &'static str,
-    /// Messages that arrive.
-    pub messages_in: u64,
-    /// Messages that leave.
-    pub messages_out: u64,
-    /// Bytes that arrive.
-    pub bytes_in: u64,
-    /// Bytes that leave.
-    pub bytes_out: u64,
-}
-
-impl Report {
-    /// Bytes that arrive at all ranks together, in operations of `kind`.
-    pub fn bytes(&self, kind: &str) -> u64 {
-        self.ranks.iter().map(|r| r.bytes_in(kind)).sum()
-    }
-
-    /// Messages of all ranks together.
-    pub fn messages(&self) -> u64 {
-        self.ranks.iter().flat_map(|r| &r.traffic).map(|t| t.messages_in).sum()
-    }
-}
-
-impl RankReport {
-    /// Bytes that arrive in operations of `kind`.
-    pub fn bytes_in(&self, kind: &str) -> u64 {
-        self.traffic.iter().filter(|t| t.kind == kind).map(|t| t.bytes_in).sum()
-    }
-
-    /// Bytes that leave in operations of `kind`.
-    pub fn bytes_out(&self, kind: &str) -> u64 {
-        self.traffic.iter().filter(|t| t.kind == kind).map(|t| t.bytes_out).sum()
-    }
-}
-
-fn flaw(rank: usize, operation: usize, flaw: impl Into<String>) -> Error {
-    Error::Schedule { rank, operation, flaw: flaw.into() }
-}
+use flaw::flaw;
+use promise::Promise;
+pub use report::{RankReport, Report, Traffic};
 
 /// Proves the schedules of all ranks of one group, listed by rank, for one direction.
 ///
@@ -126,16 +63,9 @@ pub fn verify(schedules: &[Schedule], plan: &Plan) -> Result<Report> {
 ///
 /// # Errors
 /// As [`verify`].
-pub fn verify_trade(schedules: &[Schedule], plan: &Plan, trade: Trade) -> Result<Report> {
+pub fn verify_all_to_all(schedules: &[Schedule], plan: &Plan, all_to_all: AllToAll) -> Result<Report> {
     group_of(schedules, plan)?;
-    list_and_prove(schedules, plan, Promise::Trade(trade))
-}
-
-/// What the schedules are to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Promise {
-    Attention(Direction),
-    Trade(Trade),
+    list_and_prove(schedules, plan, Promise::AllToAll(all_to_all))
 }
 
 fn list_and_prove(schedules: &[Schedule], plan: &Plan, promise: Promise) -> Result<Report> {
@@ -151,20 +81,20 @@ fn list_and_prove(schedules: &[Schedule], plan: &Plan, promise: Promise) -> Resu
 fn prove(schedules: &[Schedule], listed: &[Vec<listed::Work>], plan: &Plan, promise: Promise) -> Result<Report> {
     let mut memories = Vec::with_capacity(schedules.len());
     for (s, work) in schedules.iter().zip(listed) {
-        let memory = memory::Memory::new(s, plan, promise)?;
+        let memory = memory::Memory::new(s, promise::tables(s, plan, promise))?;
         listed::check_views(s, work, &memory)?;
         races::check(s, work, &memory)?;
         memories.push(memory);
     }
     let partners = meet::partners(schedules, listed, &memories)?;
     let mut prover = execute::Prover::new(plan, schedules, listed, memories);
-    if let Promise::Trade(trade) = promise {
-        trade::bring(&mut prover, trade);
+    if let Promise::AllToAll(all_to_all) = promise {
+        all_to_all::bring(&mut prover, all_to_all);
     }
     meet::run(&mut prover, &partners)?;
     let pairs = match promise {
         Promise::Attention(direction) => outputs::check(&mut prover, direction)?,
-        Promise::Trade(trade) => trade::check(&mut prover, trade)?,
+        Promise::AllToAll(all_to_all) => all_to_all::check(&mut prover, all_to_all)?,
     };
     Ok(Report { pairs, ranks: prover.traffic() })
 }
@@ -198,9 +128,9 @@ fn group_of(schedules: &[Schedule], plan: &Plan) -> Result<Direction> {
 fn check_order(s: &Schedule) -> Result<()> {
     for (i, op) in s.ops.iter().enumerate() {
         let wanted = match op.kind {
-            super::Kind::Transform { .. } => None,
+            OpKind::Transform { .. } => None,
             _ if op.kind.is_exchange() => Some(Lane::Communication),
-            super::Kind::Reduce { .. } => Some(Lane::Communication),
+            OpKind::Pack { .. } | OpKind::Reduce { .. } => Some(Lane::Communication),
             _ => Some(Lane::Compute),
         };
         if wanted.is_some_and(|w| w != op.lane) {
@@ -225,7 +155,7 @@ impl Plan {
     pub fn verify(&self) -> Result<(Report, Report)> {
         let all = |direction| -> Result<Report> {
             let schedules: Vec<Schedule> =
-                (0..self.mesh().group()).map(|rank| self.schedule(rank, direction)).collect::<Result<_>>()?;
+                (0..self.mesh().group()).map(|rank| Schedule::new(self, rank, direction)).collect::<Result<_>>()?;
             verify(&schedules, self)
         };
         Ok((all(Direction::Forward)?, all(Direction::Backward)?))
@@ -235,9 +165,9 @@ impl Plan {
     ///
     /// # Errors
     /// [`Error::Schedule`] with the first flaw found.
-    pub fn verify_trade(&self, trade: Trade) -> Result<Report> {
+    pub fn verify_all_to_all(&self, all_to_all: AllToAll) -> Result<Report> {
         let schedules: Vec<Schedule> =
-            (0..self.mesh().group()).map(|rank| self.trade(rank, trade)).collect::<Result<_>>()?;
-        verify_trade(&schedules, self, trade)
+            (0..self.mesh().group()).map(|rank| Schedule::all_to_all(self, rank, all_to_all)).collect::<Result<_>>()?;
+        verify_all_to_all(&schedules, self, all_to_all)
     }
 }

@@ -11,9 +11,9 @@ use super::{
 };
 use crate::{
     batch::Side,
+    call::Range,
     error::Result,
-    kernel::Range,
-    schedule::{Buf, Direction, Form, Tensor, View},
+    schedule::{Buf, BufferView, Direction, Form, TensorId},
 };
 
 /// Checks all ranks; returns how many (q, k, q head) triples were attended.
@@ -23,12 +23,12 @@ pub(super) fn check(p: &mut Prover, direction: Direction) -> Result<u128> {
         p.memories[r].check_all_read()?;
         match direction {
             Direction::Forward => {
-                let finals = [What::Final(Tensor::O), What::Final(Tensor::Lse)];
-                tensor(p, r, Tensor::O, finals[0])?;
-                tensor(p, r, Tensor::Lse, finals[1])?;
+                let finals = [What::Final(TensorId::O), What::Final(TensorId::Lse)];
+                tensor(p, r, TensorId::O, finals[0])?;
+                tensor(p, r, TensorId::Lse, finals[1])?;
             }
             Direction::Backward => {
-                for t in [Tensor::Dq, Tensor::Dk, Tensor::Dv] {
+                for t in [TensorId::Dq, TensorId::Dk, TensorId::Dv] {
                     tensor(p, r, t, What::Sum(t))?;
                 }
                 if p.plan.problem().has_sinks() {
@@ -63,12 +63,12 @@ pub(super) fn tokens_are_dealt_once(p: &Prover) -> Result<()> {
 }
 
 /// One output of one rank.
-fn tensor(p: &mut Prover, r: usize, tensor: Tensor, want: What) -> Result<()> {
+fn tensor(p: &mut Prover, r: usize, tensor: TensorId, want: What) -> Result<()> {
     let rank = p.schedules[r].rank;
     let side = super::memory::side_of(tensor);
     let tokens = p.plan.token_indices(side, rank);
     let heads = if side == Side::K { p.plan.problem().kv_heads() } else { p.plan.problem().heads() } as u32;
-    let view = View { buf: Buf::User(tensor), row: 0, rows: tokens.len() as u64, head: 0, heads };
+    let view = BufferView { buf: Buf::User(tensor), row: 0, rows: tokens.len() as u64, head: 0, heads };
     let last = p.schedules[r].ops.len().max(1) - 1;
     for (row, &token) in tokens.iter().enumerate() {
         // Neighbouring heads usually come of the same calls.
@@ -112,7 +112,7 @@ fn place(p: &Prover, side: Side, token: usize) -> (usize, i64) {
 fn allowed(p: &Prover, side: Side, token: usize) -> (i64, i64) {
     let (doc, pos) = place(p, side, token);
     let batch = p.plan.problem().batch();
-    let mask = p.plan.problem().window();
+    let mask = p.plan.problem().mask();
     let (mask, other) = if side == Side::Q { (mask, Side::K) } else { (mask.transposed(), Side::Q) };
     let start = batch.start(other, doc);
     let end = start + batch.document(other, doc).len() as i64 - 1;
@@ -182,10 +182,10 @@ fn in_order(p: &Prover, atoms: &[Atom], side: Side, token: usize) -> core::resul
 /// The sinks' gradient of a rank: every rank's partial once, in rank order.
 fn sinks(p: &mut Prover, r: usize) -> Result<()> {
     let heads = p.plan.problem().heads() as u32;
-    let view = View { buf: Buf::User(Tensor::Dsinks), row: 0, rows: 1, head: 0, heads };
+    let view = BufferView { buf: Buf::User(TensorId::Dsinks), row: 0, rows: 1, head: 0, heads };
     let last = p.schedules[r].ops.len().max(1) - 1;
     for h in 0..heads {
-        p.expect(r, last, &view, 0, h, Cell::new(What::Sum(Tensor::Dsinks), 0, h, 0))?;
+        p.expect(r, last, &view, 0, h, Cell::new(What::Sum(TensorId::Dsinks), 0, h, 0))?;
         let list = p.memories[r].cell(&view, 0, h).list;
         let ranks = p.lists.get(list).iter().map(|a| p.calls[a.call as usize].rank);
         if !ranks.eq(0..p.schedules.len()) {

@@ -8,14 +8,14 @@
 use alloc::{format, vec, vec::Vec};
 
 use super::{
-    flaw,
+    flaw::flaw,
     listed::{Met, Sum, Work},
     memory::{Memory, Rect, table_of},
 };
 use crate::{
+    call::{Gradients, Mode, Range},
     error::Result,
-    kernel::{Gradients, Mode, Range},
-    schedule::{Lane, Schedule, View},
+    schedule::{BufferView, Lane, Schedule},
 };
 
 /// What an operation reads and writes.
@@ -25,12 +25,12 @@ pub(super) struct Touched {
     pub writes: Vec<Rect>,
 }
 
-fn rect(v: &View) -> Rect {
+fn rect(v: &BufferView) -> Rect {
     Rect { table: table_of(v.buf), row: v.row, rows: v.rows, head: v.head, heads: v.heads }
 }
 
 /// Adds rows of a view, joined to the last rectangle where they continue it.
-fn add(list: &mut Vec<Rect>, v: &View, r: &Range) {
+fn add(list: &mut Vec<Rect>, v: &BufferView, r: &Range) {
     let new = Rect { row: v.row + r.row as u64, rows: u64::from(r.len), ..rect(v) };
     match list.last_mut() {
         Some(last)
@@ -61,7 +61,7 @@ fn read_keys(met: &Met) -> Vec<bool> {
 }
 
 pub(super) fn touched(work: &Work, memory: &Memory) -> Touched {
-    use crate::schedule::{Buf, Tensor};
+    use crate::schedule::{Buf, TensorId};
     let mut t = Touched::default();
     let user = |tensor| {
         let table = memory.table(Buf::User(tensor));
@@ -70,11 +70,11 @@ pub(super) fn touched(work: &Work, memory: &Memory) -> Touched {
     match work {
         Work::Delta { delta } => {
             t.writes.push(rect(delta));
-            t.reads.extend([user(Tensor::O), user(Tensor::DO)]);
+            t.reads.extend([user(TensorId::O), user(TensorId::DO)]);
         }
         Work::SinkGradient { delta, partial } => {
             t.writes.push(rect(partial));
-            t.reads.extend([rect(delta), user(Tensor::Lse), user(Tensor::Sinks)]);
+            t.reads.extend([rect(delta), user(TensorId::Lse), user(TensorId::Sinks)]);
         }
         Work::SinkTotal(sum) => return of_sums(core::iter::once(sum)),
         Work::Sums(parts) => return of_sums(parts.iter().flatten()),
@@ -89,12 +89,14 @@ pub(super) fn touched(work: &Work, memory: &Memory) -> Touched {
                 met.k.iter().zip(&read).filter(|(_, read)| **read).for_each(|(k, _)| add(&mut t.reads, view, k));
             }
             met.q.iter().for_each(|q| add(&mut t.reads, &a.q, &q.range));
-            met.q.iter().for_each(|q| add(&mut t.writes, &a.lse, &q.range));
-            met.q.iter().filter(|q| q.mode.finishes()).for_each(|q| add(&mut t.writes, &a.o, &q.range));
-            if let Some(running) = &a.running {
+            for view in [&a.o, &a.lse] {
+                met.q.iter().filter(|q| q.mode.finishes()).for_each(|q| add(&mut t.writes, view, &q.range));
+            }
+            if let Some((o, lse)) = &a.running {
                 for q in met.q.iter().filter(|q| q.mode != Mode::Only) {
                     let list = if q.mode == Mode::Last { &mut t.reads } else { &mut t.writes };
-                    add(list, running, &q.range);
+                    add(list, o, &q.range);
+                    add(list, lse, &q.range);
                 }
             }
         }
@@ -211,7 +213,7 @@ fn within(s: &Schedule, i: usize, work: &Work, t: &Touched, memory: &Memory) -> 
             }
             Ok(())
         }
-        Work::Attend(a, _) if a.running == Some(a.o) => {
+        Work::Attend(a, _) if a.running.is_some_and(|(o, _)| o == a.o) => {
             // The running result may be the very tensor o: its rows are then read and written by the same q range.
             let at = |r: &&Rect| r.table != table_of(a.o.buf);
             let reads: Vec<Rect> = t.reads.iter().filter(at).copied().collect();

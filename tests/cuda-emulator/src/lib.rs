@@ -11,6 +11,8 @@
 //! mem/     allocations, shared memory, shadows
 //! exec/    warps, blocks, grids; vector clocks
 //! module   modules and kernels
+//! mutation kernels with one piece of their synchronisation lost
+//! tensormap  what tensor copies know of their tensors
 //! driver/  the stand-in libcuda.so.1 on top
 //! ```
 //!
@@ -23,16 +25,20 @@ pub mod driver;
 mod exec;
 mod mem;
 mod module;
+mod mutation;
 mod num;
 mod op;
 mod ptx;
 mod report;
+mod tensormap;
 
 pub use exec::{Launch, Options, Stats, launch};
 pub use mem::{Footprint, Memory, Owner};
 pub use module::{Kernel, Loaded, Module};
+pub use mutation::{Change, Mutant};
 pub use ptx::Param;
 pub use report::{Fault, LoadError, Report};
+pub use tensormap::{Swizzle, TensorMap};
 
 /// The opcodes whose operands are registers and nothing else, sorted: what a test of every instruction has to cover.
 /// Those with a form of their own (memory, exchanges, barriers, matrices) are not among them.

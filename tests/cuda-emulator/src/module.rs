@@ -3,7 +3,7 @@
 
 use crate::mem::{Memory, Owner};
 use crate::op::table::Table;
-use crate::op::{Code, control, decode};
+use crate::op::{Code, decode};
 use crate::ptx::ast::Ast;
 use crate::ptx::{self, Param, Space};
 use crate::report::LoadError;
@@ -31,7 +31,7 @@ pub struct Kernel {
     /// Address of each variable of the module, 0 for those in shared memory.
     pub(crate) globals: Arc<Vec<u64>>,
     pub(crate) text: Arc<Vec<String>>,
-    hash: u64,
+    pub(crate) hash: u64,
 }
 
 impl Module {
@@ -149,34 +149,14 @@ impl Kernel {
         most.map_or(1024, |m| m.iter().product::<u32>().min(1024))
     }
 
+    /// The block it has to be launched with, where it says so.
+    pub fn required_threads(&self) -> Option<[u32; 3]> {
+        self.code.required_threads
+    }
+
     /// Names the text of its module.
     pub(crate) fn module_hash(&self) -> u64 {
         self.hash
-    }
-
-    /// Instructions that only synchronise: barriers, fences, commits and waits of copies.
-    pub(crate) fn synchronising(&self) -> Vec<usize> {
-        let word = |line: u32| {
-            let text = self.text(line);
-            let text =
-                if text.starts_with('@') { text.split_once(char::is_whitespace).map_or("", |t| t.1) } else { text };
-            text.trim_start().to_owned()
-        };
-        let names = ["bar.", "barrier.", "membar", "fence", "cp.async.commit", "cp.async.wait"];
-        let of = |pc: &usize| names.iter().any(|n| word(self.line(*pc)).starts_with(n));
-        (0..self.code.ins.len()).filter(|pc| self.line(*pc) != 0).filter(of).collect()
-    }
-
-    /// The line of an instruction.
-    pub(crate) fn line(&self, pc: usize) -> u32 {
-        self.code.ins[pc].line
-    }
-
-    /// The same kernel with one instruction removed.
-    pub(crate) fn without(&self, pc: usize) -> Self {
-        let mut code = Code::clone(&self.code);
-        code.ins[pc].f = control::nothing;
-        Self { code: Arc::new(code), ..self.clone() }
     }
 
     /// A line of the PTX, from 1.

@@ -42,8 +42,15 @@ pub enum Fault {
     ReadOnly,
     /// Two warps of a block touch the same bytes of shared memory without a barrier between them.
     SharedRace,
-    /// A shared-memory access to bytes an asynchronous copy has not delivered.
+    /// A shared-memory access to bytes an asynchronous copy has not delivered, or has not read yet.
     AsyncPending,
+    /// The asynchronous proxy touches what the generic proxy wrote, without `fence.proxy.async` in between.
+    ProxyFence,
+    /// A barrier in shared memory that is used wrongly: more arrivals or bytes than it expects, a phase that laps its
+    /// waiter, an access that is not an instruction for barriers.
+    Barrier,
+    /// Registers of an asynchronous product, touched before its wait or without `wgmma.fence` before it.
+    ProductRegisters,
     /// Two warps touch the same bytes of global memory without an order between them.
     GlobalRace,
     /// A warp-wide instruction that not all lanes reach.
@@ -56,6 +63,8 @@ pub enum Fault {
     Livelock,
     /// Two streams (or a stream and the host) touch the same bytes without an order between them.
     StreamRace,
+    /// A device uses memory of another without access to it.
+    PeerAccess,
     /// A launch configuration the device does not have.
     Launch,
 }

@@ -22,36 +22,93 @@ fn refused(line: &str, what: &str) {
 #[test]
 fn what_only_later_devices_have() {
     for (line, what) in [
-        ("wgmma.fence.sync.aligned;", "`wgmma.fence.sync.aligned` in kernel `k`"),
-        ("wgmma.commit_group.sync.aligned;", "`wgmma.commit_group.sync.aligned`"),
-        ("wgmma.wait_group.sync.aligned 0;", "`wgmma.wait_group.sync.aligned`"),
+        // Products of other formats, sparse ones, shapes that there are none of.
+        ("wgmma.fence.sync;", "`wgmma.fence.sync`"),
+        ("wgmma.wait_group.sync.aligned;", "`wgmma.wait_group.sync.aligned`"),
         (
-            "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f1, %f2, %f3, %f4}, %rd1, %rd2, 1, 1, 1, 0, 0;",
-            "`wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16`",
+            "wgmma.mma_async.sync.aligned.m64n8k16.f16.f16.f16 {%r1, %r2}, %rd1, %rd2, 1, 1, 1, 0, 0;",
+            "`wgmma.mma_async.sync.aligned.m64n8k16.f16.f16.f16`",
         ),
-        ("mbarrier.init.shared.b64 [%rd1], 1;", "`mbarrier.init.shared.b64`"),
-        ("mbarrier.arrive.shared.b64 %rd2, [%rd1];", "`mbarrier.arrive.shared.b64`"),
-        ("mbarrier.try_wait.parity.shared.b64 %p1, [%rd1], %r1;", "`mbarrier.try_wait.parity.shared.b64`"),
+        (
+            "wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%f1, %f2, %f3, %f4}, %rd1, %rd2, 1, 1, 1;",
+            "`wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32`",
+        ),
+        (
+            "wgmma.mma_async.sync.aligned.m64n12k16.f32.f16.f16 {%f1, %f2, %f3, %f4}, %rd1, %rd2, 1, 1, 1, 0, 0;",
+            "N a multiple of 8 up to 256",
+        ),
+        (
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%f1, %f2, %f3, %f4}, %rd1, %rd2, 1, 1, 1, 0, 0;",
+            "4 and 0 registers, expected 8",
+        ),
+        (
+            "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f1, %f2, %f3, %f4}, {%r1, %r2}, %rd2, 1, 1, 1, 0;",
+            "4 and 2 registers, expected 4 and 4",
+        ),
+        (
+            "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f1, %f2, %f3, %f4}, %rd1, %rd2, 1, 1, 1;",
+            "2 numbers after `scale-d`, expected 4",
+        ),
+        (
+            "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f1, %f2, %f3, %f4}, %rd1, %rd2, 1, 2, 1, 0, 0;",
+            "scales are 1 or -1, transposes 0 or 1",
+        ),
+        // Barriers: what only clusters need, and forms that nothing here uses.
+        ("mbarrier.arrive.shared::cluster.b64 _, [%r1];", "`mbarrier.arrive.shared::cluster.b64`"),
+        ("mbarrier.arrive_drop.shared.b64 %rd2, [%r1];", "`mbarrier.arrive_drop.shared.b64`"),
+        ("mbarrier.arrive.noComplete.shared.b64 %rd2, [%r1], 2;", "`mbarrier.arrive.noComplete.shared.b64`"),
+        ("mbarrier.arrive.release.cluster.shared.b64 _, [%r1];", "`mbarrier.arrive.release.cluster.shared.b64`"),
+        ("mbarrier.arrive.relaxed.cta.shared.b64 _, [%r1];", "`mbarrier.arrive.relaxed.cta.shared.b64`"),
+        ("mbarrier.pending_count.b64 %r1, %rd1;", "`mbarrier.pending_count.b64`"),
+        ("mbarrier.complete_tx.shared.b64 [%r1], 16;", "`mbarrier.complete_tx.shared.b64`"),
         ("cp.async.mbarrier.arrive.noinc.shared.b64 [%rd1];", "`cp.async.mbarrier.arrive.noinc.shared.b64`"),
+        // Copies: to other blocks, of other shapes, other sums.
         (
-            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3}], [%r4];",
-            "`cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes`: an address is `[base + offset]`",
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2}], [%r4];",
+            "1 coordinates, expected 2",
         ),
-        ("cp.async.bulk.commit_group;", "`cp.async.bulk.commit_group`"),
-        ("cp.async.bulk.wait_group.read 0;", "`cp.async.bulk.wait_group.read`"),
         (
-            "cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1], 16;",
-            "`cp.async.bulk.global.shared::cta.bulk_group`",
+            "cp.async.bulk.tensor.6d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2}], [%r4];",
+            "`6d`: 1d to 5d",
         ),
-        ("fence.proxy.async;", "`fence.proxy.async`"),
-        ("fence.mbarrier_init.release.cluster;", "`fence.mbarrier_init.release.cluster`"),
-        ("setmaxnreg.inc.sync.aligned.u32 64;", "`setmaxnreg.inc.sync.aligned.u32`"),
+        (
+            "cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r2, %r2}], [%r4];",
+            "only `.tile` copies",
+        ),
+        (
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%r1], [%rd1, {%r2, %r3}], [%r4], %r1;",
+            "multicast::cluster`",
+        ),
+        (
+            "cp.async.bulk.tensor.1d.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1 + 64, {%r2}], [%r4];",
+            "anything more is not supported",
+        ),
+        (
+            "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r1], [%r2], 16, [%r3];",
+            "`cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes`",
+        ),
+        (
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%rd1], [%r1], 16;",
+            "`cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32`",
+        ),
+        (
+            "cp.reduce.async.bulk.tensor.1d.global.shared::cta.max.bulk_group [%rd1, {%r1}], [%r1];",
+            "`cp.reduce.async.bulk.tensor.1d.global.shared::cta.max.bulk_group`",
+        ),
+        ("cp.async.bulk.wait_group.read.write 0;", "unknown modifier"),
+        ("createpolicy.range.global.L2::evict_last.b64 %rd1, [%rd2], 1, 1;", "`createpolicy.range"),
+        // Fences of other proxies, and what clusters have.
+        ("fence.proxy.alias;", "`fence.proxy.alias`"),
+        ("fence.proxy.tensormap::generic.release.gpu;", "`fence.proxy.tensormap::generic.release.gpu`"),
+        ("fence.mbarrier_init.release.gpu;", "`fence.mbarrier_init.release.gpu`"),
+        ("setmaxnreg.inc.sync.aligned.u32 65;", "65 registers: a multiple of 8 from 24 to 256"),
+        ("tensormap.replace.tile.global_address.global.b1024.b64 [%rd1], %rd2;", "`tensormap.replace"),
+        ("griddepcontrol.wait.all;", "`griddepcontrol.wait.all`"),
         ("barrier.cluster.arrive;", "`barrier.cluster.arrive`"),
         ("barrier.cluster.wait;", "`barrier.cluster.wait`"),
         ("mapa.shared::cluster.u32 %r1, %r2, %r3;", "`mapa.shared::cluster.u32`"),
         ("ld.shared::cluster.u32 %r1, [%r2];", "`ld.shared::cluster.u32`"),
         ("mov.u32 %r1, %cluster_ctaid.x;", "`%cluster_ctaid.x` is not known"),
-        ("griddepcontrol.wait;", "`griddepcontrol.wait`"),
         ("tcgen05.wait::ld.sync.aligned;", "`tcgen05.wait::ld.sync.aligned`"),
     ] {
         refused(line, what);
@@ -115,7 +172,8 @@ fn modifiers_and_operands() {
         ("add.u32 %r1, %rd1, 1;", "another width"),
         ("add.u32 %r1, %r1;", "2 operands, expected 3"),
         ("bra NOWHERE;", "no label `NOWHERE`"),
-        ("brx.idx %r1, TABLE;", "`brx.idx`"),
+        ("brx.idx %r1, TABLE;", "no table `TABLE`"),
+        ("T: .branchtargets A, B; brx.idx %r1, T;", "no label `A`"),
         ("mov.u32 %r1, %envreg0;", "`%envreg0` is not known"),
     ] {
         refused(line, what);

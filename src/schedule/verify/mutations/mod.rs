@@ -11,6 +11,7 @@ use super::{
 };
 use crate::{
     batch::{Batch, Side},
+    call::Mode,
     element::Dtype,
     error::{Error, Result},
     layout::Layout,
@@ -18,8 +19,8 @@ use crate::{
     mesh::Mesh,
     plan::{Circulate, Options, Plan, Problem, Wire},
     schedule::{
-        Buf, Direction, Kind, Lane, Schedule, View,
-        build::trade::{Trade, Way},
+        Buf, BufferView, Direction, Lane, OpKind, Schedule,
+        build::all_to_all::{AllToAll, Way},
     },
 };
 
@@ -85,10 +86,11 @@ fn subjects() -> Vec<Subject> {
     ];
     let mut subjects = Vec::new();
     for (name, batch, mesh, layout, mask, heads, kv_heads, dtype, options) in cases {
-        let problem = Problem::new(batch.clone(), heads, kv_heads, 8, dtype).mask(mask).sinks(true);
+        let problem = Problem::new(batch.clone(), heads, kv_heads, 8, dtype).with_mask(mask).with_sinks(true);
         let plan = Plan::with_options(&problem, mesh, layout, options).unwrap();
         for direction in [Direction::Forward, Direction::Backward] {
-            let schedules: Vec<Schedule> = (0..mesh.group()).map(|r| plan.schedule(r, direction).unwrap()).collect();
+            let schedules: Vec<Schedule> =
+                (0..mesh.group()).map(|r| Schedule::new(&plan, r, direction).unwrap()).collect();
             let listed = schedules.iter().map(|s| list(s).unwrap()).collect();
             subjects.push(Subject {
                 name: format!("{name}, {direction:?}"),
@@ -116,13 +118,14 @@ fn trades() -> Vec<Subject> {
         let plan = Plan::new(&problem, mesh, Layout::Contiguous).unwrap();
         for way in [Way::ToHeads, Way::ToTokens] {
             for (side, dtype) in [(Side::Q, Dtype::Bf16), (Side::K, Dtype::F32)] {
-                let trade = Trade { way, side, dim: 5, dtype };
-                let schedules: Vec<Schedule> = (0..mesh.group()).map(|r| plan.trade(r, trade).unwrap()).collect();
+                let all_to_all = AllToAll { way, side, dim: 5, dtype };
+                let schedules: Vec<Schedule> =
+                    (0..mesh.group()).map(|r| Schedule::all_to_all(&plan, r, all_to_all).unwrap()).collect();
                 let listed = schedules.iter().map(|s| list(s).unwrap()).collect();
                 subjects.push(Subject {
-                    name: format!("{trade:?} over {mesh:?}"),
+                    name: format!("{all_to_all:?} over {mesh:?}"),
                     plan: plan.clone(),
-                    promise: Promise::Trade(trade),
+                    promise: Promise::AllToAll(all_to_all),
                     schedules,
                     listed,
                 });
@@ -285,7 +288,7 @@ fn a_dropped_dependency() {
             }
             let mut x = s.schedules[r].clone();
             x.ops[i].after = None;
-            let memory = super::memory::Memory::new(&x, &s.plan, s.promise).unwrap();
+            let memory = super::memory::Memory::new(&x, super::promise::tables(&x, &s.plan, s.promise)).unwrap();
             if races(&x, &s.listed[r], &memory) {
                 t.schedule(s, r, format!("rank {r} op {i} {w:?}"), |y| *y = x);
             } else {
@@ -310,7 +313,7 @@ fn dependencies_and_lanes_out_of_order() {
             if let Some(j) = (0..i).find(|&j| ops[j].lane == ops[i].lane) {
                 t.schedule(s, r, format!("rank {r} op {i} on its lane"), |x| x.ops[i].after = Some(j as u32));
             }
-            if !matches!(ops[i].kind, Kind::Transform { .. }) {
+            if !matches!(ops[i].kind, OpKind::Transform { .. }) {
                 t.schedule(s, r, format!("rank {r} op {i} lane"), |x| {
                     let other = if x.ops[i].lane == Lane::Compute { Lane::Communication } else { Lane::Compute };
                     x.ops[i].lane = other;
@@ -344,7 +347,7 @@ fn buffers_that_share_bytes_with_what_one_operation_needs() {
     for s in &subjects() {
         each_op(s, |r, i, w| {
             let mut used: Vec<u16> = Vec::new();
-            let mut note = |v: &View| {
+            let mut note = |v: &BufferView| {
                 if let Buf::Work(b) = v.buf
                     && s.schedules[r].buffers[b as usize].bytes() > 0
                     // The own rows of this one are never used, so another may lie over them.
@@ -358,10 +361,18 @@ fn buffers_that_share_bytes_with_what_one_operation_needs() {
             match w {
                 // Ranges may miss every row of a view: then the call touches none of it.
                 Work::Attend(a, m) if m.q.iter().any(|q| q.keys_begin < q.keys_end) => {
-                    [a.q, a.k, a.v, a.o, a.lse]
-                        .iter()
-                        .filter(|v| v.buf != a.o.buf || m.q.iter().any(|q| q.mode.finishes()))
-                        .for_each(&mut note);
+                    [a.q, a.k, a.v].iter().for_each(&mut note);
+                    // Of a result that only some rows have, others may lie over the rest.
+                    let all_rows = |has: fn(Mode) -> bool| {
+                        let rows = m.q.iter().filter(|q| has(q.mode)).map(|q| u64::from(q.range.len));
+                        rows.sum::<u64>() == a.q.rows
+                    };
+                    if all_rows(Mode::finishes) {
+                        [a.o, a.lse].iter().for_each(&mut note);
+                    }
+                    if let Some((o, lse)) = a.running.filter(|_| all_rows(|mode| mode != Mode::Only)) {
+                        [o, lse].iter().for_each(&mut note);
+                    }
                 }
                 Work::Backward(b, m) if m.q.iter().any(|q| q.keys_begin < q.keys_end) => {
                     [b.q, b.k, b.v, b.d_o, b.lse, b.delta].iter().chain(&b.dq).for_each(&mut note);
@@ -414,8 +425,8 @@ fn heads_mapped_wrong() {
             for field in 0..3 {
                 t.schedule(s, r, format!("rank {r} op {i} field {field}"), |x| {
                     let map = match &mut x.ops[i].kind {
-                        Kind::Attend(a) => &mut a.heads,
-                        Kind::Backward(b) => &mut b.heads,
+                        OpKind::Attend(a) => &mut a.heads,
+                        OpKind::Backward(b) => &mut b.heads,
                         _ => unreachable!("listed as a kernel"),
                     };
                     *[&mut map.q_offset, &mut map.kv_offset, &mut map.group][field] += 1;
@@ -434,6 +445,6 @@ fn groups_that_are_not_whole_are_refused() {
         assert!(matches!(super::verify(&schedules, &s.plan), Err(Error::Invalid { .. })));
     }
     let mut mixed = s.schedules.clone();
-    mixed[1] = s.plan.schedule(1, Direction::Backward).unwrap();
+    mixed[1] = Schedule::new(&s.plan, 1, Direction::Backward).unwrap();
     assert!(matches!(super::verify(&mixed, &s.plan), Err(Error::Invalid { .. })));
 }

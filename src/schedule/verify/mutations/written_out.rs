@@ -5,8 +5,8 @@ use alloc::{format, string::String, vec::Vec};
 
 use super::{Subject, Trial, each_op, subjects};
 use crate::{
-    kernel::{Gradients, Mode},
-    schedule::{BackwardOp, Buf, MessageView, Schedule, View, verify::listed::Work},
+    call::{Gradients, Mode},
+    schedule::{BackwardOp, Buf, BufferView, MessageView, Schedule, verify::listed::Work},
 };
 
 #[test]
@@ -58,7 +58,7 @@ fn ranges_and_pairs_changed() {
                     continue;
                 }
                 let end = met.q[n].keys_end as usize;
-                let mask = s.plan.problem().window();
+                let mask = s.plan.problem().mask();
                 let last = met.q[n].range.last();
                 let meets = met.keys(n).iter().any(|&k| {
                     let k = met.k[k as usize];
@@ -89,8 +89,11 @@ fn ranges_and_pairs_changed() {
 
 /// The other end of a message: (rank, operation, index).
 fn other_end(s: &Subject, r: usize, i: usize, n: usize) -> (usize, usize, usize) {
-    let memories: Vec<_> =
-        s.schedules.iter().map(|x| super::super::memory::Memory::new(x, &s.plan, s.promise).unwrap()).collect();
+    let memories: Vec<_> = s
+        .schedules
+        .iter()
+        .map(|x| super::super::memory::Memory::new(x, super::super::promise::tables(x, &s.plan, s.promise)).unwrap())
+        .collect();
     super::super::meet::partners(&s.schedules, &s.listed, &memories).unwrap()[r][i][n]
 }
 
@@ -157,7 +160,7 @@ fn a_fetch_widened_at_both_ends() {
                 let (p, j, k) = other_end(s, r, i, n);
                 let Work::Exchange { messages: there, .. } = &s.listed[p][j] else { return };
                 let sent = there[k].view;
-                let rows = |x: &Schedule, v: &View| match v.buf {
+                let rows = |x: &Schedule, v: &BufferView| match v.buf {
                     Buf::Work(b) => x.buffers[b as usize].rows,
                     Buf::User(_) => v.row + v.rows,
                 };

@@ -107,15 +107,16 @@ struct Mutant {
     caught: Option<String>,
 }
 
-/// Module, kernel, line.
-type Key = (String, String, u32);
+/// Module, kernel, line and change.
+type Key = (String, String, (u32, String));
 
 fn read(path: &Path, mutants: &mut BTreeMap<Key, Mutant>) {
     for line in std::fs::read_to_string(path).unwrap_or_default().lines() {
         let words: Vec<&str> = line.splitn(5, ' ').collect();
         let [what, module, kernel, number, rest @ ..] = &words[..] else { continue };
-        let Ok(number) = number.parse() else { continue };
-        let m = mutants.entry(((*module).to_owned(), (*kernel).to_owned(), number)).or_default();
+        let (line, change) = number.split_once(':').unwrap_or((number, ""));
+        let Ok(line) = line.parse() else { continue };
+        let m = mutants.entry(((*module).to_owned(), (*kernel).to_owned(), (line, change.to_owned()))).or_default();
         let rest = rest.first().copied().unwrap_or_default().to_owned();
         match *what {
             "mutant" => m.text = rest,
@@ -313,13 +314,15 @@ fn mutate() -> Result<bool, String> {
     }
     let (files, known) = (files(), equivalents()?);
     let mut how: BTreeMap<&str, usize> = BTreeMap::new();
-    let mut survivors: BTreeMap<(String, &str, &str), Vec<u32>> = BTreeMap::new();
-    for ((module, kernel, line), m) in &mutants {
+    let mut survivors: BTreeMap<(String, &str, String), Vec<u32>> = BTreeMap::new();
+    for ((module, kernel, (line, change)), m) in &mutants {
         match &m.caught {
             Some(by) => *how.entry(by).or_default() += 1,
             None => {
                 let file = files.get(module).cloned().unwrap_or_else(|| module.clone());
-                survivors.entry((file, kernel, &m.text)).or_default().push(*line);
+                // What is wrong stands before the text, where it is not that the instruction is gone.
+                let text = if change.is_empty() { m.text.clone() } else { format!("{change} {}", m.text) };
+                survivors.entry((file, kernel, text)).or_default().push(*line);
             }
         }
     }

@@ -23,7 +23,7 @@ pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> i32 {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> i32 {
-    call(|m| {
+    call("cuDeviceGet", |m| {
         check(m, ordinal)?;
         // SAFETY: the caller's result pointer.
         unsafe { put(device, ordinal) }
@@ -33,7 +33,7 @@ pub unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> i32 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> i32 {
     // SAFETY: the caller's result pointer.
-    call(|m| unsafe { put(count, m.devices.len() as c_int) })
+    call("cuDeviceGetCount", |m| unsafe { put(count, m.devices.len() as c_int) })
 }
 
 /// Copies a string with its zero byte into a buffer of `len` bytes, cut short if need be.
@@ -52,7 +52,7 @@ unsafe fn text(to: *mut c_char, len: c_int, s: &str) -> Outcome {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, device: c_int) -> i32 {
-    call(|m| {
+    call("cuDeviceGetName", |m| {
         check(m, device)?;
         let (major, minor) = (m.config.sm / 10, m.config.sm % 10);
         // SAFETY: the caller's buffer.
@@ -62,7 +62,7 @@ pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, len: c_int, device: 
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetUuid(uuid: *mut [u8; 16], device: c_int) -> i32 {
-    call(|m| {
+    call("cuDeviceGetUuid", |m| {
         let d = check(m, device)?;
         let mut bytes = *b"cpattn-emulator\0";
         bytes[15] = d as u8;
@@ -79,7 +79,7 @@ pub unsafe extern "C" fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: c_int) 
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int) -> i32 {
-    call(|m| {
+    call("cuDeviceTotalMem_v2", |m| {
         check(m, device)?;
         // SAFETY: the caller's result pointer.
         unsafe { put(bytes, m.config.memory) }
@@ -88,7 +88,7 @@ pub unsafe extern "C" fn cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int) -
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetPCIBusId(id: *mut c_char, len: c_int, device: c_int) -> i32 {
-    call(|m| {
+    call("cuDeviceGetPCIBusId", |m| {
         let d = check(m, device)?;
         // SAFETY: the caller's buffer.
         unsafe { text(id, len, &format!("0000:{:02X}:00.0", d + 1)) }
@@ -97,17 +97,34 @@ pub unsafe extern "C" fn cuDeviceGetPCIBusId(id: *mut c_char, len: c_int, device
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceCanAccessPeer(can: *mut c_int, device: c_int, peer: c_int) -> i32 {
-    call(|m| {
+    call("cuDeviceCanAccessPeer", |m| {
         let (a, b) = (check(m, device)?, check(m, peer)?);
         // SAFETY: the caller's result pointer.
-        unsafe { put(can, (a != b).into()) }
+        unsafe { put(can, (a != b && m.config.peers).into()) }
+    })
+}
+
+/// 1 the rank of the link, 2 whether there is access, 3 atomics over it, 4 arrays over it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetP2PAttribute(value: *mut c_int, attribute: c_uint, from: c_int, to: c_int) -> i32 {
+    call("cuDeviceGetP2PAttribute", |m| {
+        if check(m, from)? == check(m, to)? {
+            return Err(codes::INVALID_DEVICE);
+        }
+        let v = match attribute {
+            1 => 0,
+            2..=4 => m.config.peers.into(),
+            _ => return Err(codes::INVALID_VALUE),
+        };
+        // SAFETY: the caller's result pointer.
+        unsafe { put(value, v) }
     })
 }
 
 /// Attributes by their number in `cuda.h`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: c_int) -> i32 {
-    call(|m| {
+    call("cuDeviceGetAttribute", |m| {
         let d = check(m, device)?;
         let c = &m.config;
         let v = match attribute {
@@ -151,7 +168,7 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_ui
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetDefaultMemPool(pool: *mut *mut c_void, device: c_int) -> i32 {
-    call(|m| {
+    call("cuDeviceGetDefaultMemPool", |m| {
         let d = check(m, device)?;
         // SAFETY: the caller's result pointer; the handle is only ever compared.
         unsafe { put(pool, (0x900 + d * 16) as *mut c_void) }

@@ -15,7 +15,7 @@ pub(super) fn function(m: &mut Machine, f: *mut c_void) -> Result<&mut Function,
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFuncGetAttribute(value: *mut c_int, which: c_uint, f: *mut c_void) -> i32 {
-    in_context(|m, _| {
+    in_context("cuFuncGetAttribute", |m, _| {
         let sm = m.config.sm;
         let f = function(m, f)?;
         let v = match which {
@@ -37,7 +37,7 @@ pub unsafe extern "C" fn cuFuncGetAttribute(value: *mut c_int, which: c_uint, f:
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFuncSetAttribute(f: *mut c_void, which: c_uint, value: c_int) -> i32 {
-    in_context(|m, _| {
+    in_context("cuFuncSetAttribute", |m, _| {
         let optin = m.config.shared_optin();
         let f = function(m, f)?;
         match which {
@@ -56,12 +56,12 @@ pub unsafe extern "C" fn cuFuncSetAttribute(f: *mut c_void, which: c_uint, value
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFuncSetCacheConfig(f: *mut c_void, _config: c_uint) -> i32 {
-    in_context(|m, _| function(m, f).map(|_| ()))
+    in_context("cuFuncSetCacheConfig", |m, _| function(m, f).map(|_| ()))
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFuncGetName(out: *mut *const c_char, f: *mut c_void) -> i32 {
-    in_context(|m, _| {
+    in_context("cuFuncGetName", |m, _| {
         let p = function(m, f)?.name.as_ptr();
         // SAFETY: the caller's result pointer; the name lives as long as the function.
         unsafe { put(out, p) }
@@ -70,7 +70,7 @@ pub unsafe extern "C" fn cuFuncGetName(out: *mut *const c_char, f: *mut c_void) 
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFuncGetModule(out: *mut *mut c_void, f: *mut c_void) -> i32 {
-    in_context(|m, _| {
+    in_context("cuFuncGetModule", |m, _| {
         let module = function(m, f)?.module;
         // SAFETY: the caller's result pointer.
         unsafe { put(out, module as *mut c_void) }
@@ -79,7 +79,7 @@ pub unsafe extern "C" fn cuFuncGetModule(out: *mut *mut c_void, f: *mut c_void) 
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuFuncGetParamInfo(f: *mut c_void, n: usize, offset: *mut usize, size: *mut usize) -> i32 {
-    in_context(|m, _| {
+    in_context("cuFuncGetParamInfo", |m, _| {
         let f = function(m, f)?;
         let p = f.kernel.params().get(n).ok_or(codes::INVALID_VALUE)?.clone();
         // SAFETY: the caller's result pointers; the size may be null.
@@ -112,7 +112,7 @@ pub unsafe extern "C" fn cuOccupancyMaxActiveBlocksPerMultiprocessor(
     threads: c_int,
     dynamic: usize,
 ) -> i32 {
-    in_context(|m, _| {
+    in_context("cuOccupancyMaxActiveBlocksPerMultiprocessor", |m, _| {
         let handle = f as u64;
         let f = m.functions.get(&handle).ok_or(codes::INVALID_HANDLE)?;
         if threads <= 0 {

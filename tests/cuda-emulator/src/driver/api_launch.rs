@@ -85,8 +85,7 @@ unsafe fn start(
     } else if !buffer.is_empty() {
         return Err(codes::INVALID_VALUE);
     }
-    m.enqueue(s, Vec::new(), None, Work::Launch { kernel, grid, block, shared: dynamic, params: buffer, resident });
-    Ok(())
+    m.submit(s, Work::Launch { kernel, grid, block, shared: dynamic, params: buffer, resident })
 }
 
 #[unsafe(no_mangle)]
@@ -104,7 +103,9 @@ pub unsafe extern "C" fn cuLaunchKernel(
     extra: *mut *mut c_void,
 ) -> i32 {
     // SAFETY: the caller's arguments, passed on.
-    in_context(|m, d| unsafe { start(m, d, f, [gx, gy, gz], [bx, by, bz], dynamic, stream, params, extra, false) })
+    in_context("cuLaunchKernel", |m, d| unsafe {
+        start(m, d, f, [gx, gy, gz], [bx, by, bz], dynamic, stream, params, extra, false)
+    })
 }
 
 #[unsafe(no_mangle)]
@@ -122,7 +123,9 @@ pub unsafe extern "C" fn cuLaunchCooperativeKernel(
 ) -> i32 {
     let none = std::ptr::null_mut();
     // SAFETY: the caller's arguments, passed on.
-    in_context(|m, d| unsafe { start(m, d, f, [gx, gy, gz], [bx, by, bz], dynamic, stream, params, none, true) })
+    in_context("cuLaunchCooperativeKernel", |m, d| unsafe {
+        start(m, d, f, [gx, gy, gz], [bx, by, bz], dynamic, stream, params, none, true)
+    })
 }
 
 /// `CUlaunchConfig` of `cuda.h`.
@@ -151,7 +154,7 @@ pub unsafe extern "C" fn cuLaunchKernelEx(
     params: *mut *mut c_void,
     extra: *mut *mut c_void,
 ) -> i32 {
-    in_context(|m, d| {
+    in_context("cuLaunchKernelEx", |m, d| {
         if config.is_null() {
             return Err(codes::INVALID_VALUE);
         }

@@ -23,21 +23,27 @@ pub unsafe extern "C" fn cuGetErrorString(code: c_int, out: *mut *const c_char) 
     }
 }
 
+/// Copies a text into a buffer, cut short if need be, with a zero byte at its end; gives the bytes that it has without.
+pub(super) unsafe fn give(text: &str, buffer: *mut c_char, len: usize) -> usize {
+    if !buffer.is_null() && len > 0 {
+        let n = text.len().min(len - 1);
+        // SAFETY: the caller's buffer of `len` bytes; n + 1 ≤ len.
+        unsafe {
+            std::ptr::copy_nonoverlapping(text.as_ptr().cast(), buffer, n);
+            buffer.add(n).write(0);
+        }
+    }
+    text.len()
+}
+
 /// Copies the last report into a buffer of `len` bytes (cut short, with a zero byte at its end) and returns how many
 /// bytes it has without that; 0 when there is none.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEmuLastReport(buffer: *mut c_char, len: usize) -> usize {
     let mut size = 0;
-    call(|m| {
-        size = m.last_report.len();
-        if !buffer.is_null() && len > 0 {
-            let n = size.min(len - 1);
-            // SAFETY: the caller's buffer of `len` bytes; n + 1 ≤ len.
-            unsafe {
-                std::ptr::copy_nonoverlapping(m.last_report.as_ptr().cast(), buffer, n);
-                buffer.add(n).write(0);
-            }
-        }
+    call("cuEmuLastReport", |m| {
+        // SAFETY: passed on.
+        size = unsafe { give(&m.last_report, buffer, len) };
         Ok(())
     });
     size
@@ -46,7 +52,7 @@ pub unsafe extern "C" fn cuEmuLastReport(buffer: *mut c_char, len: usize) -> usi
 /// Forgets the last report.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEmuClearReport() {
-    call(|m| {
+    call("cuEmuClearReport", |m| {
         m.last_report.clear();
         Ok(())
     });

@@ -5,8 +5,8 @@
 //! is later than the device's, an instruction that the interpreter does not know. The error log says why.
 
 use super::codes;
-use super::entry::{call, in_context, put};
-use super::machine::{Function, Loaded, Machine};
+use super::entry::{call, in_context, put, waiting};
+use super::machine::{Function, Goal, Loaded, Machine};
 use crate::module::Module;
 use std::ffi::{CStr, c_char, c_uint, c_void};
 
@@ -29,7 +29,7 @@ fn load(m: &mut Machine, device: usize, text: &str) -> Result<u64, (i32, String)
 
 /// Loads PTX text that ends in a zero byte.
 unsafe fn load_image(out: *mut *mut c_void, image: *const c_void, log: Option<(*mut c_char, usize)>) -> i32 {
-    in_context(|m, d| {
+    in_context("cuModuleLoadData", |m, d| {
         if image.is_null() {
             return Err(codes::INVALID_VALUE);
         }
@@ -103,11 +103,10 @@ pub unsafe extern "C" fn cuModuleLoad(out: *mut *mut c_void, path: *const c_char
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleUnload(module: *mut c_void) -> i32 {
-    in_context(|m, _| {
-        if !m.modules.contains_key(&(module as u64)) {
-            return Err(codes::INVALID_HANDLE);
-        }
-        m.drain_all();
+    let goal = |m: &mut Machine, _| {
+        m.modules.get(&(module as u64)).map(|l| Goal::Device(l.device)).ok_or(codes::INVALID_HANDLE)
+    };
+    waiting("cuModuleUnload", goal, |m, _| {
         if let Some(l) = m.modules.remove(&(module as u64)) {
             for (_, address, _) in &l.module.variables {
                 m.homes.remove(address);
@@ -123,7 +122,7 @@ pub unsafe extern "C" fn cuModuleUnload(module: *mut c_void) -> i32 {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleGetFunction(out: *mut *mut c_void, module: *mut c_void, name: *const c_char) -> i32 {
-    in_context(|m, _| {
+    in_context("cuModuleGetFunction", |m, _| {
         if name.is_null() {
             return Err(codes::INVALID_VALUE);
         }
@@ -156,7 +155,7 @@ pub unsafe extern "C" fn cuModuleGetGlobal_v2(
     module: *mut c_void,
     name: *const c_char,
 ) -> i32 {
-    in_context(|m, _| {
+    in_context("cuModuleGetGlobal_v2", |m, _| {
         if name.is_null() {
             return Err(codes::INVALID_VALUE);
         }
@@ -180,5 +179,5 @@ pub unsafe extern "C" fn cuModuleGetGlobal_v2(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleGetLoadingMode(mode: *mut c_uint) -> i32 {
     // SAFETY: the caller's result pointer.
-    call(|_| unsafe { put(mode, 1) })
+    call("cuModuleGetLoadingMode", |_| unsafe { put(mode, 1) })
 }

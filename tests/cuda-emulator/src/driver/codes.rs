@@ -27,6 +27,7 @@ codes! {
     INVALID_IMAGE = 200, "device kernel image is invalid";
     INVALID_CONTEXT = 201, "invalid device context";
     NO_BINARY_FOR_GPU = 209, "no kernel image is available for execution on the device";
+    PEER_ACCESS_UNSUPPORTED = 217, "peer access is not supported between these two devices";
     INVALID_PTX = 218, "a PTX JIT compilation failed";
     FILE_NOT_FOUND = 301, "file not found";
     INVALID_HANDLE = 400, "invalid resource handle";
@@ -35,8 +36,19 @@ codes! {
     ILLEGAL_ADDRESS = 700, "an illegal memory access was encountered";
     LAUNCH_TIMEOUT = 702, "the launch timed out and was terminated";
     MISALIGNED_ADDRESS = 716, "misaligned address";
+    PEER_ACCESS_ALREADY_ENABLED = 704, "peer access is already enabled";
+    PEER_ACCESS_NOT_ENABLED = 705, "peer access has not been enabled";
     LAUNCH_FAILED = 719, "unspecified launch failure";
     COOPERATIVE_LAUNCH_TOO_LARGE = 720, "too many blocks in cooperative launch";
+    NOT_PERMITTED = 800, "operation not permitted";
     NOT_SUPPORTED = 801, "operation not supported";
     STREAM_CAPTURE_UNSUPPORTED = 900, "operation not permitted when stream is capturing";
+    STREAM_CAPTURE_INVALIDATED = 901, "operation failed due to a previous error during capture";
+    STREAM_CAPTURE_MERGE = 902, "operation would result in a merge of separate capture sequences";
+    STREAM_CAPTURE_UNMATCHED = 903, "capture was not ended in the same stream as it began";
+    STREAM_CAPTURE_UNJOINED = 904, "capturing stream has unjoined work";
+    STREAM_CAPTURE_ISOLATION = 905, "dependency created on uncaptured work in another stream";
+    STREAM_CAPTURE_IMPLICIT = 906, "operation would make the legacy stream depend on a capturing blocking stream";
+    CAPTURED_EVENT = 907, "operation not permitted on an event last recorded in a capturing stream";
+    STREAM_CAPTURE_WRONG_THREAD = 908, "attempt to terminate a thread-local capture sequence from another thread";
 }

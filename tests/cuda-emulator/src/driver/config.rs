@@ -2,6 +2,7 @@
 //! How the stand-in device looks and behaves: environment variables, read once when the driver is initialised.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// The device and the checks.
 #[derive(Clone, Debug)]
@@ -28,6 +29,14 @@ pub struct Config {
     pub count: bool,
     /// `CPATTN_EMU_REPORT`: a file that reports are appended to, besides standard error.
     pub report: Option<PathBuf>,
+    /// `CPATTN_EMU_CALLS`: a file that the counts of calls are appended to when the program ends.
+    pub calls: Option<PathBuf>,
+    /// `CPATTN_EMU_PEERS=0`: no device can be given access to the memory of another.
+    pub peers: bool,
+    /// `CPATTN_EMU_IDLE=1`: calls are checked and counted, and nothing is done: for the time that a program spends on them.
+    pub idle: bool,
+    /// `CPATTN_EMU_PATIENCE`: seconds that the host waits for what cannot go on, before that is an error.
+    pub patience: Duration,
 }
 
 impl Default for Config {
@@ -44,6 +53,10 @@ impl Default for Config {
             lanes: true,
             count: false,
             report: None,
+            calls: None,
+            peers: true,
+            idle: false,
+            patience: Duration::from_secs(120),
         }
     }
 }
@@ -66,6 +79,10 @@ impl Config {
             lanes: number("CPATTN_EMU_LANES", 1) != 0,
             count: number("CPATTN_EMU_COUNT", 0) != 0,
             report: std::env::var_os("CPATTN_EMU_REPORT").map(PathBuf::from),
+            calls: std::env::var_os("CPATTN_EMU_CALLS").map(PathBuf::from),
+            peers: number("CPATTN_EMU_PEERS", 1) != 0,
+            idle: number("CPATTN_EMU_IDLE", 0) != 0,
+            patience: Duration::from_secs(number("CPATTN_EMU_PATIENCE", d.patience.as_secs())),
         }
     }
 

@@ -38,6 +38,10 @@ impl std::error::Error for InstallError {}
 
 /// The newest library beside the running program, in its folder, the one above, or their `deps`.
 pub fn library() -> Result<PathBuf, InstallError> {
+    newest("libcuda_emulator")
+}
+
+fn newest(prefix: &str) -> Result<PathBuf, InstallError> {
     let program = std::env::current_exe().unwrap_or_default();
     let mut folders = Vec::new();
     for up in program.ancestors().skip(1).take(2) {
@@ -46,7 +50,7 @@ pub fn library() -> Result<PathBuf, InstallError> {
     }
     let ours = |name: &OsStr| {
         let name = name.to_string_lossy();
-        name.starts_with("libcuda_emulator") && name.ends_with(".so")
+        name.starts_with(prefix) && name.ends_with(".so")
     };
     let newest = folders
         .iter()
@@ -58,14 +62,14 @@ pub fn library() -> Result<PathBuf, InstallError> {
     newest.map(|e| e.path()).ok_or(InstallError::NotBuilt(folders))
 }
 
-/// Makes `folder` (if need be) with links named like the driver's library, and returns it.
-fn link(folder: &Path, library: &Path) -> Result<(), String> {
+/// Makes `folder` (if need be) with links of these names to a library.
+fn link(folder: &Path, library: &Path, names: &[&str]) -> Result<(), String> {
     static CALLS: AtomicUsize = AtomicUsize::new(0);
     let call = CALLS.fetch_add(1, Ordering::Relaxed);
     std::fs::create_dir_all(folder).map_err(|e| e.to_string())?;
-    for name in ["libcuda.so.1", "libcuda.so"] {
+    for name in names {
         let to = folder.join(name);
-        if std::fs::read_link(&to).is_ok_and(|t| t == library) {
+        if std::fs::read_link(&to).is_ok_and(|t| t == *library) {
             continue;
         }
         // Made under a name of this call's own and renamed: whoever looks meanwhile finds the old one or the new one, and
@@ -78,11 +82,16 @@ fn link(folder: &Path, library: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// A folder for `LD_LIBRARY_PATH` that holds the stand-in as `libcuda.so.1`.
+/// A folder for `LD_LIBRARY_PATH` that holds the stand-in as `libcuda.so.1`, and the stand-in for NCCL as `libnccl.so.2`
+/// where that is built.
 pub fn library_dir() -> Result<PathBuf, InstallError> {
     let library = library()?;
     let folder = library.parent().unwrap_or(Path::new(".")).join("cuda-emulator-lib");
-    link(&folder, &library).map_err(|why| InstallError::Folder(folder.clone(), why))?;
+    let failed = |why| InstallError::Folder(folder.clone(), why);
+    link(&folder, &library, &["libcuda.so.1", "libcuda.so"]).map_err(failed)?;
+    if let Ok(nccl) = newest("libnccl_stand_in") {
+        link(&folder, &nccl, &["libnccl.so.2", "libnccl.so"]).map_err(failed)?;
+    }
     Ok(folder)
 }
 
@@ -116,7 +125,7 @@ mod tests {
                 for _ in 0..8 {
                     s.spawn(|| {
                         begin.wait();
-                        link(&folder, &library).unwrap();
+                        link(&folder, &library, &["libcuda.so.1", "libcuda.so"]).unwrap();
                     });
                 }
             });

@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The stand-in machine: devices, streams and the order in which their work is done.
-//!
-//! Nothing runs when it is enqueued. It runs when the host waits for something, and then in a seeded order: sometimes
-//! only what the host waits for, sometimes anything that may run. Whatever relies on work being done earlier, or in the
-//! order of the calls, fails.
+//! The stand-in machine: devices, contexts, modules, streams, and what is said of them.
 
+use super::calls::Counts;
+use super::capture::Capture;
 use super::codes;
 use super::config::Config;
+use super::graph::{Exec, Graph};
 use super::mutants::Mutants;
-use super::queue::{Clock, Event, Op, Past, Stream, Work};
+use super::queue::{Clock, Event, Past, Stream};
 use super::trace::Trace;
-use crate::mem::Memory;
+use crate::mem::{Memory, Owner};
 use crate::module::Kernel;
 use crate::report::{Fault, Report};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::Write as _;
 
 /// A device and its primary context.
@@ -23,6 +22,18 @@ pub(crate) struct Device {
     pub(crate) flags: u32,
     /// The error every call gives from now on.
     pub(crate) sticky: Option<i32>,
+    /// The devices whose memory kernels of this one may use.
+    pub(crate) peers: BTreeSet<usize>,
+}
+
+/// What a call waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Goal {
+    Nothing,
+    /// A stream has done so many operations.
+    Stream(u64, u64),
+    /// A device has nothing left to do.
+    Device(usize),
 }
 
 /// A kernel handle.
@@ -52,13 +63,17 @@ pub(crate) struct Machine {
     pub(crate) functions: HashMap<u64, Function>,
     pub(crate) streams: BTreeMap<u64, Stream>,
     pub(crate) events: HashMap<u64, Event>,
+    pub(crate) captures: BTreeMap<u64, Capture>,
+    pub(crate) graphs: HashMap<u64, Graph>,
+    pub(crate) execs: HashMap<u64, Exec>,
+    pub(crate) counts: Counts,
     /// Device of each allocation.
     pub(crate) homes: BTreeMap<u64, usize>,
     next: u64,
     random: u64,
     pub(super) past: Vec<Past>,
     /// What the host knows to be done.
-    host: Clock,
+    pub(super) host: Clock,
     pub(crate) last_report: String,
     /// Instructions executed so far: the machine's clock.
     pub(super) time: u64,
@@ -87,6 +102,10 @@ impl Machine {
             functions: HashMap::new(),
             streams,
             events: HashMap::new(),
+            captures: BTreeMap::new(),
+            graphs: HashMap::new(),
+            execs: HashMap::new(),
+            counts: Counts::default(),
             homes: BTreeMap::new(),
             next: 0x1000,
             past: Vec::new(),
@@ -107,156 +126,6 @@ impl Machine {
     pub(crate) fn below(&mut self, n: usize) -> usize {
         self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         ((self.random >> 33) as usize) % n.max(1)
-    }
-
-    /// Adds an operation to a stream.
-    pub(crate) fn enqueue(&mut self, id: u64, mut after: Vec<(u64, u64)>, extra: Option<&Clock>, work: Work) {
-        let Some(s) = self.streams.get(&id) else { return };
-        let (device, independent) = (s.device, s.independent);
-        let mut clock = s.tail.clone();
-        clock.join(&self.host);
-        // The default stream waits for all streams that are not independent of it, and they for it.
-        let default = default_stream(device);
-        for (&other, o) in self.streams.iter().filter(|(k, o)| **k != id && o.device == device) {
-            let ordered = !independent && (id == default && !o.independent || other == default);
-            if ordered && o.enqueued > 0 {
-                after.push((other, o.enqueued));
-                clock.join(&o.tail);
-            }
-        }
-        let event = if matches!(work, Work::Wait) { after.first().copied() } else { None };
-        if let Some(extra) = extra {
-            clock.join(extra);
-        }
-        let Some(s) = self.streams.get_mut(&id) else { return };
-        s.enqueued += 1;
-        let number = s.enqueued;
-        clock.raise(id, number);
-        s.tail = clock.clone();
-        if let Some(trace) = &mut self.trace {
-            trace.enqueued((id, number), &after, event);
-        }
-        if let Work::Record { event, .. } = &work
-            && let Some(e) = self.events.get_mut(event)
-        {
-            e.record = Some((id, number, clock.clone()));
-        }
-        s.queue.push_back(Op { number, after, clock, work, device });
-        if self.config.eager {
-            while self.step() {}
-        }
-    }
-
-    fn ready(&self, id: u64) -> bool {
-        let Some(op) = self.streams.get(&id).and_then(|s| s.queue.front()) else { return false };
-        op.after.iter().all(|&(s, n)| self.streams.get(&s).is_none_or(|s| s.done >= n))
-    }
-
-    /// Runs one operation that may run, chosen at random. False when there is none.
-    pub(crate) fn step(&mut self) -> bool {
-        let ready: Vec<u64> = self.streams.keys().copied().filter(|&s| self.ready(s)).collect();
-        if ready.is_empty() {
-            return false;
-        }
-        let pick = ready[self.below(ready.len())];
-        self.run_head(pick);
-        true
-    }
-
-    /// Runs until a stream has done this many operations.
-    pub(crate) fn drain(&mut self, id: u64, number: u64) {
-        let generous = self.below(2) == 0;
-        while self.streams.get(&id).is_some_and(|s| s.done < number) {
-            let moved = if generous { self.step() } else { self.only(id) };
-            if !moved {
-                break;
-            }
-        }
-        if let Some(s) = self.streams.get(&id) {
-            if s.done == s.enqueued {
-                let tail = s.tail.clone();
-                self.host.join(&tail);
-            } else {
-                self.host.raise(id, number);
-            }
-        }
-        self.host_knows(id, number);
-        self.forget();
-    }
-
-    /// Runs one operation that the head of a stream needs, or the head itself.
-    fn only(&mut self, id: u64) -> bool {
-        let mut at = id;
-        for _ in 0..self.streams.len() + 1 {
-            let Some(op) = self.streams.get(&at).and_then(|s| s.queue.front()) else { return false };
-            let blocked = op.after.iter().find(|&&(s, n)| self.streams.get(&s).is_some_and(|s| s.done < n));
-            match blocked {
-                Some(&(s, _)) => at = s,
-                None => {
-                    self.run_head(at);
-                    return true;
-                }
-            }
-        }
-        self.step()
-    }
-
-    /// Runs everything.
-    pub(crate) fn drain_all(&mut self) {
-        while self.step() {}
-        let ends: Vec<(u64, u64)> = self.streams.iter().map(|(&id, s)| (id, s.done)).collect();
-        for (id, number) in ends {
-            self.host_knows(id, number);
-        }
-        let tails: Vec<Clock> = self.streams.values().map(|s| s.tail.clone()).collect();
-        for t in &tails {
-            self.host.join(t);
-        }
-        self.forget();
-        if let Some(trace) = &mut self.trace {
-            trace.judge();
-        }
-        self.streams.retain(|_, s| !s.destroyed || !s.queue.is_empty());
-    }
-
-    /// The host learned that a record ran, or a stream's last operation.
-    pub(crate) fn host_learns(&mut self, id: u64, number: u64, clock: &Clock) {
-        self.host_knows(id, number);
-        self.host.join(clock);
-    }
-
-    fn host_knows(&mut self, id: u64, number: u64) {
-        if let Some(trace) = &mut self.trace {
-            trace.known((id, number));
-        }
-    }
-
-    /// Drops what nothing can race with any more.
-    fn forget(&mut self) {
-        let queued = || self.streams.values().flat_map(|s| &s.queue);
-        if queued().next().is_none() {
-            let host = &self.host;
-            self.past.retain(|p| !host.covers(p.stream, p.number));
-        } else if self.past.len() > 256 {
-            let (host, streams) = (&self.host, &self.streams);
-            self.past.retain(|p| {
-                !(host.covers(p.stream, p.number)
-                    && streams.values().flat_map(|s| &s.queue).all(|o| o.clock.covers(p.stream, p.number)))
-            });
-        }
-    }
-
-    fn run_head(&mut self, id: u64) {
-        let Some(op) = self.streams.get_mut(&id).and_then(|s| s.queue.pop_front()) else { return };
-        let number = op.number;
-        if self.devices[op.device].sticky.is_none() {
-            self.run(id, op);
-        } else if let Work::Record { event, version } = op.work {
-            self.ran(event, version);
-        }
-        if let Some(s) = self.streams.get_mut(&id) {
-            s.done = number;
-        }
     }
 
     /// Reports a fault and makes it stick to the device's context.
@@ -283,11 +152,27 @@ impl Machine {
         }
     }
 
-    /// Forgets a device's error and all its work, as a reset of the primary context does.
+    /// Forgets a device's error, as a reset of the primary context does. Its work is over.
     pub(crate) fn reset(&mut self, device: usize) {
-        self.drain_all();
         self.devices[device].sticky = None;
+        self.devices[device].peers.clear();
         self.past.clear();
+    }
+
+    /// The device of an address, and whose memory it is.
+    pub(crate) fn home(&self, ptr: u64) -> (usize, Owner) {
+        let (base, _, owner) = self.mem.find(ptr).unwrap_or((0, 0, Owner::Device));
+        (self.homes.get(&base).copied().unwrap_or(0), owner)
+    }
+
+    /// As [`Machine::home`], of memory that is there.
+    pub(super) fn owner(&self, ptr: u64) -> Option<(usize, Owner)> {
+        self.mem.find(ptr).map(|_| self.home(ptr))
+    }
+
+    /// Whether copies between two devices need not go through the host.
+    pub(super) fn direct(&self, a: usize, b: usize) -> bool {
+        self.devices[a].peers.contains(&b) || self.devices[b].peers.contains(&a)
     }
 }
 
@@ -302,7 +187,7 @@ pub(crate) fn stream(device: usize, independent: bool, priority: i32) -> Stream 
         done: 0,
         tail: Clock::default(),
         destroyed: false,
-        capturing: false,
+        capture: None,
     }
 }
 

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Mutants of kernels: what happens when one barrier, wait or fence is missing.
+//! Mutants of kernels: what happens when one barrier, wait or fence is missing, or one number in them is wrong.
 //!
 //! With `CPATTN_EMU_MUTANTS` set, every launch of any program is also a trial. The launch runs as it is; then memory is
-//! put back, and it runs again with one synchronising instruction removed, for every such instruction of the kernel. A
+//! put back, and it runs again with one synchronising instruction removed or wrong (`mutation`), for each of the kernel. A
 //! mutant is caught when the emulator reports it or when any byte of memory differs afterwards. One that was caught is
 //! not tried again; one that survives is tried at later launches, up to a limit. Addresses are the same in every
 //! run, so the workload needs no description: it is whatever the program launches.
 //!
 //! The file gets a line for each mutant when its kernel is first launched, and one when it is caught:
-//! `mutant <module> <kernel> <line> <text>`, `caught <module> <kernel> <line> <how>`, `tried <module> <kernel> <line>`.
+//! `mutant <module> <kernel> <line> <text>` (the line with the change behind it where more is wrong than that it is gone), `caught <module> <kernel> <line> <how>`, `tried <module> <kernel> <line>`.
 //! `unstable <module> <kernel> -` says that the kernel itself gave other bytes in another order. What is in the file
 //! already counts: a mutant that an earlier program caught is not tried again.
 //!
@@ -18,6 +18,7 @@
 use crate::exec::{Launch, Options, launch};
 use crate::mem::{Memory, Snapshot};
 use crate::module::Kernel;
+use crate::mutation::Mutant;
 use std::collections::{HashMap, HashSet};
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -27,8 +28,8 @@ const TRIALS: u32 = 24;
 /// Seeds tried at each launch.
 const SEEDS: u64 = 2;
 
-struct Mutant {
-    pc: usize,
+struct Tried {
+    mutant: Mutant,
     trials: u32,
     caught: bool,
 }
@@ -37,7 +38,7 @@ struct Mutant {
 pub(crate) struct Mutants {
     path: PathBuf,
     /// By module and name.
-    kernels: HashMap<(u64, String), Vec<Mutant>>,
+    kernels: HashMap<(u64, String), Vec<Tried>>,
     /// Module, kernel and line of those that were caught before this program began.
     caught: HashSet<String>,
     /// Module and kernel of those to try, when not all.
@@ -77,11 +78,10 @@ impl Mutants {
             let mut list = Vec::new();
             let name = format!("{:016x} {}", key.0, key.1);
             let wanted = self.only.as_ref().is_none_or(|only| only.contains(&name));
-            let mine = |k: &(usize, usize)| wanted && k.0 % self.part.1 == self.part.0;
-            for (_, pc) in kernel.synchronising().into_iter().enumerate().filter(mine) {
-                let line = kernel.line(pc);
-                self.say(&format!("mutant {name} {line} {}", kernel.text(line)));
-                list.push(Mutant { pc, trials: 0, caught: self.caught.contains(&format!("{name} {line}")) });
+            let mine = |k: &(usize, Mutant)| wanted && k.0 % self.part.1 == self.part.0;
+            for (_, mutant) in kernel.mutants().into_iter().enumerate().filter(mine) {
+                self.say(&format!("mutant {name} {mutant} {}", kernel.text(mutant.line)));
+                list.push(Tried { mutant, trials: 0, caught: self.caught.contains(&format!("{name} {mutant}")) });
             }
             self.kernels.insert(key.clone(), list);
         }
@@ -119,8 +119,7 @@ impl Mutants {
         }
         for m in list.iter_mut().filter(|m| !m.caught && m.trials < TRIALS) {
             m.trials += 1;
-            let mutant = kernel.without(m.pc);
-            let line = kernel.line(m.pc);
+            let (mutant, line) = (kernel.mutated(&m.mutant), m.mutant);
             for &(seed, grid) in &ways {
                 mem.restore(before);
                 let fault = match launch(&mutant, mem, &Launch { options: options(seed), grid, ..how.clone() }) {

@@ -4,12 +4,25 @@
 //! Every operation leaves the bytes it read and wrote. Two that overlap and that nothing orders are a race, whatever came
 //! out this time.
 
+use super::entry::inside;
 use super::machine::{Machine, name_of};
-use super::queue::{Op, Past, Work, find_race};
+use super::queue::{Clock, Op, Past, Work, find_race};
 use crate::exec::{Launch, Options, launch};
-use crate::mem::Footprint;
+use crate::mem::{Footprint, Owner};
 use crate::module::Kernel;
 use crate::report::{Fault, Report};
+
+/// An operation that ran, and what it touched.
+pub(super) struct Ran {
+    pub(super) stream: u64,
+    pub(super) number: u64,
+    pub(super) clock: Clock,
+    pub(super) device: usize,
+    pub(super) is_copy: bool,
+    pub(super) what: String,
+    pub(super) reads: Footprint,
+    pub(super) writes: Footprint,
+}
 
 impl Machine {
     pub(super) fn ran(&mut self, event: u64, version: u64) {
@@ -21,7 +34,9 @@ impl Machine {
 
     pub(super) fn run(&mut self, id: u64, op: Op) {
         let (mut reads, mut writes) = (Footprint::default(), Footprint::default());
-        let (what, result) = match op.work {
+        let is_copy = matches!(op.work, Work::Copy { .. });
+        let Op { number, clock, work, device, .. } = op;
+        let (what, result) = match work {
             Work::Launch { kernel, grid, block, shared, params, resident } => {
                 let what = format!("kernel `{}`", kernel.name());
                 let options = self.options(resident);
@@ -77,28 +92,41 @@ impl Machine {
             }
             Work::Free { base, len } => {
                 writes.add(base, len as u64);
+                self.homes.remove(&base);
                 self.mem.free(base);
                 ("asynchronous free".to_owned(), Ok(()))
             }
             Work::Host { f, data } => {
                 // SAFETY: the caller gave this function and its argument for exactly this call.
-                unsafe { f(data as *mut std::ffi::c_void) };
+                inside(|| unsafe { f(data as *mut std::ffi::c_void) });
                 (String::new(), Ok(()))
             }
             Work::Record { event, version } => {
                 self.ran(event, version);
                 (String::new(), Ok(()))
             }
-            Work::Wait => (String::new(), Ok(())),
+            // Exchanges are asked, not run.
+            Work::Wait | Work::Join | Work::Await { .. } | Work::Exchange(_) => (String::new(), Ok(())),
         };
+        let ran = Ran { stream: id, number, clock, device, is_copy, what, reads, writes };
+        self.finish(ran, result);
+    }
+
+    /// Judges what an operation touched, and keeps it.
+    pub(super) fn finish(&mut self, ran: Ran, result: Result<(), Report>) {
+        let Ran { stream: id, number, clock, device, is_copy, what, reads, writes } = ran;
+        let result = result.and_then(|()| {
+            // Copies between devices find their way with or without access.
+            if is_copy { Ok(()) } else { self.within_reach(device, &what, &reads, &writes) }
+        });
         if let Err(report) = result {
-            self.fail(op.device, report);
+            self.fail(device, report);
             return;
         }
         if reads.is_empty() && writes.is_empty() || !self.config.races {
             return;
         }
-        if let Some(race) = find_race(&self.past, &op.clock, &reads, &writes) {
+        if let Some(race) = find_race(&self.past, &clock, &reads, &writes) {
             let (start, end) = race.range;
             let whose = match self.mem.find(start) {
                 Some((base, _, _)) => format!("byte {} of {}", start - base, self.mem.describe(base)),
@@ -122,13 +150,31 @@ impl Machine {
                 thread: None,
                 detail,
             };
-            self.fail(op.device, report);
+            self.fail(device, report);
             return;
         }
         if let Some(trace) = &mut self.trace {
-            trace.ran((id, op.number), &what, &reads, &writes);
+            trace.ran((id, number), &what, &reads, &writes);
         }
-        self.past.push(Past { stream: id, number: op.number, what, reads, writes });
+        self.past.push(Past { stream: id, number, what, reads, writes });
+    }
+
+    /// Whether a device may use these bytes: its own, the host's, or those of a device it was given access to.
+    fn within_reach(&self, device: usize, what: &str, reads: &Footprint, writes: &Footprint) -> Result<(), Report> {
+        if self.devices.len() == 1 {
+            return Ok(());
+        }
+        for (start, _) in reads.iter().chain(writes.iter()) {
+            let Some((home, owner)) = self.owner(start) else { continue };
+            if owner != Owner::Host && home != device && !self.devices[device].peers.contains(&home) {
+                let detail = format!(
+                    "device {device} uses memory of device {home} at {start:#x} without access to it: see \
+                     cuCtxEnablePeerAccess"
+                );
+                return Err(plain(what, (Fault::PeerAccess, detail)));
+            }
+        }
+        Ok(())
     }
 
     fn options(&mut self, resident: u32) -> Options {

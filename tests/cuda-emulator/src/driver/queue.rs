@@ -5,6 +5,7 @@
 //! runs. Stream order, event waits, the rules of the default stream and synchronisation by the host put entries into
 //! it, and nothing else does. Two operations of which neither's clock covers the other may run at the same time.
 
+use super::exchange::Exchange;
 use crate::mem::Footprint;
 use crate::module::Kernel;
 use std::collections::{BTreeMap, VecDeque};
@@ -31,6 +32,7 @@ impl Clock {
 }
 
 /// What an operation does.
+#[derive(Clone)]
 pub(crate) enum Work {
     Launch {
         kernel: Kernel,
@@ -82,8 +84,30 @@ pub(crate) enum Work {
         event: u64,
         version: u64,
     },
-    /// Only its dependencies matter.
+    /// A wait for an event: only its dependencies matter.
     Wait,
+    /// A point behind others.
+    Join,
+    /// In graphs: a wait for whatever the event's last record is when the graph is launched.
+    Await {
+        event: u64,
+    },
+    /// Of another library.
+    Exchange(Exchange),
+}
+
+impl Work {
+    /// What it is, for a report.
+    pub(crate) fn what(&self) -> String {
+        match self {
+            Self::Launch { kernel, .. } => format!("kernel `{}`", kernel.name()),
+            Self::Exchange(x) => x.what().to_owned(),
+            Self::Copy { .. } | Self::Write { .. } | Self::Read { .. } => "a copy".to_owned(),
+            Self::Fill { .. } => "a memset".to_owned(),
+            Self::Host { .. } => "a function of the host".to_owned(),
+            _ => "an event or a wait".to_owned(),
+        }
+    }
 }
 
 /// An operation in a stream.
@@ -108,8 +132,8 @@ pub(crate) struct Stream {
     /// Clock of the newest operation.
     pub(crate) tail: Clock,
     pub(crate) destroyed: bool,
-    /// Between the begin and the end of a capture.
-    pub(crate) capturing: bool,
+    /// The capture it is part of.
+    pub(crate) capture: Option<u64>,
 }
 
 /// An event.
@@ -122,6 +146,8 @@ pub(crate) struct Event {
     pub(crate) record: Option<(u64, u64, Clock)>,
     /// Versions that ran, and when.
     pub(crate) ran: Option<(u64, u64)>,
+    /// The capture of the newest record, and the nodes it stands for.
+    pub(crate) captured: Option<(u64, Vec<usize>)>,
 }
 
 /// An operation that ran, for the race detector.

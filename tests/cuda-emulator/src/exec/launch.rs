@@ -100,7 +100,16 @@ struct Resident {
     left: usize,
     /// Turns taken, for the fair order of eager runs.
     turns: usize,
+    /// Turns in a row in which warps asked for something and did not get it.
+    polls: u32,
+    /// One turn in so many lets a bulk copy move; 0: none does before nobody can go on without it.
+    patience: u32,
 }
+
+/// Polls in a row, for each warp, after which nobody is coming: a group of lanes that could go on would have been chosen.
+const HOPELESS: u32 = 4096;
+/// Instructions without a poll after which a warp is not waiting for anything.
+const BUSY: u64 = 256;
 
 /// Runs a kernel to its end.
 pub fn launch(kernel: &Kernel, mem: &mut Memory, how: &Launch<'_>) -> Result<Stats, Box<Report>> {
@@ -178,17 +187,20 @@ fn start(kernel: &Kernel, grid: &mut Grid, how: &Launch<'_>, b: u32) -> Resident
     let id = [b % how.grid[0], b / how.grid[0] % how.grid[1], b / how.grid[0] / how.grid[1]];
     let threads = how.block[0] * how.block[1] * how.block[2];
     let count = threads.div_ceil(32) as usize;
-    let shared = SharedMemory::new(code.dynamic_offset + how.dynamic_shared, count, how.options.shared_races);
-    let block = Block::new(id, grid.first_block + b, how.block, shared);
+    let products = !code.matrix_registers.is_empty();
+    let bytes = code.dynamic_offset + how.dynamic_shared;
+    let shared = SharedMemory::new(bytes, count, products, how.options.shared_races);
+    let block = Block::new(id, grid.first_block + b, how.block, shared, code);
     let mut warps = Vec::with_capacity(count);
     for w in 0..count {
         let here = (threads - w as u32 * 32).min(32);
         let exist = if here == 32 { !0 } else { (1u32 << here) - 1 };
-        let mut warp = Warp::new(w, exist, code.rows, code.preds, code.local_bytes);
+        let mut warp = Warp::new(w, exist, code.rows, code.preds, code.local_bytes, code.matrix_registers.len());
         fill(kernel, &mut warp, grid, how, &block);
         warps.push(Some(warp));
     }
-    Resident { block, left: warps.len(), warps, turns: 0 }
+    let patience = [2, 16, 128, 0][grid.random(4) as usize];
+    Resident { block, left: warps.len(), warps, turns: 0, polls: 0, patience }
 }
 
 /// Fills the rows of immediates, symbols and special registers.
@@ -246,6 +258,18 @@ fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) ->
         return Err(deadlock(&kernel.code, r));
     }
     r.turns += 1;
+    if r.block.flights.any() {
+        let impatient = r.polls as usize > 2 * n + 2;
+        if impatient || r.patience > 0 && grid.random(r.patience) == 0 {
+            let moving = r.block.flights.moving();
+            let k = moving[grid.random(moving.len() as u32) as usize];
+            r.block.advance(mem, k).map_err(|(fault, detail, pc)| (Trouble { fault, lane: None, detail }, pc))?;
+            grid.effect(true);
+            r.polls = 0;
+        }
+    } else if r.polls > HOPELESS * n as u32 {
+        return Err(deadlock(&kernel.code, r));
+    }
     let nth = if grid.options.eager { r.turns % n } else { grid.random(n as u32) as usize };
     let Some(w) = (0..r.warps.len()).filter(|&w| ready(&r.warps[w])).nth(nth) else { return Ok(()) };
     // Short turns provoke interleavings, long ones provoke being far ahead.
@@ -265,11 +289,14 @@ fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) ->
         mem,
         code: &kernel.code,
         target: 0,
+        scattered: Vec::new(),
         pc: 0,
         group: 0,
         fault: None,
     };
+    let before = cx.grid.executed;
     let stop = warp::run(&mut cx, quantum);
+    let executed = cx.grid.executed - before;
     let (pc, fault) = (cx.pc, cx.fault.take());
     match stop {
         Stop::Fault => {
@@ -282,9 +309,23 @@ fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) ->
         }
         Stop::Done => {
             r.left -= 1;
+            r.polls = 0;
             r.block.warp_ended();
+            ended(r, mem, w)?;
         }
-        Stop::Quantum | Stop::Waiting => r.warps[w] = Some(warp),
+        Stop::Poll => {
+            r.polls += 1;
+            warp.since_poll = 0;
+            r.warps[w] = Some(warp);
+        }
+        Stop::Quantum | Stop::Waiting => {
+            // A turn may end between two polls. Whoever works on without any has something to do.
+            warp.since_poll += executed;
+            if stop == Stop::Waiting || warp.since_poll > BUSY {
+                r.polls = 0;
+            }
+            r.warps[w] = Some(warp);
+        }
     }
     for (w, value) in r.block.take_freed() {
         if let Some(warp) = &mut r.warps[w] {
@@ -296,6 +337,22 @@ fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) ->
         let limit = grid.options.spin_limit;
         let detail = format!("{limit} instructions without any change of memory: this waits for what never comes");
         return Err((Trouble { fault: Fault::Livelock, lane: None, detail }, pc));
+    }
+    Ok(())
+}
+
+/// A warp has ended: what it began has to be waited for.
+fn ended(r: &mut Resident, mem: &mut Memory, warp: usize) -> Result<(), (Trouble, usize)> {
+    let trouble = |detail: String, pc| (Trouble { fault: Fault::AsyncPending, lane: None, detail }, pc);
+    if let Some(pc) = r.block.unread(warp) {
+        let text = format!("warp {warp} has ended without waiting until this store was read from shared memory");
+        return Err(trouble(text, pc));
+    }
+    if let Some(pc) = r.block.products.open(warp) {
+        return Err(trouble(format!("warp {warp} has ended without waiting for this product"), pc));
+    }
+    if r.left == 0 {
+        r.block.finish(mem).map_err(|(fault, detail, pc)| (Trouble { fault, lane: None, detail }, pc))?;
     }
     Ok(())
 }

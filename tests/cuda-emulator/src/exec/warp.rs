@@ -6,6 +6,7 @@
 //! each other. An instruction that lanes execute together parks its group until the others arrive.
 
 use super::clock::Published;
+use super::products::Guard;
 use crate::op::copy::Pending;
 use crate::op::{Cx, Flow, NO_GUARD};
 use crate::report::Fault;
@@ -45,6 +46,14 @@ pub(crate) struct Warp {
     pub(crate) syncs: u32,
     /// Groups of asynchronous copies each lane has committed.
     pub(crate) committed: [u32; 32],
+    /// Groups of bulk stores each lane has committed.
+    pub(crate) bulk_committed: [u32; 32],
+    /// Lanes that wait at a barrier on their own: the barrier and its phase.
+    pub(crate) apart: Vec<(u32, usize, u32)>,
+    /// Instructions since it asked for something that was not there.
+    pub(crate) since_poll: u64,
+    /// Which registers of products are touched or in use.
+    pub(crate) guard: Guard,
     /// What relaxed reads have seen and no fence has taken up yet.
     pub(crate) observed: Published,
     /// What relaxed writes publish: what was known at the last fence.
@@ -57,13 +66,22 @@ pub(crate) struct Warp {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stop {
     Quantum,
+    /// It asked for something that is not there yet.
+    Poll,
     Waiting,
     Done,
     Fault,
 }
 
 impl Warp {
-    pub(crate) fn new(index: usize, exist: u32, rows: u32, preds: u32, local_bytes: u32) -> Self {
+    pub(crate) fn new(
+        index: usize,
+        exist: u32,
+        rows: u32,
+        preds: u32,
+        local_bytes: u32,
+        matrix_registers: usize,
+    ) -> Self {
         Self {
             index,
             regs: vec![0; rows as usize * 8],
@@ -77,6 +95,10 @@ impl Warp {
             pending: Vec::new(),
             syncs: 1,
             committed: [0; 32],
+            bulk_committed: [0; 32],
+            apart: Vec::new(),
+            since_poll: 0,
+            guard: Guard::new(matrix_registers),
             observed: Published::default(),
             fenced: None,
             fenced_block: None,
@@ -107,6 +129,15 @@ impl Warp {
         free().min_by_key(|(_, g)| g.pc).map(|(k, _)| k)
     }
 
+    /// Puts lanes where a group may stand already.
+    fn join(&mut self, pc: usize, mask: u32) {
+        match self.groups.iter_mut().find(|g| g.pc == pc) {
+            _ if mask == 0 => {}
+            Some(g) => (g.mask, g.parked) = (g.mask | mask, false),
+            None => self.groups.push(Group { pc, mask, parked: false }),
+        }
+    }
+
     /// Stores where a group stands, joining it with another that stands there already.
     fn settle(&mut self, k: usize, pc: usize, mask: u32) {
         if mask == 0 {
@@ -123,7 +154,12 @@ impl Warp {
 }
 
 /// Runs the warp of `cx` for up to `quantum` instructions.
-pub(crate) fn run(cx: &mut Cx, mut quantum: u64) -> Stop {
+pub(crate) fn run(cx: &mut Cx, quantum: u64) -> Stop {
+    // Registers are watched only in kernels that have products whose registers must not be touched.
+    if cx.code.matrix_registers.is_empty() { run_as::<false>(cx, quantum) } else { run_as::<true>(cx, quantum) }
+}
+
+fn run_as<const WATCHED: bool>(cx: &mut Cx, mut quantum: u64) -> Stop {
     let code = cx.code;
     loop {
         if cx.warp.groups.is_empty() {
@@ -155,6 +191,13 @@ pub(crate) fn run(cx: &mut Cx, mut quantum: u64) -> Stop {
                 cx.grid.counts[pc] += 1;
                 cx.pc = pc;
                 cx.group = mask;
+                if WATCHED
+                    && !code.touches[pc].is_empty()
+                    && let Some(r) = cx.warp.guard.touch(&code.touches[pc])
+                {
+                    cx.warp.groups[k] = Group { pc, mask, parked: false };
+                    return touched(cx, r);
+                }
                 // SAFETY: the decoder paired this function with operands of the right kind and width, and `fast` ones
                 // are only chosen where the machine has their features.
                 match unsafe { (ins.f)(cx, ins, m) } {
@@ -198,6 +241,22 @@ pub(crate) fn run(cx: &mut Cx, mut quantum: u64) -> Stop {
                         cx.grid.counts[pc] -= 1;
                         return Stop::Waiting;
                     }
+                    Flow::Poll => {
+                        cx.warp.settle(k, pc + 1, mask);
+                        return Stop::Poll;
+                    }
+                    Flow::Again => {
+                        cx.warp.groups[k] = Group { pc, mask, parked: false };
+                        cx.grid.counts[pc] -= 1;
+                        return Stop::Poll;
+                    }
+                    Flow::Scatter => {
+                        cx.warp.groups.swap_remove(k);
+                        for (pc, lanes) in std::mem::take(&mut cx.scattered) {
+                            cx.warp.join(pc, lanes);
+                        }
+                        break;
+                    }
                     Flow::Yield => {
                         cx.warp.settle(k, pc + 1, mask);
                         return Stop::Quantum;
@@ -224,6 +283,17 @@ pub(crate) fn run(cx: &mut Cx, mut quantum: u64) -> Stop {
 fn nearest(warp: &Warp, k: usize, pc: usize) -> usize {
     let ahead = warp.groups.iter().enumerate().filter(|(o, g)| *o != k && g.pc > pc);
     ahead.map(|(_, g)| g.pc).min().unwrap_or(usize::MAX)
+}
+
+/// A register of a product under way was touched.
+#[cold]
+fn touched(cx: &mut Cx, register: u16) -> Stop {
+    let line = cx.code.ins[cx.warp.guard.user(register)].line;
+    let name = &cx.code.matrix_registers[usize::from(register)];
+    let text =
+        format!("register {name} belongs to the asynchronous product of line {line}, which has not been waited for");
+    cx.fail(Fault::ProductRegisters, None, text);
+    Stop::Fault
 }
 
 /// Every group waits for another: the lanes of this warp stand at different instructions for good.

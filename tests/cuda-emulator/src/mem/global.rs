@@ -75,6 +75,17 @@ impl Allocation {
         unsafe { std::slice::from_raw_parts(self.base as *const u8, self.size) }
     }
 
+    /// The bytes, to be written.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `bytes`; the allocation is borrowed for writing.
+        unsafe { std::slice::from_raw_parts_mut(self.base as *mut u8, self.size) }
+    }
+
+    /// Whether somebody wrote a byte.
+    pub(crate) fn is_written(&self, offset: usize) -> bool {
+        self.written[offset / 16] >> (offset % 16) & 1 == 1
+    }
+
     /// Marks bytes as written.
     pub(crate) fn mark(&mut self, offset: usize, len: usize) {
         let (mut at, end) = (offset, offset + len);
@@ -88,7 +99,7 @@ impl Allocation {
     }
 
     /// Forgets that bytes were written.
-    fn unmark(&mut self, offset: usize, len: usize) {
+    pub(crate) fn unmark(&mut self, offset: usize, len: usize) {
         for at in offset..offset + len {
             self.written[at / 16] &= !(1 << (at % 16));
         }

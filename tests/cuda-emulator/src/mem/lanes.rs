@@ -104,6 +104,13 @@ impl LaneShadow {
         line.writer[first..first + size as usize].fill(lane as u8);
     }
 
+    /// A copy wrote a line: who accessed it before is no lane's business any more.
+    pub(crate) fn forget(&mut self, line: u32) {
+        if let Some(l) = self.0.get_mut(line as usize) {
+            *l = Line::default();
+        }
+    }
+
     fn place(&mut self, a: &LaneAccess<'_>, l: usize) -> (&mut Line, std::ops::Range<usize>) {
         let first = (a.at[l] & 15) as usize;
         (&mut self.0[(a.at[l] >> 4) as usize], first..first + a.size as usize)

@@ -7,7 +7,7 @@
 //! into bytes. Two readers, not all: a third replaces one of them, so that a write which is unordered with only one
 //! of many readers may go unnoticed on a rare line. Writes are exact.
 
-use crate::exec::clock::Knowledge;
+use crate::exec::clock::{Knowledge, WARPS};
 use std::collections::HashMap;
 
 /// Block, warp and clock of an access; 0 is nobody.
@@ -47,6 +47,8 @@ pub(crate) struct Race {
     pub(crate) other: Epoch,
     /// The other's instruction, when it was a write.
     pub(crate) pc: Option<u32>,
+    /// It is ordered, but not fenced for the asynchronous proxy.
+    pub(crate) unfenced: bool,
 }
 
 /// An access and what its warp knows.
@@ -56,6 +58,8 @@ pub(crate) struct Accessor<'a> {
     /// Blocks before this one belong to earlier launches.
     pub(crate) first_block: u32,
     pub(crate) knowledge: &'a Knowledge,
+    /// Accesses by way of the asynchronous proxy.
+    pub(crate) asynchronous: bool,
 }
 
 impl Accessor<'_> {
@@ -79,11 +83,26 @@ impl Accessor<'_> {
         (e.0 ^ self.epoch.0) >> 32 == 0 && e.warp() == self.epoch.warp()
     }
 
+    /// Whether the asynchronous proxy sees the last write, when it is the one that accesses.
+    #[inline]
+    fn fenced(&self, c: &Cell) -> Result<(), Race> {
+        let w = c.writer;
+        if self.asynchronous
+            && w.block() >= self.first_block
+            && (w.warp() as usize) < WARPS
+            && w.clock() > self.knowledge.fenced_of(w.block(), w.warp())
+        {
+            return Err(Race { other: w, pc: Some(c.pc), unfenced: true });
+        }
+        Ok(())
+    }
+
     #[inline]
     fn read(&self, c: &mut Cell) -> Result<(), Race> {
         if !self.after(c.writer) {
-            return Err(Race { other: c.writer, pc: Some(c.pc) });
+            return Err(Race { other: c.writer, pc: Some(c.pc), unfenced: false });
         }
+        self.fenced(c)?;
         let [a, b] = c.readers;
         if a.block() < self.first_block || self.same(a) {
             c.readers[0] = self.epoch;
@@ -98,11 +117,12 @@ impl Accessor<'_> {
     #[inline]
     fn write(&self, c: &mut Cell) -> Result<(), Race> {
         if !self.after(c.writer) {
-            return Err(Race { other: c.writer, pc: Some(c.pc) });
+            return Err(Race { other: c.writer, pc: Some(c.pc), unfenced: false });
         }
+        self.fenced(c)?;
         for r in c.readers {
             if !self.after(r) {
-                return Err(Race { other: r, pc: None });
+                return Err(Race { other: r, pc: None, unfenced: false });
             }
         }
         c.writer = self.epoch;

@@ -7,16 +7,22 @@
 //! ordered after them too. Lines of which different bytes have different histories are split into bytes.
 //!
 //! An asynchronous copy owns its destination from the instruction to the wait: any access in between is a fault, and
-//! the bytes are poison until then.
+//! the bytes are poison until then. What the hardware reads on its own (bulk stores, products of a warpgroup) is held
+//! from the instruction to the wait as well: it may be read, not written. A barrier in shared memory is owned by the
+//! instructions made for it as long as it lives.
 
 use super::lanes::{LaneAccess, LaneRace, LaneShadow};
 use super::touch::Touches;
-use crate::exec::clock::Clocks;
+use crate::exec::clock::{Clocks, WARPS, WarpClocks, slot};
 use std::collections::HashMap;
 
 /// Set in a writer's word while an asynchronous copy is under way.
 const PENDING: u32 = 1 << 31;
 const CLOCK: u32 = 0xff_ffff;
+/// The owner of a barrier in shared memory, as a writer that never ends.
+pub(crate) const BARRIER_OWNER: u32 = 0x7f;
+/// One hold in a reader's word, above its clock.
+const HOLD: u32 = 1 << 24;
 
 /// Words before the readers' clocks in a record.
 const HEAD: usize = 2;
@@ -28,8 +34,12 @@ pub(crate) enum SharedFault {
     Written { by: u32, pc: u32, at: u32 },
     /// Read by a warp that is not ordered before this write.
     Read { by: u32, at: u32 },
-    /// An asynchronous copy is under way.
+    /// An asynchronous copy is under way, or a barrier lives there.
     Pending { by: u32, pc: u32, at: u32 },
+    /// Being read asynchronously by a bulk store of this warp, or by a product of a warpgroup (from [`slot::PRODUCTS`]).
+    Held { by: u32, at: u32 },
+    /// Written through the generic proxy and not fenced for the asynchronous one.
+    Unfenced { by: u32, pc: u32, at: u32 },
     /// Never written.
     Unwritten { at: u32 },
     /// Accessed by another lane of this warp without a synchronisation of the warp.
@@ -41,6 +51,8 @@ pub(crate) struct SharedMemory {
     bytes: Vec<u128>,
     size: u32,
     warps: usize,
+    /// Words of a record: the head, each warp, each warpgroup that may read asynchronously.
+    stride: usize,
     written: Vec<u16>,
     records: Vec<u32>,
     split: HashMap<u32, Box<[u32]>>,
@@ -49,14 +61,17 @@ pub(crate) struct SharedMemory {
 }
 
 impl SharedMemory {
-    pub(crate) fn new(size: u32, warps: usize, races: bool) -> Self {
+    /// `products`: warpgroups may read it asynchronously.
+    pub(crate) fn new(size: u32, warps: usize, products: bool, races: bool) -> Self {
         let lines = size.div_ceil(16) as usize;
+        let stride = HEAD + warps + if products { warps.div_ceil(4) } else { 0 };
         Self {
             bytes: vec![u128::MAX; lines],
             size,
             warps,
+            stride,
             written: vec![0; lines],
-            records: vec![0; if races { lines * (warps + HEAD) } else { 0 }],
+            records: vec![0; if races { lines * stride } else { 0 }],
             split: HashMap::new(),
             is_split: vec![false; if races { lines } else { 0 }],
             lanes: LaneShadow::new(if races { lines } else { 0 }),
@@ -104,7 +119,10 @@ impl SharedMemory {
         mask: u16,
         mut f: impl FnMut(&mut [u32], u32) -> Result<(), SharedFault>,
     ) -> Result<(), SharedFault> {
-        let stride = self.warps + HEAD;
+        if self.records.is_empty() {
+            return Ok(());
+        }
+        let stride = self.stride;
         let start = line as usize * stride;
         if !self.is_split[line as usize] {
             if mask == 0xffff {
@@ -146,7 +164,8 @@ impl SharedMemory {
     pub(crate) fn read(&mut self, line: u32, mask: u16, warp: usize, clocks: &Clocks) -> Result<(), SharedFault> {
         self.each(line, mask, |cell, at| {
             ordered_after_writer(cell, at, clocks)?;
-            cell[HEAD + warp] = clocks[warp];
+            let reader = &mut cell[HEAD + warp];
+            *reader = *reader & !CLOCK | clocks[warp] & CLOCK;
             Ok(())
         })
     }
@@ -161,10 +180,32 @@ impl SharedMemory {
         clocks: &Clocks,
         pc: u32,
     ) -> Result<(), SharedFault> {
+        let warps = self.warps;
         self.each(line, mask, |cell, at| {
-            ordered_after_all(cell, at, clocks)?;
+            ordered_after_all(cell, at, warps, clocks)?;
             cell[0] = (warp as u32) << 24 | clocks[warp] & CLOCK;
             cell[1] = pc;
+            Ok(())
+        })
+    }
+
+    /// The same for bytes that do not change: the order with who wrote them before does not matter.
+    pub(crate) fn rewrite(
+        &mut self,
+        line: u32,
+        mask: u16,
+        warp: usize,
+        clocks: &Clocks,
+        pc: u32,
+    ) -> Result<(), SharedFault> {
+        let warps = self.warps;
+        self.each(line, mask, |cell, at| {
+            match ordered_after_writer(cell, at, clocks) {
+                Err(SharedFault::Written { by, .. }) if (by as usize) < WARPS => return Ok(()),
+                other => other?,
+            }
+            ordered_after_all(cell, at, warps, clocks)?;
+            (cell[0], cell[1]) = ((warp as u32) << 24 | clocks[warp] & CLOCK, pc);
             Ok(())
         })
     }
@@ -178,8 +219,9 @@ impl SharedMemory {
         clocks: &Clocks,
         pc: u32,
     ) -> Result<(), SharedFault> {
+        let warps = self.warps;
         self.each(line, mask, |cell, at| {
-            ordered_after_all(cell, at, clocks)?;
+            ordered_after_all(cell, at, warps, clocks)?;
             cell[0] = PENDING | (warp as u32) << 24 | clocks[warp] & CLOCK;
             cell[1] = pc;
             Ok(())
@@ -195,6 +237,111 @@ impl SharedMemory {
             Ok(())
         });
         debug_assert!(done.is_ok());
+    }
+
+    /// Begins a write by the asynchronous proxy on behalf of a warp that knows `clocks` and `fences`.
+    pub(crate) fn begin_async(
+        &mut self,
+        line: u32,
+        clocks: &Clocks,
+        fences: &WarpClocks,
+        pc: u32,
+    ) -> Result<(), SharedFault> {
+        let warps = self.warps;
+        self.each(line, 0xffff, |cell, at| {
+            ordered_after_all(cell, at, warps, clocks)?;
+            fenced(cell, at, fences)?;
+            (cell[0], cell[1]) = (PENDING | (slot::BARRIERS as u32) << 24, pc);
+            Ok(())
+        })
+    }
+
+    /// Ends it: whoever knows this clock of this slot knows of it. `(0, 0)` is known to all.
+    pub(crate) fn end_async(&mut self, line: u32, slot: u32, clock: u32) {
+        let done = self.each(line, 0xffff, |cell, _| {
+            cell[0] = slot << 24 | clock & CLOCK;
+            Ok(())
+        });
+        debug_assert!(done.is_ok());
+        self.lanes.forget(line);
+    }
+
+    /// Begins a read by the asynchronous proxy for a reader: a warp, or `warps` plus a warpgroup.
+    pub(crate) fn hold(
+        &mut self,
+        line: u32,
+        mask: u16,
+        reader: usize,
+        clocks: &Clocks,
+        fences: &WarpClocks,
+    ) -> Result<(), SharedFault> {
+        self.each(line, mask, |cell, at| {
+            ordered_after_writer(cell, at, clocks)?;
+            fenced(cell, at, fences)?;
+            debug_assert!(cell[HEAD + reader] < 0xff00_0000, "255 holds on one line");
+            cell[HEAD + reader] += HOLD;
+            Ok(())
+        })
+    }
+
+    /// Ends it at a clock of the reader.
+    pub(crate) fn release(&mut self, line: u32, mask: u16, reader: usize, clock: u32) {
+        let done = self.each(line, mask, |cell, _| {
+            let word = &mut cell[HEAD + reader];
+            let held = (*word >> 24).saturating_sub(1);
+            *word = held << 24 | (*word & CLOCK).max(clock & CLOCK);
+            Ok(())
+        });
+        debug_assert!(done.is_ok());
+    }
+
+    /// The first of these bytes that nobody wrote: no warp, and no copy either (a copy may bring bytes that nobody wrote).
+    pub(crate) fn never_written(&self, line: u32, mask: u16) -> Option<u32> {
+        let missing = mask & !self.written[line as usize];
+        if missing == 0 || self.records.is_empty() {
+            return None;
+        }
+        let whole = &self.records[line as usize * self.stride..];
+        let by_copy = |byte: u32| {
+            let word = match self.split.get(&line) {
+                Some(cells) => cells[byte as usize * self.stride],
+                None => whole[0],
+            };
+            (word >> 24) as usize >= WARPS
+        };
+        (0..16).filter(|b| missing >> b & 1 == 1).find(|&b| !by_copy(b)).map(|b| line * 16 + b)
+    }
+
+    /// Which bytes of a line somebody wrote.
+    pub(crate) fn written(&self, line: u32) -> u16 {
+        self.written[line as usize]
+    }
+
+    /// Sets which bytes of a line somebody wrote.
+    pub(crate) fn set_written(&mut self, line: u32, mask: u16) {
+        self.written[line as usize] = mask;
+    }
+
+    /// Eight bytes become a barrier: from now on they are no data. They must be ordered after all other accesses.
+    pub(crate) fn own(&mut self, offset: u32, clocks: &Clocks, pc: u32) -> Result<(), SharedFault> {
+        let warps = self.warps;
+        self.each(offset / 16, 0xff << (offset % 16), |cell, at| {
+            ordered_after_all(cell, at, warps, clocks)?;
+            (cell[0], cell[1]) = (PENDING | BARRIER_OWNER << 24, pc);
+            Ok(())
+        })?;
+        self.written[offset as usize / 16] |= 0xff << (offset % 16);
+        Ok(())
+    }
+
+    /// They become data again, which nobody has written, touched last by a warp.
+    pub(crate) fn disown(&mut self, offset: u32, warp: usize, clocks: &Clocks) {
+        let done = self.each(offset / 16, 0xff << (offset % 16), |cell, _| {
+            cell[0] = (warp as u32) << 24 | clocks[warp] & CLOCK;
+            Ok(())
+        });
+        debug_assert!(done.is_ok());
+        self.written[offset as usize / 16] &= !(0xff << (offset % 16));
     }
 }
 
@@ -212,12 +359,32 @@ fn ordered_after_writer(cell: &[u32], at: u32, clocks: &Clocks) -> Result<(), Sh
 }
 
 #[inline]
-fn ordered_after_all(cell: &[u32], at: u32, clocks: &Clocks) -> Result<(), SharedFault> {
+fn ordered_after_all(cell: &[u32], at: u32, warps: usize, clocks: &Clocks) -> Result<(), SharedFault> {
     ordered_after_writer(cell, at, clocks)?;
-    for (by, (&read, &known)) in cell[HEAD..].iter().zip(clocks).enumerate() {
+    let (by_warps, by_groups) = cell[HEAD..].split_at(warps);
+    for (by, (&read, &known)) in by_warps.iter().zip(clocks).enumerate() {
         if read > known {
-            return Err(SharedFault::Read { by: by as u32, at });
+            return Err(unordered_reader(read, by as u32, at));
         }
+    }
+    for (by, (&read, &known)) in by_groups.iter().zip(&clocks[slot::PRODUCTS..]).enumerate() {
+        if read > known {
+            return Err(unordered_reader(read, (slot::PRODUCTS + by) as u32, at));
+        }
+    }
+    Ok(())
+}
+
+#[cold]
+fn unordered_reader(read: u32, by: u32, at: u32) -> SharedFault {
+    if read >= HOLD { SharedFault::Held { by, at } } else { SharedFault::Read { by, at } }
+}
+
+/// Whether the asynchronous proxy sees the last write.
+fn fenced(cell: &[u32], at: u32, fences: &WarpClocks) -> Result<(), SharedFault> {
+    let by = cell[0] >> 24 & 0x7f;
+    if (by as usize) < WARPS && cell[0] & CLOCK > fences[by as usize] {
+        return Err(SharedFault::Unfenced { by, pc: cell[1], at });
     }
     Ok(())
 }

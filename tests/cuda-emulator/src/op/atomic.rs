@@ -158,7 +158,7 @@ pub(super) unsafe fn atomic(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
         let mut at = [0u64; 32];
         at[l] = if a.space == Space::Generic && space == Space::Shared { raw & !WINDOW_MASK } else { raw };
         let checked = if space == Space::Shared {
-            shared(cx, &at, a.size, 1 << l, How { write: false, strong: true, collective: false }, &mut p)
+            shared(cx, &at, a.size, 1 << l, How { write: false, strong: true, collective: false, same: false }, &mut p)
         } else {
             global(cx, &at, a.size, 1 << l, false, true, &mut p)
         };
@@ -166,7 +166,7 @@ pub(super) unsafe fn atomic(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
             return flow;
         }
         let checked = if space == Space::Shared {
-            shared(cx, &at, a.size, 1 << l, How { write: true, strong: true, collective: false }, &mut p)
+            shared(cx, &at, a.size, 1 << l, How { write: true, strong: true, collective: false, same: false }, &mut p)
         } else {
             global(cx, &at, a.size, 1 << l, true, true, &mut p)
         };

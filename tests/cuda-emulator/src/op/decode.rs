@@ -24,6 +24,8 @@ pub(super) struct Decoder<'a> {
     values: HashMap<(Value, bool), u32>,
     /// Name → value of its address.
     symbols: HashMap<String, Value>,
+    /// Register → its number among those of asynchronous products.
+    pub(super) matrix: HashMap<u32, u16>,
     /// Scratch for results nobody wants.
     sink: u32,
     pub(super) sink_pred: u32,
@@ -190,7 +192,15 @@ impl<'a> Decoder<'a> {
             "selp" | "slct" => self.decode_select(&parts, o)?,
             "shfl" | "vote" | "match" | "redux" | "elect" | "activemask" => self.decode_exchange(&parts, o)?,
             "bar" | "barrier" | "membar" | "fence" => self.decode_sync(&parts, o)?,
+            "mbarrier" => self.decode_mbarrier(&parts, o)?,
+            "cp" if parts.contains(&"bulk") => self.decode_bulk(&parts, o)?,
             "cp" => self.decode_copy(&parts, o)?,
+            "createpolicy" => self.decode_policy(&parts, o)?,
+            "wgmma" => self.decode_wgmma(&parts, o)?,
+            "setmaxnreg" => self.decode_registers(&parts, o)?,
+            // Nothing was launched that would wait for this kernel, or that this one would have to wait for.
+            "griddepcontrol" if matches!(parts[1..], ["launch_dependents" | "wait"]) => plain(control::nothing),
+            "brx" => self.decode_table(&parts, o, inst.scope)?,
             "ldmatrix" | "stmatrix" | "movmatrix" | "mma" => self.decode_tensor(&parts, o)?,
             "bra" => {
                 let [Operand::Name(label)] = &o[..] else { return Err("a branch needs a label".into()) };
@@ -212,6 +222,19 @@ impl<'a> Decoder<'a> {
         }
         ins.line = inst.line;
         Ok(ins)
+    }
+
+    fn decode_table(&mut self, parts: &[&str], o: &[Operand], scope: u32) -> Result<Ins, Refused> {
+        let (["brx", "idx"] | ["brx", "idx", "uni"], [index, Operand::Name(table)]) = (parts, o) else {
+            return Err("an index and a table of labels are needed".into());
+        };
+        let names = self.entry.table(scope, table).ok_or_else(|| format!("no table `{table}`"))?;
+        let mut targets = Vec::with_capacity(names.len());
+        for name in names {
+            targets.push(self.entry.label(scope, name).ok_or_else(|| format!("no label `{name}`"))? as u32);
+        }
+        let (a, x) = (self.src(index, Kind::B32)?, self.list(&targets));
+        Ok(Ins { a, b: targets.len() as u32, x, ..plain(control::branch_table) })
     }
 
     pub(super) fn decode_plain(&mut self, op: &str, o: &[Operand]) -> Result<Ins, Refused> {
@@ -298,10 +321,14 @@ pub(crate) fn decode(entry: &Entry, vars: &[Var], table: &Table) -> Result<Code,
             local_bytes: 0,
             max_threads: entry.max_threads,
             required_threads: entry.required_threads,
+            max_registers: entry.max_registers,
+            matrix_registers: Vec::new(),
+            touches: Vec::new(),
         },
         row_of: Vec::with_capacity(entry.regs.len()),
         values: HashMap::new(),
         symbols: HashMap::new(),
+        matrix: HashMap::new(),
         sink: 0,
         sink_pred: 0,
     };
@@ -330,6 +357,9 @@ pub(crate) fn decode(entry: &Entry, vars: &[Var], table: &Table) -> Result<Code,
     }
     // Running off the end is a return.
     d.code.ins.push(plain(control::exit));
+    if !d.matrix.is_empty() {
+        d.code.touches = entry.body.iter().map(|inst| d.touches(inst)).chain([Box::default()]).collect();
+    }
     Ok(d.code)
 }
 

@@ -3,7 +3,7 @@
 
 use super::decode::{Decoder, Refused, kind_of, plain};
 use super::rows::Kind;
-use super::{Ins, copy, exchange, sync, tensor};
+use super::{Ins, control, copy, exchange, sync, tensor};
 use crate::ptx::ast::Operand;
 
 impl Decoder<'_> {
@@ -84,19 +84,26 @@ impl Decoder<'_> {
             ["membar", "gl" | "sys"] | ["fence", "acq_rel" | "sc", "gpu" | "sys" | "cluster"] => {
                 return Ok(Ins { c: 1, ..plain(sync::fence) });
             }
+            ["fence", "proxy", "async"] => return Ok(Ins { c: 3, ..plain(sync::proxy_fence) }),
+            ["fence", "proxy", "async", "shared::cta"] => return Ok(Ins { c: 1, ..plain(sync::proxy_fence) }),
+            ["fence", "proxy", "async", "global"] => return Ok(Ins { c: 2, ..plain(sync::proxy_fence) }),
+            // Barriers are visible to other blocks of a cluster, and to copies, from the start: without clusters, what is
+            // needed is a barrier of the block, as for any other initialisation.
+            ["fence", "mbarrier_init", "release", "cluster"] => return Ok(plain(control::nothing)),
             ["bar" | "barrier", ..] => {}
             _ => return Err("this fence is not known to the emulator".into()),
         }
         let rest: Vec<&str> = parts[1..].iter().copied().filter(|p| !matches!(*p, "cta" | "aligned")).collect();
         let whole = u32::MAX;
+        let e = if parts[0] == "barrier" && !parts.contains(&"aligned") { sync::NOT_ALIGNED } else { 0 };
         match (&rest[..], o) {
             (["sync"], [id]) => {
-                Ok(Ins { a: self.src(id, Kind::B32)?, b: whole, c: sync::SYNC, ..plain(sync::barrier) })
+                Ok(Ins { a: self.src(id, Kind::B32)?, b: whole, c: sync::SYNC, e, ..plain(sync::barrier) })
             }
             (["sync" | "arrive"], [id, count]) => {
                 let (a, b) = (self.src(id, Kind::B32)?, self.src(count, Kind::B32)?);
                 let c = if rest[0] == "sync" { sync::SYNC } else { sync::ARRIVE };
-                Ok(Ins { a, b, c, ..plain(sync::barrier) })
+                Ok(Ins { a, b, c, e, ..plain(sync::barrier) })
             }
             (["red", op, ty], [d, id, more @ ..]) => {
                 let (b, p) = match more {
@@ -116,6 +123,16 @@ impl Decoder<'_> {
             }
             _ => Err("this barrier is not known to the emulator".into()),
         }
+    }
+
+    pub(super) fn decode_registers(&mut self, parts: &[&str], o: &[Operand]) -> Result<Ins, Refused> {
+        let (["setmaxnreg", how @ ("inc" | "dec"), "sync", "aligned", "u32"], [Operand::Int(n)]) = (parts, o) else {
+            return Err("this form is not known to the emulator".into());
+        };
+        if !(24..=256).contains(n) || n % 8 != 0 {
+            return Err(format!("{n} registers: a multiple of 8 from 24 to 256"));
+        }
+        Ok(Ins { b: (*how == "inc").into(), c: *n as u32, ..plain(sync::registers) })
     }
 
     pub(super) fn decode_copy(&mut self, parts: &[&str], o: &[Operand]) -> Result<Ins, Refused> {

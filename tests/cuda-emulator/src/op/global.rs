@@ -6,10 +6,11 @@
 
 use super::memory::{Pointers, misaligned};
 use super::shared::lane_race;
-use super::{Cx, Flow, lanes};
+use super::{Code, Cx, Flow, lanes};
+use crate::exec::clock::WARPS;
 use crate::mem::Owner;
 use crate::mem::lanes::LaneAccess;
-use crate::mem::order::{Accessor, Epoch};
+use crate::mem::order::{Accessor, Epoch, Race};
 use crate::mem::touch::Touches;
 use crate::report::Fault;
 
@@ -76,6 +77,7 @@ pub(super) fn global_lines(cx: &mut Cx, base: u64, touches: &Touches, write: boo
         pc: cx.pc as u32,
         first_block: cx.grid.first_block,
         knowledge: known,
+        asynchronous: false,
     };
     let a = cx.mem.at(base);
     let (mut trouble, mut line_at) = (None, 0);
@@ -102,22 +104,42 @@ pub(super) fn global_lines(cx: &mut Cx, base: u64, touches: &Touches, write: boo
             && a.owner != Owner::Constant
             && let Err(race) = a.order.access(a.size, line, mask, write, &who)
         {
-            let (b, ow) = (race.other.block() - who.first_block, race.other.warp());
-            let how = match race.pc {
-                Some(pc) => format!("written at line {}", cx.code.ins[pc as usize].line),
-                None => "read".to_owned(),
-            };
-            let text = format!(
-                "bytes {}.. {how} by warp {ow} of block number {b} and {} by warp {w} of block number {}, unordered",
-                line * 16 + mask.trailing_zeros(),
-                if write { "written" } else { "read" },
-                cx.block.number - who.first_block
-            );
-            trouble = Some((Fault::GlobalRace, text));
+            let first = (line * 16 + mask.trailing_zeros()) as usize;
+            trouble = Some(race_text(cx.code, &race, &who, first, write, w));
             break;
         }
     }
     let (fault, text) = trouble?;
     let name = cx.mem.describe(base);
     Some(cx.fail(fault, None, format!("line of byte {} of {name}: {text}", line_at * 16)))
+}
+
+/// The fault of a race at a byte that warp `w` found, and its words.
+#[cold]
+pub(super) fn race_text(
+    code: &Code,
+    race: &Race,
+    who: &Accessor<'_>,
+    byte: usize,
+    write: bool,
+    w: usize,
+) -> (Fault, String) {
+    let (b, ow) = (race.other.block() - who.first_block, race.other.warp());
+    let by = if (ow as usize) < WARPS { format!("warp {ow}") } else { "a bulk copy".to_owned() };
+    let how = match race.pc {
+        Some(pc) => format!("written at line {}", code.ins[pc as usize].line),
+        None => "read".to_owned(),
+    };
+    let mine = who.epoch.block() - who.first_block;
+    let verb = if write { "written" } else { "read" };
+    if race.unfenced {
+        let text = format!(
+            "bytes {byte}.. {how} by {by} of block number {b} and {verb} by a bulk copy without `fence.proxy.async` between"
+        );
+        return (Fault::ProxyFence, text);
+    }
+    let text = format!(
+        "bytes {byte}.. {how} by {by} of block number {b} and {verb} by warp {w} of block number {mine}, unordered"
+    );
+    (Fault::GlobalRace, text)
 }

@@ -116,7 +116,7 @@ fn one_space(cx: &mut Cx, a: &Access, space: Space, at: &[u64; 32], m: u32, writ
             at,
             size,
             m,
-            How { write, strong: a.order.strong() && a.order != Order::Volatile, collective: false },
+            How { write, strong: a.order.strong() && a.order != Order::Volatile, collective: false, same: false },
             &mut p,
         ),
         Space::Global | Space::Const | Space::Generic => global(cx, at, size, m, write, a.order.strong(), &mut p),
@@ -124,7 +124,16 @@ fn one_space(cx: &mut Cx, a: &Access, space: Space, at: &[u64; 32], m: u32, writ
         Space::Param => param(cx, at, size, m, write, &mut p),
     };
     if let Some(flow) = checked {
-        return flow;
+        // Warps that store the same bytes do not race with each other.
+        let race = space == Space::Shared && write && cx.fault.as_ref().is_some_and(|t| t.fault == Fault::SharedRace);
+        if !race || !unchanged(cx, a, m, &p) {
+            return flow;
+        }
+        cx.fault = None;
+        let how = How { write, strong: false, collective: false, same: true };
+        if let Some(flow) = shared(cx, at, size, m, how, &mut p) {
+            return flow;
+        }
     }
     for l in lanes(m) {
         for k in 0..a.count {
@@ -155,6 +164,19 @@ fn one_space(cx: &mut Cx, a: &Access, space: Space, at: &[u64; 32], m: u32, writ
         cx.grid.effect(write);
     }
     Flow::Next
+}
+
+/// Whether a store would change nothing.
+#[cold]
+fn unchanged(cx: &Cx, a: &Access, m: u32, p: &Pointers) -> bool {
+    lanes(m).all(|l| {
+        (0..a.count).all(|k| {
+            let v = cx.get(a.rows[k as usize], a.wide, l);
+            // SAFETY: `shared` found the bytes of every lane before it found a race.
+            let there = unsafe { peek(p[l].add((k * a.size) as usize), a.size, false) };
+            there == v & (u64::MAX >> (64 - 8 * a.size))
+        })
+    })
 }
 
 pub(super) fn misaligned(cx: &mut Cx, lane: usize, at: u64, size: u32) -> Flow {

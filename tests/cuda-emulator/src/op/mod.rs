@@ -5,23 +5,28 @@
 //! slots (64-bit registers take two rows, one after the other). Immediates, symbols and special registers are rows too,
 //! filled when a warp starts, so that no opcode needs to tell them apart from registers. Predicates are masks.
 //!
-//! Each family of opcodes is a file: its functions, and its part of the decoder. A family that is added later (matrix
-//! instructions of a whole warpgroup, barriers in memory, bulk copies) is another file and a line in [`decode`].
+//! Each family of opcodes is a file: its functions, and its part of the decoder. A family that is added later is another
+//! file and a line in [`decode`].
 
 pub(crate) mod atomic;
 pub(crate) mod bits;
+pub(crate) mod bulk;
 pub(crate) mod control;
 pub(crate) mod convert;
 pub(crate) mod copy;
 pub(crate) mod decode;
+mod decode_bulk;
+mod decode_mbarrier;
 mod decode_move;
 mod decode_sync;
+mod decode_wgmma;
 pub(crate) mod exchange;
 pub(crate) mod flags;
 pub(crate) mod float;
 pub(crate) mod global;
 pub(crate) mod half;
 pub(crate) mod int;
+pub(crate) mod mbarrier;
 pub(crate) mod memory;
 pub(crate) mod moves;
 pub(crate) mod rows;
@@ -30,6 +35,8 @@ pub(crate) mod shared;
 pub(crate) mod sync;
 pub(crate) mod table;
 pub(crate) mod tensor;
+pub(crate) mod tensor_copy;
+pub(crate) mod wgmma;
 
 use crate::exec::block::Block;
 use crate::exec::grid::Grid;
@@ -53,6 +60,12 @@ pub(crate) enum Flow {
     Wait,
     /// As `Next`, but other warps run first.
     Yield,
+    /// As `Yield`, after asking for something that is not there yet.
+    Poll,
+    /// Other warps run first; then this instruction is executed again, because something is not there yet.
+    Again,
+    /// The lanes of the group go where [`Cx::scattered`] says.
+    Scatter,
     /// [`Cx::fault`] says why.
     Fault,
 }
@@ -181,6 +194,11 @@ pub(crate) struct Code {
     pub(crate) local_bytes: u32,
     pub(crate) max_threads: Option<[u32; 3]>,
     pub(crate) required_threads: Option<[u32; 3]>,
+    pub(crate) max_registers: Option<u32>,
+    /// Names of the registers that asynchronous products use; empty when there are none.
+    pub(crate) matrix_registers: Vec<String>,
+    /// By instruction, which of these it touches (not as an asynchronous product).
+    pub(crate) touches: Vec<Box<[u16]>>,
 }
 
 /// Everything an instruction can reach.
@@ -194,6 +212,8 @@ pub(crate) struct Cx<'a> {
     pub(crate) code: &'a Code,
     /// Where `Flow::Jump` leads.
     pub(crate) target: usize,
+    /// Where `Flow::Scatter` leads.
+    pub(crate) scattered: Vec<(usize, u32)>,
     pub(crate) pc: usize,
     /// Lanes of the executing group, whatever the guard says.
     pub(crate) group: u32,

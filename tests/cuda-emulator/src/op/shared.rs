@@ -5,8 +5,9 @@
 
 use super::memory::{Pointers, misaligned};
 use super::{Cx, Flow, lanes};
+use crate::exec::clock::{WARPS, slot};
 use crate::mem::lanes::{LaneAccess, LaneRace};
-use crate::mem::shared::SharedFault;
+use crate::mem::shared::{BARRIER_OWNER, SharedFault};
 use crate::mem::touch::Touches;
 use crate::report::Fault;
 
@@ -18,6 +19,8 @@ pub(super) struct How {
     pub(super) strong: bool,
     /// Every lane gets what each address holds.
     pub(super) collective: bool,
+    /// The bytes are there already: whoever wrote them as well does not race.
+    pub(super) same: bool,
 }
 
 /// Checks an access to shared memory; `Some` when it faults.
@@ -51,7 +54,7 @@ pub(super) fn shared(cx: &mut Cx, at: &[u64; 32], size: u32, m: u32, how: How, p
 }
 
 fn shared_lines(cx: &mut Cx, touches: &Touches, how: How) -> Result<(), SharedFault> {
-    let (w, How { write, strong, .. }) = (cx.warp.index, how);
+    let (w, How { write, strong, same, .. }) = (cx.warp.index, how);
     if !write && cx.grid.options.uninitialised_shared {
         cx.block.shared.check_written(touches)?;
     }
@@ -59,7 +62,9 @@ fn shared_lines(cx: &mut Cx, touches: &Touches, how: How) -> Result<(), SharedFa
     for (line, mask) in touches.iter() {
         if races {
             let clocks = &cx.block.known[w].own;
-            if write {
+            if write && same {
+                cx.block.shared.rewrite(line, mask, w, clocks, cx.pc as u32)?;
+            } else if write {
                 cx.block.shared.write(line, mask, w, clocks, cx.pc as u32)?;
             } else {
                 cx.block.shared.read(line, mask, w, clocks)?;
@@ -76,12 +81,39 @@ fn shared_lines(cx: &mut Cx, touches: &Touches, how: How) -> Result<(), SharedFa
 #[cold]
 pub(super) fn shared_fault(cx: &mut Cx, f: SharedFault, at: &[u64; 32], size: u32, m: u32) -> Flow {
     let (fault, byte, text) = match f {
-        SharedFault::Written { by, pc, at } => {
+        SharedFault::Written { by, pc, at } if by as usize >= WARPS => {
             let line = cx.code.ins[pc as usize].line;
-            (Fault::SharedRace, at, format!("written by warp {by} at line {line} without a barrier in between"))
+            let text = format!("written by the bulk copy of line {line}, whose barrier this warp has not waited for");
+            (Fault::SharedRace, at, text)
         }
-        SharedFault::Read { by, at } => {
-            (Fault::SharedRace, at, format!("read by warp {by} without a barrier in between"))
+        SharedFault::Pending { by: BARRIER_OWNER, pc, at } => {
+            let line = cx.code.ins[pc as usize].line;
+            (
+                Fault::Barrier,
+                at,
+                format!("there is a barrier, made at line {line}: only its own instructions may touch it"),
+            )
+        }
+        SharedFault::Pending { by, pc, at } if by as usize >= WARPS => {
+            let line = cx.code.ins[pc as usize].line;
+            (Fault::AsyncPending, at, format!("the bulk copy of line {line} has not landed there"))
+        }
+        SharedFault::Held { by, at } => {
+            let who = match (by as usize).checked_sub(slot::PRODUCTS) {
+                Some(group) => format!("an asynchronous product of warpgroup {group} reads it and"),
+                None => format!("a bulk store of warp {by} reads it and"),
+            };
+            (Fault::AsyncPending, at, format!("{who} has not been waited for"))
+        }
+        SharedFault::Unfenced { by, pc, at } => {
+            let line = cx.code.ins[pc as usize].line;
+            let text = format!("written by warp {by} at line {line} without `fence.proxy.async` in between");
+            (Fault::ProxyFence, at, text)
+        }
+        SharedFault::Read { by, at } if by as usize >= WARPS => {
+            let group = by as usize - slot::PRODUCTS;
+            let text = format!("read by a product of warpgroup {group}, whose end this warp does not know of");
+            (Fault::SharedRace, at, text)
         }
         SharedFault::Pending { by, pc, at } => {
             let line = cx.code.ins[pc as usize].line;
@@ -90,6 +122,13 @@ pub(super) fn shared_fault(cx: &mut Cx, f: SharedFault, at: &[u64; 32], size: u3
                 at,
                 format!("warp {by} copies there asynchronously since line {line} and has not waited for it"),
             )
+        }
+        SharedFault::Written { by, pc, at } => {
+            let line = cx.code.ins[pc as usize].line;
+            (Fault::SharedRace, at, format!("written by warp {by} at line {line} without a barrier in between"))
+        }
+        SharedFault::Read { by, at } => {
+            (Fault::SharedRace, at, format!("read by warp {by} without a barrier in between"))
         }
         SharedFault::Unwritten { at } => (Fault::Uninitialised, at, "never written".to_owned()),
         SharedFault::Lane(race) => {

@@ -63,7 +63,7 @@ fn matrix_rows(cx: &mut Cx, i: &Ins, write: bool, rows: &mut [[[u16; 8]; 8]; 4])
     }
     let m = if count == 4 { !0 } else { (1u32 << (8 * count)) - 1 };
     let mut p = [std::ptr::null_mut(); 32];
-    if let Some(flow) = shared(cx, &at, 16, m, How { write, strong: false, collective: true }, &mut p) {
+    if let Some(flow) = shared(cx, &at, 16, m, How { write, strong: false, collective: true, same: false }, &mut p) {
         return Some(flow);
     }
     for n in 0..count {

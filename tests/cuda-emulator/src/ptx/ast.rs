@@ -80,6 +80,8 @@ pub(crate) enum Operand {
     Vector(Vec<Operand>),
     /// `[base + offset]`
     Address(Box<Operand>, i64),
+    /// `[map, {coordinates}]`
+    Tensor(Box<Operand>, Vec<Operand>),
     /// `p|q`
     Pair(Box<Operand>, Box<Operand>),
     /// `_`
@@ -106,11 +108,14 @@ pub(crate) struct Entry {
     pub(crate) param_bytes: usize,
     pub(crate) max_threads: Option<[u32; 3]>,
     pub(crate) required_threads: Option<[u32; 3]>,
+    pub(crate) max_registers: Option<u32>,
     pub(crate) regs: Vec<Reg>,
     pub(crate) vars: Vec<Var>,
     pub(crate) body: Vec<Inst>,
     /// (scope, name) of each label and the instruction it precedes.
     pub(crate) labels: Vec<(u32, String, usize)>,
+    /// (scope, name, labels) of each table of branch targets.
+    pub(crate) tables: Vec<(u32, String, Vec<String>)>,
     /// Parent of each scope; scope 0 is its own.
     pub(crate) scopes: Vec<u32>,
 }

@@ -71,8 +71,16 @@ impl Parser {
         let word = self.word()?;
         if guard.is_none() && self.is_sym(':') {
             self.expect(':')?;
-            entry.labels.push((scope, word, entry.body.len()));
-            return Ok(());
+            if !self.eat_word(".branchtargets") {
+                entry.labels.push((scope, word, entry.body.len()));
+                return Ok(());
+            }
+            let mut targets = vec![self.word()?];
+            while self.eat(',') {
+                targets.push(self.word()?);
+            }
+            entry.tables.push((scope, word, targets));
+            return self.expect(';');
         }
         match word.as_str() {
             ".reg" => return self.registers(entry, names),
@@ -166,6 +174,16 @@ impl Parser {
                 Operand::Address(base, offset) => (*base, offset),
                 base => (base, 0),
             };
+            if self.eat(',') {
+                let Operand::Vector(coordinates) = self.simple(names)? else {
+                    return self.error("coordinates of a tensor are `{x, y, …}`");
+                };
+                if offset != 0 {
+                    return self.error("a tensor map's address has no offset");
+                }
+                self.expect(']')?;
+                return Ok(Operand::Tensor(Box::new(base), coordinates));
+            }
             while !self.is_sym(']') {
                 if self.eat('+') || self.is_sym('-') {
                     offset = offset.wrapping_add(self.int()? as i64);
@@ -209,15 +227,22 @@ impl Parser {
 impl Entry {
     /// The instruction a label stands before, looked up from the scope outwards.
     pub(crate) fn label(&self, scope: u32, name: &str) -> Option<usize> {
+        self.outwards(scope, |s| self.labels.iter().find(|l| l.0 == s && l.1 == name).map(|l| l.2))
+    }
+
+    /// The labels of a table of branch targets.
+    pub(crate) fn table(&self, scope: u32, name: &str) -> Option<&[String]> {
+        self.outwards(scope, |s| self.tables.iter().find(|t| t.0 == s && t.1 == name).map(|t| &t.2[..]))
+    }
+
+    /// Looks something up in a scope, then in those around it.
+    fn outwards<T>(&self, scope: u32, find: impl Fn(u32) -> Option<T>) -> Option<T> {
         let mut s = scope;
         loop {
-            if let Some(l) = self.labels.iter().find(|l| l.0 == s && l.1 == name) {
-                return Some(l.2);
+            match find(s) {
+                None if s != 0 => s = self.scopes[s as usize],
+                found => return found,
             }
-            if s == 0 {
-                return None;
-            }
-            s = self.scopes[s as usize];
         }
     }
 

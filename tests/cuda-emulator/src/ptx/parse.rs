@@ -115,10 +115,12 @@ impl Parser {
             param_bytes: 0,
             max_threads: None,
             required_threads: None,
+            max_registers: None,
             regs: Vec::new(),
             vars: Vec::new(),
             body: Vec::new(),
             labels: Vec::new(),
+            tables: Vec::new(),
             scopes: vec![0],
         };
         if self.eat('(') {
@@ -138,7 +140,8 @@ impl Parser {
             match self.word()?.as_str() {
                 ".maxntid" => entry.max_threads = Some(self.count3()?),
                 ".reqntid" => entry.required_threads = Some(self.count3()?),
-                ".minnctapersm" | ".maxnctapersm" | ".maxnreg" => {
+                ".maxnreg" => entry.max_registers = u32::try_from(self.int()?).ok(),
+                ".minnctapersm" | ".maxnctapersm" => {
                     self.int()?;
                 }
                 ".noreturn" => {}

@@ -55,5 +55,9 @@ families!(
     copies,
     matrices,
     barriers,
-    control
+    control,
+    mbarriers,
+    bulk,
+    tensors,
+    products
 );

@@ -4,6 +4,7 @@
 //! The functions are looked up by name when the program runs, so that it can be built where there is no driver and run
 //! where there is one. A call that fails is an error with the driver's own words; nothing is retried.
 
+use crate::table::case::{Case, Map};
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 
 unsafe extern "C" {
@@ -61,6 +62,10 @@ functions! {
     launch "cuLaunchKernel" (
         *mut c_void, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, *mut c_void, *mut *mut c_void,
         *mut *mut c_void
+    );
+    encode_map "cuTensorMapEncodeTiled" (
+        *mut c_void, c_uint, c_uint, *mut c_void, *const u64, *const u64, *const c_uint, *const c_uint, c_int, c_int, c_int,
+        c_int
     );
     error_name "cuGetErrorName" (c_int, *mut *const c_char);
 }
@@ -127,9 +132,38 @@ impl Device {
         Err(format!("{call}: {name} ({code})"))
     }
 
-    /// Runs the kernel `k` of a module over a buffer, whose address is its first parameter.
-    pub fn run(&self, ptx: &str, grid: u32, block: u32, buffer: &mut [u8], extra: &[Vec<u8>]) -> Result<(), String> {
-        let ptx = CString::new(ptx).map_err(|e| e.to_string())?;
+    /// What the device reads of a tensor at an address.
+    fn encode(&self, m: &Map, address: u64) -> Result<[u8; 128], String> {
+        #[repr(align(64))]
+        struct Aligned([u8; 128]);
+        let mut out = Aligned([0; 128]);
+        let (rank, ones) = (m.dims.len() as c_uint, vec![1; m.dims.len()]);
+        // SAFETY: room for a map, aligned as the driver wants it, and lists of `rank` numbers, one fewer of strides; the
+        // address is only written down.
+        let code = unsafe {
+            (self.f.encode_map)(
+                (&raw mut out.0).cast(),
+                m.element,
+                rank,
+                address as *mut c_void,
+                m.dims.as_ptr(),
+                m.strides.as_ptr(),
+                m.shape.as_ptr(),
+                ones.as_ptr(),
+                0,
+                m.swizzle as c_int,
+                0,
+                c_int::from(m.fill_nan),
+            )
+        };
+        self.check("cuTensorMapEncodeTiled", code)?;
+        Ok(out.0)
+    }
+
+    /// Runs a case over a buffer, whose address is its kernel's first parameter.
+    pub fn run(&self, case: &Case, buffer: &mut [u8]) -> Result<(), String> {
+        let (grid, block) = (case.blocks, case.threads);
+        let ptx = CString::new(case.ptx()).map_err(|e| e.to_string())?;
         let (mut module, mut kernel, mut memory) = (std::ptr::null_mut(), std::ptr::null_mut(), 0u64);
         // SAFETY: the module's text ends in a zero byte, copies stay inside the buffer and its allocation of the same
         // length, and each parameter points to as many bytes as the kernel declares for it. What is made is given back.
@@ -138,6 +172,7 @@ impl Device {
             self.check("cuModuleGetFunction", (self.f.function)(&mut kernel, module, c"k".as_ptr()))?;
             self.check("cuMemAlloc", (self.f.alloc)(&mut memory, buffer.len()))?;
             self.check("cuMemcpyHtoD", (self.f.write)(memory, buffer.as_ptr().cast(), buffer.len()))?;
+            let extra = case.parameters(memory, |m, address| self.encode(m, address))?;
             let mut params: Vec<*mut c_void> = vec![(&raw mut memory).cast()];
             params.extend(extra.iter().map(|e| e.as_ptr().cast_mut().cast::<c_void>()));
             let none = std::ptr::null_mut();

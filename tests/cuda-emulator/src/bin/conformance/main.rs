@@ -55,11 +55,10 @@ fn attempt(device: &Device, case: Case) -> Result<Entry, String> {
     let emulated =
         table::run::interpret(&case, 0, false).map_err(|e| format!("{}: the interpreter: {e}", case.name))?;
     let mut buffer = case.buffer();
-    let extra: Vec<Vec<u8>> = case.extra.iter().map(|e| e.bytes.clone()).collect();
-    let outcome = if case.sm > device.sm {
+    let outcome = if !case.runs_on(device.sm) {
         Outcome::Skipped
     } else {
-        match device.run(&case.ptx(), case.blocks, case.threads, &mut buffer, &extra) {
+        match device.run(&case, &mut buffer) {
             Ok(()) => Outcome::Ran(buffer),
             Err(why) => {
                 device.recover().map_err(|e| format!("{}: {why}; and then {e}", case.name))?;
@@ -97,7 +96,7 @@ fn run() -> Result<bool, String> {
     if let Some(folder) = args.ptx {
         std::fs::create_dir_all(&folder).map_err(|e| format!("{folder}: {e}"))?;
         for (k, c) in cases.iter().enumerate() {
-            let path = format!("{folder}/{:04}_{}.sm_{}.ptx", k, c.family, c.sm);
+            let path = format!("{folder}/{:04}_{}.{}.ptx", k, c.family, c.target());
             std::fs::write(&path, c.ptx()).map_err(|e| format!("{path}: {e}"))?;
         }
         println!("{} kernels in {folder}", cases.len());

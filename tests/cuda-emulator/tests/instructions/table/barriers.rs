@@ -35,6 +35,7 @@ pub fn cases() -> Vec<Case> {
     cases.push(exchange("barrier.sync", "shr.u32 %w5, %t, 6; add.u32 %w5, %w5, 4; barrier.sync %w5, 64;"));
     // The same barrier again and again.
     cases.push(exchange("bar.sync", "bar.sync 0; bar.sync 0; bar.sync 0;"));
+    parted(&mut cases);
     arrivals(&mut cases);
     reductions(&mut cases);
     fences(&mut cases);
@@ -116,4 +117,29 @@ fn fences(cases: &mut Vec<Case>) {
         );
         cases.push(Case::new(FAMILY, fence, 64).gives(B32, |_| 31).body(&text));
     }
+}
+
+/// Without `.aligned`, threads arrive and not warps: lanes that have parted, each half at an instruction of its own.
+fn parted(cases: &mut Vec<Case>) {
+    for (op, count) in [("barrier.sync", ""), ("barrier.cta.sync", ", 128")] {
+        let text = format!(
+            ".shared .align 4 .b8 s[512]; mov.u32 %w3, s; mad.lo.u32 %w2, %t, 4, %w3; st.shared.u32 [%w2], %t;
+             and.b32 %w5, %t, 1; setp.eq.u32 %p0, %w5, 0; @%p0 bra EVEN; {op} 6{count}; xor.b32 %w4, %t, 96; bra READ;
+             EVEN:
+             {op} 6{count}; xor.b32 %w4, %t, 33;
+             READ:
+             mad.lo.u32 %w4, %w4, 4, %w3; ld.shared.u32 $d, [%w4];"
+        );
+        let case = Case::new(FAMILY, &format!("{op} parted"), 128);
+        cases.push(case.gives(B32, |t| if t % 2 == 0 { t ^ 33 } else { t ^ 96 }).body(&text));
+    }
+    // A warpgroup gives registers up and another one takes them; both go on.
+    let text =
+        "setp.lt.u32 %p0, %t, 128; @%p0 bra LESS; setmaxnreg.inc.sync.aligned.u32 240; add.u32 $d, %t, 1; bra DONE;
+                LESS:
+                setmaxnreg.dec.sync.aligned.u32 24; add.u32 $d, %t, 2;
+                DONE:";
+    let case = Case::new(FAMILY, "setmaxnreg", 384).hopper().entry(".maxntid 384 .minnctapersm 1");
+    let gives = |t: u64| if t < 128 { t + 2 } else { t + 1 };
+    cases.push(case.gives(B32, gives).body(text));
 }

@@ -97,9 +97,30 @@ impl From<u64> for Want {
 
 /// A parameter beside the buffer's address.
 #[derive(Clone, Debug)]
-pub struct Extra {
-    pub declaration: String,
-    pub bytes: Vec<u8>,
+struct Extra {
+    declaration: String,
+    what: Given,
+}
+
+#[derive(Clone, Debug)]
+enum Given {
+    Bytes(Vec<u8>),
+    Map(Map),
+}
+
+/// A tensor in the case's memory, and the box of it that copies move; dimensions from the innermost on. Codes are the
+/// driver's.
+#[derive(Clone, Debug)]
+pub struct Map {
+    /// 7 for f32, 1 for u16.
+    pub element: u32,
+    pub dims: Vec<u64>,
+    /// In bytes, of all dimensions but the innermost.
+    pub strides: Vec<u64>,
+    pub shape: Vec<u32>,
+    /// 0 for none, 1 to 3 for 32, 64 and 128 bytes.
+    pub swizzle: u32,
+    pub fill_nan: bool,
 }
 
 /// A kernel with its inputs and results.
@@ -110,12 +131,16 @@ pub struct Case {
     pub name: String,
     /// The architecture it needs: 80 or 90.
     pub sm: u32,
+    /// It runs on that architecture and on no later one.
+    pub specific: bool,
     pub blocks: u32,
     pub threads: u32,
     /// The first so many threads are all there is to see; the others repeat them.
     pub distinct: usize,
-    pub extra: Vec<Extra>,
+    extra: Vec<Extra>,
     module: String,
+    /// Directives of the kernel.
+    entry: String,
     body: String,
     inputs: Vec<(Ty, Vec<u64>)>,
     outputs: Vec<(Ty, Vec<Want>)>,
@@ -139,11 +164,13 @@ impl Case {
             family,
             name: name.to_owned(),
             sm: 80,
+            specific: false,
             blocks: 1,
             threads,
             distinct: threads as usize,
             extra: Vec::new(),
             module: String::new(),
+            entry: String::new(),
             body: String::new(),
             inputs: Vec::new(),
             outputs: Vec::new(),
@@ -164,6 +191,12 @@ impl Case {
         self
     }
 
+    /// Needs what only `sm_90a` has.
+    pub fn hopper(mut self) -> Self {
+        (self.sm, self.specific) = (90, true);
+        self
+    }
+
     /// What stands before the kernel.
     pub fn module(mut self, text: &str) -> Self {
         let lines: Vec<&str> = text.lines().map(str::trim).collect();
@@ -171,10 +204,46 @@ impl Case {
         self
     }
 
+    /// What stands between the kernel's parameters and its body.
+    pub fn entry(mut self, text: &str) -> Self {
+        self.entry = text.to_owned();
+        self
+    }
+
     /// A parameter after the buffer.
     pub fn extra(mut self, declaration: &str, bytes: &[u8]) -> Self {
-        self.extra.push(Extra { declaration: declaration.to_owned(), bytes: bytes.to_vec() });
+        self.extra.push(Extra { declaration: declaration.to_owned(), what: Given::Bytes(bytes.to_vec()) });
         self
+    }
+
+    /// A tensor map as a parameter after the buffer, of a tensor that begins where the case's memory does.
+    pub fn map(mut self, name: &str, map: Map) -> Self {
+        let declaration = format!(".param .align 64 .b8 {name}[128]");
+        self.extra.push(Extra { declaration, what: Given::Map(map) });
+        self
+    }
+
+    /// The parameters after the buffer, which lies at an address; maps are encoded by whoever runs the case.
+    pub fn parameters(
+        &self,
+        buffer: u64,
+        mut encode: impl FnMut(&Map, u64) -> Result<[u8; 128], String>,
+    ) -> Result<Vec<Vec<u8>>, String> {
+        let bytes = |e: &Extra| match &e.what {
+            Given::Bytes(b) => Ok(b.clone()),
+            Given::Map(m) => encode(m, buffer + self.memory_at() as u64).map(|b| b.to_vec()),
+        };
+        self.extra.iter().map(bytes).collect()
+    }
+
+    /// The architecture it is written for, such as `sm_80`.
+    pub fn target(&self) -> String {
+        format!("sm_{}{}", self.sm, if self.specific { "a" } else { "" })
+    }
+
+    /// Whether a device of this compute capability can run it.
+    pub fn runs_on(&self, sm: u32) -> bool {
+        self.sm == sm || self.sm < sm && !self.specific
     }
 
     /// The next input, thread by thread.
@@ -246,13 +315,14 @@ impl Case {
         let body = body.replace("$d", "%d0");
         let extra: String = self.extra.iter().map(|e| format!(", {}", e.declaration)).collect();
         format!(
-            ".version 8.0\n.target sm_{}\n.address_size 64\n{}\n.visible .entry k(.param .u64 buffer{extra})\n{{\n\
+            ".version 8.0\n.target {}\n.address_size 64\n{}\n.visible .entry k(.param .u64 buffer{extra}){}\n{{\n\
              .reg .b32 %t, %w<16>;\n.reg .b64 %at, %mem, %q<16>;\n.reg .b16 %h<8>;\n.reg .pred %p<8>;\n\
              ld.param.u64 %at, [buffer];\ncvta.to.global.u64 %at, %at;\nadd.s64 %mem, %at, {};\n\
              mov.u32 %t, %ctaid.x;\nmov.u32 %w0, %ntid.x;\nmov.u32 %w1, %tid.x;\nmad.lo.u32 %t, %t, %w0, %w1;\n\
              mad.wide.u32 %at, %t, 8, %at;\n{head}{body}\n{tail}ret;\n}}\n",
-            self.sm,
+            self.target(),
             self.module,
+            if self.entry.is_empty() { String::new() } else { format!("\n{}", self.entry) },
             self.memory_at(),
         )
     }
@@ -267,7 +337,10 @@ impl Case {
 
     /// Names the kernel and all it is given (FNV-1a, 64 bits).
     pub fn digest(&self) -> u64 {
-        let extra = self.extra.iter().flat_map(|e| e.bytes.iter().copied());
+        let extra = self.extra.iter().flat_map(|e| match &e.what {
+            Given::Bytes(b) => b.clone(),
+            Given::Map(m) => format!("{m:?}").into_bytes(),
+        });
         let all = self.ptx().into_bytes().into_iter().chain(self.buffer()).chain(extra);
         all.fold(0xcbf2_9ce4_8422_2325, |h: u64, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3))
     }

@@ -85,6 +85,7 @@ pub fn cases() -> Vec<Case> {
     let text = ".shared .align 4 .b8 s[256]; mov.u32 %w3, s; mad.lo.u32 %w2, %t, 4, %w3; st.shared.u32 [%w2], %t;
                 bar.sync 0; sub.u32 %w4, 39, %t; mad.lo.u32 %w2, %w4, 4, %w3; ld.shared.u32 $d, [%w2];";
     cases.push(Case::new(FAMILY, "partial warp", 40).gives(B32, |t| 39 - t).body(text));
+    tables(&mut cases);
     // Lanes of one warp that wait for each other: the even ones for what the odd ones write.
     let text = "and.b32 %w2, %t, 1; setp.eq.u32 %p0, %w2, 1; mov.u32 $d, 1; @%p0 bra WRITE;
                 WAIT:
@@ -95,4 +96,46 @@ pub fn cases() -> Vec<Case> {
                 DONE:";
     cases.push(new("nanosleep").gives(B32, |_| 1).memory(vec![0; 4], vec![1.into()]).body(text));
     cases
+}
+
+/// Jumps by a table, registers that change hands, and the order between launches.
+fn tables(cases: &mut Vec<Case>) {
+    // Four ways, in no order; two entries name the same label.
+    let ways = |op: &str, index: &str| {
+        format!(
+            "{index}
+             T: .branchtargets A, B, C, B;
+             mov.u32 %w3, 1; {op} %w2, T;
+             A: mov.u32 $d, 10; bra DONE;
+             B: add.u32 $d, %w2, 20; bra DONE;
+             C: mov.u32 $d, 30;
+             DONE:
+             add.u32 $d, $d, %w3; bar.warp.sync -1; shfl.sync.bfly.b32 $d, $d, 1, 31, -1;"
+        )
+    };
+    let gives = |k: u64| [11, 22, 31, 24][k as usize];
+    let case = new("brx.idx").gives(B32, move |t| gives((t ^ 1) % 7 % 4));
+    cases.push(case.body(&ways("brx.idx", "rem.u32 %w2, %t, 7; and.b32 %w2, %w2, 3;")));
+    for k in 0..4 {
+        let case = new("brx.idx.uni").gives(B32, move |_| gives(k));
+        cases.push(case.body(&ways("brx.idx.uni", &format!("mov.u32 %w2, {k};"))));
+    }
+    // Lanes that the guard keeps from jumping go on behind it.
+    let text = "and.b32 %w2, %t, 1; setp.lt.u32 %p0, %t, 20; mov.u32 $d, 5;
+                T: .branchtargets A, B;
+                @%p0 brx.idx %w2, T;
+                mov.u32 $d, 7; bra DONE;
+                A: mov.u32 $d, 8;
+                B: add.u32 $d, $d, 1;
+                DONE:
+                bar.warp.sync -1;";
+    let given = |t: u64| match t {
+        20.. => 7,
+        t if t % 2 == 0 => 9,
+        _ => 6,
+    };
+    cases.push(new("brx.idx guarded").gives(B32, given).body(text));
+    // Nothing is launched together with these kernels.
+    let text = "griddepcontrol.launch_dependents; griddepcontrol.wait; add.u32 $d, %t, 3;";
+    cases.push(new("griddepcontrol").sm(90).gives(B32, |t| t + 3).body(text));
 }

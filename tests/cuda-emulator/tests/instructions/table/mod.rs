@@ -9,6 +9,7 @@ pub mod approximations;
 pub mod atomics;
 pub mod barriers;
 pub mod bits;
+pub mod bulk;
 pub mod case;
 pub mod compare;
 pub mod control;
@@ -19,10 +20,13 @@ pub mod floats;
 pub mod halves;
 pub mod integers;
 pub mod matrices;
+pub mod mbarriers;
 pub mod memory;
 pub mod moves;
+pub mod products;
 mod rows;
 pub mod run;
+pub mod tensors;
 
 /// Every case, family by family.
 pub fn all() -> Vec<case::Case> {
@@ -42,6 +46,10 @@ pub fn all() -> Vec<case::Case> {
         matrices::cases,
         barriers::cases,
         control::cases,
+        mbarriers::cases,
+        bulk::cases,
+        tensors::cases,
+        products::cases,
     ]
     .into_iter()
     .flat_map(|family| family())

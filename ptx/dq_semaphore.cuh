@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// The dq semaphore: how blocks add to one dq in a fixed order, with no atomic addition and no second buffer.
+//
+// A tile of keys adds to every tile of q rows that it meets, in the order of k runs and of tiles in them. Each tile of q
+// rows has, per q head, a word that holds the number (plus one) of the last tile of keys that has added. A block waits until
+// the word holds its predecessor's number, adds, and stores its own. The predecessor is nearly always the tile before it in
+// the same run; only a run's first tile that meets these rows has to look through the other runs.
+//
+// Both sides must agree on who meets whom, or a block waits for one that never comes. So there is one test, and it is
+// symmetric: tiles meet when the last q row reaches the first key and the last key reaches the first q row. Stripes leave
+// gaps in which a pair meets though no row of it does. `dq_semaphore.rs` of the host holds the same test and proves it.
+//
+// No block waits for one that has not begun: items are taken one by one from a list in which a tile comes after all that it
+// may wait for, so the earliest unfinished one waits for none. How many blocks run at a time does not matter.
+//
+// Q tiles are walked from the last to the first, with the heads of a group innermost. Under a causal mask the tiles of keys
+// that run side by side then begin together at the end of the document, each one step behind the one before, and go on
+// without waiting; walked the other way, each would begin where its predecessor comes last, and head by head, it would come
+// back to the end before the longer tile that goes before it. So the longest tiles can start first, as they should.
+#pragma once
+#include "ranges.cuh"
+#include "tile.cuh"
+
+// Tiles of a run: `begin..end`, empty when begin >= end.
+struct Span {
+    u32 begin;
+    u32 end;
+};
+
+// The tiles of `size` rows whose last position is at least `low` and whose first is at most `high`. A tile counts too when
+// `low..=high` lies in a gap between two of its rows.
+__device__ __forceinline__ Span tiles_met(const Run& run, i64 low, i64 high, u32 size) {
+    const u32 before = rows_below(run, low - run.pos), until = rows_below(run, high - run.pos + 1);
+    Span span = {before / size, (until + (size - 1)) / size};
+    if (before >= run.len) span.end = 0;
+    return span;
+}
+
+// One tile of q rows for one head, and when to add to its dq. Kept small: several lie in shared memory, where there is
+// little left.
+struct Visit {
+    i64 row;               // its first row in the tensor
+    u32 run;
+    u32 first;             // its first row in the run
+    u32 head;
+    u32 semaphore;         // which word
+    u32 after;             // what it holds when this block may add; 0 when there is nothing to wait for
+    unsigned char rows;    // 0 past the last visit
+    unsigned char full;    // whether all its rows meet all own rows, so that no mask is needed
+    unsigned char add;     // whether dq holds something already
+    unsigned char passes;  // whether to store the own number in the word: not when the block comes back to the same tile
+};
+
+// What a semaphore holds at the moment. It orders nothing: whoever finds what it waits for goes on to `wait_semaphore`.
+__device__ __forceinline__ u32 poll_semaphore(const u32* semaphore) {
+    u32 r;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(semaphore) : "memory");
+    return r;
+}
+
+// Waits until a semaphore holds `number`; `seen` is what it held before. For one thread, before a barrier of the block: what
+// the predecessor wrote is then visible to all its threads. Polling is relaxed; only the last read acquires. It finds the
+// same number, because nobody but this block stores the next one.
+__device__ __forceinline__ void wait_semaphore(const u32* semaphore, u32 number, u32 seen) {
+    while (seen != number) seen = poll_semaphore(semaphore);
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(semaphore) : "memory");
+}
+
+// For one thread, after a barrier of the block: what all its threads wrote is visible to whoever waits for `number`.
+__device__ __forceinline__ void store_semaphore(u32* semaphore, u32 number) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(semaphore), "r"(number) : "memory");
+}
+
+// The walk of a tile of keys over the tiles of q rows that it meets, from the last to the first, and over the heads of each.
+// The first warp's alone: lane 0 moves from run to run, and each of BATCH lanes describes one visit. That takes some hundred
+// dependent instructions, which a lane alone would spend in every step while all other warps wait for its own.
+struct Round {
+    u32 head, heads;           // q heads of each tile, from `head` on
+    u32 next, begin, end;      // entries of the list of q runs, taken from the end
+    u32 run;                   // the current q run
+    u32 tile, tile_begin;      // its tiles that are still to be met, from the last on
+    u32 at;                    // heads that have met the last one of these
+    u32 full_begin, full_end;  // its rows that every key meets
+    u32 again, more;           // whether the list named this run just before, and whether it will again
+    u32 number;                // of the own tile, plus one
+
+    // Lane 0's.
+    __device__ __forceinline__ void start(const Run& key, u32 tile_number, u32 head0, u32 head1, volatile const Own& tile_of,
+                                          const FusedParams& p, u32 size) {
+        number = tile_number + 1;
+        begin = key.begin;
+        next = head0 < head1 ? key.end : key.begin;
+        end = key.end;
+        head = head0;
+        heads = head1 - head0;
+        at = 0;
+        tile = 0;
+        tile_begin = 0;
+        find(tile_of, p, size);
+    }
+
+    // The whole warp's: the next BATCH visits; those past the end have no rows.
+    template <int BM, int BN, u32 BATCH>
+    __device__ __forceinline__ void fill(volatile Visit* out, volatile const Own& tile_of, const FusedParams& p) {
+        const u32 lane = fresh_thread() & 31;
+        u32 filled = 0;
+        do {
+            // Beyond what fits, more tiles make no difference; their product with the heads stays small.
+            const u32 tiles = tile - tile_begin < BATCH + 1 ? tile - tile_begin : BATCH + 1;
+            const u32 ready = tiles * heads - at, room = BATCH - filled;
+            const u32 some = ready < room ? ready : room;
+            if (lane >= filled && lane < filled + some) {
+                const u32 index = at + lane - filled;
+                meet<BM, BN>(out[lane], tile - 1 - index / heads, head + index % heads, tile_of, p);
+            }
+            filled += some;
+            __syncwarp();
+            if (lane == 0 && some > 0) {
+                const u32 index = at + some;
+                tile = tile - index / heads;
+                at = index % heads;
+                if (tile == tile_begin) find(tile_of, p, BM);
+            }
+            __syncwarp();
+        } while (filled < BATCH && tile != tile_begin);
+        if (lane >= filled && lane < BATCH) out[lane].rows = 0;
+    }
+
+    // The next run that has tiles for us, if there is one: else none are left. Lane 0's.
+    __device__ __forceinline__ void find(volatile const Own& tile_of, const FusedParams& p, u32 size) {
+        while (tile == tile_begin && next != begin) {
+            const u32 entry = next - 1;
+            next = entry;
+            run = p.call.partners[entry];
+            again = entry + 1 < end && p.call.partners[entry + 1] == run;
+            more = entry > begin && p.call.partners[entry - 1] == run;
+            const Run& partner = p.call.queries[run];
+            const i64 low = tile_of.lowest - p.call.score.right, high = tile_of.highest + p.call.score.left;
+            full_begin = rows_below(partner, tile_of.highest - p.call.score.right - partner.pos);
+            full_end = rows_below(partner, tile_of.lowest + p.call.score.left + 1 - partner.pos);
+            const Span span = tiles_met(partner, low, high, size);
+            tile = span.begin < span.end ? span.end : 0;
+            tile_begin = span.begin < span.end ? span.begin : 0;
+        }
+    }
+
+    // Describes the visit of one tile for one head.
+    template <int BM, int BN>
+    __device__ __forceinline__ void meet(volatile Visit& out, u32 met, u32 for_head, volatile const Own& tile_of,
+                                         const FusedParams& p) {
+        const Run& partner = p.call.queries[run];
+        const u32 first = met * BM, rows = partner.len - first < BM ? partner.len - first : BM;
+        u32 after = 0;
+        if (!again) {
+            const Run& own = p.call.keys[tile_of.run];
+            const i64 low = partner.pos + run_offset(partner, first) - p.call.score.left;
+            const i64 high = partner.pos + run_offset(partner, first + rows - 1) + p.call.score.right;
+            const bool leads = tile_of.first / BN == rows_below(own, low - own.pos) / BN;
+            after = leads ? last_before<BN>(partner, low, high, tile_of.run, p) : number - 1;
+        }
+        out.row = partner.row + first;
+        out.run = run;
+        out.first = first;
+        out.head = for_head;
+        out.semaphore = (p.query_tiles[run] + met) * p.call.heads.q_heads + for_head;
+        out.after = after;
+        out.rows = rows;
+        out.full = rows == BM && tile_of.rows == BN && first >= full_begin && first + BM <= full_end;
+        out.add = again || after != 0 || partner.mode == MODE_MERGE || partner.mode == MODE_LAST;
+        out.passes = !more;
+    }
+
+    // The number (plus one) of the last tile that adds to these rows of a q run before any of k run `run` does, 0 when there
+    // is none.
+    template <int BN>
+    static __device__ __forceinline__ u32 last_before(const Run& query, i64 low, i64 high, u32 run, const FusedParams& p) {
+        u32 number = 0, best = 0;
+        // Lists mostly grow, so that the first one found from the end stays the best.
+        for (u32 at = query.end; at > query.begin; --at) {
+            const u32 r = p.keys_of[at - 1];
+            if (r >= run || (number != 0 && r <= best)) continue;
+            const Span span = tiles_met(p.call.keys[r], low, high, BN);
+            if (span.begin < span.end) {
+                number = p.key_tiles[r] + span.end;
+                best = r;
+            }
+        }
+        return number;
+    }
+};

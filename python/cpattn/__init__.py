@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""cpattn: exact context-parallel attention, over the C interface (`include/cpattn.h`).
+
+`Plan` says what is computed and who holds which tokens, `Rank` runs it on tensors of NumPy, PyTorch, JAX or whoever else
+speaks DLPack, `Transport` is a communicator of your own. `cpattn.torch` has what a PyTorch training job needs.
+"""
+
+from ._header import UNLIMITED
+from ._library import library_version
+from .errors import (
+    Busy,
+    DeviceError,
+    Disagreement,
+    Error,
+    InvalidArgument,
+    InvalidHandle,
+    LibraryDefect,
+    LibraryError,
+    PeerError,
+    ScheduleError,
+    Unsupported,
+)
+from .plan import Circulate, Direction, Dtype, Kind, Layout, Plan, PlanOptions, Side, Wire
+from .rank import Rank, local_group, on_all, peer_group
+from .tensors import Array, Memory, SupportsDLPack
+from .transport import FAILED_BEFORE, RAISED, Message, Packet, Transport, packets
+
+__all__ = [
+    "FAILED_BEFORE",
+    "RAISED",
+    "UNLIMITED",
+    "Array",
+    "Busy",
+    "Circulate",
+    "DeviceError",
+    "Direction",
+    "Disagreement",
+    "Dtype",
+    "Error",
+    "InvalidArgument",
+    "InvalidHandle",
+    "Kind",
+    "Layout",
+    "LibraryDefect",
+    "LibraryError",
+    "Memory",
+    "Message",
+    "Packet",
+    "PeerError",
+    "Plan",
+    "PlanOptions",
+    "Rank",
+    "ScheduleError",
+    "Side",
+    "SupportsDLPack",
+    "Transport",
+    "Unsupported",
+    "Wire",
+    "library_version",
+    "local_group",
+    "on_all",
+    "packets",
+    "peer_group",
+]

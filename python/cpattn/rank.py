@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Ranks: forward and backward over a plan, and groups of ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import byref, c_int32, c_void_p
+from typing import TypeVar
+
+from . import _header, errors
+from ._library import call, error_of, status_of
+from .plan import Direction, Plan
+from .tensors import Array, Given
+from .transport import Seat, Transport
+
+T = TypeVar("T")
+
+
+class Rank:
+    """One participant. It lives long and runs many plans, one call at a time; `poll` and `abort` are for any thread."""
+
+    def __init__(self, transport: Transport | c_void_p, *, workers: int = 1) -> None:
+        """Takes the transport over: one written in Python, or a handle of the C interface's.
+
+        `workers` are threads of the CPU kernels, more than one in a library built with the feature rayon.
+        """
+        self._seat: Seat | None = None
+        if isinstance(transport, Transport):
+            self._seat = Seat(transport)
+            transport = self._seat.create()
+        # The options also name a device; without them a rank has that of its transport.
+        options = byref(_header.RankOptions(workers=workers)) if workers != 1 else None
+        self._handle = c_void_p()
+        try:
+            call("rank_create", transport, options, byref(self._handle))
+        except errors.Error:
+            _destroy("transport_destroy", transport, self._seat, os.getpid())
+            raise
+        # Also at the end of the program, while Python can still run callbacks.
+        self._end = weakref.finalize(self, _destroy, "rank_destroy", self._handle, self._seat, os.getpid())
+
+    def close(self) -> None:
+        """The rank leaves: peers that still need it get an error. Further calls are refused."""
+        self._end()
+        self._handle = c_void_p()
+
+    def prepare(self, plan: Plan, direction: Direction) -> None:
+        """Does all that may allocate or wait; the first run does it otherwise."""
+        self._call("rank_prepare", plan.handle, direction)
+
+    def forward(
+        self,
+        plan: Plan,
+        stream: int | c_void_p | None = None,
+        *,
+        q: Array,
+        k: Array,
+        v: Array,
+        o: Array,
+        lse: Array,
+        sinks: Array | None = None,
+    ) -> None:
+        """Writes o and lse of this rank's tokens. On a device it returns when that is enqueued on `stream` (a
+        cudaStream_t; None is the default stream)."""
+        given = _given(q=q, k=k, v=v, sinks=sinks, o=o, lse=lse)
+        args = _header.ForwardArgs(stream=stream, **{name: g.pointer for name, g in given.items()})
+        self._call("forward", plan.handle, byref(args))
+
+    def backward(
+        self,
+        plan: Plan,
+        stream: int | c_void_p | None = None,
+        *,
+        q: Array,
+        k: Array,
+        v: Array,
+        o: Array,
+        lse: Array,
+        d_o: Array,
+        dq: Array,
+        dk: Array,
+        dv: Array,
+        sinks: Array | None = None,
+        dsinks: Array | None = None,
+    ) -> None:
+        """Writes dq, dk, dv (and dsinks, summed over all ranks), from what the forward was given and wrote."""
+        given = _given(
+            q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, d_o=d_o, dq=dq, dk=dk, dv=dv, dsinks=dsinks
+        )
+        args = _header.BackwardArgs(stream=stream, **{name: g.pointer for name, g in given.items()})
+        self._call("backward", plan.handle, byref(args))
+
+    def poll(self) -> None:
+        """Raises if anything has failed so far, on any rank; never waits."""
+        self._call("rank_poll")
+
+    def abort(self) -> None:
+        """Ends the run on every rank, for good."""
+        self._call("rank_abort")
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = status_of(name, self._handle, *arguments)
+        if status:
+            said = error_of(name, status)
+            raise self._seat.exception(said) if self._seat else said
+
+
+def _given(**arrays: Array | None) -> dict[str, Given]:
+    return {name: Given(array) for name, array in arrays.items() if array is not None}
+
+
+def _destroy(function: str, handle: c_void_p, seat: Seat | None, process: int) -> None:
+    # A forked child has the handle, but not the threads behind it.
+    if os.getpid() == process and status_of(function, handle) == _header.OK and seat:
+        seat.leave()
+
+
+def local_group(world: int, deadline_ms: int = 60_000, workers: int = 1) -> list[Rank]:
+    """Ranks that are threads of this process, each with so many threads for its kernels."""
+    transports = (c_void_p * world)()
+    call("local_group", world, deadline_ms, transports)
+    return [Rank(c_void_p(t), workers=workers) for t in transports]
+
+
+def peer_group(devices: Sequence[int], deadline_ms: int = 60_000) -> list[Rank]:
+    """Ranks that are threads of this process, rank r with tensors on CUDA device devices[r]."""
+    transports = (c_void_p * len(devices))()
+    call("peer_group", len(devices), (c_int32 * len(devices))(*devices), deadline_ms, transports)
+    return [Rank(c_void_p(t)) for t in transports]
+
+
+def on_all(ranks: Sequence[Rank], job: Callable[[int, Rank], T]) -> list[T]:
+    """Runs job(number, rank) on a thread of each rank; raises what the first that failed raised."""
+
+    def guarded(number: int, rank: Rank) -> T:
+        try:
+            return job(number, rank)
+        except BaseException:
+            rank.abort()
+            raise
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        futures = [pool.submit(guarded, number, rank) for number, rank in enumerate(ranks)]
+    failed = [error for error in (f.exception() for f in futures) if error]
+    # What the others raise only says that this one aborted.
+    failed.sort(key=lambda error: isinstance(error, errors.PeerError))
+    if failed:
+        raise failed[0]
+    return [f.result() for f in futures]

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Faults over gloo: processes that die, stop, never start or plan something else, in the middle of training steps.
+
+    capi/build && PYTHONPATH=python python3 python/tests/faults.py --trials 1000
+
+Each trial is a job of new processes. Its ranks run attention forward and backward over ever new documents and compare every
+result with the formula, until something fails or the steps are done. After the fault every rank that is left must end within
+the deadline and some slack, with an error of the right type and never with a wrong result; no process may be left over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+from dense import dense, error, gradients
+from processes import Outcome, start
+
+import cpattn
+from cpattn.torch import Context
+
+KINDS = ("killed", "stopped", "absent", "plans")
+DEADLINE, SLACK, STEPS = 1.5, 20.0, 8
+
+
+def step(context: Context, cu_seqlens: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    n, heads = cu_seqlens[-1], (4, 2, 2, 4)
+    *whole, d_o = (torch.randn(n, h, 8, generator=generator, dtype=torch.float64) for h in heads)
+    batch = context.batch(cu_seqlens)
+    labels = batch.labels(batch.shard(torch.arange(n)))
+    ends = set(cu_seqlens)
+    want_labels = torch.tensor([-100 if t + 1 in ends else t + 1 for t in range(n)])
+    mine, exact = ([f(x).requires_grad_() for x in whole] for f in (batch.shard, torch.clone))
+    o = batch.attention(*mine)
+    got = [o, *gradients(o, batch.shard(d_o), mine)]
+    o = dense(*exact, cu_seqlens)
+    want = [batch.shard(x) for x in (o, *gradients(o, d_o, exact))]
+    wrong = [name for name, a, b in zip(("o", "dq", "dk", "dv"), got, want) if not error(a, b) < 1e-13]
+    if wrong or not torch.equal(labels, batch.shard(want_labels)):
+        raise AssertionError(f"WRONG RESULT: {wrong}")
+
+
+def job(rank: int, world: int, kind: str, seed: int) -> str:
+    """How it ended on this rank. Everything but the fault is drawn the same on all ranks."""
+    draw = random.Random(seed)
+    victim, delay, odd = draw.randrange(world), draw.random() * 0.4, draw.randrange(STEPS)
+    ulysses = draw.choice([u for u in (1, 2, 3, 4) if world % u == 0])
+    if rank == victim and kind in ("killed", "stopped"):
+        number = signal.SIGKILL if kind == "killed" else signal.SIGSTOP
+        threading.Timer(delay, os.kill, (os.getpid(), number)).start()
+    if rank == victim and kind == "absent":
+        time.sleep(DEADLINE + SLACK)
+        return "absent"
+    # A rank that plans something else is told so; it is not a matter of time.
+    try:
+        context = Context(
+            heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, ulysses=ulysses, ring=world // ulysses,
+            timeout=60.0 if kind == "plans" else DEADLINE,
+        )
+        for at in range(STEPS if kind == "plans" else 1000):
+            cuts = sorted(draw.choices(range(1, 40), k=3))
+            cu_seqlens = [0, *cuts, 40]
+            if kind == "plans" and at == odd:
+                try:
+                    step(context, [0, *(c + 1 for c in cuts), 41] if rank == victim else cu_seqlens, at)
+                except cpattn.Disagreement:
+                    pass
+                else:
+                    raise AssertionError("WRONG RESULT: ranks with different plans ran")
+            step(context, cu_seqlens, at)
+    except cpattn.PeerError as failure:
+        failed = time.monotonic()
+        # Once failed stays failed, and says so at once.
+        if "context" in locals():
+            try:
+                step(context, [0, 40], 0)
+            except cpattn.PeerError:
+                pass
+            else:
+                raise AssertionError("WRONG RESULT: a failed transport ran") from failure
+            if time.monotonic() - failed > SLACK / 2:
+                raise AssertionError("SLOW: a failed transport waited") from failure
+        return f"PeerError: {failure}"
+    return "done"
+
+
+def trial(kind: str, world: int, seed: int) -> list[Outcome]:
+    """Raises AssertionError when something is not as it must be."""
+    draw = random.Random(seed)
+    victim = draw.randrange(world)
+    outcomes = start(job, world, kind, seed, seconds=DEADLINE + 2 * SLACK, until=lambda rank: kind == "plans" or rank != victim)
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim and kind in ("killed", "stopped", "absent"):
+            continue
+        what = f"{kind}, seed {seed}, rank {rank} of {world} (victim {victim}): {outcome}"
+        assert outcome.error is None, what
+        assert outcome.value is not None, f"no answer: {what}"
+        expected = "done" if kind == "plans" else "PeerError"
+        assert outcome.value.startswith(expected), what
+        assert kind == "plans" or outcome.seconds < DEADLINE + SLACK, f"late: {what}"
+    return outcomes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--trials", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    began, slowest, told = time.monotonic(), 0.0, Counter[str]()
+    for i in range(given.trials):
+        kind, world = KINDS[i % len(KINDS)], (2, 3, 4)[i // len(KINDS) % 3]
+        outcomes = trial(kind, world, given.seed * 1_000_003 + i)
+        slowest = max([slowest, *(o.seconds for o in outcomes if o.value and o.value != "absent")])
+        told[kind] += 1
+        if (i + 1) % 50 == 0:
+            print(f"{i + 1} trials, {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{given.trials} trials ({dict(told)}), slowest answer after {slowest:.1f} s of a deadline of {DEADLINE} s: ok")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Runs a function on several processes that form a gloo group on the loopback, and never waits for ever.
+
+The store is held by the process that calls, which is no rank: killing a rank does not take the store away.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+# Each process gets its share of a small machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+
+# Children come from a server that has PyTorch loaded and nothing running.
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["torch.distributed", "torch.fx.experimental.symbolic_shapes", "cpattn.torch"])
+
+# Seconds until all processes run and have formed a group, on a machine that has much else to do.
+JOINING = 240
+
+
+class Outcome:
+    """How a process ended: what its job returned or raised (its class and text), and its exit code."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.error: str | None = None
+        self.exit: int | None = None
+        self.seconds = 0.0
+
+    def __repr__(self) -> str:
+        return f"Outcome(value={self.value!r}, error={self.error!r}, exit={self.exit}, seconds={self.seconds:.1f})"
+
+
+def _main(
+    job: Callable[..., Any], rank: int, world: int, port: int, results: Any, seconds: float, args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=JOINING))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=JOINING))
+    # What a job does to itself must not meet a rank that is still joining the group.
+    dist.barrier()
+    results.send(("ready", None))
+    # Where it was, should it still be there shortly before it is killed.
+    faulthandler.dump_traceback_later(0.9 * seconds)
+    try:
+        answer = ("value", job(rank, world, *args))
+    except BaseException as error:  # noqa: BLE001 (told to whoever started the process)
+        answer = ("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    results.send(answer)
+    results.close()
+    # Not through the exit handlers of a group that may have failed.
+    os._exit(0)
+
+
+def start(
+    job: Callable[..., Any], world: int, *args: Any, seconds: float = 100.0, until: Callable[[int], bool] = lambda rank: True
+) -> list[Outcome]:
+    """Outcomes by rank. Waits for the ranks of which `until` is true, and at most so many seconds once all of them have
+    joined; kills what is then left, and returns when no process is.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [_forks.Pipe(duplex=False) for _ in range(world)]
+    processes = [
+        _forks.Process(target=_main, args=(job, rank, world, store.port, pipes[rank][1], seconds, args)) for rank in range(world)
+    ]
+    outcomes = [Outcome() for _ in processes]
+    try:
+        for process in processes:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()
+        ready = [mine.poll(JOINING) and mine.recv()[0] for mine, _ in pipes]
+        assert ready == ["ready"] * world, f"not all processes have joined: {ready}"
+        began = time.monotonic()
+        waiting = {pipes[rank][0]: rank for rank in range(world) if until(rank)}
+        while waiting and (left := began + seconds - time.monotonic()) > 0:
+            for pipe in multiprocessing.connection.wait(list(waiting), left):
+                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                # A process that died without an answer has closed its end.
+                with suppress(EOFError):
+                    kind, what = pipe.recv()  # type: ignore[union-attr]
+                    setattr(outcomes[rank], kind, what)
+                outcomes[rank].seconds = time.monotonic() - began
+    finally:
+        for rank, process in enumerate(processes):
+            if process.pid is None:
+                continue
+            if outcomes[rank].seconds:
+                process.join(10)
+            outcomes[rank].exit = process.exitcode
+            process.kill()
+            process.join()
+    return outcomes
+
+
+def run(job: Callable[..., Any], world: int, *args: Any, seconds: float = 100.0) -> list[Any]:
+    """What the job returned on each rank; raises what it raised on the first that failed."""
+    outcomes = start(job, world, *args, seconds=seconds)
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error:
+            raise AssertionError(f"rank {rank}: {outcome.error}")
+        assert outcome.exit == 0, f"rank {rank} did not end well: {outcomes}"
+    return [outcome.value for outcome in outcomes]

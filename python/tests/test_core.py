@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The package without PyTorch: the library found or not, plans, and transports written in Python, whatever they raise."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import gc
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+import unittest
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import cpattn
+from cpattn import transport as seats
+from cpattn.transport import Message, Transport
+
+HEADS, DIM, WORLD, DOCUMENTS = 2, 4, 3, [0, 5, 12]
+
+
+class Mail(Transport):
+    """Ranks that are threads, over queues; joins small messages, so that those helpers are used too."""
+
+    def __init__(self, rank: int, boxes: dict[Any, queue.Queue[Any]], world: int = WORLD) -> None:
+        self.rank, self.world, self.boxes, self.calls = rank, world, boxes, 0
+        self.broken: BaseException | None = None
+        self.failed = False
+        self.released = False
+
+    def box(self, kind: str, source: int, target: int) -> queue.Queue[Any]:
+        return self.boxes.setdefault((kind, source, target), queue.Queue())
+
+    def take(self, kind: str, source: int) -> Any:
+        try:
+            answer = self.box(kind, source, self.rank).get(timeout=20)
+        except queue.Empty:
+            raise cpattn.PeerError(f"rank {source} said nothing", source) from None
+        if isinstance(answer, str):
+            raise cpattn.PeerError(answer, source)
+        return answer
+
+    def agree(self, first: int, end: int, number: int) -> Sequence[int]:
+        for peer in range(first, end):
+            self.box("agree", self.rank, peer).put(number)
+        return [self.take("agree", peer) for peer in range(first, end)]
+
+    def exchange(
+        self, operation: str, step: int, sends: Sequence[Message], recvs: Sequence[Message], stream: int | None
+    ) -> None:
+        self.calls += 1
+        assert operation and step >= 0 and stream is None
+        if self.broken:
+            raise self.broken
+        for packet in seats.packets(sends, below=80):
+            self.box("data", self.rank, packet.peer).put(bytes(packet.gather()))
+        for packet in seats.packets(recvs, below=80):
+            room = packet.room()
+            room[:] = self.take("data", packet.peer)
+            packet.scatter(room)
+
+    def poll(self) -> None:
+        if self.failed:
+            raise cpattn.PeerError("aborted")
+
+    def abort(self) -> None:
+        self.failed = True
+        for peer in range(self.world):
+            for kind in ("agree", "data"):
+                self.box(kind, self.rank, peer).put(f"rank {self.rank} aborted")
+
+    def release(self) -> None:
+        self.released = True
+
+
+def tensors(n: int) -> tuple[dict[str, cpattn.Memory], list[Any]]:
+    """Of n tokens; and what keeps their memory."""
+    kept, made = [], {}
+    for name, shape in (("q", (n, HEADS, DIM)), ("k", (n, HEADS, DIM)), ("v", (n, HEADS, DIM)), ("o", (n, HEADS, DIM)), ("lse", (HEADS, n))):
+        count = 1
+        for length in shape:
+            count *= length
+        values = (ctypes.c_float * max(count, 1))(*(0.01 * i for i in range(count)))
+        kept.append(values)
+        made[name] = cpattn.Memory(ctypes.addressof(values), shape, 32)
+    return made, kept
+
+
+def plan(**options: Any) -> cpattn.Plan:
+    return cpattn.Plan(DOCUMENTS, HEADS, DIM, world=WORLD, ring=WORLD, ulysses=1, **options)
+
+
+def forward(rank: cpattn.Rank, number: int, the_plan: cpattn.Plan | None = None) -> list[float]:
+    the_plan = the_plan or plan()
+    made, kept = tensors(the_plan.share(number).q_tokens)
+    rank.forward(the_plan, **made)
+    return list(kept[3])
+
+
+def group() -> tuple[list[Mail], list[cpattn.Rank]]:
+    boxes: dict[Any, queue.Queue[Any]] = {}
+    mails = [Mail(rank, boxes) for rank in range(WORLD)]
+    return mails, [cpattn.Rank(mail) for mail in mails]
+
+
+def attempt(number: int, rank: cpattn.Rank) -> BaseException | None:
+    try:
+        forward(rank, number)
+    except BaseException as error:  # noqa: BLE001 (looked at)
+        return error
+    return None
+
+
+class Transports(unittest.TestCase):
+    def test_results_are_those_of_the_library_s_own(self) -> None:
+        mails, ranks = group()
+        got = cpattn.on_all(ranks, lambda number, rank: forward(rank, number))
+        want = cpattn.on_all(cpattn.local_group(WORLD), lambda number, rank: forward(rank, number))
+        self.assertEqual(got, want)
+        self.assertTrue(all(mail.calls for mail in mails))
+
+    def test_callbacks_live_as_long_as_the_rank(self) -> None:
+        boxes: dict[Any, queue.Queue[Any]] = {}
+        ranks = [cpattn.Rank(Mail(rank, boxes)) for rank in range(WORLD)]
+        for _ in range(3):
+            gc.collect()
+            cpattn.on_all(ranks, lambda number, rank: forward(rank, number))
+        before = len(seats._seated)
+        mails = [seat.transport for seat in seats._seated if seat.transport.boxes is boxes]  # type: ignore[attr-defined]
+        self.assertEqual(len(mails), WORLD)
+        ranks[0].close()
+        ranks[0].close()
+        del ranks
+        gc.collect()
+        self.assertEqual(len(seats._seated), before - WORLD)
+        self.assertTrue(all(mail.released for mail in mails))  # type: ignore[attr-defined]
+
+    def test_what_a_callback_raises_is_raised_by_the_call(self) -> None:
+        """The rank that raised gets its own exception, from the library's error; the others one that blames it."""
+        for broken in (KeyError("mine"), KeyboardInterrupt(), SystemExit(3), MemoryError(), cpattn.PeerError("lost", 2)):
+            mails, ranks = group()
+            mails[1].broken = broken
+            began = time.monotonic()
+            threads = [threading.Thread(target=lambda n=n: errors.__setitem__(n, attempt(n, ranks[n]))) for n in range(WORLD)]
+            errors: dict[int, BaseException | None] = {}
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            self.assertLess(time.monotonic() - began, 10, "peers were told")
+            self.assertIs(errors[1], broken)
+            cause = broken.__cause__
+            self.assertIsInstance(cause, cpattn.PeerError)
+            self.assertIn(f"the transport's exchange returned {cpattn.RAISED}", str(cause))
+            blamed = 2 if isinstance(broken, cpattn.PeerError) else 1
+            self.assertIn(f"rank {blamed} failed", str(cause))
+            for other in (0, 2):
+                self.assertIsInstance(errors[other], cpattn.PeerError)
+            # Once failed stays failed, without asking the transport again.
+            mails[1].broken = None
+            calls = mails[1].calls
+            again = attempt(1, ranks[1])
+            self.assertIsInstance(again, cpattn.PeerError)
+            self.assertIs(again.__cause__, broken)
+            self.assertRaises(cpattn.PeerError, ranks[1].poll)
+            self.assertEqual(mails[1].calls, calls)
+
+    def test_agree_poll_abort_and_release_may_raise(self) -> None:
+        for function in ("agree", "poll", "abort", "release"):
+            with self.subTest(function):
+                boxes: dict[Any, queue.Queue[Any]] = {}
+                mail = Mail(0, boxes)
+
+                def raising(*_: Any) -> Any:
+                    raise ValueError(function)
+
+                setattr(mail, function, raising)
+                rank = cpattn.Rank(mail)
+                if function in ("agree", "poll"):
+                    self.assertRaisesRegex(ValueError, function, lambda: forward(rank, 0) if function == "agree" else rank.poll())
+                    self.assertRaises(cpattn.PeerError, rank.poll)
+                else:
+                    rank.abort() if function == "abort" else None
+                rank.close()
+
+    def test_agree_of_the_wrong_length(self) -> None:
+        mail = Mail(0, {})
+        mail.agree = lambda first, end, number: [number]  # type: ignore[method-assign]
+        self.assertRaisesRegex(cpattn.InvalidArgument, "1 numbers, 3 are needed", forward, cpattn.Rank(mail), 0)
+
+    def test_an_interrupt_in_agree(self) -> None:
+        """A signal's handler may raise anywhere in a callback of the main thread, also before its first line, where Python
+        can only print it; the run fails all the same."""
+        import signal
+
+        class Stop(Exception):
+            pass
+
+        def handler(*_: Any) -> None:
+            raise Stop
+
+        old, sys.unraisablehook = signal.signal(signal.SIGALRM, handler), lambda _: None
+        try:
+            for delay in (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 1e-2) * 5:
+                mail = Mail(0, {})
+                rank = cpattn.Rank(mail)
+                the_plan = plan()
+                made, kept = tensors(the_plan.share(0).q_tokens)
+                # Nobody else is there: without the signal this would wait.
+                with self.assertRaises((Stop, cpattn.Disagreement, cpattn.PeerError)):
+                    signal.setitimer(signal.ITIMER_REAL, delay)
+                    rank.forward(the_plan, **made)
+                    self.fail("a run without peers ended well")
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:
+            signal.signal(signal.SIGALRM, old)
+            sys.unraisablehook = sys.__unraisablehook__
+
+    def test_disagreement_is_no_failure(self) -> None:
+        mails, ranks = group()
+        odd = cpattn.Plan([0, 6, 12], HEADS, DIM, world=WORLD, ring=WORLD, ulysses=1)
+
+        def job(number: int, rank: cpattn.Rank) -> None:
+            try:
+                forward(rank, number, odd if number == 1 else None)
+            except cpattn.Disagreement:
+                forward(rank, number)
+            else:
+                raise AssertionError("different plans ran")
+
+        cpattn.on_all(ranks, job)
+
+    def test_a_forked_child_leaves_the_rank_alone(self) -> None:
+        mails, ranks = group()
+        child = os.fork()
+        if child == 0:
+            # Destroying it here would wait for a thread that the child does not have.
+            ranks[0].close()
+            os._exit(0 if not mails[0].released else 1)
+        self.assertEqual(os.waitpid(child, 0)[1], 0)
+        cpattn.on_all(ranks, lambda number, rank: forward(rank, number))
+
+    def test_open_ranks_at_the_end_of_a_program(self) -> None:
+        code = (
+            f"import sys; sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}\n"
+            "import test_core, cpattn\n"
+            "mails, ranks = test_core.group()\n"
+            "cpattn.on_all(ranks, lambda number, rank: test_core.forward(rank, number))\n"
+            "import atexit; atexit.register(lambda: print([m.released for m in mails]))\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+
+
+class Plans(unittest.TestCase):
+    def test_lengths(self) -> None:
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "cu_seqlens_k has 3 entries, 2 are needed"):
+            cpattn.Plan([0, 3], 2, 4, cu_seqlens_k=[0, 3, 4])
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "alibi_slopes has 1 entries, 2 are needed"):
+            cpattn.Plan([0, 3], 2, 4, alibi_slopes=[0.5])
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "q_start has 2 entries, 1 are needed"):
+            cpattn.Plan([0, 3], 2, 4, cu_seqlens_k=[0, 4], q_start=[0, 1])
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "cu_seqlens has 0 entries"):
+            cpattn.Plan([], 2, 4)
+        with self.assertRaisesRegex(cpattn.InvalidArgument, r"cu_seqlens\[1\] is 4294967299"):
+            cpattn.Plan([0, 2**32 + 3], 2, 4)
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "heads is 4294967298"):
+            cpattn.Plan([0, 3], 2**32 + 2, 4)
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "ring is -1"):
+            cpattn.Plan([0, 3], 2, 4, ring=-1)
+        self.assertRaises(cpattn.InvalidArgument, cpattn.Plan, [0, 3], 3, 4, kv_heads=2)
+
+    def test_what_it_says(self) -> None:
+        the_plan = plan(layout=cpattn.Layout.STRIPED, layout_parameter=2)
+        info = the_plan.describe()
+        self.assertEqual((info.ring, info.ulysses, info.replicas, info.q_tokens), (3, 1, 1, 12))
+        self.assertEqual(list(the_plan.tokens(cpattn.Side.Q, 1)), [2, 3, 8, 9])
+        self.assertEqual(list(the_plan.positions(cpattn.Side.Q, 1)), [2, 3, 3, 4])
+        two = cpattn.Plan([0, 1], 2, 4, world=2, ring=2)
+        self.assertEqual(sorted(list(two.tokens(cpattn.Side.K, rank)) for rank in range(2)), [[], [0]])
+        self.assertIn("ring 3", the_plan.explain())
+        the_plan.verify()
+        self.assertGreater(the_plan.workspace(0, cpattn.Direction.BACKWARD), 0)
+        self.assertNotEqual(info.fingerprint, plan().describe().fingerprint)
+
+
+class Library(unittest.TestCase):
+    def load(self, **environment: str) -> str:
+        """What importing the package says in an environment."""
+        done = subprocess.run(
+            [sys.executable, "-c", "import sys; sys.path[:0] = sys.argv[1:]\nimport cpattn", *sys.path],
+            env={**os.environ, **environment}, capture_output=True, text=True, timeout=60, check=False,
+        )
+        return done.stderr
+
+    def test_a_library_that_is_not_there(self) -> None:
+        said = self.load(CPATTN_LIBRARY="/nowhere/libcpattn.so")
+        self.assertIn("LibraryError: no cpattn library was found", said)
+        self.assertIn("/nowhere/libcpattn.so", said)
+        self.assertIn("capi/build", said)
+
+    def test_a_library_of_something_else(self) -> None:
+        said = self.load(CPATTN_LIBRARY=ctypes.util.find_library("c") or "libc.so.6")
+        self.assertIn("cpattn_version", said)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""cpattn.torch over several processes, against the formula on the whole batch."""
+
+from __future__ import annotations
+
+import random
+import time
+import unittest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from dense import dense, error, gradients
+from processes import run
+
+import cpattn
+from cpattn import Layout
+from cpattn.torch import Context, attention
+
+DOCUMENTS = [0, 5, 5, 6, 40, 41, 93]  # an empty one, and two of one token
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
+    """The same on every rank."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64).to(dtype)
+
+
+def compare(context: Context, cu_seqlens: list[int], heads: tuple[int, int, int, int], bound: float, **formula: Any) -> None:
+    """o, dq, dk, dv (and dsinks) of this rank's tokens against the formula."""
+    hq, hk, dim, value_dim = heads
+    n, sinks = cu_seqlens[-1], formula.get("sinks")
+    whole = [draw(n, h, d, dtype=context.dtype, seed=s) for s, (h, d) in enumerate(((hq, dim), (hk, dim), (hk, value_dim)))]
+    d_o = draw(n, hq, value_dim, dtype=context.dtype, seed=9)
+    batch = context.batch(cu_seqlens)
+    mine = [batch.shard(x).requires_grad_() for x in whole]
+    exact = [x.double().requires_grad_() for x in whole]
+    if sinks is not None:
+        mine.append(sinks.clone().requires_grad_())
+        exact.append(sinks.double().requires_grad_())
+        formula["sinks"] = exact[3]
+    o = batch.attention(*mine)
+    got = [o, *gradients(o, batch.shard(d_o), mine)]
+    o = dense(*exact[:3], cu_seqlens, **formula)
+    want = [batch.shard(x) for x in (o, *gradients(o, d_o, exact)[:3])]
+    for name, a, b in zip(("o", "dq", "dk", "dv"), got, want):
+        assert error(a, b) <= bound, f"{name} is off by {error(a, b):.1e} with {batch.plan.explain()}"
+    if sinks is not None:
+        total = got[4].clone()
+        dist.all_reduce(total)
+        assert error(total, gradients(dense(*exact[:3], cu_seqlens, **formula), d_o, exact)[3]) <= max(bound, 2e-6)
+
+
+def refused(kind: type[Exception], words: str, call: Any, *args: Any, **kwargs: Any) -> None:
+    try:
+        call(*args, **kwargs)
+    except kind as e:
+        assert words in str(e), f"{e} does not say {words!r}"
+    else:
+        raise AssertionError(f"nothing refused: {words}")
+
+
+def leave(context: Context) -> None:
+    """Not before all ranks have joined, where nothing else made them meet."""
+    dist.barrier()
+    context.close()
+
+
+def everything(rank: int, world: int) -> None:
+    for check in (results, gradcheck, shares, overlaps, subgroups, refusals, disagreements, leaving, stays_failed):
+        check(rank, world)
+        dist.barrier()
+
+
+def results(rank: int, world: int) -> None:
+    f64, f32, bf16 = torch.float64, torch.float32, torch.bfloat16
+    shape = (9, 3, 8, 8)
+    for dtype, bound, more in (
+        (f64, 1e-14, {}),
+        (f64, 1e-14, {"ring": 4, "layout": Layout.ZIGZAG}),
+        (f64, 1e-14, {"ulysses": 4}),
+        (f64, 1e-14, {"ulysses": 2, "ring": 2, "layout": Layout.STRIPED, "layout_parameter": 3}),
+        (f32, 1e-6, {"ulysses": 2, "ring": 2, "layout": Layout.ZIGZAG_PACK}),
+        (f32, 1e-6, {"ring": 4, "layout": Layout.BALANCED, "layout_parameter": 2, "circulate": cpattn.Circulate.QUERIES}),
+        (bf16, 1e-2, {"ulysses": 2, "ring": 2}),
+    ):
+        context = Context(heads=9, kv_heads=3, head_dim=8, dtype=dtype, **more)
+        compare(context, DOCUMENTS, shape, bound)
+        compare(context, [0, 2], shape, bound)  # two ranks have no token
+        context.close()
+    context = Context(heads=4, kv_heads=2, head_dim=8, value_dim=6, window_left=9, softcap=3.0, sinks=True, dtype=f64, ulysses=2, ring=2)
+    compare(context, DOCUMENTS, (4, 2, 8, 6), 2e-14, window=10, softcap=3.0, sinks=draw(4, dtype=f32))
+    context.close()
+    # Strides of any kind, as slices of one projection have them.
+    context = Context(heads=9, kv_heads=3, head_dim=8, dtype=f64)
+    batch = context.batch(DOCUMENTS)
+    qkv = batch.shard(draw(93, 15, 8)).transpose(0, 1).contiguous().transpose(0, 1)
+    q, k, v = qkv.split([9, 3, 3], dim=1)
+    assert torch.equal(batch.attention(q, k, v), batch.attention(q.contiguous(), k.contiguous(), v.contiguous()))
+    context.close()
+
+
+class Whole(torch.autograd.Function):
+    """Between a whole batch that every rank has and its shards, so that finite differences see one function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mine: torch.Tensor, batch: Any) -> torch.Tensor:
+        ctx.batch = batch
+        whole = mine.new_zeros(batch.cu_seqlens[-1], *mine.shape[1:])
+        whole[batch.tokens] = mine
+        dist.all_reduce(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.batch.shard(grad), None
+
+
+def gradcheck(rank: int, world: int) -> None:
+    """Finite differences in f64, over two processes."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    if rank >= 2:
+        return
+    global Gather, Whole
+    context = Context(groups[0], heads=2, kv_heads=1, head_dim=3, dtype=torch.float64, softcap=5.0, ring=2)
+    batch = context.batch([0, 2, 5])
+    reduce = dist.all_reduce
+    dist.all_reduce = lambda x: reduce(x, group=groups[0])  # type: ignore[assignment]
+    inputs = [draw(5, h, 3, seed=h).requires_grad_() for h in (2, 1, 1)]
+
+    def function(*inputs: torch.Tensor) -> torch.Tensor:
+        return Gather.apply(batch.attention(*(batch.shard(Whole.apply(x)) for x in inputs)), batch)
+
+    try:
+        assert torch.autograd.gradcheck(function, inputs)
+        assert error(function(*inputs), dense(*inputs, [0, 2, 5], softcap=5.0)) < 1e-14
+    finally:
+        dist.all_reduce = reduce
+    context.close()
+
+
+def shares(rank: int, world: int) -> None:
+    """shard, positions, labels, shift: what each rank gets, from its own tokens alone."""
+    generator = random.Random(4)
+    for layout, parameter in ((Layout.ZIGZAG, 0), (Layout.CONTIGUOUS, 0), (Layout.STRIPED, 2)):
+        context = Context(heads=2, head_dim=4, ring=2, ulysses=2, layout=layout, layout_parameter=parameter)
+        for _ in range(6):
+            lengths = [generator.choice([0, 1, 2, 9, 30]) for _ in range(generator.randrange(1, 9))]
+            cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+            total = int(cu_seqlens[-1])
+            batch = context.batch(cu_seqlens)
+            held = [torch.empty(0)] * world
+            dist.all_gather_object(held, batch.tokens)
+            assert torch.cat(held).sort().values.tolist() == list(range(total)), "every token is held once"
+            place = torch.cat([torch.arange(n) for n in lengths])
+            end = torch.cat([torch.full((n,), n) for n in lengths])
+            assert torch.equal(batch.positions, place[batch.tokens])
+            ids = torch.arange(total) * 7 + 1
+            assert torch.equal(batch.shard(ids), ids[batch.tokens])
+            for by, rows, fill in (
+                (1, ids, -100),
+                (-1, ids.to(torch.uint8), 255),
+                (3, torch.stack([ids, -ids], dim=1).float(), 0.5),
+            ):
+                at = (place + by).clamp(min=0)
+                ok = (place + by >= 0) & (at < end)
+                want = torch.full_like(rows, fill)
+                want[ok] = rows[(torch.arange(total) + by)[ok]]
+                got = batch.shift(batch.shard(rows), by, fill)
+                assert torch.equal(got, want[batch.tokens]), (layout, lengths, by)
+            labels = batch.labels(batch.shard(ids))
+            assert torch.equal(labels, torch.where(place + 1 < end, ids + 7, -100)[batch.tokens])
+        context.close()
+    context = Context(heads=2, head_dim=4, plans=2)
+    first, second = context.batch([0, 3]), context.batch([0, 4])
+    assert context.batch(torch.tensor([0, 3])) is first, "batches are cached by cu_seqlens"
+    context.batch([0, 5])
+    assert context.batch([0, 3]) is first and context.batch([0, 4]) is not second, "the least recently used one goes"
+    context.close()
+
+
+def overlaps(rank: int, world: int) -> None:
+    """The user's collectives while a run is under way, and messages larger than those that are joined."""
+    context = Context(heads=8, kv_heads=8, head_dim=64, ring=2, ulysses=2)
+    cu_seqlens = [0, 700, 2000]
+    batch = context.batch(cu_seqlens)
+    q, k, v = (batch.shard(draw(2000, 8, 64, seed=s, dtype=torch.float32)) for s in range(3))
+    want = batch.attention(q, k, v)
+    assert error(want, batch.shard(dense(*(draw(2000, 8, 64, seed=s, dtype=torch.float32) for s in range(3)), cu_seqlens))) < 1e-6
+    for _ in range(3):
+        totals = [torch.full((1000,), float(rank)) for _ in range(8)]
+        works = [dist.all_reduce(total, async_op=True) for total in totals]
+        assert torch.equal(batch.attention(q, k, v), want), "a run repeats bit for bit"
+        for work, total in zip(works, totals):
+            work.wait()
+            assert total.eq(sum(range(world))).all()
+    context.close()
+
+
+def subgroups(rank: int, world: int) -> None:
+    """Two groups of two ranks each, with batches of their own."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    context = Context(groups[rank % 2], heads=3, kv_heads=3, head_dim=8, dtype=torch.float64)
+    assert (context.world, context.number) == (2, rank // 2)
+    compare(context, [0, 10 + rank % 2, 40], (3, 3, 8, 8), 1e-14)
+    context.close()
+    refused(cpattn.InvalidArgument, f"process {rank} is none of its", Context, groups[1 - rank % 2], heads=2, head_dim=4)
+
+
+def refusals(rank: int, world: int) -> None:
+    """What was found and what is needed, in the words of the caller."""
+    shape = {"heads": 2, "head_dim": 4}
+    refused(cpattn.Unsupported, "cpattn_nccl_group", Context, **shape, device="cuda")
+    refused(cpattn.InvalidArgument, "dtype is torch.int32", Context, **shape, dtype=torch.int32)
+    refused(cpattn.InvalidArgument, "timeout is 0", Context, **shape, timeout=0)
+    context = Context(**shape, ulysses=2, ring=1)
+    refused(cpattn.InvalidArgument, "ulysses 2 x ring 1 are 2 ranks, the group has 4", context.batch, [0, 8])
+    leave(context)
+    context = Context(**shape, ring=3)
+    refused(cpattn.InvalidArgument, "4", context.batch, [0, 8])
+    leave(context)
+    context = Context(**shape, kv_heads=1, ring=4)
+    refused(cpattn.InvalidArgument, "cu_seqlens", context.batch, [0, 8, 5])
+    batch = context.batch([0, 16])
+    q, k, v = (torch.randn(4, h, 4) for h in (2, 1, 1))
+    for words, args in (
+        ("q.dtype is torch.float64, the plan is for f32", (q.double(), k, v)),
+        ("v.dtype is torch.float16", (q, k, v.half())),
+        ("q.device is meta", (q.to("meta"), k, v)),
+        ("q.tokens", (torch.randn(16, 2, 4), k, v)),
+        ("k.heads", (q, q, v)),
+        ("v.ndim", (q, k, v[:, 0])),
+        ("sinks", (q, k, v, torch.zeros(2))),
+    ):
+        refused(cpattn.InvalidArgument, words, batch.attention, *args)
+    refused(cpattn.InvalidArgument, "whole has the shape (15,), 16 rows are needed", batch.shard, torch.zeros(15))
+    refused(cpattn.InvalidArgument, "rows has the shape (16,), 4 rows are needed", batch.labels, torch.zeros(16))
+    # A plan for another number of ranks.
+    other = cpattn.Plan([0, 16], 2, 4, kv_heads=1, world=2)
+    refused(cpattn.InvalidArgument, "world", attention, torch.randn(8, 2, 4), torch.randn(8, 1, 4), torch.randn(8, 1, 4),
+            rank=context.rank, number=rank % 2, plan=other)
+    batch.attention(q, k, v)  # refusals touched nothing
+    leave(context)
+
+
+def disagreements(rank: int, world: int) -> None:
+    """Ranks with different plans: all of them have the error, and may go on."""
+    context = Context(heads=2, head_dim=4, ring=4, dtype=torch.float64)
+    odd = context.batch([0, 7, 16] if rank == 3 else [0, 8, 16])
+    q = torch.randn(4, 2, 4, dtype=torch.float64)
+    for _ in range(2):
+        refused(cpattn.Disagreement, "rank", odd.attention, q, q, q)
+        refused(cpattn.Disagreement, "shift by 1", odd.labels, torch.zeros(4))
+        compare(context, DOCUMENTS, (2, 2, 4, 4), 1e-14)
+    even = context.batch([0, 16])
+    refused(cpattn.Disagreement, "", even.shift, torch.zeros(4, dtype=torch.int32 if rank == 1 else torch.int64), 1, 0)
+    if rank == 2:
+        refused(cpattn.Disagreement, "", even.labels, torch.zeros(4))
+    else:
+        refused(cpattn.Disagreement, "", even.attention, q, q, q)
+    context.close()
+
+
+def leaving(rank: int, world: int) -> None:
+    """A rank that closes its context while others need it: they have an error at once."""
+    context = Context(heads=2, head_dim=4, ring=4, timeout=60.0)
+    batch = context.batch([0, 16])
+    q = torch.randn(4, 2, 4)
+    batch.attention(q, q, q)
+    began = time.monotonic()
+    if rank == 2:
+        context.close()
+        refused(cpattn.PeerError, "closed", batch.labels, torch.zeros(4))
+    else:
+        refused(cpattn.PeerError, "rank", batch.attention, q, q, q)
+    assert time.monotonic() - began < 30
+    context.close()
+
+
+def stays_failed(rank: int, world: int) -> None:
+    """A transport that raises on one rank: that rank raises it, the others have an error at once, and the user's group
+    still works, also for a new context."""
+    context = Context(heads=2, head_dim=4, ring=4, timeout=60.0)
+    batch = context.batch([0, 16])
+    q = torch.randn(4, 2, 4)
+    batch.attention(q, q, q)
+    dist.barrier()
+    if rank == 1:
+        move, context.transport.exchange = context.transport.exchange, broken  # type: ignore[method-assign]
+        refused(ZeroDivisionError, "by zero", batch.attention, q, q, q)
+        context.transport.exchange = move  # type: ignore[method-assign]
+    else:
+        refused(cpattn.PeerError, "", batch.attention, q, q, q)
+    for _ in range(2):
+        refused(cpattn.PeerError, "", batch.attention, q, q, q)
+        refused(cpattn.PeerError, "failed before", batch.labels, torch.zeros(4))
+        refused(cpattn.PeerError, "", context.rank.poll)
+    context.close()
+    refused(cpattn.InvalidHandle, "", batch.attention, q, q, q)
+    context = Context(heads=2, head_dim=4, dtype=torch.float64)
+    compare(context, DOCUMENTS, (2, 2, 4, 4), 1e-14)
+    context.close()
+
+
+def broken(*args: Any) -> None:
+    raise ZeroDivisionError("by zero")
+
+
+def alone(rank: int, world: int) -> None:
+    context = Context(heads=4, kv_heads=2, head_dim=8, dtype=torch.float64)
+    compare(context, DOCUMENTS, (4, 2, 8, 8), 1e-14)
+    batch = context.batch([0, 3])
+    assert batch.labels(torch.tensor([4, 5, 6])).tolist() == [5, 6, -100]
+    context.close()
+
+
+class Processes(unittest.TestCase):
+    def test_four(self) -> None:
+        run(everything, 4, seconds=200)
+
+    def test_one(self) -> None:
+        run(alone, 1)
+
+    def test_no_process_group(self) -> None:
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "init_process_group"):
+            Context(heads=2, head_dim=4)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""examples/python/train.py: one process and four have the same losses, and what a user writes stays short."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from xml.etree import ElementTree
+
+TRAIN = Path(__file__).parents[2] / "examples/python/train.py"
+STEPS = 4
+
+
+def train(folder: str, name: str, processes: int, *more: str) -> tuple[list[float], str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
+    file = Path(folder) / f"{name}.json"
+    done = subprocess.run(
+        [sys.executable, *launcher, str(TRAIN), f"--steps={STEPS}", f"--json={file}", *more],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(file.read_text())["losses"], done.stdout
+
+
+class Train(unittest.TestCase):
+    def test_the_same_losses(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            one, _ = train(folder, "one", 0)
+            plot = Path(folder) / "both.svg"
+            four, said = train(folder, "four", 4, f"--against={folder}/one.json", f"--plot={plot}", "--ulysses=2", "--ring=2")
+            self.assertEqual(len(one), STEPS)
+            self.assertLess(one[-1], one[0], "it learns")
+            for a, b in zip(one, four, strict=True):
+                self.assertLessEqual(abs(a - b) / a, 2e-6)
+            self.assertIn("largest relative difference", said)
+            lines = ElementTree.parse(plot).findall("{http://www.w3.org/2000/svg}polyline")
+            self.assertEqual([len(line.attrib["points"].split()) for line in lines], [STEPS, STEPS])
+
+    def test_what_a_user_writes(self) -> None:
+        text = TRAIN.read_text()
+        between = text.split("# >>> context parallelism")[1].split("# <<<")[0].splitlines()[1:]
+        lines = [line for line in between if line.strip()]
+        self.assertIn("cpattn.torch.Context", "\n".join(lines))
+        self.assertLessEqual(len(lines), 15)
+        rest = text.replace("\n".join(between), "")
+        self.assertNotIn("cpattn.torch.", rest.replace("import cpattn.torch", ""), "cpattn is used in between only")
+
+
+if __name__ == "__main__":
+    unittest.main()

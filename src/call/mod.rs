@@ -1,0 +1,297 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a kernel is told, and nothing more.
+//!
+//! A kernel knows no ranks, layouts or documents. It gets tensors, and *ranges*: runs of rows with the position of
+//! each row in its document. Masking is by position alone, so contiguous, zigzag, striped and balanced layouts,
+//! windows, prefixes and ring steps are one code path, and no length has to divide anything.
+//!
+//! The structures here are the contract between the planner, the runtime and every backend. They are plain data
+//! (`Copy`, no lifetimes into the planner), because a device needs them as bytes.
+//!
+//! - [`Attend`]: forward over ranges, with the output mode of each q range;
+//! - [`AttendBackward`]: dq, dk, dv over the same ranges;
+//! - [`Transform`]: copies, casts and ordered sums of `[tokens, heads, dim]` blocks (pack, unpack, reduce, finish);
+//! - [`Delta`], [`Finish`]: the row sums before the backward, and rows that no range covers.
+
+use crate::element::Dtype;
+
+mod range;
+
+pub use range::{Mode, QRange, Range, Ranges};
+
+/// A `[tokens, heads, dim]` tensor without its type: address, dtype, shape and strides in elements. The innermost
+/// dimension is contiguous. A device pointer on a device backend. `lse` and `delta` have `dim` 1, a
+/// running lse 2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct RawTensor {
+    /// Address of element `[0, 0, 0]`; never dereferenced when the tensor has no elements.
+    pub ptr: *mut u8,
+    /// Elements from one token to the next.
+    pub token_stride: i64,
+    /// Elements from one head to the next.
+    pub head_stride: i64,
+    /// Rows.
+    pub tokens: u64,
+    /// Heads.
+    pub heads: u32,
+    /// Innermost dimension.
+    pub dim: u32,
+    /// Element type.
+    pub dtype: Dtype,
+}
+
+// SAFETY: a RawTensor is an address and numbers; whoever dereferences it answers for aliasing across threads.
+unsafe impl Send for RawTensor {}
+// SAFETY: as above.
+unsafe impl Sync for RawTensor {}
+
+impl RawTensor {
+    /// A tensor without elements, for the optional arguments of a call.
+    pub const NONE: Self = Self {
+        ptr: core::ptr::null_mut(),
+        token_stride: 0,
+        head_stride: 0,
+        tokens: 0,
+        heads: 0,
+        dim: 0,
+        dtype: Dtype::F32,
+    };
+
+    /// A compact token-major tensor at `ptr`.
+    pub const fn compact(ptr: *mut u8, dtype: Dtype, tokens: u64, heads: u32, dim: u32) -> Self {
+        Self { ptr, token_stride: heads as i64 * dim as i64, head_stride: dim as i64, tokens, heads, dim, dtype }
+    }
+
+    /// Whether this is [`RawTensor::NONE`] or otherwise without memory.
+    pub const fn is_none(&self) -> bool {
+        self.ptr.is_null()
+    }
+
+    /// The part of `count` tokens that begins at `first`.
+    #[must_use]
+    pub fn rows(mut self, first: u64, count: u64) -> Self {
+        debug_assert!(first + count <= self.tokens, "rows {first}+{count} of {}", self.tokens);
+        self.ptr = self.ptr.wrapping_offset(first as isize * self.token_stride as isize * self.dtype.size() as isize);
+        self.tokens = count;
+        self
+    }
+
+    /// The part of `count` heads that begins at `first`.
+    #[must_use]
+    pub fn heads(mut self, first: u32, count: u32) -> Self {
+        debug_assert!(first + count <= self.heads, "heads {first}+{count} of {}", self.heads);
+        self.ptr = self.ptr.wrapping_offset(first as isize * self.head_stride as isize * self.dtype.size() as isize);
+        self.heads = count;
+        self
+    }
+
+    /// Whether the tokens of the tensor lie end to end, so that any run of rows is one run of bytes.
+    pub const fn is_compact(&self) -> bool {
+        (self.heads <= 1 || self.head_stride == self.dim as i64)
+            && (self.tokens <= 1 || self.token_stride == self.heads as i64 * self.dim as i64)
+    }
+}
+
+/// How scores are made: `s = scale · q·k`, then softcap, then ALiBi, then the mask.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[repr(C)]
+pub struct Score {
+    /// Multiplies q·k.
+    pub scale: f64,
+    /// `cap · tanh(s / cap)`; 0 when there is none.
+    pub softcap: f64,
+    /// A key counts when `q_pos − k_pos ≤ window_left`; `i64::MAX` when unlimited.
+    pub window_left: i64,
+    /// A key counts when `k_pos − q_pos ≤ window_right`; 0 is causal; `i64::MAX` when unlimited.
+    pub window_right: i64,
+}
+
+impl Score {
+    /// Whether a key counts for a query.
+    #[inline]
+    pub const fn allows(&self, q_pos: i64, k_pos: i64) -> bool {
+        q_pos - k_pos <= self.window_left && k_pos - q_pos <= self.window_right
+    }
+}
+
+/// Which heads of the whole problem the tensors of a call hold: q head `h` of the call is head `q_offset + h`, and
+/// reads kv head `(q_offset + h) / group − kv_offset` of the call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct HeadMap {
+    /// First q head.
+    pub q_offset: u32,
+    /// First kv head.
+    pub kv_offset: u32,
+    /// q heads per kv head of the whole problem.
+    pub group: u32,
+}
+
+impl HeadMap {
+    /// The kv head (of the call) that q head `h` (of the call) reads.
+    #[inline]
+    pub const fn kv(&self, h: u32) -> u32 {
+        (self.q_offset + h) / self.group - self.kv_offset
+    }
+}
+
+/// Forward attention over ranges.
+#[derive(Clone, Copy, Debug)]
+pub struct Attend<'a> {
+    /// `[*, q heads, head_dim]`.
+    pub q: RawTensor,
+    /// `[*, kv heads, head_dim]`.
+    pub k: RawTensor,
+    /// `[*, kv heads, value_dim]`.
+    pub v: RawTensor,
+    /// Running o in the accumulator's type, normalised, `[*, q heads, value_dim]`; may be NONE when every mode is
+    /// `Only`, and may be the very tensor `o` when the types agree.
+    pub running: RawTensor,
+    /// The lse of what is in `running`, accumulator's type, `[*, q heads, 2]`: natural log, and what rounding it to one
+    /// word lost, so that weights `exp(lse_i − lse)` do not lose digits as scores grow. Or `[*, q heads, 1]`, without
+    /// that: weights then err by `|lse| · 2⁻²⁴`. NONE where `running` may be; may be the very tensor `lse`.
+    pub running_lse: RawTensor,
+    /// Final o in the element type; may be NONE when no mode finishes.
+    pub o: RawTensor,
+    /// Final lse (natural log), accumulator's type, `[*, q heads, 1]`; may be NONE when no mode finishes.
+    pub lse: RawTensor,
+    /// ALiBi slopes of the call's q heads, f32 `[1, q heads, 1]`, or NONE; a positive one lowers the scores of far keys.
+    pub slopes: RawTensor,
+    /// Sinks (logits) of the call's q heads, f32 `[1, q heads, 1]`, or NONE. Applied once, by the modes that finish.
+    pub sinks: RawTensor,
+    /// Which heads these are.
+    pub heads: HeadMap,
+    /// How scores are made.
+    pub score: Score,
+    /// Which rows meet which.
+    pub ranges: Ranges<'a>,
+    /// Break key tiles where a position is a multiple of the tile, not where a range ends: a row's bits then do not
+    /// depend on how its keys were cut into ranges, given that they come in the order of positions.
+    pub aligned: bool,
+}
+
+/// Which gradients a backward call makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gradients {
+    /// dq, dk and dv.
+    All,
+    /// dq only.
+    Queries,
+    /// dk and dv only.
+    Keys,
+}
+
+/// Backward attention over ranges. `p = exp(s − lse)`, 0 where `lse = −inf`; `ds = p · (do·v − delta)`.
+#[derive(Clone, Copy, Debug)]
+pub struct AttendBackward<'a> {
+    /// As in [`Attend`].
+    pub q: RawTensor,
+    /// As in [`Attend`].
+    pub k: RawTensor,
+    /// As in [`Attend`].
+    pub v: RawTensor,
+    /// Gradient of o, `[*, q heads, value_dim]`, element type.
+    pub d_o: RawTensor,
+    /// Final lse (with the sink), `[*, q heads, 1]`, accumulator's type.
+    pub lse: RawTensor,
+    /// `rowsum(do ∘ o)`, `[*, q heads, 1]`, accumulator's type.
+    pub delta: RawTensor,
+    /// `[*, q heads, head_dim]`, accumulator's type. Modes that continue add to it, others write it.
+    pub dq: RawTensor,
+    /// `[*, kv heads (or q heads, see per_q_head), head_dim]`, accumulator's type.
+    pub dk: RawTensor,
+    /// As dk, with `value_dim`.
+    pub dv: RawTensor,
+    /// Add to dk and dv; otherwise every row of every k range is written, with zeros where no query reads it.
+    pub accumulate_keys: bool,
+    /// dk and dv hold one partial per q head instead of the sum over its group.
+    pub per_q_head: bool,
+    /// Which gradients to make; tensors of the others may be NONE.
+    pub gradients: Gradients,
+    /// As in [`Attend`].
+    pub slopes: RawTensor,
+    /// As in [`Attend`].
+    pub heads: HeadMap,
+    /// As in [`Attend`].
+    pub score: Score,
+    /// As in [`Attend`].
+    pub ranges: Ranges<'a>,
+    /// As in [`Attend`]; for dk and dv it breaks query tiles likewise.
+    pub aligned: bool,
+}
+
+/// One block of a [`Transform`]: `dst = Σ sources`, element by element, summed in the order given in the accumulator's
+/// type and rounded once. One source is a copy or a cast. All have the shape of `dst`. A source may be `dst` itself
+/// (then it must be the first, of the same type and strides: that is how a sum is added to).
+#[derive(Clone, Copy, Debug)]
+pub struct Block {
+    /// What is written.
+    pub dst: RawTensor,
+    /// First entry of [`Transform::sources`].
+    pub sources_begin: u32,
+    /// One past the last entry. Without any, the block is filled with zeros.
+    pub sources_end: u32,
+}
+
+/// Copies, casts and ordered sums of blocks. Blocks of one transform do not overlap.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Transform<'a> {
+    /// The blocks.
+    pub blocks: &'a [Block],
+    /// What they read.
+    pub sources: &'a [RawTensor],
+}
+
+/// `delta[t, h] = Σ_d do[t, h, d] · o[t, h, d]` in the accumulator's type.
+#[derive(Clone, Copy, Debug)]
+pub struct Delta {
+    /// Final o.
+    pub o: RawTensor,
+    /// Its gradient.
+    pub d_o: RawTensor,
+    /// The result, `dim` 1.
+    pub delta: RawTensor,
+}
+
+/// Finishes rows that no pair covers: `o = 0`, `lse = −inf`, or the sink's value if there is one.
+#[derive(Clone, Copy, Debug)]
+pub struct Finish<'a> {
+    /// Final o.
+    pub o: RawTensor,
+    /// Final lse.
+    pub lse: RawTensor,
+    /// As in [`Attend`].
+    pub sinks: RawTensor,
+    /// The rows.
+    pub rows: &'a [Range],
+}
+
+/// `(o, lse)` becomes the merge of itself and another partial result of the same rows, all f32 or all f64.
+///
+/// An lse has one word or two, whatever the other has: see [`Attend::running_lse`].
+#[derive(Clone, Copy, Debug)]
+pub struct Merge {
+    /// Normalised o, `[tokens, heads, value_dim]`; read and written.
+    pub o: RawTensor,
+    /// Its lse, `[tokens, heads, 1]` or `[tokens, heads, 2]`; read and written.
+    pub lse: RawTensor,
+    /// The other o.
+    pub with_o: RawTensor,
+    /// The other lse, likewise.
+    pub with_lse: RawTensor,
+}
+
+/// `dsink_h = −Σ_rows exp(sink_h − lse) · delta`.
+#[derive(Clone, Copy, Debug)]
+pub struct SinkGradient {
+    /// Final lse, with the sink, `[*, q heads, 1]`.
+    pub lse: RawTensor,
+    /// `rowsum(do ∘ o)`, of the type and shape of lse.
+    pub delta: RawTensor,
+    /// f32 `[1, q heads, 1]`.
+    pub sinks: RawTensor,
+    /// The result, `[1, q heads, 1]`, of lse's type; or the digits of an exact sum, `[1, q heads, DIGITS]` (the CPU only,
+    /// see `sinks::DIGITS`).
+    pub dsinks: RawTensor,
+}

@@ -1,0 +1,483 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! AMX: products of tiles of 16 by 32 half-precision numbers with 32 by 16, summed in f32.
+//!
+//! Stable Rust names no tile instruction, so they are written as assembly: one block of instructions for each block of
+//! two by two result tiles, with the whole loop over the inner dimension in it. Of the eight tile registers four hold
+//! results, two the left and two the right operands; each of the latter is used twice, so that a load is paid by a
+//! product. Operands lie as tiles of 1,024 bytes one after the other:
+//!
+//! ```text
+//! k        [key / 16][dim / 32][16 keys][32 dims]         as it is, copied: rows of a tensor may lie far apart
+//! v        [dim / 16][key / 32][16 dims][32 keys]         transposed
+//! q        [lane / 16][dim / 32][16 pairs of dims][16 lanes][2]
+//! p        [key / 32][lane / 16][16 pairs of keys][16 lanes][2]
+//! ```
+//!
+//! The unit takes subnormal bf16 for 0 and flushes subnormal results. It and the vector units share ports: work of one
+//! does not hide behind that of the other, so the products and the softmax simply follow each other.
+//!
+//! What may not be done: using tiles on a thread that has not called [`Engine::enter`], or leaving them configured when
+//! the work is done (the system would save 8 KiB at each switch).
+
+use super::engine::{Engine, Values};
+use super::halves::Half;
+use super::scratch::KEYS;
+use super::tile::Lanes;
+use super::x86::transpose16;
+use crate::call::RawTensor;
+use core::arch::asm;
+use core::arch::x86_64::*;
+use core::marker::PhantomData;
+use core::ops::Range;
+
+/// Elements of a tile.
+pub(super) const TILE: usize = 512;
+/// Lanes of a panel.
+pub(super) const PANEL: usize = 32;
+
+/// What the system must allow, and has been asked for.
+#[allow(unused_unsafe, reason = "newer compilers know cpuid to be safe")]
+pub(super) fn available() -> bool {
+    // SAFETY: cpuid is on every x86-64.
+    let (features, widest) = unsafe { (__cpuid_count(7, 0), __cpuid(0).eax) };
+    let (bf16, tile) = (features.edx >> 22 & 1, features.edx >> 24 & 1);
+    widest >= 7 && bf16 == 1 && tile == 1 && super::x86::has_avx512_bf16() && state_is_saved() && permitted()
+}
+
+/// Whether products of f16 are there as well.
+#[allow(unused_unsafe, reason = "as above")]
+pub(super) fn has_f16() -> bool {
+    // SAFETY: as above; leaf 7 has a second part where its first says so.
+    unsafe { __cpuid(0).eax >= 7 && __cpuid_count(7, 0).eax >= 1 && __cpuid_count(7, 1).eax >> 21 & 1 == 1 }
+}
+
+/// Whether the system saves tile registers (bits 17 and 18 of the extended control register).
+fn state_is_saved() -> bool {
+    let low: u32;
+    // SAFETY: AVX-512 is present, so the system has enabled xgetbv, which reads a register.
+    unsafe { asm!("xgetbv", in("ecx") 0, out("eax") low, out("edx") _, options(nomem, nostack, preserves_flags)) };
+    low >> 17 & 3 == 3
+}
+
+/// Asks the kernel for the right to use tiles, which it gives to the whole process.
+#[cfg(target_os = "linux")]
+fn permitted() -> bool {
+    const ARCH_PRCTL: i64 = 158;
+    const ARCH_REQ_XCOMP_PERM: u64 = 0x1023;
+    const XFEATURE_XTILEDATA: u64 = 18;
+    let result: i64;
+    // SAFETY: the call takes two numbers and touches no memory of ours; the kernel keeps all registers but these.
+    unsafe {
+        asm!(
+            "syscall",
+            inlateout("rax") ARCH_PRCTL => result,
+            in("rdi") ARCH_REQ_XCOMP_PERM,
+            in("rsi") XFEATURE_XTILEDATA,
+            lateout("rcx") _,
+            lateout("r11") _,
+            options(nostack),
+        );
+    }
+    result == 0
+}
+
+/// Other systems give the right by themselves, or not at all.
+#[cfg(not(target_os = "linux"))]
+fn permitted() -> bool {
+    false
+}
+
+/// Eight tiles of 16 rows of 64 bytes.
+#[repr(C, align(64))]
+struct Config([u8; 64]);
+
+static CONFIG: Config = {
+    let mut c = [0; 64];
+    c[0] = 1;
+    let mut i = 0;
+    while i < 8 {
+        c[16 + 2 * i] = 64;
+        c[48 + i] = 16;
+        i += 1;
+    }
+    Config(c)
+};
+
+/// Two by two result tiles: rows of A from `a0` and `a1`, columns of B from `b0` and `b1`, `steps` tiles deep.
+#[derive(Clone, Copy)]
+pub(super) struct Product {
+    pub a0: *const u16,
+    pub a1: *const u16,
+    /// Bytes from one tile of A to the next, and of B.
+    pub a_step: usize,
+    pub b0: *const u16,
+    pub b1: *const u16,
+    pub b_step: usize,
+    pub steps: usize,
+    /// The first row of the upper and of the lower result tiles; the right ones lie 64 bytes behind the left ones.
+    pub c0: *mut f32,
+    pub c1: *mut f32,
+    /// Bytes from one row of C to the next.
+    pub ldc: usize,
+    /// Add to C instead of writing it.
+    pub add: bool,
+}
+
+macro_rules! product {
+    ($name:ident, $instruction:literal) => {
+        /// # Safety
+        /// The instruction is present and tiles are configured; `steps` is at least 1; tiles are 1,024 bytes, valid for
+        /// reads, and those of C 16 rows of 64 bytes, valid for writes (and reads, where it is added to).
+        #[inline(always)]
+        pub(super) unsafe fn $name(p: &Product) {
+            // SAFETY: the block reads and writes what the caller vouches for, changes the registers named below, and
+            // leaves the stack alone. The compiler uses no tile register of its own: no function is compiled for them.
+            unsafe {
+                asm!(
+                    "test {add:e}, {add:e}",
+                    "jnz 3f",
+                    "tilezero tmm0",
+                    "tilezero tmm1",
+                    "tilezero tmm2",
+                    "tilezero tmm3",
+                    "jmp 2f",
+                    "3:",
+                    "tileloadd tmm0, [{c0} + {ldc}]",
+                    "tileloadd tmm1, [{c0} + {ldc} + 64]",
+                    "tileloadd tmm2, [{c1} + {ldc}]",
+                    "tileloadd tmm3, [{c1} + {ldc} + 64]",
+                    "2:",
+                    "tileloadd tmm4, [{a0} + {row}]",
+                    "tileloadd tmm6, [{b0} + {row}]",
+                    concat!($instruction, " tmm0, tmm4, tmm6"),
+                    "tileloadd tmm7, [{b1} + {row}]",
+                    concat!($instruction, " tmm1, tmm4, tmm7"),
+                    "tileloadd tmm5, [{a1} + {row}]",
+                    concat!($instruction, " tmm2, tmm5, tmm6"),
+                    "add {a0}, {a_step}",
+                    "add {a1}, {a_step}",
+                    "add {b0}, {b_step}",
+                    "add {b1}, {b_step}",
+                    concat!($instruction, " tmm3, tmm5, tmm7"),
+                    "dec {steps}",
+                    "jnz 2b",
+                    "tilestored [{c0} + {ldc}], tmm0",
+                    "tilestored [{c0} + {ldc} + 64], tmm1",
+                    "tilestored [{c1} + {ldc}], tmm2",
+                    "tilestored [{c1} + {ldc} + 64], tmm3",
+                    a0 = inout(reg) p.a0 => _,
+                    a1 = inout(reg) p.a1 => _,
+                    b0 = inout(reg) p.b0 => _,
+                    b1 = inout(reg) p.b1 => _,
+                    a_step = in(reg) p.a_step,
+                    b_step = in(reg) p.b_step,
+                    steps = inout(reg) p.steps => _,
+                    row = in(reg) 64usize,
+                    c0 = in(reg) p.c0,
+                    c1 = in(reg) p.c1,
+                    ldc = in(reg) p.ldc,
+                    add = in(reg) u32::from(p.add),
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    options(nostack),
+                );
+            }
+        }
+    };
+}
+
+product!(product_bf16, "tdpbf16ps");
+product!(product_f16, "tdpfp16ps");
+
+/// The engine of tiles of `H`.
+pub(super) struct Amx<H>(PhantomData<H>);
+
+/// 32 elements of a row from `at` on, zeros behind its end.
+///
+/// # Safety
+/// AVX-512 BW is present; the row is valid for reads of `dim` elements, and `at < dim`.
+#[inline(always)]
+pub(super) unsafe fn part(row: *const u16, at: usize, dim: usize) -> __m512i {
+    let mask = if dim - at >= 32 { u32::MAX } else { (1 << (dim - at)) - 1 };
+    // SAFETY: what the mask leaves out is not read.
+    unsafe { _mm512_maskz_loadu_epi16(mask, row.add(at).cast()) }
+}
+
+/// The first element of a row of half-precision numbers.
+///
+/// # Safety
+/// Row and head lie within the tensor, whose memory is valid.
+#[inline(always)]
+pub(super) unsafe fn row_of(t: &RawTensor, row: i64, head: u32) -> *const u16 {
+    // SAFETY: the caller's promise.
+    unsafe { super::tile::at::<u16>(t, row, head) }
+}
+
+impl<H: Half> Amx<H> {
+    /// Rows transposed, `[dim / 16][row / 32][16 dims][32 rows]`, with zeros for what is not finite if `CLEAN`: to the
+    /// blocks of 32 rows from `first` on, of `deep`. Whether all are finite.
+    ///
+    /// # Safety
+    /// As [`Engine::values`].
+    #[inline(always)]
+    pub(super) unsafe fn transposed<const CLEAN: bool>(
+        t: &RawTensor,
+        head: u32,
+        rows: &[i64],
+        tile: &mut [u16],
+        first: usize,
+        deep: usize,
+    ) -> bool {
+        let dim = t.dim as usize;
+        let mut pairs = Pairs([[0.0; 256]; 2]);
+        assert!(tile.len() >= dim.next_multiple_of(32) * 32 * deep && rows.len() <= 32 * (deep - first));
+        // SAFETY: rows are those of the tensor, the caller says; tiles are within `tile` (asserted).
+        unsafe {
+            let (low, high) = (_mm512_loadu_si512(LOW.as_ptr().cast()), _mm512_loadu_si512(HIGH.as_ptr().cast()));
+            let mut largest = _mm512_setzero_si512();
+            for (block, rows) in rows.chunks_exact(32).enumerate() {
+                for at in (0..dim).step_by(32) {
+                    for (i, two) in rows.chunks_exact(2).enumerate() {
+                        let mut both = [_mm512_setzero_si512(); 2];
+                        for (x, &row) in both.iter_mut().zip(two) {
+                            if row >= 0 {
+                                *x = part(row_of(t, row, head), at, dim);
+                                let size = _mm512_and_si512(*x, _mm512_set1_epi16(0x7fff));
+                                largest = _mm512_max_epu16(largest, size);
+                                if CLEAN {
+                                    let finite = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(H::INFINITY as i16));
+                                    *x = _mm512_maskz_mov_epi16(finite, *x);
+                                }
+                            }
+                        }
+                        let [a, b] = both;
+                        let to = pairs.0.as_mut_ptr().cast::<f32>().add(16 * i);
+                        _mm512_store_si512(to.cast(), _mm512_permutex2var_epi16(a, low, b));
+                        _mm512_store_si512(to.add(256).cast(), _mm512_permutex2var_epi16(a, high, b));
+                    }
+                    for (half, pairs) in pairs.0.iter().enumerate() {
+                        let to = tile.as_mut_ptr().add(((at / 16 + half) * deep + first + block) * TILE);
+                        transpose16(pairs.as_ptr(), 16, to.cast(), 16);
+                    }
+                }
+            }
+            _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(H::INFINITY as i16)) == 0
+        }
+    }
+}
+
+#[repr(align(64))]
+struct Pairs([[f32; 256]; 2]);
+
+/// The first, and the last, 16 elements of two vectors in pairs.
+pub(super) static LOW: [u16; 32] = pairs(0);
+pub(super) static HIGH: [u16; 32] = pairs(16);
+
+const fn pairs(first: u16) -> [u16; 32] {
+    let mut index = [0; 32];
+    let mut i = 0;
+    while i < 16 {
+        index[2 * i] = first + i as u16;
+        index[2 * i + 1] = 32 + first + i as u16;
+        i += 1;
+    }
+    index
+}
+
+impl<H: Half> Engine for Amx<H> {
+    type Sum = f32;
+    type V = __m512;
+    type T = u16;
+    const PANEL: usize = PANEL;
+    const GRAIN: usize = 32;
+
+    fn keys_len(dim: usize) -> usize {
+        KEYS * dim.next_multiple_of(32)
+    }
+
+    fn values_len(dim: usize) -> usize {
+        KEYS * dim.next_multiple_of(32)
+    }
+
+    fn queries_len(dim: usize) -> usize {
+        PANEL * dim.next_multiple_of(32)
+    }
+
+    #[inline(always)]
+    unsafe fn enter() {
+        // SAFETY: AMX is present and permitted; the configuration is one.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &CONFIG, options(nostack, preserves_flags)) }
+    }
+
+    #[inline(always)]
+    unsafe fn leave() {
+        // SAFETY: AMX is present.
+        unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) }
+    }
+
+    #[inline(always)]
+    unsafe fn keys(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [u16]) -> bool {
+        let dim = t.dim as usize;
+        let deep = dim.div_ceil(32);
+        assert!(tile.len() >= rows.len().next_multiple_of(16) * deep * 32);
+        // SAFETY: rows are those of the tensor, the caller says; tiles are within `tile` (asserted).
+        unsafe {
+            let mut largest = _mm512_setzero_si512();
+            for (slot, &row) in rows.iter().enumerate() {
+                for i in 0..deep {
+                    let x = if row < 0 { _mm512_setzero_si512() } else { part(row_of(t, row, head), 32 * i, dim) };
+                    largest = _mm512_max_epu16(largest, _mm512_and_si512(x, _mm512_set1_epi16(0x7fff)));
+                    let to = tile.as_mut_ptr().add((slot / 16 * deep + i) * TILE + slot % 16 * 32);
+                    _mm512_storeu_si512(to.cast(), x);
+                }
+            }
+            _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(H::INFINITY as i16)) == 0
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn values(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [u16]) -> bool {
+        // SAFETY: the caller's promise is passed on.
+        unsafe {
+            let finite = Self::transposed::<false>(t, head, rows, tile, 0, KEYS / 32);
+            if !finite {
+                Self::transposed::<true>(t, head, rows, tile, 0, KEYS / 32);
+            }
+            finite
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn queries(lanes: &Lanes<f32>, first: usize, t: &RawTensor, panel: &mut [u16], _: &mut [f32]) -> bool {
+        let dim = t.dim as usize;
+        let deep = dim.div_ceil(32);
+        let mut rows = Pairs([[0.0; 256]; 2]);
+        assert!(panel.len() >= PANEL * deep * 32);
+        // SAFETY: rows and heads of lanes are those of the tensor, the caller says; tiles are within the panel.
+        unsafe {
+            let mut largest = _mm512_setzero_si512();
+            for tile in 0..PANEL / 16 {
+                for i in 0..deep {
+                    for l in 0..16 {
+                        let lane = first + 16 * tile + l;
+                        let x = if lane < lanes.n {
+                            part(row_of(t, lanes.row[lane], lanes.head[lane]), 32 * i, dim)
+                        } else {
+                            _mm512_setzero_si512()
+                        };
+                        largest = _mm512_max_epu16(largest, _mm512_and_si512(x, _mm512_set1_epi16(0x7fff)));
+                        _mm512_store_si512(rows.0[0].as_mut_ptr().add(16 * l).cast(), x);
+                    }
+                    let to = panel.as_mut_ptr().add((tile * deep + i) * TILE);
+                    transpose16(rows.0[0].as_ptr(), 16, to.cast(), 16);
+                }
+            }
+            _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(H::INFINITY as i16)) == 0
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scores(k: &[u16], q: *const u16, dim: usize, s: *mut f32, keys: Range<usize>, _: usize) {
+        let deep = dim.div_ceil(32);
+        for key in keys.step_by(32) {
+            // SAFETY: the tiles of 32 keys, of a panel of q, and of as many rows of `s`.
+            unsafe {
+                let a0 = k.as_ptr().add(key / 16 * deep * TILE);
+                H::product(&Product {
+                    a0,
+                    a1: a0.add(deep * TILE),
+                    a_step: 2 * TILE,
+                    b0: q,
+                    b1: q.add(deep * TILE),
+                    b_step: 2 * TILE,
+                    steps: deep,
+                    c0: s.add(key * PANEL),
+                    c1: s.add((key + 16) * PANEL),
+                    ldc: 4 * PANEL,
+                    add: false,
+                });
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn put(_: *mut f32, p: *mut u16, j: usize, lane: usize, a: __m512, b: __m512) {
+        // SAFETY: the pair lies within the panel's p.
+        unsafe {
+            let to = p.add((j / 32 * (PANEL / 16) + lane / 16) * TILE + j % 32 * 16);
+            _mm512_storeu_si512(to.cast(), H::pairs(a, b));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn weigh(v: &Values<u16>, _: *const f32, p: *const u16, o: *mut f32, keys: Range<usize>, _: usize) {
+        let dim = v.tensor.dim as usize;
+        let block = keys.start / 32;
+        for d in (0..dim).step_by(32) {
+            // SAFETY: the tiles of 32 dims, of the panel's p, and of as many rows of `o`.
+            unsafe {
+                let a0 = v.tile.as_ptr().add((d / 16 * (KEYS / 32) + block) * TILE);
+                let b0 = p.add(block * (PANEL / 16) * TILE);
+                H::product(&Product {
+                    a0,
+                    a1: a0.add(KEYS / 32 * TILE),
+                    a_step: 2 * TILE,
+                    b0,
+                    b1: b0.add(TILE),
+                    b_step: 2 * (PANEL / 16) * TILE,
+                    steps: keys.len() / 32,
+                    c0: o.add(d * PANEL),
+                    c1: o.add((d + 16) * PANEL),
+                    ldc: 4 * PANEL,
+                    add: true,
+                });
+            }
+        }
+        if !v.finite {
+            // SAFETY: as above.
+            unsafe { Self::not_finite(v, p, o, keys) };
+        }
+    }
+}
+
+impl<H: Half> Amx<H> {
+    /// Adds `p · v` where v is not finite and p is not 0: the tile has zeros there.
+    ///
+    /// # Safety
+    /// As [`Engine::weigh`].
+    #[cold]
+    unsafe fn not_finite(v: &Values<u16>, p: *const u16, o: *mut f32, keys: Range<usize>) {
+        for j in keys.start..keys.end.min(v.rows.len()) {
+            if v.rows[j] >= 0 {
+                // SAFETY: rows are those of the tensor; p and o are as large as for the product.
+                unsafe {
+                    add_where_not_finite::<H>(row_of(v.tensor, v.rows[j], v.head), v.tensor.dim as usize, p, j, o)
+                };
+            }
+        }
+    }
+}
+
+/// `to[dim][..] += p[j][..] · row[dim]` where the row's number is not finite and the weight is not 0. `p` is in pairs,
+/// `[j / 32][lane / 16][16 pairs][16 lanes][2]`.
+///
+/// # Safety
+/// All are as large as that says: the row `dim`, `to` `[dim][PANEL]`.
+pub(super) unsafe fn add_where_not_finite<H: Half>(row: *const u16, dim: usize, p: *const u16, j: usize, to: *mut f32) {
+    let mut weights = [0.0; PANEL];
+    for (lane, weight) in weights.iter_mut().enumerate() {
+        let at = (j / 32 * (PANEL / 16) + lane / 16) * TILE + j % 32 / 2 * 32 + lane % 16 * 2 + j % 2;
+        // SAFETY: within p.
+        *weight = H::widen(unsafe { *p.add(at) });
+    }
+    for d in 0..dim {
+        // SAFETY: within the row, and within `to`.
+        let (x, to) = unsafe { (*row.add(d), core::slice::from_raw_parts_mut(to.add(d * PANEL), PANEL)) };
+        if x & 0x7fff >= H::INFINITY {
+            let x = H::widen(x);
+            for (to, weight) in to.iter_mut().zip(weights) {
+                *to = if weight == 0.0 { *to } else { *to + weight * x };
+            }
+        }
+    }
+}

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The two products of the forward pass, and the form in which each machine wants their operands.
+//!
+//! The algorithm exists once (`forward.rs`): lanes in panels, keys in tiles, an online softmax between `S = K·Qᵀ` and
+//! `Oᵀ += Vᵀ·P`. An [`Engine`] says how a panel of q, a tile of k and a tile of v lie in memory, and multiplies them.
+//! [`Dense`] keeps operands in the type of the sums and multiplies with the vectors of an instruction set; matrix
+//! units (`amx.rs`) keep them in the element type, in tiles. Scores and sums are the same for all: `[key][lane]` and
+//! `[dim][lane]`, in the type of the sums.
+//!
+//! An engine may round p to its operands' type ([`super::Isa::roundoff`] says so); it may not round anything else.
+
+use super::gemm::{Gemm, Skip, Store};
+use super::rows::widen;
+use super::scratch::{KEYS, vectors};
+use super::simd::{Real, Vector};
+use super::tile::{Lanes, any_non_finite, product, to_lanes};
+use crate::call::RawTensor;
+use crate::element::Accumulator;
+use bytemuck::Pod;
+use core::marker::PhantomData;
+use core::ops::Range;
+
+/// See the module.
+///
+/// # Safety
+/// Every method needs the instruction set to be present; all but [`Engine::enter`] need `enter` to have been called on
+/// this thread. Tiles and panels are as long as [`Engine::keys_len`], [`Engine::values_len`] and [`Engine::queries_len`]
+/// say, `s` is `[KEYS][PANEL]`, `p` as long, and `o` is `[value_dim padded to GRAIN][PANEL]`.
+pub(super) trait Engine {
+    /// The type of sums.
+    type Sum: Real;
+    /// The vectors of the softmax.
+    type V: Vector<T = Self::Sum>;
+    /// What operands hold.
+    type T: Pod;
+    /// Lanes of a panel.
+    const PANEL: usize = 2 * Self::V::W;
+    /// Tiles of keys and the rows of o are padded to a multiple of this.
+    const GRAIN: usize;
+
+    /// Elements of a tile of k.
+    fn keys_len(dim: usize) -> usize;
+    /// Elements of a tile of v.
+    fn values_len(dim: usize) -> usize;
+    /// Elements of a panel of q.
+    fn queries_len(dim: usize) -> usize;
+
+    /// Makes this thread ready.
+    unsafe fn enter() {}
+    /// Undoes [`Engine::enter`].
+    unsafe fn leave() {}
+
+    /// Packs rows `rows` (negative: none, zeros) of a head of k. Whether all numbers are finite.
+    unsafe fn keys(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [Self::T]) -> bool;
+    /// Packs rows of a head of v, likewise.
+    unsafe fn values(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [Self::T]) -> bool;
+    /// Packs a panel of q, from lane `first` on, likewise. `rows` holds [`Vector::W`] rows.
+    unsafe fn queries(
+        lanes: &Lanes<Self::Sum>,
+        first: usize,
+        t: &RawTensor,
+        panel: &mut [Self::T],
+        rows: &mut [Self::Sum],
+    ) -> bool;
+
+    /// `s[keys][..width] = K·Qᵀ` for the keys of a range that begins, and ends unless the tile does, at a multiple of
+    /// [`super::stream::BLOCK`].
+    unsafe fn scores(k: &[Self::T], q: *const Self::T, dim: usize, s: *mut Self::Sum, keys: Range<usize>, width: usize);
+    /// Puts p of keys `j` (even) and `j + 1` with the vector of lanes at `lane` of the panel where `weigh` reads them.
+    unsafe fn put(s: *mut Self::Sum, p: *mut Self::T, j: usize, lane: usize, a: Self::V, b: Self::V);
+    /// `o[..dim][..width] += Vᵀ·P` for those keys. A p of 0 keeps whatever its v holds away from the sums; `finite` is
+    /// what [`Engine::values`] said of the rows `rows` of `head` of `t`.
+    unsafe fn weigh(
+        v: &Values<Self::T>,
+        s: *const Self::Sum,
+        p: *const Self::T,
+        o: *mut Self::Sum,
+        keys: Range<usize>,
+        width: usize,
+    );
+}
+
+/// A tile of v, and where it came from.
+pub(super) struct Values<'a, T> {
+    pub tile: &'a [T],
+    pub finite: bool,
+    pub tensor: &'a RawTensor,
+    pub head: u32,
+    pub rows: &'a [i64],
+}
+
+/// Operands in the type of the sums, products of `gemm.rs`.
+pub(super) struct Dense<V>(PhantomData<V>);
+
+impl<V: Vector> Dense<V> {
+    /// Rows as they are, each padded to whole vectors.
+    ///
+    /// # Safety
+    /// As [`Engine::keys`].
+    #[inline(always)]
+    unsafe fn rows(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [V::T]) -> bool {
+        let (dim, ld) = (t.dim as usize, vectors::<V>(t.dim as usize));
+        for (at, &row) in tile.chunks_exact_mut(ld).zip(rows) {
+            if row < 0 {
+                at.fill(V::T::ZERO);
+            } else {
+                // SAFETY: the caller's promise.
+                unsafe { widen(t, row, head, &mut at[..dim]) };
+            }
+        }
+        // SAFETY: rows are padded to whole vectors.
+        unsafe { !any_non_finite::<V>(tile.as_ptr(), rows.len() * ld) }
+    }
+}
+
+impl<V: Vector> Engine for Dense<V> {
+    type Sum = V::T;
+    type V = V;
+    type T = V::T;
+    const GRAIN: usize = 1;
+
+    fn keys_len(dim: usize) -> usize {
+        KEYS * vectors::<V>(dim)
+    }
+
+    fn values_len(dim: usize) -> usize {
+        KEYS * vectors::<V>(dim)
+    }
+
+    fn queries_len(dim: usize) -> usize {
+        dim * Self::PANEL
+    }
+
+    #[inline(always)]
+    unsafe fn keys(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [V::T]) -> bool {
+        // SAFETY: the caller's promise is passed on, here and below.
+        unsafe { Self::rows(t, head, rows, tile) }
+    }
+
+    #[inline(always)]
+    unsafe fn values(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [V::T]) -> bool {
+        // SAFETY: as above.
+        unsafe { Self::rows(t, head, rows, tile) }
+    }
+
+    #[inline(always)]
+    unsafe fn queries(lanes: &Lanes<V::T>, first: usize, t: &RawTensor, panel: &mut [V::T], rows: &mut [V::T]) -> bool {
+        let dim = t.dim as usize;
+        for lane in (0..Self::PANEL).step_by(V::W) {
+            // SAFETY: as above.
+            unsafe {
+                lanes.pack(t, rows, dim, first + lane..first + lane + V::W);
+                to_lanes::<V>(rows, dim, dim, panel, Self::PANEL, lane);
+            }
+        }
+        // SAFETY: a panel is whole vectors.
+        unsafe { !any_non_finite::<V>(panel.as_ptr(), dim * Self::PANEL) }
+    }
+
+    #[inline(always)]
+    unsafe fn scores(k: &[V::T], q: *const V::T, dim: usize, s: *mut V::T, keys: Range<usize>, width: usize) {
+        let ld = vectors::<V>(dim);
+        // SAFETY: the keys are rows of the tile, and `s` has as many.
+        unsafe {
+            V::gemm(&Gemm {
+                a: k.as_ptr().add(keys.start * ld),
+                a_row: ld,
+                b: q,
+                ldb: Self::PANEL,
+                c: s.add(keys.start * Self::PANEL),
+                ldc: Self::PANEL,
+                ..product(keys.len(), width, dim)
+            });
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn put(s: *mut V::T, _: *mut V::T, j: usize, lane: usize, a: V, b: V) {
+        // SAFETY: `j + 1 < KEYS`, since j is even; the lanes are within the panel.
+        unsafe {
+            a.store(s.add(j * Self::PANEL + lane));
+            b.store(s.add((j + 1) * Self::PANEL + lane));
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn weigh(v: &Values<V::T>, s: *const V::T, _: *const V::T, o: *mut V::T, keys: Range<usize>, width: usize) {
+        let dim = v.tensor.dim as usize;
+        let ld = vectors::<V>(dim);
+        // SAFETY: as for the scores; `o` has `dim` rows.
+        unsafe {
+            V::gemm(&Gemm {
+                a: v.tile.as_ptr().add(keys.start * ld),
+                a_row: 1,
+                a_col: ld,
+                b: s.add(keys.start * Self::PANEL),
+                ldb: Self::PANEL,
+                c: o,
+                ldc: Self::PANEL,
+                store: Store::Add,
+                skip: if v.finite { Skip::None } else { Skip::B },
+                ..product(dim, width, keys.len())
+            });
+        }
+    }
+}

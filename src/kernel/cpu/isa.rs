@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Which instruction set the kernels use.
+//!
+//! The best one that this machine has, unless the caller says otherwise: with [`super::Scratch::with_isa`], or for the
+//! whole program with the environment variable [`Isa::VARIABLE`]. One that the machine lacks is refused before anything
+//! runs. Flags alone do not choose: `vdpbf16ps` is twice as fast as f32 multiply-adds on some processors and no faster on
+//! others, so that [`Isa::Amx`] is used where it is there, and bf16 dot products only where they pay.
+
+use crate::element::Dtype;
+use crate::error::{Error, Result};
+use std::sync::OnceLock;
+
+/// An instruction set of the CPU kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Isa {
+    /// Nothing in particular: whatever the compiler makes of plain arrays for the target (NEON on AArch64).
+    Portable,
+    /// AVX2 and FMA.
+    Avx2,
+    /// AVX-512 F and DQ.
+    Avx512,
+    /// AVX-512 for f32 and f64, AMX tiles for bf16, and for f16 where the machine has AMX-FP16.
+    Amx,
+}
+
+impl Isa {
+    /// The environment variable that forces one for the whole program: a name as [`Isa::name`] gives it.
+    pub const VARIABLE: &'static str = "CPATTN_CPU_ISA";
+
+    /// All there are, from the simplest on.
+    pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Amx];
+
+    /// As the environment variable and tables spell it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Portable => "portable",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+            Self::Amx => "amx",
+        }
+    }
+
+    /// Whether this machine has it, and the system lets a program use it.
+    pub fn is_available(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        {
+            static AMX: OnceLock<bool> = OnceLock::new();
+            match self {
+                Self::Portable => true,
+                Self::Avx2 => super::x86::has_avx2(),
+                Self::Avx512 => super::x86::has_avx512(),
+                Self::Amx => *AMX.get_or_init(super::amx::available),
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        {
+            self == Self::Portable
+        }
+    }
+
+    /// The best one of this machine.
+    pub fn best() -> Self {
+        Self::ALL.into_iter().rev().find(|isa| isa.is_available()).unwrap_or(Self::Portable)
+    }
+
+    /// The one that the environment variable names, or else the best.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when the variable holds no name, [`Error::Unsupported`] when the machine lacks it.
+    pub fn chosen() -> Result<Self> {
+        static CHOSEN: OnceLock<Result<Isa>> = OnceLock::new();
+        CHOSEN
+            .get_or_init(|| match std::env::var_os(Self::VARIABLE) {
+                None => Ok(Self::best()),
+                Some(name) => Self::named(&name.to_string_lossy())?.required(),
+            })
+            .clone()
+    }
+
+    fn named(name: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|isa| isa.name() == name).ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            Error::invalid(Self::VARIABLE, std::format!("{name:?}"), std::format!("one of {names}"))
+                .hint("or unset it: the best instruction set of the machine is taken")
+        })
+    }
+
+    /// Itself, if it is there.
+    pub(super) fn required(self) -> Result<Self> {
+        if self.is_available() {
+            return Ok(self);
+        }
+        Err(Error::unsupported(
+            std::format!("instruction set {}", self.name()),
+            std::format!("this machine has {} at best", Self::best().name()),
+            "choose another one, or none: the best is taken",
+        ))
+    }
+
+    /// The relative error of the roundings that this instruction set makes beside those of the sums: it rounds p, and in
+    /// the backward ds, to the element type, as every flash attention of half precision does. 0 where it does not.
+    pub fn roundoff(self, dtype: Dtype) -> f64 {
+        if self.is_rounding(dtype) { dtype.unit_roundoff() } else { 0.0 }
+    }
+
+    /// Whether products of this type go through half-precision units.
+    pub(super) fn is_rounding(self, dtype: Dtype) -> bool {
+        match dtype {
+            Dtype::Bf16 => self == Self::Amx,
+            #[cfg(target_arch = "x86_64")]
+            Dtype::F16 => self == Self::Amx && super::amx::has_f16(),
+            _ => false,
+        }
+    }
+}
+
+impl core::fmt::Display for Isa {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::string::ToString;
+
+    #[test]
+    fn names_and_refusals() {
+        for isa in Isa::ALL {
+            assert_eq!(Isa::named(isa.name()), Ok(isa));
+            match isa.required() {
+                Ok(found) => assert_eq!(found, isa),
+                Err(error) => assert!(error.to_string().contains(isa.name()) && !isa.is_available(), "{error}"),
+            }
+        }
+        let error = Isa::named("sse9").unwrap_err().to_string();
+        assert!(
+            error.starts_with("CPATTN_CPU_ISA is \"sse9\", expected one of portable, avx2, avx512, amx"),
+            "{error}"
+        );
+        assert!(Isa::best().is_available());
+    }
+}

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Sums that several units add to, in one order.
+//!
+//! The units of a document with one kv head hold blocks of its keys; each adds to dq of the same rows. That the sum has
+//! the same bits for any number of workers, a unit adds to a row only when the unit before it has done so: it *passes* a
+//! place when it is done with all rows up to there, and not before its predecessor has passed the same place. Units are
+//! handed out in order, so the predecessor has been taken by a worker that waits, if at all, for still earlier ones:
+//! nobody waits for ever, whatever threads there are, and a single worker never waits.
+
+use core::sync::atomic::{AtomicU64, Ordering};
+
+/// Units that can be under way at the same time.
+const UNITS: usize = 256;
+
+/// How far each unit is.
+pub(super) struct Turns([AtomicU64; UNITS]);
+
+/// One unit's part of it.
+pub(super) struct Turn<'a> {
+    turns: &'a Turns,
+    unit: u64,
+    /// There is a unit before it that adds to the same rows.
+    follows: bool,
+}
+
+impl Turns {
+    pub(super) fn new() -> Self {
+        Self([const { AtomicU64::new(0) }; UNITS])
+    }
+
+    /// Begins unit `unit`, counted from 0 in the order in which units are handed out.
+    pub(super) fn begin(&self, unit: usize, follows: bool) -> Turn<'_> {
+        let turn = Turn { turns: self, unit: unit as u64, follows };
+        // Whoever had the same entry must be done: nobody after it waits for it any longer then.
+        if let Some(before) = turn.unit.checked_sub(UNITS as u64) {
+            self.wait(before, u32::MAX);
+        }
+        self.0[unit % UNITS].store((turn.unit + 1) << 32, Ordering::Release);
+        turn
+    }
+
+    /// Until `unit` has passed `place`, or given its entry to another.
+    fn wait(&self, unit: u64, place: u32) {
+        let wanted = (unit + 1) << 32 | u64::from(place);
+        let mut tries = 0u32;
+        while self.0[unit as usize % UNITS].load(Ordering::Acquire) < wanted {
+            tries += 1;
+            if tries < 64 { core::hint::spin_loop() } else { std::thread::yield_now() }
+        }
+    }
+}
+
+impl Turn<'_> {
+    /// Waits until rows up to `place` may be added to.
+    pub(super) fn wait(&self, place: u32) {
+        if self.follows {
+            self.turns.wait(self.unit - 1, place);
+        }
+    }
+
+    /// Says that all rows up to `place` are done.
+    pub(super) fn pass(&self, place: u32) {
+        self.wait(place);
+        self.turns.0[self.unit as usize % UNITS].store((self.unit + 1) << 32 | u64::from(place), Ordering::Release);
+    }
+}
+
+impl Drop for Turn<'_> {
+    /// Done with everything, also when the worker panics: nobody may wait for ever.
+    fn drop(&mut self) {
+        self.pass(u32::MAX);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use core::sync::atomic::AtomicUsize;
+    use std::sync::Mutex;
+
+    /// Chains of seven units over five places, by several threads: at every place the units of a chain follow each other.
+    #[test]
+    fn units_of_a_chain_keep_their_order() {
+        let (turns, next, log) = (Turns::new(), AtomicUsize::new(0), Mutex::new(std::vec::Vec::new()));
+        std::thread::scope(|s| {
+            for _ in 0..4 {
+                s.spawn(|| {
+                    loop {
+                        let unit = next.fetch_add(1, Ordering::Relaxed);
+                        if unit >= 7 * 90 {
+                            break;
+                        }
+                        let turn = turns.begin(unit, unit % 7 > 0);
+                        for place in (1..=5).filter(|place| (unit + place) % 3 > 0) {
+                            turn.wait(place as u32);
+                            log.lock().unwrap().push((unit / 7, place, unit));
+                            turn.pass(place as u32);
+                        }
+                    }
+                });
+            }
+        });
+        let mut log = log.into_inner().unwrap();
+        // A stable sort: entries of one chain and place stay in the order of time.
+        log.sort_by_key(|&(chain, place, _)| (chain, place));
+        assert!(log.len() == 7 * 90 * 5 * 2 / 3 && log.is_sorted());
+    }
+}

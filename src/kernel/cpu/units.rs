@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The work units of a call as a list, in the order in which workers take them: what a schedule over any number of
+//! workers is made of. For benches and reports: the kernels walk the same units without a list.
+
+use super::forward::{self, readers, unit_rows};
+use super::isa::Isa;
+use super::keys::Documents;
+use super::scratch::LANES;
+#[cfg(target_arch = "x86_64")]
+use super::{scratch::KEYS, tiled};
+use crate::call::{Attend, AttendBackward, Range, Score};
+use alloc::vec::Vec;
+use core::sync::atomic::AtomicUsize;
+
+/// A unit of work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WorkUnit {
+    /// (query, key) pairs that the mask leaves, over its heads.
+    pub pairs: u64,
+    /// Adds to the same rows as the unit before it, and so ends after that one.
+    pub follows: bool,
+}
+
+/// Rows of `range` at positions `low..=high`.
+fn between(range: &Range, low: i64, high: i64) -> u64 {
+    let end = if high == i64::MAX { range.len } else { range.rows_before(high + 1) };
+    u64::from(end.saturating_sub(range.rows_before(low)))
+}
+
+/// Keys of `k` that a query at `pos` sees.
+fn seen(score: &Score, pos: i64, k: &Range) -> u64 {
+    between(k, pos.saturating_sub(score.window_left), pos.saturating_add(score.window_right))
+}
+
+/// The units of [`super::attend`].
+pub fn forward_units(call: &Attend) -> Vec<WorkUnit> {
+    let next = AtomicUsize::new(0);
+    let ranges = &call.ranges;
+    let mut units = forward::Units::new(ranges.q, unit_rows(LANES, &call.heads, call.q.heads), call.k.heads);
+    core::iter::from_fn(|| units.next(&next))
+        .map(|unit| {
+            let q = &ranges.q[unit.range];
+            let keys = &ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
+            let row =
+                |i| keys.iter().map(|&k| seen(&call.score, q.range.position(i), &ranges.k[k as usize])).sum::<u64>();
+            let heads = readers(&call.heads, unit.kv, call.q.heads).len() as u64;
+            WorkUnit { pairs: (unit.first..unit.first + unit.rows).map(row).sum::<u64>() * heads, follows: false }
+        })
+        .collect()
+}
+
+/// The units of [`super::attend_backward`] on `isa`, where all gradients are made at once.
+pub fn backward_units(call: &AttendBackward, isa: Isa) -> Vec<WorkUnit> {
+    let next = AtomicUsize::new(0);
+    let (k, kv_heads) = (call.ranges.k, call.k.heads as usize);
+    // Pairs of the keys `begin..end` of a document, counted along its ranges, and a kv head.
+    let pairs = |first: usize, kv: u32, begin: u64, end: u64| {
+        let doc = k[first].doc;
+        let queries = |pos: i64| {
+            let of = |q: &crate::call::QRange| {
+                let (left, right) = (call.score.window_left, call.score.window_right);
+                between(&q.range, pos.saturating_sub(right), pos.saturating_add(left))
+            };
+            call.ranges.q.iter().filter(|q| q.range.doc == doc).map(of).sum::<u64>()
+        };
+        let keys = k[first..].iter().filter(|r| r.doc == doc).flat_map(|r| (0..r.len).map(|i| r.position(i)));
+        let some = keys.skip(begin as usize).take((end - begin) as usize);
+        some.map(queries).sum::<u64>() * readers(&call.heads, kv, call.q.heads).len() as u64
+    };
+    #[cfg(target_arch = "x86_64")]
+    if isa.is_rounding(call.q.dtype) {
+        let mut units = tiled::Units::new(k, kv_heads);
+        let each = (tiled::SUPER * KEYS) as u64;
+        return core::iter::from_fn(|| units.next(&next))
+            .map(|unit| {
+                let begin = unit.block as u64 * each;
+                WorkUnit { pairs: pairs(unit.first, unit.kv, begin, begin + each), follows: unit.block > 0 }
+            })
+            .collect();
+    }
+    let _ = isa;
+    let mut units = Documents::new(k, kv_heads);
+    core::iter::from_fn(|| units.next(&next))
+        .map(|(first, kv)| WorkUnit { pairs: pairs(first, kv, 0, u64::MAX >> 1), follows: false })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::call::{Gradients, HeadMap, Mode, QRange, Ranges, RawTensor};
+    use crate::element::Dtype;
+    use alloc::vec;
+
+    /// Whatever the units, together they are all pairs of the mask, once.
+    #[test]
+    fn units_are_all_pairs() {
+        let lengths = [700u32, 1, 90, 1300];
+        let (mut k, mut row) = (vec![], 0);
+        for (doc, &len) in lengths.iter().enumerate() {
+            k.push(Range::plain(row, len, 0, doc as u32));
+            row += i64::from(len);
+        }
+        let q: Vec<QRange> = (0..)
+            .zip(&k)
+            .map(|(i, &range)| QRange { range, keys_begin: i, keys_end: i + 1, mode: Mode::Only })
+            .collect();
+        let pairs = [0, 1, 2, 3];
+        let ranges = Ranges { q: &q, k: &k, pairs: &pairs };
+        let tensor = |dtype, heads| RawTensor::compact(core::ptr::null_mut(), dtype, row as u64, heads, 64);
+        let none = RawTensor::NONE;
+        let heads = HeadMap { q_offset: 0, kv_offset: 0, group: 4 };
+        for (window, expected) in [
+            (i64::MAX, lengths.iter().map(|&n| u64::from(n) * (u64::from(n) + 1) / 2).sum::<u64>()),
+            (9, lengths.iter().map(|&n| (0..u64::from(n)).map(|i| (i + 1).min(10)).sum::<u64>()).sum()),
+        ] {
+            let score = Score { scale: 1.0, softcap: 0.0, window_left: window, window_right: 0 };
+            for dtype in [Dtype::F32, Dtype::Bf16] {
+                let (q, k) = (tensor(dtype, 8), tensor(dtype, 2));
+                let forward = Attend {
+                    q,
+                    k,
+                    v: k,
+                    running: none,
+                    running_lse: none,
+                    o: q,
+                    lse: none,
+                    slopes: none,
+                    sinks: none,
+                    heads,
+                    score,
+                    ranges,
+                    aligned: false,
+                };
+                let backward = AttendBackward {
+                    q,
+                    k,
+                    v: k,
+                    d_o: q,
+                    lse: none,
+                    delta: none,
+                    dq: none,
+                    dk: none,
+                    dv: none,
+                    accumulate_keys: false,
+                    per_q_head: false,
+                    gradients: Gradients::All,
+                    slopes: none,
+                    heads,
+                    score,
+                    ranges,
+                    aligned: false,
+                };
+                let total = |units: Vec<WorkUnit>| units.iter().map(|u| u.pairs).sum::<u64>();
+                assert_eq!(total(forward_units(&forward)), 8 * expected);
+                for isa in Isa::ALL {
+                    assert_eq!(total(backward_units(&backward, isa)), 8 * expected, "{isa:?} {dtype}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Multiprocessors that attention leaves to others.
+//!
+//! The blocks of an attention kernel fill a device, and kernels of a communicator that are launched meanwhile wait for
+//! the first of them to end. Where the two are meant to overlap, attention is bounded to the blocks that fit on all but
+//! some multiprocessors. Ranks and scratches of one process share a device, so whoever wants room asks for it and keeps a
+//! [`SmMargin`]; the most that is asked for counts, and ends with whoever asked.
+
+use super::Cuda;
+use crate::error::{Error, Result};
+use alloc::format;
+use alloc::sync::Arc;
+use alloc::vec::Vec;
+use core::sync::atomic::Ordering;
+use std::sync::PoisonError;
+
+/// What is asked of one device.
+#[derive(Debug, Default)]
+pub(super) struct Asked {
+    /// By [`Cuda::leave_free`].
+    own: u32,
+    /// By each room.
+    rooms: Vec<u32>,
+}
+
+impl Asked {
+    fn most(&self) -> u32 {
+        self.rooms.iter().copied().fold(self.own, u32::max)
+    }
+}
+
+/// Multiprocessors that a device leaves free for as long as this lives.
+#[derive(Debug)]
+pub(crate) struct SmMargin {
+    cuda: Arc<Cuda>,
+    n: u32,
+}
+
+impl SmMargin {
+    /// Asks for `n` multiprocessors of a device; `argument` is the caller's name for them.
+    pub fn new(cuda: &Arc<Cuda>, argument: &str, n: u32) -> Result<Self> {
+        if n >= cuda.multiprocessors() {
+            let expected = format!("below the {} multiprocessors of device {}", cuda.multiprocessors(), cuda.ordinal());
+            return Err(Error::invalid(argument, n, expected));
+        }
+        cuda.ask(|asked| asked.rooms.push(n));
+        Ok(Self { cuda: Arc::clone(cuda), n })
+    }
+}
+
+impl Drop for SmMargin {
+    fn drop(&mut self) {
+        self.cuda.ask(|asked| {
+            if let Some(at) = asked.rooms.iter().position(|&n| n == self.n) {
+                asked.rooms.swap_remove(at);
+            }
+        });
+    }
+}
+
+impl Cuda {
+    /// Bounds the blocks of every later attention launch to what fits on all but `n` multiprocessors (at least one is
+    /// used), so that communication kernels find room beside them. Blocks then take several tiles each. Ranks and scratches
+    /// of the C interface may ask for more while they live.
+    pub fn leave_free(&self, n: u32) {
+        self.ask(|asked| asked.own = n);
+    }
+
+    /// The multiprocessors that attention leaves free now: the most that is asked for.
+    pub fn left_free(&self) -> u32 {
+        self.left_free.load(Ordering::Relaxed)
+    }
+
+    fn ask(&self, change: impl FnOnce(&mut Asked)) {
+        // A panic leaves the list as it was, or longer by a number.
+        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut asked);
+        self.left_free.store(asked.most(), Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Single calls of a caller's, each on a stream of his choice, with all they need made beforehand.
+//!
+//! [`StreamKernels`] is a device, its kernels and one ring for lists. What a call would otherwise load or allocate is made by
+//! [`StreamKernels::new`], [`StreamKernels::reserve`] and [`StreamKernels::lists`], and a call that finds it missing is refused with the
+//! number it needs. The host waits in one case only: while more calls are in flight than the ring has room for.
+
+use super::sm_margin::SmMargin;
+use super::{Cuda, Staging, Stream, check};
+use crate::call::{Attend, AttendBackward, Delta, Finish, Merge, RawTensor, SinkGradient, Transform};
+use crate::element::Dtype;
+use crate::error::{Error, Result};
+use alloc::format;
+use alloc::sync::Arc;
+
+/// The ring of a new one: a thousand ranges or so for each of many calls.
+const BYTES: usize = 256 << 10;
+const CALLS: usize = 64;
+
+/// See the module.
+#[derive(Debug)]
+pub struct StreamKernels {
+    cuda: Arc<Cuda>,
+    staging: Staging,
+    calls: usize,
+    room: Option<SmMargin>,
+}
+
+impl StreamKernels {
+    /// Loads what every call may need, and makes a ring of 256 KiB for 64 calls in flight.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the driver refuses.
+    pub fn new(cuda: Arc<Cuda>) -> Result<Self> {
+        cuda.prepare_blocks()?;
+        let staging = cuda.staging(BYTES, CALLS)?;
+        Ok(Self { cuda, staging, calls: CALLS, room: None })
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<Cuda> {
+        &self.cuda
+    }
+
+    /// Loads the attention kernels for an element type and head dims.
+    ///
+    /// # Errors
+    /// As [`Cuda::prepare`].
+    pub fn reserve(&mut self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<()> {
+        self.cuda.prepare(dtype, head_dim, value_dim)
+    }
+
+    /// From now on, and as long as this lives, attention on the device leaves `n` multiprocessors free, or as many more as
+    /// somebody else asks for: see [`Cuda::leave_free`].
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when the device has no more than `n`.
+    pub fn leave_free(&mut self, n: u32) -> Result<()> {
+        self.room = if n == 0 { None } else { Some(SmMargin::new(&self.cuda, "multiprocessors", n)?) };
+        Ok(())
+    }
+
+    /// Makes room for `bytes` bytes of lists of at most `calls` calls in flight. It never shrinks; when it grows, it
+    /// waits for what uses the old ring.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the driver has no memory for it; the old ring then stays.
+    pub fn lists(&mut self, bytes: usize, calls: usize) -> Result<()> {
+        let (bytes, calls) = (bytes.max(self.staging.bytes()), calls.max(self.calls));
+        if (bytes, calls) != (self.staging.bytes(), self.calls) {
+            let ring = self.cuda.staging(bytes, calls)?;
+            self.staging.drain()?;
+            (self.staging, self.calls) = (ring, calls);
+        }
+        Ok(())
+    }
+
+    /// Whether a call that uploads `bytes` can be made on this stream. `ranges` are what it uploads, and the rows there
+    /// are: what is wrong with them is said before the room that they would take.
+    ///
+    /// # Safety
+    /// As [`Cuda::accept_stream`].
+    unsafe fn accept(&self, bytes: usize, lists: impl FnOnce() -> Result<()>, stream: Stream) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.cuda.accept_stream(stream) }?;
+        if bytes > self.staging.bytes() {
+            lists()?;
+            let (found, expected) = (format!("room for {} bytes of lists", self.staging.bytes()), format!("{bytes}"));
+            return Err(Error::invalid("scratch", found, expected).hint("make room for the lists before the call"));
+        }
+        Ok(())
+    }
+
+    fn loaded(&self, q: &RawTensor, v: &RawTensor) -> Result<()> {
+        if self.cuda.is_prepared(q.dtype, q.dim, v.dim)? {
+            return Ok(());
+        }
+        let expected = format!("reserved for {} with head_dim {} and value_dim {}", q.dtype, q.dim, v.dim);
+        Err(Error::invalid("scratch", "not reserved for this call", expected).hint("reserve it when planning"))
+    }
+
+    /// See [`Cuda::attend`].
+    ///
+    /// # Errors
+    /// As there, and kernels or room that were not reserved.
+    ///
+    /// # Safety
+    /// As there; the stream was not destroyed.
+    pub unsafe fn attend(&mut self, call: &Attend<'_>, stream: Stream) -> Result<()> {
+        self.loaded(&call.q, &call.v)?;
+        let rows = [call.q.tokens, call.k.tokens.min(call.v.tokens)];
+        // SAFETY: the caller's promise, here and below.
+        unsafe {
+            let lists = || check::ranges(&call.ranges, rows[0], rows[1], false);
+            self.accept(self.cuda.attend_bytes(call)?, lists, stream)?;
+            self.cuda.attend(call, RawTensor::NONE, &mut self.staging, stream)
+        }
+    }
+
+    /// See [`Cuda::attend_backward`].
+    ///
+    /// # Errors
+    /// As [`StreamKernels::attend`].
+    ///
+    /// # Safety
+    /// As [`StreamKernels::attend`].
+    pub unsafe fn attend_backward(&mut self, call: &AttendBackward<'_>, stream: Stream) -> Result<()> {
+        self.loaded(&call.q, &call.v)?;
+        let rows = [call.q.tokens, call.k.tokens.min(call.v.tokens)];
+        // SAFETY: the caller's promise.
+        unsafe {
+            let lists = || check::ranges(&call.ranges, rows[0], rows[1], false);
+            self.accept(self.cuda.attend_backward_bytes(call)?, lists, stream)?;
+            self.cuda.attend_backward(call, &mut self.staging, stream)
+        }
+    }
+
+    /// See [`Cuda::transform`].
+    ///
+    /// # Errors
+    /// As [`StreamKernels::attend`].
+    ///
+    /// # Safety
+    /// As [`StreamKernels::attend`].
+    pub unsafe fn transform(&mut self, call: &Transform<'_>, stream: Stream) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.accept(self.cuda.transform_bytes(call), || Ok(()), stream)?;
+            self.cuda.transform(call, &mut self.staging, stream)
+        }
+    }
+
+    /// See [`Cuda::finish`].
+    ///
+    /// # Errors
+    /// As [`StreamKernels::attend`].
+    ///
+    /// # Safety
+    /// As [`StreamKernels::attend`].
+    pub unsafe fn finish(&mut self, call: &Finish<'_>, stream: Stream) -> Result<()> {
+        let lists = || check::rows(call.rows, call.o.tokens.min(call.lse.tokens));
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.accept(self.cuda.finish_bytes(call), lists, stream)?;
+            self.cuda.finish(call, &mut self.staging, stream)
+        }
+    }
+
+    /// See [`Cuda::delta`].
+    ///
+    /// # Errors
+    /// As [`StreamKernels::attend`].
+    ///
+    /// # Safety
+    /// As [`StreamKernels::attend`].
+    pub unsafe fn delta(&mut self, call: &Delta, stream: Stream) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.cuda.accept_stream(stream)?;
+            self.cuda.delta(call, stream)
+        }
+    }
+
+    /// See [`Cuda::sink_gradient`].
+    ///
+    /// # Errors
+    /// As [`StreamKernels::attend`].
+    ///
+    /// # Safety
+    /// As [`StreamKernels::attend`].
+    pub unsafe fn sink_gradient(&mut self, call: &SinkGradient, stream: Stream) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.cuda.accept_stream(stream)?;
+            self.cuda.sink_gradient(call, stream)
+        }
+    }
+
+    /// See [`Cuda::merge`].
+    ///
+    /// # Errors
+    /// As [`StreamKernels::attend`].
+    ///
+    /// # Safety
+    /// As [`StreamKernels::attend`].
+    pub unsafe fn merge(&mut self, call: &Merge, stream: Stream) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.cuda.accept_stream(stream)?;
+            self.cuda.merge(call, stream)
+        }
+    }
+}
+
+impl Drop for StreamKernels {
+    fn drop(&mut self) {
+        // Kernels must outlive their launches. If the context is gone, so are they.
+        let _ = self.cuda.context().synchronize();
+    }
+}

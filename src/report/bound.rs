@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! How large a workspace may be.
+//!
+//! The design promises a bound that is made of shares alone, without looking at any schedule; tests hold every schedule
+//! to it, so that a buffer nobody thought of shows. On the ring, forward: two slots for a visiting k and v, and o with two
+//! words of lse a row in the accumulator's type. Backward: the two slots; of the travelling gradients two leaving, one
+//! arriving and the sum, dq, and delta. Where documents or stripes leave a share in many pieces, what one ring step sends
+//! may be packed first, once for each reader. Ulysses adds the share itself for the rank's heads, and room for what is
+//! traded, twice: going in and coming out,
+//! over the bytes that the ring uses in between.
+
+use crate::plan::{Options, Plan, Wire};
+use crate::{
+    batch::Side,
+    layout::Layout,
+    schedule::{ALIGNMENT, CirculatingSide, Direction, Form},
+};
+
+impl Plan {
+    /// An upper bound on a rank's workspace in bytes, from the sizes of shares and heads alone. [`Plan::costs`] tells what
+    /// it really is.
+    ///
+    /// # Panics
+    /// When the rank is outside the mesh.
+    pub fn workspace_bound(&self, rank: usize, direction: Direction) -> u64 {
+        let (p, mesh, place) = (self.problem(), self.mesh(), self.mesh().coordinates(rank));
+        assert!(rank < mesh.world(), "rank {rank} of a world of {}", mesh.world());
+        let Options { passes, pack_inputs, wire, .. } = self.options();
+        let n = |x: usize| x as u64;
+        let (e, a) = (n(p.dtype().size()), n(p.dtype().accumulator().size()));
+        let w = if wire == Wire::Bf16 { 2 } else { a };
+        let (dk, dv) = (n(p.head_dim()), n(p.value_dim()));
+        let dims = dk + dv;
+        let share = self.heads_of(rank);
+        let (hq, hkv) = (n(share.q.len()), n(share.kv.len()));
+        let rows = |side| n(self.shares().rows(side, place.ring));
+        let (nq, nk) = (rows(Side::Q), rows(Side::K));
+        let (lq, lk) = (n(self.local_tokens(Side::Q, rank)), n(self.local_tokens(Side::K, rank)));
+        let first = rank - place.ulysses;
+        let others = || (first..first + mesh.ulysses).filter(|&r| r != rank).map(|r| self.heads_of(r));
+        let others_q: u64 = others().map(|s| n(s.q.len())).sum();
+        let others_kv: u64 = others().map(|s| n(s.kv.len())).sum();
+        let (trading, ringed) = (mesh.ulysses > 1, mesh.ring > 1);
+        let form = self.form();
+        // The rows of one visit: a share, but that a zigzag's front and back chunks come from two owners and their sizes
+        // differ by a row for each document.
+        let ring_step = |side| {
+            let all = n(p.batch().tokens(side));
+            let largest = (0..mesh.ring).map(|r| n(self.shares().rows(side, r))).max().unwrap_or(0);
+            if form == Form::Ring { all.min(largest + 2 * n(p.batch().documents())) } else { all }
+        };
+        let pass = hkv.div_ceil(n(passes));
+        let slots = if form == Form::Ring || passes > 1 { 2 } else { 1 };
+        let on_ring = |bytes: u64| if ringed { bytes } else { 0 };
+        let packed = |bytes: u64| if trading || (ringed && (pack_inputs || passes > 1)) { bytes } else { 0 };
+        let traded = |bytes: u64| if trading { bytes } else { 0 };
+        let readers = if form == Form::Ring { 1 } else { n(mesh.ring) - 1 };
+        let pieces =
+            p.batch().documents() > 1 || matches!(self.layout(), Layout::Striped { .. } | Layout::Balanced { .. });
+        let leaving_packed = |bytes: u64| if pieces { readers * bytes } else { 0 };
+        let keys_in = lk * others_kv * dims * e;
+        let (throughout, phases) = if direction == Direction::Forward {
+            let share = packed(nk * hkv * dims * e) + traded(nq * hq * (dims * e + a));
+            let ring = {
+                let packed = leaving_packed(nk * pass * dims * e);
+                on_ring(nq * hq * (dv + 2) * a + slots * ring_step(Side::K) * pass * dims * e + packed)
+            };
+            (share, [traded(lq * others_q * dk * e + keys_in), ring, traded(lq * others_q * (dv * e + a))])
+        } else {
+            let ordered = form == Form::Ordered;
+            let queries = self.backward_circulates() == CirculatingSide::Queries;
+            let held_q = nq * hq * (dims * e + 2 * a);
+            let share = packed(nk * hkv * dims * e)
+                + if trading || ringed && (pack_inputs || queries || ordered) { held_q } else { 0 };
+            let key_heads = if ordered { hq } else { hkv };
+            let sums = nq * hq * dk * a + nk * key_heads * dims * a;
+            let sinks = if p.has_sinks() { n(mesh.group()) * n(p.heads()) * a } else { 0 };
+            let q_row = hq * (dims * e + 2 * a);
+            let ring = if ordered {
+                let packed = leaving_packed(nq * q_row + nk * hkv * dims * e);
+                2 * (ring_step(Side::Q) * q_row + ring_step(Side::K) * hkv * dims * e) + packed
+            } else {
+                let (rows, own, row, gradient) = if queries {
+                    (ring_step(Side::Q), nq, q_row, hq * dk)
+                } else {
+                    (ring_step(Side::K), nk, pass * dims * e, pass * dims)
+                };
+                // Two leaving, or one made and two narrow ones leaving; what arrives is the own share once for each
+                // reader of a visit.
+                let leaving = if w == a { slots * a } else { a + slots * w };
+                rows * (slots * row + leaving * gradient) + readers * own * gradient * w + leaving_packed(own * row)
+            };
+            let back_heads = if ordered { others_q } else { others_kv };
+            let back = if ordered || self.shares_kv_heads() { a } else { e };
+            let out = nq * hq * dk * e
+                + nk * key_heads * dims * e.max(w)
+                + lq * others_q * dk * e
+                + lk * back_heads * dims * back;
+            let into = lq * others_q * (dims * e + 2 * a) + keys_in;
+            (lq * n(p.heads()) * a + share + sums + sinks, [traded(into), on_ring(ring), traded(out)])
+        };
+        // Each buffer is padded; there are a few for each pass and peer.
+        let buffers = 24 + 16 * n(passes) * n(mesh.ulysses) + n(mesh.group());
+        throughout + phases.into_iter().max().unwrap_or(0) + buffers * ALIGNMENT
+    }
+}

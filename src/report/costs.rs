@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a rank's schedule costs, read off the schedule itself.
+//!
+//! Bytes are those of the messages that a runtime will exchange, listed by the very code it lists them with. Multiply-adds
+//! are those of the matrix products over the (q, k) pairs that count, to the last pair: a kernel that computes whole tiles
+//! does a few more. Forward: `head_dim + value_dim` for each pair and q head (the score; its part of o). Backward:
+//! `3·head_dim + 2·value_dim` (the score again, dq, dk; dp, dv), which for equal dims is 2.5 times the forward, the field's
+//! formula.
+
+use alloc::vec::Vec;
+
+use crate::plan::Plan;
+use crate::{
+    call::Gradients,
+    error::Result,
+    plan::area,
+    schedule::{
+        ALIGNMENT, Buf, CirculatingSide, Direction, MessageView, OpKind, Schedule, TensorId, expand::Expansion,
+    },
+};
+
+/// One step of one rank. The ring steps are numbered as in the schedule; step 0 is the rank's own share. What a step
+/// fetches arrives while the step before is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepCost {
+    /// `"ulysses in"`, `"ring"`, `"ulysses out"`, `"sinks"`.
+    pub phase: &'static str,
+    /// The ring step; 0 outside the ring.
+    pub step: u32,
+    /// Bytes this rank sends, to all peers.
+    pub bytes_sent: u64,
+    /// Bytes it receives.
+    pub bytes_received: u64,
+    /// Messages it sends and receives.
+    pub messages: u64,
+    /// Multiply-adds of its attention.
+    pub multiply_adds: u128,
+}
+
+/// Buffers of one name that make up the peak of the workspace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeakBuffers {
+    /// What they are for.
+    pub name: &'static str,
+    /// How many there are.
+    pub count: u32,
+    /// Their bytes, padding included.
+    pub bytes: u64,
+}
+
+/// What one rank does in one direction.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Costs {
+    /// The rank.
+    pub rank: usize,
+    /// Forward or backward.
+    pub direction: Direction,
+    /// In the order of phases and steps.
+    pub steps: Vec<StepCost>,
+    /// Bytes of the workspace.
+    pub workspace: u64,
+    /// The buffers that stand end to end where the workspace is longest; their bytes sum to it. Buffers of other phases
+    /// lie over the same bytes.
+    pub peak: Vec<PeakBuffers>,
+}
+
+impl Costs {
+    /// Bytes sent in all steps.
+    pub fn bytes_sent(&self) -> u64 {
+        self.steps.iter().map(|s| s.bytes_sent).sum()
+    }
+
+    /// Bytes received in all steps.
+    pub fn bytes_received(&self) -> u64 {
+        self.steps.iter().map(|s| s.bytes_received).sum()
+    }
+
+    /// Multiply-adds of all steps.
+    pub fn multiply_adds(&self) -> u128 {
+        self.steps.iter().map(|s| s.multiply_adds).sum()
+    }
+}
+
+/// Bytes of a message.
+fn bytes(plan: &Plan, schedule: &Schedule, message: &MessageView) -> u64 {
+    let (p, view) = (plan.problem(), &message.view);
+    let element = match view.buf {
+        Buf::Work(i) => {
+            let b = &schedule.buffers[i as usize];
+            u64::from(b.dim) * b.dtype.size() as u64
+        }
+        Buf::User(tensor) => {
+            let (dim, dtype) = match tensor {
+                TensorId::Q | TensorId::K | TensorId::Dq | TensorId::Dk => (p.head_dim(), p.dtype()),
+                TensorId::V | TensorId::O | TensorId::DO | TensorId::Dv => (p.value_dim(), p.dtype()),
+                TensorId::Lse | TensorId::Sinks | TensorId::Dsinks => (1, p.dtype().accumulator()),
+            };
+            (dim * dtype.size()) as u64
+        }
+    };
+    view.rows * u64::from(view.heads) * element
+}
+
+/// Where a phase stands in the order of a schedule.
+pub(super) fn order(phase: &str) -> usize {
+    ["ulysses in", "ring", "ulysses out", "sinks"].iter().position(|p| *p == phase).unwrap_or(4)
+}
+
+impl Plan {
+    /// What a rank does in one direction, step by step.
+    ///
+    /// # Errors
+    /// A rank outside the mesh.
+    ///
+    /// ```
+    /// use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, schedule::Direction};
+    /// let problem = Problem::new(Batch::from_lengths(&[64])?, 4, 2, 16, Dtype::F32);
+    /// let plan = Plan::new(&problem, Mesh::ring(2)?, Layout::Contiguous)?;
+    /// let costs = plan.costs(1, Direction::Forward)?;
+    /// // Rank 1 needs k and v of all 32 tokens of rank 0: 2 heads of 16 + 16 values of 4 bytes.
+    /// assert_eq!(costs.bytes_received(), 32 * 2 * 32 * 4);
+    /// assert_eq!(costs.steps[1].multiply_adds, 32 * 32 * 4 * 32);
+    /// # Ok::<(), cpattn::Error>(())
+    /// ```
+    pub fn costs(&self, rank: usize, direction: Direction) -> Result<Costs> {
+        Ok(self.costs_of(&Schedule::new(self, rank, direction)?))
+    }
+
+    /// The costs of a schedule of this plan.
+    pub(super) fn costs_of(&self, schedule: &Schedule) -> Costs {
+        let mask = self.problem().mask();
+        let (dk, dv) = (self.problem().head_dim() as u128, self.problem().value_dim() as u128);
+        let mut expansion = Expansion::new(schedule);
+        let mut steps: Vec<StepCost> = Vec::new();
+        // (q, k) pairs of a visit; passes meet the same visit again.
+        let mut known: Vec<(bool, u32, u128)> = Vec::new();
+        let mut pairs_of = |circulating_side: CirculatingSide, ring_step: u32, e: &mut Expansion| {
+            let keys = circulating_side == CirculatingSide::Keys;
+            if let Some(&(.., n)) = known.iter().find(|k| (k.0, k.1) == (keys, ring_step)) {
+                return n;
+            }
+            schedule.ring_steps(circulating_side).ranges(ring_step as usize, &mut e.scratch);
+            let r = e.scratch.ranges();
+            let pairs = r.q.iter().flat_map(|q| {
+                r.pairs[q.keys_begin as usize..q.keys_end as usize].iter().map(move |&k| (q, k as usize))
+            });
+            let n = pairs.map(|(q, k)| u128::from(area(&q.range, &r.k[k], mask))).sum();
+            known.push((keys, ring_step, n));
+            n
+        };
+        for (i, op) in schedule.ops.iter().enumerate() {
+            let at = steps.iter().position(|s| (s.phase, s.step) == (op.phase, op.step)).unwrap_or_else(|| {
+                steps.push(StepCost {
+                    phase: op.phase,
+                    step: op.step,
+                    bytes_sent: 0,
+                    bytes_received: 0,
+                    messages: 0,
+                    multiply_adds: 0,
+                });
+                steps.len() - 1
+            });
+            let step = &mut steps[at];
+            for m in expansion.messages(schedule, i) {
+                step.messages += 1;
+                *if m.send { &mut step.bytes_sent } else { &mut step.bytes_received } += bytes(self, schedule, m);
+            }
+            step.multiply_adds += match &op.kind {
+                OpKind::Attend(a) => {
+                    pairs_of(CirculatingSide::Keys, a.ring_step, &mut expansion) * u128::from(a.q.heads) * (dk + dv)
+                }
+                OpKind::Backward(b) => {
+                    let dims = match b.gradients {
+                        Gradients::All => 3 * dk + 2 * dv,
+                        Gradients::Queries => 2 * dk + dv,
+                        Gradients::Keys => 2 * dk + 2 * dv,
+                    };
+                    pairs_of(b.ring_steps, b.ring_step, &mut expansion) * u128::from(b.q.heads) * dims
+                }
+                _ => 0,
+            };
+        }
+        steps.sort_by_key(|s| (order(s.phase), s.step));
+        let (rank, direction) = (schedule.rank, schedule.direction);
+        Costs { rank, direction, steps, workspace: schedule.workspace, peak: peak(schedule) }
+    }
+}
+
+/// The buffers that stand end to end up to the end of the workspace.
+fn peak(schedule: &Schedule) -> Vec<PeakBuffers> {
+    let mut out: Vec<PeakBuffers> = Vec::new();
+    let (mut end, mut above) = (schedule.workspace, schedule.buffers.len());
+    while end > 0 {
+        let ends_here = |i: &usize| {
+            let b = &schedule.buffers[*i];
+            b.bytes() > 0 && b.offset + b.bytes().next_multiple_of(ALIGNMENT) == end
+        };
+        // Buffers of one phase were made one after another, so the next below was most likely made before.
+        let Some(i) = (0..above).rev().find(ends_here).or_else(|| (0..schedule.buffers.len()).rev().find(ends_here))
+        else {
+            break;
+        };
+        let b = &schedule.buffers[i];
+        let bytes = end - b.offset;
+        match out.iter_mut().find(|p| p.name == b.name) {
+            Some(p) => (p.count, p.bytes) = (p.count + 1, p.bytes + bytes),
+            None => out.push(PeakBuffers { name: b.name, count: 1, bytes }),
+        }
+        (end, above) = (b.offset, i);
+    }
+    out.reverse();
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Batch, Dtype, Layout, Mask, Mesh, Options, Problem, plan::Circulate, plan::Wire};
+
+    /// Every form, layout and mesh on a pack with awkward lengths.
+    fn each(mut check: impl FnMut(&Plan)) {
+        let batch = Batch::from_lengths(&[7, 0, 1, 40, 13]).unwrap();
+        let options = [
+            Options::new(),
+            Options::new().gather(true),
+            Options::new().passes(2),
+            Options::new().circulate(Circulate::Queries),
+            Options::new().circulate(Circulate::Keys).wire(Wire::Bf16),
+            Options::new().reproducible(true),
+        ];
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            for mask in [Mask::causal(), Mask::full(), Mask::window(5, 0)] {
+                let p = Problem::new(batch.clone(), 6, 2, 8, dtype).with_value_dim(4).with_mask(mask).with_sinks(true);
+                for layout in [Layout::Contiguous, Layout::Zigzag, Layout::Striped { stripe: 2 }] {
+                    for (ulysses, ring) in [(1, 1), (1, 4), (2, 3), (4, 1), (4, 2)] {
+                        for o in options {
+                            check(
+                                &Plan::with_options(&p, Mesh { replicas: 1, ring, ulysses }, layout, o)
+                                    .unwrap_or_else(|e| panic!("{e}")),
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn all_work_is_done_once_and_all_that_leaves_arrives() {
+        each(|plan| {
+            let p = plan.problem();
+            for (direction, dims) in [(Direction::Forward, 8 + 4), (Direction::Backward, 3 * 8 + 2 * 4)] {
+                let all: Vec<Costs> = (0..plan.mesh().world()).map(|r| plan.costs(r, direction).unwrap()).collect();
+                let (mut work, mut sent, mut received) = (0, 0, 0);
+                for c in &all {
+                    work += c.multiply_adds();
+                    sent += c.bytes_sent();
+                    received += c.bytes_received();
+                }
+                let again = direction == Direction::Backward && plan.options().reproducible;
+                let dims = if again { 4 * 8 + 3 * 4 } else { dims };
+                assert_eq!(work, p.area() * 6 * dims, "{plan:?}");
+                assert_eq!(sent, received, "{plan:?}");
+            }
+        });
+    }
+
+    #[test]
+    fn the_peak_is_the_sum_of_its_buffers() {
+        each(|plan| {
+            for direction in [Direction::Forward, Direction::Backward] {
+                for rank in 0..plan.mesh().world() {
+                    let c = plan.costs(rank, direction).unwrap();
+                    let sum: u64 = c.peak.iter().map(|p| p.bytes).sum();
+                    assert_eq!(sum, c.workspace, "{:?} of {plan:?}", c.peak);
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn no_workspace_is_larger_than_the_design_allows() {
+        let (mut real, mut allowed) = (0, 0);
+        each(|plan| {
+            for direction in [Direction::Forward, Direction::Backward] {
+                for rank in 0..plan.mesh().world() {
+                    let (found, bound) = (
+                        Schedule::new(plan, rank, direction).unwrap().workspace,
+                        plan.workspace_bound(rank, direction),
+                    );
+                    assert!(found <= bound, "{found} of {bound} bytes, rank {rank} {direction:?} of {plan:?}");
+                    real += found;
+                    allowed += bound;
+                }
+            }
+        });
+        assert!(real > 0 && allowed > real);
+        // Where padding and rounding are small against the buffers, the bound is close.
+        let p = Problem::new(Batch::from_lengths(&[1 << 14]).unwrap(), 4, 4, 64, Dtype::Bf16);
+        let plan = Plan::new(&p, Mesh::ring(4).unwrap(), Layout::Zigzag).unwrap();
+        for direction in [Direction::Forward, Direction::Backward] {
+            let (found, bound) =
+                (Schedule::new(&plan, 1, direction).unwrap().workspace, plan.workspace_bound(1, direction));
+            assert!(found <= bound && bound < found + found / 4, "{found} of {bound} bytes, {direction:?}");
+        }
+    }
+}

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Why this mesh and this layout, beside those that were not taken.
+
+use alloc::{
+    format,
+    string::{String, ToString},
+    vec,
+};
+use core::fmt::Write;
+
+use super::figures::{Table, grouped};
+use crate::{
+    error::Result,
+    heads,
+    plan::{BALANCE, Choice, Dealt, LAYOUTS, MESSAGE, Plan, choose, dealt},
+};
+
+impl Plan {
+    pub(super) fn describe_mesh(&self, out: &mut String) {
+        let mesh = self.mesh();
+        let _ = writeln!(out, "\nmesh {mesh}: {} ranks", mesh.world());
+        if mesh.replicas > 1 {
+            let _ = writeln!(out, "  replicas run batches of their own and never meet; below is one of them");
+        }
+        let heads = self.problem().heads() as u32;
+        let mean = f64::from(heads) / mesh.ulysses as f64;
+        let _ = writeln!(
+            out,
+            "  q heads: {} on the busiest Ulysses rank, {mean:.2} on average, imbalance {:.3}{}",
+            heads.div_ceil(mesh.ulysses as u32),
+            heads::imbalance(mesh.ulysses, heads),
+            if self.shares_kv_heads() { "; some kv heads are read by several ranks" } else { "" }
+        );
+        match choose(mesh.group(), self.problem(), BALANCE) {
+            Ok(choice) => self.describe_choice(out, &choice),
+            Err(e) => {
+                let _ = writeln!(out, "  no automatic mesh: {e}");
+            }
+        }
+    }
+
+    fn describe_choice(&self, out: &mut String, choice: &Choice) {
+        let mesh = self.mesh();
+        let given = (choice.mesh.ulysses, choice.mesh.ring) == (mesh.ulysses, mesh.ring);
+        let _ = writeln!(
+            out,
+            "  the automatic choice for {} ranks is {}, layout {}{}",
+            mesh.group(),
+            choice.mesh,
+            choice.layout,
+            if given { "" } else { "; this plan was given another" }
+        );
+        let _ = writeln!(
+            out,
+            "  rule: least cost = multiply-adds of the busiest rank + {} for each byte it receives, and as for {MESSAGE} bytes for each message, forward and backward, each mesh with its automatic layout; of equals the larger ulysses",
+            choice.balance
+        );
+        let mut t = Table::new(2, &["", "mesh", "q heads", "layout", "multiply-adds", "bytes", "messages", "cost"]);
+        for c in &choice.candidates {
+            let here = (c.mesh.ulysses, c.mesh.ring) == (mesh.ulysses, mesh.ring);
+            t.row([
+                if here { "→".to_string() } else { String::new() },
+                c.mesh.to_string(),
+                format!("×{:.3}", heads::imbalance(c.mesh.ulysses, self.problem().heads() as u32)),
+                c.layout.to_string(),
+                grouped(c.multiply_adds),
+                grouped(c.bytes),
+                grouped(c.messages.into()),
+                grouped(c.cost),
+            ]);
+        }
+        t.write(out);
+    }
+
+    pub(super) fn describe_layouts(&self, out: &mut String) {
+        let ring = self.mesh().ring;
+        let _ = writeln!(out, "\nlayout {} over {ring} ring ranks", self.layout());
+        if ring == 1 {
+            let _ = writeln!(out, "  one ring rank holds every token, so all layouts deal alike");
+        }
+        let mut layouts = vec![self.layout()];
+        if ring > 1 {
+            layouts.extend(LAYOUTS.into_iter().filter(|l| *l != self.layout()));
+        }
+        let _ = writeln!(
+            out,
+            "  largest over mean; k rows from others: what the busiest ring rank receives in the forward"
+        );
+        let mut t = Table::new(2, &["", "layout", "work", "q tokens", "k rows from others"]);
+        for (i, layout) in layouts.into_iter().enumerate() {
+            // A layout that this ring is too large for is left out.
+            let Ok(d): Result<Dealt> = dealt(self.problem(), layout, ring) else { continue };
+            t.row([
+                if i == 0 { "→".to_string() } else { String::new() },
+                layout.to_string(),
+                format!("{:.3}", d.work_imbalance()),
+                format!("{:.3}", d.token_imbalance()),
+                grouped(d.largest.needed.into()),
+            ]);
+        }
+        t.write(out);
+        let _ = writeln!(
+            out,
+            "  rule: at most 1 % more work on the busiest rank than the best of these, then fewest rows from others, then {}",
+            LAYOUTS.map(|l| l.to_string()).join(", ")
+        );
+    }
+}

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a plan costs: its form and the price of it, bytes and multiply-adds of every step, the peak of the workspace.
+
+use alloc::{
+    format,
+    string::{String, ToString},
+    vec,
+    vec::Vec,
+};
+use core::fmt::Write;
+
+use super::figures::{Table, grouped, spread};
+use super::{COLUMNS, STEPS};
+use crate::{
+    batch::Side,
+    plan::{Circulate, Options, Plan, Wire},
+    report::costs::{Costs, StepCost, order},
+    schedule::{CirculatingSide, Direction, Form},
+};
+
+impl Plan {
+    pub(super) fn describe_form(&self, out: &mut String, ranks: &[usize]) {
+        let (o, ring) = (self.options(), self.mesh().ring);
+        let _ = writeln!(out, "\nform");
+        let form = match self.form() {
+            _ if ring == 1 && self.form() != Form::Ordered => "one ring rank: nothing ring_steps",
+            Form::Ring => "ring: one ring_step at a time, the next one travelling into the other of two slots",
+            Form::Gather => "gather: all k and v of other ranks at once",
+            Form::Ordered => {
+                "ordered (reproducible): both sides are gathered and met in the order of positions, dk and dv are made head by head; the bits do not depend on the number of ranks"
+            }
+        };
+        let _ = writeln!(out, "  {form}");
+        if o.passes > 1 {
+            let _ =
+                writeln!(out, "  {} passes over groups of kv heads: what is in flight shrinks by as much", o.passes);
+        }
+        if self.form() != Form::Ring {
+            self.describe_price(out, ranks);
+        }
+        let (k, q) = self.bytes_per_circulating_token();
+        let b = self.problem().batch();
+        let (nk, nq) = (b.tokens(Side::K) as u128, b.tokens(Side::Q) as u128);
+        let side = match (self.form(), self.backward_circulates(), o.circulate) {
+            _ if ring == 1 => "backward: nothing circulates on one ring rank".to_string(),
+            (Form::Ordered, ..) => "backward: k and v are gathered for dq, then the q side for dk and dv".to_string(),
+            (_, v, c) => {
+                let what = if v == CirculatingSide::Keys {
+                    "k and v circulate, dk and dv go home"
+                } else {
+                    "q, do, lse and delta circulate, dq goes home"
+                };
+                let why = if c != Circulate::Auto {
+                    "as the options ask"
+                } else if o.passes > 1 || o.gather {
+                    "as gather and passes need"
+                } else {
+                    "fewer bytes"
+                };
+                format!("backward: {what}: {why}")
+            }
+        };
+        let _ = writeln!(out, "  {side}");
+        let _ = writeln!(
+            out,
+            "    bytes of a ring_step there and home: {} for a k token ({} of them), {} for a q token ({} of them)",
+            grouped(k),
+            grouped(nk),
+            grouped(q),
+            grouped(nq)
+        );
+        let accumulator = self.problem().dtype().accumulator();
+        let _ = match o.wire {
+            Wire::Full => writeln!(out, "  partial gradients travel in {accumulator}: nothing is rounded on the way"),
+            Wire::Bf16 => {
+                writeln!(out, "  partial gradients travel in bf16: half the bytes, each partial rounded once to 8 bits")
+            }
+        };
+    }
+
+    /// What another form costs over the ring form with one pass.
+    fn describe_price(&self, out: &mut String, ranks: &[usize]) {
+        let Ok(ring) = Self::with_options(self.problem(), self.mesh(), self.layout(), Options::default()) else {
+            return;
+        };
+        for direction in [Direction::Forward, Direction::Backward] {
+            let (Ok(ours), Ok(theirs)) = (self.costs_for(ranks, direction), ring.costs_for(ranks, direction)) else {
+                continue;
+            };
+            let most = |c: &[Costs], f: &dyn Fn(&Costs) -> u128| c.iter().map(f).max().unwrap_or(0);
+            let mut parts = Vec::new();
+            for (name, f) in [
+                ("workspace", &(|c: &Costs| u128::from(c.workspace)) as &dyn Fn(&Costs) -> u128),
+                ("bytes received", &|c: &Costs| u128::from(c.bytes_received())),
+                ("multiply-adds", &|c: &Costs| c.multiply_adds()),
+            ] {
+                let (a, b) = (most(&ours, f), most(&theirs, f));
+                parts.push(if a == b {
+                    format!("{name} the same")
+                } else if b == 0 {
+                    format!("{name} {} instead of 0", grouped(a))
+                } else {
+                    format!("{name} ×{:.2} ({} instead of {})", a as f64 / b as f64, grouped(a), grouped(b))
+                });
+            }
+            let _ = writeln!(
+                out,
+                "  price over the default form, {}, busiest rank: {}",
+                if direction == Direction::Forward { "forward" } else { "backward" },
+                parts.join("; ")
+            );
+        }
+    }
+
+    pub(super) fn describe_direction(&self, out: &mut String, direction: Direction, costs: &[Costs]) {
+        let n = self.mesh().group();
+        let title = if direction == Direction::Forward { "forward" } else { "backward" };
+        let _ = write!(out, "\n{title}: bytes and multiply-adds of each step");
+        if costs.len() > 1 && costs.len() < n {
+            let _ = write!(
+                out,
+                " ({} ranks counted of {n}: {:?})",
+                costs.len(),
+                costs.iter().map(|c| c.rank).collect::<Vec<_>>()
+            );
+        }
+        out.push('\n');
+        let mut steps: Vec<(usize, &'static str, u32)> = Vec::new();
+        for c in costs {
+            for s in &c.steps {
+                let key = (order(s.phase), s.phase, s.step);
+                if !steps.contains(&key) {
+                    steps.push(key);
+                }
+            }
+        }
+        steps.sort_unstable();
+        // Of very many ring steps the later ones are told together.
+        let late = steps.iter().filter(|s| s.1 == "ring").nth(STEPS).map_or(u32::MAX, |s| s.2);
+        let told = steps.iter().filter(|s| s.1 == "ring" && s.2 >= late).count();
+        let last = steps.iter().filter(|s| s.1 == "ring").map(|s| s.2).max().unwrap_or(0);
+        if told > 1 {
+            steps.retain(|s| s.1 != "ring" || s.2 <= late);
+        }
+        let each = costs.len() <= COLUMNS;
+        let mut head = vec!["step".to_string(), String::new()];
+        if each {
+            head.extend(costs.iter().map(|c| format!("rank {}", c.rank)));
+        } else {
+            head.extend(["least", "mean", "largest"].map(String::from));
+        }
+        let mut t = Table { left: 2, rows: vec![head] };
+        let mut line = |step: &str, name: &str, values: Vec<u128>| {
+            if values.iter().all(|&v| v == 0) {
+                return false;
+            }
+            let cells: Vec<String> =
+                if each { values.into_iter().map(grouped).collect() } else { spread(values.into_iter()).to_vec() };
+            t.row([step.to_string(), name.to_string()].into_iter().chain(cells));
+            true
+        };
+        for (_, phase, step) in steps {
+            let together = phase == "ring" && step == late && told > 1;
+            let mut label = match phase {
+                "ring" if together => format!("ring {step} to {last} ({told} steps)"),
+                "ring" => format!("ring {step}"),
+                _ => phase.to_string(),
+            };
+            let of = |f: &dyn Fn(&StepCost) -> u128| {
+                let here = |s: &&StepCost| s.phase == phase && (s.step == step || together && s.step > step);
+                costs.iter().map(|c| c.steps.iter().filter(here).map(f).sum()).collect::<Vec<u128>>()
+            };
+            for (name, values) in [
+                ("bytes sent", of(&|s| s.bytes_sent.into())),
+                ("bytes received", of(&|s| s.bytes_received.into())),
+                ("multiply-adds", of(&|s| s.multiply_adds)),
+            ] {
+                if line(&label, name, values) {
+                    label.clear();
+                }
+            }
+        }
+        let total = |f: &dyn Fn(&Costs) -> u128| costs.iter().map(f).collect::<Vec<u128>>();
+        line("all", "bytes sent", total(&|c| c.bytes_sent().into()));
+        line("", "bytes received", total(&|c| c.bytes_received().into()));
+        line("", "multiply-adds", total(&Costs::multiply_adds));
+        line("", "workspace", total(&|c| c.workspace.into()));
+        t.write(out);
+        self.describe_workspace(out, title, costs);
+    }
+
+    fn describe_workspace(&self, out: &mut String, title: &str, costs: &[Costs]) {
+        let Some(most) = costs.iter().max_by_key(|c| (c.workspace, core::cmp::Reverse(c.rank))) else { return };
+        let work: Vec<u128> = costs.iter().map(Costs::multiply_adds).collect();
+        let sum: u128 = work.iter().sum();
+        if sum > 0 && work.len() > 1 {
+            let largest = work.iter().max().copied().unwrap_or(0);
+            let _ = writeln!(
+                out,
+                "  work of the busiest rank over the mean, heads and layout together: {:.3}",
+                largest as f64 * work.len() as f64 / sum as f64
+            );
+        }
+        let _ = writeln!(
+            out,
+            "  peak workspace {title}: {} bytes on rank {}, beyond inputs and outputs (the design allows {}){}",
+            grouped(most.workspace.into()),
+            most.rank,
+            grouped(self.workspace_bound(most.rank, most.direction).into()),
+            if most.workspace == 0 { "" } else { ", at its longest:" }
+        );
+        let mut t = Table { left: 1, rows: Vec::new() };
+        for p in &most.peak {
+            t.row([
+                p.name.to_string(),
+                grouped(p.bytes.into()),
+                if p.count > 1 { format!("in {}", p.count) } else { String::new() },
+            ]);
+        }
+        t.write(out);
+    }
+}

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Key lines of explanations, and that they say what the schedules do.
+
+use super::*;
+use crate::plan::{Circulate, Wire};
+use crate::{Batch, Dtype, Layout, Mask, Mesh, Options, Problem};
+
+fn minilm() -> Problem {
+    Problem::new(Batch::from_lengths(&[297, 282, 187]).unwrap(), 9, 3, 64, Dtype::F32)
+}
+
+#[test]
+fn figures_are_grouped_by_three() {
+    let text: Vec<String> = [0, 7, 999, 1000, 1234567].into_iter().map(grouped).collect();
+    assert_eq!(text, ["0", "7", "999", "1,000", "1,234,567"]);
+}
+
+#[track_caller]
+fn has(text: &str, lines: &[&str]) {
+    for line in lines {
+        assert!(text.contains(line), "no {line:?} in\n{text}");
+    }
+}
+
+/// Figures by hand: nine heads over four Ulysses ranks, three documents in zigzag over two ring ranks.
+#[test]
+fn nine_heads_on_eight_ranks() {
+    let plan = Plan::new(&minilm(), Mesh { replicas: 1, ring: 2, ulysses: 4 }, Layout::Zigzag).unwrap();
+    let pairs: u64 = [297u64, 282, 187].iter().map(|n| n * (n + 1) / 2).sum();
+    assert_eq!(pairs, 101_734);
+    has(
+        &plan.explain(),
+        &[
+            "mask causal, f32: 3 documents (187 to 297 tokens), 766 q tokens, 766 k tokens",
+            "9 q heads, 3 kv heads, head_dim 64, value_dim 64",
+            // 101,734 pairs · 9 heads · (64 + 64), and 2.5 times that.
+            "101,734 (q, k) pairs count for each head: 117,197,568 multiply-adds forward, 292,993,920 backward",
+            "mesh ulysses 4 × ring 2: 8 ranks",
+            "3 on the busiest Ulysses rank, 2.25 on average, imbalance 1.333; some kv heads are read by several",
+            "layout zigzag over 2 ring ranks",
+            "→  zigzag        1.004     1.000                 383",
+            "     3     0        3        96        96          2     6..9      2..3               383",
+            "backward: k and v circulate, dk and dv go home: fewer bytes",
+            // Hk · 128 · (4 + 4) and Hq · (128 · 4 + 64 · 4 + 8).
+            "3,072 for a k token (766 of them), 6,984 for a q token (766 of them)",
+            "peak workspace forward: ",
+            "peak workspace backward: ",
+            "visitor",
+        ],
+    );
+}
+
+/// A window of 128 tokens over 64 ranks of 1,024: 127 rows of k and v from one neighbour.
+#[test]
+fn a_window_over_many_ranks_is_summarised() {
+    let p =
+        Problem::new(Batch::from_lengths(&[1024 * 64]).unwrap(), 8, 8, 64, Dtype::Bf16).with_mask(Mask::sliding(128));
+    let plan = Plan::new(&p, Mesh::ring(64).unwrap(), Layout::Contiguous).unwrap();
+    let text = plan.explain();
+    has(
+        &text,
+        &[
+            "mask window 127 back, 0 ahead, bf16",
+            "the automatic choice for 64 ranks is ulysses 1 × ring 64, layout contiguous\n",
+            "→  contiguous    1.001     1.000                 127",
+            "q tokens  1,024  1,024    1,024",
+            // 127 rows of 8 heads of 64 + 64 values in bf16.
+            "bytes received            0      256,032      260,096",
+        ],
+    );
+    let one = plan.explain_rank(3).unwrap();
+    has(&one, &["rank 3: replica 0, ring rank 3 of 64", "running o    2,097,152", "running lse     65,536", "260,096"]);
+    assert!(plan.explain_rank(64).is_err());
+}
+
+#[test]
+fn forms_tell_their_price() {
+    let mesh = Mesh { replicas: 2, ring: 2, ulysses: 2 };
+    let text = |o| Plan::with_options(&minilm(), mesh, Layout::ZigzagPack, o).unwrap().explain();
+    has(
+        &text(Options::new().reproducible(true)),
+        &[
+            "replicas run batches of their own",
+            "ordered (reproducible)",
+            "price over the default form, backward, busiest rank: workspace ×",
+            "k and v are gathered for dq, then the q side for dk and dv",
+        ],
+    );
+    has(
+        &text(Options::new().gather(true).passes(2).wire(Wire::Bf16)),
+        &["gather: all k and v of other ranks at once", "2 passes", "as gather and passes need", "travel in bf16"],
+    );
+    has(&text(Options::new().circulate(Circulate::Queries)), &["dq goes home: as the options ask"]);
+    let single = Plan::new(&minilm(), Mesh::single(), Layout::Contiguous).unwrap().explain();
+    has(&single, &["nothing ring_steps", "peak workspace forward: 0 bytes on rank 0, beyond inputs and outputs (the"]);
+}
+
+#[test]
+fn of_very_many_ranks_some_are_counted_and_named() {
+    let p = Problem::new(Batch::from_lengths(&[3000, 17]).unwrap(), 4, 2, 16, Dtype::F32);
+    let text = Plan::auto(&p, 96).unwrap().explain();
+    has(&text, &["16 ranks counted of 96: [0, 6, 12, 19,", "95]"]);
+}

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One tensor's all-to-all, as a schedule of its own.
+//!
+//! Whatever mixes tokens head by head (linear attention, state spaces, convolutions) can run between two of these: to
+//! heads, where a rank sees every token of its ring share for some heads, and back to tokens. A kv head that several
+//! ranks hold goes to each of them and is summed on the way back, in rank order: the way back is the transpose of the
+//! way there, so the same pair serves values and gradients.
+
+use alloc::vec::Vec;
+
+use super::{
+    builder::{Builder, Life},
+    check_rank,
+};
+use crate::{
+    batch::Side,
+    element::Dtype,
+    error::{Error, Result},
+    plan::Plan,
+    schedule::{Buf, BufferView, Direction, Schedule, TensorId},
+};
+
+/// Which way a trade goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Way {
+    /// From the rank's own tokens and all heads to the ring share's tokens and the rank's own heads.
+    ToHeads,
+    /// Back.
+    ToTokens,
+}
+
+/// One tensor to be traded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AllToAll {
+    /// Which way.
+    pub way: Way,
+    /// `Q`: a row for each q token and the q heads; `K`: a row for each k token and the kv heads.
+    pub side: Side,
+    /// Innermost dimension.
+    pub dim: u32,
+    /// Element type.
+    pub dtype: Dtype,
+}
+
+/// The caller's tensor of the rank's own tokens: `[local tokens, heads, dim]`.
+pub const OWN_TOKENS: TensorId = TensorId::Q;
+/// The caller's tensor of the rank's own heads: `[share's tokens, own heads, dim]`, compact.
+pub const OWN_HEADS: TensorId = TensorId::O;
+
+impl Schedule {
+    /// One rank's operations for the all-to-all of one tensor.
+    ///
+    /// # Errors
+    /// A rank outside the mesh; a tensor without an innermost dimension.
+    pub fn all_to_all(plan: &Plan, rank: usize, all_to_all: AllToAll) -> Result<Self> {
+        check_rank(plan, rank)?;
+        if all_to_all.dim == 0 {
+            return Err(Error::invalid("all_to_all.dim", 0, "at least 1"));
+        }
+        let mut b = Builder::new(plan, rank, Direction::Forward);
+        b.out.dtype = all_to_all.dtype;
+        let me = b.place.ulysses;
+        let rows = b.part(all_to_all.side, me).1;
+        let tokens = BufferView {
+            buf: Buf::User(OWN_TOKENS),
+            row: 0,
+            rows,
+            head: 0,
+            heads: if all_to_all.side == Side::Q { plan.problem().heads() } else { plan.problem().kv_heads() } as u32,
+        };
+        let own = span(&b, all_to_all.side, me).1;
+        let held =
+            BufferView { buf: Buf::User(OWN_HEADS), row: 0, rows: b.share(all_to_all.side), head: 0, heads: own };
+        match all_to_all.way {
+            Way::ToHeads => to_heads(&mut b, all_to_all, tokens, held),
+            Way::ToTokens => to_tokens(&mut b, all_to_all, tokens, held),
+        }
+        b.finish()
+    }
+}
+
+/// First head and number of heads of Ulysses rank `u`.
+fn span(b: &Builder<'_>, side: Side, u: usize) -> (u32, u32) {
+    let share = &b.heads[u];
+    let heads = if side == Side::Q { &share.q } else { &share.kv };
+    (heads.start, heads.len() as u32)
+}
+
+fn to_heads(b: &mut Builder<'_>, all_to_all: AllToAll, tokens: BufferView, held: BufferView) {
+    let me = b.place.ulysses;
+    for u in 0..b.out.ulysses {
+        let (first, count) = span(b, all_to_all.side, u);
+        let (off, rows) = b.part(all_to_all.side, u);
+        let theirs = tokens.of_heads(first, count);
+        if u == me {
+            b.block(held.slice(off, rows), &[theirs]);
+            continue;
+        }
+        if tokens.rows > 0 && count > 0 {
+            let leaving =
+                b.buffer(Life::In, "packed for peers", all_to_all.dtype, tokens.rows, count, all_to_all.dim as usize);
+            b.block(leaving, &[theirs]);
+            b.message(b.peer(u), leaving, true);
+        }
+        b.message(b.peer(u), held.slice(off, rows), false);
+    }
+    let packed = b.push_blocks(0, "all-to-all", None);
+    b.push_messages(0, "all-to-all", packed);
+}
+
+fn to_tokens(b: &mut Builder<'_>, all_to_all: AllToAll, tokens: BufferView, held: BufferView) {
+    let me = b.place.ulysses;
+    let mut arrived = Vec::with_capacity(b.out.ulysses);
+    for u in 0..b.out.ulysses {
+        let (off, rows) = b.part(all_to_all.side, u);
+        let part = held.slice(off, rows);
+        if u == me {
+            arrived.push(part);
+            continue;
+        }
+        let count = span(b, all_to_all.side, u).1;
+        b.message(b.peer(u), part, true);
+        let from =
+            b.buffer(Life::Out, "returned by peers", all_to_all.dtype, tokens.rows, count, all_to_all.dim as usize);
+        b.message(b.peer(u), from, false);
+        arrived.push(from);
+    }
+    let mut sources = Vec::new();
+    for h in 0..tokens.heads {
+        sources.clear();
+        for (u, from) in arrived.iter().enumerate() {
+            let (first, count) = span(b, all_to_all.side, u);
+            if (first..first + count).contains(&h) {
+                sources.push(from.of_heads(h - first, 1));
+            }
+        }
+        b.block(tokens.of_heads(h, 1), &sources);
+    }
+    let moved = b.push_messages(0, "all-to-all", None);
+    b.push_blocks(0, "all-to-all", moved);
+}

@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What the three phases write into: the operations, buffers and blocks of one rank's schedule, while it is made.
+//!
+//! The workspace is laid out by phase: what lives throughout comes first; behind it the buffers of the three phases
+//! share the same bytes, because every operation of a phase is ordered after all of the phase before.
+
+use alloc::{collections::BTreeMap, vec, vec::Vec};
+
+use crate::schedule::{
+    ALIGNMENT, BlockView, Buf, Buffer, BufferView, Direction, Lane, MessageView, Op, OpKind, Schedule, TensorId,
+    expand::MESSAGES_PER_PEER,
+};
+use crate::{
+    batch::Side,
+    element::Dtype,
+    error::{Error, Result},
+    heads::HeadShare,
+    layout::cut,
+    mesh::Coordinates,
+    plan::Plan,
+};
+
+/// When a buffer lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Life {
+    Throughout,
+    In,
+    Ring,
+    Out,
+}
+
+/// Bytes of the workspace that one or more buffers are laid over.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Region(pub(super) usize);
+
+/// A group of kv heads that travels together, with the q heads that read it; counted within the rank's own heads.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pass {
+    pub(super) q: (u32, u32),
+    pub(super) kv: (u32, u32),
+}
+
+pub(super) struct Builder<'a> {
+    pub(super) plan: &'a Plan,
+    pub(super) rank: usize,
+    pub(super) place: Coordinates,
+    /// Of every Ulysses rank.
+    pub(super) heads: Vec<HeadShare>,
+    /// Rows of the ring share of q's side and of k's: counting them takes a pass over all documents.
+    pub(super) rows: [usize; 2],
+    pub(super) regions: Vec<(Life, u64)>,
+    pub(super) buffer_regions: Vec<Region>,
+    pub(super) out: Schedule,
+}
+
+/// Which operation of each lane was pushed last.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Last {
+    pub(super) compute: Option<u32>,
+    pub(super) communication: Option<u32>,
+}
+
+impl<'a> Builder<'a> {
+    pub(super) fn new(plan: &'a Plan, rank: usize, direction: Direction) -> Self {
+        let (mesh, p) = (plan.mesh(), plan.problem());
+        let (heads, kv_heads) = (p.heads() as u32, p.kv_heads() as u32);
+        let place = mesh.coordinates(rank);
+        Self {
+            plan,
+            rank,
+            place,
+            rows: [Side::Q, Side::K].map(|side| plan.shares().rows(side, place.ring)),
+            heads: (0..mesh.ulysses).map(|u| HeadShare::new(u, mesh.ulysses, heads, kv_heads)).collect(),
+            regions: Vec::new(),
+            buffer_regions: Vec::new(),
+            out: Schedule {
+                rank,
+                group: mesh.group_of(rank),
+                ulysses: mesh.ulysses,
+                direction,
+                dtype: p.dtype(),
+                buffers: Vec::new(),
+                workspace: 0,
+                ops: Vec::new(),
+                blocks: Vec::new(),
+                sources: Vec::new(),
+                messages: Vec::new(),
+                keys: None,
+                queries: None,
+                aligned: plan.options().reproducible,
+            },
+        }
+    }
+}
+
+impl Builder<'_> {
+    pub(super) fn element(&self) -> Dtype {
+        self.plan.problem().dtype()
+    }
+
+    pub(super) fn accumulator(&self) -> Dtype {
+        self.element().accumulator()
+    }
+
+    /// Rows of the ring share.
+    pub(super) fn share(&self, side: Side) -> u64 {
+        self.rows[usize::from(side == Side::K)] as u64
+    }
+
+    /// First row and number of rows of Ulysses rank `u`'s part of the ring share.
+    pub(super) fn part(&self, side: Side, u: usize) -> (u64, u64) {
+        let n = self.share(side) as usize;
+        let (a, e) = (cut(u, n, self.out.ulysses), cut(u + 1, n, self.out.ulysses));
+        (a as u64, (e - a) as u64)
+    }
+
+    pub(super) fn mine(&self) -> &HeadShare {
+        &self.heads[self.place.ulysses]
+    }
+
+    /// The rank's passes over its kv heads; a pass without heads is left out.
+    pub(super) fn passes(&self) -> Vec<Pass> {
+        (0..self.plan.options().passes).map(|p| self.pass_of(self.place.ulysses, p)).filter(|p| p.kv.1 > 0).collect()
+    }
+
+    pub(super) fn pass_of(&self, u: usize, p: usize) -> Pass {
+        let share = &self.heads[u];
+        let group = self.plan.problem().group() as u32;
+        let (n, passes) = (share.kv.len(), self.plan.options().passes);
+        let (a, e) = (cut(p, n, passes) as u32 + share.kv.start, cut(p + 1, n, passes) as u32 + share.kv.start);
+        let q0 = (a * group).max(share.q.start);
+        let q1 = (e * group).min(share.q.end).max(q0);
+        Pass { q: (q0 - share.q.start, q1 - q0), kv: (a - share.kv.start, e - a) }
+    }
+
+    pub(super) fn region(&mut self, life: Life, bytes: u64) -> Region {
+        self.regions.push((life, bytes));
+        Region(self.regions.len() - 1)
+    }
+
+    pub(super) fn buffer_in(
+        &mut self,
+        region: Region,
+        name: &'static str,
+        dtype: Dtype,
+        rows: u64,
+        heads: u32,
+        dim: usize,
+    ) -> BufferView {
+        let buffer = Buffer { name, dtype, rows, heads, dim: dim as u32, offset: 0 };
+        self.regions[region.0].1 = self.regions[region.0].1.max(buffer.bytes());
+        self.out.buffers.push(buffer);
+        self.buffer_regions.push(region);
+        BufferView { buf: Buf::Work((self.out.buffers.len() - 1) as u16), row: 0, rows, head: 0, heads }
+    }
+
+    pub(super) fn buffer(
+        &mut self,
+        life: Life,
+        name: &'static str,
+        dtype: Dtype,
+        rows: u64,
+        heads: u32,
+        dim: usize,
+    ) -> BufferView {
+        let region = self.region(life, 0);
+        self.buffer_in(region, name, dtype, rows, heads, dim)
+    }
+
+    /// All of the caller's rows and heads of a tensor.
+    pub(super) fn user(&self, tensor: TensorId) -> BufferView {
+        let p = self.plan.problem();
+        let side = match tensor {
+            TensorId::K | TensorId::V | TensorId::Dk | TensorId::Dv => Side::K,
+            _ => Side::Q,
+        };
+        let heads = if side == Side::K { p.kv_heads() } else { p.heads() };
+        let rows = match tensor {
+            TensorId::Sinks | TensorId::Dsinks => 1,
+            _ => self.part(side, self.place.ulysses).1,
+        };
+        BufferView { buf: Buf::User(tensor), row: 0, rows, head: 0, heads: heads as u32 }
+    }
+
+    pub(super) fn block(&mut self, dst: BufferView, sources: &[BufferView]) {
+        if dst.rows == 0 || dst.heads == 0 {
+            return;
+        }
+        let begin = self.out.sources.len() as u32;
+        self.out.sources.extend_from_slice(sources);
+        self.out.blocks.push(BlockView { dst, sources_begin: begin, sources_end: self.out.sources.len() as u32 });
+    }
+
+    pub(super) fn message(&mut self, peer: usize, view: BufferView, send: bool) {
+        if view.rows > 0 && view.heads > 0 {
+            self.out.messages.push(MessageView { peer, view, send });
+        }
+    }
+
+    pub(super) fn push(&mut self, kind: OpKind, lane: Lane, step: u32, phase: &'static str, after: Option<u32>) -> u32 {
+        self.out.ops.push(Op { kind, lane, step, phase, after });
+        (self.out.ops.len() - 1) as u32
+    }
+
+    /// Pushes the blocks added since `begin` as one transform; nothing when there are none.
+    pub(super) fn push_blocks(&mut self, begin: usize, phase: &'static str, after: Option<u32>) -> Option<u32> {
+        let (begin, end) = (begin as u32, self.out.blocks.len() as u32);
+        (begin < end).then(|| self.push(OpKind::Transform { begin, end }, Lane::Compute, 0, phase, after))
+    }
+
+    /// Pushes the messages added since `begin` as one exchange, or as several when there are more for one peer than an
+    /// exchange may hold; nothing when there are none. Returns the last.
+    ///
+    /// Both ends of a pair number its messages alike, one way and the other, so they agree on the exchange that holds
+    /// each. Every rank has its exchanges in the same order, hence nothing deadlocks.
+    pub(super) fn push_messages(&mut self, begin: usize, phase: &'static str, mut after: Option<u32>) -> Option<u32> {
+        let mut count = BTreeMap::new();
+        let mut numbered: Vec<(usize, MessageView)> = Vec::new();
+        for m in self.out.messages.drain(begin..) {
+            let n: &mut usize = count.entry((m.peer, m.send)).or_default();
+            numbered.push((*n / MESSAGES_PER_PEER, m));
+            *n += 1;
+        }
+        numbered.sort_by_key(|(exchange, _)| *exchange);
+        let mut last = None;
+        for exchange in numbered.chunk_by(|a, b| a.0 == b.0) {
+            let begin = self.out.messages.len() as u32;
+            self.out.messages.extend(exchange.iter().map(|(_, m)| *m));
+            let end = self.out.messages.len() as u32;
+            last = Some(self.push(OpKind::Exchange { begin, end }, Lane::Communication, 0, phase, after.take()));
+        }
+        last
+    }
+
+    /// The last operation of each lane so far.
+    pub(super) fn last(&self) -> Last {
+        let of = |lane| self.out.ops.iter().rposition(|op| op.lane == lane).map(|i| i as u32);
+        Last { compute: of(Lane::Compute), communication: of(Lane::Communication) }
+    }
+
+    /// Gives every buffer its place.
+    pub(super) fn finish(mut self) -> Result<Schedule> {
+        let mut offsets = vec![0u64; self.regions.len()];
+        let mut throughout = 0u64;
+        let mut ends = [0u64; 3];
+        for pass in 0..2 {
+            for (i, &(life, bytes)) in self.regions.iter().enumerate() {
+                let end = match (pass, life) {
+                    (0, Life::Throughout) => &mut throughout,
+                    (1, Life::In) => &mut ends[0],
+                    (1, Life::Ring) => &mut ends[1],
+                    (1, Life::Out) => &mut ends[2],
+                    _ => continue,
+                };
+                offsets[i] = *end;
+                *end = end.checked_add(bytes.next_multiple_of(ALIGNMENT)).ok_or_else(|| {
+                    Error::invalid("workspace", "more than 2^64 bytes", "a problem that fits a machine")
+                })?;
+            }
+            if pass == 0 {
+                ends = [throughout; 3];
+            }
+        }
+        for (buffer, region) in self.out.buffers.iter_mut().zip(&self.buffer_regions) {
+            buffer.offset = offsets[region.0];
+        }
+        self.out.workspace = ends.into_iter().max().unwrap_or(0);
+        Ok(self.out)
+    }
+}

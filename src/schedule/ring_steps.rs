@@ -1,0 +1,401 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Who visits whom, and with which rows.
+//!
+//! A ring rank keeps one side of the attention where it is and lets the other side visit. Visit 0 is its own share.
+//! At step `s` of the *ring* form it trades with the ranks `s` places away: what travels with the ring comes from
+//! `r − s`, what travels against it (the back chunks of a zigzag) from `r + s`. Every message goes straight from its
+//! owner to its reader, with exactly the rows that reader needs: nothing is relayed, so a window or a document border
+//! shortens the message itself, and a step that nobody needs is no step. Relaying through neighbours moves the same
+//! bytes where everybody needs everything, and more where they do not.
+//!
+//! In the *gather* form all other shares visit at once. In the *ordered* form the own share does too, and keys are
+//! listed by position in plain runs: the order in which one rank alone would meet them.
+//!
+//! Rows are listed when a step is reached, into [`RangeScratch`] that was sized when the plan was made.
+
+use alloc::{vec, vec::Vec};
+
+use super::{
+    join::{Class, Fragment, by_document, join, meets},
+    sweep::Zigzag,
+};
+use crate::{
+    batch::Side,
+    call::{QRange, Range, Ranges},
+    layout::{Layout, Segment, Shares},
+    mask::Mask,
+    plan::Form,
+};
+
+mod documents;
+mod pairs;
+
+use documents::documents;
+
+/// One visit, as far as planning stores it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RingStep {
+    /// The ring step; 0 is the rank's own share.
+    pub step: u32,
+    /// Rows that arrive (that lie in the slot, for the ordered form).
+    pub rows_in: u64,
+    /// Rows of the own share that leave, counted once for each reader.
+    pub rows_out: u64,
+}
+
+/// All visits to one ring rank, and its own visits to others.
+#[derive(Clone, Debug)]
+pub struct RingSteps {
+    shares: Shares,
+    mask: Mask,
+    visiting: Side,
+    form: Form,
+    me: usize,
+    stationary: Vec<Segment>,
+    own: Vec<Segment>,
+    list: Vec<RingStep>,
+    last: Vec<u32>,
+    capacity: Capacity,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Capacity {
+    segments: usize,
+    fragments: usize,
+    q: usize,
+    k: usize,
+    pairs: usize,
+}
+
+/// Room for the lists of any one visit. Made once; never grows afterwards.
+#[derive(Debug, Default)]
+pub struct RangeScratch {
+    segments: Vec<Segment>,
+    /// What [`RingSteps::incoming`] or [`RingSteps::outgoing`] listed.
+    pub fragments: Vec<Fragment>,
+    order: Vec<u32>,
+    q: Vec<QRange>,
+    k: Vec<Range>,
+    pairs: Vec<u32>,
+}
+
+impl RangeScratch {
+    /// The ranges that [`RingSteps::ranges`] listed.
+    pub fn ranges(&self) -> Ranges<'_> {
+        Ranges { q: &self.q, k: &self.k, pairs: &self.pairs }
+    }
+
+    /// Makes room for any visit of `visits`.
+    pub fn reserve(&mut self, ring_steps: &RingSteps) {
+        fn grow<T>(v: &mut Vec<T>, n: usize) {
+            v.clear();
+            v.reserve(n);
+        }
+        let c = &ring_steps.capacity;
+        grow(&mut self.segments, c.segments);
+        grow(&mut self.fragments, c.fragments);
+        grow(&mut self.order, c.fragments.max(c.q).max(c.k));
+        grow(&mut self.q, c.q);
+        grow(&mut self.k, c.k);
+        grow(&mut self.pairs, c.pairs);
+    }
+}
+
+impl RingSteps {
+    /// Finds every visit of ring rank `me`. `visiting` is the side that travels.
+    pub fn new(shares: &Shares, mask: Mask, visiting: Side, form: Form, me: usize) -> Self {
+        let (mut stationary, mut own) = (Vec::new(), Vec::new());
+        let staying = if visiting == Side::K { Side::Q } else { Side::K };
+        shares.segments(staying, me, &mut stationary);
+        shares.segments(visiting, me, &mut own);
+        let mask = if visiting == Side::K { mask } else { mask.transposed() };
+        let last = vec![0; stationary.len()];
+        let mut v = Self {
+            shares: shares.clone(),
+            mask,
+            visiting,
+            form,
+            me,
+            stationary,
+            own,
+            list: Vec::new(),
+            last,
+            capacity: Capacity::default(),
+        };
+        if shares.layout() == Layout::Zigzag && form != Form::Ordered {
+            v.sweep_zigzag(staying);
+        } else {
+            v.sweep();
+        }
+        v
+    }
+
+    /// As [`RingSteps::sweep`], much faster.
+    fn sweep_zigzag(&mut self, staying: Side) {
+        let zigzag = Zigzag {
+            batch: self.shares.batch(),
+            mask: self.mask,
+            visiting: self.visiting,
+            staying,
+            ring: self.shares.ring(),
+            me: self.me,
+            stationary: &self.stationary,
+            own: &self.own,
+            gather: self.form == Form::Gather,
+        };
+        let (steps, last) = zigzag.measure();
+        let rows = self.own.iter().map(|o| u64::from(o.range.len)).sum();
+        self.list.push(RingStep { step: 0, rows_in: rows, rows_out: 0 });
+        let longest = self.own.len().max(self.stationary.len());
+        let fragments = steps.iter().map(|s| s.fragments_in.max(s.fragments_out)).max().unwrap_or(0).max(longest);
+        let mut visit_of = vec![0; steps.len()];
+        for (step, s) in steps.iter().enumerate().skip(1).filter(|(_, s)| s.rows_in + s.rows_out > 0) {
+            visit_of[step] = self.list.len() as u32;
+            self.list.push(RingStep { step: step as u32, rows_in: s.rows_in, rows_out: s.rows_out });
+        }
+        self.last = last.into_iter().map(|step| visit_of[step as usize]).collect();
+        // A share has at most two segments of each document, so a fragment meets at most two.
+        self.capacity = Capacity {
+            segments: (2 * self.shares.batch().documents()).max(longest),
+            fragments,
+            q: fragments,
+            k: fragments,
+            pairs: 2 * fragments,
+        };
+    }
+
+    /// Measures every step: which are empty, the rows of the others, the last visit to each stationary segment, and
+    /// the room that the longest lists need.
+    fn sweep(&mut self) {
+        let mut s = RangeScratch::default();
+        let ring = self.shares.ring();
+        let mut cap = Capacity {
+            segments: self.own.len().max(self.stationary.len()),
+            fragments: self.own.len(),
+            q: self.own.len().max(self.stationary.len()),
+            k: self.own.len().max(self.stationary.len()),
+            pairs: 0,
+        };
+        by_document(&self.stationary, &self.own, |_, a, _, b| cap.pairs += a.len() * b.len());
+        if self.form != Form::Ordered {
+            let rows = self.own.iter().map(|o| u64::from(o.range.len)).sum();
+            self.list.push(RingStep { step: 0, rows_in: rows, rows_out: 0 });
+        }
+        let steps = match self.form {
+            Form::Ring => 1..ring,
+            Form::Gather if ring == 1 => 1..1,
+            Form::Gather | Form::Ordered => 1..2,
+        };
+        for step in steps {
+            let rows_out = self.list_outgoing(step, &mut s);
+            cap.fragments = cap.fragments.max(s.fragments.len());
+            cap.segments = cap.segments.max(s.segments.len());
+            let rows_in = self.list_incoming(step, &mut s);
+            cap.fragments = cap.fragments.max(s.fragments.len());
+            cap.segments = cap.segments.max(s.segments.len());
+            if rows_in + rows_out == 0 && self.form != Form::Ordered {
+                continue;
+            }
+            let ring_step = self.list.len() as u32;
+            self.list.push(RingStep { step: step as u32, rows_in, rows_out });
+            cap.k = cap.k.max(s.fragments.len());
+            cap.q = cap.q.max(s.fragments.len());
+            self.sort(&mut s);
+            let mut pairs = 0;
+            let (last, mask) = (&mut self.last, self.mask);
+            documents(&self.stationary, &s.fragments, &s.order, |first, stationary, order| {
+                pairs += stationary.len() * order.len();
+                for (i, st) in stationary.iter().enumerate() {
+                    if order.iter().any(|&f| meets(&st.range, &s.fragments[f as usize].range, mask)) {
+                        last[first + i] = ring_step;
+                    }
+                }
+            });
+            cap.pairs = cap.pairs.max(pairs);
+        }
+        self.capacity = cap;
+    }
+
+    /// The visits, in order. Entry 0 is the own share, except in the ordered form, whose only entry holds everything.
+    pub fn list(&self) -> &[RingStep] {
+        &self.list
+    }
+
+    /// The form.
+    pub fn form(&self) -> Form {
+        self.form
+    }
+
+    /// The side that travels.
+    pub fn visiting(&self) -> Side {
+        self.visiting
+    }
+
+    /// Rows of the largest slot that any visit from others needs.
+    pub fn slot_rows(&self) -> u64 {
+        self.other_shares().map(|v| v.rows_in).max().unwrap_or(0)
+    }
+
+    /// Rows of the largest gradient that comes home from one visit.
+    pub fn return_rows(&self) -> u64 {
+        self.other_shares().map(|v| v.rows_out).max().unwrap_or(0)
+    }
+
+    fn other_shares(&self) -> impl Iterator<Item = &RingStep> {
+        self.list.iter().filter(|v| v.step > 0)
+    }
+
+    /// The ring rank that is visited.
+    pub fn ring_rank(&self) -> usize {
+        self.me
+    }
+
+    /// The most fragments that any one visit lists.
+    pub(crate) fn longest(&self) -> usize {
+        self.capacity.fragments
+    }
+
+    /// The own share of the visiting side.
+    pub fn own(&self) -> &[Segment] {
+        &self.own
+    }
+
+    /// The shares that this is about.
+    pub fn shares(&self) -> &Shares {
+        &self.shares
+    }
+
+    /// `(ring rank, class)` of those whose rows arrive at `step`, or of those who take the own rows.
+    fn others(&self, step: usize, arriving: bool) -> impl Iterator<Item = (usize, Class)> + use<> {
+        let (ring, me, form) = (self.shares.ring(), self.me, self.form);
+        let back = (me + ring - step % ring) % ring;
+        let ahead = (me + step) % ring;
+        let count = if form == Form::Ring { 2 } else { ring };
+        (0..count).filter_map(move |i| match form {
+            Form::Ring if (i == 0) == arriving => Some((back, if i == 0 { Class::Forward } else { Class::Reverse })),
+            Form::Ring => Some((ahead, if i == 0 { Class::Forward } else { Class::Reverse })),
+            _ => (i != me).then_some((i, Class::All)),
+        })
+    }
+
+    fn list_incoming(&self, step: usize, s: &mut RangeScratch) -> u64 {
+        s.fragments.clear();
+        let mut row = 0;
+        if self.form == Form::Ordered {
+            // The own share comes first and whole: every row of it needs a gradient, read or not.
+            for o in &self.own {
+                s.fragments.push(Fragment { peer: self.me as u32, owner_row: o.range.row, range: o.range });
+                row += i64::from(o.range.len);
+            }
+        }
+        for (j, class) in self.others(step, true) {
+            self.shares.segments(self.visiting, j, &mut s.segments);
+            row = join(&self.stationary, &s.segments, class, self.mask, j as u32, row, &mut s.fragments);
+        }
+        if self.form == Form::Ordered {
+            split_stripes(&mut s.fragments);
+        }
+        row as u64
+    }
+
+    fn list_outgoing(&self, step: usize, s: &mut RangeScratch) -> u64 {
+        s.fragments.clear();
+        let staying = if self.visiting == Side::K { Side::Q } else { Side::K };
+        let mut row = 0;
+        for (j, class) in self.others(step, false) {
+            self.shares.segments(staying, j, &mut s.segments);
+            row = join(&s.segments, &self.own, class, self.mask, j as u32, row, &mut s.fragments);
+        }
+        row as u64
+    }
+
+    /// Lists what arrives at a visit from others, in slot order, into `scratch.fragments`.
+    pub fn incoming(&self, ring_step: usize, scratch: &mut RangeScratch) {
+        self.list_incoming(self.list[ring_step].step as usize, scratch);
+    }
+
+    /// Lists the own rows that leave at a visit; `range.row` counts from the start of what comes home for them.
+    pub fn outgoing(&self, ring_step: usize, scratch: &mut RangeScratch) {
+        self.list_outgoing(self.list[ring_step].step as usize, scratch);
+    }
+}
+
+/// Cuts striped fragments into their blocks, so that a sort by position is the order of every token. From the back and
+/// in place: the list takes no more room than its result, which is what room is reserved for.
+fn split_stripes(fragments: &mut Vec<Fragment>) {
+    let blocks = |f: &Fragment| if f.range.is_plain() { 1 } else { f.range.len.div_ceil(f.range.block) };
+    let (n, total) = (fragments.len(), fragments.iter().map(|f| blocks(f) as usize).sum());
+    if total == n {
+        return;
+    }
+    fragments.resize(total, fragments[0]);
+    let mut end = total;
+    for i in (0..n).rev() {
+        let f = fragments[i];
+        if f.range.is_plain() {
+            end -= 1;
+            fragments[end] = f;
+            continue;
+        }
+        for block in (0..blocks(&f)).rev() {
+            let at = block * f.range.block;
+            let len = f.range.block.min(f.range.len - at);
+            let row = f.range.row + i64::from(at);
+            let range = Range { row, pos: f.range.position(at), len, block: 1, period: 1, doc: f.range.doc };
+            end -= 1;
+            fragments[end] = Fragment { owner_row: f.owner_row + i64::from(at), range, ..f };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::batch::Batch;
+
+    /// The fast way counts what the general way counts, and makes room for at least as much.
+    #[test]
+    fn zigzags_are_measured_alike_in_both_ways() {
+        let batches = [
+            Batch::from_lengths(&[7, 0, 1, 13, 3, 40]).unwrap(),
+            Batch::from_lengths(&[64]).unwrap(),
+            Batch::cross(&[0, 3, 3, 10], &[0, 8, 9, 21], None).unwrap(),
+            Batch::cross(&[0, 9, 31, 33], &[0, 2, 14, 50], Some(&[-4, 5, 1 << 40])).unwrap(),
+        ];
+        let masks = [
+            Mask::full(),
+            Mask::causal(),
+            Mask::window(2, 0),
+            Mask::window(0, 0),
+            Mask::window(9, 3),
+            Mask { left: Some(1), right: None },
+        ];
+        let mut ring_steps = 0;
+        for batch in &batches {
+            for mask in masks {
+                for ring in [1, 2, 3, 4, 7, 16] {
+                    let shares = Shares::new(batch, mask, Layout::Zigzag, ring).unwrap();
+                    for (me, side, form) in (0..ring).flat_map(|me| {
+                        [Side::Q, Side::K].into_iter().flat_map(move |s| [(me, s, Form::Ring), (me, s, Form::Gather)])
+                    }) {
+                        let fast = RingSteps::new(&shares, mask, side, form, me);
+                        let mut slow = fast.clone();
+                        slow.list.clear();
+                        slow.last.fill(0);
+                        slow.sweep();
+                        assert_eq!(
+                            (&fast.list, &fast.last),
+                            (&slow.list, &slow.last),
+                            "{mask:?} {me} of {ring} {form:?}"
+                        );
+                        let (a, b) = (fast.capacity, slow.capacity);
+                        assert!(a.segments >= b.segments && a.fragments >= b.fragments && a.q >= b.q && a.k >= b.k);
+                        assert!(a.pairs >= b.pairs, "{} {}", a.pairs, b.pairs);
+                        ring_steps += fast.list.len();
+                    }
+                }
+            }
+        }
+        assert!(ring_steps > 5_000, "{ring_steps}");
+    }
+}

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The ranges and pairs of one visit, as kernels take them.
+//!
+//! A q range appears once with all the keys it meets, in the order of their positions, because its mode is about all of
+//! them: whoever came from where makes no difference to a kernel.
+
+use alloc::vec::Vec;
+
+use super::documents::documents;
+use super::{Fragment, RangeScratch, RingSteps};
+use crate::{
+    batch::Side,
+    call::{Mode, QRange},
+    schedule::join::meets,
+};
+
+impl RingSteps {
+    /// `order` := the fragments by document and position.
+    pub(super) fn sort(&self, s: &mut RangeScratch) {
+        s.order.clear();
+        s.order.extend(0..s.fragments.len() as u32);
+        let f = &s.fragments;
+        let key = |&i: &u32| (f[i as usize].range.doc, f[i as usize].range.pos);
+        if !s.order.is_sorted_by_key(key) {
+            s.order.sort_unstable_by_key(key);
+        }
+    }
+
+    /// Lists the ranges and pairs of a visit. Of q ranges, those that meet no key of this visit are left out, except at
+    /// the first visit, which starts every row. `Mode`s are those of the forward; in the backward a mode that continues
+    /// adds to dq.
+    pub fn ranges(&self, ring_step: usize, s: &mut RangeScratch) {
+        let step = self.list[ring_step].step;
+        if step == 0 {
+            s.fragments.clear();
+            s.fragments.extend(self.own.iter().map(|o| Fragment {
+                peer: self.me as u32,
+                owner_row: o.range.row,
+                range: o.range,
+            }));
+        } else {
+            self.list_incoming(step as usize, s);
+        }
+        self.sort(s);
+        s.q.clear();
+        s.k.clear();
+        s.pairs.clear();
+        match self.visiting {
+            Side::K => self.pairs_of_keys(ring_step, s),
+            Side::Q => self.pairs_of_queries(ring_step, s),
+        }
+    }
+
+    fn pairs_of_keys(&self, ring_step: usize, s: &mut RangeScratch) {
+        s.k.extend(s.fragments.iter().map(|f| f.range));
+        let (q, pairs, fragments, mask) = (&mut s.q, &mut s.pairs, &s.fragments, self.mask);
+        let mut next = 0;
+        let mode = |i: usize| Mode::of(ring_step == 0, self.last[i] as usize == ring_step);
+        let lone = |q: &mut Vec<QRange>, pairs: &Vec<u32>, i: usize| {
+            let at = pairs.len() as u32;
+            q.push(QRange { range: self.stationary[i].range, keys_begin: at, keys_end: at, mode: mode(i) });
+        };
+        documents(&self.stationary, fragments, &s.order, |first, stationary, order| {
+            if ring_step == 0 {
+                (next..first).for_each(|i| lone(q, pairs, i));
+            }
+            for (i, st) in stationary.iter().enumerate() {
+                let begin = pairs.len() as u32;
+                pairs.extend(order.iter().filter(|&&f| meets(&st.range, &fragments[f as usize].range, mask)));
+                let end = pairs.len() as u32;
+                if end > begin || ring_step == 0 {
+                    q.push(QRange { range: st.range, keys_begin: begin, keys_end: end, mode: mode(first + i) });
+                }
+            }
+            next = first + stationary.len();
+        });
+        if ring_step == 0 {
+            (next..self.stationary.len()).for_each(|i| lone(q, pairs, i));
+        }
+    }
+
+    fn pairs_of_queries(&self, ring_step: usize, s: &mut RangeScratch) {
+        s.k.extend(self.stationary.iter().map(|k| k.range));
+        let (q, pairs, fragments, mask) = (&mut s.q, &mut s.pairs, &s.fragments, self.mask);
+        let mode = if ring_step == 0 && self.list.len() > 1 { Mode::First } else { Mode::Only };
+        let mut next = 0;
+        let lone = |q: &mut Vec<QRange>, pairs: &Vec<u32>, f: u32| {
+            let at = pairs.len() as u32;
+            q.push(QRange { range: fragments[f as usize].range, keys_begin: at, keys_end: at, mode });
+        };
+        let order = &s.order;
+        documents(&self.stationary, fragments, order, |first, stationary, part| {
+            let at = order.partition_point(|&f| fragments[f as usize].range.doc < stationary[0].range.doc);
+            order[next..at].iter().for_each(|&f| lone(q, pairs, f));
+            for &f in part {
+                let range = fragments[f as usize].range;
+                let begin = pairs.len() as u32;
+                let hits = stationary.iter().enumerate().filter(|(_, st)| meets(&st.range, &range, mask));
+                pairs.extend(hits.map(|(i, _)| (first + i) as u32));
+                q.push(QRange { range, keys_begin: begin, keys_end: pairs.len() as u32, mode });
+            }
+            next = at + part.len();
+        });
+        order[next..].iter().for_each(|&f| lone(q, pairs, f));
+    }
+}

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What the two all-to-alls promise, said apart from the code that schedules them.
+//!
+//! To heads, a rank brings all heads of its own tokens and gets its own heads of all tokens of its ring share, in the
+//! order of the ranks that hold them. Back, it brings the latter, which may be a part of a sum, and gets for every head
+//! of its own tokens the parts of all ranks that hold the head, each once, in rank order.
+
+use alloc::{format, vec::Vec};
+
+use super::{
+    execute::{Atom, Prover},
+    memory::{Cell, What},
+    outputs,
+    promise::{all_heads, held},
+};
+use crate::{
+    error::Result,
+    schedule::{
+        Buf, BufferView, TensorId,
+        build::all_to_all::{AllToAll, OWN_HEADS, OWN_TOKENS, Way},
+    },
+};
+
+/// Marks what a rank brings on the way back as its part of a sum.
+pub(super) fn bring(p: &mut Prover, all_to_all: AllToAll) {
+    if all_to_all.way == Way::ToHeads {
+        return;
+    }
+    for r in 0..p.schedules.len() {
+        let (tokens, heads) = held(p.plan, p.schedules[r].rank, all_to_all.side);
+        let view = whole(OWN_HEADS, tokens.len(), heads.len());
+        for (row, token) in tokens.into_iter().enumerate() {
+            for (i, h) in heads.clone().enumerate() {
+                let list = p.lists.one(Atom { call: r as u32, head: h, heads: 1 });
+                *p.memories[r].cell(&view, row as u64, i as u32) =
+                    Cell::new(What::Sum(OWN_TOKENS), token as u32, h, list);
+            }
+        }
+    }
+}
+
+fn whole(tensor: TensorId, rows: usize, heads: usize) -> BufferView {
+    BufferView { buf: Buf::User(tensor), row: 0, rows: rows as u64, head: 0, heads: heads as u32 }
+}
+
+/// That every rank got what was promised, all of it, and nothing moved in vain. No pairs are attended.
+pub(super) fn check(p: &mut Prover, all_to_all: AllToAll) -> Result<u128> {
+    outputs::tokens_are_dealt_once(p)?;
+    for r in 0..p.schedules.len() {
+        p.memories[r].check_all_read()?;
+        match all_to_all.way {
+            Way::ToHeads => heads(p, r, all_to_all)?,
+            Way::ToTokens => tokens(p, r, all_to_all)?,
+        }
+    }
+    Ok(0)
+}
+
+fn heads(p: &mut Prover, r: usize, all_to_all: AllToAll) -> Result<()> {
+    let (tokens, heads) = held(p.plan, p.schedules[r].rank, all_to_all.side);
+    let last = p.schedules[r].ops.len().max(1) - 1;
+    let view = whole(OWN_HEADS, tokens.len(), heads.len());
+    for (row, token) in tokens.into_iter().enumerate() {
+        for (i, h) in heads.clone().enumerate() {
+            let want = Cell::new(What::Input(OWN_TOKENS), token as u32, h, 0);
+            p.expect(r, last, &view, row as u64, i as u32, want)?;
+        }
+    }
+    Ok(())
+}
+
+fn tokens(p: &mut Prover, r: usize, all_to_all: AllToAll) -> Result<()> {
+    let rank = p.schedules[r].rank;
+    let ring = p.plan.mesh().coordinates(rank).ring;
+    let holders: Vec<(usize, core::ops::Range<u32>)> = (0..p.schedules.len())
+        .filter(|&i| p.plan.mesh().coordinates(p.schedules[i].rank).ring == ring)
+        .map(|i| (i, held(p.plan, p.schedules[i].rank, all_to_all.side).1))
+        .collect();
+    let heads = all_heads(p.plan, all_to_all.side);
+    let last = p.schedules[r].ops.len().max(1) - 1;
+    let tokens = p.plan.token_indices(all_to_all.side, rank);
+    let view = whole(OWN_TOKENS, tokens.len(), heads as usize);
+    for (row, token) in tokens.into_iter().enumerate() {
+        for h in 0..heads {
+            p.expect(r, last, &view, row as u64, h, Cell::new(What::Sum(OWN_TOKENS), token as u32, h, 0))?;
+            let list = p.memories[r].cell(&view, row as u64, h).list;
+            let parts = p.lists.get(list).iter().map(|a| a.call as usize);
+            let want = holders.iter().filter(|(_, own)| own.contains(&h)).map(|(i, _)| *i);
+            if !parts.eq(want) {
+                let text =
+                    format!("token {token}, head {h} is not the sum over all ranks that hold the head, in order");
+                return Err(p.err(r, last, text));
+            }
+        }
+    }
+    Ok(())
+}

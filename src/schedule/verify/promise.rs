@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a caller brings and gets: its tensors, row by row, for an attention and for one all-to-all.
+//!
+//! This is said apart from the code that writes schedules, on purpose: the proof asks nothing of it.
+
+use alloc::{vec, vec::Vec};
+
+use super::memory::{Access, Cell, Table, What, side_of};
+use crate::{
+    batch::Side,
+    element::Dtype,
+    plan::Plan,
+    schedule::{
+        Direction, Schedule, TensorId,
+        build::all_to_all::{AllToAll, OWN_HEADS, OWN_TOKENS, Way},
+    },
+};
+
+/// What the schedules are to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Promise {
+    Attention(Direction),
+    AllToAll(AllToAll),
+}
+
+const TENSORS: [TensorId; TensorId::COUNT] = [
+    TensorId::Q,
+    TensorId::K,
+    TensorId::V,
+    TensorId::O,
+    TensorId::Lse,
+    TensorId::DO,
+    TensorId::Dq,
+    TensorId::Dk,
+    TensorId::Dv,
+    TensorId::Sinks,
+    TensorId::Dsinks,
+];
+
+/// The caller's tensors of one rank, in the order of [`TensorId`].
+pub(super) fn tables(s: &Schedule, plan: &Plan, promise: Promise) -> Vec<Table> {
+    let table = |&tensor: &TensorId| match promise {
+        Promise::Attention(_) => of_attention(tensor, s, plan),
+        Promise::AllToAll(all_to_all) => of_all_to_all(tensor, s, plan, all_to_all),
+    };
+    TENSORS.iter().map(table).collect()
+}
+
+fn of_attention(tensor: TensorId, s: &Schedule, plan: &Plan) -> Table {
+    let p = plan.problem();
+    let forward = s.direction == Direction::Forward;
+    let access = match tensor {
+        TensorId::Q | TensorId::K | TensorId::V => Access::Input,
+        TensorId::O | TensorId::Lse if forward => Access::Output,
+        TensorId::O | TensorId::Lse | TensorId::DO if !forward => Access::Input,
+        TensorId::Dq | TensorId::Dk | TensorId::Dv if !forward => Access::Output,
+        TensorId::Sinks if p.has_sinks() => Access::Input,
+        TensorId::Dsinks if p.has_sinks() && !forward => Access::Output,
+        _ => Access::Absent,
+    };
+    let side = side_of(tensor);
+    let one_row = matches!(tensor, TensorId::Sinks | TensorId::Dsinks);
+    let rows = if one_row { 1 } else { plan.local_tokens(side, s.rank) as u64 };
+    let heads = if side == Side::K { p.kv_heads() } else { p.heads() } as u32;
+    let dim = match tensor {
+        TensorId::Q | TensorId::K | TensorId::Dq | TensorId::Dk => p.head_dim(),
+        TensorId::V | TensorId::O | TensorId::DO | TensorId::Dv => p.value_dim(),
+        TensorId::Lse | TensorId::Sinks | TensorId::Dsinks => 1,
+    } as u32;
+    let dtype = match tensor {
+        TensorId::Lse | TensorId::Dsinks => p.dtype().accumulator(),
+        TensorId::Sinks => Dtype::F32,
+        _ => p.dtype(),
+    };
+    let mut cells = Vec::new();
+    if access == Access::Input {
+        let tokens = if one_row { vec![0] } else { plan.token_indices(side, s.rank) };
+        cells.reserve(tokens.len() * heads as usize);
+        for token in tokens {
+            cells.extend((0..heads).map(|h| Cell::new(What::Input(tensor), token as u32, h, 0)));
+        }
+    } else if access == Access::Output {
+        cells = vec![Cell::UNSET; rows as usize * heads as usize];
+    }
+    Table::of_user(tensor, [rows, heads.into(), dim.into()], dtype, access, cells)
+}
+
+/// The tokens of a rank's ring share, and the heads that are its own.
+pub(super) fn held(plan: &Plan, rank: usize, side: Side) -> (Vec<usize>, core::ops::Range<u32>) {
+    let place = plan.mesh().coordinates(rank);
+    let tokens = plan
+        .mesh()
+        .group_of(rank)
+        .filter(|&peer| plan.mesh().coordinates(peer).ring == place.ring)
+        .flat_map(|peer| plan.token_indices(side, peer))
+        .collect();
+    let share = plan.heads_of(rank);
+    (tokens, if side == Side::Q { share.q } else { share.kv })
+}
+
+pub(super) fn all_heads(plan: &Plan, side: Side) -> u32 {
+    (if side == Side::Q { plan.problem().heads() } else { plan.problem().kv_heads() }) as u32
+}
+
+/// The two tensors of an all-to-all; the others are absent.
+fn of_all_to_all(tensor: TensorId, s: &Schedule, plan: &Plan, all_to_all: AllToAll) -> Table {
+    let (given, taken) = match all_to_all.way {
+        Way::ToHeads => (OWN_TOKENS, OWN_HEADS),
+        Way::ToTokens => (OWN_HEADS, OWN_TOKENS),
+    };
+    let (tokens, heads) = if tensor == OWN_HEADS {
+        held(plan, s.rank, all_to_all.side)
+    } else {
+        (plan.token_indices(all_to_all.side, s.rank), 0..all_heads(plan, all_to_all.side))
+    };
+    let shape = [tokens.len() as u64, heads.len() as u64, all_to_all.dim.into()];
+    let (access, cells) = if tensor == given {
+        let row = |token: usize| heads.clone().map(move |h| Cell::new(What::Input(tensor), token as u32, h, 0));
+        (Access::Input, tokens.into_iter().flat_map(row).collect())
+    } else if tensor == taken {
+        (Access::Output, vec![Cell::UNSET; tokens.len() * heads.len()])
+    } else {
+        (Access::Absent, Vec::new())
+    };
+    Table::of_user(tensor, shape, all_to_all.dtype, access, cells)
+}

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Streams, events, modules and launches.
+
+use super::{N, PTX, Raw, event, passes, reports, stream};
+use cudarc::driver::{CudaContext, LaunchConfig, PushKernelArg, result, sys};
+use cudarc::nvrtc::Ptx;
+
+pub fn case(name: &str, cx: &std::sync::Arc<CudaContext>) -> bool {
+    match name {
+        "safe" => safe(cx),
+        "events" => two_streams(true),
+        "missing event" => two_streams(false),
+        "late" => late(),
+        "default stream" => default_stream(),
+        "sticky" => sticky(),
+        "bad modules" => bad_modules(),
+        "limits" => limits(),
+        _ => return false,
+    }
+    true
+}
+
+fn safe(cx: &std::sync::Arc<CudaContext>) {
+    let stream = cx.default_stream();
+    let module = cx.load_module(Ptx::from_src(PTX)).unwrap();
+    let f = module.load_function("add_one").unwrap();
+    let n = 1000u32;
+    let mut x = stream.clone_htod(&(0..n).collect::<Vec<u32>>()).unwrap();
+    let mut launch = stream.launch_builder(&f);
+    launch.arg(&mut x).arg(&n);
+    // SAFETY: the arguments are those of the kernel.
+    unsafe { launch.launch(LaunchConfig::for_num_elems(n)) }.unwrap();
+    assert_eq!(stream.clone_dtoh(&x).unwrap(), (1..=n).collect::<Vec<u32>>());
+    assert_eq!(cx.compute_capability().unwrap(), (8, 0));
+    assert!(cx.name().unwrap().contains("emulator"));
+    cx.synchronize().unwrap();
+}
+
+fn two_streams(with_event: bool) {
+    let raw = Raw::new();
+    let (a, b, e) = (stream(), stream(), event());
+    raw.launch(a, raw.x, N).unwrap();
+    // SAFETY: handles that were just made.
+    unsafe {
+        result::event::record(e, a).unwrap();
+        if with_event {
+            result::stream::wait_event(b, e, sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT).unwrap();
+        }
+        raw.launch(b, raw.x, N).unwrap();
+        let done = result::stream::synchronize(b).and_then(|()| result::stream::synchronize(a));
+        assert_eq!(done.is_ok(), with_event);
+        if with_event {
+            assert_eq!(raw.read(), [2; N as usize]);
+            result::stream::destroy(a).unwrap();
+            result::event::destroy(e).unwrap();
+        }
+    }
+}
+
+fn late() {
+    let raw = Raw::new();
+    let s = stream();
+    raw.launch(s, raw.x, N).unwrap();
+    // SAFETY: a stream that was just made.
+    unsafe {
+        let first = sys::cuStreamQuery(s);
+        assert!(matches!(first, sys::CUresult::CUDA_SUCCESS | sys::CUresult::CUDA_ERROR_NOT_READY));
+        let mut asked = 0;
+        while sys::cuStreamQuery(s) == sys::CUresult::CUDA_ERROR_NOT_READY {
+            asked += 1;
+            assert!(asked < 1000, "asking makes progress");
+        }
+    }
+    assert_eq!(raw.read(), [1; N as usize]);
+}
+
+fn default_stream() {
+    let raw = Raw::new();
+    // SAFETY: plain creation.
+    let blocking = result::stream::create(result::stream::StreamKind::Default).unwrap();
+    // A stream that is not independent and the default stream order each other without events.
+    raw.launch(blocking, raw.x, N).unwrap();
+    raw.launch(std::ptr::null_mut(), raw.x, N).unwrap();
+    raw.launch(blocking, raw.x, N).unwrap();
+    assert_eq!(raw.read(), [3; N as usize]);
+}
+
+fn sticky() {
+    let raw = Raw::new();
+    let s = stream();
+    raw.launch(s, raw.x + 4, N).unwrap();
+    // SAFETY: a stream that was just made.
+    unsafe {
+        let e = result::stream::synchronize(s).unwrap_err();
+        assert_eq!(e.0, sys::CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
+        let again = result::malloc_sync(16).unwrap_err();
+        assert_eq!(again.0, sys::CUresult::CUDA_ERROR_ILLEGAL_ADDRESS);
+        assert_eq!(sys::cuDevicePrimaryCtxReset_v2(0), sys::CUresult::CUDA_SUCCESS);
+        result::malloc_sync(16).unwrap();
+    }
+}
+
+fn bad_modules() {
+    use sys::CUresult::{CUDA_ERROR_INVALID_IMAGE, CUDA_ERROR_INVALID_PTX, CUDA_ERROR_NO_BINARY_FOR_GPU};
+    let load = |text: &str| {
+        let image = std::ffi::CString::new(text).unwrap();
+        // SAFETY: the image ends in a zero byte.
+        unsafe { result::module::load_data(image.as_ptr().cast()) }
+    };
+    assert_eq!(load("not ptx").unwrap_err().0, CUDA_ERROR_INVALID_IMAGE);
+    assert_eq!(load(&PTX.replace("mad.lo.s32", "mad.lo.s33")).unwrap_err().0, CUDA_ERROR_INVALID_PTX);
+    assert_eq!(load(&PTX.replace("sm_80", "sm_90a")).unwrap_err().0, CUDA_ERROR_NO_BINARY_FOR_GPU);
+    assert_eq!(load(&PTX[..PTX.len() / 2]).unwrap_err().0, CUDA_ERROR_INVALID_PTX);
+    // SAFETY: a module that was just loaded.
+    let missing = unsafe { result::module::get_function(load(PTX).unwrap(), c"nothing".to_owned()) };
+    assert_eq!(missing.unwrap_err().0, sys::CUresult::CUDA_ERROR_NOT_FOUND);
+}
+
+fn limits() {
+    let raw = Raw::new();
+    let (mut x, mut n) = (raw.x, N);
+    let params = &mut [(&raw mut x).cast(), (&raw mut n).cast()];
+    let mut launch = |grid, block, shared| {
+        // SAFETY: the parameters are those of the kernel.
+        unsafe { result::launch_kernel(raw.function, grid, block, shared, std::ptr::null_mut(), params) }
+    };
+    let invalid = Err(result::DriverError(sys::CUresult::CUDA_ERROR_INVALID_VALUE));
+    assert_eq!(launch((1, 1, 1), (1025, 1, 1), 0), invalid);
+    assert_eq!(launch((0, 1, 1), (32, 1, 1), 0), invalid);
+    assert_eq!(launch((1, 65536, 1), (32, 1, 1), 0), invalid);
+    assert_eq!(launch((1, 1, 1), (32, 1, 1), 50_000), invalid);
+    let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    // SAFETY: a function that was just loaded.
+    unsafe {
+        result::function::set_function_attribute(raw.function, attribute, 163 << 10).unwrap();
+        assert!(result::function::set_function_attribute(raw.function, attribute, (163 << 10) + 1).is_err());
+    }
+    assert_eq!(launch((1, 1, 1), (32, 1, 1), 50_000), Ok(()));
+    result::ctx::synchronize().unwrap();
+}
+
+#[test]
+fn through_the_safe_interface() {
+    passes("safe");
+}
+
+#[test]
+fn events_order_streams() {
+    passes("events");
+}
+
+#[test]
+fn a_missing_event_is_reported_for_every_seed() {
+    reports("missing event", "StreamRace");
+}
+
+#[test]
+fn streams_run_late_and_queries_make_progress() {
+    passes("late");
+}
+
+#[test]
+fn the_default_stream_orders_blocking_streams() {
+    passes("default stream");
+}
+
+#[test]
+fn errors_stick_until_a_reset() {
+    reports("sticky", "OutOfBounds in `add_one`, line 18: `ld.global.u32 %r5, [%rd1];`");
+}
+
+#[test]
+fn modules_that_cannot_be_loaded() {
+    reports("bad modules", "`mad.lo.s33` in kernel `add_one`: this instruction is not known to the emulator");
+}
+
+#[test]
+fn launch_limits() {
+    reports("limits", "launch refused");
+}
