@@ -122,7 +122,9 @@ static double from_f16(uint16_t h) {
   return h >> 15 ? -x : x;
 }
 
-/* Root mean square of the error over that of the reference. Rounding to f16 alone gives about 2.8e-4. */
+/* Root mean square of the error over that of the reference. Rounding the result to f16 alone gives about 2.8e-4. Units that
+   multiply f16 tiles (AMX-FP16, tensor cores) take the weights and the scores' gradients in f16 too: two more roundings of
+   that size in dq and dk, measured 4.2e-4. Anything summed in f16 or bf16 would be at 2e-3 or above. */
 static int compare(const safetensors *s, const char *name, const uint16_t *got) {
   size_t bytes, n = (size_t)all.tokens * ROW;
   const float *want = safetensors_find(s, name, &bytes);
@@ -136,7 +138,7 @@ static int compare(const safetensors *s, const char *name, const uint16_t *got) 
   }
   double relative = sqrt(error / size);
   printf("%-10s relative RMS error %.2e\n", name, relative);
-  return relative <= 4e-4; /* false for a NaN */
+  return relative <= 6e-4; /* false for a NaN */
 }
 
 int main(int argc, char **argv) {
