@@ -83,8 +83,14 @@ pub enum Error {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Cause {
-    /// It did not answer within the deadline (milliseconds).
-    Deadline(u64),
+    /// It did not answer within the deadline.
+    Deadline {
+        /// Milliseconds in which nothing of the call moved.
+        ms: u64,
+        /// Bytes of its messages, sent and received, that the rank whose deadline passed still waited for; 0 in `agree`,
+        /// which has none.
+        bytes: u64,
+    },
     /// It panicked.
     Panicked,
     /// Its rank was dropped while peers still needed it.
@@ -164,7 +170,10 @@ impl fmt::Display for Error {
 impl fmt::Display for Cause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Deadline(ms) => write!(f, "did not answer within {ms} ms"),
+            Self::Deadline { ms, bytes: 0 } => write!(f, "did not answer within {ms} ms"),
+            Self::Deadline { ms, bytes } => {
+                write!(f, "did not answer within {ms} ms, with {bytes} bytes still to move")
+            }
             Self::Panicked => f.write_str("panicked"),
             Self::Left => f.write_str("left"),
             Self::Aborted => f.write_str("aborted the run"),

@@ -31,7 +31,7 @@ use crate::sync::{AtomicBool, Condvar, Lent, Limit, Mutex, MutexGuard, lock, wai
 use board::{Board, Phase};
 use std::ops::Range;
 use std::sync::{Arc, atomic::Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Makes `world` ranks that know each other; move each into its thread. `deadline` is how long a call waits without
 /// any of its messages moving before it fails the group.
@@ -135,7 +135,14 @@ impl Shared {
 /// How long a call has been waiting since something moved.
 struct Patience {
     limit: Option<Limit>,
+    since: Instant,
     moved: u64,
+}
+
+impl Patience {
+    fn new(moved: u64) -> Self {
+        Self { limit: None, since: Instant::now(), moved }
+    }
 }
 
 impl Local {
@@ -184,15 +191,16 @@ impl Local {
         let place = &board.places[self.rank];
         let deadline = place.deadline;
         if place.moved != patience.moved {
-            *patience = Patience { limit: None, moved: place.moved };
+            *patience = Patience::new(place.moved);
         }
         let limit = *patience.limit.get_or_insert_with(|| Limit::after(deadline));
         let (mut board, expired) = self.shared.park(board, self.rank, limit);
         if expired {
             match board.blame(self.rank) {
                 Some(peer) if board.places[self.rank].moved == patience.moved => {
-                    let ms = deadline.as_millis().try_into().unwrap_or(u64::MAX);
-                    self.shared.fail(&mut board, peer, Cause::Deadline(ms));
+                    let ms = patience.since.elapsed().as_millis().try_into().unwrap_or(u64::MAX);
+                    let bytes = board.waiting(self.rank);
+                    self.shared.fail(&mut board, peer, Cause::Deadline { ms, bytes });
                 }
                 _ => patience.limit = None,
             }
@@ -225,7 +233,7 @@ impl Transport for Local {
         if board.offer(rank, group.clone(), fingerprint) {
             group.for_each(|peer| shared.call(&mut board, peer));
         }
-        let mut patience = Patience { limit: None, moved: board.places[rank].moved };
+        let mut patience = Patience::new(board.places[rank].moved);
         while board.places[rank].phase != Phase::Answered {
             let outcome;
             (board, outcome) = self.pause(board, label, &mut patience);
@@ -254,7 +262,7 @@ impl Transport for Local {
                 shared.call(&mut board, send.peer);
             }
         }
-        let mut patience = Patience { limit: None, moved: board.places[rank].moved };
+        let mut patience = Patience::new(board.places[rank].moved);
         let outcome = loop {
             let before = board.places[rank].moved;
             let mut at = 0;

@@ -33,9 +33,9 @@ pub enum Act {
 }
 
 impl Act {
-    /// What the others say the culprit did.
+    /// What the others say the culprit did; of an expired deadline, the shortest time that they may name.
     pub fn cause(self, deadline: Duration) -> Option<Cause> {
-        let late = Cause::Deadline(deadline.as_millis() as u64);
+        let late = Cause::Deadline { ms: deadline.as_millis() as u64, bytes: 0 };
         match self {
             Self::Nothing => None,
             Self::At(_, Fault::Delay(by)) => (by > deadline).then_some(late),

@@ -3,8 +3,8 @@
 //!
 //! Deadlines are short where one is meant to expire, and long where none is: a test that hangs fails by its deadline.
 
-use cpattn::Result;
 use cpattn::transport::{Label, Message, Transport, local, local::Local};
+use cpattn::{Cause, Error, Result};
 use std::thread;
 use std::time::Duration;
 
@@ -22,6 +22,16 @@ pub fn send(peer: usize, bytes: &[u8]) -> Message {
 
 pub fn recv(peer: usize, bytes: &mut [u8]) -> Message {
     Message { peer, ptr: bytes.as_mut_ptr(), bytes: bytes.len() }
+}
+
+/// A result whose expired deadline, if it has one, took between [`SHORT`] and three times that, as [`SHORT`].
+pub fn timed(mut result: Result<()>) -> Result<()> {
+    if let Err(Error::Peer { cause: Cause::Deadline { ms, .. }, .. }) = &mut result {
+        let short = SHORT.as_millis() as u64;
+        assert!((short..3 * short).contains(ms), "a deadline of {short} ms expired after {ms} ms");
+        *ms = short;
+    }
+    result
 }
 
 /// Exchanges lists of (peer, bytes) and (peer, buffer).

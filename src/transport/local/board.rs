@@ -269,6 +269,22 @@ impl Board {
         }
     }
 
+    /// Bytes of the messages that `rank` waits for: those of its exchange that nobody has begun to copy.
+    pub(super) fn waiting(&self, rank: usize) -> u64 {
+        let (world, place) = (self.places.len(), &self.places[rank]);
+        let row = rank * world..(rank + 1) * world;
+        let open = |list: &[Message], claimed: &[usize]| -> u64 {
+            let waiting = list.iter().enumerate().filter(|&(at, message)| at >= claimed[message.peer]);
+            waiting.map(|(_, message)| message.bytes as u64).sum()
+        };
+        match place.phase {
+            Phase::Exchange => {
+                open(place.recvs.list(), &self.received[row.clone()]) + open(place.sends.list(), &self.sent[row])
+            }
+            _ => 0,
+        }
+    }
+
     /// A peer that `rank` waits for in vain, because it was dropped.
     pub(super) fn gone(&self, rank: usize) -> Option<usize> {
         let mut gone = None;
