@@ -39,12 +39,13 @@ struct Options {
     only: Option<String>,
     serve: bool,
     list: bool,
+    jit: bool,
     cases: &'static str,
 }
 
 fn options() -> Result<Options> {
     let all = include_str!("../peers/cases.txt");
-    let mut options = Options { warmup: 5, repeats: 30, only: None, serve: false, list: false, cases: all };
+    let mut options = Options { warmup: 5, repeats: 30, only: None, serve: false, list: false, jit: false, cases: all };
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
         let mut value = || words.next().ok_or(format!("{word} needs a value"));
@@ -57,9 +58,14 @@ fn options() -> Result<Options> {
             "--only" => options.only = Some(value()?),
             "--serve" => options.serve = true,
             "--list" => options.list = true,
+            "--jit" => options.jit = true,
             // What `cargo bench` adds.
             "--bench" => {}
-            _ => return Err(format!("{word} is none of --tiny --list --serve --only PART --warmup N --repeats N")),
+            _ => {
+                return Err(format!(
+                    "{word} is none of --tiny --list --jit --serve --only PART --warmup N --repeats N"
+                ));
+            }
         }
     }
     options.repeats = options.repeats.max(1);
@@ -130,6 +136,22 @@ fn serve(device: &Device, options: &Options) -> Result<()> {
     Ok(())
 }
 
+/// How long the driver takes to make the kernels of each type and dims ready, as one line of JSON. `CUDA_CACHE_DISABLE=1`
+/// keeps earlier runs' results out of it.
+fn jit() -> Result<()> {
+    let device = Device::open()?;
+    let mut seconds = Vec::new();
+    for (name, dtype) in [("bf16", cpattn::Dtype::Bf16), ("f16", cpattn::Dtype::F16)] {
+        for (d, dv) in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)] {
+            let start = std::time::Instant::now();
+            device::text(device.cuda.prepare(dtype, d, dv))?;
+            seconds.push(format!("\"{name} {d}/{dv}\": {:.3}", start.elapsed().as_secs_f64()));
+        }
+    }
+    println!("{{\"device\": {:?}, \"seconds\": {{{}}}}}", device.name, seconds.join(", "));
+    Ok(())
+}
+
 fn run() -> Result<bool> {
     let options = options()?;
     let wanted = |line: &&str| {
@@ -141,6 +163,9 @@ fn run() -> Result<bool> {
     if options.list {
         lines.for_each(|line| println!("{line}"));
         return Ok(true);
+    }
+    if options.jit {
+        return jit().map(|()| true);
     }
     let device = Device::open()?;
     if options.serve {

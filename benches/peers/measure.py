@@ -9,42 +9,106 @@ this; it needs nothing but the standard library.
 import argparse
 import datetime
 import json
+import os
 import pathlib
 import re
+import select
 import subprocess
 import sys
 import time
 
+import machine
 import peers
 import report
+import steps
 
 HERE = pathlib.Path(__file__).resolve().parent
 
 
 class Server:
-    """A program that answers every line with one JSON object."""
+    """A program that answers every line with one JSON object. One that ends, or does not answer within `limit_s`, costs
+    that line only: the next line starts it anew."""
 
-    def __init__(self, *command, env=None):
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    def __init__(self, *command, env=None, limit_s=120.0):
+        self.command, self.env, self.limit_s, self.process, self.rest = command, env, limit_s, None, b""
+
+    def start(self):
+        self.rest = b""
+        self.process = subprocess.Popen(
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.env, process_group=0
+        )
+
+    def line(self):
+        """The next line of the program's output: None when it ended, "" when it says nothing."""
+        until = time.monotonic() + self.limit_s
+        while b"\n" not in self.rest:
+            if not select.select([self.process.stdout], [], [], max(until - time.monotonic(), 0.0))[0]:
+                return ""
+            more = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not more:
+                return None
+            self.rest += more
+        line, _, self.rest = self.rest.partition(b"\n")
+        return line.decode()
 
     def ask(self, line):
+        if self.process is None:
+            self.start()
         try:
-            self.process.stdin.write(line + "\n")
+            self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
-            answer = self.process.stdout.readline()
+            answer = self.line()
         except BrokenPipeError:
-            answer = ""
-        if not answer:
-            return {"failed": f"the program ended with status {self.process.wait()}"}
-        return json.loads(answer)
+            answer = None
+        if answer:
+            try:
+                return json.loads(answer)
+            except ValueError:
+                self.stop()
+                return {"failed": f"the program answered {answer!r}", "ended": True}
+        hung, process = answer == "", self.process
+        self.stop()
+        why = f"no answer within {self.limit_s:.0f} s" if hung else f"the program ended with status {process.returncode}"
+        return {"failed": why, "ended": True}
+
+    def stop(self):
+        if self.process is not None:
+            steps.end(self.process)
+            for pipe in (self.process.stdin, self.process.stdout):
+                try:
+                    pipe.close()
+                except OSError:
+                    pass
+            self.process = None
 
     def close(self):
-        self.process.stdin.close()
-        self.process.wait()
+        """Lets the program end by itself."""
+        if self.process is not None:
+            self.process.stdin.close()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                pass
+            self.stop()
+
+
+class Others:
+    """The peers' programs: one for those that replace what another has in its process."""
+
+    def __init__(self, *command, limit_s):
+        self.servers = {name: Server(*command, limit_s=limit_s) for name in ("", "fa3")}
+
+    def ask(self, line):
+        return self.servers["fa3" if line.startswith("fa3") else ""].ask(line)
+
+    def close(self):
+        for server in self.servers.values():
+            server.close()
 
 
 def one(line, ours, others, rounds, about):
-    """The rows of a case; an answer of ours that is wrong or missing is an error."""
+    """The rows of a case; an answer of ours that is wrong or missing is an error. Of a peer that ended in a case nothing
+    more is asked in it."""
     case = peers.Case(line)
     names = [peer for peer in case.peers if peer == "ours-first" or others]
     answers, times, failed = [], {peer: [] for peer in names}, {}
@@ -80,6 +144,7 @@ def arguments():
     parser.add_argument("--tiny", action="store_true", help="the tiny cases, for an emulated driver")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no case after so many seconds")
+    parser.add_argument("--case-limit-s", type=float, default=120.0, help="wait so long for one answer")
     parser.add_argument("--ours-only", action="store_true", help="do without PyTorch")
     parser.add_argument("--keep", help="a folder that gets a copy under the name of machine and date")
     return parser.parse_args()
@@ -96,29 +161,34 @@ def main():
             return 3
         about["software"] = json.loads(probe.stdout)
     counts = ["1", "2"] if options.tiny else ["5", "30"]
-    ours = Server(options.ours, "--serve", "--warmup", counts[0], "--repeats", counts[1])
-    others = None if options.ours_only else Server(sys.executable, str(HERE / "peers.py"), *counts)
+    limit_s = options.case_limit_s
+    ours = Server(options.ours, "--serve", "--warmup", counts[0], "--repeats", counts[1], limit_s=limit_s)
+    others = None if options.ours_only else Others(sys.executable, str(HERE / "peers.py"), *counts, limit_s=limit_s)
     lines = (HERE / ("tiny.txt" if options.tiny else "cases.txt")).read_text().splitlines()
     lines = [line for line in lines if line and not line.startswith("#") and re.search(options.only, line.split()[0])]
-    rows, wrong, left = [], [], []
-    for i, line in enumerate(lines):
-        if time.monotonic() - start > options.limit_s:
-            left = [line.split()[0] for line in lines[i:]]
-            break
-        print(f"[{i + 1}/{len(lines)}] {line.split()[0]}", file=sys.stderr)
-        try:
-            rows += one(line, ours, others, options.rounds, about)
-        except RuntimeError as error:
-            wrong.append(str(error))
-            if ours.process.poll() is not None:
+    rows, wrong, left, lost = [], [], [], 0
+    with machine.Gauge() as gauge:
+        for i, line in enumerate(lines):
+            # Twice in a row is no longer the fault of a case.
+            if time.monotonic() - start > options.limit_s or lost == 2:
+                left = [line.split()[0] for line in lines[i:]]
                 break
-        # Whatever happens later, what was measured is on disk.
-        pathlib.Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+            print(f"[{i + 1}/{len(lines)}] {line.split()[0]}", file=sys.stderr)
+            mark = gauge.mark()
+            try:
+                new = one(line, ours, others, options.rounds, about)
+                rows += [row | {"clocks": gauge.medians(mark)} for row in new]
+                lost = 0
+            except RuntimeError as error:
+                wrong.append(str(error))
+                lost = lost + 1 if ours.process is None else 0
+            # Whatever happens later, what was measured is on disk.
+            steps.write(pathlib.Path(options.json), rows)
     ours.close()
     if others:
         others.close()
     device = rows[0]["device"] if rows else "no device"
-    pathlib.Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+    steps.write(pathlib.Path(options.json), rows)
     picture = report.plot(rows, f"{device}, {about['date']}")
     svg = pathlib.Path(options.svg) if options.svg else pathlib.Path(options.json).with_suffix(".svg")
     svg.write_text(picture)
@@ -133,7 +203,8 @@ def main():
             (folder / f"{name}.svg").write_text(picture)
     print(report.table(rows))
     if left:
-        print(f"\nnot begun, for lack of time: {' '.join(left)}")
+        why = "two cases in a row ended our program" if lost == 2 else "for lack of time"
+        print(f"\nnot begun, {why}: {' '.join(left)}")
     for error in wrong:
         print(f"WRONG: {error}", file=sys.stderr)
     return 1 if wrong else 0

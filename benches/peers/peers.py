@@ -8,16 +8,30 @@ are kept while the same case comes again. `--peers` lists what is known, `--prob
     cudnn                 scaled_dot_product_attention, cuDNN alone
     flash                 scaled_dot_product_attention, FlashAttention-2 alone; a narrower v is padded to head_dim
     flash-deterministic   the same with a backward that gives the same bits each time
-    varlen                varlen_attn (FlashAttention-2) over packed documents
+    varlen                FlashAttention-2 over packed documents, as PyTorch carries it
     varlen-deterministic  likewise
+    cudnn-varlen          cuDNN over packed documents, forward, through ATen: no public call leads there
+    fa3, fa3-varlen       FlashAttention-3 in the place of FlashAttention-2 (a process of its own: the choice is global)
+    triton                the attention kernel of Triton's tutorials, forward
     copy                  a device copy of the bytes that are moved
+
+Two of them are not part of PyTorch. CPATTN_FA3 names the library of FlashAttention-3 (flash_attn_3/_C.so of the xformers
+wheel, which uses PyTorch's stable interface only) and CPATTN_FA3_CUDART the libcudart.so.12 that it wants;
+CPATTN_TRITON_TUTORIAL names Triton's python/tutorials/06-fused-attention.py. Without them these peers refuse.
 """
 
+import ctypes
+import importlib.util
 import json
+import os
 import statistics
 import sys
+import types
 
-PEERS = ("cudnn", "flash", "flash-deterministic", "varlen", "varlen-deterministic", "copy")
+PEERS = (
+    "cudnn", "flash", "flash-deterministic", "varlen", "varlen-deterministic", "cudnn-varlen", "fa3", "fa3-varlen", "triton",
+    "copy",
+)
 
 
 class Case:
@@ -72,7 +86,8 @@ def copies(torch, case, dtype):
 def attention(torch, case, dtype, peer):
     """Sets of inputs and the call to time. What only the backward needs is made outside the time."""
     backward = case.kind == "backward"
-    pad = peer.startswith("flash") and case.value_dim < case.head_dim
+    packed = "varlen" in peer
+    pad = (peer.startswith("flash") or peer == "varlen") and case.value_dim < case.head_dim
     shapes = [(case.heads, case.head_dim), (case.kv_heads, case.head_dim), (case.kv_heads, case.value_dim)]
 
     def random(heads, dim):
@@ -82,7 +97,7 @@ def attention(torch, case, dtype, peer):
     if pad:
         missing = case.head_dim - case.value_dim
         first[2:] = [torch.nn.functional.pad(x, (0, missing)) for x in first[2:]]
-    if not peer.startswith("varlen"):
+    if not packed:
         if len(set(case.lengths)) != 1:
             raise ValueError("scaled_dot_product_attention takes no documents of several lengths")
         # [batch, heads, tokens, dim] over memory of [batch, tokens, heads, dim].
@@ -90,7 +105,7 @@ def attention(torch, case, dtype, peer):
         first = [x.view(*batch, *x.shape[1:]).transpose(1, 2) for x in first]
     size = sum(x.numel() * x.element_size() for x in first)
 
-    forward = varlen(torch, case) if peer.startswith("varlen") else padded(torch, case, peer)
+    forward = varlen(torch, case, peer) if packed else padded(torch, case, peer)
     sets = []
     for _ in range(set_count(torch, size)):
         # preserve_format keeps the strides of the views above.
@@ -110,6 +125,8 @@ def attention(torch, case, dtype, peer):
 def padded(torch, case, peer):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    if peer == "triton":
+        return tutorial(case)
     backend = SDPBackend.CUDNN_ATTENTION if peer == "cudnn" else SDPBackend.FLASH_ATTENTION
 
     def forward(q, k, v):
@@ -121,21 +138,50 @@ def padded(torch, case, peer):
     return forward
 
 
-def varlen(torch, case):
-    from torch.nn.attention.varlen import varlen_attn
-
-    if case.heads != case.kv_heads:
-        raise ValueError("varlen_attn has no groups of heads in every version that is supported here")
+def varlen(torch, case, peer):
     starts = [0]
     for length in case.lengths:
         starts.append(starts[-1] + length)
     cu_seqlens = torch.tensor(starts, device="cuda", dtype=torch.int32)
-    longest, window = max(case.lengths), (-1, 0) if case.causal else (-1, -1)
+    longest = max(case.lengths)
+    packs = (cu_seqlens, cu_seqlens, longest, longest)
+    # The operators under varlen_attn, which itself takes no groups of heads in PyTorch 2.11.
+    if peer == "cudnn-varlen":
+        if case.kind == "backward":
+            raise ValueError("only the forward is called here")
+        operator = torch.ops.aten._cudnn_attention_forward
+        return lambda q, k, v: operator(q, k, v, None, *packs, True, 0.0, case.causal, False)[0]
+    operator = torch.ops.aten._flash_attention_forward
+    return lambda q, k, v: operator(q, k, v, *packs, 0.0, case.causal, False)[0]
 
-    def forward(q, k, v):
-        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=window)
 
-    return forward
+def named(variable, what):
+    path = os.environ.get(variable)
+    if not path:
+        raise ValueError(f"{variable} does not name {what}")
+    return path
+
+
+def tutorial(case):
+    if case.kind == "backward" or case.heads != case.kv_heads or case.head_dim != case.value_dim:
+        raise ValueError("the tutorial's forward has neither groups of heads nor two dims")
+    path = named("CPATTN_TRITON_TUTORIAL", "Triton's 06-fused-attention.py")
+    spec = importlib.util.spec_from_file_location("fused_attention", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    scale = case.head_dim**-0.5
+    return lambda q, k, v: module.attention(q.contiguous(), k.contiguous(), v.contiguous(), case.causal, scale)
+
+
+def activate_fa3(torch):
+    """From here on this process has FlashAttention-3 wherever PyTorch would take FlashAttention-2."""
+    library = named("CPATTN_FA3", "FlashAttention-3's library")
+    if os.environ.get("CPATTN_FA3_CUDART"):
+        ctypes.CDLL(os.environ["CPATTN_FA3_CUDART"], mode=ctypes.RTLD_GLOBAL)
+    torch.ops.load_library(library)
+    # PyTorch asks for a package of this name, of which it needs only the operators that were just loaded.
+    sys.modules.setdefault("flash_attn_interface", types.ModuleType("flash_attn_interface"))
+    torch.nn.attention.activate_flash_attention_impl("FA3")
 
 
 class Held:
@@ -143,6 +189,7 @@ class Held:
 
     def __init__(self, torch):
         self.torch, self.line, self.sets, self.call = torch, None, None, None
+        self.fa3 = self.asked = False
 
     def answer(self, line, warmup, repeats):
         torch = self.torch
@@ -154,6 +201,12 @@ class Held:
             dtype = {"f16": torch.float16, "bf16": torch.bfloat16}[case.dtype]
             if peer not in PEERS:
                 raise ValueError(f"{peer} is none of {', '.join(PEERS)}")
+            if self.fa3 != peer.startswith("fa3"):
+                if self.fa3 or self.asked:
+                    raise ValueError("FlashAttention-2 and -3 take a process each")
+                activate_fa3(torch)
+                self.fa3 = True
+            self.asked = True
             torch.manual_seed(1)
             self.sets, self.call = copies(torch, case, dtype) if peer == "copy" else attention(torch, case, dtype, peer)
             self.line = line
@@ -169,7 +222,7 @@ def serve(torch, warmup, repeats):
         try:
             answer = {"peer_s": held.answer(line.strip(), warmup, repeats)}
         except Exception as error:  # a peer may refuse a case in any way it likes
-            held = Held(torch)
+            held.line = held.sets = held.call = None
             answer = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
         print(json.dumps(answer), flush=True)
 

@@ -114,7 +114,7 @@ class Cases(unittest.TestCase):
                 self.assertEqual(case.heads % case.kv_heads, 0)
                 self.assertTrue(re.fullmatch("forward|backward|merge|pack|unpack", case.kind))
                 if len(set(case.lengths)) > 1:
-                    self.assertTrue(all(peer.startswith("varlen") for peer in case.peers), case.name)
+                    self.assertTrue(all("varlen" in peer for peer in case.peers), case.name)
 
     def test_packs_are_long_tailed(self):
         packs = [peers.Case(line) for line in (HERE / "cases.txt").read_text().splitlines() if line.startswith("packed")]

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The three stages of an hour with a GPU; `lease` starts this and says what they are for."""
+
+import argparse
+import datetime
+import json
+import pathlib
+import subprocess
+import sys
+import tarfile
+import tempfile
+
+import peers
+import steps
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+TESTS = ("cuda_kernels", "cuda_plans", "cuda_ranks")
+"""Test programs of `programs`, those that fail first of all when something is wrong with the device."""
+
+COUNTED = ("cudnn", "fa3", "flash")
+"""Peers that Nsight Compute looks at too."""
+
+PROFILED = (
+    "forward-bf16-128-gqa64-causal-8k", "forward-bf16-128-gqa64-full-8k", "merge-bf16-128-gqa64-causal-8k",
+    "backward-bf16-128-causal-8k", "packed-forward-bf16-128-gqa64-8k", "forward-bf16-64-gqa-causal-8k", "pack-bf16-8",
+)
+"""Cases that are profiled, in this order."""
+
+
+class Stage:
+    """What all stages share: the programs, the steps, the interpreter with PyTorch."""
+
+    def __init__(self, options, name):
+        self.options, self.bin = options, options.bin
+        about = {
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ"),
+            "command": " ".join(sys.argv),
+        }
+        self.steps = steps.Steps(options.out, name, options.limit_s, about)
+        self.tiny = options.tiny
+
+    def python(self, *words):
+        return [sys.executable, *(str(word) for word in words)]
+
+    def json_of(self, name, command, limit_s, env=None):
+        """Runs a step whose last line of output that begins with a brace is JSON, and keeps that under its name."""
+        done = self.steps.run(name, command, limit_s, env)
+        if done is None:
+            return None
+        for line in reversed(done["output"].splitlines()):
+            if line.startswith("{"):
+                try:
+                    found = json.loads(line)
+                except ValueError:
+                    continue
+                self.steps.keep(**{name.replace(" ", "_"): found})
+                return found
+        return None
+
+    def alive(self):
+        """Whether the device still answers after a step that went wrong."""
+        done = self.steps.run("does the device answer", [self.bin / "cuda", "--tiny", "--only", "tiny-pack-"], 30)
+        return done is not None and done["ok"]
+
+    def finish(self):
+        print(self.steps.summary())
+        return 1 if self.steps.failed() or self.steps.record["not_begun"] else 0
+
+
+def tests_of(program):
+    """The names of the tests in a program that cargo built; none when it cannot be asked."""
+    try:
+        done = subprocess.run([program, "--list", "--format", "terse"], stdout=subprocess.PIPE, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.removesuffix(": test") for line in done.stdout.splitlines() if line.endswith(": test")]
+
+
+def first(stage):
+    """What the machine is, and whether everything computes right on it."""
+    stage.json_of("facts", stage.python(HERE / "machine.py", "facts"), 40)
+    if not stage.options.ours_only:
+        stage.json_of("ceilings", stage.python(HERE / "machine.py", "ceilings"), 60)
+    stage.json_of("jit", [stage.bin / "cuda", "--jit"], 120, {"CUDA_CACHE_DISABLE": "1"})
+    only = ["--only", "mma"] if stage.tiny else []
+    stage.steps.run(
+        "conformance", [stage.bin / "conformance", "--json", stage.steps.out / "conformance.json", *only], 120
+    )
+    lost = 0
+    for program in TESTS:
+        names = tests_of(stage.bin / program)
+        if not names:
+            stage.steps.record["not_begun"].append(f"{program}: it does not list its tests")
+        for name in names[:2] if stage.tiny else names:
+            done = stage.steps.run(
+                f"{program} {name}", [stage.bin / program, "--exact", name], 90, {"CPATTN_REQUIRE_CUDA": "1"}
+            )
+            if done and not done["ok"] and not stage.alive():
+                lost += 1
+                if lost == 2:
+                    stage.steps.keep(given_up="the device does not answer any more")
+                    return
+    library = {"CPATTN_LIBRARY": str(stage.bin / "capi/lib/libcpattn.so"), "CPATTN_REQUIRE_CUDA": "1"}
+    for program in sorted(stage.bin.glob("c_*")):
+        stage.steps.run(f"C {program.name}", [program], 90)
+    if (stage.bin / "capi/cuda_ranks.py").exists():
+        stage.steps.run("Python cuda_ranks.py", stage.python(stage.bin / "capi/cuda_ranks.py"), 90, library)
+
+
+def second(stage):
+    """The benchmark. It restarts its own servers; what it has measured is on disk after each case."""
+    rows = stage.steps.out / "rows.json"
+    more = [word for word, wanted in (("--tiny", stage.tiny), ("--ours-only", stage.options.ours_only)) if wanted]
+    limit_s = max(stage.steps.left() - 25, 5)
+    stage.steps.run(
+        "benchmark",
+        stage.python(HERE / "measure.py", "--ours", stage.bin / "cuda", "--json", rows, "--limit-s", int(limit_s - 20),
+                     "--case-limit-s", 60, *more),
+        limit_s,
+    )
+    if rows.exists():
+        stage.steps.keep(rows=len(json.loads(rows.read_text())))
+
+
+def lines_of(name):
+    return {line.split()[0]: line for line in (HERE / name).read_text().splitlines() if line and not line.startswith("#")}
+
+
+def third(stage):
+    """Counters of our kernels and the peers', then the sanitizer. Reports of Nsight Compute are large: their tables are
+    kept as text, the reports packed as far as there is room."""
+    cases = list(lines_of("tiny.txt").items())[:2] if stage.tiny else [
+        (name, line) for name, line in lines_of("cases.txt").items() if name in PROFILED
+    ]
+    cases.sort(key=lambda case: PROFILED.index(case[0]) if case[0] in PROFILED else 0)
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        for name, line in cases:
+            counters(stage, folder, name, "ours", [stage.bin / "cuda", "--serve", "--warmup", "0", "--repeats", "1"], line)
+        for name, line in cases[:2]:
+            for peer in [] if stage.options.ours_only else [p for p in peers.Case(line).peers if p in COUNTED]:
+                command = stage.python(HERE / "peers.py", 1, 1)
+                counters(stage, folder, name, peer, command, f"{peer} {line}")
+        for tool in ("memcheck", "racecheck", "synccheck", "initcheck"):
+            sanitizer = stage.options.sanitizer
+            command = [sanitizer, "--tool", tool, "--error-exitcode", 9, stage.bin / "cuda", "--tiny"]
+            stage.steps.run(f"compute-sanitizer {tool}", command, 90)
+            pack(folder, stage.steps.out / "profile.tar.xz")
+        pack(folder, stage.steps.out / "profile.tar.xz")
+
+
+def counters(stage, folder, name, whose, command, line):
+    """One case of one library under Nsight Compute."""
+    report = folder / f"{name}.{whose}"
+    kernels = "regex:cpattn" if whose == "ours" else "regex:fmha|flash|attention|cudnn|device_kernel"
+    ncu = stage.options.ncu
+    done = stage.steps.run(
+        f"counters {name} {whose}",
+        [ncu, "--clock-control", "none", "--set", "full", "--import-source", "no", "--kernel-name", kernels,
+         "--launch-count", "4", "--force-overwrite", "--export", report, *command],
+        90, stdin=line + "\n",
+    )
+    if done and done["ok"]:
+        table = stage.steps.run(f"table {name} {whose}", [ncu, "--import", f"{report}.ncu-rep", "--page", "details", "--csv"], 30)
+        if table and table["ok"]:
+            report.with_name(report.name + ".csv").write_text(table["output"])
+
+
+def pack(folder, path, room=15 << 20):
+    """Tables first, then reports, while they fit."""
+    beside = path.with_name(path.name + ".new")
+    files = sorted(folder.iterdir(), key=lambda f: (f.suffix != ".csv", f.stat().st_size))
+    total = 0
+    with tarfile.open(beside, "w:xz") as archive:
+        for file in files:
+            total += file.stat().st_size // (8 if file.suffix == ".csv" else 1)
+            if total < room:
+                archive.add(file, file.name)
+    beside.replace(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="benches/peers/lease", description=__doc__)
+    parser.add_argument("stage", choices=["1", "2", "3"])
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--bin", type=pathlib.Path, required=True)
+    parser.add_argument("--limit-s", type=float, default=540.0)
+    parser.add_argument("--tiny", action="store_true", help="little of everything, for an emulated driver")
+    parser.add_argument("--ours-only", action="store_true", help="do without PyTorch")
+    parser.add_argument("--ncu", default="ncu")
+    parser.add_argument("--sanitizer", default="compute-sanitizer")
+    options = parser.parse_args()
+    options.bin = options.bin.resolve()
+    stage = Stage(options, f"lease-{options.stage}")
+    {"1": first, "2": second, "3": third}[options.stage](stage)
+    return stage.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""`python3 -m unittest discover benches/peers`: steps that fail, hang, and leave processes behind; stand-ins for programs."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import unittest
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import lease
+import measure
+import peers
+import steps
+
+
+def program(path, body):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
+def runs(pid):
+    """Whether a process is there, and not only waiting to be collected."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class Folder(unittest.TestCase):
+    def setUp(self):
+        held = tempfile.TemporaryDirectory()
+        self.addCleanup(held.cleanup)
+        self.folder = pathlib.Path(held.name)
+
+    def record(self, name):
+        return json.loads((self.folder / "out" / f"{name}.json").read_text())
+
+
+class Steps(Folder):
+    def steps(self, limit_s=60.0):
+        return steps.Steps(self.folder / "out", "stage", limit_s, {"date": "never"})
+
+    def test_a_failure_costs_itself_only(self):
+        of = self.steps()
+        of.run("bad", ["sh", "-c", "echo seen; exit 3"], 20)
+        of.run("missing", ["/nowhere/program"], 20)
+        of.run("good", ["sh", "-c", "cat"], 20, stdin="given")
+        record = self.record("stage")
+        self.assertEqual([(s["name"], s["status"], s["ok"]) for s in record["steps"]],
+                         [("bad", 3, False), ("missing", None, False), ("good", 0, True)])
+        self.assertEqual([s["tail"] for s in record["steps"]], ["seen\n", "", "given"])
+        self.assertIn("==== bad: status 3", (self.folder / "out/stage.log").read_text())
+        self.assertEqual(of.failed(), ["bad", "missing"])
+
+    def test_a_step_that_hangs_is_ended_with_what_it_started(self):
+        of, pids = self.steps(), self.folder / "pids"
+        began = time.monotonic()
+        done = of.run("hangs", ["bash", "-c", f"trap '' TERM; sleep 300 & echo $$ $! > {pids}; wait; sleep 300"], 1, least_s=0)
+        self.assertLess(time.monotonic() - began, 30)
+        self.assertTrue(done["timed_out"])
+        self.assertIn("limit of 1 s", done["why"])
+        time.sleep(0.2)
+        self.assertFalse(any(runs(pid) for pid in pids.read_text().split()))
+
+    def test_nothing_is_left_running_after_a_good_step(self):
+        of, pids = self.steps(), self.folder / "pids"
+        self.assertTrue(of.run("leaves", ["bash", "-c", f"sleep 300 & echo $! > {pids}"], 20)["ok"])
+        time.sleep(0.2)
+        self.assertFalse(runs(pids.read_text().strip()))
+
+    def test_what_has_no_time_is_named(self):
+        of = self.steps(limit_s=1.0)
+        self.assertIsNone(of.run("late", ["true"], 20))
+        self.assertEqual(self.record("stage")["not_begun"], ["late"])
+        self.assertIn("late", of.summary())
+
+    def test_the_log_has_an_end(self):
+        of, steps.LOG_BYTES = self.steps(), 1000
+        try:
+            for _ in range(3):
+                of.run("talks", ["sh", "-c", "head -c 5000 /dev/zero | tr '\\0' x"], 20)
+        finally:
+            steps.LOG_BYTES = 12 << 20
+        self.assertLess((self.folder / "out/stage.log").stat().st_size, 1200)
+
+
+ANSWER = {"ours_s": 1.0, "direction": "forward", "dtype": "bf16", "tflops": 1.0, "tb_per_s": None, "error": 0.1, "device": "none"}
+
+
+class Servers(Folder):
+    """A program that ends at `dies`, hangs at `hangs`, and else answers."""
+
+    def server(self, limit_s=20.0):
+        body = f"""while read -r line; do case $line in *dies*) exit 7 ;; *hangs*) sleep 300 ;;
+            *) echo '{json.dumps(ANSWER)}' ;; esac; done"""
+        held = measure.Server(str(program(self.folder / "server", body)), limit_s=limit_s)
+        self.addCleanup(held.stop)
+        return held
+
+    def test_a_server_that_ended_is_started_again(self):
+        server = self.server()
+        self.assertEqual(server.ask("a")["ours_s"], 1.0)
+        self.assertEqual(server.ask("dies"), {"failed": "the program ended with status 7", "ended": True})
+        self.assertEqual(server.ask("b")["ours_s"], 1.0)
+
+    def test_a_server_that_hangs_is_ended_and_started_again(self):
+        server = self.server(limit_s=1.0)
+        self.assertIn("no answer within 1 s", server.ask("hangs")["failed"])
+        self.assertIsNone(server.process)
+        server.limit_s = 20.0
+        self.assertEqual(server.ask("b")["ours_s"], 1.0)
+
+    def measured(self, names):
+        """`measure.py --ours-only` over cases of these names."""
+        body = f"""while read -r line; do case $line in *dies*) exit 7 ;; *) echo '{json.dumps(ANSWER)}' ;; esac; done"""
+        ours, home = program(self.folder / "ours", body), self.folder / "home"
+        home.mkdir()
+        for name in ("measure.py", "machine.py", "peers.py", "report.py", "steps.py"):
+            (home / name).write_text((HERE / name).read_text())
+        words = "kind=forward dtype=bf16 heads=1/1 dims=64/64 mask=causal lengths=8 peers=flash"
+        (home / "cases.txt").write_text("".join(f"{name} {words}\n" for name in names))
+        done = subprocess.run(
+            [sys.executable, home / "measure.py", "--ours", ours, "--json", self.folder / "rows.json", "--ours-only"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        return done, [row["case"] for row in json.loads((self.folder / "rows.json").read_text())]
+
+    def test_one_case_that_ends_the_program_costs_itself_only(self):
+        done, cases = self.measured(["a", "dies-1", "b", "dies-2", "c"])
+        self.assertEqual((done.returncode, cases), (1, ["a", "b", "c"]))
+        self.assertIn("WRONG: dies-1: the program ended with status 7", done.stderr)
+
+    def test_two_in_a_row_end_the_run(self):
+        done, cases = self.measured(["a", "dies-1", "dies-2", "b"])
+        self.assertEqual((done.returncode, cases), (1, ["a"]))
+        self.assertIn("two cases in a row ended our program: b", done.stdout)
+
+    def test_flash_attention_3_has_a_process_of_its_own(self):
+        asked = measure.Others("cat", limit_s=1.0)
+        asked.servers = {name: type("Named", (), {"ask": lambda self, line, name=name: (name, line)})() for name in ("", "fa3")}
+        self.assertEqual([asked.ask(f"{peer} x")[0] for peer in ("flash", "fa3", "fa3-varlen", "varlen")], ["", "fa3", "fa3", ""])
+
+
+class Lease(Folder):
+    """The three stages over stand-ins for what cargo builds and for NVIDIA's tools."""
+
+    def call(self, stage, **bodies):
+        listing = 'if [ "$1" = --list ]; then printf "%s: test\\n" one two three; exit; fi'
+        programs = {
+            "cuda": f"case $* in *--serve*) while read -r l; do echo '{json.dumps(ANSWER)}'; done ;; "
+                    '*--jit*) echo \'{"device": "none", "seconds": {}}\' ;; esac',
+            "conformance": 'echo "{}" > "$2"',
+            **{name: listing for name in lease.TESTS},
+            "c_program": "exit 0",
+            "tool": 'while [ $# -gt 0 ]; do [ "$1" = --export ] && echo report > "$2.ncu-rep"; shift; done; echo "a,table"',
+        } | bodies
+        for name, body in programs.items():
+            program(self.folder / "bin" / name, body)
+        tool = str(self.folder / "bin/tool")
+        done = subprocess.run(
+            [HERE / "lease", stage, self.folder / "out", "--ours-only", "--tiny", "--ncu", tool, "--sanitizer", tool],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "CPATTN_PEERS_BIN": str(self.folder / "bin"), "PYTHON": sys.executable},
+        )
+        return done, self.record(f"lease-{stage}")
+
+    def test_every_test_is_a_step_of_its_own(self):
+        listing = 'if [ "$1" = --list ]; then printf "%s: test\\n" one two; exit; fi'
+        done, record = self.call("1", cuda_plans=listing + '\n[ "$2" = one ] && kill -SEGV $$\nexit 0')
+        names = {step["name"]: step["ok"] for step in record["steps"]}
+        self.assertEqual((done.returncode, names["cuda_plans one"], names["cuda_plans two"]), (1, False, True))
+        self.assertTrue(names["cuda_ranks two"] and names["C c_program"] and names["conformance"])
+        self.assertEqual(record["jit"]["device"], "none")
+        self.assertIn("FAILED cuda_plans one", done.stdout)
+
+    def test_a_device_that_answers_no_more_ends_the_stage(self):
+        listing = 'if [ "$1" = --list ]; then printf "%s: test\\n" one two; exit; fi'
+        _, record = self.call("1", cuda="exit 1", cuda_kernels=listing + "\nexit 1")
+        self.assertIn("does not answer", record["given_up"])
+        self.assertFalse(any(step["name"].startswith("cuda_plans") for step in record["steps"]))
+
+    def test_the_benchmark_leaves_rows(self):
+        done, record = self.call("2")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertEqual(record["rows"], len(json.loads((self.folder / "out/rows.json").read_text())))
+        self.assertGreater(record["rows"], 5)
+
+    def test_reports_are_packed(self):
+        done, record = self.call("3")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        with tarfile.open(self.folder / "out/profile.tar.xz") as archive:
+            kinds = sorted({pathlib.Path(name).suffix for name in archive.getnames()})
+        self.assertEqual(kinds, [".csv", ".ncu-rep"])
+        self.assertEqual(sum(step["name"].startswith("compute-sanitizer") for step in record["steps"]), 4)
+
+    def test_a_stage_leaves_at_most_eight_files(self):
+        for stage in "123":
+            self.call(stage)
+            files = sorted(path.name for path in (self.folder / "out").iterdir())
+            self.assertLessEqual(len(files), 8, files)
+            self.assertFalse([name for name in files if name.endswith(".new")])
+            for path in (self.folder / "out").iterdir():
+                path.unlink()
+
+    def test_profiled_cases_are_cases(self):
+        self.assertTrue(set(lease.PROFILED) <= set(lease.lines_of("cases.txt")))
+        self.assertTrue(set(lease.COUNTED) <= set(peers.PEERS))
+
+
+if __name__ == "__main__":
+    unittest.main()
