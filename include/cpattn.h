@@ -368,7 +368,8 @@ typedef struct cpattn_message {
  * The contract: a send meets one receive of the same size; between two ranks messages meet in the order in which both
  * list them; exchanges of one rank are serial, are rendezvous (nothing may rely on buffering) and complete as a whole;
  * empty messages and messages to oneself do not occur. Nothing may hang: when a peer dies, fails or does not answer
- * before a deadline of the transport's choice, all calls fail, now and later.
+ * before a deadline of the transport's choice, all calls fail, now and later. A rank on the CPU does not rely on "later":
+ * after the first failure it calls abort, makes no other call, and answers with that failure.
  *
  * For a rank on a device, `exchange` gets a stream of the rank's own, enqueues the batch there and returns: ncclSend and
  * ncclRecv between ncclGroupStart and ncclGroupEnd are one. The device's primary context is then current. What fails
@@ -380,7 +381,8 @@ typedef struct cpattn_transport_table {
   uint32_t rank;
   uint32_t world;
   /* An all-gather over ranks first ... end-1: all[i] = the number that rank first + i gave. Waits for all of them. The
-   * library compares. Called on the thread that runs. */
+   * library compares. Called on the thread that runs, when the ranks first run a plan in a direction; on the CPU later
+   * runs carry the comparison along, 16 bytes before the first message from one rank to another. */
   int32_t (*agree)(void *context, uint32_t first, uint32_t end, uint64_t number, uint64_t *all, int64_t *blame);
   /* Moves a batch. On the CPU: returns when it is complete, stream is NULL, and it is called on a thread of the rank's
    * own, one call at a time. On a device: returns when it is enqueued, and is called on the thread that runs. */
@@ -481,7 +483,8 @@ typedef struct cpattn_backward_args {
   { sizeof(cpattn_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 /* Run a plan. All ranks of the group call with equal plans in the same order, each on a thread of its own, and wait for
- * each other. CPATTN_INVALID: a tensor that does not fit, or overlaps one that is written; the peers of a rank that is
+ * each other. CPATTN_DISAGREEMENT: they do not. Found before anything moves where a plan is first run in a direction (the
+ * ranks may then go on), later with the first message between two ranks (the group has failed then). CPATTN_INVALID: a tensor that does not fit, or overlaps one that is written; the peers of a rank that is
  * refused wait until their deadline or until it calls again.
  *
  * On a device they return when all of the run is enqueued. Runs of one rank come one after another even on different

@@ -35,16 +35,22 @@ pub enum Error {
         /// The way out.
         hint: &'static str,
     },
-    /// Two ranks planned different things; found before anything moved.
+    /// Two ranks run different things. Found before anything moved where the group meets for the first run of a plan and
+    /// direction; the ranks may then plan again. Found with the first message between two ranks in later runs, which are
+    /// over then on every rank of the group.
     Disagreement {
         /// The rank that reports.
         rank: usize,
-        /// The first rank whose plan differs.
+        /// The first rank that runs something else.
         peer: usize,
-        /// Fingerprint of this rank's plan.
+        /// Fingerprint of what this rank runs: plan, direction and kind of run.
         ours: u64,
-        /// Fingerprint of the peer's plan.
+        /// Fingerprint of what the peer runs.
         theirs: u64,
+        /// What this rank runs, in words: direction, tokens, heads, mesh, layout. Empty where only a transport was asked.
+        what: String,
+        /// How many runs this rank, and how many the peer, has begun in this group; `None` where that was not compared.
+        runs: Option<[u64; 2]>,
     },
     /// A peer failed, left, or did not answer in time. The run is over on every rank of the group.
     Peer {
@@ -106,6 +112,9 @@ pub enum Cause {
     },
     /// Its own operation failed; its own error says how.
     Failed,
+    /// It found that ranks run different things, or runs something else itself: one plan where another is expected, or one
+    /// that has to be agreed on where one is expected that was agreed on before.
+    Disagreed,
     /// A transport of the caller's says that it failed: which of its functions, and what that returned.
     Returned {
         /// `agree`, `exchange` or `poll`.
@@ -131,6 +140,11 @@ impl Error {
         Self::Unsupported { option: option.into(), limit: format!("{limit}"), hint }
     }
 
+    /// Two ranks gave different numbers: what a [`Transport`](crate::transport::Transport) returns from `agree`.
+    pub fn disagreement(rank: usize, peer: usize, ours: u64, theirs: u64) -> Self {
+        Self::Disagreement { rank, peer, ours, theirs, what: String::new(), runs: None }
+    }
+
     /// Adds the way out to an [`Error::Invalid`].
     #[must_use]
     pub fn hint(mut self, way_out: &'static str) -> Self {
@@ -152,10 +166,19 @@ impl fmt::Display for Error {
                 write!(f, "{option} is not supported: {limit}")?;
                 if hint.is_empty() { Ok(()) } else { write!(f, "; {hint}") }
             }
-            Self::Disagreement { rank, peer, ours, theirs } => write!(
-                f,
-                "rank {rank} planned {ours:016x}, rank {peer} planned {theirs:016x}: all ranks of a group must run the same problem, mesh, layout and options in the same order"
-            ),
+            Self::Disagreement { rank, peer, ours, theirs, what, runs } => {
+                let what = if what.is_empty() { "a plan" } else { what };
+                write!(f, "rank {rank} runs {what} ({ours:016x}), rank {peer} runs ")?;
+                if ours == theirs {
+                    f.write_str("the same")?
+                } else {
+                    write!(f, "another plan or direction ({theirs:016x})")?
+                }
+                if let Some([ours, theirs]) = runs {
+                    write!(f, "; it is run {ours} of rank {rank} in the group, and run {theirs} of rank {peer}")?;
+                }
+                f.write_str(": all ranks of a group must run the same problem, mesh, layout, options and directions in the same order")
+            }
             Self::Peer { rank, operation, step, peer, cause } => {
                 write!(f, "rank {rank}, {operation}, step {step}: rank {peer} {cause}")
             }
@@ -179,6 +202,7 @@ impl fmt::Display for Cause {
             Self::Aborted => f.write_str("aborted the run"),
             Self::Size { ours, theirs } => write!(f, "offered {theirs} bytes where {ours} were expected"),
             Self::Failed => f.write_str("failed; see its own error"),
+            Self::Disagreed => f.write_str("runs something else; see its own error"),
             Self::Returned { function, code } => {
                 write!(f, "failed: the transport's {function} returned {code}")
             }

@@ -251,7 +251,7 @@ fn three_ranks_agree_twice_without_mixing() {
             let me = rank.rank();
             rank.agree(0..3, 5).unwrap();
             let (ours, peer, theirs) = if me == 1 { (7, 0, 6) } else { (6, 1, 7) };
-            assert_eq!(rank.agree(0..3, ours), Err(Error::Disagreement { rank: me, peer, ours, theirs }));
+            assert_eq!(rank.agree(0..3, ours), Err(Error::disagreement(me, peer, ours, theirs)));
         });
     });
 }

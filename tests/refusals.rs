@@ -293,10 +293,14 @@ fn ranks_that_planned_different_things() {
                 let data = Data::<f32>::random(plan.problem(), 5);
                 let mut own = Own::new(plan, &data, r, compact);
                 let error = own.forward(&mut rank, plan).unwrap_err();
-                let Error::Disagreement { rank: reporter, peer, ours: mine, theirs } = error else { panic!("{error}") };
+                let text = error.to_string();
+                let Error::Disagreement { rank: reporter, peer, ours: mine, theirs, .. } = error else {
+                    panic!("{text}")
+                };
                 // The first rank whose plan differs.
                 let expected = if r != odd { odd } else { usize::from(odd == 0) };
-                assert_eq!((reporter, peer), (r, expected), "{what}: {error}");
+                assert_eq!((reporter, peer), (r, expected), "{what}: {text}");
+                assert!(text.contains("the forward of") && text.contains(&plan.mesh().to_string()), "{what}: {text}");
                 assert!(mine != theirs && own.is_untouched(), "{what}");
                 // Equal plans run on the same ranks.
                 let data = Data::<f32>::random(ours.problem(), 5);

@@ -186,7 +186,7 @@ impl Transport for Table {
         };
         self.outcome("agree", status, blame, Label { operation: "agree", step: 0 })?;
         match group.clone().zip(all.iter()).find(|&(_, &theirs)| theirs != fingerprint) {
-            Some((peer, &theirs)) => Err(Error::Disagreement { rank, peer, ours: fingerprint, theirs }),
+            Some((peer, &theirs)) => Err(Error::disagreement(rank, peer, fingerprint, theirs)),
             None => Ok(()),
         }
     }

@@ -7,7 +7,7 @@
 
 use std::{format, vec, vec::Vec};
 
-use super::{Bindings, Rank, ops::Job};
+use super::{Bindings, Rank, failure, ops::Job};
 use crate::{
     batch::Side,
     call::RawTensor,
@@ -17,12 +17,13 @@ use crate::{
     plan::Plan,
     schedule::build::all_to_all::{AllToAll, OWN_HEADS, OWN_TOKENS, Way},
     tensor::{View, ViewMut, disjoint, expect},
-    transport::Transport,
 };
 
 /// Ends the run when it is dropped, that is, when what it watches unwinds.
-pub(super) struct Watch<'a>(pub(super) &'a dyn Transport);
+#[cfg(feature = "cuda")]
+pub(super) struct Watch<'a>(pub(super) &'a dyn crate::transport::Transport);
 
+#[cfg(feature = "cuda")]
 impl Drop for Watch<'_> {
     fn drop(&mut self) {
         self.0.abort(Cause::Panicked);
@@ -150,10 +151,11 @@ impl Rank {
             .collect::<Result<_>>()?;
         // The others are about to wait for this rank's outputs, and nobody else tells them: whoever catches the panic may
         // keep the rank.
-        let watch = Watch(&*self.transport);
+        let watch = failure::Watch { transport: &*self.transport, failure: &self.failure };
         let outcome = local(&share, &seen, &mut written);
-        std::mem::forget(watch);
+        watch.over();
         if let Err(error) = outcome {
+            self.failure.keep(&error);
             self.transport.abort(Cause::Failed);
             return Err(error);
         }

@@ -14,6 +14,7 @@ use super::{
     AbortHandle,
     all_to_all::Watch,
     bind::{self, Bindings},
+    failure::Failure,
     measure::{Measure, dangling},
     ops::{Backend, Job, Memory, Prepared, perform},
 };
@@ -199,7 +200,7 @@ impl DeviceRank {
     /// For other threads.
     pub fn handle(&self) -> AbortHandle {
         let transport: Arc<dyn Transport> = self.transport.clone();
-        AbortHandle { transport: Arc::downgrade(&transport) }
+        AbortHandle::new(&transport, &Failure::default())
     }
 
     /// Waits on the host until nothing that this rank enqueued uses its memory any more.

@@ -24,6 +24,7 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 use std::sync::{Condvar, Mutex, MutexGuard};
 
 use super::{
+    failure::abort,
     host::Host,
     ops::{Memory, Prepared, Room, perform},
 };
@@ -186,11 +187,11 @@ impl Shared {
     }
 }
 
-/// Tells the peers. Neither lane may unwind while the other still works on the caller's memory, and a transport is
-/// anybody's code: a panic of its `abort` ends here.
-fn abort(transport: &dyn Transport, cause: Cause) {
-    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| transport.abort(cause))) {
-        std::mem::forget(panic);
+/// What the peers are told of an error of this rank's.
+const fn cause_of(error: &Error) -> Cause {
+    match error {
+        Error::Disagreement { .. } => Cause::Disagreed,
+        _ => Cause::Failed,
     }
 }
 
@@ -277,8 +278,9 @@ impl Lanes {
         match outcome {
             Ok(Ok(())) => {}
             Ok(Err(error)) => {
+                let cause = cause_of(&error);
                 self.shared.fail(Some(error), None);
-                abort(&*self.transport, Cause::Failed);
+                abort(&*self.transport, cause);
             }
             Err(panic) => {
                 self.shared.fail(None, Some(panic));
@@ -325,8 +327,9 @@ fn communicate(shared: &Shared, transport: Arc<dyn Transport>) {
         match outcome {
             Ok(Ok(())) => {}
             Ok(Err(error)) => {
+                let cause = cause_of(&error);
                 shared.fail(Some(error), None);
-                abort(&*transport, Cause::Failed);
+                abort(&*transport, cause);
             }
             Err(panic) => {
                 shared.fail(None, Some(panic));

@@ -18,7 +18,7 @@ use std::{
 
 use crate::{
     call::RawTensor,
-    error::{Cause, Result},
+    error::{Cause, Error, Result},
     kernel::cpu,
     plan::Plan,
     report::trace,
@@ -26,17 +26,20 @@ use crate::{
     transport::Transport,
 };
 
+mod agreement;
 mod all_to_all;
 mod any;
 mod bind;
 #[cfg(feature = "cuda")]
 mod device;
+mod failure;
 mod front;
 mod host;
 mod lanes;
 #[cfg(feature = "cuda")]
 mod measure;
 mod ops;
+mod tags;
 mod workspace;
 
 pub use any::AnyRank;
@@ -47,6 +50,8 @@ pub use device::DeviceRank;
 pub(crate) use device::Marks;
 pub use front::{Backward, Forward};
 
+use agreement::Agreements;
+use failure::{Failure, Watch};
 use lanes::Lanes;
 use ops::{Job, Memory, Prepared};
 use workspace::Workspace;
@@ -64,6 +69,8 @@ pub struct Rank {
     prepared: Vec<Prepared>,
     scratch: cpu::Scratch,
     workspace: Workspace,
+    agreements: Agreements,
+    failure: Failure,
 }
 
 /// Ends a run from another thread. It does not keep its rank alive: once the rank is dropped, [`AbortHandle::abort`] does
@@ -71,19 +78,25 @@ pub struct Rank {
 #[derive(Clone)]
 pub struct AbortHandle {
     transport: Weak<dyn Transport>,
+    failure: Failure,
 }
 
 impl AbortHandle {
+    fn new(transport: &Arc<dyn Transport>, failure: &Failure) -> Self {
+        Self { transport: Arc::downgrade(transport), failure: failure.clone() }
+    }
+
     /// Ends the run on every rank: each gets an error that says who aborted.
     pub fn abort(&self) {
         if let Some(transport) = self.transport.upgrade() {
+            self.failure.ended(transport.rank(), Cause::Aborted);
             transport.abort(Cause::Aborted);
         }
     }
 
     /// Whether anything has failed so far; never waits.
     pub fn poll(&self) -> Result<()> {
-        self.transport.upgrade().map_or(Ok(()), |transport| transport.poll())
+        self.transport.upgrade().map_or(Ok(()), |transport| self.failure.poll(&*transport))
     }
 }
 
@@ -102,6 +115,8 @@ impl Rank {
             prepared: Vec::with_capacity(REMEMBERED),
             scratch: cpu::Scratch::new(workers),
             workspace: Workspace::default(),
+            agreements: Agreements::default(),
+            failure: Failure::default(),
         }
     }
 
@@ -117,12 +132,12 @@ impl Rank {
 
     /// Whether anything has failed so far; never waits.
     pub fn poll(&self) -> Result<()> {
-        self.transport.poll()
+        self.failure.poll(&*self.transport)
     }
 
     /// For other threads.
     pub fn handle(&self) -> AbortHandle {
-        AbortHandle { transport: Arc::downgrade(&self.transport) }
+        AbortHandle::new(&self.transport, &self.failure)
     }
 
     /// Starts to record what each lane does, for at most `capacity` operations from now on; 0 stops. Times count from
@@ -173,7 +188,8 @@ impl Rank {
             return Ok(i);
         }
         plan.fits_world(self.world())?;
-        let prepared = Prepared::new(plan, self.rank(), job)?;
+        let prepared = Prepared::new(plan, self.rank(), job)?.tagged();
+        self.agreements.reserve(&prepared.schedule.group);
         self.scratch.reserve(&host::dims(plan));
         if self.prepared.len() == REMEMBERED {
             self.prepared.remove(0);
@@ -184,13 +200,16 @@ impl Rank {
 
     /// Runs a plan on tensors given without their types.
     ///
-    /// All ranks of the group must call it with equal plans in the same order; that they do is checked before anything
-    /// moves.
+    /// All ranks of the group must call it with equal plans in the same order. That they do is checked before anything
+    /// moves when the group first runs a plan in a direction, and with the first message between each two ranks in later
+    /// runs.
     ///
     /// # Errors
-    /// A tensor that does not fit the plan or shares memory with another that is written; ranks that planned different
-    /// things; a peer that failed. What is wrong with one rank's own tensors is only that rank's error: the others wait
-    /// for it until their deadline, unless it calls again or aborts. After an error of a peer the transport stays failed: make new ranks.
+    /// A tensor that does not fit the plan or shares memory with another that is written; ranks that run different things;
+    /// a peer that failed. What is wrong with one rank's own tensors is only that rank's error: the others wait for it
+    /// until their deadline, unless it calls again or aborts. [`Error::Disagreement`] in a first run is no failure: the
+    /// ranks may plan again. After any other error of a run that has begun the group stays failed, and so does this rank,
+    /// which repeats its first error: make new ranks.
     ///
     /// # Safety
     /// The tensors describe memory that is valid for reads (inputs) or writes (outputs) and used by nobody else during
@@ -217,12 +236,29 @@ impl Rank {
     unsafe fn run_prepared(&mut self, at: usize, tensors: &Bindings) -> Result<()> {
         let prepared = &mut self.prepared[at];
         self.workspace.reserve(prepared.schedule.workspace)?;
-        let group = prepared.schedule.group.clone();
-        if group.len() > 1 {
-            self.transport.agree(group, prepared.job.fingerprint(&prepared.plan))?;
+        self.failure.check()?;
+        let watch = Watch { transport: &*self.transport, failure: &self.failure };
+        if prepared.schedule.group.len() > 1 {
+            let fingerprint = prepared.job.fingerprint(&prepared.plan);
+            match self.agreements.begin(&*self.transport, &prepared.schedule.group, fingerprint) {
+                Ok(run) => prepared.communication.tags.begin(fingerprint, run),
+                Err(Error::Disagreement { rank, peer, ours, theirs, runs, .. }) => {
+                    watch.over();
+                    let what = tags::describe(&prepared.plan, prepared.job);
+                    return Err(Error::Disagreement { rank, peer, ours, theirs, what, runs });
+                }
+                Err(error) => {
+                    self.failure.keep(&error);
+                    self.transport.abort(Cause::Failed);
+                    watch.over();
+                    return Err(error);
+                }
+            }
         }
         let memory = Memory { tensors: *tensors, workspace: self.workspace.ptr() };
         // SAFETY: the caller's tensors fit the plan and are valid (promised); the workspace is large enough.
-        unsafe { self.lanes.run(prepared, &memory, &mut self.scratch) }
+        let outcome = unsafe { self.lanes.run(prepared, &memory, &mut self.scratch) };
+        watch.over();
+        outcome.inspect_err(|error| self.failure.keep(error))
     }
 }

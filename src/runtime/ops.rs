@@ -6,7 +6,7 @@
 
 use std::vec::Vec;
 
-use super::{Bindings, bind};
+use super::{Bindings, bind, tags::Tags};
 use crate::{
     call::{Attend, AttendBackward, Block, Delta, RawTensor, SinkGradient, Transform},
     error::Result,
@@ -101,6 +101,8 @@ pub(super) struct Room {
     sources: Vec<RawTensor>,
     sends: Vec<Message>,
     recvs: Vec<Message>,
+    /// What precedes the first message with each peer; nothing where every run is agreed on instead.
+    pub tags: Tags,
 }
 
 impl Room {
@@ -113,6 +115,7 @@ impl Room {
             sources: Vec::with_capacity(sources),
             sends: Vec::with_capacity(messages),
             recvs: Vec::with_capacity(messages),
+            tags: Tags::default(),
         }
     }
 }
@@ -134,6 +137,15 @@ impl Prepared {
             communication: Room::new(&schedule),
             schedule,
         })
+    }
+
+    /// The same with runs that carry their check along.
+    pub(super) fn tagged(mut self) -> Self {
+        let Self { plan, job, schedule, communication, .. } = &mut self;
+        communication.tags = Tags::new(plan, *job, schedule, &mut communication.expansion);
+        communication.sends.reserve(communication.tags.most());
+        communication.recvs.reserve(communication.tags.most());
+        self
     }
 
     pub(super) fn is(&self, plan: &Plan, job: Job) -> bool {
@@ -220,21 +232,29 @@ pub(super) unsafe fn perform(
             })?;
         }
         kind @ (OpKind::Exchange { .. } | OpKind::Fetch { .. } | OpKind::Return { .. }) => {
-            room.sends.clear();
-            room.recvs.clear();
+            let Room { expansion, sends, recvs, tags, .. } = room;
+            sends.clear();
+            recvs.clear();
             let mut moved = 0;
-            for m in room.expansion.messages(schedule, op) {
+            for (i, m) in expansion.messages(schedule, op).iter().enumerate() {
+                if let Some(tag) = tags.before(op, i) {
+                    if m.send { sends.push(tag) } else { recvs.push(tag) }
+                }
                 let t = at(m.view);
                 debug_assert!(t.is_compact(), "{:?} is not contiguous", m.view);
                 let bytes = t.tokens as usize * t.heads as usize * t.dim as usize * t.dtype.size();
                 moved += bytes as u64;
                 let message = Message { peer: m.peer, ptr: t.ptr, bytes };
-                if m.send { room.sends.push(message) } else { room.recvs.push(message) }
+                if m.send { sends.push(message) } else { recvs.push(message) }
             }
             if moved > 0 {
                 let label = Label { operation: kind.name(), step };
-                // SAFETY: the caller's promise.
-                unsafe { backend.exchange(label, &room.sends, &room.recvs) }?;
+                // SAFETY: the messages lie in tensors and buffers that are valid, and that no other operation which may
+                // run now touches (promised); tags lie in memory of the room's own.
+                let outcome = unsafe { backend.exchange(label, sends, recvs) };
+                // What peers say that they run explains a failure better than the failure does.
+                tags.check(op, outcome.is_err())?;
+                outcome?;
             }
             return Ok(moved);
         }

@@ -8,8 +8,12 @@ use alloc::vec::Vec;
 
 use super::{BlockView, BufferView, MessageView, OpKind, RangeScratch, RingSteps, Schedule, StepTensor};
 
-/// The most messages between two ranks, one way, in one exchange. Rows that would take more are packed first.
+/// The most messages between two ranks, one way, in one exchange. One of them may be the tag that precedes the first
+/// message of a run.
 pub const MESSAGES_PER_PEER: usize = 8;
+
+/// The most of them that are rows, as schedules list them. Rows that would take more are packed first.
+pub const ROWS_PER_PEER: usize = MESSAGES_PER_PEER - 1;
 
 /// Room for the lists of one operation.
 #[derive(Debug, Default)]
@@ -38,7 +42,7 @@ struct Run {
 
 /// Whether the runs of one peer, of each of some tensors, are too many messages to go as they lie.
 const fn is_fragmented(runs: usize, tensors: usize) -> bool {
-    runs > 1 && runs * tensors > MESSAGES_PER_PEER
+    runs > 1 && runs * tensors > ROWS_PER_PEER
 }
 
 impl Expansion {

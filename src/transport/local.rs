@@ -22,6 +22,8 @@
 //!   along the chain of ranks that wait for each other, not the peer that waits itself.
 //! - A batch that is complete returns `Ok` even if something failed meanwhile; the next call tells.
 //! - Agreements that differ do not end the group: every rank of it learns of the difference, and may plan again.
+//! - An exchange that needs a rank which waits for an agreement with this very rank can never end, and neither can the
+//!   agreement: both fail at once, without waiting for the deadline.
 
 mod board;
 
@@ -117,6 +119,13 @@ impl Shared {
         }
     }
 
+    /// Puts on the board that one of two ranks is in an agreement, which the other will not come to, and wakes all.
+    fn fail_crossed(&self, board: &mut Board, rank: usize, peer: usize) {
+        if board.fail_crossed(rank, peer) {
+            self.spread(board);
+        }
+    }
+
     /// To be called once a failure is on the board.
     fn spread(&self, board: &mut Board) {
         self.failed.store(true, Ordering::Release);
@@ -185,6 +194,9 @@ impl Local {
         if let Some(peer) = board.gone(self.rank) {
             self.shared.fail(&mut board, peer, Cause::Left);
         }
+        if let Some(peer) = board.crossed(self.rank) {
+            self.shared.fail_crossed(&mut board, self.rank, peer);
+        }
         if let Some(error) = board.error(self.rank, label) {
             return (board, Err(error));
         }
@@ -245,7 +257,7 @@ impl Transport for Local {
         board.places[rank].phase = Phase::Idle;
         match board.places[rank].verdict {
             None => Ok(()),
-            Some((peer, theirs)) => Err(Error::Disagreement { rank, peer, ours: fingerprint, theirs }),
+            Some((peer, theirs)) => Err(Error::disagreement(rank, peer, fingerprint, theirs)),
         }
     }
 

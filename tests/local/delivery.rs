@@ -123,7 +123,7 @@ fn agree_tells_equal_from_different_and_may_be_repeated() {
             rank.agree(0..4, round).unwrap();
             let ours = if me == 2 { round + 1 } else { round };
             let (peer, theirs) = if me == 2 { (0, round) } else { (2, round + 1) };
-            assert_eq!(rank.agree(0..4, ours), Err(Error::Disagreement { rank: me, peer, ours, theirs }));
+            assert_eq!(rank.agree(0..4, ours), Err(Error::disagreement(me, peer, ours, theirs)));
         }
         rank.poll().unwrap();
     });

@@ -8,7 +8,7 @@ use alloc::{collections::BTreeMap, vec, vec::Vec};
 
 use crate::schedule::{
     ALIGNMENT, BlockView, Buf, Buffer, BufferView, Direction, Lane, MessageView, Op, OpKind, Schedule, TensorId,
-    expand::MESSAGES_PER_PEER,
+    expand::ROWS_PER_PEER,
 };
 use crate::{
     batch::Side,
@@ -218,7 +218,7 @@ impl Builder<'_> {
         let mut numbered: Vec<(usize, MessageView)> = Vec::new();
         for m in self.out.messages.drain(begin..) {
             let n: &mut usize = count.entry((m.peer, m.send)).or_default();
-            numbered.push((*n / MESSAGES_PER_PEER, m));
+            numbered.push((*n / ROWS_PER_PEER, m));
             *n += 1;
         }
         numbered.sort_by_key(|(exchange, _)| *exchange);

@@ -9,7 +9,7 @@ use crate::{
     error::Result,
     schedule::{
         AttendOp, BackwardOp, Buf, BufferView, CirculatingSide, MessageView, OpKind, Schedule, TensorId,
-        expand::{Expansion, MESSAGES_PER_PEER},
+        expand::{Expansion, ROWS_PER_PEER},
     },
 };
 
@@ -198,8 +198,8 @@ pub(super) fn check_views(s: &Schedule, listed: &[Work], memory: &Memory) -> Res
                 for m in messages.iter().filter(|m| m.send) {
                     let count = sent.entry(m.peer).or_default();
                     *count += 1;
-                    if *count > MESSAGES_PER_PEER {
-                        return Err(err(format!("more than {MESSAGES_PER_PEER} messages to rank {}", m.peer)));
+                    if *count > ROWS_PER_PEER {
+                        return Err(err(format!("more than {ROWS_PER_PEER} messages to rank {}", m.peer)));
                     }
                 }
                 for m in messages {

@@ -88,7 +88,8 @@ pub(super) struct Place {
 struct Failure {
     peer: usize,
     cause: Cause,
-    /// For [`Cause::Size`]: the rank that expected another size than `peer` offered.
+    /// For [`Cause::Size`]: the rank that expected another size than `peer` offered. For [`Cause::Disagreed`], where the
+    /// board found it: the rank that `peer` will never meet.
     expecting: usize,
 }
 
@@ -295,6 +296,29 @@ impl Board {
         gone
     }
 
+    /// A peer with which `rank` can never get on: one of the two is in an agreement that needs the other, which is in an
+    /// exchange that needs the first.
+    pub(super) fn crossed(&self, rank: usize) -> Option<usize> {
+        let agrees_with =
+            |a: usize, b: usize| self.places[a].phase == Phase::Agree && self.places[a].group.contains(&b);
+        let exchanges = |a: usize| self.places[a].phase == Phase::Exchange;
+        let mut found = None;
+        self.waits_for(rank, |peer| {
+            let crossed = (exchanges(rank) && agrees_with(peer, rank))
+                || (agrees_with(rank, peer) && exchanges(peer) && {
+                    let mut mutual = false;
+                    self.waits_for(peer, |other| {
+                        mutual |= other == rank;
+                        mutual
+                    });
+                    mutual
+                });
+            found = crossed.then_some(peer);
+            crossed
+        });
+        found
+    }
+
     /// Whom to blame for the time that `rank` waits: the nearest rank, along the chain of those who wait for each
     /// other, that is in no call at all. Where everybody waits it is the first peer, and nobody while a copy that
     /// `rank` waits for, if only indirectly, is under way: a copy ends by itself.
@@ -328,6 +352,11 @@ impl Board {
         self.fail_with(Failure { peer, cause, expecting: peer })
     }
 
+    /// Records that `rank` and `peer` wait for each other, one of them in an agreement.
+    pub(super) fn fail_crossed(&mut self, rank: usize, peer: usize) -> bool {
+        self.fail_with(Failure { peer, cause: Cause::Disagreed, expecting: rank })
+    }
+
     /// Records that the two sides of `claim`, which is a receive of `rank`, differ in size.
     pub(super) fn fail_size(&mut self, rank: usize, claim: &Claim) -> bool {
         let cause = Cause::Size { ours: claim.recv.bytes as u64, theirs: claim.send.bytes as u64 };
@@ -349,6 +378,9 @@ impl Board {
         {
             peer = expecting;
             cause = Cause::Size { ours: theirs, theirs: ours };
+        }
+        if cause == Cause::Disagreed && rank == peer {
+            peer = expecting;
         }
         Some(Error::Peer { rank, operation: label.operation, step: label.step, peer, cause })
     }

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What the ranks of a group have agreed on: an all-gather for the first run of a plan and direction, and none later.
+//!
+//! Before a plan is run in a direction for the first time, the ranks of its group compare fingerprints through
+//! [`Transport::agree`]. Each then remembers the fingerprint, and later runs do not meet for it again: their messages
+//! carry the check along ([`tags`](super::tags)).
+//!
+//! What is remembered must be the same on all ranks of a group, or one of them would wait in an agreement that no other
+//! comes to. It therefore follows the runs of that group alone, which all of its ranks make in the same order: a
+//! fingerprint enters when its agreement succeeds, and the oldest of [`REMEMBERED`] leaves. What a rank prepares, or
+//! forgets to make room for other schedules, changes nothing here. A group has its own list and its own count of runs,
+//! because replicas may run different numbers of batches between two runs of the whole world.
+
+use std::{collections::VecDeque, ops::Range, vec::Vec};
+
+use crate::{error::Result, transport::Transport};
+
+/// How many fingerprints a group remembers.
+const REMEMBERED: usize = 64;
+
+/// By group of ranks: what was agreed on, and how many runs there were.
+#[derive(Debug, Default)]
+pub(super) struct Agreements {
+    groups: Vec<Group>,
+}
+
+#[derive(Debug)]
+struct Group {
+    ranks: Range<usize>,
+    runs: u64,
+    agreed: VecDeque<u64>,
+}
+
+impl Agreements {
+    /// Makes room for a group, so that its runs allocate nothing. A world has few: their sizes divide it.
+    pub(super) fn reserve(&mut self, ranks: &Range<usize>) {
+        if !self.groups.iter().any(|g| g.ranks == *ranks) {
+            let agreed = VecDeque::with_capacity(REMEMBERED);
+            self.groups.push(Group { ranks: ranks.clone(), runs: 0, agreed });
+        }
+    }
+
+    /// Begins a run: agrees on it if it is the first of its kind. The number of the run in the life of the group, from 1.
+    ///
+    /// # Errors
+    /// Those of [`Transport::agree`]; the run then does not count.
+    pub(super) fn begin(&mut self, transport: &dyn Transport, ranks: &Range<usize>, fingerprint: u64) -> Result<u64> {
+        self.reserve(ranks);
+        let group = self.groups.iter_mut().find(|g| g.ranks == *ranks).expect("reserved above");
+        if !group.agreed.contains(&fingerprint) {
+            transport.agree(ranks.clone(), fingerprint)?;
+            if group.agreed.len() == REMEMBERED {
+                group.agreed.pop_front();
+            }
+            group.agreed.push_back(fingerprint);
+        }
+        group.runs += 1;
+        Ok(group.runs)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        error::{Cause, Error},
+        transport::{Label, Message},
+    };
+    use std::sync::Mutex;
+
+    /// Writes down what is agreed on; odd numbers are refused.
+    struct Asked(Mutex<Vec<u64>>);
+
+    impl Transport for Asked {
+        fn rank(&self) -> usize {
+            0
+        }
+        fn world(&self) -> usize {
+            4
+        }
+        fn agree(&self, _: Range<usize>, number: u64) -> Result<()> {
+            self.0.lock().unwrap().push(number);
+            if number % 2 == 1 { Err(Error::disagreement(0, 1, number, 0)) } else { Ok(()) }
+        }
+        unsafe fn exchange(&self, _: Label, _: &[Message], _: &[Message]) -> Result<()> {
+            Ok(())
+        }
+        fn poll(&self) -> Result<()> {
+            Ok(())
+        }
+        fn abort(&self, _: Cause) {}
+    }
+
+    #[test]
+    fn the_first_run_agrees_and_the_oldest_is_forgotten() {
+        let (asked, mut a) = (Asked(Mutex::default()), Agreements::default());
+        let taken = || std::mem::take(&mut *asked.0.lock().unwrap());
+        for run in 1..=3 {
+            assert_eq!(a.begin(&asked, &(0..4), 2), Ok(run));
+        }
+        assert_eq!(taken(), [2]);
+        // A smaller group agrees and counts for itself.
+        assert_eq!(a.begin(&asked, &(0..2), 2), Ok(1));
+        assert_eq!(taken(), [2]);
+        // What was refused is neither a run nor remembered.
+        assert!(a.begin(&asked, &(0..4), 3).is_err() && a.begin(&asked, &(0..4), 3).is_err());
+        assert_eq!(taken(), [3, 3]);
+        // Runs of what is known do not renew it; the oldest leaves.
+        for other in 2..=REMEMBERED as u64 {
+            assert!(a.begin(&asked, &(0..4), 2 * other).is_ok() && a.begin(&asked, &(0..4), 2).is_ok());
+        }
+        assert_eq!(taken().len(), REMEMBERED - 1);
+        assert!(a.begin(&asked, &(0..4), 1000).is_ok() && a.begin(&asked, &(0..4), 2).is_ok());
+        assert_eq!(taken(), [1000, 2]);
+    }
+}

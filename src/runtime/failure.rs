@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A group that failed stays failed, whatever its transport says afterwards.
+//!
+//! The transports of this crate remember their first failure and answer every later call with it. One of the caller's
+//! may not: after an exchange that missed its deadline it may find both ends of the *next* one and complete it, with the
+//! messages of two runs mixed. The rank therefore keeps the first error that ended a run, an agreement or a poll, tells
+//! the transport to abort, and from then on refuses with that error.
+//!
+//! Agreements that differ are no failure: every rank of the group learns of the difference before anything has moved.
+
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Arc, OnceLock},
+};
+
+use crate::{
+    error::{Cause, Error, Result},
+    transport::Transport,
+};
+
+/// The first failure of a rank, shared with its handles.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Failure {
+    first: Arc<OnceLock<Error>>,
+}
+
+impl Failure {
+    /// Refuses if something has failed.
+    pub(super) fn check(&self) -> Result<()> {
+        self.first.get().map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    /// Keeps an error, unless there is one already.
+    pub(super) fn keep(&self, error: &Error) {
+        // Whoever comes second learns nothing new from being told so.
+        let _ = self.first.set(error.clone());
+    }
+
+    /// Asks the transport, unless the answer is known.
+    pub(super) fn poll(&self, transport: &dyn Transport) -> Result<()> {
+        self.check()?;
+        transport.poll().inspect_err(|error| self.keep(error))
+    }
+
+    /// Keeps that this rank ended the group.
+    pub(super) fn ended(&self, rank: usize, cause: Cause) {
+        self.keep(&Error::Peer { rank, operation: "agree", step: 0, peer: rank, cause });
+    }
+}
+
+/// Ends the group when it is dropped, that is, when what it watches unwinds: the peers are about to wait for this rank,
+/// and whoever catches the panic may keep it.
+pub(super) struct Watch<'a> {
+    pub(super) transport: &'a dyn Transport,
+    pub(super) failure: &'a Failure,
+}
+
+impl Watch<'_> {
+    /// What was watched has ended well, or has told its peers itself.
+    pub(super) fn over(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Watch<'_> {
+    fn drop(&mut self) {
+        self.failure.ended(self.transport.rank(), Cause::Panicked);
+        abort(self.transport, Cause::Panicked);
+    }
+}
+
+/// Tells the peers. Nothing may unwind from here, where a lane still works on the caller's memory or a panic is under way,
+/// and a transport is anybody's code: a panic of its `abort` ends here.
+pub(super) fn abort(transport: &dyn Transport, cause: Cause) {
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| transport.abort(cause))) {
+        // What a panic carries may itself panic when it is dropped.
+        std::mem::forget(panic);
+    }
+}

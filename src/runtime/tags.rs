@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The check that runs carry along: a tag before the first message from one rank to another.
+//!
+//! The first run of a plan and direction begins with an agreement ([`agreement`](super::agreement)); later runs do not
+//! wait for one. Instead, in each run, the first message from a rank to a peer comes behind one of 16 bytes in the same
+//! exchange: the fingerprint of what the sender runs, and the number of the run in the life of the group. The receiver
+//! compares it once the exchange is over and before the operation counts as done, hence before anything reads what came
+//! with it.
+//!
+//! This is enough. A rank's results depend on other ranks only through the messages that it receives, and rows go straight
+//! from the rank that has them to the rank that reads them, or are handed on by a rank that checked its own peers in the
+//! same way. Between two ranks messages keep their order, so the first receive of this run from a peer meets the first
+//! message that the peer has not yet been relieved of: if the peer runs another plan, or another direction, or is a run
+//! ahead or behind, that message is either a tag with other numbers, or rows, of a run that was begun and not finished,
+//! whose 16 bytes are no tag of this run or whose size ends the exchange. Two ranks that do not meet in a run cannot give
+//! each other anything wrong in it.
+//!
+//! Where the first message is, which way and with whom, the schedule fixes: [`Tags::new`] lists it once. The tags lie in
+//! memory of this list's own, which the transport reads and writes during an exchange. A backend whose exchanges are only
+//! enqueued keeps them where its transport can reach them and compares them there.
+
+use std::{collections::BTreeSet, format, string::String, vec, vec::Vec};
+
+use super::ops::Job;
+use crate::{
+    error::{Error, Result},
+    plan::Plan,
+    schedule::{Direction, Schedule, expand::Expansion},
+    transport::Message,
+};
+
+/// What a message of the check holds. All ranks have the same byte order, as for everything else that they send.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+struct Tag {
+    fingerprint: u64,
+    /// From 1; 0 is a tag that has not arrived.
+    run: u64,
+}
+
+/// The first message from or to a peer.
+#[derive(Clone, Copy, Debug)]
+struct First {
+    op: u32,
+    /// Which message of the operation, in the order in which it lists them.
+    message: u32,
+    peer: usize,
+    /// Which entry of `memory`: 0, the own tag, for what is sent.
+    slot: u32,
+}
+
+/// The tags of one prepared schedule.
+#[derive(Debug, Default)]
+pub(super) struct Tags {
+    /// In the order of operations and of their messages.
+    firsts: Vec<First>,
+    /// The own tag, and what arrived from each peer.
+    memory: Vec<Tag>,
+    rank: usize,
+    what: String,
+}
+
+/// A run in words: direction, tokens, heads, mesh, layout.
+pub(super) fn describe(plan: &Plan, job: Job) -> String {
+    let p = plan.problem();
+    let run = match job {
+        Job::Attention(Direction::Forward) => "the forward",
+        Job::Attention(Direction::Backward) => "the backward",
+        Job::AllToAll(_) => "an all-to-all",
+    };
+    let (heads, dim, dtype) = (p.heads(), p.head_dim(), p.dtype());
+    let tokens = p.batch().tokens(crate::batch::Side::Q);
+    let documents = p.batch().documents();
+    format!(
+        "{run} of {tokens} tokens in {documents} documents, {heads} heads of {dim} {dtype}, {}, {}",
+        plan.mesh(),
+        plan.layout()
+    )
+}
+
+impl Tags {
+    /// Where the tags of a schedule go.
+    pub(super) fn new(plan: &Plan, job: Job, schedule: &Schedule, expansion: &mut Expansion) -> Self {
+        let (mut firsts, mut seen, mut arriving) = (Vec::new(), BTreeSet::new(), 0);
+        for (op, _) in schedule.ops.iter().enumerate().filter(|(_, op)| op.kind.is_exchange()) {
+            for (message, m) in expansion.messages(schedule, op).iter().enumerate() {
+                if seen.insert((m.peer, m.send)) {
+                    arriving += u32::from(!m.send);
+                    let slot = if m.send { 0 } else { arriving };
+                    firsts.push(First { op: op as u32, message: message as u32, peer: m.peer, slot });
+                }
+            }
+        }
+        let memory = vec![Tag::default(); 1 + arriving as usize];
+        Self { firsts, memory, rank: schedule.rank, what: describe(plan, job) }
+    }
+
+    /// How many messages the check adds to one exchange at most, one way.
+    pub(super) fn most(&self) -> usize {
+        self.firsts.chunk_by(|a, b| a.op == b.op).map(<[First]>::len).max().unwrap_or(0)
+    }
+
+    /// Sets what this run sends and expects.
+    pub(super) fn begin(&mut self, fingerprint: u64, run: u64) {
+        self.memory.fill(Tag::default());
+        if let Some(own) = self.memory.first_mut() {
+            *own = Tag { fingerprint, run };
+        }
+    }
+
+    fn of(&self, op: usize) -> &[First] {
+        let begin = self.firsts.partition_point(|f| (f.op as usize) < op);
+        let end = self.firsts.partition_point(|f| f.op as usize <= op);
+        &self.firsts[begin..end]
+    }
+
+    /// The tag that goes before a message of an operation, if one does.
+    pub(super) fn before(&mut self, op: usize, message: usize) -> Option<Message> {
+        let key = |f: &First| (f.op as usize, f.message as usize);
+        let f = self.firsts[self.firsts.binary_search_by_key(&(op, message), key).ok()?];
+        let ptr = self.memory.as_mut_ptr().wrapping_add(f.slot as usize).cast();
+        Some(Message { peer: f.peer, ptr, bytes: size_of::<Tag>() })
+    }
+
+    /// Compares what arrived with an operation whose exchange is over. Where the exchange has failed, what has not arrived
+    /// proves nothing.
+    ///
+    /// # Errors
+    /// [`Error::Disagreement`] with the first peer whose tag is another.
+    pub(super) fn check(&self, op: usize, failed: bool) -> Result<()> {
+        let Some(&own) = self.memory.first() else { return Ok(()) };
+        for f in self.of(op).iter().filter(|f| f.slot > 0) {
+            let theirs = self.memory[f.slot as usize];
+            if theirs != own && !(failed && theirs == Tag::default()) {
+                return Err(Error::Disagreement {
+                    rank: self.rank,
+                    peer: f.peer,
+                    ours: own.fingerprint,
+                    theirs: theirs.fingerprint,
+                    what: self.what.clone(),
+                    runs: Some([own.run, theirs.run]),
+                });
+            }
+        }
+        Ok(())
+    }
+}
