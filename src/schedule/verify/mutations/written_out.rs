@@ -196,10 +196,13 @@ fn blocks_changed() {
                     };
                     change("to another row", &|s| s.dst.row += 1);
                     change("to another head", &|s| s.dst.head += 1);
-                    change("fewer rows", &|s| {
-                        s.dst.rows -= 1;
-                        s.sources.iter_mut().for_each(|v| v.rows -= 1);
-                    });
+                    // Where rows are packed for a peer, an earlier step may have left the very same row: no flaw then.
+                    if !matches!(s.schedules[r].ops[i].kind, OpKind::Pack { .. }) {
+                        change("fewer rows", &|s| {
+                            s.dst.rows -= 1;
+                            s.sources.iter_mut().for_each(|v| v.rows -= 1);
+                        });
+                    }
                     for n in 0..sum.sources.len() {
                         change("from another row", &|s| s.sources[n].row += 1);
                         change("from another head", &|s| s.sources[n].head += 1);
