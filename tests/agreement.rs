@@ -269,7 +269,7 @@ fn a_run_that_no_other_rank_makes() {
         ours.forward(&mut rank).unwrap_err()
     });
     for e in &errors {
-        assert!(matches!(e, Error::Peer { peer: 1, cause: Cause::Deadline(300), .. }), "{errors:?}");
+        assert!(matches!(e, Error::Peer { peer: 1, cause: Cause::Deadline { ms: 300.., .. }, .. }), "{errors:?}");
     }
 }
 
@@ -328,7 +328,13 @@ impl Forgetful {
             return Ok(());
         }
         let (rank, peer) = (self.inner.rank(), 1 - self.inner.rank());
-        Err(Error::Peer { rank, operation: label.operation, step: label.step, peer, cause: Cause::Deadline(7) })
+        Err(Error::Peer {
+            rank,
+            operation: label.operation,
+            step: label.step,
+            peer,
+            cause: Cause::Deadline { ms: 7, bytes: 0 },
+        })
     }
 }
 
@@ -382,7 +388,10 @@ fn a_failed_transport_is_not_used_again() {
                         }
                     }
                     let first = first.expect("a call failed");
-                    assert!(matches!(first, Error::Peer { cause: Cause::Deadline(7), .. }), "call {at}: {first}");
+                    assert!(
+                        matches!(first, Error::Peer { cause: Cause::Deadline { ms: 7, bytes: 0 }, .. }),
+                        "call {at}: {first}"
+                    );
                     assert_eq!(rank.poll(), Err(first), "call {at}");
                 });
             }

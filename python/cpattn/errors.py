@@ -25,7 +25,8 @@ class Unsupported(Error, NotImplementedError):
 
 
 class Disagreement(Error):
-    """Ranks of a group planned different things. Found before anything moved; all of them may go on."""
+    """Ranks of a group run different things. In the first run of a plan and direction found before anything moved, and all of
+    them may go on; in later runs the group has failed."""
 
 
 class PeerError(Error, ConnectionError):

@@ -6,7 +6,7 @@ use alloc::{format, string::String, vec::Vec};
 use super::{Subject, Trial, each_op, subjects};
 use crate::{
     call::{Gradients, Mode},
-    schedule::{BackwardOp, Buf, BufferView, MessageView, Schedule, verify::listed::Work},
+    schedule::{BackwardOp, Buf, BufferView, MessageView, OpKind, Schedule, verify::listed::Work},
 };
 
 #[test]
