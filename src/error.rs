@@ -5,7 +5,7 @@
 //! in the caller's own vocabulary, the value it found, the value it needed, and the way out. Whoever reads one in a
 //! log of a thousand ranks must be able to act on it without the source.
 
-use alloc::{format, string::String};
+use alloc::{format, string::String, vec::Vec};
 use core::fmt;
 
 /// The result of every fallible call of the crate.
@@ -65,6 +65,19 @@ pub enum Error {
         /// What the peer did.
         cause: Cause,
     },
+    /// As [`Error::Peer`], of an engine that does not say which of several peers is to blame. The run is over.
+    Peers {
+        /// The rank that reports.
+        rank: usize,
+        /// The operation it was in, as the schedule names it.
+        operation: &'static str,
+        /// The step of the schedule.
+        step: u32,
+        /// The peers of that operation, one of which failed.
+        peers: Vec<usize>,
+        /// What that one did.
+        cause: Cause,
+    },
     /// The schedule verifier found a flaw.
     Schedule {
         /// The rank whose schedule is wrong.
@@ -115,6 +128,17 @@ pub enum Cause {
     /// It found that ranks run different things, or runs something else itself: one plan where another is expected, or one
     /// that has to be agreed on where one is expected that was agreed on before.
     Disagreed,
+    /// The engine below the transport (NCCL) reports an error, which can be this rank's own.
+    Engine {
+        /// The engine's code.
+        code: i32,
+        /// What the code means.
+        text: &'static str,
+        /// Milliseconds for which the exchange was under way.
+        ms: u64,
+        /// Bytes of its messages, sent and received.
+        bytes: u64,
+    },
     /// A transport of the caller's says that it failed: which of its functions, and what that returned.
     Returned {
         /// `agree`, `exchange` or `poll`.
@@ -182,6 +206,9 @@ impl fmt::Display for Error {
             Self::Peer { rank, operation, step, peer, cause } => {
                 write!(f, "rank {rank}, {operation}, step {step}: rank {peer} {cause}")
             }
+            Self::Peers { rank, operation, step, peers, cause } => {
+                write!(f, "rank {rank}, {operation}, step {step}: one of the ranks {peers:?} {cause}")
+            }
             Self::Schedule { rank, operation, flaw } => {
                 write!(f, "schedule of rank {rank}, operation {operation}: {flaw}")
             }
@@ -203,6 +230,9 @@ impl fmt::Display for Cause {
             Self::Size { ours, theirs } => write!(f, "offered {theirs} bytes where {ours} were expected"),
             Self::Failed => f.write_str("failed; see its own error"),
             Self::Disagreed => f.write_str("runs something else; see its own error"),
+            Self::Engine { code, text, ms, bytes } => {
+                write!(f, "failed: the engine reports {code}, {text}, after {ms} ms of an exchange of {bytes} bytes")
+            }
             Self::Returned { function, code } => {
                 write!(f, "failed: the transport's {function} returned {code}")
             }

@@ -67,7 +67,7 @@ fn status_of(error: &Error) -> i32 {
         Error::Invalid { .. } => CPATTN_INVALID,
         Error::Unsupported { .. } => CPATTN_UNSUPPORTED,
         Error::Disagreement { .. } => CPATTN_DISAGREEMENT,
-        Error::Peer { .. } => CPATTN_PEER,
+        Error::Peer { .. } | Error::Peers { .. } => CPATTN_PEER,
         Error::Schedule { .. } => CPATTN_SCHEDULE,
         Error::Device { .. } => CPATTN_DEVICE,
     }

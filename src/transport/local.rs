@@ -162,26 +162,7 @@ impl Local {
 
     /// Refuses a list that breaks the contract, before anything of it is posted.
     pub(super) fn check(&self, argument: &str, list: &[Message]) -> Result<()> {
-        let world = self.shared.world;
-        for (at, message) in list.iter().enumerate() {
-            let argument = |field| format!("{argument}[{at}].{field}");
-            if message.peer >= world {
-                return Err(Error::invalid(argument("peer"), message.peer, format_args!("a rank below {world}")));
-            }
-            if message.peer == self.rank {
-                return Err(Error::invalid(argument("peer"), message.peer, "another rank")
-                    .hint("copy what a rank sends to itself"));
-            }
-            if message.bytes == 0 {
-                return Err(
-                    Error::invalid(argument("bytes"), 0, "at least 1").hint("leave empty messages out, on both sides")
-                );
-            }
-            if message.ptr.is_null() {
-                return Err(Error::invalid(argument("ptr"), "null", "an address"));
-            }
-        }
-        Ok(())
+        super::lists::check(self.rank, self.shared.world, argument, list)
     }
 
     /// Parks this rank, whose call is not complete, unless that call cannot become complete any more.

@@ -22,7 +22,11 @@ use alloc::sync::Arc;
 #[cfg(feature = "std")]
 pub mod fault;
 #[cfg(feature = "std")]
+mod lists;
+#[cfg(feature = "std")]
 pub mod local;
+#[cfg(feature = "nccl")]
+pub mod nccl;
 #[cfg(feature = "cuda")]
 pub mod peer;
 

@@ -258,3 +258,38 @@ pub fn check_within<T: Element>(slack: f64, what: &str, got: &Results<T>, one: &
 pub fn one_rank<T: Element>(p: &Problem, data: &Data<T>) -> Results<T> {
     run(&Plan::new(p, Mesh::single(), Layout::Contiguous).unwrap(), data).unwrap()
 }
+
+/// The rule for the CUDA kernels, whose f32 sums come in another order on one rank than on several; `slack` is for a bf16 wire.
+pub fn check_on_device<T: Element<Acc = f32>>(
+    what: &str,
+    got: &Results<T>,
+    one: &Results<T>,
+    want: &Results<f64>,
+    slack: f64,
+) {
+    let rule = |name: &str, got: &[T], one: &[T], want: &[f64]| {
+        let (e, e1, scale) = (error(got, want), error(one, want), rms(want.iter().copied()));
+        let bound = 1.1 * e1 + (4.0 * f64::from(f32::EPSILON) + slack) * scale;
+        assert!(e <= bound, "{what}: RMS error of {name} is {e:e}, bound {bound:e} (one rank {e1:e}, RMS {scale:e})");
+        // One rank itself: rounded operands, f32 sums.
+        assert!(
+            e1 <= 4.0 * T::DTYPE.unit_roundoff() * scale,
+            "{what}: one rank's error of {name} is {e1:e} of {scale:e}"
+        );
+    };
+    rule("o", &got.o, &one.o, &want.o);
+    rule("dq", &got.dq, &one.dq, &want.dq);
+    rule("dk", &got.dk, &one.dk, &want.dk);
+    rule("dv", &got.dv, &one.dv, &want.dv);
+    for (i, (&g, &w)) in got.lse.iter().zip(&want.lse).enumerate() {
+        assert!(f64::from(g) == w || (f64::from(g) - w).abs() <= 2e-5 * w.abs().max(1.0), "{what}: lse[{i}] {g} {w}");
+    }
+    assert_eq!(got.dsinks.len(), want.dsinks.len());
+    let scale = rms(want.dsinks.iter().copied());
+    for (h, (&g, &w)) in got.dsinks.iter().zip(&want.dsinks).enumerate() {
+        assert!(
+            (f64::from(g) - w).abs() <= 4.0 * T::DTYPE.unit_roundoff() * scale.max(1.0),
+            "{what}: dsinks[{h}] {g} {w}"
+        );
+    }
+}

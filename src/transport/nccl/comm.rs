@@ -1,0 +1,359 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A communicator: made from a unique id or taken from a framework, used by one thread at a time, aborted by any.
+//!
+//! NCCL allows one thread in a communicator at a time, so all calls are made under one mutex. There is one exception: a
+//! communicator of a framework's may block inside a call until other ranks come, and then only an abort from another
+//! thread ends that call (frameworks' own watchdogs do the same). Whoever aborts therefore says so first in `closed`, waits a
+//! moment for the mutex, and aborts without it when the call does not return. Whoever comes out of a call, or waits for
+//! the library, looks at `closed` before anything else, and never touches the handle again once it is set.
+
+use super::sys::{self, Api, IN_PROGRESS, RawId, SUCCESS};
+use crate::error::{Cause, Error, Result};
+use crate::kernel::cuda::{Cuda, driver::Entered};
+use std::{
+    format,
+    ptr::null_mut,
+    string::String,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, TryLockError,
+        atomic::{AtomicBool, AtomicPtr, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+    vec::Vec,
+};
+
+/// How long an abort waits for a call that is under way: longer than any that does not wait for other ranks.
+const GRACE: Duration = Duration::from_millis(200);
+
+/// Ranks and ids of the communicators that this process made and that are not gone.
+static MADE: Mutex<Vec<([u8; 128], usize)>> = Mutex::new(Vec::new());
+
+/// Who ends a communicator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Owner {
+    /// This transport made it.
+    Us,
+    /// Somebody else, who lets this transport abort it.
+    OthersAbort,
+    /// Somebody else, who does not.
+    Others,
+}
+
+/// A communicator.
+pub(super) struct Communicator {
+    api: &'static Api,
+    cuda: Arc<Cuda>,
+    owner: Owner,
+    /// Whoever is in a call holds it.
+    turn: Mutex<()>,
+    /// Null once it is destroyed or aborted.
+    handle: AtomicPtr<core::ffi::c_void>,
+    /// No call is begun any more.
+    closed: AtomicBool,
+    /// What it is known by in `MADE`.
+    name: Option<([u8; 128], usize)>,
+}
+
+/// The right to make calls, and the context they need.
+pub(super) struct Turn<'a> {
+    comm: &'a Communicator,
+    _turn: MutexGuard<'a, ()>,
+    _entered: Entered<'a>,
+}
+
+impl Communicator {
+    /// Makes a communicator with all other ranks, or fails at the deadline.
+    pub(super) fn make(id: [u8; 128], rank: usize, world: usize, cuda: &Arc<Cuda>, deadline: Duration) -> Result<Self> {
+        let api = Api::get()?;
+        if id.iter().all(|&b| b == 0) {
+            return Err(Error::invalid("id", "all zeros", "what unique_id gave to one of the ranks")
+                .hint("make it on one rank, and bring its 128 bytes to all others"));
+        }
+        let name = (id, rank);
+        {
+            let mut made = MADE.lock().unwrap_or_else(PoisonError::into_inner);
+            if made.contains(&name) {
+                let (found, expected) = (format!("{rank}, for the second time"), "each rank of an id once");
+                return Err(Error::invalid("rank", found, expected).hint("a new group needs a new id"));
+            }
+            made.push(name);
+        }
+        // From here on its drop cleans up.
+        let this = Self {
+            api,
+            cuda: Arc::clone(cuda),
+            owner: Owner::Us,
+            turn: Mutex::new(()),
+            handle: AtomicPtr::new(null_mut()),
+            closed: AtomicBool::new(false),
+            name: Some(name),
+        };
+        let (mut handle, config) = (null_mut(), sys::Config::non_blocking());
+        {
+            let _entered = cuda.context().enter()?;
+            // SAFETY: pointers to locals; the context of the rank's device is current; the id is what NCCL made.
+            let code = unsafe {
+                (api.ncclCommInitRankConfig)(&raw mut handle, world as i32, RawId(id), rank as i32, &raw const config)
+            };
+            this.handle.store(handle, Ordering::Release);
+            api.begun("ncclCommInitRankConfig", code)?;
+        }
+        this.meet(rank, world, deadline)?;
+        Ok(this)
+    }
+
+    /// Waits until all ranks have met.
+    fn meet(&self, rank: usize, world: usize, deadline: Duration) -> Result<()> {
+        let begin = Instant::now();
+        loop {
+            match self.turn()?.state()? {
+                SUCCESS => return Ok(()),
+                IN_PROGRESS => {}
+                code => return Err(self.api.error("ncclCommInitRankConfig", code)),
+            }
+            if begin.elapsed() >= deadline {
+                return Err(Error::Peers {
+                    rank,
+                    operation: "making the communicator",
+                    step: 0,
+                    peers: (0..world).filter(|&r| r != rank).collect(),
+                    cause: Cause::Deadline { ms: millis(begin.elapsed()), bytes: 0 },
+                });
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Takes a communicator that somebody else has made, and checks that it is the one that was meant.
+    ///
+    /// # Safety
+    /// It is null, or a communicator that lives, and that nobody else makes calls with while `self` lives.
+    pub(super) unsafe fn take(
+        handle: sys::Comm,
+        owner: Owner,
+        rank: usize,
+        world: usize,
+        cuda: &Arc<Cuda>,
+    ) -> Result<Self> {
+        let api = Api::get()?;
+        if handle.is_null() {
+            return Err(Error::invalid("comm", "null", "a communicator (ncclComm_t)"));
+        }
+        let ask = |call, f: unsafe extern "C" fn(sys::Comm, *mut i32) -> i32| -> Result<i32> {
+            let mut value = -1;
+            // SAFETY: a live communicator, as promised; a pointer to a local.
+            api.check(call, unsafe { f(handle, &raw mut value) })?;
+            Ok(value)
+        };
+        let expected = [
+            ("rank", ask("ncclCommUserRank", api.ncclCommUserRank)?, rank as i64, "the rank of the communicator"),
+            ("world", ask("ncclCommCount", api.ncclCommCount)?, world as i64, "the ranks of the communicator"),
+            (
+                "device",
+                ask("ncclCommCuDevice", api.ncclCommCuDevice)?,
+                cuda.ordinal().into(),
+                "the device of the communicator",
+            ),
+        ];
+        for (argument, has, found, what) in expected {
+            if i64::from(has) != found {
+                return Err(Error::invalid(argument, found, format!("{has}, {what}")));
+            }
+        }
+        Ok(Self {
+            api,
+            cuda: Arc::clone(cuda),
+            owner,
+            turn: Mutex::new(()),
+            handle: AtomicPtr::new(handle),
+            closed: AtomicBool::new(false),
+            name: None,
+        })
+    }
+
+    pub(super) fn api(&self) -> &'static Api {
+        self.api
+    }
+
+    /// Whether an abort is allowed, so that streams become usable again after a failure.
+    pub(super) fn may_abort(&self) -> bool {
+        self.owner != Owner::Others
+    }
+
+    fn gone() -> Error {
+        Error::invalid("communicator", "aborted", "one that lives").hint("make a new group")
+    }
+
+    fn entered<'a>(&'a self, turn: MutexGuard<'a, ()>) -> Result<Turn<'a>> {
+        if self.is_closed() {
+            return Err(Self::gone());
+        }
+        Ok(Turn { comm: self, _turn: turn, _entered: self.cuda.context().enter()? })
+    }
+
+    /// Waits for its turn to make calls.
+    ///
+    /// # Errors
+    /// The communicator is closed, or the driver's.
+    pub(super) fn turn(&self) -> Result<Turn<'_>> {
+        self.entered(self.turn.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// As [`turn`](Self::turn), or `None` while somebody else is in a call.
+    pub(super) fn turn_now(&self) -> Option<Turn<'_>> {
+        let turn = match self.turn.try_lock() {
+            Ok(turn) => turn,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        self.entered(turn).ok()
+    }
+
+    /// Whether calls have come to an end.
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::SeqCst)
+    }
+
+    /// Lets no more calls begin, and ends what is under way where that is allowed. May be called any number of times.
+    pub(super) fn abort(&self) {
+        self.closed.store(true, Ordering::SeqCst);
+        if !self.may_abort() {
+            return;
+        }
+        let begin = Instant::now();
+        let turn = loop {
+            match self.turn.try_lock() {
+                Ok(turn) => break Some(turn),
+                Err(TryLockError::Poisoned(poisoned)) => break Some(poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) if begin.elapsed() > GRACE => break None,
+                Err(TryLockError::WouldBlock) => thread::sleep(Duration::from_micros(200)),
+            }
+        };
+        let handle = self.handle.swap(null_mut(), Ordering::SeqCst);
+        // Without a context there is nothing left to end.
+        if !handle.is_null()
+            && let Ok(_entered) = self.cuda.context().enter()
+        {
+            // SAFETY: the handle was live and is taken by this swap alone. Either nobody is in a call, or one call does not
+            // return, and to abort from another thread is NCCL's way to end it. What it returns changes nothing.
+            unsafe { (self.api.ncclCommAbort)(handle) };
+        }
+        drop(turn);
+    }
+
+    /// Gives it back when all work is done: destroys it, or aborts it when that takes too long; leaves it alone when it is
+    /// somebody else's.
+    pub(super) fn end(&self, limit: Duration) {
+        if self.owner != Owner::Us || self.is_closed() {
+            self.closed.store(true, Ordering::SeqCst);
+            return;
+        }
+        if self.finalise(limit).is_err() {
+            self.abort();
+        }
+    }
+
+    fn finalise(&self, limit: Duration) -> Result<()> {
+        let turn = self.turn()?;
+        let handle = turn.handle();
+        // SAFETY: a live communicator; this thread alone makes calls.
+        let mut busy = self.api.begun("ncclCommFinalize", unsafe { (self.api.ncclCommFinalize)(handle) })?;
+        let begin = Instant::now();
+        while busy {
+            busy = self.api.begun("ncclCommFinalize", turn.state()?)?;
+            if busy && (begin.elapsed() > limit || self.is_closed()) {
+                return Err(Self::gone());
+            }
+            if busy {
+                thread::sleep(Duration::from_micros(200));
+            }
+        }
+        self.closed.store(true, Ordering::SeqCst);
+        if self.handle.swap(null_mut(), Ordering::SeqCst).is_null() {
+            return Ok(());
+        }
+        // SAFETY: live until now, and taken by this swap alone.
+        let code = unsafe { (self.api.ncclCommDestroy)(handle) };
+        // Nothing can be done about a failure, nor need be: nothing of it is used any more.
+        let _ = self.api.begun("ncclCommDestroy", code);
+        Ok(())
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        // What `end` has not ended failed, or was never whole.
+        if self.owner == Owner::Us {
+            self.abort();
+        }
+        if let Some(name) = self.name {
+            MADE.lock().unwrap_or_else(PoisonError::into_inner).retain(|other| *other != name);
+        }
+    }
+}
+
+impl Turn<'_> {
+    pub(super) fn handle(&self) -> sys::Comm {
+        self.comm.handle.load(Ordering::SeqCst)
+    }
+
+    /// What `ncclCommGetAsyncError` says: success, in progress, or a code.
+    pub(super) fn state(&self) -> Result<i32> {
+        let (api, mut state) = (self.comm.api, SUCCESS);
+        // SAFETY: a live communicator, of which this thread has the turn; a pointer to a local.
+        api.check("ncclCommGetAsyncError", unsafe { (api.ncclCommGetAsyncError)(self.handle(), &raw mut state) })?;
+        Ok(state)
+    }
+
+    /// Waits until the library has put the last group into its stream. That is no wait for other ranks, except when the
+    /// group is the first with one of them.
+    pub(super) fn settle(&self) -> Result<()> {
+        let mut asked = 0u32;
+        loop {
+            if self.comm.is_closed() {
+                return Err(Communicator::gone());
+            }
+            match self.state()? {
+                SUCCESS => return Ok(()),
+                IN_PROGRESS => {}
+                code => return Err(self.comm.api.error("ncclGroupEnd", code)),
+            }
+            asked += 1;
+            // The library's own thread needs some ten microseconds; with a rank that is late it can be any time.
+            if asked < 1000 {
+                thread::yield_now();
+            } else {
+                thread::sleep(Duration::from_micros(50));
+            }
+        }
+    }
+}
+
+/// As errors say it.
+pub(super) fn millis(time: Duration) -> u64 {
+    time.as_millis().try_into().unwrap_or(u64::MAX)
+}
+
+/// The bytes of a new unique id.
+pub(super) fn unique_id() -> Result<[u8; 128]> {
+    let api = Api::get()?;
+    let mut id = RawId([0; 128]);
+    // SAFETY: a pointer to a local.
+    api.check("ncclGetUniqueId", unsafe { (api.ncclGetUniqueId)(&raw mut id) })?;
+    Ok(id.0)
+}
+
+/// Refuses numbers that no communicator has.
+pub(super) fn check_numbers(rank: usize, world: usize, deadline: Duration) -> Result<()> {
+    if world == 0 || i32::try_from(world).is_err() {
+        return Err(Error::invalid("world", world, String::from("1 to 2147483647 ranks")));
+    }
+    if rank >= world {
+        return Err(Error::invalid("rank", rank, format!("below the world of {world}")));
+    }
+    if deadline.is_zero() {
+        return Err(Error::invalid("deadline", "0", "more than 0"));
+    }
+    Ok(())
+}

@@ -1,0 +1,394 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Ranks over NCCL: one process or thread for each GPU, on one host or many.
+//!
+//! An exchange is one group of `ncclSend` and `ncclRecv` on the transport's own stream: bytes (`ncclUint8`, 64-bit
+//! counts), in the order of the lists, so that messages between two ranks meet in that order. One communicator serves
+//! every mesh. `exchange` enqueues and returns; nothing waits on the host for other ranks, except for the first
+//! exchange of two ranks with each other, because NCCL connects them then. [`Transport::agree`] is a group of sends and
+//! receives of 8 bytes between all ranks of a plan, which the host does wait for: so they are connected before the first
+//! run of a plan enqueues anything.
+//!
+//! A communicator that this transport makes ([`Nccl::new`]) does not block: NCCL does in a thread of its own what has to
+//! wait, and the host asks until that is done, no longer than the deadline. (From some version on it uses such a thread for
+//! every group, also where nothing has to wait: 2.28 does, 2.14 does not. `exchange` then takes as long as starting a
+//! thread does.) A communicator of a framework's ([`Nccl::from_raw`]) is used as it is.
+//!
+//! # Failures
+//! A watchdog thread (`watch.rs`) looks at the oldest exchange that is not over and at the communicator. When that
+//! exchange was under way for longer than the deadline, when NCCL reports an error, or when [`Transport::abort`] is called,
+//! it aborts the communicator: the kernels of NCCL end, streams go on, and what did not arrive is left as it is, wrong. `poll`,
+//! `synchronize` and every later call then return the first failure, which names rank, operation, step, peers, bytes and time.
+//! NCCL does not say which of several peers did not answer, so all of the exchange are named. A rank that
+//! failed stays failed; a new group, with a new id, works on the same devices and streams.
+//!
+//! Nobody tells the other ranks: there is no channel beside NCCL. They learn of it from NCCL, which reports peers that
+//! are gone where it talks to them over sockets or InfiniBand, or at their own deadline. Over NVLink and shared memory it
+//! reports nothing, and the deadline is all there is. So every rank should have the same one, longer than a peer's kernels
+//! between two exchanges may take.
+//!
+//! ```no_run
+//! use cpattn::{kernel::cuda::Cuda, runtime::DeviceRank, transport::nccl::{Nccl, UniqueId}};
+//! use std::time::Duration;
+//!
+//! # fn broadcast(_: Option<[u8; 128]>) -> [u8; 128] { [0; 128] }
+//! # let (rank, world) = (0, 1);
+//! // One rank makes the id; MPI, a file, or a store of the framework's brings its bytes to the others.
+//! let id = if rank == 0 { Some(UniqueId::new()?.to_bytes()) } else { None };
+//! let id = UniqueId::from_bytes(broadcast(id));
+//! let device = Cuda::shared(0)?; // this process's GPU
+//! let transport = Nccl::new(&id, rank, world, &device, Duration::from_secs(60))?;
+//! let mut rank = DeviceRank::new(transport)?; // runs any plan for `world` ranks
+//! # Ok::<(), cpattn::Error>(())
+//! ```
+
+mod comm;
+mod sys;
+mod watch;
+
+use super::{DeviceTransport, Label, Message, Transport, lists};
+use crate::{
+    error::{Cause, Error, Result},
+    kernel::cuda::{
+        Cuda, DeviceMemory, Stream,
+        driver::{check, sys as driver},
+        memory::OwnStream,
+    },
+};
+use comm::{Communicator, Owner, Turn};
+use core::{ffi::c_void, ops::Range};
+use std::{
+    format,
+    sync::{Arc, Mutex, PoisonError},
+    thread::{self, JoinHandle},
+    time::Duration,
+    vec::Vec,
+};
+use watch::Watch;
+
+/// What the ranks of a group have in common before they have met. One rank makes it, and every rank gets a copy.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct UniqueId([u8; 128]);
+
+impl core::fmt::Debug for UniqueId {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        // It holds an address that whoever knows it can talk to.
+        f.write_str("UniqueId(…)")
+    }
+}
+
+impl UniqueId {
+    /// A new one (`ncclGetUniqueId`); for each group another. The process that makes it must live until all ranks have met.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] without NCCL 2.14 or later, [`Error::Device`] when NCCL fails.
+    pub fn new() -> Result<Self> {
+        comm::unique_id().map(Self)
+    }
+
+    /// The bytes that [`to_bytes`](Self::to_bytes) gave on another rank.
+    pub fn from_bytes(bytes: [u8; 128]) -> Self {
+        Self(bytes)
+    }
+
+    /// Its bytes, to be brought to the other ranks.
+    pub fn to_bytes(self) -> [u8; 128] {
+        self.0
+    }
+}
+
+/// What happens to a communicator of somebody else's when a run fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnFailure {
+    /// It is aborted, so that streams become usable again. Its owner must not touch it afterwards, not even to destroy it.
+    Abort,
+    /// It is left alone. Errors are reported all the same, but the exchange that did not end stays in its stream, with
+    /// everything behind it, until the owner aborts the communicator: calls that wait for those streams, or free memory,
+    /// wait until then.
+    Leave,
+}
+
+/// One rank of a group that talks over NCCL. Dropping it means that the rank leaves: it waits for what is enqueued.
+pub struct Nccl {
+    rank: usize,
+    world: usize,
+    watch: Arc<Watch>,
+    watchdog: Option<JoinHandle<()>>,
+    stream: OwnStream,
+    cuda: Arc<Cuda>,
+    deadline: Duration,
+    numbers: Mutex<Numbers>,
+}
+
+/// Where `agree` keeps the number of this rank and those of all ranks.
+struct Numbers {
+    device: DeviceMemory,
+    host: Vec<u64>,
+}
+
+impl core::fmt::Debug for Nccl {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Nccl").field("rank", &self.rank).field("world", &self.world).finish_non_exhaustive()
+    }
+}
+
+impl Nccl {
+    /// Meets the `world` ranks that have the same id, and makes a communicator with them. All of them call this, each
+    /// with a device of its own.
+    ///
+    /// `deadline` is how long the ranks wait for each other here, and how long an exchange may be under way later.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] without NCCL 2.14 or later; [`Error::Invalid`] for a rank that is not below `world`, an id
+    /// of zeros, or a rank of the id that this process has already; [`Error::Peers`] when a rank does not come before
+    /// the deadline; [`Error::Device`] for what NCCL refuses, which includes two ranks of one number, or on one device.
+    pub fn new(id: &UniqueId, rank: usize, world: usize, device: &Arc<Cuda>, deadline: Duration) -> Result<Self> {
+        comm::check_numbers(rank, world, deadline)?;
+        let comm = Communicator::make(id.0, rank, world, device, deadline)?;
+        Self::with(comm, rank, world, device, deadline)
+    }
+
+    /// Takes a communicator (`ncclComm_t`) that a framework has, which keeps it: dropping the transport leaves it as it is.
+    /// The numbers say which one is meant.
+    ///
+    /// # Errors
+    /// As [`Nccl::new`], and [`Error::Invalid`] when the communicator is null, or of another rank, another world or another device.
+    ///
+    /// # Safety
+    /// `comm` is null, or a communicator that lives until the transport is dropped. Nobody else makes calls with it
+    /// while a run is being enqueued, and its ranks enqueue their runs in the same order with what else they do with it.
+    pub unsafe fn from_raw(
+        comm: *mut c_void,
+        rank: usize,
+        world: usize,
+        device: &Arc<Cuda>,
+        deadline: Duration,
+        on_failure: OnFailure,
+    ) -> Result<Self> {
+        comm::check_numbers(rank, world, deadline)?;
+        let owner = match on_failure {
+            OnFailure::Abort => Owner::OthersAbort,
+            OnFailure::Leave => Owner::Others,
+        };
+        // SAFETY: the caller's promise: null, or alive for as long as the transport, with no other call at the same time.
+        let comm = unsafe { Communicator::take(comm, owner, rank, world, device) }?;
+        Self::with(comm, rank, world, device, deadline)
+    }
+
+    fn with(comm: Communicator, rank: usize, world: usize, cuda: &Arc<Cuda>, deadline: Duration) -> Result<Self> {
+        let stream = OwnStream::new(cuda.context())?;
+        let device = cuda.allocate(size_of::<u64>() * (world + 1))?;
+        let watch = Arc::new(Watch::new(comm, cuda, rank, deadline)?);
+        let thread = thread::Builder::new().name(format!("cpattn-nccl-{rank}"));
+        let watchdog = thread.spawn({
+            let watch = Arc::clone(&watch);
+            move || watch.run()
+        });
+        let watchdog = watchdog.map_err(|error| Error::Device {
+            call: "std::thread::spawn",
+            code: error.raw_os_error().unwrap_or(-1).into(),
+            message: format!("no thread to watch exchanges: {error}"),
+        })?;
+        let numbers = Mutex::new(Numbers { device, host: Vec::with_capacity(world) });
+        let (cuda, watchdog) = (Arc::clone(cuda), Some(watchdog));
+        Ok(Self { rank, world, watch, watchdog, stream, cuda, deadline, numbers })
+    }
+
+    /// Writes down what went wrong in a call of this rank's, ends the communicator, and gives the failure that counts.
+    fn failed(&self, error: Error) -> Error {
+        self.watch.verdict().err().unwrap_or_else(|| self.watch.fail(error))
+    }
+
+    /// Enqueues a group, and gives the number that the watchdog knows it by.
+    ///
+    /// # Safety
+    /// As [`Transport::exchange`].
+    unsafe fn enqueue(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<u64> {
+        let turn = self.watch.comm.turn()?;
+        let stream = self.stream.handle();
+        let number = self.watch.begin(label, [sends, recvs], stream)?;
+        // SAFETY: the caller's promise about the bytes; the stream is the transport's own.
+        unsafe { self.group(&turn, sends, recvs) }?;
+        self.watch.issued(stream)?;
+        Ok(number)
+    }
+
+    /// # Safety
+    /// As [`Transport::exchange`].
+    unsafe fn group(&self, turn: &Turn<'_>, sends: &[Message], recvs: &[Message]) -> Result<()> {
+        let (api, comm, stream) = (self.watch.comm.api(), turn.handle(), self.stream.handle().cast());
+        // SAFETY: a call without conditions; the group ends below whatever happens in between.
+        api.check("ncclGroupStart", unsafe { (api.ncclGroupStart)() })?;
+        let mut outcome = Ok(());
+        for m in sends {
+            // SAFETY: a live communicator of which this thread has the turn, a stream of its device, and memory that the
+            // caller promised to be valid for reads until the exchange is over.
+            let code = unsafe { (api.ncclSend)(m.ptr.cast(), m.bytes, sys::UINT8, m.peer as i32, comm, stream) };
+            outcome = outcome.and_then(|()| api.begun("ncclSend", code).map(|_| ()));
+        }
+        for m in recvs {
+            // SAFETY: as above, of writes.
+            let code = unsafe { (api.ncclRecv)(m.ptr.cast(), m.bytes, sys::UINT8, m.peer as i32, comm, stream) };
+            outcome = outcome.and_then(|()| api.begun("ncclRecv", code).map(|_| ()));
+        }
+        // SAFETY: the group was begun above, on this thread.
+        let code = unsafe { (api.ncclGroupEnd)() };
+        if self.watch.comm.is_closed() {
+            return Err(Error::invalid("communicator", "aborted", "one that lives"));
+        }
+        outcome?;
+        if api.begun("ncclGroupEnd", code)? { turn.settle() } else { Ok(()) }
+    }
+
+    /// Waits on the host until an exchange is over.
+    fn wait_for(&self, number: u64) -> Result<()> {
+        let _entered = self.cuda.context().enter()?;
+        let mut asked = 0u32;
+        while !self.watch.is_over(number)? {
+            self.watch.verdict()?;
+            asked += 1;
+            if asked < 100 {
+                thread::yield_now();
+            } else {
+                thread::sleep(Duration::from_micros(100));
+            }
+        }
+        self.watch.verdict()
+    }
+
+    /// The all-gather of [`Transport::agree`]: `numbers.host` then holds those of the group.
+    fn gather(&self, numbers: &mut Numbers, group: Range<usize>, own: u64) -> Result<()> {
+        const SIZE: usize = size_of::<u64>();
+        let stream = self.stream.handle();
+        let at = |place: usize| numbers.device.ptr().wrapping_add(place * SIZE);
+        // The number of this rank lies behind those of all.
+        let out = at(self.world);
+        {
+            let _entered = self.cuda.context().enter()?;
+            // SAFETY: 8 bytes of both sides; the driver has copied those of the host when it returns, since they are not page-locked.
+            check("cuMemcpyHtoDAsync", unsafe {
+                driver::cuMemcpyHtoDAsync_v2(out as u64, (&raw const own).cast(), SIZE, stream)
+            })?;
+        }
+        let others = || group.clone().filter(|&peer| peer != self.rank);
+        let sends: Vec<Message> = others().map(|peer| Message { peer, ptr: out, bytes: SIZE }).collect();
+        let recvs: Vec<Message> = others().map(|peer| Message { peer, ptr: at(peer), bytes: SIZE }).collect();
+        // SAFETY: room for the numbers of all ranks, which `self` keeps until its stream is done, and nobody else uses:
+        // the mutex is held.
+        let number = unsafe { self.enqueue(AGREE, &sends, &recvs) }?;
+        self.wait_for(number)?;
+        numbers.host.clear();
+        numbers.host.resize(group.len(), 0);
+        let _entered = self.cuda.context().enter()?;
+        // SAFETY: the numbers of the group, on both sides; the copy is over when the call returns, because the memory of the
+        // host is not page-locked.
+        check("cuMemcpyDtoHAsync", unsafe {
+            let to = numbers.host.as_mut_ptr().cast();
+            driver::cuMemcpyDtoHAsync_v2(to, at(group.start) as u64, group.len() * SIZE, stream)
+        })?;
+        numbers.host[self.rank - group.start] = own;
+        Ok(())
+    }
+}
+
+const AGREE: Label = Label { operation: "agree", step: 0 };
+
+impl Transport for Nccl {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world(&self) -> usize {
+        self.world
+    }
+
+    fn agree(&self, group: Range<usize>, fingerprint: u64) -> Result<()> {
+        let rank = self.rank;
+        if !group.contains(&rank) || group.end > self.world {
+            return Err(Error::invalid(
+                "group",
+                format!("{group:?}"),
+                format!("a range within 0..{} that contains rank {rank}", self.world),
+            ));
+        }
+        self.watch.verdict()?;
+        if group.len() == 1 {
+            return Ok(());
+        }
+        let mut numbers = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
+        self.gather(&mut numbers, group.clone(), fingerprint).map_err(|error| self.failed(error))?;
+        match group.zip(&numbers.host).find(|&(_, &theirs)| theirs != fingerprint) {
+            Some((peer, &theirs)) => Err(Error::Disagreement { rank, peer, ours: fingerprint, theirs }),
+            None => Ok(()),
+        }
+    }
+
+    unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
+        lists::check(self.rank, self.world, "sends", sends)?;
+        lists::check(self.rank, self.world, "recvs", recvs)?;
+        self.watch.verdict()?;
+        if sends.is_empty() && recvs.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise: the bytes are valid, and nobody else's, until the exchange is over.
+        unsafe { self.enqueue(label, sends, recvs) }.map(|_| ()).map_err(|error| self.failed(error))
+    }
+
+    fn poll(&self) -> Result<()> {
+        self.watch.verdict()?;
+        self.stream.query().map(|_| ())
+    }
+
+    /// Ends the communicator on this rank. The others hear of it from NCCL, or at their deadlines.
+    fn abort(&self, cause: Cause) {
+        self.watch.abort(cause);
+    }
+}
+
+impl DeviceTransport for Nccl {
+    fn device(&self) -> &Arc<Cuda> {
+        &self.cuda
+    }
+
+    fn stream(&self) -> Stream {
+        self.stream.handle()
+    }
+
+    /// # Errors
+    /// The driver's, or the failure of the group. After a failure the stream is done all the same, unless the communicator is
+    /// somebody else's and [left alone](OnFailure::Leave).
+    fn synchronize(&self) -> Result<()> {
+        if self.watch.comm.may_abort() {
+            // The watchdog ends what does not end by itself.
+            self.stream.synchronize()?;
+        } else {
+            while !self.stream.query()? {
+                self.watch.verdict()?;
+                thread::sleep(Duration::from_micros(100));
+            }
+        }
+        self.watch.verdict()
+    }
+
+    fn reserve(&self, _messages: usize) {
+        // What an exchange needs is an entry of the watchdog's, and those are used again.
+    }
+}
+
+impl Drop for Nccl {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.abort(Cause::Panicked);
+        }
+        // Waits for what is enqueued, as long as the watchdog lets it be. A failure has been reported, or concerns nobody
+        // any more.
+        let done = self.synchronize().is_ok();
+        self.watch.leave();
+        if let Some(watchdog) = self.watchdog.take() {
+            // It does not panic; if it did, there would be nothing to add.
+            let _ = watchdog.join();
+        }
+        if done {
+            self.watch.comm.end(self.deadline);
+        }
+    }
+}

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The watchdog: who notices that an exchange does not end, when no host waits for it.
+//!
+//! Every exchange puts an event before and one behind its group, and an entry into a queue. A thread of the transport's
+//! looks at the oldest entry now and then. Its clock starts when its first event has passed: what the stream did before,
+//! and how long the caller's own kernels took, does not count. It is over when the second has. An exchange whose call on
+//! the host has not returned (a communicator of a framework's may block there) is timed from the beginning of the call.
+//!
+//! When the oldest exchange is past the deadline, when NCCL reports an error of the communicator, or when somebody calls
+//! `abort`, the first to notice writes down the failure, with what the oldest exchange is, and aborts the communicator:
+//! its kernels end, and the stream goes on with what was behind them.
+
+use super::comm::{Communicator, millis};
+use super::sys::{IN_PROGRESS, SUCCESS, describe};
+use crate::error::{Cause, Error, Result};
+use crate::kernel::cuda::{Cuda, Stream, driver::Event};
+use crate::transport::{Label, Message};
+use std::{
+    collections::VecDeque,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+    vec::Vec,
+};
+
+/// Exchanges in flight for which there is room from the beginning.
+const ROOM: usize = 64;
+
+/// An exchange that may not be over.
+struct Pending {
+    label: Label,
+    begin: Event,
+    end: Event,
+    /// Each once, in rank order.
+    peers: Vec<usize>,
+    bytes: u64,
+    number: u64,
+    /// Both events are in the stream.
+    issued: bool,
+    /// When its clock began.
+    since: Option<Instant>,
+}
+
+#[derive(Default)]
+struct Queue {
+    pending: VecDeque<Pending>,
+    /// Entries that are over, kept for their events and their room.
+    free: Vec<Pending>,
+    next: u64,
+    /// The transport is dropped.
+    leaving: bool,
+}
+
+/// What the transport and its watchdog share.
+pub(super) struct Watch {
+    pub(super) comm: Communicator,
+    cuda: Arc<Cuda>,
+    rank: usize,
+    deadline: Duration,
+    queue: Mutex<Queue>,
+    bell: Condvar,
+    failed: AtomicBool,
+    failure: Mutex<Option<Error>>,
+}
+
+fn fresh(cuda: &Cuda) -> Result<Pending> {
+    let event = || Event::new(cuda.context());
+    Ok(Pending {
+        label: Label { operation: "", step: 0 },
+        begin: event()?,
+        end: event()?,
+        peers: Vec::with_capacity(8),
+        bytes: 0,
+        number: 0,
+        issued: false,
+        since: None,
+    })
+}
+
+impl Watch {
+    pub(super) fn new(comm: Communicator, cuda: &Arc<Cuda>, rank: usize, deadline: Duration) -> Result<Self> {
+        let free = (0..ROOM).map(|_| fresh(cuda)).collect::<Result<Vec<_>>>()?;
+        let queue = Queue { pending: VecDeque::with_capacity(ROOM), free, ..Queue::default() };
+        Ok(Self {
+            comm,
+            cuda: Arc::clone(cuda),
+            rank,
+            deadline,
+            queue: Mutex::new(queue),
+            bell: Condvar::new(),
+            failed: AtomicBool::new(false),
+            failure: Mutex::new(None),
+        })
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The failure, if there was one.
+    pub(super) fn verdict(&self) -> Result<()> {
+        if !self.failed.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        match &*self.failure.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some(error) => Err(error.clone()),
+            None => Ok(()),
+        }
+    }
+
+    /// Writes down the first failure, and ends the communicator. Gives the failure that counts.
+    pub(super) fn fail(&self, error: Error) -> Error {
+        let first = {
+            let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+            failure.get_or_insert(error).clone()
+        };
+        self.failed.store(true, Ordering::Release);
+        self.comm.abort();
+        first
+    }
+
+    /// What is to be said about the oldest exchange, or about none.
+    fn about_oldest(&self, cause: impl FnOnce(u64, u64) -> Cause) -> Error {
+        let queue = self.queue();
+        let rank = self.rank;
+        match queue.pending.front() {
+            Some(p) => {
+                let ms = p.since.map_or(0, |since| millis(since.elapsed()));
+                p.error(rank, cause(ms, p.bytes))
+            }
+            None => Error::Peer { rank, operation: "no exchange", step: 0, peer: rank, cause: cause(0, 0) },
+        }
+    }
+
+    /// Somebody ends the run.
+    pub(super) fn abort(&self, cause: Cause) {
+        if self.failed.load(Ordering::Acquire) {
+            return;
+        }
+        let (rank, label) = (self.rank, self.queue().pending.front().map(|p| p.label));
+        let Label { operation, step } = label.unwrap_or(Label { operation: "no exchange", step: 0 });
+        self.fail(Error::Peer { rank, operation, step, peer: rank, cause });
+    }
+
+    /// Notes an exchange and puts its first event into the stream, whose context is current.
+    pub(super) fn begin(&self, label: Label, messages: [&[Message]; 2], stream: Stream) -> Result<u64> {
+        let mut guard = self.queue();
+        let queue = &mut *guard;
+        if queue.free.is_empty() {
+            queue.retire()?;
+        }
+        let mut p = match queue.free.pop() {
+            Some(p) => p,
+            None => fresh(&self.cuda)?,
+        };
+        p.peers.clear();
+        p.peers.extend(messages.iter().flat_map(|list| list.iter()).map(|m| m.peer));
+        p.peers.sort_unstable();
+        p.peers.dedup();
+        p.bytes = messages.iter().flat_map(|list| list.iter()).map(|m| m.bytes as u64).sum();
+        (p.label, p.number, p.issued, p.since) = (label, queue.next, false, Some(Instant::now()));
+        let number = queue.next;
+        queue.next += 1;
+        let recorded = p.begin.record(stream);
+        queue.pending.push_back(p);
+        recorded.map(|()| number)
+    }
+
+    /// Puts the second event of the exchange that was begun last into the stream.
+    pub(super) fn issued(&self, stream: Stream) -> Result<()> {
+        let mut queue = self.queue();
+        if let Some(p) = queue.pending.back_mut() {
+            p.end.record(stream)?;
+            (p.issued, p.since) = (true, None);
+        }
+        Ok(())
+    }
+
+    /// Whether the exchange of this number is over.
+    pub(super) fn is_over(&self, number: u64) -> Result<bool> {
+        let mut queue = self.queue();
+        queue.retire()?;
+        Ok(queue.pending.front().is_none_or(|p| p.number > number))
+    }
+
+    /// Ends the watchdog.
+    pub(super) fn leave(&self) {
+        self.queue().leaving = true;
+        self.bell.notify_all();
+    }
+
+    /// The thread's whole life.
+    pub(super) fn run(&self) {
+        let tick = (self.deadline / 20).clamp(Duration::from_millis(1), Duration::from_millis(50));
+        loop {
+            let queue = self.queue();
+            if queue.leaving {
+                return;
+            }
+            // Whatever wakes it early, to look once more does no harm.
+            let (queue, _) = self.bell.wait_timeout(queue, tick).unwrap_or_else(PoisonError::into_inner);
+            if queue.leaving {
+                return;
+            }
+            drop(queue);
+            if self.failed.load(Ordering::Acquire) {
+                // What was aborted before a call was over is aborted now.
+                self.comm.abort();
+                continue;
+            }
+            if let Some(error) = self.look() {
+                self.fail(error);
+            }
+        }
+    }
+
+    /// What is wrong, if anything is.
+    fn look(&self) -> Option<Error> {
+        let late = {
+            let _entered = self.cuda.context().enter().ok()?;
+            let mut queue = self.queue();
+            queue.retire().and_then(|()| queue.late(self.deadline))
+        };
+        match late {
+            Ok(None) => {}
+            Ok(Some(late)) => {
+                return Some(self.about_oldest(|_, bytes| Cause::Deadline { ms: millis(late), bytes }));
+            }
+            Err(error) => return Some(error),
+        }
+        // A call that is under way looks itself.
+        let turn = self.comm.turn_now()?;
+        match turn.state() {
+            Ok(SUCCESS | IN_PROGRESS) => None,
+            Ok(code) => Some(self.about_oldest(|ms, bytes| Cause::Engine { code, text: describe(code), ms, bytes })),
+            Err(error) => Some(error),
+        }
+    }
+}
+
+impl Pending {
+    fn error(&self, rank: usize, cause: Cause) -> Error {
+        let Label { operation, step } = self.label;
+        match self.peers[..] {
+            [peer] => Error::Peer { rank, operation, step, peer, cause },
+            _ => Error::Peers { rank, operation, step, peers: self.peers.clone(), cause },
+        }
+    }
+}
+
+impl Queue {
+    /// Puts away what is over.
+    fn retire(&mut self) -> Result<()> {
+        while let Some(p) = self.pending.front()
+            && p.issued
+            && p.end.is_done()?
+        {
+            self.free.extend(self.pending.pop_front());
+        }
+        Ok(())
+    }
+
+    /// Starts the clock of the oldest exchange when its turn has come; for how long it has been running if that is past
+    /// the deadline.
+    fn late(&mut self, deadline: Duration) -> Result<Option<Duration>> {
+        let Some(p) = self.pending.front_mut() else { return Ok(None) };
+        if p.issued && p.since.is_none() && p.begin.is_done()? {
+            p.since = Some(Instant::now());
+        }
+        Ok(p.since.map(|since| since.elapsed()).filter(|&time| time >= deadline))
+    }
+}

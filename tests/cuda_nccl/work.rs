@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One rank of a plan: its tensors on the device, forward and backward, and its results as bytes.
+
+use std::sync::Arc;
+
+use cpattn::{
+    Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Result, Side,
+    call::RawTensor,
+    kernel::cuda::{Cuda, DeviceMemory},
+    plan::Circulate,
+    runtime::{Bindings, DeviceRank},
+    schedule::{Direction, TensorId},
+    transport::nccl::Nccl,
+};
+use half::bf16;
+
+use crate::common::{Data, Results};
+
+pub type T = bf16;
+
+/// o, lse, dq, dk, dv and dsinks of one rank, as they lie in memory.
+pub type Part = Vec<Vec<u8>>;
+
+/// What every rank plans, by name.
+pub fn plan(name: &str) -> Plan {
+    let causal = Problem::new(Batch::from_lengths(&[29, 0, 38, 13]).unwrap(), 8, 4, 32, Dtype::Bf16);
+    let window = Problem::new(Batch::from_lengths(&[21, 40]).unwrap(), 8, 2, 32, Dtype::Bf16)
+        .with_mask(Mask::window(17, 3))
+        .with_sinks(true);
+    let (p, ulysses, ring, layout, options) = match name {
+        "ulysses 2" => (causal, 2, 1, Layout::Contiguous, Options::new()),
+        "ring 2" => (window, 1, 2, Layout::Zigzag, Options::new()),
+        "ulysses 4" => (window, 4, 1, Layout::Contiguous, Options::new()),
+        "ring 4" => (causal, 1, 4, Layout::Zigzag, Options::new()),
+        "hybrid 2 x 2" => (causal, 2, 2, Layout::ZigzagPack, Options::new().circulate(Circulate::Queries)),
+        "hybrid 2 x 4" => (causal, 2, 4, Layout::Striped { stripe: 4 }, Options::new()),
+        "ring 8" => (causal, 1, 8, Layout::Balanced { chunks: 2 }, Options::new().gather(true)),
+        "ulysses 8" => (causal, 8, 1, Layout::Contiguous, Options::new()),
+        "two replicas" => {
+            // Four ranks, of which each pair does the same work.
+            let mesh = Mesh::explicit(4, 2, 1).unwrap();
+            return Plan::new(&causal, mesh, Layout::Contiguous).unwrap();
+        }
+        _ => panic!("no plan {name}"),
+    };
+    let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
+    Plan::with_options(&p, mesh, layout, options).unwrap()
+}
+
+pub fn data(plan: &Plan) -> Data<T> {
+    Data::random(plan.problem(), 7)
+}
+
+/// A tensor on the device, and how it is shaped.
+struct Held(DeviceMemory, RawTensor);
+
+impl Held {
+    fn new<E: Element>(cuda: &Cuda, values: &[E], tokens: usize, heads: usize, dim: usize) -> Self {
+        let memory = cuda.allocate(size_of_val(values)).unwrap();
+        memory.upload(bytemuck::cast_slice(values)).unwrap();
+        let raw = RawTensor::compact(memory.ptr(), E::DTYPE, tokens as u64, heads as u32, dim as u32);
+        Self(memory, raw)
+    }
+
+    fn nan<E: Element>(cuda: &Cuda, tokens: usize, heads: usize, dim: usize) -> Self {
+        Self::new(cuda, &vec![E::from_f64(f64::NAN); tokens * heads * dim], tokens, heads, dim)
+    }
+
+    fn read(&self) -> Vec<u8> {
+        let mut out = vec![0; self.0.bytes()];
+        self.0.download(&mut out).unwrap();
+        out
+    }
+}
+
+/// All tensors of a rank.
+pub struct Tensors {
+    held: Vec<Held>,
+    bindings: Bindings,
+}
+
+pub fn tensors(cuda: &Cuda, plan: &Plan, rank: usize, data: &Data<T>) -> Tensors {
+    let p = plan.problem();
+    let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
+    let (tq, tk) = (plan.token_indices(Side::Q, rank), plan.token_indices(Side::K, rank));
+    let (nq, nk) = (tq.len(), tk.len());
+    let gather = |all: &[T], tokens: &[usize], row: usize| -> Vec<T> {
+        tokens.iter().flat_map(|&t| all[t * row..(t + 1) * row].iter().copied()).collect()
+    };
+    let results = [
+        (TensorId::O, Held::nan::<T>(cuda, nq, hq, dv)),
+        (TensorId::Lse, Held::nan::<f32>(cuda, nq, hq, 1)),
+        (TensorId::Dq, Held::nan::<T>(cuda, nq, hq, d)),
+        (TensorId::Dk, Held::nan::<T>(cuda, nk, hk, d)),
+        (TensorId::Dv, Held::nan::<T>(cuda, nk, hk, dv)),
+        (TensorId::Dsinks, Held::nan::<f32>(cuda, 1, hq, 1)),
+    ];
+    let inputs = [
+        (TensorId::Q, Held::new(cuda, &gather(&data.q, &tq, hq * d), nq, hq, d)),
+        (TensorId::K, Held::new(cuda, &gather(&data.k, &tk, hk * d), nk, hk, d)),
+        (TensorId::V, Held::new(cuda, &gather(&data.v, &tk, hk * dv), nk, hk, dv)),
+        (TensorId::DO, Held::new(cuda, &gather(&data.d_o, &tq, hq * dv), nq, hq, dv)),
+    ];
+    let sinks = data.sinks.as_ref().map(|s| (TensorId::Sinks, Held::new(cuda, s, 1, hq, 1)));
+    let (mut bindings, mut held) = (Bindings::default(), Vec::new());
+    for (tensor, h) in results.into_iter().chain(inputs).chain(sinks) {
+        bindings.set(tensor, h.1);
+        held.push(h);
+    }
+    Tensors { held, bindings }
+}
+
+impl Tensors {
+    /// Enqueues a run on the legacy default stream.
+    pub fn enqueue(&self, rank: &mut DeviceRank, plan: &Plan, direction: Direction) -> Result<()> {
+        // SAFETY: tests wait for the stream before the tensors go; nobody else uses them.
+        unsafe { rank.run(plan, direction, &self.bindings, std::ptr::null_mut()) }
+    }
+
+    pub fn results(&self) -> Part {
+        self.held[..6].iter().map(Held::read).collect()
+    }
+}
+
+pub fn wait(cuda: &Cuda) -> Result<()> {
+    // SAFETY: the default stream.
+    unsafe { cuda.synchronize(std::ptr::null_mut()) }
+}
+
+/// Forward and backward, twice, with the same bits.
+pub fn forward_and_backward(end: Nccl, plan: &Plan) -> Result<Part> {
+    let mut rank = DeviceRank::new(end)?;
+    let cuda = Arc::clone(rank.device());
+    let all = tensors(&cuda, plan, rank.rank(), &data(plan));
+    let mut parts = [(); 2].map(|()| Part::new());
+    for part in &mut parts {
+        all.enqueue(&mut rank, plan, Direction::Forward)?;
+        all.enqueue(&mut rank, plan, Direction::Backward)?;
+        wait(&cuda)?;
+        rank.poll()?;
+        *part = all.results();
+    }
+    let [first, second] = parts;
+    assert!(first == second, "a second run has other bits");
+    Ok(first)
+}
+
+/// The results of all ranks, put together.
+pub fn whole(plan: &Plan, parts: &[Part]) -> Results<T> {
+    let p = plan.problem();
+    let (nq, nk) = (p.batch().tokens(Side::Q), p.batch().tokens(Side::K));
+    let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
+    let nan = T::from_f64(f64::NAN);
+    let mut all = Results::<T> {
+        o: vec![nan; nq * hq * dv],
+        lse: vec![f32::NAN; nq * hq],
+        dq: vec![nan; nq * hq * d],
+        dk: vec![nan; nk * hk * d],
+        dv: vec![nan; nk * hk * dv],
+        dsinks: Vec::new(),
+    };
+    fn scatter<E: Element>(all: &mut [E], part: &[u8], tokens: &[usize], row: usize) {
+        let part: Vec<E> = part.chunks_exact(size_of::<E>()).map(bytemuck::pod_read_unaligned).collect();
+        for (i, &t) in tokens.iter().enumerate() {
+            all[t * row..(t + 1) * row].copy_from_slice(&part[i * row..(i + 1) * row]);
+        }
+    }
+    for (rank, part) in parts.iter().enumerate() {
+        let (tq, tk) = (plan.token_indices(Side::Q, rank), plan.token_indices(Side::K, rank));
+        scatter(&mut all.o, &part[0], &tq, hq * dv);
+        scatter(&mut all.lse, &part[1], &tq, hq);
+        scatter(&mut all.dq, &part[2], &tq, hq * d);
+        scatter(&mut all.dk, &part[3], &tk, hk * d);
+        scatter(&mut all.dv, &part[4], &tk, hk * dv);
+        if p.has_sinks() {
+            all.dsinks = part[5].chunks_exact(4).map(bytemuck::pod_read_unaligned).collect();
+        }
+    }
+    all
+}
