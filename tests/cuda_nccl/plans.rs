@@ -87,8 +87,6 @@ fn four_threads() {
 #[test]
 fn eight_threads() {
     as_threads("hybrid 2 x 4");
-    as_threads("ulysses 8");
-    as_threads("ring 8");
 }
 
 #[test]
@@ -99,14 +97,12 @@ fn two_processes() {
 
 #[test]
 fn four_processes() {
-    as_processes("ring 4");
     as_processes("ulysses 4");
     as_processes("hybrid 2 x 2");
 }
 
 #[test]
 fn eight_processes() {
-    as_processes("hybrid 2 x 4");
     as_processes("ring 8");
 }
 

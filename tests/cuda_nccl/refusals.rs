@@ -1,1 +1,106 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What is refused, in words that name the argument, both values and the way out.
 
+use std::{ptr::null_mut, time::Duration};
+
+use cpattn::{
+    Error, Result,
+    transport::{
+        DeviceTransport, Label, Message, Transport,
+        nccl::{Nccl, OnFailure, UniqueId},
+    },
+};
+
+use crate::group::{LONG, devices, threads};
+
+#[track_caller]
+fn refused<T: std::fmt::Debug>(result: Result<T>, words: &[&str]) {
+    let error = result.expect_err("accepted");
+    assert!(matches!(error, Error::Invalid { .. } | Error::Unsupported { .. }), "{error:?}");
+    let text = error.to_string();
+    for word in words {
+        assert!(text.contains(word), "{text:?} lacks {word:?}");
+    }
+}
+
+#[test]
+fn numbers_and_ids() {
+    let Some(device) = devices(1) else { return };
+    let (device, id, zeros) = (&device[0], UniqueId::new().unwrap(), UniqueId::from_bytes([0; 128]));
+    let new = |id, rank, world, deadline| Nccl::new(id, rank, world, device, deadline);
+    refused(new(&id, 2, 2, LONG), &["rank is 2, expected below the world of 2"]);
+    refused(new(&id, 0, 0, LONG), &["world is 0", "1 to 2147483647"]);
+    refused(new(&id, 0, 1 << 31, LONG), &["world is 2147483648"]);
+    refused(new(&id, 0, 1, Duration::ZERO), &["deadline is 0"]);
+    refused(new(&zeros, 0, 1, LONG), &["id is all zeros", "unique_id", "128 bytes"]);
+    assert_eq!(format!("{id:?}"), "UniqueId(…)");
+    // Nothing of that used the id up.
+    let end = new(&id, 0, 1, LONG).unwrap();
+    refused(new(&id, 0, 1, LONG), &["rank is 0, for the second time", "a new group needs a new id"]);
+    end.agree(0..1, 7).unwrap();
+    end.synchronize().unwrap();
+}
+
+/// Of one process this crate knows it at once; of two NCCL says it.
+#[test]
+fn two_ranks_of_one_number() {
+    let Some(devices) = devices(2) else { return };
+    let id = UniqueId::new().unwrap();
+    let short = Duration::from_millis(500);
+    let all: Vec<Result<Nccl>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = devices
+            .iter()
+            .map(|device| {
+                let id = &id;
+                scope.spawn(move || Nccl::new(id, 1, 2, device, short))
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    let texts: Vec<String> = all.into_iter().map(|r| r.unwrap_err().to_string()).collect();
+    // One of them is refused, and the other waits for a rank 0 in vain.
+    assert!(texts.iter().any(|t| t.contains("rank is 1, for the second time")), "{texts:?}");
+    let waited = "rank 1, making the communicator, step 0: one of the ranks [0] did not answer within 5";
+    assert!(texts.iter().any(|t| t.contains(waited)), "{texts:?}");
+}
+
+#[test]
+fn two_ranks_on_one_device() {
+    let Some(device) = devices(1) else { return };
+    let all = threads(&[device[0].clone(), device[0].clone()], LONG, |_| ());
+    for error in all {
+        let text = error.unwrap_err().to_string();
+        assert!(text.contains("ncclCommInitRankConfig failed with"), "{text}");
+    }
+}
+
+#[test]
+fn lists_are_checked_before_anything_moves() {
+    let Some(devices) = devices(2) else { return };
+    let outcomes = threads(&devices, LONG, |end| {
+        let memory = end.device().allocate(64).unwrap();
+        let label = Label { operation: "test", step: 0 };
+        let message = |peer, ptr, bytes| Message { peer, ptr, bytes };
+        // SAFETY: refused before anything is enqueued.
+        let send = |m| unsafe { end.exchange(label, &[m], &[]) };
+        refused(send(message(2, memory.ptr(), 8)), &["sends[0].peer is 2, expected a rank below 2"]);
+        refused(send(message(end.rank(), memory.ptr(), 8)), &["another rank", "copy what a rank sends to itself"]);
+        refused(send(message(1 - end.rank(), memory.ptr(), 0)), &["sends[0].bytes is 0"]);
+        refused(send(message(1 - end.rank(), null_mut(), 8)), &["sends[0].ptr is null"]);
+        refused(end.agree(0..3, 1), &["group is 0..3", "within 0..2"]);
+        let other = 1 - end.rank();
+        refused(end.agree(other..other + 1, 1), &["contains rank"]);
+        // The group is as it was.
+        end.agree(0..2, 1).unwrap();
+        end.poll().unwrap();
+    });
+    outcomes.into_iter().for_each(|r| r.unwrap());
+}
+
+#[test]
+fn a_communicator_that_is_not_there() {
+    let Some(device) = devices(1) else { return };
+    // SAFETY: null is refused.
+    let taken = unsafe { Nccl::from_raw(null_mut(), 0, 1, &device[0], LONG, OnFailure::Leave) };
+    refused(taken, &["comm is null", "ncclComm_t"]);
+}

@@ -23,8 +23,8 @@ pub type Part = Vec<Vec<u8>>;
 
 /// What every rank plans, by name.
 pub fn plan(name: &str) -> Plan {
-    let causal = Problem::new(Batch::from_lengths(&[29, 0, 38, 13]).unwrap(), 8, 4, 32, Dtype::Bf16);
-    let window = Problem::new(Batch::from_lengths(&[21, 40]).unwrap(), 8, 2, 32, Dtype::Bf16)
+    let causal = Problem::new(Batch::from_lengths(&[29, 0, 38]).unwrap(), 4, 2, 32, Dtype::Bf16);
+    let window = Problem::new(Batch::from_lengths(&[21, 40]).unwrap(), 4, 4, 32, Dtype::Bf16)
         .with_mask(Mask::window(17, 3))
         .with_sinks(true);
     let (p, ulysses, ring, layout, options) = match name {
@@ -35,7 +35,6 @@ pub fn plan(name: &str) -> Plan {
         "hybrid 2 x 2" => (causal, 2, 2, Layout::ZigzagPack, Options::new().circulate(Circulate::Queries)),
         "hybrid 2 x 4" => (causal, 2, 4, Layout::Striped { stripe: 4 }, Options::new()),
         "ring 8" => (causal, 1, 8, Layout::Balanced { chunks: 2 }, Options::new().gather(true)),
-        "ulysses 8" => (causal, 8, 1, Layout::Contiguous, Options::new()),
         "two replicas" => {
             // Four ranks, of which each pair does the same work.
             let mesh = Mesh::explicit(4, 2, 1).unwrap();
@@ -127,21 +126,22 @@ pub fn wait(cuda: &Cuda) -> Result<()> {
     unsafe { cuda.synchronize(std::ptr::null_mut()) }
 }
 
-/// Forward and backward, twice, with the same bits.
+/// Forward and backward, and once more: with the same bits.
 pub fn forward_and_backward(end: Nccl, plan: &Plan) -> Result<Part> {
     let mut rank = DeviceRank::new(end)?;
     let cuda = Arc::clone(rank.device());
     let all = tensors(&cuda, plan, rank.rank(), &data(plan));
-    let mut parts = [(); 2].map(|()| Part::new());
-    for part in &mut parts {
+    let mut run = || -> Result<Part> {
         all.enqueue(&mut rank, plan, Direction::Forward)?;
         all.enqueue(&mut rank, plan, Direction::Backward)?;
         wait(&cuda)?;
         rank.poll()?;
-        *part = all.results();
+        Ok(all.results())
+    };
+    let first = run()?;
+    if plan.mesh().world() == 2 {
+        assert!(first == run()?, "a second run has other bits");
     }
-    let [first, second] = parts;
-    assert!(first == second, "a second run has other bits");
     Ok(first)
 }
 
