@@ -317,7 +317,7 @@ impl Transport for Nccl {
         let mut numbers = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
         self.gather(&mut numbers, group.clone(), fingerprint).map_err(|error| self.failed(error))?;
         match group.zip(&numbers.host).find(|&(_, &theirs)| theirs != fingerprint) {
-            Some((peer, &theirs)) => Err(Error::Disagreement { rank, peer, ours: fingerprint, theirs }),
+            Some((peer, &theirs)) => Err(Error::disagreement(rank, peer, fingerprint, theirs)),
             None => Ok(()),
         }
     }
