@@ -109,6 +109,7 @@ functions! {
         cuMemFreeHost(address: *mut c_void);
         cuMemcpyHtoD_v2(to: CUdeviceptr, from: *const c_void, bytes: usize);
         cuMemcpyDtoH_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize);
+        #[cfg(feature = "nccl")]
         cuMemcpyDtoHAsync_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize, stream: CUstream);
         cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);
         cuMemcpyDtoDAsync_v2(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream);

@@ -19,17 +19,17 @@ pub(super) const NOT_SUPPORTED: i32 = 801;
 
 /// Declares the functions of a library, a line each, as its header does; all of them answer with a status.
 ///
-/// Without a `required` function `load` fails and names it. An `optional` one may be missing: calls of it then answer
+/// Without a `required` function `load` fails and names it; one that only some builds call has a `#[cfg]`. An `optional` one may be missing: calls of it then answer
 /// [`NOT_SUPPORTED`].
 macro_rules! functions {
     (
         $libraries:expr, $way_out:literal;
-        required { $($name:ident($($arg:ident: $type:ty),* $(,)?);)* }
+        required { $($(#[$if:meta])* $name:ident($($arg:ident: $type:ty),* $(,)?);)* }
         optional { $($new:ident($($new_arg:ident: $new_type:ty),* $(,)?);)* }
     ) => {
         #[allow(non_snake_case, reason = "the names are the library's")]
         struct Table {
-            $($name: unsafe extern "system" fn($($type),*) -> i32,)*
+            $($(#[$if])* $name: unsafe extern "system" fn($($type),*) -> i32,)*
             $($new: Option<unsafe extern "system" fn($($new_type),*) -> i32>,)*
             /// Keeps the functions where they are.
             _library: libloading::Library,
@@ -46,7 +46,7 @@ macro_rules! functions {
             let (file, library) = open($libraries, $way_out)?;
             let table = Table {
                 // SAFETY: each line is the prototype of the library's header; the table keeps the library open.
-                $($name: unsafe { find(&library, file, stringify!($name), $way_out) }?,)*
+                $($(#[$if])* $name: unsafe { find(&library, file, stringify!($name), $way_out) }?,)*
                 // SAFETY: as above.
                 $($new: unsafe { find(&library, file, stringify!($new), $way_out) }.ok(),)*
                 _library: library,
@@ -57,6 +57,7 @@ macro_rules! functions {
         }
 
         $(
+            $(#[$if])*
             #[allow(non_snake_case, reason = "the library's name")]
             /// # Safety
             /// The library documents what its arguments must be.
