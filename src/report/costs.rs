@@ -14,9 +14,7 @@ use crate::{
     call::Gradients,
     error::Result,
     plan::area,
-    schedule::{
-        ALIGNMENT, Buf, CirculatingSide, Direction, MessageView, OpKind, Schedule, TensorId, expand::Expansion,
-    },
+    schedule::{ALIGNMENT, Buf, CirculatingSide, Direction, MessageView, OpKind, Schedule, expand::Expansion},
 };
 
 /// One step of one rank. The ring steps are numbered as in the schedule; step 0 is the rank's own share. What a step
@@ -89,14 +87,7 @@ fn bytes(plan: &Plan, schedule: &Schedule, message: &MessageView) -> u64 {
             let b = &schedule.buffers[i as usize];
             u64::from(b.dim) * b.dtype.size() as u64
         }
-        Buf::User(tensor) => {
-            let (dim, dtype) = match tensor {
-                TensorId::Q | TensorId::K | TensorId::Dq | TensorId::Dk => (p.head_dim(), p.dtype()),
-                TensorId::V | TensorId::O | TensorId::DO | TensorId::Dv => (p.value_dim(), p.dtype()),
-                TensorId::Lse | TensorId::Sinks | TensorId::Dsinks => (1, p.dtype().accumulator()),
-            };
-            (dim * dtype.size()) as u64
-        }
+        Buf::User(tensor) => (tensor.dim(p) * tensor.dtype(p).size()) as u64,
     };
     view.rows * u64::from(view.heads) * element
 }

@@ -39,34 +39,6 @@ impl Default for Bindings {
     }
 }
 
-/// Whether a direction uses a tensor, and writes it.
-fn role(tensor: TensorId, direction: Direction, sinks: bool) -> Option<bool> {
-    use TensorId::{DO, Dk, Dq, Dsinks, Dv, K, Lse, O, Q, Sinks, V};
-    let backward = direction == Direction::Backward;
-    match tensor {
-        Q | K | V => Some(false),
-        O | Lse => Some(!backward),
-        DO => backward.then_some(false),
-        Dq | Dk | Dv => backward.then_some(true),
-        Sinks => sinks.then_some(false),
-        Dsinks => (sinks && backward).then_some(true),
-    }
-}
-
-const ALL: [TensorId; TensorId::COUNT] = [
-    TensorId::Q,
-    TensorId::K,
-    TensorId::V,
-    TensorId::O,
-    TensorId::Lse,
-    TensorId::DO,
-    TensorId::Dq,
-    TensorId::Dk,
-    TensorId::Dv,
-    TensorId::Sinks,
-    TensorId::Dsinks,
-];
-
 impl Bindings {
     /// Sets a tensor.
     #[must_use]
@@ -87,16 +59,16 @@ impl Bindings {
 
     /// The tensors that a direction reads or writes.
     pub(super) fn used(&self, direction: Direction, sinks: bool) -> impl Iterator<Item = (TensorId, &RawTensor)> {
-        ALL.into_iter().filter(move |&t| role(t, direction, sinks).is_some()).map(|t| (t, self.get(t)))
+        TensorId::ALL.into_iter().filter(move |t| t.is_written(direction, sinks).is_some()).map(|t| (t, self.get(t)))
     }
 
     pub(super) fn check(&self, plan: &Plan, prepared: &Prepared) -> Result<()> {
         let (schedule, p) = (&prepared.schedule, plan.problem());
         let direction = schedule.direction;
         let mut list = [("", RawTensor::NONE, false); TensorId::COUNT];
-        for tensor in ALL {
+        for tensor in TensorId::ALL {
             let raw = self.get(tensor);
-            let Some(written) = role(tensor, direction, p.has_sinks()) else {
+            let Some(written) = tensor.is_written(direction, p.has_sinks()) else {
                 if tensor == TensorId::Sinks && !raw.is_none() {
                     return Err(Error::invalid("sinks", "given", "none, since the problem has no sinks")
                         .hint("plan a problem that has sinks"));
@@ -144,18 +116,12 @@ pub(super) fn apart_from(
 /// Element type and shape of one of the caller's tensors.
 fn form(plan: &Plan, prepared: &Prepared, tensor: TensorId) -> (Dtype, [usize; 3]) {
     let p = plan.problem();
-    let (q, k) = (prepared.q_rows as usize, prepared.k_rows as usize);
-    let (d, dv) = (p.head_dim(), p.value_dim());
-    let (dtype, acc) = (p.dtype(), p.dtype().accumulator());
-    match tensor {
-        TensorId::Q | TensorId::Dq => (dtype, [q, p.heads(), d]),
-        TensorId::K | TensorId::Dk => (dtype, [k, p.kv_heads(), d]),
-        TensorId::V | TensorId::Dv => (dtype, [k, p.kv_heads(), dv]),
-        TensorId::O | TensorId::DO => (dtype, [q, p.heads(), dv]),
-        TensorId::Lse => (acc, [q, p.heads(), 1]),
-        TensorId::Sinks => (Dtype::F32, [1, p.heads(), 1]),
-        TensorId::Dsinks => (acc, [1, p.heads(), 1]),
-    }
+    let rows = match tensor.side() {
+        _ if tensor.is_per_head() => 1,
+        Side::Q => prepared.q_rows,
+        Side::K => prepared.k_rows,
+    };
+    (tensor.dtype(p), [rows as usize, tensor.heads(p), tensor.dim(p)])
 }
 
 /// Bindings of the right shapes whose memory `make` chooses.
@@ -165,7 +131,7 @@ pub(super) fn placeholders(
     prepared: &Prepared,
     make: impl Fn(Dtype, u64, u32, u32) -> RawTensor,
 ) -> Bindings {
-    ALL.into_iter().fold(Bindings::default(), |b, tensor| {
+    TensorId::ALL.into_iter().fold(Bindings::default(), |b, tensor| {
         let (dtype, [tokens, heads, dim]) = form(plan, prepared, tensor);
         b.with(tensor, make(dtype, tokens as u64, heads as u32, dim as u32))
     })

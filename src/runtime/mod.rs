@@ -39,6 +39,7 @@ mod lanes;
 #[cfg(feature = "cuda")]
 mod measure;
 mod ops;
+mod proof;
 mod tags;
 mod workspace;
 

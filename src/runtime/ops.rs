@@ -6,7 +6,7 @@
 
 use std::vec::Vec;
 
-use super::{Bindings, bind, tags::Tags};
+use super::{Bindings, bind, proof, tags::Tags};
 use crate::{
     call::{Attend, AttendBackward, Block, Delta, RawTensor, SinkGradient, Transform},
     error::Result,
@@ -126,6 +126,7 @@ impl Prepared {
             Job::Attention(direction) => Schedule::new(plan, rank, direction)?,
             Job::AllToAll(all_to_all) => Schedule::all_to_all(plan, rank, all_to_all)?,
         };
+        proof::check(plan, job, &schedule, &mut Expansion::new(&schedule))?;
         let (q_rows, k_rows) = bind::rows(plan, rank);
         Ok(Self {
             plan: plan.clone(),

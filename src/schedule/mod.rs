@@ -27,48 +27,12 @@ pub mod expand;
 mod join;
 pub mod ring_steps;
 mod sweep;
+mod tensor_id;
 pub mod verify;
 
 pub use join::Fragment;
 pub use ring_steps::{RangeScratch, RingStep, RingSteps};
-
-/// A tensor of the caller's. All are `[tokens, heads, dim]`; of lse the last dimension is 1.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[repr(u8)]
-pub enum TensorId {
-    /// Queries.
-    Q,
-    /// Keys.
-    K,
-    /// Values.
-    V,
-    /// Output: written by the forward, read by the backward.
-    O,
-    /// Log-sum-exp: written by the forward, read by the backward.
-    Lse,
-    /// Gradient of the output.
-    DO,
-    /// Gradient of the queries.
-    Dq,
-    /// Gradient of the keys.
-    Dk,
-    /// Gradient of the values.
-    Dv,
-    /// Sinks, `[1, heads, 1]` f32.
-    Sinks,
-    /// Gradient of the sinks, `[1, heads, 1]`, accumulator's type: the sum over the group, on every rank.
-    Dsinks,
-}
-
-impl TensorId {
-    /// How many there are.
-    pub const COUNT: usize = 11;
-
-    /// The name users know.
-    pub const fn name(self) -> &'static str {
-        ["q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "sinks", "dsinks"][self as usize]
-    }
-}
+pub use tensor_id::TensorId;
 
 /// A buffer: the caller's tensor, or one in the workspace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

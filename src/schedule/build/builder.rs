@@ -169,17 +169,9 @@ impl Builder<'_> {
 
     /// All of the caller's rows and heads of a tensor.
     pub(super) fn user(&self, tensor: TensorId) -> BufferView {
-        let p = self.plan.problem();
-        let side = match tensor {
-            TensorId::K | TensorId::V | TensorId::Dk | TensorId::Dv => Side::K,
-            _ => Side::Q,
-        };
-        let heads = if side == Side::K { p.kv_heads() } else { p.heads() };
-        let rows = match tensor {
-            TensorId::Sinks | TensorId::Dsinks => 1,
-            _ => self.part(side, self.place.ulysses).1,
-        };
-        BufferView { buf: Buf::User(tensor), row: 0, rows, head: 0, heads: heads as u32 }
+        let rows = if tensor.is_per_head() { 1 } else { self.part(tensor.side(), self.place.ulysses).1 };
+        let heads = tensor.heads(self.plan.problem()) as u32;
+        BufferView { buf: Buf::User(tensor), row: 0, rows, head: 0, heads }
     }
 
     pub(super) fn block(&mut self, dst: BufferView, sources: &[BufferView]) {

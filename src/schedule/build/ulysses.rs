@@ -60,21 +60,16 @@ impl Builder<'_> {
     }
 
     pub(super) fn dim_of(&self, view: BufferView) -> usize {
-        let p = self.plan.problem();
         match view.buf {
             Buf::Work(i) => self.out.buffers[i as usize].dim as usize,
-            Buf::User(TensorId::Q | TensorId::K | TensorId::Dq | TensorId::Dk) => p.head_dim(),
-            Buf::User(TensorId::V | TensorId::O | TensorId::DO | TensorId::Dv) => p.value_dim(),
-            Buf::User(TensorId::Lse | TensorId::Sinks | TensorId::Dsinks) => 1,
+            Buf::User(tensor) => tensor.dim(self.plan.problem()),
         }
     }
 
     pub(super) fn dtype_of(&self, view: BufferView) -> Dtype {
         match view.buf {
             Buf::Work(i) => self.out.buffers[i as usize].dtype,
-            Buf::User(TensorId::Lse | TensorId::Dsinks) => self.accumulator(),
-            Buf::User(TensorId::Sinks) => Dtype::F32,
-            Buf::User(_) => self.element(),
+            Buf::User(tensor) => tensor.dtype(self.plan.problem()),
         }
     }
 

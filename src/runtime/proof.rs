@@ -1,0 +1,464 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What the unsafe calls of a run rely on, checked once, when a schedule is prepared, in release builds too.
+//!
+//! A run turns every slice of a schedule into an address without looking at it again. [`check`] therefore goes through
+//! the whole list before the schedule is ever run, and refuses it unless
+//!
+//! 1. every buffer lies in the workspace, at a multiple of the alignment;
+//! 2. every slice of every operation lies inside its buffer, or inside the caller's tensor as [`bind`](super::bind) checks
+//!    it in each run; tensors that a direction does not have are not named, and those that it reads are not written;
+//! 3. messages are contiguous, not empty, and with other ranks of the group;
+//! 4. what an operation writes is apart from everything else that it touches, but for sums that begin with their own
+//!    destination and a running result that lies in o itself;
+//! 5. operations of the two lanes that may run at the same time do not touch the same bytes, if one of them writes.
+//!
+//! [`schedule::verify`](crate::schedule::verify) proves far more, over all ranks together, and takes a table of every row
+//! for it: it is for tests. Here one rank looks at slices alone. Which rows of its slices an attention touches is not
+//! asked: for 5 it touches all of them. Kernels check the ranges they are given against their tensors in every
+//! call.
+
+use std::{format, string::String, vec, vec::Vec};
+
+use super::ops::Job;
+use crate::{
+    call::Gradients,
+    error::{Error, Result},
+    plan::Plan,
+    schedule::{
+        ALIGNMENT, Buf, BufferView, CirculatingSide, Lane, MessageView, Op, OpKind, Schedule, StepTensor, TensorId,
+        build::all_to_all::{OWN_HEADS, OWN_TOKENS, Way},
+        expand::{Expansion, ROWS_PER_PEER},
+    },
+};
+
+/// A buffer or a tensor of the caller's.
+#[derive(Clone, Copy)]
+struct Table {
+    name: &'static str,
+    rows: u64,
+    heads: u32,
+    dim: u32,
+    /// Bytes of one head of one row.
+    cell: u64,
+    /// First byte, in a space in which tensors lie behind the workspace, apart from each other.
+    base: u64,
+    /// `None`: it is not given. Else whether it may be written.
+    writable: Option<bool>,
+}
+
+/// A slice, in the space of [`Table::base`].
+#[derive(Clone, Copy)]
+struct Touch {
+    view: BufferView,
+    write: bool,
+    /// First byte and one past the last; with heads left out, what lies between is not touched.
+    low: u64,
+    high: u64,
+}
+
+struct Proof<'a> {
+    schedule: &'a Schedule,
+    tables: Vec<Table>,
+}
+
+/// Proves a schedule; see the module.
+///
+/// # Errors
+/// [`Error::Schedule`] with the operation and what is wrong with it.
+pub(super) fn check(plan: &Plan, job: Job, schedule: &Schedule, expansion: &mut Expansion) -> Result<()> {
+    let proof = Proof { schedule, tables: tables(plan, job, schedule)? };
+    let mut touched = Vec::with_capacity(schedule.ops.len());
+    for op in 0..schedule.ops.len() {
+        touched.push(proof.operation(op, expansion).map_err(|text| flaw(schedule, op, text))?);
+    }
+    proof.lanes(&touched)
+}
+
+fn flaw(schedule: &Schedule, operation: usize, flaw: String) -> Error {
+    Error::Schedule { rank: schedule.rank, operation, flaw }
+}
+
+/// The caller's tensors in the order of their numbers, then the buffers.
+fn tables(plan: &Plan, job: Job, s: &Schedule) -> Result<Vec<Table>> {
+    let p = plan.problem();
+    let mut base = s.workspace.next_multiple_of(ALIGNMENT);
+    let mut tables = Vec::with_capacity(TensorId::COUNT + s.buffers.len());
+    for t in TensorId::ALL {
+        let ([rows, heads, dim], dtype, writable) = match job {
+            Job::Attention(direction) => (t.shape(plan, s.rank), t.dtype(p), t.is_written(direction, p.has_sinks())),
+            Job::AllToAll(a) => {
+                let (share, tokens) = (plan.heads_of(s.rank), plan.local_tokens(a.side, s.rank));
+                let q = a.side == crate::batch::Side::Q;
+                let (all, own) = if q { (p.heads(), share.q.len()) } else { (p.kv_heads(), share.kv.len()) };
+                let rows = plan.shares().rows(a.side, plan.mesh().coordinates(s.rank).ring);
+                let to_heads = a.way == Way::ToHeads;
+                match t {
+                    OWN_TOKENS => ([tokens, all, a.dim as usize], a.dtype, Some(!to_heads)),
+                    OWN_HEADS => ([rows, own, a.dim as usize], a.dtype, Some(to_heads)),
+                    _ => ([0; 3], a.dtype, None),
+                }
+            }
+        };
+        let (rows, heads, dim) = (rows as u64, heads as u32, dim as u32);
+        let cell = u64::from(dim) * dtype.size() as u64;
+        tables.push(Table { name: t.name(), rows, heads, dim, cell, base, writable });
+        let bytes = rows.checked_mul(u64::from(heads)).and_then(|n| n.checked_mul(cell));
+        base = bytes.and_then(|n| base.checked_add(n)).ok_or_else(|| {
+            Error::invalid(t.name(), format!("{rows} rows of {heads} heads"), "tensors that a machine can address")
+        })?;
+    }
+    for b in &s.buffers {
+        let cell = u64::from(b.dim) * b.dtype.size() as u64;
+        let end = b
+            .rows
+            .checked_mul(u64::from(b.heads))
+            .and_then(|n| n.checked_mul(cell))
+            .and_then(|n| n.checked_add(b.offset));
+        if !b.offset.is_multiple_of(ALIGNMENT) || end.is_none_or(|end| end > s.workspace) {
+            let text = format!(
+                "buffer {} of {} rows × {} heads × {} begins at byte {} of a workspace of {}",
+                b.name, b.rows, b.heads, b.dim, b.offset, s.workspace
+            );
+            return Err(flaw(s, 0, text));
+        }
+        let (name, rows, heads, dim, base) = (b.name, b.rows, b.heads, b.dim, b.offset);
+        tables.push(Table { name, rows, heads, dim, cell, base, writable: Some(true) });
+    }
+    Ok(tables)
+}
+
+/// Operations of each lane that are complete when an operation begins, and its own number in its lane.
+type Clock = ([usize; 2], usize);
+
+impl Proof<'_> {
+    fn table(&self, buf: Buf) -> Result<&Table, String> {
+        let at = match buf {
+            Buf::User(t) => t as usize,
+            Buf::Work(i) => TensorId::COUNT + i as usize,
+        };
+        self.tables.get(at).ok_or_else(|| format!("{buf:?} is no buffer of this schedule"))
+    }
+
+    /// A slice, once it is known to lie where it says.
+    fn touch(&self, view: BufferView, write: bool) -> Result<Touch, String> {
+        let t = self.table(view.buf)?;
+        match t.writable {
+            None => return Err(format!("{} is not given to this run", t.name)),
+            Some(false) if write => return Err(format!("writes {}, which is only read", t.name)),
+            Some(_) => {}
+        }
+        let rows = view.row.checked_add(view.rows).is_some_and(|end| end <= t.rows);
+        let heads = view.head.checked_add(view.heads).is_some_and(|end| end <= t.heads);
+        if !rows || !heads {
+            return Err(format!(
+                "rows {}+{}, heads {}+{} do not lie in {} of {} rows × {} heads",
+                view.row, view.rows, view.head, view.heads, t.name, t.rows, t.heads
+            ));
+        }
+        if view.rows == 0 || view.heads == 0 {
+            return Ok(Touch { view, write, low: t.base, high: t.base });
+        }
+        // Inside the table, whose bytes were counted without a wrap.
+        let cell = |row: u64, head: u32| t.base + (row * u64::from(t.heads) + u64::from(head)) * t.cell;
+        let low = cell(view.row, view.head);
+        let high = cell(view.row + view.rows - 1, view.head + view.heads - 1) + t.cell;
+        Ok(Touch { view, write, low, high })
+    }
+
+    /// Whether two slices may share a byte. Where heads are left out of different buffers, it says yes too often.
+    fn meet(a: &Touch, b: &Touch) -> bool {
+        if a.low >= b.high || b.low >= a.high {
+            return false;
+        }
+        let (v, w) = (&a.view, &b.view);
+        v.buf != w.buf
+            || (v.row < w.row + w.rows
+                && w.row < v.row + v.rows
+                && v.head < w.head + w.heads
+                && w.head < v.head + v.heads)
+    }
+
+    fn describe(&self, t: &Touch) -> String {
+        let name = self.table(t.view.buf).map_or("?", |t| t.name);
+        let how = if t.write { "written" } else { "read" };
+        format!("rows {}+{}, heads {}+{} of {name} ({how})", t.view.row, t.view.rows, t.view.head, t.view.heads)
+    }
+
+    /// The first two slices that share a byte of which one is written. `sorted` by first byte.
+    fn clash(&self, sorted: &[Touch], besides: impl Fn(&Touch, &Touch) -> bool) -> Result<(), String> {
+        let mut open: Vec<&Touch> = Vec::new();
+        for t in sorted.iter().filter(|t| t.low < t.high) {
+            open.retain(|o| o.high > t.low);
+            if let Some(o) = open.iter().find(|o| (o.write || t.write) && Self::meet(o, t) && !besides(o, t)) {
+                return Err(format!("touches the same bytes twice: {} and {}", self.describe(o), self.describe(t)));
+            }
+            open.push(t);
+        }
+        Ok(())
+    }
+
+    /// What an operation touches, sorted by first byte; all of it lies where it says, and apart.
+    fn operation(&self, i: usize, expansion: &mut Expansion) -> Result<Vec<Touch>, String> {
+        let Op { kind, lane, after, .. } = &self.schedule.ops[i];
+        if after.is_some_and(|a| a as usize >= i || self.schedule.ops[a as usize].lane == *lane) {
+            return Err(format!("waits for operation {after:?}, which is not one before it in the other lane"));
+        }
+        let mut list = Vec::new();
+        let mut add = |view: BufferView, write: bool| self.touch(view, write).map(|t| list.push(t));
+        let user = |t: TensorId| {
+            let table = &self.tables[t as usize];
+            BufferView { buf: Buf::User(t), row: 0, rows: table.rows, head: 0, heads: table.heads }
+        };
+        match kind {
+            OpKind::Delta { delta } => {
+                add(*delta, true)?;
+                add(user(TensorId::O), false)?;
+                add(user(TensorId::DO), false)?;
+            }
+            OpKind::SinkGradient { delta, partial } => {
+                add(*partial, true)?;
+                add(*delta, false)?;
+                add(user(TensorId::Lse), false)?;
+                add(user(TensorId::Sinks), false)?;
+            }
+            OpKind::SinkTotal { digits } => {
+                add(user(TensorId::Dsinks), true)?;
+                add(*digits, false)?;
+            }
+            OpKind::Transform { begin, end } => {
+                self.entries(*begin, *end, self.schedule.blocks.len())?;
+                let blocks = &self.schedule.blocks[*begin as usize..*end as usize];
+                for b in blocks {
+                    self.entries(b.sources_begin, b.sources_end, self.schedule.sources.len())?;
+                }
+                list = self.blocks(i, expansion)?;
+            }
+            OpKind::Pack { ring_step, ring_steps, carry } | OpKind::Reduce { ring_step, ring_steps, carry } => {
+                self.ring_step(*ring_steps, *ring_step)?;
+                let pack = matches!(kind, OpKind::Pack { .. });
+                let whole = self.whole(carry, !pack, pack)?;
+                list = self.blocks(i, expansion)?;
+                self.inside(&list, &whole)?;
+            }
+            OpKind::Exchange { begin, end } => {
+                self.entries(*begin, *end, self.schedule.messages.len())?;
+                list = self.messages(expansion.messages(self.schedule, i))?;
+            }
+            OpKind::Fetch { ring_step, ring_steps, carry, packed } => {
+                self.ring_step(*ring_steps, *ring_step)?;
+                if !packed.is_empty() && packed.len() != carry.len() {
+                    return Err(format!("packs {} of {} tensors", packed.len(), carry.len()));
+                }
+                let mut whole = self.whole(carry, false, true)?;
+                for view in packed {
+                    whole.push(self.touch(*view, false)?);
+                }
+                list = self.messages(expansion.messages(self.schedule, i))?;
+                self.inside(&list, &whole)?;
+            }
+            OpKind::Return { ring_step, ring_steps, carry } => {
+                self.ring_step(*ring_steps, *ring_step)?;
+                let whole = self.whole(carry, false, true)?;
+                list = self.messages(expansion.messages(self.schedule, i))?;
+                self.inside(&list, &whole)?;
+            }
+            OpKind::Attend(a) => {
+                self.ring_step(CirculatingSide::Keys, a.ring_step)?;
+                for view in [a.q, a.k, a.v] {
+                    add(view, false)?;
+                }
+                for view in [a.o, a.lse].into_iter().chain(a.running.map(|(o, lse)| [o, lse]).into_iter().flatten()) {
+                    add(view, true)?;
+                }
+            }
+            OpKind::Backward(b) => {
+                self.ring_step(b.ring_steps, b.ring_step)?;
+                for view in [b.q, b.k, b.v, b.d_o, b.lse, b.delta] {
+                    add(view, false)?;
+                }
+                for view in b.dq.into_iter().filter(|_| b.gradients != Gradients::Keys) {
+                    add(view, true)?;
+                }
+                let keys = b.dkv.filter(|_| b.gradients != Gradients::Queries);
+                for view in keys.into_iter().flat_map(|(dk, dv)| [dk, dv]) {
+                    add(view, true)?;
+                }
+            }
+        }
+        list.sort_unstable_by_key(|t| t.low);
+        if matches!(kind, OpKind::Delta { .. } | OpKind::SinkGradient { .. } | OpKind::Backward(_)) {
+            self.clash(&list, |_, _| false)?;
+        }
+        if let OpKind::Attend(a) = kind {
+            // A running o may be the very slice that the result goes to; of one tensor, the same rows.
+            self.clash(&list, |x, y| x.view == y.view && x.view == a.o)?;
+        }
+        Ok(list)
+    }
+
+    fn entries(&self, begin: u32, end: u32, len: usize) -> Result<(), String> {
+        if begin > end || end as usize > len {
+            return Err(format!("names entries {begin}..{end} of {len}"));
+        }
+        Ok(())
+    }
+
+    fn ring_step(&self, side: CirculatingSide, step: u32) -> Result<(), String> {
+        let steps = match side {
+            CirculatingSide::Keys => &self.schedule.keys,
+            CirculatingSide::Queries => &self.schedule.queries,
+        };
+        match steps {
+            Some(s) if (step as usize) < s.list().len() => Ok(()),
+            Some(s) => Err(format!("names ring step {step} of {}", s.list().len())),
+            None => Err(format!("names ring steps of {side:?}, which the schedule lacks")),
+        }
+    }
+
+    /// All of what travels, or is packed or summed.
+    fn whole(&self, carry: &[StepTensor], own: bool, slot: bool) -> Result<Vec<Touch>, String> {
+        let each = carry.iter().flat_map(|c| [(c.own, own), (c.slot, slot)]);
+        each.map(|(view, write)| self.touch(view, write)).collect()
+    }
+
+    /// That every part lies in one of the slices that stand for all of them, and is written only if that is.
+    fn inside(&self, parts: &[Touch], whole: &[Touch]) -> Result<(), String> {
+        let holds = |w: &Touch, p: &Touch| {
+            let (v, w_) = (&p.view, &w.view);
+            v.buf == w_.buf
+                && (w.write || !p.write)
+                && w_.row <= v.row
+                && v.row + v.rows <= w_.row + w_.rows
+                && w_.head <= v.head
+                && v.head + v.heads <= w_.head + w_.heads
+        };
+        match parts.iter().find(|p| !whole.iter().any(|w| holds(w, p))) {
+            Some(p) => Err(format!("{} is no part of what the operation names", self.describe(p))),
+            None => Ok(()),
+        }
+    }
+
+    /// Sums: of one shape, apart from each other within each part, and from their sources but the first.
+    fn blocks(&self, i: usize, expansion: &mut Expansion) -> Result<Vec<Touch>, String> {
+        let mut all = Vec::new();
+        let mut part = Vec::new();
+        expansion.blocks(self.schedule, i, |blocks, sources| -> Result<(), String> {
+            part.clear();
+            for b in blocks {
+                self.entries(b.sources_begin, b.sources_end, sources.len())?;
+                part.push(self.touch(b.dst, true)?);
+                let dim = self.table(b.dst.buf)?.dim;
+                for (n, source) in sources[b.sources_begin as usize..b.sources_end as usize].iter().enumerate() {
+                    let same = (source.rows, source.heads) == (b.dst.rows, b.dst.heads);
+                    if !same || self.table(source.buf)?.dim != dim {
+                        return Err(format!(
+                            "a block of {} rows × {} heads × {dim} reads {source:?}",
+                            b.dst.rows, b.dst.heads
+                        ));
+                    }
+                    let touch = self.touch(*source, false)?;
+                    if n > 0 || *source != b.dst {
+                        part.push(touch);
+                    }
+                }
+            }
+            part.sort_unstable_by_key(|t| t.low);
+            self.clash(&part, |_, _| false)?;
+            all.extend_from_slice(&part);
+            Ok(())
+        })?;
+        Ok(all)
+    }
+
+    /// Messages: contiguous, few for each peer, and apart from each other where they arrive.
+    fn messages(&self, messages: &[MessageView]) -> Result<Vec<Touch>, String> {
+        let mut list = Vec::with_capacity(messages.len());
+        let mut count = vec![[0usize; 2]; self.schedule.group.len()];
+        for m in messages {
+            if !self.schedule.group.contains(&m.peer) || m.peer == self.schedule.rank {
+                return Err(format!("a message to rank {}, group {:?}", m.peer, self.schedule.group));
+            }
+            let n = &mut count[m.peer - self.schedule.group.start][usize::from(m.send)];
+            *n += 1;
+            if *n > ROWS_PER_PEER {
+                return Err(format!("more than {ROWS_PER_PEER} messages with rank {}, one way", m.peer));
+            }
+            let t = self.table(m.view.buf)?;
+            if m.view.rows == 0 || m.view.heads == 0 {
+                return Err(format!("an empty message with rank {}", m.peer));
+            }
+            if m.view.rows > 1 && m.view.heads != t.heads {
+                return Err(format!("a message of {} is not contiguous", t.name));
+            }
+            list.push(self.touch(m.view, !m.send)?);
+        }
+        list.sort_unstable_by_key(|t| t.low);
+        self.clash(&list, |_, _| false)?;
+        Ok(list)
+    }
+
+    /// That operations which may run at the same time do not trip over each other: the order within each lane and the
+    /// edges `after`, closed under both, say which those are.
+    fn lanes(&self, touched: &[Vec<Touch>]) -> Result<()> {
+        let s = self.schedule;
+        let mut lanes: [Clock; 2] = Default::default();
+        let mut clocks: Vec<Clock> = Vec::with_capacity(s.ops.len());
+        for op in &s.ops {
+            let me = op.lane as usize;
+            let (mut clock, number) = lanes[me];
+            clock[me] = number;
+            if let Some(after) = op.after {
+                let (before, n) = clocks[after as usize];
+                clock[me] = clock[me].max(before[me]);
+                clock[1 - me] = clock[1 - me].max(before[1 - me]).max(n + 1);
+            }
+            clocks.push((clock, number));
+            lanes[me] = (clock, number + 1);
+        }
+        let of = |lane: Lane| (0..s.ops.len()).filter(move |&i| s.ops[i].lane == lane);
+        let communication: Vec<usize> = of(Lane::Communication).collect();
+        let (c, m) = (Lane::Compute as usize, Lane::Communication as usize);
+        for a in of(Lane::Compute) {
+            // Of the other lane: those before this number are complete, and those after the last wait for this one.
+            for &b in communication.iter().skip(clocks[a].0[m]) {
+                if clocks[b].0[c] > clocks[a].1 {
+                    break;
+                }
+                if let Some((x, y)) = hit(&touched[a], &touched[b]) {
+                    let (first, last) = (a.min(b), a.max(b));
+                    let text = format!(
+                        "may run at the same time as operation {first} ({}): {} against {}",
+                        s.ops[first].kind.name(),
+                        self.describe(x),
+                        self.describe(y)
+                    );
+                    return Err(flaw(s, last, text));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Two slices of two operations that share a byte, one of them written. Both lists are sorted by first byte.
+fn hit<'a>(a: &'a [Touch], b: &'a [Touch]) -> Option<(&'a Touch, &'a Touch)> {
+    let mut begin = 0;
+    // Slices that end before all that is still to come are passed over for good.
+    let reach = |list: &[Touch]| list.iter().map(|t| t.high - t.low).max().unwrap_or(0);
+    let longest = reach(b);
+    for x in a.iter().filter(|x| x.low < x.high) {
+        while b.get(begin).is_some_and(|y| y.low + longest <= x.low) {
+            begin += 1;
+        }
+        for y in b[begin..].iter().take_while(|y| y.low < x.high) {
+            if (x.write || y.write) && y.low < y.high && Proof::meet(x, y) {
+                return Some((x, y));
+            }
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+#[path = "proof_tests.rs"]
+mod tests;
