@@ -439,8 +439,9 @@ int32_t cpattn_rank_prepare(cpattn_rank *rank, const cpattn_plan *plan, int32_t 
 #define CPATTN_WORKSPACE_ALIGNMENT 256
 
 /* Lends memory to work in, of the rank's place: `bytes` at `workspace`, the largest of cpattn_plan_workspace over the
- * plans to run. It stays lent, untouched by others, until another is lent or the rank is destroyed; on a device both wait
- * for what was enqueued. Without it the rank allocates its own. 0 bytes, at NULL too, serve plans that need none. */
+ * plans to run. It stays lent, untouched by others, until another is lent, it is taken back or the rank is destroyed; on a
+ * device all three wait for what was enqueued. NULL and 0 bytes take it back: the rank then allocates its own, as it does
+ * without this call. */
 int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t bytes);
 
 /*
@@ -493,6 +494,22 @@ typedef struct cpattn_backward_args {
  * refusal) the call waits until nothing of the run is left on the device; what was written is undefined. */
 int32_t cpattn_forward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args);
 int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args);
+
+/*
+ * The two all-to-alls of Ulysses as calls of their own, for what mixes tokens head by head and is not softmax attention:
+ * linear attention, state spaces, convolutions. Between the two a rank sees all tokens of its ring share (of the whole
+ * batch, where the ring is 1, as for CPATTN_OTHER), in the layout's order, for some heads. Plans of any kind have them; all
+ * ranks of the group call them alike, as they run plans. side: CPATTN_Q, with q's tokens and heads, or CPATTN_K, with k's
+ * tokens and the kv heads. Any dim and element type.
+ *
+ * to_heads:  from [own tokens, heads, dim] to [share's tokens, own heads, dim] (cpattn_share: q_head_begin to q_head_end, or
+ * kv_head_begin to kv_head_end; the share's tokens are the sum of those of the Ulysses ranks). `to` is compact.
+ * to_tokens: back. `from` is compact. Of a kv head that several ranks hold, `to` gets the sum over them, in rank order: what
+ * a gradient needs.
+ * On the CPU; stream is NULL. On a device they are refused (CPATTN_UNSUPPORTED).
+ */
+int32_t cpattn_rank_to_heads(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from, const cpattn_tensor *to, void *stream);
+int32_t cpattn_rank_to_tokens(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from, const cpattn_tensor *to, void *stream);
 
 /* Whether anything has failed so far, on any rank, or on the device in what was enqueued; never waits. */
 int32_t cpattn_rank_poll(const cpattn_rank *rank);
@@ -556,7 +573,7 @@ typedef struct cpattn_head_map {
 typedef struct cpattn_score {
   double scale;
   double softcap;       /* 0: none */
-  int64_t window_left;  /* within +-2^40, or CPATTN_UNLIMITED */
+  int64_t window_left;  /* 0 to UINT32_MAX, or CPATTN_UNLIMITED, as in cpattn_problem */
   int64_t window_right; /* likewise */
 } cpattn_score;
 

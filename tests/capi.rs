@@ -98,6 +98,16 @@ fn misuse_is_refused() {
 }
 
 #[test]
+fn a_kernel_of_the_callers_between_two_all_to_alls() {
+    run(&mut Command::new(compile("tests/capi/all_to_all.c", "c99")));
+}
+
+#[test]
+fn a_transport_that_failed_once_is_not_used_again() {
+    run(&mut Command::new(compile("tests/capi/failed_transport.c", "c99")));
+}
+
+#[test]
 fn programs_of_other_headers_run() {
     run(&mut Command::new(compile("tests/capi/older_header.c", "c99")));
 }

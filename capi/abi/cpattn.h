@@ -368,7 +368,8 @@ typedef struct cpattn_message {
  * The contract: a send meets one receive of the same size; between two ranks messages meet in the order in which both
  * list them; exchanges of one rank are serial, are rendezvous (nothing may rely on buffering) and complete as a whole;
  * empty messages and messages to oneself do not occur. Nothing may hang: when a peer dies, fails or does not answer
- * before a deadline of the transport's choice, all calls fail, now and later.
+ * before a deadline of the transport's choice, all calls fail, now and later. A rank on the CPU does not rely on "later":
+ * after the first failure it calls abort, makes no other call, and answers with that failure.
  *
  * For a rank on a device, `exchange` gets a stream of the rank's own, enqueues the batch there and returns: ncclSend and
  * ncclRecv between ncclGroupStart and ncclGroupEnd are one. The device's primary context is then current. What fails
@@ -380,7 +381,8 @@ typedef struct cpattn_transport_table {
   uint32_t rank;
   uint32_t world;
   /* An all-gather over ranks first ... end-1: all[i] = the number that rank first + i gave. Waits for all of them. The
-   * library compares. Called on the thread that runs. */
+   * library compares. Called on the thread that runs, when the ranks first run a plan in a direction; on the CPU later
+   * runs carry the comparison along, 16 bytes before the first message from one rank to another. */
   int32_t (*agree)(void *context, uint32_t first, uint32_t end, uint64_t number, uint64_t *all, int64_t *blame);
   /* Moves a batch. On the CPU: returns when it is complete, stream is NULL, and it is called on a thread of the rank's
    * own, one call at a time. On a device: returns when it is enqueued, and is called on the thread that runs. */
@@ -437,8 +439,9 @@ int32_t cpattn_rank_prepare(cpattn_rank *rank, const cpattn_plan *plan, int32_t 
 #define CPATTN_WORKSPACE_ALIGNMENT 256
 
 /* Lends memory to work in, of the rank's place: `bytes` at `workspace`, the largest of cpattn_plan_workspace over the
- * plans to run. It stays lent, untouched by others, until another is lent or the rank is destroyed; on a device both wait
- * for what was enqueued. Without it the rank allocates its own. 0 bytes, at NULL too, serve plans that need none. */
+ * plans to run. It stays lent, untouched by others, until another is lent, it is taken back or the rank is destroyed; on a
+ * device all three wait for what was enqueued. NULL and 0 bytes take it back: the rank then allocates its own, as it does
+ * without this call. */
 int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t bytes);
 
 /*
@@ -481,7 +484,8 @@ typedef struct cpattn_backward_args {
   { sizeof(cpattn_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 /* Run a plan. All ranks of the group call with equal plans in the same order, each on a thread of its own, and wait for
- * each other. CPATTN_INVALID: a tensor that does not fit, or overlaps one that is written; the peers of a rank that is
+ * each other. CPATTN_DISAGREEMENT: they do not. Found before anything moves where a plan is first run in a direction (the
+ * ranks may then go on), later with the first message between two ranks (the group has failed then). CPATTN_INVALID: a tensor that does not fit, or overlaps one that is written; the peers of a rank that is
  * refused wait until their deadline or until it calls again.
  *
  * On a device they return when all of the run is enqueued. Runs of one rank come one after another even on different
@@ -490,6 +494,22 @@ typedef struct cpattn_backward_args {
  * refusal) the call waits until nothing of the run is left on the device; what was written is undefined. */
 int32_t cpattn_forward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args);
 int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args);
+
+/*
+ * The two all-to-alls of Ulysses as calls of their own, for what mixes tokens head by head and is not softmax attention:
+ * linear attention, state spaces, convolutions. Between the two a rank sees all tokens of its ring share (of the whole
+ * batch, where the ring is 1, as for CPATTN_OTHER), in the layout's order, for some heads. Plans of any kind have them; all
+ * ranks of the group call them alike, as they run plans. side: CPATTN_Q, with q's tokens and heads, or CPATTN_K, with k's
+ * tokens and the kv heads. Any dim and element type.
+ *
+ * to_heads:  from [own tokens, heads, dim] to [share's tokens, own heads, dim] (cpattn_share: q_head_begin to q_head_end, or
+ * kv_head_begin to kv_head_end; the share's tokens are the sum of those of the Ulysses ranks). `to` is compact.
+ * to_tokens: back. `from` is compact. Of a kv head that several ranks hold, `to` gets the sum over them, in rank order: what
+ * a gradient needs.
+ * On the CPU; stream is NULL. On a device they are refused (CPATTN_UNSUPPORTED).
+ */
+int32_t cpattn_rank_to_heads(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from, const cpattn_tensor *to, void *stream);
+int32_t cpattn_rank_to_tokens(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from, const cpattn_tensor *to, void *stream);
 
 /* Whether anything has failed so far, on any rank, or on the device in what was enqueued; never waits. */
 int32_t cpattn_rank_poll(const cpattn_rank *rank);
@@ -553,7 +573,7 @@ typedef struct cpattn_head_map {
 typedef struct cpattn_score {
   double scale;
   double softcap;       /* 0: none */
-  int64_t window_left;  /* within +-2^40, or CPATTN_UNLIMITED */
+  int64_t window_left;  /* 0 to UINT32_MAX, or CPATTN_UNLIMITED, as in cpattn_problem */
   int64_t window_right; /* likewise */
 } cpattn_score;
 

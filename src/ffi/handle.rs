@@ -76,7 +76,7 @@ unsafe fn check<T: Kind>(ptr: *const Handle<T>) -> Outcome {
 /// # Safety
 /// As [`check`], and nobody destroys the handle while the reference is used.
 pub(super) unsafe fn borrow<'a, T: Kind>(ptr: *const Handle<T>) -> Outcome<&'a T> {
-    // SAFETY: the caller's promise.
+    // SAFETY: null, or of `create` and not freed (promised).
     unsafe { check(ptr) }?;
     // SAFETY: checked to be a live handle of this kind; the caller keeps it alive.
     Ok(unsafe { &(*ptr).state })
@@ -87,7 +87,7 @@ pub(super) unsafe fn borrow<'a, T: Kind>(ptr: *const Handle<T>) -> Outcome<&'a T
 /// # Safety
 /// As [`check`], and nobody else uses the handle.
 pub(super) unsafe fn take<T: Kind>(ptr: *mut Handle<T>) -> Outcome<T> {
-    // SAFETY: the caller's promise.
+    // SAFETY: null, or of `create` and not freed (promised).
     unsafe { check(ptr) }?;
     // SAFETY: a live handle of this kind, as checked.
     let magic = unsafe { &(*ptr).magic };
@@ -112,7 +112,7 @@ pub(super) unsafe fn destroy<T: Kind>(ptr: *mut Handle<T>) -> Outcome {
     if ptr.is_null() {
         return Ok(());
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: null, or of `create` and not freed (promised).
     unsafe { take(ptr) }.map(drop)
 }
 

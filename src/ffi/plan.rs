@@ -129,7 +129,7 @@ unsafe fn problem(p: &cpattn_problem) -> Result<Problem> {
         .checked_add(1)
         .filter(|&n| n <= i32::MAX as usize)
         .ok_or_else(|| Error::invalid("problem.documents", p.documents, format!("below {}", i32::MAX)))?;
-    // SAFETY: the caller's promise, here and below.
+    // SAFETY: null, or as long as the header says (promised), here and below.
     let cu_q = unsafe { array("problem.cu_seqlens_q", p.cu_seqlens_q, entries) }?;
     let batch = if p.cu_seqlens_k.is_null() {
         if !p.q_start.is_null() {
@@ -381,6 +381,6 @@ pub(super) fn runs(plan: &Plan) -> Result<()> {
     Err(Error::unsupported(
         "a plan of kind CPATTN_OTHER",
         "what mixes its tokens is the caller's own",
-        "use its shares and exchanges, or CPATTN_SOFTMAX",
+        "run that between cpattn_rank_to_heads and cpattn_rank_to_tokens, or plan CPATTN_SOFTMAX",
     ))
 }

@@ -127,8 +127,9 @@ pub(super) unsafe fn ranges<'a>(r: &cpattn_ranges) -> Result<Ranges<'a>> {
 
 pub(super) fn score(s: &cpattn_score) -> Result<Score> {
     for (name, limit) in [("score.window_left", s.window_left), ("score.window_right", s.window_right)] {
-        if limit != i64::MAX && limit.unsigned_abs() > FAR {
-            return Err(Error::invalid(name, limit, "within ±2^40, or CPATTN_UNLIMITED"));
+        // As plans have it: a window has no negative width.
+        if limit != i64::MAX && !(0..=i64::from(u32::MAX)).contains(&limit) {
+            return Err(Error::invalid(name, limit, format!("0 to {}, or CPATTN_UNLIMITED", u32::MAX)));
         }
     }
     let cpattn_score { scale, softcap, window_left, window_right } = *s;

@@ -16,16 +16,20 @@ use super::{
     dlpack::{Form, Given, cpattn_tensor, one, place, read, written},
     handle::{self, Handle, Kind},
     input::{result, sized, versioned},
-    plan::{cpattn_plan, direction, runs},
+    plan::{cpattn_plan, direction, runs, side},
     status::{Fail, Outcome, boundary},
     transport::{Any, cpattn_transport},
 };
 use crate::{
     device::Device,
     error::{Error, Result},
+    kernel::no_stream,
     plan::Plan,
     runtime::{self, AnyRank, Bindings, Rank},
-    schedule::{Direction, TensorId},
+    schedule::{
+        Direction, TensorId,
+        build::all_to_all::{AllToAll, Way},
+    },
 };
 #[cfg(feature = "cuda")]
 use crate::{
@@ -190,7 +194,7 @@ unsafe fn seated(transport: *mut cpattn_transport, at: Device, workers: usize) -
     if let Device::Cuda(ordinal) = at {
         let cuda = device("options.device_id", ordinal)?;
         let marks = Marks::new(&cuda)?;
-        // SAFETY: the caller's promise, here and below.
+        // SAFETY: a live handle that nobody else uses (promised).
         let table = matches!(unsafe { handle::borrow(transport.cast_const()) }?, Any::Table(_));
         let seat = if table { Some(Seat::new(cuda)?) } else { None };
         // SAFETY: as above.
@@ -201,7 +205,7 @@ unsafe fn seated(transport: *mut cpattn_transport, at: Device, workers: usize) -
         });
     }
     let _ = at;
-    // SAFETY: the caller's promise.
+    // SAFETY: a live handle that nobody else uses (promised).
     Ok(match unsafe { handle::take(transport) }? {
         Any::Local(t) => Rank::with_workers(t, workers).into(),
         Any::Table(t) => Rank::with_workers(t, workers).into(),
@@ -242,9 +246,12 @@ pub unsafe extern "C" fn cpattn_rank_lend_workspace(
     boundary!({
         // SAFETY: the header's promise about handles.
         let rank = unsafe { handle::borrow(rank.cast_const()) }?;
-        // No memory has no address: what allocators give for 0 bytes, and enough for plans that need none.
-        if workspace.is_null() && bytes > 0 {
-            return Err(Error::invalid("workspace", "NULL", "an address").into());
+        if workspace.is_null() {
+            if bytes > 0 {
+                return Err(Error::invalid("workspace", "NULL", "an address, or 0 bytes to take it back").into());
+            }
+            rank.lock()?.take_workspace_back()?;
+            return Ok(());
         }
         if workspace.addr().checked_add(bytes).is_none_or(|end| end > isize::MAX as usize) {
             return Err(Error::invalid("bytes", bytes, "memory that stays within the address space").into());
@@ -269,7 +276,7 @@ unsafe fn run(
     runs(plan)?;
     let mut bindings = Bindings::default();
     for (tensor, given) in list {
-        // SAFETY: the caller's promise.
+        // SAFETY: the header's promise about tensors.
         bindings.set(*tensor, unsafe { one(rank.place, given) }?);
     }
     // SAFETY: the memory is the caller's for the run, by the header's promise; shapes are checked against the plan.
@@ -329,6 +336,73 @@ pub unsafe extern "C" fn cpattn_backward(
         ];
         // SAFETY: as in `cpattn_forward`.
         unsafe { run(rank, plan, Direction::Backward, &list, a.stream) }
+    })
+}
+
+/// One all-to-all; `tokens` and `held` as the header describes them.
+///
+/// # Safety
+/// The header's promises about handles and tensors.
+unsafe fn all_to_all(
+    rank: *mut cpattn_rank,
+    plan: *const cpattn_plan,
+    side: i32,
+    way: Way,
+    [tokens, held]: [Given; 2],
+    stream: *mut c_void,
+) -> Outcome {
+    // SAFETY: the header's promise about handles.
+    let (rank, plan) = unsafe { (handle::borrow(rank.cast_const())?, handle::borrow(plan)?) };
+    let side = self::side(side)?;
+    // SAFETY: the header's promise about tensors.
+    let (tokens, held) = unsafe { (one(rank.place, &tokens)?, one(rank.place, &held)?) };
+    let all_to_all = AllToAll { way, side, dim: tokens.dim, dtype: tokens.dtype };
+    match &mut *rank.lock()? {
+        AnyRank::Host(rank) => {
+            no_stream(stream)?;
+            // SAFETY: the memory is the caller's for the call, by the header's promise; shapes are checked there.
+            unsafe { rank.all_to_all(plan, all_to_all, tokens, held) }?;
+            Ok(())
+        }
+        #[cfg(feature = "cuda")]
+        AnyRank::Device(_) => Err(Error::unsupported(
+            "an all-to-all alone on a device",
+            "it runs on the CPU only",
+            "cpattn_forward and cpattn_backward have their all-to-alls inside",
+        )
+        .into()),
+    }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_rank_to_heads(
+    rank: *mut cpattn_rank,
+    plan: *const cpattn_plan,
+    side: i32,
+    from: *const cpattn_tensor,
+    to: *const cpattn_tensor,
+    stream: *mut c_void,
+) -> i32 {
+    boundary!({
+        let tensors = [read("from", from, Form::Rows), written("to", to, Form::Rows)];
+        // SAFETY: the header's promises.
+        unsafe { all_to_all(rank, plan, side, Way::ToHeads, tensors, stream) }
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_rank_to_tokens(
+    rank: *mut cpattn_rank,
+    plan: *const cpattn_plan,
+    side: i32,
+    from: *const cpattn_tensor,
+    to: *const cpattn_tensor,
+    stream: *mut c_void,
+) -> i32 {
+    boundary!({
+        let tensors = [written("to", to, Form::Rows), read("from", from, Form::Rows)];
+        // SAFETY: the header's promises.
+        unsafe { all_to_all(rank, plan, side, Way::ToTokens, tensors, stream) }
     })
 }
 

@@ -192,7 +192,7 @@ impl Transport for Table {
     }
 
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the lists are valid until the batch is complete: the contract of `exchange`.
         unsafe { self.exchange_on(label, sends, recvs, null_mut()) }
     }
 
@@ -264,7 +264,7 @@ impl Transport for DeviceTable {
     }
 
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the lists are valid until the batch is complete: the contract of `exchange`.
         unsafe { self.table.exchange_on(label, sends, recvs, self.seat.stream.handle().cast()) }
     }
 

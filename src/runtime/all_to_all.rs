@@ -174,7 +174,7 @@ impl Rank {
 
     /// # Safety
     /// As [`Rank::run`].
-    unsafe fn all_to_all(
+    pub(crate) unsafe fn all_to_all(
         &mut self,
         plan: &Plan,
         all_to_all: AllToAll,
@@ -201,7 +201,7 @@ impl Rank {
         let at = self.ready(plan, Job::AllToAll(all_to_all))?;
         self.apart(at, [(from, tokens), (to, held)])?;
         let tensors = Bindings::default().with(OWN_TOKENS, tokens).with(OWN_HEADS, held);
-        // SAFETY: the caller's promise; shapes, strides and overlap were checked above.
+        // SAFETY: the two tensors are valid for the call (the promise of `run`); shapes, strides and overlap were checked above.
         unsafe { self.run_prepared(at, &tensors) }
     }
 }

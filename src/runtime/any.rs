@@ -76,11 +76,26 @@ impl AnyRank {
     /// As there, or [`DeviceRank::lend_workspace`](super::DeviceRank::lend_workspace).
     pub unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
         match self {
-            // SAFETY: the caller's promise.
+            // SAFETY: what the same function of the rank asks for is what this one asks for.
             Self::Host(rank) => unsafe { rank.lend_workspace(ptr, bytes) },
             #[cfg(feature = "cuda")]
-            // SAFETY: the caller's promise.
+            // SAFETY: what the same function of the rank asks for is what this one asks for.
             Self::Device(rank) => unsafe { rank.lend_workspace(ptr, bytes) },
+        }
+    }
+
+    /// See [`Rank::take_workspace_back`].
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn take_workspace_back(&mut self) -> Result<()> {
+        match self {
+            Self::Host(rank) => {
+                rank.take_workspace_back();
+                Ok(())
+            }
+            #[cfg(feature = "cuda")]
+            Self::Device(rank) => rank.take_workspace_back(),
         }
     }
 
@@ -101,11 +116,11 @@ impl AnyRank {
         match self {
             Self::Host(rank) => {
                 no_stream(stream)?;
-                // SAFETY: the caller's promise.
+                // SAFETY: what the same function of the rank asks for is what this one asks for.
                 unsafe { rank.run(plan, direction, tensors) }
             }
             #[cfg(feature = "cuda")]
-            // SAFETY: the caller's promise.
+            // SAFETY: what the same function of the rank asks for is what this one asks for.
             Self::Device(rank) => unsafe { rank.run(plan, direction, tensors, stream.cast()) },
         }
     }

@@ -262,6 +262,20 @@ impl DeviceRank {
         Ok(())
     }
 
+    /// Ends the lending: from now on the rank works in memory of its own again. Waits for what it enqueued, and prepares
+    /// plans anew.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn take_workspace_back(&mut self) -> Result<()> {
+        if let Workspace::Lent(..) = self.workspace {
+            self.settle()?;
+            self.prepared.clear();
+            self.workspace = Workspace::Own(None);
+        }
+        Ok(())
+    }
+
     /// Does all that may allocate or load: schedules, kernels, events, workspace, rings. Optional; the first run of a
     /// plan does it otherwise.
     ///

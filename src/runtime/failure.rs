@@ -39,7 +39,10 @@ impl Failure {
     /// Asks the transport, unless the answer is known.
     pub(super) fn poll(&self, transport: &dyn Transport) -> Result<()> {
         self.check()?;
-        transport.poll().inspect_err(|error| self.keep(error))
+        transport.poll().inspect_err(|error| {
+            self.keep(error);
+            abort(transport, Cause::Failed);
+        })
     }
 
     /// Keeps that this rank ended the group.

@@ -149,7 +149,8 @@ impl Shared {
                 return Ok(());
             }
             let start = clock.map(|(epoch, _)| epoch.elapsed());
-            // SAFETY: the caller's promise; the waits above are the order that the schedule asks for.
+            // SAFETY: the memory fits the proved schedule and is nobody else's (promised by `run`'s caller); the waits above
+            // are the order that the schedule asks for.
             let bytes = unsafe { perform(plan, schedule, i, memory, room, &mut host) }?;
             let event = start.zip(clock).map(|(start, (epoch, rank))| trace::Event {
                 rank,
@@ -269,7 +270,8 @@ impl Lanes {
         }
         self.shared.communication.notify_one();
         let outcome = catch_unwind(AssertUnwindSafe(|| {
-            // SAFETY: the caller's promise; `communication`'s room is the other lane's, `compute`'s is this one's.
+            // SAFETY: the memory fits the proved schedule and is nobody else's until this returns (promised);
+            // `communication`'s room is the other lane's, `compute`'s is this one's.
             unsafe {
                 let host = Host { scratch: Some(scratch), transport: &*self.transport };
                 self.shared.walk(Lane::Compute, plan, schedule, memory, compute, host)

@@ -160,8 +160,8 @@ impl Rank {
     /// Lends the rank memory to work in, instead of memory of its own.
     ///
     /// # Safety
-    /// The `bytes` at `ptr` must stay valid and untouched by others until another workspace is lent or the rank is
-    /// dropped.
+    /// The `bytes` at `ptr` must stay valid and untouched by others until another workspace is lent, this one is
+    /// [taken back](Rank::take_workspace_back), or the rank is dropped.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if `ptr` is not a multiple of
@@ -169,6 +169,11 @@ impl Rank {
     pub unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
         self.workspace = Workspace::lent(ptr, bytes)?;
         Ok(())
+    }
+
+    /// Ends the lending: from now on the rank works in memory of its own again.
+    pub fn take_workspace_back(&mut self) {
+        self.workspace = Workspace::default();
     }
 
     /// Does all that may allocate: writes the schedule, grows the workspace and the kernels' tiles, starts the
@@ -220,7 +225,7 @@ impl Rank {
         tensors.check(plan, &self.prepared[at])?;
         let used = tensors.used(direction, plan.problem().has_sinks());
         self.apart(at, used.map(|(tensor, raw)| (tensor.name(), *raw)))?;
-        // SAFETY: the caller's promise; the tensors fit the plan.
+        // SAFETY: the tensors are valid and nobody else's during the call (promised), and fit the plan (checked).
         unsafe { self.run_prepared(at, tensors) }
     }
 

@@ -161,8 +161,8 @@ pub(super) struct Memory {
     pub workspace: *mut u8,
 }
 
-// SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which is what
-// `schedule::verify` proves of every schedule that planning writes.
+// SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which `proof` checks of
+// every schedule that is prepared.
 unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
@@ -184,8 +184,9 @@ impl Memory {
 /// Runs operation `op`.
 ///
 /// # Safety
-/// The memory fits the schedule, is valid, and is touched by nobody else but the operations that the schedule allows to
-/// run at the same time.
+/// The schedule was proved (`Prepared::new`). The tensors have the shapes that it was proved with (`Bindings::check`) and
+/// are apart where they are written, the workspace has its bytes, and all of it is valid and used by nobody else but the
+/// operations that the schedule allows to run at the same time.
 pub(super) unsafe fn perform(
     plan: &Plan,
     schedule: &Schedule,
@@ -200,7 +201,8 @@ pub(super) unsafe fn perform(
     match &schedule.ops[op].kind {
         OpKind::Delta { delta } => {
             let args = Delta { o: user(TensorId::O), d_o: user(TensorId::DO), delta: at(*delta) };
-            // SAFETY: the caller's promise.
+            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
+            // this schedule by `proof`.
             unsafe { backend.delta(&args) }?;
         }
         OpKind::SinkGradient { delta, partial } => {
@@ -210,11 +212,13 @@ pub(super) unsafe fn perform(
                 sinks: user(TensorId::Sinks),
                 dsinks: at(*partial),
             };
-            // SAFETY: the caller's promise.
+            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
+            // this schedule by `proof`.
             unsafe { backend.sink_gradient(&args) }?;
         }
         OpKind::SinkTotal { digits } => {
-            // SAFETY: the caller's promise.
+            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
+            // this schedule by `proof`.
             unsafe { backend.sink_total(&at(*digits), &user(TensorId::Dsinks)) }?;
         }
         OpKind::Transform { .. } | OpKind::Pack { .. } | OpKind::Reduce { .. } => {
@@ -228,7 +232,8 @@ pub(super) unsafe fn perform(
                     let sources_end = sources.len() as u32;
                     blocks.push(Block { dst: at(b.dst), sources_begin: begin, sources_end });
                 }
-                // SAFETY: the caller's promise.
+                // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
+                // this schedule by `proof`.
                 unsafe { backend.transform(&Transform { blocks, sources }) }
             })?;
         }
@@ -262,13 +267,15 @@ pub(super) unsafe fn perform(
         OpKind::Attend(a) => {
             schedule.ring_steps(CirculatingSide::Keys).ranges(a.ring_step as usize, &mut room.expansion.scratch);
             let args = attend(plan, schedule, a, &at, &user, backend.slopes(plan), room);
-            // SAFETY: the caller's promise.
+            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
+            // this schedule by `proof`.
             unsafe { backend.attend(&args) }?;
         }
         OpKind::Backward(b) => {
             schedule.ring_steps(b.ring_steps).ranges(b.ring_step as usize, &mut room.expansion.scratch);
             let args = backward(plan, schedule, b, &at, backend.slopes(plan), room);
-            // SAFETY: the caller's promise.
+            // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
+            // this schedule by `proof`.
             unsafe { backend.attend_backward(&args) }?;
         }
     }

@@ -129,12 +129,15 @@ fn slices(kind: &mut OpKind, mut each: impl FnMut(usize, &mut BufferView)) {
     views.into_iter().enumerate().for_each(|(i, v)| each(i, v));
 }
 
+/// A change that no slice survives.
+type Wrong = fn(&mut BufferView);
+
 #[test]
 fn each_wrong_slice_is_refused() {
     let plans: Vec<Plan> = plans().into_iter().step_by(7).collect();
     let mut changed = 0;
     for case in &mut cases(&plans).into_iter().step_by(3).collect::<Vec<_>>() {
-        let wrongs: [(&str, fn(&mut BufferView)); 4] = [
+        let wrongs: [(&str, Wrong); 4] = [
             ("rows beyond the end", |v| v.rows += 1 << 40),
             ("a first row beyond the end", |v| v.row = u64::MAX),
             ("a head too many", |v| v.heads += 64),

@@ -122,7 +122,7 @@ impl<T: Transport> Transport for Faulty<T> {
 
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
         let inner = self.enter(label)?;
-        // SAFETY: the caller's promise is handed on.
+        // SAFETY: the lists are valid until the exchange is over (the contract of `exchange`), which is the wrapped one's.
         unsafe { inner.exchange(label, sends, recvs) }
     }
 

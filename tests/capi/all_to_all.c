@@ -1,0 +1,100 @@
+/* SPDX-License-Identifier: MIT OR Apache-2.0 */
+/*
+ * A plan of kind other: the caller's own kernel between the two all-to-alls. Here a running sum over each document, head by
+ * head, which needs whole sequences; two ranks, each a thread.
+ */
+#include <cpattn.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "expect.h"
+
+#define RANKS 2
+#define TOKENS 11
+#define HEADS 5
+#define DIM 3
+
+static const int32_t cu_seqlens[] = {0, 4, 4, TOKENS};
+static cpattn_plan *plan;
+static cpattn_transport *transports[RANKS];
+static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
+
+/* An input that token, head and dimension determine. */
+static float input(int64_t token, int head, int dim) { return (float)(token * 7 + head * 3 + dim); }
+
+/* `expect` counts in a variable of the program. */
+#define LOCKED(check) (pthread_mutex_lock(&turn), (check), pthread_mutex_unlock(&turn))
+
+static cpattn_tensor tensor(float *data, int64_t *shape) {
+  cpattn_tensor t = {data, {CPATTN_DEVICE_CPU, 0}, 3, {2, 32, 1}, shape, NULL, 0};
+  return t;
+}
+
+static void *run(void *argument) {
+  uint32_t number = (uint32_t)(uintptr_t)argument;
+  cpattn_share share = CPATTN_SHARE_INIT;
+  cpattn_rank *rank = NULL;
+  LOCKED(OK(cpattn_plan_share(plan, number, &share)));
+  LOCKED(OK(cpattn_rank_create(transports[number], NULL, &rank)));
+  int64_t n = (int64_t)share.q_tokens, heads = share.q_head_end - share.q_head_begin;
+  int64_t own[] = {n, HEADS, DIM}, held[] = {TOKENS, heads, DIM};
+  int64_t tokens[TOKENS];
+  LOCKED(OK(cpattn_plan_tokens(plan, CPATTN_Q, number, tokens, (size_t)n)));
+  float *x = malloc(sizeof(float) * TOKENS * HEADS * DIM), *y = calloc(TOKENS * HEADS * DIM, sizeof(float));
+  float *at_heads = calloc(TOKENS * HEADS * DIM, sizeof(float));
+  for (int64_t i = 0; i < n; i++)
+    for (int h = 0; h < HEADS; h++)
+      for (int d = 0; d < DIM; d++) x[(i * HEADS + h) * DIM + d] = input(tokens[i], h, d);
+  cpattn_tensor from = tensor(x, own), mid = tensor(at_heads, held), to = tensor(y, own);
+  for (int round = 0; round < 2; round++) {
+    int32_t first = cpattn_rank_to_heads(rank, plan, CPATTN_Q, &from, &mid, NULL);
+    LOCKED(OK(first));
+    for (int document = 0; document < 3; document++)
+      for (int64_t t = cu_seqlens[document] + 1; t < cu_seqlens[document + 1]; t++)
+        for (int64_t i = 0; i < heads * DIM; i++) at_heads[t * heads * DIM + i] += at_heads[(t - 1) * heads * DIM + i];
+    int32_t second = cpattn_rank_to_tokens(rank, plan, CPATTN_Q, &mid, &to, NULL);
+    LOCKED(OK(second));
+  }
+  for (int64_t i = 0; i < n; i++)
+    for (int h = 0; h < HEADS; h++)
+      for (int d = 0; d < DIM; d++) {
+        float sum = 0;
+        int document = 0;
+        while (cu_seqlens[document + 1] <= tokens[i]) document++;
+        for (int64_t t = cu_seqlens[document]; t <= tokens[i]; t++) sum += input(t, h, d);
+        if (y[(i * HEADS + h) * DIM + d] == sum) continue;
+        LOCKED((failures++, fprintf(stderr, "rank %d, token %d, head %d: %g, expected %g\n", (int)number, (int)tokens[i], h,
+                                    (double)y[(i * HEADS + h) * DIM + d], (double)sum)));
+      }
+  if (number == 0) {
+    /* Refused before anything moves; the other rank hears nothing of it. */
+    LOCKED(REFUSED(CPATTN_INVALID, "to.heads", cpattn_rank_to_heads(rank, plan, CPATTN_Q, &from, &to, NULL)));
+    LOCKED(REFUSED(CPATTN_INVALID, "side is 2", cpattn_rank_to_heads(rank, plan, 2, &from, &mid, NULL)));
+    LOCKED(REFUSED(CPATTN_INVALID, "from is NULL", cpattn_rank_to_tokens(rank, plan, CPATTN_Q, NULL, &to, NULL)));
+    LOCKED(REFUSED(CPATTN_UNSUPPORTED, "no streams", cpattn_rank_to_heads(rank, plan, CPATTN_Q, &from, &mid, &turn)));
+    cpattn_forward_args forward = CPATTN_FORWARD_ARGS_INIT;
+    forward.q = forward.k = forward.v = &from, forward.o = &to, forward.lse = &to;
+    LOCKED(REFUSED(CPATTN_UNSUPPORTED, "cpattn_rank_to_heads", cpattn_forward(rank, plan, &forward)));
+  }
+  LOCKED(OK(cpattn_rank_destroy(rank)));
+  free(x), free(y), free(at_heads);
+  return NULL;
+}
+
+int main(void) {
+  cpattn_problem problem = CPATTN_PROBLEM_INIT;
+  cpattn_options options = CPATTN_OPTIONS_INIT;
+  pthread_t threads[RANKS];
+  problem.cu_seqlens_q = cu_seqlens, problem.documents = 3;
+  problem.heads = HEADS, problem.head_dim = DIM, problem.kind = CPATTN_OTHER;
+  options.world = RANKS, options.ulysses = RANKS, options.ring = 1;
+  OK(cpattn_plan_create(&problem, &options, &plan));
+  OK(cpattn_local_group(RANKS, 20000, transports));
+  for (uintptr_t i = 0; i < RANKS; i++) pthread_create(&threads[i], NULL, run, (void *)i);
+  for (int i = 0; i < RANKS; i++) pthread_join(threads[i], NULL);
+  OK(cpattn_plan_destroy(plan));
+  return failures != 0;
+}
