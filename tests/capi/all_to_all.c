@@ -71,7 +71,7 @@ static void *run(void *argument) {
       }
   if (number == 0) {
     /* Refused before anything moves; the other rank hears nothing of it. */
-    LOCKED(REFUSED(CPATTN_INVALID, "to.heads", cpattn_rank_to_heads(rank, plan, CPATTN_Q, &from, &to, NULL)));
+    LOCKED(REFUSED(CPATTN_INVALID, "to.tokens is", cpattn_rank_to_heads(rank, plan, CPATTN_Q, &from, &to, NULL)));
     LOCKED(REFUSED(CPATTN_INVALID, "side is 2", cpattn_rank_to_heads(rank, plan, 2, &from, &mid, NULL)));
     LOCKED(REFUSED(CPATTN_INVALID, "from is NULL", cpattn_rank_to_tokens(rank, plan, CPATTN_Q, NULL, &to, NULL)));
     LOCKED(REFUSED(CPATTN_UNSUPPORTED, "no streams", cpattn_rank_to_heads(rank, plan, CPATTN_Q, &from, &mid, &turn)));
