@@ -87,13 +87,13 @@ pub enum Error {
         /// What is wrong, with the buffers, rows or peers concerned.
         flaw: String,
     },
-    /// A call into a device driver failed.
+    /// A call into a device driver or into MPI failed.
     Device {
         /// The call.
         call: &'static str,
-        /// The driver's status code.
+        /// The status code that the call returned.
         code: i64,
-        /// What the driver, or this crate, says about it.
+        /// What the driver, MPI or this crate says about it.
         message: String,
     },
 }

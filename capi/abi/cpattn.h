@@ -12,7 +12,8 @@
  *   cpattn_plan_create(&p, &o, &plan);                   planned once, the same on every rank
  *   cpattn_plan_shard(plan, ..., rank, &whole, &mine);   which tokens are mine
  *   cpattn_local_group(world, 60000, transports);        ranks as threads of one process (cpattn_peer_group: on CUDA
- *                                                        devices; cpattn_transport_create: bring a transport)
+ *                                                        devices; cpattn_mpi_group: as processes;
+ *                                                        cpattn_transport_create: bring a transport)
  *   cpattn_rank_create(transports[r], NULL, &rank);      on each rank
  *   cpattn_forward(rank, plan, &forward_args);           o and lse of this rank's tokens
  *   cpattn_backward(rank, plan, &backward_args);         dq, dk, dv
@@ -351,6 +352,14 @@ int32_t cpattn_local_group(uint32_t world, uint64_t deadline_ms, cpattn_transpor
  * copies in stream order; the threads of the ranks meet at each exchange only to tell each other addresses, under the
  * deadline, and never wait for a device. */
 int32_t cpattn_peer_group(uint32_t world, const int32_t *devices, uint64_t deadline_ms, cpattn_transport **transports);
+
+/* Ranks as processes, over MPI. `comm` is the address of an MPI_Comm (handles are of different types in different MPIs), of
+ * the MPI that the library was built with; its processes call together, and rank r of it is rank r here. The library works
+ * on duplicates of it. MPI was initialised with MPI_THREAD_MULTIPLE. A failure is told to all ranks; a process that died
+ * shows as a deadline where MPI lets the others live, and ends the job where it does not, which is MPI's default. After a
+ * failure leave with MPI_Abort: MPI_Finalize may wait for the dead. Destroy transports and ranks before MPI_Finalize. A
+ * build without MPI (capi/build without --features mpi) refuses with CPATTN_UNSUPPORTED. */
+int32_t cpattn_mpi_group(const void *comm, uint64_t deadline_ms, cpattn_transport **transport);
 
 /* Contiguous bytes that go to `peer`, or come from it. A send is only read. On a device, device addresses. */
 typedef struct cpattn_message {

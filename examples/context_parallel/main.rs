@@ -1,22 +1,29 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Exact context-parallel attention from one command: threads as ranks, against a float64 reference.
+//! Exact context-parallel attention from one command: ranks as threads, or as processes over MPI, against a float64
+//! reference.
 //!
 //! `cargo run --release --example context_parallel` reads real activations and runs forward and backward on 8 ranks;
-//! `--help` lists the options. The exit code is 0 when every error is within its bound, 1 when one is not, 2 when the
+//! `mpirun -n 8 context_parallel --transport mpi` (built with `--features mpi`) does the same over 8 processes, and compares
+//! the bits with those of one process. `--help` lists the options. The exit code is 0 when every error is within its bound, 1 when one is not, 2 when the
 //! input or the options are refused.
 //!
-//! - `options`: the command line; `input`: a file or a seed; `team`: ranks as threads (start reading there);
+//! - `options`: the command line; `input`: a file or a seed; `team`: ranks as threads (start reading there); `processes`:
+//!   as processes; `clock`: their clocks;
 //! - `check`: errors and their bounds; `report`: what is printed; `suite`: every combination of options.
 #![allow(missing_docs, reason = "a program has no users of its items")]
 
 mod check;
+#[cfg(feature = "mpi")]
+mod clock;
 mod input;
 mod options;
+#[cfg(feature = "mpi")]
+mod processes;
 mod report;
 mod suite;
 mod team;
 
-use std::{path::Path, process::ExitCode, sync::Arc};
+use std::{path::Path, process::ExitCode, sync::Arc, time::Duration};
 
 use clap::Parser;
 use cpattn::{Batch, Dtype, Element, Plan};
@@ -25,12 +32,16 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use check::Checked;
 use input::{Batched, Random};
-use options::Arguments;
-use team::{How, Team};
+use options::{Arguments, TransportRule};
+use team::{How, Inputs, Outcome, Team};
 
 fn main() -> ExitCode {
     let args = Arguments::parse();
-    let outcome = if args.suite { suite::run(args.quick, args.seed) } else { job(&args) };
+    let outcome = match args.transport {
+        TransportRule::Local if args.suite => suite::run(args.quick, args.seed),
+        TransportRule::Local => job(&args, &mut Ranks::Threads),
+        TransportRule::Mpi => over_mpi(args),
+    };
     match outcome {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
@@ -39,6 +50,31 @@ fn main() -> ExitCode {
             ExitCode::from(2)
         }
     }
+}
+
+/// What the ranks are.
+enum Ranks {
+    Threads,
+    #[cfg(feature = "mpi")]
+    Processes(processes::Processes),
+}
+
+#[cfg(feature = "mpi")]
+fn over_mpi(mut args: Arguments) -> Result<bool, String> {
+    let processes = processes::Processes::new(Duration::from_secs_f64(args.deadline))?;
+    args.started_as(processes.world())?;
+    let mut ranks = Ranks::Processes(processes);
+    let outcome = job(&args, &mut ranks);
+    match (outcome, ranks) {
+        // A process that is alone with its error must not leave the others waiting for MPI's end.
+        (Err(text), Ranks::Processes(processes)) => processes.give_up(&text),
+        (outcome, _) => outcome,
+    }
+}
+
+#[cfg(not(feature = "mpi"))]
+fn over_mpi(_: Arguments) -> Result<bool, String> {
+    Err("--transport is mpi, which this build does not have: build with --features mpi".into())
 }
 
 /// On standard error, and only when that is a terminal.
@@ -52,7 +88,7 @@ fn progress(steps: usize) -> ProgressBar {
 const FIXTURE: &str = "tests/data/minilm_263.safetensors";
 
 /// Reads, plans, runs, reports. Whether every error is within its bound.
-fn job(args: &Arguments) -> Result<bool, String> {
+fn job(args: &Arguments, ranks: &mut Ranks) -> Result<bool, String> {
     let (batched, name) = if args.is_random() {
         let lengths = args.documents.as_deref().unwrap_or(&[297, 282, 187]);
         let batch = Batch::from_lengths(lengths).map_err(|e| e.to_string())?;
@@ -69,23 +105,56 @@ fn job(args: &Arguments) -> Result<bool, String> {
     let b = &batched;
     let problem = args.problem(b.batch.clone(), b.heads, b.kv_heads, b.head_dim, b.value_dim, dtype)?;
     let plan = args.plan(&problem, !args.is_random() && args.input.is_none())?;
-    println!("{name}, computed in {dtype}\n");
-    println!("{}", plan.explain());
+    if ranks.reports() {
+        println!("{name}, computed in {dtype}\n");
+        println!("{}", plan.explain());
+    }
     match dtype {
-        Dtype::F16 => run::<f16>(args, &batched, &plan),
-        Dtype::Bf16 => run::<bf16>(args, &batched, &plan),
-        Dtype::F32 => run::<f32>(args, &batched, &plan),
-        Dtype::F64 => run::<f64>(args, &batched, &plan),
+        Dtype::F16 => run::<f16>(args, ranks, &batched, &plan),
+        Dtype::Bf16 => run::<bf16>(args, ranks, &batched, &plan),
+        Dtype::F32 => run::<f32>(args, ranks, &batched, &plan),
+        Dtype::F64 => run::<f64>(args, ranks, &batched, &plan),
     }
 }
 
-fn run<T: Element>(args: &Arguments, batched: &Batched, plan: &Plan) -> Result<bool, String> {
+impl Ranks {
+    /// Whether this process prints what comes out.
+    fn reports(&self) -> bool {
+        match self {
+            Self::Threads => true,
+            #[cfg(feature = "mpi")]
+            Self::Processes(processes) => processes.rank() == 0,
+        }
+    }
+
+    /// The whole results and the times, where they are reported.
+    fn run<T: Element>(
+        &mut self,
+        args: &Arguments,
+        plan: &Plan,
+        inputs: &Arc<Inputs<T>>,
+        how: &How,
+    ) -> Result<Option<Outcome<T>>, String> {
+        let deadline = Duration::from_secs_f64(args.deadline);
+        match self {
+            Self::Threads => Team::new(plan.mesh().world(), deadline)?.run(plan, inputs, how).map(Some),
+            #[cfg(feature = "mpi")]
+            Self::Processes(processes) => processes.run(plan, inputs, how),
+        }
+    }
+}
+
+fn run<T: Element>(args: &Arguments, ranks: &mut Ranks, batched: &Batched, plan: &Plan) -> Result<bool, String> {
     let p = plan.problem();
     let world = plan.mesh().world();
     let sinks = p.has_sinks().then(|| Random::new(!args.seed).sinks(p.heads()));
     let (inputs, exact) = batched.convert::<T>(sinks);
     let inputs = Arc::new(inputs);
     let repeat = args.repeat as usize;
+    if !ranks.reports() {
+        let how = How { repeat, record: true, tick: Arc::new(|| ()) };
+        return ranks.run(args, plan, &inputs, &how).map(|_| true);
+    }
     let stored = batched.reference_for(p, exact);
     let parts = if stored.is_some() { 0 } else { check::reference_parts(p) };
     let bar = progress(parts + 2 * world * repeat);
@@ -105,9 +174,10 @@ fn run<T: Element>(args: &Arguments, batched: &Batched, plan: &Plan) -> Result<b
         let bar = bar.clone();
         Arc::new(move || bar.inc(1))
     };
-    let outcome = Team::new(world)?.run(plan, &inputs, &How { repeat, record: true, tick })?;
+    let how = How { repeat, record: true, tick };
+    let outcome = ranks.run(args, plan, &inputs, &how)?.ok_or("rank 0 has no results")?;
     bar.finish_and_clear();
-    report::times(plan, &outcome.laps, &outcome.planning);
+    report::times(plan, &outcome.laps, &outcome.planning, args.transport.ranks());
     report::pictures(&outcome.laps, args.trace.as_deref(), args.timeline.as_deref())?;
 
     let mut worst: Vec<Checked> = Vec::new();
@@ -116,5 +186,11 @@ fn run<T: Element>(args: &Arguments, batched: &Batched, plan: &Plan) -> Result<b
     }
     report::errors(&against, &worst);
     report::summary(&worst);
-    Ok(worst.iter().all(Checked::passes))
+    let mut equal = true;
+    if args.transport == TransportRule::Mpi {
+        let how = How { repeat: 1, record: false, tick: Arc::new(|| ()) };
+        let one = Team::new(world, Duration::from_secs(600))?.run(plan, &inputs, &how)?;
+        equal = report::bits(&outcome.results, &one.results, world);
+    }
+    Ok(equal && worst.iter().all(Checked::passes))
 }

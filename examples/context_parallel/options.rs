@@ -11,10 +11,10 @@ use cpattn::{
     plan::{BALANCE, Circulate, Wire, auto_layout, choose},
 };
 
-/// Ranks are threads of this process.
+/// Ranks that are threads of this process.
 const MAX_WORLD: usize = 1024;
 
-/// Exact context-parallel attention on threads as ranks, against a float64 reference.
+/// Exact context-parallel attention on threads or processes as ranks, against a float64 reference.
 ///
 /// Without arguments: real activations from tests/data/minilm_263.safetensors, forward and backward on 8 ranks
 /// (Ulysses 4 × ring 2).
@@ -43,7 +43,13 @@ pub struct Arguments {
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
 
-    /// Ranks; 8 unless --ulysses and --ring say otherwise.
+    /// What ranks are: threads of this process, or the processes that mpirun has started.
+    #[arg(long, value_enum, default_value = "local")]
+    pub transport: TransportRule,
+    /// Seconds that a rank waits for the others before it gives up.
+    #[arg(long, value_name = "S", default_value_t = 600.0, value_parser = seconds)]
+    pub deadline: f64,
+    /// Ranks; 8 unless --ulysses and --ring say otherwise, and over MPI as many as there are processes.
     #[arg(long, value_name = "N")]
     pub world: Option<usize>,
     /// Ranks that trade tokens for heads.
@@ -106,11 +112,29 @@ pub struct Arguments {
     /// Run every combination of options on small random problems instead.
     #[arg(long, conflicts_with_all = ["input", "documents", "heads", "kv_heads", "head_dim", "value_dim", "world", "ulysses",
         "ring", "mesh", "layout", "mask", "window", "dtype", "softcap", "alibi", "sinks", "wire", "reproducible", "gather",
-        "passes", "circulate", "repeat", "trace", "timeline"])]
+        "passes", "circulate", "repeat", "trace", "timeline", "transport", "deadline"])]
     pub suite: bool,
     /// With --suite: a fixed sample of the combinations.
     #[arg(long, requires = "suite")]
     pub quick: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum TransportRule {
+    /// Threads of this process.
+    Local,
+    /// Processes, over MPI; needs a build with the feature mpi.
+    Mpi,
+}
+
+impl TransportRule {
+    /// What its ranks are.
+    pub fn ranks(self) -> &'static str {
+        match self {
+            Self::Local => "threads",
+            Self::Mpi => "processes",
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -173,6 +197,10 @@ fn layout(text: &str) -> Result<LayoutRule, String> {
         _ => return Err("expected auto, contiguous, zigzag, zigzag-pack, striped[:TOKENS] or balanced[:CHUNKS]".into()),
     };
     Ok(LayoutRule::Given(given))
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    text.parse().ok().filter(|s| (0.001..=1e6).contains(s)).ok_or_else(|| "expected 0.001 to 1000000 seconds".into())
 }
 
 fn window(text: &str) -> Result<Window, String> {
@@ -243,6 +271,21 @@ impl Arguments {
         Ok(p)
     }
 
+    /// Takes the world from the number of processes, and refuses another.
+    #[cfg(feature = "mpi")]
+    pub fn started_as(&mut self, processes: usize) -> Result<(), String> {
+        let asked = self.world.or(self.ulysses.zip(self.ring).map(|(u, r)| u.saturating_mul(r)));
+        match asked {
+            Some(world) if world != processes && self.world.is_some() => {
+                Err(format!("--world is {world}, expected {processes}, the number of processes that mpirun started"))
+            }
+            _ => {
+                self.world = Some(processes);
+                Ok(())
+            }
+        }
+    }
+
     fn world(&self) -> usize {
         self.world.unwrap_or(match (self.ulysses, self.ring) {
             (Some(u), Some(r)) => u.saturating_mul(r),
@@ -266,7 +309,7 @@ impl Arguments {
 
     /// The plan for a problem; `fixture` when it came from the default file.
     pub fn plan(&self, p: &Problem, fixture: bool) -> Result<Plan, String> {
-        if self.world() > MAX_WORLD {
+        if self.transport == TransportRule::Local && self.world() > MAX_WORLD {
             return Err(format!(
                 "--world is {}, expected at most {MAX_WORLD}: each rank is a thread here",
                 self.world()

@@ -4,12 +4,15 @@
 use std::{path::Path, time::Duration};
 
 use cpattn::{
-    Plan,
+    Element, Plan,
     report::{timeline, trace},
     schedule::Direction,
 };
 
-use crate::{check::Checked, team::Lap};
+use crate::{
+    check::Checked,
+    team::{Lap, Results},
+};
 
 /// Smallest, median and largest, in milliseconds.
 fn spread(mut ns: Vec<u64>) -> String {
@@ -22,11 +25,11 @@ fn spread(mut ns: Vec<u64>) -> String {
 }
 
 /// Times of all ranks and repeats.
-pub fn times(plan: &Plan, laps: &[Vec<Lap>], planning: &[Duration]) {
+pub fn times(plan: &Plan, laps: &[Vec<Lap>], planning: &[Duration], kind: &str) {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let (ranks, repeats) = (plan.mesh().world(), laps.first().map_or(0, |l| l.len() / 2));
     println!(
-        "times in ms: smallest, median and largest of {ranks} ranks × {repeats} repeats, as threads on {cores} cores"
+        "times in ms: smallest, median and largest of {ranks} ranks × {repeats} repeats, as {kind} on {cores} cores"
     );
     println!("{:10}{:>27}{:>27}{:>27}{:>27}", "", "wall", "compute", "communication*", "both at once");
     for (name, direction) in [("forward", Direction::Forward), ("backward", Direction::Backward)] {
@@ -86,6 +89,17 @@ pub fn errors(against: &str, checked: &[Checked]) {
         );
     }
     println!();
+}
+
+/// Whether results over processes have the bits of those in one process, by replica; says so.
+pub fn bits<T: Element>(processes: &[Results<T>], one: &[Results<T>], world: usize) -> bool {
+    let hash = |all: &[Results<T>]| all.iter().fold(0, |n: u64, r| n.rotate_left(1) ^ r.hash());
+    let (ours, theirs) = (hash(processes), hash(one));
+    // Compared bit by bit, NaN too; the hashes are for the reader and for runs elsewhere.
+    let equal = ours == theirs && processes.iter().zip(one).all(|(a, b)| a.same_bits(b));
+    let verdict = if equal { "bit-equal" } else { "NOT bit-equal" };
+    println!("{verdict} to one process: {world} processes {ours:016x}, {world} threads {theirs:016x}");
+    equal
 }
 
 /// The last line.

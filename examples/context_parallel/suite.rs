@@ -10,6 +10,7 @@
 use std::{
     collections::{BTreeMap, HashMap},
     sync::Arc,
+    time::Duration,
 };
 
 use cpattn::{
@@ -227,7 +228,7 @@ impl Suite {
         let world = plan.mesh().world();
         let team = match self.teams.remove(&world) {
             Some(team) => team,
-            None => Team::new(world)?,
+            None => Team::new(world, Duration::from_secs(600))?,
         };
         let how = How { repeat: 1, record: false, tick: Arc::new(|| ()) };
         // A group that failed stays failed: its team is not kept.

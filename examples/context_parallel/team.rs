@@ -67,10 +67,11 @@ pub struct Outcome<T: Element> {
     pub planning: Vec<Duration>,
 }
 
-struct Part<T: Element> {
-    results: Results<T>,
-    laps: Vec<Lap>,
-    planning: Duration,
+/// One rank's part of it.
+pub struct Part<T: Element> {
+    pub results: Results<T>,
+    pub laps: Vec<Lap>,
+    pub planning: Duration,
 }
 
 type Task = Box<dyn FnOnce(&mut Rank) + Send>;
@@ -92,9 +93,9 @@ impl Drop for Team {
 }
 
 impl Team {
-    pub fn new(world: usize) -> Result<Self, String> {
+    pub fn new(world: usize, deadline: Duration) -> Result<Self, String> {
         let mut team = Self { tasks: Vec::new(), threads: Vec::new() };
-        for transport in local::group(world, Duration::from_secs(600)).map_err(|e| e.to_string())? {
+        for transport in local::group(world, deadline).map_err(|e| e.to_string())? {
             let (task, tasks) = mpsc::channel::<Task>();
             let thread = std::thread::Builder::new()
                 .name(format!("rank-{}", team.threads.len()))
@@ -152,10 +153,33 @@ impl Team {
 
 impl<T: Element> Results<T> {
     /// NaN everywhere: a row that no rank writes must show.
-    fn unwritten(plan: &Plan) -> Self {
+    pub fn unwritten(plan: &Plan) -> Self {
         let p = plan.problem();
         let (nq, nk) = (p.batch().tokens(Side::Q), p.batch().tokens(Side::K));
         Self::nan(nq, nk, p)
+    }
+
+    /// Whether all bits are equal, those of NaN too.
+    pub fn same_bits(&self, other: &Self) -> bool {
+        fn same<E: bytemuck::Pod>(a: &[E], b: &[E]) -> bool {
+            bytemuck::cast_slice::<E, u8>(a) == bytemuck::cast_slice::<E, u8>(b)
+        }
+        same(&self.o, &other.o)
+            && same(&self.lse, &other.lse)
+            && same(&self.dq, &other.dq)
+            && same(&self.dk, &other.dk)
+            && same(&self.dv, &other.dv)
+            && same(&self.dsinks, &other.dsinks)
+    }
+
+    /// FNV-1a of all bits: equal results have equal hashes, on every machine.
+    pub fn hash(&self) -> u64 {
+        let of = |n: u64, bytes: &[u8]| bytes.iter().fold(n, |n, &b| (n ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
+        let Self { o, lse, dq, dk, dv, dsinks } = self;
+        [o, dq, dk, dv].into_iter().fold(
+            of(of(0xcbf2_9ce4_8422_2325, bytemuck::cast_slice(lse)), bytemuck::cast_slice(dsinks)),
+            |n, tensor| of(n, bytemuck::cast_slice(tensor)),
+        )
     }
 
     fn nan(nq: usize, nk: usize, p: &cpattn::Problem) -> Self {
@@ -170,7 +194,7 @@ impl<T: Element> Results<T> {
         }
     }
 
-    fn put(&mut self, plan: &Plan, rank: usize, part: &Self) -> cpattn::Result<()> {
+    pub fn put(&mut self, plan: &Plan, rank: usize, part: &Self) -> cpattn::Result<()> {
         let p = plan.problem();
         plan.unshard_into(Side::Q, rank, &part.o, &mut self.o, p.heads() * p.value_dim())?;
         plan.unshard_into(Side::Q, rank, &part.lse, &mut self.lse, p.heads())?;
@@ -183,8 +207,8 @@ impl<T: Element> Results<T> {
     }
 }
 
-/// What one rank does.
-fn part<T: Element>(
+/// What one rank does, be it a thread or a process.
+pub fn part<T: Element>(
     rank: &mut Rank,
     plan: &Plan,
     inputs: &Inputs<T>,

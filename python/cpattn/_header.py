@@ -200,6 +200,7 @@ FUNCTIONS: dict[str, list[Any]] = {
     "plan_shift": [Handle, c_uint32, c_int64, c_void_p, TensorP, TensorP],
     "local_group": [c_uint32, c_uint64, HandleP],
     "peer_group": [c_uint32, POINTER(c_int32), c_uint64, HandleP],
+    "mpi_group": [c_void_p, c_uint64, HandleP],
     "transport_create": [POINTER(TransportTable), HandleP],
     "transport_destroy": [Handle],
     "rank_create": [Handle, POINTER(RankOptions), HandleP],

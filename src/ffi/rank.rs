@@ -209,6 +209,8 @@ unsafe fn seated(transport: *mut cpattn_transport, at: Device, workers: usize) -
     Ok(match unsafe { handle::take(transport) }? {
         Any::Local(t) => Rank::with_workers(t, workers).into(),
         Any::Table(t) => Rank::with_workers(t, workers).into(),
+        #[cfg(feature = "mpi")]
+        Any::Mpi(t) => Rank::with_workers(t, workers).into(),
         #[cfg(feature = "cuda")]
         Any::Peer(_) => unreachable!("its place is a device, and was compared"),
     })

@@ -31,6 +31,8 @@ const MOST_THREADS: u32 = 4096;
 pub enum Any {
     Local(local::Local),
     Table(Table),
+    #[cfg(feature = "mpi")]
+    Mpi(crate::transport::mpi::Mpi),
     #[cfg(feature = "cuda")]
     Peer(peer::Peer),
 }
@@ -48,13 +50,15 @@ impl Any {
         match self {
             Self::Local(_) => Some(Device::Cpu),
             Self::Table(_) => None,
+            #[cfg(feature = "mpi")]
+            Self::Mpi(_) => Some(Device::Cpu),
             #[cfg(feature = "cuda")]
             Self::Peer(peer) => Some(Device::Cuda(peer.device().ordinal())),
         }
     }
 }
 
-fn deadline(ms: u64) -> Result<Duration> {
+pub(super) fn deadline(ms: u64) -> Result<Duration> {
     if ms == 0 {
         return Err(Error::invalid("deadline_ms", 0, "at least 1"));
     }

@@ -25,6 +25,8 @@ pub mod fault;
 mod lists;
 #[cfg(feature = "std")]
 pub mod local;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 #[cfg(feature = "nccl")]
 pub mod nccl;
 #[cfg(feature = "cuda")]

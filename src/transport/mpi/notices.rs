@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What ranks tell each other beside the messages: that the run is over, and who waits for whom.
+//!
+//! A receive from anybody is always posted for notices. It is looked at wherever a call waits, and by `poll`; a rank that
+//! computes hears of a failure at its next call. A rank whose deadline has passed asks the peer it waits for whom that
+//! one waits for in turn, and so on: who does not answer takes part in nothing, and is to blame.
+
+use std::{
+    ffi::c_int,
+    ptr::NonNull,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    vec::Vec,
+};
+
+use super::raw::{Comm, Refused, Request};
+use crate::error::Cause;
+
+/// Whoever waits for nobody.
+pub(super) const NOBODY: usize = usize::MAX;
+
+/// Beside the tag of agreements on the same communicator.
+const TAG: c_int = 2;
+
+/// A notice as it travels.
+type Words = [u64; 5];
+
+/// Words that MPI may hold.
+struct Letter {
+    words: NonNull<Words>,
+    request: Request,
+}
+
+// SAFETY: memory of its own and a request, which any thread may use.
+unsafe impl Send for Letter {}
+
+impl Letter {
+    fn new(words: Words) -> Self {
+        Self { words: NonNull::from(Box::leak(Box::new(words))), request: Request::none() }
+    }
+}
+
+impl Drop for Letter {
+    fn drop(&mut self) {
+        if self.request.is_none() {
+            // SAFETY: made by Box in `new`, and MPI is done with it.
+            drop(unsafe { Box::from_raw(self.words.as_ptr()) });
+        }
+    }
+}
+
+/// The first thing that went wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Failure {
+    pub peer: usize,
+    pub cause: Cause,
+    /// For [`Cause::Size`]: the rank that expected another size than `peer` offered.
+    pub expecting: usize,
+}
+
+/// What has arrived.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Notice {
+    /// The run is over.
+    Over(Failure),
+    /// Rank `from` asks for whom this rank waits.
+    Ask { from: usize, question: u64 },
+    /// The answer to a question.
+    Waits { question: u64, on: usize },
+}
+
+impl Notice {
+    fn words(self) -> Words {
+        match self {
+            Self::Over(Failure { peer, cause, expecting }) => {
+                let (kind, a, b) = match cause {
+                    Cause::Deadline { ms, bytes } => (1, ms, bytes),
+                    Cause::Panicked => (2, 0, 0),
+                    Cause::Left => (3, 0, 0),
+                    Cause::Aborted => (4, 0, 0),
+                    Cause::Size { ours, theirs } => (5, ours, theirs),
+                    // What another process's own code returned means nothing here.
+                    _ => (6, 0, 0),
+                };
+                [kind, a, b, peer as u64, expecting as u64]
+            }
+            Self::Ask { from, question } => [16, from as u64, question, 0, 0],
+            Self::Waits { question, on } => [17, question, on as u64, 0, 0],
+        }
+    }
+
+    fn from_words([kind, a, b, c, d]: Words) -> Option<Self> {
+        let over = |cause| Some(Self::Over(Failure { peer: c as usize, cause, expecting: d as usize }));
+        match kind {
+            1 => over(Cause::Deadline { ms: a, bytes: b }),
+            2 => over(Cause::Panicked),
+            3 => over(Cause::Left),
+            4 => over(Cause::Aborted),
+            5 => over(Cause::Size { ours: a, theirs: b }),
+            6 => over(Cause::Failed),
+            16 => Some(Self::Ask { from: a as usize, question: b }),
+            17 => Some(Self::Waits { question: a, on: b as usize }),
+            _ => None,
+        }
+    }
+}
+
+/// A rank's post.
+pub(super) struct Notices {
+    comm: Comm,
+    arriving: Mutex<Letter>,
+    leaving: Mutex<Vec<Letter>>,
+    /// For whom this rank waits just now.
+    waits: AtomicUsize,
+    /// The last answer: question and rank.
+    answer: Mutex<(u64, usize)>,
+}
+
+impl Notices {
+    pub(super) fn new(comm: Comm) -> Result<Self, Refused> {
+        let mut arriving = Letter::new([0; 5]);
+        post(comm, &mut arriving)?;
+        let leaving = Mutex::new(Vec::with_capacity(16));
+        let (waits, answer) = (AtomicUsize::new(NOBODY), Mutex::new((0, NOBODY)));
+        Ok(Self { comm, arriving: Mutex::new(arriving), leaving, waits, answer })
+    }
+
+    /// Says for whom this rank waits from now on.
+    pub(super) fn wait_for(&self, peer: usize) {
+        self.waits.store(peer, Ordering::Relaxed);
+    }
+
+    /// Takes what has arrived, answers questions; a failure, if there is one. Never waits.
+    pub(super) fn listen(&self) -> Result<Option<Failure>, Refused> {
+        // Whoever has it looks.
+        let Ok(mut letter) = self.arriving.try_lock() else { return Ok(None) };
+        while letter.request.test("MPI_Irecv")? {
+            if letter.request.is_none() {
+                // SAFETY: complete, so MPI is done with the words.
+                let words = unsafe { *letter.words.as_ptr() };
+                post(self.comm, &mut letter)?;
+                match Notice::from_words(words) {
+                    Some(Notice::Over(failure)) => return Ok(Some(failure)),
+                    Some(Notice::Ask { from, question }) => match self.waits.load(Ordering::Relaxed) {
+                        NOBODY => {}
+                        on => self.send(from, Notice::Waits { question, on }),
+                    },
+                    Some(Notice::Waits { question, on }) => {
+                        *self.answer.lock().unwrap_or_else(PoisonError::into_inner) = (question, on);
+                    }
+                    None => {}
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// The answer to a question, if it has come.
+    pub(super) fn answer(&self, question: u64) -> Option<usize> {
+        let (answered, on) = *self.answer.lock().unwrap_or_else(PoisonError::into_inner);
+        (answered == question).then_some(on)
+    }
+
+    /// Sends a notice, and does not wait for it. There is nobody to tell that this failed: whoever misses it reaches its
+    /// own deadline.
+    pub(super) fn send(&self, to: usize, notice: Notice) {
+        let mut leaving = self.leaving.lock().unwrap_or_else(PoisonError::into_inner);
+        leaving.retain_mut(|letter| !matches!(letter.request.test("MPI_Isend"), Ok(true)));
+        let mut letter = Letter::new(notice.words());
+        // SAFETY: the words live until the request is complete, or for ever.
+        if let Ok(request) = unsafe { self.comm.send(letter.words.as_ptr().cast(), size_of::<Words>(), to, TAG) } {
+            letter.request = request;
+            leaving.push(letter);
+        }
+    }
+
+    /// Gives up the receive; whether MPI holds nothing any more.
+    pub(super) fn close(&mut self) -> bool {
+        let letter = self.arriving.get_mut().unwrap_or_else(PoisonError::into_inner);
+        letter.request.cancel();
+        let began = std::time::Instant::now();
+        let mut free = false;
+        while !free && began.elapsed() < super::SETTLE {
+            free = matches!(letter.request.test("MPI_Irecv"), Ok(true));
+        }
+        let leaving = self.leaving.get_mut().unwrap_or_else(PoisonError::into_inner);
+        leaving.retain_mut(|letter| !matches!(letter.request.test("MPI_Isend"), Ok(true)));
+        free && leaving.is_empty()
+    }
+}
+
+fn post(comm: Comm, letter: &mut Letter) -> Result<(), Refused> {
+    // SAFETY: the words live until the request is complete, or for ever; nobody reads them before.
+    letter.request = unsafe { comm.receive(letter.words.as_ptr().cast(), size_of::<Words>(), None, TAG) }?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn notices_survive_the_way() {
+        let causes = [
+            Cause::Deadline { ms: 7, bytes: u64::MAX },
+            Cause::Panicked,
+            Cause::Left,
+            Cause::Aborted,
+            Cause::Size { ours: 1, theirs: 2 },
+            Cause::Failed,
+        ];
+        for cause in causes {
+            let over = Notice::Over(Failure { peer: 3, cause, expecting: 4 });
+            assert_eq!(Notice::from_words(over.words()), Some(over));
+        }
+        let foreign = Cause::Returned { function: "exchange", code: 9 };
+        let over = Notice::Over(Failure { peer: 3, cause: foreign, expecting: 3 });
+        let told = Notice::Over(Failure { peer: 3, cause: Cause::Failed, expecting: 3 });
+        assert_eq!(Notice::from_words(over.words()), Some(told));
+        for notice in [Notice::Ask { from: 5, question: 6 }, Notice::Waits { question: 8, on: 2 }] {
+            assert_eq!(Notice::from_words(notice.words()), Some(notice));
+        }
+        assert_eq!(Notice::from_words([99, 0, 0, 0, 0]), None);
+    }
+}

@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The calls of MPI that the transport makes, with Rust's results.
+//!
+//! Handles of MPI are numbers in one implementation and addresses in another; here they are only passed back. Every call
+//! is made with `MPI_THREAD_MULTIPLE`, which `Mpi::new` asks for, so any thread may make it.
+
+use std::{
+    ffi::{c_char, c_int},
+    string::{String, ToString},
+};
+
+use ::mpi::ffi::{self, MPI_Comm, MPI_Request};
+
+use crate::error::{Error, Result};
+
+/// A call that MPI refused.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Refused {
+    pub call: &'static str,
+    pub code: c_int,
+}
+
+impl From<Refused> for Error {
+    fn from(refused: Refused) -> Self {
+        let Refused { call, code } = refused;
+        Self::Device { call, code: code.into(), message: text(code) }
+    }
+}
+
+fn check(call: &'static str, code: c_int) -> Result<(), Refused> {
+    if code == ffi::MPI_SUCCESS as c_int { Ok(()) } else { Err(Refused { call, code }) }
+}
+
+/// What MPI says about an error code.
+fn text(code: c_int) -> String {
+    let mut room = [0 as c_char; ffi::MPI_MAX_ERROR_STRING as usize + 1];
+    let mut len = 0;
+    // SAFETY: the room has the size that MPI asks for, and one byte more.
+    let status = unsafe { ffi::MPI_Error_string(code, room.as_mut_ptr(), &raw mut len) };
+    if status != ffi::MPI_SUCCESS as c_int {
+        return "unknown to MPI".to_string();
+    }
+    let bytes: std::vec::Vec<u8> =
+        room.iter().map(|&c| c as u8).take(len.clamp(0, room.len() as c_int) as usize).collect();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// Whether calls can be made: after MPI was initialised and before it was finalised.
+pub(super) fn usable() -> Result<()> {
+    let (mut initialized, mut finalized) = (0, 0);
+    // SAFETY: these two may be called at any time.
+    unsafe {
+        check("MPI_Initialized", ffi::MPI_Initialized(&raw mut initialized))?;
+        check("MPI_Finalized", ffi::MPI_Finalized(&raw mut finalized))?;
+    }
+    let expected = "initialised and not finalised";
+    if initialized == 0 {
+        return Err(Error::invalid("MPI", "not initialised", expected)
+            .hint("call mpi::initialize_with_threading(Threading::Multiple), or MPI_Init_thread, first"));
+    }
+    if finalized != 0 {
+        return Err(Error::invalid("MPI", "finalised", expected).hint("drop transports and ranks before MPI_Finalize"));
+    }
+    Ok(())
+}
+
+/// Refuses an MPI that may not be called by several threads at a time.
+pub(super) fn multiple_threads() -> Result<()> {
+    let mut provided = 0;
+    // SAFETY: MPI is usable, as the caller has checked.
+    check("MPI_Query_thread", unsafe { ffi::MPI_Query_thread(&raw mut provided) })?;
+    // SAFETY: constants of the library.
+    let levels = unsafe {
+        [
+            (ffi::RSMPI_THREAD_SINGLE, "MPI_THREAD_SINGLE"),
+            (ffi::RSMPI_THREAD_FUNNELED, "MPI_THREAD_FUNNELED"),
+            (ffi::RSMPI_THREAD_SERIALIZED, "MPI_THREAD_SERIALIZED"),
+            (ffi::RSMPI_THREAD_MULTIPLE, "MPI_THREAD_MULTIPLE"),
+        ]
+    };
+    if provided >= levels[3].0 {
+        return Ok(());
+    }
+    let found = levels.iter().find(|l| l.0 == provided).map_or("another level", |l| l.1);
+    Err(Error::invalid("MPI's thread level", found, levels[3].1).hint(
+        "a rank calls MPI from a thread of its own: initialise with mpi::Threading::Multiple, or MPI_Init_thread",
+    ))
+}
+
+/// A communicator.
+#[derive(Clone, Copy)]
+pub(super) struct Comm(MPI_Comm);
+
+// SAFETY: a handle; MPI_THREAD_MULTIPLE allows every thread to use it.
+unsafe impl Send for Comm {}
+// SAFETY: as above.
+unsafe impl Sync for Comm {}
+
+impl Comm {
+    /// Refuses what is no communicator within one group.
+    ///
+    /// # Safety
+    /// `comm` is a live communicator or MPI's null, and MPI is usable.
+    pub(super) unsafe fn new(comm: MPI_Comm) -> Result<Self> {
+        // SAFETY: a constant of the library.
+        if comm == unsafe { ffi::RSMPI_COMM_NULL } {
+            return Err(Error::invalid("comm", "MPI_COMM_NULL", "a communicator"));
+        }
+        let mut inter = 0;
+        // SAFETY: the caller's promise that the handle is live.
+        check("MPI_Comm_test_inter", unsafe { ffi::MPI_Comm_test_inter(comm, &raw mut inter) })?;
+        if inter != 0 {
+            return Err(Error::invalid("comm", "an intercommunicator", "a communicator of one group")
+                .hint("merge the groups with MPI_Intercomm_merge"));
+        }
+        Ok(Self(comm))
+    }
+
+    /// This process's rank, and how many there are.
+    pub(super) fn place(self) -> Result<(usize, usize)> {
+        let (mut rank, mut size) = (0, 0);
+        // SAFETY: a live communicator.
+        unsafe {
+            check("MPI_Comm_rank", ffi::MPI_Comm_rank(self.0, &raw mut rank))?;
+            check("MPI_Comm_size", ffi::MPI_Comm_size(self.0, &raw mut size))?;
+        }
+        Ok((rank as usize, size as usize))
+    }
+
+    /// Begins to duplicate it, which all of its processes have to do.
+    pub(super) fn duplicate(self) -> Result<Duplicate, Refused> {
+        // SAFETY: a constant of the library.
+        let made = Box::into_raw(Box::new(unsafe { ffi::RSMPI_COMM_NULL }));
+        let mut request = Request::none();
+        // SAFETY: a live communicator; `made` stays where it is until the request is complete.
+        check("MPI_Comm_idup", unsafe { ffi::MPI_Comm_idup(self.0, made, &raw mut request.0) })?;
+        Ok(Duplicate { made, request })
+    }
+
+    /// Has failed calls return instead of ending the job.
+    pub(super) fn return_errors(self) -> Result<(), Refused> {
+        // SAFETY: a live communicator of our own and a constant of the library.
+        check("MPI_Comm_set_errhandler", unsafe { ffi::MPI_Comm_set_errhandler(self.0, ffi::RSMPI_ERRORS_RETURN) })
+    }
+
+    /// Begins to send.
+    ///
+    /// # Safety
+    /// The bytes stay valid, and nobody writes them, until the request is complete.
+    pub(super) unsafe fn send(self, ptr: *const u8, bytes: usize, to: usize, tag: c_int) -> Result<Request, Refused> {
+        let mut request = Request::none();
+        // SAFETY: a live communicator; the caller's promise about the bytes.
+        check("MPI_Isend", unsafe {
+            ffi::MPI_Isend(ptr.cast(), count(bytes), ffi::RSMPI_UINT8_T, to as c_int, tag, self.0, &raw mut request.0)
+        })?;
+        Ok(request)
+    }
+
+    /// Begins to receive at most that many bytes; `None` from anybody.
+    ///
+    /// # Safety
+    /// The bytes stay valid, and nobody else touches them, until the request is complete.
+    pub(super) unsafe fn receive(
+        self,
+        ptr: *mut u8,
+        bytes: usize,
+        from: Option<usize>,
+        tag: c_int,
+    ) -> Result<Request, Refused> {
+        let mut request = Request::none();
+        // SAFETY: a live communicator; the caller's promise about the bytes.
+        check("MPI_Irecv", unsafe {
+            let from = from.map_or(ffi::RSMPI_ANY_SOURCE, |peer| peer as c_int);
+            ffi::MPI_Irecv(ptr.cast(), count(bytes), ffi::RSMPI_UINT8_T, from, tag, self.0, &raw mut request.0)
+        })?;
+        Ok(request)
+    }
+
+    /// Gives it back.
+    pub(super) fn free(mut self) {
+        // SAFETY: a duplicate of our own that nothing is under way on. There is nobody to tell that this failed.
+        let _ = unsafe { ffi::MPI_Comm_free(&raw mut self.0) };
+    }
+}
+
+/// Lists of the transport are short: messages travel in pieces.
+fn count(bytes: usize) -> c_int {
+    c_int::try_from(bytes).expect("a piece is far smaller than 2 GiB")
+}
+
+/// A duplicate that is being made.
+pub(super) struct Duplicate {
+    made: *mut MPI_Comm,
+    request: Request,
+}
+
+impl Duplicate {
+    /// The duplicate, once every process has asked for it.
+    pub(super) fn poll(&mut self) -> Result<Option<Comm>, Refused> {
+        if !self.request.test("MPI_Comm_idup")? {
+            return Ok(None);
+        }
+        // SAFETY: complete, so MPI has written the handle and will not do so again.
+        Ok(Some(Comm(unsafe { *self.made })))
+    }
+}
+
+impl Drop for Duplicate {
+    fn drop(&mut self) {
+        // While it is under way MPI may still write there: a handle's size is lost then.
+        if self.request.is_none() {
+            // SAFETY: made by Box::into_raw in `duplicate`, and MPI is done with it.
+            drop(unsafe { Box::from_raw(self.made) });
+        }
+    }
+}
+
+/// Something that is under way, or nothing.
+pub(super) struct Request(MPI_Request);
+
+// SAFETY: a handle; MPI_THREAD_MULTIPLE allows every thread to use it, one at a time, as `&mut` demands.
+unsafe impl Send for Request {}
+
+impl Request {
+    pub(super) fn none() -> Self {
+        // SAFETY: a constant of the library.
+        Self(unsafe { ffi::RSMPI_REQUEST_NULL })
+    }
+
+    pub(super) fn is_none(&self) -> bool {
+        // SAFETY: as above.
+        self.0 == unsafe { ffi::RSMPI_REQUEST_NULL }
+    }
+
+    /// Whether it is complete, or nothing. Lets MPI work on everything that is under way. `call` began it.
+    pub(super) fn test(&mut self, call: &'static str) -> Result<bool, Refused> {
+        let mut done = 0;
+        // SAFETY: a live request, or none.
+        check(call, unsafe { ffi::MPI_Test(&raw mut self.0, &raw mut done, ffi::RSMPI_STATUS_IGNORE) })?;
+        Ok(done != 0)
+    }
+
+    /// Asks MPI to give up a receive; it succeeds unless a message has already met it.
+    pub(super) fn cancel(&mut self) {
+        if !self.is_none() {
+            // SAFETY: a live request. What cannot be cancelled shows in `test`.
+            let _ = unsafe { ffi::MPI_Cancel(&raw mut self.0) };
+        }
+    }
+}

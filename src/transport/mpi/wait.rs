@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! How a call waits: it looks often at first, then sleeps a little, and in the end asks who is to blame.
+//!
+//! MPI has no way to sleep until something arrives, and the cores belong to the kernels. So a call that saw nothing move
+//! first gives its core away and looks again, then sleeps, longer and longer up to a fifth of a millisecond: what arrives
+//! is late by that at most, and a rank that waits for long costs a few percent of a core.
+
+use std::{
+    sync::atomic::{AtomicU64, Ordering},
+    time::{Duration, Instant},
+    vec::Vec,
+};
+
+use super::notices::{Notice, Notices};
+
+/// How often a call looks again before it sleeps at all.
+const LOOKS: u32 = 64;
+
+const SHORTEST: Duration = Duration::from_micros(10);
+const LONGEST: Duration = Duration::from_micros(200);
+
+/// A question that is open.
+struct Question {
+    number: u64,
+    asked: usize,
+    at: Instant,
+    seen: Vec<usize>,
+}
+
+/// How long a call has been waiting since something moved.
+pub(super) struct Patience {
+    deadline: Duration,
+    since: Instant,
+    looks: u32,
+    question: Option<Question>,
+}
+
+impl Patience {
+    pub(super) fn new(deadline: Duration) -> Self {
+        Self { deadline, since: Instant::now(), looks: 0, question: None }
+    }
+
+    /// Something moved.
+    pub(super) fn moved(&mut self) {
+        *self = Self::new(self.deadline);
+    }
+
+    /// Whether the deadline has passed.
+    pub(super) fn is_over(&self) -> bool {
+        self.since.elapsed() >= self.deadline
+    }
+
+    /// Gives the core away for a moment.
+    pub(super) fn sleep(&mut self) {
+        self.looks = self.looks.saturating_add(1);
+        match self.looks.checked_sub(LOOKS) {
+            None => std::thread::yield_now(),
+            Some(n) => std::thread::sleep((SHORTEST * (1 << (n / 16).min(5))).min(LONGEST)),
+        }
+    }
+
+    /// Whom to blame for a deadline that has passed, and how many milliseconds it took: found by questions, each of
+    /// which gets time for an answer. `peer` is whom this rank waits for.
+    pub(super) fn expired(
+        &mut self,
+        rank: usize,
+        peer: usize,
+        notices: &Notices,
+        questions: &AtomicU64,
+    ) -> Option<(usize, u64)> {
+        if !self.is_over() {
+            return None;
+        }
+        let ask = |to: usize, mut seen: Vec<usize>| {
+            // 0 is no question.
+            let number = questions.fetch_add(1, Ordering::Relaxed) + 1;
+            notices.send(to, Notice::Ask { from: rank, question: number });
+            seen.push(to);
+            Some(Question { number, asked: to, at: Instant::now(), seen })
+        };
+        let Some(question) = self.question.take() else {
+            self.question = ask(peer, Vec::new());
+            return None;
+        };
+        let ms = || self.since.elapsed().as_millis().try_into().unwrap_or(u64::MAX);
+        let grace = (self.deadline / 4).clamp(Duration::from_millis(100), Duration::from_secs(2));
+        match notices.answer(question.number) {
+            // Everybody waits: the first is as good as any.
+            Some(on) if on == rank || question.seen.contains(&on) => Some((question.seen[0], ms())),
+            Some(on) => {
+                self.question = ask(on, question.seen);
+                None
+            }
+            None if question.at.elapsed() >= grace => Some((question.asked, ms())),
+            None => {
+                self.question = Some(question);
+                None
+            }
+        }
+    }
+}

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What must fail: on every rank, in time, with an error that names who is to blame.
+
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    process,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use cpattn::{
+    Cause, Error, Result,
+    transport::{Transport, mpi::Mpi},
+};
+use mpi::traits::*;
+
+use crate::{
+    exchange::{LONG, exchange, init, label},
+    launch::FINE,
+};
+
+pub const SHORT: Duration = Duration::from_millis(700);
+
+fn peer_error(rank: &Mpi, operation: &'static str, step: u32, peer: usize, cause: Cause) -> Result<()> {
+    Err(Error::Peer { rank: rank.rank(), operation, step, peer, cause })
+}
+
+/// An expired deadline of [`SHORT`]: the peer, and the bytes that were still to move.
+#[track_caller]
+fn late(result: &Result<()>, label: (&str, u32)) -> (usize, u64) {
+    let Err(Error::Peer { operation, step, peer, cause: Cause::Deadline { ms, bytes }, .. }) = result else {
+        panic!("{result:?}");
+    };
+    assert_eq!((*operation, *step), label);
+    assert!((700..20_000).contains(ms), "{ms}");
+    (*peer, *bytes)
+}
+
+pub fn sizes() {
+    let (_universe, comm) = init();
+    let rank = Mpi::new(&comm, LONG).unwrap();
+    rank.set_piece(4);
+    let mut three = [7_u8; 3];
+    let first = match rank.rank() {
+        0 => exchange(&rank, label("offer", 4), &[(1, &[0; 50])], &mut []),
+        1 => exchange(&rank, label("expect", 5), &[], &mut [(0, &mut three)]),
+        _ => exchange(&rank, label("bystander", 6), &[], &mut [(1, &mut three)]),
+    };
+    assert_eq!(three, [7; 3], "nothing moves");
+    let (here, there) = (Cause::Size { ours: 3, theirs: 50 }, Cause::Size { ours: 50, theirs: 3 });
+    match rank.rank() {
+        // Small enough to leave at once, so that the next call tells.
+        0 => {
+            assert_eq!(first, Ok(()));
+            let mut got = [0; 1];
+            let next = exchange(&rank, label("next", 5), &[], &mut [(1, &mut got)]);
+            assert_eq!(next, peer_error(&rank, "next", 5, 1, there));
+        }
+        1 => assert_eq!(first, peer_error(&rank, "expect", 5, 0, here)),
+        _ => assert_eq!(first, peer_error(&rank, "bystander", 6, 0, here)),
+    }
+    if rank.rank() > 0 {
+        assert_eq!(rank.poll(), first);
+    }
+    assert!(rank.agree(0..3, 0).is_err(), "a failed group stays failed");
+    println!("{FINE}");
+}
+
+/// Each rank waits for the next; only one waits for the silent rank itself.
+pub fn silent() {
+    let (_universe, comm) = init();
+    for silent in 0..4 {
+        let rank = Mpi::new(&comm, SHORT).unwrap();
+        let (me, mut got) = (rank.rank(), [0_u8; 8]);
+        let (to, from) = ((me + 1) % 4, (me + 3) % 4);
+        if me == silent {
+            let began = Instant::now();
+            while rank.poll().is_ok() && began.elapsed() < LONG {
+                thread::sleep(Duration::from_millis(1));
+            }
+            assert_eq!(late(&rank.poll(), ("agree", 0)).0, silent);
+        } else {
+            let result = exchange(&rank, label("take", 1), &[], &mut [(from, &mut got)])
+                .and_then(|()| exchange(&rank, label("give", 2), &[(to, &got)], &mut []));
+            assert_eq!(late(&result, ("take", 1)), (silent, 8));
+        }
+    }
+    println!("{FINE}");
+}
+
+pub fn circle() {
+    let (_universe, comm) = init();
+    let rank = Mpi::new(&comm, SHORT).unwrap();
+    let mut got = [0_u8; 8];
+    let result = exchange(&rank, label("circle", 0), &[], &mut [((rank.rank() + 1) % 3, &mut got)]);
+    assert_eq!(late(&result, ("circle", 0)).1, 8);
+    println!("{FINE}");
+}
+
+/// Every process lives, so MPI goes on working, and so does a new group.
+pub fn abort() {
+    let (_universe, comm) = init();
+    for round in 0..3 {
+        let rank = Arc::new(Mpi::new(&comm, LONG).unwrap());
+        let (me, mut got) = (rank.rank(), vec![0_u8; 1 << 20]);
+        let from_another_thread = (me == 0).then(|| {
+            let rank = Arc::clone(&rank);
+            thread::spawn(move || {
+                thread::sleep(Duration::from_millis(50));
+                rank.abort(Cause::Aborted);
+                rank.abort(Cause::Aborted);
+            })
+        });
+        // Rank 2 offers what rank 1 does not take.
+        let result = match me {
+            2 => exchange(rank.as_ref(), label("offer", round), &[(1, &[1; 1 << 20])], &mut []),
+            _ => exchange(rank.as_ref(), label("wait", round), &[], &mut [((me + 1) % 2, &mut got)]),
+        };
+        let operation = if me == 2 { "offer" } else { "wait" };
+        assert_eq!(result, peer_error(&rank, operation, round, 0, Cause::Aborted));
+        if let Some(thread) = from_another_thread {
+            thread.join().unwrap();
+        }
+    }
+    let rank = Mpi::new(&comm, LONG).unwrap();
+    rank.agree(0..3, 1).unwrap();
+    let mut got = [0; 3];
+    exchange(
+        &rank,
+        label("again", 0),
+        &[((rank.rank() + 1) % 3, &[rank.rank() as u8; 3])],
+        &mut [((rank.rank() + 2) % 3, &mut got)],
+    )
+    .unwrap();
+    assert_eq!(got, [((rank.rank() + 2) % 3) as u8; 3]);
+    println!("{FINE}");
+}
+
+pub fn panics() {
+    let (_universe, comm) = init();
+    let rank = Mpi::new(&comm, LONG).unwrap();
+    if rank.rank() == 1 {
+        thread::sleep(Duration::from_millis(300));
+        std::panic::set_hook(Box::new(|_| ()));
+        catch_unwind(AssertUnwindSafe(move || {
+            let _rank = rank;
+            panic!("expected")
+        }))
+        .unwrap_err();
+    } else {
+        let mut got = [0; 3];
+        let result = exchange(&rank, label("wait", 0), &[], &mut [(1, &mut got)]);
+        assert_eq!(result, peer_error(&rank, "wait", 0, 1, Cause::Panicked));
+    }
+    println!("{FINE}");
+}
+
+/// What was to be received is the caller's again when the call has returned, whatever the sender does later.
+pub fn lets_go() {
+    let (_universe, comm) = init();
+    let rank = Mpi::new(&comm, SHORT).unwrap();
+    if rank.rank() == 0 {
+        // Two of three messages come, and then time passes.
+        exchange(&rank, label("some", 0), &[(1, &[1; 70_000])], &mut []).unwrap();
+        thread::sleep(SHORT * 3);
+        let late = exchange(&rank, label("rest", 1), &[(1, &[2; 900_000])], &mut []);
+        assert!(late.is_err());
+    } else {
+        let mut got = vec![9_u8; 1_000_000];
+        let (first, rest) = got.split_at_mut(70_000);
+        let result = exchange(&rank, label("all", 0), &[], &mut [(0, first), (0, &mut rest[..900_000])]);
+        assert_eq!(late(&result, ("all", 0)), (0, 900_000));
+        assert_eq!(&got[..70_000], &[1; 70_000]);
+        got[70_000..].fill(5);
+        let began = Instant::now();
+        while began.elapsed() < SHORT * 3 {
+            let _ = rank.poll();
+            thread::sleep(Duration::from_millis(5));
+        }
+        assert!(got[70_000..].iter().all(|&b| b == 5), "memory was written after the call had returned");
+    }
+    println!("{FINE}");
+}
+
+/// Ends like a process that died in the middle of its work; MPI is not finalised, since it might wait for the dead.
+pub fn killed() {
+    let (universe, comm) = init();
+    let rank = Mpi::new(&comm, SHORT).unwrap();
+    let (me, mut got) = (rank.rank(), vec![0_u8; 1 << 20]);
+    rank.agree(0..3, 7).unwrap();
+    if me == 1 {
+        thread::sleep(Duration::from_millis(100));
+        let _ = process::Command::new("kill").args(["-9", &process::id().to_string()]).status();
+        unreachable!("killed");
+    }
+    // Both need the dead one, rank 0 through rank 2.
+    let result = exchange(&rank, label("wait", 3), &[], &mut [(if me == 0 { 2 } else { 1 }, &mut got)]);
+    assert_eq!(late(&result, ("wait", 3)), (1, 1 << 20));
+    println!("{FINE}");
+    std::mem::forget((rank, comm, universe));
+    process::exit(3);
+}
+
+pub fn never_starts() {
+    let (universe, comm) = init();
+    if comm.rank() == 2 {
+        thread::sleep(SHORT * 4);
+        std::mem::forget(universe);
+        process::exit(3);
+    }
+    let error = Mpi::new(&comm, SHORT).unwrap_err().to_string();
+    assert!(error.contains("not all 3 ranks of the communicator made their transport within 700 ms"), "{error}");
+    println!("{FINE}");
+    std::mem::forget(universe);
+    process::exit(3);
+}

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Starting this program under `mpirun`, and what is expected of it.
+//!
+//! The library that was linked says which MPI it is, and that decides on the launcher: `MPIRUN`, or `mpirun.openmpi` or
+//! `mpirun.mpich` where Debian has both, or `mpirun`.
+
+use std::{
+    env,
+    ffi::{c_char, c_int},
+    io::Read,
+    path::Path,
+    process::{Child, Command, ExitCode, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use mpi::ffi;
+
+/// No trial takes that long: the longest deadline in one is a few seconds.
+const LIMIT: Duration = Duration::from_secs(90);
+
+/// Tells a process which trial it is in.
+const ROLE: &str = "CPATTN_MPI_TRIAL";
+
+/// What a rank prints when it has found what it expects; a failing rank may not be able to end MPI well.
+pub const FINE: &str = "as expected";
+
+/// How a job ends.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Ends {
+    /// Every process exits with 0.
+    Well,
+    /// All processes but one, with MPI told to let the others live, find what they expect.
+    Survivors,
+    /// MPI ends the job, well before the limit.
+    Killed,
+}
+
+pub struct Trial {
+    pub name: &'static str,
+    pub world: usize,
+    pub rank: fn(),
+    pub ends: Ends,
+}
+
+/// The trial that this process plays a rank of.
+pub fn role() -> Option<usize> {
+    env::var(ROLE).ok().map(|at| at.parse().expect("a trial's number"))
+}
+
+fn is_open_mpi() -> bool {
+    let mut room = [0 as c_char; 1 << 14];
+    let mut len: c_int = 0;
+    // SAFETY: may be called before MPI is initialised; MPI's longest version text is half as long as the room.
+    unsafe { ffi::MPI_Get_library_version(room.as_mut_ptr(), &raw mut len) };
+    let text: Vec<u8> = room[..len as usize].iter().map(|&c| c as u8).collect();
+    String::from_utf8_lossy(&text).contains("Open MPI")
+}
+
+/// `mpirun` for that many processes; `recover`: others live on when one dies.
+fn mpirun(world: usize, recover: bool) -> Command {
+    let open = is_open_mpi();
+    let own = if open { "mpirun.openmpi" } else { "mpirun.mpich" };
+    let program = env::var("MPIRUN").unwrap_or_else(|_| {
+        let installed = env::var_os("PATH").is_some_and(|all| env::split_paths(&all).any(|p| p.join(own).exists()));
+        if installed { own.into() } else { "mpirun".into() }
+    });
+    let mut command = Command::new(program);
+    if open {
+        command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]);
+        if recover {
+            command.arg("--enable-recovery");
+        }
+    } else if recover {
+        command.arg("-disable-auto-cleanup");
+    }
+    command.args(["-n", &world.to_string()]);
+    command
+}
+
+/// What a pipe says, read on a thread.
+fn reader(mut pipe: impl Read + Send + 'static) -> thread::JoinHandle<String> {
+    thread::spawn(move || {
+        let mut text = Vec::new();
+        let _ = pipe.read_to_end(&mut text);
+        String::from_utf8_lossy(&text).into_owned()
+    })
+}
+
+/// Waits, but not for ever; the exit code unless it was killed, by us or otherwise.
+fn wait(child: &mut Child, limit: Duration) -> Option<i32> {
+    let began = Instant::now();
+    loop {
+        match child.try_wait().expect("a child of ours") {
+            Some(status) => return status.code(),
+            None if began.elapsed() > limit => {
+                // mpirun hands SIGTERM on to its processes; std can only send SIGKILL.
+                let _ = Command::new("kill").arg(child.id().to_string()).status();
+                thread::sleep(Duration::from_secs(2));
+                let _ = child.kill();
+                let _ = child.wait();
+                return None;
+            }
+            None => thread::sleep(Duration::from_millis(20)),
+        }
+    }
+}
+
+fn play(at: usize, trial: &Trial, program: &Path) -> Result<Duration, String> {
+    let began = Instant::now();
+    let mut child = mpirun(trial.world, trial.ends == Ends::Survivors)
+        .arg(program)
+        .env(ROLE, at.to_string())
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(|e| format!("mpirun does not start: {e}"))?;
+    let texts = [reader(child.stdout.take().expect("piped")), reader(child.stderr.take().expect("piped"))];
+    let code = wait(&mut child, LIMIT);
+    let took = began.elapsed();
+    let [out, err] = texts.map(|text| text.join().expect("a reader"));
+    let fine = out.matches(FINE).count();
+    let right = match trial.ends {
+        Ends::Well => code == Some(0) && fine == trial.world,
+        Ends::Survivors => took < LIMIT && fine == trial.world - 1,
+        Ends::Killed => took < LIMIT && code != Some(0),
+    };
+    if right {
+        return Ok(took);
+    }
+    Err(format!("exit code {code:?}, {fine} of {} fine, after {took:?}\n{out}{err}", trial.world))
+}
+
+/// Plays all trials that were asked for.
+pub fn all(trials: &[Trial]) -> ExitCode {
+    let wanted: Vec<String> = env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
+    let program = env::current_exe().expect("this program");
+    let mut failed = 0;
+    for (at, trial) in trials.iter().enumerate() {
+        if !wanted.is_empty() && !wanted.iter().any(|w| trial.name.contains(w.as_str())) {
+            continue;
+        }
+        match play(at, trial, &program) {
+            Ok(took) => println!("test {} on {} processes ... ok ({took:.1?})", trial.name, trial.world),
+            Err(text) => {
+                failed += 1;
+                println!("test {} on {} processes ... FAILED\n{text}", trial.name, trial.world);
+            }
+        }
+    }
+    if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Transport `mpi`, over real processes.
+//!
+//! Started plainly (`cargo test --features mpi --test mpi`), the program starts itself under `mpirun`, once for each
+//! trial, with a limit on the time; started there, it plays one rank. What a rank finds wrong it panics about, and its
+//! exit code ends the trial. A name as an argument picks the trials whose names contain it.
+//!
+//! - `launch`: how the processes are started and judged; `exchange`: what must work; `failure`: what must fail, and how;
+//!   `refusals`: what is refused from the start.
+
+mod exchange;
+mod failure;
+mod launch;
+mod refusals;
+
+use std::process::ExitCode;
+
+use launch::{Ends, Trial};
+
+/// Every trial: its name, how many processes, what one of them does, how the job ends.
+const TRIALS: &[Trial] = &[
+    Trial { name: "random_exchanges", world: 2, rank: exchange::random, ends: Ends::Well },
+    Trial { name: "random_exchanges", world: 5, rank: exchange::random, ends: Ends::Well },
+    Trial { name: "batches_need_not_pair_up", world: 2, rank: exchange::uneven, ends: Ends::Well },
+    Trial { name: "agreements", world: 4, rank: exchange::agreements, ends: Ends::Well },
+    Trial { name: "agree_and_exchange_overlap", world: 3, rank: exchange::overlap, ends: Ends::Well },
+    Trial { name: "plans_as_in_one_process", world: 4, rank: exchange::plans, ends: Ends::Well },
+    Trial { name: "ranks_of_a_part_of_the_job", world: 4, rank: exchange::part_of_the_job, ends: Ends::Well },
+    Trial { name: "sizes_that_differ", world: 3, rank: failure::sizes, ends: Ends::Well },
+    Trial { name: "a_silent_rank_is_blamed", world: 4, rank: failure::silent, ends: Ends::Well },
+    Trial { name: "a_circle_of_waiting_ranks", world: 3, rank: failure::circle, ends: Ends::Well },
+    Trial { name: "abort_and_a_new_group", world: 3, rank: failure::abort, ends: Ends::Well },
+    Trial { name: "a_panic_ends_the_group", world: 3, rank: failure::panics, ends: Ends::Well },
+    Trial { name: "a_failed_group_lets_go_of_memory", world: 2, rank: failure::lets_go, ends: Ends::Well },
+    Trial { name: "a_killed_process", world: 3, rank: failure::killed, ends: Ends::Survivors },
+    Trial { name: "a_killed_process_ends_the_job", world: 3, rank: failure::killed, ends: Ends::Killed },
+    Trial { name: "a_rank_that_never_starts", world: 3, rank: failure::never_starts, ends: Ends::Survivors },
+    Trial { name: "refused_arguments", world: 2, rank: refusals::arguments, ends: Ends::Well },
+    Trial { name: "refused_thread_level", world: 1, rank: refusals::thread_level, ends: Ends::Well },
+    Trial { name: "refused_before_and_after", world: 1, rank: refusals::before_and_after, ends: Ends::Well },
+    #[cfg(feature = "capi")]
+    Trial { name: "c_interface", world: 2, rank: refusals::c_interface, ends: Ends::Well },
+    Trial { name: "refused_plans", world: 2, rank: refusals::plans, ends: Ends::Well },
+];
+
+fn main() -> ExitCode {
+    match launch::role() {
+        Some(at) => (TRIALS[at].rank)(),
+        None => return launch::all(TRIALS),
+    }
+    ExitCode::SUCCESS
+}

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What is refused from the start: each with what was found, what is needed, and the way out.
+
+use std::time::Duration;
+
+use cpattn::{
+    Batch, Dtype, Layout, Mesh, Plan, Problem, Rank,
+    schedule::Direction,
+    transport::{Message, Transport, mpi::Mpi},
+};
+use mpi::{environment::Universe, ffi, raw::AsRaw, topology::SimpleCommunicator, traits::*};
+
+use crate::{
+    exchange::{LONG, init, label},
+    launch::FINE,
+};
+
+pub fn arguments() {
+    let (_universe, comm) = init();
+    let refused = |result: cpattn::Result<Mpi>| result.unwrap_err().to_string();
+    let text = refused(Mpi::new(&comm, Duration::ZERO));
+    assert!(text.contains("deadline is 0 ms, expected at least 1 ms"), "{text}");
+    // SAFETY: null is allowed.
+    let text = refused(unsafe { Mpi::from_raw(ffi::RSMPI_COMM_NULL, LONG) });
+    assert!(text.contains("comm is MPI_COMM_NULL, expected a communicator"), "{text}");
+
+    // Each process as a group of its own, joined.
+    let mut inter = unsafe { ffi::RSMPI_COMM_NULL };
+    let alone = comm.split_by_color(mpi::topology::Color::with_value(comm.rank())).unwrap();
+    // SAFETY: live communicators of two processes; each leads its own group.
+    let status =
+        unsafe { ffi::MPI_Intercomm_create(alone.as_raw(), 0, comm.as_raw(), 1 - comm.rank(), 5, &raw mut inter) };
+    assert_eq!(status, 0);
+    // SAFETY: a live communicator.
+    let text = refused(unsafe { Mpi::from_raw(inter, LONG) });
+    assert!(text.contains("comm is an intercommunicator") && text.contains("MPI_Intercomm_merge"), "{text}");
+    // SAFETY: a live communicator that nobody uses any more.
+    unsafe { ffi::MPI_Comm_free(&raw mut inter) };
+
+    let rank = Mpi::new(&comm, LONG).unwrap();
+    let mut got = [0_u8; 2];
+    let me = rank.rank();
+    for (peer, bytes, ptr, expected) in [
+        (2, 1, got.as_mut_ptr(), "sends[0].peer is 2, expected a rank below 2"),
+        (me, 1, got.as_mut_ptr(), "expected another rank"),
+        (1 - me, 0, got.as_mut_ptr(), "sends[0].bytes is 0, expected at least 1"),
+        (1 - me, 1, std::ptr::null_mut(), "sends[0].ptr is null"),
+    ] {
+        // SAFETY: refused before anything is touched.
+        let text = unsafe { rank.exchange(label("bad", 0), &[Message { peer, ptr, bytes }], &[]) };
+        let text = text.unwrap_err().to_string();
+        assert!(text.contains(expected), "{text}");
+    }
+    // One call at a time: rank 0 is in an agreement that rank 1 delays.
+    std::thread::scope(|scope| {
+        if me == 0 {
+            let waiting = scope.spawn(|| rank.agree(0..2, 1));
+            std::thread::sleep(Duration::from_millis(300));
+            let text = rank.agree(0..2, 1).unwrap_err().to_string();
+            assert!(
+                text.contains("called on rank 0 while it is in agree, step 0, expected one call at a time"),
+                "{text}"
+            );
+            waiting.join().unwrap().unwrap();
+        } else {
+            std::thread::sleep(Duration::from_millis(900));
+            rank.agree(0..2, 1).unwrap();
+        }
+    });
+    println!("{FINE}");
+}
+
+pub fn thread_level() {
+    let _universe: (Universe, _) = mpi::initialize_with_threading(mpi::Threading::Funneled).unwrap();
+    let text = Mpi::new(&SimpleCommunicator::world(), LONG).unwrap_err().to_string();
+    let provided = "MPI's thread level is MPI_THREAD_FUNNELED, expected MPI_THREAD_MULTIPLE";
+    assert!(text.contains(provided) && text.contains("MPI_Init_thread"), "{text}");
+    println!("{FINE}");
+}
+
+pub fn before_and_after() {
+    // SAFETY: refused before the handle is used.
+    let before = unsafe { Mpi::from_raw(ffi::RSMPI_COMM_WORLD, LONG) }.unwrap_err().to_string();
+    assert!(before.contains("MPI is not initialised, expected initialised and not finalised"), "{before}");
+    let (universe, comm) = init();
+    let rank = Mpi::new(&comm, LONG).unwrap();
+    drop(universe);
+    for after in [Mpi::new(&comm, LONG).map(drop), rank.poll(), rank.agree(0..1, 1)] {
+        let after = after.unwrap_err().to_string();
+        assert!(after.contains("MPI is finalised") && after.contains("before MPI_Finalize"), "{after}");
+    }
+    rank.abort(cpattn::Cause::Aborted);
+    drop(rank);
+    println!("{FINE}");
+}
+
+/// The same through the C interface: results are statuses and a text.
+#[cfg(feature = "capi")]
+pub fn c_interface() {
+    use cpattn::ffi::{
+        cpattn_last_error, cpattn_mpi_group, cpattn_rank_create, cpattn_rank_destroy, cpattn_rank_poll,
+        cpattn_transport_destroy,
+    };
+    use std::{ffi::CStr, ptr};
+    let (_universe, comm) = init();
+    let (comm, mut end, mut rank) = (comm.as_raw(), ptr::null_mut(), ptr::null_mut());
+    let address = (&raw const comm).cast();
+    // SAFETY: valid until the next failure of this thread.
+    let text = || unsafe { CStr::from_ptr(cpattn_last_error()) }.to_string_lossy().into_owned();
+    // SAFETY: a live communicator, results on the stack, handles that live until they are destroyed.
+    unsafe {
+        assert_eq!(cpattn_mpi_group(ptr::null(), 1000, &raw mut end), 1);
+        assert!(text().contains("comm is NULL, expected the address of an MPI_Comm"), "{}", text());
+        assert_eq!(cpattn_mpi_group(address, 0, &raw mut end), 1);
+        assert!(text().contains("deadline_ms is 0, expected at least 1"), "{}", text());
+        assert_eq!(cpattn_mpi_group(address, 1000, ptr::null_mut()), 1);
+        assert_eq!(cpattn_mpi_group(address, 60_000, &raw mut end), 0, "{}", text());
+        assert_eq!(cpattn_rank_create(end, ptr::null(), &raw mut rank), 0, "{}", text());
+        assert_eq!(cpattn_rank_poll(rank), 0);
+        assert_eq!(cpattn_rank_destroy(rank), 0);
+        assert_eq!(cpattn_mpi_group(address, 60_000, &raw mut end), 0, "{}", text());
+        assert_eq!(cpattn_transport_destroy(end), 0);
+    }
+    println!("{FINE}");
+}
+
+/// A communicator of the wrong size for a plan.
+pub fn plans() {
+    let (_universe, comm) = init();
+    let problem = Problem::new(Batch::from_lengths(&[64]).unwrap(), 4, 4, 16, Dtype::F32);
+    let plan = Plan::new(&problem, Mesh::ring(4).unwrap(), Layout::Contiguous).unwrap();
+    let mut rank = Rank::new(Mpi::new(&comm, LONG).unwrap());
+    let text = rank.prepare(&plan, Direction::Forward).unwrap_err().to_string();
+    assert!(text.contains('4') && text.contains('2'), "{text}");
+    println!("{FINE}");
+}
