@@ -16,8 +16,8 @@
 //!   last piece that moved. The peer that is blamed is the nearest one, along the chain of those who wait for each other,
 //!   that does not answer. A rank that left without a word is one that does not answer.
 //! - By its defaults MPI ends the whole job when a process dies: `mpirun` kills the others, and there is no error to
-//!   return. Where it lets them live (Open MPI: `mpirun --enable-recovery`; MPICH: `mpiexec -disable-auto-cleanup`), each
-//!   gets its error at the deadline. After a failure, do not call `MPI_Finalize`: it may wait for the dead. Leave with
+//!   return. Where it lets them live (Open MPI: `mpirun --enable-recovery`; MPICH: `mpiexec -disable-auto-cleanup`, which
+//!   sends them SIGUSR1: ignore it), each gets its error at the deadline. After a failure, do not call `MPI_Finalize`: it may wait for the dead. Leave with
 //!   `MPI_Abort`, or end the process.
 //! - After a failure what MPI still holds is never freed: some pieces, and the two duplicates. An abort by a caller leaves
 //!   all processes alive; they can make new transports.
@@ -476,7 +476,7 @@ impl Transport for Mpi {
             // Ranks of one mesh have equal groups or none in common: what follows would not match either.
             self.fail(Failure { peer, cause: Cause::Failed, expecting: peer });
         }
-        Err(Error::Disagreement { rank, peer, ours: fingerprint, theirs: theirs[0] })
+        Err(Error::disagreement(rank, peer, fingerprint, theirs[0]))
     }
 
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {

@@ -70,7 +70,7 @@ pub fn random() {
         rank.set_piece(piece);
         let (me, world) = (rank.rank(), rank.world());
         let mut draw = Draw(fastrand::Rng::with_seed(7));
-        for round in 0..60 {
+        for round in 0..20 {
             // By sender and receiver: the sizes of up to four messages.
             let all: Vec<Vec<Vec<usize>>> = (0..world)
                 .map(|_| (0..world).map(|_| (0..draw.0.usize(..5)).map(|_| draw.size()).collect()).collect())
@@ -128,7 +128,7 @@ pub fn agreements() {
     let number = if me == 2 { 9 } else { 5 };
     let error = rank.agree(0..4, number).unwrap_err();
     let (peer, theirs) = if me == 2 { (0, 5) } else { (2, 9) };
-    assert_eq!(error, Error::Disagreement { rank: me, peer, ours: number, theirs });
+    assert_eq!(error, Error::disagreement(me, peer, number, theirs));
     // It ends nothing.
     rank.agree(0..4, 1).unwrap();
     let error = rank.agree(0..5, 1).unwrap_err().to_string();

@@ -81,6 +81,7 @@ impl Notice {
                     Cause::Left => (3, 0, 0),
                     Cause::Aborted => (4, 0, 0),
                     Cause::Size { ours, theirs } => (5, ours, theirs),
+                    Cause::Disagreed => (7, 0, 0),
                     // What another process's own code returned means nothing here.
                     _ => (6, 0, 0),
                 };
@@ -100,6 +101,7 @@ impl Notice {
             4 => over(Cause::Aborted),
             5 => over(Cause::Size { ours: a, theirs: b }),
             6 => over(Cause::Failed),
+            7 => over(Cause::Disagreed),
             16 => Some(Self::Ask { from: a as usize, question: b }),
             17 => Some(Self::Waits { question: a, on: b as usize }),
             _ => None,
@@ -210,6 +212,7 @@ mod tests {
             Cause::Aborted,
             Cause::Size { ours: 1, theirs: 2 },
             Cause::Failed,
+            Cause::Disagreed,
         ];
         for cause in causes {
             let over = Notice::Over(Failure { peer: 3, cause, expecting: 4 });
