@@ -56,14 +56,14 @@ fn main() -> ExitCode {
 enum Ranks {
     Threads,
     #[cfg(feature = "mpi")]
-    Processes(processes::Processes),
+    Processes(Box<processes::Processes>),
 }
 
 #[cfg(feature = "mpi")]
 fn over_mpi(mut args: Arguments) -> Result<bool, String> {
     let processes = processes::Processes::new(Duration::from_secs_f64(args.deadline))?;
     args.started_as(processes.world())?;
-    let mut ranks = Ranks::Processes(processes);
+    let mut ranks = Ranks::Processes(Box::new(processes));
     let outcome = job(&args, &mut ranks);
     match (outcome, ranks) {
         // A process that is alone with its error must not leave the others waiting for MPI's end.

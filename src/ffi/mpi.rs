@@ -29,7 +29,7 @@ pub unsafe extern "C" fn cpattn_mpi_group(
             use crate::transport::mpi::Mpi;
             // SAFETY: the header's promise that this is the address of a communicator, of the MPI of this build.
             let end = unsafe { Mpi::from_raw(comm.cast::<::mpi::ffi::MPI_Comm>().read(), deadline) }?;
-            out.write(handle::create(Any::Mpi(end)));
+            out.write(handle::create(Any::Mpi(Box::new(end))));
             Ok(())
         }
         #[cfg(not(feature = "mpi"))]

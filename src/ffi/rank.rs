@@ -210,7 +210,7 @@ unsafe fn seated(transport: *mut cpattn_transport, at: Device, workers: usize) -
         Any::Local(t) => Rank::with_workers(t, workers).into(),
         Any::Table(t) => Rank::with_workers(t, workers).into(),
         #[cfg(feature = "mpi")]
-        Any::Mpi(t) => Rank::with_workers(t, workers).into(),
+        Any::Mpi(t) => Rank::with_workers(*t, workers).into(),
         #[cfg(feature = "cuda")]
         Any::Peer(_) => unreachable!("its place is a device, and was compared"),
     })

@@ -32,7 +32,7 @@ pub enum Any {
     Local(local::Local),
     Table(Table),
     #[cfg(feature = "mpi")]
-    Mpi(crate::transport::mpi::Mpi),
+    Mpi(Box<crate::transport::mpi::Mpi>),
     #[cfg(feature = "cuda")]
     Peer(peer::Peer),
 }

@@ -16,8 +16,8 @@
 //!   last piece that moved. The peer that is blamed is the nearest one, along the chain of those who wait for each other,
 //!   that does not answer. A rank that left without a word is one that does not answer.
 //! - By its defaults MPI ends the whole job when a process dies: `mpirun` kills the others, and there is no error to
-//!   return. Where it lets them live (Open MPI: `mpirun --enable-recovery`; MPICH: `mpiexec -disable-auto-cleanup`, which
-//!   sends them SIGUSR1: ignore it), each gets its error at the deadline. After a failure, do not call `MPI_Finalize`: it may wait for the dead. Leave with
+//!   return. Where it lets them live (Open MPI: `mpirun --enable-recovery`; MPICH: `mpiexec -disable-auto-cleanup`, and
+//!   a shell round each process that ignores SIGUSR1), each gets its error at the deadline. After a failure, do not call `MPI_Finalize`: it may wait for the dead. Leave with
 //!   `MPI_Abort`, or end the process.
 //! - After a failure what MPI still holds is never freed: some pieces, and the two duplicates. An abort by a caller leaves
 //!   all processes alive; they can make new transports.
@@ -412,10 +412,11 @@ impl Mpi {
         calls.votes.requests.iter_mut().for_each(|(_, receive)| receive.cancel());
         let began = Instant::now();
         while began.elapsed() < SETTLE {
+            // All of them are looked at, every time.
             let votes = calls.votes.requests.iter_mut().flat_map(|(a, b)| [a, b]);
-            let mut free = votes.fold(true, |free, r| matches!(r.test("MPI_Test"), Ok(true)) && free);
-            free = calls.sends.iter_mut().chain(&mut calls.recvs).fold(free, |free, pipe| pipe.is_free() && free);
-            if free {
+            let held = votes.filter_map(|r| (!matches!(r.test("MPI_Test"), Ok(true))).then_some(())).count()
+                + calls.sends.iter_mut().chain(&mut calls.recvs).filter_map(|p| (!p.is_free()).then_some(())).count();
+            if held == 0 {
                 return;
             }
             std::thread::yield_now();

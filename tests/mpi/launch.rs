@@ -45,14 +45,6 @@ pub struct Trial {
 
 /// The trial that this process plays a rank of.
 pub fn role() -> Option<usize> {
-    unsafe extern "C" {
-        fn signal(number: c_int, handler: usize) -> usize;
-    }
-    const SIGUSR1: c_int = 10;
-    const SIG_IGN: usize = 1;
-    // MPICH's mpiexec tells survivors by this signal that a process died, and by default it ends them too.
-    // SAFETY: the C library's own function; ignoring a signal runs no code.
-    unsafe { signal(SIGUSR1, SIG_IGN) };
     env::var(ROLE).ok().map(|at| at.parse().expect("a trial's number"))
 }
 
@@ -65,15 +57,15 @@ fn is_open_mpi() -> bool {
     String::from_utf8_lossy(&text).contains("Open MPI")
 }
 
-/// `mpirun` for that many processes; `recover`: others live on when one dies.
-fn mpirun(world: usize, recover: bool) -> Command {
+/// `mpirun` with that many processes of `program`; `recover`: others live on when one dies.
+fn mpirun(world: usize, recover: bool, program: &Path) -> Command {
     let open = is_open_mpi();
     let own = if open { "mpirun.openmpi" } else { "mpirun.mpich" };
-    let program = env::var("MPIRUN").unwrap_or_else(|_| {
+    let launcher = env::var("MPIRUN").unwrap_or_else(|_| {
         let installed = env::var_os("PATH").is_some_and(|all| env::split_paths(&all).any(|p| p.join(own).exists()));
         if installed { own.into() } else { "mpirun".into() }
     });
-    let mut command = Command::new(program);
+    let mut command = Command::new(launcher);
     if open {
         command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]);
         if recover {
@@ -83,6 +75,11 @@ fn mpirun(world: usize, recover: bool) -> Command {
         command.arg("-disable-auto-cleanup");
     }
     command.args(["-n", &world.to_string()]);
+    if recover && !open {
+        // MPICH's mpiexec ends the survivors of a process that it sees die, and tells those of others by SIGUSR1.
+        command.args(["sh", "-c", r#"trap "" USR1; "$0"; exit 0"#]);
+    }
+    command.arg(program);
     command
 }
 
@@ -116,8 +113,7 @@ fn wait(child: &mut Child, limit: Duration) -> Option<i32> {
 
 fn play(at: usize, trial: &Trial, program: &Path) -> Result<Duration, String> {
     let began = Instant::now();
-    let mut child = mpirun(trial.world, trial.ends == Ends::Survivors)
-        .arg(program)
+    let mut child = mpirun(trial.world, trial.ends == Ends::Survivors, program)
         .env(ROLE, at.to_string())
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
