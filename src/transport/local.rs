@@ -160,7 +160,7 @@ impl Local {
         lock(&self.shared.board).places[self.rank].deadline = deadline;
     }
 
-    /// See [`check_messages`](super::check_messages).
+    /// Refuses a list that breaks the contract, before anything of it is posted.
     pub(super) fn check(&self, argument: &str, list: &[Message]) -> Result<()> {
         super::lists::check(self.rank, self.shared.world, argument, list)
     }
