@@ -25,6 +25,7 @@ pub fn arguments() {
     assert!(text.contains("comm is MPI_COMM_NULL, expected a communicator"), "{text}");
 
     // Each process as a group of its own, joined.
+    // SAFETY: a constant of the library.
     let mut inter = unsafe { ffi::RSMPI_COMM_NULL };
     let alone = comm.split_by_color(mpi::topology::Color::with_value(comm.rank())).unwrap();
     // SAFETY: live communicators of two processes; each leads its own group.
