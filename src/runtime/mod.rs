@@ -121,6 +121,17 @@ impl Rank {
         }
     }
 
+    /// As [`Rank::with_workers`], on threads of the caller's.
+    pub fn with_executor(
+        transport: impl Transport + 'static,
+        workers: usize,
+        executor: Arc<dyn cpu::Executor>,
+    ) -> Self {
+        let mut rank = Self::with_workers(transport, workers);
+        rank.scratch = rank.scratch.with_executor(executor);
+        rank
+    }
+
     /// This rank's number.
     pub fn rank(&self) -> usize {
         self.transport.rank()

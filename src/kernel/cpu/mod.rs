@@ -30,6 +30,7 @@ mod check;
 mod convert;
 mod delta;
 mod engine;
+mod executor;
 mod forward;
 mod gemm;
 #[cfg(target_arch = "x86_64")]
@@ -55,6 +56,7 @@ mod workers;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+pub use executor::Executor;
 pub use isa::Isa;
 pub use scratch::{Dims, Scratch};
 pub use units::{WorkUnit, backward_units, forward_units};
@@ -63,8 +65,8 @@ use crate::call::{Attend, AttendBackward, Delta, Finish, Gradients, Transform};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use core::marker::PhantomData;
-use scratch::Line;
 use simd::Real;
+use workers::Crew;
 
 /// Runs `$f::<A>($($arg),*)` with the type that sums of `$dtype` are kept in.
 macro_rules! by_sums {
@@ -88,18 +90,18 @@ macro_rules! by_sums {
 pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
     let dims = check::attend(call)?;
     let isa = scratch.isa()?;
-    let lines = memory(scratch, &dims)?;
+    let crew = memory(scratch, &dims)?;
     // SAFETY: checked above; the rest is the caller's promise.
-    unsafe { by_sums!(call.q.dtype, forward(call, isa, lines, &dims)) };
+    unsafe { by_sums!(call.q.dtype, forward(call, isa, crew)) };
     Ok(())
 }
 
 /// # Safety
 /// As [`attend`], checked, with sums of `A`.
-unsafe fn forward<A: Real>(call: &Attend, isa: Isa, lines: &mut [Line], dims: &Dims) {
+unsafe fn forward<A: Real>(call: &Attend, isa: Isa, crew: Crew<'_>) {
     let job = forward::Forward::<A> { call, sums: PhantomData };
     // SAFETY: the caller's promise is passed on.
-    unsafe { workers::run(&job, isa, call.q.dtype, lines, Scratch::worker_lines(dims)) };
+    unsafe { workers::run(&job, isa, call.q.dtype, crew) };
 }
 
 /// Backward attention: see [`AttendBackward`].
@@ -114,20 +116,19 @@ unsafe fn forward<A: Real>(call: &Attend, isa: Isa, lines: &mut [Line], dims: &D
 pub unsafe fn attend_backward(call: &AttendBackward, scratch: &mut Scratch) -> Result<()> {
     let dims = check::backward(call)?;
     let isa = scratch.isa()?;
-    let lines = memory(scratch, &dims)?;
+    let crew = memory(scratch, &dims)?;
     // SAFETY: checked above; the rest is the caller's promise.
-    unsafe { by_sums!(call.q.dtype, gradients(call, isa, lines, &dims)) };
+    unsafe { by_sums!(call.q.dtype, gradients(call, isa, crew)) };
     Ok(())
 }
 
 /// # Safety
 /// As [`attend_backward`], checked, with sums of `A`.
-unsafe fn gradients<A: Real>(call: &AttendBackward, isa: Isa, lines: &mut [Line], dims: &Dims) {
-    let each = Scratch::worker_lines(dims);
+unsafe fn gradients<A: Real>(call: &AttendBackward, isa: Isa, mut crew: Crew<'_>) {
     let together = call.gradients == Gradients::All && !call.aligned;
     if call.gradients != Gradients::Keys && !together {
         // SAFETY: the caller's promise is passed on, here and below.
-        unsafe { workers::run(&queries::Queries::<A> { call, sums: PhantomData }, isa, call.q.dtype, lines, each) };
+        unsafe { workers::run(&queries::Queries::<A> { call, sums: PhantomData }, isa, call.q.dtype, crew.again()) };
     }
     if together {
         for q in call.ranges.q.iter().filter(|q| !q.mode.continues()) {
@@ -146,13 +147,13 @@ unsafe fn gradients<A: Real>(call: &AttendBackward, isa: Isa, lines: &mut [Line]
     #[cfg(target_arch = "x86_64")]
     if call.gradients != Gradients::Queries && !call.aligned && isa.is_rounding(call.q.dtype) {
         // SAFETY: as above.
-        unsafe { workers::run_tiled(&tiled::Tiled { call, queries: together }, call.q.dtype, lines, each) };
+        unsafe { workers::run_tiled(&tiled::Tiled { call, queries: together }, call.q.dtype, crew.again()) };
         return;
     }
     if call.gradients != Gradients::Queries {
         let job = keys::Keys::<A> { call, queries: together, sums: PhantomData };
         // SAFETY: as above.
-        unsafe { workers::run(&job, isa, call.q.dtype, lines, each) };
+        unsafe { workers::run(&job, isa, call.q.dtype, crew.again()) };
     }
 }
 
@@ -204,11 +205,11 @@ pub unsafe fn finish(call: &Finish) -> Result<()> {
 
 use transform::finish as empty_rows;
 
-/// The scratch's memory, if it was reserved for these dims.
-fn memory<'a>(scratch: &'a mut Scratch, dims: &Dims) -> Result<&'a mut [Line]> {
+/// The workers with the scratch's memory, if it was reserved for these dims.
+fn memory<'a>(scratch: &'a mut Scratch, dims: &Dims) -> Result<Crew<'a>> {
     let (workers, held) = (scratch.workers(), scratch.held());
-    match scratch.lines(dims) {
-        Some(lines) => Ok(lines),
+    match Crew::new(scratch, dims) {
+        Some(crew) => Ok(crew),
         None => Err(Error::invalid(
             "scratch",
             alloc::format!("{held} bytes"),
@@ -321,7 +322,7 @@ mod tests {
         let dims = check::attend(&forward).unwrap();
         let mut scratch = Scratch::new(1);
         scratch.reserve(&dims);
-        let lines = scratch.lines(&dims).unwrap();
+        let lines = Crew::new(&mut scratch, &dims).unwrap().lines;
         // SAFETY: the tensors are the vectors above; the caller has the instruction set.
         unsafe {
             // The backward first, while lse is the reference's.

@@ -5,11 +5,12 @@
 //! largest head dims it will see, and lends it to each call, which cuts it into one part per worker and each part into
 //! tiles. Nothing in it survives a call.
 
+use super::executor::Executor;
 use super::isa::Isa;
 use super::simd::{Real, Vector};
 use crate::element::Dtype;
 use crate::error::Result;
-use alloc::vec::Vec;
+use alloc::{sync::Arc, vec::Vec};
 use bytemuck::{Pod, Zeroable};
 
 /// Keys of a tile. Tiles of aligned calls begin at positions that are multiples of it.
@@ -50,16 +51,17 @@ pub struct Scratch {
     workers: usize,
     /// What the calls run on, or why they are refused.
     isa: Result<Isa>,
+    executor: Option<Arc<dyn Executor>>,
 }
 
 impl Scratch {
-    /// Memory for `workers` (at least one) parallel workers. More than one are used with the feature `rayon` only;
-    /// results do not depend on their number.
+    /// Memory for `workers` (at least one) parallel workers. More than one are used with the feature `rayon` or an
+    /// [`Executor`] only; results do not depend on their number.
     ///
     /// Calls run on [`Isa::chosen`]. What that refuses (an instruction set that the environment asks for and the machine
     /// lacks), every call refuses.
     pub fn new(workers: usize) -> Self {
-        Self { lines: Vec::new(), workers: workers.max(1), isa: Isa::chosen() }
+        Self { lines: Vec::new(), workers: workers.max(1), isa: Isa::chosen(), executor: None }
     }
 
     /// As [`Scratch::new`], for an instruction set of the caller's choice.
@@ -67,7 +69,14 @@ impl Scratch {
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) when the machine lacks it.
     pub fn with_isa(workers: usize, isa: Isa) -> Result<Self> {
-        Ok(Self { lines: Vec::new(), workers: workers.max(1), isa: Ok(isa.required()?) })
+        Ok(Self { lines: Vec::new(), workers: workers.max(1), isa: Ok(isa.required()?), executor: None })
+    }
+
+    /// Runs the workers on threads of the caller's.
+    #[must_use]
+    pub fn with_executor(mut self, executor: Arc<dyn Executor>) -> Self {
+        self.executor = Some(executor);
+        self
     }
 
     /// The instruction set that calls run on.
@@ -123,10 +132,10 @@ impl Scratch {
         size_of_val(&*self.lines)
     }
 
-    /// The whole memory, as long as it is large enough.
-    pub(super) fn lines(&mut self, dims: &Dims) -> Option<&mut [Line]> {
+    /// The workers' memory, if it is large enough, and whose threads they run on.
+    pub(super) fn parts(&mut self, dims: &Dims) -> Option<(&mut [Line], Option<&dyn Executor>)> {
         let need = self.workers * Self::worker_lines(dims);
-        self.lines.get_mut(..need)
+        Some((self.lines.get_mut(..need)?, self.executor.as_deref()))
     }
 }
 

@@ -6,10 +6,11 @@
 //! workers may take units as they come: a counter hands them out.
 
 use super::engine::{Dense, Engine};
+use super::executor::{self, Executor};
 #[cfg(target_arch = "x86_64")]
 use super::halves::{Bf16, F16, Half};
 use super::isa::Isa;
-use super::scratch::Line;
+use super::scratch::{Dims, Line, Scratch};
 use super::simd::Real;
 #[cfg(target_arch = "x86_64")]
 use super::{tiled::Tiled, turns::Turns};
@@ -28,13 +29,42 @@ pub(super) trait Job: Sync {
     unsafe fn work<E: Engine<Sum = Self::Acc>>(&self, lines: &mut [Line], next: &AtomicUsize);
 }
 
-/// Runs the job, whose elements are `dtype`, on `isa`, one worker for each `each` lines of memory.
+/// The workers of one call: one for each `each` lines of memory, on the caller's threads or ours.
+pub(super) struct Crew<'a> {
+    pub lines: &'a mut [Line],
+    pub each: usize,
+    pub executor: Option<&'a dyn Executor>,
+}
+
+impl<'a> Crew<'a> {
+    /// Those of `scratch`, if it was reserved for these dims.
+    pub(super) fn new(scratch: &'a mut Scratch, dims: &Dims) -> Option<Self> {
+        let (lines, executor) = scratch.parts(dims)?;
+        Some(Self { lines, each: Scratch::worker_lines(dims), executor })
+    }
+
+    /// The same workers, for one job of several.
+    pub(super) fn again(&mut self) -> Crew<'_> {
+        Crew { lines: self.lines, each: self.each, executor: self.executor }
+    }
+
+    fn run(self, worker: &(impl Fn(&mut [Line]) + Sync)) {
+        match self.executor {
+            Some(executor) if self.lines.len() > self.each => {
+                executor::execute(executor, self.lines, self.each, worker)
+            }
+            _ => split(self.lines, self.each, worker),
+        }
+    }
+}
+
+/// Runs the job, whose elements are `dtype`, on `isa`.
 ///
 /// # Safety
 /// `isa` is present; the tensors of the call are valid, and shared with nobody who writes (or, for the results, reads).
-pub(super) unsafe fn run<J: Job>(job: &J, isa: Isa, dtype: Dtype, lines: &mut [Line], each: usize) {
+pub(super) unsafe fn run<J: Job>(job: &J, isa: Isa, dtype: Dtype, crew: Crew<'_>) {
     let next = AtomicUsize::new(0);
-    split(lines, each, &|lines: &mut [Line]| {
+    crew.run(&|lines: &mut [Line]| {
         // SAFETY: the instruction set is there, the caller says; the counter hands out each unit once.
         unsafe {
             match isa {
@@ -57,7 +87,7 @@ pub(super) unsafe fn run<J: Job>(job: &J, isa: Isa, dtype: Dtype, lines: &mut [L
 /// # Safety
 /// As [`run`]; AMX with products of `dtype`, which is half-precision, is present.
 #[cfg(target_arch = "x86_64")]
-pub(super) unsafe fn run_tiled(job: &Tiled, dtype: Dtype, lines: &mut [Line], each: usize) {
+pub(super) unsafe fn run_tiled(job: &Tiled, dtype: Dtype, crew: Crew<'_>) {
     /// # Safety
     /// As [`Tiled::work`].
     #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
@@ -66,7 +96,7 @@ pub(super) unsafe fn run_tiled(job: &Tiled, dtype: Dtype, lines: &mut [Line], ea
         unsafe { job.work::<H>(lines, next, turns) }
     }
     let (next, turns) = (AtomicUsize::new(0), Turns::new());
-    split(lines, each, &|lines: &mut [Line]| {
+    crew.run(&|lines: &mut [Line]| {
         // SAFETY: the instruction set is there, the caller says; the counter hands out each unit once.
         unsafe {
             match dtype {
