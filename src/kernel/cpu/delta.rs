@@ -128,7 +128,7 @@ unsafe fn across<V: Convert>(mut sums: Four<V>) -> f32 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::simd::Lanes;
+    use super::super::portable::Lanes;
     use super::*;
     use crate::call::RawTensor;
     use crate::element::Element;

@@ -9,9 +9,9 @@
 //!
 //! An engine may round p to its operands' type ([`super::Isa::roundoff`] says so); it may not round anything else.
 
-use super::gemm::{Gemm, Skip, Store};
+use super::arena::{KEYS, vectors};
+use super::product::{Gemm, Skip, Store};
 use super::rows::widen;
-use super::scratch::{KEYS, vectors};
 use super::simd::{Real, Vector};
 use super::tile::{Lanes, any_non_finite, product, to_lanes};
 use crate::call::RawTensor;

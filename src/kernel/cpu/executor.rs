@@ -60,7 +60,6 @@ pub(super) fn execute<L: Send>(
         worker(lines);
         core::mem::forget(note);
     });
-    drop(free);
     // A unit that was begun and not finished cannot be repaired here.
     assert!(!unwound.load(Ordering::Relaxed), "a worker of a kernel call panicked, and the executor went on");
     // What an executor with fewer calls left over; else there is nothing to begin.

@@ -10,14 +10,14 @@
 //! (`exp(0)` is exactly 1, a product with p = 0 adds nothing). With tiles broken by position, that is what makes
 //! results independent of how rows and keys were cut.
 
+use super::arena::{Arena, KEYS, LANES, Line};
 use super::engine::{Engine, Values};
+use super::job::{Job, Machine};
 use super::rows::narrow;
-use super::scratch::{Arena, KEYS, LANES, Line};
 use super::simd::{Real, Vector};
 use super::softmax::{Softmax, rescale};
 use super::stream::{BLOCK, KeyTile, Stream};
 use super::tile::{Cover, Lanes, Scoring, Sight, at, to_rows};
-use super::workers::Job;
 use crate::call::{Attend, HeadMap, QRange};
 use crate::kernel::merge::{self, LogSumExp};
 use core::marker::PhantomData;
@@ -113,7 +113,7 @@ struct Tiles<'a, T, A> {
 /// Panels of the narrowest vectors.
 const MOST_PANELS: usize = LANES / 8;
 
-impl<A: Real> Job for Forward<'_, A> {
+impl<A: Machine> Job for Forward<'_, A> {
     type Acc = A;
 
     #[inline(always)]

@@ -9,50 +9,9 @@
 //! `0 · NaN` is NaN, but a masked key must not reach a row, whatever it holds. Tiles with a non-finite number therefore
 //! go through a scalar path which leaves out products with a probability of exactly 0.
 
+use super::product::{Gemm, Skip, Store};
 use super::simd::{Real, Vector};
 use crate::element::Accumulator;
-
-/// What becomes of the product.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Store {
-    /// `C = A·B`.
-    Set,
-    /// `C = C + A·B`, the product summed by itself.
-    Add,
-    /// `C = C + A·B` with C as the start of the chain: any cut of k gives the same bits.
-    Chain,
-}
-
-/// Which operand holds probabilities: products with a 0 there are left out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Skip {
-    /// All numbers are finite: nothing has to be left out.
-    None,
-    /// Where A is 0.
-    A,
-    /// Where B is 0.
-    B,
-}
-
-/// A product of `[m, kk]` by `[kk, n]`.
-#[derive(Clone, Copy)]
-pub(super) struct Gemm<T> {
-    pub m: usize,
-    /// A multiple of the vector's lanes.
-    pub n: usize,
-    pub kk: usize,
-    pub a: *const T,
-    /// From one row of A to the next.
-    pub a_row: usize,
-    /// From one column of A to the next.
-    pub a_col: usize,
-    pub b: *const T,
-    pub ldb: usize,
-    pub c: *mut T,
-    pub ldc: usize,
-    pub store: Store,
-    pub skip: Skip,
-}
 
 /// # Safety
 /// The instruction set of `V` is present; A, B and C are valid for the sizes given, and C

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The half-precision types of matrix units.
 
-use super::amx::{Product, product_bf16, product_f16};
+use super::amx_product::{Product, product_bf16, product_f16};
 use core::arch::x86_64::*;
 
 /// A type of operands, as bits.

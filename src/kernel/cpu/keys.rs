@@ -5,15 +5,15 @@
 //! without races. Per tile of keys, and q head after q head, the q ranges pass by in the order of the call:
 //! `dV += Pᵀ·dO`, `dK += dSᵀ·Q`, each element one chain over the rows in that order, which no cut of the rows changes.
 
+use super::arena::{Arena, KEYS, LANES_BACK, Line, vectors};
 use super::backward::{FLUSH, Flush, flush, gradients, no_row};
 use super::engine::{Dense, Engine};
 use super::forward::readers;
-use super::gemm::{Gemm, Skip, Store};
-use super::scratch::{Arena, KEYS, LANES_BACK, Line, vectors};
+use super::job::{Job, Machine};
+use super::product::{Gemm, Skip, Store};
 use super::simd::{Real, Vector};
 use super::stream::{KeyTile, Stream};
 use super::tile::{Cover, Lanes, Scoring, any_non_finite, at, product, to_lanes};
-use super::workers::Job;
 use crate::call::{AttendBackward, QRange, Range};
 use core::marker::PhantomData;
 use core::sync::atomic::{AtomicUsize, Ordering};
@@ -89,7 +89,7 @@ impl<'a> Documents<'a> {
     }
 }
 
-impl<A: Real> Job for Keys<'_, A> {
+impl<A: Machine> Job for Keys<'_, A> {
     type Acc = A;
 
     #[inline(always)]

@@ -25,6 +25,9 @@
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
+#[cfg(target_arch = "x86_64")]
+mod amx_product;
+mod arena;
 mod backward;
 mod check;
 mod convert;
@@ -36,7 +39,10 @@ mod gemm;
 #[cfg(target_arch = "x86_64")]
 mod halves;
 mod isa;
+mod job;
 mod keys;
+mod portable;
+mod product;
 mod queries;
 mod rows;
 mod scratch;
@@ -65,7 +71,7 @@ use crate::call::{Attend, AttendBackward, Delta, Finish, Gradients, Transform};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use core::marker::PhantomData;
-use simd::Real;
+use job::Machine;
 use workers::Crew;
 
 /// Runs `$f::<A>($($arg),*)` with the type that sums of `$dtype` are kept in.
@@ -98,7 +104,7 @@ pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
 
 /// # Safety
 /// As [`attend`], checked, with sums of `A`.
-unsafe fn forward<A: Real>(call: &Attend, isa: Isa, crew: Crew<'_>) {
+unsafe fn forward<A: Machine>(call: &Attend, isa: Isa, crew: Crew<'_>) {
     let job = forward::Forward::<A> { call, sums: PhantomData };
     // SAFETY: the caller's promise is passed on.
     unsafe { workers::run(&job, isa, call.q.dtype, crew) };
@@ -124,7 +130,7 @@ pub unsafe fn attend_backward(call: &AttendBackward, scratch: &mut Scratch) -> R
 
 /// # Safety
 /// As [`attend_backward`], checked, with sums of `A`.
-unsafe fn gradients<A: Real>(call: &AttendBackward, isa: Isa, mut crew: Crew<'_>) {
+unsafe fn gradients<A: Machine>(call: &AttendBackward, isa: Isa, mut crew: Crew<'_>) {
     let together = call.gradients == Gradients::All && !call.aligned;
     if call.gradients != Gradients::Keys && !together {
         // SAFETY: the caller's promise is passed on, here and below.
@@ -227,7 +233,7 @@ fn memory<'a>(scratch: &'a mut Scratch, dims: &Dims) -> Result<Crew<'a>> {
 
 #[cfg(test)]
 mod tests {
-    use super::workers::Job;
+    use super::job::{Job, Machine};
     use super::*;
     use crate::call::{HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
     use crate::element::{Accumulator, Element};
@@ -242,7 +248,7 @@ mod tests {
     ///
     /// # Safety
     /// The instruction set of `V` is present.
-    unsafe fn check<E: Element<Acc: Real>, V: Vector<T = E::Acc>>(bound: f64) {
+    unsafe fn check<E: Element<Acc: Machine>, V: Vector<T = E::Acc>>(bound: f64) {
         let (n, d) = (150, 40);
         let numbers = |seed: usize| -> Vec<E> {
             (0..n * d).map(|i| E::from_f64(((i * 7919 + seed * 104_729) % 2003) as f64 / 1000.0 - 1.0)).collect()
@@ -343,18 +349,18 @@ mod tests {
     fn every_instruction_set() {
         // SAFETY: arrays are always there, and the others are asked for.
         unsafe {
-            check::<f32, <f32 as Real>::Portable>(2e-6);
-            check::<bf16, <f32 as Real>::Portable>(2e-6);
-            check::<f64, <f64 as Real>::Portable>(1e-13);
+            check::<f32, <f32 as Machine>::Portable>(2e-6);
+            check::<bf16, <f32 as Machine>::Portable>(2e-6);
+            check::<f64, <f64 as Machine>::Portable>(1e-13);
             #[cfg(target_arch = "x86_64")]
             if x86::has_avx2() {
-                check::<f32, <f32 as Real>::Avx2>(2e-6);
-                check::<f64, <f64 as Real>::Avx2>(1e-13);
+                check::<f32, <f32 as Machine>::Avx2>(2e-6);
+                check::<f64, <f64 as Machine>::Avx2>(1e-13);
             }
             #[cfg(target_arch = "x86_64")]
             if x86::has_avx512() {
-                check::<f32, <f32 as Real>::Avx512>(2e-6);
-                check::<f64, <f64 as Real>::Avx512>(1e-13);
+                check::<f32, <f32 as Machine>::Avx512>(2e-6);
+                check::<f64, <f64 as Machine>::Avx512>(1e-13);
             }
         }
     }

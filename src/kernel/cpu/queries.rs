@@ -4,15 +4,15 @@
 //! Units are those of the forward, so are the tiles and the order of the keys; `dQᵀ += Kᵀ·dS` stays in the cache until
 //! the last key, and is then added to dq or written, as the mode of the range says.
 
+use super::arena::{Arena, KEYS, LANES_BACK, Line, vectors};
 use super::backward::{FLUSH, Flush, flush, gradients, no_row};
 use super::engine::{Dense, Engine};
 use super::forward::{Unit, Units, readers};
-use super::gemm::{Gemm, Skip, Store};
-use super::scratch::{Arena, KEYS, LANES_BACK, Line, vectors};
+use super::job::{Job, Machine};
+use super::product::{Gemm, Skip, Store};
 use super::simd::{Real, Vector};
 use super::stream::{KeyTile, Stream};
 use super::tile::{Cover, Lanes, Scoring, any_non_finite, at, product, to_rows};
-use super::workers::Job;
 use crate::call::AttendBackward;
 use core::marker::PhantomData;
 use core::sync::atomic::AtomicUsize;
@@ -45,7 +45,7 @@ struct Tiles<'a, A> {
     rows: &'a mut [A],
 }
 
-impl<A: Real> Job for Queries<'_, A> {
+impl<A: Machine> Job for Queries<'_, A> {
     type Acc = A;
 
     #[inline(always)]

@@ -5,24 +5,13 @@
 //! largest head dims it will see, and lends it to each call, which cuts it into one part per worker and each part into
 //! tiles. Nothing in it survives a call.
 
+use super::arena::{KEYS, LANES, LANES_BACK, Line, PANEL, VECTOR, padded};
 use super::executor::Executor;
 use super::isa::Isa;
-use super::simd::{Real, Vector};
 use crate::element::Dtype;
 use crate::error::Result;
 use alloc::{sync::Arc, vec::Vec};
-use bytemuck::{Pod, Zeroable};
-
-/// Keys of a tile. Tiles of aligned calls begin at positions that are multiples of it.
-pub(super) const KEYS: usize = 128;
-/// Lanes (q rows of some head) of a forward tile.
-pub(super) const LANES: usize = 256;
-/// Lanes of a backward tile.
-pub(super) const LANES_BACK: usize = 64;
-/// The widest panel of lanes.
-const PANEL: usize = 32;
-/// The widest vector of any instruction set, in bytes; rows are padded to it.
-const VECTOR: usize = 64;
+use bytemuck::Zeroable;
 
 /// What the size of the tiles depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,16 +23,6 @@ pub struct Dims {
     /// Element type of q, k and v.
     pub dtype: Dtype,
 }
-
-/// 64 bytes on a cache line of their own: tiles of different workers share no line.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-pub(super) struct Line([u64; 8]);
-
-// SAFETY: eight integers without padding (64 bytes, 64-aligned); every bit pattern is a value, all zeros included.
-unsafe impl Zeroable for Line {}
-// SAFETY: as above; `Line` is Copy and repr(C).
-unsafe impl Pod for Line {}
 
 /// Tile memory for one call at a time.
 pub struct Scratch {
@@ -136,38 +115,5 @@ impl Scratch {
     pub(super) fn parts(&mut self, dims: &Dims) -> Option<(&mut [Line], Option<&dyn Executor>)> {
         let need = self.workers * Self::worker_lines(dims);
         Some((self.lines.get_mut(..need)?, self.executor.as_deref()))
-    }
-}
-
-/// `n` rounded up to whole vectors of the widest instruction set, `size` bytes an element.
-pub(super) fn padded(n: usize, size: usize) -> usize {
-    n.next_multiple_of(VECTOR / size)
-}
-
-/// `n` rounded up to whole vectors of `V`.
-#[inline(always)]
-pub(super) fn vectors<V: Vector>(n: usize) -> usize {
-    n.next_multiple_of(V::W)
-}
-
-/// Cuts a worker's lines into typed slices, front to back.
-pub(super) struct Arena<'a>(pub &'a mut [Line]);
-
-impl<'a> Arena<'a> {
-    /// The next `n` elements, with whatever they hold.
-    #[inline]
-    pub(super) fn take<T: Pod>(&mut self, n: usize) -> &'a mut [T] {
-        let lines = (n * size_of::<T>()).div_ceil(size_of::<Line>());
-        let (head, tail) = core::mem::take(&mut self.0).split_at_mut(lines);
-        self.0 = tail;
-        &mut bytemuck::cast_slice_mut(head)[..n]
-    }
-
-    /// As [`Arena::take`], filled with zeros.
-    #[inline]
-    pub(super) fn zeros<A: Real>(&mut self, n: usize) -> &'a mut [A] {
-        let slice = self.take(n);
-        slice.fill(A::ZERO);
-        slice
     }
 }

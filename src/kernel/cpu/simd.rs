@@ -8,8 +8,6 @@
 //! What may not be done: calling [`Vector`] methods outside of a function compiled for the instruction set (they would
 //! not inline, and would be slow), and `mul_add` of the standard library (without the instruction it is a call).
 
-#[cfg(target_arch = "x86_64")]
-use super::engine::{Dense, Engine};
 use crate::element::Accumulator;
 
 /// An accumulator with the arithmetic of its kernels.
@@ -20,48 +18,16 @@ pub(super) trait Real:
     const TINY: Self;
     /// The smallest finite number.
     const LOWEST: Self;
-    /// The portable vector of this type.
-    type Portable: Vector<T = Self>;
-    /// The AVX2 vector of this type.
-    #[cfg(target_arch = "x86_64")]
-    type Avx2: Vector<T = Self>;
-    /// The AVX-512 vector of this type.
-    #[cfg(target_arch = "x86_64")]
-    type Avx512: Vector<T = Self>;
-    /// The tiles of bf16, and of f16, where this is the type of their sums.
-    #[cfg(target_arch = "x86_64")]
-    type AmxBf16: Engine<Sum = Self>;
-    #[cfg(target_arch = "x86_64")]
-    type AmxF16: Engine<Sum = Self>;
 }
 
 impl Real for f32 {
     const LOWEST: Self = Self::MIN;
     const TINY: Self = Self::from_bits(1);
-    type Portable = Lanes<f32>;
-    #[cfg(target_arch = "x86_64")]
-    type Avx2 = core::arch::x86_64::__m256;
-    #[cfg(target_arch = "x86_64")]
-    type Avx512 = core::arch::x86_64::__m512;
-    #[cfg(target_arch = "x86_64")]
-    type AmxBf16 = super::amx::Amx<super::halves::Bf16>;
-    #[cfg(target_arch = "x86_64")]
-    type AmxF16 = super::amx::Amx<super::halves::F16>;
 }
 
 impl Real for f64 {
     const LOWEST: Self = Self::MIN;
     const TINY: Self = Self::from_bits(1);
-    type Portable = Lanes<f64>;
-    #[cfg(target_arch = "x86_64")]
-    type Avx2 = core::arch::x86_64::__m256d;
-    #[cfg(target_arch = "x86_64")]
-    type Avx512 = core::arch::x86_64::__m512d;
-    // No half-precision type has f64 sums.
-    #[cfg(target_arch = "x86_64")]
-    type AmxBf16 = Dense<Self::Avx512>;
-    #[cfg(target_arch = "x86_64")]
-    type AmxF16 = Dense<Self::Avx512>;
 }
 
 /// `W` lanes of `T`.
@@ -107,7 +73,7 @@ pub(super) trait Vector: Copy {
     /// Hyperbolic tangent, likewise.
     unsafe fn tanh(self) -> Self;
     /// The matrix product of `gemm.rs`, compiled for this instruction set.
-    unsafe fn gemm(g: &super::gemm::Gemm<Self::T>);
+    unsafe fn gemm(g: &super::product::Gemm<Self::T>);
 }
 
 /// A transposition without vectors.
@@ -227,103 +193,9 @@ pub(super) unsafe fn map_f64<V: Vector<T = f64>>(x: V, f: impl Fn(f64) -> f64) -
     }
 }
 
-/// Four lanes without any instruction set in particular; what the compiler makes of it is up to the target.
-#[derive(Clone, Copy)]
-pub(super) struct Lanes<T>([T; 4]);
-
-macro_rules! lanes {
-    ($t:ty, |$z:ident| $exp2:expr, |$x:ident| $exp:expr, |$y:ident| $tanh:expr) => {
-        impl Vector for Lanes<$t> {
-            type T = $t;
-            const W: usize = 4;
-            const MR: usize = 4;
-            #[inline(always)]
-            unsafe fn splat(x: $t) -> Self {
-                Self([x; 4])
-            }
-            #[inline(always)]
-            unsafe fn load(p: *const $t) -> Self {
-                // SAFETY: the caller passes a pointer to W elements.
-                Self(unsafe { p.cast::<[$t; 4]>().read_unaligned() })
-            }
-            #[inline(always)]
-            unsafe fn store(self, p: *mut $t) {
-                // SAFETY: as above.
-                unsafe { p.cast::<[$t; 4]>().write_unaligned(self.0) }
-            }
-            #[inline(always)]
-            unsafe fn add(self, b: Self) -> Self {
-                Self(core::array::from_fn(|i| self.0[i] + b.0[i]))
-            }
-            #[inline(always)]
-            unsafe fn sub(self, b: Self) -> Self {
-                Self(core::array::from_fn(|i| self.0[i] - b.0[i]))
-            }
-            #[inline(always)]
-            unsafe fn mul(self, b: Self) -> Self {
-                Self(core::array::from_fn(|i| self.0[i] * b.0[i]))
-            }
-            #[inline(always)]
-            unsafe fn div(self, b: Self) -> Self {
-                Self(core::array::from_fn(|i| self.0[i] / b.0[i]))
-            }
-            #[inline(always)]
-            unsafe fn fma(self, b: Self, c: Self) -> Self {
-                if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
-                    Self(core::array::from_fn(|i| self.0[i].mul_add(b.0[i], c.0[i])))
-                } else {
-                    Self(core::array::from_fn(|i| self.0[i] * b.0[i] + c.0[i]))
-                }
-            }
-            #[inline(always)]
-            unsafe fn max(a: Self, b: Self) -> Self {
-                Self(core::array::from_fn(|i| if a.0[i] > b.0[i] { a.0[i] } else { b.0[i] }))
-            }
-            #[inline(always)]
-            unsafe fn any_gt(a: Self, b: Self) -> bool {
-                (0..4).any(|i| a.0[i] > b.0[i])
-            }
-            #[inline(always)]
-            unsafe fn exp2(self) -> Self {
-                let $z = self;
-                // SAFETY: arrays need no instruction set.
-                unsafe { $exp2 }
-            }
-            #[inline(always)]
-            unsafe fn gt(a: Self, b: Self, x: Self, y: Self) -> Self {
-                Self(core::array::from_fn(|i| if a.0[i] > b.0[i] { x.0[i] } else { y.0[i] }))
-            }
-            #[inline(always)]
-            unsafe fn exp(self) -> Self {
-                let $x = self;
-                // SAFETY: arrays need no instruction set.
-                unsafe { $exp }
-            }
-            #[inline(always)]
-            unsafe fn tanh(self) -> Self {
-                let $y = self;
-                // SAFETY: arrays need no instruction set.
-                unsafe { $tanh }
-            }
-            unsafe fn gemm(g: &super::gemm::Gemm<$t>) {
-                // SAFETY: the caller's promise is passed on.
-                unsafe { super::gemm::gemm::<Self>(g) }
-            }
-        }
-    };
-}
-lanes!(f32, |x| exp2_f32(x), |x| exp_f32(x), |y| tanh_f32(y));
-lanes!(f64, |x| map_f64(x, f64::exp2), |x| map_f64(x, f64::exp), |y| map_f64(y, f64::tanh));
-
-impl Pow2 for Lanes<f32> {
-    #[inline(always)]
-    unsafe fn pow2(p: Self, t: Self) -> Self {
-        Self(core::array::from_fn(|i| f32::from_bits(p.0[i].to_bits().wrapping_add(t.0[i].to_bits() << 23))))
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::portable::Lanes;
     use super::*;
 
     fn ulps(x: f32, y: f64) -> f64 {

@@ -9,18 +9,16 @@
 //! A tile may place its keys by position instead of one after the other. A key then has the same slot whichever keys
 //! around it were left out, so that products which sum keys in groups keep their bits.
 
+use super::arena::{Arena, KEYS};
 use super::engine::Engine;
-use super::scratch::{Arena, KEYS};
 use super::simd::Real;
+use super::tile::SPAN;
 use crate::call::{Range, RawTensor};
 use bytemuck::Pod;
 
 /// Keys of a tile that are computed or passed over together: what a panel of lanes does not see costs nothing but the
 /// rest of a block.
 pub(super) const BLOCK: usize = 32;
-
-/// Positions that one tile of keys may span.
-pub(super) const SPAN: i64 = 1 << 22;
 
 /// Some rows of one range, on their way into a tile.
 pub(super) struct Run {

@@ -5,13 +5,15 @@
 //! lanes. So softmax runs down the lanes without a horizontal sum, k and v are used as they lie in memory, and the few
 //! rows of a short document can share a tile with other heads of the same group.
 
-use super::gemm::{Gemm, Skip, Store};
+use super::arena::Arena;
+use super::product::{Gemm, Skip, Store};
 use super::rows::widen;
-use super::scratch::Arena;
 use super::simd::{Real, Vector};
-use super::stream::SPAN;
 use crate::call::{Range, RawTensor, Score};
 use crate::element::Accumulator;
+
+/// Positions that one tile of keys may span.
+pub(super) const SPAN: i64 = 1 << 22;
 
 /// The address of element `[token, head, 0]`.
 ///

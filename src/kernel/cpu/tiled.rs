@@ -15,15 +15,16 @@
 //! factor of a unit only ever becomes smaller, its dk with it. p would vanish where a sink takes most of a row: it is
 //! multiplied by a constant.
 
-use super::amx::{Amx, PANEL, Product, TILE, add_where_not_finite, row_of};
+use super::amx::{Amx, PANEL, TILE, add_where_not_finite, row_of};
+use super::amx_product::Product;
+use super::arena::{Arena, KEYS, Line};
 use super::backward::no_row;
 use super::engine::Engine;
 use super::forward::readers;
 use super::halves::Half;
-use super::scratch::{Arena, KEYS, Line};
 use super::stream::{BLOCK, Block, Slots, Stream};
 use super::tile::{Cover, Lanes, Scoring, Sight, at, to_rows};
-use super::tiled_weights::{Of, Out, not_finite_lanes, pack_pairs};
+use super::tiled_weights::{Of, Out, PANELS, ROWS, not_finite_lanes, pack_pairs};
 use super::turns::{Turn, Turns};
 use crate::call::{AttendBackward, QRange, Range};
 use core::arch::x86_64::*;
@@ -31,14 +32,11 @@ use core::sync::atomic::{AtomicUsize, Ordering};
 
 /// Tiles of keys of a unit.
 pub(super) const SUPER: usize = 4;
-/// Lanes of a block of rows.
-pub(super) const ROWS: usize = 128;
 /// What p is multiplied by where the type is narrow, as a power of 2: p is at most 1, and often next to nothing. An lse
 /// that is not that of these keys gives a larger p; there is room for one of 1,000, as long as it is a number in f16.
 const P_SHIFT: i32 = 5;
-/// Blocks of keys of a unit, and panels of a block of rows.
+/// Blocks of keys of a unit.
 const BLOCKS: usize = SUPER * KEYS / BLOCK;
-pub(super) const PANELS: usize = ROWS / PANEL;
 
 /// A backward call on half-precision tiles.
 pub(super) struct Tiled<'a> {

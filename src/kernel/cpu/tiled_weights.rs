@@ -7,9 +7,13 @@ use super::halves::Half;
 use super::simd::{Real, Vector};
 use super::stream::BLOCK;
 use super::tile::{Lanes, Scoring};
-use super::tiled::{PANELS, ROWS};
 use crate::call::RawTensor;
 use core::arch::x86_64::*;
+
+/// Lanes of a block of rows.
+pub(super) const ROWS: usize = 128;
+/// Panels of a block of rows.
+pub(super) const PANELS: usize = ROWS / PANEL;
 
 /// Where p and ds of a block of 32 keys with a panel go.
 pub(super) struct Out {

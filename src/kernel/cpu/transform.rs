@@ -196,7 +196,7 @@ unsafe fn long<V: Convert>(b: &Block, sources: &[RawTensor], run: usize, stream:
 unsafe fn part<V: Convert>(dst: &RawTensor, sources: &[RawTensor], begin: usize, end: usize, stream: bool) {
     let at = |t: &RawTensor| (t.ptr.wrapping_add(begin * t.dtype.size()), t.dtype);
     // SAFETY: the caller's promise.
-    unsafe { convert::sum::<V>(at(dst), sources.iter().map(at), end - begin, stream) };
+    unsafe { convert::runs::sum::<V>(at(dst), sources.iter().map(at), end - begin, stream) };
 }
 
 /// Some tokens of a block whose sums are f32.
@@ -224,10 +224,10 @@ unsafe fn narrow<V: Convert>(
             // SAFETY: a run of each, and another source than dst itself does not overlap it.
             unsafe {
                 if copied {
-                    convert::copy::<V>(row(&sources[0], i, h), to, walk.run * dst.dtype.size(), stream);
+                    convert::runs::copy::<V>(row(&sources[0], i, h), to, walk.run * dst.dtype.size(), stream);
                 } else {
                     let sources = sources.iter().map(|s| (row(s, i, h), s.dtype));
-                    convert::sum::<V>((to, dst.dtype), sources, walk.run, stream);
+                    convert::runs::sum::<V>((to, dst.dtype), sources, walk.run, stream);
                 }
             }
         }

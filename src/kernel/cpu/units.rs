@@ -2,12 +2,12 @@
 //! The work units of a call as a list, in the order in which workers take them: what a schedule over any number of
 //! workers is made of. For benches and reports: the kernels walk the same units without a list.
 
+use super::arena::LANES;
 use super::forward::{self, readers, unit_rows};
 use super::isa::Isa;
 use super::keys::Documents;
-use super::scratch::LANES;
 #[cfg(target_arch = "x86_64")]
-use super::{scratch::KEYS, tiled};
+use super::{arena::KEYS, tiled};
 use crate::call::{Attend, AttendBackward, Range, Score};
 use alloc::vec::Vec;
 use core::sync::atomic::AtomicUsize;

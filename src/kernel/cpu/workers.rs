@@ -5,29 +5,18 @@
 //! of its own that knows nothing of the others. So results have the same bits for any number of workers, and the
 //! workers may take units as they come: a counter hands them out.
 
-use super::engine::{Dense, Engine};
+use super::arena::Line;
+use super::engine::Dense;
 use super::executor::{self, Executor};
 #[cfg(target_arch = "x86_64")]
 use super::halves::{Bf16, F16, Half};
 use super::isa::Isa;
-use super::scratch::{Dims, Line, Scratch};
-use super::simd::Real;
+use super::job::{Job, Machine};
+use super::scratch::{Dims, Scratch};
 #[cfg(target_arch = "x86_64")]
 use super::{tiled::Tiled, turns::Turns};
 use crate::element::Dtype;
 use core::sync::atomic::AtomicUsize;
-
-/// A kernel call, ready to run on any number of workers.
-pub(super) trait Job: Sync {
-    /// Type of the sums.
-    type Acc: Real;
-
-    /// Does units until none is left: `next` counts those taken.
-    ///
-    /// # Safety
-    /// The instruction set of `E` is present, the tensors of the call are valid, and each unit is taken once.
-    unsafe fn work<E: Engine<Sum = Self::Acc>>(&self, lines: &mut [Line], next: &AtomicUsize);
-}
 
 /// The workers of one call: one for each `each` lines of memory, on the caller's threads or ours.
 pub(super) struct Crew<'a> {
@@ -76,7 +65,7 @@ pub(super) unsafe fn run<J: Job>(job: &J, isa: Isa, dtype: Dtype, crew: Crew<'_>
                 Isa::Amx | Isa::Avx512 => avx512(job, lines, &next),
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx2 => avx2(job, lines, &next),
-                _ => job.work::<Dense<<J::Acc as Real>::Portable>>(lines, &next),
+                _ => job.work::<Dense<<J::Acc as Machine>::Portable>>(lines, &next),
             }
         }
     });
@@ -113,7 +102,7 @@ pub(super) unsafe fn run_tiled(job: &Tiled, dtype: Dtype, crew: Crew<'_>) {
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
 unsafe fn amx_bf16<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
     // SAFETY: the caller's promise is passed on.
-    unsafe { job.work::<<J::Acc as Real>::AmxBf16>(lines, next) }
+    unsafe { job.work::<<J::Acc as Machine>::AmxBf16>(lines, next) }
 }
 
 /// # Safety
@@ -122,7 +111,7 @@ unsafe fn amx_bf16<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
 unsafe fn amx_f16<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
     // SAFETY: the caller's promise is passed on.
-    unsafe { job.work::<<J::Acc as Real>::AmxF16>(lines, next) }
+    unsafe { job.work::<<J::Acc as Machine>::AmxF16>(lines, next) }
 }
 
 /// # Safety
@@ -131,7 +120,7 @@ unsafe fn amx_f16<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
 #[target_feature(enable = "avx512f,avx512dq,avx2,fma")]
 unsafe fn avx512<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
     // SAFETY: the caller's promise is passed on.
-    unsafe { job.work::<Dense<<J::Acc as Real>::Avx512>>(lines, next) }
+    unsafe { job.work::<Dense<<J::Acc as Machine>::Avx512>>(lines, next) }
 }
 
 /// # Safety
@@ -140,7 +129,7 @@ unsafe fn avx512<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
 #[target_feature(enable = "avx2,fma")]
 unsafe fn avx2<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
     // SAFETY: the caller's promise is passed on.
-    unsafe { job.work::<Dense<<J::Acc as Real>::Avx2>>(lines, next) }
+    unsafe { job.work::<Dense<<J::Acc as Machine>::Avx2>>(lines, next) }
 }
 
 /// One worker for each `each` lines.

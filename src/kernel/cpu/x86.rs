@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! AVX2 with FMA, and AVX-512: the thin part. Only instructions are named here; the algorithm is elsewhere.
 
-use super::gemm::{Gemm, gemm};
+use super::gemm::gemm;
+use super::product::Gemm;
 use super::simd::{Pow2, Vector, by_element, exp_f32, exp2_f32, map_f64, tanh_f32};
 use core::arch::x86_64::*;
 

@@ -8,14 +8,13 @@
 //! and makes a small one, which would have stayed in the cache for its reader, slow; who calls decides by size.
 
 mod portable;
-mod runs;
+pub(super) mod runs;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-use super::simd::{Lanes, Vector};
+use super::portable::Lanes;
+use super::simd::Vector;
 use crate::element::Dtype;
-
-pub(super) use runs::{copy, sum};
 
 /// How many bytes of results streaming begins to pay at. On a Xeon with 2 MiB of second cache both kinds of store are
 /// alike at 4 MiB; at 32 MiB and more streaming takes two thirds of the time.

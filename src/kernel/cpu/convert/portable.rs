@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The conversions without any instruction set in particular: those of `half`, which knows some machines itself.
 
-use super::super::simd::{Lanes, Vector};
+use super::super::portable::Lanes;
+use super::super::simd::Vector;
 use super::Convert;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};

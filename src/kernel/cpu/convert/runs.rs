@@ -132,7 +132,7 @@ pub(in crate::kernel::cpu) unsafe fn copy<V: Convert>(from: *const u8, to: *mut 
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::simd::Lanes;
+    use super::super::super::portable::Lanes;
     use super::*;
     use crate::element::Element;
     use alloc::{vec, vec::Vec};

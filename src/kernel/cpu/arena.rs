@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What tiles are cut from: the sizes that all kernels agree on, and lines of memory that become typed slices.
+
+use super::simd::{Real, Vector};
+use bytemuck::{Pod, Zeroable};
+
+/// Keys of a tile. Tiles of aligned calls begin at positions that are multiples of it.
+pub(super) const KEYS: usize = 128;
+/// Lanes (q rows of some head) of a forward tile.
+pub(super) const LANES: usize = 256;
+/// Lanes of a backward tile.
+pub(super) const LANES_BACK: usize = 64;
+/// The widest panel of lanes.
+pub(super) const PANEL: usize = 32;
+/// The widest vector of any instruction set, in bytes; rows are padded to it.
+pub(super) const VECTOR: usize = 64;
+
+/// 64 bytes on a cache line of their own: tiles of different workers share no line.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub(super) struct Line([u64; 8]);
+
+// SAFETY: eight integers without padding (64 bytes, 64-aligned); every bit pattern is a value, all zeros included.
+unsafe impl Zeroable for Line {}
+// SAFETY: as above; `Line` is Copy and repr(C).
+unsafe impl Pod for Line {}
+
+/// `n` rounded up to whole vectors of the widest instruction set, `size` bytes an element.
+pub(super) fn padded(n: usize, size: usize) -> usize {
+    n.next_multiple_of(VECTOR / size)
+}
+
+/// `n` rounded up to whole vectors of `V`.
+#[inline(always)]
+pub(super) fn vectors<V: Vector>(n: usize) -> usize {
+    n.next_multiple_of(V::W)
+}
+
+/// Cuts a worker's lines into typed slices, front to back.
+pub(super) struct Arena<'a>(pub &'a mut [Line]);
+
+impl<'a> Arena<'a> {
+    /// The next `n` elements, with whatever they hold.
+    #[inline]
+    pub(super) fn take<T: Pod>(&mut self, n: usize) -> &'a mut [T] {
+        let lines = (n * size_of::<T>()).div_ceil(size_of::<Line>());
+        let (head, tail) = core::mem::take(&mut self.0).split_at_mut(lines);
+        self.0 = tail;
+        &mut bytemuck::cast_slice_mut(head)[..n]
+    }
+
+    /// As [`Arena::take`], filled with zeros.
+    #[inline]
+    pub(super) fn zeros<A: Real>(&mut self, n: usize) -> &'a mut [A] {
+        let slice = self.take(n);
+        slice.fill(A::ZERO);
+        slice
+    }
+}

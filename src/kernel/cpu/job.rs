@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a kernel call is to the workers: units of work, done on vectors or tiles that its type of sums has.
+
+use super::arena::Line;
+#[cfg(target_arch = "x86_64")]
+use super::engine::Dense;
+use super::engine::Engine;
+#[cfg(target_arch = "x86_64")]
+use super::halves::{Bf16, F16};
+use super::portable::Lanes;
+use super::simd::{Real, Vector};
+use core::sync::atomic::AtomicUsize;
+
+/// A type of sums, with what works on it: vectors, and where it is the type of their sums, tiles.
+pub(super) trait Machine: Real {
+    type Portable: Vector<T = Self>;
+    #[cfg(target_arch = "x86_64")]
+    type Avx2: Vector<T = Self>;
+    #[cfg(target_arch = "x86_64")]
+    type Avx512: Vector<T = Self>;
+    #[cfg(target_arch = "x86_64")]
+    type AmxBf16: Engine<Sum = Self>;
+    #[cfg(target_arch = "x86_64")]
+    type AmxF16: Engine<Sum = Self>;
+}
+
+impl Machine for f32 {
+    type Portable = Lanes<f32>;
+    #[cfg(target_arch = "x86_64")]
+    type Avx2 = core::arch::x86_64::__m256;
+    #[cfg(target_arch = "x86_64")]
+    type Avx512 = core::arch::x86_64::__m512;
+    #[cfg(target_arch = "x86_64")]
+    type AmxBf16 = super::amx::Amx<Bf16>;
+    #[cfg(target_arch = "x86_64")]
+    type AmxF16 = super::amx::Amx<F16>;
+}
+
+impl Machine for f64 {
+    type Portable = Lanes<f64>;
+    #[cfg(target_arch = "x86_64")]
+    type Avx2 = core::arch::x86_64::__m256d;
+    #[cfg(target_arch = "x86_64")]
+    type Avx512 = core::arch::x86_64::__m512d;
+    // No half-precision type has f64 sums.
+    #[cfg(target_arch = "x86_64")]
+    type AmxBf16 = Dense<Self::Avx512>;
+    #[cfg(target_arch = "x86_64")]
+    type AmxF16 = Dense<Self::Avx512>;
+}
+
+/// A kernel call, ready to run on any number of workers.
+pub(super) trait Job: Sync {
+    /// Type of the sums.
+    type Acc: Machine;
+
+    /// Does units until none is left: `next` counts those taken.
+    ///
+    /// # Safety
+    /// The instruction set of `E` is present, the tensors of the call are valid, and each unit is taken once.
+    unsafe fn work<E: Engine<Sum = Self::Acc>>(&self, lines: &mut [Line], next: &AtomicUsize);
+}
