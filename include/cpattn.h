@@ -47,8 +47,14 @@
  * (CUstream) of the device's primary context, the one that the CUDA runtime uses; NULL is the legacy default stream. The
  * call returns when its work is enqueued: behind what was on the stream before, and before what is put there afterwards.
  * So inputs need not be ready when the call is made, and tensors stay in use until the stream has passed it. Other
- * streams are ordered by the caller's events, as with any kernel. A stream that is being captured into a graph is
- * refused. The library makes the context current for itself and restores what was current.
+ * streams are ordered by the caller's events, as with any kernel. The library makes the context current for itself and
+ * restores what was current.
+ *
+ * CUDA GRAPHS. A run of a rank can be captured: call cpattn_rank_prepare before the capture begins, then cpattn_forward or
+ * cpattn_backward with the stream that is being captured. Each replay reads and writes the tensors and the workspace that
+ * were given then. The rank must live until the last replay is done, and a lent workspace stay valid as long. Ranks of
+ * cpattn_peer_group are captured into one graph, all of them, their streams joined by events; over a table of the caller's
+ * own, and for the pieces, a stream that is being captured is refused.
  *
  * STRUCTS OF OPTIONS begin with `struct_size` and are initialised with the macro of their name, never by hand: a
  * program then works with libraries of other ages. A shorter struct, of an earlier header, gets the defaults for what it

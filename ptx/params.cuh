@@ -114,25 +114,40 @@ struct FusedParams {
     u32 part_heads;  // that many
 };
 
-// A block of a transform, cut into tiles of rows. `units` are the steps of one row: 8 elements each where everything is
-// aligned to 16 bytes, else one.
+// Where a tensor of a transform lies. Lists hold no addresses, so that they serve any: a launch brings those of its bases.
+// Base 0 is plain memory: `row` counts its bytes, and the strides are the tensor's own. The others are whole tensors, of
+// which this one is the part from `row` and `first_head` on, with their strides.
+struct TransformTensor {
+    i64 row;
+    i64 token;
+    i64 head;
+    u32 first_head;
+    u32 base;
+};
+
+// A block of a transform, cut into tiles of steps. A step is 8 elements where the dim is a multiple of 8, else one; the
+// 8 are moved one by one where an address or a stride of the block's tensors is no multiple of 16 bytes.
 struct TransformBlock {
-    Tensor dst;
-    u64 rows;          // tokens times heads, after whatever could be folded was folded
-    u64 first_tile;    // tiles of the blocks before this one
-    Divisor heads;     // rows of one token
-    Divisor units;     // steps of one row
-    u32 wide;          // whether a step is 8 elements
-    u32 dtype;         // of dst
+    TransformTensor dst;
+    u64 rows;        // tokens times heads
+    u64 first_tile;  // tiles of the blocks before this one
+    Divisor heads;   // rows of one token
+    Divisor units;   // steps of one row
+    Divisor dim;     // elements of one row
+    u32 eights;      // whether a step is 8 elements
+    u32 dtype;       // of dst
     u32 sources_begin;
     u32 sources_end;
+    u32 unused;
 };
 
 struct TransformSource {
-    Tensor src;
+    TransformTensor src;
     u32 dtype;
     u32 unused;
 };
+
+enum : u32 { TRANSFORM_BASES = 12 };
 
 struct TransformParams {
     const TransformBlock* blocks;
@@ -140,6 +155,7 @@ struct TransformParams {
     u64 tiles;
     u32 block_count;
     u32 unused;
+    Tensor bases[TRANSFORM_BASES];  // of base 0, the address alone
 };
 
 struct DeltaParams {

@@ -68,19 +68,32 @@ __device__ __forceinline__ void narrow8(char* row, u32 i, u32 dtype, const float
     }
 }
 
+// What the threads of a block share: the bases of the launch, where they can be picked by number, and where the tile's
+// block and its first source lie.
+struct Bases {
+    Tensor at[TRANSFORM_BASES];
+    Tensor dst, src;
+    __device__ __forceinline__ Tensor locate(const TransformTensor& x) const {
+        const Tensor& base = at[x.base];
+        if (x.base == 0) return {base.ptr + x.row, x.token, x.head};
+        return {base.ptr + x.row * base.token + x.first_head * base.head, base.token, base.head};
+    }
+};
+
 struct Place {
     u32 token, head, unit;
     __device__ __forceinline__ char* in(const Tensor& x) const { return x.ptr + token * x.token + head * x.head; }
 };
 
-__device__ __forceinline__ Place place(const TransformBlock& block, u32 step) {
-    const u32 row = divide(step, block.units);
+// Where a unit of a row is, of `units` to a row.
+__device__ __forceinline__ Place place(const TransformBlock& block, const Divisor& units, u32 step) {
+    const u32 row = divide(step, units);
     const u32 token = divide(row, block.heads);
-    return {token, row - token * block.heads.by, step - row * block.units.by};
+    return {token, row - token * block.heads.by, step - row * units.by};
 }
 
 // Bits, whatever they mean, of `left` steps from `first` on, in pieces of 16 bytes: a step of f32 has two.
-__device__ __forceinline__ void copy_steps(const TransformBlock& block, const Tensor& src, u32 first, u32 left) {
+__device__ __forceinline__ void copy_steps(const TransformBlock& block, const Bases& bases, u32 first, u32 left) {
     const u32 two = block.dtype == DTYPE_F32;
 #pragma unroll 1
     for (u32 pass = threadIdx.x; pass < left << two; pass += THREADS * STEPS) {
@@ -89,8 +102,8 @@ __device__ __forceinline__ void copy_steps(const TransformBlock& block, const Te
         for (int i = 0; i < STEPS; ++i) {
             const u32 piece = pass + i * THREADS;
             if (piece < left << two) {
-                const Place at = place(block, first + (piece >> two));
-                x[i] = ((const uint4*)at.in(src))[at.unit << two | (piece & two)];
+                const Place at = place(block, block.units, first + (piece >> two));
+                x[i] = ((const uint4*)at.in(bases.src))[at.unit << two | (piece & two)];
             }
         }
         // Read anew, so that places are not kept across the loads: more blocks then fit, and keep more bytes in flight.
@@ -99,28 +112,29 @@ __device__ __forceinline__ void copy_steps(const TransformBlock& block, const Te
         for (int i = 0; i < STEPS; ++i) {
             const u32 piece = again + i * THREADS;
             if (piece < left << two) {
-                const Place at = place(block, first + (piece >> two));
-                ((uint4*)at.in(block.dst))[at.unit << two | (piece & two)] = x[i];
+                const Place at = place(block, block.units, first + (piece >> two));
+                ((uint4*)at.in(bases.dst))[at.unit << two | (piece & two)] = x[i];
             }
         }
     }
 }
 
 // Casts and ordered sums, 8 elements a step, two steps of a thread at a time.
-__device__ __forceinline__ void sum_steps(const TransformBlock& block, const TransformSource* sources, u32 first, u32 left) {
+__device__ __forceinline__ void sum_steps(const TransformBlock& block, const Bases& bases, const TransformSource* sources, u32 first, u32 left) {
     constexpr int SOME = 2;
 #pragma unroll 1
     for (u32 pass = threadIdx.x; pass < left; pass += THREADS * SOME) {
         float sum[SOME][8];
         for (u32 k = block.sources_begin; k < block.sources_end; ++k) {
             const TransformSource& source = sources[k];
+            const Tensor src = bases.locate(source.src);
 #pragma unroll
             for (int i = 0; i < SOME; ++i) {
                 const u32 step = pass + i * THREADS;
                 if (step < left) {
-                    const Place at = place(block, first + step);
+                    const Place at = place(block, block.units, first + step);
                     float x[8];
-                    widen8(x, at.in(source.src), at.unit, source.dtype);
+                    widen8(x, at.in(src), at.unit, source.dtype);
                     // The first is taken as it is: 0 + (-0) would lose a sign.
 #pragma unroll
                     for (int e = 0; e < 8; ++e) sum[i][e] = k == block.sources_begin ? x[e] : sum[i][e] + x[e];
@@ -136,27 +150,40 @@ __device__ __forceinline__ void sum_steps(const TransformBlock& block, const Tra
         for (int i = 0; i < SOME; ++i) {
             const u32 step = pass + i * THREADS;
             if (step < left) {
-                const Place at = place(block, first + step);
-                narrow8(at.in(block.dst), at.unit, block.dtype, sum[i]);
+                const Place at = place(block, block.units, first + step);
+                narrow8(at.in(bases.dst), at.unit, block.dtype, sum[i]);
             }
         }
     }
 }
 
 // One element at a time, where rows are not aligned.
-__device__ __forceinline__ void sum_elements(const TransformBlock& block, const TransformSource* sources, u32 first, u32 left) {
+__device__ __forceinline__ void sum_elements(const TransformBlock& block, const Bases& bases, const TransformSource* sources, u32 first, u32 left) {
     for (u32 step = threadIdx.x; step < left; step += THREADS) {
-        const Place at = place(block, first + step);
+        const Place at = place(block, block.dim, first + step);
         float sum = 0.0f;
         for (u32 k = block.sources_begin; k < block.sources_end; ++k) {
-            const float x = widen(at.in(sources[k].src), at.unit, sources[k].dtype);
+            const float x = widen(at.in(bases.locate(sources[k].src)), at.unit, sources[k].dtype);
             sum = k == block.sources_begin ? x : sum + x;
         }
-        narrow(at.in(block.dst), at.unit, block.dtype, sum);
+        narrow(at.in(bases.dst), at.unit, block.dtype, sum);
     }
 }
 
-__device__ __forceinline__ void transform_tile(const TransformParams& p, u64 tile) {
+// Whether every row of a tensor begins at a multiple of 16 bytes.
+__device__ __forceinline__ bool is_aligned(const TransformBlock& block, const Tensor& x) {
+    const u64 token = block.rows > block.heads.by ? x.token : 0, head = block.heads.by > 1 ? x.head : 0;
+    return (((u64)x.ptr | token | head) & 15) == 0;
+}
+
+__device__ __forceinline__ bool are_aligned(const TransformBlock& block, const Bases& bases, const TransformSource* sources) {
+    bool aligned = is_aligned(block, bases.dst);
+    for (u32 k = block.sources_begin; k < block.sources_end; ++k)
+        aligned &= is_aligned(block, bases.locate(sources[k].src));
+    return aligned;
+}
+
+__device__ __forceinline__ void transform_tile(const TransformParams& p, Bases& bases, u64 tile) {
     u32 low = 0, high = p.block_count - 1;
     while (low < high) {
         const u32 middle = (low + high + 1) / 2;
@@ -166,19 +193,32 @@ __device__ __forceinline__ void transform_tile(const TransformParams& p, u64 til
             high = middle - 1;
     }
     const TransformBlock& block = p.blocks[low];
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        bases.dst = bases.locate(block.dst);
+        if (block.sources_begin < block.sources_end) bases.src = bases.locate(p.sources[block.sources_begin].src);
+    }
+    __syncthreads();
     const u32 first = (u32)(tile - block.first_tile) * (THREADS * STEPS);
     const u32 steps = (u32)block.rows * block.units.by - first;
     const u32 left = steps < THREADS * STEPS ? steps : THREADS * STEPS;
-    if (!block.wide)
-        sum_elements(block, p.sources, first, left);
+    if (!block.eights)
+        sum_elements(block, bases, p.sources, first, left);
+    else if (!are_aligned(block, bases, p.sources))
+        sum_elements(block, bases, p.sources, 8 * first, 8 * left);
     else if (block.sources_end == block.sources_begin + 1 && p.sources[block.sources_begin].dtype == block.dtype)
-        copy_steps(block, p.sources[block.sources_begin].src, first, left);
+        copy_steps(block, bases, first, left);
     else
-        sum_steps(block, p.sources, first, left);
+        sum_steps(block, bases, p.sources, first, left);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4) cpattn_transform(const __grid_constant__ TransformParams p) {
-    for (u64 tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) transform_tile(p, tile);
+    __shared__ Bases bases;
+    // Parameters are picked by constant numbers only.
+#pragma unroll
+    for (u32 i = 0; i < TRANSFORM_BASES; ++i)
+        if (threadIdx.x == i) bases.at[i] = p.bases[i];
+    for (u64 tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) transform_tile(p, bases, tile);
 }
 
 // One group of `lanes` threads per row.

@@ -33,7 +33,7 @@ use crate::{
 };
 #[cfg(feature = "cuda")]
 use crate::{
-    kernel::cuda::SmMargin,
+    kernel::cuda::sm_margin::SmMargin,
     runtime::{DeviceRank, Marks},
 };
 

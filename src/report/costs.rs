@@ -9,6 +9,7 @@
 
 use alloc::vec::Vec;
 
+use super::lists;
 use crate::plan::Plan;
 use crate::{
     call::Gradients,
@@ -60,6 +61,8 @@ pub struct Costs {
     /// The buffers that stand end to end where the workspace is longest; their bytes sum to it. Buffers of other phases
     /// lie over the same bytes.
     pub peak: Vec<PeakBuffers>,
+    /// The most bytes of lists that a rank on a device keeps there while it remembers the plan in this direction.
+    pub device_lists: u64,
 }
 
 impl Costs {
@@ -173,7 +176,14 @@ impl Plan {
         }
         steps.sort_by_key(|s| (order(s.phase), s.step));
         let (rank, direction) = (schedule.rank, schedule.direction);
-        Costs { rank, direction, steps, workspace: schedule.workspace, peak: peak(schedule) }
+        Costs {
+            rank,
+            direction,
+            steps,
+            workspace: schedule.workspace,
+            peak: peak(schedule),
+            device_lists: lists::bound(self, schedule),
+        }
     }
 }
 

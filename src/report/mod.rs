@@ -6,6 +6,7 @@
 mod bound;
 pub(crate) mod costs;
 mod explain;
+pub(crate) mod lists;
 #[cfg(feature = "std")]
 pub mod timeline;
 #[cfg(feature = "std")]

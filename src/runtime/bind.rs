@@ -57,6 +57,12 @@ impl Bindings {
         &self.tensors[tensor as usize]
     }
 
+    /// All of them, in the order of [`TensorId`].
+    #[cfg(feature = "cuda")]
+    pub(super) fn all(&self) -> &[RawTensor; TensorId::COUNT] {
+        &self.tensors
+    }
+
     /// The tensors that a direction reads or writes.
     pub(super) fn used(&self, direction: Direction, sinks: bool) -> impl Iterator<Item = (TensorId, &RawTensor)> {
         TensorId::ALL.into_iter().filter(move |t| t.is_written(direction, sinks).is_some()).map(|t| (t, self.get(t)))
@@ -129,11 +135,11 @@ fn form(plan: &Plan, prepared: &Prepared, tensor: TensorId) -> (Dtype, [usize; 3
 pub(super) fn placeholders(
     plan: &Plan,
     prepared: &Prepared,
-    make: impl Fn(Dtype, u64, u32, u32) -> RawTensor,
+    make: impl Fn(TensorId, Dtype, u64, u32, u32) -> RawTensor,
 ) -> Bindings {
     TensorId::ALL.into_iter().fold(Bindings::default(), |b, tensor| {
         let (dtype, [tokens, heads, dim]) = form(plan, prepared, tensor);
-        b.with(tensor, make(dtype, tokens as u64, heads as u32, dim as u32))
+        b.with(tensor, make(tensor, dtype, tokens as u64, heads as u32, dim as u32))
     })
 }
 

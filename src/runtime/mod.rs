@@ -36,8 +36,6 @@ mod failure;
 mod front;
 mod host;
 mod lanes;
-#[cfg(feature = "cuda")]
-mod measure;
 mod ops;
 mod proof;
 mod tags;

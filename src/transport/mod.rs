@@ -100,4 +100,10 @@ pub trait DeviceTransport: Transport {
 
     /// Makes room for exchanges of that many messages each way, so that none allocates.
     fn reserve(&self, messages: usize);
+
+    /// Whether an exchange can be enqueued while the stream is being captured into a CUDA graph: its replays then move the
+    /// data again, without the host. Otherwise a run that exchanges anything is refused during a capture.
+    fn can_capture(&self) -> bool {
+        false
+    }
 }

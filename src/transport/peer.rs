@@ -130,6 +130,12 @@ impl DeviceTransport for Peer {
         self.stream.synchronize()
     }
 
+    /// Each replay repeats the copies, in the order of the events that were captured. The hosts of the ranks meet while
+    /// they capture, not when the graph is replayed.
+    fn can_capture(&self) -> bool {
+        true
+    }
+
     fn reserve(&self, messages: usize) {
         let mut e = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         let world = self.local.world();
@@ -137,7 +143,8 @@ impl DeviceTransport for Peer {
         e.arrived.reserve(messages);
         e.sends.reserve(world);
         e.recvs.reserve(world);
-        e.peers.reserve(world);
+        // A peer for each message, until each is there once.
+        e.peers.reserve(messages.max(world));
         e.notes.reserve(2 * world);
     }
 }

@@ -156,7 +156,15 @@ static void tensors(int devices) {
   memcpy(&begin, found, sizeof begin), memcpy(&end, found + 1, sizeof end);
   CUDA(driver.stream_create(&other, 1));
   CUDA(begin(other, 2 /* relaxed */));
-  CHANGED(a.stream = other, CPATTN_UNSUPPORTED, "a stream that is being captured");
+  /* A run can be captured once its plan is prepared; this one is, and the other is not. */
+  cpattn_problem with_cap = problem(CPATTN_F16, DIM);
+  with_cap.softcap = 3;
+  cpattn_plan *capped = plan_of(with_cap, 0);
+  a = args(), a.stream = other;
+  REFUSED(CPATTN_UNSUPPORTED, "a stream that is being captured", cpattn_forward(rank, capped, &a));
+  REFUSED(CPATTN_UNSUPPORTED, "call prepare before the capture begins", cpattn_forward(rank, capped, &a));
+  OK(cpattn_plan_destroy(capped));
+  OK(cpattn_forward(rank, plan, &a));
   CUDA(end(other, &graph));
   CUDA(driver.stream_destroy(other));
 

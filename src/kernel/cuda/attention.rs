@@ -3,10 +3,12 @@
 
 use super::check::{self, Checker, Expected};
 use super::fused::heads;
+use super::launch::{Launch, Launches, items};
 use super::lists::{self, Lists, Tiles};
 use super::params::{Backward, Forward, Heads, SCORE_GENERAL, SCORE_SOFTCAP, Score, Tensor};
-use super::staging::{Staging, Writer};
-use super::{Cuda, Ready, Stream, dq_semaphore, find};
+use super::room::{Part, Room};
+use super::staging::Staging;
+use super::{Cuda, Stream, dq_semaphore, find};
 use crate::call::{Attend, AttendBackward, Gradients, HeadMap, RawTensor};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
@@ -54,9 +56,20 @@ impl Cuda {
         staging: &mut Staging,
         stream: Stream,
     ) -> Result<()> {
+        // SAFETY: the launches read and write what the caller promised, and lists in the ring.
+        unsafe { self.launch(staging, stream, |ring| self.attend_launches(call, max_score, ring)) }
+    }
+
+    /// The launches of [`Cuda::attend`], their lists written into `room`.
+    pub(super) fn attend_launches(
+        &self,
+        call: &Attend<'_>,
+        max_score: RawTensor,
+        room: &mut impl Room,
+    ) -> Result<(Part, Launches)> {
         let (element, shape, s) = find(call.q.dtype, call.q.dim, call.v.dim)?;
         refuse_aligned(call.aligned)?;
-        let checker = self.checker();
+        let checker = self.checker(room);
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
         let window = check::score(&call.score)?;
         check::ranges(&call.ranges, call.q.tokens, call.k.tokens.min(call.v.tokens), !call.slopes.is_none())?;
@@ -102,22 +115,21 @@ impl Cuda {
             return Err(Error::invalid("max_score.head_stride", max_score.head_stride, 1));
         }
 
-        let _entered = self.enter()?;
         let kernel = {
             let mut kernels = self.kernels();
             self.attention(&mut kernels, element, shape)?.forward
         };
         let tiles = Tiles { queries: s.forward.rows, keys: 0 };
-        let mut writer = staging.begin(lists::bytes(&call.ranges, tiles))?;
-        let lists = lists::write(staging, &mut writer, &call.ranges, tiles, window);
+        let (mut writer, scratch) = room.begin(lists::bytes(&call.ranges, tiles))?;
+        let lists = lists::write(scratch, &mut writer, &call.ranges, tiles, window);
         params.heads.items = items(lists.query_tiles, q_heads)?;
-        if params.heads.items == 0 {
-            return Ok(());
+        let mut launches = Launches::default();
+        if params.heads.items > 0 {
+            (params.queries, params.keys) = (lists.queries, lists.keys);
+            (params.partners, params.work) = (lists.keys_of, lists.query_work);
+            launches.push(Launch::tiles(kernel, params.heads.items, false, &params));
         }
-        (params.queries, params.keys) = (lists.queries, lists.keys);
-        (params.partners, params.work) = (lists.keys_of, lists.query_work);
-        // SAFETY: the caller's promise, and lists that live in the ring until the launch is done.
-        sequence(staging, &writer, stream, || unsafe { self.start(kernel, params.heads.items, stream, &params) })
+        Ok((writer.part(), launches))
     }
 
     /// Backward attention: see [`AttendBackward`]. All gradients are one launch where a block of the device has the shared
@@ -130,9 +142,19 @@ impl Cuda {
     /// # Safety
     /// As [`Cuda::attend`], with dq, dk and dv in the place of o.
     pub unsafe fn attend_backward(&self, call: &AttendBackward, staging: &mut Staging, stream: Stream) -> Result<()> {
+        // SAFETY: as in `attend`.
+        unsafe { self.launch(staging, stream, |ring| self.attend_backward_launches(call, ring)) }
+    }
+
+    /// The launches of [`Cuda::attend_backward`], their lists written into `room`.
+    pub(super) fn attend_backward_launches(
+        &self,
+        call: &AttendBackward<'_>,
+        room: &mut impl Room,
+    ) -> Result<(Part, Launches)> {
         let (element, shape, s) = find(call.q.dtype, call.q.dim, call.v.dim)?;
         refuse_aligned(call.aligned)?;
-        let checker = self.checker();
+        let checker = self.checker(room);
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
         let window = check::score(&call.score)?;
         check::ranges(&call.ranges, call.q.tokens, call.k.tokens.min(call.v.tokens), !call.slopes.is_none())?;
@@ -178,68 +200,34 @@ impl Cuda {
             }
         }
 
-        let _entered = self.enter()?;
         if let Some(fused) = self.fused(s).filter(|_| call.gradients == Gradients::All) {
-            let function = self.attention(&mut self.kernels(), element, shape)?.fused.expect("loaded with the shape");
-            let kernel = Ready { function, launch: fused.launch };
-            // SAFETY: the caller's promise.
-            return unsafe { self.fused_backward(call, kernel, fused, params, window, staging, stream) };
+            let kernel = self.attention(&mut self.kernels(), element, shape)?.fused.expect("loaded with the shape");
+            return self.fused_launches(call, kernel, fused, params, window, room);
         }
         let (queries, keys, values) = {
             let mut kernels = self.kernels();
             let loaded = self.sides(&mut kernels, element, shape)?;
-            (
-                Ready { function: loaded.queries, launch: s.queries },
-                Ready { function: loaded.keys, launch: s.keys },
-                loaded.values.map(|function| Ready { function, launch: s.keys }),
-            )
+            (loaded.queries, loaded.keys, loaded.values)
         };
         let tiles = backward_tiles(call.gradients, s);
-        let mut writer = staging.begin(lists::bytes(&call.ranges, tiles))?;
+        let (mut writer, scratch) = room.begin(lists::bytes(&call.ranges, tiles))?;
         let Lists { query_tiles, key_tiles, keys_of, queries_of, query_work, key_work, queries: q_runs, keys: k_runs } =
-            lists::write(staging, &mut writer, &call.ranges, tiles, window);
+            lists::write(scratch, &mut writer, &call.ranges, tiles, window);
         let (query_items, key_items) = (items(query_tiles, call.q.heads)?, items(key_tiles, key_heads)?);
-        if query_items == 0 && key_items == 0 {
-            return Ok(());
-        }
         (params.queries, params.keys) = (q_runs, k_runs);
-        sequence(staging, &writer, stream, || {
-            if query_items > 0 {
-                (params.partners, params.work, params.heads.items) = (keys_of, query_work, query_items);
-                // SAFETY: the caller's promise, and lists that live in the ring until the launch is done.
-                unsafe { self.start(queries, query_items, stream, &params) }?;
+        let mut launches = Launches::default();
+        if query_items > 0 {
+            (params.partners, params.work, params.heads.items) = (keys_of, query_work, query_items);
+            launches.push(Launch::tiles(queries, query_items, false, &params));
+        }
+        if key_items > 0 {
+            (params.partners, params.work, params.heads.items) = (queries_of, key_work, key_items);
+            for kernel in [Some(keys), values].into_iter().flatten() {
+                launches.push(Launch::tiles(kernel, key_items, false, &params));
             }
-            if key_items > 0 {
-                (params.partners, params.work, params.heads.items) = (queries_of, key_work, key_items);
-                for kernel in [Some(keys), values].into_iter().flatten() {
-                    // SAFETY: as above.
-                    unsafe { self.start(kernel, key_items, stream, &params) }?;
-                }
-            }
-            Ok(())
-        })
+        }
+        Ok((writer.part(), launches))
     }
-
-    /// Launches an attention kernel over `items` tiles.
-    ///
-    /// # Safety
-    /// As [`super::driver::Function::launch`].
-    unsafe fn start<P>(&self, kernel: Ready, items: u32, stream: Stream, params: &P) -> Result<()> {
-        let blocks = self.grid(kernel, items)?;
-        // SAFETY: the caller's promise.
-        unsafe { kernel.function.launch(blocks, kernel.launch.threads, kernel.launch.shared, stream, params) }
-    }
-}
-
-/// Upload, launch, and the event after which the ring may be reused, whatever became of the launch.
-pub(super) fn sequence(
-    staging: &mut Staging,
-    writer: &Writer,
-    stream: Stream,
-    launch: impl FnOnce() -> Result<()>,
-) -> Result<()> {
-    let done = staging.upload(writer, stream).and_then(|()| launch());
-    done.and(staging.end(writer, stream))
 }
 
 fn backward_tiles(gradients: Gradients, shape: &super::Shape) -> Tiles {
@@ -252,14 +240,6 @@ fn backward_tiles(gradients: Gradients, shape: &super::Shape) -> Tiles {
 /// Words of a running lse: see [`Attend::running_lse`].
 pub(super) fn lse_words(t: &RawTensor) -> u32 {
     if t.dim == 1 { 1 } else { 2 }
-}
-
-/// Tiles times heads.
-pub(super) fn items(tiles: usize, heads: u32) -> Result<u32> {
-    let items = tiles as u64 * u64::from(heads);
-    u32::try_from(items).ok().filter(|&items| items <= i32::MAX as u32).ok_or_else(|| {
-        Error::unsupported(format!("{items} tiles in one call"), "a launch has at most 2^31 blocks", "cut the ranges")
-    })
 }
 
 fn refuse_aligned(aligned: bool) -> Result<()> {

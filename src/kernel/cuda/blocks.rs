@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The launches that only move memory: transforms, delta, finish, merge.
 
-use super::attention::{items, lse_words, sequence};
+use super::attention::lse_words;
+use super::bases::{self, Place};
 use super::check::{self, Checker, Expected};
+use super::launch::{Grid, Launch, Launches, items};
 use super::lists::run;
 use super::params;
-use super::staging::{Staging, padded};
+use super::room::{Part, Places, Room, padded};
+use super::staging::Staging;
 use super::{Cuda, Stream};
 use crate::call::{Delta, Finish, Merge, RawTensor, Transform};
 use crate::element::Dtype;
@@ -17,6 +20,8 @@ const THREADS: u32 = 256;
 const TILE_STEPS: u64 = THREADS as u64 * 4;
 /// Steps of one work item of `finish`.
 const FINISH_STEPS: u64 = 2048;
+/// Of a tensor without elements.
+const NOWHERE: Place = Place { base: 0, row: 0, first_head: 0 };
 
 impl Cuda {
     /// Bytes of staging that [`Cuda::transform`] needs for this call.
@@ -42,7 +47,15 @@ impl Cuda {
     /// reads and blocks for writes; blocks overlap no other block and no source, but for a first source that is the
     /// block itself, and nobody else accesses them.
     pub unsafe fn transform(&self, call: &Transform, staging: &mut Staging, stream: Stream) -> Result<()> {
-        let checker = self.checker();
+        // SAFETY: the launch reads and writes what the caller promised, and lists in the ring.
+        unsafe { self.launch(staging, stream, |ring| self.transform_launches(call, ring)) }
+    }
+
+    /// The launch of [`Cuda::transform`], its lists written into `room`.
+    pub(super) fn transform_launches(&self, call: &Transform<'_>, room: &mut impl Room) -> Result<(Part, Launches)> {
+        let checker = self.checker(room);
+        let places = room.places();
+        let is_memory = matches!(places, Places::Memory);
         for (i, block) in call.blocks.iter().enumerate() {
             let Some(sources) = call.sources.get(block.sources_begin as usize..block.sources_end as usize) else {
                 return Err(Error::invalid(
@@ -58,54 +71,70 @@ impl Cuda {
                 movable(checker, &name, source)?;
             }
             block.check_in_place(i, sources)?;
-            let folded = fold(&block.dst, sources);
-            if folded.rows * u64::from(folded.units) > u64::from(u32::MAX / 2) || folded.too_long {
+            let steps = Steps::of(&block.dst);
+            let alone = steps.elements > u64::from(u32::MAX / 2);
+            let all = || core::iter::once(&block.dst).chain(sources);
+            // What the kernel counts with 32 bits.
+            if steps.count() > u64::from(u32::MAX / 2) || (alone && is_memory && !all().all(is_aligned)) {
                 return Err(Error::unsupported(
                     format!("blocks[{i}] of {} rows", block.dst.tokens),
                     "a block has at most 2^31 steps of 8 elements (of one where rows are not aligned to 16 bytes)",
                     "cut the block",
                 ));
             }
+            if alone {
+                all().for_each(|t| room.must_align(t.ptr as usize as u64));
+            }
         }
 
-        let _entered = self.enter()?;
         let function = self.blocks(&mut self.kernels())?.transform;
-        let mut writer = staging.begin(self.transform_bytes(call))?;
+        let located = |t: &RawTensor| {
+            let params::Tensor { ptr, token, head } = bases::bytes(t);
+            let Place { base, row, first_head } = if Steps::of(t).count() == 0 { NOWHERE } else { places.of(ptr) };
+            params::TransformTensor { row, token, head, first_head, base }
+        };
+        let (mut writer, _) = room.begin(self.transform_bytes(call))?;
         let (blocks, blocks_at) = writer.array::<params::TransformBlock>(call.blocks.len());
         let (sources, sources_at) = writer.array::<params::TransformSource>(call.sources.len());
         for (out, source) in sources.iter_mut().zip(call.sources) {
-            *out = params::TransformSource { src: tensor(source), dtype: source.dtype as u32, unused: 0 };
+            *out = params::TransformSource { src: located(source), dtype: source.dtype as u32, unused: 0 };
         }
         let (mut tiles, mut count) = (0, 0);
         for block in call.blocks {
-            let list = &call.sources[block.sources_begin as usize..block.sources_end as usize];
-            let folded = fold(&block.dst, list);
-            let steps = folded.rows * u64::from(folded.units);
-            if steps == 0 {
+            let steps = Steps::of(&block.dst);
+            if steps.count() == 0 {
                 continue;
             }
             blocks[count] = params::TransformBlock {
-                dst: tensor(&block.dst),
-                rows: folded.rows,
+                dst: located(&block.dst),
+                rows: steps.rows,
                 first_tile: tiles,
-                heads: params::Divisor::new(folded.heads),
-                units: params::Divisor::new(folded.units),
-                wide: u32::from(folded.wide),
+                heads: params::Divisor::new(block.dst.heads),
+                units: params::Divisor::new(steps.units),
+                dim: params::Divisor::new(block.dst.dim),
+                eights: u32::from(steps.eights),
                 dtype: block.dst.dtype as u32,
                 sources_begin: block.sources_begin,
                 sources_end: block.sources_end,
+                unused: 0,
             };
             count += 1;
-            tiles += steps.div_ceil(TILE_STEPS);
+            tiles += steps.count().div_ceil(TILE_STEPS);
         }
-        if count == 0 {
-            return Ok(());
+        let mut launches = Launches::default();
+        if count > 0 {
+            let params = params::Transform {
+                blocks: blocks_at,
+                sources: sources_at,
+                tiles,
+                block_count: count as u32,
+                unused: 0,
+                bases: [params::Tensor::default(); params::BASES],
+            };
+            let grid = Grid::Blocks(tiles.min(1 << 30) as u32);
+            launches.push(Launch::new(function, grid, (THREADS, 0), &params));
         }
-        let params =
-            params::Transform { blocks: blocks_at, sources: sources_at, tiles, block_count: count as u32, unused: 0 };
-        let grid = tiles.min(1 << 30) as u32;
-        // SAFETY: the caller's promise, and lists that live in the ring until the launch is done.
-        sequence(staging, &writer, stream, || unsafe { function.launch(grid, THREADS, 0, stream, &params) })
+        Ok((writer.part(), launches))
     }
 
     /// Row sums before the backward: see [`Delta`].
@@ -116,7 +145,14 @@ impl Cuda {
     /// # Safety
     /// As [`Cuda::attend`]: o and d_o are valid for reads, delta for writes, and delta overlaps neither.
     pub unsafe fn delta(&self, call: &Delta, stream: Stream) -> Result<()> {
-        let checker = self.checker();
+        let _entered = self.enter()?;
+        let Some(launch) = self.delta_launch(call, self.memory_checker())? else { return Ok(()) };
+        // SAFETY: the caller's promise about tensors and stream.
+        unsafe { launch.start(self, stream) }
+    }
+
+    /// The launch of [`Cuda::delta`]; none when there are no rows.
+    pub(super) fn delta_launch(&self, call: &Delta, checker: Checker) -> Result<Option<Launch>> {
         check::element(call.o.dtype)?;
         check::dim("o.dim", call.o.dim, 256)?;
         let like = Expected { heads: call.o.heads, dim: call.o.dim, dtype: call.o.dtype, align: 16 };
@@ -137,13 +173,11 @@ impl Cuda {
             lanes,
         };
         if params.rows == 0 {
-            return Ok(());
+            return Ok(None);
         }
-        let _entered = self.enter()?;
         let function = self.blocks(&mut self.kernels())?.delta;
         let grid = params.rows.div_ceil(u64::from(THREADS / lanes)).min(1 << 30) as u32;
-        // SAFETY: the caller's promise.
-        unsafe { function.launch(grid, THREADS, 0, stream, &params) }
+        Ok(Some(Launch::new(function, Grid::Blocks(grid), (THREADS, 0), &params)))
     }
 
     /// Rows that no pair covers: see [`Finish`].
@@ -154,7 +188,12 @@ impl Cuda {
     /// # Safety
     /// As [`Cuda::attend`]: the rows of o and lse are valid for writes, sinks for reads.
     pub unsafe fn finish(&self, call: &Finish, staging: &mut Staging, stream: Stream) -> Result<()> {
-        let checker = self.checker();
+        // SAFETY: the launch reads and writes what the caller promised, and lists in the ring.
+        unsafe { self.launch(staging, stream, |ring| self.finish_launches(call, ring)) }
+    }
+
+    fn finish_launches(&self, call: &Finish<'_>, room: &mut impl Room) -> Result<(Part, Launches)> {
+        let checker = self.checker(room);
         check::element(call.o.dtype)?;
         check::dim("o.dim", call.o.dim, 256)?;
         let o = Expected { heads: call.o.heads, dim: call.o.dim, dtype: call.o.dtype, align: 16 };
@@ -180,9 +219,8 @@ impl Cuda {
             ));
         }
 
-        let _entered = self.enter()?;
         let function = self.blocks(&mut self.kernels())?.finish;
-        let mut writer = staging.begin(self.finish_bytes(call))?;
+        let (mut writer, _) = room.begin(self.finish_bytes(call))?;
         let (runs, runs_at) = writer.array::<params::Run>(call.rows.len());
         for (out, range) in runs.iter_mut().zip(call.rows) {
             *out = run(range, 0, 0, 0);
@@ -197,13 +235,13 @@ impl Cuda {
             }
         }
         params.items = items(tiles, 1)?;
-        if params.items == 0 || call.o.heads == 0 {
-            return Ok(());
+        let mut launches = Launches::default();
+        if params.items > 0 && call.o.heads > 0 {
+            (params.runs, params.work) = (runs_at, work_at);
+            let grid = Grid::Blocks(params.items.min(1 << 30));
+            launches.push(Launch::new(function, grid, (THREADS, 0), &params));
         }
-        (params.runs, params.work) = (runs_at, work_at);
-        let grid = params.items.min(1 << 30);
-        // SAFETY: the caller's promise, and lists that live in the ring until the launch is done.
-        sequence(staging, &writer, stream, || unsafe { function.launch(grid, THREADS, 0, stream, &params) })
+        Ok((writer.part(), launches))
     }
 
     /// Merges two partial results: see [`Merge`].
@@ -214,7 +252,7 @@ impl Cuda {
     /// # Safety
     /// As [`Cuda::attend`]: o and lse are valid for reads and writes, the others for reads, and nothing overlaps.
     pub unsafe fn merge(&self, call: &Merge, stream: Stream) -> Result<()> {
-        let checker = self.checker();
+        let checker = self.memory_checker();
         if !call.o.dim.is_multiple_of(4) {
             return Err(Error::unsupported(format!("o.dim {}", call.o.dim), "multiples of 4", "pad with zeros"));
         }
@@ -242,8 +280,9 @@ impl Cuda {
         let _entered = self.enter()?;
         let function = self.blocks(&mut self.kernels())?.merge;
         let grid = params.rows.div_ceil(u64::from(THREADS / 32)).min(1 << 30) as u32;
-        // SAFETY: the caller's promise.
-        unsafe { function.launch(grid, THREADS, 0, stream, &params) }
+        let launch = Launch::new(function, Grid::Blocks(grid), (THREADS, 0), &params);
+        // SAFETY: the caller's promise about tensors and stream.
+        unsafe { launch.start(self, stream) }
     }
 }
 
@@ -273,77 +312,48 @@ fn movable(checker: Checker, name: &str, t: &RawTensor) -> Result<()> {
     checker.memory(name, t, t.dtype.size()).map(|_| ())
 }
 
-fn tensor(t: &RawTensor) -> params::Tensor {
-    let size = t.dtype.size() as i64;
-    params::Tensor {
-        ptr: t.ptr as usize as u64,
-        token: t.token_stride.wrapping_mul(size),
-        head: t.head_stride.wrapping_mul(size),
-    }
-}
-
-/// A block with the dimensions folded that lie end to end in all its tensors.
+/// How a block is gone through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Folded {
+struct Steps {
+    /// Tokens times heads.
     rows: u64,
-    heads: u32,
+    /// Steps of one row.
     units: u32,
-    wide: bool,
-    too_long: bool,
+    /// Whether a step is 8 elements.
+    eights: bool,
+    elements: u64,
 }
 
-fn fold(dst: &RawTensor, sources: &[RawTensor]) -> Folded {
-    let all = || core::iter::once(dst).chain(sources);
-    let (mut tokens, mut heads, mut dim) = (dst.tokens, u64::from(dst.heads), u64::from(dst.dim));
-    let wide_memory = all().all(|t| {
-        let bytes = |stride: i64| stride.wrapping_mul(t.dtype.size() as i64);
-        (t.ptr as usize).is_multiple_of(16)
-            && (tokens <= 1 || bytes(t.token_stride) % 16 == 0)
-            && (heads <= 1 || bytes(t.head_stride) % 16 == 0)
-    });
-    if heads <= 1 || all().all(|t| t.head_stride == dim as i64) {
-        (dim, heads) = (dim * heads, heads.min(1));
-        if tokens <= 1 || all().all(|t| t.token_stride == dim as i64) {
-            (dim, tokens) = (dim * tokens, tokens.min(1));
-        }
+impl Steps {
+    fn of(t: &RawTensor) -> Self {
+        let rows = t.tokens.saturating_mul(u64::from(t.heads));
+        let eights = t.dim.is_multiple_of(8);
+        let units = if eights { t.dim / 8 } else { t.dim };
+        Self { rows, units, eights, elements: rows.saturating_mul(u64::from(t.dim)) }
     }
-    let wide = wide_memory && dim.is_multiple_of(8);
-    let units = if wide { dim / 8 } else { dim };
-    Folded {
-        rows: tokens.saturating_mul(heads),
-        heads: heads.max(1) as u32,
-        units: units as u32,
-        wide,
-        too_long: units > u64::from(u32::MAX / 2),
+
+    fn count(self) -> u64 {
+        self.rows.saturating_mul(u64::from(self.units))
     }
+}
+
+/// Whether all rows begin at multiples of 16 bytes.
+fn is_aligned(t: &RawTensor) -> bool {
+    let bytes = bases::bytes(t);
+    bytes.ptr.is_multiple_of(16) && (t.tokens <= 1 || bytes.token % 16 == 0) && (t.heads <= 1 || bytes.head % 16 == 0)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn at(address: usize, tokens: u64, heads: u32, dim: u32) -> RawTensor {
-        RawTensor::compact(address as *mut u8, Dtype::Bf16, tokens, heads, dim)
-    }
-
     #[test]
-    fn compact_blocks_are_one_row() {
-        let folded = fold(&at(256, 10, 4, 64), &[at(4096, 10, 4, 64)]);
-        assert_eq!(folded, Folded { rows: 1, heads: 1, units: 320, wide: true, too_long: false });
-        // A part of the heads of a larger tensor: one row per token.
-        let part = RawTensor { token_stride: 512, ..at(4096, 10, 4, 64) };
-        let folded = fold(&at(256, 10, 4, 64), &[part]);
-        assert_eq!(folded, Folded { rows: 10, heads: 1, units: 32, wide: true, too_long: false });
-        // Heads first: nothing folds.
-        let first = RawTensor { token_stride: 64, head_stride: 640, ..part };
-        let folded = fold(&at(256, 10, 4, 64), &[first]);
-        assert_eq!(folded, Folded { rows: 40, heads: 4, units: 8, wide: true, too_long: false });
-    }
-
-    #[test]
-    fn odd_addresses_and_dims_go_one_by_one() {
-        assert!(!fold(&at(258, 10, 4, 64), &[]).wide);
-        assert_eq!(fold(&at(256, 3, 1, 1), &[]), Folded { rows: 1, heads: 1, units: 3, wide: false, too_long: false });
-        assert_eq!(fold(&at(256, 0, 4, 64), &[]).rows, 0);
+    fn steps_are_8_elements_where_the_dim_allows() {
+        let steps =
+            |tokens, heads, dim| Steps::of(&RawTensor::compact(core::ptr::null_mut(), Dtype::Bf16, tokens, heads, dim));
+        assert_eq!(steps(10, 4, 64), Steps { rows: 40, units: 8, eights: true, elements: 2560 });
+        assert_eq!(steps(10, 4, 3), Steps { rows: 40, units: 3, eights: false, elements: 120 });
+        assert_eq!((steps(10, 4, 64).count(), steps(3, 1, 1).count(), steps(0, 4, 64).count()), (320, 3, 0));
+        assert_eq!(steps(u64::MAX, 4, 64).count(), u64::MAX);
     }
 }

@@ -14,7 +14,7 @@
 
 use super::lists::{Tiles, cut, invert, key_cost, ring_steps, run, work};
 use super::params::{Run, WORK_ZERO, Work};
-use super::staging::{Staging, Writer, padded};
+use super::room::{Scratch, Writer, padded};
 use crate::call::{Mode, Range, Ranges};
 use alloc::vec::Vec;
 
@@ -76,8 +76,8 @@ fn is_met(ranges: &Ranges, pairs: &[u32], tiles: Tiles, (left, right): (i64, i64
 
 /// Writes the lists. Ranges were checked; windows are cut as [`super::check::score`] cuts them.
 pub(super) fn write(
-    staging: &mut Staging,
-    writer: &mut Writer,
+    scratch: &mut Scratch,
+    writer: &mut Writer<'_>,
     ranges: &Ranges,
     tiles: Tiles,
     window: (i64, i64),
@@ -99,8 +99,8 @@ pub(super) fn write(
     let count = number(before, ranges.q.iter().map(|q| tiles_of(q.range.len, tiles.queries)));
     let (before, key_tiles) = writer.array::<u32>(ranges.k.len());
     let key_count = number(before, ranges.k.iter().map(|k| tiles_of(k.len, tiles.keys)));
-    order(&mut staging.tiles, &mut staging.runs, ranges, (key_runs, inverse), tiles, window);
-    let (work, items) = work(staging, writer);
+    order(&mut scratch.tiles, &mut scratch.runs, ranges, (key_runs, inverse), tiles, window);
+    let (work, items) = work(scratch, writer);
     let tile_counter = writer.words(1);
     let words = count * q_heads as usize;
     let dq_semaphore = writer.words(words);

@@ -130,14 +130,13 @@ impl Context {
         self.handle
     }
 
-    /// Refuses streams whose work could not be ordered, or not be done again: those of another context, and those that
-    /// are being captured into a graph, whose replays would read lists that later calls have overwritten.
+    /// Refuses streams of another context, whose work could not be ordered.
     ///
     /// # Safety
     /// The stream is the driver's, and was not destroyed.
     pub unsafe fn accept(&self, stream: sys::CUstream) -> Result<()> {
         let _entered = self.enter()?;
-        let (mut owner, mut capturing) = (null_mut(), sys::STREAM_CAPTURE_NONE);
+        let mut owner = null_mut();
         // SAFETY: a live stream, as promised; `owner` is a local.
         let code = unsafe { sys::cuStreamGetCtx(stream, &raw mut owner) };
         if code == sys::INVALID_HANDLE || (owner != self.handle && !owner.is_null()) {
@@ -146,17 +145,19 @@ impl Context {
             return Err(Error::invalid("stream", found, expected)
                 .hint("streams are those of the device's primary context, which is what the CUDA runtime uses"));
         }
-        check("cuStreamGetCtx", code)?;
-        // SAFETY: as above.
-        unsafe { call!(cuStreamIsCapturing(stream, &raw mut capturing)) }?;
-        if capturing != sys::STREAM_CAPTURE_NONE {
-            return Err(Error::unsupported(
-                "a stream that is being captured",
-                "a call writes its lists anew each time, which a graph would not",
-                "end the capture before the call",
-            ));
-        }
-        Ok(())
+        check("cuStreamGetCtx", code)
+    }
+
+    /// Whether a stream is being captured into a graph.
+    ///
+    /// # Safety
+    /// As [`Context::accept`].
+    pub unsafe fn is_capturing(&self, stream: sys::CUstream) -> Result<bool> {
+        let _entered = self.enter()?;
+        let mut status = sys::STREAM_CAPTURE_NONE;
+        // SAFETY: a live stream, as promised; `status` is a local.
+        unsafe { call!(cuStreamIsCapturing(stream, &raw mut status)) }?;
+        Ok(status != sys::STREAM_CAPTURE_NONE)
     }
 
     /// Waits on the host until everything on the device is done.
@@ -333,6 +334,18 @@ impl Event {
     pub fn hold(&self, stream: sys::CUstream) -> Result<()> {
         // SAFETY: the event is alive; the driver keeps what the wait needs when it is recorded anew or destroyed.
         unsafe { call!(cuStreamWaitEvent(stream, self.handle, 0)) }
+    }
+
+    /// Has each replay of the graph that a stream is captured into mark this point, as [`Event::record`] does elsewhere.
+    pub fn record_in_replays(&self, stream: sys::CUstream) -> Result<()> {
+        // SAFETY: as in `record`.
+        unsafe { call!(cuEventRecordWithFlags(self.handle, stream, sys::EVENT_RECORD_EXTERNAL)) }
+    }
+
+    /// Has each replay of the graph that a stream is captured into wait for the point, as it was marked last by then.
+    pub fn hold_in_replays(&self, stream: sys::CUstream) -> Result<()> {
+        // SAFETY: as in `hold`; the graph's owner keeps the event alive (see `DeviceRank::run`).
+        unsafe { call!(cuStreamWaitEvent(stream, self.handle, sys::EVENT_WAIT_EXTERNAL)) }
     }
 
     /// The driver's handle, to be waited for by streams of other contexts while the event lives.

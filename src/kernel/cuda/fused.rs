@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The launch of the fused backward: one kernel for dq, dk and dv.
 
-use super::attention::{items, sequence};
 use super::dq_semaphore::{self, DqSemaphore};
+use super::launch::{Launch, Launches, items};
 use super::lists::Tiles;
 use super::params::{Backward, Fused as Params};
-use super::staging::Staging;
-use super::{Cuda, Ready, Stream, shapes};
+use super::room::{Part, Room};
+use super::{Cuda, Ready, shapes};
 use crate::call::AttendBackward;
 use crate::error::Result;
 
@@ -33,55 +33,46 @@ impl shapes::Fused {
 }
 
 impl Cuda {
-    /// Launches the fused kernel of a checked call, whose lists `params` lack yet. The context is current.
-    ///
-    /// # Safety
-    /// As [`Cuda::attend_backward`].
-    pub(super) unsafe fn fused_backward(
+    /// The launch of the fused kernel for a checked call, whose lists `params` lack yet.
+    pub(super) fn fused_launches(
         &self,
         call: &AttendBackward,
         kernel: Ready,
         fused: shapes::Fused,
         mut params: Backward,
         window: (i64, i64),
-        staging: &mut Staging,
-        stream: Stream,
-    ) -> Result<()> {
+        room: &mut impl Room,
+    ) -> Result<(Part, Launches)> {
         let heads = heads(call);
         let tiles = fused.tiles();
-        let mut writer = staging.begin(dq_semaphore::bytes(&call.ranges, tiles, heads))?;
-        let lists = dq_semaphore::write(staging, &mut writer, &call.ranges, tiles, window, heads);
+        let (mut writer, scratch) = room.begin(dq_semaphore::bytes(&call.ranges, tiles, heads))?;
+        let lists = dq_semaphore::write(scratch, &mut writer, &call.ranges, tiles, window, heads);
         let DqSemaphore { keys_of, query_tiles, key_tiles, dq_semaphore, key_semaphore, tile_counter, .. } = lists;
         // Words are counted with 32 bits.
         items(lists.words, 1)?;
-        let wanted = ITEMS
-            * self.multiprocessors
-            * kernel.function.blocks_per_multiprocessor(kernel.launch.threads, kernel.launch.shared)?;
+        let wanted = ITEMS * self.multiprocessors * kernel.each;
         // Without q heads dk and dv are zeros, which somebody has to write.
         let group = if call.per_q_head { 1 } else { call.heads.group.min(call.q.heads).max(1) };
         let (parts, part_heads) = split(group, items(lists.tiles, heads.1)?, wanted);
         params.heads.items = items(lists.tiles * parts as usize, heads.1)?;
-        if params.heads.items == 0 {
-            return Ok(());
+        let mut launches = Launches::default();
+        if params.heads.items > 0 {
+            (params.queries, params.keys) = (lists.queries, lists.keys);
+            (params.partners, params.work) = (lists.queries_of, lists.work);
+            let params = Params {
+                call: params,
+                keys_of,
+                query_tiles,
+                key_tiles,
+                dq_semaphore,
+                key_semaphore,
+                tile_counter,
+                parts,
+                part_heads,
+            };
+            launches.push(Launch::tiles(kernel, params.call.heads.items, true, &params));
         }
-        (params.queries, params.keys) = (lists.queries, lists.keys);
-        (params.partners, params.work) = (lists.queries_of, lists.work);
-        let params = Params {
-            call: params,
-            keys_of,
-            query_tiles,
-            key_tiles,
-            dq_semaphore,
-            key_semaphore,
-            tile_counter,
-            parts,
-            part_heads,
-        };
-        sequence(staging, &writer, stream, || {
-            let blocks = self.resident(kernel, params.call.heads.items)?;
-            // SAFETY: the caller's promise, and lists that live in the ring until the launch is done.
-            unsafe { kernel.function.launch(blocks, kernel.launch.threads, kernel.launch.shared, stream, &params) }
-        })
+        Ok((writer.part(), launches))
     }
 }
 

@@ -5,7 +5,7 @@
 //! is then short. The cost of a tile is the number of partner rows it may meet, estimated from positions alone.
 
 use super::params::{Divisor, Run, Work};
-use super::staging::{Staging, Writer, padded};
+use super::room::{Scratch, Writer, padded};
 use crate::call::{QRange, Range, Ranges};
 
 /// Where the lists lie on the device.
@@ -68,8 +68,8 @@ pub(super) fn run(range: &Range, begin: u32, end: u32, mode: u32) -> Run {
 
 /// Writes the lists. Ranges were checked; windows are cut as [`super::check::score`] cuts them.
 pub(super) fn write(
-    staging: &mut Staging,
-    writer: &mut Writer,
+    scratch: &mut Scratch,
+    writer: &mut Writer<'_>,
     ranges: &Ranges,
     tiles: Tiles,
     window: (i64, i64),
@@ -92,22 +92,22 @@ pub(super) fn write(
         let cost = |q: &QRange, first: i64, last: i64| {
             partners(ranges, q).map(|k| met(k, first.saturating_sub(window.0), last.saturating_add(window.1))).sum()
         };
-        staging.tiles.clear();
+        scratch.tiles.clear();
         for (i, q) in ranges.q.iter().enumerate() {
-            cut(&mut staging.tiles, i, &q.range, tiles.queries, |first, last| cost(q, first, last));
+            cut(&mut scratch.tiles, i, &q.range, tiles.queries, |first, last| cost(q, first, last));
         }
-        (lists.query_work, lists.query_tiles) = work(staging, writer);
+        (lists.query_work, lists.query_tiles) = work(scratch, writer);
     }
     if tiles.keys > 0 {
         let (inverse, at) = writer.array::<u32>(ring_steps(ranges));
         lists.queries_of = at;
         invert(ranges, keys, inverse);
-        staging.tiles.clear();
+        scratch.tiles.clear();
         for (i, (k, run)) in ranges.k.iter().zip(keys.iter()).enumerate() {
             let readers = &inverse[run.begin as usize..run.end as usize];
-            cut(&mut staging.tiles, i, k, tiles.keys, |first, last| key_cost(ranges, readers, window, first, last));
+            cut(&mut scratch.tiles, i, k, tiles.keys, |first, last| key_cost(ranges, readers, window, first, last));
         }
-        (lists.key_work, lists.key_tiles) = work(staging, writer);
+        (lists.key_work, lists.key_tiles) = work(scratch, writer);
     }
     lists
 }
@@ -150,13 +150,13 @@ pub(super) fn sort(tiles: &mut [(u64, Work)]) {
 }
 
 /// Writes the tiles in their order.
-pub(super) fn work(staging: &mut Staging, writer: &mut Writer) -> (u64, usize) {
-    sort(&mut staging.tiles);
-    let (out, at) = writer.array::<Work>(staging.tiles.len());
-    for (out, (_, work)) in out.iter_mut().zip(&staging.tiles) {
+pub(super) fn work(scratch: &mut Scratch, writer: &mut Writer<'_>) -> (u64, usize) {
+    sort(&mut scratch.tiles);
+    let (out, at) = writer.array::<Work>(scratch.tiles.len());
+    for (out, (_, work)) in out.iter_mut().zip(&scratch.tiles) {
         *out = *work;
     }
-    (at, staging.tiles.len())
+    (at, scratch.tiles.len())
 }
 
 /// Of each k range, the q ranges that read it, in their own order: the order in which dk and dv are summed. (The fused

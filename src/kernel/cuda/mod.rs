@@ -27,31 +27,34 @@
 //! check     what a call is refused for
 //! attention, fused, blocks, sinks   the launches
 //! memory    streams and memory for what sits on top; shared: one device for all who name it
-//! pieces    single calls of a caller's, with the ring they need
+//! stream_kernels  single calls of a caller's, with the ring they need
 //! ```
 
 mod attention;
+pub(crate) mod bases;
 mod blocks;
 mod check;
 mod dq_semaphore;
 pub(crate) mod driver;
 mod embedded;
 mod fused;
+pub(crate) mod kept;
+mod launch;
 mod lists;
+mod margins;
 pub(crate) mod memory;
 mod params;
 mod pinned_mirror;
+mod room;
 mod shapes;
 mod shared;
 mod sinks;
-mod sm_margin;
+pub(crate) mod sm_margin;
 mod staging;
 mod stream_kernels;
 
 pub use crate::call::Merge;
 pub use memory::DeviceMemory;
-#[cfg(feature = "capi")]
-pub(crate) use sm_margin::SmMargin;
 pub use staging::Staging;
 pub use stream_kernels::StreamKernels;
 
@@ -59,12 +62,10 @@ use crate::element::Dtype;
 use crate::error::{Error, Result};
 use alloc::format;
 use alloc::sync::Arc;
-use check::Checker;
 use core::ffi::CStr;
-use core::sync::atomic::AtomicU32;
 use driver::{Context, Entered, Function, Module, sys};
-use shapes::{Launch, SHAPES, Shape};
-use sm_margin::Asked;
+use margins::Margins;
+use shapes::{SHAPES, Shape, Shaped};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A stream, as the driver knows it; null is the default stream.
@@ -76,9 +77,7 @@ pub struct Cuda {
     context: Arc<Context>,
     multiprocessors: u32,
     shared_limit: u32,
-    /// The most of what is asked for, where launches read it.
-    left_free: AtomicU32,
-    asked: Mutex<Asked>,
+    margins: Margins,
     kernels: Mutex<Kernels>,
 }
 
@@ -96,7 +95,7 @@ struct Kernels {
 #[derive(Debug)]
 struct Attention {
     forward: Ready,
-    fused: Option<Function>,
+    fused: Option<Ready>,
     /// Loaded when a call first needs them: where there is a fused kernel, only calls for one side do.
     sides: Option<Sides>,
     _modules: [Option<Module>; 2],
@@ -105,9 +104,9 @@ struct Attention {
 /// The backward kernels of one side each.
 #[derive(Debug)]
 struct Sides {
-    queries: Function,
-    keys: Function,
-    values: Option<Function>,
+    queries: Ready,
+    keys: Ready,
+    values: Option<Ready>,
     _module: Module,
 }
 
@@ -126,7 +125,9 @@ struct Blocks {
 #[derive(Clone, Copy, Debug)]
 struct Ready {
     function: Function,
-    launch: Launch,
+    launch: Shaped,
+    /// Blocks of it that a multiprocessor holds.
+    each: u32,
 }
 
 impl Cuda {
@@ -153,8 +154,7 @@ impl Cuda {
             context,
             multiprocessors,
             shared_limit,
-            left_free: AtomicU32::new(0),
-            asked: Mutex::default(),
+            margins: Margins::default(),
             kernels: Mutex::new(Kernels::default()),
         })
     }
@@ -215,10 +215,6 @@ impl Cuda {
         &self.context
     }
 
-    fn checker(&self) -> Checker {
-        Checker { ordinal: self.context.ordinal() }
-    }
-
     fn enter(&self) -> Result<Entered<'_>> {
         self.context.enter()
     }
@@ -235,7 +231,7 @@ impl Cuda {
         Module::new(&self.context, name, &text)
     }
 
-    fn function(&self, module: &Module, name: &CStr, launch: Launch) -> Result<Function> {
+    fn function(&self, module: &Module, name: &CStr, launch: Shaped) -> Result<Ready> {
         if launch.shared > self.shared_limit {
             return Err(Error::unsupported(
                 format!("{} bytes of shared memory for {name:?}", launch.shared),
@@ -243,7 +239,10 @@ impl Cuda {
                 "use the CPU kernels",
             ));
         }
-        module.function(name, launch.shared)
+        let function = module.function(name, launch.shared)?;
+        let _entered = self.enter()?;
+        let each = function.blocks_per_multiprocessor(launch.threads, launch.shared)?;
+        Ok(Ready { function, launch, each })
     }
 
     fn attention<'a>(&self, kernels: &'a mut Kernels, element: usize, shape: usize) -> Result<&'a mut Attention> {
@@ -310,18 +309,14 @@ impl Cuda {
 
     /// The shape's forward, of the tiles of which two blocks share a multiprocessor, if any does.
     fn forward(&self, module: &Module, shape: &Shape) -> Result<Ready> {
-        let ready = |name: &CStr, launch| -> Result<Ready> {
-            Ok(Ready { function: self.function(module, name, launch)?, launch })
-        };
-        let Some(narrow) = shape.narrow else { return ready(c"cpattn_forward", shape.forward) };
+        let Some(narrow) = shape.narrow else { return self.function(module, c"cpattn_forward", shape.forward) };
         if shape.forward.shared <= self.shared_limit {
-            let wide = ready(c"cpattn_forward", shape.forward)?;
-            let _entered = self.enter()?;
-            if wide.function.blocks_per_multiprocessor(wide.launch.threads, wide.launch.shared)? >= 2 {
+            let wide = self.function(module, c"cpattn_forward", shape.forward)?;
+            if wide.each >= 2 {
                 return Ok(wide);
             }
         }
-        ready(c"cpattn_forward_narrow", narrow)
+        self.function(module, c"cpattn_forward_narrow", narrow)
     }
 
     /// The shape's fused backward, where the device has the shared memory for it.
@@ -329,19 +324,14 @@ impl Cuda {
         Some(shape.fused).filter(|f| f.launch.shared + f.control <= self.shared_limit)
     }
 
-    /// Blocks of a launch over `items` tiles. The context is current.
-    fn grid(&self, kernel: Ready, items: u32) -> Result<u32> {
-        if self.left_free() == 0 {
-            return Ok(items.min(i32::MAX as u32));
-        }
-        self.resident(kernel, items)
-    }
-
-    /// As [`Cuda::grid`], never more than run at a time.
-    fn resident(&self, kernel: Ready, items: u32) -> Result<u32> {
+    /// Blocks of a launch over `items` tiles, of which a multiprocessor holds `each`: one for each tile, or, if `resident`
+    /// or where multiprocessors are left free, no more than run at a time.
+    fn grid(&self, items: u32, each: u32, resident: bool) -> u32 {
         let left_free = self.left_free();
-        let each = kernel.function.blocks_per_multiprocessor(kernel.launch.threads, kernel.launch.shared)?;
-        Ok(items.min(each * self.multiprocessors.saturating_sub(left_free).max(1)))
+        if left_free == 0 && !resident {
+            return items.min(i32::MAX as u32);
+        }
+        items.min(each.saturating_mul(self.multiprocessors.saturating_sub(left_free).max(1)))
     }
 }
 

@@ -2,19 +2,31 @@
 //! The parameter structs of the kernels: `ptx/params.cuh`, field by field. Strides are in bytes, addresses are device
 //! addresses. The assertions at the end are the layout that `nvcc` gives the other side.
 
-use bytemuck::AnyBitPattern;
+use crate::report::lists;
+use bytemuck::{NoUninit, Pod, Zeroable};
+use core::mem::offset_of;
+
+/// The parameter struct of a kernel, and where it holds addresses (byte offsets).
+pub(super) trait Parameters: NoUninit {
+    /// [`Tensor`]s: an address and two strides.
+    const TENSORS: &'static [usize];
+    /// Addresses of lists.
+    const LISTS: &'static [usize];
+    /// A table of all bases.
+    const BASES: Option<usize> = None;
+}
 
 /// `Tensor`.
-#[derive(AnyBitPattern, Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct Tensor {
+pub(crate) struct Tensor {
     pub ptr: u64,
     pub token: i64,
     pub head: i64,
 }
 
 /// `Divisor`: division by a multiplication.
-#[derive(AnyBitPattern, Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Divisor {
     pub by: u32,
@@ -34,7 +46,7 @@ impl Divisor {
 }
 
 /// `Run`.
-#[derive(AnyBitPattern, Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Run {
     pub row: i64,
@@ -48,7 +60,7 @@ pub(super) struct Run {
 }
 
 /// `Work`.
-#[derive(AnyBitPattern, Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Work {
     pub run: u32,
@@ -60,7 +72,7 @@ pub(super) const SCORE_GENERAL: u32 = 1;
 pub(super) const SCORE_SOFTCAP: u32 = 2;
 
 /// `Score`.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
 pub(super) struct Score {
     pub left: i64,
@@ -74,7 +86,7 @@ pub(super) struct Score {
 }
 
 /// `Heads`.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
 pub(super) struct Heads {
     pub q_heads: u32,
@@ -88,7 +100,7 @@ pub(super) struct Heads {
 }
 
 /// `ForwardParams`.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
 pub(super) struct Forward {
     pub q: Tensor,
@@ -112,7 +124,7 @@ pub(super) struct Forward {
 }
 
 /// `BackwardParams`.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
 pub(super) struct Backward {
     pub q: Tensor,
@@ -136,7 +148,7 @@ pub(super) struct Backward {
 }
 
 /// `FusedParams`.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
 pub(super) struct Fused {
     pub call: Backward,
@@ -153,32 +165,48 @@ pub(super) struct Fused {
 /// In [`Work::first`]: a tile of a q run that is written with zeros.
 pub(super) const WORK_ZERO: u32 = 1 << 31;
 
+/// Bases of a transform: plain memory, and the caller's tensors.
+pub(crate) const BASES: usize = 12;
+
+/// `TransformTensor`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct TransformTensor {
+    pub row: i64,
+    pub token: i64,
+    pub head: i64,
+    pub first_head: u32,
+    pub base: u32,
+}
+
 /// `TransformBlock`.
-#[derive(AnyBitPattern, Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct TransformBlock {
-    pub dst: Tensor,
+    pub dst: TransformTensor,
     pub rows: u64,
     pub first_tile: u64,
     pub heads: Divisor,
     pub units: Divisor,
-    pub wide: u32,
+    pub dim: Divisor,
+    pub eights: u32,
     pub dtype: u32,
     pub sources_begin: u32,
     pub sources_end: u32,
+    pub unused: u32,
 }
 
 /// `TransformSource`.
-#[derive(AnyBitPattern, Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct TransformSource {
-    pub src: Tensor,
+    pub src: TransformTensor,
     pub dtype: u32,
     pub unused: u32,
 }
 
 /// `TransformParams`.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
 pub(super) struct Transform {
     pub blocks: u64,
@@ -186,10 +214,11 @@ pub(super) struct Transform {
     pub tiles: u64,
     pub block_count: u32,
     pub unused: u32,
+    pub bases: [Tensor; BASES],
 }
 
 /// `DeltaParams`.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
 pub(super) struct Delta {
     pub o: Tensor,
@@ -203,7 +232,7 @@ pub(super) struct Delta {
 }
 
 /// `FinishParams`.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
 pub(super) struct Finish {
     pub o: Tensor,
@@ -218,7 +247,7 @@ pub(super) struct Finish {
 }
 
 /// `MergeParams`.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
 pub(super) struct Merge {
     pub o: Tensor,
@@ -232,7 +261,70 @@ pub(super) struct Merge {
     pub with_lse_words: u32,
 }
 
+/// `SinkParams` of `ptx/sinks.cu`.
+#[derive(Clone, Copy, Debug, NoUninit)]
+#[repr(C)]
+pub(super) struct Sinks {
+    pub lse: Tensor,
+    pub delta: Tensor,
+    pub sinks: Tensor,
+    pub dsinks: Tensor,
+    pub rows: u64,
+}
+
+/// Says where the addresses of a parameter struct are: `tensors` are [`Tensor`]s, `lists` addresses of lists.
+macro_rules! addresses {
+    ($($name:ident { tensors: [$($tensor:ident),*], lists: [$($list:ident),*] })*) => {$(
+        impl Parameters for $name {
+            const TENSORS: &'static [usize] = &[$(offset_of!($name, $tensor)),*];
+            const LISTS: &'static [usize] = &[$(offset_of!($name, $list)),*];
+        }
+    )*};
+}
+addresses! {
+    Forward {
+        tensors: [q, k, v, running, running_lse, o, lse, slopes, sinks],
+        lists: [queries, keys, partners, work]
+    }
+    Backward {
+        tensors: [q, k, v, d_o, lse, delta, dq, dk, dv, slopes],
+        lists: [queries, keys, partners, work]
+    }
+    Delta { tensors: [o, d_o, delta], lists: [] }
+    Finish { tensors: [o, lse, sinks], lists: [runs, work] }
+    Merge { tensors: [o, lse, with_o, with_lse], lists: [] }
+    Sinks { tensors: [lse, delta, sinks, dsinks], lists: [] }
+}
+
+impl Parameters for Fused {
+    // The call comes first.
+    const TENSORS: &'static [usize] = Backward::TENSORS;
+    const LISTS: &'static [usize] = &[
+        offset_of!(Backward, queries),
+        offset_of!(Backward, keys),
+        offset_of!(Backward, partners),
+        offset_of!(Backward, work),
+        offset_of!(Fused, keys_of),
+        offset_of!(Fused, query_tiles),
+        offset_of!(Fused, key_tiles),
+        offset_of!(Fused, dq_semaphore),
+        offset_of!(Fused, key_semaphore),
+        offset_of!(Fused, tile_counter),
+    ];
+}
+
+impl Parameters for Transform {
+    const TENSORS: &'static [usize] = &[];
+    const LISTS: &'static [usize] = &[offset_of!(Transform, blocks), offset_of!(Transform, sources)];
+    const BASES: Option<usize> = Some(offset_of!(Transform, bases));
+}
+
 const _: () = {
+    assert!(offset_of!(Fused, call) == 0);
+    // What plans say that a device keeps.
+    assert!(size_of::<Run>() as u64 == lists::RUN && size_of::<Work>() as u64 == lists::WORK);
+    assert!(size_of::<TransformBlock>() as u64 == lists::BLOCK && size_of::<TransformSource>() as u64 == lists::SOURCE);
+    assert!(size_of::<Sinks>() == 104);
     assert!(size_of::<Tensor>() == 24);
     assert!(size_of::<Run>() == 56);
     assert!(size_of::<Work>() == 8);
@@ -241,9 +333,10 @@ const _: () = {
     assert!(size_of::<Forward>() == 336);
     assert!(size_of::<Backward>() == 352);
     assert!(size_of::<Fused>() == 408);
-    assert!(size_of::<TransformBlock>() == 80);
-    assert!(size_of::<TransformSource>() == 32);
-    assert!(size_of::<Transform>() == 32);
+    assert!(size_of::<TransformTensor>() == 32);
+    assert!(size_of::<TransformBlock>() == 104);
+    assert!(size_of::<TransformSource>() == 40);
+    assert!(size_of::<Transform>() == 320);
     assert!(size_of::<Delta>() == 96);
     assert!(size_of::<Finish>() == 104);
     assert!(size_of::<Merge>() == 120);

@@ -57,9 +57,20 @@ impl PinnedMirror {
         self.bytes
     }
 
-    /// The host side from `offset` on.
-    pub fn host(&self, offset: usize) -> *mut u8 {
-        self.host.wrapping_add(offset)
+    /// `bytes` bytes of the host side from `offset` on.
+    ///
+    /// # Panics
+    /// When there are fewer.
+    pub fn host(&mut self, offset: usize, bytes: usize) -> &mut [u8] {
+        assert!(
+            offset.checked_add(bytes).is_some_and(|end| end <= self.bytes),
+            "{offset} and {bytes} of {}",
+            self.bytes
+        );
+        // SAFETY: `self` owns the memory, which was zeroed when it was allocated and holds the part (above). The borrow is
+        // of `self`, so nobody else on the host has it; copies to the device only read, and whoever writes has waited for
+        // those of this part.
+        unsafe { core::slice::from_raw_parts_mut(self.host.add(offset), bytes) }
     }
 
     /// The device address of `offset`.
@@ -75,7 +86,12 @@ impl PinnedMirror {
         }
         // SAFETY: both sides have the part, and live until `self` is dropped, before which the stream is done.
         unsafe {
-            call!(cuMemcpyHtoDAsync_v2(self.device(offset), self.host(offset).cast_const().cast(), bytes, stream))
+            call!(cuMemcpyHtoDAsync_v2(
+                self.device(offset),
+                self.host.wrapping_add(offset).cast_const().cast(),
+                bytes,
+                stream
+            ))
         }
     }
 

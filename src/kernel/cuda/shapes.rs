@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tiles, threads and shared memory of every compiled shape: the numbers of `ptx/shapes.cuh`.
 
-/// How one kernel is launched.
+/// How one kernel of a shape is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Launch {
+pub(super) struct Shaped {
     /// Rows of its own side that one block holds.
     pub rows: u32,
     /// Threads of a block.
@@ -19,13 +19,13 @@ pub(super) struct Shape {
     pub name: u32,
     pub head_dim: u32,
     pub value_dim: u32,
-    pub forward: Launch,
+    pub forward: Shaped,
     /// The forward with fewer keys to a tile, for multiprocessors that have no room for two blocks of the other.
-    pub narrow: Option<Launch>,
+    pub narrow: Option<Shaped>,
     /// dq.
-    pub queries: Launch,
+    pub queries: Shaped,
     /// dk and dv.
-    pub keys: Launch,
+    pub keys: Shaped,
     /// Whether dk and dv are two kernels.
     pub split: bool,
     /// dq, dk and dv at once.
@@ -36,33 +36,33 @@ pub(super) struct Shape {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Fused {
     /// Its rows are keys.
-    pub launch: Launch,
+    pub launch: Shaped,
     /// Rows of the tiles of q that it adds to.
     pub queries: u32,
     /// Most that it declares statically besides, in bytes: mostly the visits that it has prepared.
     pub control: u32,
 }
 
-const fn forward(d: u32, dv: u32, m: u32, n: u32, warps: u32) -> Launch {
+const fn forward(d: u32, dv: u32, m: u32, n: u32, warps: u32) -> Shaped {
     let rows_per_warp = m / (16 * warps);
     // With two tiles of rows per warp, largest score and sum lie in shared memory: one float per thread and row each.
     let state = if rows_per_warp > 1 { 2 * (2 * rows_per_warp * warps * 32 * 4) } else { 0 };
-    Launch { rows: m, threads: warps * 32, shared: 2 * (m * d + n * d + n * dv) + state }
+    Shaped { rows: m, threads: warps * 32, shared: 2 * (m * d + n * d + n * dv) + state }
 }
 
-const fn queries(d: u32, dv: u32, m: u32, n: u32, warps: u32, stages: u32) -> Launch {
-    Launch { rows: m, threads: warps * 32, shared: 2 * (m + stages * n) * (d + dv) + 2 * m * 4 }
+const fn queries(d: u32, dv: u32, m: u32, n: u32, warps: u32, stages: u32) -> Shaped {
+    Shaped { rows: m, threads: warps * 32, shared: 2 * (m + stages * n) * (d + dv) + 2 * m * 4 }
 }
 
-const fn keys(d: u32, dv: u32, n: u32, m: u32, warps: u32, stages: u32) -> Launch {
-    Launch { rows: n, threads: warps * 32, shared: 2 * (n + stages * m) * (d + dv) + stages * 2 * m * 4 }
+const fn keys(d: u32, dv: u32, n: u32, m: u32, warps: u32, stages: u32) -> Shaped {
+    Shaped { rows: n, threads: warps * 32, shared: 2 * (n + stages * m) * (d + dv) + stages * 2 * m * 4 }
 }
 
 const fn fused(d: u32, dv: u32, n: u32, m: u32, key_parts: u32, column_parts: u32, batch: u32) -> Fused {
     let probabilities = 2 * n * m * if column_parts > 1 { 2 } else { 1 };
     let shared = 2 * (n + 2 * m) * (d + dv) + probabilities + 2 * m * 4;
     let control = if batch > 6 { 1280 } else { 512 };
-    Fused { launch: Launch { rows: n, threads: 32 * key_parts * column_parts, shared }, queries: m, control }
+    Fused { launch: Shaped { rows: n, threads: 32 * key_parts * column_parts, shared }, queries: m, control }
 }
 
 /// All shapes, smallest first.
@@ -156,6 +156,14 @@ mod tests {
         assert_eq!(name(128, 192), Some(192));
         assert_eq!(name(256, 8), Some(256));
         assert_eq!(name(257, 8), None);
+    }
+
+    #[test]
+    fn no_tile_has_fewer_rows_than_plans_count_with() {
+        for s in SHAPES {
+            let rows = [s.forward.rows, s.queries.rows, s.keys.rows, s.fused.launch.rows, s.fused.queries];
+            assert!(rows.iter().all(|&rows| u64::from(rows) >= crate::report::lists::TILE_ROWS), "{}", s.name);
+        }
     }
 
     #[test]

@@ -4,9 +4,10 @@
 //! Loading kernels takes a driver up to seconds and memory on the device, so ranks and scratches of one process that
 //! ask for the same device get the same one. It lives as long as somebody holds it: the table keeps no device alive.
 
+use super::driver::Context;
 use super::{Cuda, Stream};
 use crate::call::{RawTensor, Score};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use alloc::sync::{Arc, Weak};
 use alloc::vec::Vec;
 use std::sync::{Mutex, PoisonError};
@@ -37,7 +38,7 @@ impl Cuda {
     /// [`Error::Invalid`](crate::Error::Invalid) and [`Error::Unsupported`](crate::Error::Unsupported), naming the
     /// tensor.
     pub fn accept(&self, name: &str, tensor: &RawTensor, align: usize) -> Result<()> {
-        self.checker().memory(name, tensor, align).map(|_| ())
+        self.memory_checker().memory(name, tensor, align).map(|_| ())
     }
 
     /// Refuses an address that is not memory of this device.
@@ -45,7 +46,7 @@ impl Cuda {
     /// # Errors
     /// As [`Cuda::accept`].
     pub fn accept_address(&self, name: &str, address: *const u8) -> Result<()> {
-        self.checker().home(name, address)
+        self.memory_checker().home(name, address)
     }
 
     /// Refuses numbers that the kernels, which score in f32, cannot take.
@@ -62,7 +63,27 @@ impl Cuda {
     /// # Safety
     /// The stream is one of the driver's, and was not destroyed.
     pub unsafe fn accept_stream(&self, stream: Stream) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.context().accept(stream) }
+        // SAFETY: the promise of this function: a live stream.
+        if unsafe { self.owns(stream)?.is_capturing(stream) }? {
+            return Err(Error::unsupported(
+                "a stream that is being captured",
+                "a single call uploads its lists each time, which a graph would not",
+                "end the capture before the call, or capture a run of a rank",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Refuses a stream of another context.
+    ///
+    /// # Errors
+    /// As [`Cuda::accept_stream`].
+    ///
+    /// # Safety
+    /// As [`Cuda::accept_stream`].
+    pub(crate) unsafe fn owns(&self, stream: Stream) -> Result<&Context> {
+        // SAFETY: the promise of this function: a live stream.
+        unsafe { self.context().accept(stream) }?;
+        Ok(self.context())
     }
 }

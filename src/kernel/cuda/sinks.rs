@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The launch of the sinks' gradient.
 
-use super::check::Expected;
-use super::params::Tensor;
+use super::check::{Checker, Expected};
+use super::launch::{Grid, Launch};
+use super::params::Sinks;
 use super::{Cuda, Stream};
 use crate::call::SinkGradient;
 use crate::element::Dtype;
@@ -10,19 +11,6 @@ use crate::error::{Error, Result};
 use alloc::format;
 
 const THREADS: u32 = 256;
-
-/// `SinkParams` of `ptx/sinks.cu`.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-struct Params {
-    lse: Tensor,
-    delta: Tensor,
-    sinks: Tensor,
-    dsinks: Tensor,
-    rows: u64,
-}
-
-const _: () = assert!(size_of::<Params>() == 104);
 
 impl Cuda {
     /// The gradient of the sinks: see [`SinkGradient`]. Everything is f32.
@@ -33,7 +21,14 @@ impl Cuda {
     /// # Safety
     /// As [`Cuda::attend`]: lse, delta and sinks are valid for reads, dsinks for writes, and dsinks overlaps none.
     pub unsafe fn sink_gradient(&self, call: &SinkGradient, stream: Stream) -> Result<()> {
-        let checker = self.checker();
+        let _entered = self.enter()?;
+        let Some(launch) = self.sink_gradient_launch(call, self.memory_checker())? else { return Ok(()) };
+        // SAFETY: the caller's promise about tensors and stream.
+        unsafe { launch.start(self, stream) }
+    }
+
+    /// The launch of [`Cuda::sink_gradient`]; none when there are no heads.
+    pub(super) fn sink_gradient_launch(&self, call: &SinkGradient, checker: Checker) -> Result<Option<Launch>> {
         if call.delta.tokens != call.lse.tokens {
             return Err(Error::invalid("delta.tokens", call.delta.tokens, call.lse.tokens));
         }
@@ -43,7 +38,7 @@ impl Cuda {
             }
         }
         let like = Expected { heads: call.lse.heads, dim: 1, dtype: Dtype::F32, align: 4 };
-        let params = Params {
+        let params = Sinks {
             lse: checker.needed("lse", &call.lse, like)?,
             delta: checker.needed("delta", &call.delta, like)?,
             sinks: checker.needed("sinks", &call.sinks, like)?,
@@ -51,11 +46,9 @@ impl Cuda {
             rows: call.lse.tokens,
         };
         if call.lse.heads == 0 {
-            return Ok(());
+            return Ok(None);
         }
-        let _entered = self.enter()?;
         let function = self.blocks(&mut self.kernels())?.sinks;
-        // SAFETY: the caller's promise.
-        unsafe { function.launch(call.lse.heads, THREADS, 0, stream, &params) }
+        Ok(Some(Launch::new(function, Grid::Blocks(call.lse.heads), (THREADS, 0), &params)))
     }
 }

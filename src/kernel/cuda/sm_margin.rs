@@ -10,24 +10,6 @@ use super::Cuda;
 use crate::error::{Error, Result};
 use alloc::format;
 use alloc::sync::Arc;
-use alloc::vec::Vec;
-use core::sync::atomic::Ordering;
-use std::sync::PoisonError;
-
-/// What is asked of one device.
-#[derive(Debug, Default)]
-pub(super) struct Asked {
-    /// By [`Cuda::leave_free`].
-    own: u32,
-    /// By each room.
-    rooms: Vec<u32>,
-}
-
-impl Asked {
-    fn most(&self) -> u32 {
-        self.rooms.iter().copied().fold(self.own, u32::max)
-    }
-}
 
 /// Multiprocessors that a device leaves free for as long as this lives.
 #[derive(Debug)]
@@ -43,18 +25,14 @@ impl SmMargin {
             let expected = format!("below the {} multiprocessors of device {}", cuda.multiprocessors(), cuda.ordinal());
             return Err(Error::invalid(argument, n, expected));
         }
-        cuda.ask(|asked| asked.rooms.push(n));
+        cuda.margins.add(n);
         Ok(Self { cuda: Arc::clone(cuda), n })
     }
 }
 
 impl Drop for SmMargin {
     fn drop(&mut self) {
-        self.cuda.ask(|asked| {
-            if let Some(at) = asked.rooms.iter().position(|&n| n == self.n) {
-                asked.rooms.swap_remove(at);
-            }
-        });
+        self.cuda.margins.remove(self.n);
     }
 }
 
@@ -63,18 +41,11 @@ impl Cuda {
     /// used), so that communication kernels find room beside them. Blocks then take several tiles each. Ranks and scratches
     /// of the C interface may ask for more while they live.
     pub fn leave_free(&self, n: u32) {
-        self.ask(|asked| asked.own = n);
+        self.margins.set_own(n);
     }
 
     /// The multiprocessors that attention leaves free now: the most that is asked for.
     pub fn left_free(&self) -> u32 {
-        self.left_free.load(Ordering::Relaxed)
-    }
-
-    fn ask(&self, change: impl FnOnce(&mut Asked)) {
-        // A panic leaves the list as it was, or longer by a number.
-        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
-        change(&mut asked);
-        self.left_free.store(asked.most(), Ordering::Relaxed);
+        self.margins.most()
     }
 }

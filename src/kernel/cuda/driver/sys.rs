@@ -50,6 +50,8 @@ pub(crate) const POINTER_DEVICE_ORDINAL: c_int = 9;
 pub(crate) const STREAM_NON_BLOCKING: c_uint = 1;
 pub(crate) const STREAM_CAPTURE_NONE: c_int = 0;
 pub(crate) const EVENT_DISABLE_TIMING: c_uint = 2;
+pub(crate) const EVENT_RECORD_EXTERNAL: c_uint = 1;
+pub(crate) const EVENT_WAIT_EXTERNAL: c_uint = 1;
 
 /// The driver's own name comes first: a toolkit has a `libcuda.so` to link with, which does nothing.
 #[cfg(windows)]
@@ -101,6 +103,7 @@ functions! {
         cuEventCreate(event: *mut CUevent, flags: c_uint);
         cuEventDestroy_v2(event: CUevent);
         cuEventRecord(event: CUevent, stream: CUstream);
+        cuEventRecordWithFlags(event: CUevent, stream: CUstream, flags: c_uint);
         cuEventQuery(event: CUevent);
         cuEventSynchronize(event: CUevent);
         cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize);
@@ -114,6 +117,7 @@ functions! {
         cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream);
         cuMemcpyDtoDAsync_v2(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream);
         cuMemsetD8Async(to: CUdeviceptr, value: u8, bytes: usize, stream: CUstream);
+        cuMemsetD32Async(to: CUdeviceptr, value: c_uint, words: usize, stream: CUstream);
         cuPointerGetAttribute(value: *mut c_void, attribute: c_int, address: CUdeviceptr);
     }
     optional {}

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The same schedules on a CUDA device.
 //!
-//! A lane is a stream here: the caller's for compute, the transport's for communication. The host walks the list once
-//! and enqueues every operation on its lane's stream; where an operation waits for one of the other lane, its stream
-//! waits for an event behind that one. No host waits for the device, and the order is the schedule's alone.
+//! A lane is a stream here: the caller's for compute, the transport's for communication. When a plan is prepared its
+//! schedule is walked once and becomes a [`Sequence`]: launches whose lists are on the device, events, exchanges. A run
+//! writes the addresses of its tensors into that, enqueues it step by step on the two streams, and returns; where an
+//! operation waits for one of the other lane, its stream waits for an event behind that one. No host waits for the device,
+//! and the order is the schedule's alone.
 //!
 //! Hosts of different ranks do meet at each exchange, to tell each other addresses (see [`peer`](crate::transport::peer)):
 //! each rank therefore runs on a thread of its own.
@@ -15,18 +17,19 @@ use super::{
     all_to_all::Watch,
     bind::{self, Bindings},
     failure::Failure,
-    measure::{Measure, dangling},
-    ops::{Backend, Job, Memory, Prepared, perform},
+    ops::{Job, Prepared, Room},
 };
 use crate::{
-    call::{Attend, AttendBackward, Delta, RawTensor, SinkGradient, Transform},
-    element::Dtype,
     error::{Cause, Error, Result},
-    kernel::cuda::{Cuda, DeviceMemory, Staging, Stream, driver::Event},
+    kernel::cuda::{Cuda, DeviceMemory, Stream, driver::Event},
     plan::Plan,
-    schedule::{ALIGNMENT, Direction, Lane, Schedule, TensorId},
-    transport::{DeviceTransport, Label, Message, Transport},
+    schedule::{ALIGNMENT, Direction, Schedule, TensorId},
+    transport::{DeviceTransport, Transport},
 };
+
+mod sequence;
+
+use sequence::Sequence;
 
 /// How many schedules a rank remembers.
 const REMEMBERED: usize = 16;
@@ -81,10 +84,12 @@ const REMEMBERED: usize = 16;
 /// ```
 pub struct DeviceRank {
     transport: Arc<dyn DeviceTransport>,
-    prepared: Vec<Enqueueable>,
-    /// A ring for each lane, and the launches in flight that both have room for.
-    staging: Option<([Staging; 2], usize)>,
+    prepared: Vec<Remembered>,
     workspace: Workspace,
+    /// Workspaces that graphs still use.
+    retired: Vec<DeviceMemory>,
+    /// The stream that was last found to be one of the device's.
+    accepted: Option<Stream>,
     marks: Marks,
 }
 
@@ -107,63 +112,17 @@ enum Workspace {
     Lent(*mut u8, usize),
 }
 
-// SAFETY: lent memory is the rank's alone while it is lent (the promise of `lend_workspace`).
+// SAFETY: lent memory is the rank's alone while it is lent (the promise of `lend_workspace`); the stream is only compared.
 unsafe impl Send for DeviceRank {}
 
-/// A schedule, an event behind each operation that the other lane waits for, and what its kernels read besides.
-struct Enqueueable {
+/// A schedule and what it is on the device.
+struct Remembered {
     prepared: Prepared,
-    events: Vec<Option<Event>>,
-    slopes: Option<DeviceMemory>,
-}
-
-/// One lane: a stream, and the ring that lists are uploaded by.
-struct Device<'a> {
-    cuda: &'a Cuda,
-    transport: &'a dyn DeviceTransport,
-    stream: Stream,
-    staging: &'a mut Staging,
-    slopes: RawTensor,
-}
-
-impl Backend for Device<'_> {
-    unsafe fn attend(&mut self, args: &Attend<'_>) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.cuda.attend(args, RawTensor::NONE, self.staging, self.stream) }
-    }
-
-    unsafe fn attend_backward(&mut self, args: &AttendBackward<'_>) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.cuda.attend_backward(args, self.staging, self.stream) }
-    }
-
-    unsafe fn transform(&mut self, args: &Transform<'_>) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.cuda.transform(args, self.staging, self.stream) }
-    }
-
-    unsafe fn delta(&mut self, args: &Delta) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.cuda.delta(args, self.stream) }
-    }
-
-    unsafe fn sink_gradient(&mut self, args: &SinkGradient) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.cuda.sink_gradient(args, self.stream) }
-    }
-
-    unsafe fn sink_total(&mut self, _: &RawTensor, _: &RawTensor) -> Result<()> {
-        unreachable!("only reproducible plans sum exactly, and prepare refuses them")
-    }
-
-    unsafe fn exchange(&mut self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.transport.exchange(label, sends, recvs) }
-    }
-
-    fn slopes(&self, _: &Plan) -> RawTensor {
-        self.slopes
-    }
+    sequence: Sequence,
+    /// Whether all ranks were found to run the same.
+    agreed: bool,
+    /// Whether a graph was captured, which uses what is here for as long as the rank lives.
+    captured: bool,
 }
 
 impl DeviceRank {
@@ -180,8 +139,9 @@ impl DeviceRank {
     pub(crate) fn with(transport: impl DeviceTransport + 'static, marks: Marks) -> Self {
         Self {
             prepared: Vec::with_capacity(REMEMBERED),
-            staging: None,
             workspace: Workspace::Own(None),
+            retired: Vec::new(),
+            accepted: None,
             marks,
             transport: Arc::new(transport),
         }
@@ -258,31 +218,48 @@ impl DeviceRank {
             })?;
         }
         self.settle()?;
-        self.workspace = Workspace::Lent(ptr, bytes);
+        let before = core::mem::replace(&mut self.workspace, Workspace::Lent(ptr, bytes));
+        if let Workspace::Own(Some(own)) = before {
+            self.retire(own);
+        }
         Ok(())
     }
 
-    /// Ends the lending: from now on the rank works in memory of its own again. Waits for what it enqueued, and prepares
-    /// plans anew.
+    /// Ends the lending: from now on the rank works in memory of its own again, which [`DeviceRank::prepare`], or the next
+    /// run, allocates. Waits for what it enqueued.
     ///
     /// # Errors
     /// The driver's.
     pub fn take_workspace_back(&mut self) -> Result<()> {
         if let Workspace::Lent(..) = self.workspace {
             self.settle()?;
-            self.prepared.clear();
             self.workspace = Workspace::Own(None);
         }
         Ok(())
     }
 
-    /// Does all that may allocate or load: schedules, kernels, events, workspace, rings. Optional; the first run of a
-    /// plan does it otherwise.
+    /// Frees memory, unless a graph may still use it.
+    fn retire(&mut self, memory: DeviceMemory) {
+        if self.prepared.iter().any(|p| p.captured) {
+            self.retired.push(memory);
+        }
+    }
+
+    /// Bytes of lists that the rank keeps on the device, for all plans that it remembers: its last 16 plans and directions,
+    /// and all that were captured into a graph. [`Plan::explain`] bounds them for each plan.
+    pub fn list_bytes(&self) -> u64 {
+        self.prepared.iter().map(|p| p.sequence.bytes() as u64).sum()
+    }
+
+    /// Does all that may allocate, load or upload: the schedule, kernels, lists, events, workspace. A run after it only
+    /// enqueues, whatever memory its tensors are in and whatever strides they have. Optional but for a run that is captured
+    /// into a graph; the first run of a plan does it otherwise.
     ///
     /// # Errors
     /// A plan for another world, an element type or head dim without a kernel, the driver's.
     pub fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<()> {
         let at = self.ready(plan, direction)?;
+        self.make_room(at)?;
         self.room(at).map(|_| ())
     }
 
@@ -329,88 +306,104 @@ impl DeviceRank {
         let cuda = Arc::clone(self.transport.device());
         cuda.prepare(p.dtype(), p.head_dim() as u32, p.value_dim() as u32)?;
         let mut prepared = Prepared::new(plan, self.rank(), Job::Attention(direction))?;
-        let mut events: Vec<Option<Event>> = (0..prepared.schedule.ops.len()).map(|_| None).collect();
-        for op in &prepared.schedule.ops {
-            if let Some(after) = op.after
-                && events[after as usize].is_none()
-            {
-                events[after as usize] = Some(Event::new(cuda.context())?);
-            }
-        }
-        let slopes = match p.slopes() {
-            Some(s) => {
-                let memory = cuda.allocate(size_of_val(s))?;
-                memory.upload(bytemuck::cast_slice(s))?;
-                Some(memory)
-            }
-            None => None,
-        };
-        self.make_room(plan, &mut prepared)?;
-        if self.prepared.len() == REMEMBERED {
+        let sequence = Sequence::record(&cuda, &mut prepared)?;
+        // What operations were listed in: the sequence has all lists.
+        (prepared.compute, prepared.communication) = (Room::default(), Room::default());
+        self.transport.reserve(sequence.most_messages);
+        if self.prepared.len() >= REMEMBERED
+            && let Some(oldest) = self.prepared.iter().position(|p| !p.captured)
+        {
             self.settle()?;
-            self.prepared.remove(0);
+            self.prepared.remove(oldest);
         }
-        self.prepared.push(Enqueueable { prepared, events, slopes });
+        self.prepared.push(Remembered { prepared, sequence, agreed: false, captured: false });
         Ok(self.prepared.len() - 1)
     }
 
-    /// Workspace and rings for one more schedule.
-    fn make_room(&mut self, plan: &Plan, prepared: &mut Prepared) -> Result<()> {
-        let cuda = Arc::clone(self.transport.device());
-        let tensors = bind::placeholders(plan, prepared, dangling);
-        let memory = Memory { tensors, workspace: core::ptr::without_provenance_mut(ALIGNMENT as usize) };
-        let mut measure = Measure::new(&cuda);
-        let Prepared { schedule, compute, .. } = prepared;
-        for op in 0..schedule.ops.len() {
-            // SAFETY: `Measure` touches no memory.
-            unsafe { perform(plan, schedule, op, &memory, compute, &mut measure) }?;
-        }
-        self.transport.reserve(measure.messages);
-        // Two runs in flight fit the ring, so that the host need not wait for the first to enqueue the second.
-        let (mut bytes, mut launches) = (2 * measure.bytes + measure.largest, 2 * measure.launches + 1);
-        let have = self.staging.as_ref().map_or((0, 0), |(rings, launches)| (rings[0].bytes(), *launches));
-        if have.0 < bytes || have.1 < launches {
-            (bytes, launches) = (bytes.max(have.0), launches.max(have.1));
-            self.settle()?;
-            self.staging = None;
-            self.staging = Some(([cuda.staging(bytes, launches)?, cuda.staging(bytes, launches)?], launches));
-        }
-        let needed = schedule.workspace as usize;
+    /// Whether the rank's own workspace is too small for a prepared run.
+    fn is_short(&self, at: usize) -> bool {
+        let needed = self.prepared[at].prepared.schedule.workspace as usize;
         let short = |own: &Option<DeviceMemory>| needed > 0 && own.as_ref().is_none_or(|m| m.bytes() < needed);
-        if matches!(&self.workspace, Workspace::Own(own) if short(own)) {
+        matches!(&self.workspace, Workspace::Own(own) if short(own))
+    }
+
+    /// Grows the rank's own workspace to what a prepared run needs.
+    fn make_room(&mut self, at: usize) -> Result<()> {
+        if self.is_short(at) {
             self.settle()?;
-            if let Workspace::Own(own) = &mut self.workspace {
-                *own = None;
-                *own = Some(cuda.allocate(needed)?);
+            if let Workspace::Own(Some(own)) = core::mem::replace(&mut self.workspace, Workspace::Own(None)) {
+                self.retire(own);
             }
+            let needed = self.prepared[at].prepared.schedule.workspace as usize;
+            self.workspace = Workspace::Own(Some(self.device().allocate(needed)?));
         }
         Ok(())
     }
 
+    /// Refuses what cannot be captured.
+    fn capturable(&self, plan: &Plan, direction: Direction) -> Result<()> {
+        let refusal = |limit, hint| Err(Error::unsupported("a stream that is being captured", limit, hint));
+        match self.known(plan, direction) {
+            None => refusal(
+                "a graph cannot hold what preparing a plan does: the plan is not prepared in this direction",
+                "call prepare before the capture begins",
+            ),
+            Some(at) if self.is_short(at) => refusal(
+                "the rank has no workspace for the plan yet, and a graph cannot hold its allocation",
+                "call prepare before the capture begins",
+            ),
+            Some(at) if self.prepared[at].sequence.exchanges() && !self.transport.can_capture() => refusal(
+                "the transport's exchanges cannot be captured, and this plan has some",
+                "run it outside of the capture, or use a transport that can be captured",
+            ),
+            Some(_) => Ok(()),
+        }
+    }
+
     /// Enqueues a run behind what is on `stream` so far, and behind this rank's earlier runs; what is put on `stream` later
-    /// comes after it. Returns once all of it is enqueued; only with more than two runs in flight it may wait for the
-    /// oldest.
+    /// comes after it. Returns once all of it is enqueued, and never waits for the device.
     ///
     /// All ranks of the group must call it with equal plans in the same order, each from a thread of its own.
     ///
+    /// # CUDA graphs
+    /// While `stream` is being captured, the run becomes part of the graph: each replay reads and writes the tensors and the
+    /// workspace that were given now, behind the rank's runs and replays that were enqueued before it. Call
+    /// [`DeviceRank::prepare`] before the capture begins. The rank keeps what its graphs use until it is dropped: the graphs
+    /// must have done their last replay by then, and a lent workspace must stay theirs. Replays and runs of one rank come
+    /// from one thread, or from threads that take turns. Ranks of transport [`peer`](crate::transport::peer) are captured
+    /// into one graph, all of them: the capture begins on the stream of one, and the streams of the others join it by an
+    /// event and join back before it ends.
+    ///
     /// # Errors
-    /// As [`Rank::run`](super::Rank::run): a tensor or stream that cannot be taken is refused before anything moves. And
-    /// the driver's; after these nothing of the run is left on the device.
+    /// As [`Rank::run`](super::Rank::run): a tensor or stream that cannot be taken is refused before anything moves; so is a
+    /// capture of a plan that is not prepared, or over a transport whose exchanges cannot be captured. And the driver's; after
+    /// these nothing of the run is left on the device.
     ///
     /// # Safety
     /// `stream` is one of the driver's and was not destroyed. When the run gets to them, in stream order, the tensors are
-    /// valid device memory for reads (inputs) or writes (outputs) that nobody else uses until the run is over.
+    /// valid device memory for reads (inputs) or writes (outputs) that nobody else uses until the run is over; the same
+    /// holds for each replay of a graph that it was captured into.
     pub unsafe fn run(&mut self, plan: &Plan, direction: Direction, tensors: &Bindings, stream: Stream) -> Result<()> {
+        if self.accepted != Some(stream) {
+            // SAFETY: a live stream, as promised.
+            unsafe { self.device().owns(stream) }?;
+            self.accepted = Some(stream);
+        }
+        // SAFETY: as above.
+        let capturing = unsafe { self.device().context().is_capturing(stream) }?;
+        if capturing {
+            self.capturable(plan, direction)?;
+        }
         let at = self.ready(plan, direction)?;
         tensors.check(plan, &self.prepared[at].prepared)?;
         for (tensor, raw) in tensors.used(direction, plan.problem().has_sinks()) {
             // What attention itself may read or write is read 16 bytes at a time, on whatever mesh; the rest is only
-            // copied.
-            let whole = matches!(tensor, TensorId::Q | TensorId::K | TensorId::V | TensorId::O | TensorId::DO);
+            // copied, which needs no alignment unless a tensor is huge.
+            let whole = matches!(tensor, TensorId::Q | TensorId::K | TensorId::V | TensorId::O | TensorId::DO)
+                || self.prepared[at].sequence.must_align(tensor);
             self.device().accept(tensor.name(), raw, if whole { 16 } else { raw.dtype.size() })?;
         }
-        // SAFETY: the caller's promise.
-        unsafe { self.device().accept_stream(stream) }?;
+        self.make_room(at)?;
         let workspace = self.room(at)?;
         if let Workspace::Lent(..) = self.workspace {
             let bytes = self.prepared[at].prepared.schedule.workspace;
@@ -418,65 +411,62 @@ impl DeviceRank {
             bind::apart_from(workspace, bytes, used.map(|(tensor, raw)| (tensor.name(), *raw)))?;
         }
         let group = self.prepared[at].prepared.schedule.group.clone();
-        if group.len() > 1 {
+        // A capture happens once and its replays never ask, so ranks that agreed before need not meet for it.
+        if group.len() > 1 && !(capturing && self.prepared[at].agreed) {
             self.transport.agree(group, self.prepared[at].prepared.job.fingerprint(plan))?;
+            self.prepared[at].agreed = true;
         }
-        let memory = Memory { tensors: *tensors, workspace };
         let transport = Arc::clone(&self.transport);
         let watch = Watch(&*transport);
-        // SAFETY: the caller's promise; the tensors fit the plan (checked), the workspace is large enough.
-        let outcome = unsafe { self.enqueue(at, &memory, stream) };
+        self.prepared[at].captured |= capturing;
+        // SAFETY: the tensors fit the plan (checked) and are as the caller promised, the workspace is large enough, and
+        // the marks order this run behind those before it.
+        let outcome = unsafe { self.enqueue(at, tensors, workspace, stream, capturing) };
         std::mem::forget(watch);
         if outcome.is_err() {
             self.transport.abort(Cause::Failed);
-            // Best effort: if the driver cannot even wait, the first error says more than this one would.
-            let _ = self.transport.synchronize();
-            // SAFETY: the caller's promise.
-            let _ = unsafe { self.transport.device().synchronize(stream) };
+            // A stream that is being captured has nothing to wait for.
+            if !capturing {
+                // Best effort: if the driver cannot even wait, the first error says more than this one would.
+                let _ = self.transport.synchronize();
+                // SAFETY: a live stream, as promised.
+                let _ = unsafe { self.transport.device().synchronize(stream) };
+            }
         }
         outcome
     }
 
-    unsafe fn enqueue(&mut self, at: usize, memory: &Memory, stream: Stream) -> Result<()> {
-        let Enqueueable { prepared, events, slopes } = &mut self.prepared[at];
-        let Prepared { plan, schedule, compute, communication, .. } = prepared;
-        let cuda = Arc::clone(self.transport.device());
+    /// # Safety
+    /// As [`Sequence::enqueue`]; `stream` is a live stream of the device.
+    unsafe fn enqueue(
+        &mut self,
+        at: usize,
+        tensors: &Bindings,
+        workspace: *mut u8,
+        stream: Stream,
+        capturing: bool,
+    ) -> Result<()> {
+        let transport = Arc::clone(&self.transport);
+        let cuda = transport.device();
         let _entered = cuda.context().enter()?;
-        let Some((staging, _)) = &mut self.staging else {
-            return Err(Error::invalid("staging", "missing", "made by prepare"));
-        };
-        let heads = plan.problem().heads() as u32;
-        let slopes = slopes.as_ref().map_or(RawTensor::NONE, |m| RawTensor::compact(m.ptr(), Dtype::F32, 1, heads, 1));
-        let other = self.transport.stream();
-        self.marks.over.hold(stream)?;
-        self.marks.begin.record(stream)?;
-        self.marks.begin.hold(other)?;
-        for (i, op) in schedule.ops.iter().enumerate() {
-            let (lane, room) = match op.lane {
-                Lane::Compute => (0, &mut *compute),
-                Lane::Communication => (1, &mut *communication),
-            };
-            let on = [stream, other][lane];
-            if let Some(event) = op.after.and_then(|after| events[after as usize].as_ref()) {
-                event.hold(on)?;
-            }
-            let mut device =
-                Device { cuda: &cuda, transport: &*self.transport, stream: on, staging: &mut staging[lane], slopes };
-            // SAFETY: the caller's promise; events keep the order that the schedule asks for.
-            unsafe { perform(plan, schedule, i, memory, room, &mut device) }?;
-            if let Some(event) = &events[i] {
-                event.record(on)?;
-            }
-        }
-        self.marks.end.record(other)?;
-        self.marks.end.hold(stream)?;
-        self.marks.over.record(stream)
+        let other = transport.stream();
+        let Marks { begin, end, over } = &self.marks;
+        if capturing { over.hold_in_replays(stream) } else { over.hold(stream) }?;
+        begin.record(stream)?;
+        begin.hold(other)?;
+        let sequence = &mut self.prepared[at].sequence;
+        // SAFETY: the promise of this function; the streams come behind the rank's runs before (above), and the rank's
+        // next run behind both (below).
+        unsafe { sequence.enqueue(tensors, workspace, [stream, other], cuda, &*transport) }?;
+        end.record(other)?;
+        end.hold(stream)?;
+        if capturing { over.record_in_replays(stream) } else { over.record(stream) }
     }
 }
 
 impl Drop for DeviceRank {
     fn drop(&mut self) {
-        // The workspace and the rings must outlive what was enqueued; a failure means that the context is gone.
+        // Workspace and lists must outlive what was enqueued; a failure means that the context is gone.
         let _ = self.settle();
     }
 }

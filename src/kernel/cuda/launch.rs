@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A launch as plain data: the kernel, its grid, and its parameters as bytes.
+//!
+//! Every call is made into launches first and launched then. What is made needs no driver, so that a plan can make the
+//! launches of all its calls once and keep them ([`kept`](super::kept)); a single call makes its launches and puts them on
+//! a stream at once ([`Cuda::launch`]). Where the lists of a call are written to is said by [`Room`].
+
+use super::check::Checker;
+use super::driver::Function;
+use super::params::{BASES, Parameters, Tensor};
+use super::room::{Part, Places, Room};
+use super::staging::Staging;
+use super::{Cuda, Ready, Stream};
+use crate::error::{Error, Result};
+use alloc::format;
+
+/// The most bytes of a kernel's parameters.
+pub(super) const PARAMETER_BYTES: usize = 448;
+const WORDS: usize = PARAMETER_BYTES / 8;
+
+/// [`Parameters`] of a launch, whose type is gone.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Addresses {
+    pub tensors: &'static [usize],
+    pub lists: &'static [usize],
+    pub bases: Option<usize>,
+}
+
+/// How many blocks there are.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Grid {
+    /// So many.
+    Blocks(u32),
+    /// One for each of `items` tiles, or fewer that take several each: where multiprocessors are left free, and always
+    /// when `resident`, no more than run at a time. A multiprocessor holds `each`.
+    Tiles { items: u32, each: u32, resident: bool },
+}
+
+/// One kernel with all that it is launched with.
+#[derive(Clone, Debug)]
+pub(super) struct Launch {
+    function: Function,
+    grid: Grid,
+    threads: u32,
+    shared: u32,
+    pub addresses: Addresses,
+    params: [u64; WORDS],
+}
+
+impl Launch {
+    /// A launch of a kernel whose parameter is `P`.
+    pub fn new<P: Parameters>(function: Function, grid: Grid, (threads, shared): (u32, u32), params: &P) -> Self {
+        const { assert!(size_of::<P>() <= PARAMETER_BYTES && align_of::<P>() <= 8) };
+        let mut words = [0; WORDS];
+        bytemuck::cast_slice_mut(&mut words)[..size_of::<P>()].copy_from_slice(bytemuck::bytes_of(params));
+        let addresses = Addresses { tensors: P::TENSORS, lists: P::LISTS, bases: P::BASES };
+        Self { function, grid, threads, shared, addresses, params: words }
+    }
+
+    /// A launch of an attention kernel over `items` tiles.
+    pub fn tiles<P: Parameters>(kernel: Ready, items: u32, resident: bool, params: &P) -> Self {
+        let grid = Grid::Tiles { items, each: kernel.each, resident };
+        Self::new(kernel.function, grid, (kernel.launch.threads, kernel.launch.shared), params)
+    }
+
+    /// The word at a byte offset of the parameters.
+    pub fn word(&self, offset: usize) -> u64 {
+        self.params[offset / 8]
+    }
+
+    /// Sets it.
+    pub fn set_word(&mut self, offset: usize, word: u64) {
+        self.params[offset / 8] = word;
+    }
+
+    /// Sets the tensor at a byte offset of the parameters.
+    pub fn set_tensor(&mut self, offset: usize, tensor: Tensor) {
+        self.params[offset / 8..][..3].copy_from_slice(bytemuck::cast_slice(&[tensor]));
+    }
+
+    /// Sets all bases at a byte offset of the parameters.
+    pub fn set_bases(&mut self, offset: usize, bases: &[Tensor; BASES]) {
+        self.params[offset / 8..][..3 * BASES].copy_from_slice(bytemuck::cast_slice(bases));
+    }
+
+    /// Puts it on a stream. The context is current.
+    ///
+    /// # Safety
+    /// All addresses in the parameters are those of device memory that is as the kernel expects it when the launch runs,
+    /// in stream order; the stream is of the current context, which is that of `cuda`; the kernel's module is loaded.
+    pub unsafe fn start(&self, cuda: &Cuda, stream: Stream) -> Result<()> {
+        let blocks = match self.grid {
+            Grid::Blocks(n) => n,
+            Grid::Tiles { items, each, resident } => cuda.grid(items, each, resident),
+        };
+        // SAFETY: the parameters are those of the kernel (`Launch::new`), in a block that is not shorter; the rest is the
+        // promise of this function.
+        unsafe { self.function.launch(blocks, self.threads, self.shared, stream, &self.params) }
+    }
+}
+
+/// The launches of one call: at most three.
+#[derive(Debug, Default)]
+pub(super) struct Launches([Option<Launch>; 3]);
+
+impl Launches {
+    /// Adds one.
+    ///
+    /// # Panics
+    /// At the fourth, which would be a defect of the backend.
+    pub fn push(&mut self, launch: Launch) {
+        *self.0.iter_mut().find(|l| l.is_none()).expect("a call is at most three launches") = Some(launch);
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0[0].is_none()
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = &Launch> {
+        self.0.iter().flatten()
+    }
+}
+
+impl IntoIterator for Launches {
+    type Item = Launch;
+    type IntoIter = core::iter::Flatten<core::array::IntoIter<Option<Launch>, 3>>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.into_iter().flatten()
+    }
+}
+
+impl Cuda {
+    /// Checks calls whose tensors have the addresses that `room` says.
+    pub(super) fn checker(&self, room: &impl Room) -> Checker {
+        Checker { ordinal: self.ordinal(), is_memory: matches!(room.places(), Places::Memory) }
+    }
+
+    /// Checks calls whose tensors are memory.
+    pub(super) fn memory_checker(&self) -> Checker {
+        Checker { ordinal: self.ordinal(), is_memory: true }
+    }
+
+    /// Makes the launches of a call, uploads their lists and launches them.
+    ///
+    /// # Safety
+    /// Of the launches that `make` returns, see [`Launch::start`]. Lists live in the ring until the launches are done.
+    pub(super) unsafe fn launch(
+        &self,
+        staging: &mut Staging,
+        stream: Stream,
+        make: impl FnOnce(&mut Staging) -> Result<(Part, Launches)>,
+    ) -> Result<()> {
+        let _entered = self.enter()?;
+        let (part, launches) = make(staging)?;
+        if launches.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the promise of this function.
+        let start = || launches.iter().try_for_each(|l| unsafe { l.start(self, stream) });
+        let done = staging.upload(part, stream).and_then(|()| start());
+        // Whatever became of the launch: what was uploaded may be on its way.
+        done.and(staging.end(part, stream))
+    }
+}
+
+/// Tiles times heads.
+pub(super) fn items(tiles: usize, heads: u32) -> Result<u32> {
+    let items = tiles as u64 * u64::from(heads);
+    u32::try_from(items).ok().filter(|&items| items <= i32::MAX as u32).ok_or_else(|| {
+        Error::unsupported(format!("{items} tiles in one call"), "a launch has at most 2^31 blocks", "cut the ranges")
+    })
+}

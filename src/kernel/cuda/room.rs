@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Where the lists of a call are written: into a ring that is uploaded with the call, or into what a plan keeps.
+
+use super::bases::{BaseShapes, Place};
+use super::params::Work;
+use crate::error::Result;
+use alloc::vec::Vec;
+use bytemuck::Pod;
+
+/// Parts begin at multiples of this; so do arrays inside them.
+pub(super) const ALIGN: usize = 16;
+
+/// `bytes` rounded up to a multiple of what arrays are aligned to.
+pub(super) const fn padded(bytes: usize) -> usize {
+    bytes.next_multiple_of(ALIGN)
+}
+
+/// What addresses of a call's tensors stand for.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Places {
+    /// Memory, which the driver knows.
+    Memory,
+    /// Parts of bases, whose addresses a run will bring.
+    Bases(BaseShapes),
+}
+
+impl Places {
+    /// Where an address is.
+    pub fn of(&self, address: u64) -> Place {
+        match self {
+            Self::Memory => Place { base: 0, row: address as i64, first_head: 0 },
+            Self::Bases(shapes) => shapes.place(address),
+        }
+    }
+}
+
+/// Where the lists of a call are written, and what the addresses of its tensors are.
+pub(super) trait Room {
+    /// A writer of at most `bytes` bytes, and vectors to sort in.
+    fn begin(&mut self, bytes: usize) -> Result<(Writer<'_>, &mut Scratch)>;
+
+    /// What the addresses of tensors stand for.
+    fn places(&self) -> Places;
+
+    /// Hears of a tensor whose rows must begin at multiples of 16 bytes when the call is run.
+    fn must_align(&mut self, address: u64);
+}
+
+/// Vectors that lists are sorted in.
+#[derive(Debug, Default)]
+pub(super) struct Scratch {
+    /// Tiles while they are sorted.
+    pub tiles: Vec<(u64, Work)>,
+    /// Runs of keys while they are put together: another of the same component, and the least cost met so far.
+    pub runs: Vec<(u32, u64)>,
+}
+
+/// What a call has written: where it begins, the bytes of its lists, and those of the words behind them.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Part {
+    pub begin: usize,
+    pub filled: usize,
+    pub words: usize,
+}
+
+/// Hands out arrays of one part of a ring, or of what a plan keeps, and words that are zero when the launch begins.
+#[derive(Debug)]
+pub(super) struct Writer<'a> {
+    rest: &'a mut [u8],
+    begin: usize,
+    /// The device's address of the part.
+    device: u64,
+    /// The device's address of the words; none when they lie behind the arrays.
+    words_at: Option<u64>,
+    filled: usize,
+    words: usize,
+}
+
+impl<'a> Writer<'a> {
+    /// A writer of arrays into `memory`, which is, or will be, at `device`, with words at `words_at`, or behind the arrays.
+    pub fn new(memory: &'a mut [u8], begin: usize, device: u64, words_at: Option<u64>) -> Self {
+        Self { rest: memory, begin, device, words_at, filled: 0, words: 0 }
+    }
+
+    /// An array of `n`, and its address on the device.
+    ///
+    /// # Panics
+    /// When the part is smaller than what [`Room::begin`] was told; that would be a defect of the backend.
+    pub fn array<T: Pod>(&mut self, n: usize) -> (&'a mut [T], u64) {
+        assert_eq!(self.words, 0, "arrays come before words");
+        let bytes = n * size_of::<T>();
+        let (array, rest) = core::mem::take(&mut self.rest).split_at_mut(padded(bytes));
+        let at = self.device + self.filled as u64;
+        self.rest = rest;
+        self.filled += padded(bytes);
+        (bytemuck::cast_slice_mut(&mut array[..bytes]), at)
+    }
+
+    /// The address of `n` words that are zero on the device when the launch begins. They come after all arrays.
+    ///
+    /// # Panics
+    /// As [`Writer::array`].
+    pub fn words(&mut self, n: usize) -> u64 {
+        let at = self.words_at.unwrap_or(self.device + self.filled as u64) + self.words as u64;
+        self.words += padded(n * 4);
+        assert!(self.words <= self.rest.len(), "the part holds {} bytes more, not {}", self.rest.len(), self.words);
+        at
+    }
+
+    /// What was written.
+    pub fn part(&self) -> Part {
+        Part { begin: self.begin, filled: self.filled, words: self.words }
+    }
+}

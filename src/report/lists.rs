@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a device keeps of a plan: the lists that its kernels read, which are uploaded when the plan is prepared.
+//!
+//! How many tiles a range is cut into depends on the kernels that a device runs; here every tile has the fewest rows that
+//! any of them has, so that what is said is a bound for all devices. The sizes are those of the structs in
+//! `ptx/params.cuh`, and the CUDA backend asserts that they are.
+
+use crate::{
+    call::Ranges,
+    plan::Plan,
+    schedule::{CirculatingSide, OpKind, Schedule, expand::Expansion},
+};
+
+/// Bytes of a range.
+pub(crate) const RUN: u64 = 56;
+/// Bytes of a tile of work.
+pub(crate) const WORK: u64 = 8;
+/// Bytes of a block of a transform.
+pub(crate) const BLOCK: u64 = 104;
+/// Bytes of a source of a block.
+pub(crate) const SOURCE: u64 = 40;
+/// The fewest rows of a tile.
+pub(crate) const TILE_ROWS: u64 = 64;
+/// The most that the lists of one call are padded by: ten lists, each to a multiple of 16 bytes.
+const PADDING: u64 = 10 * 16;
+
+fn tiles(lens: impl Iterator<Item = u32>) -> u64 {
+    lens.map(|len| u64::from(len).div_ceil(TILE_ROWS)).sum()
+}
+
+/// Bytes of the lists of one attention call; and of the words that a backward counts in, for so many heads of q and of dk.
+fn attention(r: &Ranges<'_>, (q_heads, key_heads): (u64, u64)) -> (u64, u64) {
+    let (q, k) = (tiles(r.q.iter().map(|q| q.range.len)), tiles(r.k.iter().map(|k| k.len)));
+    let met: u64 = r.q.iter().map(|q| u64::from(q.keys_end - q.keys_begin)).sum();
+    let (q_runs, k_runs) = (r.q.len() as u64, r.k.len() as u64);
+    let lists = (q_runs + k_runs) * (RUN + 4) + r.pairs.len() as u64 * 4 + met * 4 + (q + k) * WORK + PADDING;
+    (lists, (1 + q * q_heads + k * key_heads) * 4 + PADDING)
+}
+
+/// The most bytes of lists that a device keeps for a schedule of this plan.
+pub(crate) fn bound(plan: &Plan, schedule: &Schedule) -> u64 {
+    let mut expansion = Expansion::new(schedule);
+    let (mut lists, mut words) = (plan.problem().slopes().map_or(0, |s| s.len() as u64 * 4 + PADDING), 0);
+    for (i, op) in schedule.ops.iter().enumerate() {
+        let (side, step, heads) = match &op.kind {
+            OpKind::Attend(a) => (CirculatingSide::Keys, a.ring_step, None),
+            OpKind::Backward(b) => {
+                let key_heads = if b.per_q_head { b.q.heads } else { b.k.heads };
+                (b.ring_steps, b.ring_step, Some((u64::from(b.q.heads), u64::from(key_heads))))
+            }
+            _ => {
+                let moved: Result<(), core::convert::Infallible> = expansion.blocks(schedule, i, |blocks, _| {
+                    let sources: u64 = blocks.iter().map(|b| u64::from(b.sources_end - b.sources_begin)).sum();
+                    lists += blocks.len() as u64 * BLOCK + sources * SOURCE + PADDING;
+                    Ok(())
+                });
+                let Ok(()) = moved;
+                continue;
+            }
+        };
+        schedule.ring_steps(side).ranges(step as usize, &mut expansion.scratch);
+        let (bytes, counted) = attention(&expansion.scratch.ranges(), heads.unwrap_or((0, 0)));
+        lists += bytes;
+        if heads.is_some() {
+            // Calls count one after the other in the same words.
+            words = words.max(counted);
+        }
+    }
+    lists + words
+}

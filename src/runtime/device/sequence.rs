@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A schedule as a device is given it: launches, events and exchanges in one flat list, made once.
+//!
+//! [`Sequence::record`] walks the schedule with symbols for addresses, the same way as a run on the CPU does it
+//! ([`perform`]), and has the launches of every call made and their lists put on the device. What the plan does not fix
+//! are addresses and strides of the caller's tensors and the address of the workspace: a run writes those into parameters
+//! and messages, and then goes through the list. It allocates nothing, uploads nothing and asks the driver nothing.
+
+use std::{ops::Range, vec::Vec};
+
+use crate::{
+    call::{Attend, AttendBackward, Delta, RawTensor, SinkGradient, Transform},
+    error::Result,
+    kernel::cuda::{
+        Cuda, Stream,
+        bases::{BaseShapes, Bases, Place},
+        driver::Event,
+        kept::{KeptLaunches, Recorder},
+    },
+    plan::Plan,
+    runtime::{
+        Bindings, bind,
+        ops::{Backend, Memory, Prepared, perform},
+    },
+    schedule::{Lane, TensorId},
+    transport::{DeviceTransport, Label, Message},
+};
+
+/// The number of the stream of a lane.
+const fn stream_of(lane: Lane) -> usize {
+    match lane {
+        Lane::Compute => 0,
+        Lane::Communication => 1,
+    }
+}
+
+/// The base of a tensor of the caller's. Base 0 is the workspace.
+pub(super) const fn base_of(tensor: TensorId) -> usize {
+    tensor as usize + 1
+}
+
+/// What a stream is given next.
+enum Step {
+    /// Wait for an event of the other stream.
+    Hold {
+        stream: usize,
+        event: u32,
+    },
+    /// Mark an event.
+    Mark {
+        stream: usize,
+        event: u32,
+    },
+    Launch {
+        stream: usize,
+        launch: u32,
+    },
+    /// On the transport's stream.
+    Exchange {
+        label: Label,
+        sends: Range<u32>,
+        recvs: Range<u32>,
+    },
+}
+
+/// See the module.
+pub(super) struct Sequence {
+    steps: Vec<Step>,
+    launches: KeptLaunches,
+    messages: Vec<Message>,
+    /// Where the bytes of each message are.
+    places: Vec<Place>,
+    events: Vec<Event>,
+    /// Of one exchange, the longer way.
+    pub most_messages: usize,
+}
+
+// SAFETY: the addresses in the messages are those of the run before, and are written anew before they are used.
+unsafe impl Send for Sequence {}
+
+/// Takes the calls of a schedule.
+struct Recording<'a> {
+    recorder: Recorder<'a>,
+    slopes: RawTensor,
+    stream: usize,
+    steps: Vec<Step>,
+    messages: Vec<Message>,
+    places: Vec<Place>,
+    most_messages: usize,
+}
+
+impl Recording<'_> {
+    /// Has the launches of one call made, and lists them.
+    fn launch(&mut self, make: impl FnOnce(&mut Recorder<'_>) -> Result<()>) -> Result<()> {
+        let first = self.recorder.len() as u32;
+        make(&mut self.recorder)?;
+        let stream = self.stream;
+        self.steps.extend((first..self.recorder.len() as u32).map(|launch| Step::Launch { stream, launch }));
+        Ok(())
+    }
+
+    fn list(&mut self, messages: &[Message]) -> Range<u32> {
+        let begin = self.messages.len() as u32;
+        self.places.extend(messages.iter().map(|m| self.recorder.place(m.ptr)));
+        self.messages.extend_from_slice(messages);
+        self.most_messages = self.most_messages.max(messages.len());
+        begin..self.messages.len() as u32
+    }
+}
+
+// Nothing here touches memory: what the calls promise is promised by the run that brings the addresses.
+impl Backend for Recording<'_> {
+    unsafe fn attend(&mut self, args: &Attend<'_>) -> Result<()> {
+        self.launch(|recorder| recorder.attend(args))
+    }
+
+    unsafe fn attend_backward(&mut self, args: &AttendBackward<'_>) -> Result<()> {
+        self.launch(|recorder| recorder.attend_backward(args))
+    }
+
+    unsafe fn transform(&mut self, args: &Transform<'_>) -> Result<()> {
+        self.launch(|recorder| recorder.transform(args))
+    }
+
+    unsafe fn delta(&mut self, args: &Delta) -> Result<()> {
+        self.launch(|recorder| recorder.delta(args))
+    }
+
+    unsafe fn sink_gradient(&mut self, args: &SinkGradient) -> Result<()> {
+        self.launch(|recorder| recorder.sink_gradient(args))
+    }
+
+    unsafe fn sink_total(&mut self, _: &RawTensor, _: &RawTensor) -> Result<()> {
+        unreachable!("only reproducible plans sum exactly, and devices refuse them")
+    }
+
+    unsafe fn exchange(&mut self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
+        let (sends, recvs) = (self.list(sends), self.list(recvs));
+        self.steps.push(Step::Exchange { label, sends, recvs });
+        Ok(())
+    }
+
+    fn slopes(&self, _: &Plan) -> RawTensor {
+        self.slopes
+    }
+}
+
+impl Sequence {
+    /// Makes the sequence of a schedule, whose kernels were loaded. The host waits for the upload of the lists.
+    pub(super) fn record(cuda: &Cuda, prepared: &mut Prepared) -> Result<Self> {
+        let plan = prepared.plan.clone();
+        let tensors = bind::placeholders(&plan, prepared, |tensor, dtype, tokens, heads, dim| {
+            RawTensor::compact(BaseShapes::symbol(base_of(tensor)), dtype, tokens, heads, dim)
+        });
+        let shapes = BaseShapes::new(tensors.all().iter().map(|t| (t.heads, t.dim, t.dtype)));
+        let mut recorder = Recorder::new(cuda, shapes);
+        let mut recording = Recording {
+            slopes: plan.problem().slopes().map_or(RawTensor::NONE, |slopes| recorder.table(slopes)),
+            recorder,
+            stream: 0,
+            steps: Vec::new(),
+            messages: Vec::new(),
+            places: Vec::new(),
+            most_messages: 0,
+        };
+        let memory = Memory { tensors, workspace: BaseShapes::symbol(0) };
+        let Prepared { schedule, compute: room, .. } = prepared;
+        let mut events: Vec<Option<u32>> = schedule.ops.iter().map(|_| None).collect();
+        let mut count = 0;
+        for after in schedule.ops.iter().filter_map(|op| op.after) {
+            events[after as usize].get_or_insert_with(|| {
+                count += 1;
+                count - 1
+            });
+        }
+        for (i, op) in schedule.ops.iter().enumerate() {
+            let stream = stream_of(op.lane);
+            recording.stream = stream;
+            if let Some(event) = op.after.and_then(|after| events[after as usize]) {
+                recording.steps.push(Step::Hold { stream, event });
+            }
+            // SAFETY: `Recording` touches no memory.
+            unsafe { perform(&plan, schedule, i, &memory, room, &mut recording) }?;
+            if let Some(event) = events[i] {
+                recording.steps.push(Step::Mark { stream, event });
+            }
+        }
+        let Recording { recorder, steps, messages, places, most_messages, .. } = recording;
+        Ok(Self {
+            steps,
+            launches: recorder.keep()?,
+            messages,
+            places,
+            events: (0..count).map(|_| Event::new(cuda.context())).collect::<Result<_>>()?,
+            most_messages,
+        })
+    }
+
+    /// Bytes that it keeps on the device.
+    pub(super) fn bytes(&self) -> usize {
+        self.launches.bytes()
+    }
+
+    /// Whether it meets other ranks.
+    pub(super) fn exchanges(&self) -> bool {
+        self.most_messages > 0
+    }
+
+    /// Whether the rows of a tensor must begin at multiples of 16 bytes, which not all tensors need.
+    pub(super) fn must_align(&self, tensor: TensorId) -> bool {
+        self.launches.must_align(base_of(tensor))
+    }
+
+    /// Puts everything on the streams of the two lanes, the second of which is the transport's. The context is current.
+    ///
+    /// # Safety
+    /// The tensors are those of the plan, checked; they and the workspace are valid when the run gets to them, in the order
+    /// of the streams, and nobody else uses them until it is over. `cuda` is the device of [`Sequence::record`].
+    pub(super) unsafe fn enqueue(
+        &mut self,
+        tensors: &Bindings,
+        workspace: *mut u8,
+        streams: [Stream; 2],
+        cuda: &Cuda,
+        transport: &dyn DeviceTransport,
+    ) -> Result<()> {
+        let bases = Bases::new(workspace, tensors.all());
+        self.launches.set_bases(&bases);
+        for (message, place) in self.messages.iter_mut().zip(&self.places) {
+            message.ptr = place.address(&bases) as usize as *mut u8;
+        }
+        let messages = |range: &Range<u32>| &self.messages[range.start as usize..range.end as usize];
+        for step in &self.steps {
+            match step {
+                Step::Hold { stream, event } => self.events[*event as usize].hold(streams[*stream])?,
+                Step::Mark { stream, event } => self.events[*event as usize].record(streams[*stream])?,
+                Step::Launch { stream, launch } => {
+                    // SAFETY: the bases are those of this run; schedules put all attention, which alone counts, on one
+                    // lane; the events keep the order that the schedule asks for.
+                    unsafe { self.launches.start(*launch as usize, cuda, streams[*stream]) }?;
+                }
+                Step::Exchange { label, sends, recvs } => {
+                    // SAFETY: as above; the transport's stream comes behind what the exchange sends and overwrites, and
+                    // what reads it comes behind that stream.
+                    unsafe { transport.exchange(*label, messages(sends), messages(recvs)) }?;
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What fails leaves a rank usable, or refused with the error.
+
+use crate::{
+    bits::{both, expected},
+    device::{Stream, enter},
+    plans,
+    tensors::{Form, Tensors},
+};
+use cpattn::{
+    Batch, Cause, Dtype, Error, Layout, Mesh, Plan, Problem, Result,
+    call::RawTensor,
+    kernel::cuda::{self, Cuda},
+    runtime::DeviceRank,
+    schedule::{Direction, TensorId},
+    transport::{DeviceTransport, Label, Message, Transport, peer},
+};
+use std::{
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::SeqCst},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+/// Fails its n-th exchange with an error of the driver.
+struct Failing(peer::Peer, AtomicUsize);
+
+impl Transport for Failing {
+    fn rank(&self) -> usize {
+        self.0.rank()
+    }
+
+    fn world(&self) -> usize {
+        self.0.world()
+    }
+
+    fn agree(&self, group: Range<usize>, fingerprint: u64) -> Result<()> {
+        self.0.agree(group, fingerprint)
+    }
+
+    unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
+        if self.1.fetch_sub(1, SeqCst) == 1 {
+            return Err(Error::Device { call: "cuEventRecord", code: 999, message: "injected".into() });
+        }
+        // SAFETY: what the caller promises of the messages.
+        unsafe { self.0.exchange(label, sends, recvs) }
+    }
+
+    fn poll(&self) -> Result<()> {
+        self.0.poll()
+    }
+
+    fn abort(&self, cause: Cause) {
+        self.0.abort(cause);
+    }
+}
+
+impl DeviceTransport for Failing {
+    fn device(&self) -> &Arc<Cuda> {
+        self.0.device()
+    }
+
+    fn stream(&self) -> cuda::Stream {
+        self.0.stream()
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.0.synchronize()
+    }
+
+    fn reserve(&self, messages: usize) {
+        self.0.reserve(messages);
+    }
+}
+
+/// A run that fails half way ends on every rank at once, nothing of it is left on the device, and the next run of each rank
+/// is refused.
+fn half_way(cuda: &Arc<Cuda>) {
+    let plan = &plans::of(2)[0].1;
+    for (fails, nth) in [(0, 2), (1, 2), (0, 1)] {
+        let begin = Instant::now();
+        let ends = peer::group(&vec![Arc::clone(cuda); 2], Duration::from_secs(120)).unwrap();
+        let said: Vec<[Result<()>; 3]> = thread::scope(|scope| {
+            let threads: Vec<_> = ends
+                .into_iter()
+                .map(|end| {
+                    scope.spawn(move || {
+                        enter();
+                        let me = end.rank();
+                        let nth = if me == fails { nth } else { usize::MAX };
+                        let mut rank = DeviceRank::new(Failing(end, AtomicUsize::new(nth))).unwrap();
+                        let tensors = Tensors::new(cuda, plan, me, |_| Form::Compact);
+                        tensors.fill(3, me);
+                        let stream = Stream::new();
+                        let mut run = |direction| {
+                            // SAFETY: the tensors live until the stream was waited for.
+                            unsafe { rank.run(plan, direction, &tensors.bindings(), stream.raw()) }
+                        };
+                        let first = run(Direction::Forward).and_then(|()| run(Direction::Backward));
+                        let (second, poll) = (run(Direction::Forward), rank.poll());
+                        stream.wait();
+                        [first, second, poll]
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        assert!(begin.elapsed() < Duration::from_secs(60), "somebody waited for the deadline");
+        for (me, said) in said.iter().enumerate() {
+            assert!(said.iter().all(Result::is_err), "rank {me} of {fails} failing: {said:?}");
+        }
+        let first = said[fails][0].as_ref().unwrap_err();
+        assert!(matches!(first, Error::Device { code: 999, .. }), "{first:?}");
+    }
+}
+
+/// What is refused or cannot be had leaves the rank as it was.
+fn refused(cuda: &Arc<Cuda>) {
+    let plan = &plans::of(1)[0].1;
+    let expected = expected(cuda, plan, 9);
+    let end = peer::group(&[Arc::clone(cuda)], Duration::from_secs(120)).unwrap().remove(0);
+    let (mut rank, stream) = (DeviceRank::new(end).unwrap(), Stream::new());
+    let tensors = Tensors::new(cuda, plan, 0, |_| Form::Compact);
+    tensors.fill(9, 0);
+    let bindings = tensors.bindings();
+    let check = |rank: &mut DeviceRank, what: &str| {
+        both(rank, plan, &tensors, stream);
+        assert!(tensors.results(what) == expected[0], "{what}: other bits");
+    };
+    check(&mut rank, "before");
+    let k = *bindings.get(TensorId::K);
+    let host = vec![0u8; 1 << 16];
+    for (ptr, word) in [(host.as_ptr().cast_mut(), "k.ptr"), (k.ptr.wrapping_add(2), "aligned to 16 bytes")] {
+        let wrong = bindings.with(TensorId::K, RawTensor { ptr, ..k });
+        // SAFETY: refused.
+        let error = unsafe { rank.run(plan, Direction::Forward, &wrong, stream.raw()) }.unwrap_err().to_string();
+        assert!(error.contains(word), "{error}");
+        check(&mut rank, word);
+    }
+    // No device has this much memory.
+    let p = Problem::new(Batch::from_lengths(&[8_000_000]).unwrap(), 16, 16, 128, Dtype::Bf16);
+    let huge = Plan::new(&p, Mesh::single(), Layout::Contiguous).unwrap();
+    let error = rank.prepare(&huge, Direction::Backward).unwrap_err();
+    assert!(matches!(error, Error::Device { code: 2, .. }), "{error}");
+    check(&mut rank, "after a plan that is too large");
+}
+
+pub fn run(cuda: &Arc<Cuda>) {
+    enter();
+    refused(cuda);
+    half_way(cuda);
+}

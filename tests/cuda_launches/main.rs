@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a run on a device does once its plan is prepared: it sets addresses and launches.
+//!
+//! - `counts`: neither the host nor the device allocates, nothing is uploaded or waited for, and the driver is asked one
+//!   thing about each tensor and one about the stream, whatever strides the tensors have;
+//! - `bits`: plans that a rank remembers, run in turn on memory of other addresses and strides, in workspaces that are lent,
+//!   give the bits that a new rank gives;
+//! - `graphs`: runs that are captured and replayed with new data give the bits of runs;
+//! - `failures`: what is refused or fails leaves a rank as it was, or refused.
+//!
+//! The driver's counters and the allocator count for the whole process, so this is a program of its own, which runs its
+//! parts one after the other. It needs the stand-in driver for the counts, and any driver for the rest.
+#![cfg(feature = "cuda")]
+
+mod bits;
+mod counts;
+mod device;
+mod failures;
+mod graphs;
+mod plans;
+mod tensors;
+
+use cpattn::kernel::cuda::Cuda;
+use std::sync::Arc;
+
+#[global_allocator]
+static ALLOCATOR: counts::Counting = counts::Counting;
+
+type Part = (&'static str, fn(&Arc<Cuda>));
+
+fn main() {
+    let Some(cuda) = device::device() else { return };
+    let parts: [Part; 4] =
+        [("counts", counts::run), ("bits", bits::run), ("graphs", graphs::run), ("failures", failures::run)];
+    let wanted: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
+    for (name, part) in parts {
+        if wanted.is_empty() || wanted.iter().any(|w| w == name) {
+            let begin = std::time::Instant::now();
+            part(&cuda);
+            println!("cuda_launches {name}: ok, {:.1} s", begin.elapsed().as_secs_f64());
+        }
+    }
+}
