@@ -2,33 +2,22 @@
 //! Any local kernel under Ulysses: the two all-to-alls as calls of their own, and both around a closure.
 //!
 //! Softmax attention can be merged from parts; most other things that mix tokens cannot, but they work head by head.
-//! Give every rank whole sequences of some heads, run them there, and trade back. Mark such a problem with
+//! Give every rank whole sequences of some heads, run them there, and bring it back. Mark such a problem with
 //! [`Kind::Other`](crate::plan::AttentionKind::Other), and planning refuses it a ring.
 
-use std::{format, vec, vec::Vec};
+use std::{vec, vec::Vec};
 
-use super::{Bindings, Rank, failure, ops::Job};
+use super::rank::Rank;
 use crate::{
     batch::Side,
     call::RawTensor,
     element::Element,
-    error::{Cause, Error, Result},
+    error::Result,
     heads::HeadShare,
     plan::Plan,
-    schedule::build::all_to_all::{AllToAll, OWN_HEADS, OWN_TOKENS, Way},
-    tensor::{View, ViewMut, disjoint, expect},
+    schedule::build::all_to_all::{AllToAll, Way},
+    tensor::{View, ViewMut},
 };
-
-/// Ends the run when it is dropped, that is, when what it watches unwinds.
-#[cfg(feature = "cuda")]
-pub(super) struct Watch<'a>(pub(super) &'a dyn crate::transport::Transport);
-
-#[cfg(feature = "cuda")]
-impl Drop for Watch<'_> {
-    fn drop(&mut self) {
-        self.0.abort(Cause::Panicked);
-    }
-}
 
 impl Rank {
     /// From `[local tokens, heads, dim]` to `[share's tokens, own heads, dim]`: all tokens of the rank's ring share (of
@@ -149,29 +138,25 @@ impl Rank {
             .zip(&mut made)
             .map(|((side, y), held)| ViewMut::new(held, shape(*side)[0], shape(*side)[1], y.dim()))
             .collect::<Result<_>>()?;
-        // The others are about to wait for this rank's outputs, and nobody else tells them: whoever catches the panic may
-        // keep the rank.
-        let watch = failure::Watch { transport: &*self.transport, failure: &self.failure };
-        let outcome = local(&share, &seen, &mut written);
-        watch.over();
-        if let Err(error) = outcome {
-            self.failure.keep(&error);
-            self.transport.abort(Cause::Failed);
-            return Err(error);
-        }
+        self.on_host_for("ulysses")?.watched(|| local(&share, &seen, &mut written))?;
         for ((side, y), held) in outputs.iter_mut().zip(&written) {
             self.to_tokens(plan, *side, held.as_view(), y.reborrow())?;
         }
         Ok(())
     }
 
-    /// Rows and heads that this rank holds between the two trades.
+    /// Rows and heads that this rank holds between the two all-to-alls.
     fn held_shape(&self, plan: &Plan, side: Side) -> [usize; 2] {
         let share = plan.heads_of(self.rank());
         let heads = if side == Side::Q { share.q.len() } else { share.kv.len() };
         [plan.shares().rows(side, plan.mesh().coordinates(self.rank()).ring), heads]
     }
 
+    /// One all-to-all of tensors given without their types: `tokens` by tokens, `held` by heads.
+    ///
+    /// # Errors
+    /// As [`Rank::run`]; a rank on a device.
+    ///
     /// # Safety
     /// As [`Rank::run`].
     pub(crate) unsafe fn all_to_all(
@@ -181,27 +166,7 @@ impl Rank {
         tokens: RawTensor,
         held: RawTensor,
     ) -> Result<()> {
-        plan.fits_world(self.world())?;
-        let p = plan.problem();
-        let heads = if all_to_all.side == Side::Q { p.heads() } else { p.kv_heads() };
-        let dim = all_to_all.dim as usize;
-        let [rows, own] = self.held_shape(plan, all_to_all.side);
-        let (from, to) = if all_to_all.way == Way::ToHeads { ("from", "to") } else { ("to", "from") };
-        expect(from, &tokens, all_to_all.dtype, [plan.local_tokens(all_to_all.side, self.rank()), heads, dim])?;
-        expect(to, &held, all_to_all.dtype, [rows, own, dim])?;
-        if !held.is_compact() {
-            return Err(Error::invalid(
-                format!("{to}.token_stride"),
-                format!("{} (head stride {})", held.token_stride, held.head_stride),
-                format!("{} (head stride {dim}): it travels as it lies", own * dim),
-            ));
-        }
-        let to_heads = all_to_all.way == Way::ToHeads;
-        disjoint(&[(from, tokens, !to_heads), (to, held, to_heads)])?;
-        let at = self.ready(plan, Job::AllToAll(all_to_all))?;
-        self.apart(at, [(from, tokens), (to, held)])?;
-        let tensors = Bindings::default().with(OWN_TOKENS, tokens).with(OWN_HEADS, held);
-        // SAFETY: the two tensors are valid for the call (the promise of `run`); shapes, strides and overlap were checked above.
-        unsafe { self.run_prepared(at, &tensors) }
+        // SAFETY: the tensors are valid for the call (promised).
+        unsafe { self.on_host_for("an all-to-all alone")?.all_to_all(plan, all_to_all, tokens, held) }
     }
 }

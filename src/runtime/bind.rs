@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The caller's tensors, checked against the plan before anything is touched.
 
-use std::format;
+use std::{format, vec::Vec};
 
-use super::ops::Prepared;
 use crate::{
     batch::Side,
     call::RawTensor,
@@ -68,9 +67,8 @@ impl Bindings {
         TensorId::ALL.into_iter().filter(move |t| t.is_written(direction, sinks).is_some()).map(|t| (t, self.get(t)))
     }
 
-    pub(super) fn check(&self, plan: &Plan, prepared: &Prepared) -> Result<()> {
-        let (schedule, p) = (&prepared.schedule, plan.problem());
-        let direction = schedule.direction;
+    pub(super) fn check(&self, plan: &Plan, expected: &Expected) -> Result<()> {
+        let (direction, p) = (expected.direction, plan.problem());
         let mut list = [("", RawTensor::NONE, false); TensorId::COUNT];
         for tensor in TensorId::ALL {
             let raw = self.get(tensor);
@@ -81,7 +79,7 @@ impl Bindings {
                 }
                 continue;
             };
-            let (dtype, shape) = form(plan, prepared, tensor);
+            let (dtype, shape) = expected.form(plan, tensor);
             if *raw == RawTensor::NONE {
                 return Err(Error::invalid(tensor.name(), "not given", format!("{dtype} of shape {shape:?}"))
                     .hint("a rank without tokens gives a tensor of 0 rows"));
@@ -93,7 +91,7 @@ impl Bindings {
                             the plan";
                 if tokens { error.hint(hint) } else { error }
             })?;
-            if prepared.sent.contains(&tensor) && !raw.is_compact() {
+            if expected.sent.contains(&tensor) && !raw.is_compact() {
                 return Err(Error::invalid(
                     format!("{}.token_stride", tensor.name()),
                     format!("{} (head stride {})", raw.token_stride, raw.head_stride),
@@ -119,33 +117,45 @@ pub(super) fn apart_from(
     tensors.into_iter().try_for_each(|(name, raw)| disjoint(&[(name, raw, false), ("workspace", room, true)]))
 }
 
-/// Element type and shape of one of the caller's tensors.
-fn form(plan: &Plan, prepared: &Prepared, tensor: TensorId) -> (Dtype, [usize; 3]) {
-    let p = plan.problem();
-    let rows = match tensor.side() {
-        _ if tensor.is_per_head() => 1,
-        Side::Q => prepared.q_rows,
-        Side::K => prepared.k_rows,
-    };
-    (tensor.dtype(p), [rows as usize, tensor.heads(p), tensor.dim(p)])
+/// What a schedule expects of the caller's tensors.
+pub(super) struct Expected {
+    direction: Direction,
+    /// Rows of q's side and of k's that the rank brings.
+    rows: [u64; 2],
+    /// Those that are sent as they lie.
+    sent: Vec<TensorId>,
+}
+
+impl Expected {
+    pub(super) fn new(plan: &Plan, schedule: &Schedule) -> Self {
+        let rows = [Side::Q, Side::K].map(|side| plan.local_tokens(side, schedule.rank) as u64);
+        Self { direction: schedule.direction, rows, sent: sent(schedule) }
+    }
+
+    /// Element type and shape of one of the caller's tensors.
+    fn form(&self, plan: &Plan, tensor: TensorId) -> (Dtype, [usize; 3]) {
+        let p = plan.problem();
+        let rows = if tensor.is_per_head() { 1 } else { self.rows[usize::from(tensor.side() == Side::K)] };
+        (tensor.dtype(p), [rows as usize, tensor.heads(p), tensor.dim(p)])
+    }
 }
 
 /// Bindings of the right shapes whose memory `make` chooses.
 #[cfg(feature = "cuda")]
 pub(super) fn placeholders(
     plan: &Plan,
-    prepared: &Prepared,
+    expected: &Expected,
     make: impl Fn(TensorId, Dtype, u64, u32, u32) -> RawTensor,
 ) -> Bindings {
     TensorId::ALL.into_iter().fold(Bindings::default(), |b, tensor| {
-        let (dtype, [tokens, heads, dim]) = form(plan, prepared, tensor);
+        let (dtype, [tokens, heads, dim]) = expected.form(plan, tensor);
         b.with(tensor, make(tensor, dtype, tokens as u64, heads as u32, dim as u32))
     })
 }
 
 /// The caller's tensors that are sent as they lie.
-pub(super) fn sent(schedule: &Schedule) -> std::vec::Vec<TensorId> {
-    let mut list = std::vec::Vec::new();
+fn sent(schedule: &Schedule) -> Vec<TensorId> {
+    let mut list = Vec::new();
     for op in &schedule.ops {
         if let OpKind::Fetch { carry, .. } = &op.kind {
             for c in carry {
@@ -158,9 +168,4 @@ pub(super) fn sent(schedule: &Schedule) -> std::vec::Vec<TensorId> {
         }
     }
     list
-}
-
-/// Rows of both sides that a rank brings.
-pub(super) fn rows(plan: &Plan, rank: usize) -> (u64, u64) {
-    (plan.local_tokens(Side::Q, rank) as u64, plan.local_tokens(Side::K, rank) as u64)
 }

@@ -26,7 +26,8 @@ use std::sync::{Condvar, Mutex, MutexGuard};
 use super::{
     failure::abort,
     host::Host,
-    ops::{Memory, Prepared, Room, perform},
+    ops::{Memory, Room, perform},
+    prepared::Prepared,
 };
 use crate::{
     error::{Cause, Error, Result},

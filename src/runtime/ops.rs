@@ -6,15 +6,12 @@
 
 use std::vec::Vec;
 
-use super::{Bindings, bind, proof, tags::Tags};
+use super::{bind::Bindings, tags::Tags};
 use crate::{
     call::{Attend, AttendBackward, Block, Delta, RawTensor, SinkGradient, Transform},
     error::Result,
     plan::Plan,
-    schedule::{
-        AttendOp, BackwardOp, Buf, BufferView, CirculatingSide, Direction, OpKind, Schedule, TensorId,
-        build::all_to_all::AllToAll, expand::Expansion,
-    },
+    schedule::{AttendOp, BackwardOp, Buf, BufferView, CirculatingSide, OpKind, Schedule, TensorId, expand::Expansion},
     transport::{Label, Message},
 };
 
@@ -59,40 +56,6 @@ pub(super) trait Backend {
     fn slopes(&self, plan: &Plan) -> RawTensor;
 }
 
-/// What a schedule is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Job {
-    Attention(Direction),
-    AllToAll(AllToAll),
-}
-
-impl Job {
-    /// What the ranks of a group compare before a run.
-    pub(super) fn fingerprint(self, plan: &Plan) -> u64 {
-        let salt = match self {
-            Self::Attention(Direction::Forward) => 0,
-            Self::Attention(Direction::Backward) => 1,
-            Self::AllToAll(AllToAll { way, side, dim, dtype }) => {
-                2 | (way as u64) << 2 | (side as u64) << 3 | (dtype as u64) << 4 | u64::from(dim) << 8
-            }
-        };
-        plan.fingerprint() ^ salt.wrapping_mul(0x9e37_79b9_7f4a_7c15)
-    }
-}
-
-/// A schedule with the room that running it takes.
-pub(super) struct Prepared {
-    pub plan: Plan,
-    pub job: Job,
-    pub schedule: Schedule,
-    /// The caller's tensors that are sent as they lie.
-    pub sent: Vec<TensorId>,
-    pub q_rows: u64,
-    pub k_rows: u64,
-    pub compute: Room,
-    pub communication: Room,
-}
-
 /// What one lane lists an operation into.
 #[derive(Default)]
 pub(super) struct Room {
@@ -106,7 +69,8 @@ pub(super) struct Room {
 }
 
 impl Room {
-    fn new(schedule: &Schedule) -> Self {
+    /// Room for every operation of a schedule.
+    pub(super) fn new(schedule: &Schedule) -> Self {
         let expansion = Expansion::new(schedule);
         let (messages, blocks, sources) = expansion.capacity();
         Self {
@@ -118,39 +82,12 @@ impl Room {
             tags: Tags::default(),
         }
     }
-}
 
-impl Prepared {
-    pub(super) fn new(plan: &Plan, rank: usize, job: Job) -> Result<Self> {
-        let schedule = match job {
-            Job::Attention(direction) => Schedule::new(plan, rank, direction)?,
-            Job::AllToAll(all_to_all) => Schedule::all_to_all(plan, rank, all_to_all)?,
-        };
-        proof::check(plan, job, &schedule, &mut Expansion::new(&schedule))?;
-        let (q_rows, k_rows) = bind::rows(plan, rank);
-        Ok(Self {
-            plan: plan.clone(),
-            job,
-            sent: bind::sent(&schedule),
-            q_rows,
-            k_rows,
-            compute: Room::new(&schedule),
-            communication: Room::new(&schedule),
-            schedule,
-        })
-    }
-
-    /// The same with runs that carry their check along.
-    pub(super) fn tagged(mut self) -> Self {
-        let Self { plan, job, schedule, communication, .. } = &mut self;
-        communication.tags = Tags::new(plan, *job, schedule, &mut communication.expansion);
-        communication.sends.reserve(communication.tags.most());
-        communication.recvs.reserve(communication.tags.most());
-        self
-    }
-
-    pub(super) fn is(&self, plan: &Plan, job: Job) -> bool {
-        self.job == job && self.plan == *plan
+    /// The same with runs that carry their check along: where tags go, as `tags` lists it.
+    pub(super) fn tag(&mut self, tags: impl FnOnce(&mut Expansion) -> Tags) {
+        self.tags = tags(&mut self.expansion);
+        self.sends.reserve(self.tags.most());
+        self.recvs.reserve(self.tags.most());
     }
 }
 

@@ -19,7 +19,7 @@
 
 use std::{format, string::String, vec, vec::Vec};
 
-use super::ops::Job;
+use super::job::Job;
 use crate::{
     call::Gradients,
     error::{Error, Result},

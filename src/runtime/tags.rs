@@ -19,13 +19,13 @@
 //! memory of this list's own, which the transport reads and writes during an exchange. A backend whose exchanges are only
 //! enqueued keeps them where its transport can reach them and compares them there.
 
-use std::{collections::BTreeSet, format, string::String, vec, vec::Vec};
+use std::{collections::BTreeSet, string::String, vec, vec::Vec};
 
-use super::ops::Job;
+use super::job::Job;
 use crate::{
     error::{Error, Result},
     plan::Plan,
-    schedule::{Direction, Schedule, expand::Expansion},
+    schedule::{Schedule, expand::Expansion},
     transport::Message,
 };
 
@@ -60,24 +60,6 @@ pub(super) struct Tags {
     what: String,
 }
 
-/// A run in words: direction, tokens, heads, mesh, layout.
-pub(super) fn describe(plan: &Plan, job: Job) -> String {
-    let p = plan.problem();
-    let run = match job {
-        Job::Attention(Direction::Forward) => "the forward",
-        Job::Attention(Direction::Backward) => "the backward",
-        Job::AllToAll(_) => "an all-to-all",
-    };
-    let (heads, dim, dtype) = (p.heads(), p.head_dim(), p.dtype());
-    let tokens = p.batch().tokens(crate::batch::Side::Q);
-    let documents = p.batch().documents();
-    format!(
-        "{run} of {tokens} tokens in {documents} documents, {heads} heads of {dim} {dtype}, {}, {}",
-        plan.mesh(),
-        plan.layout()
-    )
-}
-
 impl Tags {
     /// Where the tags of a schedule go.
     pub(super) fn new(plan: &Plan, job: Job, schedule: &Schedule, expansion: &mut Expansion) -> Self {
@@ -92,7 +74,7 @@ impl Tags {
             }
         }
         let memory = vec![Tag::default(); 1 + arriving as usize];
-        Self { firsts, memory, rank: schedule.rank, what: describe(plan, job) }
+        Self { firsts, memory, rank: schedule.rank, what: job.describe(plan) }
     }
 
     /// How many messages the check adds to one exchange at most, one way.

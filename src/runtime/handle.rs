@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What other threads may do to a rank that one thread runs: end it, and ask whether it failed.
+
+use std::sync::{Arc, Weak};
+
+use super::failure::Failure;
+use crate::{
+    error::{Cause, Result},
+    transport::Transport,
+};
+
+/// Ends a run from another thread. It does not keep its rank alive: once the rank is dropped, [`AbortHandle::abort`] does
+/// nothing and [`AbortHandle::poll`] finds nothing wrong.
+#[derive(Clone)]
+pub struct AbortHandle {
+    transport: Weak<dyn Transport>,
+    failure: Failure,
+}
+
+impl AbortHandle {
+    pub(super) fn new(transport: &Arc<dyn Transport>, failure: &Failure) -> Self {
+        Self { transport: Arc::downgrade(transport), failure: failure.clone() }
+    }
+
+    /// Ends the run on every rank: each gets an error that says who aborted.
+    pub fn abort(&self) {
+        if let Some(transport) = self.transport.upgrade() {
+            self.failure.ended(transport.rank(), Cause::Aborted);
+            transport.abort(Cause::Aborted);
+        }
+    }
+
+    /// Whether anything has failed so far; never waits.
+    pub fn poll(&self) -> Result<()> {
+        self.transport.upgrade().map_or(Ok(()), |transport| self.failure.poll(&*transport))
+    }
+}

@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A rank whose tensors are in host memory: two lanes, the CPU kernels, a workspace.
+//!
+//! The calling thread is the compute lane, a thread of the rank's own the communication lane ([`lanes`](super::lanes)). A
+//! run returns when it is over.
+
+use std::{format, sync::Arc, time::Instant, vec::Vec};
+
+use super::{
+    agreement::Agreements,
+    bind::{self, Bindings},
+    failure::{Failure, Watch},
+    handle::AbortHandle,
+    host,
+    job::Job,
+    lanes::Lanes,
+    ops::Memory,
+    prepared::Prepared,
+    workspace::Workspace,
+};
+use crate::{
+    batch::Side,
+    call::RawTensor,
+    error::{Cause, Error, Result},
+    kernel::cpu,
+    plan::Plan,
+    report::trace,
+    schedule::{
+        Direction,
+        build::all_to_all::{AllToAll, OWN_HEADS, OWN_TOKENS, Way},
+    },
+    tensor::{disjoint, expect},
+    transport::Transport,
+};
+
+/// How many schedules a rank remembers.
+const REMEMBERED: usize = 16;
+
+/// See the module, and [`Rank`](super::Rank) for what each function means.
+pub(super) struct HostRank {
+    transport: Arc<dyn Transport>,
+    lanes: Lanes,
+    prepared: Vec<Prepared>,
+    scratch: cpu::Scratch,
+    workspace: Workspace,
+    agreements: Agreements,
+    failure: Failure,
+}
+
+impl HostRank {
+    pub(super) fn new(transport: impl Transport + 'static, scratch: cpu::Scratch) -> Self {
+        let transport: Arc<dyn Transport> = Arc::new(transport);
+        Self {
+            lanes: Lanes::new(Arc::clone(&transport)),
+            transport,
+            prepared: Vec::with_capacity(REMEMBERED),
+            scratch,
+            workspace: Workspace::default(),
+            agreements: Agreements::default(),
+            failure: Failure::default(),
+        }
+    }
+
+    pub(super) fn transport(&self) -> &dyn Transport {
+        &*self.transport
+    }
+
+    pub(super) fn poll(&self) -> Result<()> {
+        self.failure.poll(&*self.transport)
+    }
+
+    pub(super) fn handle(&self) -> AbortHandle {
+        AbortHandle::new(&self.transport, &self.failure)
+    }
+
+    pub(super) fn record(&mut self, epoch: Instant, capacity: usize) {
+        self.lanes.record(epoch, capacity);
+    }
+
+    pub(super) fn events(&mut self) -> Vec<trace::Event> {
+        self.lanes.events()
+    }
+
+    pub(super) fn workspace_bytes(&mut self, plan: &Plan, direction: Direction) -> Result<u64> {
+        self.ready(plan, Job::Attention(direction)).map(|i| self.prepared[i].schedule.workspace)
+    }
+
+    /// # Safety
+    /// As [`Rank::lend_workspace`](super::Rank::lend_workspace).
+    pub(super) unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
+        self.workspace = Workspace::lent(ptr, bytes)?;
+        Ok(())
+    }
+
+    pub(super) fn take_workspace_back(&mut self) {
+        self.workspace = Workspace::default();
+    }
+
+    pub(super) fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<()> {
+        let at = self.ready(plan, Job::Attention(direction))?;
+        let schedule = &self.prepared[at].schedule;
+        self.workspace.reserve(schedule.workspace)?;
+        self.lanes.prepare(schedule)
+    }
+
+    /// Finds what a job takes, or makes it; its index in `prepared`.
+    fn ready(&mut self, plan: &Plan, job: Job) -> Result<usize> {
+        if let Some(i) = self.prepared.iter().position(|p| p.is(plan, job)) {
+            return Ok(i);
+        }
+        plan.fits_world(self.transport.world())?;
+        let prepared = Prepared::new(plan, self.transport.rank(), job)?.tagged();
+        self.agreements.reserve(&prepared.schedule.group);
+        self.scratch.reserve(&host::dims(plan));
+        if self.prepared.len() == REMEMBERED {
+            self.prepared.remove(0);
+        }
+        self.prepared.push(prepared);
+        Ok(self.prepared.len() - 1)
+    }
+
+    /// # Safety
+    /// As [`Rank::run`](super::Rank::run).
+    pub(super) unsafe fn run(&mut self, plan: &Plan, direction: Direction, tensors: &Bindings) -> Result<()> {
+        let at = self.ready(plan, Job::Attention(direction))?;
+        tensors.check(plan, &self.prepared[at].expected)?;
+        let used = tensors.used(direction, plan.problem().has_sinks());
+        self.apart(at, used.map(|(tensor, raw)| (tensor.name(), *raw)))?;
+        // SAFETY: the tensors are valid and nobody else's during the call (promised), and fit the plan (checked).
+        unsafe { self.run_prepared(at, tensors) }
+    }
+
+    /// Refuses tensors that lie in the part of a lent workspace that a run uses.
+    fn apart(&mut self, at: usize, tensors: impl IntoIterator<Item = (&'static str, RawTensor)>) -> Result<()> {
+        let Some(ptr) = self.workspace.lent_at() else { return Ok(()) };
+        let bytes = self.prepared[at].schedule.workspace;
+        self.workspace.reserve(bytes)?;
+        bind::apart_from(ptr, bytes, tensors)
+    }
+
+    /// # Safety
+    /// As [`HostRank::run`], and the tensors were checked.
+    unsafe fn run_prepared(&mut self, at: usize, tensors: &Bindings) -> Result<()> {
+        let prepared = &mut self.prepared[at];
+        self.workspace.reserve(prepared.schedule.workspace)?;
+        self.failure.check()?;
+        let watch = Watch { transport: &*self.transport, failure: &self.failure };
+        if prepared.schedule.group.len() > 1 {
+            let fingerprint = prepared.job.fingerprint(&prepared.plan);
+            match self.agreements.begin(&*self.transport, &prepared.schedule.group, fingerprint) {
+                Ok(run) => prepared.communication.tags.begin(fingerprint, run),
+                Err(Error::Disagreement { rank, peer, ours, theirs, runs, .. }) => {
+                    watch.over();
+                    let what = prepared.job.describe(&prepared.plan);
+                    return Err(Error::Disagreement { rank, peer, ours, theirs, what, runs });
+                }
+                Err(error) => {
+                    self.failure.keep(&error);
+                    self.transport.abort(Cause::Failed);
+                    watch.over();
+                    return Err(error);
+                }
+            }
+        }
+        let memory = Memory { tensors: *tensors, workspace: self.workspace.ptr() };
+        // SAFETY: the caller's tensors fit the plan and are valid (promised); the workspace is large enough.
+        let outcome = unsafe { self.lanes.run(prepared, &memory, &mut self.scratch) };
+        watch.over();
+        outcome.inspect_err(|error| self.failure.keep(error))
+    }
+
+    /// Runs what the caller does between two all-to-alls. The other ranks are about to wait for what this one makes of it,
+    /// and nobody else tells them when it fails or panics: whoever catches the panic may keep the rank.
+    pub(super) fn watched(&self, body: impl FnOnce() -> Result<()>) -> Result<()> {
+        let watch = Watch { transport: &*self.transport, failure: &self.failure };
+        let outcome = body();
+        watch.over();
+        outcome.inspect_err(|error| {
+            self.failure.keep(error);
+            self.transport.abort(Cause::Failed);
+        })
+    }
+
+    /// # Safety
+    /// As [`Rank::run`](super::Rank::run).
+    pub(super) unsafe fn all_to_all(
+        &mut self,
+        plan: &Plan,
+        all_to_all: AllToAll,
+        tokens: RawTensor,
+        held: RawTensor,
+    ) -> Result<()> {
+        plan.fits_world(self.transport.world())?;
+        let p = plan.problem();
+        let heads = if all_to_all.side == Side::Q { p.heads() } else { p.kv_heads() };
+        let dim = all_to_all.dim as usize;
+        let share = plan.heads_of(self.transport.rank());
+        let own = if all_to_all.side == Side::Q { share.q.len() } else { share.kv.len() };
+        let rows = plan.shares().rows(all_to_all.side, plan.mesh().coordinates(self.transport.rank()).ring);
+        let (from, to) = if all_to_all.way == Way::ToHeads { ("from", "to") } else { ("to", "from") };
+        expect(
+            from,
+            &tokens,
+            all_to_all.dtype,
+            [plan.local_tokens(all_to_all.side, self.transport.rank()), heads, dim],
+        )?;
+        expect(to, &held, all_to_all.dtype, [rows, own, dim])?;
+        if !held.is_compact() {
+            return Err(Error::invalid(
+                format!("{to}.token_stride"),
+                format!("{} (head stride {})", held.token_stride, held.head_stride),
+                format!("{} (head stride {dim}): it travels as it lies", own * dim),
+            ));
+        }
+        let to_heads = all_to_all.way == Way::ToHeads;
+        disjoint(&[(from, tokens, !to_heads), (to, held, to_heads)])?;
+        let at = self.ready(plan, Job::AllToAll(all_to_all))?;
+        self.apart(at, [(from, tokens), (to, held)])?;
+        let tensors = Bindings::default().with(OWN_TOKENS, tokens).with(OWN_HEADS, held);
+        // SAFETY: the two tensors are valid for the call (the promise of `run`); shapes, strides and overlap were checked above.
+        unsafe { self.run_prepared(at, &tensors) }
+    }
+}

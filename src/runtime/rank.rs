@@ -1,0 +1,341 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One rank, on host memory or on a device: the same plans, the same calls.
+//!
+//! What differs behind it is the engine: on the CPU two threads and host memory, where a run returns when it is over; on
+//! a device two streams and device memory, where a run returns when it is enqueued. What only one of them can do is
+//! refused on the other, by name.
+
+use std::{boxed::Box, sync::Arc, time::Instant, vec::Vec};
+
+#[cfg(feature = "cuda")]
+use super::device::{DeviceRank, Marks};
+use super::{bind::Bindings, handle::AbortHandle, host_rank::HostRank};
+use crate::{
+    device::Device,
+    error::Result,
+    kernel::{RawStream, cpu, no_stream},
+    plan::Plan,
+    report::trace,
+    schedule::Direction,
+    transport::Transport,
+};
+#[cfg(feature = "cuda")]
+use crate::{kernel::cuda::Cuda, transport::DeviceTransport};
+
+/// One rank: runs the plans that all ranks of its group run.
+///
+/// Dropping it means that the rank leaves; peers that still need it get an error. On a device it first waits for what it
+/// enqueued. A rank is used by one thread at a time; its [`AbortHandle`] is for others.
+pub struct Rank {
+    engine: Engine,
+}
+
+enum Engine {
+    Host(Box<HostRank>),
+    #[cfg(feature = "cuda")]
+    Device(Box<DeviceRank>),
+}
+
+impl core::fmt::Debug for Rank {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let (rank, world, device) = (self.rank(), self.world(), self.device());
+        f.debug_struct("Rank")
+            .field("rank", &rank)
+            .field("world", &world)
+            .field("device", &device)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Rank {
+    /// A rank at one end of a transport of host memory, with one worker for its kernels.
+    pub fn new(transport: impl Transport + 'static) -> Self {
+        Self::with_workers(transport, 1)
+    }
+
+    /// A rank whose kernels spread over `workers` threads (with the feature `rayon`). Results do not depend on it.
+    pub fn with_workers(transport: impl Transport + 'static, workers: usize) -> Self {
+        Self { engine: Engine::Host(Box::new(HostRank::new(transport, cpu::Scratch::new(workers)))) }
+    }
+
+    /// As [`Rank::with_workers`], on threads of the caller's.
+    pub fn with_executor(
+        transport: impl Transport + 'static,
+        workers: usize,
+        executor: Arc<dyn cpu::Executor>,
+    ) -> Self {
+        let scratch = cpu::Scratch::new(workers).with_executor(executor);
+        Self { engine: Engine::Host(Box::new(HostRank::new(transport, scratch))) }
+    }
+
+    /// A rank at one end of a transport of device memory: its tensors are on the transport's device. Its runs come one
+    /// after another, whatever streams they are put on, because they share one workspace.
+    ///
+    /// Two ranks on one device, each a thread; usually each has a device of its own:
+    ///
+    /// ```no_run
+    /// use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Result, Side, transport::peer};
+    /// use cpattn::call::RawTensor;
+    /// use cpattn::kernel::cuda::Cuda;
+    /// use cpattn::runtime::Bindings;
+    /// use cpattn::schedule::{Direction, TensorId};
+    /// use std::{ptr::null_mut, time::Duration};
+    ///
+    /// // Two documents of 5 and 7 tokens, 4 q heads, 2 kv heads, head_dim 64.
+    /// let problem = Problem::new(Batch::new(&[0, 5, 12])?, 4, 2, 64, Dtype::Bf16);
+    /// let plan = Plan::new(&problem, Mesh::ring(2)?, Layout::Zigzag)?;
+    /// let device = Cuda::shared(0)?;
+    /// let ends = peer::group(&[device.clone(), device.clone()], Duration::from_secs(10))?;
+    /// std::thread::scope(|scope| {
+    ///     let run = |end| -> Result<()> {
+    ///         let mut rank = Rank::on_device(end)?;
+    ///         let (cuda, n) = (&device, plan.local_tokens(Side::Q, rank.rank()) as u64);
+    ///         let bytes = |heads: u64, dim: u64, dtype: Dtype| (n * heads * dim) as usize * dtype.size();
+    ///         // Anybody's device memory will do; q, k and v are to be filled with this rank's tokens (Plan::shard).
+    ///         let (q, o) = (cuda.allocate(bytes(4, 64, Dtype::Bf16))?, cuda.allocate(bytes(4, 64, Dtype::Bf16))?);
+    ///         let (k, v) = (cuda.allocate(bytes(2, 64, Dtype::Bf16))?, cuda.allocate(bytes(2, 64, Dtype::Bf16))?);
+    ///         let lse = cuda.allocate(bytes(4, 1, Dtype::F32))?;
+    ///         let tensors = Bindings::default()
+    ///             .with(TensorId::Q, RawTensor::compact(q.ptr(), Dtype::Bf16, n, 4, 64))
+    ///             .with(TensorId::K, RawTensor::compact(k.ptr(), Dtype::Bf16, n, 2, 64))
+    ///             .with(TensorId::V, RawTensor::compact(v.ptr(), Dtype::Bf16, n, 2, 64))
+    ///             .with(TensorId::O, RawTensor::compact(o.ptr(), Dtype::Bf16, n, 4, 64))
+    ///             .with(TensorId::Lse, RawTensor::compact(lse.ptr(), Dtype::F32, n, 4, 1));
+    ///         let stream = null_mut(); // the legacy default stream, or a cudaStream_t of the caller's, cast
+    ///         // SAFETY: the memory lives until the stream was waited for, and nobody else uses it.
+    ///         unsafe { rank.run_on(&plan, Direction::Forward, &tensors, stream) }?;
+    ///         rank.synchronize()?;
+    ///         rank.poll() // whether anything failed meanwhile, on any rank
+    ///     };
+    ///     let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(move || run(end))).collect();
+    ///     threads.into_iter().try_for_each(|thread| thread.join().unwrap())
+    /// })?;
+    /// # Ok::<(), cpattn::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// The driver's.
+    #[cfg(feature = "cuda")]
+    pub fn on_device(transport: impl DeviceTransport + 'static) -> Result<Self> {
+        let marks = Marks::new(transport.device())?;
+        Ok(Self::on_device_with(transport, marks))
+    }
+
+    /// As [`Rank::on_device`], with what could fail made before.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on_device_with(transport: impl DeviceTransport + 'static, marks: Marks) -> Self {
+        Self { engine: Engine::Device(Box::new(DeviceRank::with(transport, marks))) }
+    }
+
+    /// This rank's number.
+    pub fn rank(&self) -> usize {
+        match &self.engine {
+            Engine::Host(rank) => rank.transport().rank(),
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) => rank.rank(),
+        }
+    }
+
+    /// How many ranks there are.
+    pub fn world(&self) -> usize {
+        match &self.engine {
+            Engine::Host(rank) => rank.transport().world(),
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) => rank.world(),
+        }
+    }
+
+    /// Where its tensors are.
+    pub fn device(&self) -> Device {
+        match &self.engine {
+            Engine::Host(_) => Device::Cpu,
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) => Device::Cuda(rank.device().ordinal()),
+        }
+    }
+
+    /// The CUDA device that its tensors are on; `None` on the CPU.
+    #[cfg(feature = "cuda")]
+    pub fn cuda(&self) -> Option<&Arc<Cuda>> {
+        match &self.engine {
+            Engine::Host(_) => None,
+            Engine::Device(rank) => Some(rank.device()),
+        }
+    }
+
+    /// Whether anything has failed so far, on any rank, or on the device in what was enqueued; never waits.
+    pub fn poll(&self) -> Result<()> {
+        match &self.engine {
+            Engine::Host(rank) => rank.poll(),
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) => rank.poll(),
+        }
+    }
+
+    /// For other threads.
+    pub fn handle(&self) -> AbortHandle {
+        match &self.engine {
+            Engine::Host(rank) => rank.handle(),
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) => rank.handle(),
+        }
+    }
+
+    /// Waits on the host until what this rank enqueued is over. On the CPU a run is over when it returns.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn synchronize(&self) -> Result<()> {
+        match &self.engine {
+            Engine::Host(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) => rank.settle(),
+        }
+    }
+
+    /// Starts to record what each lane does, for at most `capacity` operations from now on; 0 stops. Times count from
+    /// `epoch`, which ranks should share.
+    ///
+    /// # Errors
+    /// On a device, whose lanes the host does not see.
+    pub fn record(&mut self, epoch: Instant, capacity: usize) -> Result<()> {
+        self.on_host_for("record")?.record(epoch, capacity);
+        Ok(())
+    }
+
+    /// What was recorded since the last call, in the order in which operations ended within each lane.
+    pub fn events(&mut self) -> Vec<trace::Event> {
+        self.on_host_for("events").map_or_else(|_| Vec::new(), HostRank::events)
+    }
+
+    /// Bytes of workspace that running `plan` in `direction` takes on this rank, the kernels' tiles aside. Allocates nothing
+    /// on a device: who means to lend the workspace need not have room for two.
+    ///
+    /// # Errors
+    /// As [`Rank::prepare`], memory and driver aside.
+    pub fn workspace_bytes(&mut self, plan: &Plan, direction: Direction) -> Result<u64> {
+        match &mut self.engine {
+            Engine::Host(rank) => rank.workspace_bytes(plan, direction),
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) => rank.workspace_bytes(plan, direction),
+        }
+    }
+
+    /// Lends the rank memory to work in, of the place of its tensors, instead of memory of its own. On a device it waits
+    /// for what the rank enqueued.
+    ///
+    /// # Safety
+    /// The `bytes` at `ptr` must stay valid and untouched by others until another workspace is lent, this one is
+    /// [taken back](Rank::take_workspace_back), or the rank is dropped.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if `ptr` is not a multiple of [`ALIGNMENT`](crate::schedule::ALIGNMENT), or, on a device, the
+    /// first or last byte is not memory of that device.
+    pub unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
+        match &mut self.engine {
+            // SAFETY: the memory is valid for as long as it is lent (promised).
+            Engine::Host(rank) => unsafe { rank.lend_workspace(ptr, bytes) },
+            #[cfg(feature = "cuda")]
+            // SAFETY: as above.
+            Engine::Device(rank) => unsafe { rank.lend_workspace(ptr, bytes) },
+        }
+    }
+
+    /// Ends the lending: from now on the rank works in memory of its own again. On a device it waits for what the rank
+    /// enqueued, and plans are prepared anew.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn take_workspace_back(&mut self) -> Result<()> {
+        match &mut self.engine {
+            Engine::Host(rank) => {
+                rank.take_workspace_back();
+                Ok(())
+            }
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) => rank.take_workspace_back(),
+        }
+    }
+
+    /// Does all that may allocate, load or upload: the schedule, the workspace, the kernels' tiles and the communication
+    /// lane's thread; on a device kernels, lists and events. Optional, but for a run that is captured into a CUDA graph;
+    /// the first run of a plan does it otherwise.
+    ///
+    /// # Errors
+    /// A plan for another world; a lent workspace that is too small; a machine without the memory or the thread. On a
+    /// device an element type or head dim without a kernel, and the driver's.
+    pub fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<()> {
+        match &mut self.engine {
+            Engine::Host(rank) => rank.prepare(plan, direction),
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) => rank.prepare(plan, direction),
+        }
+    }
+
+    /// Runs a plan on tensors given without their types: [`Rank::run_on`] with no stream, which on a device is the legacy
+    /// default stream.
+    ///
+    /// # Errors
+    /// As [`Rank::run_on`].
+    ///
+    /// # Safety
+    /// As [`Rank::run_on`].
+    pub unsafe fn run(&mut self, plan: &Plan, direction: Direction, tensors: &Bindings) -> Result<()> {
+        // SAFETY: the tensors are as promised, and there is always a default stream.
+        unsafe { self.run_on(plan, direction, tensors, core::ptr::null_mut()) }
+    }
+
+    /// Runs a plan on tensors given without their types.
+    ///
+    /// All ranks of the group must call it with equal plans in the same order, on a device each from a thread of its own.
+    /// That they do is checked before anything moves when the group first runs a plan in a direction; in later runs on the
+    /// CPU with the first message between each two ranks, and on a device before anything moves again.
+    ///
+    /// On a device the run is enqueued behind what is on `stream` so far, and behind this rank's earlier runs; what is put on
+    /// `stream` later comes after it. The call returns once all of it is enqueued.
+    ///
+    /// # Errors
+    /// A tensor that does not fit the plan or shares memory with another that is written; ranks that run different things;
+    /// a peer that failed; on the CPU, a stream. What is wrong with one rank's own tensors is only that rank's error: the
+    /// others wait for it until their deadline, unless it calls again or aborts. [`Error::Disagreement`] in a first run is
+    /// no failure: the ranks may plan again. After any other error of a run that has begun the group stays failed, and so
+    /// does a rank on the CPU, which repeats its first error: make new ranks.
+    ///
+    /// # Safety
+    /// The tensors describe memory that is valid for reads (inputs) or writes (outputs) and used by nobody else during
+    /// the call; on a device, when the run gets to them, in stream order, and until it is over. `stream` is null or one of
+    /// the driver's that was not destroyed.
+    pub unsafe fn run_on(
+        &mut self,
+        plan: &Plan,
+        direction: Direction,
+        tensors: &Bindings,
+        stream: RawStream,
+    ) -> Result<()> {
+        match &mut self.engine {
+            Engine::Host(rank) => {
+                no_stream(stream)?;
+                // SAFETY: the tensors are valid and nobody else's during the call (promised).
+                unsafe { rank.run(plan, direction, tensors) }
+            }
+            #[cfg(feature = "cuda")]
+            // SAFETY: the tensors and the stream are as promised.
+            Engine::Device(rank) => unsafe { rank.run(plan, direction, tensors, stream.cast()) },
+        }
+    }
+
+    /// The rank's engine where it is the CPU's, for what needs host memory.
+    pub(super) fn on_host_for(&mut self, what: &'static str) -> Result<&mut HostRank> {
+        // Without devices there is nothing to refuse.
+        let _ = what;
+        match &mut self.engine {
+            Engine::Host(rank) => Ok(rank),
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) => Err(crate::Error::unsupported(
+                std::format!("{what} of a rank on {}", Device::Cuda(rank.device().ordinal())),
+                "it works on host memory",
+                "make a rank of a transport of host memory, or give device tensors to run_on",
+            )),
+        }
+    }
+}
