@@ -239,7 +239,7 @@ pub fn part<T: Element>(
     } else {
         0
     };
-    rank.record(epoch, operations);
+    rank.record(epoch, operations)?;
 
     let (q, k) = (View::new(&q, nq, heads, d)?, View::new(&k, nk, kv_heads, d)?);
     let v = View::new(&v, nk, kv_heads, dv)?;
@@ -277,6 +277,6 @@ pub fn part<T: Element>(
         laps.push(Lap { direction: Direction::Backward, wall: began.elapsed(), events: rank.events() });
         (how.tick)();
     }
-    rank.record(epoch, 0);
+    rank.record(epoch, 0)?;
     Ok(Part { results: out, laps, planning })
 }

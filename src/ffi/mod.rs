@@ -13,7 +13,7 @@
 //! - `scratch`, `ranges`, `attend`, `blocks`: the pieces by themselves.
 //!
 //! CPU and devices are told apart in three places: where a tensor says it lies (`dlpack`), where a rank is made, and where
-//! a scratch is. What differs behind them is the crate's own [`AnyRank`](crate::runtime::AnyRank) and
+//! a scratch is. What differs behind them is the crate's own [`Rank`](crate::Rank) and
 //! [`Kernels`](crate::kernel::Kernels). A build without CUDA exports the same functions and refuses what it lacks.
 //!
 //! Every exported function is unsafe in the same way and for the same reason: pointers come from C. What the header asks

@@ -25,17 +25,14 @@ use crate::{
     error::{Error, Result},
     kernel::no_stream,
     plan::Plan,
-    runtime::{self, AnyRank, Bindings, Rank},
+    runtime::{self, Bindings, Rank},
     schedule::{
         Direction, TensorId,
         build::all_to_all::{AllToAll, Way},
     },
 };
 #[cfg(feature = "cuda")]
-use crate::{
-    kernel::cuda::sm_margin::SmMargin,
-    runtime::{DeviceRank, Marks},
-};
+use crate::{kernel::cuda::sm_margin::SmMargin, runtime::Marks};
 
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -87,7 +84,7 @@ versioned! {
 /// What a rank's handle holds.
 #[doc(hidden)]
 pub struct State {
-    rank: Mutex<AnyRank>,
+    rank: Mutex<Rank>,
     place: Device,
     handle: runtime::AbortHandle,
     /// What the rank asks of its device beyond kernels.
@@ -103,7 +100,7 @@ impl Kind for State {
 }
 
 impl State {
-    fn lock(&self) -> Outcome<MutexGuard<'_, AnyRank>> {
+    fn lock(&self) -> Outcome<MutexGuard<'_, Rank>> {
         match self.rank.try_lock() {
             Ok(rank) => Ok(rank),
             // A rank that panicked has aborted its transport: what comes next says so.
@@ -162,7 +159,7 @@ pub unsafe extern "C" fn cpattn_rank_create(
         let _ = free;
         // SAFETY: the header's promise about handles.
         let rank = unsafe { seated(transport, at, n) }?;
-        let (place, handle) = (rank.place(), rank.handle());
+        let (place, handle) = (rank.device(), rank.handle());
         out.write(handle::create(State {
             rank: Mutex::new(rank),
             place,
@@ -189,7 +186,7 @@ fn room(at: Device, leave_free: u32) -> Result<Option<SmMargin>> {
 ///
 /// # Safety
 /// As [`handle::take`].
-unsafe fn seated(transport: *mut cpattn_transport, at: Device, workers: usize) -> Outcome<AnyRank> {
+unsafe fn seated(transport: *mut cpattn_transport, at: Device, workers: usize) -> Outcome<Rank> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(ordinal) = at {
         let cuda = device("options.device_id", ordinal)?;
@@ -199,18 +196,18 @@ unsafe fn seated(transport: *mut cpattn_transport, at: Device, workers: usize) -
         let seat = if table { Some(Seat::new(cuda)?) } else { None };
         // SAFETY: as above.
         return Ok(match (unsafe { handle::take(transport) }?, seat) {
-            (Any::Table(t), Some(seat)) => DeviceRank::with(seat.with(t), marks).into(),
-            (Any::Peer(t), None) => DeviceRank::with(t, marks).into(),
+            (Any::Table(t), Some(seat)) => Rank::on_device_with(seat.with(t), marks),
+            (Any::Peer(t), None) => Rank::on_device_with(t, marks),
             _ => unreachable!("the places were compared"),
         });
     }
     let _ = at;
     // SAFETY: a live handle that nobody else uses (promised).
     Ok(match unsafe { handle::take(transport) }? {
-        Any::Local(t) => Rank::with_workers(t, workers).into(),
-        Any::Table(t) => Rank::with_workers(t, workers).into(),
+        Any::Local(t) => Rank::with_workers(t, workers),
+        Any::Table(t) => Rank::with_workers(t, workers),
         #[cfg(feature = "mpi")]
-        Any::Mpi(t) => Rank::with_workers(*t, workers).into(),
+        Any::Mpi(t) => Rank::with_workers(*t, workers),
         #[cfg(feature = "cuda")]
         Any::Peer(_) => unreachable!("its place is a device, and was compared"),
     })
@@ -282,7 +279,7 @@ unsafe fn run(
         bindings.set(*tensor, unsafe { one(rank.place, given) }?);
     }
     // SAFETY: the memory is the caller's for the run, by the header's promise; shapes are checked against the plan.
-    unsafe { rank.lock()?.run(plan, direction, &bindings, stream) }?;
+    unsafe { rank.lock()?.run_on(plan, direction, &bindings, stream) }?;
     Ok(())
 }
 
@@ -359,21 +356,13 @@ unsafe fn all_to_all(
     // SAFETY: the header's promise about tensors.
     let (tokens, held) = unsafe { (one(rank.place, &tokens)?, one(rank.place, &held)?) };
     let all_to_all = AllToAll { way, side, dim: tokens.dim, dtype: tokens.dtype };
-    match &mut *rank.lock()? {
-        AnyRank::Host(rank) => {
-            no_stream(stream)?;
-            // SAFETY: the memory is the caller's for the call, by the header's promise; shapes are checked there.
-            unsafe { rank.all_to_all(plan, all_to_all, tokens, held) }?;
-            Ok(())
-        }
-        #[cfg(feature = "cuda")]
-        AnyRank::Device(_) => Err(Error::unsupported(
-            "an all-to-all alone on a device",
-            "it runs on the CPU only",
-            "cpattn_forward and cpattn_backward have their all-to-alls inside",
-        )
-        .into()),
+    let mut rank = rank.lock()?;
+    if rank.device() == Device::Cpu {
+        no_stream(stream)?;
     }
+    // SAFETY: the memory is the caller's for the call, by the header's promise; shapes are checked there.
+    unsafe { rank.all_to_all(plan, all_to_all, tokens, held) }?;
+    Ok(())
 }
 
 #[unsafe(no_mangle)]

@@ -13,11 +13,12 @@
 use std::{format, sync::Arc, vec::Vec};
 
 use super::{
-    AbortHandle,
-    all_to_all::Watch,
     bind::{self, Bindings},
-    failure::Failure,
-    ops::{Job, Prepared, Room},
+    failure::{Failure, Watch},
+    handle::AbortHandle,
+    job::Job,
+    ops::Room,
+    prepared::Prepared,
 };
 use crate::{
     error::{Cause, Error, Result},
@@ -34,55 +35,8 @@ use sequence::Sequence;
 /// How many schedules a rank remembers.
 const REMEMBERED: usize = 16;
 
-/// One rank whose tensors are on a CUDA device.
-///
-/// Dropping it means that the rank leaves, once what it enqueued is done. Its runs come one after another, whatever
-/// streams they are put on, because they share one workspace.
-///
-/// Two ranks on one device, each a thread; usually each has a device of its own:
-///
-/// ```no_run
-/// use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Result, Side, transport::peer};
-/// use cpattn::call::RawTensor;
-/// use cpattn::kernel::cuda::Cuda;
-/// use cpattn::runtime::{Bindings, DeviceRank};
-/// use cpattn::schedule::{Direction, TensorId};
-/// use std::{ptr::null_mut, time::Duration};
-///
-/// // Two documents of 5 and 7 tokens, 4 q heads, 2 kv heads, head_dim 64.
-/// let problem = Problem::new(Batch::new(&[0, 5, 12])?, 4, 2, 64, Dtype::Bf16);
-/// let plan = Plan::new(&problem, Mesh::ring(2)?, Layout::Zigzag)?;
-/// let device = Cuda::shared(0)?;
-/// let ends = peer::group(&[device.clone(), device.clone()], Duration::from_secs(10))?;
-/// std::thread::scope(|scope| {
-///     let run = |end| -> Result<()> {
-///         let mut rank = DeviceRank::new(end)?;
-///         let (cuda, n) = (rank.device().clone(), plan.local_tokens(Side::Q, rank.rank()) as u64);
-///         let bytes = |heads: u64, dim: u64, dtype: Dtype| (n * heads * dim) as usize * dtype.size();
-///         // Anybody's device memory will do; q, k and v are to be filled with this rank's tokens (Plan::shard).
-///         let (q, o) = (cuda.allocate(bytes(4, 64, Dtype::Bf16))?, cuda.allocate(bytes(4, 64, Dtype::Bf16))?);
-///         let (k, v) = (cuda.allocate(bytes(2, 64, Dtype::Bf16))?, cuda.allocate(bytes(2, 64, Dtype::Bf16))?);
-///         let lse = cuda.allocate(bytes(4, 1, Dtype::F32))?;
-///         let tensors = Bindings::default()
-///             .with(TensorId::Q, RawTensor::compact(q.ptr(), Dtype::Bf16, n, 4, 64))
-///             .with(TensorId::K, RawTensor::compact(k.ptr(), Dtype::Bf16, n, 2, 64))
-///             .with(TensorId::V, RawTensor::compact(v.ptr(), Dtype::Bf16, n, 2, 64))
-///             .with(TensorId::O, RawTensor::compact(o.ptr(), Dtype::Bf16, n, 4, 64))
-///             .with(TensorId::Lse, RawTensor::compact(lse.ptr(), Dtype::F32, n, 4, 1));
-///         let stream = null_mut(); // the legacy default stream, or a cudaStream_t of the caller's, cast
-///         // SAFETY: the memory lives until the stream was waited for, and nobody else uses it.
-///         unsafe {
-///             rank.run(&plan, Direction::Forward, &tensors, stream)?;
-///             cuda.synchronize(stream)?;
-///         }
-///         rank.poll() // whether anything failed meanwhile, on any rank
-///     };
-///     let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(move || run(end))).collect();
-///     threads.into_iter().try_for_each(|thread| thread.join().unwrap())
-/// })?;
-/// # Ok::<(), cpattn::Error>(())
-/// ```
-pub struct DeviceRank {
+/// See the module, and [`Rank`](super::Rank) for what each function means.
+pub(super) struct DeviceRank {
     transport: Arc<dyn DeviceTransport>,
     prepared: Vec<Remembered>,
     workspace: Workspace,
@@ -91,6 +45,7 @@ pub struct DeviceRank {
     /// The stream that was last found to be one of the device's.
     accepted: Option<Stream>,
     marks: Marks,
+    failure: Failure,
 }
 
 /// Where a run begins, where its communication ends, and where all of it is over.
@@ -126,57 +81,49 @@ struct Remembered {
 }
 
 impl DeviceRank {
-    /// A rank at one end of a transport of device memory.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn new(transport: impl DeviceTransport + 'static) -> Result<Self> {
-        let marks = Marks::new(transport.device())?;
-        Ok(Self::with(transport, marks))
-    }
-
-    /// As [`DeviceRank::new`], with what could fail made before.
-    pub(crate) fn with(transport: impl DeviceTransport + 'static, marks: Marks) -> Self {
+    /// A rank at one end of a transport of device memory; what could fail was made before.
+    pub(super) fn with(transport: impl DeviceTransport + 'static, marks: Marks) -> Self {
         Self {
             prepared: Vec::with_capacity(REMEMBERED),
             workspace: Workspace::Own(None),
             retired: Vec::new(),
             accepted: None,
             marks,
+            failure: Failure::default(),
             transport: Arc::new(transport),
         }
     }
 
     /// This rank's number.
-    pub fn rank(&self) -> usize {
+    pub(super) fn rank(&self) -> usize {
         self.transport.rank()
     }
 
+    /// How many ranks there are.
+    pub(super) fn world(&self) -> usize {
+        self.transport.world()
+    }
+
     /// The rank's device.
-    pub fn device(&self) -> &Arc<Cuda> {
+    pub(super) fn device(&self) -> &Arc<Cuda> {
         self.transport.device()
     }
 
     /// For other threads.
-    pub fn handle(&self) -> AbortHandle {
+    pub(super) fn handle(&self) -> AbortHandle {
         let transport: Arc<dyn Transport> = self.transport.clone();
-        AbortHandle::new(&transport, &Failure::default())
+        AbortHandle::new(&transport, &self.failure)
     }
 
     /// Waits on the host until nothing that this rank enqueued uses its memory any more.
-    fn settle(&self) -> Result<()> {
+    pub(super) fn settle(&self) -> Result<()> {
         self.transport.synchronize()?;
         self.marks.over.wait()
     }
 
     /// Whether anything has failed so far, on any rank or on the device; never waits.
-    pub fn poll(&self) -> Result<()> {
-        self.transport.poll()
-    }
-
-    /// Ends the run on every rank.
-    pub fn abort(&self) {
-        self.transport.abort(Cause::Aborted);
+    pub(super) fn poll(&self) -> Result<()> {
+        self.failure.poll(&*self.transport)
     }
 
     /// Bytes of device workspace that running `plan` in `direction` takes on this rank. Allocates nothing on the device:
@@ -184,7 +131,7 @@ impl DeviceRank {
     ///
     /// # Errors
     /// As [`DeviceRank::prepare`], the driver's aside.
-    pub fn workspace_bytes(&mut self, plan: &Plan, direction: Direction) -> Result<u64> {
+    pub(super) fn workspace_bytes(&mut self, plan: &Plan, direction: Direction) -> Result<u64> {
         match self.known(plan, direction) {
             Some(i) => Ok(self.prepared[i].prepared.schedule.workspace),
             None => {
@@ -203,7 +150,7 @@ impl DeviceRank {
     /// # Errors
     /// [`Error::Invalid`] if `ptr` is not a multiple of [`ALIGNMENT`], or the first or last byte is not memory of the
     /// rank's device.
-    pub unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
+    pub(super) unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
         if !(ptr as usize).is_multiple_of(ALIGNMENT as usize) {
             let (found, expected) = (format!("address {ptr:p}"), format!("a multiple of {ALIGNMENT} bytes"));
             return Err(Error::invalid("workspace", found, expected));
@@ -230,7 +177,7 @@ impl DeviceRank {
     ///
     /// # Errors
     /// The driver's.
-    pub fn take_workspace_back(&mut self) -> Result<()> {
+    pub(super) fn take_workspace_back(&mut self) -> Result<()> {
         if let Workspace::Lent(..) = self.workspace {
             self.settle()?;
             self.workspace = Workspace::Own(None);
@@ -247,7 +194,7 @@ impl DeviceRank {
 
     /// Bytes of lists that the rank keeps on the device, for all plans that it remembers: its last 16 plans and directions,
     /// and all that were captured into a graph. [`Plan::explain`] bounds them for each plan.
-    pub fn list_bytes(&self) -> u64 {
+    pub(super) fn list_bytes(&self) -> u64 {
         self.prepared.iter().map(|p| p.sequence.bytes() as u64).sum()
     }
 
@@ -257,7 +204,7 @@ impl DeviceRank {
     ///
     /// # Errors
     /// A plan for another world, an element type or head dim without a kernel, the driver's.
-    pub fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<()> {
+    pub(super) fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<()> {
         let at = self.ready(plan, direction)?;
         self.make_room(at)?;
         self.room(at).map(|_| ())
@@ -383,7 +330,7 @@ impl DeviceRank {
     /// `stream` is one of the driver's and was not destroyed. When the run gets to them, in stream order, the tensors are
     /// valid device memory for reads (inputs) or writes (outputs) that nobody else uses until the run is over; the same
     /// holds for each replay of a graph that it was captured into.
-    pub unsafe fn run(&mut self, plan: &Plan, direction: Direction, tensors: &Bindings, stream: Stream) -> Result<()> {
+    pub(super) unsafe fn run(&mut self, plan: &Plan, direction: Direction, tensors: &Bindings, stream: Stream) -> Result<()> {
         if self.accepted != Some(stream) {
             // SAFETY: a live stream, as promised.
             unsafe { self.device().owns(stream) }?;
@@ -395,7 +342,7 @@ impl DeviceRank {
             self.capturable(plan, direction)?;
         }
         let at = self.ready(plan, direction)?;
-        tensors.check(plan, &self.prepared[at].prepared)?;
+        tensors.check(plan, &self.prepared[at].prepared.expected)?;
         for (tensor, raw) in tensors.used(direction, plan.problem().has_sinks()) {
             // What attention itself may read or write is read 16 bytes at a time, on whatever mesh; the rest is only
             // copied, which needs no alignment unless a tensor is huge.

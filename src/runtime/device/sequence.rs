@@ -20,7 +20,8 @@ use crate::{
     plan::Plan,
     runtime::{
         Bindings, bind,
-        ops::{Backend, Memory, Prepared, perform},
+        ops::{Backend, Memory, perform},
+        prepared::Prepared,
     },
     schedule::{Lane, TensorId},
     transport::{DeviceTransport, Label, Message},
@@ -149,7 +150,7 @@ impl Sequence {
     /// Makes the sequence of a schedule, whose kernels were loaded. The host waits for the upload of the lists.
     pub(super) fn record(cuda: &Cuda, prepared: &mut Prepared) -> Result<Self> {
         let plan = prepared.plan.clone();
-        let tensors = bind::placeholders(&plan, prepared, |tensor, dtype, tokens, heads, dim| {
+        let tensors = bind::placeholders(&plan, &prepared.expected, |tensor, dtype, tokens, heads, dim| {
             RawTensor::compact(BaseShapes::symbol(base_of(tensor)), dtype, tokens, heads, dim)
         });
         let shapes = BaseShapes::new(tensors.all().iter().map(|t| (t.heads, t.dim, t.dtype)));
