@@ -242,7 +242,7 @@ impl Rank {
     }
 
     /// Ends the lending: from now on the rank works in memory of its own again. On a device it waits for what the rank
-    /// enqueued, and plans are prepared anew.
+    /// enqueued; memory of its own is allocated by [`Rank::prepare`] or the next run.
     ///
     /// # Errors
     /// The driver's.
@@ -254,6 +254,16 @@ impl Rank {
             }
             #[cfg(feature = "cuda")]
             Engine::Device(rank) => rank.take_workspace_back(),
+        }
+    }
+
+    /// Bytes of lists that the rank keeps on its device, for all plans that it remembers: its last 16 plans and directions,
+    /// and all that were captured into a graph. [`Plan::explain`] bounds them for each plan. 0 on the CPU.
+    pub fn list_bytes(&self) -> u64 {
+        match &self.engine {
+            Engine::Host(_) => 0,
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) => rank.list_bytes(),
         }
     }
 
@@ -292,19 +302,29 @@ impl Rank {
     /// CPU with the first message between each two ranks, and on a device before anything moves again.
     ///
     /// On a device the run is enqueued behind what is on `stream` so far, and behind this rank's earlier runs; what is put on
-    /// `stream` later comes after it. The call returns once all of it is enqueued.
+    /// `stream` later comes after it. The call returns once all of it is enqueued, and never waits for the device.
+    ///
+    /// # CUDA graphs
+    /// While `stream` is being captured, the run becomes part of the graph: each replay reads and writes the tensors and the
+    /// workspace that were given now, behind the rank's runs and replays that were enqueued before it. Call
+    /// [`Rank::prepare`] before the capture begins. The rank keeps what its graphs use until it is dropped: the graphs
+    /// must have done their last replay by then, and a lent workspace must stay theirs. Replays and runs of one rank come
+    /// from one thread, or from threads that take turns. Ranks of transport [`peer`](crate::transport::peer) are captured
+    /// into one graph, all of them: the capture begins on the stream of one, and the streams of the others join it by an
+    /// event and join back before it ends.
     ///
     /// # Errors
     /// A tensor that does not fit the plan or shares memory with another that is written; ranks that run different things;
-    /// a peer that failed; on the CPU, a stream. What is wrong with one rank's own tensors is only that rank's error: the
+    /// a peer that failed; on the CPU, a stream; on a device, a capture of a plan that is not prepared or over a transport
+    /// whose exchanges cannot be captured, and the driver's: after these nothing of the run is left on the device. What is wrong with one rank's own tensors is only that rank's error: the
     /// others wait for it until their deadline, unless it calls again or aborts. [`Error::Disagreement`] in a first run is
     /// no failure: the ranks may plan again. After any other error of a run that has begun the group stays failed, and so
-    /// does a rank on the CPU, which repeats its first error: make new ranks.
+    /// does the rank, which repeats its first error: make new ranks.
     ///
     /// # Safety
     /// The tensors describe memory that is valid for reads (inputs) or writes (outputs) and used by nobody else during
-    /// the call; on a device, when the run gets to them, in stream order, and until it is over. `stream` is null or one of
-    /// the driver's that was not destroyed.
+    /// the call; on a device, when the run gets to them, in stream order, and until it is over; the same holds for each replay of a
+    /// graph that it was captured into. `stream` is null or one of the driver's that was not destroyed.
     pub unsafe fn run_on(
         &mut self,
         plan: &Plan,

@@ -130,7 +130,7 @@ impl DeviceRank {
     /// who means to lend the workspace need not have room for two.
     ///
     /// # Errors
-    /// As [`DeviceRank::prepare`], the driver's aside.
+    /// As `prepare`, the driver's aside.
     pub(super) fn workspace_bytes(&mut self, plan: &Plan, direction: Direction) -> Result<u64> {
         match self.known(plan, direction) {
             Some(i) => Ok(self.prepared[i].prepared.schedule.workspace),
@@ -172,7 +172,7 @@ impl DeviceRank {
         Ok(())
     }
 
-    /// Ends the lending: from now on the rank works in memory of its own again, which [`DeviceRank::prepare`], or the next
+    /// Ends the lending: from now on the rank works in memory of its own again, which `prepare`, or the next
     /// run, allocates. Waits for what it enqueued.
     ///
     /// # Errors
@@ -312,17 +312,8 @@ impl DeviceRank {
     ///
     /// All ranks of the group must call it with equal plans in the same order, each from a thread of its own.
     ///
-    /// # CUDA graphs
-    /// While `stream` is being captured, the run becomes part of the graph: each replay reads and writes the tensors and the
-    /// workspace that were given now, behind the rank's runs and replays that were enqueued before it. Call
-    /// [`DeviceRank::prepare`] before the capture begins. The rank keeps what its graphs use until it is dropped: the graphs
-    /// must have done their last replay by then, and a lent workspace must stay theirs. Replays and runs of one rank come
-    /// from one thread, or from threads that take turns. Ranks of transport [`peer`](crate::transport::peer) are captured
-    /// into one graph, all of them: the capture begins on the stream of one, and the streams of the others join it by an
-    /// event and join back before it ends.
-    ///
     /// # Errors
-    /// As [`Rank::run`](super::Rank::run): a tensor or stream that cannot be taken is refused before anything moves; so is a
+    /// As [`Rank::run_on`](super::Rank::run_on): a tensor or stream that cannot be taken is refused before anything moves; so is a
     /// capture of a plan that is not prepared, or over a transport whose exchanges cannot be captured. And the driver's; after
     /// these nothing of the run is left on the device.
     ///
@@ -330,7 +321,13 @@ impl DeviceRank {
     /// `stream` is one of the driver's and was not destroyed. When the run gets to them, in stream order, the tensors are
     /// valid device memory for reads (inputs) or writes (outputs) that nobody else uses until the run is over; the same
     /// holds for each replay of a graph that it was captured into.
-    pub(super) unsafe fn run(&mut self, plan: &Plan, direction: Direction, tensors: &Bindings, stream: Stream) -> Result<()> {
+    pub(super) unsafe fn run(
+        &mut self,
+        plan: &Plan,
+        direction: Direction,
+        tensors: &Bindings,
+        stream: Stream,
+    ) -> Result<()> {
         if self.accepted != Some(stream) {
             // SAFETY: a live stream, as promised.
             unsafe { self.device().owns(stream) }?;
@@ -359,18 +356,32 @@ impl DeviceRank {
         }
         let group = self.prepared[at].prepared.schedule.group.clone();
         // A capture happens once and its replays never ask, so ranks that agreed before need not meet for it.
+        self.failure.check()?;
+        let (transport, failure) = (Arc::clone(&self.transport), self.failure.clone());
+        let watch = Watch { transport: &*transport, failure: &failure };
         if group.len() > 1 && !(capturing && self.prepared[at].agreed) {
-            self.transport.agree(group, self.prepared[at].prepared.job.fingerprint(plan))?;
-            self.prepared[at].agreed = true;
+            let job = self.prepared[at].prepared.job;
+            match transport.agree(group, job.fingerprint(plan)) {
+                Ok(()) => self.prepared[at].agreed = true,
+                Err(Error::Disagreement { rank, peer, ours, theirs, runs, .. }) => {
+                    watch.over();
+                    return Err(Error::Disagreement { rank, peer, ours, theirs, what: job.describe(plan), runs });
+                }
+                Err(error) => {
+                    failure.keep(&error);
+                    transport.abort(Cause::Failed);
+                    watch.over();
+                    return Err(error);
+                }
+            }
         }
-        let transport = Arc::clone(&self.transport);
-        let watch = Watch(&*transport);
         self.prepared[at].captured |= capturing;
         // SAFETY: the tensors fit the plan (checked) and are as the caller promised, the workspace is large enough, and
         // the marks order this run behind those before it.
         let outcome = unsafe { self.enqueue(at, tensors, workspace, stream, capturing) };
-        std::mem::forget(watch);
-        if outcome.is_err() {
+        watch.over();
+        if let Err(error) = &outcome {
+            failure.keep(error);
             self.transport.abort(Cause::Failed);
             // A stream that is being captured has nothing to wait for.
             if !capturing {
