@@ -15,11 +15,11 @@ use std::{
 
 use common::{Data, Results, check_on_device as check, reference};
 use cpattn::{
-    Batch, Dtype, Element, Error, Layout, Mask, Mesh, Options, Plan, Problem, Result, Side,
+    Batch, Dtype, Element, Error, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side,
     call::RawTensor,
     kernel::cuda::{Cuda, DeviceMemory},
     plan::{Circulate, Wire},
-    runtime::{Bindings, DeviceRank},
+    runtime::Bindings,
     schedule::{Direction, TensorId},
     transport::peer,
 };
@@ -90,7 +90,7 @@ fn run<T: Element<Acc = f32>>(cuda: &Arc<Cuda>, plan: &Plan, data: &Data<T>) -> 
             .map(|peer| {
                 let (plan, data, all) = (plan.clone(), &data, &all);
                 scope.spawn(move || -> Result<()> {
-                    let mut rank = DeviceRank::new(peer)?;
+                    let mut rank = Rank::on_device(peer)?;
                     let r = rank.rank();
                     let (tq, tk) = (plan.token_indices(Side::Q, r), plan.token_indices(Side::K, r));
                     let (nq, nk) = (tq.len(), tk.len());
@@ -110,9 +110,9 @@ fn run<T: Element<Acc = f32>>(cuda: &Arc<Cuda>, plan: &Plan, data: &Data<T>) -> 
                     if let Some(s) = &sinks {
                         bindings = bindings.with(TensorId::Sinks, s.1);
                     }
-                    let stream = std::ptr::null_mut();
+                    let stream = std::ptr::null_mut::<core::ffi::c_void>();
                     // SAFETY: the tensors live until the stream was waited for; the default stream is the context's.
-                    unsafe { rank.run(&plan, Direction::Forward, &bindings, stream) }?;
+                    unsafe { rank.run_on(&plan, Direction::Forward, &bindings, stream) }?;
                     let (dq, dk) = (Held::nan::<T>(cuda, nq, hq, d), Held::nan::<T>(cuda, nk, hk, d));
                     let (d_v, dsinks) = (Held::nan::<T>(cuda, nk, hk, dv), Held::nan::<f32>(cuda, 1, hq, 1));
                     let bindings = bindings
@@ -122,7 +122,7 @@ fn run<T: Element<Acc = f32>>(cuda: &Arc<Cuda>, plan: &Plan, data: &Data<T>) -> 
                         .with(TensorId::Dv, d_v.1)
                         .with(TensorId::Dsinks, dsinks.1);
                     // SAFETY: as above.
-                    unsafe { rank.run(&plan, Direction::Backward, &bindings, stream) }?;
+                    unsafe { rank.run_on(&plan, Direction::Backward, &bindings, stream) }?;
                     // SAFETY: the default stream.
                     unsafe { cuda.synchronize(stream) }?;
                     let mut all = all.lock().unwrap();

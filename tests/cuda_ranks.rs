@@ -12,10 +12,10 @@ use std::{
 };
 
 use cpattn::{
-    Batch, Cause, Dtype, Error, Layout, Mesh, Plan, Problem, Result, Side,
+    Batch, Cause, Dtype, Error, Layout, Mesh, Plan, Problem, Rank, Result, Side,
     call::{Block, RawTensor, Transform},
     kernel::cuda::{Cuda, DeviceMemory, StreamKernels},
-    runtime::{Bindings, DeviceRank},
+    runtime::Bindings,
     schedule::{ALIGNMENT, Direction, Schedule, TensorId},
     transport::{DeviceTransport, Label, Message, Transport, peer},
 };
@@ -50,8 +50,8 @@ fn alone(p: &Problem) -> Plan {
     Plan::new(p, Mesh::single(), Layout::Contiguous).unwrap()
 }
 
-fn rank(cuda: &Arc<Cuda>) -> DeviceRank {
-    DeviceRank::new(peer::group(&[Arc::clone(cuda)], Duration::from_secs(60)).unwrap().remove(0)).unwrap()
+fn rank(cuda: &Arc<Cuda>) -> Rank {
+    Rank::on_device(peer::group(&[Arc::clone(cuda)], Duration::from_secs(60)).unwrap().remove(0)).unwrap()
 }
 
 /// All tensors of a backward, of zeros, and the memory they lie in.
@@ -83,7 +83,7 @@ fn tensors_are_refused_by_name() {
     let mut rank = rank(&cuda);
     let mut run = |bindings: &Bindings, direction| {
         // SAFETY: refused, or the tensors live until the end; the default stream.
-        unsafe { rank.run(&plan, direction, bindings, std::ptr::null_mut()) }
+        unsafe { rank.run(&plan, direction, bindings) }
     };
     let without = |tensor| good.with(tensor, RawTensor::NONE);
     refused(run(&without(TensorId::Q), Direction::Forward), &["q is not given, expected f16 of shape [12, 2, 16]"]);
@@ -130,7 +130,7 @@ fn workspaces_are_lent_whole_and_apart() {
     let needed = rank.workspace_bytes(&plan, Direction::Backward).unwrap() as usize;
     let memory = cuda.allocate(needed + ALIGNMENT as usize).unwrap();
     // SAFETY: refused, or `memory` outlives the rank; here and below.
-    let lend = |rank: &mut DeviceRank, bytes| unsafe { rank.lend_workspace(memory.ptr(), bytes) };
+    let lend = |rank: &mut Rank, bytes| unsafe { rank.lend_workspace(memory.ptr(), bytes) };
     refused(lend(&mut rank, 1 << 50), &["workspace is 1125899906842624 bytes", "memory of device 0: the last, at "]);
     lend(&mut rank, needed - 1).unwrap();
     let words = format!("at least {needed} bytes");
@@ -138,7 +138,7 @@ fn workspaces_are_lent_whole_and_apart() {
     lend(&mut rank, needed).unwrap();
     let mut run = |bindings: &Bindings| {
         // SAFETY: refused, or the tensors live until the end; the default stream.
-        unsafe { rank.run(&plan, Direction::Backward, bindings, std::ptr::null_mut()) }
+        unsafe { rank.run(&plan, Direction::Backward, bindings) }
     };
     let at = |tensor: TensorId, ptr| good.with(tensor, RawTensor { ptr, ..*good.get(tensor) });
     refused(run(&at(TensorId::Dq, memory.ptr())), &["dq", "overlaps", "workspace"]);
@@ -310,8 +310,8 @@ fn ranks_on_two_devices() {
         let results = |devices: [&Arc<Cuda>; 2]| -> Vec<Vec<Vec<u8>>> {
             let ends = peer::group(&devices.map(Arc::clone), Duration::from_secs(60)).unwrap();
             let run = |end: peer::Peer| {
-                let mut rank = DeviceRank::new(end).unwrap();
-                let cuda = Arc::clone(rank.device());
+                let mut rank = Rank::on_device(end).unwrap();
+                let cuda = Arc::clone(rank.cuda().unwrap());
                 let (tensors, memory) = tensors(&cuda, &plan, rank.rank());
                 for (i, m) in memory.iter().enumerate() {
                     // Halves of moderate size, for the inputs of both directions; the rest is overwritten.
@@ -320,7 +320,7 @@ fn ranks_on_two_devices() {
                 }
                 for direction in [Direction::Forward, Direction::Backward] {
                     // SAFETY: the tensors live until the end; the default stream.
-                    unsafe { rank.run(&plan, direction, &tensors, std::ptr::null_mut()) }.unwrap();
+                    unsafe { rank.run(&plan, direction, &tensors) }.unwrap();
                 }
                 wait(&cuda);
                 let read = |m: &DeviceMemory| {

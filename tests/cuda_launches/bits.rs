@@ -7,9 +7,8 @@ use crate::{
     tensors::{Form, Tensors, awkward},
 };
 use cpattn::{
-    Plan,
+    Plan, Rank,
     kernel::cuda::Cuda,
-    runtime::DeviceRank,
     schedule::{Direction, TensorId},
     transport::peer,
 };
@@ -18,14 +17,14 @@ use std::{sync::Arc, thread, time::Duration};
 type Results = Vec<(TensorId, Vec<u8>)>;
 
 /// Has every rank of a group do something, each on a thread.
-pub fn ranks<T: Send>(cuda: &Arc<Cuda>, world: usize, each: impl Fn(DeviceRank) -> T + Sync) -> Vec<T> {
+pub fn ranks<T: Send>(cuda: &Arc<Cuda>, world: usize, each: impl Fn(Rank) -> T + Sync) -> Vec<T> {
     let ends = peer::group(&vec![Arc::clone(cuda); world], Duration::from_secs(300)).unwrap();
     thread::scope(|scope| {
         let each = &each;
         let run = |end| {
             scope.spawn(move || {
                 enter();
-                each(DeviceRank::new(end).unwrap())
+                each(Rank::on_device(end).unwrap())
             })
         };
         let threads: Vec<_> = ends.into_iter().map(run).collect();
@@ -34,10 +33,10 @@ pub fn ranks<T: Send>(cuda: &Arc<Cuda>, world: usize, each: impl Fn(DeviceRank) 
 }
 
 /// Both directions, waited for.
-pub fn both(rank: &mut DeviceRank, plan: &Plan, tensors: &Tensors, stream: Stream) {
+pub fn both(rank: &mut Rank, plan: &Plan, tensors: &Tensors, stream: Stream) {
     for direction in [Direction::Forward, Direction::Backward] {
         // SAFETY: the tensors live until the stream was waited for.
-        unsafe { rank.run(plan, direction, &tensors.bindings(), stream.raw()) }.unwrap();
+        unsafe { rank.run_on(plan, direction, &tensors.bindings(), stream.raw().cast()) }.unwrap();
     }
     stream.wait();
 }
@@ -69,7 +68,7 @@ pub fn run(cuda: &Arc<Cuda>) {
         ranks(cuda, world, |mut rank| {
             let (me, stream) = (rank.rank(), Stream::new());
             let directions = [Direction::Forward, Direction::Backward];
-            let needed = |rank: &mut DeviceRank| {
+            let needed = |rank: &mut Rank| {
                 let all = list.iter().flat_map(|(_, plan)| directions.map(|d| (plan, d)));
                 all.map(|(plan, d)| rank.workspace_bytes(plan, d).unwrap()).max().unwrap() as usize
             };

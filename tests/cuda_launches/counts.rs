@@ -7,8 +7,8 @@ use crate::{
     tensors::{Form, Tensors, awkward},
 };
 use cpattn::{
+    Rank,
     kernel::cuda::Cuda,
-    runtime::DeviceRank,
     schedule::{Direction, TensorId},
     transport::peer,
 };
@@ -73,7 +73,7 @@ fn world(cuda: &Arc<Cuda>, counters: Option<Counters>, world: usize) {
             scope.spawn(move || {
                 enter();
                 let stream = Stream::new();
-                let mut rank = DeviceRank::new(end).unwrap();
+                let mut rank = Rank::on_device(end).unwrap();
                 let me = rank.rank();
                 let mut ready = Vec::new();
                 let mut bound = 0;
@@ -103,14 +103,15 @@ fn world(cuda: &Arc<Cuda>, counters: Option<Counters>, world: usize) {
                 }
                 // A stream is looked at when it is new to the rank.
                 // SAFETY: the tensors live until the stream was waited for, below; so they do for the runs after it.
-                unsafe { rank.run(runs[0].0, runs[0].1, &runs[0].2, stream.raw()) }.unwrap();
+                unsafe { rank.run_on(runs[0].0, runs[0].1, &runs[0].2, stream.raw().cast()) }.unwrap();
                 stream.wait();
                 barrier.wait();
                 barrier.wait();
                 let mut outcome = Ok(());
                 for (plan, direction, bindings) in &runs {
                     // SAFETY: as above.
-                    outcome = outcome.and_then(|()| unsafe { rank.run(plan, *direction, bindings, stream.raw()) });
+                    outcome =
+                        outcome.and_then(|()| unsafe { rank.run_on(plan, *direction, bindings, stream.raw().cast()) });
                 }
                 barrier.wait();
                 barrier.wait();
@@ -155,13 +156,13 @@ pub fn run(cuda: &Arc<Cuda>) {
     let tensors = Tensors::new(cuda, plan, 0, |_: TensorId| Form::Compact);
     tensors.fill(1, 0);
     let end = peer::group(&[Arc::clone(cuda)], Duration::from_secs(300)).unwrap().remove(0);
-    let (mut rank, stream) = (DeviceRank::new(end).unwrap(), Stream::new());
+    let (mut rank, stream) = (Rank::on_device(end).unwrap(), Stream::new());
     if let Some(c) = counters {
         c.reset();
     }
     ARMED.store(true, SeqCst);
     // SAFETY: the tensors live until the stream was waited for.
-    let outcome = unsafe { rank.run(plan, Direction::Forward, &tensors.bindings(), stream.raw()) };
+    let outcome = unsafe { rank.run_on(plan, Direction::Forward, &tensors.bindings(), stream.raw().cast()) };
     ARMED.store(false, SeqCst);
     outcome.unwrap();
     stream.wait();

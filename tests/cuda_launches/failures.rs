@@ -8,10 +8,9 @@ use crate::{
     tensors::{Form, Tensors},
 };
 use cpattn::{
-    Batch, Cause, Dtype, Error, Layout, Mesh, Plan, Problem, Result,
+    Batch, Cause, Dtype, Error, Layout, Mesh, Plan, Problem, Rank, Result,
     call::RawTensor,
     kernel::cuda::{self, Cuda},
-    runtime::DeviceRank,
     schedule::{Direction, TensorId},
     transport::{DeviceTransport, Label, Message, Transport, peer},
 };
@@ -91,13 +90,13 @@ fn half_way(cuda: &Arc<Cuda>) {
                         enter();
                         let me = end.rank();
                         let nth = if me == fails { nth } else { usize::MAX };
-                        let mut rank = DeviceRank::new(Failing(end, AtomicUsize::new(nth))).unwrap();
+                        let mut rank = Rank::on_device(Failing(end, AtomicUsize::new(nth))).unwrap();
                         let tensors = Tensors::new(cuda, plan, me, |_| Form::Compact);
                         tensors.fill(3, me);
                         let stream = Stream::new();
                         let mut run = |direction| {
                             // SAFETY: the tensors live until the stream was waited for.
-                            unsafe { rank.run(plan, direction, &tensors.bindings(), stream.raw()) }
+                            unsafe { rank.run_on(plan, direction, &tensors.bindings(), stream.raw().cast()) }
                         };
                         let first = run(Direction::Forward).and_then(|()| run(Direction::Backward));
                         let (second, poll) = (run(Direction::Forward), rank.poll());
@@ -122,11 +121,11 @@ fn refused(cuda: &Arc<Cuda>) {
     let plan = &plans::of(1)[0].1;
     let expected = expected(cuda, plan, 9);
     let end = peer::group(&[Arc::clone(cuda)], Duration::from_secs(120)).unwrap().remove(0);
-    let (mut rank, stream) = (DeviceRank::new(end).unwrap(), Stream::new());
+    let (mut rank, stream) = (Rank::on_device(end).unwrap(), Stream::new());
     let tensors = Tensors::new(cuda, plan, 0, |_| Form::Compact);
     tensors.fill(9, 0);
     let bindings = tensors.bindings();
-    let check = |rank: &mut DeviceRank, what: &str| {
+    let check = |rank: &mut Rank, what: &str| {
         both(rank, plan, &tensors, stream);
         assert!(tensors.results(what) == expected[0], "{what}: other bits");
     };
@@ -136,7 +135,8 @@ fn refused(cuda: &Arc<Cuda>) {
     for (ptr, word) in [(host.as_ptr().cast_mut(), "k.ptr"), (k.ptr.wrapping_add(2), "aligned to 16 bytes")] {
         let wrong = bindings.with(TensorId::K, RawTensor { ptr, ..k });
         // SAFETY: refused.
-        let error = unsafe { rank.run(plan, Direction::Forward, &wrong, stream.raw()) }.unwrap_err().to_string();
+        let error =
+            unsafe { rank.run_on(plan, Direction::Forward, &wrong, stream.raw().cast()) }.unwrap_err().to_string();
         assert!(error.contains(word), "{error}");
         check(&mut rank, word);
     }

@@ -8,9 +8,8 @@ use crate::{
     tensors::{Form, Tensors, awkward},
 };
 use cpattn::{
-    Cause, Plan, Result,
+    Cause, Plan, Rank, Result,
     kernel::cuda::Cuda,
-    runtime::DeviceRank,
     schedule::Direction,
     transport::{DeviceTransport, Label, Message, Transport, peer},
 };
@@ -50,7 +49,7 @@ fn end(stream: Stream) -> sys::CUgraphExec {
 fn alone(cuda: &Arc<Cuda>) {
     let stream = Stream::new();
     let end_of = peer::group(&[Arc::clone(cuda)], Duration::from_secs(300)).unwrap().remove(0);
-    let mut rank = DeviceRank::new(end_of).unwrap();
+    let mut rank = Rank::on_device(end_of).unwrap();
     let list = plans::of(1);
     let mut captured = Vec::new();
     for (name, plan) in &list {
@@ -59,7 +58,7 @@ fn alone(cuda: &Arc<Cuda>) {
         begin(stream);
         for direction in BOTH {
             // SAFETY: the tensors live until the last replay was waited for.
-            unsafe { rank.run(plan, direction, &tensors.bindings(), stream.raw()) }.unwrap();
+            unsafe { rank.run_on(plan, direction, &tensors.bindings(), stream.raw().cast()) }.unwrap();
         }
         captured.push((*name, plan, tensors, end(stream)));
     }
@@ -83,7 +82,7 @@ fn alone(cuda: &Arc<Cuda>) {
             // And a replay right behind that run, without a wait between.
             for direction in BOTH {
                 // SAFETY: the tensors live until the streams were waited for.
-                unsafe { rank.run(plan, direction, &beside.bindings(), other.raw()) }.unwrap();
+                unsafe { rank.run_on(plan, direction, &beside.bindings(), other.raw().cast()) }.unwrap();
             }
             ok!(cuGraphLaunch(*exec, stream.0));
             stream.wait();
@@ -125,10 +124,10 @@ fn together(cuda: &Arc<Cuda>, world: usize) {
     for (name, plan) in &plans::of(world) {
         let ends = peer::group(&vec![Arc::clone(cuda); world], Duration::from_secs(300)).unwrap();
         let streams: Vec<Stream> = (0..world).map(|_| Stream::new()).collect();
-        let mut members: Vec<(DeviceRank, Tensors)> = ends
+        let mut members: Vec<(Rank, Tensors)> = ends
             .into_iter()
             .map(|end| {
-                let mut rank = DeviceRank::new(end).unwrap();
+                let mut rank = Rank::on_device(end).unwrap();
                 BOTH.iter().for_each(|&d| rank.prepare(plan, d).unwrap());
                 let tensors = Tensors::new(cuda, plan, rank.rank(), awkward(plan));
                 (rank, tensors)
@@ -142,7 +141,7 @@ fn together(cuda: &Arc<Cuda>, world: usize) {
                     enter();
                     for direction in BOTH {
                         // SAFETY: the tensors live until the last replay was waited for.
-                        unsafe { rank.run(plan, direction, &tensors.bindings(), stream.raw()) }.unwrap();
+                        unsafe { rank.run_on(plan, direction, &tensors.bindings(), stream.raw().cast()) }.unwrap();
                     }
                 });
             }
@@ -216,9 +215,10 @@ impl DeviceTransport for Plain {
 /// What cannot be captured is refused before anything moves: the capture goes on, and so does the rank.
 fn refusals(cuda: &Arc<Cuda>) {
     let stream = Stream::new();
-    let refused = |rank: &mut DeviceRank, plan: &Plan, tensors: &Tensors, word: &str| {
+    let refused = |rank: &mut Rank, plan: &Plan, tensors: &Tensors, word: &str| {
         // SAFETY: refused.
-        let error = unsafe { rank.run(plan, Direction::Forward, &tensors.bindings(), stream.raw()) }.unwrap_err();
+        let error =
+            unsafe { rank.run_on(plan, Direction::Forward, &tensors.bindings(), stream.raw().cast()) }.unwrap_err();
         assert!(matches!(error, cpattn::Error::Unsupported { .. }), "{error:?}");
         let text = error.to_string();
         assert!(text.contains("a stream that is being captured") && text.contains(word), "{text}");
@@ -227,7 +227,7 @@ fn refusals(cuda: &Arc<Cuda>) {
     let tensors = Tensors::new(cuda, plan, 0, |_| Form::Compact);
     tensors.fill(5, 0);
     let end_of = peer::group(&[Arc::clone(cuda)], Duration::from_secs(300)).unwrap().remove(0);
-    let mut rank = DeviceRank::new(end_of).unwrap();
+    let mut rank = Rank::on_device(end_of).unwrap();
     // Prepared in the other direction only.
     rank.prepare(plan, Direction::Backward).unwrap();
     begin(stream);
@@ -240,7 +240,7 @@ fn refusals(cuda: &Arc<Cuda>) {
     // Over a transport that cannot be captured, a plan that exchanges is refused and one that does not is captured.
     let mut ends = peer::group(&vec![Arc::clone(cuda); 2], Duration::from_secs(300)).unwrap();
     let (_other, first) = (ends.pop(), ends.remove(0));
-    let mut rank = DeviceRank::new(Plain(first)).unwrap();
+    let mut rank = Rank::on_device(Plain(first)).unwrap();
     let ring = &plans::of(2)[0].1;
     let tensors = Tensors::new(cuda, ring, 0, |_| Form::Compact);
     tensors.fill(5, 0);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Whole plans over NCCL: right against the f64 reference, and the same bits as over transport `peer`.
 
-use cpattn::{Layout, Mesh, Plan, Result, runtime::DeviceRank, schedule::Direction, transport::peer};
+use cpattn::{Layout, Mesh, Plan, Result, runtime::Rank, schedule::Direction, transport::peer};
 
 use crate::{
     common::{check_on_device, reference},
@@ -14,7 +14,7 @@ fn over_copies(plan: &Plan) -> Option<Vec<Part>> {
     let cuda = devices(1)?.remove(0);
     let ends = peer::group(&vec![cuda; plan.mesh().world()], LONG).unwrap();
     let one = |end: peer::Peer| -> Result<Part> {
-        let mut rank = DeviceRank::new(end)?;
+        let mut rank = Rank::on_device(end)?;
         let cuda = rank.device().clone();
         let all = tensors(&cuda, plan, rank.rank(), &data(plan));
         all.enqueue(&mut rank, plan, Direction::Forward)?;
@@ -112,7 +112,7 @@ fn one_communicator_serves_every_mesh() {
     let Some(devices) = devices(4) else { return };
     let names = ["two replicas", "hybrid 2 x 2", "ring 4"];
     let all = threads(&devices, LONG, |end| -> Result<()> {
-        let mut rank = DeviceRank::new(end)?;
+        let mut rank = Rank::on_device(end)?;
         let cuda = rank.device().clone();
         let of = |name: &str| {
             let plan = plan(name);

@@ -4,11 +4,11 @@
 use std::sync::Arc;
 
 use cpattn::{
-    Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Result, Side,
+    Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side,
     call::RawTensor,
     kernel::cuda::{Cuda, DeviceMemory},
     plan::Circulate,
-    runtime::{Bindings, DeviceRank},
+    runtime::Bindings,
     schedule::{Direction, TensorId},
     transport::nccl::Nccl,
 };
@@ -111,9 +111,9 @@ pub fn tensors(cuda: &Cuda, plan: &Plan, rank: usize, data: &Data<T>) -> Tensors
 
 impl Tensors {
     /// Enqueues a run on the legacy default stream.
-    pub fn enqueue(&self, rank: &mut DeviceRank, plan: &Plan, direction: Direction) -> Result<()> {
+    pub fn enqueue(&self, rank: &mut Rank, plan: &Plan, direction: Direction) -> Result<()> {
         // SAFETY: tests wait for the stream before the tensors go; nobody else uses them.
-        unsafe { rank.run(plan, direction, &self.bindings, std::ptr::null_mut()) }
+        unsafe { rank.run(plan, direction, &self.bindings) }
     }
 
     pub fn results(&self) -> Part {
@@ -128,8 +128,8 @@ pub fn wait(cuda: &Cuda) -> Result<()> {
 
 /// Forward and backward, and once more: with the same bits.
 pub fn forward_and_backward(end: Nccl, plan: &Plan) -> Result<Part> {
-    let mut rank = DeviceRank::new(end)?;
-    let cuda = Arc::clone(rank.device());
+    let mut rank = Rank::on_device(end)?;
+    let cuda = Arc::clone(rank.cuda().unwrap());
     let all = tensors(&cuda, plan, rank.rank(), &data(plan));
     let mut run = || -> Result<Part> {
         all.enqueue(&mut rank, plan, Direction::Forward)?;

@@ -344,7 +344,7 @@ impl Event {
 
     /// Has each replay of the graph that a stream is captured into wait for the point, as it was marked last by then.
     pub fn hold_in_replays(&self, stream: sys::CUstream) -> Result<()> {
-        // SAFETY: as in `hold`; the graph's owner keeps the event alive (see `DeviceRank::run`).
+        // SAFETY: as in `hold`; the graph's owner keeps the event alive (see `Rank::run_on`).
         unsafe { call!(cuStreamWaitEvent(stream, self.handle, sys::EVENT_WAIT_EXTERNAL)) }
     }
 

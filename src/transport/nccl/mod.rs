@@ -27,7 +27,7 @@
 //! between two exchanges may take.
 //!
 //! ```no_run
-//! use cpattn::{kernel::cuda::Cuda, runtime::DeviceRank, transport::nccl::{Nccl, UniqueId}};
+//! use cpattn::{Rank, kernel::cuda::Cuda, transport::nccl::{Nccl, UniqueId}};
 //! use std::time::Duration;
 //!
 //! # fn broadcast(_: Option<[u8; 128]>) -> [u8; 128] { [0; 128] }
@@ -37,7 +37,7 @@
 //! let id = UniqueId::from_bytes(broadcast(id));
 //! let device = Cuda::shared(0)?; // this process's GPU
 //! let transport = Nccl::new(&id, rank, world, &device, Duration::from_secs(60))?;
-//! let mut rank = DeviceRank::new(transport)?; // runs any plan for `world` ranks
+//! let mut rank = Rank::on_device(transport)?; // runs any plan for `world` ranks
 //! # Ok::<(), cpattn::Error>(())
 //! ```
 
