@@ -31,10 +31,12 @@
 //! ```
 
 mod check;
+mod device;
 mod extent;
 mod overlap;
 
 pub use check::expect;
+pub use device::{DeviceView, DeviceViewMut};
 pub use overlap::disjoint;
 
 use crate::{call::RawTensor, element::Element, error::Result};

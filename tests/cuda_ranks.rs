@@ -12,13 +12,15 @@ use std::{
 };
 
 use cpattn::{
-    Batch, Cause, Dtype, Error, Layout, Mesh, Plan, Problem, Rank, Result, Side,
+    Batch, Cause, Device, Dtype, Error, Forward, Layout, Mesh, Plan, Problem, Rank, Result, Side, View, ViewMut,
     call::{Block, RawTensor, Transform},
     kernel::cuda::{Cuda, DeviceMemory, StreamKernels},
-    runtime::Bindings,
+    runtime::{Bindings, DeviceBackward, DeviceForward},
     schedule::{ALIGNMENT, Direction, Schedule, TensorId},
+    tensor::{DeviceView, DeviceViewMut},
     transport::{DeviceTransport, Label, Message, Transport, peer},
 };
+use half::f16;
 
 fn device() -> Option<Arc<Cuda>> {
     match Cuda::new(0) {
@@ -350,4 +352,99 @@ fn ranks_on_two_devices() {
         }
         assert!(together[0][6].iter().any(|&b| b != 0), "dq is something");
     }
+}
+
+/// Typed views that carry their device: the bits of untyped tensors; what lies elsewhere, or needs the host, is refused.
+#[test]
+fn typed_views() {
+    let Some(cuda) = device() else { return };
+    let (here, plan) = (Device::Cuda(cuda.ordinal()), alone(&problem(12)));
+    let (bindings, memory) = tensors(&cuda, &plan, 0);
+    let mut rank = rank(&cuda);
+    assert_eq!((rank.device(), rank.world()), (here, 1));
+    let shape = |t: TensorId| if t == TensorId::Lse { [12, 2, 1] } else { [12, 2, 16] };
+    // SAFETY: the memory lives until the end, and each tensor is given once to a run that is waited for.
+    let read = |t: TensorId, at: Device| unsafe {
+        DeviceView::<f16>::compact(at, bindings.get(t).ptr.cast(), shape(t)).unwrap()
+    };
+    // SAFETY: as above.
+    let written =
+        |t: TensorId| unsafe { DeviceViewMut::<f16>::compact(here, bindings.get(t).ptr.cast(), shape(t)).unwrap() };
+    let lse = bindings.get(TensorId::Lse).ptr.cast::<f32>();
+    let forward = |at| DeviceForward {
+        q: read(TensorId::Q, at),
+        k: read(TensorId::K, here),
+        v: read(TensorId::V, here),
+        sinks: None,
+        o: written(TensorId::O),
+        // SAFETY: as above.
+        lse: unsafe { DeviceViewMut::compact(here, lse, [12, 2, 1]) }.unwrap(),
+    };
+    let backward = || DeviceBackward {
+        q: read(TensorId::Q, here),
+        k: read(TensorId::K, here),
+        v: read(TensorId::V, here),
+        sinks: None,
+        o: read(TensorId::O, here),
+        // SAFETY: as above.
+        lse: unsafe { DeviceView::compact(here, lse.cast_const(), [12, 2, 1]) }.unwrap(),
+        d_o: read(TensorId::DO, here),
+        dq: written(TensorId::Dq),
+        dk: written(TensorId::Dk),
+        dv: written(TensorId::Dv),
+        dsinks: None,
+    };
+    let stream = std::ptr::null_mut();
+    let values: Vec<f16> = (0..12 * 2 * 16).map(|i| f16::from_f32(((i * 37) % 19) as f32 / 9.0 - 1.0)).collect();
+    for (m, t) in memory.iter().zip([TensorId::Q, TensorId::K, TensorId::V, TensorId::O, TensorId::Lse, TensorId::DO]) {
+        if !matches!(t, TensorId::O | TensorId::Lse) {
+            m.upload(bytemuck::cast_slice(&values)).unwrap();
+        }
+    }
+    let results = || {
+        let bytes = |i: usize| {
+            let mut bytes = vec![0; memory[i].bytes()];
+            memory[i].download(&mut bytes).unwrap();
+            bytes
+        };
+        [3, 4, 6, 7, 8].map(bytes)
+    };
+    // SAFETY: the default stream, which is waited for.
+    unsafe {
+        rank.forward_on(&plan, forward(here), stream).unwrap();
+        rank.backward_on(&plan, backward(), stream).unwrap();
+    }
+    rank.synchronize().unwrap();
+    wait(&cuda);
+    let typed = results();
+    assert!(typed.iter().all(|bytes| bytes.iter().any(|&b| b != 0)), "a result is all zeros");
+    [3, 4, 6, 7, 8].iter().for_each(|&i: &usize| memory[i].upload(&vec![0; memory[i].bytes()]).unwrap());
+    // SAFETY: as above.
+    unsafe {
+        rank.run(&plan, Direction::Forward, &bindings).unwrap();
+        rank.run(&plan, Direction::Backward, &bindings).unwrap();
+    }
+    wait(&cuda);
+    assert!(results() == typed, "typed and untyped tensors differ");
+
+    // SAFETY: refused.
+    refused(unsafe { rank.forward_on(&plan, forward(Device::Cpu), stream) }, &["q is the CPU", "CUDA device 0"]);
+    let host = vec![f16::ZERO; 12 * 2 * 16];
+    let (view, mut out) = (View::new(&host, 12, 2, 16).unwrap(), vec![f16::ZERO; 12 * 2 * 16]);
+    let mut lse = vec![0f32; 24];
+    let o = ViewMut::new(&mut out, 12, 2, 16).unwrap();
+    let tensors = Forward { q: view, k: view, v: view, sinks: None, o, lse: ViewMut::new(&mut lse, 12, 2, 1).unwrap() };
+    refused(rank.forward(&plan, tensors), &["forward on host views of a rank on CUDA device 0"]);
+    let to = ViewMut::new(&mut out, 12, 2, 16).unwrap();
+    refused(rank.to_heads(&plan, Side::Q, view, to), &["an all-to-all alone", "CUDA device 0"]);
+    refused(rank.record(std::time::Instant::now(), 10), &["record of a rank on CUDA device 0"]);
+    assert!(rank.events().is_empty());
+    // A rank on the CPU takes neither a stream nor tensors of a device.
+    let mut cpu = Rank::new(cpattn::transport::local::group(1, Duration::from_secs(9)).unwrap().remove(0));
+    assert_eq!((cpu.device(), cpu.synchronize()), (Device::Cpu, Ok(())));
+    // SAFETY: refused.
+    refused(unsafe { cpu.forward_on(&plan, forward(here), stream) }, &["q is CUDA device 0, expected the CPU"]);
+    // SAFETY: refused.
+    let streamed = unsafe { cpu.run_on(&plan, Direction::Forward, &bindings, std::ptr::without_provenance_mut(16)) };
+    refused(streamed, &["the CPU has no streams"]);
 }

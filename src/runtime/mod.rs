@@ -7,7 +7,7 @@
 //! plan is prepared. On the CPU the calling thread is the compute lane and a thread of the rank's own the communication
 //! lane; on a device both lanes are streams.
 //!
-//! - [`rank`]: the rank, wherever its tensors are; [`front`]: the typed calls most users want; [`all_to_all`]: the two
+//! - [`rank`]: the rank, wherever its tensors are; [`front`] and `front_device`: the typed calls most users want; [`all_to_all`]: the two
 //!   all-to-alls as calls of their own; [`handle`]: what other threads may do to a rank;
 //! - [`bind`]: the caller's tensors, checked before anything is touched; [`prepared`]: a plan as a rank remembers it;
 //!   [`proof`]: what its schedule is checked for; [`job`]: what a run is for;
@@ -22,6 +22,8 @@ mod bind;
 mod device;
 mod failure;
 mod front;
+#[cfg(feature = "cuda")]
+mod front_device;
 mod handle;
 mod host;
 mod host_rank;
@@ -38,5 +40,7 @@ pub use bind::Bindings;
 #[cfg(all(feature = "cuda", feature = "capi"))]
 pub(crate) use device::Marks;
 pub use front::{Backward, Forward};
+#[cfg(feature = "cuda")]
+pub use front_device::{DeviceBackward, DeviceForward};
 pub use handle::AbortHandle;
 pub use rank::Rank;

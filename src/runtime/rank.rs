@@ -354,7 +354,7 @@ impl Rank {
             Engine::Device(rank) => Err(crate::Error::unsupported(
                 std::format!("{what} of a rank on {}", Device::Cuda(rank.device().ordinal())),
                 "it works on host memory",
-                "make a rank of a transport of host memory, or give device tensors to run_on",
+                "make a rank of a transport of host memory, or give device tensors to forward_on, backward_on or run_on",
             )),
         }
     }

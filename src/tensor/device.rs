@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Views of `[tokens, heads, dim]` tensors in the memory of a device.
+//!
+//! As [`View`](super::View) and [`ViewMut`](super::ViewMut), with two differences: a view carries the device that its
+//! memory is on, and nothing here reads a row, since the host cannot. Work on a device goes on after the call that
+//! enqueued it; whoever makes a view answers for its memory until that work is over.
+
+use core::marker::PhantomData;
+
+use super::{check::check_raw, overlap};
+use crate::{
+    call::RawTensor,
+    device::Device,
+    element::Element,
+    error::{Error, Result},
+};
+
+/// A `[tokens, heads, dim]` tensor on a device that is read.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceView<'a, T> {
+    raw: RawTensor,
+    device: Device,
+    memory: PhantomData<&'a [T]>,
+}
+
+/// A `[tokens, heads, dim]` tensor on a device that is written. No two of its (token, head) rows share an element.
+#[derive(Debug)]
+pub struct DeviceViewMut<'a, T> {
+    raw: RawTensor,
+    device: Device,
+    memory: PhantomData<&'a mut [T]>,
+}
+
+/// Address, shape and strides as a [`RawTensor`].
+fn raw_of<T: Element>(ptr: *mut T, shape: [usize; 3], strides: [usize; 2]) -> Result<RawTensor> {
+    fn fits<N: TryFrom<usize>>(name: &'static str, n: usize, most: u64) -> Result<N> {
+        N::try_from(n).map_err(|_| Error::invalid(name, n, alloc::format!("at most {most}")))
+    }
+    let raw = RawTensor {
+        ptr: ptr.cast(),
+        token_stride: fits("token_stride", strides[0], i64::MAX as u64)?,
+        head_stride: fits("head_stride", strides[1], i64::MAX as u64)?,
+        tokens: shape[0] as u64,
+        heads: fits("heads", shape[1], u32::MAX.into())?,
+        dim: fits("dim", shape[2], u32::MAX.into())?,
+        dtype: T::DTYPE,
+    };
+    check_raw::<T>(&raw)?;
+    Ok(raw)
+}
+
+/// What both views can tell.
+macro_rules! accessors {
+    () => {
+        /// The device that its memory is on.
+        pub const fn device(&self) -> Device {
+            self.device
+        }
+
+        /// `[tokens, heads, dim]`.
+        pub const fn shape(&self) -> [usize; 3] {
+            [self.raw.tokens as usize, self.raw.heads as usize, self.raw.dim as usize]
+        }
+
+        /// Elements from one token to the next, and from one head to the next.
+        pub const fn strides(&self) -> [usize; 2] {
+            [self.raw.token_stride as usize, self.raw.head_stride as usize]
+        }
+
+        /// The tensor without type, device and lifetime, as kernels take it.
+        pub const fn raw(&self) -> RawTensor {
+            self.raw
+        }
+    };
+}
+
+impl<T: Element> DeviceView<'_, T> {
+    accessors!();
+
+    /// A tensor of `shape`, `[tokens, heads, dim]`, with these strides of tokens and heads, in elements; the innermost
+    /// dimension is contiguous.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when the address is null or unaligned, or the tensor leaves the address space.
+    ///
+    /// # Safety
+    /// Every row lies in one live allocation of `device`, which nobody writes, until all work that the view was given to is
+    /// over.
+    pub unsafe fn new(device: Device, ptr: *const T, shape: [usize; 3], strides: [usize; 2]) -> Result<Self> {
+        Ok(Self { raw: raw_of(ptr.cast_mut(), shape, strides)?, device, memory: PhantomData })
+    }
+
+    /// A compact token-major tensor.
+    ///
+    /// # Errors
+    /// As [`DeviceView::new`].
+    ///
+    /// # Safety
+    /// As [`DeviceView::new`].
+    pub unsafe fn compact(device: Device, ptr: *const T, shape: [usize; 3]) -> Result<Self> {
+        // SAFETY: as promised.
+        unsafe { Self::new(device, ptr, shape, [shape[1].saturating_mul(shape[2]), shape[2]]) }
+    }
+}
+
+impl<T: Element> DeviceViewMut<'_, T> {
+    accessors!();
+
+    /// As [`DeviceView::new`].
+    ///
+    /// # Errors
+    /// As [`DeviceView::new`], and rows that share elements.
+    ///
+    /// # Safety
+    /// Every row lies in one live allocation of `device`, and its elements are reached through this view alone, until all
+    /// work that the view was given to is over. What lies between the rows may belong to others.
+    pub unsafe fn new(device: Device, ptr: *mut T, shape: [usize; 3], strides: [usize; 2]) -> Result<Self> {
+        let raw = raw_of(ptr, shape, strides)?;
+        overlap::refuse_within("", &raw)?;
+        Ok(Self { raw, device, memory: PhantomData })
+    }
+
+    /// A compact token-major tensor.
+    ///
+    /// # Errors
+    /// As [`DeviceViewMut::new`].
+    ///
+    /// # Safety
+    /// As [`DeviceViewMut::new`].
+    pub unsafe fn compact(device: Device, ptr: *mut T, shape: [usize; 3]) -> Result<Self> {
+        // SAFETY: as promised.
+        unsafe { Self::new(device, ptr, shape, [shape[1].saturating_mul(shape[2]), shape[2]]) }
+    }
+}
