@@ -191,6 +191,10 @@ typedef struct cpattn_tensor {
  * cu_seqlens_k and q_start are NULL. Otherwise q token 0 of document d has position q_start[d] among its k tokens, by
  * default len_k - len_q (the last q sees the last k).
  *
+ * Tensors of a fixed shape are padded with two documents more: one that has the spare q rows and no keys, one that has the
+ * spare k rows and no queries. Nothing attends to them; whatever finite numbers they hold, o, dq, dk and dv of them are 0
+ * and lse is -inf.
+ *
  * A score is s = scale * q.k, then softcap * tanh(s / softcap), then - slope * |q_pos - k_pos|, then the mask: a key
  * counts when q_pos - k_pos <= window_left and k_pos - q_pos <= window_right. INIT is causal; a sliding window of W
  * tokens that counts the query itself is window_left = W - 1, window_right = 0.

@@ -55,6 +55,17 @@ impl Batch {
 
     /// Documents with q and k of their own. `q_start[d]` is the position of document `d`'s first q token among its k
     /// tokens; without it, `len_k − len_q` (which may be negative).
+    ///
+    /// A document without keys, or without queries, is padding: a framework that wants equal shapes in every step appends
+    /// one document that has only its spare q rows, and one that has only its spare k rows. Nothing attends to them, o, dq,
+    /// dk and dv of them are 0 and lse is −∞ whatever they hold (finite numbers), and they cost no multiply-add.
+    ///
+    /// ```
+    /// // Two documents of 9 and 6 tokens in tensors of 20 q rows and 18 k rows.
+    /// let padded = cpattn::Batch::cross(&[0, 9, 15, 20, 20], &[0, 9, 15, 15, 18], None)?;
+    /// assert_eq!((padded.documents(), padded.tokens(cpattn::Side::Q), padded.tokens(cpattn::Side::K)), (4, 20, 18));
+    /// # Ok::<(), cpattn::Error>(())
+    /// ```
     pub fn cross(cu_seqlens_q: &[i32], cu_seqlens_k: &[i32], q_start: Option<&[i64]>) -> Result<Self> {
         check("cu_seqlens_q", cu_seqlens_q)?;
         check("cu_seqlens_k", cu_seqlens_k)?;
