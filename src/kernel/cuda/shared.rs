@@ -35,7 +35,7 @@ impl Cuda {
     /// multiples of `align` bytes, strides beyond 2 GiB. Nothing is touched.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) and [`Error::Unsupported`](crate::Error::Unsupported), naming the
+    /// [`Error::Invalid`] and [`Error::Unsupported`], naming the
     /// tensor.
     pub fn accept(&self, name: &str, tensor: &RawTensor, align: usize) -> Result<()> {
         self.memory_checker().memory(name, tensor, align).map(|_| ())
@@ -58,7 +58,7 @@ impl Cuda {
     /// uploaded again when the graph is replayed.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid), [`Error::Unsupported`](crate::Error::Unsupported), or the driver's.
+    /// [`Error::Invalid`], [`Error::Unsupported`], or the driver's.
     ///
     /// # Safety
     /// The stream is one of the driver's, and was not destroyed.
