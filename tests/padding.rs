@@ -72,7 +72,10 @@ fn padded_rows_get_zeros_and_change_nothing() {
                         let found = &found[row * width..][..width];
                         if token >= 15 {
                             let nothing = if i == 1 { f32::NEG_INFINITY } else { 0.0 };
-                            assert!(found.iter().all(|&x| x == nothing), "{mesh}, result {i}, token {token}: {found:?}");
+                            assert!(
+                                found.iter().all(|&x| x == nothing),
+                                "{mesh}, result {i}, token {token}: {found:?}"
+                            );
                             continue;
                         }
                         let wanted = &good[i][token * width..][..width];

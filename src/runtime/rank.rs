@@ -229,8 +229,8 @@ impl Rank {
     /// [taken back](Rank::take_workspace_back), or the rank is dropped.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) if `ptr` is not a multiple of [`ALIGNMENT`](crate::schedule::ALIGNMENT), or, on a device, the
-    /// first or last byte is not memory of that device.
+    /// [`Error::Invalid`](crate::Error::Invalid) if `ptr` is not a multiple of
+    /// [`ALIGNMENT`](crate::schedule::ALIGNMENT), or, on a device, the first or last byte is not memory of that device.
     pub unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
         match &mut self.engine {
             // SAFETY: the memory is valid for as long as it is lent (promised).
@@ -316,10 +316,11 @@ impl Rank {
     /// # Errors
     /// A tensor that does not fit the plan or shares memory with another that is written; ranks that run different things;
     /// a peer that failed; on the CPU, a stream; on a device, a capture of a plan that is not prepared or over a transport
-    /// whose exchanges cannot be captured, and the driver's: after these nothing of the run is left on the device. What is wrong with one rank's own tensors is only that rank's error: the
-    /// others wait for it until their deadline, unless it calls again or aborts. [`Error::Disagreement`](crate::Error::Disagreement) in a first run is
-    /// no failure: the ranks may plan again. After any other error of a run that has begun the group stays failed, and so
-    /// does the rank, which repeats its first error: make new ranks.
+    /// whose exchanges cannot be captured, and the driver's: after these nothing of the run is left on the device. What is
+    /// wrong with one rank's own tensors is only that rank's error: the others wait for it until their deadline, unless it
+    /// calls again or aborts. [`Error::Disagreement`](crate::Error::Disagreement) in a first run is no failure: the ranks
+    /// may plan again. After any other error of a run that has begun the group stays failed, and so does the rank, which
+    /// repeats its first error: make new ranks.
     ///
     /// # Safety
     /// The tensors describe memory that is valid for reads (inputs) or writes (outputs) and used by nobody else during
