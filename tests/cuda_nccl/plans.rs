@@ -15,7 +15,7 @@ fn over_copies(plan: &Plan) -> Option<Vec<Part>> {
     let ends = peer::group(&vec![cuda; plan.mesh().world()], LONG).unwrap();
     let one = |end: peer::Peer| -> Result<Part> {
         let mut rank = Rank::on_device(end)?;
-        let cuda = rank.device().clone();
+        let cuda = rank.cuda().unwrap().clone();
         let all = tensors(&cuda, plan, rank.rank(), &data(plan));
         all.enqueue(&mut rank, plan, Direction::Forward)?;
         all.enqueue(&mut rank, plan, Direction::Backward)?;
@@ -113,7 +113,7 @@ fn one_communicator_serves_every_mesh() {
     let names = ["two replicas", "hybrid 2 x 2", "ring 4"];
     let all = threads(&devices, LONG, |end| -> Result<()> {
         let mut rank = Rank::on_device(end)?;
-        let cuda = rank.device().clone();
+        let cuda = rank.cuda().unwrap().clone();
         let of = |name: &str| {
             let plan = plan(name);
             (tensors(&cuda, &plan, rank.rank(), &data(&plan)), plan)
