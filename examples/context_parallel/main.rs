@@ -8,7 +8,7 @@
 //! input or the options are refused.
 //!
 //! - `options`: the command line; `input`: a file or a seed; `team`: ranks as threads (start reading there); `processes`:
-//!   as processes; `clock`: their clocks;
+//!   as processes; `clock`: their clocks; `ring`: the check of their links;
 //! - `check`: errors and their bounds; `report`: what is printed; `suite`: every combination of options.
 #![allow(missing_docs, reason = "a program has no users of its items")]
 
@@ -20,6 +20,7 @@ mod options;
 #[cfg(feature = "mpi")]
 mod processes;
 mod report;
+mod ring;
 mod suite;
 mod team;
 
@@ -39,6 +40,9 @@ fn main() -> ExitCode {
     let args = Arguments::parse();
     let outcome = match args.transport {
         TransportRule::Local if args.suite => suite::run(args.quick, args.seed),
+        TransportRule::Local if args.check_ring => {
+            ring::threads(args.world.unwrap_or(8), Duration::from_secs_f64(args.deadline))
+        }
         TransportRule::Local => job(&args, &mut Ranks::Threads),
         TransportRule::Mpi => over_mpi(args),
     };
@@ -61,6 +65,9 @@ enum Ranks {
 
 #[cfg(feature = "mpi")]
 fn over_mpi(mut args: Arguments) -> Result<bool, String> {
+    if args.check_ring {
+        return processes::check_ring(Duration::from_secs_f64(args.deadline), args.world);
+    }
     let processes = processes::Processes::new(Duration::from_secs_f64(args.deadline))?;
     args.started_as(processes.world())?;
     let mut ranks = Ranks::Processes(Box::new(processes));

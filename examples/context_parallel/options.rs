@@ -109,6 +109,12 @@ pub struct Arguments {
     /// Write a picture of the lanes of all ranks.
     #[arg(long, value_name = "FILE.svg")]
     pub timeline: Option<PathBuf>,
+    /// Check the ring instead: a stamped message goes over every link there and back; says which link fails, and how fast
+    /// each is.
+    #[arg(long, conflicts_with_all = ["input", "documents", "heads", "kv_heads", "head_dim", "value_dim", "seed", "ulysses",
+        "ring", "mesh", "layout", "mask", "window", "dtype", "softcap", "alibi", "sinks", "wire", "reproducible", "gather",
+        "passes", "circulate", "repeat", "trace", "timeline", "suite"])]
+    pub check_ring: bool,
     /// Run every combination of options on small random problems instead.
     #[arg(long, conflicts_with_all = ["input", "documents", "heads", "kv_heads", "head_dim", "value_dim", "world", "ulysses",
         "ring", "mesh", "layout", "mask", "window", "dtype", "softcap", "alibi", "sinks", "wire", "reproducible", "gather",

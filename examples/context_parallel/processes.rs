@@ -16,7 +16,7 @@ use cpattn::{
     Element, Plan, Rank,
     report::trace::Event,
     schedule::{Direction, Lane},
-    transport::mpi::Mpi,
+    transport::{Transport, mpi::Mpi},
 };
 use mpi::{
     Threading,
@@ -40,6 +40,27 @@ pub struct Processes {
     world: SimpleCommunicator,
     // Last: finalises MPI.
     _universe: Universe,
+}
+
+/// Checks the ring of all processes; `world`: how many were expected.
+pub fn check_ring(deadline: Duration, world: Option<usize>) -> Result<bool, String> {
+    let (universe, _) = mpi::initialize_with_threading(Threading::Multiple)
+        .ok_or("MPI is initialised already, which this program does not do")?;
+    let comm = universe.world();
+    let end = Mpi::new(&comm, deadline).map_err(|e| e.to_string())?;
+    let outcome = match world {
+        Some(world) if world != end.world() => {
+            Err(format!("--world is {world}, expected {}, the number of processes that mpirun started", end.world()))
+        }
+        _ => crate::ring::process(&end),
+    };
+    if let Err(text) = &outcome {
+        eprintln!("error: {text}");
+        // Others have something to say too; MPI cannot be finalised with one that is dead.
+        std::thread::sleep(Duration::from_secs(1));
+        comm.abort(2)
+    }
+    outcome
 }
 
 /// An [`Event`] as it travels; names are indices into a text.

@@ -6,11 +6,23 @@
 //!
 //! - a send meets exactly one receive of the same size; between two ranks, messages meet in the order in which both
 //!   list them;
-//! - it is a rendezvous: nothing is buffered, and an exchange ends when all of its messages have moved;
-//! - the exchanges of one rank are serial, in the order in which it starts them;
+//! - it is a rendezvous: nobody relies on buffering, and an exchange ends when all of its messages have moved (a transport
+//!   may send what is small before its receiver has come, and then tells of a failure there at the next call);
+//! - the exchanges of one rank are serial, in the order in which it starts them; at most eight
+//!   messages go to a peer in one of them, and as many come, so that requests can be allocated once;
+//! - `agree` of one rank and `exchange` of another overlap in time: they need tags, or communicators, of their own;
+//! - `peer` numbers the ranks of the group that the transport was made for, not of the job;
 //! - empty messages are not listed, on either side, and no rank lists itself;
 //! - nothing hangs: when a peer dies, leaves, or does not answer before the deadline, every rank of the group gets an
-//!   error that names rank, operation, step and peer. A group that failed stays failed: make a new one.
+//!   error that names rank, operation, step and peer, and for a deadline the time and the bytes that were still to move. A
+//!   rank that computes hears of it at its next call. Deadlines exceed the longest time that a peer computes between two
+//!   exchanges;
+//! - a group that failed stays failed: make a new one. The library calls `abort` after the first error, so that peers do not
+//!   wait out their deadlines;
+//! - when a call has returned, with an error too, nobody touches the memory of its messages any more. An engine that cannot
+//!   take back a receive that has begun gives it memory of its own, as transport `mpi` does, and copies.
+//!
+//! `docs/transports.md` has the same for whoever writes one, with the test of each sentence.
 
 use crate::error::{Cause, Result};
 
@@ -31,6 +43,8 @@ pub mod mpi;
 pub mod nccl;
 #[cfg(feature = "cuda")]
 pub mod peer;
+#[cfg(feature = "std")]
+pub mod ring_check;
 
 /// Contiguous bytes that go to, or come from, `peer`.
 #[derive(Clone, Copy, Debug)]
@@ -58,7 +72,11 @@ pub struct Label {
     pub step: u32,
 }
 
-/// One rank's end of a communicator. One communicator serves every mesh.
+/// One rank's end of a communicator. One communicator serves every mesh. The module has the contract.
+///
+/// `agree` and `exchange` wait, and are called by one thread at a time, not always the same: a [`Rank`](crate::Rank) agrees on
+/// the caller's thread and exchanges on one of its own. `poll` and `abort` are called by any thread at any time, in
+/// particular while another one waits.
 pub trait Transport: Send + Sync {
     /// This rank.
     fn rank(&self) -> usize;

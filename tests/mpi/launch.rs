@@ -20,7 +20,7 @@ use mpi::ffi;
 const LIMIT: Duration = Duration::from_secs(90);
 
 /// Tells a process which trial it is in.
-const ROLE: &str = "CPATTN_MPI_TRIAL";
+pub const ROLE: &str = "CPATTN_MPI_TRIAL";
 
 /// What a rank prints when it has found what it expects; a failing rank may not be able to end MPI well.
 pub const FINE: &str = "as expected";
@@ -43,9 +43,31 @@ pub struct Trial {
     pub ends: Ends,
 }
 
-/// The trial that this process plays a rank of.
-pub fn role() -> Option<usize> {
-    env::var(ROLE).ok().map(|at| at.parse().expect("a trial's number"))
+/// What a process is here for.
+pub enum Role {
+    /// A rank of this entry of the table.
+    Trial(usize),
+    /// A rank of the trial that this seed draws.
+    Drawn(u64),
+}
+
+/// The part that this process plays, if any.
+pub fn role() -> Option<Role> {
+    let role = env::var(ROLE).ok()?;
+    Some(match role.strip_prefix("trial ") {
+        Some(seed) => Role::Drawn(seed.parse().expect("a seed")),
+        None => Role::Trial(role.parse().expect("a trial's number")),
+    })
+}
+
+/// How many drawn trials were asked for, and the first seed.
+pub fn drawn() -> Option<(u64, u64)> {
+    let arguments: Vec<String> = env::args().collect();
+    let after = |name: &str| {
+        let at = arguments.iter().position(|a| a == name)?;
+        Some(arguments.get(at + 1).and_then(|n| n.parse().ok()).unwrap_or_else(|| panic!("{name} needs a number")))
+    };
+    after("--trials").map(|count| (count, after("--seed").unwrap_or(1)))
 }
 
 fn is_open_mpi() -> bool {
@@ -58,7 +80,7 @@ fn is_open_mpi() -> bool {
 }
 
 /// `mpirun` with that many processes of `program`; `recover`: others live on when one dies.
-fn mpirun(world: usize, recover: bool, program: &Path) -> Command {
+pub fn mpirun(world: usize, recover: bool, program: &Path) -> Command {
     let open = is_open_mpi();
     let own = if open { "mpirun.openmpi" } else { "mpirun.mpich" };
     let launcher = env::var("MPIRUN").unwrap_or_else(|_| {
@@ -84,7 +106,7 @@ fn mpirun(world: usize, recover: bool, program: &Path) -> Command {
 }
 
 /// What a pipe says, read on a thread.
-fn reader(mut pipe: impl Read + Send + 'static) -> thread::JoinHandle<String> {
+pub fn reader(mut pipe: impl Read + Send + 'static) -> thread::JoinHandle<String> {
     thread::spawn(move || {
         let mut text = Vec::new();
         let _ = pipe.read_to_end(&mut text);
@@ -93,7 +115,7 @@ fn reader(mut pipe: impl Read + Send + 'static) -> thread::JoinHandle<String> {
 }
 
 /// Waits, but not for ever; the exit code unless it was killed, by us or otherwise.
-fn wait(child: &mut Child, limit: Duration) -> Option<i32> {
+pub fn wait(child: &mut Child, limit: Duration) -> Option<i32> {
     let began = Instant::now();
     loop {
         match child.try_wait().expect("a child of ours") {

@@ -6,16 +6,17 @@
 //! exit code ends the trial. A name as an argument picks the trials whose names contain it.
 //!
 //! - `launch`: how the processes are started and judged; `exchange`: what must work; `failure`: what must fail, and how;
-//!   `refusals`: what is refused from the start.
+//!   `refusals`: what is refused from the start; `trials`: `-- --trials N [--seed S]`, jobs that go wrong at random.
 
 mod exchange;
 mod failure;
 mod launch;
 mod refusals;
+mod trials;
 
 use std::process::ExitCode;
 
-use launch::{Ends, Trial};
+use launch::{Ends, Role, Trial};
 
 /// Every trial: its name, how many processes, what one of them does, how the job ends.
 const TRIALS: &[Trial] = &[
@@ -45,8 +46,13 @@ const TRIALS: &[Trial] = &[
 
 fn main() -> ExitCode {
     match launch::role() {
-        Some(at) => (TRIALS[at].rank)(),
-        None => return launch::all(TRIALS),
+        Some(Role::Trial(at)) => (TRIALS[at].rank)(),
+        Some(Role::Drawn(seed)) => trials::rank(seed),
+        None => match launch::drawn() {
+            Some((count, seed)) if !trials::all(count, seed) => return ExitCode::FAILURE,
+            Some(_) => {}
+            None => return launch::all(TRIALS),
+        },
     }
     ExitCode::SUCCESS
 }

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The ring check finds what was put there to be found: a rank that is silent, fails or leaves, bytes that change on the
+//! way, a slow link; and it measures every link both ways when nothing is wrong.
+
+use cpattn::transport::{
+    Label, Message, Transport,
+    fault::{Fault, Faulty},
+    local::{self, Local},
+    ring_check::{Link, Trouble, check},
+};
+use cpattn::{Cause, Error, Result};
+use std::ops::Range;
+use std::thread;
+use std::time::Duration;
+
+const LONG: Duration = Duration::from_secs(20);
+
+fn run<T: Transport + 'static>(
+    world: usize,
+    deadline: Duration,
+    wrap: impl Fn(Local) -> T,
+) -> Vec<Result<Vec<Link>, Trouble>> {
+    let ends: Vec<T> = local::group(world, deadline).unwrap().into_iter().map(wrap).collect();
+    thread::scope(|scope| {
+        let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(move || check(&end, 100_000))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn every_link_is_measured_both_ways() {
+    for world in [2, 3, 5] {
+        let all: Vec<_> = run(world, LONG, |end| end).into_iter().map(Result::unwrap).collect();
+        let there = (0..world).map(|r| (r, (r + 1) % world));
+        let back = (0..world).map(|r| ((world - r) % world, (2 * world - r - 1) % world));
+        let want: Vec<_> = there.chain(back).collect();
+        let links: Vec<_> = all[0].iter().map(|link| (link.from, link.to)).collect();
+        assert_eq!(links, want);
+        assert!(all[0].iter().all(|l| l.latency > Duration::ZERO && l.bytes_per_second > 1e6), "{:?}", all[0]);
+        // What a rank knows is what rank 0 knows.
+        assert!(all.iter().all(|known| *known == all[0][..known.len()]));
+    }
+}
+
+#[test]
+fn a_silent_rank_is_the_end_of_a_link_that_failed() {
+    // Rank 2 is asked first at link 1 → 2.
+    let wrap = |end: Local| {
+        let fault = if end.rank() == 2 { Fault::Silence } else { Fault::None };
+        Faulty::new(end, 0, fault)
+    };
+    let all = run(4, Duration::from_millis(400), wrap);
+    let Err(Trouble::Failed { link: Some((1, 2)), error: Error::Peer { peer: 2, cause, .. } }) = &all[1] else {
+        panic!("{:?}", all[1])
+    };
+    assert!(matches!(cause, Cause::Deadline { bytes: 8, .. }), "{cause}");
+    let text = all[1].as_ref().unwrap_err().to_string();
+    assert!(text.starts_with("link 1 → 2 failed: rank 1, ring check, step 1: rank 2 did not answer"), "{text}");
+    assert!(text.contains("try: see whether the process of that rank runs"), "{text}");
+    // Rank 0 waits at its last link, 1 → 0 or 3 → 0, for one who waits.
+    let Err(Trouble::Failed { link: None, error: Error::Peer { peer: 2, .. } }) = &all[0] else {
+        panic!("{:?}", all[0])
+    };
+}
+
+#[test]
+fn a_rank_that_fails_or_leaves_is_named() {
+    for (fault, cause) in [(Fault::Fail, Cause::Failed), (Fault::Leave, Cause::Left)] {
+        // Well inside link 2 → 0.
+        let all = run(3, LONG, |end| {
+            let fault = if end.rank() == 0 { fault } else { Fault::None };
+            Faulty::new(end, 50, fault)
+        });
+        for result in all {
+            let Err(Trouble::Failed { error: Error::Peer { peer, cause: found, .. }, .. }) = result else {
+                panic!("{result:?}")
+            };
+            assert_eq!((peer, found), (0, cause));
+        }
+    }
+}
+
+/// Changes one byte of the large messages that reach rank 2.
+struct Lossy(Local);
+
+impl Transport for Lossy {
+    fn rank(&self) -> usize {
+        self.0.rank()
+    }
+    fn world(&self) -> usize {
+        self.0.world()
+    }
+    fn agree(&self, group: Range<usize>, fingerprint: u64) -> Result<()> {
+        self.0.agree(group, fingerprint)
+    }
+    unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
+        // SAFETY: the caller's promise about the lists is handed on.
+        unsafe { self.0.exchange(label, sends, recvs) }?;
+        for recv in recvs.iter().filter(|recv| self.rank() == 2 && recv.bytes == 100_000) {
+            // SAFETY: within the message, which is still the caller's.
+            unsafe { *recv.ptr.add(77_777) ^= 4 };
+        }
+        Ok(())
+    }
+    fn poll(&self) -> Result<()> {
+        self.0.poll()
+    }
+    fn abort(&self, cause: Cause) {
+        self.0.abort(cause);
+    }
+}
+
+#[test]
+fn bytes_that_change_on_the_way_are_noticed() {
+    let all = run(3, LONG, Lossy);
+    assert_eq!(all[2], Err(Trouble::OtherBytes { link: (1, 2), at: 77_777 }));
+    let text = all[2].as_ref().unwrap_err().to_string();
+    assert!(text.starts_with("link 1 → 2 delivered other bytes than were sent, from byte 77777 on; try:"), "{text}");
+    assert!(all[0].is_err() && all[1].is_err(), "everybody hears of it");
+}
+
+#[test]
+fn a_ring_of_one_and_empty_messages_are_refused() {
+    let end = local::group(1, LONG).unwrap().remove(0);
+    let text = check(&end, 1).unwrap_err().to_string();
+    assert!(text.contains("world is 1, expected at least 2 ranks"), "{text}");
+    let end = local::group(2, LONG).unwrap().remove(0);
+    assert!(check(&end, 0).unwrap_err().to_string().contains("bytes is 0"));
+}
