@@ -146,8 +146,9 @@ pub fn rank(seed: u64) -> ! {
             let right = match (&error, act) {
                 (Error::Device { call: "MPI_Comm_idup", .. }, Act::NeverStarts) => true,
                 (Error::Disagreement { .. }, Act::AnotherPlan) => true,
-                (Error::Peer { peer, cause: Cause::Disagreed, .. }, Act::AnotherPlan) => {
-                    me == culprit || *peer == culprit
+                // One agrees on a new plan while others exchange for the old one: all wait, and nobody is to blame alone.
+                (Error::Peer { cause, .. }, Act::AnotherPlan) => {
+                    matches!(cause, Cause::Disagreed | Cause::Deadline { .. } | Cause::Size { .. })
                 }
                 (Error::Peer { peer, .. }, Act::Killed | Act::Stopped) => *peer == culprit,
                 _ => false,
