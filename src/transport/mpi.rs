@@ -528,7 +528,7 @@ impl Drop for Mpi {
         if std::thread::panicking() {
             self.abort(Cause::Panicked);
         }
-        if self.notices.close() && self.failure.get().is_none() {
+        if self.notices.close(SETTLE) && self.failure.get().is_none() {
             self.messages.free();
             self.others.free();
         }

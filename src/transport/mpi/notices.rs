@@ -12,6 +12,7 @@ use std::{
         Mutex, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
+    time::Duration,
     vec::Vec,
 };
 
@@ -178,13 +179,13 @@ impl Notices {
         }
     }
 
-    /// Gives up the receive; whether MPI holds nothing any more.
-    pub(super) fn close(&mut self) -> bool {
+    /// Gives up the receive, which takes no longer than `limit`; whether MPI holds nothing any more.
+    pub(super) fn close(&mut self, limit: Duration) -> bool {
         let letter = self.arriving.get_mut().unwrap_or_else(PoisonError::into_inner);
         letter.request.cancel();
         let began = std::time::Instant::now();
         let mut free = false;
-        while !free && began.elapsed() < super::SETTLE {
+        while !free && began.elapsed() < limit {
             free = matches!(letter.request.test("MPI_Irecv"), Ok(true));
         }
         let leaving = self.leaving.get_mut().unwrap_or_else(PoisonError::into_inner);
