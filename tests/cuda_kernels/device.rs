@@ -16,6 +16,22 @@ macro_rules! ok {
     }};
 }
 
+/// How often the stand-in driver did this, by its name; none of another driver.
+pub fn emulated_count(what: &std::ffi::CStr) -> Option<u64> {
+    let mut f = null_mut();
+    let mut status = sys::CUdriverProcAddressQueryResult::CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+    // SAFETY: a name that ends in a zero byte, pointers to locals; only the stand-in driver has a function of that name, with
+    // this signature.
+    unsafe {
+        let code = sys::cuGetProcAddress_v2(c"cuEmuCount".as_ptr(), &raw mut f, 13000, 0, &raw mut status);
+        if code != sys::CUresult::CUDA_SUCCESS || f.is_null() {
+            return None;
+        }
+        let count: unsafe extern "C" fn(*const std::ffi::c_char) -> u64 = std::mem::transmute(f);
+        Some(count(what.as_ptr()))
+    }
+}
+
 pub struct Device {
     pub cuda: Cuda,
     pub stream: Stream,

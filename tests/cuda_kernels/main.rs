@@ -8,6 +8,7 @@
 mod blocks;
 mod case;
 mod device;
+mod hopper;
 mod run;
 mod turns;
 

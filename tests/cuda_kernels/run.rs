@@ -141,15 +141,24 @@ fn compare(case: &Case, what: &str, found: &[f64], expected: &[f64], bound: f64)
 }
 
 /// What the device gave: o, and dq, dk and dv of one call and of two.
-#[derive(PartialEq)]
+#[derive(Default, PartialEq)]
 pub struct Found {
     o: Vec<f64>,
     all: [Vec<f64>; 3],
     apart: [Vec<f64>; 3],
 }
 
+/// o of a case's forward alone.
+pub fn forward(device: &Device, case: &Case) -> Vec<f64> {
+    run(device, case, false).o
+}
+
 /// Forward, delta and backward of a case.
 pub fn check(device: &Device, case: &Case) -> Found {
+    run(device, case, true)
+}
+
+fn run(device: &Device, case: &Case, gradients: bool) -> Found {
     println!("{} {} {}/{} {:?} {:?}", case.name, case.dtype, case.head_dim, case.value_dim, case.documents, case.cut);
     let numbers = Numbers::of(case);
     let q_side = Side::new(&case.documents.iter().map(|d| (d.0, d.2)).collect::<Vec<_>>(), case.cut, 3);
@@ -230,6 +239,10 @@ pub fn check(device: &Device, case: &Case) -> Found {
     if case.ring_steps > 1 {
         running.read(device, "running", &q_side);
         running_lse.read(device, "running_lse", &q_side);
+    }
+
+    if !gradients {
+        return Found { o: found_o, ..Found::default() };
     }
 
     // Backward.

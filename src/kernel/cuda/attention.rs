@@ -6,7 +6,7 @@ use super::fused::heads;
 use super::launch::{Launch, Launches, items};
 use super::lists::{self, Lists, Tiles};
 use super::params::{Backward, Forward, Heads, SCORE_GENERAL, SCORE_SOFTCAP, Score, Tensor};
-use super::room::{Part, Room};
+use super::room::{Part, Room, padded};
 use super::staging::Staging;
 use super::{Cuda, Stream, dq_semaphore, find};
 use crate::call::{Attend, AttendBackward, Gradients, HeadMap, RawTensor};
@@ -22,7 +22,7 @@ impl Cuda {
     /// [`Error::Unsupported`] for types and dims there is no kernel for.
     pub fn attend_bytes(&self, call: &Attend) -> Result<usize> {
         let (_, _, shape) = find(call.q.dtype, call.q.dim, call.v.dim)?;
-        Ok(lists::bytes(&call.ranges, Tiles { queries: shape.forward.rows, keys: 0 }))
+        Ok(lists::bytes(&call.ranges, Tiles { queries: shape.forward.rows, keys: 0 }) + padded(size_of::<u32>()))
     }
 
     /// Bytes of staging that [`Cuda::attend_backward`] needs for this call.
@@ -115,19 +115,28 @@ impl Cuda {
             return Err(Error::invalid("max_score.head_stride", max_score.head_stride, 1));
         }
 
-        let kernel = {
+        let (kernel, hopper) = {
             let mut kernels = self.kernels();
-            self.attention(&mut kernels, element, shape)?.forward
+            let forward = self.attention(&mut kernels, element, shape)?.forward;
+            (forward, self.load_hopper(&mut kernels.hopper, element, shape)?)
         };
         let tiles = Tiles { queries: s.forward.rows, keys: 0 };
-        let (mut writer, scratch) = room.begin(lists::bytes(&call.ranges, tiles))?;
+        let (mut writer, scratch) = room.begin(self.attend_bytes(call)?)?;
         let lists = lists::write(scratch, &mut writer, &call.ranges, tiles, window);
         params.heads.items = items(lists.query_tiles, q_heads)?;
         let mut launches = Launches::default();
         if params.heads.items > 0 {
             (params.queries, params.keys) = (lists.queries, lists.keys);
             (params.partners, params.work) = (lists.keys_of, lists.query_work);
-            launches.push(Launch::tiles(kernel, params.heads.items, false, &params));
+            let items = params.heads.items;
+            launches.push(match hopper {
+                None => Launch::tiles(kernel, items, false, &params),
+                Some(hopper) => {
+                    let tickets = writer.words(1);
+                    let (params, hopper) = self.hopper_params(call, hopper, shape, params, lists.query_tiles, tickets);
+                    Launch::tiles(kernel, items, false, &params).or_hopper(hopper)
+                }
+            });
         }
         Ok((writer.part(), launches))
     }

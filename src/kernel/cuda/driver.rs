@@ -284,8 +284,24 @@ impl Function {
         stream: sys::CUstream,
         params: &P,
     ) -> Result<()> {
-        let mut arguments = [core::ptr::from_ref(params).cast_mut().cast::<c_void>()];
-        // SAFETY: the driver copies the parameter before it returns; the rest is the caller's promise.
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_all(blocks, threads, shared, stream, [core::ptr::from_ref(params).cast()]) }
+    }
+
+    /// As [`Function::launch`], with the addresses of N parameters.
+    ///
+    /// # Safety
+    /// As there, for each of them.
+    pub unsafe fn launch_all<const N: usize>(
+        self,
+        blocks: u32,
+        threads: u32,
+        shared: u32,
+        stream: sys::CUstream,
+        params: [*const c_void; N],
+    ) -> Result<()> {
+        let mut arguments = params.map(<*const c_void>::cast_mut);
+        // SAFETY: the driver copies the parameters before it returns; the rest is the caller's promise.
         unsafe {
             call!(cuLaunchKernel(
                 self.0,

@@ -7,6 +7,7 @@
 
 use super::check::Checker;
 use super::driver::Function;
+use super::hopper::Hopper;
 use super::params::{BASES, Parameters, Tensor};
 use super::room::{Part, Places, Room};
 use super::staging::Staging;
@@ -45,6 +46,8 @@ pub(super) struct Launch {
     shared: u32,
     pub addresses: Addresses,
     params: [u64; WORDS],
+    /// A kernel that takes the launch where it can, with the same parameters, which begin with q, k and v.
+    hopper: Option<Hopper>,
 }
 
 impl Launch {
@@ -54,13 +57,18 @@ impl Launch {
         let mut words = [0; WORDS];
         bytemuck::cast_slice_mut(&mut words)[..size_of::<P>()].copy_from_slice(bytemuck::bytes_of(params));
         let addresses = Addresses { tensors: P::TENSORS, lists: P::LISTS, bases: P::BASES };
-        Self { function, grid, threads, shared, addresses, params: words }
+        Self { function, grid, threads, shared, addresses, params: words, hopper: None }
     }
 
     /// A launch of an attention kernel over `items` tiles.
     pub fn tiles<P: Parameters>(kernel: Ready, items: u32, resident: bool, params: &P) -> Self {
         let grid = Grid::Tiles { items, each: kernel.each, resident };
         Self::new(kernel.function, grid, (kernel.launch.threads, kernel.launch.shared), params)
+    }
+
+    /// The same, by another kernel where that can. Its parameters begin with q, k and v.
+    pub fn or_hopper(self, hopper: Hopper) -> Self {
+        Self { hopper: Some(hopper), ..self }
     }
 
     /// The word at a byte offset of the parameters.
@@ -83,12 +91,28 @@ impl Launch {
         self.params[offset / 8..][..3 * BASES].copy_from_slice(bytemuck::cast_slice(bases));
     }
 
+    fn first_tensors(&self) -> [Tensor; 3] {
+        [0, 3, 6].map(|i| {
+            let [ptr, token, head] = [0, 1, 2].map(|k| self.params[i + k]);
+            Tensor { ptr, token: token as i64, head: head as i64 }
+        })
+    }
+
     /// Puts it on a stream. The context is current.
     ///
     /// # Safety
     /// All addresses in the parameters are those of device memory that is as the kernel expects it when the launch runs,
     /// in stream order; the stream is of the current context, which is that of `cuda`; the kernel's module is loaded.
     pub unsafe fn start(&self, cuda: &Cuda, stream: Stream) -> Result<()> {
+        let hopper = self.hopper.and_then(|hopper| Some((hopper.kernel, hopper.maps(self.first_tensors())?)));
+        if let (Some((kernel, maps)), Grid::Tiles { items, .. }) = (hopper, self.grid) {
+            let blocks = cuda.grid(items, kernel.each, true);
+            let params = [(&raw const maps).cast(), self.params.as_ptr().cast()];
+            // SAFETY: as below; the maps are those of the tensors in the parameters.
+            return unsafe {
+                kernel.function.launch_all(blocks, kernel.launch.threads, kernel.launch.shared, stream, params)
+            };
+        }
         let blocks = match self.grid {
             Grid::Blocks(n) => n,
             Grid::Tiles { items, each, resident } => cuda.grid(items, each, resident),

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The CUDA backend: the structures of [`crate::kernel`], launched on a stream of the caller's.
 //!
-//! [`Cuda`] is one device. Its kernels are PTX for compute capability 8.0, embedded in the crate, which the driver
+//! [`Cuda`] is one device. Its kernels are PTX for compute capability 8.0, and for the forward of head dims 64, 128 and
+//! 192/128 (and what these shapes hold) on 9.0 also for that, embedded in the crate, which the driver
 //! compiles when [`Cuda::prepare`] (or the first call) asks for them. Tensors are device addresses, streams are raw
 //! driver handles of the device's primary context. A call checks what it is given, writes its ranges into a
 //! [`Staging`] ring, has them copied and launches; it never waits for the device unless that ring is full, and
@@ -26,6 +27,7 @@
 //! staging   how lists reach the device, through a mirror of host and device memory
 //! check     what a call is refused for
 //! attention, fused, blocks, sinks   the launches
+//! hopper    the forward kernels for compute capability 9.0
 //! memory    streams and memory for what sits on top; shared: one device for all who name it
 //! stream_kernels  single calls of a caller's, with the ring they need
 //! ```
@@ -38,6 +40,7 @@ mod dq_semaphore;
 pub(crate) mod driver;
 mod embedded;
 mod fused;
+mod hopper;
 pub(crate) mod kept;
 mod launch;
 mod lists;
@@ -77,6 +80,9 @@ pub struct Cuda {
     context: Arc<Context>,
     multiprocessors: u32,
     shared_limit: u32,
+    l2_bytes: u64,
+    /// Whether it runs the kernels for `sm_90a`.
+    hopper: bool,
     margins: Margins,
     kernels: Mutex<Kernels>,
 }
@@ -88,6 +94,7 @@ const ELEMENTS: [&str; 2] = ["f16", "bf16"];
 #[derive(Debug, Default)]
 struct Kernels {
     attention: [[Option<Attention>; SHAPES.len()]; 2],
+    hopper: hopper::Kernels,
     blocks: Option<Blocks>,
 }
 
@@ -150,10 +157,13 @@ impl Cuda {
         }
         let multiprocessors = context.attribute(sys::DEVICE_MULTIPROCESSOR_COUNT)?.max(1) as u32;
         let shared_limit = context.attribute(sys::DEVICE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.max(0) as u32;
+        let l2_bytes = context.attribute(sys::DEVICE_L2_CACHE_SIZE)?.max(0) as u64;
         Ok(Self {
             context,
             multiprocessors,
             shared_limit,
+            l2_bytes,
+            hopper: (major, minor) == (9, 0) && hopper::driver_makes_maps(),
             margins: Margins::default(),
             kernels: Mutex::new(Kernels::default()),
         })
@@ -180,6 +190,7 @@ impl Cuda {
         let (element, shape, _) = find(dtype, head_dim, value_dim)?;
         let mut kernels = self.kernels();
         self.attention(&mut kernels, element, shape)?;
+        self.load_hopper(&mut kernels.hopper, element, shape)?;
         self.blocks(&mut kernels)?;
         Ok(())
     }

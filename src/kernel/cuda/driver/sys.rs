@@ -41,6 +41,7 @@ pub(crate) const PEER_ACCESS_ALREADY_ENABLED: CUresult = 704;
 pub(crate) const TOO_MANY_PEERS: CUresult = 711;
 
 pub(crate) const DEVICE_MULTIPROCESSOR_COUNT: c_int = 16;
+pub(crate) const DEVICE_L2_CACHE_SIZE: c_int = 38;
 pub(crate) const DEVICE_COMPUTE_CAPABILITY_MAJOR: c_int = 75;
 pub(crate) const DEVICE_COMPUTE_CAPABILITY_MINOR: c_int = 76;
 pub(crate) const DEVICE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: c_int = 97;
@@ -52,6 +53,13 @@ pub(crate) const STREAM_CAPTURE_NONE: c_int = 0;
 pub(crate) const EVENT_DISABLE_TIMING: c_uint = 2;
 pub(crate) const EVENT_RECORD_EXTERNAL: c_uint = 1;
 pub(crate) const EVENT_WAIT_EXTERNAL: c_uint = 1;
+
+pub(crate) const TENSOR_MAP_FLOAT16: c_int = 6;
+pub(crate) const TENSOR_MAP_BFLOAT16: c_int = 9;
+pub(crate) const TENSOR_MAP_INTERLEAVE_NONE: c_int = 0;
+pub(crate) const TENSOR_MAP_SWIZZLE_128B: c_int = 3;
+pub(crate) const TENSOR_MAP_L2_PROMOTION_256B: c_int = 3;
+pub(crate) const TENSOR_MAP_FILL_ZEROS: c_int = 0;
 
 /// The driver's own name comes first: a toolkit has a `libcuda.so` to link with, which does nothing.
 #[cfg(windows)]
@@ -120,5 +128,21 @@ functions! {
         cuMemsetD32Async(to: CUdeviceptr, value: c_uint, words: usize, stream: CUstream);
         cuPointerGetAttribute(value: *mut c_void, attribute: c_int, address: CUdeviceptr);
     }
-    optional {}
+    optional {
+        // Since CUDA 12.0.
+        cuTensorMapEncodeTiled(
+            map: *mut c_void,
+            element: c_int,
+            rank: c_uint,
+            address: *mut c_void,
+            dims: *const u64,
+            strides: *const u64,
+            shape: *const c_uint,
+            steps: *const c_uint,
+            interleave: c_int,
+            swizzle: c_int,
+            promotion: c_int,
+            fill: c_int,
+        );
+    }
 }

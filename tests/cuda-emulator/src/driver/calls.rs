@@ -102,6 +102,8 @@ const PIECES: [&str; 13] = [
 pub(crate) struct Counts {
     calls: HashMap<&'static str, u64>,
     pieces: [u64; PIECES.len()],
+    /// Launches of each kernel.
+    kernels: HashMap<String, u64>,
 }
 
 impl Counts {
@@ -113,11 +115,15 @@ impl Counts {
         self.pieces[piece as usize] += 1;
     }
 
+    pub(crate) fn kernel(&mut self, name: &str) {
+        *self.kernels.entry(name.to_owned()).or_insert(0) += 1;
+    }
+
     fn of_kind(&self, wanted: Kind) -> u64 {
         self.calls.iter().filter(|(name, _)| kind(name).0 == wanted).map(|(_, n)| n).sum()
     }
 
-    /// By the name of a function, of a piece of work, or `allocations`, `queries`, `calls`.
+    /// By the name of a function, of a piece of work, of a kernel, or `allocations`, `queries`, `calls`.
     pub(crate) fn get(&self, name: &str) -> u64 {
         match name {
             "allocations" => self.of_kind(Allocation),
@@ -125,7 +131,7 @@ impl Counts {
             "calls" => self.calls.iter().filter(|(name, _)| kind(name).0 != Own).map(|(_, n)| n).sum(),
             _ => match PIECES.iter().position(|p| *p == name) {
                 Some(p) => self.pieces[p],
-                None => self.calls.get(name).copied().unwrap_or(0),
+                None => self.calls.get(name).or_else(|| self.kernels.get(name)).copied().unwrap_or(0),
             },
         }
     }
@@ -180,6 +186,8 @@ mod tests {
             c.call(name);
         }
         c.piece(Piece::Launch);
+        c.kernel("forward");
+        assert_eq!([c.get("forward"), c.get("backward")], [1, 0]);
         c.piece(Piece::HostWait);
         assert_eq!(
             ["calls", "allocations", "queries", "launches", "host waits", "cuMemAlloc_v2"].map(|n| c.get(n)),

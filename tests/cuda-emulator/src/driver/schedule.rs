@@ -82,6 +82,9 @@ impl Machine {
             Work::Alloc { .. } | Work::Free { .. } | Work::Await { .. } | Work::Join => return,
         };
         self.counts.piece(piece);
+        if let Work::Launch { kernel, .. } = work {
+            self.counts.kernel(kernel.name());
+        }
     }
 
     /// With `CPATTN_EMU_IDLE`: work is over as soon as it is put in, and was never done. Functions of the host are called.

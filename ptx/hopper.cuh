@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// The instructions of sm_90a, one wrapper each: barriers in shared memory, tensor copies, products of a warpgroup.
+//
+// wgmma m64nNk16 is issued by the four warps of a warpgroup and runs beside them. Its sums lie in registers as those of
+// mma.sync do: warp w of the warpgroup holds rows 16 w to 16 w + 15, as N / 8 tiles of 16 x 8 (see mma.cuh). From the
+// product to its wait nobody may touch the sums, nor the registers of A; so every wait and every fence here is followed or
+// preceded by `hold`, an empty statement that the compiler believes to change them, and over which it moves nothing that
+// uses them.
+//
+// Tiles in shared memory are panels of 64 columns (128 bytes), each with all rows one after the other, in the 128-byte
+// swizzle that tensor copies write: a box of a copy is a panel. A panel begins at a multiple of 1024 bytes.
+#pragma once
+#include "mma.cuh"
+
+// What cuTensorMapEncodeTiled wrote.
+struct alignas(64) TensorMap {
+    char opaque[128];
+};
+
+// -- Barriers in shared memory. A phase ends when all arrivals and all announced bytes have come.
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and announces bytes that copies will bring.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Waits for the end of the phase of this parity: 0 for the first one, 1 for the second, and so on. A wait for parity 1
+// before the first phase has ended returns at once.
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n\t"
+        ".reg .pred p;\n\t"
+        "AGAIN:\n\t"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n\t"
+        "@!p bra AGAIN;\n\t"
+        "}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// -- Barriers of the block by number: those who wait, and those who only say that they came.
+
+template <u32 THREADS>
+__device__ __forceinline__ void named_wait(u32 number) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
+}
+
+template <u32 THREADS>
+__device__ __forceinline__ void named_arrive(u32 number) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
+}
+
+// -- Tensor copies.
+
+// One box to shared memory; the barrier is told of its bytes. Coordinates: column, row, head, part (see hopper_forward.cuh).
+__device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int column, int row, int head, int part, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+        "l"(&map), "r"(column), "r"(row), "r"(head), "r"(part), "r"(barrier)
+        : "memory");
+}
+
+// Makes what ordinary instructions wrote known to copies and products.
+__device__ __forceinline__ void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// -- Registers of a warpgroup.
+
+template <int COUNT>
+__device__ __forceinline__ void registers_down() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT>
+__device__ __forceinline__ void registers_up() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// -- Products of a warpgroup.
+
+// Everything that is issued from here on finds its registers as they are now.
+__device__ __forceinline__ void product_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void product_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until at most PENDING groups are not done.
+template <int PENDING>
+__device__ __forceinline__ void product_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+template <int N>
+__device__ __forceinline__ void hold(float (&c)[1][N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+        asm volatile("" : "+f"(c[0][n][0]), "+f"(c[0][n][1]), "+f"(c[0][n][2]), "+f"(c[0][n][3])::"memory");
+}
+
+template <int N>
+__device__ __forceinline__ void hold(u32 (&a)[N][4]) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) asm volatile("" : "+r"(a[n][0]), "+r"(a[n][1]), "+r"(a[n][2]), "+r"(a[n][3])::"memory");
+}
+
+// Where a matrix lies: bits 0 to 13 the address, 16 to 29 the distance of panels (where columns are the inner dimension of a
+// transposed matrix), 32 to 45 the distance of groups of eight rows, all in units of 16 bytes; bit 62 the 128-byte swizzle.
+__device__ __forceinline__ u64 matrix_at(u32 address, u32 panel_bytes) {
+    return (u64)((address & 0x3ffff) >> 4) | (u64)(panel_bytes >> 4) << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
+}
+
+#define SUMS4(how, n) how(c[0][n][0]), how(c[0][n][1]), how(c[0][n][2]), how(c[0][n][3])
+#define SUMS16(how, n) SUMS4(how, n), SUMS4(how, n + 1), SUMS4(how, n + 2), SUMS4(how, n + 3)
+#define SUMS32(how, n) SUMS16(how, n), SUMS16(how, n + 4)
+#define SUMS64(how, n) SUMS32(how, n), SUMS32(how, n + 8)
+#define ADDED "+f"
+#define NEW "=f"
+
+#define REGISTERS32                                                                                  \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
+    "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGISTERS64                                                                                              \
+    REGISTERS32                                                                                                  \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
+    "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// The three forms of one product of N columns: A B^T with both matrices in shared memory, rows of 16 elements of the inner
+// dimension, as a new sum and added to one; and A B with A in registers and B's rows along the inner dimension.
+#define PRODUCTS(type, name, columns, sums, registers, o0, o1, o2, o3, o4)                                             \
+    __device__ __forceinline__ void product_new(type, float (&c)[1][columns / 8][4], u64 a, u64 b) {                  \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." name "." name " {" registers             \
+                     "}, " o0 ", " o1 ", 0, 1, 1, 0, 0;"                                                              \
+                     : sums(NEW, 0)                                                                                   \
+                     : "l"(a), "l"(b)                                                                                 \
+                     : "memory");                                                                                     \
+    }                                                                                                                 \
+    __device__ __forceinline__ void product_add(type, float (&c)[1][columns / 8][4], u64 a, u64 b) {                  \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." name "." name " {" registers             \
+                     "}, " o0 ", " o1 ", 1, 1, 1, 0, 0;"                                                              \
+                     : sums(ADDED, 0)                                                                                 \
+                     : "l"(a), "l"(b)                                                                                 \
+                     : "memory");                                                                                     \
+    }                                                                                                                 \
+    __device__ __forceinline__ void product_add(type, float (&c)[1][columns / 8][4], const u32 (&a)[4], u64 b) {      \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." name "." name " {" registers             \
+                     "}, {" o0 ", " o1 ", " o2 ", " o3 "}, " o4 ", 1, 1, 1, 1;"                                       \
+                     : sums(ADDED, 0)                                                                                 \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                                             \
+                     : "memory");                                                                                     \
+    }
+PRODUCTS(F16, "f16", 64, SUMS32, REGISTERS32, "%32", "%33", "%34", "%35", "%36")
+PRODUCTS(Bf16, "bf16", 64, SUMS32, REGISTERS32, "%32", "%33", "%34", "%35", "%36")
+PRODUCTS(F16, "f16", 128, SUMS64, REGISTERS64, "%64", "%65", "%66", "%67", "%68")
+PRODUCTS(Bf16, "bf16", 128, SUMS64, REGISTERS64, "%64", "%65", "%66", "%67", "%68")
+#undef PRODUCTS

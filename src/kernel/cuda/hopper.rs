@@ -1,0 +1,324 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The forward kernels for `sm_90a`: which launches they take, and what they are handed beside the parameters of the others.
+//!
+//! They load through tensor maps, which the driver encodes on the host: one for each tensor, whenever a launch is put on a
+//! stream, since a plan that keeps its launches learns addresses and strides then. A map has columns, rows, heads and parts
+//! (`ptx/hopper_forward.cuh` says what for), strides that are positive multiples of 16 bytes below 2^40, and coordinates of
+//! 32 bits. What it cannot say, the kernel for `sm_80` does with the same lists and the same parameters: negative strides
+//! and strides of 0, tensors of 2^31 rows, addresses too close to 0. Head dims without a shape here are always its.
+
+use super::driver::{Module, sys};
+use super::params::{Forward, Parameters, Tensor};
+use super::shapes::{SHAPES, Shaped};
+use super::{Cuda, ELEMENTS, Ready};
+use crate::call::{Attend, Range};
+use crate::element::Dtype;
+use crate::error::Result;
+use alloc::format;
+use bytemuck::NoUninit;
+use core::mem::offset_of;
+
+/// Columns of a box: 128 bytes.
+const COLUMNS: u32 = 64;
+
+/// What lies behind the tiles in shared memory.
+const CONTROL: u32 = 512;
+
+/// The kernel for the head dims of one of [`SHAPES`]. Its tiles of q rows are those of the kernel for `sm_80`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    pub launch: Shaped,
+    /// Rows of a tile of keys.
+    pub keys: u32,
+}
+
+const fn forward(d: u32, dv: u32, m: u32, n: u32, stages: u32) -> Option<Shape> {
+    let shared = 2 * (m * d + stages * n * (d + dv)) + CONTROL;
+    Some(Shape { launch: Shaped { rows: m, threads: 2 * m + 128, shared }, keys: n })
+}
+
+/// By the index of [`SHAPES`].
+pub(super) const FORWARD: [Option<Shape>; SHAPES.len()] =
+    [forward(64, 64, 128, 128, 2), None, forward(128, 128, 128, 128, 2), forward(192, 128, 128, 128, 2), None, None];
+
+/// `HopperForwardParams`. It begins with what the kernel for `sm_80` is given, and is given to that as it is.
+#[derive(Clone, Copy, Debug, NoUninit)]
+#[repr(C)]
+pub(super) struct Params {
+    pub call: Forward,
+    /// A word that is 0 when the launch begins.
+    pub tickets: u64,
+    pub q_span: u32,
+    pub k_span: u32,
+    pub tiles: u32,
+    pub section: u32,
+}
+
+impl Parameters for Params {
+    const TENSORS: &'static [usize] = Forward::TENSORS;
+    const LISTS: &'static [usize] = &[
+        offset_of!(Forward, queries),
+        offset_of!(Forward, keys),
+        offset_of!(Forward, partners),
+        offset_of!(Forward, work),
+        offset_of!(Params, tickets),
+    ];
+}
+
+const _: () = assert!(offset_of!(Params, call) == 0);
+
+/// `TensorMap`: what the driver wrote.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+pub(super) struct Map(pub [u8; 128]);
+
+/// `HopperMaps`: those of a call.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Maps {
+    pub q: Map,
+    pub k: Map,
+    pub v: Map,
+}
+
+/// Loaded kernels, by element type and shape.
+#[derive(Debug, Default)]
+pub(super) struct Kernels([[Option<Kernel>; SHAPES.len()]; 2]);
+
+#[derive(Debug)]
+struct Kernel {
+    ready: Ready,
+    _module: Module,
+}
+
+/// A tensor, but for its address and strides.
+#[derive(Clone, Copy, Debug)]
+struct MapShape {
+    dtype: Dtype,
+    dim: u32,
+    heads: u32,
+    tokens: u64,
+    /// Rows to a part.
+    span: u32,
+    /// Rows of a box.
+    rows: u32,
+}
+
+/// What the driver is told of a map.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Ragged {
+    address: u64,
+    /// Columns, rows, heads, parts.
+    dims: [u64; 4],
+    /// Bytes from one row, head, part to the next.
+    strides: [u64; 3],
+}
+
+impl MapShape {
+    /// None where a map cannot say it.
+    fn ragged(&self, t: Tensor) -> Option<Ragged> {
+        let compact = i64::from(self.dim) * self.dtype.size() as i64;
+        let stride = |bytes: i64, used: bool| {
+            let bytes = u64::try_from(if used { bytes } else { compact }).ok()?;
+            (bytes > 0 && bytes.is_multiple_of(16) && bytes < 1 << 40).then_some(bytes)
+        };
+        let (row, head) = (stride(t.token, self.tokens > 1)?, stride(t.head, self.heads > 1)?);
+        if !(1..1 << 31).contains(&self.tokens) || !(1..1 << 31).contains(&self.heads) || self.span == 0 {
+            return None;
+        }
+        let address = t.ptr.checked_sub(u64::from(self.span).checked_mul(row)?)?;
+        Some(Ragged {
+            address: Some(address).filter(|a| a.is_multiple_of(16))?,
+            dims: [self.dim.into(), self.span.into(), self.heads.into(), self.tokens + 1],
+            strides: [row, head, row],
+        })
+    }
+
+    /// The map, or None where it cannot say it, or the driver does not make it.
+    fn encode(&self, t: Tensor) -> Option<Map> {
+        let Ragged { address, dims, strides } = self.ragged(t)?;
+        let element = if self.dtype == Dtype::Bf16 { sys::TENSOR_MAP_BFLOAT16 } else { sys::TENSOR_MAP_FLOAT16 };
+        let mut map = Map([0; 128]);
+        // SAFETY: the map is aligned to 64 bytes and has 128; the lists are as long as the rank says, one stride less.
+        let code = unsafe {
+            sys::cuTensorMapEncodeTiled(
+                (&raw mut map).cast(),
+                element,
+                4,
+                address as usize as *mut _,
+                dims.as_ptr(),
+                strides.as_ptr(),
+                [COLUMNS, self.rows, 1, 1].as_ptr(),
+                [1; 4].as_ptr(),
+                sys::TENSOR_MAP_INTERLEAVE_NONE,
+                sys::TENSOR_MAP_SWIZZLE_128B,
+                sys::TENSOR_MAP_L2_PROMOTION_256B,
+                sys::TENSOR_MAP_FILL_ZEROS,
+            )
+        };
+        (code == sys::SUCCESS).then_some(map)
+    }
+}
+
+/// The kernel that a launch prefers to its own, and what its maps are made of.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Hopper {
+    pub kernel: Ready,
+    tensors: [MapShape; 3],
+}
+
+impl Hopper {
+    /// The maps for q, k and v, or None where the launch is left to its own kernel.
+    pub fn maps(&self, tensors: [Tensor; 3]) -> Option<Maps> {
+        let [q, k, v] = [0, 1, 2].map(|i| self.tensors[i].encode(tensors[i]));
+        Some(Maps { q: q?, k: k?, v: v? })
+    }
+}
+
+/// Whether the driver encodes maps. Those that do not are too old to know `sm_90a`.
+pub(super) fn driver_makes_maps() -> bool {
+    let shape = MapShape { dtype: Dtype::F16, dim: COLUMNS, heads: 1, tokens: 1, span: 1, rows: 8 };
+    shape.encode(Tensor { ptr: 1 << 20, token: 0, head: 0 }).is_some()
+}
+
+/// The longest of some ranges.
+fn longest<'a>(ranges: impl Iterator<Item = &'a Range>) -> u32 {
+    ranges.map(|r| r.len).max().unwrap_or(0)
+}
+
+impl Cuda {
+    /// Loads the kernel of an element type and shape, where there is one and the device runs it.
+    pub(super) fn load_hopper(&self, kernels: &mut Kernels, element: usize, shape: usize) -> Result<Option<Ready>> {
+        let Some(s) = FORWARD[shape].filter(|s| self.hopper && s.launch.shared <= self.shared_limit) else {
+            return Ok(None);
+        };
+        let slot = &mut kernels.0[element][shape];
+        if slot.is_none() {
+            let module = self.module(&format!("hopper_forward_{}_{}", ELEMENTS[element], SHAPES[shape].name))?;
+            *slot =
+                Some(Kernel { ready: self.function(&module, c"cpattn_hopper_forward", s.launch)?, _module: module });
+        }
+        Ok(slot.as_ref().map(|k| k.ready))
+    }
+
+    /// The parameters of a call whose other ones are `params`, for both kernels, and what the maps of this one are made of.
+    pub(super) fn hopper_params(
+        &self,
+        call: &Attend,
+        kernel: Ready,
+        shape: usize,
+        params: Forward,
+        tiles: usize,
+        tickets: u64,
+    ) -> (Params, Hopper) {
+        let (q_span, k_span) = (longest(call.ranges.q.iter().map(|q| &q.range)), longest(call.ranges.k.iter()));
+        let keys = FORWARD[shape].map_or(0, |s| s.keys);
+        let tensors = [(&call.q, q_span, kernel.launch.rows), (&call.k, k_span, keys), (&call.v, k_span, keys)];
+        let tensors = tensors.map(|(t, span, rows)| MapShape {
+            dtype: t.dtype,
+            dim: t.dim,
+            heads: t.heads,
+            tokens: t.tokens,
+            span,
+            rows,
+        });
+        let held = call.ranges.k.iter().map(|k| u64::from(k.len)).sum::<u64>();
+        let head_bytes = held * u64::from(call.k.dim + call.v.dim) * call.k.dtype.size() as u64;
+        let section = section(self.l2_bytes, head_bytes, call.heads.group).min(call.q.heads).max(1);
+        (Params { call: params, tickets, q_span, k_span, tiles: tiles as u32, section }, Hopper { kernel, tensors })
+    }
+}
+
+/// q heads whose k and v fill half of the L2 cache, if kv heads have so many bytes each.
+fn section(l2_bytes: u64, head_bytes: u64, group: u32) -> u32 {
+    let heads = l2_bytes / 2 / head_bytes.max(1);
+    heads.max(1).saturating_mul(group.into()).min(u32::MAX.into()) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::string::String;
+    use alloc::vec::Vec;
+
+    fn text(element: &str, name: u32) -> String {
+        let name = format!("hopper_forward_{element}_{name}");
+        super::super::embedded::find(&name).expect("embedded").into_string().expect("text")
+    }
+
+    #[test]
+    fn shapes_are_those_of_the_sources() {
+        let lines: Vec<Vec<u32>> = include_str!("../../../ptx/hopper_shapes.cuh")
+            .lines()
+            .filter_map(|line| line.strip_prefix("HOPPER_FORWARD(")?.strip_suffix(')'))
+            .map(|numbers| numbers.split(", ").filter_map(|n| n.parse().ok()).collect())
+            .collect();
+        assert_eq!(lines.len(), FORWARD.iter().flatten().count());
+        for (shape, hopper) in SHAPES.iter().zip(FORWARD) {
+            let Some(hopper) = hopper else { continue };
+            let line = lines.iter().find(|l| l[0] == shape.name).expect("a line");
+            let same = forward(shape.head_dim, shape.value_dim, line[1], line[2], line[3]).expect("a shape");
+            assert_eq!((hopper.launch, hopper.keys), (same.launch, same.keys));
+            assert!(hopper.launch.shared <= 227 * 1024, "{hopper:?}");
+            assert_eq!(hopper.launch.rows, shape.forward.rows, "either kernel takes the lists");
+            for element in ELEMENTS {
+                let text = text(element, shape.name);
+                assert!(text.contains(".target sm_90a") && text.contains(".version 8.0"));
+                assert!(text.contains(&format!("cpattn_hopper_forward_param_0[{}]", size_of::<Maps>())));
+                assert!(text.contains(&format!("cpattn_hopper_forward_param_1[{}]", size_of::<Params>())));
+                assert!(text.contains(&format!(".maxntid {},", hopper.launch.threads)));
+            }
+        }
+    }
+
+    const SHAPE: MapShape = MapShape { dtype: Dtype::Bf16, dim: 128, heads: 8, tokens: 1000, span: 300, rows: 128 };
+    const TENSOR: Tensor = Tensor { ptr: 1 << 30, token: 2064, head: 256 };
+
+    #[test]
+    fn maps_are_ragged() {
+        let expected =
+            Ragged { address: (1 << 30) - 300 * 2064, dims: [128, 300, 8, 1001], strides: [2064, 256, 2064] };
+        assert_eq!(SHAPE.ragged(TENSOR), Some(expected));
+    }
+
+    #[test]
+    fn what_maps_cannot_say() {
+        let change = |f: fn(&mut MapShape, &mut Tensor)| {
+            let (mut shape, mut tensor) = (SHAPE, TENSOR);
+            f(&mut shape, &mut tensor);
+            shape.ragged(tensor)
+        };
+        for (i, f) in [
+            (|_, t| t.token = -2064) as fn(&mut MapShape, &mut Tensor),
+            |_, t| t.head = -256,
+            |_, t| t.token = 0,
+            |_, t| t.head = 0,
+            |_, t| t.token = 2056,
+            |_, t| t.head = 1 << 40,
+            |s, _| s.tokens = 1 << 31,
+            |s, _| s.tokens = 0,
+            |s, _| s.heads = 0,
+            |s, _| s.span = 0,
+            |_, t| t.ptr = 300 * 2064 - 16,
+            |_, t| t.ptr += 8,
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            assert_eq!(change(f), None, "{i}");
+        }
+        // Strides that nobody steps by may be anything.
+        let one = change(|s, t| (s.tokens, s.heads, t.token, t.head) = (1, 1, -5, 0)).expect("one row");
+        assert_eq!(one.strides, [256; 3]);
+        assert!(change(|_, t| t.head = (1 << 40) - 16).is_some());
+        assert!(change(|s, _| s.tokens = (1 << 31) - 1).is_some());
+    }
+
+    #[test]
+    fn sections_fill_half_the_cache() {
+        assert_eq!(section(50 << 20, 1 << 20, 8), 25 * 8);
+        assert_eq!(section(50 << 20, 1 << 30, 8), 8);
+        assert_eq!(section(50 << 20, 0, 1), 25 << 20);
+        assert_eq!(section(u64::MAX, 0, u32::MAX), u32::MAX);
+    }
+}

@@ -1,0 +1,281 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The forward kernels for `sm_90a` on the cases of the others, at the head dims that they have shapes for. Their tiles are
+//! 128 q rows by 128 keys, in two warpgroups of 64 rows each.
+//!
+//! On a device of another compute capability the same cases run on the kernels for `sm_80`.
+
+use crate::case::{Case, Cut, decode, encode, random};
+use crate::device::{Device, emulated_count};
+use crate::run::{check, forward};
+use cpattn::Dtype;
+use cpattn::call::{Attend, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+use std::sync::Mutex;
+
+/// Tests that launch wait for each other here, so that launches can be counted.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+/// Head dims of the shapes, and some that do not fill them.
+const DIMS: [(usize, usize); 7] = [(64, 64), (40, 24), (128, 128), (104, 128), (128, 72), (192, 128), (168, 120)];
+
+fn all(cases: &[Case]) {
+    let _turn = turn();
+    let Some(device) = Device::open() else { return };
+    for case in cases {
+        forward(&device, case);
+    }
+}
+
+fn turn() -> impl Drop {
+    // Another test's failure is its own.
+    ONE_AT_A_TIME.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+fn of(dtype: Dtype, (head_dim, value_dim): (usize, usize), base: &Case) -> Case {
+    let score = Score { scale: (head_dim as f64).sqrt().recip(), ..base.score };
+    Case { dtype, head_dim, value_dim, score, ..base.clone() }
+}
+
+/// Lengths around the tiles and the rows of a warpgroup, documents without queries or keys.
+#[test]
+fn lengths() {
+    let mut cases = Vec::new();
+    for documents in [
+        vec![(1, 1, 0), (1, 3, 2), (2, 1, -1), (0, 5, 5), (5, 0, -5)],
+        vec![(63, 64, 1), (64, 127, 63), (65, 128, -2)],
+        vec![(127, 129, 2), (128, 257, 129), (129, 255, 200)],
+        vec![(300, 40, -260), (17, 500, 483)],
+    ] {
+        for dims in [(64, 64), (128, 128), (192, 128)] {
+            for dtype in [Dtype::Bf16, Dtype::F16] {
+                cases.push(Case { documents: documents.clone(), ..Case::new("hopper lengths", dtype, dims) });
+            }
+        }
+    }
+    all(&cases);
+}
+
+/// Head dims, filled and not.
+#[test]
+fn dims() {
+    let base =
+        Case { documents: vec![(5, 0, 0), (140, 290, 150), (0, 9, 0)], ..Case::new("hopper dims", Dtype::F16, (8, 8)) };
+    all(&DIMS.map(|dims| of(Dtype::Bf16, dims, &base)));
+    all(&DIMS.map(|dims| of(Dtype::F16, dims, &base)));
+}
+
+/// Full, causal, windows on both sides, windows that hide everything, and such that hide the first tiles of a row.
+#[test]
+fn windows() {
+    let base =
+        Case { documents: vec![(200, 330, 130), (33, 47, 14)], ..Case::new("hopper windows", Dtype::Bf16, (128, 128)) };
+    let windows = [
+        (i64::MAX, i64::MAX),
+        (i64::MAX, 0),
+        (10, 0),
+        (0, 0),
+        (130, 70),
+        (i64::MAX, 5),
+        (0, i64::MAX),
+        (-3, i64::MAX),
+        (-1, -1),
+    ];
+    all(&windows.map(|(window_left, window_right)| Case {
+        score: Score { window_left, window_right, ..base.score },
+        ..base.clone()
+    }));
+}
+
+/// Softcap, ALiBi, sinks, and scales that are not positive or nearly 0.
+#[test]
+fn scores() {
+    let base = Case {
+        documents: vec![(140, 300, 160)],
+        heads: 4,
+        kv_heads: 2,
+        held: 0..4,
+        ..Case::new("hopper scores", Dtype::F16, (128, 128))
+    };
+    let with = |scale, softcap, slopes, sinks| Case {
+        score: Score { scale, softcap, ..base.score },
+        slopes,
+        sinks,
+        ..base.clone()
+    };
+    all(&[
+        with(0.125, 2.0, false, false),
+        with(0.125, 0.0, true, false),
+        with(0.125, 0.0, false, true),
+        with(0.2, 3.0, true, true),
+        with(-0.1, 0.0, false, false),
+        with(1e-60, 0.0, false, true),
+        Case { score: Score { window_left: -200, ..base.score }, sinks: true, ..base.clone() },
+    ]);
+}
+
+/// Groups of heads, and calls that hold only some heads of the problem.
+#[test]
+fn heads() {
+    let base = Case {
+        documents: vec![(140, 170, 30)],
+        heads: 6,
+        kv_heads: 2,
+        held: 0..6,
+        slopes: true,
+        sinks: true,
+        ..Case::new("hopper heads", Dtype::Bf16, (128, 128))
+    };
+    all(&[base.clone(), Case { held: 1..5, ..base.clone() }, Case { held: 4..6, ..base.clone() }]);
+}
+
+/// Ranges of every kind, keys spread over several calls, so that results are merged.
+#[test]
+fn ranges() {
+    let base = Case {
+        documents: vec![(200, 200, 0), (137, 361, 224)],
+        sinks: true,
+        ..Case::new("hopper ranges", Dtype::Bf16, (128, 128))
+    };
+    let open = Score { window_right: i64::MAX, ..base.score };
+    let narrow = Score { window_left: 20, ..base.score };
+    let cases = [
+        Case { cut: Cut::Chunks(3), ..base.clone() },
+        Case { cut: Cut::Chunks(5), ring_steps: 3, ..base.clone() },
+        Case { cut: Cut::Striped(3, 1), ring_steps: 3, ..base.clone() },
+        Case { cut: Cut::Striped(2, 5), ring_steps: 2, slopes: true, score: narrow, ..base.clone() },
+        // Rows that meet their first key in the last call.
+        Case { cut: Cut::Chunks(3), ring_steps: 2, score: narrow, ..base.clone() },
+        Case { cut: Cut::Striped(4, 16), ring_steps: 2, score: open, ..base.clone() },
+    ];
+    all(&cases);
+    all(&[of(Dtype::F16, (64, 64), &cases[1]), of(Dtype::F16, (192, 128), &cases[3])]);
+}
+
+/// Walks over many tiles, in one range and in many, by a block that takes several items.
+#[test]
+fn long_walks() {
+    let _turn = turn();
+    let Some(device) = Device::open() else { return };
+    for dims in [(64, 64), (128, 128), (192, 128)] {
+        let base = Case::new("hopper long", Dtype::Bf16, dims);
+        let base = Case { score: Score { window_right: i64::MAX, ..base.score }, ..base };
+        forward(&device, &Case { documents: vec![(140, 1500, 0)], ..base.clone() });
+        device.cuda.leave_free(u32::MAX);
+        let documents = vec![(20, 0, 0), (0, 20, 0), (9, 200, 191), (7, 17, -100), (3, 0, 0), (140, 300, 160)];
+        forward(&device, &Case { documents, heads: 6, kv_heads: 6, held: 0..6, ..base.clone() });
+        forward(&device, &Case { documents: vec![(130, 400, 0)], cut: Cut::Striped(40, 1), ..base });
+        device.cuda.leave_free(0);
+    }
+}
+
+/// The same call gives the same bits, whatever order warps ran in, and however many blocks there were.
+#[test]
+fn runs_repeat() {
+    let _turn = turn();
+    let Some(device) = Device::open() else { return };
+    for dims in [(64, 64), (128, 128), (192, 128)] {
+        let case = Case {
+            documents: vec![(300, 300, 0), (90, 290, 200)],
+            heads: 4,
+            kv_heads: 2,
+            held: 0..4,
+            cut: Cut::Striped(2, 8),
+            ring_steps: 2,
+            ..Case::new("hopper repeat", Dtype::Bf16, dims)
+        };
+        let first = forward(&device, &case);
+        assert!(forward(&device, &case) == first, "two runs differ");
+        device.cuda.leave_free(u32::MAX);
+        assert!(forward(&device, &case) == first, "a smaller grid differs");
+        device.cuda.leave_free(0);
+    }
+}
+
+/// Forward by one family and backward by the other agree on lse and o.
+#[test]
+fn gradients_follow() {
+    let _turn = turn();
+    let Some(device) = Device::open() else { return };
+    for dims in [(64, 64), (128, 128), (192, 128)] {
+        check(&device, &Case { documents: vec![(150, 200, 50)], ..Case::new("hopper gradients", Dtype::Bf16, dims) });
+    }
+}
+
+/// A call with two heads of q and k and one range each; `change` makes other tensors of the same memory.
+fn launch(device: &Device, change: impl Fn(&mut Attend)) -> Vec<f64> {
+    const TOKENS: usize = 40;
+    let input = |seed, heads: usize| {
+        let numbers = random(TOKENS * heads * 64, seed);
+        device.upload(&numbers.into_iter().flat_map(|x| encode(Dtype::Bf16, x)).collect::<Vec<_>>())
+    };
+    let [q, k, v, o] = [1, 2, 3, 4].map(|seed| input(seed, 2));
+    let lse = device.upload(&[0; TOKENS * 2 * 4]);
+    let tensor = |m: &crate::device::Memory| m.tensor(Dtype::Bf16, TOKENS, 2, 64, 128);
+    let range = Range::plain(0, TOKENS as u32, 0, 0);
+    let ranges = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::Only }];
+    let keys = [range];
+    let mut call = Attend {
+        q: tensor(&q),
+        k: tensor(&k),
+        v: tensor(&v),
+        running: RawTensor::NONE,
+        running_lse: RawTensor::NONE,
+        o: tensor(&o),
+        lse: lse.tensor(Dtype::F32, TOKENS, 2, 1, 2),
+        slopes: RawTensor::NONE,
+        sinks: RawTensor::NONE,
+        heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+        score: Score { scale: 0.125, softcap: 0.0, window_left: i64::MAX, window_right: i64::MAX },
+        ranges: Ranges { q: &ranges, k: &keys, pairs: &[0] },
+        aligned: false,
+    };
+    change(&mut call);
+    let mut staging = device.cuda.staging(4096, 2).expect("memory");
+    // SAFETY: everything lives until the download below; changed tensors lie in the same memory.
+    unsafe { device.cuda.attend(&call, RawTensor::NONE, &mut staging, device.stream) }.expect("a legal call");
+    device.download(&o).chunks_exact(2).map(|b| decode(Dtype::Bf16, b)).collect()
+}
+
+/// Devices of compute capability 9.0 take these kernels, all others those for `sm_80`, and so do calls whose tensors maps
+/// cannot describe: they compute the same.
+#[test]
+fn the_family_follows_device_and_tensors() {
+    let _turn = turn();
+    let Some(device) = Device::open() else { return };
+    let counts = || [c"cpattn_hopper_forward", c"cpattn_forward"].map(emulated_count);
+    let launched = |change: &dyn Fn(&mut Attend)| {
+        let before = counts();
+        let o = launch(&device, change);
+        let by: Vec<_> = before.iter().zip(counts()).map(|(a, b)| b.zip(*a).map(|(b, a)| b - a)).collect();
+        (o, [by[0], by[1]])
+    };
+    let (plain, by) = launched(&|_| ());
+    let [Some(hopper), Some(other)] = by else { return };
+    let on_hopper = std::env::var("CPATTN_EMU_SM").is_ok_and(|sm| sm == "90");
+    assert_eq!([hopper, other], [u64::from(on_hopper), u64::from(!on_hopper)]);
+
+    let close = |what: &str, found: &[f64], expected: &[f64]| {
+        for (i, (a, b)) in found.iter().zip(expected).enumerate() {
+            assert!((a - b).abs() <= 0.02, "{what}: element {i} is {a}, not {b}");
+        }
+    };
+    // Heads from the last to the first, in q, k and v alike.
+    let backwards = |t: &mut RawTensor| {
+        t.ptr = t.ptr.wrapping_add(64 * 2);
+        t.head_stride = -64;
+    };
+    let (o, by) = launched(&|call| [&mut call.q, &mut call.k, &mut call.v].into_iter().for_each(backwards));
+    assert_eq!(by, [Some(0), Some(1)], "negative strides");
+    let swapped: Vec<f64> = plain.chunks(128).flat_map(|row| [&row[64..], &row[..64]].concat()).collect();
+    close("heads backwards", &o, &swapped);
+    // One head of k and v for both of q, by a stride of 0.
+    let one = |t: &mut RawTensor| t.head_stride = 0;
+    let (o, by) = launched(&|call| [&mut call.k, &mut call.v].into_iter().for_each(one));
+    assert_eq!(by, [Some(0), Some(1)], "strides of 0");
+    let grouped = |call: &mut Attend| {
+        call.heads.group = 2;
+        (call.k.heads, call.v.heads) = (1, 1);
+    };
+    let (expected, by) = launched(&grouped);
+    assert_eq!(by, [Some(u64::from(on_hopper)), Some(u64::from(!on_hopper))], "a group");
+    close("heads at one place", &o, &expected);
+}
