@@ -37,6 +37,7 @@ fn numbers_and_ids() {
     // Nothing of that used the id up.
     let end = new(&id, 0, 1, LONG).unwrap();
     refused(new(&id, 0, 1, LONG), &["rank is 0, for the second time", "a new group needs a new id"]);
+    refused(end.set_deadline(Duration::ZERO), &["deadline is 0"]);
     end.agree(0..1, 7).unwrap();
     end.synchronize().unwrap();
 }

@@ -115,7 +115,6 @@ pub struct Nccl {
     watchdog: Option<JoinHandle<()>>,
     stream: OwnStream,
     cuda: Arc<Cuda>,
-    deadline: Duration,
     numbers: Mutex<Numbers>,
 }
 
@@ -190,7 +189,18 @@ impl Nccl {
         })?;
         let numbers = Mutex::new(Numbers { device, host: Vec::with_capacity(world) });
         let (cuda, watchdog) = (Arc::clone(cuda), Some(watchdog));
-        Ok(Self { rank, world, watch, watchdog, stream, cuda, deadline, numbers })
+        Ok(Self { rank, world, watch, watchdog, stream, cuda, numbers })
+    }
+
+    /// Replaces this rank's deadline, also for what is under way: when ranks start at different times, they may need
+    /// longer to meet than an exchange should be given later.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when it is 0.
+    pub fn set_deadline(&self, deadline: Duration) -> Result<()> {
+        comm::check_numbers(self.rank, self.world, deadline)?;
+        self.watch.set_deadline(deadline);
+        Ok(())
     }
 
     /// Writes down what went wrong in a call of this rank's, ends the communicator, and gives the failure that counts.
@@ -388,7 +398,7 @@ impl Drop for Nccl {
             let _ = watchdog.join();
         }
         if done {
-            self.watch.comm.end(self.deadline);
+            self.watch.comm.end(self.watch.deadline());
         }
     }
 }

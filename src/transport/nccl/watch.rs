@@ -19,7 +19,7 @@ use std::{
     collections::VecDeque,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
     vec::Vec,
@@ -58,11 +58,16 @@ pub(super) struct Watch {
     pub(super) comm: Communicator,
     cuda: Arc<Cuda>,
     rank: usize,
-    deadline: Duration,
+    /// In nanoseconds.
+    deadline: AtomicU64,
     queue: Mutex<Queue>,
     bell: Condvar,
     failed: AtomicBool,
     failure: Mutex<Option<Error>>,
+}
+
+fn nanos(time: Duration) -> u64 {
+    time.as_nanos().try_into().unwrap_or(u64::MAX)
 }
 
 fn fresh(cuda: &Cuda) -> Result<Pending> {
@@ -87,12 +92,20 @@ impl Watch {
             comm,
             cuda: Arc::clone(cuda),
             rank,
-            deadline,
+            deadline: AtomicU64::new(nanos(deadline)),
             queue: Mutex::new(queue),
             bell: Condvar::new(),
             failed: AtomicBool::new(false),
             failure: Mutex::new(None),
         })
+    }
+
+    pub(super) fn deadline(&self) -> Duration {
+        Duration::from_nanos(self.deadline.load(Ordering::Relaxed))
+    }
+
+    pub(super) fn set_deadline(&self, deadline: Duration) {
+        self.deadline.store(nanos(deadline), Ordering::Relaxed);
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
@@ -193,8 +206,8 @@ impl Watch {
 
     /// The thread's whole life.
     pub(super) fn run(&self) {
-        let tick = (self.deadline / 20).clamp(Duration::from_millis(1), Duration::from_millis(50));
         loop {
+            let tick = (self.deadline() / 20).clamp(Duration::from_millis(1), Duration::from_millis(50));
             let queue = self.queue();
             if queue.leaving {
                 return;
@@ -221,7 +234,7 @@ impl Watch {
         let late = {
             let _entered = self.cuda.context().enter().ok()?;
             let mut queue = self.queue();
-            queue.retire().and_then(|()| queue.late(self.deadline))
+            queue.retire().and_then(|()| queue.late(self.deadline()))
         };
         match late {
             Ok(None) => {}
