@@ -8,7 +8,12 @@
 #[path = "capi/library.rs"]
 mod library;
 
-use std::{env, fs, process::Command, ptr::null_mut, sync::OnceLock};
+use std::{
+    env, fs,
+    process::{Command, Stdio},
+    ptr::null_mut,
+    sync::OnceLock,
+};
 
 use cpattn::{ffi::*, kernel::cuda::Cuda};
 
@@ -60,6 +65,29 @@ fn the_symbols_are_those_of_the_other_build() {
 #[test]
 fn four_ranks_on_a_device() {
     program("examples/c/cuda_ranks.c", &[]);
+}
+
+/// Two processes, each with a device as on a host of its own.
+#[test]
+fn ranks_over_nccl() {
+    // SAFETY: a library by its fixed name, whose constructors are its own.
+    if let Err(e) = unsafe { libloading::Library::new("libnccl.so.2") } {
+        return report("nccl_ranks.c", &format!("not run: {e}"));
+    }
+    let program = library().compile("examples/c/nccl_ranks.c", "c99");
+    let id = library().prefix.join("programs/nccl_ranks.id");
+    // A file of an earlier test is no id of this one.
+    let _ = fs::remove_file(&id);
+    let start = |rank: &str| {
+        let mut command = Command::new(&program);
+        command.args([rank, "2"]).arg(&id).arg("0").env("NCCL_HOSTID", rank).stdout(Stdio::piped());
+        command.spawn().unwrap()
+    };
+    for child in ["0", "1"].map(start) {
+        let out = child.wait_with_output().unwrap();
+        assert!(out.status.success());
+        report("nccl_ranks.c", &String::from_utf8_lossy(&out.stdout));
+    }
 }
 
 #[test]

@@ -12,7 +12,7 @@
  *   cpattn_plan_create(&p, &o, &plan);                   planned once, the same on every rank
  *   cpattn_plan_shard(plan, ..., rank, &whole, &mine);   which tokens are mine
  *   cpattn_local_group(world, 60000, transports);        ranks as threads of one process (cpattn_peer_group: on CUDA
- *                                                        devices; cpattn_mpi_group: as processes;
+ *                                                        devices; cpattn_mpi_group, cpattn_nccl_group: as processes;
  *                                                        cpattn_transport_create: bring a transport)
  *   cpattn_rank_create(transports[r], NULL, &rank);      on each rank
  *   cpattn_forward(rank, plan, &forward_args);           o and lse of this rank's tokens
@@ -360,6 +360,28 @@ int32_t cpattn_peer_group(uint32_t world, const int32_t *devices, uint64_t deadl
  * failure leave with MPI_Abort: MPI_Finalize may wait for the dead. Destroy transports and ranks before MPI_Finalize. A
  * build without MPI (capi/build without --features mpi) refuses with CPATTN_UNSUPPORTED. */
 int32_t cpattn_mpi_group(const void *comm, uint64_t deadline_ms, cpattn_transport **transport);
+
+/*
+ * Ranks over NCCL, each a thread or process with a CUDA device of its own, on one host or many. libnccl.so.2, of version
+ * 2.14 or later, is opened when the first of these is called (CPATTN_UNSUPPORTED without one).
+ *
+ * cpattn_nccl_unique_id writes the 128 bytes that a group has in common. One rank calls it and brings them to all others
+ * (a broadcast of MPI's, a store of the framework's, a file). Each group needs bytes of its own.
+ *
+ * cpattn_nccl_group gives one rank's end: from a unique_id with comm NULL, or from an ncclComm_t that a framework has,
+ * with unique_id NULL. From a unique_id it returns when all `world` ranks have called it, or fails after deadline_ms. A
+ * comm has to be of this rank, world and device_id. It lives longer than the transport, nobody else calls NCCL with it
+ * while a run is being enqueued, and it is not freed.
+ *
+ * An exchange that is under way for longer than deadline_ms, an error that NCCL reports, or cpattn_rank_abort ends the
+ * group: poll and later calls fail with CPATTN_PEER and say rank, operation, step, peers, bytes and time. NCCL does not
+ * say which of several peers did not answer. The communicator is then aborted, so that streams go on: a comm of the
+ * framework's only with may_abort 1, and its owner must not touch it afterwards. With may_abort 0 what is on the streams
+ * stays there until the owner aborts it, and whatever waits for them, or frees device memory, waits until then. Other
+ * ranks learn of a failure from NCCL, where it notices, or at their own deadline: give all ranks the same.
+ */
+int32_t cpattn_nccl_unique_id(uint8_t *unique_id);
+int32_t cpattn_nccl_group(const uint8_t *unique_id, void *comm, int32_t may_abort, uint32_t rank, uint32_t world, int32_t device_id, uint64_t deadline_ms, cpattn_transport **transport);
 
 /* Contiguous bytes that go to `peer`, or come from it. A send is only read. On a device, device addresses. */
 typedef struct cpattn_message {

@@ -21,6 +21,8 @@ int32_t cpattn_plan_shift(const cpattn_plan *plan, uint32_t rank, int64_t by, co
 int32_t cpattn_local_group(uint32_t world, uint64_t deadline_ms, cpattn_transport **transports) { return 0; }
 int32_t cpattn_peer_group(uint32_t world, const int32_t *devices, uint64_t deadline_ms, cpattn_transport **transports) { return 0; }
 int32_t cpattn_mpi_group(const void *comm, uint64_t deadline_ms, cpattn_transport **transport) { return 0; }
+int32_t cpattn_nccl_unique_id(uint8_t *unique_id) { return 0; }
+int32_t cpattn_nccl_group(const uint8_t *unique_id, void *comm, int32_t may_abort, uint32_t rank, uint32_t world, int32_t device_id, uint64_t deadline_ms, cpattn_transport **transport) { return 0; }
 int32_t cpattn_transport_create(const cpattn_transport_table *table, cpattn_transport **transport) { return 0; }
 int32_t cpattn_transport_destroy(cpattn_transport *transport) { return 0; }
 int32_t cpattn_rank_create(cpattn_transport *transport, const cpattn_rank_options *options, cpattn_rank **rank) { return 0; }

@@ -9,7 +9,7 @@
 //! - `status`: the one boundary that no panic crosses, statuses, the thread's last error;
 //! - `handle`: opaque handles, and how dead ones are told from live ones;
 //! - `input`: structs with a size, arrays, flags, results; `dlpack`: tensors;
-//! - `plan`, `shard`, `transport` (with `table`, `mpi`), `rank`: the calls of the whole job, in the header's order;
+//! - `plan`, `shard`, `transport` (with `table`, `mpi`, `nccl`), `rank`: the calls of the whole job, in the header's order;
 //! - `scratch`, `ranges`, `attend`, `blocks`: the pieces by themselves.
 //!
 //! CPU and devices are told apart in three places: where a tensor says it lies (`dlpack`), where a rank is made, and where
@@ -27,6 +27,7 @@ mod dlpack;
 mod handle;
 mod input;
 mod mpi;
+mod nccl;
 mod plan;
 mod ranges;
 mod rank;
@@ -40,6 +41,7 @@ pub use attend::*;
 pub use blocks::*;
 pub use dlpack::{cpattn_dl_device, cpattn_dl_dtype, cpattn_tensor};
 pub use mpi::*;
+pub use nccl::*;
 pub use plan::*;
 pub use ranges::*;
 pub use rank::*;

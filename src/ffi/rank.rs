@@ -198,6 +198,8 @@ unsafe fn seated(transport: *mut cpattn_transport, at: Device, workers: usize) -
         return Ok(match (unsafe { handle::take(transport) }?, seat) {
             (Any::Table(t), Some(seat)) => Rank::on_device_with(seat.with(t), marks),
             (Any::Peer(t), None) => Rank::on_device_with(t, marks),
+            #[cfg(feature = "nccl")]
+            (Any::Nccl(t), None) => Rank::on_device_with(t, marks),
             _ => unreachable!("the places were compared"),
         });
     }
@@ -210,6 +212,8 @@ unsafe fn seated(transport: *mut cpattn_transport, at: Device, workers: usize) -
         Any::Mpi(t) => Rank::with_workers(*t, workers),
         #[cfg(feature = "cuda")]
         Any::Peer(_) => unreachable!("its place is a device, and was compared"),
+        #[cfg(feature = "nccl")]
+        Any::Nccl(_) => unreachable!("its place is a device, and was compared"),
     })
 }
 

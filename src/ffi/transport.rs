@@ -15,6 +15,8 @@ use super::{
     status::boundary,
     table::{Table, cpattn_transport_table},
 };
+#[cfg(feature = "nccl")]
+use crate::transport::nccl::Nccl;
 #[cfg(feature = "cuda")]
 use crate::transport::{DeviceTransport, peer};
 use crate::{
@@ -35,6 +37,8 @@ pub enum Any {
     Mpi(Box<crate::transport::mpi::Mpi>),
     #[cfg(feature = "cuda")]
     Peer(peer::Peer),
+    #[cfg(feature = "nccl")]
+    Nccl(Nccl),
 }
 
 pub type cpattn_transport = Handle<Any>;
@@ -54,6 +58,8 @@ impl Any {
             Self::Mpi(_) => Some(Device::Cpu),
             #[cfg(feature = "cuda")]
             Self::Peer(peer) => Some(Device::Cuda(peer.device().ordinal())),
+            #[cfg(feature = "nccl")]
+            Self::Nccl(end) => Some(Device::Cuda(end.device().ordinal())),
         }
     }
 }

@@ -84,7 +84,7 @@ impl Ring {
 }
 
 /// Copies something on that stream.
-fn usable(cuda: &Arc<Cuda>, stream: cpattn::kernel::cuda::Stream) {
+pub fn usable(cuda: &Arc<Cuda>, stream: cpattn::kernel::cuda::Stream) {
     use cudarc::driver::sys;
     let [a, b] = [(); 2].map(|()| cuda.allocate(64).unwrap());
     a.upload(&[5; 64]).unwrap();

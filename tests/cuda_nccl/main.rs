@@ -9,6 +9,9 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod borrowed;
+#[cfg(feature = "capi")]
+mod c;
 mod faults;
 mod group;
 mod hosts;

@@ -32,7 +32,7 @@ fn numbers_and_ids() {
     refused(new(&id, 0, 0, LONG), &["world is 0", "1 to 2147483647"]);
     refused(new(&id, 0, 1 << 31, LONG), &["world is 2147483648"]);
     refused(new(&id, 0, 1, Duration::ZERO), &["deadline is 0"]);
-    refused(new(&zeros, 0, 1, LONG), &["id is all zeros", "unique_id", "128 bytes"]);
+    refused(new(&zeros, 0, 1, LONG), &["unique_id is all zeros", "128 bytes"]);
     assert_eq!(format!("{id:?}"), "UniqueId(…)");
     // Nothing of that used the id up.
     let end = new(&id, 0, 1, LONG).unwrap();
