@@ -151,7 +151,9 @@ fn without_leave_its_owner_ends_it() {
         swap(&end, 0, 64).unwrap();
         end.set_deadline(Duration::from_millis(300)).unwrap();
         let error = swap(&end, 1, 32).unwrap_err();
-        assert!(error.to_string().contains("did not answer within"), "{error}");
+        // The owner of the other one may be faster, and NCCL notices.
+        let text = error.to_string();
+        assert!(text.contains("did not answer within") || text.contains("the engine reports 6"), "{text}");
         assert_eq!(end.poll().as_ref(), Err(&error));
         assert_eq!(end.synchronize().as_ref(), Err(&error));
         assert_eq!(swap(&end, 2, 64).as_ref(), Err(&error));

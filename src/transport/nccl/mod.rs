@@ -55,7 +55,7 @@ use crate::{
     },
 };
 use comm::{Communicator, Owner, Turn};
-use core::{ffi::c_void, ops::Range};
+use core::{ffi::c_void, mem::ManuallyDrop, ops::Range};
 use std::{
     format,
     sync::{Arc, Mutex, PoisonError},
@@ -120,7 +120,7 @@ pub struct Nccl {
 
 /// Where `agree` keeps the number of this rank and those of all ranks.
 struct Numbers {
-    device: DeviceMemory,
+    device: ManuallyDrop<DeviceMemory>,
     host: Vec<u64>,
 }
 
@@ -187,7 +187,7 @@ impl Nccl {
             code: error.raw_os_error().unwrap_or(-1).into(),
             message: format!("no thread to watch exchanges: {error}"),
         })?;
-        let numbers = Mutex::new(Numbers { device, host: Vec::with_capacity(world) });
+        let numbers = Mutex::new(Numbers { device: ManuallyDrop::new(device), host: Vec::with_capacity(world) });
         let (cuda, watchdog) = (Arc::clone(cuda), Some(watchdog));
         Ok(Self { rank, world, watch, watchdog, stream, cuda, numbers })
     }
@@ -396,6 +396,11 @@ impl Drop for Nccl {
         if let Some(watchdog) = self.watchdog.take() {
             // It does not panic; if it did, there would be nothing to add.
             let _ = watchdog.join();
+        }
+        if done || self.watch.comm.may_abort() {
+            let numbers = self.numbers.get_mut().unwrap_or_else(PoisonError::into_inner);
+            // SAFETY: this is the end of it. What is still stuck in a stream keeps it: to free it would wait for that.
+            unsafe { ManuallyDrop::drop(&mut numbers.device) };
         }
         if done {
             self.watch.comm.end(self.watch.deadline());
