@@ -90,6 +90,31 @@ fn ranks_over_nccl() {
     }
 }
 
+/// The same from Python.
+#[test]
+fn python_over_nccl() {
+    // SAFETY: a library by its fixed name, whose constructors are its own.
+    if let Err(e) = unsafe { libloading::Library::new("libnccl.so.2") } {
+        return report("nccl_ranks.py", &format!("not run: {e}"));
+    }
+    fs::create_dir_all(library().prefix.join("programs")).unwrap();
+    let id = library().prefix.join("programs/nccl_ranks.py.id");
+    // A file of an earlier test is no id of this one.
+    let _ = fs::remove_file(&id);
+    let start = |rank: &str| {
+        let mut command = Command::new("python3");
+        command.arg(root().join("examples/python/nccl_ranks.py")).args([rank, "2"]).arg(&id);
+        command.env("CPATTN_LIBRARY", library().shared()).env("PYTHONPATH", root().join("python"));
+        command.env("PYTHONDONTWRITEBYTECODE", "1").env("NCCL_HOSTID", rank).stdout(Stdio::piped());
+        command.spawn().unwrap()
+    };
+    for child in ["0", "1"].map(start) {
+        let out = child.wait_with_output().unwrap();
+        assert!(out.status.success());
+        report("nccl_ranks.py", &String::from_utf8_lossy(&out.stdout));
+    }
+}
+
 #[test]
 fn python_with_memory_of_the_driver() {
     let text = run(Command::new("python3")

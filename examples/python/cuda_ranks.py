@@ -134,47 +134,66 @@ def rows(data, heads, tokens):
     return b"".join(data[t * row : (t + 1) * row] for t in tokens)
 
 
-def main(device):
+def batch():
+    """Inputs of the whole batch."""
     draw = random.Random(5)
-    whole = {name: struct.pack(f"<{TOKENS * h * DIM}e", *(draw.gauss(0, 1) for _ in range(TOKENS * h * DIM)))
-             for name, h in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS), ("d_o", HEADS))}
+    return {name: struct.pack(f"<{TOKENS * h * DIM}e", *(draw.gauss(0, 1) for _ in range(TOKENS * h * DIM)))
+            for name, h in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS), ("d_o", HEADS))}
+
+
+def part(device, plan, whole, want, number, rank):
+    """The job of one rank; how far its results are from those of the CPU."""
+    device.enter()
+    tq, tk = plan.tokens(cpattn.Side.Q, number), plan.tokens(cpattn.Side.K, number)
+    mine = {name: rows(data, KV_HEADS if name in "kv" else HEADS, tk if name in "kv" else tq)
+            for name, data in whole.items()}
+    for direction in (cpattn.Direction.FORWARD, cpattn.Direction.BACKWARD):
+        rank.prepare(plan, direction)
+    tensors = job_tensors(device.array, mine, len(tq), len(tk))
+    run(rank, plan, tensors, device.stream())  # enqueued behind the uploads; nobody has waited yet
+    worst = {}
+    for name in ("o", "dq", "dk", "dv"):
+        heads, tokens = (KV_HEADS, tk) if name in ("dk", "dv") else (HEADS, tq)
+        exact = rows(want[name], heads, tokens)
+        got, exact = (struct.unpack(f"<{len(data) // 2}e", data) for data in (device.read(tensors[name]), exact))
+        error, size = sum((g - e) ** 2 for g, e in zip(got, exact)), sum(e * e for e in exact)
+        worst[name] = (error / size) ** 0.5
+    rank.poll()
+    return worst
+
+
+def report(number, errors):
+    print(f"rank {number}:", ", ".join(f"{name} {e:.1e}" for name, e in errors.items()))
+    assert all(e <= 2e-3 for e in errors.values()), "each side rounds to f16: about 4e-4"
+
+
+def main(device):
+    whole = batch()
     want = on_cpu(whole)
     plan = cpattn.Plan(DOCUMENTS, HEADS, DIM, kv_heads=KV_HEADS, dtype=cpattn.Dtype.F16,
                        world=WORLD, ulysses=2, ring=2)
 
     def job(number, rank):
-        device.enter()
-        tq, tk = plan.tokens(cpattn.Side.Q, number), plan.tokens(cpattn.Side.K, number)
-        mine = {name: rows(data, KV_HEADS if name in "kv" else HEADS, tk if name in "kv" else tq)
-                for name, data in whole.items()}
-        for direction in (cpattn.Direction.FORWARD, cpattn.Direction.BACKWARD):
-            rank.prepare(plan, direction)
-        tensors = job_tensors(device.array, mine, len(tq), len(tk))
-        run(rank, plan, tensors, device.stream())  # enqueued behind the uploads; nobody has waited yet
-        worst = {}
-        for name in ("o", "dq", "dk", "dv"):
-            heads, tokens = (KV_HEADS, tk) if name in ("dk", "dv") else (HEADS, tq)
-            exact = rows(want[name], heads, tokens)
-            got, exact = (struct.unpack(f"<{len(data) // 2}e", data) for data in (device.read(tensors[name]), exact))
-            error, size = sum((g - e) ** 2 for g, e in zip(got, exact)), sum(e * e for e in exact)
-            worst[name] = (error / size) ** 0.5
-        rank.poll()
-        return worst
+        return part(device, plan, whole, want, number, rank)
 
     for number, errors in enumerate(cpattn.on_all(cpattn.peer_group([DEVICE] * WORLD), job)):
-        print(f"rank {number}:", ", ".join(f"{name} {e:.1e}" for name, e in errors.items()))
-        assert all(e <= 2e-3 for e in errors.values()), "each side rounds to f16: about 4e-4"
+        report(number, errors)
     print("ok")
 
 
-if __name__ == "__main__":
+def memory():
+    """PyTorch's where it has CUDA, the driver's otherwise; none without a driver."""
     try:
-        chosen = Torch()
+        return Torch()
     except ImportError:
         try:
-            chosen = Driver()
+            return Driver()
         except OSError as e:
             print(f"not run: {e}")
-            raise SystemExit(0)
+            raise SystemExit(0) from e
+
+
+if __name__ == "__main__":
+    chosen = memory()
     print("memory of", type(chosen).__name__)
     main(chosen)

@@ -21,7 +21,7 @@ from .errors import (
     Unsupported,
 )
 from .plan import Circulate, Direction, Dtype, Kind, Layout, Plan, PlanOptions, Side, Wire
-from .rank import Rank, local_group, on_all, peer_group
+from .rank import Rank, local_group, nccl_group, nccl_unique_id, on_all, peer_group
 from .tensors import Array, Memory, SupportsDLPack
 from .transport import FAILED_BEFORE, RAISED, Message, Packet, Transport, packets
 
@@ -58,6 +58,8 @@ __all__ = [
     "Wire",
     "library_version",
     "local_group",
+    "nccl_group",
+    "nccl_unique_id",
     "on_all",
     "packets",
     "peer_group",

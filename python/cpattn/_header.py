@@ -201,6 +201,8 @@ FUNCTIONS: dict[str, list[Any]] = {
     "local_group": [c_uint32, c_uint64, HandleP],
     "peer_group": [c_uint32, POINTER(c_int32), c_uint64, HandleP],
     "mpi_group": [c_void_p, c_uint64, HandleP],
+    "nccl_unique_id": [POINTER(c_uint8)],
+    "nccl_group": [POINTER(c_uint8), c_void_p, c_int32, c_uint32, c_uint32, c_int32, c_uint64, HandleP],
     "transport_create": [POINTER(TransportTable), HandleP],
     "transport_destroy": [Handle],
     "rank_create": [Handle, POINTER(RankOptions), HandleP],

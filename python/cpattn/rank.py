@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import byref, c_int32, c_void_p
+from ctypes import byref, c_int32, c_uint8, c_void_p
 from typing import TypeVar
 
 from . import _header, errors
@@ -130,6 +130,36 @@ def peer_group(devices: Sequence[int], deadline_ms: int = 60_000) -> list[Rank]:
     transports = (c_void_p * len(devices))()
     call("peer_group", len(devices), (c_int32 * len(devices))(*devices), deadline_ms, transports)
     return [Rank(c_void_p(t)) for t in transports]
+
+
+def nccl_unique_id() -> bytes:
+    """What the ranks of an NCCL group have in common: one rank makes it and brings it to the others."""
+    unique_id = (c_uint8 * 128)()
+    call("nccl_unique_id", unique_id)
+    return bytes(unique_id)
+
+
+def nccl_group(
+    unique_id: bytes | None = None,
+    *,
+    comm: int | None = None,
+    may_abort: bool = False,
+    rank: int,
+    world: int,
+    device: int,
+    deadline_ms: int = 60_000,
+) -> Rank:
+    """This process or thread as a rank over NCCL, with tensors on CUDA device `device`.
+
+    It meets the others that have this `unique_id`, or uses a communicator that exists (`comm`, the address of an
+    ncclComm_t), which it aborts after a failure only if it `may_abort`.
+    """
+    if unique_id is not None and len(unique_id) != 128:
+        raise errors.InvalidArgument(f"unique_id has {len(unique_id)} bytes, 128 are needed")
+    transport = c_void_p()
+    shared = (c_uint8 * 128)(*unique_id) if unique_id is not None else None
+    call("nccl_group", shared, comm, int(may_abort), rank, world, device, deadline_ms, byref(transport))
+    return Rank(transport)
 
 
 def on_all(ranks: Sequence[Rank], job: Callable[[int, Rank], T]) -> list[T]:

@@ -17,21 +17,38 @@ DTYPES = dict(zip((torch.float16, torch.bfloat16, torch.float32, torch.float64),
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, rank: Rank, number: int, plan: Plan, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rank: Rank,
+    number: int,
+    plan: Plan,
+    device: torch.device,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of this rank's tokens to the whole batch: q [tokens, heads, head_dim], k and v likewise with kv heads, to o.
 
-    All ranks of the plan call it, in the same order, and so for the backward. `number` is this rank's. The gradient of
+    All ranks of the plan call it, in the same order, and so for the backward. `number` is this rank's, and its tensors
+    are on `device`; on a CUDA device the work is put on the current stream. The gradient of
     `sinks`, which is a sum over all ranks, goes to rank 0, and zeros to the others: gradients of parameters are summed over
     ranks by whoever trains.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.device.type != "cpu":
-            raise InvalidArgument(f"{name}.device is {tensor.device}, this rank is on the CPU")
+        if tensor.device != device:
+            raise InvalidArgument(f"{name}.device is {tensor.device}, this rank is on {device}")
         if DTYPES.get(tensor.dtype) != plan.dtype:
             raise InvalidArgument(f"{name}.dtype is {tensor.dtype}, the plan is for {plan.dtype.name.lower()}")
     o: Tensor = _Attention.apply(q, k, v, sinks, rank, number, plan)  # type: ignore[no-untyped-call]
     return o
+
+
+def _stream(tensor: Tensor) -> int | None:
+    """The stream that PyTorch puts its own work on."""
+    if not tensor.is_cuda:
+        return None
+    stream: int = torch.cuda.current_stream(tensor.device).cuda_stream
+    return stream
 
 
 class _Attention(torch.autograd.Function):
@@ -43,10 +60,10 @@ class _Attention(torch.autograd.Function):
         # What travels must be compact; a tensor that is, is not copied.
         inputs = [x.detach().contiguous() for x in (q, k, v)]
         learned = None if sinks is None else sinks.detach().contiguous()
-        o = torch.empty(tokens, plan.heads, plan.value_dim, dtype=q.dtype)
+        o = torch.empty(tokens, plan.heads, plan.value_dim, dtype=q.dtype, device=q.device)
         accumulator = torch.float64 if plan.dtype == Dtype.F64 else torch.float32
-        lse = torch.empty(plan.heads, tokens, dtype=accumulator)
-        rank.forward(plan, q=inputs[0], k=inputs[1], v=inputs[2], sinks=learned, o=o, lse=lse)
+        lse = torch.empty(plan.heads, tokens, dtype=accumulator, device=q.device)
+        rank.forward(plan, _stream(q), q=inputs[0], k=inputs[1], v=inputs[2], sinks=learned, o=o, lse=lse)
         ctx.save_for_backward(*inputs, learned, o, lse)
         ctx.rank, ctx.number, ctx.plan = rank, number, plan
         return o
@@ -57,9 +74,21 @@ class _Attention(torch.autograd.Function):
         saved: list[Any] = [x if x is None else x.detach() for x in ctx.saved_tensors]
         q, k, v, sinks, o, lse = saved
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        dsinks = None if sinks is None else torch.empty(sinks.shape, dtype=lse.dtype)
+        dsinks = None if sinks is None else torch.empty(sinks.shape, dtype=lse.dtype, device=lse.device)
         ctx.rank.backward(
-            ctx.plan, q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, d_o=d_o.contiguous(), dq=dq, dk=dk, dv=dv, dsinks=dsinks
+            ctx.plan,
+            _stream(q),
+            q=q,
+            k=k,
+            v=v,
+            sinks=sinks,
+            o=o,
+            lse=lse,
+            d_o=d_o.contiguous(),
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            dsinks=dsinks,
         )
         if dsinks is not None:
             dsinks = dsinks.to(sinks.dtype) if ctx.number == 0 else torch.zeros_like(sinks)

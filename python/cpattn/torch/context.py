@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import Disagreement, InvalidArgument, Unsupported
 from ..plan import Plan, PlanOptions, Side
-from ..rank import Rank
+from ..rank import Rank, nccl_group, nccl_unique_id
 from ..transport import Message
 from .attention import DTYPES, attention
 from .gloo import GlooTransport
@@ -53,13 +53,10 @@ class Context:
         if dtype not in DTYPES:
             raise InvalidArgument(f"dtype is {dtype}, one of {', '.join(map(str, DTYPES))} is needed")
         self.device, self.dtype = torch.device(device), dtype
-        if self.device.type != "cpu":
-            # The place for another transport: `Rank` takes the handle of one that the library brings itself, and the
-            # exchange of a shift is then an all-to-all of the group.
-            raise Unsupported(
-                f"device is {self.device}: process groups of CUDA tensors need cpattn_nccl_group, which this library does "
-                "not have; tensors of the CPU travel over gloo, and CUDA ranks of one process over cpattn.peer_group"
-            )
+        if self.device.type not in ("cpu", "cuda"):
+            raise Unsupported(f"device is {self.device}, cpu or cuda is needed")
+        if self.device.type == "cuda" and workers != 1:
+            raise InvalidArgument(f"workers is {workers}, which are threads of the CPU: 1 is needed on {self.device}")
         self.transport = GlooTransport(group, timeout=timeout)
         self.number, self.world = self.transport.rank, self.transport.world
         self._plan = partial(
@@ -67,7 +64,41 @@ class Context:
         )
         self._batches: dict[tuple[int, ...], Batch] = {}  # least recently used first
         self._limit = max(plans, 1)
-        self.rank = Rank(self.transport, workers=workers)
+        if self.device.type == "cpu":
+            self.rank = Rank(self.transport, workers=workers)
+            return
+        try:
+            self.rank = self._over_nccl(timeout)
+        except BaseException:
+            self.transport.abort()
+            self.transport.release()
+            raise
+
+    def _over_nccl(self, timeout: float) -> Rank:
+        """A rank of a communicator of its own. Its id, and what `shift` moves, travel over gloo."""
+        if self.device.index is None:
+            current = torch.cuda.current_device() if torch.cuda.is_available() else 0
+            self.device = torch.device("cuda", current)
+        unique_id, failure = torch.zeros(128, dtype=torch.uint8), None
+        if self.number == 0:
+            try:
+                unique_id = torch.frombuffer(bytearray(nccl_unique_id()), dtype=torch.uint8)
+            except Unsupported as error:
+                failure = error  # raised below: the others wait for 128 bytes
+        sends = dict.fromkeys(range(1, self.world), unique_id) if self.number == 0 else {}
+        recvs = {} if self.number == 0 else {0: unique_id}
+        self.transport.exchange("unique id", 0, _messages(sends), _messages(recvs))
+        if failure is not None:
+            raise failure
+        if not unique_id.any():
+            raise Unsupported(f"rank {self.number}: cpattn_nccl_unique_id failed on rank 0, whose error says why")
+        return nccl_group(
+            bytes(unique_id.tolist()),
+            rank=self.number,
+            world=self.world,
+            device=self.device.index,
+            deadline_ms=max(1, int(timeout * 1000)),
+        )
 
     def batch(self, cu_seqlens: Tensor | Sequence[int]) -> Batch:
         """The batch with these documents: 0, the end of the first one, ..., the number of tokens."""
@@ -94,6 +125,8 @@ class Context:
         """Leaves the group. Peers that still need this rank get an error: meet (dist.barrier) before."""
         self._batches.clear()
         self.rank.close()
+        if self.device.type == "cuda":
+            self.transport.release()
 
 
 class Batch:
@@ -107,13 +140,16 @@ class Batch:
         self.context, self.cu_seqlens = context, cu_seqlens
         self.plan = context.plan(cu_seqlens)
         self._held = [_tensor(self.plan.tokens(Side.Q, rank)) for rank in range(context.world)]
-        self.tokens = self._held[context.number]
-        self.positions = _tensor(self.plan.positions(Side.Q, context.number))
+        self.tokens = self._held[context.number].to(context.device)
+        self.positions = _tensor(self.plan.positions(Side.Q, context.number)).to(context.device)
         self._routes: dict[int, _Route] = {}
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Differentiable. q [tokens, heads, head_dim], k and v with kv heads, of this rank's tokens; o like q."""
-        return attention(q, k, v, rank=self.context.rank, number=self.context.number, plan=self.plan, sinks=sinks)
+        context = self.context
+        return attention(
+            q, k, v, rank=context.rank, number=context.number, plan=self.plan, device=context.device, sinks=sinks
+        )
 
     def shard(self, whole: Tensor) -> Tensor:
         """This rank's rows of a tensor that has a row for each token of the batch. Differentiable."""
@@ -128,7 +164,7 @@ class Batch:
         """For each of this rank's tokens the row that lies `by` tokens on in its document, which another rank may hold;
         `fill` where the document has none. All ranks call it. Not differentiable."""
         self._check("rows", rows, len(self.tokens))
-        rows = rows.detach()
+        device, rows = rows.device, rows.detach().cpu()
         route = self._routes.get(by) or self._routes.setdefault(by, _Route(self, by))
         out = torch.full_like(rows, fill, memory_format=torch.contiguous_format)
         out[route.to] = rows[route.source]
@@ -137,7 +173,7 @@ class Batch:
         self._exchange(f"shift by {by}", rows, sends, recvs)
         for peer, at in route.recvs.items():
             out[at] = recvs[peer]
-        return out
+        return out.to(device)
 
     def _check(self, name: str, tensor: Tensor, rows: int) -> None:
         if tensor.ndim == 0 or len(tensor) != rows:
