@@ -223,8 +223,8 @@ def refusals(rank: int, world: int) -> None:
     shape = {"heads": 2, "head_dim": 4}
     refused(cpattn.Unsupported, "device is meta, cpu or cuda is needed", Context, **shape, device="meta")
     refused(cpattn.InvalidArgument, "workers is 2", Context, **shape, device="cuda", workers=2)
-    # This library is one without NCCL. Rank 0 says so, and the others that it did.
-    refused(cpattn.Unsupported, "cpattn_nccl_unique_id", Context, **shape, device="cuda")
+    # No NCCL in this library, or no driver. Without NCCL rank 0 says so, and the others that it did.
+    refused(cpattn.Unsupported, "cpattn_nccl_", Context, **shape, device="cuda")
     refused(cpattn.InvalidArgument, "dtype is torch.int32", Context, **shape, dtype=torch.int32)
     refused(cpattn.InvalidArgument, "timeout is 0", Context, **shape, timeout=0)
     context = Context(**shape, ulysses=2, ring=1)

@@ -15,6 +15,8 @@ from ..rank import Rank
 
 DTYPES = dict(zip((torch.float16, torch.bfloat16, torch.float32, torch.float64), Dtype, strict=True))
 
+CPU = torch.device("cpu")
+
 
 def attention(
     q: Tensor,
@@ -24,7 +26,7 @@ def attention(
     rank: Rank,
     number: int,
     plan: Plan,
-    device: torch.device,
+    device: torch.device = CPU,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of this rank's tokens to the whole batch: q [tokens, heads, head_dim], k and v likewise with kv heads, to o.

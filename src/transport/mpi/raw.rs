@@ -56,7 +56,7 @@ pub(super) fn usable() -> Result<()> {
     let expected = "initialised and not finalised";
     if initialized == 0 {
         return Err(Error::invalid("MPI", "not initialised", expected)
-            .hint("call mpi::initialize_with_threading(Threading::Multiple), or MPI_Init_thread, first"));
+            .hint("call MPI_Init_thread with MPI_THREAD_MULTIPLE first"));
     }
     if finalized != 0 {
         return Err(Error::invalid("MPI", "finalised", expected).hint("drop transports and ranks before MPI_Finalize"));
