@@ -13,9 +13,8 @@ use std::{
 };
 
 use cpattn::{
-    Cause, Error, Result,
+    Cause, Error, Rank, Result,
     kernel::cuda::{Cuda, DeviceMemory},
-    runtime::DeviceRank,
     schedule::Direction,
     transport::{
         DeviceTransport, Label, Message, Transport,
@@ -328,8 +327,8 @@ pub fn one_process(case: &str, id: &UniqueId, rank: usize, world: usize, device:
 /// Runs of a plan, until one fails.
 fn plans(end: Nccl, folder: &Path) {
     let plan = work::plan("ring 2");
-    let mut rank = DeviceRank::new(end).unwrap();
-    let (cuda, r) = (rank.device().clone(), rank.rank());
+    let mut rank = Rank::on_device(end).unwrap();
+    let (cuda, r) = (rank.cuda().unwrap().clone(), rank.rank());
     let all = work::tensors(&cuda, &plan, r, &work::data(&plan));
     for round in 0.. {
         let outcome = all.enqueue(&mut rank, &plan, Direction::Forward).and_then(|()| {
