@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a run on devices costs the host: CPU seconds over operations, once the plan is prepared.
+//!
+//! On the stand-in driver with its interpretation off, so that what remains is the crate's own time and that of a driver
+//! which checks and counts calls:
+//!
+//! ```sh
+//! cargo build --release -p cuda-emulator
+//! LD_LIBRARY_PATH=$(cargo run -q --release -p cuda-emulator --bin libdir) CPATTN_EMU_IDLE=1 \
+//!   cargo bench --features cuda --bench launches [-- JSON]
+//! ```
+//!
+//! Time is that of all threads of the process, so that ranks which wait for each other cost what they burn and no more.
+//! With a file name the figures are written there, with the machine and the date that the environment variables
+//! `MACHINE` and `DATE` give.
+
+use std::{
+    fmt::Write as _,
+    fs,
+    sync::{Arc, Barrier},
+    thread,
+    time::Duration,
+};
+
+use cpattn::{
+    Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Side,
+    call::RawTensor,
+    kernel::cuda::{Cuda, DeviceMemory},
+    runtime::Bindings,
+    schedule::{Direction, Schedule, TensorId},
+    transport::peer,
+};
+
+const RUNS: usize = 400;
+const DIRECTIONS: [Direction; 2] = [Direction::Forward, Direction::Backward];
+
+/// Nanoseconds that all threads of the process have run so far, of those that live.
+fn cpu() -> f64 {
+    let tasks = fs::read_dir("/proc/self/task").expect("Linux");
+    let nanoseconds = tasks.filter_map(|task| {
+        let text = fs::read_to_string(task.ok()?.path().join("schedstat")).ok()?;
+        text.split_whitespace().next()?.parse::<f64>().ok()
+    });
+    nanoseconds.sum()
+}
+
+/// All tensors of a rank, in memory that nothing reads.
+fn tensors(cuda: &Cuda, plan: &Plan, rank: usize) -> (Bindings, Vec<DeviceMemory>) {
+    use TensorId::{DO, Dk, Dq, Dv, K, Lse, O, Q, V};
+    let p = plan.problem();
+    let (nq, nk) = (plan.local_tokens(Side::Q, rank), plan.local_tokens(Side::K, rank));
+    let (mut bindings, mut memory) = (Bindings::default(), Vec::new());
+    for tensor in [Q, K, V, O, Lse, DO, Dq, Dk, Dv] {
+        let (tokens, heads) = if matches!(tensor, K | V | Dk | Dv) { (nk, p.kv_heads()) } else { (nq, p.heads()) };
+        let (dtype, dim) = if tensor == Lse { (Dtype::F32, 1) } else { (p.dtype(), p.head_dim()) };
+        let m = cuda.allocate(tokens * heads * dim * dtype.size()).expect("memory");
+        bindings.set(tensor, RawTensor::compact(m.ptr(), dtype, tokens as u64, heads as u32, dim as u32));
+        memory.push(m);
+    }
+    (bindings, memory)
+}
+
+/// Operations of all runs, and the nanoseconds of each.
+fn measure(cuda: &Arc<Cuda>, plan: &Plan) -> (usize, f64) {
+    let world = plan.mesh().world();
+    let ends = peer::group(&vec![Arc::clone(cuda); world], Duration::from_secs(600)).expect("a group");
+    let barrier = Barrier::new(world + 1);
+    let ops: usize = (0..world)
+        .flat_map(|rank| DIRECTIONS.map(|d| Schedule::new(plan, rank, d).expect("a schedule").ops.len()))
+        .sum::<usize>()
+        * RUNS;
+    thread::scope(|scope| {
+        for end in ends {
+            let barrier = &barrier;
+            scope.spawn(move || {
+                let mut rank = Rank::on_device(end).expect("a rank");
+                let (bindings, _memory) = tensors(cuda, plan, rank.rank());
+                let mut run = |runs: usize| {
+                    for _ in 0..runs {
+                        for direction in DIRECTIONS {
+                            // SAFETY: the memory lives until the rank is dropped, and the default stream is the device's.
+                            unsafe { rank.run(plan, direction, &bindings) }.expect("a run");
+                        }
+                    }
+                };
+                run(3);
+                barrier.wait();
+                barrier.wait();
+                run(RUNS);
+                barrier.wait();
+                barrier.wait();
+            });
+        }
+        barrier.wait();
+        let begin = cpu();
+        barrier.wait();
+        barrier.wait();
+        let spent = cpu() - begin;
+        barrier.wait();
+        (ops, spent / ops as f64)
+    })
+}
+
+fn main() {
+    if std::env::var("CPATTN_EMU_IDLE").as_deref() != Ok("1") {
+        println!("not run: set CPATTN_EMU_IDLE=1 and LD_LIBRARY_PATH to the stand-in driver, see benches/launches.rs");
+        return;
+    }
+    let cuda = Arc::new(Cuda::new(0).unwrap_or_else(|e| panic!("{e}")));
+    let batch = Batch::from_lengths(&[700, 1, 60, 0, 287]).expect("a batch");
+    let problem = Problem::new(batch, 8, 2, 64, Dtype::Bf16);
+    let mut json = String::new();
+    for (name, ulysses, ring) in
+        [("one rank", 1, 1), ("Ulysses 2", 2, 1), ("ring 4", 1, 4), ("Ulysses 2 × ring 4", 2, 4)]
+    {
+        let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).expect("a mesh");
+        let plan = Plan::new(&problem, mesh, Layout::Zigzag).expect("a plan");
+        let (ops, each) = measure(&cuda, &plan);
+        println!("{name:20} {ops:8} operations, {:6.2} µs of CPU each", each / 1e3);
+        let _ = write!(
+            json,
+            "{}\n    {{\"plan\": \"{name}\", \"operations\": {ops}, \"cpu_us_per_operation\": {:.3}}}",
+            if json.is_empty() { "" } else { "," },
+            each / 1e3
+        );
+    }
+    if let Some(file) = std::env::args().skip(1).find(|a| !a.starts_with('-')) {
+        let var = |name| std::env::var(name).unwrap_or_else(|_| "not said".into());
+        let text = format!(
+            "{{\n  \"bench\": \"launches\",\n  \"machine\": \"{}\",\n  \"date\": \"{}\",\n  \"driver\": \"stand-in, CPATTN_EMU_IDLE=1\",\n  \"runs\": {RUNS},\n  \"plans\": [{json}\n  ]\n}}\n",
+            var("MACHINE"),
+            var("DATE")
+        );
+        fs::write(&file, text).unwrap_or_else(|e| panic!("{file}: {e}"));
+    }
+}
