@@ -147,7 +147,11 @@ fn the_pieces() {
 fn blocks(arguments: &[&str]) -> Vec<u64> {
     let program = library().compile("tests/capi/cuda_pieces.c", "c99");
     let text = run(Command::new(program).args(arguments).envs([("CPATTN_EMU_COUNT", "1"), ("CPATTN_EMU_SMS", "4")]));
-    let count = |line: &str| line.strip_prefix("cuda-emulator: `cpattn_forward`: ")?.split(' ').next()?.parse().ok();
+    let kernels = ["cpattn_forward", "cpattn_hopper_forward"].map(|name| format!("cuda-emulator: `{name}`: "));
+    let count = |line: &str| {
+        let rest = kernels.iter().find_map(|kernel| line.strip_prefix(kernel.as_str()))?;
+        rest.split(' ').next()?.parse().ok()
+    };
     text.lines().filter_map(count).collect()
 }
 

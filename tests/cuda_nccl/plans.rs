@@ -127,7 +127,9 @@ fn one_communicator_serves_every_mesh() {
         wait(&cuda)?;
         rank.poll()
     });
-    all.into_iter().for_each(|r| r.unwrap().unwrap());
+    // Of all, since the first is often only told that another has left.
+    let failed: Vec<_> = all.into_iter().map(|r| r.and_then(|r| r)).filter_map(Result::err).collect();
+    assert!(failed.is_empty(), "{failed:#?}");
 }
 
 /// Tests must not pass because there is nothing to test with.

@@ -5,8 +5,9 @@ use super::dq_semaphore::{self, DqSemaphore};
 use super::launch::{Launch, Launches, items};
 use super::lists::Tiles;
 use super::params::{Backward, Fused as Params};
+use super::ready::Ready;
 use super::room::{Part, Room};
-use super::{Cuda, Ready, shapes};
+use super::{Cuda, shapes};
 use crate::call::AttendBackward;
 use crate::error::Result;
 

@@ -9,12 +9,9 @@
 
 use super::driver::{Module, sys};
 use super::params::{Forward, Parameters, Tensor};
+use super::ready::Ready;
 use super::shapes::{SHAPES, Shaped};
-use super::{Cuda, ELEMENTS, Ready};
-use crate::call::{Attend, Range};
 use crate::element::Dtype;
-use crate::error::Result;
-use alloc::format;
 use bytemuck::NoUninit;
 use core::mem::offset_of;
 
@@ -83,25 +80,25 @@ pub(super) struct Maps {
 
 /// Loaded kernels, by element type and shape.
 #[derive(Debug, Default)]
-pub(super) struct Kernels([[Option<Kernel>; SHAPES.len()]; 2]);
+pub(super) struct Kernels(pub [[Option<Kernel>; SHAPES.len()]; 2]);
 
 #[derive(Debug)]
-struct Kernel {
-    ready: Ready,
-    _module: Module,
+pub(super) struct Kernel {
+    pub ready: Ready,
+    pub _module: Module,
 }
 
 /// A tensor, but for its address and strides.
 #[derive(Clone, Copy, Debug)]
-struct MapShape {
-    dtype: Dtype,
-    dim: u32,
-    heads: u32,
-    tokens: u64,
+pub(super) struct MapShape {
+    pub dtype: Dtype,
+    pub dim: u32,
+    pub heads: u32,
+    pub tokens: u64,
     /// Rows to a part.
-    span: u32,
+    pub span: u32,
     /// Rows of a box.
-    rows: u32,
+    pub rows: u32,
 }
 
 /// What the driver is told of a map.
@@ -164,7 +161,7 @@ impl MapShape {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Hopper {
     pub kernel: Ready,
-    tensors: [MapShape; 3],
+    pub tensors: [MapShape; 3],
 }
 
 impl Hopper {
@@ -181,62 +178,15 @@ pub(super) fn driver_makes_maps() -> bool {
     shape.encode(Tensor { ptr: 1 << 20, token: 0, head: 0 }).is_some()
 }
 
-/// The longest of some ranges.
-fn longest<'a>(ranges: impl Iterator<Item = &'a Range>) -> u32 {
-    ranges.map(|r| r.len).max().unwrap_or(0)
-}
-
-impl Cuda {
-    /// Loads the kernel of an element type and shape, where there is one and the device runs it.
-    pub(super) fn load_hopper(&self, kernels: &mut Kernels, element: usize, shape: usize) -> Result<Option<Ready>> {
-        let Some(s) = FORWARD[shape].filter(|s| self.hopper && s.launch.shared <= self.shared_limit) else {
-            return Ok(None);
-        };
-        let slot = &mut kernels.0[element][shape];
-        if slot.is_none() {
-            let module = self.module(&format!("hopper_forward_{}_{}", ELEMENTS[element], SHAPES[shape].name))?;
-            *slot =
-                Some(Kernel { ready: self.function(&module, c"cpattn_hopper_forward", s.launch)?, _module: module });
-        }
-        Ok(slot.as_ref().map(|k| k.ready))
-    }
-
-    /// The parameters of a call whose other ones are `params`, for both kernels, and what the maps of this one are made of.
-    pub(super) fn hopper_params(
-        &self,
-        call: &Attend,
-        kernel: Ready,
-        shape: usize,
-        params: Forward,
-        tiles: usize,
-        tickets: u64,
-    ) -> (Params, Hopper) {
-        let (q_span, k_span) = (longest(call.ranges.q.iter().map(|q| &q.range)), longest(call.ranges.k.iter()));
-        let keys = FORWARD[shape].map_or(0, |s| s.keys);
-        let tensors = [(&call.q, q_span, kernel.launch.rows), (&call.k, k_span, keys), (&call.v, k_span, keys)];
-        let tensors = tensors.map(|(t, span, rows)| MapShape {
-            dtype: t.dtype,
-            dim: t.dim,
-            heads: t.heads,
-            tokens: t.tokens,
-            span,
-            rows,
-        });
-        let held = call.ranges.k.iter().map(|k| u64::from(k.len)).sum::<u64>();
-        let head_bytes = held * u64::from(call.k.dim + call.v.dim) * call.k.dtype.size() as u64;
-        let section = section(self.l2_bytes, head_bytes, call.heads.group).min(call.q.heads).max(1);
-        (Params { call: params, tickets, q_span, k_span, tiles: tiles as u32, section }, Hopper { kernel, tensors })
-    }
-}
-
 /// q heads whose k and v fill half of the L2 cache, if kv heads have so many bytes each.
-fn section(l2_bytes: u64, head_bytes: u64, group: u32) -> u32 {
+pub(super) fn section(l2_bytes: u64, head_bytes: u64, group: u32) -> u32 {
     let heads = l2_bytes / 2 / head_bytes.max(1);
     heads.max(1).saturating_mul(group.into()).min(u32::MAX.into()) as u32
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::ready::ELEMENTS;
     use super::*;
     use alloc::string::String;
     use alloc::vec::Vec;

@@ -9,9 +9,10 @@ use super::check::Checker;
 use super::driver::Function;
 use super::hopper::Hopper;
 use super::params::{BASES, Parameters, Tensor};
+use super::ready::Ready;
 use super::room::{Part, Places, Room};
 use super::staging::Staging;
-use super::{Cuda, Ready, Stream};
+use super::{Cuda, Stream};
 use crate::error::{Error, Result};
 use alloc::format;
 

@@ -41,6 +41,7 @@ pub(crate) mod driver;
 mod embedded;
 mod fused;
 mod hopper;
+mod hopper_calls;
 pub(crate) mod kept;
 mod launch;
 mod lists;
@@ -48,6 +49,7 @@ mod margins;
 pub(crate) mod memory;
 mod params;
 mod pinned_mirror;
+mod ready;
 mod room;
 mod shapes;
 mod shared;
@@ -60,6 +62,8 @@ pub use crate::call::Merge;
 pub use memory::DeviceMemory;
 pub use staging::Staging;
 pub use stream_kernels::StreamKernels;
+
+use ready::{ELEMENTS, Ready};
 
 use crate::element::Dtype;
 use crate::error::{Error, Result};
@@ -86,9 +90,6 @@ pub struct Cuda {
     margins: Margins,
     kernels: Mutex<Kernels>,
 }
-
-/// The names of element types in those of modules.
-const ELEMENTS: [&str; 2] = ["f16", "bf16"];
 
 /// What was loaded, by element type (f16, bf16) and shape.
 #[derive(Debug, Default)]
@@ -126,15 +127,6 @@ struct Blocks {
     merge: Function,
     sinks: Function,
     _modules: [Module; 2],
-}
-
-/// One kernel, ready to launch.
-#[derive(Clone, Copy, Debug)]
-struct Ready {
-    function: Function,
-    launch: Shaped,
-    /// Blocks of it that a multiprocessor holds.
-    each: u32,
 }
 
 impl Cuda {
