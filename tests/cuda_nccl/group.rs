@@ -16,7 +16,7 @@ use cpattn::{
 };
 
 /// A deadline that nothing reaches unless it hangs.
-pub const LONG: Duration = Duration::from_secs(60);
+pub const LONG: Duration = Duration::from_secs(240);
 
 /// The devices of so many ranks, or `None` where there are fewer.
 pub fn devices(n: usize) -> Option<Vec<Arc<Cuda>>> {
