@@ -115,8 +115,8 @@ pub fn rank(seed: u64) -> ! {
                     Act::Stopped if now => {
                         thread::spawn(move || {
                             thread::sleep(after);
-                            // Ended when the others have long had their errors.
-                            do_to_me("kill -STOP ME; sleep 10; kill -9 ME");
+                            // Ended when the others have long had their errors. MPICH's launcher signals the whole group.
+                            do_to_me("trap '' USR1 TERM; kill -STOP ME; sleep 10; kill -9 ME");
                         });
                     }
                     Act::AnotherPlan if me == culprit && run >= at => {

@@ -83,7 +83,7 @@ pub(super) fn multiple_threads() -> Result<()> {
     }
     let found = levels.iter().find(|l| l.0 == provided).map_or("another level", |l| l.1);
     Err(Error::invalid("MPI's thread level", found, levels[3].1).hint(
-        "a rank calls MPI from a thread of its own: initialise with mpi::Threading::Multiple, or MPI_Init_thread",
+        "a rank calls MPI from a thread of its own: initialise MPI for several threads (MPI_THREAD_MULTIPLE)",
     ))
 }
 
