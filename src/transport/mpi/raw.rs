@@ -82,9 +82,8 @@ pub(super) fn multiple_threads() -> Result<()> {
         return Ok(());
     }
     let found = levels.iter().find(|l| l.0 == provided).map_or("another level", |l| l.1);
-    Err(Error::invalid("MPI's thread level", found, levels[3].1).hint(
-        "a rank calls MPI from a thread of its own: initialise MPI for several threads (MPI_THREAD_MULTIPLE)",
-    ))
+    Err(Error::invalid("MPI's thread level", found, levels[3].1)
+        .hint("a rank calls MPI from a thread of its own: ask MPI_Init_thread for MPI_THREAD_MULTIPLE"))
 }
 
 /// A communicator.
