@@ -161,7 +161,8 @@ fn multiprocessors_left_free_bound_the_blocks() {
         let (all, one) = (blocks(&[]), blocks(&["3"]));
         assert_eq!(all.len(), one.len());
         assert!(all.iter().zip(&one).all(|(all, one)| one <= all), "{all:?}, {one:?}");
-        assert!(one.iter().max() < all.iter().max(), "{all:?}, {one:?}");
+        // A multiprocessor holds several blocks of the narrow kernels: all of a short call may fit one.
+        assert!(one.iter().sum::<u64>() < all.iter().sum::<u64>(), "{all:?}, {one:?}");
     }
 }
 
