@@ -225,7 +225,9 @@ fn somebody_aborts() {
     });
     assert!(begin.elapsed() < SLACK);
     let texts: Vec<String> = all.into_iter().map(|r| r.unwrap()).collect();
-    assert_eq!(texts[1], "rank 1, no exchange, step 0: rank 1 aborted the run");
+    // Whether the watchdog has seen yet that the exchange before is over.
+    let ends = ["no exchange", "ring"].map(|at| format!("rank 1, {at}, step 0: rank 1 aborted the run"));
+    assert!(ends.contains(&texts[1]), "{texts:?}");
     for rank in [0, 2] {
         let others: Vec<usize> = (0..3).filter(|&r| r != rank).collect();
         let begin = format!("rank {rank}, ring, step 1: one of the ranks {others:?} ");
