@@ -49,7 +49,7 @@ pub(super) fn execute<L: Send>(
     executor: &dyn Executor,
     lines: &mut [L],
     each: usize,
-    worker: &(impl Fn(&mut [L]) + Sync),
+    worker: &(dyn Fn(&mut [L]) + Sync),
 ) {
     let (workers, unwound) = (lines.len() / each, AtomicBool::new(false));
     let free = Mutex::new(lines.chunks_exact_mut(each));

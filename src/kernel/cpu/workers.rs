@@ -37,7 +37,8 @@ impl<'a> Crew<'a> {
         Crew { lines: self.lines, each: self.each, executor: self.executor }
     }
 
-    fn run(self, worker: &(impl Fn(&mut [Line]) + Sync)) {
+    /// Behind a pointer: the kernels are compiled once, whoever calls them.
+    fn run(self, worker: &(dyn Fn(&mut [Line]) + Sync)) {
         match self.executor {
             Some(executor) if self.lines.len() > self.each => {
                 executor::execute(executor, self.lines, self.each, worker)
@@ -134,7 +135,7 @@ unsafe fn avx2<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
 
 /// One worker for each `each` lines.
 #[cfg(feature = "rayon")]
-fn split(lines: &mut [Line], each: usize, f: &(impl Fn(&mut [Line]) + Sync)) {
+fn split(lines: &mut [Line], each: usize, f: &(dyn Fn(&mut [Line]) + Sync)) {
     let workers = lines.len() / each;
     if workers <= 1 {
         return f(lines);
@@ -145,6 +146,6 @@ fn split(lines: &mut [Line], each: usize, f: &(impl Fn(&mut [Line]) + Sync)) {
 
 /// Without a thread pool the first worker does everything.
 #[cfg(not(feature = "rayon"))]
-fn split(lines: &mut [Line], each: usize, f: &(impl Fn(&mut [Line]) + Sync)) {
+fn split(lines: &mut [Line], each: usize, f: &(dyn Fn(&mut [Line]) + Sync)) {
     f(&mut lines[..each]);
 }
