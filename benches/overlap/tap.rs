@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A transport that writes down what goes through it, and can hold it back.
+//!
+//! Held back, an exchange returns at once and moves nothing: a run then takes the time of its attention, and its results
+//! are meaningless. What a run checks on the way is the tag of 16 bytes before the first message from each peer: a number
+//! of the plan and direction, and the number of the run. Ranks that run the same have the same tag, so the rank is given
+//! its own: the one that it sends in this run, or, before it has sent any, that of its last run with the next number.
+//!
+//! What was written down can be sent again, batch by batch, while no run is under way: the addresses are those of the
+//! rank's workspace and of tensors that outlive the rank.
+
+use std::{
+    ops::Range,
+    sync::{Arc, Mutex, MutexGuard},
+};
+
+use cpattn::{
+    Cause, Result,
+    transport::{Label, Message, Transport},
+};
+
+/// Bytes of the tag that precedes the first message from a peer in a run.
+const TAG: usize = 16;
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// Exchanges go through.
+    Through,
+    /// They go through and are written down.
+    Record,
+    /// They move nothing.
+    Hold,
+}
+
+/// One exchange as it was listed.
+struct Batch {
+    label: Label,
+    sends: Vec<Message>,
+    recvs: Vec<Message>,
+}
+
+struct State {
+    mode: Mode,
+    batches: Vec<Batch>,
+    /// The last tag that this rank sent, or would have, and whether that was in this run.
+    tag: [u64; 2],
+    fresh: bool,
+}
+
+impl State {
+    /// # Safety
+    /// The messages of an exchange.
+    unsafe fn note(&mut self, sends: &[Message]) {
+        if let Some(own) = sends.iter().find(|m| m.bytes == TAG) {
+            // SAFETY: readable, with these bytes.
+            self.tag = unsafe { own.ptr.cast::<[u64; 2]>().read_unaligned() };
+            self.fresh = true;
+        }
+    }
+
+    /// # Safety
+    /// The messages of an exchange.
+    unsafe fn answer(&mut self, recvs: &[Message]) {
+        for tag in recvs.iter().filter(|m| m.bytes == TAG) {
+            if !self.fresh {
+                self.tag[1] += 1;
+                self.fresh = true;
+            }
+            // SAFETY: writable, with these bytes.
+            unsafe { tag.ptr.cast::<[u64; 2]>().write_unaligned(self.tag) };
+        }
+    }
+}
+
+/// One end of a transport, with the tap.
+pub struct Tap<T> {
+    end: Arc<T>,
+    state: Arc<Mutex<State>>,
+}
+
+impl<T> Clone for Tap<T> {
+    fn clone(&self) -> Self {
+        Self { end: Arc::clone(&self.end), state: Arc::clone(&self.state) }
+    }
+}
+
+impl<T: Transport> Tap<T> {
+    pub fn new(end: T) -> Self {
+        let state = State { mode: Mode::Through, batches: Vec::new(), tag: [0; 2], fresh: false };
+        Self { end: Arc::new(end), state: Arc::new(Mutex::new(state)) }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("a tap that did not panic")
+    }
+
+    /// What becomes of the exchanges of the next run. [`Mode::Record`] forgets what was written down.
+    pub fn set(&self, mode: Mode) {
+        let mut state = self.state();
+        (state.mode, state.fresh) = (mode, false);
+        if mode == Mode::Record {
+            state.batches.clear();
+        }
+    }
+
+    /// How many exchanges were written down, and the bytes that they sent.
+    pub fn written(&self) -> (usize, usize) {
+        let state = self.state();
+        (state.batches.len(), state.batches.iter().flat_map(|b| &b.sends).map(|m| m.bytes).sum())
+    }
+
+    /// Sends what was written down again.
+    ///
+    /// # Safety
+    /// The rank that listed it is alive and in no run, and has run no other plan since; its tensors are alive.
+    pub unsafe fn again(&self) -> Result<()> {
+        for batch in &self.state().batches {
+            // SAFETY: the lists of a run's exchange, whose memory is still there and in nobody's use (promised).
+            unsafe { self.end.exchange(batch.label, &batch.sends, &batch.recvs) }?;
+        }
+        Ok(())
+    }
+}
+
+impl<T: Transport> Transport for Tap<T> {
+    fn rank(&self) -> usize {
+        self.end.rank()
+    }
+
+    fn world(&self) -> usize {
+        self.end.world()
+    }
+
+    fn agree(&self, group: Range<usize>, fingerprint: u64) -> Result<()> {
+        self.end.agree(group, fingerprint)
+    }
+
+    unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
+        let mut state = self.state();
+        // SAFETY: the caller's promise.
+        unsafe { state.note(sends) };
+        match state.mode {
+            Mode::Through => {}
+            Mode::Record => state.batches.push(Batch { label, sends: sends.to_vec(), recvs: recvs.to_vec() }),
+            Mode::Hold => {
+                // SAFETY: the caller's promise.
+                unsafe { state.answer(recvs) };
+                return Ok(());
+            }
+        }
+        drop(state);
+        // SAFETY: the caller's promise.
+        unsafe { self.end.exchange(label, sends, recvs) }
+    }
+
+    fn poll(&self) -> Result<()> {
+        self.end.poll()
+    }
+
+    fn abort(&self, cause: Cause) {
+        self.end.abort(cause);
+    }
+}
