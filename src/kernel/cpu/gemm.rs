@@ -36,14 +36,18 @@ pub(super) unsafe fn gemm<V: Vector>(g: &Gemm<V::T>) {
 
 /// One column of blocks, `N` vectors wide.
 ///
+/// A block of few rows has too few sums to hide the latency of a multiply-add (4 rows of 2 vectors have just enough), so
+/// what blocks of [`Vector::MR`] leave over is made of blocks of 4 where it can be: 32 rows are 4 blocks of 6 and 2 of 4.
+///
 /// # Safety
 /// As [`gemm`]; `n + N · W ≤ g.n`.
 #[inline(always)]
 unsafe fn column<V: Vector, const N: usize>(g: &Gemm<V::T>, n: usize) {
     let mut r = 0;
+    let whole = g.m - 4 * fours(g.m, V::MR);
     // SAFETY: rows `r..r + block` are below m.
     unsafe {
-        while r + V::MR <= g.m {
+        while r + V::MR <= whole {
             match V::MR {
                 8 => block::<V, 8, N>(g, r, n),
                 6 => block::<V, 6, N>(g, r, n),
@@ -51,7 +55,7 @@ unsafe fn column<V: Vector, const N: usize>(g: &Gemm<V::T>, n: usize) {
             }
             r += if V::MR == 8 || V::MR == 6 { V::MR } else { 4 };
         }
-        if r + 4 <= g.m {
+        while r + 4 <= g.m {
             block::<V, 4, N>(g, r, n);
             r += 4;
         }
@@ -59,6 +63,15 @@ unsafe fn column<V: Vector, const N: usize>(g: &Gemm<V::T>, n: usize) {
             block::<V, 1, N>(g, r, n);
             r += 1;
         }
+    }
+}
+
+/// How many blocks of 4 rows `m` rows should end with.
+#[inline(always)]
+fn fours(m: usize, mr: usize) -> usize {
+    match (m % mr, mr) {
+        (2 | 3, 6) if m >= 8 => 2,
+        (rest, _) => rest / 4,
     }
 }
 
@@ -85,24 +98,13 @@ unsafe fn block<V: Vector, const R: usize, const N: usize>(g: &Gemm<V::T>, r0: u
             }
         }
         let mut k = 0;
-        while k < g.kk {
-            let mut bs = [V::splat(V::T::ZERO); N];
-            let mut n = 0;
-            while n < N {
-                bs[n] = V::load(b.add(k * g.ldb + n * V::W));
-                n += 1;
-            }
-            let mut r = 0;
-            while r < R {
-                let x = V::splat(*a.add(r * g.a_row + k * g.a_col));
-                let mut n = 0;
-                while n < N {
-                    acc[r][n] = x.fma(bs[n], acc[r][n]);
-                    n += 1;
-                }
-                r += 1;
-            }
-            k += 1;
+        while k + 2 <= g.kk {
+            step(g, a, b, k, &mut acc);
+            step(g, a, b, k + 1, &mut acc);
+            k += 2;
+        }
+        if k < g.kk {
+            step(g, a, b, k, &mut acc);
         }
         let mut r = 0;
         while r < R {
@@ -113,6 +115,39 @@ unsafe fn block<V: Vector, const R: usize, const N: usize>(g: &Gemm<V::T>, r0: u
                     Store::Set | Store::Chain => acc[r][n].store(c),
                     Store::Add => V::load(c).add(acc[r][n]).store(c),
                 }
+                n += 1;
+            }
+            r += 1;
+        }
+    }
+}
+
+/// `acc += A[..][k] · B[k][..]`.
+///
+/// # Safety
+/// As [`block`], of which `a` and `b` are the first row and the first column.
+#[inline(always)]
+unsafe fn step<V: Vector, const R: usize, const N: usize>(
+    g: &Gemm<V::T>,
+    a: *const V::T,
+    b: *const V::T,
+    k: usize,
+    acc: &mut [[V; N]; R],
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut bs = [V::splat(V::T::ZERO); N];
+        let mut n = 0;
+        while n < N {
+            bs[n] = V::load(b.add(k * g.ldb + n * V::W));
+            n += 1;
+        }
+        let mut r = 0;
+        while r < R {
+            let x = V::splat(*a.add(r * g.a_row + k * g.a_col));
+            let mut n = 0;
+            while n < N {
+                acc[r][n] = x.fma(bs[n], acc[r][n]);
                 n += 1;
             }
             r += 1;

@@ -36,13 +36,27 @@ pub(super) unsafe fn any_non_finite<V: Vector>(p: *const V::T, n: usize) -> bool
     // SAFETY: `i + W ≤ n`; `out` has room for the widest vector.
     unsafe {
         let zero = V::splat(V::T::ZERO);
-        let mut acc = zero;
+        // Several chains: one alone would wait for each multiply-add.
+        let mut acc = [zero; 8];
         let mut i = 0;
+        while i + 8 * V::W <= n {
+            let mut j = 0;
+            while j < 8 {
+                acc[j] = V::load(p.add(i + j * V::W)).fma(zero, acc[j]);
+                j += 1;
+            }
+            i += 8 * V::W;
+        }
         while i < n {
-            acc = V::load(p.add(i)).fma(zero, acc);
+            acc[0] = V::load(p.add(i)).fma(zero, acc[0]);
             i += V::W;
         }
-        acc.store(out.as_mut_ptr());
+        let mut j = 1;
+        while j < 8 {
+            acc[0] = acc[0].add(acc[j]);
+            j += 1;
+        }
+        acc[0].store(out.as_mut_ptr());
     }
     !out[..V::W].iter().all(|&x| x == V::T::ZERO)
 }

@@ -137,7 +137,7 @@ vector!(__m512d, f64, 8, 8, "avx512f,avx512dq,avx2,fma",
 vector!(__m256, f32, 8, 6, "avx2,fma",
     _mm256_set1_ps _mm256_loadu_ps _mm256_storeu_ps _mm256_add_ps _mm256_sub_ps _mm256_mul_ps _mm256_div_ps
     _mm256_fmadd_ps _mm256_max_ps,
-    |a, b| _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_GT_OQ>(a, b)) != 0, |x| exp2_f32(x), |p, ld, q, qd| by_element(p, ld, q, qd, 8),
+    |a, b| _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_GT_OQ>(a, b)) != 0, |x| exp2_f32(x), |p, ld, q, qd| transpose8(p, ld, q, qd),
     |a, b, x, y| _mm256_blendv_ps(y, x, _mm256_cmp_ps::<_CMP_GT_OQ>(a, b)),
     |x| exp_f32(x), |x| tanh_f32(x));
 vector!(__m256d, f64, 4, 6, "avx2,fma",
@@ -165,6 +165,39 @@ impl Pow2 for __m256 {
         unsafe {
             let n = _mm256_slli_epi32::<23>(_mm256_castps_si256(t));
             _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), n))
+        }
+    }
+}
+
+/// `[8][8]` f32, transposed: halves of rows are gathered as they are loaded, so that what is left are transpositions of
+/// four by four within halves.
+///
+/// # Safety
+/// AVX2 is present; `from` and `to` are valid for 8 rows of 8, `ld` and `to_ld` apart, and do not overlap.
+#[inline(always)]
+unsafe fn transpose8(from: *const f32, ld: usize, to: *mut f32, to_ld: usize) {
+    // SAFETY: rows and columns are below 8.
+    unsafe {
+        let mut c = 0;
+        while c < 8 {
+            let mut rows = [_mm256_setzero_ps(); 4];
+            let mut r = 0;
+            while r < 4 {
+                let at = from.add(r * ld + c);
+                let x = _mm256_castps128_ps256(_mm_loadu_ps(at));
+                rows[r] = _mm256_insertf128_ps::<1>(x, _mm_loadu_ps(at.add(4 * ld)));
+                r += 1;
+            }
+            let [a, b, e, f] = rows;
+            let (ab, ef) = (_mm256_castps_pd(_mm256_unpacklo_ps(a, b)), _mm256_castps_pd(_mm256_unpacklo_ps(e, f)));
+            let (ab_hi, ef_hi) =
+                (_mm256_castps_pd(_mm256_unpackhi_ps(a, b)), _mm256_castps_pd(_mm256_unpackhi_ps(e, f)));
+            let to = to.add(c * to_ld);
+            _mm256_storeu_ps(to, _mm256_castpd_ps(_mm256_unpacklo_pd(ab, ef)));
+            _mm256_storeu_ps(to.add(to_ld), _mm256_castpd_ps(_mm256_unpackhi_pd(ab, ef)));
+            _mm256_storeu_ps(to.add(2 * to_ld), _mm256_castpd_ps(_mm256_unpacklo_pd(ab_hi, ef_hi)));
+            _mm256_storeu_ps(to.add(3 * to_ld), _mm256_castpd_ps(_mm256_unpackhi_pd(ab_hi, ef_hi)));
+            c += 4;
         }
     }
 }
