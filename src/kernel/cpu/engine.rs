@@ -9,7 +9,7 @@
 //!
 //! An engine may round p to its operands' type ([`super::Isa::roundoff`] says so); it may not round anything else.
 
-use super::arena::{KEYS, vectors};
+use super::arena::{KEYS, row};
 use super::product::{Gemm, Skip, Store};
 use super::rows::widen;
 use super::simd::{Real, Vector};
@@ -93,13 +93,19 @@ pub(super) struct Values<'a, T> {
 pub(super) struct Dense<V>(PhantomData<V>);
 
 impl<V: Vector> Dense<V> {
-    /// Rows as they are, each padded to whole vectors.
+    /// Elements from one row of a tile to the next.
+    #[inline(always)]
+    pub(super) fn row(dim: usize) -> usize {
+        row(dim, size_of::<V::T>())
+    }
+
+    /// Rows as they are, [`Dense::row`] apart. What lies between them was zeros, and stays so.
     ///
     /// # Safety
     /// As [`Engine::keys`].
     #[inline(always)]
     unsafe fn rows(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [V::T]) -> bool {
-        let (dim, ld) = (t.dim as usize, vectors::<V>(t.dim as usize));
+        let (dim, ld) = (t.dim as usize, Self::row(t.dim as usize));
         for (at, &row) in tile.chunks_exact_mut(ld).zip(rows) {
             if row < 0 {
                 at.fill(V::T::ZERO);
@@ -108,7 +114,7 @@ impl<V: Vector> Dense<V> {
                 unsafe { widen(t, row, head, &mut at[..dim]) };
             }
         }
-        // SAFETY: rows are padded to whole vectors.
+        // SAFETY: rows are apart by whole vectors.
         unsafe { !any_non_finite::<V>(tile.as_ptr(), rows.len() * ld) }
     }
 }
@@ -120,11 +126,11 @@ impl<V: Vector> Engine for Dense<V> {
     const GRAIN: usize = 1;
 
     fn keys_len(dim: usize) -> usize {
-        KEYS * vectors::<V>(dim)
+        KEYS * Self::row(dim)
     }
 
     fn values_len(dim: usize) -> usize {
-        KEYS * vectors::<V>(dim)
+        KEYS * Self::row(dim)
     }
 
     fn queries_len(dim: usize) -> usize {
@@ -159,7 +165,7 @@ impl<V: Vector> Engine for Dense<V> {
 
     #[inline(always)]
     unsafe fn scores(k: &[V::T], q: *const V::T, dim: usize, s: *mut V::T, keys: Range<usize>, width: usize) {
-        let ld = vectors::<V>(dim);
+        let ld = Self::row(dim);
         // SAFETY: the keys are rows of the tile, and `s` has as many.
         unsafe {
             V::gemm(&Gemm {
@@ -186,7 +192,7 @@ impl<V: Vector> Engine for Dense<V> {
     #[inline(always)]
     unsafe fn weigh(v: &Values<V::T>, s: *const V::T, _: *const V::T, o: *mut V::T, keys: Range<usize>, width: usize) {
         let dim = v.tensor.dim as usize;
-        let ld = vectors::<V>(dim);
+        let ld = Self::row(dim);
         // SAFETY: as for the scores; `o` has `dim` rows.
         unsafe {
             V::gemm(&Gemm {

@@ -108,12 +108,12 @@ impl<A: Real> Keys<'_, A> {
     unsafe fn dense<V: Vector<T = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
         let c = self.call;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
-        let (ldk, ldv) = (vectors::<V>(d), vectors::<V>(dv));
+        let (ldk, ldv) = (Dense::<V>::row(d), Dense::<V>::row(dv));
         let mut arena = Arena(lines);
         // Zeros where something is read that no tile writes: the padding of rows.
         let mut tiles = Tiles {
-            ldk: vectors::<V>(d),
-            ldv: vectors::<V>(dv),
+            ldk: Dense::<V>::row(d),
+            ldv: Dense::<V>::row(dv),
             lanes: Lanes::new(&mut arena, LANES_BACK),
             keys: KeyTile::new::<Dense<V>>(&mut arena, d, dv),
             valid: arena.take(KEYS),
@@ -191,7 +191,7 @@ impl<A: Real> Keys<'_, A> {
         kv: u32,
     ) {
         let c = self.call;
-        // SAFETY: rows are padded to whole vectors.
+        // SAFETY: rows are apart by whole vectors.
         let bad_k = unsafe { any_non_finite::<V>(t.keys.k.as_ptr(), t.keys.n * t.ldk) };
         for sums in [&mut *t.dk, t.dk_part, t.dv, t.dv_part] {
             sums.fill(A::ZERO);
@@ -313,7 +313,7 @@ impl<A: Real> Keys<'_, A> {
                 ldc: t.ldv,
                 store: Store::Chain,
                 skip: skip(bad_d_o),
-                ..product(keys.n, t.ldv, t.lanes.n)
+                ..product(keys.n, vectors::<V>(dv), t.lanes.n)
             });
             V::gemm(&Gemm {
                 a: t.dp.as_ptr(),
@@ -324,7 +324,7 @@ impl<A: Real> Keys<'_, A> {
                 ldc: t.ldk,
                 store: Store::Chain,
                 skip: skip(bad_q),
-                ..product(keys.n, t.ldk, t.lanes.n)
+                ..product(keys.n, vectors::<V>(d), t.lanes.n)
             });
             if !self.queries {
                 return;
@@ -338,7 +338,7 @@ impl<A: Real> Keys<'_, A> {
                 c: t.dq.as_mut_ptr(),
                 ldc: t.ldk,
                 skip: skip(bad_k),
-                ..product(t.lanes.n, t.ldk, keys.n)
+                ..product(t.lanes.n, vectors::<V>(d), keys.n)
             });
             for lane in 0..t.lanes.n {
                 let dq = at::<A>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]);

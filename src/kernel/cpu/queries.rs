@@ -67,8 +67,8 @@ impl<A: Real> Queries<'_, A> {
         let mut arena = Arena(lines);
         let panel = 2 * V::W;
         let mut tiles = Tiles {
-            ldk: vectors::<V>(d),
-            ldv: vectors::<V>(dv),
+            ldk: Dense::<V>::row(d),
+            ldv: Dense::<V>::row(dv),
             lanes: Lanes::new(&mut arena, LANES_BACK),
             keys: KeyTile::new::<Dense<V>>(&mut arena, d, dv),
             q: arena.zeros(LANES_BACK * d),
@@ -136,7 +136,7 @@ impl<A: Real> Queries<'_, A> {
             if run.before(keys.base, keys.n) {
                 flush(&mut t.total[..size], &mut t.part[..size]);
             }
-            // SAFETY: rows are padded to whole vectors.
+            // SAFETY: rows are apart by whole vectors.
             let bad = unsafe { any_non_finite::<V>(keys.k.as_ptr(), keys.n * t.ldk) };
             let mut first = 0;
             while first < lanes {

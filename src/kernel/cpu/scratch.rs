@@ -5,7 +5,7 @@
 //! largest head dims it will see, and lends it to each call, which cuts it into one part per worker and each part into
 //! tiles. Nothing in it survives a call.
 
-use super::arena::{KEYS, LANES, LANES_BACK, Line, PANEL, VECTOR, padded};
+use super::arena::{KEYS, LANES, LANES_BACK, Line, PANEL, VECTOR, row};
 use super::executor::Executor;
 use super::isa::Isa;
 use crate::element::Dtype;
@@ -88,7 +88,7 @@ impl Scratch {
     /// Lines of one worker: the larger of the forward's and the backward's tiles.
     pub(super) fn worker_lines(dims: &Dims) -> usize {
         let size = dims.dtype.accumulator().size();
-        let (d, dv) = (padded(dims.head_dim as usize, size), padded(dims.value_dim as usize, size));
+        let (d, dv) = (row(dims.head_dim as usize, size), row(dims.value_dim as usize, size));
         let keys = KEYS * (d + dv + 2) * size + KEYS * 16;
         // Matrix units pad value_dim to blocks of 32, and keep p apart from the scores.
         let forward = LANES * (d + dv.next_multiple_of(32) + 12) * size + LANES * 64 + 2 * KEYS * PANEL * size;
