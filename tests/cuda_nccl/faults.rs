@@ -105,7 +105,7 @@ pub fn usable(cuda: &Arc<Cuda>, stream: cpattn::kernel::cuda::Stream) {
 }
 
 /// Whether these are the stand-ins.
-fn stand_in() -> bool {
+pub fn stand_in() -> bool {
     std::env::var("LD_LIBRARY_PATH").is_ok_and(|p| p.contains("cuda-emulator"))
 }
 

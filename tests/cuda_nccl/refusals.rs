@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What is refused, in words that name the argument, both values and the way out.
 
-use std::{ptr::null_mut, time::Duration};
+use std::{process::Command, ptr::null_mut, time::Duration};
 
 use cpattn::{
     Error, Result,
@@ -11,7 +11,10 @@ use cpattn::{
     },
 };
 
-use crate::group::{LONG, devices, threads};
+use crate::{
+    faults::stand_in,
+    group::{LONG, devices, threads},
+};
 
 #[track_caller]
 fn refused<T: std::fmt::Debug>(result: Result<T>, words: &[&str]) {
@@ -40,6 +43,27 @@ fn numbers_and_ids() {
     refused(end.set_deadline(Duration::ZERO), &["deadline is 0"]);
     end.agree(0..1, 7).unwrap();
     end.synchronize().unwrap();
+}
+
+/// A library without communicators that do not block. It is opened once in a process, so another one meets it.
+#[test]
+fn a_library_that_is_too_old() {
+    const VERSION: &str = "CPATTN_NCCL_VERSION";
+    let Some(device) = devices(1) else { return };
+    if std::env::var(VERSION).as_deref() == Ok("21300") {
+        let words = ["nccl", "is version 2.13.0", "2.14 or later is needed", "install NCCL 2.14 or later"];
+        refused(UniqueId::new(), &words);
+        refused(Nccl::new(&UniqueId::from_bytes([1; 128]), 0, 1, &device[0], LONG), &words);
+        return;
+    }
+    if !stand_in() {
+        return;
+    }
+    let mut other = Command::new(std::env::current_exe().unwrap());
+    other.args(["--exact", "refusals::a_library_that_is_too_old"]).env(VERSION, "21300");
+    let out = other.output().unwrap();
+    let text = format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    assert!(out.status.success() && text.contains("1 passed"), "{text}");
 }
 
 /// Of one process this crate knows it at once; of two NCCL says it.

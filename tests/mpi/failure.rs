@@ -98,6 +98,25 @@ pub fn circle() {
     println!("{FINE}");
 }
 
+/// One rank agrees on something new while the others exchange, then the other way round: each names one on the other side.
+pub fn different() {
+    let (_universe, comm) = init();
+    for one_agrees in [true, false] {
+        let rank = Mpi::new(&comm, SHORT).unwrap();
+        let (me, mut got) = (rank.rank(), [0_u8; 8]);
+        let agrees = (me == 2) == one_agrees;
+        let result = if agrees {
+            rank.agree(0..3, 9)
+        } else {
+            exchange(&rank, label("take", 1), &[], &mut [((me + 1) % 3, &mut got)])
+        };
+        let Err(Error::Peer { operation, peer, cause: Cause::Disagreed, .. }) = result else { panic!("{result:?}") };
+        assert_eq!(operation, if agrees { "agree" } else { "take" });
+        assert_eq!(peer == 2, me != 2, "rank {me} names rank {peer}");
+    }
+    println!("{FINE}");
+}
+
 /// Every process lives, so MPI goes on working, and so does a new group.
 pub fn abort() {
     let (_universe, comm) = init();

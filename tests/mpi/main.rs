@@ -30,6 +30,7 @@ const TRIALS: &[Trial] = &[
     Trial { name: "sizes_that_differ", world: 3, rank: failure::sizes, ends: Ends::Well },
     Trial { name: "a_silent_rank_is_blamed", world: 4, rank: failure::silent, ends: Ends::Well },
     Trial { name: "a_circle_of_waiting_ranks", world: 3, rank: failure::circle, ends: Ends::Well },
+    Trial { name: "ranks_that_run_different_things", world: 3, rank: failure::different, ends: Ends::Well },
     Trial { name: "abort_and_a_new_group", world: 3, rank: failure::abort, ends: Ends::Well },
     Trial { name: "a_panic_ends_the_group", world: 3, rank: failure::panics, ends: Ends::Well },
     Trial { name: "a_failed_group_lets_go_of_memory", world: 2, rank: failure::lets_go, ends: Ends::Well },

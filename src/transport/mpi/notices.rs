@@ -19,8 +19,25 @@ use std::{
 use super::raw::{Comm, Refused, Request};
 use crate::error::Cause;
 
-/// Whoever waits for nobody.
-pub(super) const NOBODY: usize = usize::MAX;
+/// For whom a rank waits, and in what: an agreement or an exchange.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Wait {
+    pub on: usize,
+    pub agreeing: bool,
+}
+
+impl Wait {
+    /// What [`Wait::code`] of nobody is.
+    const NOBODY: usize = usize::MAX;
+
+    fn code(self) -> usize {
+        self.on << 1 | usize::from(self.agreeing)
+    }
+
+    fn from_code(code: usize) -> Option<Self> {
+        (code != Self::NOBODY).then_some(Self { on: code >> 1, agreeing: code & 1 == 1 })
+    }
+}
 
 /// Beside the tag of agreements on the same communicator.
 const TAG: c_int = 2;
@@ -57,8 +74,10 @@ impl Drop for Letter {
 pub(super) struct Failure {
     pub peer: usize,
     pub cause: Cause,
-    /// For [`Cause::Size`]: the rank that expected another size than `peer` offered.
-    pub expecting: usize,
+    /// Whom `peer` itself names, and `peer` again where nobody else is at fault: for [`Cause::Size`] the rank that expected
+    /// another size than `peer` offered; for [`Cause::Disagreed`] between an agreement and an exchange, in which `peer`
+    /// agrees, the one that exchanges; for ranks that wait in a circle, the one that found it.
+    pub other: usize,
 }
 
 /// What has arrived.
@@ -69,13 +88,13 @@ pub(super) enum Notice {
     /// Rank `from` asks for whom this rank waits.
     Ask { from: usize, question: u64 },
     /// The answer to a question.
-    Waits { question: u64, on: usize },
+    Waits { question: u64, wait: Wait },
 }
 
 impl Notice {
     fn words(self) -> Words {
         match self {
-            Self::Over(Failure { peer, cause, expecting }) => {
+            Self::Over(Failure { peer, cause, other }) => {
                 let (kind, a, b) = match cause {
                     Cause::Deadline { ms, bytes } => (1, ms, bytes),
                     Cause::Panicked => (2, 0, 0),
@@ -86,15 +105,15 @@ impl Notice {
                     // What another process's own code returned means nothing here.
                     _ => (6, 0, 0),
                 };
-                [kind, a, b, peer as u64, expecting as u64]
+                [kind, a, b, peer as u64, other as u64]
             }
             Self::Ask { from, question } => [16, from as u64, question, 0, 0],
-            Self::Waits { question, on } => [17, question, on as u64, 0, 0],
+            Self::Waits { question, wait } => [17, question, wait.code() as u64, 0, 0],
         }
     }
 
     fn from_words([kind, a, b, c, d]: Words) -> Option<Self> {
-        let over = |cause| Some(Self::Over(Failure { peer: c as usize, cause, expecting: d as usize }));
+        let over = |cause| Some(Self::Over(Failure { peer: c as usize, cause, other: d as usize }));
         match kind {
             1 => over(Cause::Deadline { ms: a, bytes: b }),
             2 => over(Cause::Panicked),
@@ -104,7 +123,7 @@ impl Notice {
             6 => over(Cause::Failed),
             7 => over(Cause::Disagreed),
             16 => Some(Self::Ask { from: a as usize, question: b }),
-            17 => Some(Self::Waits { question: a, on: b as usize }),
+            17 => Wait::from_code(b as usize).map(|wait| Self::Waits { question: a, wait }),
             _ => None,
         }
     }
@@ -115,10 +134,10 @@ pub(super) struct Notices {
     comm: Comm,
     arriving: Mutex<Letter>,
     leaving: Mutex<Vec<Letter>>,
-    /// For whom this rank waits just now.
+    /// For whom this rank waits just now, as a code.
     waits: AtomicUsize,
-    /// The last answer: question and rank.
-    answer: Mutex<(u64, usize)>,
+    /// The last answer, behind its question.
+    answer: Mutex<Option<(u64, Wait)>>,
 }
 
 impl Notices {
@@ -126,13 +145,13 @@ impl Notices {
         let mut arriving = Letter::new([0; 5]);
         post(comm, &mut arriving)?;
         let leaving = Mutex::new(Vec::with_capacity(16));
-        let (waits, answer) = (AtomicUsize::new(NOBODY), Mutex::new((0, NOBODY)));
+        let (waits, answer) = (AtomicUsize::new(Wait::NOBODY), Mutex::new(None));
         Ok(Self { comm, arriving: Mutex::new(arriving), leaving, waits, answer })
     }
 
     /// Says for whom this rank waits from now on.
-    pub(super) fn wait_for(&self, peer: usize) {
-        self.waits.store(peer, Ordering::Relaxed);
+    pub(super) fn wait_for(&self, wait: Option<Wait>) {
+        self.waits.store(wait.map_or(Wait::NOBODY, Wait::code), Ordering::Relaxed);
     }
 
     /// Takes what has arrived, answers questions; a failure, if there is one. Never waits.
@@ -146,12 +165,13 @@ impl Notices {
                 post(self.comm, &mut letter)?;
                 match Notice::from_words(words) {
                     Some(Notice::Over(failure)) => return Ok(Some(failure)),
-                    Some(Notice::Ask { from, question }) => match self.waits.load(Ordering::Relaxed) {
-                        NOBODY => {}
-                        on => self.send(from, Notice::Waits { question, on }),
-                    },
-                    Some(Notice::Waits { question, on }) => {
-                        *self.answer.lock().unwrap_or_else(PoisonError::into_inner) = (question, on);
+                    Some(Notice::Ask { from, question }) => {
+                        if let Some(wait) = Wait::from_code(self.waits.load(Ordering::Relaxed)) {
+                            self.send(from, Notice::Waits { question, wait });
+                        }
+                    }
+                    Some(Notice::Waits { question, wait }) => {
+                        *self.answer.lock().unwrap_or_else(PoisonError::into_inner) = Some((question, wait));
                     }
                     None => {}
                 }
@@ -161,9 +181,9 @@ impl Notices {
     }
 
     /// The answer to a question, if it has come.
-    pub(super) fn answer(&self, question: u64) -> Option<usize> {
-        let (answered, on) = *self.answer.lock().unwrap_or_else(PoisonError::into_inner);
-        (answered == question).then_some(on)
+    pub(super) fn answer(&self, question: u64) -> Option<Wait> {
+        let answer = *self.answer.lock().unwrap_or_else(PoisonError::into_inner);
+        answer.filter(|a| a.0 == question).map(|a| a.1)
     }
 
     /// Sends a notice, and does not wait for it. There is nobody to tell that this failed: whoever misses it reaches its
@@ -216,14 +236,15 @@ mod tests {
             Cause::Disagreed,
         ];
         for cause in causes {
-            let over = Notice::Over(Failure { peer: 3, cause, expecting: 4 });
+            let over = Notice::Over(Failure { peer: 3, cause, other: 4 });
             assert_eq!(Notice::from_words(over.words()), Some(over));
         }
         let foreign = Cause::Returned { function: "exchange", code: 9 };
-        let over = Notice::Over(Failure { peer: 3, cause: foreign, expecting: 3 });
-        let told = Notice::Over(Failure { peer: 3, cause: Cause::Failed, expecting: 3 });
+        let over = Notice::Over(Failure { peer: 3, cause: foreign, other: 3 });
+        let told = Notice::Over(Failure { peer: 3, cause: Cause::Failed, other: 3 });
         assert_eq!(Notice::from_words(over.words()), Some(told));
-        for notice in [Notice::Ask { from: 5, question: 6 }, Notice::Waits { question: 8, on: 2 }] {
+        let waits = |agreeing| Notice::Waits { question: 8, wait: Wait { on: 2, agreeing } };
+        for notice in [Notice::Ask { from: 5, question: 6 }, waits(false), waits(true)] {
             assert_eq!(Notice::from_words(notice.words()), Some(notice));
         }
         assert_eq!(Notice::from_words([99, 0, 0, 0, 0]), None);

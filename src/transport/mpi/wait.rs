@@ -11,7 +11,7 @@ use std::{
     vec::Vec,
 };
 
-use super::notices::{Notice, Notices};
+use super::notices::{Notice, Notices, Wait};
 
 /// How often a call looks again before it sleeps at all.
 const LOOKS: u32 = 64;
@@ -25,6 +25,19 @@ struct Question {
     asked: usize,
     at: Instant,
     seen: Vec<usize>,
+    /// The first rank of the chain, this one included, that waits in an exchange, and the first in an agreement.
+    kinds: [Option<usize>; 2],
+}
+
+/// Whose fault an expired deadline is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// A rank that does not answer.
+    Silent(usize),
+    /// All wait for each other, each in an exchange or each in an agreement: the one that this rank waits for.
+    Circle(usize),
+    /// All wait for each other, one in an agreement and one in an exchange: they run different things.
+    Crossed { agreeing: usize, exchanging: usize },
 }
 
 /// How long a call has been waiting since something moved.
@@ -60,38 +73,47 @@ impl Patience {
     }
 
     /// Whom to blame for a deadline that has passed, and how many milliseconds it took: found by questions, each of
-    /// which gets time for an answer. `peer` is whom this rank waits for.
+    /// which gets time for an answer. `wait` is what this rank does.
     pub(super) fn expired(
         &mut self,
         rank: usize,
-        peer: usize,
+        wait: Wait,
         notices: &Notices,
         questions: &AtomicU64,
-    ) -> Option<(usize, u64)> {
+    ) -> Option<(Verdict, u64)> {
         if !self.is_over() {
             return None;
         }
-        let ask = |to: usize, mut seen: Vec<usize>| {
+        let ask = |to: usize, mut seen: Vec<usize>, kinds| {
             // 0 is no question.
             let number = questions.fetch_add(1, Ordering::Relaxed) + 1;
             notices.send(to, Notice::Ask { from: rank, question: number });
             seen.push(to);
-            Some(Question { number, asked: to, at: Instant::now(), seen })
+            Some(Question { number, asked: to, at: Instant::now(), seen, kinds })
         };
-        let Some(question) = self.question.take() else {
-            self.question = ask(peer, Vec::new());
+        let Some(mut question) = self.question.take() else {
+            let mut kinds = [None; 2];
+            kinds[usize::from(wait.agreeing)] = Some(rank);
+            self.question = ask(wait.on, Vec::new(), kinds);
             return None;
         };
         let ms = || self.since.elapsed().as_millis().try_into().unwrap_or(u64::MAX);
         let grace = (self.deadline / 4).clamp(Duration::from_millis(100), Duration::from_secs(2));
         match notices.answer(question.number) {
-            // Everybody waits: the first is as good as any.
-            Some(on) if on == rank || question.seen.contains(&on) => Some((question.seen[0], ms())),
-            Some(on) => {
-                self.question = ask(on, question.seen);
-                None
+            Some(Wait { on, agreeing }) => {
+                question.kinds[usize::from(agreeing)].get_or_insert(question.asked);
+                if on != rank && !question.seen.contains(&on) {
+                    self.question = ask(on, question.seen, question.kinds);
+                    return None;
+                }
+                let verdict = match question.kinds {
+                    [Some(exchanging), Some(agreeing)] => Verdict::Crossed { agreeing, exchanging },
+                    // The first is as good as any.
+                    _ => Verdict::Circle(question.seen[0]),
+                };
+                Some((verdict, ms()))
             }
-            None if question.at.elapsed() >= grace => Some((question.asked, ms())),
+            None if question.at.elapsed() >= grace => Some((Verdict::Silent(question.asked), ms())),
             None => {
                 self.question = Some(question);
                 None

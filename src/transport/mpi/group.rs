@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a rank knows of its group: whether it has failed, whose fault that is, and how long it waits for the others.
+//!
+//! The first failure counts, wherever it was found: whoever finds one tells every rank (`notices.rs`), and from then on all
+//! calls answer with it. The same failure reads differently on different ranks, since none blames itself for what it
+//! waits for: of two ranks that expect different sizes, or that wait for each other in different calls, each names the other.
+
+use std::{
+    sync::{
+        Mutex, OnceLock, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use super::{
+    notices::{Failure, Notice, Notices, Wait},
+    raw::{self, Refused},
+    wait::{Patience, Verdict},
+};
+use crate::{
+    error::{Cause, Error},
+    transport::Label,
+};
+
+/// The operation of agreements, in errors.
+pub(super) const AGREEMENT: &str = "agree";
+
+/// See the module.
+pub(super) struct Group {
+    pub rank: usize,
+    pub world: usize,
+    pub notices: Notices,
+    deadline: AtomicU64,
+    label: Mutex<Label>,
+    failure: OnceLock<Failure>,
+    questions: AtomicU64,
+}
+
+impl Group {
+    pub(super) fn new(rank: usize, world: usize, notices: Notices) -> Self {
+        Self {
+            rank,
+            world,
+            notices,
+            deadline: AtomicU64::new(0),
+            label: Mutex::new(Label { operation: "start", step: 0 }),
+            failure: OnceLock::new(),
+            questions: AtomicU64::new(0),
+        }
+    }
+
+    pub(super) fn set_deadline(&self, deadline: Duration) {
+        self.deadline.store(deadline.as_nanos().try_into().unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// The call that this rank is in, or was in last.
+    pub(super) fn label(&self) -> Label {
+        *self.label.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn set_label(&self, label: Label) {
+        *self.label.lock().unwrap_or_else(PoisonError::into_inner) = label;
+    }
+
+    pub(super) fn has_failed(&self) -> bool {
+        self.failure.get().is_some()
+    }
+
+    /// The failure as this rank reports it.
+    pub(super) fn error(&self, label: Label, failure: Failure) -> Error {
+        let Failure { mut peer, mut cause, other } = failure;
+        // Whoever agrees names the one that exchanges, and the other way round; so each names somebody else.
+        let crossed = cause == Cause::Disagreed && label.operation == AGREEMENT;
+        if self.rank == peer || (crossed && self.rank != other) {
+            peer = other;
+            if let Cause::Size { ours, theirs } = cause {
+                cause = Cause::Size { ours: theirs, theirs: ours };
+            }
+        }
+        Error::Peer { rank: self.rank, operation: label.operation, step: label.step, peer, cause }
+    }
+
+    /// Notes a failure, unless there is one, and tells everybody; the failure that counts.
+    pub(super) fn fail(&self, failure: Failure) -> Failure {
+        if self.failure.set(failure).is_ok() && raw::usable().is_ok() {
+            for peer in (0..self.world).filter(|&peer| peer != self.rank) {
+                self.notices.send(peer, Notice::Over(failure));
+            }
+        }
+        self.failure.get().copied().unwrap_or(failure)
+    }
+
+    /// The same for a failure of which one rank alone is the cause.
+    pub(super) fn fail_by(&self, peer: usize, cause: Cause) -> Failure {
+        self.fail(Failure { peer, cause, other: peer })
+    }
+
+    pub(super) fn fail_mpi(&self, peer: usize, Refused { call, code }: Refused) -> Failure {
+        self.fail_by(peer, Cause::Returned { function: call, code })
+    }
+
+    /// Whether anything has failed, here or as others tell.
+    pub(super) fn look(&self) -> Option<Failure> {
+        match self.notices.listen() {
+            // Whoever failed has told everybody.
+            Ok(Some(failure)) => {
+                let _ = self.failure.set(failure);
+            }
+            Ok(None) => {}
+            Err(refused) => {
+                self.fail_mpi(self.rank, refused);
+            }
+        }
+        self.failure.get().copied()
+    }
+
+    /// How long a call waits that begins now.
+    pub(super) fn patience(&self) -> Patience {
+        Patience::new(Duration::from_nanos(self.deadline.load(Ordering::Relaxed)))
+    }
+
+    /// What a call does that saw nothing move: it listens, asks, sleeps a little. `waiting` counts the bytes that have not
+    /// moved. After a failure the caller looks once more: a call that is complete by then has succeeded, and the next one
+    /// tells.
+    pub(super) fn pause(
+        &self,
+        patience: &mut Patience,
+        wait: Wait,
+        waiting: impl FnOnce() -> u64,
+    ) -> Result<(), Failure> {
+        self.notices.wait_for(Some(wait));
+        if let Some(failure) = self.look() {
+            return Err(failure);
+        }
+        let Some((verdict, ms)) = patience.expired(self.rank, wait, &self.notices, &self.questions) else {
+            patience.sleep();
+            return Ok(());
+        };
+        Err(self.fail(match verdict {
+            Verdict::Silent(peer) => Failure { peer, cause: Cause::Deadline { ms, bytes: waiting() }, other: peer },
+            Verdict::Circle(peer) => {
+                Failure { peer, cause: Cause::Deadline { ms, bytes: waiting() }, other: self.rank }
+            }
+            Verdict::Crossed { agreeing, exchanging } => {
+                Failure { peer: agreeing, cause: Cause::Disagreed, other: exchanging }
+            }
+        }))
+    }
+}

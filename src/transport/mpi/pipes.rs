@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Exchanges: the pipes to and from all peers, worked until all that was listed has moved.
+
+use std::{ffi::c_int, vec::Vec};
+
+use super::{
+    group::Group,
+    notices::{Failure, Wait},
+    pipe::{self, Broken, Pipe, Way},
+    raw::Comm,
+};
+use crate::{error::Cause, transport::Message};
+
+/// Messages have a communicator to themselves.
+const TAG: c_int = 1;
+
+/// Two pipes for each peer.
+pub(super) struct Pipes {
+    sends: Vec<Pipe>,
+    recvs: Vec<Pipe>,
+    /// Those of this exchange that have anything left to do, by peer.
+    active: Vec<(Way, usize)>,
+    pub piece: usize,
+}
+
+impl Pipes {
+    pub(super) fn new(world: usize) -> Self {
+        let pipes = |way| (0..world).map(|peer| Pipe::new(way, peer)).collect();
+        Self {
+            sends: pipes(Way::Send),
+            recvs: pipes(Way::Receive),
+            active: Vec::with_capacity(2 * world),
+            piece: pipe::PIECE,
+        }
+    }
+
+    /// Lists the messages of an exchange.
+    pub(super) fn list(&mut self, sends: &[Message], recvs: &[Message]) {
+        self.active.clear();
+        for (way, list) in [(Way::Receive, recvs), (Way::Send, sends)] {
+            let pipes = if way == Way::Send { &mut self.sends } else { &mut self.recvs };
+            for &message in list {
+                if pipes[message.peer].add(message, self.piece) {
+                    self.active.push((way, message.peer));
+                }
+            }
+        }
+    }
+
+    /// Forgets the messages of an exchange.
+    pub(super) fn clear(&mut self, sends: &[Message], recvs: &[Message]) {
+        for message in recvs {
+            self.recvs[message.peer].clear();
+        }
+        for message in sends {
+            self.sends[message.peer].clear();
+        }
+    }
+
+    /// Moves what is listed.
+    ///
+    /// # Safety
+    /// As [`Transport::exchange`](crate::transport::Transport::exchange).
+    pub(super) unsafe fn travel(&mut self, own: &Group, comm: Comm) -> Result<(), Failure> {
+        let (mut patience, mut failed) = (own.patience(), None);
+        while !self.active.is_empty() {
+            let mut moved = false;
+            let (mut at, mut broken) = (0, None);
+            while let Some(&(way, peer)) = self.active.get(at) {
+                let pipe = match way {
+                    Way::Send => &mut self.sends[peer],
+                    Way::Receive => &mut self.recvs[peer],
+                };
+                // SAFETY: the caller's promise about the messages.
+                match unsafe { pipe.advance(comm, TAG) } {
+                    Ok(now) => moved |= now,
+                    Err(why) => {
+                        broken = Some((peer, why));
+                        break;
+                    }
+                }
+                if pipe.is_done() {
+                    self.active.swap_remove(at);
+                } else {
+                    at += 1;
+                }
+            }
+            if let Some((peer, why)) = broken {
+                return Err(match why {
+                    Broken::Mpi(refused) => own.fail_mpi(peer, refused),
+                    Broken::Size { ours, theirs } => {
+                        let cause = Cause::Size { ours: ours as u64, theirs };
+                        own.fail(Failure { peer, cause, other: own.rank })
+                    }
+                    Broken::Order => own.fail_by(peer, Cause::Failed),
+                });
+            }
+            if moved {
+                patience.moved();
+                continue;
+            }
+            // What arrived before the news of a failure counts.
+            if let Some(failure) = failed {
+                return Err(failure);
+            }
+            // Receives first: who waits to send waits for a peer that has not come to receive.
+            let first = self.active.iter().find(|a| a.0 == Way::Receive).or(self.active.first());
+            if let Some(&(_, on)) = first {
+                let pipes = || self.sends.iter().chain(&self.recvs);
+                let wait = Wait { on, agreeing: false };
+                failed = own.pause(&mut patience, wait, || pipes().map(Pipe::waiting).sum()).err();
+            }
+        }
+        Ok(())
+    }
+
+    /// After a failure: asks MPI to give up what it will.
+    pub(super) fn cancel(&mut self) {
+        self.recvs.iter_mut().for_each(Pipe::cancel);
+    }
+
+    /// Whether MPI holds nothing any more; looks at all of it.
+    pub(super) fn is_free(&mut self) -> bool {
+        let pipes = self.sends.iter_mut().chain(&mut self.recvs);
+        pipes.filter_map(|p| (!p.is_free()).then_some(())).count() == 0
+    }
+}
