@@ -68,6 +68,11 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int colum
         : "memory");
 }
 
+// Brings bytes into L2 soon: address and count are multiples of 16.
+__device__ __forceinline__ void prefetch(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 // Makes what ordinary instructions wrote known to copies and products.
 __device__ __forceinline__ void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -118,6 +123,7 @@ __device__ __forceinline__ u64 matrix_at(u32 address, u32 panel_bytes) {
 #define SUMS16(how, n) SUMS4(how, n), SUMS4(how, n + 1), SUMS4(how, n + 2), SUMS4(how, n + 3)
 #define SUMS32(how, n) SUMS16(how, n), SUMS16(how, n + 4)
 #define SUMS64(how, n) SUMS32(how, n), SUMS32(how, n + 8)
+#define SUMS128(how, n) SUMS64(how, n), SUMS64(how, n + 16)
 #define ADDED "+f"
 #define NEW "=f"
 
@@ -128,6 +134,13 @@ __device__ __forceinline__ u64 matrix_at(u32 address, u32 panel_bytes) {
     REGISTERS32                                                                                                  \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
     "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define REGISTERS128 \
+    REGISTERS64 \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76" \
+    ", %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89" \
+    ", %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102" \
+    ", %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115" \
+    ", %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // The three forms of one product of N columns: A B^T with both matrices in shared memory, rows of 16 elements of the inner
 // dimension, as a new sum and added to one; and A B with A in registers and B's rows along the inner dimension.
@@ -157,4 +170,6 @@ PRODUCTS(F16, "f16", 64, SUMS32, REGISTERS32, "%32", "%33", "%34", "%35", "%36")
 PRODUCTS(Bf16, "bf16", 64, SUMS32, REGISTERS32, "%32", "%33", "%34", "%35", "%36")
 PRODUCTS(F16, "f16", 128, SUMS64, REGISTERS64, "%64", "%65", "%66", "%67", "%68")
 PRODUCTS(Bf16, "bf16", 128, SUMS64, REGISTERS64, "%64", "%65", "%66", "%67", "%68")
+PRODUCTS(F16, "f16", 256, SUMS128, REGISTERS128, "%128", "%129", "%130", "%131", "%132")
+PRODUCTS(Bf16, "bf16", 256, SUMS128, REGISTERS128, "%128", "%129", "%130", "%131", "%132")
 #undef PRODUCTS

@@ -27,11 +27,12 @@ struct HopperMaps {
 // Begins with what the kernel of sm_80 is given, which does the call where maps cannot say what its tensors are.
 struct HopperForwardParams {
     ForwardParams call;
-    u32* tickets;  // 0 before the launch
-    u32 q_span;    // rows to a part of the map of q
-    u32 k_span;    // and of those of k and v
-    u32 tiles;     // work items of one head
-    u32 section;   // q heads whose tiles are taken before any of the next ones
+    u32* tickets;      // 0 before the launch
+    const Work* work;  // tiles of BM rows
+    u32 q_span;        // rows to a part of the map of q
+    u32 k_span;        // and of those of k and v
+    u32 tiles;         // work items of one head
+    u32 section;       // q heads whose tiles are taken before any of the next ones
 };
 
 // A tile of keys.
@@ -111,6 +112,7 @@ struct HopperForward {
         const Window window = {call.score.left, call.score.right};
         const Partners side = {call.keys, call.partners, nullptr, nullptr};
         const u32 general = call.score.flags & SCORE_GENERAL ? STEP_GENERAL : 0;
+        const u32 items = p.tiles * call.heads.q_heads;
         Place place;
         u32 item = blockIdx.x;
         for (u32 n = 0;; ++n) {
@@ -118,7 +120,7 @@ struct HopperForward {
             // The item before has been read from its slot by all when q is free again for the next.
             barrier_wait(at.q_empty(), slot ^ 1);
             volatile Own& own = control.own[slot];
-            if (item >= call.heads.items) {
+            if (item >= items) {
                 own.rows = 0;
                 barrier_arrive(at.q_full());
                 break;
@@ -128,7 +130,7 @@ struct HopperForward {
             const u32 section = item / (p.tiles * p.section), before = section * p.section;
             const u32 heads = min(p.section, call.heads.q_heads - before), inside = item - before * p.tiles;
             const u32 head = before + inside % heads, kv_head = kv_head_of(call.heads, head);
-            const Work work = call.work[inside / heads];
+            const Work work = p.work[inside / heads];
             const Run& query = call.queries[work.run];
             describe(own, query, work, BM, head, kv_head);
             volatile Sweep<1>& sweep = control.sweep;
@@ -249,6 +251,16 @@ struct HopperForward {
         }
     }
 
+    // In an item's last step: what the epilogue will read of the running result, so that it does not wait for memory.
+    static __device__ __forceinline__ void expect_running(const ForwardParams& p, volatile const Own& own) {
+        const u32 mode = p.queries[own.run].mode;
+        if (mode != MODE_MERGE && mode != MODE_LAST) return;
+        const u32 row = warp_row() + (fresh_thread() & 31);
+        const char* from = p.running.ptr + own.head * p.running.head + (own.row + row) * p.running.token;
+        // Half of the lanes, a row each. The host requires rows that begin at multiples of 16 bytes.
+        if ((fresh_thread() & 31) < 16 && row < own.rows) prefetch(from, p.heads.value * 4);
+    }
+
     // All keys of one item.
     static __device__ __forceinline__ void multiply(const ForwardParams& p, const Shared& at, volatile Control& control,
                                                     volatile const Own& own, u32 group, Place& place, Out& out,
@@ -267,7 +279,10 @@ struct HopperForward {
         product_wait<0>();
         hold(s);
         u32 flags = control.steps[stage].flags;
-        if (flags & STEP_LAST) release(at.q_empty());
+        if (flags & STEP_LAST) {
+            release(at.q_empty());
+            expect_running(p, own);
+        }
         shape(s, p, own, control.steps[stage], flags);
         release(at.k_empty(stage));
         softmax(s, row_max, row_sum, rescale, p.score.exp_scale);
@@ -291,7 +306,10 @@ struct HopperForward {
             product_wait<1>();
             hold(s);
             flags = control.steps[stage].flags;
-            if (flags & STEP_LAST) release(at.q_empty());
+            if (flags & STEP_LAST) {
+                release(at.q_empty());
+                expect_running(p, own);
+            }
             shape(s, p, own, control.steps[stage], flags);
             release(at.k_empty(stage));
             softmax(s, row_max, row_sum, rescale, p.score.exp_scale);

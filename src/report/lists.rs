@@ -28,12 +28,12 @@ fn tiles(lens: impl Iterator<Item = u32>) -> u64 {
     lens.map(|len| u64::from(len).div_ceil(TILE_ROWS)).sum()
 }
 
-/// Bytes of the lists of one attention call; and of the words that a backward counts in, for so many heads of q and of dk.
+/// Bytes of the lists of one attention call, in which two kernels may have tiles of q rows of their own; and of the words that a backward counts in, for so many heads of q and of dk.
 fn attention(r: &Ranges<'_>, (q_heads, key_heads): (u64, u64)) -> (u64, u64) {
     let (q, k) = (tiles(r.q.iter().map(|q| q.range.len)), tiles(r.k.iter().map(|k| k.len)));
     let met: u64 = r.q.iter().map(|q| u64::from(q.keys_end - q.keys_begin)).sum();
     let (q_runs, k_runs) = (r.q.len() as u64, r.k.len() as u64);
-    let lists = (q_runs + k_runs) * (RUN + 4) + r.pairs.len() as u64 * 4 + met * 4 + (q + k) * WORK + PADDING;
+    let lists = (q_runs + k_runs) * (RUN + 4) + r.pairs.len() as u64 * 4 + met * 4 + (2 * q + k) * WORK + PADDING;
     (lists, (1 + q * q_heads + k * key_heads) * 4 + PADDING)
 }
 

@@ -8,7 +8,7 @@ use super::lists::{self, Lists, Tiles};
 use super::params::{Backward, Forward, Heads, SCORE_GENERAL, SCORE_SOFTCAP, Score, Tensor};
 use super::room::{Part, Room, padded};
 use super::staging::Staging;
-use super::{Cuda, Stream, dq_semaphore, find};
+use super::{Cuda, Stream, dq_semaphore, find, hopper};
 use crate::call::{Attend, AttendBackward, Gradients, HeadMap, RawTensor};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
@@ -21,8 +21,11 @@ impl Cuda {
     /// # Errors
     /// [`Error::Unsupported`] for types and dims there is no kernel for.
     pub fn attend_bytes(&self, call: &Attend) -> Result<usize> {
-        let (_, _, shape) = find(call.q.dtype, call.q.dim, call.v.dim)?;
-        Ok(lists::bytes(&call.ranges, Tiles { queries: shape.forward.rows, keys: 0 }) + padded(size_of::<u32>()))
+        let (_, at, shape) = find(call.q.dtype, call.q.dim, call.v.dim)?;
+        let rows = shape.forward.rows;
+        let other = hopper::other_rows(at, rows).map_or(0, |rows| lists::query_work_bytes(&call.ranges, rows));
+        let tiles = Tiles { queries: rows, keys: 0 };
+        Ok(lists::bytes(&call.ranges, tiles) + other + padded(size_of::<u32>()))
     }
 
     /// Bytes of staging that [`Cuda::attend_backward`] needs for this call.
@@ -132,8 +135,12 @@ impl Cuda {
             launches.push(match hopper {
                 None => Launch::tiles(kernel, items, false, &params),
                 Some(hopper) => {
+                    let work = match hopper::other_rows(shape, s.forward.rows) {
+                        None => (lists.query_work, lists.query_tiles),
+                        Some(rows) => lists::query_work(scratch, &mut writer, &call.ranges, rows, window),
+                    };
                     let tickets = writer.words(1);
-                    let (params, hopper) = self.hopper_params(call, hopper, shape, params, lists.query_tiles, tickets);
+                    let (params, hopper) = self.hopper_params(call, hopper, shape, params, work, tickets);
                     Launch::tiles(kernel, items, false, &params).or_hopper(hopper)
                 }
             });

@@ -31,13 +31,14 @@ impl Cuda {
     }
 
     /// The parameters of a call whose other ones are `params`, for both kernels, and what the maps of this one are made of.
+    /// `work` is where the tiles of this one lie, and their number.
     pub(super) fn hopper_params(
         &self,
         call: &Attend,
         kernel: Ready,
         shape: usize,
         params: Forward,
-        tiles: usize,
+        (work, tiles): (u64, usize),
         tickets: u64,
     ) -> (Params, Hopper) {
         let (q_span, k_span) = (longest(call.ranges.q.iter().map(|q| &q.range)), longest(call.ranges.k.iter()));
@@ -54,6 +55,8 @@ impl Cuda {
         let held = call.ranges.k.iter().map(|k| u64::from(k.len)).sum::<u64>();
         let head_bytes = held * u64::from(call.k.dim + call.v.dim) * call.k.dtype.size() as u64;
         let section = section(self.l2_bytes, head_bytes, call.heads.group).min(call.q.heads).max(1);
-        (Params { call: params, tickets, q_span, k_span, tiles: tiles as u32, section }, Hopper { kernel, tensors })
+        // Tiles are never more than those of the other kernel, whose number times heads fits.
+        let (tiles, items) = (tiles as u32, tiles as u32 * call.q.heads);
+        (Params { call: params, tickets, work, q_span, k_span, tiles, section }, Hopper { kernel, items, tensors })
     }
 }

@@ -105,8 +105,8 @@ impl Launch {
     /// All addresses in the parameters are those of device memory that is as the kernel expects it when the launch runs,
     /// in stream order; the stream is of the current context, which is that of `cuda`; the kernel's module is loaded.
     pub unsafe fn start(&self, cuda: &Cuda, stream: Stream) -> Result<()> {
-        let hopper = self.hopper.and_then(|hopper| Some((hopper.kernel, hopper.maps(self.first_tensors())?)));
-        if let (Some((kernel, maps)), Grid::Tiles { items, .. }) = (hopper, self.grid) {
+        let hopper = self.hopper.and_then(|hopper| Some((hopper, hopper.maps(self.first_tensors())?)));
+        if let Some((Hopper { kernel, items, .. }, maps)) = hopper {
             let blocks = cuda.grid(items, kernel.each, true);
             let params = [(&raw const maps).cast(), self.params.as_ptr().cast()];
             // SAFETY: as below; the maps are those of the tensors in the parameters.

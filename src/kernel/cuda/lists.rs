@@ -89,14 +89,7 @@ pub(super) fn write(
         let (pairs, at) = writer.array::<u32>(ranges.pairs.len());
         lists.keys_of = at;
         pairs.copy_from_slice(ranges.pairs);
-        let cost = |q: &QRange, first: i64, last: i64| {
-            partners(ranges, q).map(|k| met(k, first.saturating_sub(window.0), last.saturating_add(window.1))).sum()
-        };
-        scratch.tiles.clear();
-        for (i, q) in ranges.q.iter().enumerate() {
-            cut(&mut scratch.tiles, i, &q.range, tiles.queries, |first, last| cost(q, first, last));
-        }
-        (lists.query_work, lists.query_tiles) = work(scratch, writer);
+        (lists.query_work, lists.query_tiles) = query_work(scratch, writer, ranges, tiles.queries, window);
     }
     if tiles.keys > 0 {
         let (inverse, at) = writer.array::<u32>(ring_steps(ranges));
@@ -110,6 +103,29 @@ pub(super) fn write(
         (lists.key_work, lists.key_tiles) = work(scratch, writer);
     }
     lists
+}
+
+/// Writes the tiles of so many q rows; where they lie, and how many there are.
+pub(super) fn query_work(
+    scratch: &mut Scratch,
+    writer: &mut Writer<'_>,
+    ranges: &Ranges,
+    rows: u32,
+    window: (i64, i64),
+) -> (u64, usize) {
+    let cost = |q: &QRange, first: i64, last: i64| {
+        partners(ranges, q).map(|k| met(k, first.saturating_sub(window.0), last.saturating_add(window.1))).sum()
+    };
+    scratch.tiles.clear();
+    for (i, q) in ranges.q.iter().enumerate() {
+        cut(&mut scratch.tiles, i, &q.range, rows, |first, last| cost(q, first, last));
+    }
+    work(scratch, writer)
+}
+
+/// Bytes of what [`query_work`] writes.
+pub(super) fn query_work_bytes(ranges: &Ranges, rows: u32) -> usize {
+    padded(count(ranges.q.iter().map(|q| q.range.len), rows) * size_of::<Work>())
 }
 
 /// How many rows of a range lie at positions `low..=high`.
