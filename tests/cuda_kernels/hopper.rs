@@ -6,7 +6,7 @@
 
 use crate::case::{Case, Cut, decode, encode, random};
 use crate::device::{Device, emulated_count};
-use crate::run::{check, forward};
+use crate::run::{check, forward, tiles_met};
 use cpattn::Dtype;
 use cpattn::call::{Attend, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
 use std::sync::Mutex;
@@ -205,6 +205,60 @@ fn gradients_follow() {
     }
 }
 
+/// Whether this process runs one test only; if not, makes one that does. The stand-in driver counts what a process does.
+fn alone(test: &str) -> bool {
+    if std::env::var_os("CPATTN_COUNTS_ALONE").is_some() {
+        return true;
+    }
+    let child = std::process::Command::new(std::env::current_exe().expect("this test"))
+        .args(["--exact", test, "--nocapture"])
+        .env("CPATTN_COUNTS_ALONE", "1")
+        .output()
+        .expect("a process");
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(child.status.success(), "{}{}", text(&child.stdout), text(&child.stderr));
+    false
+}
+
+/// Copies load each tile of keys that some row meets once for each q tile and head, and no others; q once, where anything is
+/// met. What they load is right in the other tests, which leaves no room for a tile too few.
+#[test]
+fn tiles_are_loaded_once() {
+    if !alone("hopper::tiles_are_loaded_once") {
+        return;
+    }
+    let Some(device) = Device::open() else { return };
+    if emulated_count(c"boxes").is_none() || !std::env::var("CPATTN_EMU_SM").is_ok_and(|sm| sm == "90") {
+        return;
+    }
+    for (dims, keys) in [((64, 64), 128), ((128, 128), 128), ((192, 128), 128), ((256, 256), 64)] {
+        let base = Case {
+            documents: vec![(150, 420, 270), (1, 60, 59), (0, 20, 0), (30, 0, 0), (260, 260, 0)],
+            heads: 2,
+            kv_heads: 1,
+            held: 0..2,
+            ..Case::new("hopper loads", Dtype::Bf16, dims)
+        };
+        let window = |left, right| Score { window_left: left, window_right: right, ..base.score };
+        for case in [
+            base.clone(),
+            Case { score: window(i64::MAX, i64::MAX), ..base.clone() },
+            Case { score: window(20, 0), ..base.clone() },
+            Case { score: window(7, 40), cut: Cut::Chunks(3), ..base.clone() },
+            Case { cut: Cut::Striped(2, 8), ring_steps: 2, ..base.clone() },
+        ] {
+            let before = emulated_count(c"boxes").expect("asked above");
+            forward(&device, &case);
+            let loaded = emulated_count(c"boxes").expect("asked above") - before;
+            let (tiles, items) = tiles_met(&case, 128, keys);
+            let panels = |dim: usize| dim as u64 / 64;
+            let expected = 2 * (items * panels(dims.0) + tiles * (panels(dims.0) + panels(dims.1)));
+            assert!(expected > 0);
+            assert_eq!(loaded, expected, "boxes of 64 columns: {case:?}");
+        }
+    }
+}
+
 /// A call with two heads of q and k and one range each; `change` makes other tensors of the same memory.
 fn launch(device: &Device, change: impl Fn(&mut Attend)) -> Vec<f64> {
     const TOKENS: usize = 40;
@@ -244,15 +298,7 @@ fn launch(device: &Device, change: impl Fn(&mut Attend)) -> Vec<f64> {
 /// cannot describe: they compute the same.
 #[test]
 fn the_family_follows_device_and_tensors() {
-    // The stand-in driver counts the launches of a process, so this test needs one of its own.
-    if std::env::var_os("CPATTN_COUNTS_ALONE").is_none() {
-        let child = std::process::Command::new(std::env::current_exe().expect("this test"))
-            .args(["--exact", "hopper::the_family_follows_device_and_tensors", "--nocapture"])
-            .env("CPATTN_COUNTS_ALONE", "1")
-            .output()
-            .expect("a process");
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        assert!(child.status.success(), "{}{}", text(&child.stdout), text(&child.stderr));
+    if !alone("hopper::the_family_follows_device_and_tensors") {
         return;
     }
     let Some(device) = Device::open() else { return };

@@ -115,6 +115,37 @@ fn ring_steps(case: &Case, q: &Side, k: &Side) -> Vec<RingStep> {
         .collect()
 }
 
+/// How many tiles of `keys` rows of k the tiles of `rows` q rows of one head must load, and how many of those must load any:
+/// of each k range all between the first and the last row that some row of the tile may meet, row by row.
+pub fn tiles_met(case: &Case, rows: usize, keys: usize) -> (u64, u64) {
+    let q_side = Side::new(&case.documents.iter().map(|d| (d.0, d.2)).collect::<Vec<_>>(), case.cut, 3);
+    let k_side = Side::new(&case.documents.iter().map(|d| (d.1, 0)).collect::<Vec<_>>(), case.cut, 7);
+    let (left, right) = (case.score.window_left, case.score.window_right);
+    let (mut tiles, mut some) = (0, 0);
+    for step in ring_steps(case, &q_side, &k_side) {
+        for q in &step.q {
+            let partners: Vec<&Range> =
+                step.pairs[q.keys_begin as usize..q.keys_end as usize].iter().map(|&k| &step.k[k as usize]).collect();
+            let positions: Vec<i64> = (0..q.range.len).map(|i| q.range.position(i)).collect();
+            for tile in positions.chunks(rows) {
+                let before = tiles;
+                for k in &partners {
+                    let met = |j: &u32| {
+                        let distance = |p: i64| p - k.position(*j);
+                        tile.iter().any(|&p| distance(p) <= left && -distance(p) <= right)
+                    };
+                    let (first, last) = ((0..k.len).find(met), (0..k.len).rev().find(met));
+                    if let (Some(first), Some(last)) = (first, last) {
+                        tiles += u64::from(last - first + 1).div_ceil(keys as u64);
+                    }
+                }
+                some += u64::from(tiles > before);
+            }
+        }
+    }
+    (tiles, some)
+}
+
 fn rms(x: impl Iterator<Item = f64>) -> f64 {
     let (mut n, mut sum) = (0, 0.0);
     for x in x {

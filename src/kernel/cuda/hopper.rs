@@ -35,8 +35,7 @@ const fn forward(d: u32, dv: u32, m: u32, n: u32, stages: u32) -> Option<Shape> 
 }
 
 /// By the index of [`SHAPES`].
-pub(super) const FORWARD: [Option<Shape>; SHAPES.len()] =
-    [
+pub(super) const FORWARD: [Option<Shape>; SHAPES.len()] = [
     forward(64, 64, 128, 128, 2),
     None,
     forward(128, 128, 128, 128, 2),

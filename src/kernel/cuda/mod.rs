@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The CUDA backend: the structures of [`crate::kernel`], launched on a stream of the caller's.
 //!
-//! [`Cuda`] is one device. Its kernels are PTX for compute capability 8.0, and for the forward of head dims 64, 128 and
-//! 192/128 (and what these shapes hold) on 9.0 also for that, embedded in the crate, which the driver
+//! [`Cuda`] is one device. Its kernels are PTX for compute capability 8.0, and for the forward of head dims 64, 128,
+//! 192/128 and 256 (and what these shapes hold) on 9.0 also for that, embedded in the crate, which the driver
 //! compiles when [`Cuda::prepare`] (or the first call) asks for them. Tensors are device addresses, streams are raw
 //! driver handles of the device's primary context. A call checks what it is given, writes its ranges into a
 //! [`Staging`] ring, has them copied and launches; it never waits for the device unless that ring is full, and

@@ -3,6 +3,7 @@
 //!
 //! Calls are counted as they are made. Work is counted when it is put into a stream, by what it is: a launch of a graph
 //! counts what the graph does. A wait is a call that returns only after work of the device; its copies are counted too.
+//! `boxes` are what tensor copies inside of kernels loaded, of the launches that are over.
 //!
 //! `cuEmuCount(name)` answers for the name of a function or of a kind below, `cuEmuCounts` gives all of them as lines of
 //! name and number, `cuEmuCountReset` sets them to 0. `CPATTN_EMU_CALLS` names a file that the lines are appended to when
@@ -104,6 +105,7 @@ pub(crate) struct Counts {
     pieces: [u64; PIECES.len()],
     /// Launches of each kernel.
     kernels: HashMap<String, u64>,
+    boxes: u64,
 }
 
 impl Counts {
@@ -119,15 +121,21 @@ impl Counts {
         *self.kernels.entry(name.to_owned()).or_insert(0) += 1;
     }
 
+    /// Adds boxes that the tensor copies of a launch that is over loaded into shared memory.
+    pub(crate) fn boxes(&mut self, n: u64) {
+        self.boxes += n;
+    }
+
     fn of_kind(&self, wanted: Kind) -> u64 {
         self.calls.iter().filter(|(name, _)| kind(name).0 == wanted).map(|(_, n)| n).sum()
     }
 
-    /// By the name of a function, of a piece of work, of a kernel, or `allocations`, `queries`, `calls`.
+    /// By the name of a function, of a piece of work, of a kernel, or `allocations`, `queries`, `calls`, `boxes`.
     pub(crate) fn get(&self, name: &str) -> u64 {
         match name {
             "allocations" => self.of_kind(Allocation),
             "queries" => self.of_kind(Query),
+            "boxes" => self.boxes,
             "calls" => self.calls.iter().filter(|(name, _)| kind(name).0 != Own).map(|(_, n)| n).sum(),
             _ => match PIECES.iter().position(|p| *p == name) {
                 Some(p) => self.pieces[p],
@@ -141,7 +149,7 @@ impl Counts {
         let mut names: Vec<&str> = self.calls.keys().copied().filter(|n| kind(n).0 != Own).collect();
         names.sort_unstable();
         let mut out = String::new();
-        for name in ["calls", "allocations", "queries"].into_iter().chain(PIECES).chain(names) {
+        for name in ["calls", "allocations", "queries", "boxes"].into_iter().chain(PIECES).chain(names) {
             let n = self.get(name);
             if n > 0 {
                 // Text into a string cannot fail.

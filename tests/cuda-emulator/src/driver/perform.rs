@@ -50,6 +50,7 @@ impl Machine {
                 match result {
                     Ok(stats) => {
                         self.time += stats.instructions;
+                        self.counts.boxes(stats.boxes);
                         if self.config.count {
                             print_counts(&kernel, grid, &stats);
                         }

@@ -21,6 +21,8 @@ pub(crate) struct Grid {
     pub(crate) conflicts: Vec<u64>,
     /// Instructions of all warps.
     pub(crate) executed: u64,
+    /// Boxes that tensor copies loaded.
+    pub(crate) boxes: u64,
     /// `executed` when something last changed.
     last_effect: u64,
     pub(crate) scratch: [u32; 32],
@@ -39,6 +41,7 @@ impl Grid {
             counts: vec![0; code],
             conflicts: vec![0; code],
             executed: 0,
+            boxes: 0,
             last_effect: 0,
             scratch: [0; 32],
         }

@@ -78,6 +78,8 @@ pub struct Launch<'a> {
 pub struct Stats {
     /// Warp instructions.
     pub instructions: u64,
+    /// Boxes that tensor copies loaded into shared memory.
+    pub boxes: u64,
     /// Per instruction: line, executions by a warp, extra passes through shared memory.
     pub lines: Vec<(u32, u64, u64)>,
 }
@@ -179,7 +181,7 @@ pub fn launch(kernel: &Kernel, mem: &mut Memory, how: &Launch<'_>) -> Result<Sta
         }
     }
     let lines = code.ins.iter().enumerate().map(|(pc, i)| (i.line, grid.counts[pc], grid.conflicts[pc])).collect();
-    Ok(Stats { instructions: grid.executed, lines })
+    Ok(Stats { instructions: grid.executed, boxes: grid.boxes, lines })
 }
 
 fn start(kernel: &Kernel, grid: &mut Grid, how: &Launch<'_>, b: u32) -> Resident {

@@ -84,6 +84,7 @@ pub(super) unsafe fn load(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
         if let Err(flow) = issued {
             return flow;
         }
+        cx.grid.boxes += 1;
     }
     cx.grid.effect(true);
     Flow::Next
