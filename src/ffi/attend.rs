@@ -18,7 +18,7 @@ use crate::{
     error::{Error, Result},
 };
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct cpattn_attend_args {
     pub struct_size: usize,
@@ -38,7 +38,7 @@ pub struct cpattn_attend_args {
     pub running_lse: *const cpattn_tensor,
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct cpattn_attend_backward_args {
     pub struct_size: usize,

@@ -29,7 +29,8 @@ pub(super) trait Kind: Send + Sync + 'static {
 
 const DEAD: u64 = u64::from_le_bytes(*b"cpatDEAD");
 
-/// See the module.
+/// A handle of the C interface: the word that tells whether it is alive, and what it holds.
+#[derive(Debug)]
 #[repr(C)]
 pub struct Handle<T> {
     magic: AtomicU64,

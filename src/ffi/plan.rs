@@ -23,7 +23,7 @@ use crate::{
 /// For windows: no limit.
 const UNLIMITED: i64 = i64::MAX;
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct cpattn_problem {
     pub struct_size: usize,
@@ -46,7 +46,7 @@ pub struct cpattn_problem {
     pub reserved: i32,
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct cpattn_options {
     pub struct_size: usize,
@@ -71,7 +71,7 @@ impl Kind for Plan {
     const MAGIC: u64 = u64::from_le_bytes(*b"cpatPLAN");
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct cpattn_plan_info {
     pub struct_size: usize,
@@ -86,7 +86,7 @@ pub struct cpattn_plan_info {
     pub fingerprint: u64,
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct cpattn_share {
     pub struct_size: usize,

@@ -16,7 +16,7 @@ use crate::{
 /// Positions and windows beyond this are a mistake; within it, no sum of a few of them overflows.
 const FAR: u64 = 1 << 40;
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct cpattn_range {
     pub row: i64,
@@ -27,7 +27,7 @@ pub struct cpattn_range {
     pub doc: u32,
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct cpattn_q_range {
     pub range: cpattn_range,
@@ -48,7 +48,7 @@ macro_rules! same_layout {
 same_layout!(cpattn_range, Range: row, pos, len, block, period, doc);
 same_layout!(cpattn_q_range, QRange: range, keys_begin, keys_end, mode);
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct cpattn_ranges {
     pub q: *const cpattn_q_range,
@@ -59,7 +59,7 @@ pub struct cpattn_ranges {
     pub pair_count: usize,
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct cpattn_head_map {
     pub q_offset: u32,
@@ -67,7 +67,7 @@ pub struct cpattn_head_map {
     pub group: u32,
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct cpattn_score {
     pub scale: f64,

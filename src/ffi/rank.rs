@@ -34,7 +34,7 @@ use crate::{
 #[cfg(feature = "cuda")]
 use crate::{kernel::cuda::sm_margin::SmMargin, runtime::Marks};
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct cpattn_rank_options {
     pub struct_size: usize,
@@ -44,7 +44,7 @@ pub struct cpattn_rank_options {
     pub leave_free: u32,
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct cpattn_forward_args {
     pub struct_size: usize,
@@ -57,7 +57,7 @@ pub struct cpattn_forward_args {
     pub stream: *mut c_void,
 }
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct cpattn_backward_args {
     pub struct_size: usize,
@@ -83,6 +83,7 @@ versioned! {
 
 /// What a rank's handle holds.
 #[doc(hidden)]
+#[derive(Debug)]
 pub struct State {
     rank: Mutex<Rank>,
     place: Device,

@@ -31,6 +31,7 @@ const MOST_CALLS: u32 = 1 << 16;
 
 /// What a scratch's handle holds.
 #[doc(hidden)]
+#[derive(Debug)]
 pub struct Scratch {
     kernels: Mutex<Kernels>,
     place: Device,

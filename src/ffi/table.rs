@@ -32,7 +32,7 @@ use crate::{
 };
 
 /// Layout as [`Message`], which is handed to the caller's functions as it is.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct cpattn_message {
     pub peer: usize,
@@ -47,7 +47,7 @@ const _: () = {
     assert!(offset_of!(cpattn_message, bytes) == offset_of!(Message, bytes));
 };
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct cpattn_transport_table {
     pub struct_size: usize,
@@ -86,6 +86,7 @@ versioned! { cpattn_transport_table through release; }
 
 /// The caller's functions as a transport.
 #[doc(hidden)]
+#[derive(Debug)]
 pub struct Table {
     table: cpattn_transport_table,
     /// Room for an all-gather: runs allocate nothing.

@@ -30,6 +30,7 @@ const MOST_THREADS: u32 = 4096;
 
 /// Any kind, until it becomes a rank.
 #[doc(hidden)]
+#[derive(Debug)]
 pub enum Any {
     Local(local::Local),
     Table(Table),

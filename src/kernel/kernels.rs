@@ -20,7 +20,8 @@ use crate::{
 /// A stream of a device (`CUstream`, `cudaStream_t`); null on the CPU, and the legacy default stream on a device.
 pub type RawStream = *mut c_void;
 
-/// See the module.
+/// The kernels of the CPU or of one device, behind the same calls.
+#[derive(Debug)]
 pub enum Kernels {
     /// The CPU's, with the memory of their tiles.
     Cpu(cpu::Scratch),

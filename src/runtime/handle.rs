@@ -35,3 +35,10 @@ impl AbortHandle {
         self.transport.upgrade().map_or(Ok(()), |transport| self.failure.poll(&*transport))
     }
 }
+
+impl core::fmt::Debug for AbortHandle {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let rank = self.transport.upgrade().map(|transport| transport.rank());
+        f.debug_struct("AbortHandle").field("rank", &rank).finish_non_exhaustive()
+    }
+}

@@ -49,6 +49,7 @@ pub enum Fault {
 }
 
 /// A transport whose call number `at` goes wrong; `agree` and `exchange` count, from 0.
+#[derive(Debug)]
 pub struct Faulty<T> {
     inner: RwLock<Option<Arc<T>>>,
     rank: usize,

@@ -67,6 +67,17 @@ struct Events {
     notes: Vec<u8>,
 }
 
+impl core::fmt::Debug for Peer {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let (rank, world, device) = (self.local.rank(), self.local.world(), self.cuda.ordinal());
+        f.debug_struct("Peer")
+            .field("rank", &rank)
+            .field("world", &world)
+            .field("device", &device)
+            .finish_non_exhaustive()
+    }
+}
+
 /// One rank for each entry of `devices`, in that order; several entries may be the same device. Each device gets access to
 /// the memory of the others where the driver can give it.
 ///

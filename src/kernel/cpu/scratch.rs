@@ -33,6 +33,12 @@ pub struct Scratch {
     executor: Option<Arc<dyn Executor>>,
 }
 
+impl core::fmt::Debug for Scratch {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        f.debug_struct("Scratch").field("workers", &self.workers).field("isa", &self.isa).finish_non_exhaustive()
+    }
+}
+
 impl Scratch {
     /// Memory for `workers` (at least one) parallel workers. More than one are used with the feature `rayon` or an
     /// [`Executor`] only; results do not depend on their number.
