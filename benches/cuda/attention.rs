@@ -245,7 +245,7 @@ impl Heads {
         self.with_staging(|s, staging| {
             let call = s.attend(&s.sets[set]);
             // SAFETY: the buffers live as long as `self`, which is dropped after the stream was waited for.
-            text(unsafe { device.cuda.attend(&call, RawTensor::NONE, staging, device.stream) })
+            text(unsafe { device.cuda.attend(&call, staging, device.stream) })
         })
     }
 

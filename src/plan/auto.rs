@@ -231,20 +231,10 @@ pub(super) fn judge(problem: &Problem, mesh: Mesh, d: &Dealt, balance: u32) -> C
     Candidate { mesh, layout: d.layout, multiply_adds, bytes, messages, cost }
 }
 
-/// The automatic mesh with the default [`BALANCE`]; see [`choose`].
-pub fn auto_mesh(world: usize, problem: &Problem) -> Result<Mesh> {
-    auto_mesh_with(world, problem, BALANCE)
-}
-
-/// The automatic mesh when a byte costs as much as `balance` multiply-adds; see [`choose`].
-pub fn auto_mesh_with(world: usize, problem: &Problem, balance: u32) -> Result<Mesh> {
-    Ok(choose(world, problem, balance)?.mesh)
-}
-
 impl Mesh {
-    /// The mesh that [`choose`] takes for `world` ranks.
+    /// The mesh that [`choose`] takes for `world` ranks with the default [`BALANCE`].
     pub fn auto(world: usize, problem: &Problem) -> Result<Self> {
-        auto_mesh(world, problem)
+        Ok(choose(world, problem, BALANCE)?.mesh)
     }
 }
 

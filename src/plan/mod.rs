@@ -23,7 +23,7 @@ mod shard;
 
 pub use area::{Load, area};
 pub use auto::{
-    BALANCE, Candidate, Choice, Dealt, LAYOUTS, MESSAGE, auto_layout, auto_mesh, auto_mesh_with, choose, dealt,
+    BALANCE, Candidate, Choice, Dealt, LAYOUTS, MESSAGE, auto_layout, choose, dealt,
 };
 pub use form::{CirculatingSide, Direction, Form};
 pub use problem::{AttentionKind, MAX_HEAD_DIM, Problem};

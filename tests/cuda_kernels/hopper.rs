@@ -290,7 +290,7 @@ fn launch(device: &Device, change: impl Fn(&mut Attend)) -> Vec<f64> {
     change(&mut call);
     let mut staging = device.cuda.staging(4096, 2).expect("memory");
     // SAFETY: everything lives until the download below; changed tensors lie in the same memory.
-    unsafe { device.cuda.attend(&call, RawTensor::NONE, &mut staging, device.stream) }.expect("a legal call");
+    unsafe { device.cuda.attend(&call, &mut staging, device.stream) }.expect("a legal call");
     device.download(&o).chunks_exact(2).map(|b| decode(Dtype::Bf16, b)).collect()
 }
 

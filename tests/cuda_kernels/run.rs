@@ -249,7 +249,7 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
     let mut staging = device.cuda.staging(bytes + bytes / 2, 2).expect("memory");
     for call in &calls {
         // SAFETY: all tensors live until the stream is synchronised, by the downloads below.
-        unsafe { device.cuda.attend(call, RawTensor::NONE, &mut staging, device.stream) }.expect("a legal call");
+        unsafe { device.cuda.attend(call, &mut staging, device.stream) }.expect("a legal call");
         // The next visit may find anything in the running o of a row that has met no key yet.
         // (Cases of three visits leave the device running.)
         if case.ring_steps == 2 {

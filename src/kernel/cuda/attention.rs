@@ -40,8 +40,7 @@ impl Cuda {
         })
     }
 
-    /// Forward attention: see [`Attend`]. `max_score`, when not NONE, is f32 `[1, q heads, 1]`, and is raised to the
-    /// largest score of each head (after softcap and ALiBi); the caller sets it to `−inf` first.
+    /// Forward attention: see [`Attend`].
     ///
     /// # Errors
     /// [`Error::Invalid`] and [`Error::Unsupported`] before anything is launched, [`Error::Device`] when the driver
@@ -50,24 +49,22 @@ impl Cuda {
     /// # Safety
     /// The stream is of the device's primary context. When the launch runs, in stream order, the rows of the ranges are
     /// valid device memory in every tensor: for reads in q, k, v, slopes and sinks, for writes too in running,
-    /// running_lse, o, lse and max_score, which overlap nothing (but running_lse may be lse) and which nobody else
+    /// running_lse, o and lse, which overlap nothing (but running_lse may be lse) and which nobody else
     /// accesses meanwhile.
     pub unsafe fn attend(
         &self,
         call: &Attend,
-        max_score: RawTensor,
         staging: &mut Staging,
         stream: Stream,
     ) -> Result<()> {
         // SAFETY: the launches read and write what the caller promised, and lists in the ring.
-        unsafe { self.launch(staging, stream, |ring| self.attend_launches(call, max_score, ring)) }
+        unsafe { self.launch(staging, stream, |ring| self.attend_launches(call, ring)) }
     }
 
     /// The launches of [`Cuda::attend`], their lists written into `room`.
     pub(super) fn attend_launches(
         &self,
         call: &Attend<'_>,
-        max_score: RawTensor,
         room: &mut impl Room,
     ) -> Result<(Part, Launches)> {
         let (element, shape, s) = find(call.q.dtype, call.q.dim, call.v.dim)?;
@@ -97,7 +94,6 @@ impl Cuda {
             lse: require(needs_o, checker, "lse", &call.lse, f32s)?,
             slopes: checker.per_head("slopes", &call.slopes, q_heads)?,
             sinks: checker.per_head("sinks", &call.sinks, q_heads)?,
-            max_score: checker.per_head("max_score", &max_score, q_heads)?.ptr,
             queries: 0,
             keys: 0,
             partners: 0,
@@ -113,9 +109,6 @@ impl Cuda {
             if !t.is_none() && t.tokens < call.q.tokens {
                 rows_fit(name, t, call.ranges.q.iter().map(|q| &q.range))?;
             }
-        }
-        if !max_score.is_none() && q_heads > 1 && max_score.head_stride != 1 {
-            return Err(Error::invalid("max_score.head_stride", max_score.head_stride, 1));
         }
 
         let (kernel, hopper) = {

@@ -111,7 +111,7 @@ impl<'a> Recorder<'a> {
     }
 
     pub(crate) fn attend(&mut self, call: &Attend<'_>) -> Result<()> {
-        let made = self.cuda.attend_launches(call, RawTensor::NONE, self)?;
+        let made = self.cuda.attend_launches(call, self)?;
         self.add(made);
         Ok(())
     }

@@ -112,7 +112,6 @@ pub(super) struct Forward {
     pub lse: Tensor,
     pub slopes: Tensor,
     pub sinks: Tensor,
-    pub max_score: u64,
     pub queries: u64,
     pub keys: u64,
     pub partners: u64,

@@ -113,7 +113,7 @@ impl StreamKernels {
         unsafe {
             let lists = || check::ranges(&call.ranges, rows[0], rows[1], false);
             self.accept(self.cuda.attend_bytes(call)?, lists, stream)?;
-            self.cuda.attend(call, RawTensor::NONE, &mut self.staging, stream)
+            self.cuda.attend(call, &mut self.staging, stream)
         }
     }
 
