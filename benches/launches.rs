@@ -66,7 +66,7 @@ fn measure(cuda: &Arc<Cuda>, plan: &Plan) -> (usize, f64) {
     let ends = peer::group(&vec![Arc::clone(cuda); world], Duration::from_secs(600)).expect("a group");
     let barrier = Barrier::new(world + 1);
     let ops: usize = (0..world)
-        .flat_map(|rank| DIRECTIONS.map(|d| Schedule::new(plan, rank, d).expect("a schedule").ops.len()))
+        .flat_map(|rank| DIRECTIONS.map(|d| Schedule::new(plan, rank, d).expect("a schedule").operations().len()))
         .sum::<usize>()
         * RUNS;
     thread::scope(|scope| {

@@ -32,7 +32,7 @@ fn one_rank(problem: &Problem, mesh: Mesh, layout: Layout, rank: usize) -> usize
     let plan = Plan::new(problem, mesh, layout).unwrap();
     let forward = Schedule::new(&plan, rank, Direction::Forward).unwrap();
     let backward = Schedule::new(&plan, rank, Direction::Backward).unwrap();
-    forward.ops.len() + backward.ops.len()
+    forward.operations().len() + backward.operations().len()
 }
 
 fn bench(c: &mut Criterion) {

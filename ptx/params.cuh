@@ -76,6 +76,7 @@ struct Heads {
 
 struct ForwardParams {
     Tensor q, k, v, running, running_lse, o, lse, slopes, sinks;
+    float* max_score;
     const Run* queries;
     const Run* keys;
     const u32* partners;

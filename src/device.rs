@@ -5,6 +5,7 @@ use core::fmt;
 
 /// The CPU, or one CUDA device of this machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Device {
     /// Host memory.
     Cpu,

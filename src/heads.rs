@@ -12,6 +12,7 @@ use crate::call::HeadMap;
 
 /// The heads of one Ulysses rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct HeadShare {
     /// Its q heads.
     pub q: Range<u32>,

@@ -23,6 +23,7 @@ use crate::{
 
 /// How tokens are dealt to ring ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Layout {
     /// Rank r holds tokens `⌊r·n/R⌋ .. ⌊(r+1)·n/R⌋` of the pack.
     Contiguous,
@@ -57,6 +58,7 @@ impl core::fmt::Display for Layout {
 
 /// A run of one document inside a share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Segment {
     /// Rows of the share (`row` counts from the share's start), positions, document.
     pub range: Range,

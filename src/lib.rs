@@ -21,6 +21,7 @@
 #![cfg_attr(feature = "std", doc = "")]
 #![cfg_attr(feature = "std", doc = include_str!("../README.md"))]
 #![cfg_attr(not(feature = "std"), no_std)]
+#![deny(missing_debug_implementations)]
 
 extern crate alloc;
 

@@ -19,7 +19,7 @@ pub struct Mesh {
     pub ulysses: usize,
 }
 
-/// A rank's place in its mesh.
+/// A rank's coordinates in its mesh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Coordinates {
     /// Which group.
@@ -87,7 +87,7 @@ impl Mesh {
         self.ring * self.ulysses
     }
 
-    /// A rank's place.
+    /// A rank's coordinates.
     pub const fn coordinates(&self, rank: usize) -> Coordinates {
         Coordinates {
             replica: rank / self.group(),
@@ -96,9 +96,9 @@ impl Mesh {
         }
     }
 
-    /// The rank at a place.
-    pub const fn rank(&self, place: Coordinates) -> usize {
-        (place.replica * self.ring + place.ring) * self.ulysses + place.ulysses
+    /// The rank at these coordinates.
+    pub const fn rank(&self, at: Coordinates) -> usize {
+        (at.replica * self.ring + at.ring) * self.ulysses + at.ulysses
     }
 
     /// The ranks that share `rank`'s batch.
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn places_and_ranks_are_inverse() {
+    fn coordinates_and_ranks_are_inverse() {
         let m = Mesh { replicas: 2, ring: 3, ulysses: 4 };
         for rank in 0..m.world() {
             assert_eq!(m.rank(m.coordinates(rank)), rank);

@@ -106,7 +106,7 @@ fn play<T: Element>(what: &str, plan: &Plan) {
     let barrier = Barrier::new(world + 1);
     let meets = |rank: &usize| {
         [Direction::Forward, Direction::Backward].iter().any(|&direction| {
-            Schedule::new(plan, *rank, direction).unwrap().ops.iter().any(|op| op.lane == Lane::Communication)
+            Schedule::new(plan, *rank, direction).unwrap().operations().any(|op| op.lane == Lane::Communication)
         })
     };
     let lanes = (0..world).filter(meets).count();
@@ -206,7 +206,7 @@ fn main() {
                 let plan = |p| Plan::with_options(&p, mesh, layout, form).unwrap();
                 let what = format!("{mesh}, {layout}, {form:?}");
                 play::<f32>(&what, &plan(p(Dtype::F32).with_softcap(3.0)));
-                play::<bf16>(&what, &plan(p(Dtype::Bf16).with_mask(Mask::window(9, 2)).with_alibi(&[0.5; 6])));
+                play::<bf16>(&what, &plan(p(Dtype::Bf16).with_mask(Mask::window(9, 2)).with_alibi_slopes(&[0.5; 6])));
             }
         }
     }

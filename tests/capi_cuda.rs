@@ -156,7 +156,7 @@ fn blocks(arguments: &[&str]) -> Vec<u64> {
 }
 
 #[test]
-fn multiprocessors_left_free_bound_the_blocks() {
+fn an_sm_margin_bounds_the_blocks() {
     if is_emulated() {
         let (all, one) = (blocks(&[]), blocks(&["3"]));
         assert_eq!(all.len(), one.len());
@@ -169,14 +169,14 @@ fn multiprocessors_left_free_bound_the_blocks() {
 /// A rank's number holds while it lives, and of two the larger.
 #[test]
 fn ranks_leave_multiprocessors_free_while_they_live() {
-    let Ok(cuda) = Cuda::shared(0) else { return report("leave_free", "not run: no CUDA driver or no device") };
-    let rank = |leave_free| {
+    let Ok(cuda) = Cuda::shared(0) else { return report("sm_margin", "not run: no CUDA driver or no device") };
+    let rank = |sm_margin| {
         let options = cpattn_rank_options {
             struct_size: size_of::<cpattn_rank_options>(),
             workers: 1,
             device_type: 2,
             device_id: 0,
-            leave_free,
+            sm_margin,
         };
         let (mut transport, mut rank) = (null_mut(), null_mut());
         // SAFETY: arrays of one entry, handles that were made just before, a struct of its own size.
@@ -187,15 +187,15 @@ fn ranks_leave_multiprocessors_free_while_they_live() {
         rank
     };
     let (one, two) = (rank(1), rank(2));
-    assert_eq!(cuda.left_free(), 2);
+    assert_eq!(cuda.sm_margin(), 2);
     // SAFETY: handles of this test, each destroyed once.
     unsafe {
         assert_eq!(cpattn_rank_destroy(two), CPATTN_OK);
-        assert_eq!(cuda.left_free(), 1);
+        assert_eq!(cuda.sm_margin(), 1);
         let none = rank(0);
-        assert_eq!(cuda.left_free(), 1);
+        assert_eq!(cuda.sm_margin(), 1);
         assert_eq!(cpattn_rank_destroy(one), CPATTN_OK);
-        assert_eq!(cuda.left_free(), 0);
+        assert_eq!(cuda.sm_margin(), 0);
         assert_eq!(cpattn_rank_destroy(none), CPATTN_OK);
     }
 }

@@ -202,7 +202,7 @@ fn the_c_compiler_lays_structs_out_alike() {
     cpattn_share: struct_size, replica, ring, ulysses, reserved, q_tokens, k_tokens, q_head_begin, q_head_end, kv_head_begin, kv_head_end;
     cpattn_message: peer, data, bytes;
     cpattn_transport_table: struct_size, context, rank, world, agree, exchange, poll, abort, release;
-    cpattn_rank_options: struct_size, workers, device_type, device_id, leave_free;
+    cpattn_rank_options: struct_size, workers, device_type, device_id, sm_margin;
     cpattn_forward_args: struct_size, q, k, v, sinks, o, lse, stream;
     cpattn_backward_args: struct_size, q, k, v, sinks, o, lse, d_o, dq, dk, dv, dsinks, stream;
     cpattn_range: row, pos, len, block, period, doc;
@@ -210,8 +210,8 @@ fn the_c_compiler_lays_structs_out_alike() {
     cpattn_ranges: q, q_count, k, k_count, pairs, pair_count;
     cpattn_head_map: q_offset, kv_offset, group;
     cpattn_score: scale, softcap, window_left, window_right;
-    cpattn_attend_args: struct_size, q, k, v, running, o, lse, slopes, sinks, heads, aligned, score, ranges, stream, running_lse;
-    cpattn_attend_backward_args: struct_size, q, k, v, d_o, lse, delta, dq, dk, dv, slopes, heads, accumulate_keys, per_q_head, gradients, aligned, reserved, score, ranges, stream;
+    cpattn_attend_args: struct_size, q, k, v, running, o, lse, alibi_slopes, sinks, heads, aligned, score, ranges, stream, running_lse;
+    cpattn_attend_backward_args: struct_size, q, k, v, d_o, lse, delta, dq, dk, dv, alibi_slopes, heads, accumulate_keys, per_q_head, gradients, aligned, reserved, score, ranges, stream;
     };
     let named: BTreeMap<String, Vec<String>> = ours
         .iter()

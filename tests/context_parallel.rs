@@ -119,14 +119,14 @@ fn every_score_option() {
     let slopes = [0.5, 0.25, 0.125, 0.0625, 0.03, 0.7];
     let problems = [
         ("softcap", base().with_softcap(2.0)),
-        ("ALiBi", base().with_alibi(&slopes)),
+        ("ALiBi", base().with_alibi_slopes(&slopes)),
         ("sinks", base().with_sinks(true)),
         ("scale", base().with_scale(0.4)),
         (
             "all, in a window",
-            base().with_softcap(3.0).with_alibi(&slopes).with_sinks(true).with_mask(Mask::window(9, 3)),
+            base().with_softcap(3.0).with_alibi_slopes(&slopes).with_sinks(true).with_mask(Mask::window(9, 3)),
         ),
-        ("all, full", base().with_softcap(3.0).with_alibi(&slopes).with_sinks(true).with_mask(Mask::full())),
+        ("all, full", base().with_softcap(3.0).with_alibi_slopes(&slopes).with_sinks(true).with_mask(Mask::full())),
     ];
     for (what, p) in problems {
         let layouts = [Layout::Contiguous, Layout::Zigzag, Layout::Balanced { chunks: 2 }];
@@ -330,7 +330,7 @@ fn any_case() -> impl Strategy<Value = (Problem, Plan, u64)> {
             p = p.with_softcap(1.0 + r.uniform());
         }
         if r.below(3) == 0 {
-            p = p.with_alibi(&(0..heads).map(|_| r.uniform() as f32).collect::<Vec<_>>());
+            p = p.with_alibi_slopes(&(0..heads).map(|_| r.uniform() as f32).collect::<Vec<_>>());
         }
         p = p.with_sinks(r.below(3) == 0);
         let mesh = mesh(1 + r.below(heads), 1 + r.below(5));

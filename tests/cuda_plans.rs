@@ -186,7 +186,7 @@ fn every_option_at_once() {
         .with_value_dim(32)
         .with_mask(Mask::window(30, 5))
         .with_softcap(5.0)
-        .with_alibi(&[0.1, 0.2, 0.05, 0.3])
+        .with_alibi_slopes(&[0.1, 0.2, 0.05, 0.3])
         .with_sinks(true);
     every_way::<f16>(
         "every option",

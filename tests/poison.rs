@@ -103,7 +103,7 @@ fn poison_changes_no_bit() {
     every_way::<f32>(&p(Dtype::F32).with_sinks(true), &meshes);
     every_way::<bf16>(&p(Dtype::Bf16).with_mask(Mask::window(7, 3)).with_softcap(2.0), &meshes);
     every_way::<f16>(&p(Dtype::F16).with_mask(Mask::full()), &meshes[1..2]);
-    every_way::<f64>(&p(Dtype::F64).with_alibi(&[0.3; 6]), &meshes[3..]);
+    every_way::<f64>(&p(Dtype::F64).with_alibi_slopes(&[0.3; 6]), &meshes[3..]);
 }
 
 /// Rows that attend to nothing, and ranks without a token.

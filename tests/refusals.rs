@@ -68,8 +68,8 @@ fn problems() {
     refused(problem().with_scale(f64::INFINITY).check(), &["scale is inf"]);
     refused(problem().with_softcap(-1.0).check(), &["softcap is -1", "above 0"]);
     refused(problem().with_softcap(f64::NAN).check(), &["softcap is NaN"]);
-    refused(problem().with_alibi(&[0.5; 5]).check(), &["slopes is 5 entries", "6 q heads"]);
-    refused(problem().with_alibi(&[0.5, f32::NAN, 0., 0., 0., 0.]).check(), &["slopes[1] is NaN"]);
+    refused(problem().with_alibi_slopes(&[0.5; 5]).check(), &["alibi_slopes is 5 entries", "6 q heads"]);
+    refused(problem().with_alibi_slopes(&[0.5, f32::NAN, 0., 0., 0., 0.]).check(), &["alibi_slopes[1] is NaN"]);
     // Planning asks the same.
     refused(Plan::new(&problem().with_scale(f64::NAN), ring(2), Layout::Contiguous), &["scale is NaN"]);
 }
@@ -271,7 +271,7 @@ fn ranks_that_planned_different_things() {
         ("window", of(base.clone().with_mask(Mask::sliding(3)))),
         ("scale", of(base.clone().with_scale(0.5))),
         ("softcap", of(base.clone().with_softcap(9.0))),
-        ("slopes", of(base.clone().with_alibi(&[0.5; 6]))),
+        ("alibi_slopes", of(base.clone().with_alibi_slopes(&[0.5; 6]))),
         ("sinks", of(base.clone().with_sinks(true))),
         ("stripe", plan(&base, mesh, Layout::Striped { stripe: 3 }, o())),
         ("layout", plan(&base, mesh, Layout::Zigzag, o())),

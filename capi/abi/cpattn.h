@@ -47,8 +47,14 @@
  * (CUstream) of the device's primary context, the one that the CUDA runtime uses; NULL is the legacy default stream. The
  * call returns when its work is enqueued: behind what was on the stream before, and before what is put there afterwards.
  * So inputs need not be ready when the call is made, and tensors stay in use until the stream has passed it. Other
- * streams are ordered by the caller's events, as with any kernel. A stream that is being captured into a graph is
- * refused. The library makes the context current for itself and restores what was current.
+ * streams are ordered by the caller's events, as with any kernel. The library makes the context current for itself and
+ * restores what was current.
+ *
+ * CUDA GRAPHS. A run of a rank can be captured: call cpattn_rank_prepare before the capture begins, then cpattn_forward or
+ * cpattn_backward with the stream that is being captured. Each replay reads and writes the tensors and the workspace that
+ * were given then. The rank must live until the last replay is done, and a lent workspace stay valid as long. Ranks of
+ * cpattn_peer_group are captured into one graph, all of them, their streams joined by events; over a table of the caller's
+ * own, and for the pieces, a stream that is being captured is refused.
  *
  * STRUCTS OF OPTIONS begin with `struct_size` and are initialised with the macro of their name, never by hand: a
  * program then works with libraries of other ages. A shorter struct, of an earlier header, gets the defaults for what it
@@ -118,7 +124,7 @@ const char *cpattn_status_name(int32_t status);
  *                CPU. kDLCUDAManaged (13) does not say which side may touch it and is refused: describe it as 1 or 2
  *   ndim, shape  q, k, v, o and their gradients: 3, [tokens, heads, head_dim]
  *                lse, delta:                     2, [heads, tokens]
- *                slopes, sinks, dsinks:          1, [heads]
+ *                alibi_slopes, sinks, dsinks:    1, [heads]
  *                the lse of a partial result:    3, [heads, tokens, 2], or 2, [heads, tokens] (see cpattn_merge)
  *   dtype        f16 {2, 16, 1}, bf16 {4, 16, 1}, f32 {2, 32, 1}, f64 {2, 64, 1} as {code, bits, lanes}
  *   strides      in elements; NULL means compact (row-major). head_dim must be contiguous. What is only read may have
@@ -184,6 +190,10 @@ typedef struct cpattn_tensor {
  * last the number of tokens. Positions count within a document. Where q and k are the same tokens (most of the time)
  * cu_seqlens_k and q_start are NULL. Otherwise q token 0 of document d has position q_start[d] among its k tokens, by
  * default len_k - len_q (the last q sees the last k).
+ *
+ * Tensors of a fixed shape are padded with two documents more: one that has the spare q rows and no keys, one that has the
+ * spare k rows and no queries. Nothing attends to them; whatever finite numbers they hold, o, dq, dk and dv of them are 0
+ * and lse is -inf.
  *
  * A score is s = scale * q.k, then softcap * tanh(s / softcap), then - slope * |q_pos - k_pos|, then the mask: a key
  * counts when q_pos - k_pos <= window_left and k_pos - q_pos <= window_right. INIT is causal; a sliding window of W
@@ -443,7 +453,7 @@ typedef struct cpattn_rank_options {
   uint32_t workers;    /* threads of the CPU kernels, 1 to 1024; results do not depend on it. On a device 1 */
   int32_t device_type; /* CPATTN_DEVICE_CPU or CPATTN_DEVICE_CUDA; that of the transport, unless that is a table */
   int32_t device_id;   /* 0 on the CPU */
-  uint32_t leave_free; /* multiprocessors; 0: none, and on the CPU. See below */
+  uint32_t sm_margin;  /* multiprocessors; 0: none, and on the CPU. See below */
 } cpattn_rank_options;
 
 #define CPATTN_RANK_OPTIONS_INIT \
@@ -453,8 +463,8 @@ typedef struct cpattn_rank_options {
  * a refusal it is still the caller's. options NULL: one worker, on the device of a peer group, otherwise on the CPU. */
 int32_t cpattn_rank_create(cpattn_transport *transport, const cpattn_rank_options *options, cpattn_rank **rank);
 
-/* LEAVE_FREE. The blocks of an attention kernel fill a device, and a communicator's kernels that are launched meanwhile
- * wait for the first of them to end. With leave_free > 0 attention is bounded to the blocks that fit on all but so many
+/* SM MARGIN. The blocks of an attention kernel fill a device, and a communicator's kernels that are launched meanwhile
+ * wait for the first of them to end. With sm_margin > 0 attention is bounded to the blocks that fit on all but so many
  * multiprocessors (fewer than the device has), each of which then does more; results are the same. It concerns every
  * attention of this process on the device for as long as the rank lives, and of several numbers the largest counts. */
 
@@ -625,8 +635,8 @@ int32_t cpattn_scratch_destroy(cpattn_scratch *scratch);
 /* Grows it to attention of this kind: memory on the CPU, loaded kernels on a device. The other pieces need no call. */
 int32_t cpattn_scratch_reserve(cpattn_scratch *scratch, int32_t dtype, uint32_t head_dim, uint32_t value_dim);
 
-/* On a device: what leave_free of a rank is, until it is set again or the scratch is destroyed. On the CPU 0. */
-int32_t cpattn_scratch_leave_free(cpattn_scratch *scratch, uint32_t multiprocessors);
+/* On a device: what cpattn_rank_options.sm_margin is for a rank, until it is set again or the scratch is destroyed. On the CPU 0. */
+int32_t cpattn_scratch_set_sm_margin(cpattn_scratch *scratch, uint32_t multiprocessors);
 
 /* On a device: grows the ring to `calls` calls in flight (1 to 65536) whose lists take `bytes` in all. One call must fit
  * by itself; while the ring is full, a call waits for the oldest one, and for nothing else. cpattn_attend_lists and
@@ -643,7 +653,7 @@ typedef struct cpattn_attend_args {
   const cpattn_tensor *running; /* acc [*, heads, value_dim], normalised; NULL when every mode is ONLY; may be o itself */
   const cpattn_tensor *o;       /* written by LAST and ONLY, of q's type [*, heads, value_dim]; NULL when none occurs */
   const cpattn_tensor *lse;     /* final, written by LAST and ONLY, acc [heads, *]; running too when running_lse is NULL */
-  const cpattn_tensor *slopes;  /* f32 [heads], or NULL */
+  const cpattn_tensor *alibi_slopes; /* f32 [heads], or NULL */
   const cpattn_tensor *sinks;   /* f32 [heads], or NULL; applied by LAST and ONLY */
   cpattn_head_map heads;
   int32_t aligned; /* 1: tiles break at positions, so a row's bits do not depend on how its keys were cut; for the CPU */
@@ -677,7 +687,7 @@ typedef struct cpattn_attend_backward_args {
   const cpattn_tensor *dq;     /* acc [*, heads, head_dim] */
   const cpattn_tensor *dk;     /* acc [*, kv heads, head_dim] */
   const cpattn_tensor *dv;     /* acc [*, kv heads, value_dim] */
-  const cpattn_tensor *slopes; /* f32 [heads], or NULL */
+  const cpattn_tensor *alibi_slopes; /* f32 [heads], or NULL */
   cpattn_head_map heads;
   int32_t accumulate_keys; /* 1: add to dk and dv; 0: write every row of every k range */
   int32_t per_q_head;      /* 1: dk and dv have q's heads, one partial each */

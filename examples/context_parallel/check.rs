@@ -132,7 +132,7 @@ pub fn reference<T: Element>(p: &Problem, inputs: &Inputs<T>, tick: impl Fn() + 
         dq: vec![0.0; nq * h * d],
         dk: vec![0.0; nk * hk * d],
         dv: vec![0.0; nk * hk * dv],
-        dsinks: vec![0.0; if p.has_sinks() { h } else { 0 }],
+        dsinks: vec![0.0; if p.sinks() { h } else { 0 }],
     });
     let next = AtomicUsize::new(0);
     let work = || {
@@ -190,7 +190,7 @@ fn one_part<T: Element>(p: &Problem, inputs: &Inputs<T>, document: usize, kv: us
     let (q, k) = (cut(&inputs.q, &rq, h, d, first, group), cut(&inputs.k, &rk, hk, d, kv, 1));
     let (v, d_o) = (cut(&inputs.v, &rk, hk, dv, kv, 1), cut(&inputs.d_o, &rq, h, dv, first, group));
     let per_head = |all: &[f32]| all[first..first + group].iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
-    let (slopes, sinks) = (p.slopes().map(per_head), inputs.sinks.as_deref().map(per_head));
+    let (slopes, sinks) = (p.alibi_slopes().map(per_head), inputs.sinks.as_deref().map(per_head));
     let attention = Attention {
         q: &q,
         k: &k,
@@ -203,7 +203,7 @@ fn one_part<T: Element>(p: &Problem, inputs: &Inputs<T>, document: usize, kv: us
         head_dim: d,
         value_dim: dv,
         score: p.score(),
-        slopes: slopes.as_deref(),
+        alibi_slopes: slopes.as_deref(),
         sinks: sinks.as_deref(),
     };
     let out = attention.forward();

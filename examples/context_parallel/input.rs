@@ -142,7 +142,7 @@ impl Batched {
     /// The stored references that hold for a problem run on `exact` inputs: its mask is causal or full, it has no
     /// other options, and it does not ask for more than the f32 they are stored in.
     pub fn reference_for(&self, p: &Problem, exact: bool) -> Option<(&'static str, &Results<f64>)> {
-        let plain = p.score().softcap == 0.0 && p.slopes().is_none() && !p.has_sinks();
+        let plain = p.score().softcap == 0.0 && p.alibi_slopes().is_none() && !p.sinks();
         if !exact || !plain || p.dtype() == Dtype::F64 {
             return None;
         }

@@ -154,7 +154,7 @@ impl Ranks {
 fn run<T: Element>(args: &Arguments, ranks: &mut Ranks, batched: &Batched, plan: &Plan) -> Result<bool, String> {
     let p = plan.problem();
     let world = plan.mesh().world();
-    let sinks = p.has_sinks().then(|| Random::new(!args.seed).sinks(p.heads()));
+    let sinks = p.sinks().then(|| Random::new(!args.seed).sinks(p.heads()));
     let (inputs, exact) = batched.convert::<T>(sinks);
     let inputs = Arc::new(inputs);
     let repeat = args.repeat as usize;

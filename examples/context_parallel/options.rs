@@ -271,7 +271,7 @@ impl Arguments {
             p = p.with_softcap(cap);
         }
         if self.alibi {
-            p = p.with_alibi(&alibi_slopes(heads));
+            p = p.with_alibi_slopes(&alibi_slopes(heads));
         }
         p.check().map_err(|e| e.to_string())?;
         Ok(p)

@@ -82,7 +82,7 @@ fn scores() -> [(&'static str, Setter); 5] {
         p.with_softcap(2.0)
     }
     fn alibi(p: Problem) -> Problem {
-        p.with_alibi(&alibi_slopes(HEADS))
+        p.with_alibi_slopes(&alibi_slopes(HEADS))
     }
     fn sinks(p: Problem) -> Problem {
         p.with_sinks(true)
@@ -183,7 +183,7 @@ impl Suite {
                 let problem =
                     Problem::new(batch.clone(), HEADS, KV_HEADS, HEAD_DIM, T::DTYPE).with_value_dim(VALUE_DIM);
                 let problem = score(problem.with_mask(mask));
-                let sinks = problem.has_sinks().then(|| Random::new(!self.seed).sinks(HEADS));
+                let sinks = problem.sinks().then(|| Random::new(!self.seed).sinks(HEADS));
                 let inputs = Arc::new(batched.convert::<T>(sinks).0);
                 let want = reference(&problem, &inputs, || ());
                 let mut bits: Option<Results<T>> = None;

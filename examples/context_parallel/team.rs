@@ -190,7 +190,7 @@ impl<T: Element> Results<T> {
             dq: vec![nan; nq * p.heads() * p.head_dim()],
             dk: vec![nan; nk * p.kv_heads() * p.head_dim()],
             dv: vec![nan; nk * p.kv_heads() * p.value_dim()],
-            dsinks: vec![acc; if p.has_sinks() { p.heads() } else { 0 }],
+            dsinks: vec![acc; if p.sinks() { p.heads() } else { 0 }],
         }
     }
 
@@ -233,9 +233,9 @@ pub fn part<T: Element>(
     let planning = began.elapsed();
     let operations = if how.record {
         Schedule::new(plan, r, Direction::Forward)?
-            .ops
+            .operations()
             .len()
-            .max(Schedule::new(plan, r, Direction::Backward)?.ops.len())
+            .max(Schedule::new(plan, r, Direction::Backward)?.operations().len())
     } else {
         0
     };

@@ -141,7 +141,7 @@ fuzz_target!(|data: &[u8]| {
         p = p.with_softcap(cap);
     }
     if let Some(slopes) = &slopes {
-        p = p.with_alibi(slopes);
+        p = p.with_alibi_slopes(slopes);
     }
     let mesh = Mesh { replicas: b.pick(&[1, 1, 1, 2, 0]), ring: b.below(6), ulysses: b.below(7) };
     let layout = match b.below(5) {

@@ -164,7 +164,7 @@ class RankOptions(Sized):
         ("workers", c_uint32),
         ("device_type", c_int32),
         ("device_id", c_int32),
-        ("leave_free", c_uint32),
+        ("sm_margin", c_uint32),
     ]
     defaults = {"workers": 1, "device_type": DEVICE_CPU}
 

@@ -157,7 +157,7 @@ pub struct Attend<'a> {
     /// Final lse (natural log), accumulator's type, `[*, q heads, 1]`; may be NONE when no mode finishes.
     pub lse: RawTensor,
     /// ALiBi slopes of the call's q heads, f32 `[1, q heads, 1]`, or NONE; a positive one lowers the scores of far keys.
-    pub slopes: RawTensor,
+    pub alibi_slopes: RawTensor,
     /// Sinks (logits) of the call's q heads, f32 `[1, q heads, 1]`, or NONE. Applied once, by the modes that finish.
     pub sinks: RawTensor,
     /// Which heads these are.
@@ -210,7 +210,7 @@ pub struct AttendBackward<'a> {
     /// Which gradients to make; tensors of the others may be NONE.
     pub gradients: Gradients,
     /// As in [`Attend`].
-    pub slopes: RawTensor,
+    pub alibi_slopes: RawTensor,
     /// As in [`Attend`].
     pub heads: HeadMap,
     /// As in [`Attend`].

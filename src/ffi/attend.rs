@@ -28,7 +28,7 @@ pub struct cpattn_attend_args {
     pub running: *const cpattn_tensor,
     pub o: *const cpattn_tensor,
     pub lse: *const cpattn_tensor,
-    pub slopes: *const cpattn_tensor,
+    pub alibi_slopes: *const cpattn_tensor,
     pub sinks: *const cpattn_tensor,
     pub heads: cpattn_head_map,
     pub aligned: i32,
@@ -51,7 +51,7 @@ pub struct cpattn_attend_backward_args {
     pub dq: *const cpattn_tensor,
     pub dk: *const cpattn_tensor,
     pub dv: *const cpattn_tensor,
-    pub slopes: *const cpattn_tensor,
+    pub alibi_slopes: *const cpattn_tensor,
     pub heads: cpattn_head_map,
     pub accumulate_keys: i32,
     pub per_q_head: i32,
@@ -72,14 +72,14 @@ versioned! {
 /// Tensors and arrays are as the header says, as long as the result lives.
 unsafe fn forward<'a>(at: Device, a: &cpattn_attend_args) -> Result<Attend<'a>> {
     // SAFETY: the caller's promise.
-    let [q, k, v, slopes, sinks, running, running_lse, o, lse] = unsafe {
+    let [q, k, v, alibi_slopes, sinks, running, running_lse, o, lse] = unsafe {
         disjoint_tensors(
             at,
             [
                 read("q", a.q, Form::Rows),
                 read("k", a.k, Form::Rows),
                 read("v", a.v, Form::Rows),
-                read("slopes", a.slopes, Form::PerHead).optional(),
+                read("alibi_slopes", a.alibi_slopes, Form::PerHead).optional(),
                 read("sinks", a.sinks, Form::PerHead).optional(),
                 written("running", a.running, Form::Rows).optional(),
                 written("running_lse", a.running_lse, Form::PartialLse).optional(),
@@ -94,7 +94,7 @@ unsafe fn forward<'a>(at: Device, a: &cpattn_attend_args) -> Result<Attend<'a>> 
     let ranges = unsafe { ranges(&a.ranges) }?;
     // Without one of its own, the running lse is kept where the final one goes, in one word.
     let running_lse = if running_lse.is_none() { lse } else { running_lse };
-    Ok(Attend { q, k, v, running, running_lse, o, lse, slopes, sinks, heads, score, ranges, aligned })
+    Ok(Attend { q, k, v, running, running_lse, o, lse, alibi_slopes, sinks, heads, score, ranges, aligned })
 }
 
 /// # Safety
@@ -112,7 +112,7 @@ unsafe fn backward<'a>(at: Device, a: &cpattn_attend_backward_args) -> Result<At
         }
     }
     // SAFETY: the caller's promise.
-    let [q, k, v, d_o, lse, delta, slopes, dq, dk, dv] = unsafe {
+    let [q, k, v, d_o, lse, delta, alibi_slopes, dq, dk, dv] = unsafe {
         disjoint_tensors(
             at,
             [
@@ -122,7 +122,7 @@ unsafe fn backward<'a>(at: Device, a: &cpattn_attend_backward_args) -> Result<At
                 read("d_o", a.d_o, Form::Rows),
                 read("lse", a.lse, Form::HeadMajor),
                 read("delta", a.delta, Form::HeadMajor),
-                read("slopes", a.slopes, Form::PerHead).optional(),
+                read("alibi_slopes", a.alibi_slopes, Form::PerHead).optional(),
                 written("dq", a.dq, Form::Rows).optional(),
                 written("dk", a.dk, Form::Rows).optional(),
                 written("dv", a.dv, Form::Rows).optional(),
@@ -148,7 +148,7 @@ unsafe fn backward<'a>(at: Device, a: &cpattn_attend_backward_args) -> Result<At
         accumulate_keys,
         per_q_head,
         gradients,
-        slopes,
+        alibi_slopes,
         heads,
         score,
         ranges,
@@ -162,7 +162,7 @@ pub unsafe extern "C" fn cpattn_attend(scratch: *mut cpattn_scratch, args: *cons
         // SAFETY: the header's promise about handles and structs.
         let (scratch, a) = unsafe { (handle::borrow(scratch.cast_const())?, sized("args", args)?) };
         // SAFETY: valid memory by the header's promise, aligned and disjoint as checked.
-        unsafe { scratch.lock()?.attend(&forward(scratch.place(), &a)?, a.stream) }?;
+        unsafe { scratch.lock()?.attend(&forward(scratch.device(), &a)?, a.stream) }?;
         Ok(())
     })
 }
@@ -178,7 +178,7 @@ pub unsafe extern "C" fn cpattn_attend_lists(
             // SAFETY: the header's promise about handles, structs and results.
             unsafe { (handle::borrow(scratch.cast_const())?, sized("args", args)?, result("bytes", bytes)?) };
         // SAFETY: the header's promise about tensors and arrays.
-        let call = unsafe { forward(scratch.place(), &a) }?;
+        let call = unsafe { forward(scratch.device(), &a) }?;
         bytes.write(scratch.lock()?.attend_lists(&call)? as u64);
         Ok(())
     })
@@ -193,7 +193,7 @@ pub unsafe extern "C" fn cpattn_attend_backward(
         // SAFETY: the header's promise about handles and structs.
         let (scratch, a) = unsafe { (handle::borrow(scratch.cast_const())?, sized("args", args)?) };
         // SAFETY: as in `cpattn_attend`.
-        unsafe { scratch.lock()?.attend_backward(&backward(scratch.place(), &a)?, a.stream) }?;
+        unsafe { scratch.lock()?.attend_backward(&backward(scratch.device(), &a)?, a.stream) }?;
         Ok(())
     })
 }
@@ -209,7 +209,7 @@ pub unsafe extern "C" fn cpattn_attend_backward_lists(
             // SAFETY: the header's promise about handles, structs and results.
             unsafe { (handle::borrow(scratch.cast_const())?, sized("args", args)?, result("bytes", bytes)?) };
         // SAFETY: the header's promise about tensors and arrays.
-        let call = unsafe { backward(scratch.place(), &a) }?;
+        let call = unsafe { backward(scratch.device(), &a) }?;
         bytes.write(scratch.lock()?.attend_backward_lists(&call)? as u64);
         Ok(())
     })

@@ -31,9 +31,9 @@ enum Where<'a> {
 }
 
 impl Where<'_> {
-    fn place(&self) -> Device {
+    fn device(&self) -> Device {
         match self {
-            Self::Scratch(place, _) => *place,
+            Self::Scratch(device, _) => *device,
             Self::Cpu(_) => Device::Cpu,
         }
     }
@@ -54,7 +54,7 @@ unsafe fn kernels<'a>(scratch: *mut cpattn_scratch) -> Outcome<Where<'a>> {
     }
     // SAFETY: the caller's promise.
     let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
-    Ok(Where::Scratch(scratch.place(), scratch.lock()?))
+    Ok(Where::Scratch(scratch.device(), scratch.lock()?))
 }
 
 #[unsafe(no_mangle)]
@@ -70,7 +70,7 @@ pub unsafe extern "C" fn cpattn_delta(
         let mut at = unsafe { kernels(scratch) }?;
         let list = [read("o", o, Form::Rows), read("d_o", d_o, Form::Rows), written("delta", delta, Form::HeadMajor)];
         // SAFETY: the header's promise about tensors.
-        let [o, d_o, delta] = unsafe { disjoint_tensors(at.place(), list, "") }?;
+        let [o, d_o, delta] = unsafe { disjoint_tensors(at.device(), list, "") }?;
         if o.tokens == 0 || o.heads == 0 {
             return Ok(());
         }
@@ -100,7 +100,7 @@ pub unsafe extern "C" fn cpattn_finish(
         ];
         let ([sinks, o, lse], rows) =
             // SAFETY: the header's promise about tensors and arrays.
-            unsafe { (disjoint_tensors(at.place(), list, "")?, self::rows(rows, row_count)?) };
+            unsafe { (disjoint_tensors(at.device(), list, "")?, self::rows(rows, row_count)?) };
         // SAFETY: as in `cpattn_attend`.
         unsafe { at.kernels().finish(&Finish { o, lse, sinks, rows }, stream) }?;
         Ok(())
@@ -126,7 +126,7 @@ pub unsafe extern "C" fn cpattn_sink_gradient(
             written("dsinks", dsinks, Form::PerHead),
         ];
         // SAFETY: the header's promise about tensors.
-        let [lse, delta, sinks, dsinks] = unsafe { disjoint_tensors(at.place(), list, "") }?;
+        let [lse, delta, sinks, dsinks] = unsafe { disjoint_tensors(at.device(), list, "") }?;
         // SAFETY: as in `cpattn_attend`.
         unsafe { at.kernels().sink_gradient(&SinkGradient { lse, delta, sinks, dsinks }, stream) }?;
         Ok(())
@@ -152,7 +152,7 @@ pub unsafe extern "C" fn cpattn_merge(
             written("lse", lse, Form::PartialLse),
         ];
         // SAFETY: the header's promise about tensors.
-        let [with_o, with_lse, o, lse] = unsafe { disjoint_tensors(at.place(), list, "") }?;
+        let [with_o, with_lse, o, lse] = unsafe { disjoint_tensors(at.device(), list, "") }?;
         if o.dim == 0 {
             return Err(Error::invalid("o.shape[2]", 0, "at least 1").into());
         }
@@ -180,12 +180,12 @@ pub unsafe extern "C" fn cpattn_transform(
         }
         let (dst, pointers) =
             // SAFETY: the header's promise about tensors and arrays.
-            unsafe { (one(at.place(), &written("dst", dst, Form::Rows))?, array("sources", sources, source_count)?) };
+            unsafe { (one(at.device(), &written("dst", dst, Form::Rows))?, array("sources", sources, source_count)?) };
         let mut list = [RawTensor::NONE; MAX_SOURCES];
         let mut named = [("", RawTensor::NONE, false); MAX_SOURCES + 1];
         for (i, (to, &from)) in list.iter_mut().zip(pointers).enumerate() {
             // SAFETY: as above.
-            *to = unsafe { one(at.place(), &read("sources", from, Form::Rows)) }?;
+            *to = unsafe { one(at.device(), &read("sources", from, Form::Rows)) }?;
             let itself = i == 0 && *to == dst;
             named[i] = ("sources", if itself { RawTensor::NONE } else { *to }, false);
         }

@@ -112,8 +112,8 @@ pub(super) fn device(argument: &str, id: i32) -> Result<Arc<Cuda>> {
     })
 }
 
-/// A place in DLPack's numbers.
-pub(super) fn place(name: &str, device_type: i32, device_id: i32) -> Result<Device> {
+/// A device in DLPack's numbers.
+pub(super) fn device_of(name: &str, device_type: i32, device_id: i32) -> Result<Device> {
     match (device_type, device_id) {
         (CPU, 0) => Ok(Device::Cpu),
         (CPU, id) => Err(Error::invalid(format!("{name}.device_id"), id, "0 on the CPU")),
@@ -150,7 +150,7 @@ pub(super) unsafe fn parts(
     let t = unsafe { t.read() };
     // Page-locked memory is memory of the host.
     let device_type = if t.device.device_type == CUDA_HOST { CPU } else { t.device.device_type };
-    let found = place(name, device_type, t.device.device_id)?;
+    let found = device_of(name, device_type, t.device.device_id)?;
     if found != at {
         return Err(Error::invalid(format!("{name}.device"), format!("type {}, {found}", t.device.device_type), at)
             .hint("all tensors of a call lie where its rank or scratch is"));

@@ -167,7 +167,7 @@ unsafe fn problem(p: &cpattn_problem) -> Result<Problem> {
     out.check()?;
     if !p.alibi_slopes.is_null() {
         // SAFETY: as above; heads was checked.
-        out = out.with_alibi(unsafe { array("problem.alibi_slopes", p.alibi_slopes, p.heads as usize) }?);
+        out = out.with_alibi_slopes(unsafe { array("problem.alibi_slopes", p.alibi_slopes, p.heads as usize) }?);
         out.check()?;
     }
     Ok(out)
@@ -288,12 +288,12 @@ pub unsafe extern "C" fn cpattn_plan_share(plan: *const cpattn_plan, rank: u32, 
         // SAFETY: the header's promise about handles.
         let plan = unsafe { handle::borrow(plan) }?;
         let rank = rank_of(plan, rank)?;
-        let (place, heads) = (plan.mesh().coordinates(rank), plan.heads_of(rank));
+        let (at, heads) = (plan.mesh().coordinates(rank), plan.heads_of(rank));
         let value = cpattn_share {
             struct_size: 0,
-            replica: place.replica as u32,
-            ring: place.ring as u32,
-            ulysses: place.ulysses as u32,
+            replica: at.replica as u32,
+            ring: at.ring as u32,
+            ulysses: at.ulysses as u32,
             reserved: 0,
             q_tokens: plan.local_tokens(Side::Q, rank) as u64,
             k_tokens: plan.local_tokens(Side::K, rank) as u64,

@@ -13,7 +13,7 @@ use std::{
 #[cfg(feature = "cuda")]
 use super::{dlpack::device, table::Seat};
 use super::{
-    dlpack::{Form, Given, cpattn_tensor, one, place, read, written},
+    dlpack::{Form, Given, cpattn_tensor, device_of, one, read, written},
     handle::{self, Handle, Kind},
     input::{result, sized, versioned},
     plan::{cpattn_plan, direction, runs, side},
@@ -26,10 +26,7 @@ use crate::{
     kernel::no_stream,
     plan::Plan,
     runtime::{self, Bindings, Rank},
-    schedule::{
-        Direction, TensorId,
-        build::all_to_all::{AllToAll, Way},
-    },
+    schedule::{AllToAll, Direction, TensorId, Way},
 };
 #[cfg(feature = "cuda")]
 use crate::{kernel::cuda::sm_margin::SmMargin, runtime::Marks};
@@ -41,7 +38,7 @@ pub struct cpattn_rank_options {
     pub workers: u32,
     pub device_type: i32,
     pub device_id: i32,
-    pub leave_free: u32,
+    pub sm_margin: u32,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -76,7 +73,7 @@ pub struct cpattn_backward_args {
 }
 
 versioned! {
-    cpattn_rank_options through leave_free;
+    cpattn_rank_options through sm_margin;
     cpattn_forward_args through lse;
     cpattn_backward_args through dsinks;
 }
@@ -86,11 +83,11 @@ versioned! {
 #[derive(Debug)]
 pub struct State {
     rank: Mutex<Rank>,
-    place: Device,
+    device: Device,
     handle: runtime::AbortHandle,
     /// What the rank asks of its device beyond kernels.
     #[cfg(feature = "cuda")]
-    _room: Option<SmMargin>,
+    _margin: Option<SmMargin>,
 }
 
 pub type cpattn_rank = Handle<State>;
@@ -135,12 +132,12 @@ pub unsafe extern "C" fn cpattn_rank_create(
     boundary!({
         // SAFETY: the header's promise about results and handles.
         let (out, given) = unsafe { (result("rank", rank)?, handle::borrow(transport.cast_const())?) };
-        let (mut n, mut at, mut free) = (1, given.place().unwrap_or(Device::Cpu), 0);
+        let (mut n, mut at, mut free) = (1, given.device().unwrap_or(Device::Cpu), 0);
         if !options.is_null() {
             // SAFETY: the header's promise about structs.
             let o = unsafe { sized("options", options) }?;
-            let wanted = place("options", o.device_type, o.device_id)?;
-            if given.place().is_some_and(|at| at != wanted) {
+            let wanted = device_of("options", o.device_type, o.device_id)?;
+            if given.device().is_some_and(|at| at != wanted) {
                 return Err(Error::invalid("options.device", wanted, format!("{at}, where the transport is")).into());
             }
             // Before what the build lacks: another build would not help.
@@ -148,25 +145,25 @@ pub unsafe extern "C" fn cpattn_rank_create(
                 let expected = "1 on a device, which has threads of its own";
                 return Err(Error::invalid("options.workers", o.workers, expected).into());
             }
-            if o.leave_free > 0 && wanted == Device::Cpu {
+            if o.sm_margin > 0 && wanted == Device::Cpu {
                 let expected = "0 on the CPU, which has no multiprocessors";
-                return Err(Error::invalid("options.leave_free", o.leave_free, expected).into());
+                return Err(Error::invalid("options.sm_margin", o.sm_margin, expected).into());
             }
-            (n, at, free) = (workers("options.workers", o.workers)?, wanted, o.leave_free);
+            (n, at, free) = (workers("options.workers", o.workers)?, wanted, o.sm_margin);
         }
         #[cfg(feature = "cuda")]
-        let _room = room(at, free)?;
+        let _margin = margin(at, free)?;
         #[cfg(not(feature = "cuda"))]
         let _ = free;
         // SAFETY: the header's promise about handles.
         let rank = unsafe { seated(transport, at, n) }?;
-        let (place, handle) = (rank.device(), rank.handle());
+        let (device, handle) = (rank.device(), rank.handle());
         out.write(handle::create(State {
             rank: Mutex::new(rank),
-            place,
+            device,
             handle,
             #[cfg(feature = "cuda")]
-            _room,
+            _margin,
         }));
         Ok(())
     })
@@ -174,10 +171,10 @@ pub unsafe extern "C" fn cpattn_rank_create(
 
 /// What a rank asks of its device besides.
 #[cfg(feature = "cuda")]
-fn room(at: Device, leave_free: u32) -> Result<Option<SmMargin>> {
+fn margin(at: Device, sm_margin: u32) -> Result<Option<SmMargin>> {
     match at {
-        Device::Cuda(ordinal) if leave_free > 0 => {
-            SmMargin::new(&device("options.device_id", ordinal)?, "options.leave_free", leave_free).map(Some)
+        Device::Cuda(ordinal) if sm_margin > 0 => {
+            SmMargin::new(&device("options.device_id", ordinal)?, "options.sm_margin", sm_margin).map(Some)
         }
         _ => Ok(None),
     }
@@ -201,7 +198,7 @@ unsafe fn seated(transport: *mut cpattn_transport, at: Device, workers: usize) -
             (Any::Peer(t), None) => Rank::on_device_with(t, marks),
             #[cfg(feature = "nccl")]
             (Any::Nccl(t), None) => Rank::on_device_with(t, marks),
-            _ => unreachable!("the places were compared"),
+            _ => unreachable!("the devices were compared"),
         });
     }
     let _ = at;
@@ -212,9 +209,9 @@ unsafe fn seated(transport: *mut cpattn_transport, at: Device, workers: usize) -
         #[cfg(feature = "mpi")]
         Any::Mpi(t) => Rank::with_workers(*t, workers),
         #[cfg(feature = "cuda")]
-        Any::Peer(_) => unreachable!("its place is a device, and was compared"),
+        Any::Peer(_) => unreachable!("it is on a device, and the devices were compared"),
         #[cfg(feature = "nccl")]
-        Any::Nccl(_) => unreachable!("its place is a device, and was compared"),
+        Any::Nccl(_) => unreachable!("it is on a device, and the devices were compared"),
     })
 }
 
@@ -281,7 +278,7 @@ unsafe fn run(
     let mut bindings = Bindings::default();
     for (tensor, given) in list {
         // SAFETY: the header's promise about tensors.
-        bindings.set(*tensor, unsafe { one(rank.place, given) }?);
+        bindings.set(*tensor, unsafe { one(rank.device, given) }?);
     }
     // SAFETY: the memory is the caller's for the run, by the header's promise; shapes are checked against the plan.
     unsafe { rank.lock()?.run_on(plan, direction, &bindings, stream) }?;
@@ -321,7 +318,7 @@ pub unsafe extern "C" fn cpattn_backward(
         let (rank, plan, a) =
             // SAFETY: the header's promise about handles and structs.
             unsafe { (handle::borrow(rank.cast_const())?, handle::borrow(plan)?, sized("args", args)?) };
-        if !a.dsinks.is_null() && !plan.problem().has_sinks() {
+        if !a.dsinks.is_null() && !plan.problem().sinks() {
             runs(plan)?;
             return Err(Error::invalid("dsinks", "given", "NULL, since the problem has no sinks").into());
         }
@@ -359,7 +356,7 @@ unsafe fn all_to_all(
     let (rank, plan) = unsafe { (handle::borrow(rank.cast_const())?, handle::borrow(plan)?) };
     let side = self::side(side)?;
     // SAFETY: the header's promise about tensors.
-    let (tokens, held) = unsafe { (one(rank.place, &tokens)?, one(rank.place, &held)?) };
+    let (tokens, held) = unsafe { (one(rank.device, &tokens)?, one(rank.device, &held)?) };
     let all_to_all = AllToAll { way, side, dim: tokens.dim, dtype: tokens.dtype };
     let mut rank = rank.lock()?;
     if rank.device() == Device::Cpu {

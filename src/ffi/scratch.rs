@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Scratches: the kernels of one place, with the memory that calls take.
+//! Scratches: the kernels of one device or of the CPU, with the memory that calls take.
 //!
 //! On the CPU that is memory for tiles; on a device, loaded kernels and a ring that lists travel through. All of it is
 //! made by calls of this file, so that those of `attend` and `blocks` allocate nothing unless they refuse.
@@ -34,7 +34,7 @@ const MOST_CALLS: u32 = 1 << 16;
 #[derive(Debug)]
 pub struct Scratch {
     kernels: Mutex<Kernels>,
-    place: Device,
+    device: Device,
 }
 
 pub type cpattn_scratch = Handle<Scratch>;
@@ -46,11 +46,11 @@ impl Kind for Scratch {
 
 impl Scratch {
     fn new(kernels: Kernels) -> Self {
-        Self { place: kernels.place(), kernels: Mutex::new(kernels) }
+        Self { device: kernels.device(), kernels: Mutex::new(kernels) }
     }
 
-    pub(super) fn place(&self) -> Device {
-        self.place
+    pub(super) fn device(&self) -> Device {
+        self.device
     }
 
     pub(super) fn lock(&self) -> Outcome<MutexGuard<'_, Kernels>> {
@@ -128,11 +128,11 @@ pub unsafe extern "C" fn cpattn_scratch_reserve(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cpattn_scratch_leave_free(scratch: *mut cpattn_scratch, multiprocessors: u32) -> i32 {
+pub unsafe extern "C" fn cpattn_scratch_set_sm_margin(scratch: *mut cpattn_scratch, multiprocessors: u32) -> i32 {
     boundary!({
         // SAFETY: the header's promise about handles.
         let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
-        scratch.lock()?.leave_free(multiprocessors)?;
+        scratch.lock()?.set_sm_margin(multiprocessors)?;
         Ok(())
     })
 }

@@ -50,8 +50,8 @@ impl Kind for Any {
 }
 
 impl Any {
-    /// Where its messages lie; a table serves any place.
-    pub(super) fn place(&self) -> Option<Device> {
+    /// Where its messages lie; a table serves the CPU and any device.
+    pub(super) fn device(&self) -> Option<Device> {
         match self {
             Self::Local(_) => Some(Device::Cpu),
             Self::Table(_) => None,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The kernels of one place, for callers who learn at run time which place that is.
+//! The kernels of the CPU or of one device, for callers that learn at run time which of them it is.
 //!
 //! On the CPU a call returns when its work is done, and there is no stream. On a device it returns when its work is
 //! enqueued on the stream. Nothing is allocated in either case: [`Kernels::reserve`] and [`Kernels::lists`] come first.
@@ -22,6 +22,7 @@ pub type RawStream = *mut c_void;
 
 /// The kernels of the CPU or of one device, behind the same calls.
 #[derive(Debug)]
+#[non_exhaustive]
 pub enum Kernels {
     /// The CPU's, with the memory of their tiles.
     Cpu(cpu::Scratch),
@@ -73,7 +74,7 @@ impl Kernels {
     }
 
     /// Where they work.
-    pub fn place(&self) -> Device {
+    pub fn device(&self) -> Device {
         match self {
             Self::Cpu(_) => Device::Cpu,
             #[cfg(feature = "cuda")]
@@ -96,16 +97,16 @@ impl Kernels {
         }
     }
 
-    /// On a device, leaves `n` multiprocessors free of attention: see `cuda::StreamKernels::leave_free`.
+    /// On a device, leaves `n` multiprocessors free of attention: see `cuda::StreamKernels::set_sm_margin`.
     ///
     /// # Errors
     /// On the CPU, for any but 0; a device that has no more than `n`.
-    pub fn leave_free(&mut self, n: u32) -> Result<()> {
+    pub fn set_sm_margin(&mut self, n: u32) -> Result<()> {
         match self {
             Self::Cpu(_) if n == 0 => Ok(()),
             Self::Cpu(_) => Err(Error::invalid("multiprocessors", n, "0 on the CPU, which has none")),
             #[cfg(feature = "cuda")]
-            Self::Cuda(stream_kernels) => stream_kernels.leave_free(n),
+            Self::Cuda(stream_kernels) => stream_kernels.set_sm_margin(n),
         }
     }
 

@@ -34,7 +34,7 @@ pub struct Attention<'a> {
     /// Scale, softcap, window.
     pub score: Score,
     /// ALiBi slopes, one per q head.
-    pub slopes: Option<&'a [f64]>,
+    pub alibi_slopes: Option<&'a [f64]>,
     /// Sinks, one per q head.
     pub sinks: Option<&'a [f64]>,
 }
@@ -112,8 +112,8 @@ impl Attention<'_> {
             s = self.score.softcap * t;
             derivative *= 1.0 - t * t;
         }
-        if let Some(slopes) = self.slopes {
-            s -= slopes[head] * (pos - j as i64).abs() as f64;
+        if let Some(alibi_slopes) = self.alibi_slopes {
+            s -= alibi_slopes[head] * (pos - j as i64).abs() as f64;
         }
         Some((s, derivative))
     }
@@ -207,7 +207,7 @@ mod tests {
             head_dim: 1,
             value_dim: 1,
             score,
-            slopes: None,
+            alibi_slopes: None,
             sinks: None,
         };
         // Weights 1 and 2 of 3.
@@ -218,8 +218,8 @@ mod tests {
         let out = Attention { sinks: Some(&sinks), ..a }.forward();
         assert!((out.o[0] - 2.5).abs() < 1e-14 && (out.lse[0] - 6f64.ln()).abs() < 1e-14);
         // A slope of ln 2 halves the key that is one position away: weights 1/2 and 2.
-        let slopes = [2f64.ln()];
-        let out = Attention { slopes: Some(&slopes), ..a }.forward();
+        let alibi_slopes = [2f64.ln()];
+        let out = Attention { alibi_slopes: Some(&alibi_slopes), ..a }.forward();
         assert!((out.o[0] - (0.5 * 3.0 + 2.0 * 6.0) / 2.5).abs() < 1e-14);
         // Nothing in the window.
         let none = Score { window_left: -1, ..score };
@@ -235,7 +235,7 @@ mod tests {
         let (tq, tk) = (8, 10);
         let (q, k) = (numbers(tq * heads * d, 1), numbers(tk * kv_heads * d, 2));
         let (v, d_o) = (numbers(tk * kv_heads * dv, 3), numbers(tq * heads * dv, 4));
-        let (slopes, sinks) = ([0.5, 0.25, 0.125, 0.0625], [0.3, -1.0, f64::NEG_INFINITY, 2.0]);
+        let (alibi_slopes, sinks) = ([0.5, 0.25, 0.125, 0.0625], [0.3, -1.0, f64::NEG_INFINITY, 2.0]);
         for options in 0..8 {
             for (left, right) in [(i64::MAX, i64::MAX), (i64::MAX, 0), (2, 1)] {
                 let softcap = if options & 1 == 0 { 0.0 } else { 0.8 };
@@ -253,7 +253,7 @@ mod tests {
                         head_dim: d,
                         value_dim: dv,
                         score,
-                        slopes: (options & 2 != 0).then_some(&slopes),
+                        alibi_slopes: (options & 2 != 0).then_some(&alibi_slopes),
                         sinks: (options & 4 != 0).then_some(sinks),
                     };
                     let out = a.forward();

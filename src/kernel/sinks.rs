@@ -90,7 +90,7 @@ unsafe fn sum<A: Element>(args: &SinkGradient) {
 }
 
 /// Digits of an exact sum: see [`digits`].
-pub const DIGITS: usize = crate::schedule::SINK_DIGITS;
+pub(crate) const DIGITS: usize = crate::schedule::SINK_DIGITS;
 
 /// Bits of a digit. Sums of 4,096 of them are still exact in f32.
 const BITS: u32 = 12;
@@ -135,7 +135,7 @@ fn total(digits: impl Iterator<Item = f64>) -> f64 {
 ///
 /// # Safety
 /// The tensors describe memory that is valid for the call, `digits` for reads and `dsinks` for writes, without overlap.
-pub unsafe fn sink_total(digits: &RawTensor, dsinks: &RawTensor) -> Result<()> {
+pub(crate) unsafe fn sink_total(digits: &RawTensor, dsinks: &RawTensor) -> Result<()> {
     if digits.dim as usize != DIGITS || digits.heads != dsinks.heads || digits.dtype != dsinks.dtype {
         let found = std::format!("{} heads of {} {}", digits.heads, digits.dim, digits.dtype);
         let expected = std::format!("{} heads of {DIGITS} {}", dsinks.heads, dsinks.dtype);

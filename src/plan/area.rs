@@ -92,6 +92,7 @@ fn position_sum(r: &Range, i: u32) -> i64 {
 
 /// Work and traffic of one ring rank under a layout, heads and bytes left aside.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Load {
     /// (q, k) pairs that its q tokens count.
     pub area: u64,

@@ -53,6 +53,7 @@ pub const LAYOUTS: [Layout; 6] = [
 
 /// How evenly a layout deals a problem to ring ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Dealt {
     /// The layout.
     pub layout: Layout,
@@ -82,6 +83,7 @@ fn ratio(largest: u64, total: u64, ring: usize) -> f64 {
 
 /// One mesh with its automatic layout and what the rule makes of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Candidate {
     /// The mesh.
     pub mesh: Mesh,
@@ -99,6 +101,7 @@ pub struct Candidate {
 
 /// What was chosen, and among what.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Choice {
     /// The mesh.
     pub mesh: Mesh,

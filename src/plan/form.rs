@@ -12,6 +12,7 @@ pub enum Direction {
 
 /// How the visiting side comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Form {
     /// One pair of ranks at a time.
     Ring,

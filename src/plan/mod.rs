@@ -22,15 +22,14 @@ mod problem;
 mod shard;
 
 pub use area::{Load, area};
-pub use auto::{
-    BALANCE, Candidate, Choice, Dealt, LAYOUTS, MESSAGE, auto_layout, choose, dealt,
-};
+pub use auto::{BALANCE, Candidate, Choice, Dealt, LAYOUTS, MESSAGE, auto_layout, choose, dealt};
 pub use form::{CirculatingSide, Direction, Form};
 pub use problem::{AttentionKind, MAX_HEAD_DIM, Problem};
 pub use shard::ShiftMessage;
 
 /// Which side of the attention travels in the backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum Circulate {
     /// Whichever moves fewer bytes.
     #[default]
@@ -43,6 +42,7 @@ pub enum Circulate {
 
 /// The type in which partial gradients travel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum Wire {
     /// The accumulator's: f32 (f64 for f64). Nothing is lost.
     #[default]
@@ -260,8 +260,8 @@ impl Plan {
         self.inner.fingerprint
     }
 
-    /// A rank's place. A number beyond the world has one too, that of another rank, so it is not let through.
-    fn place(&self, rank: usize) -> Coordinates {
+    /// A rank's coordinates. A number beyond the world would give those of another rank, and panics.
+    fn coordinates(&self, rank: usize) -> Coordinates {
         let world = self.mesh().world();
         assert!(rank < world, "rank is {rank}, expected below the world of {world}");
         self.mesh().coordinates(rank)
@@ -273,7 +273,7 @@ impl Plan {
     /// A rank outside the mesh.
     pub fn heads_of(&self, rank: usize) -> HeadShare {
         let p = self.problem();
-        HeadShare::new(self.place(rank).ulysses, self.mesh().ulysses, p.heads() as u32, p.kv_heads() as u32)
+        HeadShare::new(self.coordinates(rank).ulysses, self.mesh().ulysses, p.heads() as u32, p.kv_heads() as u32)
     }
 
     /// Whether some kv head is held by more than one Ulysses rank.
@@ -286,7 +286,7 @@ impl Plan {
     /// # Panics
     /// A rank outside the mesh.
     pub fn local_rows(&self, side: Side, rank: usize) -> core::ops::Range<usize> {
-        let Coordinates { ring, ulysses, .. } = self.place(rank);
+        let Coordinates { ring, ulysses, .. } = self.coordinates(rank);
         let rows = self.shares().rows(side, ring);
         cut(ulysses, rows, self.mesh().ulysses)..cut(ulysses + 1, rows, self.mesh().ulysses)
     }

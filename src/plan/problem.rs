@@ -19,6 +19,7 @@ pub const MAX_HEAD_DIM: usize = 512;
 
 /// What mixes the tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum AttentionKind {
     /// Softmax attention; every mesh.
     Softmax,
@@ -39,7 +40,7 @@ pub struct Problem {
     pub(crate) mask: Mask,
     pub(crate) scale: Option<f64>,
     pub(crate) softcap: Option<f64>,
-    pub(crate) slopes: Option<Arc<[f32]>>,
+    pub(crate) alibi_slopes: Option<Arc<[f32]>>,
     pub(crate) sinks: bool,
     pub(crate) kind: AttentionKind,
 }
@@ -58,7 +59,7 @@ impl Problem {
             mask: Mask::causal(),
             scale: None,
             softcap: None,
-            slopes: None,
+            alibi_slopes: None,
             sinks: false,
             kind: AttentionKind::Softmax,
         }
@@ -94,8 +95,8 @@ impl Problem {
 
     /// ALiBi: subtracts `slope_h · |q_pos − k_pos|`; one slope for each q head.
     #[must_use]
-    pub fn with_alibi(mut self, slopes: &[f32]) -> Self {
-        self.slopes = Some(slopes.into());
+    pub fn with_alibi_slopes(mut self, alibi_slopes: &[f32]) -> Self {
+        self.alibi_slopes = Some(alibi_slopes.into());
         self
     }
 
@@ -152,16 +153,16 @@ impl Problem {
                 return Err(Error::invalid("softcap", format!("{cap:e}"), expected).hint("leave it out for no cap"));
             }
         }
-        if let Some(slopes) = &self.slopes {
-            if slopes.len() != self.heads {
+        if let Some(alibi_slopes) = &self.alibi_slopes {
+            if alibi_slopes.len() != self.heads {
                 return Err(Error::invalid(
-                    "slopes",
-                    format!("{} entries", slopes.len()),
+                    "alibi_slopes",
+                    format!("{} entries", alibi_slopes.len()),
                     format!("one for each of {} q heads", self.heads),
                 ));
             }
-            if let Some((h, s)) = slopes.iter().enumerate().find(|(_, s)| !s.is_finite()) {
-                return Err(Error::invalid(format!("slopes[{h}]"), s, "a finite number"));
+            if let Some((h, s)) = alibi_slopes.iter().enumerate().find(|(_, s)| !s.is_finite()) {
+                return Err(Error::invalid(format!("alibi_slopes[{h}]"), s, "a finite number"));
             }
         }
         Ok(())
@@ -203,12 +204,12 @@ impl Problem {
     }
 
     /// ALiBi slopes, if any.
-    pub fn slopes(&self) -> Option<&[f32]> {
-        self.slopes.as_deref()
+    pub fn alibi_slopes(&self) -> Option<&[f32]> {
+        self.alibi_slopes.as_deref()
     }
 
     /// Whether each head has a sink.
-    pub fn has_sinks(&self) -> bool {
+    pub fn sinks(&self) -> bool {
         self.sinks
     }
 
@@ -258,8 +259,8 @@ impl Problem {
         h.word(self.mask.right.map_or(u64::MAX, u64::from));
         h.word(self.score().scale.to_bits());
         h.word(self.softcap.map_or(0, f64::to_bits));
-        match &self.slopes {
-            Some(slopes) => slopes.iter().for_each(|s| h.word(1 << 32 | u64::from(s.to_bits()))),
+        match &self.alibi_slopes {
+            Some(alibi_slopes) => alibi_slopes.iter().for_each(|s| h.word(1 << 32 | u64::from(s.to_bits()))),
             None => h.word(u64::MAX),
         }
         h.word(u64::from(self.sinks) | (self.kind as u64) << 1);
@@ -313,8 +314,14 @@ mod tests {
         let double = |p: Problem| Problem { dtype: Dtype::F64, ..p };
         double(problem().with_softcap(1e300).with_scale(-1e39)).check().unwrap();
         assert!(text(double(problem().with_softcap(1e-310))).starts_with("softcap is 1e-310, expected 2.22507"));
-        assert_eq!(text(problem().with_alibi(&[1.0])), "slopes is 1 entries, expected one for each of 6 q heads");
-        assert!(text(problem().with_alibi(&[1.0, 1.0, f32::INFINITY, 1.0, 1.0, 1.0])).starts_with("slopes[2] is inf"));
+        assert_eq!(
+            text(problem().with_alibi_slopes(&[1.0])),
+            "alibi_slopes is 1 entries, expected one for each of 6 q heads"
+        );
+        assert!(
+            text(problem().with_alibi_slopes(&[1.0, 1.0, f32::INFINITY, 1.0, 1.0, 1.0]))
+                .starts_with("alibi_slopes[2] is inf")
+        );
         problem().check().unwrap();
     }
 }

@@ -203,6 +203,7 @@ impl Plan {
 
 /// Rows whose values another rank's rows take, in a shift; see [`Plan::shift_messages`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ShiftMessage {
     /// The rank that holds the values.
     pub owner: usize,

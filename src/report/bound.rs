@@ -74,7 +74,7 @@ impl Plan {
                 + if trading || ringed && (pack_inputs || queries || ordered) { held_q } else { 0 };
             let key_heads = if ordered { hq } else { hkv };
             let sums = nq * hq * dk * a + nk * key_heads * dims * a;
-            let sinks = if p.has_sinks() { n(mesh.group()) * n(p.heads()) * a } else { 0 };
+            let sinks = if p.sinks() { n(mesh.group()) * n(p.heads()) * a } else { 0 };
             let q_row = hq * (dims * e + 2 * a);
             let ring = if ordered {
                 let packed = leaving_packed(nq * q_row + nk * hkv * dims * e);

@@ -21,6 +21,7 @@ use crate::{
 /// One step of one rank. The ring steps are numbered as in the schedule; step 0 is the rank's own share. What a step
 /// fetches arrives while the step before is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct StepCost {
     /// `"ulysses in"`, `"ring"`, `"ulysses out"`, `"sinks"`.
     pub phase: &'static str,
@@ -38,6 +39,7 @@ pub struct StepCost {
 
 /// Buffers of one name that make up the peak of the workspace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct PeakBuffers {
     /// What they are for.
     pub name: &'static str,
@@ -49,6 +51,7 @@ pub struct PeakBuffers {
 
 /// What one rank does in one direction.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Costs {
     /// The rank.
     pub rank: usize,

@@ -137,8 +137,8 @@ impl Plan {
             p.head_dim(),
             p.value_dim(),
             p.softcap.map_or(String::new(), |c| format!(", softcap {c}")),
-            if p.slopes().is_some() { ", ALiBi" } else { "" },
-            if p.has_sinks() { ", sinks" } else { "" }
+            if p.alibi_slopes().is_some() { ", ALiBi" } else { "" },
+            if p.sinks() { ", sinks" } else { "" }
         );
         let (h, dk, dv) = (p.heads() as u128, p.head_dim() as u128, p.value_dim() as u128);
         let _ = writeln!(

@@ -40,7 +40,7 @@ fn attention(r: &Ranges<'_>, (q_heads, key_heads): (u64, u64)) -> (u64, u64) {
 /// The most bytes of lists that a device keeps for a schedule of this plan.
 pub(crate) fn bound(plan: &Plan, schedule: &Schedule) -> u64 {
     let mut expansion = Expansion::new(schedule);
-    let (mut lists, mut words) = (plan.problem().slopes().map_or(0, |s| s.len() as u64 * 4 + PADDING), 0);
+    let (mut lists, mut words) = (plan.problem().alibi_slopes().map_or(0, |s| s.len() as u64 * 4 + PADDING), 0);
     for (i, op) in schedule.ops.iter().enumerate() {
         let (side, step, heads) = match &op.kind {
             OpKind::Attend(a) => (CirculatingSide::Keys, a.ring_step, None),

@@ -40,6 +40,7 @@ pub struct Event {
 
 /// Time on the communication lane, and how much of it ran under compute.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Overlap {
     /// Nanoseconds in which the compute lane was busy, summed over ranks.
     pub compute_ns: u64,

@@ -15,7 +15,7 @@ use crate::{
     error::Result,
     heads::HeadShare,
     plan::Plan,
-    schedule::build::all_to_all::{AllToAll, Way},
+    schedule::{AllToAll, Way},
     tensor::{View, ViewMut},
 };
 

@@ -72,7 +72,7 @@ impl Bindings {
         let mut list = [("", RawTensor::NONE, false); TensorId::COUNT];
         for tensor in TensorId::ALL {
             let raw = self.get(tensor);
-            let Some(written) = tensor.is_written(direction, p.has_sinks()) else {
+            let Some(written) = tensor.is_written(direction, p.sinks()) else {
                 if tensor == TensorId::Sinks && !raw.is_none() {
                     return Err(Error::invalid("sinks", "given", "none, since the problem has no sinks")
                         .hint("plan a problem that has sinks"));

@@ -91,7 +91,7 @@ impl Rank {
     /// As [`Rank::run`].
     pub fn forward<T: Element>(&mut self, plan: &Plan, t: Forward<'_, T>) -> Result<()> {
         let host = self.on_host_for("forward on host views")?;
-        let heads = plan.problem().has_sinks().then(|| plan.problem().heads());
+        let heads = plan.problem().sinks().then(|| plan.problem().heads());
         let bindings = Bindings::default()
             .with(TensorId::Q, t.q.raw())
             .with(TensorId::K, t.k.raw())
@@ -109,7 +109,7 @@ impl Rank {
     /// As [`Rank::run`].
     pub fn backward<T: Element>(&mut self, plan: &Plan, mut t: Backward<'_, T>) -> Result<()> {
         let host = self.on_host_for("backward on host views")?;
-        let heads = plan.problem().has_sinks().then(|| plan.problem().heads());
+        let heads = plan.problem().sinks().then(|| plan.problem().heads());
         let dsinks = t.dsinks.as_deref_mut().map(|s| (s.as_mut_ptr().cast(), s.len()));
         let bindings = Bindings::default()
             .with(TensorId::Q, t.q.raw())

@@ -139,7 +139,7 @@ impl Rank {
             on = on.read(TensorId::Sinks, sinks)?;
         }
         if let Some(dsinks) = &t.dsinks {
-            if !plan.problem().has_sinks() {
+            if !plan.problem().sinks() {
                 return Err(Error::invalid("dsinks", "given", "none, since the problem has no sinks"));
             }
             on = on.written(TensorId::Dsinks, dsinks)?;

@@ -65,8 +65,8 @@ impl Backend for Host<'_> {
         unsafe { self.transport.exchange(label, sends, recvs) }
     }
 
-    fn slopes(&self, plan: &Plan) -> RawTensor {
-        plan.problem().slopes().map_or(RawTensor::NONE, |s| {
+    fn alibi_slopes(&self, plan: &Plan) -> RawTensor {
+        plan.problem().alibi_slopes().map_or(RawTensor::NONE, |s| {
             RawTensor::compact(s.as_ptr().cast_mut().cast(), Dtype::F32, 1, s.len() as u32, 1)
         })
     }

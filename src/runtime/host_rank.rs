@@ -25,10 +25,7 @@ use crate::{
     kernel::cpu,
     plan::Plan,
     report::trace,
-    schedule::{
-        Direction,
-        build::all_to_all::{AllToAll, OWN_HEADS, OWN_TOKENS, Way},
-    },
+    schedule::{AllToAll, Direction, OWN_HEADS, OWN_TOKENS, Way},
     tensor::{disjoint, expect},
     transport::Transport,
 };
@@ -124,7 +121,7 @@ impl HostRank {
     pub(super) unsafe fn run(&mut self, plan: &Plan, direction: Direction, tensors: &Bindings) -> Result<()> {
         let at = self.ready(plan, Job::Attention(direction))?;
         tensors.check(plan, &self.prepared[at].expected)?;
-        let used = tensors.used(direction, plan.problem().has_sinks());
+        let used = tensors.used(direction, plan.problem().sinks());
         self.apart(at, used.map(|(tensor, raw)| (tensor.name(), *raw)))?;
         // SAFETY: the tensors are valid and nobody else's during the call (promised), and fit the plan (checked).
         unsafe { self.run_prepared(at, tensors) }

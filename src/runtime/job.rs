@@ -5,7 +5,7 @@ use std::{format, string::String};
 
 use crate::{
     plan::Plan,
-    schedule::{Direction, build::all_to_all::AllToAll},
+    schedule::{AllToAll, Direction},
 };
 
 /// What a schedule is for.

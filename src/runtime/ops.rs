@@ -53,7 +53,7 @@ pub(super) trait Backend {
     /// As there.
     unsafe fn exchange(&mut self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()>;
     /// The problem's ALiBi slopes, `[1, heads, 1]` f32, where the backend can read them.
-    fn slopes(&self, plan: &Plan) -> RawTensor;
+    fn alibi_slopes(&self, plan: &Plan) -> RawTensor;
 }
 
 /// What one lane lists an operation into.
@@ -203,14 +203,14 @@ pub(super) unsafe fn perform(
         }
         OpKind::Attend(a) => {
             schedule.ring_steps(CirculatingSide::Keys).ranges(a.ring_step as usize, &mut room.expansion.scratch);
-            let args = attend(plan, schedule, a, &at, &user, backend.slopes(plan), room);
+            let args = attend(plan, schedule, a, &at, &user, backend.alibi_slopes(plan), room);
             // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
             // this schedule by `proof`.
             unsafe { backend.attend(&args) }?;
         }
         OpKind::Backward(b) => {
             schedule.ring_steps(b.ring_steps).ranges(b.ring_step as usize, &mut room.expansion.scratch);
-            let args = backward(plan, schedule, b, &at, backend.slopes(plan), room);
+            let args = backward(plan, schedule, b, &at, backend.alibi_slopes(plan), room);
             // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
             // this schedule by `proof`.
             unsafe { backend.attend_backward(&args) }?;
@@ -230,7 +230,7 @@ fn attend<'a>(
     a: &AttendOp,
     at: &impl Fn(BufferView) -> RawTensor,
     user: &impl Fn(TensorId) -> RawTensor,
-    slopes: RawTensor,
+    alibi_slopes: RawTensor,
     room: &'a Room,
 ) -> Attend<'a> {
     Attend {
@@ -241,8 +241,8 @@ fn attend<'a>(
         running_lse: a.running.map_or(RawTensor::NONE, |(_, lse)| at(lse)),
         o: at(a.o),
         lse: at(a.lse),
-        slopes: heads_of(slopes, a.heads.q_offset, a.q.heads),
-        sinks: if plan.problem().has_sinks() {
+        alibi_slopes: heads_of(alibi_slopes, a.heads.q_offset, a.q.heads),
+        sinks: if plan.problem().sinks() {
             heads_of(user(TensorId::Sinks), a.heads.q_offset, a.q.heads)
         } else {
             RawTensor::NONE
@@ -259,7 +259,7 @@ fn backward<'a>(
     schedule: &Schedule,
     b: &BackwardOp,
     at: &impl Fn(BufferView) -> RawTensor,
-    slopes: RawTensor,
+    alibi_slopes: RawTensor,
     room: &'a Room,
 ) -> AttendBackward<'a> {
     AttendBackward {
@@ -275,7 +275,7 @@ fn backward<'a>(
         accumulate_keys: b.accumulate_keys,
         per_q_head: b.per_q_head,
         gradients: b.gradients,
-        slopes: heads_of(slopes, b.heads.q_offset, b.q.heads),
+        alibi_slopes: heads_of(alibi_slopes, b.heads.q_offset, b.q.heads),
         heads: b.heads,
         score: plan.problem().score(),
         ranges: room.expansion.scratch.ranges(),

@@ -25,8 +25,8 @@ use crate::{
     error::{Error, Result},
     plan::Plan,
     schedule::{
-        ALIGNMENT, Buf, BufferView, CirculatingSide, Lane, MessageView, Op, OpKind, Schedule, StepTensor, TensorId,
-        build::all_to_all::{OWN_HEADS, OWN_TOKENS, Way},
+        ALIGNMENT, Buf, BufferView, CirculatingSide, Lane, MessageView, OWN_HEADS, OWN_TOKENS, Op, OpKind, Schedule,
+        StepTensor, TensorId, Way,
         expand::{Expansion, ROWS_PER_PEER},
     },
 };
@@ -85,7 +85,7 @@ fn tables(plan: &Plan, job: Job, s: &Schedule) -> Result<Vec<Table>> {
     let mut tables = Vec::with_capacity(TensorId::COUNT + s.buffers.len());
     for t in TensorId::ALL {
         let ([rows, heads, dim], dtype, writable) = match job {
-            Job::Attention(direction) => (t.shape(plan, s.rank), t.dtype(p), t.is_written(direction, p.has_sinks())),
+            Job::Attention(direction) => (t.shape(plan, s.rank), t.dtype(p), t.is_written(direction, p.sinks())),
             Job::AllToAll(a) => {
                 let (share, tokens) = (plan.heads_of(s.rank), plan.local_tokens(a.side, s.rank));
                 let q = a.side == crate::batch::Side::Q;

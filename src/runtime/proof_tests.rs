@@ -11,7 +11,7 @@ use crate::{
     mask::Mask,
     mesh::Mesh,
     plan::{AttentionKind, Circulate, Options, Problem, Wire},
-    schedule::{Direction, build::all_to_all::AllToAll},
+    schedule::{AllToAll, Direction},
 };
 
 struct Case {

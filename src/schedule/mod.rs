@@ -22,21 +22,22 @@ use crate::{
     element::Dtype,
 };
 
-pub mod build;
-pub mod expand;
+mod build;
+pub(crate) mod expand;
 mod join;
-pub mod ring_steps;
+pub(crate) mod ring_steps;
 mod sweep;
 mod tensor_id;
 pub mod verify;
 
-pub use join::Fragment;
-pub use ring_steps::{RangeScratch, RingStep, RingSteps};
+pub use build::all_to_all::{AllToAll, Way};
+pub(crate) use build::all_to_all::{OWN_HEADS, OWN_TOKENS};
+pub(crate) use ring_steps::{RangeScratch, RingSteps};
 pub use tensor_id::TensorId;
 
 /// A buffer: the caller's tensor, or one in the workspace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Buf {
+pub(crate) enum Buf {
     /// The caller's.
     User(TensorId),
     /// Entry of [`Schedule::buffers`].
@@ -45,7 +46,7 @@ pub enum Buf {
 
 /// A compact `[rows, heads, dim]` buffer in the workspace. Two buffers may share bytes when their lives do not meet.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Buffer {
+pub(crate) struct Buffer {
     /// What it is for, in errors and explanations.
     pub name: &'static str,
     /// Element type.
@@ -61,7 +62,7 @@ pub struct Buffer {
 }
 
 /// Digits of an exact sum of sinks' gradients, which does not depend on how tokens are dealt.
-pub const SINK_DIGITS: usize = 12;
+pub(crate) const SINK_DIGITS: usize = 12;
 
 /// Workspace buffers begin at multiples of this many bytes, and so must the workspace.
 pub const ALIGNMENT: u64 = 256;
@@ -75,7 +76,7 @@ impl Buffer {
 
 /// Rows and heads of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BufferView {
+pub(crate) struct BufferView {
     /// Which buffer.
     pub buf: Buf,
     /// First row.
@@ -118,7 +119,7 @@ pub enum Lane {
 /// `dst = Σ sources`, as [`crate::call::Block`]; the sources are entries `sources_begin..sources_end` of
 /// [`Schedule::sources`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BlockView {
+pub(crate) struct BlockView {
     /// What is written.
     pub dst: BufferView,
     /// First source.
@@ -129,7 +130,7 @@ pub struct BlockView {
 
 /// One message of an exchange: contiguous rows of a compact buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MessageView {
+pub(crate) struct MessageView {
     /// The other rank, numbered in the world.
     pub peer: usize,
     /// The rows.
@@ -140,7 +141,7 @@ pub struct MessageView {
 
 /// What visits: a tensor of the owner's share, and the slot that its needed rows land in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StepTensor {
+pub(crate) struct StepTensor {
     /// The owner's rows (of this rank's own share).
     pub own: BufferView,
     /// Where the rows of others land.
@@ -149,7 +150,7 @@ pub struct StepTensor {
 
 /// A forward call of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AttendOp {
+pub(crate) struct AttendOp {
     /// Whose rows: an entry of the visits.
     pub ring_step: u32,
     /// Queries.
@@ -170,7 +171,7 @@ pub struct AttendOp {
 
 /// A backward call of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct BackwardOp {
+pub(crate) struct BackwardOp {
     /// Whose rows: an entry of the visits.
     pub ring_step: u32,
     /// Which visits: those of keys or those of queries.
@@ -203,7 +204,7 @@ pub struct BackwardOp {
 
 /// What an operation does.
 #[derive(Clone, Debug, PartialEq)]
-pub enum OpKind {
+pub(crate) enum OpKind {
     /// `delta = rowsum(do ∘ o)` of the caller's rows into a buffer.
     Delta {
         /// The result.
@@ -307,7 +308,7 @@ impl OpKind {
 
 /// One operation.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Op {
+pub(crate) struct Op {
     /// What it does.
     pub kind: OpKind,
     /// Where it runs.
@@ -324,41 +325,83 @@ pub struct Op {
 #[derive(Clone, Debug)]
 pub struct Schedule {
     /// This rank.
-    pub rank: usize,
+    pub(crate) rank: usize,
     /// The ranks that share the batch.
-    pub group: core::ops::Range<usize>,
+    pub(crate) group: core::ops::Range<usize>,
     /// Ranks of one Ulysses group; ring rank j's counterpart is `group.start + j · ulysses + place`.
-    pub ulysses: usize,
+    pub(crate) ulysses: usize,
     /// Forward or backward.
-    pub direction: Direction,
+    pub(crate) direction: Direction,
     /// Element type of the problem.
-    pub dtype: Dtype,
+    pub(crate) dtype: Dtype,
     /// The workspace.
-    pub buffers: Vec<Buffer>,
+    pub(crate) buffers: Vec<Buffer>,
     /// Bytes of the workspace.
-    pub workspace: u64,
+    pub(crate) workspace: u64,
     /// The operations; dependencies come before what depends on them.
-    pub ops: Vec<Op>,
+    pub(crate) ops: Vec<Op>,
     /// Blocks of the transforms.
-    pub blocks: Vec<BlockView>,
+    pub(crate) blocks: Vec<BlockView>,
     /// Sources of the blocks.
-    pub sources: Vec<BufferView>,
+    pub(crate) sources: Vec<BufferView>,
     /// Messages of the exchanges that are not visits.
-    pub messages: Vec<MessageView>,
+    pub(crate) messages: Vec<MessageView>,
     /// Visits of k and v.
-    pub keys: Option<Arc<RingSteps>>,
+    pub(crate) keys: Option<Arc<RingSteps>>,
     /// Visits of the q side.
-    pub queries: Option<Arc<RingSteps>>,
+    pub(crate) queries: Option<Arc<RingSteps>>,
     /// Whether kernels break tiles by position.
-    pub aligned: bool,
+    pub(crate) aligned: bool,
+}
+
+/// What people read of one operation: in explanations, traces and tests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Operation {
+    /// What it does: `"attend"`, `"fetch"`, … as errors and traces name it.
+    pub name: &'static str,
+    /// What it is for: `"ulysses in"`, `"ring"`, `"ulysses out"`, …
+    pub phase: &'static str,
+    /// The ring step it belongs to; 0 for what comes before and after the ring.
+    pub step: u32,
+    /// Where it runs.
+    pub lane: Lane,
+    /// Index of the last operation of the other lane that must be complete.
+    pub after: Option<usize>,
 }
 
 impl Schedule {
-    /// The visits an operation means.
+    /// The rank whose operations these are.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Forward or backward.
+    pub fn direction(&self) -> Direction {
+        self.direction
+    }
+
+    /// Bytes of workspace that a run takes.
+    pub fn workspace_bytes(&self) -> u64 {
+        self.workspace
+    }
+
+    /// The operations, in the order of the list.
+    pub fn operations(&self) -> impl ExactSizeIterator<Item = Operation> + '_ {
+        self.ops.iter().map(|op| Operation {
+            name: op.kind.name(),
+            phase: op.phase,
+            step: op.step,
+            lane: op.lane,
+            after: op.after.map(|i| i as usize),
+        })
+    }
+
+    /// The ring steps that an operation refers to.
     ///
     /// # Panics
     /// When the schedule has none of that kind; planning never emits such an operation.
-    pub fn ring_steps(&self, circulating_side: CirculatingSide) -> &Arc<RingSteps> {
+    pub(crate) fn ring_steps(&self, circulating_side: CirculatingSide) -> &Arc<RingSteps> {
         match circulating_side {
             CirculatingSide::Keys => self.keys.as_ref(),
             CirculatingSide::Queries => self.queries.as_ref(),
@@ -367,7 +410,7 @@ impl Schedule {
     }
 
     /// The rank that holds ring share `j` for the same heads.
-    pub fn ring_peer(&self, j: u32) -> usize {
+    pub(crate) fn ring_peer(&self, j: u32) -> usize {
         self.group.start + j as usize * self.ulysses + self.rank % self.ulysses
     }
 }

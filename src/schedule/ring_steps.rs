@@ -226,11 +226,6 @@ impl RingSteps {
         self.form
     }
 
-    /// The side that travels.
-    pub fn visiting(&self) -> Side {
-        self.visiting
-    }
-
     /// Rows of the largest slot that any visit from others needs.
     pub fn slot_rows(&self) -> u64 {
         self.other_shares().map(|v| v.rows_in).max().unwrap_or(0)
@@ -253,16 +248,6 @@ impl RingSteps {
     /// The most fragments that any one visit lists.
     pub(crate) fn longest(&self) -> usize {
         self.capacity.fragments
-    }
-
-    /// The own share of the visiting side.
-    pub fn own(&self) -> &[Segment] {
-        &self.own
-    }
-
-    /// The shares that this is about.
-    pub fn shares(&self) -> &Shares {
-        &self.shares
     }
 
     /// `(ring rank, class)` of those whose rows arrive at `step`, or of those who take the own rows.
@@ -347,6 +332,9 @@ fn split_stripes(fragments: &mut Vec<Fragment>) {
         }
     }
 }
+
+#[cfg(test)]
+mod source_tests;
 
 #[cfg(test)]
 mod tests {

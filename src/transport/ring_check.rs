@@ -21,6 +21,7 @@ const LARGE: u32 = 3;
 
 /// One link, one way.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Link {
     /// The rank that sent.
     pub from: usize,

@@ -22,7 +22,7 @@ static cpattn_attend_args attend_args(int device, cpattn_q_range *ranges, size_t
   cpattn_attend_args a = CPATTN_ATTEND_ARGS_INIT;
 #define OF(x) (device ? &x.device : &x.cpu)
   a.q = OF(q), a.k = OF(k), a.v = OF(v), a.o = OF(o), a.lse = OF(lse), a.running = OF(running);
-  a.slopes = OF(slopes), a.sinks = OF(sinks);
+  a.alibi_slopes = OF(slopes), a.sinks = OF(sinks);
   a.heads.group = HEADS / KV_HEADS;
   a.score.scale = 0.2, a.score.softcap = 3.0, a.score.window_left = 30;
   a.ranges.q = ranges, a.ranges.q_count = count;
@@ -35,7 +35,7 @@ static cpattn_attend_args attend_args(int device, cpattn_q_range *ranges, size_t
 static cpattn_attend_backward_args backward_args(int device, cpattn_q_range *ranges, size_t count) {
   cpattn_attend_args f = attend_args(device, ranges, count);
   cpattn_attend_backward_args a = CPATTN_ATTEND_BACKWARD_ARGS_INIT;
-  a.q = f.q, a.k = f.k, a.v = f.v, a.slopes = f.slopes, a.lse = f.lse;
+  a.q = f.q, a.k = f.k, a.v = f.v, a.alibi_slopes = f.alibi_slopes, a.lse = f.lse;
   a.d_o = OF(d_o), a.delta = OF(delta), a.dq = OF(dq), a.dk = OF(dk), a.dv = OF(dv);
   a.heads = f.heads, a.score = f.score, a.ranges = f.ranges, a.stream = f.stream;
   return a;
@@ -224,8 +224,8 @@ int main(int argc, char **argv) {
   OK(cpattn_scratch_reserve(cpu, CPATTN_F16, DIM, DIM));
   OK(cpattn_scratch_create_cuda(0, &gpu));
   OK(cpattn_scratch_reserve(gpu, CPATTN_F16, DIM, DIM));
-  if (argc == 2) OK(cpattn_scratch_leave_free(gpu, (uint32_t)atoi(argv[1])));
-  REFUSED(CPATTN_INVALID, "multiprocessors is 1048576, expected below the", cpattn_scratch_leave_free(gpu, 1 << 20)); /* leaves it as it was */
+  if (argc == 2) OK(cpattn_scratch_set_sm_margin(gpu, (uint32_t)atoi(argv[1])));
+  REFUSED(CPATTN_INVALID, "multiprocessors is 1048576, expected below the", cpattn_scratch_set_sm_margin(gpu, 1 << 20)); /* leaves it as it was */
   size_t before = available();
   attention();
   shared_rows();

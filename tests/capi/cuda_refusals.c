@@ -88,9 +88,9 @@ static void places(void) {
   /* In builds without threads too: to build another would not help. */
   REFUSED(CPATTN_INVALID, "options.workers is 2, expected 1 on a device", cpattn_rank_create(transport, &options, &rank));
   options.workers = 1;
-  options.leave_free = 1 << 20; /* of all devices there will be */
-  REFUSED(CPATTN_INVALID, "options.leave_free is 1048576, expected below the", cpattn_rank_create(transport, &options, &rank));
-  options.leave_free = 1;
+  options.sm_margin = 1 << 20; /* of all devices there will be */
+  REFUSED(CPATTN_INVALID, "options.sm_margin is 1048576, expected below the", cpattn_rank_create(transport, &options, &rank));
+  options.sm_margin = 1;
   OK(cpattn_rank_create(transport, &options, &rank)); /* still the caller's after all these */
   OK(cpattn_rank_destroy(rank));
   OK(cpattn_transport_destroy(local));

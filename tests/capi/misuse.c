@@ -164,8 +164,8 @@ static void tensors(void) {
   cpattn_rank_options device = CPATTN_RANK_OPTIONS_INIT;
   device.device_type = CPATTN_DEVICE_CUDA;
   REFUSED(CPATTN_UNSUPPORTED, "options.device type 2 id 0 (CUDA)", cpattn_rank_create(transport, &device, &rank));
-  device.device_type = CPATTN_DEVICE_CPU, device.leave_free = 2;
-  REFUSED(CPATTN_INVALID, "options.leave_free is 2, expected 0 on the CPU", cpattn_rank_create(transport, &device, &rank));
+  device.device_type = CPATTN_DEVICE_CPU, device.sm_margin = 2;
+  REFUSED(CPATTN_INVALID, "options.sm_margin is 2, expected 0 on the CPU", cpattn_rank_create(transport, &device, &rank));
   OK(cpattn_rank_create(transport, NULL, &rank));
   REFUSED(CPATTN_INVALID_HANDLE, "destroyed", cpattn_transport_destroy(transport));
   REFUSED(CPATTN_INVALID_HANDLE, "another kind", cpattn_rank_poll((const cpattn_rank *)(const void *)plan));
@@ -376,8 +376,8 @@ static void pieces(void) {
   a.ranges.q = &q, a.ranges.q_count = 1;
   a.ranges.k = keys, a.ranges.k_count = 2;
   a.ranges.pairs = pairs, a.ranges.pair_count = 2;
-  REFUSED(CPATTN_INVALID, "multiprocessors is 1, expected 0 on the CPU", cpattn_scratch_leave_free(scratch, 1));
-  OK(cpattn_scratch_leave_free(scratch, 0));
+  REFUSED(CPATTN_INVALID, "multiprocessors is 1, expected 0 on the CPU", cpattn_scratch_set_sm_margin(scratch, 1));
+  OK(cpattn_scratch_set_sm_margin(scratch, 0));
   REFUSED(CPATTN_INVALID, "scratch is 0 bytes, expected", cpattn_attend(scratch, &a));
   OK(cpattn_scratch_reserve(scratch, CPATTN_F32, DIM, DIM));
   OK(cpattn_attend(scratch, &a));

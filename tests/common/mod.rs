@@ -58,7 +58,7 @@ impl<T: Element> Data<T> {
         let v = fill(nk * p.kv_heads() * p.value_dim());
         let d_o = fill(nq * p.heads() * p.value_dim());
         // Large and small sinks: a forgotten one must show.
-        let sinks = p.has_sinks().then(|| (0..p.heads()).map(|_| (3.0 * r.normal()) as f32).collect());
+        let sinks = p.sinks().then(|| (0..p.heads()).map(|_| (3.0 * r.normal()) as f32).collect());
         Self { q, k, v, d_o, sinks }
     }
 }
@@ -182,7 +182,7 @@ pub fn reference<T: Element>(p: &Problem, data: &Data<T>) -> Results<f64> {
     let wide = |v: &[T]| v.iter().map(|x| x.to_f64()).collect::<Vec<f64>>();
     let (q, k, v, d_o) = (wide(&data.q), wide(&data.k), wide(&data.v), wide(&data.d_o));
     let starts: Vec<i64> = (0..p.batch().documents()).map(|d| p.batch().start(Side::Q, d)).collect();
-    let slopes: Option<Vec<f64>> = p.slopes().map(|s| s.iter().map(|&x| f64::from(x)).collect());
+    let slopes: Option<Vec<f64>> = p.alibi_slopes().map(|s| s.iter().map(|&x| f64::from(x)).collect());
     let sinks: Option<Vec<f64>> = data.sinks.as_ref().map(|s| s.iter().map(|&x| f64::from(x)).collect());
     let attention = reference::Attention {
         q: &q,
@@ -196,7 +196,7 @@ pub fn reference<T: Element>(p: &Problem, data: &Data<T>) -> Results<f64> {
         head_dim: p.head_dim(),
         value_dim: p.value_dim(),
         score: p.score(),
-        slopes: slopes.as_deref(),
+        alibi_slopes: slopes.as_deref(),
         sinks: sinks.as_deref(),
     };
     let out = attention.forward();

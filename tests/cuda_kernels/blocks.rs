@@ -191,7 +191,7 @@ fn partial_results_keep_their_digits_as_scores_grow() {
                 running_lse: words.tensor(Dtype::F32, 1, 1, 2, 2),
                 o: RawTensor::NONE,
                 lse: RawTensor::NONE,
-                slopes: RawTensor::NONE,
+                alibi_slopes: RawTensor::NONE,
                 sinks: RawTensor::NONE,
                 heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
                 score: Score { scale, softcap: 0.0, window_left: i64::MAX, window_right: i64::MAX },
@@ -248,7 +248,7 @@ impl Small {
             running_lse: RawTensor::NONE,
             o: f16s(3, 1),
             lse: self.memory[4].tensor(Dtype::F32, 1, 1, 1, 1),
-            slopes: RawTensor::NONE,
+            alibi_slopes: RawTensor::NONE,
             sinks: RawTensor::NONE,
             heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
             score: Score { scale: 1.0, softcap: 0.0, window_left: i64::MAX, window_right: 0 },
@@ -303,7 +303,7 @@ fn refusals() {
     }
     let two = RawTensor::compact(call.lse.ptr, Dtype::F32, 2, 1, 1);
     refused(run(&Attend { sinks: two, ..call }).unwrap_err(), "sinks.tokens is 2");
-    refused(run(&Attend { slopes: two, ..call }).unwrap_err(), "slopes.tokens is 2");
+    refused(run(&Attend { alibi_slopes: two, ..call }).unwrap_err(), "alibi_slopes.tokens is 2");
     let k = [Range::plain(0, 2, 0, 1)];
     refused(run(&Attend { ranges: Ranges { k: &k, ..call.ranges }, ..call }).unwrap_err(), "ranges.k[0].doc is 1");
     let k = [Range::plain(1, 2, 0, 0)];
@@ -380,7 +380,7 @@ fn no_heads_and_no_rows_are_no_launch() {
 #[test]
 fn a_bounded_grid_does_all_tiles() {
     let Some(device) = Device::open() else { return };
-    device.cuda.leave_free(u32::MAX);
+    device.cuda.set_sm_margin(u32::MAX);
     let case = crate::case::Case {
         documents: vec![(400, 40, 0)],
         heads: 4,

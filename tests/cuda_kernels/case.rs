@@ -32,7 +32,7 @@ pub struct Case {
     pub head_dim: usize,
     pub value_dim: usize,
     pub score: Score,
-    pub slopes: bool,
+    pub alibi_slopes: bool,
     pub sinks: bool,
     pub cut: Cut,
     /// Calls over which the keys of each document are spread.
@@ -60,7 +60,7 @@ impl Case {
                 window_left: i64::MAX,
                 window_right: 0,
             },
-            slopes: false,
+            alibi_slopes: false,
             sinks: false,
             cut: Cut::Whole,
             ring_steps: 1,
@@ -91,7 +91,7 @@ pub struct Numbers {
     pub k: Vec<f64>,
     pub v: Vec<f64>,
     pub d_o: Vec<f64>,
-    pub slopes: Vec<f64>,
+    pub alibi_slopes: Vec<f64>,
     pub sinks: Vec<f64>,
     pub out: Output,
     pub gradient: Gradient,
@@ -134,8 +134,16 @@ impl Numbers {
         let d_o = rounded(tq * case.heads * case.value_dim, 4);
         let slopes: Vec<f64> = (0..case.heads).map(|h| f64::from(0.5f32.powi(h as i32 + 1))).collect();
         let sinks: Vec<f64> = (0..case.heads).map(|h| [1.5, f64::NEG_INFINITY, -2.0, 40.0][h % 4]).collect();
-        let mut numbers =
-            Self { q, k, v, d_o, slopes, sinks, out: Output { o: vec![], lse: vec![] }, gradient: none() };
+        let mut numbers = Self {
+            q,
+            k,
+            v,
+            d_o,
+            alibi_slopes: slopes,
+            sinks,
+            out: Output { o: vec![], lse: vec![] },
+            gradient: none(),
+        };
         numbers.out = numbers.with(case, |attention| attention.forward());
         numbers.gradient = numbers.backward(case, &numbers.d_o);
         numbers
@@ -165,7 +173,7 @@ impl Numbers {
             head_dim: case.head_dim,
             value_dim: case.value_dim,
             score: case.score,
-            slopes: case.slopes.then_some(&self.slopes),
+            alibi_slopes: case.alibi_slopes.then_some(&self.alibi_slopes),
             sinks: case.sinks.then_some(&self.sinks),
         })
     }

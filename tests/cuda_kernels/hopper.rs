@@ -98,7 +98,7 @@ fn scores() {
     };
     let with = |scale, softcap, slopes, sinks| Case {
         score: Score { scale, softcap, ..base.score },
-        slopes,
+        alibi_slopes: slopes,
         sinks,
         ..base.clone()
     };
@@ -121,7 +121,7 @@ fn heads() {
         heads: 6,
         kv_heads: 2,
         held: 0..6,
-        slopes: true,
+        alibi_slopes: true,
         sinks: true,
         ..Case::new("hopper heads", Dtype::Bf16, (128, 128))
     };
@@ -142,7 +142,7 @@ fn ranges() {
         Case { cut: Cut::Chunks(3), ..base.clone() },
         Case { cut: Cut::Chunks(5), ring_steps: 3, ..base.clone() },
         Case { cut: Cut::Striped(3, 1), ring_steps: 3, ..base.clone() },
-        Case { cut: Cut::Striped(2, 5), ring_steps: 2, slopes: true, score: narrow, ..base.clone() },
+        Case { cut: Cut::Striped(2, 5), ring_steps: 2, alibi_slopes: true, score: narrow, ..base.clone() },
         // Rows that meet their first key in the last call.
         Case { cut: Cut::Chunks(3), ring_steps: 2, score: narrow, ..base.clone() },
         Case { cut: Cut::Striped(4, 16), ring_steps: 2, score: open, ..base.clone() },
@@ -164,11 +164,11 @@ fn long_walks() {
         let base = Case::new("hopper long", Dtype::Bf16, dims);
         let base = Case { score: Score { window_right: i64::MAX, ..base.score }, ..base };
         forward(&device, &Case { documents: vec![(140, 1500, 0)], ..base.clone() });
-        device.cuda.leave_free(u32::MAX);
+        device.cuda.set_sm_margin(u32::MAX);
         let documents = vec![(20, 0, 0), (0, 20, 0), (9, 200, 191), (7, 17, -100), (3, 0, 0), (140, 300, 160)];
         forward(&device, &Case { documents, heads: 6, kv_heads: 6, held: 0..6, ..base.clone() });
         forward(&device, &Case { documents: vec![(130, 400, 0)], cut: Cut::Striped(40, 1), ..base });
-        device.cuda.leave_free(0);
+        device.cuda.set_sm_margin(0);
     }
 }
 
@@ -189,9 +189,9 @@ fn runs_repeat() {
         };
         let first = forward(&device, &case);
         assert!(forward(&device, &case) == first, "two runs differ");
-        device.cuda.leave_free(u32::MAX);
+        device.cuda.set_sm_margin(u32::MAX);
         assert!(forward(&device, &case) == first, "a smaller grid differs");
-        device.cuda.leave_free(0);
+        device.cuda.set_sm_margin(0);
     }
 }
 
@@ -280,7 +280,7 @@ fn launch(device: &Device, change: impl Fn(&mut Attend)) -> Vec<f64> {
         running_lse: RawTensor::NONE,
         o: tensor(&o),
         lse: lse.tensor(Dtype::F32, TOKENS, 2, 1, 2),
-        slopes: RawTensor::NONE,
+        alibi_slopes: RawTensor::NONE,
         sinks: RawTensor::NONE,
         heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
         score: Score { scale: 0.125, softcap: 0.0, window_left: i64::MAX, window_right: i64::MAX },

@@ -93,7 +93,7 @@ fn scores() {
     };
     let with = |scale, softcap, slopes, sinks| Case {
         score: Score { scale, softcap, ..base.score },
-        slopes,
+        alibi_slopes: slopes,
         sinks,
         ..base.clone()
     };
@@ -121,7 +121,7 @@ fn heads() {
         heads: 6,
         kv_heads: 2,
         held: 0..6,
-        slopes: true,
+        alibi_slopes: true,
         sinks: true,
         ..Case::new("heads", Dtype::Bf16, (32, 32))
     };
@@ -147,7 +147,7 @@ fn ranges() {
         Case { cut: Cut::Chunks(3), ..base.clone() },
         Case { cut: Cut::Chunks(5), ring_steps: 3, ..base.clone() },
         Case { cut: Cut::Striped(3, 1), ring_steps: 3, ..base.clone() },
-        Case { cut: Cut::Striped(2, 5), ring_steps: 2, slopes: true, score: narrow, ..base.clone() },
+        Case { cut: Cut::Striped(2, 5), ring_steps: 2, alibi_slopes: true, score: narrow, ..base.clone() },
         // Rows that meet their first key in the last visit.
         Case { cut: Cut::Chunks(3), ring_steps: 2, score: narrow, ..base.clone() },
         Case { cut: Cut::Striped(4, 16), ring_steps: 2, score: open, accumulate: true, ..base.clone() },
@@ -179,7 +179,7 @@ fn turns() {
         Case { cut: Cut::Chunks(3), score: ahead, per_q_head: true, ..wide(4, 2, 64) },
         Case { cut: Cut::Striped(2, 150), score: narrow, ring_steps: 2, dtype: Dtype::F16, ..wide(2, 1, 64) },
         Case { cut: Cut::Striped(3, 70), score: narrow, accumulate: true, dtype: Dtype::F16, ..wide(2, 1, 128) },
-        Case { cut: Cut::Striped(4, 1), slopes: true, ..wide(2, 1, 96) },
+        Case { cut: Cut::Striped(4, 1), alibi_slopes: true, ..wide(2, 1, 96) },
     ]);
 }
 
@@ -236,7 +236,7 @@ fn wide_ranges() {
 #[test]
 fn empty_tiles_on_a_bounded_grid() {
     let Some(device) = Device::open() else { return };
-    device.cuda.leave_free(u32::MAX);
+    device.cuda.set_sm_margin(u32::MAX);
     for dtype in [Dtype::F16, Dtype::Bf16] {
         for dims in [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)] {
             let case = Case {
@@ -268,9 +268,9 @@ fn runs_repeat() {
         };
         let first = check(&device, &case);
         assert!(check(&device, &case) == first, "two runs differ");
-        device.cuda.leave_free(u32::MAX);
+        device.cuda.set_sm_margin(u32::MAX);
         assert!(check(&device, &case) == first, "a smaller grid differs");
-        device.cuda.leave_free(0);
+        device.cuda.set_sm_margin(0);
     }
 }
 

@@ -216,7 +216,7 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
         let bytes: Vec<u8> = x[held.clone()].iter().flat_map(|&x| (x as f32).to_le_bytes()).collect();
         device.upload(&bytes)
     };
-    let (slopes, sinks) = (per_head(&numbers.slopes), per_head(&numbers.sinks));
+    let (slopes, sinks) = (per_head(&numbers.alibi_slopes), per_head(&numbers.sinks));
     let optional = |on: bool, m: &Memory| if on { m.tensor(Dtype::F32, 1, hq as u32, 1, hq) } else { RawTensor::NONE };
     let map = HeadMap {
         q_offset: held.start as u32,
@@ -236,7 +236,7 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
             running_lse: if case.ring_steps > 1 { running_lse.raw } else { RawTensor::NONE },
             o: o.raw,
             lse: lse.raw,
-            slopes: optional(case.slopes, &slopes),
+            alibi_slopes: optional(case.alibi_slopes, &slopes),
             sinks: optional(case.sinks, &sinks),
             heads: map,
             score: case.score,
@@ -308,7 +308,7 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
                 accumulate_keys: case.accumulate,
                 per_q_head: case.per_q_head,
                 gradients: Gradients::All,
-                slopes: optional(case.slopes, &slopes),
+                alibi_slopes: optional(case.alibi_slopes, &slopes),
                 heads: map,
                 score: case.score,
                 ranges: Ranges { q: &ring_step.q, k: &ring_step.k, pairs: &ring_step.pairs },

@@ -63,7 +63,7 @@ fn check(device: &Device, dtype: Dtype, dim: usize, job: &Job) -> [Vec<f32>; 3] 
                 accumulate_keys: false,
                 per_q_head: false,
                 gradients,
-                slopes: RawTensor::NONE,
+                alibi_slopes: RawTensor::NONE,
                 heads: HeadMap { q_offset: 0, kv_offset: 0, group: job.heads.max(1) as u32 },
                 score: job.score,
                 ranges: Ranges { q: job.q, k: job.k, pairs: job.pairs },

@@ -118,7 +118,7 @@ pub struct Tensors {
 impl Tensors {
     /// In memory of its own; `form` says how each lies.
     pub fn new(cuda: &Cuda, plan: &Plan, rank: usize, form: impl Fn(TensorId) -> Form) -> Self {
-        let sinks = plan.problem().has_sinks();
+        let sinks = plan.problem().sinks();
         let used = |t: &TensorId| sinks || !matches!(t, TensorId::Sinks | TensorId::Dsinks);
         let held = INPUTS.into_iter().chain(OUTPUTS).filter(used).map(|t| {
             let (dtype, shape) = shape(plan, rank, t);

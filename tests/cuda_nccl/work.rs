@@ -172,7 +172,7 @@ pub fn whole(plan: &Plan, parts: &[Part]) -> Results<T> {
         scatter(&mut all.dq, &part[2], &tq, hq * d);
         scatter(&mut all.dk, &part[3], &tk, hk * d);
         scatter(&mut all.dv, &part[4], &tk, hk * dv);
-        if p.has_sinks() {
+        if p.sinks() {
             all.dsinks = part[5].chunks_exact(4).map(bytemuck::pod_read_unaligned).collect();
         }
     }

@@ -65,7 +65,7 @@ pub fn backward(rank: &mut Rank, plan: &Plan, data: &Data<f32>, made: &Parts) ->
     let v = plan.shard(Side::K, r, &data.v, hk * dv)?;
     let d_o = plan.shard(Side::Q, r, &data.d_o, hq * dv)?;
     let (mut dq, mut dk) = (vec![f32::NAN; tq * hq * d], vec![f32::NAN; tk * hk * d]);
-    let (mut d_v, mut dsinks) = (vec![f32::NAN; tk * hk * dv], vec![f32::NAN; if p.has_sinks() { hq } else { 0 }]);
+    let (mut d_v, mut dsinks) = (vec![f32::NAN; tk * hk * dv], vec![f32::NAN; if p.sinks() { hq } else { 0 }]);
     let tensors = Backward {
         q: View::new(&q, tq, hq, d)?,
         k: View::new(&k, tk, hk, d)?,
@@ -77,7 +77,7 @@ pub fn backward(rank: &mut Rank, plan: &Plan, data: &Data<f32>, made: &Parts) ->
         dq: ViewMut::new(&mut dq, tq, hq, d)?,
         dk: ViewMut::new(&mut dk, tk, hk, d)?,
         dv: ViewMut::new(&mut d_v, tk, hk, dv)?,
-        dsinks: p.has_sinks().then_some(&mut dsinks),
+        dsinks: p.sinks().then_some(&mut dsinks),
     };
     rank.backward(plan, tensors)?;
     Ok(vec![dq, dk, d_v, dsinks])

@@ -50,7 +50,7 @@ fn aligned_bits<E: Element>(p: &Problem, w: &Whole, way: &Way, seed: u64) -> Bit
     k.put(&w.k, p.kv_heads, kv.clone(), &k_at.row_of);
     v.put(&w.v, p.kv_heads, kv.clone(), &k_at.row_of);
     d_o.put(&w.d_o, p.heads, heads.clone(), &q_at.row_of);
-    let mut slopes = head_numbers(&w.slopes, heads.clone());
+    let mut slopes = head_numbers(&w.alibi_slopes, heads.clone());
     let slopes = per_head(&mut slopes, p.alibi);
     let map = HeadMap { q_offset: heads.start as u32, kv_offset: kv.start as u32, group: group as u32 };
     let mut scratch = Scratch::with_isa(way.workers, way.isa).unwrap();
@@ -85,7 +85,7 @@ fn aligned_bits<E: Element>(p: &Problem, w: &Whole, way: &Way, seed: u64) -> Bit
             running_lse: RawTensor::NONE,
             o: o.raw(),
             lse: lse.raw(),
-            slopes,
+            alibi_slopes: slopes,
             sinks: RawTensor::NONE,
             heads: map,
             score: p.score,
@@ -117,7 +117,7 @@ fn aligned_bits<E: Element>(p: &Problem, w: &Whole, way: &Way, seed: u64) -> Bit
             running_lse: RawTensor::NONE,
             o: o.raw(),
             lse: lse.raw(),
-            slopes,
+            alibi_slopes: slopes,
             sinks: RawTensor::NONE,
             heads: map,
             score: p.score,
@@ -161,7 +161,7 @@ pub fn backward_call<'a>(
         accumulate_keys: false,
         per_q_head: true,
         gradients,
-        slopes: forward.slopes,
+        alibi_slopes: forward.alibi_slopes,
         heads: forward.heads,
         score: forward.score,
         ranges: forward.ranges,

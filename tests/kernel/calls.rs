@@ -44,7 +44,7 @@ fn fixture() {
         head_dim: 32,
         value_dim: 32,
         score: score(32, UNLIMITED, 0),
-        slopes: None,
+        alibi_slopes: None,
         sinks: None,
     };
     let out = a.forward();
@@ -86,7 +86,7 @@ fn fixture() {
         running_lse: tensor(words.as_mut_ptr().cast(), Dtype::F32, 2),
         o: tensor(o.as_mut_ptr().cast(), Dtype::F16, 32),
         lse,
-        slopes: RawTensor::NONE,
+        alibi_slopes: RawTensor::NONE,
         sinks: RawTensor::NONE,
         heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
         score: a.score,
@@ -138,7 +138,7 @@ fn merged_tensors_are_the_whole() {
     q.put(&w.q, p.heads, 0..p.heads, &q_at.row_of);
     k.put(&w.k, p.kv_heads, 0..p.kv_heads, &k_at.row_of);
     v.put(&w.v, p.kv_heads, 0..p.kv_heads, &k_at.row_of);
-    let mut slopes = head_numbers(&w.slopes, 0..p.heads);
+    let mut slopes = head_numbers(&w.alibi_slopes, 0..p.heads);
     let mut scratch = Scratch::new(1);
     scratch.reserve(&Dims { head_dim: p.d as u32, value_dim: p.dv as u32, dtype: Dtype::F32 });
     let mut partials: Vec<_> = (0..2)
@@ -155,7 +155,7 @@ fn merged_tensors_are_the_whole() {
                 running_lse: lse.raw(),
                 o: RawTensor::NONE,
                 lse: RawTensor::NONE,
-                slopes: per_head(&mut slopes, p.alibi),
+                alibi_slopes: per_head(&mut slopes, p.alibi),
                 sinks: RawTensor::NONE,
                 heads: HeadMap { q_offset: 0, kv_offset: 0, group: (p.heads / p.kv_heads) as u32 },
                 score: p.score,
@@ -204,7 +204,7 @@ fn large_sinks() {
         running_lse: RawTensor::NONE,
         o: tensor(&mut o, 2),
         lse: tensor(&mut lse, 1),
-        slopes: RawTensor::NONE,
+        alibi_slopes: RawTensor::NONE,
         sinks: per_head(&mut sinks, true),
         heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
         score: Score { scale: 1.0, softcap: 0.0, window_left: UNLIMITED, window_right: 0 },
@@ -244,7 +244,7 @@ fn calls_do_not_allocate() {
             running_lse: RawTensor::NONE,
             o: t(&mut o),
             lse,
-            slopes: RawTensor::NONE,
+            alibi_slopes: RawTensor::NONE,
             sinks: RawTensor::NONE,
             heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
             score: p.score,
@@ -308,7 +308,7 @@ fn adding_to_keys_leaves_those_alone_that_no_row_reaches() {
         accumulate_keys: true,
         per_q_head: false,
         gradients: Gradients::Keys,
-        slopes: RawTensor::NONE,
+        alibi_slopes: RawTensor::NONE,
         heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
         score: score(dim, UNLIMITED, 0),
         ranges: Ranges { q: &qs, k: &[Range::plain(0, keys as u32, 0, 0)], pairs: &[0] },

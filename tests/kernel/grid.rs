@@ -40,7 +40,7 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
         k.put(&w.k, p.kv_heads, kv.clone(), &k_at.row_of);
         v.put(&w.v, p.kv_heads, kv.clone(), &k_at.row_of);
         d_o.put(&w.d_o, p.heads, heads.clone(), &q_at.row_of);
-        let mut slopes = head_numbers(&w.slopes, heads.clone());
+        let mut slopes = head_numbers(&w.alibi_slopes, heads.clone());
         let mut sinks = head_numbers(&w.sinks, heads.clone());
         let (slopes, sinks) = (per_head(&mut slopes, p.alibi), per_head(&mut sinks, p.sinks));
 
@@ -59,7 +59,7 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
                     running_lse: words.raw(),
                     o: if finish { o.raw() } else { RawTensor::NONE },
                     lse: if finish { lse.raw() } else { RawTensor::NONE },
-                    slopes,
+                    alibi_slopes: slopes,
                     sinks,
                     heads: map,
                     score: p.score,
@@ -135,7 +135,7 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
                             accumulate_keys: accumulate,
                             per_q_head,
                             gradients,
-                            slopes,
+                            alibi_slopes: slopes,
                             heads: map,
                             score: p.score,
                             ranges: Ranges { q: &qs, k: &ks, pairs: &pairs },

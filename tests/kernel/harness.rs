@@ -77,7 +77,7 @@ pub struct Whole {
     pub k: Vec<f64>,
     pub v: Vec<f64>,
     pub d_o: Vec<f64>,
-    pub slopes: Vec<f64>,
+    pub alibi_slopes: Vec<f64>,
     pub sinks: Vec<f64>,
     pub cu_q: Vec<i32>,
     pub cu_k: Vec<i32>,
@@ -105,7 +105,7 @@ impl Problem {
             k: numbers(tk * self.kv_heads * self.d),
             v: numbers(tk * self.kv_heads * self.dv),
             d_o: scaled(tq * self.heads * self.dv, self.gain),
-            slopes: (0..self.heads).map(|h| 0.5f64.powi(h as i32 + 1)).collect(),
+            alibi_slopes: (0..self.heads).map(|h| 0.5f64.powi(h as i32 + 1)).collect(),
             sinks: (0..self.heads)
                 .map(|h| [0.5, -2.0, f64::NEG_INFINITY, 4.0, 12.0][(h + self.seed as usize) % 5])
                 .collect(),
@@ -127,7 +127,7 @@ impl Problem {
             head_dim: self.d,
             value_dim: self.dv,
             score: self.score,
-            slopes: self.alibi.then_some(&w.slopes),
+            alibi_slopes: self.alibi.then_some(&w.alibi_slopes),
             sinks: (sinks && self.sinks).then_some(&w.sinks),
         }
     }

@@ -50,7 +50,7 @@ impl<A: Element> Inputs<A> {
             head_dim: DIM,
             value_dim: DIM,
             score,
-            slopes: None,
+            alibi_slopes: None,
             sinks: None,
         }
         .forward();
@@ -98,7 +98,7 @@ fn results<A: Element<Acc = A>>(inputs: &mut Inputs<A>, score: Score, way: Way) 
             running_lse: raw(&mut words, 2),
             o: raw(&mut o, DIM),
             lse: raw(&mut lse, 1),
-            slopes: RawTensor::NONE,
+            alibi_slopes: RawTensor::NONE,
             sinks: RawTensor::NONE,
             heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
             score,
@@ -176,7 +176,7 @@ fn one_word_is_taken_too() {
             running_lse: lse,
             o: running,
             lse,
-            slopes: RawTensor::NONE,
+            alibi_slopes: RawTensor::NONE,
             sinks: RawTensor::NONE,
             heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
             score,

@@ -21,7 +21,7 @@ fn refusals() {
         running_lse: RawTensor::NONE,
         o: nowhere(4, 8),
         lse: nowhere(4, 1),
-        slopes: RawTensor::NONE,
+        alibi_slopes: RawTensor::NONE,
         sinks: RawTensor::NONE,
         heads: HeadMap { q_offset: 0, kv_offset: 0, group: 2 },
         score: score(16, UNLIMITED, 0),
@@ -42,7 +42,7 @@ fn refusals() {
     refused(Attend { lse: nowhere(4, 2), ..good }, "lse.dim is 2, expected 1");
     let several = "tokens is 8, expected 1: there is one number for each head";
     refused(Attend { sinks: nowhere(4, 1), ..good }, &format!("sinks.{several}"));
-    refused(Attend { slopes: nowhere(4, 1), ..good }, &format!("slopes.{several}"));
+    refused(Attend { alibi_slopes: nowhere(4, 1), ..good }, &format!("alibi_slopes.{several}"));
     refused(with(Score { scale: f64::NAN, ..good.score }), "scale is NaN, expected a finite number");
     refused(
         with(Score { softcap: -1.0, ..good.score }),

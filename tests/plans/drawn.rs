@@ -4,7 +4,7 @@
 use cpattn::{
     Batch, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Side,
     plan::{Circulate, Wire},
-    schedule::build::all_to_all::{AllToAll, Way},
+    schedule::{AllToAll, Way},
 };
 use proptest::prelude::*;
 use std::sync::atomic::{AtomicU32, Ordering};

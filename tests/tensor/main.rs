@@ -251,7 +251,7 @@ fn expectations_name_the_part() {
     refuses(expect("k", &far, Dtype::F32, [2, 3, 4]), "k.head_stride", "for 3 heads", "address space");
     let far = RawTensor { token_stride: -(raw.ptr.addr() as i64), ..raw };
     refuses(expect("k", &far, Dtype::F32, [2, 3, 4]), "k.token_stride", "for 2 tokens", "address space");
-    assert_eq!(expect("slopes", &RawTensor::NONE, Dtype::F32, [0, 0, 0]), Ok(()));
+    assert_eq!(expect("alibi_slopes", &RawTensor::NONE, Dtype::F32, [0, 0, 0]), Ok(()));
 }
 
 proptest! {

@@ -62,7 +62,7 @@ fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
 fn operations() -> cpattn::Result<usize> {
     let problem = Problem::new(Batch::new(&[0, 5, 5, 36])?, 9, 3, 64, Dtype::Bf16);
     let plan = Plan::new(&problem, Mesh::explicit(8, 4, 2)?, Layout::Zigzag)?;
-    Ok(Schedule::new(&plan, 3, Direction::Backward)?.ops.len())
+    Ok(Schedule::new(&plan, 3, Direction::Backward)?.operations().len())
 }
 
 /// Exits with 0 when a schedule with operations was written.

@@ -93,6 +93,7 @@ pub fn pieces(w: &mut World, b: &mut Bytes) {
     unsafe {
         match b.below(8) {
             0 | 1 => {
+                let mut words = w.tensor(&[hq, n, 2], acc, b);
                 let args = cpattn_attend_args {
                     struct_size: size::<cpattn_attend_args>(b),
                     q: p[0],
@@ -101,13 +102,14 @@ pub fn pieces(w: &mut World, b: &mut Bytes) {
                     running: maybe(3, b),
                     o: maybe(4, b),
                     lse: p[5],
-                    slopes: maybe(6, b),
+                    alibi_slopes: maybe(6, b),
                     sinks: maybe(7, b),
                     heads,
                     aligned,
                     score,
                     ranges,
                     stream: null_mut(),
+                    running_lse: if b.byte() & 1 == 0 { null() } else { words.as_ptr() },
                 };
                 called(cpattn_attend_lists(scratch, &args, &mut lists));
                 called(cpattn_attend(scratch, &args));
@@ -126,7 +128,7 @@ pub fn pieces(w: &mut World, b: &mut Bytes) {
                     dq: if dq { p[9] } else { null() },
                     dk: if dkv { p[10] } else { null() },
                     dv: if dkv { p[11] } else { null() },
-                    slopes: maybe(6, b),
+                    alibi_slopes: maybe(6, b),
                     heads,
                     accumulate_keys: b.number(2) as i32,
                     per_q_head: i32::from(group == 1 && b.byte() & 1 == 1),

@@ -27,7 +27,7 @@ pub fn create_rank(w: &mut World, b: &mut Bytes) {
             workers: b.below(3) as u32,
             device_type: if b.rarely() { 2 } else { 1 },
             device_id: 0,
-            leave_free: u32::from(b.rarely()),
+            sm_margin: u32::from(b.rarely()),
         };
         let mut rank = null_mut();
         let options = if b.byte() & 1 == 0 { null() } else { &raw const options };

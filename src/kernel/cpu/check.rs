@@ -155,7 +155,7 @@ pub(super) fn attend(c: &Attend) -> Result<Dims> {
     let dims = qkv(&c.q, &c.k, &c.v, &c.heads)?;
     let acc = c.q.dtype.accumulator();
     score(&c.score, c.q.dtype.accumulator())?;
-    per_head("slopes", &c.slopes, c.q.heads)?;
+    per_head("alibi_slopes", &c.alibi_slopes, c.q.heads)?;
     per_head("sinks", &c.sinks, c.q.heads)?;
     if !c.running.is_none() {
         tensor("running", &c.running, c.q.heads, c.v.dim, acc)?;
@@ -197,7 +197,7 @@ pub(super) fn backward(c: &AttendBackward) -> Result<Dims> {
     let dims = qkv(&c.q, &c.k, &c.v, &c.heads)?;
     let acc = c.q.dtype.accumulator();
     score(&c.score, c.q.dtype.accumulator())?;
-    per_head("slopes", &c.slopes, c.q.heads)?;
+    per_head("alibi_slopes", &c.alibi_slopes, c.q.heads)?;
     tensor("d_o", &c.d_o, c.q.heads, c.v.dim, c.q.dtype)?;
     tensor("lse", &c.lse, c.q.heads, 1, acc)?;
     tensor("delta", &c.delta, c.q.heads, 1, acc)?;

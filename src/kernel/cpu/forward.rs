@@ -137,7 +137,7 @@ impl<A: Machine> Job for Forward<'_, A> {
             rows: arena.zeros(E::V::W * d.max(dv)),
             others: arena.zeros(E::V::W * dv),
         };
-        let scoring = Scoring::new(&c.score, &c.slopes);
+        let scoring = Scoring::new(&c.score, &c.alibi_slopes);
         let mut units = Units::new(c.ranges.q, unit_rows(LANES, &c.heads, c.q.heads), c.k.heads);
         // SAFETY: the instruction set is there, the caller says.
         unsafe { E::enter() };
@@ -175,7 +175,7 @@ impl<A: Real> Forward<'_, A> {
         let (q_len, o_len) = (E::queries_len(d), dv.next_multiple_of(E::GRAIN) * E::PANEL);
         let q = &c.ranges.q[unit.range];
         // SAFETY: slopes has one number per head (checked); rows and heads are within q.
-        let (lo, hi) = unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.score, &c.slopes) };
+        let (lo, hi) = unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.score, &c.alibi_slopes) };
         let panels = t.lanes.n.div_ceil(E::PANEL);
         for (i, (panel, of)) in t.q.chunks_exact_mut(q_len).zip(&mut t.panels[..panels]).enumerate() {
             let first = i * E::PANEL;

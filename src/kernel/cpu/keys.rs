@@ -131,7 +131,7 @@ impl<A: Real> Keys<'_, A> {
             lse: arena.take(LANES_BACK),
             delta: arena.take(LANES_BACK),
         };
-        let scoring = Scoring::new(&c.score, &c.slopes);
+        let scoring = Scoring::new(&c.score, &c.alibi_slopes);
         let k = c.ranges.k;
         let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);
         let mut documents = Documents::new(k, c.k.heads as usize);
@@ -209,7 +209,7 @@ impl<A: Real> Keys<'_, A> {
                     }
                     // SAFETY: rows and head are within the tensors (checked).
                     unsafe {
-                        t.lanes.set(&q.range, first, rows, head..head + 1, &c.score, &c.slopes);
+                        t.lanes.set(&q.range, first, rows, head..head + 1, &c.score, &c.alibi_slopes);
                         self.meet::<V>(t, scoring, &mut run, pos, bad_k);
                     }
                     first += rows;

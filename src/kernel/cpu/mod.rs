@@ -269,7 +269,7 @@ mod tests {
             head_dim: d,
             value_dim: d,
             score,
-            slopes: None,
+            alibi_slopes: None,
             sinks: None,
         };
         let out = reference.forward();
@@ -304,7 +304,7 @@ mod tests {
             accumulate_keys: false,
             per_q_head: false,
             gradients: Gradients::All,
-            slopes: none,
+            alibi_slopes: none,
             heads,
             score,
             ranges,
@@ -318,7 +318,7 @@ mod tests {
             running_lse,
             o: none,
             lse,
-            slopes: none,
+            alibi_slopes: none,
             sinks: none,
             heads,
             score,

@@ -81,7 +81,7 @@ impl<A: Real> Queries<'_, A> {
             delta: arena.zeros(LANES_BACK),
             rows: arena.zeros(V::W * d.max(dv)),
         };
-        let scoring = Scoring::new(&c.score, &c.slopes);
+        let scoring = Scoring::new(&c.score, &c.alibi_slopes);
         let mut units = Units::new(c.ranges.q, LANES_BACK, c.k.heads);
         while let Some(unit) = units.next(next) {
             let heads = readers(&c.heads, unit.kv, c.q.heads);
@@ -113,7 +113,7 @@ impl<A: Real> Queries<'_, A> {
         let panel = 2 * V::W;
         let q = &c.ranges.q[unit.range];
         // SAFETY: slopes has one number per head (checked); rows and heads are within the tensors.
-        let (lo, hi) = unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.score, &c.slopes) };
+        let (lo, hi) = unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.score, &c.alibi_slopes) };
         let lanes = vectors::<V>(t.lanes.n);
         let size = lanes.next_multiple_of(panel) * d;
         // SAFETY: as above.

@@ -193,7 +193,7 @@ impl Tiled<'_> {
             lse: arena.take(ROWS),
             delta: arena.take(ROWS),
         };
-        let scoring = Scoring::new(&c.score, &c.slopes);
+        let scoring = Scoring::new(&c.score, &c.alibi_slopes);
         let k = c.ranges.k;
         let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);
         let mut units = Units::new(k, c.k.heads as usize);
@@ -263,7 +263,7 @@ impl Tiled<'_> {
                     let count = (end - first).min(ROWS as u32 / (end_head - head));
                     // SAFETY: rows and heads are within the tensors (checked).
                     unsafe {
-                        t.lanes.set(&q.range, first, count, head..end_head, &c.score, &c.slopes);
+                        t.lanes.set(&q.range, first, count, head..end_head, &c.score, &c.alibi_slopes);
                         self.rows_in_hand::<H>(t, scoring, turn, place + first + count);
                     }
                     first += count;

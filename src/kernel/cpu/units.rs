@@ -14,6 +14,7 @@ use core::sync::atomic::AtomicUsize;
 
 /// A unit of work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct WorkUnit {
     /// (query, key) pairs that the mask leaves, over its heads.
     pub pairs: u64,
@@ -125,7 +126,7 @@ mod tests {
                     running_lse: none,
                     o: q,
                     lse: none,
-                    slopes: none,
+                    alibi_slopes: none,
                     sinks: none,
                     heads,
                     score,
@@ -145,7 +146,7 @@ mod tests {
                     accumulate_keys: false,
                     per_q_head: false,
                     gradients: Gradients::All,
-                    slopes: none,
+                    alibi_slopes: none,
                     heads,
                     score,
                     ranges,

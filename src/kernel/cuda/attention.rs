@@ -51,28 +51,19 @@ impl Cuda {
     /// valid device memory in every tensor: for reads in q, k, v, slopes and sinks, for writes too in running,
     /// running_lse, o and lse, which overlap nothing (but running_lse may be lse) and which nobody else
     /// accesses meanwhile.
-    pub unsafe fn attend(
-        &self,
-        call: &Attend,
-        staging: &mut Staging,
-        stream: Stream,
-    ) -> Result<()> {
+    pub unsafe fn attend(&self, call: &Attend, staging: &mut Staging, stream: Stream) -> Result<()> {
         // SAFETY: the launches read and write what the caller promised, and lists in the ring.
         unsafe { self.launch(staging, stream, |ring| self.attend_launches(call, ring)) }
     }
 
     /// The launches of [`Cuda::attend`], their lists written into `room`.
-    pub(super) fn attend_launches(
-        &self,
-        call: &Attend<'_>,
-        room: &mut impl Room,
-    ) -> Result<(Part, Launches)> {
+    pub(super) fn attend_launches(&self, call: &Attend<'_>, room: &mut impl Room) -> Result<(Part, Launches)> {
         let (element, shape, s) = find(call.q.dtype, call.q.dim, call.v.dim)?;
         refuse_aligned(call.aligned)?;
         let checker = self.checker(room);
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
         let window = check::score(&call.score)?;
-        check::ranges(&call.ranges, call.q.tokens, call.k.tokens.min(call.v.tokens), !call.slopes.is_none())?;
+        check::ranges(&call.ranges, call.q.tokens, call.k.tokens.min(call.v.tokens), !call.alibi_slopes.is_none())?;
         call.ranges.one_writer(true, false)?;
         let q_heads = call.q.heads;
         let f32s = Expected { heads: q_heads, dim: 1, dtype: Dtype::F32, align: 4 };
@@ -92,13 +83,14 @@ impl Cuda {
             running_lse: require(needs_running, checker, "running_lse", &call.running_lse, running_lse)?,
             o: require(needs_o, checker, "o", &call.o, o)?,
             lse: require(needs_o, checker, "lse", &call.lse, f32s)?,
-            slopes: checker.per_head("slopes", &call.slopes, q_heads)?,
+            slopes: checker.per_head("alibi_slopes", &call.alibi_slopes, q_heads)?,
             sinks: checker.per_head("sinks", &call.sinks, q_heads)?,
+            max_score: 0,
             queries: 0,
             keys: 0,
             partners: 0,
             work: 0,
-            score: score(&call.score, window, !call.slopes.is_none()),
+            score: score(&call.score, window, !call.alibi_slopes.is_none()),
             heads: inputs.heads,
             running_lse_words: running_lse.dim,
             unused: 0,
@@ -166,7 +158,7 @@ impl Cuda {
         let checker = self.checker(room);
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
         let window = check::score(&call.score)?;
-        check::ranges(&call.ranges, call.q.tokens, call.k.tokens.min(call.v.tokens), !call.slopes.is_none())?;
+        check::ranges(&call.ranges, call.q.tokens, call.k.tokens.min(call.v.tokens), !call.alibi_slopes.is_none())?;
         call.ranges.one_writer(call.gradients != Gradients::Keys, call.gradients != Gradients::Queries)?;
         let f32s = Expected { heads: call.q.heads, dim: 1, dtype: Dtype::F32, align: 4 };
         let dq = Expected { heads: call.q.heads, dim: call.q.dim, dtype: Dtype::F32, align: 16 };
@@ -187,12 +179,12 @@ impl Cuda {
             dq: require(wants_queries, checker, "dq", &call.dq, dq)?,
             dk: require(wants_keys, checker, "dk", &call.dk, dk)?,
             dv: require(wants_keys, checker, "dv", &call.dv, dv)?,
-            slopes: checker.per_head("slopes", &call.slopes, call.q.heads)?,
+            slopes: checker.per_head("alibi_slopes", &call.alibi_slopes, call.q.heads)?,
             queries: 0,
             keys: 0,
             partners: 0,
             work: 0,
-            score: score(&call.score, window, !call.slopes.is_none()),
+            score: score(&call.score, window, !call.alibi_slopes.is_none()),
             heads: inputs.heads,
             per_q_head: u32::from(call.per_q_head),
             accumulate: u32::from(call.accumulate_keys),

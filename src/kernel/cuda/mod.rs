@@ -330,11 +330,11 @@ impl Cuda {
     /// Blocks of a launch over `items` tiles, of which a multiprocessor holds `each`: one for each tile, or, if `resident`
     /// or where multiprocessors are left free, no more than run at a time.
     fn grid(&self, items: u32, each: u32, resident: bool) -> u32 {
-        let left_free = self.left_free();
-        if left_free == 0 && !resident {
+        let sm_margin = self.sm_margin();
+        if sm_margin == 0 && !resident {
             return items.min(i32::MAX as u32);
         }
-        items.min(each.saturating_mul(self.multiprocessors.saturating_sub(left_free).max(1)))
+        items.min(each.saturating_mul(self.multiprocessors.saturating_sub(sm_margin).max(1)))
     }
 }
 

@@ -112,6 +112,8 @@ pub(super) struct Forward {
     pub lse: Tensor,
     pub slopes: Tensor,
     pub sinks: Tensor,
+    /// 0: the kernels can give the largest score, which no call asks for.
+    pub max_score: u64,
     pub queries: u64,
     pub keys: u64,
     pub partners: u64,

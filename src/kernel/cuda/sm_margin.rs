@@ -40,12 +40,12 @@ impl Cuda {
     /// Bounds the blocks of every later attention launch to what fits on all but `n` multiprocessors (at least one is
     /// used), so that communication kernels find room beside them. Blocks then take several tiles each. Ranks and scratches
     /// of the C interface may ask for more while they live.
-    pub fn leave_free(&self, n: u32) {
+    pub fn set_sm_margin(&self, n: u32) {
         self.margins.set_own(n);
     }
 
     /// The multiprocessors that attention leaves free now: the most that is asked for.
-    pub fn left_free(&self) -> u32 {
+    pub fn sm_margin(&self) -> u32 {
         self.margins.most()
     }
 }

@@ -51,11 +51,11 @@ impl StreamKernels {
     }
 
     /// From now on, and as long as this lives, attention on the device leaves `n` multiprocessors free, or as many more as
-    /// somebody else asks for: see [`Cuda::leave_free`].
+    /// somebody else asks for: see [`Cuda::set_sm_margin`].
     ///
     /// # Errors
     /// [`Error::Invalid`] when the device has no more than `n`.
-    pub fn leave_free(&mut self, n: u32) -> Result<()> {
+    pub fn set_sm_margin(&mut self, n: u32) -> Result<()> {
         self.room = if n == 0 { None } else { Some(SmMargin::new(&self.cuda, "multiprocessors", n)?) };
         Ok(())
     }

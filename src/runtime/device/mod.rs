@@ -340,7 +340,7 @@ impl DeviceRank {
         }
         let at = self.ready(plan, direction)?;
         tensors.check(plan, &self.prepared[at].prepared.expected)?;
-        for (tensor, raw) in tensors.used(direction, plan.problem().has_sinks()) {
+        for (tensor, raw) in tensors.used(direction, plan.problem().sinks()) {
             // What attention itself may read or write is read 16 bytes at a time, on whatever mesh; the rest is only
             // copied, which needs no alignment unless a tensor is huge.
             let whole = matches!(tensor, TensorId::Q | TensorId::K | TensorId::V | TensorId::O | TensorId::DO)
@@ -351,7 +351,7 @@ impl DeviceRank {
         let workspace = self.room(at)?;
         if let Workspace::Lent(..) = self.workspace {
             let bytes = self.prepared[at].prepared.schedule.workspace;
-            let used = tensors.used(direction, plan.problem().has_sinks());
+            let used = tensors.used(direction, plan.problem().sinks());
             bind::apart_from(workspace, bytes, used.map(|(tensor, raw)| (tensor.name(), *raw)))?;
         }
         let group = self.prepared[at].prepared.schedule.group.clone();

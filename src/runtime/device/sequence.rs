@@ -82,7 +82,7 @@ unsafe impl Send for Sequence {}
 /// Takes the calls of a schedule.
 struct Recording<'a> {
     recorder: Recorder<'a>,
-    slopes: RawTensor,
+    alibi_slopes: RawTensor,
     stream: usize,
     steps: Vec<Step>,
     messages: Vec<Message>,
@@ -141,8 +141,8 @@ impl Backend for Recording<'_> {
         Ok(())
     }
 
-    fn slopes(&self, _: &Plan) -> RawTensor {
-        self.slopes
+    fn alibi_slopes(&self, _: &Plan) -> RawTensor {
+        self.alibi_slopes
     }
 }
 
@@ -156,7 +156,10 @@ impl Sequence {
         let shapes = BaseShapes::new(tensors.all().iter().map(|t| (t.heads, t.dim, t.dtype)));
         let mut recorder = Recorder::new(cuda, shapes);
         let mut recording = Recording {
-            slopes: plan.problem().slopes().map_or(RawTensor::NONE, |slopes| recorder.table(slopes)),
+            alibi_slopes: plan
+                .problem()
+                .alibi_slopes()
+                .map_or(RawTensor::NONE, |alibi_slopes| recorder.table(alibi_slopes)),
             recorder,
             stream: 0,
             steps: Vec::new(),

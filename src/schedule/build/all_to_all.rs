@@ -43,9 +43,9 @@ pub struct AllToAll {
 }
 
 /// The caller's tensor of the rank's own tokens: `[local tokens, heads, dim]`.
-pub const OWN_TOKENS: TensorId = TensorId::Q;
+pub(crate) const OWN_TOKENS: TensorId = TensorId::Q;
 /// The caller's tensor of the rank's own heads: `[share's tokens, own heads, dim]`, compact.
-pub const OWN_HEADS: TensorId = TensorId::O;
+pub(crate) const OWN_HEADS: TensorId = TensorId::O;
 
 impl Schedule {
     /// One rank's operations for the all-to-all of one tensor.
@@ -59,7 +59,7 @@ impl Schedule {
         }
         let mut b = Builder::new(plan, rank, Direction::Forward);
         b.out.dtype = all_to_all.dtype;
-        let me = b.place.ulysses;
+        let me = b.coordinates.ulysses;
         let rows = b.part(all_to_all.side, me).1;
         let tokens = BufferView {
             buf: Buf::User(OWN_TOKENS),
@@ -87,7 +87,7 @@ fn span(b: &Builder<'_>, side: Side, u: usize) -> (u32, u32) {
 }
 
 fn to_heads(b: &mut Builder<'_>, all_to_all: AllToAll, tokens: BufferView, held: BufferView) {
-    let me = b.place.ulysses;
+    let me = b.coordinates.ulysses;
     for u in 0..b.out.ulysses {
         let (first, count) = span(b, all_to_all.side, u);
         let (off, rows) = b.part(all_to_all.side, u);
@@ -109,7 +109,7 @@ fn to_heads(b: &mut Builder<'_>, all_to_all: AllToAll, tokens: BufferView, held:
 }
 
 fn to_tokens(b: &mut Builder<'_>, all_to_all: AllToAll, tokens: BufferView, held: BufferView) {
-    let me = b.place.ulysses;
+    let me = b.coordinates.ulysses;
     let mut arrived = Vec::with_capacity(b.out.ulysses);
     for u in 0..b.out.ulysses {
         let (off, rows) = b.part(all_to_all.side, u);

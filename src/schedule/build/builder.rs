@@ -43,7 +43,7 @@ pub(super) struct Pass {
 pub(super) struct Builder<'a> {
     pub(super) plan: &'a Plan,
     pub(super) rank: usize,
-    pub(super) place: Coordinates,
+    pub(super) coordinates: Coordinates,
     /// Of every Ulysses rank.
     pub(super) heads: Vec<HeadShare>,
     /// Rows of the ring share of q's side and of k's: counting them takes a pass over all documents.
@@ -64,12 +64,12 @@ impl<'a> Builder<'a> {
     pub(super) fn new(plan: &'a Plan, rank: usize, direction: Direction) -> Self {
         let (mesh, p) = (plan.mesh(), plan.problem());
         let (heads, kv_heads) = (p.heads() as u32, p.kv_heads() as u32);
-        let place = mesh.coordinates(rank);
+        let coordinates = mesh.coordinates(rank);
         Self {
             plan,
             rank,
-            place,
-            rows: [Side::Q, Side::K].map(|side| plan.shares().rows(side, place.ring)),
+            coordinates,
+            rows: [Side::Q, Side::K].map(|side| plan.shares().rows(side, coordinates.ring)),
             heads: (0..mesh.ulysses).map(|u| HeadShare::new(u, mesh.ulysses, heads, kv_heads)).collect(),
             regions: Vec::new(),
             buffer_regions: Vec::new(),
@@ -115,12 +115,15 @@ impl Builder<'_> {
     }
 
     pub(super) fn mine(&self) -> &HeadShare {
-        &self.heads[self.place.ulysses]
+        &self.heads[self.coordinates.ulysses]
     }
 
     /// The rank's passes over its kv heads; a pass without heads is left out.
     pub(super) fn passes(&self) -> Vec<Pass> {
-        (0..self.plan.options().passes).map(|p| self.pass_of(self.place.ulysses, p)).filter(|p| p.kv.1 > 0).collect()
+        (0..self.plan.options().passes)
+            .map(|p| self.pass_of(self.coordinates.ulysses, p))
+            .filter(|p| p.kv.1 > 0)
+            .collect()
     }
 
     pub(super) fn pass_of(&self, u: usize, p: usize) -> Pass {
@@ -169,7 +172,7 @@ impl Builder<'_> {
 
     /// All of the caller's rows and heads of a tensor.
     pub(super) fn user(&self, tensor: TensorId) -> BufferView {
-        let rows = if tensor.is_per_head() { 1 } else { self.part(tensor.side(), self.place.ulysses).1 };
+        let rows = if tensor.is_per_head() { 1 } else { self.part(tensor.side(), self.coordinates.ulysses).1 };
         let heads = tensor.heads(self.plan.problem()) as u32;
         BufferView { buf: Buf::User(tensor), row: 0, rows, head: 0, heads }
     }

@@ -14,8 +14,10 @@ use crate::{
 };
 use builder::Builder;
 
-pub mod all_to_all;
+pub(super) mod all_to_all;
 mod builder;
+#[cfg(test)]
+mod option_tests;
 mod passes;
 mod ring;
 mod ulysses;
@@ -44,8 +46,8 @@ impl Schedule {
             ));
         }
         let mut b = Builder::new(plan, rank, direction);
-        let (place, p) = (b.place, plan.problem());
-        let ring_steps = |side| Some(Arc::new(RingSteps::new(plan.shares(), p.mask(), side, plan.form(), place.ring)));
+        let (at, p) = (b.coordinates, plan.problem());
+        let ring_steps = |side| Some(Arc::new(RingSteps::new(plan.shares(), p.mask(), side, plan.form(), at.ring)));
         let backward = direction == Direction::Backward;
         let both = backward && plan.options().reproducible;
         let queries_travel = backward && plan.backward_circulates() == CirculatingSide::Queries;

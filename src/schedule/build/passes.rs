@@ -98,7 +98,7 @@ impl Builder<'_> {
     pub(super) fn backward(&mut self) {
         let held = self.trade_in();
         let Some(row) = held.row else { return };
-        let sinks = held.local_delta.filter(|_| self.plan.problem().has_sinks()).map(|d| self.sink_gradient(d));
+        let sinks = held.local_delta.filter(|_| self.plan.problem().sinks()).map(|d| self.sink_gradient(d));
         let p = self.plan.problem();
         let (dk, dv, ordered) = (p.head_dim(), p.value_dim(), self.plan.form() == Form::Ordered);
         let (q_heads, kv_heads) = (self.mine().q.len() as u32, self.mine().kv.len() as u32);

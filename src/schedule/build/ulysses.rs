@@ -77,7 +77,7 @@ impl Builder<'_> {
     /// for a copy where the caller's tensor would do but for its strides.
     fn bring(&mut self, name: &'static str, source: BufferView, side: Side, heads: Heads, compact: bool) -> BufferView {
         let (dtype, dim) = (self.dtype_of(source), self.dim_of(source));
-        let me = self.place.ulysses;
+        let me = self.coordinates.ulysses;
         let (first, count) = self.span(heads, me);
         let (off, rows) = self.part(side, me);
         if self.out.ulysses == 1 && !compact {
@@ -99,7 +99,7 @@ impl Builder<'_> {
     }
 
     pub(super) fn peer(&self, u: usize) -> usize {
-        self.rank - self.place.ulysses + u
+        self.rank - self.coordinates.ulysses + u
     }
 
     /// Everything the ring needs, in place.
@@ -146,7 +146,7 @@ impl Builder<'_> {
         if held.buf == user.buf {
             return;
         }
-        let me = self.place.ulysses;
+        let me = self.coordinates.ulysses;
         for u in 0..self.out.ulysses {
             let (first, count) = self.span(Heads::Q, u);
             let arrived = self.trade_back(held, Side::Q, u, count, me);
@@ -175,7 +175,7 @@ impl Builder<'_> {
         if held.buf == user.buf {
             return;
         }
-        let me = self.place.ulysses;
+        let me = self.coordinates.ulysses;
         let own = held.slice(self.part(Side::K, me).0, self.part(Side::K, me).1);
         let from: Vec<BufferView> = (0..self.out.ulysses)
             .map(|u| {
@@ -244,7 +244,7 @@ impl Builder<'_> {
             (true, Wire::Bf16) => Dtype::Bf16,
         };
         let dq_out = if trading && e != a { self.narrowed(dq, e, None) } else { dq };
-        let own = self.part(Side::K, self.place.ulysses);
+        let own = self.part(Side::K, self.coordinates.ulysses);
         let narrow = |b: &mut Self, held: BufferView| (trading && wire != a).then(|| b.narrowed(held, wire, Some(own)));
         let (dk_wire, dv_wire) = (narrow(self, dkv.0), narrow(self, dkv.1));
         let cast = self.push_blocks(blocks, "ulysses out", last.communication);

@@ -15,10 +15,7 @@ use super::{
 };
 use crate::{
     error::Result,
-    schedule::{
-        Buf, BufferView, TensorId,
-        build::all_to_all::{AllToAll, OWN_HEADS, OWN_TOKENS, Way},
-    },
+    schedule::{AllToAll, Buf, BufferView, OWN_HEADS, OWN_TOKENS, TensorId, Way},
 };
 
 /// Marks what a rank brings on the way back as its part of a sum.

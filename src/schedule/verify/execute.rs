@@ -178,7 +178,7 @@ impl<'a> Prover<'a> {
     fn sink_gradient(&mut self, r: usize, op: usize, delta: &BufferView, partial: &BufferView) -> Result<()> {
         self.whole(r, op, delta)?;
         self.typed(r, op, partial, self.plan.problem().dtype().accumulator(), self.sink_dim())?;
-        if !self.plan.problem().has_sinks() || (partial.rows, partial.heads) != (1, delta.heads) {
+        if !self.plan.problem().sinks() || (partial.rows, partial.heads) != (1, delta.heads) {
             return Err(self.err(r, op, "a gradient of sinks is one row of all q heads"));
         }
         let lse = BufferView { buf: Buf::User(TensorId::Lse), row: 0, head: 0, ..*delta };

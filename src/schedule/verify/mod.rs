@@ -26,7 +26,7 @@
 
 use alloc::{format, vec::Vec};
 
-use super::{Direction, Lane, OpKind, Schedule, build::all_to_all::AllToAll};
+use super::{AllToAll, Direction, Lane, OpKind, Schedule};
 use crate::{
     error::{Error, Result},
     plan::Plan,

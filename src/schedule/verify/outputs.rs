@@ -31,7 +31,7 @@ pub(super) fn check(p: &mut Prover, direction: Direction) -> Result<u128> {
                 for t in [TensorId::Dq, TensorId::Dk, TensorId::Dv] {
                     tensor(p, r, t, What::Sum(t))?;
                 }
-                if p.plan.problem().has_sinks() {
+                if p.plan.problem().sinks() {
                     sinks(p, r)?;
                 }
             }

@@ -10,10 +10,7 @@ use crate::{
     batch::Side,
     element::Dtype,
     plan::Plan,
-    schedule::{
-        Direction, Schedule, TensorId,
-        build::all_to_all::{AllToAll, OWN_HEADS, OWN_TOKENS, Way},
-    },
+    schedule::{AllToAll, Direction, OWN_HEADS, OWN_TOKENS, Schedule, TensorId, Way},
 };
 
 /// What the schedules are to do.
@@ -54,8 +51,8 @@ fn of_attention(tensor: TensorId, s: &Schedule, plan: &Plan) -> Table {
         TensorId::O | TensorId::Lse if forward => Access::Output,
         TensorId::O | TensorId::Lse | TensorId::DO if !forward => Access::Input,
         TensorId::Dq | TensorId::Dk | TensorId::Dv if !forward => Access::Output,
-        TensorId::Sinks if p.has_sinks() => Access::Input,
-        TensorId::Dsinks if p.has_sinks() && !forward => Access::Output,
+        TensorId::Sinks if p.sinks() => Access::Input,
+        TensorId::Dsinks if p.sinks() && !forward => Access::Output,
         _ => Access::Absent,
     };
     let side = side_of(tensor);

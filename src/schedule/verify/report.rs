@@ -5,6 +5,7 @@ use alloc::vec::Vec;
 
 /// What a proof counted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Report {
     /// (q, k, q head) triples that were attended, each once; none in a trade.
     pub pairs: u128,
@@ -14,6 +15,7 @@ pub struct Report {
 
 /// One rank's part of a [`Report`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct RankReport {
     /// The rank.
     pub rank: usize,
@@ -29,6 +31,7 @@ pub struct RankReport {
 
 /// Messages of one phase and kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Traffic {
     /// As [`Op::phase`](crate::schedule::Op::phase).
     pub phase: &'static str,

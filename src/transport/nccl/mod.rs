@@ -98,6 +98,7 @@ impl UniqueId {
 
 /// What happens to a communicator of somebody else's when a run fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum OnFailure {
     /// It is aborted, so that streams become usable again. Its owner must not touch it afterwards, not even to destroy it.
     Abort,

@@ -18,10 +18,7 @@ use crate::{
     mask::Mask,
     mesh::Mesh,
     plan::{Circulate, Options, Plan, Problem, Wire},
-    schedule::{
-        Buf, BufferView, Direction, Lane, OpKind, Schedule,
-        build::all_to_all::{AllToAll, Way},
-    },
+    schedule::{AllToAll, Buf, BufferView, Direction, Lane, OpKind, Schedule, Way},
 };
 
 mod written_out;

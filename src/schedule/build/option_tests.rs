@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Schedules show every option that their plan was asked for: one that is accepted and without effect is found here.
+
+use alloc::{format, vec::Vec};
+
+use crate::{
+    Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem,
+    plan::{Circulate, Wire},
+    schedule::{Direction, OpKind, Schedule},
+};
+
+/// The schedule shows every option that the plan was asked for.
+fn shows(what: &str, plan: &Plan) {
+    let o = plan.options();
+    let ring = plan.mesh().ring > 1;
+    let of = |direction| Schedule::new(plan, plan.mesh().world() - 1, direction).unwrap();
+    let (forward, backward) = (of(Direction::Forward), of(Direction::Backward));
+    let count = |s: &Schedule, is: &dyn Fn(&OpKind) -> bool| s.ops.iter().filter(|op| is(&op.kind)).count();
+    for s in [&forward, &backward] {
+        assert_eq!(s.aligned, o.reproducible, "{what}: reproducible");
+    }
+    if !ring {
+        return;
+    }
+    let fetches = count(&forward, &|k| matches!(k, OpKind::Fetch { .. }));
+    let steps = if o.gather || o.reproducible { 1 } else { plan.mesh().ring - 1 };
+    // kv heads of this rank bound the passes that it makes.
+    let passes = o.passes.min(plan.heads_of(plan.mesh().world() - 1).kv.len());
+    assert_eq!(fetches, steps * passes, "{what}: gather or passes");
+    match o.circulate {
+        _ if o.reproducible => assert!(backward.keys.is_some() && backward.queries.is_some(), "{what}: reproducible"),
+        Circulate::Queries => assert!(backward.keys.is_none() && backward.queries.is_some(), "{what}: circulate"),
+        Circulate::Keys => assert!(backward.keys.is_some() && backward.queries.is_none(), "{what}: circulate"),
+        Circulate::Auto => {}
+    }
+    let narrow = backward.buffers.iter().any(|b| b.dtype == Dtype::Bf16);
+    assert_eq!(narrow, o.wire == Wire::Bf16, "{what}: wire");
+}
+
+#[test]
+fn schedules_show_their_options() {
+    let batch = Batch::from_lengths(&[21, 0, 12, 5]).unwrap();
+    let p = Problem::new(batch, 6, 3, 8, Dtype::F32).with_value_dim(4).with_sinks(true).with_mask(Mask::window(9, 2));
+    let flags = [false, true];
+    let mut list = Vec::new();
+    for (gather, passes) in [(false, 1), (false, 3), (true, 1), (true, 3)] {
+        for circulate in [Circulate::Auto, Circulate::Keys, Circulate::Queries] {
+            for (wire, reproducible) in [(Wire::Full, false), (Wire::Full, true), (Wire::Bf16, false)] {
+                for pack in flags {
+                    let o = Options::new().gather(gather).passes(passes).circulate(circulate);
+                    list.push(o.wire(wire).reproducible(reproducible).pack_inputs(pack));
+                }
+            }
+        }
+    }
+    let mut shown = 0;
+    for options in list {
+        for (ulysses, ring) in [(3, 1), (1, 3), (2, 2)] {
+            let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
+            // What is refused is tested with the refusals.
+            let Ok(plan) = Plan::with_options(&p, mesh, Layout::Zigzag, options) else { continue };
+            shows(&format!("{mesh}, {options:?}"), &plan);
+            shown += 1;
+        }
+    }
+    assert_eq!(shown, 132);
+}
