@@ -13,7 +13,12 @@
 //! - [`Transform`]: copies, casts and ordered sums of `[tokens, heads, dim]` blocks (pack, unpack, reduce, finish);
 //! - [`Delta`], [`Finish`]: the row sums before the backward, and rows that no range covers.
 
-use crate::element::Dtype;
+use alloc::format;
+
+use crate::{
+    element::Dtype,
+    error::{Error, Result},
+};
 
 mod range;
 
@@ -101,9 +106,10 @@ pub struct Score {
     pub scale: f64,
     /// `cap · tanh(s / cap)`; 0 when there is none.
     pub softcap: f64,
-    /// A key counts when `q_pos − k_pos ≤ window_left`; `i64::MAX` when unlimited.
+    /// A key counts when `q_pos − k_pos ≤ window_left`: 0 to `u32::MAX`, as in a [`Mask`](crate::Mask), or `i64::MAX` for
+    /// no limit. FlashAttention writes −1 for no limit; here a negative window is refused.
     pub window_left: i64,
-    /// A key counts when `k_pos − q_pos ≤ window_right`; 0 is causal; `i64::MAX` when unlimited.
+    /// A key counts when `k_pos − q_pos ≤ window_right`; 0 is causal; limits as for `window_left`.
     pub window_right: i64,
 }
 
@@ -112,6 +118,17 @@ impl Score {
     #[inline]
     pub const fn allows(&self, q_pos: i64, k_pos: i64) -> bool {
         q_pos - k_pos <= self.window_left && k_pos - q_pos <= self.window_right
+    }
+
+    /// Refuses windows that no [`Mask`](crate::Mask) has. What plans refuse, single kernel calls refuse too.
+    pub(crate) fn check_windows(&self) -> Result<()> {
+        for (name, limit) in [("window_left", self.window_left), ("window_right", self.window_right)] {
+            if limit != i64::MAX && !(0..=i64::from(u32::MAX)).contains(&limit) {
+                let expected = format!("0 to {}, or i64::MAX for no limit", u32::MAX);
+                return Err(Error::invalid(name, limit, expected));
+            }
+        }
+        Ok(())
     }
 }
 

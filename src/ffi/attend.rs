@@ -71,7 +71,8 @@ versioned! {
 /// # Safety
 /// Tensors and arrays are as the header says, as long as the result lives.
 unsafe fn forward<'a>(at: Device, a: &cpattn_attend_args) -> Result<Attend<'a>> {
-    // SAFETY: the caller's promise.
+    // SAFETY: `a`'s tensors and arrays are as the header says (the contract of this function), which is what a list of
+    // tensors needs.
     let [q, k, v, alibi_slopes, sinks, running, running_lse, o, lse] = unsafe {
         disjoint_tensors(
             at,
@@ -111,7 +112,7 @@ unsafe fn backward<'a>(at: Device, a: &cpattn_attend_backward_args) -> Result<At
             return Err(Error::invalid(name, found, format!("{expected} with gradients {}", a.gradients)));
         }
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: `a`'s tensors and arrays are as the header says (the contract of this function).
     let [q, k, v, d_o, lse, delta, alibi_slopes, dq, dk, dv] = unsafe {
         disjoint_tensors(
             at,

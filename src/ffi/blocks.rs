@@ -52,7 +52,7 @@ unsafe fn kernels<'a>(scratch: *mut cpattn_scratch) -> Outcome<Where<'a>> {
     if scratch.is_null() {
         return Ok(Where::Cpu(Kernels::cpu(1)));
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the handle is NULL or one that the library made (the contract of this function).
     let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
     Ok(Where::Scratch(scratch.device(), scratch.lock()?))
 }

@@ -146,7 +146,7 @@ pub(super) unsafe fn parts(
         let found = if t.is_null() { "NULL" } else { "misaligned" };
         return Err(Error::invalid(name, found, "the address of a cpattn_tensor"));
     }
-    // SAFETY: non-null and aligned; the rest is the caller's promise.
+    // SAFETY: non-null and aligned (checked above), so it is a DLTensor (the contract of this function).
     let t = unsafe { t.read() };
     // Page-locked memory is memory of the host.
     let device_type = if t.device.device_type == CUDA_HOST { CPU } else { t.device.device_type };
@@ -289,7 +289,7 @@ pub(super) unsafe fn disjoint_tensors<const N: usize>(
     shared: &str,
 ) -> Result<[RawTensor; N]> {
     let (mut out, mut named) = ([RawTensor::NONE; N], [("", RawTensor::NONE, false); N]);
-    // SAFETY: the caller's promise.
+    // SAFETY: each tensor of the list is a DLTensor or refused by `parts` (the contract of this function).
     unsafe { read_all(at, &list, &mut out) }?;
     apart(&list, &out, shared, &mut named)?;
     Ok(out)
@@ -299,7 +299,7 @@ pub(super) unsafe fn disjoint_tensors<const N: usize>(
 /// As [`parts`], for each.
 unsafe fn read_all(at: Device, list: &[Given], out: &mut [RawTensor]) -> Result<()> {
     for (to, given) in out.iter_mut().zip(list) {
-        // SAFETY: the caller's promise.
+        // SAFETY: each entry is as `parts` needs it (the contract of this function).
         *to = unsafe { one(at, given) }?;
     }
     Ok(())
@@ -332,7 +332,7 @@ pub(super) unsafe fn one(at: Device, given: &Given) -> Result<RawTensor> {
         Form::PartialLse => 2..=3,
         Form::PerHead => 1..=1,
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: the tensor is as `parts` needs it (the contract of this function).
     let p = unsafe { parts(name, tensor, ndim, at) }?;
     let dtype = dtype(name, p.dtype)?;
     let narrow = |d: usize| {

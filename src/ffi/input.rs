@@ -122,7 +122,7 @@ pub(super) unsafe fn array<'a, T: Copy>(name: &'static str, ptr: *const T, count
     }
     check(name, ptr)?;
     fits::<T>(name, count)?;
-    // SAFETY: non-null, aligned, of a size that exists; the rest is the caller's promise.
+    // SAFETY: non-null, aligned, of a size that exists (checked above), so `count` elements are valid (the contract).
     Ok(unsafe { core::slice::from_raw_parts(ptr, count) })
 }
 
@@ -158,7 +158,8 @@ fn fits<T>(name: &'static str, count: usize) -> Result<()> {
 /// `ptr` is null or misaligned, or valid for a write.
 pub(super) unsafe fn result<'a, T>(name: &'static str, ptr: *mut T) -> Result<&'a mut MaybeUninit<T>> {
     check(name, ptr.cast_const())?;
-    // SAFETY: non-null and aligned; MaybeUninit asks nothing of the contents; the rest is the caller's promise.
+    // SAFETY: non-null and aligned (checked above), so valid for a write (the contract); MaybeUninit has no invalid
+    // contents.
     Ok(unsafe { &mut *ptr.cast() })
 }
 

@@ -95,7 +95,7 @@ fn range(name: &'static str, i: usize, r: &cpattn_range) -> Result<()> {
 /// # Safety
 /// The pointers of `r` are null or as long as its counts say, as long as the result lives.
 pub(super) unsafe fn ranges<'a>(r: &cpattn_ranges) -> Result<Ranges<'a>> {
-    // SAFETY: the caller's promise.
+    // SAFETY: the three arrays are as long as their counts say, or null (the contract of this function).
     let (q, k, pairs) = unsafe {
         (
             array("ranges.q", r.q, r.q_count)?,
@@ -148,7 +148,7 @@ pub(super) fn head_map(m: &cpattn_head_map, q: &RawTensor) -> Result<HeadMap> {
 /// # Safety
 /// `rows` is null or `count` long, as long as the result lives.
 pub(super) unsafe fn rows<'a>(rows: *const cpattn_range, count: usize) -> Result<&'a [Range]> {
-    // SAFETY: the caller's promise.
+    // SAFETY: `rows` is `count` long, or null (the contract of this function).
     let rows = unsafe { array("rows", rows, count) }?;
     for (i, r) in rows.iter().enumerate() {
         range("rows", i, r)?;

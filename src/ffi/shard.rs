@@ -134,7 +134,7 @@ unsafe fn pair(
     local: *const cpattn_tensor,
     whole_written: bool,
 ) -> Result<Option<(Rows, Rows)>> {
-    // SAFETY: the caller's promise.
+    // SAFETY: both tensors are as the header says (the contract of this function).
     let (w, l) = unsafe { (parts("whole", whole, 1..=3, Device::Cpu)?, parts("local", local, 1..=3, Device::Cpu)?) };
     if l.ndim != w.ndim {
         return Err(Error::invalid("local.ndim", l.ndim, format!("that of whole, {}", w.ndim)));
@@ -201,7 +201,7 @@ unsafe fn move_rows(
     local: *const cpattn_tensor,
     whole_written: bool,
 ) -> super::status::Outcome {
-    // SAFETY: the caller's promise.
+    // SAFETY: the plan's handle is as the header says (the contract of this function).
     let plan = unsafe { handle::borrow(plan) }?;
     let (side, rank) = (self::side(side)?, rank_of(plan, rank)?);
     // SAFETY: as above.

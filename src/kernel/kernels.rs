@@ -45,13 +45,14 @@ macro_rules! call {
         match $self {
             Self::Cpu($scratch) => {
                 no_stream($stream)?;
-                // SAFETY: the caller's promise.
+                // SAFETY: tensors are as the call of the same name in `cpu` needs them (the contract of each method).
                 unsafe { $cpu }
             }
             #[cfg(feature = "cuda")]
             Self::Cuda($stream_kernels) => {
                 let $stream = $stream.cast();
-                // SAFETY: the caller's promise.
+                // SAFETY: tensors and stream are as the call of the same name in `StreamKernels` needs them (the
+                // contract of each method).
                 unsafe { $cuda }
             }
         }

@@ -54,7 +54,7 @@ impl<A: Accumulator> LogSumExp<A> {
     /// `at` is valid for reads of `words` elements.
     #[inline]
     pub unsafe fn load(at: *const A, words: u32) -> Self {
-        // SAFETY: the caller's promise: one element, or two.
+        // SAFETY: `at` is valid for reads of `words` elements: one, or two (the contract).
         unsafe { Self { lse: *at, rest: if words > 1 { *at.add(1) } else { A::ZERO } } }
     }
 
@@ -170,7 +170,8 @@ pub unsafe fn merge(o: &RawTensor, lse: &RawTensor, other_o: &RawTensor, other_l
         }
     }
     match o.dtype {
-        // SAFETY: shapes and types agree (checked above); memory is the caller's promise.
+        // SAFETY: shapes and types agree (checked above); the elements are valid and `o` and `lse` apart (the
+        // contract).
         Dtype::F32 => unsafe { rows::<f32>(o, lse, other_o, other_lse) },
         // SAFETY: as above.
         Dtype::F64 => unsafe { rows::<f64>(o, lse, other_o, other_lse) },

@@ -43,7 +43,7 @@ pub unsafe fn sink_gradient(args: &SinkGradient) -> Result<()> {
     if dsinks.dim != 1 && dsinks.dim as usize != DIGITS {
         return Err(Error::invalid("dsinks.dim", dsinks.dim, std::format!("1, or {DIGITS} for an exact sum")));
     }
-    // SAFETY: the caller's promise; the two types were checked to be those of the tensors.
+    // SAFETY: the tensors are valid and dsinks apart (the contract); the two types were checked to be theirs.
     unsafe {
         match lse.dtype {
             Dtype::F32 => sum::<f32>(args),
@@ -146,13 +146,14 @@ pub(crate) unsafe fn sink_total(digits: &RawTensor, dsinks: &RawTensor) -> Resul
     unsafe fn each<A: Element>(digits: &RawTensor, dsinks: &RawTensor) {
         for h in 0..digits.heads {
             let from = digits.heads(h, 1).ptr.cast::<A>();
-            // SAFETY: the caller's promise: a head of both, with its digits.
+            // SAFETY: `h` is a head of both, and its DIGITS digits are consecutive (shapes checked; memory valid by
+            // the contract).
             unsafe {
                 *dsinks.heads(h, 1).ptr.cast::<A>() = A::from_f64(total((0..DIGITS).map(|i| (*from.add(i)).to_f64())))
             };
         }
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: shapes are checked above; the memory is valid and dsinks apart (the contract).
     unsafe {
         match digits.dtype {
             Dtype::F32 => each::<f32>(digits, dsinks),

@@ -137,7 +137,7 @@ impl Mpi {
         if deadline.is_zero() {
             return Err(Error::invalid("deadline", "0 ms", "at least 1 ms"));
         }
-        // SAFETY: the caller's promise that it is live or null; MPI is usable.
+        // SAFETY: `comm` is live or null (the contract of this function); MPI is usable (checked above).
         let comm = unsafe { Comm::new(comm) }?;
         let (rank, world) = comm.place()?;
         let messages = duplicate(comm, world, deadline)?;
@@ -266,7 +266,7 @@ impl Transport for Mpi {
         super::lists::check(self.group.rank, self.group.world, "recvs", recvs)?;
         let mut calls = self.enter(label)?;
         calls.pipes.list(sends, recvs);
-        // SAFETY: the caller's promise about the messages.
+        // SAFETY: the messages' bytes are valid until this returns (the contract of `Transport::exchange`).
         let outcome = unsafe { calls.pipes.travel(&self.group, self.messages) };
         self.group.notices.wait_for(None);
         if outcome.is_err() {

@@ -289,7 +289,7 @@ impl Transport for Peer {
         let stream = self.stream.handle();
         events.ready.record(stream)?;
         events.trade_offers(&self.local, label, &self.cuda, stream, sends, recvs)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the messages' bytes are valid until the exchange is over (the contract of `Transport::exchange`).
         if let Err(error) = unsafe { events.enqueue(&self.local, label, stream, recvs) } {
             // The senders wait to be told, and their memory is theirs again once they are: what was enqueued is over
             // first. If the driver cannot even wait, the first error says more.

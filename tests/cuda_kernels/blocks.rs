@@ -290,6 +290,8 @@ fn refusals() {
     refused(run(&Attend { heads: HeadMap { q_offset: 3, ..call.heads }, ..call }).unwrap_err(), "k.heads");
     let score = Score { scale: f64::NAN, ..call.score };
     refused(run(&Attend { score, ..call }).unwrap_err(), "scale");
+    let score = Score { window_right: -1, ..call.score };
+    refused(run(&Attend { score, ..call }).unwrap_err(), "window_right is -1, expected 0 to 4294967295, or i64::MAX");
     // Finite, but not in the f32 that the kernels score in: a score of 0 would be NaN.
     for (scale, softcap, part) in [
         (1e300, 0.0, "scale is 1e300"),

@@ -69,17 +69,7 @@ fn dims() {
 fn windows() {
     let base =
         Case { documents: vec![(200, 330, 130), (33, 47, 14)], ..Case::new("hopper windows", Dtype::Bf16, (128, 128)) };
-    let windows = [
-        (i64::MAX, i64::MAX),
-        (i64::MAX, 0),
-        (10, 0),
-        (0, 0),
-        (130, 70),
-        (i64::MAX, 5),
-        (0, i64::MAX),
-        (-3, i64::MAX),
-        (-1, -1),
-    ];
+    let windows = [(i64::MAX, i64::MAX), (i64::MAX, 0), (10, 0), (0, 0), (130, 70), (i64::MAX, 5), (0, i64::MAX)];
     all(&windows.map(|(window_left, window_right)| Case {
         score: Score { window_left, window_right, ..base.score },
         ..base.clone()
@@ -109,7 +99,13 @@ fn scores() {
         with(0.2, 3.0, true, true),
         with(-0.1, 0.0, false, false),
         with(1e-60, 0.0, false, true),
-        Case { score: Score { window_left: -200, ..base.score }, sinks: true, ..base.clone() },
+        // Rows that no key is near enough to.
+        Case {
+            score: Score { window_left: 5, ..base.score },
+            documents: vec![(60, 20, 30), (33, 33, 0)],
+            sinks: true,
+            ..base.clone()
+        },
     ]);
 }
 

@@ -44,6 +44,11 @@ fn refusals() {
     refused(Attend { sinks: nowhere(4, 1), ..good }, &format!("sinks.{several}"));
     refused(Attend { alibi_slopes: nowhere(4, 1), ..good }, &format!("alibi_slopes.{several}"));
     refused(with(Score { scale: f64::NAN, ..good.score }), "scale is NaN, expected a finite number");
+    let window = "expected 0 to 4294967295, or i64::MAX for no limit";
+    for limit in [-1, i64::MIN, 1 << 32, i64::MAX - 1] {
+        refused(with(Score { window_left: limit, ..good.score }), &format!("window_left is {limit}, {window}"));
+        refused(with(Score { window_right: limit, ..good.score }), &format!("window_right is {limit}, {window}"));
+    }
     refused(
         with(Score { softcap: -1.0, ..good.score }),
         "softcap is -1, expected a finite number above 0, or 0 for none",

@@ -124,7 +124,7 @@ pub(super) unsafe fn part(row: *const u16, at: usize, dim: usize) -> __m512i {
 /// Row and head lie within the tensor, whose memory is valid.
 #[inline(always)]
 pub(super) unsafe fn row_of(t: &RawTensor, row: i64, head: u32) -> *const u16 {
-    // SAFETY: the caller's promise.
+    // SAFETY: row and head lie within `t`, whose memory is valid (the contract of this function).
     unsafe { super::tile::at::<u16>(t, row, head) }
 }
 
@@ -252,7 +252,7 @@ impl<H: Half> Engine for Amx<H> {
 
     #[inline(always)]
     unsafe fn values(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [u16]) -> bool {
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: rows and head lie within `t` and the tile holds them (the contract of `Engine::values`).
         unsafe {
             let finite = Self::transposed::<false>(t, head, rows, tile, 0, KEYS / 32);
             if !finite {

@@ -72,7 +72,7 @@ pub(super) unsafe fn gradients<V: Vector>(
     lse: *const V::T,
     delta: *const V::T,
 ) {
-    // SAFETY: `j < keys.len()`; the rest is the caller's promise.
+    // SAFETY: `j < keys.len()`, and `s`, `dp`, `lse` and `delta` are as long as the contract says.
     unsafe {
         let zero = V::splat(V::T::ZERO);
         let tiny = V::splat(V::T::TINY);

@@ -54,6 +54,7 @@ fn range(argument: &'static str, i: usize, r: &Range) -> Result<()> {
 
 /// The numbers of a score, in the type that it is made in: `Problem::check` has the same limits.
 fn score(s: &Score, acc: Dtype) -> Result<()> {
+    s.check_windows()?;
     if !s.scale.is_finite() {
         return Err(Error::invalid("scale", s.scale, "a finite number"));
     }

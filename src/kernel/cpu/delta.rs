@@ -29,7 +29,7 @@ pub(super) fn check_delta(d: &Delta) -> Result<()> {
 /// Checked for sums of `A`; tensors are valid, and `delta` overlaps nothing.
 pub(super) unsafe fn delta<A: Real>(c: &Delta) {
     if A::DTYPE == Dtype::F32 {
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: checked for sums of f32, tensors valid, and delta overlaps nothing (the contract of `delta`).
         return unsafe { convert::on_best(&Rows(c)) };
     }
     let dim = c.o.dim as usize;
@@ -102,7 +102,7 @@ impl Pass for Rows<'_> {
 #[inline(always)]
 unsafe fn add<V: Convert>(mut sums: Four<V>, x: Four<V>, y: Four<V>) -> Four<V> {
     for i in 0..4 {
-        // SAFETY: the caller's promise.
+        // SAFETY: the instruction set of V is present (the contract of this function).
         unsafe { sums[i % (LANES / V::W)] = sums[i % (LANES / V::W)].add(x[i].mul(y[i])) };
     }
     sums
@@ -118,7 +118,7 @@ unsafe fn across<V: Convert>(mut sums: Four<V>) -> f32 {
     while vectors > 1 {
         vectors /= 2;
         for i in 0..vectors {
-            // SAFETY: the caller's promise, here and below.
+            // SAFETY: the instruction set of V is present (the contract of this function), here and below.
             sums[i] = unsafe { sums[i].add(sums[i + vectors]) };
         }
     }

@@ -110,7 +110,7 @@ impl<V: Vector> Dense<V> {
             if row < 0 {
                 at.fill(V::T::ZERO);
             } else {
-                // SAFETY: the caller's promise.
+                // SAFETY: row and head lie within `t`, whose memory is valid (the contract of `Engine::keys`).
                 unsafe { widen(t, row, head, &mut at[..dim]) };
             }
         }
@@ -139,7 +139,7 @@ impl<V: Vector> Engine for Dense<V> {
 
     #[inline(always)]
     unsafe fn keys(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [V::T]) -> bool {
-        // SAFETY: the caller's promise is passed on, here and below.
+        // SAFETY: rows, head and tile are as `rows` needs them (the contract of `Engine::keys`), here and below.
         unsafe { Self::rows(t, head, rows, tile) }
     }
 

@@ -66,7 +66,8 @@ impl Half for Bf16 {
 
     #[inline(always)]
     unsafe fn product(p: &Product) {
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: tiles and panels are as `Product` says, and the instruction set is entered (the contract of
+        // `product`).
         unsafe { product_bf16(p) }
     }
 }

@@ -94,7 +94,7 @@ impl<A: Machine> Job for Keys<'_, A> {
 
     #[inline(always)]
     unsafe fn work<E: Engine<Sum = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: the lines are large enough and each unit is handed out once (the contract of `Job::work`).
         unsafe { self.dense::<E::V>(lines, next) }
     }
 }
@@ -360,7 +360,8 @@ impl<A: Real> Keys<'_, A> {
             let row = t.keys.row[j];
             for (tensor, sums, ld) in [(&c.dk, &t.dk, t.ldk), (&c.dv, &t.dv, t.ldv)] {
                 let dim = tensor.dim as usize;
-                // SAFETY: the caller's promise; rows are contiguous.
+                // SAFETY: the row and head are within the tensor and this unit's alone (the contract); rows are
+                // contiguous.
                 let dst = unsafe { core::slice::from_raw_parts_mut(at::<A>(tensor, row, head), dim) };
                 let sums = &sums[j * ld..][..dim];
                 if !c.accumulate_keys {

@@ -97,7 +97,7 @@ pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
     let dims = check::attend(call)?;
     let isa = scratch.isa()?;
     let crew = memory(scratch, &dims)?;
-    // SAFETY: checked above; the rest is the caller's promise.
+    // SAFETY: shapes and ranges are checked; rows are valid, aligned and not shared (the contract of this function).
     unsafe { by_sums!(call.q.dtype, forward(call, isa, crew)) };
     Ok(())
 }
@@ -106,7 +106,7 @@ pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
 /// As [`attend`], checked, with sums of `A`.
 unsafe fn forward<A: Machine>(call: &Attend, isa: Isa, crew: Crew<'_>) {
     let job = forward::Forward::<A> { call, sums: PhantomData };
-    // SAFETY: the caller's promise is passed on.
+    // SAFETY: checked, valid and with sums of `A` (the contract of this function), and `isa` is present.
     unsafe { workers::run(&job, isa, call.q.dtype, crew) };
 }
 
@@ -123,7 +123,7 @@ pub unsafe fn attend_backward(call: &AttendBackward, scratch: &mut Scratch) -> R
     let dims = check::backward(call)?;
     let isa = scratch.isa()?;
     let crew = memory(scratch, &dims)?;
-    // SAFETY: checked above; the rest is the caller's promise.
+    // SAFETY: shapes and ranges are checked; rows are valid, aligned and not shared (the contract of this function).
     unsafe { by_sums!(call.q.dtype, gradients(call, isa, crew)) };
     Ok(())
 }
@@ -133,7 +133,7 @@ pub unsafe fn attend_backward(call: &AttendBackward, scratch: &mut Scratch) -> R
 unsafe fn gradients<A: Machine>(call: &AttendBackward, isa: Isa, mut crew: Crew<'_>) {
     let together = call.gradients == Gradients::All && !call.aligned;
     if call.gradients != Gradients::Keys && !together {
-        // SAFETY: the caller's promise is passed on, here and below.
+        // SAFETY: checked, valid and with sums of `A` (the contract of this function), here and below.
         unsafe { workers::run(&queries::Queries::<A> { call, sums: PhantomData }, isa, call.q.dtype, crew.again()) };
     }
     if together {
@@ -174,7 +174,7 @@ unsafe fn gradients<A: Machine>(call: &AttendBackward, isa: Isa, mut crew: Crew<
 /// that is the block itself.
 pub unsafe fn transform(call: &Transform) -> Result<()> {
     transform::check_transform(call)?;
-    // SAFETY: checked above; the rest is the caller's promise.
+    // SAFETY: shapes and types are checked; sources and blocks are valid and apart (the contract of this function).
     unsafe { transform::transform(call) };
     Ok(())
 }
@@ -188,7 +188,7 @@ pub unsafe fn transform(call: &Transform) -> Result<()> {
 /// o and d_o are valid for reads, delta for writes, and delta overlaps neither.
 pub unsafe fn delta(call: &Delta) -> Result<()> {
     delta::check_delta(call)?;
-    // SAFETY: checked above; the rest is the caller's promise.
+    // SAFETY: shapes and types are checked; the tensors are valid and delta is apart (the contract of this function).
     unsafe { by_sums!(call.o.dtype, row_sums(call)) };
     Ok(())
 }
@@ -204,7 +204,7 @@ use delta::delta as row_sums;
 /// The rows of o and lse are valid for writes, sinks for reads; nobody else accesses them meanwhile.
 pub unsafe fn finish(call: &Finish) -> Result<()> {
     transform::check_finish(call)?;
-    // SAFETY: checked above; the rest is the caller's promise.
+    // SAFETY: shapes and types are checked; the rows are valid and not shared (the contract of this function).
     unsafe { by_sums!(call.o.dtype, empty_rows(call)) };
     Ok(())
 }

@@ -50,7 +50,7 @@ impl<A: Machine> Job for Queries<'_, A> {
 
     #[inline(always)]
     unsafe fn work<E: Engine<Sum = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: the lines are large enough and each unit is handed out once (the contract of `Job::work`).
         unsafe { self.dense::<E::V>(lines, next) }
     }
 }

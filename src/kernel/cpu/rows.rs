@@ -16,7 +16,7 @@ use half::{bf16, f16};
 /// Token and head lie within `t`, whose memory is valid, whose rows are as long and whose sums are `A`s.
 #[inline(always)]
 pub(super) unsafe fn widen<A: Real>(t: &RawTensor, token: i64, head: u32, dst: &mut [A]) {
-    // SAFETY: the caller's promise.
+    // SAFETY: token and head lie within `t`, so its row is valid for `dst.len()` elements (the contract).
     unsafe { widen_from(t.dtype, address(t, token, head), dst) }
 }
 
@@ -26,7 +26,7 @@ pub(super) unsafe fn widen<A: Real>(t: &RawTensor, token: i64, head: u32, dst: &
 /// As [`widen`]; nobody else accesses the row.
 #[inline(always)]
 pub(super) unsafe fn narrow<A: Real>(src: &[A], t: &RawTensor, token: i64, head: u32) {
-    // SAFETY: the caller's promise.
+    // SAFETY: token and head lie within `t`, and nobody else accesses the row (the contract).
     unsafe { narrow_to(t.dtype, src, address(t, token, head)) }
 }
 
@@ -53,11 +53,11 @@ pub(super) unsafe fn widen_from<A: Real>(dtype: Dtype, src: *const u8, dst: &mut
         // SAFETY: A is f32.
         let dst = unsafe { core::slice::from_raw_parts_mut(dst.as_mut_ptr().cast::<f32>(), n) };
         if dtype == Dtype::F16 {
-            // SAFETY: the caller's promise.
+            // SAFETY: `src` is valid for reads of `dst.len()` elements (the contract), which are f16.
             let src = unsafe { core::slice::from_raw_parts(src.cast::<f16>(), n) };
             src.convert_to_f32_slice(dst);
         } else {
-            // SAFETY: the caller's promise.
+            // SAFETY: `src` is valid for reads of `dst.len()` elements (the contract), which are bf16.
             let src = unsafe { core::slice::from_raw_parts(src.cast::<bf16>(), n) };
             for (d, s) in dst.iter_mut().zip(src) {
                 *d = s.widen();
@@ -86,12 +86,13 @@ pub(super) unsafe fn narrow_to<A: Real>(dtype: Dtype, src: &[A], dst: *mut u8) {
             for (i, part) in src.chunks(64).enumerate() {
                 let rounded = &mut rounded[..part.len()];
                 rounded.convert_from_f32_slice(part);
-                // SAFETY: the caller's promise; elements `64 i ..` of as many as `src` has.
+                // SAFETY: `dst` is valid for writes of `src.len()` elements (the contract), these are `64 i ..` of
+                // them.
                 unsafe { core::ptr::copy_nonoverlapping(rounded.as_ptr(), dst.cast::<f16>().add(64 * i), part.len()) };
             }
         } else {
             for (i, &x) in src.iter().enumerate() {
-                // SAFETY: the caller's promise.
+                // SAFETY: `i < src.len()`, and `dst` is valid for writes of as many elements (the contract).
                 unsafe { dst.cast::<bf16>().add(i).write(bf16::narrow(x)) };
             }
         }
@@ -109,13 +110,13 @@ pub(super) unsafe fn load<A: Real>(dtype: Dtype, src: *const u8, dst: &mut [A]) 
     /// # Safety
     /// As [`load`], with elements `E`.
     unsafe fn each<E: Element, A: Real>(src: *const u8, dst: &mut [A]) {
-        // SAFETY: the caller's promise.
+        // SAFETY: `src` is valid for reads of `dst.len()` elements `E` (the contract of `load`).
         let src = unsafe { core::slice::from_raw_parts(src.cast::<E>(), dst.len()) };
         for (d, s) in dst.iter_mut().zip(src) {
             *d = A::from_f64(s.to_f64());
         }
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: `src` is valid for reads of `dst.len()` elements of `dtype` (the contract of `load`).
     unsafe {
         match dtype {
             dtype if dtype.accumulator() == A::DTYPE => widen_from(dtype, src, dst),
@@ -136,11 +137,11 @@ pub(super) unsafe fn store<A: Real>(dtype: Dtype, src: &[A], dst: *mut u8) {
     /// As [`store`], with elements `E`.
     unsafe fn each<E: Element, A: Real>(src: &[A], dst: *mut u8) {
         for (i, x) in src.iter().enumerate() {
-            // SAFETY: the caller's promise.
+            // SAFETY: `i < src.len()`, and `dst` is valid for writes of as many elements `E` (the contract of `store`).
             unsafe { dst.cast::<E>().add(i).write(E::from_f64(x.to_f64())) };
         }
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: `dst` is valid for writes of `src.len()` elements of `dtype` (the contract of `store`).
     unsafe {
         match dtype {
             dtype if dtype.accumulator() == A::DTYPE => narrow_to(dtype, src, dst),

@@ -64,7 +64,7 @@ pub(super) trait Vector: Copy {
     /// `[W][W]` from rows `ld` apart to columns of rows `to_ld` apart.
     #[inline(always)]
     unsafe fn transpose(from: *const Self::T, ld: usize, to: *mut Self::T, to_ld: usize) {
-        // SAFETY: the caller's promise.
+        // SAFETY: `from` has W rows `ld` apart and `to` W rows `to_ld` apart, of W elements each (the contract).
         unsafe { by_element(from, ld, to, to_ld, Self::W) }
     }
     /// e to the power of each lane: within 2 ulp (f32) or the standard library's (f64); 0 below the smallest normal

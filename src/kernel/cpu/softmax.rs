@@ -52,7 +52,7 @@ impl<A: Real> Softmax<'_, A> {
         l: *mut A,
         alpha: *mut A,
     ) -> bool {
-        // SAFETY: the caller's promise.
+        // SAFETY: the instruction set is present and `s`, `p`, `m`, `l` and `alpha` are as long as the contract says.
         unsafe {
             let max = self.largest::<E>(lane, range.clone(), s.add(lane));
             let log2 = E::V::splat(self.scoring.log2);
@@ -164,7 +164,7 @@ impl<A: Real> Softmax<'_, A> {
     /// The instruction set is present; `s` is of W.
     #[inline(always)]
     unsafe fn weight<V: Vector<T = A>, const CAREFUL: bool>(&self, s: *const A, shift: V) -> V {
-        // SAFETY: the caller's promise.
+        // SAFETY: the instruction set is present and `s` is of W (the contract).
         unsafe {
             let x = V::load(s).fma(V::splat(self.scoring.log2), shift);
             let p = x.exp2();

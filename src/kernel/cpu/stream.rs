@@ -255,7 +255,7 @@ impl<'a, T: Pod, A: Real> KeyTile<'a, T, A> {
         head: u32,
     ) -> (bool, bool) {
         let rows = &self.slots.row[..self.slots.n.next_multiple_of(E::GRAIN)];
-        // SAFETY: the caller's promise.
+        // SAFETY: rows and head lie within k and v, and the instruction set is entered (the contract).
         unsafe { (E::keys(k, head, rows, self.k), E::values(v, head, rows, self.v)) }
     }
 }

@@ -188,7 +188,7 @@ impl<'a, A: Real> Lanes<'a, A> {
         for head in heads {
             let mut slope = A::ZERO;
             if !slopes.is_none() {
-                // SAFETY: the caller's promise.
+                // SAFETY: `slopes` is not NONE (asked above), so it holds an f32 for each head (the contract).
                 slope = A::from_f64(unsafe { *at::<f32>(slopes, 0, head) }.into());
             }
             for i in first..first + rows {
@@ -269,7 +269,7 @@ impl<'a, A: Real> Lanes<'a, A> {
         let dim = t.dim as usize;
         for l in (0..lanes.next_multiple_of(panel)).step_by(V::W) {
             let panel_of = &mut dst[l / panel * panel * dim..][..panel * dim];
-            // SAFETY: the caller's promise.
+            // SAFETY: the lanes lie within `t`, and the instruction set of V is present (the contract).
             unsafe {
                 self.pack(t, rows, dim, l..l + V::W);
                 to_lanes::<V>(rows, dim, dim, panel_of, panel, l % panel);
@@ -287,7 +287,7 @@ impl<'a, A: Real> Lanes<'a, A> {
         for (i, l) in lanes.enumerate() {
             let dst = &mut dst[i * ld..][..dim];
             if l < self.n {
-                // SAFETY: the caller's promise.
+                // SAFETY: the lane's row and head lie within `t` (the contract of `pack_transposed`).
                 unsafe { widen(t, self.row[l], self.head[l], dst) };
             } else {
                 dst.fill(A::ZERO);
@@ -302,7 +302,7 @@ impl<'a, A: Real> Lanes<'a, A> {
     #[inline(always)]
     pub(super) unsafe fn gather(&self, t: &RawTensor, dst: &mut [A], otherwise: A) {
         for (l, d) in dst.iter_mut().enumerate() {
-            // SAFETY: the caller's promise.
+            // SAFETY: the lane's row and head lie within `t`, whose elements are `A`s (the contract).
             *d = if l < self.n { unsafe { *at::<A>(t, self.row[l], self.head[l]) } } else { otherwise };
         }
     }
@@ -362,7 +362,8 @@ impl<A: Real> Scoring<A> {
         masked: bool,
     ) -> (V, V) {
         debug_assert!(lane + V::W <= lanes.rel_lo.len());
-        // SAFETY: the caller's promise; the arrays of a `Lanes` all have its capacity.
+        // SAFETY: the instruction set is present and `lane + W` lanes are ready (the contract); every array has the
+        // capacity.
         unsafe {
             let one = V::splat(A::from_f64(1.0));
             let zero = V::splat(A::ZERO);

@@ -306,7 +306,8 @@ impl Tiled<'_> {
         let (k_len, v_len) = (Amx::<H>::keys_len(c.k.dim as usize), Amx::<H>::keys_len(c.v.dim as usize));
         for (i, slots) in t.slots[..t.n].iter().enumerate() {
             let rows = &slots.row[..slots.n.next_multiple_of(BLOCK)];
-            // SAFETY: the caller's promise is passed on.
+            // SAFETY: the keys' rows lie within k and v, and the tiles hold a block of them (the contract of
+            // `Tiled::work`).
             unsafe {
                 t.finite_k &= Amx::<H>::keys(&c.k, kv, rows, &mut t.k[i * k_len..][..k_len]);
                 t.finite_v &= Amx::<H>::keys(&c.v, kv, rows, &mut t.v[i * v_len..][..v_len]);
@@ -630,7 +631,8 @@ impl Tiled<'_> {
                 }
                 for (tensor, sums, scale) in [(&c.dk, &t.dk, scale), (&c.dv, &t.dv, 1.0 / Self::weight::<H>())] {
                     let dim = tensor.dim as usize;
-                    // SAFETY: the caller's promise; rows are contiguous.
+                    // SAFETY: the row and head are within the tensor and this unit's alone (the contract); rows are
+                    // contiguous.
                     let dst = unsafe { core::slice::from_raw_parts_mut(at::<f32>(tensor, row, head), dim) };
                     let sums = &sums[key * dim.next_multiple_of(32)..][..dim];
                     for (x, &sum) in dst.iter_mut().zip(sums) {

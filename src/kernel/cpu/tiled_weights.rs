@@ -78,7 +78,7 @@ impl Of<'_> {
     /// As [`Of::gradients`].
     #[inline(always)]
     unsafe fn one<const CAREFUL: bool, const MASKED: bool>(&self, j: usize, lane: usize) -> (__m512, __m512) {
-        // SAFETY: the caller's promise.
+        // SAFETY: `j` and `lane` are within the tiles, and AVX-512 is present (the contract of `Of::gradients`).
         unsafe {
             let mut s = <__m512 as Vector>::load(self.s.add(j * PANEL + lane));
             let dp = <__m512 as Vector>::load(self.dp.add(j * PANEL + lane));
@@ -175,7 +175,8 @@ pub(super) unsafe fn not_finite_lanes<H: Half>(
             if weight == 0.0 {
                 continue;
             }
-            // SAFETY: the caller's promise.
+            // SAFETY: the lane's row is within `t`, and `to` has room for the product of `block` with `panels` (the
+            // contract).
             let (row, to) = unsafe {
                 let row = row_of(t, lanes.row[lane], lanes.head[lane]);
                 (core::slice::from_raw_parts(row, dim), core::slice::from_raw_parts_mut(to.add(key * ld), dim))

@@ -43,7 +43,7 @@ pub(super) fn check_transform(t: &Transform) -> Result<()> {
 /// # Safety
 /// Checked; tensors are valid, and blocks overlap nothing but a first source that is `dst`.
 pub(super) unsafe fn transform(t: &Transform) {
-    // SAFETY: the caller's promise is passed on.
+    // SAFETY: checked, tensors valid, blocks apart but for a first source that is `dst` (the contract).
     unsafe {
         convert::on_best(&Narrow(t));
         for b in t.blocks.iter().filter(|b| is_wide(b, t)) {
@@ -110,7 +110,8 @@ impl Pass for Narrow<'_> {
             }
             let walk = Walk::new(&b.dst, sources(b, t));
             if walk.tokens <= 1 {
-                // SAFETY: the caller's promise is passed on, here and below.
+                // SAFETY: checked, tensors valid and blocks apart (the contract of `transform`, under which a `Narrow`
+                // is made), here and below.
                 unsafe {
                     if walk.heads == 1 && walk.run >= PLACES * APART && !is_copy(b, sources(b, t)) {
                         long::<V>(b, sources(b, t), walk.run, stream);
@@ -150,7 +151,7 @@ impl Narrow<'_> {
             for (&i, &walk) in group.iter().zip(walks) {
                 let b = &self.0.blocks[i];
                 let tokens = first..walk.tokens.min(first + tokens);
-                // SAFETY: the caller's promise is passed on.
+                // SAFETY: checked, tensors valid and blocks apart (the contract of `transform`).
                 unsafe { narrow::<V>(b, sources(b, self.0), walk, tokens, stream) };
             }
         }
@@ -172,7 +173,7 @@ unsafe fn long<V: Convert>(b: &Block, sources: &[RawTensor], run: usize, stream:
     let stream = stream && sources.first().is_none_or(|s| s.ptr != dst.ptr);
     // From a boundary of lines on, so that all units begin at one.
     let lead = (dst.ptr.addr().wrapping_neg() % 64 / dst.dtype.size()).min(run);
-    // SAFETY: elements below `run` of each; the rest is the caller's promise, here and below.
+    // SAFETY: elements below `run` of each tensor, valid and apart by the contract of `transform`, here and below.
     unsafe { part::<V>(dst, sources, 0, lead, stream) };
     for first in (lead..run).step_by(PLACES * APART) {
         for k in (0..APART).step_by(unit) {
@@ -195,7 +196,8 @@ unsafe fn long<V: Convert>(b: &Block, sources: &[RawTensor], run: usize, stream:
 #[inline(always)]
 unsafe fn part<V: Convert>(dst: &RawTensor, sources: &[RawTensor], begin: usize, end: usize, stream: bool) {
     let at = |t: &RawTensor| (t.ptr.wrapping_add(begin * t.dtype.size()), t.dtype);
-    // SAFETY: the caller's promise.
+    // SAFETY: elements `begin..end` of each tensor, which the contract of `transform` makes valid; V's instructions
+    // are present.
     unsafe { convert::runs::sum::<V>(at(dst), sources.iter().map(at), end - begin, stream) };
 }
 

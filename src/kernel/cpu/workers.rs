@@ -82,7 +82,7 @@ pub(super) unsafe fn run_tiled(job: &Tiled, dtype: Dtype, crew: Crew<'_>) {
     /// As [`Tiled::work`].
     #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
     unsafe fn work<H: Half>(job: &Tiled, lines: &mut [Line], next: &AtomicUsize, turns: &Turns) {
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: lines, units and instruction set are as `Tiled::work` needs them (the contract of this function).
         unsafe { job.work::<H>(lines, next, turns) }
     }
     let (next, turns) = (AtomicUsize::new(0), Turns::new());
@@ -102,7 +102,7 @@ pub(super) unsafe fn run_tiled(job: &Tiled, dtype: Dtype, crew: Crew<'_>) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
 unsafe fn amx_bf16<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
-    // SAFETY: the caller's promise is passed on.
+    // SAFETY: the contract of `Job::work`, and AMX is present: the engine's instruction set.
     unsafe { job.work::<<J::Acc as Machine>::AmxBf16>(lines, next) }
 }
 
@@ -111,7 +111,7 @@ unsafe fn amx_bf16<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
 unsafe fn amx_f16<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
-    // SAFETY: the caller's promise is passed on.
+    // SAFETY: the contract of `Job::work`, and AMX with FP16 is present: the engine's instruction set.
     unsafe { job.work::<<J::Acc as Machine>::AmxF16>(lines, next) }
 }
 
@@ -120,7 +120,7 @@ unsafe fn amx_f16<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512dq,avx2,fma")]
 unsafe fn avx512<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
-    // SAFETY: the caller's promise is passed on.
+    // SAFETY: the contract of `Job::work`, and AVX-512 is present: the engine's instruction set.
     unsafe { job.work::<Dense<<J::Acc as Machine>::Avx512>>(lines, next) }
 }
 
@@ -129,7 +129,7 @@ unsafe fn avx512<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn avx2<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
-    // SAFETY: the caller's promise is passed on.
+    // SAFETY: the contract of `Job::work`, and AVX2 and FMA are present: the engine's instruction set.
     unsafe { job.work::<Dense<<J::Acc as Machine>::Avx2>>(lines, next) }
 }
 

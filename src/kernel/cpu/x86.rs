@@ -115,7 +115,7 @@ macro_rules! vector {
             }
             #[target_feature(enable = $features)]
             unsafe fn gemm(g: &Gemm<$t>) {
-                // SAFETY: the caller's promise is passed on.
+                // SAFETY: the panels are as `Gemm` says and the instruction set is present (the contract of `gemm`).
                 unsafe { gemm::<Self>(g) }
             }
         }

@@ -147,7 +147,8 @@ impl Cuda {
     pub unsafe fn delta(&self, call: &Delta, stream: Stream) -> Result<()> {
         let _entered = self.enter()?;
         let Some(launch) = self.delta_launch(call, self.memory_checker())? else { return Ok(()) };
-        // SAFETY: the caller's promise about tensors and stream.
+        // SAFETY: the tensors are valid and apart when the launch runs, the stream is of this context (the contract of
+        // `Cuda::delta`).
         unsafe { launch.start(self, stream) }
     }
 
@@ -281,7 +282,8 @@ impl Cuda {
         let function = self.blocks(&mut self.kernels())?.merge;
         let grid = params.rows.div_ceil(u64::from(THREADS / 32)).min(1 << 30) as u32;
         let launch = Launch::new(function, Grid::Blocks(grid), (THREADS, 0), &params);
-        // SAFETY: the caller's promise about tensors and stream.
+        // SAFETY: the tensors are valid and apart when the launch runs, the stream is of this context (the contract of
+        // `Cuda::merge`).
         unsafe { launch.start(self, stream) }
     }
 }

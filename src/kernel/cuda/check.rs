@@ -167,6 +167,7 @@ pub(super) fn heads(map: &HeadMap, q: u32, kv: u32) -> Result<()> {
 
 /// The score's numbers; windows come back cut to what positions can reach.
 pub(super) fn score(s: &Score) -> Result<(i64, i64)> {
+    s.check_windows()?;
     if !s.scale.is_finite() {
         return Err(Error::invalid("scale", s.scale, "a finite number"));
     }
@@ -185,7 +186,7 @@ pub(super) fn score(s: &Score) -> Result<(i64, i64)> {
             return Err(Error::invalid("softcap", format!("{:e}", s.softcap), expected).hint("0 is no cap"));
         }
     }
-    Ok((s.window_left.clamp(-WIDE, WIDE), s.window_right.clamp(-WIDE, WIDE)))
+    Ok((s.window_left.min(WIDE), s.window_right.min(WIDE)))
 }
 
 fn range(argument: &str, i: usize, r: &Range, tokens: u64) -> Result<()> {

@@ -284,7 +284,7 @@ impl Function {
         stream: sys::CUstream,
         params: &P,
     ) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: `params` is the kernel's parameter, and the stream is of the current context (the contract).
         unsafe { self.launch_all(blocks, threads, shared, stream, [core::ptr::from_ref(params).cast()]) }
     }
 
@@ -301,7 +301,8 @@ impl Function {
         params: [*const c_void; N],
     ) -> Result<()> {
         let mut arguments = params.map(<*const c_void>::cast_mut);
-        // SAFETY: the driver copies the parameters before it returns; the rest is the caller's promise.
+        // SAFETY: the driver copies the parameters before it returns; they are the kernel's, the stream of this
+        // context (the contract).
         unsafe {
             call!(cuLaunchKernel(
                 self.0,

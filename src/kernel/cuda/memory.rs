@@ -92,7 +92,7 @@ impl Cuda {
     /// [`Error::Device`] when something on the device failed.
     pub unsafe fn synchronize(&self, stream: Stream) -> Result<()> {
         let _entered = self.context().enter()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: the stream is of the device's primary context (the contract of this function).
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) })
     }
 }
@@ -156,7 +156,7 @@ impl Drop for DeviceMemory {
 /// # Safety
 /// Both are valid for `bytes` bytes when the copy runs, and nobody else writes either.
 pub(crate) unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize, stream: Stream) -> Result<()> {
-    // SAFETY: the caller's promise.
+    // SAFETY: both are valid for `bytes` bytes when the copy runs (the contract of this function).
     check("cuMemcpyDtoDAsync", unsafe {
         sys::cuMemcpyDtoDAsync_v2(to as usize as u64, from as usize as u64, bytes, stream)
     })

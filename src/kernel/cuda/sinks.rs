@@ -23,7 +23,8 @@ impl Cuda {
     pub unsafe fn sink_gradient(&self, call: &SinkGradient, stream: Stream) -> Result<()> {
         let _entered = self.enter()?;
         let Some(launch) = self.sink_gradient_launch(call, self.memory_checker())? else { return Ok(()) };
-        // SAFETY: the caller's promise about tensors and stream.
+        // SAFETY: the tensors are valid and dsinks is apart when the launch runs, the stream is of this context (the
+        // contract).
         unsafe { launch.start(self, stream) }
     }
 

@@ -81,7 +81,7 @@ impl StreamKernels {
     /// # Safety
     /// As [`Cuda::accept_stream`].
     unsafe fn accept(&self, bytes: usize, lists: impl FnOnce() -> Result<()>, stream: Stream) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the stream was not destroyed (the contract of this function).
         unsafe { self.cuda.accept_stream(stream) }?;
         if bytes > self.staging.bytes() {
             lists()?;
@@ -109,7 +109,7 @@ impl StreamKernels {
     pub unsafe fn attend(&mut self, call: &Attend<'_>, stream: Stream) -> Result<()> {
         self.loaded(&call.q, &call.v)?;
         let rows = [call.q.tokens, call.k.tokens.min(call.v.tokens)];
-        // SAFETY: the caller's promise, here and below.
+        // SAFETY: tensors and stream are as `Cuda::attend` needs them, and the stream was not destroyed (the contract).
         unsafe {
             let lists = || check::ranges(&call.ranges, rows[0], rows[1], false);
             self.accept(self.cuda.attend_bytes(call)?, lists, stream)?;
@@ -127,7 +127,7 @@ impl StreamKernels {
     pub unsafe fn attend_backward(&mut self, call: &AttendBackward<'_>, stream: Stream) -> Result<()> {
         self.loaded(&call.q, &call.v)?;
         let rows = [call.q.tokens, call.k.tokens.min(call.v.tokens)];
-        // SAFETY: the caller's promise.
+        // SAFETY: tensors and stream are as `Cuda::attend_backward` needs them (the contract).
         unsafe {
             let lists = || check::ranges(&call.ranges, rows[0], rows[1], false);
             self.accept(self.cuda.attend_backward_bytes(call)?, lists, stream)?;
@@ -143,7 +143,7 @@ impl StreamKernels {
     /// # Safety
     /// As [`StreamKernels::attend`].
     pub unsafe fn transform(&mut self, call: &Transform<'_>, stream: Stream) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: tensors and stream are as `Cuda::transform` needs them (the contract).
         unsafe {
             self.accept(self.cuda.transform_bytes(call), || Ok(()), stream)?;
             self.cuda.transform(call, &mut self.staging, stream)
@@ -159,7 +159,7 @@ impl StreamKernels {
     /// As [`StreamKernels::attend`].
     pub unsafe fn finish(&mut self, call: &Finish<'_>, stream: Stream) -> Result<()> {
         let lists = || check::rows(call.rows, call.o.tokens.min(call.lse.tokens));
-        // SAFETY: the caller's promise.
+        // SAFETY: tensors and stream are as `Cuda::finish` needs them (the contract).
         unsafe {
             self.accept(self.cuda.finish_bytes(call), lists, stream)?;
             self.cuda.finish(call, &mut self.staging, stream)
@@ -174,7 +174,7 @@ impl StreamKernels {
     /// # Safety
     /// As [`StreamKernels::attend`].
     pub unsafe fn delta(&mut self, call: &Delta, stream: Stream) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: tensors and stream are as `Cuda::delta` needs them (the contract).
         unsafe {
             self.cuda.accept_stream(stream)?;
             self.cuda.delta(call, stream)
@@ -189,7 +189,7 @@ impl StreamKernels {
     /// # Safety
     /// As [`StreamKernels::attend`].
     pub unsafe fn sink_gradient(&mut self, call: &SinkGradient, stream: Stream) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: tensors and stream are as `Cuda::sink_gradient` needs them (the contract).
         unsafe {
             self.cuda.accept_stream(stream)?;
             self.cuda.sink_gradient(call, stream)
@@ -204,7 +204,7 @@ impl StreamKernels {
     /// # Safety
     /// As [`StreamKernels::attend`].
     pub unsafe fn merge(&mut self, call: &Merge, stream: Stream) -> Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: tensors and stream are as `Cuda::merge` needs them (the contract).
         unsafe {
             self.cuda.accept_stream(stream)?;
             self.cuda.merge(call, stream)

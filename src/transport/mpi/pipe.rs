@@ -159,7 +159,7 @@ impl Pipe {
     pub(super) unsafe fn advance(&mut self, comm: Comm, tag: c_int) -> Result<bool, Broken> {
         let mut moved = false;
         loop {
-            // SAFETY: the caller's promise about the messages.
+            // SAFETY: the listed messages are valid (the contract of this function).
             unsafe { self.begin(comm, tag) }?;
             // SAFETY: as above.
             if self.under_way == 0 || !unsafe { self.take() }? {

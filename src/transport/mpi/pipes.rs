@@ -71,7 +71,8 @@ impl Pipes {
                     Way::Send => &mut self.sends[peer],
                     Way::Receive => &mut self.recvs[peer],
                 };
-                // SAFETY: the caller's promise about the messages.
+                // SAFETY: the messages' bytes are valid until the exchange is over (the contract of
+                // `Transport::exchange`).
                 match unsafe { pipe.advance(comm, TAG) } {
                     Ok(now) => moved |= now,
                     Err(why) => {

@@ -106,7 +106,7 @@ impl Comm {
             return Err(Error::invalid("comm", "MPI_COMM_NULL", "a communicator"));
         }
         let mut inter = 0;
-        // SAFETY: the caller's promise that the handle is live.
+        // SAFETY: `comm` is live or MPI's null, and MPI is usable (the contract of this function).
         check("MPI_Comm_test_inter", unsafe { ffi::MPI_Comm_test_inter(comm, &raw mut inter) })?;
         if inter != 0 {
             return Err(Error::invalid("comm", "an intercommunicator", "a communicator of one group")
@@ -148,7 +148,7 @@ impl Comm {
     /// The bytes stay valid, and nobody writes them, until the request is complete.
     pub(super) unsafe fn send(self, ptr: *const u8, bytes: usize, to: usize, tag: c_int) -> Result<Request, Refused> {
         let mut request = Request::none();
-        // SAFETY: a live communicator; the caller's promise about the bytes.
+        // SAFETY: a live communicator; the bytes stay valid and unwritten until the request is complete (the contract).
         check("MPI_Isend", unsafe {
             ffi::MPI_Isend(ptr.cast(), count(bytes), ffi::RSMPI_UINT8_T, to as c_int, tag, self.0, &raw mut request.0)
         })?;
@@ -167,7 +167,8 @@ impl Comm {
         tag: c_int,
     ) -> Result<Request, Refused> {
         let mut request = Request::none();
-        // SAFETY: a live communicator; the caller's promise about the bytes.
+        // SAFETY: a live communicator; the bytes stay valid and nobody else's until the request is complete (the
+        // contract).
         check("MPI_Irecv", unsafe {
             let from = from.map_or(ffi::RSMPI_ANY_SOURCE, |peer| peer as c_int);
             ffi::MPI_Irecv(ptr.cast(), count(bytes), ffi::RSMPI_UINT8_T, from, tag, self.0, &raw mut request.0)

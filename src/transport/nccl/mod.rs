@@ -169,7 +169,8 @@ impl Nccl {
             OnFailure::Abort => Owner::OthersAbort,
             OnFailure::Leave => Owner::Others,
         };
-        // SAFETY: the caller's promise: null, or alive for as long as the transport, with no other call at the same time.
+        // SAFETY: `comm` is null, or alive for as long as the transport, with no other call at the same time (the
+        // contract).
         let comm = unsafe { Communicator::take(comm, owner, rank, world, device) }?;
         Self::with(comm, rank, world, device, deadline)
     }
@@ -217,7 +218,8 @@ impl Nccl {
         let turn = self.watch.comm.turn()?;
         let stream = self.stream.handle();
         let number = self.watch.begin(label, [sends, recvs], stream)?;
-        // SAFETY: the caller's promise about the bytes; the stream is the transport's own.
+        // SAFETY: the messages' bytes are valid until the exchange is over (the contract); the stream is the
+        // transport's own.
         unsafe { self.group(&turn, sends, recvs) }?;
         self.watch.issued(stream)?;
         Ok(number)
@@ -340,7 +342,8 @@ impl Transport for Nccl {
         if sends.is_empty() && recvs.is_empty() {
             return Ok(());
         }
-        // SAFETY: the caller's promise: the bytes are valid, and nobody else's, until the exchange is over.
+        // SAFETY: the bytes are valid, and nobody else's, until the exchange is over (the contract of
+        // `Transport::exchange`).
         unsafe { self.enqueue(label, sends, recvs) }.map(|_| ()).map_err(|error| self.failed(error))
     }
 

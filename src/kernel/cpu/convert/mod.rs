@@ -62,7 +62,8 @@ pub(super) trait Pass {
 pub(super) unsafe fn on_best(pass: &impl Pass) {
     #[cfg(target_arch = "x86_64")]
     {
-        // SAFETY: the instruction set is there, the rest is the caller's promise.
+        // SAFETY: the instruction set is there (asked above); the elements are as the pass says (the contract of
+        // `on_best`).
         #[target_feature(enable = "avx512f,avx512dq,avx2,fma")]
         unsafe fn avx512(pass: &impl Pass) {
             // SAFETY: as above.
@@ -94,7 +95,7 @@ pub(super) unsafe fn on_best(pass: &impl Pass) {
 #[inline(always)]
 pub(super) unsafe fn ask<V: Convert>(p: *const u8, bytes: usize) {
     for line in 0..bytes.div_ceil(64) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the instruction set of V is present (the contract); a prefetch may have any address.
         unsafe { V::ask(p.wrapping_add(AHEAD + 64 * line)) };
     }
 }
@@ -110,7 +111,7 @@ pub(super) type Four<V> = [V; 4];
 pub(super) unsafe fn load<V: Convert>(dtype: Dtype, p: *const u8) -> Four<V> {
     let (half, whole) = (2 * V::W, 4 * V::W);
     // Written out: what a closure calls need not be inlined, and is slow then.
-    // SAFETY: the caller's promise.
+    // SAFETY: `p` is to 4 W elements and the instruction set of V is present (the contract).
     unsafe {
         match dtype {
             Dtype::F16 => {
@@ -141,7 +142,8 @@ pub(super) unsafe fn load<V: Convert>(dtype: Dtype, p: *const u8) -> Four<V> {
 pub(super) unsafe fn store<V: Convert>(x: Four<V>, dtype: Dtype, p: *mut u8, stream: bool) {
     let size = V::W * dtype.size();
     let [a, b, c, d] = x;
-    // SAFETY: the caller's promise.
+    // SAFETY: `p` is to 4 W elements, aligned where `stream` needs it, and the instruction set is present (the
+    // contract).
     unsafe {
         match (dtype, stream) {
             (Dtype::F16, false) => {

@@ -10,7 +10,7 @@ use crate::element::Dtype;
 /// As [`Convert`].
 #[inline(always)]
 unsafe fn plus<V: Convert>(x: Four<V>, y: Four<V>) -> Four<V> {
-    // SAFETY: the caller's promise.
+    // SAFETY: the instruction set of V is present (the contract of this function).
     unsafe { [x[0].add(y[0]), x[1].add(y[1]), x[2].add(y[2]), x[3].add(y[3])] }
 }
 
@@ -203,7 +203,8 @@ mod tests {
                         (b.as_mut_ptr().cast(), Dtype::Bf16),
                         (a.as_mut_ptr().cast(), Dtype::F32),
                     ];
-                    // SAFETY: `length` elements of each, the instruction set is the caller's promise.
+                    // SAFETY: `length` elements of each lie in `memory` and the sources; the caller has checked the
+                    // instruction set of V.
                     unsafe {
                         sum::<V>((memory.as_mut_ptr().add(start), to), sources.iter().copied(), length, stream);
                         V::finished();

@@ -7,7 +7,7 @@ use core::arch::x86_64::*;
 /// bf16 of each lane, in its low half: rounded to nearest even in integers, NaNs made quiet.
 #[inline(always)]
 unsafe fn bf16_512(x: __m512) -> __m512i {
-    // SAFETY: AVX-512F is the caller's promise, here and in all of the file the instruction set of the type.
+    // SAFETY: AVX-512F is present (the contract of every function of this file: the instruction set of its type).
     unsafe {
         let bits = _mm512_castps_si512(x);
         let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
@@ -21,7 +21,7 @@ unsafe fn bf16_512(x: __m512) -> __m512i {
 /// As [`bf16_512`].
 #[inline(always)]
 unsafe fn bf16_256(x: __m256) -> __m256i {
-    // SAFETY: AVX2 is the caller's promise.
+    // SAFETY: AVX2 is present (the contract of every function of this file).
     unsafe {
         let bits = _mm256_castps_si256(x);
         let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
@@ -35,7 +35,7 @@ unsafe fn bf16_256(x: __m256) -> __m256i {
 /// The low halves of sixteen lanes, in their order.
 #[inline(always)]
 unsafe fn halves_256(low: __m256i, high: __m256i) -> __m256i {
-    // SAFETY: AVX2 is the caller's promise. The pack works on each half of the registers by itself.
+    // SAFETY: AVX2 is present (the contract of every function of this file). The pack works on each half of a register.
     unsafe { _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packus_epi32(low, high)) }
 }
 
@@ -44,7 +44,7 @@ const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT;
 impl Convert for __m512 {
     #[inline(always)]
     unsafe fn load_f16(p: *const u8) -> Self {
-        // SAFETY: `p` is to W elements; the instruction set is the caller's promise, here and below.
+        // SAFETY: `p` is to W elements and the instruction set is present (the contract of `Convert`, here and below).
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
     }
     #[inline(always)]
