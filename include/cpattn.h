@@ -575,13 +575,13 @@ typedef struct cpattn_range {
   uint32_t doc;
 } cpattn_range;
 
-#define CPATTN_FIRST 0 /* first of several visits: write the running (o, lse). Backward: write dq */
-#define CPATTN_MERGE 1 /* a later visit: merge into the (o, lse) that the first one wrote. Backward: add to dq */
+#define CPATTN_FIRST 0 /* first of several calls for this range: write the running (o, lse). Backward: write dq */
+#define CPATTN_MERGE 1 /* a later call: merge into the (o, lse) that the first one wrote. Backward: add to dq */
 #define CPATTN_LAST 2  /* the last of several: merge, then apply the sink and write o. Backward: as MERGE */
 #define CPATTN_ONLY 3  /* first and last at once. Backward: as FIRST */
 
 /* A q range, what becomes of its result, and the k ranges it attends to: ranges.k[pairs[i]], keys_begin <= i < keys_end,
- * visited in this order. */
+ * read in this order. */
 typedef struct cpattn_q_range {
   cpattn_range range;
   uint32_t keys_begin;

@@ -77,9 +77,9 @@ impl Range {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Mode {
-    /// First of several visits: write the running (o, lse). Backward: write dq.
+    /// First of several calls for this range: write the running (o, lse). Backward: write dq.
     First = 0,
-    /// A later visit: merge into the running (o, lse). Backward: add to dq.
+    /// A later call: merge into the running (o, lse). Backward: add to dq.
     Merge = 1,
     /// The last of several: merge, then apply the sink and write o in the element type. Backward: as `Merge`.
     Last = 2,
@@ -98,7 +98,7 @@ impl Mode {
         matches!(self, Self::Last | Self::Only)
     }
 
-    /// The mode of a visit that is the first of its range, the last, both or neither.
+    /// The mode of a call that is the first for its range, the last, both or neither.
     pub const fn of(first: bool, last: bool) -> Self {
         match (first, last) {
             (true, true) => Self::Only,
@@ -125,7 +125,7 @@ pub struct QRange {
 
 /// The pairs of one call, by q range. Rows that the call writes lie in one range each (those of q ranges, but for dk and
 /// dv alone; those of k ranges for dk and dv), which is checked; rows that it only reads may lie in several. A pair joins
-/// ranges of one document; of one q range, pairs are in the order in which keys are visited.
+/// ranges of one document; of one q range, pairs are in the order in which keys are read.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ranges<'a> {
     /// The q ranges. One without pairs is legal: its rows attend to nothing in this call.

@@ -10,7 +10,7 @@ pub enum Direction {
     Backward,
 }
 
-/// How the visiting side comes.
+/// How the circulating side arrives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Form {
@@ -22,11 +22,11 @@ pub enum Form {
     Ordered,
 }
 
-/// Which of a schedule's two lists of visits an operation means.
+/// Which of a schedule's two lists of ring steps an operation refers to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CirculatingSide {
-    /// k and v visit.
+    /// k and v circulate.
     Keys,
-    /// The q side visits.
+    /// The q side circulates.
     Queries,
 }

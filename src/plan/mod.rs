@@ -324,7 +324,7 @@ impl Plan {
         }
     }
 
-    /// Bytes that one token of k's side, and one of q's, moves per visit in the backward, there and home.
+    /// Bytes that one token of k's side, and one of q's, moves per ring step in the backward, there and home.
     pub fn bytes_per_circulating_token(&self) -> (u128, u128) {
         let p = self.problem();
         let e = p.dtype().size();

@@ -2,7 +2,7 @@
 //! How large a workspace may be.
 //!
 //! The design promises a bound that is made of shares alone, without looking at any schedule; tests hold every schedule
-//! to it, so that a buffer nobody thought of shows. On the ring, forward: two slots for a visiting k and v, and o with two
+//! to it, so that a buffer nobody thought of shows. On the ring, forward: two slots for k and v of others, and o with two
 //! words of lse a row in the accumulator's type. Backward: the two slots; of the travelling gradients two leaving, one
 //! arriving and the sum, dq, and delta. Where documents or stripes leave a share in many pieces, what one ring step sends
 //! may be packed first, once for each reader. Ulysses adds the share itself for the rank's heads, and room for what is
@@ -42,7 +42,7 @@ impl Plan {
         let others_kv: u64 = others().map(|s| n(s.kv.len())).sum();
         let (trading, ringed) = (mesh.ulysses > 1, mesh.ring > 1);
         let form = self.form();
-        // The rows of one visit: a share, but that a zigzag's front and back chunks come from two owners and their sizes
+        // The rows of one ring step: a share, but that a zigzag's front and back chunks come from two owners and their sizes
         // differ by a row for each document.
         let ring_step = |side| {
             let all = n(p.batch().tokens(side));
@@ -86,7 +86,7 @@ impl Plan {
                     (ring_step(Side::K), nk, pass * dims * e, pass * dims)
                 };
                 // Two leaving, or one made and two narrow ones leaving; what arrives is the own share once for each
-                // reader of a visit.
+                // reader of a ring step.
                 let leaving = if w == a { slots * a } else { a + slots * w };
                 rows * (slots * row + leaving * gradient) + readers * own * gradient * w + leaving_packed(own * row)
             };

@@ -129,7 +129,7 @@ impl Plan {
         let (dk, dv) = (self.problem().head_dim() as u128, self.problem().value_dim() as u128);
         let mut expansion = Expansion::new(schedule);
         let mut steps: Vec<StepCost> = Vec::new();
-        // (q, k) pairs of a visit; passes meet the same visit again.
+        // (q, k) pairs of a ring step; passes go through the same ring step again.
         let mut known: Vec<(bool, u32, u128)> = Vec::new();
         let mut pairs_of = |circulating_side: CirculatingSide, ring_step: u32, e: &mut Expansion| {
             let keys = circulating_side == CirculatingSide::Keys;

@@ -157,8 +157,8 @@ pub(super) fn placeholders(
 fn sent(schedule: &Schedule) -> Vec<TensorId> {
     let mut list = Vec::new();
     for op in &schedule.ops {
-        if let OpKind::Fetch { carry, .. } = &op.kind {
-            for c in carry {
+        if let OpKind::Fetch { tensors, .. } = &op.kind {
+            for c in tensors {
                 if let Buf::User(t) = c.own.buf
                     && !list.contains(&t)
                 {

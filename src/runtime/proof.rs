@@ -233,10 +233,10 @@ impl Proof<'_> {
                 }
                 list = self.blocks(i, expansion)?;
             }
-            OpKind::Pack { ring_step, ring_steps, carry } | OpKind::Reduce { ring_step, ring_steps, carry } => {
+            OpKind::Pack { ring_step, ring_steps, tensors } | OpKind::Reduce { ring_step, ring_steps, tensors } => {
                 self.ring_step(*ring_steps, *ring_step)?;
                 let pack = matches!(kind, OpKind::Pack { .. });
-                let whole = self.whole(carry, !pack, pack)?;
+                let whole = self.whole(tensors, !pack, pack)?;
                 list = self.blocks(i, expansion)?;
                 self.inside(&list, &whole)?;
             }
@@ -244,21 +244,21 @@ impl Proof<'_> {
                 self.entries(*begin, *end, self.schedule.messages.len())?;
                 list = self.messages(expansion.messages(self.schedule, i))?;
             }
-            OpKind::Fetch { ring_step, ring_steps, carry, packed } => {
+            OpKind::Fetch { ring_step, ring_steps, tensors, packed } => {
                 self.ring_step(*ring_steps, *ring_step)?;
-                if !packed.is_empty() && packed.len() != carry.len() {
-                    return Err(format!("packs {} of {} tensors", packed.len(), carry.len()));
+                if !packed.is_empty() && packed.len() != tensors.len() {
+                    return Err(format!("packs {} of {} tensors", packed.len(), tensors.len()));
                 }
-                let mut whole = self.whole(carry, false, true)?;
+                let mut whole = self.whole(tensors, false, true)?;
                 for view in packed {
                     whole.push(self.touch(*view, false)?);
                 }
                 list = self.messages(expansion.messages(self.schedule, i))?;
                 self.inside(&list, &whole)?;
             }
-            OpKind::Return { ring_step, ring_steps, carry } => {
+            OpKind::Return { ring_step, ring_steps, tensors } => {
                 self.ring_step(*ring_steps, *ring_step)?;
-                let whole = self.whole(carry, false, true)?;
+                let whole = self.whole(tensors, false, true)?;
                 list = self.messages(expansion.messages(self.schedule, i))?;
                 self.inside(&list, &whole)?;
             }
@@ -316,8 +316,8 @@ impl Proof<'_> {
     }
 
     /// All of what travels, or is packed or summed.
-    fn whole(&self, carry: &[StepTensor], own: bool, slot: bool) -> Result<Vec<Touch>, String> {
-        let each = carry.iter().flat_map(|c| [(c.own, own), (c.slot, slot)]);
+    fn whole(&self, tensors: &[StepTensor], own: bool, slot: bool) -> Result<Vec<Touch>, String> {
+        let each = tensors.iter().flat_map(|c| [(c.own, own), (c.slot, slot)]);
         each.map(|(view, write)| self.touch(view, write)).collect()
     }
 

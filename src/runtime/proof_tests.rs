@@ -107,11 +107,11 @@ fn slices(kind: &mut OpKind, mut each: impl FnMut(usize, &mut BufferView)) {
         OpKind::SinkGradient { delta, partial } => vec![delta, partial],
         OpKind::SinkTotal { digits } => vec![digits],
         OpKind::Transform { .. } | OpKind::Exchange { .. } => Vec::new(),
-        OpKind::Pack { carry, .. } | OpKind::Return { carry, .. } | OpKind::Reduce { carry, .. } => {
-            carry.iter_mut().flat_map(|c| [&mut c.own, &mut c.slot]).collect()
+        OpKind::Pack { tensors, .. } | OpKind::Return { tensors, .. } | OpKind::Reduce { tensors, .. } => {
+            tensors.iter_mut().flat_map(|c| [&mut c.own, &mut c.slot]).collect()
         }
-        OpKind::Fetch { carry, packed, .. } => {
-            carry.iter_mut().flat_map(|c| [&mut c.own, &mut c.slot]).chain(packed).collect()
+        OpKind::Fetch { tensors, packed, .. } => {
+            tensors.iter_mut().flat_map(|c| [&mut c.own, &mut c.slot]).chain(packed).collect()
         }
         OpKind::Attend(a) => {
             let running = a.running.iter_mut().flat_map(|(o, lse)| [o, lse]);

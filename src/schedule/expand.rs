@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Lists an operation's messages and blocks when it is reached.
 //!
-//! A visit's rows are found by [`RingSteps`] from the shares alone, so they are not stored. [`Expansion`] holds the lists
+//! The rows of a ring step are found by [`RingSteps`] from the shares alone, so they are not stored. [`Expansion`] holds the lists
 //! of one operation at a time; its room is set when the schedule is made, so that running a plan allocates nothing.
 
 use alloc::vec::Vec;
@@ -18,7 +18,7 @@ pub const ROWS_PER_PEER: usize = MESSAGES_PER_PEER - 1;
 /// Room for the lists of one operation.
 #[derive(Debug, Default)]
 pub struct Expansion {
-    /// Fragments and ranges of a visit.
+    /// Fragments and ranges of a ring step.
     pub scratch: RangeScratch,
     /// Messages of an exchange.
     pub messages: Vec<MessageView>,
@@ -84,12 +84,12 @@ impl Expansion {
             OpKind::Exchange { begin, end } => {
                 self.messages.extend_from_slice(&schedule.messages[*begin as usize..*end as usize]);
             }
-            OpKind::Fetch { ring_step, ring_steps, carry, packed } => {
+            OpKind::Fetch { ring_step, ring_steps, tensors, packed } => {
                 let v = schedule.ring_steps(*ring_steps);
                 v.outgoing(*ring_step as usize, &mut self.scratch);
                 self.list_runs(v);
-                self.pack_runs(carry.len());
-                for (i, c) in carry.iter().enumerate() {
+                self.pack_runs(tensors.len());
+                for (i, c) in tensors.iter().enumerate() {
                     for r in &self.runs {
                         let view = match (r.packed, packed.get(i)) {
                             (Some(row), Some(packed)) => packed.slice(row, r.rows),
@@ -100,19 +100,19 @@ impl Expansion {
                 }
                 v.incoming(*ring_step as usize, &mut self.scratch);
                 self.list_runs(v);
-                self.pack_runs(carry.len());
-                self.add(schedule, carry, false, |c, r| c.slot.slice(r.slot_row, r.rows));
+                self.pack_runs(tensors.len());
+                self.add(schedule, tensors, false, |c, r| c.slot.slice(r.slot_row, r.rows));
             }
-            OpKind::Return { ring_step, ring_steps, carry } => {
+            OpKind::Return { ring_step, ring_steps, tensors } => {
                 let v = schedule.ring_steps(*ring_steps);
                 v.incoming(*ring_step as usize, &mut self.scratch);
                 self.list_runs(v);
                 self.join_runs();
-                self.add(schedule, carry, true, |c, r| c.own.slice(r.slot_row, r.rows));
+                self.add(schedule, tensors, true, |c, r| c.own.slice(r.slot_row, r.rows));
                 v.outgoing(*ring_step as usize, &mut self.scratch);
                 self.list_runs(v);
                 self.join_runs();
-                self.add(schedule, carry, false, |c, r| c.slot.slice(r.slot_row, r.rows));
+                self.add(schedule, tensors, false, |c, r| c.slot.slice(r.slot_row, r.rows));
             }
             _ => {}
         }
@@ -131,7 +131,7 @@ impl Expansion {
             OpKind::Transform { begin, end } => {
                 each(&schedule.blocks[*begin as usize..*end as usize], &schedule.sources)
             }
-            OpKind::Pack { ring_step, ring_steps, carry } => {
+            OpKind::Pack { ring_step, ring_steps, tensors } => {
                 let v = schedule.ring_steps(*ring_steps);
                 v.outgoing(*ring_step as usize, &mut self.scratch);
                 self.list_runs(v);
@@ -140,8 +140,8 @@ impl Expansion {
                 let (mut at, mut row) = (0, 0);
                 while at < self.runs.len() {
                     let n = self.runs_of_peer(at);
-                    for r in self.runs[at..at + n].iter().filter(|_| is_fragmented(n, carry.len())) {
-                        for c in carry {
+                    for r in self.runs[at..at + n].iter().filter(|_| is_fragmented(n, tensors.len())) {
+                        for c in tensors {
                             let begin = self.sources.len() as u32;
                             self.sources.push(c.own.slice(r.owner_row, r.rows));
                             let dst = c.slot.slice(row, r.rows);
@@ -153,7 +153,7 @@ impl Expansion {
                 }
                 each(&self.blocks, &self.sources)
             }
-            OpKind::Reduce { ring_step, ring_steps, carry } => {
+            OpKind::Reduce { ring_step, ring_steps, tensors } => {
                 let v = schedule.ring_steps(*ring_steps);
                 v.outgoing(*ring_step as usize, &mut self.scratch);
                 self.list_runs(v);
@@ -164,7 +164,7 @@ impl Expansion {
                     self.sources.clear();
                     while at < self.runs.len() && self.runs[at].peer == peer {
                         let r = self.runs[at];
-                        for c in carry {
+                        for c in tensors {
                             let dst = c.own.slice(r.owner_row, r.rows);
                             let begin = self.sources.len() as u32;
                             self.sources.push(dst);
@@ -184,11 +184,11 @@ impl Expansion {
     fn add(
         &mut self,
         schedule: &Schedule,
-        carry: &[StepTensor],
+        tensors: &[StepTensor],
         send: bool,
         view: impl Fn(&StepTensor, &Run) -> BufferView,
     ) {
-        for c in carry {
+        for c in tensors {
             for r in &self.runs {
                 self.messages.push(MessageView { peer: schedule.ring_peer(r.peer), view: view(c, r), send });
             }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which rows of one share another share needs.
 //!
-//! A *visiting* share (k and v, or in one form of the backward the q side) meets a *stationary* one. A visiting row is
+//! A *circulating* share (k and v, or in one form of the backward the q side) meets a *stationary* one. A circulating row is
 //! needed when at least one stationary row of its document may be paired with it; [`join`] finds exactly those rows, as
-//! [`Fragment`]s that are compact in the slot they land in. Owner and visitor both call it with the same arguments, so
+//! [`Fragment`]s that are compact in the slot they land in. Owner and reader both call it with the same arguments, so
 //! they agree on every message without a word.
 //!
 //! Both shares list documents in ascending order and the segments of one document in ascending positions, so one pass
@@ -59,7 +59,7 @@ fn stream_kernels(range: &Range, i0: u32, i1: u32, mut each: impl FnMut(u32, Ran
     }
 }
 
-/// The visiting positions that the rows of a stationary segment need, as intervals `low..=high`, ascending.
+/// The circulating positions that the rows of a stationary segment need, as intervals `low..=high`, ascending.
 fn reach(s: &Range, mask: Mask, mut each: impl FnMut(i64, i64)) {
     let span = mask.left_limit().saturating_add(mask.right_limit());
     let interval = |a: i64, b: i64| (a.saturating_sub(mask.left_limit()), b.saturating_add(mask.right_limit()));
@@ -87,10 +87,10 @@ pub(crate) fn meets(s: &Range, v: &Range, mask: Mask) -> bool {
     found
 }
 
-/// Calls `each(stationary segments, visiting segments)` for every document that both shares hold.
+/// Calls `each(stationary segments, circulating segments)` for every document that both shares hold.
 pub(crate) fn by_document<'a>(
     stationary: &'a [Segment],
-    visiting: &'a [Segment],
+    circulating: &'a [Segment],
     mut each: impl FnMut(usize, &'a [Segment], usize, &'a [Segment]),
 ) {
     let run = |list: &[Segment], from: usize| {
@@ -98,32 +98,32 @@ pub(crate) fn by_document<'a>(
         from + list[from..].iter().take_while(|s| s.range.doc == doc).count()
     };
     let (mut i, mut j) = (0, 0);
-    while i < stationary.len() && j < visiting.len() {
-        match stationary[i].range.doc.cmp(&visiting[j].range.doc) {
+    while i < stationary.len() && j < circulating.len() {
+        match stationary[i].range.doc.cmp(&circulating[j].range.doc) {
             core::cmp::Ordering::Less => i += 1,
             core::cmp::Ordering::Greater => j += 1,
             core::cmp::Ordering::Equal => {
-                let (ie, je) = (run(stationary, i), run(visiting, j));
-                each(i, &stationary[i..ie], j, &visiting[j..je]);
+                let (ie, je) = (run(stationary, i), run(circulating, j));
+                each(i, &stationary[i..ie], j, &circulating[j..je]);
                 (i, j) = (ie, je);
             }
         }
     }
 }
 
-/// Appends the fragments of `visiting` that `stationary` needs, compact from slot row `row` on; returns the row after
-/// them. `mask` is seen from the stationary side: it is the problem's mask when k visits and its transpose when q does.
+/// Appends the fragments of `circulating` that `stationary` needs, compact from slot row `row` on; returns the row after
+/// them. `mask` is seen from the stationary side: it is the problem's mask when k circulates and its transpose when q does.
 pub(crate) fn join(
     stationary: &[Segment],
-    visiting: &[Segment],
+    circulating: &[Segment],
     class: Class,
     mask: Mask,
     peer: u32,
     mut row: i64,
     out: &mut Vec<Fragment>,
 ) -> i64 {
-    by_document(stationary, visiting, |_, stationary, _, visiting| {
-        for v in visiting.iter().filter(|v| class.has(v.reverse)) {
+    by_document(stationary, circulating, |_, stationary, _, circulating| {
+        for v in circulating.iter().filter(|v| class.has(v.reverse)) {
             let v = &v.range;
             let mut emit = |i0: u32, i1: u32| {
                 stream_kernels(v, i0, i1, |i, piece| {

@@ -139,7 +139,7 @@ pub(crate) struct MessageView {
     pub send: bool,
 }
 
-/// What visits: a tensor of the owner's share, and the slot that its needed rows land in.
+/// What circulates: a tensor of the owner's share, and the slot that the needed rows of others land in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StepTensor {
     /// The owner's rows (of this rank's own share).
@@ -151,15 +151,15 @@ pub(crate) struct StepTensor {
 /// A forward call of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct AttendOp {
-    /// Whose rows: an entry of the visits.
+    /// Whose rows: an entry of the ring steps.
     pub ring_step: u32,
     /// Queries.
     pub q: BufferView,
-    /// Keys, own or visiting.
+    /// Keys, the rank's own or in a slot.
     pub k: BufferView,
-    /// Values, own or visiting.
+    /// Values, the rank's own or in a slot.
     pub v: BufferView,
-    /// Running o and its lse in two words, when there is more than one visit.
+    /// Running o and its lse in two words, when there is more than one ring step.
     pub running: Option<(BufferView, BufferView)>,
     /// Final o.
     pub o: BufferView,
@@ -172,9 +172,9 @@ pub(crate) struct AttendOp {
 /// A backward call of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct BackwardOp {
-    /// Whose rows: an entry of the visits.
+    /// Whose rows: an entry of the ring steps.
     pub ring_step: u32,
-    /// Which visits: those of keys or those of queries.
+    /// Of which list of ring steps: that of keys or that of queries.
     pub ring_steps: CirculatingSide,
     /// Queries.
     pub q: BufferView,
@@ -244,41 +244,41 @@ pub(crate) enum OpKind {
         /// Of which list of ring steps.
         ring_steps: CirculatingSide,
         /// What is packed.
-        carry: Vec<StepTensor>,
+        tensors: Vec<StepTensor>,
     },
-    /// A visit's rows arrive, and own rows leave.
+    /// The rows of a ring step arrive, and own rows leave.
     Fetch {
-        /// Which visit.
+        /// Which ring step.
         ring_step: u32,
-        /// Which visits.
+        /// Of which list of ring steps.
         ring_steps: CirculatingSide,
         /// What travels.
-        carry: Vec<StepTensor>,
-        /// Where the operation before has packed rows, for each of `carry`; empty when all leave as they lie.
+        tensors: Vec<StepTensor>,
+        /// Where the operation before has packed rows, for each of `tensors`; empty when all leave as they lie.
         packed: Vec<BufferView>,
     },
     /// Forward attention.
     Attend(AttendOp),
     /// Backward attention.
     Backward(BackwardOp),
-    /// Partial gradients go home: `own` are this rank's partials for what visited it (compact, as the slot was), `slot`
+    /// Partial gradients go home: `own` are this rank's partials for what this rank attended to (compact, as the slot was), `slot`
     /// receives what others made of its own rows.
     Return {
-        /// Which visit.
+        /// Which ring step.
         ring_step: u32,
-        /// Which visits.
+        /// Of which list of ring steps.
         ring_steps: CirculatingSide,
         /// What travels.
-        carry: Vec<StepTensor>,
+        tensors: Vec<StepTensor>,
     },
     /// What came home is added to the sums: `own += slot`, row by row.
     Reduce {
-        /// Which visit.
+        /// Which ring step.
         ring_step: u32,
-        /// Which visits.
+        /// Of which list of ring steps.
         ring_steps: CirculatingSide,
         /// Sums and what arrived.
-        carry: Vec<StepTensor>,
+        tensors: Vec<StepTensor>,
     },
 }
 
@@ -344,11 +344,11 @@ pub struct Schedule {
     pub(crate) blocks: Vec<BlockView>,
     /// Sources of the blocks.
     pub(crate) sources: Vec<BufferView>,
-    /// Messages of the exchanges that are not visits.
+    /// Messages of the exchanges outside the ring.
     pub(crate) messages: Vec<MessageView>,
-    /// Visits of k and v.
+    /// Ring steps of k and v.
     pub(crate) keys: Option<Arc<RingSteps>>,
-    /// Visits of the q side.
+    /// Ring steps of the q side.
     pub(crate) queries: Option<Arc<RingSteps>>,
     /// Whether kernels break tiles by position.
     pub(crate) aligned: bool,

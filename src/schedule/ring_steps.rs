@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Who visits whom, and with which rows.
+//! The ring steps of one ring rank: which rows arrive from which rank, and which leave.
 //!
-//! A ring rank keeps one side of the attention where it is and lets the other side visit. Visit 0 is its own share.
+//! A ring rank keeps one side of the attention where it is and receives the other side of the other ranks. Entry 0 of its ring steps is its own share.
 //! At step `s` of the *ring* form it trades with the ranks `s` places away: what travels with the ring comes from
 //! `r − s`, what travels against it (the back chunks of a zigzag) from `r + s`. Every message goes straight from its
 //! owner to its reader, with exactly the rows that reader needs: nothing is relayed, so a window or a document border
 //! shortens the message itself, and a step that nobody needs is no step. Relaying through neighbours moves the same
 //! bytes where everybody needs everything, and more where they do not.
 //!
-//! In the *gather* form all other shares visit at once. In the *ordered* form the own share does too, and keys are
+//! In the *gather* form all other shares arrive at once. In the *ordered* form the own share does too, and keys are
 //! listed by position in plain runs: the order in which one rank alone would meet them.
 //!
 //! Rows are listed when a step is reached, into [`RangeScratch`] that was sized when the plan was made.
@@ -32,7 +32,7 @@ mod pairs;
 
 use documents::documents;
 
-/// One visit, as far as planning stores it.
+/// One ring step, as far as planning stores it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingStep {
     /// The ring step; 0 is the rank's own share.
@@ -43,12 +43,12 @@ pub struct RingStep {
     pub rows_out: u64,
 }
 
-/// All visits to one ring rank, and its own visits to others.
+/// The ring steps of one ring rank: what arrives there, and what it sends meanwhile.
 #[derive(Clone, Debug)]
 pub struct RingSteps {
     shares: Shares,
     mask: Mask,
-    visiting: Side,
+    circulating: Side,
     form: Form,
     me: usize,
     stationary: Vec<Segment>,
@@ -67,7 +67,7 @@ struct Capacity {
     pairs: usize,
 }
 
-/// Room for the lists of any one visit. Made once; never grows afterwards.
+/// Room for the lists of any one ring step. Made once; never grows afterwards.
 #[derive(Debug, Default)]
 pub struct RangeScratch {
     segments: Vec<Segment>,
@@ -85,7 +85,7 @@ impl RangeScratch {
         Ranges { q: &self.q, k: &self.k, pairs: &self.pairs }
     }
 
-    /// Makes room for any visit of `visits`.
+    /// Makes room for any of `ring_steps`.
     pub fn reserve(&mut self, ring_steps: &RingSteps) {
         fn grow<T>(v: &mut Vec<T>, n: usize) {
             v.clear();
@@ -102,18 +102,18 @@ impl RangeScratch {
 }
 
 impl RingSteps {
-    /// Finds every visit of ring rank `me`. `visiting` is the side that travels.
-    pub fn new(shares: &Shares, mask: Mask, visiting: Side, form: Form, me: usize) -> Self {
+    /// Finds every ring step of ring rank `me`. `circulating` is the side that travels.
+    pub fn new(shares: &Shares, mask: Mask, circulating: Side, form: Form, me: usize) -> Self {
         let (mut stationary, mut own) = (Vec::new(), Vec::new());
-        let staying = if visiting == Side::K { Side::Q } else { Side::K };
+        let staying = if circulating == Side::K { Side::Q } else { Side::K };
         shares.segments(staying, me, &mut stationary);
-        shares.segments(visiting, me, &mut own);
-        let mask = if visiting == Side::K { mask } else { mask.transposed() };
+        shares.segments(circulating, me, &mut own);
+        let mask = if circulating == Side::K { mask } else { mask.transposed() };
         let last = vec![0; stationary.len()];
         let mut v = Self {
             shares: shares.clone(),
             mask,
-            visiting,
+            circulating,
             form,
             me,
             stationary,
@@ -135,7 +135,7 @@ impl RingSteps {
         let zigzag = Zigzag {
             batch: self.shares.batch(),
             mask: self.mask,
-            visiting: self.visiting,
+            circulating: self.circulating,
             staying,
             ring: self.shares.ring(),
             me: self.me,
@@ -148,12 +148,12 @@ impl RingSteps {
         self.list.push(RingStep { step: 0, rows_in: rows, rows_out: 0 });
         let longest = self.own.len().max(self.stationary.len());
         let fragments = steps.iter().map(|s| s.fragments_in.max(s.fragments_out)).max().unwrap_or(0).max(longest);
-        let mut visit_of = vec![0; steps.len()];
+        let mut entry_of = vec![0; steps.len()];
         for (step, s) in steps.iter().enumerate().skip(1).filter(|(_, s)| s.rows_in + s.rows_out > 0) {
-            visit_of[step] = self.list.len() as u32;
+            entry_of[step] = self.list.len() as u32;
             self.list.push(RingStep { step: step as u32, rows_in: s.rows_in, rows_out: s.rows_out });
         }
-        self.last = last.into_iter().map(|step| visit_of[step as usize]).collect();
+        self.last = last.into_iter().map(|step| entry_of[step as usize]).collect();
         // A share has at most two segments of each document, so a fragment meets at most two.
         self.capacity = Capacity {
             segments: (2 * self.shares.batch().documents()).max(longest),
@@ -164,7 +164,7 @@ impl RingSteps {
         };
     }
 
-    /// Measures every step: which are empty, the rows of the others, the last visit to each stationary segment, and
+    /// Measures every step: which are empty, the rows of the others, the last ring step of each stationary segment, and
     /// the room that the longest lists need.
     fn sweep(&mut self) {
         let mut s = RangeScratch::default();
@@ -216,7 +216,7 @@ impl RingSteps {
         self.capacity = cap;
     }
 
-    /// The visits, in order. Entry 0 is the own share, except in the ordered form, whose only entry holds everything.
+    /// The ring steps, in order. Entry 0 is the own share, except in the ordered form, whose only entry holds everything.
     pub fn list(&self) -> &[RingStep] {
         &self.list
     }
@@ -226,12 +226,12 @@ impl RingSteps {
         self.form
     }
 
-    /// Rows of the largest slot that any visit from others needs.
+    /// Rows of the largest slot that any ring step needs.
     pub fn slot_rows(&self) -> u64 {
         self.other_shares().map(|v| v.rows_in).max().unwrap_or(0)
     }
 
-    /// Rows of the largest gradient that comes home from one visit.
+    /// Rows of the largest gradient that comes home from one ring step.
     pub fn return_rows(&self) -> u64 {
         self.other_shares().map(|v| v.rows_out).max().unwrap_or(0)
     }
@@ -240,12 +240,12 @@ impl RingSteps {
         self.list.iter().filter(|v| v.step > 0)
     }
 
-    /// The ring rank that is visited.
+    /// The ring rank that these are the steps of.
     pub fn ring_rank(&self) -> usize {
         self.me
     }
 
-    /// The most fragments that any one visit lists.
+    /// The most fragments that any one ring step lists.
     pub(crate) fn longest(&self) -> usize {
         self.capacity.fragments
     }
@@ -274,7 +274,7 @@ impl RingSteps {
             }
         }
         for (j, class) in self.others(step, true) {
-            self.shares.segments(self.visiting, j, &mut s.segments);
+            self.shares.segments(self.circulating, j, &mut s.segments);
             row = join(&self.stationary, &s.segments, class, self.mask, j as u32, row, &mut s.fragments);
         }
         if self.form == Form::Ordered {
@@ -285,7 +285,7 @@ impl RingSteps {
 
     fn list_outgoing(&self, step: usize, s: &mut RangeScratch) -> u64 {
         s.fragments.clear();
-        let staying = if self.visiting == Side::K { Side::Q } else { Side::K };
+        let staying = if self.circulating == Side::K { Side::Q } else { Side::K };
         let mut row = 0;
         for (j, class) in self.others(step, false) {
             self.shares.segments(staying, j, &mut s.segments);
@@ -294,12 +294,12 @@ impl RingSteps {
         row as u64
     }
 
-    /// Lists what arrives at a visit from others, in slot order, into `scratch.fragments`.
+    /// Lists what arrives at a ring step, in slot order, into `scratch.fragments`.
     pub fn incoming(&self, ring_step: usize, scratch: &mut RangeScratch) {
         self.list_incoming(self.list[ring_step].step as usize, scratch);
     }
 
-    /// Lists the own rows that leave at a visit; `range.row` counts from the start of what comes home for them.
+    /// Lists the own rows that leave at a ring step; `range.row` counts from the start of what comes home for them.
     pub fn outgoing(&self, ring_step: usize, scratch: &mut RangeScratch) {
         self.list_outgoing(self.list[ring_step].step as usize, scratch);
     }

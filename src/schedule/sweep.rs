@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Measures all visits of a zigzag over documents at once.
+//! Measures all ring steps of a zigzag over documents at once.
 //!
 //! The general way lists both shares of every step and joins them: a pass over all documents for each of R steps. In a
 //! zigzag a share is two chunks of each document, whose borders `⌊i·n/2R⌋` follow one another by addition. So this goes
@@ -26,13 +26,13 @@ pub(super) struct Zigzag<'a> {
     pub batch: &'a Batch,
     /// As the stationary side sees it.
     pub mask: Mask,
-    pub visiting: Side,
+    pub circulating: Side,
     pub staying: Side,
     pub ring: usize,
     pub me: usize,
     pub stationary: &'a [Segment],
     pub own: &'a [Segment],
-    /// All others visit at step 1.
+    /// All others arrive at step 1.
     pub gather: bool,
 }
 
@@ -126,7 +126,7 @@ impl Zigzag<'_> {
 
     fn arriving(&self, stationary: &[Segment], steps: &mut [Step], last: &mut [u32]) {
         let doc = stationary[0].range.doc as usize;
-        let (len, start) = (self.batch.document(self.visiting, doc).len() as i64, self.batch.start(self.visiting, doc));
+        let (len, start) = (self.batch.document(self.circulating, doc).len() as i64, self.batch.start(self.circulating, doc));
         let (left, right) = self.limits();
         let needed = |s: &Segment| common((s.range.pos - left - start, s.range.last() + right + 1 - start), (0, len));
         let a = needed(&stationary[0]);

@@ -198,11 +198,11 @@ fn check_aligned_isa<E: Element>(window: (i64, i64), alibi: bool, softcap: f64, 
     let whole = Way { q_cut: Cut::Whole, k_cut: Cut::Whole, apart: false, workers: 1, isa, heads: 0..4 };
     let expected = aligned_bits::<E>(&p, &w, &whole, 1);
     let ways = [
-        Way { q_cut: Cut::StreamKernels(90), k_cut: Cut::StreamKernels(200), heads: 0..4, ..whole },
-        Way { q_cut: Cut::StreamKernels(9), k_cut: Cut::StreamKernels(3), workers: 3, heads: 0..4, ..whole },
-        Way { q_cut: Cut::StreamKernels(300), k_cut: Cut::StreamKernels(70), apart: true, heads: 0..4, ..whole },
-        Way { q_cut: Cut::StreamKernels(40), k_cut: Cut::StreamKernels(40), apart: true, heads: 1..4, ..whole },
-        Way { q_cut: Cut::Whole, k_cut: Cut::StreamKernels(130), workers: 2, heads: 3..4, ..whole },
+        Way { q_cut: Cut::Pieces(90), k_cut: Cut::Pieces(200), heads: 0..4, ..whole },
+        Way { q_cut: Cut::Pieces(9), k_cut: Cut::Pieces(3), workers: 3, heads: 0..4, ..whole },
+        Way { q_cut: Cut::Pieces(300), k_cut: Cut::Pieces(70), apart: true, heads: 0..4, ..whole },
+        Way { q_cut: Cut::Pieces(40), k_cut: Cut::Pieces(40), apart: true, heads: 1..4, ..whole },
+        Way { q_cut: Cut::Whole, k_cut: Cut::Pieces(130), workers: 2, heads: 3..4, ..whole },
     ];
     for (i, way) in ways.iter().enumerate() {
         let found = aligned_bits::<E>(&p, &w, way, i as u64 + 2);
@@ -215,7 +215,7 @@ fn check_aligned_isa<E: Element>(window: (i64, i64), alibi: bool, softcap: f64, 
     }
     // Striped queries: dk and dv need them in the order of positions, o and dq do not.
     let striped =
-        Way { q_cut: Cut::Stripes(16, 3), k_cut: Cut::StreamKernels(90), apart: false, workers: 1, isa, heads: 0..4 };
+        Way { q_cut: Cut::Stripes(16, 3), k_cut: Cut::Pieces(90), apart: false, workers: 1, isa, heads: 0..4 };
     let found = aligned_bits::<E>(&p, &w, &striped, 9);
     assert!(found.o == expected.o && found.lse == expected.lse && found.dq == expected.dq, "striped queries");
 }

@@ -125,7 +125,7 @@ fn fixture() {
 /// two words with one of one.
 #[test]
 fn merged_tensors_are_the_whole() {
-    let p = Problem { cut: Cut::StreamKernels(20), sinks: false, ring_steps: 1, ..problem(12) };
+    let p = Problem { cut: Cut::Pieces(20), sinks: false, ring_steps: 1, ..problem(12) };
     let w = p.whole::<f32>();
     let expected = p.reference(&w, false).forward();
     let mut random = Random::new(5);

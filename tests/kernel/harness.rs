@@ -45,7 +45,7 @@ pub fn rounding<E: Element>(isa: Isa) -> f64 {
 pub enum Cut {
     Whole,
     /// Pieces of at most this many, at random borders.
-    StreamKernels(usize),
+    Pieces(usize),
     /// So many interleaved ranges of this block.
     Stripes(u32, u32),
 }
@@ -148,7 +148,7 @@ pub fn place(lens: &[usize], starts: &[i64], cut: Cut, random: &mut Random) -> P
         let mut pieces = Vec::new();
         match cut {
             Cut::Whole => pieces.push(Range::plain(0, len as u32, start, doc as u32)),
-            Cut::StreamKernels(most) => {
+            Cut::Pieces(most) => {
                 let mut at = 0;
                 while at < len {
                     let n = (1 + random.below(most)).min(len - at);
@@ -330,7 +330,7 @@ pub fn problem(seed: u64) -> Problem {
     let (heads, kv_heads) = [(4, 4), (6, 2), (4, 1), (3, 3), (1, 1)][i % 5];
     let window =
         [(UNLIMITED, 0), (UNLIMITED, UNLIMITED), (17, 0), (30, 9), (0, 0), (UNLIMITED, 5), (40, UNLIMITED)][i % 7];
-    let cut = [Cut::Whole, Cut::StreamKernels(50), Cut::Stripes(4, 3), Cut::StreamKernels(3)][random.below(4)];
+    let cut = [Cut::Whole, Cut::Pieces(50), Cut::Stripes(4, 3), Cut::Pieces(3)][random.below(4)];
     let longest = if d > 64 { 90 } else { 200 };
     let mut lens = |n: usize| (0..n).map(|_| random.pick(&[0, 1, 2, 5, 31, longest, longest / 3])).collect::<Vec<_>>();
     let lens_k = lens(4);

@@ -45,7 +45,7 @@ fn nine_heads_on_eight_ranks() {
             "3,072 for a k token (766 of them), 6,984 for a q token (766 of them)",
             "peak workspace forward: ",
             "peak workspace backward: ",
-            "visitor",
+            "ring slot",
         ],
     );
 }

@@ -130,7 +130,7 @@ impl Builder<'_> {
         }
     }
 
-    /// k and v visit; dk and dv go home.
+    /// k and v circulate; dk and dv go home.
     fn backward_keys(
         &mut self,
         ring: &mut Ring,
@@ -185,7 +185,7 @@ impl Builder<'_> {
         });
     }
 
-    /// The q side visits; dq goes home.
+    /// The q side circulates; dq goes home.
     fn backward_queries(
         &mut self,
         ring: &mut Ring,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The ring: one side of the attention stays, the other visits.
+//! The ring: one side of the attention stays, the other circulates.
 //!
-//! While one visit is attended the next is already travelling, into the other of two slots; ranks meet only in
-//! exchanges and otherwise run free. In the backward the partial gradients of a visit go straight home while the next
-//! visit is attended, and are added to the owner's sums on the communication lane, so that the compute lane never waits
+//! While the rows of one ring step are attended those of the next are already travelling, into the other of two slots; ranks meet only in
+//! exchanges and otherwise run free. In the backward the partial gradients of a ring step go straight home while the next
+//! step is attended, and are added to the owner's sums on the communication lane, so that the compute lane never waits
 //! for a hop.
 //!
 //! Exchanges are ordered by one rule on every rank, whatever steps it skips: round first, then the fetch of step s
@@ -78,7 +78,7 @@ struct Home {
     arriving: Vec<BufferView>,
 }
 
-/// Where a visit's rows lie, and what attending them must wait for.
+/// Where the rows of a ring step lie, and what attending them must wait for.
 pub(super) struct Arrival {
     pub at: Vec<BufferView>,
     pub wait: Option<usize>,
@@ -141,7 +141,7 @@ impl Builder<'_> {
         let slots = if round > 0 && arrivals > 0 { 2 } else { arrivals };
         let slots = if self.plan.mesh().ring == 1 { 0 } else { slots };
         let mut regions = core::mem::take(&mut ring.regions);
-        let slot_views = self.two_of(&mut regions, "visitor", &own, None, ring_steps.slot_rows(), slots);
+        let slot_views = self.two_of(&mut regions, "ring slot", &own, None, ring_steps.slot_rows(), slots);
         ring.regions = regions;
         let packed = self.packed(ring, &ring_steps, &own);
         let home = sums.filter(|_| ring_steps.list().len() > 1).map(|(sums, wire)| {
@@ -185,7 +185,7 @@ impl Builder<'_> {
         (buffers.collect(), rows)
     }
 
-    /// Adds the fetch of a visit, if it has one. Follow it with [`Ring::attend`] when rows arrive.
+    /// Adds the fetch of a ring step, if it has one. Follow it with [`Ring::attend`] when rows arrive.
     pub(super) fn fetch(&mut self, ring: &mut Ring, t: &Travel, ring_step: usize) -> Arrival {
         let v = t.ring_steps.list()[ring_step];
         if v.step == 0 || self.plan.mesh().ring == 1 {
@@ -212,12 +212,12 @@ impl Builder<'_> {
             let packed = if rows[ring_step] > 0 { packed } else { Vec::new() };
             let ring_steps = t.circulating_side;
             if !packed.is_empty() {
-                let carry = t.own.iter().zip(&packed).map(|(&own, &slot)| StepTensor { own, slot }).collect();
-                let kind = OpKind::Pack { ring_step: ring_step as u32, ring_steps, carry };
+                let tensors = t.own.iter().zip(&packed).map(|(&own, &slot)| StepTensor { own, slot }).collect();
+                let kind = OpKind::Pack { ring_step: ring_step as u32, ring_steps, tensors };
                 ring.communication.push(((t.round, 2 * v.step), Item { kind, step: v.step, after: [None; 2] }));
             }
-            let carry = t.own.iter().zip(at).map(|(&own, &slot)| StepTensor { own, slot }).collect();
-            let kind = OpKind::Fetch { ring_step: ring_step as u32, ring_steps, carry, packed };
+            let tensors = t.own.iter().zip(at).map(|(&own, &slot)| StepTensor { own, slot }).collect();
+            let kind = OpKind::Fetch { ring_step: ring_step as u32, ring_steps, tensors, packed };
             let after = [slot.and_then(|s| ring.arrivals.used[s]), None];
             ring.communication.push(((t.round, 2 * v.step), Item { kind, step: v.step, after }));
             slot.map(|_| ring.communication.len() - 1)
@@ -292,7 +292,7 @@ impl Builder<'_> {
         let kind = OpKind::Return {
             ring_step: ring_step as u32,
             ring_steps: t.circulating_side,
-            carry: pairs(&home.leaving[turn]),
+            tensors: pairs(&home.leaving[turn]),
         };
         ring.communication.push((order, Item { kind, step: v.step, after: [made, None] }));
         if made.is_some() {
@@ -304,7 +304,7 @@ impl Builder<'_> {
             let kind = OpKind::Reduce {
                 ring_step: ring_step as u32,
                 ring_steps: t.circulating_side,
-                carry: pairs(&home.sums),
+                tensors: pairs(&home.sums),
             };
             ring.communication.push((order, Item { kind, step: v.step, after: [begun, None] }));
         }

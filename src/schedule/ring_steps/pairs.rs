@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The ranges and pairs of one visit, as kernels take them.
+//! The ranges and pairs of one ring step, as kernels take them.
 //!
 //! A q range appears once with all the keys it meets, in the order of their positions, because its mode is about all of
 //! them: whoever came from where makes no difference to a kernel.
@@ -26,8 +26,8 @@ impl RingSteps {
         }
     }
 
-    /// Lists the ranges and pairs of a visit. Of q ranges, those that meet no key of this visit are left out, except at
-    /// the first visit, which starts every row. `Mode`s are those of the forward; in the backward a mode that continues
+    /// Lists the ranges and pairs of a ring step. Of q ranges, those without a key in this ring step are left out, except at
+    /// the first ring step, which starts every row. `Mode`s are those of the forward; in the backward a mode that continues
     /// adds to dq.
     pub fn ranges(&self, ring_step: usize, s: &mut RangeScratch) {
         let step = self.list[ring_step].step;
@@ -45,7 +45,7 @@ impl RingSteps {
         s.q.clear();
         s.k.clear();
         s.pairs.clear();
-        match self.visiting {
+        match self.circulating {
             Side::K => self.pairs_of_keys(ring_step, s),
             Side::Q => self.pairs_of_queries(ring_step, s),
         }

@@ -66,7 +66,7 @@ pub(super) fn list(s: &Schedule) -> Result<Vec<Work>> {
 
 fn list_one(s: &Schedule, i: usize, e: &mut Expansion) -> Result<Work> {
     let err = |text| flaw(s.rank, i, text);
-    let visit_exists = |circulating_side: CirculatingSide, ring_step: u32| {
+    let ring_step_exists = |circulating_side: CirculatingSide, ring_step: u32| {
         let ring_steps = match circulating_side {
             CirculatingSide::Keys => &s.keys,
             CirculatingSide::Queries => &s.queries,
@@ -98,7 +98,7 @@ fn list_one(s: &Schedule, i: usize, e: &mut Expansion) -> Result<Work> {
             sums(s, i, e)?
         }
         OpKind::Pack { ring_step, ring_steps, .. } | OpKind::Reduce { ring_step, ring_steps, .. } => {
-            visit_exists(*ring_steps, *ring_step)?;
+            ring_step_exists(*ring_steps, *ring_step)?;
             sums(s, i, e)?
         }
         OpKind::Exchange { begin, end } => {
@@ -106,16 +106,16 @@ fn list_one(s: &Schedule, i: usize, e: &mut Expansion) -> Result<Work> {
             Work::Exchange { messages: e.messages(s, i).to_vec(), strict: false }
         }
         OpKind::Fetch { ring_step, ring_steps, .. } | OpKind::Return { ring_step, ring_steps, .. } => {
-            visit_exists(*ring_steps, *ring_step)?;
+            ring_step_exists(*ring_steps, *ring_step)?;
             let strict = matches!(s.ops[i].kind, OpKind::Fetch { .. });
             Work::Exchange { messages: e.messages(s, i).to_vec(), strict }
         }
         OpKind::Attend(op) => {
-            visit_exists(CirculatingSide::Keys, op.ring_step)?;
+            ring_step_exists(CirculatingSide::Keys, op.ring_step)?;
             Work::Attend(*op, met(s, CirculatingSide::Keys, op.ring_step, e))
         }
         OpKind::Backward(op) => {
-            visit_exists(op.ring_steps, op.ring_step)?;
+            ring_step_exists(op.ring_steps, op.ring_step)?;
             Work::Backward(*op, met(s, op.ring_steps, op.ring_step, e))
         }
     })

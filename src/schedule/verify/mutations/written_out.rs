@@ -64,7 +64,7 @@ fn ranges_and_pairs_changed() {
                     let k = met.k[k as usize];
                     (0..k.len).any(|i| mask.allows(last, k.position(i)))
                 });
-                // In the backward a later visit may leave out a row that meets nothing.
+                // In the backward a later ring step may leave out a row without keys.
                 if meets || matches!(w, Work::Attend(..)) {
                     change(format!("q {n} len"), &|m| m.q[n].range.len -= 1);
                 }
