@@ -69,8 +69,8 @@ impl Pass for Rows<'_> {
         let (unit, rest) = (4 * V::W, dim % (4 * V::W));
         for t in 0..c.o.tokens as i64 {
             for h in 0..c.o.heads {
-                // SAFETY: `dim` elements of both rows are there, and the number in delta; the instruction set is the
-                // caller's promise.
+                // SAFETY: `dim` elements of both rows are there, and the number in delta; the instruction set of V is
+                // present (the contract of `run`).
                 unsafe {
                     let (o, d_o) = (address(&c.o, t, h), address(&c.d_o, t, h));
                     let mut sums = [V::splat(0.0); 4];

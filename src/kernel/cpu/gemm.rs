@@ -134,7 +134,7 @@ unsafe fn step<V: Vector, const R: usize, const N: usize>(
     k: usize,
     acc: &mut [[V; N]; R],
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the panels are as `Gemm` says, and the instruction set is present (the contract of this function).
     unsafe {
         let mut bs = [V::splat(V::T::ZERO); N];
         let mut n = 0;

@@ -180,8 +180,8 @@ impl Pipe {
             let slot = &mut self.slots[(self.oldest + self.under_way) % SLOTS];
             let memory = slot.memory.as_ptr();
             slot.request = match self.way {
-                // SAFETY: the slot is free and has room for a header and a piece; the message is valid for reads, by the
-                // caller's promise; MPI reads the slot, which nobody writes until the request is complete.
+                // SAFETY: the slot is free and has room for a header and a piece; the message is valid for reads (the
+                // contract of `advance`); MPI reads the slot, which nobody writes until the request is complete.
                 Way::Send => unsafe {
                     let header = [message.bytes as u64, self.begun.number];
                     memory.cast::<[u64; 2]>().write(header);
@@ -223,7 +223,7 @@ impl Pipe {
                 return Err(Broken::Order);
             }
             // SAFETY: the piece has as many bytes, since both sides cut messages of this size alike; the message is
-            // valid for writes and nobody else's, by the caller's promise.
+            // valid for writes and nobody else's (the contract of `advance`).
             unsafe { message.ptr.add(self.complete.offset).copy_from_nonoverlapping(memory.add(HEADER), bytes) };
         }
         step(&mut self.complete, &message, bytes);
