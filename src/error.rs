@@ -2,7 +2,7 @@
 //! Typed refusals.
 //!
 //! Nothing in this crate is silently ignored, so refusing well is half of the interface. An error names the argument
-//! in the caller's own vocabulary, the value it found, the value it needed, and the way out. Whoever reads one in a
+//! in the caller's own vocabulary, the value it found, the value it needed, and the way out. The reader of one in a
 //! log of a thousand ranks must be able to act on it without the source.
 
 use alloc::{format, string::String, vec::Vec};
@@ -17,7 +17,7 @@ pub type Result<T, E = Error> = core::result::Result<T, E>;
 pub enum Error {
     /// An argument contradicts another one, or is impossible by itself. Nothing was touched.
     Invalid {
-        /// The argument as the caller knows it (`cu_seqlens_q`, `k.head_dim`, …).
+        /// The argument by the caller's name for it (`cu_seqlens_q`, `k.head_dim`, …).
         argument: String,
         /// What was given.
         found: String,
@@ -114,7 +114,7 @@ pub enum Cause {
     Panicked,
     /// Its rank was dropped while peers still needed it.
     Left,
-    /// Somebody called `abort`.
+    /// `abort` was called on it.
     Aborted,
     /// It offered a message of another size (bytes): `ours` was expected.
     Size {

@@ -2,12 +2,12 @@
 //! Exact context-parallel attention, from one low-level crate.
 //!
 //! One long packed batch of documents is spread over many ranks; each ends with the exact attention output and gradients
-//! of its own tokens. The way through the house:
+//! of its own tokens. The modules:
 //!
 //! | | |
 //! |---|---|
 //! | [`batch`], [`mask`], [`plan::Problem`] | what is to be computed |
-//! | [`mesh`], [`layout`], [`heads`] | who holds which tokens and heads |
+//! | [`mesh`], [`layout`], [`heads`] | which tokens and heads a rank holds |
 //! | [`plan`] | problem × mesh × layout → [`Plan`]; explanations, shards, automatic choices |
 //! | [`schedule`] | a plan as lists of operations, one for each rank; their proof |
 //! | [`kernel`] | attention over ranges, transforms, merges: reference, CPU, CUDA |

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Zero-copy views of `[tokens, heads, dim]` tensors in memory that somebody else owns.
+//! Zero-copy views of `[tokens, heads, dim]` tensors in memory that is borrowed.
 //!
 //! A framework keeps its tensors as it likes: q, k and v fused in one buffer, heads before tokens, rows padded. Copying
 //! them into a shape of our own would cost as much as an exchange, so a view takes any token stride and any head
@@ -154,7 +154,7 @@ impl<'a, T: Element> View<'a, T> {
         Self::new(cast(bytes)?, tokens, heads, dim)
     }
 
-    /// A tensor that somebody else answers for.
+    /// A tensor whose memory the caller keeps valid.
     ///
     /// # Errors
     ///
@@ -256,7 +256,7 @@ impl<'a, T: Element> ViewMut<'a, T> {
         Self::new(cast_mut(bytes)?, tokens, heads, dim)
     }
 
-    /// A tensor that somebody else answers for.
+    /// A tensor whose memory the caller keeps valid.
     ///
     /// # Errors
     ///

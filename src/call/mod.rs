@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What a kernel is told, and nothing more.
 //!
-//! A kernel knows no ranks, layouts or documents. It gets tensors, and *ranges*: runs of rows with the position of
+//! A kernel has no notion of ranks, layouts or documents. It gets tensors, and *ranges*: runs of rows with the position of
 //! each row in its document. Masking is by position alone, so contiguous, zigzag, striped and balanced layouts,
 //! windows, prefixes and ring steps are one code path, and no length has to divide anything.
 //!
@@ -46,7 +46,7 @@ pub struct RawTensor {
     pub dtype: Dtype,
 }
 
-// SAFETY: a RawTensor is an address and numbers; whoever dereferences it answers for aliasing across threads.
+// SAFETY: a RawTensor is an address and numbers; code that dereferences it is unsafe and rules out races itself.
 unsafe impl Send for RawTensor {}
 // SAFETY: as above.
 unsafe impl Sync for RawTensor {}

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The kernels of the CPU or of one device, for callers that learn at run time which of them it is.
+//! The kernels of the CPU or of one device, for callers that choose at run time.
 //!
 //! On the CPU a call returns when its work is done, and there is no stream. On a device it returns when its work is
 //! enqueued on the stream. Nothing is allocated in either case: [`Kernels::reserve`] and [`Kernels::lists`] come first.

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The kernels: attention over ranges, transforms and merges, on the CPU and on CUDA devices.
 //!
-//! What a kernel is told stands in [`call`](crate::call); a kernel knows nothing else.
+//! What a kernel is told stands in [`call`](crate::call); a kernel gets nothing else.
 //!
 //! - [`mod@reference`]: attention in f64, written to be read, which everything else is tested against;
 //! - [`cpu`]: the CPU's kernels; `cuda`: the CUDA backend (feature `cuda`);
 //! - [`merge`], [`sinks`]: partial results and the gradients of sinks, on the CPU;
-//! - [`Kernels`]: either backend behind one type, for callers who learn at run time which it is.
+//! - [`Kernels`]: either backend behind one type, for callers that choose it at run time.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]

@@ -55,7 +55,7 @@ fn blocks(r: &Range) -> impl Iterator<Item = Range> + '_ {
 /// Queries in any stripe against a plain run of keys.
 fn stripe_area(q: &Range, k: &Range, mask: Mask) -> u64 {
     let n = i64::from(k.len);
-    // Positions counted from the first key: the mask only knows differences.
+    // Positions counted from the first key: the mask only depends on differences.
     let shift = k.pos;
     if q.is_plain() {
         return mask.area(q.pos - shift, q.pos - shift + i64::from(q.len), n) as u64;

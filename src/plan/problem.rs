@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is to be computed, whoever computes it.
+//! What is to be computed, on however many ranks.
 //!
 //! A [`Problem`] is the whole of the attention, as if one device saw the batch: documents, heads, mask, score options,
-//! element type. It knows nothing of ranks. It is checked once, here; everything downstream relies on it.
+//! element type. It says nothing of ranks. It is checked once, here; everything downstream relies on it.
 
 use alloc::{format, sync::Arc};
 

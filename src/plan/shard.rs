@@ -162,7 +162,7 @@ impl Plan {
         Ok(out)
     }
 
-    /// [`Plan::shift`] where no rank holds the whole: who sends which of its rows to whom.
+    /// [`Plan::shift`] where no rank holds the whole: which rows go from which rank to which.
     ///
     /// A rank applies its copies (`peer` is itself), sends each peer the rows listed for it in the order listed, and
     /// writes what arrives from each peer in the order listed. Rows that are in no list get the fill value. All ranks list

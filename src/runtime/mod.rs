@@ -9,7 +9,7 @@
 //!
 //! - [`rank`]: the rank, wherever its tensors are; [`front`] and `front_device`: the typed calls most users want; [`all_to_all`]: the two
 //!   all-to-alls as calls of their own; [`handle`]: what other threads may do to a rank;
-//! - [`bind`]: the caller's tensors, checked before anything is touched; [`prepared`]: a plan as a rank remembers it;
+//! - [`bind`]: the caller's tensors, checked before anything is touched; [`prepared`]: a plan as a rank keeps it;
 //!   [`proof`]: what its schedule is checked for; [`job`]: what a run is for;
 //! - [`agreement`] and [`tags`]: that all ranks run the same; [`failure`]: that a group which failed stays failed;
 //! - [`ops`]: one operation, wherever it runs; [`host_rank`], [`lanes`], [`host`] and [`workspace`]: on the CPU; `device`:

@@ -6,7 +6,7 @@
 //! list. Since it is data, it can be printed, drawn, and *proved*: [`verify`](verify::verify) checks all ranks together
 //! under exactly the semantics that transports promise.
 //!
-//! - [`join`](self) finds the rows that one share needs of another, [`ring_steps`] who meets whom and when;
+//! - [`join`](self) finds the rows that one share needs of another, [`ring_steps`] from which rank rows arrive at which step;
 //! - [`build`] writes the lists: Ulysses trades tokens for heads at both ends, the ring runs between them;
 //! - [`verify`] proves them; [`expand`] lists an operation's blocks and messages when it is reached.
 //!

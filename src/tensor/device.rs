@@ -3,7 +3,7 @@
 //!
 //! As [`View`](super::View) and [`ViewMut`](super::ViewMut), with two differences: a view carries the device that its
 //! memory is on, and nothing here reads a row, since the host cannot. Work on a device goes on after the call that
-//! enqueued it; whoever makes a view answers for its memory until that work is over.
+//! enqueued it; the caller that makes a view keeps its memory valid until that work is over.
 
 use core::marker::PhantomData;
 
@@ -84,7 +84,7 @@ impl<T: Element> DeviceView<'_, T> {
     /// [`Error::Invalid`] when the address is null or unaligned, or the tensor leaves the address space.
     ///
     /// # Safety
-    /// Every row lies in one live allocation of `device`, which nobody writes, until all work that the view was given to is
+    /// Every row lies in one live allocation of `device`, which is not written, until all work that the view was given to is
     /// over.
     pub unsafe fn new(device: Device, ptr: *const T, shape: [usize; 3], strides: [usize; 2]) -> Result<Self> {
         Ok(Self { raw: raw_of(ptr.cast_mut(), shape, strides)?, device, memory: PhantomData })

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Exchange: the one way in which ranks meet.
+//! Exchange: the one way in which ranks communicate.
 //!
 //! All-to-all, ring step, halo, all-gather, gradient return: each is a batch of sends and receives of contiguous bytes
 //! that completes as a whole. The contract every transport keeps, and that the schedule verifier assumes:
 //!
 //! - a send meets exactly one receive of the same size; between two ranks, messages meet in the order in which both
 //!   list them;
-//! - it is a rendezvous: nobody relies on buffering, and an exchange ends when all of its messages have moved (a transport
+//! - it is a rendezvous: no rank relies on buffering, and an exchange ends when all of its messages have moved (a transport
 //!   may send what is small before its receiver has come, and then tells of a failure there at the next call);
 //! - the exchanges of one rank are serial, in the order in which it starts them; at most eight
 //!   messages go to a peer in one of them, and as many come, so that requests can be allocated once;
@@ -15,14 +15,14 @@
 //! - empty messages are not listed, on either side, and no rank lists itself;
 //! - nothing hangs: when a peer dies, leaves, or does not answer before the deadline, every rank of the group gets an
 //!   error that names rank, operation, step and peer, and for a deadline the time and the bytes that were still to move. A
-//!   rank that computes hears of it at its next call. Deadlines exceed the longest time that a peer computes between two
+//!   rank that computes gets it at its next call. Deadlines exceed the longest time that a peer computes between two
 //!   exchanges;
 //! - a group that failed stays failed: make a new one. The library calls `abort` after the first error, so that peers do not
 //!   wait out their deadlines;
-//! - when a call has returned, with an error too, nobody touches the memory of its messages any more. An engine that cannot
+//! - when a call has returned, with an error too, the memory of its messages is no longer touched. An engine that cannot
 //!   take back a receive that has begun gives it memory of its own, as transport `mpi` does, and copies.
 //!
-//! `docs/transports.md` has the same for whoever writes one, with the test of each sentence.
+//! `docs/transports.md` has the same for authors of transports, with the test of each sentence.
 
 use crate::error::{Cause, Result};
 
@@ -58,7 +58,7 @@ pub struct Message {
     pub bytes: usize,
 }
 
-// SAFETY: a Message is an address and numbers; the contract of `Transport::exchange` says who may touch the bytes.
+// SAFETY: a Message is an address and numbers; the contract of `Transport::exchange` says which thread may touch the bytes.
 unsafe impl Send for Message {}
 // SAFETY: as above.
 unsafe impl Sync for Message {}
@@ -103,7 +103,7 @@ pub trait Transport: Send + Sync {
     fn abort(&self, cause: Cause);
 }
 
-/// A transport of device memory: `exchange` enqueues a batch on the transport's own stream and returns. Whoever calls it
+/// A transport of device memory: `exchange` enqueues a batch on the transport's own stream and returns. The caller
 /// orders that stream after what wrote the bytes, and what reads them after that stream.
 #[cfg(feature = "cuda")]
 pub trait DeviceTransport: Transport {
