@@ -24,14 +24,14 @@
  * the argument, the value found and the value expected, is then in cpattn_last_error() of the same thread. A call that
  * refuses its arguments has touched nothing. No panic, exception or signal crosses this interface.
  *
- * HANDLES. cpattn_plan, cpattn_transport, cpattn_rank and cpattn_scratch are opaque. Who creates one destroys it, once,
+ * HANDLES. cpattn_plan, cpattn_transport, cpattn_rank and cpattn_scratch are opaque. The caller that creates one destroys it, once,
  * with the function of its name; destroying NULL does nothing. A NULL handle, a handle of another kind and (in debug
  * builds of the library always, in release builds with luck) a handle that was destroyed are refused with
  * CPATTN_INVALID_HANDLE.
  *
  * THREADS. A plan never changes: any number of threads may use it. A rank or a scratch serves one call at a time; a
  * second one is refused with CPATTN_BUSY. cpattn_rank_poll and cpattn_rank_abort may be called from any thread at any
- * time, in particular while another thread is inside cpattn_forward. Nobody may destroy a handle that is in use.
+ * time, in particular while another thread is inside cpattn_forward. A handle that is in use must not be destroyed.
  *
  * MEMORY. Tensors are the caller's: they are read or written where they lie, never copied, kept or freed. The memory
  * that a run works in is the caller's too, if lent (cpattn_plan_workspace, cpattn_rank_lend_workspace). What a plan
@@ -117,7 +117,7 @@ const char *cpattn_status_name(int32_t status);
 /* ---- Tensors ------------------------------------------------------------------------------------------------------ */
 
 /*
- * A cpattn_tensor is a DLTensor (github.com/dmlc/dlpack), field for field, so that whoever speaks DLPack has nothing to
+ * A cpattn_tensor is a DLTensor (github.com/dmlc/dlpack), field for field, so that a program with DLPack tensors has nothing to
  * convert. With dlpack/dlpack.h included before this file it is that very type; otherwise cast the pointer.
  *
  *   device       kDLCPU (1) with device_id 0, or kDLCUDA (2) with the device's number. kDLCUDAHost (3) is memory of the
@@ -380,7 +380,7 @@ int32_t cpattn_mpi_group(const void *comm, uint64_t deadline_ms, cpattn_transpor
  *
  * cpattn_nccl_group gives one rank's end: from a unique_id with comm NULL, or from an ncclComm_t that a framework has,
  * with unique_id NULL. From a unique_id it returns when all `world` ranks have called it, or fails after deadline_ms. A
- * comm has to be of this rank, world and device_id. It lives longer than the transport, nobody else calls NCCL with it
+ * comm has to be of this rank, world and device_id. It lives longer than the transport, nothing else calls NCCL with it
  * while a run is being enqueued, and it is not freed.
  *
  * An exchange that is under way for longer than deadline_ms, an error that NCCL reports, or cpattn_rank_abort ends the
@@ -575,13 +575,13 @@ typedef struct cpattn_range {
   uint32_t doc;
 } cpattn_range;
 
-#define CPATTN_FIRST 0 /* first of several visits: write the running (o, lse). Backward: write dq */
-#define CPATTN_MERGE 1 /* a later visit: merge into the (o, lse) that the first one wrote. Backward: add to dq */
+#define CPATTN_FIRST 0 /* first of several calls for this range: write the running (o, lse). Backward: write dq */
+#define CPATTN_MERGE 1 /* a later call: merge into the (o, lse) that the first one wrote. Backward: add to dq */
 #define CPATTN_LAST 2  /* the last of several: merge, then apply the sink and write o. Backward: as MERGE */
 #define CPATTN_ONLY 3  /* first and last at once. Backward: as FIRST */
 
 /* A q range, what becomes of its result, and the k ranges it attends to: ranges.k[pairs[i]], keys_begin <= i < keys_end,
- * visited in this order. */
+ * read in this order. */
 typedef struct cpattn_q_range {
   cpattn_range range;
   uint32_t keys_begin;

@@ -126,7 +126,8 @@ impl Zigzag<'_> {
 
     fn arriving(&self, stationary: &[Segment], steps: &mut [Step], last: &mut [u32]) {
         let doc = stationary[0].range.doc as usize;
-        let (len, start) = (self.batch.document(self.circulating, doc).len() as i64, self.batch.start(self.circulating, doc));
+        let (len, start) =
+            (self.batch.document(self.circulating, doc).len() as i64, self.batch.start(self.circulating, doc));
         let (left, right) = self.limits();
         let needed = |s: &Segment| common((s.range.pos - left - start, s.range.last() + right + 1 - start), (0, len));
         let a = needed(&stationary[0]);
