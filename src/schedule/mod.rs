@@ -22,6 +22,7 @@ use crate::{
     element::Dtype,
 };
 
+mod all_to_all;
 mod build;
 pub(crate) mod expand;
 mod join;
@@ -30,8 +31,8 @@ mod sweep;
 mod tensor_id;
 pub mod verify;
 
-pub use build::all_to_all::{AllToAll, Way};
-pub(crate) use build::all_to_all::{OWN_HEADS, OWN_TOKENS};
+pub use all_to_all::{AllToAll, Way};
+pub(crate) use all_to_all::{OWN_HEADS, OWN_TOKENS};
 pub(crate) use ring_steps::{RangeScratch, RingSteps};
 pub use tensor_id::TensorId;
 

@@ -14,38 +14,10 @@ use super::{
 };
 use crate::{
     batch::Side,
-    element::Dtype,
     error::{Error, Result},
     plan::Plan,
-    schedule::{Buf, BufferView, Direction, Schedule, TensorId},
+    schedule::{AllToAll, Buf, BufferView, Direction, OWN_HEADS, OWN_TOKENS, Schedule, TensorId, Way},
 };
-
-/// Which way a trade goes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Way {
-    /// From the rank's own tokens and all heads to the ring share's tokens and the rank's own heads.
-    ToHeads,
-    /// Back.
-    ToTokens,
-}
-
-/// One tensor to be traded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct AllToAll {
-    /// Which way.
-    pub way: Way,
-    /// `Q`: a row for each q token and the q heads; `K`: a row for each k token and the kv heads.
-    pub side: Side,
-    /// Innermost dimension.
-    pub dim: u32,
-    /// Element type.
-    pub dtype: Dtype,
-}
-
-/// The caller's tensor of the rank's own tokens: `[local tokens, heads, dim]`.
-pub(crate) const OWN_TOKENS: TensorId = TensorId::Q;
-/// The caller's tensor of the rank's own heads: `[share's tokens, own heads, dim]`, compact.
-pub(crate) const OWN_HEADS: TensorId = TensorId::O;
 
 impl Schedule {
     /// One rank's operations for the all-to-all of one tensor.

@@ -14,7 +14,7 @@ use crate::{
 };
 use builder::Builder;
 
-pub(super) mod all_to_all;
+mod all_to_all;
 mod builder;
 #[cfg(test)]
 mod option_tests;

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What the all-to-all of one tensor is told: which way, whose tokens and heads, how long a row is.
+
+use super::tensor_id::TensorId;
+use crate::{batch::Side, element::Dtype};
+
+/// Which way an all-to-all goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Way {
+    /// From the rank's own tokens and all heads to the ring share's tokens and the rank's own heads.
+    ToHeads,
+    /// Back.
+    ToTokens,
+}
+
+/// The all-to-all of one tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct AllToAll {
+    /// Which way.
+    pub way: Way,
+    /// `Q`: a row for each q token and the q heads; `K`: a row for each k token and the kv heads.
+    pub side: Side,
+    /// Innermost dimension.
+    pub dim: u32,
+    /// Element type.
+    pub dtype: Dtype,
+}
+
+/// The caller's tensor of the rank's own tokens: `[local tokens, heads, dim]`.
+pub(crate) const OWN_TOKENS: TensorId = TensorId::Q;
+/// The caller's tensor of the rank's own heads: `[share's tokens, own heads, dim]`, compact.
+pub(crate) const OWN_HEADS: TensorId = TensorId::O;
