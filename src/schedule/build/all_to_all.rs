@@ -16,7 +16,7 @@ use crate::{
     batch::Side,
     error::{Error, Result},
     plan::Plan,
-    schedule::{AllToAll, Buf, BufferView, Direction, OWN_HEADS, OWN_TOKENS, Schedule, TensorId, Way},
+    schedule::{AllToAll, Buf, BufferView, Direction, OWN_HEADS, OWN_TOKENS, Schedule, Way},
 };
 
 impl Schedule {
