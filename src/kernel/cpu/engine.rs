@@ -13,7 +13,7 @@ use super::arena::{KEYS, row};
 use super::product::{Gemm, Skip, Store};
 use super::rows::widen;
 use super::simd::{Real, Vector};
-use super::tile::{Lanes, any_non_finite, product, to_lanes};
+use super::tile::{Lanes, any_non_finite, at, is_zero, product, to_lanes};
 use crate::call::RawTensor;
 use crate::element::Accumulator;
 use bytemuck::Pod;
@@ -35,7 +35,7 @@ pub(super) trait Engine {
     type T: Pod;
     /// Lanes of a panel.
     const PANEL: usize = 2 * Self::V::W;
-    /// Tiles of keys and the rows of o are padded to a multiple of this.
+    /// Tiles of keys and the rows of o are padded to a multiple of this, which divides [`super::stream::BLOCK`].
     const GRAIN: usize;
 
     /// Elements of a tile of k.
@@ -63,8 +63,8 @@ pub(super) trait Engine {
         rows: &mut [Self::Sum],
     ) -> bool;
 
-    /// `s[keys][..width] = K·Qᵀ` for the keys of a range that begins, and ends unless the tile does, at a multiple of
-    /// [`super::stream::BLOCK`].
+    /// `s[keys][..width] = K·Qᵀ` for the keys of a range that begins, and ends unless the tile does, at a multiple of 2 and of
+    /// [`Engine::GRAIN`].
     unsafe fn scores(k: &[Self::T], q: *const Self::T, dim: usize, s: *mut Self::Sum, keys: Range<usize>, width: usize);
     /// Puts p of keys `j` (even) and `j + 1` with the vector of lanes at `lane` of the panel where `weigh` reads them.
     unsafe fn put(s: *mut Self::Sum, p: *mut Self::T, j: usize, lane: usize, a: Self::V, b: Self::V);
@@ -106,6 +106,10 @@ impl<V: Vector> Dense<V> {
     #[inline(always)]
     unsafe fn rows(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [V::T]) -> bool {
         let (dim, ld) = (t.dim as usize, Self::row(t.dim as usize));
+        if t.dtype == V::T::DTYPE && dim.is_multiple_of(4 * V::W) {
+            // SAFETY: the caller's promise; elements are those of the sums.
+            return unsafe { Self::copy(t, head, rows, tile) };
+        }
         for (at, &row) in tile.chunks_exact_mut(ld).zip(rows) {
             if row < 0 {
                 at.fill(V::T::ZERO);
@@ -116,6 +120,41 @@ impl<V: Vector> Dense<V> {
         }
         // SAFETY: rows are apart by whole vectors.
         unsafe { !any_non_finite::<V>(tile.as_ptr(), rows.len() * ld) }
+    }
+}
+
+impl<V: Vector> Dense<V> {
+    /// As [`Dense::rows`], of elements that need no conversion, and looks at them on the way.
+    ///
+    /// # Safety
+    /// As [`Engine::keys`]; elements are those of the sums, and rows of four vectors or a multiple.
+    #[inline(always)]
+    unsafe fn copy(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [V::T]) -> bool {
+        let (dim, ld) = (t.dim as usize, Self::row(t.dim as usize));
+        // SAFETY: rows and elements are those of the tensor, and within the chunks of the tile.
+        unsafe {
+            let zero = V::splat(V::T::ZERO);
+            let mut sums = [zero; 4];
+            for (to, &row) in tile.chunks_exact_mut(ld).zip(rows) {
+                if row < 0 {
+                    to.fill(V::T::ZERO);
+                    continue;
+                }
+                let from = at::<V::T>(t, row, head);
+                let mut i = 0;
+                while i < dim {
+                    let mut j = 0;
+                    while j < 4 {
+                        let x = V::load(from.add(i + j * V::W));
+                        x.store(to.as_mut_ptr().add(i + j * V::W));
+                        sums[j] = x.fma(zero, sums[j]);
+                        j += 1;
+                    }
+                    i += 4 * V::W;
+                }
+            }
+            is_zero(sums[0].add(sums[1]).add(sums[2].add(sums[3])))
+        }
     }
 }
 

@@ -202,7 +202,11 @@ impl<A: Real> Forward<'_, A> {
                 });
                 let Some(begin) = covers.iter().position(|&x| x != Cover::None) else { continue };
                 let end = covers.iter().rposition(|&x| x != Cover::None).unwrap_or(begin) + 1;
-                let range = begin * BLOCK..(end * BLOCK).min(keys.n.next_multiple_of(E::GRAIN));
+                let mut range = begin * BLOCK..(end * BLOCK).min(keys.n.next_multiple_of(E::GRAIN));
+                if covers[begin] != Cover::All || covers[end - 1] != Cover::All {
+                    // Down to pairs of keys, or to what the engine computes at once.
+                    range = keys.seen(range, E::GRAIN.max(2), sight.span());
+                }
                 let width = E::PANEL.min(t.lanes.n.next_multiple_of(E::V::W) - first);
                 let masked = covers[begin..end].iter().any(|&x| x != Cover::All);
                 t.lanes.relate(first, width, keys.base, masked, scoring.alibi);

@@ -255,6 +255,11 @@ impl<A: Real> Keys<'_, A> {
             flush(t.dk, t.dk_part);
             flush(t.dv, t.dv_part);
         }
+        let mut range = 0..keys.n;
+        if cover == Cover::Some {
+            range = keys.seen(range, 2, t.lanes.sight(0, lanes).span());
+        }
+        let (begin, count) = (range.start, range.len());
         let skip = |bad: bool| if bad { Skip::A } else { Skip::None };
         // SAFETY: rows and heads are within the tensors; all tiles are as large as the sizes say.
         unsafe {
@@ -270,22 +275,22 @@ impl<A: Real> Keys<'_, A> {
             let bad_q = any_non_finite::<V>(t.q.as_ptr(), lanes * t.ldk);
             let bad_d_o = any_non_finite::<V>(t.d_o.as_ptr(), lanes * t.ldv);
             V::gemm(&Gemm {
-                a: keys.k.as_ptr(),
+                a: keys.k.as_ptr().add(begin * t.ldk),
                 a_row: t.ldk,
                 b: t.qt.as_ptr(),
                 ldb: lanes,
-                c: t.s.as_mut_ptr(),
+                c: t.s.as_mut_ptr().add(begin * lanes),
                 ldc: lanes,
-                ..product(keys.n, lanes, d)
+                ..product(count, lanes, d)
             });
             V::gemm(&Gemm {
-                a: keys.v.as_ptr(),
+                a: keys.v.as_ptr().add(begin * t.ldv),
                 a_row: t.ldv,
                 b: t.d_ot.as_ptr(),
                 ldb: lanes,
-                c: t.dp.as_mut_ptr(),
+                c: t.dp.as_mut_ptr().add(begin * lanes),
                 ldc: lanes,
-                ..product(keys.n, lanes, dv)
+                ..product(count, lanes, dv)
             });
             let mut w = 0;
             while w < lanes {
@@ -293,11 +298,11 @@ impl<A: Real> Keys<'_, A> {
                     scoring,
                     &t.lanes,
                     w,
-                    &keys.rel[..keys.n],
-                    |j| t.valid[j] != 0,
+                    &keys.rel[range.clone()],
+                    |j| t.valid[begin + j] != 0,
                     cover == Cover::Some,
-                    t.s.as_mut_ptr().add(w),
-                    t.dp.as_mut_ptr().add(w),
+                    t.s.as_mut_ptr().add(begin * lanes + w),
+                    t.dp.as_mut_ptr().add(begin * lanes + w),
                     lanes,
                     t.lse.as_ptr().add(w),
                     t.delta.as_ptr().add(w),
@@ -305,40 +310,40 @@ impl<A: Real> Keys<'_, A> {
                 w += V::W;
             }
             V::gemm(&Gemm {
-                a: t.s.as_ptr(),
+                a: t.s.as_ptr().add(begin * lanes),
                 a_row: lanes,
                 b: t.d_o.as_ptr(),
                 ldb: t.ldv,
-                c: t.dv_part.as_mut_ptr(),
+                c: t.dv_part.as_mut_ptr().add(begin * t.ldv),
                 ldc: t.ldv,
                 store: Store::Chain,
                 skip: skip(bad_d_o),
-                ..product(keys.n, vectors::<V>(dv), t.lanes.n)
+                ..product(count, vectors::<V>(dv), t.lanes.n)
             });
             V::gemm(&Gemm {
-                a: t.dp.as_ptr(),
+                a: t.dp.as_ptr().add(begin * lanes),
                 a_row: lanes,
                 b: t.q.as_ptr(),
                 ldb: t.ldk,
-                c: t.dk_part.as_mut_ptr(),
+                c: t.dk_part.as_mut_ptr().add(begin * t.ldk),
                 ldc: t.ldk,
                 store: Store::Chain,
                 skip: skip(bad_q),
-                ..product(keys.n, vectors::<V>(d), t.lanes.n)
+                ..product(count, vectors::<V>(d), t.lanes.n)
             });
             if !self.queries {
                 return;
             }
             V::gemm(&Gemm {
-                a: t.dp.as_ptr(),
+                a: t.dp.as_ptr().add(begin * lanes),
                 a_row: 1,
                 a_col: lanes,
-                b: keys.k.as_ptr(),
+                b: keys.k.as_ptr().add(begin * t.ldk),
                 ldb: t.ldk,
                 c: t.dq.as_mut_ptr(),
                 ldc: t.ldk,
                 skip: skip(bad_k),
-                ..product(t.lanes.n, vectors::<V>(d), keys.n)
+                ..product(t.lanes.n, vectors::<V>(d), count)
             });
             for lane in 0..t.lanes.n {
                 let dq = at::<A>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]);

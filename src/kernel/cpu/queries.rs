@@ -144,25 +144,30 @@ impl<A: Real> Queries<'_, A> {
                 let cover = t.lanes.meet(first, width, keys.min, keys.max, keys.base, scoring.alibi);
                 if cover != Cover::None {
                     let p = first / panel;
+                    let mut range = 0..keys.n;
+                    if cover == Cover::Some {
+                        range = keys.seen(range, 2, t.lanes.sight(first, width).span());
+                    }
+                    let (begin, count) = (range.start, range.len());
                     // SAFETY: all tiles are as large as the sizes say.
                     unsafe {
                         V::gemm(&Gemm {
-                            a: keys.k.as_ptr(),
+                            a: keys.k.as_ptr().add(begin * t.ldk),
                             a_row: t.ldk,
                             b: t.q.as_ptr().add(p * panel * d),
                             ldb: panel,
-                            c: t.s.as_mut_ptr(),
+                            c: t.s.as_mut_ptr().add(begin * panel),
                             ldc: panel,
-                            ..product(keys.n, width, d)
+                            ..product(count, width, d)
                         });
                         V::gemm(&Gemm {
-                            a: keys.v.as_ptr(),
+                            a: keys.v.as_ptr().add(begin * t.ldv),
                             a_row: t.ldv,
                             b: t.d_o.as_ptr().add(p * panel * dv),
                             ldb: panel,
-                            c: t.dp.as_mut_ptr(),
+                            c: t.dp.as_mut_ptr().add(begin * panel),
                             ldc: panel,
-                            ..product(keys.n, width, dv)
+                            ..product(count, width, dv)
                         });
                         let mut w = 0;
                         while w < width {
@@ -170,11 +175,11 @@ impl<A: Real> Queries<'_, A> {
                                 scoring,
                                 &t.lanes,
                                 first + w,
-                                &keys.rel[..keys.n],
+                                &keys.rel[range.clone()],
                                 |_| true,
                                 cover == Cover::Some,
-                                t.s.as_mut_ptr().add(w),
-                                t.dp.as_mut_ptr().add(w),
+                                t.s.as_mut_ptr().add(begin * panel + w),
+                                t.dp.as_mut_ptr().add(begin * panel + w),
                                 panel,
                                 t.lse.as_ptr().add(first + w),
                                 t.delta.as_ptr().add(first + w),
@@ -182,16 +187,16 @@ impl<A: Real> Queries<'_, A> {
                             w += V::W;
                         }
                         V::gemm(&Gemm {
-                            a: keys.k.as_ptr(),
+                            a: keys.k.as_ptr().add(begin * t.ldk),
                             a_row: 1,
                             a_col: t.ldk,
-                            b: t.dp.as_ptr(),
+                            b: t.dp.as_ptr().add(begin * panel),
                             ldb: panel,
                             c: t.part.as_mut_ptr().add(p * panel * d),
                             ldc: panel,
                             store: Store::Add,
                             skip: if bad { Skip::B } else { Skip::None },
-                            ..product(d, width, keys.n)
+                            ..product(d, width, count)
                         });
                     }
                 }

@@ -59,8 +59,9 @@ pub(super) unsafe fn widen_from<A: Real>(dtype: Dtype, src: *const u8, dst: &mut
         } else {
             // SAFETY: `src` is valid for reads of `dst.len()` elements (the contract), which are bf16.
             let src = unsafe { core::slice::from_raw_parts(src.cast::<bf16>(), n) };
+            // In integers, which the compiler makes vectors of. A NaN that signals stays one until the first arithmetic.
             for (d, s) in dst.iter_mut().zip(src) {
-                *d = s.widen();
+                *d = f32::from_bits(u32::from(s.to_bits()) << 16);
             }
         }
     } else {
@@ -93,13 +94,23 @@ pub(super) unsafe fn narrow_to<A: Real>(dtype: Dtype, src: &[A], dst: *mut u8) {
         } else {
             for (i, &x) in src.iter().enumerate() {
                 // SAFETY: `i < src.len()`, and `dst` is valid for writes of as many elements (the contract).
-                unsafe { dst.cast::<bf16>().add(i).write(bf16::narrow(x)) };
+                unsafe { dst.cast::<u16>().add(i).write(nearest_bf16(x)) };
             }
         }
     } else {
         // SAFETY: the elements are As, and nobody else's.
         unsafe { core::ptr::copy_nonoverlapping(src.as_ptr(), dst.cast::<A>(), src.len()) };
     }
+}
+
+/// The bits of what `bf16::from_f32` gives (nearest, ties to even, NaNs made quiet), without a branch: the compiler makes
+/// vectors of it.
+#[inline(always)]
+fn nearest_bf16(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
+    let bits = if x.is_nan() { bits | 0x0040_0000 } else { rounded };
+    (bits >> 16) as u16
 }
 
 /// Widens elements of any type into either accumulator.
@@ -149,6 +160,34 @@ pub(super) unsafe fn store<A: Real>(dtype: Dtype, src: &[A], dst: *mut u8) {
             Dtype::Bf16 => each::<bf16, A>(src, dst),
             Dtype::F32 => each::<f32, A>(src, dst),
             Dtype::F64 => each::<f64, A>(src, dst),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bf16_is_rounded_as_one_by_one() {
+        let halves = (0..=u16::MAX).flat_map(|high| {
+            // On a bf16, on both sides of it, at a tie and beside that.
+            [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| u32::from(high) << 16 | low)
+        });
+        for bits in halves {
+            let x = f32::from_bits(bits);
+            assert_eq!(nearest_bf16(x), bf16::from_f32(x).to_bits(), "{bits:#x}");
+        }
+    }
+
+    #[test]
+    fn bf16_is_widened_as_one_by_one() {
+        let halves: alloc::vec::Vec<bf16> = (0..=u16::MAX).map(bf16::from_bits).collect();
+        let mut wide = alloc::vec![0f32; halves.len()];
+        // SAFETY: both have as many elements.
+        unsafe { widen_from(Dtype::Bf16, halves.as_ptr().cast(), &mut wide) };
+        for (wide, half) in wide.into_iter().zip(halves) {
+            assert!(wide.to_bits() == half.to_f32().to_bits() || wide.is_nan() && half.is_nan(), "{half:?}");
         }
     }
 }

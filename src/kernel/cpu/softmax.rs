@@ -92,7 +92,7 @@ impl<A: Real> Softmax<'_, A> {
             let mut max = [never; 4];
             let mut begin = range.start;
             while begin < range.end {
-                let end = range.end.min(begin + BLOCK);
+                let end = range.end.min((begin / BLOCK + 1) * BLOCK);
                 let masked = self.covers[begin / BLOCK] != Cover::All;
                 if masked || !self.scoring.plain {
                     for (j, &key) in self.keys[..end].iter().enumerate().skip(begin) {

@@ -15,6 +15,7 @@ use super::simd::Real;
 use super::tile::SPAN;
 use crate::call::{Range, RawTensor};
 use bytemuck::Pod;
+use core::ops::Range as Span;
 
 /// Keys of a tile that are computed or passed over together: what a panel of lanes does not see costs nothing but the
 /// rest of a block.
@@ -200,6 +201,27 @@ impl<'a, A: Real> Slots<'a, A> {
         self.row[slots..end].fill(-1);
         self.rel[slots..end].fill(infinity);
         n > 0
+    }
+
+    /// `range` of the slots without those at either end that stand nowhere in `lo..=hi`, cut at multiples of `grain`. What is
+    /// left of nothing may be anything.
+    #[inline(always)]
+    pub(super) fn seen(&self, range: Span<usize>, grain: usize, (lo, hi): (i64, i64)) -> Span<usize> {
+        let relative = |p: i64| A::from_f64(p.saturating_sub(self.base).clamp(-2 * SPAN, 2 * SPAN) as f64);
+        let (lo, hi) = (relative(lo), relative(hi));
+        let unseen = |slots: Span<usize>| self.rel[slots].iter().all(|&rel| rel < lo || rel > hi);
+        let Span { start: mut begin, mut end } = range;
+        while begin + grain < end && unseen(begin..begin + grain) {
+            begin += grain;
+        }
+        while end > begin + grain {
+            let last = (end - 1) / grain * grain;
+            if !unseen(last..end) {
+                break;
+            }
+            end = last;
+        }
+        begin..end
     }
 
     /// Notes where each block stands.

@@ -32,8 +32,7 @@ pub(super) unsafe fn at<T>(t: &RawTensor, token: i64, head: u32) -> *mut T {
 /// The instruction set of `V` is present; `p` is valid for reads of `n`.
 #[inline(always)]
 pub(super) unsafe fn any_non_finite<V: Vector>(p: *const V::T, n: usize) -> bool {
-    let mut out = [V::T::ZERO; 16];
-    // SAFETY: `i + W ≤ n`; `out` has room for the widest vector.
+    // SAFETY: `i + W ≤ n`.
     unsafe {
         let zero = V::splat(V::T::ZERO);
         // Several chains: one alone would wait for each multiply-add.
@@ -56,9 +55,20 @@ pub(super) unsafe fn any_non_finite<V: Vector>(p: *const V::T, n: usize) -> bool
             acc[0] = acc[0].add(acc[j]);
             j += 1;
         }
-        acc[0].store(out.as_mut_ptr());
+        !is_zero(acc[0])
     }
-    !out[..V::W].iter().all(|&x| x == V::T::ZERO)
+}
+
+/// Whether all lanes are 0: so they are after adding up products with 0, unless one was not a finite number.
+///
+/// # Safety
+/// The instruction set of `V` is present.
+#[inline(always)]
+pub(super) unsafe fn is_zero<V: Vector>(x: V) -> bool {
+    let mut out = [V::T::ZERO; 16];
+    // SAFETY: `out` has room for the widest vector.
+    unsafe { x.store(out.as_mut_ptr()) };
+    out[..V::W].iter().all(|&x| x == V::T::ZERO)
 }
 
 /// `V::W` rows of `dim`, `ld` apart, to the lanes from `lane` on of a panel `[dim][lanes]`.
@@ -141,6 +151,12 @@ pub(super) struct Sight {
 }
 
 impl Sight {
+    /// The first and the last position that any of these lanes sees.
+    #[inline(always)]
+    pub(super) fn span(&self) -> (i64, i64) {
+        (self.lo_min, self.hi_max)
+    }
+
     /// What keys at positions `min..=max` are to these lanes; there are none if that is empty.
     #[inline(always)]
     pub(super) fn cover(&self, min: i64, max: i64) -> Cover {
