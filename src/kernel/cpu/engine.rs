@@ -15,7 +15,7 @@ use super::rows::widen;
 use super::simd::{Real, Vector};
 use super::tile::{Lanes, any_non_finite, at, is_zero, product, to_lanes};
 use crate::call::RawTensor;
-use crate::element::Accumulator;
+use crate::element::{Accumulator, Element};
 use bytemuck::Pod;
 use core::marker::PhantomData;
 use core::ops::Range;

@@ -52,8 +52,6 @@ mod stream;
 mod tile;
 #[cfg(target_arch = "x86_64")]
 mod tiled;
-#[cfg(target_arch = "x86_64")]
-mod tiled_weights;
 mod transform;
 #[cfg(target_arch = "x86_64")]
 mod turns;

@@ -2,11 +2,11 @@
 //! What the backward pass on matrix units does to single blocks: p and ds of 32 keys with 32 lanes, rows packed in pairs,
 //! and what is not finite.
 
-use super::amx::{HIGH, LOW, PANEL, TILE, part, row_of};
-use super::halves::Half;
-use super::simd::{Real, Vector};
-use super::stream::BLOCK;
-use super::tile::{Lanes, Scoring};
+use super::super::amx::{HIGH, LOW, PANEL, TILE, part, row_of};
+use super::super::halves::Half;
+use super::super::simd::{Real, Vector};
+use super::super::stream::BLOCK;
+use super::super::tile::{Lanes, Scoring};
 use crate::call::RawTensor;
 use core::arch::x86_64::*;
 

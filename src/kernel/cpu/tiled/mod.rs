@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The backward pass of keys on matrix units: dk, dv, and dq on the way.
+//!
+//! A unit is a block of up to [`SUPER`] tiles of a document's keys with one kv head. Their k (as it is and transposed) and v
+//! are packed once; the rows pass by in blocks of [`ROWS`] lanes. Of these, panel by panel: `S = K·Qᵀ` and `dP = V·dOᵀ`, from
+//! them p and ds in half precision, `dQᵀ = Kᵀ·dS` over all keys of the unit, which is added to dq; and when the panels are
+//! done, `dV += P·dO` and `dK += dS·Q` over all lanes of the block. What no row sees is passed over in blocks of 32 keys by
+//! 32 lanes.
+//!
+//! Units of one document add to the same rows of dq in the order of their keys (`turns.rs`), and dk and dv belong to one
+//! unit each, so results have the same bits for any number of workers.
+//!
+//! The factor between products and scores is left out of ds, and put back when dq and dk are written. In f16 ds would
+//! overflow, or vanish: it is multiplied by a power of 2, as large as the largest numbers of v, do and delta allow. The
+//! factor of a unit only ever becomes smaller, its dk with it. p would vanish where a sink takes most of a row: it is
+//! multiplied by a constant.
+//!
+//! `units` walks them, `tiles` holds what one works on and writes its sums, `rows` is the products of a block of rows,
+//! `weights` what happens to single blocks of scores.
+
+mod rows;
+mod tiles;
+mod units;
+mod weights;
+
+pub(super) use tiles::{SUPER, bytes};
+pub(super) use units::Units;
+
+use super::amx::Amx;
+use super::arena::Line;
+use super::engine::Engine;
+use super::forward::readers;
+use super::halves::Half;
+use super::stream::Stream;
+use super::tile::Scoring;
+use super::turns::{Turn, Turns};
+use crate::call::{AttendBackward, QRange};
+use core::sync::atomic::AtomicUsize;
+use tiles::Tiles;
+use weights::ROWS;
+
+/// A backward call on half-precision tiles.
+pub(super) struct Tiled<'a> {
+    pub call: &'a AttendBackward<'a>,
+    /// Add to dq as well, which holds a value in every row.
+    pub queries: bool,
+}
+
+impl Tiled<'_> {
+    /// Does units until none is left.
+    ///
+    /// # Safety
+    /// AMX with products of `H` is present, the tensors of the call are valid, and each unit is taken once.
+    #[inline(always)]
+    pub(super) unsafe fn work<H: Half>(&self, lines: &mut [Line], next: &AtomicUsize, turns: &Turns) {
+        let c = self.call;
+        let mut t = Tiles::new(lines, c);
+        let scoring = Scoring::new(&c.score, &c.alibi_slopes);
+        let k = c.ranges.k;
+        let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);
+        let mut units = Units::new(k, c.k.heads as usize);
+        // SAFETY: AMX is present.
+        unsafe { Amx::<H>::enter() };
+        while let Some(unit) = units.next(next) {
+            let turn = turns.begin(unit.index, unit.block > 0 && self.queries);
+            let doc = k[unit.first].doc;
+            let q = if q_sorted {
+                let begin = c.ranges.q.partition_point(|r| r.range.doc < doc);
+                &c.ranges.q[begin..begin + c.ranges.q[begin..].partition_point(|r| r.range.doc == doc)]
+            } else {
+                c.ranges.q
+            };
+            let mut stream = Stream::document(k, unit.first);
+            for _ in 0..unit.block * SUPER {
+                stream.fill(false, |_| ());
+            }
+            t.n = 0;
+            while t.n < SUPER && t.slots[t.n].next(&mut stream, false, false) {
+                t.n += 1;
+            }
+            // SAFETY: rows and heads are within the tensors (checked); dk and dv of these keys and this kv head are this
+            // unit's alone, and dq is added to in turn.
+            unsafe { self.unit::<H>(&mut t, &scoring, q, doc, unit.kv, &turn) };
+        }
+        // SAFETY: as above.
+        unsafe { Amx::<H>::leave() };
+    }
+
+    /// The keys in hand, with all rows of their document.
+    ///
+    /// # Safety
+    /// As [`Tiled::work`], entered.
+    #[inline(always)]
+    unsafe fn unit<H: Half>(
+        &self,
+        t: &mut Tiles,
+        scoring: &Scoring<f32>,
+        ranges: &[QRange],
+        doc: u32,
+        kv: u32,
+        turn: &Turn,
+    ) {
+        let c = self.call;
+        let ranges = || ranges.iter().filter(|q| q.range.doc == doc);
+        let heads = readers(&c.heads, kv, c.q.heads);
+        let mut loaded = false;
+        t.clear(c);
+        // Few rows: as many heads as fill a block pass together.
+        let total: u32 = ranges().map(|q| q.range.len).sum();
+        let share = if c.per_q_head { 1 } else { (ROWS as u32 / total.max(1)).max(1) };
+        let mut before = 0u32;
+        let mut head = heads.start;
+        while head < heads.end {
+            let end_head = heads.end.min(head + share);
+            let mut place = before;
+            for q in ranges() {
+                let rows = t.rows(c, q);
+                let (mut first, end) = (rows.start, rows.end);
+                if first < end && !loaded {
+                    // SAFETY: rows of keys and the head are within k and v.
+                    unsafe { t.load::<H>(c, kv) };
+                    loaded = true;
+                }
+                while first < end {
+                    let count = (end - first).min(ROWS as u32 / (end_head - head));
+                    // SAFETY: rows and heads are within the tensors (checked).
+                    unsafe {
+                        t.lanes.set(&q.range, first, count, head..end_head, &c.score, &c.alibi_slopes);
+                        self.rows_in_hand::<H>(t, scoring, turn, place + first + count);
+                    }
+                    first += count;
+                    turn.pass(place + first);
+                }
+                place += q.range.len;
+            }
+            turn.pass(place);
+            before = place;
+            if c.per_q_head {
+                // SAFETY: the partial of this q head is this unit's alone.
+                unsafe { t.write::<H>(c, head) };
+                t.clear(c);
+            }
+            head = end_head;
+        }
+        if !c.per_q_head {
+            // SAFETY: dk and dv of this kv head are this unit's alone.
+            unsafe { t.write::<H>(c, kv) };
+        }
+    }
+}

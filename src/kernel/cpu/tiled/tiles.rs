@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a unit of the backward pass on matrix units works on: the keys in hand, packed, their sums of dk and dv, and
+//! the factors that keep f16 in range.
+
+use super::super::amx::{Amx, PANEL};
+use super::super::arena::{Arena, KEYS, Line};
+use super::super::engine::Engine;
+use super::super::halves::Half;
+use super::super::stream::{BLOCK, Block, Slots};
+use super::super::tile::{Lanes, at};
+use super::weights::ROWS;
+use crate::call::{AttendBackward, QRange};
+
+/// Tiles of keys of a unit.
+pub(in crate::kernel::cpu) const SUPER: usize = 4;
+/// Blocks of keys of a unit.
+pub(super) const BLOCKS: usize = SUPER * KEYS / BLOCK;
+/// What p is multiplied by where the type is narrow, as a power of 2: p is at most 1, and often next to nothing. An lse
+/// that is not that of these keys gives a larger p; there is room for one of 1,000, as long as it is a number in f16.
+const P_SHIFT: i32 = 5;
+
+/// What p is multiplied by.
+pub(super) fn weight<H: Half>() -> f32 {
+    f32::from_bits(((127 + shift::<H>()) as u32) << 23)
+}
+
+/// The logarithm to the base 2 of [`weight`].
+pub(super) fn shift<H: Half>() -> i32 {
+    if H::NARROW { P_SHIFT } else { 0 }
+}
+
+/// What a worker of such a call needs, in bytes: dims are padded to 32.
+pub(in crate::kernel::cpu) const fn bytes(d: usize, dv: usize) -> usize {
+    let keys = SUPER * KEYS;
+    2 * keys * (2 * d + dv)
+        + 4 * keys * (d + dv)
+        + 4 * keys * ROWS
+        + 4 * ROWS * (d + dv)
+        + 8 * KEYS * PANEL
+        + 2 * keys * PANEL
+        + 4 * PANEL * d
+        + 64 * d
+        + keys * 24
+        + ROWS * 128
+}
+
+/// The tiles of one worker.
+pub(super) struct Tiles<'a> {
+    pub lanes: Lanes<'a, f32>,
+    pub slots: [Slots<'a, f32>; SUPER],
+    /// Tiles in hand.
+    pub n: usize,
+    /// Positions as the q range in hand sees them: infinite where it does not read the key.
+    pub rel: &'a mut [f32],
+    pub blocks: [Block; BLOCKS],
+    /// `[tile]`, as `Engine::keys` packs them.
+    pub k: &'a mut [u16],
+    pub v: &'a mut [u16],
+    /// `[dim / 16][block of keys][16 dims][32 keys]`, and whether all of k is finite.
+    pub kt: &'a mut [u16],
+    pub finite_k: bool,
+    pub finite_v: bool,
+    /// The bits of the largest number in v.
+    pub largest_v: u16,
+    /// What ds, and dk so far, are multiplied by; 0 before the first rows.
+    pub factor: f32,
+    /// `[key][dim padded]`.
+    pub dk: &'a mut [f32],
+    pub dv: &'a mut [f32],
+    /// Blocks of keys that some row has seen.
+    pub touched: [bool; BLOCKS],
+    /// `[key / 16][panel][16 keys][32 lanes]`.
+    pub p: &'a mut [u16],
+    pub ds: &'a mut [u16],
+    /// ds of a panel, `[block of keys][lane / 16][16 pairs of keys][16 lanes][2]`.
+    pub pairs: &'a mut [u16],
+    /// Panels as `Engine::queries` packs them, and `[panel][dim / 16][16 pairs of lanes][16 dims][2]`.
+    pub q: &'a mut [u16],
+    pub d_o: &'a mut [u16],
+    pub q_pairs: &'a mut [u16],
+    pub d_o_pairs: &'a mut [u16],
+    /// `[key][lane]` of a panel with a tile.
+    pub s: &'a mut [f32],
+    pub dp: &'a mut [f32],
+    /// `[dim][lane]` of a panel.
+    pub dq: &'a mut [f32],
+    pub rows: &'a mut [f32],
+    pub lse: &'a mut [f32],
+    pub delta: &'a mut [f32],
+}
+
+impl<'a> Tiles<'a> {
+    pub(super) fn new(lines: &'a mut [Line], c: &AttendBackward) -> Self {
+        let (d, dv) = ((c.q.dim as usize).next_multiple_of(32), (c.v.dim as usize).next_multiple_of(32));
+        let keys = SUPER * KEYS;
+        let mut arena = Arena(lines);
+        Self {
+            lanes: Lanes::new(&mut arena, ROWS),
+            slots: core::array::from_fn(|_| Slots::new(&mut arena)),
+            n: 0,
+            rel: arena.take(keys),
+            blocks: [Block::EMPTY; BLOCKS],
+            k: arena.take(keys * d),
+            v: arena.take(keys * dv),
+            kt: arena.take(keys * d),
+            finite_k: true,
+            finite_v: true,
+            largest_v: 0,
+            factor: 0.0,
+            dk: arena.take(keys * d),
+            dv: arena.take(keys * dv),
+            touched: [false; BLOCKS],
+            p: arena.take(keys * ROWS),
+            ds: arena.take(keys * ROWS),
+            pairs: arena.take(keys * PANEL),
+            q: arena.take(ROWS * d),
+            d_o: arena.take(ROWS * dv),
+            q_pairs: arena.take(ROWS * d),
+            d_o_pairs: arena.take(ROWS * dv),
+            s: arena.take(KEYS * PANEL),
+            dp: arena.take(KEYS * PANEL),
+            dq: arena.take(d * PANEL),
+            rows: arena.take(16 * d),
+            lse: arena.take(ROWS),
+            delta: arena.take(ROWS),
+        }
+    }
+
+    /// Sums of 0.
+    #[inline(always)]
+    pub(super) fn clear(&mut self, c: &AttendBackward) {
+        let (d, dv) = ((c.q.dim as usize).next_multiple_of(32), (c.v.dim as usize).next_multiple_of(32));
+        self.dk[..self.n * KEYS * d].fill(0.0);
+        self.dv[..self.n * KEYS * dv].fill(0.0);
+        self.touched = [false; BLOCKS];
+        self.factor = 0.0;
+    }
+
+    /// Packs k and v of the keys in hand.
+    ///
+    /// # Safety
+    /// As [`super::Tiled::work`].
+    #[inline(always)]
+    pub(super) unsafe fn load<H: Half>(&mut self, c: &AttendBackward, kv: u32) {
+        (self.finite_k, self.finite_v) = (true, true);
+        let (k_len, v_len) = (Amx::<H>::keys_len(c.k.dim as usize), Amx::<H>::keys_len(c.v.dim as usize));
+        for (i, slots) in self.slots[..self.n].iter().enumerate() {
+            let rows = &slots.row[..slots.n.next_multiple_of(BLOCK)];
+            // SAFETY: the keys' rows lie within k and v, and the tiles hold a block of them (the contract of
+            // `Tiled::work`).
+            unsafe {
+                self.finite_k &= Amx::<H>::keys(&c.k, kv, rows, &mut self.k[i * k_len..][..k_len]);
+                self.finite_v &= Amx::<H>::keys(&c.v, kv, rows, &mut self.v[i * v_len..][..v_len]);
+                Amx::<H>::transposed::<true>(&c.k, kv, rows, self.kt, i * KEYS / BLOCK, BLOCKS);
+            }
+        }
+        self.largest_v = 0;
+        if H::NARROW {
+            for bits in self.slots[..self.n]
+                .iter()
+                .zip(self.v.chunks(v_len))
+                .flat_map(|(s, v)| &v[..v_len / KEYS * s.n.next_multiple_of(BLOCK)])
+            {
+                self.largest_v = self.largest_v.max(bits & 0x7fff);
+            }
+        }
+    }
+
+    /// The rows of a q range that may see a key in hand; makes the keys' positions those that the range sees.
+    #[inline(always)]
+    pub(super) fn rows(&mut self, c: &AttendBackward, q: &QRange) -> core::ops::Range<u32> {
+        let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
+        let (mut min, mut max) = (i64::MAX, i64::MIN);
+        self.blocks = [Block::EMPTY; BLOCKS];
+        for (i, slots) in self.slots[..self.n].iter().enumerate() {
+            let rel = &mut self.rel[i * KEYS..][..slots.n.next_multiple_of(BLOCK)];
+            rel.copy_from_slice(&slots.rel[..rel.len()]);
+            let mut last = None;
+            for (rel, &index) in rel.iter_mut().zip(&slots.index[..slots.n]) {
+                let read = match last {
+                    Some((i, read)) if i == index => read,
+                    _ => pairs.contains(&index),
+                };
+                last = Some((index, read));
+                if !read {
+                    *rel = f32::INFINITY;
+                }
+            }
+            for (block, rel) in self.blocks[i * KEYS / BLOCK..].iter_mut().zip(rel.chunks(BLOCK)) {
+                *block = Block::of(rel, slots.base);
+                (min, max) = (min.min(block.min), max.max(block.max));
+            }
+        }
+        if min > max {
+            return 0..0;
+        }
+        let first = q.range.rows_before(min.saturating_sub(c.score.window_right));
+        let last = max.saturating_add(c.score.window_left);
+        first..if last == i64::MAX { q.range.len } else { q.range.rows_before(last + 1) }
+    }
+
+    /// Makes the factor small enough for these rows, and the sums so far with it.
+    #[inline(always)]
+    pub(super) fn bring_into_range<H: Half>(&mut self, d_pad: usize, dv: usize, largest: u16) {
+        if !H::NARROW {
+            self.factor = 1.0;
+            return;
+        }
+        let delta = self.delta.iter().fold(0f32, |max, x| max.max(x.abs()));
+        let bound = dv as f32 * H::widen(largest) * H::widen(self.largest_v) + delta;
+        let mut factor = if self.factor == 0.0 { 1.0 } else { self.factor };
+        if bound > 0.0 && bound.is_finite() {
+            // The largest power of 2 that keeps the bound below 2^15 for a p of up to 2^10, see `P_SHIFT`.
+            let fits = f32::from_bits((127 + 4 + 127 - (bound.to_bits() >> 23)).clamp(1, 254) << 23);
+            factor = if self.factor == 0.0 { fits } else { fits.min(self.factor) };
+        }
+        if self.factor > factor {
+            let by = factor / self.factor;
+            self.dk[..self.n * KEYS * d_pad].iter_mut().for_each(|x| *x *= by);
+        }
+        self.factor = factor;
+    }
+
+    /// Writes the sums, or adds them, to head `head` of dk and dv.
+    ///
+    /// # Safety
+    /// The keys' rows and the head are within dk and dv, which this unit alone touches there.
+    #[inline(always)]
+    pub(super) unsafe fn write<H: Half>(&self, c: &AttendBackward, head: u32) {
+        let scale = if self.factor == 0.0 { 0.0 } else { c.score.scale as f32 / self.factor };
+        for (tile, slots) in self.slots[..self.n].iter().enumerate() {
+            for (j, &row) in slots.row[..slots.n].iter().enumerate() {
+                let key = tile * KEYS + j;
+                if c.accumulate_keys && !self.touched[key / BLOCK] {
+                    continue;
+                }
+                for (tensor, sums, scale) in [(&c.dk, &self.dk, scale), (&c.dv, &self.dv, 1.0 / weight::<H>())] {
+                    let dim = tensor.dim as usize;
+                    // SAFETY: the row and head are within the tensor and this unit's alone (the contract); rows are
+                    // contiguous.
+                    let dst = unsafe { core::slice::from_raw_parts_mut(at::<f32>(tensor, row, head), dim) };
+                    let sums = &sums[key * dim.next_multiple_of(32)..][..dim];
+                    for (x, &sum) in dst.iter_mut().zip(sums) {
+                        *x = if c.accumulate_keys { *x + sum * scale } else { sum * scale };
+                    }
+                }
+            }
+        }
+    }
+}

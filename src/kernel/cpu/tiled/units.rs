@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The units of the backward pass on matrix units, in the order in which workers take them.
+
+use super::super::stream::Stream;
+use super::tiles::SUPER;
+use crate::call::Range;
+use core::sync::atomic::{AtomicUsize, Ordering};
+
+/// Walks the units: blocks of keys, times kv heads, times documents.
+pub(in crate::kernel::cpu) struct Units<'a> {
+    k: &'a [Range],
+    kv_heads: usize,
+    sorted: bool,
+    /// The k range in hand, and the blocks of its document if it is the first of that.
+    at: usize,
+    blocks: Option<usize>,
+    base: usize,
+}
+
+pub(in crate::kernel::cpu) struct Unit {
+    /// Its number among all.
+    pub index: usize,
+    /// The first k range of the document.
+    pub first: usize,
+    pub kv: u32,
+    pub block: usize,
+}
+
+impl<'a> Units<'a> {
+    pub(in crate::kernel::cpu) fn new(k: &'a [Range], kv_heads: usize) -> Self {
+        Self { k, kv_heads, sorted: k.is_sorted_by_key(|r| r.doc), at: 0, blocks: None, base: 0 }
+    }
+
+    pub(in crate::kernel::cpu) fn next(&mut self, counter: &AtomicUsize) -> Option<Unit> {
+        let index = counter.fetch_add(1, Ordering::Relaxed);
+        while let Some(range) = self.k.get(self.at) {
+            let (k, at, sorted) = (self.k, self.at, self.sorted);
+            let blocks = *self.blocks.get_or_insert_with(|| {
+                let before = &k[..at];
+                let seen = match before.last() {
+                    Some(last) if last.doc == range.doc => true,
+                    _ => !sorted && before.iter().any(|r| r.doc == range.doc),
+                };
+                if seen { 0 } else { Stream::document(k, at).count(false).div_ceil(SUPER) }
+            });
+            let local = index - self.base;
+            if local < blocks * self.kv_heads {
+                return Some(Unit { index, first: at, kv: (local / blocks) as u32, block: local % blocks });
+            }
+            self.base += blocks * self.kv_heads;
+            self.at += 1;
+            self.blocks = None;
+        }
+        None
+    }
+}
