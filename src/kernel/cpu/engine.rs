@@ -10,10 +10,11 @@
 //! An engine may round p to its operands' type ([`super::Isa::roundoff`] says so); it may not round anything else.
 
 use super::arena::{KEYS, row};
+use super::panel::{any_non_finite, is_zero, to_lanes};
 use super::product::{Gemm, Skip, Store};
 use super::rows::widen;
 use super::simd::{Real, Vector};
-use super::tile::{Lanes, any_non_finite, at, is_zero, product, to_lanes};
+use super::tile::{Lanes, at, product};
 use crate::call::RawTensor;
 use crate::element::{Accumulator, Element};
 use bytemuck::Pod;

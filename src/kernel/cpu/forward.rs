@@ -13,11 +13,12 @@
 use super::arena::{Arena, KEYS, LANES, Line};
 use super::engine::{Engine, Values};
 use super::job::{Job, Machine};
+use super::panel::to_rows;
 use super::rows::narrow;
 use super::simd::{Real, Vector};
 use super::softmax::{Softmax, rescale};
 use super::stream::{BLOCK, KeyTile, Stream};
-use super::tile::{Cover, Lanes, Scoring, Sight, at, to_rows};
+use super::tile::{Cover, Lanes, Scoring, Sight, at};
 use crate::call::{Attend, HeadMap, QRange};
 use crate::kernel::merge::{self, LogSumExp};
 use core::marker::PhantomData;

@@ -12,7 +12,8 @@
 //! queries    the same for dq
 //! keys       a unit is a document with a kv head; tiles of keys outside, rows inside: dk, dv, and dq on the way
 //! tiled      the same on matrix units: units are blocks of a document's keys, which add to dq in turn (turns)
-//! stream     keys in tiles; tile: rows as lanes of vectors, scores and masks; rows: elements to sums and back
+//! stream     keys in tiles; tile: rows as lanes of vectors, scores and masks; rows: elements to sums and back; panel: rows
+//!            to lanes and back
 //! gemm       the matrix product over vectors; simd, x86: the vectors; isa: which there are, and which one is used
 //! transform  copies, casts, ordered sums, rows that no pair covers; delta: row sums before the backward
 //! convert    f16, bf16, f32 in memory as vectors of f32 and back, at the speed of memory
@@ -41,6 +42,7 @@ mod halves;
 mod isa;
 mod job;
 mod keys;
+mod panel;
 mod portable;
 mod product;
 mod queries;

@@ -6,11 +6,11 @@
 //! rows of a short document can share a tile with other heads of the same group.
 
 use super::arena::Arena;
+use super::panel::to_lanes;
 use super::product::{Gemm, Skip, Store};
 use super::rows::widen;
 use super::simd::{Real, Vector};
 use crate::call::{Range, RawTensor, Score};
-use crate::element::Accumulator;
 
 /// Positions that one tile of keys may span.
 pub(super) const SPAN: i64 = 1 << 22;
@@ -24,96 +24,6 @@ pub(super) unsafe fn at<T>(t: &RawTensor, token: i64, head: u32) -> *mut T {
     let offset = token as isize * t.token_stride as isize + head as isize * t.head_stride as isize;
     // SAFETY: in bounds, the caller says; offsets of valid tensors fit.
     unsafe { t.ptr.cast::<T>().offset(offset) }
-}
-
-/// Whether a NaN or an infinity is among `n` numbers (whole vectors).
-///
-/// # Safety
-/// The instruction set of `V` is present; `p` is valid for reads of `n`.
-#[inline(always)]
-pub(super) unsafe fn any_non_finite<V: Vector>(p: *const V::T, n: usize) -> bool {
-    // SAFETY: `i + W ≤ n`.
-    unsafe {
-        let zero = V::splat(V::T::ZERO);
-        // Several chains: one alone would wait for each multiply-add.
-        let mut acc = [zero; 8];
-        let mut i = 0;
-        while i + 8 * V::W <= n {
-            let mut j = 0;
-            while j < 8 {
-                acc[j] = V::load(p.add(i + j * V::W)).fma(zero, acc[j]);
-                j += 1;
-            }
-            i += 8 * V::W;
-        }
-        while i < n {
-            acc[0] = V::load(p.add(i)).fma(zero, acc[0]);
-            i += V::W;
-        }
-        let mut j = 1;
-        while j < 8 {
-            acc[0] = acc[0].add(acc[j]);
-            j += 1;
-        }
-        !is_zero(acc[0])
-    }
-}
-
-/// Whether all lanes are 0: so they are after adding up products with 0, unless one was not a finite number.
-///
-/// # Safety
-/// The instruction set of `V` is present.
-#[inline(always)]
-pub(super) unsafe fn is_zero<V: Vector>(x: V) -> bool {
-    let mut out = [V::T::ZERO; 16];
-    // SAFETY: `out` has room for the widest vector.
-    unsafe { x.store(out.as_mut_ptr()) };
-    out[..V::W].iter().all(|&x| x == V::T::ZERO)
-}
-
-/// `V::W` rows of `dim`, `ld` apart, to the lanes from `lane` on of a panel `[dim][lanes]`.
-///
-/// # Safety
-/// The instruction set of `V` is present.
-#[inline(always)]
-pub(super) unsafe fn to_lanes<V: Vector>(
-    rows: &[V::T],
-    ld: usize,
-    dim: usize,
-    panel: &mut [V::T],
-    lanes: usize,
-    lane: usize,
-) {
-    let whole = dim - dim % V::W;
-    assert!(lane + V::W <= lanes && rows.len() >= (V::W - 1) * ld + dim && panel.len() >= dim * lanes);
-    for d in (0..whole).step_by(V::W) {
-        // SAFETY: blocks of W by W within both (asserted above).
-        unsafe { V::transpose(rows.as_ptr().add(d), ld, panel.as_mut_ptr().add(d * lanes + lane), lanes) };
-    }
-    for d in whole..dim {
-        for i in 0..V::W {
-            panel[d * lanes + lane + i] = rows[i * ld + d];
-        }
-    }
-}
-
-/// The way back: `V::W` lanes from `lane` on of a panel `[dim][lanes]` to rows of `dim`, one after the other.
-///
-/// # Safety
-/// The instruction set of `V` is present.
-#[inline(always)]
-pub(super) unsafe fn to_rows<V: Vector>(panel: &[V::T], lanes: usize, lane: usize, rows: &mut [V::T], dim: usize) {
-    let whole = dim - dim % V::W;
-    assert!(lane + V::W <= lanes && rows.len() >= V::W * dim && panel.len() >= dim * lanes);
-    for d in (0..whole).step_by(V::W) {
-        // SAFETY: blocks of W by W within both (asserted above).
-        unsafe { V::transpose(panel.as_ptr().add(d * lanes + lane), lanes, rows.as_mut_ptr().add(d), dim) };
-    }
-    for d in whole..dim {
-        for i in 0..V::W {
-            rows[i * dim + d] = panel[d * lanes + lane + i];
-        }
-    }
 }
 
 /// The lanes of a tile: which q row and head each is, and which positions it may see.
