@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import struct
 import sys
 import time
 from pathlib import Path
@@ -23,49 +22,11 @@ import cpattn
 import torch
 import torch.distributed as dist
 from cpattn.torch import Context
-from cpattn.transport import Message
 from processes import run
+from tap import Tap
 
-HEADS, HEAD_DIM, TAG = 8, 128, 16
+HEADS, HEAD_DIM = 8, 128
 PHASES = ("attention", "exchanges", "both")
-Batch = tuple[str, int, list[Message], list[Message]]
-
-
-class Tap:
-    """Writes down what goes through a transport, and can hold it back; `tap.rs` says how a run is held back."""
-
-    def __init__(self, transport: Any) -> None:
-        self.mode, self.move = "through", transport.exchange
-        self.batches: list[Batch] = []
-        # The last tag that this rank sent, or would have, and whether that was in this run.
-        self.tag, self.fresh = bytes(TAG), False
-        transport.exchange = self.exchange
-
-    def exchange(
-        self, operation: str, step: int, sends: list[Message], recvs: list[Message], stream: int | None = None
-    ) -> None:
-        for m in sends:
-            if m.bytes == TAG:
-                self.tag, self.fresh = bytes(m.memory()), True
-        if self.mode == "hold":
-            for m in recvs:
-                if m.bytes == TAG:
-                    if not self.fresh:
-                        plan, run = struct.unpack("<QQ", self.tag)
-                        self.tag, self.fresh = struct.pack("<QQ", plan, run + 1), True
-                    m.memory()[:] = self.tag
-            return
-        if self.mode == "record":
-            self.batches.append((operation, step, list(sends), list(recvs)))
-        self.move(operation, step, sends, recvs)
-
-    def set(self, mode: str) -> None:
-        """What becomes of the exchanges of the next run."""
-        self.mode, self.fresh = mode, False
-
-    def again(self) -> None:
-        for batch in self.batches:
-            self.move(*batch)
 
 
 def job(rank: int, world: int, tokens: int, rounds: int) -> list[dict[str, Any]]:

@@ -13,30 +13,43 @@
 //! rank, between two agreements. CPU time is that of all ranks and all of their threads. Where there are fewer cores than
 //! ranks, no copy can hide: it takes a core from some rank's attention. What CPU time is added is then the steadier
 //! measure; it says what the transport costs, and nothing about who waits for whom.
+//!
+//! With `--operations RUNS` it measures instead what an operation costs beside its copy and its kernel (`operations.rs`).
 
 mod case;
+mod operations;
 mod tap;
 
 use std::{process::ExitCode, thread, time::Duration};
 
-use cpattn::transport::local;
+use cpattn::transport::{Transport, local};
 
 /// What was asked for.
 #[derive(Clone, Copy)]
 struct Options {
     tokens: usize,
     rounds: usize,
+    /// Runs of a few tokens to measure operations with, instead of all else.
+    operations: Option<usize>,
 }
 
 const WORLD: usize = 4;
 const DEADLINE: Duration = Duration::from_secs(600);
 
-fn number(name: &str, default: usize) -> usize {
+fn number(name: &str) -> Option<usize> {
     let args: Vec<String> = std::env::args().collect();
-    let Some(at) = args.iter().position(|a| a == name) else { return default };
+    let at = args.iter().position(|a| a == name)?;
     match args.get(at + 1).map(|n| n.parse()) {
-        Some(Ok(n @ 1..)) => n,
+        Some(Ok(n @ 1..)) => Some(n),
         found => panic!("{name} is {found:?}, expected a number above 0"),
+    }
+}
+
+/// What was asked for, on one rank; `counts`: whether CPU time of the process is this rank's to report.
+fn measure<T: Transport + 'static>(name: &str, end: T, counts: bool, options: Options) -> Vec<String> {
+    match options.operations {
+        Some(runs) => operations::all(name, end, counts, runs),
+        None => case::all(name, end, counts, options),
     }
 }
 
@@ -47,7 +60,7 @@ fn threads(options: Options) -> Vec<String> {
         let threads: Vec<_> = ends
             .into_iter()
             .enumerate()
-            .map(|(rank, end)| scope.spawn(move || case::all("local", end, rank == 0, options)))
+            .map(|(rank, end)| scope.spawn(move || measure("local", end, rank == 0, options)))
             .collect();
         threads.into_iter().flat_map(|t| t.join().expect("a rank that ended well")).collect()
     })
@@ -58,7 +71,7 @@ fn processes(options: Options) -> Vec<String> {
     use cpattn::transport::mpi::Mpi;
     let (universe, _) = mpi::initialize_with_threading(mpi::Threading::Multiple).expect("the first initialisation");
     let end = Mpi::new(&universe.world(), DEADLINE).expect("a transport of each process");
-    case::all("mpi", end, true, options)
+    measure("mpi", end, true, options)
 }
 
 #[cfg(not(feature = "mpi"))]
@@ -70,7 +83,11 @@ fn main() -> ExitCode {
     if std::env::args().any(|a| a == "--test") {
         return ExitCode::SUCCESS;
     }
-    let options = Options { tokens: number("--tokens", 16_384), rounds: number("--rounds", 3) };
+    let options = Options {
+        tokens: number("--tokens").unwrap_or(16_384),
+        rounds: number("--rounds").unwrap_or(3),
+        operations: number("--operations"),
+    };
     let lines = if std::env::args().any(|a| a == "--mpi") { processes(options) } else { threads(options) };
     // Rank 0's, one JSON object a line.
     lines.iter().for_each(|line| println!("{line}"));

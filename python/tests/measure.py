@@ -3,64 +3,93 @@
 
     capi/build && PYTHONPATH=python python3 python/tests/measure.py
 
-300 documents of 20 tokens on average over a ring of 4 processes: what many short documents cost is messages.
+300 documents of 20 tokens on average over a ring of 4 processes: attention alone (over a transport that moves nothing), its
+exchanges alone, and both. Wall time is that of the slowest rank, CPU time that of all.
 """
 
 import argparse
 import random
 import statistics
 import time
+from typing import Any
 
 import cpattn
 import torch
 import torch.distributed as dist
 from cpattn.torch import Context
 from processes import run
+from tap import Tap
 
 LAYOUTS = ("ZIGZAG", "ZIGZAG_PACK", "BALANCED", "AUTO")
+PHASES = ("attention", "exchanges", "both")
+HEADS, KV_HEADS, DIM = 8, 2, 64
 
 
-def job(rank: int, world: int, rounds: int) -> None:
+def documents() -> list[int]:
     draw = random.Random(3)
     lengths = [draw.randrange(1, 40) for _ in range(300)]
-    cu_seqlens = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    cases = {}
+    return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+
+
+def job(rank: int, world: int, rounds: int) -> dict[tuple[str, str], tuple[int, int, list[Any]]]:
+    """By direction and layout: exchanges, most messages to a peer in one, and rounds of phases of wall and CPU seconds."""
+    cases: dict[tuple[str, str], tuple[Any, ...]] = {}
     for layout in LAYOUTS:
         parameter = 2 if layout == "BALANCED" else 0
-        context = Context(heads=8, kv_heads=2, head_dim=64, ring=world, layout=cpattn.Layout[layout], layout_parameter=parameter)
-        batch = context.batch(cu_seqlens)
+        context = Context(
+            heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, ring=world, layout=cpattn.Layout[layout], layout_parameter=parameter
+        )
+        batch, tap = context.batch(documents()), Tap(context.transport)
         n = len(batch.tokens)
-        q, k, v = (torch.randn(n, heads, 64, requires_grad=True) for heads in (8, 2, 2))
-        counts: list[int] = []
-        move = context.transport.exchange
-
-        def counting(operation, step, sends, recvs, stream=None, move=move, counts=counts):  # type: ignore[no-untyped-def]
-            by_peer = [sum(m.peer == peer for m in sends) for peer in range(world)]
-            counts.append(max(by_peer))
-            move(operation, step, sends, recvs, stream)
-
-        context.transport.exchange = counting  # type: ignore[method-assign]
-        cases[layout] = (context, batch, (q, k, v), counts, [], [])
-    for _ in range(rounds + 1):
-        for context, batch, (q, k, v), counts, forwards, backwards in cases.values():
-            counts.clear()
-            dist.barrier()
-            began = time.perf_counter()
-            o = batch.attention(q, k, v)
-            half = time.perf_counter()
-            o.sum().backward()
-            forwards.append(half - began)
-            backwards.append(time.perf_counter() - half)
-    if rank == 0:
-        print(f"{cu_seqlens[-1]} tokens, 300 documents, ring {world} over gloo; medians of {rounds}")
-        for layout, (_, _, _, counts, forwards, backwards) in cases.items():
-            forward, backward = (statistics.median(times[1:]) * 1e3 for times in (forwards, backwards))
-            print(f"{layout:12} forward {forward:7.1f} ms, backward {backward:7.1f} ms; "
-                  f"at most {max(counts)} messages to a peer in one of {len(counts)} exchanges")
+        q, k, v, o, d_o, dq, dk, dv = (torch.randn(n, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS) + 3 * (HEADS,) + 2 * (KV_HEADS,))
+        forward = {"q": q, "k": k, "v": v, "o": o, "lse": torch.empty(HEADS, n)}
+        backward = {**forward, "d_o": d_o, "dq": dq, "dk": dk, "dv": dv}
+        cases["forward", layout] = (context.rank.forward, batch.plan, forward, tap)
+        cases["backward", layout] = (context.rank.backward, batch.plan, backward, tap)
+    out = {}
+    for direction in ("forward", "backward"):
+        here = {key: case for key, case in cases.items() if key[0] == direction}
+        for call, plan, tensors, tap in here.values():
+            tap.set("record")
+            tap.batches.clear()
+            call(plan, **tensors)
+        times: dict[tuple[str, str], list[Any]] = {key: [] for key in here}
+        for _ in range(rounds):
+            for key, (call, plan, tensors, tap) in here.items():
+                row = []
+                for phase in PHASES:
+                    tap.set("hold" if phase == "attention" else "through")
+                    dist.barrier()
+                    wall, cpu = time.perf_counter(), time.process_time()
+                    if phase == "exchanges":
+                        tap.again()
+                    else:
+                        call(plan, **tensors)
+                    wall = time.perf_counter() - wall
+                    dist.barrier()
+                    row.append((wall, time.process_time() - cpu))
+                times[key].append(row)
+        for key, (_, _, _, tap) in here.items():
+            most = max((sum(m.peer == p for m in sends) for _, _, sends, _ in tap.batches for p in range(world)), default=0)
+            out[key] = (len(tap.batches), most, times[key])
     dist.barrier()
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=9)
+    rounds = parser.parse_args().rounds
+    ranks = run(job, 4, rounds)
+    print(f"{documents()[-1]} tokens, 300 documents, ring 4 over gloo; medians of {rounds}, wall ms of the slowest rank (CPU ms of all)")
+    for key in ranks[0]:
+        text = f"{key[0]:9}{key[1]:12}"
+        for i, phase in enumerate(PHASES):
+            wall = statistics.median(max(rank[key][2][n][i][0] for rank in ranks) for n in range(rounds))
+            cpu = statistics.median(sum(rank[key][2][n][i][1] for rank in ranks) for n in range(rounds))
+            text += f"  {phase} {wall * 1e3:6.1f} ({cpu * 1e3:6.1f})"
+        print(f"{text}  {max(r[key][0] for r in ranks)} exchanges, at most {max(r[key][1] for r in ranks)} messages to a peer in one")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=9)
-    run(job, 4, parser.parse_args().rounds)
+    main()

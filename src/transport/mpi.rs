@@ -200,7 +200,7 @@ impl Mpi {
         raw::usable()?;
         self.group.set_label(label);
         match self.group.look() {
-            Some(failure) => Err(self.group.error(label, failure)),
+            Some(failure) => Err(self.group.error(label, failure, false)),
             None => Ok(calls),
         }
     }
@@ -256,7 +256,7 @@ impl Transport for Mpi {
             }
             Err(failure) => {
                 calls.settle();
-                Err(self.group.error(label, failure))
+                Err(self.group.error(label, failure, true))
             }
         }
     }
@@ -273,13 +273,13 @@ impl Transport for Mpi {
             calls.settle();
         }
         calls.pipes.clear(sends, recvs);
-        outcome.map_err(|failure| self.group.error(label, failure))
+        outcome.map_err(|failure| self.group.error(label, failure, true))
     }
 
     fn poll(&self) -> Result<()> {
         raw::usable()?;
         let label = self.group.label();
-        self.group.look().map_or(Ok(()), |failure| Err(self.group.error(label, failure)))
+        self.group.look().map_or(Ok(()), |failure| Err(self.group.error(label, failure, false)))
     }
 
     fn abort(&self, cause: Cause) {

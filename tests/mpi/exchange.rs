@@ -101,6 +101,30 @@ pub fn random() {
     println!("{FINE}");
 }
 
+/// Longer than the counts of MPI can say: one rank sends, the other looks at every byte.
+pub fn huge() {
+    let (_universe, comm) = init();
+    let rank = Mpi::new(&comm, 10 * LONG).unwrap();
+    let n = (1_usize << 31) + 12_345;
+    // As long as no piece is a multiple of it: pieces that change places show.
+    let pattern: Vec<u8> = (0..65_521_usize).map(|i| (i ^ i >> 8) as u8).collect();
+    let mut all = vec![0_u8; n];
+    if rank.rank() == 0 {
+        all.chunks_mut(pattern.len()).for_each(|c| c.copy_from_slice(&pattern[..c.len()]));
+    }
+    rank.agree(0..2, 1).unwrap();
+    let began = std::time::Instant::now();
+    if rank.rank() == 0 {
+        exchange(&rank, label("huge", 0), &[(1, &all)], &mut []).unwrap();
+    } else {
+        exchange(&rank, label("huge", 0), &[], &mut [(0, &mut all)]).unwrap();
+        let took = began.elapsed();
+        assert!(all.chunks(pattern.len()).all(|c| c == &pattern[..c.len()]), "a byte is wrong");
+        println!("{n} bytes in {took:.1?}");
+    }
+    println!("{FINE}");
+}
+
 pub fn uneven() {
     let (_universe, comm) = init();
     let rank = Mpi::new(&comm, LONG).unwrap();

@@ -36,6 +36,9 @@ pub enum Ends {
     Killed,
 }
 
+/// Takes 5 GB of memory: played when it is named.
+const BY_NAME: &str = "a_message_beyond_2_gib";
+
 pub struct Trial {
     pub name: &'static str,
     pub world: usize,
@@ -164,7 +167,8 @@ pub fn all(trials: &[Trial]) -> ExitCode {
     let program = env::current_exe().expect("this program");
     let mut failed = 0;
     for (at, trial) in trials.iter().enumerate() {
-        if !wanted.is_empty() && !wanted.iter().any(|w| trial.name.contains(w.as_str())) {
+        let by_name = !wanted.is_empty() || trial.name == BY_NAME;
+        if by_name && !wanted.iter().any(|w| trial.name.contains(w.as_str())) {
             continue;
         }
         match play(at, trial, &program) {

@@ -3,7 +3,8 @@
 //!
 //! Started plainly (`cargo test --features mpi --test mpi`), the program starts itself under `mpirun`, once for each
 //! trial, with a limit on the time; started there, it plays one rank. What a rank finds wrong it panics about, and its
-//! exit code ends the trial. A name as an argument picks the trials whose names contain it.
+//! exit code ends the trial. A name as an argument picks the trials whose names contain it; what takes more memory than a
+//! test should is played only then.
 //!
 //! - `launch`: how the processes are started and judged; `exchange`: what must work; `failure`: what must fail, and how;
 //!   `refusals`: what is refused from the start; `trials`: `-- --trials N [--seed S]`, jobs that go wrong at random.
@@ -23,6 +24,7 @@ const TRIALS: &[Trial] = &[
     Trial { name: "random_exchanges", world: 2, rank: exchange::random, ends: Ends::Well },
     Trial { name: "random_exchanges", world: 5, rank: exchange::random, ends: Ends::Well },
     Trial { name: "batches_need_not_pair_up", world: 2, rank: exchange::uneven, ends: Ends::Well },
+    Trial { name: "a_message_beyond_2_gib", world: 2, rank: exchange::huge, ends: Ends::Well },
     Trial { name: "agreements", world: 4, rank: exchange::agreements, ends: Ends::Well },
     Trial { name: "agree_and_exchange_overlap", world: 3, rank: exchange::overlap, ends: Ends::Well },
     Trial { name: "plans_as_in_one_process", world: 4, rank: exchange::plans, ends: Ends::Well },

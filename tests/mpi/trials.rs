@@ -149,8 +149,9 @@ pub fn rank(seed: u64) -> ! {
             let right = match (&error, act) {
                 (Error::Device { call: "MPI_Comm_idup", .. }, Act::NeverStarts) => true,
                 (Error::Disagreement { .. }, Act::AnotherPlan) => true,
-                // One agrees on a new plan while others exchange for the old one: each names one on the other side.
-                (Error::Peer { peer, cause: Cause::Disagreed, .. }, Act::AnotherPlan) => {
+                // One agrees on a new plan while others exchange for the old one: each names one on the other side. A
+                // process that got no core in time to say for whom it waits has missed the deadline.
+                (Error::Peer { peer, cause: Cause::Disagreed | Cause::Deadline { .. }, .. }, Act::AnotherPlan) => {
                     (*peer == culprit) != (me == culprit)
                 }
                 (Error::Peer { peer, .. }, Act::Killed | Act::Stopped) => *peer == culprit,

@@ -67,12 +67,14 @@ impl Group {
         self.failure.get().is_some()
     }
 
-    /// The failure as this rank reports it.
-    pub(super) fn error(&self, label: Label, failure: Failure) -> Error {
+    /// The failure as this rank reports it; `waited`: from a call in which it waited for others itself.
+    pub(super) fn error(&self, label: Label, failure: Failure, waited: bool) -> Error {
         let Failure { mut peer, mut cause, other } = failure;
         // Whoever agrees names the one that exchanges, and the other way round; so each names somebody else.
         let crossed = cause == Cause::Disagreed && label.operation == AGREEMENT;
-        if self.rank == peer || (crossed && self.rank != other) {
+        // Nor did a rank that answered too late wait for itself.
+        let itself = self.rank == peer && (waited || !matches!(cause, Cause::Deadline { .. }));
+        if itself || (crossed && self.rank != other) {
             peer = other;
             if let Cause::Size { ours, theirs } = cause {
                 cause = Cause::Size { ours: theirs, theirs: ours };
@@ -138,8 +140,7 @@ impl Group {
             return Ok(());
         };
         Err(self.fail(match verdict {
-            Verdict::Silent(peer) => Failure { peer, cause: Cause::Deadline { ms, bytes: waiting() }, other: peer },
-            Verdict::Circle(peer) => {
+            Verdict::Silent(peer) | Verdict::Circle(peer) => {
                 Failure { peer, cause: Cause::Deadline { ms, bytes: waiting() }, other: self.rank }
             }
             Verdict::Crossed { agreeing, exchanging } => {

@@ -76,7 +76,7 @@ pub(super) struct Failure {
     pub cause: Cause,
     /// Whom `peer` itself names, and `peer` again where nobody else is at fault: for [`Cause::Size`] the rank that expected
     /// another size than `peer` offered; for [`Cause::Disagreed`] between an agreement and an exchange, in which `peer`
-    /// agrees, the one that exchanges; for ranks that wait in a circle, the one that found it.
+    /// agrees, the one that exchanges; for a deadline the one that found it, for which `peer` may wait in turn.
     pub other: usize,
 }
 

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What an operation costs beside its copy and its kernel: a plan of a few tokens, run thousands of times.
+//!
+//! Eight tokens a rank, one head of 16: the kernels and copies of such a run take next to nothing, so what is left is the
+//! runtime and the transport. The same runs over a transport that moves nothing (`tap.rs`) are the runtime alone; the
+//! difference, over the exchanges, is what an exchange costs. CPU time is that of all ranks and all of their threads, so
+//! that it hardly depends on who else uses the machine; the clock counts what waiting for a core takes too.
+
+use std::time::Instant;
+
+use cpattn::{
+    Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Result, Side,
+    call::RawTensor,
+    runtime::Bindings,
+    schedule::{Direction, Schedule, TensorId},
+    transport::{Label, Message, Transport},
+};
+
+use crate::{
+    case::cpu,
+    tap::{Mode, Tap},
+};
+
+const DIM: usize = 16;
+
+/// Microseconds of a run by the clock and of CPU time: held back, and through.
+type Times = [[f64; 2]; 2];
+
+fn measure<T: Transport + 'static>(tap: &Tap<T>, plan: &Plan, runs: usize, counts: bool) -> Result<Times> {
+    use TensorId::{K, Lse, O, Q, V};
+    let n = plan.local_tokens(Side::Q, tap.rank());
+    let mut memory = [DIM, DIM, DIM, DIM, 1].map(|dim| vec![0.5_f32; n * dim]);
+    let mut tensors = Bindings::default();
+    for (tensor, values) in [Q, K, V, O, Lse].into_iter().zip(&mut memory) {
+        let dim = if tensor == Lse { 1 } else { DIM as u32 };
+        tensors.set(tensor, RawTensor::compact(values.as_mut_ptr().cast(), Dtype::F32, n as u64, 1, dim));
+    }
+    let mut rank = Rank::new(tap.clone());
+    // SAFETY: the tensors are of this function, of the plan's shapes, and live longer than the rank.
+    let mut run = || unsafe { rank.run(plan, Direction::Forward, &tensors) };
+    tap.set(Mode::Through);
+    (0..20).try_for_each(|_| run())?;
+    let mut times = Times::default();
+    for (mode, time) in [Mode::Hold, Mode::Through].into_iter().zip(&mut times) {
+        tap.agree(0..tap.world(), 1)?;
+        let (clock, spent) = (Instant::now(), cpu());
+        for _ in 0..runs {
+            tap.set(mode);
+            run()?;
+        }
+        let clock = clock.elapsed().as_secs_f64();
+        tap.agree(0..tap.world(), 2)?;
+        *time = [clock, if counts { cpu() - spent } else { 0.0 }].map(|t| t * 1e6 / runs as f64);
+    }
+    Ok(times)
+}
+
+/// Rank 0 learns the sum of everybody's times.
+fn sum<T: Transport>(tap: &Tap<T>, mine: Times) -> Result<Times> {
+    let mut all = vec![mine; tap.world()];
+    let message = |peer, times: &mut Times| Message { peer, ptr: times.as_mut_ptr().cast(), bytes: size_of::<Times>() };
+    let (first, others) = all.split_first_mut().expect("a rank");
+    let lists = if tap.rank() == 0 {
+        (vec![], others.iter_mut().enumerate().map(|(i, t)| message(i + 1, t)).collect())
+    } else {
+        (vec![message(0, first)], vec![])
+    };
+    // SAFETY: a vector of this function, each entry listed once.
+    unsafe { tap.exchange(Label { operation: "sum", step: 0 }, &lists.0, &lists.1) }?;
+    Ok([0, 1].map(|mode| [0, 1].map(|k| all.iter().map(|t| t[mode][k]).sum())))
+}
+
+/// The figures of each mesh as JSON objects, on rank 0.
+pub fn all<T: Transport + 'static>(name: &str, end: T, counts: bool, runs: usize) -> Vec<String> {
+    let (tap, mut lines) = (Tap::new(end), Vec::new());
+    let world = tap.world();
+    let single = Problem::new(Batch::from_lengths(&[8 * world]).expect("a length"), 1, 1, DIM, Dtype::F32);
+    let mesh = Mesh::ring(world).expect("a mesh");
+    let plan = Plan::new(&single, mesh, Layout::Zigzag).expect("a plan");
+    let of = |rank| Schedule::new(&plan, rank, Direction::Forward).expect("a schedule").ops;
+    let operations: usize = (0..world).map(|r| of(r).len()).sum();
+    let exchanges: usize = (0..world).map(|r| of(r).iter().filter(|op| op.kind.is_exchange()).count()).sum();
+    let mine = measure(&tap, &plan, runs, counts).unwrap_or_else(|e| panic!("{e}"));
+    let [held, through] = sum(&tap, mine).unwrap_or_else(|e| panic!("{e}"));
+    if tap.rank() == 0 {
+        let (o, x) = (operations as f64, exchanges as f64);
+        lines.push(format!(
+            "{{\"transport\": \"{name}\", \"mesh\": \"ring\", \"operations\": {operations}, \"exchanges\": {exchanges}, \
+             \"runtime_cpu_us_per_operation\": {:.3}, \"cpu_us_per_operation\": {:.3}, \"cpu_us_per_exchange\": {:.3}, \
+             \"clock_us_per_operation\": {:.3}}}",
+            held[1] / o,
+            through[1] / o,
+            (through[1] - held[1]) / x,
+            through[0] / o
+        ));
+    }
+    lines
+}
