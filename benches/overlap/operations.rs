@@ -77,9 +77,10 @@ pub fn all<T: Transport + 'static>(name: &str, end: T, counts: bool, runs: usize
     let single = Problem::new(Batch::from_lengths(&[8 * world]).expect("a length"), 1, 1, DIM, Dtype::F32);
     let mesh = Mesh::ring(world).expect("a mesh");
     let plan = Plan::new(&single, mesh, Layout::Zigzag).expect("a plan");
-    let of = |rank| Schedule::new(&plan, rank, Direction::Forward).expect("a schedule").ops;
-    let operations: usize = (0..world).map(|r| of(r).len()).sum();
-    let exchanges: usize = (0..world).map(|r| of(r).iter().filter(|op| op.kind.is_exchange()).count()).sum();
+    let of = |rank| Schedule::new(&plan, rank, Direction::Forward).expect("a schedule");
+    let operations: usize = (0..world).map(|r| of(r).operations().len()).sum();
+    let meets = |name: &str| ["exchange", "fetch", "return"].contains(&name);
+    let exchanges: usize = (0..world).map(|r| of(r).operations().filter(|op| meets(op.name)).count()).sum();
     let mine = measure(&tap, &plan, runs, counts).unwrap_or_else(|e| panic!("{e}"));
     let [held, through] = sum(&tap, mine).unwrap_or_else(|e| panic!("{e}"));
     if tap.rank() == 0 {
