@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Locks, condition variables and atomics: the standard library's, or loom's.
+//! Locks, condition variables, atomics and threads: the standard library's, or loom's.
 //!
 //! Whatever in this crate makes threads wait for each other takes its primitives from here, so that the very code that
 //! runs in production is what the model checker explores. The swap hangs on the crate's own `--cfg cpattn_loom`: a
@@ -13,10 +13,12 @@ use std::time::{Duration, Instant};
 
 #[cfg(cpattn_loom)]
 pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard, atomic::AtomicBool};
-#[cfg(not(cpattn_loom))]
-pub(crate) use std::sync::atomic::AtomicBool;
+#[cfg(cpattn_loom)]
+pub(crate) use loom::thread;
 #[cfg(not(any(cpattn_loom, cpattn_tsan)))]
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};
+#[cfg(not(cpattn_loom))]
+pub(crate) use std::{sync::atomic::AtomicBool, thread};
 
 #[cfg(cpattn_tsan)]
 mod spin;
@@ -28,9 +30,14 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Parks on `condvar` until notified. May wake for no reason.
+pub(crate) fn park<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+    condvar.wait(guard).unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Parks on `condvar` until notified or until `limit`; the flag says that `limit` has passed. May wake for no reason.
 pub(crate) fn wait<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>, limit: Limit) -> (MutexGuard<'a, T>, bool) {
-    let forever = |guard| (condvar.wait(guard).unwrap_or_else(PoisonError::into_inner), false);
+    let forever = |guard| (park(condvar, guard), false);
     match limit.0 {
         None => forever(guard),
         Some(_) if cfg!(cpattn_loom) => forever(guard),

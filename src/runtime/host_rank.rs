@@ -16,6 +16,7 @@ use super::{
     lanes::Lanes,
     ops::Memory,
     prepared::Prepared,
+    walk,
     workspace::Workspace,
 };
 use crate::{
@@ -97,7 +98,10 @@ impl HostRank {
         let at = self.ready(plan, Job::Attention(direction))?;
         let schedule = &self.prepared[at].schedule;
         self.workspace.reserve(schedule.workspace)?;
-        self.lanes.prepare(schedule)
+        if walk::communicates(schedule) {
+            self.lanes.ensure_thread()?;
+        }
+        Ok(())
     }
 
     /// Finds what a job takes, or makes it; its index in `prepared`.
@@ -161,7 +165,7 @@ impl HostRank {
         }
         let memory = Memory { tensors: *tensors, workspace: self.workspace.ptr() };
         // SAFETY: the caller's tensors fit the plan and are valid (promised); the workspace is large enough.
-        let outcome = unsafe { self.lanes.run(prepared, &memory, &mut self.scratch) };
+        let outcome = unsafe { walk::run(&mut self.lanes, &*self.transport, prepared, &memory, &mut self.scratch) };
         watch.over();
         outcome.inspect_err(|error| self.failure.keep(error))
     }

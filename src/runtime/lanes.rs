@@ -2,51 +2,40 @@
 //! The two lanes of a rank, and how they wait for each other.
 //!
 //! The compute lane is the thread that calls; the communication lane is a thread of the rank's own that sleeps between
-//! runs. Each walks its operations of the list in order and notes how far it has come; an operation with a predecessor
-//! in the other lane parks until that lane has come far enough. That is all the synchronisation there is, and it is
+//! runs. Each goes through its operations in order and notes how far it has come; an operation with a predecessor
+//! in the other lane waits until that lane has come far enough. That is all the synchronisation there is, and it is
 //! the schedule's: which lane is ahead changes no result.
 //!
-//! When either lane fails or panics, the other is told, the transport is aborted so that no peer waits for this rank,
-//! and the call returns (or goes on unwinding) only after both lanes have let go of the caller's memory.
+//! When either lane fails or panics, the other stops at its next wait, the transport is aborted so that no peer waits for
+//! this rank, and the call returns (or goes on unwinding) only after both lanes have let go of the caller's memory.
+//!
+//! What the lanes do is not known here: [`walk`](super::walk) goes through a schedule, and the models of `.ci/loom` do
+//! something that the model checker watches.
 
 use std::{
     any::Any,
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
-    sync::{Arc, PoisonError},
-    thread::JoinHandle,
+    sync::Arc,
     time::Instant,
     vec::Vec,
 };
 
-#[cfg(cpattn_tsan)]
-use crate::sync::{Condvar, Mutex, MutexGuard};
-#[cfg(not(cpattn_tsan))]
-use std::sync::{Condvar, Mutex, MutexGuard};
-
-use super::{
-    failure::abort,
-    host::Host,
-    ops::{Memory, Room, perform},
-    prepared::Prepared,
-};
+use super::failure::abort;
 use crate::{
     error::{Cause, Error, Result},
-    kernel::cpu::Scratch,
-    plan::Plan,
     report::trace,
-    schedule::{Lane, Schedule},
+    schedule::Lane,
+    sync::{self, Condvar, Mutex, MutexGuard, thread},
     transport::Transport,
 };
 
-/// One run, as the communication lane sees it. The caller's stack holds what it points to until the run is over.
-struct Job {
-    plan: *const Plan,
-    schedule: *const Schedule,
-    room: *mut Room,
-    memory: *const Memory,
-}
+/// What the communication lane does in one run.
+pub type Task<'a> = dyn FnMut(&Progress) -> Result<()> + Send + 'a;
 
-// SAFETY: the pointers are used by one thread, the communication lane, while `Lanes::run` waits for it.
+/// The task of one run. It lies on the stack of [`Lanes::run`], which does not return before the lane is done with it.
+struct Job(*mut Task<'static>);
+
+// SAFETY: the task is `Send`, and used by one thread, the communication lane, while `Lanes::run` waits for it.
 unsafe impl Send for Job {}
 
 #[derive(Default)]
@@ -57,7 +46,7 @@ struct State {
     leave: bool,
     /// How many operations of the list each lane has behind it: all those with a lower index are done.
     done: [usize; 2],
-    /// Somebody failed: stop at the next wait.
+    /// One lane failed: stop at the next wait.
     stop: bool,
     error: Option<Error>,
     panic: Option<Box<dyn Any + Send>>,
@@ -70,17 +59,18 @@ struct Recorder {
     events: Vec<trace::Event>,
 }
 
-struct Shared {
+/// How far both lanes have come, and what ends a run.
+pub struct Progress {
     state: Mutex<State>,
     compute: Condvar,
     communication: Condvar,
 }
 
 /// The lanes of one rank.
-pub(super) struct Lanes {
-    shared: Arc<Shared>,
+pub struct Lanes {
+    progress: Arc<Progress>,
     transport: Arc<dyn Transport>,
-    thread: Option<JoinHandle<()>>,
+    thread: Option<thread::JoinHandle<()>>,
 }
 
 const fn index(lane: Lane) -> usize {
@@ -90,9 +80,9 @@ const fn index(lane: Lane) -> usize {
     }
 }
 
-impl Shared {
+impl Progress {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        sync::lock(&self.state)
     }
 
     fn bell(&self, lane: Lane) -> &Condvar {
@@ -103,17 +93,17 @@ impl Shared {
     }
 
     /// Parks `lane` until operation `op` of the other lane is done; false when the run has failed.
-    fn wait_for(&self, lane: Lane, op: usize) -> bool {
+    pub fn wait_for(&self, lane: Lane, op: usize) -> bool {
         let other = 1 - index(lane);
         let mut state = self.lock();
         while !state.stop && state.done[other] <= op {
-            state = self.bell(lane).wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = sync::park(self.bell(lane), state);
         }
         !state.stop
     }
 
     /// Notes that `lane` has done everything below `upto`.
-    fn advance(&self, lane: Lane, upto: usize, event: Option<trace::Event>) {
+    pub fn advance(&self, lane: Lane, upto: usize, event: Option<trace::Event>) {
         let mut state = self.lock();
         state.done[index(lane)] = upto;
         if let (Some(event), Some(r)) = (event, &mut state.recorder)
@@ -129,44 +119,9 @@ impl Shared {
         .notify_one();
     }
 
-    /// Walks one lane's operations.
-    ///
-    /// # Safety
-    /// As for [`perform`], for the whole list.
-    unsafe fn walk(
-        &self,
-        lane: Lane,
-        plan: &Plan,
-        schedule: &Schedule,
-        memory: &Memory,
-        room: &mut Room,
-        mut host: Host<'_>,
-    ) -> Result<()> {
-        let clock = self.lock().recorder.as_ref().map(|r| (r.epoch, r.rank));
-        for (i, op) in schedule.ops.iter().enumerate().filter(|(_, op)| op.lane == lane) {
-            if let Some(after) = op.after
-                && !self.wait_for(lane, after as usize)
-            {
-                return Ok(());
-            }
-            let start = clock.map(|(epoch, _)| epoch.elapsed());
-            // SAFETY: the memory fits the proved schedule and is nobody else's (promised by `run`'s caller); the waits above
-            // are the order that the schedule asks for.
-            let bytes = unsafe { perform(plan, schedule, i, memory, room, &mut host) }?;
-            let event = start.zip(clock).map(|(start, (epoch, rank))| trace::Event {
-                rank,
-                lane,
-                name: op.kind.name(),
-                phase: op.phase,
-                step: op.step,
-                start_ns: start.as_nanos() as u64,
-                end_ns: epoch.elapsed().as_nanos() as u64,
-                bytes,
-            });
-            self.advance(lane, i + 1, event);
-        }
-        self.advance(lane, schedule.ops.len(), None);
-        Ok(())
+    /// The clock of the trace and the rank, while one is recorded.
+    pub(super) fn clock(&self) -> Option<(Instant, usize)> {
+        self.lock().recorder.as_ref().map(|r| (r.epoch, r.rank))
     }
 
     /// Ends the run for both lanes.
@@ -187,6 +142,22 @@ impl Shared {
         self.compute.notify_one();
         self.communication.notify_one();
     }
+
+    /// Does one lane's part of a run; an error or a panic ends the run for both lanes and for the peers.
+    fn part(&self, transport: &dyn Transport, lane: impl FnOnce() -> Result<()>) {
+        match catch_unwind(AssertUnwindSafe(lane)) {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => {
+                let cause = cause_of(&error);
+                self.fail(Some(error), None);
+                abort(transport, cause);
+            }
+            Err(panic) => {
+                self.fail(None, Some(panic));
+                abort(transport, Cause::Panicked);
+            }
+        }
+    }
 }
 
 /// What the peers are told of an error of this rank's.
@@ -198,23 +169,24 @@ const fn cause_of(error: &Error) -> Cause {
 }
 
 impl Lanes {
-    pub(super) fn new(transport: Arc<dyn Transport>) -> Self {
-        let shared = Arc::new(Shared {
+    /// The lanes of a rank at that end of a transport.
+    pub fn new(transport: Arc<dyn Transport>) -> Self {
+        let progress = Arc::new(Progress {
             state: Mutex::new(State::default()),
             compute: Condvar::new(),
             communication: Condvar::new(),
         });
-        Self { shared, transport, thread: None }
+        Self { progress, transport, thread: None }
     }
 
     pub(super) fn record(&mut self, epoch: Instant, capacity: usize) {
         let rank = self.transport.rank();
-        self.shared.lock().recorder =
+        self.progress.lock().recorder =
             (capacity > 0).then(|| Recorder { epoch, rank, events: Vec::with_capacity(capacity) });
     }
 
     pub(super) fn events(&mut self) -> Vec<trace::Event> {
-        let mut state = self.shared.lock();
+        let mut state = self.progress.lock();
         state.recorder.as_mut().map_or_else(Vec::new, |r| {
             let room = r.events.capacity();
             std::mem::replace(&mut r.events, Vec::with_capacity(room))
@@ -222,14 +194,14 @@ impl Lanes {
     }
 
     /// Starts the communication lane's thread, once it is first needed.
-    fn ensure_thread(&mut self) -> Result<()> {
+    pub fn ensure_thread(&mut self) -> Result<()> {
         if self.thread.is_some() {
             return Ok(());
         }
-        let (shared, transport) = (Arc::clone(&self.shared), Arc::clone(&self.transport));
-        let spawned = std::thread::Builder::new()
+        let (progress, transport) = (Arc::clone(&self.progress), Arc::clone(&self.transport));
+        let spawned = thread::Builder::new()
             .name(std::format!("cpattn-comm-{}", self.transport.rank()))
-            .spawn(move || communicate(&shared, transport))
+            .spawn(move || communicate(&progress, &*transport))
             .map_err(|e| Error::Device {
                 call: "thread spawn",
                 code: i64::from(e.raw_os_error().unwrap_or(0)),
@@ -239,60 +211,36 @@ impl Lanes {
         Ok(())
     }
 
-    /// Makes sure that the lanes of `schedule` are there; whether it meets other ranks.
-    fn meets(&mut self, schedule: &Schedule) -> Result<bool> {
-        let meets = schedule.ops.iter().any(|op| op.lane == Lane::Communication);
-        if meets {
+    /// Runs `compute` on this thread and, at the same time, `communication` on the other lane's; a run without one never
+    /// waits for that lane. Returns when both are over, with the first error, or goes on with a panic.
+    ///
+    /// # Errors
+    /// What a lane returns; [`Error::Device`] when the thread cannot be started.
+    pub fn run(
+        &mut self,
+        compute: impl FnOnce(&Progress) -> Result<()>,
+        communication: Option<&mut Task<'_>>,
+    ) -> Result<()> {
+        if communication.is_some() {
             self.ensure_thread()?;
         }
-        Ok(meets)
-    }
-
-    /// Does what running `schedule` would otherwise do first.
-    pub(super) fn prepare(&mut self, schedule: &Schedule) -> Result<()> {
-        self.meets(schedule).map(drop)
-    }
-
-    /// Runs a schedule on both lanes.
-    ///
-    /// # Safety
-    /// As for [`perform`], for the whole list.
-    pub(super) unsafe fn run(&mut self, prepared: &mut Prepared, memory: &Memory, scratch: &mut Scratch) -> Result<()> {
-        let meets = self.meets(&prepared.schedule)?;
-        let Prepared { plan, schedule, compute, communication, .. } = prepared;
         {
-            let mut state = self.shared.lock();
-            state.done = [0, if meets { 0 } else { usize::MAX }];
+            let mut state = self.progress.lock();
+            state.done = [0, if communication.is_some() { 0 } else { usize::MAX }];
             (state.stop, state.error, state.panic) = (false, None, None);
-            if meets {
-                state.job = Some(Job { plan, schedule, room: communication, memory });
+            if let Some(task) = communication {
+                // SAFETY: only the lifetime changes. The lane is done with the task before `busy` is cleared, and this
+                // function does not end, not even by a panic, before that.
+                let task = unsafe { core::mem::transmute::<*mut Task<'_>, *mut Task<'static>>(task) };
+                state.job = Some(Job(task));
                 state.busy = true;
             }
         }
-        self.shared.communication.notify_one();
-        let outcome = catch_unwind(AssertUnwindSafe(|| {
-            // SAFETY: the memory fits the proved schedule and is nobody else's until this returns (promised);
-            // `communication`'s room is the other lane's, `compute`'s is this one's.
-            unsafe {
-                let host = Host { scratch: Some(scratch), transport: &*self.transport };
-                self.shared.walk(Lane::Compute, plan, schedule, memory, compute, host)
-            }
-        }));
-        match outcome {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => {
-                let cause = cause_of(&error);
-                self.shared.fail(Some(error), None);
-                abort(&*self.transport, cause);
-            }
-            Err(panic) => {
-                self.shared.fail(None, Some(panic));
-                abort(&*self.transport, Cause::Panicked);
-            }
-        }
-        let mut state = self.shared.lock();
+        self.progress.communication.notify_one();
+        self.progress.part(&*self.transport, || compute(&self.progress));
+        let mut state = self.progress.lock();
         while state.busy {
-            state = self.shared.compute.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = sync::park(&self.progress.compute, state);
         }
         let (error, panic) = (state.error.take(), state.panic.take());
         drop(state);
@@ -303,11 +251,11 @@ impl Lanes {
     }
 }
 
-/// The communication lane's life.
-fn communicate(shared: &Shared, transport: Arc<dyn Transport>) {
+/// What the communication lane's thread does from its start to its end.
+fn communicate(progress: &Progress, transport: &dyn Transport) {
     loop {
         let job = {
-            let mut state = shared.lock();
+            let mut state = progress.lock();
             loop {
                 if state.leave {
                     return;
@@ -315,39 +263,20 @@ fn communicate(shared: &Shared, transport: Arc<dyn Transport>) {
                 if let Some(job) = state.job.take() {
                     break job;
                 }
-                state = shared.communication.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = sync::park(&progress.communication, state);
             }
         };
-        let outcome = catch_unwind(AssertUnwindSafe(|| {
-            // SAFETY: `Lanes::run` keeps what the job points to alive and untouched until `busy` is cleared below; the
-            // room is this lane's own.
-            unsafe {
-                let (plan, schedule) = (&*job.plan, &*job.schedule);
-                let host = Host { scratch: None, transport: &*transport };
-                shared.walk(Lane::Communication, plan, schedule, &*job.memory, &mut *job.room, host)
-            }
-        }));
-        match outcome {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => {
-                let cause = cause_of(&error);
-                shared.fail(Some(error), None);
-                abort(&*transport, cause);
-            }
-            Err(panic) => {
-                shared.fail(None, Some(panic));
-                abort(&*transport, Cause::Panicked);
-            }
-        }
-        shared.lock().busy = false;
-        shared.compute.notify_one();
+        // SAFETY: `Lanes::run` keeps the task alive, and does not use it itself, until `busy` is cleared below.
+        progress.part(transport, || unsafe { (*job.0)(progress) });
+        progress.lock().busy = false;
+        progress.compute.notify_one();
     }
 }
 
 impl Drop for Lanes {
     fn drop(&mut self) {
-        self.shared.lock().leave = true;
-        self.shared.communication.notify_one();
+        self.progress.lock().leave = true;
+        self.progress.communication.notify_one();
         if let Some(thread) = self.thread.take() {
             // The lane catches its own panics; a join error could only repeat one that was already reported.
             let _ = thread.join();

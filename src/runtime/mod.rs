@@ -12,7 +12,7 @@
 //! - [`bind`]: the caller's tensors, checked before anything is touched; [`prepared`]: a plan as a rank keeps it;
 //!   [`proof`]: what its schedule is checked for; [`job`]: what a run is for;
 //! - [`agreement`] and [`tags`]: that all ranks run the same; [`failure`]: that a group which failed stays failed;
-//! - [`ops`]: one operation, wherever it runs; [`host_rank`], [`lanes`], [`host`] and [`workspace`]: on the CPU; `device`:
+//! - [`ops`]: one operation, wherever it runs; [`host_rank`], [`lanes`], [`walk`], [`host`] and [`workspace`]: on the CPU; `device`:
 //!   on a device.
 
 mod agreement;
@@ -28,12 +28,17 @@ mod handle;
 mod host;
 mod host_rank;
 mod job;
+#[cfg(not(cpattn_loom))]
 mod lanes;
+#[cfg(cpattn_loom)]
+#[allow(missing_debug_implementations, reason = "public for the models of .ci/loom alone")]
+pub mod lanes;
 mod ops;
 mod prepared;
 mod proof;
 mod rank;
 mod tags;
+mod walk;
 mod workspace;
 
 pub use bind::Bindings;
