@@ -14,7 +14,7 @@ use super::arena::{Arena, KEYS, LANES, Line};
 use super::engine::{Engine, Values};
 use super::job::{Job, Machine};
 use super::panel::to_rows;
-use super::rows::narrow;
+use super::rows::{narrow, prefetch};
 use super::simd::{Real, Vector};
 use super::softmax::{Softmax, rescale};
 use super::stream::{BLOCK, KeyTile, Stream};
@@ -22,6 +22,7 @@ use super::tile::{Cover, Lanes, Scoring, Sight, at};
 use crate::call::{Attend, HeadMap, QRange};
 use crate::kernel::merge::{self, LogSumExp};
 use core::marker::PhantomData;
+use core::ops::Range;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
 /// Walks the units of a call in order, and stops at those that the counter hands out.
@@ -177,6 +178,10 @@ impl<A: Real> Forward<'_, A> {
         let q = &c.ranges.q[unit.range];
         // SAFETY: slopes has one number per head (checked); rows and heads are within q.
         let (lo, hi) = unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.score, &c.alibi_slopes) };
+        let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
+        let mut stream = Stream::new(c.ranges.k, pairs, lo, hi);
+        // SAFETY: the ranges' rows and the kv head are within k and v (checked).
+        unsafe { self.ask(stream.ahead(), unit.kv) };
         let panels = t.lanes.n.div_ceil(E::PANEL);
         for (i, (panel, of)) in t.q.chunks_exact_mut(q_len).zip(&mut t.panels[..panels]).enumerate() {
             let first = i * E::PANEL;
@@ -186,15 +191,18 @@ impl<A: Real> Forward<'_, A> {
         t.o[..panels * o_len].fill(A::ZERO);
         t.m.fill(A::NEG_INFINITY);
         t.l.fill(A::ZERO);
-        let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
-        let mut stream = Stream::new(c.ranges.k, pairs, lo, hi);
         while t.keys.next(&mut stream, c.aligned, c.aligned) {
             t.keys.find_blocks();
             // SAFETY: the ranges' rows and the kv head are within k and v (checked).
             let (finite_k, finite_v) = unsafe { t.keys.load::<E>(&c.k, &c.v, unit.kv) };
             let keys = &t.keys;
             let v = Values { tile: &*keys.v, finite: finite_v, tensor: &c.v, head: unit.kv, rows: &keys.row[..keys.n] };
+            let ahead = stream.ahead();
+            let each = ((ahead.end - ahead.start) as usize).div_ceil(panels) as i64;
             for panel in 0..panels {
+                let part = ahead.start + panel as i64 * each;
+                // SAFETY: as above.
+                unsafe { self.ask(part..ahead.end.min(part + each), unit.kv) };
                 let (sight, finite_q) = t.panels[panel];
                 let first = panel * E::PANEL;
                 let covers = keys.blocks.map(|b| match sight.cover(b.min, b.max) {
@@ -239,6 +247,22 @@ impl<A: Real> Forward<'_, A> {
         for first in (0..t.lanes.n).step_by(E::V::W) {
             // SAFETY: the lanes' rows and heads are within the tensors; this unit alone touches them.
             unsafe { self.finish::<E>(t, scoring, first, o_len, q) };
+        }
+    }
+
+    /// Asks for rows of k and v, a tile before they are packed. Of many heads side by side a head's rows lie a page apart,
+    /// where the hardware asks for nothing by itself.
+    ///
+    /// # Safety
+    /// The rows and the head are within k and v.
+    #[inline(always)]
+    unsafe fn ask(&self, rows: Range<i64>, head: u32) {
+        for row in rows {
+            // SAFETY: the rows and the head are within k and v (the contract).
+            unsafe {
+                prefetch(&self.call.k, row, head);
+                prefetch(&self.call.v, row, head);
+            }
         }
     }
 

@@ -41,6 +41,25 @@ pub(super) unsafe fn address(t: &RawTensor, token: i64, head: u32) -> *mut u8 {
     unsafe { t.ptr.offset(offset * t.dtype.size() as isize) }
 }
 
+/// Asks for a row to be brought near: into the L2 cache, where it is wanted soon but not at once.
+///
+/// # Safety
+/// As [`widen`], of any type.
+#[inline(always)]
+pub(super) unsafe fn prefetch(t: &RawTensor, token: i64, head: u32) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: token and head lie within the tensor (the contract); a prefetch reads nothing that a program could notice.
+    unsafe {
+        use core::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        let row = address(t, token, head);
+        for at in (0..t.dim as usize * t.dtype.size()).step_by(64) {
+            _mm_prefetch::<_MM_HINT_T1>(row.wrapping_add(at).cast());
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (t, token, head);
+}
+
 /// Widens elements whose sums are `A`s.
 ///
 /// # Safety

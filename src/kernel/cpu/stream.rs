@@ -73,6 +73,28 @@ impl<'a> Stream<'a> {
         Self { rest, ..Self::new(k, &[], i64::MIN, i64::MAX) }
     }
 
+    /// Goes to the next row, in another range if need be; false when there is none.
+    #[inline(always)]
+    fn advance(&mut self) -> bool {
+        while self.at >= self.stop {
+            let Some(index) = self.next_range() else { return false };
+            self.index = index;
+            self.current = self.k[index as usize];
+            self.at = self.current.rows_before(self.lo);
+            self.stop = if self.hi == i64::MAX { self.current.len } else { self.current.rows_before(self.hi + 1) };
+        }
+        true
+    }
+
+    /// The rows of k and v that come next, as far as they lie in one range.
+    pub(super) fn ahead(&mut self) -> Span<i64> {
+        if !self.advance() {
+            return 0..0;
+        }
+        let rows = self.at..self.stop.min(self.at.saturating_add(KEYS as u32));
+        self.current.row + i64::from(rows.start)..self.current.row + i64::from(rows.end)
+    }
+
     fn next_range(&mut self) -> Option<u32> {
         match &mut self.rest {
             Rest::Pairs(pairs) => {
@@ -94,13 +116,8 @@ impl<'a> Stream<'a> {
         let (mut n, mut base, keys) = (0, 0, KEYS as i64);
         let mut last = i64::MIN;
         loop {
-            if self.at >= self.stop {
-                let Some(index) = self.next_range() else { break };
-                self.index = index;
-                self.current = self.k[index as usize];
-                self.at = self.current.rows_before(self.lo);
-                self.stop = if self.hi == i64::MAX { self.current.len } else { self.current.rows_before(self.hi + 1) };
-                continue;
+            if !self.advance() {
+                break;
             }
             let pos = self.current.position(self.at);
             if n == 0 {
