@@ -422,8 +422,8 @@ typedef struct cpattn_transport_table {
   uint32_t rank;
   uint32_t world;
   /* An all-gather over ranks first ... end-1: all[i] = the number that rank first + i gave. Waits for all of them. The
-   * library compares. Called on the thread that runs, when the ranks first run a plan in a direction; on the CPU later
-   * runs carry the comparison along, 16 bytes before the first message from one rank to another. */
+   * library compares. Called on the thread that runs, when the ranks first run a plan in a direction; later runs carry the
+   * comparison along, 16 bytes (24 on a device) before the first message from one rank to another. */
   int32_t (*agree)(void *context, uint32_t first, uint32_t end, uint64_t number, uint64_t *all, int64_t *blame);
   /* Moves a batch. On the CPU: returns when it is complete, stream is NULL, and it is called on a thread of the rank's
    * own, one call at a time. On a device: returns when it is enqueued, and is called on the thread that runs. */
@@ -526,12 +526,13 @@ typedef struct cpattn_backward_args {
 
 /* Run a plan. All ranks of the group call with equal plans in the same order, each on a thread of its own, and wait for
  * each other. CPATTN_DISAGREEMENT: they do not. Found before anything moves where a plan is first run in a direction (the
- * ranks may then go on), later with the first message between two ranks (the group has failed then). CPATTN_INVALID: a tensor that does not fit, or overlaps one that is written; the peers of a rank that is
- * refused wait until their deadline or until it calls again.
+ * ranks may then go on), later with the first message between two ranks (the group has failed then; on a device
+ * the device finds out, cpattn_rank_poll and the next run say it, and results that depend on the other rank are NaN).
+ * CPATTN_INVALID: a tensor that does not fit, or overlaps one that is written; the peers of a rank that is refused wait
+ * until their deadline or until it calls again.
  *
  * On a device they return when all of the run is enqueued. Runs of one rank come one after another even on different
- * streams, since they share the workspace. Lists travel through a ring with room for two runs: a call that finds two
- * others in flight waits for the oldest of them, and there is no other wait for the device. After a failure (not a
+ * streams, since they share the workspace. A prepared run uploads nothing and does not wait for the device. After a failure (not a
  * refusal) the call waits until nothing of the run is left on the device; what was written is undefined. */
 int32_t cpattn_forward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args);
 int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args);

@@ -185,3 +185,47 @@ struct MergeParams {
     u32 lse_words;  // 1 or 2: see log_sum_exp.cuh
     u32 with_lse_words;
 };
+
+// What ranks compare in a run: what is run, its number in the life of the group, and a word that makes it a tag.
+struct Tag {
+    u64 fingerprint;
+    u64 run;
+    u64 seal;
+};
+
+struct BeginRunParams {
+    u64* runs;  // of the group, so far
+    Tag* tags;  // the own one, then those that arrive
+    u64 fingerprint;
+    u32 tag_count;
+    u32 unused;
+};
+
+// What a rank's host reads: page-locked memory of the host. `written` comes last.
+struct Note {
+    u64 tag;
+    u64 ours, our_run;
+    u64 theirs, their_run;
+    u64 is_tag;
+    u64 written;
+};
+
+// Bytes that an exchange brought, in a base of the launch: as TransformTensor says it.
+struct ArrivedRange {
+    i64 row;
+    u64 bytes;
+    u32 first_head;
+    u32 base;
+};
+
+struct ArrivedParams {
+    const Tag* tags;
+    const ArrivedRange* ranges;
+    u64* disagreed;
+    Note* note;
+    u32 tags_begin;  // those that came with this exchange
+    u32 tags_end;
+    u32 range_count;
+    u32 unused;
+    Tensor bases[TRANSFORM_BASES];
+};

@@ -26,7 +26,7 @@ class Unsupported(Error, NotImplementedError):
 
 class Disagreement(Error):
     """Ranks of a group run different things. In the first run of a plan and direction found before anything moved, and all of
-    them may go on; in later runs the group has failed."""
+    them may go on; in later runs the group has failed; on a device what depends on the other rank is NaN then."""
 
 
 class PeerError(Error, ConnectionError):

@@ -5,6 +5,8 @@
 //! any of them has, so that what is said is a bound for all devices. The sizes are those of the structs in
 //! `ptx/params.cuh`, and the CUDA backend asserts that they are.
 
+use alloc::collections::BTreeSet;
+
 use crate::{
     call::Ranges,
     plan::Plan,
@@ -19,6 +21,10 @@ pub(crate) const WORK: u64 = 8;
 pub(crate) const BLOCK: u64 = 104;
 /// Bytes of a source of a block.
 pub(crate) const SOURCE: u64 = 40;
+/// Bytes of a tag that a run carries along.
+pub(crate) const TAG: u64 = 24;
+/// Bytes of the entry for a message that arrives.
+pub(crate) const ARRIVED: u64 = 24;
 /// The fewest rows of a tile.
 pub(crate) const TILE_ROWS: u64 = 64;
 /// The most that the lists of one call are padded by: ten lists, each to a multiple of 16 bytes.
@@ -41,12 +47,23 @@ fn attention(r: &Ranges<'_>, (q_heads, key_heads): (u64, u64)) -> (u64, u64) {
 pub(crate) fn bound(plan: &Plan, schedule: &Schedule) -> u64 {
     let mut expansion = Expansion::new(schedule);
     let (mut lists, mut words) = (plan.problem().alibi_slopes().map_or(0, |s| s.len() as u64 * 4 + PADDING), 0);
+    // Peers that send something: each sends a tag.
+    let mut peers = BTreeSet::new();
     for (i, op) in schedule.ops.iter().enumerate() {
         let (side, step, heads) = match &op.kind {
             OpKind::Attend(a) => (CirculatingSide::Keys, a.ring_step, None),
             OpKind::Backward(b) => {
                 let key_heads = if b.per_q_head { b.q.heads } else { b.k.heads };
                 (b.ring_steps, b.ring_step, Some((u64::from(b.q.heads), u64::from(key_heads))))
+            }
+            kind if kind.is_exchange() => {
+                let arriving = expansion.messages(schedule, i).iter().filter(|m| !m.send);
+                lists += PADDING;
+                for message in arriving {
+                    lists += ARRIVED;
+                    peers.insert(message.peer);
+                }
+                continue;
             }
             _ => {
                 let moved: Result<(), core::convert::Infallible> = expansion.blocks(schedule, i, |blocks, _| {
@@ -65,6 +82,9 @@ pub(crate) fn bound(plan: &Plan, schedule: &Schedule) -> u64 {
             // Calls count one after the other in the same words.
             words = words.max(counted);
         }
+    }
+    if schedule.group.len() > 1 {
+        lists += (1 + peers.len() as u64) * TAG + PADDING;
     }
     lists + words
 }

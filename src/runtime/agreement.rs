@@ -9,11 +9,19 @@
 //! comes to. It therefore follows the runs of that group alone, which all of its ranks make in the same order: a
 //! fingerprint enters when its agreement succeeds, and the oldest of [`REMEMBERED`] leaves. What a rank prepares, or
 //! forgets to make room for other schedules, changes nothing here. A group has its own list and its own count of runs,
-//! because replicas may run different numbers of batches between two runs of the whole world.
+//! because replicas may run different numbers of batches between two runs of the whole world. (A rank on a device counts
+//! there: a graph that is replayed begins runs that no host sees.)
 
 use std::{collections::VecDeque, ops::Range, vec::Vec};
 
-use crate::{error::Result, transport::Transport};
+use super::{
+    failure::{Failure, Watch, abort},
+    prepared::Prepared,
+};
+use crate::{
+    error::{Cause, Error, Result},
+    transport::Transport,
+};
 
 /// How many fingerprints a group remembers.
 const REMEMBERED: usize = 64;
@@ -40,11 +48,44 @@ impl Agreements {
         }
     }
 
+    /// Begins a run of a prepared schedule on a rank that has not failed: fingerprint and number of the run, or none where
+    /// the rank runs it alone.
+    ///
+    /// # Errors
+    /// [`Error::Disagreement`], with what is run in words, after which the ranks may plan again. Any other error is kept in
+    /// `failure`, and the peers were told.
+    pub(super) fn begin_run(
+        &mut self,
+        prepared: &Prepared,
+        transport: &dyn Transport,
+        failure: &Failure,
+    ) -> Result<Option<(u64, u64)>> {
+        if prepared.schedule.group.len() == 1 {
+            return Ok(None);
+        }
+        let fingerprint = prepared.fingerprint();
+        let watch = Watch { transport, failure };
+        let begun = self.begin(transport, &prepared.schedule.group, fingerprint);
+        watch.over();
+        match begun {
+            Ok(run) => Ok(Some((fingerprint, run))),
+            Err(Error::Disagreement { rank, peer, ours, theirs, runs, .. }) => {
+                let what = prepared.job.describe(&prepared.plan);
+                Err(Error::Disagreement { rank, peer, ours, theirs, what, runs })
+            }
+            Err(error) => {
+                failure.keep(&error);
+                abort(transport, Cause::Failed);
+                Err(error)
+            }
+        }
+    }
+
     /// Begins a run: agrees on it if it is the first of its kind. The number of the run in the life of the group, from 1.
     ///
     /// # Errors
     /// Those of [`Transport::agree`]; the run then does not count.
-    pub(super) fn begin(&mut self, transport: &dyn Transport, ranks: &Range<usize>, fingerprint: u64) -> Result<u64> {
+    fn begin(&mut self, transport: &dyn Transport, ranks: &Range<usize>, fingerprint: u64) -> Result<u64> {
         self.reserve(ranks);
         let group = self.groups.iter_mut().find(|g| g.ranks == *ranks).expect("reserved above");
         if !group.agreed.contains(&fingerprint) {
@@ -62,10 +103,7 @@ impl Agreements {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{
-        error::{Cause, Error},
-        transport::{Label, Message},
-    };
+    use crate::transport::{Label, Message};
     use std::sync::Mutex;
 
     /// Writes down what is agreed on; odd numbers are refused.

@@ -13,21 +13,57 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
+#[cfg(feature = "cuda")]
+use std::sync::Weak;
+
 use crate::{
     error::{Cause, Error, Result},
     transport::Transport,
 };
 
+/// What a device has found out by itself, behind the host's back.
+#[cfg(feature = "cuda")]
+pub(super) trait Found: Send + Sync {
+    /// The error, and whether it stands even where the transport has failed; never waits.
+    fn found(&self) -> Option<(Error, bool)>;
+}
+
 /// The first failure of a rank, shared with its handles.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Default)]
 pub(super) struct Failure {
     first: Arc<OnceLock<Error>>,
+    /// Gone with its rank: a handle holds no memory of a device.
+    #[cfg(feature = "cuda")]
+    device: Option<Weak<dyn Found>>,
 }
 
 impl Failure {
-    /// Refuses if something has failed.
-    pub(super) fn check(&self) -> Result<()> {
+    /// As the default, with what a device finds out.
+    #[cfg(feature = "cuda")]
+    pub(super) fn with_device(device: &Arc<impl Found + 'static>) -> Self {
+        let device: Arc<dyn Found> = device.clone();
+        Self { first: Arc::default(), device: Some(Arc::downgrade(&device)) }
+    }
+
+    /// Refuses if something has failed. Tells the peers of what a device has found out.
+    pub(super) fn check(&self, transport: &dyn Transport) -> Result<()> {
+        #[cfg(feature = "cuda")]
+        self.look(transport);
+        let _ = transport;
         self.first.get().map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    /// Keeps what the device has found out, if nothing has failed before.
+    #[cfg(feature = "cuda")]
+    fn look(&self, transport: &dyn Transport) {
+        if self.first.get().is_none()
+            && let Some((error, certain)) = self.device.as_ref().and_then(Weak::upgrade).and_then(|d| d.found())
+        {
+            // What a failed exchange has left proves nothing by itself.
+            let error = if certain { error } else { transport.poll().err().unwrap_or(error) };
+            self.keep(&error);
+            abort(transport, Cause::Disagreed);
+        }
     }
 
     /// Keeps an error, unless there is one already.
@@ -38,7 +74,7 @@ impl Failure {
 
     /// Asks the transport, unless the answer is known.
     pub(super) fn poll(&self, transport: &dyn Transport) -> Result<()> {
-        self.check()?;
+        self.check(transport)?;
         transport.poll().inspect_err(|error| {
             self.keep(error);
             abort(transport, Cause::Failed);

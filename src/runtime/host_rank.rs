@@ -144,25 +144,11 @@ impl HostRank {
     unsafe fn run_prepared(&mut self, at: usize, tensors: &Bindings) -> Result<()> {
         let prepared = &mut self.prepared[at];
         self.workspace.reserve(prepared.schedule.workspace)?;
-        self.failure.check()?;
-        let watch = Watch { transport: &*self.transport, failure: &self.failure };
-        if prepared.schedule.group.len() > 1 {
-            let fingerprint = prepared.job.fingerprint(&prepared.plan);
-            match self.agreements.begin(&*self.transport, &prepared.schedule.group, fingerprint) {
-                Ok(run) => prepared.communication.tags.begin(fingerprint, run),
-                Err(Error::Disagreement { rank, peer, ours, theirs, runs, .. }) => {
-                    watch.over();
-                    let what = prepared.job.describe(&prepared.plan);
-                    return Err(Error::Disagreement { rank, peer, ours, theirs, what, runs });
-                }
-                Err(error) => {
-                    self.failure.keep(&error);
-                    self.transport.abort(Cause::Failed);
-                    watch.over();
-                    return Err(error);
-                }
-            }
+        self.failure.check(&*self.transport)?;
+        if let Some((fingerprint, run)) = self.agreements.begin_run(prepared, &*self.transport, &self.failure)? {
+            prepared.communication.tags.begin(fingerprint, run);
         }
+        let watch = Watch { transport: &*self.transport, failure: &self.failure };
         let memory = Memory { tensors: *tensors, workspace: self.workspace.ptr() };
         // SAFETY: the caller's tensors fit the plan and are valid (promised); the workspace is large enough.
         let outcome = unsafe { walk::run(&mut self.lanes, &*self.transport, prepared, &memory, &mut self.scratch) };

@@ -42,6 +42,11 @@ impl Prepared {
         self
     }
 
+    /// What the ranks of a group compare.
+    pub(super) fn fingerprint(&self) -> u64 {
+        self.job.fingerprint(&self.plan)
+    }
+
     pub(super) fn is(&self, plan: &Plan, job: Job) -> bool {
         self.job == job && self.plan == *plan
     }

@@ -184,12 +184,12 @@ impl Rank {
     /// Waits on the host until what this rank enqueued is over. On the CPU a run is over when it returns.
     ///
     /// # Errors
-    /// The driver's.
+    /// The driver's; [`Error::Disagreement`](crate::Error::Disagreement) where a peer was found to run something else.
     pub fn synchronize(&self) -> Result<()> {
         match &self.engine {
             Engine::Host(_) => Ok(()),
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.settle(),
+            Engine::Device(rank) => rank.synchronize(),
         }
     }
 
@@ -298,8 +298,12 @@ impl Rank {
     /// Runs a plan on tensors given without their types.
     ///
     /// All ranks of the group must call it with equal plans in the same order, on a device each from a thread of its own.
-    /// That they do is checked before anything moves when the group first runs a plan in a direction; in later runs on the
-    /// CPU with the first message between each two ranks, and on a device before anything moves again.
+    /// That they do is checked before anything moves when the group first runs a plan in a direction, and in later runs with
+    /// the first message between each two ranks.
+    ///
+    /// On a device the later check is the device's: hosts do not meet for it, and a graph that is replayed makes it too. What
+    /// is found is returned by [`Rank::poll`], [`Rank::synchronize`] and the next run, and the rank stays failed. Whatever
+    /// arrives at a rank that met one which differs is overwritten with NaN, so the results that depend on it are NaN.
     ///
     /// On a device the run is enqueued behind what is on `stream` so far, and behind this rank's earlier runs; what is put on
     /// `stream` later comes after it. The call returns once all of it is enqueued, and never waits for the device.

@@ -16,8 +16,8 @@
 //! each other anything wrong in it.
 //!
 //! Where the first message is, which way and with whom, the schedule fixes: [`Tags::new`] lists it once. The tags lie in
-//! memory of this list's own, which the transport reads and writes during an exchange. A backend whose exchanges are only
-//! enqueued keeps them where its transport can reach them and compares them there.
+//! memory of this list's own, which the transport reads and writes during an exchange. A device keeps them in its own
+//! memory, counts its runs there, and compares them behind each exchange on the stream of the exchange.
 
 use std::{collections::BTreeSet, string::String, vec, vec::Vec};
 
@@ -54,8 +54,13 @@ struct First {
 pub(super) struct Tags {
     /// In the order of operations and of their messages.
     firsts: Vec<First>,
-    /// The own tag, and what arrived from each peer.
+    /// The own tag, and what arrived from each peer. Empty where a device has them.
     memory: Vec<Tag>,
+    /// Where a device has them, as the backend says it, and bytes of each.
+    on_device: Option<(usize, usize)>,
+    /// Who sends the tags from slot 1 on.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only devices say it by slot"))]
+    senders: Vec<usize>,
     rank: usize,
     what: String,
 }
@@ -63,18 +68,32 @@ pub(super) struct Tags {
 impl Tags {
     /// Where the tags of a schedule go.
     pub(super) fn new(plan: &Plan, job: Job, schedule: &Schedule, expansion: &mut Expansion) -> Self {
-        let (mut firsts, mut seen, mut arriving) = (Vec::new(), BTreeSet::new(), 0);
+        let (mut firsts, mut seen, mut senders) = (Vec::new(), BTreeSet::new(), Vec::new());
         for (op, _) in schedule.ops.iter().enumerate().filter(|(_, op)| op.kind.is_exchange()) {
             for (message, m) in expansion.messages(schedule, op).iter().enumerate() {
                 if seen.insert((m.peer, m.send)) {
-                    arriving += u32::from(!m.send);
-                    let slot = if m.send { 0 } else { arriving };
+                    if !m.send {
+                        senders.push(m.peer);
+                    }
+                    let slot = if m.send { 0 } else { senders.len() as u32 };
                     firsts.push(First { op: op as u32, message: message as u32, peer: m.peer, slot });
                 }
             }
         }
-        let memory = vec![Tag::default(); 1 + arriving as usize];
-        Self { firsts, memory, rank: schedule.rank, what: job.describe(plan) }
+        let memory = vec![Tag::default(); 1 + senders.len()];
+        Self { firsts, memory, on_device: None, senders, rank: schedule.rank, what: job.describe(plan) }
+    }
+
+    /// The same where a device has them: at `address`, as the backend says it, `bytes` bytes each.
+    #[cfg(feature = "cuda")]
+    pub(super) fn on_device(self, address: *mut u8, bytes: usize) -> Self {
+        Self { memory: Vec::new(), on_device: Some((address as usize, bytes)), ..self }
+    }
+
+    /// Who sends the tags from slot 1 on.
+    #[cfg(feature = "cuda")]
+    pub(super) fn senders(&self) -> &[usize] {
+        &self.senders
     }
 
     /// How many messages the check adds to one exchange at most, one way.
@@ -100,6 +119,10 @@ impl Tags {
     pub(super) fn before(&mut self, op: usize, message: usize) -> Option<Message> {
         let key = |f: &First| (f.op as usize, f.message as usize);
         let f = self.firsts[self.firsts.binary_search_by_key(&(op, message), key).ok()?];
+        if let Some((at, bytes)) = self.on_device {
+            let ptr = core::ptr::without_provenance_mut(at + f.slot as usize * bytes);
+            return Some(Message { peer: f.peer, ptr, bytes });
+        }
         let ptr = self.memory.as_mut_ptr().wrapping_add(f.slot as usize).cast();
         Some(Message { peer: f.peer, ptr, bytes: size_of::<Tag>() })
     }

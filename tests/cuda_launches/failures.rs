@@ -6,74 +6,20 @@ use crate::{
     device::{Stream, enter},
     plans,
     tensors::{Form, Tensors},
+    wrapped::Wrapped,
 };
 use cpattn::{
-    Batch, Cause, Dtype, Error, Layout, Mesh, Plan, Problem, Rank, Result,
+    Batch, Dtype, Error, Layout, Mesh, Plan, Problem, Rank, Result,
     call::RawTensor,
-    kernel::cuda::{self, Cuda},
+    kernel::cuda::Cuda,
     schedule::{Direction, TensorId},
-    transport::{DeviceTransport, Label, Message, Transport, peer},
+    transport::{Transport, peer},
 };
 use std::{
-    ops::Range,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering::SeqCst},
-    },
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
-
-/// Fails its n-th exchange with an error of the driver.
-struct Failing(peer::Peer, AtomicUsize);
-
-impl Transport for Failing {
-    fn rank(&self) -> usize {
-        self.0.rank()
-    }
-
-    fn world(&self) -> usize {
-        self.0.world()
-    }
-
-    fn agree(&self, group: Range<usize>, fingerprint: u64) -> Result<()> {
-        self.0.agree(group, fingerprint)
-    }
-
-    unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        if self.1.fetch_sub(1, SeqCst) == 1 {
-            return Err(Error::Device { call: "cuEventRecord", code: 999, message: "injected".into() });
-        }
-        // SAFETY: what the caller promises of the messages.
-        unsafe { self.0.exchange(label, sends, recvs) }
-    }
-
-    fn poll(&self) -> Result<()> {
-        self.0.poll()
-    }
-
-    fn abort(&self, cause: Cause) {
-        self.0.abort(cause);
-    }
-}
-
-impl DeviceTransport for Failing {
-    fn device(&self) -> &Arc<Cuda> {
-        self.0.device()
-    }
-
-    fn stream(&self) -> cuda::Stream {
-        self.0.stream()
-    }
-
-    fn synchronize(&self) -> Result<()> {
-        self.0.synchronize()
-    }
-
-    fn reserve(&self, messages: usize) {
-        self.0.reserve(messages);
-    }
-}
 
 /// A run that fails half way ends on every rank at once, nothing of it is left on the device, and the next run of each rank
 /// is refused.
@@ -90,7 +36,7 @@ fn half_way(cuda: &Arc<Cuda>) {
                         enter();
                         let me = end.rank();
                         let nth = if me == fails { nth } else { usize::MAX };
-                        let mut rank = Rank::on_device(Failing(end, AtomicUsize::new(nth))).unwrap();
+                        let mut rank = Rank::on_device(Wrapped::new(end).failing(nth)).unwrap();
                         let tensors = Tensors::new(cuda, plan, me, |_| Form::Compact);
                         tensors.fill(3, me);
                         let stream = Stream::new();

@@ -6,15 +6,11 @@ use crate::{
     device::{Counters, Stream, enter},
     ok, plans,
     tensors::{Form, Tensors, awkward},
+    wrapped::Wrapped,
 };
-use cpattn::{
-    Cause, Plan, Rank, Result,
-    kernel::cuda::Cuda,
-    schedule::Direction,
-    transport::{DeviceTransport, Label, Message, Transport, peer},
-};
+use cpattn::{Plan, Rank, kernel::cuda::Cuda, schedule::Direction, transport::peer};
 use cudarc::driver::sys::{self, CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_GLOBAL};
-use std::{ops::Range, ptr::null_mut, sync::Arc, thread, time::Duration};
+use std::{ptr::null_mut, sync::Arc, thread, time::Duration};
 
 const BOTH: [Direction; 2] = [Direction::Forward, Direction::Backward];
 
@@ -148,7 +144,8 @@ fn together(cuda: &Arc<Cuda>, world: usize) {
         });
         streams[1..].iter().for_each(|&s| behind(s, streams[0]));
         let exec = end(streams[0]);
-        for seed in 1..3 {
+        // Each replay is a run of its own: ranks that counted otherwise would have NaN.
+        for seed in [1, 2, 1, 2, 1] {
             let expected = expected(cuda, plan, seed);
             members.iter().enumerate().for_each(|(me, (_, tensors))| tensors.fill(seed, me));
             ok!(cuGraphLaunch(exec, streams[0].0));
@@ -160,55 +157,8 @@ fn together(cuda: &Arc<Cuda>, world: usize) {
                 }
             }
         }
+        members.iter().for_each(|(rank, _)| rank.synchronize().unwrap());
         ok!(cuGraphExecDestroy(exec));
-    }
-}
-
-/// A transport that says nothing about captures.
-struct Plain(peer::Peer);
-
-impl Transport for Plain {
-    fn rank(&self) -> usize {
-        self.0.rank()
-    }
-
-    fn world(&self) -> usize {
-        self.0.world()
-    }
-
-    fn agree(&self, group: Range<usize>, fingerprint: u64) -> Result<()> {
-        self.0.agree(group, fingerprint)
-    }
-
-    unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        // SAFETY: what the caller promises of the messages.
-        unsafe { self.0.exchange(label, sends, recvs) }
-    }
-
-    fn poll(&self) -> Result<()> {
-        self.0.poll()
-    }
-
-    fn abort(&self, cause: Cause) {
-        self.0.abort(cause);
-    }
-}
-
-impl DeviceTransport for Plain {
-    fn device(&self) -> &Arc<Cuda> {
-        self.0.device()
-    }
-
-    fn stream(&self) -> cpattn::kernel::cuda::Stream {
-        self.0.stream()
-    }
-
-    fn synchronize(&self) -> Result<()> {
-        self.0.synchronize()
-    }
-
-    fn reserve(&self, messages: usize) {
-        self.0.reserve(messages);
     }
 }
 
@@ -240,7 +190,9 @@ fn refusals(cuda: &Arc<Cuda>) {
     // Over a transport that cannot be captured, a plan that exchanges is refused and one that does not is captured.
     let mut ends = peer::group(&vec![Arc::clone(cuda); 2], Duration::from_secs(300)).unwrap();
     let (_other, first) = (ends.pop(), ends.remove(0));
-    let mut rank = Rank::on_device(Plain(first)).unwrap();
+    let mut end_of = Wrapped::new(first);
+    end_of.captures = false;
+    let mut rank = Rank::on_device(end_of).unwrap();
     let ring = &plans::of(2)[0].1;
     let tensors = Tensors::new(cuda, ring, 0, |_| Form::Compact);
     tensors.fill(5, 0);

@@ -6,12 +6,14 @@
 //! - `bits`: plans that a rank remembers, run in turn on memory of other addresses and strides, in workspaces that are lent,
 //!   give the bits that a new rank gives;
 //! - `graphs`: runs that are captured and replayed with new data give the bits of runs;
+//! - `agreement`: hosts meet for first runs only, and ranks that run different things find out in later ones;
 //! - `failures`: what is refused or fails leaves a rank as it was, or refused.
 //!
 //! The driver's counters and the allocator count for the whole process, so this is a program of its own, which runs its
 //! parts one after the other. It needs the stand-in driver for the counts, and any driver for the rest.
 #![cfg(feature = "cuda")]
 
+mod agreement;
 mod bits;
 mod counts;
 mod device;
@@ -19,6 +21,7 @@ mod failures;
 mod graphs;
 mod plans;
 mod tensors;
+mod wrapped;
 
 use cpattn::kernel::cuda::Cuda;
 use std::sync::Arc;
@@ -30,8 +33,13 @@ type Part = (&'static str, fn(&Arc<Cuda>));
 
 fn main() {
     let Some(cuda) = device::device() else { return };
-    let parts: [Part; 4] =
-        [("counts", counts::run), ("bits", bits::run), ("graphs", graphs::run), ("failures", failures::run)];
+    let parts: [Part; 5] = [
+        ("counts", counts::run),
+        ("bits", bits::run),
+        ("graphs", graphs::run),
+        ("agreement", agreement::run),
+        ("failures", failures::run),
+    ];
     let wanted: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
     for (name, part) in parts {
         if wanted.is_empty() || wanted.iter().any(|w| w == name) {

@@ -9,6 +9,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod agreement;
 mod borrowed;
 #[cfg(feature = "capi")]
 mod c;

@@ -52,6 +52,8 @@ pub(crate) struct KeptLaunches {
     launches: Vec<Kept>,
     /// Lists, and behind them the words.
     memory: Option<DeviceMemory>,
+    /// Where the lists begin.
+    begin: u64,
     words_at: u64,
     must_align: u32,
 }
@@ -99,6 +101,11 @@ impl<'a> Recorder<'a> {
         self.shapes.place(symbol as usize as u64)
     }
 
+    /// The device whose launches they are.
+    pub(super) fn cuda(&self) -> &'a Cuda {
+        self.cuda
+    }
+
     /// Keeps a table of one number for each head; the tensor that kernels read it from.
     pub(crate) fn table(&mut self, values: &[f32]) -> RawTensor {
         let at = self.used;
@@ -140,7 +147,7 @@ impl<'a> Recorder<'a> {
         Ok(())
     }
 
-    fn add(&mut self, (part, launches): (Part, Launches)) {
+    pub(super) fn add(&mut self, (part, launches): (Part, Launches)) {
         if launches.is_empty() {
             return;
         }
@@ -182,7 +189,7 @@ impl<'a> Recorder<'a> {
                 }
             }
         }
-        Ok(KeptLaunches { launches: self.launches, memory, words_at, must_align: self.must_align })
+        Ok(KeptLaunches { launches: self.launches, memory, begin, words_at, must_align: self.must_align })
     }
 }
 
@@ -190,6 +197,14 @@ impl KeptLaunches {
     /// Bytes of lists and words on the device.
     pub(crate) fn bytes(&self) -> usize {
         self.memory.as_ref().map_or(0, DeviceMemory::bytes)
+    }
+
+    /// The address of a symbol of the lists; `None` for one of a base.
+    pub(crate) fn list_address(&self, symbol: *mut u8) -> Option<*mut u8> {
+        match meaning(symbol as usize as u64) {
+            Meaning::List(at) => Some((self.begin + at) as usize as *mut u8),
+            Meaning::Address | Meaning::Base | Meaning::Word(_) => None,
+        }
     }
 
     /// Whether the rows of a base must begin at multiples of 16 bytes, whoever else would take less.

@@ -29,6 +29,7 @@
 //! attention, fused, blocks, sinks   the launches
 //! hopper    the forward kernels for compute capability 9.0
 //! memory    streams and memory for what sits on top; shared: one device for all who name it
+//! tags      what runs on devices carry along, so that ranks which differ are found
 //! stream_kernels  single calls of a caller's, with the ring they need
 //! ```
 
@@ -57,6 +58,7 @@ mod sinks;
 pub(crate) mod sm_margin;
 mod staging;
 mod stream_kernels;
+pub(crate) mod tags;
 
 pub use crate::call::Merge;
 pub use memory::DeviceMemory;
@@ -118,7 +120,7 @@ struct Sides {
     _module: Module,
 }
 
-/// The kernels of `transform.ptx` and `sinks.ptx`.
+/// The kernels of `transform.ptx`, `sinks.ptx` and `tags.ptx`.
 #[derive(Debug)]
 struct Blocks {
     transform: Function,
@@ -126,7 +128,9 @@ struct Blocks {
     finish: Function,
     merge: Function,
     sinks: Function,
-    _modules: [Module; 2],
+    begin_run: Function,
+    arrived: Function,
+    _modules: [Module; 3],
 }
 
 impl Cuda {
@@ -298,13 +302,16 @@ impl Cuda {
         if kernels.blocks.is_none() {
             let module = self.module("transform")?;
             let sinks = self.module("sinks")?;
+            let tags = self.module("tags")?;
             kernels.blocks = Some(Blocks {
                 transform: module.function(c"cpattn_transform", 0)?,
                 delta: module.function(c"cpattn_delta", 0)?,
                 finish: module.function(c"cpattn_finish", 0)?,
                 merge: module.function(c"cpattn_merge", 0)?,
                 sinks: sinks.function(c"cpattn_sinks", 0)?,
-                _modules: [module, sinks],
+                begin_run: tags.function(c"cpattn_begin_run", 0)?,
+                arrived: tags.function(c"cpattn_arrived", 0)?,
+                _modules: [module, sinks, tags],
             });
         }
         Ok(kernels.blocks.as_ref().expect("filled above"))

@@ -314,6 +314,75 @@ impl Parameters for Fused {
     ];
 }
 
+/// `Tag`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Tag {
+    pub fingerprint: u64,
+    pub run: u64,
+    pub seal: u64,
+}
+
+/// `BeginRunParams`.
+#[derive(Clone, Copy, Debug, NoUninit)]
+#[repr(C)]
+pub(super) struct BeginRun {
+    pub runs: u64,
+    pub tags: u64,
+    pub fingerprint: u64,
+    pub tag_count: u32,
+    pub unused: u32,
+}
+
+impl Parameters for BeginRun {
+    const TENSORS: &'static [usize] = &[];
+    const LISTS: &'static [usize] = &[offset_of!(BeginRun, tags)];
+}
+
+/// `Note`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct Note {
+    pub tag: u64,
+    pub ours: u64,
+    pub our_run: u64,
+    pub theirs: u64,
+    pub their_run: u64,
+    pub is_tag: u64,
+    pub written: u64,
+}
+
+/// `ArrivedRange`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(super) struct ArrivedRange {
+    pub row: i64,
+    pub bytes: u64,
+    pub first_head: u32,
+    pub base: u32,
+}
+
+/// `ArrivedParams`.
+#[derive(Clone, Copy, Debug, NoUninit)]
+#[repr(C)]
+pub(super) struct Arrived {
+    pub tags: u64,
+    pub ranges: u64,
+    pub disagreed: u64,
+    pub note: u64,
+    pub tags_begin: u32,
+    pub tags_end: u32,
+    pub range_count: u32,
+    pub unused: u32,
+    pub bases: [Tensor; BASES],
+}
+
+impl Parameters for Arrived {
+    const TENSORS: &'static [usize] = &[];
+    const LISTS: &'static [usize] = &[offset_of!(Arrived, tags), offset_of!(Arrived, ranges)];
+    const BASES: Option<usize> = Some(offset_of!(Arrived, bases));
+}
+
 impl Parameters for Transform {
     const TENSORS: &'static [usize] = &[];
     const LISTS: &'static [usize] = &[offset_of!(Transform, blocks), offset_of!(Transform, sources)];
@@ -325,6 +394,7 @@ const _: () = {
     // What plans say that a device keeps.
     assert!(size_of::<Run>() as u64 == lists::RUN && size_of::<Work>() as u64 == lists::WORK);
     assert!(size_of::<TransformBlock>() as u64 == lists::BLOCK && size_of::<TransformSource>() as u64 == lists::SOURCE);
+    assert!(size_of::<Tag>() as u64 == lists::TAG && size_of::<ArrivedRange>() as u64 == lists::ARRIVED);
     assert!(size_of::<Sinks>() == 104);
     assert!(size_of::<Tensor>() == 24);
     assert!(size_of::<Run>() == 56);
@@ -341,6 +411,9 @@ const _: () = {
     assert!(size_of::<Delta>() == 96);
     assert!(size_of::<Finish>() == 104);
     assert!(size_of::<Merge>() == 120);
+    assert!(size_of::<BeginRun>() == 32);
+    assert!(size_of::<Note>() == 56);
+    assert!(size_of::<Arrived>() == 336);
 };
 
 #[cfg(test)]
@@ -374,6 +447,8 @@ mod tests {
             (crate::kernel::cuda::embedded::find("transform"), "cpattn_delta", size_of::<Delta>()),
             (crate::kernel::cuda::embedded::find("transform"), "cpattn_finish", size_of::<Finish>()),
             (crate::kernel::cuda::embedded::find("transform"), "cpattn_merge", size_of::<Merge>()),
+            (crate::kernel::cuda::embedded::find("tags"), "cpattn_begin_run", size_of::<BeginRun>()),
+            (crate::kernel::cuda::embedded::find("tags"), "cpattn_arrived", size_of::<Arrived>()),
         ] {
             let text = text.expect("embedded").into_string().expect("text");
             let line = alloc::format!(".b8 {entry}_param_0[{bytes}]");

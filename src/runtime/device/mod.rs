@@ -9,10 +9,15 @@
 //!
 //! Hosts of different ranks do meet at each exchange, to tell each other addresses (see [`peer`](crate::transport::peer)):
 //! each rank therefore runs on a thread of its own.
+//!
+//! That all ranks run the same is agreed on by their hosts before the first run of a plan and direction
+//! ([`agreement`](super::agreement)). Later runs carry the check along ([`tags`](super::tags)), which the devices compare:
+//! what they find the host is told when it asks next ([`Notice`]).
 
-use std::{format, sync::Arc, vec::Vec};
+use std::{format, ops::Range, sync::Arc, vec::Vec};
 
 use super::{
+    agreement::Agreements,
     bind::{self, Bindings},
     failure::{Failure, Watch},
     handle::AbortHandle,
@@ -22,14 +27,16 @@ use super::{
 };
 use crate::{
     error::{Cause, Error, Result},
-    kernel::cuda::{Cuda, DeviceMemory, Stream, driver::Event},
+    kernel::cuda::{Cuda, DeviceMemory, Stream, driver::Event, tags::RunCount},
     plan::Plan,
     schedule::{ALIGNMENT, Direction, Schedule, TensorId},
     transport::{DeviceTransport, Transport},
 };
 
+mod notice;
 mod sequence;
 
+use notice::Notice;
 use sequence::Sequence;
 
 /// How many schedules a rank remembers.
@@ -45,20 +52,24 @@ pub(super) struct DeviceRank {
     /// The stream that was last found to be one of the device's.
     accepted: Option<Stream>,
     marks: Marks,
+    agreements: Agreements,
+    /// Runs of each group of ranks.
+    counts: Vec<(Range<usize>, RunCount)>,
     failure: Failure,
 }
 
-/// Where a run begins, where its communication ends, and where all of it is over.
+/// Where a run begins, where its communication ends, and where all of it is over; and what the device has to tell.
 pub(crate) struct Marks {
     begin: Event,
     end: Event,
     over: Event,
+    notice: Arc<Notice>,
 }
 
 impl Marks {
     pub(crate) fn new(cuda: &Cuda) -> Result<Self> {
         let event = || Event::new(cuda.context());
-        Ok(Self { begin: event()?, end: event()?, over: event()? })
+        Ok(Self { begin: event()?, end: event()?, over: event()?, notice: Arc::new(Notice::new(cuda)?) })
     }
 }
 
@@ -74,8 +85,6 @@ unsafe impl Send for DeviceRank {}
 struct Remembered {
     prepared: Prepared,
     sequence: Sequence,
-    /// Whether all ranks were found to run the same.
-    agreed: bool,
     /// Whether a graph was captured, which uses what is here for as long as the rank lives.
     captured: bool,
 }
@@ -88,8 +97,10 @@ impl DeviceRank {
             workspace: Workspace::Own(None),
             retired: Vec::new(),
             accepted: None,
+            failure: Failure::with_device(&marks.notice),
             marks,
-            failure: Failure::default(),
+            agreements: Agreements::default(),
+            counts: Vec::new(),
             transport: Arc::new(transport),
         }
     }
@@ -113,6 +124,13 @@ impl DeviceRank {
     pub(super) fn handle(&self) -> AbortHandle {
         let transport: Arc<dyn Transport> = self.transport.clone();
         AbortHandle::new(&transport, &self.failure)
+    }
+
+    /// Waits on the host for what this rank enqueued, and says what its device found out meanwhile.
+    pub(super) fn synchronize(&self) -> Result<()> {
+        let waited = self.settle();
+        self.failure.check(&*self.transport)?;
+        waited
     }
 
     /// Waits on the host until nothing that this rank enqueued uses its memory any more.
@@ -253,17 +271,25 @@ impl DeviceRank {
         let cuda = Arc::clone(self.transport.device());
         cuda.prepare(p.dtype(), p.head_dim() as u32, p.value_dim() as u32)?;
         let mut prepared = Prepared::new(plan, self.rank(), Job::Attention(direction))?;
-        let sequence = Sequence::record(&cuda, &mut prepared)?;
+        self.agreements.reserve(&prepared.schedule.group);
+        let group = &prepared.schedule.group;
+        if group.len() > 1 && !self.counts.iter().any(|(of, _)| of == group) {
+            self.counts.push((group.clone(), RunCount::new(&cuda)?));
+        }
+        let count = self.counts.iter().find(|(of, _)| of == group).map(|(_, count)| count);
+        let sequence = Sequence::record(&cuda, &mut prepared, count, &self.marks.notice)?;
         // What operations were listed in: the sequence has all lists.
         (prepared.compute, prepared.communication) = (Room::default(), Room::default());
         self.transport.reserve(sequence.most_messages);
         if self.prepared.len() >= REMEMBERED
             && let Some(oldest) = self.prepared.iter().position(|p| !p.captured)
         {
-            self.settle()?;
-            self.prepared.remove(oldest);
+            // What its runs have to tell is told before it goes.
+            self.synchronize()?;
+            let gone = self.prepared.remove(oldest);
+            self.marks.notice.remove(gone.prepared.fingerprint());
         }
-        self.prepared.push(Remembered { prepared, sequence, agreed: false, captured: false });
+        self.prepared.push(Remembered { prepared, sequence, captured: false });
         Ok(self.prepared.len() - 1)
     }
 
@@ -354,27 +380,11 @@ impl DeviceRank {
             let used = tensors.used(direction, plan.problem().sinks());
             bind::apart_from(workspace, bytes, used.map(|(tensor, raw)| (tensor.name(), *raw)))?;
         }
-        let group = self.prepared[at].prepared.schedule.group.clone();
-        // A capture happens once and its replays never ask, so ranks that agreed before need not meet for it.
-        self.failure.check()?;
+        self.failure.check(&*self.transport)?;
+        // The device counts the runs.
+        self.agreements.begin_run(&self.prepared[at].prepared, &*self.transport, &self.failure)?;
         let (transport, failure) = (Arc::clone(&self.transport), self.failure.clone());
         let watch = Watch { transport: &*transport, failure: &failure };
-        if group.len() > 1 && !(capturing && self.prepared[at].agreed) {
-            let job = self.prepared[at].prepared.job;
-            match transport.agree(group, job.fingerprint(plan)) {
-                Ok(()) => self.prepared[at].agreed = true,
-                Err(Error::Disagreement { rank, peer, ours, theirs, runs, .. }) => {
-                    watch.over();
-                    return Err(Error::Disagreement { rank, peer, ours, theirs, what: job.describe(plan), runs });
-                }
-                Err(error) => {
-                    failure.keep(&error);
-                    transport.abort(Cause::Failed);
-                    watch.over();
-                    return Err(error);
-                }
-            }
-        }
         self.prepared[at].captured |= capturing;
         // SAFETY: the tensors fit the plan (checked) and are as the caller promised, the workspace is large enough, and
         // the marks order this run behind those before it.
@@ -408,7 +418,7 @@ impl DeviceRank {
         let cuda = transport.device();
         let _entered = cuda.context().enter()?;
         let other = transport.stream();
-        let Marks { begin, end, over } = &self.marks;
+        let Marks { begin, end, over, .. } = &self.marks;
         if capturing { over.hold_in_replays(stream) } else { over.hold(stream) }?;
         begin.record(stream)?;
         begin.hold(other)?;

@@ -8,6 +8,7 @@
 
 use std::{ops::Range, vec::Vec};
 
+use super::Notice;
 use crate::{
     call::{Attend, AttendBackward, Delta, RawTensor, SinkGradient, Transform},
     error::Result,
@@ -16,14 +17,16 @@ use crate::{
         bases::{BaseShapes, Bases, Place},
         driver::Event,
         kept::{KeptLaunches, Recorder},
+        tags::{self, RunCount, TAG_BYTES},
     },
     plan::Plan,
     runtime::{
         Bindings, bind,
         ops::{Backend, Memory, perform},
         prepared::Prepared,
+        tags::Tags,
     },
-    schedule::{Lane, TensorId},
+    schedule::{Lane, TensorId, expand::Expansion},
     transport::{DeviceTransport, Label, Message},
 };
 
@@ -69,8 +72,8 @@ pub(super) struct Sequence {
     steps: Vec<Step>,
     launches: KeptLaunches,
     messages: Vec<Message>,
-    /// Where the bytes of each message are.
-    places: Vec<Place>,
+    /// Which messages a run sets the address of, and where their bytes are; tags are where they are.
+    places: Vec<(u32, Place)>,
     events: Vec<Event>,
     /// Of one exchange, the longer way.
     pub most_messages: usize,
@@ -83,10 +86,13 @@ unsafe impl Send for Sequence {}
 struct Recording<'a> {
     recorder: Recorder<'a>,
     alibi_slopes: RawTensor,
+    /// The symbol of the tags, where ranks meet.
+    tags: Option<*mut u8>,
+    notice: &'a Notice,
     stream: usize,
     steps: Vec<Step>,
     messages: Vec<Message>,
-    places: Vec<Place>,
+    places: Vec<(u32, Place)>,
     most_messages: usize,
 }
 
@@ -102,7 +108,8 @@ impl Recording<'_> {
 
     fn list(&mut self, messages: &[Message]) -> Range<u32> {
         let begin = self.messages.len() as u32;
-        self.places.extend(messages.iter().map(|m| self.recorder.place(m.ptr)));
+        let moved = (begin..).zip(messages).filter(|(_, m)| !tags::is_of_lists(m.ptr));
+        self.places.extend(moved.map(|(i, m)| (i, self.recorder.place(m.ptr))));
         self.messages.extend_from_slice(messages);
         self.most_messages = self.most_messages.max(messages.len());
         begin..self.messages.len() as u32
@@ -136,9 +143,17 @@ impl Backend for Recording<'_> {
     }
 
     unsafe fn exchange(&mut self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        let (sends, recvs) = (self.list(sends), self.list(recvs));
-        self.steps.push(Step::Exchange { label, sends, recvs });
-        Ok(())
+        let (sent, received) = (self.list(sends), self.list(recvs));
+        self.steps.push(Step::Exchange { label, sends: sent, recvs: received });
+        let Some(at) = self.tags.filter(|_| !recvs.is_empty()) else { return Ok(()) };
+        let (tags, rows): (Vec<Message>, Vec<Message>) = recvs.iter().partition(|m| tags::is_of_lists(m.ptr));
+        let slot = |m: &Message| (m.ptr as usize - at as usize) / TAG_BYTES;
+        // Tags are numbered in the order in which they arrive.
+        let first = tags.first().map_or(0, slot);
+        debug_assert!(tags.iter().map(slot).eq(first..first + tags.len()));
+        let rows: Vec<_> = rows.iter().map(|m| (m.ptr, m.bytes)).collect();
+        let notice = self.notice;
+        self.launch(|recorder| recorder.arrived(at, first..first + tags.len(), &rows, &notice.device))
     }
 
     fn alibi_slopes(&self, _: &Plan) -> RawTensor {
@@ -147,8 +162,15 @@ impl Backend for Recording<'_> {
 }
 
 impl Sequence {
-    /// Makes the sequence of a schedule, whose kernels were loaded. The host waits for the upload of the lists.
-    pub(super) fn record(cuda: &Cuda, prepared: &mut Prepared) -> Result<Self> {
+    /// Makes the sequence of a schedule, whose kernels were loaded. The host waits for the upload of the lists. `runs` are
+    /// those of the schedule's group; none where the rank is alone in it.
+    pub(super) fn record(
+        cuda: &Cuda,
+        prepared: &mut Prepared,
+        runs: Option<&RunCount>,
+        notice: &Notice,
+    ) -> Result<Self> {
+        let fingerprint = prepared.fingerprint();
         let plan = prepared.plan.clone();
         let tensors = bind::placeholders(&plan, &prepared.expected, |tensor, dtype, tokens, heads, dim| {
             RawTensor::compact(BaseShapes::symbol(base_of(tensor)), dtype, tokens, heads, dim)
@@ -161,6 +183,8 @@ impl Sequence {
                 .alibi_slopes()
                 .map_or(RawTensor::NONE, |alibi_slopes| recorder.table(alibi_slopes)),
             recorder,
+            tags: None,
+            notice,
             stream: 0,
             steps: Vec::new(),
             messages: Vec::new(),
@@ -168,7 +192,20 @@ impl Sequence {
             most_messages: 0,
         };
         let memory = Memory { tensors, workspace: BaseShapes::symbol(0) };
-        let Prepared { schedule, compute: room, .. } = prepared;
+        let Prepared { schedule, job, compute: room, .. } = prepared;
+        if let Some(runs) = runs {
+            let tags = Tags::new(&plan, *job, schedule, &mut Expansion::new(schedule));
+            notice.add(schedule.rank, fingerprint, job.describe(&plan), tags.senders());
+            let count = 1 + tags.senders().len();
+            let mut at = core::ptr::null_mut();
+            recording.stream = stream_of(Lane::Communication);
+            recording.launch(|recorder| {
+                at = recorder.begin_run(fingerprint, count, runs)?;
+                Ok(())
+            })?;
+            recording.tags = Some(at);
+            room.tag(|_| tags.on_device(at, TAG_BYTES));
+        }
         let mut events: Vec<Option<u32>> = schedule.ops.iter().map(|_| None).collect();
         let mut count = 0;
         for after in schedule.ops.iter().filter_map(|op| op.after) {
@@ -189,10 +226,14 @@ impl Sequence {
                 recording.steps.push(Step::Mark { stream, event });
             }
         }
-        let Recording { recorder, steps, messages, places, most_messages, .. } = recording;
+        let Recording { recorder, steps, mut messages, places, most_messages, .. } = recording;
+        let launches = recorder.keep()?;
+        for message in &mut messages {
+            message.ptr = launches.list_address(message.ptr).unwrap_or(message.ptr);
+        }
         Ok(Self {
             steps,
-            launches: recorder.keep()?,
+            launches,
             messages,
             places,
             events: (0..count).map(|_| Event::new(cuda.context())).collect::<Result<_>>()?,
@@ -230,8 +271,8 @@ impl Sequence {
     ) -> Result<()> {
         let bases = Bases::new(workspace, tensors.all());
         self.launches.set_bases(&bases);
-        for (message, place) in self.messages.iter_mut().zip(&self.places) {
-            message.ptr = place.address(&bases) as usize as *mut u8;
+        for &(i, place) in &self.places {
+            self.messages[i as usize].ptr = place.address(&bases) as usize as *mut u8;
         }
         let messages = |range: &Range<u32>| &self.messages[range.start as usize..range.end as usize];
         for step in &self.steps {

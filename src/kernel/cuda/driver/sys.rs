@@ -48,6 +48,7 @@ pub(crate) const DEVICE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: c_int = 97;
 
 pub(crate) const FUNCTION_MAX_DYNAMIC_SHARED_SIZE_BYTES: c_int = 8;
 pub(crate) const POINTER_DEVICE_ORDINAL: c_int = 9;
+pub(crate) const HOST_PORTABLE_AND_MAPPED: c_uint = 1 | 2;
 pub(crate) const STREAM_NON_BLOCKING: c_uint = 1;
 pub(crate) const STREAM_CAPTURE_NONE: c_int = 0;
 pub(crate) const EVENT_DISABLE_TIMING: c_uint = 2;
@@ -118,6 +119,7 @@ functions! {
         cuMemFree_v2(address: CUdeviceptr);
         cuMemHostAlloc(address: *mut *mut c_void, bytes: usize, flags: c_uint);
         cuMemFreeHost(address: *mut c_void);
+        cuMemHostGetDevicePointer_v2(address: *mut CUdeviceptr, host: *mut c_void, flags: c_uint);
         cuMemcpyHtoD_v2(to: CUdeviceptr, from: *const c_void, bytes: usize);
         cuMemcpyDtoH_v2(to: *mut c_void, from: CUdeviceptr, bytes: usize);
         #[cfg(feature = "nccl")]

@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What runs on devices carry along, so that ranks which run different things are found without a meeting of hosts.
+//!
+//! A run begins, on the communication stream, with a kernel that counts it up in the life of its group and writes the own
+//! tag: fingerprint, number of the run, and a word that tells a tag from other bytes. Behind every exchange that brings
+//! something, and before whoever reads it, another kernel compares the tags that came with it. Both are launches of the
+//! plan ([`Recorder`]), and the count is on the device, so that each replay of a graph is a run of its own.
+//!
+//! The first difference is written where the host sees it ([`Notice`]). From then on whatever arrives at this rank is
+//! overwritten with NaN as soon as it has: results that depend on it are NaN, here and on ranks that it is handed on to.
+
+use super::Cuda;
+use super::bases::{Meaning, meaning};
+use super::driver::{Context, call, check_room, sys};
+use super::kept::Recorder;
+use super::launch::{Grid, Launch, Launches};
+use super::memory::DeviceMemory;
+use super::params::{Arrived, ArrivedRange, BASES, BeginRun, Note, Tag, Tensor};
+use super::room::{Part, Room, padded};
+use crate::error::Result;
+use alloc::sync::Arc;
+use core::ops::Range;
+use core::ptr::{null_mut, without_provenance_mut};
+use core::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes of a tag.
+pub(crate) const TAG_BYTES: usize = size_of::<Tag>();
+const THREADS: u32 = 256;
+/// Blocks of the kernel behind an exchange: it has to do only where ranks differ.
+const MOST_BLOCKS: u64 = 8;
+/// Bytes that a block may as well write alone.
+const BLOCK_BYTES: u64 = 1 << 16;
+
+/// How many runs a group has begun, counted on the device.
+#[derive(Debug)]
+pub(crate) struct RunCount(DeviceMemory);
+
+impl RunCount {
+    /// None yet.
+    pub(crate) fn new(cuda: &Cuda) -> Result<Self> {
+        let memory = cuda.allocate(size_of::<u64>())?;
+        memory.upload(&[0; size_of::<u64>()])?;
+        Ok(Self(memory))
+    }
+}
+
+/// Where a rank's device notes that a peer runs something else.
+#[derive(Debug)]
+pub(crate) struct Notice {
+    context: Arc<Context>,
+    host: *mut Note,
+    device: u64,
+    /// Not 0 once something was noted.
+    disagreed: DeviceMemory,
+}
+
+// SAFETY: memory that `self` owns, which the host reads after `written` alone.
+unsafe impl Send for Notice {}
+// SAFETY: as above.
+unsafe impl Sync for Notice {}
+
+/// What was noted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Noted {
+    /// Which of the run's tags, from 1.
+    pub tag: usize,
+    pub ours: u64,
+    pub our_run: u64,
+    pub theirs: u64,
+    pub their_run: u64,
+    /// Whether what came is a tag at all: an exchange that failed leaves something else.
+    pub is_tag: bool,
+}
+
+impl Notice {
+    /// Nothing noted.
+    pub(crate) fn new(cuda: &Cuda) -> Result<Self> {
+        let disagreed = cuda.allocate(size_of::<u64>())?;
+        disagreed.upload(&[0; size_of::<u64>()])?;
+        let context = cuda.context();
+        let _entered = context.enter()?;
+        let (mut host, mut device, bytes) = (null_mut(), 0, size_of::<Note>());
+        let flags = sys::HOST_PORTABLE_AND_MAPPED;
+        // SAFETY: a context is current, the pointer is to a local.
+        check_room("cuMemHostAlloc", unsafe { sys::cuMemHostAlloc(&raw mut host, bytes, flags) }, bytes)?;
+        // SAFETY: `host` has that many bytes.
+        unsafe { host.cast::<u8>().write_bytes(0, bytes) };
+        // Its drop frees the memory, should the next call fail.
+        let mut notice = Self { context: Arc::clone(context), host: host.cast(), device: 0, disagreed };
+        // SAFETY: mapped memory of the host, and a pointer to a local.
+        unsafe { call!(cuMemHostGetDevicePointer_v2(&raw mut device, host, 0)) }?;
+        notice.device = device;
+        Ok(notice)
+    }
+
+    /// What was noted first, if anything was. Asks the driver nothing.
+    pub(crate) fn read(&self) -> Option<Noted> {
+        // SAFETY: the word is aligned, lives as long as `self`, and is only stored to by the device.
+        let written = unsafe { AtomicU64::from_ptr(&raw mut (*self.host).written) };
+        if written.load(Ordering::Acquire) == 0 {
+            return None;
+        }
+        // SAFETY: the device has written the rest before that word, and writes nothing any more.
+        let note = unsafe { self.host.read_volatile() };
+        Some(Noted {
+            tag: note.tag as usize,
+            ours: note.ours,
+            our_run: note.our_run,
+            theirs: note.theirs,
+            their_run: note.their_run,
+            is_tag: note.is_tag != 0,
+        })
+    }
+}
+
+impl Drop for Notice {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.context.enter() {
+            // SAFETY: allocated once in `new`; the owner waited for its last use.
+            unsafe { sys::cuMemFreeHost(self.host.cast()) };
+        }
+    }
+}
+
+impl Recorder<'_> {
+    /// Adds the launch that begins a run: it counts in `runs` and sets `count` tags, the own one first. Gives the symbol of
+    /// the tags, which are part of the lists.
+    pub(crate) fn begin_run(&mut self, fingerprint: u64, count: usize, runs: &RunCount) -> Result<*mut u8> {
+        let function = self.cuda().blocks(&mut self.cuda().kernels())?.begin_run;
+        let (mut writer, _) = self.begin(padded(count * TAG_BYTES))?;
+        let (_, tags) = writer.array::<Tag>(count);
+        let part = writer.part();
+        let params =
+            BeginRun { runs: runs.0.ptr() as usize as u64, tags, fingerprint, tag_count: count as u32, unused: 0 };
+        self.add_alone(part, Launch::new(function, Grid::Blocks(1), (32, 0), &params));
+        Ok(without_provenance_mut(tags as usize))
+    }
+
+    /// Adds the launch behind an exchange: it compares the tags of these numbers, and overwrites what arrived, given as
+    /// symbols of bases and bytes, if any rank that was met so far differs.
+    pub(crate) fn arrived(
+        &mut self,
+        tags: *mut u8,
+        compared: Range<usize>,
+        ranges: &[(*mut u8, usize)],
+        notice: &Notice,
+    ) -> Result<()> {
+        let function = self.cuda().blocks(&mut self.cuda().kernels())?.arrived;
+        let places: alloc::vec::Vec<_> = ranges.iter().map(|&(symbol, bytes)| (self.place(symbol), bytes)).collect();
+        let (mut writer, _) = self.begin(padded(ranges.len() * size_of::<ArrivedRange>()))?;
+        let (list, at) = writer.array::<ArrivedRange>(ranges.len());
+        for (out, (place, bytes)) in list.iter_mut().zip(places) {
+            *out = ArrivedRange { row: place.row, bytes: bytes as u64, first_head: place.first_head, base: place.base };
+        }
+        let part = writer.part();
+        let params = Arrived {
+            tags: tags as usize as u64,
+            ranges: at,
+            disagreed: notice.disagreed.ptr() as usize as u64,
+            note: notice.device,
+            tags_begin: compared.start as u32,
+            tags_end: compared.end as u32,
+            range_count: ranges.len() as u32,
+            unused: 0,
+            bases: [Tensor::default(); BASES],
+        };
+        let bytes: u64 = ranges.iter().map(|r| r.1 as u64).sum();
+        let blocks = bytes.div_ceil(BLOCK_BYTES).clamp(1, MOST_BLOCKS) as u32;
+        self.add_alone(part, Launch::new(function, Grid::Blocks(blocks), (THREADS, 0), &params));
+        Ok(())
+    }
+
+    fn add_alone(&mut self, part: Part, launch: Launch) {
+        let mut launches = Launches::default();
+        launches.push(launch);
+        self.add((part, launches));
+    }
+}
+
+/// Whether an address stands for a part of the lists.
+pub(crate) fn is_of_lists(address: *mut u8) -> bool {
+    matches!(meaning(address as usize as u64), Meaning::List(_))
+}

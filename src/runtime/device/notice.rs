@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a device noted of a peer that runs something else, as the error that a rank on the CPU would return.
+
+use std::{
+    string::String,
+    sync::{Mutex, PoisonError},
+    vec::Vec,
+};
+
+use crate::{
+    error::{Error, Result},
+    kernel::cuda::{Cuda, tags},
+    runtime::failure::Found,
+};
+
+/// See the module.
+pub(crate) struct Notice {
+    pub(super) device: tags::Notice,
+    kinds: Mutex<Vec<Kind>>,
+}
+
+/// A kind of run that the rank may have begun.
+struct Kind {
+    rank: usize,
+    fingerprint: u64,
+    /// In words.
+    what: String,
+    /// Who sends the tags from number 1 on.
+    senders: Vec<usize>,
+}
+
+impl Notice {
+    pub(super) fn new(cuda: &Cuda) -> Result<Self> {
+        Ok(Self { device: tags::Notice::new(cuda)?, kinds: Mutex::default() })
+    }
+
+    /// Remembers what the tags of a kind of run mean. (A rank that forgot such a run and prepares it anew says the same.)
+    pub(super) fn add(&self, rank: usize, fingerprint: u64, what: String, senders: &[usize]) {
+        let mut kinds = self.kinds.lock().unwrap_or_else(PoisonError::into_inner);
+        if !kinds.iter().any(|k| k.fingerprint == fingerprint) {
+            kinds.push(Kind { rank, fingerprint, what, senders: senders.to_vec() });
+        }
+    }
+
+    /// Forgets a kind of run, all of which are over.
+    pub(super) fn remove(&self, fingerprint: u64) {
+        self.kinds.lock().unwrap_or_else(PoisonError::into_inner).retain(|k| k.fingerprint != fingerprint);
+    }
+}
+
+impl Found for Notice {
+    fn found(&self) -> Option<(Error, bool)> {
+        let noted = self.device.read()?;
+        let kinds = self.kinds.lock().unwrap_or_else(PoisonError::into_inner);
+        let kind = kinds.iter().find(|k| k.fingerprint == noted.ours)?;
+        let error = Error::Disagreement {
+            rank: kind.rank,
+            peer: *kind.senders.get(noted.tag.checked_sub(1)?)?,
+            ours: noted.ours,
+            theirs: noted.theirs,
+            what: kind.what.clone(),
+            runs: Some([noted.our_run, noted.their_run]),
+        };
+        Some((error, noted.is_tag))
+    }
+}
