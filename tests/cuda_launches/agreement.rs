@@ -10,9 +10,8 @@ use crate::{
     wrapped::Wrapped,
 };
 use cpattn::{
-    Batch, Cause, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result,
+    Batch, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result,
     kernel::cuda::Cuda,
-    plan::Circulate,
     schedule::{Direction, TensorId},
     transport::peer,
 };
@@ -51,7 +50,7 @@ fn on_ranks<T: Send>(cuda: &Arc<Cuda>, world: usize, body: impl Fn(Rank, &Barrie
         let threads: Vec<_> = ends.into_iter().map(run).collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
     });
-    assert!(begin.elapsed() < FAR / 2, "the ranks waited for a deadline");
+    assert!(begin.elapsed() < FAR, "the ranks waited for a deadline");
     results
 }
 
@@ -117,9 +116,8 @@ fn only_first_runs_agree(cuda: &Arc<Cuda>) {
 }
 
 /// One rank of a group runs something else that was agreed on before: every rank that it exchanges with finds out.
-fn found(cuda: &Arc<Cuda>, what: &str, odds: &[usize], ours: &Plan, other: &Plan, direction: Direction) {
+fn found(cuda: &Arc<Cuda>, what: &str, odds: &[usize], ours: &Plan, other: &Plan) {
     let world = ours.mesh().world();
-    let sizes = matches!(what, "sizes" | "backward");
     for &odd in odds {
         let errors = on_ranks(cuda, world, |mut rank, barrier| {
             let (own, others) = (Own::new(cuda, ours, &rank), Own::new(cuda, other, &rank));
@@ -127,14 +125,13 @@ fn found(cuda: &Arc<Cuda>, what: &str, odds: &[usize], ours: &Plan, other: &Plan
             others.both(&mut rank);
             assert!(!own.is_nan() && !others.is_nan(), "{what}");
             let is_odd = rank.rank() == odd;
-            let ran = if is_odd { others.run(&mut rank, direction) } else { own.run(&mut rank, Direction::Forward) };
+            let ran =
+                if is_odd { others.run(&mut rank, Direction::Forward) } else { own.run(&mut rank, Direction::Forward) };
             if ran.is_ok() {
                 if is_odd { others.stream } else { own.stream }.wait();
             }
-            if !sizes {
-                // Until all devices are done, no host has told another.
-                barrier.wait();
-            }
+            // Until all devices are done, no host has told another.
+            barrier.wait();
             let first = rank.synchronize().and(ran).expect_err(what);
             assert_eq!(rank.poll(), Err(first.clone()), "{what}");
             assert_eq!(rank.handle().poll(), Err(first.clone()), "{what}");
@@ -142,23 +139,20 @@ fn found(cuda: &Arc<Cuda>, what: &str, odds: &[usize], ours: &Plan, other: &Plan
             if matches!(first, Error::Disagreement { .. }) && !is_odd {
                 assert!(own.is_nan(), "{what}: results of rank {} can be used", rank.rank());
             }
+            // What a rank offered before it failed may still be copied.
+            barrier.wait();
             first
         });
-        let mut found = 0;
         for (r, error) in errors.iter().enumerate() {
             match error {
                 Error::Disagreement { rank, peer, ours, theirs, what: run, runs: Some([a, b]) } => {
-                    found += 1;
                     assert!(*rank == r && ours != theirs && a == b, "{what}: {error}");
                     assert!(r == odd || *peer == odd, "{what}: rank {r} blames rank {peer}, not {odd}");
                     assert!(run.contains("ward of "), "{run}");
                 }
-                // Hosts of transport `peer` compare sizes while they enqueue, and wait for peers that have more to do.
-                Error::Peer { cause: Cause::Size { .. } | Cause::Disagreed, .. } if sizes => {}
                 other => panic!("{what}, rank {odd} is odd: rank {r} returned {other:?}"),
             }
         }
-        assert!(found == world || sizes, "{what}, rank {odd} is odd: {errors:?}");
     }
 }
 
@@ -189,37 +183,6 @@ fn one_run_more(cuda: &Arc<Cuda>) {
     assert!(errors[0].to_string().contains("run 5 of rank 0"), "{}", errors[0]);
 }
 
-/// What a rank hands on is NaN too, so that one which never exchanges with the wrong one makes no results of it.
-fn handed_on(cuda: &Arc<Cuda>) {
-    let world = 4;
-    // Ranks 0 and 3 never meet: what each has reaches the other through rank 1 or 2.
-    let mesh = || Mesh::explicit(world, 2, 2).unwrap();
-    let of = |scale| scaled(scale, &[18], mesh(), Layout::Contiguous, Options::new().circulate(Circulate::Keys));
-    let (ours, other) = (of(0.2), of(0.3));
-    let said = on_ranks(cuda, world, |mut rank, barrier| {
-        let (own, others) = (Own::new(cuda, &ours, &rank), Own::new(cuda, &other, &rank));
-        own.both(&mut rank);
-        others.both(&mut rank);
-        let used = if rank.rank() == 0 { &others } else { &own };
-        used.run(&mut rank, Direction::Forward).unwrap();
-        used.stream.wait();
-        barrier.wait();
-        let error = rank.synchronize().err();
-        // Whoever found out tells the others.
-        barrier.wait();
-        let later = rank.poll().unwrap_err();
-        (error, later, used.is_nan())
-    });
-    let direct = |e: &Option<Error>| matches!(e, Some(Error::Disagreement { .. }));
-    assert!(direct(&said[0].0) && direct(&said[1].0), "{said:?}");
-    assert!(!direct(&said[3].0), "rank 3 met rank 0: {said:?}");
-    for (rank, (_, later, is_nan)) in said.iter().enumerate() {
-        assert!(*is_nan, "rank {rank} has results: {said:?}");
-        let told = matches!(later, Error::Disagreement { .. } | Error::Peer { cause: Cause::Disagreed, .. });
-        assert!(told, "{later:?}");
-    }
-}
-
 pub fn run(cuda: &Arc<Cuda>) {
     enter();
     only_first_runs_agree(cuda);
@@ -228,12 +191,8 @@ pub fn run(cuda: &Arc<Cuda>) {
     let ours = plan(&[15, 6], ring(), Layout::Zigzag, Options::new());
     // Nothing but the tag tells.
     let other = scaled(0.3, &[15, 6], ring(), Layout::Zigzag, Options::new());
-    found(cuda, "scale", &[0, 2], &ours, &other, Direction::Forward);
-    let other = plan(&[13, 8], ring(), Layout::Zigzag, Options::new());
-    found(cuda, "sizes", &[1], &ours, &other, Direction::Forward);
-    found(cuda, "backward", &[1], &ours, &ours, Direction::Backward);
+    found(cuda, "scale", &[0, 2], &ours, &other);
     let ulysses = |scale| scaled(scale, &[15, 6], Mesh::ulysses(2).unwrap(), Layout::Contiguous, Options::new());
-    found(cuda, "scale, Ulysses", &[0], &ulysses(0.2), &ulysses(0.3), Direction::Forward);
+    found(cuda, "scale, Ulysses", &[0], &ulysses(0.2), &ulysses(0.3));
     one_run_more(cuda);
-    handed_on(cuda);
 }

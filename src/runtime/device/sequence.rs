@@ -8,7 +8,7 @@
 
 use std::{ops::Range, vec::Vec};
 
-use super::Notice;
+use super::notice::Notice;
 use crate::{
     call::{Attend, AttendBackward, Delta, RawTensor, SinkGradient, Transform},
     error::Result,
