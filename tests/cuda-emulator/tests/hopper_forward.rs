@@ -141,19 +141,21 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
     let scale = (dim as f64).sqrt().recip();
     let log2 = (scale * std::f64::consts::LOG2_E) as f32;
     let (q_row, k_row, v_row) = (Q_HEADS * dim * 2, dim * 2, value * 2);
+    // Rows of a tile of keys.
+    let tile = if dim == 256 { 64 } else { 128 };
     let mut params = Bytes::default();
     params.0.extend(q.map(dim, Q_ROWS, 128));
-    params.0.extend(k.map(dim, KEYS[0], 128));
-    params.0.extend(v.map(value, KEYS[0], 128));
+    params.0.extend(k.map(dim, KEYS[0], tile));
+    params.0.extend(v.map(value, KEYS[0], tile));
     params.u64s(&[q.at, q_row as u64, dim as u64 * 2, k.at, k_row as u64, 0, v.at, v_row as u64, 0]);
     params.u64s(&[0; 6]).u64s(&[o, (Q_HEADS * value * 2) as u64, value as u64 * 2, lse, Q_HEADS as u64 * 4, 4]);
     params.u64s(&[0; 6]).u64s(&[0, lists[0], lists[1], lists[2], lists[3]]);
     // No bound to the left, causal; then how scores are made, heads, and what this kernel has of its own.
     params.u64s(&[1 << 62, 0]).u32s(&[log2.to_bits(), log2.to_bits(), 0, 0, (scale as f32).to_bits(), 0]);
     params.u32s(&[Q_HEADS as u32, 1, 0, 0, 2, dim as u32, value as u32, 2 * Q_HEADS as u32, 1, 0]);
-    params.u64s(&[lists[4]]).u32s(&[Q_ROWS as u32, KEYS[0] as u32, 2, Q_HEADS as u32]);
+    params.u64s(&[lists[4], lists[3]]).u32s(&[Q_ROWS as u32, KEYS[0] as u32, 2, Q_HEADS as u32]);
 
-    let shared = 2 * (128 * dim + 2 * 128 * (dim + value)) + 512;
+    let shared = 2 * (128 * dim + 2 * tile as usize * (dim + value)) + 512;
     let options = Options { seed, ..Options::default() };
     // One block takes all items, or each its own.
     let grid = [if seed.is_multiple_of(2) { 1 } else { 4 }, 1, 1];
@@ -230,4 +232,10 @@ fn head_dim_128() {
 fn head_dims_192_and_128() {
     check(true, (192, 128), "192128");
     check(false, (192, 128), "192128");
+}
+
+#[test]
+fn head_dim_256() {
+    check(true, (256, 256), "256");
+    check(false, (256, 256), "256");
 }
