@@ -50,14 +50,22 @@ struct Offer {
 pub struct Peer {
     local: Local,
     cuda: Arc<Cuda>,
-    stream: OwnStream,
+    lanes: Arc<[Lane]>,
     events: Mutex<Events>,
     /// By rank: whether copies from there are direct.
     direct: Vec<bool>,
 }
 
-struct Events {
+/// What a rank's peers are told the handles of. It lives as long as any rank of the group: a rank that fails may be gone
+/// while another still enqueues what it was offered before.
+struct Lane {
+    stream: OwnStream,
     ready: Event,
+    /// Whose context it is.
+    cuda: Arc<Cuda>,
+}
+
+struct Events {
     done: Event,
     out: Vec<Offer>,
     arrived: Vec<Offer>,
@@ -84,13 +92,17 @@ impl core::fmt::Debug for Peer {
 /// # Errors
 /// As [`local::group`], or the driver's.
 pub fn group(devices: &[Arc<Cuda>], deadline: Duration) -> Result<Vec<Peer>> {
+    let lane = |cuda: &Arc<Cuda>| -> Result<Lane> {
+        let context = cuda.context();
+        Ok(Lane { stream: OwnStream::new(context)?, ready: Event::new(context)?, cuda: Arc::clone(cuda) })
+    };
+    let lanes: Arc<[Lane]> = devices.iter().map(lane).collect::<Result<Vec<_>>>()?.into();
     local::group(devices.len(), deadline)?
         .into_iter()
         .zip(devices)
         .map(|(local, cuda)| {
             let context = cuda.context();
             let events = Events {
-                ready: Event::new(context)?,
                 done: Event::new(context)?,
                 out: Vec::new(),
                 arrived: Vec::new(),
@@ -101,8 +113,8 @@ pub fn group(devices: &[Arc<Cuda>], deadline: Duration) -> Result<Vec<Peer>> {
             };
             let access = |other: &Arc<Cuda>| context.enable_access_to(other.context());
             let direct = devices.iter().map(access).collect::<Result<_>>()?;
-            let (stream, cuda) = (OwnStream::new(context)?, Arc::clone(cuda));
-            Ok(Peer { local, stream, cuda, events: Mutex::new(events), direct })
+            let (lanes, cuda) = (Arc::clone(&lanes), Arc::clone(cuda));
+            Ok(Peer { local, lanes, cuda, events: Mutex::new(events), direct })
         })
         .collect()
 }
@@ -126,6 +138,10 @@ impl Peer {
     pub fn is_direct(&self, peer: usize) -> bool {
         self.direct[peer]
     }
+
+    fn lane(&self) -> &Lane {
+        &self.lanes[self.local.rank()]
+    }
 }
 
 impl DeviceTransport for Peer {
@@ -134,11 +150,11 @@ impl DeviceTransport for Peer {
     }
 
     fn stream(&self) -> Stream {
-        self.stream.handle()
+        self.lane().stream.handle()
     }
 
     fn synchronize(&self) -> Result<()> {
-        self.stream.synchronize()
+        self.lane().stream.synchronize()
     }
 
     /// Each replay repeats the copies, in the order of the events that were captured. The hosts of the ranks meet while
@@ -175,13 +191,12 @@ impl Events {
         &mut self,
         local: &Local,
         label: Label,
-        cuda: &Cuda,
-        stream: Stream,
+        lane: &Lane,
         sends: &[Message],
         recvs: &[Message],
     ) -> Result<()> {
-        let context = cuda.context().handle();
-        let Self { ready, out, arrived, sends: host_sends, recvs: host_recvs, peers, .. } = self;
+        let (context, ready, stream) = (lane.cuda.context().handle(), &lane.ready, lane.stream.handle());
+        let Self { out, arrived, sends: host_sends, recvs: host_recvs, peers, .. } = self;
         out.clear();
         host_sends.clear();
         peers_of(sends, peers);
@@ -286,14 +301,15 @@ impl Transport for Peer {
         self.local.check("recvs", recvs)?;
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         let _entered = self.cuda.context().enter()?;
-        let stream = self.stream.handle();
-        events.ready.record(stream)?;
-        events.trade_offers(&self.local, label, &self.cuda, stream, sends, recvs)?;
+        let lane = self.lane();
+        let stream = lane.stream.handle();
+        lane.ready.record(stream)?;
+        events.trade_offers(&self.local, label, lane, sends, recvs)?;
         // SAFETY: the messages' bytes are valid until the exchange is over (the contract of `Transport::exchange`).
         if let Err(error) = unsafe { events.enqueue(&self.local, label, stream, recvs) } {
             // The senders wait to be told, and their memory is theirs again once they are: what was enqueued is over
             // first. If the driver cannot even wait, the first error says more.
-            let _ = self.stream.synchronize();
+            let _ = lane.stream.synchronize();
             self.local.abort(if let Error::Peer { cause, .. } = error { cause } else { Cause::Failed });
             return Err(error);
         }
@@ -302,7 +318,7 @@ impl Transport for Peer {
 
     fn poll(&self) -> Result<()> {
         self.local.poll()?;
-        self.stream.query().map(|_| ())
+        self.lane().stream.query().map(|_| ())
     }
 
     fn abort(&self, cause: Cause) {

@@ -10,8 +10,9 @@ use crate::{
     wrapped::Wrapped,
 };
 use cpattn::{
-    Batch, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result,
+    Batch, Cause, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result,
     kernel::cuda::Cuda,
+    plan::Circulate,
     schedule::{Direction, TensorId},
     transport::peer,
 };
@@ -183,6 +184,37 @@ fn one_run_more(cuda: &Arc<Cuda>) {
     assert!(errors[0].to_string().contains("run 5 of rank 0"), "{}", errors[0]);
 }
 
+/// What a rank hands on is NaN too, so that one which never exchanges with the wrong one makes no results of it.
+fn handed_on(cuda: &Arc<Cuda>) {
+    let world = 4;
+    // Ranks 0 and 3 never meet: what each has reaches the other through rank 1 or 2.
+    let mesh = || Mesh::explicit(world, 2, 2).unwrap();
+    let of = |scale| scaled(scale, &[18], mesh(), Layout::Contiguous, Options::new().circulate(Circulate::Keys));
+    let (ours, other) = (of(0.2), of(0.3));
+    let said = on_ranks(cuda, world, |mut rank, barrier| {
+        let (own, others) = (Own::new(cuda, &ours, &rank), Own::new(cuda, &other, &rank));
+        own.both(&mut rank);
+        others.both(&mut rank);
+        let used = if rank.rank() == 0 { &others } else { &own };
+        used.run(&mut rank, Direction::Forward).unwrap();
+        used.stream.wait();
+        barrier.wait();
+        let error = rank.synchronize().err();
+        // Whoever found out tells the others.
+        barrier.wait();
+        let later = rank.poll().unwrap_err();
+        (error, later, used.is_nan())
+    });
+    let direct = |e: &Option<Error>| matches!(e, Some(Error::Disagreement { .. }));
+    assert!(direct(&said[0].0) && direct(&said[1].0), "{said:?}");
+    assert!(!direct(&said[3].0), "rank 3 met rank 0: {said:?}");
+    for (rank, (_, later, is_nan)) in said.iter().enumerate() {
+        assert!(*is_nan, "rank {rank} has results: {said:?}");
+        let told = matches!(later, Error::Disagreement { .. } | Error::Peer { cause: Cause::Disagreed, .. });
+        assert!(told, "{later:?}");
+    }
+}
+
 pub fn run(cuda: &Arc<Cuda>) {
     enter();
     only_first_runs_agree(cuda);
@@ -195,4 +227,5 @@ pub fn run(cuda: &Arc<Cuda>) {
     let ulysses = |scale| scaled(scale, &[15, 6], Mesh::ulysses(2).unwrap(), Layout::Contiguous, Options::new());
     found(cuda, "scale, Ulysses", &[0], &ulysses(0.2), &ulysses(0.3));
     one_run_more(cuda);
+    handed_on(cuda);
 }

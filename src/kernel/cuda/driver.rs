@@ -330,6 +330,8 @@ pub(crate) struct Event {
 
 // SAFETY: a handle that the driver accepts on every thread.
 unsafe impl Send for Event {}
+// SAFETY: as above; the driver synchronises itself.
+unsafe impl Sync for Event {}
 
 impl Event {
     /// An event that was not recorded yet, without timing.
