@@ -107,6 +107,17 @@ def machine():
     return f"{name}, {cores} cores"
 
 
+def can_be_held(case, cpuinfo="/proc/cpuinfo"):
+    """Whether this machine has the instruction set that a case holds both sides to (AVX-512 for all of them)."""
+    if not case.isa:
+        return True
+    try:
+        lines = pathlib.Path(cpuinfo).read_text().splitlines()
+    except OSError:
+        return True
+    return any("avx512f" in line.split() for line in lines if line.startswith("flags"))
+
+
 def arguments():
     parser = argparse.ArgumentParser(prog="benches/peers/run cpu", description=__doc__.splitlines()[0])
     parser.add_argument("--ceilings", required=True, help="the program of benches/ceilings (given by `run`)")
@@ -136,6 +147,10 @@ def main():
     if not cases:
         print(f"--only {options.only} is in no name of cpu_cases.txt", file=sys.stderr)
         return 2
+    about["left_out"] = [case.name for case in cases if not can_be_held(case)]
+    cases = [case for case in cases if case.name not in about["left_out"]]
+    if about["left_out"]:
+        print(f"left out, as this machine has no AVX-512: {', '.join(about['left_out'])}", file=sys.stderr)
     threads = {name: str(options.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")}
     # One NUMA node, one thread pool: what the environment says counts for both sides, and what it says about
     # instruction sets for neither.

@@ -161,6 +161,14 @@ class Cpu(unittest.TestCase):
                  for dtype, isa in (("f32", ""), ("f16", ""), ("bf16", " isa=avx512_bf16"))]
         self.assertEqual(names, ["fma_f32", "fma_f32", "bf16_dot"])
 
+    def test_cases_held_to_what_the_machine_lacks_are_left_out(self):
+        free, held = cpu.Case(self.LINE), cpu.Case(self.LINE + " isa=avx512_bf16")
+        with tempfile.TemporaryDirectory() as folder:
+            for flags, has in (("fma avx2", False), ("avx2 avx512f avx512bw", True)):
+                cpuinfo = pathlib.Path(folder, "cpuinfo")
+                cpuinfo.write_text(f"model name\t: a CPU\nflags\t\t: {flags}\n")
+                self.assertEqual([cpu_measure.can_be_held(case, cpuinfo) for case in (free, held)], [True, has])
+
     def test_every_line_is_a_case(self):
         lines = [x for x in (HERE / "cpu_cases.txt").read_text().splitlines() if x and not x.startswith("#")]
         cases = [cpu.Case(line) for line in lines]
