@@ -12,7 +12,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,9 @@ import torch
 import torch.distributed as dist
 from cpattn.torch import Context
 from processes import run
-from tap import Tap
+from tap import PHASES, Tap
 
 HEADS, HEAD_DIM = 8, 128
-PHASES = ("attention", "exchanges", "both")
 
 
 def job(rank: int, world: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
@@ -52,19 +50,7 @@ def job(rank: int, world: int, tokens: int, rounds: int) -> list[dict[str, Any]]
             want = [tensors[name].clone() for name in outputs]
             times = []
             for _ in range(rounds):
-                row = []
-                for phase in PHASES:
-                    tap.set("hold" if phase == "attention" else "through")
-                    dist.barrier()
-                    wall, cpu = time.perf_counter(), time.process_time()
-                    if phase == "exchanges":
-                        tap.again()
-                    else:
-                        call(batch.plan, **tensors)
-                    wall = time.perf_counter() - wall
-                    dist.barrier()
-                    row.append((wall, time.process_time() - cpu))
-                times.append(row)
+                times.append(tap.phases(lambda: call(batch.plan, **tensors)))
                 assert all(torch.equal(tensors[name], x) for name, x in zip(outputs, want)), "a run has other bits"
             sent = sum(m.bytes for _, _, sends, _ in tap.batches for m in sends)
             cases.append({"mesh": mesh, "direction": direction, "exchanges": len(tap.batches), "bytes": sent, "times": times})

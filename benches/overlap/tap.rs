@@ -137,19 +137,19 @@ impl<T: Transport> Transport for Tap<T> {
 
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
         let mut state = self.state();
-        // SAFETY: the caller's promise.
+        // SAFETY: the bytes of messages are valid during the exchange (the contract of `Transport::exchange`).
         unsafe { state.note(sends) };
         match state.mode {
             Mode::Through => {}
             Mode::Record => state.batches.push(Batch { label, sends: sends.to_vec(), recvs: recvs.to_vec() }),
             Mode::Hold => {
-                // SAFETY: the caller's promise.
+                // SAFETY: as above; those of `recvs` may be written.
                 unsafe { state.answer(recvs) };
                 return Ok(());
             }
         }
         drop(state);
-        // SAFETY: the caller's promise.
+        // SAFETY: the lists as they were given, under the same contract.
         unsafe { self.end.exchange(label, sends, recvs) }
     }
 

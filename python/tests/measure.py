@@ -10,7 +10,6 @@ exchanges alone, and both. Wall time is that of the slowest rank, CPU time that 
 import argparse
 import random
 import statistics
-import time
 from typing import Any
 
 import cpattn
@@ -18,10 +17,9 @@ import torch
 import torch.distributed as dist
 from cpattn.torch import Context
 from processes import run
-from tap import Tap
+from tap import PHASES, Tap
 
 LAYOUTS = ("ZIGZAG", "ZIGZAG_PACK", "BALANCED", "AUTO")
-PHASES = ("attention", "exchanges", "both")
 HEADS, KV_HEADS, DIM = 8, 2, 64
 
 
@@ -56,19 +54,7 @@ def job(rank: int, world: int, rounds: int) -> dict[tuple[str, str], tuple[int, 
         times: dict[tuple[str, str], list[Any]] = {key: [] for key in here}
         for _ in range(rounds):
             for key, (call, plan, tensors, tap) in here.items():
-                row = []
-                for phase in PHASES:
-                    tap.set("hold" if phase == "attention" else "through")
-                    dist.barrier()
-                    wall, cpu = time.perf_counter(), time.process_time()
-                    if phase == "exchanges":
-                        tap.again()
-                    else:
-                        call(plan, **tensors)
-                    wall = time.perf_counter() - wall
-                    dist.barrier()
-                    row.append((wall, time.process_time() - cpu))
-                times[key].append(row)
+                times[key].append(tap.phases(lambda: call(plan, **tensors)))
         for key, (_, _, _, tap) in here.items():
             most = max((sum(m.peer == p for m in sends) for _, _, sends, _ in tap.batches for p in range(world)), default=0)
             out[key] = (len(tap.batches), most, times[key])

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
+import time
+from typing import Any, Callable
 
+import torch.distributed as dist
 from cpattn.transport import Message
 
 TAG = 16
+PHASES = ("attention", "exchanges", "both")
 Batch = tuple[str, int, list[Message], list[Message]]
 
 
@@ -47,3 +50,16 @@ class Tap:
     def again(self) -> None:
         for batch in self.batches:
             self.move(*batch)
+
+    def phases(self, run: Callable[[], object]) -> list[tuple[float, float]]:
+        """Wall and CPU seconds of each of PHASES, of a run whose exchanges were written down; all ranks together."""
+        row = []
+        for phase in PHASES:
+            self.set("hold" if phase == "attention" else "through")
+            dist.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            self.again() if phase == "exchanges" else run()
+            wall = time.perf_counter() - wall
+            dist.barrier()
+            row.append((wall, time.process_time() - cpu))
+        return row

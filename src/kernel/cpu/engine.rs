@@ -108,7 +108,7 @@ impl<V: Vector> Dense<V> {
     unsafe fn rows(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [V::T]) -> bool {
         let (dim, ld) = (t.dim as usize, Self::row(t.dim as usize));
         if t.dtype == V::T::DTYPE && dim.is_multiple_of(4 * V::W) {
-            // SAFETY: the caller's promise; elements are those of the sums.
+            // SAFETY: the rows are those of [`Engine::keys`], and elements are those of the sums.
             return unsafe { Self::copy(t, head, rows, tile) };
         }
         for (at, &row) in tile.chunks_exact_mut(ld).zip(rows) {
