@@ -10,14 +10,6 @@
 #include "score.cuh"
 #include "tile.cuh"
 
-__device__ __forceinline__ void raise(float* to, float x) {
-    // Non-negative floats order like integers, negative ones the other way round.
-    if (x >= 0.0f)
-        atomicMax((int*)to, __float_as_int(x));
-    else
-        atomicMin((u32*)to, __float_as_uint(x));
-}
-
 // One float per thread and row. With two product rows per warp the loops have no register left, and the values are spilt
 // by hand, to shared memory; they are touched once a tile.
 template <int ROWS, int THREADS, bool SPILT>
@@ -169,7 +161,6 @@ struct Forward {
         const int g = lane >> 2, t = lane & 3;
         const bool continues = mode == MODE_MERGE || mode == MODE_LAST;
         const bool finishes = mode == MODE_LAST || mode == MODE_ONLY;
-        float peak = minus_infinity();
 #pragma unroll
         for (int r = 0; r < 2 * MT; ++r) {
             const int m = r / 2, h = r % 2;
@@ -178,11 +169,9 @@ struct Forward {
             float total = row_sum.get(r);
             total += __shfl_xor_sync(~0u, total, 1);
             total += __shfl_xor_sync(~0u, total, 2);
-            const float largest = row_max.get(r);
-            LogSumExp lse = log_sum_exp(largest, total);
+            LogSumExp lse = log_sum_exp(row_max.get(r), total);
             float scale = total == 0.0f ? 0.0f : reciprocal(total);
             float keep = 0.0f;
-            if (ok) peak = fmaxf(peak, largest * LN2);
             char* lse_at = p.lse.ptr + head * p.lse.head + (first_row + row) * p.lse.token;
             char* running_lse = p.running_lse.ptr + head * p.running_lse.head + (first_row + row) * p.running_lse.token;
             char* running = p.running.ptr + head * p.running.head + (first_row + row) * p.running.token;
@@ -231,12 +220,6 @@ struct Forward {
                 if (row < rows && chunk * 8 < p.heads.value)
                     *(uint4*)(p.o.ptr + head * p.o.head + (first_row + row) * p.o.token + chunk * 16) = x;
             }
-        }
-        if (p.max_score) {
-            peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 4));
-            peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 8));
-            peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 16));
-            if (lane == 0 && peak > minus_infinity()) raise(p.max_score + head, peak);
         }
     }
 

@@ -361,7 +361,6 @@ struct HopperForward {
         const int g = lane >> 2, t = lane & 3;
         const bool continues = mode == MODE_MERGE || mode == MODE_LAST;
         const bool finishes = mode == MODE_LAST || mode == MODE_ONLY;
-        float peak = minus_infinity();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = base + h * 8 + g;
@@ -372,7 +371,6 @@ struct HopperForward {
             LogSumExp lse = log_sum_exp(row_max[h], total);
             float scale = total == 0.0f ? 0.0f : reciprocal(total);
             float keep = 0.0f;
-            if (ok) peak = fmaxf(peak, row_max[h] * LN2);
             char* running_lse = p.running_lse.ptr + head * p.running_lse.head + (first_row + row) * p.running_lse.token;
             char* running = p.running.ptr + head * p.running.head + (first_row + row) * p.running.token;
             if (continues && ok) {
@@ -420,12 +418,6 @@ struct HopperForward {
                 else
                     store_lse(running_lse, p.running_lse_words, lse);
             }
-        }
-        if (p.max_score) {
-            peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 4));
-            peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 8));
-            peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 16));
-            if (lane == 0 && peak > minus_infinity()) raise(p.max_score + head, peak);
         }
     }
 

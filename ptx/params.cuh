@@ -76,7 +76,6 @@ struct Heads {
 
 struct ForwardParams {
     Tensor q, k, v, running, running_lse, o, lse, slopes, sinks;
-    float* max_score;
     const Run* queries;
     const Run* keys;
     const u32* partners;

@@ -85,7 +85,6 @@ impl Cuda {
             lse: require(needs_o, checker, "lse", &call.lse, f32s)?,
             slopes: checker.per_head("alibi_slopes", &call.alibi_slopes, q_heads)?,
             sinks: checker.per_head("sinks", &call.sinks, q_heads)?,
-            max_score: 0,
             queries: 0,
             keys: 0,
             partners: 0,

@@ -112,8 +112,6 @@ pub(super) struct Forward {
     pub lse: Tensor,
     pub slopes: Tensor,
     pub sinks: Tensor,
-    /// 0: the kernels can give the largest score, which no call asks for.
-    pub max_score: u64,
     pub queries: u64,
     pub keys: u64,
     pub partners: u64,
@@ -401,7 +399,7 @@ const _: () = {
     assert!(size_of::<Work>() == 8);
     assert!(size_of::<Score>() == 40);
     assert!(size_of::<Heads>() == 32);
-    assert!(size_of::<Forward>() == 336);
+    assert!(size_of::<Forward>() == 328);
     assert!(size_of::<Backward>() == 352);
     assert!(size_of::<Fused>() == 408);
     assert!(size_of::<TransformTensor>() == 32);

@@ -149,7 +149,7 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
     params.0.extend(v.map(value, KEYS[0], tile));
     params.u64s(&[q.at, q_row as u64, dim as u64 * 2, k.at, k_row as u64, 0, v.at, v_row as u64, 0]);
     params.u64s(&[0; 6]).u64s(&[o, (Q_HEADS * value * 2) as u64, value as u64 * 2, lse, Q_HEADS as u64 * 4, 4]);
-    params.u64s(&[0; 6]).u64s(&[0, lists[0], lists[1], lists[2], lists[3]]);
+    params.u64s(&[0; 6]).u64s(&[lists[0], lists[1], lists[2], lists[3]]);
     // No bound to the left, causal; then how scores are made, heads, and what this kernel has of its own.
     params.u64s(&[1 << 62, 0]).u32s(&[log2.to_bits(), log2.to_bits(), 0, 0, (scale as f32).to_bits(), 0]);
     params.u32s(&[Q_HEADS as u32, 1, 0, 0, 2, dim as u32, value as u32, 2 * Q_HEADS as u32, 1, 0]);
