@@ -473,14 +473,14 @@ int32_t cpattn_rank_destroy(cpattn_rank *rank);
 
 /* Does all that may allocate for runs of this plan; on a device it also loads the kernels, which takes the driver up to
  * seconds, and may wait for earlier runs. Optional: the first run does it otherwise. A rank remembers the last 16 (plan,
- * direction) pairs. */
+ * direction) pairs, an all-to-all being one. */
 int32_t cpattn_rank_prepare(cpattn_rank *rank, const cpattn_plan *plan, int32_t direction);
 
 /* Workspaces begin at a multiple of this many bytes. */
 #define CPATTN_WORKSPACE_ALIGNMENT 256
 
-/* Lends memory to work in, of the rank's place: `bytes` at `workspace`, the largest of cpattn_plan_workspace over the
- * plans to run. It stays lent, untouched by others, until another is lent, it is taken back or the rank is destroyed; on a
+/* Lends memory to work in, of the rank's place: `bytes` at `workspace`, the largest of cpattn_plan_workspace (and
+ * cpattn_plan_all_to_all_workspace) over the plans to run. It stays lent, untouched by others, until another is lent, it is taken back or the rank is destroyed; on a
  * device all three wait for what was enqueued. NULL and 0 bytes take it back: the rank then allocates its own, as it does
  * without this call. */
 int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t bytes);
@@ -548,10 +548,16 @@ int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn
  * kv_head_begin to kv_head_end; the share's tokens are the sum of those of the Ulysses ranks). `to` is compact.
  * to_tokens: back. `from` is compact. Of a kv head that several ranks hold, `to` gets the sum over them, in rank order: what
  * a gradient needs.
- * On the CPU; stream is NULL. On a device they are refused (CPATTN_UNSUPPORTED).
+ * stream: a cudaStream_t on a device, in the order of which the tensors are read and written, as in cpattn_forward; NULL on
+ * the CPU. A device takes f16, bf16 and f32.
  */
 int32_t cpattn_rank_to_heads(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from, const cpattn_tensor *to, void *stream);
 int32_t cpattn_rank_to_tokens(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from, const cpattn_tensor *to, void *stream);
+
+/* Of both all-to-alls of tensors of that side, innermost dimension and element type (CPATTN_F16, ...): does what
+ * cpattn_rank_prepare does for attention; the bytes of workspace that either takes on a rank at most. */
+int32_t cpattn_rank_prepare_all_to_all(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, uint32_t dim, int32_t dtype);
+int32_t cpattn_plan_all_to_all_workspace(const cpattn_plan *plan, uint32_t rank, int32_t side, uint32_t dim, int32_t dtype, uint64_t *bytes);
 
 /* Whether anything has failed so far, on any rank, or on the device in what was enqueued; never waits. */
 int32_t cpattn_rank_poll(const cpattn_rank *rank);

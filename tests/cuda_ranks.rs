@@ -436,7 +436,7 @@ fn typed_views() {
     let tensors = Forward { q: view, k: view, v: view, sinks: None, o, lse: ViewMut::new(&mut lse, 12, 2, 1).unwrap() };
     refused(rank.forward(&plan, tensors), &["forward on host views of a rank on CUDA device 0"]);
     let to = ViewMut::new(&mut out, 12, 2, 16).unwrap();
-    refused(rank.to_heads(&plan, Side::Q, view, to), &["an all-to-all alone", "CUDA device 0"]);
+    refused(rank.to_heads(&plan, Side::Q, view, to), &["to_heads on host views of a rank on CUDA device 0"]);
     refused(rank.record(std::time::Instant::now(), 10), &["record of a rank on CUDA device 0"]);
     assert!(rank.events().is_empty());
     // A rank on the CPU takes neither a stream nor tensors of a device.

@@ -422,8 +422,8 @@ typedef struct cpattn_transport_table {
   uint32_t rank;
   uint32_t world;
   /* An all-gather over ranks first ... end-1: all[i] = the number that rank first + i gave. Waits for all of them. The
-   * library compares. Called on the thread that runs, when the ranks first run a plan in a direction; on the CPU later
-   * runs carry the comparison along, 16 bytes before the first message from one rank to another. */
+   * library compares. Called on the thread that runs, when the ranks first run a plan in a direction; later runs carry the
+   * comparison along, 16 bytes (24 on a device) before the first message from one rank to another. */
   int32_t (*agree)(void *context, uint32_t first, uint32_t end, uint64_t number, uint64_t *all, int64_t *blame);
   /* Moves a batch. On the CPU: returns when it is complete, stream is NULL, and it is called on a thread of the rank's
    * own, one call at a time. On a device: returns when it is enqueued, and is called on the thread that runs. */
@@ -473,14 +473,14 @@ int32_t cpattn_rank_destroy(cpattn_rank *rank);
 
 /* Does all that may allocate for runs of this plan; on a device it also loads the kernels, which takes the driver up to
  * seconds, and may wait for earlier runs. Optional: the first run does it otherwise. A rank remembers the last 16 (plan,
- * direction) pairs. */
+ * direction) pairs, an all-to-all being one. */
 int32_t cpattn_rank_prepare(cpattn_rank *rank, const cpattn_plan *plan, int32_t direction);
 
 /* Workspaces begin at a multiple of this many bytes. */
 #define CPATTN_WORKSPACE_ALIGNMENT 256
 
-/* Lends memory to work in, of the rank's place: `bytes` at `workspace`, the largest of cpattn_plan_workspace over the
- * plans to run. It stays lent, untouched by others, until another is lent, it is taken back or the rank is destroyed; on a
+/* Lends memory to work in, of the rank's place: `bytes` at `workspace`, the largest of cpattn_plan_workspace (and
+ * cpattn_plan_all_to_all_workspace) over the plans to run. It stays lent, untouched by others, until another is lent, it is taken back or the rank is destroyed; on a
  * device all three wait for what was enqueued. NULL and 0 bytes take it back: the rank then allocates its own, as it does
  * without this call. */
 int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t bytes);
@@ -526,12 +526,13 @@ typedef struct cpattn_backward_args {
 
 /* Run a plan. All ranks of the group call with equal plans in the same order, each on a thread of its own, and wait for
  * each other. CPATTN_DISAGREEMENT: they do not. Found before anything moves where a plan is first run in a direction (the
- * ranks may then go on), later with the first message between two ranks (the group has failed then). CPATTN_INVALID: a tensor that does not fit, or overlaps one that is written; the peers of a rank that is
- * refused wait until their deadline or until it calls again.
+ * ranks may then go on), later with the first message between two ranks (the group has failed then; on a device
+ * the device finds out, cpattn_rank_poll and the next run say it, and results that depend on the other rank are NaN).
+ * CPATTN_INVALID: a tensor that does not fit, or overlaps one that is written; the peers of a rank that is refused wait
+ * until their deadline or until it calls again.
  *
  * On a device they return when all of the run is enqueued. Runs of one rank come one after another even on different
- * streams, since they share the workspace. Lists travel through a ring with room for two runs: a call that finds two
- * others in flight waits for the oldest of them, and there is no other wait for the device. After a failure (not a
+ * streams, since they share the workspace. A prepared run uploads nothing and does not wait for the device. After a failure (not a
  * refusal) the call waits until nothing of the run is left on the device; what was written is undefined. */
 int32_t cpattn_forward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args);
 int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args);
@@ -547,10 +548,16 @@ int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn
  * kv_head_begin to kv_head_end; the share's tokens are the sum of those of the Ulysses ranks). `to` is compact.
  * to_tokens: back. `from` is compact. Of a kv head that several ranks hold, `to` gets the sum over them, in rank order: what
  * a gradient needs.
- * On the CPU; stream is NULL. On a device they are refused (CPATTN_UNSUPPORTED).
+ * stream: a cudaStream_t on a device, in the order of which the tensors are read and written, as in cpattn_forward; NULL on
+ * the CPU. A device takes f16, bf16 and f32.
  */
 int32_t cpattn_rank_to_heads(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from, const cpattn_tensor *to, void *stream);
 int32_t cpattn_rank_to_tokens(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from, const cpattn_tensor *to, void *stream);
+
+/* Of both all-to-alls of tensors of that side, innermost dimension and element type (CPATTN_F16, ...): does what
+ * cpattn_rank_prepare does for attention; the bytes of workspace that either takes on a rank at most. */
+int32_t cpattn_rank_prepare_all_to_all(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, uint32_t dim, int32_t dtype);
+int32_t cpattn_plan_all_to_all_workspace(const cpattn_plan *plan, uint32_t rank, int32_t side, uint32_t dim, int32_t dtype, uint64_t *bytes);
 
 /* Whether anything has failed so far, on any rank, or on the device in what was enqueued; never waits. */
 int32_t cpattn_rank_poll(const cpattn_rank *rank);

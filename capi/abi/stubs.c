@@ -33,6 +33,8 @@ int32_t cpattn_forward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_
 int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args) { return 0; }
 int32_t cpattn_rank_to_heads(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from, const cpattn_tensor *to, void *stream) { return 0; }
 int32_t cpattn_rank_to_tokens(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from, const cpattn_tensor *to, void *stream) { return 0; }
+int32_t cpattn_rank_prepare_all_to_all(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, uint32_t dim, int32_t dtype) { return 0; }
+int32_t cpattn_plan_all_to_all_workspace(const cpattn_plan *plan, uint32_t rank, int32_t side, uint32_t dim, int32_t dtype, uint64_t *bytes) { return 0; }
 int32_t cpattn_rank_poll(const cpattn_rank *rank) { return 0; }
 int32_t cpattn_rank_abort(const cpattn_rank *rank) { return 0; }
 int32_t cpattn_scratch_create(uint32_t workers, cpattn_scratch **scratch) { return 0; }

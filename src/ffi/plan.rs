@@ -17,7 +17,7 @@ use crate::{
     mask::Mask,
     mesh::Mesh,
     plan::{self, Circulate, Options, Plan, Problem, Wire},
-    schedule::{Direction, Schedule},
+    schedule::{AllToAll, Direction, Schedule, Way},
 };
 
 /// For windows: no limit.
@@ -369,6 +369,28 @@ pub unsafe extern "C" fn cpattn_plan_workspace(
         runs(plan)?;
         let rank = rank_of(plan, rank)?;
         bytes.write(Schedule::new(plan, rank, self::direction(direction)?)?.workspace);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_all_to_all_workspace(
+    plan: *const cpattn_plan,
+    rank: u32,
+    side: i32,
+    dim: u32,
+    dtype: i32,
+    bytes: *mut u64,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles and results.
+        let (plan, bytes) = unsafe { (handle::borrow(plan)?, result("bytes", bytes)?) };
+        let (rank, side, dtype) = (rank_of(plan, rank)?, self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
+        let mut most = 0;
+        for way in [Way::ToHeads, Way::ToTokens] {
+            most = most.max(Schedule::all_to_all(plan, rank, AllToAll { way, side, dim, dtype })?.workspace);
+        }
+        bytes.write(most);
         Ok(())
     })
 }

@@ -15,15 +15,14 @@ use super::{dlpack::device, table::Seat};
 use super::{
     dlpack::{Form, Given, cpattn_tensor, device_of, one, read, written},
     handle::{self, Handle, Kind},
-    input::{result, sized, versioned},
-    plan::{cpattn_plan, direction, runs, side},
+    input::{one_of, result, sized, versioned},
+    plan::{DTYPES, cpattn_plan, direction, runs, side},
     status::{Fail, Outcome, boundary},
     transport::{Any, cpattn_transport},
 };
 use crate::{
     device::Device,
     error::{Error, Result},
-    kernel::no_stream,
     plan::Plan,
     runtime::{self, Bindings, Rank},
     schedule::{AllToAll, Direction, TensorId, Way},
@@ -358,12 +357,9 @@ unsafe fn all_to_all(
     // SAFETY: the header's promise about tensors.
     let (tokens, held) = unsafe { (one(rank.device, &tokens)?, one(rank.device, &held)?) };
     let all_to_all = AllToAll { way, side, dim: tokens.dim, dtype: tokens.dtype };
-    let mut rank = rank.lock()?;
-    if rank.device() == Device::Cpu {
-        no_stream(stream)?;
-    }
-    // SAFETY: the memory is the caller's for the call, by the header's promise; shapes are checked there.
-    unsafe { rank.all_to_all(plan, all_to_all, tokens, held) }?;
+    // SAFETY: the memory is the caller's for the run, and the stream one of the driver's, by the header's promises; shapes
+    // are checked against the plan.
+    unsafe { rank.lock()?.all_to_all(plan, all_to_all, tokens, held, stream) }?;
     Ok(())
 }
 
@@ -396,6 +392,23 @@ pub unsafe extern "C" fn cpattn_rank_to_tokens(
         let tensors = [written("to", to, Form::Rows), read("from", from, Form::Rows)];
         // SAFETY: the header's promises.
         unsafe { all_to_all(rank, plan, side, Way::ToTokens, tensors, stream) }
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_rank_prepare_all_to_all(
+    rank: *mut cpattn_rank,
+    plan: *const cpattn_plan,
+    side: i32,
+    dim: u32,
+    dtype: i32,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let (rank, plan) = unsafe { (handle::borrow(rank.cast_const())?, handle::borrow(plan)?) };
+        let (side, dtype) = (self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
+        rank.lock()?.prepare_all_to_all(plan, side, dim as usize, dtype)?;
+        Ok(())
     })
 }
 

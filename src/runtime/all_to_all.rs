@@ -7,22 +7,33 @@
 
 use std::{vec, vec::Vec};
 
-use super::rank::Rank;
+#[cfg(feature = "cuda")]
+use super::front_device::on_device;
+use super::{bind::Bindings, job::Job, rank::Rank};
+#[cfg(feature = "cuda")]
+use crate::tensor::{DeviceView, DeviceViewMut};
 use crate::{
     batch::Side,
     call::RawTensor,
-    element::Element,
-    error::Result,
+    element::{Dtype, Element},
+    error::{Error, Result},
     heads::HeadShare,
+    kernel::RawStream,
     plan::Plan,
-    schedule::{AllToAll, Way},
+    schedule::{AllToAll, OWN_HEADS, OWN_TOKENS, Way},
     tensor::{View, ViewMut},
 };
+
+/// A run of one all-to-all. `T` is the type that the tensors' views carry.
+const fn run_of<T: Element>(way: Way, side: Side, dim: usize) -> AllToAll {
+    AllToAll { way, side, dim: dim as u32, dtype: T::DTYPE }
+}
 
 impl Rank {
     /// From `[local tokens, heads, dim]` to `[share's tokens, own heads, dim]`: all tokens of the rank's ring share (of
     /// the whole batch, where the ring is 1), in the layout's order, for the heads that [`Plan::heads_of`] names. `side`
-    /// says whether rows and heads are those of q or those of k and v. `to` must be compact.
+    /// says whether rows and heads are those of q or those of k and v. `to` must be compact. On a device:
+    /// `to_heads_on`.
     ///
     /// # Errors
     /// As [`Rank::run`].
@@ -33,19 +44,15 @@ impl Rank {
         from: View<'_, T>,
         to: ViewMut<'_, T>,
     ) -> Result<()> {
-        // SAFETY: views vouch for their memory.
-        unsafe {
-            self.all_to_all(
-                plan,
-                AllToAll { way: Way::ToHeads, side, dim: from.dim() as u32, dtype: T::DTYPE },
-                from.raw(),
-                to.raw(),
-            )
-        }
+        self.on_host_for("to_heads on host views", "give device tensors to to_heads_on")?;
+        let all_to_all = run_of::<T>(Way::ToHeads, side, from.dim());
+        // SAFETY: views vouch for their memory, and the exclusive one for having it alone, during this call.
+        unsafe { self.all_to_all(plan, all_to_all, from.raw(), to.raw(), no_stream_given()) }
     }
 
     /// Back from `[share's tokens, own heads, dim]` to `[local tokens, heads, dim]`. Of a kv head that several ranks
-    /// hold, the sum over them, in rank order: what a gradient needs. `from` must be compact.
+    /// hold, the sum over them, in rank order: what a gradient needs. `from` must be compact. On a device:
+    /// `to_tokens_on`.
     ///
     /// # Errors
     /// As [`Rank::run`].
@@ -56,20 +63,83 @@ impl Rank {
         from: View<'_, T>,
         to: ViewMut<'_, T>,
     ) -> Result<()> {
-        // SAFETY: views vouch for their memory.
-        unsafe {
-            self.all_to_all(
-                plan,
-                AllToAll { way: Way::ToTokens, side, dim: from.dim() as u32, dtype: T::DTYPE },
-                to.raw(),
-                from.raw(),
-            )
-        }
+        self.on_host_for("to_tokens on host views", "give device tensors to to_tokens_on")?;
+        let all_to_all = run_of::<T>(Way::ToTokens, side, from.dim());
+        // SAFETY: views vouch for their memory, and the exclusive one for having it alone, during this call.
+        unsafe { self.all_to_all(plan, all_to_all, to.raw(), from.raw(), no_stream_given()) }
+    }
+
+    /// [`Rank::to_heads`] on device tensors, in the order of `stream`: see [`Rank::run_on`]. Elements are f16, bf16 or f32.
+    ///
+    /// # Errors
+    /// As [`Rank::run_on`]; a tensor of another device than the rank's.
+    ///
+    /// # Safety
+    /// `stream` is null or one of the driver's that was not destroyed.
+    #[cfg(feature = "cuda")]
+    pub unsafe fn to_heads_on<T: Element>(
+        &mut self,
+        plan: &Plan,
+        side: Side,
+        from: DeviceView<'_, T>,
+        to: DeviceViewMut<'_, T>,
+        stream: RawStream,
+    ) -> Result<()> {
+        on_device("from", self.device(), from.device())?;
+        on_device("to", self.device(), to.device())?;
+        let all_to_all = run_of::<T>(Way::ToHeads, side, from.shape()[2]);
+        // SAFETY: views vouch for their memory until the work that they are given to is over, and the exclusive one for
+        // having it alone; the stream is as promised.
+        unsafe { self.all_to_all(plan, all_to_all, from.raw(), to.raw(), stream) }
+    }
+
+    /// [`Rank::to_tokens`] on device tensors, in the order of `stream`: see [`Rank::run_on`]. Elements are f16, bf16 or
+    /// f32; a sum of several ranks' heads is made in f32 and rounded once.
+    ///
+    /// # Errors
+    /// As [`Rank::to_heads_on`].
+    ///
+    /// # Safety
+    /// As [`Rank::to_heads_on`].
+    #[cfg(feature = "cuda")]
+    pub unsafe fn to_tokens_on<T: Element>(
+        &mut self,
+        plan: &Plan,
+        side: Side,
+        from: DeviceView<'_, T>,
+        to: DeviceViewMut<'_, T>,
+        stream: RawStream,
+    ) -> Result<()> {
+        on_device("from", self.device(), from.device())?;
+        on_device("to", self.device(), to.device())?;
+        let all_to_all = run_of::<T>(Way::ToTokens, side, from.shape()[2]);
+        // SAFETY: views vouch for their memory until the work that they are given to is over, and the exclusive one for
+        // having it alone; the stream is as promised.
+        unsafe { self.all_to_all(plan, all_to_all, to.raw(), from.raw(), stream) }
+    }
+
+    /// Does all that may allocate, load or upload for both all-to-alls of tensors of that side, innermost dimension and
+    /// element type, as [`Rank::prepare`] does for attention: before runs that are captured into a CUDA graph, and otherwise
+    /// optional.
+    ///
+    /// # Errors
+    /// As [`Rank::prepare`]; a `dim` of 0; on a device, f64.
+    pub fn prepare_all_to_all(&mut self, plan: &Plan, side: Side, dim: usize, dtype: Dtype) -> Result<()> {
+        both(side, dim, dtype)?.into_iter().try_for_each(|job| self.prepare_run(plan, job))
+    }
+
+    /// Bytes of workspace that either all-to-all takes on this rank at most: see [`Rank::workspace_bytes`].
+    ///
+    /// # Errors
+    /// As [`Rank::prepare_all_to_all`], memory and driver aside.
+    pub fn all_to_all_workspace_bytes(&mut self, plan: &Plan, side: Side, dim: usize, dtype: Dtype) -> Result<u64> {
+        both(side, dim, dtype)?.into_iter().try_fold(0, |most, job| Ok(self.workspace_of(plan, job)?.max(most)))
     }
 
     /// Brings every input to heads, runs `local` on whole sequences, and brings every output back to tokens. Inputs and
     /// outputs are given with their side. The gathered tensors are allocated by the call; use [`Rank::to_heads`] and
-    /// [`Rank::to_tokens`] to keep them.
+    /// [`Rank::to_tokens`] to keep them. On host memory alone: on a device, call `to_heads_on` and `to_tokens_on`
+    /// around your kernel, on its stream.
     ///
     /// ```
     /// # use cpattn::{transport::local, *};
@@ -106,7 +176,7 @@ impl Rank {
     ///
     /// # Errors
     /// As [`Rank::run`], and what `local` returns: the other ranks then get an error too, as they wait for this one. So
-    /// they do when it panics.
+    /// they do when it panics. [`Error::Unsupported`](crate::Error::Unsupported) on a device.
     pub fn ulysses<T: Element>(
         &mut self,
         plan: &Plan,
@@ -114,6 +184,7 @@ impl Rank {
         outputs: &mut [(Side, ViewMut<'_, T>)],
         local: impl FnOnce(&HeadShare, &[View<'_, T>], &mut [ViewMut<'_, T>]) -> Result<()>,
     ) -> Result<()> {
+        self.on_host_for(ULYSSES, AROUND)?;
         plan.fits_world(self.world())?;
         let share = plan.heads_of(self.rank());
         let shape = |side: Side| self.held_shape(plan, side);
@@ -138,7 +209,7 @@ impl Rank {
             .zip(&mut made)
             .map(|((side, y), held)| ViewMut::new(held, shape(*side)[0], shape(*side)[1], y.dim()))
             .collect::<Result<_>>()?;
-        self.on_host_for("ulysses")?.watched(|| local(&share, &seen, &mut written))?;
+        self.on_host_for(ULYSSES, AROUND)?.watched(|| local(&share, &seen, &mut written))?;
         for ((side, y), held) in outputs.iter_mut().zip(&written) {
             self.to_tokens(plan, *side, held.as_view(), y.reborrow())?;
         }
@@ -155,18 +226,34 @@ impl Rank {
     /// One all-to-all of tensors given without their types: `tokens` by tokens, `held` by heads.
     ///
     /// # Errors
-    /// As [`Rank::run`]; a rank on a device.
+    /// As [`Rank::run_on`].
     ///
     /// # Safety
-    /// As [`Rank::run`].
+    /// As [`Rank::run_on`].
     pub(crate) unsafe fn all_to_all(
         &mut self,
         plan: &Plan,
         all_to_all: AllToAll,
         tokens: RawTensor,
         held: RawTensor,
+        stream: RawStream,
     ) -> Result<()> {
-        // SAFETY: the tensors are valid for the call (promised).
-        unsafe { self.on_host_for("an all-to-all alone")?.all_to_all(plan, all_to_all, tokens, held) }
+        let tensors = Bindings::default().with(OWN_TOKENS, tokens).with(OWN_HEADS, held);
+        // SAFETY: the two tensors and the stream are as `run_on` asks for them (the contract of this function).
+        unsafe { self.run_any(plan, Job::AllToAll(all_to_all), &tensors, stream) }
     }
+}
+
+const ULYSSES: &str = "ulysses";
+const AROUND: &str = "call to_heads_on and to_tokens_on around your kernel, on its stream";
+
+/// What the CPU is given, and on a device the legacy default stream.
+const fn no_stream_given() -> RawStream {
+    core::ptr::null_mut()
+}
+
+/// Both ways.
+fn both(side: Side, dim: usize, dtype: Dtype) -> Result<[Job; 2]> {
+    let dim = u32::try_from(dim).map_err(|_| Error::invalid("dim", dim, std::format!("at most {}", u32::MAX)))?;
+    Ok([Way::ToHeads, Way::ToTokens].map(|way| Job::AllToAll(AllToAll { way, side, dim, dtype })))
 }

@@ -3,13 +3,13 @@
 
 use std::{format, vec::Vec};
 
+use super::job::{Form, Job};
 use crate::{
-    batch::Side,
     call::RawTensor,
     element::Dtype,
     error::{Error, Result},
     plan::Plan,
-    schedule::{ALIGNMENT, Buf, Direction, OpKind, Schedule, TensorId},
+    schedule::{ALIGNMENT, Buf, OWN_HEADS, OpKind, Schedule, TensorId},
     tensor::{disjoint, expect},
 };
 
@@ -62,44 +62,35 @@ impl Bindings {
         &self.tensors
     }
 
-    /// The tensors that a direction reads or writes.
-    pub(super) fn used(&self, direction: Direction, sinks: bool) -> impl Iterator<Item = (TensorId, &RawTensor)> {
-        TensorId::ALL.into_iter().filter(move |t| t.is_written(direction, sinks).is_some()).map(|t| (t, self.get(t)))
-    }
-
-    pub(super) fn check(&self, plan: &Plan, expected: &Expected) -> Result<()> {
-        let (direction, p) = (expected.direction, plan.problem());
+    pub(super) fn check(&self, expected: &Expected) -> Result<()> {
         let mut list = [("", RawTensor::NONE, false); TensorId::COUNT];
         for tensor in TensorId::ALL {
             let raw = self.get(tensor);
-            let Some(written) = tensor.is_written(direction, p.sinks()) else {
+            let Some(Form { name, dtype, shape, written }) = expected.forms[tensor as usize] else {
                 if tensor == TensorId::Sinks && !raw.is_none() {
                     return Err(Error::invalid("sinks", "given", "none, since the problem has no sinks")
                         .hint("plan a problem that has sinks"));
                 }
                 continue;
             };
-            let (dtype, shape) = expected.form(plan, tensor);
             if *raw == RawTensor::NONE {
-                return Err(Error::invalid(tensor.name(), "not given", format!("{dtype} of shape {shape:?}"))
+                return Err(Error::invalid(name, "not given", format!("{dtype} of shape {shape:?}"))
                     .hint("a rank without tokens gives a tensor of 0 rows"));
             }
-            expect(tensor.name(), raw, dtype, shape).map_err(|error| {
+            expect(name, raw, dtype, shape).map_err(|error| {
                 // The usual reason is a tensor of the whole batch, or a cu_seqlens that ends elsewhere.
                 let tokens = raw.dtype == dtype && raw.tokens != shape[0] as u64;
-                let hint = "a rank brings its own tokens of the planned documents (cu_seqlens_q, cu_seqlens_k): its shard of \
-                            the plan";
-                if tokens { error.hint(hint) } else { error }
+                if tokens { error.hint(expected.tokens_hint(tensor)) } else { error }
             })?;
             if expected.sent.contains(&tensor) && !raw.is_compact() {
                 return Err(Error::invalid(
-                    format!("{}.token_stride", tensor.name()),
+                    format!("{name}.token_stride"),
                     format!("{} (head stride {})", raw.token_stride, raw.head_stride),
                     format!("{} (head stride {}): it is sent as it lies", shape[1] * shape[2], shape[2]),
                 )
-                .hint("plan with pack_inputs, which packs it first"));
+                .hint(expected.compact_hint()));
             }
-            list[tensor as usize] = (tensor.name(), *raw, written);
+            list[tensor as usize] = (name, *raw, written);
         }
         disjoint(&list)
     }
@@ -119,37 +110,60 @@ pub(super) fn apart_from(
 
 /// What a schedule expects of the caller's tensors.
 pub(super) struct Expected {
-    direction: Direction,
-    /// Rows of q's side and of k's that the rank brings.
-    rows: [u64; 2],
+    job: Job,
+    forms: [Option<Form>; TensorId::COUNT],
     /// Those that are sent as they lie.
     sent: Vec<TensorId>,
 }
 
 impl Expected {
-    pub(super) fn new(plan: &Plan, schedule: &Schedule) -> Self {
-        let rows = [Side::Q, Side::K].map(|side| plan.local_tokens(side, schedule.rank) as u64);
-        Self { direction: schedule.direction, rows, sent: sent(schedule) }
+    pub(super) fn new(plan: &Plan, job: Job, schedule: &Schedule) -> Self {
+        let sent = match job {
+            Job::Attention(_) => sent(schedule),
+            // Also where a rank keeps all heads, so that a program finds out on one rank.
+            Job::AllToAll(_) => std::vec![OWN_HEADS],
+        };
+        Self { job, forms: TensorId::ALL.map(|t| job.form(plan, schedule.rank, t)), sent }
     }
 
-    /// Element type and shape of one of the caller's tensors.
-    fn form(&self, plan: &Plan, tensor: TensorId) -> (Dtype, [usize; 3]) {
-        let p = plan.problem();
-        let rows = if tensor.is_per_head() { 1 } else { self.rows[usize::from(tensor.side() == Side::K)] };
-        (tensor.dtype(p), [rows as usize, tensor.heads(p), tensor.dim(p)])
+    /// The tensors that a run reads or writes, by name.
+    pub(super) fn used<'a>(
+        &'a self,
+        tensors: &'a Bindings,
+    ) -> impl Iterator<Item = (TensorId, &'static str, &'a RawTensor)> {
+        TensorId::ALL.into_iter().zip(&self.forms).filter_map(|(t, form)| form.map(|f| (t, f.name, tensors.get(t))))
+    }
+
+    fn tokens_hint(&self, tensor: TensorId) -> &'static str {
+        match self.job {
+            Job::AllToAll(_) if tensor == OWN_HEADS => {
+                "between the all-to-alls a rank has all tokens of its ring share: the sum of those of its Ulysses ranks"
+            }
+            _ => {
+                "a rank brings its own tokens of the planned documents (cu_seqlens_q, cu_seqlens_k): its shard of the plan"
+            }
+        }
+    }
+
+    fn compact_hint(&self) -> &'static str {
+        match self.job {
+            Job::Attention(_) => "plan with pack_inputs, which packs it first",
+            Job::AllToAll(_) => "give a compact tensor",
+        }
     }
 }
 
-/// Bindings of the right shapes whose memory `make` chooses.
+/// Bindings of the right shapes whose memory `make` chooses; tensors that are not used have no rows.
 #[cfg(feature = "cuda")]
 pub(super) fn placeholders(
-    plan: &Plan,
     expected: &Expected,
     make: impl Fn(TensorId, Dtype, u64, u32, u32) -> RawTensor,
 ) -> Bindings {
-    TensorId::ALL.into_iter().fold(Bindings::default(), |b, tensor| {
-        let (dtype, [tokens, heads, dim]) = expected.form(plan, tensor);
-        b.with(tensor, make(tensor, dtype, tokens as u64, heads as u32, dim as u32))
+    TensorId::ALL.into_iter().zip(&expected.forms).fold(Bindings::default(), |b, (tensor, form)| match form {
+        Some(Form { dtype, shape: [tokens, heads, dim], .. }) => {
+            b.with(tensor, make(tensor, *dtype, *tokens as u64, *heads as u32, *dim as u32))
+        }
+        None => b,
     })
 }
 

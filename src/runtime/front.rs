@@ -3,7 +3,7 @@
 
 use std::format;
 
-use super::{bind::Bindings, rank::Rank};
+use super::{bind::Bindings, job::Job, rank::Rank};
 use crate::{
     call::RawTensor,
     element::{Dtype, Element},
@@ -90,7 +90,7 @@ impl Rank {
     /// # Errors
     /// As [`Rank::run`].
     pub fn forward<T: Element>(&mut self, plan: &Plan, t: Forward<'_, T>) -> Result<()> {
-        let host = self.on_host_for("forward on host views")?;
+        let host = self.on_host_for("forward on host views", "give device tensors to forward_on")?;
         let heads = plan.problem().sinks().then(|| plan.problem().heads());
         let bindings = Bindings::default()
             .with(TensorId::Q, t.q.raw())
@@ -100,7 +100,7 @@ impl Rank {
             .with(TensorId::O, t.o.raw())
             .with(TensorId::Lse, t.lse.raw());
         // SAFETY: views vouch for their memory, and the exclusive ones for having it alone, as long as `t` lives.
-        unsafe { host.run(plan, Direction::Forward, &bindings) }
+        unsafe { host.run(plan, Job::Attention(Direction::Forward), &bindings) }
     }
 
     /// dq, dk, dv of this rank's tokens (and the sinks' gradients).
@@ -108,7 +108,7 @@ impl Rank {
     /// # Errors
     /// As [`Rank::run`].
     pub fn backward<T: Element>(&mut self, plan: &Plan, mut t: Backward<'_, T>) -> Result<()> {
-        let host = self.on_host_for("backward on host views")?;
+        let host = self.on_host_for("backward on host views", "give device tensors to backward_on")?;
         let heads = plan.problem().sinks().then(|| plan.problem().heads());
         let dsinks = t.dsinks.as_deref_mut().map(|s| (s.as_mut_ptr().cast(), s.len()));
         let bindings = Bindings::default()
@@ -124,6 +124,6 @@ impl Rank {
             .with(TensorId::Dv, t.dv.raw())
             .with(TensorId::Dsinks, per_head("dsinks", T::Acc::DTYPE, dsinks, heads)?);
         // SAFETY: as in `forward`.
-        unsafe { host.run(plan, Direction::Backward, &bindings) }
+        unsafe { host.run(plan, Job::Attention(Direction::Backward), &bindings) }
     }
 }

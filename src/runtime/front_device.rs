@@ -56,6 +56,14 @@ pub struct DeviceBackward<'a, T: Element> {
     pub dsinks: Option<DeviceViewMut<'a, T::Acc>>,
 }
 
+/// Refuses a tensor of another device than the rank's.
+pub(super) fn on_device(name: &'static str, rank: Device, tensor: Device) -> Result<()> {
+    if tensor == rank {
+        return Ok(());
+    }
+    Err(Error::invalid(name, tensor, std::format!("{rank}, where the rank is")))
+}
+
 /// Collects tensors of one device.
 struct On {
     device: Device,
@@ -68,9 +76,7 @@ impl On {
     }
 
     fn with(mut self, tensor: TensorId, device: Device, raw: crate::call::RawTensor) -> Result<Self> {
-        if device != self.device {
-            return Err(Error::invalid(tensor.name(), device, std::format!("{}, where the rank is", self.device)));
-        }
+        on_device(tensor.name(), self.device, device)?;
         self.bindings.set(tensor, raw);
         Ok(self)
     }

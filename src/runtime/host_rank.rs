@@ -4,7 +4,7 @@
 //! The calling thread is the compute lane, a thread of the rank's own the communication lane ([`lanes`](super::lanes)). A
 //! run returns when it is over.
 
-use std::{format, sync::Arc, time::Instant, vec::Vec};
+use std::{sync::Arc, time::Instant, vec::Vec};
 
 use super::{
     agreement::Agreements,
@@ -20,14 +20,10 @@ use super::{
     workspace::Workspace,
 };
 use crate::{
-    batch::Side,
-    call::RawTensor,
-    error::{Cause, Error, Result},
+    error::{Cause, Result},
     kernel::cpu,
     plan::Plan,
     report::trace,
-    schedule::{AllToAll, Direction, OWN_HEADS, OWN_TOKENS, Way},
-    tensor::{disjoint, expect},
     transport::Transport,
 };
 
@@ -79,8 +75,8 @@ impl HostRank {
         self.lanes.events()
     }
 
-    pub(super) fn workspace_bytes(&mut self, plan: &Plan, direction: Direction) -> Result<u64> {
-        self.ready(plan, Job::Attention(direction)).map(|i| self.prepared[i].schedule.workspace)
+    pub(super) fn workspace_bytes(&mut self, plan: &Plan, job: Job) -> Result<u64> {
+        self.ready(plan, job).map(|i| self.prepared[i].schedule.workspace)
     }
 
     /// # Safety
@@ -94,8 +90,8 @@ impl HostRank {
         self.workspace = Workspace::default();
     }
 
-    pub(super) fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<()> {
-        let at = self.ready(plan, Job::Attention(direction))?;
+    pub(super) fn prepare(&mut self, plan: &Plan, job: Job) -> Result<()> {
+        let at = self.ready(plan, job)?;
         let schedule = &self.prepared[at].schedule;
         self.workspace.reserve(schedule.workspace)?;
         if walk::communicates(schedule) {
@@ -122,21 +118,20 @@ impl HostRank {
 
     /// # Safety
     /// As [`Rank::run`](super::Rank::run).
-    pub(super) unsafe fn run(&mut self, plan: &Plan, direction: Direction, tensors: &Bindings) -> Result<()> {
-        let at = self.ready(plan, Job::Attention(direction))?;
-        tensors.check(plan, &self.prepared[at].expected)?;
-        let used = tensors.used(direction, plan.problem().sinks());
-        self.apart(at, used.map(|(tensor, raw)| (tensor.name(), *raw)))?;
+    pub(super) unsafe fn run(&mut self, plan: &Plan, job: Job, tensors: &Bindings) -> Result<()> {
+        let at = self.ready(plan, job)?;
+        tensors.check(&self.prepared[at].expected)?;
+        self.apart(at, tensors)?;
         // SAFETY: the tensors are valid and nobody else's during the call (promised), and fit the plan (checked).
         unsafe { self.run_prepared(at, tensors) }
     }
 
     /// Refuses tensors that lie in the part of a lent workspace that a run uses.
-    fn apart(&mut self, at: usize, tensors: impl IntoIterator<Item = (&'static str, RawTensor)>) -> Result<()> {
+    fn apart(&mut self, at: usize, tensors: &Bindings) -> Result<()> {
         let Some(ptr) = self.workspace.lent_at() else { return Ok(()) };
-        let bytes = self.prepared[at].schedule.workspace;
-        self.workspace.reserve(bytes)?;
-        bind::apart_from(ptr, bytes, tensors)
+        let Prepared { schedule, expected, .. } = &self.prepared[at];
+        self.workspace.reserve(schedule.workspace)?;
+        bind::apart_from(ptr, schedule.workspace, expected.used(tensors).map(|(_, name, raw)| (name, *raw)))
     }
 
     /// # Safety
@@ -166,45 +161,5 @@ impl HostRank {
             self.failure.keep(error);
             self.transport.abort(Cause::Failed);
         })
-    }
-
-    /// # Safety
-    /// As [`Rank::run`](super::Rank::run).
-    pub(super) unsafe fn all_to_all(
-        &mut self,
-        plan: &Plan,
-        all_to_all: AllToAll,
-        tokens: RawTensor,
-        held: RawTensor,
-    ) -> Result<()> {
-        plan.fits_world(self.transport.world())?;
-        let p = plan.problem();
-        let heads = if all_to_all.side == Side::Q { p.heads() } else { p.kv_heads() };
-        let dim = all_to_all.dim as usize;
-        let share = plan.heads_of(self.transport.rank());
-        let own = if all_to_all.side == Side::Q { share.q.len() } else { share.kv.len() };
-        let rows = plan.shares().rows(all_to_all.side, plan.mesh().coordinates(self.transport.rank()).ring);
-        let (from, to) = if all_to_all.way == Way::ToHeads { ("from", "to") } else { ("to", "from") };
-        expect(
-            from,
-            &tokens,
-            all_to_all.dtype,
-            [plan.local_tokens(all_to_all.side, self.transport.rank()), heads, dim],
-        )?;
-        expect(to, &held, all_to_all.dtype, [rows, own, dim])?;
-        if !held.is_compact() {
-            return Err(Error::invalid(
-                format!("{to}.token_stride"),
-                format!("{} (head stride {})", held.token_stride, held.head_stride),
-                format!("{} (head stride {dim}): it travels as it lies", own * dim),
-            ));
-        }
-        let to_heads = all_to_all.way == Way::ToHeads;
-        disjoint(&[(from, tokens, !to_heads), (to, held, to_heads)])?;
-        let at = self.ready(plan, Job::AllToAll(all_to_all))?;
-        self.apart(at, [(from, tokens), (to, held)])?;
-        let tensors = Bindings::default().with(OWN_TOKENS, tokens).with(OWN_HEADS, held);
-        // SAFETY: the two tensors are valid for the call (the promise of `run`); shapes, strides and overlap were checked above.
-        unsafe { self.run_prepared(at, &tensors) }
     }
 }

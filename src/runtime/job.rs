@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a schedule is for, as ranks compare it and as errors say it.
+//! What a schedule is for: what ranks compare of it, how errors name it, which tensors of the caller's it takes.
 
 use std::{format, string::String};
 
 use crate::{
+    batch::Side,
+    element::Dtype,
+    error::Result,
     plan::Plan,
-    schedule::{AllToAll, Direction},
+    schedule::{AllToAll, Direction, OWN_HEADS, OWN_TOKENS, Schedule, TensorId, Way},
 };
 
 /// What a schedule is for.
@@ -15,7 +18,55 @@ pub(super) enum Job {
     AllToAll(AllToAll),
 }
 
+/// One of the caller's tensors, as a run takes it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Form {
+    /// The argument's name.
+    pub name: &'static str,
+    pub dtype: Dtype,
+    /// `[tokens, heads, dim]`
+    pub shape: [usize; 3],
+    pub written: bool,
+}
+
 impl Job {
+    /// How a rank's run takes a tensor; `None` where it has no use for one.
+    pub(super) fn form(self, plan: &Plan, rank: usize, tensor: TensorId) -> Option<Form> {
+        let p = plan.problem();
+        match self {
+            Self::Attention(direction) => tensor.is_written(direction, p.sinks()).map(|written| Form {
+                name: tensor.name(),
+                dtype: tensor.dtype(p),
+                shape: tensor.shape(plan, rank),
+                written,
+            }),
+            Self::AllToAll(AllToAll { way, side, dim, dtype }) => {
+                let (share, dim, to_heads) = (plan.heads_of(rank), dim as usize, way == Way::ToHeads);
+                let (all, own) = match side {
+                    Side::Q => (p.heads(), share.q.len()),
+                    Side::K => (p.kv_heads(), share.kv.len()),
+                };
+                let (shape, written) = match tensor {
+                    OWN_TOKENS => ([plan.local_tokens(side, rank), all, dim], !to_heads),
+                    OWN_HEADS => ([plan.shares().rows(side, plan.mesh().coordinates(rank).ring), own, dim], to_heads),
+                    _ => return None,
+                };
+                Some(Form { name: if written { "to" } else { "from" }, dtype, shape, written })
+            }
+        }
+    }
+
+    /// What a rank does in such a run.
+    ///
+    /// # Errors
+    /// Those of planning: a rank outside the mesh; tensors without an innermost dimension.
+    pub(super) fn schedule(self, plan: &Plan, rank: usize) -> Result<Schedule> {
+        match self {
+            Self::Attention(direction) => Schedule::new(plan, rank, direction),
+            Self::AllToAll(all_to_all) => Schedule::all_to_all(plan, rank, all_to_all),
+        }
+    }
+
     /// What the ranks of a group compare before a run.
     pub(super) fn fingerprint(self, plan: &Plan) -> u64 {
         let salt = match self {
@@ -37,7 +88,7 @@ impl Job {
             Self::AllToAll(_) => "an all-to-all",
         };
         let (heads, dim, dtype) = (p.heads(), p.head_dim(), p.dtype());
-        let tokens = p.batch().tokens(crate::batch::Side::Q);
+        let tokens = p.batch().tokens(Side::Q);
         let documents = p.batch().documents();
         format!(
             "{run} of {tokens} tokens in {documents} documents, {heads} heads of {dim} {dtype}, {}, {}",

@@ -20,15 +20,12 @@ pub(super) struct Prepared {
 
 impl Prepared {
     pub(super) fn new(plan: &Plan, rank: usize, job: Job) -> Result<Self> {
-        let schedule = match job {
-            Job::Attention(direction) => Schedule::new(plan, rank, direction)?,
-            Job::AllToAll(all_to_all) => Schedule::all_to_all(plan, rank, all_to_all)?,
-        };
+        let schedule = job.schedule(plan, rank)?;
         proof::check(plan, job, &schedule, &mut Expansion::new(&schedule))?;
         Ok(Self {
             plan: plan.clone(),
             job,
-            expected: Expected::new(plan, &schedule),
+            expected: Expected::new(plan, job, &schedule),
             compute: Room::new(&schedule),
             communication: Room::new(&schedule),
             schedule,

@@ -22,11 +22,11 @@ use std::{format, string::String, vec, vec::Vec};
 use super::job::Job;
 use crate::{
     call::Gradients,
+    element::Dtype,
     error::{Error, Result},
     plan::Plan,
     schedule::{
-        ALIGNMENT, Buf, BufferView, CirculatingSide, Lane, MessageView, OWN_HEADS, OWN_TOKENS, Op, OpKind, Schedule,
-        StepTensor, TensorId, Way,
+        ALIGNMENT, Buf, BufferView, CirculatingSide, Lane, MessageView, Op, OpKind, Schedule, StepTensor, TensorId,
         expand::{Expansion, ROWS_PER_PEER},
     },
 };
@@ -80,31 +80,18 @@ fn flaw(schedule: &Schedule, operation: usize, flaw: String) -> Error {
 
 /// The caller's tensors in the order of their numbers, then the buffers.
 fn tables(plan: &Plan, job: Job, s: &Schedule) -> Result<Vec<Table>> {
-    let p = plan.problem();
     let mut base = s.workspace.next_multiple_of(ALIGNMENT);
     let mut tables = Vec::with_capacity(TensorId::COUNT + s.buffers.len());
     for t in TensorId::ALL {
-        let ([rows, heads, dim], dtype, writable) = match job {
-            Job::Attention(direction) => (t.shape(plan, s.rank), t.dtype(p), t.is_written(direction, p.sinks())),
-            Job::AllToAll(a) => {
-                let (share, tokens) = (plan.heads_of(s.rank), plan.local_tokens(a.side, s.rank));
-                let q = a.side == crate::batch::Side::Q;
-                let (all, own) = if q { (p.heads(), share.q.len()) } else { (p.kv_heads(), share.kv.len()) };
-                let rows = plan.shares().rows(a.side, plan.mesh().coordinates(s.rank).ring);
-                let to_heads = a.way == Way::ToHeads;
-                match t {
-                    OWN_TOKENS => ([tokens, all, a.dim as usize], a.dtype, Some(!to_heads)),
-                    OWN_HEADS => ([rows, own, a.dim as usize], a.dtype, Some(to_heads)),
-                    _ => ([0; 3], a.dtype, None),
-                }
-            }
-        };
+        let form = job.form(plan, s.rank, t);
+        let ([rows, heads, dim], dtype) = form.map_or(([0; 3], Dtype::F32), |f| (f.shape, f.dtype));
+        let (name, writable) = (form.map_or(t.name(), |f| f.name), form.map(|f| f.written));
         let (rows, heads, dim) = (rows as u64, heads as u32, dim as u32);
         let cell = u64::from(dim) * dtype.size() as u64;
-        tables.push(Table { name: t.name(), rows, heads, dim, cell, base, writable });
+        tables.push(Table { name, rows, heads, dim, cell, base, writable });
         let bytes = rows.checked_mul(u64::from(heads)).and_then(|n| n.checked_mul(cell));
         base = bytes.and_then(|n| base.checked_add(n)).ok_or_else(|| {
-            Error::invalid(t.name(), format!("{rows} rows of {heads} heads"), "tensors that a machine can address")
+            Error::invalid(name, format!("{rows} rows of {heads} heads"), "tensors that a machine can address")
         })?;
     }
     for b in &s.buffers {

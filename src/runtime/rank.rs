@@ -9,7 +9,7 @@ use std::{boxed::Box, sync::Arc, time::Instant, vec::Vec};
 
 #[cfg(feature = "cuda")]
 use super::device::{DeviceRank, Marks};
-use super::{bind::Bindings, handle::AbortHandle, host_rank::HostRank};
+use super::{bind::Bindings, handle::AbortHandle, host_rank::HostRank, job::Job};
 use crate::{
     device::Device,
     error::Result,
@@ -199,13 +199,13 @@ impl Rank {
     /// # Errors
     /// On a device, whose lanes the host does not see.
     pub fn record(&mut self, epoch: Instant, capacity: usize) -> Result<()> {
-        self.on_host_for("record")?.record(epoch, capacity);
+        self.on_host_for("record", "make a rank of a transport of host memory")?.record(epoch, capacity);
         Ok(())
     }
 
     /// What was recorded since the last call, in the order in which operations ended within each lane.
     pub fn events(&mut self) -> Vec<trace::Event> {
-        self.on_host_for("events").map_or_else(|_| Vec::new(), HostRank::events)
+        self.on_host_for("events", "").map_or_else(|_| Vec::new(), HostRank::events)
     }
 
     /// Bytes of workspace that running `plan` in `direction` takes on this rank, the kernels' tiles aside. Allocates nothing
@@ -214,10 +214,15 @@ impl Rank {
     /// # Errors
     /// As [`Rank::prepare`], memory and driver aside.
     pub fn workspace_bytes(&mut self, plan: &Plan, direction: Direction) -> Result<u64> {
+        self.workspace_of(plan, Job::Attention(direction))
+    }
+
+    /// As [`Rank::workspace_bytes`], of a run of any kind.
+    pub(super) fn workspace_of(&mut self, plan: &Plan, job: Job) -> Result<u64> {
         match &mut self.engine {
-            Engine::Host(rank) => rank.workspace_bytes(plan, direction),
+            Engine::Host(rank) => rank.workspace_bytes(plan, job),
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.workspace_bytes(plan, direction),
+            Engine::Device(rank) => rank.workspace_bytes(plan, job),
         }
     }
 
@@ -275,10 +280,15 @@ impl Rank {
     /// A plan for another world; a lent workspace that is too small; a machine without the memory or the thread. On a
     /// device an element type or head dim without a kernel, and the driver's.
     pub fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<()> {
+        self.prepare_run(plan, Job::Attention(direction))
+    }
+
+    /// As [`Rank::prepare`], for a run of any kind.
+    pub(super) fn prepare_run(&mut self, plan: &Plan, job: Job) -> Result<()> {
         match &mut self.engine {
-            Engine::Host(rank) => rank.prepare(plan, direction),
+            Engine::Host(rank) => rank.prepare(plan, job),
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.prepare(plan, direction),
+            Engine::Device(rank) => rank.prepare(plan, job),
         }
     }
 
@@ -337,29 +347,44 @@ impl Rank {
         tensors: &Bindings,
         stream: RawStream,
     ) -> Result<()> {
+        // SAFETY: the tensors and the stream are as this function asks for them.
+        unsafe { self.run_any(plan, Job::Attention(direction), tensors, stream) }
+    }
+
+    /// As [`Rank::run_on`], a run of any kind.
+    ///
+    /// # Safety
+    /// As [`Rank::run_on`].
+    pub(super) unsafe fn run_any(
+        &mut self,
+        plan: &Plan,
+        job: Job,
+        tensors: &Bindings,
+        stream: RawStream,
+    ) -> Result<()> {
         match &mut self.engine {
             Engine::Host(rank) => {
                 no_stream(stream)?;
-                // SAFETY: the tensors are valid and nobody else's during the call (promised).
-                unsafe { rank.run(plan, direction, tensors) }
+                // SAFETY: the tensors are valid and used by nothing else during the call (the contract of this function).
+                unsafe { rank.run(plan, job, tensors) }
             }
             #[cfg(feature = "cuda")]
-            // SAFETY: the tensors and the stream are as promised.
-            Engine::Device(rank) => unsafe { rank.run(plan, direction, tensors, stream.cast()) },
+            // SAFETY: tensors and stream are as the contract of this function has them.
+            Engine::Device(rank) => unsafe { rank.run(plan, job, tensors, stream.cast()) },
         }
     }
 
-    /// The rank's engine where it is the CPU's, for what needs host memory.
-    pub(super) fn on_host_for(&mut self, what: &'static str) -> Result<&mut HostRank> {
+    /// The rank's engine where it is the CPU's, for what needs host memory; else a refusal with the way out.
+    pub(super) fn on_host_for(&mut self, what: &'static str, way_out: &'static str) -> Result<&mut HostRank> {
         // Without devices there is nothing to refuse.
-        let _ = what;
+        let _ = (what, way_out);
         match &mut self.engine {
             Engine::Host(rank) => Ok(rank),
             #[cfg(feature = "cuda")]
             Engine::Device(rank) => Err(crate::Error::unsupported(
                 std::format!("{what} of a rank on {}", Device::Cuda(rank.device().ordinal())),
                 "it works on host memory",
-                "make a rank of a transport of host memory, or give device tensors to forward_on, backward_on or run_on",
+                way_out,
             )),
         }
     }

@@ -52,7 +52,9 @@ impl Workspace {
                 std::format!("{have} bytes"),
                 std::format!("at least {bytes} bytes for this plan"),
             )
-            .hint("ask every plan, forward and backward, for its workspace, and lend the largest")),
+            .hint(
+                "ask every plan, in each direction and for each all-to-all, for its workspace, and lend the largest",
+            )),
             Some(_) => Ok(()),
             None => {
                 let units = usize::try_from(bytes.div_ceil(ALIGNMENT)).unwrap_or(usize::MAX);

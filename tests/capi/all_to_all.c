@@ -70,6 +70,16 @@ static void *run(void *argument) {
                                     (double)y[(i * HEADS + h) * DIM + d], (double)sum)));
       }
   if (number == 0) {
+    uint64_t bytes = 0;
+    LOCKED(OK(cpattn_plan_all_to_all_workspace(plan, 0, CPATTN_Q, DIM, CPATTN_F32, &bytes)));
+    /* What travels to the other rank is packed first: its heads of this rank's tokens. */
+    LOCKED(failures += bytes < (uint64_t)(n * (HEADS - heads) * DIM) * sizeof(float));
+    LOCKED(OK(cpattn_rank_prepare_all_to_all(rank, plan, CPATTN_Q, DIM, CPATTN_F32)));
+    LOCKED(REFUSED(CPATTN_INVALID, "dim is 0", cpattn_rank_prepare_all_to_all(rank, plan, CPATTN_Q, 0, CPATTN_F32)));
+    LOCKED(REFUSED(CPATTN_INVALID, "dtype is 9", cpattn_rank_prepare_all_to_all(rank, plan, CPATTN_Q, DIM, 9)));
+    LOCKED(REFUSED(CPATTN_INVALID, "side is 2", cpattn_plan_all_to_all_workspace(plan, 0, 2, DIM, CPATTN_F32, &bytes)));
+    LOCKED(REFUSED(CPATTN_INVALID, "bytes is NULL", cpattn_plan_all_to_all_workspace(plan, 0, CPATTN_Q, DIM, CPATTN_F32, NULL)));
+    LOCKED(REFUSED(CPATTN_INVALID, "rank is 2", cpattn_plan_all_to_all_workspace(plan, 2, CPATTN_Q, DIM, CPATTN_F32, &bytes)));
     /* Refused before anything moves; the other rank hears nothing of it. */
     LOCKED(REFUSED(CPATTN_INVALID, "to.tokens is", cpattn_rank_to_heads(rank, plan, CPATTN_Q, &from, &to, NULL)));
     LOCKED(REFUSED(CPATTN_INVALID, "side is 2", cpattn_rank_to_heads(rank, plan, 2, &from, &mid, NULL)));

@@ -2,7 +2,7 @@
 /*
  * Streams, memory and failures of ranks on devices: nothing is allocated after preparing, runs of one rank keep their
  * order on any streams, a transport of the caller's moves device memory or fails to, an abort ends a run, a fault on the
- * device is found by polling.
+ * device is found by polling; and the two all-to-alls as calls of their own give the bits of the CPU.
  *
  *   cuda_streams         all but the last
  *   cuda_streams fault   the last, on the stand-in driver, whose context does not recover from it
@@ -16,7 +16,8 @@ enum { TOKENS = 70, HEADS = 2, DIM = 32, RANKS = 2 };
 static const int32_t documents[] = {0, 33, TOKENS};
 enum { Q, K, V, DO, O, DQ, DK, DV, LSE, TENSORS };
 
-static cpattn_plan *plan_for(uint32_t world) {
+/* A ring of the world, or Ulysses over it. */
+static cpattn_plan *plan_of(uint32_t ring, uint32_t ulysses) {
   cpattn_problem p = CPATTN_PROBLEM_INIT;
   cpattn_options options = CPATTN_OPTIONS_INIT;
   cpattn_plan *plan = NULL;
@@ -25,11 +26,13 @@ static cpattn_plan *plan_for(uint32_t world) {
   p.heads = HEADS;
   p.head_dim = DIM;
   p.dtype = CPATTN_F16;
-  options.world = world;
-  options.ring = world;
+  options.world = ring * ulysses;
+  options.ring = ring, options.ulysses = ulysses;
   OK(cpattn_plan_create(&p, &options, &plan));
   return plan;
 }
+
+static cpattn_plan *plan_for(uint32_t world) { return plan_of(world, 1); }
 
 static void arrays_make(array *a, int64_t tokens) {
   for (int i = 0; i < LSE; i++) array_make(&a[i], 16, 3, tokens, HEADS, DIM);
@@ -174,12 +177,20 @@ static int32_t fine(void *context, int64_t *blame) {
 static void ends(void *context) { ((member *)context)->released |= 2; }
 static void released(void *context) { ((member *)context)->released |= 1; }
 
+enum { TOKENS_OWN, AT_HEADS, BACK, MOVED };
 typedef struct {
   cpattn_rank *rank, *cpu;
-  const cpattn_plan *plan;
+  const cpattn_plan *plan, *ulysses;
   int device;
-  array a[TENSORS];
+  array a[TENSORS], moved[MOVED];
 } job;
+
+/* To heads and back. */
+static int32_t all_to_alls(cpattn_rank *rank, job *j, int device, void *stream) {
+  array *a = j->moved;
+  int32_t status = cpattn_rank_to_heads(rank, j->ulysses, CPATTN_Q, OF(TOKENS_OWN), OF(AT_HEADS), stream);
+  return status ? status : cpattn_rank_to_tokens(rank, j->ulysses, CPATTN_Q, OF(AT_HEADS), OF(BACK), stream);
+}
 
 /* A rank on its device, and meanwhile the same one on the CPU. */
 static void *both(void *argument) {
@@ -188,7 +199,9 @@ static void *both(void *argument) {
   if (!driver_open(j->device)) return (void *)1;
   CUDA(driver.stream_create(&stream, 1));
   int ok = forward(j->rank, j->plan, j->a, 1, stream) == CPATTN_OK && backward(j->rank, j->plan, j->a, 1, stream) == CPATTN_OK &&
-           forward(j->cpu, j->plan, j->a, 0, NULL) == CPATTN_OK && backward(j->cpu, j->plan, j->a, 0, NULL) == CPATTN_OK;
+           forward(j->cpu, j->plan, j->a, 0, NULL) == CPATTN_OK && backward(j->cpu, j->plan, j->a, 0, NULL) == CPATTN_OK &&
+           cpattn_rank_prepare_all_to_all(j->rank, j->ulysses, CPATTN_Q, DIM, CPATTN_F16) == CPATTN_OK &&
+           all_to_alls(j->rank, j, 1, stream) == CPATTN_OK && all_to_alls(j->cpu, j, 0, NULL) == CPATTN_OK;
   if (!ok) fprintf(stderr, "a rank: %s\n", cpattn_last_error());
   CUDA(driver.stream_wait(stream));
   CUDA(driver.stream_destroy(stream));
@@ -197,7 +210,7 @@ static void *both(void *argument) {
 
 static void ranks(cpattn_transport **transports, const int32_t *devices, int table) {
   static job jobs[RANKS];
-  cpattn_plan *plan = plan_for(RANKS);
+  cpattn_plan *plan = plan_for(RANKS), *ulysses = plan_of(1, RANKS);
   cpattn_transport *local[RANKS];
   pthread_t threads[RANKS];
   OK(cpattn_local_group(RANKS, 60000, local));
@@ -211,6 +224,13 @@ static void ranks(cpattn_transport **transports, const int32_t *devices, int tab
     TRUE(driver_open(devices[r]));
     arrays_make(j->a, (int64_t)share.q_tokens);
     for (int i = 0; i < TENSORS; i++) j->a[i].device.device.device_id = devices[r];
+    cpattn_share heads = CPATTN_SHARE_INIT;
+    OK(cpattn_plan_share(ulysses, r, &heads));
+    array_make(&j->moved[TOKENS_OWN], 16, 3, (int64_t)heads.q_tokens, HEADS, DIM);
+    array_make(&j->moved[AT_HEADS], 16, 3, TOKENS, heads.q_head_end - heads.q_head_begin, DIM);
+    array_make(&j->moved[BACK], 16, 3, (int64_t)heads.q_tokens, HEADS, DIM);
+    for (int i = 0; i < MOVED; i++) j->moved[i].device.device.device_id = devices[r];
+    j->ulysses = ulysses;
     OK(cpattn_rank_create(transports[r], table ? &options : NULL, &j->rank));
     OK(cpattn_rank_create(local[r], NULL, &j->cpu));
     j->plan = plan, j->device = devices[r];
@@ -224,6 +244,9 @@ static void ranks(cpattn_transport **transports, const int32_t *devices, int tab
   for (int r = 0; r < RANKS; r++) {
     TRUE(driver_open(devices[r]));
     for (int i = O; i < TENSORS; i++) AGREES(jobs[r].a[i], NULL, i == LSE ? 1e-5 : 2e-3);
+    for (int i = AT_HEADS; i < MOVED; i++) AGREES(jobs[r].moved[i], NULL, 0);
+    /* There and back is where it began. */
+    TRUE(!memcmp(jobs[r].moved[BACK].host, jobs[r].moved[TOKENS_OWN].host, jobs[r].moved[BACK].bytes));
     OK(cpattn_rank_poll(jobs[r].rank));
   }
   for (int r = 0; r < RANKS; r++) {
@@ -231,8 +254,10 @@ static void ranks(cpattn_transport **transports, const int32_t *devices, int tab
     OK(cpattn_rank_destroy(jobs[r].rank));
     OK(cpattn_rank_destroy(jobs[r].cpu));
     for (int i = 0; i < TENSORS; i++) array_free(&jobs[r].a[i]);
+    for (int i = 0; i < MOVED; i++) array_free(&jobs[r].moved[i]);
   }
   OK(cpattn_plan_destroy(plan));
+  OK(cpattn_plan_destroy(ulysses));
   TRUE(driver_open(0));
 }
 

@@ -60,6 +60,24 @@ const NAMES: [&str; 11] = [
 
 const BOTH: [Direction; 2] = [Direction::Forward, Direction::Backward];
 
+/// What all ranks do between the second time and the third that they come to the barrier: the driver's counters, and host
+/// allocations.
+pub fn between(barrier: &Barrier, counters: Option<Counters>) -> (Option<[(&'static str, u64); 11]>, u64) {
+    barrier.wait();
+    if let Some(c) = counters {
+        c.reset();
+    }
+    CALLS.store(0, SeqCst);
+    ARMED.store(true, SeqCst);
+    barrier.wait();
+    barrier.wait();
+    ARMED.store(false, SeqCst);
+    let found = counters.map(|c| NAMES.map(|name| (name, c.get(name))));
+    let allocated = CALLS.load(SeqCst);
+    barrier.wait();
+    (found, allocated)
+}
+
 /// Runs all plans of a world on ranks that are prepared, and counts what the runs do.
 fn world(cuda: &Arc<Cuda>, counters: Option<Counters>, world: usize) {
     let list = plans::of(world);
@@ -120,19 +138,7 @@ fn world(cuda: &Arc<Cuda>, counters: Option<Counters>, world: usize) {
                 assert_eq!(rank.list_bytes(), kept);
             });
         }
-        barrier.wait();
-        if let Some(c) = counters {
-            c.reset();
-        }
-        CALLS.store(0, SeqCst);
-        ARMED.store(true, SeqCst);
-        barrier.wait();
-        barrier.wait();
-        ARMED.store(false, SeqCst);
-        let found = counters.map(|c| NAMES.map(|name| (name, c.get(name))));
-        let allocated = CALLS.load(SeqCst);
-        barrier.wait();
-        (found, allocated)
+        between(&barrier, counters)
     });
     let (runs, asked) = ((list.len() * 2 * 2 * world) as u64, tensors.into_inner());
     if let Some(found) = found {

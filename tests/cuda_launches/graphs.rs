@@ -22,18 +22,18 @@ fn event() -> sys::CUevent {
 }
 
 /// Has `to` come behind `from`.
-fn behind(from: Stream, to: Stream) {
+pub fn behind(from: Stream, to: Stream) {
     let event = event();
     ok!(cuEventRecord(event, from.0));
     ok!(cuStreamWaitEvent(to.0, event, 0));
 }
 
-fn begin(stream: Stream) {
+pub fn begin(stream: Stream) {
     ok!(cuStreamBeginCapture_v2(stream.0, CU_STREAM_CAPTURE_MODE_GLOBAL));
 }
 
 /// Ends a capture and makes its graph ready.
-fn end(stream: Stream) -> sys::CUgraphExec {
+pub fn end(stream: Stream) -> sys::CUgraphExec {
     let (mut graph, mut exec) = (null_mut(), null_mut());
     ok!(cuStreamEndCapture(stream.0, &raw mut graph));
     ok!(cuGraphInstantiateWithFlags(&raw mut exec, graph, 0));

@@ -6,6 +6,7 @@
 //! - `bits`: plans that a rank remembers, run in turn on memory of other addresses and strides, in workspaces that are lent,
 //!   give the bits that a new rank gives;
 //! - `graphs`: runs that are captured and replayed with new data give the bits of runs;
+//! - `all_to_all`: the two all-to-alls as calls of their own, in all of these ways;
 //! - `agreement`: hosts meet for first runs only, and ranks that run different things find out in later ones;
 //! - `failures`: what is refused or fails leaves a rank as it was, or refused.
 //!
@@ -14,7 +15,10 @@
 #![cfg(feature = "cuda")]
 
 mod agreement;
+mod all_to_all;
 mod bits;
+#[path = "../common/all_to_all.rs"]
+mod cases;
 mod counts;
 mod device;
 mod failures;
@@ -33,10 +37,11 @@ type Part = (&'static str, fn(&Arc<Cuda>));
 
 fn main() {
     let Some(cuda) = device::device() else { return };
-    let parts: [Part; 5] = [
+    let parts: [Part; 6] = [
         ("counts", counts::run),
         ("bits", bits::run),
         ("graphs", graphs::run),
+        ("all_to_all", all_to_all::run),
         ("agreement", agreement::run),
         ("failures", failures::run),
     ];

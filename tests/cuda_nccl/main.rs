@@ -10,9 +10,12 @@
 mod common;
 
 mod agreement;
+mod all_to_all;
 mod borrowed;
 #[cfg(feature = "capi")]
 mod c;
+#[path = "../common/all_to_all.rs"]
+mod cases;
 mod faults;
 mod group;
 mod hosts;

@@ -26,10 +26,11 @@ use super::{
     prepared::Prepared,
 };
 use crate::{
+    element::Dtype,
     error::{Cause, Error, Result},
     kernel::cuda::{Cuda, DeviceMemory, Stream, driver::Event, tags::RunCount},
     plan::Plan,
-    schedule::{ALIGNMENT, Direction, Schedule, TensorId},
+    schedule::{ALIGNMENT, TensorId},
     transport::{DeviceTransport, Transport},
 };
 
@@ -144,17 +145,17 @@ impl DeviceRank {
         self.failure.poll(&*self.transport)
     }
 
-    /// Bytes of device workspace that running `plan` in `direction` takes on this rank. Allocates nothing on the device:
+    /// Bytes of device workspace that a run of `plan` takes on this rank. Allocates nothing on the device:
     /// who means to lend the workspace need not have room for two.
     ///
     /// # Errors
     /// As `prepare`, the driver's aside.
-    pub(super) fn workspace_bytes(&mut self, plan: &Plan, direction: Direction) -> Result<u64> {
-        match self.known(plan, direction) {
+    pub(super) fn workspace_bytes(&mut self, plan: &Plan, job: Job) -> Result<u64> {
+        match self.known(plan, job) {
             Some(i) => Ok(self.prepared[i].prepared.schedule.workspace),
             None => {
-                self.suits(plan)?;
-                Ok(Schedule::new(plan, self.rank(), direction)?.workspace)
+                self.suits(plan, job)?;
+                Ok(job.schedule(plan, self.rank())?.workspace)
             }
         }
     }
@@ -222,8 +223,8 @@ impl DeviceRank {
     ///
     /// # Errors
     /// A plan for another world, an element type or head dim without a kernel, the driver's.
-    pub(super) fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<()> {
-        let at = self.ready(plan, direction)?;
+    pub(super) fn prepare(&mut self, plan: &Plan, job: Job) -> Result<()> {
+        let at = self.ready(plan, job)?;
         self.make_room(at)?;
         self.room(at).map(|_| ())
     }
@@ -239,18 +240,28 @@ impl DeviceRank {
                 format!("{bytes} bytes"),
                 format!("at least {needed} bytes for this plan"),
             )
-            .hint("ask every plan, forward and backward, for its workspace, and lend the largest")),
+            .hint(
+                "ask every plan, in each direction and for each all-to-all, for its workspace, and lend the largest",
+            )),
         }
     }
 
-    fn known(&self, plan: &Plan, direction: Direction) -> Option<usize> {
-        self.prepared.iter().position(|e| e.prepared.is(plan, Job::Attention(direction)))
+    fn known(&self, plan: &Plan, job: Job) -> Option<usize> {
+        self.prepared.iter().position(|e| e.prepared.is(plan, job))
     }
 
     /// Refuses what no run of a plan could honour here. Found while planning, it ends nobody's run.
-    fn suits(&self, plan: &Plan) -> Result<()> {
+    fn suits(&self, plan: &Plan, job: Job) -> Result<()> {
         plan.fits_world(self.transport.world())?;
         let p = plan.problem();
+        if let Job::AllToAll(a) = job {
+            return if a.dtype == Dtype::F64 {
+                let limit = "the CUDA kernels move and sum f16, bf16 and f32";
+                Err(Error::unsupported("an all-to-all of f64 on a device", limit, "convert, or use a rank on the CPU"))
+            } else {
+                Ok(())
+            };
+        }
         if plan.options().reproducible {
             return Err(Error::unsupported(
                 "reproducible on a device",
@@ -262,15 +273,18 @@ impl DeviceRank {
         self.device().is_prepared(p.dtype(), p.head_dim() as u32, p.value_dim() as u32).map(|_| ())
     }
 
-    fn ready(&mut self, plan: &Plan, direction: Direction) -> Result<usize> {
-        if let Some(i) = self.known(plan, direction) {
+    fn ready(&mut self, plan: &Plan, job: Job) -> Result<usize> {
+        if let Some(i) = self.known(plan, job) {
             return Ok(i);
         }
-        self.suits(plan)?;
+        self.suits(plan, job)?;
         let p = plan.problem();
         let cuda = Arc::clone(self.transport.device());
-        cuda.prepare(p.dtype(), p.head_dim() as u32, p.value_dim() as u32)?;
-        let mut prepared = Prepared::new(plan, self.rank(), Job::Attention(direction))?;
+        match job {
+            Job::Attention(_) => cuda.prepare(p.dtype(), p.head_dim() as u32, p.value_dim() as u32)?,
+            Job::AllToAll(_) => cuda.prepare_blocks()?,
+        }
+        let mut prepared = Prepared::new(plan, self.rank(), job)?;
         self.agreements.reserve(&prepared.schedule.group);
         let group = &prepared.schedule.group;
         if group.len() > 1 && !self.counts.iter().any(|(of, _)| of == group) {
@@ -314,17 +328,23 @@ impl DeviceRank {
     }
 
     /// Refuses what cannot be captured.
-    fn capturable(&self, plan: &Plan, direction: Direction) -> Result<()> {
+    fn capturable(&self, plan: &Plan, job: Job) -> Result<()> {
         let refusal = |limit, hint| Err(Error::unsupported("a stream that is being captured", limit, hint));
-        match self.known(plan, direction) {
-            None => refusal(
+        let (unprepared, prepare) = match job {
+            Job::Attention(_) => (
                 "a graph cannot hold what preparing a plan does: the plan is not prepared in this direction",
                 "call prepare before the capture begins",
             ),
-            Some(at) if self.is_short(at) => refusal(
-                "the rank has no workspace for the plan yet, and a graph cannot hold its allocation",
-                "call prepare before the capture begins",
+            Job::AllToAll(_) => (
+                "a graph cannot hold what preparing a plan does: this all-to-all of the plan is not prepared",
+                "call prepare_all_to_all before the capture begins",
             ),
+        };
+        match self.known(plan, job) {
+            None => refusal(unprepared, prepare),
+            Some(at) if self.is_short(at) => {
+                refusal("the rank has no workspace for the plan yet, and a graph cannot hold its allocation", prepare)
+            }
             Some(at) if self.prepared[at].sequence.exchanges() && !self.transport.can_capture() => refusal(
                 "the transport's exchanges cannot be captured, and this plan has some",
                 "run it outside of the capture, or use a transport that can be captured",
@@ -347,13 +367,7 @@ impl DeviceRank {
     /// `stream` is one of the driver's and was not destroyed. When the run gets to them, in stream order, the tensors are
     /// valid device memory for reads (inputs) or writes (outputs) that nobody else uses until the run is over; the same
     /// holds for each replay of a graph that it was captured into.
-    pub(super) unsafe fn run(
-        &mut self,
-        plan: &Plan,
-        direction: Direction,
-        tensors: &Bindings,
-        stream: Stream,
-    ) -> Result<()> {
+    pub(super) unsafe fn run(&mut self, plan: &Plan, job: Job, tensors: &Bindings, stream: Stream) -> Result<()> {
         if self.accepted != Some(stream) {
             // SAFETY: a live stream, as promised.
             unsafe { self.device().owns(stream) }?;
@@ -362,23 +376,25 @@ impl DeviceRank {
         // SAFETY: as above.
         let capturing = unsafe { self.device().context().is_capturing(stream) }?;
         if capturing {
-            self.capturable(plan, direction)?;
+            self.capturable(plan, job)?;
         }
-        let at = self.ready(plan, direction)?;
-        tensors.check(plan, &self.prepared[at].prepared.expected)?;
-        for (tensor, raw) in tensors.used(direction, plan.problem().sinks()) {
+        let at = self.ready(plan, job)?;
+        let Remembered { prepared, sequence, .. } = &self.prepared[at];
+        tensors.check(&prepared.expected)?;
+        let attention = matches!(job, Job::Attention(_));
+        for (tensor, name, raw) in prepared.expected.used(tensors) {
             // What attention itself may read or write is read 16 bytes at a time, on whatever mesh; the rest is only
             // copied, which needs no alignment unless a tensor is huge.
-            let whole = matches!(tensor, TensorId::Q | TensorId::K | TensorId::V | TensorId::O | TensorId::DO)
-                || self.prepared[at].sequence.must_align(tensor);
-            self.device().accept(tensor.name(), raw, if whole { 16 } else { raw.dtype.size() })?;
+            let whole = sequence.must_align(tensor)
+                || attention && matches!(tensor, TensorId::Q | TensorId::K | TensorId::V | TensorId::O | TensorId::DO);
+            self.device().accept(name, raw, if whole { 16 } else { raw.dtype.size() })?;
         }
         self.make_room(at)?;
         let workspace = self.room(at)?;
         if let Workspace::Lent(..) = self.workspace {
-            let bytes = self.prepared[at].prepared.schedule.workspace;
-            let used = tensors.used(direction, plan.problem().sinks());
-            bind::apart_from(workspace, bytes, used.map(|(tensor, raw)| (tensor.name(), *raw)))?;
+            let Prepared { schedule, expected, .. } = &self.prepared[at].prepared;
+            let used = expected.used(tensors).map(|(_, name, raw)| (name, *raw));
+            bind::apart_from(workspace, schedule.workspace, used)?;
         }
         self.failure.check(&*self.transport)?;
         // The device counts the runs.

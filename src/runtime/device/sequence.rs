@@ -172,7 +172,7 @@ impl Sequence {
     ) -> Result<Self> {
         let fingerprint = prepared.fingerprint();
         let plan = prepared.plan.clone();
-        let tensors = bind::placeholders(&plan, &prepared.expected, |tensor, dtype, tokens, heads, dim| {
+        let tensors = bind::placeholders(&prepared.expected, |tensor, dtype, tokens, heads, dim| {
             RawTensor::compact(BaseShapes::symbol(base_of(tensor)), dtype, tokens, heads, dim)
         });
         let shapes = BaseShapes::new(tensors.all().iter().map(|t| (t.heads, t.dim, t.dtype)));
