@@ -6,12 +6,11 @@ use std::{println, time::Instant, vec::Vec};
 use super::*;
 use crate::{
     batch::{Batch, Side},
-    element::Dtype,
     layout::Layout,
     mask::Mask,
     mesh::Mesh,
     plan::{AttentionKind, Circulate, Options, Problem, Wire},
-    schedule::{AllToAll, Direction},
+    schedule::{AllToAll, Direction, Way},
 };
 
 struct Case {
