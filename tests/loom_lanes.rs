@@ -122,6 +122,31 @@ fn operations_of_both_lanes_in_the_order_of_their_waits() {
 }
 
 #[test]
+fn a_wait_for_a_later_operation_outlasts_the_earlier_ones() {
+    model(|| {
+        let (mut lanes, _) = lanes();
+        let cell = Cell::default();
+        let mut other = |progress: &Progress| {
+            for op in 0..3 {
+                cell.set(cell.get() + 1);
+                progress.advance(Communication, op + 1, None);
+            }
+            Ok(())
+        };
+        lanes
+            .run(
+                |progress| {
+                    assert!(progress.wait_for(Compute, 2));
+                    assert_eq!(cell.get(), 3);
+                    Ok(())
+                },
+                Some(&mut other as &mut Task<'_>),
+            )
+            .unwrap();
+    });
+}
+
+#[test]
 fn an_error_of_the_communication_lane_ends_the_wait_of_the_other() {
     model(|| {
         let (mut lanes, transport) = lanes();

@@ -46,11 +46,23 @@ struct State {
     leave: bool,
     /// How many operations of the list each lane has behind it: all those with a lower index are done.
     done: [usize; 2],
+    /// What each lane is parked for, until it is notified: a call of the operating system for each notification, and one
+    /// that finds nobody parked costs nearly as much as one that does.
+    parked: [Option<Parked>; 2],
     /// One lane failed: stop at the next wait.
     stop: bool,
     error: Option<Error>,
     panic: Option<Box<dyn Any + Send>>,
     recorder: Option<Recorder>,
+}
+
+/// What ends the wait of a parked lane, beside the end of the run.
+#[derive(Clone, Copy)]
+enum Parked {
+    /// This operation of the other lane is done.
+    Operation(usize),
+    /// The communication lane has a job or is to leave; the compute lane: that job is over.
+    Job,
 }
 
 struct Recorder {
@@ -92,12 +104,37 @@ impl Progress {
         }
     }
 
+    /// Parks `lane`, once. May end for no reason.
+    fn park<'a>(&self, mut state: MutexGuard<'a, State>, lane: Lane, until: Parked) -> MutexGuard<'a, State> {
+        state.parked[index(lane)] = Some(until);
+        let mut state = sync::park(self.bell(lane), state);
+        state.parked[index(lane)] = None;
+        state
+    }
+
+    /// Gives the lock back and wakes `lane` if it is parked, for an operation that is done by now or for its job.
+    fn wake(&self, mut state: MutexGuard<'_, State>, lane: Lane) {
+        let i = index(lane);
+        let ends = match state.parked[i] {
+            Some(Parked::Operation(op)) => state.stop || state.done[1 - i] > op,
+            Some(Parked::Job) => true,
+            None => false,
+        };
+        if ends {
+            state.parked[i] = None;
+        }
+        drop(state);
+        if ends {
+            self.bell(lane).notify_one();
+        }
+    }
+
     /// Parks `lane` until operation `op` of the other lane is done; false when the run has failed.
     pub fn wait_for(&self, lane: Lane, op: usize) -> bool {
         let other = 1 - index(lane);
         let mut state = self.lock();
         while !state.stop && state.done[other] <= op {
-            state = sync::park(self.bell(lane), state);
+            state = self.park(state, lane, Parked::Operation(op));
         }
         !state.stop
     }
@@ -111,12 +148,13 @@ impl Progress {
         {
             r.events.push(event);
         }
-        drop(state);
-        self.bell(match lane {
-            Lane::Compute => Lane::Communication,
-            Lane::Communication => Lane::Compute,
-        })
-        .notify_one();
+        self.wake(
+            state,
+            match lane {
+                Lane::Compute => Lane::Communication,
+                Lane::Communication => Lane::Compute,
+            },
+        );
     }
 
     /// The clock of the trace and the rank, while one is recorded.
@@ -138,9 +176,8 @@ impl Progress {
             std::mem::forget(panic);
         }
         state.stop = true;
-        drop(state);
-        self.compute.notify_one();
-        self.communication.notify_one();
+        self.wake(state, Lane::Compute);
+        self.wake(self.lock(), Lane::Communication);
     }
 
     /// Does one lane's part of a run; an error or a panic ends the run for both lanes and for the peers.
@@ -224,23 +261,23 @@ impl Lanes {
         if communication.is_some() {
             self.ensure_thread()?;
         }
-        {
-            let mut state = self.progress.lock();
-            state.done = [0, if communication.is_some() { 0 } else { usize::MAX }];
-            (state.stop, state.error, state.panic) = (false, None, None);
-            if let Some(task) = communication {
-                // SAFETY: only the lifetime changes. The lane is done with the task before `busy` is cleared, and this
-                // function does not end, not even by a panic, before that.
-                let task = unsafe { core::mem::transmute::<*mut Task<'_>, *mut Task<'static>>(task) };
-                state.job = Some(Job(task));
-                state.busy = true;
-            }
+        let mut state = self.progress.lock();
+        state.done = [0, if communication.is_some() { 0 } else { usize::MAX }];
+        (state.stop, state.error, state.panic) = (false, None, None);
+        if let Some(task) = communication {
+            // SAFETY: only the lifetime changes. The lane is done with the task before `busy` is cleared, and this
+            // function does not end, not even by a panic, before that.
+            let task = unsafe { core::mem::transmute::<*mut Task<'_>, *mut Task<'static>>(task) };
+            state.job = Some(Job(task));
+            state.busy = true;
+            self.progress.wake(state, Lane::Communication);
+        } else {
+            drop(state);
         }
-        self.progress.communication.notify_one();
         self.progress.part(&*self.transport, || compute(&self.progress));
         let mut state = self.progress.lock();
         while state.busy {
-            state = sync::park(&self.progress.compute, state);
+            state = self.progress.park(state, Lane::Compute, Parked::Job);
         }
         let (error, panic) = (state.error.take(), state.panic.take());
         drop(state);
@@ -263,20 +300,22 @@ fn communicate(progress: &Progress, transport: &dyn Transport) {
                 if let Some(job) = state.job.take() {
                     break job;
                 }
-                state = sync::park(&progress.communication, state);
+                state = progress.park(state, Lane::Communication, Parked::Job);
             }
         };
         // SAFETY: `Lanes::run` keeps the task alive, and does not use it itself, until `busy` is cleared below.
         progress.part(transport, || unsafe { (*job.0)(progress) });
-        progress.lock().busy = false;
-        progress.compute.notify_one();
+        let mut state = progress.lock();
+        state.busy = false;
+        progress.wake(state, Lane::Compute);
     }
 }
 
 impl Drop for Lanes {
     fn drop(&mut self) {
-        self.progress.lock().leave = true;
-        self.progress.communication.notify_one();
+        let mut state = self.progress.lock();
+        state.leave = true;
+        self.progress.wake(state, Lane::Communication);
         if let Some(thread) = self.thread.take() {
             // The lane catches its own panics; a join error could only repeat one that was already reported.
             let _ = thread.join();

@@ -91,6 +91,5 @@ unsafe fn walk(
         });
         progress.advance(lane, i + 1, event);
     }
-    progress.advance(lane, schedule.ops.len(), None);
     Ok(())
 }
