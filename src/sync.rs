@@ -49,6 +49,45 @@ pub(crate) fn wait<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>, limit: Li
     }
 }
 
+/// How often a thread gives its core away before it parks.
+pub(crate) const LOOKS: u32 = 4;
+
+/// Gives the core away once, so that a thread can look again without being parked and notified, which costs two calls of
+/// the operating system and its scheduler. False where that does not pay at the moment: where the core has just come back
+/// late, other programs use it, and each gets a slice of milliseconds before this thread looks again, whereas one that is
+/// parked is woken in time. A late return is believed for sixteen times as long as it took, by all threads of the process:
+/// so the threads of a group lose no more than a sixteenth of the time to yields. Models do not yield.
+pub(crate) fn give_way() -> bool {
+    #[cfg(cpattn_loom)]
+    return false;
+    #[cfg(not(cpattn_loom))]
+    {
+        use std::sync::{
+            OnceLock,
+            atomic::{AtomicU64, Ordering},
+        };
+        /// Less than the slice that a scheduler gives another program, more than the turns of the threads of a few ranks.
+        const LATE: u64 = 1_000_000;
+        const LONGEST: u64 = 100_000_000;
+        static START: OnceLock<Instant> = OnceLock::new();
+        /// Until when no yield is tried any more, in nanoseconds after `START`. Decides about nothing but time.
+        static UNTIL: AtomicU64 = AtomicU64::new(0);
+        let start = *START.get_or_init(Instant::now);
+        let now = || start.elapsed().as_nanos() as u64;
+        let began = now();
+        if began < UNTIL.load(Ordering::Relaxed) {
+            return false;
+        }
+        thread::yield_now();
+        let over = now();
+        let took = over - began;
+        if took > LATE {
+            UNTIL.fetch_max(over + (16 * took).min(LONGEST), Ordering::Relaxed);
+        }
+        true
+    }
+}
+
 /// Stands for memory that its owner lends to other threads. In a model, [`borrow`](Self::borrow) and
 /// [`own`](Self::own) are accesses that loom watches: it reports any that are not ordered. Otherwise they are nothing.
 pub(crate) struct Lent(#[cfg(cpattn_loom)] loom::cell::UnsafeCell<()>);

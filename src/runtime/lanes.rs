@@ -65,6 +65,17 @@ enum Parked {
     Job,
 }
 
+impl State {
+    /// Whether what `lane` is parked for, or is about to be, has come about.
+    const fn ends(&self, lane: Lane, until: Parked) -> bool {
+        match (until, lane) {
+            (Parked::Operation(op), _) => self.stop || self.done[1 - index(lane)] > op,
+            (Parked::Job, Lane::Communication) => self.leave || self.job.is_some(),
+            (Parked::Job, Lane::Compute) => !self.busy,
+        }
+    }
+}
+
 struct Recorder {
     epoch: Instant,
     rank: usize,
@@ -104,8 +115,20 @@ impl Progress {
         }
     }
 
-    /// Parks `lane`, once. May end for no reason.
-    fn park<'a>(&self, mut state: MutexGuard<'a, State>, lane: Lane, until: Parked) -> MutexGuard<'a, State> {
+    /// Lets other threads work a few times, then parks `lane`, once. May end for no reason.
+    fn park<'a>(&'a self, mut state: MutexGuard<'a, State>, lane: Lane, until: Parked) -> MutexGuard<'a, State> {
+        for _ in 0..sync::LOOKS {
+            drop(state);
+            let again = sync::give_way();
+            state = self.lock();
+            // The lock was given back: what is waited for may be there, and then nothing would wake this lane.
+            if state.ends(lane, until) {
+                return state;
+            }
+            if !again {
+                break;
+            }
+        }
         state.parked[index(lane)] = Some(until);
         let mut state = sync::park(self.bell(lane), state);
         state.parked[index(lane)] = None;
@@ -115,11 +138,7 @@ impl Progress {
     /// Gives the lock back and wakes `lane` if it is parked, for an operation that is done by now or for its job.
     fn wake(&self, mut state: MutexGuard<'_, State>, lane: Lane) {
         let i = index(lane);
-        let ends = match state.parked[i] {
-            Some(Parked::Operation(op)) => state.stop || state.done[1 - i] > op,
-            Some(Parked::Job) => true,
-            None => false,
-        };
+        let ends = state.parked[i].is_some_and(|until| state.ends(lane, until));
         if ends {
             state.parked[i] = None;
         }

@@ -9,7 +9,8 @@
 //! to be waited for.
 //!
 //! The mutex guards a few numbers per rank. It is never held during a copy, so pairs copy in parallel. A rank that has
-//! nothing to copy parks on a condition variable of its own; it never spins. After [`group`] nothing allocates until
+//! nothing to copy gives its core away a few times and looks again, then parks on a condition variable of its own; it never
+//! spins. After [`group`] nothing allocates until
 //! something fails.
 //!
 //! The first failure is written on the board and stays there: everybody who waits is called, and everybody who comes
@@ -29,7 +30,7 @@ mod board;
 
 use super::{Label, Message, Transport};
 use crate::error::{Cause, Error, Result};
-use crate::sync::{AtomicBool, Condvar, Lent, Limit, Mutex, MutexGuard, lock, wait};
+use crate::sync::{AtomicBool, Condvar, LOOKS, Lent, Limit, Mutex, MutexGuard, give_way, lock, wait};
 use board::{Board, Phase};
 use std::ops::Range;
 use std::sync::{Arc, atomic::Ordering};
@@ -146,11 +147,13 @@ struct Patience {
     limit: Option<Limit>,
     since: Instant,
     moved: u64,
+    /// How often it gave the core away before it parks.
+    looks: u32,
 }
 
 impl Patience {
     fn new(moved: u64) -> Self {
-        Self { limit: None, since: Instant::now(), moved }
+        Self { limit: None, since: Instant::now(), moved, looks: 0 }
     }
 }
 
@@ -167,7 +170,7 @@ impl Local {
 
     /// Parks this rank, whose call is not complete, unless that call cannot become complete any more.
     fn pause<'a>(
-        &self,
+        &'a self,
         mut board: MutexGuard<'a, Board>,
         label: Label,
         patience: &mut Patience,
@@ -185,6 +188,12 @@ impl Local {
         let deadline = place.deadline;
         if place.moved != patience.moved {
             *patience = Patience::new(place.moved);
+        }
+        if patience.looks < LOOKS {
+            drop(board);
+            patience.looks = if give_way() { patience.looks + 1 } else { LOOKS };
+            // The mutex was released: the caller has to look again before this rank parks.
+            return (lock(&self.shared.board), Ok(()));
         }
         let limit = *patience.limit.get_or_insert_with(|| Limit::after(deadline));
         let (mut board, expired) = self.shared.park(board, self.rank, limit);

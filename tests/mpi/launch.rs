@@ -93,6 +93,8 @@ pub fn mpirun(world: usize, recover: bool, program: &Path) -> Command {
     let mut command = Command::new(launcher);
     if open {
         command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]);
+        // Otherwise every look at a request gives the core away, where there are more processes than cores.
+        command.args(["--mca", "mpi_yield_when_idle", "0"]);
         if recover {
             command.arg("--enable-recovery");
         }

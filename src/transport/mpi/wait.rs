@@ -3,7 +3,8 @@
 //!
 //! MPI has no way to sleep until something arrives, and the cores belong to the kernels. So a call that saw nothing move
 //! first gives its core away and looks again, then sleeps, longer and longer up to a fifth of a millisecond: what arrives
-//! is late by that at most, and a rank that waits for long costs a few percent of a core.
+//! is late by that at most, and a rank that waits for long costs a few percent of a core. Where other programs use the cores
+//! it sleeps at once: a thread that gives its core away there gets it back when they have used up their time.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering},
@@ -12,6 +13,7 @@ use std::{
 };
 
 use super::notices::{Notice, Notices, Wait};
+use crate::sync::give_way;
 
 /// How often a call looks again before it sleeps at all.
 const LOOKS: u32 = 64;
@@ -45,12 +47,13 @@ pub(super) struct Patience {
     deadline: Duration,
     since: Instant,
     looks: u32,
+    sleeps: u32,
     question: Option<Question>,
 }
 
 impl Patience {
     pub(super) fn new(deadline: Duration) -> Self {
-        Self { deadline, since: Instant::now(), looks: 0, question: None }
+        Self { deadline, since: Instant::now(), looks: 0, sleeps: 0, question: None }
     }
 
     /// Something moved.
@@ -65,11 +68,14 @@ impl Patience {
 
     /// Gives the core away for a moment.
     pub(super) fn sleep(&mut self) {
-        self.looks = self.looks.saturating_add(1);
-        match self.looks.checked_sub(LOOKS) {
-            None => std::thread::yield_now(),
-            Some(n) => std::thread::sleep((SHORTEST * (1 << (n / 16).min(5))).min(LONGEST)),
+        if self.looks < LOOKS {
+            self.looks += 1;
+            if give_way() {
+                return;
+            }
         }
+        self.sleeps = self.sleeps.saturating_add(1);
+        std::thread::sleep((SHORTEST * (1 << (self.sleeps / 16).min(5))).min(LONGEST));
     }
 
     /// Whom to blame for a deadline that has passed, and how many milliseconds it took: found by questions, each of
