@@ -3,8 +3,10 @@
 //!
 //! Eight tokens a rank, one head of 16: the kernels and copies of such a run take next to nothing, so what is left is the
 //! runtime and the transport. The same runs over a transport that moves nothing (`tap.rs`) are the runtime alone; the
-//! difference, over the exchanges, is what an exchange costs. CPU time is that of all ranks and all of their threads, so
-//! that it hardly depends on who else uses the machine; the clock counts what waiting for a core takes too.
+//! difference, over the exchanges, is what an exchange costs. What the kernels take is measured in runs that are recorded:
+//! the median time of each operation of the compute lane, which an interruption does not move. CPU time is that of all ranks
+//! and all of their threads, so that it hardly depends on who else uses the machine; the clock counts what waiting for a
+//! core takes too. A real-time priority keeps other work away (`chrt -f 10 benches/overlap/run --operations 3000`).
 
 use std::time::Instant;
 
@@ -12,7 +14,7 @@ use cpattn::{
     Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Result, Side,
     call::RawTensor,
     runtime::Bindings,
-    schedule::{Direction, Schedule, TensorId},
+    schedule::{Direction, Lane, Schedule, TensorId},
     transport::{Label, Message, Transport},
 };
 
@@ -23,8 +25,11 @@ use crate::{
 
 const DIM: usize = 16;
 
-/// Microseconds of a run by the clock and of CPU time: held back, and through.
-type Times = [[f64; 2]; 2];
+/// Microseconds of a run by the clock and of CPU time: held back, and through; at last those of the kernels, twice.
+type Times = [[f64; 2]; 3];
+
+/// How many runs are recorded.
+const RECORDED: usize = 101;
 
 fn measure<T: Transport + 'static>(tap: &Tap<T>, plan: &Plan, runs: usize, counts: bool) -> Result<Times> {
     use TensorId::{K, Lse, O, Q, V};
@@ -52,7 +57,33 @@ fn measure<T: Transport + 'static>(tap: &Tap<T>, plan: &Plan, runs: usize, count
         tap.agree(0..tap.world(), 2)?;
         *time = [clock, if counts { cpu() - spent } else { 0.0 }].map(|t| t * 1e6 / runs as f64);
     }
+    times[2] = [kernels(tap, &mut rank, plan, &tensors)?; 2];
     Ok(times)
+}
+
+/// Microseconds that the kernels of a run take, over a transport that moves nothing: the sum of each operation's median.
+fn kernels<T: Transport + 'static>(tap: &Tap<T>, rank: &mut Rank, plan: &Plan, tensors: &Bindings) -> Result<f64> {
+    let mut all: Vec<Vec<u64>> = Vec::new();
+    rank.record(Instant::now(), 64)?;
+    for _ in 0..RECORDED {
+        tap.set(Mode::Hold);
+        // SAFETY: the tensors are the caller's, of the plan's shapes, and outlive the rank.
+        unsafe { rank.run(plan, Direction::Forward, tensors) }?;
+        let events = rank.events().into_iter().filter(|event| event.lane == Lane::Compute);
+        for (at, event) in events.enumerate() {
+            if at == all.len() {
+                all.push(Vec::new());
+            }
+            all[at].push(event.end_ns - event.start_ns);
+        }
+    }
+    rank.record(Instant::now(), 0)?;
+    tap.set(Mode::Through);
+    let median = |times: &mut Vec<u64>| {
+        times.sort_unstable();
+        times[times.len() / 2]
+    };
+    Ok(all.iter_mut().map(median).sum::<u64>() as f64 * 1e-3)
 }
 
 /// Rank 0 learns the sum of everybody's times.
@@ -67,7 +98,7 @@ fn sum<T: Transport>(tap: &Tap<T>, mine: Times) -> Result<Times> {
     };
     // SAFETY: a vector of this function, each entry listed once.
     unsafe { tap.exchange(Label { operation: "sum", step: 0 }, &lists.0, &lists.1) }?;
-    Ok([0, 1].map(|mode| [0, 1].map(|k| all.iter().map(|t| t[mode][k]).sum())))
+    Ok([0, 1, 2].map(|mode| [0, 1].map(|k| all.iter().map(|t| t[mode][k]).sum())))
 }
 
 /// The figures of each mesh as JSON objects, on rank 0.
@@ -82,15 +113,17 @@ pub fn all<T: Transport + 'static>(name: &str, end: T, counts: bool, runs: usize
     let meets = |name: &str| ["exchange", "fetch", "return"].contains(&name);
     let exchanges: usize = (0..world).map(|r| of(r).operations().filter(|op| meets(op.name)).count()).sum();
     let mine = measure(&tap, &plan, runs, counts).unwrap_or_else(|e| panic!("{e}"));
-    let [held, through] = sum(&tap, mine).unwrap_or_else(|e| panic!("{e}"));
+    let [held, through, kernels] = sum(&tap, mine).unwrap_or_else(|e| panic!("{e}"));
     if tap.rank() == 0 {
         let (o, x) = (operations as f64, exchanges as f64);
         lines.push(format!(
             "{{\"transport\": \"{name}\", \"mesh\": \"ring\", \"operations\": {operations}, \"exchanges\": {exchanges}, \
-             \"runtime_cpu_us_per_operation\": {:.3}, \"cpu_us_per_operation\": {:.3}, \"cpu_us_per_exchange\": {:.3}, \
-             \"clock_us_per_operation\": {:.3}}}",
+             \"kernels_us_per_operation\": {:.3}, \"runtime_cpu_us_per_operation\": {:.3}, \"cpu_us_per_operation\": {:.3}, \
+             \"beyond_kernels_cpu_us_per_operation\": {:.3}, \"cpu_us_per_exchange\": {:.3}, \"clock_us_per_operation\": {:.3}}}",
+            kernels[0] / o,
             held[1] / o,
             through[1] / o,
+            (through[1] - kernels[0]) / o,
             (through[1] - held[1]) / x,
             through[0] / o
         ));
