@@ -127,7 +127,10 @@ pub enum Cause {
     Failed,
     /// It found that ranks run different things, or runs something else itself: one plan where another is expected, or one
     /// that has to be agreed on where one is expected that was agreed on before.
-    Disagreed,
+    Disagreed {
+        /// The other of the two ranks that differ.
+        with: usize,
+    },
     /// The engine below the transport (NCCL) reports an error, which can be this rank's own.
     Engine {
         /// The engine's code.
@@ -229,7 +232,7 @@ impl fmt::Display for Cause {
             Self::Aborted => f.write_str("aborted the run"),
             Self::Size { ours, theirs } => write!(f, "offered {theirs} bytes where {ours} were expected"),
             Self::Failed => f.write_str("failed; see its own error"),
-            Self::Disagreed => f.write_str("runs something else; see its own error"),
+            Self::Disagreed { with } => write!(f, "runs something else than rank {with}; see their own errors"),
             Self::Engine { code, text, ms, bytes } => {
                 write!(f, "failed: the engine reports {code}, {text}, after {ms} ms of an exchange of {bytes} bytes")
             }

@@ -9,6 +9,7 @@ mod common;
 use common::{
     Data,
     own::{Own, compact},
+    through::{Counted, Hook, Through},
 };
 use cpattn::{
     Batch, Cause, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, View, ViewMut,
@@ -86,32 +87,6 @@ impl Job {
     }
 }
 
-/// Counts agreements.
-struct Counted(Local, Arc<AtomicUsize>);
-
-impl Transport for Counted {
-    fn rank(&self) -> usize {
-        self.0.rank()
-    }
-    fn world(&self) -> usize {
-        self.0.world()
-    }
-    fn agree(&self, group: Range<usize>, number: u64) -> Result<()> {
-        self.1.fetch_add(1, SeqCst);
-        self.0.agree(group, number)
-    }
-    unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        // SAFETY: handed on.
-        unsafe { self.0.exchange(label, sends, recvs) }
-    }
-    fn poll(&self) -> Result<()> {
-        self.0.poll()
-    }
-    fn abort(&self, cause: Cause) {
-        self.0.abort(cause);
-    }
-}
-
 /// A plan and direction is agreed on in its first run, whatever a rank prepared before or forgot since.
 #[test]
 fn only_first_runs_agree() {
@@ -122,7 +97,7 @@ fn only_first_runs_agree() {
         for (end, asked) in local::group(world, FAR).unwrap().into_iter().zip(&asked) {
             let jobs = &jobs;
             scope.spawn(move || {
-                let mut rank = Rank::new(Counted(end, Arc::clone(asked)));
+                let mut rank = Rank::new(Through { end, hook: Counted(Arc::clone(asked)) });
                 // One rank prepares more than it can remember, and others something else.
                 let some = rank.rank() * 10;
                 for job in &jobs[..some] {
@@ -193,7 +168,10 @@ fn expect_disagreement(
                     assert!(r == odd || *peer == odd, "{what}: rank {r} blames rank {peer}, not {odd}");
                     assert!(run.contains("ward of ") && run.contains("ring"), "{run}");
                 }
-                Error::Peer { cause: Cause::Disagreed | Cause::Size { .. }, .. } => {}
+                Error::Peer { peer, cause: Cause::Disagreed { with }, .. } => {
+                    assert_eq!([*peer, *with].iter().filter(|&&n| n == odd).count(), 1, "{what}, rank {r}: {error}");
+                }
+                Error::Peer { cause: Cause::Size { .. }, .. } => {}
                 other => panic!("{what}, rank {odd} is odd: rank {r} returned {other:?}"),
             }
         }
@@ -250,7 +228,10 @@ fn one_run_more() {
         _ => false,
     };
     assert!(errors.iter().any(ahead), "{errors:?}");
-    assert!(errors.iter().all(|e| ahead(e) || matches!(e, Error::Peer { cause: Cause::Disagreed, .. })), "{errors:?}");
+    assert!(
+        errors.iter().all(|e| ahead(e) || matches!(e, Error::Peer { cause: Cause::Disagreed { .. }, .. })),
+        "{errors:?}"
+    );
     assert!(errors.iter().any(|e| e.to_string().contains("run 5 of rank 0")), "{errors:?}");
 }
 
@@ -284,8 +265,14 @@ fn a_new_plan_against_one_that_was_agreed_on() {
                 let job = if rank.rank() == odd { &new } else { &ours };
                 job.forward(&mut rank).unwrap_err()
             });
-            let disagreed = |e: &Error| matches!(e, Error::Peer { cause: Cause::Disagreed, .. });
-            assert!(errors.iter().all(disagreed), "{errors:?}");
+            // Every rank hears of the two that differ, and names the one of them that it is not.
+            let disagreed = |(r, e): (usize, &Error)| match *e {
+                Error::Peer { peer, cause: Cause::Disagreed { with }, .. } => {
+                    r != peer && (peer == odd) != (with == odd)
+                }
+                _ => false,
+            };
+            assert!(errors.iter().enumerate().all(disagreed), "{errors:?}");
         }
     }
 }
@@ -316,18 +303,17 @@ fn all_to_alls() {
 
 /// Fails one call and knows nothing of it afterwards; counts how often it is told to abort.
 struct Forgetful {
-    inner: Local,
     calls: AtomicUsize,
     at: usize,
     aborts: Arc<AtomicUsize>,
 }
 
 impl Forgetful {
-    fn call(&self, label: Label) -> Result<()> {
+    fn call(&self, end: &Local, label: Label) -> Result<()> {
         if self.calls.fetch_add(1, SeqCst) != self.at {
             return Ok(());
         }
-        let (rank, peer) = (self.inner.rank(), 1 - self.inner.rank());
+        let (rank, peer) = (end.rank(), 1 - end.rank());
         Err(Error::Peer {
             rank,
             operation: label.operation,
@@ -338,26 +324,20 @@ impl Forgetful {
     }
 }
 
-impl Transport for Forgetful {
-    fn rank(&self) -> usize {
-        self.inner.rank()
+impl Hook<Local> for Forgetful {
+    fn agree(&self, end: &Local, group: Range<usize>, number: u64) -> Result<()> {
+        self.call(end, Label { operation: "agree", step: 0 })?;
+        end.agree(group, number)
     }
-    fn world(&self) -> usize {
-        self.inner.world()
-    }
-    fn agree(&self, group: Range<usize>, number: u64) -> Result<()> {
-        self.call(Label { operation: "agree", step: 0 })?;
-        self.inner.agree(group, number)
-    }
-    unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        self.call(label)?;
+    unsafe fn exchange(&self, end: &Local, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
+        self.call(end, label)?;
         // SAFETY: handed on.
-        unsafe { self.inner.exchange(label, sends, recvs) }
+        unsafe { end.exchange(label, sends, recvs) }
     }
-    fn poll(&self) -> Result<()> {
+    fn poll(&self, _: &Local) -> Result<()> {
         Ok(())
     }
-    fn abort(&self, _: Cause) {
+    fn abort(&self, _: &Local, _: Cause) {
         self.aborts.fetch_add(1, SeqCst);
     }
 }
@@ -371,12 +351,12 @@ fn a_failed_transport_is_not_used_again() {
         let aborts: Vec<_> = (0..2).map(|_| Arc::new(AtomicUsize::new(0))).collect();
         let ends = local::group(2, FAR).unwrap().into_iter().zip(&aborts);
         thread::scope(|scope| {
-            for (inner, aborts) in ends {
+            for (end, aborts) in ends {
                 let job = &job;
                 // Both miss the same deadline, so both are free for what comes next.
-                let end = Forgetful { inner, calls: AtomicUsize::new(0), at, aborts: Arc::clone(aborts) };
+                let hook = Forgetful { calls: AtomicUsize::new(0), at, aborts: Arc::clone(aborts) };
                 scope.spawn(move || {
-                    let mut rank = Rank::new(end);
+                    let mut rank = Rank::new(Through { end, hook });
                     let mut first = None;
                     for _ in 0..4 {
                         let mut own = job.own(&rank);
@@ -404,9 +384,9 @@ fn a_failed_transport_is_not_used_again() {
 #[test]
 fn an_abort_is_kept() {
     let job = Job::ring(&[30, 6], 2);
-    let inner = local::group(2, FAR).unwrap().remove(0);
-    let end = Forgetful { inner, calls: AtomicUsize::new(0), at: usize::MAX, aborts: Arc::default() };
-    let mut rank = Rank::new(end);
+    let end = local::group(2, FAR).unwrap().remove(0);
+    let hook = Forgetful { calls: AtomicUsize::new(0), at: usize::MAX, aborts: Arc::default() };
+    let mut rank = Rank::new(Through { end, hook });
     let handle = rank.handle();
     handle.abort();
     let error = job.forward(&mut rank).unwrap_err();

@@ -2,6 +2,10 @@
 //! The ring check finds what was put there to be found: a rank that is silent, fails or leaves, bytes that change on the
 //! way, a slow link; and it measures every link both ways when nothing is wrong.
 
+#[allow(dead_code, reason = "each test program uses its part")]
+#[path = "common/through.rs"]
+mod through;
+
 use cpattn::transport::{
     Label, Message, Transport,
     fault::{Fault, Faulty},
@@ -9,9 +13,9 @@ use cpattn::transport::{
     ring_check::{Link, Trouble, check},
 };
 use cpattn::{Cause, Error, Result};
-use std::ops::Range;
 use std::thread;
 use std::time::Duration;
+use through::{Hook, Through};
 
 const LONG: Duration = Duration::from_secs(20);
 
@@ -81,38 +85,23 @@ fn a_rank_that_fails_or_leaves_is_named() {
 }
 
 /// Changes one byte of the large messages that reach rank 2.
-struct Lossy(Local);
+struct Lossy;
 
-impl Transport for Lossy {
-    fn rank(&self) -> usize {
-        self.0.rank()
-    }
-    fn world(&self) -> usize {
-        self.0.world()
-    }
-    fn agree(&self, group: Range<usize>, fingerprint: u64) -> Result<()> {
-        self.0.agree(group, fingerprint)
-    }
-    unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
+impl Hook<Local> for Lossy {
+    unsafe fn exchange(&self, end: &Local, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
         // SAFETY: the caller's promise about the lists is handed on.
-        unsafe { self.0.exchange(label, sends, recvs) }?;
-        for recv in recvs.iter().filter(|recv| self.rank() == 2 && recv.bytes == 100_000) {
+        unsafe { end.exchange(label, sends, recvs) }?;
+        for recv in recvs.iter().filter(|recv| end.rank() == 2 && recv.bytes == 100_000) {
             // SAFETY: within the message, which is still the caller's.
             unsafe { *recv.ptr.add(77_777) ^= 4 };
         }
         Ok(())
     }
-    fn poll(&self) -> Result<()> {
-        self.0.poll()
-    }
-    fn abort(&self, cause: Cause) {
-        self.0.abort(cause);
-    }
 }
 
 #[test]
 fn bytes_that_change_on_the_way_are_noticed() {
-    let all = run(3, LONG, Lossy);
+    let all = run(3, LONG, |end| Through { end, hook: Lossy });
     assert_eq!(all[2], Err(Trouble::OtherBytes { link: (1, 2), at: 77_777 }));
     let text = all[2].as_ref().unwrap_err().to_string();
     assert!(text.starts_with("link 1 → 2 delivered other bytes than were sent, from byte 77777 on; try:"), "{text}");

@@ -62,7 +62,7 @@ impl Failure {
             // What a failed exchange has left proves nothing by itself.
             let error = if certain { error } else { transport.poll().err().unwrap_or(error) };
             self.keep(&error);
-            abort(transport, Cause::Disagreed);
+            abort(transport, cause_of(&error));
         }
     }
 
@@ -105,6 +105,14 @@ impl Drop for Watch<'_> {
     fn drop(&mut self) {
         self.failure.ended(self.transport.rank(), Cause::Panicked);
         abort(self.transport, Cause::Panicked);
+    }
+}
+
+/// What the peers are told of an error of this rank's.
+pub(super) const fn cause_of(error: &Error) -> Cause {
+    match error {
+        Error::Disagreement { peer, .. } => Cause::Disagreed { with: *peer },
+        _ => Cause::Failed,
     }
 }
 

@@ -20,7 +20,7 @@ use std::{
     vec::Vec,
 };
 
-use super::failure::abort;
+use super::failure::{abort, cause_of};
 use crate::{
     error::{Cause, Error, Result},
     report::trace,
@@ -213,14 +213,6 @@ impl Progress {
                 abort(transport, Cause::Panicked);
             }
         }
-    }
-}
-
-/// What the peers are told of an error of this rank's.
-const fn cause_of(error: &Error) -> Cause {
-    match error {
-        Error::Disagreement { .. } => Cause::Disagreed,
-        _ => Cause::Failed,
     }
 }
 

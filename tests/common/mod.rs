@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 pub mod own;
+pub mod through;
 
 use std::{sync::Mutex, time::Duration};
 

@@ -96,7 +96,7 @@ fn only_first_runs_agree(cuda: &Arc<Cuda>) {
             scope.spawn(move || {
                 enter();
                 let end = Wrapped::new(end);
-                let agreements = Arc::clone(&end.agreements);
+                let agreements = Arc::clone(&end.hook.agreements.0);
                 let mut rank = Rank::on_device(end).unwrap();
                 let own: Vec<_> = list.iter().map(|(_, plan)| Own::new(cuda, plan, &rank)).collect();
                 for round in 0..3 {
@@ -210,7 +210,7 @@ fn handed_on(cuda: &Arc<Cuda>) {
     assert!(!direct(&said[3].0), "rank 3 met rank 0: {said:?}");
     for (rank, (_, later, is_nan)) in said.iter().enumerate() {
         assert!(*is_nan, "rank {rank} has results: {said:?}");
-        let told = matches!(later, Error::Disagreement { .. } | Error::Peer { cause: Cause::Disagreed, .. });
+        let told = matches!(later, Error::Disagreement { .. } | Error::Peer { cause: Cause::Disagreed { .. }, .. });
         assert!(told, "{later:?}");
     }
 }

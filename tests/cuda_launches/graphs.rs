@@ -191,7 +191,7 @@ fn refusals(cuda: &Arc<Cuda>) {
     let mut ends = peer::group(&vec![Arc::clone(cuda); 2], Duration::from_secs(300)).unwrap();
     let (_other, first) = (ends.pop(), ends.remove(0));
     let mut end_of = Wrapped::new(first);
-    end_of.captures = false;
+    end_of.hook.captures = false;
     let mut rank = Rank::on_device(end_of).unwrap();
     let ring = &plans::of(2)[0].1;
     let tensors = Tensors::new(cuda, ring, 0, |_| Form::Compact);

@@ -25,6 +25,9 @@ mod failures;
 mod graphs;
 mod plans;
 mod tensors;
+#[allow(dead_code, reason = "each test program uses its part")]
+#[path = "../common/through.rs"]
+mod through;
 mod wrapped;
 
 use cpattn::kernel::cuda::Cuda;

@@ -3,7 +3,6 @@
 //! find out.
 
 use std::{
-    ops::Range,
     sync::{
         Arc, Barrier,
         atomic::{AtomicUsize, Ordering::SeqCst},
@@ -12,65 +11,16 @@ use std::{
 };
 
 use cpattn::{
-    Batch, Cause, Dtype, Error, Layout, Mask, Mesh, Plan, Problem, Rank, Result,
+    Batch, Dtype, Error, Layout, Mask, Mesh, Plan, Problem, Rank, Result,
     kernel::cuda::{Cuda, Stream},
     schedule::Direction,
-    transport::{DeviceTransport, Label, Message, Transport, nccl::Nccl},
 };
 
 use crate::{
+    common::through::{Counted, Through},
     group::{LONG, devices, threads},
     work::{Part, Tensors, data, tensors, wait},
 };
-
-/// Counts agreements.
-struct Counted(Nccl, Arc<AtomicUsize>);
-
-impl Transport for Counted {
-    fn rank(&self) -> usize {
-        self.0.rank()
-    }
-
-    fn world(&self) -> usize {
-        self.0.world()
-    }
-
-    fn agree(&self, group: Range<usize>, fingerprint: u64) -> Result<()> {
-        self.1.fetch_add(1, SeqCst);
-        self.0.agree(group, fingerprint)
-    }
-
-    unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        // SAFETY: what the caller promises of the messages.
-        unsafe { self.0.exchange(label, sends, recvs) }
-    }
-
-    fn poll(&self) -> Result<()> {
-        self.0.poll()
-    }
-
-    fn abort(&self, cause: Cause) {
-        self.0.abort(cause);
-    }
-}
-
-impl DeviceTransport for Counted {
-    fn device(&self) -> &Arc<Cuda> {
-        self.0.device()
-    }
-
-    fn stream(&self) -> Stream {
-        self.0.stream()
-    }
-
-    fn synchronize(&self) -> Result<()> {
-        self.0.synchronize()
-    }
-
-    fn reserve(&self, messages: usize) {
-        self.0.reserve(messages);
-    }
-}
 
 /// Plans that differ in the scale alone have messages of the very same sizes.
 fn plan(scale: f64, lengths: &[usize], mesh: Mesh, layout: Layout) -> Plan {
@@ -101,7 +51,7 @@ fn only_first_runs_agree() {
     let plans = [ring(0.2, 2), plan(0.2, &[30, 6], Mesh::ulysses(2).unwrap(), Layout::Contiguous)];
     let all = threads(&devices, LONG, |end| -> Result<()> {
         let asked = Arc::new(AtomicUsize::new(0));
-        let mut rank = Rank::on_device(Counted(end, Arc::clone(&asked)))?;
+        let mut rank = Rank::on_device(Through { end, hook: Counted(Arc::clone(&asked)) })?;
         let cuda = Arc::clone(rank.cuda().unwrap());
         let own = plans.each_ref().map(|p| tensors(&cuda, p, rank.rank(), &data(p)));
         let mut run =

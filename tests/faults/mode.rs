@@ -3,10 +3,13 @@
 //! makes, with which peers. The calls are where faults go, and they tell who needs a culprit.
 
 use crate::act::{Act, FAR};
-use crate::common::Data;
+use crate::common::{
+    Data,
+    through::{Hook, Through},
+};
 use crate::rank::{Parts, backward, forward};
 use cpattn::{
-    Batch, Cause, Dtype, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result,
+    Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result,
     plan::Circulate,
     transport::{
         Label, Message, Transport,
@@ -27,35 +30,21 @@ pub struct Call {
     pub peers: BTreeSet<usize>,
 }
 
-/// A transport that writes down its calls.
-struct Tap {
-    inner: Local,
-    calls: Arc<Mutex<Vec<Call>>>,
-}
+/// Writes down the calls of a transport.
+#[derive(Default)]
+struct Tap(Arc<Mutex<Vec<Call>>>);
 
-impl Transport for Tap {
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-    fn world(&self) -> usize {
-        self.inner.world()
-    }
-    fn agree(&self, group: Range<usize>, number: u64) -> Result<()> {
+impl Hook<Local> for Tap {
+    fn agree(&self, end: &Local, group: Range<usize>, number: u64) -> Result<()> {
         let label = Label { operation: "agree", step: 0 };
-        self.calls.lock().unwrap().push(Call { label, peers: group.clone().collect() });
-        self.inner.agree(group, number)
+        self.0.lock().unwrap().push(Call { label, peers: group.clone().collect() });
+        end.agree(group, number)
     }
-    unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
+    unsafe fn exchange(&self, end: &Local, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
         let peers = sends.iter().chain(recvs).map(|m| m.peer).collect();
-        self.calls.lock().unwrap().push(Call { label, peers });
+        self.0.lock().unwrap().push(Call { label, peers });
         // SAFETY: the caller's promise is handed on.
-        unsafe { self.inner.exchange(label, sends, recvs) }
-    }
-    fn poll(&self) -> Result<()> {
-        self.inner.poll()
-    }
-    fn abort(&self, cause: Cause) {
-        self.inner.abort(cause);
+        unsafe { end.exchange(label, sends, recvs) }
     }
 }
 
@@ -78,11 +67,11 @@ impl Mode {
         let taps: Vec<_> = local::group(mode.plan.mesh().world(), FAR)
             .unwrap()
             .into_iter()
-            .map(|inner| Tap { inner, calls: Arc::default() })
+            .map(|end| Through { end, hook: Tap::default() })
             .collect();
-        let lists: Vec<_> = taps.iter().map(|t| Arc::clone(&t.calls)).collect();
+        let lists: Vec<_> = taps.iter().map(|t| Arc::clone(&t.hook.0)).collect();
         mode.good = thread::scope(|scope| {
-            let run = |tap: Tap| {
+            let run = |tap: Through<Local, Tap>| {
                 let mut rank = Rank::new(tap);
                 let made = forward(&mut rank, &mode.plan, &mode.data).unwrap();
                 let gradients = backward(&mut rank, &mode.plan, &mode.data, &made).unwrap();

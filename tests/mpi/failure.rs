@@ -110,9 +110,12 @@ pub fn different() {
         } else {
             exchange(&rank, label("take", 1), &[], &mut [((me + 1) % 3, &mut got)])
         };
-        let Err(Error::Peer { operation, peer, cause: Cause::Disagreed, .. }) = result else { panic!("{result:?}") };
+        let Err(Error::Peer { operation, peer, cause: Cause::Disagreed { with }, .. }) = result else {
+            panic!("{result:?}")
+        };
         assert_eq!(operation, if agrees { "agree" } else { "take" });
         assert_eq!(peer == 2, me != 2, "rank {me} names rank {peer}");
+        assert_eq!(with == 2, me == 2, "rank {me} names rank {peer} with rank {with}");
     }
     println!("{FINE}");
 }

@@ -354,7 +354,7 @@ impl Board {
 
     /// Records that `rank` and `peer` wait for each other, one of them in an agreement.
     pub(super) fn fail_crossed(&mut self, rank: usize, peer: usize) -> bool {
-        self.fail_with(Failure { peer, cause: Cause::Disagreed, expecting: rank })
+        self.fail_with(Failure { peer, cause: Cause::Disagreed { with: rank }, expecting: rank })
     }
 
     /// Records that the two sides of `claim`, which is a receive of `rank`, differ in size.
@@ -379,8 +379,11 @@ impl Board {
             peer = expecting;
             cause = Cause::Size { ours: theirs, theirs: ours };
         }
-        if cause == Cause::Disagreed && rank == peer {
-            peer = expecting;
+        if let Cause::Disagreed { with } = &mut cause
+            && rank == peer
+            && rank != expecting
+        {
+            (peer, *with) = (expecting, rank);
         }
         Some(Error::Peer { rank, operation: label.operation, step: label.step, peer, cause })
     }

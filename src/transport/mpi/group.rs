@@ -71,14 +71,16 @@ impl Group {
     pub(super) fn error(&self, label: Label, failure: Failure, waited: bool) -> Error {
         let Failure { mut peer, mut cause, other } = failure;
         // Whoever agrees names the one that exchanges, and the other way round; so each names somebody else.
-        let crossed = cause == Cause::Disagreed && label.operation == AGREEMENT;
+        let crossed = matches!(cause, Cause::Disagreed { .. }) && label.operation == AGREEMENT;
         // Nor did a rank that answered too late wait for itself.
         let itself = self.rank == peer && (waited || !matches!(cause, Cause::Deadline { .. }));
         if itself || (crossed && self.rank != other) {
-            peer = other;
-            if let Cause::Size { ours, theirs } = cause {
-                cause = Cause::Size { ours: theirs, theirs: ours };
+            match &mut cause {
+                Cause::Size { ours, theirs } => std::mem::swap(ours, theirs),
+                Cause::Disagreed { with } if other != peer => *with = peer,
+                _ => {}
             }
+            peer = other;
         }
         Error::Peer { rank: self.rank, operation: label.operation, step: label.step, peer, cause }
     }
@@ -144,7 +146,7 @@ impl Group {
                 Failure { peer, cause: Cause::Deadline { ms, bytes: waiting() }, other: self.rank }
             }
             Verdict::Crossed { agreeing, exchanging } => {
-                Failure { peer: agreeing, cause: Cause::Disagreed, other: exchanging }
+                Failure { peer: agreeing, cause: Cause::Disagreed { with: exchanging }, other: exchanging }
             }
         }))
     }

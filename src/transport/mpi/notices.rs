@@ -101,7 +101,7 @@ impl Notice {
                     Cause::Left => (3, 0, 0),
                     Cause::Aborted => (4, 0, 0),
                     Cause::Size { ours, theirs } => (5, ours, theirs),
-                    Cause::Disagreed => (7, 0, 0),
+                    Cause::Disagreed { with } => (7, with as u64, 0),
                     // What another process's own code returned means nothing here.
                     _ => (6, 0, 0),
                 };
@@ -121,7 +121,7 @@ impl Notice {
             4 => over(Cause::Aborted),
             5 => over(Cause::Size { ours: a, theirs: b }),
             6 => over(Cause::Failed),
-            7 => over(Cause::Disagreed),
+            7 => over(Cause::Disagreed { with: a as usize }),
             16 => Some(Self::Ask { from: a as usize, question: b }),
             17 => Wait::from_code(b as usize).map(|wait| Self::Waits { question: a, wait }),
             _ => None,
@@ -233,7 +233,7 @@ mod tests {
             Cause::Aborted,
             Cause::Size { ours: 1, theirs: 2 },
             Cause::Failed,
-            Cause::Disagreed,
+            Cause::Disagreed { with: 5 },
         ];
         for cause in causes {
             let over = Notice::Over(Failure { peer: 3, cause, other: 4 });
