@@ -10,11 +10,7 @@ use std::{
     time::Instant,
 };
 
-use cpattn::{
-    Batch, Dtype, Error, Layout, Mask, Mesh, Plan, Problem, Rank, Result,
-    kernel::cuda::{Cuda, Stream},
-    schedule::Direction,
-};
+use cpattn::{Batch, Dtype, Error, Layout, Mask, Mesh, Plan, Problem, Rank, Result, schedule::Direction};
 
 use crate::{
     common::through::{Counted, Through},
