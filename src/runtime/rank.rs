@@ -5,7 +5,12 @@
 //! a device two streams and device memory, where a run returns when it is enqueued. What only one of them can do is
 //! refused on the other, by name.
 
-use std::{boxed::Box, sync::Arc, time::Instant, vec::Vec};
+use std::{
+    boxed::Box,
+    sync::Arc,
+    time::{Duration, Instant},
+    vec::Vec,
+};
 
 #[cfg(feature = "cuda")]
 use super::device::{DeviceRank, Marks};
@@ -193,19 +198,51 @@ impl Rank {
         }
     }
 
-    /// Starts to record what each lane does, for at most `capacity` operations from now on; 0 stops. Times count from
-    /// `epoch`, which ranks should share.
+    /// Starts to record what each lane does, for at most `capacity` operations from now on, and as many again whenever
+    /// [`Rank::events`] has taken them; 0 stops. Times count from `epoch`, which ranks should share.
+    ///
+    /// On a device an operation lies between two events with timing on the stream of its lane, which are made now: that of
+    /// an exchange includes the wait for its peers. The device's clock is tied to `epoch`'s now, when the call has waited for
+    /// what the rank enqueued, and anew when [`Rank::events`] has taken all there was:
+    /// [`Rank::trace_accuracy`] says how well. Durations are as exact as the driver's events, half a microsecond. A run that
+    /// records puts two more events on a stream for each operation, and waits no more than others do. It cannot be captured
+    /// into a graph, and replays of graphs are not recorded.
     ///
     /// # Errors
-    /// On a device, whose lanes the host does not see.
+    /// The driver's.
     pub fn record(&mut self, epoch: Instant, capacity: usize) -> Result<()> {
-        self.on_host_for("record", "make a rank of a transport of host memory")?.record(epoch, capacity);
-        Ok(())
+        match &mut self.engine {
+            Engine::Host(rank) => {
+                rank.record(epoch, capacity);
+                Ok(())
+            }
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) => rank.record(epoch, capacity),
+        }
     }
 
     /// What was recorded since the last call, in the order in which operations ended within each lane.
+    ///
+    /// On a device: of operations that are over by now, without a wait for others, which a later call tells. Call
+    /// [`Rank::synchronize`] first to have them all. Of a device that failed, [`Rank::poll`] says why nothing comes.
     pub fn events(&mut self) -> Vec<trace::Event> {
-        self.on_host_for("events", "").map_or_else(|_| Vec::new(), HostRank::events)
+        match &mut self.engine {
+            Engine::Host(rank) => rank.events(),
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) => rank.events(),
+        }
+    }
+
+    /// By how much the times of recorded events may be off on the clock of `epoch`, beside the resolution of half a
+    /// microsecond and f32 milliseconds (of which a step is a microsecond from 8 s after [`Rank::record`], or the last
+    /// [`Rank::events`] that took all, on): half the shortest time that the host took to record an event on the idle
+    /// stream and to see it done. 0 on the CPU, and while nothing is recorded.
+    pub fn trace_accuracy(&self) -> Duration {
+        match &self.engine {
+            Engine::Host(_) => Duration::ZERO,
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) => rank.trace_accuracy(),
+        }
     }
 
     /// Bytes of workspace that running `plan` in `direction` takes on this rank, the kernels' tiles aside. Allocates nothing

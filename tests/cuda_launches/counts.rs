@@ -44,7 +44,7 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 /// What is counted; of the first nine the number is known.
-const NAMES: [&str; 11] = [
+const NAMES: [&str; 12] = [
     "host-to-device copies",
     "device-to-host copies",
     "allocations",
@@ -54,15 +54,19 @@ const NAMES: [&str; 11] = [
     "queries",
     "cuPointerGetAttribute",
     "cuStreamIsCapturing",
+    "event records",
     "launches",
     "fills",
 ];
 
 const BOTH: [Direction; 2] = [Direction::Forward, Direction::Backward];
 
+/// The driver's counters by name.
+pub type Found = [(&'static str, u64); 12];
+
 /// What all ranks do between the second time and the third that they come to the barrier: the driver's counters, and host
 /// allocations.
-pub fn between(barrier: &Barrier, counters: Option<Counters>) -> (Option<[(&'static str, u64); 11]>, u64) {
+pub fn between(barrier: &Barrier, counters: Option<Counters>) -> (Option<Found>, u64) {
     barrier.wait();
     if let Some(c) = counters {
         c.reset();

@@ -7,6 +7,7 @@
 //!   give the bits that a new rank gives;
 //! - `graphs`: runs that are captured and replayed with new data give the bits of runs;
 //! - `all_to_all`: the two all-to-alls as calls of their own, in all of these ways;
+//! - `traces`: what a run records is what a rank on the CPU records, and costs no wait;
 //! - `agreement`: hosts meet for first runs only, and ranks that run different things find out in later ones;
 //! - `failures`: what is refused or fails leaves a rank as it was, or refused.
 //!
@@ -28,6 +29,7 @@ mod tensors;
 #[allow(dead_code, reason = "each test program uses its part")]
 #[path = "../common/through.rs"]
 mod through;
+mod traces;
 mod wrapped;
 
 use cpattn::kernel::cuda::Cuda;
@@ -40,11 +42,12 @@ type Part = (&'static str, fn(&Arc<Cuda>));
 
 fn main() {
     let Some(cuda) = device::device() else { return };
-    let parts: [Part; 6] = [
+    let parts: [Part; 7] = [
         ("counts", counts::run),
         ("bits", bits::run),
         ("graphs", graphs::run),
         ("all_to_all", all_to_all::run),
+        ("traces", traces::run),
         ("agreement", agreement::run),
         ("failures", failures::run),
     ];

@@ -336,10 +336,19 @@ unsafe impl Sync for Event {}
 impl Event {
     /// An event that was not recorded yet, without timing.
     pub fn new(context: &Arc<Context>) -> Result<Self> {
+        Self::with_flags(context, sys::EVENT_DISABLE_TIMING)
+    }
+
+    /// An event that was not recorded yet, with timing.
+    pub fn timed(context: &Arc<Context>) -> Result<Self> {
+        Self::with_flags(context, sys::EVENT_DEFAULT)
+    }
+
+    fn with_flags(context: &Arc<Context>, flags: core::ffi::c_uint) -> Result<Self> {
         let _entered = context.enter()?;
         let mut handle = null_mut();
         // SAFETY: a context is current, the pointer is to a local.
-        unsafe { call!(cuEventCreate(&raw mut handle, sys::EVENT_DISABLE_TIMING)) }?;
+        unsafe { call!(cuEventCreate(&raw mut handle, flags)) }?;
         Ok(Self { context: context.clone(), handle })
     }
 
@@ -378,6 +387,18 @@ impl Event {
         match unsafe { sys::cuEventQuery(self.handle) } {
             sys::NOT_READY => Ok(false),
             code => check("cuEventQuery", code).map(|()| true),
+        }
+    }
+
+    /// Nanoseconds from another point to this one, both of events with timing, as exact as an f32 of milliseconds; `None`
+    /// while either is not over.
+    pub fn ns_since(&self, start: &Self) -> Result<Option<i64>> {
+        let _entered = self.context.enter()?;
+        let mut milliseconds = 0f32;
+        // SAFETY: both events are alive; the pointer is to a local.
+        match unsafe { sys::cuEventElapsedTime(&raw mut milliseconds, start.handle, self.handle) } {
+            sys::NOT_READY => Ok(None),
+            code => check("cuEventElapsedTime", code).map(|()| Some((f64::from(milliseconds) * 1e6) as i64)),
         }
     }
 

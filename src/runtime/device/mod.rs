@@ -14,7 +14,14 @@
 //! ([`agreement`](super::agreement)). Later runs carry the check along ([`tags`](super::tags)), which the devices compare:
 //! what they find the host is told when it asks next ([`Notice`]).
 
-use std::{format, ops::Range, sync::Arc, vec::Vec};
+use std::{
+    boxed::Box,
+    format,
+    ops::Range,
+    sync::Arc,
+    time::{Duration, Instant},
+    vec::Vec,
+};
 
 use super::{
     agreement::Agreements,
@@ -30,15 +37,18 @@ use crate::{
     error::{Cause, Error, Result},
     kernel::cuda::{Cuda, DeviceMemory, Stream, driver::Event, tags::RunCount},
     plan::Plan,
+    report::trace,
     schedule::{ALIGNMENT, TensorId},
     transport::{DeviceTransport, Transport},
 };
 
 mod notice;
 mod sequence;
+mod tracer;
 
 use notice::Notice;
 use sequence::Sequence;
+use tracer::Tracer;
 
 /// How many schedules a rank remembers.
 const REMEMBERED: usize = 16;
@@ -57,6 +67,8 @@ pub(super) struct DeviceRank {
     /// Runs of each group of ranks.
     counts: Vec<(Range<usize>, RunCount)>,
     failure: Failure,
+    /// While a trace is recorded.
+    tracer: Option<Box<Tracer>>,
 }
 
 /// Where a run begins, where its communication ends, and where all of it is over; and what the device has to tell.
@@ -102,6 +114,7 @@ impl DeviceRank {
             marks,
             agreements: Agreements::default(),
             counts: Vec::new(),
+            tracer: None,
             transport: Arc::new(transport),
         }
     }
@@ -143,6 +156,31 @@ impl DeviceRank {
     /// Whether anything has failed so far, on any rank or on the device; never waits.
     pub(super) fn poll(&self) -> Result<()> {
         self.failure.poll(&*self.transport)
+    }
+
+    /// Starts to record operations, or stops. Waits for what the rank enqueued, so that the clocks are compared at rest.
+    pub(super) fn record(&mut self, epoch: Instant, capacity: usize) -> Result<()> {
+        self.tracer = None;
+        if capacity > 0 {
+            self.settle()?;
+            let (context, rank, stream) = (self.device().context(), self.rank(), self.transport.stream());
+            self.tracer = Some(Box::new(Tracer::new(context, rank, epoch, capacity, stream)?));
+        }
+        Ok(())
+    }
+
+    /// What was recorded and is over.
+    pub(super) fn events(&mut self) -> Vec<trace::Event> {
+        let Some(tracer) = &mut self.tracer else { return Vec::new() };
+        let context = self.transport.device().context();
+        // What cannot be asked is not over.
+        let over = context.enter().and_then(|_entered| self.marks.over.is_done()).unwrap_or(false);
+        tracer.take(context, over.then(|| self.transport.stream()))
+    }
+
+    /// By how much recorded times may be off.
+    pub(super) fn trace_accuracy(&self) -> Duration {
+        Duration::from_nanos(self.tracer.as_ref().map_or(0, |r| r.accuracy_ns()))
     }
 
     /// Bytes of device workspace that a run of `plan` takes on this rank. Allocates nothing on the device:
@@ -340,6 +378,12 @@ impl DeviceRank {
                 "call prepare_all_to_all before the capture begins",
             ),
         };
+        if self.tracer.is_some() {
+            return refusal(
+                "the rank records a trace, and what a replay does leaves no times behind",
+                "stop recording before the capture begins: record with a capacity of 0",
+            );
+        }
         match self.known(plan, job) {
             None => refusal(unprepared, prepare),
             Some(at) if self.is_short(at) => {
@@ -438,10 +482,10 @@ impl DeviceRank {
         if capturing { over.hold_in_replays(stream) } else { over.hold(stream) }?;
         begin.record(stream)?;
         begin.hold(other)?;
-        let sequence = &mut self.prepared[at].sequence;
+        let (sequence, tracer) = (&mut self.prepared[at].sequence, self.tracer.as_deref_mut());
         // SAFETY: the promise of this function; the streams come behind the rank's runs before (above), and the rank's
         // next run behind both (below).
-        unsafe { sequence.enqueue(tensors, workspace, [stream, other], cuda, &*transport) }?;
+        unsafe { sequence.enqueue(tensors, workspace, [stream, other], cuda, &*transport, tracer) }?;
         end.record(other)?;
         end.hold(stream)?;
         if capturing { over.record_in_replays(stream) } else { over.record(stream) }

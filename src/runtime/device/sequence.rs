@@ -8,7 +8,10 @@
 
 use std::{ops::Range, vec::Vec};
 
-use super::notice::Notice;
+use super::{
+    notice::Notice,
+    tracer::{Named, Tracer},
+};
 use crate::{
     call::{Attend, AttendBackward, Delta, RawTensor, SinkGradient, Transform},
     error::Result,
@@ -45,6 +48,14 @@ pub(super) const fn base_of(tensor: TensorId) -> usize {
 
 /// What a stream is given next.
 enum Step {
+    /// An operation begins here, or is over: of use to a trace alone.
+    Begin {
+        stream: usize,
+        op: u32,
+    },
+    End {
+        stream: usize,
+    },
     /// Wait for an event of the other stream.
     Hold {
         stream: usize,
@@ -75,6 +86,8 @@ pub(super) struct Sequence {
     /// Which messages a run sets the address of, and where their bytes are; tags are where they are.
     places: Vec<(u32, Place)>,
     events: Vec<Event>,
+    /// By the number of the operation.
+    named: Vec<Named>,
     /// Of one exchange, the longer way.
     pub most_messages: usize,
 }
@@ -214,14 +227,18 @@ impl Sequence {
                 count - 1
             });
         }
+        let mut named = Vec::with_capacity(schedule.ops.len());
         for (i, op) in schedule.ops.iter().enumerate() {
             let stream = stream_of(op.lane);
             recording.stream = stream;
             if let Some(event) = op.after.and_then(|after| events[after as usize]) {
                 recording.steps.push(Step::Hold { stream, event });
             }
+            recording.steps.push(Step::Begin { stream, op: i as u32 });
             // SAFETY: `Recording` touches no memory.
-            unsafe { perform(&plan, schedule, i, &memory, room, &mut recording) }?;
+            let bytes = unsafe { perform(&plan, schedule, i, &memory, room, &mut recording) }?;
+            recording.steps.push(Step::End { stream });
+            named.push(Named::new(op, bytes));
             if let Some(event) = events[i] {
                 recording.steps.push(Step::Mark { stream, event });
             }
@@ -236,6 +253,7 @@ impl Sequence {
             launches,
             messages,
             places,
+            named,
             events: (0..count).map(|_| Event::new(cuda.context())).collect::<Result<_>>()?,
             most_messages,
         })
@@ -256,7 +274,8 @@ impl Sequence {
         self.launches.must_align(base_of(tensor))
     }
 
-    /// Puts everything on the streams of the two lanes, the second of which is the transport's. The context is current.
+    /// Puts everything on the streams of the two lanes, the second of which is the transport's, with events around each
+    /// operation where a trace is recorded. The context is current.
     ///
     /// # Safety
     /// The tensors are those of the plan, checked; they and the workspace are valid when the run gets to them, in the order
@@ -268,6 +287,7 @@ impl Sequence {
         streams: [Stream; 2],
         cuda: &Cuda,
         transport: &dyn DeviceTransport,
+        mut tracer: Option<&mut Tracer>,
     ) -> Result<()> {
         let bases = Bases::new(workspace, tensors.all());
         self.launches.set_bases(&bases);
@@ -277,6 +297,16 @@ impl Sequence {
         let messages = |range: &Range<u32>| &self.messages[range.start as usize..range.end as usize];
         for step in &self.steps {
             match step {
+                Step::Begin { stream, op } => {
+                    if let Some(tracer) = &mut tracer {
+                        tracer.begin(self.named[*op as usize], streams[*stream])?;
+                    }
+                }
+                Step::End { stream } => {
+                    if let Some(tracer) = &mut tracer {
+                        tracer.end(streams[*stream])?;
+                    }
+                }
                 Step::Hold { stream, event } => self.events[*event as usize].hold(streams[*stream])?,
                 Step::Mark { stream, event } => self.events[*event as usize].record(streams[*stream])?,
                 Step::Launch { stream, launch } => {

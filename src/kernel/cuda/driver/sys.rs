@@ -51,6 +51,7 @@ pub(crate) const POINTER_DEVICE_ORDINAL: c_int = 9;
 pub(crate) const HOST_PORTABLE_AND_MAPPED: c_uint = 1 | 2;
 pub(crate) const STREAM_NON_BLOCKING: c_uint = 1;
 pub(crate) const STREAM_CAPTURE_NONE: c_int = 0;
+pub(crate) const EVENT_DEFAULT: c_uint = 0;
 pub(crate) const EVENT_DISABLE_TIMING: c_uint = 2;
 pub(crate) const EVENT_RECORD_EXTERNAL: c_uint = 1;
 pub(crate) const EVENT_WAIT_EXTERNAL: c_uint = 1;
@@ -114,6 +115,7 @@ functions! {
         cuEventRecord(event: CUevent, stream: CUstream);
         cuEventRecordWithFlags(event: CUevent, stream: CUstream, flags: c_uint);
         cuEventQuery(event: CUevent);
+        cuEventElapsedTime(milliseconds: *mut f32, start: CUevent, end: CUevent);
         cuEventSynchronize(event: CUevent);
         cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize);
         cuMemFree_v2(address: CUdeviceptr);

@@ -96,13 +96,16 @@ pub unsafe extern "C" fn cuEventSynchronize(event: *mut c_void) -> i32 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventElapsedTime(out: *mut f32, start: *mut c_void, end: *mut c_void) -> i32 {
     in_context("cuEventElapsedTime", |m, _| {
-        let mut times = [0; 2];
-        for (t, id) in times.iter_mut().zip([start as u64, end as u64]) {
+        let (mut times, events) = ([0; 2], [start as u64, end as u64]);
+        // What no wait would help against comes first.
+        for id in events {
             m.event_observable(id)?;
-            let e = m.events.get(&id).ok_or(codes::INVALID_HANDLE)?;
-            if !e.timed || e.record.is_none() {
+            if !m.events.get(&id).is_some_and(|e| e.timed && e.record.is_some()) {
                 return Err(codes::INVALID_HANDLE);
             }
+        }
+        for (t, id) in times.iter_mut().zip(events) {
+            let e = &m.events[&id];
             match e.ran {
                 Some((version, time)) if version == e.version => *t = time,
                 _ => return Err(codes::NOT_READY),

@@ -11,6 +11,7 @@ pub fn case(name: &str, cx: &std::sync::Arc<CudaContext>) -> bool {
         "events" => two_streams(true),
         "missing event" => two_streams(false),
         "late" => late(),
+        "elapsed" => elapsed(),
         "default stream" => default_stream(),
         "sticky" => sticky(),
         "bad modules" => bad_modules(),
@@ -72,6 +73,40 @@ fn late() {
         }
     }
     assert_eq!(raw.read(), [1; N as usize]);
+}
+
+/// Milliseconds between two events with timing, once both are over; every other pair is refused as the manual says.
+fn elapsed() {
+    let raw = Raw::new();
+    let timed = || result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).unwrap();
+    let (stream, first, last, untimed, never) = (stream(), timed(), timed(), event(), timed());
+    // SAFETY: handles that were just made.
+    unsafe {
+        result::event::record(first, stream).unwrap();
+        raw.launch(stream, raw.x, N).unwrap();
+        result::event::record(untimed, stream).unwrap();
+        result::event::record(last, stream).unwrap();
+        let between = |a, b| result::event::elapsed(a, b).map_err(|error| error.0);
+        let invalid = Err(sys::CUresult::CUDA_ERROR_INVALID_HANDLE);
+        assert_eq!(between(first, never), invalid);
+        assert_eq!(between(first, untimed), invalid);
+        assert_eq!(between(untimed, last), invalid);
+        // Nothing has waited: the work is not done yet, or it is.
+        let early = between(first, last);
+        assert!(early == Err(sys::CUresult::CUDA_ERROR_NOT_READY) || early.is_ok_and(|ms| ms > 0.0), "{early:?}");
+        result::stream::synchronize(stream).unwrap();
+        let ms = between(first, last).unwrap();
+        assert!(ms > 0.0 && between(last, first) == Ok(-ms) && between(first, first) == Ok(0.0), "{ms}");
+        // Recorded anew, it is not ready for what comes now.
+        raw.launch(stream, raw.x, N).unwrap();
+        result::event::record(last, stream).unwrap();
+        result::stream::synchronize(stream).unwrap();
+        assert!(between(first, last).unwrap() > ms);
+        for event in [first, last, untimed, never] {
+            result::event::destroy(event).unwrap();
+        }
+        assert_eq!(between(first, last), invalid);
+    }
 }
 
 fn default_stream() {
@@ -157,6 +192,11 @@ fn a_missing_event_is_reported_for_every_seed() {
 #[test]
 fn streams_run_late_and_queries_make_progress() {
     passes("late");
+}
+
+#[test]
+fn times_between_events() {
+    passes("elapsed");
 }
 
 #[test]

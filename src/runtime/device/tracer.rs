@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What each lane of a device does, from events with timing that a run puts around its operations.
+//!
+//! Events are made when the recording begins ([`Tracer::new`]), a pair for each operation that is to be recorded. A run
+//! that records puts one pair around each of its operations on the stream of its lane, and does nothing else that other runs
+//! do not do: no wait, no query. The times are read when the trace is taken ([`Tracer::take`]), of operations that are
+//! over by then.
+//!
+//! # Which clock
+//! The driver tells milliseconds between two events of one device. One event, the base, is tied to the clock of the host:
+//! while the stream is idle it is recorded and waited for a few times, and in the fastest of these the moment in the middle
+//! is taken for the event's. It is off by half that round trip at most, which [`Tracer::accuracy_ns`] says. Since clocks
+//! drift and the driver tells times as f32, whose steps grow with the time since the base (a microsecond from 8 seconds on),
+//! the base is tied anew whenever a trace was taken and nothing is left of it. Durations are told between the two events of
+//! an operation and do not depend on the base.
+
+use std::{sync::Arc, time::Instant, vec::Vec};
+
+use crate::{
+    error::Result,
+    kernel::cuda::{
+        Stream,
+        driver::{Context, Event},
+    },
+    report::trace,
+    schedule::{Lane, Op},
+};
+
+/// How often the base is tried.
+const TRIES: usize = 8;
+
+/// An operation as a trace names it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Named {
+    lane: Lane,
+    name: &'static str,
+    phase: &'static str,
+    step: u32,
+    bytes: u64,
+}
+
+impl Named {
+    pub(super) fn new(op: &Op, bytes: u64) -> Self {
+        Self { lane: op.lane, name: op.kind.name(), phase: op.phase, step: op.step, bytes }
+    }
+}
+
+/// Around one operation.
+struct Pair {
+    start: Event,
+    end: Event,
+}
+
+/// See the module.
+pub(super) struct Tracer {
+    rank: usize,
+    epoch: Instant,
+    base: Event,
+    /// A base that is tried.
+    other: Event,
+    base_ns: u64,
+    accuracy_ns: u64,
+    free: Vec<Pair>,
+    /// Recorded, and not yet read; in the order of the runs.
+    recorded: Vec<(Named, Pair)>,
+    /// Begun: the operation that is being put on its stream.
+    open: Option<(Named, Pair)>,
+}
+
+impl Tracer {
+    /// Room for `capacity` operations of a rank, whose stream `idle` has nothing to do. The host waits for the base.
+    pub(super) fn new(
+        context: &Arc<Context>,
+        rank: usize,
+        epoch: Instant,
+        capacity: usize,
+        idle: Stream,
+    ) -> Result<Self> {
+        let timed = || Event::timed(context);
+        let pair = || Ok(Pair { start: timed()?, end: timed()? });
+        let mut made = Self {
+            rank,
+            epoch,
+            base: timed()?,
+            other: timed()?,
+            base_ns: 0,
+            accuracy_ns: 0,
+            free: (0..capacity).map(|_| pair()).collect::<Result<_>>()?,
+            recorded: Vec::with_capacity(capacity),
+            open: None,
+        };
+        made.tie(context, idle)?;
+        Ok(made)
+    }
+
+    /// Ties the base to the clock of the host, on a stream that has nothing to do.
+    fn tie(&mut self, context: &Context, idle: Stream) -> Result<()> {
+        let mut shortest = None;
+        for _ in 0..TRIES {
+            let before = self.epoch.elapsed();
+            {
+                let _entered = context.enter()?;
+                self.other.record(idle)?;
+            }
+            self.other.wait()?;
+            let after = self.epoch.elapsed();
+            let round = after - before;
+            if shortest.is_none_or(|s| round < s) {
+                shortest = Some(round);
+                core::mem::swap(&mut self.base, &mut self.other);
+                self.base_ns = ((before + round / 2).as_nanos()) as u64;
+                self.accuracy_ns = (round / 2).as_nanos() as u64;
+            }
+        }
+        Ok(())
+    }
+
+    /// By how much times may be off on the clock of the host, the driver's resolution of half a microsecond aside.
+    pub(super) fn accuracy_ns(&self) -> u64 {
+        self.accuracy_ns
+    }
+
+    /// An operation begins at this point of its lane's stream. The context is current. Without room it is left out.
+    pub(super) fn begin(&mut self, op: Named, stream: Stream) -> Result<()> {
+        self.discard();
+        let Some(pair) = self.free.pop() else { return Ok(()) };
+        let recorded = pair.start.record(stream);
+        self.open = Some((op, pair));
+        recorded
+    }
+
+    /// The operation that began last is over at this point of the stream.
+    pub(super) fn end(&mut self, stream: Stream) -> Result<()> {
+        let Some((op, pair)) = self.open.take() else { return Ok(()) };
+        let recorded = pair.end.record(stream);
+        self.recorded.push((op, pair));
+        recorded
+    }
+
+    /// Forgets an operation that began in a run which failed before its end.
+    fn discard(&mut self) {
+        self.free.extend(self.open.take().map(|(_, pair)| pair));
+    }
+
+    /// What was recorded and is over by now; the rest is for a later call, and so is what a failed device does not tell.
+    /// Never waits for a run: only where all runs are over (`idle`) is the base tied anew, on that stream of the transport.
+    pub(super) fn take(&mut self, context: &Context, idle: Option<Stream>) -> Vec<trace::Event> {
+        let mut list = Vec::with_capacity(self.recorded.len());
+        let mut later = Vec::with_capacity(self.recorded.capacity());
+        for (op, pair) in self.recorded.drain(..) {
+            let times = (pair.start.ns_since(&self.base), pair.end.ns_since(&pair.start));
+            let (Ok(Some(start)), Ok(Some(lasted))) = times else {
+                later.push((op, pair));
+                continue;
+            };
+            let start_ns = self.base_ns.saturating_add_signed(start);
+            let end_ns = start_ns.saturating_add_signed(lasted);
+            let Named { lane, name, phase, step, bytes } = op;
+            list.push(trace::Event { rank: self.rank, lane, name, phase, step, start_ns, end_ns, bytes });
+            self.free.push(pair);
+        }
+        self.recorded = later;
+        if let Some(stream) = idle.filter(|_| self.recorded.is_empty()) {
+            // A base that cannot be tied anew stays as it was; `Rank::poll` says what is wrong with the device.
+            let _ = self.tie(context, stream);
+        }
+        list
+    }
+}
