@@ -29,11 +29,12 @@ use cpattn::transport::{Transport, local};
 struct Options {
     tokens: usize,
     rounds: usize,
+    /// Ranks that are threads; of processes, `mpirun` says how many there are.
+    ranks: usize,
     /// Runs of a few tokens to measure operations with, instead of all else.
     operations: Option<usize>,
 }
 
-const WORLD: usize = 4;
 const DEADLINE: Duration = Duration::from_secs(600);
 
 fn number(name: &str) -> Option<usize> {
@@ -54,7 +55,7 @@ fn measure<T: Transport + 'static>(name: &str, end: T, counts: bool, options: Op
 }
 
 fn threads(options: Options) -> Vec<String> {
-    let ends = local::group(WORLD, DEADLINE).expect("a group");
+    let ends = local::group(options.ranks, DEADLINE).expect("a group");
     thread::scope(|scope| {
         // CPU time is counted once for the process, by rank 0.
         let threads: Vec<_> = ends
@@ -86,6 +87,7 @@ fn main() -> ExitCode {
     let options = Options {
         tokens: number("--tokens").unwrap_or(16_384),
         rounds: number("--rounds").unwrap_or(3),
+        ranks: number("--ranks").unwrap_or(4),
         operations: number("--operations"),
     };
     let lines = if std::env::args().any(|a| a == "--mpi") { processes(options) } else { threads(options) };
