@@ -8,16 +8,16 @@ use std::{sync::Arc, time::Instant, vec::Vec};
 
 use super::{
     agreement::Agreements,
-    bind::{self, Bindings},
+    bind::Bindings,
     failure::{Failure, Watch},
     handle::AbortHandle,
     host,
     job::Job,
     lanes::Lanes,
     ops::Memory,
-    prepared::Prepared,
+    prepared::{Prepared, Remembered},
     walk,
-    workspace::Workspace,
+    workspace::{HostMemory, Workspace},
 };
 use crate::{
     error::{Cause, Result},
@@ -27,16 +27,13 @@ use crate::{
     transport::Transport,
 };
 
-/// How many schedules a rank remembers.
-const REMEMBERED: usize = 16;
-
 /// See the module, and [`Rank`](super::Rank) for what each function means.
 pub(super) struct HostRank {
     transport: Arc<dyn Transport>,
     lanes: Lanes,
-    prepared: Vec<Prepared>,
+    prepared: Remembered<Prepared>,
     scratch: cpu::Scratch,
-    workspace: Workspace,
+    workspace: Workspace<HostMemory>,
     agreements: Agreements,
     failure: Failure,
 }
@@ -47,7 +44,7 @@ impl HostRank {
         Self {
             lanes: Lanes::new(Arc::clone(&transport)),
             transport,
-            prepared: Vec::with_capacity(REMEMBERED),
+            prepared: Remembered::default(),
             scratch,
             workspace: Workspace::default(),
             agreements: Agreements::default(),
@@ -82,19 +79,20 @@ impl HostRank {
     /// # Safety
     /// As [`Rank::lend_workspace`](super::Rank::lend_workspace).
     pub(super) unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
-        self.workspace = Workspace::lent(ptr, bytes)?;
+        Workspace::<HostMemory>::accept(ptr)?;
+        // No run is under way: the rank's own memory goes.
+        drop(self.workspace.lend(ptr, bytes));
         Ok(())
     }
 
     pub(super) fn take_workspace_back(&mut self) {
-        self.workspace = Workspace::default();
+        self.workspace.take_back();
     }
 
     pub(super) fn prepare(&mut self, plan: &Plan, job: Job) -> Result<()> {
         let at = self.ready(plan, job)?;
-        let schedule = &self.prepared[at].schedule;
-        self.workspace.reserve(schedule.workspace)?;
-        if walk::communicates(schedule) {
+        self.work_at(at)?;
+        if walk::communicates(&self.prepared[at].schedule) {
             self.lanes.ensure_thread()?;
         }
         Ok(())
@@ -102,18 +100,28 @@ impl HostRank {
 
     /// Finds what a job takes, or makes it; its index in `prepared`.
     fn ready(&mut self, plan: &Plan, job: Job) -> Result<usize> {
-        if let Some(i) = self.prepared.iter().position(|p| p.is(plan, job)) {
+        if let Some(i) = self.prepared.find(plan, job) {
             return Ok(i);
         }
         plan.fits_world(self.transport.world())?;
         let prepared = Prepared::new(plan, self.transport.rank(), job)?.tagged();
         self.agreements.reserve(&prepared.schedule.group);
         self.scratch.reserve(&host::dims(plan));
-        if self.prepared.len() == REMEMBERED {
-            self.prepared.remove(0);
+        if let Some(oldest) = self.prepared.oldest() {
+            self.prepared.remove(oldest);
         }
-        self.prepared.push(prepared);
-        Ok(self.prepared.len() - 1)
+        Ok(self.prepared.push(prepared))
+    }
+
+    /// Where a prepared run works: memory of the rank's own grows to what it needs.
+    fn work_at(&mut self, at: usize) -> Result<*mut u8> {
+        let needed = self.prepared[at].schedule.workspace;
+        if self.workspace.is_short(needed) {
+            // Before there is more.
+            drop(self.workspace.take_own());
+            self.workspace.set_own(HostMemory::new(needed)?);
+        }
+        self.workspace.at(needed)
     }
 
     /// # Safety
@@ -121,31 +129,18 @@ impl HostRank {
     pub(super) unsafe fn run(&mut self, plan: &Plan, job: Job, tensors: &Bindings) -> Result<()> {
         let at = self.ready(plan, job)?;
         tensors.check(&self.prepared[at].expected)?;
-        self.apart(at, tensors)?;
-        // SAFETY: the tensors are valid and nobody else's during the call (promised), and fit the plan (checked).
-        unsafe { self.run_prepared(at, tensors) }
-    }
-
-    /// Refuses tensors that lie in the part of a lent workspace that a run uses.
-    fn apart(&mut self, at: usize, tensors: &Bindings) -> Result<()> {
-        let Some(ptr) = self.workspace.lent_at() else { return Ok(()) };
-        let Prepared { schedule, expected, .. } = &self.prepared[at];
-        self.workspace.reserve(schedule.workspace)?;
-        bind::apart_from(ptr, schedule.workspace, expected.used(tensors).map(|(_, name, raw)| (name, *raw)))
-    }
-
-    /// # Safety
-    /// As [`HostRank::run`], and the tensors were checked.
-    unsafe fn run_prepared(&mut self, at: usize, tensors: &Bindings) -> Result<()> {
+        let workspace = self.work_at(at)?;
         let prepared = &mut self.prepared[at];
-        self.workspace.reserve(prepared.schedule.workspace)?;
+        let used = prepared.expected.used(tensors).map(|(_, name, raw)| (name, *raw));
+        self.workspace.apart(prepared.schedule.workspace, used)?;
         self.failure.check(&*self.transport)?;
         if let Some((fingerprint, run)) = self.agreements.begin_run(prepared, &*self.transport, &self.failure)? {
             prepared.communication.tags.begin(fingerprint, run);
         }
         let watch = Watch { transport: &*self.transport, failure: &self.failure };
-        let memory = Memory { tensors: *tensors, workspace: self.workspace.ptr() };
-        // SAFETY: the caller's tensors fit the plan and are valid (promised); the workspace is large enough.
+        let memory = Memory { tensors: *tensors, workspace };
+        // SAFETY: the caller's tensors fit the plan (checked above), are valid and used by nothing else during the call (the
+        // contract of this function); the workspace is as large as the schedule needs (`work_at`).
         let outcome = unsafe { walk::run(&mut self.lanes, &*self.transport, prepared, &memory, &mut self.scratch) };
         watch.over();
         outcome.inspect_err(|error| self.failure.keep(error))

@@ -1,13 +1,114 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The memory that schedules work in: the rank's own, grown when a larger plan comes, or lent by the caller.
+//!
+//! The same on host memory and on a device; `M` is memory of the rank's own. What is no longer needed is given back to the
+//! rank, because on a device work may still use it.
 
 use core::ptr::NonNull;
-use std::vec::Vec;
+use std::{format, vec::Vec};
 
+use super::bind;
 use crate::{
+    call::RawTensor,
     error::{Error, Result},
     schedule::ALIGNMENT,
 };
+
+/// Memory of a rank's own.
+pub(super) trait OwnMemory {
+    /// Its first byte, at a multiple of [`ALIGNMENT`].
+    fn ptr(&self) -> *mut u8;
+    /// How many bytes there are.
+    fn bytes(&self) -> usize;
+}
+
+/// See the module.
+pub(super) struct Workspace<M> {
+    own: Option<M>,
+    lent: Option<(*mut u8, usize)>,
+}
+
+// SAFETY: lent memory is the rank's alone while it is lent (the promise of `Rank::lend_workspace`), so it may move
+// between threads with the rank; memory of the rank's own is `Send` itself.
+unsafe impl<M: Send> Send for Workspace<M> {}
+
+impl<M> Default for Workspace<M> {
+    fn default() -> Self {
+        Self { own: None, lent: None }
+    }
+}
+
+impl<M: OwnMemory> Workspace<M> {
+    /// Refuses memory that cannot be lent, whatever it is memory of.
+    pub(super) fn accept(ptr: *mut u8) -> Result<()> {
+        if (ptr as usize).is_multiple_of(ALIGNMENT as usize) {
+            return Ok(());
+        }
+        Err(Error::invalid("workspace", format!("address {ptr:p}"), format!("a multiple of {ALIGNMENT} bytes")))
+    }
+
+    /// From now on works in memory that was [accepted](Self::accept); gives back the rank's own, if it had any.
+    pub(super) fn lend(&mut self, ptr: *mut u8, bytes: usize) -> Option<M> {
+        self.lent = Some((ptr, bytes));
+        self.own.take()
+    }
+
+    /// Whether memory is lent.
+    #[cfg(feature = "cuda")]
+    pub(super) fn is_lent(&self) -> bool {
+        self.lent.is_some()
+    }
+
+    /// Ends the lending.
+    pub(super) fn take_back(&mut self) {
+        self.lent = None;
+    }
+
+    /// Whether the rank's own memory has to grow for a run.
+    pub(super) fn is_short(&self, needed: u64) -> bool {
+        self.lent.is_none() && needed > self.own.as_ref().map_or(0, |own| own.bytes() as u64)
+    }
+
+    /// Gives back the rank's own memory, before it grows.
+    pub(super) fn take_own(&mut self) -> Option<M> {
+        self.own.take()
+    }
+
+    /// Works in new memory of the rank's own.
+    pub(super) fn set_own(&mut self, own: M) {
+        self.own = Some(own);
+    }
+
+    /// Where a run works.
+    ///
+    /// # Errors
+    /// Lent memory that is too small. (Memory of the rank's own was made large enough.)
+    pub(super) fn at(&self, needed: u64) -> Result<*mut u8> {
+        debug_assert!(!self.is_short(needed));
+        match self.lent {
+            Some((_, bytes)) if (bytes as u64) < needed => {
+                let (found, expected) = (format!("{bytes} bytes"), format!("at least {needed} bytes for this plan"));
+                Err(Error::invalid("workspace", found, expected)
+                    .hint("ask every plan, in each direction and for each all-to-all, for its workspace, and lend the largest"))
+            }
+            Some((ptr, bytes)) if bytes > 0 => Ok(ptr),
+            // An address of nothing is the caller's to choose, and may be NULL; slices of nothing need another.
+            Some(_) | None => Ok(self.own.as_ref().map_or(NonNull::<Unit>::dangling().as_ptr().cast(), OwnMemory::ptr)),
+        }
+    }
+
+    /// Refuses tensors that lie in the part of lent memory that a run uses: any of them would be lost.
+    pub(super) fn apart(
+        &self,
+        needed: u64,
+        tensors: impl IntoIterator<Item = (&'static str, RawTensor)>,
+    ) -> Result<()> {
+        match self.lent {
+            Some((ptr, bytes)) if bytes > 0 => bind::apart_from(ptr, needed, tensors),
+            _ => Ok(()),
+        }
+    }
+}
 
 /// 256 bytes at a multiple of 256.
 #[derive(Clone, Copy)]
@@ -16,67 +117,38 @@ struct Unit([u8; ALIGNMENT as usize]);
 
 const _: () = assert!(size_of::<Unit>() as u64 == ALIGNMENT && align_of::<Unit>() as u64 == ALIGNMENT);
 
-/// See the module.
-#[derive(Default)]
-pub(super) struct Workspace {
-    own: Vec<Unit>,
-    lent: Option<(*mut u8, usize)>,
+/// Host memory of a rank's own.
+pub(super) struct HostMemory {
+    begin: *mut Unit,
+    units: Vec<Unit>,
 }
 
-// SAFETY: lent memory is the rank's alone while it is lent (the promise of `Rank::lend_workspace`), so it may move
-// between threads with the rank.
-unsafe impl Send for Workspace {}
+// SAFETY: the address is that of the vector's own memory, which moves with it.
+unsafe impl Send for HostMemory {}
 
-impl Workspace {
-    pub(super) fn lent(ptr: *mut u8, bytes: usize) -> Result<Self> {
-        if !(ptr as usize).is_multiple_of(ALIGNMENT as usize) {
-            return Err(Error::invalid(
-                "workspace",
-                std::format!("address {ptr:p}"),
-                std::format!("a multiple of {ALIGNMENT} bytes"),
-            ));
-        }
-        Ok(Self { own: Vec::new(), lent: Some((ptr, bytes)) })
+impl HostMemory {
+    /// Zeros.
+    ///
+    /// # Errors
+    /// A machine without the memory.
+    pub(super) fn new(bytes: u64) -> Result<Self> {
+        let count = usize::try_from(bytes.div_ceil(ALIGNMENT)).unwrap_or(usize::MAX);
+        let mut units = Vec::new();
+        units.try_reserve_exact(count).map_err(|_| {
+            Error::invalid("workspace", format!("{bytes} bytes"), "what this machine can allocate")
+                .hint("more ranks, or passes, divide what is in flight")
+        })?;
+        units.resize(count, Unit([0; ALIGNMENT as usize]));
+        Ok(Self { begin: units.as_mut_ptr(), units })
+    }
+}
+
+impl OwnMemory for HostMemory {
+    fn ptr(&self) -> *mut u8 {
+        self.begin.cast()
     }
 
-    /// Where memory of the caller's lies, if there is any.
-    pub(super) fn lent_at(&self) -> Option<*mut u8> {
-        self.lent.filter(|&(_, bytes)| bytes > 0).map(|(ptr, _)| ptr)
-    }
-
-    /// Makes sure that `bytes` are there.
-    pub(super) fn reserve(&mut self, bytes: u64) -> Result<()> {
-        match self.lent {
-            Some((_, have)) if (have as u64) < bytes => Err(Error::invalid(
-                "workspace",
-                std::format!("{have} bytes"),
-                std::format!("at least {bytes} bytes for this plan"),
-            )
-            .hint(
-                "ask every plan, in each direction and for each all-to-all, for its workspace, and lend the largest",
-            )),
-            Some(_) => Ok(()),
-            None => {
-                let units = usize::try_from(bytes.div_ceil(ALIGNMENT)).unwrap_or(usize::MAX);
-                if self.own.len() < units {
-                    self.own = Vec::new();
-                    self.own.try_reserve_exact(units).map_err(|_| {
-                        Error::invalid("workspace", std::format!("{bytes} bytes"), "what this machine can allocate")
-                            .hint("more ranks, or passes, divide what is in flight")
-                    })?;
-                    self.own.resize(units, Unit([0; ALIGNMENT as usize]));
-                }
-                Ok(())
-            }
-        }
-    }
-
-    pub(super) fn ptr(&mut self) -> *mut u8 {
-        match self.lent {
-            // An address of nothing is the caller's to choose, and may be NULL; slices of nothing need another.
-            Some((_, 0)) => NonNull::<Unit>::dangling().as_ptr().cast(),
-            Some((ptr, _)) => ptr,
-            None => self.own.as_mut_ptr().cast(),
-        }
+    fn bytes(&self) -> usize {
+        self.units.len() * size_of::<Unit>()
     }
 }

@@ -25,12 +25,13 @@ use std::{
 
 use super::{
     agreement::Agreements,
-    bind::{self, Bindings},
+    bind::Bindings,
     failure::{Failure, Watch},
     handle::AbortHandle,
     job::Job,
     ops::Room,
-    prepared::Prepared,
+    prepared::{Entry, Prepared, Remembered},
+    workspace::{OwnMemory, Workspace},
 };
 use crate::{
     element::Dtype,
@@ -38,7 +39,7 @@ use crate::{
     kernel::cuda::{Cuda, DeviceMemory, Stream, driver::Event, tags::RunCount},
     plan::Plan,
     report::trace,
-    schedule::{ALIGNMENT, TensorId},
+    schedule::TensorId,
     transport::{DeviceTransport, Transport},
 };
 
@@ -50,14 +51,11 @@ use notice::Notice;
 use sequence::Sequence;
 use tracer::Tracer;
 
-/// How many schedules a rank remembers.
-const REMEMBERED: usize = 16;
-
 /// See the module, and [`Rank`](super::Rank) for what each function means.
 pub(super) struct DeviceRank {
     transport: Arc<dyn DeviceTransport>,
-    prepared: Vec<Remembered>,
-    workspace: Workspace,
+    prepared: Remembered<OnDevice>,
+    workspace: Workspace<DeviceMemory>,
     /// Workspaces that graphs still use.
     retired: Vec<DeviceMemory>,
     /// The stream that was last found to be one of the device's.
@@ -86,28 +84,43 @@ impl Marks {
     }
 }
 
-enum Workspace {
-    Own(Option<DeviceMemory>),
-    Lent(*mut u8, usize),
+impl OwnMemory for DeviceMemory {
+    fn ptr(&self) -> *mut u8 {
+        DeviceMemory::ptr(self)
+    }
+
+    fn bytes(&self) -> usize {
+        DeviceMemory::bytes(self)
+    }
 }
 
-// SAFETY: lent memory is the rank's alone while it is lent (the promise of `lend_workspace`); the stream is only compared.
+// SAFETY: of its fields only `accepted` is not `Send`: a stream that is compared with others, and never used.
 unsafe impl Send for DeviceRank {}
 
 /// A schedule and what it is on the device.
-struct Remembered {
+struct OnDevice {
     prepared: Prepared,
     sequence: Sequence,
     /// Whether a graph was captured, which uses what is here for as long as the rank lives.
     captured: bool,
 }
 
+impl Entry for OnDevice {
+    fn prepared(&self) -> &Prepared {
+        &self.prepared
+    }
+
+    fn is_kept(&self) -> bool {
+        self.captured
+    }
+}
+
 impl DeviceRank {
     /// A rank at one end of a transport of device memory; what could fail was made before.
     pub(super) fn with(transport: impl DeviceTransport + 'static, marks: Marks) -> Self {
         Self {
-            prepared: Vec::with_capacity(REMEMBERED),
-            workspace: Workspace::Own(None),
+            prepared: Remembered::default(),
+            workspace: Workspace::default(),
             retired: Vec::new(),
             accepted: None,
             failure: Failure::with_device(&marks.notice),
@@ -189,7 +202,7 @@ impl DeviceRank {
     /// # Errors
     /// As `prepare`, the driver's aside.
     pub(super) fn workspace_bytes(&mut self, plan: &Plan, job: Job) -> Result<u64> {
-        match self.known(plan, job) {
+        match self.prepared.find(plan, job) {
             Some(i) => Ok(self.prepared[i].prepared.schedule.workspace),
             None => {
                 self.suits(plan, job)?;
@@ -208,10 +221,7 @@ impl DeviceRank {
     /// [`Error::Invalid`] if `ptr` is not a multiple of [`ALIGNMENT`], or the first or last byte is not memory of the
     /// rank's device.
     pub(super) unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
-        if !(ptr as usize).is_multiple_of(ALIGNMENT as usize) {
-            let (found, expected) = (format!("address {ptr:p}"), format!("a multiple of {ALIGNMENT} bytes"));
-            return Err(Error::invalid("workspace", found, expected));
-        }
+        Workspace::<DeviceMemory>::accept(ptr)?;
         if bytes > 0 {
             self.device().accept_address("workspace", ptr)?;
             let last = ptr.wrapping_add(bytes - 1);
@@ -222,10 +232,8 @@ impl DeviceRank {
             })?;
         }
         self.settle()?;
-        let before = core::mem::replace(&mut self.workspace, Workspace::Lent(ptr, bytes));
-        if let Workspace::Own(Some(own)) = before {
-            self.retire(own);
-        }
+        let own = self.workspace.lend(ptr, bytes);
+        self.retire(own);
         Ok(())
     }
 
@@ -235,17 +243,17 @@ impl DeviceRank {
     /// # Errors
     /// The driver's.
     pub(super) fn take_workspace_back(&mut self) -> Result<()> {
-        if let Workspace::Lent(..) = self.workspace {
+        if self.workspace.is_lent() {
             self.settle()?;
-            self.workspace = Workspace::Own(None);
+            self.workspace.take_back();
         }
         Ok(())
     }
 
     /// Frees memory, unless a graph may still use it.
-    fn retire(&mut self, memory: DeviceMemory) {
+    fn retire(&mut self, memory: Option<DeviceMemory>) {
         if self.prepared.iter().any(|p| p.captured) {
-            self.retired.push(memory);
+            self.retired.extend(memory);
         }
     }
 
@@ -263,29 +271,20 @@ impl DeviceRank {
     /// A plan for another world, an element type or head dim without a kernel, the driver's.
     pub(super) fn prepare(&mut self, plan: &Plan, job: Job) -> Result<()> {
         let at = self.ready(plan, job)?;
-        self.make_room(at)?;
-        self.room(at).map(|_| ())
+        self.work_at(at).map(|_| ())
     }
 
-    /// The workspace of a prepared run.
-    fn room(&self, at: usize) -> Result<*mut u8> {
+    /// Where a prepared run works: memory of the rank's own grows to what it needs.
+    fn work_at(&mut self, at: usize) -> Result<*mut u8> {
         let needed = self.prepared[at].prepared.schedule.workspace;
-        match &self.workspace {
-            Workspace::Own(own) => Ok(own.as_ref().map_or(core::ptr::null_mut(), DeviceMemory::ptr)),
-            Workspace::Lent(ptr, bytes) if *bytes as u64 >= needed => Ok(*ptr),
-            Workspace::Lent(_, bytes) => Err(Error::invalid(
-                "workspace",
-                format!("{bytes} bytes"),
-                format!("at least {needed} bytes for this plan"),
-            )
-            .hint(
-                "ask every plan, in each direction and for each all-to-all, for its workspace, and lend the largest",
-            )),
+        if self.workspace.is_short(needed) {
+            self.settle()?;
+            let own = self.workspace.take_own();
+            self.retire(own);
+            let larger = self.device().allocate(needed as usize)?;
+            self.workspace.set_own(larger);
         }
-    }
-
-    fn known(&self, plan: &Plan, job: Job) -> Option<usize> {
-        self.prepared.iter().position(|e| e.prepared.is(plan, job))
+        self.workspace.at(needed)
     }
 
     /// Refuses what no run of a plan could honour here. Found while planning, it ends nobody's run.
@@ -312,7 +311,7 @@ impl DeviceRank {
     }
 
     fn ready(&mut self, plan: &Plan, job: Job) -> Result<usize> {
-        if let Some(i) = self.known(plan, job) {
+        if let Some(i) = self.prepared.find(plan, job) {
             return Ok(i);
         }
         self.suits(plan, job)?;
@@ -333,36 +332,13 @@ impl DeviceRank {
         // What operations were listed in: the sequence has all lists.
         (prepared.compute, prepared.communication) = (Room::default(), Room::default());
         self.transport.reserve(sequence.most_messages);
-        if self.prepared.len() >= REMEMBERED
-            && let Some(oldest) = self.prepared.iter().position(|p| !p.captured)
-        {
+        if let Some(oldest) = self.prepared.oldest() {
             // What its runs have to tell is told before it goes.
             self.synchronize()?;
             let gone = self.prepared.remove(oldest);
             self.marks.notice.remove(gone.prepared.fingerprint());
         }
-        self.prepared.push(Remembered { prepared, sequence, captured: false });
-        Ok(self.prepared.len() - 1)
-    }
-
-    /// Whether the rank's own workspace is too small for a prepared run.
-    fn is_short(&self, at: usize) -> bool {
-        let needed = self.prepared[at].prepared.schedule.workspace as usize;
-        let short = |own: &Option<DeviceMemory>| needed > 0 && own.as_ref().is_none_or(|m| m.bytes() < needed);
-        matches!(&self.workspace, Workspace::Own(own) if short(own))
-    }
-
-    /// Grows the rank's own workspace to what a prepared run needs.
-    fn make_room(&mut self, at: usize) -> Result<()> {
-        if self.is_short(at) {
-            self.settle()?;
-            if let Workspace::Own(Some(own)) = core::mem::replace(&mut self.workspace, Workspace::Own(None)) {
-                self.retire(own);
-            }
-            let needed = self.prepared[at].prepared.schedule.workspace as usize;
-            self.workspace = Workspace::Own(Some(self.device().allocate(needed)?));
-        }
-        Ok(())
+        Ok(self.prepared.push(OnDevice { prepared, sequence, captured: false }))
     }
 
     /// Refuses what cannot be captured.
@@ -384,9 +360,9 @@ impl DeviceRank {
                 "stop recording before the capture begins: record with a capacity of 0",
             );
         }
-        match self.known(plan, job) {
+        match self.prepared.find(plan, job) {
             None => refusal(unprepared, prepare),
-            Some(at) if self.is_short(at) => {
+            Some(at) if self.workspace.is_short(self.prepared[at].prepared.schedule.workspace) => {
                 refusal("the rank has no workspace for the plan yet, and a graph cannot hold its allocation", prepare)
             }
             Some(at) if self.prepared[at].sequence.exchanges() && !self.transport.can_capture() => refusal(
@@ -423,7 +399,7 @@ impl DeviceRank {
             self.capturable(plan, job)?;
         }
         let at = self.ready(plan, job)?;
-        let Remembered { prepared, sequence, .. } = &self.prepared[at];
+        let OnDevice { prepared, sequence, .. } = &self.prepared[at];
         tensors.check(&prepared.expected)?;
         let attention = matches!(job, Job::Attention(_));
         for (tensor, name, raw) in prepared.expected.used(tensors) {
@@ -433,13 +409,10 @@ impl DeviceRank {
                 || attention && matches!(tensor, TensorId::Q | TensorId::K | TensorId::V | TensorId::O | TensorId::DO);
             self.device().accept(name, raw, if whole { 16 } else { raw.dtype.size() })?;
         }
-        self.make_room(at)?;
-        let workspace = self.room(at)?;
-        if let Workspace::Lent(..) = self.workspace {
-            let Prepared { schedule, expected, .. } = &self.prepared[at].prepared;
-            let used = expected.used(tensors).map(|(_, name, raw)| (name, *raw));
-            bind::apart_from(workspace, schedule.workspace, used)?;
-        }
+        let workspace = self.work_at(at)?;
+        let Prepared { schedule, expected, .. } = &self.prepared[at].prepared;
+        let used = expected.used(tensors).map(|(_, name, raw)| (name, *raw));
+        self.workspace.apart(schedule.workspace, used)?;
         self.failure.check(&*self.transport)?;
         // The device counts the runs.
         self.agreements.begin_run(&self.prepared[at].prepared, &*self.transport, &self.failure)?;
