@@ -362,7 +362,8 @@ impl Rank {
     /// must have done their last replay by then, and a lent workspace must stay theirs. Replays and runs of one rank come
     /// from one thread, or from threads that take turns. Ranks of transport [`peer`](crate::transport::peer) are captured
     /// into one graph, all of them: the capture begins on the stream of one, and the streams of the others join it by an
-    /// event and join back before it ends.
+    /// event and join back before it ends. A rank whose peer is in another graph, or in none, refuses the exchange with
+    /// [`Error::Unsupported`](crate::Error::Unsupported), and the group has failed.
     ///
     /// # Errors
     /// A tensor that does not fit the plan or shares memory with another that is written; ranks that run different things;

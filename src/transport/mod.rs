@@ -119,6 +119,12 @@ pub trait DeviceTransport: Transport {
     /// Makes room for exchanges of that many messages each way, so that none allocates.
     fn reserve(&self, messages: usize);
 
+    /// A run begins whose exchanges are captured into a CUDA graph, by the number of its capture, or are not. Of use where
+    /// the exchanges of several ranks have to be in one graph.
+    fn begin_run(&self, capture: Option<u64>) {
+        let _ = capture;
+    }
+
     /// Whether an exchange can be enqueued while the stream is being captured into a CUDA graph: its replays then move the
     /// data again, without the host. Otherwise a run that exchanges anything is refused during a capture.
     fn can_capture(&self) -> bool {

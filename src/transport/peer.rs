@@ -17,6 +17,7 @@
 //! [`poll`](Transport::poll).
 
 use std::{
+    format,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
     vec::Vec,
@@ -44,6 +45,8 @@ struct Offer {
     ready: usize,
     stream: usize,
     context: usize,
+    /// The capture that the sender's run is part of; 0 for none.
+    capture: u64,
 }
 
 /// One rank of a [`group`]. Dropping it means that the rank leaves.
@@ -73,6 +76,8 @@ struct Events {
     recvs: Vec<Message>,
     peers: Vec<usize>,
     notes: Vec<u8>,
+    /// The capture that the run is part of; 0 for none.
+    capture: u64,
 }
 
 impl core::fmt::Debug for Peer {
@@ -110,6 +115,7 @@ pub fn group(devices: &[Arc<Cuda>], deadline: Duration) -> Result<Vec<Peer>> {
                 recvs: Vec::new(),
                 peers: Vec::new(),
                 notes: Vec::new(),
+                capture: 0,
             };
             let access = |other: &Arc<Cuda>| context.enable_access_to(other.context());
             let direct = devices.iter().map(access).collect::<Result<_>>()?;
@@ -163,6 +169,11 @@ impl DeviceTransport for Peer {
         true
     }
 
+    fn begin_run(&self, capture: Option<u64>) {
+        // The driver counts captures from 1.
+        self.events.lock().unwrap_or_else(PoisonError::into_inner).capture = capture.unwrap_or(0);
+    }
+
     fn reserve(&self, messages: usize) {
         let mut e = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         let world = self.local.world();
@@ -184,6 +195,19 @@ fn peers_of(list: &[Message], into: &mut Vec<usize>) {
     into.dedup();
 }
 
+/// Why two ranks' exchange cannot be: a copy waits for an event of its sender, and a graph for none of another graph.
+fn apart(rank: usize, peer: usize, [ours, theirs]: [u64; 2]) -> Error {
+    let of = |capture| if capture == 0 { "in no graph" } else { "captured into a graph" };
+    let how = if ours != 0 && theirs != 0 { ", of another capture" } else { "" };
+    let found = format!("rank {rank} {}, rank {peer} {}{how}", of(ours), of(theirs));
+    let limit = "ranks of transport peer copy from each other, in the order of events of one graph";
+    Error::unsupported(
+        found,
+        limit,
+        "have the streams of all ranks join one capture by events, or capture none of them",
+    )
+}
+
 impl Events {
     /// Tells every receiver what it is offered and hears what every sender offers. `arrived` then lists offers by peer,
     /// and for each peer in the order of its messages.
@@ -196,7 +220,7 @@ impl Events {
         recvs: &[Message],
     ) -> Result<()> {
         let (context, ready, stream) = (lane.cuda.context().handle(), &lane.ready, lane.stream.handle());
-        let Self { out, arrived, sends: host_sends, recvs: host_recvs, peers, .. } = self;
+        let Self { out, arrived, sends: host_sends, recvs: host_recvs, peers, capture, .. } = self;
         out.clear();
         host_sends.clear();
         peers_of(sends, peers);
@@ -207,6 +231,7 @@ impl Events {
                 ready: ready.handle() as usize,
                 stream: stream as usize,
                 context: context as usize,
+                capture: *capture,
             });
             out.extend(offers);
         }
@@ -218,7 +243,7 @@ impl Events {
             at += n;
         }
         arrived.clear();
-        arrived.resize(recvs.len(), Offer { ptr: 0, bytes: 0, ready: 0, stream: 0, context: 0 });
+        arrived.resize(recvs.len(), Offer { ptr: 0, bytes: 0, ready: 0, stream: 0, context: 0, capture: 0 });
         host_recvs.clear();
         peers_of(recvs, peers);
         let mut at = 0;
@@ -239,6 +264,9 @@ impl Events {
             for recv in recvs.iter().filter(|m| m.peer == peer) {
                 let offer = self.arrived[at];
                 at += 1;
+                if offer.capture != self.capture {
+                    return Err(apart(local.rank(), peer, [self.capture, offer.capture]));
+                }
                 if offer.bytes != recv.bytes {
                     let cause = Cause::Size { ours: recv.bytes as u64, theirs: offer.bytes as u64 };
                     let Label { operation, step } = label;
@@ -308,8 +336,11 @@ impl Transport for Peer {
         // SAFETY: the messages' bytes are valid until the exchange is over (the contract of `Transport::exchange`).
         if let Err(error) = unsafe { events.enqueue(&self.local, label, stream, recvs) } {
             // The senders wait to be told, and their memory is theirs again once they are: what was enqueued is over
-            // first. If the driver cannot even wait, the first error says more.
-            let _ = lane.stream.synchronize();
+            // first. If the driver cannot even wait, the first error says more. What is captured has not begun, and its
+            // stream cannot be waited for.
+            if events.capture == 0 {
+                let _ = lane.stream.synchronize();
+            }
             self.local.abort(if let Error::Peer { cause, .. } = error { cause } else { Cause::Failed });
             return Err(error);
         }

@@ -106,6 +106,10 @@ impl<T: DeviceTransport, H: Hook<T>> DeviceTransport for Through<T, H> {
         self.end.synchronize()
     }
 
+    fn begin_run(&self, capture: Option<u64>) {
+        self.end.begin_run(capture);
+    }
+
     fn reserve(&self, messages: usize) {
         self.end.reserve(messages);
     }

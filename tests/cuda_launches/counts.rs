@@ -53,7 +53,7 @@ const NAMES: [&str; 12] = [
     "cuStreamQuery",
     "queries",
     "cuPointerGetAttribute",
-    "cuStreamIsCapturing",
+    "cuStreamGetCaptureInfo",
     "event records",
     "launches",
     "fills",

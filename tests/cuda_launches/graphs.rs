@@ -203,9 +203,44 @@ fn refusals(cuda: &Arc<Cuda>) {
     rank.poll().unwrap();
 }
 
+/// Ranks of transport `peer` that are captured into different graphs, or of which one is in none, refuse their first exchange.
+fn apart(cuda: &Arc<Cuda>) {
+    let plan = &plans::of(2)[1].1;
+    for captured in [[true, true], [true, false]] {
+        let errors = ranks(cuda, 2, |mut rank| {
+            let (me, stream) = (rank.rank(), Stream::new());
+            let tensors = Tensors::new(cuda, plan, me, |_| Form::Compact);
+            tensors.fill(1, me);
+            rank.prepare(plan, Direction::Forward).unwrap();
+            if captured[me] {
+                ok!(cuStreamBeginCapture_v2(stream.0, sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED));
+            }
+            // SAFETY: what is captured is never launched, and what is not is waited for.
+            let outcome = unsafe { rank.run_on(plan, Direction::Forward, &tensors.bindings(), stream.raw().cast()) };
+            if captured[me] {
+                let mut graph = null_mut();
+                // SAFETY: the stream is being captured. A capture that others did not join back gives no graph.
+                let code = unsafe { sys::cuStreamEndCapture(stream.0, &raw mut graph) };
+                assert_ne!(code, sys::CUresult::CUDA_SUCCESS, "the graph of half a run");
+            } else {
+                stream.wait();
+            }
+            outcome.expect_err("two graphs became one")
+        });
+        let words = ["captured into a graph", "join one capture by events"];
+        let typed = |e: &cpattn::Error| {
+            matches!(e, cpattn::Error::Unsupported { .. }) && words.iter().all(|word| e.to_string().contains(word))
+        };
+        // A rank that only sends is told by the other.
+        let told = |e: &cpattn::Error| matches!(e, cpattn::Error::Peer { .. });
+        assert!(errors.iter().any(typed) && errors.iter().all(|e| typed(e) || told(e)), "{captured:?}: {errors:?}");
+    }
+}
+
 pub fn run(cuda: &Arc<Cuda>) {
     enter();
     refusals(cuda);
+    apart(cuda);
     alone(cuda);
     for world in [2, 4] {
         together(cuda, world);

@@ -153,11 +153,22 @@ impl Context {
     /// # Safety
     /// As [`Context::accept`].
     pub unsafe fn is_capturing(&self, stream: sys::CUstream) -> Result<bool> {
+        // SAFETY: a live stream (the contract of this function).
+        Ok(unsafe { self.capture_of(stream) }?.is_some())
+    }
+
+    /// The capture that a stream is part of, if it is part of one: a number that no other capture of the process has.
+    ///
+    /// # Safety
+    /// As [`Context::accept`].
+    pub unsafe fn capture_of(&self, stream: sys::CUstream) -> Result<Option<u64>> {
         let _entered = self.enter()?;
-        let mut status = sys::STREAM_CAPTURE_NONE;
-        // SAFETY: a live stream, as promised; `status` is a local.
-        unsafe { call!(cuStreamIsCapturing(stream, &raw mut status)) }?;
-        Ok(status != sys::STREAM_CAPTURE_NONE)
+        let (mut status, mut id) = (sys::STREAM_CAPTURE_NONE, 0);
+        // SAFETY: a live stream, as promised; the pointers are to locals, or null where nothing is asked.
+        unsafe {
+            call!(cuStreamGetCaptureInfo_v2(stream, &raw mut status, &raw mut id, null_mut(), null_mut(), null_mut()))
+        }?;
+        Ok((status != sys::STREAM_CAPTURE_NONE).then_some(id))
     }
 
     /// Waits on the host until everything on the device is done.

@@ -394,7 +394,8 @@ impl DeviceRank {
             self.accepted = Some(stream);
         }
         // SAFETY: as above.
-        let capturing = unsafe { self.device().context().is_capturing(stream) }?;
+        let capture = unsafe { self.device().context().capture_of(stream) }?;
+        let capturing = capture.is_some();
         if capturing {
             self.capturable(plan, job)?;
         }
@@ -419,6 +420,7 @@ impl DeviceRank {
         let (transport, failure) = (Arc::clone(&self.transport), self.failure.clone());
         let watch = Watch { transport: &*transport, failure: &failure };
         self.prepared[at].captured |= capturing;
+        transport.begin_run(capture);
         // SAFETY: the tensors fit the plan (checked) and are as the caller promised, the workspace is large enough, and
         // the marks order this run behind those before it.
         let outcome = unsafe { self.enqueue(at, tensors, workspace, stream, capturing) };

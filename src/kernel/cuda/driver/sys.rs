@@ -106,7 +106,14 @@ functions! {
         cuStreamCreate(stream: *mut CUstream, flags: c_uint);
         cuStreamDestroy_v2(stream: CUstream);
         cuStreamGetCtx(stream: CUstream, context: *mut CUcontext);
-        cuStreamIsCapturing(stream: CUstream, status: *mut c_int);
+        cuStreamGetCaptureInfo_v2(
+            stream: CUstream,
+            status: *mut c_int,
+            id: *mut u64,
+            graph: *mut *mut c_void,
+            dependencies: *mut *const c_void,
+            count: *mut usize,
+        );
         cuStreamQuery(stream: CUstream);
         cuStreamSynchronize(stream: CUstream);
         cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
