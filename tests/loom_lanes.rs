@@ -8,7 +8,7 @@
 //! Run by `.ci/loom`.
 #![cfg(cpattn_loom)]
 
-use cpattn::runtime::lanes::{Lanes, Progress, Task};
+use cpattn::runtime::lanes::{LaneThreads, Progress, Task};
 use cpattn::schedule::Lane::{Communication, Compute};
 use cpattn::transport::{Label, Message, Transport};
 use cpattn::{Cause, Error, Result};
@@ -53,9 +53,9 @@ impl Transport for Noted {
     }
 }
 
-fn lanes() -> (Lanes, Arc<Noted>) {
+fn lanes() -> (LaneThreads, Arc<Noted>) {
     let transport = Arc::new(Noted::default());
-    (Lanes::new(transport.clone()), transport)
+    (LaneThreads::new(transport.clone()), transport)
 }
 
 /// A number that loom watches; both lanes use it, in turn.
@@ -82,7 +82,7 @@ fn error(n: i64) -> Error {
 }
 
 /// Operations 0 (compute), 1 (communication, after 0) and 2 (compute, after 1): each adds one to what it finds.
-fn three_operations(lanes: &mut Lanes, cell: &Cell) -> Result<()> {
+fn three_operations(lanes: &mut LaneThreads, cell: &Cell) -> Result<()> {
     let step = |progress: &Progress, lane, after: Option<usize>, op: usize| {
         if after.is_none_or(|after| progress.wait_for(lane, after)) {
             cell.set(cell.get() + 1);

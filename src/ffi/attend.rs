@@ -91,7 +91,8 @@ unsafe fn forward<'a>(at: Device, a: &cpattn_attend_args) -> Result<Attend<'a>> 
         )
     }?;
     let (heads, score, aligned) = (head_map(&a.heads, &q)?, score(&a.score)?, flag("aligned", a.aligned)?);
-    // SAFETY: as above.
+    // SAFETY: `a`'s tensors and arrays are as the header says (the contract of this function), which is what a list
+    // of tensors needs.
     let ranges = unsafe { ranges(&a.ranges) }?;
     // Without one of its own, the running lse is kept where the final one goes, in one word.
     let running_lse = if running_lse.is_none() { lse } else { running_lse };
@@ -134,7 +135,7 @@ unsafe fn backward<'a>(at: Device, a: &cpattn_attend_backward_args) -> Result<At
     let (accumulate_keys, per_q_head) =
         (flag("accumulate_keys", a.accumulate_keys)?, flag("per_q_head", a.per_q_head)?);
     let (heads, score, aligned) = (head_map(&a.heads, &q)?, score(&a.score)?, flag("aligned", a.aligned)?);
-    // SAFETY: as above.
+    // SAFETY: `a`'s tensors and arrays are as the header says (the contract of this function).
     let ranges = unsafe { ranges(&a.ranges) }?;
     Ok(AttendBackward {
         q,

@@ -184,7 +184,7 @@ pub unsafe extern "C" fn cpattn_transform(
         let mut list = [RawTensor::NONE; MAX_SOURCES];
         let mut named = [("", RawTensor::NONE, false); MAX_SOURCES + 1];
         for (i, (to, &from)) in list.iter_mut().zip(pointers).enumerate() {
-            // SAFETY: as above.
+            // SAFETY: the header's promise about tensors and arrays.
             *to = unsafe { one(at.device(), &read("sources", from, Form::Rows)) }?;
             let itself = i == 0 && *to == dst;
             named[i] = ("sources", if itself { RawTensor::NONE } else { *to }, false);

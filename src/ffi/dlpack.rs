@@ -86,7 +86,7 @@ impl Parts {
     }
 }
 
-/// What a build without CUDA says to whoever asks for it.
+/// What a build without CUDA says when it is asked for.
 pub(super) fn without_cuda<T>(option: impl Into<std::string::String>) -> Result<T> {
     Err(Error::unsupported(
         option,
@@ -174,7 +174,7 @@ pub(super) unsafe fn parts(
     let strides_of = if t.strides.is_null() {
         None
     } else {
-        // SAFETY: as above.
+        // SAFETY: entries of the caller's arrays, by its promise.
         let s = unsafe { super::input::array("strides", t.strides.cast_const(), ndim) };
         Some(s.map_err(|_| Error::invalid(format!("{name}.strides"), "misaligned", format!("{ndim} entries")))?)
     };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Opaque handles.
 //!
-//! A handle is a pointer to a [`Handle`], whose first word says what it is and whether it lives. Whoever destroys it
+//! A handle is a pointer to a [`Handle`], whose first word says what it is and whether it lives. A thread that destroys it
 //! first changes that word, so two threads that destroy one handle do not both free it.
 //!
 //! Reading the first word of freed memory proves little. Debug builds therefore keep a table of live handles that is
@@ -20,7 +20,7 @@ use std::{
 use super::status::{Fail, Outcome};
 
 /// What a handle holds.
-pub(super) trait Kind: Send + Sync + 'static {
+pub(super) trait HandleKind: Send + Sync + 'static {
     /// As the header calls it.
     const NAME: &'static str;
     /// First word of a live handle of this kind.
@@ -37,12 +37,12 @@ pub struct Handle<T> {
     state: ManuallyDrop<T>,
 }
 
-fn refuse<T: Kind>(found: impl core::fmt::Display) -> Fail {
+fn refuse<T: HandleKind>(found: impl core::fmt::Display) -> Fail {
     Fail::Handle(format!("{} is {found}, expected a live handle", T::NAME))
 }
 
-/// A new handle; owned by whoever gets it, until [`take`] or [`destroy`].
-pub(super) fn create<T: Kind>(state: T) -> *mut Handle<T> {
+/// A new handle; owned by the caller that gets it, until [`take`] or [`destroy`].
+pub(super) fn create<T: HandleKind>(state: T) -> *mut Handle<T> {
     let handle = Box::into_raw(Box::new(Handle { magic: AtomicU64::new(T::MAGIC), state: ManuallyDrop::new(state) }));
     #[cfg(debug_assertions)]
     debug::register(handle.addr());
@@ -53,7 +53,7 @@ pub(super) fn create<T: Kind>(state: T) -> *mut Handle<T> {
 ///
 /// # Safety
 /// `ptr` is null, or came from [`create`] of some kind; in release builds, it was not destroyed either.
-unsafe fn check<T: Kind>(ptr: *const Handle<T>) -> Outcome {
+unsafe fn check<T: HandleKind>(ptr: *const Handle<T>) -> Outcome {
     if ptr.is_null() {
         return Err(refuse::<T>("NULL"));
     }
@@ -75,8 +75,8 @@ unsafe fn check<T: Kind>(ptr: *const Handle<T>) -> Outcome {
 /// What a handle holds.
 ///
 /// # Safety
-/// As [`check`], and nobody destroys the handle while the reference is used.
-pub(super) unsafe fn borrow<'a, T: Kind>(ptr: *const Handle<T>) -> Outcome<&'a T> {
+/// As [`check`], and no thread destroys the handle while the reference is used.
+pub(super) unsafe fn borrow<'a, T: HandleKind>(ptr: *const Handle<T>) -> Outcome<&'a T> {
     // SAFETY: null, or of `create` and not freed (promised).
     unsafe { check(ptr) }?;
     // SAFETY: checked to be a live handle of this kind; the caller keeps it alive.
@@ -86,8 +86,8 @@ pub(super) unsafe fn borrow<'a, T: Kind>(ptr: *const Handle<T>) -> Outcome<&'a T
 /// Ends a handle and hands back what it held.
 ///
 /// # Safety
-/// As [`check`], and nobody else uses the handle.
-pub(super) unsafe fn take<T: Kind>(ptr: *mut Handle<T>) -> Outcome<T> {
+/// As [`check`], and nothing else uses the handle.
+pub(super) unsafe fn take<T: HandleKind>(ptr: *mut Handle<T>) -> Outcome<T> {
     // SAFETY: null, or of `create` and not freed (promised).
     unsafe { check(ptr) }?;
     // SAFETY: a live handle of this kind, as checked.
@@ -109,7 +109,7 @@ pub(super) unsafe fn take<T: Kind>(ptr: *mut Handle<T>) -> Outcome<T> {
 ///
 /// # Safety
 /// As [`take`].
-pub(super) unsafe fn destroy<T: Kind>(ptr: *mut Handle<T>) -> Outcome {
+pub(super) unsafe fn destroy<T: HandleKind>(ptr: *mut Handle<T>) -> Outcome {
     if ptr.is_null() {
         return Ok(());
     }
@@ -169,11 +169,11 @@ mod tests {
         _counted: std::sync::Arc<()>,
     }
     struct B;
-    impl Kind for A {
+    impl HandleKind for A {
         const NAME: &'static str = "a";
         const MAGIC: u64 = 1;
     }
-    impl Kind for B {
+    impl HandleKind for B {
         const NAME: &'static str = "b";
         const MAGIC: u64 = 2;
     }

@@ -129,7 +129,7 @@ pub(super) unsafe fn array<'a, T: Copy>(name: &'static str, ptr: *const T, count
 /// An array to write; what it holds is not looked at.
 ///
 /// # Safety
-/// As [`array`], for writes, by nobody else.
+/// As [`array`], for writes, by nothing else.
 pub(super) unsafe fn array_mut<'a, T: Copy>(
     name: &'static str,
     ptr: *mut T,

@@ -5,7 +5,7 @@ use core::ffi::c_char;
 use std::format;
 
 use super::{
-    handle::{self, Handle, Kind},
+    handle::{self, Handle, HandleKind},
     input::{array, array_mut, flag, one_of, reserved, result, sized, versioned, write_sized},
     status::boundary,
 };
@@ -66,7 +66,7 @@ pub struct cpattn_options {
 
 pub type cpattn_plan = Handle<Plan>;
 
-impl Kind for Plan {
+impl HandleKind for Plan {
     const NAME: &'static str = "plan";
     const MAGIC: u64 = u64::from_le_bytes(*b"cpatPLAN");
 }
@@ -137,7 +137,7 @@ unsafe fn problem(p: &cpattn_problem) -> Result<Problem> {
         }
         Batch::new(cu_q)?
     } else {
-        // SAFETY: as above.
+        // SAFETY: null, or as long as the header says (promised), here and below.
         let (cu_k, starts) = unsafe {
             let starts =
                 if p.q_start.is_null() { None } else { Some(array("problem.q_start", p.q_start, p.documents)?) };
@@ -166,7 +166,7 @@ unsafe fn problem(p: &cpattn_problem) -> Result<Problem> {
     }
     out.check()?;
     if !p.alibi_slopes.is_null() {
-        // SAFETY: as above; heads was checked.
+        // SAFETY: null, or as long as the header says (promised); heads was checked.
         out = out.with_alibi_slopes(unsafe { array("problem.alibi_slopes", p.alibi_slopes, p.heads as usize) }?);
         out.check()?;
     }

@@ -14,7 +14,7 @@ use std::{
 use super::{dlpack::device, table::Seat};
 use super::{
     dlpack::{Form, Given, cpattn_tensor, device_of, one, read, written},
-    handle::{self, Handle, Kind},
+    handle::{self, Handle, HandleKind},
     input::{one_of, result, sized, versioned},
     plan::{DTYPES, cpattn_plan, direction, runs, side},
     status::{Fail, Outcome, boundary},
@@ -80,7 +80,7 @@ versioned! {
 /// What a rank's handle holds.
 #[doc(hidden)]
 #[derive(Debug)]
-pub struct State {
+pub struct RankState {
     rank: Mutex<Rank>,
     device: Device,
     handle: runtime::AbortHandle,
@@ -89,14 +89,14 @@ pub struct State {
     _margin: Option<SmMargin>,
 }
 
-pub type cpattn_rank = Handle<State>;
+pub type cpattn_rank = Handle<RankState>;
 
-impl Kind for State {
+impl HandleKind for RankState {
     const NAME: &'static str = "rank";
     const MAGIC: u64 = u64::from_le_bytes(*b"cpatRANK");
 }
 
-impl State {
+impl RankState {
     fn lock(&self) -> Outcome<MutexGuard<'_, Rank>> {
         match self.rank.try_lock() {
             Ok(rank) => Ok(rank),
@@ -157,7 +157,7 @@ pub unsafe extern "C" fn cpattn_rank_create(
         // SAFETY: the header's promise about handles.
         let rank = unsafe { seated(transport, at, n) }?;
         let (device, handle) = (rank.device(), rank.handle());
-        out.write(handle::create(State {
+        out.write(handle::create(RankState {
             rank: Mutex::new(rank),
             device,
             handle,
@@ -188,10 +188,10 @@ unsafe fn seated(transport: *mut cpattn_transport, at: Device, workers: usize) -
     if let Device::Cuda(ordinal) = at {
         let cuda = device("options.device_id", ordinal)?;
         let marks = Marks::new(&cuda)?;
-        // SAFETY: a live handle that nobody else uses (promised).
+        // SAFETY: a live handle that nothing else uses (promised).
         let table = matches!(unsafe { handle::borrow(transport.cast_const()) }?, Any::Table(_));
         let seat = if table { Some(Seat::new(cuda)?) } else { None };
-        // SAFETY: as above.
+        // SAFETY: a live handle that nothing else uses (promised).
         return Ok(match (unsafe { handle::take(transport) }?, seat) {
             (Any::Table(t), Some(seat)) => Rank::on_device_with(seat.with(t), marks),
             (Any::Peer(t), None) => Rank::on_device_with(t, marks),
@@ -201,7 +201,7 @@ unsafe fn seated(transport: *mut cpattn_transport, at: Device, workers: usize) -
         });
     }
     let _ = at;
-    // SAFETY: a live handle that nobody else uses (promised).
+    // SAFETY: a live handle that nothing else uses (promised).
     Ok(match unsafe { handle::take(transport) }? {
         Any::Local(t) => Rank::with_workers(t, workers),
         Any::Table(t) => Rank::with_workers(t, workers),
@@ -222,7 +222,7 @@ pub unsafe extern "C" fn cpattn_rank_destroy(rank: *mut cpattn_rank) -> i32 {
         }
         // SAFETY: the header's promise about handles.
         drop(unsafe { handle::borrow(rank) }?.lock()?);
-        // SAFETY: as above.
+        // SAFETY: the header's promise about handles.
         unsafe { handle::destroy(rank) }
     })
 }
@@ -267,7 +267,7 @@ pub unsafe extern "C" fn cpattn_rank_lend_workspace(
 /// # Safety
 /// The header's promise about tensors; streams are the driver's.
 unsafe fn run(
-    rank: &State,
+    rank: &RankState,
     plan: &Plan,
     direction: Direction,
     list: &[(TensorId, Given)],

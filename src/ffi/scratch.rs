@@ -14,7 +14,7 @@ use super::dlpack::device;
 #[cfg(not(feature = "cuda"))]
 use super::dlpack::without_cuda;
 use super::{
-    handle::{self, Handle, Kind},
+    handle::{self, Handle, HandleKind},
     input::{one_of, result},
     plan::DTYPES,
     rank::workers,
@@ -32,19 +32,19 @@ const MOST_CALLS: u32 = 1 << 16;
 /// What a scratch's handle holds.
 #[doc(hidden)]
 #[derive(Debug)]
-pub struct Scratch {
+pub struct ScratchState {
     kernels: Mutex<Kernels>,
     device: Device,
 }
 
-pub type cpattn_scratch = Handle<Scratch>;
+pub type cpattn_scratch = Handle<ScratchState>;
 
-impl Kind for Scratch {
+impl HandleKind for ScratchState {
     const NAME: &'static str = "scratch";
     const MAGIC: u64 = u64::from_le_bytes(*b"cpatTILE");
 }
 
-impl Scratch {
+impl ScratchState {
     fn new(kernels: Kernels) -> Self {
         Self { device: kernels.device(), kernels: Mutex::new(kernels) }
     }
@@ -67,7 +67,7 @@ pub unsafe extern "C" fn cpattn_scratch_create(workers: u32, scratch: *mut *mut 
     boundary!({
         // SAFETY: the header's promise about results.
         let out = unsafe { result("scratch", scratch) }?;
-        out.write(handle::create(Scratch::new(Kernels::cpu(self::workers("workers", workers)?))));
+        out.write(handle::create(ScratchState::new(Kernels::cpu(self::workers("workers", workers)?))));
         Ok(())
     })
 }
@@ -79,7 +79,7 @@ pub unsafe extern "C" fn cpattn_scratch_create_cuda(device_id: i32, scratch: *mu
         let out = unsafe { result("scratch", scratch) }?;
         #[cfg(feature = "cuda")]
         {
-            out.write(handle::create(Scratch::new(Kernels::Cuda(StreamKernels::new(device(
+            out.write(handle::create(ScratchState::new(Kernels::Cuda(StreamKernels::new(device(
                 "device_id",
                 device_id,
             )?)?))));
@@ -101,7 +101,7 @@ pub unsafe extern "C" fn cpattn_scratch_destroy(scratch: *mut cpattn_scratch) ->
         }
         // SAFETY: the header's promise about handles.
         drop(unsafe { handle::borrow(scratch.cast_const()) }?.lock()?);
-        // SAFETY: as above.
+        // SAFETY: the header's promise about handles.
         unsafe { handle::destroy(scratch) }
     })
 }

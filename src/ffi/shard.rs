@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Who holds which tokens: lists, and copies of rows between the whole batch and a rank's share.
+//! Which rank holds which tokens: lists, and copies of rows between the whole batch and a rank's share.
 //!
 //! Rows are copied as bytes: token ids, activations and losses have element types that the attention does not know.
 
@@ -204,7 +204,7 @@ unsafe fn move_rows(
     // SAFETY: the plan's handle is as the header says (the contract of this function).
     let plan = unsafe { handle::borrow(plan) }?;
     let (side, rank) = (self::side(side)?, rank_of(plan, rank)?);
-    // SAFETY: as above.
+    // SAFETY: the plan's handle is as the header says (the contract of this function).
     if let Some((whole, local)) = unsafe { pair(plan, side, rank, whole, local, whole_written) }? {
         let mut row = 0;
         plan.for_each_token(side, rank, |token, _, _| {

@@ -54,7 +54,7 @@ fn keep(text: String) {
     bytes.retain(|&b| b != 0);
     // What has no zero byte is a C string.
     let text = CString::new(bytes).unwrap_or_default();
-    // While the thread ends there is nobody left to read it.
+    // While the thread ends nothing reads it any more.
     let _ = LAST.try_with(|last| {
         if let Ok(mut last) = last.try_borrow_mut() {
             *last = Some(text);

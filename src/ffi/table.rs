@@ -95,7 +95,7 @@ pub struct Table {
 
 // SAFETY: the header says on which threads each function is called, and that `context` may be used there.
 unsafe impl Send for Table {}
-// SAFETY: as above.
+// SAFETY: the header says on which threads each function is called, and that `context` may be used there.
 unsafe impl Sync for Table {}
 
 impl Table {

@@ -10,7 +10,7 @@ use super::dlpack::device;
 #[cfg(not(feature = "cuda"))]
 use super::dlpack::without_cuda;
 use super::{
-    handle::{self, Handle, Kind},
+    handle::{self, Handle, HandleKind},
     input::{array, array_mut, result, sized},
     status::boundary,
     table::{Table, cpattn_transport_table},
@@ -44,7 +44,7 @@ pub enum Any {
 
 pub type cpattn_transport = Handle<Any>;
 
-impl Kind for Any {
+impl HandleKind for Any {
     const NAME: &'static str = "transport";
     const MAGIC: u64 = u64::from_le_bytes(*b"cpatWIRE");
 }
@@ -107,7 +107,7 @@ pub unsafe extern "C" fn cpattn_peer_group(
         let (world, deadline) = (threads(world)?, deadline(deadline_ms)?);
         // SAFETY: the header's promise about arrays.
         let devices = unsafe { array("devices", devices, world) }?;
-        // SAFETY: as above.
+        // SAFETY: the header's promise about arrays.
         let out = unsafe { array_mut("transports", transports, world) }?;
         #[cfg(feature = "cuda")]
         {

@@ -70,7 +70,7 @@ impl Agreements {
         match begun {
             Ok(run) => Ok(Some((fingerprint, run))),
             Err(Error::Disagreement { rank, peer, ours, theirs, runs, .. }) => {
-                let what = prepared.job.describe(&prepared.plan);
+                let what = prepared.run.describe(&prepared.plan);
                 Err(Error::Disagreement { rank, peer, ours, theirs, what, runs })
             }
             Err(error) => {

@@ -9,7 +9,7 @@ use std::{vec, vec::Vec};
 
 #[cfg(feature = "cuda")]
 use super::front_device::on_device;
-use super::{bind::Bindings, job::Job, rank::Rank};
+use super::{bind::Bindings, rank::Rank, run::Run};
 #[cfg(feature = "cuda")]
 use crate::tensor::{DeviceView, DeviceViewMut};
 use crate::{
@@ -125,7 +125,7 @@ impl Rank {
     /// # Errors
     /// As [`Rank::prepare`]; a `dim` of 0; on a device, f64.
     pub fn prepare_all_to_all(&mut self, plan: &Plan, side: Side, dim: usize, dtype: Dtype) -> Result<()> {
-        both(side, dim, dtype)?.into_iter().try_for_each(|job| self.prepare_run(plan, job))
+        both(side, dim, dtype)?.into_iter().try_for_each(|run| self.prepare_run(plan, run))
     }
 
     /// Bytes of workspace that either all-to-all takes on this rank at most: see [`Rank::workspace_bytes`].
@@ -133,7 +133,7 @@ impl Rank {
     /// # Errors
     /// As [`Rank::prepare_all_to_all`], memory and driver aside.
     pub fn all_to_all_workspace_bytes(&mut self, plan: &Plan, side: Side, dim: usize, dtype: Dtype) -> Result<u64> {
-        both(side, dim, dtype)?.into_iter().try_fold(0, |most, job| Ok(self.workspace_of(plan, job)?.max(most)))
+        both(side, dim, dtype)?.into_iter().try_fold(0, |most, run| Ok(self.workspace_of(plan, run)?.max(most)))
     }
 
     /// Brings every input to heads, runs `local` on whole sequences, and brings every output back to tokens. Inputs and
@@ -240,7 +240,7 @@ impl Rank {
     ) -> Result<()> {
         let tensors = Bindings::default().with(OWN_TOKENS, tokens).with(OWN_HEADS, held);
         // SAFETY: the two tensors and the stream are as `run_on` asks for them (the contract of this function).
-        unsafe { self.run_any(plan, Job::AllToAll(all_to_all), &tensors, stream) }
+        unsafe { self.run_any(plan, Run::AllToAll(all_to_all), &tensors, stream) }
     }
 }
 
@@ -253,7 +253,7 @@ const fn no_stream_given() -> RawStream {
 }
 
 /// Both ways.
-fn both(side: Side, dim: usize, dtype: Dtype) -> Result<[Job; 2]> {
+fn both(side: Side, dim: usize, dtype: Dtype) -> Result<[Run; 2]> {
     let dim = u32::try_from(dim).map_err(|_| Error::invalid("dim", dim, std::format!("at most {}", u32::MAX)))?;
-    Ok([Way::ToHeads, Way::ToTokens].map(|way| Job::AllToAll(AllToAll { way, side, dim, dtype })))
+    Ok([Way::ToHeads, Way::ToTokens].map(|way| Run::AllToAll(AllToAll { way, side, dim, dtype })))
 }

@@ -3,7 +3,7 @@
 
 use std::{format, vec::Vec};
 
-use super::job::{Form, Job};
+use super::run::{Form, Run};
 use crate::{
     call::RawTensor,
     element::Dtype,
@@ -110,20 +110,20 @@ pub(super) fn apart_from(
 
 /// What a schedule expects of the caller's tensors.
 pub(super) struct Expected {
-    job: Job,
+    run: Run,
     forms: [Option<Form>; TensorId::COUNT],
     /// Those that are sent as they lie.
     sent: Vec<TensorId>,
 }
 
 impl Expected {
-    pub(super) fn new(plan: &Plan, job: Job, schedule: &Schedule) -> Self {
-        let sent = match job {
-            Job::Attention(_) => sent(schedule),
+    pub(super) fn new(plan: &Plan, run: Run, schedule: &Schedule) -> Self {
+        let sent = match run {
+            Run::Attention(_) => sent(schedule),
             // Also where a rank keeps all heads, so that a program finds out on one rank.
-            Job::AllToAll(_) => std::vec![OWN_HEADS],
+            Run::AllToAll(_) => std::vec![OWN_HEADS],
         };
-        Self { job, forms: TensorId::ALL.map(|t| job.form(plan, schedule.rank, t)), sent }
+        Self { run, forms: TensorId::ALL.map(|t| run.form(plan, schedule.rank, t)), sent }
     }
 
     /// The tensors that a run reads or writes, by name.
@@ -135,8 +135,8 @@ impl Expected {
     }
 
     fn tokens_hint(&self, tensor: TensorId) -> &'static str {
-        match self.job {
-            Job::AllToAll(_) if tensor == OWN_HEADS => {
+        match self.run {
+            Run::AllToAll(_) if tensor == OWN_HEADS => {
                 "between the all-to-alls a rank has all tokens of its ring share: the sum of those of its Ulysses ranks"
             }
             _ => {
@@ -146,9 +146,9 @@ impl Expected {
     }
 
     fn compact_hint(&self) -> &'static str {
-        match self.job {
-            Job::Attention(_) => "plan with pack_inputs, which packs it first",
-            Job::AllToAll(_) => "give a compact tensor",
+        match self.run {
+            Run::Attention(_) => "plan with pack_inputs, which packs it first",
+            Run::AllToAll(_) => "give a compact tensor",
         }
     }
 }

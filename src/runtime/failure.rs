@@ -68,11 +68,11 @@ impl Failure {
 
     /// Keeps an error, unless there is one already.
     pub(super) fn keep(&self, error: &Error) {
-        // Whoever comes second learns nothing new from being told so.
+        // A second error says nothing new.
         let _ = self.first.set(error.clone());
     }
 
-    /// Asks the transport, unless the answer is known.
+    /// Asks the transport, unless an error is kept already.
     pub(super) fn poll(&self, transport: &dyn Transport) -> Result<()> {
         self.check(transport)?;
         transport.poll().inspect_err(|error| {
@@ -88,7 +88,7 @@ impl Failure {
 }
 
 /// Ends the group when it is dropped, that is, when what it watches unwinds: the peers are about to wait for this rank,
-/// and whoever catches the panic may keep it.
+/// and the code that catches the panic may keep it.
 pub(super) struct Watch<'a> {
     pub(super) transport: &'a dyn Transport,
     pub(super) failure: &'a Failure,
@@ -117,7 +117,7 @@ pub(super) const fn cause_of(error: &Error) -> Cause {
 }
 
 /// Tells the peers. Nothing may unwind from here, where a lane still works on the caller's memory or a panic is under way,
-/// and a transport is anybody's code: a panic of its `abort` ends here.
+/// and a transport is code of the caller's: a panic of its `abort` ends here.
 pub(super) fn abort(transport: &dyn Transport, cause: Cause) {
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| transport.abort(cause))) {
         // What a panic carries may itself panic when it is dropped.

@@ -22,7 +22,7 @@ impl AbortHandle {
         Self { transport: Arc::downgrade(transport), failure: failure.clone() }
     }
 
-    /// Ends the run on every rank: each gets an error that says who aborted.
+    /// Ends the run on every rank: each gets an error that says which rank aborted.
     pub fn abort(&self) {
         if let Some(transport) = self.transport.upgrade() {
             self.failure.ended(transport.rank(), Cause::Aborted);

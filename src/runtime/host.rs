@@ -31,37 +31,37 @@ impl Host<'_> {
 
 impl Backend for Host<'_> {
     unsafe fn attend(&mut self, args: &Attend<'_>) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nobody else uses during the call: the promise of `Backend`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Backend`.
         unsafe { cpu::attend(args, self.scratch()) }
     }
 
     unsafe fn attend_backward(&mut self, args: &AttendBackward<'_>) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nobody else uses during the call: the promise of `Backend`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Backend`.
         unsafe { cpu::attend_backward(args, self.scratch()) }
     }
 
     unsafe fn transform(&mut self, args: &Transform<'_>) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nobody else uses during the call: the promise of `Backend`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Backend`.
         unsafe { cpu::transform(args) }
     }
 
     unsafe fn delta(&mut self, args: &Delta) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nobody else uses during the call: the promise of `Backend`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Backend`.
         unsafe { cpu::delta(args) }
     }
 
     unsafe fn sink_gradient(&mut self, args: &SinkGradient) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nobody else uses during the call: the promise of `Backend`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Backend`.
         unsafe { sinks::sink_gradient(args) }
     }
 
     unsafe fn sink_total(&mut self, digits: &RawTensor, dsinks: &RawTensor) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nobody else uses during the call: the promise of `Backend`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Backend`.
         unsafe { sinks::sink_total(digits, dsinks) }
     }
 
     unsafe fn exchange(&mut self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nobody else uses during the call: the promise of `Backend`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Backend`.
         unsafe { self.transport.exchange(label, sends, recvs) }
     }
 

@@ -12,10 +12,10 @@ use super::{
     failure::{Failure, Watch},
     handle::AbortHandle,
     host,
-    job::Job,
-    lanes::Lanes,
+    lanes::LaneThreads,
     ops::Memory,
     prepared::{Prepared, Remembered},
+    run::Run,
     walk,
     workspace::{HostMemory, Workspace},
 };
@@ -30,7 +30,7 @@ use crate::{
 /// See the module, and [`Rank`](super::Rank) for what each function means.
 pub(super) struct HostRank {
     transport: Arc<dyn Transport>,
-    lanes: Lanes,
+    lanes: LaneThreads,
     prepared: Remembered<Prepared>,
     scratch: cpu::Scratch,
     workspace: Workspace<HostMemory>,
@@ -42,7 +42,7 @@ impl HostRank {
     pub(super) fn new(transport: impl Transport + 'static, scratch: cpu::Scratch) -> Self {
         let transport: Arc<dyn Transport> = Arc::new(transport);
         Self {
-            lanes: Lanes::new(Arc::clone(&transport)),
+            lanes: LaneThreads::new(Arc::clone(&transport)),
             transport,
             prepared: Remembered::default(),
             scratch,
@@ -72,8 +72,8 @@ impl HostRank {
         self.lanes.events()
     }
 
-    pub(super) fn workspace_bytes(&mut self, plan: &Plan, job: Job) -> Result<u64> {
-        self.ready(plan, job).map(|i| self.prepared[i].schedule.workspace)
+    pub(super) fn workspace_bytes(&mut self, plan: &Plan, run: Run) -> Result<u64> {
+        self.ready(plan, run).map(|i| self.prepared[i].schedule.workspace)
     }
 
     /// # Safety
@@ -89,8 +89,8 @@ impl HostRank {
         self.workspace.take_back();
     }
 
-    pub(super) fn prepare(&mut self, plan: &Plan, job: Job) -> Result<()> {
-        let at = self.ready(plan, job)?;
+    pub(super) fn prepare(&mut self, plan: &Plan, run: Run) -> Result<()> {
+        let at = self.ready(plan, run)?;
         self.work_at(at)?;
         if walk::communicates(&self.prepared[at].schedule) {
             self.lanes.ensure_thread()?;
@@ -98,13 +98,13 @@ impl HostRank {
         Ok(())
     }
 
-    /// Finds what a job takes, or makes it; its index in `prepared`.
-    fn ready(&mut self, plan: &Plan, job: Job) -> Result<usize> {
-        if let Some(i) = self.prepared.find(plan, job) {
+    /// Finds what a run takes, or makes it; its index in `prepared`.
+    fn ready(&mut self, plan: &Plan, run: Run) -> Result<usize> {
+        if let Some(i) = self.prepared.find(plan, run) {
             return Ok(i);
         }
         plan.fits_world(self.transport.world())?;
-        let prepared = Prepared::new(plan, self.transport.rank(), job)?.tagged();
+        let prepared = Prepared::new(plan, self.transport.rank(), run)?.tagged();
         self.agreements.reserve(&prepared.schedule.group);
         self.scratch.reserve(&host::dims(plan));
         if let Some(oldest) = self.prepared.oldest() {
@@ -126,8 +126,8 @@ impl HostRank {
 
     /// # Safety
     /// As [`Rank::run`](super::Rank::run).
-    pub(super) unsafe fn run(&mut self, plan: &Plan, job: Job, tensors: &Bindings) -> Result<()> {
-        let at = self.ready(plan, job)?;
+    pub(super) unsafe fn run(&mut self, plan: &Plan, run: Run, tensors: &Bindings) -> Result<()> {
+        let at = self.ready(plan, run)?;
         tensors.check(&self.prepared[at].expected)?;
         let workspace = self.work_at(at)?;
         let prepared = &mut self.prepared[at];
@@ -147,7 +147,7 @@ impl HostRank {
     }
 
     /// Runs what the caller does between two all-to-alls. The other ranks are about to wait for what this one makes of it,
-    /// and nobody else tells them when it fails or panics: whoever catches the panic may keep the rank.
+    /// and nothing else tells them when it fails or panics: the code that catches the panic may keep the rank.
     pub(super) fn watched(&self, body: impl FnOnce() -> Result<()>) -> Result<()> {
         let watch = Watch { transport: &*self.transport, failure: &self.failure };
         let outcome = body();

@@ -9,7 +9,7 @@
 //! When either lane fails or panics, the other stops at its next wait, the transport is aborted so that no peer waits for
 //! this rank, and the call returns (or goes on unwinding) only after both lanes have let go of the caller's memory.
 //!
-//! What the lanes do is not known here: [`walk`](super::walk) goes through a schedule, and the models of `.ci/loom` do
+//! What the lanes do is not said here: [`walk`](super::walk) goes through a schedule, and the models of `.ci/loom` do
 //! something that the model checker watches.
 
 use std::{
@@ -32,10 +32,10 @@ use crate::{
 /// What the communication lane does in one run.
 pub type Task<'a> = dyn FnMut(&Progress) -> Result<()> + Send + 'a;
 
-/// The task of one run. It lies on the stack of [`Lanes::run`], which does not return before the lane is done with it.
+/// The task of one run. It lies on the stack of [`LaneThreads::run`], which does not return before the lane is done with it.
 struct Job(*mut Task<'static>);
 
-// SAFETY: the task is `Send`, and used by one thread, the communication lane, while `Lanes::run` waits for it.
+// SAFETY: the task is `Send`, and used by one thread, the communication lane, while `LaneThreads::run` waits for it.
 unsafe impl Send for Job {}
 
 #[derive(Default)]
@@ -47,7 +47,7 @@ struct State {
     /// How many operations of the list each lane has behind it: all those with a lower index are done.
     done: [usize; 2],
     /// What each lane is parked for, until it is notified: a call of the operating system for each notification, and one
-    /// that finds nobody parked costs nearly as much as one that does.
+    /// that finds no lane parked costs nearly as much as one that does.
     parked: [Option<Parked>; 2],
     /// One lane failed: stop at the next wait.
     stop: bool,
@@ -90,7 +90,7 @@ pub struct Progress {
 }
 
 /// The lanes of one rank.
-pub struct Lanes {
+pub struct LaneThreads {
     progress: Arc<Progress>,
     transport: Arc<dyn Transport>,
     thread: Option<thread::JoinHandle<()>>,
@@ -216,7 +216,7 @@ impl Progress {
     }
 }
 
-impl Lanes {
+impl LaneThreads {
     /// The lanes of a rank at that end of a transport.
     pub fn new(transport: Arc<dyn Transport>) -> Self {
         let progress = Arc::new(Progress {
@@ -314,7 +314,7 @@ fn communicate(progress: &Progress, transport: &dyn Transport) {
                 state = progress.park(state, Lane::Communication, Parked::Job);
             }
         };
-        // SAFETY: `Lanes::run` keeps the task alive, and does not use it itself, until `busy` is cleared below.
+        // SAFETY: `LaneThreads::run` keeps the task alive, and does not use it itself, until `busy` is cleared below.
         progress.part(transport, || unsafe { (*job.0)(progress) });
         let mut state = progress.lock();
         state.busy = false;
@@ -322,7 +322,7 @@ fn communicate(progress: &Progress, transport: &dyn Transport) {
     }
 }
 
-impl Drop for Lanes {
+impl Drop for LaneThreads {
     fn drop(&mut self) {
         let mut state = self.progress.lock();
         state.leave = true;

@@ -10,7 +10,7 @@
 //! - [`rank`]: the rank, wherever its tensors are; [`front`] and `front_device`: the typed calls most users want; [`all_to_all`]: the two
 //!   all-to-alls as calls of their own; [`handle`]: what other threads may do to a rank;
 //! - [`bind`]: the caller's tensors, checked before anything is touched; [`prepared`]: a plan as a rank keeps it;
-//!   [`proof`]: what its schedule is checked for; [`job`]: what a run is for;
+//!   [`proof`]: what its schedule is checked for; [`run`]: what a run is for;
 //! - [`agreement`] and [`tags`]: that all ranks run the same; [`failure`]: that a group which failed stays failed;
 //! - [`ops`]: one operation, wherever it runs; [`host_rank`], [`lanes`], [`walk`], [`host`] and [`workspace`]: on the CPU; `device`:
 //!   on a device.
@@ -27,7 +27,6 @@ mod front_device;
 mod handle;
 mod host;
 mod host_rank;
-mod job;
 #[cfg(not(cpattn_loom))]
 mod lanes;
 #[cfg(cpattn_loom)]
@@ -37,6 +36,7 @@ mod ops;
 mod prepared;
 mod proof;
 mod rank;
+mod run;
 mod tags;
 mod walk;
 mod workspace;

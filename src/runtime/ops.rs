@@ -20,7 +20,7 @@ pub(super) trait Backend {
     /// See [`Attend`].
     ///
     /// # Safety
-    /// The tensors are valid on this backend, and nobody else's while the call runs.
+    /// The tensors are valid on this backend, and used by nothing else while the call runs.
     unsafe fn attend(&mut self, args: &Attend<'_>) -> Result<()>;
     /// See [`AttendBackward`].
     ///
@@ -58,7 +58,7 @@ pub(super) trait Backend {
 
 /// What one lane lists an operation into.
 #[derive(Default)]
-pub(super) struct Room {
+pub(super) struct Listing {
     expansion: Expansion,
     blocks: Vec<Block>,
     sources: Vec<RawTensor>,
@@ -68,8 +68,8 @@ pub(super) struct Room {
     pub tags: Tags,
 }
 
-impl Room {
-    /// Room for every operation of a schedule.
+impl Listing {
+    /// Listing for every operation of a schedule.
     pub(super) fn new(schedule: &Schedule) -> Self {
         let expansion = Expansion::new(schedule);
         let (messages, blocks, sources) = expansion.capacity();
@@ -101,7 +101,8 @@ pub(super) struct Memory {
 // SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which `proof` checks of
 // every schedule that is prepared.
 unsafe impl Send for Memory {}
-// SAFETY: as above.
+// SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which `proof` checks
+// of every schedule that is prepared.
 unsafe impl Sync for Memory {}
 
 impl Memory {
@@ -122,14 +123,14 @@ impl Memory {
 ///
 /// # Safety
 /// The schedule was proved (`Prepared::new`). The tensors have the shapes that it was proved with (`Bindings::check`) and
-/// are apart where they are written, the workspace has its bytes, and all of it is valid and used by nobody else but the
+/// are apart where they are written, the workspace has its bytes, and all of it is valid and used by nothing else but the
 /// operations that the schedule allows to run at the same time.
 pub(super) unsafe fn perform(
     plan: &Plan,
     schedule: &Schedule,
     op: usize,
     memory: &Memory,
-    room: &mut Room,
+    listing: &mut Listing,
     backend: &mut impl Backend,
 ) -> Result<u64> {
     let at = |view: BufferView| memory.tensor(schedule, view);
@@ -159,7 +160,7 @@ pub(super) unsafe fn perform(
             unsafe { backend.sink_total(&at(*digits), &user(TensorId::Dsinks)) }?;
         }
         OpKind::Transform { .. } | OpKind::Pack { .. } | OpKind::Reduce { .. } => {
-            let Room { expansion, blocks, sources, .. } = room;
+            let Listing { expansion, blocks, sources, .. } = listing;
             expansion.blocks(schedule, op, |list, from| {
                 blocks.clear();
                 sources.clear();
@@ -175,7 +176,7 @@ pub(super) unsafe fn perform(
             })?;
         }
         kind @ (OpKind::Exchange { .. } | OpKind::Fetch { .. } | OpKind::Return { .. }) => {
-            let Room { expansion, sends, recvs, tags, .. } = room;
+            let Listing { expansion, sends, recvs, tags, .. } = listing;
             sends.clear();
             recvs.clear();
             let mut moved = 0;
@@ -193,7 +194,7 @@ pub(super) unsafe fn perform(
             if moved > 0 {
                 let label = Label { operation: kind.name(), step };
                 // SAFETY: the messages lie in tensors and buffers that are valid, and that no other operation which may
-                // run now touches (promised); tags lie in memory of the room's own.
+                // run now touches (promised); tags lie in memory of the listing's own.
                 let outcome = unsafe { backend.exchange(label, sends, recvs) };
                 // What peers say that they run explains a failure better than the failure does.
                 tags.check(op, outcome.is_err())?;
@@ -202,15 +203,15 @@ pub(super) unsafe fn perform(
             return Ok(moved);
         }
         OpKind::Attend(a) => {
-            schedule.ring_steps(CirculatingSide::Keys).ranges(a.ring_step as usize, &mut room.expansion.scratch);
-            let args = attend(plan, schedule, a, &at, &user, backend.alibi_slopes(plan), room);
+            schedule.ring_steps(CirculatingSide::Keys).ranges(a.ring_step as usize, &mut listing.expansion.scratch);
+            let args = attend(plan, schedule, a, &at, &user, backend.alibi_slopes(plan), listing);
             // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
             // this schedule by `proof`.
             unsafe { backend.attend(&args) }?;
         }
         OpKind::Backward(b) => {
-            schedule.ring_steps(b.ring_steps).ranges(b.ring_step as usize, &mut room.expansion.scratch);
-            let args = backward(plan, schedule, b, &at, backend.alibi_slopes(plan), room);
+            schedule.ring_steps(b.ring_steps).ranges(b.ring_step as usize, &mut listing.expansion.scratch);
+            let args = backward(plan, schedule, b, &at, backend.alibi_slopes(plan), listing);
             // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
             // this schedule by `proof`.
             unsafe { backend.attend_backward(&args) }?;
@@ -231,7 +232,7 @@ fn attend<'a>(
     at: &impl Fn(BufferView) -> RawTensor,
     user: &impl Fn(TensorId) -> RawTensor,
     alibi_slopes: RawTensor,
-    room: &'a Room,
+    listing: &'a Listing,
 ) -> Attend<'a> {
     Attend {
         q: at(a.q),
@@ -249,7 +250,7 @@ fn attend<'a>(
         },
         heads: a.heads,
         score: plan.problem().score(),
-        ranges: room.expansion.scratch.ranges(),
+        ranges: listing.expansion.scratch.ranges(),
         aligned: schedule.aligned,
     }
 }
@@ -260,7 +261,7 @@ fn backward<'a>(
     b: &BackwardOp,
     at: &impl Fn(BufferView) -> RawTensor,
     alibi_slopes: RawTensor,
-    room: &'a Room,
+    listing: &'a Listing,
 ) -> AttendBackward<'a> {
     AttendBackward {
         q: at(b.q),
@@ -278,7 +279,7 @@ fn backward<'a>(
         alibi_slopes: heads_of(alibi_slopes, b.heads.q_offset, b.q.heads),
         heads: b.heads,
         score: plan.problem().score(),
-        ranges: room.expansion.scratch.ranges(),
+        ranges: listing.expansion.scratch.ranges(),
         aligned: schedule.aligned,
     }
 }

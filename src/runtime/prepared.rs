@@ -3,7 +3,7 @@
 
 use std::vec::Vec;
 
-use super::{bind::Expected, job::Job, ops::Room, proof, tags::Tags};
+use super::{bind::Expected, ops::Listing, proof, run::Run, tags::Tags};
 use crate::{
     error::Result,
     plan::Plan,
@@ -13,41 +13,41 @@ use crate::{
 /// A schedule with the room that running it takes.
 pub(super) struct Prepared {
     pub plan: Plan,
-    pub job: Job,
+    pub run: Run,
     pub schedule: Schedule,
     pub expected: Expected,
-    pub compute: Room,
-    pub communication: Room,
+    pub compute: Listing,
+    pub communication: Listing,
 }
 
 impl Prepared {
-    pub(super) fn new(plan: &Plan, rank: usize, job: Job) -> Result<Self> {
-        let schedule = job.schedule(plan, rank)?;
-        proof::check(plan, job, &schedule, &mut Expansion::new(&schedule))?;
+    pub(super) fn new(plan: &Plan, rank: usize, run: Run) -> Result<Self> {
+        let schedule = run.schedule(plan, rank)?;
+        proof::check(plan, run, &schedule, &mut Expansion::new(&schedule))?;
         Ok(Self {
             plan: plan.clone(),
-            job,
-            expected: Expected::new(plan, job, &schedule),
-            compute: Room::new(&schedule),
-            communication: Room::new(&schedule),
+            run,
+            expected: Expected::new(plan, run, &schedule),
+            compute: Listing::new(&schedule),
+            communication: Listing::new(&schedule),
             schedule,
         })
     }
 
     /// The same with runs that carry their check along.
     pub(super) fn tagged(mut self) -> Self {
-        let Self { plan, job, schedule, communication, .. } = &mut self;
-        communication.tag(|expansion| Tags::new(plan, *job, schedule, expansion));
+        let Self { plan, run, schedule, communication, .. } = &mut self;
+        communication.tag(|expansion| Tags::new(plan, *run, schedule, expansion));
         self
     }
 
     /// What the ranks of a group compare.
     pub(super) fn fingerprint(&self) -> u64 {
-        self.job.fingerprint(&self.plan)
+        self.run.fingerprint(&self.plan)
     }
 
-    pub(super) fn is(&self, plan: &Plan, job: Job) -> bool {
-        self.job == job && self.plan == *plan
+    pub(super) fn is(&self, plan: &Plan, run: Run) -> bool {
+        self.run == run && self.plan == *plan
     }
 }
 
@@ -82,8 +82,8 @@ impl<E: Entry> Default for Remembered<E> {
 
 impl<E: Entry> Remembered<E> {
     /// The number of a run's schedule.
-    pub(super) fn find(&self, plan: &Plan, job: Job) -> Option<usize> {
-        self.0.iter().position(|e| e.prepared().is(plan, job))
+    pub(super) fn find(&self, plan: &Plan, run: Run) -> Option<usize> {
+        self.0.iter().position(|e| e.prepared().is(plan, run))
     }
 
     /// What has to be forgotten before another schedule comes, if anything has.

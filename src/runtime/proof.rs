@@ -19,7 +19,7 @@
 
 use std::{format, string::String, vec, vec::Vec};
 
-use super::job::Job;
+use super::run::Run;
 use crate::{
     call::Gradients,
     element::Dtype,
@@ -65,8 +65,8 @@ struct Proof<'a> {
 ///
 /// # Errors
 /// [`Error::Schedule`] with the operation and what is wrong with it.
-pub(super) fn check(plan: &Plan, job: Job, schedule: &Schedule, expansion: &mut Expansion) -> Result<()> {
-    let proof = Proof { schedule, tables: tables(plan, job, schedule)? };
+pub(super) fn check(plan: &Plan, run: Run, schedule: &Schedule, expansion: &mut Expansion) -> Result<()> {
+    let proof = Proof { schedule, tables: tables(plan, run, schedule)? };
     let mut touched = Vec::with_capacity(schedule.ops.len());
     for op in 0..schedule.ops.len() {
         touched.push(proof.operation(op, expansion).map_err(|text| flaw(schedule, op, text))?);
@@ -79,11 +79,11 @@ fn flaw(schedule: &Schedule, operation: usize, flaw: String) -> Error {
 }
 
 /// The caller's tensors in the order of their numbers, then the buffers.
-fn tables(plan: &Plan, job: Job, s: &Schedule) -> Result<Vec<Table>> {
+fn tables(plan: &Plan, run: Run, s: &Schedule) -> Result<Vec<Table>> {
     let mut base = s.workspace.next_multiple_of(ALIGNMENT);
     let mut tables = Vec::with_capacity(TensorId::COUNT + s.buffers.len());
     for t in TensorId::ALL {
-        let form = job.form(plan, s.rank, t);
+        let form = run.form(plan, s.rank, t);
         let ([rows, heads, dim], dtype) = form.map_or(([0; 3], Dtype::F32), |f| (f.shape, f.dtype));
         let (name, writable) = (form.map_or(t.name(), |f| f.name), form.map(|f| f.written));
         let (rows, heads, dim) = (rows as u64, heads as u32, dim as u32);

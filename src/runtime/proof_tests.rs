@@ -15,13 +15,13 @@ use crate::{
 
 struct Case {
     plan: Plan,
-    job: Job,
+    run: Run,
     schedule: Schedule,
 }
 
 impl Case {
     fn check(&self) -> Result<()> {
-        check(&self.plan, self.job, &self.schedule, &mut Expansion::new(&self.schedule))
+        check(&self.plan, self.run, &self.schedule, &mut Expansion::new(&self.schedule))
     }
 
     /// Refused with one change, in words that name an operation.
@@ -29,7 +29,7 @@ impl Case {
         let whole = self.schedule.clone();
         change(&mut self.schedule);
         let outcome = self.check();
-        assert!(matches!(outcome, Err(Error::Schedule { .. })), "{what} of {:?} passed", self.job);
+        assert!(matches!(outcome, Err(Error::Schedule { .. })), "{what} of {:?} passed", self.run);
         self.schedule = whole;
     }
 }
@@ -71,7 +71,7 @@ fn cases(plans: &[Plan]) -> Vec<Case> {
         for rank in 0..plan.mesh().world() {
             for direction in [Direction::Forward, Direction::Backward] {
                 let schedule = Schedule::new(plan, rank, direction).unwrap();
-                cases.push(Case { plan: plan.clone(), job: Job::Attention(direction), schedule });
+                cases.push(Case { plan: plan.clone(), run: Run::Attention(direction), schedule });
             }
         }
     }
@@ -85,7 +85,7 @@ fn cases(plans: &[Plan]) -> Vec<Case> {
     ] {
         let a = AllToAll { way, side, dim: 7, dtype: Dtype::F32 };
         let schedule = Schedule::all_to_all(&plan, rank, a).unwrap();
-        cases.push(Case { plan: plan.clone(), job: Job::AllToAll(a), schedule });
+        cases.push(Case { plan: plan.clone(), run: Run::AllToAll(a), schedule });
     }
     cases
 }
@@ -95,7 +95,7 @@ fn every_schedule_of_planning_passes() {
     let plans = plans();
     assert!(plans.len() > 200, "{}", plans.len());
     for case in cases(&plans) {
-        case.check().unwrap_or_else(|e| panic!("{:?} of {:?}: {e}", case.job, case.plan.options()));
+        case.check().unwrap_or_else(|e| panic!("{:?} of {:?}: {e}", case.run, case.plan.options()));
     }
 }
 
@@ -176,7 +176,7 @@ fn each_wrong_slice_is_refused() {
             case.refused("no rows", |s| s.messages[m].view.rows = 0);
             case.refused("itself", |s| s.messages[m].peer = s.rank);
             case.refused("another group", |s| s.messages[m].peer = s.group.end);
-            if let Job::Attention(_) = case.job {
+            if let Run::Attention(_) = case.run {
                 case.refused("an input that arrives", |s| {
                     s.messages[m].view.buf = Buf::User(TensorId::K);
                     s.messages[m].send = false;
@@ -206,7 +206,7 @@ fn a_missing_wait_is_refused() {
             }
             let mut without = case.schedule.clone();
             without.ops[op].after = None;
-            let outcome = check(&case.plan, case.job, &without, &mut Expansion::new(&without));
+            let outcome = check(&case.plan, case.run, &without, &mut Expansion::new(&without));
             found[usize::from(outcome.is_err())] += 1;
         }
     }
@@ -230,7 +230,7 @@ fn the_cost_on_big_plans() {
             let schedule = Schedule::new(&plan, 5, direction).unwrap();
             let mut expansion = Expansion::new(&schedule);
             let written = start.elapsed();
-            check(&plan, Job::Attention(direction), &schedule, &mut expansion).unwrap();
+            check(&plan, Run::Attention(direction), &schedule, &mut expansion).unwrap();
             let proved = start.elapsed() - written;
             println!(
                 "{mesh}, {layout}, {direction:?}: {} ops, written in {written:?}, proved in {proved:?}",

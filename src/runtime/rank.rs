@@ -14,7 +14,7 @@ use std::{
 
 #[cfg(feature = "cuda")]
 use super::device::{DeviceRank, Marks};
-use super::{bind::Bindings, handle::AbortHandle, host_rank::HostRank, job::Job};
+use super::{bind::Bindings, handle::AbortHandle, host_rank::HostRank, run::Run};
 use crate::{
     device::Device,
     error::Result,
@@ -96,7 +96,7 @@ impl Rank {
     ///         let mut rank = Rank::on_device(end)?;
     ///         let (cuda, n) = (&device, plan.local_tokens(Side::Q, rank.rank()) as u64);
     ///         let bytes = |heads: u64, dim: u64, dtype: Dtype| (n * heads * dim) as usize * dtype.size();
-    ///         // Anybody's device memory will do; q, k and v are to be filled with this rank's tokens (Plan::shard).
+    ///         // Device memory of any allocator will do; q, k and v are to be filled with this rank's tokens (Plan::shard).
     ///         let (q, o) = (cuda.allocate(bytes(4, 64, Dtype::Bf16))?, cuda.allocate(bytes(4, 64, Dtype::Bf16))?);
     ///         let (k, v) = (cuda.allocate(bytes(2, 64, Dtype::Bf16))?, cuda.allocate(bytes(2, 64, Dtype::Bf16))?);
     ///         let lse = cuda.allocate(bytes(4, 1, Dtype::F32))?;
@@ -107,7 +107,7 @@ impl Rank {
     ///             .with(TensorId::O, RawTensor::compact(o.ptr(), Dtype::Bf16, n, 4, 64))
     ///             .with(TensorId::Lse, RawTensor::compact(lse.ptr(), Dtype::F32, n, 4, 1));
     ///         let stream = null_mut(); // the legacy default stream, or a cudaStream_t of the caller's, cast
-    ///         // SAFETY: the memory lives until the stream was waited for, and nobody else uses it.
+    ///         // SAFETY: the memory lives until the stream was waited for, and nothing else uses it.
     ///         unsafe { rank.run_on(&plan, Direction::Forward, &tensors, stream) }?;
     ///         rank.synchronize()?;
     ///         rank.poll() // whether anything failed meanwhile, on any rank
@@ -246,20 +246,20 @@ impl Rank {
     }
 
     /// Bytes of workspace that running `plan` in `direction` takes on this rank, the kernels' tiles aside. Allocates nothing
-    /// on a device: who means to lend the workspace need not have room for two.
+    /// on a device: a caller that means to lend the workspace need not have room for two.
     ///
     /// # Errors
     /// As [`Rank::prepare`], memory and driver aside.
     pub fn workspace_bytes(&mut self, plan: &Plan, direction: Direction) -> Result<u64> {
-        self.workspace_of(plan, Job::Attention(direction))
+        self.workspace_of(plan, Run::Attention(direction))
     }
 
     /// As [`Rank::workspace_bytes`], of a run of any kind.
-    pub(super) fn workspace_of(&mut self, plan: &Plan, job: Job) -> Result<u64> {
+    pub(super) fn workspace_of(&mut self, plan: &Plan, run: Run) -> Result<u64> {
         match &mut self.engine {
-            Engine::Host(rank) => rank.workspace_bytes(plan, job),
+            Engine::Host(rank) => rank.workspace_bytes(plan, run),
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.workspace_bytes(plan, job),
+            Engine::Device(rank) => rank.workspace_bytes(plan, run),
         }
     }
 
@@ -278,7 +278,7 @@ impl Rank {
             // SAFETY: the memory is valid for as long as it is lent (promised).
             Engine::Host(rank) => unsafe { rank.lend_workspace(ptr, bytes) },
             #[cfg(feature = "cuda")]
-            // SAFETY: as above.
+            // SAFETY: the memory is valid for as long as it is lent (promised).
             Engine::Device(rank) => unsafe { rank.lend_workspace(ptr, bytes) },
         }
     }
@@ -317,15 +317,15 @@ impl Rank {
     /// A plan for another world; a lent workspace that is too small; a machine without the memory or the thread. On a
     /// device an element type or head dim without a kernel, and the driver's.
     pub fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<()> {
-        self.prepare_run(plan, Job::Attention(direction))
+        self.prepare_run(plan, Run::Attention(direction))
     }
 
     /// As [`Rank::prepare`], for a run of any kind.
-    pub(super) fn prepare_run(&mut self, plan: &Plan, job: Job) -> Result<()> {
+    pub(super) fn prepare_run(&mut self, plan: &Plan, run: Run) -> Result<()> {
         match &mut self.engine {
-            Engine::Host(rank) => rank.prepare(plan, job),
+            Engine::Host(rank) => rank.prepare(plan, run),
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.prepare(plan, job),
+            Engine::Device(rank) => rank.prepare(plan, run),
         }
     }
 
@@ -375,7 +375,7 @@ impl Rank {
     /// repeats its first error: make new ranks.
     ///
     /// # Safety
-    /// The tensors describe memory that is valid for reads (inputs) or writes (outputs) and used by nobody else during
+    /// The tensors describe memory that is valid for reads (inputs) or writes (outputs) and used by nothing else during
     /// the call; on a device, when the run gets to them, in stream order, and until it is over; the same holds for each replay of a
     /// graph that it was captured into. `stream` is null or one of the driver's that was not destroyed.
     pub unsafe fn run_on(
@@ -386,7 +386,7 @@ impl Rank {
         stream: RawStream,
     ) -> Result<()> {
         // SAFETY: the tensors and the stream are as this function asks for them.
-        unsafe { self.run_any(plan, Job::Attention(direction), tensors, stream) }
+        unsafe { self.run_any(plan, Run::Attention(direction), tensors, stream) }
     }
 
     /// As [`Rank::run_on`], a run of any kind.
@@ -396,7 +396,7 @@ impl Rank {
     pub(super) unsafe fn run_any(
         &mut self,
         plan: &Plan,
-        job: Job,
+        run: Run,
         tensors: &Bindings,
         stream: RawStream,
     ) -> Result<()> {
@@ -404,11 +404,11 @@ impl Rank {
             Engine::Host(rank) => {
                 no_stream(stream)?;
                 // SAFETY: the tensors are valid and used by nothing else during the call (the contract of this function).
-                unsafe { rank.run(plan, job, tensors) }
+                unsafe { rank.run(plan, run, tensors) }
             }
             #[cfg(feature = "cuda")]
             // SAFETY: tensors and stream are as the contract of this function has them.
-            Engine::Device(rank) => unsafe { rank.run(plan, job, tensors, stream.cast()) },
+            Engine::Device(rank) => unsafe { rank.run(plan, run, tensors, stream.cast()) },
         }
     }
 

@@ -21,7 +21,7 @@
 
 use std::{collections::BTreeSet, string::String, vec, vec::Vec};
 
-use super::job::Job;
+use super::run::Run;
 use crate::{
     error::{Error, Result},
     plan::Plan,
@@ -58,7 +58,7 @@ pub(super) struct Tags {
     memory: Vec<Tag>,
     /// Where a device has them, as the backend says it, and bytes of each.
     on_device: Option<(usize, usize)>,
-    /// Who sends the tags from slot 1 on.
+    /// Which ranks send the tags from slot 1 on.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only devices say it by slot"))]
     senders: Vec<usize>,
     rank: usize,
@@ -67,7 +67,7 @@ pub(super) struct Tags {
 
 impl Tags {
     /// Where the tags of a schedule go.
-    pub(super) fn new(plan: &Plan, job: Job, schedule: &Schedule, expansion: &mut Expansion) -> Self {
+    pub(super) fn new(plan: &Plan, run: Run, schedule: &Schedule, expansion: &mut Expansion) -> Self {
         let (mut firsts, mut seen, mut senders) = (Vec::new(), BTreeSet::new(), Vec::new());
         for (op, _) in schedule.ops.iter().enumerate().filter(|(_, op)| op.kind.is_exchange()) {
             for (message, m) in expansion.messages(schedule, op).iter().enumerate() {
@@ -81,7 +81,7 @@ impl Tags {
             }
         }
         let memory = vec![Tag::default(); 1 + senders.len()];
-        Self { firsts, memory, on_device: None, senders, rank: schedule.rank, what: job.describe(plan) }
+        Self { firsts, memory, on_device: None, senders, rank: schedule.rank, what: run.describe(plan) }
     }
 
     /// The same where a device has them: at `address`, as the backend says it, `bytes` bytes each.
@@ -90,7 +90,7 @@ impl Tags {
         Self { memory: Vec::new(), on_device: Some((address as usize, bytes)), ..self }
     }
 
-    /// Who sends the tags from slot 1 on.
+    /// Which ranks send the tags from slot 1 on.
     #[cfg(feature = "cuda")]
     pub(super) fn senders(&self) -> &[usize] {
         &self.senders

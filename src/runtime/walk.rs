@@ -6,8 +6,8 @@
 
 use super::{
     host::Host,
-    lanes::{Lanes, Progress, Task},
-    ops::{Memory, Room, perform},
+    lanes::{LaneThreads, Progress, Task},
+    ops::{Listing, Memory, perform},
     prepared::Prepared,
 };
 use crate::{
@@ -29,7 +29,7 @@ pub(super) fn communicates(schedule: &Schedule) -> bool {
 /// # Safety
 /// As for [`perform`], for the whole list.
 pub(super) unsafe fn run(
-    lanes: &mut Lanes,
+    lanes: &mut LaneThreads,
     transport: &dyn Transport,
     prepared: &mut Prepared,
     memory: &Memory,
@@ -39,16 +39,16 @@ pub(super) unsafe fn run(
     let (plan, schedule) = (&*plan, &*schedule);
     let mut other = |progress: &Progress| {
         let host = Host { scratch: None, transport };
-        // SAFETY: the memory fits the proved schedule and is nobody else's until this function returns (the contract of
-        // `run`); this lane has the room `communication` to itself.
+        // SAFETY: the memory fits the proved schedule and is used by nothing else until this function returns (the contract of
+        // `run`); this lane has the listing `communication` to itself.
         unsafe { walk(progress, Lane::Communication, plan, schedule, memory, communication, host) }
     };
     let other = communicates(schedule).then_some(&mut other as &mut Task<'_>);
     lanes.run(
         |progress| {
             let host = Host { scratch: Some(scratch), transport };
-            // SAFETY: the memory fits the proved schedule and is nobody else's until this function returns (the contract
-            // of `run`); this lane has the room `compute` to itself.
+            // SAFETY: the memory fits the proved schedule and is used by nothing else until this function returns (the contract
+            // of `run`); this lane has the listing `compute` to itself.
             unsafe { walk(progress, Lane::Compute, plan, schedule, memory, compute, host) }
         },
         other,
@@ -65,7 +65,7 @@ unsafe fn walk(
     plan: &Plan,
     schedule: &Schedule,
     memory: &Memory,
-    room: &mut Room,
+    listing: &mut Listing,
     mut host: Host<'_>,
 ) -> Result<()> {
     let clock = progress.clock();
@@ -76,9 +76,9 @@ unsafe fn walk(
             return Ok(());
         }
         let start = clock.map(|(epoch, _)| epoch.elapsed());
-        // SAFETY: the memory fits the proved schedule and is nobody else's (the contract of this function); the waits above
+        // SAFETY: the memory fits the proved schedule and is used by nothing else (the contract of this function); the waits above
         // are the order that the schedule asks for.
-        let bytes = unsafe { perform(plan, schedule, i, memory, room, &mut host) }?;
+        let bytes = unsafe { perform(plan, schedule, i, memory, listing, &mut host) }?;
         let event = start.zip(clock).map(|(start, (epoch, rank))| trace::Event {
             rank,
             lane,

@@ -3,7 +3,7 @@
 //!
 //! The group shares one board (`board.rs`) under one mutex. A rank that enters an exchange posts its lists there, and
 //! then copies *its own receives* as their senders appear: one copy, straight from the sender's memory to the
-//! receiver's. The receiver copies, and not whoever comes last, because a batch that all ranks enter together then
+//! receiver's. The receiver copies, and not the rank that comes last, because a batch that all ranks enter together then
 //! spreads over all of their threads, because the bytes land in the cache of the core that is going to use them, and
 //! because memory that is written belongs to the thread that writes it: only readers of a sender's memory ever have
 //! to be waited for.
@@ -13,13 +13,13 @@
 //! spins. After [`group`] nothing allocates until
 //! something fails.
 //!
-//! The first failure is written on the board and stays there: everybody who waits is called, and everybody who comes
-//! later is told. A rank that fails first takes its lists down, so that nobody begins to copy from them, and then
+//! The first failure is written on the board and stays there: every rank that waits is woken, and every rank that comes
+//! later gets it. A rank that fails first takes its lists down, so that no rank begins to copy from them, and then
 //! waits for copies that are under way; therefore no memory is touched after an exchange has returned.
 //!
-//! - A rank that is dropped fails the group only once somebody needs it; a rank that is dropped by a panic fails the
+//! - A rank that is dropped fails the group only once another rank needs it; a rank that is dropped by a panic fails the
 //!   group at once.
-//! - The deadline counts from the last message that moved. Who is blamed for it is the nearest rank that is in no call,
+//! - The deadline counts from the last message that moved. The rank that is blamed for it is the nearest that is in no call,
 //!   along the chain of ranks that wait for each other, not the peer that waits itself.
 //! - A batch that is complete returns `Ok` even if something failed meanwhile; the next call tells.
 //! - Agreements that differ do not end the group: every rank of it learns of the difference, and may plan again.
@@ -78,7 +78,7 @@ pub fn group(world: usize, deadline: Duration) -> Result<Vec<Local>> {
 /// One rank of a [`group`]. Dropping it means that the rank leaves.
 ///
 /// Any thread may call [`poll`](Transport::poll) and [`abort`](Transport::abort) at any time; of the calls that wait,
-/// a second one on the same rank is refused with [`Error::Invalid`]. Whoever shares a rank between threads has to
+/// a second one on the same rank is refused with [`Error::Invalid`]. A program that shares a rank between threads has to
 /// `abort` when one of them ends early: the rank is not dropped while another of them waits in a call.
 pub struct Local {
     shared: Arc<Shared>,
@@ -113,7 +113,7 @@ impl Shared {
         (0..self.world).for_each(|rank| self.call(board, rank));
     }
 
-    /// Puts a failure on the board, unless there is one, and calls everybody.
+    /// Puts a failure on the board, unless there is one, and wakes all ranks.
     fn fail(&self, board: &mut Board, peer: usize, cause: Cause) {
         if board.fail(peer, cause) {
             self.spread(board);
@@ -133,7 +133,7 @@ impl Shared {
         self.call_all(board);
     }
 
-    /// Parks `rank`; true if the limit has passed and nobody has called.
+    /// Parks `rank`; true if the limit has passed and no rank has called.
     fn park<'a>(&self, mut board: MutexGuard<'a, Board>, rank: usize, limit: Limit) -> (MutexGuard<'a, Board>, bool) {
         board.places[rank].parked = true;
         let (mut board, expired) = wait(&self.bells[rank], board, limit);
@@ -275,7 +275,7 @@ impl Transport for Local {
                 let call = if bytes == claim.send.bytes {
                     drop(board);
                     let (from, to) = (claim.send.ptr.cast_const(), claim.recv.ptr);
-                    // SAFETY: both ranges are valid for `bytes` and nobody else writes either, by the contract of the
+                    // SAFETY: both ranges are valid for `bytes` and nothing else writes either, by the contract of the
                     // two exchanges that posted them. Neither exchange has returned: this one is here, and the
                     // sender's counts this copy among its readers from the claim until `moved` below.
                     shared.memory[peer].borrow(|| unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) });

@@ -60,7 +60,8 @@ pub struct Message {
 
 // SAFETY: a Message is an address and numbers; the contract of `Transport::exchange` says which thread may touch the bytes.
 unsafe impl Send for Message {}
-// SAFETY: as above.
+// SAFETY: a Message is an address and numbers; the contract of `Transport::exchange` says which thread may touch the
+// bytes.
 unsafe impl Sync for Message {}
 
 /// Names an exchange in errors and traces.
@@ -93,7 +94,7 @@ pub trait Transport: Send + Sync {
     ///
     /// # Safety
     /// Until the batch is complete, or the call has returned an error: every `recvs` range is valid for writes and
-    /// touched by nobody else, every `sends` range is valid for reads and written by nobody.
+    /// touched by nothing else, every `sends` range is valid for reads and written by nothing.
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()>;
 
     /// Whether anything has failed so far; never waits.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ranks as processes, over MPI.
 //!
-//! Whoever runs on many hosts has an MPI that knows the network; this transport is the exchange contract in its
+//! A program that runs on many hosts has an MPI made for the network; this transport is the exchange contract in its
 //! non-blocking sends and receives. It works on two duplicates of the caller's communicator, one for messages and one for
 //! agreements and notices, so that nothing of the caller's ever meets anything of its own. An `exchange` runs on the
 //! rank's communication thread: it lets MPI work while the kernels compute, and sleeps when nothing moves.
@@ -10,10 +10,10 @@
 //!   call MPI too.
 //! - Only memory of the transport is handed to MPI (`pipe.rs` says why): an exchange that has failed has let go of the
 //!   caller's. Three pieces of 256 KiB each way for each peer that it exchanges with; nothing else is allocated in a run.
-//! - A small message may leave before its receiver has come, as MPI decides; its sender then returns and hears of what went
+//! - A small message may leave before its receiver has come, as MPI decides; its sender then returns and learns of what went
 //!   wrong there at its next call.
-//! - A failure is told to every rank (`notices.rs`); a rank that hears nothing reaches its deadline, which counts from the
-//!   last piece that moved. The peer that is blamed is the nearest one, along the chain of those who wait for each other,
+//! - A failure is told to every rank (`notices.rs`); a rank that gets no notice reaches its deadline, which counts from the
+//!   last piece that moved. The peer that is blamed is the nearest one, along the chain of those that wait for each other,
 //!   that does not answer. A rank that left without a word is one that does not answer. Where all of them answer and some
 //!   wait in an agreement, others in an exchange, they run different things; each names one on the other side.
 //! - By its defaults MPI ends the whole job when a process dies: `mpirun` kills the others, and there is no error to

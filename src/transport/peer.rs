@@ -2,7 +2,7 @@
 //! Ranks of one process whose memory is on CUDA devices: one device each, or several on one.
 //!
 //! The data moves by device copies, ordered by events alone. The host threads of the ranks meet at each exchange, over
-//! transport [`local`], only to tell each other addresses and events; nobody waits for a device. What a pair agrees on:
+//! transport [`local`], only to tell each other addresses and events; no rank waits for a device. What a pair agrees on:
 //!
 //! 1. the sender records an event behind whatever wrote the bytes, and offers address, size, event and its stream and
 //!    context;
@@ -209,7 +209,7 @@ fn apart(rank: usize, peer: usize, [ours, theirs]: [u64; 2]) -> Error {
 }
 
 impl Events {
-    /// Tells every receiver what it is offered and hears what every sender offers. `arrived` then lists offers by peer,
+    /// Tells every receiver what it is offered and takes what every sender offers. `arrived` then lists offers by peer,
     /// and for each peer in the order of its messages.
     fn trade_offers(
         &mut self,
@@ -252,7 +252,7 @@ impl Events {
             host_recvs.push(Message { peer, ptr: arrived[at..].as_mut_ptr().cast(), bytes: n * size_of::<Offer>() });
             at += n;
         }
-        // SAFETY: the lists live in `self`, do not grow during the call, and `arrived` is written by nobody else.
+        // SAFETY: the lists live in `self`, do not grow during the call, and `arrived` is written by nothing else.
         unsafe { local.exchange(label, host_sends, host_recvs) }
     }
 
@@ -295,7 +295,7 @@ impl Events {
         Ok(())
     }
 
-    /// Tells the senders that their streams wait, and hears it from the receivers.
+    /// Tells the senders that their streams wait, and is told so by the receivers.
     fn acknowledge(&mut self, local: &Local, label: Label, sends: &[Message]) -> Result<()> {
         let Self { sends: host_sends, recvs: host_recvs, peers, notes, .. } = self;
         notes.clear();

@@ -39,7 +39,7 @@ pub struct Link {
 pub enum Trouble {
     /// An exchange failed while this rank was at a link.
     Failed {
-        /// The link, from and to; `None` when the fault lies elsewhere and this rank only heard of it.
+        /// The link, from and to; `None` when the fault lies elsewhere and this rank was only told of it.
         link: Option<(usize, usize)>,
         /// What the transport says.
         error: Error,
@@ -215,7 +215,7 @@ impl<T: Transport + ?Sized> Walk<'_, T> {
         self.ledger = ledger;
         taken?;
         if let Some(at) = other {
-            // Nobody else will hear of it otherwise.
+            // No other rank is told of it otherwise.
             self.end.abort(Cause::Failed);
             return Err(Trouble::OtherBytes { link: link(self.end.world(), self.hop), at });
         }

@@ -4,9 +4,9 @@
 use super::check::{self, Checker, Expected};
 use super::fused::heads;
 use super::launch::{Launch, Launches, items};
-use super::lists::{self, Lists, Tiles};
+use super::metadata::{self, Metadata, Tiles};
+use super::metadata_buffer::{MetadataBuffer, Part, padded};
 use super::params::{Backward, Forward, Heads, SCORE_GENERAL, SCORE_SOFTCAP, Score, Tensor};
-use super::room::{Part, Room, padded};
 use super::staging::Staging;
 use super::{Cuda, Stream, dq_semaphore, find, hopper};
 use crate::call::{Attend, AttendBackward, Gradients, HeadMap, RawTensor};
@@ -23,9 +23,9 @@ impl Cuda {
     pub fn attend_bytes(&self, call: &Attend) -> Result<usize> {
         let (_, at, shape) = find(call.q.dtype, call.q.dim, call.v.dim)?;
         let rows = shape.forward.rows;
-        let other = hopper::other_rows(at, rows).map_or(0, |rows| lists::query_work_bytes(&call.ranges, rows));
+        let other = hopper::other_rows(at, rows).map_or(0, |rows| metadata::query_work_bytes(&call.ranges, rows));
         let tiles = Tiles { queries: rows, keys: 0 };
-        Ok(lists::bytes(&call.ranges, tiles) + other + padded(size_of::<u32>()))
+        Ok(metadata::bytes(&call.ranges, tiles) + other + padded(size_of::<u32>()))
     }
 
     /// Bytes of staging that [`Cuda::attend_backward`] needs for this call.
@@ -36,7 +36,7 @@ impl Cuda {
         let (_, _, shape) = find(call.q.dtype, call.q.dim, call.v.dim)?;
         Ok(match self.fused(shape).filter(|_| call.gradients == Gradients::All) {
             Some(fused) => dq_semaphore::bytes(&call.ranges, fused.tiles(), heads(call)),
-            None => lists::bytes(&call.ranges, backward_tiles(call.gradients, shape)),
+            None => metadata::bytes(&call.ranges, backward_tiles(call.gradients, shape)),
         })
     }
 
@@ -52,15 +52,19 @@ impl Cuda {
     /// running_lse, o and lse, which overlap nothing (but running_lse may be lse) and which nobody else
     /// accesses meanwhile.
     pub unsafe fn attend(&self, call: &Attend, staging: &mut Staging, stream: Stream) -> Result<()> {
-        // SAFETY: the launches read and write what the caller promised, and lists in the ring.
+        // SAFETY: the launches read and write what the caller promised, and metadata in the ring.
         unsafe { self.launch(staging, stream, |ring| self.attend_launches(call, ring)) }
     }
 
-    /// The launches of [`Cuda::attend`], their lists written into `room`.
-    pub(super) fn attend_launches(&self, call: &Attend<'_>, room: &mut impl Room) -> Result<(Part, Launches)> {
+    /// The launches of [`Cuda::attend`], their metadata written into `buffer`.
+    pub(super) fn attend_launches(
+        &self,
+        call: &Attend<'_>,
+        buffer: &mut impl MetadataBuffer,
+    ) -> Result<(Part, Launches)> {
         let (element, shape, s) = find(call.q.dtype, call.q.dim, call.v.dim)?;
         refuse_aligned(call.aligned)?;
-        let checker = self.checker(room);
+        let checker = self.checker(buffer);
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
         let window = check::score(&call.score)?;
         check::ranges(&call.ranges, call.q.tokens, call.k.tokens.min(call.v.tokens), !call.alibi_slopes.is_none())?;
@@ -108,8 +112,8 @@ impl Cuda {
             (forward, self.load_hopper(&mut kernels.hopper, element, shape)?)
         };
         let tiles = Tiles { queries: s.forward.rows, keys: 0 };
-        let (mut writer, scratch) = room.begin(self.attend_bytes(call)?)?;
-        let lists = lists::write(scratch, &mut writer, &call.ranges, tiles, window);
+        let (mut writer, scratch) = buffer.begin(self.attend_bytes(call)?)?;
+        let lists = metadata::write(scratch, &mut writer, &call.ranges, tiles, window);
         params.heads.items = items(lists.query_tiles, q_heads)?;
         let mut launches = Launches::default();
         if params.heads.items > 0 {
@@ -121,7 +125,7 @@ impl Cuda {
                 Some(hopper) => {
                     let work = match hopper::other_rows(shape, s.forward.rows) {
                         None => (lists.query_work, lists.query_tiles),
-                        Some(rows) => lists::query_work(scratch, &mut writer, &call.ranges, rows, window),
+                        Some(rows) => metadata::query_work(scratch, &mut writer, &call.ranges, rows, window),
                     };
                     let tickets = writer.words(1);
                     let (params, hopper) = self.hopper_params(call, hopper, shape, params, work, tickets);
@@ -146,15 +150,15 @@ impl Cuda {
         unsafe { self.launch(staging, stream, |ring| self.attend_backward_launches(call, ring)) }
     }
 
-    /// The launches of [`Cuda::attend_backward`], their lists written into `room`.
+    /// The launches of [`Cuda::attend_backward`], their metadata written into `buffer`.
     pub(super) fn attend_backward_launches(
         &self,
         call: &AttendBackward<'_>,
-        room: &mut impl Room,
+        buffer: &mut impl MetadataBuffer,
     ) -> Result<(Part, Launches)> {
         let (element, shape, s) = find(call.q.dtype, call.q.dim, call.v.dim)?;
         refuse_aligned(call.aligned)?;
-        let checker = self.checker(room);
+        let checker = self.checker(buffer);
         let inputs = Inputs::check(checker, &call.q, &call.k, &call.v, &call.heads)?;
         let window = check::score(&call.score)?;
         check::ranges(&call.ranges, call.q.tokens, call.k.tokens.min(call.v.tokens), !call.alibi_slopes.is_none())?;
@@ -202,7 +206,7 @@ impl Cuda {
 
         if let Some(fused) = self.fused(s).filter(|_| call.gradients == Gradients::All) {
             let kernel = self.attention(&mut self.kernels(), element, shape)?.fused.expect("loaded with the shape");
-            return self.fused_launches(call, kernel, fused, params, window, room);
+            return self.fused_launches(call, kernel, fused, params, window, buffer);
         }
         let (queries, keys, values) = {
             let mut kernels = self.kernels();
@@ -210,9 +214,17 @@ impl Cuda {
             (loaded.queries, loaded.keys, loaded.values)
         };
         let tiles = backward_tiles(call.gradients, s);
-        let (mut writer, scratch) = room.begin(lists::bytes(&call.ranges, tiles))?;
-        let Lists { query_tiles, key_tiles, keys_of, queries_of, query_work, key_work, queries: q_runs, keys: k_runs } =
-            lists::write(scratch, &mut writer, &call.ranges, tiles, window);
+        let (mut writer, scratch) = buffer.begin(metadata::bytes(&call.ranges, tiles))?;
+        let Metadata {
+            query_tiles,
+            key_tiles,
+            keys_of,
+            queries_of,
+            query_work,
+            key_work,
+            queries: q_runs,
+            keys: k_runs,
+        } = metadata::write(scratch, &mut writer, &call.ranges, tiles, window);
         let (query_items, key_items) = (items(query_tiles, call.q.heads)?, items(key_tiles, key_heads)?);
         (params.queries, params.keys) = (q_runs, k_runs);
         let mut launches = Launches::default();

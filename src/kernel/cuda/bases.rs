@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Bases: what a run brings the addresses of.
 //!
-//! What a plan fixes is made when nobody knows yet where the workspace and the caller's tensors will be, nor what strides
+//! What a plan fixes is made before it is said where the workspace and the caller's tensors will be, nor what strides
 //! these will have. Until then an address is a *symbol*: the number of a base, and how far behind its beginning. Base 0 is
 //! the workspace; the others are the caller's tensors, which symbols take to be compact, so that row and head can be told
 //! from the distance. A symbol is no address that a device has, and is never used as one.
@@ -12,7 +12,7 @@ use crate::element::Dtype;
 
 /// Symbols are a number in the upper bits, and bytes below.
 const SHIFT: u32 = 52;
-/// Behind the bases: the lists of a plan, and the words that are cleared before a launch.
+/// Behind the bases: the metadata of a plan, and the words that are cleared before a launch.
 const LISTS: u64 = BASES as u64;
 const WORDS: u64 = LISTS + 1;
 
@@ -20,7 +20,7 @@ const fn symbol(number: u64) -> u64 {
     (number + 1) << SHIFT
 }
 
-/// The symbol of byte `at` of the lists.
+/// The symbol of byte `at` of the metadata.
 pub(super) const fn list_symbol(at: usize) -> u64 {
     symbol(LISTS) + at as u64
 }
@@ -37,7 +37,7 @@ pub(super) enum Meaning {
     Address,
     /// Part of a base.
     Base,
-    /// A byte of the lists.
+    /// A byte of the metadata.
     List(u64),
     /// A byte of the words.
     Word(u64),

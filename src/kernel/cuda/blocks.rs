@@ -5,9 +5,9 @@ use super::attention::lse_words;
 use super::bases::{self, Place};
 use super::check::{self, Checker, Expected};
 use super::launch::{Grid, Launch, Launches, items};
-use super::lists::run;
+use super::metadata::run;
+use super::metadata_buffer::{MetadataBuffer, Part, Places, padded};
 use super::params;
-use super::room::{Part, Places, Room, padded};
 use super::staging::Staging;
 use super::{Cuda, Stream};
 use crate::call::{Delta, Finish, Merge, RawTensor, Transform};
@@ -45,16 +45,20 @@ impl Cuda {
     /// # Safety
     /// The stream is of the device's primary context. When the launch runs, in stream order, sources are valid for
     /// reads and blocks for writes; blocks overlap no other block and no source, but for a first source that is the
-    /// block itself, and nobody else accesses them.
+    /// block itself, and nothing else accesses them.
     pub unsafe fn transform(&self, call: &Transform, staging: &mut Staging, stream: Stream) -> Result<()> {
-        // SAFETY: the launch reads and writes what the caller promised, and lists in the ring.
+        // SAFETY: the launch reads and writes what the caller promised, and metadata in the ring.
         unsafe { self.launch(staging, stream, |ring| self.transform_launches(call, ring)) }
     }
 
-    /// The launch of [`Cuda::transform`], its lists written into `room`.
-    pub(super) fn transform_launches(&self, call: &Transform<'_>, room: &mut impl Room) -> Result<(Part, Launches)> {
-        let checker = self.checker(room);
-        let places = room.places();
+    /// The launch of [`Cuda::transform`], its metadata written into `buffer`.
+    pub(super) fn transform_launches(
+        &self,
+        call: &Transform<'_>,
+        buffer: &mut impl MetadataBuffer,
+    ) -> Result<(Part, Launches)> {
+        let checker = self.checker(buffer);
+        let places = buffer.places();
         let is_memory = matches!(places, Places::Memory);
         for (i, block) in call.blocks.iter().enumerate() {
             let Some(sources) = call.sources.get(block.sources_begin as usize..block.sources_end as usize) else {
@@ -83,7 +87,7 @@ impl Cuda {
                 ));
             }
             if alone {
-                all().for_each(|t| room.must_align(t.ptr as usize as u64));
+                all().for_each(|t| buffer.must_align(t.ptr as usize as u64));
             }
         }
 
@@ -93,7 +97,7 @@ impl Cuda {
             let Place { base, row, first_head } = if Steps::of(t).count() == 0 { NOWHERE } else { places.of(ptr) };
             params::TransformTensor { row, token, head, first_head, base }
         };
-        let (mut writer, _) = room.begin(self.transform_bytes(call))?;
+        let (mut writer, _) = buffer.begin(self.transform_bytes(call))?;
         let (blocks, blocks_at) = writer.array::<params::TransformBlock>(call.blocks.len());
         let (sources, sources_at) = writer.array::<params::TransformSource>(call.sources.len());
         for (out, source) in sources.iter_mut().zip(call.sources) {
@@ -189,12 +193,12 @@ impl Cuda {
     /// # Safety
     /// As [`Cuda::attend`]: the rows of o and lse are valid for writes, sinks for reads.
     pub unsafe fn finish(&self, call: &Finish, staging: &mut Staging, stream: Stream) -> Result<()> {
-        // SAFETY: the launch reads and writes what the caller promised, and lists in the ring.
+        // SAFETY: the launch reads and writes what the caller promised, and metadata in the ring.
         unsafe { self.launch(staging, stream, |ring| self.finish_launches(call, ring)) }
     }
 
-    fn finish_launches(&self, call: &Finish<'_>, room: &mut impl Room) -> Result<(Part, Launches)> {
-        let checker = self.checker(room);
+    fn finish_launches(&self, call: &Finish<'_>, buffer: &mut impl MetadataBuffer) -> Result<(Part, Launches)> {
+        let checker = self.checker(buffer);
         check::element(call.o.dtype)?;
         check::dim("o.dim", call.o.dim, 256)?;
         let o = Expected { heads: call.o.heads, dim: call.o.dim, dtype: call.o.dtype, align: 16 };
@@ -221,7 +225,7 @@ impl Cuda {
         }
 
         let function = self.blocks(&mut self.kernels())?.finish;
-        let (mut writer, _) = room.begin(self.finish_bytes(call))?;
+        let (mut writer, _) = buffer.begin(self.finish_bytes(call))?;
         let (runs, runs_at) = writer.array::<params::Run>(call.rows.len());
         for (out, range) in runs.iter_mut().zip(call.rows) {
             *out = run(range, 0, 0, 0);

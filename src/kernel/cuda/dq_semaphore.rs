@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The lists of the fused backward, in which tiles of keys add to the dq of one tile of q rows one after the other.
+//! The scheduler metadata of the fused backward, in which tiles of keys add to the dq of one tile of q rows one after the other.
 //!
-//! Who waits for whom is found on the device (`ptx/dq_semaphore.cuh`): tiles of keys add in the order of k runs and of rows,
-//! each waits for the one before it that meets the same q rows. The host owes it three things. *Who meets whom* must be the same
-//! for both, since q tiles that nobody adds to are written with zeros, and they are listed here. *The order of work* must put
+//! Which tile waits for which is found on the device (`ptx/dq_semaphore.cuh`): tiles of keys add in the order of k runs and of rows,
+//! each waits for the one before it that meets the same q rows. The host owes it three things. *Which tiles meet* must be the same
+//! for both, since q tiles that nothing is added to are written with zeros, and they are listed here. *The order of work* must put
 //! a tile behind all that it may wait for: blocks take tiles one by one in that order, so the earliest unfinished one
 //! never waits, however few blocks run. *The semaphores*, and the counter of the tiles that were taken, must be zero when
 //! the launch begins.
@@ -12,13 +12,13 @@
 //! the longest tiles come first. That is a merge of lists by the cost of their heads, or, the same, a sort by the least
 //! cost on the way to each tile.
 
-use super::lists::{Tiles, cut, invert, key_cost, ring_steps, run, work};
+use super::metadata::{Tiles, cut, invert, key_cost, ring_steps, run, work};
+use super::metadata_buffer::{SortBuffers, Writer, padded};
 use super::params::{Run, WORK_ZERO, Work};
-use super::room::{Scratch, Writer, padded};
 use crate::call::{Mode, Range, Ranges};
 use alloc::vec::Vec;
 
-/// Where the lists lie on the device.
+/// Where the metadata lies on the device.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DqSemaphore {
     pub queries: u64,
@@ -46,7 +46,7 @@ fn tiles_of(len: u32, rows: u32) -> usize {
     len.div_ceil(rows) as usize
 }
 
-/// Bytes of the lists and words, at most, for a call that has so many heads of q and of dk.
+/// Bytes of the metadata and words, at most, for a call that has so many heads of q and of dk.
 pub(super) fn bytes(ranges: &Ranges, tiles: Tiles, (q_heads, key_heads): (u32, u32)) -> usize {
     let query_tiles: usize = ranges.q.iter().map(|q| tiles_of(q.range.len, tiles.queries)).sum();
     let key_tiles: usize = ranges.k.iter().map(|k| tiles_of(k.len, tiles.keys)).sum();
@@ -74,9 +74,9 @@ fn is_met(ranges: &Ranges, pairs: &[u32], tiles: Tiles, (left, right): (i64, i64
     pairs.iter().any(|&k| !tiles_met(&ranges.k[k as usize], first - left, last + right, tiles.keys).is_empty())
 }
 
-/// Writes the lists. Ranges were checked; windows are cut as [`super::check::score`] cuts them.
+/// Writes the metadata. Ranges were checked; windows are cut as [`super::check::score`] cuts them.
 pub(super) fn write(
-    scratch: &mut Scratch,
+    scratch: &mut SortBuffers,
     writer: &mut Writer<'_>,
     ranges: &Ranges,
     tiles: Tiles,
@@ -183,7 +183,7 @@ fn join(components: &mut Vec<(u32, u64)>, ranges: &Ranges) {
 /// The first run of the component.
 fn root(components: &mut [(u32, u64)], mut i: u32) -> u32 {
     while components[i as usize].0 != i {
-        // Halves the way for whoever asks next.
+        // Halves the way for the next question.
         let next = components[components[i as usize].0 as usize].0;
         components[i as usize].0 = next;
         i = next;
@@ -195,7 +195,7 @@ fn root(components: &mut [(u32, u64)], mut i: u32) -> u32 {
 mod tests {
     use super::*;
     use crate::call::QRange;
-    use crate::kernel::cuda::lists::sort;
+    use crate::kernel::cuda::metadata::sort;
     use alloc::vec;
 
     /// Numbers that look random.

@@ -3,7 +3,7 @@
 //!
 //! The driver is found at run time, when the first [`Context`] is made: [`sys`] lists its functions and [`table`] finds
 //! them. Every method makes the context current for its own duration and restores what was current before, so that a
-//! caller's context stays his.
+//! caller's context stays current for the caller.
 
 pub(crate) mod sys;
 mod table;
@@ -61,7 +61,8 @@ pub(crate) struct Context {
 
 // SAFETY: driver handles are valid on every thread; what a context needs to be current on a thread, `enter` does.
 unsafe impl Send for Context {}
-// SAFETY: as above; the driver synchronises itself.
+// SAFETY: driver handles are valid on every thread; what a context needs to be current on a thread, `enter` does; the
+// driver synchronises itself.
 unsafe impl Sync for Context {}
 
 impl Context {
@@ -76,7 +77,7 @@ impl Context {
         if ordinal < 0 || ordinal >= count {
             return Err(Error::invalid("device", ordinal, format!("a number below {count}, of the devices there are")));
         }
-        // SAFETY: as above; the ordinal is one of a device.
+        // SAFETY: the driver is initialised; the pointers are to locals; the ordinal is one of a device.
         unsafe {
             call!(cuDeviceGet(&raw mut device, ordinal))?;
             call!(cuDevicePrimaryCtxRetain(&raw mut handle, device))?;
@@ -186,7 +187,7 @@ impl Drop for Context {
     }
 }
 
-/// Makes a context of somebody else's current until the guard is dropped.
+/// Makes another context current until the guard is dropped.
 ///
 /// # Safety
 /// It is retained meanwhile.
@@ -218,7 +219,7 @@ pub(super) struct Module {
 
 // SAFETY: a module is a handle that the driver accepts on every thread.
 unsafe impl Send for Module {}
-// SAFETY: as above.
+// SAFETY: a module is a handle that the driver accepts on every thread.
 unsafe impl Sync for Module {}
 
 impl Module {
@@ -252,7 +253,7 @@ impl Module {
 impl Drop for Module {
     fn drop(&mut self) {
         if let Ok(_entered) = self.context.enter() {
-            // SAFETY: loaded once; whoever drops the backend has waited for its launches (documented there).
+            // SAFETY: loaded once; the backend is dropped after its launches were waited for (documented there).
             unsafe { sys::cuModuleUnload(self.handle) };
         }
     }
@@ -264,7 +265,7 @@ pub(super) struct Function(sys::CUfunction);
 
 // SAFETY: a handle, as the module is.
 unsafe impl Send for Function {}
-// SAFETY: as above.
+// SAFETY: a handle, as the module is.
 unsafe impl Sync for Function {}
 
 impl Function {
@@ -341,7 +342,7 @@ pub(crate) struct Event {
 
 // SAFETY: a handle that the driver accepts on every thread.
 unsafe impl Send for Event {}
-// SAFETY: as above; the driver synchronises itself.
+// SAFETY: a handle that the driver accepts on every thread; the driver synchronises itself.
 unsafe impl Sync for Event {}
 
 impl Event {

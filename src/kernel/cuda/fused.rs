@@ -3,10 +3,10 @@
 
 use super::dq_semaphore::{self, DqSemaphore};
 use super::launch::{Launch, Launches, items};
-use super::lists::Tiles;
+use super::metadata::Tiles;
+use super::metadata_buffer::{MetadataBuffer, Part};
 use super::params::{Backward, Fused as Params};
 use super::ready::Ready;
-use super::room::{Part, Room};
 use super::{Cuda, shapes};
 use crate::call::AttendBackward;
 use crate::error::Result;
@@ -34,7 +34,7 @@ impl shapes::Fused {
 }
 
 impl Cuda {
-    /// The launch of the fused kernel for a checked call, whose lists `params` lack yet.
+    /// The launch of the fused kernel for a checked call, whose metadata `params` lack yet.
     pub(super) fn fused_launches(
         &self,
         call: &AttendBackward,
@@ -42,17 +42,17 @@ impl Cuda {
         fused: shapes::Fused,
         mut params: Backward,
         window: (i64, i64),
-        room: &mut impl Room,
+        buffer: &mut impl MetadataBuffer,
     ) -> Result<(Part, Launches)> {
         let heads = heads(call);
         let tiles = fused.tiles();
-        let (mut writer, scratch) = room.begin(dq_semaphore::bytes(&call.ranges, tiles, heads))?;
+        let (mut writer, scratch) = buffer.begin(dq_semaphore::bytes(&call.ranges, tiles, heads))?;
         let lists = dq_semaphore::write(scratch, &mut writer, &call.ranges, tiles, window, heads);
         let DqSemaphore { keys_of, query_tiles, key_tiles, dq_semaphore, key_semaphore, tile_counter, .. } = lists;
         // Words are counted with 32 bits.
         items(lists.words, 1)?;
         let wanted = ITEMS * self.multiprocessors * kernel.each;
-        // Without q heads dk and dv are zeros, which somebody has to write.
+        // Without q heads dk and dv are zeros, which a launch has to write.
         let group = if call.per_q_head { 1 } else { call.heads.group.min(call.q.heads).max(1) };
         let (parts, part_heads) = split(group, items(lists.tiles, heads.1)?, wanted);
         params.heads.items = items(lists.tiles * parts as usize, heads.1)?;

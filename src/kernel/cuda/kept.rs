@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Launches that stay with a plan: made once, their lists on the device, run any number of times.
+//! Launches that stay with a plan: made once, their scheduler metadata on the device, run any number of times.
 //!
 //! A [`Recorder`] takes the calls of a plan, with symbols for addresses ([`bases`](super::bases)), and makes their launches
-//! and lists. [`Recorder::keep`] puts all lists into one piece of device memory. What is left for a run is to write the
+//! and metadata. [`Recorder::keep`] puts all metadata into one piece of device memory. What is left for a run is to write the
 //! addresses of its bases into the parameters, to clear the words that a launch counts in, and to launch.
 //!
 //! All launches that count do so in the same words, one after the other: they are those of one stream.
@@ -11,15 +11,15 @@ use super::bases::{BaseShapes, Bases, Meaning, Place, list_symbol, meaning, word
 use super::driver::call;
 use super::launch::{Launch, Launches};
 use super::memory::DeviceMemory;
+use super::metadata_buffer::{MetadataBuffer, Part, Places, SortBuffers, Writer, padded};
 use super::params::Tensor;
-use super::room::{Part, Places, Room, Scratch, Writer, padded};
 use super::{Cuda, Stream};
 use crate::call::{Attend, AttendBackward, Delta, RawTensor, SinkGradient, Transform};
 use crate::element::Dtype;
 use crate::error::Result;
 use alloc::vec::Vec;
 
-/// Memory that arrays of any list can begin in.
+/// Memory that arrays of any metadata can begin in.
 type Unit = u128;
 
 /// Makes the launches of calls.
@@ -27,12 +27,12 @@ pub(crate) struct Recorder<'a> {
     cuda: &'a Cuda,
     shapes: BaseShapes,
     lists: Vec<Unit>,
-    /// Bytes of `lists` that are part of a list.
+    /// Bytes of `lists` that are used.
     used: usize,
     /// Bytes of the words of the launch that has the most.
     words: usize,
     launches: Vec<Kept>,
-    scratch: Scratch,
+    scratch: SortBuffers,
     must_align: u32,
 }
 
@@ -50,16 +50,16 @@ struct Kept {
 #[derive(Debug)]
 pub(crate) struct KeptLaunches {
     launches: Vec<Kept>,
-    /// Lists, and behind them the words.
+    /// Metadata, and behind them the words.
     memory: Option<DeviceMemory>,
-    /// Where the lists begin.
+    /// Where the metadata begins.
     begin: u64,
     words_at: u64,
     must_align: u32,
 }
 
-impl Room for Recorder<'_> {
-    fn begin(&mut self, bytes: usize) -> Result<(Writer<'_>, &mut Scratch)> {
+impl MetadataBuffer for Recorder<'_> {
+    fn begin(&mut self, bytes: usize) -> Result<(Writer<'_>, &mut SortBuffers)> {
         let bytes = padded(bytes);
         self.lists.resize((self.used + bytes).div_ceil(size_of::<Unit>()), 0);
         let memory = &mut bytemuck::cast_slice_mut::<Unit, u8>(&mut self.lists)[self.used..][..bytes];
@@ -86,7 +86,7 @@ impl<'a> Recorder<'a> {
             used: 0,
             words: 0,
             launches: Vec::new(),
-            scratch: Scratch::default(),
+            scratch: SortBuffers::default(),
             must_align: 0,
         }
     }
@@ -170,7 +170,7 @@ impl<'a> Recorder<'a> {
         self.launches.push(Kept { launch, words, tensors });
     }
 
-    /// Puts the lists on the device and the addresses of lists and words into the launches. The host waits for the upload.
+    /// Puts the metadata on the device and the addresses of metadata and words into the launches. The host waits for the upload.
     pub(crate) fn keep(mut self) -> Result<KeptLaunches> {
         let bytes = self.used + self.words;
         let memory = if bytes > 0 { Some(self.cuda.allocate(bytes)?) } else { None };
@@ -194,12 +194,12 @@ impl<'a> Recorder<'a> {
 }
 
 impl KeptLaunches {
-    /// Bytes of lists and words on the device.
+    /// Bytes of metadata and words on the device.
     pub(crate) fn bytes(&self) -> usize {
         self.memory.as_ref().map_or(0, DeviceMemory::bytes)
     }
 
-    /// The address of a symbol of the lists; `None` for one of a base.
+    /// The address of a symbol of the metadata; `None` for one of a base.
     pub(crate) fn list_address(&self, symbol: *mut u8) -> Option<*mut u8> {
         match meaning(symbol as usize as u64) {
             Meaning::List(at) => Some((self.begin + at) as usize as *mut u8),
@@ -207,7 +207,7 @@ impl KeptLaunches {
         }
     }
 
-    /// Whether the rows of a base must begin at multiples of 16 bytes, whoever else would take less.
+    /// Whether the rows of a base must begin at multiples of 16 bytes, even where a copy alone would take less.
     pub(crate) fn must_align(&self, base: usize) -> bool {
         self.must_align >> base & 1 == 1
     }
@@ -235,10 +235,10 @@ impl KeptLaunches {
     pub(crate) unsafe fn start(&self, i: usize, cuda: &Cuda, stream: Stream) -> Result<()> {
         let Kept { launch, words, .. } = &self.launches[i];
         if *words > 0 {
-            // SAFETY: `memory` holds the words of every launch behind its lists; the stream orders the launch behind.
+            // SAFETY: `memory` holds the words of every launch behind its metadata; the stream orders the launch behind.
             unsafe { call!(cuMemsetD32Async(self.words_at, 0, words / 4, stream)) }?;
         }
-        // SAFETY: lists and words are in memory that lives as long as `self`; the rest is promised above.
+        // SAFETY: metadata and words are in memory that lives as long as `self`; the rest is promised above.
         unsafe { launch.start(cuda, stream) }
     }
 }

@@ -3,14 +3,14 @@
 //!
 //! Every call is made into launches first and launched then. What is made needs no driver, so that a plan can make the
 //! launches of all its calls once and keep them ([`kept`](super::kept)); a single call makes its launches and puts them on
-//! a stream at once ([`Cuda::launch`]). Where the lists of a call are written to is said by [`Room`].
+//! a stream at once ([`Cuda::launch`]). Where the metadata of a call is written to is said by [`MetadataBuffer`].
 
 use super::check::Checker;
 use super::driver::Function;
 use super::hopper::Hopper;
+use super::metadata_buffer::{MetadataBuffer, Part, Places};
 use super::params::{BASES, Parameters, Tensor};
 use super::ready::Ready;
-use super::room::{Part, Places, Room};
 use super::staging::Staging;
 use super::{Cuda, Stream};
 use crate::error::{Error, Result};
@@ -156,9 +156,9 @@ impl IntoIterator for Launches {
 }
 
 impl Cuda {
-    /// Checks calls whose tensors have the addresses that `room` says.
-    pub(super) fn checker(&self, room: &impl Room) -> Checker {
-        Checker { ordinal: self.ordinal(), is_memory: matches!(room.places(), Places::Memory) }
+    /// Checks calls whose tensors have the addresses that `buffer` says.
+    pub(super) fn checker(&self, buffer: &impl MetadataBuffer) -> Checker {
+        Checker { ordinal: self.ordinal(), is_memory: matches!(buffer.places(), Places::Memory) }
     }
 
     /// Checks calls whose tensors are memory.
@@ -166,10 +166,10 @@ impl Cuda {
         Checker { ordinal: self.ordinal(), is_memory: true }
     }
 
-    /// Makes the launches of a call, uploads their lists and launches them.
+    /// Makes the launches of a call, uploads their metadata and launches them.
     ///
     /// # Safety
-    /// Of the launches that `make` returns, see [`Launch::start`]. Lists live in the ring until the launches are done.
+    /// Of the launches that `make` returns, see [`Launch::start`]. Metadata live in the ring until the launches are done.
     pub(super) unsafe fn launch(
         &self,
         staging: &mut Staging,

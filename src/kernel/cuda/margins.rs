@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How many multiprocessors of a device all who ask want left free: the most of it counts.
+//! How many multiprocessors of a device are to be left free, by all that ask: the most counts.
 
 use alloc::vec::Vec;
 use core::sync::atomic::{AtomicU32, Ordering};
@@ -37,7 +37,7 @@ impl Margins {
         self.change(|asked| asked.others.push(n));
     }
 
-    /// One of those who asked for `n` no longer does.
+    /// One of those that asked for `n` no longer does.
     pub fn remove(&self, n: u32) {
         self.change(|asked| {
             if let Some(at) = asked.others.iter().position(|&m| m == n) {

@@ -17,7 +17,7 @@ pub(crate) struct OwnStream {
 
 // SAFETY: a handle that the driver accepts on every thread.
 unsafe impl Send for OwnStream {}
-// SAFETY: as above.
+// SAFETY: a handle that the driver accepts on every thread.
 unsafe impl Sync for OwnStream {}
 
 impl OwnStream {
@@ -61,7 +61,7 @@ impl Drop for OwnStream {
     }
 }
 
-/// Memory on a device, freed when dropped. Whoever drops it has waited for its last use.
+/// Memory on a device, freed when dropped. It is dropped after its last use was waited for.
 #[derive(Debug)]
 pub struct DeviceMemory {
     context: Arc<Context>,
@@ -154,7 +154,7 @@ impl Drop for DeviceMemory {
 /// Copies between two places of device memory, in stream order.
 ///
 /// # Safety
-/// Both are valid for `bytes` bytes when the copy runs, and nobody else writes either.
+/// Both are valid for `bytes` bytes when the copy runs, and nothing else writes either.
 pub(crate) unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize, stream: Stream) -> Result<()> {
     // SAFETY: both are valid for `bytes` bytes when the copy runs (the contract of this function).
     check("cuMemcpyDtoDAsync", unsafe {

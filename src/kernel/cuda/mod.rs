@@ -6,7 +6,7 @@
 //! compiles when [`Cuda::prepare`] (or the first call) asks for them. Tensors are device addresses, streams are raw
 //! driver handles of the device's primary context. A call checks what it is given, writes its ranges into a
 //! [`Staging`] ring, has them copied and launches; it never waits for the device unless that ring is full, and
-//! allocates nothing once the kernels are loaded. Whoever drops a [`Cuda`] has waited for its launches.
+//! allocates nothing once the kernels are loaded. A [`Cuda`] is dropped after its launches were waited for.
 //!
 //! What it does not do: f32 and f64 elements, head dims above 256 or not a multiple of 8, rows that are not aligned to
 //! 16 bytes, and [`Attend::aligned`](crate::call::Attend::aligned). Each is refused with an error that says so.
@@ -15,20 +15,20 @@
 //! nothing ([`tensor::disjoint`](crate::tensor::disjoint) tells), and that memory is as long as it is said to be.
 //!
 //! A [`Stream`] is a `CUstream` or `cudaStream_t` of any binding, cast; null is the legacy default stream. Memory is
-//! likewise anybody's: [`Cuda::allocate`] is there for programs that have no allocator.
+//! likewise that of any allocator: [`Cuda::allocate`] is there for programs that have no allocator.
 //!
 //! ```text
 //! driver    contexts, modules, events; the check of every call
 //! embedded  the PTX
 //! shapes    tiles and threads of the compiled kernels
 //! params    what a kernel is handed
-//! lists     ranges as runs, partners and tiles
-//! dq_semaphore  the lists of the fused backward, and who waits for whom
-//! staging   how lists reach the device, through a mirror of host and device memory
+//! metadata  the scheduler metadata of a call: ranges as runs, partners and tiles; metadata_buffer: where it is written
+//! dq_semaphore  the metadata of the fused backward, and which tile waits for which
+//! staging   how metadata reaches the device, through a mirror of host and device memory
 //! check     what a call is refused for
 //! attention, fused, blocks, sinks   the launches
 //! hopper    the forward kernels for compute capability 9.0
-//! memory    streams and memory for what sits on top; shared: one device for all who name it
+//! memory    streams and memory for what sits on top; shared: one device for all callers that name it
 //! tags      what runs on devices carry along, so that ranks which differ are found
 //! stream_kernels  single calls of a caller's, with the ring they need
 //! ```
@@ -45,13 +45,13 @@ mod hopper;
 mod hopper_calls;
 pub(crate) mod kept;
 mod launch;
-mod lists;
 mod margins;
 pub(crate) mod memory;
+mod metadata;
+mod metadata_buffer;
 mod params;
 mod pinned_mirror;
 mod ready;
-mod room;
 mod shapes;
 mod shared;
 mod sinks;
@@ -208,7 +208,7 @@ impl Cuda {
         Ok(self.kernels().attention[element][shape].is_some())
     }
 
-    /// A ring of `bytes` bytes for the lists of calls, of which up to `launches` are in flight. The bytes that one call
+    /// A ring of `bytes` bytes for the scheduler metadata of calls, of which up to `launches` are in flight. The bytes that one call
     /// needs are what [`Cuda::attend_bytes`] and its like say.
     ///
     /// # Errors

@@ -10,7 +10,7 @@ use core::mem::offset_of;
 pub(super) trait Parameters: NoUninit {
     /// [`Tensor`]s: an address and two strides.
     const TENSORS: &'static [usize];
-    /// Addresses of lists.
+    /// Addresses of metadata.
     const LISTS: &'static [usize];
     /// A table of all bases.
     const BASES: Option<usize> = None;
@@ -271,7 +271,7 @@ pub(super) struct Sinks {
     pub rows: u64,
 }
 
-/// Says where the addresses of a parameter struct are: `tensors` are [`Tensor`]s, `lists` addresses of lists.
+/// Says where the addresses of a parameter struct are: `tensors` are [`Tensor`]s, `lists` addresses of metadata.
 macro_rules! addresses {
     ($($name:ident { tensors: [$($tensor:ident),*], lists: [$($list:ident),*] })*) => {$(
         impl Parameters for $name {

@@ -28,9 +28,9 @@ impl PinnedMirror {
         let (mut host, mut device) = (null_mut(), 0);
         // SAFETY: a context is current, the pointers are to locals.
         check_room("cuMemHostAlloc", unsafe { sys::cuMemHostAlloc(&raw mut host, bytes, 0) }, bytes)?;
-        // SAFETY: as above.
+        // SAFETY: a context is current, the pointers are to locals.
         if let Err(error) = check_room("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&raw mut device, bytes) }, bytes) {
-            // SAFETY: allocated just above, and nobody has seen it.
+            // SAFETY: allocated just above, and not handed out yet.
             unsafe { sys::cuMemFreeHost(host) };
             return Err(error);
         }
@@ -68,7 +68,7 @@ impl PinnedMirror {
             self.bytes
         );
         // SAFETY: `self` owns the memory, which was zeroed when it was allocated and holds the part (above). The borrow is
-        // of `self`, so nobody else on the host has it; copies to the device only read, and whoever writes has waited for
+        // of `self`, so nothing else on the host has it; copies to the device only read, and a writer has waited for
         // those of this part.
         unsafe { core::slice::from_raw_parts_mut(self.host.add(offset), bytes) }
     }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One [`Cuda`] for each device, for callers who name devices by number.
+//! One [`Cuda`] for each device, for callers that name devices by number.
 //!
 //! Loading kernels takes a driver up to seconds and memory on the device, so ranks and scratches of one process that
-//! ask for the same device get the same one. It lives as long as somebody holds it: the table keeps no device alive.
+//! ask for the same device get the same one. It lives as long as a caller holds it: the table keeps no device alive.
 
 use super::driver::Context;
 use super::{Cuda, Stream};
@@ -15,7 +15,7 @@ use std::sync::{Mutex, PoisonError};
 static DEVICES: Mutex<Vec<Weak<Cuda>>> = Mutex::new(Vec::new());
 
 impl Cuda {
-    /// The device with this number, shared by all who ask for it here.
+    /// The device with this number, shared by all callers that ask for it here.
     ///
     /// # Errors
     /// As [`Cuda::new`].

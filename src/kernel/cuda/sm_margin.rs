@@ -3,8 +3,8 @@
 //!
 //! The blocks of an attention kernel fill a device, and kernels of a communicator that are launched meanwhile wait for
 //! the first of them to end. Where the two are meant to overlap, attention is bounded to the blocks that fit on all but
-//! some multiprocessors. Ranks and scratches of one process share a device, so whoever wants room asks for it and keeps a
-//! [`SmMargin`]; the most that is asked for counts, and ends with whoever asked.
+//! some multiprocessors. Ranks and scratches of one process share a device, so each that needs some asks for them and keeps an
+//! [`SmMargin`]; the most that is asked for counts, for as long as its `SmMargin` lives.
 
 use super::Cuda;
 use crate::error::{Error, Result};

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! How the ranges of a call reach the device: a ring of page-locked memory with its mirror on the device.
 //!
-//! A call writes its lists into the next free part of the ring, has that part copied in stream order, launches, and
+//! A call writes its metadata into the next free part of the ring, has that part copied in stream order, launches, and
 //! records an event. A part is used again once its event has passed. With a ring that holds what is in flight, the host
 //! never waits; with a smaller one it waits here, and nowhere else in the backend. Nothing is allocated after `new`.
 
 use super::driver::{Context, Event, sys::CUstream};
+use super::metadata_buffer::{ALIGN, MetadataBuffer, Part, Places, SortBuffers, Writer, padded};
 use super::params::{Run, Work};
 use super::pinned_mirror::PinnedMirror;
-use super::room::{ALIGN, Part, Places, Room, Scratch, Writer, padded};
 use crate::error::{Error, Result};
 use alloc::collections::VecDeque;
 use alloc::format;
@@ -29,7 +29,7 @@ pub struct Staging {
     in_flight: VecDeque<InFlight>,
     next_event: usize,
     head: usize,
-    scratch: Scratch,
+    scratch: SortBuffers,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -52,7 +52,7 @@ impl Staging {
         let events = (0..launches.max(1)).map(|_| Event::new(context)).collect::<Result<Vec<_>>>()?;
         Ok(Self {
             in_flight: VecDeque::with_capacity(events.len()),
-            scratch: Scratch {
+            scratch: SortBuffers {
                 tiles: Vec::with_capacity(mirror.bytes() / size_of::<Work>()),
                 runs: Vec::with_capacity(mirror.bytes() / size_of::<Run>()),
             },
@@ -102,9 +102,9 @@ impl Staging {
     }
 }
 
-impl Room for Staging {
+impl MetadataBuffer for Staging {
     /// The next part of the ring, free for `bytes` bytes. The context that launches is current.
-    fn begin(&mut self, bytes: usize) -> Result<(Writer<'_>, &mut Scratch)> {
+    fn begin(&mut self, bytes: usize) -> Result<(Writer<'_>, &mut SortBuffers)> {
         self.mirror.at_home()?;
         let bytes = padded(bytes);
         if bytes > self.mirror.bytes() {

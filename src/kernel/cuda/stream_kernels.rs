@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Single calls of a caller's, each on a stream of his choice, with all they need made beforehand.
+//! Single calls of a caller's, each on a stream of the caller's choice, with all they need made beforehand.
 //!
-//! [`StreamKernels`] is a device, its kernels and one ring for lists. What a call would otherwise load or allocate is made by
+//! [`StreamKernels`] is a device, its kernels and one ring for scheduler metadata. What a call would otherwise load or allocate is made by
 //! [`StreamKernels::new`], [`StreamKernels::reserve`] and [`StreamKernels::lists`], and a call that finds it missing is refused with the
 //! number it needs. The host waits in one case only: while more calls are in flight than the ring has room for.
 
@@ -23,7 +23,7 @@ pub struct StreamKernels {
     cuda: Arc<Cuda>,
     staging: Staging,
     calls: usize,
-    room: Option<SmMargin>,
+    margin: Option<SmMargin>,
 }
 
 impl StreamKernels {
@@ -34,7 +34,7 @@ impl StreamKernels {
     pub fn new(cuda: Arc<Cuda>) -> Result<Self> {
         cuda.prepare_blocks()?;
         let staging = cuda.staging(BYTES, CALLS)?;
-        Ok(Self { cuda, staging, calls: CALLS, room: None })
+        Ok(Self { cuda, staging, calls: CALLS, margin: None })
     }
 
     /// The device.
@@ -51,16 +51,16 @@ impl StreamKernels {
     }
 
     /// From now on, and as long as this lives, attention on the device leaves `n` multiprocessors free, or as many more as
-    /// somebody else asks for: see [`Cuda::set_sm_margin`].
+    /// another margin asks for: see [`Cuda::set_sm_margin`].
     ///
     /// # Errors
     /// [`Error::Invalid`] when the device has no more than `n`.
     pub fn set_sm_margin(&mut self, n: u32) -> Result<()> {
-        self.room = if n == 0 { None } else { Some(SmMargin::new(&self.cuda, "multiprocessors", n)?) };
+        self.margin = if n == 0 { None } else { Some(SmMargin::new(&self.cuda, "multiprocessors", n)?) };
         Ok(())
     }
 
-    /// Makes room for `bytes` bytes of lists of at most `calls` calls in flight. It never shrinks; when it grows, it
+    /// Makes room for `bytes` bytes of scheduler metadata of at most `calls` calls in flight. It never shrinks; when it grows, it
     /// waits for what uses the old ring.
     ///
     /// # Errors

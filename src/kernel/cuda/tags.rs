@@ -3,7 +3,7 @@
 //!
 //! A run begins, on the communication stream, with a kernel that counts it up in the life of its group and writes the own
 //! tag: fingerprint, number of the run, and a word that tells a tag from other bytes. Behind every exchange that brings
-//! something, and before whoever reads it, another kernel compares the tags that came with it. Both are launches of the
+//! something, and before anything reads it, another kernel compares the tags that came with it. Both are launches of the
 //! plan ([`Recorder`]), and the count is on the device, so that each replay of a graph is a run of its own.
 //!
 //! The first difference is written where the host sees it ([`Notice`]). From then on whatever arrives at this rank is
@@ -15,8 +15,8 @@ use super::driver::{Context, call, check_room, sys};
 use super::kept::Recorder;
 use super::launch::{Grid, Launch, Launches};
 use super::memory::DeviceMemory;
+use super::metadata_buffer::{MetadataBuffer, Part, padded};
 use super::params::{Arrived, ArrivedRange, BASES, BeginRun, Note, Tag, Tensor};
-use super::room::{Part, Room, padded};
 use crate::error::Result;
 use alloc::sync::Arc;
 use core::ops::Range;
@@ -56,7 +56,7 @@ pub(crate) struct Notice {
 
 // SAFETY: memory that `self` owns, which the host reads after `written` alone.
 unsafe impl Send for Notice {}
-// SAFETY: as above.
+// SAFETY: memory that `self` owns, which the host reads after `written` alone.
 unsafe impl Sync for Notice {}
 
 /// What was noted.
@@ -124,7 +124,7 @@ impl Drop for Notice {
 
 impl Recorder<'_> {
     /// Adds the launch that begins a run: it counts in `runs` and sets `count` tags, the own one first. Gives the symbol of
-    /// the tags, which are part of the lists.
+    /// the tags, which are part of the metadata.
     pub(crate) fn begin_run(&mut self, fingerprint: u64, count: usize, runs: &RunCount) -> Result<*mut u8> {
         let function = self.cuda().blocks(&mut self.cuda().kernels())?.begin_run;
         let (mut writer, _) = self.begin(padded(count * TAG_BYTES))?;
@@ -177,7 +177,7 @@ impl Recorder<'_> {
     }
 }
 
-/// Whether an address stands for a part of the lists.
+/// Whether an address stands for a part of the metadata.
 pub(crate) fn is_of_lists(address: *mut u8) -> bool {
     matches!(meaning(address as usize as u64), Meaning::List(_))
 }

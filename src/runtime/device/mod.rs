@@ -28,9 +28,9 @@ use super::{
     bind::Bindings,
     failure::{Failure, Watch},
     handle::AbortHandle,
-    job::Job,
-    ops::Room,
+    ops::Listing,
     prepared::{Entry, Prepared, Remembered},
+    run::Run,
     workspace::{OwnMemory, Workspace},
 };
 use crate::{
@@ -197,16 +197,16 @@ impl DeviceRank {
     }
 
     /// Bytes of device workspace that a run of `plan` takes on this rank. Allocates nothing on the device:
-    /// who means to lend the workspace need not have room for two.
+    /// a caller that means to lend the workspace need not have room for two.
     ///
     /// # Errors
     /// As `prepare`, the driver's aside.
-    pub(super) fn workspace_bytes(&mut self, plan: &Plan, job: Job) -> Result<u64> {
-        match self.prepared.find(plan, job) {
+    pub(super) fn workspace_bytes(&mut self, plan: &Plan, run: Run) -> Result<u64> {
+        match self.prepared.find(plan, run) {
             Some(i) => Ok(self.prepared[i].prepared.schedule.workspace),
             None => {
-                self.suits(plan, job)?;
-                Ok(job.schedule(plan, self.rank())?.workspace)
+                self.suits(plan, run)?;
+                Ok(run.schedule(plan, self.rank())?.workspace)
             }
         }
     }
@@ -269,8 +269,8 @@ impl DeviceRank {
     ///
     /// # Errors
     /// A plan for another world, an element type or head dim without a kernel, the driver's.
-    pub(super) fn prepare(&mut self, plan: &Plan, job: Job) -> Result<()> {
-        let at = self.ready(plan, job)?;
+    pub(super) fn prepare(&mut self, plan: &Plan, run: Run) -> Result<()> {
+        let at = self.ready(plan, run)?;
         self.work_at(at).map(|_| ())
     }
 
@@ -287,11 +287,11 @@ impl DeviceRank {
         self.workspace.at(needed)
     }
 
-    /// Refuses what no run of a plan could honour here. Found while planning, it ends nobody's run.
-    fn suits(&self, plan: &Plan, job: Job) -> Result<()> {
+    /// Refuses what no run of a plan could honour here. Found while planning, it ends no run.
+    fn suits(&self, plan: &Plan, run: Run) -> Result<()> {
         plan.fits_world(self.transport.world())?;
         let p = plan.problem();
-        if let Job::AllToAll(a) = job {
+        if let Run::AllToAll(a) = run {
             return if a.dtype == Dtype::F64 {
                 let limit = "the CUDA kernels move and sum f16, bf16 and f32";
                 Err(Error::unsupported("an all-to-all of f64 on a device", limit, "convert, or use a rank on the CPU"))
@@ -310,18 +310,18 @@ impl DeviceRank {
         self.device().is_prepared(p.dtype(), p.head_dim() as u32, p.value_dim() as u32).map(|_| ())
     }
 
-    fn ready(&mut self, plan: &Plan, job: Job) -> Result<usize> {
-        if let Some(i) = self.prepared.find(plan, job) {
+    fn ready(&mut self, plan: &Plan, run: Run) -> Result<usize> {
+        if let Some(i) = self.prepared.find(plan, run) {
             return Ok(i);
         }
-        self.suits(plan, job)?;
+        self.suits(plan, run)?;
         let p = plan.problem();
         let cuda = Arc::clone(self.transport.device());
-        match job {
-            Job::Attention(_) => cuda.prepare(p.dtype(), p.head_dim() as u32, p.value_dim() as u32)?,
-            Job::AllToAll(_) => cuda.prepare_blocks()?,
+        match run {
+            Run::Attention(_) => cuda.prepare(p.dtype(), p.head_dim() as u32, p.value_dim() as u32)?,
+            Run::AllToAll(_) => cuda.prepare_blocks()?,
         }
-        let mut prepared = Prepared::new(plan, self.rank(), job)?;
+        let mut prepared = Prepared::new(plan, self.rank(), run)?;
         self.agreements.reserve(&prepared.schedule.group);
         let group = &prepared.schedule.group;
         if group.len() > 1 && !self.counts.iter().any(|(of, _)| of == group) {
@@ -330,7 +330,7 @@ impl DeviceRank {
         let count = self.counts.iter().find(|(of, _)| of == group).map(|(_, count)| count);
         let sequence = Sequence::record(&cuda, &mut prepared, count, &self.marks.notice)?;
         // What operations were listed in: the sequence has all lists.
-        (prepared.compute, prepared.communication) = (Room::default(), Room::default());
+        (prepared.compute, prepared.communication) = (Listing::default(), Listing::default());
         self.transport.reserve(sequence.most_messages);
         if let Some(oldest) = self.prepared.oldest() {
             // What its runs have to tell is told before it goes.
@@ -342,14 +342,14 @@ impl DeviceRank {
     }
 
     /// Refuses what cannot be captured.
-    fn capturable(&self, plan: &Plan, job: Job) -> Result<()> {
+    fn capturable(&self, plan: &Plan, run: Run) -> Result<()> {
         let refusal = |limit, hint| Err(Error::unsupported("a stream that is being captured", limit, hint));
-        let (unprepared, prepare) = match job {
-            Job::Attention(_) => (
+        let (unprepared, prepare) = match run {
+            Run::Attention(_) => (
                 "a graph cannot hold what preparing a plan does: the plan is not prepared in this direction",
                 "call prepare before the capture begins",
             ),
-            Job::AllToAll(_) => (
+            Run::AllToAll(_) => (
                 "a graph cannot hold what preparing a plan does: this all-to-all of the plan is not prepared",
                 "call prepare_all_to_all before the capture begins",
             ),
@@ -360,7 +360,7 @@ impl DeviceRank {
                 "stop recording before the capture begins: record with a capacity of 0",
             );
         }
-        match self.prepared.find(plan, job) {
+        match self.prepared.find(plan, run) {
             None => refusal(unprepared, prepare),
             Some(at) if self.workspace.is_short(self.prepared[at].prepared.schedule.workspace) => {
                 refusal("the rank has no workspace for the plan yet, and a graph cannot hold its allocation", prepare)
@@ -385,24 +385,24 @@ impl DeviceRank {
     ///
     /// # Safety
     /// `stream` is one of the driver's and was not destroyed. When the run gets to them, in stream order, the tensors are
-    /// valid device memory for reads (inputs) or writes (outputs) that nobody else uses until the run is over; the same
+    /// valid device memory for reads (inputs) or writes (outputs) that nothing else uses until the run is over; the same
     /// holds for each replay of a graph that it was captured into.
-    pub(super) unsafe fn run(&mut self, plan: &Plan, job: Job, tensors: &Bindings, stream: Stream) -> Result<()> {
+    pub(super) unsafe fn run(&mut self, plan: &Plan, run: Run, tensors: &Bindings, stream: Stream) -> Result<()> {
         if self.accepted != Some(stream) {
             // SAFETY: a live stream, as promised.
             unsafe { self.device().owns(stream) }?;
             self.accepted = Some(stream);
         }
-        // SAFETY: as above.
+        // SAFETY: a live stream, as promised.
         let capture = unsafe { self.device().context().capture_of(stream) }?;
         let capturing = capture.is_some();
         if capturing {
-            self.capturable(plan, job)?;
+            self.capturable(plan, run)?;
         }
-        let at = self.ready(plan, job)?;
+        let at = self.ready(plan, run)?;
         let OnDevice { prepared, sequence, .. } = &self.prepared[at];
         tensors.check(&prepared.expected)?;
-        let attention = matches!(job, Job::Attention(_));
+        let attention = matches!(run, Run::Attention(_));
         for (tensor, name, raw) in prepared.expected.used(tensors) {
             // What attention itself may read or write is read 16 bytes at a time, on whatever mesh; the rest is only
             // copied, which needs no alignment unless a tensor is huge.

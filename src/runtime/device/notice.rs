@@ -16,16 +16,16 @@ use crate::{
 /// See the module.
 pub(crate) struct Notice {
     pub(super) device: tags::Notice,
-    kinds: Mutex<Vec<Kind>>,
+    kinds: Mutex<Vec<RunKind>>,
 }
 
 /// A kind of run that the rank may have begun.
-struct Kind {
+struct RunKind {
     rank: usize,
     fingerprint: u64,
     /// In words.
     what: String,
-    /// Who sends the tags from number 1 on.
+    /// Which ranks send the tags from number 1 on.
     senders: Vec<usize>,
 }
 
@@ -38,7 +38,7 @@ impl Notice {
     pub(super) fn add(&self, rank: usize, fingerprint: u64, what: String, senders: &[usize]) {
         let mut kinds = self.kinds.lock().unwrap_or_else(PoisonError::into_inner);
         if !kinds.iter().any(|k| k.fingerprint == fingerprint) {
-            kinds.push(Kind { rank, fingerprint, what, senders: senders.to_vec() });
+            kinds.push(RunKind { rank, fingerprint, what, senders: senders.to_vec() });
         }
     }
 

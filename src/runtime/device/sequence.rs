@@ -205,10 +205,10 @@ impl Sequence {
             most_messages: 0,
         };
         let memory = Memory { tensors, workspace: BaseShapes::symbol(0) };
-        let Prepared { schedule, job, compute: room, .. } = prepared;
+        let Prepared { schedule, run, compute: listing, .. } = prepared;
         if let Some(runs) = runs {
-            let tags = Tags::new(&plan, *job, schedule, &mut Expansion::new(schedule));
-            notice.add(schedule.rank, fingerprint, job.describe(&plan), tags.senders());
+            let tags = Tags::new(&plan, *run, schedule, &mut Expansion::new(schedule));
+            notice.add(schedule.rank, fingerprint, run.describe(&plan), tags.senders());
             let count = 1 + tags.senders().len();
             let mut at = core::ptr::null_mut();
             recording.stream = stream_of(Lane::Communication);
@@ -217,7 +217,7 @@ impl Sequence {
                 Ok(())
             })?;
             recording.tags = Some(at);
-            room.tag(|_| tags.on_device(at, TAG_BYTES));
+            listing.tag(|_| tags.on_device(at, TAG_BYTES));
         }
         let mut events: Vec<Option<u32>> = schedule.ops.iter().map(|_| None).collect();
         let mut count = 0;
@@ -236,7 +236,7 @@ impl Sequence {
             }
             recording.steps.push(Step::Begin { stream, op: i as u32 });
             // SAFETY: `Recording` touches no memory.
-            let bytes = unsafe { perform(&plan, schedule, i, &memory, room, &mut recording) }?;
+            let bytes = unsafe { perform(&plan, schedule, i, &memory, listing, &mut recording) }?;
             recording.steps.push(Step::End { stream });
             named.push(Named::new(op, bytes));
             if let Some(event) = events[i] {
@@ -279,7 +279,7 @@ impl Sequence {
     ///
     /// # Safety
     /// The tensors are those of the plan, checked; they and the workspace are valid when the run gets to them, in the order
-    /// of the streams, and nobody else uses them until it is over. `cuda` is the device of [`Sequence::record`].
+    /// of the streams, and nothing else uses them until it is over. `cuda` is the device of [`Sequence::record`].
     pub(super) unsafe fn enqueue(
         &mut self,
         tensors: &Bindings,
@@ -315,8 +315,9 @@ impl Sequence {
                     unsafe { self.launches.start(*launch as usize, cuda, streams[*stream]) }?;
                 }
                 Step::Exchange { label, sends, recvs } => {
-                    // SAFETY: as above; the transport's stream comes behind what the exchange sends and overwrites, and
-                    // what reads it comes behind that stream.
+                    // SAFETY: the bases are those of this run; schedules put all attention, which alone counts, on
+                    // one lane; the events keep the order that the schedule asks for; the transport's stream comes
+                    // behind what the exchange sends and overwrites, and what reads it comes behind that stream.
                     unsafe { transport.exchange(*label, messages(sends), messages(recvs)) }?;
                 }
             }

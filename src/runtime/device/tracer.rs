@@ -68,7 +68,7 @@ pub(super) struct Tracer {
 }
 
 impl Tracer {
-    /// Room for `capacity` operations of a rank, whose stream `idle` has nothing to do. The host waits for the base.
+    /// Listing for `capacity` operations of a rank, whose stream `idle` has nothing to do. The host waits for the base.
     pub(super) fn new(
         context: &Arc<Context>,
         rank: usize,

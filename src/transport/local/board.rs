@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The notice board of a local group: who waits for what.
+//! The notice board of a local group: which rank waits for what.
 //!
 //! A plain data structure without locks or threads: `local` keeps it behind one mutex, and everything here runs under
 //! that mutex. A rank that enters an exchange posts its two lists here, by address; peers read them there while it
 //! waits. Between the ranks `s` and `d`, the next message is the first of `s`'s sends to `d` and the first of `d`'s
-//! receives from `s` that nobody has claimed yet: two cursors per pair say where those are. Batches need not pair up
+//! receives from `s` that no rank has claimed yet: two cursors per pair say where those are. Batches need not pair up
 //! one to one: what one rank sends in one exchange, its peer may receive in two.
 //!
-//! Nothing here allocates, except in the search for whom to blame, when the group has failed anyway.
+//! Nothing here allocates, except in the search for the rank to blame, when the group has failed anyway.
 
 use super::super::{Label, Message};
 use crate::error::{Cause, Error, Result};
@@ -26,7 +26,7 @@ pub(super) enum Phase {
     Agree,
     /// In an agree that is complete; it has not noticed yet.
     Answered,
-    /// In a call that has failed; it waits until nobody reads its memory any more.
+    /// In a call that has failed; it waits until nothing reads its memory any more.
     Ending,
     /// Dropped.
     Gone,
@@ -52,7 +52,7 @@ impl Posted {
     fn list(&self) -> &[Message] {
         // SAFETY: `first` and `len` come from a slice that its owner borrows until its exchange returns, and the owner
         // calls `Board::retire` under the board's mutex before that. The result borrows the board, hence the mutex, so
-        // it is gone by then. Nobody writes a list while it is borrowed.
+        // it is gone by then. Nothing writes a list while it is borrowed.
         unsafe { std::slice::from_raw_parts(self.first, self.len) }
     }
 }
@@ -63,7 +63,7 @@ pub(super) struct Place {
     /// What it does, or did last.
     pub(super) label: Label,
     pub(super) deadline: Duration,
-    /// It is parked, and nobody has called it since.
+    /// It is parked, and no rank has called it since.
     pub(super) parked: bool,
     sends: Posted,
     recvs: Posted,
@@ -270,7 +270,7 @@ impl Board {
         }
     }
 
-    /// Bytes of the messages that `rank` waits for: those of its exchange that nobody has begun to copy.
+    /// Bytes of the messages that `rank` waits for: those of its exchange that no rank has begun to copy.
     pub(super) fn waiting(&self, rank: usize) -> u64 {
         let (world, place) = (self.places.len(), &self.places[rank]);
         let row = rank * world..(rank + 1) * world;
@@ -319,8 +319,8 @@ impl Board {
         found
     }
 
-    /// Whom to blame for the time that `rank` waits: the nearest rank, along the chain of those who wait for each
-    /// other, that is in no call at all. Where everybody waits it is the first peer, and nobody while a copy that
+    /// Which rank to blame for the time that `rank` waits: the nearest rank, along the chain of those that wait for each
+    /// other, that is in no call at all. Where all ranks wait it is the first peer, and none while a copy that
     /// `rank` waits for, if only indirectly, is under way: a copy ends by itself.
     pub(super) fn blame(&self, rank: usize) -> Option<usize> {
         let mut seen = vec![false; self.places.len()];

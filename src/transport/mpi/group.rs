@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What a rank knows of its group: whether it has failed, whose fault that is, and how long it waits for the others.
 //!
-//! The first failure counts, wherever it was found: whoever finds one tells every rank (`notices.rs`), and from then on all
+//! The first failure counts, wherever it was found: a rank that finds one tells every rank (`notices.rs`), and from then on all
 //! calls answer with it. The same failure reads differently on different ranks, since none blames itself for what it
 //! waits for: of two ranks that expect different sizes, or that wait for each other in different calls, each names the other.
 
@@ -70,7 +70,7 @@ impl Group {
     /// The failure as this rank reports it; `waited`: from a call in which it waited for others itself.
     pub(super) fn error(&self, label: Label, failure: Failure, waited: bool) -> Error {
         let Failure { mut peer, mut cause, other } = failure;
-        // Whoever agrees names the one that exchanges, and the other way round; so each names somebody else.
+        // A rank that agrees names the one that exchanges, and the other way round; so each names another.
         let crossed = matches!(cause, Cause::Disagreed { .. }) && label.operation == AGREEMENT;
         // Nor did a rank that answered too late wait for itself.
         let itself = self.rank == peer && (waited || !matches!(cause, Cause::Deadline { .. }));
@@ -85,7 +85,7 @@ impl Group {
         Error::Peer { rank: self.rank, operation: label.operation, step: label.step, peer, cause }
     }
 
-    /// Notes a failure, unless there is one, and tells everybody; the failure that counts.
+    /// Notes a failure, unless there is one, and tells all ranks; the failure that counts.
     pub(super) fn fail(&self, failure: Failure) -> Failure {
         if self.failure.set(failure).is_ok() && raw::usable().is_ok() {
             for peer in (0..self.world).filter(|&peer| peer != self.rank) {
@@ -107,7 +107,7 @@ impl Group {
     /// Whether anything has failed, here or as others tell.
     pub(super) fn look(&self) -> Option<Failure> {
         match self.notices.listen() {
-            // Whoever failed has told everybody.
+            // The rank that failed has told all others.
             Ok(Some(failure)) => {
                 let _ = self.failure.set(failure);
             }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What ranks tell each other beside the messages: that the run is over, and who waits for whom.
+//! What ranks tell each other beside the messages: that the run is over, and which rank waits for which.
 //!
-//! A receive from anybody is always posted for notices. It is looked at wherever a call waits, and by `poll`; a rank that
-//! computes hears of a failure at its next call. A rank whose deadline has passed asks the peer it waits for whom that
-//! one waits for in turn, and so on: who does not answer takes part in nothing, and is to blame.
+//! A receive from any rank is always posted for notices. It is looked at wherever a call waits, and by `poll`; a rank that
+//! computes learns of a failure at its next call. A rank whose deadline has passed asks the peer it waits for which rank
+//! that one waits for in turn, and so on: a rank that does not answer takes part in nothing, and is to blame.
 
 use std::{
     ffi::c_int,
@@ -19,7 +19,7 @@ use std::{
 use super::raw::{Comm, Refused, Request};
 use crate::error::Cause;
 
-/// For whom a rank waits, and in what: an agreement or an exchange.
+/// Which rank a rank waits for, and in what: an agreement or an exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Wait {
     pub on: usize,
@@ -27,7 +27,7 @@ pub(super) struct Wait {
 }
 
 impl Wait {
-    /// What [`Wait::code`] of nobody is.
+    /// What [`Wait::code`] of no wait is.
     const NOBODY: usize = usize::MAX;
 
     fn code(self) -> usize {
@@ -74,7 +74,7 @@ impl Drop for Letter {
 pub(super) struct Failure {
     pub peer: usize,
     pub cause: Cause,
-    /// Whom `peer` itself names, and `peer` again where nobody else is at fault: for [`Cause::Size`] the rank that expected
+    /// The rank that `peer` itself names, and `peer` again where no other is at fault: for [`Cause::Size`] the rank that expected
     /// another size than `peer` offered; for [`Cause::Disagreed`] between an agreement and an exchange, in which `peer`
     /// agrees, the one that exchanges; for a deadline the one that found it, for which `peer` may wait in turn.
     pub other: usize,
@@ -85,7 +85,7 @@ pub(super) struct Failure {
 pub(super) enum Notice {
     /// The run is over.
     Over(Failure),
-    /// Rank `from` asks for whom this rank waits.
+    /// Rank `from` asks which rank this one waits for.
     Ask { from: usize, question: u64 },
     /// The answer to a question.
     Waits { question: u64, wait: Wait },
@@ -134,7 +134,7 @@ pub(super) struct Notices {
     comm: Comm,
     arriving: Mutex<Letter>,
     leaving: Mutex<Vec<Letter>>,
-    /// For whom this rank waits just now, as a code.
+    /// Which rank this one waits for just now, as a code.
     waits: AtomicUsize,
     /// The last answer, behind its question.
     answer: Mutex<Option<(u64, Wait)>>,
@@ -149,14 +149,14 @@ impl Notices {
         Ok(Self { comm, arriving: Mutex::new(arriving), leaving, waits, answer })
     }
 
-    /// Says for whom this rank waits from now on.
+    /// Says which rank this one waits for from now on.
     pub(super) fn wait_for(&self, wait: Option<Wait>) {
         self.waits.store(wait.map_or(Wait::NOBODY, Wait::code), Ordering::Relaxed);
     }
 
     /// Takes what has arrived, answers questions; a failure, if there is one. Never waits.
     pub(super) fn listen(&self) -> Result<Option<Failure>, Refused> {
-        // Whoever has it looks.
+        // The thread that has it looks.
         let Ok(mut letter) = self.arriving.try_lock() else { return Ok(None) };
         while letter.request.test("MPI_Irecv")? {
             if letter.request.is_none() {
@@ -186,7 +186,7 @@ impl Notices {
         answer.filter(|a| a.0 == question).map(|a| a.1)
     }
 
-    /// Sends a notice, and does not wait for it. There is nobody to tell that this failed: whoever misses it reaches its
+    /// Sends a notice, and does not wait for it. A failure of it is not told: a rank that misses it reaches its
     /// own deadline.
     pub(super) fn send(&self, to: usize, notice: Notice) {
         let mut leaving = self.leaving.lock().unwrap_or_else(PoisonError::into_inner);
@@ -215,7 +215,7 @@ impl Notices {
 }
 
 fn post(comm: Comm, letter: &mut Letter) -> Result<(), Refused> {
-    // SAFETY: the words live until the request is complete, or for ever; nobody reads them before.
+    // SAFETY: the words live until the request is complete, or for ever; nothing reads them before.
     letter.request = unsafe { comm.receive(letter.words.as_ptr().cast(), size_of::<Words>(), None, TAG) }?;
     Ok(())
 }

@@ -3,7 +3,7 @@
 //!
 //! Why not straight from and into the caller's memory: MPI cannot take back a transfer that has begun. `MPI_Cancel`
 //! gives up a receive that no message has met; one that is half written when its sender dies or stops stays half written,
-//! and MPI may go on writing whenever it gets to run. Whoever gets an error from an exchange must have its memory back.
+//! and MPI may go on writing whenever it gets to run. A caller that gets an error from an exchange must have its memory back.
 //! So only slots of the transport are ever given to MPI, and a slot that MPI still holds at the end is never freed. The
 //! copy costs what memory costs; a piece is small enough to lie in the cache between the two copies.
 //!
@@ -161,7 +161,7 @@ impl Pipe {
         loop {
             // SAFETY: the listed messages are valid (the contract of this function).
             unsafe { self.begin(comm, tag) }?;
-            // SAFETY: as above.
+            // SAFETY: the listed messages are valid (the contract of this function).
             if self.under_way == 0 || !unsafe { self.take() }? {
                 return Ok(moved);
             }
@@ -181,14 +181,14 @@ impl Pipe {
             let memory = slot.memory.as_ptr();
             slot.request = match self.way {
                 // SAFETY: the slot is free and has room for a header and a piece; the message is valid for reads (the
-                // contract of `advance`); MPI reads the slot, which nobody writes until the request is complete.
+                // contract of `advance`); MPI reads the slot, which nothing writes until the request is complete.
                 Way::Send => unsafe {
                     let header = [message.bytes as u64, self.begun.number];
                     memory.cast::<[u64; 2]>().write(header);
                     memory.add(HEADER).copy_from_nonoverlapping(message.ptr.add(self.begun.offset), bytes);
                     comm.send(memory, HEADER + bytes, self.peer, tag)
                 },
-                // SAFETY: the slot is free, and nobody touches it until the request is complete.
+                // SAFETY: the slot is free, and nothing touches it until the request is complete.
                 Way::Receive => unsafe { comm.receive(memory, HEADER + self.piece, Some(self.peer), tag) },
             }?;
             self.under_way += 1;
@@ -223,7 +223,7 @@ impl Pipe {
                 return Err(Broken::Order);
             }
             // SAFETY: the piece has as many bytes, since both sides cut messages of this size alike; the message is
-            // valid for writes and nobody else's (the contract of `advance`).
+            // valid for writes and used by nothing else (the contract of `advance`).
             unsafe { message.ptr.add(self.complete.offset).copy_from_nonoverlapping(memory.add(HEADER), bytes) };
         }
         step(&mut self.complete, &message, bytes);

@@ -104,7 +104,7 @@ impl Pipes {
             if let Some(failure) = failed {
                 return Err(failure);
             }
-            // Receives first: who waits to send waits for a peer that has not come to receive.
+            // Receives first: a rank that waits to send waits for a peer that has not come to receive.
             let first = self.active.iter().find(|a| a.0 == Way::Receive).or(self.active.first());
             if let Some(&(_, on)) = first {
                 let pipes = || self.sends.iter().chain(&self.recvs);

@@ -92,7 +92,7 @@ pub(super) struct Comm(MPI_Comm);
 
 // SAFETY: a handle; MPI_THREAD_MULTIPLE allows every thread to use it.
 unsafe impl Send for Comm {}
-// SAFETY: as above.
+// SAFETY: a handle; MPI_THREAD_MULTIPLE allows every thread to use it.
 unsafe impl Sync for Comm {}
 
 impl Comm {
@@ -145,7 +145,7 @@ impl Comm {
     /// Begins to send.
     ///
     /// # Safety
-    /// The bytes stay valid, and nobody writes them, until the request is complete.
+    /// The bytes stay valid, and nothing writes them, until the request is complete.
     pub(super) unsafe fn send(self, ptr: *const u8, bytes: usize, to: usize, tag: c_int) -> Result<Request, Refused> {
         let mut request = Request::none();
         // SAFETY: a live communicator; the bytes stay valid and unwritten until the request is complete (the contract).
@@ -155,10 +155,10 @@ impl Comm {
         Ok(request)
     }
 
-    /// Begins to receive at most that many bytes; `None` from anybody.
+    /// Begins to receive at most that many bytes; `None` from any rank.
     ///
     /// # Safety
-    /// The bytes stay valid, and nobody else touches them, until the request is complete.
+    /// The bytes stay valid, and nothing else touches them, until the request is complete.
     pub(super) unsafe fn receive(
         self,
         ptr: *mut u8,
@@ -167,7 +167,7 @@ impl Comm {
         tag: c_int,
     ) -> Result<Request, Refused> {
         let mut request = Request::none();
-        // SAFETY: a live communicator; the bytes stay valid and nobody else's until the request is complete (the
+        // SAFETY: a live communicator; the bytes stay valid and used by nothing else until the request is complete (the
         // contract).
         check("MPI_Irecv", unsafe {
             let from = from.map_or(ffi::RSMPI_ANY_SOURCE, |peer| peer as c_int);
@@ -178,7 +178,7 @@ impl Comm {
 
     /// Gives it back.
     pub(super) fn free(mut self) {
-        // SAFETY: a duplicate of our own that nothing is under way on. There is nobody to tell that this failed.
+        // SAFETY: a duplicate of our own that nothing is under way on. A failure of it is not told.
         let _ = unsafe { ffi::MPI_Comm_free(&raw mut self.0) };
     }
 }
@@ -228,7 +228,7 @@ impl Request {
     }
 
     pub(super) fn is_none(&self) -> bool {
-        // SAFETY: as above.
+        // SAFETY: a constant of the library.
         self.0 == unsafe { ffi::RSMPI_REQUEST_NULL }
     }
 

@@ -48,7 +48,7 @@ impl Votes {
         let peers = group.filter(|&peer| peer != own.rank);
         for peer in peers.clone() {
             // SAFETY: both rooms have a place for every rank; MPI holds none of them, since the last agreement ended
-            // well. Nobody touches them until the requests are complete.
+            // well. Nothing touches them until the requests are complete.
             let begun = unsafe {
                 ours.add(peer).write(vote);
                 let bytes = size_of_val(&vote);

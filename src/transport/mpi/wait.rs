@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How a call waits: it looks often at first, then sleeps a little, and in the end asks who is to blame.
+//! How a call waits: it looks often at first, then sleeps a little, and in the end asks which rank is to blame.
 //!
 //! MPI has no way to sleep until something arrives, and the cores belong to the kernels. So a call that saw nothing move
 //! first gives its core away and looks again, then sleeps, longer and longer up to a fifth of a millisecond: what arrives
@@ -78,7 +78,7 @@ impl Patience {
         std::thread::sleep((SHORTEST * (1 << (self.sleeps / 16).min(5))).min(LONGEST));
     }
 
-    /// Whom to blame for a deadline that has passed, and how many milliseconds it took: found by questions, each of
+    /// Which rank to blame for a deadline that has passed, and how many milliseconds it took: found by questions, each of
     /// which gets time for an answer. `wait` is what this rank does.
     pub(super) fn expired(
         &mut self,

@@ -3,8 +3,8 @@
 //!
 //! NCCL allows one thread in a communicator at a time, so all calls are made under one mutex. There is one exception: a
 //! communicator of a framework's may block inside a call until other ranks come, and then only an abort from another
-//! thread ends that call (frameworks' own watchdogs do the same). Whoever aborts therefore says so first in `closed`, waits a
-//! moment for the mutex, and aborts without it when the call does not return. Whoever comes out of a call, or waits for
+//! thread ends that call (frameworks' own watchdogs do the same). A thread that aborts therefore says so first in `closed`, waits a
+//! moment for the mutex, and aborts without it when the call does not return. A thread that comes out of a call, or waits for
 //! the library, looks at `closed` before anything else, and never touches the handle again once it is set.
 
 use super::sys::{self, Api, IN_PROGRESS, RawId, SUCCESS};
@@ -29,14 +29,14 @@ const GRACE: Duration = Duration::from_millis(200);
 /// Ranks and ids of the communicators that this process made and that are not gone.
 static MADE: Mutex<Vec<([u8; 128], usize)>> = Mutex::new(Vec::new());
 
-/// Who ends a communicator.
+/// What may end a communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Owner {
     /// This transport made it.
     Us,
-    /// Somebody else, who lets this transport abort it.
+    /// Its owner, which lets this transport abort it.
     OthersAbort,
-    /// Somebody else, who does not.
+    /// Its owner alone.
     Others,
 }
 
@@ -45,7 +45,7 @@ pub(super) struct Communicator {
     api: &'static Api,
     cuda: Arc<Cuda>,
     owner: Owner,
-    /// Whoever is in a call holds it.
+    /// Held by the thread that is in a call.
     turn: Mutex<()>,
     /// Null once it is destroyed or aborted.
     handle: AtomicPtr<core::ffi::c_void>,
@@ -125,10 +125,10 @@ impl Communicator {
         }
     }
 
-    /// Takes a communicator that somebody else has made, and checks that it is the one that was meant.
+    /// Takes a communicator of the caller's, and checks that it is the one that was meant.
     ///
     /// # Safety
-    /// It is null, or a communicator that lives, and that nobody else makes calls with while `self` lives.
+    /// It is null, or a communicator that lives, and that nothing else makes calls with while `self` lives.
     pub(super) unsafe fn take(
         handle: sys::Comm,
         owner: Owner,
@@ -200,7 +200,7 @@ impl Communicator {
         self.entered(self.turn.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// As [`turn`](Self::turn), or `None` while somebody else is in a call.
+    /// As [`turn`](Self::turn), or `None` while another thread is in a call.
     pub(super) fn turn_now(&self) -> Option<Turn<'_>> {
         let turn = match self.turn.try_lock() {
             Ok(turn) => turn,
@@ -235,7 +235,7 @@ impl Communicator {
         if !handle.is_null()
             && let Ok(_entered) = self.cuda.context().enter()
         {
-            // SAFETY: the handle was live and is taken by this swap alone. Either nobody is in a call, or one call does not
+            // SAFETY: the handle was live and is taken by this swap alone. Either no thread is in a call, or one call does not
             // return, and to abort from another thread is NCCL's way to end it. What it returns changes nothing.
             unsafe { (self.api.ncclCommAbort)(handle) };
         }

@@ -21,7 +21,7 @@
 //! NCCL does not say which of several peers did not answer, so all of the exchange are named. A rank that
 //! failed stays failed; a new group, with a new id, works on the same devices and streams.
 //!
-//! Nobody tells the other ranks: there is no channel beside NCCL. They learn of it from NCCL, which reports peers that
+//! The other ranks are not told: there is no channel beside NCCL. They learn of it from NCCL, which reports peers that
 //! are gone where it talks to them over sockets or InfiniBand, or at their own deadline. Over NVLink and shared memory it
 //! reports nothing, and the deadline is all there is. So every rank should have the same one, longer than a peer's kernels
 //! between two exchanges may take.
@@ -71,7 +71,7 @@ pub struct UniqueId([u8; 128]);
 
 impl core::fmt::Debug for UniqueId {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        // It holds an address that whoever knows it can talk to.
+        // It holds an address, with which anything can connect.
         f.write_str("UniqueId(…)")
     }
 }
@@ -96,7 +96,7 @@ impl UniqueId {
     }
 }
 
-/// What happens to a communicator of somebody else's when a run fails.
+/// What happens to a communicator of the caller's when a run fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnFailure {
@@ -154,7 +154,7 @@ impl Nccl {
     /// As [`Nccl::new`], and [`Error::Invalid`] when the communicator is null, or of another rank, another world or another device.
     ///
     /// # Safety
-    /// `comm` is null, or a communicator that lives until the transport is dropped. Nobody else makes calls with it
+    /// `comm` is null, or a communicator that lives until the transport is dropped. Nothing else makes calls with it
     /// while a run is being enqueued, and its ranks enqueue their runs in the same order with what else they do with it.
     pub unsafe fn from_raw(
         comm: *mut c_void,
@@ -239,7 +239,8 @@ impl Nccl {
             outcome = outcome.and_then(|()| api.begun("ncclSend", code).map(|_| ()));
         }
         for m in recvs {
-            // SAFETY: as above, of writes.
+            // SAFETY: a live communicator of which this thread has the turn, a stream of its device, and memory that
+            // the caller promised to be valid for writes until the exchange is over.
             let code = unsafe { (api.ncclRecv)(m.ptr.cast(), m.bytes, sys::UINT8, m.peer as i32, comm, stream) };
             outcome = outcome.and_then(|()| api.begun("ncclRecv", code).map(|_| ()));
         }
@@ -285,7 +286,7 @@ impl Nccl {
         let others = || group.clone().filter(|&peer| peer != self.rank);
         let sends: Vec<Message> = others().map(|peer| Message { peer, ptr: out, bytes: SIZE }).collect();
         let recvs: Vec<Message> = others().map(|peer| Message { peer, ptr: at(peer), bytes: SIZE }).collect();
-        // SAFETY: room for the numbers of all ranks, which `self` keeps until its stream is done, and nobody else uses:
+        // SAFETY: room for the numbers of all ranks, which `self` keeps until its stream is done, and nothing else uses:
         // the mutex is held.
         let number = unsafe { self.enqueue(AGREE, &sends, &recvs) }?;
         self.wait_for(number)?;
@@ -342,7 +343,7 @@ impl Transport for Nccl {
         if sends.is_empty() && recvs.is_empty() {
             return Ok(());
         }
-        // SAFETY: the bytes are valid, and nobody else's, until the exchange is over (the contract of
+        // SAFETY: the bytes are valid, and used by nothing else, until the exchange is over (the contract of
         // `Transport::exchange`).
         unsafe { self.enqueue(label, sends, recvs) }.map(|_| ()).map_err(|error| self.failed(error))
     }
@@ -352,7 +353,7 @@ impl Transport for Nccl {
         self.stream.query().map(|_| ())
     }
 
-    /// Ends the communicator on this rank. The others hear of it from NCCL, or at their deadlines.
+    /// Ends the communicator on this rank. The others learn of it from NCCL, or at their deadlines.
     fn abort(&self, cause: Cause) {
         self.watch.abort(cause);
     }
@@ -393,7 +394,7 @@ impl Drop for Nccl {
         if thread::panicking() {
             self.abort(Cause::Panicked);
         }
-        // Waits for what is enqueued, as long as the watchdog lets it be. A failure has been reported, or concerns nobody
+        // Waits for what is enqueued, as long as the watchdog lets it be. A failure has been reported, or concerns no rank
         // any more.
         let done = self.synchronize().is_ok();
         self.watch.leave();

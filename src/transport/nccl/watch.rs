@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The watchdog: who notices that an exchange does not end, when no host waits for it.
+//! The watchdog: it notices that an exchange does not end, when no host waits for it.
 //!
 //! Every exchange puts an event before and one behind its group, and an entry into a queue. A thread of the transport's
 //! looks at the oldest entry now and then. Its clock starts when its first event has passed: what the stream did before,
 //! and how long the caller's own kernels took, does not count. It is over when the second has. An exchange whose call on
 //! the host has not returned (a communicator of a framework's may block there) is timed from the beginning of the call.
 //!
-//! When the oldest exchange is past the deadline, when NCCL reports an error of the communicator, or when somebody calls
+//! When the oldest exchange is past the deadline, when NCCL reports an error of the communicator, or when a thread calls
 //! `abort`, the first to notice writes down the failure, with what the oldest exchange is, and aborts the communicator:
 //! its kernels end, and the stream goes on with what was behind them.
 
@@ -147,7 +147,7 @@ impl Watch {
         }
     }
 
-    /// Somebody ends the run.
+    /// The run is ended.
     pub(super) fn abort(&self, cause: Cause) {
         if self.failed.load(Ordering::Acquire) {
             return;

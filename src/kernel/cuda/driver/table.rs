@@ -47,7 +47,7 @@ macro_rules! functions {
             let table = Table {
                 // SAFETY: each line is the prototype of the library's header; the table keeps the library open.
                 $($(#[$if])* $name: unsafe { find(&library, file, stringify!($name), $way_out) }?,)*
-                // SAFETY: as above.
+                // SAFETY: each line is the prototype of the library's header; the table keeps the library open.
                 $($new: unsafe { find(&library, file, stringify!($new), $way_out) }.ok(),)*
                 _library: library,
             };

@@ -13,7 +13,7 @@ use crate::{
 
 /// What a schedule is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Job {
+pub(super) enum Run {
     Attention(Direction),
     AllToAll(AllToAll),
 }
@@ -29,7 +29,7 @@ pub(super) struct Form {
     pub written: bool,
 }
 
-impl Job {
+impl Run {
     /// How a rank's run takes a tensor; `None` where it has no use for one.
     pub(super) fn form(self, plan: &Plan, rank: usize, tensor: TensorId) -> Option<Form> {
         let p = plan.problem();

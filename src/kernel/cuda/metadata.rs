@@ -4,13 +4,13 @@
 //! Blocks start roughly in the order of the grid, so the tiles with the most to do come first: what is left at the end
 //! is then short. The cost of a tile is the number of partner rows it may meet, estimated from positions alone.
 
+use super::metadata_buffer::{SortBuffers, Writer, padded};
 use super::params::{Divisor, Run, Work};
-use super::room::{Scratch, Writer, padded};
 use crate::call::{QRange, Range, Ranges};
 
-/// Where the lists lie on the device.
+/// Where the metadata lies on the device.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Lists {
+pub(super) struct Metadata {
     pub queries: u64,
     pub keys: u64,
     /// Of each q run, its k runs.
@@ -34,7 +34,7 @@ fn count(lens: impl Iterator<Item = u32>, rows: u32) -> usize {
     if rows == 0 { 0 } else { lens.map(|len| len.div_ceil(rows) as usize).sum() }
 }
 
-/// Bytes of the lists.
+/// Bytes of the metadata.
 pub(super) fn bytes(ranges: &Ranges, tiles: Tiles) -> usize {
     let query_tiles = count(ranges.q.iter().map(|q| q.range.len), tiles.queries);
     let key_tiles = count(ranges.k.iter().map(|k| k.len), tiles.keys);
@@ -66,15 +66,15 @@ pub(super) fn run(range: &Range, begin: u32, end: u32, mode: u32) -> Run {
     }
 }
 
-/// Writes the lists. Ranges were checked; windows are cut as [`super::check::score`] cuts them.
+/// Writes the metadata. Ranges were checked; windows are cut as [`super::check::score`] cuts them.
 pub(super) fn write(
-    scratch: &mut Scratch,
+    scratch: &mut SortBuffers,
     writer: &mut Writer<'_>,
     ranges: &Ranges,
     tiles: Tiles,
     window: (i64, i64),
-) -> Lists {
-    let mut lists = Lists::default();
+) -> Metadata {
+    let mut lists = Metadata::default();
     let (queries, at) = writer.array::<Run>(ranges.q.len());
     lists.queries = at;
     let (keys, at) = writer.array::<Run>(ranges.k.len());
@@ -107,7 +107,7 @@ pub(super) fn write(
 
 /// Writes the tiles of so many q rows; where they lie, and how many there are.
 pub(super) fn query_work(
-    scratch: &mut Scratch,
+    scratch: &mut SortBuffers,
     writer: &mut Writer<'_>,
     ranges: &Ranges,
     rows: u32,
@@ -166,7 +166,7 @@ pub(super) fn sort(tiles: &mut [(u64, Work)]) {
 }
 
 /// Writes the tiles in their order.
-pub(super) fn work(scratch: &mut Scratch, writer: &mut Writer<'_>) -> (u64, usize) {
+pub(super) fn work(scratch: &mut SortBuffers, writer: &mut Writer<'_>) -> (u64, usize) {
     sort(&mut scratch.tiles);
     let (out, at) = writer.array::<Work>(scratch.tiles.len());
     for (out, (_, work)) in out.iter_mut().zip(&scratch.tiles) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where the lists of a call are written: into a ring that is uploaded with the call, or into what a plan keeps.
+//! Where the scheduler metadata of a call is written: into a ring that is uploaded with the call, or into what a plan keeps.
 
 use super::bases::{BaseShapes, Place};
 use super::params::Work;
@@ -34,28 +34,28 @@ impl Places {
     }
 }
 
-/// Where the lists of a call are written, and what the addresses of its tensors are.
-pub(super) trait Room {
+/// Where the metadata of a call is written, and what the addresses of its tensors are.
+pub(super) trait MetadataBuffer {
     /// A writer of at most `bytes` bytes, and vectors to sort in.
-    fn begin(&mut self, bytes: usize) -> Result<(Writer<'_>, &mut Scratch)>;
+    fn begin(&mut self, bytes: usize) -> Result<(Writer<'_>, &mut SortBuffers)>;
 
     /// What the addresses of tensors stand for.
     fn places(&self) -> Places;
 
-    /// Hears of a tensor whose rows must begin at multiples of 16 bytes when the call is run.
+    /// Is told of a tensor whose rows must begin at multiples of 16 bytes when the call is run.
     fn must_align(&mut self, address: u64);
 }
 
-/// Vectors that lists are sorted in.
+/// Vectors that metadata is sorted in.
 #[derive(Debug, Default)]
-pub(super) struct Scratch {
+pub(super) struct SortBuffers {
     /// Tiles while they are sorted.
     pub tiles: Vec<(u64, Work)>,
     /// Runs of keys while they are put together: another of the same component, and the least cost met so far.
     pub runs: Vec<(u32, u64)>,
 }
 
-/// What a call has written: where it begins, the bytes of its lists, and those of the words behind them.
+/// What a call has written: where it begins, the bytes of its metadata, and those of the words behind it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Part {
     pub begin: usize,
@@ -85,7 +85,7 @@ impl<'a> Writer<'a> {
     /// An array of `n`, and its address on the device.
     ///
     /// # Panics
-    /// When the part is smaller than what [`Room::begin`] was told; that would be a defect of the backend.
+    /// When the part is smaller than what [`MetadataBuffer::begin`] was told; that would be a defect of the backend.
     pub fn array<T: Pod>(&mut self, n: usize) -> (&'a mut [T], u64) {
         assert_eq!(self.words, 0, "arrays come before words");
         let bytes = n * size_of::<T>();
