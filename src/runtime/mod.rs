@@ -12,8 +12,8 @@
 //! - [`bind`]: the caller's tensors, checked before anything is touched; [`prepared`]: a plan as a rank keeps it;
 //!   [`proof`]: what its schedule is checked for; [`run`]: what a run is for;
 //! - [`agreement`] and [`tags`]: that all ranks run the same; [`failure`]: that a group which failed stays failed;
-//! - [`ops`]: one operation, wherever it runs; [`host_rank`], [`lanes`], [`walk`], [`host`] and [`workspace`]: on the CPU; `device`:
-//!   on a device.
+//! - [`ops`]: one operation, wherever it runs; [`workspace`]: the memory that it works in; [`host_rank`], [`lanes`], [`walk`]
+//!   and [`host`]: on the CPU; `device`: on a device.
 
 mod agreement;
 mod all_to_all;

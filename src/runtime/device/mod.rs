@@ -12,11 +12,11 @@
 //!
 //! That all ranks run the same is agreed on by their hosts before the first run of a plan and direction
 //! ([`agreement`](super::agreement)). Later runs carry the check along ([`tags`](super::tags)), which the devices compare:
-//! what they find the host is told when it asks next ([`Notice`]).
+//! what they find the host is told when it asks next ([`Notice`]). A [`Tracer`] records what each
+//! lane does, with events around each operation.
 
 use std::{
     boxed::Box,
-    format,
     ops::Range,
     sync::Arc,
     time::{Duration, Instant},
@@ -31,7 +31,7 @@ use super::{
     ops::Listing,
     prepared::{Entry, Prepared, Remembered},
     run::Run,
-    workspace::{OwnMemory, Workspace},
+    workspace::Workspace,
 };
 use crate::{
     element::Dtype,
@@ -43,6 +43,7 @@ use crate::{
     transport::{DeviceTransport, Transport},
 };
 
+mod memory;
 mod notice;
 mod sequence;
 mod tracer;
@@ -81,16 +82,6 @@ impl Marks {
     pub(crate) fn new(cuda: &Cuda) -> Result<Self> {
         let event = || Event::new(cuda.context());
         Ok(Self { begin: event()?, end: event()?, over: event()?, notice: Arc::new(Notice::new(cuda)?) })
-    }
-}
-
-impl OwnMemory for DeviceMemory {
-    fn ptr(&self) -> *mut u8 {
-        DeviceMemory::ptr(self)
-    }
-
-    fn bytes(&self) -> usize {
-        DeviceMemory::bytes(self)
     }
 }
 
@@ -211,52 +202,6 @@ impl DeviceRank {
         }
     }
 
-    /// Lends the rank device memory to work in, instead of memory of its own. Waits for what it enqueued.
-    ///
-    /// # Safety
-    /// The `bytes` at `ptr` are memory of the rank's device, valid and untouched by others until another workspace is
-    /// lent or the rank is dropped.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] if `ptr` is not a multiple of [`ALIGNMENT`], or the first or last byte is not memory of the
-    /// rank's device.
-    pub(super) unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
-        Workspace::<DeviceMemory>::accept(ptr)?;
-        if bytes > 0 {
-            self.device().accept_address("workspace", ptr)?;
-            let last = ptr.wrapping_add(bytes - 1);
-            self.device().accept_address("workspace", last).map_err(|_| {
-                let ordinal = self.device().ordinal();
-                let expected = format!("as many as are memory of device {ordinal}: the last, at {last:p}, is not");
-                Error::invalid("workspace", format!("{bytes} bytes at {ptr:p}"), expected)
-            })?;
-        }
-        self.settle()?;
-        let own = self.workspace.lend(ptr, bytes);
-        self.retire(own);
-        Ok(())
-    }
-
-    /// Ends the lending: from now on the rank works in memory of its own again, which `prepare`, or the next
-    /// run, allocates. Waits for what it enqueued.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub(super) fn take_workspace_back(&mut self) -> Result<()> {
-        if self.workspace.is_lent() {
-            self.settle()?;
-            self.workspace.take_back();
-        }
-        Ok(())
-    }
-
-    /// Frees memory, unless a graph may still use it.
-    fn retire(&mut self, memory: Option<DeviceMemory>) {
-        if self.prepared.iter().any(|p| p.captured) {
-            self.retired.extend(memory);
-        }
-    }
-
     /// Bytes of lists that the rank keeps on the device, for all plans that it remembers: its last 16 plans and directions,
     /// and all that were captured into a graph. [`Plan::explain`] bounds them for each plan.
     pub(super) fn list_bytes(&self) -> u64 {
@@ -272,19 +217,6 @@ impl DeviceRank {
     pub(super) fn prepare(&mut self, plan: &Plan, run: Run) -> Result<()> {
         let at = self.ready(plan, run)?;
         self.work_at(at).map(|_| ())
-    }
-
-    /// Where a prepared run works: memory of the rank's own grows to what it needs.
-    fn work_at(&mut self, at: usize) -> Result<*mut u8> {
-        let needed = self.prepared[at].prepared.schedule.workspace;
-        if self.workspace.is_short(needed) {
-            self.settle()?;
-            let own = self.workspace.take_own();
-            self.retire(own);
-            let larger = self.device().allocate(needed as usize)?;
-            self.workspace.set_own(larger);
-        }
-        self.workspace.at(needed)
     }
 
     /// Refuses what no run of a plan could honour here. Found while planning, it ends no run.
