@@ -123,6 +123,8 @@ __device__ __forceinline__ u64 matrix_at(u32 address, u32 panel_bytes) {
 #define SUMS16(how, n) SUMS4(how, n), SUMS4(how, n + 1), SUMS4(how, n + 2), SUMS4(how, n + 3)
 #define SUMS32(how, n) SUMS16(how, n), SUMS16(how, n + 4)
 #define SUMS64(how, n) SUMS32(how, n), SUMS32(how, n + 8)
+#define SUMS48(how, n) SUMS32(how, n), SUMS16(how, n + 8)
+#define SUMS96(how, n) SUMS64(how, n), SUMS32(how, n + 16)
 #define SUMS128(how, n) SUMS64(how, n), SUMS64(how, n + 16)
 #define ADDED "+f"
 #define NEW "=f"
@@ -130,15 +132,21 @@ __device__ __forceinline__ u64 matrix_at(u32 address, u32 panel_bytes) {
 #define REGISTERS32                                                                                  \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
     "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGISTERS48 \
+    REGISTERS32     \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define REGISTERS64                                                                                              \
     REGISTERS32                                                                                                  \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
     "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define REGISTERS128 \
+#define REGISTERS96 \
     REGISTERS64 \
     ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76" \
     ", %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89" \
-    ", %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102" \
+    ", %90, %91, %92, %93, %94, %95"
+#define REGISTERS128 \
+    REGISTERS96 \
+    ", %96, %97, %98, %99, %100, %101, %102" \
     ", %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115" \
     ", %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
@@ -168,8 +176,12 @@ __device__ __forceinline__ u64 matrix_at(u32 address, u32 panel_bytes) {
     }
 PRODUCTS(F16, "f16", 64, SUMS32, REGISTERS32, "%32", "%33", "%34", "%35", "%36")
 PRODUCTS(Bf16, "bf16", 64, SUMS32, REGISTERS32, "%32", "%33", "%34", "%35", "%36")
+PRODUCTS(F16, "f16", 96, SUMS48, REGISTERS48, "%48", "%49", "%50", "%51", "%52")
+PRODUCTS(Bf16, "bf16", 96, SUMS48, REGISTERS48, "%48", "%49", "%50", "%51", "%52")
 PRODUCTS(F16, "f16", 128, SUMS64, REGISTERS64, "%64", "%65", "%66", "%67", "%68")
 PRODUCTS(Bf16, "bf16", 128, SUMS64, REGISTERS64, "%64", "%65", "%66", "%67", "%68")
+PRODUCTS(F16, "f16", 192, SUMS96, REGISTERS96, "%96", "%97", "%98", "%99", "%100")
+PRODUCTS(Bf16, "bf16", 192, SUMS96, REGISTERS96, "%96", "%97", "%98", "%99", "%100")
 PRODUCTS(F16, "f16", 256, SUMS128, REGISTERS128, "%128", "%129", "%130", "%131", "%132")
 PRODUCTS(Bf16, "bf16", 256, SUMS128, REGISTERS128, "%128", "%129", "%130", "%131", "%132")
 #undef PRODUCTS

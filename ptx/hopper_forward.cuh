@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // Forward attention on sm_90a: one warpgroup loads, two multiply.
 //
-// A block takes items (a tile of BM q rows of one head) by ticket until none are left. One thread of the loading warpgroup
-// walks over the keys that an item may meet and issues the copies: q once, then k and v of each step into rings of STAGES
-// buffers. With each k it leaves a `HopperStep` beside the buffer, with each q an `Own`. Two warpgroups own 64 q rows each.
+// A block takes items by ticket until none are left: a tile of BM q rows of one head or, where ranges are short, of fewer
+// rows of several heads that read the same kv head (a shared tile). One thread of the loading warpgroup walks over the keys
+// that an item may meet and issues the copies: q once, then k and v of each step into rings of STAGES buffers. With each k it
+// leaves a `HopperStep` beside the buffer, with each q an `Item`. Two warpgroups own 64 rows of q each.
 // In each step a warpgroup issues Q K^T of this tile of keys and P V of the one before, turns the new scores into
 // probabilities while P V still runs, and rescales o when that is done; the two take turns in issuing, so that the softmax
 // of one runs beside the products of the other. (FlashAttention-3: Shah et al., 2024.)
@@ -22,6 +23,21 @@
 
 struct HopperMaps {
     TensorMap q, k, v;
+    TensorMap q_shared;  // that of q with the box of a shared tile
+};
+
+// Tiles of 2^token_bits q rows: head after head, as many heads as fill BM rows. The q heads of a call that read one kv head
+// are cut into `each` parts of so many heads; the first kv head has `first_heads` of them, the others up to `group`.
+struct SharedTiles {
+    const Work* work;
+    u32 begin;  // the first item: 0, or behind those of one head
+    u32 tiles;
+    u32 parts;  // items of a tile
+    u32 each;
+    u32 first_heads;
+    u32 group;
+    u32 token_bits;
+    u32 unused;
 };
 
 // Begins with what the kernel of sm_80 is given, which does the call where maps cannot say what its tensors are.
@@ -33,6 +49,16 @@ struct HopperForwardParams {
     u32 k_span;        // and of those of k and v
     u32 tiles;         // work items of one head
     u32 section;       // q heads whose tiles are taken before any of the next ones
+    SharedTiles shared;
+};
+
+// What a block works on.
+struct Item {
+    Own own;         // its first head, and the rows of each
+    u32 heads;
+    u32 token_bits;  // of the rows that lie between one head and the next; those of BM where there is one head
+    u32 meets;       // whether it meets any key
+    u32 unused;
 };
 
 // A tile of keys.
@@ -55,15 +81,17 @@ struct HopperForward {
     static constexpr int THREADS = Shape::THREADS, NT = BN / 8;
     // A panel of 64 columns, in bytes.
     static constexpr u32 Q_PANEL = BM * 128, K_PANEL = BN * 128;
-    static constexpr u32 Q_BYTES = Q_PANEL * (D / 64), K_BYTES = K_PANEL * (D / 64), V_BYTES = K_PANEL * (DV / 64);
+    static constexpr int WIDTH = Shape::WIDTH, VALUE_WIDTH = Shape::VALUE_WIDTH;
+    static constexpr u32 Q_BYTES = Q_PANEL * (WIDTH / 64), K_BYTES = K_PANEL * (WIDTH / 64);
+    static constexpr u32 V_BYTES = K_PANEL * (VALUE_WIDTH / 64);
     static constexpr u32 WARPS = BM / 16, GROUP_ROWS = 64;
-    static_assert(BM == 128 && D % 64 == 0 && DV % 64 == 0 && STAGES == 2, "two warpgroups, whole panels");
+    static constexpr u32 BM_BITS = 7;
+    static_assert(BM == 1 << BM_BITS && WIDTH % 64 == 0 && DV % 32 == 0 && STAGES == 2, "two warpgroups, whole panels");
 
     struct Control {
         u64 q_full, q_empty;
         u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-        Own own[2];
-        u32 steps_of[2];  // whether that item meets anything
+        Item items[2];
         HopperStep steps[STAGES];
         Sweep<1> sweep;
     };
@@ -106,40 +134,67 @@ struct HopperForward {
                      (int)((u32)run.row + end), barrier);
     }
 
+    // The shared tile that is the `at`-th of them, and the kv head it reads.
+    static __device__ __forceinline__ void begin_shared(volatile Item& item, const HopperForwardParams& p, u32 at) {
+        const SharedTiles& s = p.shared;
+        const u32 part = at % s.parts, kv = part / s.each, skipped = (part - kv * s.each) << (BM_BITS - s.token_bits);
+        const u32 head = (kv == 0 ? 0 : s.first_heads + (kv - 1) * s.group) + skipped;
+        const u32 end = min(p.call.heads.q_heads, s.first_heads + kv * s.group);
+        const Work work = s.work[at / s.parts];
+        describe(item.own, p.call.queries[work.run], work, 1u << s.token_bits, head, kv_head_of(p.call.heads, head));
+        item.heads = min(end - head, (u32)BM >> s.token_bits);
+        item.token_bits = s.token_bits;
+    }
+
+    // The tile of one head that is the `at`-th of them.
+    static __device__ __forceinline__ void begin_single(volatile Item& item, const HopperForwardParams& p, u32 at) {
+        const ForwardParams& call = p.call;
+        const u32 section = at / (p.tiles * p.section), before = section * p.section;
+        const u32 heads = min(p.section, call.heads.q_heads - before), inside = at - before * p.tiles;
+        const u32 head = before + inside % heads;
+        const Work work = p.work[inside / heads];
+        describe(item.own, call.queries[work.run], work, BM, head, kv_head_of(call.heads, head));
+        item.heads = 1;
+        item.token_bits = BM_BITS;
+    }
+
     static __device__ __forceinline__ void produce(const HopperMaps& maps, const HopperForwardParams& p, const Shared& at,
                                                    volatile Control& control) {
         const ForwardParams& call = p.call;
         const Window window = {call.score.left, call.score.right};
         const Partners side = {call.keys, call.partners, nullptr, nullptr};
         const u32 general = call.score.flags & SCORE_GENERAL ? STEP_GENERAL : 0;
-        const u32 items = p.tiles * call.heads.q_heads;
+        const u32 shared_items = p.shared.tiles * p.shared.parts, items = p.tiles * call.heads.q_heads + shared_items;
         Place place;
-        u32 item = blockIdx.x;
+        u32 at_item = blockIdx.x;
         for (u32 n = 0;; ++n) {
             const u32 slot = n & 1;
             // The item before has been read from its slot by all when q is free again for the next.
             barrier_wait(at.q_empty(), slot ^ 1);
-            volatile Own& own = control.own[slot];
-            if (item >= items) {
+            volatile Item& item = control.items[slot];
+            volatile Own& own = item.own;
+            if (at_item >= items) {
                 own.rows = 0;
                 barrier_arrive(at.q_full());
                 break;
             }
             // The next ticket is drawn now, so that it is there when it is needed.
             const u32 next = gridDim.x + atomicAdd(p.tickets, 1);
-            const u32 section = item / (p.tiles * p.section), before = section * p.section;
-            const u32 heads = min(p.section, call.heads.q_heads - before), inside = item - before * p.tiles;
-            const u32 head = before + inside % heads, kv_head = kv_head_of(call.heads, head);
-            const Work work = p.work[inside / heads];
-            const Run& query = call.queries[work.run];
-            describe(own, query, work, BM, head, kv_head);
+            const bool is_shared = at_item - p.shared.begin < shared_items;
+            if (is_shared)
+                begin_shared(item, p, at_item - p.shared.begin);
+            else
+                begin_single(item, p, at_item < p.shared.begin ? at_item : at_item - shared_items);
+            const u32 kv_head = own.partner;
+            const Run& query = call.queries[own.run];
             volatile Sweep<1>& sweep = control.sweep;
             sweep.start(query.begin, query.end, kv_head, kv_head + 1, own, window, side);
-            control.steps_of[slot] = sweep.row != sweep.row_end;
+            item.meets = sweep.row != sweep.row_end;
             if (sweep.row == sweep.row_end)
                 barrier_arrive(at.q_full());
             else
-                load<BM, D>(at.q, maps.q, p.q_span, query, work.first, query.len, head, at.q_full());
+                load<BM, WIDTH>(at.q, is_shared ? maps.q_shared : maps.q, p.q_span, query, own.first, query.len, own.head,
+                            at.q_full());
             while (sweep.row != sweep.row_end) {
                 const u32 first = sweep.row, end = sweep.row_end, run = sweep.run;
                 const bool whole = end - first >= BN && first >= sweep.full_begin && first + BN <= sweep.full_end;
@@ -155,19 +210,28 @@ struct HopperForward {
                 step.run = run;
                 step.first = first;
                 step.flags = general | (whole ? 0 : STEP_MASKED) | (last ? STEP_LAST : 0);
-                load<BN, D>(at.k + stage * K_BYTES, maps.k, p.k_span, keys, first, end, kv_head, at.k_full(stage));
+                load<BN, WIDTH>(at.k + stage * K_BYTES, maps.k, p.k_span, keys, first, end, kv_head, at.k_full(stage));
                 barrier_wait(at.v_empty(stage), free);
-                load<BN, DV>(at.v + stage * V_BYTES, maps.v, p.k_span, keys, first, end, kv_head, at.v_full(stage));
+                load<BN, VALUE_WIDTH>(at.v + stage * V_BYTES, maps.v, p.k_span, keys, first, end, kv_head, at.v_full(stage));
                 ++place.count;
             }
-            item = next;
+            at_item = next;
         }
     }
 
     // -- The multiplying warps.
 
-    // The warp's first row in the tile.
+    // The warp's first row in the tile. Its 16 rows are of one head.
     static __device__ __forceinline__ u32 warp_row() { return ((fresh_thread() >> 5) - 4) * 16; }
+
+    // That row among those of its head, how many heads lie before it, and whether there is such a head.
+    static __device__ __forceinline__ u32 head_row(volatile const Item& item) {
+        return warp_row() & ((1u << item.token_bits) - 1);
+    }
+    static __device__ __forceinline__ u32 heads_before(volatile const Item& item) { return warp_row() >> item.token_bits; }
+    static __device__ __forceinline__ u32 rows_of_head(volatile const Item& item) {
+        return heads_before(item) < item.heads ? item.own.rows : 0;
+    }
 
     // One arrival of the warp, once all its lanes are done.
     static __device__ __forceinline__ void release(u32 barrier) {
@@ -194,14 +258,17 @@ struct HopperForward {
     }
 
     // Everything between q k and the exponent.
-    static __device__ __forceinline__ void shape(Scores& s, const ForwardParams& p, volatile const Own& own,
+    static __device__ __forceinline__ void shape(Scores& s, const ForwardParams& p, volatile const Item& item,
                                                  volatile const HopperStep& step, u32 flags) {
         if (!(flags & (STEP_MASKED | STEP_GENERAL))) return;
-        const u32 row = warp_row() + (fresh_thread() & 31) / 4;
+        volatile const Own& own = item.own;
+        const u32 row = head_row(item) + (fresh_thread() & 31) / 4;
         if (flags & STEP_GENERAL) {
             general_scores<false>(s, s, p.score);
             if (p.slopes.ptr) {
-                const float slope = *(const float*)(p.slopes.ptr + own.head * p.slopes.head);
+                // Of a head that is there: the scores of the others are not used.
+                const u32 before = min(heads_before(item), item.heads - 1);
+                const float slope = *(const float*)(p.slopes.ptr + (own.head + before) * p.slopes.head);
                 alibi(s, p.queries[own.run], own.first + row, p.keys[step.run], step.first, slope * LOG2E);
             }
         }
@@ -252,18 +319,19 @@ struct HopperForward {
     }
 
     // In an item's last step: what the epilogue will read of the running result, so that it does not wait for memory.
-    static __device__ __forceinline__ void expect_running(const ForwardParams& p, volatile const Own& own) {
+    static __device__ __forceinline__ void expect_running(const ForwardParams& p, volatile const Item& item) {
+        volatile const Own& own = item.own;
         const u32 mode = p.queries[own.run].mode;
         if (mode != MODE_MERGE && mode != MODE_LAST) return;
-        const u32 row = warp_row() + (fresh_thread() & 31);
-        const char* from = p.running.ptr + own.head * p.running.head + (own.row + row) * p.running.token;
+        const u32 row = head_row(item) + (fresh_thread() & 31), head = own.head + heads_before(item);
+        const char* from = p.running.ptr + head * p.running.head + (own.row + row) * p.running.token;
         // Half of the lanes, a row each. The host requires rows that begin at multiples of 16 bytes.
-        if ((fresh_thread() & 31) < 16 && row < own.rows) prefetch(from, p.heads.value * 4);
+        if ((fresh_thread() & 31) < 16 && row < rows_of_head(item)) prefetch(from, p.heads.value * 4);
     }
 
     // All keys of one item.
     static __device__ __forceinline__ void multiply(const ForwardParams& p, const Shared& at, volatile Control& control,
-                                                    volatile const Own& own, u32 group, Place& place, Out& out,
+                                                    volatile const Item& item, u32 group, Place& place, Out& out,
                                                     float (&row_max)[2], float (&row_sum)[2]) {
         const u64 q = matrix_at(at.q + group * GROUP_ROWS * 128, Q_PANEL);
         const u64 k = matrix_at(at.k, K_PANEL), v = matrix_at(at.v, K_PANEL);
@@ -281,9 +349,9 @@ struct HopperForward {
         u32 flags = control.steps[stage].flags;
         if (flags & STEP_LAST) {
             release(at.q_empty());
-            expect_running(p, own);
+            expect_running(p, item);
         }
-        shape(s, p, own, control.steps[stage], flags);
+        shape(s, p, item, control.steps[stage], flags);
         release(at.k_empty(stage));
         softmax(s, row_max, row_sum, rescale, p.score.exp_scale);
         round(weights, s);
@@ -308,9 +376,9 @@ struct HopperForward {
             flags = control.steps[stage].flags;
             if (flags & STEP_LAST) {
                 release(at.q_empty());
-                expect_running(p, own);
+                expect_running(p, item);
             }
-            shape(s, p, own, control.steps[stage], flags);
+            shape(s, p, item, control.steps[stage], flags);
             release(at.k_empty(stage));
             softmax(s, row_max, row_sum, rescale, p.score.exp_scale);
             product_wait<0>();
@@ -350,13 +418,13 @@ struct HopperForward {
     }
 
     // As in the kernel of sm_80: merges with the running result, adds the sink, writes.
-    static __device__ __forceinline__ void epilogue(const ForwardParams& p, volatile const Own& own, Out& out,
+    static __device__ __forceinline__ void epilogue(const ForwardParams& p, volatile const Item& item, Out& out,
                                                     const float (&row_max)[2], const float (&row_sum)[2]) {
-        const u32 mode = p.queries[own.run].mode;
-        const u32 head = own.head;
-        const i64 first_row = own.row;
-        const int rows = (int)own.rows;
-        const int base = warp_row();
+        const u32 mode = p.queries[item.own.run].mode;
+        const u32 head = item.own.head + heads_before(item);
+        const i64 first_row = item.own.row;
+        const int rows = (int)rows_of_head(item);
+        const int base = head_row(item);
         const int lane = threadIdx.x & 31;
         const int g = lane >> 2, t = lane & 3;
         const bool continues = mode == MODE_MERGE || mode == MODE_LAST;
@@ -378,7 +446,7 @@ struct HopperForward {
                 lse = merge(load_lse(running_lse, p.running_lse_words), lse, keep, weight);
                 scale *= weight;
             }
-            if (finishes && p.sinks.ptr) {
+            if (finishes && ok && p.sinks.ptr) {
                 const LogSumExp sink = {*(const float*)(p.sinks.ptr + head * p.sinks.head), 0.0f};
                 float weight, of_sink;
                 lse = merge(lse, sink, weight, of_sink);
@@ -430,16 +498,16 @@ struct HopperForward {
         for (u32 n = 0;; ++n) {
             const u32 slot = n & 1;
             barrier_wait(at.q_full(), slot);
-            volatile const Own& own = control.own[slot];
-            if (own.rows == 0) break;
+            volatile const Item& item = control.items[slot];
+            if (item.own.rows == 0) break;
             Out out;
             clear(out);
             float row_max[2] = {minus_infinity(), minus_infinity()}, row_sum[2] = {0.0f, 0.0f};
-            if (control.steps_of[slot])
-                multiply(p.call, at, control, own, group, place, out, row_max, row_sum);
+            if (item.meets)
+                multiply(p.call, at, control, item, group, place, out, row_max, row_sum);
             else
                 release(at.q_empty());
-            epilogue(p.call, own, out, row_max, row_sum);
+            epilogue(p.call, item, out, row_max, row_sum);
         }
         // Nobody takes the last turn that the second warpgroup gives.
         if (group == 0) named_wait<2 * 128>(BARRIER_TURN);

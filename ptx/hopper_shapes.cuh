@@ -2,8 +2,9 @@
 // Tiles of every shape compiled for sm_90a. `src/kernel/cuda/hopper.rs` mirrors these numbers.
 //
 // Two warpgroups own 64 q rows each and have 232 registers a thread: 64 for scores, 64 for o, 32 for probabilities at head
-// dim 128; 32, 128 and 16 at 256. A third one loads; of its 128 threads one works, with 40 registers. What else bounds the tiles is shared memory, q
-// and STAGES buffers of k and v each: a block may have 227 KB.
+// dim 128; 48, 96 and 24 at 192; 32, 128 and 16 at 256. A third one loads; of its 128 threads one works, with 40 registers. What else bounds the tiles is shared memory, q
+// and STAGES buffers of k and v each, in whole panels of 64 columns: a block may have 227 KB. Head dim 192 would need 241 KB
+// with 128 keys to a tile, and has 96.
 #pragma once
 #include "shapes.cuh"
 
@@ -14,10 +15,14 @@ struct HopperForwardShape;
     template <>                                                                                         \
     struct HopperForwardShape<shape> : Dims<shape> {                                                    \
         static constexpr int BM = m, BN = n, STAGES = stages, THREADS = 2 * m + 128;                    \
-        static constexpr int CONTROL = 512, SHARED = 2 * (m * D + stages * n * (D + DV)) + CONTROL;     \
+        static constexpr int WIDTH = (D + 63) / 64 * 64, VALUE_WIDTH = (DV + 63) / 64 * 64;             \
+        static constexpr int TILES = 2 * (m * WIDTH + stages * n * (WIDTH + VALUE_WIDTH));              \
+        static constexpr int CONTROL = 512, SHARED = TILES + CONTROL;                                   \
     };
 HOPPER_FORWARD(64, 128, 128, 2)
+HOPPER_FORWARD(96, 128, 128, 2)
 HOPPER_FORWARD(128, 128, 128, 2)
 HOPPER_FORWARD(192128, 128, 128, 2)
+HOPPER_FORWARD(192, 128, 96, 2)
 HOPPER_FORWARD(256, 128, 64, 2)
 #undef HOPPER_FORWARD

@@ -27,19 +27,31 @@ pub(crate) const TAG: u64 = 24;
 pub(crate) const ARRIVED: u64 = 24;
 /// The fewest rows of a tile.
 pub(crate) const TILE_ROWS: u64 = 64;
-/// The most that the lists of one call are padded by: ten lists, each to a multiple of 16 bytes.
-const PADDING: u64 = 10 * 16;
+/// q heads share tiles of at least so many rows, in ranges of at most so many rows, and at the end of longer ones.
+pub(crate) const SHARED_ROWS: u32 = 16;
+pub(crate) const SHORT_ROWS: u32 = 1024;
+/// What a longer range is cut into first.
+const STRETCH: u32 = 128;
+/// The most that the lists of one call are padded by: eleven lists, each to a multiple of 16 bytes.
+const PADDING: u64 = 11 * 16;
 
 fn tiles(lens: impl Iterator<Item = u32>) -> u64 {
     lens.map(|len| u64::from(len).div_ceil(TILE_ROWS)).sum()
 }
 
-/// Bytes of the lists of one attention call, in which two kernels may have tiles of q rows of their own; and of the words that a backward counts in, for so many heads of q and of dk.
-fn attention(r: &Ranges<'_>, (q_heads, key_heads): (u64, u64)) -> (u64, u64) {
+/// The most tiles that q heads share in a range of so many rows.
+pub(crate) fn shared_tiles(len: u32) -> u32 {
+    if len <= SHORT_ROWS { len.div_ceil(SHARED_ROWS) } else { (len % STRETCH).div_ceil(SHARED_ROWS) }
+}
+
+/// Bytes of the lists of one attention call, in which two kernels may have tiles of q rows of their own, and heads may share some; and of the words that a backward counts in, for so many heads of q and of dk.
+fn attention(r: &Ranges<'_>, is_shared: bool, (q_heads, key_heads): (u64, u64)) -> (u64, u64) {
     let (q, k) = (tiles(r.q.iter().map(|q| q.range.len)), tiles(r.k.iter().map(|k| k.len)));
+    let shared: u64 = if is_shared { r.q.iter().map(|q| u64::from(shared_tiles(q.range.len))).sum() } else { 0 };
     let met: u64 = r.q.iter().map(|q| u64::from(q.keys_end - q.keys_begin)).sum();
     let (q_runs, k_runs) = (r.q.len() as u64, r.k.len() as u64);
-    let lists = (q_runs + k_runs) * (RUN + 4) + r.pairs.len() as u64 * 4 + met * 4 + (2 * q + k) * WORK + PADDING;
+    let lists =
+        (q_runs + k_runs) * (RUN + 4) + r.pairs.len() as u64 * 4 + met * 4 + (2 * q + shared + k) * WORK + PADDING;
     (lists, (1 + q * q_heads + k * key_heads) * 4 + PADDING)
 }
 
@@ -75,8 +87,10 @@ pub(crate) fn bound(plan: &Plan, schedule: &Schedule) -> u64 {
                 continue;
             }
         };
+        // The forward's, where several q heads read one kv head.
+        let is_shared = heads.is_none() && plan.problem().heads() > plan.problem().kv_heads();
         schedule.ring_steps(side).ranges(step as usize, &mut expansion.scratch);
-        let (bytes, counted) = attention(&expansion.scratch.ranges(), heads.unwrap_or((0, 0)));
+        let (bytes, counted) = attention(&expansion.scratch.ranges(), is_shared, heads.unwrap_or((0, 0)));
         lists += bytes;
         if heads.is_some() {
             // Calls count one after the other in the same words.

@@ -9,7 +9,9 @@ mod blocks;
 mod case;
 mod device;
 mod hopper;
+mod repeated;
 mod run;
+mod shared_tiles;
 mod turns;
 
 use case::{Case, Cut};

@@ -115,9 +115,16 @@ fn ring_steps(case: &Case, q: &Side, k: &Side) -> Vec<RingStep> {
         .collect()
 }
 
-/// How many tiles of `keys` rows of k the tiles of `rows` q rows of one head must load, and how many of those must load any:
-/// of each k range all between the first and the last row that some row of the tile may meet, row by row.
-pub fn tiles_met(case: &Case, rows: usize, keys: usize) -> (u64, u64) {
+/// Tiles of q rows that the heads of a group share: so many rows, and so many of them for all heads of a call.
+pub struct Shared {
+    pub rows: usize,
+    pub parts: u64,
+}
+
+/// How many tiles of `keys` rows of k a forward must load, and how many tiles of q: of each k range all tiles between the first
+/// and the last row that some row of the q tile may meet, row by row; q where there are any. A tile has 128 q rows of one
+/// head, or fewer of several, whichever makes fewer steps for these 128 rows; each tile of q is one step more.
+pub fn tiles_met(case: &Case, keys: usize, shared: Option<Shared>) -> (u64, u64) {
     let q_side = Side::new(&case.documents.iter().map(|d| (d.0, d.2)).collect::<Vec<_>>(), case.cut, 3);
     let k_side = Side::new(&case.documents.iter().map(|d| (d.1, 0)).collect::<Vec<_>>(), case.cut, 7);
     let (left, right) = (case.score.window_left, case.score.window_right);
@@ -127,19 +134,36 @@ pub fn tiles_met(case: &Case, rows: usize, keys: usize) -> (u64, u64) {
             let partners: Vec<&Range> =
                 step.pairs[q.keys_begin as usize..q.keys_end as usize].iter().map(|&k| &step.k[k as usize]).collect();
             let positions: Vec<i64> = (0..q.range.len).map(|i| q.range.position(i)).collect();
-            for tile in positions.chunks(rows) {
-                let before = tiles;
-                for k in &partners {
+            let met = |tile: &[i64]| -> u64 {
+                let of = |k: &&Range| {
                     let met = |j: &u32| {
                         let distance = |p: i64| p - k.position(*j);
                         tile.iter().any(|&p| distance(p) <= left && -distance(p) <= right)
                     };
                     let (first, last) = ((0..k.len).find(met), (0..k.len).rev().find(met));
-                    if let (Some(first), Some(last)) = (first, last) {
-                        tiles += u64::from(last - first + 1).div_ceil(keys as u64);
+                    first.zip(last).map_or(0, |(a, b)| ((b - a) as usize / keys + 1) as u64)
+                };
+                partners.iter().map(of).sum()
+            };
+            // Tiles of keys and tiles of q that meet any; items, and what they cost.
+            let count = |stretch: &[i64], rows: usize, items: u64| {
+                let each: Vec<u64> = stretch.chunks(rows).map(met).collect();
+                let (sum, some) = (each.iter().sum::<u64>(), each.iter().filter(|&&n| n > 0).count() as u64);
+                let number = each.len() as u64 * items;
+                ((number, sum * items + number), (sum * items, some * items))
+            };
+            for stretch in positions.chunks(128) {
+                let single = count(stretch, 128, case.held.len() as u64);
+                let found = match &shared {
+                    Some(Shared { rows, parts }) => {
+                        let shared = count(stretch, *rows, *parts);
+                        let better = shared.0.0 <= single.0.0 && shared.0.1 < single.0.1;
+                        if better { shared.1 } else { single.1 }
                     }
-                }
-                some += u64::from(tiles > before);
+                    None => single.1,
+                };
+                tiles += found.0;
+                some += found.1;
             }
         }
     }

@@ -8,7 +8,7 @@ use super::metadata::{self, Metadata, Tiles};
 use super::metadata_buffer::{MetadataBuffer, Part, padded};
 use super::params::{Backward, Forward, Heads, SCORE_GENERAL, SCORE_SOFTCAP, Score, Tensor};
 use super::staging::Staging;
-use super::{Cuda, Stream, dq_semaphore, find, hopper};
+use super::{Cuda, Stream, dq_semaphore, find, hopper_calls};
 use crate::call::{Attend, AttendBackward, Gradients, HeadMap, RawTensor};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
@@ -23,7 +23,7 @@ impl Cuda {
     pub fn attend_bytes(&self, call: &Attend) -> Result<usize> {
         let (_, at, shape) = find(call.q.dtype, call.q.dim, call.v.dim)?;
         let rows = shape.forward.rows;
-        let other = hopper::other_rows(at, rows).map_or(0, |rows| metadata::query_work_bytes(&call.ranges, rows));
+        let other = if self.hopper { hopper_calls::work_bytes(call, at, rows) } else { 0 };
         let tiles = Tiles { queries: rows, keys: 0 };
         Ok(metadata::bytes(&call.ranges, tiles) + other + padded(size_of::<u32>()))
     }
@@ -123,12 +123,10 @@ impl Cuda {
             launches.push(match hopper {
                 None => Launch::tiles(kernel, items, false, &params),
                 Some(hopper) => {
-                    let work = match hopper::other_rows(shape, s.forward.rows) {
-                        None => (lists.query_work, lists.query_tiles),
-                        Some(rows) => metadata::query_work(scratch, &mut writer, &call.ranges, rows, window),
-                    };
+                    let same = (lists.query_work, lists.query_tiles, s.forward.rows);
+                    let split = hopper_calls::split(call, shape, same, scratch, &mut writer, window);
                     let tickets = writer.words(1);
-                    let (params, hopper) = self.hopper_params(call, hopper, shape, params, work, tickets);
+                    let (params, hopper) = self.hopper_params(call, hopper, shape, params, split, tickets);
                     Launch::tiles(kernel, items, false, &params).or_hopper(hopper)
                 }
             });

@@ -100,7 +100,7 @@ pub(super) fn write(
     let (before, key_tiles) = writer.array::<u32>(ranges.k.len());
     let key_count = number(before, ranges.k.iter().map(|k| tiles_of(k.len, tiles.keys)));
     order(&mut scratch.tiles, &mut scratch.runs, ranges, (key_runs, inverse), tiles, window);
-    let (work, items) = work(scratch, writer);
+    let (work, items) = work(&mut scratch.tiles, writer);
     let tile_counter = writer.words(1);
     let words = count * q_heads as usize;
     let dq_semaphore = writer.words(words);
@@ -147,7 +147,7 @@ fn order(
         let readers = &inverse[run.begin as usize..run.end as usize];
         let root = root(components, i as u32) as usize;
         let begin = list.len();
-        cut(list, i, k, tiles.keys, |first, last| key_cost(ranges, readers, window, first, last));
+        cut(list, i, k, 0..k.len, tiles.keys, |first, last| key_cost(ranges, readers, window, first, last));
         for (cost, _) in &mut list[begin..] {
             components[root].1 = components[root].1.min(*cost);
             *cost = components[root].1;

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The forward kernels for `sm_90a`: which launches they take, and what they are handed beside the parameters of the others.
 //!
-//! They load through tensor maps, which the driver encodes on the host: one for each tensor, whenever a launch is put on a
-//! stream, since a plan that keeps its launches learns addresses and strides then. A map has columns, rows, heads and parts
+//! They load through tensor maps, which the driver encodes on the host: one for each tensor, when a launch is put on a stream
+//! that brings other addresses or strides than those before, which are kept (`kept_maps`). A map has columns, rows, heads and parts
 //! (`ptx/hopper_forward.cuh` says what for), strides that are positive multiples of 16 bytes below 2^40, and coordinates of
 //! 32 bits. What it cannot say, the kernel for `sm_80` does with the same lists and the same parameters: negative strides
-//! and strides of 0, tensors of 2^31 rows, addresses too close to 0. Head dims without a shape here are always its.
+//! and strides of 0, tensors of 2^31 rows, addresses too close to 0.
 
 use super::driver::{Module, sys};
 use super::params::{Forward, Parameters, Tensor};
 use super::ready::Ready;
 use super::shapes::{SHAPES, Shaped};
+use super::shared_tiles::SharedTiles;
 use crate::element::Dtype;
 use bytemuck::NoUninit;
 use core::mem::offset_of;
@@ -30,6 +31,8 @@ pub(super) struct Shape {
 }
 
 const fn forward(d: u32, dv: u32, m: u32, n: u32, stages: u32) -> Option<Shape> {
+    // Whole boxes.
+    let (d, dv) = (d.next_multiple_of(COLUMNS), dv.next_multiple_of(COLUMNS));
     let shared = 2 * (m * d + stages * n * (d + dv)) + CONTROL;
     Some(Shape { launch: Shaped { rows: m, threads: 2 * m + 128, shared }, keys: n })
 }
@@ -37,10 +40,10 @@ const fn forward(d: u32, dv: u32, m: u32, n: u32, stages: u32) -> Option<Shape> 
 /// By the index of [`SHAPES`].
 pub(super) const FORWARD: [Option<Shape>; SHAPES.len()] = [
     forward(64, 64, 128, 128, 2),
-    None,
+    forward(96, 96, 128, 128, 2),
     forward(128, 128, 128, 128, 2),
     forward(192, 128, 128, 128, 2),
-    None,
+    forward(192, 192, 128, 96, 2),
     forward(256, 256, 128, 64, 2),
 ];
 
@@ -62,6 +65,7 @@ pub(super) struct Params {
     pub k_span: u32,
     pub tiles: u32,
     pub section: u32,
+    pub shared: SharedTiles,
 }
 
 impl Parameters for Params {
@@ -73,6 +77,7 @@ impl Parameters for Params {
         offset_of!(Forward, work),
         offset_of!(Params, tickets),
         offset_of!(Params, work),
+        offset_of!(Params, shared) + offset_of!(SharedTiles, work),
     ];
 }
 
@@ -90,6 +95,8 @@ pub(super) struct Maps {
     pub q: Map,
     pub k: Map,
     pub v: Map,
+    /// That of q for tiles that several heads share.
+    pub q_shared: Map,
 }
 
 /// Loaded kernels, by element type and shape.
@@ -103,7 +110,7 @@ pub(super) struct Kernel {
 }
 
 /// A tensor, but for its address and strides.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct MapShape {
     pub dtype: Dtype,
     pub dim: u32,
@@ -111,8 +118,9 @@ pub(super) struct MapShape {
     pub tokens: u64,
     /// Rows to a part.
     pub span: u32,
-    /// Rows of a box.
+    /// Rows and heads of a box.
     pub rows: u32,
+    pub box_heads: u32,
 }
 
 /// What the driver is told of a map.
@@ -146,7 +154,7 @@ impl MapShape {
     }
 
     /// The map, or None where it cannot say it, or the driver does not make it.
-    fn encode(&self, t: Tensor) -> Option<Map> {
+    pub fn encode(&self, t: Tensor) -> Option<Map> {
         let Ragged { address, dims, strides } = self.ragged(t)?;
         let element = if self.dtype == Dtype::Bf16 { sys::TENSOR_MAP_BFLOAT16 } else { sys::TENSOR_MAP_FLOAT16 };
         let mut map = Map([0; 128]);
@@ -159,7 +167,7 @@ impl MapShape {
                 address as usize as *mut _,
                 dims.as_ptr(),
                 strides.as_ptr(),
-                [COLUMNS, self.rows, 1, 1].as_ptr(),
+                [COLUMNS, self.rows, self.box_heads, 1].as_ptr(),
                 [1; 4].as_ptr(),
                 sys::TENSOR_MAP_INTERLEAVE_NONE,
                 sys::TENSOR_MAP_SWIZZLE_128B,
@@ -178,19 +186,22 @@ pub(super) struct Hopper {
     /// Its tiles times heads.
     pub items: u32,
     pub tensors: [MapShape; 3],
+    /// Where several heads share tiles: q once more.
+    pub q_shared: Option<MapShape>,
 }
 
 impl Hopper {
-    /// The maps for q, k and v, or None where the launch is left to its own kernel.
-    pub fn maps(&self, tensors: [Tensor; 3]) -> Option<Maps> {
-        let [q, k, v] = [0, 1, 2].map(|i| self.tensors[i].encode(tensors[i]));
-        Some(Maps { q: q?, k: k?, v: v? })
+    /// What `map` says are the maps for q, k and v, or None where the launch is left to its own kernel.
+    pub fn maps(&self, tensors: [Tensor; 3], map: impl Fn(MapShape, Tensor) -> Option<Map>) -> Option<Maps> {
+        let [q, k, v] = [0, 1, 2].map(|i| map(self.tensors[i], tensors[i]));
+        let q_shared = self.q_shared.map_or(q, |shape| map(shape, tensors[0]));
+        Some(Maps { q: q?, k: k?, v: v?, q_shared: q_shared? })
     }
 }
 
 /// Whether the driver encodes maps. Those that do not are too old to know `sm_90a`.
 pub(super) fn driver_makes_maps() -> bool {
-    let shape = MapShape { dtype: Dtype::F16, dim: COLUMNS, heads: 1, tokens: 1, span: 1, rows: 8 };
+    let shape = MapShape { dtype: Dtype::F16, dim: COLUMNS, heads: 1, tokens: 1, span: 1, rows: 8, box_heads: 1 };
     shape.encode(Tensor { ptr: 1 << 20, token: 0, head: 0 }).is_some()
 }
 
@@ -236,7 +247,8 @@ mod tests {
         }
     }
 
-    const SHAPE: MapShape = MapShape { dtype: Dtype::Bf16, dim: 128, heads: 8, tokens: 1000, span: 300, rows: 128 };
+    const SHAPE: MapShape =
+        MapShape { dtype: Dtype::Bf16, dim: 128, heads: 8, tokens: 1000, span: 300, rows: 128, box_heads: 1 };
     const TENSOR: Tensor = Tensor { ptr: 1 << 30, token: 2064, head: 256 };
 
     #[test]

@@ -2,13 +2,48 @@
 //! Calls of the kernels for `sm_90a`: loading them, and what a launch is made of.
 
 use super::Cuda;
-use super::hopper::{FORWARD, Hopper, Kernel, Kernels, MapShape, Params, section};
+use super::hopper::{FORWARD, Hopper, Kernel, Kernels, MapShape, Params, other_rows, section};
+use super::metadata_buffer::{SortBuffers, Writer};
 use super::params::Forward;
 use super::ready::{ELEMENTS, Ready};
 use super::shapes::SHAPES;
+use super::shared_tiles::{Sharing, Split};
+use super::{metadata, shared_tiles};
 use crate::call::{Attend, Range};
 use crate::error::Result;
 use alloc::format;
+
+/// Bytes of the list of tiles that the kernel for a shape has of its own, beside tiles of `rows` rows for the other one.
+pub(super) fn work_bytes(call: &Attend, shape: usize, rows: u32) -> usize {
+    if FORWARD[shape].is_none() {
+        return 0;
+    }
+    if Sharing::of(call.q.heads, &call.heads).is_some() {
+        return shared_tiles::bytes(&call.ranges);
+    }
+    other_rows(shape, rows).map_or(0, |rows| metadata::query_work_bytes(&call.ranges, rows))
+}
+
+/// Writes the tiles of a call; the other kernel has `tiles` of `rows` rows at `work`, which may be the same.
+pub(super) fn split(
+    call: &Attend,
+    shape: usize,
+    (work, tiles, rows): (u64, usize, u32),
+    scratch: &mut SortBuffers,
+    writer: &mut Writer<'_>,
+    window: (i64, i64),
+) -> Split {
+    let other = other_rows(shape, rows);
+    let same = other.is_none().then(|| Split { work, tiles, ..Split::default() });
+    if let Some(sharing) = Sharing::of(call.q.heads, &call.heads) {
+        let keys = FORWARD[shape].map_or(1, |s| s.keys);
+        return shared_tiles::write(scratch, writer, &call.ranges, (&sharing, call.q.heads), window, keys, same);
+    }
+    same.unwrap_or_else(|| {
+        let (work, tiles) = metadata::query_work(scratch, writer, &call.ranges, other.unwrap_or(rows), window);
+        Split { work, tiles, ..Split::default() }
+    })
+}
 
 /// The longest of some ranges.
 fn longest<'a>(ranges: impl Iterator<Item = &'a Range>) -> u32 {
@@ -31,14 +66,14 @@ impl Cuda {
     }
 
     /// The parameters of a call whose other ones are `params`, for both kernels, and what the maps of this one are made of.
-    /// `work` is where the tiles of this one lie, and their number.
+    /// `split` says where the tiles of this one lie.
     pub(super) fn hopper_params(
         &self,
         call: &Attend,
         kernel: Ready,
         shape: usize,
         params: Forward,
-        (work, tiles): (u64, usize),
+        split: Split,
         tickets: u64,
     ) -> (Params, Hopper) {
         let (q_span, k_span) = (longest(call.ranges.q.iter().map(|q| &q.range)), longest(call.ranges.k.iter()));
@@ -51,12 +86,19 @@ impl Cuda {
             tokens: t.tokens,
             span,
             rows,
+            box_heads: 1,
+        });
+        let Split { work, tiles, shared } = split;
+        let q_shared = (shared.tiles > 0).then(|| {
+            let rows = 1 << shared.token_bits;
+            MapShape { rows, box_heads: kernel.launch.rows / rows, ..tensors[0] }
         });
         let held = call.ranges.k.iter().map(|k| u64::from(k.len)).sum::<u64>();
         let head_bytes = held * u64::from(call.k.dim + call.v.dim) * call.k.dtype.size() as u64;
         let section = section(self.l2_bytes, head_bytes, call.heads.group).min(call.q.heads).max(1);
-        // Tiles are never more than those of the other kernel, whose number times heads fits.
-        let (tiles, items) = (tiles as u32, tiles as u32 * call.q.heads);
-        (Params { call: params, tickets, work, q_span, k_span, tiles, section }, Hopper { kernel, items, tensors })
+        // Items are never more than those of the other kernel, whose number fits.
+        let (tiles, items) = (tiles as u32, tiles as u32 * call.q.heads + shared.tiles * shared.parts);
+        let params = Params { call: params, tickets, work, q_span, k_span, tiles, section, shared };
+        (params, Hopper { kernel, items, tensors, q_shared })
     }
 }

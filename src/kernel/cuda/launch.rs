@@ -7,7 +7,7 @@
 
 use super::check::Checker;
 use super::driver::Function;
-use super::hopper::Hopper;
+use super::hopper::{Hopper, MapShape};
 use super::metadata_buffer::{MetadataBuffer, Part, Places};
 use super::params::{BASES, Parameters, Tensor};
 use super::ready::Ready;
@@ -82,6 +82,16 @@ impl Launch {
         self.params[offset / 8] = word;
     }
 
+    /// Moves those lists that lie in `bytes` bytes at `from` to `to`.
+    pub fn move_lists(&mut self, from: u64, bytes: usize, to: u64) {
+        for &offset in self.addresses.lists {
+            let at = self.word(offset);
+            if (from..from + bytes as u64).contains(&at) {
+                self.set_word(offset, at - from + to);
+            }
+        }
+    }
+
     /// Sets the tensor at a byte offset of the parameters.
     pub fn set_tensor(&mut self, offset: usize, tensor: Tensor) {
         self.params[offset / 8..][..3].copy_from_slice(bytemuck::cast_slice(&[tensor]));
@@ -105,7 +115,8 @@ impl Launch {
     /// All addresses in the parameters are those of device memory that is as the kernel expects it when the launch runs,
     /// in stream order; the stream is of the current context, which is that of `cuda`; the kernel's module is loaded.
     pub unsafe fn start(&self, cuda: &Cuda, stream: Stream) -> Result<()> {
-        let hopper = self.hopper.and_then(|hopper| Some((hopper, hopper.maps(self.first_tensors())?)));
+        let map = |shape: MapShape, t| cuda.maps.find(shape, t, || shape.encode(t));
+        let hopper = self.hopper.and_then(|hopper| Some((hopper, hopper.maps(self.first_tensors(), map)?)));
         if let Some((Hopper { kernel, items, .. }, maps)) = hopper {
             let blocks = cuda.grid(items, kernel.each, true);
             let params = [(&raw const maps).cast(), self.params.as_ptr().cast()];
@@ -144,6 +155,10 @@ impl Launches {
     pub fn iter(&self) -> impl Iterator<Item = &Launch> {
         self.0.iter().flatten()
     }
+
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Launch> {
+        self.0.iter_mut().flatten()
+    }
 }
 
 impl IntoIterator for Launches {
@@ -177,13 +192,20 @@ impl Cuda {
         make: impl FnOnce(&mut Staging) -> Result<(Part, Launches)>,
     ) -> Result<()> {
         let _entered = self.enter()?;
-        let (part, launches) = make(staging)?;
+        let (part, mut launches) = make(staging)?;
         if launches.is_empty() {
             return Ok(());
         }
+        let known = staging.known(part, stream);
+        if let Some(known) = known {
+            let (from, to) = (staging.address(part), staging.address(known));
+            launches.iter_mut().for_each(|l| l.move_lists(from, part.filled + part.words, to));
+        }
+        let part = known.unwrap_or(part);
         // SAFETY: the promise of this function.
         let start = || launches.iter().try_for_each(|l| unsafe { l.start(self, stream) });
-        let done = staging.upload(part, stream).and_then(|()| start());
+        let ready = if known.is_some() { staging.reuse(part, stream) } else { staging.upload(part, stream) };
+        let done = ready.and_then(|()| start());
         // Whatever became of the launch: what was uploaded may be on its way.
         done.and(staging.end(part, stream))
     }

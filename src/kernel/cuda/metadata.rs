@@ -98,9 +98,10 @@ pub(super) fn write(
         scratch.tiles.clear();
         for (i, (k, run)) in ranges.k.iter().zip(keys.iter()).enumerate() {
             let readers = &inverse[run.begin as usize..run.end as usize];
-            cut(&mut scratch.tiles, i, k, tiles.keys, |first, last| key_cost(ranges, readers, window, first, last));
+            let cost = |first, last| key_cost(ranges, readers, window, first, last);
+            cut(&mut scratch.tiles, i, k, 0..k.len, tiles.keys, cost);
         }
-        (lists.key_work, lists.key_tiles) = work(scratch, writer);
+        (lists.key_work, lists.key_tiles) = work(&mut scratch.tiles, writer);
     }
     lists
 }
@@ -118,9 +119,9 @@ pub(super) fn query_work(
     };
     scratch.tiles.clear();
     for (i, q) in ranges.q.iter().enumerate() {
-        cut(&mut scratch.tiles, i, &q.range, rows, |first, last| cost(q, first, last));
+        cut(&mut scratch.tiles, i, &q.range, 0..q.range.len, rows, |first, last| cost(q, first, last));
     }
-    work(scratch, writer)
+    work(&mut scratch.tiles, writer)
 }
 
 /// Bytes of what [`query_work`] writes.
@@ -129,7 +130,7 @@ pub(super) fn query_work_bytes(ranges: &Ranges, rows: u32) -> usize {
 }
 
 /// How many rows of a range lie at positions `low..=high`.
-fn met(range: &Range, low: i64, high: i64) -> u64 {
+pub(super) fn met(range: &Range, low: i64, high: i64) -> u64 {
     range.rows_before(high.saturating_add(1)).saturating_sub(range.rows_before(low)).into()
 }
 
@@ -140,21 +141,23 @@ pub(super) fn key_cost(ranges: &Ranges, readers: &[u32], window: (i64, i64), fir
     readers.iter().map(rows).sum()
 }
 
-fn partners<'a>(ranges: &'a Ranges, q: &QRange) -> impl Iterator<Item = &'a Range> {
+/// The k ranges of a q range.
+pub(super) fn partners<'a>(ranges: &'a Ranges, q: &QRange) -> impl Iterator<Item = &'a Range> {
     ranges.pairs[q.keys_begin as usize..q.keys_end as usize].iter().map(|&k| &ranges.k[k as usize])
 }
 
-/// Cuts a range into tiles, with their cost.
+/// Cuts some rows of a range into tiles, with their cost.
 pub(super) fn cut(
     tiles: &mut alloc::vec::Vec<(u64, Work)>,
     i: usize,
     range: &Range,
+    of: core::ops::Range<u32>,
     rows: u32,
     cost: impl Fn(i64, i64) -> u64,
 ) {
-    let mut first = 0;
-    while first < range.len {
-        let last = first + (rows - 1).min(range.len - 1 - first);
+    let mut first = of.start;
+    while first < of.end {
+        let last = first + (rows - 1).min(of.end - 1 - first);
         tiles.push((cost(range.position(first), range.position(last)), Work { run: i as u32, first }));
         first = last + 1;
     }
@@ -166,13 +169,13 @@ pub(super) fn sort(tiles: &mut [(u64, Work)]) {
 }
 
 /// Writes the tiles in their order.
-pub(super) fn work(scratch: &mut SortBuffers, writer: &mut Writer<'_>) -> (u64, usize) {
-    sort(&mut scratch.tiles);
-    let (out, at) = writer.array::<Work>(scratch.tiles.len());
-    for (out, (_, work)) in out.iter_mut().zip(&scratch.tiles) {
+pub(super) fn work(tiles: &mut [(u64, Work)], writer: &mut Writer<'_>) -> (u64, usize) {
+    sort(tiles);
+    let (out, at) = writer.array::<Work>(tiles.len());
+    for (out, (_, work)) in out.iter_mut().zip(&*tiles) {
         *out = *work;
     }
-    (at, scratch.tiles.len())
+    (at, tiles.len())
 }
 
 /// Of each k range, the q ranges that read it, in their own order: the order in which dk and dv are summed. (The fused

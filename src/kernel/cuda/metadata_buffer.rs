@@ -51,6 +51,8 @@ pub(super) trait MetadataBuffer {
 pub(super) struct SortBuffers {
     /// Tiles while they are sorted.
     pub tiles: Vec<(u64, Work)>,
+    /// Those that several heads share.
+    pub shared_tiles: Vec<(u64, Work)>,
     /// Runs of keys while they are put together: another of the same component, and the least cost met so far.
     pub runs: Vec<(u32, u64)>,
 }

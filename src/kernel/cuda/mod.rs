@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The CUDA backend: the structures of [`crate::kernel`], launched on a stream of the caller's.
 //!
-//! [`Cuda`] is one device. Its kernels are PTX for compute capability 8.0, and for the forward of head dims 64, 128,
-//! 192/128 and 256 (and what these shapes hold) on 9.0 also for that, embedded in the crate, which the driver
-//! compiles when [`Cuda::prepare`] (or the first call) asks for them. Tensors are device addresses, streams are raw
-//! driver handles of the device's primary context. A call checks what it is given, writes its ranges into a
-//! [`Staging`] ring, has them copied and launches; it never waits for the device unless that ring is full, and
-//! allocates nothing once the kernels are loaded. A [`Cuda`] is dropped after its launches were waited for.
+//! [`Cuda`] is one device. Its kernels are PTX for compute capability 8.0, and for the forward on 9.0 also for that,
+//! embedded in the crate, which the driver compiles when [`Cuda::prepare`] (or the first call) asks for them. Tensors are
+//! device addresses, streams are raw driver handles of the device's primary context. A call checks what it is given, writes
+//! its ranges into a [`Staging`] ring, has them copied where they are not there from a call before, and launches; it never
+//! waits for the device unless that ring is full, and allocates nothing once the kernels are loaded. A [`Cuda`] is dropped
+//! after its launches were waited for.
 //!
 //! What it does not do: f32 and f64 elements, head dims above 256 or not a multiple of 8, rows that are not aligned to
 //! 16 bytes, and [`Attend::aligned`](crate::call::Attend::aligned). Each is refused with an error that says so.
@@ -27,7 +27,7 @@
 //! staging   how metadata reaches the device, through a mirror of host and device memory
 //! check     what a call is refused for
 //! attention, fused, blocks, sinks   the launches
-//! hopper    the forward kernels for compute capability 9.0
+//! hopper    the forward kernels for compute capability 9.0; shared_tiles: which of their tiles several heads share
 //! memory    streams and memory for what sits on top; shared: one device for all callers that name it
 //! tags      what runs on devices carry along, so that ranks which differ are found
 //! stream_kernels  single calls of a caller's, with the ring they need
@@ -44,6 +44,7 @@ mod fused;
 mod hopper;
 mod hopper_calls;
 pub(crate) mod kept;
+mod kept_maps;
 mod launch;
 mod margins;
 pub(crate) mod memory;
@@ -54,6 +55,7 @@ mod pinned_mirror;
 mod ready;
 mod shapes;
 mod shared;
+mod shared_tiles;
 mod sinks;
 pub(crate) mod sm_margin;
 mod staging;
@@ -73,6 +75,7 @@ use alloc::format;
 use alloc::sync::Arc;
 use core::ffi::CStr;
 use driver::{Context, Entered, Function, Module, sys};
+use kept_maps::KeptMaps;
 use margins::Margins;
 use shapes::{SHAPES, Shape, Shaped};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -89,6 +92,7 @@ pub struct Cuda {
     l2_bytes: u64,
     /// Whether it runs the kernels for `sm_90a`.
     hopper: bool,
+    maps: KeptMaps,
     margins: Margins,
     kernels: Mutex<Kernels>,
 }
@@ -154,12 +158,14 @@ impl Cuda {
         let multiprocessors = context.attribute(sys::DEVICE_MULTIPROCESSOR_COUNT)?.max(1) as u32;
         let shared_limit = context.attribute(sys::DEVICE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.max(0) as u32;
         let l2_bytes = context.attribute(sys::DEVICE_L2_CACHE_SIZE)?.max(0) as u64;
+        let hopper = (major, minor) == (9, 0) && hopper::driver_makes_maps();
         Ok(Self {
             context,
             multiprocessors,
             shared_limit,
             l2_bytes,
-            hopper: (major, minor) == (9, 0) && hopper::driver_makes_maps(),
+            hopper,
+            maps: KeptMaps::new(hopper),
             margins: Margins::default(),
             kernels: Mutex::new(Kernels::default()),
         })

@@ -17,7 +17,7 @@ pub(super) trait Parameters: NoUninit {
 }
 
 /// `Tensor`.
-#[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub(crate) struct Tensor {
     pub ptr: u64,

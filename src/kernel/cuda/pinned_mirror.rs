@@ -73,6 +73,20 @@ impl PinnedMirror {
         unsafe { core::slice::from_raw_parts_mut(self.host.add(offset), bytes) }
     }
 
+    /// What the host wrote: `bytes` bytes from `offset` on.
+    ///
+    /// # Panics
+    /// When there are fewer.
+    pub fn written(&self, offset: usize, bytes: usize) -> &[u8] {
+        assert!(
+            offset.checked_add(bytes).is_some_and(|end| end <= self.bytes),
+            "{offset} and {bytes} of {}",
+            self.bytes
+        );
+        // SAFETY: as in `host`, for reading: whoever writes has the only borrow of `self`.
+        unsafe { core::slice::from_raw_parts(self.host.add(offset), bytes) }
+    }
+
     /// The device address of `offset`.
     pub fn device(&self, offset: usize) -> u64 {
         self.device + offset as u64

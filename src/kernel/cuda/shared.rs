@@ -67,7 +67,7 @@ impl Cuda {
         if unsafe { self.owns(stream)?.is_capturing(stream) }? {
             return Err(Error::unsupported(
                 "a stream that is being captured",
-                "a single call uploads its lists each time, which a graph would not",
+                "the lists of a single call lie in a ring, where later calls write others",
                 "end the capture before the call, or capture a run of a rank",
             ));
         }

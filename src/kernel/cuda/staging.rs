@@ -4,6 +4,10 @@
 //! A call writes its metadata into the next free part of the ring, has that part copied in stream order, launches, and
 //! records an event. A part is used again once its event has passed. With a ring that holds what is in flight, the host
 //! never waits; with a smaller one it waits here, and nowhere else in the backend. Nothing is allocated after `new`.
+//!
+//! A part stays on the device until the ring comes round to it. A call that wrote what such a part holds reads it there, and
+//! copies nothing: so do the calls of one batch, layer after layer. Parts that a launch on another stream may still use are
+//! left to it, so that no stream waits for another one.
 
 use super::driver::{Context, Event, sys::CUstream};
 use super::metadata_buffer::{ALIGN, MetadataBuffer, Part, Places, SortBuffers, Writer, padded};
@@ -17,6 +21,8 @@ use alloc::vec::Vec;
 
 /// What rounds up without leaving the address space. (Less than that is the driver's to refuse.)
 const MOST_BYTES: usize = isize::MAX as usize & !(ALIGN - 1);
+/// Parts that are remembered.
+const MOST_KEPT: usize = 32;
 /// Each launch in flight is an event of the driver's, so a number that is not meant would take all memory and time.
 const MOST_LAUNCHES: usize = 1 << 20;
 
@@ -27,8 +33,12 @@ pub struct Staging {
     events: Vec<Event>,
     /// Parts whose launches may still run, oldest first.
     in_flight: VecDeque<InFlight>,
+    /// Parts that the device holds as the host side does, oldest first.
+    kept: VecDeque<Part>,
     next_event: usize,
     head: usize,
+    /// Where the last call began to write.
+    next: usize,
     scratch: SortBuffers,
 }
 
@@ -37,7 +47,11 @@ struct InFlight {
     begin: usize,
     end: usize,
     event: usize,
+    stream: CUstream,
 }
+
+// SAFETY: the stream is compared, and used for nothing else.
+unsafe impl Send for InFlight {}
 
 impl Staging {
     pub(super) fn new(context: &Arc<Context>, bytes: usize, launches: usize) -> Result<Self> {
@@ -52,14 +66,17 @@ impl Staging {
         let events = (0..launches.max(1)).map(|_| Event::new(context)).collect::<Result<Vec<_>>>()?;
         Ok(Self {
             in_flight: VecDeque::with_capacity(events.len()),
+            kept: VecDeque::with_capacity(MOST_KEPT),
             scratch: SortBuffers {
                 tiles: Vec::with_capacity(mirror.bytes() / size_of::<Work>()),
+                shared_tiles: Vec::with_capacity(mirror.bytes() / size_of::<Work>()),
                 runs: Vec::with_capacity(mirror.bytes() / size_of::<Run>()),
             },
             mirror,
             events,
             next_event: 0,
             head: 0,
+            next: 0,
         })
     }
 
@@ -80,9 +97,42 @@ impl Staging {
         Ok(())
     }
 
+    /// A part that holds what was written into this one, if the device has it and no other stream may be using it.
+    pub(super) fn known(&self, part: Part, stream: CUstream) -> Option<Part> {
+        let written = |part: &Part| self.mirror.written(part.begin, part.filled);
+        let is_free = |part: &Part| self.in_flight.iter().all(|f| f.begin != part.begin || f.stream == stream);
+        let is_same = |known: &&Part| {
+            (known.filled, known.words) == (part.filled, part.words)
+                && is_free(known)
+                && written(known) == written(&part)
+        };
+        if part.filled == 0 { None } else { self.kept.iter().rev().find(is_same).copied() }
+    }
+
+    /// The device's address of a part.
+    pub(super) fn address(&self, part: Part) -> u64 {
+        self.mirror.device(part.begin)
+    }
+
     /// Copies what was written to the device and clears its words, in stream order.
-    pub(super) fn upload(&self, part: Part, stream: CUstream) -> Result<()> {
+    pub(super) fn upload(&mut self, part: Part, stream: CUstream) -> Result<()> {
         self.mirror.upload(part.begin, part.filled, stream)?;
+        self.mirror.clear(part.begin + part.filled, part.words, stream)?;
+        if part.filled > 0 {
+            if self.kept.len() == MOST_KEPT {
+                self.kept.pop_front();
+            }
+            self.kept.push_back(part);
+        }
+        Ok(())
+    }
+
+    /// Clears the words of a part that is on the device, behind every launch that uses it.
+    pub(super) fn reuse(&self, part: Part, stream: CUstream) -> Result<()> {
+        // A stream of the same handle may be another one by now: those before it were destroyed with work in flight.
+        if let Some(last) = self.in_flight.iter().rev().find(|f| f.begin == part.begin) {
+            self.events[last.event].hold(stream)?;
+        }
         self.mirror.clear(part.begin + part.filled, part.words, stream)
     }
 
@@ -96,8 +146,12 @@ impl Staging {
         let event = self.next_event;
         self.events[event].record(stream)?;
         self.next_event = (event + 1) % self.events.len();
-        self.head = part.begin + padded(used);
-        self.in_flight.push_back(InFlight { begin: part.begin, end: self.head, event });
+        let end = part.begin + padded(used);
+        // A part that was there before is not the ring's next one.
+        if part.begin == self.next {
+            self.head = end;
+        }
+        self.in_flight.push_back(InFlight { begin: part.begin, end, event, stream });
         Ok(())
     }
 }
@@ -130,6 +184,8 @@ impl MetadataBuffer for Staging {
             }
             self.in_flight.pop_front();
         }
+        self.kept.retain(|p| end <= p.begin || p.begin + p.filled + p.words <= begin);
+        self.next = begin;
         let device = self.mirror.device(begin);
         let writer = Writer::new(self.mirror.host(begin, bytes), begin, device, None);
         Ok((writer, &mut self.scratch))

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The shipped forward kernels for `sm_90a`, launched by hand: every order of warps and copies gives the same right numbers.
 //!
-//! Two q heads share one kv head. q rows and keys lie inside longer tensors whose other rows are NaN; two ranges of keys
+//! Two q heads read one kv head, and take some of its q rows in tiles of their own, others in tiles that both share. q rows and keys lie inside longer tensors whose other rows are NaN; two ranges of keys
 //! follow one another, the second of which ends in the midst of a tile. Elements are multiples of 1/16, exact in both types.
 
 use cuda_emulator::{Launch, Memory, Module, Options, Swizzle, TensorMap, launch};
@@ -65,7 +65,7 @@ impl Tensor {
     }
 
     /// As `ptx/hopper_forward.cuh` wants it: columns, rows, heads, parts.
-    fn map(&self, dim: usize, span: usize, rows: u32) -> [u8; 128] {
+    fn map(&self, dim: usize, span: usize, rows: u32, heads: u32) -> [u8; 128] {
         let stride = self.width as u64 * 2;
         let map = TensorMap {
             element: 2,
@@ -73,7 +73,7 @@ impl Tensor {
             address: self.at - span as u64 * stride,
             dims: vec![dim as u64, span as u64, (self.width / dim) as u64, (self.rows + 2 * GAP + 1) as u64],
             strides: vec![stride, dim as u64 * 2, stride],
-            shape: vec![64, rows, 1, 1],
+            shape: vec![64, rows, heads, 1],
             swizzle: Swizzle::B128,
             fill_nan: false,
         };
@@ -133,7 +133,14 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
     range(&mut runs, GAP, 0, KEYS[0], 0);
     range(&mut runs, GAP + KEYS[0], KEYS[0] as i64, KEYS[1], 0);
     partners.u32s(&[1, 0]);
-    work.u32s(&[0, 128, 0, 0]);
+    // Tiles of one head, 128 rows each, then shared ones of 64: all of the first kind, one of each, all of the second. The
+    // number of the first shared item.
+    let (single, shared, begin): (&[u32], &[u32], u32) = match seed % 3 {
+        0 => (&[128, 0], &[], 4),
+        1 => (&[0], &[128], 2),
+        _ => (&[], &[64, 128, 0], 0),
+    };
+    work.u32s(&single.iter().chain(shared).flat_map(|&first| [0, first]).collect::<Vec<_>>());
     let mut tickets = Bytes::default();
     tickets.u32s(&[0; 4]);
     let lists = [&queries, &runs, &partners, &work, &tickets].map(|list| list.upload(&mut mem));
@@ -142,20 +149,28 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
     let log2 = (scale * std::f64::consts::LOG2_E) as f32;
     let (q_row, k_row, v_row) = (Q_HEADS * dim * 2, dim * 2, value * 2);
     // Rows of a tile of keys.
-    let tile = if dim == 256 { 64 } else { 128 };
+    let tile = match (dim, value) {
+        (256, _) => 64,
+        (192, 192) => 96,
+        _ => 128,
+    };
     let mut params = Bytes::default();
-    params.0.extend(q.map(dim, Q_ROWS, 128));
-    params.0.extend(k.map(dim, KEYS[0], tile));
-    params.0.extend(v.map(value, KEYS[0], tile));
+    params.0.extend(q.map(dim, Q_ROWS, 128, 1));
+    params.0.extend(k.map(dim, KEYS[0], tile, 1));
+    params.0.extend(v.map(value, KEYS[0], tile, 1));
+    params.0.extend(q.map(dim, Q_ROWS, 64, 2));
     params.u64s(&[q.at, q_row as u64, dim as u64 * 2, k.at, k_row as u64, 0, v.at, v_row as u64, 0]);
     params.u64s(&[0; 6]).u64s(&[o, (Q_HEADS * value * 2) as u64, value as u64 * 2, lse, Q_HEADS as u64 * 4, 4]);
     params.u64s(&[0; 6]).u64s(&[lists[0], lists[1], lists[2], lists[3]]);
     // No bound to the left, causal; then how scores are made, heads, and what this kernel has of its own.
     params.u64s(&[1 << 62, 0]).u32s(&[log2.to_bits(), log2.to_bits(), 0, 0, (scale as f32).to_bits(), 0]);
     params.u32s(&[Q_HEADS as u32, 1, 0, 0, 2, dim as u32, value as u32, 2 * Q_HEADS as u32, 1, 0]);
-    params.u64s(&[lists[4], lists[3]]).u32s(&[Q_ROWS as u32, KEYS[0] as u32, 2, Q_HEADS as u32]);
+    params.u64s(&[lists[4], lists[3]]).u32s(&[Q_ROWS as u32, KEYS[0] as u32, single.len() as u32, Q_HEADS as u32]);
+    // Where they lie, the first item, how many; one item each, as all heads of the call read one kv head; 2^6 rows.
+    params.u64s(&[lists[3] + single.len() as u64 * 8]).u32s(&[begin, shared.len() as u32, 1, 1, 2, 2, 6, 0]);
 
-    let shared = 2 * (128 * dim + 2 * tile as usize * (dim + value)) + 512;
+    let (width, value_width) = (dim.next_multiple_of(64), value.next_multiple_of(64));
+    let shared = 2 * (128 * width + 2 * tile as usize * (width + value_width)) + 512;
     let options = Options { seed, ..Options::default() };
     // One block takes all items, or each its own.
     let grid = [if seed.is_multiple_of(2) { 1 } else { 4 }, 1, 1];
@@ -220,6 +235,18 @@ fn check(bf16: bool, dims: (usize, usize), name: &str) {
 fn head_dim_64() {
     check(true, (64, 64), "64");
     check(false, (64, 64), "64");
+}
+
+#[test]
+fn head_dim_96() {
+    check(true, (96, 96), "96");
+    check(false, (96, 96), "96");
+}
+
+#[test]
+fn head_dim_192() {
+    check(true, (192, 192), "192");
+    check(false, (192, 192), "192");
 }
 
 #[test]

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Tensor maps that were encoded lately. A map is made of numbers alone (type, dims, strides, box, address), so one that was
+//! made for them serves whatever launch comes with the same ones.
+
+use super::hopper::{Map, MapShape};
+use super::params::Tensor;
+use alloc::boxed::Box;
+use alloc::vec;
+use std::sync::{Mutex, PoisonError};
+
+/// Places that one key may have, and how many such sets there are.
+const WAYS: usize = 4;
+const SETS: usize = 64;
+
+type Key = (MapShape, Tensor);
+
+/// The maps of one device. Where there is no room, the oldest of a set goes.
+#[derive(Debug)]
+pub(super) struct KeptMaps(Mutex<Box<[Set]>>);
+
+#[derive(Clone, Debug, Default)]
+struct Set {
+    maps: [Option<(Key, Map)>; WAYS],
+    oldest: usize,
+}
+
+impl KeptMaps {
+    /// Room for maps, or for none on devices that have no use for them.
+    pub fn new(is_used: bool) -> Self {
+        Self(Mutex::new(vec![Set::default(); if is_used { SETS } else { 0 }].into_boxed_slice()))
+    }
+
+    /// The map of a tensor: one that is kept, or what `encode` makes, which is kept then. None is never kept.
+    pub fn find(&self, shape: MapShape, t: Tensor, encode: impl FnOnce() -> Option<Map>) -> Option<Map> {
+        // A panic leaves every map whole: they are written at once.
+        let mut sets = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (shape, t);
+        let Some(set) = sets.get_mut(number(&key) % SETS) else { return encode() };
+        if let Some((_, map)) = set.maps.iter().flatten().find(|(kept, _)| *kept == key) {
+            return Some(*map);
+        }
+        let map = encode()?;
+        set.maps[set.oldest] = Some((key, map));
+        set.oldest = (set.oldest + 1) % WAYS;
+        Some(map)
+    }
+}
+
+/// A number that is another for most other keys.
+fn number((shape, t): &Key) -> usize {
+    let words = [t.ptr, t.token as u64, t.head as u64, shape.tokens, shape.span.into(), shape.rows.into()];
+    let mixed = words.iter().fold(0u64, |x, w| (x.rotate_left(5) ^ w).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    (mixed >> 32) as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::element::Dtype;
+    use core::cell::Cell;
+
+    const SHAPE: MapShape =
+        MapShape { dtype: Dtype::F16, dim: 64, heads: 2, tokens: 10, span: 4, rows: 128, box_heads: 1 };
+    const TENSOR: Tensor = Tensor { ptr: 1 << 20, token: 256, head: 128 };
+
+    #[test]
+    fn maps_are_made_once_for_the_same_numbers() {
+        let (kept, made) = (KeptMaps::new(true), Cell::new(0u8));
+        let map = |shape, t| {
+            let map = kept.find(shape, t, || {
+                made.set(made.get() + 1);
+                Some(Map([made.get(); 128]))
+            });
+            map.expect("made").0[0]
+        };
+        assert_eq!([map(SHAPE, TENSOR), map(SHAPE, TENSOR)], [1, 1]);
+        // Another address, stride, length, box or type is another map, and the first one stays.
+        let others = [
+            (SHAPE, Tensor { ptr: 1 << 21, ..TENSOR }),
+            (SHAPE, Tensor { token: 512, ..TENSOR }),
+            (SHAPE, Tensor { head: 512, ..TENSOR }),
+            (MapShape { span: 5, ..SHAPE }, TENSOR),
+            (MapShape { rows: 64, ..SHAPE }, TENSOR),
+            (MapShape { box_heads: 2, ..SHAPE }, TENSOR),
+            (MapShape { dtype: Dtype::Bf16, ..SHAPE }, TENSOR),
+        ];
+        for (i, (shape, t)) in (2..).zip(others) {
+            assert_eq!([map(shape, t), map(shape, t)], [i, i]);
+        }
+        // Two that fell into one set with more than it holds may be made again; nothing is mistaken for another.
+        assert!(kept.find(MapShape { tokens: 11, ..SHAPE }, TENSOR, || None).is_none());
+        let before = made.get();
+        assert_eq!(map(MapShape { tokens: 11, ..SHAPE }, TENSOR), before + 1);
+    }
+
+    #[test]
+    fn the_oldest_of_a_set_goes() {
+        let (kept, made) = (KeptMaps::new(true), Cell::new(0u32));
+        let rows = |ptr: u64| Tensor { ptr: ptr << 8, ..TENSOR };
+        for round in 0..2 {
+            for ptr in 0..10 * (SETS * WAYS) as u64 {
+                let map = kept.find(SHAPE, rows(ptr), || {
+                    made.set(made.get() + 1);
+                    Some(Map([ptr as u8; 128]))
+                });
+                assert_eq!(map.expect("made").0[5], ptr as u8, "{round}");
+            }
+        }
+        assert!(made.get() > 10 * (SETS * WAYS) as u32);
+        // Without room every map is made.
+        let none = KeptMaps::new(false);
+        assert!((0..3).all(|i| none.find(SHAPE, TENSOR, || Some(Map([i; 128]))).is_some_and(|m| m.0[0] == i)));
+    }
+}

@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Which q rows the kernels for `sm_90a` take in tiles that the q heads of a group share.
+//!
+//! A tile has 128 rows. One of a single head holds 128 q rows of it, and where a range is shorter the rest is wasted. A
+//! shared tile holds 16, 32 or 64 q rows of as many heads as fill it, all of which read one kv head: less is wasted at the
+//! end of a range, and the keys that its rows meet are loaded once for these heads.
+//!
+//! A range is looked at in stretches of 128 rows. Shared tiles take a stretch where that makes fewer steps, by which a tile
+//! of keys and, once for each tile, what comes before and behind the keys are meant. In ranges above [`SHORT_ROWS`] rows only
+//! a last stretch of fewer than 128 rows is asked about: the others have little to gain, and the lists stay small.
+
+use super::metadata::{cut, met, partners, work};
+use super::metadata_buffer::{SortBuffers, Writer, padded};
+use super::params::Work;
+use crate::call::{HeadMap, QRange, Ranges};
+use crate::report::lists::{SHORT_ROWS, shared_tiles};
+use bytemuck::NoUninit;
+
+/// Rows of a tile.
+const ROWS: u32 = 128;
+
+/// How a call's q heads share tiles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Sharing {
+    /// A tile has 2 to this q rows of each of its heads.
+    pub token_bits: u32,
+    /// Items of a tile: all heads of the call.
+    pub parts: u32,
+    /// Items of a tile that read the same kv head.
+    pub each: u32,
+    /// q heads of the call that read its first kv head, and the most that read any other.
+    pub first_heads: u32,
+    pub group: u32,
+}
+
+impl Sharing {
+    /// None where no two q heads read one kv head, or where kv heads would need different numbers of tiles.
+    pub fn of(held: u32, heads: &HeadMap) -> Option<Self> {
+        let group = heads.group.min(held);
+        if group <= 1 {
+            return None;
+        }
+        let first_heads = (heads.group - heads.q_offset % heads.group).min(held);
+        let (whole, last) = ((held - first_heads) / group, (held - first_heads) % group);
+        let most = if whole > 0 { first_heads.max(group) } else { first_heads.max(last) };
+        let token_bits = match most {
+            0 | 1 => return None,
+            2 => 6,
+            3 | 4 => 5,
+            _ => 4,
+        };
+        let tiles = |heads: u32| heads.div_ceil(ROWS >> token_bits);
+        let each = tiles(most);
+        let same =
+            tiles(first_heads) == each && (whole == 0 || tiles(group) == each) && (last == 0 || tiles(last) == each);
+        let parts = each * (1 + whole + u32::from(last > 0));
+        same.then_some(Self { token_bits, parts, each, first_heads, group })
+    }
+
+    /// q rows of a tile.
+    pub fn rows(&self) -> u32 {
+        1 << self.token_bits
+    }
+}
+
+/// `SharedTiles`.
+#[derive(Clone, Copy, Debug, Default, NoUninit)]
+#[repr(C)]
+pub(super) struct SharedTiles {
+    pub work: u64,
+    pub begin: u32,
+    pub tiles: u32,
+    pub parts: u32,
+    pub each: u32,
+    pub first_heads: u32,
+    pub group: u32,
+    pub token_bits: u32,
+    pub unused: u32,
+}
+
+/// The tiles of a call: those of one head each, and the others.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Split {
+    pub work: u64,
+    pub tiles: usize,
+    pub shared: SharedTiles,
+}
+
+/// The most bytes that [`write`] writes.
+pub(super) fn bytes(ranges: &Ranges) -> usize {
+    let single: usize = ranges.q.iter().map(|q| q.range.len.div_ceil(ROWS) as usize).sum();
+    let shared: usize = ranges.q.iter().map(|q| shared_tiles(q.range.len) as usize).sum();
+    padded(single * size_of::<Work>()) + padded(shared * size_of::<Work>())
+}
+
+/// Steps of a tile of q rows at positions `first..=last`, whose tiles of keys have `keys` rows; its costs are rows of keys.
+struct Costs<'a> {
+    ranges: &'a Ranges<'a>,
+    window: (i64, i64),
+    keys: u32,
+}
+
+impl Costs<'_> {
+    fn met(&self, q: &QRange, first: i64, last: i64) -> impl Iterator<Item = u64> {
+        let (low, high) = (first.saturating_sub(self.window.0), last.saturating_add(self.window.1));
+        partners(self.ranges, q).map(move |k| met(k, low, high))
+    }
+
+    fn steps(&self, q: &QRange, first: u32, end: u32) -> u64 {
+        let (first, last) = (q.range.position(first), q.range.position(end - 1));
+        1 + self.met(q, first, last).map(|rows| rows.div_ceil(self.keys.into())).sum::<u64>()
+    }
+
+    fn shares(&self, q: &QRange, sharing: &Sharing, heads: u32, first: u32, end: u32) -> bool {
+        if q.range.len > SHORT_ROWS && end - first == ROWS {
+            return false;
+        }
+        let (rows, heads) = (sharing.rows(), u64::from(heads));
+        let single = heads * self.steps(q, first, end);
+        let tiles = u64::from((end - first).div_ceil(rows)) * u64::from(sharing.parts);
+        // A tile of some of these rows makes no more steps than that of all, and at least one.
+        if tiles != heads || single <= heads * 2 {
+            return tiles < heads;
+        }
+        let mut shared = 0;
+        for at in (first..end).step_by(rows as usize) {
+            shared += u64::from(sharing.parts) * self.steps(q, at, end.min(at.saturating_add(rows)));
+        }
+        shared < single
+    }
+}
+
+/// Writes the tiles of a call of `heads` q heads, longest first; nothing where none are shared and `same` is the list.
+pub(super) fn write(
+    scratch: &mut SortBuffers,
+    writer: &mut Writer<'_>,
+    ranges: &Ranges,
+    (sharing, heads): (&Sharing, u32),
+    window: (i64, i64),
+    keys: u32,
+    same: Option<Split>,
+) -> Split {
+    let costs = Costs { ranges, window, keys };
+    scratch.tiles.clear();
+    scratch.shared_tiles.clear();
+    for (i, q) in ranges.q.iter().enumerate() {
+        let mut first = 0;
+        while first < q.range.len {
+            let end = first + ROWS.min(q.range.len - first);
+            let (tiles, rows) = match costs.shares(q, sharing, heads, first, end) {
+                true => (&mut scratch.shared_tiles, sharing.rows()),
+                false => (&mut scratch.tiles, ROWS),
+            };
+            cut(tiles, i, &q.range, first..end, rows, |first, last| costs.met(q, first, last).sum());
+            first = end;
+        }
+    }
+    if let Some(same) = same.filter(|_| scratch.shared_tiles.is_empty()) {
+        return same;
+    }
+    let longest = |tiles: &[(u64, Work)]| tiles.iter().map(|t| t.0).max().unwrap_or(0);
+    let shared_first = longest(&scratch.shared_tiles) > longest(&scratch.tiles);
+    let (single, tiles) = work(&mut scratch.tiles, writer);
+    let (shared, shared_tiles) = work(&mut scratch.shared_tiles, writer);
+    let shared = SharedTiles {
+        work: shared,
+        begin: if shared_first { 0 } else { tiles as u32 * heads },
+        tiles: shared_tiles as u32,
+        parts: sharing.parts,
+        each: sharing.each,
+        first_heads: sharing.first_heads,
+        group: sharing.group,
+        token_bits: sharing.token_bits,
+        unused: 0,
+    };
+    Split { work: single, tiles, shared }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::call::{Mode, Range};
+    use crate::report::lists::SHARED_ROWS;
+    use alloc::vec::Vec;
+
+    fn sharing(held: u32, q_offset: u32, group: u32) -> Option<(u32, u32, u32, u32)> {
+        let s = Sharing::of(held, &HeadMap { q_offset, kv_offset: 0, group })?;
+        assert!(s.rows() >= SHARED_ROWS && s.group <= held);
+        Some((s.rows(), s.parts, s.each, s.first_heads))
+    }
+
+    #[test]
+    fn heads_that_share() {
+        assert_eq!(sharing(8, 0, 1), None);
+        assert_eq!(sharing(0, 0, 8), None);
+        assert_eq!(sharing(1, 3, 8), None);
+        // Two, four and eight of them; numbers that leave room.
+        assert_eq!(sharing(8, 0, 2), Some((64, 4, 1, 2)));
+        assert_eq!(sharing(8, 0, 4), Some((32, 2, 1, 4)));
+        assert_eq!(sharing(16, 0, 8), Some((16, 2, 1, 8)));
+        assert_eq!(sharing(6, 0, 3), Some((32, 2, 1, 3)));
+        assert_eq!(sharing(6, 0, 6), Some((16, 1, 1, 6)));
+        // More than a tile has room for.
+        assert_eq!(sharing(32, 0, 16), Some((16, 4, 2, 16)));
+        assert_eq!(sharing(9, 0, 9), Some((16, 2, 2, 9)));
+        // Heads of a call that begin or end inside a group.
+        assert_eq!(sharing(2, 6, 8), Some((64, 1, 1, 2)));
+        assert_eq!(sharing(4, 1, 3), Some((64, 2, 1, 2)));
+        assert_eq!(sharing(8, 6, 8), Some((16, 2, 1, 2)));
+        assert_eq!(sharing(5, u32::MAX - 8, u32::MAX), Some((16, 1, 1, 5)));
+        assert_eq!(sharing(5, u32::MAX - 3, u32::MAX), Some((32, 2, 1, 3)));
+        // Two tiles of one kv head and one of the other.
+        assert_eq!(sharing(20, 12, 16), None);
+    }
+
+    /// Ranges, and first rows in them.
+    type Tiles = Vec<(u32, u32)>;
+
+    /// The tiles of one head, and the shared ones; whether these come first.
+    fn split((held, group): (u32, u32), q: &[(u32, i64)], k: &[u32], window: (i64, i64)) -> (Tiles, Tiles, bool) {
+        let sharing = Sharing::of(held, &HeadMap { q_offset: 0, kv_offset: 0, group }).expect("a group");
+        let q: Vec<QRange> = (0..)
+            .zip(q)
+            .map(|(i, &(len, pos))| QRange {
+                range: Range::plain(0, len, pos, i),
+                keys_begin: i,
+                keys_end: i + 1,
+                mode: Mode::Only,
+            })
+            .collect();
+        let k: Vec<Range> = (0..).zip(k).map(|(i, &len)| Range::plain(0, len, 0, i)).collect();
+        let pairs: Vec<u32> = (0..k.len() as u32).collect();
+        let ranges = Ranges { q: &q, k: &k, pairs: &pairs };
+        let mut memory = alloc::vec![0u128; bytes(&ranges).div_ceil(16)];
+        let mut scratch = SortBuffers::default();
+        let mut writer = Writer::new(bytemuck::cast_slice_mut(&mut memory), 0, 0, None);
+        let split = write(&mut scratch, &mut writer, &ranges, (&sharing, held), window, 128, None);
+        assert!(writer.part().filled <= bytes(&ranges));
+        let list = |tiles: &[(u64, Work)]| tiles.iter().map(|(_, w)| (w.run, w.first)).collect::<Tiles>();
+        let items = split.tiles as u32 * held + split.shared.tiles * split.shared.parts;
+        assert!(items as usize <= q.iter().map(|q| q.range.len.div_ceil(ROWS) * held).sum::<u32>() as usize);
+        (list(&scratch.tiles), list(&scratch.shared_tiles), split.shared.tiles > 0 && split.shared.begin == 0)
+    }
+
+    #[test]
+    fn short_ranges_are_shared() {
+        let causal = (1 << 62, 0);
+        // 40 rows of 8 heads: three tiles, not eight.
+        assert_eq!(split((8, 8), &[(40, 0)], &[40], causal).1, [(0, 32), (0, 16), (0, 0)]);
+        // A whole tile has nothing to gain, its rest has.
+        let (single, shared, _) = split((8, 8), &[(130, 0)], &[130], causal);
+        assert_eq!((single, shared), (alloc::vec![(0, 0)], alloc::vec![(0, 128)]));
+        // But where rows meet fewer keys than all of them do.
+        let (single, shared, _) = split((8, 8), &[(128, 64)], &[192], causal);
+        assert_eq!((single.len(), shared.len()), (0, 8));
+        // Of a long range the last rows alone.
+        let (single, shared, _) = split((8, 8), &[(2048 + 17, 64)], &[4000], causal);
+        assert_eq!((single.len(), shared), (16, alloc::vec![(0, 2064), (0, 2048)]));
+        // Five of eight places taken: 100 rows would be seven tiles, not five.
+        let (single, shared, _) = split((5, 5), &[(100, 0), (60, 0)], &[100, 60], causal);
+        assert_eq!((single, shared.len()), (alloc::vec![(0, 0)], 4));
+        // Ranges without rows have no tiles; those without keys have.
+        assert_eq!(split((8, 8), &[(0, 0), (5, 0)], &[7, 0], causal).1, [(1, 0)]);
+    }
+
+    /// What takes longest comes first: a row of many keys before tiles of fewer.
+    #[test]
+    fn the_longest_come_first() {
+        let causal = (1 << 62, 0);
+        assert!(split((8, 8), &[(128, 0), (1, 5000)], &[128, 5001], causal).2);
+        assert!(!split((8, 8), &[(128, 4992), (1, 0)], &[5120, 1], causal).2);
+    }
+}
