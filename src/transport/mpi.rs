@@ -8,6 +8,9 @@
 //!
 //! - Initialise MPI with `MPI_THREAD_MULTIPLE`. A rank calls MPI from a thread of its own, at times when the caller may
 //!   call MPI too.
+//! - Where there are more processes than cores, Open MPI (`mpirun --oversubscribe`) gives the core away in every look at a
+//!   request; beside other programs that costs milliseconds an exchange. `--mca mpi_yield_when_idle 0` turns it off: the
+//!   transport gives its core away itself, while it comes back in time.
 //! - Only memory of the transport is handed to MPI (`pipe.rs` says why): an exchange that has failed has let go of the
 //!   caller's. Three pieces of 256 KiB each way for each peer that it exchanges with; nothing else is allocated in a run.
 //! - A small message may leave before its receiver has come, as MPI decides; its sender then returns and learns of what went
