@@ -43,7 +43,7 @@ fn balance(units: &[WorkUnit], workers: usize) -> f64 {
     *free.iter().max().expect("there are workers") as f64 * workers as f64 / total as f64
 }
 
-fn units(case: &Case, isa: Isa) -> [Vec<WorkUnit>; 2] {
+fn units(case: &Case, isa: Isa, workers: usize) -> [Vec<WorkUnit>; 2] {
     let mut k = Vec::new();
     let mut row = 0;
     for (doc, &len) in case.lengths.iter().enumerate() {
@@ -94,7 +94,7 @@ fn units(case: &Case, isa: Isa) -> [Vec<WorkUnit>; 2] {
         ranges,
         aligned: false,
     };
-    [forward_units(&forward), backward_units(&backward, isa)]
+    [forward_units(&forward, isa, workers), backward_units(&backward, isa)]
 }
 
 fn main() {
@@ -112,8 +112,8 @@ fn main() {
     println!("{:12}{:>6}{:>9}{:>10}{:>8}{:>9}{:>10}", "", "", "isa", "", "units", "workers", "balance");
     for case in &cases {
         let isa = if case.dtype == Dtype::F32 { Isa::Avx512 } else { Isa::Amx };
-        for (direction, units) in ["forward", "backward"].into_iter().zip(units(case, isa)) {
-            for workers in [16, 64] {
+        for workers in [16, 64] {
+            for (direction, units) in ["forward", "backward"].into_iter().zip(units(case, isa, workers)) {
                 let balance = balance(&units, workers);
                 let (name, dtype, isa, n) = (case.name, case.dtype, isa.name(), units.len());
                 println!("{name:12}{:>6}{isa:>9}{direction:>10}{n:>8}{workers:>9}{balance:>10.2}", dtype.to_string());

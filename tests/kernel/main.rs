@@ -11,6 +11,7 @@ mod bits;
 mod blocks;
 mod calls;
 mod grid;
+mod growing;
 mod harness;
 mod large_scores;
 mod refusals;

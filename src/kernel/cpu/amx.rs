@@ -13,28 +13,26 @@
 //! p        [key / 32][lane / 16][16 pairs of keys][16 lanes][2]
 //! ```
 //!
-//! The unit takes subnormal bf16 for 0 and flushes subnormal results. It and the vector units share ports: work of one
-//! does not hide behind that of the other, so the products and the softmax simply follow each other.
+//! The unit takes subnormal bf16 for 0 and flushes subnormal results. While it works on a product, the vector units may work
+//! on something else: `amx_interleaved.rs` does that where there are no options in the way; elsewhere the products and the
+//! softmax follow each other.
 //!
 //! What may not be done: using tiles on a thread that has not called [`Engine::enter`], or leaving them configured when
 //! the work is done (the system would save 8 KiB at each switch).
 
-use super::amx_product::Product;
+use super::amx_interleaved::{Later, Panel, put};
+pub(super) use super::amx_product::{PANEL, TILE};
+use super::amx_product::{scores_of, values_of};
 use super::arena::KEYS;
-use super::engine::{Engine, Values};
+use super::engine::{Engine, Operands, Values};
 use super::halves::Half;
-use super::tile::Lanes;
+use super::tile::{Lanes, Scores};
 use super::x86::transpose16;
 use crate::call::RawTensor;
 use core::arch::asm;
 use core::arch::x86_64::*;
 use core::marker::PhantomData;
 use core::ops::Range;
-
-/// Elements of a tile.
-pub(super) const TILE: usize = 512;
-/// Lanes of a panel.
-pub(super) const PANEL: usize = 32;
 
 /// What the system must allow, and has been asked for.
 #[allow(unused_unsafe, reason = "newer compilers know cpuid to be safe")]
@@ -205,6 +203,10 @@ impl<H: Half> Engine for Amx<H> {
     type T = u16;
     const PANEL: usize = PANEL;
     const GRAIN: usize = 32;
+    const TILES: usize = 4;
+    const INTERLEAVES: bool = true;
+    const WRITES_ALL: bool = true;
+    type Later = Later;
 
     fn keys_len(dim: usize) -> usize {
         KEYS * dim.next_multiple_of(32)
@@ -293,65 +295,53 @@ impl<H: Half> Engine for Amx<H> {
 
     #[inline(always)]
     unsafe fn scores(k: &[u16], q: *const u16, dim: usize, s: *mut f32, keys: Range<usize>, _: usize) {
-        let deep = dim.div_ceil(32);
         for key in keys.step_by(32) {
             // SAFETY: the tiles of 32 keys, of a panel of q, and of as many rows of `s`.
-            unsafe {
-                let a0 = k.as_ptr().add(key / 16 * deep * TILE);
-                H::product(&Product {
-                    a0,
-                    a1: a0.add(deep * TILE),
-                    a_step: 2 * TILE,
-                    b0: q,
-                    b1: q.add(deep * TILE),
-                    b_step: 2 * TILE,
-                    steps: deep,
-                    c0: s.add(key * PANEL),
-                    c1: s.add((key + 16) * PANEL),
-                    ldc: 4 * PANEL,
-                    add: false,
-                });
-            }
+            unsafe { H::product(&scores_of(k.as_ptr(), q, dim, s.add(key * PANEL), key)) };
         }
     }
 
     #[inline(always)]
     unsafe fn put(_: *mut f32, p: *mut u16, j: usize, lane: usize, a: __m512, b: __m512) {
         // SAFETY: the pair lies within the panel's p.
-        unsafe {
-            let to = p.add((j / 32 * (PANEL / 16) + lane / 16) * TILE + j % 32 * 16);
-            _mm512_storeu_si512(to.cast(), H::pairs(a, b));
-        }
+        unsafe { put::<H>(p, j, lane, a, b) };
     }
 
     #[inline(always)]
     unsafe fn weigh(v: &Values<u16>, _: *const f32, p: *const u16, o: *mut f32, keys: Range<usize>, _: usize) {
-        let dim = v.tensor.dim as usize;
-        let block = keys.start / 32;
-        for d in (0..dim).step_by(32) {
+        for d in (0..v.tensor.dim as usize).step_by(32) {
             // SAFETY: the tiles of 32 dims, of the panel's p, and of as many rows of `o`.
-            unsafe {
-                let a0 = v.tile.as_ptr().add((d / 16 * (KEYS / 32) + block) * TILE);
-                let b0 = p.add(block * (PANEL / 16) * TILE);
-                H::product(&Product {
-                    a0,
-                    a1: a0.add(KEYS / 32 * TILE),
-                    a_step: 2 * TILE,
-                    b0,
-                    b1: b0.add(TILE),
-                    b_step: 2 * (PANEL / 16) * TILE,
-                    steps: keys.len() / 32,
-                    c0: o.add(d * PANEL),
-                    c1: o.add((d + 16) * PANEL),
-                    ldc: 4 * PANEL,
-                    add: true,
-                });
-            }
+            unsafe { H::product(&values_of(v.tile.as_ptr(), p, o, d, &keys)) };
         }
         if !v.finite {
             // SAFETY: as above.
             unsafe { Self::not_finite(v, p, o, keys) };
         }
+    }
+
+    #[inline(always)]
+    unsafe fn interleaved(
+        scores: &Scores<f32>,
+        of: &Operands<u16>,
+        next: Option<&Operands<u16>>,
+        s: *mut f32,
+        p: *mut u16,
+        (m, l): (*mut f32, *mut f32),
+        later: &mut Later,
+    ) -> bool {
+        // SAFETY: the contract of `Engine::interleaved`.
+        unsafe { Panel { scores, of, next, s, p, m, l }.run::<H>(later) }
+    }
+
+    #[inline(always)]
+    unsafe fn put_off(v: &Values<u16>, p: *const u16, o: *mut f32, keys: Range<usize>, later: &mut Later) {
+        later.put_off(v.tile.as_ptr(), p, o, keys, v.tensor.dim as usize);
+    }
+
+    #[inline(always)]
+    unsafe fn finish(later: &mut Later) {
+        // SAFETY: tiles and panels are as they were when it was put off (the contract).
+        unsafe { later.finish::<H>() };
     }
 }
 

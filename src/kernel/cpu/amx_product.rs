@@ -2,7 +2,14 @@
 //! The product of two by two AMX tiles: one block of instructions with the whole loop over the inner dimension in it.
 //! Stable Rust names no tile instruction, so they are written as assembly; `amx.rs` says how operands lie.
 
+use super::arena::KEYS;
 use core::arch::asm;
+use core::ops::Range;
+
+/// Elements of a tile.
+pub(super) const TILE: usize = 512;
+/// Lanes of a panel.
+pub(super) const PANEL: usize = 32;
 
 /// Two by two result tiles: rows of A from `a0` and `a1`, columns of B from `b0` and `b1`, `steps` tiles deep.
 #[derive(Clone, Copy)]
@@ -22,6 +29,59 @@ pub(super) struct Product {
     pub ldc: usize,
     /// Add to C instead of writing it.
     pub add: bool,
+}
+
+/// The product of the 32 keys from `key` on with a panel of q, to 32 rows of scores at `s`.
+///
+/// # Safety
+/// `k` and `q` are as long as the engine says, and `key` is within the tile.
+#[inline(always)]
+pub(super) unsafe fn scores_of(k: *const u16, q: *const u16, dim: usize, s: *mut f32, key: usize) -> Product {
+    let deep = dim.div_ceil(32);
+    // SAFETY: the tiles of 32 keys are within k, those of a panel within q, and `s` has 32 rows.
+    unsafe {
+        let a0 = k.add(key / 16 * deep * TILE);
+        Product {
+            a0,
+            a1: a0.add(deep * TILE),
+            a_step: 2 * TILE,
+            b0: q,
+            b1: q.add(deep * TILE),
+            b_step: 2 * TILE,
+            steps: deep,
+            c0: s,
+            c1: s.add(16 * PANEL),
+            ldc: 4 * PANEL,
+            add: false,
+        }
+    }
+}
+
+/// The product of the 32 dims of v from `d` on with a panel's p, added to `o`, over the keys of a range of blocks.
+///
+/// # Safety
+/// `v`, `p` and `o` are as long as the engine says; `d` is within v, and the keys within the tile.
+#[inline(always)]
+pub(super) unsafe fn values_of(v: *const u16, p: *const u16, o: *mut f32, d: usize, keys: &Range<usize>) -> Product {
+    let block = keys.start / 32;
+    // SAFETY: the tiles of 32 dims are within v, those of the keys within v and p, and `o` has the rows of the dims.
+    unsafe {
+        let a0 = v.add((d / 16 * (KEYS / 32) + block) * TILE);
+        let b0 = p.add(block * (PANEL / 16) * TILE);
+        Product {
+            a0,
+            a1: a0.add(KEYS / 32 * TILE),
+            a_step: 2 * TILE,
+            b0,
+            b1: b0.add(TILE),
+            b_step: 2 * (PANEL / 16) * TILE,
+            steps: keys.len() / 32,
+            c0: o.add(d * PANEL),
+            c1: o.add((d + 16) * PANEL),
+            ldc: 4 * PANEL,
+            add: true,
+        }
+    }
 }
 
 macro_rules! product {
@@ -89,3 +149,95 @@ macro_rules! product {
 
 product!(product_bf16, "tdpbf16ps");
 product!(product_f16, "tdpfp16ps");
+
+/// The result tiles of a product that is done a step at a time: zeros, or C.
+///
+/// # Safety
+/// Tiles are configured; those of C are 16 rows of 64 bytes, valid for reads where it is added to. Until [`end`] no other
+/// product may be begun on this thread: results stay in tile registers 0 to 3.
+#[inline(always)]
+pub(super) unsafe fn begin(p: &Product) {
+    // SAFETY: the blocks read what the caller vouches for, change tile registers alone, which the compiler does not use
+    // (see above), and leave the stack alone.
+    unsafe {
+        if p.add {
+            asm!(
+                "tileloadd tmm0, [{c0} + {ldc}]",
+                "tileloadd tmm1, [{c0} + {ldc} + 64]",
+                "tileloadd tmm2, [{c1} + {ldc}]",
+                "tileloadd tmm3, [{c1} + {ldc} + 64]",
+                c0 = in(reg) p.c0,
+                c1 = in(reg) p.c1,
+                ldc = in(reg) p.ldc,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                options(nostack, preserves_flags, readonly),
+            );
+        } else {
+            asm!(
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                options(nostack, preserves_flags, nomem),
+            );
+        }
+    }
+}
+
+/// Writes the result tiles of a product whose steps are done.
+///
+/// # Safety
+/// As [`begin`], which was called for this product; those of C are valid for writes.
+#[inline(always)]
+pub(super) unsafe fn end(p: &Product) {
+    // SAFETY: the block writes what the caller vouches for, and leaves registers and the stack alone.
+    unsafe {
+        asm!(
+            "tilestored [{c0} + {ldc}], tmm0",
+            "tilestored [{c0} + {ldc} + 64], tmm1",
+            "tilestored [{c1} + {ldc}], tmm2",
+            "tilestored [{c1} + {ldc} + 64], tmm3",
+            c0 = in(reg) p.c0,
+            c1 = in(reg) p.c1,
+            ldc = in(reg) p.ldc,
+            options(nostack, preserves_flags),
+        );
+    }
+}
+
+macro_rules! step {
+    ($name:ident, $instruction:literal) => {
+        /// One step of a product that was begun: the first of those that `p` has left.
+        ///
+        /// # Safety
+        /// As [`begin`]; the instruction is present, and the four tiles of the step are 1,024 bytes, valid for reads.
+        #[inline(always)]
+        pub(super) unsafe fn $name(p: &Product) {
+            // SAFETY: as in [`begin`].
+            unsafe {
+                asm!(
+                    "tileloaddt1 tmm4, [{a0} + {row}]",
+                    "tileloadd tmm6, [{b0} + {row}]",
+                    concat!($instruction, " tmm0, tmm4, tmm6"),
+                    "tileloadd tmm7, [{b1} + {row}]",
+                    concat!($instruction, " tmm1, tmm4, tmm7"),
+                    "tileloaddt1 tmm5, [{a1} + {row}]",
+                    concat!($instruction, " tmm2, tmm5, tmm6"),
+                    concat!($instruction, " tmm3, tmm5, tmm7"),
+                    a0 = in(reg) p.a0,
+                    a1 = in(reg) p.a1,
+                    b0 = in(reg) p.b0,
+                    b1 = in(reg) p.b1,
+                    row = in(reg) 64usize,
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    options(nostack, preserves_flags, readonly),
+                );
+            }
+        }
+    };
+}
+
+step!(step_bf16, "tdpbf16ps");
+step!(step_f16, "tdpfp16ps");

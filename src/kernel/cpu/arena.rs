@@ -6,8 +6,10 @@ use bytemuck::{Pod, Zeroable};
 
 /// Keys of a tile. Tiles of aligned calls begin at positions that are multiples of it.
 pub(super) const KEYS: usize = 128;
-/// Lanes (q rows of some head) of a forward tile.
+/// Lanes (q rows of some head) of a unit of the forward pass: k and v are packed once for all of them.
 pub(super) const LANES: usize = 256;
+/// Lanes of a unit where a product costs so little that packing counts, and there are units enough for all workers.
+pub(super) const LANES_MOST: usize = 512;
 /// Lanes of a backward tile.
 pub(super) const LANES_BACK: usize = 64;
 /// The widest panel of lanes.

@@ -14,7 +14,7 @@ use super::panel::{any_non_finite, is_zero, to_lanes};
 use super::product::{Gemm, Skip, Store};
 use super::rows::widen;
 use super::simd::{Real, Vector};
-use super::tile::{Lanes, at, product};
+use super::tile::{Lanes, Scores, at, product};
 use crate::call::RawTensor;
 use crate::element::{Accumulator, Element};
 use bytemuck::Pod;
@@ -38,6 +38,14 @@ pub(super) trait Engine {
     const PANEL: usize = 2 * Self::V::W;
     /// Tiles of keys and the rows of o are padded to a multiple of this, which divides [`super::stream::BLOCK`].
     const GRAIN: usize;
+    /// Tiles of keys that are packed together; each panel then meets one after the other.
+    const TILES: usize = 1;
+    /// [`Engine::interleaved`] can be asked for.
+    const INTERLEAVES: bool = false;
+    /// Packing writes all that products read; otherwise what lies between rows is read as well, and must be zeros.
+    const WRITES_ALL: bool = false;
+    /// Products that [`Engine::interleaved`] put off.
+    type Later: Default;
 
     /// Elements of a tile of k.
     fn keys_len(dim: usize) -> usize;
@@ -79,6 +87,41 @@ pub(super) trait Engine {
         keys: Range<usize>,
         width: usize,
     );
+
+    /// Scores and p of a whole panel whose scores are plain and finite with the keys of a range of whole blocks, as
+    /// [`Engine::scores`] and the softmax do it, and in between the products that were put off, and the first
+    /// scores of what comes next. False, with nothing changed but `s` and `p`, if the reference of some lane has to be
+    /// raised.
+    unsafe fn interleaved(
+        _scores: &Scores<Self::Sum>,
+        _of: &Operands<Self::T>,
+        _next: Option<&Operands<Self::T>>,
+        _s: *mut Self::Sum,
+        _p: *mut Self::T,
+        _sums: (*mut Self::Sum, *mut Self::Sum),
+        _later: &mut Self::Later,
+    ) -> bool {
+        false
+    }
+    /// Puts off what [`Engine::weigh`] does, for a v that is finite. Nothing may have been put off before.
+    unsafe fn put_off(
+        _v: &Values<Self::T>,
+        _p: *const Self::T,
+        _o: *mut Self::Sum,
+        _keys: Range<usize>,
+        _later: &mut Self::Later,
+    ) {
+    }
+    /// Does what was put off, and forgets the scores that were made ahead.
+    unsafe fn finish(_later: &mut Self::Later) {}
+}
+
+/// The operands of the scores of a panel with some keys of a tile.
+pub(super) struct Operands<'a, T> {
+    pub k: &'a [T],
+    pub q: *const T,
+    pub dim: usize,
+    pub keys: Range<usize>,
 }
 
 /// A tile of v, and where it came from.
@@ -164,6 +207,7 @@ impl<V: Vector> Engine for Dense<V> {
     type V = V;
     type T = V::T;
     const GRAIN: usize = 1;
+    type Later = ();
 
     fn keys_len(dim: usize) -> usize {
         KEYS * Self::row(dim)

@@ -2,7 +2,8 @@
 //! Forward: online softmax over tiles of keys (Milakov and Gimelshein 2018; Dao et al., FlashAttention, 2022).
 //!
 //! A unit is a block of rows of one q range with one kv head. Its rows, of every q head that reads this kv head, are
-//! the lanes; the keys stream by, packed once for all of them. Per tile and panel of lanes: scores = K·Qᵀ, their maximum,
+//! the lanes; the keys stream by, packed once for all of them, a few tiles at a time, which each panel of lanes meets one
+//! after the other: its sums stay in the L1 cache. Per tile and panel: scores = K·Qᵀ, their maximum,
 //! `p = exp(s − m)` (`softmax.rs`), and `Oᵀ += Vᵀ·P`. Blocks of keys that no lane of the panel sees are passed over. At the
 //! end the result is normalised, merged into the running one if the mode says so, and finished if the mode says that.
 //!
@@ -10,98 +11,46 @@
 //! (`exp(0)` is exactly 1, a product with p = 0 adds nothing). With tiles broken by position, that is what makes
 //! results independent of how rows and keys were cut.
 
-use super::arena::{Arena, KEYS, LANES, Line};
-use super::engine::{Engine, Values};
+use super::arena::{Arena, KEYS, LANES_MOST, Line};
+use super::engine::{Engine, Operands, Values};
 use super::job::{Job, Machine};
 use super::panel::to_rows;
+use super::row_blocks::{Unit, Units, readers, unit_rows};
 use super::rows::{narrow, prefetch};
 use super::simd::{Real, Vector};
-use super::softmax::{Softmax, rescale};
+use super::softmax::rescale;
 use super::stream::{BLOCK, KeyTile, Stream};
-use super::tile::{Cover, Lanes, Scoring, Sight, at};
-use crate::call::{Attend, HeadMap, QRange};
+use super::tile::{Cover, Lanes, Scores, Scoring, Sight, at};
+use crate::call::{Attend, QRange};
 use crate::kernel::merge::{self, LogSumExp};
 use core::marker::PhantomData;
 use core::ops::Range;
-use core::sync::atomic::{AtomicUsize, Ordering};
-
-/// Walks the units of a call in order, and stops at those that the counter hands out.
-pub(super) struct Units<'a> {
-    q: &'a [QRange],
-    rows: u32,
-    kv_heads: u32,
-    range: usize,
-    /// Units of all ranges before `range`.
-    base: usize,
-}
-
-/// Some rows of one q range, with one kv head.
-pub(super) struct Unit {
-    pub range: usize,
-    pub first: u32,
-    pub rows: u32,
-    pub kv: u32,
-}
-
-impl<'a> Units<'a> {
-    pub(super) fn new(q: &'a [QRange], rows: usize, kv_heads: u32) -> Self {
-        Self { q, rows: rows as u32, kv_heads, range: 0, base: 0 }
-    }
-
-    pub(super) fn next(&mut self, counter: &AtomicUsize) -> Option<Unit> {
-        let unit = counter.fetch_add(1, Ordering::Relaxed);
-        while let Some(q) = self.q.get(self.range) {
-            let blocks = q.range.len.div_ceil(self.rows) as usize;
-            let units = blocks * self.kv_heads as usize;
-            if unit < self.base + units {
-                // The last rows first: under a causal mask they have the most keys, and a long unit should not come last.
-                let (kv, block) = ((unit - self.base) / blocks, blocks - 1 - (unit - self.base) % blocks);
-                let first = block as u32 * self.rows;
-                let rows = self.rows.min(q.range.len - first);
-                return Some(Unit { range: self.range, first, rows, kv: kv as u32 });
-            }
-            self.base += units;
-            self.range += 1;
-        }
-        None
-    }
-}
-
-/// The q heads (of `q_heads` in the call) that read kv head `kv`.
-pub(super) fn readers(map: &HeadMap, kv: u32, q_heads: u32) -> core::ops::Range<u32> {
-    let first = (u64::from(kv) + u64::from(map.kv_offset)) * u64::from(map.group);
-    let offset = u64::from(map.q_offset);
-    let begin = first.saturating_sub(offset).min(q_heads.into()) as u32;
-    let end = (first + u64::from(map.group)).saturating_sub(offset).min(q_heads.into()) as u32;
-    begin..end
-}
+use core::sync::atomic::AtomicUsize;
 
 /// A forward call whose sums are `A`s.
 pub(super) struct Forward<'a, A> {
     pub call: &'a Attend<'a>,
+    /// Lanes of a unit, see [`lanes`].
+    pub lanes: usize,
     pub sums: PhantomData<A>,
-}
-
-/// Rows of a unit that fill `lanes` lanes with all heads of a group; whole blocks, so that panels do not mix heads.
-pub(super) fn unit_rows(lanes: usize, map: &HeadMap, q_heads: u32) -> usize {
-    let rows = lanes / map.group.min(q_heads).max(1) as usize;
-    if rows > BLOCK { rows - rows % BLOCK } else { rows.max(1) }
 }
 
 /// The tiles of one worker.
 struct Tiles<'a, T, A> {
     lanes: Lanes<'a, A>,
-    keys: KeyTile<'a, T, A>,
-    /// By panel: what its lanes see, and whether their q is finite.
-    panels: [(Sight, bool); MOST_PANELS],
+    keys: [KeyTile<'a, T, A>; MOST_TILES],
+    /// Whether k and v of each tile are finite.
+    finite: [(bool, bool); MOST_TILES],
+    /// By panel: what its lanes see, whether their q is finite, and whether they have met keys.
+    panels: [(Sight, bool, bool); MOST_PANELS],
     /// Panels of q.
     q: &'a mut [T],
     /// `[panel][value_dim padded][lanes of a panel]`.
     o: &'a mut [A],
     /// `[key][lanes of a panel]`: scores.
     s: &'a mut [A],
-    /// The panel's p, where it is not in `s`.
-    p: &'a mut [T],
+    /// p of a panel, where it is not in `s`, and of another whose products were put off.
+    p: [&'a mut [T]; 2],
     /// What p is relative to, and the sum of p, by lane.
     m: &'a mut [A],
     l: &'a mut [A],
@@ -113,7 +62,31 @@ struct Tiles<'a, T, A> {
 }
 
 /// Panels of the narrowest vectors.
-const MOST_PANELS: usize = LANES / 8;
+const MOST_PANELS: usize = LANES_MOST / 8;
+/// At least [`Engine::TILES`] of every engine.
+pub(super) const MOST_TILES: usize = 4;
+
+/// A panel and a tile that have something to do with each other.
+struct Meeting {
+    panel: usize,
+    tile: usize,
+    /// What each block of keys is to the panel.
+    covers: [Cover; KEYS / BLOCK],
+    /// The keys that some lane sees.
+    range: Range<usize>,
+    /// Lanes, up to whole vectors.
+    width: usize,
+    masked: bool,
+    careful: bool,
+    /// A whole panel, scores without options, and nothing that is not finite.
+    simple: bool,
+}
+
+/// Products that were put off, and the p that they do not read.
+struct Later<E: Engine> {
+    products: E::Later,
+    free: usize,
+}
 
 impl<A: Machine> Job for Forward<'_, A> {
     type Acc = A;
@@ -123,29 +96,30 @@ impl<A: Machine> Job for Forward<'_, A> {
         let c = self.call;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let (q_len, o_len) = (E::queries_len(d), dv.next_multiple_of(E::GRAIN) * E::PANEL);
-        let panels = LANES / E::PANEL;
+        let panels = self.lanes / E::PANEL;
         let mut arena = Arena(lines);
         let mut tiles = Tiles {
-            lanes: Lanes::new(&mut arena, LANES),
-            keys: KeyTile::new::<E>(&mut arena, d, dv),
-            panels: [(Sight::default(), true); MOST_PANELS],
+            lanes: Lanes::new(&mut arena, self.lanes),
+            keys: core::array::from_fn(|i| KeyTile::new::<E>(&mut arena, d, dv, i < E::TILES)),
+            finite: [(true, true); MOST_TILES],
+            panels: [(Sight::default(), true, false); MOST_PANELS],
             q: arena.take(panels * q_len),
-            o: arena.zeros(panels * o_len),
+            o: arena.take(panels * o_len),
             s: arena.zeros(KEYS * E::PANEL),
-            p: arena.take(KEYS * E::PANEL),
-            m: arena.zeros(LANES),
-            l: arena.zeros(LANES),
+            p: [arena.take(KEYS * E::PANEL), arena.take(KEYS * E::PANEL)],
+            m: arena.zeros(self.lanes),
+            l: arena.zeros(self.lanes),
             alpha: arena.zeros(E::PANEL),
             rows: arena.zeros(E::V::W * d.max(dv)),
             others: arena.zeros(E::V::W * dv),
         };
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
-        let mut units = Units::new(c.ranges.q, unit_rows(LANES, &c.heads, c.q.heads), c.k.heads);
+        let mut units = Units::new(c.ranges.q, unit_rows(self.lanes, &c.heads, c.q.heads), &c.k);
         // SAFETY: the instruction set is there, the caller says.
         unsafe { E::enter() };
         while let Some(unit) = units.next(next) {
             let heads = readers(&c.heads, unit.kv, c.q.heads);
-            let share = (LANES as u32 / unit.rows).max(1);
+            let share = (self.lanes as u32 / unit.rows).max(1);
             let mut h = heads.start;
             while h < heads.end {
                 let end = heads.end.min(h + share);
@@ -181,72 +155,144 @@ impl<A: Real> Forward<'_, A> {
         let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
         let mut stream = Stream::new(c.ranges.k, pairs, lo, hi);
         // SAFETY: the ranges' rows and the kv head are within k and v (checked).
-        unsafe { self.ask(stream.ahead(), unit.kv) };
+        unsafe { self.ask(stream.ahead(E::TILES), unit.kv) };
         let panels = t.lanes.n.div_ceil(E::PANEL);
         for (i, (panel, of)) in t.q.chunks_exact_mut(q_len).zip(&mut t.panels[..panels]).enumerate() {
             let first = i * E::PANEL;
             // SAFETY: as above.
-            *of = (t.lanes.sight(first, E::PANEL), unsafe { E::queries(&t.lanes, first, &c.q, panel, t.rows) });
+            let finite = unsafe { E::queries(&t.lanes, first, &c.q, panel, t.rows) };
+            *of = (t.lanes.sight(first, E::PANEL), finite, false);
         }
         t.o[..panels * o_len].fill(A::ZERO);
-        t.m.fill(A::NEG_INFINITY);
-        t.l.fill(A::ZERO);
-        while t.keys.next(&mut stream, c.aligned, c.aligned) {
-            t.keys.find_blocks();
-            // SAFETY: the ranges' rows and the kv head are within k and v (checked).
-            let (finite_k, finite_v) = unsafe { t.keys.load::<E>(&c.k, &c.v, unit.kv) };
-            let keys = &t.keys;
-            let v = Values { tile: &*keys.v, finite: finite_v, tensor: &c.v, head: unit.kv, rows: &keys.row[..keys.n] };
-            let ahead = stream.ahead();
-            let each = ((ahead.end - ahead.start) as usize).div_ceil(panels) as i64;
-            for panel in 0..panels {
-                let part = ahead.start + panel as i64 * each;
-                // SAFETY: as above.
-                unsafe { self.ask(part..ahead.end.min(part + each), unit.kv) };
-                let (sight, finite_q) = t.panels[panel];
-                let first = panel * E::PANEL;
-                let covers = keys.blocks.map(|b| match sight.cover(b.min, b.max) {
-                    Cover::All if !b.full => Cover::Some,
-                    cover => cover,
-                });
-                let Some(begin) = covers.iter().position(|&x| x != Cover::None) else { continue };
-                let end = covers.iter().rposition(|&x| x != Cover::None).unwrap_or(begin) + 1;
-                let mut range = begin * BLOCK..(end * BLOCK).min(keys.n.next_multiple_of(E::GRAIN));
-                if covers[begin] != Cover::All || covers[end - 1] != Cover::All {
-                    // Down to pairs of keys, or to what the engine computes at once.
-                    range = keys.seen(range, E::GRAIN.max(2), sight.span());
-                }
-                let width = E::PANEL.min(t.lanes.n.next_multiple_of(E::V::W) - first);
-                let masked = covers[begin..end].iter().any(|&x| x != Cover::All);
-                t.lanes.relate(first, width, keys.base, masked, scoring.alibi);
-                let softmax = Softmax {
-                    scoring,
-                    lanes: &t.lanes,
-                    first,
-                    keys: &keys.rel[..keys.n.next_multiple_of(BLOCK)],
-                    covers: &covers,
-                    careful: !scoring.plain || !finite_k || !finite_q,
-                };
-                // SAFETY: tiles and panels are as long as the engine says; all are of this worker alone.
-                unsafe {
-                    let (s, p) = (t.s.as_mut_ptr(), t.p.as_mut_ptr());
-                    let o = t.o.as_mut_ptr().add(panel * o_len);
-                    E::scores(keys.k, t.q.as_ptr().add(panel * q_len), d, s, range.clone(), width);
-                    let mut changed = false;
-                    for lane in (0..width).step_by(E::V::W) {
-                        let (m, l) = (t.m.as_mut_ptr().add(first + lane), t.l.as_mut_ptr().add(first + lane));
-                        changed |= softmax.run::<E>(lane, range.clone(), s, p, m, l, t.alpha.as_mut_ptr().add(lane));
-                    }
-                    if changed {
-                        rescale::<E::V>(o, dv, E::PANEL, width, t.alpha.as_ptr());
-                    }
-                    E::weigh(&v, s, p, o, range, width);
-                }
+        t.m[..panels * E::PANEL].fill(A::NEG_INFINITY);
+        t.l[..panels * E::PANEL].fill(A::ZERO);
+        loop {
+            let mut tiles = 0;
+            while tiles < E::TILES && t.keys[tiles].next(&mut stream, c.aligned, c.aligned) {
+                t.keys[tiles].find_blocks();
+                // SAFETY: the ranges' rows and the kv head are within k and v (checked).
+                t.finite[tiles] = unsafe { t.keys[tiles].load::<E>(&c.k, &c.v, unit.kv) };
+                tiles += 1;
             }
+            if tiles == 0 {
+                break;
+            }
+            let ahead = stream.ahead(E::TILES);
+            let each = ((ahead.end - ahead.start) as usize).div_ceil(panels) as i64;
+            let mut later = Later { products: E::Later::default(), free: 0 };
+            let mut meetings = (0..panels * tiles).map(|i| (i / tiles, i % tiles));
+            let mut next = meetings.find_map(|(panel, tile)| self.meet::<E>(t, scoring, panel, tile));
+            let mut asked = 0;
+            while let Some(now) = next {
+                next = meetings.find_map(|(panel, tile)| self.meet::<E>(t, scoring, panel, tile));
+                while asked <= now.panel as i64 {
+                    let part = ahead.start + asked * each;
+                    // SAFETY: the ranges' rows and the kv head are within k and v (checked).
+                    unsafe { self.ask(part..ahead.end.min(part + each), unit.kv) };
+                    asked += 1;
+                }
+                // SAFETY: as above; tiles and panels are packed.
+                unsafe { self.panel::<E>(t, scoring, &now, next.as_ref(), unit.kv, &mut later) };
+            }
+            // SAFETY: tiles and panels are those of the panel whose products were put off.
+            unsafe { E::finish(&mut later.products) };
         }
         for first in (0..t.lanes.n).step_by(E::V::W) {
             // SAFETY: the lanes' rows and heads are within the tensors; this unit alone touches them.
             unsafe { self.finish::<E>(t, scoring, first, o_len, q) };
+        }
+    }
+
+    /// What a panel has to do with a tile of keys, if anything.
+    #[inline(always)]
+    fn meet<E: Engine<Sum = A>>(
+        &self,
+        t: &Tiles<E::T, A>,
+        scoring: &Scoring<A>,
+        panel: usize,
+        tile: usize,
+    ) -> Option<Meeting> {
+        let keys = &t.keys[tile];
+        let (finite_k, finite_v) = t.finite[tile];
+        let (sight, finite_q, _) = t.panels[panel];
+        let covers = keys.blocks.map(|b| match sight.cover(b.min, b.max) {
+            Cover::All if !b.full => Cover::Some,
+            cover => cover,
+        });
+        let begin = covers.iter().position(|&x| x != Cover::None)?;
+        let end = covers.iter().rposition(|&x| x != Cover::None)? + 1;
+        let mut range = begin * BLOCK..(end * BLOCK).min(keys.n.next_multiple_of(E::GRAIN));
+        if covers[begin] != Cover::All || covers[end - 1] != Cover::All {
+            // Down to pairs of keys, or to what the engine computes at once.
+            range = keys.seen(range, E::GRAIN.max(2), sight.span());
+        }
+        let width = E::PANEL.min(t.lanes.n.next_multiple_of(E::V::W) - panel * E::PANEL);
+        let careful = !scoring.plain || !finite_k || !finite_q;
+        let simple = width == E::PANEL && !careful && finite_v;
+        let masked = covers[begin..end].iter().any(|&x| x != Cover::All);
+        Some(Meeting { panel, tile, covers, range, width, masked, careful, simple })
+    }
+
+    /// One panel with one tile of keys.
+    ///
+    /// # Safety
+    /// As [`Forward::unit`], of which tile and panel are; what was put off, and what comes next, is of these tiles.
+    #[inline(always)]
+    unsafe fn panel<E: Engine<Sum = A>>(
+        &self,
+        t: &mut Tiles<E::T, A>,
+        scoring: &Scoring<A>,
+        now: &Meeting,
+        next: Option<&Meeting>,
+        kv: u32,
+        later: &mut Later<E>,
+    ) {
+        let c = self.call;
+        let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
+        let (q_len, o_len) = (E::queries_len(d), dv.next_multiple_of(E::GRAIN) * E::PANEL);
+        let &Meeting { panel, tile, width, ref range, .. } = now;
+        let met = core::mem::replace(&mut t.panels[panel].2, true);
+        let next = next.filter(|next| next.simple && t.panels[next.panel].2);
+        let keys = &t.keys[tile];
+        let first = panel * E::PANEL;
+        t.lanes.relate(first, width, keys.base, now.masked, scoring.alibi);
+        let v = Values { tile: &*keys.v, finite: t.finite[tile].1, tensor: &c.v, head: kv, rows: &keys.row[..keys.n] };
+        let scores = Scores {
+            scoring,
+            lanes: &t.lanes,
+            first,
+            keys: &keys.rel[..keys.n.next_multiple_of(BLOCK)],
+            covers: &now.covers,
+            careful: now.careful,
+        };
+        // SAFETY: tiles and panels are as long as the engine says; all are of this worker alone.
+        unsafe {
+            let (s, p) = (t.s.as_mut_ptr(), t.p[later.free].as_mut_ptr());
+            let (q, o) = (t.q.as_ptr().add(panel * q_len), t.o.as_mut_ptr().add(panel * o_len));
+            let (m, l) = (t.m.as_mut_ptr().add(first), t.l.as_mut_ptr().add(first));
+            if E::INTERLEAVES && met && now.simple {
+                let operands = |of: &Meeting| {
+                    let q = t.q.as_ptr().add(of.panel * q_len);
+                    Operands { k: &*t.keys[of.tile].k, q, dim: d, keys: of.range.clone() }
+                };
+                let (of, next) = (operands(now), next.map(operands));
+                if E::interleaved(&scores, &of, next.as_ref(), s, p, (m, l), &mut later.products) {
+                    E::put_off(&v, p, o, range.clone(), &mut later.products);
+                    later.free ^= 1;
+                    return;
+                }
+            }
+            E::finish(&mut later.products);
+            E::scores(&*keys.k, q, d, s, range.clone(), width);
+            let mut changed = false;
+            for lane in (0..width).step_by(E::V::W) {
+                let alpha = t.alpha.as_mut_ptr().add(lane);
+                changed |= scores.run::<E>(lane, range.clone(), s, p, m.add(lane), l.add(lane), alpha);
+            }
+            if changed {
+                rescale::<E::V>(o, dv, E::PANEL, width, t.alpha.as_ptr());
+            }
+            E::weigh(&v, s, p, o, range.clone(), width);
         }
     }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The half-precision types of matrix units.
 
-use super::amx_product::{Product, product_bf16, product_f16};
+use super::amx_product::{Product, product_bf16, product_f16, step_bf16, step_f16};
 use core::arch::x86_64::*;
 
 /// A type of operands, as bits.
@@ -24,6 +24,9 @@ pub(super) trait Half: 'static {
     /// # Safety
     /// As [`product_bf16`].
     unsafe fn product(p: &Product);
+    /// # Safety
+    /// As [`step_bf16`].
+    unsafe fn step(p: &Product);
 }
 
 /// bfloat16.
@@ -70,6 +73,12 @@ impl Half for Bf16 {
         // `product`).
         unsafe { product_bf16(p) }
     }
+
+    #[inline(always)]
+    unsafe fn step(p: &Product) {
+        // SAFETY: as above, of a product that was begun.
+        unsafe { step_bf16(p) }
+    }
 }
 
 impl Half for F16 {
@@ -99,5 +108,11 @@ impl Half for F16 {
     unsafe fn product(p: &Product) {
         // SAFETY: as above.
         unsafe { product_f16(p) }
+    }
+
+    #[inline(always)]
+    unsafe fn step(p: &Product) {
+        // SAFETY: as above, of a product that was begun.
+        unsafe { step_f16(p) }
     }
 }

@@ -8,10 +8,10 @@
 use super::arena::{Arena, KEYS, LANES_BACK, Line, vectors};
 use super::backward::{FLUSH, Flush, flush, gradients, no_row};
 use super::engine::{Dense, Engine};
-use super::forward::readers;
 use super::job::{Job, Machine};
 use super::panel::{any_non_finite, to_lanes};
 use super::product::{Gemm, Skip, Store};
+use super::row_blocks::readers;
 use super::simd::{Real, Vector};
 use super::stream::{KeyTile, Stream};
 use super::tile::{Cover, Lanes, Scoring, at, product};
@@ -116,7 +116,7 @@ impl<A: Real> Keys<'_, A> {
             ldk: Dense::<V>::row(d),
             ldv: Dense::<V>::row(dv),
             lanes: Lanes::new(&mut arena, LANES_BACK),
-            keys: KeyTile::new::<Dense<V>>(&mut arena, d, dv),
+            keys: KeyTile::new::<Dense<V>>(&mut arena, d, dv, true),
             valid: arena.take(KEYS),
             qt: arena.take(LANES_BACK * d),
             q: arena.zeros(LANES_BACK * ldk),

@@ -7,8 +7,9 @@
 //! nobody else's while the call runs, is the caller's promise.
 //!
 //! ```text
-//! forward    a unit is a block of q rows with a kv head; keys stream by in tiles of 128; softmax: scores to p
-//! engine     what the forward asks of a machine: vectors (gemm) or matrix units (amx, halves)
+//! forward    a unit is a block of q rows with a kv head (row_blocks); keys stream by in tiles of 128; softmax: scores to p
+//! engine     what the forward asks of a machine: vectors (gemm) or matrix units (amx, halves; amx_interleaved: products
+//!            between the vectors of the softmax)
 //! queries    the same for dq
 //! keys       a unit is a document with a kv head; tiles of keys outside, rows inside: dk, dv, and dq on the way
 //! tiled      the same on matrix units: units are blocks of a document's keys, which add to dq in turn (turns)
@@ -26,6 +27,8 @@
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
+#[cfg(target_arch = "x86_64")]
+mod amx_interleaved;
 #[cfg(target_arch = "x86_64")]
 mod amx_product;
 mod arena;
@@ -46,6 +49,7 @@ mod panel;
 mod portable;
 mod product;
 mod queries;
+mod row_blocks;
 mod rows;
 mod scratch;
 mod simd;
@@ -105,7 +109,8 @@ pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
 /// # Safety
 /// As [`attend`], checked, with sums of `A`.
 unsafe fn forward<A: Machine>(call: &Attend, isa: Isa, crew: Crew<'_>) {
-    let job = forward::Forward::<A> { call, sums: PhantomData };
+    let lanes = row_blocks::lanes(call, isa, crew.workers());
+    let job = forward::Forward::<A> { call, lanes, sums: PhantomData };
     // SAFETY: checked, valid and with sums of `A` (the contract of this function), and `isa` is present.
     unsafe { workers::run(&job, isa, call.q.dtype, crew) };
 }
@@ -334,7 +339,7 @@ mod tests {
             // The backward first, while lse is the reference's.
             let job = keys::Keys::<E::Acc> { call: &backward, queries: true, sums: PhantomData };
             job.work::<Dense<V>>(lines, &AtomicUsize::new(0));
-            forward::Forward::<E::Acc> { call: &forward, sums: PhantomData }
+            forward::Forward::<E::Acc> { call: &forward, lanes: arena::LANES, sums: PhantomData }
                 .work::<Dense<V>>(lines, &AtomicUsize::new(0));
         }
         for (found, expected) in results.iter().zip([&out.o, &gradient.dq, &gradient.dk, &gradient.dv]) {

@@ -7,10 +7,10 @@
 use super::arena::{Arena, KEYS, LANES_BACK, Line, vectors};
 use super::backward::{FLUSH, Flush, flush, gradients, no_row};
 use super::engine::{Dense, Engine};
-use super::forward::{Unit, Units, readers};
 use super::job::{Job, Machine};
 use super::panel::{any_non_finite, to_rows};
 use super::product::{Gemm, Skip, Store};
+use super::row_blocks::{Unit, Units, readers};
 use super::simd::{Real, Vector};
 use super::stream::{KeyTile, Stream};
 use super::tile::{Cover, Lanes, Scoring, at, product};
@@ -71,7 +71,7 @@ impl<A: Real> Queries<'_, A> {
             ldk: Dense::<V>::row(d),
             ldv: Dense::<V>::row(dv),
             lanes: Lanes::new(&mut arena, LANES_BACK),
-            keys: KeyTile::new::<Dense<V>>(&mut arena, d, dv),
+            keys: KeyTile::new::<Dense<V>>(&mut arena, d, dv, true),
             q: arena.zeros(LANES_BACK * d),
             d_o: arena.zeros(LANES_BACK * dv),
             part: arena.zeros(LANES_BACK * d),
@@ -83,7 +83,7 @@ impl<A: Real> Queries<'_, A> {
             rows: arena.zeros(V::W * d.max(dv)),
         };
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
-        let mut units = Units::new(c.ranges.q, LANES_BACK, c.k.heads);
+        let mut units = Units::new(c.ranges.q, LANES_BACK, &c.k);
         while let Some(unit) = units.next(next) {
             let heads = readers(&c.heads, unit.kv, c.q.heads);
             let share = (LANES_BACK as u32 / unit.rows).max(1);

@@ -5,8 +5,9 @@
 //! largest head dims it will see, and lends it to each call, which cuts it into one part per worker and each part into
 //! tiles. Nothing in it survives a call.
 
-use super::arena::{KEYS, LANES, LANES_BACK, Line, PANEL, VECTOR, row};
+use super::arena::{KEYS, LANES, LANES_BACK, LANES_MOST, Line, PANEL, VECTOR, row};
 use super::executor::Executor;
+use super::forward::MOST_TILES;
 use super::isa::Isa;
 use crate::element::Dtype;
 use crate::error::Result;
@@ -97,19 +98,23 @@ impl Scratch {
         let (d, dv) = (row(dims.head_dim as usize, size), row(dims.value_dim as usize, size));
         let keys = KEYS * (d + dv + 2) * size + KEYS * 16;
         // Matrix units pad value_dim to blocks of 32, and keep p apart from the scores.
-        let forward = LANES * (d + dv.next_multiple_of(32) + 12) * size + LANES * 64 + 2 * KEYS * PANEL * size;
+        let lanes = if dims.dtype.size() == 2 { LANES_MOST } else { LANES };
+        let forward = lanes * (d + dv.next_multiple_of(32) + 12) * size + lanes * 64 + 2 * KEYS * PANEL * size;
         let backward = LANES_BACK * (3 * d + 2 * dv + 2 * KEYS + 12) * size
             + LANES_BACK * 64
             + 2 * KEYS * (d + dv) * size
             + 2 * LANES_BACK * d * size;
         let rows = 2 * VECTOR * d.max(dv);
         #[cfg(target_arch = "x86_64")]
-        let backward = match dims.dtype.size() {
-            2 => backward.max(super::tiled::bytes(d.next_multiple_of(32), dv.next_multiple_of(32))),
-            _ => backward,
+        let (forward, backward) = match dims.dtype.size() {
+            2 => {
+                let (d, dv) = (d.next_multiple_of(32), dv.next_multiple_of(32));
+                (forward + MOST_TILES * KEYS * (2 * (d + dv) + 24), backward.max(super::tiled::bytes(d, dv)))
+            }
+            _ => (forward, backward),
         };
-        // Each of at most sixty slices begins on a line of its own.
-        (keys + forward.max(backward) + rows).div_ceil(size_of::<Line>()) + 60
+        // Each of at most eighty slices begins on a line of its own.
+        (keys + forward.max(backward) + rows).div_ceil(size_of::<Line>()) + 80
     }
 
     /// Bytes that it has grown to.

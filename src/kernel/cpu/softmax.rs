@@ -14,27 +14,13 @@
 use super::engine::Engine;
 use super::simd::{Real, Vector};
 use super::stream::BLOCK;
-use super::tile::{Cover, Lanes, Scoring};
+use super::tile::{Cover, Scores, Scoring};
 use core::ops::Range;
 
 /// How far, as a power of 2, a score may be above the reference of its lane.
-const SLACK: f64 = 8.0;
+pub(super) const SLACK: f64 = 8.0;
 
-/// What the scores of a panel of lanes with a tile of keys are made of.
-pub(super) struct Softmax<'a, A> {
-    pub scoring: &'a Scoring<A>,
-    pub lanes: &'a Lanes<'a, A>,
-    /// The panel's first lane.
-    pub first: usize,
-    /// Positions of the keys, relative to the tile.
-    pub keys: &'a [A],
-    /// What each block of keys is to the panel.
-    pub covers: &'a [Cover],
-    /// There are options, or numbers that are not finite.
-    pub careful: bool,
-}
-
-impl<A: Real> Softmax<'_, A> {
+impl<A: Real> Scores<'_, A> {
     /// The vector of lanes at `lane` of the panel with the keys `range`: products `s` become p, the reference `m` and the
     /// sum `l` are brought up to date, and `alpha` is what the lanes' sums must be multiplied by, if the result is true.
     ///
@@ -83,7 +69,7 @@ impl<A: Real> Softmax<'_, A> {
     /// Scores, in place, and the largest of each lane. A NaN is not a maximum; it reaches the sum.
     ///
     /// # Safety
-    /// As [`Softmax::run`].
+    /// As [`Scores::run`].
     #[inline(always)]
     unsafe fn largest<E: Engine<Sum = A>>(&self, lane: usize, range: Range<usize>, s: *mut A) -> E::V {
         // SAFETY: keys are within the tile, lanes within the panel.
@@ -133,7 +119,7 @@ impl<A: Real> Softmax<'_, A> {
     /// Scores to p, and their sums.
     ///
     /// # Safety
-    /// As [`Softmax::run`].
+    /// As [`Scores::run`].
     #[inline(always)]
     unsafe fn weights<E: Engine<Sum = A>, const CAREFUL: bool>(
         &self,

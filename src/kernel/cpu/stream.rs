@@ -86,12 +86,12 @@ impl<'a> Stream<'a> {
         true
     }
 
-    /// The rows of k and v that come next, as far as they lie in one range.
-    pub(super) fn ahead(&mut self) -> Span<i64> {
+    /// The rows of k and v that come next, at most those of `tiles` tiles, as far as they lie in one range.
+    pub(super) fn ahead(&mut self, tiles: usize) -> Span<i64> {
         if !self.advance() {
             return 0..0;
         }
-        let rows = self.at..self.stop.min(self.at.saturating_add(KEYS as u32));
+        let rows = self.at..self.stop.min(self.at.saturating_add((tiles * KEYS) as u32));
         self.current.row + i64::from(rows.start)..self.current.row + i64::from(rows.end)
     }
 
@@ -174,11 +174,11 @@ pub(super) struct KeyTile<'a, T, A> {
 }
 
 impl<'a, A: Real> Slots<'a, A> {
-    pub(super) fn new(arena: &mut Arena<'a>) -> Self {
+    pub(super) fn new(arena: &mut Arena<'a>, keys: usize) -> Self {
         Self {
-            rel: arena.zeros(KEYS),
-            index: arena.take(KEYS),
-            row: arena.take(KEYS),
+            rel: arena.zeros(keys),
+            index: arena.take(keys),
+            row: arena.take(keys),
             n: 0,
             base: 0,
             min: 0,
@@ -272,12 +272,15 @@ impl Block {
 }
 
 impl<'a, T: Pod, A: Real> KeyTile<'a, T, A> {
-    pub(super) fn new<E: Engine<T = T, Sum = A>>(arena: &mut Arena<'a>, d: usize, dv: usize) -> Self {
-        let slots = Slots::new(arena);
-        let tile = Self { k: arena.take(E::keys_len(d)), v: arena.take(E::values_len(dv)), slots };
-        // The padding of rows is read, and never written.
-        tile.k.fill(T::zeroed());
-        tile.v.fill(T::zeroed());
+    /// Of keys of `d` and values of `dv` dims; without room, if it is not `used`.
+    pub(super) fn new<E: Engine<T = T, Sum = A>>(arena: &mut Arena<'a>, d: usize, dv: usize, used: bool) -> Self {
+        let n = usize::from(used);
+        let slots = Slots::new(arena, n * KEYS);
+        let tile = Self { k: arena.take(n * E::keys_len(d)), v: arena.take(n * E::values_len(dv)), slots };
+        if !E::WRITES_ALL {
+            tile.k.fill(T::zeroed());
+            tile.v.fill(T::zeroed());
+        }
         tile
     }
 

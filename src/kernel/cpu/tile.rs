@@ -5,7 +5,7 @@
 //! lanes. So softmax runs down the lanes without a horizontal sum, k and v are used as they lie in memory, and the few
 //! rows of a short document can share a tile with other heads of the same group.
 
-use super::arena::Arena;
+use super::arena::{Arena, PANEL};
 use super::panel::to_lanes;
 use super::product::{Gemm, Skip, Store};
 use super::rows::widen;
@@ -129,11 +129,12 @@ impl<'a, A: Real> Lanes<'a, A> {
             }
         }
         self.n = n;
-        // Lanes that only fill up a vector see nothing.
-        self.lo[n..].fill(i64::MAX);
-        self.hi[n..].fill(i64::MIN);
-        self.slope[n..].fill(A::ZERO);
-        self.pos[n..].fill(0);
+        // Lanes that only fill up a panel see nothing.
+        let end = n.next_multiple_of(PANEL).min(self.lo.len());
+        self.lo[n..end].fill(i64::MAX);
+        self.hi[n..end].fill(i64::MIN);
+        self.slope[n..end].fill(A::ZERO);
+        self.pos[n..end].fill(0);
         // Positions grow along a range, so its ends bound them.
         (self.lo[0], self.hi[n - 1])
     }
@@ -324,6 +325,20 @@ impl<A: Real> Scoring<A> {
             V::gt(key, V::load(lanes.rel_hi.as_ptr().add(lane)), never, s)
         }
     }
+}
+
+/// What the scores of a panel of lanes with a tile of keys are made of.
+pub(super) struct Scores<'a, A> {
+    pub scoring: &'a Scoring<A>,
+    pub lanes: &'a Lanes<'a, A>,
+    /// The panel's first lane.
+    pub first: usize,
+    /// Positions of the keys, relative to the tile.
+    pub keys: &'a [A],
+    /// What each block of keys is to the panel.
+    pub covers: &'a [Cover],
+    /// There are options, or numbers that are not finite.
+    pub careful: bool,
 }
 
 /// A product with A row by row.

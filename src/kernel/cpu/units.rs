@@ -2,10 +2,9 @@
 //! The work units of a call as a list, in the order in which workers take them: what a schedule over any number of
 //! workers is made of. For benches and reports: the kernels walk the same units without a list.
 
-use super::arena::LANES;
-use super::forward::{self, readers, unit_rows};
 use super::isa::Isa;
 use super::keys::Documents;
+use super::row_blocks::{Units, lanes, readers, unit_rows};
 #[cfg(target_arch = "x86_64")]
 use super::{arena::KEYS, tiled};
 use crate::call::{Attend, AttendBackward, Range, Score};
@@ -33,11 +32,12 @@ fn seen(score: &Score, pos: i64, k: &Range) -> u64 {
     between(k, pos.saturating_sub(score.window_left), pos.saturating_add(score.window_right))
 }
 
-/// The units of [`super::attend`].
-pub fn forward_units(call: &Attend) -> Vec<WorkUnit> {
+/// The units of [`super::attend`] on `isa`, with `workers` workers (at least one).
+pub fn forward_units(call: &Attend, isa: Isa, workers: usize) -> Vec<WorkUnit> {
     let next = AtomicUsize::new(0);
     let ranges = &call.ranges;
-    let mut units = forward::Units::new(ranges.q, unit_rows(LANES, &call.heads, call.q.heads), call.k.heads);
+    let lanes = lanes(call, isa, workers.max(1));
+    let mut units = Units::new(ranges.q, unit_rows(lanes, &call.heads, call.q.heads), &call.k);
     core::iter::from_fn(|| units.next(&next))
         .map(|unit| {
             let q = &ranges.q[unit.range];
@@ -153,8 +153,10 @@ mod tests {
                     aligned: false,
                 };
                 let total = |units: Vec<WorkUnit>| units.iter().map(|u| u.pairs).sum::<u64>();
-                assert_eq!(total(forward_units(&forward)), 8 * expected);
                 for isa in Isa::ALL {
+                    for workers in [1, 64] {
+                        assert_eq!(total(forward_units(&forward, isa, workers)), 8 * expected, "{isa:?} {dtype}");
+                    }
                     assert_eq!(total(backward_units(&backward, isa)), 8 * expected, "{isa:?} {dtype}");
                 }
             }

@@ -32,6 +32,11 @@ impl<'a> Crew<'a> {
         Some(Self { lines, each: Scratch::worker_lines(dims), executor })
     }
 
+    /// How many there are.
+    pub(super) fn workers(&self) -> usize {
+        self.lines.len() / self.each
+    }
+
     /// The same workers, for one job of several.
     pub(super) fn again(&mut self) -> Crew<'_> {
         Crew { lines: self.lines, each: self.each, executor: self.executor }

@@ -96,7 +96,7 @@ impl<'a> Tiles<'a> {
         let mut arena = Arena(lines);
         Self {
             lanes: Lanes::new(&mut arena, ROWS),
-            slots: core::array::from_fn(|_| Slots::new(&mut arena)),
+            slots: core::array::from_fn(|_| Slots::new(&mut arena, KEYS)),
             n: 0,
             rel: arena.take(keys),
             blocks: [Block::EMPTY; BLOCKS],

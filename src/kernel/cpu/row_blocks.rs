@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The units of the forward pass: blocks of rows of a q range, with a kv head and all q heads that read it.
+//!
+//! Workers take units from a counter, in an order that is the same for all of them. A unit's rows and heads are the lanes of
+//! its tiles; k and v are packed once for all of them. The pass that makes dq alone is cut in the same way.
+
+use super::arena::{LANES, LANES_MOST};
+use super::isa::Isa;
+use super::stream::BLOCK;
+use crate::call::{Attend, HeadMap, QRange, RawTensor};
+use core::sync::atomic::{AtomicUsize, Ordering};
+
+/// Walks the units of a call in order, and stops at those that the counter hands out.
+pub(super) struct Units<'a> {
+    q: &'a [QRange],
+    rows: u32,
+    kv_heads: u32,
+    /// All heads of a block of rows come before the next block.
+    heads_first: bool,
+    range: usize,
+    /// Units of all ranges before `range`.
+    base: usize,
+}
+
+/// Some rows of one q range, with one kv head.
+pub(super) struct Unit {
+    pub range: usize,
+    pub first: u32,
+    pub rows: u32,
+    pub kv: u32,
+}
+
+impl<'a> Units<'a> {
+    /// Of `rows` rows. Where heads lie side by side in memory, units of the same rows follow each other: they read the
+    /// same pages.
+    pub(super) fn new(q: &'a [QRange], rows: usize, k: &RawTensor) -> Self {
+        let heads_first = k.head_stride.unsigned_abs() < k.token_stride.unsigned_abs();
+        Self { q, rows: rows as u32, kv_heads: k.heads, heads_first, range: 0, base: 0 }
+    }
+
+    pub(super) fn next(&mut self, counter: &AtomicUsize) -> Option<Unit> {
+        let unit = counter.fetch_add(1, Ordering::Relaxed);
+        while let Some(q) = self.q.get(self.range) {
+            let blocks = q.range.len.div_ceil(self.rows) as usize;
+            let units = blocks * self.kv_heads as usize;
+            if unit < self.base + units {
+                // The last rows first: under a causal mask they have the most keys, and a long unit should not come last.
+                let at = unit - self.base;
+                let heads = self.kv_heads as usize;
+                let (kv, block) = if self.heads_first { (at % heads, at / heads) } else { (at / blocks, at % blocks) };
+                let block = blocks - 1 - block;
+                let first = block as u32 * self.rows;
+                let rows = self.rows.min(q.range.len - first);
+                return Some(Unit { range: self.range, first, rows, kv: kv as u32 });
+            }
+            self.base += units;
+            self.range += 1;
+        }
+        None
+    }
+}
+
+/// The q heads (of `q_heads` in the call) that read kv head `kv`.
+pub(super) fn readers(map: &HeadMap, kv: u32, q_heads: u32) -> core::ops::Range<u32> {
+    let first = (u64::from(kv) + u64::from(map.kv_offset)) * u64::from(map.group);
+    let offset = u64::from(map.q_offset);
+    let begin = first.saturating_sub(offset).min(q_heads.into()) as u32;
+    let end = (first + u64::from(map.group)).saturating_sub(offset).min(q_heads.into()) as u32;
+    begin..end
+}
+
+/// Lanes of the units of a call: many on matrix units, unless that would leave fewer than eight units to a worker.
+pub(super) fn lanes(call: &Attend, isa: Isa, workers: usize) -> usize {
+    let rows = unit_rows(LANES_MOST, &call.heads, call.q.heads);
+    let blocks = call.ranges.q.iter().map(|q| q.range.len as usize).map(|len| len.div_ceil(rows)).sum::<usize>();
+    let enough = workers == 1 || blocks * call.k.heads as usize >= 8 * workers;
+    if isa.is_rounding(call.q.dtype) && enough { LANES_MOST } else { LANES }
+}
+
+/// Rows of a unit that fill `lanes` lanes with all heads of a group; whole blocks, so that panels do not mix heads.
+pub(super) fn unit_rows(lanes: usize, map: &HeadMap, q_heads: u32) -> usize {
+    let rows = lanes / map.group.min(q_heads).max(1) as usize;
+    if rows > BLOCK { rows - rows % BLOCK } else { rows.max(1) }
+}
