@@ -25,6 +25,7 @@ use crate::{
 const MAX_SOURCES: usize = 64;
 
 /// The kernels of a scratch, or those of the CPU, which is where NULL is.
+#[allow(clippy::large_enum_variant, reason = "lives on the stack for one call")]
 enum Where<'a> {
     Scratch(Device, MutexGuard<'a, Kernels>),
     Cpu(Kernels),
