@@ -194,7 +194,9 @@ impl<A: Real> Keys<'_, A> {
         let c = self.call;
         // SAFETY: rows are apart by whole vectors.
         let bad_k = unsafe { any_non_finite::<V>(t.keys.k.as_ptr(), t.keys.n * t.ldk) };
-        for sums in [&mut *t.dk, t.dk_part, t.dv, t.dv_part] {
+        // Rows of keys alone: a tile of a few keys of a short document is as quick as they are few.
+        let (nk, nv) = (t.keys.n * t.ldk, t.keys.n * t.ldv);
+        for sums in [&mut t.dk[..nk], &mut t.dk_part[..nk], &mut t.dv[..nv], &mut t.dv_part[..nv]] {
             sums.fill(A::ZERO);
         }
         for head in readers(&c.heads, kv, c.q.heads) {
@@ -216,13 +218,13 @@ impl<A: Real> Keys<'_, A> {
                     first += rows;
                 }
             }
-            flush(t.dk, t.dk_part);
-            flush(t.dv, t.dv_part);
+            flush(&mut t.dk[..nk], &mut t.dk_part[..nk]);
+            flush(&mut t.dv[..nv], &mut t.dv_part[..nv]);
             if c.per_q_head {
                 // SAFETY: the partial of this q head is this unit's alone.
                 unsafe { self.write(t, head) };
-                t.dk.fill(A::ZERO);
-                t.dv.fill(A::ZERO);
+                t.dk[..nk].fill(A::ZERO);
+                t.dv[..nv].fill(A::ZERO);
             }
         }
         if !c.per_q_head {
@@ -253,8 +255,9 @@ impl<A: Real> Keys<'_, A> {
             return;
         }
         if run.before(pos, t.lanes.n) {
-            flush(t.dk, t.dk_part);
-            flush(t.dv, t.dv_part);
+            let (nk, nv) = (keys.n * t.ldk, keys.n * t.ldv);
+            flush(&mut t.dk[..nk], &mut t.dk_part[..nk]);
+            flush(&mut t.dv[..nv], &mut t.dv_part[..nv]);
         }
         let mut range = 0..keys.n;
         if cover == Cover::Some {
