@@ -117,7 +117,7 @@ impl Heads {
         let pairs: Vec<u32> = (0..case.lengths.len() as u32).collect();
         text(device.cuda.prepare(case.dtype, case.head_dim as u32, case.value_dim as u32))?;
         let mut heads = Self { case: case.clone(), host, q_ranges, k_ranges, pairs, sets, staging: None };
-        heads.staging = Some(device.staging(heads.list_bytes(device)?)?);
+        heads.staging = Some(device.staging(heads.metadata_bytes(device)?)?);
         // The backward needs a forward, merging something to merge into.
         for set in 0..heads.sets.len() {
             match case.kind {
@@ -214,7 +214,7 @@ impl Heads {
     }
 
     /// Bytes of the lists of all calls of one launch.
-    fn list_bytes(&self, device: &Device) -> Result<usize> {
+    fn metadata_bytes(&self, device: &Device) -> Result<usize> {
         let set = &self.sets[0];
         let mut bytes = text(device.cuda.attend_bytes(&self.attend(set)))?;
         if self.case.kind == Kind::Backward {

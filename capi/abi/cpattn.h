@@ -632,8 +632,8 @@ typedef struct cpattn_scratch cpattn_scratch;
 /* On the CPU: memory for tiles. workers: 1 to 1024. */
 int32_t cpattn_scratch_create(uint32_t workers, cpattn_scratch **scratch);
 
-/* On a CUDA device: kernels, and a ring that the lists of calls travel through, of 256 KiB for 64 calls in flight. The
- * ranks and scratches of a process share the kernels of a device. */
+/* On a CUDA device: kernels, and a ring that the scheduler metadata of calls (their ranges and tiles) travels through, of
+ * 256 KiB for 64 calls in flight. The ranks and scratches of a process share the kernels of a device. */
 int32_t cpattn_scratch_create_cuda(int32_t device_id, cpattn_scratch **scratch);
 
 /* On a device, waits until it is idle. */
@@ -645,11 +645,11 @@ int32_t cpattn_scratch_reserve(cpattn_scratch *scratch, int32_t dtype, uint32_t 
 /* On a device: what cpattn_rank_options.sm_margin is for a rank, until it is set again or the scratch is destroyed. On the CPU 0. */
 int32_t cpattn_scratch_set_sm_margin(cpattn_scratch *scratch, uint32_t multiprocessors);
 
-/* On a device: grows the ring to `calls` calls in flight (1 to 65536) whose lists take `bytes` in all. One call must fit
- * by itself; while the ring is full, a call waits for the oldest one, and for nothing else. cpattn_attend_lists and
- * cpattn_attend_backward_lists say what a call takes; cpattn_finish takes at most 80 bytes for each range and 8 for each
+/* On a device: grows the ring to `calls` calls in flight (1 to 65536) whose metadata takes `bytes` in all. One call must
+ * fit by itself; while the ring is full, a call waits for the oldest one, and for nothing else. cpattn_attend_metadata and
+ * cpattn_attend_backward_metadata say what a call takes; cpattn_finish takes at most 80 bytes for each range and 8 for each
  * row, cpattn_transform at most 4096, the others none. Growing waits for the calls in flight. */
-int32_t cpattn_scratch_lists(cpattn_scratch *scratch, uint64_t bytes, uint32_t calls);
+int32_t cpattn_scratch_reserve_metadata(cpattn_scratch *scratch, uint64_t bytes, uint32_t calls);
 
 /* acc: f32, or f64 when q is f64. */
 typedef struct cpattn_attend_args {
@@ -676,8 +676,8 @@ typedef struct cpattn_attend_args {
 
 int32_t cpattn_attend(cpattn_scratch *scratch, const cpattn_attend_args *args);
 
-/* Bytes of lists that this call takes on the scratch's device; 0 on the CPU. No memory of a tensor is touched. */
-int32_t cpattn_attend_lists(cpattn_scratch *scratch, const cpattn_attend_args *args, uint64_t *bytes);
+/* Bytes of scheduler metadata that this call takes on the scratch's device; 0 on the CPU. No memory of a tensor is touched. */
+int32_t cpattn_attend_metadata(cpattn_scratch *scratch, const cpattn_attend_args *args, uint64_t *bytes);
 
 #define CPATTN_GRADIENTS_ALL 0
 #define CPATTN_GRADIENTS_QUERIES 1 /* dq only; dk and dv NULL */
@@ -710,7 +710,7 @@ typedef struct cpattn_attend_backward_args {
   { sizeof(cpattn_attend_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, {0, 0, 1}, 0, 0, CPATTN_GRADIENTS_ALL, 0, 0, {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0}, NULL }
 
 int32_t cpattn_attend_backward(cpattn_scratch *scratch, const cpattn_attend_backward_args *args);
-int32_t cpattn_attend_backward_lists(cpattn_scratch *scratch, const cpattn_attend_backward_args *args, uint64_t *bytes);
+int32_t cpattn_attend_backward_metadata(cpattn_scratch *scratch, const cpattn_attend_backward_args *args, uint64_t *bytes);
 
 /* For the rest, scratch says where the tensors are; on the CPU it may be NULL, since no memory is needed. f64 is for the
  * CPU, as is any dim that is no multiple of 8 (of 4 in cpattn_merge), but for cpattn_transform, which takes them all. */

@@ -42,11 +42,11 @@ int32_t cpattn_scratch_create_cuda(int32_t device_id, cpattn_scratch **scratch) 
 int32_t cpattn_scratch_destroy(cpattn_scratch *scratch) { return 0; }
 int32_t cpattn_scratch_reserve(cpattn_scratch *scratch, int32_t dtype, uint32_t head_dim, uint32_t value_dim) { return 0; }
 int32_t cpattn_scratch_set_sm_margin(cpattn_scratch *scratch, uint32_t multiprocessors) { return 0; }
-int32_t cpattn_scratch_lists(cpattn_scratch *scratch, uint64_t bytes, uint32_t calls) { return 0; }
+int32_t cpattn_scratch_reserve_metadata(cpattn_scratch *scratch, uint64_t bytes, uint32_t calls) { return 0; }
 int32_t cpattn_attend(cpattn_scratch *scratch, const cpattn_attend_args *args) { return 0; }
-int32_t cpattn_attend_lists(cpattn_scratch *scratch, const cpattn_attend_args *args, uint64_t *bytes) { return 0; }
+int32_t cpattn_attend_metadata(cpattn_scratch *scratch, const cpattn_attend_args *args, uint64_t *bytes) { return 0; }
 int32_t cpattn_attend_backward(cpattn_scratch *scratch, const cpattn_attend_backward_args *args) { return 0; }
-int32_t cpattn_attend_backward_lists(cpattn_scratch *scratch, const cpattn_attend_backward_args *args, uint64_t *bytes) { return 0; }
+int32_t cpattn_attend_backward_metadata(cpattn_scratch *scratch, const cpattn_attend_backward_args *args, uint64_t *bytes) { return 0; }
 int32_t cpattn_delta(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *d_o, const cpattn_tensor *delta, void *stream) { return 0; }
 int32_t cpattn_finish(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse, const cpattn_tensor *sinks, const cpattn_range *rows, size_t row_count, void *stream) { return 0; }
 int32_t cpattn_sink_gradient(cpattn_scratch *scratch, const cpattn_tensor *lse, const cpattn_tensor *delta, const cpattn_tensor *sinks, const cpattn_tensor *dsinks, void *stream) { return 0; }

@@ -170,7 +170,7 @@ pub unsafe extern "C" fn cpattn_attend(scratch: *mut cpattn_scratch, args: *cons
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cpattn_attend_lists(
+pub unsafe extern "C" fn cpattn_attend_metadata(
     scratch: *mut cpattn_scratch,
     args: *const cpattn_attend_args,
     bytes: *mut u64,
@@ -181,7 +181,7 @@ pub unsafe extern "C" fn cpattn_attend_lists(
             unsafe { (handle::borrow(scratch.cast_const())?, sized("args", args)?, result("bytes", bytes)?) };
         // SAFETY: the header's promise about tensors and arrays.
         let call = unsafe { forward(scratch.device(), &a) }?;
-        bytes.write(scratch.lock()?.attend_lists(&call)? as u64);
+        bytes.write(scratch.lock()?.attend_metadata(&call)? as u64);
         Ok(())
     })
 }
@@ -201,7 +201,7 @@ pub unsafe extern "C" fn cpattn_attend_backward(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cpattn_attend_backward_lists(
+pub unsafe extern "C" fn cpattn_attend_backward_metadata(
     scratch: *mut cpattn_scratch,
     args: *const cpattn_attend_backward_args,
     bytes: *mut u64,
@@ -212,7 +212,7 @@ pub unsafe extern "C" fn cpattn_attend_backward_lists(
             unsafe { (handle::borrow(scratch.cast_const())?, sized("args", args)?, result("bytes", bytes)?) };
         // SAFETY: the header's promise about tensors and arrays.
         let call = unsafe { backward(scratch.device(), &a) }?;
-        bytes.write(scratch.lock()?.attend_backward_lists(&call)? as u64);
+        bytes.write(scratch.lock()?.attend_backward_metadata(&call)? as u64);
         Ok(())
     })
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Scratches: the kernels of one device or of the CPU, with the memory that calls take.
 //!
-//! On the CPU that is memory for tiles; on a device, loaded kernels and a ring that lists travel through. All of it is
+//! On the CPU that is memory for tiles; on a device, loaded kernels and a ring that scheduler metadata travels through. All of it is
 //! made by calls of this file, so that those of `attend` and `blocks` allocate nothing unless they refuse.
 
 use std::{
@@ -138,7 +138,7 @@ pub unsafe extern "C" fn cpattn_scratch_set_sm_margin(scratch: *mut cpattn_scrat
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cpattn_scratch_lists(scratch: *mut cpattn_scratch, bytes: u64, calls: u32) -> i32 {
+pub unsafe extern "C" fn cpattn_scratch_reserve_metadata(scratch: *mut cpattn_scratch, bytes: u64, calls: u32) -> i32 {
     boundary!({
         // SAFETY: the header's promise about handles.
         let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
@@ -148,7 +148,7 @@ pub unsafe extern "C" fn cpattn_scratch_lists(scratch: *mut cpattn_scratch, byte
         if calls == 0 || calls > MOST_CALLS {
             return Err(Error::invalid("calls", calls, format!("1 to {MOST_CALLS}")).into());
         }
-        scratch.lock()?.lists(bytes as usize, calls as usize)?;
+        scratch.lock()?.reserve_metadata(bytes as usize, calls as usize)?;
         Ok(())
     })
 }

@@ -2,7 +2,7 @@
 //! The kernels of the CPU or of one device, for callers that choose at run time.
 //!
 //! On the CPU a call returns when its work is done, and there is no stream. On a device it returns when its work is
-//! enqueued on the stream. Nothing is allocated in either case: [`Kernels::reserve`] and [`Kernels::lists`] come first.
+//! enqueued on the stream. Nothing is allocated in either case: [`Kernels::reserve`] and [`Kernels::reserve_metadata`] come first.
 
 use core::ffi::c_void;
 use std::format;
@@ -26,7 +26,7 @@ pub type RawStream = *mut c_void;
 pub enum Kernels {
     /// The CPU's, with the memory of their tiles.
     Cpu(cpu::Scratch),
-    /// A device's, with the ring of their lists.
+    /// A device's, with the ring that scheduler metadata travels through.
     #[cfg(feature = "cuda")]
     Cuda(cuda::StreamKernels),
 }
@@ -111,26 +111,30 @@ impl Kernels {
         }
     }
 
-    /// On a device, makes room for `bytes` bytes of lists of at most `calls` calls in flight.
+    /// On a device, makes room for `bytes` bytes of scheduler metadata of at most `calls` calls in flight.
     ///
     /// # Errors
-    /// On the CPU, which reads lists where they lie; the driver's.
-    pub fn lists(&mut self, bytes: usize, calls: usize) -> Result<()> {
+    /// On the CPU, which reads ranges where they lie; the driver's.
+    pub fn reserve_metadata(&mut self, bytes: usize, calls: usize) -> Result<()> {
         match self {
             Self::Cpu(_) => {
                 let _ = (bytes, calls);
-                Err(Error::unsupported("lists of the CPU", "it reads ranges where they lie", "leave the call out"))
+                Err(Error::unsupported(
+                    "scheduler metadata of the CPU",
+                    "it reads ranges where they lie",
+                    "leave the call out",
+                ))
             }
             #[cfg(feature = "cuda")]
-            Self::Cuda(stream_kernels) => stream_kernels.lists(bytes, calls),
+            Self::Cuda(stream_kernels) => stream_kernels.reserve_metadata(bytes, calls),
         }
     }
 
-    /// Bytes of lists that [`Kernels::attend`] uploads for this call; 0 on the CPU.
+    /// Bytes of scheduler metadata that [`Kernels::attend`] uploads for this call; 0 on the CPU.
     ///
     /// # Errors
     /// On a device, types and dims there is no kernel for.
-    pub fn attend_lists(&self, call: &Attend<'_>) -> Result<usize> {
+    pub fn attend_metadata(&self, call: &Attend<'_>) -> Result<usize> {
         match self {
             Self::Cpu(_) => {
                 let _ = call;
@@ -141,11 +145,11 @@ impl Kernels {
         }
     }
 
-    /// Bytes of lists that [`Kernels::attend_backward`] uploads for this call; 0 on the CPU.
+    /// Bytes of scheduler metadata that [`Kernels::attend_backward`] uploads for this call; 0 on the CPU.
     ///
     /// # Errors
-    /// As [`Kernels::attend_lists`].
-    pub fn attend_backward_lists(&self, call: &AttendBackward<'_>) -> Result<usize> {
+    /// As [`Kernels::attend_metadata`].
+    pub fn attend_backward_metadata(&self, call: &AttendBackward<'_>) -> Result<usize> {
         match self {
             Self::Cpu(_) => {
                 let _ = call;

@@ -9,7 +9,7 @@
 
 use alloc::vec::Vec;
 
-use super::lists;
+use super::metadata;
 use crate::plan::Plan;
 use crate::{
     call::Gradients,
@@ -64,8 +64,8 @@ pub struct Costs {
     /// The buffers that stand end to end where the workspace is longest; their bytes sum to it. Buffers of other phases
     /// lie over the same bytes.
     pub peak: Vec<PeakBuffers>,
-    /// The most bytes of lists that a rank on a device keeps there while it remembers the plan in this direction.
-    pub device_lists: u64,
+    /// The most bytes of scheduler metadata (ranges, tiles, counters) that a rank on a device keeps there while it remembers the plan in this direction.
+    pub device_metadata: u64,
 }
 
 impl Costs {
@@ -185,7 +185,7 @@ impl Plan {
             steps,
             workspace: schedule.workspace,
             peak: peak(schedule),
-            device_lists: lists::bound(self, schedule),
+            device_metadata: metadata::bound(self, schedule),
         }
     }
 }

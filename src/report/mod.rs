@@ -6,7 +6,7 @@
 mod bound;
 pub(crate) mod costs;
 mod explain;
-pub(crate) mod lists;
+pub(crate) mod metadata;
 #[cfg(feature = "std")]
 pub mod timeline;
 #[cfg(feature = "std")]

@@ -299,18 +299,18 @@ impl Rank {
         }
     }
 
-    /// Bytes of lists that the rank keeps on its device, for all plans that it remembers: its last 16 plans and directions,
+    /// Bytes of scheduler metadata that the rank keeps on its device, for all plans that it remembers: its last 16 plans and directions,
     /// and all that were captured into a graph. [`Plan::explain`] bounds them for each plan. 0 on the CPU.
-    pub fn list_bytes(&self) -> u64 {
+    pub fn metadata_bytes(&self) -> u64 {
         match &self.engine {
             Engine::Host(_) => 0,
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.list_bytes(),
+            Engine::Device(rank) => rank.metadata_bytes(),
         }
     }
 
     /// Does all that may allocate, load or upload: the schedule, the workspace, the kernels' tiles and the communication
-    /// lane's thread; on a device kernels, lists and events. Optional, but for a run that is captured into a CUDA graph;
+    /// lane's thread; on a device kernels, scheduler metadata and events. Optional, but for a run that is captured into a CUDA graph;
     /// the first run of a plan does it otherwise.
     ///
     /// # Errors

@@ -172,7 +172,7 @@ static void refusals(void) {
   for (int i = 0; i < MANY; i++) many[i] = once, many[i].range.len = 0, many[i].keys_end = 0;
   many[0] = once, many[0].keys_end = 1;
   m.ranges.q = many, m.ranges.q_count = MANY;
-  OK(cpattn_attend_lists(gpu, &m, &bytes));
+  OK(cpattn_attend_metadata(gpu, &m, &bytes));
   TRUE(bytes > 8000 * 56 && bytes < 8000 * 80);
   char number[32];
   snprintf(number, sizeof number, "expected %llu", (unsigned long long)bytes);
@@ -181,15 +181,15 @@ static void refusals(void) {
   many[0].keys_end = MANY + 1; /* what is wrong with the ranges is said first */
   REFUSED(CPATTN_INVALID, "ranges.q[0].keys", cpattn_attend(gpu, &m));
   many[0].keys_end = 1;
-  REFUSED(CPATTN_INVALID, "calls is 0", cpattn_scratch_lists(gpu, bytes, 0));
-  REFUSED(CPATTN_INVALID, "bytes is", cpattn_scratch_lists(gpu, UINT64_MAX, 1));
-  REFUSED(CPATTN_UNSUPPORTED, "lists of the CPU", cpattn_scratch_lists(cpu, bytes, 1));
-  OK(cpattn_scratch_lists(gpu, bytes, 100));
+  REFUSED(CPATTN_INVALID, "calls is 0", cpattn_scratch_reserve_metadata(gpu, bytes, 0));
+  REFUSED(CPATTN_INVALID, "bytes is", cpattn_scratch_reserve_metadata(gpu, UINT64_MAX, 1));
+  REFUSED(CPATTN_UNSUPPORTED, "lists of the CPU", cpattn_scratch_reserve_metadata(cpu, bytes, 1));
+  OK(cpattn_scratch_reserve_metadata(gpu, bytes, 100));
   OK(cpattn_attend(gpu, &m));
-  OK(cpattn_attend_lists(cpu, &host, &back));
+  OK(cpattn_attend_metadata(cpu, &host, &back));
   TRUE(back == 0);
   cpattn_attend_backward_args b = backward_args(1, &once, 1);
-  OK(cpattn_attend_backward_lists(gpu, &b, &back));
+  OK(cpattn_attend_backward_metadata(gpu, &b, &back));
   TRUE(back > 0 && back < 2000);
 
   /* What only the CPU does. */

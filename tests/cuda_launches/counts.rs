@@ -108,11 +108,11 @@ fn world(cuda: &Arc<Cuda>, counters: Option<Counters>, world: usize) {
                     }
                     for direction in BOTH {
                         rank.prepare(plan, direction).unwrap();
-                        bound += plan.costs(me, direction).unwrap().device_lists;
+                        bound += plan.costs(me, direction).unwrap().device_metadata;
                     }
                     ready.push((plan, compact, other));
                 }
-                let kept = rank.list_bytes();
+                let kept = rank.metadata_bytes();
                 assert!(kept > 0 && kept <= bound, "{kept} bytes of lists, at most {bound}");
                 let mut runs = Vec::new();
                 for (plan, compact, other) in &ready {
@@ -139,7 +139,7 @@ fn world(cuda: &Arc<Cuda>, counters: Option<Counters>, world: usize) {
                 barrier.wait();
                 outcome.unwrap();
                 stream.wait();
-                assert_eq!(rank.list_bytes(), kept);
+                assert_eq!(rank.metadata_bytes(), kept);
             });
         }
         between(&barrier, counters)

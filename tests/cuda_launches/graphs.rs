@@ -92,8 +92,8 @@ fn alone(cuda: &Arc<Cuda>) {
         }
     }
     // Other plans push what is remembered out, but not what graphs use.
-    let lists = rank.list_bytes();
-    let bytes = |plan: &Plan| plan.costs(0, Direction::Forward).unwrap().device_lists;
+    let lists = rank.metadata_bytes();
+    let bytes = |plan: &Plan| plan.costs(0, Direction::Forward).unwrap().device_metadata;
     for tokens in 1..20 {
         let p =
             cpattn::Problem::new(cpattn::Batch::from_lengths(&[4000 * tokens]).unwrap(), 4, 4, 64, cpattn::Dtype::Bf16);
@@ -102,7 +102,7 @@ fn alone(cuda: &Arc<Cuda>) {
         rank.prepare(&plan, Direction::Backward).unwrap();
         assert!(bytes(&plan) > 0);
     }
-    assert!(rank.list_bytes() > lists);
+    assert!(rank.metadata_bytes() > lists);
     for (name, plan, tensors, exec) in &captured {
         tensors.fill(77, 0);
         ok!(cuGraphLaunch(*exec, stream.0));

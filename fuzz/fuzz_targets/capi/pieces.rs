@@ -111,7 +111,7 @@ pub fn pieces(w: &mut World, b: &mut Bytes) {
                     stream: null_mut(),
                     running_lse: if b.byte() & 1 == 0 { null() } else { words.as_ptr() },
                 };
-                called(cpattn_attend_lists(scratch, &args, &mut lists));
+                called(cpattn_attend_metadata(scratch, &args, &mut lists));
                 called(cpattn_attend(scratch, &args));
             }
             2 | 3 => {
@@ -139,7 +139,7 @@ pub fn pieces(w: &mut World, b: &mut Bytes) {
                     ranges,
                     stream: null_mut(),
                 };
-                called(cpattn_attend_backward_lists(scratch, &args, &mut lists));
+                called(cpattn_attend_backward_metadata(scratch, &args, &mut lists));
                 called(cpattn_attend_backward(scratch, &args));
             }
             4 => {

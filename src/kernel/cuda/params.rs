@@ -2,7 +2,7 @@
 //! The parameter structs of the kernels: `ptx/params.cuh`, field by field. Strides are in bytes, addresses are device
 //! addresses. The assertions at the end are the layout that `nvcc` gives the other side.
 
-use crate::report::lists;
+use crate::report::metadata;
 use bytemuck::{NoUninit, Pod, Zeroable};
 use core::mem::offset_of;
 
@@ -390,9 +390,12 @@ impl Parameters for Transform {
 const _: () = {
     assert!(offset_of!(Fused, call) == 0);
     // What plans say that a device keeps.
-    assert!(size_of::<Run>() as u64 == lists::RUN && size_of::<Work>() as u64 == lists::WORK);
-    assert!(size_of::<TransformBlock>() as u64 == lists::BLOCK && size_of::<TransformSource>() as u64 == lists::SOURCE);
-    assert!(size_of::<Tag>() as u64 == lists::TAG && size_of::<ArrivedRange>() as u64 == lists::ARRIVED);
+    assert!(size_of::<Run>() as u64 == metadata::RUN && size_of::<Work>() as u64 == metadata::WORK);
+    assert!(
+        size_of::<TransformBlock>() as u64 == metadata::BLOCK
+            && size_of::<TransformSource>() as u64 == metadata::SOURCE
+    );
+    assert!(size_of::<Tag>() as u64 == metadata::TAG && size_of::<ArrivedRange>() as u64 == metadata::ARRIVED);
     assert!(size_of::<Sinks>() == 104);
     assert!(size_of::<Tensor>() == 24);
     assert!(size_of::<Run>() == 56);

@@ -162,7 +162,7 @@ mod tests {
     fn no_tile_has_fewer_rows_than_plans_count_with() {
         for s in SHAPES {
             let rows = [s.forward.rows, s.queries.rows, s.keys.rows, s.fused.launch.rows, s.fused.queries];
-            assert!(rows.iter().all(|&rows| u64::from(rows) >= crate::report::lists::TILE_ROWS), "{}", s.name);
+            assert!(rows.iter().all(|&rows| u64::from(rows) >= crate::report::metadata::TILE_ROWS), "{}", s.name);
         }
     }
 

@@ -13,7 +13,7 @@ use super::metadata::{cut, met, partners, work};
 use super::metadata_buffer::{SortBuffers, Writer, padded};
 use super::params::Work;
 use crate::call::{HeadMap, QRange, Ranges};
-use crate::report::lists::{SHORT_ROWS, shared_tiles};
+use crate::report::metadata::{SHORT_ROWS, shared_tiles};
 use bytemuck::NoUninit;
 
 /// Rows of a tile.
@@ -180,7 +180,7 @@ pub(super) fn write(
 mod tests {
     use super::*;
     use crate::call::{Mode, Range};
-    use crate::report::lists::SHARED_ROWS;
+    use crate::report::metadata::SHARED_ROWS;
     use alloc::vec::Vec;
 
     fn sharing(held: u32, q_offset: u32, group: u32) -> Option<(u32, u32, u32, u32)> {

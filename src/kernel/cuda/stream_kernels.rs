@@ -2,7 +2,7 @@
 //! Single calls of a caller's, each on a stream of the caller's choice, with all they need made beforehand.
 //!
 //! [`StreamKernels`] is a device, its kernels and one ring for scheduler metadata. What a call would otherwise load or allocate is made by
-//! [`StreamKernels::new`], [`StreamKernels::reserve`] and [`StreamKernels::lists`], and a call that finds it missing is refused with the
+//! [`StreamKernels::new`], [`StreamKernels::reserve`] and [`StreamKernels::reserve_metadata`], and a call that finds it missing is refused with the
 //! number it needs. The host waits in one case only: while more calls are in flight than the ring has room for.
 
 use super::sm_margin::SmMargin;
@@ -65,7 +65,7 @@ impl StreamKernels {
     ///
     /// # Errors
     /// [`Error::Device`] when the driver has no memory for it; the old ring then stays.
-    pub fn lists(&mut self, bytes: usize, calls: usize) -> Result<()> {
+    pub fn reserve_metadata(&mut self, bytes: usize, calls: usize) -> Result<()> {
         let (bytes, calls) = (bytes.max(self.staging.bytes()), calls.max(self.calls));
         if (bytes, calls) != (self.staging.bytes(), self.calls) {
             let ring = self.cuda.staging(bytes, calls)?;
@@ -80,13 +80,16 @@ impl StreamKernels {
     ///
     /// # Safety
     /// As [`Cuda::accept_stream`].
-    unsafe fn accept(&self, bytes: usize, lists: impl FnOnce() -> Result<()>, stream: Stream) -> Result<()> {
+    unsafe fn accept(&self, bytes: usize, checked: impl FnOnce() -> Result<()>, stream: Stream) -> Result<()> {
         // SAFETY: the stream was not destroyed (the contract of this function).
         unsafe { self.cuda.accept_stream(stream) }?;
         if bytes > self.staging.bytes() {
-            lists()?;
-            let (found, expected) = (format!("room for {} bytes of lists", self.staging.bytes()), format!("{bytes}"));
-            return Err(Error::invalid("scratch", found, expected).hint("make room for the lists before the call"));
+            checked()?;
+            let (found, expected) =
+                (format!("room for {} bytes of metadata", self.staging.bytes()), format!("{bytes}"));
+            return Err(
+                Error::invalid("scratch", found, expected).hint("make room for the scheduler metadata before the call")
+            );
         }
         Ok(())
     }
@@ -111,8 +114,8 @@ impl StreamKernels {
         let rows = [call.q.tokens, call.k.tokens.min(call.v.tokens)];
         // SAFETY: tensors and stream are as `Cuda::attend` needs them, and the stream was not destroyed (the contract).
         unsafe {
-            let lists = || check::ranges(&call.ranges, rows[0], rows[1], false);
-            self.accept(self.cuda.attend_bytes(call)?, lists, stream)?;
+            let checked = || check::ranges(&call.ranges, rows[0], rows[1], false);
+            self.accept(self.cuda.attend_bytes(call)?, checked, stream)?;
             self.cuda.attend(call, &mut self.staging, stream)
         }
     }
@@ -129,8 +132,8 @@ impl StreamKernels {
         let rows = [call.q.tokens, call.k.tokens.min(call.v.tokens)];
         // SAFETY: tensors and stream are as `Cuda::attend_backward` needs them (the contract).
         unsafe {
-            let lists = || check::ranges(&call.ranges, rows[0], rows[1], false);
-            self.accept(self.cuda.attend_backward_bytes(call)?, lists, stream)?;
+            let checked = || check::ranges(&call.ranges, rows[0], rows[1], false);
+            self.accept(self.cuda.attend_backward_bytes(call)?, checked, stream)?;
             self.cuda.attend_backward(call, &mut self.staging, stream)
         }
     }
@@ -158,10 +161,10 @@ impl StreamKernels {
     /// # Safety
     /// As [`StreamKernels::attend`].
     pub unsafe fn finish(&mut self, call: &Finish<'_>, stream: Stream) -> Result<()> {
-        let lists = || check::rows(call.rows, call.o.tokens.min(call.lse.tokens));
+        let checked = || check::rows(call.rows, call.o.tokens.min(call.lse.tokens));
         // SAFETY: tensors and stream are as `Cuda::finish` needs them (the contract).
         unsafe {
-            self.accept(self.cuda.finish_bytes(call), lists, stream)?;
+            self.accept(self.cuda.finish_bytes(call), checked, stream)?;
             self.cuda.finish(call, &mut self.staging, stream)
         }
     }

@@ -218,11 +218,11 @@ impl Plan {
             ]);
         }
         t.write(out);
-        let lists = costs.iter().map(|c| c.device_lists).max().unwrap_or(0);
+        let metadata = costs.iter().map(|c| c.device_metadata).max().unwrap_or(0);
         let _ = writeln!(
             out,
-            "  lists kept on a device {title}: at most {} bytes, for each of the 16 plans and directions that a rank remembers",
-            grouped(lists.into())
+            "  metadata kept on a device {title}: at most {} bytes, for each of the 16 plans and directions that a rank remembers",
+            grouped(metadata.into())
         );
     }
 }

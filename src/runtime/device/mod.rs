@@ -204,7 +204,7 @@ impl DeviceRank {
 
     /// Bytes of lists that the rank keeps on the device, for all plans that it remembers: its last 16 plans and directions,
     /// and all that were captured into a graph. [`Plan::explain`] bounds them for each plan.
-    pub(super) fn list_bytes(&self) -> u64 {
+    pub(super) fn metadata_bytes(&self) -> u64 {
         self.prepared.iter().map(|p| p.sequence.bytes() as u64).sum()
     }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a device keeps of a plan: the lists that its kernels read, which are uploaded when the plan is prepared.
+//! What a device keeps of a plan: the scheduler metadata that its kernels read (ranges, tiles, counters), which is uploaded when
+//! the plan is prepared.
 //!
 //! How many tiles a range is cut into depends on the kernels that a device runs; here every tile has the fewest rows that
 //! any of them has, so that what is said is a bound for all devices. The sizes are those of the structs in
@@ -44,7 +45,8 @@ pub(crate) fn shared_tiles(len: u32) -> u32 {
     if len <= SHORT_ROWS { len.div_ceil(SHARED_ROWS) } else { (len % STRETCH).div_ceil(SHARED_ROWS) }
 }
 
-/// Bytes of the lists of one attention call, in which two kernels may have tiles of q rows of their own, and heads may share some; and of the words that a backward counts in, for so many heads of q and of dk.
+/// Bytes of the lists of one attention call, in which two kernels may have tiles of q rows of their own, and heads may
+/// share some; and of the words that a backward counts in, for so many heads of q and of dk.
 fn attention(r: &Ranges<'_>, is_shared: bool, (q_heads, key_heads): (u64, u64)) -> (u64, u64) {
     let (q, k) = (tiles(r.q.iter().map(|q| q.range.len)), tiles(r.k.iter().map(|k| k.len)));
     let shared: u64 = if is_shared { r.q.iter().map(|q| u64::from(shared_tiles(q.range.len))).sum() } else { 0 };
@@ -55,7 +57,7 @@ fn attention(r: &Ranges<'_>, is_shared: bool, (q_heads, key_heads): (u64, u64)) 
     (lists, (1 + q * q_heads + k * key_heads) * 4 + PADDING)
 }
 
-/// The most bytes of lists that a device keeps for a schedule of this plan.
+/// The most bytes of metadata that a device keeps for a schedule of this plan.
 pub(crate) fn bound(plan: &Plan, schedule: &Schedule) -> u64 {
     let mut expansion = Expansion::new(schedule);
     let (mut lists, mut words) = (plan.problem().alibi_slopes().map_or(0, |s| s.len() as u64 * 4 + PADDING), 0);
