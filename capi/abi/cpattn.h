@@ -480,9 +480,9 @@ int32_t cpattn_rank_prepare(cpattn_rank *rank, const cpattn_plan *plan, int32_t 
 #define CPATTN_WORKSPACE_ALIGNMENT 256
 
 /* Lends memory to work in, of the rank's place: `bytes` at `workspace`, the largest of cpattn_plan_workspace (and
- * cpattn_plan_all_to_all_workspace) over the plans to run. It stays lent, untouched by others, until another is lent, it is taken back or the rank is destroyed; on a
- * device all three wait for what was enqueued. NULL and 0 bytes take it back: the rank then allocates its own, as it does
- * without this call. */
+ * cpattn_plan_all_to_all_workspace) over the plans to run. It stays lent, untouched by others, until another is lent, it is
+ * taken back or the rank is destroyed; on a device all three wait for what was enqueued. NULL and 0 bytes take it back: the
+ * rank then allocates its own, as it does without this call. */
 int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t bytes);
 
 /*

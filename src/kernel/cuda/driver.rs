@@ -30,6 +30,8 @@ pub(crate) fn check(call: &'static str, code: sys::CUresult) -> Result<()> {
     } else {
         String::from("unknown error")
     };
+    // The name that programs use: the driver's header makes the other one of it.
+    let call = call.strip_suffix("_v2").unwrap_or(call);
     Err(Error::Device { call, code: i64::from(code), message })
 }
 

@@ -27,7 +27,7 @@ impl Schedule {
     pub fn all_to_all(plan: &Plan, rank: usize, all_to_all: AllToAll) -> Result<Self> {
         check_rank(plan, rank)?;
         if all_to_all.dim == 0 {
-            return Err(Error::invalid("all_to_all.dim", 0, "at least 1"));
+            return Err(Error::invalid("dim", 0, "at least 1"));
         }
         let mut b = Builder::new(plan, rank, Direction::Forward);
         b.out.dtype = all_to_all.dtype;
