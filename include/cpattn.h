@@ -50,8 +50,10 @@
  * streams are ordered by the caller's events, as with any kernel. The library makes the context current for itself and
  * restores what was current.
  *
- * CUDA GRAPHS. A run of a rank can be captured: call cpattn_rank_prepare before the capture begins, then cpattn_forward or
- * cpattn_backward with the stream that is being captured. Each replay reads and writes the tensors and the workspace that
+ * CUDA GRAPHS. A run of a rank can be captured: call cpattn_rank_prepare (of an all-to-all, cpattn_rank_prepare_all_to_all)
+ * before the capture begins, then cpattn_forward, cpattn_backward, cpattn_rank_to_heads or cpattn_rank_to_tokens with the stream
+ * that is being captured. While a capture is under way, make no other call on the rank, cpattn_rank_poll included: the driver
+ * would end the capture with an error, and the rank with it. Each replay reads and writes the tensors and the workspace that
  * were given then. The rank must live until the last replay is done, and a lent workspace stay valid as long. Ranks of
  * cpattn_peer_group are captured into one graph, all of them, their streams joined by events; over a table of the caller's
  * own, and for the pieces, a stream that is being captured is refused.
@@ -179,8 +181,9 @@ typedef struct cpattn_tensor {
 
 /* Softmax attention. */
 #define CPATTN_SOFTMAX 0
-/* Any other mixing of whole sequences between two all-to-alls: planned for Ulysses only. Shares can be asked for; runs,
- * workspace and verification are refused with CPATTN_UNSUPPORTED. */
+/* Any other mixing of whole sequences between two all-to-alls: planned for Ulysses only. Shares can be asked for, and the two
+ * all-to-alls run (cpattn_rank_to_heads); attention, its workspace and its verification are refused with
+ * CPATTN_UNSUPPORTED. */
 #define CPATTN_OTHER 1
 
 /*

@@ -250,6 +250,12 @@ fn on_ranks<R: Send>(world: usize, each: impl Fn(Rank) -> R + Sync) -> Vec<R> {
 /// Every way in which one rank may have planned something else: found on every rank, nothing written, and the ranks go
 /// on with equal plans afterwards.
 #[test]
+fn traces_that_no_memory_holds() {
+    let found = on_ranks(1, |mut rank| rank.record(std::time::Instant::now(), usize::MAX));
+    found.into_iter().for_each(|result| refused(result, &["capacity", "18446744073709551615", "16777216"]));
+}
+
+#[test]
 fn ranks_that_planned_different_things() {
     let base = problem();
     let o = Options::new;

@@ -30,7 +30,7 @@ impl AbortHandle {
         }
     }
 
-    /// Whether anything has failed so far; never waits.
+    /// As [`Rank::poll`](super::Rank::poll), with the same restriction during captures.
     pub fn poll(&self) -> Result<()> {
         self.transport.upgrade().map_or(Ok(()), |transport| self.failure.poll(&*transport))
     }

@@ -101,6 +101,7 @@ impl HostRank {
     /// Finds what a run takes, or makes it; its index in `prepared`.
     fn ready(&mut self, plan: &Plan, run: Run) -> Result<usize> {
         if let Some(i) = self.prepared.find(plan, run) {
+            self.prepared.renew(i);
             return Ok(i);
         }
         plan.fits_world(self.transport.world())?;

@@ -71,44 +71,56 @@ impl Entry for Prepared {
     }
 }
 
-/// The schedules of a rank's last plans, in the order in which they came.
-pub(super) struct Remembered<E>(Vec<E>);
+/// The schedules of the plans that a rank ran or prepared last.
+pub(super) struct Remembered<E> {
+    /// With the number of the use that was their last.
+    entries: Vec<(u64, E)>,
+    uses: u64,
+}
 
 impl<E: Entry> Default for Remembered<E> {
     fn default() -> Self {
-        Self(Vec::with_capacity(REMEMBERED))
+        Self { entries: Vec::with_capacity(REMEMBERED), uses: 0 }
     }
 }
 
 impl<E: Entry> Remembered<E> {
     /// The number of a run's schedule.
     pub(super) fn find(&self, plan: &Plan, run: Run) -> Option<usize> {
-        self.0.iter().position(|e| e.prepared().is(plan, run))
+        self.entries.iter().position(|(_, e)| e.prepared().is(plan, run))
     }
 
-    /// What has to be forgotten before another schedule comes, if anything has.
+    /// Notes that a schedule is used.
+    pub(super) fn renew(&mut self, at: usize) {
+        self.uses += 1;
+        self.entries[at].0 = self.uses;
+    }
+
+    /// What has to be forgotten before another schedule comes, if anything has: that whose last use is longest ago.
     pub(super) fn oldest(&self) -> Option<usize> {
-        if self.0.len() < REMEMBERED {
+        let forgettable = || self.entries.iter().enumerate().filter(|(_, (_, e))| !e.is_kept());
+        if forgettable().count() < REMEMBERED {
             return None;
         }
-        self.0.iter().position(|e| !e.is_kept())
+        forgettable().min_by_key(|(_, (used, _))| *used).map(|(at, _)| at)
     }
 
     /// Forgets a schedule.
     pub(super) fn remove(&mut self, at: usize) -> E {
-        self.0.remove(at)
+        self.entries.remove(at).1
     }
 
     /// Remembers a schedule; its number.
     pub(super) fn push(&mut self, entry: E) -> usize {
-        self.0.push(entry);
-        self.0.len() - 1
+        self.uses += 1;
+        self.entries.push((self.uses, entry));
+        self.entries.len() - 1
     }
 
     /// All of them.
     #[cfg(feature = "cuda")]
     pub(super) fn iter(&self) -> impl Iterator<Item = &E> {
-        self.0.iter()
+        self.entries.iter().map(|(_, e)| e)
     }
 }
 
@@ -116,12 +128,56 @@ impl<E> core::ops::Index<usize> for Remembered<E> {
     type Output = E;
 
     fn index(&self, at: usize) -> &E {
-        &self.0[at]
+        &self.entries[at].1
     }
 }
 
 impl<E> core::ops::IndexMut<usize> for Remembered<E> {
     fn index_mut(&mut self, at: usize) -> &mut E {
-        &mut self.0[at]
+        &mut self.entries[at].1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{batch::Batch, element::Dtype, layout::Layout, mesh::Mesh, plan::Problem, schedule::Direction};
+
+    struct Mark {
+        prepared: Prepared,
+        kept: bool,
+    }
+
+    impl Entry for Mark {
+        fn prepared(&self) -> &Prepared {
+            &self.prepared
+        }
+
+        fn is_kept(&self) -> bool {
+            self.kept
+        }
+    }
+
+    /// What may not be forgotten takes no room from the rest, and of the rest goes what was not used for longest.
+    #[test]
+    fn the_least_recently_used_goes_first() {
+        let run = Run::Attention(Direction::Forward);
+        let plan = |tokens: usize| {
+            let problem = Problem::new(Batch::new(&[0, tokens as i32]).unwrap(), 1, 1, 4, Dtype::F32);
+            Plan::new(&problem, Mesh::ulysses(1).unwrap(), Layout::Contiguous).unwrap()
+        };
+        let mark = |tokens, kept| Mark { prepared: Prepared::new(&plan(tokens), 0, run).unwrap(), kept };
+        let mut all = Remembered::default();
+        (1..=20).for_each(|tokens| drop(all.push(mark(tokens, true))));
+        for tokens in 21..=20 + REMEMBERED {
+            assert_eq!(all.oldest(), None, "{tokens}");
+            all.push(mark(tokens, false));
+        }
+        let place = |all: &Remembered<Mark>, tokens| all.find(&plan(tokens), run);
+        assert_eq!(all.oldest(), place(&all, 21));
+        all.renew(place(&all, 21).unwrap());
+        assert_eq!(all.oldest(), place(&all, 22));
+        all.remove(place(&all, 22).unwrap());
+        assert_eq!((all.oldest(), place(&all, 22)), (None, None));
     }
 }

@@ -17,7 +17,7 @@ use super::device::{DeviceRank, Marks};
 use super::{bind::Bindings, handle::AbortHandle, host_rank::HostRank, run::Run};
 use crate::{
     device::Device,
-    error::Result,
+    error::{Error, Result},
     kernel::{RawStream, cpu, no_stream},
     plan::Plan,
     report::trace,
@@ -26,6 +26,9 @@ use crate::{
 };
 #[cfg(feature = "cuda")]
 use crate::{kernel::cuda::Cuda, transport::DeviceTransport};
+
+/// Operations that a rank records at most until they are taken: each has memory, and on a device two events, from the start.
+const MOST_RECORDED: usize = 1 << 24;
 
 /// One rank: runs the plans that all ranks of its group run.
 ///
@@ -169,6 +172,9 @@ impl Rank {
     }
 
     /// Whether anything has failed so far, on any rank, or on the device in what was enqueued; never waits.
+    ///
+    /// On a device, not while a run of this process is being captured into a graph: it asks the driver, which ends the capture with
+    /// an error, and with it the rank. So do [`Rank::synchronize`], [`Rank::record`] and the calls that take or lend workspace.
     pub fn poll(&self) -> Result<()> {
         match &self.engine {
             Engine::Host(rank) => rank.poll(),
@@ -209,8 +215,11 @@ impl Rank {
     /// into a graph, and replays of graphs are not recorded.
     ///
     /// # Errors
-    /// The driver's.
+    /// A capacity above 2^24; the driver's.
     pub fn record(&mut self, epoch: Instant, capacity: usize) -> Result<()> {
+        if capacity > MOST_RECORDED {
+            return Err(Error::invalid("capacity", capacity, std::format!("at most {MOST_RECORDED} operations")));
+        }
         match &mut self.engine {
             Engine::Host(rank) => {
                 rank.record(epoch, capacity);

@@ -158,7 +158,7 @@ unsafe fn exp2_f32_avx512(x: __m512) -> __m512 {
     // SAFETY: the caller has the instruction set.
     unsafe {
         // True for a NaN, which stays one.
-        let normal = _mm512_cmp_ps_mask::<_CMP_NLE_UQ>(x, _mm512_set1_ps(-126.0));
+        let normal = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(-126.0));
         let r = _mm512_reduce_ps::<_MM_FROUND_TO_NEG_INF>(x);
         let mut p = _mm512_set1_ps(1.867_13e-3);
         p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.017_029e-3));

@@ -244,6 +244,7 @@ impl DeviceRank {
 
     fn ready(&mut self, plan: &Plan, run: Run) -> Result<usize> {
         if let Some(i) = self.prepared.find(plan, run) {
+            self.prepared.renew(i);
             return Ok(i);
         }
         self.suits(plan, run)?;
