@@ -52,7 +52,7 @@
  *
  * CUDA GRAPHS. A run of a rank can be captured: call cpattn_rank_prepare (of an all-to-all, cpattn_rank_prepare_all_to_all)
  * before the capture begins, then cpattn_forward, cpattn_backward, cpattn_rank_to_heads or cpattn_rank_to_tokens with the stream
- * that is being captured. While a capture is under way, make no other call on the rank, cpattn_rank_poll included: the driver
+ * that is being captured. While a capture is under way, of other calls on the rank only cpattn_rank_poll is allowed: the driver
  * would end the capture with an error, and the rank with it. Each replay reads and writes the tensors and the workspace that
  * were given then. The rank must live until the last replay is done, and a lent workspace stay valid as long. Ranks of
  * cpattn_peer_group are captured into one graph, all of them, their streams joined by events; over a table of the caller's

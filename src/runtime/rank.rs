@@ -173,8 +173,9 @@ impl Rank {
 
     /// Whether anything has failed so far, on any rank, or on the device in what was enqueued; never waits.
     ///
-    /// On a device, not while a run of this process is being captured into a graph: it asks the driver, which ends the capture with
-    /// an error, and with it the rank. So do [`Rank::synchronize`], [`Rank::record`] and the calls that take or lend workspace.
+    /// Also while graphs are being captured, in which case what is captured counts as not over. [`Rank::synchronize`],
+    /// [`Rank::record`] and the calls that take or lend workspace may not be made then: the driver would end the capture with
+    /// an error.
     pub fn poll(&self) -> Result<()> {
         match &self.engine {
             Engine::Host(rank) => rank.poll(),

@@ -41,6 +41,13 @@ pub fn end(stream: Stream) -> sys::CUgraphExec {
     exec
 }
 
+/// While a capture is under way in the strictest mode, a rank can be asked whether anything failed, on any thread.
+fn watched(rank: &Rank) {
+    rank.poll().unwrap();
+    let handle = rank.handle();
+    thread::scope(|scope| scope.spawn(|| handle.poll()).join()).unwrap().unwrap();
+}
+
 /// One rank: every plan is captured once, and replayed between runs of the same rank.
 fn alone(cuda: &Arc<Cuda>) {
     let stream = Stream::new();
@@ -48,6 +55,10 @@ fn alone(cuda: &Arc<Cuda>) {
     let mut rank = Rank::on_device(end_of).unwrap();
     let list = plans::of(1);
     let mut captured = Vec::new();
+    // A capture that the rank has no part in.
+    begin(stream);
+    watched(&rank);
+    end(stream);
     for (name, plan) in &list {
         let tensors = Tensors::new(cuda, plan, 0, awkward(plan));
         BOTH.iter().for_each(|&d| rank.prepare(plan, d).unwrap());
@@ -55,6 +66,7 @@ fn alone(cuda: &Arc<Cuda>) {
         for direction in BOTH {
             // SAFETY: the tensors live until the last replay was waited for.
             unsafe { rank.run_on(plan, direction, &tensors.bindings(), stream.raw().cast()) }.unwrap();
+            watched(&rank);
         }
         captured.push((*name, plan, tensors, end(stream)));
     }

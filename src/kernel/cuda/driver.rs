@@ -53,6 +53,19 @@ macro_rules! call {
 }
 pub(super) use call;
 
+/// See [`Context::ask_beside_captures`].
+pub(crate) struct Asking<'a> {
+    before: core::ffi::c_uint,
+    context: PhantomData<&'a Context>,
+}
+
+impl Drop for Asking<'_> {
+    fn drop(&mut self) {
+        // SAFETY: the pointer is to the mode that this thread had before.
+        unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.before) };
+    }
+}
+
 /// A device and its primary context.
 #[derive(Debug)]
 pub(crate) struct Context {
@@ -172,6 +185,15 @@ impl Context {
             call!(cuStreamGetCaptureInfo_v2(stream, &raw mut status, &raw mut id, null_mut(), null_mut(), null_mut()))
         }?;
         Ok((status != sys::STREAM_CAPTURE_NONE).then_some(id))
+    }
+
+    /// For as long as it lives, this thread may ask for the state of events and streams while other threads capture graphs: in
+    /// the modes that programs use a question would end their capture with an error. The context must be current.
+    pub fn ask_beside_captures(&self) -> Result<Asking<'_>> {
+        let mut mode = sys::STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the pointer is to a local, which holds a mode.
+        unsafe { call!(cuThreadExchangeStreamCaptureMode(&raw mut mode)) }?;
+        Ok(Asking { before: mode, context: PhantomData })
     }
 
     /// Waits on the host until everything on the device is done.
@@ -397,6 +419,7 @@ impl Event {
 
     /// Whether everything before the point is done.
     pub fn is_done(&self) -> Result<bool> {
+        let _asking = self.context.ask_beside_captures()?;
         // SAFETY: the event is alive.
         match unsafe { sys::cuEventQuery(self.handle) } {
             sys::NOT_READY => Ok(false),

@@ -34,9 +34,15 @@ impl OwnStream {
         self.handle
     }
 
-    /// Whether everything on it is done; an error when something on the device failed.
+    /// Whether everything on it is done; an error when something on the device failed. What is being captured is not done, and
+    /// a driver that is asked for it ends the capture with an error.
     pub(crate) fn query(&self) -> Result<bool> {
         let _entered = self.context.enter()?;
+        // SAFETY: the stream is alive.
+        if unsafe { self.context.is_capturing(self.handle) }? {
+            return Ok(false);
+        }
+        let _asking = self.context.ask_beside_captures()?;
         // SAFETY: the stream is alive.
         match unsafe { sys::cuStreamQuery(self.handle) } {
             sys::NOT_READY => Ok(false),

@@ -51,6 +51,7 @@ pub(crate) const POINTER_DEVICE_ORDINAL: c_int = 9;
 pub(crate) const HOST_PORTABLE_AND_MAPPED: c_uint = 1 | 2;
 pub(crate) const STREAM_NON_BLOCKING: c_uint = 1;
 pub(crate) const STREAM_CAPTURE_NONE: c_int = 0;
+pub(crate) const STREAM_CAPTURE_MODE_RELAXED: c_uint = 2;
 pub(crate) const EVENT_DEFAULT: c_uint = 0;
 pub(crate) const EVENT_DISABLE_TIMING: c_uint = 2;
 pub(crate) const EVENT_RECORD_EXTERNAL: c_uint = 1;
@@ -115,6 +116,7 @@ functions! {
             count: *mut usize,
         );
         cuStreamQuery(stream: CUstream);
+        cuThreadExchangeStreamCaptureMode(mode: *mut c_uint);
         cuStreamSynchronize(stream: CUstream);
         cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);
         cuEventCreate(event: *mut CUevent, flags: c_uint);
