@@ -55,8 +55,8 @@ pub(crate) const LOOKS: u32 = 4;
 /// Gives the core away once, so that a thread can look again without being parked and notified, which costs two calls of
 /// the operating system and its scheduler. False where that does not pay at the moment: where the core has just come back
 /// late, other programs use it, and each gets a slice of milliseconds before this thread looks again, whereas one that is
-/// parked is woken in time. A late return is believed for sixteen times as long as it took, by all threads of the process:
-/// so the threads of a group lose no more than a sixteenth of the time to yields. Models do not yield.
+/// parked is woken in time. A late return is believed for sixteen times as long as it took, at most 100 ms, by all threads of
+/// the process. Models do not yield.
 pub(crate) fn give_way() -> bool {
     #[cfg(cpattn_loom)]
     return false;

@@ -326,6 +326,13 @@ def alone(rank: int, world: int) -> None:
     compare(context, DOCUMENTS, (4, 2, 8, 8), 1e-14)
     batch = context.batch([0, 3])
     assert batch.labels(torch.tensor([4, 5, 6])).tolist() == [5, 6, -100]
+    for dtype in (torch.uint8, torch.bool):
+        refused(cpattn.InvalidArgument, f"fill is -100, which {dtype}", batch.labels, torch.ones(3, dtype=dtype))
+    assert batch.shift(torch.tensor([1, 2, 3], dtype=torch.uint8), 1, 255).tolist() == [2, 3, 255]
+    for numbers in ([0, 1.7, 3], torch.tensor([0, 1.7, 3.2])):
+        refused(cpattn.InvalidArgument, "a sequence of whole numbers is needed", context.batch, numbers)
+    for timeout in (float("inf"), 1e-9, float("nan")):
+        refused(cpattn.InvalidArgument, f"timeout is {timeout}", lambda t: Context(heads=1, head_dim=4, timeout=t), timeout)
     context.close()
 
 

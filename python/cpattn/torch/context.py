@@ -9,6 +9,7 @@ batches are cached by that, and no rank needs more than its own tokens.
 from __future__ import annotations
 
 import hashlib
+import operator
 from array import array
 from collections.abc import Sequence
 from functools import partial
@@ -27,6 +28,13 @@ from .gloo import GlooTransport
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+def _holds(dtype: torch.dtype, number: float) -> bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return number == int(number) and low <= number <= high
 
 
 class Context:
@@ -55,6 +63,8 @@ class Context:
         self.device, self.dtype = torch.device(device), dtype
         if self.device.type not in ("cpu", "cuda"):
             raise Unsupported(f"device is {self.device}, cpu or cuda is needed")
+        if not 1e-3 <= timeout <= 1e9:
+            raise InvalidArgument(f"timeout is {timeout} seconds, 0.001 to 1e9 are needed")
         if self.device.type == "cuda" and workers != 1:
             raise InvalidArgument(f"workers is {workers}, which are threads of the CPU: 1 is needed on {self.device}")
         self.transport = GlooTransport(group, timeout=timeout)
@@ -103,7 +113,10 @@ class Context:
     def batch(self, cu_seqlens: Tensor | Sequence[int]) -> Batch:
         """The batch with these documents: 0, the end of the first one, ..., the number of tokens."""
         numbers = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
-        key = tuple(map(int, numbers))
+        try:
+            key = tuple(map(operator.index, numbers))
+        except TypeError:
+            raise InvalidArgument(f"cu_seqlens is {cu_seqlens}, a sequence of whole numbers is needed") from None
         batch = self._batches.pop(key, None) or Batch(self, key)
         self._batches[key] = batch
         if len(self._batches) > self._limit:
@@ -165,6 +178,8 @@ class Batch:
         `fill` where the document has none. All ranks call it. Not differentiable."""
         self._check("rows", rows, len(self.tokens))
         device, rows = rows.device, rows.detach().cpu()
+        if not _holds(rows.dtype, fill):
+            raise InvalidArgument(f"fill is {fill}, which {rows.dtype} does not hold: convert rows, or give another fill")
         route = self._routes.get(by) or self._routes.setdefault(by, _Route(self, by))
         out = torch.full_like(rows, fill, memory_format=torch.contiguous_format)
         out[route.to] = rows[route.source]
