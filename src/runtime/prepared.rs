@@ -168,7 +168,9 @@ mod tests {
         };
         let mark = |tokens, kept| Mark { prepared: Prepared::new(&plan(tokens), 0, run).unwrap(), kept };
         let mut all = Remembered::default();
-        (1..=20).for_each(|tokens| drop(all.push(mark(tokens, true))));
+        for tokens in 1..=20 {
+            all.push(mark(tokens, true));
+        }
         for tokens in 21..=20 + REMEMBERED {
             assert_eq!(all.oldest(), None, "{tokens}");
             all.push(mark(tokens, false));
