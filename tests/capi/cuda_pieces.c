@@ -176,14 +176,14 @@ static void refusals(void) {
   TRUE(bytes > 8000 * 56 && bytes < 8000 * 80);
   char number[32];
   snprintf(number, sizeof number, "expected %llu", (unsigned long long)bytes);
-  REFUSED(CPATTN_INVALID, "scratch is room for 262144 bytes of lists", cpattn_attend(gpu, &m));
+  REFUSED(CPATTN_INVALID, "scratch is room for 262144 bytes of metadata", cpattn_attend(gpu, &m));
   REFUSED(CPATTN_INVALID, number, cpattn_attend(gpu, &m));
   many[0].keys_end = MANY + 1; /* what is wrong with the ranges is said first */
   REFUSED(CPATTN_INVALID, "ranges.q[0].keys", cpattn_attend(gpu, &m));
   many[0].keys_end = 1;
   REFUSED(CPATTN_INVALID, "calls is 0", cpattn_scratch_reserve_metadata(gpu, bytes, 0));
   REFUSED(CPATTN_INVALID, "bytes is", cpattn_scratch_reserve_metadata(gpu, UINT64_MAX, 1));
-  REFUSED(CPATTN_UNSUPPORTED, "lists of the CPU", cpattn_scratch_reserve_metadata(cpu, bytes, 1));
+  REFUSED(CPATTN_UNSUPPORTED, "scheduler metadata of the CPU", cpattn_scratch_reserve_metadata(cpu, bytes, 1));
   OK(cpattn_scratch_reserve_metadata(gpu, bytes, 100));
   OK(cpattn_attend(gpu, &m));
   OK(cpattn_attend_metadata(cpu, &host, &back));
