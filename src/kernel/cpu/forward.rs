@@ -30,7 +30,7 @@ use core::sync::atomic::AtomicUsize;
 /// A forward call whose sums are `A`s.
 pub(super) struct Forward<'a, A> {
     pub call: &'a Attend<'a>,
-    /// Lanes of a unit, see [`lanes`].
+    /// Lanes of a unit, see `row_blocks::lanes`.
     pub lanes: usize,
     pub sums: PhantomData<A>,
 }
