@@ -18,16 +18,16 @@
  *   cpattn_forward(rank, plan, &forward_args);           o and lse of this rank's tokens
  *   cpattn_backward(rank, plan, &backward_args);         dq, dk, dv
  *
- * The pieces (attention over ranges, its backward, merging, transforms) can be called by themselves: last section.
+ * The kernels (attention over ranges, its backward, merging, transforms) can be called by themselves: last section.
  *
  * STATUS. Every call that can fail returns an int32_t: CPATTN_OK (0) or one of the codes below. What went wrong, with
  * the argument, the value found and the value expected, is then in cpattn_last_error() of the same thread. A call that
  * refuses its arguments has touched nothing. No panic, exception or signal crosses this interface.
  *
- * HANDLES. cpattn_plan, cpattn_transport, cpattn_rank and cpattn_scratch are opaque. The caller that creates one destroys it, once,
- * with the function of its name; destroying NULL does nothing. A NULL handle, a handle of another kind and (in debug
- * builds of the library always, in release builds with luck) a handle that was destroyed are refused with
- * CPATTN_INVALID_HANDLE.
+ * HANDLES. cpattn_plan, cpattn_transport, cpattn_rank and cpattn_scratch are opaque. The caller that creates one
+ * destroys it, once, with the function of its name; destroying NULL does nothing. A NULL handle, a handle of another
+ * kind and (in debug builds of the library always, in release builds with luck) a handle that was destroyed are refused
+ * with CPATTN_INVALID_HANDLE.
  *
  * THREADS. A plan never changes: any number of threads may use it. A rank or a scratch serves one call at a time; a
  * second one is refused with CPATTN_BUSY. cpattn_rank_poll and cpattn_rank_abort may be called from any thread at any
@@ -40,32 +40,33 @@
  * DEVICES. A library that was built with CUDA (capi/build --cuda) serves the CPU and CUDA devices of compute capability
  * 8.0 and later, one without it the CPU; both have the same functions, and what a build or device lacks is refused with
  * CPATTN_UNSUPPORTED. The driver is loaded when a device is first asked for: without one the library loads and serves
- * the CPU. A rank and a scratch have one place, the CPU or one device, and all tensors and workspace of a call lie there.
- * Devices take f16 and bf16 with head_dim and value_dim that are multiples of 8 up to 256, and no reproducible plans.
+ * the CPU. A rank and a scratch have one device (or the CPU), and all tensors and workspace of a call lie in its
+ * memory. Devices take f16 and bf16 with head_dim and value_dim that are multiples of 8 up to 256, and no reproducible
+ * plans.
  *
  * STREAMS. On the CPU `stream` is NULL and a call returns when its work is done. On a device it is a cudaStream_t
- * (CUstream) of the device's primary context, the one that the CUDA runtime uses; NULL is the legacy default stream. The
- * call returns when its work is enqueued: behind what was on the stream before, and before what is put there afterwards.
- * So inputs need not be ready when the call is made, and tensors stay in use until the stream has passed it. Other
- * streams are ordered by the caller's events, as with any kernel. The library makes the context current for itself and
- * restores what was current.
+ * (CUstream) of the device's primary context, the one that the CUDA runtime uses; NULL is the legacy default stream.
+ * The call returns when its work is enqueued: behind what was on the stream before, and before what is put there
+ * afterwards. So inputs need not be ready when the call is made, and tensors stay in use until the stream has passed
+ * it. Other streams are ordered by the caller's events, as with any kernel. The library makes the context current for
+ * itself and restores what was current.
  *
- * CUDA GRAPHS. A run of a rank can be captured: call cpattn_rank_prepare (of an all-to-all, cpattn_rank_prepare_all_to_all)
- * before the capture begins, then cpattn_forward, cpattn_backward, cpattn_rank_to_heads or cpattn_rank_to_tokens with the stream
- * that is being captured. While a capture is under way, of other calls on the rank only cpattn_rank_poll is allowed: the driver
- * would end the capture with an error, and the rank with it. Each replay reads and writes the tensors and the workspace that
- * were given then. The rank must live until the last replay is done, and a lent workspace stay valid as long. Ranks of
- * cpattn_peer_group are captured into one graph, all of them, their streams joined by events; over a table of the caller's
- * own, and for the pieces, a stream that is being captured is refused.
+ * CUDA GRAPHS. A run of a rank can be captured: call cpattn_rank_prepare (of an all-to-all,
+ * cpattn_rank_prepare_all_to_all) before the capture begins, then cpattn_forward, cpattn_backward, cpattn_rank_to_heads
+ * or cpattn_rank_to_tokens with the stream that is being captured. While a capture is under way, of other calls on the
+ * rank only cpattn_rank_poll is allowed: the driver would end the capture with an error, and the rank with it. Each
+ * replay reads and writes the tensors and the workspace that were given then. The rank must live until the last replay
+ * is done, and a lent workspace stay valid as long. Ranks of cpattn_peer_group are captured into one graph, all of
+ * them, their streams joined by events; over a table of the caller's own, and for kernels called alone, a stream that
+ * is being captured is refused.
  *
  * STRUCTS OF OPTIONS begin with `struct_size` and are initialised with the macro of their name, never by hand: a
- * program then works with libraries of other ages. A shorter struct, of an earlier header, gets the defaults for what it
- * does not know, which are 0 in all later members. A longer struct than the library knows is taken if the rest is zero,
- * and refused otherwise: no option is ever ignored.
+ * program then works with libraries of other ages. A shorter struct, of an earlier header, gets the defaults for what
+ * it does not know, which are 0 in all later members. A longer struct than the library knows is taken if the rest is
+ * zero, and refused otherwise: no option is ever ignored.
  *
  * Words: a `rank` is one participant, the `world` all of them. Lengths, rows and tokens are counts, strides are counted
- * in elements, sizes in bytes, times in milliseconds. Flags are 0 or 1.
- */
+ * in elements, sizes in bytes, times in milliseconds. Flags are 0 or 1. */
 #ifndef CPATTN_H
 #define CPATTN_H
 
@@ -76,7 +77,7 @@
 extern "C" {
 #endif
 
-/* ---- Version ------------------------------------------------------------------------------------------------------ */
+/* ---- Version ----------------------------------------------------------------------------------------------------- */
 
 #define CPATTN_VERSION_MAJOR 0
 #define CPATTN_VERSION_MINOR 1
@@ -88,7 +89,7 @@ extern "C" {
 /* The same number, of the library that was linked. While major is 0, libraries of another minor are incompatible. */
 uint32_t cpattn_version(void);
 
-/* ---- Status ------------------------------------------------------------------------------------------------------- */
+/* ---- Status ------------------------------------------------------------------------------------------------------ */
 
 #define CPATTN_OK 0
 /* An argument contradicts another one, or is impossible by itself. Nothing was touched. */
@@ -116,11 +117,11 @@ const char *cpattn_last_error(void);
 /* "CPATTN_INVALID" for CPATTN_INVALID, and so on; "unknown status" otherwise. Static. */
 const char *cpattn_status_name(int32_t status);
 
-/* ---- Tensors ------------------------------------------------------------------------------------------------------ */
+/* ---- Tensors ----------------------------------------------------------------------------------------------------- */
 
 /*
- * A cpattn_tensor is a DLTensor (github.com/dmlc/dlpack), field for field, so that a program with DLPack tensors has nothing to
- * convert. With dlpack/dlpack.h included before this file it is that very type; otherwise cast the pointer.
+ * A cpattn_tensor is a DLTensor (github.com/dmlc/dlpack), field for field, so that a program with DLPack tensors has
+ * nothing to convert. With dlpack/dlpack.h included before this file it is that very type; otherwise cast the pointer.
  *
  *   device       kDLCPU (1) with device_id 0, or kDLCUDA (2) with the device's number. kDLCUDAHost (3) is memory of the
  *                CPU. kDLCUDAManaged (13) does not say which side may touch it and is refused: describe it as 1 or 2
@@ -136,9 +137,8 @@ const char *cpattn_status_name(int32_t status);
  *                multiples of 16 bytes (true of compact tensors that cudaMalloc or a framework made; cpattn_transform
  *                takes any rows), strides are below 2 GiB, and the driver has to know the memory as that device's
  *
- * The library cannot see how long the memory behind `data` is: shape and strides must not reach beyond it. Messages call
- * data + byte_offset a tensor's ptr, and its strides by what they step over: token_stride and head_stride.
- */
+ * The library cannot see how long the memory behind `data` is: shape and strides must not reach beyond it. Messages
+ * call data + byte_offset a tensor's ptr, and its strides by what they step over: token_stride and head_stride. */
 #ifdef DLPACK_DLPACK_H_
 typedef DLTensor cpattn_tensor;
 #else
@@ -174,15 +174,15 @@ typedef struct cpattn_tensor {
 #define CPATTN_F32 2
 #define CPATTN_F64 3
 
-/* ---- Problem ------------------------------------------------------------------------------------------------------ */
+/* ---- Problem ----------------------------------------------------------------------------------------------------- */
 
 /* For windows: no limit on that side. */
 #define CPATTN_UNLIMITED INT64_MAX
 
 /* Softmax attention. */
 #define CPATTN_SOFTMAX 0
-/* Any other mixing of whole sequences between two all-to-alls: planned for Ulysses only. Shares can be asked for, and the two
- * all-to-alls run (cpattn_rank_to_heads); attention, its workspace and its verification are refused with
+/* Any other mixing of whole sequences between two all-to-alls: planned for Ulysses only. Shares can be asked for, and
+ * the two all-to-alls run (cpattn_rank_to_heads); attention, its workspace and its verification are refused with
  * CPATTN_UNSUPPORTED. */
 #define CPATTN_OTHER 1
 
@@ -194,14 +194,13 @@ typedef struct cpattn_tensor {
  * cu_seqlens_k and q_start are NULL. Otherwise q token 0 of document d has position q_start[d] among its k tokens, by
  * default len_k - len_q (the last q sees the last k).
  *
- * Tensors of a fixed shape are padded with two documents more: one that has the spare q rows and no keys, one that has the
- * spare k rows and no queries. Nothing attends to them; whatever finite numbers they hold, o, dq, dk and dv of them are 0
- * and lse is -inf.
+ * Tensors of a fixed shape are padded with two documents more: one that has the spare q rows and no keys, one that has
+ * the spare k rows and no queries. Nothing attends to them; whatever finite numbers they hold, o, dq, dk and dv of them
+ * are 0 and lse is -inf.
  *
  * A score is s = scale * q.k, then softcap * tanh(s / softcap), then - slope * |q_pos - k_pos|, then the mask: a key
  * counts when q_pos - k_pos <= window_left and k_pos - q_pos <= window_right. INIT is causal; a sliding window of W
- * tokens that counts the query itself is window_left = W - 1, window_right = 0.
- */
+ * tokens that counts the query itself is window_left = W - 1, window_right = 0. */
 typedef struct cpattn_problem {
   size_t struct_size;
   const int32_t *cu_seqlens_q; /* documents + 1 entries */
@@ -224,9 +223,10 @@ typedef struct cpattn_problem {
 } cpattn_problem;
 
 #define CPATTN_PROBLEM_INIT \
-  { sizeof(cpattn_problem), NULL, NULL, NULL, 0, 0, 0, 0, 0, CPATTN_F32, CPATTN_SOFTMAX, CPATTN_UNLIMITED, 0, 0.0, 0.0, NULL, 0, 0 }
+  { sizeof(cpattn_problem), NULL, NULL, NULL, 0, 0, 0, 0, 0, CPATTN_F32, CPATTN_SOFTMAX, CPATTN_UNLIMITED, 0, \
+    0.0, 0.0, NULL, 0, 0 }
 
-/* ---- Options ------------------------------------------------------------------------------------------------------ */
+/* ---- Options ----------------------------------------------------------------------------------------------------- */
 
 /* How tokens are dealt to the ring ranks. */
 #define CPATTN_LAYOUT_AUTO 0        /* whichever balances the work best */
@@ -253,7 +253,7 @@ typedef struct cpattn_problem {
 typedef struct cpattn_options {
   size_t struct_size;
   uint32_t world;            /* ranks of the transport */
-  uint32_t ulysses;          /* ranks that trade tokens for heads; at most heads */
+  uint32_t ulysses;          /* ranks that exchange tokens for heads; at most heads */
   uint32_t ring;             /* ranks among which k and v travel */
   int32_t layout;            /* CPATTN_LAYOUT_... */
   uint32_t layout_parameter; /* tokens of a stripe, or chunks of a rank; 0 for the other layouts */
@@ -269,7 +269,7 @@ typedef struct cpattn_options {
 #define CPATTN_OPTIONS_INIT \
   { sizeof(cpattn_options), 1, 0, 0, CPATTN_LAYOUT_AUTO, 0, 1, CPATTN_CIRCULATE_AUTO, CPATTN_WIRE_FULL, 0, 0, 0, 0 }
 
-/* ---- Plan --------------------------------------------------------------------------------------------------------- */
+/* ---- Plan -------------------------------------------------------------------------------------------------------- */
 
 typedef struct cpattn_plan cpattn_plan;
 
@@ -297,7 +297,7 @@ typedef struct cpattn_plan_info {
 
 int32_t cpattn_plan_describe(const cpattn_plan *plan, cpattn_plan_info *info);
 
-/* A rank's place in the mesh, how many tokens it brings, and the heads it holds between the two all-to-alls. */
+/* A rank's coordinates in the mesh, how many tokens it brings, and the heads it holds between the two all-to-alls. */
 typedef struct cpattn_share {
   size_t struct_size;
   uint32_t replica;
@@ -331,7 +331,7 @@ int32_t cpattn_plan_verify(const cpattn_plan *plan);
 /* Bytes of memory that a run takes on a rank, on the CPU and on devices alike; see cpattn_rank_lend_workspace. */
 int32_t cpattn_plan_workspace(const cpattn_plan *plan, uint32_t rank, int32_t direction, uint64_t *bytes);
 
-/* ---- Who holds which tokens --------------------------------------------------------------------------------------- */
+/* ---- Tokens of a rank -------------------------------------------------------------------------------------------- */
 
 /* The side of q, o, lse and their gradients, or of k and v and theirs. */
 #define CPATTN_Q 0
@@ -340,20 +340,24 @@ int32_t cpattn_plan_workspace(const cpattn_plan *plan, uint32_t rank, int32_t di
 /* The tokens of the packed batch that a rank holds, in its order, and their positions in their documents (for rotary
  * embeddings and the like). `capacity` is the length of the array, at least the q_tokens or k_tokens of its share. */
 int32_t cpattn_plan_tokens(const cpattn_plan *plan, int32_t side, uint32_t rank, int64_t *tokens, size_t capacity);
-int32_t cpattn_plan_positions(const cpattn_plan *plan, int32_t side, uint32_t rank, int64_t *positions, size_t capacity);
+int32_t cpattn_plan_positions(const cpattn_plan *plan, int32_t side, uint32_t rank, int64_t *positions,
+    size_t capacity);
 
-/* Copies a rank's rows out of `whole` into `local`, in the rank's order, or back; the other rows of `whole` stay as they
- * are. Tensors of the CPU (elsewhere cpattn_plan_tokens is the index to gather by) with tokens first, of any element type
- * of 1, 2, 4 or 8 bytes, of 1 to 3 dimensions that agree but for the tokens: ids [tokens], activations [tokens, heads,
- * head_dim]. A last dimension other than the tokens is contiguous. */
-int32_t cpattn_plan_shard(const cpattn_plan *plan, int32_t side, uint32_t rank, const cpattn_tensor *whole, const cpattn_tensor *local);
-int32_t cpattn_plan_unshard(const cpattn_plan *plan, int32_t side, uint32_t rank, const cpattn_tensor *local, const cpattn_tensor *whole);
+/* Copies a rank's rows out of `whole` into `local`, in the rank's order, or back; the other rows of `whole` stay as
+ * they are. Tensors of the CPU (elsewhere cpattn_plan_tokens is the index to gather by) with tokens first, of any
+ * element type of 1, 2, 4 or 8 bytes, of 1 to 3 dimensions that agree but for the tokens: ids [tokens], activations
+ * [tokens, heads, head_dim]. A last dimension other than the tokens is contiguous. */
+int32_t cpattn_plan_shard(const cpattn_plan *plan, int32_t side, uint32_t rank, const cpattn_tensor *whole,
+    const cpattn_tensor *local);
+int32_t cpattn_plan_unshard(const cpattn_plan *plan, int32_t side, uint32_t rank, const cpattn_tensor *local,
+    const cpattn_tensor *whole);
 
 /* For each of a rank's q tokens the row of `whole` that lies `by` tokens on in the same document, and the one element
  * at `fill` where the document has none: labels for next-token prediction with by = 1. Tensors as above. */
-int32_t cpattn_plan_shift(const cpattn_plan *plan, uint32_t rank, int64_t by, const void *fill, const cpattn_tensor *whole, const cpattn_tensor *local);
+int32_t cpattn_plan_shift(const cpattn_plan *plan, uint32_t rank, int64_t by, const void *fill,
+    const cpattn_tensor *whole, const cpattn_tensor *local);
 
-/* ---- Transports --------------------------------------------------------------------------------------------------- */
+/* ---- Transports -------------------------------------------------------------------------------------------------- */
 
 typedef struct cpattn_transport cpattn_transport;
 
@@ -366,20 +370,20 @@ int32_t cpattn_local_group(uint32_t world, uint64_t deadline_ms, cpattn_transpor
  * deadline, and never wait for a device. */
 int32_t cpattn_peer_group(uint32_t world, const int32_t *devices, uint64_t deadline_ms, cpattn_transport **transports);
 
-/* Ranks as processes, over MPI. `comm` is the address of an MPI_Comm (handles are of different types in different MPIs), of
- * the MPI that the library was built with; its processes call together, and rank r of it is rank r here. The library works
- * on duplicates of it. MPI was initialised with MPI_THREAD_MULTIPLE. A failure is told to all ranks; a process that died
- * shows as a deadline where MPI lets the others live, and ends the job where it does not, which is MPI's default. After a
- * failure leave with MPI_Abort: MPI_Finalize may wait for the dead. Destroy transports and ranks before MPI_Finalize. A
- * build without MPI (capi/build without --features mpi) refuses with CPATTN_UNSUPPORTED. */
+/* Ranks as processes, over MPI. `comm` is the address of an MPI_Comm (handles are of different types in different
+ * MPIs), of the MPI that the library was built with; its processes call together, and rank r of it is rank r here. The
+ * library works on duplicates of it. MPI was initialised with MPI_THREAD_MULTIPLE. A failure is told to all ranks; a
+ * process that died shows as a deadline where MPI lets the others live, and ends the job where it does not, which is
+ * MPI's default. After a failure leave with MPI_Abort: MPI_Finalize may wait for the dead. Destroy transports and ranks
+ * before MPI_Finalize. A build without MPI (capi/build without --features mpi) refuses with CPATTN_UNSUPPORTED. */
 int32_t cpattn_mpi_group(const void *comm, uint64_t deadline_ms, cpattn_transport **transport);
 
 /*
- * Ranks over NCCL, each a thread or process with a CUDA device of its own, on one host or many. libnccl.so.2, of version
- * 2.14 or later, is opened when the first of these is called (CPATTN_UNSUPPORTED without one).
+ * Ranks over NCCL, each a thread or process with a CUDA device of its own, on one host or many. libnccl.so.2, of
+ * version 2.14 or later, is opened when the first of these is called (CPATTN_UNSUPPORTED without one).
  *
- * cpattn_nccl_unique_id writes the 128 bytes that a group has in common. One rank calls it and brings them to all others
- * (a broadcast of MPI's, a store of the framework's, a file). Each group needs bytes of its own.
+ * cpattn_nccl_unique_id writes the 128 bytes that a group has in common. One rank calls it and brings them to all
+ * others (a broadcast of MPI's, a store of the framework's, a file). Each group needs bytes of its own.
  *
  * cpattn_nccl_group gives one rank's end: from a unique_id with comm NULL, or from an ncclComm_t that a framework has,
  * with unique_id NULL. From a unique_id it returns when all `world` ranks have called it, or fails after deadline_ms. A
@@ -389,12 +393,12 @@ int32_t cpattn_mpi_group(const void *comm, uint64_t deadline_ms, cpattn_transpor
  * An exchange that is under way for longer than deadline_ms, an error that NCCL reports, or cpattn_rank_abort ends the
  * group: poll and later calls fail with CPATTN_PEER and say rank, operation, step, peers, bytes and time. NCCL does not
  * say which of several peers did not answer. The communicator is then aborted, so that streams go on: a comm of the
- * framework's only with may_abort 1, and its owner must not touch it afterwards. With may_abort 0 what is on the streams
- * stays there until the owner aborts it, and whatever waits for them, or frees device memory, waits until then. Other
- * ranks learn of a failure from NCCL, where it notices, or at their own deadline: give all ranks the same.
- */
+ * framework's only with may_abort 1, and its owner must not touch it afterwards. With may_abort 0 what is on the
+ * streams stays there until the owner aborts it, and whatever waits for them, or frees device memory, waits until then.
+ * Other ranks learn of a failure from NCCL, where it notices, or at their own deadline: give all ranks the same. */
 int32_t cpattn_nccl_unique_id(uint8_t *unique_id);
-int32_t cpattn_nccl_group(const uint8_t *unique_id, void *comm, int32_t may_abort, uint32_t rank, uint32_t world, int32_t device_id, uint64_t deadline_ms, cpattn_transport **transport);
+int32_t cpattn_nccl_group(const uint8_t *unique_id, void *comm, int32_t may_abort, uint32_t rank, uint32_t world,
+    int32_t device_id, uint64_t deadline_ms, cpattn_transport **transport);
 
 /* Contiguous bytes that go to `peer`, or come from it. A send is only read. On a device, device addresses. */
 typedef struct cpattn_message {
@@ -412,25 +416,25 @@ typedef struct cpattn_message {
  * The contract: a send meets one receive of the same size; between two ranks messages meet in the order in which both
  * list them; exchanges of one rank are serial, are rendezvous (nothing may rely on buffering) and complete as a whole;
  * empty messages and messages to oneself do not occur. Nothing may hang: when a peer dies, fails or does not answer
- * before a deadline of the transport's choice, all calls fail, now and later. A rank on the CPU does not rely on "later":
- * after the first failure it calls abort, makes no other call, and answers with that failure.
+ * before a deadline of the transport's choice, all calls fail, now and later. A rank on the CPU does not rely on
+ * "later": after the first failure it calls abort, makes no other call, and answers with that failure.
  *
- * For a rank on a device, `exchange` gets a stream of the rank's own, enqueues the batch there and returns: ncclSend and
- * ncclRecv between ncclGroupStart and ncclGroupEnd are one. The device's primary context is then current. What fails
- * after it has returned is for poll to say; after abort, what is enqueued must end soon.
- */
+ * For a rank on a device, `exchange` gets a stream of the rank's own, enqueues the batch there and returns: ncclSend
+ * and ncclRecv between ncclGroupStart and ncclGroupEnd are one. The device's primary context is then current. What
+ * fails after it has returned is for poll to say; after abort, what is enqueued must end soon. */
 typedef struct cpattn_transport_table {
   size_t struct_size;
   void *context;
   uint32_t rank;
   uint32_t world;
   /* An all-gather over ranks first ... end-1: all[i] = the number that rank first + i gave. Waits for all of them. The
-   * library compares. Called on the thread that runs, when the ranks first run a plan in a direction; later runs carry the
-   * comparison along, 16 bytes (24 on a device) before the first message from one rank to another. */
+   * library compares. Called on the thread that runs, when the ranks first run a plan in a direction; later runs carry
+   * the comparison along, 16 bytes (24 on a device) before the first message from one rank to another. */
   int32_t (*agree)(void *context, uint32_t first, uint32_t end, uint64_t number, uint64_t *all, int64_t *blame);
   /* Moves a batch. On the CPU: returns when it is complete, stream is NULL, and it is called on a thread of the rank's
    * own, one call at a time. On a device: returns when it is enqueued, and is called on the thread that runs. */
-  int32_t (*exchange)(void *context, const char *operation, uint32_t step, const cpattn_message *sends, size_t send_count, const cpattn_message *recvs, size_t recv_count, void *stream, int64_t *blame);
+  int32_t (*exchange)(void *context, const char *operation, uint32_t step, const cpattn_message *sends,
+      size_t send_count, const cpattn_message *recvs, size_t recv_count, void *stream, int64_t *blame);
   /* Whether anything has failed so far. Never waits. Any thread, at any time. */
   int32_t (*poll)(void *context, int64_t *blame);
   /* Ends the run on every rank: their calls must fail soon. Any thread, at any time, any number of times. */
@@ -447,7 +451,7 @@ int32_t cpattn_transport_create(const cpattn_transport_table *table, cpattn_tran
 /* For transports that never became a rank. Peers that need this rank are told that it left. */
 int32_t cpattn_transport_destroy(cpattn_transport *transport);
 
-/* ---- Ranks -------------------------------------------------------------------------------------------------------- */
+/* ---- Ranks ------------------------------------------------------------------------------------------------------- */
 
 typedef struct cpattn_rank cpattn_rank;
 
@@ -475,17 +479,17 @@ int32_t cpattn_rank_create(cpattn_transport *transport, const cpattn_rank_option
 int32_t cpattn_rank_destroy(cpattn_rank *rank);
 
 /* Does all that may allocate for runs of this plan; on a device it also loads the kernels, which takes the driver up to
- * seconds, and may wait for earlier runs. Optional: the first run does it otherwise. A rank remembers the last 16 (plan,
- * direction) pairs, an all-to-all being one. */
+ * seconds, and may wait for earlier runs. Optional: the first run does it otherwise. A rank remembers the last 16
+ * (plan, direction) pairs, an all-to-all being one. */
 int32_t cpattn_rank_prepare(cpattn_rank *rank, const cpattn_plan *plan, int32_t direction);
 
 /* Workspaces begin at a multiple of this many bytes. */
 #define CPATTN_WORKSPACE_ALIGNMENT 256
 
-/* Lends memory to work in, of the rank's place: `bytes` at `workspace`, the largest of cpattn_plan_workspace (and
- * cpattn_plan_all_to_all_workspace) over the plans to run. It stays lent, untouched by others, until another is lent, it is
- * taken back or the rank is destroyed; on a device all three wait for what was enqueued. NULL and 0 bytes take it back: the
- * rank then allocates its own, as it does without this call. */
+/* Lends memory to work in, in the memory of the rank's device (or the CPU's): `bytes` at `workspace`, the largest of
+ * cpattn_plan_workspace (and cpattn_plan_all_to_all_workspace) over the plans to run. It stays lent, untouched by
+ * others, until another is lent, it is taken back or the rank is destroyed; on a device all three wait for what was
+ * enqueued. NULL and 0 bytes take it back: the rank then allocates its own, as it does without this call. */
 int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t bytes);
 
 /*
@@ -528,48 +532,51 @@ typedef struct cpattn_backward_args {
   { sizeof(cpattn_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 /* Run a plan. All ranks of the group call with equal plans in the same order, each on a thread of its own, and wait for
- * each other. CPATTN_DISAGREEMENT: they do not. Found before anything moves where a plan is first run in a direction (the
- * ranks may then go on), later with the first message between two ranks (the group has failed then; on a device
+ * each other. CPATTN_DISAGREEMENT: they do not. Found before anything moves where a plan is first run in a direction
+ * (the ranks may then go on), later with the first message between two ranks (the group has failed then; on a device
  * the device finds out, cpattn_rank_poll and the next run say it, and results that depend on the other rank are NaN).
  * CPATTN_INVALID: a tensor that does not fit, or overlaps one that is written; the peers of a rank that is refused wait
  * until their deadline or until it calls again.
  *
  * On a device they return when all of the run is enqueued. Runs of one rank come one after another even on different
- * streams, since they share the workspace. A prepared run uploads nothing and does not wait for the device. After a failure (not a
- * refusal) the call waits until nothing of the run is left on the device; what was written is undefined. */
+ * streams, since they share the workspace. A prepared run uploads nothing and does not wait for the device. After a
+ * failure (not a refusal) the call waits until nothing of the run is left on the device; what was written is
+ * undefined. */
 int32_t cpattn_forward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args);
 int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args);
 
 /*
- * The two all-to-alls of Ulysses as calls of their own, for what mixes tokens head by head and is not softmax attention:
- * linear attention, state spaces, convolutions. Between the two a rank sees all tokens of its ring share (of the whole
- * batch, where the ring is 1, as for CPATTN_OTHER), in the layout's order, for some heads. Plans of any kind have them; all
- * ranks of the group call them alike, as they run plans. side: CPATTN_Q, with q's tokens and heads, or CPATTN_K, with k's
- * tokens and the kv heads. Any dim and element type.
+ * The two all-to-alls of Ulysses as calls of their own, for what mixes tokens head by head and is not softmax
+ * attention: linear attention, state spaces, convolutions. Between the two a rank sees all tokens of its ring share (of
+ * the whole batch, where the ring is 1, as for CPATTN_OTHER), in the layout's order, for some heads. Plans of any kind
+ * have them; all ranks of the group call them alike, as they run plans. side: CPATTN_Q, with q's tokens and heads, or
+ * CPATTN_K, with k's tokens and the kv heads. Any dim and element type.
  *
- * to_heads:  from [own tokens, heads, dim] to [share's tokens, own heads, dim] (cpattn_share: q_head_begin to q_head_end, or
- * kv_head_begin to kv_head_end; the share's tokens are the sum of those of the Ulysses ranks). `to` is compact.
- * to_tokens: back. `from` is compact. Of a kv head that several ranks hold, `to` gets the sum over them, in rank order: what
- * a gradient needs.
- * stream: a cudaStream_t on a device, in the order of which the tensors are read and written, as in cpattn_forward; NULL on
- * the CPU. A device takes f16, bf16 and f32.
- */
-int32_t cpattn_rank_to_heads(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from, const cpattn_tensor *to, void *stream);
-int32_t cpattn_rank_to_tokens(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from, const cpattn_tensor *to, void *stream);
+ * to_heads:  from [own tokens, heads, dim] to [share's tokens, own heads, dim] (cpattn_share: q_head_begin to
+ * q_head_end, or kv_head_begin to kv_head_end; the share's tokens are the sum of those of the Ulysses ranks). `to` is
+ * compact. to_tokens: back. `from` is compact. Of a kv head that several ranks hold, `to` gets the sum over them, in
+ * rank order: what a gradient needs. stream: a cudaStream_t on a device, in the order of which the tensors are read and
+ * written, as in cpattn_forward; NULL on the CPU. A device takes f16, bf16 and f32. */
+int32_t cpattn_rank_to_heads(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from,
+    const cpattn_tensor *to, void *stream);
+int32_t cpattn_rank_to_tokens(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from,
+    const cpattn_tensor *to, void *stream);
 
 /* Of both all-to-alls of tensors of that side, innermost dimension and element type (CPATTN_F16, ...): does what
  * cpattn_rank_prepare does for attention; the bytes of workspace that either takes on a rank at most. */
-int32_t cpattn_rank_prepare_all_to_all(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, uint32_t dim, int32_t dtype);
-int32_t cpattn_plan_all_to_all_workspace(const cpattn_plan *plan, uint32_t rank, int32_t side, uint32_t dim, int32_t dtype, uint64_t *bytes);
+int32_t cpattn_rank_prepare_all_to_all(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, uint32_t dim,
+    int32_t dtype);
+int32_t cpattn_plan_all_to_all_workspace(const cpattn_plan *plan, uint32_t rank, int32_t side, uint32_t dim,
+    int32_t dtype, uint64_t *bytes);
 
 /* Whether anything has failed so far, on any rank, or on the device in what was enqueued; never waits. */
 int32_t cpattn_rank_poll(const cpattn_rank *rank);
 
-/* Ends the run on every rank of the world: calls that wait return CPATTN_PEER. What is enqueued on devices already is not
- * taken back. For good: make a new group after it. */
+/* Ends the run on every rank of the world: calls that wait return CPATTN_PEER. What is enqueued on devices already is
+ * not taken back. For good: make a new group after it. */
 int32_t cpattn_rank_abort(const cpattn_rank *rank);
 
-/* ---- The pieces --------------------------------------------------------------------------------------------------- */
+/* ---- The kernels ------------------------------------------------------------------------------------------------- */
 
 /*
  * Attention over ranges: what ranks run between exchanges. A range is a run of rows of a [tokens, heads, dim] tensor:
@@ -590,8 +597,8 @@ typedef struct cpattn_range {
 #define CPATTN_LAST 2  /* the last of several: merge, then apply the sink and write o. Backward: as MERGE */
 #define CPATTN_ONLY 3  /* first and last at once. Backward: as FIRST */
 
-/* A q range, what becomes of its result, and the k ranges it attends to: ranges.k[pairs[i]], keys_begin <= i < keys_end,
- * read in this order. */
+/* A q range, what becomes of its result, and the k ranges it attends to: ranges.k[pairs[i]], keys_begin <= i <
+ * keys_end, read in this order. */
 typedef struct cpattn_q_range {
   cpattn_range range;
   uint32_t keys_begin;
@@ -600,9 +607,9 @@ typedef struct cpattn_q_range {
   uint8_t reserved[7];
 } cpattn_q_range;
 
-/* A row that a call writes lies in one range: two would be refused, since both write it at once. Written are the rows of q
- * ranges (but by a backward of CPATTN_GRADIENTS_KEYS) and, by a backward that makes dk and dv, those of k ranges; rows
- * that are only read may lie in several ranges. A q range without pairs attends to nothing in this call. */
+/* A row that a call writes lies in one range: two would be refused, since both write it at once. Written are the rows
+ * of q ranges (but by a backward of CPATTN_GRADIENTS_KEYS) and, by a backward that makes dk and dv, those of k ranges;
+ * rows that are only read may lie in several ranges. A q range without pairs attends to nothing in this call. */
 typedef struct cpattn_ranges {
   const cpattn_q_range *q;
   size_t q_count;
@@ -628,30 +635,32 @@ typedef struct cpattn_score {
   int64_t window_right; /* likewise */
 } cpattn_score;
 
-/* The kernels of one place and the memory that calls take there, for one call at a time. Calls allocate nothing; one that
- * finds the scratch too small is refused with the number it needs. */
+/* The kernels of one device (or the CPU) and the memory that calls take there, for one call at a time. Calls allocate
+ * nothing; one that finds the scratch too small is refused with the number it needs. */
 typedef struct cpattn_scratch cpattn_scratch;
 
 /* On the CPU: memory for tiles. workers: 1 to 1024. */
 int32_t cpattn_scratch_create(uint32_t workers, cpattn_scratch **scratch);
 
-/* On a CUDA device: kernels, and a ring that the scheduler metadata of calls (their ranges and tiles) travels through, of
- * 256 KiB for 64 calls in flight. The ranks and scratches of a process share the kernels of a device. */
+/* On a CUDA device: kernels, and a ring that the scheduler metadata of calls (their ranges and tiles) travels through,
+ * of 256 KiB for 64 calls in flight. The ranks and scratches of a process share the kernels of a device. */
 int32_t cpattn_scratch_create_cuda(int32_t device_id, cpattn_scratch **scratch);
 
 /* On a device, waits until it is idle. */
 int32_t cpattn_scratch_destroy(cpattn_scratch *scratch);
 
-/* Grows it to attention of this kind: memory on the CPU, loaded kernels on a device. The other pieces need no call. */
+/* Grows it to attention of this kind: memory on the CPU, loaded kernels on a device. The other kernels need no call. */
 int32_t cpattn_scratch_reserve(cpattn_scratch *scratch, int32_t dtype, uint32_t head_dim, uint32_t value_dim);
 
-/* On a device: what cpattn_rank_options.sm_margin is for a rank, until it is set again or the scratch is destroyed. On the CPU 0. */
+/* On a device: what cpattn_rank_options.sm_margin is for a rank, until it is set again or the scratch is destroyed. On
+ * the CPU 0. */
 int32_t cpattn_scratch_set_sm_margin(cpattn_scratch *scratch, uint32_t multiprocessors);
 
-/* On a device: grows the ring to `calls` calls in flight (1 to 65536) whose metadata takes `bytes` in all. One call must
- * fit by itself; while the ring is full, a call waits for the oldest one, and for nothing else. cpattn_attend_metadata and
- * cpattn_attend_backward_metadata say what a call takes; cpattn_finish takes at most 80 bytes for each range and 8 for each
- * row, cpattn_transform at most 4096, the others none. Growing waits for the calls in flight. */
+/* On a device: grows the ring to `calls` calls in flight (1 to 65536) whose metadata takes `bytes` in all. One call
+ * must fit by itself; while the ring is full, a call waits for the oldest one, and for nothing else.
+ * cpattn_attend_metadata and cpattn_attend_backward_metadata say what a call takes; cpattn_finish takes at most 80
+ * bytes for each range and 8 for each row, cpattn_transform at most 4096, the others none. Growing waits for the calls
+ * in flight. */
 int32_t cpattn_scratch_reserve_metadata(cpattn_scratch *scratch, uint64_t bytes, uint32_t calls);
 
 /* acc: f32, or f64 when q is f64. */
@@ -660,26 +669,32 @@ typedef struct cpattn_attend_args {
   const cpattn_tensor *q;       /* [*, heads, head_dim] */
   const cpattn_tensor *k;       /* [*, kv heads, head_dim] */
   const cpattn_tensor *v;       /* [*, kv heads, value_dim] */
-  const cpattn_tensor *running; /* acc [*, heads, value_dim], normalised; NULL when every mode is ONLY; may be o itself */
+  /* acc [*, heads, value_dim], normalised; NULL when every mode is ONLY; may be o itself. */
+  const cpattn_tensor *running;
   const cpattn_tensor *o;       /* written by LAST and ONLY, of q's type [*, heads, value_dim]; NULL when none occurs */
-  const cpattn_tensor *lse;     /* final, written by LAST and ONLY, acc [heads, *]; running too when running_lse is NULL */
+  /* Final, written by LAST and ONLY, acc [heads, *]; running too when running_lse is NULL. */
+  const cpattn_tensor *lse;
   const cpattn_tensor *alibi_slopes; /* f32 [heads], or NULL */
   const cpattn_tensor *sinks;   /* f32 [heads], or NULL; applied by LAST and ONLY */
   cpattn_head_map heads;
-  int32_t aligned; /* 1: tiles break at positions, so a row's bits do not depend on how its keys were cut; for the CPU */
+  /* 1: tiles break at positions, so that a row's bits do not depend on how its keys were cut. The CPU's alone. */
+  int32_t aligned;
   cpattn_score score;
   cpattn_ranges ranges; /* read during the call, also on a device */
   void *stream;
-  const cpattn_tensor *running_lse; /* acc [heads, *, 2]: the lse of `running` in two words, as cpattn_merge describes it; with
-                                     * NULL it is kept in `lse`, in one: a merge then loses digits as scores grow */
+  /* acc [heads, *, 2]: the lse of `running` in two words, as cpattn_merge describes it; with NULL it is kept in `lse`,
+   * in one: a merge then loses digits as scores grow. */
+  const cpattn_tensor *running_lse;
 } cpattn_attend_args;
 
 #define CPATTN_ATTEND_ARGS_INIT \
-  { sizeof(cpattn_attend_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, {0, 0, 1}, 0, {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0}, NULL, NULL }
+  { sizeof(cpattn_attend_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, {0, 0, 1}, 0, \
+    {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0}, NULL, NULL }
 
 int32_t cpattn_attend(cpattn_scratch *scratch, const cpattn_attend_args *args);
 
-/* Bytes of scheduler metadata that this call takes on the scratch's device; 0 on the CPU. No memory of a tensor is touched. */
+/* Bytes of scheduler metadata that this call takes on the scratch's device; 0 on the CPU. No memory of a tensor is
+ * touched. */
 int32_t cpattn_attend_metadata(cpattn_scratch *scratch, const cpattn_attend_args *args, uint64_t *bytes);
 
 #define CPATTN_GRADIENTS_ALL 0
@@ -710,34 +725,42 @@ typedef struct cpattn_attend_backward_args {
 } cpattn_attend_backward_args;
 
 #define CPATTN_ATTEND_BACKWARD_ARGS_INIT \
-  { sizeof(cpattn_attend_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, {0, 0, 1}, 0, 0, CPATTN_GRADIENTS_ALL, 0, 0, {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0}, NULL }
+  { sizeof(cpattn_attend_backward_args), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, {0, 0, 1}, 0, 0, \
+    CPATTN_GRADIENTS_ALL, 0, 0, {1.0, 0.0, CPATTN_UNLIMITED, 0}, {NULL, 0, NULL, 0, NULL, 0}, NULL }
 
 int32_t cpattn_attend_backward(cpattn_scratch *scratch, const cpattn_attend_backward_args *args);
-int32_t cpattn_attend_backward_metadata(cpattn_scratch *scratch, const cpattn_attend_backward_args *args, uint64_t *bytes);
+int32_t cpattn_attend_backward_metadata(cpattn_scratch *scratch, const cpattn_attend_backward_args *args,
+    uint64_t *bytes);
 
-/* For the rest, scratch says where the tensors are; on the CPU it may be NULL, since no memory is needed. f64 is for the
- * CPU, as is any dim that is no multiple of 8 (of 4 in cpattn_merge), but for cpattn_transform, which takes them all. */
+/* For the rest, scratch says where the tensors are; on the CPU it may be NULL, since no memory is needed. f64 is for
+ * the CPU, as is any dim that is no multiple of 8 (of 4 in cpattn_merge), but for cpattn_transform, which takes them
+ * all. */
 
 /* delta[h, t] = sum over d of d_o[t, h, d] * o[t, h, d], from the final o. */
-int32_t cpattn_delta(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *d_o, const cpattn_tensor *delta, void *stream);
+int32_t cpattn_delta(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *d_o,
+    const cpattn_tensor *delta, void *stream);
 
 /* Rows that no range covers: o = 0, lse = -inf, or the sink where `sinks` is not NULL. */
-int32_t cpattn_finish(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse, const cpattn_tensor *sinks, const cpattn_range *rows, size_t row_count, void *stream);
+int32_t cpattn_finish(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse,
+    const cpattn_tensor *sinks, const cpattn_range *rows, size_t row_count, void *stream);
 
 /* dsinks[h] = - sum over t of exp(sinks[h] - lse[h, t]) * delta[h, t]. */
-int32_t cpattn_sink_gradient(cpattn_scratch *scratch, const cpattn_tensor *lse, const cpattn_tensor *delta, const cpattn_tensor *sinks, const cpattn_tensor *dsinks, void *stream);
+int32_t cpattn_sink_gradient(cpattn_scratch *scratch, const cpattn_tensor *lse, const cpattn_tensor *delta,
+    const cpattn_tensor *sinks, const cpattn_tensor *dsinks, void *stream);
 
 /* Merges the partial result (other_o, other_lse) into (o, lse): all f32 or all f64, o [tokens, heads, dim] normalised,
  * lse [heads, tokens, 2]: a natural logarithm, and what rounding it to the first word lost. Without the second word, as
- * [heads, tokens], weights exp(lse_1 - lse_2) err by |lse| * 2^-24 in f32; each of the two may have one word or two. A side
- * whose lse is -inf counts for nothing; a NaN stays a NaN. */
-int32_t cpattn_merge(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse, const cpattn_tensor *other_o, const cpattn_tensor *other_lse, void *stream);
+ * [heads, tokens], weights exp(lse_1 - lse_2) err by |lse| * 2^-24 in f32; each of the two may have one word or two. A
+ * side whose lse is -inf counts for nothing; a NaN stays a NaN. */
+int32_t cpattn_merge(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse,
+    const cpattn_tensor *other_o, const cpattn_tensor *other_lse, void *stream);
 
 /* dst = the sum of the sources, element by element in this order in f32 (f64 if one of them is f64), rounded once. All
  * [tokens, heads, dim], any strides, types may differ. One source is a copy or a cast, none fills with zeros; the first
  * may be dst itself. The layout changes of an all-to-all are such copies between slices of tokens and of heads. */
 #define CPATTN_MAX_SOURCES 64
-int32_t cpattn_transform(cpattn_scratch *scratch, const cpattn_tensor *dst, const cpattn_tensor *const *sources, size_t source_count, void *stream);
+int32_t cpattn_transform(cpattn_scratch *scratch, const cpattn_tensor *dst, const cpattn_tensor *const *sources,
+    size_t source_count, void *stream);
 
 #ifdef __cplusplus
 }

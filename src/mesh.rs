@@ -15,7 +15,7 @@ pub struct Mesh {
     pub replicas: usize,
     /// Ranks the tokens stay dealt over while k and v travel.
     pub ring: usize,
-    /// Ranks that trade tokens for heads.
+    /// Ranks of one all-to-all, which exchange tokens for heads.
     pub ulysses: usize,
 }
 
@@ -47,7 +47,7 @@ impl Mesh {
         Ok(Self { replicas: 1, ring: world / ulysses, ulysses })
     }
 
-    /// All ranks trade tokens for heads; needs `world ≤ heads`.
+    /// All ranks exchange tokens for heads; needs `world ≤ heads`.
     pub fn ulysses(world: usize) -> Result<Self> {
         world_is(world)?;
         Ok(Self { replicas: 1, ring: 1, ulysses: world })

@@ -283,7 +283,7 @@ fn all_to_alls() {
     let mesh = Mesh::ulysses(2).unwrap();
     let job = Job::new(&[12], [4, 4], mesh, Layout::Contiguous, Options::new());
     let n = |rank: &Rank| job.plan.local_tokens(Side::Q, rank.rank());
-    let trade = |rank: &mut Rank, side: Side, dim: usize| {
+    let all_to_all = |rank: &mut Rank, side: Side, dim: usize| {
         let n = n(rank);
         let (x, mut y) = (vec![1.0f32; n * 4 * dim], vec![0.0f32; 12 * 2 * dim]);
         rank.to_heads(&job.plan, side, View::new(&x, n, 4, dim).unwrap(), ViewMut::new(&mut y, 12, 2, dim).unwrap())
@@ -291,10 +291,10 @@ fn all_to_alls() {
     for other in [(Side::K, 8), (Side::Q, 4)] {
         let errors = on_ranks(2, FAR, |mut rank| {
             for (side, dim) in [(Side::Q, 8), (Side::K, 8), (Side::Q, 4), (Side::Q, 8)] {
-                trade(&mut rank, side, dim).unwrap();
+                all_to_all(&mut rank, side, dim).unwrap();
             }
             let (side, dim) = if rank.rank() == 1 { other } else { (Side::Q, 8) };
-            trade(&mut rank, side, dim).unwrap_err()
+            all_to_all(&mut rank, side, dim).unwrap_err()
         });
         assert!(errors.iter().any(|e| matches!(e, Error::Disagreement { .. })), "{errors:?}");
         assert!(errors.iter().any(|e| e.to_string().contains("an all-to-all of 12 tokens")), "{errors:?}");

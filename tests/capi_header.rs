@@ -101,8 +101,10 @@ fn header_structs() -> BTreeMap<String, Vec<(String, String)>> {
 
 fn header_functions() -> BTreeMap<String, String> {
     let mut out = BTreeMap::new();
-    let text = header();
-    let code = text.lines().filter(|l| !l.starts_with('#') && !l.starts_with(' ')).collect::<Vec<_>>().join("\n");
+    // A macro is one line then; members of structs are indented by two, the rest of a prototype by four.
+    let text = header().replace("\\\n", "");
+    let is_code = |l: &&str| !l.starts_with('#') && (!l.starts_with(' ') || l.starts_with("    "));
+    let code = text.lines().filter(is_code).collect::<Vec<_>>().join("\n");
     for statement in code.split(';').map(one_line) {
         let Some((head, arguments)) = statement.split_once('(').filter(|(h, _)| h.contains("cpattn_")) else {
             continue;

@@ -256,9 +256,9 @@ fn rings_and_streams_of_another_device_are_refused() {
     // SAFETY: the memory lives until the call was waited for.
     unsafe { first.transform(&call, &mut rings[0], stream) }.unwrap();
     let elsewhere = peer::group(&[second], Duration::from_secs(60)).unwrap();
-    let mut pieces = StreamKernels::new(Arc::clone(&first)).unwrap();
+    let mut kernels = StreamKernels::new(Arc::clone(&first)).unwrap();
     // SAFETY: refused before anything is launched.
-    refused(unsafe { pieces.transform(&call, elsewhere[0].stream()) }, &["stream is ", "expected one of device 0"]);
+    refused(unsafe { kernels.transform(&call, elsewhere[0].stream()) }, &["stream is ", "expected one of device 0"]);
     wait(&first);
 }
 

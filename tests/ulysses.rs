@@ -182,7 +182,7 @@ fn a_local_kernel_that_panics_ends_the_run_everywhere() {
     });
 }
 
-/// A tensor in the part of a lent workspace that the trade packs into would be lost.
+/// A tensor in the part of a lent workspace that the all-to-all packs into would be lost.
 #[test]
 fn tensors_lie_apart_from_a_lent_workspace() {
     let p = Problem::new(Batch::new(&[0, 8]).unwrap(), 4, 4, D, Dtype::F64);

@@ -14,15 +14,20 @@ int32_t cpattn_plan_explain(const cpattn_plan *plan, char *text, size_t capacity
 int32_t cpattn_plan_verify(const cpattn_plan *plan) { return 0; }
 int32_t cpattn_plan_workspace(const cpattn_plan *plan, uint32_t rank, int32_t direction, uint64_t *bytes) { return 0; }
 int32_t cpattn_plan_tokens(const cpattn_plan *plan, int32_t side, uint32_t rank, int64_t *tokens, size_t capacity) { return 0; }
-int32_t cpattn_plan_positions(const cpattn_plan *plan, int32_t side, uint32_t rank, int64_t *positions, size_t capacity) { return 0; }
-int32_t cpattn_plan_shard(const cpattn_plan *plan, int32_t side, uint32_t rank, const cpattn_tensor *whole, const cpattn_tensor *local) { return 0; }
-int32_t cpattn_plan_unshard(const cpattn_plan *plan, int32_t side, uint32_t rank, const cpattn_tensor *local, const cpattn_tensor *whole) { return 0; }
-int32_t cpattn_plan_shift(const cpattn_plan *plan, uint32_t rank, int64_t by, const void *fill, const cpattn_tensor *whole, const cpattn_tensor *local) { return 0; }
+int32_t cpattn_plan_positions(const cpattn_plan *plan, int32_t side, uint32_t rank, int64_t *positions,
+    size_t capacity) { return 0; }
+int32_t cpattn_plan_shard(const cpattn_plan *plan, int32_t side, uint32_t rank, const cpattn_tensor *whole,
+    const cpattn_tensor *local) { return 0; }
+int32_t cpattn_plan_unshard(const cpattn_plan *plan, int32_t side, uint32_t rank, const cpattn_tensor *local,
+    const cpattn_tensor *whole) { return 0; }
+int32_t cpattn_plan_shift(const cpattn_plan *plan, uint32_t rank, int64_t by, const void *fill,
+    const cpattn_tensor *whole, const cpattn_tensor *local) { return 0; }
 int32_t cpattn_local_group(uint32_t world, uint64_t deadline_ms, cpattn_transport **transports) { return 0; }
 int32_t cpattn_peer_group(uint32_t world, const int32_t *devices, uint64_t deadline_ms, cpattn_transport **transports) { return 0; }
 int32_t cpattn_mpi_group(const void *comm, uint64_t deadline_ms, cpattn_transport **transport) { return 0; }
 int32_t cpattn_nccl_unique_id(uint8_t *unique_id) { return 0; }
-int32_t cpattn_nccl_group(const uint8_t *unique_id, void *comm, int32_t may_abort, uint32_t rank, uint32_t world, int32_t device_id, uint64_t deadline_ms, cpattn_transport **transport) { return 0; }
+int32_t cpattn_nccl_group(const uint8_t *unique_id, void *comm, int32_t may_abort, uint32_t rank, uint32_t world,
+    int32_t device_id, uint64_t deadline_ms, cpattn_transport **transport) { return 0; }
 int32_t cpattn_transport_create(const cpattn_transport_table *table, cpattn_transport **transport) { return 0; }
 int32_t cpattn_transport_destroy(cpattn_transport *transport) { return 0; }
 int32_t cpattn_rank_create(cpattn_transport *transport, const cpattn_rank_options *options, cpattn_rank **rank) { return 0; }
@@ -31,10 +36,14 @@ int32_t cpattn_rank_prepare(cpattn_rank *rank, const cpattn_plan *plan, int32_t 
 int32_t cpattn_rank_lend_workspace(cpattn_rank *rank, void *workspace, size_t bytes) { return 0; }
 int32_t cpattn_forward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_forward_args *args) { return 0; }
 int32_t cpattn_backward(cpattn_rank *rank, const cpattn_plan *plan, const cpattn_backward_args *args) { return 0; }
-int32_t cpattn_rank_to_heads(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from, const cpattn_tensor *to, void *stream) { return 0; }
-int32_t cpattn_rank_to_tokens(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from, const cpattn_tensor *to, void *stream) { return 0; }
-int32_t cpattn_rank_prepare_all_to_all(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, uint32_t dim, int32_t dtype) { return 0; }
-int32_t cpattn_plan_all_to_all_workspace(const cpattn_plan *plan, uint32_t rank, int32_t side, uint32_t dim, int32_t dtype, uint64_t *bytes) { return 0; }
+int32_t cpattn_rank_to_heads(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from,
+    const cpattn_tensor *to, void *stream) { return 0; }
+int32_t cpattn_rank_to_tokens(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, const cpattn_tensor *from,
+    const cpattn_tensor *to, void *stream) { return 0; }
+int32_t cpattn_rank_prepare_all_to_all(cpattn_rank *rank, const cpattn_plan *plan, int32_t side, uint32_t dim,
+    int32_t dtype) { return 0; }
+int32_t cpattn_plan_all_to_all_workspace(const cpattn_plan *plan, uint32_t rank, int32_t side, uint32_t dim,
+    int32_t dtype, uint64_t *bytes) { return 0; }
 int32_t cpattn_rank_poll(const cpattn_rank *rank) { return 0; }
 int32_t cpattn_rank_abort(const cpattn_rank *rank) { return 0; }
 int32_t cpattn_scratch_create(uint32_t workers, cpattn_scratch **scratch) { return 0; }
@@ -46,12 +55,18 @@ int32_t cpattn_scratch_reserve_metadata(cpattn_scratch *scratch, uint64_t bytes,
 int32_t cpattn_attend(cpattn_scratch *scratch, const cpattn_attend_args *args) { return 0; }
 int32_t cpattn_attend_metadata(cpattn_scratch *scratch, const cpattn_attend_args *args, uint64_t *bytes) { return 0; }
 int32_t cpattn_attend_backward(cpattn_scratch *scratch, const cpattn_attend_backward_args *args) { return 0; }
-int32_t cpattn_attend_backward_metadata(cpattn_scratch *scratch, const cpattn_attend_backward_args *args, uint64_t *bytes) { return 0; }
-int32_t cpattn_delta(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *d_o, const cpattn_tensor *delta, void *stream) { return 0; }
-int32_t cpattn_finish(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse, const cpattn_tensor *sinks, const cpattn_range *rows, size_t row_count, void *stream) { return 0; }
-int32_t cpattn_sink_gradient(cpattn_scratch *scratch, const cpattn_tensor *lse, const cpattn_tensor *delta, const cpattn_tensor *sinks, const cpattn_tensor *dsinks, void *stream) { return 0; }
-int32_t cpattn_merge(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse, const cpattn_tensor *other_o, const cpattn_tensor *other_lse, void *stream) { return 0; }
-int32_t cpattn_transform(cpattn_scratch *scratch, const cpattn_tensor *dst, const cpattn_tensor *const *sources, size_t source_count, void *stream) { return 0; }
+int32_t cpattn_attend_backward_metadata(cpattn_scratch *scratch, const cpattn_attend_backward_args *args,
+    uint64_t *bytes) { return 0; }
+int32_t cpattn_delta(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *d_o,
+    const cpattn_tensor *delta, void *stream) { return 0; }
+int32_t cpattn_finish(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse,
+    const cpattn_tensor *sinks, const cpattn_range *rows, size_t row_count, void *stream) { return 0; }
+int32_t cpattn_sink_gradient(cpattn_scratch *scratch, const cpattn_tensor *lse, const cpattn_tensor *delta,
+    const cpattn_tensor *sinks, const cpattn_tensor *dsinks, void *stream) { return 0; }
+int32_t cpattn_merge(cpattn_scratch *scratch, const cpattn_tensor *o, const cpattn_tensor *lse,
+    const cpattn_tensor *other_o, const cpattn_tensor *other_lse, void *stream) { return 0; }
+int32_t cpattn_transform(cpattn_scratch *scratch, const cpattn_tensor *dst, const cpattn_tensor *const *sources,
+    size_t source_count, void *stream) { return 0; }
 cpattn_dl_device *keep_cpattn_dl_device(void) { return 0; }
 cpattn_dl_dtype *keep_cpattn_dl_dtype(void) { return 0; }
 cpattn_tensor *keep_cpattn_tensor(void) { return 0; }

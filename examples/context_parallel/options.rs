@@ -52,7 +52,7 @@ pub struct Arguments {
     /// Ranks; 8 unless --ulysses and --ring say otherwise, and over MPI as many as there are processes.
     #[arg(long, value_name = "N")]
     pub world: Option<usize>,
-    /// Ranks that trade tokens for heads.
+    /// Ranks that exchange tokens for heads.
     #[arg(long, value_name = "U")]
     pub ulysses: Option<usize>,
     /// Ranks that pass k and v on. Replicas fill a larger world.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The pieces that read or write whole tensors, row by row: delta, finish, the sinks' gradient, merge, transform.
+//! The kernels that read or write whole tensors, row by row: delta, finish, the sinks' gradient, merge, transform.
 //!
 //! On the CPU they need no memory, so that their scratch may be NULL there.
 

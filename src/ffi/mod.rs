@@ -10,7 +10,7 @@
 //! - `handle`: opaque handles, and how dead ones are told from live ones;
 //! - `input`: structs with a size, arrays, flags, results; `dlpack`: tensors;
 //! - `plan`, `shard`, `transport` (with `table`, `mpi`, `nccl`), `rank`: the calls of the whole job, in the header's order;
-//! - `scratch`, `ranges`, `attend`, `blocks`: the pieces by themselves.
+//! - `scratch`, `ranges`, `attend`, `blocks`: the kernels by themselves.
 //!
 //! CPU and devices are told apart in three places: where a tensor says it lies (`dlpack`), where a rank is made, and where
 //! a scratch is. What differs behind them is the crate's own [`Rank`](crate::Rank) and

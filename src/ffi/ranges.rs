@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Ranges, heads and scores, as the pieces take them.
+//! Ranges, heads and scores, as the kernels take them.
 //!
 //! Ranges and pairs are taken where they lie: their structs have the layout of the crate's own, which is asserted below,
 //! and what an enum would refuse (a mode) or arithmetic could not hold (a position) is checked first.

@@ -5,9 +5,8 @@
 //! to it, so that a buffer nobody thought of shows. On the ring, forward: two slots for k and v of others, and o with two
 //! words of lse a row in the accumulator's type. Backward: the two slots; of the travelling gradients two leaving, one
 //! arriving and the sum, dq, and delta. Where documents or stripes leave a share in many pieces, what one ring step sends
-//! may be packed first, once for each reader. Ulysses adds the share itself for the rank's heads, and room for what is
-//! traded, twice: going in and coming out,
-//! over the bytes that the ring uses in between.
+//! may be packed first, once for each reader. Ulysses adds the share itself for the rank's heads, and room for what
+//! the all-to-alls move, twice: going in and coming out, over the bytes that the ring uses in between.
 
 use crate::plan::{Options, Plan, Wire};
 use crate::{
@@ -23,7 +22,7 @@ impl Plan {
     /// # Panics
     /// When the rank is outside the mesh.
     pub fn workspace_bound(&self, rank: usize, direction: Direction) -> u64 {
-        let (p, mesh, place) = (self.problem(), self.mesh(), self.mesh().coordinates(rank));
+        let (p, mesh, coordinates) = (self.problem(), self.mesh(), self.mesh().coordinates(rank));
         assert!(rank < mesh.world(), "rank {rank} of a world of {}", mesh.world());
         let Options { passes, pack_inputs, wire, .. } = self.options();
         let n = |x: usize| x as u64;
@@ -33,14 +32,14 @@ impl Plan {
         let dims = dk + dv;
         let share = self.heads_of(rank);
         let (hq, hkv) = (n(share.q.len()), n(share.kv.len()));
-        let rows = |side| n(self.shares().rows(side, place.ring));
+        let rows = |side| n(self.shares().rows(side, coordinates.ring));
         let (nq, nk) = (rows(Side::Q), rows(Side::K));
         let (lq, lk) = (n(self.local_tokens(Side::Q, rank)), n(self.local_tokens(Side::K, rank)));
-        let first = rank - place.ulysses;
+        let first = rank - coordinates.ulysses;
         let others = || (first..first + mesh.ulysses).filter(|&r| r != rank).map(|r| self.heads_of(r));
         let others_q: u64 = others().map(|s| n(s.q.len())).sum();
         let others_kv: u64 = others().map(|s| n(s.kv.len())).sum();
-        let (trading, ringed) = (mesh.ulysses > 1, mesh.ring > 1);
+        let (exchanging, ringed) = (mesh.ulysses > 1, mesh.ring > 1);
         let form = self.form();
         // The rows of one ring step: a share, but that a zigzag's front and back chunks come from two owners and their sizes
         // differ by a row for each document.
@@ -52,26 +51,26 @@ impl Plan {
         let pass = hkv.div_ceil(n(passes));
         let slots = if form == Form::Ring || passes > 1 { 2 } else { 1 };
         let on_ring = |bytes: u64| if ringed { bytes } else { 0 };
-        let packed = |bytes: u64| if trading || (ringed && (pack_inputs || passes > 1)) { bytes } else { 0 };
-        let traded = |bytes: u64| if trading { bytes } else { 0 };
+        let packed = |bytes: u64| if exchanging || (ringed && (pack_inputs || passes > 1)) { bytes } else { 0 };
+        let exchanged = |bytes: u64| if exchanging { bytes } else { 0 };
         let readers = if form == Form::Ring { 1 } else { n(mesh.ring) - 1 };
         let pieces =
             p.batch().documents() > 1 || matches!(self.layout(), Layout::Striped { .. } | Layout::Balanced { .. });
         let leaving_packed = |bytes: u64| if pieces { readers * bytes } else { 0 };
         let keys_in = lk * others_kv * dims * e;
         let (throughout, phases) = if direction == Direction::Forward {
-            let share = packed(nk * hkv * dims * e) + traded(nq * hq * (dims * e + a));
+            let share = packed(nk * hkv * dims * e) + exchanged(nq * hq * (dims * e + a));
             let ring = {
                 let packed = leaving_packed(nk * pass * dims * e);
                 on_ring(nq * hq * (dv + 2) * a + slots * ring_step(Side::K) * pass * dims * e + packed)
             };
-            (share, [traded(lq * others_q * dk * e + keys_in), ring, traded(lq * others_q * (dv * e + a))])
+            (share, [exchanged(lq * others_q * dk * e + keys_in), ring, exchanged(lq * others_q * (dv * e + a))])
         } else {
             let ordered = form == Form::Ordered;
             let queries = self.backward_circulates() == CirculatingSide::Queries;
             let held_q = nq * hq * (dims * e + 2 * a);
             let share = packed(nk * hkv * dims * e)
-                + if trading || ringed && (pack_inputs || queries || ordered) { held_q } else { 0 };
+                + if exchanging || ringed && (pack_inputs || queries || ordered) { held_q } else { 0 };
             let key_heads = if ordered { hq } else { hkv };
             let sums = nq * hq * dk * a + nk * key_heads * dims * a;
             let sinks = if p.sinks() { n(mesh.group()) * n(p.heads()) * a } else { 0 };
@@ -97,7 +96,7 @@ impl Plan {
                 + lq * others_q * dk * e
                 + lk * back_heads * dims * back;
             let into = lq * others_q * (dims * e + 2 * a) + keys_in;
-            (lq * n(p.heads()) * a + share + sums + sinks, [traded(into), on_ring(ring), traded(out)])
+            (lq * n(p.heads()) * a + share + sums + sinks, [exchanged(into), on_ring(ring), exchanged(out)])
         };
         // Each buffer is padded; there are a few for each pass and peer.
         let buffers = 24 + 16 * n(passes) * n(mesh.ulysses) + n(mesh.group());

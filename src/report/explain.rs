@@ -74,14 +74,14 @@ impl Plan {
     pub fn explain_rank(&self, rank: usize) -> Result<String> {
         let both = [self.costs(rank, Direction::Forward)?, self.costs(rank, Direction::Backward)?];
         let mut out = String::new();
-        let place = self.mesh().coordinates(rank);
+        let at = self.mesh().coordinates(rank);
         let _ = writeln!(
             out,
             "rank {rank}: replica {}, ring rank {} of {}, ulysses rank {} of {}",
-            place.replica,
-            place.ring,
+            at.replica,
+            at.ring,
             self.mesh().ring,
-            place.ulysses,
+            at.ulysses,
             self.mesh().ulysses
         );
         let _ = writeln!(out, "\nholds");
@@ -151,7 +151,7 @@ impl Plan {
     }
 
     fn holding(&self, rank: usize) -> Vec<String> {
-        let place = self.mesh().coordinates(rank);
+        let at = self.mesh().coordinates(rank);
         let (mut documents, mut last) = (0, usize::MAX);
         let mut seen = Vec::new();
         self.for_each_run(Side::Q, rank, |_, _, _, doc| {
@@ -167,14 +167,14 @@ impl Plan {
         let span = |r: &core::ops::Range<u32>| format!("{}..{}", r.start, r.end);
         vec![
             rank.to_string(),
-            place.ring.to_string(),
-            place.ulysses.to_string(),
+            at.ring.to_string(),
+            at.ulysses.to_string(),
             grouped(self.local_tokens(Side::Q, rank) as u128),
             grouped(self.local_tokens(Side::K, rank) as u128),
             documents.to_string(),
             span(&share.q),
             span(&share.kv),
-            grouped(self.shares().rows(Side::Q, place.ring) as u128),
+            grouped(self.shares().rows(Side::Q, at.ring) as u128),
         ]
     }
 

@@ -273,7 +273,7 @@ impl Rank {
         }
     }
 
-    /// Lends the rank memory to work in, of the place of its tensors, instead of memory of its own. On a device it waits
+    /// Lends the rank memory to work in, where its tensors lie, instead of memory of its own. On a device it waits
     /// for what the rank enqueued.
     ///
     /// # Safety

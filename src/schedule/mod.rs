@@ -7,7 +7,7 @@
 //! under exactly the semantics that transports promise.
 //!
 //! - [`join`](self) finds the rows that one share needs of another, [`ring_steps`] from which rank rows arrive at which step;
-//! - [`build`] writes the lists: Ulysses trades tokens for heads at both ends, the ring runs between them;
+//! - [`build`] writes the lists: Ulysses exchanges tokens for heads at both ends, the ring runs between them;
 //! - [`verify`] proves them; [`expand`] lists an operation's blocks and messages when it is reached.
 //!
 //! An operation is in the lane of its kind: exchanges and what is added from them on the communication lane, everything

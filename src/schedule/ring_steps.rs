@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The ring steps of one ring rank: which rows arrive from which rank, and which leave.
 //!
-//! A ring rank keeps one side of the attention where it is and receives the other side of the other ranks. Entry 0 of its ring steps is its own share.
-//! At step `s` of the *ring* form it trades with the ranks `s` places away: what travels with the ring comes from
+//! A ring rank keeps one side of the attention where it is and receives the other side of the other ranks. Entry 0 of
+//! its ring steps is its own share.
+//! At step `s` of the *ring* form it exchanges with the ranks `s` before and after it: what travels with the ring comes from
 //! `r − s`, what travels against it (the back chunks of a zigzag) from `r + s`. Every message goes straight from its
 //! owner to its reader, with exactly the rows that reader needs: nothing is relayed, so a window or a document border
-//! shortens the message itself, and a step that nobody needs is no step. Relaying through neighbours moves the same
-//! bytes where everybody needs everything, and more where they do not.
+//! shortens the message itself, and a step that no rank needs is no step. Relaying through neighbours moves the same
+//! bytes where every rank needs all rows, and more where they do not.
 //!
 //! In the *gather* form all other shares arrive at once. In the *ordered* form the own share does too, and keys are
 //! listed by position in plain runs: the order in which one rank alone would meet them.

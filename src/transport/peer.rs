@@ -211,7 +211,7 @@ fn apart(rank: usize, peer: usize, [ours, theirs]: [u64; 2]) -> Error {
 impl Events {
     /// Tells every receiver what it is offered and takes what every sender offers. `arrived` then lists offers by peer,
     /// and for each peer in the order of its messages.
-    fn trade_offers(
+    fn exchange_offers(
         &mut self,
         local: &Local,
         label: Label,
@@ -332,7 +332,7 @@ impl Transport for Peer {
         let lane = self.lane();
         let stream = lane.stream.handle();
         lane.ready.record(stream)?;
-        events.trade_offers(&self.local, label, lane, sends, recvs)?;
+        events.exchange_offers(&self.local, label, lane, sends, recvs)?;
         // SAFETY: the messages' bytes are valid until the exchange is over (the contract of `Transport::exchange`).
         if let Err(error) = unsafe { events.enqueue(&self.local, label, stream, recvs) } {
             // The senders wait to be told, and their memory is theirs again once they are: what was enqueued is over

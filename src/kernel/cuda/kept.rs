@@ -2,7 +2,7 @@
 //! Launches that stay with a plan: made once, their scheduler metadata on the device, run any number of times.
 //!
 //! A [`Recorder`] takes the calls of a plan, with symbols for addresses ([`bases`](super::bases)), and makes their launches
-//! and metadata. [`Recorder::keep`] puts all metadata into one piece of device memory. What is left for a run is to write the
+//! and metadata. [`Recorder::keep`] puts all metadata into one block of device memory. What is left for a run is to write the
 //! addresses of its bases into the parameters, to clear the words that a launch counts in, and to launch.
 //!
 //! All launches that count do so in the same words, one after the other: they are those of one stream.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Writes schedules.
 //!
-//! A schedule has three phases: tokens are traded for heads ([`ulysses`]), k and v circulate ([`ring`]), heads are traded
+//! A schedule has three phases: tokens are exchanged for heads ([`ulysses`]), k and v circulate ([`ring`]), heads are exchanged
 //! back. With one Ulysses rank the outer phases vanish and kernels work on the caller's tensors directly.
 
 use alloc::{format, sync::Arc};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The kernel calls of each direction, between the two trades.
+//! The kernel calls of each direction, between the two all-to-alls.
 //!
 //! Where the accumulator is the element type and there is one Ulysses rank, sums are kept in the caller's own tensors.
 
@@ -33,7 +33,7 @@ impl Builder<'_> {
     }
 
     pub(super) fn forward(&mut self) {
-        let held = self.trade_in();
+        let held = self.all_to_all_in();
         let (rows, heads, dim) = (self.share(Side::Q), self.mine().q.len() as u32, self.plan.problem().value_dim());
         let (o, lse) = if self.out.ulysses > 1 {
             (
@@ -75,7 +75,7 @@ impl Builder<'_> {
             }
         }
         self.weave(ring, Self::entry(&held));
-        self.trade_out_forward(o, lse);
+        self.all_to_all_out_forward(o, lse);
     }
 
     /// A sum in the accumulator's type: the caller's own tensor where that will do.
@@ -96,7 +96,7 @@ impl Builder<'_> {
     }
 
     pub(super) fn backward(&mut self) {
-        let held = self.trade_in();
+        let held = self.all_to_all_in();
         let Some(row) = held.row else { return };
         let sinks = held.local_delta.filter(|_| self.plan.problem().sinks()).map(|d| self.sink_gradient(d));
         let p = self.plan.problem();
@@ -117,9 +117,9 @@ impl Builder<'_> {
             self.backward_queries(&mut ring, &held, row, dq, dkv);
         }
         self.weave(ring, Self::entry(&held));
-        self.trade_out_backward(dq, dkv, ordered);
+        self.all_to_all_out_backward(dq, dkv, ordered);
         if let Some(partial) = sinks {
-            self.trade_sink_gradients(partial);
+            self.all_gather_sink_gradients(partial);
         }
     }
 

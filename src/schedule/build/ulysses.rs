@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Trading tokens for heads, and back (DeepSpeed-Ulysses, Jacobs et al., 2023).
+//! The all-to-alls: tokens are exchanged for heads, and back (DeepSpeed-Ulysses, Jacobs et al., 2023).
 //!
 //! Going in, each rank keeps the rows it brought of its own heads and sends the other heads' to whom they belong; rows
 //! arrive where they are needed, because a token-major buffer of few heads is contiguous in tokens. So one packing
@@ -103,7 +103,7 @@ impl Builder<'_> {
     }
 
     /// Everything the ring needs, in place.
-    pub(super) fn trade_in(&mut self) -> Held {
+    pub(super) fn all_to_all_in(&mut self) -> Held {
         let (blocks, messages) = (self.out.blocks.len(), self.out.messages.len());
         let options = self.plan.options();
         let ringed = self.plan.mesh().ring > 1;
@@ -149,13 +149,13 @@ impl Builder<'_> {
         let me = self.coordinates.ulysses;
         for u in 0..self.out.ulysses {
             let (first, count) = self.span(Heads::Q, u);
-            let arrived = self.trade_back(held, Side::Q, u, count, me);
+            let arrived = self.exchange_back(held, Side::Q, u, count, me);
             self.block(user.of_heads(first, count), &[arrived]);
         }
     }
 
     /// Sends `u` its rows of `held`; returns where the rows of its `count` heads arrive.
-    fn trade_back(&mut self, held: BufferView, side: Side, u: usize, count: u32, me: usize) -> BufferView {
+    fn exchange_back(&mut self, held: BufferView, side: Side, u: usize, count: u32, me: usize) -> BufferView {
         let (off, rows) = self.part(side, u);
         if u == me {
             return held.slice(off, rows);
@@ -181,7 +181,7 @@ impl Builder<'_> {
             .map(|u| {
                 let share = &self.heads[u];
                 let count = if per_q_head { share.q.len() } else { share.kv.len() } as u32;
-                if u == me { own } else { self.trade_back(wire.unwrap_or(held), Side::K, u, count, me) }
+                if u == me { own } else { self.exchange_back(wire.unwrap_or(held), Side::K, u, count, me) }
             })
             .collect();
         if !per_q_head && !self.plan.shares_kv_heads() {
@@ -220,7 +220,7 @@ impl Builder<'_> {
     }
 
     /// o and lse to the caller.
-    pub(super) fn trade_out_forward(&mut self, o: BufferView, lse: BufferView) {
+    pub(super) fn all_to_all_out_forward(&mut self, o: BufferView, lse: BufferView) {
         let (blocks, messages) = (self.out.blocks.len(), self.out.messages.len());
         self.give_back(TensorId::O, o);
         self.give_back(TensorId::Lse, lse);
@@ -232,20 +232,21 @@ impl Builder<'_> {
     ///
     /// What has one holder is rounded before it travels, which changes no bit and halves the bytes. What several ranks
     /// hold travels as the plan's wire says and is rounded after it is summed.
-    pub(super) fn trade_out_backward(&mut self, dq: BufferView, dkv: (BufferView, BufferView), per_q_head: bool) {
+    pub(super) fn all_to_all_out_backward(&mut self, dq: BufferView, dkv: (BufferView, BufferView), per_q_head: bool) {
         let last = self.last();
         let blocks = self.out.blocks.len();
         let (e, a) = (self.element(), self.accumulator());
-        let trading = self.out.ulysses > 1;
+        let exchanging = self.out.ulysses > 1;
         let summed = per_q_head || self.plan.shares_kv_heads();
         let wire = match (summed, self.plan.options().wire) {
             (false, _) => e,
             (true, Wire::Full) => a,
             (true, Wire::Bf16) => Dtype::Bf16,
         };
-        let dq_out = if trading && e != a { self.narrowed(dq, e, None) } else { dq };
+        let dq_out = if exchanging && e != a { self.narrowed(dq, e, None) } else { dq };
         let own = self.part(Side::K, self.coordinates.ulysses);
-        let narrow = |b: &mut Self, held: BufferView| (trading && wire != a).then(|| b.narrowed(held, wire, Some(own)));
+        let narrow =
+            |b: &mut Self, held: BufferView| (exchanging && wire != a).then(|| b.narrowed(held, wire, Some(own)));
         let (dk_wire, dv_wire) = (narrow(self, dkv.0), narrow(self, dkv.1));
         let cast = self.push_blocks(blocks, "ulysses out", last.communication);
         let (blocks, messages) = (self.out.blocks.len(), self.out.messages.len());
@@ -265,7 +266,7 @@ impl Builder<'_> {
         partial
     }
 
-    pub(super) fn trade_sink_gradients(&mut self, partial: BufferView) {
+    pub(super) fn all_gather_sink_gradients(&mut self, partial: BufferView) {
         let (blocks, messages) = (self.out.blocks.len(), self.out.messages.len());
         let mut sources = Vec::new();
         for peer in self.out.group.clone() {

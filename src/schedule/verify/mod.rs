@@ -59,7 +59,7 @@ pub fn verify(schedules: &[Schedule], plan: &Plan) -> Result<Report> {
     list_and_prove(schedules, plan, Promise::Attention(direction))
 }
 
-/// Proves the schedules of all ranks of one group, listed by rank, for one trade.
+/// Proves the schedules of all ranks of one group, listed by rank, for one all-to-all.
 ///
 /// # Errors
 /// As [`verify`].

@@ -7,7 +7,7 @@ use alloc::vec::Vec;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Report {
-    /// (q, k, q head) triples that were attended, each once; none in a trade.
+    /// (q, k, q head) triples that were attended, each once; none in an all-to-all.
     pub pairs: u128,
     /// By rank, in the order of the group.
     pub ranks: Vec<RankReport>,

@@ -98,12 +98,12 @@ fn subjects() -> Vec<Subject> {
             });
         }
     }
-    subjects.extend(trades());
+    subjects.extend(all_to_alls());
     subjects
 }
 
 /// Both ways of both sides, with kv heads that several ranks hold, with uneven heads, and beside a ring.
-fn trades() -> Vec<Subject> {
+fn all_to_alls() -> Vec<Subject> {
     let batch = Batch::cross(&[0, 6, 6, 13], &[0, 4, 5, 14], Some(&[-2, 0, 3])).unwrap();
     let mut subjects = Vec::new();
     for (mesh, heads, kv_heads) in [
