@@ -6,7 +6,8 @@ use core::ffi::CStr;
 use core::ptr::null_mut;
 use cpattn::Dtype;
 use cpattn::call::RawTensor;
-use cpattn::kernel::cuda::{Cuda, DeviceMemory, Staging, Stream};
+use cpattn::kernel::RawStream;
+use cpattn::kernel::cuda::{Cuda, DeviceMemory, Staging};
 use cudarc::driver::sys;
 use half::{bf16, f16};
 
@@ -28,7 +29,7 @@ pub fn text<T>(result: cpattn::Result<T>) -> Result<T> {
 
 pub struct Device {
     pub cuda: Cuda,
-    pub stream: Stream,
+    pub stream: RawStream,
     pub name: String,
     cache: usize,
 }

@@ -11,6 +11,7 @@
 //! - [`Attend`]: forward over ranges, with the output mode of each q range;
 //! - [`AttendBackward`]: dq, dk, dv over the same ranges;
 //! - [`Transform`]: copies, casts and ordered sums of `[tokens, heads, dim]` blocks (pack, unpack, reduce, finish);
+//! - [`RawStream`]: where a device puts the call;
 //! - [`Delta`], [`Finish`]: the row sums before the backward, and rows that no range covers.
 
 use alloc::format;
@@ -23,6 +24,9 @@ use crate::{
 mod range;
 
 pub use range::{Mode, QRange, Range, Ranges};
+
+/// A stream of a device (`CUstream`, `cudaStream_t`); null on the CPU, and the legacy default stream on a device.
+pub type RawStream = *mut core::ffi::c_void;
 
 /// A `[tokens, heads, dim]` tensor without its type: address, dtype, shape and strides in elements. The innermost
 /// dimension is contiguous. A device pointer on a device backend. `lse` and `delta` have `dim` 1, a

@@ -5,7 +5,7 @@ use core::ffi::c_void;
 use std::format;
 
 use super::{
-    dlpack::{Form, cpattn_tensor, disjoint_tensors, read, written},
+    dlpack::{Axes, cpattn_tensor, disjoint_tensors, read, written},
     handle,
     input::{flag, one_of, reserved, result, sized, versioned},
     ranges::{cpattn_head_map, cpattn_ranges, cpattn_score, head_map, ranges, score},
@@ -77,15 +77,15 @@ unsafe fn forward<'a>(at: Device, a: &cpattn_attend_args) -> Result<Attend<'a>> 
         disjoint_tensors(
             at,
             [
-                read("q", a.q, Form::Rows),
-                read("k", a.k, Form::Rows),
-                read("v", a.v, Form::Rows),
-                read("alibi_slopes", a.alibi_slopes, Form::PerHead).optional(),
-                read("sinks", a.sinks, Form::PerHead).optional(),
-                written("running", a.running, Form::Rows).optional(),
-                written("running_lse", a.running_lse, Form::PartialLse).optional(),
-                written("o", a.o, Form::Rows).optional(),
-                written("lse", a.lse, Form::HeadMajor).optional(),
+                read("q", a.q, Axes::Rows),
+                read("k", a.k, Axes::Rows),
+                read("v", a.v, Axes::Rows),
+                read("alibi_slopes", a.alibi_slopes, Axes::PerHead).optional(),
+                read("sinks", a.sinks, Axes::PerHead).optional(),
+                written("running", a.running, Axes::Rows).optional(),
+                written("running_lse", a.running_lse, Axes::PartialLse).optional(),
+                written("o", a.o, Axes::Rows).optional(),
+                written("lse", a.lse, Axes::HeadMajor).optional(),
             ],
             "running",
         )
@@ -118,16 +118,16 @@ unsafe fn backward<'a>(at: Device, a: &cpattn_attend_backward_args) -> Result<At
         disjoint_tensors(
             at,
             [
-                read("q", a.q, Form::Rows),
-                read("k", a.k, Form::Rows),
-                read("v", a.v, Form::Rows),
-                read("d_o", a.d_o, Form::Rows),
-                read("lse", a.lse, Form::HeadMajor),
-                read("delta", a.delta, Form::HeadMajor),
-                read("alibi_slopes", a.alibi_slopes, Form::PerHead).optional(),
-                written("dq", a.dq, Form::Rows).optional(),
-                written("dk", a.dk, Form::Rows).optional(),
-                written("dv", a.dv, Form::Rows).optional(),
+                read("q", a.q, Axes::Rows),
+                read("k", a.k, Axes::Rows),
+                read("v", a.v, Axes::Rows),
+                read("d_o", a.d_o, Axes::Rows),
+                read("lse", a.lse, Axes::HeadMajor),
+                read("delta", a.delta, Axes::HeadMajor),
+                read("alibi_slopes", a.alibi_slopes, Axes::PerHead).optional(),
+                written("dq", a.dq, Axes::Rows).optional(),
+                written("dk", a.dk, Axes::Rows).optional(),
+                written("dv", a.dv, Axes::Rows).optional(),
             ],
             "",
         )

@@ -7,7 +7,7 @@ use core::ffi::c_void;
 use std::{format, sync::MutexGuard};
 
 use super::{
-    dlpack::{Form, cpattn_tensor, disjoint_tensors, one, read, written},
+    dlpack::{Axes, cpattn_tensor, disjoint_tensors, one, read, written},
     handle,
     input::array,
     ranges::{cpattn_range, rows},
@@ -69,7 +69,7 @@ pub unsafe extern "C" fn cpattn_delta(
     boundary!({
         // SAFETY: the header's promise about handles.
         let mut at = unsafe { kernels(scratch) }?;
-        let list = [read("o", o, Form::Rows), read("d_o", d_o, Form::Rows), written("delta", delta, Form::HeadMajor)];
+        let list = [read("o", o, Axes::Rows), read("d_o", d_o, Axes::Rows), written("delta", delta, Axes::HeadMajor)];
         // SAFETY: the header's promise about tensors.
         let [o, d_o, delta] = unsafe { disjoint_tensors(at.device(), list, "") }?;
         if o.tokens == 0 || o.heads == 0 {
@@ -95,9 +95,9 @@ pub unsafe extern "C" fn cpattn_finish(
         // SAFETY: the header's promise about handles.
         let mut at = unsafe { kernels(scratch) }?;
         let list = [
-            read("sinks", sinks, Form::PerHead).optional(),
-            written("o", o, Form::Rows),
-            written("lse", lse, Form::HeadMajor),
+            read("sinks", sinks, Axes::PerHead).optional(),
+            written("o", o, Axes::Rows),
+            written("lse", lse, Axes::HeadMajor),
         ];
         let ([sinks, o, lse], rows) =
             // SAFETY: the header's promise about tensors and arrays.
@@ -121,10 +121,10 @@ pub unsafe extern "C" fn cpattn_sink_gradient(
         // SAFETY: the header's promise about handles.
         let mut at = unsafe { kernels(scratch) }?;
         let list = [
-            read("lse", lse, Form::HeadMajor),
-            read("delta", delta, Form::HeadMajor),
-            read("sinks", sinks, Form::PerHead),
-            written("dsinks", dsinks, Form::PerHead),
+            read("lse", lse, Axes::HeadMajor),
+            read("delta", delta, Axes::HeadMajor),
+            read("sinks", sinks, Axes::PerHead),
+            written("dsinks", dsinks, Axes::PerHead),
         ];
         // SAFETY: the header's promise about tensors.
         let [lse, delta, sinks, dsinks] = unsafe { disjoint_tensors(at.device(), list, "") }?;
@@ -147,10 +147,10 @@ pub unsafe extern "C" fn cpattn_merge(
         // SAFETY: the header's promise about handles.
         let mut at = unsafe { kernels(scratch) }?;
         let list = [
-            read("other_o", other_o, Form::Rows),
-            read("other_lse", other_lse, Form::PartialLse),
-            written("o", o, Form::Rows),
-            written("lse", lse, Form::PartialLse),
+            read("other_o", other_o, Axes::Rows),
+            read("other_lse", other_lse, Axes::PartialLse),
+            written("o", o, Axes::Rows),
+            written("lse", lse, Axes::PartialLse),
         ];
         // SAFETY: the header's promise about tensors.
         let [with_o, with_lse, o, lse] = unsafe { disjoint_tensors(at.device(), list, "") }?;
@@ -181,12 +181,12 @@ pub unsafe extern "C" fn cpattn_transform(
         }
         let (dst, pointers) =
             // SAFETY: the header's promise about tensors and arrays.
-            unsafe { (one(at.device(), &written("dst", dst, Form::Rows))?, array("sources", sources, source_count)?) };
+            unsafe { (one(at.device(), &written("dst", dst, Axes::Rows))?, array("sources", sources, source_count)?) };
         let mut list = [RawTensor::NONE; MAX_SOURCES];
         let mut named = [("", RawTensor::NONE, false); MAX_SOURCES + 1];
         for (i, (to, &from)) in list.iter_mut().zip(pointers).enumerate() {
             // SAFETY: the header's promise about tensors and arrays.
-            *to = unsafe { one(at.device(), &read("sources", from, Form::Rows)) }?;
+            *to = unsafe { one(at.device(), &read("sources", from, Axes::Rows)) }?;
             let itself = i == 0 && *to == dst;
             named[i] = ("sources", if itself { RawTensor::NONE } else { *to }, false);
         }

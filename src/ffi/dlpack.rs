@@ -51,7 +51,7 @@ pub struct cpattn_tensor {
 
 /// How the dimensions of an argument are to be read.
 #[derive(Clone, Copy)]
-pub(super) enum Form {
+pub(super) enum Axes {
     /// `[tokens, heads, dim]`.
     Rows,
     /// `[heads, tokens]`.
@@ -256,19 +256,19 @@ fn dtype(name: &'static str, d: cpattn_dl_dtype) -> Result<Dtype> {
 pub(super) struct Given {
     pub name: &'static str,
     pub tensor: *const cpattn_tensor,
-    pub form: Form,
+    pub form: Axes,
     /// NULL leaves it out.
     pub optional: bool,
     pub written: bool,
 }
 
 /// A tensor that is read.
-pub(super) const fn read(name: &'static str, tensor: *const cpattn_tensor, form: Form) -> Given {
+pub(super) const fn read(name: &'static str, tensor: *const cpattn_tensor, form: Axes) -> Given {
     Given { name, tensor, form, optional: false, written: false }
 }
 
 /// A tensor that is written.
-pub(super) const fn written(name: &'static str, tensor: *const cpattn_tensor, form: Form) -> Given {
+pub(super) const fn written(name: &'static str, tensor: *const cpattn_tensor, form: Axes) -> Given {
     Given { name, tensor, form, optional: false, written: true }
 }
 
@@ -327,10 +327,10 @@ pub(super) unsafe fn one(at: Device, given: &Given) -> Result<RawTensor> {
         return Ok(RawTensor::NONE);
     }
     let ndim = match form {
-        Form::Rows => 3..=3,
-        Form::HeadMajor => 2..=2,
-        Form::PartialLse => 2..=3,
-        Form::PerHead => 1..=1,
+        Axes::Rows => 3..=3,
+        Axes::HeadMajor => 2..=2,
+        Axes::PartialLse => 2..=3,
+        Axes::PerHead => 1..=1,
     };
     // SAFETY: the tensor is as `parts` needs it (the contract of this function).
     let p = unsafe { parts(name, tensor, ndim, at) }?;
@@ -340,14 +340,14 @@ pub(super) unsafe fn one(at: Device, given: &Given) -> Result<RawTensor> {
             .map_err(|_| Error::invalid(format!("{name}.shape[{d}]"), p.shape[d], format!("at most {}", u32::MAX)))
     };
     let s = p.strides;
-    if matches!(form, Form::PartialLse) && p.ndim == 3 && p.shape[2] != 2 {
+    if matches!(form, Axes::PartialLse) && p.ndim == 3 && p.shape[2] != 2 {
         return Err(Error::invalid(format!("{name}.shape[2]"), p.shape[2], "2: the lse and what rounding it lost"));
     }
     let (tokens, token_stride, heads, head_stride, dim) = match form {
-        Form::Rows => (p.shape[0], s[0], narrow(1)?, s[1], narrow(2)?),
-        Form::HeadMajor => (p.shape[1], s[1], narrow(0)?, s[0], 1),
-        Form::PartialLse => (p.shape[1], s[1], narrow(0)?, s[0], if p.ndim == 3 { 2 } else { 1 }),
-        Form::PerHead => (1, 0, narrow(0)?, s[0], 1),
+        Axes::Rows => (p.shape[0], s[0], narrow(1)?, s[1], narrow(2)?),
+        Axes::HeadMajor => (p.shape[1], s[1], narrow(0)?, s[0], 1),
+        Axes::PartialLse => (p.shape[1], s[1], narrow(0)?, s[0], if p.ndim == 3 { 2 } else { 1 }),
+        Axes::PerHead => (1, 0, narrow(0)?, s[0], 1),
     };
     let mut ptr = p.ptr;
     if optional && ptr.is_null() {

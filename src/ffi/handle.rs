@@ -128,14 +128,14 @@ mod debug {
     /// How many destroyed handles keep their memory.
     pub const QUARANTINE: usize = 1024;
 
-    struct Table {
+    struct HandleTable {
         live: BTreeSet<usize>,
         dead: VecDeque<(usize, Layout)>,
     }
 
-    static TABLE: Mutex<Table> = Mutex::new(Table { live: BTreeSet::new(), dead: VecDeque::new() });
+    static TABLE: Mutex<HandleTable> = Mutex::new(HandleTable { live: BTreeSet::new(), dead: VecDeque::new() });
 
-    fn table() -> MutexGuard<'static, Table> {
+    fn table() -> MutexGuard<'static, HandleTable> {
         TABLE.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

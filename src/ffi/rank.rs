@@ -13,7 +13,7 @@ use std::{
 #[cfg(feature = "cuda")]
 use super::{dlpack::device, table::Seat};
 use super::{
-    dlpack::{Form, Given, cpattn_tensor, device_of, one, read, written},
+    dlpack::{Axes, Given, cpattn_tensor, device_of, one, read, written},
     handle::{self, Handle, HandleKind},
     input::{one_of, result, sized, versioned},
     plan::{DTYPES, cpattn_plan, direction, runs, side},
@@ -295,12 +295,12 @@ pub unsafe extern "C" fn cpattn_forward(
             // SAFETY: the header's promise about handles and structs.
             unsafe { (handle::borrow(rank.cast_const())?, handle::borrow(plan)?, sized("args", args)?) };
         let list = [
-            (TensorId::Q, read("q", a.q, Form::Rows)),
-            (TensorId::K, read("k", a.k, Form::Rows)),
-            (TensorId::V, read("v", a.v, Form::Rows)),
-            (TensorId::Sinks, read("sinks", a.sinks, Form::PerHead).optional()),
-            (TensorId::O, written("o", a.o, Form::Rows)),
-            (TensorId::Lse, written("lse", a.lse, Form::HeadMajor)),
+            (TensorId::Q, read("q", a.q, Axes::Rows)),
+            (TensorId::K, read("k", a.k, Axes::Rows)),
+            (TensorId::V, read("v", a.v, Axes::Rows)),
+            (TensorId::Sinks, read("sinks", a.sinks, Axes::PerHead).optional()),
+            (TensorId::O, written("o", a.o, Axes::Rows)),
+            (TensorId::Lse, written("lse", a.lse, Axes::HeadMajor)),
         ];
         // SAFETY: the header's promise about tensors and streams.
         unsafe { run(rank, plan, Direction::Forward, &list, a.stream) }
@@ -322,17 +322,17 @@ pub unsafe extern "C" fn cpattn_backward(
             return Err(Error::invalid("dsinks", "given", "NULL, since the problem has no sinks").into());
         }
         let list = [
-            (TensorId::Q, read("q", a.q, Form::Rows)),
-            (TensorId::K, read("k", a.k, Form::Rows)),
-            (TensorId::V, read("v", a.v, Form::Rows)),
-            (TensorId::Sinks, read("sinks", a.sinks, Form::PerHead).optional()),
-            (TensorId::O, read("o", a.o, Form::Rows)),
-            (TensorId::Lse, read("lse", a.lse, Form::HeadMajor)),
-            (TensorId::DO, read("d_o", a.d_o, Form::Rows)),
-            (TensorId::Dq, written("dq", a.dq, Form::Rows)),
-            (TensorId::Dk, written("dk", a.dk, Form::Rows)),
-            (TensorId::Dv, written("dv", a.dv, Form::Rows)),
-            (TensorId::Dsinks, written("dsinks", a.dsinks, Form::PerHead).optional()),
+            (TensorId::Q, read("q", a.q, Axes::Rows)),
+            (TensorId::K, read("k", a.k, Axes::Rows)),
+            (TensorId::V, read("v", a.v, Axes::Rows)),
+            (TensorId::Sinks, read("sinks", a.sinks, Axes::PerHead).optional()),
+            (TensorId::O, read("o", a.o, Axes::Rows)),
+            (TensorId::Lse, read("lse", a.lse, Axes::HeadMajor)),
+            (TensorId::DO, read("d_o", a.d_o, Axes::Rows)),
+            (TensorId::Dq, written("dq", a.dq, Axes::Rows)),
+            (TensorId::Dk, written("dk", a.dk, Axes::Rows)),
+            (TensorId::Dv, written("dv", a.dv, Axes::Rows)),
+            (TensorId::Dsinks, written("dsinks", a.dsinks, Axes::PerHead).optional()),
         ];
         // SAFETY: as in `cpattn_forward`.
         unsafe { run(rank, plan, Direction::Backward, &list, a.stream) }
@@ -373,7 +373,7 @@ pub unsafe extern "C" fn cpattn_rank_to_heads(
     stream: *mut c_void,
 ) -> i32 {
     boundary!({
-        let tensors = [read("from", from, Form::Rows), written("to", to, Form::Rows)];
+        let tensors = [read("from", from, Axes::Rows), written("to", to, Axes::Rows)];
         // SAFETY: the header's promises.
         unsafe { all_to_all(rank, plan, side, Way::ToHeads, tensors, stream) }
     })
@@ -389,7 +389,7 @@ pub unsafe extern "C" fn cpattn_rank_to_tokens(
     stream: *mut c_void,
 ) -> i32 {
     boundary!({
-        let tensors = [written("to", to, Form::Rows), read("from", from, Form::Rows)];
+        let tensors = [written("to", to, Axes::Rows), read("from", from, Axes::Rows)];
         // SAFETY: the header's promises.
         unsafe { all_to_all(rank, plan, side, Way::ToTokens, tensors, stream) }
     })

@@ -21,13 +21,13 @@ use std::{
 
 use super::input::versioned;
 use crate::{
+    call::RawStream,
     error::{Cause, Error, Result},
-    kernel::RawStream,
     transport::{Label, Message, Transport},
 };
 #[cfg(feature = "cuda")]
 use crate::{
-    kernel::cuda::{Cuda, Stream, memory::OwnStream},
+    kernel::cuda::{Cuda, memory::OwnStream},
     transport::DeviceTransport,
 };
 
@@ -87,18 +87,18 @@ versioned! { cpattn_transport_table through release; }
 /// The caller's functions as a transport.
 #[doc(hidden)]
 #[derive(Debug)]
-pub struct Table {
+pub struct TableTransport {
     table: cpattn_transport_table,
     /// Room for an all-gather: runs allocate nothing.
     numbers: Mutex<Vec<u64>>,
 }
 
 // SAFETY: the header says on which threads each function is called, and that `context` may be used there.
-unsafe impl Send for Table {}
+unsafe impl Send for TableTransport {}
 // SAFETY: the header says on which threads each function is called, and that `context` may be used there.
-unsafe impl Sync for Table {}
+unsafe impl Sync for TableTransport {}
 
-impl Table {
+impl TableTransport {
     /// What one of the caller's functions, by its name, makes of a call.
     fn outcome(&self, function: &'static str, code: i32, blame: i64, label: Label) -> Result<()> {
         if code == 0 {
@@ -116,7 +116,7 @@ impl Table {
     }
 }
 
-impl Table {
+impl TableTransport {
     pub(super) fn new(table: cpattn_transport_table) -> Self {
         Self { table, numbers: Mutex::new(std::vec![0; table.world as usize]) }
     }
@@ -154,7 +154,7 @@ impl Table {
     }
 }
 
-impl Transport for Table {
+impl Transport for TableTransport {
     fn rank(&self) -> usize {
         self.table.rank as usize
     }
@@ -215,7 +215,7 @@ impl Transport for Table {
     }
 }
 
-impl Drop for Table {
+impl Drop for TableTransport {
     fn drop(&mut self) {
         if let Some(release) = self.table.release {
             // SAFETY: as in `agree`; nothing calls the table afterwards.
@@ -237,21 +237,21 @@ impl Seat {
         Ok(Self { stream: OwnStream::new(cuda.context())?, cuda })
     }
 
-    pub(super) fn with(self, table: Table) -> DeviceTable {
-        DeviceTable { table, seat: self }
+    pub(super) fn with(self, table: TableTransport) -> DeviceTableTransport {
+        DeviceTableTransport { table, seat: self }
     }
 }
 
 /// The caller's functions, given a stream.
 #[cfg(feature = "cuda")]
-pub(super) struct DeviceTable {
+pub(super) struct DeviceTableTransport {
     // First: what its release destroys may still work on the stream.
-    table: Table,
+    table: TableTransport,
     seat: Seat,
 }
 
 #[cfg(feature = "cuda")]
-impl Transport for DeviceTable {
+impl Transport for DeviceTableTransport {
     fn rank(&self) -> usize {
         self.table.rank()
     }
@@ -280,12 +280,12 @@ impl Transport for DeviceTable {
 }
 
 #[cfg(feature = "cuda")]
-impl DeviceTransport for DeviceTable {
+impl DeviceTransport for DeviceTableTransport {
     fn device(&self) -> &Arc<Cuda> {
         &self.seat.cuda
     }
 
-    fn stream(&self) -> Stream {
+    fn stream(&self) -> RawStream {
         self.seat.stream.handle()
     }
 

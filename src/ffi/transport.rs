@@ -13,7 +13,7 @@ use super::{
     handle::{self, Handle, HandleKind},
     input::{array, array_mut, result, sized},
     status::boundary,
-    table::{Table, cpattn_transport_table},
+    table::{TableTransport, cpattn_transport_table},
 };
 #[cfg(feature = "nccl")]
 use crate::transport::nccl::Nccl;
@@ -33,7 +33,7 @@ const MOST_THREADS: u32 = 4096;
 #[derive(Debug)]
 pub enum Any {
     Local(local::Local),
-    Table(Table),
+    Table(TableTransport),
     #[cfg(feature = "mpi")]
     Mpi(Box<crate::transport::mpi::Mpi>),
     #[cfg(feature = "cuda")]
@@ -150,7 +150,7 @@ pub unsafe extern "C" fn cpattn_transport_create(
                 return Err(Error::invalid(name, "NULL", "a function").into());
             }
         }
-        out.write(handle::create(Any::Table(Table::new(table))));
+        out.write(handle::create(Any::Table(TableTransport::new(table))));
         Ok(())
     })
 }

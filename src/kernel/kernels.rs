@@ -4,21 +4,17 @@
 //! On the CPU a call returns when its work is done, and there is no stream. On a device it returns when its work is
 //! enqueued on the stream. Nothing is allocated in either case: [`Kernels::reserve`] and [`Kernels::reserve_metadata`] come first.
 
-use core::ffi::c_void;
 use std::format;
 
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::{cpu, merge, sinks};
-use crate::call::{Attend, AttendBackward, Delta, Finish, Merge, SinkGradient, Transform};
+use crate::call::{Attend, AttendBackward, Delta, Finish, Merge, RawStream, SinkGradient, Transform};
 use crate::{
     device::Device,
     element::Dtype,
     error::{Error, Result},
 };
-
-/// A stream of a device (`CUstream`, `cudaStream_t`); null on the CPU, and the legacy default stream on a device.
-pub type RawStream = *mut c_void;
 
 /// The kernels of the CPU or of one device, behind the same calls.
 #[derive(Debug)]

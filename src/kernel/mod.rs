@@ -17,5 +17,6 @@ pub mod reference;
 pub mod sinks;
 mod writers;
 
+pub use crate::call::RawStream;
+pub use kernels::Kernels;
 pub(crate) use kernels::no_stream;
-pub use kernels::{Kernels, RawStream};

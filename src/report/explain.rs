@@ -20,7 +20,7 @@ use alloc::{
 };
 use core::fmt::Write;
 
-use figures::{Table, grouped, spread};
+use figures::{TextTable, grouped, spread};
 
 use super::Costs;
 use crate::plan::{AttentionKind, Plan};
@@ -188,7 +188,7 @@ impl Plan {
             }
             return t.write(out);
         }
-        let mut t = Table::new(1, &["", "least", "mean", "largest"]);
+        let mut t = TextTable::new(1, &["", "least", "mean", "largest"]);
         let mut line = |name: &str, values: &dyn Fn(usize) -> u128| {
             let values: Vec<u128> = (0..n).map(values).collect();
             t.row([name.to_string()].into_iter().chain(spread(values.into_iter())));
@@ -201,10 +201,10 @@ impl Plan {
     }
 }
 
-fn holdings_table() -> Table {
+fn holdings_table() -> TextTable {
     let head =
         ["rank", "ring", "ulysses", "q tokens", "k tokens", "documents", "q heads", "kv heads", "share's q tokens"];
-    Table::new(0, &head)
+    TextTable::new(0, &head)
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@
 use std::{collections::VecDeque, ops::Range, vec::Vec};
 
 use super::{
-    failure::{Failure, Watch, abort},
+    failure::{AbortOnUnwind, FirstFailure, abort},
     prepared::Prepared,
 };
 use crate::{
@@ -58,13 +58,13 @@ impl Agreements {
         &mut self,
         prepared: &Prepared,
         transport: &dyn Transport,
-        failure: &Failure,
+        failure: &FirstFailure,
     ) -> Result<Option<(u64, u64)>> {
         if prepared.schedule.group.len() == 1 {
             return Ok(None);
         }
         let fingerprint = prepared.fingerprint();
-        let watch = Watch { transport, failure };
+        let watch = AbortOnUnwind { transport, failure };
         let begun = self.begin(transport, &prepared.schedule.group, fingerprint);
         watch.over();
         match begun {

@@ -9,16 +9,16 @@ use std::{vec, vec::Vec};
 
 #[cfg(feature = "cuda")]
 use super::front_device::on_device;
-use super::{bind::Bindings, rank::Rank, run::Run};
+use super::{bind::Bindings, rank::Rank, run::Purpose};
 #[cfg(feature = "cuda")]
 use crate::tensor::{DeviceView, DeviceViewMut};
 use crate::{
     batch::Side,
+    call::RawStream,
     call::RawTensor,
     element::{Dtype, Element},
     error::{Error, Result},
     heads::HeadShare,
-    kernel::RawStream,
     plan::Plan,
     schedule::{AllToAll, OWN_HEADS, OWN_TOKENS, Way},
     tensor::{View, ViewMut},
@@ -240,7 +240,7 @@ impl Rank {
     ) -> Result<()> {
         let tensors = Bindings::default().with(OWN_TOKENS, tokens).with(OWN_HEADS, held);
         // SAFETY: the two tensors and the stream are as `run_on` asks for them (the contract of this function).
-        unsafe { self.run_any(plan, Run::AllToAll(all_to_all), &tensors, stream) }
+        unsafe { self.run_any(plan, Purpose::AllToAll(all_to_all), &tensors, stream) }
     }
 }
 
@@ -253,7 +253,7 @@ const fn no_stream_given() -> RawStream {
 }
 
 /// Both ways.
-fn both(side: Side, dim: usize, dtype: Dtype) -> Result<[Run; 2]> {
+fn both(side: Side, dim: usize, dtype: Dtype) -> Result<[Purpose; 2]> {
     let dim = u32::try_from(dim).map_err(|_| Error::invalid("dim", dim, std::format!("at most {}", u32::MAX)))?;
-    Ok([Way::ToHeads, Way::ToTokens].map(|way| Run::AllToAll(AllToAll { way, side, dim, dtype })))
+    Ok([Way::ToHeads, Way::ToTokens].map(|way| Purpose::AllToAll(AllToAll { way, side, dim, dtype })))
 }

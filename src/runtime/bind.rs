@@ -3,7 +3,7 @@
 
 use std::{format, vec::Vec};
 
-use super::run::{Form, Run};
+use super::run::{Purpose, TensorForm};
 use crate::{
     call::RawTensor,
     element::Dtype,
@@ -66,7 +66,7 @@ impl Bindings {
         let mut list = [("", RawTensor::NONE, false); TensorId::COUNT];
         for tensor in TensorId::ALL {
             let raw = self.get(tensor);
-            let Some(Form { name, dtype, shape, written }) = expected.forms[tensor as usize] else {
+            let Some(TensorForm { name, dtype, shape, written }) = expected.forms[tensor as usize] else {
                 if tensor == TensorId::Sinks && !raw.is_none() {
                     return Err(Error::invalid("sinks", "given", "none, since the problem has no sinks")
                         .hint("plan a problem that has sinks"));
@@ -110,18 +110,18 @@ pub(super) fn apart_from(
 
 /// What a schedule expects of the caller's tensors.
 pub(super) struct Expected {
-    run: Run,
-    forms: [Option<Form>; TensorId::COUNT],
+    run: Purpose,
+    forms: [Option<TensorForm>; TensorId::COUNT],
     /// Those that are sent as they lie.
     sent: Vec<TensorId>,
 }
 
 impl Expected {
-    pub(super) fn new(plan: &Plan, run: Run, schedule: &Schedule) -> Self {
+    pub(super) fn new(plan: &Plan, run: Purpose, schedule: &Schedule) -> Self {
         let sent = match run {
-            Run::Attention(_) => sent(schedule),
+            Purpose::Attention(_) => sent(schedule),
             // Also where a rank keeps all heads, so that a program finds out on one rank.
-            Run::AllToAll(_) => std::vec![OWN_HEADS],
+            Purpose::AllToAll(_) => std::vec![OWN_HEADS],
         };
         Self { run, forms: TensorId::ALL.map(|t| run.form(plan, schedule.rank, t)), sent }
     }
@@ -136,7 +136,7 @@ impl Expected {
 
     fn tokens_hint(&self, tensor: TensorId) -> &'static str {
         match self.run {
-            Run::AllToAll(_) if tensor == OWN_HEADS => {
+            Purpose::AllToAll(_) if tensor == OWN_HEADS => {
                 "between the all-to-alls a rank has all tokens of its ring share: the sum of those of its Ulysses ranks"
             }
             _ => {
@@ -147,8 +147,8 @@ impl Expected {
 
     fn compact_hint(&self) -> &'static str {
         match self.run {
-            Run::Attention(_) => "plan with pack_inputs, which packs it first",
-            Run::AllToAll(_) => "give a compact tensor",
+            Purpose::Attention(_) => "plan with pack_inputs, which packs it first",
+            Purpose::AllToAll(_) => "give a compact tensor",
         }
     }
 }
@@ -160,7 +160,7 @@ pub(super) fn placeholders(
     make: impl Fn(TensorId, Dtype, u64, u32, u32) -> RawTensor,
 ) -> Bindings {
     TensorId::ALL.into_iter().zip(&expected.forms).fold(Bindings::default(), |b, (tensor, form)| match form {
-        Some(Form { dtype, shape: [tokens, heads, dim], .. }) => {
+        Some(TensorForm { dtype, shape: [tokens, heads, dim], .. }) => {
             b.with(tensor, make(tensor, *dtype, *tokens as u64, *heads as u32, *dim as u32))
         }
         None => b,

@@ -30,14 +30,14 @@ pub(super) trait Found: Send + Sync {
 
 /// The first failure of a rank, shared with its handles.
 #[derive(Clone, Default)]
-pub(super) struct Failure {
+pub(super) struct FirstFailure {
     first: Arc<OnceLock<Error>>,
     /// Gone with its rank: a handle holds no memory of a device.
     #[cfg(feature = "cuda")]
     device: Option<Weak<dyn Found>>,
 }
 
-impl Failure {
+impl FirstFailure {
     /// As the default, with what a device finds out.
     #[cfg(feature = "cuda")]
     pub(super) fn with_device(device: &Arc<impl Found + 'static>) -> Self {
@@ -89,19 +89,19 @@ impl Failure {
 
 /// Ends the group when it is dropped, that is, when what it watches unwinds: the peers are about to wait for this rank,
 /// and the code that catches the panic may keep it.
-pub(super) struct Watch<'a> {
+pub(super) struct AbortOnUnwind<'a> {
     pub(super) transport: &'a dyn Transport,
-    pub(super) failure: &'a Failure,
+    pub(super) failure: &'a FirstFailure,
 }
 
-impl Watch<'_> {
+impl AbortOnUnwind<'_> {
     /// What was watched has ended well, or has told its peers itself.
     pub(super) fn over(self) {
         std::mem::forget(self);
     }
 }
 
-impl Drop for Watch<'_> {
+impl Drop for AbortOnUnwind<'_> {
     fn drop(&mut self) {
         self.failure.ended(self.transport.rank(), Cause::Panicked);
         abort(self.transport, Cause::Panicked);

@@ -3,7 +3,7 @@
 
 use std::format;
 
-use super::{bind::Bindings, rank::Rank, run::Run};
+use super::{bind::Bindings, rank::Rank, run::Purpose};
 use crate::{
     call::RawTensor,
     element::{Dtype, Element},
@@ -100,7 +100,7 @@ impl Rank {
             .with(TensorId::O, t.o.raw())
             .with(TensorId::Lse, t.lse.raw());
         // SAFETY: views vouch for their memory, and the exclusive ones for having it alone, as long as `t` lives.
-        unsafe { host.run(plan, Run::Attention(Direction::Forward), &bindings) }
+        unsafe { host.run(plan, Purpose::Attention(Direction::Forward), &bindings) }
     }
 
     /// dq, dk, dv of this rank's tokens (and the sinks' gradients).
@@ -124,6 +124,6 @@ impl Rank {
             .with(TensorId::Dv, t.dv.raw())
             .with(TensorId::Dsinks, per_head("dsinks", T::Acc::DTYPE, dsinks, heads)?);
         // SAFETY: as in `forward`.
-        unsafe { host.run(plan, Run::Attention(Direction::Backward), &bindings) }
+        unsafe { host.run(plan, Purpose::Attention(Direction::Backward), &bindings) }
     }
 }

@@ -3,10 +3,10 @@
 
 use super::{bind::Bindings, rank::Rank};
 use crate::{
+    call::RawStream,
     device::Device,
     element::Element,
     error::{Error, Result},
-    kernel::RawStream,
     plan::Plan,
     schedule::{Direction, TensorId},
     tensor::{DeviceView, DeviceViewMut},

@@ -3,7 +3,7 @@
 
 use std::sync::{Arc, Weak};
 
-use super::failure::Failure;
+use super::failure::FirstFailure;
 use crate::{
     error::{Cause, Result},
     transport::Transport,
@@ -14,11 +14,11 @@ use crate::{
 #[derive(Clone)]
 pub struct AbortHandle {
     transport: Weak<dyn Transport>,
-    failure: Failure,
+    failure: FirstFailure,
 }
 
 impl AbortHandle {
-    pub(super) fn new(transport: &Arc<dyn Transport>, failure: &Failure) -> Self {
+    pub(super) fn new(transport: &Arc<dyn Transport>, failure: &FirstFailure) -> Self {
         Self { transport: Arc::downgrade(transport), failure: failure.clone() }
     }
 

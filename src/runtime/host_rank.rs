@@ -9,13 +9,13 @@ use std::{sync::Arc, time::Instant, vec::Vec};
 use super::{
     agreement::Agreements,
     bind::Bindings,
-    failure::{Failure, Watch},
+    failure::{AbortOnUnwind, FirstFailure},
     handle::AbortHandle,
     host,
     lanes::LaneThreads,
     ops::Memory,
     prepared::{Prepared, Remembered},
-    run::Run,
+    run::Purpose,
     walk,
     workspace::{HostMemory, Workspace},
 };
@@ -35,7 +35,7 @@ pub(super) struct HostRank {
     scratch: cpu::Scratch,
     workspace: Workspace<HostMemory>,
     agreements: Agreements,
-    failure: Failure,
+    failure: FirstFailure,
 }
 
 impl HostRank {
@@ -48,7 +48,7 @@ impl HostRank {
             scratch,
             workspace: Workspace::default(),
             agreements: Agreements::default(),
-            failure: Failure::default(),
+            failure: FirstFailure::default(),
         }
     }
 
@@ -72,7 +72,7 @@ impl HostRank {
         self.lanes.events()
     }
 
-    pub(super) fn workspace_bytes(&mut self, plan: &Plan, run: Run) -> Result<u64> {
+    pub(super) fn workspace_bytes(&mut self, plan: &Plan, run: Purpose) -> Result<u64> {
         self.ready(plan, run).map(|i| self.prepared[i].schedule.workspace)
     }
 
@@ -89,7 +89,7 @@ impl HostRank {
         self.workspace.take_back();
     }
 
-    pub(super) fn prepare(&mut self, plan: &Plan, run: Run) -> Result<()> {
+    pub(super) fn prepare(&mut self, plan: &Plan, run: Purpose) -> Result<()> {
         let at = self.ready(plan, run)?;
         self.work_at(at)?;
         if walk::communicates(&self.prepared[at].schedule) {
@@ -99,7 +99,7 @@ impl HostRank {
     }
 
     /// Finds what a run takes, or makes it; its index in `prepared`.
-    fn ready(&mut self, plan: &Plan, run: Run) -> Result<usize> {
+    fn ready(&mut self, plan: &Plan, run: Purpose) -> Result<usize> {
         if let Some(i) = self.prepared.find(plan, run) {
             self.prepared.renew(i);
             return Ok(i);
@@ -127,7 +127,7 @@ impl HostRank {
 
     /// # Safety
     /// As [`Rank::run`](super::Rank::run).
-    pub(super) unsafe fn run(&mut self, plan: &Plan, run: Run, tensors: &Bindings) -> Result<()> {
+    pub(super) unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings) -> Result<()> {
         let at = self.ready(plan, run)?;
         tensors.check(&self.prepared[at].expected)?;
         let workspace = self.work_at(at)?;
@@ -138,7 +138,7 @@ impl HostRank {
         if let Some((fingerprint, run)) = self.agreements.begin_run(prepared, &*self.transport, &self.failure)? {
             prepared.communication.tags.begin(fingerprint, run);
         }
-        let watch = Watch { transport: &*self.transport, failure: &self.failure };
+        let watch = AbortOnUnwind { transport: &*self.transport, failure: &self.failure };
         let memory = Memory { tensors: *tensors, workspace };
         // SAFETY: the caller's tensors fit the plan (checked above), are valid and used by nothing else during the call (the
         // contract of this function); the workspace is as large as the schedule needs (`work_at`).
@@ -150,7 +150,7 @@ impl HostRank {
     /// Runs what the caller does between two all-to-alls. The other ranks are about to wait for what this one makes of it,
     /// and nothing else tells them when it fails or panics: the code that catches the panic may keep the rank.
     pub(super) fn watched(&self, body: impl FnOnce() -> Result<()>) -> Result<()> {
-        let watch = Watch { transport: &*self.transport, failure: &self.failure };
+        let watch = AbortOnUnwind { transport: &*self.transport, failure: &self.failure };
         let outcome = body();
         watch.over();
         outcome.inspect_err(|error| {

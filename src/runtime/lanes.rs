@@ -33,14 +33,14 @@ use crate::{
 pub type Task<'a> = dyn FnMut(&Progress) -> Result<()> + Send + 'a;
 
 /// The task of one run. It lies on the stack of [`LaneThreads::run`], which does not return before the lane is done with it.
-struct Job(*mut Task<'static>);
+struct TaskPointer(*mut Task<'static>);
 
 // SAFETY: the task is `Send`, and used by one thread, the communication lane, while `LaneThreads::run` waits for it.
-unsafe impl Send for Job {}
+unsafe impl Send for TaskPointer {}
 
 #[derive(Default)]
 struct State {
-    job: Option<Job>,
+    job: Option<TaskPointer>,
     /// The communication lane has a job, or is at it.
     busy: bool,
     leave: bool,
@@ -53,7 +53,7 @@ struct State {
     stop: bool,
     error: Option<Error>,
     panic: Option<Box<dyn Any + Send>>,
-    recorder: Option<Recorder>,
+    recorder: Option<TraceRecorder>,
 }
 
 /// What ends the wait of a parked lane, beside the end of the run.
@@ -76,7 +76,7 @@ impl State {
     }
 }
 
-struct Recorder {
+struct TraceRecorder {
     epoch: Instant,
     rank: usize,
     events: Vec<trace::Event>,
@@ -230,7 +230,7 @@ impl LaneThreads {
     pub(super) fn record(&mut self, epoch: Instant, capacity: usize) {
         let rank = self.transport.rank();
         self.progress.lock().recorder =
-            (capacity > 0).then(|| Recorder { epoch, rank, events: Vec::with_capacity(capacity) });
+            (capacity > 0).then(|| TraceRecorder { epoch, rank, events: Vec::with_capacity(capacity) });
     }
 
     pub(super) fn events(&mut self) -> Vec<trace::Event> {
@@ -279,7 +279,7 @@ impl LaneThreads {
             // SAFETY: only the lifetime changes. The lane is done with the task before `busy` is cleared, and this
             // function does not end, not even by a panic, before that.
             let task = unsafe { core::mem::transmute::<*mut Task<'_>, *mut Task<'static>>(task) };
-            state.job = Some(Job(task));
+            state.job = Some(TaskPointer(task));
             state.busy = true;
             self.progress.wake(state, Lane::Communication);
         } else {

@@ -3,7 +3,7 @@
 
 use std::vec::Vec;
 
-use super::{bind::Expected, ops::Listing, proof, run::Run, tags::Tags};
+use super::{bind::Expected, ops::Listing, proof, run::Purpose, tags::Tags};
 use crate::{
     error::Result,
     plan::Plan,
@@ -13,7 +13,7 @@ use crate::{
 /// A schedule with the room that running it takes.
 pub(super) struct Prepared {
     pub plan: Plan,
-    pub run: Run,
+    pub run: Purpose,
     pub schedule: Schedule,
     pub expected: Expected,
     pub compute: Listing,
@@ -21,7 +21,7 @@ pub(super) struct Prepared {
 }
 
 impl Prepared {
-    pub(super) fn new(plan: &Plan, rank: usize, run: Run) -> Result<Self> {
+    pub(super) fn new(plan: &Plan, rank: usize, run: Purpose) -> Result<Self> {
         let schedule = run.schedule(plan, rank)?;
         proof::check(plan, run, &schedule, &mut Expansion::new(&schedule))?;
         Ok(Self {
@@ -46,7 +46,7 @@ impl Prepared {
         self.run.fingerprint(&self.plan)
     }
 
-    pub(super) fn is(&self, plan: &Plan, run: Run) -> bool {
+    pub(super) fn is(&self, plan: &Plan, run: Purpose) -> bool {
         self.run == run && self.plan == *plan
     }
 }
@@ -86,7 +86,7 @@ impl<E: Entry> Default for Remembered<E> {
 
 impl<E: Entry> Remembered<E> {
     /// The number of a run's schedule.
-    pub(super) fn find(&self, plan: &Plan, run: Run) -> Option<usize> {
+    pub(super) fn find(&self, plan: &Plan, run: Purpose) -> Option<usize> {
         self.entries.iter().position(|(_, e)| e.prepared().is(plan, run))
     }
 
@@ -161,7 +161,7 @@ mod tests {
     /// What may not be forgotten takes no room from the rest, and of the rest goes what was not used for longest.
     #[test]
     fn the_least_recently_used_goes_first() {
-        let run = Run::Attention(Direction::Forward);
+        let run = Purpose::Attention(Direction::Forward);
         let plan = |tokens: usize| {
             let problem = Problem::new(Batch::new(&[0, tokens as i32]).unwrap(), 1, 1, 4, Dtype::F32);
             Plan::new(&problem, Mesh::ulysses(1).unwrap(), Layout::Contiguous).unwrap()

@@ -19,7 +19,7 @@
 
 use std::{format, string::String, vec, vec::Vec};
 
-use super::run::Run;
+use super::run::Purpose;
 use crate::{
     call::Gradients,
     element::Dtype,
@@ -33,7 +33,7 @@ use crate::{
 
 /// A buffer or a tensor of the caller's.
 #[derive(Clone, Copy)]
-struct Table {
+struct Extent {
     name: &'static str,
     rows: u64,
     heads: u32,
@@ -46,7 +46,7 @@ struct Table {
     writable: Option<bool>,
 }
 
-/// A slice, in the space of [`Table::base`].
+/// A slice, in the space of [`Extent::base`].
 #[derive(Clone, Copy)]
 struct Touch {
     view: BufferView,
@@ -58,15 +58,15 @@ struct Touch {
 
 struct Proof<'a> {
     schedule: &'a Schedule,
-    tables: Vec<Table>,
+    extents: Vec<Extent>,
 }
 
 /// Proves a schedule; see the module.
 ///
 /// # Errors
 /// [`Error::Schedule`] with the operation and what is wrong with it.
-pub(super) fn check(plan: &Plan, run: Run, schedule: &Schedule, expansion: &mut Expansion) -> Result<()> {
-    let proof = Proof { schedule, tables: tables(plan, run, schedule)? };
+pub(super) fn check(plan: &Plan, run: Purpose, schedule: &Schedule, expansion: &mut Expansion) -> Result<()> {
+    let proof = Proof { schedule, extents: extents(plan, run, schedule)? };
     let mut touched = Vec::with_capacity(schedule.ops.len());
     for op in 0..schedule.ops.len() {
         touched.push(proof.operation(op, expansion).map_err(|text| flaw(schedule, op, text))?);
@@ -79,16 +79,16 @@ fn flaw(schedule: &Schedule, operation: usize, flaw: String) -> Error {
 }
 
 /// The caller's tensors in the order of their numbers, then the buffers.
-fn tables(plan: &Plan, run: Run, s: &Schedule) -> Result<Vec<Table>> {
+fn extents(plan: &Plan, run: Purpose, s: &Schedule) -> Result<Vec<Extent>> {
     let mut base = s.workspace.next_multiple_of(ALIGNMENT);
-    let mut tables = Vec::with_capacity(TensorId::COUNT + s.buffers.len());
+    let mut extents = Vec::with_capacity(TensorId::COUNT + s.buffers.len());
     for t in TensorId::ALL {
         let form = run.form(plan, s.rank, t);
         let ([rows, heads, dim], dtype) = form.map_or(([0; 3], Dtype::F32), |f| (f.shape, f.dtype));
         let (name, writable) = (form.map_or(t.name(), |f| f.name), form.map(|f| f.written));
         let (rows, heads, dim) = (rows as u64, heads as u32, dim as u32);
         let cell = u64::from(dim) * dtype.size() as u64;
-        tables.push(Table { name, rows, heads, dim, cell, base, writable });
+        extents.push(Extent { name, rows, heads, dim, cell, base, writable });
         let bytes = rows.checked_mul(u64::from(heads)).and_then(|n| n.checked_mul(cell));
         base = bytes.and_then(|n| base.checked_add(n)).ok_or_else(|| {
             Error::invalid(name, format!("{rows} rows of {heads} heads"), "tensors that a machine can address")
@@ -109,26 +109,26 @@ fn tables(plan: &Plan, run: Run, s: &Schedule) -> Result<Vec<Table>> {
             return Err(flaw(s, 0, text));
         }
         let (name, rows, heads, dim, base) = (b.name, b.rows, b.heads, b.dim, b.offset);
-        tables.push(Table { name, rows, heads, dim, cell, base, writable: Some(true) });
+        extents.push(Extent { name, rows, heads, dim, cell, base, writable: Some(true) });
     }
-    Ok(tables)
+    Ok(extents)
 }
 
 /// Operations of each lane that are complete when an operation begins, and its own number in its lane.
 type Clock = ([usize; 2], usize);
 
 impl Proof<'_> {
-    fn table(&self, buf: Buf) -> Result<&Table, String> {
+    fn extent(&self, buf: Buf) -> Result<&Extent, String> {
         let at = match buf {
             Buf::User(t) => t as usize,
             Buf::Work(i) => TensorId::COUNT + i as usize,
         };
-        self.tables.get(at).ok_or_else(|| format!("{buf:?} is no buffer of this schedule"))
+        self.extents.get(at).ok_or_else(|| format!("{buf:?} is no buffer of this schedule"))
     }
 
     /// A slice, once it is known to lie where it says.
     fn touch(&self, view: BufferView, write: bool) -> Result<Touch, String> {
-        let t = self.table(view.buf)?;
+        let t = self.extent(view.buf)?;
         match t.writable {
             None => return Err(format!("{} is not given to this run", t.name)),
             Some(false) if write => return Err(format!("writes {}, which is only read", t.name)),
@@ -145,7 +145,7 @@ impl Proof<'_> {
         if view.rows == 0 || view.heads == 0 {
             return Ok(Touch { view, write, low: t.base, high: t.base });
         }
-        // Inside the table, whose bytes were counted without a wrap.
+        // Inside the extent, whose bytes were counted without a wrap.
         let cell = |row: u64, head: u32| t.base + (row * u64::from(t.heads) + u64::from(head)) * t.cell;
         let low = cell(view.row, view.head);
         let high = cell(view.row + view.rows - 1, view.head + view.heads - 1) + t.cell;
@@ -166,7 +166,7 @@ impl Proof<'_> {
     }
 
     fn describe(&self, t: &Touch) -> String {
-        let name = self.table(t.view.buf).map_or("?", |t| t.name);
+        let name = self.extent(t.view.buf).map_or("?", |t| t.name);
         let how = if t.write { "written" } else { "read" };
         format!("rows {}+{}, heads {}+{} of {name} ({how})", t.view.row, t.view.rows, t.view.head, t.view.heads)
     }
@@ -193,8 +193,8 @@ impl Proof<'_> {
         let mut list = Vec::new();
         let mut add = |view: BufferView, write: bool| self.touch(view, write).map(|t| list.push(t));
         let user = |t: TensorId| {
-            let table = &self.tables[t as usize];
-            BufferView { buf: Buf::User(t), row: 0, rows: table.rows, head: 0, heads: table.heads }
+            let extent = &self.extents[t as usize];
+            BufferView { buf: Buf::User(t), row: 0, rows: extent.rows, head: 0, heads: extent.heads }
         };
         match kind {
             OpKind::Delta { delta } => {
@@ -334,10 +334,10 @@ impl Proof<'_> {
             for b in blocks {
                 self.entries(b.sources_begin, b.sources_end, sources.len())?;
                 part.push(self.touch(b.dst, true)?);
-                let dim = self.table(b.dst.buf)?.dim;
+                let dim = self.extent(b.dst.buf)?.dim;
                 for (n, source) in sources[b.sources_begin as usize..b.sources_end as usize].iter().enumerate() {
                     let same = (source.rows, source.heads) == (b.dst.rows, b.dst.heads);
-                    if !same || self.table(source.buf)?.dim != dim {
+                    if !same || self.extent(source.buf)?.dim != dim {
                         return Err(format!(
                             "a block of {} rows × {} heads × {dim} reads {source:?}",
                             b.dst.rows, b.dst.heads
@@ -370,7 +370,7 @@ impl Proof<'_> {
             if *n > ROWS_PER_PEER {
                 return Err(format!("more than {ROWS_PER_PEER} messages with rank {}, one way", m.peer));
             }
-            let t = self.table(m.view.buf)?;
+            let t = self.extent(m.view.buf)?;
             if m.view.rows == 0 || m.view.heads == 0 {
                 return Err(format!("an empty message with rank {}", m.peer));
             }

@@ -15,7 +15,7 @@ use crate::{
 
 struct Case {
     plan: Plan,
-    run: Run,
+    run: Purpose,
     schedule: Schedule,
 }
 
@@ -71,7 +71,7 @@ fn cases(plans: &[Plan]) -> Vec<Case> {
         for rank in 0..plan.mesh().world() {
             for direction in [Direction::Forward, Direction::Backward] {
                 let schedule = Schedule::new(plan, rank, direction).unwrap();
-                cases.push(Case { plan: plan.clone(), run: Run::Attention(direction), schedule });
+                cases.push(Case { plan: plan.clone(), run: Purpose::Attention(direction), schedule });
             }
         }
     }
@@ -85,7 +85,7 @@ fn cases(plans: &[Plan]) -> Vec<Case> {
     ] {
         let a = AllToAll { way, side, dim: 7, dtype: Dtype::F32 };
         let schedule = Schedule::all_to_all(&plan, rank, a).unwrap();
-        cases.push(Case { plan: plan.clone(), run: Run::AllToAll(a), schedule });
+        cases.push(Case { plan: plan.clone(), run: Purpose::AllToAll(a), schedule });
     }
     cases
 }
@@ -176,7 +176,7 @@ fn each_wrong_slice_is_refused() {
             case.refused("no rows", |s| s.messages[m].view.rows = 0);
             case.refused("itself", |s| s.messages[m].peer = s.rank);
             case.refused("another group", |s| s.messages[m].peer = s.group.end);
-            if let Run::Attention(_) = case.run {
+            if let Purpose::Attention(_) = case.run {
                 case.refused("an input that arrives", |s| {
                     s.messages[m].view.buf = Buf::User(TensorId::K);
                     s.messages[m].send = false;
@@ -230,7 +230,7 @@ fn the_cost_on_big_plans() {
             let schedule = Schedule::new(&plan, 5, direction).unwrap();
             let mut expansion = Expansion::new(&schedule);
             let written = start.elapsed();
-            check(&plan, Run::Attention(direction), &schedule, &mut expansion).unwrap();
+            check(&plan, Purpose::Attention(direction), &schedule, &mut expansion).unwrap();
             let proved = start.elapsed() - written;
             println!(
                 "{mesh}, {layout}, {direction:?}: {} ops, written in {written:?}, proved in {proved:?}",

@@ -14,11 +14,12 @@ use std::{
 
 #[cfg(feature = "cuda")]
 use super::device::{DeviceRank, Marks};
-use super::{bind::Bindings, handle::AbortHandle, host_rank::HostRank, run::Run};
+use super::{bind::Bindings, handle::AbortHandle, host_rank::HostRank, run::Purpose};
 use crate::{
+    call::RawStream,
     device::Device,
     error::{Error, Result},
-    kernel::{RawStream, cpu, no_stream},
+    kernel::{cpu, no_stream},
     plan::Plan,
     report::trace,
     schedule::Direction,
@@ -261,11 +262,11 @@ impl Rank {
     /// # Errors
     /// As [`Rank::prepare`], memory and driver aside.
     pub fn workspace_bytes(&mut self, plan: &Plan, direction: Direction) -> Result<u64> {
-        self.workspace_of(plan, Run::Attention(direction))
+        self.workspace_of(plan, Purpose::Attention(direction))
     }
 
     /// As [`Rank::workspace_bytes`], of a run of any kind.
-    pub(super) fn workspace_of(&mut self, plan: &Plan, run: Run) -> Result<u64> {
+    pub(super) fn workspace_of(&mut self, plan: &Plan, run: Purpose) -> Result<u64> {
         match &mut self.engine {
             Engine::Host(rank) => rank.workspace_bytes(plan, run),
             #[cfg(feature = "cuda")]
@@ -327,11 +328,11 @@ impl Rank {
     /// A plan for another world; a lent workspace that is too small; a machine without the memory or the thread. On a
     /// device an element type or head dim without a kernel, and the driver's.
     pub fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<()> {
-        self.prepare_run(plan, Run::Attention(direction))
+        self.prepare_run(plan, Purpose::Attention(direction))
     }
 
     /// As [`Rank::prepare`], for a run of any kind.
-    pub(super) fn prepare_run(&mut self, plan: &Plan, run: Run) -> Result<()> {
+    pub(super) fn prepare_run(&mut self, plan: &Plan, run: Purpose) -> Result<()> {
         match &mut self.engine {
             Engine::Host(rank) => rank.prepare(plan, run),
             #[cfg(feature = "cuda")]
@@ -396,7 +397,7 @@ impl Rank {
         stream: RawStream,
     ) -> Result<()> {
         // SAFETY: the tensors and the stream are as this function asks for them.
-        unsafe { self.run_any(plan, Run::Attention(direction), tensors, stream) }
+        unsafe { self.run_any(plan, Purpose::Attention(direction), tensors, stream) }
     }
 
     /// As [`Rank::run_on`], a run of any kind.
@@ -406,7 +407,7 @@ impl Rank {
     pub(super) unsafe fn run_any(
         &mut self,
         plan: &Plan,
-        run: Run,
+        run: Purpose,
         tensors: &Bindings,
         stream: RawStream,
     ) -> Result<()> {

@@ -13,14 +13,14 @@ use crate::{
 
 /// What a schedule is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Run {
+pub(super) enum Purpose {
     Attention(Direction),
     AllToAll(AllToAll),
 }
 
 /// One of the caller's tensors, as a run takes it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Form {
+pub(super) struct TensorForm {
     /// The argument's name.
     pub name: &'static str,
     pub dtype: Dtype,
@@ -29,12 +29,12 @@ pub(super) struct Form {
     pub written: bool,
 }
 
-impl Run {
+impl Purpose {
     /// How a rank's run takes a tensor; `None` where it has no use for one.
-    pub(super) fn form(self, plan: &Plan, rank: usize, tensor: TensorId) -> Option<Form> {
+    pub(super) fn form(self, plan: &Plan, rank: usize, tensor: TensorId) -> Option<TensorForm> {
         let p = plan.problem();
         match self {
-            Self::Attention(direction) => tensor.is_written(direction, p.sinks()).map(|written| Form {
+            Self::Attention(direction) => tensor.is_written(direction, p.sinks()).map(|written| TensorForm {
                 name: tensor.name(),
                 dtype: tensor.dtype(p),
                 shape: tensor.shape(plan, rank),
@@ -51,7 +51,7 @@ impl Run {
                     OWN_HEADS => ([plan.shares().rows(side, plan.mesh().coordinates(rank).ring), own, dim], to_heads),
                     _ => return None,
                 };
-                Some(Form { name: if written { "to" } else { "from" }, dtype, shape, written })
+                Some(TensorForm { name: if written { "to" } else { "from" }, dtype, shape, written })
             }
         }
     }

@@ -21,7 +21,7 @@
 
 use std::{collections::BTreeSet, string::String, vec, vec::Vec};
 
-use super::run::Run;
+use super::run::Purpose;
 use crate::{
     error::{Error, Result},
     plan::Plan,
@@ -67,7 +67,7 @@ pub(super) struct Tags {
 
 impl Tags {
     /// Where the tags of a schedule go.
-    pub(super) fn new(plan: &Plan, run: Run, schedule: &Schedule, expansion: &mut Expansion) -> Self {
+    pub(super) fn new(plan: &Plan, run: Purpose, schedule: &Schedule, expansion: &mut Expansion) -> Self {
         let (mut firsts, mut seen, mut senders) = (Vec::new(), BTreeSet::new(), Vec::new());
         for (op, _) in schedule.ops.iter().enumerate().filter(|(_, op)| op.kind.is_exchange()) {
             for (message, m) in expansion.messages(schedule, op).iter().enumerate() {

@@ -93,7 +93,9 @@ impl<M: OwnMemory> Workspace<M> {
             }
             Some((ptr, bytes)) if bytes > 0 => Ok(ptr),
             // An address of nothing is the caller's to choose, and may be NULL; slices of nothing need another.
-            Some(_) | None => Ok(self.own.as_ref().map_or(NonNull::<Unit>::dangling().as_ptr().cast(), OwnMemory::ptr)),
+            Some(_) | None => {
+                Ok(self.own.as_ref().map_or(NonNull::<AlignedUnit>::dangling().as_ptr().cast(), OwnMemory::ptr))
+            }
         }
     }
 
@@ -113,14 +115,14 @@ impl<M: OwnMemory> Workspace<M> {
 /// 256 bytes at a multiple of 256.
 #[derive(Clone, Copy)]
 #[repr(C, align(256))]
-struct Unit([u8; ALIGNMENT as usize]);
+struct AlignedUnit([u8; ALIGNMENT as usize]);
 
-const _: () = assert!(size_of::<Unit>() as u64 == ALIGNMENT && align_of::<Unit>() as u64 == ALIGNMENT);
+const _: () = assert!(size_of::<AlignedUnit>() as u64 == ALIGNMENT && align_of::<AlignedUnit>() as u64 == ALIGNMENT);
 
 /// Host memory of a rank's own.
 pub(super) struct HostMemory {
-    begin: *mut Unit,
-    units: Vec<Unit>,
+    begin: *mut AlignedUnit,
+    units: Vec<AlignedUnit>,
 }
 
 // SAFETY: the address is that of the vector's own memory, which moves with it.
@@ -138,7 +140,7 @@ impl HostMemory {
             Error::invalid("workspace", format!("{bytes} bytes"), "what this machine can allocate")
                 .hint("more ranks, or passes, divide what is in flight")
         })?;
-        units.resize(count, Unit([0; ALIGNMENT as usize]));
+        units.resize(count, AlignedUnit([0; ALIGNMENT as usize]));
         Ok(Self { begin: units.as_mut_ptr(), units })
     }
 }
@@ -149,6 +151,6 @@ impl OwnMemory for HostMemory {
     }
 
     fn bytes(&self) -> usize {
-        self.units.len() * size_of::<Unit>()
+        self.units.len() * size_of::<AlignedUnit>()
     }
 }

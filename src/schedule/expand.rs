@@ -26,12 +26,12 @@ pub struct Expansion {
     pub blocks: Vec<BlockView>,
     /// Their sources.
     pub sources: Vec<BufferView>,
-    runs: Vec<Run>,
+    runs: Vec<MessageRun>,
 }
 
 /// Rows that are contiguous in the owner's share and in the slot, with one peer.
 #[derive(Clone, Copy, Debug)]
-struct Run {
+struct MessageRun {
     peer: u32,
     owner_row: u64,
     slot_row: u64,
@@ -186,7 +186,7 @@ impl Expansion {
         schedule: &Schedule,
         tensors: &[StepTensor],
         send: bool,
-        view: impl Fn(&StepTensor, &Run) -> BufferView,
+        view: impl Fn(&StepTensor, &MessageRun) -> BufferView,
     ) {
         for c in tensors {
             for r in &self.runs {
@@ -207,7 +207,7 @@ impl Expansion {
                 Some(r) if r.peer == f.peer && r.owner_row + r.rows == owner_row && r.slot_row + r.rows == slot_row => {
                     r.rows += rows;
                 }
-                _ => self.runs.push(Run { peer: f.peer, owner_row, slot_row, rows, packed: None }),
+                _ => self.runs.push(MessageRun { peer: f.peer, owner_row, slot_row, rows, packed: None }),
             }
         }
     }
@@ -225,7 +225,7 @@ impl Expansion {
             let n = self.runs_of_peer(at);
             if is_fragmented(n, tensors) {
                 let rows = self.runs[at..at + n].iter().map(|r| r.rows).sum();
-                self.runs[kept] = Run { rows, packed: Some(row), ..self.runs[at] };
+                self.runs[kept] = MessageRun { rows, packed: Some(row), ..self.runs[at] };
                 row += rows;
                 kept += 1;
             } else {

@@ -24,10 +24,12 @@
 //!
 //! `docs/transports.md` has the same for authors of transports, with the test of each sentence.
 
+#[cfg(feature = "cuda")]
+use crate::call::RawStream;
 use crate::error::{Cause, Result};
 
 #[cfg(feature = "cuda")]
-use crate::kernel::cuda::{Cuda, Stream};
+use crate::kernel::cuda::Cuda;
 #[cfg(feature = "cuda")]
 use alloc::sync::Arc;
 
@@ -112,7 +114,7 @@ pub trait DeviceTransport: Transport {
     fn device(&self) -> &Arc<Cuda>;
 
     /// The stream that exchanges are enqueued on. It does not wait for the default stream.
-    fn stream(&self) -> Stream;
+    fn stream(&self) -> RawStream;
 
     /// Waits on the host until everything on the stream is done.
     fn synchronize(&self) -> Result<()>;

@@ -28,9 +28,10 @@ use super::{
     local::{self, Local},
 };
 use crate::{
+    call::RawStream,
     error::{Cause, Error, Result},
     kernel::cuda::{
-        Cuda, Stream,
+        Cuda,
         driver::{Event, check, enter_other, sys},
         memory::{OwnStream, copy},
     },
@@ -155,7 +156,7 @@ impl DeviceTransport for Peer {
         &self.cuda
     }
 
-    fn stream(&self) -> Stream {
+    fn stream(&self) -> RawStream {
         self.lane().stream.handle()
     }
 
@@ -257,7 +258,7 @@ impl Events {
     }
 
     /// Enqueues the copies, and has each sender's stream wait for them.
-    unsafe fn enqueue(&mut self, local: &Local, label: Label, stream: Stream, recvs: &[Message]) -> Result<()> {
+    unsafe fn enqueue(&mut self, local: &Local, label: Label, stream: RawStream, recvs: &[Message]) -> Result<()> {
         let mut at = 0;
         for &peer in &self.peers {
             let mut held = false;
@@ -288,7 +289,7 @@ impl Events {
                 // A stream is given work while its own context is current.
                 // SAFETY: the sender holds its context until it is told that this is done.
                 let _entered = unsafe { enter_other(offer.context as _) }?;
-                self.done.hold(offer.stream as Stream)?;
+                self.done.hold(offer.stream as RawStream)?;
                 last = Some(offer.stream);
             }
         }

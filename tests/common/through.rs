@@ -17,7 +17,7 @@ use std::{
 
 #[cfg(feature = "cuda")]
 use cpattn::{
-    kernel::cuda::{Cuda, Stream},
+    kernel::{RawStream, cuda::Cuda},
     transport::DeviceTransport,
 };
 
@@ -98,7 +98,7 @@ impl<T: DeviceTransport, H: Hook<T>> DeviceTransport for Through<T, H> {
         self.end.device()
     }
 
-    fn stream(&self) -> Stream {
+    fn stream(&self) -> RawStream {
         self.end.stream()
     }
 

@@ -3,7 +3,7 @@
 
 use core::ptr::null_mut;
 use cpattn::call::RawTensor;
-use cpattn::kernel::cuda::{Cuda, Stream};
+use cpattn::kernel::{RawStream, cuda::Cuda};
 use cpattn::{Dtype, Error};
 use cudarc::driver::sys;
 
@@ -34,7 +34,7 @@ pub fn emulated_count(what: &std::ffi::CStr) -> Option<u64> {
 
 pub struct Device {
     pub cuda: Cuda,
-    pub stream: Stream,
+    pub stream: RawStream,
 }
 
 impl Device {

@@ -7,7 +7,7 @@ use crate::device::{Device, Memory, emulated_count};
 use crate::hopper::alone;
 use cpattn::Dtype;
 use cpattn::call::{Attend, AttendBackward, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
-use cpattn::kernel::cuda::{Staging, Stream};
+use cpattn::kernel::{RawStream, cuda::Staging};
 use cudarc::driver::sys;
 
 const TOKENS: usize = 90;
@@ -40,7 +40,7 @@ impl Tensors {
     }
 
     /// The forward of documents of so many tokens each, which leave no token out.
-    fn forward(&self, device: &Device, staging: &mut Staging, stream: Stream, lens: &[u32]) {
+    fn forward(&self, device: &Device, staging: &mut Staging, stream: RawStream, lens: &[u32]) {
         let (q, k, pairs) = ranges(lens);
         let [q_, k_, v, _] = [0, 1, 2, 3].map(|i| self.input[i].tensor(Dtype::Bf16, TOKENS, 2, 64, 128));
         let call = Attend {

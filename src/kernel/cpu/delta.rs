@@ -128,7 +128,7 @@ unsafe fn across<V: Convert>(mut sums: Four<V>) -> f32 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::portable::Lanes;
+    use super::super::portable::FourLanes;
     use super::*;
     use crate::call::RawTensor;
     use crate::element::Element;
@@ -167,9 +167,9 @@ mod tests {
         for (tokens, heads, dim) in [(1, 1, 1), (3, 2, 15), (70, 3, 64), (5, 1, 72), (65, 2, 128), (2, 2, 300)] {
             // SAFETY: arrays are always there, and the others are asked for.
             unsafe {
-                check::<f32, Lanes<f32>>(tokens, heads, dim);
-                check::<bf16, Lanes<f32>>(tokens, heads, dim);
-                check::<f16, Lanes<f32>>(tokens, heads, dim);
+                check::<f32, FourLanes<f32>>(tokens, heads, dim);
+                check::<bf16, FourLanes<f32>>(tokens, heads, dim);
+                check::<f16, FourLanes<f32>>(tokens, heads, dim);
                 #[cfg(target_arch = "x86_64")]
                 if super::super::x86::has_avx2() && std::is_x86_feature_detected!("f16c") {
                     check::<f32, core::arch::x86_64::__m256>(tokens, heads, dim);

@@ -15,11 +15,11 @@ use super::arena::{Arena, KEYS, LANES_MOST, Line};
 use super::engine::{Engine, Operands, Values};
 use super::job::{Job, Machine};
 use super::panel::to_rows;
-use super::row_blocks::{Unit, Units, readers, unit_rows};
+use super::row_blocks::{RowUnit, RowUnits, readers, unit_rows};
 use super::rows::{narrow, prefetch};
 use super::simd::{Real, Vector};
 use super::softmax::rescale;
-use super::stream::{BLOCK, KeyTile, Stream};
+use super::stream::{BLOCK, KeyStream, KeyTile};
 use super::tile::{Cover, Lanes, Scores, Scoring, Sight, at};
 use crate::call::{Attend, QRange};
 use crate::kernel::merge::{self, LogSumExp};
@@ -36,7 +36,7 @@ pub(super) struct Forward<'a, A> {
 }
 
 /// The tiles of one worker.
-struct Tiles<'a, T, A> {
+struct ForwardTiles<'a, T, A> {
     lanes: Lanes<'a, A>,
     keys: [KeyTile<'a, T, A>; MOST_TILES],
     /// Whether k and v of each tile are finite.
@@ -83,7 +83,7 @@ struct Meeting {
 }
 
 /// Products that were put off, and the p that they do not read.
-struct Later<E: Engine> {
+struct PutOff<E: Engine> {
     products: E::Later,
     free: usize,
 }
@@ -98,7 +98,7 @@ impl<A: Machine> Job for Forward<'_, A> {
         let (q_len, o_len) = (E::queries_len(d), dv.next_multiple_of(E::GRAIN) * E::PANEL);
         let panels = self.lanes / E::PANEL;
         let mut arena = Arena(lines);
-        let mut tiles = Tiles {
+        let mut tiles = ForwardTiles {
             lanes: Lanes::new(&mut arena, self.lanes),
             keys: core::array::from_fn(|i| KeyTile::new::<E>(&mut arena, d, dv, i < E::TILES)),
             finite: [(true, true); MOST_TILES],
@@ -114,7 +114,7 @@ impl<A: Machine> Job for Forward<'_, A> {
             others: arena.zeros(E::V::W * dv),
         };
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
-        let mut units = Units::new(c.ranges.q, unit_rows(self.lanes, &c.heads, c.q.heads), &c.k);
+        let mut units = RowUnits::new(c.ranges.q, unit_rows(self.lanes, &c.heads, c.q.heads), &c.k);
         // SAFETY: the instruction set is there, the caller says.
         unsafe { E::enter() };
         while let Some(unit) = units.next(next) {
@@ -141,9 +141,9 @@ impl<A: Real> Forward<'_, A> {
     #[inline(always)]
     unsafe fn unit<E: Engine<Sum = A>>(
         &self,
-        t: &mut Tiles<E::T, A>,
+        t: &mut ForwardTiles<E::T, A>,
         scoring: &Scoring<A>,
-        unit: &Unit,
+        unit: &RowUnit,
         heads: core::ops::Range<u32>,
     ) {
         let c = self.call;
@@ -153,7 +153,7 @@ impl<A: Real> Forward<'_, A> {
         // SAFETY: slopes has one number per head (checked); rows and heads are within q.
         let (lo, hi) = unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.score, &c.alibi_slopes) };
         let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
-        let mut stream = Stream::new(c.ranges.k, pairs, lo, hi);
+        let mut stream = KeyStream::new(c.ranges.k, pairs, lo, hi);
         // SAFETY: the ranges' rows and the kv head are within k and v (checked).
         unsafe { self.ask(stream.ahead(E::TILES), unit.kv) };
         let panels = t.lanes.n.div_ceil(E::PANEL);
@@ -179,7 +179,7 @@ impl<A: Real> Forward<'_, A> {
             }
             let ahead = stream.ahead(E::TILES);
             let each = ((ahead.end - ahead.start) as usize).div_ceil(panels) as i64;
-            let mut later = Later { products: E::Later::default(), free: 0 };
+            let mut later = PutOff { products: E::Later::default(), free: 0 };
             let mut meetings = (0..panels * tiles).map(|i| (i / tiles, i % tiles));
             let mut next = meetings.find_map(|(panel, tile)| self.meet::<E>(t, scoring, panel, tile));
             let mut asked = 0;
@@ -207,7 +207,7 @@ impl<A: Real> Forward<'_, A> {
     #[inline(always)]
     fn meet<E: Engine<Sum = A>>(
         &self,
-        t: &Tiles<E::T, A>,
+        t: &ForwardTiles<E::T, A>,
         scoring: &Scoring<A>,
         panel: usize,
         tile: usize,
@@ -240,12 +240,12 @@ impl<A: Real> Forward<'_, A> {
     #[inline(always)]
     unsafe fn panel<E: Engine<Sum = A>>(
         &self,
-        t: &mut Tiles<E::T, A>,
+        t: &mut ForwardTiles<E::T, A>,
         scoring: &Scoring<A>,
         now: &Meeting,
         next: Option<&Meeting>,
         kv: u32,
-        later: &mut Later<E>,
+        later: &mut PutOff<E>,
     ) {
         let c = self.call;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
@@ -319,7 +319,7 @@ impl<A: Real> Forward<'_, A> {
     #[inline(always)]
     unsafe fn finish<E: Engine<Sum = A>>(
         &self,
-        t: &mut Tiles<E::T, A>,
+        t: &mut ForwardTiles<E::T, A>,
         scoring: &Scoring<A>,
         first: usize,
         o_len: usize,

@@ -7,7 +7,7 @@ use super::engine::Dense;
 use super::engine::Engine;
 #[cfg(target_arch = "x86_64")]
 use super::halves::{Bf16, F16};
-use super::portable::Lanes;
+use super::portable::FourLanes;
 use super::simd::{Real, Vector};
 use core::sync::atomic::AtomicUsize;
 
@@ -25,7 +25,7 @@ pub(super) trait Machine: Real {
 }
 
 impl Machine for f32 {
-    type Portable = Lanes<f32>;
+    type Portable = FourLanes<f32>;
     #[cfg(target_arch = "x86_64")]
     type Avx2 = core::arch::x86_64::__m256;
     #[cfg(target_arch = "x86_64")]
@@ -37,7 +37,7 @@ impl Machine for f32 {
 }
 
 impl Machine for f64 {
-    type Portable = Lanes<f64>;
+    type Portable = FourLanes<f64>;
     #[cfg(target_arch = "x86_64")]
     type Avx2 = core::arch::x86_64::__m256d;
     #[cfg(target_arch = "x86_64")]

@@ -13,7 +13,7 @@ use super::panel::{any_non_finite, to_lanes};
 use super::product::{Gemm, Skip, Store};
 use super::row_blocks::readers;
 use super::simd::{Real, Vector};
-use super::stream::{KeyTile, Stream};
+use super::stream::{KeyStream, KeyTile};
 use super::tile::{Cover, Lanes, Scoring, at, product};
 use crate::call::{AttendBackward, QRange, Range};
 use core::marker::PhantomData;
@@ -27,7 +27,7 @@ pub(super) struct Keys<'a, A> {
     pub sums: PhantomData<A>,
 }
 
-struct Tiles<'a, A> {
+struct KeyTiles<'a, A> {
     lanes: Lanes<'a, A>,
     /// From one row of k, and of v, to the next.
     ldk: usize,
@@ -112,7 +112,7 @@ impl<A: Real> Keys<'_, A> {
         let (ldk, ldv) = (Dense::<V>::row(d), Dense::<V>::row(dv));
         let mut arena = Arena(lines);
         // Zeros where something is read that no tile writes: the padding of rows.
-        let mut tiles = Tiles {
+        let mut tiles = KeyTiles {
             ldk: Dense::<V>::row(d),
             ldv: Dense::<V>::row(dv),
             lanes: Lanes::new(&mut arena, LANES_BACK),
@@ -144,7 +144,7 @@ impl<A: Real> Keys<'_, A> {
             } else {
                 c.ranges.q
             };
-            let mut stream = Stream::document(k, first);
+            let mut stream = KeyStream::document(k, first);
             while tiles.keys.next(&mut stream, c.aligned, false) {
                 // Most visits of a ring reach a part of the keys; adding 0 to the others costs as much as reading them.
                 if c.accumulate_keys && !self.reached(&mut tiles, q, doc) {
@@ -163,7 +163,7 @@ impl<A: Real> Keys<'_, A> {
 
 impl<A: Real> Keys<'_, A> {
     /// The rows of a q range that may see a key of the tile in hand, with each of its keys marked as read or not.
-    fn rows(&self, t: &mut Tiles<A>, q: &QRange) -> core::ops::Range<u32> {
+    fn rows(&self, t: &mut KeyTiles<A>, q: &QRange) -> core::ops::Range<u32> {
         let c = self.call;
         if !valid(t, &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize]) {
             return 0..0;
@@ -174,7 +174,7 @@ impl<A: Real> Keys<'_, A> {
     }
 
     /// Whether any row may see a key of the tile in hand.
-    fn reached(&self, t: &mut Tiles<A>, ranges: &[QRange], doc: u32) -> bool {
+    fn reached(&self, t: &mut KeyTiles<A>, ranges: &[QRange], doc: u32) -> bool {
         ranges.iter().any(|q| q.range.doc == doc && !self.rows(t, q).is_empty())
     }
 
@@ -185,7 +185,7 @@ impl<A: Real> Keys<'_, A> {
     #[inline(always)]
     unsafe fn tile<V: Vector<T = A>>(
         &self,
-        t: &mut Tiles<A>,
+        t: &mut KeyTiles<A>,
         scoring: &Scoring<A>,
         ranges: &[QRange],
         doc: u32,
@@ -240,7 +240,7 @@ impl<A: Real> Keys<'_, A> {
     #[inline(always)]
     unsafe fn meet<V: Vector<T = A>>(
         &self,
-        t: &mut Tiles<A>,
+        t: &mut KeyTiles<A>,
         scoring: &Scoring<A>,
         run: &mut Flush,
         pos: i64,
@@ -363,7 +363,7 @@ impl<A: Real> Keys<'_, A> {
     /// # Safety
     /// The keys' rows and the head are within dk and dv, which this unit alone touches there.
     #[inline(always)]
-    unsafe fn write(&self, t: &Tiles<A>, head: u32) {
+    unsafe fn write(&self, t: &KeyTiles<A>, head: u32) {
         let c = self.call;
         for j in 0..t.keys.n {
             let row = t.keys.row[j];
@@ -386,7 +386,7 @@ impl<A: Real> Keys<'_, A> {
 }
 
 /// Marks the keys whose range is among the pairs; false when there are none.
-fn valid<A>(t: &mut Tiles<A>, pairs: &[u32]) -> bool {
+fn valid<A>(t: &mut KeyTiles<A>, pairs: &[u32]) -> bool {
     let mut any = false;
     let mut last = None;
     for (valid, &index) in t.valid.iter_mut().zip(&t.keys.index[..t.keys.n]) {

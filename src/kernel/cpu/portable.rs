@@ -7,11 +7,11 @@ use super::simd::{Pow2, Vector, exp_f32, exp2_f32, map_f64, tanh_f32};
 
 /// Four lanes without any instruction set in particular; what the compiler makes of it is up to the target.
 #[derive(Clone, Copy)]
-pub(super) struct Lanes<T>([T; 4]);
+pub(super) struct FourLanes<T>([T; 4]);
 
 macro_rules! lanes {
     ($t:ty, |$z:ident| $exp2:expr, |$x:ident| $exp:expr, |$y:ident| $tanh:expr) => {
-        impl Vector for Lanes<$t> {
+        impl Vector for FourLanes<$t> {
             type T = $t;
             const W: usize = 4;
             const MR: usize = 4;
@@ -93,7 +93,7 @@ macro_rules! lanes {
 lanes!(f32, |x| exp2_f32(x), |x| exp_f32(x), |y| tanh_f32(y));
 lanes!(f64, |x| map_f64(x, f64::exp2), |x| map_f64(x, f64::exp), |y| map_f64(y, f64::tanh));
 
-impl Pow2 for Lanes<f32> {
+impl Pow2 for FourLanes<f32> {
     #[inline(always)]
     unsafe fn pow2(p: Self, t: Self) -> Self {
         Self(core::array::from_fn(|i| f32::from_bits(p.0[i].to_bits().wrapping_add(t.0[i].to_bits() << 23))))

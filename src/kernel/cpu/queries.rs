@@ -10,9 +10,9 @@ use super::engine::{Dense, Engine};
 use super::job::{Job, Machine};
 use super::panel::{any_non_finite, to_rows};
 use super::product::{Gemm, Skip, Store};
-use super::row_blocks::{Unit, Units, readers};
+use super::row_blocks::{RowUnit, RowUnits, readers};
 use super::simd::{Real, Vector};
-use super::stream::{KeyTile, Stream};
+use super::stream::{KeyStream, KeyTile};
 use super::tile::{Cover, Lanes, Scoring, at, product};
 use crate::call::AttendBackward;
 use core::marker::PhantomData;
@@ -26,7 +26,7 @@ pub(super) struct Queries<'a, A> {
     pub sums: PhantomData<A>,
 }
 
-struct Tiles<'a, A> {
+struct QueryTiles<'a, A> {
     lanes: Lanes<'a, A>,
     /// From one row of k, and of v, to the next.
     ldk: usize,
@@ -67,7 +67,7 @@ impl<A: Real> Queries<'_, A> {
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let mut arena = Arena(lines);
         let panel = 2 * V::W;
-        let mut tiles = Tiles {
+        let mut tiles = QueryTiles {
             ldk: Dense::<V>::row(d),
             ldv: Dense::<V>::row(dv),
             lanes: Lanes::new(&mut arena, LANES_BACK),
@@ -83,7 +83,7 @@ impl<A: Real> Queries<'_, A> {
             rows: arena.zeros(V::W * d.max(dv)),
         };
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
-        let mut units = Units::new(c.ranges.q, LANES_BACK, &c.k);
+        let mut units = RowUnits::new(c.ranges.q, LANES_BACK, &c.k);
         while let Some(unit) = units.next(next) {
             let heads = readers(&c.heads, unit.kv, c.q.heads);
             let share = (LANES_BACK as u32 / unit.rows).max(1);
@@ -104,9 +104,9 @@ impl<A: Real> Queries<'_, A> {
     #[inline(always)]
     unsafe fn unit<V: Vector<T = A>>(
         &self,
-        t: &mut Tiles<A>,
+        t: &mut QueryTiles<A>,
         scoring: &Scoring<A>,
-        unit: &Unit,
+        unit: &RowUnit,
         heads: core::ops::Range<u32>,
     ) {
         let c = self.call;
@@ -128,7 +128,7 @@ impl<A: Real> Queries<'_, A> {
         t.part[..size].fill(A::ZERO);
         t.total[..size].fill(A::ZERO);
         let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
-        let mut stream = Stream::new(c.ranges.k, pairs, lo, hi);
+        let mut stream = KeyStream::new(c.ranges.k, pairs, lo, hi);
         let mut run = Flush::new(c.aligned);
         while t.keys.next(&mut stream, c.aligned, false) {
             // SAFETY: the ranges' rows and the kv head are within k and v (checked).

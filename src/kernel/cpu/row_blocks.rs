@@ -11,7 +11,7 @@ use crate::call::{Attend, HeadMap, QRange, RawTensor};
 use core::sync::atomic::{AtomicUsize, Ordering};
 
 /// Walks the units of a call in order, and stops at those that the counter hands out.
-pub(super) struct Units<'a> {
+pub(super) struct RowUnits<'a> {
     q: &'a [QRange],
     rows: u32,
     kv_heads: u32,
@@ -23,14 +23,14 @@ pub(super) struct Units<'a> {
 }
 
 /// Some rows of one q range, with one kv head.
-pub(super) struct Unit {
+pub(super) struct RowUnit {
     pub range: usize,
     pub first: u32,
     pub rows: u32,
     pub kv: u32,
 }
 
-impl<'a> Units<'a> {
+impl<'a> RowUnits<'a> {
     /// Of `rows` rows. Where heads lie side by side in memory, units of the same rows follow each other: they read the
     /// same pages.
     pub(super) fn new(q: &'a [QRange], rows: usize, k: &RawTensor) -> Self {
@@ -38,7 +38,7 @@ impl<'a> Units<'a> {
         Self { q, rows: rows as u32, kv_heads: k.heads, heads_first, range: 0, base: 0 }
     }
 
-    pub(super) fn next(&mut self, counter: &AtomicUsize) -> Option<Unit> {
+    pub(super) fn next(&mut self, counter: &AtomicUsize) -> Option<RowUnit> {
         let unit = counter.fetch_add(1, Ordering::Relaxed);
         while let Some(q) = self.q.get(self.range) {
             let blocks = q.range.len.div_ceil(self.rows) as usize;
@@ -51,7 +51,7 @@ impl<'a> Units<'a> {
                 let block = blocks - 1 - block;
                 let first = block as u32 * self.rows;
                 let rows = self.rows.min(q.range.len - first);
-                return Some(Unit { range: self.range, first, rows, kv: kv as u32 });
+                return Some(RowUnit { range: self.range, first, rows, kv: kv as u32 });
             }
             self.base += units;
             self.range += 1;

@@ -195,7 +195,7 @@ pub(super) unsafe fn map_f64<V: Vector<T = f64>>(x: V, f: impl Fn(f64) -> f64) -
 
 #[cfg(test)]
 mod tests {
-    use super::super::portable::Lanes;
+    use super::super::portable::FourLanes;
     use super::*;
 
     fn ulps(x: f32, y: f64) -> f64 {
@@ -266,7 +266,7 @@ mod tests {
             expected.iter_mut().zip(numbers).for_each(|(y, x)| *y = f64::from(x).exp2());
             // SAFETY: arrays are always there, and the others are asked for.
             unsafe {
-                worst[0] = worst[0].max(worst_exp2::<Lanes<f32>>(&numbers, &expected));
+                worst[0] = worst[0].max(worst_exp2::<FourLanes<f32>>(&numbers, &expected));
                 #[cfg(target_arch = "x86_64")]
                 {
                     if super::super::x86::has_avx2() {
@@ -285,7 +285,7 @@ mod tests {
     fn exp_and_tanh_of_every_instruction_set() {
         // SAFETY: arrays are always there, and the others are asked for.
         unsafe {
-            check::<Lanes<f32>>();
+            check::<FourLanes<f32>>();
             #[cfg(target_arch = "x86_64")]
             {
                 if super::super::x86::has_avx2() {

@@ -22,7 +22,7 @@ use core::ops::Range as Span;
 pub(super) const BLOCK: usize = 32;
 
 /// Some rows of one range, on their way into a tile.
-pub(super) struct Run {
+pub(super) struct TileRun {
     /// Where in the tile.
     slot: usize,
     /// Index of the range.
@@ -45,7 +45,7 @@ enum Rest<'a> {
 }
 
 /// The keys that some q rows attend to: k ranges in order, cut to the positions `lo..=hi`.
-pub(super) struct Stream<'a> {
+pub(super) struct KeyStream<'a> {
     k: &'a [Range],
     rest: Rest<'a>,
     /// Index of the range in hand.
@@ -57,7 +57,7 @@ pub(super) struct Stream<'a> {
     hi: i64,
 }
 
-impl<'a> Stream<'a> {
+impl<'a> KeyStream<'a> {
     pub(super) fn new(k: &'a [Range], pairs: &'a [u32], lo: i64, hi: i64) -> Self {
         Self { k, rest: Rest::Pairs(pairs), index: 0, current: Range::plain(0, 0, 0, 0), at: 0, stop: 0, lo, hi }
     }
@@ -112,7 +112,7 @@ impl<'a> Stream<'a> {
 
     /// Hands the rows of the next tile to `run`, and returns their number and the base of their positions.
     #[inline(always)]
-    pub(super) fn fill(&mut self, aligned: bool, mut run: impl FnMut(Run)) -> (usize, i64) {
+    pub(super) fn fill(&mut self, aligned: bool, mut run: impl FnMut(TileRun)) -> (usize, i64) {
         let (mut n, mut base, keys) = (0, 0, KEYS as i64);
         let mut last = i64::MIN;
         loop {
@@ -129,7 +129,7 @@ impl<'a> Stream<'a> {
             }
             let near = self.current.rows_before(end).min(self.stop) - self.at;
             let take = near.min((KEYS - n) as u32);
-            run(Run { slot: n, index: self.index, range: self.current, first: self.at, count: take, base });
+            run(TileRun { slot: n, index: self.index, range: self.current, first: self.at, count: take, base });
             self.at += take;
             last = self.current.position(self.at - 1);
             n += take as usize;
@@ -143,7 +143,7 @@ impl<'a> Stream<'a> {
 
 /// Where [`BLOCK`] slots of a tile stand.
 #[derive(Clone, Copy)]
-pub(super) struct Block {
+pub(super) struct KeyBlock {
     pub min: i64,
     pub max: i64,
     /// Every slot has a key.
@@ -163,7 +163,7 @@ pub(super) struct Slots<'a, A> {
     pub base: i64,
     pub min: i64,
     pub max: i64,
-    pub blocks: [Block; KEYS / BLOCK],
+    pub blocks: [KeyBlock; KEYS / BLOCK],
 }
 
 /// A tile of keys: k and v as their products want them, and where each key stands.
@@ -183,13 +183,13 @@ impl<'a, A: Real> Slots<'a, A> {
             base: 0,
             min: 0,
             max: 0,
-            blocks: [Block { min: 0, max: 0, full: false }; KEYS / BLOCK],
+            blocks: [KeyBlock { min: 0, max: 0, full: false }; KEYS / BLOCK],
         }
     }
 
     /// Takes the next tile of the stream; false when there is none. An aligned tile may be `placed` by position.
     #[inline(always)]
-    pub(super) fn next(&mut self, stream: &mut Stream, aligned: bool, placed: bool) -> bool {
+    pub(super) fn next(&mut self, stream: &mut KeyStream, aligned: bool, placed: bool) -> bool {
         debug_assert!(aligned || !placed, "positions of a tile that is not aligned need not grow");
         self.min = i64::MAX;
         self.max = i64::MIN;
@@ -245,13 +245,13 @@ impl<'a, A: Real> Slots<'a, A> {
     #[inline(always)]
     pub(super) fn find_blocks(&mut self) {
         for (block, rel) in self.blocks.iter_mut().zip(self.rel[..self.n.next_multiple_of(BLOCK)].chunks(BLOCK)) {
-            *block = Block::of(rel, self.base);
+            *block = KeyBlock::of(rel, self.base);
         }
-        self.blocks[self.n.div_ceil(BLOCK)..].fill(Block::EMPTY);
+        self.blocks[self.n.div_ceil(BLOCK)..].fill(KeyBlock::EMPTY);
     }
 }
 
-impl Block {
+impl KeyBlock {
     pub(super) const EMPTY: Self = Self { min: i64::MAX, max: i64::MIN, full: false };
 
     /// Of keys at these positions, infinite where there is none, relative to a base.

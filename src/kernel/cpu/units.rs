@@ -4,7 +4,7 @@
 
 use super::isa::Isa;
 use super::keys::Documents;
-use super::row_blocks::{Units, lanes, readers, unit_rows};
+use super::row_blocks::{RowUnits, lanes, readers, unit_rows};
 #[cfg(target_arch = "x86_64")]
 use super::{arena::KEYS, tiled};
 use crate::call::{Attend, AttendBackward, Range, Score};
@@ -37,7 +37,7 @@ pub fn forward_units(call: &Attend, isa: Isa, workers: usize) -> Vec<WorkUnit> {
     let next = AtomicUsize::new(0);
     let ranges = &call.ranges;
     let lanes = lanes(call, isa, workers.max(1));
-    let mut units = Units::new(ranges.q, unit_rows(lanes, &call.heads, call.q.heads), &call.k);
+    let mut units = RowUnits::new(ranges.q, unit_rows(lanes, &call.heads, call.q.heads), &call.k);
     core::iter::from_fn(|| units.next(&next))
         .map(|unit| {
             let q = &ranges.q[unit.range];
@@ -70,7 +70,7 @@ pub fn backward_units(call: &AttendBackward, isa: Isa) -> Vec<WorkUnit> {
     };
     #[cfg(target_arch = "x86_64")]
     if isa.is_rounding(call.q.dtype) {
-        let mut units = tiled::Units::new(k, kv_heads);
+        let mut units = tiled::KeyUnits::new(k, kv_heads);
         let each = (tiled::SUPER * KEYS) as u64;
         return core::iter::from_fn(|| units.next(&next))
             .map(|unit| {

@@ -4,12 +4,12 @@
 use super::check::{self, Checker, Expected};
 use super::fused::heads;
 use super::launch::{Launch, Launches, items};
-use super::metadata::{self, Metadata, Tiles};
+use super::metadata::{self, Metadata, TileRows};
 use super::metadata_buffer::{MetadataBuffer, Part, padded};
-use super::params::{Backward, Forward, Heads, SCORE_GENERAL, SCORE_SOFTCAP, Score, Tensor};
+use super::params::{BackwardParams, ForwardParams, HeadParams, SCORE_GENERAL, SCORE_SOFTCAP, ScoreParams, Tensor};
 use super::staging::Staging;
-use super::{Cuda, Stream, dq_semaphore, find, hopper_calls};
-use crate::call::{Attend, AttendBackward, Gradients, HeadMap, RawTensor};
+use super::{Cuda, dq_semaphore, find, hopper_calls};
+use crate::call::{Attend, AttendBackward, Gradients, HeadMap, RawStream, RawTensor};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use alloc::format;
@@ -24,7 +24,7 @@ impl Cuda {
         let (_, at, shape) = find(call.q.dtype, call.q.dim, call.v.dim)?;
         let rows = shape.forward.rows;
         let other = if self.hopper { hopper_calls::work_bytes(call, at, rows) } else { 0 };
-        let tiles = Tiles { queries: rows, keys: 0 };
+        let tiles = TileRows { queries: rows, keys: 0 };
         Ok(metadata::bytes(&call.ranges, tiles) + other + padded(size_of::<u32>()))
     }
 
@@ -51,7 +51,7 @@ impl Cuda {
     /// valid device memory in every tensor: for reads in q, k, v, slopes and sinks, for writes too in running,
     /// running_lse, o and lse, which overlap nothing (but running_lse may be lse) and which nobody else
     /// accesses meanwhile.
-    pub unsafe fn attend(&self, call: &Attend, staging: &mut Staging, stream: Stream) -> Result<()> {
+    pub unsafe fn attend(&self, call: &Attend, staging: &mut Staging, stream: RawStream) -> Result<()> {
         // SAFETY: the launches read and write what the caller promised, and metadata in the ring.
         unsafe { self.launch(staging, stream, |ring| self.attend_launches(call, ring)) }
     }
@@ -79,7 +79,7 @@ impl Cuda {
             needs_running |= q.mode.continues() || !q.mode.finishes();
             needs_o |= q.mode.finishes();
         }
-        let mut params = Forward {
+        let mut params = ForwardParams {
             q: inputs.q,
             k: inputs.k,
             v: inputs.v,
@@ -111,7 +111,7 @@ impl Cuda {
             let forward = self.attention(&mut kernels, element, shape)?.forward;
             (forward, self.load_hopper(&mut kernels.hopper, element, shape)?)
         };
-        let tiles = Tiles { queries: s.forward.rows, keys: 0 };
+        let tiles = TileRows { queries: s.forward.rows, keys: 0 };
         let (mut writer, scratch) = buffer.begin(self.attend_bytes(call)?)?;
         let lists = metadata::write(scratch, &mut writer, &call.ranges, tiles, window);
         params.heads.items = items(lists.query_tiles, q_heads)?;
@@ -143,7 +143,12 @@ impl Cuda {
     ///
     /// # Safety
     /// As [`Cuda::attend`], with dq, dk and dv in the place of o.
-    pub unsafe fn attend_backward(&self, call: &AttendBackward, staging: &mut Staging, stream: Stream) -> Result<()> {
+    pub unsafe fn attend_backward(
+        &self,
+        call: &AttendBackward,
+        staging: &mut Staging,
+        stream: RawStream,
+    ) -> Result<()> {
         // SAFETY: as in `attend`.
         unsafe { self.launch(staging, stream, |ring| self.attend_backward_launches(call, ring)) }
     }
@@ -170,7 +175,7 @@ impl Cuda {
         let wants_queries = call.gradients != Gradients::Keys && call.ranges.q.iter().any(|q| q.range.len > 0);
         let wants_keys = call.gradients != Gradients::Queries && call.ranges.k.iter().any(|k| k.len > 0);
         let reads = wants_queries || call.ranges.q.iter().any(|q| q.range.len > 0);
-        let mut params = Backward {
+        let mut params = BackwardParams {
             q: inputs.q,
             k: inputs.k,
             v: inputs.v,
@@ -240,8 +245,8 @@ impl Cuda {
     }
 }
 
-fn backward_tiles(gradients: Gradients, shape: &super::Shape) -> Tiles {
-    Tiles {
+fn backward_tiles(gradients: Gradients, shape: &super::Shape) -> TileRows {
+    TileRows {
         queries: if gradients == Gradients::Keys { 0 } else { shape.queries.rows },
         keys: if gradients == Gradients::Queries { 0 } else { shape.keys.rows },
     }
@@ -281,12 +286,12 @@ fn rows_fit<'a>(name: &str, t: &RawTensor, ranges: impl Iterator<Item = &'a crat
     Ok(())
 }
 
-fn score(s: &crate::call::Score, window: (i64, i64), slopes: bool) -> Score {
+fn score(s: &crate::call::Score, window: (i64, i64), slopes: bool) -> ScoreParams {
     let capped = s.softcap > 0.0;
     let scale_log2 = s.scale * LOG2_E;
     // The plain score multiplies a masked -inf by the scale, which must not have become 0 in f32.
     let general = capped || slopes || scale_log2 < f64::from(f32::MIN_POSITIVE);
-    Score {
+    ScoreParams {
         left: window.0,
         right: window.1,
         exp_scale: if general { 1.0 } else { scale_log2 as f32 },
@@ -303,7 +308,7 @@ struct Inputs {
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    heads: Heads,
+    heads: HeadParams,
 }
 
 impl Inputs {
@@ -315,7 +320,7 @@ impl Inputs {
             q: checker.needed("q", q, of_q)?,
             k: checker.needed("k", k, of_k)?,
             v: checker.needed("v", v, Expected { dim: v.dim, ..of_k })?,
-            heads: Heads {
+            heads: HeadParams {
                 q_heads: q.heads,
                 kv_heads: k.heads,
                 q_offset: map.q_offset,

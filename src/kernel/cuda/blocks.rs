@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The launches that only move memory: transforms, delta, finish, merge.
 
+use super::Cuda;
 use super::attention::lse_words;
 use super::bases::{self, Place};
 use super::check::{self, Checker, Expected};
@@ -9,8 +10,7 @@ use super::metadata::run;
 use super::metadata_buffer::{MetadataBuffer, Part, Places, padded};
 use super::params;
 use super::staging::Staging;
-use super::{Cuda, Stream};
-use crate::call::{Delta, Finish, Merge, RawTensor, Transform};
+use crate::call::{Delta, Finish, Merge, RawStream, RawTensor, Transform};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use alloc::format;
@@ -46,7 +46,7 @@ impl Cuda {
     /// The stream is of the device's primary context. When the launch runs, in stream order, sources are valid for
     /// reads and blocks for writes; blocks overlap no other block and no source, but for a first source that is the
     /// block itself, and nothing else accesses them.
-    pub unsafe fn transform(&self, call: &Transform, staging: &mut Staging, stream: Stream) -> Result<()> {
+    pub unsafe fn transform(&self, call: &Transform, staging: &mut Staging, stream: RawStream) -> Result<()> {
         // SAFETY: the launch reads and writes what the caller promised, and metadata in the ring.
         unsafe { self.launch(staging, stream, |ring| self.transform_launches(call, ring)) }
     }
@@ -127,7 +127,7 @@ impl Cuda {
         }
         let mut launches = Launches::default();
         if count > 0 {
-            let params = params::Transform {
+            let params = params::TransformParams {
                 blocks: blocks_at,
                 sources: sources_at,
                 tiles,
@@ -148,7 +148,7 @@ impl Cuda {
     ///
     /// # Safety
     /// As [`Cuda::attend`]: o and d_o are valid for reads, delta for writes, and delta overlaps neither.
-    pub unsafe fn delta(&self, call: &Delta, stream: Stream) -> Result<()> {
+    pub unsafe fn delta(&self, call: &Delta, stream: RawStream) -> Result<()> {
         let _entered = self.enter()?;
         let Some(launch) = self.delta_launch(call, self.memory_checker())? else { return Ok(()) };
         // SAFETY: the tensors are valid and apart when the launch runs, the stream is of this context (the contract of
@@ -167,7 +167,7 @@ impl Cuda {
             }
         }
         let lanes = (call.o.dim / 8).next_power_of_two();
-        let params = params::Delta {
+        let params = params::DeltaParams {
             o: checker.needed("o", &call.o, like)?,
             d_o: checker.needed("d_o", &call.d_o, like)?,
             delta: checker.needed("delta", &call.delta, Expected { dim: 1, dtype: Dtype::F32, align: 4, ..like })?,
@@ -192,7 +192,7 @@ impl Cuda {
     ///
     /// # Safety
     /// As [`Cuda::attend`]: the rows of o and lse are valid for writes, sinks for reads.
-    pub unsafe fn finish(&self, call: &Finish, staging: &mut Staging, stream: Stream) -> Result<()> {
+    pub unsafe fn finish(&self, call: &Finish, staging: &mut Staging, stream: RawStream) -> Result<()> {
         // SAFETY: the launch reads and writes what the caller promised, and metadata in the ring.
         unsafe { self.launch(staging, stream, |ring| self.finish_launches(call, ring)) }
     }
@@ -203,7 +203,7 @@ impl Cuda {
         check::dim("o.dim", call.o.dim, 256)?;
         let o = Expected { heads: call.o.heads, dim: call.o.dim, dtype: call.o.dtype, align: 16 };
         let f32s = Expected { dim: 1, dtype: Dtype::F32, align: 4, ..o };
-        let mut params = params::Finish {
+        let mut params = params::FinishParams {
             o: checker.needed("o", &call.o, o)?,
             lse: checker.needed("lse", &call.lse, f32s)?,
             sinks: checker.per_head("sinks", &call.sinks, call.o.heads)?,
@@ -256,7 +256,7 @@ impl Cuda {
     ///
     /// # Safety
     /// As [`Cuda::attend`]: o and lse are valid for reads and writes, the others for reads, and nothing overlaps.
-    pub unsafe fn merge(&self, call: &Merge, stream: Stream) -> Result<()> {
+    pub unsafe fn merge(&self, call: &Merge, stream: RawStream) -> Result<()> {
         let checker = self.memory_checker();
         if !call.o.dim.is_multiple_of(4) {
             return Err(Error::unsupported(format!("o.dim {}", call.o.dim), "multiples of 4", "pad with zeros"));
@@ -268,7 +268,7 @@ impl Cuda {
                 return Err(Error::invalid(format!("{name}.tokens"), t.tokens, call.o.tokens));
             }
         }
-        let params = params::Merge {
+        let params = params::MergeParams {
             o: checker.needed("o", &call.o, o)?,
             lse: checker.needed("lse", &call.lse, lse(&call.lse))?,
             with_o: checker.needed("with_o", &call.with_o, o)?,

@@ -12,7 +12,7 @@
 //! the longest tiles come first. That is a merge of lists by the cost of their heads, or, the same, a sort by the least
 //! cost on the way to each tile.
 
-use super::metadata::{Tiles, cut, invert, key_cost, ring_steps, run, work};
+use super::metadata::{TileRows, cut, invert, key_cost, ring_steps, run, work};
 use super::metadata_buffer::{SortBuffers, Writer, padded};
 use super::params::{Run, WORK_ZERO, Work};
 use crate::call::{Mode, Range, Ranges};
@@ -47,7 +47,7 @@ fn tiles_of(len: u32, rows: u32) -> usize {
 }
 
 /// Bytes of the metadata and words, at most, for a call that has so many heads of q and of dk.
-pub(super) fn bytes(ranges: &Ranges, tiles: Tiles, (q_heads, key_heads): (u32, u32)) -> usize {
+pub(super) fn bytes(ranges: &Ranges, tiles: TileRows, (q_heads, key_heads): (u32, u32)) -> usize {
     let query_tiles: usize = ranges.q.iter().map(|q| tiles_of(q.range.len, tiles.queries)).sum();
     let key_tiles: usize = ranges.k.iter().map(|k| tiles_of(k.len, tiles.keys)).sum();
     padded(ranges.q.len() * size_of::<Run>())
@@ -70,7 +70,7 @@ fn tiles_met(range: &Range, low: i64, high: i64, rows: u32) -> core::ops::Range<
 }
 
 /// Whether any key tile meets the q rows at positions `first..=last`.
-fn is_met(ranges: &Ranges, pairs: &[u32], tiles: Tiles, (left, right): (i64, i64), first: i64, last: i64) -> bool {
+fn is_met(ranges: &Ranges, pairs: &[u32], tiles: TileRows, (left, right): (i64, i64), first: i64, last: i64) -> bool {
     pairs.iter().any(|&k| !tiles_met(&ranges.k[k as usize], first - left, last + right, tiles.keys).is_empty())
 }
 
@@ -79,7 +79,7 @@ pub(super) fn write(
     scratch: &mut SortBuffers,
     writer: &mut Writer<'_>,
     ranges: &Ranges,
-    tiles: Tiles,
+    tiles: TileRows,
     window: (i64, i64),
     (q_heads, key_heads): (u32, u32),
 ) -> DqSemaphore {
@@ -138,7 +138,7 @@ fn order(
     components: &mut Vec<(u32, u64)>,
     ranges: &Ranges,
     (runs, inverse): (&[Run], &[u32]),
-    tiles: Tiles,
+    tiles: TileRows,
     window: (i64, i64),
 ) {
     join(components, ranges);
@@ -266,7 +266,7 @@ mod tests {
     fn predecessor(
         ranges: &Ranges,
         before: &[u32],
-        tiles: Tiles,
+        tiles: TileRows,
         (left, right): (i64, i64),
         (q, i): (usize, u32),
         (k, t): (u32, u32),
@@ -295,7 +295,7 @@ mod tests {
         let mut dice = Dice(fastrand::Rng::with_seed(2));
         let (mut waits, mut leads, mut zeros) = (0, 0, 0);
         for _ in 0..3000 {
-            let tiles = Tiles { queries: 1 + dice.below(12) as u32, keys: 1 + dice.below(12) as u32 };
+            let tiles = TileRows { queries: 1 + dice.below(12) as u32, keys: 1 + dice.below(12) as u32 };
             let k: Vec<Range> = (0..1 + dice.below(6)).map(|_| dice.range()).collect();
             let (mut q, mut pairs) = (vec![], vec![]);
             for _ in 0..1 + dice.below(5) {
@@ -364,7 +364,7 @@ mod tests {
             mode: Mode::Only,
         });
         let ranges = Ranges { q: &q, k: &k, pairs: &[0, 1, 2] };
-        let tiles = Tiles { queries: 1, keys: 1 };
+        let tiles = TileRows { queries: 1, keys: 1 };
         let mut runs: Vec<Run> = k.iter().map(|k| run(k, 0, 0, 0)).collect();
         let mut inverse = vec![0; 3];
         invert(&ranges, &mut runs, &mut inverse);

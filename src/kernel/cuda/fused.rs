@@ -3,9 +3,9 @@
 
 use super::dq_semaphore::{self, DqSemaphore};
 use super::launch::{Launch, Launches, items};
-use super::metadata::Tiles;
+use super::metadata::TileRows;
 use super::metadata_buffer::{MetadataBuffer, Part};
-use super::params::{Backward, Fused as Params};
+use super::params::{BackwardParams, FusedParams as Params};
 use super::ready::Ready;
 use super::{Cuda, shapes};
 use crate::call::AttendBackward;
@@ -28,8 +28,8 @@ fn split(group: u32, items: u32, wanted: u32) -> (u32, u32) {
 }
 
 impl shapes::Fused {
-    pub(super) const fn tiles(self) -> Tiles {
-        Tiles { queries: self.queries, keys: self.launch.rows }
+    pub(super) const fn tiles(self) -> TileRows {
+        TileRows { queries: self.queries, keys: self.launch.rows }
     }
 }
 
@@ -40,7 +40,7 @@ impl Cuda {
         call: &AttendBackward,
         kernel: Ready,
         fused: shapes::Fused,
-        mut params: Backward,
+        mut params: BackwardParams,
         window: (i64, i64),
         buffer: &mut impl MetadataBuffer,
     ) -> Result<(Part, Launches)> {

@@ -8,7 +8,7 @@
 //! and strides of 0, tensors of 2^31 rows, addresses too close to 0.
 
 use super::driver::{Module, sys};
-use super::params::{Forward, Parameters, Tensor};
+use super::params::{ForwardParams, Parameters, Tensor};
 use super::ready::Ready;
 use super::shapes::{SHAPES, Shaped};
 use super::shared_tiles::SharedTiles;
@@ -56,7 +56,7 @@ pub(super) fn other_rows(shape: usize, rows: u32) -> Option<u32> {
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
 pub(super) struct Params {
-    pub call: Forward,
+    pub call: ForwardParams,
     /// A word that is 0 when the launch begins.
     pub tickets: u64,
     /// The tiles of this kernel, which may be others than those of `call`.
@@ -69,12 +69,12 @@ pub(super) struct Params {
 }
 
 impl Parameters for Params {
-    const TENSORS: &'static [usize] = Forward::TENSORS;
+    const TENSORS: &'static [usize] = ForwardParams::TENSORS;
     const LISTS: &'static [usize] = &[
-        offset_of!(Forward, queries),
-        offset_of!(Forward, keys),
-        offset_of!(Forward, partners),
-        offset_of!(Forward, work),
+        offset_of!(ForwardParams, queries),
+        offset_of!(ForwardParams, keys),
+        offset_of!(ForwardParams, partners),
+        offset_of!(ForwardParams, work),
         offset_of!(Params, tickets),
         offset_of!(Params, work),
         offset_of!(Params, shared) + offset_of!(SharedTiles, work),
@@ -101,7 +101,7 @@ pub(super) struct Maps {
 
 /// Loaded kernels, by element type and shape.
 #[derive(Debug, Default)]
-pub(super) struct Kernels(pub [[Option<Kernel>; SHAPES.len()]; 2]);
+pub(super) struct LoadedForward(pub [[Option<Kernel>; SHAPES.len()]; 2]);
 
 #[derive(Debug)]
 pub(super) struct Kernel {

@@ -2,9 +2,9 @@
 //! Calls of the kernels for `sm_90a`: loading them, and what a launch is made of.
 
 use super::Cuda;
-use super::hopper::{FORWARD, Hopper, Kernel, Kernels, MapShape, Params, other_rows, section};
+use super::hopper::{FORWARD, Hopper, Kernel, LoadedForward, MapShape, Params, other_rows, section};
 use super::metadata_buffer::{SortBuffers, Writer};
-use super::params::Forward;
+use super::params::ForwardParams;
 use super::ready::{ELEMENTS, Ready};
 use super::shapes::SHAPES;
 use super::shared_tiles::{Sharing, Split};
@@ -52,7 +52,12 @@ fn longest<'a>(ranges: impl Iterator<Item = &'a Range>) -> u32 {
 
 impl Cuda {
     /// Loads the kernel of an element type and shape, where there is one and the device runs it.
-    pub(super) fn load_hopper(&self, kernels: &mut Kernels, element: usize, shape: usize) -> Result<Option<Ready>> {
+    pub(super) fn load_hopper(
+        &self,
+        kernels: &mut LoadedForward,
+        element: usize,
+        shape: usize,
+    ) -> Result<Option<Ready>> {
         let Some(s) = FORWARD[shape].filter(|s| self.hopper && s.launch.shared <= self.shared_limit) else {
             return Ok(None);
         };
@@ -72,7 +77,7 @@ impl Cuda {
         call: &Attend,
         kernel: Ready,
         shape: usize,
-        params: Forward,
+        params: ForwardParams,
         split: Split,
         tickets: u64,
     ) -> (Params, Hopper) {

@@ -1,32 +1,33 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Launches that stay with a plan: made once, their scheduler metadata on the device, run any number of times.
 //!
-//! A [`Recorder`] takes the calls of a plan, with symbols for addresses ([`bases`](super::bases)), and makes their launches
-//! and metadata. [`Recorder::keep`] puts all metadata into one block of device memory. What is left for a run is to write the
-//! addresses of its bases into the parameters, to clear the words that a launch counts in, and to launch.
+//! A [`LaunchRecorder`] takes the calls of a plan, with symbols for addresses ([`bases`](super::bases)), and makes
+//! their launches and metadata. [`LaunchRecorder::keep`] puts all metadata into one block of device memory. What is
+//! left for a run is to write the addresses of its bases into the parameters, to clear the words that a launch counts
+//! in, and to launch.
 //!
 //! All launches that count do so in the same words, one after the other: they are those of one stream.
 
+use super::Cuda;
 use super::bases::{BaseShapes, Bases, Meaning, Place, list_symbol, meaning, words_symbol};
 use super::driver::call;
 use super::launch::{Launch, Launches};
 use super::memory::DeviceMemory;
 use super::metadata_buffer::{MetadataBuffer, Part, Places, SortBuffers, Writer, padded};
 use super::params::Tensor;
-use super::{Cuda, Stream};
-use crate::call::{Attend, AttendBackward, Delta, RawTensor, SinkGradient, Transform};
+use crate::call::{Attend, AttendBackward, Delta, RawStream, RawTensor, SinkGradient, Transform};
 use crate::element::Dtype;
 use crate::error::Result;
 use alloc::vec::Vec;
 
 /// Memory that arrays of any metadata can begin in.
-type Unit = u128;
+type MetadataUnit = u128;
 
 /// Makes the launches of calls.
-pub(crate) struct Recorder<'a> {
+pub(crate) struct LaunchRecorder<'a> {
     cuda: &'a Cuda,
     shapes: BaseShapes,
-    lists: Vec<Unit>,
+    lists: Vec<MetadataUnit>,
     /// Bytes of `lists` that are used.
     used: usize,
     /// Bytes of the words of the launch that has the most.
@@ -58,11 +59,11 @@ pub(crate) struct KeptLaunches {
     must_align: u32,
 }
 
-impl MetadataBuffer for Recorder<'_> {
+impl MetadataBuffer for LaunchRecorder<'_> {
     fn begin(&mut self, bytes: usize) -> Result<(Writer<'_>, &mut SortBuffers)> {
         let bytes = padded(bytes);
-        self.lists.resize((self.used + bytes).div_ceil(size_of::<Unit>()), 0);
-        let memory = &mut bytemuck::cast_slice_mut::<Unit, u8>(&mut self.lists)[self.used..][..bytes];
+        self.lists.resize((self.used + bytes).div_ceil(size_of::<MetadataUnit>()), 0);
+        let memory = &mut bytemuck::cast_slice_mut::<MetadataUnit, u8>(&mut self.lists)[self.used..][..bytes];
         Ok((Writer::new(memory, self.used, list_symbol(self.used), Some(words_symbol())), &mut self.scratch))
     }
 
@@ -77,7 +78,7 @@ impl MetadataBuffer for Recorder<'_> {
     }
 }
 
-impl<'a> Recorder<'a> {
+impl<'a> LaunchRecorder<'a> {
     pub(crate) fn new(cuda: &'a Cuda, shapes: BaseShapes) -> Self {
         Self {
             cuda,
@@ -111,8 +112,8 @@ impl<'a> Recorder<'a> {
         let at = self.used;
         let bytes: &[u8] = bytemuck::cast_slice(values);
         self.used += padded(bytes.len());
-        self.lists.resize(self.used.div_ceil(size_of::<Unit>()), 0);
-        bytemuck::cast_slice_mut::<Unit, u8>(&mut self.lists)[at..][..bytes.len()].copy_from_slice(bytes);
+        self.lists.resize(self.used.div_ceil(size_of::<MetadataUnit>()), 0);
+        bytemuck::cast_slice_mut::<MetadataUnit, u8>(&mut self.lists)[at..][..bytes.len()].copy_from_slice(bytes);
         let ptr = core::ptr::without_provenance_mut(list_symbol(at) as usize);
         RawTensor::compact(ptr, Dtype::F32, 1, values.len() as u32, 1)
     }
@@ -232,7 +233,7 @@ impl KeptLaunches {
     /// The bases were set, to memory that is as the call of this launch needs it when the launch runs, in stream order, for
     /// tensors of the shapes that were recorded. All launches that count words are put on one stream, and no other run of
     /// the same launches is between. `cuda` is the device that recorded them.
-    pub(crate) unsafe fn start(&self, i: usize, cuda: &Cuda, stream: Stream) -> Result<()> {
+    pub(crate) unsafe fn start(&self, i: usize, cuda: &Cuda, stream: RawStream) -> Result<()> {
         let Kept { launch, words, .. } = &self.launches[i];
         if *words > 0 {
             // SAFETY: `memory` holds the words of every launch behind its metadata; the stream orders the launch behind.

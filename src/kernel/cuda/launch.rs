@@ -5,6 +5,7 @@
 //! launches of all its calls once and keep them ([`kept`](super::kept)); a single call makes its launches and puts them on
 //! a stream at once ([`Cuda::launch`]). Where the metadata of a call is written to is said by [`MetadataBuffer`].
 
+use super::Cuda;
 use super::check::Checker;
 use super::driver::Function;
 use super::hopper::{Hopper, MapShape};
@@ -12,7 +13,7 @@ use super::metadata_buffer::{MetadataBuffer, Part, Places};
 use super::params::{BASES, Parameters, Tensor};
 use super::ready::Ready;
 use super::staging::Staging;
-use super::{Cuda, Stream};
+use crate::call::RawStream;
 use crate::error::{Error, Result};
 use alloc::format;
 
@@ -114,7 +115,7 @@ impl Launch {
     /// # Safety
     /// All addresses in the parameters are those of device memory that is as the kernel expects it when the launch runs,
     /// in stream order; the stream is of the current context, which is that of `cuda`; the kernel's module is loaded.
-    pub unsafe fn start(&self, cuda: &Cuda, stream: Stream) -> Result<()> {
+    pub unsafe fn start(&self, cuda: &Cuda, stream: RawStream) -> Result<()> {
         let map = |shape: MapShape, t| cuda.maps.find(shape, t, || shape.encode(t));
         let hopper = self.hopper.and_then(|hopper| Some((hopper, hopper.maps(self.first_tensors(), map)?)));
         if let Some((Hopper { kernel, items, .. }, maps)) = hopper {
@@ -188,7 +189,7 @@ impl Cuda {
     pub(super) unsafe fn launch(
         &self,
         staging: &mut Staging,
-        stream: Stream,
+        stream: RawStream,
         make: impl FnOnce(&mut Staging) -> Result<(Part, Launches)>,
     ) -> Result<()> {
         let _entered = self.enter()?;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Streams and memory of a device, for what sits on top of the kernels: ranks need a lane and a workspace of their own.
 
+use super::Cuda;
 use super::driver::{Context, check, check_room, sys};
-use super::{Cuda, Stream};
+use crate::call::RawStream;
 use crate::error::{Error, Result};
 use alloc::format;
 use alloc::sync::Arc;
@@ -12,7 +13,7 @@ use core::ptr::null_mut;
 #[derive(Debug)]
 pub(crate) struct OwnStream {
     context: Arc<Context>,
-    handle: Stream,
+    handle: RawStream,
 }
 
 // SAFETY: a handle that the driver accepts on every thread.
@@ -30,7 +31,7 @@ impl OwnStream {
         Ok(Self { context: context.clone(), handle })
     }
 
-    pub(crate) fn handle(&self) -> Stream {
+    pub(crate) fn handle(&self) -> RawStream {
         self.handle
     }
 
@@ -96,7 +97,7 @@ impl Cuda {
     ///
     /// # Errors
     /// [`Error::Device`] when something on the device failed.
-    pub unsafe fn synchronize(&self, stream: Stream) -> Result<()> {
+    pub unsafe fn synchronize(&self, stream: RawStream) -> Result<()> {
         let _entered = self.context().enter()?;
         // SAFETY: the stream is of the device's primary context (the contract of this function).
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) })
@@ -161,7 +162,7 @@ impl Drop for DeviceMemory {
 ///
 /// # Safety
 /// Both are valid for `bytes` bytes when the copy runs, and nothing else writes either.
-pub(crate) unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize, stream: Stream) -> Result<()> {
+pub(crate) unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize, stream: RawStream) -> Result<()> {
     // SAFETY: both are valid for `bytes` bytes when the copy runs (the contract of this function).
     check("cuMemcpyDtoDAsync", unsafe {
         sys::cuMemcpyDtoDAsync_v2(to as usize as u64, from as usize as u64, bytes, stream)

@@ -25,7 +25,7 @@ pub(super) struct Metadata {
 
 /// Rows of a tile, for the kernels that own q rows and those that own keys; 0 where there is none.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Tiles {
+pub(super) struct TileRows {
     pub queries: u32,
     pub keys: u32,
 }
@@ -35,7 +35,7 @@ fn count(lens: impl Iterator<Item = u32>, rows: u32) -> usize {
 }
 
 /// Bytes of the metadata.
-pub(super) fn bytes(ranges: &Ranges, tiles: Tiles) -> usize {
+pub(super) fn bytes(ranges: &Ranges, tiles: TileRows) -> usize {
     let query_tiles = count(ranges.q.iter().map(|q| q.range.len), tiles.queries);
     let key_tiles = count(ranges.k.iter().map(|k| k.len), tiles.keys);
     padded(ranges.q.len() * size_of::<Run>())
@@ -71,7 +71,7 @@ pub(super) fn write(
     scratch: &mut SortBuffers,
     writer: &mut Writer<'_>,
     ranges: &Ranges,
-    tiles: Tiles,
+    tiles: TileRows,
     window: (i64, i64),
 ) -> Metadata {
     let mut lists = Metadata::default();

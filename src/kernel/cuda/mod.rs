@@ -14,7 +14,7 @@
 //! and f32 of any dim and alignment. What a call cannot see is the caller's promise, in its `Safety`: that tensors overlap
 //! nothing ([`tensor::disjoint`](crate::tensor::disjoint) tells), and that memory is as long as it is said to be.
 //!
-//! A [`Stream`] is a `CUstream` or `cudaStream_t` of any binding, cast; null is the legacy default stream. Memory is
+//! A [`RawStream`] is a `CUstream` or `cudaStream_t` of any binding, cast; null is the legacy default stream. Memory is
 //! likewise that of any allocator: [`Cuda::allocate`] is there for programs that have no allocator.
 //!
 //! ```text
@@ -80,9 +80,6 @@ use margins::Margins;
 use shapes::{SHAPES, Shape, Shaped};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// A stream, as the driver knows it; null is the default stream.
-pub type Stream = driver::sys::CUstream;
-
 /// One device with the kernels that were asked for so far.
 #[derive(Debug)]
 pub struct Cuda {
@@ -94,14 +91,14 @@ pub struct Cuda {
     hopper: bool,
     maps: KeptMaps,
     margins: Margins,
-    kernels: Mutex<Kernels>,
+    kernels: Mutex<LoadedKernels>,
 }
 
 /// What was loaded, by element type (f16, bf16) and shape.
 #[derive(Debug, Default)]
-struct Kernels {
+struct LoadedKernels {
     attention: [[Option<Attention>; SHAPES.len()]; 2],
-    hopper: hopper::Kernels,
+    hopper: hopper::LoadedForward,
     blocks: Option<Blocks>,
 }
 
@@ -167,7 +164,7 @@ impl Cuda {
             hopper,
             maps: KeptMaps::new(hopper),
             margins: Margins::default(),
-            kernels: Mutex::new(Kernels::default()),
+            kernels: Mutex::new(LoadedKernels::default()),
         })
     }
 
@@ -232,7 +229,7 @@ impl Cuda {
         self.context.enter()
     }
 
-    fn kernels(&self) -> MutexGuard<'_, Kernels> {
+    fn kernels(&self) -> MutexGuard<'_, LoadedKernels> {
         // A panic while loading leaves an entry empty or whole.
         self.kernels.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -258,7 +255,7 @@ impl Cuda {
         Ok(Ready { function, launch, each })
     }
 
-    fn attention<'a>(&self, kernels: &'a mut Kernels, element: usize, shape: usize) -> Result<&'a mut Attention> {
+    fn attention<'a>(&self, kernels: &'a mut LoadedKernels, element: usize, shape: usize) -> Result<&'a mut Attention> {
         let slot = &mut kernels.attention[element][shape];
         if slot.is_none() {
             let s = &SHAPES[shape];
@@ -283,7 +280,7 @@ impl Cuda {
     }
 
     /// The kernels that make one side's gradients each, loaded if they are not.
-    fn sides<'a>(&self, kernels: &'a mut Kernels, element: usize, shape: usize) -> Result<&'a Sides> {
+    fn sides<'a>(&self, kernels: &'a mut LoadedKernels, element: usize, shape: usize) -> Result<&'a Sides> {
         let attention = self.attention(kernels, element, shape)?;
         if attention.sides.is_none() {
             attention.sides = Some(self.load_sides(element, &SHAPES[shape])?);
@@ -304,7 +301,7 @@ impl Cuda {
         })
     }
 
-    fn blocks<'a>(&self, kernels: &'a mut Kernels) -> Result<&'a Blocks> {
+    fn blocks<'a>(&self, kernels: &'a mut LoadedKernels) -> Result<&'a Blocks> {
         if kernels.blocks.is_none() {
             let module = self.module("transform")?;
             let sinks = self.module("sinks")?;

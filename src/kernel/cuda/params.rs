@@ -67,14 +67,14 @@ pub(super) struct Work {
     pub first: u32,
 }
 
-/// Bits of [`Score::flags`].
+/// Bits of [`ScoreParams::flags`].
 pub(super) const SCORE_GENERAL: u32 = 1;
 pub(super) const SCORE_SOFTCAP: u32 = 2;
 
-/// `Score`.
+/// `ScoreParams`.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
-pub(super) struct Score {
+pub(super) struct ScoreParams {
     pub left: i64,
     pub right: i64,
     pub exp_scale: f32,
@@ -85,10 +85,10 @@ pub(super) struct Score {
     pub flags: u32,
 }
 
-/// `Heads`.
+/// `HeadParams`.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
-pub(super) struct Heads {
+pub(super) struct HeadParams {
     pub q_heads: u32,
     pub kv_heads: u32,
     pub q_offset: u32,
@@ -102,7 +102,7 @@ pub(super) struct Heads {
 /// `ForwardParams`.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
-pub(super) struct Forward {
+pub(super) struct ForwardParams {
     pub q: Tensor,
     pub k: Tensor,
     pub v: Tensor,
@@ -116,8 +116,8 @@ pub(super) struct Forward {
     pub keys: u64,
     pub partners: u64,
     pub work: u64,
-    pub score: Score,
-    pub heads: Heads,
+    pub score: ScoreParams,
+    pub heads: HeadParams,
     pub running_lse_words: u32,
     pub unused: u32,
 }
@@ -125,7 +125,7 @@ pub(super) struct Forward {
 /// `BackwardParams`.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
-pub(super) struct Backward {
+pub(super) struct BackwardParams {
     pub q: Tensor,
     pub k: Tensor,
     pub v: Tensor,
@@ -140,8 +140,8 @@ pub(super) struct Backward {
     pub keys: u64,
     pub partners: u64,
     pub work: u64,
-    pub score: Score,
-    pub heads: Heads,
+    pub score: ScoreParams,
+    pub heads: HeadParams,
     pub per_q_head: u32,
     pub accumulate: u32,
 }
@@ -149,8 +149,8 @@ pub(super) struct Backward {
 /// `FusedParams`.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
-pub(super) struct Fused {
-    pub call: Backward,
+pub(super) struct FusedParams {
+    pub call: BackwardParams,
     pub keys_of: u64,
     pub query_tiles: u64,
     pub key_tiles: u64,
@@ -207,7 +207,7 @@ pub(super) struct TransformSource {
 /// `TransformParams`.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
-pub(super) struct Transform {
+pub(super) struct TransformParams {
     pub blocks: u64,
     pub sources: u64,
     pub tiles: u64,
@@ -219,7 +219,7 @@ pub(super) struct Transform {
 /// `DeltaParams`.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
-pub(super) struct Delta {
+pub(super) struct DeltaParams {
     pub o: Tensor,
     pub d_o: Tensor,
     pub delta: Tensor,
@@ -233,7 +233,7 @@ pub(super) struct Delta {
 /// `FinishParams`.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
-pub(super) struct Finish {
+pub(super) struct FinishParams {
     pub o: Tensor,
     pub lse: Tensor,
     pub sinks: Tensor,
@@ -248,7 +248,7 @@ pub(super) struct Finish {
 /// `MergeParams`.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
-pub(super) struct Merge {
+pub(super) struct MergeParams {
     pub o: Tensor,
     pub lse: Tensor,
     pub with_o: Tensor,
@@ -281,34 +281,34 @@ macro_rules! addresses {
     )*};
 }
 addresses! {
-    Forward {
+    ForwardParams {
         tensors: [q, k, v, running, running_lse, o, lse, slopes, sinks],
         lists: [queries, keys, partners, work]
     }
-    Backward {
+    BackwardParams {
         tensors: [q, k, v, d_o, lse, delta, dq, dk, dv, slopes],
         lists: [queries, keys, partners, work]
     }
-    Delta { tensors: [o, d_o, delta], lists: [] }
-    Finish { tensors: [o, lse, sinks], lists: [runs, work] }
-    Merge { tensors: [o, lse, with_o, with_lse], lists: [] }
+    DeltaParams { tensors: [o, d_o, delta], lists: [] }
+    FinishParams { tensors: [o, lse, sinks], lists: [runs, work] }
+    MergeParams { tensors: [o, lse, with_o, with_lse], lists: [] }
     Sinks { tensors: [lse, delta, sinks, dsinks], lists: [] }
 }
 
-impl Parameters for Fused {
+impl Parameters for FusedParams {
     // The call comes first.
-    const TENSORS: &'static [usize] = Backward::TENSORS;
+    const TENSORS: &'static [usize] = BackwardParams::TENSORS;
     const LISTS: &'static [usize] = &[
-        offset_of!(Backward, queries),
-        offset_of!(Backward, keys),
-        offset_of!(Backward, partners),
-        offset_of!(Backward, work),
-        offset_of!(Fused, keys_of),
-        offset_of!(Fused, query_tiles),
-        offset_of!(Fused, key_tiles),
-        offset_of!(Fused, dq_semaphore),
-        offset_of!(Fused, key_semaphore),
-        offset_of!(Fused, tile_counter),
+        offset_of!(BackwardParams, queries),
+        offset_of!(BackwardParams, keys),
+        offset_of!(BackwardParams, partners),
+        offset_of!(BackwardParams, work),
+        offset_of!(FusedParams, keys_of),
+        offset_of!(FusedParams, query_tiles),
+        offset_of!(FusedParams, key_tiles),
+        offset_of!(FusedParams, dq_semaphore),
+        offset_of!(FusedParams, key_semaphore),
+        offset_of!(FusedParams, tile_counter),
     ];
 }
 
@@ -381,14 +381,14 @@ impl Parameters for Arrived {
     const BASES: Option<usize> = Some(offset_of!(Arrived, bases));
 }
 
-impl Parameters for Transform {
+impl Parameters for TransformParams {
     const TENSORS: &'static [usize] = &[];
-    const LISTS: &'static [usize] = &[offset_of!(Transform, blocks), offset_of!(Transform, sources)];
-    const BASES: Option<usize> = Some(offset_of!(Transform, bases));
+    const LISTS: &'static [usize] = &[offset_of!(TransformParams, blocks), offset_of!(TransformParams, sources)];
+    const BASES: Option<usize> = Some(offset_of!(TransformParams, bases));
 }
 
 const _: () = {
-    assert!(offset_of!(Fused, call) == 0);
+    assert!(offset_of!(FusedParams, call) == 0);
     // What plans say that a device keeps.
     assert!(size_of::<Run>() as u64 == metadata::RUN && size_of::<Work>() as u64 == metadata::WORK);
     assert!(
@@ -400,18 +400,18 @@ const _: () = {
     assert!(size_of::<Tensor>() == 24);
     assert!(size_of::<Run>() == 56);
     assert!(size_of::<Work>() == 8);
-    assert!(size_of::<Score>() == 40);
-    assert!(size_of::<Heads>() == 32);
-    assert!(size_of::<Forward>() == 328);
-    assert!(size_of::<Backward>() == 352);
-    assert!(size_of::<Fused>() == 408);
+    assert!(size_of::<ScoreParams>() == 40);
+    assert!(size_of::<HeadParams>() == 32);
+    assert!(size_of::<ForwardParams>() == 328);
+    assert!(size_of::<BackwardParams>() == 352);
+    assert!(size_of::<FusedParams>() == 408);
     assert!(size_of::<TransformTensor>() == 32);
     assert!(size_of::<TransformBlock>() == 104);
     assert!(size_of::<TransformSource>() == 40);
-    assert!(size_of::<Transform>() == 320);
-    assert!(size_of::<Delta>() == 96);
-    assert!(size_of::<Finish>() == 104);
-    assert!(size_of::<Merge>() == 120);
+    assert!(size_of::<TransformParams>() == 320);
+    assert!(size_of::<DeltaParams>() == 96);
+    assert!(size_of::<FinishParams>() == 104);
+    assert!(size_of::<MergeParams>() == 120);
     assert!(size_of::<BeginRun>() == 32);
     assert!(size_of::<Note>() == 56);
     assert!(size_of::<Arrived>() == 336);
@@ -441,13 +441,17 @@ mod tests {
     #[test]
     fn sizes_are_those_of_the_ptx() {
         for (text, entry, bytes) in [
-            (crate::kernel::cuda::embedded::find("forward_bf16_128"), "cpattn_forward", size_of::<Forward>()),
-            (crate::kernel::cuda::embedded::find("backward_f16_64"), "cpattn_backward_keys", size_of::<Backward>()),
-            (crate::kernel::cuda::embedded::find("fused_bf16_96"), "cpattn_backward_fused", size_of::<Fused>()),
-            (crate::kernel::cuda::embedded::find("transform"), "cpattn_transform", size_of::<Transform>()),
-            (crate::kernel::cuda::embedded::find("transform"), "cpattn_delta", size_of::<Delta>()),
-            (crate::kernel::cuda::embedded::find("transform"), "cpattn_finish", size_of::<Finish>()),
-            (crate::kernel::cuda::embedded::find("transform"), "cpattn_merge", size_of::<Merge>()),
+            (crate::kernel::cuda::embedded::find("forward_bf16_128"), "cpattn_forward", size_of::<ForwardParams>()),
+            (
+                crate::kernel::cuda::embedded::find("backward_f16_64"),
+                "cpattn_backward_keys",
+                size_of::<BackwardParams>(),
+            ),
+            (crate::kernel::cuda::embedded::find("fused_bf16_96"), "cpattn_backward_fused", size_of::<FusedParams>()),
+            (crate::kernel::cuda::embedded::find("transform"), "cpattn_transform", size_of::<TransformParams>()),
+            (crate::kernel::cuda::embedded::find("transform"), "cpattn_delta", size_of::<DeltaParams>()),
+            (crate::kernel::cuda::embedded::find("transform"), "cpattn_finish", size_of::<FinishParams>()),
+            (crate::kernel::cuda::embedded::find("transform"), "cpattn_merge", size_of::<MergeParams>()),
             (crate::kernel::cuda::embedded::find("tags"), "cpattn_begin_run", size_of::<BeginRun>()),
             (crate::kernel::cuda::embedded::find("tags"), "cpattn_arrived", size_of::<Arrived>()),
         ] {

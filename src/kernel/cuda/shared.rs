@@ -4,9 +4,9 @@
 //! Loading kernels takes a driver up to seconds and memory on the device, so ranks and scratches of one process that
 //! ask for the same device get the same one. It lives as long as a caller holds it: the table keeps no device alive.
 
+use super::Cuda;
 use super::driver::Context;
-use super::{Cuda, Stream};
-use crate::call::{RawTensor, Score};
+use crate::call::{RawStream, RawTensor, Score};
 use crate::error::{Error, Result};
 use alloc::sync::{Arc, Weak};
 use alloc::vec::Vec;
@@ -62,7 +62,7 @@ impl Cuda {
     ///
     /// # Safety
     /// The stream is one of the driver's, and was not destroyed.
-    pub unsafe fn accept_stream(&self, stream: Stream) -> Result<()> {
+    pub unsafe fn accept_stream(&self, stream: RawStream) -> Result<()> {
         // SAFETY: the promise of this function: a live stream.
         if unsafe { self.owns(stream)?.is_capturing(stream) }? {
             return Err(Error::unsupported(
@@ -81,7 +81,7 @@ impl Cuda {
     ///
     /// # Safety
     /// As [`Cuda::accept_stream`].
-    pub(crate) unsafe fn owns(&self, stream: Stream) -> Result<&Context> {
+    pub(crate) unsafe fn owns(&self, stream: RawStream) -> Result<&Context> {
         // SAFETY: the promise of this function: a live stream.
         unsafe { self.context().accept(stream) }?;
         Ok(self.context())

@@ -214,10 +214,10 @@ mod tests {
     }
 
     /// Ranges, and first rows in them.
-    type Tiles = Vec<(u32, u32)>;
+    type Split = Vec<(u32, u32)>;
 
     /// The tiles of one head, and the shared ones; whether these come first.
-    fn split((held, group): (u32, u32), q: &[(u32, i64)], k: &[u32], window: (i64, i64)) -> (Tiles, Tiles, bool) {
+    fn split((held, group): (u32, u32), q: &[(u32, i64)], k: &[u32], window: (i64, i64)) -> (Split, Split, bool) {
         let sharing = Sharing::of(held, &HeadMap { q_offset: 0, kv_offset: 0, group }).expect("a group");
         let q: Vec<QRange> = (0..)
             .zip(q)
@@ -236,7 +236,7 @@ mod tests {
         let mut writer = Writer::new(bytemuck::cast_slice_mut(&mut memory), 0, 0, None);
         let split = write(&mut scratch, &mut writer, &ranges, (&sharing, held), window, 128, None);
         assert!(writer.part().filled <= bytes(&ranges));
-        let list = |tiles: &[(u64, Work)]| tiles.iter().map(|(_, w)| (w.run, w.first)).collect::<Tiles>();
+        let list = |tiles: &[(u64, Work)]| tiles.iter().map(|(_, w)| (w.run, w.first)).collect::<Split>();
         let items = split.tiles as u32 * held + split.shared.tiles * split.shared.parts;
         assert!(items as usize <= q.iter().map(|q| q.range.len.div_ceil(ROWS) * held).sum::<u32>() as usize);
         (list(&scratch.tiles), list(&scratch.shared_tiles), split.shared.tiles > 0 && split.shared.begin == 0)

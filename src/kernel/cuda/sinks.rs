@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The launch of the sinks' gradient.
 
+use super::Cuda;
 use super::check::{Checker, Expected};
 use super::launch::{Grid, Launch};
 use super::params::Sinks;
-use super::{Cuda, Stream};
-use crate::call::SinkGradient;
+use crate::call::{RawStream, SinkGradient};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use alloc::format;
@@ -20,7 +20,7 @@ impl Cuda {
     ///
     /// # Safety
     /// As [`Cuda::attend`]: lse, delta and sinks are valid for reads, dsinks for writes, and dsinks overlaps none.
-    pub unsafe fn sink_gradient(&self, call: &SinkGradient, stream: Stream) -> Result<()> {
+    pub unsafe fn sink_gradient(&self, call: &SinkGradient, stream: RawStream) -> Result<()> {
         let _entered = self.enter()?;
         let Some(launch) = self.sink_gradient_launch(call, self.memory_checker())? else { return Ok(()) };
         // SAFETY: the tensors are valid and dsinks is apart when the launch runs, the stream is of this context (the

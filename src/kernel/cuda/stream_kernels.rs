@@ -6,8 +6,8 @@
 //! number it needs. The host waits in one case only: while more calls are in flight than the ring has room for.
 
 use super::sm_margin::SmMargin;
-use super::{Cuda, Staging, Stream, check};
-use crate::call::{Attend, AttendBackward, Delta, Finish, Merge, RawTensor, SinkGradient, Transform};
+use super::{Cuda, Staging, check};
+use crate::call::{Attend, AttendBackward, Delta, Finish, Merge, RawStream, RawTensor, SinkGradient, Transform};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use alloc::format;
@@ -80,7 +80,7 @@ impl StreamKernels {
     ///
     /// # Safety
     /// As [`Cuda::accept_stream`].
-    unsafe fn accept(&self, bytes: usize, checked: impl FnOnce() -> Result<()>, stream: Stream) -> Result<()> {
+    unsafe fn accept(&self, bytes: usize, checked: impl FnOnce() -> Result<()>, stream: RawStream) -> Result<()> {
         // SAFETY: the stream was not destroyed (the contract of this function).
         unsafe { self.cuda.accept_stream(stream) }?;
         if bytes > self.staging.bytes() {
@@ -109,7 +109,7 @@ impl StreamKernels {
     ///
     /// # Safety
     /// As there; the stream was not destroyed.
-    pub unsafe fn attend(&mut self, call: &Attend<'_>, stream: Stream) -> Result<()> {
+    pub unsafe fn attend(&mut self, call: &Attend<'_>, stream: RawStream) -> Result<()> {
         self.loaded(&call.q, &call.v)?;
         let rows = [call.q.tokens, call.k.tokens.min(call.v.tokens)];
         // SAFETY: tensors and stream are as `Cuda::attend` needs them, and the stream was not destroyed (the contract).
@@ -127,7 +127,7 @@ impl StreamKernels {
     ///
     /// # Safety
     /// As [`StreamKernels::attend`].
-    pub unsafe fn attend_backward(&mut self, call: &AttendBackward<'_>, stream: Stream) -> Result<()> {
+    pub unsafe fn attend_backward(&mut self, call: &AttendBackward<'_>, stream: RawStream) -> Result<()> {
         self.loaded(&call.q, &call.v)?;
         let rows = [call.q.tokens, call.k.tokens.min(call.v.tokens)];
         // SAFETY: tensors and stream are as `Cuda::attend_backward` needs them (the contract).
@@ -145,7 +145,7 @@ impl StreamKernels {
     ///
     /// # Safety
     /// As [`StreamKernels::attend`].
-    pub unsafe fn transform(&mut self, call: &Transform<'_>, stream: Stream) -> Result<()> {
+    pub unsafe fn transform(&mut self, call: &Transform<'_>, stream: RawStream) -> Result<()> {
         // SAFETY: tensors and stream are as `Cuda::transform` needs them (the contract).
         unsafe {
             self.accept(self.cuda.transform_bytes(call), || Ok(()), stream)?;
@@ -160,7 +160,7 @@ impl StreamKernels {
     ///
     /// # Safety
     /// As [`StreamKernels::attend`].
-    pub unsafe fn finish(&mut self, call: &Finish<'_>, stream: Stream) -> Result<()> {
+    pub unsafe fn finish(&mut self, call: &Finish<'_>, stream: RawStream) -> Result<()> {
         let checked = || check::rows(call.rows, call.o.tokens.min(call.lse.tokens));
         // SAFETY: tensors and stream are as `Cuda::finish` needs them (the contract).
         unsafe {
@@ -176,7 +176,7 @@ impl StreamKernels {
     ///
     /// # Safety
     /// As [`StreamKernels::attend`].
-    pub unsafe fn delta(&mut self, call: &Delta, stream: Stream) -> Result<()> {
+    pub unsafe fn delta(&mut self, call: &Delta, stream: RawStream) -> Result<()> {
         // SAFETY: tensors and stream are as `Cuda::delta` needs them (the contract).
         unsafe {
             self.cuda.accept_stream(stream)?;
@@ -191,7 +191,7 @@ impl StreamKernels {
     ///
     /// # Safety
     /// As [`StreamKernels::attend`].
-    pub unsafe fn sink_gradient(&mut self, call: &SinkGradient, stream: Stream) -> Result<()> {
+    pub unsafe fn sink_gradient(&mut self, call: &SinkGradient, stream: RawStream) -> Result<()> {
         // SAFETY: tensors and stream are as `Cuda::sink_gradient` needs them (the contract).
         unsafe {
             self.cuda.accept_stream(stream)?;
@@ -206,7 +206,7 @@ impl StreamKernels {
     ///
     /// # Safety
     /// As [`StreamKernels::attend`].
-    pub unsafe fn merge(&mut self, call: &Merge, stream: Stream) -> Result<()> {
+    pub unsafe fn merge(&mut self, call: &Merge, stream: RawStream) -> Result<()> {
         // SAFETY: tensors and stream are as `Cuda::merge` needs them (the contract).
         unsafe {
             self.cuda.accept_stream(stream)?;

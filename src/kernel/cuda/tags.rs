@@ -4,15 +4,15 @@
 //! A run begins, on the communication stream, with a kernel that counts it up in the life of its group and writes the own
 //! tag: fingerprint, number of the run, and a word that tells a tag from other bytes. Behind every exchange that brings
 //! something, and before anything reads it, another kernel compares the tags that came with it. Both are launches of the
-//! plan ([`Recorder`]), and the count is on the device, so that each replay of a graph is a run of its own.
+//! plan ([`LaunchRecorder`]), and the count is on the device, so that each replay of a graph is a run of its own.
 //!
-//! The first difference is written where the host sees it ([`Notice`]). From then on whatever arrives at this rank is
+//! The first difference is written where the host sees it ([`NoteMemory`]). From then on whatever arrives at this rank is
 //! overwritten with NaN as soon as it has: results that depend on it are NaN, here and on ranks that it is handed on to.
 
 use super::Cuda;
 use super::bases::{Meaning, meaning};
 use super::driver::{Context, call, check_room, sys};
-use super::kept::Recorder;
+use super::kept::LaunchRecorder;
 use super::launch::{Grid, Launch, Launches};
 use super::memory::DeviceMemory;
 use super::metadata_buffer::{MetadataBuffer, Part, padded};
@@ -46,7 +46,7 @@ impl RunCount {
 
 /// Where a rank's device notes that a peer runs something else.
 #[derive(Debug)]
-pub(crate) struct Notice {
+pub(crate) struct NoteMemory {
     context: Arc<Context>,
     host: *mut Note,
     device: u64,
@@ -55,9 +55,9 @@ pub(crate) struct Notice {
 }
 
 // SAFETY: memory that `self` owns, which the host reads after `written` alone.
-unsafe impl Send for Notice {}
+unsafe impl Send for NoteMemory {}
 // SAFETY: memory that `self` owns, which the host reads after `written` alone.
-unsafe impl Sync for Notice {}
+unsafe impl Sync for NoteMemory {}
 
 /// What was noted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,7 +72,7 @@ pub(crate) struct Noted {
     pub is_tag: bool,
 }
 
-impl Notice {
+impl NoteMemory {
     /// Nothing noted.
     pub(crate) fn new(cuda: &Cuda) -> Result<Self> {
         let disagreed = cuda.allocate(size_of::<u64>())?;
@@ -113,7 +113,7 @@ impl Notice {
     }
 }
 
-impl Drop for Notice {
+impl Drop for NoteMemory {
     fn drop(&mut self) {
         if let Ok(_entered) = self.context.enter() {
             // SAFETY: allocated once in `new`; the owner waited for its last use.
@@ -122,7 +122,7 @@ impl Drop for Notice {
     }
 }
 
-impl Recorder<'_> {
+impl LaunchRecorder<'_> {
     /// Adds the launch that begins a run: it counts in `runs` and sets `count` tags, the own one first. Gives the symbol of
     /// the tags, which are part of the metadata.
     pub(crate) fn begin_run(&mut self, fingerprint: u64, count: usize, runs: &RunCount) -> Result<*mut u8> {
@@ -143,7 +143,7 @@ impl Recorder<'_> {
         tags: *mut u8,
         compared: Range<usize>,
         ranges: &[(*mut u8, usize)],
-        notice: &Notice,
+        notice: &NoteMemory,
     ) -> Result<()> {
         let function = self.cuda().blocks(&mut self.cuda().kernels())?.arrived;
         let places: alloc::vec::Vec<_> = ranges.iter().map(|&(symbol, bytes)| (self.place(symbol), bytes)).collect();

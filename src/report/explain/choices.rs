@@ -8,7 +8,7 @@ use alloc::{
 };
 use core::fmt::Write;
 
-use super::figures::{Table, grouped};
+use super::figures::{TextTable, grouped};
 use crate::{
     error::Result,
     heads,
@@ -55,7 +55,7 @@ impl Plan {
             "  rule: least cost = multiply-adds of the busiest rank + {} for each byte it receives, and as for {MESSAGE} bytes for each message, forward and backward, each mesh with its automatic layout; of equals the larger ulysses",
             choice.balance
         );
-        let mut t = Table::new(2, &["", "mesh", "q heads", "layout", "multiply-adds", "bytes", "messages", "cost"]);
+        let mut t = TextTable::new(2, &["", "mesh", "q heads", "layout", "multiply-adds", "bytes", "messages", "cost"]);
         for c in &choice.candidates {
             let here = (c.mesh.ulysses, c.mesh.ring) == (mesh.ulysses, mesh.ring);
             t.row([
@@ -86,7 +86,7 @@ impl Plan {
             out,
             "  largest over mean; k rows from others: what the busiest ring rank receives in the forward"
         );
-        let mut t = Table::new(2, &["", "layout", "work", "q tokens", "k rows from others"]);
+        let mut t = TextTable::new(2, &["", "layout", "work", "q tokens", "k rows from others"]);
         for (i, layout) in layouts.into_iter().enumerate() {
             // A layout that this ring is too large for is left out.
             let Ok(d): Result<Dealt> = dealt(self.problem(), layout, ring) else { continue };

@@ -9,7 +9,7 @@ use alloc::{
 };
 use core::fmt::Write;
 
-use super::figures::{Table, grouped, spread};
+use super::figures::{TextTable, grouped, spread};
 use super::{COLUMNS, STEPS};
 use crate::{
     batch::Side,
@@ -149,7 +149,7 @@ impl Plan {
         } else {
             head.extend(["least", "mean", "largest"].map(String::from));
         }
-        let mut t = Table { left: 2, rows: vec![head] };
+        let mut t = TextTable { left: 2, rows: vec![head] };
         let mut line = |step: &str, name: &str, values: Vec<u128>| {
             if values.iter().all(|&v| v == 0) {
                 return false;
@@ -209,7 +209,7 @@ impl Plan {
             grouped(self.workspace_bound(most.rank, most.direction).into()),
             if most.workspace == 0 { "" } else { ", at its longest:" }
         );
-        let mut t = Table { left: 1, rows: Vec::new() };
+        let mut t = TextTable { left: 1, rows: Vec::new() };
         for p in &most.peak {
             t.row([
                 p.name.to_string(),

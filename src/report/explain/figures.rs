@@ -22,12 +22,12 @@ pub(super) fn grouped(n: u128) -> String {
 }
 
 /// Rows of cells, each column as wide as its widest cell: the first `left` columns to the left, figures to the right.
-pub(super) struct Table {
+pub(super) struct TextTable {
     pub left: usize,
     pub rows: Vec<Vec<String>>,
 }
 
-impl Table {
+impl TextTable {
     pub fn new(left: usize, head: &[&str]) -> Self {
         Self { left, rows: vec![head.iter().map(|h| h.to_string()).collect()] }
     }

@@ -12,7 +12,7 @@
 //!
 //! That all ranks run the same is agreed on by their hosts before the first run of a plan and direction
 //! ([`agreement`](super::agreement)). Later runs carry the check along ([`tags`](super::tags)), which the devices compare:
-//! what they find the host is told when it asks next ([`Notice`]). A [`Tracer`] records what each
+//! what they find the host is told when it asks next ([`Disagreements`]). A [`Tracer`] records what each
 //! lane does, with events around each operation.
 
 use std::{
@@ -26,29 +26,30 @@ use std::{
 use super::{
     agreement::Agreements,
     bind::Bindings,
-    failure::{Failure, Watch},
+    failure::{AbortOnUnwind, FirstFailure},
     handle::AbortHandle,
     ops::Listing,
     prepared::{Entry, Prepared, Remembered},
-    run::Run,
+    run::Purpose,
     workspace::Workspace,
 };
 use crate::{
+    call::RawStream,
     element::Dtype,
     error::{Cause, Error, Result},
-    kernel::cuda::{Cuda, DeviceMemory, Stream, driver::Event, tags::RunCount},
+    kernel::cuda::{Cuda, DeviceMemory, driver::Event, tags::RunCount},
     plan::Plan,
     report::trace,
     schedule::TensorId,
     transport::{DeviceTransport, Transport},
 };
 
+mod disagreements;
 mod memory;
-mod notice;
 mod sequence;
 mod tracer;
 
-use notice::Notice;
+use disagreements::Disagreements;
 use sequence::Sequence;
 use tracer::Tracer;
 
@@ -60,12 +61,12 @@ pub(super) struct DeviceRank {
     /// Workspaces that graphs still use.
     retired: Vec<DeviceMemory>,
     /// The stream that was last found to be one of the device's.
-    accepted: Option<Stream>,
+    accepted: Option<RawStream>,
     marks: Marks,
     agreements: Agreements,
     /// Runs of each group of ranks.
     counts: Vec<(Range<usize>, RunCount)>,
-    failure: Failure,
+    failure: FirstFailure,
     /// While a trace is recorded.
     tracer: Option<Box<Tracer>>,
 }
@@ -75,13 +76,13 @@ pub(crate) struct Marks {
     begin: Event,
     end: Event,
     over: Event,
-    notice: Arc<Notice>,
+    disagreements: Arc<Disagreements>,
 }
 
 impl Marks {
     pub(crate) fn new(cuda: &Cuda) -> Result<Self> {
         let event = || Event::new(cuda.context());
-        Ok(Self { begin: event()?, end: event()?, over: event()?, notice: Arc::new(Notice::new(cuda)?) })
+        Ok(Self { begin: event()?, end: event()?, over: event()?, disagreements: Arc::new(Disagreements::new(cuda)?) })
     }
 }
 
@@ -114,7 +115,7 @@ impl DeviceRank {
             workspace: Workspace::default(),
             retired: Vec::new(),
             accepted: None,
-            failure: Failure::with_device(&marks.notice),
+            failure: FirstFailure::with_device(&marks.disagreements),
             marks,
             agreements: Agreements::default(),
             counts: Vec::new(),
@@ -192,7 +193,7 @@ impl DeviceRank {
     ///
     /// # Errors
     /// As `prepare`, the driver's aside.
-    pub(super) fn workspace_bytes(&mut self, plan: &Plan, run: Run) -> Result<u64> {
+    pub(super) fn workspace_bytes(&mut self, plan: &Plan, run: Purpose) -> Result<u64> {
         match self.prepared.find(plan, run) {
             Some(i) => Ok(self.prepared[i].prepared.schedule.workspace),
             None => {
@@ -214,16 +215,16 @@ impl DeviceRank {
     ///
     /// # Errors
     /// A plan for another world, an element type or head dim without a kernel, the driver's.
-    pub(super) fn prepare(&mut self, plan: &Plan, run: Run) -> Result<()> {
+    pub(super) fn prepare(&mut self, plan: &Plan, run: Purpose) -> Result<()> {
         let at = self.ready(plan, run)?;
         self.work_at(at).map(|_| ())
     }
 
     /// Refuses what no run of a plan could honour here. Found while planning, it ends no run.
-    fn suits(&self, plan: &Plan, run: Run) -> Result<()> {
+    fn suits(&self, plan: &Plan, run: Purpose) -> Result<()> {
         plan.fits_world(self.transport.world())?;
         let p = plan.problem();
-        if let Run::AllToAll(a) = run {
+        if let Purpose::AllToAll(a) = run {
             return if a.dtype == Dtype::F64 {
                 let limit = "the CUDA kernels move and sum f16, bf16 and f32";
                 Err(Error::unsupported("an all-to-all of f64 on a device", limit, "convert, or use a rank on the CPU"))
@@ -242,7 +243,7 @@ impl DeviceRank {
         self.device().is_prepared(p.dtype(), p.head_dim() as u32, p.value_dim() as u32).map(|_| ())
     }
 
-    fn ready(&mut self, plan: &Plan, run: Run) -> Result<usize> {
+    fn ready(&mut self, plan: &Plan, run: Purpose) -> Result<usize> {
         if let Some(i) = self.prepared.find(plan, run) {
             self.prepared.renew(i);
             return Ok(i);
@@ -251,8 +252,8 @@ impl DeviceRank {
         let p = plan.problem();
         let cuda = Arc::clone(self.transport.device());
         match run {
-            Run::Attention(_) => cuda.prepare(p.dtype(), p.head_dim() as u32, p.value_dim() as u32)?,
-            Run::AllToAll(_) => cuda.prepare_blocks()?,
+            Purpose::Attention(_) => cuda.prepare(p.dtype(), p.head_dim() as u32, p.value_dim() as u32)?,
+            Purpose::AllToAll(_) => cuda.prepare_blocks()?,
         }
         let mut prepared = Prepared::new(plan, self.rank(), run)?;
         self.agreements.reserve(&prepared.schedule.group);
@@ -261,7 +262,7 @@ impl DeviceRank {
             self.counts.push((group.clone(), RunCount::new(&cuda)?));
         }
         let count = self.counts.iter().find(|(of, _)| of == group).map(|(_, count)| count);
-        let sequence = Sequence::record(&cuda, &mut prepared, count, &self.marks.notice)?;
+        let sequence = Sequence::record(&cuda, &mut prepared, count, &self.marks.disagreements)?;
         // What operations were listed in: the sequence has all lists.
         (prepared.compute, prepared.communication) = (Listing::default(), Listing::default());
         self.transport.reserve(sequence.most_messages);
@@ -269,20 +270,20 @@ impl DeviceRank {
             // What its runs have to tell is told before it goes.
             self.synchronize()?;
             let gone = self.prepared.remove(oldest);
-            self.marks.notice.remove(gone.prepared.fingerprint());
+            self.marks.disagreements.remove(gone.prepared.fingerprint());
         }
         Ok(self.prepared.push(OnDevice { prepared, sequence, captured: false }))
     }
 
     /// Refuses what cannot be captured.
-    fn capturable(&self, plan: &Plan, run: Run) -> Result<()> {
+    fn capturable(&self, plan: &Plan, run: Purpose) -> Result<()> {
         let refusal = |limit, hint| Err(Error::unsupported("a stream that is being captured", limit, hint));
         let (unprepared, prepare) = match run {
-            Run::Attention(_) => (
+            Purpose::Attention(_) => (
                 "a graph cannot hold what preparing a plan does: the plan is not prepared in this direction",
                 "call prepare before the capture begins",
             ),
-            Run::AllToAll(_) => (
+            Purpose::AllToAll(_) => (
                 "a graph cannot hold what preparing a plan does: this all-to-all of the plan is not prepared",
                 "call prepare_all_to_all before the capture begins",
             ),
@@ -320,7 +321,13 @@ impl DeviceRank {
     /// `stream` is one of the driver's and was not destroyed. When the run gets to them, in stream order, the tensors are
     /// valid device memory for reads (inputs) or writes (outputs) that nothing else uses until the run is over; the same
     /// holds for each replay of a graph that it was captured into.
-    pub(super) unsafe fn run(&mut self, plan: &Plan, run: Run, tensors: &Bindings, stream: Stream) -> Result<()> {
+    pub(super) unsafe fn run(
+        &mut self,
+        plan: &Plan,
+        run: Purpose,
+        tensors: &Bindings,
+        stream: RawStream,
+    ) -> Result<()> {
         if self.accepted != Some(stream) {
             // SAFETY: a live stream, as promised.
             unsafe { self.device().owns(stream) }?;
@@ -335,7 +342,7 @@ impl DeviceRank {
         let at = self.ready(plan, run)?;
         let OnDevice { prepared, sequence, .. } = &self.prepared[at];
         tensors.check(&prepared.expected)?;
-        let attention = matches!(run, Run::Attention(_));
+        let attention = matches!(run, Purpose::Attention(_));
         for (tensor, name, raw) in prepared.expected.used(tensors) {
             // What attention itself may read or write is read 16 bytes at a time, on whatever mesh; the rest is only
             // copied, which needs no alignment unless a tensor is huge.
@@ -351,7 +358,7 @@ impl DeviceRank {
         // The device counts the runs.
         self.agreements.begin_run(&self.prepared[at].prepared, &*self.transport, &self.failure)?;
         let (transport, failure) = (Arc::clone(&self.transport), self.failure.clone());
-        let watch = Watch { transport: &*transport, failure: &failure };
+        let watch = AbortOnUnwind { transport: &*transport, failure: &failure };
         self.prepared[at].captured |= capturing;
         transport.begin_run(capture);
         // SAFETY: the tensors fit the plan (checked) and are as the caller promised, the workspace is large enough, and
@@ -379,7 +386,7 @@ impl DeviceRank {
         at: usize,
         tensors: &Bindings,
         workspace: *mut u8,
-        stream: Stream,
+        stream: RawStream,
         capturing: bool,
     ) -> Result<()> {
         let transport = Arc::clone(&self.transport);

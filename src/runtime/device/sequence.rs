@@ -9,17 +9,17 @@
 use std::{ops::Range, vec::Vec};
 
 use super::{
-    notice::Notice,
+    disagreements::Disagreements,
     tracer::{Named, Tracer},
 };
 use crate::{
-    call::{Attend, AttendBackward, Delta, RawTensor, SinkGradient, Transform},
+    call::{Attend, AttendBackward, Delta, RawStream, RawTensor, SinkGradient, Transform},
     error::Result,
     kernel::cuda::{
-        Cuda, Stream,
+        Cuda,
         bases::{BaseShapes, Bases, Place},
         driver::Event,
-        kept::{KeptLaunches, Recorder},
+        kept::{KeptLaunches, LaunchRecorder},
         tags::{self, RunCount, TAG_BYTES},
     },
     plan::Plan,
@@ -97,11 +97,11 @@ unsafe impl Send for Sequence {}
 
 /// Takes the calls of a schedule.
 struct Recording<'a> {
-    recorder: Recorder<'a>,
+    recorder: LaunchRecorder<'a>,
     alibi_slopes: RawTensor,
     /// The symbol of the tags, where ranks meet.
     tags: Option<*mut u8>,
-    notice: &'a Notice,
+    disagreements: &'a Disagreements,
     stream: usize,
     steps: Vec<Step>,
     messages: Vec<Message>,
@@ -111,7 +111,7 @@ struct Recording<'a> {
 
 impl Recording<'_> {
     /// Has the launches of one call made, and lists them.
-    fn launch(&mut self, make: impl FnOnce(&mut Recorder<'_>) -> Result<()>) -> Result<()> {
+    fn launch(&mut self, make: impl FnOnce(&mut LaunchRecorder<'_>) -> Result<()>) -> Result<()> {
         let first = self.recorder.len() as u32;
         make(&mut self.recorder)?;
         let stream = self.stream;
@@ -165,8 +165,8 @@ impl Backend for Recording<'_> {
         let first = tags.first().map_or(0, slot);
         debug_assert!(tags.iter().map(slot).eq(first..first + tags.len()));
         let rows: Vec<_> = rows.iter().map(|m| (m.ptr, m.bytes)).collect();
-        let notice = self.notice;
-        self.launch(|recorder| recorder.arrived(at, first..first + tags.len(), &rows, &notice.device))
+        let disagreements = self.disagreements;
+        self.launch(|recorder| recorder.arrived(at, first..first + tags.len(), &rows, &disagreements.device))
     }
 
     fn alibi_slopes(&self, _: &Plan) -> RawTensor {
@@ -181,7 +181,7 @@ impl Sequence {
         cuda: &Cuda,
         prepared: &mut Prepared,
         runs: Option<&RunCount>,
-        notice: &Notice,
+        disagreements: &Disagreements,
     ) -> Result<Self> {
         let fingerprint = prepared.fingerprint();
         let plan = prepared.plan.clone();
@@ -189,7 +189,7 @@ impl Sequence {
             RawTensor::compact(BaseShapes::symbol(base_of(tensor)), dtype, tokens, heads, dim)
         });
         let shapes = BaseShapes::new(tensors.all().iter().map(|t| (t.heads, t.dim, t.dtype)));
-        let mut recorder = Recorder::new(cuda, shapes);
+        let mut recorder = LaunchRecorder::new(cuda, shapes);
         let mut recording = Recording {
             alibi_slopes: plan
                 .problem()
@@ -197,7 +197,7 @@ impl Sequence {
                 .map_or(RawTensor::NONE, |alibi_slopes| recorder.table(alibi_slopes)),
             recorder,
             tags: None,
-            notice,
+            disagreements,
             stream: 0,
             steps: Vec::new(),
             messages: Vec::new(),
@@ -208,7 +208,7 @@ impl Sequence {
         let Prepared { schedule, run, compute: listing, .. } = prepared;
         if let Some(runs) = runs {
             let tags = Tags::new(&plan, *run, schedule, &mut Expansion::new(schedule));
-            notice.add(schedule.rank, fingerprint, run.describe(&plan), tags.senders());
+            disagreements.add(schedule.rank, fingerprint, run.describe(&plan), tags.senders());
             let count = 1 + tags.senders().len();
             let mut at = core::ptr::null_mut();
             recording.stream = stream_of(Lane::Communication);
@@ -284,7 +284,7 @@ impl Sequence {
         &mut self,
         tensors: &Bindings,
         workspace: *mut u8,
-        streams: [Stream; 2],
+        streams: [RawStream; 2],
         cuda: &Cuda,
         transport: &dyn DeviceTransport,
         mut tracer: Option<&mut Tracer>,

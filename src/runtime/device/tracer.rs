@@ -17,11 +17,9 @@
 use std::{sync::Arc, time::Instant, vec::Vec};
 
 use crate::{
+    call::RawStream,
     error::Result,
-    kernel::cuda::{
-        Stream,
-        driver::{Context, Event},
-    },
+    kernel::cuda::driver::{Context, Event},
     report::trace,
     schedule::{Lane, Op},
 };
@@ -74,7 +72,7 @@ impl Tracer {
         rank: usize,
         epoch: Instant,
         capacity: usize,
-        idle: Stream,
+        idle: RawStream,
     ) -> Result<Self> {
         let timed = || Event::timed(context);
         let pair = || Ok(Pair { start: timed()?, end: timed()? });
@@ -94,7 +92,7 @@ impl Tracer {
     }
 
     /// Ties the base to the clock of the host, on a stream that has nothing to do.
-    fn tie(&mut self, context: &Context, idle: Stream) -> Result<()> {
+    fn tie(&mut self, context: &Context, idle: RawStream) -> Result<()> {
         let mut shortest = None;
         for _ in 0..TRIES {
             let before = self.epoch.elapsed();
@@ -121,7 +119,7 @@ impl Tracer {
     }
 
     /// An operation begins at this point of its lane's stream. The context is current. Without room it is left out.
-    pub(super) fn begin(&mut self, op: Named, stream: Stream) -> Result<()> {
+    pub(super) fn begin(&mut self, op: Named, stream: RawStream) -> Result<()> {
         self.discard();
         let Some(pair) = self.free.pop() else { return Ok(()) };
         let recorded = pair.start.record(stream);
@@ -130,7 +128,7 @@ impl Tracer {
     }
 
     /// The operation that began last is over at this point of the stream.
-    pub(super) fn end(&mut self, stream: Stream) -> Result<()> {
+    pub(super) fn end(&mut self, stream: RawStream) -> Result<()> {
         let Some((op, pair)) = self.open.take() else { return Ok(()) };
         let recorded = pair.end.record(stream);
         self.recorded.push((op, pair));
@@ -144,7 +142,7 @@ impl Tracer {
 
     /// What was recorded and is over by now; the rest is for a later call, and so is what a failed device does not tell.
     /// Never waits for a run: only where all runs are over (`idle`) is the base tied anew, on that stream of the transport.
-    pub(super) fn take(&mut self, context: &Context, idle: Option<Stream>) -> Vec<trace::Event> {
+    pub(super) fn take(&mut self, context: &Context, idle: Option<RawStream>) -> Vec<trace::Event> {
         let mut list = Vec::with_capacity(self.recorded.len());
         let mut later = Vec::with_capacity(self.recorded.capacity());
         for (op, pair) in self.recorded.drain(..) {

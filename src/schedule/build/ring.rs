@@ -30,8 +30,8 @@ pub(super) struct Ring {
     compute: Vec<Item>,
     /// With its place among all exchanges: round, then key.
     communication: Vec<((usize, u32), Item)>,
-    arrivals: Turn,
-    partials: Turn,
+    arrivals: SlotPair,
+    partials: SlotPair,
     regions: Vec<[Region; 2]>,
     packed: Vec<Region>,
     homes: Vec<[Region; 2]>,
@@ -39,12 +39,12 @@ pub(super) struct Ring {
 
 /// Two slots used in turn, and the item that used each last.
 #[derive(Default)]
-struct Turn {
+struct SlotPair {
     next: usize,
     used: [Option<usize>; 2],
 }
 
-impl Turn {
+impl SlotPair {
     fn take(&mut self) -> usize {
         self.next ^= 1;
         self.next ^ 1
@@ -90,8 +90,8 @@ impl Ring {
         Self {
             compute: Vec::new(),
             communication: Vec::new(),
-            arrivals: Turn::default(),
-            partials: Turn::default(),
+            arrivals: SlotPair::default(),
+            partials: SlotPair::default(),
             regions: Vec::new(),
             packed: Vec::new(),
             homes: Vec::new(),

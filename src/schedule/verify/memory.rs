@@ -82,7 +82,7 @@ pub(super) enum Access {
 
 /// A table of cells.
 #[derive(Clone, Debug)]
-pub(super) struct Table {
+pub(super) struct CellTable {
     pub name: &'static str,
     pub rows: u64,
     pub heads: u32,
@@ -96,7 +96,7 @@ pub(super) struct Table {
     cells: Vec<Cell>,
 }
 
-impl Table {
+impl CellTable {
     /// A tensor of the caller's, by rows of heads: what it holds at first, or that it is absent.
     pub fn of_user(tensor: TensorId, shape: [u64; 3], dtype: Dtype, access: Access, cells: Vec<Cell>) -> Self {
         let [rows, heads, dim] = shape;
@@ -123,7 +123,7 @@ pub(super) struct Rect {
 #[derive(Clone, Debug)]
 pub(super) struct Memory {
     rank: usize,
-    tables: Vec<Table>,
+    tables: Vec<CellTable>,
 }
 
 pub(super) fn table_of(buf: Buf) -> usize {
@@ -145,7 +145,7 @@ impl Memory {
     ///
     /// # Errors
     /// A buffer that does not lie in the workspace.
-    pub fn new(s: &Schedule, mut tables: Vec<Table>) -> Result<Self> {
+    pub fn new(s: &Schedule, mut tables: Vec<CellTable>) -> Result<Self> {
         for b in &s.buffers {
             let bytes = b
                 .rows
@@ -159,7 +159,7 @@ impl Memory {
             } else if bytes.is_none_or(|end| end > s.workspace) {
                 format!("buffer {} does not end inside the workspace of {} bytes", b.name, s.workspace)
             } else {
-                tables.push(Table {
+                tables.push(CellTable {
                     name: b.name,
                     rows: b.rows,
                     heads: b.heads,
@@ -174,7 +174,7 @@ impl Memory {
             };
             return Err(flaw(s.rank, 0, text));
         }
-        let span = |t: &Table| (t.offset, t.offset + t.cells.len() as u64 * t.cell_bytes());
+        let span = |t: &CellTable| (t.offset, t.offset + t.cells.len() as u64 * t.cell_bytes());
         let mut by_offset: Vec<usize> =
             (TensorId::COUNT..tables.len()).filter(|&i| !tables[i].cells.is_empty()).collect();
         by_offset.sort_by_key(|&i| tables[i].offset);
@@ -191,11 +191,11 @@ impl Memory {
         Ok(Self { rank: s.rank, tables })
     }
 
-    pub fn table(&self, buf: Buf) -> &Table {
+    pub fn table(&self, buf: Buf) -> &CellTable {
         &self.tables[table_of(buf)]
     }
 
-    pub fn shape(&self, buf: Buf) -> &Table {
+    pub fn shape(&self, buf: Buf) -> &CellTable {
         self.table(buf)
     }
 

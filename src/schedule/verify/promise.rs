@@ -5,7 +5,7 @@
 
 use alloc::{vec, vec::Vec};
 
-use super::memory::{Access, Cell, Table, What, side_of};
+use super::memory::{Access, Cell, CellTable, What, side_of};
 use crate::{
     batch::Side,
     element::Dtype,
@@ -35,7 +35,7 @@ const TENSORS: [TensorId; TensorId::COUNT] = [
 ];
 
 /// The caller's tensors of one rank, in the order of [`TensorId`].
-pub(super) fn tables(s: &Schedule, plan: &Plan, promise: Promise) -> Vec<Table> {
+pub(super) fn tables(s: &Schedule, plan: &Plan, promise: Promise) -> Vec<CellTable> {
     let table = |&tensor: &TensorId| match promise {
         Promise::Attention(_) => of_attention(tensor, s, plan),
         Promise::AllToAll(all_to_all) => of_all_to_all(tensor, s, plan, all_to_all),
@@ -43,7 +43,7 @@ pub(super) fn tables(s: &Schedule, plan: &Plan, promise: Promise) -> Vec<Table> 
     TENSORS.iter().map(table).collect()
 }
 
-fn of_attention(tensor: TensorId, s: &Schedule, plan: &Plan) -> Table {
+fn of_attention(tensor: TensorId, s: &Schedule, plan: &Plan) -> CellTable {
     let p = plan.problem();
     let forward = s.direction == Direction::Forward;
     let access = match tensor {
@@ -79,7 +79,7 @@ fn of_attention(tensor: TensorId, s: &Schedule, plan: &Plan) -> Table {
     } else if access == Access::Output {
         cells = vec![Cell::UNSET; rows as usize * heads as usize];
     }
-    Table::of_user(tensor, [rows, heads.into(), dim.into()], dtype, access, cells)
+    CellTable::of_user(tensor, [rows, heads.into(), dim.into()], dtype, access, cells)
 }
 
 /// The tokens of a rank's ring share, and the heads that are its own.
@@ -100,7 +100,7 @@ pub(super) fn all_heads(plan: &Plan, side: Side) -> u32 {
 }
 
 /// The two tensors of an all-to-all; the others are absent.
-fn of_all_to_all(tensor: TensorId, s: &Schedule, plan: &Plan, all_to_all: AllToAll) -> Table {
+fn of_all_to_all(tensor: TensorId, s: &Schedule, plan: &Plan, all_to_all: AllToAll) -> CellTable {
     let (given, taken) = match all_to_all.way {
         Way::ToHeads => (OWN_TOKENS, OWN_HEADS),
         Way::ToTokens => (OWN_HEADS, OWN_TOKENS),
@@ -119,5 +119,5 @@ fn of_all_to_all(tensor: TensorId, s: &Schedule, plan: &Plan, all_to_all: AllToA
     } else {
         (Access::Absent, Vec::new())
     };
-    Table::of_user(tensor, shape, all_to_all.dtype, access, cells)
+    CellTable::of_user(tensor, shape, all_to_all.dtype, access, cells)
 }

@@ -56,7 +56,7 @@ pub(super) struct Communicator {
 }
 
 /// The right to make calls, and the context they need.
-pub(super) struct Turn<'a> {
+pub(super) struct CallRight<'a> {
     comm: &'a Communicator,
     _turn: MutexGuard<'a, ()>,
     _entered: Entered<'a>,
@@ -185,23 +185,23 @@ impl Communicator {
         Error::invalid("communicator", "aborted", "one that lives").hint("make a new group")
     }
 
-    fn entered<'a>(&'a self, turn: MutexGuard<'a, ()>) -> Result<Turn<'a>> {
+    fn entered<'a>(&'a self, turn: MutexGuard<'a, ()>) -> Result<CallRight<'a>> {
         if self.is_closed() {
             return Err(Self::gone());
         }
-        Ok(Turn { comm: self, _turn: turn, _entered: self.cuda.context().enter()? })
+        Ok(CallRight { comm: self, _turn: turn, _entered: self.cuda.context().enter()? })
     }
 
     /// Waits for its turn to make calls.
     ///
     /// # Errors
     /// The communicator is closed, or the driver's.
-    pub(super) fn turn(&self) -> Result<Turn<'_>> {
+    pub(super) fn turn(&self) -> Result<CallRight<'_>> {
         self.entered(self.turn.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// As [`turn`](Self::turn), or `None` while another thread is in a call.
-    pub(super) fn turn_now(&self) -> Option<Turn<'_>> {
+    pub(super) fn turn_now(&self) -> Option<CallRight<'_>> {
         let turn = match self.turn.try_lock() {
             Ok(turn) => turn,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -293,7 +293,7 @@ impl Drop for Communicator {
     }
 }
 
-impl Turn<'_> {
+impl CallRight<'_> {
     pub(super) fn handle(&self) -> sys::Comm {
         self.comm.handle.load(Ordering::SeqCst)
     }

@@ -47,14 +47,15 @@ mod watch;
 
 use super::{DeviceTransport, Label, Message, Transport, lists};
 use crate::{
+    call::RawStream,
     error::{Cause, Error, Result},
     kernel::cuda::{
-        Cuda, DeviceMemory, Stream,
+        Cuda, DeviceMemory,
         driver::{check, sys as driver},
         memory::OwnStream,
     },
 };
-use comm::{Communicator, Owner, Turn};
+use comm::{CallRight, Communicator, Owner};
 use core::{ffi::c_void, mem::ManuallyDrop, ops::Range};
 use std::{
     format,
@@ -63,7 +64,7 @@ use std::{
     time::Duration,
     vec::Vec,
 };
-use watch::Watch;
+use watch::Watchdog;
 
 /// What the ranks of a group have in common before they have met. One rank makes it, and every rank gets a copy.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -112,7 +113,7 @@ pub enum OnFailure {
 pub struct Nccl {
     rank: usize,
     world: usize,
-    watch: Arc<Watch>,
+    watch: Arc<Watchdog>,
     watchdog: Option<JoinHandle<()>>,
     stream: OwnStream,
     cuda: Arc<Cuda>,
@@ -178,7 +179,7 @@ impl Nccl {
     fn with(comm: Communicator, rank: usize, world: usize, cuda: &Arc<Cuda>, deadline: Duration) -> Result<Self> {
         let stream = OwnStream::new(cuda.context())?;
         let device = cuda.allocate(size_of::<u64>() * (world + 1))?;
-        let watch = Arc::new(Watch::new(comm, cuda, rank, deadline)?);
+        let watch = Arc::new(Watchdog::new(comm, cuda, rank, deadline)?);
         let thread = thread::Builder::new().name(format!("cpattn-nccl-{rank}"));
         let watchdog = thread.spawn({
             let watch = Arc::clone(&watch);
@@ -227,7 +228,7 @@ impl Nccl {
 
     /// # Safety
     /// As [`Transport::exchange`].
-    unsafe fn group(&self, turn: &Turn<'_>, sends: &[Message], recvs: &[Message]) -> Result<()> {
+    unsafe fn group(&self, turn: &CallRight<'_>, sends: &[Message], recvs: &[Message]) -> Result<()> {
         let (api, comm, stream) = (self.watch.comm.api(), turn.handle(), self.stream.handle().cast());
         // SAFETY: a call without conditions; the group ends below whatever happens in between.
         api.check("ncclGroupStart", unsafe { (api.ncclGroupStart)() })?;
@@ -364,7 +365,7 @@ impl DeviceTransport for Nccl {
         &self.cuda
     }
 
-    fn stream(&self) -> Stream {
+    fn stream(&self) -> RawStream {
         self.stream.handle()
     }
 

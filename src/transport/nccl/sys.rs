@@ -22,7 +22,7 @@ use std::{
 /// A communicator's handle.
 pub(super) type Comm = *mut c_void;
 /// A stream's handle, which is the driver's.
-pub(super) type Stream = *mut c_void;
+pub(super) type RawStream = *mut c_void;
 
 pub(super) const SUCCESS: c_int = 0;
 pub(super) const IN_PROGRESS: c_int = 7;
@@ -87,8 +87,8 @@ functions! {
     ncclCommAbort(comm: Comm) -> c_int;
     ncclGroupStart() -> c_int;
     ncclGroupEnd() -> c_int;
-    ncclSend(from: *const c_void, count: usize, element: c_int, peer: c_int, comm: Comm, stream: Stream) -> c_int;
-    ncclRecv(to: *mut c_void, count: usize, element: c_int, peer: c_int, comm: Comm, stream: Stream) -> c_int;
+    ncclSend(from: *const c_void, count: usize, element: c_int, peer: c_int, comm: Comm, stream: RawStream) -> c_int;
+    ncclRecv(to: *mut c_void, count: usize, element: c_int, peer: c_int, comm: Comm, stream: RawStream) -> c_int;
     ncclGetLastError(comm: Comm) -> *const c_char;
 }
 

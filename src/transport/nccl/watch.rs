@@ -12,8 +12,9 @@
 
 use super::comm::{Communicator, millis};
 use super::sys::{IN_PROGRESS, SUCCESS, describe};
+use crate::call::RawStream;
 use crate::error::{Cause, Error, Result};
-use crate::kernel::cuda::{Cuda, Stream, driver::Event};
+use crate::kernel::cuda::{Cuda, driver::Event};
 use crate::transport::{Label, Message};
 use std::{
     collections::VecDeque,
@@ -54,7 +55,7 @@ struct Queue {
 }
 
 /// What the transport and its watchdog share.
-pub(super) struct Watch {
+pub(super) struct Watchdog {
     pub(super) comm: Communicator,
     cuda: Arc<Cuda>,
     rank: usize,
@@ -84,7 +85,7 @@ fn fresh(cuda: &Cuda) -> Result<Pending> {
     })
 }
 
-impl Watch {
+impl Watchdog {
     pub(super) fn new(comm: Communicator, cuda: &Arc<Cuda>, rank: usize, deadline: Duration) -> Result<Self> {
         let free = (0..ROOM).map(|_| fresh(cuda)).collect::<Result<Vec<_>>>()?;
         let queue = Queue { pending: VecDeque::with_capacity(ROOM), free, ..Queue::default() };
@@ -158,7 +159,7 @@ impl Watch {
     }
 
     /// Notes an exchange and puts its first event into the stream, whose context is current.
-    pub(super) fn begin(&self, label: Label, messages: [&[Message]; 2], stream: Stream) -> Result<u64> {
+    pub(super) fn begin(&self, label: Label, messages: [&[Message]; 2], stream: RawStream) -> Result<u64> {
         let mut guard = self.queue();
         let queue = &mut *guard;
         if queue.free.is_empty() {
@@ -182,7 +183,7 @@ impl Watch {
     }
 
     /// Puts the second event of the exchange that was begun last into the stream.
-    pub(super) fn issued(&self, stream: Stream) -> Result<()> {
+    pub(super) fn issued(&self, stream: RawStream) -> Result<()> {
         let mut queue = self.queue();
         if let Some(p) = queue.pending.back_mut() {
             p.end.record(stream)?;

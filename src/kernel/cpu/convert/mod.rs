@@ -12,7 +12,7 @@ pub(super) mod runs;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-use super::portable::Lanes;
+use super::portable::FourLanes;
 use super::simd::Vector;
 use crate::element::Dtype;
 
@@ -85,7 +85,7 @@ pub(super) unsafe fn on_best(pass: &impl Pass) {
         }
     }
     // SAFETY: arrays need no instruction set.
-    unsafe { pass.run::<Lanes<f32>>() }
+    unsafe { pass.run::<FourLanes<f32>>() }
 }
 
 /// Asks for what lies [`AHEAD`] of `bytes` bytes from `p` on.

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The conversions without any instruction set in particular: those of `half`, which knows some machines itself.
 
-use super::super::portable::Lanes;
+use super::super::portable::FourLanes;
 use super::super::simd::Vector;
 use super::Convert;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-impl Convert for Lanes<f32> {
+impl Convert for FourLanes<f32> {
     #[inline(always)]
     unsafe fn load_f16(p: *const u8) -> Self {
         let (mut halves, mut wide) = ([f16::ZERO; Self::W], [0.0; Self::W]);

@@ -15,7 +15,7 @@ unsafe fn plus<V: Convert>(x: Four<V>, y: Four<V>) -> Four<V> {
 }
 
 /// A run of elements: where it begins, and what it consists of. Never f64.
-pub(in crate::kernel::cpu) type Run = (*mut u8, Dtype);
+pub(in crate::kernel::cpu) type ElementRun = (*mut u8, Dtype);
 
 /// `dst = Σ sources`, in their order, for `n` elements that lie side by side in each; zeros without sources.
 ///
@@ -23,8 +23,8 @@ pub(in crate::kernel::cpu) type Run = (*mut u8, Dtype);
 /// As [`Convert`], with `n` elements in each run; `dst` overlaps no source but the first, and that one only by being it.
 #[inline(always)]
 pub(in crate::kernel::cpu) unsafe fn sum<V: Convert>(
-    dst: Run,
-    sources: impl Iterator<Item = Run> + Clone,
+    dst: ElementRun,
+    sources: impl Iterator<Item = ElementRun> + Clone,
     n: usize,
     stream: bool,
 ) {
@@ -66,7 +66,7 @@ pub(in crate::kernel::cpu) unsafe fn sum<V: Convert>(
 /// # Safety
 /// As [`sum`].
 #[inline(always)]
-unsafe fn part<V: Convert>(dst: Run, sources: impl Iterator<Item = Run>, begin: usize, end: usize) {
+unsafe fn part<V: Convert>(dst: ElementRun, sources: impl Iterator<Item = ElementRun>, begin: usize, end: usize) {
     /// As many f32 as the widest unit has.
     const MOST: usize = 64;
     debug_assert!(4 * V::W <= MOST && end - begin < MOST);
@@ -132,7 +132,7 @@ pub(in crate::kernel::cpu) unsafe fn copy<V: Convert>(from: *const u8, to: *mut 
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::portable::Lanes;
+    use super::super::super::portable::FourLanes;
     use super::*;
     use crate::element::Element;
     use alloc::{vec, vec::Vec};
@@ -232,7 +232,7 @@ mod tests {
     fn every_instruction_set_rounds_alike() {
         // SAFETY: arrays are always there, and the others are asked for.
         unsafe {
-            check::<Lanes<f32>>();
+            check::<FourLanes<f32>>();
             #[cfg(target_arch = "x86_64")]
             {
                 if super::super::super::x86::has_avx2() && std::is_x86_feature_detected!("f16c") {

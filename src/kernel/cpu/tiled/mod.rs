@@ -24,19 +24,19 @@ mod units;
 mod weights;
 
 pub(super) use tiles::{SUPER, bytes};
-pub(super) use units::Units;
+pub(super) use units::KeyUnits;
 
 use super::amx::Amx;
 use super::arena::Line;
 use super::engine::Engine;
 use super::halves::Half;
 use super::row_blocks::readers;
-use super::stream::Stream;
+use super::stream::KeyStream;
 use super::tile::Scoring;
 use super::turns::{Turn, Turns};
 use crate::call::{AttendBackward, QRange};
 use core::sync::atomic::AtomicUsize;
-use tiles::Tiles;
+use tiles::MatrixTiles;
 use weights::ROWS;
 
 /// A backward call on half-precision tiles.
@@ -54,11 +54,11 @@ impl Tiled<'_> {
     #[inline(always)]
     pub(super) unsafe fn work<H: Half>(&self, lines: &mut [Line], next: &AtomicUsize, turns: &Turns) {
         let c = self.call;
-        let mut t = Tiles::new(lines, c);
+        let mut t = MatrixTiles::new(lines, c);
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
         let k = c.ranges.k;
         let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);
-        let mut units = Units::new(k, c.k.heads as usize);
+        let mut units = KeyUnits::new(k, c.k.heads as usize);
         // SAFETY: AMX is present.
         unsafe { Amx::<H>::enter() };
         while let Some(unit) = units.next(next) {
@@ -70,7 +70,7 @@ impl Tiled<'_> {
             } else {
                 c.ranges.q
             };
-            let mut stream = Stream::document(k, unit.first);
+            let mut stream = KeyStream::document(k, unit.first);
             for _ in 0..unit.block * SUPER {
                 stream.fill(false, |_| ());
             }
@@ -93,7 +93,7 @@ impl Tiled<'_> {
     #[inline(always)]
     unsafe fn unit<H: Half>(
         &self,
-        t: &mut Tiles,
+        t: &mut MatrixTiles,
         scoring: &Scoring<f32>,
         ranges: &[QRange],
         doc: u32,

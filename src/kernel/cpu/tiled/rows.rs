@@ -12,7 +12,7 @@ use super::super::stream::BLOCK;
 use super::super::tile::{Cover, Scoring, Sight, at};
 use super::super::turns::Turn;
 use super::Tiled;
-use super::tiles::{BLOCKS, Tiles, shift, weight};
+use super::tiles::{BLOCKS, MatrixTiles, shift, weight};
 use super::weights::{Of, Out, PANELS, not_finite_lanes, pack_pairs};
 use core::arch::x86_64::*;
 
@@ -22,7 +22,13 @@ impl Tiled<'_> {
     /// # Safety
     /// As [`Tiled::work`], entered.
     #[inline(always)]
-    pub(super) unsafe fn rows_in_hand<H: Half>(&self, t: &mut Tiles, scoring: &Scoring<f32>, turn: &Turn, place: u32) {
+    pub(super) unsafe fn rows_in_hand<H: Half>(
+        &self,
+        t: &mut MatrixTiles,
+        scoring: &Scoring<f32>,
+        turn: &Turn,
+        place: u32,
+    ) {
         let c = self.call;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let (d_pad, dv_pad) = (d.next_multiple_of(32), dv.next_multiple_of(32));
@@ -122,7 +128,7 @@ impl Tiled<'_> {
     #[inline(always)]
     unsafe fn scores<H: Half>(
         &self,
-        t: &mut Tiles,
+        t: &mut MatrixTiles,
         scoring: &Scoring<f32>,
         panel: usize,
         covers: &[Cover; BLOCKS],
@@ -188,7 +194,7 @@ impl Tiled<'_> {
     #[inline(always)]
     unsafe fn add_queries<H: Half>(
         &self,
-        t: &mut Tiles,
+        t: &mut MatrixTiles,
         panel: usize,
         range: core::ops::Range<usize>,
         turn: &Turn,

@@ -6,7 +6,7 @@ use super::super::amx::{Amx, PANEL};
 use super::super::arena::{Arena, KEYS, Line};
 use super::super::engine::Engine;
 use super::super::halves::Half;
-use super::super::stream::{BLOCK, Block, Slots};
+use super::super::stream::{BLOCK, KeyBlock, Slots};
 use super::super::tile::{Lanes, at};
 use super::weights::ROWS;
 use crate::call::{AttendBackward, QRange};
@@ -45,14 +45,14 @@ pub(in crate::kernel::cpu) const fn bytes(d: usize, dv: usize) -> usize {
 }
 
 /// The tiles of one worker.
-pub(super) struct Tiles<'a> {
+pub(super) struct MatrixTiles<'a> {
     pub lanes: Lanes<'a, f32>,
     pub slots: [Slots<'a, f32>; SUPER],
     /// Tiles in hand.
     pub n: usize,
     /// Positions as the q range in hand sees them: infinite where it does not read the key.
     pub rel: &'a mut [f32],
-    pub blocks: [Block; BLOCKS],
+    pub blocks: [KeyBlock; BLOCKS],
     /// `[tile]`, as `Engine::keys` packs them.
     pub k: &'a mut [u16],
     pub v: &'a mut [u16],
@@ -89,7 +89,7 @@ pub(super) struct Tiles<'a> {
     pub delta: &'a mut [f32],
 }
 
-impl<'a> Tiles<'a> {
+impl<'a> MatrixTiles<'a> {
     pub(super) fn new(lines: &'a mut [Line], c: &AttendBackward) -> Self {
         let (d, dv) = ((c.q.dim as usize).next_multiple_of(32), (c.v.dim as usize).next_multiple_of(32));
         let keys = SUPER * KEYS;
@@ -99,7 +99,7 @@ impl<'a> Tiles<'a> {
             slots: core::array::from_fn(|_| Slots::new(&mut arena, KEYS)),
             n: 0,
             rel: arena.take(keys),
-            blocks: [Block::EMPTY; BLOCKS],
+            blocks: [KeyBlock::EMPTY; BLOCKS],
             k: arena.take(keys * d),
             v: arena.take(keys * dv),
             kt: arena.take(keys * d),
@@ -171,7 +171,7 @@ impl<'a> Tiles<'a> {
     pub(super) fn rows(&mut self, c: &AttendBackward, q: &QRange) -> core::ops::Range<u32> {
         let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
         let (mut min, mut max) = (i64::MAX, i64::MIN);
-        self.blocks = [Block::EMPTY; BLOCKS];
+        self.blocks = [KeyBlock::EMPTY; BLOCKS];
         for (i, slots) in self.slots[..self.n].iter().enumerate() {
             let rel = &mut self.rel[i * KEYS..][..slots.n.next_multiple_of(BLOCK)];
             rel.copy_from_slice(&slots.rel[..rel.len()]);
@@ -187,7 +187,7 @@ impl<'a> Tiles<'a> {
                 }
             }
             for (block, rel) in self.blocks[i * KEYS / BLOCK..].iter_mut().zip(rel.chunks(BLOCK)) {
-                *block = Block::of(rel, slots.base);
+                *block = KeyBlock::of(rel, slots.base);
                 (min, max) = (min.min(block.min), max.max(block.max));
             }
         }

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The units of the backward pass on matrix units, in the order in which workers take them.
 
-use super::super::stream::Stream;
+use super::super::stream::KeyStream;
 use super::tiles::SUPER;
 use crate::call::Range;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
 /// Walks the units: blocks of keys, times kv heads, times documents.
-pub(in crate::kernel::cpu) struct Units<'a> {
+pub(in crate::kernel::cpu) struct KeyUnits<'a> {
     k: &'a [Range],
     kv_heads: usize,
     sorted: bool,
@@ -17,7 +17,7 @@ pub(in crate::kernel::cpu) struct Units<'a> {
     base: usize,
 }
 
-pub(in crate::kernel::cpu) struct Unit {
+pub(in crate::kernel::cpu) struct KeyUnit {
     /// Its number among all.
     pub index: usize,
     /// The first k range of the document.
@@ -26,12 +26,12 @@ pub(in crate::kernel::cpu) struct Unit {
     pub block: usize,
 }
 
-impl<'a> Units<'a> {
+impl<'a> KeyUnits<'a> {
     pub(in crate::kernel::cpu) fn new(k: &'a [Range], kv_heads: usize) -> Self {
         Self { k, kv_heads, sorted: k.is_sorted_by_key(|r| r.doc), at: 0, blocks: None, base: 0 }
     }
 
-    pub(in crate::kernel::cpu) fn next(&mut self, counter: &AtomicUsize) -> Option<Unit> {
+    pub(in crate::kernel::cpu) fn next(&mut self, counter: &AtomicUsize) -> Option<KeyUnit> {
         let index = counter.fetch_add(1, Ordering::Relaxed);
         while let Some(range) = self.k.get(self.at) {
             let (k, at, sorted) = (self.k, self.at, self.sorted);
@@ -41,11 +41,11 @@ impl<'a> Units<'a> {
                     Some(last) if last.doc == range.doc => true,
                     _ => !sorted && before.iter().any(|r| r.doc == range.doc),
                 };
-                if seen { 0 } else { Stream::document(k, at).count(false).div_ceil(SUPER) }
+                if seen { 0 } else { KeyStream::document(k, at).count(false).div_ceil(SUPER) }
             });
             let local = index - self.base;
             if local < blocks * self.kv_heads {
-                return Some(Unit { index, first: at, kv: (local / blocks) as u32, block: local % blocks });
+                return Some(KeyUnit { index, first: at, kv: (local / blocks) as u32, block: local % blocks });
             }
             self.base += blocks * self.kv_heads;
             self.at += 1;

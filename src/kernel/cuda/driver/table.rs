@@ -28,14 +28,14 @@ macro_rules! functions {
         optional { $($new:ident($($new_arg:ident: $new_type:ty),* $(,)?);)* }
     ) => {
         #[allow(non_snake_case, reason = "the names are the library's")]
-        struct Table {
+        struct Functions {
             $($(#[$if])* $name: unsafe extern "system" fn($($type),*) -> i32,)*
             $($new: Option<unsafe extern "system" fn($($new_type),*) -> i32>,)*
             /// Keeps the functions where they are.
             _library: libloading::Library,
         }
 
-        static TABLE: std::sync::OnceLock<Table> = std::sync::OnceLock::new();
+        static TABLE: std::sync::OnceLock<Functions> = std::sync::OnceLock::new();
 
         /// Opens the library and finds its functions, unless that was done before.
         pub(crate) fn load() -> $crate::error::Result<()> {
@@ -44,7 +44,7 @@ macro_rules! functions {
                 return Ok(());
             }
             let (file, library) = open($libraries, $way_out)?;
-            let table = Table {
+            let table = Functions {
                 // SAFETY: each line is the prototype of the library's header; the table keeps the library open.
                 $($(#[$if])* $name: unsafe { find(&library, file, stringify!($name), $way_out) }?,)*
                 // SAFETY: each line is the prototype of the library's header; the table keeps the library open.

@@ -14,8 +14,8 @@ use crate::{
 };
 
 /// See the module.
-pub(crate) struct Notice {
-    pub(super) device: tags::Notice,
+pub(crate) struct Disagreements {
+    pub(super) device: tags::NoteMemory,
     kinds: Mutex<Vec<RunKind>>,
 }
 
@@ -29,9 +29,9 @@ struct RunKind {
     senders: Vec<usize>,
 }
 
-impl Notice {
+impl Disagreements {
     pub(super) fn new(cuda: &Cuda) -> Result<Self> {
-        Ok(Self { device: tags::Notice::new(cuda)?, kinds: Mutex::default() })
+        Ok(Self { device: tags::NoteMemory::new(cuda)?, kinds: Mutex::default() })
     }
 
     /// Remembers what the tags of a kind of run mean. (A rank that forgot such a run and prepares it anew says the same.)
@@ -48,7 +48,7 @@ impl Notice {
     }
 }
 
-impl Found for Notice {
+impl Found for Disagreements {
     fn found(&self) -> Option<(Error, bool)> {
         let noted = self.device.read()?;
         let kinds = self.kinds.lock().unwrap_or_else(PoisonError::into_inner);
