@@ -14,7 +14,7 @@
 //! and f32 of any dim and alignment. What a call cannot see is the caller's promise, in its `Safety`: that tensors overlap
 //! nothing ([`tensor::disjoint`](crate::tensor::disjoint) tells), and that memory is as long as it is said to be.
 //!
-//! A [`RawStream`] is a `CUstream` or `cudaStream_t` of any binding, cast; null is the legacy default stream. Memory is
+//! A [`RawStream`](crate::kernel::RawStream) is a `CUstream` or `cudaStream_t` of any binding, cast; null is the legacy default stream. Memory is
 //! likewise that of any allocator: [`Cuda::allocate`] is there for programs that have no allocator.
 //!
 //! ```text
