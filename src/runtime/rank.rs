@@ -174,9 +174,10 @@ impl Rank {
 
     /// Whether anything has failed so far, on any rank, or on the device in what was enqueued; never waits.
     ///
-    /// Also while graphs are being captured, in which case what is captured counts as not over. [`Rank::synchronize`],
-    /// [`Rank::record`] and the calls that take or lend workspace may not be made then: the driver would end the capture with
-    /// an error.
+    /// Also while graphs are being captured, in which case what is captured counts as not over. What waits for the rank is
+    /// refused while one of its runs is being captured, and leaves the capture as it was: [`Rank::synchronize`],
+    /// [`Rank::record`], the calls that lend workspace or take it back, [`Rank::prepare`] of what is not prepared, and a run on
+    /// a stream that is not part of that capture.
     pub fn poll(&self) -> Result<()> {
         match &self.engine {
             Engine::Host(rank) => rank.poll(),

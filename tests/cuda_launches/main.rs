@@ -6,6 +6,7 @@
 //! - `bits`: plans that a rank remembers, run in turn on memory of other addresses and strides, in workspaces that are lent,
 //!   give the bits that a new rank gives;
 //! - `graphs`: runs that are captured and replayed with new data give the bits of runs;
+//! - `beside`: calls during a capture are refused where they would end it, and leave it valid;
 //! - `all_to_all`: the two all-to-alls as calls of their own, in all of these ways;
 //! - `traces`: what a run records is what a rank on the CPU records, and costs no wait;
 //! - `agreement`: hosts meet for first runs only, and ranks that run different things find out in later ones;
@@ -17,6 +18,7 @@
 
 mod agreement;
 mod all_to_all;
+mod beside;
 mod bits;
 #[path = "../common/all_to_all.rs"]
 mod cases;
@@ -42,10 +44,11 @@ type Part = (&'static str, fn(&Arc<Cuda>));
 
 fn main() {
     let Some(cuda) = device::device() else { return };
-    let parts: [Part; 7] = [
+    let parts: [Part; 8] = [
         ("counts", counts::run),
         ("bits", bits::run),
         ("graphs", graphs::run),
+        ("beside", beside::all),
         ("all_to_all", all_to_all::run),
         ("traces", traces::run),
         ("agreement", agreement::run),

@@ -53,13 +53,13 @@ macro_rules! call {
 }
 pub(super) use call;
 
-/// See [`Context::ask_beside_captures`].
-pub(crate) struct Asking<'a> {
+/// See [`Context::enter_beside_captures`].
+pub(crate) struct Beside<'a> {
     before: core::ffi::c_uint,
-    context: PhantomData<&'a Context>,
+    _entered: Entered<'a>,
 }
 
-impl Drop for Asking<'_> {
+impl Drop for Beside<'_> {
     fn drop(&mut self) {
         // SAFETY: the pointer is to the mode that this thread had before.
         unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.before) };
@@ -173,32 +173,53 @@ impl Context {
         Ok(unsafe { self.capture_of(stream) }?.is_some())
     }
 
-    /// The capture that a stream is part of, if it is part of one: a number that no other capture of the process has.
+    /// The capture that a stream is part of, if it is part of one: a number that no other capture of the process has, from 1;
+    /// 0 for one that an error has ended, until the caller ends it as well.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for the default stream, while a stream that it is ordered with is being captured.
     ///
     /// # Safety
     /// As [`Context::accept`].
     pub unsafe fn capture_of(&self, stream: sys::CUstream) -> Result<Option<u64>> {
         let _entered = self.enter()?;
         let (mut status, mut id) = (sys::STREAM_CAPTURE_NONE, 0);
+        let none = null_mut();
         // SAFETY: a live stream, as promised; the pointers are to locals, or null where nothing is asked.
-        unsafe {
-            call!(cuStreamGetCaptureInfo_v2(stream, &raw mut status, &raw mut id, null_mut(), null_mut(), null_mut()))
-        }?;
-        Ok((status != sys::STREAM_CAPTURE_NONE).then_some(id))
+        let code = unsafe {
+            sys::cuStreamGetCaptureInfo_v2(stream, &raw mut status, &raw mut id, null_mut(), null_mut(), none)
+        };
+        if code == sys::STREAM_CAPTURE_IMPLICIT {
+            return Err(Error::unsupported(
+                "the default stream while a stream that it is ordered with is being captured",
+                "it takes no work until that capture ends",
+                "end the capture first, or capture a stream made with CU_STREAM_NON_BLOCKING",
+            ));
+        }
+        check("cuStreamGetCaptureInfo", code)?;
+        Ok((status != sys::STREAM_CAPTURE_NONE).then_some(if status == sys::STREAM_CAPTURE_ACTIVE { id } else { 0 }))
     }
 
-    /// For as long as it lives, this thread may ask for the state of events and streams while other threads capture graphs: in
-    /// the modes that programs use a question would end their capture with an error. The context must be current.
-    pub fn ask_beside_captures(&self) -> Result<Asking<'_>> {
+    /// Refuses while the default stream takes no work, as [`Context::capture_of`] does.
+    pub fn accept_default_stream(&self) -> Result<()> {
+        // SAFETY: there is always a default stream.
+        unsafe { self.capture_of(null_mut()) }.map(|_| ())
+    }
+
+    /// As [`Context::enter`], for calls that ask, wait, allocate or load code: while any thread captures a graph in the mode
+    /// that programs use, such a call of any thread would end that capture with an error. Until the guard is dropped this
+    /// thread's do not. A stream or event that is part of a capture must not be asked or waited for all the same.
+    pub fn enter_beside_captures(&self) -> Result<Beside<'_>> {
+        let entered = self.enter()?;
         let mut mode = sys::STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the pointer is to a local, which holds a mode.
         unsafe { call!(cuThreadExchangeStreamCaptureMode(&raw mut mode)) }?;
-        Ok(Asking { before: mode, context: PhantomData })
+        Ok(Beside { before: mode, _entered: entered })
     }
 
     /// Waits on the host until everything on the device is done.
     pub fn synchronize(&self) -> Result<()> {
-        let _entered = self.enter()?;
+        let _beside = self.enter_beside_captures()?;
         // SAFETY: the context is current.
         unsafe { call!(cuCtxSynchronize()) }
     }
@@ -249,7 +270,7 @@ unsafe impl Sync for Module {}
 impl Module {
     /// Compiles PTX (zero-terminated) for the device.
     pub fn new(context: &Arc<Context>, name: &str, ptx: &CStr) -> Result<Self> {
-        let _entered = context.enter()?;
+        let _beside = context.enter_beside_captures()?;
         let mut handle = null_mut();
         // SAFETY: the text is zero-terminated and outlives the call, which copies what it needs.
         unsafe { call!(cuModuleLoadData(&raw mut handle, ptx.as_ptr().cast())) }.map_err(|error| match error {
@@ -276,7 +297,7 @@ impl Module {
 
 impl Drop for Module {
     fn drop(&mut self) {
-        if let Ok(_entered) = self.context.enter() {
+        if let Ok(_beside) = self.context.enter_beside_captures() {
             // SAFETY: loaded once; the backend is dropped after its launches were waited for (documented there).
             unsafe { sys::cuModuleUnload(self.handle) };
         }
@@ -419,7 +440,7 @@ impl Event {
 
     /// Whether everything before the point is done.
     pub fn is_done(&self) -> Result<bool> {
-        let _asking = self.context.ask_beside_captures()?;
+        let _beside = self.context.enter_beside_captures()?;
         // SAFETY: the event is alive.
         match unsafe { sys::cuEventQuery(self.handle) } {
             sys::NOT_READY => Ok(false),
@@ -442,7 +463,7 @@ impl Event {
     /// Waits on the host until everything before the point is done.
     pub fn wait(&self) -> Result<()> {
         // Owners wait when they are dropped, on threads that may have no context.
-        let _entered = self.context.enter()?;
+        let _beside = self.context.enter_beside_captures()?;
         // SAFETY: the event is alive.
         unsafe { call!(cuEventSynchronize(self.handle)) }
     }

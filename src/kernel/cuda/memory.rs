@@ -43,7 +43,7 @@ impl OwnStream {
         if unsafe { self.context.is_capturing(self.handle) }? {
             return Ok(false);
         }
-        let _asking = self.context.ask_beside_captures()?;
+        let _beside = self.context.enter_beside_captures()?;
         // SAFETY: the stream is alive.
         match unsafe { sys::cuStreamQuery(self.handle) } {
             sys::NOT_READY => Ok(false),
@@ -51,9 +51,9 @@ impl OwnStream {
         }
     }
 
-    /// Waits on the host until everything on it is done.
+    /// Waits on the host until everything on it is done. It must not be part of a capture.
     pub(crate) fn synchronize(&self) -> Result<()> {
-        let _entered = self.context.enter()?;
+        let _beside = self.context.enter_beside_captures()?;
         // SAFETY: the stream is alive.
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.handle) })
     }
@@ -83,7 +83,7 @@ impl Cuda {
     /// [`Error::Device`] when the driver has no memory for it.
     pub fn allocate(&self, bytes: usize) -> Result<DeviceMemory> {
         let context = self.context();
-        let _entered = context.enter()?;
+        let _beside = context.enter_beside_captures()?;
         let mut address = 0;
         // SAFETY: a context is current, the pointer is to a local.
         check_room("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes.max(1)) }, bytes)?;
@@ -96,9 +96,17 @@ impl Cuda {
     /// The stream is of the device's primary context.
     ///
     /// # Errors
-    /// [`Error::Device`] when something on the device failed.
+    /// [`Error::Device`] when something on the device failed; [`Error::Unsupported`] for a stream that is being captured.
     pub unsafe fn synchronize(&self, stream: RawStream) -> Result<()> {
-        let _entered = self.context().enter()?;
+        // SAFETY: the stream is of the device's primary context (the contract of this function).
+        if unsafe { self.context().is_capturing(stream) }? {
+            return Err(Error::unsupported(
+                "waiting for a stream that is being captured",
+                "what is captured has not begun",
+                "end the capture, launch its graph on a stream, and wait for that",
+            ));
+        }
+        let _beside = self.context().enter_beside_captures()?;
         // SAFETY: the stream is of the device's primary context (the contract of this function).
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) })
     }
@@ -125,10 +133,12 @@ impl DeviceMemory {
     /// Copies from the host to its beginning, and waits for the copy: it comes before whatever any stream is given then.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when it is shorter, [`Error::Device`] when the driver fails.
+    /// [`Error::Invalid`] when it is shorter, [`Error::Device`] when the driver fails; [`Error::Unsupported`] while a stream
+    /// that the default stream is ordered with is being captured, because the copy is work of the default stream.
     pub fn upload(&self, from: &[u8]) -> Result<()> {
         self.fits("from", from.len())?;
-        let _entered = self.context.enter()?;
+        self.context.accept_default_stream()?;
+        let _beside = self.context.enter_beside_captures()?;
         // SAFETY: both sides hold that many bytes.
         check("cuMemcpyHtoD", unsafe { sys::cuMemcpyHtoD_v2(self.address, from.as_ptr().cast(), from.len()) })?;
         // That call returns once the bytes are staged. The copy is then work of the default stream, which orders nothing
@@ -143,7 +153,8 @@ impl DeviceMemory {
     /// As [`DeviceMemory::upload`].
     pub fn download(&self, to: &mut [u8]) -> Result<()> {
         self.fits("to", to.len())?;
-        let _entered = self.context.enter()?;
+        self.context.accept_default_stream()?;
+        let _beside = self.context.enter_beside_captures()?;
         // SAFETY: both sides hold that many bytes.
         check("cuMemcpyDtoH", unsafe { sys::cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), self.address, to.len()) })
     }
@@ -151,7 +162,7 @@ impl DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
-        if let Ok(_entered) = self.context.enter() {
+        if let Ok(_beside) = self.context.enter_beside_captures() {
             // SAFETY: allocated once.
             unsafe { sys::cuMemFree_v2(self.address) };
         }

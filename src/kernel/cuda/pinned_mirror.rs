@@ -23,7 +23,7 @@ unsafe impl Send for PinnedMirror {}
 impl PinnedMirror {
     /// Allocates both, at least one byte.
     pub fn new(context: &Arc<Context>, bytes: usize) -> Result<Self> {
-        let _entered = context.enter()?;
+        let _beside = context.enter_beside_captures()?;
         let bytes = bytes.max(1);
         let (mut host, mut device) = (null_mut(), 0);
         // SAFETY: a context is current, the pointers are to locals.
@@ -122,7 +122,7 @@ impl PinnedMirror {
 
 impl Drop for PinnedMirror {
     fn drop(&mut self) {
-        if let Ok(_entered) = self.context.enter() {
+        if let Ok(_beside) = self.context.enter_beside_captures() {
             // SAFETY: allocated once in `new`; the owner waited for its last use.
             unsafe {
                 sys::cuMemFreeHost(self.host.cast());

@@ -78,7 +78,7 @@ impl NoteMemory {
         let disagreed = cuda.allocate(size_of::<u64>())?;
         disagreed.upload(&[0; size_of::<u64>()])?;
         let context = cuda.context();
-        let _entered = context.enter()?;
+        let _beside = context.enter_beside_captures()?;
         let (mut host, mut device, bytes) = (null_mut(), 0, size_of::<Note>());
         let flags = sys::HOST_PORTABLE_AND_MAPPED;
         // SAFETY: a context is current, the pointer is to a local.
@@ -115,7 +115,7 @@ impl NoteMemory {
 
 impl Drop for NoteMemory {
     fn drop(&mut self) {
-        if let Ok(_entered) = self.context.enter() {
+        if let Ok(_beside) = self.context.enter_beside_captures() {
             // SAFETY: allocated once in `new`; the owner waited for its last use.
             unsafe { sys::cuMemFreeHost(self.host.cast()) };
         }

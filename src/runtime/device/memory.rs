@@ -44,6 +44,7 @@ impl DeviceRank {
                 Error::invalid("workspace", format!("{bytes} bytes at {ptr:p}"), expected)
             })?;
         }
+        self.beside_no_capture("lend_workspace")?;
         self.settle()?;
         let own = self.workspace.lend(ptr, bytes);
         self.retire(own);
@@ -57,6 +58,7 @@ impl DeviceRank {
     /// The driver's.
     pub(in crate::runtime) fn take_workspace_back(&mut self) -> Result<()> {
         if self.workspace.is_lent() {
+            self.beside_no_capture("take_workspace_back")?;
             self.settle()?;
             self.workspace.take_back();
         }

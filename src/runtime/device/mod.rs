@@ -44,6 +44,7 @@ use crate::{
     transport::{DeviceTransport, Transport},
 };
 
+mod capture;
 mod disagreements;
 mod memory;
 mod sequence;
@@ -67,6 +68,8 @@ pub(super) struct DeviceRank {
     /// Runs of each group of ranks.
     counts: Vec<(Range<usize>, RunCount)>,
     failure: FirstFailure,
+    /// Whether a run was captured whose capture had not ended when the driver was asked last.
+    in_capture: bool,
     /// While a trace is recorded.
     tracer: Option<Box<Tracer>>,
 }
@@ -119,6 +122,7 @@ impl DeviceRank {
             marks,
             agreements: Agreements::default(),
             counts: Vec::new(),
+            in_capture: false,
             tracer: None,
             transport: Arc::new(transport),
         }
@@ -147,6 +151,7 @@ impl DeviceRank {
 
     /// Waits on the host for what this rank enqueued, and says what its device found out meanwhile.
     pub(super) fn synchronize(&self) -> Result<()> {
+        self.beside_no_capture("synchronize")?;
         let waited = self.settle();
         self.failure.check(&*self.transport)?;
         waited
@@ -165,6 +170,9 @@ impl DeviceRank {
 
     /// Starts to record operations, or stops. Waits for what the rank enqueued, so that the clocks are compared at rest.
     pub(super) fn record(&mut self, epoch: Instant, capacity: usize) -> Result<()> {
+        if capacity > 0 {
+            self.beside_no_capture("record")?;
+        }
         self.tracer = None;
         if capacity > 0 {
             self.settle()?;
@@ -216,8 +224,17 @@ impl DeviceRank {
     /// # Errors
     /// A plan for another world, an element type or head dim without a kernel, the driver's.
     pub(super) fn prepare(&mut self, plan: &Plan, run: Purpose) -> Result<()> {
+        if !self.is_ready(plan, run) {
+            self.beside_no_capture("prepare")?;
+        }
         let at = self.ready(plan, run)?;
         self.work_at(at).map(|_| ())
+    }
+
+    /// Whether a run of a plan takes nothing that is not made yet.
+    fn is_ready(&self, plan: &Plan, run: Purpose) -> bool {
+        let found = self.prepared.find(plan, run);
+        found.is_some_and(|at| !self.workspace.is_short(self.prepared[at].prepared.schedule.workspace))
     }
 
     /// Refuses what no run of a plan could honour here. Found while planning, it ends no run.
@@ -275,38 +292,6 @@ impl DeviceRank {
         Ok(self.prepared.push(OnDevice { prepared, sequence, captured: false }))
     }
 
-    /// Refuses what cannot be captured.
-    fn capturable(&self, plan: &Plan, run: Purpose) -> Result<()> {
-        let refusal = |limit, hint| Err(Error::unsupported("a stream that is being captured", limit, hint));
-        let (unprepared, prepare) = match run {
-            Purpose::Attention(_) => (
-                "a graph cannot hold what preparing a plan does: the plan is not prepared in this direction",
-                "call prepare before the capture begins",
-            ),
-            Purpose::AllToAll(_) => (
-                "a graph cannot hold what preparing a plan does: this all-to-all of the plan is not prepared",
-                "call prepare_all_to_all before the capture begins",
-            ),
-        };
-        if self.tracer.is_some() {
-            return refusal(
-                "the rank records a trace, and what a replay does leaves no times behind",
-                "stop recording before the capture begins: record with a capacity of 0",
-            );
-        }
-        match self.prepared.find(plan, run) {
-            None => refusal(unprepared, prepare),
-            Some(at) if self.workspace.is_short(self.prepared[at].prepared.schedule.workspace) => {
-                refusal("the rank has no workspace for the plan yet, and a graph cannot hold its allocation", prepare)
-            }
-            Some(at) if self.prepared[at].sequence.exchanges() && !self.transport.can_capture() => refusal(
-                "the transport's exchanges cannot be captured, and this plan has some",
-                "run it outside of the capture, or use a transport that can be captured",
-            ),
-            Some(_) => Ok(()),
-        }
-    }
-
     /// Enqueues a run behind what is on `stream` so far, and behind this rank's earlier runs; what is put on `stream` later
     /// comes after it. Returns once all of it is enqueued, and never waits for the device.
     ///
@@ -334,7 +319,7 @@ impl DeviceRank {
             self.accepted = Some(stream);
         }
         // SAFETY: a live stream, as promised.
-        let capture = unsafe { self.device().context().capture_of(stream) }?;
+        let capture = unsafe { self.capture_of_run(stream) }?;
         let capturing = capture.is_some();
         if capturing {
             self.capturable(plan, run)?;
@@ -360,6 +345,7 @@ impl DeviceRank {
         let (transport, failure) = (Arc::clone(&self.transport), self.failure.clone());
         let watch = AbortOnUnwind { transport: &*transport, failure: &failure };
         self.prepared[at].captured |= capturing;
+        self.in_capture |= capturing;
         transport.begin_run(capture);
         // SAFETY: the tensors fit the plan (checked) and are as the caller promised, the workspace is large enough, and
         // the marks order this run behind those before it.
@@ -409,7 +395,11 @@ impl DeviceRank {
 
 impl Drop for DeviceRank {
     fn drop(&mut self) {
-        // Workspace and lists must outlive what was enqueued; a failure means that the context is gone.
-        let _ = self.settle();
+        // Workspace and lists must outlive what was enqueued; a failure means that the context is gone. What is being
+        // captured has not begun, and runs before it are behind `over`.
+        let _ = match self.beside_no_capture("drop") {
+            Ok(()) => self.settle(),
+            Err(_) => self.marks.over.wait(),
+        };
     }
 }

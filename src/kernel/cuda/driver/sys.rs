@@ -39,6 +39,7 @@ pub(crate) const INVALID_HANDLE: CUresult = 400;
 pub(crate) const NOT_READY: CUresult = 600;
 pub(crate) const PEER_ACCESS_ALREADY_ENABLED: CUresult = 704;
 pub(crate) const TOO_MANY_PEERS: CUresult = 711;
+pub(crate) const STREAM_CAPTURE_IMPLICIT: CUresult = 906;
 
 pub(crate) const DEVICE_MULTIPROCESSOR_COUNT: c_int = 16;
 pub(crate) const DEVICE_L2_CACHE_SIZE: c_int = 38;
@@ -51,6 +52,7 @@ pub(crate) const POINTER_DEVICE_ORDINAL: c_int = 9;
 pub(crate) const HOST_PORTABLE_AND_MAPPED: c_uint = 1 | 2;
 pub(crate) const STREAM_NON_BLOCKING: c_uint = 1;
 pub(crate) const STREAM_CAPTURE_NONE: c_int = 0;
+pub(crate) const STREAM_CAPTURE_ACTIVE: c_int = 1;
 pub(crate) const STREAM_CAPTURE_MODE_RELAXED: c_uint = 2;
 pub(crate) const EVENT_DEFAULT: c_uint = 0;
 pub(crate) const EVENT_DISABLE_TIMING: c_uint = 2;
