@@ -53,12 +53,13 @@
  *
  * CUDA GRAPHS. A run of a rank can be captured: call cpattn_rank_prepare (of an all-to-all,
  * cpattn_rank_prepare_all_to_all) before the capture begins, then cpattn_forward, cpattn_backward, cpattn_rank_to_heads
- * or cpattn_rank_to_tokens with the stream that is being captured. While a capture is under way, of other calls on the
- * rank only cpattn_rank_poll is allowed: the driver would end the capture with an error, and the rank with it. Each
- * replay reads and writes the tensors and the workspace that were given then. The rank must live until the last replay
- * is done, and a lent workspace stay valid as long. Ranks of cpattn_peer_group are captured into one graph, all of
- * them, their streams joined by events; over a table of the caller's own, and for kernels called alone, a stream that
- * is being captured is refused.
+ * or cpattn_rank_to_tokens with the stream that is being captured. While a run of the rank is being captured, calls that
+ * would end the capture are refused with CPATTN_UNSUPPORTED, and leave it valid: cpattn_rank_synchronize, lending
+ * workspace and taking it back, preparing what is not prepared, and a run on a stream outside of the capture.
+ * cpattn_rank_poll is allowed. Each replay reads and writes the tensors and the workspace that were given then. The rank
+ * must live until the last replay is done, and a lent workspace stay valid as long. Ranks of cpattn_peer_group are
+ * captured into one graph, all of them, their streams joined by events; over a table of the caller's own, and for
+ * kernels called alone, a stream that is being captured is refused.
  *
  * STRUCTS OF OPTIONS begin with `struct_size` and are initialised with the macro of their name, never by hand: a
  * program then works with libraries of other ages. A shorter struct, of an earlier header, gets the defaults for what
