@@ -103,7 +103,7 @@ fn one(
     group.sample_size(10);
     group.throughput(Throughput::Elements(work));
     group.bench_function(BenchmarkId::new(name("forward"), tokens), |b| {
-        // SAFETY: all tensors are the vectors above, alive and used by nobody else.
+        // SAFETY: all tensors are the vectors above, alive and used by nothing else.
         b.iter(|| unsafe { cpu::attend(&forward, &mut scratch) }.unwrap());
     });
     group.throughput(Throughput::Elements(work * 5 / 2));

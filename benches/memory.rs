@@ -72,7 +72,7 @@ fn transform(name: String, dst: Vec<RawTensor>, sources: Vec<RawTensor>, memory:
     let blocks: Vec<Block> =
         (0..).zip(dst).map(|(i, dst)| Block { dst, sources_begin: i * each, sources_end: (i + 1) * each }).collect();
     let run = move || {
-        // SAFETY: the tensors lie in the case's memory, apart from each other, and nobody else touches them.
+        // SAFETY: the tensors lie in the case's memory, apart from each other, and nothing else touches them.
         unsafe { cpu::transform(&Transform { blocks: &blocks, sources: &sources }) }.expect("shapes agree");
     };
     Case { name, dtype, bytes: total, run: Box::new(run), _memory: memory }

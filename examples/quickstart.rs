@@ -26,7 +26,7 @@ fn main() -> Result<()> {
     let one = attention(&Plan::new(&problem, Mesh::single(), Layout::Contiguous)?, &inputs)?;
     let apart = many.iter().zip(&one).map(|(a, b)| (a - b).abs());
     println!("largest difference between four ranks and one: {:e}", apart.clone().fold(0.0, f32::max));
-    assert!(apart.into_iter().all(|x| x < 1e-5), "a wrong row, or one that nobody wrote");
+    assert!(apart.into_iter().all(|x| x < 1e-5), "a wrong row, or one that nothing wrote");
     Ok(())
 }
 

@@ -160,7 +160,7 @@ struct BackwardQueries {
                     g[r / 2][n][r % 2 * 2 + 1] -= delta;
                 }
             }
-            shape_gradients(s, g, p.score, p.slopes, own.head, window, p.queries[own.run], own.first + row,
+            shape_gradients(s, g, p.score, p.alibi_slopes, own.head, window, p.queries[own.run], own.first + row,
                             p.keys[step.run], step.first, step.full);
 #pragma unroll
             for (int r = 0; r < 2 * MT; ++r) {
@@ -286,7 +286,7 @@ struct BackwardKeys {
                         }
                     }
                 }
-                shape_gradients(s, g, p.score, p.slopes, step.head, window, p.keys[own.run],
+                shape_gradients(s, g, p.score, p.alibi_slopes, step.head, window, p.keys[own.run],
                                 own.first + warp_row() + (fresh_thread() & 31) / 4, p.queries[step.run],
                                 step.first + sub, step.full);
 #pragma unroll

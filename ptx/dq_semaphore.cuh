@@ -6,7 +6,7 @@
 // the word holds its predecessor's number, adds, and stores its own. The predecessor is nearly always the tile before it in
 // the same run; only a run's first tile that meets these rows has to look through the other runs.
 //
-// Both sides must agree on who meets whom, or a block waits for one that never comes. So there is one test, and it is
+// Both sides must agree on which tiles meet, or a block waits for one that never comes. So there is one test, and it is
 // symmetric: tiles meet when the last q row reaches the first key and the last key reaches the first q row. Stripes leave
 // gaps in which a pair meets though no row of it does. `dq_semaphore.rs` of the host holds the same test and proves it.
 //
@@ -38,20 +38,20 @@ __device__ __forceinline__ Span tiles_met(const Run& run, i64 low, i64 high, u32
 
 // One tile of q rows for one head, and when to add to its dq. Kept small: several lie in shared memory, where there is
 // little left.
-struct Visit {
+struct DqStep {
     i64 row;               // its first row in the tensor
     u32 run;
     u32 first;             // its first row in the run
     u32 head;
     u32 semaphore;         // which word
     u32 after;             // what it holds when this block may add; 0 when there is nothing to wait for
-    unsigned char rows;    // 0 past the last visit
+    unsigned char rows;    // 0 past the last step
     unsigned char full;    // whether all its rows meet all own rows, so that no mask is needed
     unsigned char add;     // whether dq holds something already
     unsigned char passes;  // whether to store the own number in the word: not when the block comes back to the same tile
 };
 
-// What a semaphore holds at the moment. It orders nothing: whoever finds what it waits for goes on to `wait_semaphore`.
+// What a semaphore holds at the moment. It orders nothing: a thread that finds what it waits for goes on to `wait_semaphore`.
 __device__ __forceinline__ u32 poll_semaphore(const u32* semaphore) {
     u32 r;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(semaphore) : "memory");
@@ -60,19 +60,19 @@ __device__ __forceinline__ u32 poll_semaphore(const u32* semaphore) {
 
 // Waits until a semaphore holds `number`; `seen` is what it held before. For one thread, before a barrier of the block: what
 // the predecessor wrote is then visible to all its threads. Polling is relaxed; only the last read acquires. It finds the
-// same number, because nobody but this block stores the next one.
+// same number, because no other block stores the next one.
 __device__ __forceinline__ void wait_semaphore(const u32* semaphore, u32 number, u32 seen) {
     while (seen != number) seen = poll_semaphore(semaphore);
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(semaphore) : "memory");
 }
 
-// For one thread, after a barrier of the block: what all its threads wrote is visible to whoever waits for `number`.
+// For one thread, after a barrier of the block: what all its threads wrote is visible to every thread that waits for `number`.
 __device__ __forceinline__ void store_semaphore(u32* semaphore, u32 number) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(semaphore), "r"(number) : "memory");
 }
 
 // The walk of a tile of keys over the tiles of q rows that it meets, from the last to the first, and over the heads of each.
-// The first warp's alone: lane 0 moves from run to run, and each of BATCH lanes describes one visit. That takes some hundred
+// The first warp's alone: lane 0 moves from run to run, and each of BATCH lanes describes one step. That takes some hundred
 // dependent instructions, which a lane alone would spend in every step while all other warps wait for its own.
 struct Round {
     u32 head, heads;           // q heads of each tile, from `head` on
@@ -99,9 +99,9 @@ struct Round {
         find(tile_of, p, size);
     }
 
-    // The whole warp's: the next BATCH visits; those past the end have no rows.
+    // The whole warp's: the next BATCH steps; those past the end have no rows.
     template <int BM, int BN, u32 BATCH>
-    __device__ __forceinline__ void fill(volatile Visit* out, volatile const Own& tile_of, const FusedParams& p) {
+    __device__ __forceinline__ void fill(volatile DqStep* out, volatile const Own& tile_of, const FusedParams& p) {
         const u32 lane = fresh_thread() & 31;
         u32 filled = 0;
         do {
@@ -144,9 +144,9 @@ struct Round {
         }
     }
 
-    // Describes the visit of one tile for one head.
+    // Describes the step of one tile for one head.
     template <int BM, int BN>
-    __device__ __forceinline__ void meet(volatile Visit& out, u32 met, u32 for_head, volatile const Own& tile_of,
+    __device__ __forceinline__ void meet(volatile DqStep& out, u32 met, u32 for_head, volatile const Own& tile_of,
                                          const FusedParams& p) {
         const Run& partner = p.call.queries[run];
         const u32 first = met * BM, rows = partner.len - first < BM ? partner.len - first : BM;

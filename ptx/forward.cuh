@@ -103,8 +103,8 @@ struct Forward {
         const u32 row = warp_row() + (fresh_thread() & 31) / 4;
         if (p.score.flags & SCORE_GENERAL) {
             general_scores<false>(s, s, p.score);
-            if (p.slopes.ptr) {
-                const float slope = *(const float*)(p.slopes.ptr + own.head * p.slopes.head);
+            if (p.alibi_slopes.ptr) {
+                const float slope = *(const float*)(p.alibi_slopes.ptr + own.head * p.alibi_slopes.head);
                 alibi(s, p.queries[own.run], own.first + row, p.keys[step.run], step.first, slope * LOG2E);
             }
         }

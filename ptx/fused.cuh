@@ -35,16 +35,16 @@
 // A step has two barriers. Behind the first one, tiles have arrived and those of the step before are free; behind the
 // second, p^T and ds^T are in place and the predecessor has added. dq is made first of what follows, so that its stores are
 // long done when the next step stores the semaphore. Three warps have more to do than products: the walk, the wait, the word
-// to the successor. Each would delay the barrier after it, so the walk is prepared for many steps at once, a visit by every lane.
+// to the successor. Each would delay the barrier after it, so many steps are prepared at once, one by every lane.
 #pragma once
 #include "backward.cuh"
 #include "dq_semaphore.cuh"
 
-// The block's own tile, and what it took. Visits lie in two halves: one is filled while the other is worked off.
+// The block's own tile, and what it took. Steps lie in two halves: one is filled while the other is worked off.
 template <u32 BATCH>
 struct FusedControl {
     Own own;
-    Visit visits[2 * BATCH];
+    DqStep steps[2 * BATCH];
     u32 item;
     u32 zero;
     u32 head0, head1;
@@ -63,7 +63,7 @@ struct BackwardFused {
     // dq is made in pieces of columns where its sums and what they are added to would not fit beside those of dk and dv.
     static constexpr int PIECES = D > 192 ? 2 : 1;
     static constexpr int QM = BM / (16 * QUERY_PARTS), QN = D / 8 / DQ_PARTS / PIECES;
-    static constexpr u32 BATCH = Shape::BATCH, VISITS = 2 * BATCH;
+    static constexpr u32 BATCH = Shape::BATCH, STEPS = 2 * BATCH;
     using Control = FusedControl<BATCH>;
     static_assert(sizeof(Control) + sizeof(Round) <= Shape::CONTROL, "what the host counts on");
     static_assert(Shape::STAGES == 2, "the next tile is loaded while this one is used");
@@ -79,26 +79,26 @@ struct BackwardFused {
     static __device__ __forceinline__ int query_row() { return warp() % QUERY_PARTS * 16 * QM; }
     static __device__ __forceinline__ int dq_part() { return warp() / QUERY_PARTS; }
 
-    static __device__ __forceinline__ void load_queries(const BackwardParams& p, u32 to, volatile const Visit& visit) {
-        load_tile<BM, D, THREADS>(to, p.q.ptr + visit.head * p.q.head + visit.row * p.q.token, (int)p.q.token,
-                                  (int)visit.rows, (int)p.heads.dim);
-        load_tile<BM, DV, THREADS>(to + BM * D * 2, p.d_o.ptr + visit.head * p.d_o.head + visit.row * p.d_o.token,
-                                   (int)p.d_o.token, (int)visit.rows, (int)p.heads.value);
+    static __device__ __forceinline__ void load_queries(const BackwardParams& p, u32 to, volatile const DqStep& step) {
+        load_tile<BM, D, THREADS>(to, p.q.ptr + step.head * p.q.head + step.row * p.q.token, (int)p.q.token,
+                                  (int)step.rows, (int)p.heads.dim);
+        load_tile<BM, DV, THREADS>(to + BM * D * 2, p.d_o.ptr + step.head * p.d_o.head + step.row * p.d_o.token,
+                                   (int)p.d_o.token, (int)step.rows, (int)p.heads.value);
     }
 
     // lse and delta, one after the other. Rows past the end get zeros, and are masked.
-    static __device__ __forceinline__ void load_stats(const BackwardParams& p, u32 to, volatile const Visit& visit) {
+    static __device__ __forceinline__ void load_stats(const BackwardParams& p, u32 to, volatile const DqStep& step) {
         const u32 thread = fresh_thread(), row = thread % BM;
         if (thread < 2 * BM) {
             const Tensor& from = thread < BM ? p.lse : p.delta;
-            copy_async_word(to + thread * 4, from.ptr + visit.head * from.head + (visit.row + row) * from.token,
-                            row < visit.rows);
+            copy_async_word(to + thread * 4, from.ptr + step.head * from.head + (step.row + row) * from.token,
+                            row < step.rows);
         }
     }
 
     // p^T and ds^T of the warp's keys and SUB q rows from `sub` on.
     static __device__ __forceinline__ void scores(float (&s)[MT][NT][4], float (&g)[MT][NT][4], const FusedParams& p,
-                                                  volatile const Control& control, volatile const Visit& visit,
+                                                  volatile const Control& control, volatile const DqStep& step,
                                                   u32 sk, u32 sq, u32 stats, int sub) {
         const Window window = {p.call.score.right, p.call.score.left};
         clear(s);
@@ -116,13 +116,13 @@ struct BackwardFused {
         }
         const u32 row = key_row() + (fresh_thread() & 31) / 4;
         const Run& key = p.call.keys[control.own.run];
-        const Run& query = p.call.queries[visit.run];
-        general_gradients(s, g, p.call.score, p.call.slopes, visit.head, key, control.own.first + row, query,
-                          visit.first + sub);
+        const Run& query = p.call.queries[step.run];
+        general_gradients(s, g, p.call.score, p.call.alibi_slopes, step.head, key, control.own.first + row, query,
+                          step.first + sub);
         // Rows of the own tile past its end must not make ds either: lse of a q row may be anything.
-        if (!visit.full)
+        if (!step.full)
             mask_gradients(s, g, window, key, control.own.first + row, (int)control.own.rows - (int)row, query,
-                           visit.first + sub);
+                           step.first + sub);
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
             const float2 lse = load_shared_pair(stats + (sub + n * 8 + 2 * (fresh_thread() & 3)) * 4);
@@ -187,23 +187,23 @@ struct BackwardFused {
     }
 
     // dq of one tile of q rows, added or, where nothing is there yet, written.
-    static __device__ __forceinline__ void add_queries(const BackwardParams& p, volatile const Visit& visit, u32 sk,
+    static __device__ __forceinline__ void add_queries(const BackwardParams& p, volatile const DqStep& step, u32 sk,
                                                        u32 sds) {
         const int lane = fresh_thread() & 31, from = dq_part() * 16 + 2 * (lane & 3);
-        const int row = query_row() + lane / 4, rows = (int)visit.rows - row, columns = (int)p.heads.dim - from;
-        char* to = p.dq.ptr + visit.head * p.dq.head + (visit.row + row) * p.dq.token + from * 4;
+        const int row = query_row() + lane / 4, rows = (int)step.rows - row, columns = (int)p.heads.dim - from;
+        char* to = p.dq.ptr + step.head * p.dq.head + (step.row + row) * p.dq.token + from * 4;
         // All of it is there, nearly always; then no access needs a condition of its own.
-        const bool whole = visit.rows == BM && p.heads.dim == D;
+        const bool whole = step.rows == BM && p.heads.dim == D;
         constexpr int ALL = 1 << 30, WIDTH = D / PIECES;
         static_assert(PIECES == 1 || WIDTH * 2 % 128 == 0, "a piece is whole swizzle groups");
 #pragma unroll 1
         for (int piece = 0; piece < PIECES; ++piece) {
             const int left = columns - piece * WIDTH;
             float2 old[2 * QM][QN];
-            if (whole && visit.add)
+            if (whole && step.add)
                 read<QM, QN, DQ_PARTS>(old, to, p.dq.token, ALL, ALL);
             else
-                read<QM, QN, DQ_PARTS>(old, to, p.dq.token, visit.add ? rows : 0, left);
+                read<QM, QN, DQ_PARTS>(old, to, p.dq.token, step.add ? rows : 0, left);
             float c[QM][QN][4];
             clear(c);
             multiply_tiles<T, QM, QN, BN, DQ_PARTS, true>(c, walk_a_transposed<BM>(sds, query_row() / 16),
@@ -277,9 +277,9 @@ struct BackwardFused {
                                   (int)p.call.k.token, (int)own.rows, (int)p.call.heads.dim);
         load_tile<BN, DV, THREADS>(sv, p.call.v.ptr + own.partner * p.call.v.head + own.row * p.call.v.token,
                                    (int)p.call.v.token, (int)own.rows, (int)p.call.heads.value);
-        if (control.visits[0].rows) {
-            load_queries(p.call, sqs, control.visits[0]);
-            load_stats(p.call, stats, control.visits[0]);
+        if (control.steps[0].rows) {
+            load_queries(p.call, sqs, control.steps[0]);
+            load_stats(p.call, stats, control.steps[0]);
         }
         copy_commit();
 
@@ -288,44 +288,44 @@ struct BackwardFused {
         clear(dv);
 
         u32 at = 0;
-        for (; control.visits[at].rows; at = at + 1 == VISITS ? 0 : at + 1) {
-            volatile const Visit& visit = control.visits[at];
-            volatile const Visit& next = control.visits[(at + 1) % VISITS];
+        for (; control.steps[at].rows; at = at + 1 == STEPS ? 0 : at + 1) {
+            volatile const DqStep& step = control.steps[at];
+            volatile const DqStep& next = control.steps[(at + 1) % STEPS];
             const u32 sq = sqs + at % 2 * STAGE, sdo = sq + BM * D * 2;
             copy_wait<0>();
             __syncthreads();
             // First of all: another block waits for it, and the release would wait for copies that were issued before.
-            if (threadIdx.x == 64) pass(p, control.visits[(at + VISITS - 1) % VISITS], round.number);
+            if (threadIdx.x == 64) pass(p, control.steps[(at + STEPS - 1) % STEPS], round.number);
             __syncwarp();
             if (next.rows) load_queries(p.call, sqs + (at + 1) % 2 * STAGE, next);
             u32 seen = 0;
-            if (threadIdx.x == 32 && visit.after) seen = poll_semaphore(p.dq_semaphore + visit.semaphore);
-            // The other half: its last visit was passed on a step ago, and its first is looked at in the last step of this.
+            if (threadIdx.x == 32 && step.after) seen = poll_semaphore(p.dq_semaphore + step.semaphore);
+            // The other half: its last step was passed on a step ago, and its first is looked at in the last step of this.
             if ((at == 1 || at == BATCH + 1) && warp() == 0)
-                round.template fill<BM, BN, BATCH>(control.visits + (at == 1 ? BATCH : 0), control.own, p);
+                round.template fill<BM, BN, BATCH>(control.steps + (at == 1 ? BATCH : 0), control.own, p);
             __syncwarp();
 
             if constexpr (PARTS == 1) {
 #pragma unroll 1
                 for (int sub = 0; sub < BM; sub += SUB) {
                     float s[MT][NT][4], g[MT][NT][4];
-                    scores(s, g, p, control, visit, sk, sq, stats, sub);
+                    scores(s, g, p, control, step, sk, sq, stats, sub);
                     store(sds, g, sub);
                     multiply_columns<T, MT, NT, DV>(dv, s, walk_b_transposed<DV>(sdo + sub * DV * 2), 0);
                     multiply_columns<T, MT, NT, D>(dk, g, walk_b_transposed<D>(sq + sub * D * 2), 0);
                 }
             } else {
                 float s[MT][NT][4], g[MT][NT][4];
-                scores(s, g, p, control, visit, sk, sq, stats, part() * SUB);
+                scores(s, g, p, control, step, sk, sq, stats, part() * SUB);
                 store(sp, s, part() * SUB);
                 store(sds, g, part() * SUB);
             }
-            if (threadIdx.x == 32 && visit.after) wait_semaphore(p.dq_semaphore + visit.semaphore, visit.after, seen);
+            if (threadIdx.x == 32 && step.after) wait_semaphore(p.dq_semaphore + step.semaphore, step.after, seen);
             __syncthreads();
             if (next.rows) load_stats(p.call, stats, next);
             copy_commit();
 
-            add_queries(p.call, visit, sk, sds);
+            add_queries(p.call, step, sk, sds);
             if constexpr (PARTS > 1) {
                 multiply_tiles<T, MT, VN, BM, PARTS, false>(dv, walk_a<BM>(sp, key_row()),
                                                             walk_b_transposed<DV>(sdo, part()));
@@ -335,7 +335,7 @@ struct BackwardFused {
         }
         copy_wait<0>();
         __syncthreads();
-        if (threadIdx.x == 64) pass(p, control.visits[(at + VISITS - 1) % VISITS], round.number);
+        if (threadIdx.x == 64) pass(p, control.steps[(at + STEPS - 1) % STEPS], round.number);
         // Parts of a group add to one dk and dv, in order too; here the word is how many have.
         u32* const semaphore = p.key_semaphore + control.key_semaphore;
         if (control.part) {
@@ -351,9 +351,9 @@ struct BackwardFused {
         }
     }
 
-    // Lets the successor add to the tile of a visit, if there was one.
-    static __device__ __forceinline__ void pass(const FusedParams& p, volatile const Visit& visit, u32 number) {
-        if (visit.rows && visit.passes) store_semaphore(p.dq_semaphore + visit.semaphore, number);
+    // Lets the successor add to the tile of a step, if there was one.
+    static __device__ __forceinline__ void pass(const FusedParams& p, volatile const DqStep& step, u32 number) {
+        if (step.rows && step.passes) store_semaphore(p.dq_semaphore + step.semaphore, number);
     }
 
     static __device__ __forceinline__ void run(const FusedParams& p) {
@@ -366,12 +366,12 @@ struct BackwardFused {
                 if (threadIdx.x == 0) {
                     const u32 item = atomicAdd(p.tile_counter, 1);
                     control.item = item;
-                    control.visits[VISITS - 1].rows = 0;
+                    control.steps[STEPS - 1].rows = 0;
                     if (item < p.call.heads.items) begin(p, control, round, item);
                 }
                 __syncwarp();
                 if (control.item < p.call.heads.items && !control.zero)
-                    round.template fill<BM, BN, BATCH>(control.visits, control.own, p);
+                    round.template fill<BM, BN, BATCH>(control.steps, control.own, p);
             }
             __syncthreads();
             if (control.item >= p.call.heads.items) break;

@@ -3,7 +3,7 @@
 //
 // wgmma m64nNk16 is issued by the four warps of a warpgroup and runs beside them. Its sums lie in registers as those of
 // mma.sync do: warp w of the warpgroup holds rows 16 w to 16 w + 15, as N / 8 tiles of 16 x 8 (see mma.cuh). From the
-// product to its wait nobody may touch the sums, nor the registers of A; so every wait and every fence here is followed or
+// product to its wait nothing may touch the sums, nor the registers of A; so every wait and every fence here is followed or
 // preceded by `hold`, an empty statement that the compiler believes to change them, and over which it moves nothing that
 // uses them.
 //
@@ -46,7 +46,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// -- Barriers of the block by number: those who wait, and those who only say that they came.
+// -- Barriers of the block by number: threads that wait, and threads that only arrive.
 
 template <u32 THREADS>
 __device__ __forceinline__ void named_wait(u32 number) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // Forward attention on sm_90a: one warpgroup loads, two multiply.
 //
-// A block takes items by ticket until none are left: a tile of BM q rows of one head or, where ranges are short, of fewer
+// A block takes items by a counter until none are left: a tile of BM q rows of one head or, where ranges are short, of fewer
 // rows of several heads that read the same kv head (a shared tile). One thread of the loading warpgroup walks over the keys
 // that an item may meet and issues the copies: q once, then k and v of each step into rings of STAGES buffers. With each k it
 // leaves a `HopperStep` beside the buffer, with each q an `Item`. Two warpgroups own 64 rows of q each.
@@ -10,8 +10,8 @@
 // of one runs beside the products of the other. (FlashAttention-3: Shah et al., 2024.)
 //
 // Barriers: a `full` one gets one arrival, of the loading thread, and the bytes of the copies; an `empty` one an arrival of
-// each multiplying warp, when its last product or read of that buffer is done. Nobody writes tiles but copies, and nobody
-// reads them but products, so no proxy fence is needed between them.
+// each multiplying warp, when its last product or read of that buffer is done. Only copies write tiles, and only
+// products read them, so no proxy fence is needed between them.
 //
 // Maps are made for one call and tensor, and have columns, rows, heads, and parts. A part is as far from the next as a row
 // from the next; there are SPAN rows to a part, and the map begins SPAN rows before the tensor. Row SPAN - end + i of part
@@ -43,7 +43,7 @@ struct SharedTiles {
 // Begins with what the kernel of sm_80 is given, which does the call where maps cannot say what its tensors are.
 struct HopperForwardParams {
     ForwardParams call;
-    u32* tickets;      // 0 before the launch
+    u32* tile_counter; // 0 before the launch
     const Work* work;  // tiles of BM rows
     u32 q_span;        // rows to a part of the map of q
     u32 k_span;        // and of those of k and v
@@ -178,8 +178,8 @@ struct HopperForward {
                 barrier_arrive(at.q_full());
                 break;
             }
-            // The next ticket is drawn now, so that it is there when it is needed.
-            const u32 next = gridDim.x + atomicAdd(p.tickets, 1);
+            // The next item is taken now, so that it is there when it is needed.
+            const u32 next = gridDim.x + atomicAdd(p.tile_counter, 1);
             const bool is_shared = at_item - p.shared.begin < shared_items;
             if (is_shared)
                 begin_shared(item, p, at_item - p.shared.begin);
@@ -265,10 +265,10 @@ struct HopperForward {
         const u32 row = head_row(item) + (fresh_thread() & 31) / 4;
         if (flags & STEP_GENERAL) {
             general_scores<false>(s, s, p.score);
-            if (p.slopes.ptr) {
+            if (p.alibi_slopes.ptr) {
                 // Of a head that is there: the scores of the others are not used.
                 const u32 before = min(heads_before(item), item.heads - 1);
-                const float slope = *(const float*)(p.slopes.ptr + (own.head + before) * p.slopes.head);
+                const float slope = *(const float*)(p.alibi_slopes.ptr + (own.head + before) * p.alibi_slopes.head);
                 alibi(s, p.queries[own.run], own.first + row, p.keys[step.run], step.first, slope * LOG2E);
             }
         }
@@ -490,7 +490,7 @@ struct HopperForward {
     }
 
     static __device__ __forceinline__ void consume(const HopperForwardParams& p, const Shared& at, volatile Control& control) {
-        // Which of the two: read from one lane, so that the compiler knows it to be the same in all.
+        // Which of the two: read from one lane, so that the compiler can see that it is the same in all.
         const u32 group = __shfl_sync(~0u, threadIdx.x >> 7, 0) - 1;
         // The first warpgroup has the first turn.
         if (group == 1) named_arrive<2 * 128>(BARRIER_TURN);
@@ -509,7 +509,7 @@ struct HopperForward {
                 release(at.q_empty());
             epilogue(p.call, item, out, row_max, row_sum);
         }
-        // Nobody takes the last turn that the second warpgroup gives.
+        // No warpgroup takes the last turn that the second one gives.
         if (group == 0) named_wait<2 * 128>(BARRIER_TURN);
     }
 

@@ -2,9 +2,9 @@
 // Tiles of every shape compiled for sm_90a. `src/kernel/cuda/hopper.rs` mirrors these numbers.
 //
 // Two warpgroups own 64 q rows each and have 232 registers a thread: 64 for scores, 64 for o, 32 for probabilities at head
-// dim 128; 48, 96 and 24 at 192; 32, 128 and 16 at 256. A third one loads; of its 128 threads one works, with 40 registers. What else bounds the tiles is shared memory, q
-// and STAGES buffers of k and v each, in whole panels of 64 columns: a block may have 227 KB. Head dim 192 would need 241 KB
-// with 128 keys to a tile, and has 96.
+// dim 128; 48, 96 and 24 at 192; 32, 128 and 16 at 256. A third one loads; of its 128 threads one works, with 40 registers.
+// What else bounds the tiles is shared memory, q and STAGES buffers of k and v each, in whole panels of 64 columns: a block
+// may have 227 KB. Head dim 192 would need 241 KB with 128 keys to a tile, and has 96.
 #pragma once
 #include "shapes.cuh"
 

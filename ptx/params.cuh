@@ -75,7 +75,7 @@ struct Heads {
 };
 
 struct ForwardParams {
-    Tensor q, k, v, running, running_lse, o, lse, slopes, sinks;
+    Tensor q, k, v, running, running_lse, o, lse, alibi_slopes, sinks;
     const Run* queries;
     const Run* keys;
     const u32* partners;
@@ -87,7 +87,7 @@ struct ForwardParams {
 };
 
 struct BackwardParams {
-    Tensor q, k, v, d_o, lse, delta, dq, dk, dv, slopes;
+    Tensor q, k, v, d_o, lse, delta, dq, dk, dv, alibi_slopes;
     const Run* queries;
     const Run* keys;
     const u32* partners;

@@ -33,7 +33,7 @@ __device__ __forceinline__ u32 rows_below(const Run& run, i64 x) {
 }
 
 // The own tile, and the walk, as all threads of the block share them. They lie in shared memory because registers are
-// what a matrix kernel is short of: the first warp alone writes, everybody reads (volatile, so that no copies are kept).
+// what a matrix kernel is short of: the first warp alone writes, all warps read (volatile, so that no copies are kept).
 struct Own {
     i64 lowest;   // position of the tile's first row
     i64 highest;  // and of its last

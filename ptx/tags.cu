@@ -52,7 +52,7 @@ static __device__ void note(const ArrivedParams& p, u32 tag) {
 extern "C" __global__ void __launch_bounds__(THREADS) cpattn_arrived(const __grid_constant__ ArrivedParams p) {
     const u32 other = first_other(p);
     if (other == p.tags_end) {
-        // Nobody writes the word in this launch: every thread has found the same.
+        // No thread writes the word in this launch: every thread has found the same.
         if (*p.disagreed == 0) return;
     } else if (blockIdx.x == 0 && threadIdx.x == 0) {
         note(p, other);

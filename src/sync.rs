@@ -4,7 +4,7 @@
 //! Whatever in this crate makes threads wait for each other takes its primitives from here, so that the very code that
 //! runs in production is what the model checker explores. The swap hangs on the crate's own `--cfg cpattn_loom`: a
 //! user who model-checks with `--cfg loom` does not change this crate by accident. Time does not exist in a model, so
-//! there a wait never expires, and a wait that nobody ends is reported by loom as a deadlock.
+//! there a wait never expires, and a wait that no thread ends is reported by loom as a deadlock.
 //!
 //! Poison is ignored: no code of this crate leaves a locked value half-written when it unwinds.
 

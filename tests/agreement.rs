@@ -211,7 +211,7 @@ fn forward_against_backward() {
 #[test]
 fn one_run_more() {
     let ours = Job::ring(&[30, 6], 2);
-    // Each rank has a document of its own: its run meets nobody.
+    // Each rank has a document of its own: its run meets no other rank.
     let apart = Job::new(&[8, 8], [4, 2], Mesh::ring(2).unwrap(), Layout::Contiguous, Options::new());
     let errors = on_ranks(2, FAR, |mut rank| {
         ours.both(&mut rank);
@@ -235,7 +235,7 @@ fn one_run_more() {
     assert!(errors.iter().any(|e| e.to_string().contains("run 5 of rank 0")), "{errors:?}");
 }
 
-/// An extra run that nobody joins ends with the deadline, on every rank, and not in a later run.
+/// An extra run that no other rank joins ends with the deadline, on every rank, and not in a later run.
 #[test]
 fn a_run_that_no_other_rank_makes() {
     let ours = Job::ring(&[30, 6], 2);
@@ -376,7 +376,7 @@ fn a_failed_transport_is_not_used_again() {
                 });
             }
         });
-        assert!(aborts.iter().all(|a| a.load(SeqCst) > 0), "call {at}: nobody told the transport");
+        assert!(aborts.iter().all(|a| a.load(SeqCst) > 0), "call {at}: the transport was not told");
     }
 }
 

@@ -96,7 +96,7 @@ fn tensors_are_refused_by_name() {
     wait(&cuda);
 }
 
-/// What no run could honour is found when planning, where it ends nobody's run.
+/// What no run could honour is found when planning, where it ends no run.
 #[test]
 fn plans_are_refused_before_the_group_meets() {
     let Some(cuda) = device() else { return };
@@ -191,7 +191,7 @@ fn exchanges_are_refused_or_end_on_both_sides() {
                 .collect();
             threads.into_iter().map(|t| t.join().unwrap()).collect()
         });
-        assert!(begin.elapsed() < Duration::from_secs(30), "somebody waited for the deadline");
+        assert!(begin.elapsed() < Duration::from_secs(30), "a rank waited for the deadline");
         ends.iter().for_each(|end| end.synchronize().unwrap());
         said
     };

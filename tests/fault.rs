@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Every kind of fault at every call of a short run on transport `local`: everybody returns, in time, and blames the
+//! Every kind of fault at every call of a short run on transport `local`: every rank returns, in time, and blames the
 //! rank that has the fault.
 
 use cpattn::transport::fault::{Fault, Faulty};
@@ -57,7 +57,7 @@ fn alike(found: Cause, expected: Cause) -> bool {
 
 /// The faulty rank ends with `own` (`None`: it panics), the others with `cause`, all in the call of the fault.
 fn check(fault: Fault, own: Option<Cause>, cause: Cause) {
-    // Nobody waits that long where the others are told; on a busy machine a panic may take a while to be printed.
+    // No rank waits that long where the others are told; on a busy machine a panic may take a while to be printed.
     let deadline = if matches!(fault, Fault::Delay(_)) { DEADLINE } else { DEADLINE * 20 };
     for at in 0..CALLS {
         let who = at as usize % WORLD;

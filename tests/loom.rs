@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The synchronisation of transport `local` under loom: every interleaving of its lock and condition variables, up to
-//! two preemptions. Deadlines do not expire in a model, so a rank that nobody wakes is a deadlock that loom reports.
+//! two preemptions. Deadlines do not expire in a model, so a rank that is never woken is a deadlock that loom reports.
 //!
 //! The bytes themselves are plain memory, which loom does not watch. The models check what arrives, and the transport
 //! tells loom when it reads a peer's memory and when a rank gets its memory back (`sync::Lent`): in every model loom
@@ -44,7 +44,7 @@ fn run_owned<T: Send + 'static>(world: usize, body: impl Fn(Local) -> T + Sync +
 }
 
 /// The same, and no rank leaves before all are done: a rank that leaves wakes the others, which would hide that
-/// somebody forgot to.
+/// a wake-up was forgotten.
 fn run(world: usize, body: impl Fn(&Local) + Sync + Send + 'static) {
     run_owned(world, move |rank| {
         body(&rank);
@@ -136,7 +136,7 @@ fn an_exchange_orders_the_memory_of_both_sides() {
             let mut ticket = [me as u8];
             let message = Message { peer: 1 - me, ptr: ticket.as_mut_ptr(), bytes: 1 };
             if me == 0 {
-                // SAFETY: loom checks what this model claims, that nobody else is at the cell.
+                // SAFETY: loom checks what this model claims, that no other thread is at the cell.
                 cell.0.with_mut(|cell| unsafe { *cell = 1 });
             }
             let (sends, recvs): (&[Message], &[Message]) = if me == 0 { (&[message], &[]) } else { (&[], &[message]) };
@@ -159,7 +159,7 @@ fn a_rank_that_leaves_between_two_steps_stops_everybody() {
                 return;
             }
             let second = hop(&rank, 1, &held, &mut next);
-            // Whoever looks first finds rank 2 gone; the other may meet it second hand, but the first failure stays.
+            // The first rank to look finds rank 2 gone; the other may meet it second hand, but the first failure stays.
             let cause = Cause::Left;
             assert_eq!(second, Err(Error::Peer { rank: me, operation: "ring", step: 1, peer: 2, cause }));
         });

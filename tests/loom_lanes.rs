@@ -67,12 +67,12 @@ unsafe impl Sync for Cell {}
 
 impl Cell {
     fn set(&self, x: u32) {
-        // SAFETY: loom checks what the models claim, that nobody else is at the cell.
+        // SAFETY: loom checks what the models claim, that no other thread is at the cell.
         self.0.with_mut(|cell| unsafe { *cell = x });
     }
 
     fn get(&self) -> u32 {
-        // SAFETY: loom checks that nobody writes the cell meanwhile.
+        // SAFETY: loom checks that no other thread writes the cell meanwhile.
         self.0.with(|cell| unsafe { *cell })
     }
 }

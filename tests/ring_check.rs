@@ -105,7 +105,7 @@ fn bytes_that_change_on_the_way_are_noticed() {
     assert_eq!(all[2], Err(Trouble::OtherBytes { link: (1, 2), at: 77_777 }));
     let text = all[2].as_ref().unwrap_err().to_string();
     assert!(text.starts_with("link 1 → 2 delivered other bytes than were sent, from byte 77777 on; try:"), "{text}");
-    assert!(all[0].is_err() && all[1].is_err(), "everybody hears of it");
+    assert!(all[0].is_err() && all[1].is_err(), "every rank hears of it");
 }
 
 #[test]

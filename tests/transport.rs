@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Transports are anybody's code: what a rank does when the one it was given misbehaves itself.
+//! Transports may be the caller's own code: what a rank does when the one it was given misbehaves itself.
 
 use std::{
     ops::Range,

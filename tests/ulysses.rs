@@ -152,7 +152,7 @@ fn a_local_kernel_that_fails_ends_the_run_everywhere() {
     });
 }
 
-/// Whoever catches the panic may keep the rank, so it is not its end that tells the others.
+/// The code that catches the panic may keep the rank, so it is not its end that tells the others.
 #[test]
 fn a_local_kernel_that_panics_ends_the_run_everywhere() {
     let p = Problem::new(Batch::new(&[0, 8]).unwrap(), 4, 4, D, Dtype::F64).with_kind(AttentionKind::Other);

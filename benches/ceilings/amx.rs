@@ -20,7 +20,7 @@ macro_rules! products {
         fn $name() -> f64 {
             let config = configuration();
             // SAFETY: handed out only where CPU and operating system grant tiles. `config` is the 64 bytes that
-            // ldtilecfg reads; nothing else is read or written, and tiles are released before anybody else runs.
+            // ldtilecfg reads; nothing else is read or written, and tiles are released before any other code runs.
             unsafe {
                 asm!(
                     "ldtilecfg [{config}]",

@@ -20,7 +20,7 @@ use device::Device;
 use std::io::{BufRead, Write};
 use std::process::ExitCode;
 
-/// What can go wrong here is told to whoever reads the output.
+/// What can go wrong here is printed.
 pub type Result<T> = std::result::Result<T, String>;
 
 /// A case with its buffers.

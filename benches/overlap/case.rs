@@ -73,7 +73,7 @@ fn measure<T: Transport + 'static>(
     counts: bool,
     rounds: usize,
 ) -> Result<(Vec<Round>, (usize, usize))> {
-    let everybody = 0..tap.world();
+    let all_ranks = 0..tap.world();
     // SAFETY: the tensors are the bench's own, of the plan's shapes, and live longer than the rank.
     let run = |rank: &mut Rank| unsafe { rank.run(plan, direction, &tensors.bindings) };
     tap.set(Mode::Record);
@@ -84,7 +84,7 @@ fn measure<T: Transport + 'static>(
         let mut round = Round::default();
         for (phase, times) in round.iter_mut().enumerate() {
             tap.set(if phase == 0 { Mode::Hold } else { Mode::Through });
-            tap.agree(everybody.clone(), phase as u64)?;
+            tap.agree(all_ranks.clone(), phase as u64)?;
             let (wall, spent) = (Instant::now(), cpu());
             if phase == 1 {
                 // SAFETY: the rank is in no run, its last was of this plan, and its tensors are alive.
@@ -93,7 +93,7 @@ fn measure<T: Transport + 'static>(
                 run(rank)?;
             }
             let wall = wall.elapsed().as_secs_f64();
-            tap.agree(everybody.clone(), phase as u64)?;
+            tap.agree(all_ranks.clone(), phase as u64)?;
             *times = [wall, if counts { cpu() - spent } else { 0.0 }];
         }
         assert_eq!(tensors.bits(), want, "a run has other bits than the first one");

@@ -86,7 +86,7 @@ fn kernels<T: Transport + 'static>(tap: &Tap<T>, rank: &mut Rank, plan: &Plan, t
     Ok(all.iter_mut().map(median).sum::<u64>() as f64 * 1e-3)
 }
 
-/// Rank 0 learns the sum of everybody's times.
+/// Rank 0 learns the sum of all ranks' times.
 fn sum<T: Transport>(tap: &Tap<T>, mine: Times) -> Result<Times> {
     let mut all = vec![mine; tap.world()];
     let message = |peer, times: &mut Times| Message { peer, ptr: times.as_mut_ptr().cast(), bytes: size_of::<Times>() };

@@ -115,7 +115,7 @@ impl<T: Transport> Tap<T> {
     /// The rank that listed it is alive and in no run, and has run no other plan since; its tensors are alive.
     pub unsafe fn again(&self) -> Result<()> {
         for batch in &self.state().batches {
-            // SAFETY: the lists of a run's exchange, whose memory is still there and in nobody's use (promised).
+            // SAFETY: the lists of a run's exchange, whose memory is still there and not in use (promised).
             unsafe { self.end.exchange(batch.label, &batch.sends, &batch.recvs) }?;
         }
         Ok(())

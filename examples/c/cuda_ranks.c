@@ -175,7 +175,7 @@ int main(void) {
   for (int i = 0; i < TENSORS - 1; i++) {
     for (int j = 0; j < TOKENS * HEADS * DIM; j++) {
       random = random * 1664525u + 1013904223u;
-      /* Inputs between 0.25 and 1 of either sign; outputs begin as NaN, so that what nobody writes is seen. */
+      /* Inputs between 0.25 and 1 of either sign; outputs begin as NaN, so that what is never written is seen. */
       whole[i][j] = i < O ? (uint16_t)((random >> 16 & 0x83ff) | (13u + (random >> 15 & 1)) << 10) : 0xffff;
     }
   }

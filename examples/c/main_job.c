@@ -149,7 +149,7 @@ int main(int argc, char **argv) {
   size_t bytes = 0, cu_bytes = 0;
   for (int i = 0; i < 4; i++) {
     const void *found = safetensors_find(&s, names[i], &bytes);
-    /* Copies: entries of the file are not aligned. 0xff: a row that nobody writes stays a NaN. */
+    /* Copies: entries of the file are not aligned. 0xff: a row that nothing writes stays a NaN. */
     if (!found || !(*inputs[i] = malloc(bytes)) || !(*outputs[i] = malloc(bytes))) return 2;
     memcpy(*inputs[i], found, bytes);
     memset(*outputs[i], 0xff, bytes);

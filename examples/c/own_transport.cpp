@@ -46,7 +46,7 @@ class Board {
  public:
   explicit Board(uint32_t world) : world_(world), queues_(world * world), numbers_(world) {}
 
-  // An all-gather as two barriers: everybody wrote, everybody read.
+  // An all-gather as two barriers: all have written, all have read.
   bool agree(uint32_t rank, uint32_t first, uint32_t end, uint64_t number, uint64_t *all) {
     std::unique_lock<std::mutex> lock(mutex_);
     numbers_[rank] = number;
@@ -72,7 +72,7 @@ class Board {
     }
     ok = ok && wait(lock, [&] { return unfetched == 0; });
     if (!ok) {
-      // Nobody may fetch from this rank's memory once it has left.
+      // No other rank may fetch from this rank's memory once it has left.
       failed_ = true;
       for (uint32_t peer = 0; peer < world_; peer++) queue(rank, peer).clear();
       changed_.notify_all();

@@ -119,7 +119,7 @@ impl Team {
             let (plan, inputs, how, done) = (plan.clone(), Arc::clone(inputs), how.clone(), done.clone());
             let work = move |rank: &mut Rank| {
                 let part = part(rank, &plan, &inputs, &how, epoch);
-                // Nobody listens any more once a rank has failed.
+                // Nothing receives any more once a rank has failed.
                 let _ = done.send((rank.rank(), part));
             };
             // A thread that has ended is noticed below: its part is missing.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ranges: which rows a call touches, and where in its document each row stands.
 //!
-//! A layout deals tokens in runs and in stripes. A [`Range`] says either with six numbers, so that whoever needs a row's
+//! A layout deals tokens in runs and in stripes. A [`Range`] says either with six numbers, so that code that needs a row's
 //! position, or the rows at some positions, computes it: nothing here lists tokens. A [`QRange`] adds which k ranges it
 //! meets and what becomes of the result; [`Ranges`] is what one call is given.
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One writer for each row.
 //!
-//! A call deals its ranges out to workers or blocks that do not know of each other, so a row that lies in two ranges
-//! would be written by two at once. Nothing would fail: the result would be that of whoever was later, or a mixture.
+//! A call deals its ranges out to workers or blocks that are independent of each other, so a row that lies in two ranges
+//! would be written by two at once. Nothing would fail: the result would be that of the later writer, or a mixture.
 //! Therefore ranges whose rows are written are compared before a call touches anything. Ranges that are only read may
 //! share rows: documents with a common prefix list its keys once each.
 //!

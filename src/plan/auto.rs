@@ -34,7 +34,7 @@ use crate::{
 
 /// Multiply-adds that a device does in the time in which one byte arrives. 1,024 is the order of magnitude of an
 /// accelerator of a few hundred tera multiply-adds per second on a link of a few hundred gigabytes per second; it is a
-/// convention, not a measurement. Ring steps hide under compute and all-to-alls do not; the rule does not know that.
+/// convention, not a measurement. Ring steps hide under compute and all-to-alls do not; the rule does not count that.
 pub const BALANCE: u32 = 1024;
 
 /// Bytes that arrive in the time that a message takes whatever its length: 64 KiB is some microseconds of a link of ten

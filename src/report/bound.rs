@@ -2,7 +2,7 @@
 //! How large a workspace may be.
 //!
 //! The design promises a bound that is made of shares alone, without looking at any schedule; tests hold every schedule
-//! to it, so that a buffer nobody thought of shows. On the ring, forward: two slots for k and v of others, and o with two
+//! to it, so that a forgotten buffer shows. On the ring, forward: two slots for k and v of others, and o with two
 //! words of lse a row in the accumulator's type. Backward: the two slots; of the travelling gradients two leaving, one
 //! arriving and the sum, dq, and delta. Where documents or stripes leave a share in many pieces, what one ring step sends
 //! may be packed first, once for each reader. Ulysses adds the share itself for the rank's heads, and room for what

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A plan in plain text.
 //!
-//! Whoever wonders why a mesh was taken, what travels when, or where the memory goes, reads it here. Every figure is
+//! Why a mesh was taken, what travels when, and where the memory goes, as text. Every figure is
 //! counted from the schedules that would run ([`Plan::costs`]), never estimated; where only some ranks of many are
 //! counted, the text says which. It is written for people: programs take [`Plan::costs`], [`super::choose`] and
 //! [`super::dealt`].

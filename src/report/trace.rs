@@ -20,7 +20,7 @@ use crate::schedule::Lane;
 /// One operation that ran.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// Who ran it.
+    /// The rank that ran it.
     pub rank: usize,
     /// On which lane.
     pub lane: Lane,

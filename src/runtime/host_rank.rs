@@ -27,7 +27,7 @@ use crate::{
     transport::Transport,
 };
 
-/// See the module, and [`Rank`](super::Rank) for what each function means.
+/// A rank on host memory. Its functions are those of [`Rank`](super::Rank), which says what they mean.
 pub(super) struct HostRank {
     transport: Arc<dyn Transport>,
     lanes: LaneThreads,

@@ -15,7 +15,7 @@
 //! whose 16 bytes are no tag of this run or whose size ends the exchange. Two ranks that do not meet in a run cannot give
 //! each other anything wrong in it.
 //!
-//! Where the first message is, which way and with whom, the schedule fixes: [`Tags::new`] lists it once. The tags lie in
+//! Where the first message is, which way and with which rank, the schedule fixes: [`Tags::new`] lists it once. The tags lie in
 //! memory of this list's own, which the transport reads and writes during an exchange. A device keeps them in its own
 //! memory, counts its runs there, and compares them behind each exchange on the stream of the exchange.
 

@@ -22,7 +22,7 @@ pub(super) trait OwnMemory {
     fn bytes(&self) -> usize;
 }
 
-/// See the module.
+/// Memory that schedules work in, owned (`M`) or lent.
 pub(super) struct Workspace<M> {
     own: Option<M>,
     lent: Option<(*mut u8, usize)>,

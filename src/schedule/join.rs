@@ -13,7 +13,7 @@ use alloc::vec::Vec;
 
 use crate::{call::Range, layout::Segment, mask::Mask};
 
-/// A run of rows of a share that somebody needs.
+/// A run of rows of a share that some rank needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fragment {
     /// The ring rank at the other end: the owner of what arrives, the reader of what leaves.

@@ -251,7 +251,7 @@ impl RingSteps {
         self.capacity.fragments
     }
 
-    /// `(ring rank, class)` of those whose rows arrive at `step`, or of those who take the own rows.
+    /// `(ring rank, class)` of those whose rows arrive at `step`, or of those that take the own rows.
     fn others(&self, step: usize, arriving: bool) -> impl Iterator<Item = (usize, Class)> + use<> {
         let (ring, me, form) = (self.shares.ring(), self.me, self.form);
         let back = (me + ring - step % ring) % ring;

@@ -111,7 +111,7 @@ impl TensorId {
         &TABLE[self as usize]
     }
 
-    /// The name users know.
+    /// The name in public messages.
     pub const fn name(self) -> &'static str {
         self.row().name
     }

@@ -36,7 +36,7 @@ use std::ops::Range;
 use std::sync::{Arc, atomic::Ordering};
 use std::time::{Duration, Instant};
 
-/// Makes `world` ranks that know each other; move each into its thread. `deadline` is how long a call waits without
+/// Makes `world` ranks of one group; move each into its thread. `deadline` is how long a call waits without
 /// any of its messages moving before it fails the group.
 ///
 /// # Errors

@@ -58,7 +58,7 @@ const SETTLE: Duration = Duration::from_millis(20);
 /// What two libraries must have in common to understand each other.
 const PROTOCOL: u64 = 2;
 
-/// One process's end of a group. See the module for what to do after a failure.
+/// One process's end of a group. After a failure leave with `MPI_Abort`, as the module says.
 ///
 /// Any thread may call [`poll`](Transport::poll) and [`abort`](Transport::abort) at any time; of the calls that wait, a
 /// second one is refused with [`Error::Invalid`]. Drop it, or the rank that has it, before MPI is finalised; dropping it

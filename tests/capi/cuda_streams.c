@@ -53,7 +53,7 @@ static int32_t backward(cpattn_rank *rank, const cpattn_plan *plan, array *a, in
   return cpattn_backward(rank, plan, &b);
 }
 
-/* One rank: runs alternate between two streams that nobody else orders, and take no memory. */
+/* One rank: runs alternate between two streams that nothing else orders, and take no memory. */
 static void one_rank(void) {
   const int32_t device[] = {0};
   static array a[TENSORS];
@@ -317,10 +317,10 @@ static void failing_transport(void) {
   OK(cpattn_rank_prepare(rank, plan, CPATTN_BACKWARD));
   TRUE(m.released == 0);
   int32_t status = forward(rank, plan, a, 1, NULL);
-  if (status == CPATTN_OK) status = backward(rank, plan, a, 1, NULL); /* the first rank may need nobody to go forward */
+  if (status == CPATTN_OK) status = backward(rank, plan, a, 1, NULL); /* the first rank may need no other to go forward */
   TRUE(status == CPATTN_PEER && strstr(cpattn_last_error(), "rank 1 failed: the transport's exchange returned 7"));
   TRUE(m.released == 2);
-  for (int i = 0; i < TENSORS; i++) array_free(&a[i]); /* nobody works on them any more */
+  for (int i = 0; i < TENSORS; i++) array_free(&a[i]); /* no kernel works on them any more */
   OK(cpattn_rank_destroy(rank));
   TRUE(m.released == 3);
   OK(cpattn_plan_destroy(plan));
@@ -373,7 +373,7 @@ static void fault(void) {
   OK(forward(rank, plan, a, 1, stream));
   OK(cpattn_rank_poll(rank));
   TRUE(driver.stream_wait(stream) == 0);
-  int64_t beyond[] = {1 << 20, DIM, 1}; /* strides that reach beyond the memory: nobody can see it before the kernel */
+  int64_t beyond[] = {1 << 20, DIM, 1}; /* strides that reach beyond the memory: it cannot be seen before the kernel runs */
   a[K].device.strides = beyond;
   OK(forward(rank, plan, a, 1, stream));
   TRUE(driver.stream_wait(stream) != 0);

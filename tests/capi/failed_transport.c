@@ -91,7 +91,7 @@ int main(void) {
     REFUSED(CPATTN_PEER, word, cpattn_forward(rank, plan, &forward));
     REFUSED(CPATTN_PEER, word, cpattn_rank_poll(rank));
     if (calls != before) failures++, fprintf(stderr, "%s was called again\n", function);
-    if (aborts == 0) failures++, fprintf(stderr, "after a failed %s nobody called abort\n", function);
+    if (aborts == 0) failures++, fprintf(stderr, "after a failed %s abort was not called\n", function);
     OK(cpattn_rank_destroy(rank));
   }
   OK(cpattn_plan_destroy(plan));

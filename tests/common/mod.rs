@@ -97,7 +97,7 @@ pub fn run_on<T: Element>(ranks: Vec<Rank>, plan: &Plan, data: &Data<T>) -> Resu
     let p = plan.problem();
     let (nq, nk) = (p.batch().tokens(Side::Q), p.batch().tokens(Side::K));
     let (hq, hk, d, dv) = (p.heads(), p.kv_heads(), p.head_dim(), p.value_dim());
-    // Results start as NaN: a row that nobody writes must show.
+    // Results start as NaN: a row that nothing writes must show.
     let nan = T::from_f64(f64::NAN);
     let acc_nan = <T::Acc as Element>::from_f64(f64::NAN);
     let all = Mutex::new(Results {

@@ -179,7 +179,7 @@ impl<T: Element> Own<T> {
         vec![self.o.bytes(), self.lse.bytes(), self.dq.bytes(), self.dk.bytes(), self.dv.bytes(), dsinks]
     }
 
-    /// Whether inputs and results lie in gaps that nobody wrote to.
+    /// Whether inputs and results lie in gaps that nothing wrote to.
     pub fn gaps_are_whole(&self) -> bool {
         let all = [&self.q, &self.k, &self.v, &self.d_o, &self.o, &self.dq, &self.dk, &self.dv];
         all.iter().all(|s| s.gaps_are_whole()) && self.lse.gaps_are_whole()

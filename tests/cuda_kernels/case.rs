@@ -37,7 +37,7 @@ pub struct Case {
     pub cut: Cut,
     /// Calls over which the keys of each document are spread.
     pub ring_steps: usize,
-    /// Every second q range visits its keys from the last to the first.
+    /// Every second q range meets its keys from the last to the first.
     pub shuffled: bool,
     pub per_q_head: bool,
     pub accumulate: bool,
@@ -230,7 +230,7 @@ impl Side {
             }
             base += len;
         }
-        // Rows in another order than ranges, with rows of nobody between them.
+        // Rows in another order than ranges, with rows of no tensor between them.
         let mut order: Vec<usize> = (0..pieces.len()).collect();
         fastrand::Rng::with_seed(seed).shuffle(&mut order);
         let (mut row_of, mut row) = (vec![usize::MAX; base], 2);

@@ -146,7 +146,7 @@ fn ranges() {
         Case { cut: Cut::Chunks(5), ring_steps: 3, ..base.clone() },
         Case { cut: Cut::Striped(3, 1), ring_steps: 3, ..base.clone() },
         Case { cut: Cut::Striped(2, 5), ring_steps: 2, alibi_slopes: true, score: narrow, ..base.clone() },
-        // Rows that meet their first key in the last visit.
+        // Rows that meet their first key in the last ring step.
         Case { cut: Cut::Chunks(3), ring_steps: 2, score: narrow, ..base.clone() },
         Case { cut: Cut::Striped(4, 16), ring_steps: 2, score: open, accumulate: true, ..base.clone() },
     ]);

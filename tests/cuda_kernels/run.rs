@@ -72,7 +72,7 @@ impl Held {
             row.fill(0xff);
         }
         let stray = bytes.iter().position(|&b| b != 0xff);
-        assert_eq!(stray, None, "{what}: byte {stray:?} belongs to nobody and was written");
+        assert_eq!(stray, None, "{what}: byte {stray:?} belongs to no tensor and was written");
         out
     }
 }
@@ -84,7 +84,7 @@ struct RingStep {
     pairs: Vec<u32>,
 }
 
-/// Keys of each document are dealt out over the visits; every q range is in every one of them.
+/// Keys of each document are dealt out over the ring steps; every q range is in every one of them.
 fn ring_steps(case: &Case, q: &Side, k: &Side) -> Vec<RingStep> {
     (0..case.ring_steps)
         .map(|ring_step| {
@@ -274,8 +274,8 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
     for call in &calls {
         // SAFETY: all tensors live until the stream is synchronised, by the downloads below.
         unsafe { device.cuda.attend(call, &mut staging, device.stream) }.expect("a legal call");
-        // The next visit may find anything in the running o of a row that has met no key yet.
-        // (Cases of three visits leave the device running.)
+        // The next ring step may find anything in the running o of a row that has met no key yet.
+        // (Cases of three ring steps leave the device running.)
         if case.ring_steps == 2 {
             running.poison(device, running_lse, &q_side);
         }
@@ -367,7 +367,7 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
             }
             let mut expected = pick(gradient, tk, kv_heads, held_kv.clone(), dim);
             if held != (0..heads) {
-                // The other q heads of a group are somebody else's: recompute without them.
+                // The other q heads of a group belong to other ranks: recompute without them.
                 expected = partial(case, &numbers, what, dim);
             }
             compare(case, what, &found, &expected, 3.0);
@@ -378,7 +378,7 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
     Found { o: found_o, all: backward(&[Gradients::All]), apart: backward(&[Gradients::Queries, Gradients::Keys]) }
 }
 
-/// dk or dv of the held heads alone: the reference with everybody else's gradient of o set to zero.
+/// dk or dv of the held heads alone: the reference with the gradient of o of all other heads set to zero.
 fn partial(case: &Case, numbers: &Numbers, what: &str, dim: usize) -> Vec<f64> {
     let mut d_o = numbers.d_o.clone();
     for (i, x) in d_o.iter_mut().enumerate() {

@@ -129,7 +129,7 @@ fn no_q_heads_leave_zeros() {
     assert!(dq.is_empty() && dk.len() == 200 * 64 && dk.iter().chain(&dv).all(|&x| x == 0.0));
 }
 
-/// Visits are prepared some at a time. Here a tile of keys has many more, from long q ranges and from short ones, and
+/// Steps are prepared some at a time. Here a tile of keys has many more, from long q ranges and from short ones, and
 /// where they are cut the round is in the midst of a run, of the heads of a tile, or between two runs.
 #[test]
 fn tiles_meet_more_than_is_prepared_at_once() {

@@ -161,7 +161,7 @@ fn found(cuda: &Arc<Cuda>, what: &str, odds: &[usize], ours: &Plan, other: &Plan
 fn one_run_more(cuda: &Arc<Cuda>) {
     let ring = || Mesh::ring(2).unwrap();
     let ours = plan(&[15, 6], ring(), Layout::Zigzag, Options::new());
-    // Each rank has a document of its own: its run meets nobody.
+    // Each rank has a document of its own: its run meets no other rank.
     let apart = plan(&[8, 8], ring(), Layout::Contiguous, Options::new());
     let errors = on_ranks(cuda, 2, |mut rank, barrier| {
         let (own, alone) = (Own::new(cuda, &ours, &rank), Own::new(cuda, &apart, &rank));
@@ -200,7 +200,7 @@ fn handed_on(cuda: &Arc<Cuda>) {
         used.stream.wait();
         barrier.wait();
         let error = rank.synchronize().err();
-        // Whoever found out tells the others.
+        // The rank that found out tells the others.
         barrier.wait();
         let later = rank.poll().unwrap_err();
         (error, later, used.is_nan())

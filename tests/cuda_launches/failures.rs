@@ -53,7 +53,7 @@ fn half_way(cuda: &Arc<Cuda>) {
                 .collect();
             threads.into_iter().map(|t| t.join().unwrap()).collect()
         });
-        assert!(begin.elapsed() < Duration::from_secs(60), "somebody waited for the deadline");
+        assert!(begin.elapsed() < Duration::from_secs(60), "a rank waited for the deadline");
         for (me, said) in said.iter().enumerate() {
             assert!(said.iter().all(Result::is_err), "rank {me} of {fails} failing: {said:?}");
         }

@@ -105,7 +105,7 @@ fn another_plan_is_found() {
 fn one_run_more() {
     let Some(devices) = devices(2) else { return };
     let ours = ring(0.2, 2);
-    // Each rank has a document of its own: its run meets nobody.
+    // Each rank has a document of its own: its run meets no other rank.
     let apart = plan(0.2, &[8, 8], Mesh::ring(2).unwrap(), Layout::Contiguous);
     let barrier = Barrier::new(2);
     let errors = threads(&devices, LONG, |end| -> Result<Error> {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Communicators that somebody else has made: checked, used, never freed, and aborted only by leave.
+//! Communicators of the caller's: checked, used, never freed, and aborted only by leave.
 
 use std::{ffi::c_void, ptr::null_mut, sync::Arc, thread, time::Duration};
 
@@ -61,7 +61,7 @@ impl Raw {
 }
 
 fn take(raw: &Raw, rank: usize, world: usize, cuda: &Arc<Cuda>, how: OnFailure) -> cpattn::Result<Nccl> {
-    // SAFETY: a communicator that outlives the transport, and that nobody else uses meanwhile.
+    // SAFETY: a communicator that outlives the transport, and that nothing else uses meanwhile.
     unsafe { Nccl::from_raw(raw.comm, rank, world, cuda, LONG, how) }
 }
 

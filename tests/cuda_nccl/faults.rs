@@ -55,7 +55,7 @@ impl Ring {
         let (rank, world) = (self.end.rank(), self.end.world());
         let send = Self::message((rank + 1) % world, &self.from, sent);
         let recv = Self::message((rank + world - 1) % world, &self.to, received);
-        // SAFETY: both lie on the device until the transport is dropped, which waits; nobody else uses them.
+        // SAFETY: both lie on the device until the transport is dropped, which waits; nothing else uses them.
         unsafe { self.end.exchange(Label { operation: "ring", step }, &[send], &[recv]) }
     }
 
@@ -421,7 +421,7 @@ fn a_process_that_stops() {
     for (child, others) in all.into_iter().zip(["[1, 2]", "[0, 1]"]) {
         ended_with(child, &[", ring, step ", others, "did not answer within", "8192 bytes still to move"]);
     }
-    // It goes on, and finds nobody.
+    // It goes on, and finds no peer.
     assert!(signal("-CONT").success());
     ended_with(stopped, &["rank 1, ring, step ", "[0, 2]", "8192 bytes"]);
 }

@@ -112,7 +112,7 @@ pub fn tensors(cuda: &Cuda, plan: &Plan, rank: usize, data: &Data<T>) -> Tensors
 impl Tensors {
     /// Enqueues a run on the legacy default stream.
     pub fn enqueue(&self, rank: &mut Rank, plan: &Plan, direction: Direction) -> Result<()> {
-        // SAFETY: tests wait for the stream before the tensors go; nobody else uses them.
+        // SAFETY: tests wait for the stream before the tensors go; nothing else uses them.
         unsafe { rank.run(plan, direction, &self.bindings) }
     }
 

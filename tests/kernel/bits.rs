@@ -92,9 +92,9 @@ fn aligned_bits<E: Element>(p: &Problem, w: &Whole, way: &Way, seed: u64) -> Bit
             ranges,
             aligned: true,
         };
-        // SAFETY: the tensors are the buffers above, alive and nobody else's; here and below.
+        // SAFETY: the tensors are the buffers above, alive and used by no other code; here and below.
         unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
-        // SAFETY: as above. Rows in no range are NaN, and give NaN that nobody reads.
+        // SAFETY: as above. Rows in no range are NaN, and give NaN that no row reads.
         unsafe { cpu::delta(&Delta { o: o.raw(), d_o: d_o.raw(), delta: delta.raw() }) }.unwrap();
         let call = backward_call(
             &call,
@@ -230,7 +230,7 @@ fn aligned_bits_do_not_depend_on_the_cut() {
     check_aligned::<f64>((64, 0), false, 0.0);
 }
 
-/// A NaN in a key, a value or a query reaches those that see it, and nobody else.
+/// A NaN in a key, a value or a query reaches those that see it, and no others.
 #[test]
 fn a_masked_nan_reaches_nobody() {
     isas::<f32>().for_each(a_masked_nan::<f32>);

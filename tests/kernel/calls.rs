@@ -100,7 +100,7 @@ fn fixture() {
         let (mut qs, ks, pairs) = ring_step(&documents, &documents, 0, 1, true);
         qs.iter_mut().for_each(|q| q.mode = mode);
         let call = Attend { ranges: Ranges { q: &qs, k: &ks, pairs: &pairs }, ..call };
-        // SAFETY: the tensors are the vectors above, alive and nobody else's; here and below.
+        // SAFETY: the tensors are the vectors above, alive and used by no other code; here and below.
         unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
         if mode == Mode::Only {
             // SAFETY: as above.
@@ -162,7 +162,7 @@ fn merged_tensors_are_the_whole() {
                 ranges: Ranges { q: &qs, k: &ks, pairs: &pairs },
                 aligned: false,
             };
-            // SAFETY: the tensors are the buffers above, alive and nobody else's.
+            // SAFETY: the tensors are the buffers above, alive and used by no other code.
             unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
             (o, lse)
         })
@@ -316,7 +316,7 @@ fn adding_to_keys_leaves_those_alone_that_no_row_reaches() {
     };
     let mut scratch = Scratch::new(1);
     scratch.reserve(&Dims { head_dim: dim as u32, value_dim: dim as u32, dtype: Dtype::F32 });
-    // SAFETY: the tensors are the vectors above, alive and nobody else's.
+    // SAFETY: the tensors are the vectors above, alive and used by no other code.
     unsafe { cpu::attend_backward(&call, &mut scratch) }.unwrap();
     for (name, sums) in [("dk", &dk), ("dv", &dv)] {
         let untouched = |x: &f32| x.to_bits() == (-0.0f32).to_bits();

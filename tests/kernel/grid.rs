@@ -66,7 +66,7 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
                     ranges: Ranges { q: &qs, k: &ks, pairs: &pairs },
                     aligned: p.seed % 4 == 3,
                 };
-                // SAFETY: the tensors are the buffers above, alive and nobody else's.
+                // SAFETY: the tensors are the buffers above, alive and used by no other code.
                 unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
             }
             let expected = if finish { &sunk } else { &plain };

@@ -72,7 +72,7 @@ fn check<E: Element>(isa: Isa, growth: f64, left: i64, right: i64) {
         ranges: Ranges { q: &rows, k: &[Range::plain(0, KEYS as u32, 0, 0)], pairs: &[0] },
         aligned: false,
     };
-    // SAFETY: the tensors are the vectors above, alive and nobody else's.
+    // SAFETY: the tensors are the vectors above, alive and used by no other code.
     unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
     let mut rms = Rms::default();
     rms.add(&o.iter().map(|x| x.to_f64()).collect::<Vec<_>>(), &expected.o);

@@ -105,7 +105,7 @@ fn results<A: Element<Acc = A>>(inputs: &mut Inputs<A>, score: Score, way: Way) 
             ranges: Ranges { q: &rows, k: &keys, pairs: &[0] },
             aligned: false,
         };
-        // SAFETY: the tensors are the vectors above, alive and nobody else's.
+        // SAFETY: the tensors are the vectors above, alive and used by no other code.
         unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
         if way == Way::Merged {
             partials.push((running.clone(), words.clone()));
@@ -183,7 +183,7 @@ fn one_word_is_taken_too() {
             ranges: Ranges { q: &rows, k: &keys, pairs: &[0] },
             aligned: false,
         };
-        // SAFETY: the tensors are the vectors above, alive and nobody else's.
+        // SAFETY: the tensors are the vectors above, alive and used by no other code.
         unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
     }
     let mut rms = Rms::default();

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is delivered: every byte of every message, in the order of its pair, to whoever asked for it, and one answer
+//! What is delivered: every byte of every message, in the order of its pair, to the rank that asked for it, and one answer
 //! to all when a group agrees.
 //!
 //! A transport stores nothing between two calls, so there is little that a single exchange could show. Patterns are
 //! drawn by the hundred instead, the same on every rank, over worlds of one to eight: rings, all pairs, neighbours,
 //! several messages for a pair, messages of one byte and of many pages. What is no message at all (to oneself, of no
-//! bytes, to nobody) is refused by name, and such a refusal costs the group nothing: it goes on afterwards.
+//! bytes, to no rank) is refused by name, and such a refusal costs the group nothing: it goes on afterwards.
 
 use crate::harness::{LONG, SHORT, exchange, label, run};
 use cpattn::transport::{Message, Transport, local};

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What fails: everybody comes back, and every error names the rank that is to blame, what it did, and where its
+//! What fails: every rank comes back, and every error names the rank that is to blame, what it did, and where its
 //! reader was.
 //!
 //! Blame is the hard part. A rank that waits for a rank that waits is innocent, so an error must follow the chain to
 //! the one that does not take part: through exchanges, through agreements, and round a circle, where all are to blame
 //! alike and must at least tell the same story. A group that failed stays failed, except by a rank that merely left:
-//! those who do not need it go on. And whoever is let go may overwrite its memory at once, so a failure in the middle of
+//! those who do not need it go on. And a rank that is let go may overwrite its memory at once, so a failure in the middle of
 //! a copy must have stopped that copy before.
 
 use crate::harness::{LONG, SHORT, exchange, label, run, timed};
@@ -235,7 +235,7 @@ fn abort_from_another_thread_reaches_everybody() {
 
 #[test]
 fn failure_in_mid_copy_never_lets_go_of_memory_that_is_read() {
-    // Large messages, and an abort at a random moment: whoever returns overwrites what it sent, and a copy that went on
+    // Large messages, and an abort at a random moment: a rank that returns overwrites what it sent, and a copy that went on
     // afterwards would show as a mixture.
     for round in 0..30 {
         let ranks: Vec<_> = local::group(3, LONG).unwrap().into_iter().map(Arc::new).collect();

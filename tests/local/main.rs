@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Transport `local` from outside: what arrives, who is blamed, and that everybody comes back.
+//! Transport `local` from outside: what arrives, which rank is blamed, and that every rank comes back.
 
 mod cost;
 mod delivery;

@@ -35,7 +35,7 @@ pub fn arguments() {
     // SAFETY: a live communicator.
     let text = refused(unsafe { Mpi::from_raw(inter, LONG) });
     assert!(text.contains("comm is an intercommunicator") && text.contains("MPI_Intercomm_merge"), "{text}");
-    // SAFETY: a live communicator that nobody uses any more.
+    // SAFETY: a live communicator that is not used any more.
     unsafe { ffi::MPI_Comm_free(&raw mut inter) };
 
     let rank = Mpi::new(&comm, LONG).unwrap();

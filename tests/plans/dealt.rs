@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which tokens each rank gets, what it then has to fetch and send home, and how evenly the work is spread.
 //!
-//! A verifier proves that everybody receives what they need; it does not notice who receives too much. So these numbers are
+//! A verifier proves that every rank receives what it needs; it does not notice a rank that receives too much. So these numbers are
 //! not the planner's: tokens follow from the borders that a layout is defined by, bytes from counting rows on paper.
 
 use cpattn::{

@@ -43,7 +43,7 @@ fn overlap_names_both_arguments() {
     refuses(disjoint(&[("k", RawTensor { ptr: std::ptr::null_mut(), ..k }, false)]), "k.ptr", "null", "address");
     let far = RawTensor { tokens: u64::MAX, ..k };
     refuses(disjoint(&[("k", far, false)]), "k.token_stride", "16 for", "address space");
-    // Nothing written, nothing to hit: tensors without elements overlap nobody.
+    // Nothing written, nothing to hit: tensors without elements overlap nothing.
     let none = [("o", RawTensor::NONE, true), ("lse", RawTensor { tokens: 0, ..q }, true), ("q", q, true)];
     assert_eq!(disjoint(&none), Ok(()));
 }

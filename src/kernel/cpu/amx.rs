@@ -35,7 +35,7 @@ use core::marker::PhantomData;
 use core::ops::Range;
 
 /// What the system must allow, and has been asked for.
-#[allow(unused_unsafe, reason = "newer compilers know cpuid to be safe")]
+#[allow(unused_unsafe, reason = "cpuid is safe in newer compilers")]
 pub(super) fn available() -> bool {
     // SAFETY: cpuid is on every x86-64.
     let (features, widest) = unsafe { (__cpuid_count(7, 0), __cpuid(0).eax) };

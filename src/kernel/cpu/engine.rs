@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The two products of the forward pass, and the form in which each machine wants their operands.
+//! The two products of the forward pass, and the form in which each machine takes their operands.
 //!
 //! The algorithm exists once (`forward.rs`): lanes in panels, keys in tiles, an online softmax between `S = K·Qᵀ` and
 //! `Oᵀ += Vᵀ·P`. An [`Engine`] says how a panel of q, a tile of k and a tile of v lie in memory, and multiplies them.
@@ -21,7 +21,7 @@ use bytemuck::Pod;
 use core::marker::PhantomData;
 use core::ops::Range;
 
-/// See the module.
+/// How operands of the two products lie in memory, and how they are multiplied.
 ///
 /// # Safety
 /// Every method needs the instruction set to be present; all but [`Engine::enter`] need `enter` to have been called on

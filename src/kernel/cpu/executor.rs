@@ -93,7 +93,7 @@ mod tests {
     #[test]
     fn each_worker_has_memory_of_its_own() {
         let mut lines = [0u8; 7];
-        // The one left over belongs to nobody.
+        // The one left over belongs to no worker.
         execute(&Swallows, &mut lines, 2, &|mine: &mut [u8]| {
             assert_eq!(mine.len(), 2);
             mine.iter_mut().for_each(|x| *x += 1);

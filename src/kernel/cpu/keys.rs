@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The backward pass of keys: keys outside, rows inside, dk and dv (and dq on the way).
 //!
-//! A unit is a document with one kv head: whoever reads its keys is a row of the same unit, so dq can be added to
+//! A unit is a document with one kv head: each row that reads its keys is a row of the same unit, so dq can be added to
 //! without races. Per tile of keys, and q head after q head, the q ranges pass by in the order of the call:
 //! `dV += Pᵀ·dO`, `dK += dSᵀ·Q`, each element one chain over the rows in that order, which no cut of the rows changes.
 
@@ -146,7 +146,7 @@ impl<A: Real> Keys<'_, A> {
             };
             let mut stream = KeyStream::document(k, first);
             while tiles.keys.next(&mut stream, c.aligned, false) {
-                // Most visits of a ring reach a part of the keys; adding 0 to the others costs as much as reading them.
+                // Most steps of a ring reach a part of the keys; adding 0 to the others costs as much as reading them.
                 if c.accumulate_keys && !self.reached(&mut tiles, q, doc) {
                     continue;
                 }

@@ -4,7 +4,7 @@
 //! Five functions, one for each structure of [`crate::kernel`]. Each checks what it is given (shapes, types, rows
 //! against tensors) and answers with a typed error before it touches memory; none allocates unless it refuses; all
 //! sums are in the accumulator's type. They are unsafe because a [`crate::call::RawTensor`] is an address: that it is valid, and
-//! nobody else's while the call runs, is the caller's promise.
+//! in no other use while the call runs, is the caller's promise.
 //!
 //! ```text
 //! forward    a unit is a block of q rows with a kv head (row_blocks); keys stream by in tiles of 128; softmax: scores to p
@@ -96,7 +96,7 @@ macro_rules! by_sums {
 /// # Safety
 /// Rows of the ranges are valid in every tensor of the call: for reads in q, k, v, slopes and sinks, for writes too in
 /// running, running_lse, o and lse, which overlap nothing but each other where [`Attend::running`] and
-/// [`Attend::running_lse`] allow it, and which nobody else accesses meanwhile. Addresses are aligned to their type.
+/// [`Attend::running_lse`] allow it, and which nothing else accesses meanwhile. Addresses are aligned to their type.
 pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
     let dims = check::attend(call)?;
     let isa = scratch.isa()?;
@@ -206,7 +206,7 @@ use delta::delta as row_sums;
 /// [`Error::Invalid`] when shapes or types differ or a row does not exist; nothing was touched then.
 ///
 /// # Safety
-/// The rows of o and lse are valid for writes, sinks for reads; nobody else accesses them meanwhile.
+/// The rows of o and lse are valid for writes, sinks for reads; nothing else accesses them meanwhile.
 pub unsafe fn finish(call: &Finish) -> Result<()> {
     transform::check_finish(call)?;
     // SAFETY: shapes and types are checked; the rows are valid and not shared (the contract of this function).

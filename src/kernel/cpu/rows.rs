@@ -23,10 +23,10 @@ pub(super) unsafe fn widen<A: Real>(t: &RawTensor, token: i64, head: u32, dst: &
 /// Rounds to the first `src.len()` elements of a row.
 ///
 /// # Safety
-/// As [`widen`]; nobody else accesses the row.
+/// As [`widen`]; nothing else accesses the row.
 #[inline(always)]
 pub(super) unsafe fn narrow<A: Real>(src: &[A], t: &RawTensor, token: i64, head: u32) {
-    // SAFETY: token and head lie within `t`, and nobody else accesses the row (the contract).
+    // SAFETY: token and head lie within `t`, and no other thread accesses the row (the contract).
     unsafe { narrow_to(t.dtype, src, address(t, token, head)) }
 }
 
@@ -117,7 +117,7 @@ pub(super) unsafe fn narrow_to<A: Real>(dtype: Dtype, src: &[A], dst: *mut u8) {
             }
         }
     } else {
-        // SAFETY: the elements are As, and nobody else's.
+        // SAFETY: the elements are As, and no other thread has them.
         unsafe { core::ptr::copy_nonoverlapping(src.as_ptr(), dst.cast::<A>(), src.len()) };
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The memory of the tiles: taken once, cut by every call.
 //!
-//! A kernel call allocates nothing. Whoever calls it owns a [`Scratch`], has it grow with [`Scratch::reserve`] to the
+//! A kernel call allocates nothing. The caller owns a [`Scratch`], has it grow with [`Scratch::reserve`] to the
 //! largest head dims it will see, and lends it to each call, which cuts it into one part per worker and each part into
 //! tiles. Nothing in it survives a call.
 

@@ -152,7 +152,7 @@ pub(super) struct KeyBlock {
 
 /// Where the keys of a tile stand.
 pub(super) struct Slots<'a, A> {
-    /// Positions relative to the base; infinite, so that nobody sees it, where a slot has no key.
+    /// Positions relative to the base; infinite, so that no row sees it, where a slot has no key.
     pub rel: &'a mut [A],
     /// The k range of each key.
     pub index: &'a mut [u32],

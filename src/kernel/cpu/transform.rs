@@ -273,7 +273,7 @@ pub(super) fn check_finish(f: &Finish) -> Result<()> {
 }
 
 /// # Safety
-/// Checked for sums of `A`; tensors are valid, and nobody else touches `o` and `lse`.
+/// Checked for sums of `A`; tensors are valid, and nothing else touches `o` and `lse`.
 pub(super) unsafe fn finish<A: Real>(f: &Finish) {
     for range in f.rows {
         for i in 0..i64::from(range.len) {

@@ -5,7 +5,7 @@
 //! the same bits for any number of workers, a unit adds to a row only when the unit before it has done so: it *passes* a
 //! place when it is done with all rows up to there, and not before its predecessor has passed the same place. Units are
 //! handed out in order, so the predecessor has been taken by a worker that waits, if at all, for still earlier ones:
-//! nobody waits for ever, whatever threads there are, and a single worker never waits.
+//! no worker waits for ever, whatever threads there are, and a single worker never waits.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -31,7 +31,7 @@ impl Turns {
     /// Begins unit `unit`, counted from 0 in the order in which units are handed out.
     pub(super) fn begin(&self, unit: usize, follows: bool) -> Turn<'_> {
         let turn = Turn { turns: self, unit: unit as u64, follows };
-        // Whoever had the same entry must be done: nobody after it waits for it any longer then.
+        // The unit that had the same entry must be done: no unit after it waits for it any longer then.
         if let Some(before) = turn.unit.checked_sub(UNITS as u64) {
             self.wait(before, u32::MAX);
         }
@@ -66,7 +66,7 @@ impl Turn<'_> {
 }
 
 impl Drop for Turn<'_> {
-    /// Done with everything, also when the worker panics: nobody may wait for ever.
+    /// Done with everything, also when the worker panics: no other worker may wait for ever.
     fn drop(&mut self) {
         self.pass(u32::MAX);
     }

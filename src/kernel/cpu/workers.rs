@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Who does which unit of work, and on which instruction set.
+//! Which worker does which unit of work, and on which instruction set.
 //!
 //! A job is a list of units that touch disjoint results; each is computed by one worker from start to end, in an order
-//! of its own that knows nothing of the others. So results have the same bits for any number of workers, and the
+//! of its own that is independent of the others. So results have the same bits for any number of workers, and the
 //! workers may take units as they come: a counter hands them out.
 
 use super::arena::Line;
@@ -42,7 +42,7 @@ impl<'a> Crew<'a> {
         Crew { lines: self.lines, each: self.each, executor: self.executor }
     }
 
-    /// Behind a pointer: the kernels are compiled once, whoever calls them.
+    /// Behind a pointer: the kernels are compiled once for all callers.
     fn run(self, worker: &(dyn Fn(&mut [Line]) + Sync)) {
         match self.executor {
             Some(executor) if self.lines.len() > self.each => {
@@ -56,7 +56,7 @@ impl<'a> Crew<'a> {
 /// Runs the job, whose elements are `dtype`, on `isa`.
 ///
 /// # Safety
-/// `isa` is present; the tensors of the call are valid, and shared with nobody who writes (or, for the results, reads).
+/// `isa` is present; the tensors of the call are valid, and no other thread writes them (or, for the results, reads them).
 pub(super) unsafe fn run<J: Job>(job: &J, isa: Isa, dtype: Dtype, crew: Crew<'_>) {
     let next = AtomicUsize::new(0);
     crew.run(&|lines: &mut [Line]| {

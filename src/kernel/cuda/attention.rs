@@ -49,7 +49,7 @@ impl Cuda {
     /// # Safety
     /// The stream is of the device's primary context. When the launch runs, in stream order, the rows of the ranges are
     /// valid device memory in every tensor: for reads in q, k, v, slopes and sinks, for writes too in running,
-    /// running_lse, o and lse, which overlap nothing (but running_lse may be lse) and which nobody else
+    /// running_lse, o and lse, which overlap nothing (but running_lse may be lse) and which nothing else
     /// accesses meanwhile.
     pub unsafe fn attend(&self, call: &Attend, staging: &mut Staging, stream: RawStream) -> Result<()> {
         // SAFETY: the launches read and write what the caller promised, and metadata in the ring.
@@ -87,7 +87,7 @@ impl Cuda {
             running_lse: require(needs_running, checker, "running_lse", &call.running_lse, running_lse)?,
             o: require(needs_o, checker, "o", &call.o, o)?,
             lse: require(needs_o, checker, "lse", &call.lse, f32s)?,
-            slopes: checker.per_head("alibi_slopes", &call.alibi_slopes, q_heads)?,
+            alibi_slopes: checker.per_head("alibi_slopes", &call.alibi_slopes, q_heads)?,
             sinks: checker.per_head("sinks", &call.sinks, q_heads)?,
             queries: 0,
             keys: 0,
@@ -125,8 +125,8 @@ impl Cuda {
                 Some(hopper) => {
                     let same = (lists.query_work, lists.query_tiles, s.forward.rows);
                     let split = hopper_calls::split(call, shape, same, scratch, &mut writer, window);
-                    let tickets = writer.words(1);
-                    let (params, hopper) = self.hopper_params(call, hopper, shape, params, split, tickets);
+                    let tile_counter = writer.words(1);
+                    let (params, hopper) = self.hopper_params(call, hopper, shape, params, split, tile_counter);
                     Launch::tiles(kernel, items, false, &params).or_hopper(hopper)
                 }
             });
@@ -185,7 +185,7 @@ impl Cuda {
             dq: require(wants_queries, checker, "dq", &call.dq, dq)?,
             dk: require(wants_keys, checker, "dk", &call.dk, dk)?,
             dv: require(wants_keys, checker, "dv", &call.dv, dv)?,
-            slopes: checker.per_head("alibi_slopes", &call.alibi_slopes, call.q.heads)?,
+            alibi_slopes: checker.per_head("alibi_slopes", &call.alibi_slopes, call.q.heads)?,
             queries: 0,
             keys: 0,
             partners: 0,

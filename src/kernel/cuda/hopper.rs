@@ -58,7 +58,7 @@ pub(super) fn other_rows(shape: usize, rows: u32) -> Option<u32> {
 pub(super) struct Params {
     pub call: ForwardParams,
     /// A word that is 0 when the launch begins.
-    pub tickets: u64,
+    pub tile_counter: u64,
     /// The tiles of this kernel, which may be others than those of `call`.
     pub work: u64,
     pub q_span: u32,
@@ -75,7 +75,7 @@ impl Parameters for Params {
         offset_of!(ForwardParams, keys),
         offset_of!(ForwardParams, partners),
         offset_of!(ForwardParams, work),
-        offset_of!(Params, tickets),
+        offset_of!(Params, tile_counter),
         offset_of!(Params, work),
         offset_of!(Params, shared) + offset_of!(SharedTiles, work),
     ];
@@ -284,7 +284,7 @@ mod tests {
         {
             assert_eq!(change(f), None, "{i}");
         }
-        // Strides that nobody steps by may be anything.
+        // Strides that are never stepped by may be anything.
         let one = change(|s, t| (s.tokens, s.heads, t.token, t.head) = (1, 1, -5, 0)).expect("one row");
         assert_eq!(one.strides, [256; 3]);
         assert!(change(|_, t| t.head = (1 << 40) - 16).is_some());

@@ -79,7 +79,7 @@ impl Cuda {
         shape: usize,
         params: ForwardParams,
         split: Split,
-        tickets: u64,
+        tile_counter: u64,
     ) -> (Params, Hopper) {
         let (q_span, k_span) = (longest(call.ranges.q.iter().map(|q| &q.range)), longest(call.ranges.k.iter()));
         let keys = FORWARD[shape].map_or(0, |s| s.keys);
@@ -103,7 +103,7 @@ impl Cuda {
         let section = section(self.l2_bytes, head_bytes, call.heads.group).min(call.q.heads).max(1);
         // Items are never more than those of the other kernel, whose number fits.
         let (tiles, items) = (tiles as u32, tiles as u32 * call.q.heads + shared.tiles * shared.parts);
-        let params = Params { call: params, tickets, work, q_span, k_span, tiles, section, shared };
+        let params = Params { call: params, tile_counter, work, q_span, k_span, tiles, section, shared };
         (params, Hopper { kernel, items, tensors, q_shared })
     }
 }

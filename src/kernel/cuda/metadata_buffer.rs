@@ -18,7 +18,7 @@ pub(super) const fn padded(bytes: usize) -> usize {
 /// What addresses of a call's tensors stand for.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Places {
-    /// Memory, which the driver knows.
+    /// Memory that the driver has allocated.
     Memory,
     /// Parts of bases, whose addresses a run will bring.
     Bases(BaseShapes),

@@ -194,7 +194,7 @@ impl Cuda {
         Ok(())
     }
 
-    /// Loads the kernels that know no shapes: transforms, delta, finish, merge, the sinks' gradient.
+    /// Loads the kernels that are made for no shape: transforms, delta, finish, merge, the sinks' gradient.
     ///
     /// # Errors
     /// [`Error::Device`] when the driver refuses the PTX.

@@ -110,7 +110,7 @@ pub(super) struct ForwardParams {
     pub running_lse: Tensor,
     pub o: Tensor,
     pub lse: Tensor,
-    pub slopes: Tensor,
+    pub alibi_slopes: Tensor,
     pub sinks: Tensor,
     pub queries: u64,
     pub keys: u64,
@@ -135,7 +135,7 @@ pub(super) struct BackwardParams {
     pub dq: Tensor,
     pub dk: Tensor,
     pub dv: Tensor,
-    pub slopes: Tensor,
+    pub alibi_slopes: Tensor,
     pub queries: u64,
     pub keys: u64,
     pub partners: u64,
@@ -282,11 +282,11 @@ macro_rules! addresses {
 }
 addresses! {
     ForwardParams {
-        tensors: [q, k, v, running, running_lse, o, lse, slopes, sinks],
+        tensors: [q, k, v, running, running_lse, o, lse, alibi_slopes, sinks],
         lists: [queries, keys, partners, work]
     }
     BackwardParams {
-        tensors: [q, k, v, d_o, lse, delta, dq, dk, dv, slopes],
+        tensors: [q, k, v, d_o, lse, delta, dq, dk, dv, alibi_slopes],
         lists: [queries, keys, partners, work]
     }
     DeltaParams { tensors: [o, d_o, delta], lists: [] }

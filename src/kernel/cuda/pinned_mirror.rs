@@ -83,7 +83,7 @@ impl PinnedMirror {
             "{offset} and {bytes} of {}",
             self.bytes
         );
-        // SAFETY: as in `host`, for reading: whoever writes has the only borrow of `self`.
+        // SAFETY: as in `host`, for reading: a writer has the only borrow of `self`.
         unsafe { core::slice::from_raw_parts(self.host.add(offset), bytes) }
     }
 

@@ -39,7 +39,7 @@ pub(super) struct Fused {
     pub launch: Shaped,
     /// Rows of the tiles of q that it adds to.
     pub queries: u32,
-    /// Most that it declares statically besides, in bytes: mostly the visits that it has prepared.
+    /// Most that it declares statically besides, in bytes: mostly the steps that it has prepared.
     pub control: u32,
 }
 

@@ -17,7 +17,7 @@ use alloc::sync::Arc;
 const BYTES: usize = 256 << 10;
 const CALLS: usize = 64;
 
-/// See the module.
+/// The kernels of a device for single calls, with a ring for scheduler metadata. Calls allocate nothing.
 #[derive(Debug)]
 pub struct StreamKernels {
     cuda: Arc<Cuda>,

@@ -13,7 +13,7 @@ use crate::{
     runtime::failure::Found,
 };
 
-/// See the module.
+/// The runs that a rank may have begun, and what its device noted of peers that ran others.
 pub(crate) struct Disagreements {
     pub(super) device: tags::NoteMemory,
     kinds: Mutex<Vec<RunKind>>,

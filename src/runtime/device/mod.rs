@@ -54,7 +54,7 @@ use disagreements::Disagreements;
 use sequence::Sequence;
 use tracer::Tracer;
 
-/// See the module, and [`Rank`](super::Rank) for what each function means.
+/// A rank on a CUDA device. Its functions are those of [`Rank`](super::Rank), which says what they mean.
 pub(super) struct DeviceRank {
     transport: Arc<dyn DeviceTransport>,
     prepared: Remembered<OnDevice>,

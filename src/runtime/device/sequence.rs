@@ -78,7 +78,7 @@ enum Step {
     },
 }
 
-/// See the module.
+/// The launches, events and exchanges of one schedule, in the order in which they are enqueued.
 pub(super) struct Sequence {
     steps: Vec<Step>,
     launches: KeptLaunches,

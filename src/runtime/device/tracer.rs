@@ -49,7 +49,7 @@ struct Pair {
     end: Event,
 }
 
-/// See the module.
+/// Pairs of events with timing, and the host time of one of them.
 pub(super) struct Tracer {
     rank: usize,
     epoch: Instant,

@@ -2,7 +2,7 @@
 //! The ranges and pairs of one ring step, as kernels take them.
 //!
 //! A q range appears once with all the keys it meets, in the order of their positions, because its mode is about all of
-//! them: whoever came from where makes no difference to a kernel.
+//! them: where a row came from makes no difference to a kernel.
 
 use alloc::vec::Vec;
 

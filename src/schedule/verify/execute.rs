@@ -305,7 +305,7 @@ impl<'a> Prover<'a> {
                 let wrong = match cell.what {
                     What::Unset => Some("which was never written"),
                     What::Running(_) => Some("which is not finished"),
-                    What::Sum(_) if home && cell.list == 0 => Some("to which nobody contributed"),
+                    What::Sum(_) if home && cell.list == 0 => Some("to which no rank contributed"),
                     _ => None,
                 };
                 if let Some(wrong) = wrong {

@@ -42,7 +42,7 @@ pub(super) struct Cell {
     pub head: u32,
     /// Which contributions; an entry of `Lists`.
     pub list: u32,
-    /// 1 + the operation that wrote it, until somebody reads it.
+    /// 1 + the operation that wrote it, until it is read.
     pub unread: u32,
     /// It was fetched: only an allowed pair counts as reading it.
     pub strict: bool,
@@ -71,7 +71,7 @@ impl Cell {
     }
 }
 
-/// Who may touch a table.
+/// Which operations may touch a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Access {
     Absent,
@@ -233,7 +233,7 @@ impl Memory {
         &mut self.tables[t].cells[i]
     }
 
-    /// Writes one row of a view, cell by cell. `op` is who writes.
+    /// Writes one row of a view, cell by cell. `op` is the operation that writes.
     pub fn write_row(&mut self, op: usize, v: &BufferView, row: u64, mut value: impl FnMut(u32) -> Cell) -> Result<()> {
         if v.heads == 0 {
             return Ok(());

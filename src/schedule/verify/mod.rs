@@ -15,8 +15,8 @@
 //!    ordered by part 2, every run leaves the same content in every buffer.
 //! 4. *Content* (`execute`, `attend`, `outputs`): during that run every row of every head carries a tag: a copy of this
 //!    token's k, a running sum of these calls' contributions. Kernels check that rows hold the tokens that their
-//!    ranges claim; at the end each output holds exactly the pairs that the mask allows, each once. A write that nobody
-//!    reads, and a fetched row that meets no allowed pair at its reader, are flaws too: nothing unneeded moves.
+//!    ranges claim; at the end each output holds exactly the pairs that the mask allows, each once. A write that is
+//!    never read, and a fetched row that meets no allowed pair at its reader, are flaws too: nothing unneeded moves.
 //!
 //! The two all-to-alls that can be called alone ([`AllToAll`]) go through the same four parts; `all_to_all` says what a caller
 //! brings to them and gets.

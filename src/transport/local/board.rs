@@ -246,25 +246,25 @@ impl Board {
         true
     }
 
-    /// Calls `visit` with every peer that `rank` waits for, receives first, until it returns true.
-    fn waits_for(&self, rank: usize, mut visit: impl FnMut(usize) -> bool) {
+    /// Calls `see` with every peer that `rank` waits for, receives first, until it returns true.
+    fn waits_for(&self, rank: usize, mut see: impl FnMut(usize) -> bool) {
         let world = self.places.len();
         let place = &self.places[rank];
         match place.phase {
             Phase::Exchange => {
-                let open = |list: &[Message], claimed: &[usize], visit: &mut dyn FnMut(usize) -> bool| {
-                    list.iter().enumerate().any(|(at, message)| at >= claimed[message.peer] && visit(message.peer))
+                let open = |list: &[Message], claimed: &[usize], see: &mut dyn FnMut(usize) -> bool| {
+                    list.iter().enumerate().any(|(at, message)| at >= claimed[message.peer] && see(message.peer))
                 };
                 let row = rank * world..(rank + 1) * world;
-                let _ = open(place.recvs.list(), &self.received[row.clone()], &mut visit)
-                    || open(place.sends.list(), &self.sent[row], &mut visit);
+                let _ = open(place.recvs.list(), &self.received[row.clone()], &mut see)
+                    || open(place.sends.list(), &self.sent[row], &mut see);
             }
             Phase::Agree => {
                 let here = |peer: &usize| {
                     let other = &self.places[*peer];
                     other.phase == Phase::Agree && other.group == place.group
                 };
-                let _ = place.group.clone().filter(|peer| !here(peer)).any(visit);
+                let _ = place.group.clone().filter(|peer| !here(peer)).any(see);
             }
             Phase::Idle | Phase::Answered | Phase::Ending | Phase::Gone => {}
         }

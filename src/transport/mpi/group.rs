@@ -26,7 +26,7 @@ use crate::{
 /// The operation of agreements, in errors.
 pub(super) const AGREEMENT: &str = "agree";
 
-/// See the module.
+/// The state of one group on this rank: its first failure, its deadline, and notices of other ranks.
 pub(super) struct Group {
     pub rank: usize,
     pub world: usize,

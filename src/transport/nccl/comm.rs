@@ -243,7 +243,7 @@ impl Communicator {
     }
 
     /// Gives it back when all work is done: destroys it, or aborts it when that takes too long; leaves it alone when it is
-    /// somebody else's.
+    /// the caller's.
     pub(super) fn end(&self, limit: Duration) {
         if self.owner != Owner::Us || self.is_closed() {
             self.closed.store(true, Ordering::SeqCst);

@@ -211,7 +211,7 @@ impl Nccl {
         self.watch.verdict().err().unwrap_or_else(|| self.watch.fail(error))
     }
 
-    /// Enqueues a group, and gives the number that the watchdog knows it by.
+    /// Enqueues a group, and gives the number that the watchdog has for it.
     ///
     /// # Safety
     /// As [`Transport::exchange`].
@@ -371,7 +371,7 @@ impl DeviceTransport for Nccl {
 
     /// # Errors
     /// The driver's, or the failure of the group. After a failure the stream is done all the same, unless the communicator is
-    /// somebody else's and [left alone](OnFailure::Leave).
+    /// the caller's and [left alone](OnFailure::Leave).
     fn synchronize(&self) -> Result<()> {
         if self.watch.comm.may_abort() {
             // The watchdog ends what does not end by itself.

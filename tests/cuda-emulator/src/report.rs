@@ -34,7 +34,7 @@ pub enum Fault {
     OutOfBounds,
     /// An address that is not a multiple of the access size.
     Misaligned,
-    /// A load of bytes that nobody wrote.
+    /// A load of bytes that nothing wrote.
     Uninitialised,
     /// An address in an allocation that was freed.
     UseAfterFree,
@@ -55,7 +55,7 @@ pub enum Fault {
     GlobalRace,
     /// A warp-wide instruction that not all lanes reach.
     Divergence,
-    /// Nobody in a block can go on.
+    /// No warp of a block can go on.
     Deadlock,
     /// `trap`, or operands an instruction does not allow.
     Illegal,

@@ -125,11 +125,11 @@ fn a_load_that_is_not_waited_for() {
     let one = replaced(&one, "bra WAIT;", "bra WAIT;\nGO:");
     fires(&one, EARLY);
     silent(&replaced(&one, "GO:", "GO:\nbar.sync 0;"));
-    // Nobody waits, and nobody reads: reported where the copy has not landed when the block ends.
+    // No wait and no read: reported where the copy has not landed when the block ends.
     let text = kernel(LOAD.split("WAIT:").next().unwrap());
     let said: Vec<_> = (0..SEEDS).filter_map(|seed| run(&text, seed, false).err()).collect();
     assert!(said.len() > SEEDS as usize / 2, "{} of {SEEDS}", said.len());
-    assert!(said.iter().all(|s| s.0 == Fault::AsyncPending && s.1.contains("nobody has waited for this copy")));
+    assert!(said.iter().all(|s| s.0 == Fault::AsyncPending && s.1.contains("nothing has waited for this copy")));
 }
 
 #[test]
@@ -198,7 +198,7 @@ fn barriers_that_are_not_there() {
 
 #[test]
 fn a_phase_that_laps_its_waiter() {
-    // Two phases end before anybody waits for the first: its parity is that of the third.
+    // Two phases end before any thread waits for the first: its parity is that of the third.
     let twice = "@%p1 mbarrier.init.shared.b64 [%r3], 1; @%p1 mbarrier.arrive.shared.b64 _, [%r3];
                  @%p1 mbarrier.arrive.shared.b64 _, [%r3]; bar.sync 0;
                  WAIT:
@@ -358,7 +358,7 @@ fn addresses_and_sizes() {
         fires(&replaced(LOAD, from, to), &[fault]);
     }
     fires(&replaced(STORE, "[%rd1+1024]", "[%rd1+3600]"), &[Fault::OutOfBounds]);
-    // Bytes that nobody wrote are not stored.
+    // Bytes that nothing wrote are not stored.
     fires(&replaced(STORE, "[%r2], 512", "[%r2], 528"), &[Fault::Uninitialised]);
 }
 

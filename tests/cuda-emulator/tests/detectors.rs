@@ -278,7 +278,7 @@ fn deadlock_and_livelock() {
     fires(&kernel("", "trap;"), &ONE, Fault::Illegal);
 }
 
-/// Blocks take turns by a ticket: each adds to a sum that is not atomic.
+/// Blocks take turns by a counter: each adds to a sum that is not atomic.
 fn turns(wait: &str, pass: &str) -> String {
     kernel(
         "",

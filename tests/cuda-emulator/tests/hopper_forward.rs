@@ -9,7 +9,7 @@ use cuda_emulator::{Launch, Memory, Module, Options, Swizzle, TensorMap, launch}
 const Q_HEADS: usize = 2;
 const Q_ROWS: usize = 150;
 const KEYS: [usize; 2] = [140, 45];
-/// Rows of nobody before each tensor's own, and behind them.
+/// Rows of no tensor before each tensor's own, and behind them.
 const GAP: usize = 3;
 /// Position of the first q row.
 const START: i64 = 35;
@@ -141,9 +141,9 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
         _ => (&[], &[64, 128, 0], 0),
     };
     work.u32s(&single.iter().chain(shared).flat_map(|&first| [0, first]).collect::<Vec<_>>());
-    let mut tickets = Bytes::default();
-    tickets.u32s(&[0; 4]);
-    let lists = [&queries, &runs, &partners, &work, &tickets].map(|list| list.upload(&mut mem));
+    let mut tile_counter = Bytes::default();
+    tile_counter.u32s(&[0; 4]);
+    let lists = [&queries, &runs, &partners, &work, &tile_counter].map(|list| list.upload(&mut mem));
 
     let scale = (dim as f64).sqrt().recip();
     let log2 = (scale * std::f64::consts::LOG2_E) as f32;
@@ -183,7 +183,7 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
     let bytes = mem.read(o, rows * Q_HEADS * value * 2).unwrap();
     let lines = mem.read(lse, rows * Q_HEADS * 4).unwrap();
     let (before, behind) = (at(0, Q_HEADS * value * 2), at(Q_ROWS, Q_HEADS * value * 2));
-    assert!(bytes[..before].iter().chain(&bytes[behind..]).all(|&b| b == 0xff), "rows of nobody were written");
+    assert!(bytes[..before].iter().chain(&bytes[behind..]).all(|&b| b == 0xff), "rows of no tensor were written");
     let o = bytes[before..behind].as_chunks::<2>().0.iter().map(|b| decode(bf16, u16::from_le_bytes(*b))).collect();
     let lse = lines[at(0, Q_HEADS * 4)..at(Q_ROWS, Q_HEADS * 4)].as_chunks::<4>().0.iter();
     let lse = lse.map(|b| f32::from_le_bytes(*b).into()).collect();

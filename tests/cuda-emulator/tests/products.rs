@@ -90,7 +90,7 @@ fn as_it_should_be() {
         "{WAIT}add.f32 %f0, %f0, 0f3F800000; add.f32 %f1, %f1, 0f3F800000;\nadd.f32 %f2, %f2, 0f3F800000; add.f32 %f3, %f3, 0f3F800000;\nwgmma.fence.sync.aligned;\n{MMA}{WAIT}"
     );
     gives(&replaced(PRODUCT, WAIT, &again), 65.0);
-    // One group is left alone, whose registers nobody touches.
+    // One group is left alone, whose registers nothing touches.
     let other =
         "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f4, %f5, %f6, %f7}, %rd3, %rd4, 0, 1, 1, 0, 0;\n";
     let one = format!(
@@ -144,7 +144,7 @@ fn memory_that_a_product_reads() {
     assert!(said.contains("product of warpgroup 0"), "{said}");
     // One warp's wait stands for its whole warpgroup: it may write what all of them have read.
     gives(&replaced(PRODUCT, WAIT, &format!("{WAIT}@%p1 st.shared.b32 [%r8], 0;\n")), 32.0);
-    // Nobody has written the rows behind.
+    // Nothing has written the rows behind.
     let beyond = replaced(PRODUCT, "fence.proxy.async;\n", "add.s64 %rd4, %rd4, 16; fence.proxy.async;\n");
     fires(&beyond, &[Fault::OutOfBounds]);
     let misplaced =

@@ -217,7 +217,7 @@ pub unsafe extern "C" fn ncclRecv(
 }
 
 /// Every rank sends the same bytes to every other; `into` says where those of a rank go.
-fn everybody(c: &Comm, from: u64, bytes: usize, into: impl Fn(usize) -> Option<u64>) -> Vec<Message> {
+fn with_every_rank(c: &Comm, from: u64, bytes: usize, into: impl Fn(usize) -> Option<u64>) -> Vec<Message> {
     let others = (0..c.world).filter(|&r| r != c.shared.rank);
     let both = |peer| {
         [(true, Some(from)), (false, into(peer))].map(|(sends, ptr)| Message {
@@ -251,7 +251,7 @@ pub unsafe extern "C" fn ncclAllGather(
         let (bytes, c) = (size(count, element)?, find(comm as usize)?);
         present(from, to, bytes)?;
         let place = |rank: usize| to as u64 + (rank * bytes) as u64;
-        let messages = everybody(&c, from as u64, bytes, |rank| Some(place(rank)));
+        let messages = with_every_rank(&c, from as u64, bytes, |rank| Some(place(rank)));
         let own = place(c.shared.rank);
         let copy = Local::Copy { to: own, from: from as u64, bytes };
         let local = if own == from as u64 { Vec::new() } else { vec![copy] };
@@ -274,7 +274,7 @@ pub unsafe extern "C" fn ncclAllReduce(
         let (bytes, c) = (size(count, element)?, find(comm as usize)?);
         let reduction = Reduction::new(op, Type::new(element)?)?;
         present(from, to, bytes)?;
-        let messages = everybody(&c, from as u64, bytes, |_| None);
+        let messages = with_every_rank(&c, from as u64, bytes, |_| None);
         let arrived = messages.iter().enumerate().filter(|(_, m)| !m.sends).map(|(k, m)| (m.peer, k)).collect();
         let local = vec![Local::Reduce { reduction, to: to as u64, from: from as u64, bytes, arrived }];
         group::add(Call { comm: comm as usize, stream: stream as usize, messages, local })

@@ -225,7 +225,7 @@ impl Comm {
     }
 }
 
-/// Devices go on by themselves; the stand-in driver's go on when somebody waits. While groups are in streams, this thread
+/// Devices go on by themselves; the stand-in driver's go on when a thread waits. While groups are in streams, this thread
 /// lets it work on them, so that a process whose hosts do something else does not hold up the others.
 fn keep_going() {
     static BEGUN: Once = Once::new();

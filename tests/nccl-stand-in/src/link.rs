@@ -2,7 +2,7 @@
 //! A peer: frames over a socket that never blocks.
 //!
 //! Messages from one rank to another are numbered, those of collectives apart from the others. Who is to receive message n
-//! says so and how large it is (`Ready`); the sender answers with the bytes (`Data`). Nothing is sent that nobody has said
+//! says so and how large it is (`Ready`); the sender answers with the bytes (`Data`). Nothing is sent that no receiver has said
 //! to be ready for, so that a send is over no earlier than its receive began.
 
 use std::collections::HashMap;
@@ -85,7 +85,7 @@ impl Link {
         self.data.remove(&tag)
     }
 
-    /// The answer to this message is on its way: nobody will ask again.
+    /// The answer to this message is on its way: it will not be asked for again.
     pub(crate) fn answered(&mut self, tag: Tag) {
         self.ready.remove(&tag);
     }

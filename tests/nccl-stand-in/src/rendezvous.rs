@@ -85,7 +85,7 @@ struct Socket(PathBuf);
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        // Whoever is last succeeds with the folder; a failure leaves an empty folder of the system's temporary ones.
+        // The last process removes the folder; a failure leaves an empty folder of the system's temporary ones.
         let _ = std::fs::remove_file(&self.0);
         let _ = self.0.parent().map(std::fs::remove_dir);
     }

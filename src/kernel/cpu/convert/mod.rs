@@ -5,7 +5,7 @@
 //! numbers included: bf16 is rounded in integers, because the instruction for it takes subnormals for zero.
 //!
 //! A streaming store goes around the caches. That spares a large result the read of every line before it is written,
-//! and makes a small one, which would have stayed in the cache for its reader, slow; who calls decides by size.
+//! and makes a small one, which would have stayed in the cache for its reader, slow; the caller decides by size.
 
 mod portable;
 pub(super) mod runs;
@@ -23,7 +23,7 @@ pub(super) const STREAM: usize = 8 << 20;
 /// How far ahead of a long run its lines are asked for: the hardware asks for no line of the next page in time.
 const AHEAD: usize = 2048;
 
-/// A vector of f32 that knows the other types.
+/// A vector of f32 that converts from and to the other types.
 ///
 /// # Safety
 /// As [`Vector`]: every method needs the instruction set; pointers are to `W` elements of any alignment, those of `stream`
@@ -42,7 +42,7 @@ pub(super) trait Convert: Vector<T = f32> {
     unsafe fn stream(self, p: *mut u8);
     unsafe fn stream_f16(low: Self, high: Self, p: *mut u8);
     unsafe fn stream_bf16(low: Self, high: Self, p: *mut u8);
-    /// After the last streaming store, before anybody else reads.
+    /// After the last streaming store, before another thread reads.
     unsafe fn finished();
     /// Asks for the line of `p`, which may be any address.
     unsafe fn ask(p: *const u8);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The conversions without any instruction set in particular: those of `half`, which knows some machines itself.
+//! The conversions without any instruction set in particular: those of `half`, which has its own for some machines.
 
 use super::super::portable::FourLanes;
 use super::super::simd::Vector;

@@ -193,7 +193,7 @@ fn right_schedules_are_proved() {
     }
 }
 
-/// Removes an operation; who waited for it waits for the one before it in its lane.
+/// Removes an operation; what waited for it waits for the one before it in its lane.
 fn remove(s: &mut Schedule, i: usize) {
     let lane = s.ops[i].lane;
     let before = (0..i).rev().find(|&j| s.ops[j].lane == lane).map(|j| j as u32);

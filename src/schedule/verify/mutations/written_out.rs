@@ -15,7 +15,7 @@ fn modes_changed() {
     for s in &subjects() {
         each_op(s, |r, i, w| {
             let (Work::Attend(_, met) | Work::Backward(_, met)) = w else { return };
-            // dk and dv alone know no mode.
+            // dk and dv alone have no mode.
             if matches!(w, Work::Backward(b, _) if b.dq.is_none()) {
                 return;
             }
@@ -149,7 +149,7 @@ fn messages_changed() {
     t.done(500);
 }
 
-/// A fetch that brings one row more than anybody needs, into room that is free.
+/// A fetch that brings one row more than any rank needs, into room that is free.
 #[test]
 fn a_fetch_widened_at_both_ends() {
     let mut t = Trial::new("wider fetch");

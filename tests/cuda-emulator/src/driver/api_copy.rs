@@ -14,7 +14,7 @@
 //! | other `…Async` | nothing was waited for; page-locked memory is read and written when the copy runs |
 //!
 //! What is still to come is ordered with the default stream and with streams that are not independent of it. A stream made
-//! with `CU_STREAM_NON_BLOCKING` is behind it only after somebody waited.
+//! with `CU_STREAM_NON_BLOCKING` is behind it only after a host wait.
 
 use super::calls::Piece;
 use super::codes;

@@ -154,7 +154,7 @@ pub unsafe extern "C" fn cuStreamIsCapturing(handle: *mut c_void, out: *mut c_ui
     })
 }
 
-/// The nodes that the next one comes behind are not told: nobody here edits a graph while it is captured.
+/// The nodes that the next one comes behind are not told: no test edits a graph while it is captured.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamGetCaptureInfo_v2(
     handle: *mut c_void,

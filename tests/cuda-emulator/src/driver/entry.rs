@@ -37,7 +37,7 @@ extern "C" fn write_counts() {
         && let Some(path) = &m.config.calls
         && let Ok(mut f) = std::fs::OpenOptions::new().create(true).append(true).open(path)
     {
-        // Nobody is left to be told that it failed.
+        // No caller is left to be told that it failed.
         let _ = f.write_all(m.counts.text().as_bytes());
     }
 }

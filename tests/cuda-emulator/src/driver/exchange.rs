@@ -159,7 +159,7 @@ impl Machine {
             PENDING => None,
             DONE => Some((x.what.clone(), reads, writes, Ok(()))),
             _ => {
-                // Whoever reads on finds nothing of use.
+                // A later read finds nothing of use.
                 for (start, end) in writes.iter() {
                     let nothing = vec![0xff; (end - start) as usize];
                     // That the bytes are there was checked above.

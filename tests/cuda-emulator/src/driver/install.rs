@@ -4,7 +4,7 @@
 //! Cargo builds the library as `libcuda_emulator.so` beside everything else of this crate. There are two ways to use it:
 //!
 //! - [`library_dir`] makes a folder that holds it as `libcuda.so.1` (and `libcuda.so`), for `LD_LIBRARY_PATH` of a child;
-//! - [`install`] loads it into this very process. Its name, as the loader knows it, is `libcuda.so`: whoever loads that
+//! - [`install`] loads it into this very process. Its name, as the loader knows it, is `libcuda.so`: a program that loads that
 //!   afterwards gets it.
 
 use std::ffi::{CString, OsStr, c_char, c_int, c_void};
@@ -72,7 +72,7 @@ fn link(folder: &Path, library: &Path, names: &[&str]) -> Result<(), String> {
         if std::fs::read_link(&to).is_ok_and(|t| t == *library) {
             continue;
         }
-        // Made under a name of this call's own and renamed: whoever looks meanwhile finds the old one or the new one, and
+        // Made under a name of this call's own and renamed: a process that looks meanwhile finds the old one or the new one, and
         // tests that run at the same time, in this process or another, do not take each other's away.
         let fresh = folder.join(format!(".{name}.{}.{call}", std::process::id()));
         let _ = std::fs::remove_file(&fresh);

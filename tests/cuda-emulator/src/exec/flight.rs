@@ -2,8 +2,8 @@
 //! Bulk copies under way in a block.
 //!
 //! A load lands in shared memory at once, some time after it was issued, and tells its barrier: often late, and in some
-//! blocks only when nobody can go on without it. A store is read from shared memory at one time and written to global
-//! memory at a later one; a wait for its group forces the first or both. What nobody waits for is written when the
+//! blocks only when no warp can go on without it. A store is read from shared memory at one time and written to global
+//! memory at a later one; a wait for its group forces the first or both. What is never waited for is written when the
 //! block ends.
 
 use super::block::Block;
@@ -60,7 +60,7 @@ pub(crate) struct Store {
     pub(crate) ticket: u32,
     /// Shared memory has not been waited for.
     pub(crate) held: bool,
-    /// What was read, with the bytes that somebody wrote.
+    /// What was read, with the bytes that something wrote.
     data: Option<Vec<([u8; 16], u16)>>,
     written: bool,
 }
@@ -209,7 +209,7 @@ impl Block {
     pub(crate) fn finish(&mut self, mem: &mut Memory) -> Landed {
         for k in 0..self.flights.list.len() {
             if let Work::Load { .. } = self.flights.list[k].work {
-                let text = "the block has ended and nobody has waited for this copy".to_owned();
+                let text = "the block has ended and nothing has waited for this copy".to_owned();
                 return Err((Fault::AsyncPending, text, self.flights.list[k].pc));
             }
             self.write_store(mem, k)?;

@@ -17,9 +17,9 @@ pub struct Options {
     pub seed: u64,
     /// Asynchronous copies land at once and warps run in order: what a friendly machine would do.
     pub eager: bool,
-    /// Report loads of shared memory that nobody wrote.
+    /// Report loads of shared memory that nothing wrote.
     pub uninitialised_shared: bool,
-    /// Report loads of global memory that nobody wrote.
+    /// Report loads of global memory that nothing wrote.
     pub uninitialised_global: bool,
     /// Report races in shared memory.
     pub shared_races: bool,
@@ -104,11 +104,11 @@ struct Resident {
     turns: usize,
     /// Turns in a row in which warps asked for something and did not get it.
     polls: u32,
-    /// One turn in so many lets a bulk copy move; 0: none does before nobody can go on without it.
+    /// One turn in so many lets a bulk copy move; 0: none does before no warp can go on without it.
     patience: u32,
 }
 
-/// Polls in a row, for each warp, after which nobody is coming: a group of lanes that could go on would have been chosen.
+/// Polls in a row, for each warp, after which no other lane is coming: a group of lanes that could go on would have been chosen.
 const HOPELESS: u32 = 4096;
 /// Instructions without a poll after which a warp is not waiting for anything.
 const BUSY: u64 = 256;
@@ -321,7 +321,7 @@ fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) ->
             r.warps[w] = Some(warp);
         }
         Stop::Quantum | Stop::Waiting => {
-            // A turn may end between two polls. Whoever works on without any has something to do.
+            // A turn may end between two polls. A warp that works on without any has something to do.
             warp.since_poll += executed;
             if stop == Stop::Waiting || warp.since_poll > BUSY {
                 r.polls = 0;
@@ -371,7 +371,7 @@ fn deadlock(code: &Code, r: &Resident) -> (Trouble, usize) {
     }
     let ended = r.warps.iter().filter(|w| w.is_none()).count();
     let detail =
-        format!("nobody can go on: {} ({ended} warps have ended); {}", at.join(", "), r.block.waiting_barriers());
+        format!("no warp can go on: {} ({ended} warps have ended); {}", at.join(", "), r.block.waiting_barriers());
     (Trouble { fault: Fault::Deadlock, lane: None, detail }, pc)
 }
 

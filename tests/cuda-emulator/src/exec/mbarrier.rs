@@ -2,11 +2,11 @@
 //! Barriers in shared memory (`mbarrier`): arrivals, bytes of copies, phases.
 //!
 //! A phase ends when all expected arrivals have come and the bytes that landed are those that were announced. Threads wait
-//! for the end of a phase by its parity alone, so whoever falls two phases behind cannot tell: that is a fault here. What
+//! for the end of a phase by its parity alone, so a thread that falls two phases behind cannot tell: that is a fault here. What
 //! a waiter believes to be the current phase follows from what it knows: the phases it has seen end, by itself or by
 //! way of other barriers. If the barrier is further than that by two, it has lapped its waiter.
 //!
-//! The object in memory is opaque. Its state is kept here, by address, and its eight bytes belong to nobody else while
+//! The object in memory is opaque. Its state is kept here, by address, and its eight bytes belong to the barrier alone while
 //! it lives.
 
 use super::clock::{Knowledge, slot};
@@ -90,7 +90,7 @@ impl MBarriers {
     /// The barrier at an address, as far as a warp may know of it.
     pub(crate) fn find(&mut self, at: u32, knowledge: &Knowledge) -> Result<&mut MBarrier, String> {
         let Some(b) = self.list.iter_mut().find(|b| b.at == at) else {
-            return Err(format!("there is no barrier at {at}: nobody has initialised it, or it was invalidated"));
+            return Err(format!("there is no barrier at {at}: nothing has initialised it, or it was invalidated"));
         };
         let (warp, clock) = b.made;
         if knowledge.own[warp] < clock {

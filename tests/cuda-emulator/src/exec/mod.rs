@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Runs kernels: warps, blocks and grids, in a seeded order that CUDA allows and nobody would choose.
+//! Runs kernels: warps, blocks and grids, in a seeded order that CUDA allows, however unlikely.
 
 pub(crate) mod block;
 pub(crate) mod clock;

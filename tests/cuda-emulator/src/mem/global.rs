@@ -18,7 +18,7 @@ const RED: usize = 1024;
 const ALIGN: usize = 256;
 /// Freed bytes that are kept for use-after-free reports.
 const QUARANTINE: usize = 64 << 20;
-/// Written into memory nobody has written: as f32, f16 and bf16 a NaN.
+/// Written into memory that was never written: as f32, f16 and bf16 a NaN.
 const POISON_NEW: u8 = 0xff;
 /// Written into freed memory: a NaN as well, and recognisable.
 const POISON_FREED: u8 = 0xfd;
@@ -81,7 +81,7 @@ impl Allocation {
         unsafe { std::slice::from_raw_parts_mut(self.base as *mut u8, self.size) }
     }
 
-    /// Whether somebody wrote a byte.
+    /// Whether something wrote a byte.
     pub(crate) fn is_written(&self, offset: usize) -> bool {
         self.written[offset / 16] >> (offset % 16) & 1 == 1
     }
@@ -127,7 +127,7 @@ impl Allocation {
         bits[line as usize] |= mask;
     }
 
-    /// The first byte of a range that nobody has written.
+    /// The first byte of a range that nothing has written.
     pub(crate) fn first_unwritten(&self, offset: usize, len: usize) -> Option<usize> {
         let (mut at, end) = (offset, offset + len);
         while at < end {
@@ -318,7 +318,7 @@ impl Memory {
         Ok(unsafe { std::slice::from_raw_parts(address as *const u8, len) }.to_vec())
     }
 
-    /// The first byte of a range that nobody has written, as a description.
+    /// The first byte of a range that nothing has written, as a description.
     pub fn unwritten(&mut self, address: u64, len: usize) -> Option<String> {
         let base = self.locate(address, len).ok()?;
         let a = self.at(base);

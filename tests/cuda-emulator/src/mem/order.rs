@@ -10,7 +10,7 @@
 use crate::exec::clock::{Knowledge, WARPS};
 use std::collections::HashMap;
 
-/// Block, warp and clock of an access; 0 is nobody.
+/// Block, warp and clock of an access; 0 is none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Epoch(pub(crate) u64);
 
@@ -152,7 +152,7 @@ impl OrderShadow {
             self.lines = vec![Cell::default(); size.div_ceil(16)];
         }
         let cell = &mut self.lines[line as usize];
-        // A whole line, or bytes of a line nobody else holds an interest in: one cell stands for all of them.
+        // A whole line, or bytes of a line that no other cell covers: one cell stands for all of them.
         let whole = mask == 0xffff || line as usize == size / 16 && mask == ((1u32 << (size % 16)) - 1) as u16;
         if cell.pc != u32::MAX && whole {
             return if write { who.write(cell) } else { who.read(cell) };

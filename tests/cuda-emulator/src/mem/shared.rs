@@ -3,7 +3,7 @@
 //!
 //! Each line of 16 bytes has a record: the last writer (warp and clock), its instruction, and for every warp the clock
 //! of its last read. A read is ordered when the reader knows the writer's clock; a write when the writer knows that
-//! clock and the clocks of all readers. Readers need not be forgotten at a write: whoever is ordered after the write is
+//! clock and the clocks of all readers. Readers need not be forgotten at a write: a thread that is ordered after the write is
 //! ordered after them too. Lines of which different bytes have different histories are split into bytes.
 //!
 //! An asynchronous copy owns its destination from the instruction to the wait: any access in between is a fault, and
@@ -256,7 +256,7 @@ impl SharedMemory {
         })
     }
 
-    /// Ends it: whoever knows this clock of this slot knows of it. `(0, 0)` is known to all.
+    /// Ends it: a thread that has seen this clock of this slot is ordered after it. `(0, 0)` is known to all.
     pub(crate) fn end_async(&mut self, line: u32, slot: u32, clock: u32) {
         let done = self.each(line, 0xffff, |cell, _| {
             cell[0] = slot << 24 | clock & CLOCK;
@@ -295,7 +295,7 @@ impl SharedMemory {
         debug_assert!(done.is_ok());
     }
 
-    /// The first of these bytes that nobody wrote: no warp, and no copy either (a copy may bring bytes that nobody wrote).
+    /// The first of these bytes that nothing wrote: no warp, and no copy either (a copy may bring bytes that nothing wrote).
     pub(crate) fn never_written(&self, line: u32, mask: u16) -> Option<u32> {
         let missing = mask & !self.written[line as usize];
         if missing == 0 || self.records.is_empty() {
@@ -312,12 +312,12 @@ impl SharedMemory {
         (0..16).filter(|b| missing >> b & 1 == 1).find(|&b| !by_copy(b)).map(|b| line * 16 + b)
     }
 
-    /// Which bytes of a line somebody wrote.
+    /// Which bytes of a line something wrote.
     pub(crate) fn written(&self, line: u32) -> u16 {
         self.written[line as usize]
     }
 
-    /// Sets which bytes of a line somebody wrote.
+    /// Sets which bytes of a line something wrote.
     pub(crate) fn set_written(&mut self, line: u32, mask: u16) {
         self.written[line as usize] = mask;
     }
@@ -334,7 +334,7 @@ impl SharedMemory {
         Ok(())
     }
 
-    /// They become data again, which nobody has written, touched last by a warp.
+    /// They become data again, which nothing has written, touched last by a warp.
     pub(crate) fn disown(&mut self, offset: u32, warp: usize, clocks: &Clocks) {
         let done = self.each(offset / 16, 0xff << (offset % 16), |cell, _| {
             cell[0] = (warp as u32) << 24 | clocks[warp] & CLOCK;

@@ -2,11 +2,11 @@
 //! Bulk copies: `cp.async.bulk`, `cp.reduce.async.bulk`, their groups and waits.
 //!
 //! Each lane that executes one issues a copy of its own. What a copy will touch is checked when it is issued: bounds, the
-//! order after everybody who touched those bytes before, and the proxy fence after what was written through the generic
+//! order after every thread that touched those bytes before, and the proxy fence after what was written through the generic
 //! proxy. From then on the destination of a load belongs to the copy, and the source of a store may not be written.
 //!
-//! A source in global memory that nobody has written is no fault: boxes reach into rows that are masked later. Those
-//! bytes arrive as bytes that nobody has written.
+//! A source in global memory that nothing has written is no fault: boxes reach into rows that are masked later. Those
+//! bytes arrive as bytes that nothing has written.
 
 use super::mbarrier::offset;
 use super::memory::{address, misaligned};

@@ -26,7 +26,7 @@ pub(super) struct Decoder<'a> {
     symbols: HashMap<String, Value>,
     /// Register → its number among those of asynchronous products.
     pub(super) matrix: HashMap<u32, u16>,
-    /// Scratch for results nobody wants.
+    /// Scratch for results that are not used.
     sink: u32,
     pub(super) sink_pred: u32,
 }

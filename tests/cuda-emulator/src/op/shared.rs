@@ -19,7 +19,7 @@ pub(super) struct How {
     pub(super) strong: bool,
     /// Every lane gets what each address holds.
     pub(super) collective: bool,
-    /// The bytes are there already: whoever wrote them as well does not race.
+    /// The bytes are there already: another thread that wrote them as well does not race.
     pub(super) same: bool,
 }
 

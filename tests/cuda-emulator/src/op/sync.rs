@@ -43,9 +43,9 @@ pub(super) unsafe fn barrier(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
         }
         return Flow::Next;
     }
-    let everybody = cx.warp.alive;
-    let parted = i.e == NOT_ALIGNED && i.c <= ARRIVE && (m != everybody || !cx.warp.apart.is_empty());
-    if !parted && let Some(flow) = cx.together(m, everybody) {
+    let all = cx.warp.alive;
+    let parted = i.e == NOT_ALIGNED && i.c <= ARRIVE && (m != all || !cx.warp.apart.is_empty());
+    if !parted && let Some(flow) = cx.together(m, all) {
         return flow;
     }
     let first = m.trailing_zeros() as usize;
@@ -140,8 +140,8 @@ pub(super) unsafe fn proxy_fence(cx: &mut Cx, i: &Ins, _: u32) -> Flow {
 
 /// `setmaxnreg`: `c` registers, `b` is 1 for `.inc`.
 pub(super) unsafe fn registers(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
-    let everybody = cx.warp.alive;
-    if let Some(flow) = cx.together(m, everybody) {
+    let all = cx.warp.alive;
+    if let Some(flow) = cx.together(m, all) {
         return flow;
     }
     let w = cx.warp.index;

@@ -3,7 +3,7 @@
 //!
 //! PTX has one habit that makes this short: everything that belongs to an opcode, a directive or a special register is
 //! joined by dots (`cp.async.cg.shared.global.L2::128B`, `.maxntid`, `%tid.x`), so a dotted word is one token here and
-//! is cut later by whoever understands it.
+//! is cut later by the parser.
 
 use crate::report::LoadError;
 

@@ -2,7 +2,7 @@
 //! A problem for each kernel of the corpus, with random numbers, and what f64 says about the result.
 //!
 //! Sizes are no multiples of the tiles wherever the kernel allows it: boxes then reach over the edge of their tensors,
-//! into memory that nobody has written.
+//! into memory that nothing has written.
 
 use crate::kernels::{Arg, Entry, Matrix};
 use cuda_emulator::{Memory, Mutant, Options, Report, Swizzle, TensorMap};

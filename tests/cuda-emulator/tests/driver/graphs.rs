@@ -238,7 +238,7 @@ fn illegal() {
         let host = [1u8; 16];
         let upload = || code!(cuMemcpyHtoDAsync_v2(raw.x, host.as_ptr().cast(), 16, s));
         assert_eq!(spoilt(s, mode, upload), unsupported);
-        // An event that somebody recorded elsewhere.
+        // An event that was recorded elsewhere.
         ok!(cuEventRecord(e, other));
         let isolation = (CUDA_ERROR_STREAM_CAPTURE_ISOLATION, invalid);
         assert_eq!(spoilt(s, mode, || code!(cuStreamWaitEvent(s, e, 0))), isolation);

@@ -93,7 +93,7 @@ fn ring(r: Rank) {
     r.destroy();
 }
 
-/// Three messages of different sizes between each two ranks, listed in another order by everybody.
+/// Three messages of different sizes between each two ranks, listed in another order by every rank.
 fn all_to_all(r: Rank) {
     let size = |from: usize, to: usize, k: usize| 100 + 1000 * k + 10 * from + to;
     let mut received = Vec::new();

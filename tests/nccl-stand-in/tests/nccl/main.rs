@@ -94,7 +94,7 @@ fn passes(case: &str, world: usize) {
     }
 }
 
-/// Every rank ends by itself, and says so; somebody reports this.
+/// Every rank ends by itself, and says so; at least one reports this.
 #[track_caller]
 fn reports(case: &str, world: usize, what: &str, env: &[(&str, &str)]) {
     let (ok, text) = as_threads(case, world, 1, env);

@@ -223,7 +223,7 @@ impl Case {
         self
     }
 
-    /// The parameters after the buffer, which lies at an address; maps are encoded by whoever runs the case.
+    /// The parameters after the buffer, which lies at an address; maps are encoded by the runner of the case.
     pub fn parameters(
         &self,
         buffer: u64,

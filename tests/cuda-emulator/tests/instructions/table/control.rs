@@ -81,7 +81,7 @@ pub fn cases() -> Vec<Case> {
         let after = (0..32u64).map(|t| if t < 12 && end != "ret.uni" { (t ^ 1).into() } else { 1.into() }).collect();
         cases.push(new(end).memory(vec![0; 128], after).body(&text));
     }
-    // The last, partial warp: lanes that do not exist are in nobody's way.
+    // The last, partial warp: lanes that do not exist are in no lane's way.
     let text = ".shared .align 4 .b8 s[256]; mov.u32 %w3, s; mad.lo.u32 %w2, %t, 4, %w3; st.shared.u32 [%w2], %t;
                 bar.sync 0; sub.u32 %w4, 39, %t; mad.lo.u32 %w2, %w4, 4, %w3; ld.shared.u32 $d, [%w2];";
     cases.push(Case::new(FAMILY, "partial warp", 40).gives(B32, |t| 39 - t).body(text));
