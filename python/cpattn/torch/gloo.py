@@ -8,14 +8,16 @@ not do: it gives the name of a group that was destroyed to the next one, whose r
 - Agreements and exchanges of different ranks overlap, so they have different tags. Between two ranks, messages of one tag
   meet in the order in which they are posted.
 - The deadline goes to `Work.wait`: a call fails once it has waited that long without one of its messages moving.
-- After any failure the group is closed (`abort`): what was posted ends with an error, so that nobody writes into the
-  library's memory afterwards, and every peer that waits for this rank has its error at once. It stays failed.
+- After any failure the group is closed (`abort`) on every rank: what was posted ends with an error, so that nothing writes
+  into the library's memory afterwards. It stays failed. Errors name the rank at fault where that can be told (`blame.py`),
+  which takes half the deadline more, 0.5 s at least and 5 s at most.
 """
 
 from __future__ import annotations
 
 import struct
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -29,6 +31,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..errors import InvalidArgument, PeerError, Unsupported
 from ..transport import Buffer, Message, Transport, packets
+from .blame import Blame, Verdict, Wait
 
 # Messages to one peer below this many bytes travel together, copied: a message of its own costs gloo 50 to 100 us.
 SMALL = 64 << 10
@@ -58,14 +61,19 @@ class GlooTransport(Transport):
         # Members make their transports in the same order, so that all of them arrive at the same name.
         name = f"cpattn/{','.join(map(str, members))}/{next(_made[members])}"
         began = time.monotonic()
+        self._blame = Blame(name, self.rank, self.world, timeout)
+        if late := self._blame.late():
+            raise self._error("its transport, which the others gave up", late)
         try:
             store = c10d.PrefixStore(name, c10d._get_default_store())
             self._group: Any = c10d.ProcessGroupGloo(store, self.rank, self.world, self._timeout)
         except RuntimeError as error:
-            raise PeerError(
-                f"rank {self.rank} of {self.world}: not all ranks made their transport, after "
-                f"{time.monotonic() - began:.1f} s (timeout {timeout:g} s): {error}"
-            ) from error
+            what = f"not all ranks made their transport, after {time.monotonic() - began:.1f} s (timeout {timeout:g} s)"
+            raise self._error(what, self._blame.absent(), error) from error
+        # Also at the end of the program, before a thread can meet an interpreter that ends.
+        self._leave = weakref.finalize(self, self._blame.close)
+        over = weakref.WeakMethod(self._over)
+        self._blame.listen(lambda: (method := over()) and method())
 
     def agree(self, first: int, end: int, number: int) -> Sequence[int]:
         mine, theirs = struct.pack("<Q", number), {peer: bytearray(8) for peer in range(first, end) if peer != self.rank}
@@ -84,42 +92,62 @@ class GlooTransport(Transport):
 
     def poll(self) -> None:
         if self._failed is not None:
-            raise PeerError(f"rank {self.rank} of {self.world}: the group failed before: {self._failed}")
+            raise self._error(f"the group failed before: {self._failed}", self._blame.verdict)
 
     def abort(self) -> None:
-        self._failed = self._failed or "aborted"
-        if self.world > 1 and self._group is not None:
-            # gloo has no call for it: an expired wait closes all connections of the group, and ends whoever waits here.
-            with suppress(RuntimeError):
-                never = torch.empty(1, dtype=torch.uint8)
-                self._group.recv([never], (self.rank + 1) % self.world, _NEVER).wait(timedelta(milliseconds=1))
+        if self._failed is None:
+            self._failed = self._blame.ended = "aborted the run"
+            self._blame.alarm()
+        self._close()
 
     def release(self) -> None:
         self._failed = self._failed or "this rank was closed"
+        self._leave()
         self._group = None  # which closes the connections
+
+    def _close(self) -> None:
+        if (group := self._group) is not None and self.world > 1:
+            # gloo has no call for it: an expired wait closes all connections of the group, and ends whoever waits here.
+            with suppress(RuntimeError):
+                never = torch.empty(1, dtype=torch.uint8)
+                group.recv([never], (self.rank + 1) % self.world, _NEVER).wait(timedelta(milliseconds=1))
+
+    def _over(self) -> None:
+        """The group has failed on some rank."""
+        self._failed = self._failed or "another rank ended it"
+        self._close()
+
+    def _error(self, what: str, verdict: Verdict | None, error: object = None) -> PeerError:
+        told = [what, *([verdict.text] if verdict else []), *([f"gloo: {error}"] if error else [])]
+        return PeerError(f"rank {self.rank} of {self.world}: {'; '.join(told)}", verdict.peer if verdict else None)
 
     def _move(self, what: str, tag: int, sends: list[tuple[int, Buffer]], recvs: list[tuple[int, Buffer]]) -> None:
         self.poll()
-        began, peer, doing, size = time.monotonic(), self.rank, "posting", 0
-        posted: list[tuple[int, str, torch.Tensor, dist.Work]] = []
+        began, blame = time.monotonic(), self._blame
+        posted: list[tuple[Wait, torch.Tensor, dist.Work]] = []
         try:
             for doing, list_, post in (("receiving", recvs, self._group.recv), ("sending", sends, self._group.send)):
                 for peer, data in list_:
                     tensor = torch.frombuffer(data, dtype=torch.uint8)
-                    posted.append((peer, doing, tensor, post([tensor], peer, tag)))
-            for peer, doing, tensor, work in posted:
-                size = tensor.numel()
+                    blame.waits = Wait(what, doing, peer, tensor.numel())
+                    posted.append((blame.waits, tensor, post([tensor], peer, tag)))
+            for blame.waits, _, work in posted:
                 work.wait(self._timeout)
         except BaseException as error:
             # Whatever becomes of what was posted, its memory is not reused while it is known here.
             self._kept.append(posted)
-            failure = PeerError(
-                f"rank {self.rank} of {self.world}: {what}: {doing} {size} bytes, rank {peer} failed or did not answer, "
-                f"after {time.monotonic() - began:.1f} s (timeout {self._timeout.total_seconds():g} s): {error}",
-                peer,
+            if not isinstance(error, RuntimeError) or (wait := blame.waits) is None:
+                blame.ended = f"failed by itself ({type(error).__name__})"
+                self._failed = self._failed or blame.ended
+                blame.alarm()
+                self._close()
+                raise
+            text = (
+                f"{what}: {wait.doing} {wait.bytes} bytes, rank {wait.peer} failed or did not answer, "
+                f"after {time.monotonic() - began:.1f} s (timeout {self._timeout.total_seconds():g} s)"
             )
-            self._failed = self._failed or str(failure)
-            self.abort()
-            if isinstance(error, RuntimeError):
-                raise failure from error
-            raise
+            self._failed = self._failed or text
+            self._close()
+            raise self._error(text, blame.ask(), error) from error
+        finally:
+            blame.waits = None

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Which rank is at fault when a gloo group fails, found by asking every rank through the store of the process group.
+
+gloo names the peer whose connection closed or whose message did not come. That peer may itself wait for another one, or have
+closed its connections because of it. So a thread of each rank waits for a question in the store, which costs nothing while
+nothing fails. The rank that fails first puts a question to every rank; each answers with what it waits for, and closes its
+connections. Who is at fault follows from the answers: from the rank that asked, along the ranks that wait for each other, to
+one that does not answer, has left, or waits for no other. The first verdict counts on every rank.
+
+Nothing here waits without a limit: `ask` gives up after `limit` seconds, and the thread has a connection to the store of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from torch.distributed import distributed_c10d as c10d
+
+_FOREVER = timedelta(days=30)
+_SHOWN = 8  # ranks in one text
+
+
+class Wait(NamedTuple):
+    """What a rank waits for."""
+
+    call: str
+    doing: str
+    peer: int
+    bytes: int
+
+
+class Verdict(NamedTuple):
+    """The rank at fault, None where that cannot be told, and why."""
+
+    peer: int | None
+    text: str
+
+
+class Blame:
+    """This rank's part. `waits` is what it waits for just now, `ended` why it takes part in nothing any more."""
+
+    def __init__(self, name: str, rank: int, world: int, timeout: float) -> None:
+        self.rank, self.world = rank, world
+        self.waits: Wait | None = None
+        self.ended: str | None = None
+        self.verdict: Verdict | None = None
+        # An answer takes as long as a thread of that rank needs to get a core.
+        self.grace = min(max(timeout / 2, 0.5), 5.0)
+        self.limit = 2 * self.grace + 1.0
+        self._known, self._closed, self._process = threading.Event(), False, os.getpid()
+        self._thread: threading.Thread | None = None
+        try:
+            base: Any = c10d._get_default_store()
+            # One for the thread, which waits in it, one for questions; the process group's own may be in use.
+            self._heard, self._said = (c10d.PrefixStore(f"{name}/blame", base.clone()) for _ in range(2))
+            self._said.set(f"here/{rank}", "")
+        except (AttributeError, RuntimeError, NotImplementedError) as error:
+            self.verdict = Verdict(None, f"which rank is at fault cannot be told: the store has no second connection ({error})")
+
+    def listen(self, over: Callable[[], None]) -> None:
+        """From now on this rank answers; `over` is called, on another thread, when the group has failed on some rank."""
+        if self.world > 1 and self.verdict is None:
+            self._thread = threading.Thread(target=self._listen, args=[over], daemon=True)
+            self._thread.start()
+
+    def ask(self) -> Verdict:
+        """What the ranks find out together, after a failure on this one."""
+        if not self._known.is_set() and self.alarm():
+            self._known.wait(self.limit)
+        return self.verdict or Verdict(
+            None,
+            f"which rank is at fault cannot be told: the store of the process group did not answer within {self.limit:.1f} s; "
+            "see whether the process that holds it runs",
+        )
+
+    def alarm(self) -> bool:
+        """Puts the question to all ranks and waits for nothing; False where no rank can be asked."""
+        return self._thread is not None and self._apart(self._question) is not None
+
+    def absent(self) -> Verdict:
+        """Why a group was not formed: the ranks that have not come, found by all that have."""
+
+        def find() -> None:
+            missing = [rank for rank in range(self.world) if not self._said.check([f"here/{rank}"])]
+            if missing:
+                shown = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
+                found = Verdict(missing[0], f"rank {shown} did not come")
+            else:
+                found = Verdict(None, "all ranks came, and their connections were not made: which is at fault cannot be told")
+            self._agree(self._said, found)
+
+        thread = self._apart(find) if self.verdict is None else None
+        if thread:
+            thread.join(self.limit)
+        return self.verdict or Verdict(None, "which rank is at fault cannot be told: the store does not answer")
+
+    def late(self) -> Verdict | None:
+        """The verdict of the others, if they gave up before this rank came."""
+        if self.verdict is None and self._said.check(["verdict"]):
+            self._agree(self._said, Verdict(None, ""))
+            return self.verdict
+        return None
+
+    def close(self) -> None:
+        """This rank leaves; ranks that still need it find that out when they ask."""
+        self._closed, self.ended = True, self.ended or "has left the group"
+        thread = self._thread
+        # A forked child has no such thread.
+        if thread and thread.is_alive() and os.getpid() == self._process and thread is not threading.current_thread():
+            with suppress(RuntimeError):
+                self._say(self._said)
+                self._said.set(f"ask/{self.rank}", "")
+            thread.join(1.0)
+
+    def _apart(self, job: Callable[[], None]) -> threading.Thread | None:
+        """Runs what might never return, where the store's process is stopped."""
+
+        def guarded() -> None:
+            with suppress(RuntimeError):
+                job()
+
+        thread = threading.Thread(target=guarded, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter ends
+            return None
+        return thread
+
+    def _question(self) -> None:
+        first = int(self._said.compare_set("asker", "", str(self.rank)))
+        for rank in range(self.world) if first == self.rank else [self.rank]:
+            self._said.set(f"ask/{rank}", "")
+
+    def _say(self, store: Any) -> None:
+        store.set(f"says/{self.rank}", json.dumps([self.ended, self.waits]))
+
+    def _listen(self, over: Callable[[], None]) -> None:
+        store = self._heard
+        try:
+            store.wait([f"ask/{self.rank}"], _FOREVER)
+            if not self._closed:
+                self._say(store)
+                over()
+                self._agree(store, self._find(store))
+        except RuntimeError as error:
+            text = "which rank is at fault cannot be told: the store of the process group, or the process that holds it, is gone"
+            self.verdict = self.verdict or Verdict(None, f"{text} ({error})")
+        finally:
+            self._known.set()
+
+    def _agree(self, store: Any, found: Verdict) -> None:
+        """The first verdict is that of all."""
+        self.verdict = Verdict(*json.loads(store.compare_set("verdict", "", json.dumps(found))))
+
+    def _find(self, store: Any) -> Verdict:
+        at, chain = int(store.get("asker")), []
+        while True:
+            said = self._answer(store, at)
+            if said is None:
+                end = Verdict(at, f"rank {at} gives no answer: it was killed, is stopped, or is cut off")
+            elif said[0] is not None:
+                end = Verdict(at, f"rank {at} {said[0]}")
+            elif said[1] is None:
+                end = Verdict(at, f"rank {at} is in no call of the group, while others wait for it")
+            else:
+                wait = Wait(*said[1])
+                chain.append(f"rank {at} waited for rank {wait.peer} ({wait.call}: {wait.doing} {wait.bytes} bytes)")
+                if any(link.startswith(f"rank {wait.peer} ") for link in chain):
+                    end = Verdict(None, "which rank is at fault cannot be told: ranks wait for each other")
+                else:
+                    at = wait.peer
+                    continue
+            shown = chain if len(chain) <= _SHOWN else [*chain[: _SHOWN - 1], "...", chain[-1]]
+            return Verdict(end.peer, "; ".join([end.text, *shown]))
+
+    def _answer(self, store: Any, rank: int) -> Any:
+        """What a rank says, None if it says nothing in time or another rank has a verdict already."""
+        end = time.monotonic() + self.grace
+        while not self._closed:
+            if store.check([f"says/{rank}"]):
+                return json.loads(store.get(f"says/{rank}"))
+            if time.monotonic() > end or store.check(["verdict"]):
+                break
+            time.sleep(0.01)
+        return None
