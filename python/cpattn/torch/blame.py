@@ -25,6 +25,8 @@ from torch.distributed import distributed_c10d as c10d
 
 _FOREVER = timedelta(days=30)
 _SHOWN = 8  # ranks in one text
+_SILENT = "gives no answer: it was killed, is stopped, or is cut off"
+_JOINING = "joining"  # in place of the rank that asks, where none waits for another in particular yet
 
 
 class Wait(NamedTuple):
@@ -70,9 +72,9 @@ class Blame:
             self._thread = threading.Thread(target=self._listen, args=[over], daemon=True)
             self._thread.start()
 
-    def ask(self) -> Verdict:
-        """What the ranks find out together, after a failure on this one."""
-        if not self._known.is_set() and self.alarm():
+    def ask(self, joining: bool = False) -> Verdict:
+        """What the ranks find out together, after a failure on this one; `joining`: while the group was being formed."""
+        if not self._known.is_set() and self.alarm(joining):
             self._known.wait(self.limit)
         return self.verdict or Verdict(
             None,
@@ -80,32 +82,31 @@ class Blame:
             "see whether the process that holds it runs",
         )
 
-    def alarm(self) -> bool:
+    def alarm(self, joining: bool = False) -> bool:
         """Puts the question to all ranks and waits for nothing; False where no rank can be asked."""
-        return self._thread is not None and self._apart(self._question) is not None
 
-    def absent(self) -> Verdict:
-        """Why a group was not formed: the ranks that have not come, found by all that have."""
+        def question() -> None:
+            # What cannot be asked for is not answered either.
+            with suppress(RuntimeError):
+                mine = _JOINING if joining else str(self.rank)
+                first = self._said.compare_set("asker", "", mine).decode()
+                for rank in range(self.world) if first == mine else [self.rank]:
+                    self._said.set(f"ask/{rank}", "")
 
-        def find() -> None:
-            missing = [rank for rank in range(self.world) if not self._said.check([f"here/{rank}"])]
-            if missing:
-                shown = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
-                found = Verdict(missing[0], f"rank {shown} did not come")
-            else:
-                found = Verdict(None, "all ranks came, and their connections were not made: which is at fault cannot be told")
-            self._agree(self._said, found)
-
-        thread = self._apart(find) if self.verdict is None else None
-        if thread:
-            thread.join(self.limit)
-        return self.verdict or Verdict(None, "which rank is at fault cannot be told: the store does not answer")
+        if self._thread is None:
+            return False
+        # Not on this thread: it might never return, where the store's process is stopped.
+        thread = threading.Thread(target=question, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter ends
+            return False
+        return True
 
     def late(self) -> Verdict | None:
         """The verdict of the others, if they gave up before this rank came."""
         if self.verdict is None and self._said.check(["verdict"]):
-            self._agree(self._said, Verdict(None, ""))
-            return self.verdict
+            return self._agree(self._said, Verdict(None, ""))
         return None
 
     def close(self) -> None:
@@ -118,25 +119,6 @@ class Blame:
                 self._say(self._said)
                 self._said.set(f"ask/{self.rank}", "")
             thread.join(1.0)
-
-    def _apart(self, job: Callable[[], None]) -> threading.Thread | None:
-        """Runs what might never return, where the store's process is stopped."""
-
-        def guarded() -> None:
-            with suppress(RuntimeError):
-                job()
-
-        thread = threading.Thread(target=guarded, daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter ends
-            return None
-        return thread
-
-    def _question(self) -> None:
-        first = int(self._said.compare_set("asker", "", str(self.rank)))
-        for rank in range(self.world) if first == self.rank else [self.rank]:
-            self._said.set(f"ask/{rank}", "")
 
     def _say(self, store: Any) -> None:
         store.set(f"says/{self.rank}", json.dumps([self.ended, self.waits]))
@@ -155,16 +137,31 @@ class Blame:
         finally:
             self._known.set()
 
-    def _agree(self, store: Any, found: Verdict) -> None:
+    def _agree(self, store: Any, found: Verdict) -> Verdict:
         """The first verdict is that of all."""
         self.verdict = Verdict(*json.loads(store.compare_set("verdict", "", json.dumps(found))))
+        return self.verdict
+
+    def _find_joining(self, store: Any) -> Verdict:
+        """Of all ranks those that have not come, or else the first that came and does not answer."""
+        missing = [rank for rank in range(self.world) if not store.check([f"here/{rank}"])]
+        if missing:
+            shown = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
+            return Verdict(missing[0], f"rank {shown} did not come")
+        for rank in range(self.world):
+            if self._answer(store, rank) is None:
+                return Verdict(rank, f"rank {rank} {_SILENT}")
+        return Verdict(None, "all ranks came, and their connections were not made: which is at fault cannot be told")
 
     def _find(self, store: Any) -> Verdict:
-        at, chain = int(store.get("asker")), []
+        asker = store.get("asker").decode()
+        if asker == _JOINING:
+            return self._find_joining(store)
+        at, chain = int(asker), []
         while True:
             said = self._answer(store, at)
             if said is None:
-                end = Verdict(at, f"rank {at} gives no answer: it was killed, is stopped, or is cut off")
+                end = Verdict(at, f"rank {at} {_SILENT}")
             elif said[0] is not None:
                 end = Verdict(at, f"rank {at} {said[0]}")
             elif said[1] is None:

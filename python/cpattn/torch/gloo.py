@@ -61,19 +61,20 @@ class GlooTransport(Transport):
         # Members make their transports in the same order, so that all of them arrive at the same name.
         name = f"cpattn/{','.join(map(str, members))}/{next(_made[members])}"
         began = time.monotonic()
+        self._group: Any = None
         self._blame = Blame(name, self.rank, self.world, timeout)
         if late := self._blame.late():
-            raise self._error("its transport, which the others gave up", late)
-        try:
-            store = c10d.PrefixStore(name, c10d._get_default_store())
-            self._group: Any = c10d.ProcessGroupGloo(store, self.rank, self.world, self._timeout)
-        except RuntimeError as error:
-            what = f"not all ranks made their transport, after {time.monotonic() - began:.1f} s (timeout {timeout:g} s)"
-            raise self._error(what, self._blame.absent(), error) from error
+            raise self._error("the others gave up before this rank made its transport", late)
         # Also at the end of the program, before a thread can meet an interpreter that ends.
         self._leave = weakref.finalize(self, self._blame.close)
         over = weakref.WeakMethod(self._over)
         self._blame.listen(lambda: (method := over()) and method())
+        try:
+            store = c10d.PrefixStore(name, c10d._get_default_store())
+            self._group = c10d.ProcessGroupGloo(store, self.rank, self.world, self._timeout)
+        except RuntimeError as error:
+            what = f"not all ranks made their transport, after {time.monotonic() - began:.1f} s (timeout {timeout:g} s)"
+            raise self._error(what, self._blame.ask(joining=True), error) from error
 
     def agree(self, first: int, end: int, number: int) -> Sequence[int]:
         mine, theirs = struct.pack("<Q", number), {peer: bytearray(8) for peer in range(first, end) if peer != self.rank}
