@@ -58,6 +58,7 @@ class Blame:
         self.limit = 2 * self.grace + 1.0
         self._known, self._closed, self._process = threading.Event(), False, os.getpid()
         self._thread: threading.Thread | None = None
+        self._question: threading.Thread | None = None
         try:
             base: Any = c10d._get_default_store()
             # One for the thread, which waits in it, one for questions; the process group's own may be in use.
@@ -96,9 +97,9 @@ class Blame:
         if self._thread is None:
             return False
         # Not on this thread: it might never return, where the store's process is stopped.
-        thread = threading.Thread(target=question, daemon=True)
+        self._question = threading.Thread(target=question, daemon=True)
         try:
-            thread.start()
+            self._question.start()
         except RuntimeError:  # the interpreter ends
             return False
         return True
@@ -112,12 +113,15 @@ class Blame:
     def close(self) -> None:
         """This rank leaves; ranks that still need it find that out when they ask."""
         self._closed, self.ended = True, self.ended or "has left the group"
-        thread = self._thread
-        # A forked child has no such thread.
-        if thread and thread.is_alive() and os.getpid() == self._process and thread is not threading.current_thread():
+        threads = [t for t in (self._thread, self._question) if t and t.is_alive() and t is not threading.current_thread()]
+        # A forked child has no such threads.
+        if not threads or os.getpid() != self._process:
+            return
+        if self._question not in threads:  # which may have hold of the store
             with suppress(RuntimeError):
                 self._say(self._said)
                 self._said.set(f"ask/{self.rank}", "")
+        for thread in threads:
             thread.join(1.0)
 
     def _say(self, store: Any) -> None:

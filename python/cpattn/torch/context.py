@@ -80,7 +80,7 @@ class Context:
         try:
             self.rank = self._over_nccl(timeout)
         except BaseException:
-            self.transport.abort()
+            # No abort: where NCCL is missing everywhere, each rank shall say so, and others may still wait for the id.
             self.transport.release()
             raise
 
