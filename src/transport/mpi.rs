@@ -203,7 +203,7 @@ impl Mpi {
         raw::usable()?;
         self.group.set_label(label);
         match self.group.look() {
-            Some(failure) => Err(self.group.error(label, failure, false)),
+            Some(failure) => Err(self.group.error(label, failure)),
             None => Ok(calls),
         }
     }
@@ -259,7 +259,7 @@ impl Transport for Mpi {
             }
             Err(failure) => {
                 calls.settle();
-                Err(self.group.error(label, failure, true))
+                Err(self.group.error(label, failure))
             }
         }
     }
@@ -276,13 +276,13 @@ impl Transport for Mpi {
             calls.settle();
         }
         calls.pipes.clear(sends, recvs);
-        outcome.map_err(|failure| self.group.error(label, failure, true))
+        outcome.map_err(|failure| self.group.error(label, failure))
     }
 
     fn poll(&self) -> Result<()> {
         raw::usable()?;
         let label = self.group.label();
-        self.group.look().map_or(Ok(()), |failure| Err(self.group.error(label, failure, false)))
+        self.group.look().map_or(Ok(()), |failure| Err(self.group.error(label, failure)))
     }
 
     fn abort(&self, cause: Cause) {

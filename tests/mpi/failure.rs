@@ -89,6 +89,36 @@ pub fn silent() {
     println!("{FINE}");
 }
 
+/// The question which rank it waits for finds rank 1 in no call, but looking; then it waits for rank 2, which is to blame.
+pub fn between_calls() {
+    let (_universe, comm) = init();
+    let deadline = 4 * SHORT;
+    let rank = Mpi::new(&comm, deadline).unwrap();
+    let (me, mut got) = (rank.rank(), [0_u8; 8]);
+    rank.agree(0..3, 0).unwrap();
+    let began = Instant::now();
+    let blamed = |error: Result<()>| match error {
+        Err(Error::Peer { peer, cause: Cause::Deadline { .. }, .. }) => peer,
+        other => panic!("rank {me}: {other:?}"),
+    };
+    if me == 2 {
+        // In no call, and looks at nothing.
+        thread::sleep(3 * deadline);
+        assert_eq!(blamed(rank.poll()), 2);
+        assert_eq!(blamed(exchange(&rank, label("late", 2), &[], &mut [(1, &mut got)])), 2);
+    } else {
+        // Rank 0 asks at its deadline, and waits half of it for an answer.
+        while me == 1 && began.elapsed() < deadline + deadline / 8 {
+            rank.poll().unwrap();
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(blamed(exchange(&rank, label("wait", 1), &[], &mut [(me + 1, &mut got)])), 2);
+        let waited = began.elapsed();
+        assert!(me == 1 || waited < 2 * deadline + deadline / 4, "{waited:?}");
+    }
+    println!("{FINE}");
+}
+
 pub fn circle() {
     let (_universe, comm) = init();
     let rank = Mpi::new(&comm, SHORT).unwrap();

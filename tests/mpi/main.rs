@@ -31,6 +31,7 @@ const TRIALS: &[Trial] = &[
     Trial { name: "ranks_of_a_part_of_the_job", world: 4, rank: exchange::part_of_the_job, ends: Ends::Well },
     Trial { name: "sizes_that_differ", world: 3, rank: failure::sizes, ends: Ends::Well },
     Trial { name: "a_silent_rank_is_blamed", world: 4, rank: failure::silent, ends: Ends::Well },
+    Trial { name: "a_question_between_two_calls", world: 3, rank: failure::between_calls, ends: Ends::Well },
     Trial { name: "a_circle_of_waiting_ranks", world: 3, rank: failure::circle, ends: Ends::Well },
     Trial { name: "ranks_that_run_different_things", world: 3, rank: failure::different, ends: Ends::Well },
     Trial { name: "abort_and_a_new_group", world: 3, rank: failure::abort, ends: Ends::Well },

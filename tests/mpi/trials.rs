@@ -150,11 +150,13 @@ pub fn rank(seed: u64) -> ! {
                 (Error::Device { call: "MPI_Comm_idup", .. }, Act::NeverStarts) => true,
                 (Error::Disagreement { .. }, Act::AnotherPlan) => true,
                 // One agrees on a new plan while others exchange for the old one: each names one on the other side. A
-                // process that got no core in time to say for whom it waits has missed the deadline.
-                (
-                    Error::Peer { peer, cause: Cause::Disagreed { .. } | Cause::Deadline { .. }, .. },
-                    Act::AnotherPlan,
-                ) => (*peer == culprit) != (me == culprit),
+                // process that got no core in time to say for whom it waits has missed the deadline, and names itself.
+                (Error::Peer { peer, cause: Cause::Disagreed { .. }, .. }, Act::AnotherPlan) => {
+                    (*peer == culprit) != (me == culprit)
+                }
+                (Error::Peer { peer, cause: Cause::Deadline { .. }, .. }, Act::AnotherPlan) => {
+                    *peer == culprit || me == culprit
+                }
                 (Error::Peer { peer, .. }, Act::Killed | Act::Stopped) => *peer == culprit,
                 _ => false,
             };

@@ -67,14 +67,12 @@ impl Group {
         self.failure.get().is_some()
     }
 
-    /// The failure as this rank reports it; `waited`: from a call in which it waited for others itself.
-    pub(super) fn error(&self, label: Label, failure: Failure, waited: bool) -> Error {
+    /// The failure as this rank reports it. The rank that did not answer names itself, however late it is.
+    pub(super) fn error(&self, label: Label, failure: Failure) -> Error {
         let Failure { mut peer, mut cause, other } = failure;
         // A rank that agrees names the one that exchanges, and the other way round; so each names another.
         let crossed = matches!(cause, Cause::Disagreed { .. }) && label.operation == AGREEMENT;
-        // Nor did a rank that answered too late wait for itself.
-        let itself = self.rank == peer && (waited || !matches!(cause, Cause::Deadline { .. }));
-        if itself || (crossed && self.rank != other) {
+        if self.rank == peer || (crossed && self.rank != other) {
             match &mut cause {
                 Cause::Size { ours, theirs } => std::mem::swap(ours, theirs),
                 Cause::Disagreed { with } if other != peer => *with = peer,
@@ -142,7 +140,8 @@ impl Group {
             return Ok(());
         };
         Err(self.fail(match verdict {
-            Verdict::Silent(peer) | Verdict::Circle(peer) => {
+            Verdict::Silent(peer) => Failure { peer, cause: Cause::Deadline { ms, bytes: waiting() }, other: peer },
+            Verdict::Circle(peer) => {
                 Failure { peer, cause: Cause::Deadline { ms, bytes: waiting() }, other: self.rank }
             }
             Verdict::Crossed { agreeing, exchanging } => {

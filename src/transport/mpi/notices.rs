@@ -10,7 +10,7 @@ use std::{
     ptr::NonNull,
     sync::{
         Mutex, PoisonError,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::Duration,
     vec::Vec,
@@ -38,6 +38,9 @@ impl Wait {
         (code != Self::NOBODY).then_some(Self { on: code >> 1, agreeing: code & 1 == 1 })
     }
 }
+
+/// A rank that asks, and the number of its question.
+type Asked = (usize, u64);
 
 /// Beside the tag of agreements on the same communicator.
 const TAG: c_int = 2;
@@ -76,7 +79,7 @@ pub(super) struct Failure {
     pub cause: Cause,
     /// The rank that `peer` itself names, and `peer` again where no other is at fault: for [`Cause::Size`] the rank that expected
     /// another size than `peer` offered; for [`Cause::Disagreed`] between an agreement and an exchange, in which `peer`
-    /// agrees, the one that exchanges; for a deadline the one that found it, for which `peer` may wait in turn.
+    /// agrees, the one that exchanges; for a deadline of ranks that wait for each other the one that found it.
     pub other: usize,
 }
 
@@ -136,6 +139,10 @@ pub(super) struct Notices {
     leaving: Mutex<Vec<Letter>>,
     /// Which rank this one waits for just now, as a code.
     waits: AtomicUsize,
+    /// Questions that came while this rank waited for none: answered once it waits again.
+    asked: Mutex<Vec<Asked>>,
+    /// Whether `asked` may have any.
+    open: AtomicBool,
     /// The last answer, behind its question.
     answer: Mutex<Option<(u64, Wait)>>,
 }
@@ -145,13 +152,28 @@ impl Notices {
         let mut arriving = Letter::new([0; 5]);
         post(comm, &mut arriving)?;
         let leaving = Mutex::new(Vec::with_capacity(16));
-        let (waits, answer) = (AtomicUsize::new(Wait::NOBODY), Mutex::new(None));
-        Ok(Self { comm, arriving: Mutex::new(arriving), leaving, waits, answer })
+        Ok(Self {
+            comm,
+            arriving: Mutex::new(arriving),
+            leaving,
+            waits: AtomicUsize::new(Wait::NOBODY),
+            asked: Mutex::new(Vec::with_capacity(4)),
+            open: AtomicBool::new(false),
+            answer: Mutex::new(None),
+        })
     }
 
-    /// Says which rank this one waits for from now on.
+    /// Says which rank this one waits for from now on, also to the ranks that have asked.
     pub(super) fn wait_for(&self, wait: Option<Wait>) {
         self.waits.store(wait.map_or(Wait::NOBODY, Wait::code), Ordering::Relaxed);
+        let Some(wait) = wait else { return };
+        // A question that is put down at this very moment is found at the next look: a rank that waits comes here again.
+        if self.open.swap(false, Ordering::Acquire) {
+            let asked = std::mem::take(&mut *self.asked.lock().unwrap_or_else(PoisonError::into_inner));
+            for (from, question) in asked {
+                self.send(from, Notice::Waits { question, wait });
+            }
+        }
     }
 
     /// Takes what has arrived, answers questions; a failure, if there is one. Never waits.
@@ -165,11 +187,14 @@ impl Notices {
                 post(self.comm, &mut letter)?;
                 match Notice::from_words(words) {
                     Some(Notice::Over(failure)) => return Ok(Some(failure)),
-                    Some(Notice::Ask { from, question }) => {
-                        if let Some(wait) = Wait::from_code(self.waits.load(Ordering::Relaxed)) {
-                            self.send(from, Notice::Waits { question, wait });
+                    Some(Notice::Ask { from, question }) => match Wait::from_code(self.waits.load(Ordering::Relaxed)) {
+                        Some(wait) => self.send(from, Notice::Waits { question, wait }),
+                        // `poll` may find it between two calls.
+                        None => {
+                            self.asked.lock().unwrap_or_else(PoisonError::into_inner).push((from, question));
+                            self.open.store(true, Ordering::Release);
                         }
-                    }
+                    },
                     Some(Notice::Waits { question, wait }) => {
                         *self.answer.lock().unwrap_or_else(PoisonError::into_inner) = Some((question, wait));
                     }

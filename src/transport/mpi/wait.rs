@@ -104,7 +104,8 @@ impl Patience {
             return None;
         };
         let ms = || self.since.elapsed().as_millis().try_into().unwrap_or(u64::MAX);
-        let grace = (self.deadline / 4).clamp(Duration::from_millis(100), Duration::from_secs(2));
+        // As long as a rank that waits may take to get a core and answer.
+        let grace = (self.deadline / 2).clamp(Duration::from_millis(250), Duration::from_secs(5));
         match notices.answer(question.number) {
             Some(Wait { on, agreeing }) => {
                 question.kinds[usize::from(agreeing)].get_or_insert(question.asked);
