@@ -450,7 +450,8 @@ struct HopperForward {
                 const LogSumExp sink = {*(const float*)(p.sinks.ptr + head * p.sinks.head), 0.0f};
                 float weight, of_sink;
                 lse = merge(lse, sink, weight, of_sink);
-                keep *= weight;
+                // Without a running row `keep` stays 0: times the weight of a NaN it would be NaN, and there is nothing to read.
+                if (continues) keep *= weight;
                 scale *= weight;
             }
             char* o = p.o.ptr + head * p.o.head + (first_row + row) * p.o.token;

@@ -94,8 +94,25 @@ fn refused(cuda: &Arc<Cuda>) {
     check(&mut rank, "after a plan that is too large");
 }
 
+/// Rows of NaN, with a sink and without, are rows of NaN: no kernel reads or writes beside its tensors for them.
+fn not_numbers(cuda: &Arc<Cuda>) {
+    for (name, plan) in &plans::of(1) {
+        let end = peer::group(&[Arc::clone(cuda)], Duration::from_secs(120)).unwrap().remove(0);
+        let (mut rank, stream) = (Rank::on_device(end).unwrap(), Stream::new());
+        // New tensors hold 0xff, which is NaN in every type.
+        let tensors = Tensors::new(cuda, plan, 0, |_| Form::Compact);
+        both(&mut rank, plan, &tensors, stream);
+        rank.synchronize().unwrap_or_else(|e| panic!("{name}: {e}"));
+        let found = tensors.results(name);
+        let (_, o) = found.iter().find(|(t, _)| *t == TensorId::O).unwrap();
+        let is_nan = |x: &[u8]| f32::from_bits(u32::from(u16::from_le_bytes([x[0], x[1]])) << 16).is_nan();
+        assert!(o.chunks(2).all(is_nan), "{name}: o has numbers");
+    }
+}
+
 pub fn run(cuda: &Arc<Cuda>) {
     enter();
+    not_numbers(cuda);
     refused(cuda);
     half_way(cuda);
 }
