@@ -27,6 +27,8 @@
 //!   agreement: both fail at once, without waiting for the deadline.
 
 mod board;
+#[cfg(any(feature = "cuda", cpattn_loom))]
+mod carried;
 
 use super::{Label, Message, Transport};
 use crate::error::{Cause, Error, Result};

@@ -1,14 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ranks of one process whose memory is on CUDA devices: one device each, or several on one.
 //!
-//! The data moves by device copies, ordered by events alone. The host threads of the ranks meet at each exchange, over
-//! transport [`local`], only to tell each other addresses and events; no rank waits for a device. What a pair agrees on:
+//! The data moves by device copies, ordered by events alone; no rank waits for a device. Since a wait for an event means
+//! what was recorded by then, the host threads of two ranks have to have come to an exchange before its copies can be
+//! enqueued. They meet over transport [`local`], once for each exchange: whichever of the two comes second enqueues the
+//! copies between them, both ways, also on the stream of the other, so that the first parks once or not at all.
 //!
-//! 1. the sender records an event behind whatever wrote the bytes, and offers address, size, event and its stream and
-//!    context;
-//! 2. the receiver has its own stream wait for that event, enqueues the copies, records an event behind them, and has
-//!    the *sender's* stream wait for it, so that the bytes are not overwritten too early;
-//! 3. it then says so. Not before has the sender's host gone on, so neither event is recorded anew too early.
+//! 1. each rank records its event `ready` behind whatever wrote the bytes that it sends, and comes to the exchange;
+//! 2. for each two ranks, the second to come has the receiver's stream wait for the sender's `ready`, enqueues the copies on
+//!    the receiver's stream, and records the pair's event `done` behind them;
+//! 3. when all copies from and to a rank are enqueued, it has its own stream wait for `done` of all that it sent to, so that
+//!    the bytes are not overwritten too early. (These waits come behind its own receives: both ways of a link copy at the
+//!    same time.) A pair's `done` is recorded anew in an exchange that the sender has come to, hence after this.
+//!
+//! A rank that fails waits for `done` as well before its run returns the error: when it has returned, no copy from or to
+//! its memory is enqueued or under way.
 //!
 //! Between devices a copy goes directly where the driver gives the receiver's device access to the sender's memory, which
 //! [`group`] asks for, and through host memory otherwise: [`Peer::is_direct`].
@@ -18,7 +24,10 @@
 
 use std::{
     format,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
     vec::Vec,
 };
@@ -32,53 +41,31 @@ use crate::{
     error::{Cause, Error, Result},
     kernel::cuda::{
         Cuda,
-        driver::{Event, check, enter_other, sys},
+        driver::Event,
         memory::{OwnStream, copy},
     },
 };
-
-/// What a sender tells about one message.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-struct Offer {
-    ptr: usize,
-    bytes: usize,
-    ready: usize,
-    stream: usize,
-    context: usize,
-    /// The capture that the sender's run is part of; 0 for none.
-    capture: u64,
-}
 
 /// One rank of a [`group`]. Dropping it means that the rank leaves.
 pub struct Peer {
     local: Local,
     cuda: Arc<Cuda>,
     lanes: Arc<[Lane]>,
-    events: Mutex<Events>,
     /// By rank: whether copies from there are direct.
     direct: Vec<bool>,
 }
 
-/// What a rank's peers are told the handles of. It lives as long as any rank of the group: a rank that fails may be gone
-/// while another still enqueues what it was offered before.
+/// What a rank's peers enqueue its copies with. It lives as long as any rank of the group: a rank may be gone while another
+/// still waits for its events.
 struct Lane {
     stream: OwnStream,
     ready: Event,
+    /// By sender: behind the copies from it to this rank.
+    done: Vec<Event>,
     /// Whose context it is.
     cuda: Arc<Cuda>,
-}
-
-struct Events {
-    done: Event,
-    out: Vec<Offer>,
-    arrived: Vec<Offer>,
-    sends: Vec<Message>,
-    recvs: Vec<Message>,
-    peers: Vec<usize>,
-    notes: Vec<u8>,
-    /// The capture that the run is part of; 0 for none.
-    capture: u64,
+    /// The capture that the rank's run is part of; 0 for none. Written before the run's exchanges, read in them.
+    capture: AtomicU64,
 }
 
 impl core::fmt::Debug for Peer {
@@ -100,28 +87,18 @@ impl core::fmt::Debug for Peer {
 pub fn group(devices: &[Arc<Cuda>], deadline: Duration) -> Result<Vec<Peer>> {
     let lane = |cuda: &Arc<Cuda>| -> Result<Lane> {
         let context = cuda.context();
-        Ok(Lane { stream: OwnStream::new(context)?, ready: Event::new(context)?, cuda: Arc::clone(cuda) })
+        let done = devices.iter().map(|_| Event::new(context)).collect::<Result<_>>()?;
+        let (stream, ready) = (OwnStream::new(context)?, Event::new(context)?);
+        Ok(Lane { stream, ready, done, cuda: Arc::clone(cuda), capture: AtomicU64::new(0) })
     };
     let lanes: Arc<[Lane]> = devices.iter().map(lane).collect::<Result<Vec<_>>>()?.into();
     local::group(devices.len(), deadline)?
         .into_iter()
         .zip(devices)
         .map(|(local, cuda)| {
-            let context = cuda.context();
-            let events = Events {
-                done: Event::new(context)?,
-                out: Vec::new(),
-                arrived: Vec::new(),
-                sends: Vec::new(),
-                recvs: Vec::new(),
-                peers: Vec::new(),
-                notes: Vec::new(),
-                capture: 0,
-            };
-            let access = |other: &Arc<Cuda>| context.enable_access_to(other.context());
+            let access = |other: &Arc<Cuda>| cuda.context().enable_access_to(other.context());
             let direct = devices.iter().map(access).collect::<Result<_>>()?;
-            let (lanes, cuda) = (Arc::clone(&lanes), Arc::clone(cuda));
-            Ok(Peer { local, lanes, cuda, events: Mutex::new(events), direct })
+            Ok(Peer { local, lanes: Arc::clone(&lanes), cuda: Arc::clone(cuda), direct })
         })
         .collect()
 }
@@ -171,29 +148,13 @@ impl DeviceTransport for Peer {
     }
 
     fn begin_run(&self, capture: Option<u64>) {
-        // The driver counts captures from 1.
-        self.events.lock().unwrap_or_else(PoisonError::into_inner).capture = capture.unwrap_or(0);
+        // The driver counts captures from 1. The mutex of the exchange orders this for the ranks that read it.
+        self.lane().capture.store(capture.unwrap_or(0), Ordering::Relaxed);
     }
 
-    fn reserve(&self, messages: usize) {
-        let mut e = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        let world = self.local.world();
-        e.out.reserve(messages);
-        e.arrived.reserve(messages);
-        e.sends.reserve(world);
-        e.recvs.reserve(world);
-        // A peer for each message, until each is there once.
-        e.peers.reserve(messages.max(world));
-        e.notes.reserve(2 * world);
+    fn reserve(&self, _messages: usize) {
+        // An exchange allocates nothing: peers read the lists that it is given.
     }
-}
-
-/// The peers of a list of messages, each once, in rank order.
-fn peers_of(list: &[Message], into: &mut Vec<usize>) {
-    into.clear();
-    into.extend(list.iter().map(|m| m.peer));
-    into.sort_unstable();
-    into.dedup();
 }
 
 /// Why two ranks' exchange cannot be: a copy waits for an event of its sender, and a graph for none of another graph.
@@ -209,106 +170,52 @@ fn apart(rank: usize, peer: usize, [ours, theirs]: [u64; 2]) -> Error {
     )
 }
 
-impl Events {
-    /// Tells every receiver what it is offered and takes what every sender offers. `arrived` then lists offers by peer,
-    /// and for each peer in the order of its messages.
-    fn exchange_offers(
-        &mut self,
-        local: &Local,
-        label: Label,
-        lane: &Lane,
-        sends: &[Message],
-        recvs: &[Message],
-    ) -> Result<()> {
-        let (context, ready, stream) = (lane.cuda.context().handle(), &lane.ready, lane.stream.handle());
-        let Self { out, arrived, sends: host_sends, recvs: host_recvs, peers, capture, .. } = self;
-        out.clear();
-        host_sends.clear();
-        peers_of(sends, peers);
-        for &peer in &*peers {
-            let offers = sends.iter().filter(|m| m.peer == peer).map(|m| Offer {
-                ptr: m.ptr as usize,
-                bytes: m.bytes,
-                ready: ready.handle() as usize,
-                stream: stream as usize,
-                context: context as usize,
-                capture: *capture,
-            });
-            out.extend(offers);
+impl Lane {
+    /// Enqueues the messages from one rank to another, on the stream of the second: behind what wrote them, and before `done`.
+    fn carry(lanes: &[Self], [from, to]: [usize; 2], next: &mut dyn FnMut() -> Option<[Message; 2]>) -> Result<()> {
+        let Some(first) = next() else { return Ok(()) };
+        let (sender, receiver) = (&lanes[from], &lanes[to]);
+        let captures = [receiver, sender].map(|lane| lane.capture.load(Ordering::Relaxed));
+        if captures[0] != captures[1] {
+            return Err(apart(to, from, captures));
         }
-        // Addresses are taken once the list has stopped growing.
-        let mut at = 0;
-        for &peer in &*peers {
-            let n = sends.iter().filter(|m| m.peer == peer).count();
-            host_sends.push(Message { peer, ptr: out[at..].as_mut_ptr().cast(), bytes: n * size_of::<Offer>() });
-            at += n;
-        }
-        arrived.clear();
-        arrived.resize(recvs.len(), Offer { ptr: 0, bytes: 0, ready: 0, stream: 0, context: 0, capture: 0 });
-        host_recvs.clear();
-        peers_of(recvs, peers);
-        let mut at = 0;
-        for &peer in &*peers {
-            let n = recvs.iter().filter(|m| m.peer == peer).count();
-            host_recvs.push(Message { peer, ptr: arrived[at..].as_mut_ptr().cast(), bytes: n * size_of::<Offer>() });
-            at += n;
-        }
-        // SAFETY: the lists live in `self`, do not grow during the call, and `arrived` is written by nothing else.
-        unsafe { local.exchange(label, host_sends, host_recvs) }
-    }
-
-    /// Enqueues the copies, and has each sender's stream wait for them.
-    unsafe fn enqueue(&mut self, local: &Local, label: Label, stream: RawStream, recvs: &[Message]) -> Result<()> {
-        let mut at = 0;
-        for &peer in &self.peers {
-            let mut held = false;
-            for recv in recvs.iter().filter(|m| m.peer == peer) {
-                let offer = self.arrived[at];
-                at += 1;
-                if offer.capture != self.capture {
-                    return Err(apart(local.rank(), peer, [self.capture, offer.capture]));
-                }
-                if offer.bytes != recv.bytes {
-                    let cause = Cause::Size { ours: recv.bytes as u64, theirs: offer.bytes as u64 };
-                    let Label { operation, step } = label;
-                    return Err(Error::Peer { rank: local.rank(), operation, step, peer, cause });
-                }
-                if !held {
-                    // SAFETY: the sender keeps its event alive until it is told that this is done.
-                    check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, offer.ready as _, 0) })?;
-                    held = true;
-                }
-                // SAFETY: both ends promised their bytes until the batch is complete; the events order the copy.
-                unsafe { copy(recv.ptr, offer.ptr as *const u8, recv.bytes, stream) }?;
+        let stream = receiver.stream.handle();
+        let mut enqueue = || {
+            // The stream is given work while its own context is current.
+            let _entered = receiver.cuda.context().enter()?;
+            sender.ready.hold(stream)?;
+            let mut message = Some(first);
+            while let Some([send, recv]) = message {
+                // SAFETY: both ranks are in exchanges that list these bytes, of one size, and so promise them until the batch
+                // is complete, which the events order.
+                unsafe { copy(recv.ptr, send.ptr, recv.bytes, stream) }?;
+                message = next();
             }
-        }
-        self.done.record(stream)?;
+            receiver.done[from].record(stream)
+        };
+        enqueue().inspect_err(|_| {
+            // The sender's memory is its own again once its call has returned: what was enqueued is over first. If the
+            // driver cannot even wait, the first error says more. What is captured has not begun, and its stream cannot be
+            // waited for.
+            if captures == [0, 0] {
+                let _ = receiver.stream.synchronize();
+            }
+        })
+    }
+}
+
+impl Peer {
+    /// Has the rank's stream wait for the copies out of its memory.
+    fn hold_until_sent(&self, sends: &[Message]) -> Result<()> {
+        let (me, stream) = (self.local.rank(), self.lane().stream.handle());
         let mut last = None;
-        for offer in &self.arrived {
-            if last != Some(offer.stream) {
-                // A stream is given work while its own context is current.
-                // SAFETY: the sender holds its context until it is told that this is done.
-                let _entered = unsafe { enter_other(offer.context as _) }?;
-                self.done.hold(offer.stream as RawStream)?;
-                last = Some(offer.stream);
+        for peer in sends.iter().map(|m| m.peer) {
+            // Messages to one peer mostly follow each other; a second wait does no harm.
+            if last.replace(peer) != Some(peer) {
+                self.lanes[peer].done[me].hold(stream)?;
             }
         }
         Ok(())
-    }
-
-    /// Tells the senders that their streams wait, and is told so by the receivers.
-    fn acknowledge(&mut self, local: &Local, label: Label, sends: &[Message]) -> Result<()> {
-        let Self { sends: host_sends, recvs: host_recvs, peers, notes, .. } = self;
-        notes.clear();
-        notes.resize(2 * local.world(), 1);
-        let (out, heard) = notes.split_at_mut(local.world());
-        host_sends.clear();
-        host_sends.extend(peers.iter().map(|&peer| Message { peer, ptr: out[peer..].as_mut_ptr(), bytes: 1 }));
-        peers_of(sends, peers);
-        host_recvs.clear();
-        host_recvs.extend(peers.iter().map(|&peer| Message { peer, ptr: heard[peer..].as_mut_ptr(), bytes: 1 }));
-        // SAFETY: one byte for each peer each way, in a list that lives in `self` and does not grow during the call.
-        unsafe { local.exchange(label, host_sends, host_recvs) }
     }
 }
 
@@ -328,24 +235,21 @@ impl Transport for Peer {
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
         self.local.check("sends", sends)?;
         self.local.check("recvs", recvs)?;
-        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         let _entered = self.cuda.context().enter()?;
         let lane = self.lane();
-        let stream = lane.stream.handle();
-        lane.ready.record(stream)?;
-        events.exchange_offers(&self.local, label, lane, sends, recvs)?;
-        // SAFETY: the messages' bytes are valid until the exchange is over (the contract of `Transport::exchange`).
-        if let Err(error) = unsafe { events.enqueue(&self.local, label, stream, recvs) } {
-            // The senders wait to be told, and their memory is theirs again once they are: what was enqueued is over
-            // first. If the driver cannot even wait, the first error says more. What is captured has not begun, and its
-            // stream cannot be waited for.
-            if events.capture == 0 {
-                let _ = lane.stream.synchronize();
-            }
-            self.local.abort(if let Error::Peer { cause, .. } = error { cause } else { Cause::Failed });
-            return Err(error);
+        lane.ready.record(lane.stream.handle())?;
+        let mut carry =
+            |pair: [usize; 2], next: &mut dyn FnMut() -> Option<[Message; 2]>| Lane::carry(&self.lanes, pair, next);
+        let outcome = self.local.exchange_carried(label, sends, recvs, &mut carry);
+        if outcome.is_ok() {
+            return self.hold_until_sent(sends);
         }
-        events.acknowledge(&self.local, label, sends)
+        // Of a call that failed some messages may be on their way: the run waits for them on the host, behind this stream.
+        // Where a graph is captured nothing is. A second error says nothing new.
+        if lane.capture.load(Ordering::Relaxed) == 0 {
+            let _ = self.hold_until_sent(sends);
+        }
+        outcome
     }
 
     fn poll(&self) -> Result<()> {

@@ -232,16 +232,6 @@ impl Drop for Context {
     }
 }
 
-/// Makes another context current until the guard is dropped.
-///
-/// # Safety
-/// It is retained meanwhile.
-pub(crate) unsafe fn enter_other<'a>(handle: sys::CUcontext) -> Result<Entered<'a>> {
-    // SAFETY: a retained context, as promised.
-    unsafe { call!(cuCtxPushCurrent_v2(handle)) }?;
-    Ok(Entered { _context: PhantomData })
-}
-
 /// While it lives, the context is current on this thread. A raw pointer in its type keeps it there.
 pub(crate) struct Entered<'a> {
     _context: PhantomData<(&'a Context, *const ())>,
@@ -431,11 +421,6 @@ impl Event {
     pub fn hold_in_replays(&self, stream: sys::CUstream) -> Result<()> {
         // SAFETY: as in `hold`; the graph's owner keeps the event alive (see `Rank::run_on`).
         unsafe { call!(cuStreamWaitEvent(stream, self.handle, sys::EVENT_WAIT_EXTERNAL)) }
-    }
-
-    /// The driver's handle, to be waited for by streams of other contexts while the event lives.
-    pub fn handle(&self) -> sys::CUevent {
-        self.handle
     }
 
     /// Whether everything before the point is done.

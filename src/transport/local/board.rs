@@ -204,6 +204,37 @@ impl Board {
         None
     }
 
+    /// Claims the next message from one rank to another, if both are there.
+    #[cfg(any(feature = "cuda", cpattn_loom))]
+    pub(super) fn claim_between(&mut self, from: usize, to: usize) -> Option<Claim> {
+        let world = self.places.len();
+        let [sender, receiver] = [from, to].map(|rank| &self.places[rank]);
+        if sender.phase != Phase::Exchange || receiver.phase != Phase::Exchange {
+            return None;
+        }
+        let next = |list: &[Message], peer: usize, cursor: &mut usize| {
+            while list.get(*cursor).is_some_and(|message| message.peer != peer) {
+                *cursor += 1;
+            }
+            list.get(*cursor).copied()
+        };
+        let (sent, received) = (&mut self.sent[from * world + to], &mut self.received[to * world + from]);
+        let send = next(sender.sends.list(), to, sent)?;
+        let recv = next(receiver.recvs.list(), from, received)?;
+        *sent += 1;
+        *received += 1;
+        self.places[from].readers += 1;
+        self.places[to].copying = true;
+        Some(Claim { send, recv })
+    }
+
+    /// Notes that messages between two ranks, which count as moved, were not: neither's batch becomes complete.
+    #[cfg(any(feature = "cuda", cpattn_loom))]
+    pub(super) fn take_back(&mut self, from: usize, to: usize) {
+        self.places[from].unread += 1;
+        self.places[to].unwritten += 1;
+    }
+
     /// Notes that a claimed message from `peer` to `rank` was copied, and says whether `peer` has to be called.
     pub(super) fn moved(&mut self, rank: usize, peer: usize) -> bool {
         self.places[rank].unwritten -= 1;

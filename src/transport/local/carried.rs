@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Exchanges whose bytes are moved by something else than the ranks' threads, such as the copies of devices.
+//!
+//! Then no rank has to do anything at a given moment itself: to begin a message takes both ranks' lists and no thread in
+//! particular. Whichever of two ranks comes second has all messages between the two begun, in both directions, under the
+//! mutex of the board. A rank that comes first of its pairs parks once, and is woken when its batch is complete; a rank
+//! that comes last of them does not wait at all. To begin a message must therefore be short, and must not wait for other
+//! ranks.
+//!
+//! Failures, deadlines and what they name are those of [`Transport::exchange`](super::Transport::exchange) of this
+//! transport. A message is begun only while both lists are posted, hence never after either call has returned.
+
+use super::{Board, Label, Local, Message, Patience, Phase, Shared, lock};
+use crate::error::{Cause, Result};
+
+/// Begins messages from one rank to another: calls `next` for the send and the receive of each, until it gives no more. It
+/// may be called for ranks that have none.
+pub(in crate::transport) type Carry<'a> =
+    dyn FnMut([usize; 2], &mut dyn FnMut() -> Option<[Message; 2]>) -> Result<()> + 'a;
+
+impl Shared {
+    /// Has what can move between two ranks begun, in one direction.
+    fn carry(&self, board: &mut Board, [from, to]: [usize; 2], carry: &mut Carry<'_>) -> Result<()> {
+        let mut next = || {
+            let claim = board.claim_between(from, to)?;
+            if claim.send.bytes != claim.recv.bytes {
+                board.fail_size(to, &claim);
+                self.spread(board);
+                return None;
+            }
+            board.moved(to, from);
+            Some([claim.send, claim.recv])
+        };
+        carry([from, to], &mut next).inspect_err(|_| board.take_back(from, to))
+    }
+
+    /// Wakes a rank whose batch is complete.
+    fn call_if_complete(&self, board: &mut Board, rank: usize) {
+        let place = &board.places[rank];
+        if place.phase == Phase::Exchange && place.unread + place.unwritten == 0 {
+            self.call(board, rank);
+        }
+    }
+}
+
+impl Local {
+    /// As [`exchange`](super::Transport::exchange), with messages that `carry` begins. The call returns when all of them are
+    /// begun. An error of `carry` fails the group, and is what this rank's call returns.
+    ///
+    /// The lists are checked before ([`Local::check`]).
+    pub(in crate::transport) fn exchange_carried(
+        &self,
+        label: Label,
+        sends: &[Message],
+        recvs: &[Message],
+        carry: &mut Carry<'_>,
+    ) -> Result<()> {
+        let (rank, shared) = (self.rank, &*self.shared);
+        let mut board = lock(&shared.board);
+        board.enter(rank, label)?;
+        board.post(rank, sends, recvs);
+        let mut patience = Patience::new(board.places[rank].moved);
+        // What can move now: nothing else can until another rank comes, which then has it begun.
+        let mut outcome = Ok(());
+        for peer in (0..shared.world).filter(|&peer| peer != rank) {
+            for pair in [[peer, rank], [rank, peer]] {
+                // A failure takes all lists down, one after another: nothing is begun after it.
+                if outcome.is_ok() && board.error(rank, label).is_none() {
+                    outcome = shared.carry(&mut board, pair, carry);
+                }
+            }
+            shared.call_if_complete(&mut board, peer);
+        }
+        if outcome.is_err() {
+            shared.fail(&mut board, rank, Cause::Failed);
+        }
+        while outcome.is_ok() && board.places[rank].unread + board.places[rank].unwritten > 0 {
+            (board, outcome) = self.pause(board, label, &mut patience);
+        }
+        board.retire(rank);
+        outcome
+    }
+
+    /// For models: an exchange that whichever thread comes second copies.
+    ///
+    /// # Safety
+    /// As [`exchange`](super::Transport::exchange).
+    #[cfg(cpattn_loom)]
+    #[doc(hidden)]
+    pub unsafe fn exchange_copied(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
+        self.shared.memory[self.rank].own();
+        let outcome = self.exchange_carried(label, sends, recvs, &mut |[from, _], next| {
+            while let Some([send, recv]) = next() {
+                // SAFETY: both ranges are valid, and written by nothing else, until the exchanges that listed them return
+                // (the contract of both), and neither does while the board is locked.
+                let copy = || unsafe { std::ptr::copy_nonoverlapping(send.ptr.cast_const(), recv.ptr, recv.bytes) };
+                self.shared.memory[from].borrow(copy);
+            }
+            Ok(())
+        });
+        self.shared.memory[self.rank].own();
+        outcome
+    }
+}
