@@ -202,18 +202,57 @@ fn exchanges_are_refused_or_end_on_both_sides() {
     to.download(&mut arrived).unwrap();
     assert_eq!(arrived, [7; 64]);
 
-    let size = Cause::Size { ours: 16, theirs: 8 };
-    for error in all_to_all(group(), 8, to.ptr(), 16) {
-        assert!(matches!(error, Err(Error::Peer { cause, .. }) if cause == size), "{error:?}");
+    let sizes = [Cause::Size { ours: 8, theirs: 16 }, Cause::Size { ours: 16, theirs: 8 }];
+    for (me, error) in all_to_all(group(), 8, to.ptr(), 16).into_iter().enumerate() {
+        let named = matches!(error, Err(Error::Peer { peer, cause, .. }) if peer == 1 - me && cause == sizes[me]);
+        assert!(named, "rank {me}: {error:?}");
     }
-    // An address that no driver knows: the copy is refused on one side, and the other hears of it. A driver that shares the
+    // An address that no driver knows: the copy is refused to the rank that came second, and the other hears of it. A driver that shares the
     // host's page tables may take it for the host's memory, and find out on the device, which ends the context.
     if !emulated() {
         return;
     }
     let said = all_to_all(group(), 8, std::ptr::without_provenance_mut(64), 8);
-    assert!(matches!(said[1], Err(Error::Device { .. })), "{said:?}");
-    assert!(matches!(said[0], Err(Error::Peer { peer: 1, cause: Cause::Failed, .. })), "{said:?}");
+    let second = usize::from(matches!(said[1], Err(Error::Device { .. })));
+    assert!(matches!(said[second], Err(Error::Device { .. })), "{said:?}");
+    let told = matches!(said[1 - second], Err(Error::Peer { peer, cause: Cause::Failed, .. }) if peer == second);
+    assert!(told, "{said:?}");
+}
+
+/// A rank whose exchange fails has its stream wait for the copies out of its memory that are under way: what it has waited for
+/// its stream it may free, although the copies are on the stream of the receiver.
+#[test]
+fn a_rank_that_fails_waits_for_copies_out_of_its_memory() {
+    let Some(cuda) = device() else { return };
+    let label = Label { operation: "test", step: 0 };
+    const BYTES: usize = 1 << 16;
+    for _ in 0..4 {
+        let (from, to) = (cuda.allocate(BYTES).unwrap(), cuda.allocate(BYTES).unwrap());
+        from.upload(&[7; BYTES]).unwrap();
+        to.upload(&[0; BYTES]).unwrap();
+        let ends = peer::group(&vec![Arc::clone(&cuda); 3], Duration::from_secs(60)).unwrap();
+        let message = |peer, ptr| Message { peer, ptr, bytes: BYTES };
+        // Rank 0 sends to 1, which is there, and to 2, which comes to nothing and aborts.
+        let (sends, recv) = ([message(1, from.ptr()), message(2, from.ptr())], [message(0, to.ptr())]);
+        thread::scope(|scope| {
+            let [first, second, third] = &ends[..] else { panic!("three ranks") };
+            // SAFETY: the memory lives until both streams were waited for.
+            let sender = scope.spawn(move || unsafe { first.exchange(label, &sends, &[]) });
+            // SAFETY: as above.
+            let received = unsafe { second.exchange(label, &[], &recv) };
+            received.unwrap();
+            third.abort(Cause::Aborted);
+            let sent = sender.join().unwrap();
+            assert!(matches!(sent, Err(Error::Peer { peer: 2, cause: Cause::Aborted, .. })), "{sent:?}");
+            first.synchronize().unwrap();
+        });
+        // The stream of rank 1 was not waited for, and yet its copy is over.
+        from.upload(&[9; BYTES]).unwrap();
+        ends[1].synchronize().unwrap();
+        let mut arrived = vec![0; BYTES];
+        to.download(&mut arrived).unwrap();
+        assert!(arrived.iter().all(|&x| x == 7), "the sender's memory was still to be copied");
+    }
 }
 
 /// Whether device 0 is one of the stand-in driver.
