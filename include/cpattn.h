@@ -367,7 +367,7 @@ typedef struct cpattn_transport cpattn_transport;
 int32_t cpattn_local_group(uint32_t world, uint64_t deadline_ms, cpattn_transport **transports);
 
 /* The same for tensors on CUDA devices: rank r is on devices[r], and ranks may share a device. The data moves by device
- * copies in stream order; the threads of the ranks meet at each exchange only to tell each other addresses, under the
+ * copies in stream order; the threads of the ranks meet at each exchange only to have the copies enqueued, under the
  * deadline, and never wait for a device. */
 int32_t cpattn_peer_group(uint32_t world, const int32_t *devices, uint64_t deadline_ms, cpattn_transport **transports);
 

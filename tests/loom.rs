@@ -94,6 +94,70 @@ fn three_ranks_run_two_steps_of_a_ring() {
     });
 }
 
+/// As [`hop`], copied by whichever rank comes second, as devices enqueue it.
+fn carried_hop(rank: &Local, step: u32, out: &[u8; 2], into: &mut [u8; 2]) -> Result<()> {
+    let (me, world) = (rank.rank(), rank.world());
+    let send = Message { peer: (me + 1) % world, ptr: out.as_ptr().cast_mut(), bytes: 2 };
+    let recv = Message { peer: (me + world - 1) % world, ptr: into.as_mut_ptr(), bytes: 2 };
+    // SAFETY: both arrays are borrowed, the receive mutably, until the call returns.
+    unsafe { rank.exchange_copied(label(step), &[send], &[recv]) }
+}
+
+#[test]
+fn the_second_of_two_ranks_carries_for_both() {
+    model(|| {
+        run(3, |rank| {
+            let me = rank.rank() as u8;
+            let (mut held, mut next) = ([me, me + 10], [0; 2]);
+            for step in 0..2 {
+                carried_hop(rank, step, &held, &mut next).unwrap();
+                std::mem::swap(&mut held, &mut next);
+                // The buffer that was sent is free again: a late copy would deliver this.
+                next = [99; 2];
+            }
+            let from = (me + 1) % 3;
+            assert_eq!(held, [from, from + 10]);
+        });
+    });
+}
+
+#[test]
+fn an_abort_ends_what_is_carried() {
+    model(|| {
+        run(3, |rank| {
+            let me = rank.rank();
+            if me == 2 {
+                rank.abort(Cause::Aborted);
+                return;
+            }
+            let (out, mut into) = ([me as u8; 2], [7; 2]);
+            let send = Message { peer: 1 - me, ptr: out.as_ptr().cast_mut(), bytes: 2 };
+            let recv = Message { peer: 1 - me, ptr: into.as_mut_ptr(), bytes: 2 };
+            // SAFETY: both arrays outlive the call.
+            let result = unsafe { rank.exchange_copied(label(0), &[send], &[recv]) };
+            ok_or_blames(&result, 2, Cause::Aborted);
+            assert!(into == [1 - me as u8; 2] || result.is_err() && into == [7; 2]);
+        });
+    });
+}
+
+#[test]
+fn a_rank_that_leaves_stops_what_is_carried() {
+    model(|| {
+        run_owned(3, |rank| {
+            let me = rank.rank();
+            let (held, mut next) = ([me as u8; 2], [0; 2]);
+            if me == 2 {
+                return None;
+            }
+            let result = carried_hop(&rank, 0, &held, &mut next);
+            ok_or_blames(&result, 2, Cause::Left);
+            assert!(result.is_err());
+            Some(rank)
+        });
+    });
+}
+
 #[test]
 fn a_sender_that_comes_during_a_copy_is_seen() {
     model(|| {

@@ -380,7 +380,8 @@ impl Rank {
     /// # Errors
     /// A tensor that does not fit the plan or shares memory with another that is written; ranks that run different things;
     /// a peer that failed; on the CPU, a stream; on a device, a capture of a plan that is not prepared or over a transport
-    /// whose exchanges cannot be captured, and the driver's: after these nothing of the run is left on the device. What is
+    /// whose exchanges cannot be captured, and the driver's: after these nothing of the run is left on the device, nor does a
+    /// peer still read the tensors. What is
     /// wrong with one rank's own tensors is only that rank's error: the others wait for it until their deadline, unless it
     /// calls again or aborts. [`Error::Disagreement`](crate::Error::Disagreement) in a first run is no failure: the ranks
     /// may plan again. After any other error of a run that has begun the group stays failed, and so does the rank, which

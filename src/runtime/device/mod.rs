@@ -7,8 +7,8 @@
 //! operation waits for one of the other lane, its stream waits for an event behind that one. No host waits for the device,
 //! and the order is the schedule's alone.
 //!
-//! Hosts of different ranks do meet at each exchange, to tell each other addresses (see [`peer`](crate::transport::peer)):
-//! each rank therefore runs on a thread of its own.
+//! Hosts of different ranks do meet at each exchange, because a stream can wait only for events that are recorded by then
+//! (see [`peer`](crate::transport::peer)): each rank therefore runs on a thread of its own.
 //!
 //! That all ranks run the same is agreed on by their hosts before the first run of a plan and direction
 //! ([`agreement`](super::agreement)). Later runs carry the check along ([`tags`](super::tags)), which the devices compare:

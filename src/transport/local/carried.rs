@@ -89,12 +89,13 @@ impl Local {
     #[doc(hidden)]
     pub unsafe fn exchange_copied(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
         self.shared.memory[self.rank].own();
-        let outcome = self.exchange_carried(label, sends, recvs, &mut |[from, _], next| {
+        let outcome = self.exchange_carried(label, sends, recvs, &mut |[from, to], next| {
             while let Some([send, recv]) = next() {
                 // SAFETY: both ranges are valid, and written by nothing else, until the exchanges that listed them return
                 // (the contract of both), and neither does while the board is locked.
                 let copy = || unsafe { std::ptr::copy_nonoverlapping(send.ptr.cast_const(), recv.ptr, recv.bytes) };
                 self.shared.memory[from].borrow(copy);
+                self.shared.memory[to].own();
             }
             Ok(())
         });
