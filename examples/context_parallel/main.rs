@@ -41,7 +41,7 @@ fn main() -> ExitCode {
     let outcome = match args.transport {
         TransportRule::Local if args.suite => suite::run(args.quick, args.seed),
         TransportRule::Local if args.check_ring => {
-            ring::threads(args.world.unwrap_or(8), Duration::from_secs_f64(args.deadline))
+            args.threads().and_then(|world| ring::threads(world, Duration::from_secs_f64(args.deadline)))
         }
         TransportRule::Local => job(&args, &mut Ranks::Threads),
         TransportRule::Mpi => over_mpi(args),
@@ -75,6 +75,10 @@ fn over_mpi(mut args: Arguments) -> Result<bool, String> {
     match (outcome, ranks) {
         // A process that is alone with its error must not leave the others waiting for MPI's end.
         (Err(text), Ranks::Processes(processes)) => processes.give_up(&text),
+        (Ok(right), Ranks::Processes(processes)) => {
+            processes.meet();
+            Ok(right)
+        }
         (outcome, _) => outcome,
     }
 }
@@ -162,9 +166,18 @@ fn run<T: Element>(args: &Arguments, ranks: &mut Ranks, batched: &Batched, plan:
         let how = How { repeat, record: true, tick: Arc::new(|| ()) };
         return ranks.run(args, plan, &inputs, &how).map(|_| true);
     }
+    // First of all the run: other processes wait in it for this one, until their deadline.
     let stored = batched.reference_for(p, exact);
     let parts = if stored.is_some() { 0 } else { check::reference_parts(p) };
     let bar = progress(parts + 2 * world * repeat);
+
+    bar.set_message("forward and backward");
+    let tick = {
+        let bar = bar.clone();
+        Arc::new(move || bar.inc(1))
+    };
+    let how = How { repeat, record: true, tick };
+    let outcome = ranks.run(args, plan, &inputs, &how)?.ok_or("rank 0 has no results")?;
 
     let computed;
     let (want, against) = match stored {
@@ -175,14 +188,6 @@ fn run<T: Element>(args: &Arguments, ranks: &mut Ranks, batched: &Batched, plan:
             (&computed, "the float64 reference of the crate".to_owned())
         }
     };
-
-    bar.set_message("forward and backward");
-    let tick = {
-        let bar = bar.clone();
-        Arc::new(move || bar.inc(1))
-    };
-    let how = How { repeat, record: true, tick };
-    let outcome = ranks.run(args, plan, &inputs, &how)?.ok_or("rank 0 has no results")?;
     bar.finish_and_clear();
     report::times(plan, &outcome.laps, &outcome.planning, args.transport.ranks());
     report::pictures(&outcome.laps, args.trace.as_deref(), args.timeline.as_deref())?;

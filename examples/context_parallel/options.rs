@@ -313,13 +313,21 @@ impl Arguments {
         }
     }
 
+    /// How many ranks there are as threads.
+    pub fn threads(&self) -> Result<usize, String> {
+        match self.world() {
+            world if world > MAX_WORLD => Err(format!(
+                "--world is {world}, expected at most {MAX_WORLD}: each rank is a thread here; start more ranks as processes \
+                 (--transport mpi)"
+            )),
+            world => Ok(world),
+        }
+    }
+
     /// The plan for a problem; `fixture` when it came from the default file.
     pub fn plan(&self, p: &Problem, fixture: bool) -> Result<Plan, String> {
-        if self.transport == TransportRule::Local && self.world() > MAX_WORLD {
-            return Err(format!(
-                "--world is {}, expected at most {MAX_WORLD}: each rank is a thread here",
-                self.world()
-            ));
+        if self.transport == TransportRule::Local {
+            self.threads()?;
         }
         self.plan_for(p, fixture).map_err(|e| e.to_string())
     }

@@ -102,6 +102,22 @@ impl Processes {
         self.world.abort(2)
     }
 
+    /// Waits for rank 0, which still compares results, without taking its cores: `MPI_Finalize` may spin.
+    pub fn meet(&self) {
+        let mut word = 0_u8;
+        if self.rank() == 0 {
+            (1..self.world()).for_each(|rank| self.world.process_at_rank(rank as i32).send(&word));
+            return;
+        }
+        mpi::request::scope(|scope| {
+            let mut request = self.world.process_at_rank(0).immediate_receive_into(scope, &mut word);
+            while let Err(waiting) = request.test() {
+                request = waiting;
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        });
+    }
+
     /// Forward and backward of `plan`, whose world must be that of the job; the whole on rank 0, nothing elsewhere.
     pub fn run<T: Element>(
         &mut self,

@@ -11,14 +11,18 @@ use cpattn::transport::{
 /// Bytes of the large message: enough for a transfer at full speed, quick over any network.
 const BYTES: usize = 4 << 20;
 
+/// Bytes of all large messages of a ring of threads, which have one memory.
+const ROOM: usize = 1 << 30;
+
 /// How much slower than the median a link may be without a remark.
 const SLOW: f64 = 3.0;
 
 /// On threads.
 pub fn threads(world: usize, deadline: Duration) -> Result<bool, String> {
     let ends = local::group(world, deadline).map_err(|e| e.to_string())?;
+    let bytes = BYTES.min(ROOM / world);
     let outcomes: Vec<_> = std::thread::scope(|scope| {
-        let threads: Vec<_> = ends.iter().map(|end| scope.spawn(|| check(end, BYTES))).collect();
+        let threads: Vec<_> = ends.iter().map(|end| scope.spawn(|| check(end, bytes))).collect();
         threads.into_iter().map(|t| t.join().map_err(|_| "a rank panicked".to_owned())).collect()
     });
     let mut links = Vec::new();
@@ -29,7 +33,7 @@ pub fn threads(world: usize, deadline: Duration) -> Result<bool, String> {
             Err(trouble) => return Err(trouble.to_string()),
         }
     }
-    print(world, "threads", &links);
+    print(world, "threads", bytes, &links);
     Ok(true)
 }
 
@@ -38,7 +42,7 @@ pub fn threads(world: usize, deadline: Duration) -> Result<bool, String> {
 pub fn process(end: &impl Transport) -> Result<bool, String> {
     let links = check(end, BYTES).map_err(|trouble| trouble.to_string())?;
     if end.rank() == 0 {
-        print(end.world(), "processes", &links);
+        print(end.world(), "processes", BYTES, &links);
     }
     Ok(true)
 }
@@ -48,11 +52,11 @@ fn median(mut all: Vec<f64>) -> f64 {
     all.get(all.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-fn print(world: usize, kind: &str, links: &[Link]) {
+fn print(world: usize, kind: &str, bytes: usize, links: &[Link]) {
     let latency = |link: &Link| link.latency.as_secs_f64() * 1e6;
     let rate = |link: &Link| link.bytes_per_second / 1e9;
     let usual = (median(links.iter().map(latency).collect()), median(links.iter().map(rate).collect()));
-    println!("ring of {world} {kind}, there and back, {} MiB a message", BYTES >> 20);
+    println!("ring of {world} {kind}, there and back, {} KiB a message", bytes >> 10);
     println!("{:>14}{:>14}{:>12}", "link", "latency µs", "GB/s");
     let mut slow = 0;
     for link in links {

@@ -68,6 +68,7 @@ impl Trouble {
                 "give every rank the same number of bytes"
             }
             Self::Failed { error: Error::Peer { .. }, .. } => "read the error that the rank at fault printed itself",
+            Self::Failed { error: Error::Invalid { .. }, .. } => "call it on every rank of a group of at least two",
             Self::Failed { .. } => "see the error",
         }
     }
@@ -77,6 +78,9 @@ impl fmt::Display for Trouble {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Failed { link: Some((from, to)), error } => write!(f, "link {from} → {to} failed: {error}")?,
+            Self::Failed { link: None, error: error @ Error::Invalid { .. } } => {
+                write!(f, "the ring was not checked: {error}")?;
+            }
             Self::Failed { link: None, error } => write!(f, "the ring failed elsewhere: {error}")?,
             Self::OtherBytes { link: (from, to), at } => {
                 write!(f, "link {from} → {to} delivered other bytes than were sent, from byte {at} on")?;
