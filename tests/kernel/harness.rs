@@ -30,8 +30,7 @@ impl Random {
 
 /// The instruction sets of this machine that have kernels of their own for elements `E`.
 pub fn isas<E: Element>() -> impl Iterator<Item = Isa> {
-    let half = E::DTYPE.size() == 2;
-    Isa::ALL.into_iter().filter(move |isa| isa.is_available() && (half || *isa != Isa::Amx))
+    Isa::ALL.into_iter().filter(move |isa| isa.is_available() && (E::DTYPE != Dtype::F64 || *isa != Isa::Amx))
 }
 
 /// What products of p and of ds may be off by (relative RMS) on this instruction set: half of a rounding of each, which a

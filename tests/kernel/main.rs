@@ -14,6 +14,7 @@ mod grid;
 mod growing;
 mod harness;
 mod large_scores;
+mod parts;
 mod refusals;
 
 mod counting {

@@ -4,7 +4,7 @@
 //! Stable Rust names no tile instruction, so they are written as assembly: one block of instructions for each block of
 //! two by two result tiles, with the whole loop over the inner dimension in it. Of the eight tile registers four hold
 //! results, two the left and two the right operands; each of the latter is used twice, so that a load is paid by a
-//! product. Operands lie as tiles of 1,024 bytes one after the other:
+//! product. Operands lie as tiles of 1,024 bytes one after the other, the parts of a tile (`forms.rs`) side by side:
 //!
 //! ```text
 //! k        [key / 16][dim / 32][16 keys][32 dims]         as it is, copied: rows of a tensor may lie far apart
@@ -25,7 +25,8 @@ pub(super) use super::amx_product::{PANEL, TILE};
 use super::amx_product::{scores_of, values_of};
 use super::arena::KEYS;
 use super::engine::{Engine, Operands, Values};
-use super::halves::Half;
+use super::forms::Form;
+use super::rows::address;
 use super::tile::{Lanes, Scores};
 use super::x86::transpose16;
 use crate::call::RawTensor;
@@ -105,28 +106,7 @@ static CONFIG: Config = {
 /// The engine of tiles of `H`.
 pub(super) struct Amx<H>(PhantomData<H>);
 
-/// 32 elements of a row from `at` on, zeros behind its end.
-///
-/// # Safety
-/// AVX-512 BW is present; the row is valid for reads of `dim` elements, and `at < dim`.
-#[inline(always)]
-pub(super) unsafe fn part(row: *const u16, at: usize, dim: usize) -> __m512i {
-    let mask = if dim - at >= 32 { u32::MAX } else { (1 << (dim - at)) - 1 };
-    // SAFETY: what the mask leaves out is not read.
-    unsafe { _mm512_maskz_loadu_epi16(mask, row.add(at).cast()) }
-}
-
-/// The first element of a row of half-precision numbers.
-///
-/// # Safety
-/// Row and head lie within the tensor, whose memory is valid.
-#[inline(always)]
-pub(super) unsafe fn row_of(t: &RawTensor, row: i64, head: u32) -> *const u16 {
-    // SAFETY: row and head lie within `t`, whose memory is valid (the contract of this function).
-    unsafe { super::tile::at::<u16>(t, row, head) }
-}
-
-impl<H: Half> Amx<H> {
+impl<H: Form> Amx<H> {
     /// Rows transposed, `[dim / 16][row / 32][16 dims][32 rows]`, with zeros for what is not finite if `CLEAN`: to the
     /// blocks of 32 rows from `first` on, of `deep`. Whether all are finite.
     ///
@@ -142,8 +122,9 @@ impl<H: Half> Amx<H> {
         deep: usize,
     ) -> bool {
         let dim = t.dim as usize;
-        let mut pairs = Pairs([[0.0; 256]; 2]);
-        assert!(tile.len() >= dim.next_multiple_of(32) * 32 * deep && rows.len() <= 32 * (deep - first));
+        // By part: of the first 16 dims, and of the others.
+        let mut pairs = Pairs([[[0.0; 256]; 2]; 3]);
+        assert!(tile.len() >= dim.next_multiple_of(32) * 32 * deep * H::PARTS && rows.len() <= 32 * (deep - first));
         // SAFETY: rows are those of the tensor, the caller says; tiles are within `tile` (asserted).
         unsafe {
             let (low, high) = (_mm512_loadu_si512(LOW.as_ptr().cast()), _mm512_loadu_si512(HIGH.as_ptr().cast()));
@@ -151,26 +132,33 @@ impl<H: Half> Amx<H> {
             for (block, rows) in rows.chunks_exact(32).enumerate() {
                 for at in (0..dim).step_by(32) {
                     for (i, two) in rows.chunks_exact(2).enumerate() {
-                        let mut both = [_mm512_setzero_si512(); 2];
+                        let mut both = [[_mm512_setzero_si512(); 3]; 2];
                         for (x, &row) in both.iter_mut().zip(two) {
                             if row >= 0 {
-                                *x = part(row_of(t, row, head), at, dim);
-                                let size = _mm512_and_si512(*x, _mm512_set1_epi16(0x7fff));
+                                *x = H::load(address(t, row, head), at, dim);
+                                let size = _mm512_and_si512(x[0], _mm512_set1_epi16(0x7fff));
                                 largest = _mm512_max_epu16(largest, size);
                                 if CLEAN {
                                     let finite = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(H::INFINITY as i16));
-                                    *x = _mm512_maskz_mov_epi16(finite, *x);
+                                    for x in &mut x[..H::PARTS] {
+                                        *x = _mm512_maskz_mov_epi16(finite, *x);
+                                    }
                                 }
                             }
                         }
                         let [a, b] = both;
-                        let to = pairs.0.as_mut_ptr().cast::<f32>().add(16 * i);
-                        _mm512_store_si512(to.cast(), _mm512_permutex2var_epi16(a, low, b));
-                        _mm512_store_si512(to.add(256).cast(), _mm512_permutex2var_epi16(a, high, b));
+                        for (part, pairs) in pairs.0[..H::PARTS].iter_mut().enumerate() {
+                            let to = pairs.as_mut_ptr().cast::<f32>().add(16 * i);
+                            _mm512_store_si512(to.cast(), _mm512_permutex2var_epi16(a[part], low, b[part]));
+                            let high = _mm512_permutex2var_epi16(a[part], high, b[part]);
+                            _mm512_store_si512(to.add(256).cast(), high);
+                        }
                     }
-                    for (half, pairs) in pairs.0.iter().enumerate() {
-                        let to = tile.as_mut_ptr().add(((at / 16 + half) * deep + first + block) * TILE);
-                        transpose16(pairs.as_ptr(), 16, to.cast(), 16);
+                    for (part, pairs) in pairs.0[..H::PARTS].iter().enumerate() {
+                        for (half, pairs) in pairs.iter().enumerate() {
+                            let to = ((at / 16 + half) * deep + first + block) * H::PARTS + part;
+                            transpose16(pairs.as_ptr(), 16, tile.as_mut_ptr().add(to * TILE).cast(), 16);
+                        }
                     }
                 }
             }
@@ -180,7 +168,7 @@ impl<H: Half> Amx<H> {
 }
 
 #[repr(align(64))]
-struct Pairs([[f32; 256]; 2]);
+struct Pairs([[[f32; 256]; 2]; 3]);
 
 /// The first, and the last, 16 elements of two vectors in pairs.
 pub(super) static LOW: [u16; 32] = pairs(0);
@@ -197,27 +185,31 @@ const fn pairs(first: u16) -> [u16; 32] {
     index
 }
 
-impl<H: Half> Engine for Amx<H> {
+impl<H: Form> Engine for Amx<H> {
     type Sum = f32;
     type V = __m512;
     type T = u16;
     const PANEL: usize = PANEL;
     const GRAIN: usize = 32;
-    const TILES: usize = 4;
+    const TILES: usize = H::TILES;
     const INTERLEAVES: bool = true;
     const WRITES_ALL: bool = true;
     type Later = Later;
 
     fn keys_len(dim: usize) -> usize {
-        KEYS * dim.next_multiple_of(32)
+        KEYS * dim.next_multiple_of(32) * H::PARTS
     }
 
     fn values_len(dim: usize) -> usize {
-        KEYS * dim.next_multiple_of(32)
+        KEYS * dim.next_multiple_of(32) * H::PARTS
     }
 
     fn queries_len(dim: usize) -> usize {
-        PANEL * dim.next_multiple_of(32)
+        PANEL * dim.next_multiple_of(32) * H::PARTS
+    }
+
+    fn weights_len() -> usize {
+        KEYS * PANEL * H::PARTS
     }
 
     #[inline(always)]
@@ -236,16 +228,21 @@ impl<H: Half> Engine for Amx<H> {
     unsafe fn keys(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [u16]) -> bool {
         let dim = t.dim as usize;
         let deep = dim.div_ceil(32);
-        assert!(tile.len() >= rows.len().next_multiple_of(16) * deep * 32);
+        assert!(tile.len() >= rows.len().next_multiple_of(16) * deep * 32 * H::PARTS);
         // SAFETY: rows are those of the tensor, the caller says; tiles are within `tile` (asserted).
         unsafe {
             let mut largest = _mm512_setzero_si512();
             for (slot, &row) in rows.iter().enumerate() {
                 for i in 0..deep {
-                    let x = if row < 0 { _mm512_setzero_si512() } else { part(row_of(t, row, head), 32 * i, dim) };
-                    largest = _mm512_max_epu16(largest, _mm512_and_si512(x, _mm512_set1_epi16(0x7fff)));
-                    let to = tile.as_mut_ptr().add((slot / 16 * deep + i) * TILE + slot % 16 * 32);
-                    _mm512_storeu_si512(to.cast(), x);
+                    let mut x = [_mm512_setzero_si512(); 3];
+                    if row >= 0 {
+                        x = H::load(address(t, row, head), 32 * i, dim);
+                    }
+                    largest = _mm512_max_epu16(largest, _mm512_and_si512(x[0], _mm512_set1_epi16(0x7fff)));
+                    for (part, x) in x[..H::PARTS].iter().enumerate() {
+                        let tile_of = (slot / 16 * deep + i) * H::PARTS + part;
+                        _mm512_storeu_si512(tile.as_mut_ptr().add(tile_of * TILE + slot % 16 * 32).cast(), *x);
+                    }
                 }
             }
             _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(H::INFINITY as i16)) == 0
@@ -268,8 +265,8 @@ impl<H: Half> Engine for Amx<H> {
     unsafe fn queries(lanes: &Lanes<f32>, first: usize, t: &RawTensor, panel: &mut [u16], _: &mut [f32]) -> bool {
         let dim = t.dim as usize;
         let deep = dim.div_ceil(32);
-        let mut rows = Pairs([[0.0; 256]; 2]);
-        assert!(panel.len() >= PANEL * deep * 32);
+        let mut rows = Pairs([[[0.0; 256]; 2]; 3]);
+        assert!(panel.len() >= PANEL * deep * 32 * H::PARTS);
         // SAFETY: rows and heads of lanes are those of the tensor, the caller says; tiles are within the panel.
         unsafe {
             let mut largest = _mm512_setzero_si512();
@@ -277,16 +274,19 @@ impl<H: Half> Engine for Amx<H> {
                 for i in 0..deep {
                     for l in 0..16 {
                         let lane = first + 16 * tile + l;
-                        let x = if lane < lanes.n {
-                            part(row_of(t, lanes.row[lane], lanes.head[lane]), 32 * i, dim)
-                        } else {
-                            _mm512_setzero_si512()
-                        };
-                        largest = _mm512_max_epu16(largest, _mm512_and_si512(x, _mm512_set1_epi16(0x7fff)));
-                        _mm512_store_si512(rows.0[0].as_mut_ptr().add(16 * l).cast(), x);
+                        let mut x = [_mm512_setzero_si512(); 3];
+                        if lane < lanes.n {
+                            x = H::load(address(t, lanes.row[lane], lanes.head[lane]), 32 * i, dim);
+                        }
+                        largest = _mm512_max_epu16(largest, _mm512_and_si512(x[0], _mm512_set1_epi16(0x7fff)));
+                        for (rows, x) in rows.0[..H::PARTS].iter_mut().zip(x) {
+                            _mm512_store_si512(rows[0].as_mut_ptr().add(16 * l).cast(), x);
+                        }
                     }
-                    let to = panel.as_mut_ptr().add((tile * deep + i) * TILE);
-                    transpose16(rows.0[0].as_ptr(), 16, to.cast(), 16);
+                    for (part, rows) in rows.0[..H::PARTS].iter().enumerate() {
+                        let to = panel.as_mut_ptr().add(((tile * deep + i) * H::PARTS + part) * TILE);
+                        transpose16(rows[0].as_ptr(), 16, to.cast(), 16);
+                    }
                 }
             }
             _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(H::INFINITY as i16)) == 0
@@ -297,7 +297,22 @@ impl<H: Half> Engine for Amx<H> {
     unsafe fn scores(k: &[u16], q: *const u16, dim: usize, s: *mut f32, keys: Range<usize>, _: usize) {
         for key in keys.step_by(32) {
             // SAFETY: the tiles of 32 keys, of a panel of q, and of as many rows of `s`.
-            unsafe { H::product(&scores_of(k.as_ptr(), q, dim, s.add(key * PANEL), key)) };
+            unsafe { H::product(&scores_of::<H>(k.as_ptr(), q, dim, s.add(key * PANEL), key)) };
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn scores_again(
+        lanes: &Lanes<f32>,
+        first: usize,
+        q: &RawTensor,
+        k: &Values<u16>,
+        s: *mut f32,
+        keys: Range<usize>,
+    ) {
+        if H::PARTS > 1 {
+            // SAFETY: the contract of `Engine::scores_again`.
+            unsafe { Self::row_by_row(lanes, first, q, k, s, keys) };
         }
     }
 
@@ -311,7 +326,7 @@ impl<H: Half> Engine for Amx<H> {
     unsafe fn weigh(v: &Values<u16>, _: *const f32, p: *const u16, o: *mut f32, keys: Range<usize>, _: usize) {
         for d in (0..v.tensor.dim as usize).step_by(32) {
             // SAFETY: the tiles of 32 dims, of the panel's p, and of as many rows of `o`.
-            unsafe { H::product(&values_of(v.tile.as_ptr(), p, o, d, &keys)) };
+            unsafe { H::product(&values_of::<H>(v.tile.as_ptr(), p, o, d, &keys)) };
         }
         if !v.finite {
             // SAFETY: as above.
@@ -345,7 +360,42 @@ impl<H: Half> Engine for Amx<H> {
     }
 }
 
-impl<H: Half> Amx<H> {
+impl<H: Form> Amx<H> {
+    /// The scores of keys or lanes with a number that tiles do not hold.
+    ///
+    /// # Safety
+    /// As [`Engine::scores_again`].
+    #[cold]
+    unsafe fn row_by_row(
+        lanes: &Lanes<f32>,
+        first: usize,
+        q: &RawTensor,
+        k: &Values<u16>,
+        s: *mut f32,
+        keys: Range<usize>,
+    ) {
+        let dim = q.dim as usize;
+        // SAFETY: rows are those of the tensors, and `s` has a number for each key and lane (the contract).
+        unsafe {
+            let number = |row: *const u8, d: usize| H::read(row.add(d * H::SIZE));
+            let tame = |row: *const u8| (0..dim).all(|d| H::is_tame(number(row, d)));
+            for j in keys.start..keys.end.min(k.rows.len()) {
+                if k.rows[j] < 0 {
+                    continue;
+                }
+                let key = address(k.tensor, k.rows[j], k.head);
+                let tame_key = tame(key);
+                for lane in first..lanes.n.min(first + PANEL) {
+                    let query = address(q, lanes.row[lane], lanes.head[lane]);
+                    if !tame_key || !tame(query) {
+                        let score = (0..dim).map(|d| number(query, d) * number(key, d)).sum();
+                        *s.add(j * PANEL + lane - first) = score;
+                    }
+                }
+            }
+        }
+    }
+
     /// Adds `p · v` where v is not finite and p is not 0: the tile has zeros there.
     ///
     /// # Safety
@@ -356,8 +406,9 @@ impl<H: Half> Amx<H> {
             if v.rows[j] >= 0 {
                 // SAFETY: rows are those of the tensor; p and o are as large as for the product.
                 unsafe {
-                    add_where_not_finite::<H>(row_of(v.tensor, v.rows[j], v.head), v.tensor.dim as usize, p, j, o)
-                };
+                    let row = address(v.tensor, v.rows[j], v.head);
+                    add_where_not_finite::<H>(row, v.tensor.dim as usize, p, j, o);
+                }
             }
         }
     }
@@ -368,18 +419,19 @@ impl<H: Half> Amx<H> {
 ///
 /// # Safety
 /// All are as large as that says: the row `dim`, `to` `[dim][PANEL]`.
-pub(super) unsafe fn add_where_not_finite<H: Half>(row: *const u16, dim: usize, p: *const u16, j: usize, to: *mut f32) {
+pub(super) unsafe fn add_where_not_finite<H: Form>(row: *const u8, dim: usize, p: *const u16, j: usize, to: *mut f32) {
     let mut weights = [0.0; PANEL];
     for (lane, weight) in weights.iter_mut().enumerate() {
-        let at = (j / 32 * (PANEL / 16) + lane / 16) * TILE + j % 32 / 2 * 32 + lane % 16 * 2 + j % 2;
+        let tile = (j / 32 * (PANEL / 16) + lane / 16) * H::PARTS;
+        let at = tile * TILE + j % 32 / 2 * 32 + lane % 16 * 2 + j % 2;
         // SAFETY: within p.
-        *weight = H::widen(unsafe { *p.add(at) });
+        *weight = (0..H::PARTS).map(|part| H::widen(unsafe { *p.add(at + part * TILE) })).sum();
     }
     for d in 0..dim {
         // SAFETY: within the row, and within `to`.
-        let (x, to) = unsafe { (*row.add(d), core::slice::from_raw_parts_mut(to.add(d * PANEL), PANEL)) };
-        if x & 0x7fff >= H::INFINITY {
-            let x = H::widen(x);
+        let (x, to) =
+            unsafe { (H::read(row.add(d * H::SIZE)), core::slice::from_raw_parts_mut(to.add(d * PANEL), PANEL)) };
+        if !H::is_tame(x) {
             for (to, weight) in to.iter_mut().zip(weights) {
                 *to = if weight == 0.0 { *to } else { *to + weight * x };
             }

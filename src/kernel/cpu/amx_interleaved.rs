@@ -11,9 +11,9 @@
 //! the lane has, and the work is thrown away in the rare case that it should have been raised (`softmax.rs` says when). A
 //! tile that is accepted has the same operations in the same order as without interleaving, and the same bits.
 
-use super::amx_product::{PANEL, Product, TILE, begin, end, scores_of, values_of};
+use super::amx_product::{Apart, PANEL, Product, TILE, begin, end, scores_of, values_of};
 use super::engine::Operands;
-use super::halves::Half;
+use super::forms::Form;
 use super::simd::Vector;
 use super::softmax::SLACK;
 use super::stream::BLOCK;
@@ -58,9 +58,9 @@ impl Later {
     /// # Safety
     /// There is one left; v, p and o are as [`values_of`] says.
     #[inline(always)]
-    unsafe fn next(&mut self) -> Product {
+    unsafe fn next<H: Form>(&mut self) -> Product {
         // SAFETY: the dims from `d` on are those of v and o (the contract).
-        let product = unsafe { values_of(self.v, self.p, self.o, self.d, &self.keys) };
+        let product = unsafe { values_of::<H>(self.v, self.p, self.o, self.d, &self.keys) };
         self.d += 32;
         product
     }
@@ -70,10 +70,10 @@ impl Later {
     /// # Safety
     /// AMX is entered; v, p and o are as [`values_of`] says.
     #[inline(always)]
-    pub(super) unsafe fn finish<H: Half>(&mut self) {
+    pub(super) unsafe fn finish<H: Form>(&mut self) {
         while self.d < self.dim {
             // SAFETY: one is left, and the rest is the contract.
-            unsafe { H::product(&self.next()) };
+            unsafe { H::product(&self.next::<H>()) };
         }
         self.ahead = false;
     }
@@ -88,7 +88,7 @@ struct Steps<'a, H> {
     half: PhantomData<H>,
 }
 
-impl<H: Half> Steps<'_, H> {
+impl<H: Form> Steps<'_, H> {
     /// # Safety
     /// There is a step left; the operands of all products are as their sizes say.
     #[inline(always)]
@@ -102,11 +102,17 @@ impl<H: Half> Steps<'_, H> {
             (p.b0, p.b1) = (p.b0.wrapping_byte_add(p.b_step), p.b1.wrapping_byte_add(p.b_step));
             p.steps -= 1;
             if p.steps == 0 {
-                end(p);
+                if H::PARTS > 1 && p.add {
+                    let mut apart = Apart::new();
+                    end(&apart.instead(p));
+                    apart.add_to(p);
+                } else {
+                    end(p);
+                }
                 if self.quota > 0 {
                     self.quota -= 1;
-                    *p = self.later.next();
-                    begin(p);
+                    *p = self.later.next::<H>();
+                    begin::<H>(p);
                 }
             }
         }
@@ -132,11 +138,16 @@ pub(super) struct Panel<'a> {
 /// # Safety
 /// The instruction set is present; the keys are within the tile and the lanes within the panel.
 #[inline(always)]
-pub(super) unsafe fn put<H: Half>(p: *mut u16, j: usize, lane: usize, a: __m512, b: __m512) {
+pub(super) unsafe fn put<H: Form>(p: *mut u16, j: usize, lane: usize, a: __m512, b: __m512) {
     // SAFETY: the pair lies within the panel's p (the contract).
     unsafe {
-        let to = p.add((j / 32 * (PANEL / 16) + lane / 16) * TILE + j % 32 * 16);
-        _mm512_storeu_si512(to.cast(), H::pairs(a, b));
+        let to = p.add((j / 32 * (PANEL / 16) + lane / 16) * TILE * H::PARTS + j % 32 * 16);
+        let parts = H::pairs(a, b);
+        let mut part = 0;
+        while part < H::PARTS {
+            _mm512_storeu_si512(to.add(part * TILE).cast(), parts[part]);
+            part += 1;
+        }
     }
 }
 
@@ -155,7 +166,7 @@ impl Panel<'_> {
     /// # Safety
     /// AMX with products of `H` is entered; tiles and panels are as long as the engine says; `keys` are whole blocks.
     #[inline(always)]
-    pub(super) unsafe fn run<H: Half>(&self, later: &mut Later) -> bool {
+    pub(super) unsafe fn run<H: Form>(&self, later: &mut Later) -> bool {
         // SAFETY: the instruction set is present, keys are within the tile and lanes within the panel (the contract).
         unsafe {
             let zero = __m512::splat(0.0);
@@ -172,15 +183,15 @@ impl Panel<'_> {
             }
             let blocks = self.of.keys.len() / BLOCK;
             if !later.ahead {
-                H::product(&self.product(self.of, self.of.keys.start, later.half));
+                H::product(&self.product::<H>(self.of, self.of.keys.start, later.half));
             }
             for block in 0..blocks {
                 let key = self.of.keys.start + block * BLOCK;
                 let s = self.s.add(later.half * BLOCK * PANEL);
                 later.half ^= 1;
                 let next = match self.next {
-                    _ if block + 1 < blocks => Some(self.product(self.of, key + BLOCK, later.half)),
-                    Some(next) => Some(self.product(next, next.keys.start, later.half)),
+                    _ if block + 1 < blocks => Some(self.product::<H>(self.of, key + BLOCK, later.half)),
+                    Some(next) => Some(self.product::<H>(next, next.keys.start, later.half)),
                     None => None,
                 };
                 let mut quota = later.left().div_ceil(blocks - block);
@@ -192,14 +203,14 @@ impl Panel<'_> {
                     }
                     None if quota > 0 => {
                         quota -= 1;
-                        later.next()
+                        later.next::<H>()
                     }
                     // Of which no step is due.
-                    None => self.product(self.of, key, later.half),
+                    None => self.product::<H>(self.of, key, later.half),
                 };
                 let mut queue = Steps::<H> { product, quota, later, half: PhantomData };
                 if steps > 0 {
-                    begin(&queue.product);
+                    begin::<H>(&queue.product);
                 }
                 if self.scores.covers[key / BLOCK] == Cover::All {
                     self.block::<H, false>(key, s, log2, &mut r, &mut queue, steps);
@@ -232,9 +243,9 @@ impl Panel<'_> {
     /// # Safety
     /// As [`Panel::run`], of these operands.
     #[inline(always)]
-    unsafe fn product(&self, of: &Operands<u16>, key: usize, half: usize) -> Product {
+    unsafe fn product<H: Form>(&self, of: &Operands<u16>, key: usize, half: usize) -> Product {
         // SAFETY: the key is within the tile, and each half has room for a block (the contract).
-        unsafe { scores_of(of.k.as_ptr(), of.q, of.dim, self.s.add(half * BLOCK * PANEL), key) }
+        unsafe { scores_of::<H>(of.k.as_ptr(), of.q, of.dim, self.s.add(half * BLOCK * PANEL), key) }
     }
 
     /// p of the block at `key`, with `steps` steps of products spread over its vectors.
@@ -242,7 +253,7 @@ impl Panel<'_> {
     /// # Safety
     /// As [`Panel::run`]; `s` are the block's scores, and the queue has as many steps.
     #[inline(always)]
-    unsafe fn block<H: Half, const MASKED: bool>(
+    unsafe fn block<H: Form, const MASKED: bool>(
         &self,
         key: usize,
         s: *mut f32,

@@ -26,7 +26,7 @@ use core::ops::Range;
 /// # Safety
 /// Every method needs the instruction set to be present; all but [`Engine::enter`] need `enter` to have been called on
 /// this thread. Tiles and panels are as long as [`Engine::keys_len`], [`Engine::values_len`] and [`Engine::queries_len`]
-/// say, `s` is `[KEYS][PANEL]`, `p` as long, and `o` is `[value_dim padded to GRAIN][PANEL]`.
+/// say, `s` is `[KEYS][PANEL]`, `p` of [`Engine::weights_len`], and `o` is `[value_dim padded to GRAIN][PANEL]`.
 pub(super) trait Engine {
     /// The type of sums.
     type Sum: Real;
@@ -54,6 +54,11 @@ pub(super) trait Engine {
     /// Elements of a panel of q.
     fn queries_len(dim: usize) -> usize;
 
+    /// Elements of p of a panel.
+    fn weights_len() -> usize {
+        KEYS * Self::PANEL
+    }
+
     /// Makes this thread ready.
     unsafe fn enter() {}
     /// Undoes [`Engine::enter`].
@@ -75,6 +80,17 @@ pub(super) trait Engine {
     /// `s[keys][..width] = K·Qᵀ` for the keys of a range that begins, and ends unless the tile does, at a multiple of 2 and of
     /// [`Engine::GRAIN`].
     unsafe fn scores(k: &[Self::T], q: *const Self::T, dim: usize, s: *mut Self::Sum, keys: Range<usize>, width: usize);
+    /// Makes those of them anew whose rows have numbers that the engine cannot multiply, among `rows` of `head` of k and the
+    /// lanes from `first` on of q: asked for where [`Engine::keys`] or [`Engine::queries`] said that there are some.
+    unsafe fn scores_again(
+        _lanes: &Lanes<Self::Sum>,
+        _first: usize,
+        _q: &RawTensor,
+        _k: &Values<Self::T>,
+        _s: *mut Self::Sum,
+        _keys: Range<usize>,
+    ) {
+    }
     /// Puts p of keys `j` (even) and `j + 1` with the vector of lanes at `lane` of the panel where `weigh` reads them.
     unsafe fn put(s: *mut Self::Sum, p: *mut Self::T, j: usize, lane: usize, a: Self::V, b: Self::V);
     /// `o[..dim][..width] += Vᵀ·P` for those keys. A p of 0 keeps whatever its v holds away from the sums; `finite` is
@@ -124,7 +140,7 @@ pub(super) struct Operands<'a, T> {
     pub keys: Range<usize>,
 }
 
-/// A tile of v, and where it came from.
+/// A tile of v, or of k, and where it came from.
 pub(super) struct Values<'a, T> {
     pub tile: &'a [T],
     pub finite: bool,

@@ -78,6 +78,8 @@ struct Meeting {
     width: usize,
     masked: bool,
     careful: bool,
+    /// k and q have no number that is not finite.
+    finite: bool,
     /// A whole panel, scores without options, and nothing that is not finite.
     simple: bool,
 }
@@ -90,6 +92,7 @@ struct PutOff<E: Engine> {
 
 impl<A: Machine> Job for Forward<'_, A> {
     type Acc = A;
+    const ENGINE: bool = true;
 
     #[inline(always)]
     unsafe fn work<E: Engine<Sum = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
@@ -106,7 +109,7 @@ impl<A: Machine> Job for Forward<'_, A> {
             q: arena.take(panels * q_len),
             o: arena.take(panels * o_len),
             s: arena.zeros(KEYS * E::PANEL),
-            p: [arena.take(KEYS * E::PANEL), arena.take(KEYS * E::PANEL)],
+            p: [arena.take(E::weights_len()), arena.take(E::weights_len())],
             m: arena.zeros(self.lanes),
             l: arena.zeros(self.lanes),
             alpha: arena.zeros(E::PANEL),
@@ -227,10 +230,11 @@ impl<A: Real> Forward<'_, A> {
             range = keys.seen(range, E::GRAIN.max(2), sight.span());
         }
         let width = E::PANEL.min(t.lanes.n.next_multiple_of(E::V::W) - panel * E::PANEL);
-        let careful = !scoring.plain || !finite_k || !finite_q;
+        let finite = finite_k && finite_q;
+        let careful = !scoring.plain || !finite;
         let simple = width == E::PANEL && !careful && finite_v;
         let masked = covers[begin..end].iter().any(|&x| x != Cover::All);
-        Some(Meeting { panel, tile, covers, range, width, masked, careful, simple })
+        Some(Meeting { panel, tile, covers, range, width, masked, careful, finite, simple })
     }
 
     /// One panel with one tile of keys.
@@ -284,6 +288,10 @@ impl<A: Real> Forward<'_, A> {
             }
             E::finish(&mut later.products);
             E::scores(&*keys.k, q, d, s, range.clone(), width);
+            if !now.finite {
+                let k = Values { tile: &*keys.k, finite: false, tensor: &c.k, head: kv, rows: &keys.row[..keys.n] };
+                E::scores_again(&t.lanes, first, &c.q, &k, s, range.clone());
+            }
             let mut changed = false;
             for lane in (0..width).step_by(E::V::W) {
                 let alpha = t.alpha.as_mut_ptr().add(lane);

@@ -6,7 +6,7 @@ use super::arena::Line;
 use super::engine::Dense;
 use super::engine::Engine;
 #[cfg(target_arch = "x86_64")]
-use super::halves::{Bf16, F16};
+use super::forms::{Bf16, F16, ThreeParts, TwoParts};
 use super::portable::FourLanes;
 use super::simd::{Real, Vector};
 use core::sync::atomic::AtomicUsize;
@@ -22,6 +22,10 @@ pub(super) trait Machine: Real {
     type AmxBf16: Engine<Sum = Self>;
     #[cfg(target_arch = "x86_64")]
     type AmxF16: Engine<Sum = Self>;
+    #[cfg(target_arch = "x86_64")]
+    type AmxTwoParts: Engine<Sum = Self>;
+    #[cfg(target_arch = "x86_64")]
+    type AmxThreeParts: Engine<Sum = Self>;
 }
 
 impl Machine for f32 {
@@ -34,6 +38,10 @@ impl Machine for f32 {
     type AmxBf16 = super::amx::Amx<Bf16>;
     #[cfg(target_arch = "x86_64")]
     type AmxF16 = super::amx::Amx<F16>;
+    #[cfg(target_arch = "x86_64")]
+    type AmxTwoParts = super::amx::Amx<TwoParts>;
+    #[cfg(target_arch = "x86_64")]
+    type AmxThreeParts = super::amx::Amx<ThreeParts>;
 }
 
 impl Machine for f64 {
@@ -42,17 +50,23 @@ impl Machine for f64 {
     type Avx2 = core::arch::x86_64::__m256d;
     #[cfg(target_arch = "x86_64")]
     type Avx512 = core::arch::x86_64::__m512d;
-    // No half-precision type has f64 sums.
+    // No type of tiles has f64 sums.
     #[cfg(target_arch = "x86_64")]
     type AmxBf16 = Dense<Self::Avx512>;
     #[cfg(target_arch = "x86_64")]
     type AmxF16 = Dense<Self::Avx512>;
+    #[cfg(target_arch = "x86_64")]
+    type AmxTwoParts = Dense<Self::Avx512>;
+    #[cfg(target_arch = "x86_64")]
+    type AmxThreeParts = Dense<Self::Avx512>;
 }
 
 /// A kernel call, ready to run on any number of workers.
 pub(super) trait Job: Sync {
     /// Type of the sums.
     type Acc: Machine;
+    /// Products are the engine's, and not those of its vectors alone.
+    const ENGINE: bool = false;
 
     /// Does units until none is left: `next` counts those taken.
     ///

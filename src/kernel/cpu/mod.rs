@@ -8,8 +8,8 @@
 //!
 //! ```text
 //! forward    a unit is a block of q rows with a kv head (row_blocks); keys stream by in tiles of 128; softmax: scores to p
-//! engine     what the forward asks of a machine: vectors (gemm) or matrix units (amx, halves; amx_interleaved: products
-//!            between the vectors of the softmax)
+//! engine     what the forward asks of a machine: vectors (gemm) or matrix units (amx; forms: what their tiles hold;
+//!            amx_interleaved: products between the vectors of the softmax)
 //! queries    the same for dq
 //! keys       a unit is a document with a kv head; tiles of keys outside, rows inside: dk, dv, and dq on the way
 //! tiled      the same on matrix units: units are blocks of a document's keys, which add to dq in turn (turns)
@@ -22,8 +22,9 @@
 //!
 //! Results have the same bits for any number of workers. Between machines they may differ: an instruction set with
 //! fused multiply-adds rounds less often than one without, and AMX rounds p and ds of half-precision calls to their type
-//! before it multiplies them, as every flash attention of half precision does; all sums are f32 there too. Aligned calls keep
-//! their promise on each instruction set: their backward does without matrix units.
+//! before it multiplies them, as every flash attention of half precision does; all sums are f32 there too. It multiplies f32 as
+//! sums of three bf16, with no larger an error than multiply-adds of f32 (`forms.rs`). Aligned calls keep their promise on
+//! each instruction set: their backward does without matrix units.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -38,10 +39,10 @@ mod convert;
 mod delta;
 mod engine;
 mod executor;
+#[cfg(target_arch = "x86_64")]
+mod forms;
 mod forward;
 mod gemm;
-#[cfg(target_arch = "x86_64")]
-mod halves;
 mod isa;
 mod job;
 mod keys;
@@ -156,7 +157,7 @@ unsafe fn gradients<A: Machine>(call: &AttendBackward, isa: Isa, mut crew: Crew<
         }
     }
     #[cfg(target_arch = "x86_64")]
-    if call.gradients != Gradients::Queries && !call.aligned && isa.is_rounding(call.q.dtype) {
+    if call.gradients != Gradients::Queries && !call.aligned && isa.has_tiles_of(call.q.dtype) {
         // SAFETY: as above.
         unsafe { workers::run_tiled(&tiled::Tiled { call, queries: together }, call.q.dtype, crew.again()) };
         return;

@@ -74,7 +74,7 @@ pub(super) fn lanes(call: &Attend, isa: Isa, workers: usize) -> usize {
     let rows = unit_rows(LANES_MOST, &call.heads, call.q.heads);
     let blocks = call.ranges.q.iter().map(|q| q.range.len as usize).map(|len| len.div_ceil(rows)).sum::<usize>();
     let enough = workers == 1 || blocks * call.k.heads as usize >= 8 * workers;
-    if isa.is_rounding(call.q.dtype) && enough { LANES_MOST } else { LANES }
+    if isa.has_tiles(call.q.dtype) && enough { LANES_MOST } else { LANES }
 }
 
 /// Rows of a unit that fill `lanes` lanes with all heads of a group; whole blocks, so that panels do not mix heads.

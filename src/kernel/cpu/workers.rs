@@ -5,11 +5,13 @@
 //! of its own that is independent of the others. So results have the same bits for any number of workers, and the
 //! workers may take units as they come: a counter hands them out.
 
+#[cfg(target_arch = "x86_64")]
+use super::amx::has_f16;
 use super::arena::Line;
-use super::engine::Dense;
+use super::engine::{Dense, Engine};
 use super::executor::{self, Executor};
 #[cfg(target_arch = "x86_64")]
-use super::halves::{Bf16, F16, Half};
+use super::forms::{Bf16, F16, Form};
 use super::isa::Isa;
 use super::job::{Job, Machine};
 use super::scratch::{Dims, Scratch};
@@ -64,9 +66,21 @@ pub(super) unsafe fn run<J: Job>(job: &J, isa: Isa, dtype: Dtype, crew: Crew<'_>
         unsafe {
             match isa {
                 #[cfg(target_arch = "x86_64")]
-                Isa::Amx if isa.is_rounding(dtype) && dtype == Dtype::Bf16 => amx_bf16(job, lines, &next),
+                Isa::Amx if J::ENGINE && dtype == Dtype::Bf16 => {
+                    amx::<J, <J::Acc as Machine>::AmxBf16>(job, lines, &next)
+                }
                 #[cfg(target_arch = "x86_64")]
-                Isa::Amx if isa.is_rounding(dtype) => amx_f16(job, lines, &next),
+                Isa::Amx if J::ENGINE && dtype == Dtype::F16 && has_f16() => {
+                    amx::<J, <J::Acc as Machine>::AmxF16>(job, lines, &next)
+                }
+                #[cfg(target_arch = "x86_64")]
+                Isa::Amx if J::ENGINE && dtype == Dtype::F16 => {
+                    amx::<J, <J::Acc as Machine>::AmxTwoParts>(job, lines, &next)
+                }
+                #[cfg(target_arch = "x86_64")]
+                Isa::Amx if J::ENGINE && dtype == Dtype::F32 => {
+                    amx::<J, <J::Acc as Machine>::AmxThreeParts>(job, lines, &next)
+                }
                 #[cfg(target_arch = "x86_64")]
                 Isa::Amx | Isa::Avx512 => avx512(job, lines, &next),
                 #[cfg(target_arch = "x86_64")]
@@ -86,7 +100,7 @@ pub(super) unsafe fn run_tiled(job: &Tiled, dtype: Dtype, crew: Crew<'_>) {
     /// # Safety
     /// As [`Tiled::work`].
     #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
-    unsafe fn work<H: Half>(job: &Tiled, lines: &mut [Line], next: &AtomicUsize, turns: &Turns) {
+    unsafe fn work<H: Form>(job: &Tiled, lines: &mut [Line], next: &AtomicUsize, turns: &Turns) {
         // SAFETY: lines, units and instruction set are as `Tiled::work` needs them (the contract of this function).
         unsafe { job.work::<H>(lines, next, turns) }
     }
@@ -103,21 +117,12 @@ pub(super) unsafe fn run_tiled(job: &Tiled, dtype: Dtype, crew: Crew<'_>) {
 }
 
 /// # Safety
-/// As [`Job::work`]; AMX is present.
+/// As [`Job::work`]; AMX is present, and AMX-FP16 if that is the engine's.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
-unsafe fn amx_bf16<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
+unsafe fn amx<J: Job, E: Engine<Sum = J::Acc>>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
     // SAFETY: the contract of `Job::work`, and AMX is present: the engine's instruction set.
-    unsafe { job.work::<<J::Acc as Machine>::AmxBf16>(lines, next) }
-}
-
-/// # Safety
-/// As [`Job::work`]; AMX with FP16 is present.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
-unsafe fn amx_f16<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
-    // SAFETY: the contract of `Job::work`, and AMX with FP16 is present: the engine's instruction set.
-    unsafe { job.work::<<J::Acc as Machine>::AmxF16>(lines, next) }
+    unsafe { job.work::<E>(lines, next) }
 }
 
 /// # Safety

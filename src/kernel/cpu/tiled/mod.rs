@@ -29,7 +29,7 @@ pub(super) use units::KeyUnits;
 use super::amx::Amx;
 use super::arena::Line;
 use super::engine::Engine;
-use super::halves::Half;
+use super::forms::Form;
 use super::row_blocks::readers;
 use super::stream::KeyStream;
 use super::tile::Scoring;
@@ -52,7 +52,7 @@ impl Tiled<'_> {
     /// # Safety
     /// AMX with products of `H` is present, the tensors of the call are valid, and each unit is taken once.
     #[inline(always)]
-    pub(super) unsafe fn work<H: Half>(&self, lines: &mut [Line], next: &AtomicUsize, turns: &Turns) {
+    pub(super) unsafe fn work<H: Form>(&self, lines: &mut [Line], next: &AtomicUsize, turns: &Turns) {
         let c = self.call;
         let mut t = MatrixTiles::new(lines, c);
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
@@ -91,7 +91,7 @@ impl Tiled<'_> {
     /// # Safety
     /// As [`Tiled::work`], entered.
     #[inline(always)]
-    unsafe fn unit<H: Half>(
+    unsafe fn unit<H: Form>(
         &self,
         t: &mut MatrixTiles,
         scoring: &Scoring<f32>,

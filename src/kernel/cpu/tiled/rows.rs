@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A block of rows with the keys of a unit: the five products, and which blocks of keys and lanes they may leave out.
 
-use super::super::amx::{Amx, PANEL, TILE, add_where_not_finite, row_of};
+use super::super::amx::{Amx, PANEL, TILE, add_where_not_finite};
 use super::super::amx_product::Product;
 use super::super::arena::KEYS;
 use super::super::backward::no_row;
 use super::super::engine::Engine;
-use super::super::halves::Half;
+use super::super::forms::Form;
 use super::super::panel::to_rows;
+use super::super::rows::address;
 use super::super::stream::BLOCK;
 use super::super::tile::{Cover, Scoring, Sight, at};
 use super::super::turns::Turn;
@@ -22,7 +23,7 @@ impl Tiled<'_> {
     /// # Safety
     /// As [`Tiled::work`], entered.
     #[inline(always)]
-    pub(super) unsafe fn rows_in_hand<H: Half>(
+    pub(super) unsafe fn rows_in_hand<H: Form>(
         &self,
         t: &mut MatrixTiles,
         scoring: &Scoring<f32>,
@@ -126,7 +127,7 @@ impl Tiled<'_> {
     /// # Safety
     /// As [`Tiled::rows_in_hand`].
     #[inline(always)]
-    unsafe fn scores<H: Half>(
+    unsafe fn scores<H: Form>(
         &self,
         t: &mut MatrixTiles,
         scoring: &Scoring<f32>,
@@ -192,7 +193,7 @@ impl Tiled<'_> {
     /// # Safety
     /// As [`Tiled::rows_in_hand`].
     #[inline(always)]
-    unsafe fn add_queries<H: Half>(
+    unsafe fn add_queries<H: Form>(
         &self,
         t: &mut MatrixTiles,
         panel: usize,
@@ -228,7 +229,7 @@ impl Tiled<'_> {
                     let slots = &t.slots[block / (KEYS / BLOCK)];
                     for j in block * BLOCK..(block + 1) * BLOCK {
                         if t.rel[j] < f32::INFINITY {
-                            let row = row_of(&c.k, slots.row[j % KEYS], kv);
+                            let row = address(&c.k, slots.row[j % KEYS], kv);
                             add_where_not_finite::<H>(row, d, t.pairs.as_ptr(), j, t.dq.as_mut_ptr());
                         }
                     }

@@ -5,7 +5,7 @@
 use super::super::amx::{Amx, PANEL};
 use super::super::arena::{Arena, KEYS, Line};
 use super::super::engine::Engine;
-use super::super::halves::Half;
+use super::super::forms::Form;
 use super::super::stream::{BLOCK, KeyBlock, Slots};
 use super::super::tile::{Lanes, at};
 use super::weights::ROWS;
@@ -20,12 +20,12 @@ pub(super) const BLOCKS: usize = SUPER * KEYS / BLOCK;
 const P_SHIFT: i32 = 5;
 
 /// What p is multiplied by.
-pub(super) fn weight<H: Half>() -> f32 {
+pub(super) fn weight<H: Form>() -> f32 {
     f32::from_bits(((127 + shift::<H>()) as u32) << 23)
 }
 
 /// The logarithm to the base 2 of [`weight`].
-pub(super) fn shift<H: Half>() -> i32 {
+pub(super) fn shift<H: Form>() -> i32 {
     if H::NARROW { P_SHIFT } else { 0 }
 }
 
@@ -141,7 +141,7 @@ impl<'a> MatrixTiles<'a> {
     /// # Safety
     /// As [`super::Tiled::work`].
     #[inline(always)]
-    pub(super) unsafe fn load<H: Half>(&mut self, c: &AttendBackward, kv: u32) {
+    pub(super) unsafe fn load<H: Form>(&mut self, c: &AttendBackward, kv: u32) {
         (self.finite_k, self.finite_v) = (true, true);
         let (k_len, v_len) = (Amx::<H>::keys_len(c.k.dim as usize), Amx::<H>::keys_len(c.v.dim as usize));
         for (i, slots) in self.slots[..self.n].iter().enumerate() {
@@ -201,7 +201,7 @@ impl<'a> MatrixTiles<'a> {
 
     /// Makes the factor small enough for these rows, and the sums so far with it.
     #[inline(always)]
-    pub(super) fn bring_into_range<H: Half>(&mut self, d_pad: usize, dv: usize, largest: u16) {
+    pub(super) fn bring_into_range<H: Form>(&mut self, d_pad: usize, dv: usize, largest: u16) {
         if !H::NARROW {
             self.factor = 1.0;
             return;
@@ -226,7 +226,7 @@ impl<'a> MatrixTiles<'a> {
     /// # Safety
     /// The keys' rows and the head are within dk and dv, which this unit alone touches there.
     #[inline(always)]
-    pub(super) unsafe fn write<H: Half>(&self, c: &AttendBackward, head: u32) {
+    pub(super) unsafe fn write<H: Form>(&self, c: &AttendBackward, head: u32) {
         let scale = if self.factor == 0.0 { 0.0 } else { c.score.scale as f32 / self.factor };
         for (tile, slots) in self.slots[..self.n].iter().enumerate() {
             for (j, &row) in slots.row[..slots.n].iter().enumerate() {

@@ -2,8 +2,9 @@
 //! What the backward pass on matrix units does to single blocks: p and ds of 32 keys with 32 lanes, rows packed in pairs,
 //! and what is not finite.
 
-use super::super::amx::{HIGH, LOW, PANEL, TILE, part, row_of};
-use super::super::halves::Half;
+use super::super::amx::{HIGH, LOW, PANEL, TILE};
+use super::super::forms::Form;
+use super::super::rows::address;
 use super::super::simd::{Real, Vector};
 use super::super::stream::BLOCK;
 use super::super::tile::{Lanes, Scoring};
@@ -42,7 +43,7 @@ impl Of<'_> {
     /// # Safety
     /// AVX-512 with BW and BF16 is present; all are as large as their comments say.
     #[inline(always)]
-    pub(super) unsafe fn gradients<H: Half, const CAREFUL: bool, const MASKED: bool>(&self, out: &Out) {
+    pub(super) unsafe fn gradients<H: Form, const CAREFUL: bool, const MASKED: bool>(&self, out: &Out) {
         // SAFETY: keys are within the block, lanes within the panel.
         unsafe {
             let (low, high) = (_mm512_loadu_si512(LOW.as_ptr().cast()), _mm512_loadu_si512(HIGH.as_ptr().cast()));
@@ -58,9 +59,9 @@ impl Of<'_> {
                         (p[w], ds[w]) = self.one::<CAREFUL, MASKED>(j + u, 16 * w);
                         w += 1;
                     }
-                    ds_rows[u] = H::row(ds[0], ds[1]);
+                    ds_rows[u] = H::row(ds[0], ds[1])[0];
                     let to = (j + u) / 16 * PANELS * TILE + (j + u) % 16 * 32;
-                    _mm512_storeu_si512(out.p.add(to).cast(), H::row(p[0], p[1]));
+                    _mm512_storeu_si512(out.p.add(to).cast(), H::row(p[0], p[1])[0]);
                     _mm512_storeu_si512(out.ds.add(to).cast(), ds_rows[u]);
                     u += 1;
                 }
@@ -113,7 +114,7 @@ impl Of<'_> {
 /// # Safety
 /// As [`Engine::queries`].
 #[inline(always)]
-pub(super) unsafe fn pack_pairs<H: Half>(lanes: &Lanes<f32>, t: &RawTensor, to: &mut [u16]) -> (u128, u16) {
+pub(super) unsafe fn pack_pairs<H: Form>(lanes: &Lanes<f32>, t: &RawTensor, to: &mut [u16]) -> (u128, u16) {
     let dim = t.dim as usize;
     let deep = dim.next_multiple_of(32) / 16;
     let mut bad = 0;
@@ -128,7 +129,7 @@ pub(super) unsafe fn pack_pairs<H: Half>(lanes: &Lanes<f32>, t: &RawTensor, to: 
                 for (i, x) in both.iter_mut().enumerate() {
                     let lane = 2 * pair + i;
                     if lane < lanes.n {
-                        *x = part(row_of(t, lanes.row[lane], lanes.head[lane]), at, dim);
+                        *x = H::load(address(t, lanes.row[lane], lanes.head[lane]), at, dim)[0];
                         let size = _mm512_and_si512(*x, _mm512_set1_epi16(0x7fff));
                         let finite = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(H::INFINITY as i16));
                         if finite != u32::MAX {
@@ -157,7 +158,7 @@ pub(super) unsafe fn pack_pairs<H: Half>(lanes: &Lanes<f32>, t: &RawTensor, to: 
 /// # Safety
 /// All are as large as for the product of `block` with the panels `panels`.
 #[cold]
-pub(super) unsafe fn not_finite_lanes<H: Half>(
+pub(super) unsafe fn not_finite_lanes<H: Form>(
     lanes: &Lanes<f32>,
     t: &RawTensor,
     bad: u128,
@@ -178,12 +179,14 @@ pub(super) unsafe fn not_finite_lanes<H: Half>(
             // SAFETY: the lane's row is within `t`, and `to` has room for the product of `block` with `panels` (the
             // contract).
             let (row, to) = unsafe {
-                let row = row_of(t, lanes.row[lane], lanes.head[lane]);
-                (core::slice::from_raw_parts(row, dim), core::slice::from_raw_parts_mut(to.add(key * ld), dim))
+                let row = address(t, lanes.row[lane], lanes.head[lane]);
+                (row, core::slice::from_raw_parts_mut(to.add(key * ld), dim))
             };
-            for (to, &x) in to.iter_mut().zip(row) {
-                if x & 0x7fff >= H::INFINITY {
-                    *to += weight * H::widen(x);
+            for (d, to) in to.iter_mut().enumerate() {
+                // SAFETY: as above.
+                let x = unsafe { H::read(row.add(d * H::SIZE)) };
+                if !H::is_tame(x) {
+                    *to += weight * x;
                 }
             }
         }

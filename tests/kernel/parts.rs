@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! f32 and f16 as sums of bf16 numbers (AMX): no digits are lost, and numbers that bf16 does not hold are themselves.
+//!
+//! Every instruction set is asked the same: the error of f32 against f64 is compared with that of the portable kernels,
+//! and rows with an infinity, a NaN, or a number that would be rounded to infinity, with the reference.
+
+use crate::harness::*;
+use cpattn::call::{Attend, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+use cpattn::kernel::cpu::{self, Dims, Isa, Scratch};
+use cpattn::kernel::reference::Attention;
+use cpattn::{Dtype, Element};
+use half::f16;
+
+const DIM: usize = 128;
+
+/// q, k and v of one head, and what comes of them without a mask.
+struct One<E> {
+    q: Vec<E>,
+    k: Vec<E>,
+    v: Vec<E>,
+}
+
+impl<E: Element<Acc = f32>> One<E> {
+    fn new(rows: usize, keys: usize) -> Self {
+        let mut random = Random::new(77);
+        let mut numbers = |n: usize| (0..n * DIM).map(|_| E::from_f64(random.normal())).collect();
+        Self { q: numbers(rows), k: numbers(keys), v: numbers(keys) }
+    }
+
+    fn score() -> Score {
+        score(DIM, i64::MAX, i64::MAX)
+    }
+
+    fn expected(&self) -> (Vec<f64>, Vec<f64>) {
+        let wide = |x: &[E]| x.iter().map(|x| x.to_f64()).collect::<Vec<_>>();
+        let lengths = [&self.q, &self.k].map(|x| [0, (x.len() / DIM) as i32]);
+        let out = Attention {
+            q: &wide(&self.q),
+            k: &wide(&self.k),
+            v: &wide(&self.v),
+            cu_seqlens_q: &lengths[0],
+            cu_seqlens_k: &lengths[1],
+            q_start: &[0],
+            heads: 1,
+            kv_heads: 1,
+            head_dim: DIM,
+            value_dim: DIM,
+            score: Self::score(),
+            alibi_slopes: None,
+            sinks: None,
+        }
+        .forward();
+        (out.o, out.lse)
+    }
+
+    /// o before it is rounded, and lse.
+    fn found(&mut self, isa: Isa) -> (Vec<f64>, Vec<f64>) {
+        fn raw<T: Element>(x: &mut [T], dim: usize) -> RawTensor {
+            RawTensor::compact(x.as_mut_ptr().cast(), T::DTYPE, (x.len() / dim) as u64, 1, dim as u32)
+        }
+        let (rows, keys) = (self.q.len() / DIM, self.k.len() / DIM);
+        let (mut o, mut words) = (vec![f32::NAN; rows * DIM], vec![f32::NAN; 2 * rows]);
+        let mut scratch = Scratch::with_isa(1, isa).unwrap();
+        scratch.reserve(&Dims { head_dim: DIM as u32, value_dim: DIM as u32, dtype: E::DTYPE });
+        let range = Range::plain(0, rows as u32, 0, 0);
+        let q = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::First }];
+        let k = [Range::plain(0, keys as u32, 0, 0)];
+        let call = Attend {
+            q: raw(&mut self.q, DIM),
+            k: raw(&mut self.k, DIM),
+            v: raw(&mut self.v, DIM),
+            running: raw(&mut o, DIM),
+            running_lse: raw(&mut words, 2),
+            o: RawTensor::NONE,
+            lse: RawTensor::NONE,
+            alibi_slopes: RawTensor::NONE,
+            sinks: RawTensor::NONE,
+            heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+            score: Self::score(),
+            ranges: Ranges { q: &q, k: &k, pairs: &[0] },
+            aligned: false,
+        };
+        // SAFETY: the tensors are the vectors above, alive and used by nobody else.
+        unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
+        let lse = words.chunks(2).map(|x| f64::from(x[0]) + f64::from(x[1])).collect();
+        (o.into_iter().map(f64::from).collect(), lse)
+    }
+}
+
+/// Neither o nor lse errs more than with multiply-adds of f32, by the rule of errors: 1.1 times that, and 4 roundings.
+#[test]
+fn parts_lose_no_digits() {
+    for keys in [40, 1000] {
+        let mut one = One::<f32>::new(64, keys);
+        let expected = one.expected();
+        let mut error = |isa| {
+            let (o, lse) = one.found(isa);
+            let mut rms = Rms::default();
+            rms.add(&o, &expected.0);
+            let lse = lse.iter().zip(&expected.1).map(|(x, y)| (x - y).powi(2)).sum::<f64>() / lse.len() as f64;
+            (rms.relative(0.0), lse.sqrt())
+        };
+        let (o, lse) = error(Isa::Portable);
+        for isa in isas::<f32>() {
+            let found = error(isa);
+            println!("{keys} keys, {isa}: o {:e}, lse {:e}; portable o {o:e}, lse {lse:e}", found.0, found.1);
+            let rounding = 4.0 * Dtype::F32.unit_roundoff();
+            assert!(found.0 <= 1.1 * o + rounding && found.1 <= 1.1 * lse + rounding, "{isa}: {found:?}");
+        }
+    }
+}
+
+/// Rows and keys with numbers that have no parts, and all the others beside them, as the reference has them.
+#[test]
+fn numbers_without_parts() {
+    fn check<E: Element<Acc = f32>>(huge: f64) {
+        for isa in isas::<E>() {
+            // Which tensor, which row, and what its element 3 becomes.
+            for (tensor, row, x) in [
+                (0, 5, f64::NEG_INFINITY),
+                (0, 5, huge),
+                (1, 9, f64::INFINITY),
+                (1, 9, f64::NEG_INFINITY),
+                (1, 37, -huge),
+                (1, 9, f64::NAN),
+                (2, 37, f64::INFINITY),
+                (2, 9, f64::NAN),
+                (2, 9, huge),
+            ] {
+                let mut one = One::<E>::new(40, 50);
+                // Scores with a huge number are to be like others.
+                for x in [&mut one.q, &mut one.k] {
+                    x.iter_mut().skip(3).step_by(DIM).for_each(|x| *x = E::from_f64(x.to_f64() * 16.0 / huge));
+                }
+                [&mut one.q, &mut one.k, &mut one.v][tensor][row * DIM + 3] = E::from_f64(x);
+                let (expected, found) = (one.expected(), one.found(isa));
+                for (what, found, expected) in [("o", found.0, expected.0), ("lse", found.1, expected.1)] {
+                    for (i, (x, y)) in found.iter().zip(&expected).enumerate() {
+                        // Infinite and NaN together; what lies beyond f32 is infinite there.
+                        let y = f64::from(*y as f32);
+                        let same =
+                            if y.is_nan() { x.is_nan() } else { x == &y || (x - y).abs() <= 2e-5 * (1.0 + y.abs()) };
+                        assert!(same, "{what}[{i}] is {x}, expected {y}: {isa}, {} {tensor} {row}", E::DTYPE);
+                    }
+                }
+            }
+        }
+    }
+    check::<f32>(f64::from(f32::MAX));
+    check::<f16>(f16::MAX.to_f64());
+}
