@@ -297,7 +297,7 @@ impl<H: Form> Engine for Amx<H> {
     unsafe fn scores(k: &[u16], q: *const u16, dim: usize, s: *mut f32, keys: Range<usize>, _: usize) {
         for key in keys.step_by(32) {
             // SAFETY: the tiles of 32 keys, of a panel of q, and of as many rows of `s`.
-            unsafe { H::product(&scores_of::<H>(k.as_ptr(), q, dim, s.add(key * PANEL), key)) };
+            unsafe { H::product(&scores_of(k.as_ptr(), q, dim, s.add(key * PANEL), key, H::PARTS)) };
         }
     }
 
@@ -326,7 +326,7 @@ impl<H: Form> Engine for Amx<H> {
     unsafe fn weigh(v: &Values<u16>, _: *const f32, p: *const u16, o: *mut f32, keys: Range<usize>, _: usize) {
         for d in (0..v.tensor.dim as usize).step_by(32) {
             // SAFETY: the tiles of 32 dims, of the panel's p, and of as many rows of `o`.
-            unsafe { H::product(&values_of::<H>(v.tile.as_ptr(), p, o, d, &keys)) };
+            unsafe { H::product(&values_of(v.tile.as_ptr(), p, o, d, &keys, H::PARTS)) };
         }
         if !v.finite {
             // SAFETY: as above.

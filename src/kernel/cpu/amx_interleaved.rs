@@ -60,7 +60,7 @@ impl Later {
     #[inline(always)]
     unsafe fn next<H: Form>(&mut self) -> Product {
         // SAFETY: the dims from `d` on are those of v and o (the contract).
-        let product = unsafe { values_of::<H>(self.v, self.p, self.o, self.d, &self.keys) };
+        let product = unsafe { values_of(self.v, self.p, self.o, self.d, &self.keys, H::PARTS) };
         self.d += 32;
         product
     }
@@ -112,7 +112,7 @@ impl<H: Form> Steps<'_, H> {
                 if self.quota > 0 {
                     self.quota -= 1;
                     *p = self.later.next::<H>();
-                    begin::<H>(p);
+                    begin(p, H::PARTS);
                 }
             }
         }
@@ -210,7 +210,7 @@ impl Panel<'_> {
                 };
                 let mut queue = Steps::<H> { product, quota, later, half: PhantomData };
                 if steps > 0 {
-                    begin::<H>(&queue.product);
+                    begin(&queue.product, H::PARTS);
                 }
                 if self.scores.covers[key / BLOCK] == Cover::All {
                     self.block::<H, false>(key, s, log2, &mut r, &mut queue, steps);
@@ -245,7 +245,7 @@ impl Panel<'_> {
     #[inline(always)]
     unsafe fn product<H: Form>(&self, of: &Operands<u16>, key: usize, half: usize) -> Product {
         // SAFETY: the key is within the tile, and each half has room for a block (the contract).
-        unsafe { scores_of::<H>(of.k.as_ptr(), of.q, of.dim, self.s.add(half * BLOCK * PANEL), key) }
+        unsafe { scores_of(of.k.as_ptr(), of.q, of.dim, self.s.add(half * BLOCK * PANEL), key, H::PARTS) }
     }
 
     /// p of the block at `key`, with `steps` steps of products spread over its vectors.

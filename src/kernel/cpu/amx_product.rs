@@ -6,7 +6,6 @@
 //! to that of the first parts. From one to the next either the left or the right operand stays.
 
 use super::arena::KEYS;
-use super::forms::Form;
 use core::arch::asm;
 use core::arch::x86_64::{_mm512_add_ps, _mm512_load_ps, _mm512_loadu_ps, _mm512_storeu_ps};
 use core::ops::Range;
@@ -36,24 +35,31 @@ pub(super) struct Product {
     pub add: bool,
 }
 
-/// The product of the 32 keys from `key` on with a panel of q, to 32 rows of scores at `s`.
+/// The product of the 32 keys from `key` on with a panel of q, to 32 rows of scores at `s`. Operands are of `parts` parts.
 ///
 /// # Safety
 /// `k` and `q` are as long as the engine says, and `key` is within the tile.
 #[inline(always)]
-pub(super) unsafe fn scores_of<F: Form>(k: *const u16, q: *const u16, dim: usize, s: *mut f32, key: usize) -> Product {
-    let deep = dim.div_ceil(32) * F::PARTS;
+pub(super) unsafe fn scores_of(
+    k: *const u16,
+    q: *const u16,
+    dim: usize,
+    s: *mut f32,
+    key: usize,
+    parts: usize,
+) -> Product {
+    let deep = dim.div_ceil(32) * parts;
     // SAFETY: the tiles of 32 keys are within k, those of a panel within q, and `s` has 32 rows.
     unsafe {
         let a0 = k.add(key / 16 * deep * TILE);
         Product {
             a0,
             a1: a0.add(deep * TILE),
-            a_step: 2 * TILE * F::PARTS,
+            a_step: 2 * TILE * parts,
             b0: q,
             b1: q.add(deep * TILE),
-            b_step: 2 * TILE * F::PARTS,
-            steps: deep / F::PARTS,
+            b_step: 2 * TILE * parts,
+            steps: deep / parts,
             c0: s,
             c1: s.add(16 * PANEL),
             ldc: 4 * PANEL,
@@ -67,15 +73,16 @@ pub(super) unsafe fn scores_of<F: Form>(k: *const u16, q: *const u16, dim: usize
 /// # Safety
 /// `v`, `p` and `o` are as long as the engine says; `d` is within v, and the keys within the tile.
 #[inline(always)]
-pub(super) unsafe fn values_of<F: Form>(
+pub(super) unsafe fn values_of(
     v: *const u16,
     p: *const u16,
     o: *mut f32,
     d: usize,
     keys: &Range<usize>,
+    parts: usize,
 ) -> Product {
     let block = keys.start / 32;
-    let tile = TILE * F::PARTS;
+    let tile = TILE * parts;
     // SAFETY: the tiles of 32 dims are within v, those of the keys within v and p, and `o` has the rows of the dims.
     unsafe {
         let a0 = v.add((d / 16 * (KEYS / 32) + block) * tile);
@@ -262,11 +269,11 @@ three!(product, product_three);
 /// Tiles are configured; those of C are 16 rows of 64 bytes, valid for reads where it is added to. Until [`end`] no other
 /// product may be begun on this thread: results stay in tile registers 0 to 3.
 #[inline(always)]
-pub(super) unsafe fn begin<F: Form>(p: &Product) {
+pub(super) unsafe fn begin(p: &Product, parts: usize) {
     // SAFETY: the blocks read what the caller vouches for, change tile registers alone, which the compiler does not use
     // (see above), and leave the stack alone.
     unsafe {
-        if p.add && F::PARTS == 1 {
+        if p.add && parts == 1 {
             asm!(
                 "tileloadd tmm0, [{c0} + {ldc}]",
                 "tileloadd tmm1, [{c0} + {ldc} + 64]",
