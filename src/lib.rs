@@ -10,14 +10,16 @@
 //! | [`mesh`], [`layout`], [`heads`] | which tokens and heads a rank holds |
 //! | [`plan`] | problem × mesh × layout → [`Plan`]; explanations, shards, automatic choices |
 //! | [`schedule`] | a plan as lists of operations, one for each rank; their proof |
+//! | [`call`] | what a kernel is told: ranges, scores, heads, tensors |
 //! | [`kernel`] | attention over ranges, transforms, merges: reference, CPU, CUDA |
 //! | [`transport`] | exchange: threads of one process, devices of one process, processes over MPI, yours |
 //! | [`runtime`] | a [`Rank`] runs plans |
+//! | [`report`] | what a plan costs and why, bounds, traces and timelines |
 //! | [`tensor`], [`element`], [`error`] | typed views, element types, typed refusals |
 //!
 //! Data flows one way: plan → schedule → runtime → kernel and transport. Everything down to the schedule touches no memory
 //! of the caller's and is `no_std` with `alloc`; the rest needs the feature `std` (default). `rayon` spreads CPU kernels,
-//! `cuda` adds the CUDA backend, `mpi` ranks over MPI, `capi` the C interface.
+//! `cuda` adds the CUDA backend, `nccl` ranks over NCCL, `mpi` ranks over MPI, `capi` the C interface.
 #![cfg_attr(feature = "std", doc = "")]
 #![cfg_attr(feature = "std", doc = include_str!("../README.md"))]
 #![cfg_attr(not(feature = "std"), no_std)]

@@ -36,6 +36,8 @@ mod extent;
 mod overlap;
 
 pub use check::expect;
+#[cfg(feature = "std")]
+pub(crate) use check::expect_dims;
 pub use device::{DeviceView, DeviceViewMut};
 pub use overlap::disjoint;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The two all-to-alls on their own, and a kernel that no ring could merge between them.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cpattn::{
     Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Side, View, ViewMut, plan::AttentionKind, schedule::ALIGNMENT,
@@ -198,4 +198,36 @@ fn tensors_lie_apart_from_a_lent_workspace() {
     let text = refused.unwrap_err().to_string();
     assert!(text.contains("from") && text.contains("overlaps") && text.contains("workspace"), "{text}");
     drop(rank);
+}
+
+/// Planning and both calls refuse by name what no machine could address, and shapes are named as an all-to-all has them.
+#[test]
+fn dims_are_refused_by_name() {
+    let huge = Problem::new(Batch::from_lengths(&[1 << 30]).unwrap(), 128, 2, 4, Dtype::F32);
+    let plan = Plan::new(&huge, Mesh::single(), Layout::Contiguous).unwrap();
+    let mut rank = Rank::new(local::group(1, Duration::from_secs(1)).unwrap().remove(0));
+    let most = i64::MAX as u64 / ((1 << 30) * 128 * 32);
+    let words = format!("dim is 4294967295, expected at most {most}, for 1073741824 tokens of 128 heads");
+    let dim = u32::MAX as usize;
+    assert_eq!(rank.prepare_all_to_all(&plan, Side::Q, dim, Dtype::F32).unwrap_err().to_string(), words);
+    assert_eq!(rank.all_to_all_workspace_bytes(&plan, Side::Q, dim, Dtype::F32).unwrap_err().to_string(), words);
+    assert_eq!(rank.all_to_all_workspace_bytes(&plan, Side::Q, most as usize, Dtype::F32), Ok(0));
+
+    let small = Problem::new(Batch::from_lengths(&[3]).unwrap(), 2, 2, 4, Dtype::F32);
+    let plan = Plan::new(&small, Mesh::single(), Layout::Contiguous).unwrap();
+    let (from, mut to) = ([0f32; 24], [0f32; 30]);
+    let (from, to) = (View::new(&from, 3, 2, 4).unwrap(), ViewMut::new(&mut to, 3, 2, 5).unwrap());
+    let error = rank.to_tokens(&plan, Side::Q, from, to).unwrap_err().to_string();
+    assert!(error.starts_with("to.dim is 5, expected 4"), "{error}");
+}
+
+/// Times count from a moment that has passed.
+#[test]
+fn an_epoch_that_has_not_come_is_refused() {
+    let mut rank = Rank::new(local::group(1, Duration::from_secs(1)).unwrap().remove(0));
+    let later = Instant::now() + Duration::from_secs(3600);
+    let error = rank.record(later, 8).unwrap_err().to_string();
+    assert!(error.contains("epoch is 3599.") && error.contains("a moment that has passed"), "{error}");
+    rank.record(later, 0).unwrap();
+    rank.record(Instant::now(), 8).unwrap();
 }

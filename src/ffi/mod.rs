@@ -9,7 +9,7 @@
 //! - `status`: the one boundary that no panic crosses, statuses, the thread's last error;
 //! - `handle`: opaque handles, and how dead ones are told from live ones;
 //! - `input`: structs with a size, arrays, flags, results; `dlpack`: tensors;
-//! - `plan`, `shard`, `transport` (with `table`, `mpi`, `nccl`), `rank`: the calls of the whole job, in the header's order;
+//! - `plan`, `shard`, `transport` (with `table`, `mpi`, `nccl`), `rank`, `trace`: the calls of the whole job, in the header's order;
 //! - `scratch`, `ranges`, `attend`, `blocks`: the kernels by themselves.
 //!
 //! CPU and devices are told apart in three places: where a tensor says it lies (`dlpack`), where a rank is made, and where
@@ -35,6 +35,7 @@ mod scratch;
 mod shard;
 mod status;
 mod table;
+mod trace;
 mod transport;
 
 pub use attend::*;
@@ -49,4 +50,5 @@ pub use scratch::*;
 pub use shard::*;
 pub use status::*;
 pub use table::*;
+pub use trace::*;
 pub use transport::*;

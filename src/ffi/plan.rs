@@ -348,6 +348,24 @@ pub unsafe extern "C" fn cpattn_plan_verify(plan: *const cpattn_plan) -> i32 {
     })
 }
 
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_verify_all_to_all(
+    plan: *const cpattn_plan,
+    side: i32,
+    dim: u32,
+    dtype: i32,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let plan = unsafe { handle::borrow(plan) }?;
+        let (side, dtype) = (self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
+        for way in [Way::ToHeads, Way::ToTokens] {
+            plan.verify_all_to_all(AllToAll { way, side, dim, dtype })?;
+        }
+        Ok(())
+    })
+}
+
 pub(super) fn direction(value: i32) -> Result<Direction> {
     one_of("direction", value, &[Direction::Forward, Direction::Backward])
 }

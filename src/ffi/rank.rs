@@ -6,6 +6,7 @@
 
 use core::ffi::c_void;
 use std::{
+    collections::VecDeque,
     format,
     sync::{Mutex, MutexGuard, TryLockError},
 };
@@ -24,6 +25,7 @@ use crate::{
     device::Device,
     error::{Error, Result},
     plan::Plan,
+    report::trace,
     runtime::{self, Bindings, Rank},
     schedule::{AllToAll, Direction, TensorId, Way},
 };
@@ -82,6 +84,8 @@ versioned! {
 #[derive(Debug)]
 pub struct RankState {
     rank: Mutex<Rank>,
+    /// What the rank recorded and C has not taken.
+    pub(super) untaken: Mutex<VecDeque<trace::Event>>,
     device: Device,
     handle: runtime::AbortHandle,
     /// What the rank asks of its device beyond kernels.
@@ -97,7 +101,7 @@ impl HandleKind for RankState {
 }
 
 impl RankState {
-    fn lock(&self) -> Outcome<MutexGuard<'_, Rank>> {
+    pub(super) fn lock(&self) -> Outcome<MutexGuard<'_, Rank>> {
         match self.rank.try_lock() {
             Ok(rank) => Ok(rank),
             // A rank that panicked has aborted its transport: what comes next says so.
@@ -159,6 +163,7 @@ pub unsafe extern "C" fn cpattn_rank_create(
         let (device, handle) = (rank.device(), rank.handle());
         out.write(handle::create(RankState {
             rank: Mutex::new(rank),
+            untaken: Mutex::default(),
             device,
             handle,
             #[cfg(feature = "cuda")]

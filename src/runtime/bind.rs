@@ -10,7 +10,7 @@ use crate::{
     error::{Error, Result},
     plan::Plan,
     schedule::{ALIGNMENT, Buf, OWN_HEADS, OpKind, Schedule, TensorId},
-    tensor::{disjoint, expect},
+    tensor::{disjoint, expect_dims},
 };
 
 /// One tensor for each name; [`RawTensor::NONE`] where a direction has no use for one.
@@ -77,7 +77,11 @@ impl Bindings {
                 return Err(Error::invalid(name, "not given", format!("{dtype} of shape {shape:?}"))
                     .hint("a rank without tokens gives a tensor of 0 rows"));
             }
-            expect(name, raw, dtype, shape).map_err(|error| {
+            let innermost = match expected.run {
+                Purpose::Attention(_) => "head_dim",
+                Purpose::AllToAll(_) => "dim",
+            };
+            expect_dims(name, raw, dtype, shape, innermost).map_err(|error| {
                 // The usual reason is a tensor of the whole batch, or a cu_seqlens that ends elsewhere.
                 let tokens = raw.dtype == dtype && raw.tokens != shape[0] as u64;
                 if tokens { error.hint(expected.tokens_hint(tensor)) } else { error }

@@ -218,10 +218,14 @@ impl Rank {
     /// into a graph, and replays of graphs are not recorded.
     ///
     /// # Errors
-    /// A capacity above 2^24; the driver's.
+    /// A capacity above 2^24; an epoch that has not come yet; the driver's.
     pub fn record(&mut self, epoch: Instant, capacity: usize) -> Result<()> {
         if capacity > MOST_RECORDED {
             return Err(Error::invalid("capacity", capacity, std::format!("at most {MOST_RECORDED} operations")));
+        }
+        if let Some(ahead) = epoch.checked_duration_since(Instant::now()).filter(|a| capacity > 0 && !a.is_zero()) {
+            let found = std::format!("{ahead:?} from now");
+            return Err(Error::invalid("epoch", found, "a moment that has passed, since times count from it"));
         }
         match &mut self.engine {
             Engine::Host(rank) => {

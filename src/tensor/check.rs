@@ -27,11 +27,22 @@ use core::ops::Range;
 /// [`Error::Invalid`] naming the part (`k.dtype`, `k.tokens`, `k.heads`, `k.head_dim`, …), its value and the one
 /// expected.
 pub fn expect(name: &'static str, t: &RawTensor, dtype: Dtype, shape: [usize; 3]) -> Result<()> {
+    expect_dims(name, t, dtype, shape, "head_dim")
+}
+
+/// As [`expect`], with the word for the innermost dimension.
+pub(crate) fn expect_dims(
+    name: &'static str,
+    t: &RawTensor,
+    dtype: Dtype,
+    shape: [usize; 3],
+    innermost: &'static str,
+) -> Result<()> {
     if t.dtype != dtype {
         return Err(Error::invalid(part(name, "dtype"), t.dtype, dtype));
     }
     let found = [t.tokens, u64::from(t.heads), u64::from(t.dim)];
-    for ((what, found), expected) in ["tokens", "heads", "head_dim"].into_iter().zip(found).zip(shape) {
+    for ((what, found), expected) in ["tokens", "heads", innermost].into_iter().zip(found).zip(shape) {
         if found != expected as u64 {
             return Err(Error::invalid(part(name, what), found, expected));
         }

@@ -49,6 +49,13 @@ static void *run(void *argument) {
     for (int h = 0; h < HEADS; h++)
       for (int d = 0; d < DIM; d++) x[(i * HEADS + h) * DIM + d] = input(tokens[i], h, d);
   cpattn_tensor from = tensor(x, own), mid = tensor(at_heads, held), to = tensor(y, own);
+  cpattn_event list[8];
+  size_t count = 1;
+  uint64_t began = 0, ended = 0;
+  LOCKED(OK(cpattn_rank_trace(rank, NULL, 0, &count)));
+  LOCKED(failures += count != 0);
+  LOCKED(OK(cpattn_clock(&began)));
+  LOCKED(OK(cpattn_rank_record(rank, 64)));
   for (int round = 0; round < 2; round++) {
     int32_t first = cpattn_rank_to_heads(rank, plan, CPATTN_Q, &from, &mid, NULL);
     LOCKED(OK(first));
@@ -58,6 +65,31 @@ static void *run(void *argument) {
     int32_t second = cpattn_rank_to_tokens(rank, plan, CPATTN_Q, &mid, &to, NULL);
     LOCKED(OK(second));
   }
+  LOCKED(OK(cpattn_clock(&ended)));
+  /* Asked for one operation at a time, and the rest is kept. */
+  size_t all = 0, taken = 0, exchanges = 0;
+  LOCKED(OK(cpattn_rank_trace(rank, NULL, 0, &all)));
+  LOCKED(failures += all < 4);
+  for (count = 1; taken < all; taken++) {
+    memset(list, 0xff, sizeof list);
+    LOCKED(OK(cpattn_rank_trace(rank, list, 1, &count)));
+    const cpattn_event *e = &list[0];
+    int exchange = strcmp(e->name, "exchange") == 0;
+    exchanges += (size_t)exchange;
+    LOCKED(failures += count != all - taken || e->rank != number || e->start_ns < began || e->end_ns < e->start_ns ||
+                       e->end_ns > ended || e->lane != (exchange ? CPATTN_COMMUNICATION : CPATTN_COMPUTE) ||
+                       (e->bytes > 0) != exchange || strcmp(e->phase, "all-to-all") != 0 || e->reserved != 0);
+  }
+  LOCKED(failures += exchanges != 4);
+  LOCKED(OK(cpattn_rank_trace(rank, list, 8, &count)));
+  LOCKED(failures += count != 0);
+  LOCKED(OK(cpattn_rank_trace_accuracy(rank, &ended)));
+  LOCKED(failures += ended != 0);
+  LOCKED(REFUSED(CPATTN_INVALID, "capacity is 16777217", cpattn_rank_record(rank, (1 << 24) + 1)));
+  LOCKED(REFUSED(CPATTN_INVALID, "count is NULL", cpattn_rank_trace(rank, list, 8, NULL)));
+  LOCKED(REFUSED(CPATTN_INVALID, "events is NULL", cpattn_rank_trace(rank, NULL, 1, &count)));
+  LOCKED(REFUSED(CPATTN_INVALID, "ns is NULL", cpattn_clock(NULL)));
+  LOCKED(OK(cpattn_rank_record(rank, 0)));
   for (int64_t i = 0; i < n; i++)
     for (int h = 0; h < HEADS; h++)
       for (int d = 0; d < DIM; d++) {
@@ -74,6 +106,11 @@ static void *run(void *argument) {
     LOCKED(OK(cpattn_plan_all_to_all_workspace(plan, 0, CPATTN_Q, DIM, CPATTN_F32, &bytes)));
     /* What travels to the other rank is packed first: its heads of this rank's tokens. */
     LOCKED(failures += bytes < (uint64_t)(n * (HEADS - heads) * DIM) * sizeof(float));
+    LOCKED(OK(cpattn_plan_verify_all_to_all(plan, CPATTN_Q, DIM, CPATTN_F32)));
+    LOCKED(OK(cpattn_plan_verify_all_to_all(plan, CPATTN_K, 1, CPATTN_BF16)));
+    LOCKED(REFUSED(CPATTN_INVALID, "side is 2", cpattn_plan_verify_all_to_all(plan, 2, DIM, CPATTN_F32)));
+    LOCKED(REFUSED(CPATTN_INVALID, "dtype is 9", cpattn_plan_verify_all_to_all(plan, CPATTN_Q, DIM, 9)));
+    LOCKED(REFUSED(CPATTN_INVALID, "dim is 0", cpattn_plan_verify_all_to_all(plan, CPATTN_Q, 0, CPATTN_F32)));
     LOCKED(OK(cpattn_rank_prepare_all_to_all(rank, plan, CPATTN_Q, DIM, CPATTN_F32)));
     LOCKED(REFUSED(CPATTN_INVALID, "dim is 0", cpattn_rank_prepare_all_to_all(rank, plan, CPATTN_Q, 0, CPATTN_F32)));
     LOCKED(REFUSED(CPATTN_INVALID, "dtype is 9", cpattn_rank_prepare_all_to_all(rank, plan, CPATTN_Q, DIM, 9)));

@@ -6,7 +6,7 @@
 //! ranks hold goes to each of them and is summed on the way back, in rank order: the way back is the transpose of the
 //! way there, so the same pair serves values and gradients.
 
-use alloc::vec::Vec;
+use alloc::{format, vec::Vec};
 
 use super::{
     builder::{Builder, Life},
@@ -23,11 +23,19 @@ impl Schedule {
     /// One rank's operations for the all-to-all of one tensor.
     ///
     /// # Errors
-    /// A rank outside the mesh; a tensor without an innermost dimension.
+    /// A rank outside the mesh; a tensor without an innermost dimension, or with one so large that a machine could not
+    /// address the tensors.
     pub fn all_to_all(plan: &Plan, rank: usize, all_to_all: AllToAll) -> Result<Self> {
         check_rank(plan, rank)?;
         if all_to_all.dim == 0 {
             return Err(Error::invalid("dim", 0, "at least 1"));
+        }
+        let (p, side) = (plan.problem(), all_to_all.side);
+        let heads = if side == Side::Q { p.heads() } else { p.kv_heads() };
+        let most = largest_dim(p.batch().tokens(side), heads, plan.mesh().ulysses);
+        if u64::from(all_to_all.dim) > most {
+            let expected = format!("at most {most}, for {} tokens of {heads} heads", p.batch().tokens(side));
+            return Err(Error::invalid("dim", all_to_all.dim, expected));
         }
         let mut b = Builder::new(plan, rank, Direction::Forward);
         b.out.dtype = all_to_all.dtype;
@@ -49,6 +57,13 @@ impl Schedule {
         }
         b.finish()
     }
+}
+
+/// The largest innermost dimension of which all tensors and buffers of a rank have fewer than 2^63 bytes: the two tensors
+/// and what is packed and summed, eight bytes an element, each head on every Ulysses rank.
+fn largest_dim(tokens: usize, heads: usize, ulysses: usize) -> u64 {
+    let rows = tokens as u128 * heads as u128 * ulysses as u128;
+    (i64::MAX as u128 / (rows * 4 * 8).max(1)).try_into().unwrap_or(u64::MAX)
 }
 
 /// First head and number of heads of Ulysses rank `u`.
