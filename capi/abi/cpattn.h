@@ -53,12 +53,13 @@
  *
  * CUDA GRAPHS. A run of a rank can be captured: call cpattn_rank_prepare (of an all-to-all,
  * cpattn_rank_prepare_all_to_all) before the capture begins, then cpattn_forward, cpattn_backward, cpattn_rank_to_heads
- * or cpattn_rank_to_tokens with the stream that is being captured. While a capture is under way, of other calls on the
- * rank only cpattn_rank_poll is allowed: the driver would end the capture with an error, and the rank with it. Each
- * replay reads and writes the tensors and the workspace that were given then. The rank must live until the last replay
- * is done, and a lent workspace stay valid as long. Ranks of cpattn_peer_group are captured into one graph, all of
- * them, their streams joined by events; over a table of the caller's own, and for kernels called alone, a stream that
- * is being captured is refused.
+ * or cpattn_rank_to_tokens with the stream that is being captured. While a run of the rank is being captured, calls that
+ * would end the capture are refused with CPATTN_UNSUPPORTED, and leave it valid: lending workspace and taking it back,
+ * preparing what is not prepared, cpattn_rank_record, and a run on a stream outside of the capture.
+ * cpattn_rank_poll is allowed. Each replay reads and writes the tensors and the workspace that were given then. The rank
+ * must live until the last replay is done, and a lent workspace stay valid as long. Ranks of cpattn_peer_group are
+ * captured into one graph, all of them, their streams joined by events; over a table of the caller's own, and for
+ * kernels called alone, a stream that is being captured is refused.
  *
  * STRUCTS OF OPTIONS begin with `struct_size` and are initialised with the macro of their name, never by hand: a
  * program then works with libraries of other ages. A shorter struct, of an earlier header, gets the defaults for what
@@ -366,7 +367,7 @@ typedef struct cpattn_transport cpattn_transport;
 int32_t cpattn_local_group(uint32_t world, uint64_t deadline_ms, cpattn_transport **transports);
 
 /* The same for tensors on CUDA devices: rank r is on devices[r], and ranks may share a device. The data moves by device
- * copies in stream order; the threads of the ranks meet at each exchange only to tell each other addresses, under the
+ * copies in stream order; the threads of the ranks meet at each exchange only to have the copies enqueued, under the
  * deadline, and never wait for a device. */
 int32_t cpattn_peer_group(uint32_t world, const int32_t *devices, uint64_t deadline_ms, cpattn_transport **transports);
 
@@ -568,6 +569,44 @@ int32_t cpattn_rank_prepare_all_to_all(cpattn_rank *rank, const cpattn_plan *pla
     int32_t dtype);
 int32_t cpattn_plan_all_to_all_workspace(const cpattn_plan *plan, uint32_t rank, int32_t side, uint32_t dim,
     int32_t dtype, uint64_t *bytes);
+
+/* Proves both all-to-alls of such tensors, as cpattn_plan_verify does forward and backward. Plans of any kind. */
+int32_t cpattn_plan_verify_all_to_all(const cpattn_plan *plan, int32_t side, uint32_t dim, int32_t dtype);
+
+#define CPATTN_COMPUTE 0
+#define CPATTN_COMMUNICATION 1
+
+/* One operation of a rank, as it ran. The times are on the clock of cpattn_clock. */
+typedef struct cpattn_event {
+  char name[32];     /* what it was: "attend", "exchange", ...; ends in a 0 */
+  char phase[32];    /* what for: "ring", "all-to-all", ... */
+  uint64_t start_ns;
+  uint64_t end_ns;
+  uint64_t bytes;    /* sent and received; 0 for what is no exchange */
+  uint32_t rank;
+  uint32_t step;     /* the ring step */
+  int32_t lane;      /* CPATTN_COMPUTE, CPATTN_COMMUNICATION */
+  uint32_t reserved; /* 0 */
+} cpattn_event;
+
+/* Nanoseconds of the clock that events are on, one for all ranks of the process. It stands at 0 when this function or
+ * cpattn_rank_record is first called. Ranks of several processes compare what it says at one moment. */
+int32_t cpattn_clock(uint64_t *ns);
+
+/* Starts to record what a rank does, for at most `capacity` operations from now on (2^24 at most), and as many again
+ * whenever cpattn_rank_trace has taken all of them; 0 stops. What was recorded before is gone. On a device an operation
+ * lies between two events with timing, which are made now, after a wait for what the rank enqueued; a run that records
+ * waits no more than others do, cannot be captured into a CUDA graph, and replays are not recorded. */
+int32_t cpattn_rank_record(cpattn_rank *rank, uint64_t capacity);
+
+/* Takes what was recorded, at most `capacity` operations, in the order in which they ended within each lane. *count is
+ * how many there are, those taken among them: what does not fit comes with the next call. events may be NULL when
+ * capacity is 0. On a device: operations that are over by now; wait for the run's stream first to have them all. */
+int32_t cpattn_rank_trace(cpattn_rank *rank, cpattn_event *events, size_t capacity, size_t *count);
+
+/* By how many nanoseconds the times of events may be off, beside the half microsecond of a device's events; 0 on the
+ * CPU, and while nothing is recorded. */
+int32_t cpattn_rank_trace_accuracy(const cpattn_rank *rank, uint64_t *ns);
 
 /* Whether anything has failed so far, on any rank, or on the device in what was enqueued; never waits. */
 int32_t cpattn_rank_poll(const cpattn_rank *rank);

@@ -44,6 +44,11 @@ int32_t cpattn_rank_prepare_all_to_all(cpattn_rank *rank, const cpattn_plan *pla
     int32_t dtype) { return 0; }
 int32_t cpattn_plan_all_to_all_workspace(const cpattn_plan *plan, uint32_t rank, int32_t side, uint32_t dim,
     int32_t dtype, uint64_t *bytes) { return 0; }
+int32_t cpattn_plan_verify_all_to_all(const cpattn_plan *plan, int32_t side, uint32_t dim, int32_t dtype) { return 0; }
+int32_t cpattn_clock(uint64_t *ns) { return 0; }
+int32_t cpattn_rank_record(cpattn_rank *rank, uint64_t capacity) { return 0; }
+int32_t cpattn_rank_trace(cpattn_rank *rank, cpattn_event *events, size_t capacity, size_t *count) { return 0; }
+int32_t cpattn_rank_trace_accuracy(const cpattn_rank *rank, uint64_t *ns) { return 0; }
 int32_t cpattn_rank_poll(const cpattn_rank *rank) { return 0; }
 int32_t cpattn_rank_abort(const cpattn_rank *rank) { return 0; }
 int32_t cpattn_scratch_create(uint32_t workers, cpattn_scratch **scratch) { return 0; }
@@ -79,6 +84,7 @@ cpattn_transport_table *keep_cpattn_transport_table(void) { return 0; }
 cpattn_rank_options *keep_cpattn_rank_options(void) { return 0; }
 cpattn_forward_args *keep_cpattn_forward_args(void) { return 0; }
 cpattn_backward_args *keep_cpattn_backward_args(void) { return 0; }
+cpattn_event *keep_cpattn_event(void) { return 0; }
 cpattn_range *keep_cpattn_range(void) { return 0; }
 cpattn_q_range *keep_cpattn_q_range(void) { return 0; }
 cpattn_ranges *keep_cpattn_ranges(void) { return 0; }

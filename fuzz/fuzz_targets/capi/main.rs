@@ -22,7 +22,7 @@ use cpattn::ffi::*;
 use libfuzzer_sys::fuzz_target;
 use pieces::pieces;
 use plans::{ask_plan, create_plan, move_rows};
-use ranks::{create_rank, create_transport, run};
+use ranks::{all_to_all, create_rank, create_transport, run, trace};
 use world::World;
 
 fuzz_target!(|data: &[u8]| {
@@ -37,7 +37,7 @@ fuzz_target!(|data: &[u8]| {
         used: 0,
     };
     while !b.0.is_empty() {
-        match b.below(12) {
+        match b.below(14) {
             0 | 1 if w.plans.len() < 6 => create_plan(&mut w, &mut b),
             2 => ask_plan(&mut w, &mut b),
             3 => move_rows(&mut w, &mut b),
@@ -71,6 +71,8 @@ fuzz_target!(|data: &[u8]| {
                 let name = unsafe { CStr::from_ptr(cpattn_status_name(b.number(12) as i32)) };
                 assert!(!name.is_empty() && !cpattn_last_error().is_null());
             }
+            11 => all_to_all(&mut w, &mut b),
+            12 => trace(&mut w, &mut b),
             _ => pieces(&mut w, &mut b),
         }
     }

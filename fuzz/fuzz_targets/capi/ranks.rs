@@ -163,3 +163,54 @@ pub fn run(w: &mut World, b: &mut Bytes) {
         }
     }
 }
+
+/// The all-to-alls of any plan, on tensors of about the right shapes or of any.
+pub fn all_to_all(w: &mut World, b: &mut Bytes) {
+    let (rank, plan) = (w.rank(b), w.plan(b));
+    let Some((nq, nk)) = share_of(plan, b) else { return };
+    let (side, n) = if b.byte() & 1 == 0 { (0, nq) } else { (1, nk) };
+    let (h, d, bits) = (1 + b.below(8) as i64, 1 + b.below(16) as i64, [16, 32, 32, 64][b.below(4) as usize]);
+    let side = if b.rarely() { b.number(4) as i32 } else { side };
+    w.used = 0;
+    let mut from = w.tensor(&[n, h, d], bits, b);
+    let mut to = w.tensor(&[n, h, d], bits, b);
+    let (dim, dtype, at) = (b.number(32) as u32, b.number(5) as i32, b.number(4) as u32);
+    let mut bytes = 0;
+    let stream = if b.rarely() { w.memory.as_mut_ptr().cast() } else { null_mut() };
+    unsafe {
+        let call = if b.byte() & 1 == 0 { cpattn_rank_to_heads } else { cpattn_rank_to_tokens };
+        called(call(rank, plan, side, from.as_ptr(), to.as_ptr(), stream));
+        let out = if b.rarely() { null_mut() } else { &raw mut bytes };
+        called(cpattn_plan_all_to_all_workspace(plan, at, side, dim, dtype, out));
+        // What is prepared allocates its workspace, and what is verified a table of all rows.
+        if dim < 64 {
+            called(cpattn_rank_prepare_all_to_all(rank, plan, side, dim, dtype));
+            if nq < 100 && nk < 100 {
+                let status = called(cpattn_plan_verify_all_to_all(plan, side, dim, dtype));
+                let fine = [CPATTN_OK, CPATTN_INVALID, CPATTN_INVALID_HANDLE];
+                assert!(fine.contains(&status), "an all-to-all that does not verify: {status}");
+            }
+        }
+    }
+}
+
+/// Traces: recorded for a while, and taken in pieces.
+pub fn trace(w: &mut World, b: &mut Bytes) {
+    let rank = w.rank(b);
+    let capacity = if b.rarely() { u64::MAX } else { b.below(64) };
+    let room = b.below(16) as usize;
+    // SAFETY: plain numbers.
+    let mut events: Vec<cpattn_event> = vec![unsafe { std::mem::zeroed() }; room];
+    let (mut count, mut ns) = (0usize, 0u64);
+    unsafe {
+        match b.below(4) {
+            0 => called(cpattn_rank_record(rank, capacity)),
+            1 => {
+                let list = if b.rarely() { null_mut() } else { events.as_mut_ptr() };
+                called(cpattn_rank_trace(rank, list, room, if b.rarely() { null_mut() } else { &mut count }))
+            }
+            2 => called(cpattn_rank_trace_accuracy(rank, if b.rarely() { null_mut() } else { &mut ns })),
+            _ => called(cpattn_clock(if b.rarely() { null_mut() } else { &mut ns })),
+        }
+    };
+}

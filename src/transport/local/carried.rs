@@ -34,13 +34,30 @@ impl Shared {
         carry([from, to], &mut next).inspect_err(|_| board.take_back(from, to))
     }
 
-    /// Wakes a rank whose batch is complete.
-    fn call_if_complete(&self, board: &mut Board, rank: usize) {
-        let place = &board.places[rank];
-        if place.phase == Phase::Exchange && place.unread + place.unwritten == 0 {
-            self.call(board, rank);
+    /// Notes that a rank whose batch is complete is to be woken.
+    fn call_if_complete(&self, board: &mut Board, rank: usize, called: &mut Called) {
+        let place = &mut board.places[rank];
+        if place.phase == Phase::Exchange && place.unread + place.unwritten == 0 && place.parked {
+            if called.count == called.ranks.len() {
+                return self.call(board, rank);
+            }
+            place.parked = false;
+            called.ranks[called.count] = rank;
+            called.count += 1;
         }
     }
+
+    /// Wakes them. The mutex is free by now: a rank that was woken before would run into it and sleep again.
+    fn wake(&self, called: &Called) {
+        called.ranks[..called.count].iter().for_each(|&rank| self.bells[rank].notify_one());
+    }
+}
+
+/// Ranks that are to be woken; what does not fit is woken at once.
+#[derive(Default)]
+struct Called {
+    ranks: [usize; 8],
+    count: usize,
 }
 
 impl Local {
@@ -61,7 +78,7 @@ impl Local {
         board.post(rank, sends, recvs);
         let mut patience = Patience::new(board.places[rank].moved);
         // What can move now: nothing else can until another rank comes, which then has it begun.
-        let mut outcome = Ok(());
+        let (mut outcome, mut called) = (Ok(()), Called::default());
         for peer in (0..shared.world).filter(|&peer| peer != rank) {
             for pair in [[peer, rank], [rank, peer]] {
                 // A failure takes all lists down, one after another: nothing is begun after it.
@@ -69,15 +86,25 @@ impl Local {
                     outcome = shared.carry(&mut board, pair, carry);
                 }
             }
-            shared.call_if_complete(&mut board, peer);
+            shared.call_if_complete(&mut board, peer, &mut called);
         }
         if outcome.is_err() {
             shared.fail(&mut board, rank, Cause::Failed);
         }
-        while outcome.is_ok() && board.places[rank].unread + board.places[rank].unwritten > 0 {
-            (board, outcome) = self.pause(board, label, &mut patience);
+        let open = |board: &Board| board.places[rank].unread + board.places[rank].unwritten > 0;
+        if outcome.is_ok() && open(&board) {
+            if called.count > 0 {
+                drop(board);
+                shared.wake(&std::mem::take(&mut called));
+                board = lock(&shared.board);
+            }
+            while outcome.is_ok() && open(&board) {
+                (board, outcome) = self.pause(board, label, &mut patience);
+            }
         }
         board.retire(rank);
+        drop(board);
+        shared.wake(&called);
         outcome
     }
 
