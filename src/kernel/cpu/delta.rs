@@ -170,6 +170,11 @@ mod tests {
                 check::<f32, FourLanes<f32>>(tokens, heads, dim);
                 check::<bf16, FourLanes<f32>>(tokens, heads, dim);
                 check::<f16, FourLanes<f32>>(tokens, heads, dim);
+                #[cfg(target_arch = "aarch64")]
+                {
+                    check::<f32, super::super::neon::Floats>(tokens, heads, dim);
+                    check::<bf16, super::super::neon::Floats>(tokens, heads, dim);
+                }
                 #[cfg(target_arch = "x86_64")]
                 if super::super::x86::has_avx2() && std::is_x86_feature_detected!("f16c") {
                     check::<f32, core::arch::x86_64::__m256>(tokens, heads, dim);

@@ -133,6 +133,7 @@ pub(super) trait Engine {
 }
 
 /// The operands of the scores of a panel with some keys of a tile.
+#[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "matrix units alone use all of it"))]
 pub(super) struct Operands<'a, T> {
     pub k: &'a [T],
     pub q: *const T,
@@ -141,6 +142,7 @@ pub(super) struct Operands<'a, T> {
 }
 
 /// A tile of v, or of k, and where it came from.
+#[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "matrix units alone use all of it"))]
 pub(super) struct Values<'a, T> {
     pub tile: &'a [T],
     pub finite: bool,

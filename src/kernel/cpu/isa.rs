@@ -14,8 +14,10 @@ use std::sync::OnceLock;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Isa {
-    /// Nothing in particular: whatever the compiler makes of plain arrays for the target (NEON on AArch64).
+    /// Nothing in particular: whatever the compiler makes of plain arrays for the target.
     Portable,
+    /// NEON, on every AArch64.
+    Neon,
     /// AVX2 and FMA.
     Avx2,
     /// AVX-512 F and DQ.
@@ -30,12 +32,13 @@ impl Isa {
     pub const VARIABLE: &'static str = "CPATTN_CPU_ISA";
 
     /// All there are, from the simplest on.
-    pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Amx];
+    pub const ALL: [Self; 5] = [Self::Portable, Self::Neon, Self::Avx2, Self::Avx512, Self::Amx];
 
     /// As the environment variable and tables spell it.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Portable => "portable",
+            Self::Neon => "neon",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
             Self::Amx => "amx",
@@ -49,6 +52,7 @@ impl Isa {
             static AMX: OnceLock<bool> = OnceLock::new();
             match self {
                 Self::Portable => true,
+                Self::Neon => false,
                 Self::Avx2 => super::x86::has_avx2(),
                 Self::Avx512 => super::x86::has_avx512(),
                 Self::Amx => *AMX.get_or_init(super::amx::available),
@@ -56,7 +60,7 @@ impl Isa {
         }
         #[cfg(not(target_arch = "x86_64"))]
         {
-            self == Self::Portable
+            self == Self::Portable || (cfg!(target_arch = "aarch64") && self == Self::Neon)
         }
     }
 
@@ -148,7 +152,7 @@ mod tests {
         }
         let error = Isa::named("sse9").unwrap_err().to_string();
         assert!(
-            error.starts_with("CPATTN_CPU_ISA is \"sse9\", expected one of portable, avx2, avx512, amx"),
+            error.starts_with("CPATTN_CPU_ISA is \"sse9\", expected one of portable, neon, avx2, avx512, amx"),
             "{error}"
         );
         assert!(Isa::best().is_available());

@@ -14,6 +14,8 @@ use core::sync::atomic::AtomicUsize;
 /// A type of sums, with what works on it: vectors, and where it is the type of their sums, tiles.
 pub(super) trait Machine: Real {
     type Portable: Vector<T = Self>;
+    #[cfg(target_arch = "aarch64")]
+    type Neon: Vector<T = Self>;
     #[cfg(target_arch = "x86_64")]
     type Avx2: Vector<T = Self>;
     #[cfg(target_arch = "x86_64")]
@@ -30,6 +32,8 @@ pub(super) trait Machine: Real {
 
 impl Machine for f32 {
     type Portable = FourLanes<f32>;
+    #[cfg(target_arch = "aarch64")]
+    type Neon = super::neon::Floats;
     #[cfg(target_arch = "x86_64")]
     type Avx2 = core::arch::x86_64::__m256;
     #[cfg(target_arch = "x86_64")]
@@ -46,6 +50,8 @@ impl Machine for f32 {
 
 impl Machine for f64 {
     type Portable = FourLanes<f64>;
+    #[cfg(target_arch = "aarch64")]
+    type Neon = super::neon::Doubles;
     #[cfg(target_arch = "x86_64")]
     type Avx2 = core::arch::x86_64::__m256d;
     #[cfg(target_arch = "x86_64")]

@@ -15,7 +15,7 @@
 //! tiled      the same on matrix units: units are blocks of a document's keys, which add to dq in turn (turns)
 //! stream     keys in tiles; tile: rows as lanes of vectors, scores and masks; rows: elements to sums and back; panel: rows
 //!            to lanes and back
-//! gemm       the matrix product over vectors; simd, x86: the vectors; isa: which there are, and which one is used
+//! gemm       the matrix product over vectors; simd, x86, neon: the vectors; isa: which there are, and which one is used
 //! transform  copies, casts, ordered sums, rows that no pair covers; delta: row sums before the backward
 //! convert    f16, bf16, f32 in memory as vectors of f32 and back, at the speed of memory
 //! ```
@@ -46,6 +46,8 @@ mod gemm;
 mod isa;
 mod job;
 mod keys;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod panel;
 mod portable;
 mod product;
@@ -358,6 +360,12 @@ mod tests {
             check::<f32, <f32 as Machine>::Portable>(2e-6);
             check::<bf16, <f32 as Machine>::Portable>(2e-6);
             check::<f64, <f64 as Machine>::Portable>(1e-13);
+            #[cfg(target_arch = "aarch64")]
+            {
+                check::<f32, <f32 as Machine>::Neon>(2e-6);
+                check::<bf16, <f32 as Machine>::Neon>(2e-6);
+                check::<f64, <f64 as Machine>::Neon>(1e-13);
+            }
             #[cfg(target_arch = "x86_64")]
             if x86::has_avx2() {
                 check::<f32, <f32 as Machine>::Avx2>(2e-6);

@@ -56,7 +56,16 @@ pub(super) unsafe fn prefetch(t: &RawTensor, token: i64, head: u32) {
             _mm_prefetch::<_MM_HINT_T1>(row.wrapping_add(at).cast());
         }
     }
-    #[cfg(not(target_arch = "x86_64"))]
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: as above.
+    unsafe {
+        let row = address(t, token, head);
+        for at in (0..t.dim as usize * t.dtype.size()).step_by(64) {
+            let line = row.wrapping_add(at);
+            core::arch::asm!("prfm pldl2keep, [{}]", in(reg) line, options(nostack, preserves_flags, readonly));
+        }
+    }
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     let _ = (t, token, head);
 }
 

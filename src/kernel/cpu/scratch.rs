@@ -7,6 +7,7 @@
 
 use super::arena::{KEYS, LANES, LANES_BACK, LANES_MOST, Line, PANEL, VECTOR, row};
 use super::executor::Executor;
+#[cfg(target_arch = "x86_64")]
 use super::forward::MOST_TILES;
 use super::isa::Isa;
 use crate::element::Dtype;

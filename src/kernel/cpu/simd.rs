@@ -258,7 +258,7 @@ mod tests {
         let step = std::env::var("CPATTN_EXP2_STEP").map_or(61, |step| step.parse().unwrap());
         let (zero, least) = ((-0f32).to_bits(), (-126f32).to_bits());
         let mut all = (0..=8f32.to_bits()).step_by(step).chain((zero..=least).step_by(step)).map(f32::from_bits);
-        let mut worst = [0f64; 3];
+        let mut worst = [0f64; 4];
         let (mut numbers, mut expected) = ([0f32; 16], [0f64; 16]);
         while let Some(first) = all.next() {
             numbers[0] = first;
@@ -267,6 +267,10 @@ mod tests {
             // SAFETY: arrays are always there, and the others are asked for.
             unsafe {
                 worst[0] = worst[0].max(worst_exp2::<FourLanes<f32>>(&numbers, &expected));
+                #[cfg(target_arch = "aarch64")]
+                {
+                    worst[3] = worst[3].max(worst_exp2::<super::super::neon::Floats>(&numbers, &expected));
+                }
                 #[cfg(target_arch = "x86_64")]
                 {
                     if super::super::x86::has_avx2() {
@@ -286,6 +290,8 @@ mod tests {
         // SAFETY: arrays are always there, and the others are asked for.
         unsafe {
             check::<FourLanes<f32>>();
+            #[cfg(target_arch = "aarch64")]
+            check::<super::super::neon::Floats>();
             #[cfg(target_arch = "x86_64")]
             {
                 if super::super::x86::has_avx2() {

@@ -59,6 +59,7 @@ impl<'a> Crew<'a> {
 ///
 /// # Safety
 /// `isa` is present; the tensors of the call are valid, and no other thread writes them (or, for the results, reads them).
+#[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "matrix units alone depend on the type"))]
 pub(super) unsafe fn run<J: Job>(job: &J, isa: Isa, dtype: Dtype, crew: Crew<'_>) {
     let next = AtomicUsize::new(0);
     crew.run(&|lines: &mut [Line]| {
@@ -85,6 +86,8 @@ pub(super) unsafe fn run<J: Job>(job: &J, isa: Isa, dtype: Dtype, crew: Crew<'_>
                 Isa::Amx | Isa::Avx512 => avx512(job, lines, &next),
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx2 => avx2(job, lines, &next),
+                #[cfg(target_arch = "aarch64")]
+                Isa::Neon => job.work::<Dense<<J::Acc as Machine>::Neon>>(lines, &next),
                 _ => job.work::<Dense<<J::Acc as Machine>::Portable>>(lines, &next),
             }
         }

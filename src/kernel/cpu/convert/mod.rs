@@ -7,11 +7,15 @@
 //! A streaming store goes around the caches. That spares a large result the read of every line before it is written,
 //! and makes a small one, which would have stayed in the cache for its reader, slow; the caller decides by size.
 
+#[cfg(target_arch = "aarch64")]
+mod neon;
+#[cfg_attr(target_arch = "aarch64", allow(dead_code, reason = "NEON is always there, and this is tested beside it"))]
 mod portable;
 pub(super) mod runs;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+#[cfg(not(target_arch = "aarch64"))]
 use super::portable::FourLanes;
 use super::simd::Vector;
 use crate::element::Dtype;
@@ -84,8 +88,12 @@ pub(super) unsafe fn on_best(pass: &impl Pass) {
             return unsafe { avx2(pass) };
         }
     }
-    // SAFETY: arrays need no instruction set.
-    unsafe { pass.run::<FourLanes<f32>>() }
+    #[cfg(target_arch = "aarch64")]
+    type Always = super::neon::Floats;
+    #[cfg(not(target_arch = "aarch64"))]
+    type Always = FourLanes<f32>;
+    // SAFETY: arrays need no instruction set, and NEON is part of every AArch64.
+    unsafe { pass.run::<Always>() }
 }
 
 /// Asks for what lies [`AHEAD`] of `bytes` bytes from `p` on.

@@ -233,6 +233,8 @@ mod tests {
         // SAFETY: arrays are always there, and the others are asked for.
         unsafe {
             check::<FourLanes<f32>>();
+            #[cfg(target_arch = "aarch64")]
+            check::<super::super::super::neon::Floats>();
             #[cfg(target_arch = "x86_64")]
             {
                 if super::super::super::x86::has_avx2() && std::is_x86_feature_detected!("f16c") {
