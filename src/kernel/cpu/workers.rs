@@ -8,7 +8,9 @@
 #[cfg(target_arch = "x86_64")]
 use super::amx::has_f16;
 use super::arena::Line;
-use super::engine::{Dense, Engine};
+use super::engine::Dense;
+#[cfg(target_arch = "x86_64")]
+use super::engine::Engine;
 use super::executor::{self, Executor};
 #[cfg(target_arch = "x86_64")]
 use super::forms::{Bf16, F16, Form};
