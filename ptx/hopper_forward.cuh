@@ -18,59 +18,7 @@
 // first + end is thus row first + i of the tensor, and everything from `end` on lies outside of the map and comes as zeros:
 // rows behind a range are never read. So are columns past the head dim.
 #pragma once
-#include "forward.cuh"
-#include "hopper.cuh"
-
-struct HopperMaps {
-    TensorMap q, k, v;
-    TensorMap q_shared;  // that of q with the box of a shared tile
-};
-
-// Tiles of 2^token_bits q rows: head after head, as many heads as fill BM rows. The q heads of a call that read one kv head
-// are cut into `each` parts of so many heads; the first kv head has `first_heads` of them, the others up to `group`.
-struct SharedTiles {
-    const Work* work;
-    u32 begin;  // the first item: 0, or behind those of one head
-    u32 tiles;
-    u32 parts;  // items of a tile
-    u32 each;
-    u32 first_heads;
-    u32 group;
-    u32 token_bits;
-    u32 unused;
-};
-
-// Begins with what the kernel of sm_80 is given, which does the call where maps cannot say what its tensors are.
-struct HopperForwardParams {
-    ForwardParams call;
-    u32* tile_counter; // 0 before the launch
-    const Work* work;  // tiles of BM rows
-    u32 q_span;        // rows to a part of the map of q
-    u32 k_span;        // and of those of k and v
-    u32 tiles;         // work items of one head
-    u32 section;       // q heads whose tiles are taken before any of the next ones
-    SharedTiles shared;
-};
-
-// What a block works on.
-struct Item {
-    Own own;         // its first head, and the rows of each
-    u32 heads;
-    u32 token_bits;  // of the rows that lie between one head and the next; those of BM where there is one head
-    u32 meets;       // whether it meets any key
-    u32 unused;
-};
-
-// A tile of keys.
-struct HopperStep {
-    u32 run;
-    u32 first;  // its first row in the run
-    u32 flags;
-    u32 unused;
-};
-
-// What is to be done with its scores, and whether it is the item's last.
-enum : u32 { STEP_MASKED = 1, STEP_GENERAL = 2, STEP_LAST = 4 };
+#include "hopper_params.cuh"
 
 // Numbers of `bar.sync`: the turn of the first and of the second multiplying warpgroup.
 enum : u32 { BARRIER_TURN = 1 };
@@ -115,7 +63,7 @@ struct HopperForward {
     };
 
     // Where in the rings a step lies: the buffer, and the parity of its phase.
-    struct Place {
+    struct RingPosition {
         u32 count = 0;
         __device__ __forceinline__ u32 stage() const { return count & 1; }
         __device__ __forceinline__ u32 parity() const { return count >> 1 & 1; }
@@ -165,7 +113,7 @@ struct HopperForward {
         const Partners side = {call.keys, call.partners, nullptr, nullptr};
         const u32 general = call.score.flags & SCORE_GENERAL ? STEP_GENERAL : 0;
         const u32 shared_items = p.shared.tiles * p.shared.parts, items = p.tiles * call.heads.q_heads + shared_items;
-        Place place;
+        RingPosition position;
         u32 at_item = blockIdx.x;
         for (u32 n = 0;; ++n) {
             const u32 slot = n & 1;
@@ -204,7 +152,7 @@ struct HopperForward {
                     sweep.find(own, window, side);
                 const bool last = sweep.row == sweep.row_end;
                 const Run& keys = call.keys[run];
-                const u32 stage = place.stage(), free = place.parity() ^ 1;
+                const u32 stage = position.stage(), free = position.parity() ^ 1;
                 barrier_wait(at.k_empty(stage), free);
                 volatile HopperStep& step = control.steps[stage];
                 step.run = run;
@@ -213,7 +161,7 @@ struct HopperForward {
                 load<BN, WIDTH>(at.k + stage * K_BYTES, maps.k, p.k_span, keys, first, end, kv_head, at.k_full(stage));
                 barrier_wait(at.v_empty(stage), free);
                 load<BN, VALUE_WIDTH>(at.v + stage * V_BYTES, maps.v, p.k_span, keys, first, end, kv_head, at.v_full(stage));
-                ++place.count;
+                ++position.count;
             }
             at_item = next;
         }
@@ -331,16 +279,16 @@ struct HopperForward {
 
     // All keys of one item.
     static __device__ __forceinline__ void multiply(const ForwardParams& p, const Shared& at, volatile Control& control,
-                                                    volatile const Item& item, u32 group, Place& place, Out& out,
+                                                    volatile const Item& item, u32 group, RingPosition& position, Out& out,
                                                     float (&row_max)[2], float (&row_sum)[2]) {
         const u64 q = matrix_at(at.q + group * GROUP_ROWS * 128, Q_PANEL);
         const u64 k = matrix_at(at.k, K_PANEL), v = matrix_at(at.v, K_PANEL);
         Scores s;
         Weights weights;
         float rescale[2];
-        u32 stage = place.stage();
+        u32 stage = position.stage();
 
-        barrier_wait(at.k_full(stage), place.parity());
+        barrier_wait(at.k_full(stage), position.parity());
         product_fence();
         multiply_keys(s, q, k + stage * (K_BYTES >> 4));
         product_commit();
@@ -357,11 +305,11 @@ struct HopperForward {
         round(weights, s);
 
         while (!(flags & STEP_LAST)) {
-            const u32 before = stage, parity_before = place.parity();
-            ++place.count;
-            stage = place.stage();
+            const u32 before = stage, parity_before = position.parity();
+            ++position.count;
+            stage = position.stage();
             barrier_wait(at.v_full(before), parity_before);
-            barrier_wait(at.k_full(stage), place.parity());
+            barrier_wait(at.k_full(stage), position.parity());
             named_wait<2 * 128>(BARRIER_TURN + group);
             hold(out);
             hold(weights);
@@ -394,7 +342,7 @@ struct HopperForward {
             round(weights, s);
         }
 
-        barrier_wait(at.v_full(stage), place.parity());
+        barrier_wait(at.v_full(stage), position.parity());
         hold(out);
         hold(weights);
         product_fence();
@@ -404,7 +352,7 @@ struct HopperForward {
         hold(out);
         hold(weights);
         release(at.v_empty(stage));
-        ++place.count;
+        ++position.count;
     }
 
     // Word t of four chunks of 16 bytes, in lane t of a quad, becomes all four words of chunk t.
@@ -495,7 +443,7 @@ struct HopperForward {
         const u32 group = __shfl_sync(~0u, threadIdx.x >> 7, 0) - 1;
         // The first warpgroup has the first turn.
         if (group == 1) named_arrive<2 * 128>(BARRIER_TURN);
-        Place place;
+        RingPosition position;
         for (u32 n = 0;; ++n) {
             const u32 slot = n & 1;
             barrier_wait(at.q_full(), slot);
@@ -505,7 +453,7 @@ struct HopperForward {
             clear(out);
             float row_max[2] = {minus_infinity(), minus_infinity()}, row_sum[2] = {0.0f, 0.0f};
             if (item.meets)
-                multiply(p.call, at, control, item, group, place, out, row_max, row_sum);
+                multiply(p.call, at, control, item, group, position, out, row_max, row_sum);
             else
                 release(at.q_empty());
             epilogue(p.call, item, out, row_max, row_sum);

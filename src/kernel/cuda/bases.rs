@@ -55,13 +55,13 @@ pub(super) const fn meaning(address: u64) -> Meaning {
 
 /// A part of a base: from `row` and `first_head` on. Rows of base 0 are bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct BaseOffset {
     pub base: u32,
     pub row: i64,
     pub first_head: u32,
 }
 
-impl Place {
+impl BaseOffset {
     /// Its address.
     pub fn address(&self, bases: &Bases) -> u64 {
         let Tensor { ptr, token, head } = bases.0[self.base as usize];
@@ -98,16 +98,16 @@ impl BaseShapes {
     }
 
     /// What a symbol of a base stands for.
-    pub fn place(&self, address: u64) -> Place {
+    pub fn locate(&self, address: u64) -> BaseOffset {
         debug_assert_eq!(meaning(address), Meaning::Base, "{address:#x}");
         let base = ((address >> SHIFT) - 1) as u32;
         let at = address & ((1 << SHIFT) - 1);
         if base == 0 {
-            return Place { base, row: at as i64, first_head: 0 };
+            return BaseOffset { base, row: at as i64, first_head: 0 };
         }
         let [row, head] = self.0[base as usize];
         debug_assert_eq!(at % row % head, 0, "{address:#x} is inside a row");
-        Place { base, row: (at / row) as i64, first_head: (at % row / head) as u32 }
+        BaseOffset { base, row: (at / row) as i64, first_head: (at % row / head) as u32 }
     }
 }
 
@@ -148,10 +148,10 @@ mod tests {
         let q = RawTensor::compact(base(1), Dtype::Bf16, 100, 4, 64).rows(7, 2).heads(3, 1);
         let lse = RawTensor::compact(base(2), Dtype::F32, 100, 3, 1).rows(99, 1).heads(1, 2);
         let work = base(0).wrapping_add(4096);
-        let place = |p: *mut u8| shapes.place(p as usize as u64);
-        assert_eq!(place(q.ptr), Place { base: 1, row: 7, first_head: 3 });
-        assert_eq!(place(lse.ptr), Place { base: 2, row: 99, first_head: 1 });
-        assert_eq!(place(work), Place { base: 0, row: 4096, first_head: 0 });
+        let place = |p: *mut u8| shapes.locate(p as usize as u64);
+        assert_eq!(place(q.ptr), BaseOffset { base: 1, row: 7, first_head: 3 });
+        assert_eq!(place(lse.ptr), BaseOffset { base: 2, row: 99, first_head: 1 });
+        assert_eq!(place(work), BaseOffset { base: 0, row: 4096, first_head: 0 });
         // Strided memory of the caller's: q padded to 80 a head, lse head by head.
         let at = |address: usize| core::ptr::without_provenance_mut(address);
         let tensors = [

@@ -3,11 +3,11 @@
 
 use super::Cuda;
 use super::attention::lse_words;
-use super::bases::{self, Place};
+use super::bases::{self, BaseOffset};
 use super::check::{self, Checker, Expected};
 use super::launch::{Grid, Launch, Launches, items};
 use super::metadata::run;
-use super::metadata_buffer::{MetadataBuffer, Part, Places, padded};
+use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part, padded};
 use super::params;
 use super::staging::Staging;
 use crate::call::{Delta, Finish, Merge, RawStream, RawTensor, Transform};
@@ -21,7 +21,7 @@ const TILE_STEPS: u64 = THREADS as u64 * 4;
 /// Steps of one work item of `finish`.
 const FINISH_STEPS: u64 = 2048;
 /// Of a tensor without elements.
-const NOWHERE: Place = Place { base: 0, row: 0, first_head: 0 };
+const NOWHERE: BaseOffset = BaseOffset { base: 0, row: 0, first_head: 0 };
 
 impl Cuda {
     /// Bytes of staging that [`Cuda::transform`] needs for this call.
@@ -58,8 +58,8 @@ impl Cuda {
         buffer: &mut impl MetadataBuffer,
     ) -> Result<(Part, Launches)> {
         let checker = self.checker(buffer);
-        let places = buffer.places();
-        let is_memory = matches!(places, Places::Memory);
+        let address_space = buffer.address_space();
+        let is_memory = matches!(address_space, AddressSpace::Memory);
         for (i, block) in call.blocks.iter().enumerate() {
             let Some(sources) = call.sources.get(block.sources_begin as usize..block.sources_end as usize) else {
                 return Err(Error::invalid(
@@ -94,7 +94,8 @@ impl Cuda {
         let function = self.blocks(&mut self.kernels())?.transform;
         let located = |t: &RawTensor| {
             let params::Tensor { ptr, token, head } = bases::bytes(t);
-            let Place { base, row, first_head } = if Steps::of(t).count() == 0 { NOWHERE } else { places.of(ptr) };
+            let BaseOffset { base, row, first_head } =
+                if Steps::of(t).count() == 0 { NOWHERE } else { address_space.of(ptr) };
             params::TransformTensor { row, token, head, first_head, base }
         };
         let (mut writer, _) = buffer.begin(self.transform_bytes(call))?;

@@ -9,11 +9,11 @@
 //! All launches that count do so in the same words, one after the other: they are those of one stream.
 
 use super::Cuda;
-use super::bases::{BaseShapes, Bases, Meaning, Place, list_symbol, meaning, words_symbol};
+use super::bases::{BaseOffset, BaseShapes, Bases, Meaning, list_symbol, meaning, words_symbol};
 use super::driver::call;
 use super::launch::{Launch, Launches};
 use super::memory::DeviceMemory;
-use super::metadata_buffer::{MetadataBuffer, Part, Places, SortBuffers, Writer, padded};
+use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part, SortBuffers, Writer, padded};
 use super::params::Tensor;
 use crate::call::{Attend, AttendBackward, Delta, RawStream, RawTensor, SinkGradient, Transform};
 use crate::element::Dtype;
@@ -44,7 +44,7 @@ struct Kept {
     /// Bytes of words that are cleared before it.
     words: usize,
     /// Tensors of its parameters that a run brings the addresses of: byte offset and place.
-    tensors: Vec<(usize, Place)>,
+    tensors: Vec<(usize, BaseOffset)>,
 }
 
 /// The launches of a plan, ready to be run.
@@ -67,13 +67,13 @@ impl MetadataBuffer for LaunchRecorder<'_> {
         Ok((Writer::new(memory, self.used, list_symbol(self.used), Some(words_symbol())), &mut self.scratch))
     }
 
-    fn places(&self) -> Places {
-        Places::Bases(self.shapes)
+    fn address_space(&self) -> AddressSpace {
+        AddressSpace::Bases(self.shapes)
     }
 
     fn must_align(&mut self, symbol: u64) {
         if meaning(symbol) == Meaning::Base {
-            self.must_align |= 1 << self.shapes.place(symbol).base;
+            self.must_align |= 1 << self.shapes.locate(symbol).base;
         }
     }
 }
@@ -98,8 +98,8 @@ impl<'a> LaunchRecorder<'a> {
     }
 
     /// What a symbol of a base stands for.
-    pub(crate) fn place(&self, symbol: *mut u8) -> Place {
-        self.shapes.place(symbol as usize as u64)
+    pub(crate) fn locate(&self, symbol: *mut u8) -> BaseOffset {
+        self.shapes.locate(symbol as usize as u64)
     }
 
     /// The device whose launches they are.
@@ -164,7 +164,7 @@ impl<'a> LaunchRecorder<'a> {
 
     fn add_one(&mut self, launch: Launch, words: usize) {
         let place = |&offset: &usize| match meaning(launch.word(offset)) {
-            Meaning::Base => Some((offset, self.shapes.place(launch.word(offset)))),
+            Meaning::Base => Some((offset, self.shapes.locate(launch.word(offset)))),
             Meaning::Address | Meaning::List(_) | Meaning::Word(_) => None,
         };
         let tensors = launch.addresses.tensors.iter().filter_map(place).collect();

@@ -8,7 +8,7 @@ use alloc::boxed::Box;
 use alloc::vec;
 use std::sync::{Mutex, PoisonError};
 
-/// Places that one key may have, and how many such sets there are.
+/// Entries that one key may be in, and how many such sets there are.
 const WAYS: usize = 4;
 const SETS: usize = 64;
 

@@ -9,7 +9,7 @@ use super::Cuda;
 use super::check::Checker;
 use super::driver::Function;
 use super::hopper::{Hopper, MapShape};
-use super::metadata_buffer::{MetadataBuffer, Part, Places};
+use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part};
 use super::params::{BASES, Parameters, Tensor};
 use super::ready::Ready;
 use super::staging::Staging;
@@ -174,7 +174,7 @@ impl IntoIterator for Launches {
 impl Cuda {
     /// Checks calls whose tensors have the addresses that `buffer` says.
     pub(super) fn checker(&self, buffer: &impl MetadataBuffer) -> Checker {
-        Checker { ordinal: self.ordinal(), is_memory: matches!(buffer.places(), Places::Memory) }
+        Checker { ordinal: self.ordinal(), is_memory: matches!(buffer.address_space(), AddressSpace::Memory) }
     }
 
     /// Checks calls whose tensors are memory.

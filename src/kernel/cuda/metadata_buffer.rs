@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Where the scheduler metadata of a call is written: into a ring that is uploaded with the call, or into what a plan keeps.
 
-use super::bases::{BaseShapes, Place};
+use super::bases::{BaseOffset, BaseShapes};
 use super::params::Work;
 use crate::error::Result;
 use alloc::vec::Vec;
@@ -17,19 +17,19 @@ pub(super) const fn padded(bytes: usize) -> usize {
 
 /// What addresses of a call's tensors stand for.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Places {
+pub(super) enum AddressSpace {
     /// Memory that the driver has allocated.
     Memory,
     /// Parts of bases, whose addresses a run will bring.
     Bases(BaseShapes),
 }
 
-impl Places {
+impl AddressSpace {
     /// Where an address is.
-    pub fn of(&self, address: u64) -> Place {
+    pub fn of(&self, address: u64) -> BaseOffset {
         match self {
-            Self::Memory => Place { base: 0, row: address as i64, first_head: 0 },
-            Self::Bases(shapes) => shapes.place(address),
+            Self::Memory => BaseOffset { base: 0, row: address as i64, first_head: 0 },
+            Self::Bases(shapes) => shapes.locate(address),
         }
     }
 }
@@ -40,7 +40,7 @@ pub(super) trait MetadataBuffer {
     fn begin(&mut self, bytes: usize) -> Result<(Writer<'_>, &mut SortBuffers)>;
 
     /// What the addresses of tensors stand for.
-    fn places(&self) -> Places;
+    fn address_space(&self) -> AddressSpace;
 
     /// Is told of a tensor whose rows must begin at multiples of 16 bytes when the call is run.
     fn must_align(&mut self, address: u64);

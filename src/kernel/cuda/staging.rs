@@ -10,7 +10,7 @@
 //! left to it, so that no stream waits for another one.
 
 use super::driver::{Context, Event, sys::CUstream};
-use super::metadata_buffer::{ALIGN, MetadataBuffer, Part, Places, SortBuffers, Writer, padded};
+use super::metadata_buffer::{ALIGN, AddressSpace, MetadataBuffer, Part, SortBuffers, Writer, padded};
 use super::params::{Run, Work};
 use super::pinned_mirror::PinnedMirror;
 use crate::error::{Error, Result};
@@ -191,8 +191,8 @@ impl MetadataBuffer for Staging {
         Ok((writer, &mut self.scratch))
     }
 
-    fn places(&self) -> Places {
-        Places::Memory
+    fn address_space(&self) -> AddressSpace {
+        AddressSpace::Memory
     }
 
     fn must_align(&mut self, _: u64) {}

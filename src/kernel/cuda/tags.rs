@@ -146,10 +146,10 @@ impl LaunchRecorder<'_> {
         notice: &NoteMemory,
     ) -> Result<()> {
         let function = self.cuda().blocks(&mut self.cuda().kernels())?.arrived;
-        let places: alloc::vec::Vec<_> = ranges.iter().map(|&(symbol, bytes)| (self.place(symbol), bytes)).collect();
+        let offsets: alloc::vec::Vec<_> = ranges.iter().map(|&(symbol, bytes)| (self.locate(symbol), bytes)).collect();
         let (mut writer, _) = self.begin(padded(ranges.len() * size_of::<ArrivedRange>()))?;
         let (list, at) = writer.array::<ArrivedRange>(ranges.len());
-        for (out, (place, bytes)) in list.iter_mut().zip(places) {
+        for (out, (place, bytes)) in list.iter_mut().zip(offsets) {
             *out = ArrivedRange { row: place.row, bytes: bytes as u64, first_head: place.first_head, base: place.base };
         }
         let part = writer.part();

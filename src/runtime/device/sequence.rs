@@ -17,7 +17,7 @@ use crate::{
     error::Result,
     kernel::cuda::{
         Cuda,
-        bases::{BaseShapes, Bases, Place},
+        bases::{BaseOffset, BaseShapes, Bases},
         driver::Event,
         kept::{KeptLaunches, LaunchRecorder},
         tags::{self, RunCount, TAG_BYTES},
@@ -84,7 +84,7 @@ pub(super) struct Sequence {
     launches: KeptLaunches,
     messages: Vec<Message>,
     /// Which messages a run sets the address of, and where their bytes are; tags are where they are.
-    places: Vec<(u32, Place)>,
+    offsets: Vec<(u32, BaseOffset)>,
     events: Vec<Event>,
     /// By the number of the operation.
     named: Vec<Named>,
@@ -105,7 +105,7 @@ struct Recording<'a> {
     stream: usize,
     steps: Vec<Step>,
     messages: Vec<Message>,
-    places: Vec<(u32, Place)>,
+    offsets: Vec<(u32, BaseOffset)>,
     most_messages: usize,
 }
 
@@ -122,7 +122,7 @@ impl Recording<'_> {
     fn list(&mut self, messages: &[Message]) -> Range<u32> {
         let begin = self.messages.len() as u32;
         let moved = (begin..).zip(messages).filter(|(_, m)| !tags::is_of_lists(m.ptr));
-        self.places.extend(moved.map(|(i, m)| (i, self.recorder.place(m.ptr))));
+        self.offsets.extend(moved.map(|(i, m)| (i, self.recorder.locate(m.ptr))));
         self.messages.extend_from_slice(messages);
         self.most_messages = self.most_messages.max(messages.len());
         begin..self.messages.len() as u32
@@ -201,7 +201,7 @@ impl Sequence {
             stream: 0,
             steps: Vec::new(),
             messages: Vec::new(),
-            places: Vec::new(),
+            offsets: Vec::new(),
             most_messages: 0,
         };
         let memory = Memory { tensors, workspace: BaseShapes::symbol(0) };
@@ -243,7 +243,7 @@ impl Sequence {
                 recording.steps.push(Step::Mark { stream, event });
             }
         }
-        let Recording { recorder, steps, mut messages, places, most_messages, .. } = recording;
+        let Recording { recorder, steps, mut messages, offsets, most_messages, .. } = recording;
         let launches = recorder.keep()?;
         for message in &mut messages {
             message.ptr = launches.list_address(message.ptr).unwrap_or(message.ptr);
@@ -252,7 +252,7 @@ impl Sequence {
             steps,
             launches,
             messages,
-            places,
+            offsets,
             named,
             events: (0..count).map(|_| Event::new(cuda.context())).collect::<Result<_>>()?,
             most_messages,
@@ -291,7 +291,7 @@ impl Sequence {
     ) -> Result<()> {
         let bases = Bases::new(workspace, tensors.all());
         self.launches.set_bases(&bases);
-        for &(i, place) in &self.places {
+        for &(i, place) in &self.offsets {
             self.messages[i as usize].ptr = place.address(&bases) as usize as *mut u8;
         }
         let messages = |range: &Range<u32>| &self.messages[range.start as usize..range.end as usize];
