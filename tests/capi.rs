@@ -103,6 +103,11 @@ fn a_kernel_of_the_callers_between_two_all_to_alls() {
 }
 
 #[test]
+fn links_of_a_ring() {
+    run(&mut Command::new(compile("tests/capi/ring.c", "c99")));
+}
+
+#[test]
 fn a_transport_that_failed_once_is_not_used_again() {
     run(&mut Command::new(compile("tests/capi/failed_transport.c", "c99")));
 }

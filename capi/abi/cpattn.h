@@ -449,6 +449,23 @@ typedef struct cpattn_transport_table {
 
 int32_t cpattn_transport_create(const cpattn_transport_table *table, cpattn_transport **transport);
 
+/* One link of a ring of ranks, one way. */
+typedef struct cpattn_link {
+  uint32_t from;
+  uint32_t to;
+  double latency;          /* seconds: half the shortest round trip of eight bytes */
+  double bytes_per_second; /* of the quickest message of `bytes`, the latency taken off */
+} cpattn_link;
+
+/* Is every link of the ring there, and how fast is it? Bytes that are stamped with their sender go over each link, all
+ * the way round the ring and back, one link at a time. All ranks call it with the same `bytes` (4 MiB is a good choice),
+ * before the transport becomes a rank. Writes links in the order in which they were measured, and how many to *count:
+ * all 2 * world on rank 0, those before its last turn on another. `capacity`, how many `links` has room for, is at least
+ * 2 * world. A failure names the link and what to try, and ends the group. For transports of host memory; a table's
+ * exchange is called on the calling thread. */
+int32_t cpattn_ring_check(cpattn_transport *transport, size_t bytes, cpattn_link *links, size_t capacity,
+    size_t *count);
+
 /* For transports that never became a rank. Peers that need this rank are told that it left. */
 int32_t cpattn_transport_destroy(cpattn_transport *transport);
 

@@ -29,6 +29,8 @@ int32_t cpattn_nccl_unique_id(uint8_t *unique_id) { return 0; }
 int32_t cpattn_nccl_group(const uint8_t *unique_id, void *comm, int32_t may_abort, uint32_t rank, uint32_t world,
     int32_t device_id, uint64_t deadline_ms, cpattn_transport **transport) { return 0; }
 int32_t cpattn_transport_create(const cpattn_transport_table *table, cpattn_transport **transport) { return 0; }
+int32_t cpattn_ring_check(cpattn_transport *transport, size_t bytes, cpattn_link *links, size_t capacity,
+    size_t *count) { return 0; }
 int32_t cpattn_transport_destroy(cpattn_transport *transport) { return 0; }
 int32_t cpattn_rank_create(cpattn_transport *transport, const cpattn_rank_options *options, cpattn_rank **rank) { return 0; }
 int32_t cpattn_rank_destroy(cpattn_rank *rank) { return 0; }
@@ -81,6 +83,7 @@ cpattn_plan_info *keep_cpattn_plan_info(void) { return 0; }
 cpattn_share *keep_cpattn_share(void) { return 0; }
 cpattn_message *keep_cpattn_message(void) { return 0; }
 cpattn_transport_table *keep_cpattn_transport_table(void) { return 0; }
+cpattn_link *keep_cpattn_link(void) { return 0; }
 cpattn_rank_options *keep_cpattn_rank_options(void) { return 0; }
 cpattn_forward_args *keep_cpattn_forward_args(void) { return 0; }
 cpattn_backward_args *keep_cpattn_backward_args(void) { return 0; }

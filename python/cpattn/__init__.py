@@ -22,6 +22,7 @@ from .errors import (
 )
 from .plan import Circulate, Direction, Dtype, Kind, Layout, Plan, PlanOptions, Side, Wire
 from .rank import Rank, local_group, nccl_group, nccl_unique_id, on_all, peer_group
+from .ring import Link, check_ring
 from .tensors import Array, Memory, SupportsDLPack
 from .transport import FAILED_BEFORE, RAISED, Message, Packet, Transport, packets
 
@@ -43,6 +44,7 @@ __all__ = [
     "Layout",
     "LibraryDefect",
     "LibraryError",
+    "Link",
     "Memory",
     "Message",
     "Packet",
@@ -56,6 +58,7 @@ __all__ = [
     "Transport",
     "Unsupported",
     "Wire",
+    "check_ring",
     "library_version",
     "local_group",
     "nccl_group",

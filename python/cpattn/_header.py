@@ -133,6 +133,10 @@ class Message(ctypes.Structure):
     _fields_ = [("peer", c_size_t), ("data", c_void_p), ("bytes", c_size_t)]
 
 
+class Link(ctypes.Structure):
+    _fields_ = [("from", c_uint32), ("to", c_uint32), ("latency", c_double), ("bytes_per_second", c_double)]
+
+
 MessageP = POINTER(Message)
 Blame = POINTER(c_int64)
 Agree = CFUNCTYPE(c_int32, c_void_p, c_uint32, c_uint32, c_uint64, POINTER(c_uint64), Blame)
@@ -205,6 +209,7 @@ FUNCTIONS: dict[str, list[Any]] = {
     "nccl_group": [POINTER(c_uint8), c_void_p, c_int32, c_uint32, c_uint32, c_int32, c_uint64, HandleP],
     "transport_create": [POINTER(TransportTable), HandleP],
     "transport_destroy": [Handle],
+    "ring_check": [Handle, c_size_t, POINTER(Link), c_size_t, POINTER(c_size_t)],
     "rank_create": [Handle, POINTER(RankOptions), HandleP],
     "rank_destroy": [Handle],
     "rank_prepare": [Handle, Handle, c_int32],

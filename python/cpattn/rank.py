@@ -37,10 +37,10 @@ class Rank:
         try:
             call("rank_create", transport, options, byref(self._handle))
         except errors.Error:
-            _destroy("transport_destroy", transport, self._seat, os.getpid())
+            destroy("transport_destroy", transport, self._seat, os.getpid())
             raise
         # Also at the end of the program, while Python can still run callbacks.
-        self._end = weakref.finalize(self, _destroy, "rank_destroy", self._handle, self._seat, os.getpid())
+        self._end = weakref.finalize(self, destroy, "rank_destroy", self._handle, self._seat, os.getpid())
 
     def close(self) -> None:
         """The rank leaves: peers that still need it get an error. Further calls are refused."""
@@ -112,7 +112,7 @@ def _given(**arrays: Array | None) -> dict[str, Given]:
     return {name: Given(array) for name, array in arrays.items() if array is not None}
 
 
-def _destroy(function: str, handle: c_void_p, seat: Seat | None, process: int) -> None:
+def destroy(function: str, handle: c_void_p, seat: Seat | None, process: int) -> None:
     # A forked child has the handle, but not the threads behind it.
     if os.getpid() == process and status_of(function, handle) == _header.OK and seat:
         seat.leave()

@@ -30,6 +30,7 @@ class Mail(Transport):
     def __init__(self, rank: int, boxes: dict[Any, queue.Queue[Any]], world: int = WORLD) -> None:
         self.rank, self.world, self.boxes, self.calls = rank, world, boxes, 0
         self.broken: BaseException | None = None
+        self.patience = 20.0
         self.failed = False
         self.released = False
 
@@ -38,7 +39,7 @@ class Mail(Transport):
 
     def take(self, kind: str, source: int) -> Any:
         try:
-            answer = self.box(kind, source, self.rank).get(timeout=20)
+            answer = self.box(kind, source, self.rank).get(timeout=self.patience)
         except queue.Empty:
             raise cpattn.PeerError(f"rank {source} said nothing", source) from None
         if isinstance(answer, str):
@@ -208,6 +209,8 @@ class Transports(unittest.TestCase):
         try:
             for delay in (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 1e-2) * 5:
                 mail = Mail(0, {})
+                # A signal may meet a place where Python can only print what its handler raises; then this rank waits.
+                mail.patience = 0.5
                 rank = cpattn.Rank(mail)
                 the_plan = plan()
                 made, kept = tensors(the_plan.share(0).q_tokens)

@@ -18,6 +18,7 @@ NAMES = {
     "cpattn_plan_info": _header.PlanInfo,
     "cpattn_share": _header.Share,
     "cpattn_message": _header.Message,
+    "cpattn_link": _header.Link,
     "cpattn_transport_table": _header.TransportTable,
     "cpattn_rank_options": _header.RankOptions,
     "cpattn_forward_args": _header.ForwardArgs,

@@ -30,6 +30,8 @@ pub const CPATTN_PANIC: i32 = 9;
 pub(super) enum Fail {
     /// The crate's own refusal.
     Error(Error),
+    /// A status, and what there is to say.
+    Text(i32, String),
     /// Not a live handle of its kind.
     Handle(String),
     /// Inside a call of another thread.
@@ -62,7 +64,7 @@ fn keep(text: String) {
     });
 }
 
-fn status_of(error: &Error) -> i32 {
+pub(super) fn status_of(error: &Error) -> i32 {
     match error {
         Error::Invalid { .. } => CPATTN_INVALID,
         Error::Unsupported { .. } => CPATTN_UNSUPPORTED,
@@ -90,6 +92,10 @@ pub(super) fn guard(body: impl FnOnce() -> Outcome) -> i32 {
         Ok(Err(Fail::Error(error))) => {
             keep(format!("{error}"));
             status_of(&error)
+        }
+        Ok(Err(Fail::Text(status, text))) => {
+            keep(text);
+            status
         }
         Ok(Err(Fail::Handle(text))) => {
             keep(text);

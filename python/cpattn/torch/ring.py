@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The check of the links between the processes of a torch.distributed group, over gloo.
+
+    torchrun --nproc-per-node 4 -m cpattn.torch.ring --timeout 20
+
+prints how fast each link is; where one fails each rank says which, and what to try, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+import torch.distributed as dist
+
+from ..errors import Error
+from ..ring import Link, table
+from ..ring import check_ring as check
+from .gloo import GlooTransport
+
+
+def check_ring(group: dist.ProcessGroup | None = None, *, timeout: float = 60.0, bytes: int = 4 << 20) -> list[Link]:
+    """`cpattn.check_ring` over a gloo group of its own with the ranks of `group`; all of them call it."""
+    return check(GlooTransport(group, timeout=timeout), bytes)
+
+
+def main() -> int:
+    """What the module does as a program."""
+    parser = argparse.ArgumentParser(description="Checks the links between the processes that torchrun started, over gloo.")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds without an answer (60)")
+    parser.add_argument("--bytes", type=int, default=4 << 20, help="of the large message (4194304)")
+    given = parser.parse_args()
+    dist.init_process_group("gloo")
+    try:
+        links = check_ring(timeout=given.timeout, bytes=given.bytes)
+    except Error as error:
+        print(f"rank {dist.get_rank()}: {error}", *([f"({error.__cause__})"] if error.__cause__ else []), file=sys.stderr, flush=True)
+        # Not through the end of a group with a rank that is dead or stopped.
+        os._exit(1)
+    if dist.get_rank() == 0:
+        print(table(links), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The check of a ring's links over gloo: what it measures, and which link it names when a process is stopped or corrupts bytes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import unittest
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from processes import run, start
+
+import cpattn
+from cpattn.ring import table
+from cpattn.torch import GlooTransport, check_ring
+from cpattn.transport import Message
+
+
+class Lossy(GlooTransport):
+    """Changes a byte of each large message that it sends."""
+
+    def exchange(self, operation: str, step: int, sends: Sequence[Message], recvs: Sequence[Message], stream: int | None = None) -> None:
+        for message in sends:
+            if message.bytes == 50_000:
+                message.memory()[77] ^= 1
+        super().exchange(operation, step, sends, recvs, stream)
+
+
+def job(rank: int, world: int, how: str) -> object:
+    if how == "stopped":
+        dist.barrier()
+        transport = GlooTransport(timeout=1.5)
+        dist.barrier()
+        if rank == world - 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        transport = (Lossy if how == "lossy" and rank == 1 else GlooTransport)(timeout=30)
+    try:
+        return [tuple(link) for link in cpattn.check_ring(transport, 50_000)]
+    except cpattn.Error as error:
+        return f"{type(error).__name__} {getattr(error, 'peer', None)}: {error}"
+
+
+class Ring(unittest.TestCase):
+    def test_every_link_both_ways(self) -> None:
+        first = run(job, 3, "well")[0]
+        self.assertEqual([link[:2] for link in first], [(0, 1), (1, 2), (2, 0), (0, 2), (2, 1), (1, 0)])
+        for _, _, latency, rate in first:
+            self.assertTrue(0 < latency < 10 and rate > 1e4, first)
+
+    def test_a_stopped_rank(self) -> None:
+        outcomes = start(job, 4, "stopped", seconds=60, until=lambda rank: rank < 3)
+        for outcome in outcomes[:3]:
+            self.assertRegex(str(outcome.value), "^PeerError 3: cpattn_ring_check: .*rank 3 failed.*; try: ")
+        self.assertIn("link 2 → 3 failed", str(outcomes[2].value))
+
+    def test_bytes_that_change(self) -> None:
+        said = run(job, 3, "lossy")
+        self.assertRegex(said[2], "link 1 → 2 delivered other bytes than were sent, from byte 77 on; try: ")
+        self.assertTrue(all(str(one).startswith("PeerError") for one in said), said)
+
+    def test_refusals(self) -> None:
+        self.assertRegex(run(job, 1, "well")[0], "^InvalidArgument.*the ring was not checked: world is 1")
+        self.assertEqual(run(negative, 1), ["bytes is -1, 1 to 281474976710655 are needed"])
+
+    def test_as_a_program(self) -> None:
+        """Under torchrun, which gives each process its rank."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "cpattn.torch.ring"]
+        path = os.pathsep.join([str(Path(cpattn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run([*command, "--bytes", "1000"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertRegex(done.stdout, r"(?s)latency us.*0 -> 1.*1 -> 0")
+
+
+class Table(unittest.TestCase):
+    def test_slow_links_are_marked(self) -> None:
+        links = [cpattn.Link(0, 1, 1e-5, 1e9), cpattn.Link(1, 2, 1e-5, 1e9), cpattn.Link(2, 0, 1e-5, 1e8)]
+        self.assertEqual([line.endswith("slow") for line in table(links).split("\n")], [False, False, False, True])
+
+
+def negative(rank: int, world: int) -> str:
+    try:
+        check_ring(bytes=-1, timeout=5)
+    except cpattn.InvalidArgument as error:
+        return str(error)
+    return "accepted"
+
+
+if __name__ == "__main__":
+    unittest.main()

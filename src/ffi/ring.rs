@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The check of a ring's links, over transports of host memory.
+
+use std::{format, string::ToString};
+
+use super::{
+    handle,
+    input::{array_mut, result},
+    status::{CPATTN_PEER, Fail, boundary, status_of},
+    transport::{Any, cpattn_transport},
+};
+use crate::{
+    error::{Cause, Error},
+    transport::{
+        Transport,
+        ring_check::{Trouble, check},
+    },
+};
+
+/// One link, one way.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct cpattn_link {
+    pub from: u32,
+    pub to: u32,
+    pub latency: f64,
+    pub bytes_per_second: f64,
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_ring_check(
+    transport: *mut cpattn_transport,
+    bytes: usize,
+    links: *mut cpattn_link,
+    capacity: usize,
+    count: *mut usize,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles and results.
+        let (end, count) = unsafe { (handle::borrow(transport.cast_const())?, result("count", count)?) };
+        let end: &dyn Transport = match end {
+            Any::Local(end) => end,
+            Any::Table(end) => end,
+            #[cfg(feature = "mpi")]
+            Any::Mpi(end) => &**end,
+            #[cfg(feature = "cuda")]
+            Any::Peer(_) => return Err(on_a_device().into()),
+            #[cfg(feature = "nccl")]
+            Any::Nccl(_) => return Err(on_a_device().into()),
+        };
+        if capacity < 2 * end.world() {
+            let expected = format!("at least {}, two for each of {} ranks", 2 * end.world(), end.world());
+            return Err(Error::invalid("capacity", capacity, expected).into());
+        }
+        // SAFETY: the header's promise about arrays.
+        let out = unsafe { array_mut("links", links, capacity) }?;
+        let known = check(end, bytes).map_err(|trouble| {
+            let status = match &trouble {
+                Trouble::Failed { error, .. } => status_of(error),
+                Trouble::OtherBytes { .. } => CPATTN_PEER,
+            };
+            if status == CPATTN_PEER {
+                // As after the failure of a run: a table's peers do not wait for this rank.
+                end.abort(Cause::Failed);
+            }
+            Fail::Text(status, trouble.to_string())
+        })?;
+        for (to, link) in out.iter_mut().zip(&known) {
+            to.write(cpattn_link {
+                from: link.from as u32,
+                to: link.to as u32,
+                latency: link.latency.as_secs_f64(),
+                bytes_per_second: link.bytes_per_second,
+            });
+        }
+        count.write(known.len());
+        Ok(())
+    })
+}
+
+#[cfg(any(feature = "cuda", feature = "nccl"))]
+fn on_a_device() -> Error {
+    Error::unsupported(
+        "cpattn_ring_check of a transport on devices",
+        "messages of the check lie in host memory",
+        "check a group of the same processes over MPI, or over a table of your own",
+    )
+}
