@@ -174,7 +174,7 @@ fn refusals(cuda: &Arc<Cuda>) {
     refused(to_heads(here, Device::Cuda(7), [11, 4, 8], [32, 8], far), &["to is CUDA device 7", "where the rank is"]);
     refused(to_heads(here, here, [12, 4, 8], [32, 8], far), &["to.tokens is 12, expected 11"]);
     refused(to_heads(here, here, [11, 2, 8], [16, 8], far), &["to.heads is 2, expected 4"]);
-    refused(to_heads(here, here, [11, 4, 4], [16, 4], far), &["to.head_dim is 4, expected 8"]);
+    refused(to_heads(here, here, [11, 4, 4], [16, 4], far), &["to.dim is 4, expected 8"]);
     refused(to_heads(here, here, [11, 4, 8], [40, 10], far), &["to.token_stride is 40", "32 (head stride 8)"]);
     refused(to_heads(here, here, [11, 4, 8], [32, 8], at.wrapping_add(8)), &["to", "overlaps", "from"]);
     let unknown = std::ptr::without_provenance_mut(4096);
