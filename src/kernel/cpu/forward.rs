@@ -18,6 +18,7 @@ use super::panel::to_rows;
 use super::row_blocks::{RowUnit, RowUnits, readers, unit_rows};
 use super::rows::{narrow, prefetch};
 use super::simd::{Real, Vector};
+use super::small::{Small, is_small};
 use super::softmax::rescale;
 use super::stream::{BLOCK, KeyStream, KeyTile};
 use super::tile::{Cover, Lanes, Scores, Scoring, Sight, at};
@@ -157,6 +158,16 @@ impl<A: Real> Forward<'_, A> {
         let (lo, hi) = unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.score, &c.alibi_slopes) };
         let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
         let mut stream = KeyStream::new(c.ranges.k, pairs, lo, hi);
+        if is_small::<E::V>(c, q, readers(&c.heads, unit.kv, c.q.heads).len(), (lo, hi)) {
+            let any = t.keys[0].next(&mut stream, false, false);
+            // Keys too far apart for one tile are not for this way.
+            if stream.ahead(1).is_empty() {
+                // SAFETY: as `Job::work`; the lanes are all of the range, and the tile has all of its keys.
+                unsafe { self.small::<E>(t, scoring, any, unit.kv, q) };
+                return;
+            }
+            stream = KeyStream::new(c.ranges.k, pairs, lo, hi);
+        }
         // SAFETY: the ranges' rows and the kv head are within k and v (checked).
         unsafe { self.ask(stream.ahead(E::TILES), unit.kv) };
         let panels = t.lanes.n.div_ceil(E::PANEL);
@@ -202,7 +213,41 @@ impl<A: Real> Forward<'_, A> {
         }
         for first in (0..t.lanes.n).step_by(E::V::W) {
             // SAFETY: the lanes' rows and heads are within the tensors; this unit alone touches them.
-            unsafe { self.finish::<E>(t, scoring, first, o_len, q) };
+            unsafe {
+                let panel = &t.o[first / E::PANEL * o_len..][..o_len];
+                to_rows::<E::V>(panel, E::PANEL, first % E::PANEL, t.rows, dv);
+                self.finish::<E>(t, scoring, first, q);
+            }
+        }
+    }
+
+    /// A unit of few rows, with the keys of the first tile, if there are any.
+    ///
+    /// # Safety
+    /// As [`Forward::unit`], of which the lanes are.
+    #[inline(always)]
+    unsafe fn small<E: Engine<Sum = A>>(
+        &self,
+        t: &mut ForwardTiles<E::T, A>,
+        scoring: &Scoring<A>,
+        any: bool,
+        kv: u32,
+        q: &QRange,
+    ) {
+        let dv = self.call.v.dim as usize;
+        let n = t.lanes.n;
+        let mut few = Small { sums: t.o, s: t.s, m: t.m, l: t.l, alpha: t.alpha, row: t.rows };
+        // SAFETY: the contract; `is_small` has looked at the lengths.
+        unsafe {
+            few.clear(n, dv);
+            if any {
+                few.run::<E::V>(self.call, scoring, &mut t.lanes, &t.keys[0].slots, kv);
+            }
+            for first in (0..n).step_by(E::V::W) {
+                let rows = first * dv..n.min(first + E::V::W) * dv;
+                t.rows[..rows.len()].copy_from_slice(&t.o[rows]);
+                self.finish::<E>(t, scoring, first, q);
+            }
         }
     }
 
@@ -320,7 +365,7 @@ impl<A: Real> Forward<'_, A> {
         }
     }
 
-    /// Normalises up to [`Vector::W`] lanes from `first` on, and does what the mode of their range says.
+    /// Normalises up to [`Vector::W`] lanes from `first` on, whose rows of o are in hand, and does what the mode of their range says.
     ///
     /// # Safety
     /// The lanes' rows and heads lie within the tensors of the call; the instruction set is present.
@@ -330,7 +375,6 @@ impl<A: Real> Forward<'_, A> {
         t: &mut ForwardTiles<E::T, A>,
         scoring: &Scoring<A>,
         first: usize,
-        o_len: usize,
         q: &QRange,
     ) {
         let c = self.call;
@@ -345,9 +389,6 @@ impl<A: Real> Forward<'_, A> {
                 }
             }
         }
-        let panel = &t.o[first / E::PANEL * o_len..][..o_len];
-        // SAFETY: the instruction set is there.
-        unsafe { to_rows::<E::V>(panel, E::PANEL, first % E::PANEL, t.rows, dv) };
         for (lane, (row, other)) in (first..end).zip(t.rows.chunks_exact_mut(dv).zip(t.others.chunks_exact_mut(dv))) {
             let (token, head) = (t.lanes.row[lane], t.lanes.head[lane]);
             let (m, l) = (t.m[lane], t.l[lane]);

@@ -10,6 +10,7 @@
 //! forward    a unit is a block of q rows with a kv head (row_blocks); keys stream by in tiles of 128; softmax: scores to p
 //! engine     what the forward asks of a machine: vectors (gemm) or matrix units (amx; forms: what their tiles hold;
 //!            amx_interleaved: products between the vectors of the softmax)
+//! small      the forward of a few rows with a few keys, without panels and tiles
 //! queries    the same for dq
 //! keys       a unit is a document with a kv head; tiles of keys outside, rows inside: dk, dv, and dq on the way
 //! tiled      the same on matrix units: units are blocks of a document's keys, which add to dq in turn (turns)
@@ -56,6 +57,7 @@ mod row_blocks;
 mod rows;
 mod scratch;
 mod simd;
+mod small;
 mod softmax;
 mod stream;
 mod tile;
