@@ -120,7 +120,7 @@ impl Isa {
     }
 
     /// Whether matrix units take elements of this type as they are.
-    pub(super) fn has_tiles_of(self, dtype: Dtype) -> bool {
+    fn has_tiles_of(self, dtype: Dtype) -> bool {
         match dtype {
             Dtype::Bf16 => self == Self::Amx,
             #[cfg(target_arch = "x86_64")]

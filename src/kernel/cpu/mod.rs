@@ -161,7 +161,7 @@ unsafe fn gradients<A: Machine>(call: &AttendBackward, isa: Isa, mut crew: Crew<
         }
     }
     #[cfg(target_arch = "x86_64")]
-    if call.gradients != Gradients::Queries && !call.aligned && isa.has_tiles_of(call.q.dtype) {
+    if call.gradients != Gradients::Queries && !call.aligned && isa.has_tiles(call.q.dtype) {
         // SAFETY: as above.
         unsafe { workers::run_tiled(&tiled::Tiled { call, queries: together }, call.q.dtype, crew.again()) };
         return;

@@ -111,14 +111,18 @@ impl Scratch {
             2 => {
                 let (d, dv) = (d.next_multiple_of(32), dv.next_multiple_of(32));
                 let tiles = MOST_TILES * KEYS * (2 * (d + dv) + 24) + 4 * KEYS * PANEL;
-                (forward + tiles, backward.max(super::tiled::bytes(d, dv)))
+                let parts = if dims.dtype == Dtype::F16 { 2 } else { 1 };
+                (forward + tiles, backward.max(super::tiled::bytes(d, dv, parts)))
             }
             4 => {
                 // Three parts of an element take 6 bytes.
                 let d = (dims.head_dim as usize).next_multiple_of(32);
                 let dv = (dims.value_dim as usize).next_multiple_of(32);
                 let lanes = LANES_MOST * (6 * d + 4 * dv + 48 + 64);
-                (forward.max(lanes + 2 * KEYS * (6 * (d + dv) + 24) + 16 * KEYS * PANEL), backward)
+                (
+                    forward.max(lanes + 2 * KEYS * (6 * (d + dv) + 24) + 16 * KEYS * PANEL),
+                    backward.max(super::tiled::bytes(d, dv, 3)),
+                )
             }
             _ => (forward, backward),
         };

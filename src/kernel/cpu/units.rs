@@ -69,7 +69,7 @@ pub fn backward_units(call: &AttendBackward, isa: Isa) -> Vec<WorkUnit> {
         some.map(queries).sum::<u64>() * readers(&call.heads, kv, call.q.heads).len() as u64
     };
     #[cfg(target_arch = "x86_64")]
-    if isa.has_tiles_of(call.q.dtype) {
+    if isa.has_tiles(call.q.dtype) {
         let mut units = tiled::KeyUnits::new(k, kv_heads);
         let each = (tiled::SUPER * KEYS) as u64;
         return core::iter::from_fn(|| units.next(&next))

@@ -13,7 +13,7 @@ use super::engine::Dense;
 use super::engine::Engine;
 use super::executor::{self, Executor};
 #[cfg(target_arch = "x86_64")]
-use super::forms::{Bf16, F16, Form};
+use super::forms::{Bf16, F16, Form, ThreeParts, TwoParts};
 use super::isa::Isa;
 use super::job::{Job, Machine};
 use super::scratch::{Dims, Scratch};
@@ -99,7 +99,7 @@ pub(super) unsafe fn run<J: Job>(job: &J, isa: Isa, dtype: Dtype, crew: Crew<'_>
 /// Runs a backward call on tiles of `dtype`, likewise.
 ///
 /// # Safety
-/// As [`run`]; AMX with products of `dtype`, which is half-precision, is present.
+/// As [`run`]; AMX is present, and `dtype` is not f64.
 #[cfg(target_arch = "x86_64")]
 pub(super) unsafe fn run_tiled(job: &Tiled, dtype: Dtype, crew: Crew<'_>) {
     /// # Safety
@@ -114,7 +114,9 @@ pub(super) unsafe fn run_tiled(job: &Tiled, dtype: Dtype, crew: Crew<'_>) {
         // SAFETY: the instruction set is there, the caller says; the counter hands out each unit once.
         unsafe {
             match dtype {
-                Dtype::F16 => work::<F16>(job, lines, &next, &turns),
+                Dtype::F16 if has_f16() => work::<F16>(job, lines, &next, &turns),
+                Dtype::F16 => work::<TwoParts>(job, lines, &next, &turns),
+                Dtype::F32 => work::<ThreeParts>(job, lines, &next, &turns),
                 _ => work::<Bf16>(job, lines, &next, &turns),
             }
         }

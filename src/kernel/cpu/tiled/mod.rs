@@ -3,7 +3,7 @@
 //!
 //! A unit is a block of up to [`SUPER`] tiles of a document's keys with one kv head. Their k (as it is and transposed) and v
 //! are packed once; the rows pass by in blocks of [`ROWS`] lanes. Of these, panel by panel: `S = K·Qᵀ` and `dP = V·dOᵀ`, from
-//! them p and ds in half precision, `dQᵀ = Kᵀ·dS` over all keys of the unit, which is added to dq; and when the panels are
+//! them p and ds in the form of their type (`forms.rs`), `dQᵀ = Kᵀ·dS` over all keys of the unit, which is added to dq; and when the panels are
 //! done, `dV += P·dO` and `dK += dS·Q` over all lanes of the block. What no row sees is passed over in blocks of 32 keys by
 //! 32 lanes.
 //!
@@ -39,7 +39,7 @@ use core::sync::atomic::AtomicUsize;
 use tiles::MatrixTiles;
 use weights::ROWS;
 
-/// A backward call on half-precision tiles.
+/// A backward call on tiles.
 pub(super) struct Tiled<'a> {
     pub call: &'a AttendBackward<'a>,
     /// Add to dq as well, which holds a value in every row.
@@ -54,7 +54,7 @@ impl Tiled<'_> {
     #[inline(always)]
     pub(super) unsafe fn work<H: Form>(&self, lines: &mut [Line], next: &AtomicUsize, turns: &Turns) {
         let c = self.call;
-        let mut t = MatrixTiles::new(lines, c);
+        let mut t = MatrixTiles::new::<H>(lines, c);
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
         let k = c.ranges.k;
         let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);

@@ -5,7 +5,7 @@ use super::super::amx::{Amx, PANEL, TILE, add_where_not_finite};
 use super::super::amx_product::Product;
 use super::super::arena::KEYS;
 use super::super::backward::no_row;
-use super::super::engine::Engine;
+use super::super::engine::{Engine, Values};
 use super::super::forms::Form;
 use super::super::panel::to_rows;
 use super::super::rows::address;
@@ -34,6 +34,7 @@ impl Tiled<'_> {
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let (d_pad, dv_pad) = (d.next_multiple_of(32), dv.next_multiple_of(32));
         let panels = t.lanes.n.div_ceil(PANEL);
+        let whole = TILE * H::PARTS;
         let mut covers = [[Cover::None; BLOCKS]; PANELS];
         let mut any = false;
         for (panel, covers) in covers[..panels].iter_mut().enumerate() {
@@ -62,7 +63,7 @@ impl Tiled<'_> {
             for panel in 0..panels {
                 let first = panel * PANEL;
                 let (q, d_o) =
-                    (&mut t.q[first * d_pad..][..PANEL * d_pad], &mut t.d_o[first * dv_pad..][..PANEL * dv_pad]);
+                    (&mut t.q[panel * Amx::<H>::queries_len(d)..], &mut t.d_o[panel * Amx::<H>::queries_len(dv)..]);
                 tame &= Amx::<H>::queries(&t.lanes, first, &c.q, q, t.rows);
                 tame &= Amx::<H>::queries(&t.lanes, first, &c.d_o, d_o, t.rows);
             }
@@ -75,7 +76,7 @@ impl Tiled<'_> {
             for (panel, covers) in covers[..panels].iter().enumerate() {
                 let Some(begin) = covers.iter().position(|&x| x != Cover::None) else { continue };
                 let end = covers.iter().rposition(|&x| x != Cover::None).unwrap_or(begin) + 1;
-                self.scores::<H>(t, scoring, panel, covers, begin..end, !tame || !scoring.plain);
+                self.scores::<H>(t, scoring, panel, covers, begin..end, tame);
                 if self.queries {
                     self.add_queries::<H>(t, panel, begin..end, turn, place);
                 }
@@ -86,9 +87,9 @@ impl Tiled<'_> {
                 let end = (0..panels).rev().find(seen).unwrap_or(begin) + 1;
                 *touched = true;
                 for panel in (begin..end).filter(|panel| !seen(panel)) {
-                    for at in [2 * block, 2 * block + 1].map(|tile| (tile * PANELS + panel) * TILE) {
-                        t.p[at..at + TILE].fill(0);
-                        t.ds[at..at + TILE].fill(0);
+                    for at in [2 * block, 2 * block + 1].map(|tile| (tile * PANELS + panel) * whole) {
+                        t.p[at..at + whole].fill(0);
+                        t.ds[at..at + whole].fill(0);
                     }
                 }
                 let keys = block * BLOCK;
@@ -97,16 +98,16 @@ impl Tiled<'_> {
                     (&*t.ds, &*t.q_pairs, t.dk.as_mut_ptr().add(keys * d_pad), d_pad, bad_q, &c.q),
                 ];
                 for (weights, rows, to, ld, bad, tensor) in sums {
-                    let a0 = weights.as_ptr().add((2 * block * PANELS + begin) * TILE);
+                    let a0 = weights.as_ptr().add((2 * block * PANELS + begin) * whole);
                     for at in (0..ld).step_by(32) {
-                        let b0 = rows.as_ptr().add((begin * (ld / 16) + at / 16) * TILE);
+                        let b0 = rows.as_ptr().add((begin * (ld / 16) + at / 16) * whole);
                         H::product(&Product {
                             a0,
-                            a1: a0.add(PANELS * TILE),
-                            a_step: 2 * TILE,
+                            a1: a0.add(PANELS * whole),
+                            a_step: 2 * whole,
                             b0,
-                            b1: b0.add(TILE),
-                            b_step: ld / 16 * 2 * TILE,
+                            b1: b0.add(whole),
+                            b_step: ld / 16 * 2 * whole,
                             steps: end - begin,
                             c0: to.add(at),
                             c1: to.add(16 * ld + at),
@@ -134,9 +135,11 @@ impl Tiled<'_> {
         panel: usize,
         covers: &[Cover; BLOCKS],
         range: core::ops::Range<usize>,
-        careful: bool,
+        tame: bool,
     ) {
         let c = self.call;
+        let careful = !tame || !scoring.plain;
+        let whole = TILE * H::PARTS;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let (k_len, v_len) = (Amx::<H>::keys_len(d), Amx::<H>::keys_len(dv));
         let first = panel * PANEL;
@@ -152,17 +155,25 @@ impl Tiled<'_> {
                 let d_o = d_o.add(panel * Amx::<H>::queries_len(dv));
                 let (s, dp) = (t.s.as_mut_ptr(), t.dp.as_mut_ptr());
                 Amx::<H>::scores(&t.k[tile * k_len..][..k_len], q, d, s, keys.clone(), PANEL);
-                Amx::<H>::scores(&t.v[tile * v_len..][..v_len], d_o, dv, dp, keys, PANEL);
+                Amx::<H>::scores(&t.v[tile * v_len..][..v_len], d_o, dv, dp, keys.clone(), PANEL);
+                if !tame {
+                    let rows = &t.slots[tile].row[..t.slots[tile].n];
+                    let head = c.heads.kv(t.lanes.head[first]);
+                    let k = Values { tile: &*t.k, finite: t.finite_k, tensor: &c.k, head, rows };
+                    Amx::<H>::scores_again(&t.lanes, first, &c.q, &k, s, keys.clone());
+                    let v = Values { tile: &*t.v, finite: t.finite_v, tensor: &c.v, head, rows };
+                    Amx::<H>::scores_again(&t.lanes, first, &c.d_o, &v, dp, keys);
+                }
                 for block in blocks {
                     if covers[block] == Cover::None {
-                        t.pairs[2 * block * TILE..][..2 * TILE].fill(0);
+                        t.pairs[2 * block * whole..][..2 * whole].fill(0);
                         continue;
                     }
                     let at = (block - tile * EACH) * BLOCK * PANEL;
                     let out = Out {
-                        p: t.p.as_mut_ptr().add((2 * block * PANELS + panel) * TILE),
-                        ds: t.ds.as_mut_ptr().add((2 * block * PANELS + panel) * TILE),
-                        pairs: t.pairs.as_mut_ptr().add(2 * block * TILE),
+                        p: t.p.as_mut_ptr().add((2 * block * PANELS + panel) * whole),
+                        ds: t.ds.as_mut_ptr().add((2 * block * PANELS + panel) * whole),
+                        pairs: t.pairs.as_mut_ptr().add(2 * block * whole),
                     };
                     let of = Of {
                         scoring,
@@ -204,18 +215,19 @@ impl Tiled<'_> {
         let c = self.call;
         let d = c.q.dim as usize;
         let scale = c.score.scale as f32 / t.factor;
+        let whole = TILE * H::PARTS;
         // SAFETY: tiles are as large as their sizes say; lanes' rows and heads are those of dq, which units add to in turn.
         unsafe {
-            let b0 = t.pairs.as_ptr().add(2 * range.start * TILE);
+            let b0 = t.pairs.as_ptr().add(2 * range.start * whole);
             for at in (0..d).step_by(32) {
-                let a0 = t.kt.as_ptr().add((at / 16 * BLOCKS + range.start) * TILE);
+                let a0 = t.kt.as_ptr().add((at / 16 * BLOCKS + range.start) * whole);
                 H::product(&Product {
                     a0,
-                    a1: a0.add(BLOCKS * TILE),
-                    a_step: 2 * TILE,
+                    a1: a0.add(BLOCKS * whole),
+                    a_step: 2 * whole,
                     b0,
-                    b1: b0.add(TILE),
-                    b_step: 4 * TILE,
+                    b1: b0.add(whole),
+                    b_step: 4 * whole,
                     steps: range.len(),
                     c0: t.dq.as_mut_ptr().add(at * PANEL),
                     c1: t.dq.as_mut_ptr().add((at + 16) * PANEL),

@@ -29,15 +29,12 @@ pub(super) fn shift<H: Form>() -> i32 {
     if H::NARROW { P_SHIFT } else { 0 }
 }
 
-/// What a worker of such a call needs, in bytes: dims are padded to 32.
-pub(in crate::kernel::cpu) const fn bytes(d: usize, dv: usize) -> usize {
+/// What a worker of such a call needs, in bytes: dims are padded to 32, and operands have `parts` parts.
+pub(in crate::kernel::cpu) const fn bytes(d: usize, dv: usize, parts: usize) -> usize {
     let keys = SUPER * KEYS;
-    2 * keys * (2 * d + dv)
+    2 * parts * (keys * (2 * d + dv) + 2 * keys * ROWS + 2 * ROWS * (d + dv) + keys * PANEL)
         + 4 * keys * (d + dv)
-        + 4 * keys * ROWS
-        + 4 * ROWS * (d + dv)
         + 8 * KEYS * PANEL
-        + 2 * keys * PANEL
         + 4 * PANEL * d
         + 64 * d
         + keys * 24
@@ -90,9 +87,9 @@ pub(super) struct MatrixTiles<'a> {
 }
 
 impl<'a> MatrixTiles<'a> {
-    pub(super) fn new(lines: &'a mut [Line], c: &AttendBackward) -> Self {
+    pub(super) fn new<H: Form>(lines: &'a mut [Line], c: &AttendBackward) -> Self {
         let (d, dv) = ((c.q.dim as usize).next_multiple_of(32), (c.v.dim as usize).next_multiple_of(32));
-        let keys = SUPER * KEYS;
+        let (keys, parts) = (SUPER * KEYS, H::PARTS);
         let mut arena = Arena(lines);
         Self {
             lanes: Lanes::new(&mut arena, ROWS),
@@ -100,9 +97,9 @@ impl<'a> MatrixTiles<'a> {
             n: 0,
             rel: arena.take(keys),
             blocks: [KeyBlock::EMPTY; BLOCKS],
-            k: arena.take(keys * d),
-            v: arena.take(keys * dv),
-            kt: arena.take(keys * d),
+            k: arena.take(keys * d * parts),
+            v: arena.take(keys * dv * parts),
+            kt: arena.take(keys * d * parts),
             finite_k: true,
             finite_v: true,
             largest_v: 0,
@@ -110,13 +107,13 @@ impl<'a> MatrixTiles<'a> {
             dk: arena.take(keys * d),
             dv: arena.take(keys * dv),
             touched: [false; BLOCKS],
-            p: arena.take(keys * ROWS),
-            ds: arena.take(keys * ROWS),
-            pairs: arena.take(keys * PANEL),
-            q: arena.take(ROWS * d),
-            d_o: arena.take(ROWS * dv),
-            q_pairs: arena.take(ROWS * d),
-            d_o_pairs: arena.take(ROWS * dv),
+            p: arena.take(keys * ROWS * parts),
+            ds: arena.take(keys * ROWS * parts),
+            pairs: arena.take(keys * PANEL * parts),
+            q: arena.take(ROWS * d * parts),
+            d_o: arena.take(ROWS * dv * parts),
+            q_pairs: arena.take(ROWS * d * parts),
+            d_o_pairs: arena.take(ROWS * dv * parts),
             s: arena.take(KEYS * PANEL),
             dp: arena.take(KEYS * PANEL),
             dq: arena.take(d * PANEL),

@@ -49,7 +49,7 @@ impl Of<'_> {
             let (low, high) = (_mm512_loadu_si512(LOW.as_ptr().cast()), _mm512_loadu_si512(HIGH.as_ptr().cast()));
             let mut j = 0;
             while j < BLOCK {
-                let mut ds_rows = [_mm512_setzero_si512(); 2];
+                let mut ds_rows = [[_mm512_setzero_si512(); 3]; 2];
                 let mut u = 0;
                 while u < 2 {
                     let mut p = [_mm512_setzero_ps(); 2];
@@ -59,15 +59,26 @@ impl Of<'_> {
                         (p[w], ds[w]) = self.one::<CAREFUL, MASKED>(j + u, 16 * w);
                         w += 1;
                     }
-                    ds_rows[u] = H::row(ds[0], ds[1])[0];
-                    let to = (j + u) / 16 * PANELS * TILE + (j + u) % 16 * 32;
-                    _mm512_storeu_si512(out.p.add(to).cast(), H::row(p[0], p[1])[0]);
-                    _mm512_storeu_si512(out.ds.add(to).cast(), ds_rows[u]);
+                    ds_rows[u] = H::row(ds[0], ds[1]);
+                    let p = H::row(p[0], p[1]);
+                    let to = (j + u) / 16 * PANELS * H::PARTS * TILE + (j + u) % 16 * 32;
+                    let mut part = 0;
+                    while part < H::PARTS {
+                        _mm512_storeu_si512(out.p.add(to + part * TILE).cast(), p[part]);
+                        _mm512_storeu_si512(out.ds.add(to + part * TILE).cast(), ds_rows[u][part]);
+                        part += 1;
+                    }
                     u += 1;
                 }
-                let to = out.pairs.add(16 * j);
-                _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi16(ds_rows[0], low, ds_rows[1]));
-                _mm512_storeu_si512(to.add(TILE).cast(), _mm512_permutex2var_epi16(ds_rows[0], high, ds_rows[1]));
+                let [a, b] = ds_rows;
+                let mut part = 0;
+                while part < H::PARTS {
+                    let to = out.pairs.add(16 * j + part * TILE);
+                    _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi16(a[part], low, b[part]));
+                    let upper = to.add(H::PARTS * TILE);
+                    _mm512_storeu_si512(upper.cast(), _mm512_permutex2var_epi16(a[part], high, b[part]));
+                    part += 1;
+                }
                 j += 2;
             }
         }
@@ -118,22 +129,24 @@ pub(super) unsafe fn pack_pairs<H: Form>(lanes: &Lanes<f32>, t: &RawTensor, to: 
     let dim = t.dim as usize;
     let deep = dim.next_multiple_of(32) / 16;
     let mut bad = 0;
-    assert!(to.len() >= lanes.n.next_multiple_of(PANEL) * deep * 16 && lanes.n <= ROWS);
+    assert!(to.len() >= lanes.n.next_multiple_of(PANEL) * deep * 16 * H::PARTS && lanes.n <= ROWS);
     // SAFETY: lanes' rows are those of the tensor, the caller says; tiles are within `to` (asserted).
     unsafe {
         let (low, high) = (_mm512_loadu_si512(LOW.as_ptr().cast()), _mm512_loadu_si512(HIGH.as_ptr().cast()));
         let mut largest = _mm512_setzero_si512();
         for pair in 0..lanes.n.next_multiple_of(PANEL) / 2 {
             for at in (0..dim).step_by(32) {
-                let mut both = [_mm512_setzero_si512(); 2];
+                let mut both = [[_mm512_setzero_si512(); 3]; 2];
                 for (i, x) in both.iter_mut().enumerate() {
                     let lane = 2 * pair + i;
                     if lane < lanes.n {
-                        *x = H::load(address(t, lanes.row[lane], lanes.head[lane]), at, dim)[0];
-                        let size = _mm512_and_si512(*x, _mm512_set1_epi16(0x7fff));
+                        *x = H::load(address(t, lanes.row[lane], lanes.head[lane]), at, dim);
+                        let size = _mm512_and_si512(x[0], _mm512_set1_epi16(0x7fff));
                         let finite = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(H::INFINITY as i16));
                         if finite != u32::MAX {
-                            *x = _mm512_maskz_mov_epi16(finite, *x);
+                            for x in &mut x[..H::PARTS] {
+                                *x = _mm512_maskz_mov_epi16(finite, *x);
+                            }
                             bad |= 1 << lane;
                         }
                         if H::NARROW {
@@ -141,9 +154,14 @@ pub(super) unsafe fn pack_pairs<H: Form>(lanes: &Lanes<f32>, t: &RawTensor, to: 
                         }
                     }
                 }
-                let to = to.as_mut_ptr().add((pair / 16 * deep + at / 16) * TILE + pair % 16 * 32);
-                _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi16(both[0], low, both[1]));
-                _mm512_storeu_si512(to.add(TILE).cast(), _mm512_permutex2var_epi16(both[0], high, both[1]));
+                let [a, b] = both;
+                let to = to.as_mut_ptr().add((pair / 16 * deep + at / 16) * H::PARTS * TILE + pair % 16 * 32);
+                for part in 0..H::PARTS {
+                    let to = to.add(part * TILE);
+                    _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi16(a[part], low, b[part]));
+                    let upper = to.add(H::PARTS * TILE);
+                    _mm512_storeu_si512(upper.cast(), _mm512_permutex2var_epi16(a[part], high, b[part]));
+                }
             }
         }
         let mut each = [0u16; 32];
@@ -171,8 +189,9 @@ pub(super) unsafe fn not_finite_lanes<H: Form>(
     let dim = t.dim as usize;
     for lane in (panels.start * PANEL..(panels.end * PANEL).min(lanes.n)).filter(|lane| bad >> lane & 1 == 1) {
         for key in 0..BLOCK {
-            let tile = (2 * block + key / 16) * PANELS + lane / PANEL;
-            let weight = H::widen(weights[tile * TILE + key % 16 * 32 + lane % PANEL]);
+            let tile = ((2 * block + key / 16) * PANELS + lane / PANEL) * H::PARTS;
+            let at = key % 16 * 32 + lane % PANEL;
+            let weight: f32 = (0..H::PARTS).map(|part| H::widen(weights[(tile + part) * TILE + at])).sum();
             if weight == 0.0 {
                 continue;
             }
