@@ -5,7 +5,7 @@
 //! and rows with an infinity, a NaN, or a number that would be rounded to infinity, with the reference.
 
 use crate::harness::*;
-use cpattn::call::{Attend, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+use cpattn::call::{Attend, AttendBackward, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
 use cpattn::kernel::cpu::{self, Dims, Isa, Scratch};
 use cpattn::kernel::reference::Attention;
 use cpattn::{Dtype, Element};
@@ -87,6 +87,48 @@ impl<E: Element<Acc = f32>> One<E> {
     }
 }
 
+impl<E: Element<Acc = f32>> One<E> {
+    /// dq, dk and dv for a do of ones with signs, and an lse and a delta that need not be those of the forward.
+    fn gradients(&mut self, isa: Isa) -> [Vec<f32>; 3] {
+        fn raw<T: Element>(x: &mut [T], dim: usize) -> RawTensor {
+            RawTensor::compact(x.as_mut_ptr().cast(), T::DTYPE, (x.len() / dim) as u64, 1, dim as u32)
+        }
+        let (rows, keys) = (self.q.len() / DIM, self.k.len() / DIM);
+        let sign = |i: usize| E::from_f64(if i % 3 == 0 { -1.0 } else { 1.0 });
+        let mut d_o: Vec<E> = (0..rows * DIM).map(sign).collect();
+        let (mut lse, mut delta) = (vec![5.0f32; rows], vec![0.25f32; rows]);
+        let mut results = [rows, keys, keys].map(|n| vec![f32::NAN; n * DIM]);
+        let mut scratch = Scratch::with_isa(1, isa).unwrap();
+        scratch.reserve(&Dims { head_dim: DIM as u32, value_dim: DIM as u32, dtype: E::DTYPE });
+        let range = Range::plain(0, rows as u32, 0, 0);
+        let q = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::Only }];
+        let k = [Range::plain(0, keys as u32, 0, 0)];
+        let [dq, dk, dv] = results.each_mut().map(|x| raw(x, DIM));
+        let call = AttendBackward {
+            q: raw(&mut self.q, DIM),
+            k: raw(&mut self.k, DIM),
+            v: raw(&mut self.v, DIM),
+            d_o: raw(&mut d_o, DIM),
+            lse: raw(&mut lse, 1),
+            delta: raw(&mut delta, 1),
+            dq,
+            dk,
+            dv,
+            accumulate_keys: false,
+            per_q_head: false,
+            gradients: Gradients::All,
+            alibi_slopes: RawTensor::NONE,
+            heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+            score: Self::score(),
+            ranges: Ranges { q: &q, k: &k, pairs: &[0] },
+            aligned: false,
+        };
+        // SAFETY: the tensors are the vectors above, alive and used by nobody else.
+        unsafe { cpu::attend_backward(&call, &mut scratch) }.unwrap();
+        results
+    }
+}
+
 /// Neither o nor lse errs more than with multiply-adds of f32, by the rule of errors: 1.1 times that, and 4 roundings.
 #[test]
 fn parts_lose_no_digits() {
@@ -133,6 +175,16 @@ fn numbers_without_parts() {
                     x.iter_mut().skip(3).step_by(DIM).for_each(|x| *x = E::from_f64(x.to_f64() * 16.0 / huge));
                 }
                 [&mut one.q, &mut one.k, &mut one.v][tensor][row * DIM + 3] = E::from_f64(x);
+                let (expected, found) = (one.gradients(Isa::Portable), one.gradients(isa));
+                for (what, found, expected) in
+                    [("dq", &found[0], &expected[0]), ("dk", &found[1], &expected[1]), ("dv", &found[2], &expected[2])]
+                {
+                    for (i, (x, y)) in found.iter().zip(expected).enumerate() {
+                        // An infinity less an infinity is NaN, in whichever order they come.
+                        let same = if y.is_finite() { (x - y).abs() <= 5e-4 * (1.0 + y.abs()) } else { !x.is_finite() };
+                        assert!(same, "{what}[{i}] is {x}, portable {y}: {isa}, {} {tensor} {row} {x}", E::DTYPE);
+                    }
+                }
                 let (expected, found) = (one.expected(), one.found(isa));
                 for (what, found, expected) in [("o", found.0, expected.0), ("lse", found.1, expected.1)] {
                     for (i, (x, y)) in found.iter().zip(&expected).enumerate() {

@@ -33,6 +33,9 @@ pub(super) struct Forward<'a, A> {
     pub call: &'a Attend<'a>,
     /// Lanes of a unit, see `row_blocks::lanes`.
     pub lanes: usize,
+    /// Few rows with few keys may be multiplied as they lie. Their scores are then rounded in another way than those of the
+    /// backward, which counts where nothing else is rounded.
+    pub few: bool,
     pub sums: PhantomData<A>,
 }
 
@@ -158,7 +161,7 @@ impl<A: Real> Forward<'_, A> {
         let (lo, hi) = unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.score, &c.alibi_slopes) };
         let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
         let mut stream = KeyStream::new(c.ranges.k, pairs, lo, hi);
-        if is_small::<E::V>(c, q, readers(&c.heads, unit.kv, c.q.heads).len(), (lo, hi)) {
+        if self.few && is_small::<E::V>(c, q, readers(&c.heads, unit.kv, c.q.heads).len(), (lo, hi)) {
             let any = t.keys[0].next(&mut stream, false, false);
             // Keys too far apart for one tile are not for this way.
             if stream.ahead(1).is_empty() {

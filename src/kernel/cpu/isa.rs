@@ -6,9 +6,13 @@
 //! runs. Flags alone do not choose: `vdpbf16ps` is twice as fast as f32 multiply-adds on some processors and no faster on
 //! others, so that [`Isa::Amx`] is used where it is there, and bf16 dot products only where they pay.
 
+use crate::call::QRange;
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use std::sync::OnceLock;
+
+/// Lanes of a q range, with the heads of a group, from which on tiles of parts are quicker than vectors.
+const FILLED: u64 = 96;
 
 /// An instruction set of the CPU kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -112,6 +116,20 @@ impl Isa {
             _ if self.has_tiles_of(dtype) => dtype.unit_roundoff(),
             _ => 0.0,
         }
+    }
+
+    /// What a call of this type runs on: tiles pay for parts only where ranges of q fill panels. Forward and backward have
+    /// the same ranges and so the same scores, to the bit: what is rounded in them, lse has rounded as well. The
+    /// backward of aligned calls has no tiles, and so their forward has none either, unless it rounds more than that.
+    pub(super) fn for_call(self, dtype: Dtype, aligned: bool, q: &[QRange], group: u32) -> Self {
+        if !self.has_tiles(dtype) || self.has_tiles_of(dtype) {
+            return self;
+        }
+        let lengths = || q.iter().map(|q| u64::from(q.range.len));
+        let (sum, squares) = (lengths().sum::<u64>(), lengths().map(|len| len * len).sum::<u64>());
+        // The mean length of a row's range.
+        let rows = squares / sum.max(1);
+        if aligned || rows * u64::from(group.max(1)) < FILLED { Self::Avx512 } else { self }
     }
 
     /// Whether products of this type go through matrix units.

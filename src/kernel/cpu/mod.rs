@@ -104,7 +104,7 @@ macro_rules! by_sums {
 /// [`Attend::running_lse`] allow it, and which nothing else accesses meanwhile. Addresses are aligned to their type.
 pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
     let dims = check::attend(call)?;
-    let isa = scratch.isa()?;
+    let isa = scratch.isa()?.for_call(call.q.dtype, call.aligned, call.ranges.q, call.heads.group);
     let crew = memory(scratch, &dims)?;
     // SAFETY: shapes and ranges are checked; rows are valid, aligned and not shared (the contract of this function).
     unsafe { by_sums!(call.q.dtype, forward(call, isa, crew)) };
@@ -115,7 +115,7 @@ pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
 /// As [`attend`], checked, with sums of `A`.
 unsafe fn forward<A: Machine>(call: &Attend, isa: Isa, crew: Crew<'_>) {
     let lanes = row_blocks::lanes(call, isa, crew.workers());
-    let job = forward::Forward::<A> { call, lanes, sums: PhantomData };
+    let job = forward::Forward::<A> { call, lanes, few: isa.roundoff(call.q.dtype) > 0.0, sums: PhantomData };
     // SAFETY: checked, valid and with sums of `A` (the contract of this function), and `isa` is present.
     unsafe { workers::run(&job, isa, call.q.dtype, crew) };
 }
@@ -131,7 +131,7 @@ unsafe fn forward<A: Machine>(call: &Attend, isa: Isa, crew: Crew<'_>) {
 /// As [`attend`], with dq, dk and dv in the place of o.
 pub unsafe fn attend_backward(call: &AttendBackward, scratch: &mut Scratch) -> Result<()> {
     let dims = check::backward(call)?;
-    let isa = scratch.isa()?;
+    let isa = scratch.isa()?.for_call(call.q.dtype, call.aligned, call.ranges.q, call.heads.group);
     let crew = memory(scratch, &dims)?;
     // SAFETY: shapes and ranges are checked; rows are valid, aligned and not shared (the contract of this function).
     unsafe { by_sums!(call.q.dtype, gradients(call, isa, crew)) };
@@ -344,7 +344,7 @@ mod tests {
             // The backward first, while lse is the reference's.
             let job = keys::Keys::<E::Acc> { call: &backward, queries: true, sums: PhantomData };
             job.work::<Dense<V>>(lines, &AtomicUsize::new(0));
-            forward::Forward::<E::Acc> { call: &forward, lanes: arena::LANES, sums: PhantomData }
+            forward::Forward::<E::Acc> { call: &forward, lanes: arena::LANES, few: false, sums: PhantomData }
                 .work::<Dense<V>>(lines, &AtomicUsize::new(0));
         }
         for (found, expected) in results.iter().zip([&out.o, &gradient.dq, &gradient.dk, &gradient.dv]) {
