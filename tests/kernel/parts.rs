@@ -94,7 +94,7 @@ impl<E: Element<Acc = f32>> One<E> {
             RawTensor::compact(x.as_mut_ptr().cast(), T::DTYPE, (x.len() / dim) as u64, 1, dim as u32)
         }
         let (rows, keys) = (self.q.len() / DIM, self.k.len() / DIM);
-        let sign = |i: usize| E::from_f64(if i % 3 == 0 { -1.0 } else { 1.0 });
+        let sign = |i: usize| E::from_f64(if i.is_multiple_of(3) { -1.0 } else { 1.0 });
         let mut d_o: Vec<E> = (0..rows * DIM).map(sign).collect();
         let (mut lse, mut delta) = (vec![5.0f32; rows], vec![0.25f32; rows]);
         let mut results = [rows, keys, keys].map(|n| vec![f32::NAN; n * DIM]);
