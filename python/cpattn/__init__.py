@@ -24,6 +24,7 @@ from .plan import Circulate, Direction, Dtype, Kind, Layout, Plan, PlanOptions, 
 from .rank import Rank, local_group, nccl_group, nccl_unique_id, on_all, peer_group
 from .ring import Link, check_ring
 from .tensors import Array, Memory, SupportsDLPack
+from .trace import Event, chrome_trace, clock
 from .transport import FAILED_BEFORE, RAISED, Message, Packet, Transport, packets
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Disagreement",
     "Dtype",
     "Error",
+    "Event",
     "InvalidArgument",
     "InvalidHandle",
     "Kind",
@@ -59,6 +61,8 @@ __all__ = [
     "Unsupported",
     "Wire",
     "check_ring",
+    "chrome_trace",
+    "clock",
     "library_version",
     "local_group",
     "nccl_group",

@@ -7,7 +7,7 @@ Names, order and types are the header's, and `tests/test_header.py` compares the
 from __future__ import annotations
 
 import ctypes
-from ctypes import CFUNCTYPE, POINTER, c_char_p, c_double, c_int32, c_int64, c_size_t
+from ctypes import CFUNCTYPE, POINTER, c_char, c_char_p, c_double, c_int32, c_int64, c_size_t
 from ctypes import c_float, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 from typing import Any, ClassVar
 
@@ -137,6 +137,20 @@ class Link(ctypes.Structure):
     _fields_ = [("from", c_uint32), ("to", c_uint32), ("latency", c_double), ("bytes_per_second", c_double)]
 
 
+class Event(ctypes.Structure):
+    _fields_ = [
+        ("name", c_char * 32),
+        ("phase", c_char * 32),
+        ("start_ns", c_uint64),
+        ("end_ns", c_uint64),
+        ("bytes", c_uint64),
+        ("rank", c_uint32),
+        ("step", c_uint32),
+        ("lane", c_int32),
+        ("reserved", c_uint32),
+    ]
+
+
 MessageP = POINTER(Message)
 Blame = POINTER(c_int64)
 Agree = CFUNCTYPE(c_int32, c_void_p, c_uint32, c_uint32, c_uint64, POINTER(c_uint64), Blame)
@@ -215,6 +229,9 @@ FUNCTIONS: dict[str, list[Any]] = {
     "rank_prepare": [Handle, Handle, c_int32],
     "forward": [Handle, Handle, POINTER(ForwardArgs)],
     "backward": [Handle, Handle, POINTER(BackwardArgs)],
+    "rank_record": [Handle, c_uint64],
+    "rank_trace": [Handle, POINTER(Event), c_size_t, POINTER(c_size_t)],
+    "clock": [POINTER(c_uint64)],
     "rank_poll": [Handle],
     "rank_abort": [Handle],
 }

@@ -7,13 +7,14 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import byref, c_int32, c_uint8, c_void_p
+from ctypes import byref, c_int32, c_size_t, c_uint8, c_void_p
 from typing import TypeVar
 
 from . import _header, errors
 from ._library import call, error_of, status_of
 from .plan import Direction, Plan
 from .tensors import Array, Given
+from .trace import Event
 from .transport import Seat, Transport
 
 T = TypeVar("T")
@@ -92,6 +93,23 @@ class Rank:
         )
         args = _header.BackwardArgs(stream=stream, **{name: g.pointer for name, g in given.items()})
         self._call("backward", plan.handle, byref(args))
+
+    def record(self, capacity: int = 1 << 16) -> None:
+        """Records what this rank does from now on, for at most so many operations; 0 stops."""
+        if not 0 <= capacity <= 1 << 24:
+            raise errors.InvalidArgument(f"capacity is {capacity}, 0 to {1 << 24} are needed")
+        self._call("rank_record", capacity)
+
+    def trace(self) -> list[Event]:
+        """Takes what was recorded; times are on this process's clock (`clock`)."""
+        count = c_size_t()
+        self._call("rank_trace", None, 0, byref(count))
+        events = (_header.Event * count.value)()
+        self._call("rank_trace", events, len(events), byref(count))
+        return [
+            Event(e.rank, e.lane, e.name.decode(), e.phase.decode(), e.step, e.start_ns, e.end_ns, e.bytes)
+            for e in events[: count.value]
+        ]
 
     def poll(self) -> None:
         """Raises if anything has failed so far, on any rank; never waits."""

@@ -19,6 +19,7 @@ NAMES = {
     "cpattn_share": _header.Share,
     "cpattn_message": _header.Message,
     "cpattn_link": _header.Link,
+    "cpattn_event": _header.Event,
     "cpattn_transport_table": _header.TransportTable,
     "cpattn_rank_options": _header.RankOptions,
     "cpattn_forward_args": _header.ForwardArgs,
@@ -30,6 +31,7 @@ NAMES = {
 TYPES: dict[str, Any] = {
     "float": ctypes.c_float,
     "double": ctypes.c_double,
+    "char": ctypes.c_char,
     "size_t": ctypes.c_size_t,
     **{f"{u}int{n}_t": getattr(ctypes, f"c_{u}int{n}") for u in ("u", "") for n in (8, 16, 32, 64)},
     **NAMES,
@@ -71,9 +73,10 @@ class Header(unittest.TestCase):
                     result, field, parameters = function.groups()
                     want.append((field, (type_of(result), *arguments(parameters))))
                 else:
-                    field = re.search(r"\w+$", member)
+                    field = re.search(r"(\w+)(?:\[(\d+)\])?$", member)
                     assert field
-                    want.append((field[0], type_of(member[: field.start()])))
+                    kind = type_of(member[: field.start()])
+                    want.append((field[1], kind * int(field[2]) if field[2] else kind))
             got = []
             for field, kind in NAMES[name]._fields_:
                 if hasattr(kind, "_argtypes_"):
