@@ -115,4 +115,6 @@ fn a_ring_of_one_and_empty_messages_are_refused() {
     assert!(text.starts_with("the ring was not checked: world is 1, expected at least 2 ranks"), "{text}");
     let end = local::group(2, LONG).unwrap().remove(0);
     assert!(check(&end, 0).unwrap_err().to_string().contains("bytes is 0"));
+    let text = check(&end, 1 << 60).unwrap_err().to_string();
+    assert!(text.contains("bytes is 1152921504606846976, expected a number that fits into memory"), "{text}");
 }

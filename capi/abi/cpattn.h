@@ -53,13 +53,14 @@
  *
  * CUDA GRAPHS. A run of a rank can be captured: call cpattn_rank_prepare (of an all-to-all,
  * cpattn_rank_prepare_all_to_all) before the capture begins, then cpattn_forward, cpattn_backward, cpattn_rank_to_heads
- * or cpattn_rank_to_tokens with the stream that is being captured. While a run of the rank is being captured, calls that
- * would end the capture are refused with CPATTN_UNSUPPORTED, and leave it valid: lending workspace and taking it back,
- * preparing what is not prepared, cpattn_rank_record, and a run on a stream outside of the capture.
- * cpattn_rank_poll is allowed. Each replay reads and writes the tensors and the workspace that were given then. The rank
- * must live until the last replay is done, and a lent workspace stay valid as long. Ranks of cpattn_peer_group are
- * captured into one graph, all of them, their streams joined by events; over a table of the caller's own, and for
- * kernels called alone, a stream that is being captured is refused.
+ * or cpattn_rank_to_tokens with the stream that is being captured. While a run of the rank is being captured, calls
+ * that would end the capture are refused with CPATTN_UNSUPPORTED, and leave it valid: lending workspace and taking it
+ * back, preparing what is not prepared, cpattn_rank_record, and a run on a stream outside of the capture.
+ * cpattn_rank_poll is allowed. Each replay reads and writes the tensors and the workspace that were given then. The
+ * rank must live until the last replay is done, and a lent workspace stay valid as long. Ranks of cpattn_peer_group are
+ * captured into one graph, all of them, their streams joined by events: what finds a peer in another graph, or in none,
+ * ends the group; over a table of the caller's own, and for kernels called alone, a stream that is being captured is
+ * refused.
  *
  * STRUCTS OF OPTIONS begin with `struct_size` and are initialised with the macro of their name, never by hand: a
  * program then works with libraries of other ages. A shorter struct, of an earlier header, gets the defaults for what
@@ -323,7 +324,8 @@ int32_t cpattn_plan_share(const cpattn_plan *plan, uint32_t rank, cpattn_share *
 int32_t cpattn_plan_explain(const cpattn_plan *plan, char *text, size_t capacity, size_t *needed);
 
 /* Proves the schedules of all ranks of a group, forward and backward: messages match, nothing deadlocks or races, every
- * pair that counts is attended once. For tests: takes time and memory that grow with ranks and documents. */
+ * pair that counts is attended once. For tests: takes time and memory that grow with tokens times heads, some 50 bytes
+ * for each row of each head, besides ranks and documents. */
 int32_t cpattn_plan_verify(const cpattn_plan *plan);
 
 #define CPATTN_FORWARD 0
@@ -458,11 +460,11 @@ typedef struct cpattn_link {
 } cpattn_link;
 
 /* Is every link of the ring there, and how fast is it? Bytes that are stamped with their sender go over each link, all
- * the way round the ring and back, one link at a time. All ranks call it with the same `bytes` (4 MiB is a good choice),
- * before the transport becomes a rank. Writes links in the order in which they were measured, and how many to *count:
- * all 2 * world on rank 0, those before its last turn on another. `capacity`, how many `links` has room for, is at least
- * 2 * world. A failure names the link and what to try, and ends the group. For transports of host memory; a table's
- * exchange is called on the calling thread. */
+ * the way round the ring and back, one link at a time. All ranks call it with the same `bytes` (4 MiB is a good
+ * choice), before the transport becomes a rank. Writes links in the order in which they were measured, and how many to
+ * *count: all 2 * world on rank 0, those before its last turn on another. `capacity`, how many `links` has room for, is
+ * at least 2 * world. A failure names the link and what to try, and ends the group. For transports of host memory; a
+ * table's exchange is called on the calling thread. */
 int32_t cpattn_ring_check(cpattn_transport *transport, size_t bytes, cpattn_link *links, size_t capacity,
     size_t *count);
 
@@ -702,7 +704,8 @@ int32_t cpattn_scratch_create(uint32_t workers, cpattn_scratch **scratch);
  * of 256 KiB for 64 calls in flight. The ranks and scratches of a process share the kernels of a device. */
 int32_t cpattn_scratch_create_cuda(int32_t device_id, cpattn_scratch **scratch);
 
-/* On a device, waits until it is idle. */
+/* On a device, waits until it is idle. The driver makes every capture of the device invalid by that: not while any
+ * stream of it is being captured. */
 int32_t cpattn_scratch_destroy(cpattn_scratch *scratch);
 
 /* Grows it to attention of this kind: memory on the CPU, loaded kernels on a device. The other kernels need no call. */

@@ -161,6 +161,8 @@ class Seat:
             return said
         if self._raised:
             said.__cause__ = self.failure
+            # The first failure says which rank is at fault; the library has that number only from exchanges.
+            said.peer = getattr(self.failure, "peer", None) if said.peer is None else said.peer
             return said
         self._raised = True
         self.failure.__cause__ = self.failure.__cause__ or said

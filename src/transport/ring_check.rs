@@ -148,7 +148,13 @@ pub fn check<T: Transport + ?Sized>(end: &T, bytes: usize) -> Result<Vec<Link>, 
     if bytes == 0 {
         return Err(refused(Error::invalid("bytes", 0, "at least 1")));
     }
-    let mut walk = Walk { end, hop: 0, ledger: std::vec![[0; 4]; 2 * world], large: std::vec![0; bytes] };
+    // A large message that no memory holds is refused, not the end of the program.
+    let mut large = Vec::new();
+    if large.try_reserve_exact(bytes).is_err() {
+        return Err(refused(Error::invalid("bytes", bytes, "a number that fits into memory")));
+    }
+    large.resize(bytes, 0);
+    let mut walk = Walk { end, hop: 0, ledger: std::vec![[0; 4]; 2 * world], large };
     let mut known = 0;
     for hop in 0..2 * world {
         walk.hop = hop;

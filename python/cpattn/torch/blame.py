@@ -83,6 +83,17 @@ class Blame:
             "see whether the process that holds it runs",
         )
 
+    @property
+    def is_asking(self) -> bool:
+        """The group has failed somewhere, and the ranks may still find out which of them is at fault."""
+        return self._thread is not None and not self._known.is_set()
+
+    def settled(self) -> Verdict | None:
+        """The verdict, for which this waits while the ranks look for it, `limit` seconds at most."""
+        if self.is_asking:
+            self._known.wait(self.limit)
+        return self.verdict
+
     def alarm(self, joining: bool = False) -> bool:
         """Puts the question to all ranks and waits for nothing; False where no rank can be asked."""
 

@@ -92,8 +92,12 @@ class GlooTransport(Transport):
             packet.scatter(room)
 
     def poll(self) -> None:
-        if self._failed is not None:
-            raise self._error(f"the group failed before: {self._failed}", self._blame.verdict)
+        # It does not wait: a failure is told once the ranks know which of them is at fault.
+        if self._failed is not None and not self._blame.is_asking:
+            raise self._failed_before()
+
+    def _failed_before(self) -> PeerError:
+        return self._error(f"the group failed before: {self._failed}", self._blame.settled())
 
     def abort(self) -> None:
         if self._failed is None:
@@ -123,7 +127,8 @@ class GlooTransport(Transport):
         return PeerError(f"rank {self.rank} of {self.world}: {'; '.join(told)}", verdict.peer if verdict else None)
 
     def _move(self, what: str, tag: int, sends: list[tuple[int, Buffer]], recvs: list[tuple[int, Buffer]]) -> None:
-        self.poll()
+        if self._failed is not None:
+            raise self._failed_before()
         began, blame = time.monotonic(), self._blame
         posted: list[tuple[Wait, torch.Tensor, dist.Work]] = []
         try:

@@ -22,7 +22,7 @@ const MOST: usize = 3;
 /// The parts of 32 numbers, as far as the form has them.
 pub(super) type Parts = [__m512i; MOST];
 
-/// See the module.
+/// How elements of a type become tiles, and how tiles are multiplied.
 pub(super) trait Form: 'static {
     /// Tiles that one tile of elements becomes.
     const PARTS: usize;

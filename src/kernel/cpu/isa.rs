@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use std::sync::OnceLock;
 
 /// Lanes of a q range, with the heads of a group, from which on tiles of parts are quicker than vectors.
-const FILLED: u64 = 96;
+const FILLED: u128 = 96;
 
 /// An instruction set of the CPU kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -27,7 +27,9 @@ pub enum Isa {
     /// AVX-512 F and DQ.
     Avx512,
     /// AMX tiles of bf16: for bf16, for f16 as the sum of two of them (as it is where the machine has AMX-FP16), for f32 as
-    /// the sum of three. AVX-512 for f64.
+    /// the sum of three. AVX-512 for f64, for aligned calls, and for f32 and f16 where ranges are short. Matrix units take
+    /// subnormal numbers for 0, and so f32 tensors with nothing but numbers below 1e-30 lose digits: force
+    /// [`Isa::Avx512`] for those.
     Amx,
 }
 
@@ -125,11 +127,11 @@ impl Isa {
         if !self.has_tiles(dtype) || self.has_tiles_of(dtype) {
             return self;
         }
-        let lengths = || q.iter().map(|q| u64::from(q.range.len));
-        let (sum, squares) = (lengths().sum::<u64>(), lengths().map(|len| len * len).sum::<u64>());
+        let lengths = || q.iter().map(|q| u128::from(q.range.len));
+        let (sum, squares) = (lengths().sum::<u128>(), lengths().map(|len| len * len).sum::<u128>());
         // The mean length of a row's range.
         let rows = squares / sum.max(1);
-        if aligned || rows * u64::from(group.max(1)) < FILLED { Self::Avx512 } else { self }
+        if aligned || rows * u128::from(group.max(1)) < FILLED { Self::Avx512 } else { self }
     }
 
     /// Whether products of this type go through matrix units.

@@ -17,7 +17,8 @@ use alloc::sync::Arc;
 const BYTES: usize = 256 << 10;
 const CALLS: usize = 64;
 
-/// The kernels of a device for single calls, with a ring for scheduler metadata. Calls allocate nothing.
+/// The kernels of a device for single calls, with a ring for scheduler metadata. Calls allocate nothing. Dropping it waits
+/// until the device is idle, which ends every capture on it with an error.
 #[derive(Debug)]
 pub struct StreamKernels {
     cuda: Arc<Cuda>,
