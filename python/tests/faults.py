@@ -29,10 +29,11 @@ from processes import Outcome, start
 import cpattn
 from cpattn.torch import Context
 
-KINDS = ("killed", "stopped", "absent", "late", "left", "slow", "plans")
+KINDS = ("killed", "meanwhile", "stopped", "absent", "late", "left", "slow", "plans")
 # What the error says of the rank at fault, after its number. It may be killed or stopped before it comes.
 SAYS = {
     "killed": "(gives no answer|did not come)",
+    "meanwhile": "(gives no answer|did not come)",
     "stopped": "(gives no answer|did not come)",
     "absent": "did not come",
     "late": "did not come",
@@ -65,8 +66,8 @@ def job(rank: int, world: int, kind: str, seed: int) -> str:
     draw = random.Random(seed)
     victim, delay, odd = draw.randrange(world), draw.random() * 0.4, draw.randrange(STEPS)
     ulysses = draw.choice([u for u in (1, 2, 3, 4) if world % u == 0])
-    if rank == victim and kind in ("killed", "stopped"):
-        number = signal.SIGKILL if kind == "killed" else signal.SIGSTOP
+    if rank == victim and kind in ("killed", "meanwhile", "stopped"):
+        number = signal.SIGSTOP if kind == "stopped" else signal.SIGKILL
         threading.Timer(delay, os.kill, (os.getpid(), number)).start()
     if rank == victim and kind == "absent":
         time.sleep(DEADLINE + SLACK)
@@ -94,6 +95,8 @@ def job(rank: int, world: int, kind: str, seed: int) -> str:
                     context.close()
                     return "left"
                 time.sleep(DEADLINE + 4)
+            if kind == "meanwhile" and rank == (victim + 1) % world and at == 0:
+                time.sleep(delay + 0.5)  # its call comes while the others look for the rank at fault
             step(context, cu_seqlens, at)
     except cpattn.PeerError as failure:
         failed = time.monotonic()
@@ -117,7 +120,7 @@ def trial(kind: str, world: int, seed: int) -> list[Outcome]:
     victim = draw.randrange(world)
     outcomes = start(job, world, kind, seed, seconds=DEADLINE + 2 * SLACK, until=lambda rank: kind in ("plans", "late", "slow") or rank != victim)
     for rank, outcome in enumerate(outcomes):
-        if rank == victim and kind in ("killed", "stopped", "absent", "left"):
+        if rank == victim and kind in ("killed", "meanwhile", "stopped", "absent", "left"):
             continue
         what = f"{kind}, seed {seed}, rank {rank} of {world} (victim {victim}): {outcome}"
         assert outcome.error is None, what
