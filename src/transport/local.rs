@@ -106,7 +106,7 @@ struct Shared {
 
 impl Shared {
     fn call(&self, board: &mut Board, rank: usize) {
-        if std::mem::replace(&mut board.places[rank].parked, false) {
+        if std::mem::replace(&mut board.ranks[rank].parked, false) {
             self.bells[rank].notify_one();
         }
     }
@@ -137,9 +137,9 @@ impl Shared {
 
     /// Parks `rank`; true if the limit has passed and no rank has called.
     fn park<'a>(&self, mut board: MutexGuard<'a, Board>, rank: usize, limit: Limit) -> (MutexGuard<'a, Board>, bool) {
-        board.places[rank].parked = true;
+        board.ranks[rank].parked = true;
         let (mut board, expired) = wait(&self.bells[rank], board, limit);
-        let called = !std::mem::replace(&mut board.places[rank].parked, false);
+        let called = !std::mem::replace(&mut board.ranks[rank].parked, false);
         (board, expired && !called)
     }
 }
@@ -162,7 +162,7 @@ impl Patience {
 impl Local {
     /// Replaces this rank's deadline, from its next wait on.
     pub fn set_deadline(&self, deadline: Duration) {
-        lock(&self.shared.board).places[self.rank].deadline = deadline;
+        lock(&self.shared.board).ranks[self.rank].deadline = deadline;
     }
 
     /// Refuses a list that breaks the contract, before anything of it is posted.
@@ -186,7 +186,7 @@ impl Local {
         if let Some(error) = board.error(self.rank, label) {
             return (board, Err(error));
         }
-        let place = &board.places[self.rank];
+        let place = &board.ranks[self.rank];
         let deadline = place.deadline;
         if place.moved != patience.moved {
             *patience = Patience::new(place.moved);
@@ -201,7 +201,7 @@ impl Local {
         let (mut board, expired) = self.shared.park(board, self.rank, limit);
         if expired {
             match board.blame(self.rank) {
-                Some(peer) if board.places[self.rank].moved == patience.moved => {
+                Some(peer) if board.ranks[self.rank].moved == patience.moved => {
                     let ms = patience.since.elapsed().as_millis().try_into().unwrap_or(u64::MAX);
                     let bytes = board.waiting(self.rank);
                     self.shared.fail(&mut board, peer, Cause::Deadline { ms, bytes });
@@ -237,17 +237,17 @@ impl Transport for Local {
         if board.offer(rank, group.clone(), fingerprint) {
             group.for_each(|peer| shared.call(&mut board, peer));
         }
-        let mut patience = Patience::new(board.places[rank].moved);
-        while board.places[rank].phase != Phase::Answered {
+        let mut patience = Patience::new(board.ranks[rank].moved);
+        while board.ranks[rank].phase != Phase::Answered {
             let outcome;
             (board, outcome) = self.pause(board, label, &mut patience);
             if let Err(error) = outcome {
-                board.places[rank].phase = Phase::Idle;
+                board.ranks[rank].phase = Phase::Idle;
                 return Err(error);
             }
         }
-        board.places[rank].phase = Phase::Idle;
-        match board.places[rank].verdict {
+        board.ranks[rank].phase = Phase::Idle;
+        match board.ranks[rank].verdict {
             None => Ok(()),
             Some((peer, theirs)) => Err(Error::disagreement(rank, peer, fingerprint, theirs)),
         }
@@ -262,13 +262,13 @@ impl Transport for Local {
         shared.memory[rank].own();
         board.post(rank, sends, recvs);
         for send in sends {
-            if board.places[send.peer].phase == Phase::Exchange {
+            if board.ranks[send.peer].phase == Phase::Exchange {
                 shared.call(&mut board, send.peer);
             }
         }
-        let mut patience = Patience::new(board.places[rank].moved);
+        let mut patience = Patience::new(board.ranks[rank].moved);
         let outcome = loop {
-            let before = board.places[rank].moved;
+            let before = board.ranks[rank].moved;
             let mut at = 0;
             while board.error(rank, label).is_none()
                 && let Some(claim) = board.claim(rank, &mut at)
@@ -292,7 +292,7 @@ impl Transport for Local {
                     shared.call(&mut board, peer);
                 }
             }
-            let place = &board.places[rank];
+            let place = &board.ranks[rank];
             if place.unread + place.unwritten == 0 {
                 break Ok(());
             }
@@ -307,10 +307,10 @@ impl Transport for Local {
             }
         };
         board.retire(rank);
-        while board.places[rank].readers > 0 {
+        while board.ranks[rank].readers > 0 {
             (board, _) = shared.park(board, rank, Limit::NEVER);
         }
-        board.places[rank].phase = Phase::Idle;
+        board.ranks[rank].phase = Phase::Idle;
         drop(board);
         shared.memory[rank].own();
         outcome
@@ -321,7 +321,7 @@ impl Transport for Local {
             return Ok(());
         }
         let board = lock(&self.shared.board);
-        let label = board.places[self.rank].label;
+        let label = board.ranks[self.rank].label;
         board.error(self.rank, label).map_or(Ok(()), Err)
     }
 
@@ -333,7 +333,7 @@ impl Transport for Local {
 impl Drop for Local {
     fn drop(&mut self) {
         let mut board = lock(&self.shared.board);
-        board.places[self.rank].phase = Phase::Gone;
+        board.ranks[self.rank].phase = Phase::Gone;
         if std::thread::panicking() {
             self.shared.fail(&mut board, self.rank, Cause::Panicked);
         }

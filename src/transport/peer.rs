@@ -50,14 +50,14 @@ use crate::{
 pub struct Peer {
     local: Local,
     cuda: Arc<Cuda>,
-    lanes: Arc<[Lane]>,
+    lanes: Arc<[PeerStream]>,
     /// By rank: whether copies from there are direct.
     direct: Vec<bool>,
 }
 
 /// What a rank's peers enqueue its copies with. It lives as long as any rank of the group: a rank may be gone while another
 /// still waits for its events.
-struct Lane {
+struct PeerStream {
     stream: OwnStream,
     ready: Event,
     /// By sender: behind the copies from it to this rank.
@@ -85,13 +85,13 @@ impl core::fmt::Debug for Peer {
 /// # Errors
 /// As [`local::group`], or the driver's.
 pub fn group(devices: &[Arc<Cuda>], deadline: Duration) -> Result<Vec<Peer>> {
-    let lane = |cuda: &Arc<Cuda>| -> Result<Lane> {
+    let lane = |cuda: &Arc<Cuda>| -> Result<PeerStream> {
         let context = cuda.context();
         let done = devices.iter().map(|_| Event::new(context)).collect::<Result<_>>()?;
         let (stream, ready) = (OwnStream::new(context)?, Event::new(context)?);
-        Ok(Lane { stream, ready, done, cuda: Arc::clone(cuda), capture: AtomicU64::new(0) })
+        Ok(PeerStream { stream, ready, done, cuda: Arc::clone(cuda), capture: AtomicU64::new(0) })
     };
-    let lanes: Arc<[Lane]> = devices.iter().map(lane).collect::<Result<Vec<_>>>()?.into();
+    let lanes: Arc<[PeerStream]> = devices.iter().map(lane).collect::<Result<Vec<_>>>()?.into();
     local::group(devices.len(), deadline)?
         .into_iter()
         .zip(devices)
@@ -123,7 +123,7 @@ impl Peer {
         self.direct[peer]
     }
 
-    fn lane(&self) -> &Lane {
+    fn lane(&self) -> &PeerStream {
         &self.lanes[self.local.rank()]
     }
 }
@@ -170,7 +170,7 @@ fn apart(rank: usize, peer: usize, [ours, theirs]: [u64; 2]) -> Error {
     )
 }
 
-impl Lane {
+impl PeerStream {
     /// Enqueues the messages from one rank to another, on the stream of the second: behind what wrote them, and before `done`.
     fn carry(lanes: &[Self], [from, to]: [usize; 2], next: &mut dyn FnMut() -> Option<[Message; 2]>) -> Result<()> {
         let Some(first) = next() else { return Ok(()) };
@@ -238,8 +238,9 @@ impl Transport for Peer {
         let _entered = self.cuda.context().enter()?;
         let lane = self.lane();
         lane.ready.record(lane.stream.handle())?;
-        let mut carry =
-            |pair: [usize; 2], next: &mut dyn FnMut() -> Option<[Message; 2]>| Lane::carry(&self.lanes, pair, next);
+        let mut carry = |pair: [usize; 2], next: &mut dyn FnMut() -> Option<[Message; 2]>| {
+            PeerStream::carry(&self.lanes, pair, next)
+        };
         let outcome = self.local.exchange_carried(label, sends, recvs, &mut carry);
         if outcome.is_ok() {
             return self.hold_until_sent(sends);

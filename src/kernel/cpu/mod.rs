@@ -13,7 +13,7 @@
 //! small      the forward of a few rows with a few keys, without panels and tiles
 //! queries    the same for dq
 //! keys       a unit is a document with a kv head; tiles of keys outside, rows inside: dk, dv, and dq on the way
-//! tiled      the same on matrix units: units are blocks of a document's keys, which add to dq in turn (turns)
+//! tiled      the same on matrix units: units are blocks of a document's keys, which add to dq in turn (dq_order)
 //! stream     keys in tiles; tile: rows as lanes of vectors, scores and masks; rows: elements to sums and back; panel: rows
 //!            to lanes and back
 //! gemm       the matrix product over vectors; simd, x86, neon: the vectors; isa: which there are, and which one is used
@@ -38,6 +38,8 @@ mod backward;
 mod check;
 mod convert;
 mod delta;
+#[cfg(target_arch = "x86_64")]
+mod dq_order;
 mod engine;
 mod executor;
 #[cfg(target_arch = "x86_64")]
@@ -64,8 +66,6 @@ mod tile;
 #[cfg(target_arch = "x86_64")]
 mod tiled;
 mod transform;
-#[cfg(target_arch = "x86_64")]
-mod turns;
 mod units;
 mod workers;
 #[cfg(target_arch = "x86_64")]

@@ -18,7 +18,7 @@ use super::isa::Isa;
 use super::job::{Job, Machine};
 use super::scratch::{Dims, Scratch};
 #[cfg(target_arch = "x86_64")]
-use super::{tiled::Tiled, turns::Turns};
+use super::{dq_order::DqOrder, tiled::Tiled};
 use crate::element::Dtype;
 use core::sync::atomic::AtomicUsize;
 
@@ -105,19 +105,19 @@ pub(super) unsafe fn run_tiled(job: &Tiled, dtype: Dtype, crew: Crew<'_>) {
     /// # Safety
     /// As [`Tiled::work`].
     #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
-    unsafe fn work<H: Form>(job: &Tiled, lines: &mut [Line], next: &AtomicUsize, turns: &Turns) {
+    unsafe fn work<H: Form>(job: &Tiled, lines: &mut [Line], next: &AtomicUsize, order: &DqOrder) {
         // SAFETY: lines, units and instruction set are as `Tiled::work` needs them (the contract of this function).
-        unsafe { job.work::<H>(lines, next, turns) }
+        unsafe { job.work::<H>(lines, next, order) }
     }
-    let (next, turns) = (AtomicUsize::new(0), Turns::new());
+    let (next, order) = (AtomicUsize::new(0), DqOrder::new());
     crew.run(&|lines: &mut [Line]| {
         // SAFETY: the instruction set is there, the caller says; the counter hands out each unit once.
         unsafe {
             match dtype {
-                Dtype::F16 if has_f16() => work::<F16>(job, lines, &next, &turns),
-                Dtype::F16 => work::<TwoParts>(job, lines, &next, &turns),
-                Dtype::F32 => work::<ThreeParts>(job, lines, &next, &turns),
-                _ => work::<Bf16>(job, lines, &next, &turns),
+                Dtype::F16 if has_f16() => work::<F16>(job, lines, &next, &order),
+                Dtype::F16 => work::<TwoParts>(job, lines, &next, &order),
+                Dtype::F32 => work::<ThreeParts>(job, lines, &next, &order),
+                _ => work::<Bf16>(job, lines, &next, &order),
             }
         }
     });

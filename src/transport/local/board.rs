@@ -58,7 +58,7 @@ impl Posted {
 }
 
 /// One rank's place on the board.
-pub(super) struct Place {
+pub(super) struct RankState {
     pub(super) phase: Phase,
     /// What it does, or did last.
     pub(super) label: Label,
@@ -99,9 +99,9 @@ pub(super) struct Claim {
     pub(super) recv: Message,
 }
 
-/// All places, and the first failure.
+/// The state of all ranks, and the first failure.
 pub(super) struct Board {
-    pub(super) places: Vec<Place>,
+    pub(super) ranks: Vec<RankState>,
     failure: Option<Failure>,
     /// `[s, d]`: sends of `s` before this index that go to `d` are claimed.
     sent: Vec<usize>,
@@ -111,7 +111,7 @@ pub(super) struct Board {
 
 impl Board {
     pub(super) fn new(world: usize, deadline: Duration) -> Self {
-        let place = |_| Place {
+        let place = |_| RankState {
             phase: Phase::Idle,
             label: Label { operation: "start", step: 0 },
             deadline,
@@ -128,7 +128,7 @@ impl Board {
             verdict: None,
         };
         Self {
-            places: (0..world).map(place).collect(),
+            ranks: (0..world).map(place).collect(),
             failure: None,
             sent: vec![0; world * world],
             received: vec![0; world * world],
@@ -137,7 +137,7 @@ impl Board {
 
     /// Starts a call of `rank`, unless the group has failed or the rank is in another call.
     pub(super) fn enter(&mut self, rank: usize, label: Label) -> Result<()> {
-        let place = &mut self.places[rank];
+        let place = &mut self.ranks[rank];
         if place.phase != Phase::Idle {
             let Label { operation, step } = place.label;
             let found = format!("called on rank {rank} while it is in {operation}, step {step}");
@@ -150,10 +150,10 @@ impl Board {
 
     /// Posts the lists of `rank`, which stays in its exchange until it has called [`retire`](Self::retire).
     pub(super) fn post(&mut self, rank: usize, sends: &[Message], recvs: &[Message]) {
-        let row = rank * self.places.len()..(rank + 1) * self.places.len();
+        let row = rank * self.ranks.len()..(rank + 1) * self.ranks.len();
         self.sent[row.clone()].fill(0);
         self.received[row].fill(0);
-        let place = &mut self.places[rank];
+        let place = &mut self.ranks[rank];
         place.phase = Phase::Exchange;
         place.sends = Posted::new(sends);
         place.recvs = Posted::new(recvs);
@@ -163,7 +163,7 @@ impl Board {
 
     /// Takes the lists of `rank` down.
     pub(super) fn retire(&mut self, rank: usize) {
-        let place = &mut self.places[rank];
+        let place = &mut self.ranks[rank];
         place.phase = if place.readers == 0 { Phase::Idle } else { Phase::Ending };
         place.sends = Posted::NOTHING;
         place.recvs = Posted::NOTHING;
@@ -173,12 +173,12 @@ impl Board {
     /// that comes after an unclaimed one of the same sender is passed over, even if the sender came meanwhile; hence
     /// a walk between whose claims the mutex was released has to be repeated.
     pub(super) fn claim(&mut self, rank: usize, at: &mut usize) -> Option<Claim> {
-        let world = self.places.len();
-        let recvs = self.places[rank].recvs.list();
+        let world = self.ranks.len();
+        let recvs = self.ranks[rank].recvs.list();
         while let Some(&recv) = recvs.get(*at) {
             let index = *at;
             *at += 1;
-            let peer = &self.places[recv.peer];
+            let peer = &self.ranks[recv.peer];
             if peer.phase != Phase::Exchange {
                 continue;
             }
@@ -197,8 +197,8 @@ impl Board {
             let Some(&send) = sends.get(*sent) else { continue };
             *sent += 1;
             *received = index + 1;
-            self.places[recv.peer].readers += 1;
-            self.places[rank].copying = true;
+            self.ranks[recv.peer].readers += 1;
+            self.ranks[rank].copying = true;
             return Some(Claim { send, recv });
         }
         None
@@ -207,8 +207,8 @@ impl Board {
     /// Claims the next message from one rank to another, if both are there.
     #[cfg(any(feature = "cuda", cpattn_loom))]
     pub(super) fn claim_between(&mut self, from: usize, to: usize) -> Option<Claim> {
-        let world = self.places.len();
-        let [sender, receiver] = [from, to].map(|rank| &self.places[rank]);
+        let world = self.ranks.len();
+        let [sender, receiver] = [from, to].map(|rank| &self.ranks[rank]);
         if sender.phase != Phase::Exchange || receiver.phase != Phase::Exchange {
             return None;
         }
@@ -223,23 +223,23 @@ impl Board {
         let recv = next(receiver.recvs.list(), from, received)?;
         *sent += 1;
         *received += 1;
-        self.places[from].readers += 1;
-        self.places[to].copying = true;
+        self.ranks[from].readers += 1;
+        self.ranks[to].copying = true;
         Some(Claim { send, recv })
     }
 
     /// Notes that messages between two ranks, which count as moved, were not: neither's batch becomes complete.
     #[cfg(any(feature = "cuda", cpattn_loom))]
     pub(super) fn take_back(&mut self, from: usize, to: usize) {
-        self.places[from].unread += 1;
-        self.places[to].unwritten += 1;
+        self.ranks[from].unread += 1;
+        self.ranks[to].unwritten += 1;
     }
 
     /// Notes that a claimed message from `peer` to `rank` was copied, and says whether `peer` has to be called.
     pub(super) fn moved(&mut self, rank: usize, peer: usize) -> bool {
-        self.places[rank].unwritten -= 1;
-        self.places[rank].moved += 1;
-        let place = &mut self.places[peer];
+        self.ranks[rank].unwritten -= 1;
+        self.ranks[rank].moved += 1;
+        let place = &mut self.ranks[peer];
         place.unread -= 1;
         place.moved += 1;
         self.release(rank, peer)
@@ -247,19 +247,19 @@ impl Board {
 
     /// Notes that `rank` does not read the claimed message from `peer` any more.
     fn release(&mut self, rank: usize, peer: usize) -> bool {
-        self.places[rank].copying = false;
-        let place = &mut self.places[peer];
+        self.ranks[rank].copying = false;
+        let place = &mut self.ranks[peer];
         place.readers -= 1;
         place.readers == 0 && (place.unread == 0 || place.phase == Phase::Ending)
     }
 
     /// Posts the number of `rank`; true if the group is now complete, and every rank of it has its verdict.
     pub(super) fn offer(&mut self, rank: usize, group: Range<usize>, number: u64) -> bool {
-        let place = &mut self.places[rank];
+        let place = &mut self.ranks[rank];
         place.phase = Phase::Agree;
         place.group = group.clone();
         place.number = number;
-        let members = &mut self.places[group.clone()];
+        let members = &mut self.ranks[group.clone()];
         if members.iter().any(|member| member.phase != Phase::Agree || member.group != group) {
             return false;
         }
@@ -279,8 +279,8 @@ impl Board {
 
     /// Calls `see` with every peer that `rank` waits for, receives first, until it returns true.
     fn waits_for(&self, rank: usize, mut see: impl FnMut(usize) -> bool) {
-        let world = self.places.len();
-        let place = &self.places[rank];
+        let world = self.ranks.len();
+        let place = &self.ranks[rank];
         match place.phase {
             Phase::Exchange => {
                 let open = |list: &[Message], claimed: &[usize], see: &mut dyn FnMut(usize) -> bool| {
@@ -292,7 +292,7 @@ impl Board {
             }
             Phase::Agree => {
                 let here = |peer: &usize| {
-                    let other = &self.places[*peer];
+                    let other = &self.ranks[*peer];
                     other.phase == Phase::Agree && other.group == place.group
                 };
                 let _ = place.group.clone().filter(|peer| !here(peer)).any(see);
@@ -303,7 +303,7 @@ impl Board {
 
     /// Bytes of the messages that `rank` waits for: those of its exchange that no rank has begun to copy.
     pub(super) fn waiting(&self, rank: usize) -> u64 {
-        let (world, place) = (self.places.len(), &self.places[rank]);
+        let (world, place) = (self.ranks.len(), &self.ranks[rank]);
         let row = rank * world..(rank + 1) * world;
         let open = |list: &[Message], claimed: &[usize]| -> u64 {
             let waiting = list.iter().enumerate().filter(|&(at, message)| at >= claimed[message.peer]);
@@ -321,7 +321,7 @@ impl Board {
     pub(super) fn gone(&self, rank: usize) -> Option<usize> {
         let mut gone = None;
         self.waits_for(rank, |peer| {
-            gone = (self.places[peer].phase == Phase::Gone).then_some(peer);
+            gone = (self.ranks[peer].phase == Phase::Gone).then_some(peer);
             gone.is_some()
         });
         gone
@@ -330,9 +330,8 @@ impl Board {
     /// A peer with which `rank` can never get on: one of the two is in an agreement that needs the other, which is in an
     /// exchange that needs the first.
     pub(super) fn crossed(&self, rank: usize) -> Option<usize> {
-        let agrees_with =
-            |a: usize, b: usize| self.places[a].phase == Phase::Agree && self.places[a].group.contains(&b);
-        let exchanges = |a: usize| self.places[a].phase == Phase::Exchange;
+        let agrees_with = |a: usize, b: usize| self.ranks[a].phase == Phase::Agree && self.ranks[a].group.contains(&b);
+        let exchanges = |a: usize| self.ranks[a].phase == Phase::Exchange;
         let mut found = None;
         self.waits_for(rank, |peer| {
             let crossed = (exchanges(rank) && agrees_with(peer, rank))
@@ -354,17 +353,17 @@ impl Board {
     /// other, that is in no call at all. Where all ranks wait it is the first peer, and none while a copy that
     /// `rank` waits for, if only indirectly, is under way: a copy ends by itself.
     pub(super) fn blame(&self, rank: usize) -> Option<usize> {
-        let mut seen = vec![false; self.places.len()];
+        let mut seen = vec![false; self.ranks.len()];
         let mut queue = VecDeque::from([rank]);
         seen[rank] = true;
         let mut first = None;
-        let mut copying = self.places[rank].readers > 0;
+        let mut copying = self.ranks[rank].readers > 0;
         while let Some(waiting) = queue.pop_front() {
             let mut idle = None;
             self.waits_for(waiting, |peer| {
                 first = first.or(Some(peer));
-                copying |= self.places[peer].copying;
-                if matches!(self.places[peer].phase, Phase::Idle | Phase::Answered | Phase::Gone) {
+                copying |= self.ranks[peer].copying;
+                if matches!(self.ranks[peer].phase, Phase::Idle | Phase::Answered | Phase::Gone) {
                     idle = Some(peer);
                 } else if !std::mem::replace(&mut seen[peer], true) {
                     queue.push_back(peer);

@@ -36,7 +36,7 @@ impl Shared {
 
     /// Notes that a rank whose batch is complete is to be woken.
     fn call_if_complete(&self, board: &mut Board, rank: usize, called: &mut Called) {
-        let place = &mut board.places[rank];
+        let place = &mut board.ranks[rank];
         if place.phase == Phase::Exchange && place.unread + place.unwritten == 0 && place.parked {
             if called.count == called.ranks.len() {
                 return self.call(board, rank);
@@ -76,7 +76,7 @@ impl Local {
         let mut board = lock(&shared.board);
         board.enter(rank, label)?;
         board.post(rank, sends, recvs);
-        let mut patience = Patience::new(board.places[rank].moved);
+        let mut patience = Patience::new(board.ranks[rank].moved);
         // What can move now: nothing else can until another rank comes, which then has it begun.
         let (mut outcome, mut called) = (Ok(()), Called::default());
         for peer in (0..shared.world).filter(|&peer| peer != rank) {
@@ -91,7 +91,7 @@ impl Local {
         if outcome.is_err() {
             shared.fail(&mut board, rank, Cause::Failed);
         }
-        let open = |board: &Board| board.places[rank].unread + board.places[rank].unwritten > 0;
+        let open = |board: &Board| board.ranks[rank].unread + board.ranks[rank].unwritten > 0;
         if outcome.is_ok() && open(&board) {
             if called.count > 0 {
                 drop(board);

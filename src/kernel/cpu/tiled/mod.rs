@@ -7,7 +7,7 @@
 //! done, `dV += P·dO` and `dK += dS·Q` over all lanes of the block. What no row sees is passed over in blocks of 32 keys by
 //! 32 lanes.
 //!
-//! Units of one document add to the same rows of dq in the order of their keys (`turns.rs`), and dk and dv belong to one
+//! Units of one document add to the same rows of dq in the order of their keys (`dq_order.rs`), and dk and dv belong to one
 //! unit each, so results have the same bits for any number of workers.
 //!
 //! The factor between products and scores is left out of ds, and put back when dq and dk are written. In f16 ds would
@@ -28,12 +28,12 @@ pub(super) use units::KeyUnits;
 
 use super::amx::Amx;
 use super::arena::Line;
+use super::dq_order::{DqOrder, DqTurn};
 use super::engine::Engine;
 use super::forms::Form;
 use super::row_blocks::readers;
 use super::stream::KeyStream;
 use super::tile::Scoring;
-use super::turns::{Turn, Turns};
 use crate::call::{AttendBackward, QRange};
 use core::sync::atomic::AtomicUsize;
 use tiles::MatrixTiles;
@@ -52,7 +52,7 @@ impl Tiled<'_> {
     /// # Safety
     /// AMX with products of `H` is present, the tensors of the call are valid, and each unit is taken once.
     #[inline(always)]
-    pub(super) unsafe fn work<H: Form>(&self, lines: &mut [Line], next: &AtomicUsize, turns: &Turns) {
+    pub(super) unsafe fn work<H: Form>(&self, lines: &mut [Line], next: &AtomicUsize, order: &DqOrder) {
         let c = self.call;
         let mut t = MatrixTiles::new::<H>(lines, c);
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
@@ -62,7 +62,7 @@ impl Tiled<'_> {
         // SAFETY: AMX is present.
         unsafe { Amx::<H>::enter() };
         while let Some(unit) = units.next(next) {
-            let turn = turns.begin(unit.index, unit.block > 0 && self.queries);
+            let turn = order.begin(unit.index, unit.block > 0 && self.queries);
             let doc = k[unit.first].doc;
             let q = if q_sorted {
                 let begin = c.ranges.q.partition_point(|r| r.range.doc < doc);
@@ -98,7 +98,7 @@ impl Tiled<'_> {
         ranges: &[QRange],
         doc: u32,
         kv: u32,
-        turn: &Turn,
+        turn: &DqTurn,
     ) {
         let c = self.call;
         let ranges = || ranges.iter().filter(|q| q.range.doc == doc);

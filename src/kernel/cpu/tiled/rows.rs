@@ -5,13 +5,13 @@ use super::super::amx::{Amx, PANEL, TILE, add_where_not_finite};
 use super::super::amx_product::Product;
 use super::super::arena::KEYS;
 use super::super::backward::no_row;
+use super::super::dq_order::DqTurn;
 use super::super::engine::{Engine, Values};
 use super::super::forms::Form;
 use super::super::panel::to_rows;
 use super::super::rows::address;
 use super::super::stream::BLOCK;
 use super::super::tile::{Cover, Scoring, Sight, at};
-use super::super::turns::Turn;
 use super::Tiled;
 use super::tiles::{BLOCKS, MatrixTiles, shift, weight};
 use super::weights::{Of, Out, PANELS, not_finite_lanes, pack_pairs};
@@ -27,7 +27,7 @@ impl Tiled<'_> {
         &self,
         t: &mut MatrixTiles,
         scoring: &Scoring<f32>,
-        turn: &Turn,
+        turn: &DqTurn,
         place: u32,
     ) {
         let c = self.call;
@@ -209,7 +209,7 @@ impl Tiled<'_> {
         t: &mut MatrixTiles,
         panel: usize,
         range: core::ops::Range<usize>,
-        turn: &Turn,
+        turn: &DqTurn,
         place: u32,
     ) {
         let c = self.call;

@@ -3,7 +3,7 @@
 //!
 //! The units of a document with one kv head hold blocks of its keys; each adds to dq of the same rows. That the sum has
 //! the same bits for any number of workers, a unit adds to a row only when the unit before it has done so: it *passes* a
-//! place when it is done with all rows up to there, and not before its predecessor has passed the same place. Units are
+//! row when it is done with all rows up to there, and not before its predecessor has passed the same row. Units are
 //! handed out in order, so the predecessor has been taken by a worker that waits, if at all, for still earlier ones:
 //! no worker waits for ever, whatever threads there are, and a single worker never waits.
 
@@ -13,24 +13,24 @@ use core::sync::atomic::{AtomicU64, Ordering};
 const UNITS: usize = 256;
 
 /// How far each unit is.
-pub(super) struct Turns([AtomicU64; UNITS]);
+pub(super) struct DqOrder([AtomicU64; UNITS]);
 
 /// One unit's part of it.
-pub(super) struct Turn<'a> {
-    turns: &'a Turns,
+pub(super) struct DqTurn<'a> {
+    order: &'a DqOrder,
     unit: u64,
     /// There is a unit before it that adds to the same rows.
     follows: bool,
 }
 
-impl Turns {
+impl DqOrder {
     pub(super) fn new() -> Self {
         Self([const { AtomicU64::new(0) }; UNITS])
     }
 
     /// Begins unit `unit`, counted from 0 in the order in which units are handed out.
-    pub(super) fn begin(&self, unit: usize, follows: bool) -> Turn<'_> {
-        let turn = Turn { turns: self, unit: unit as u64, follows };
+    pub(super) fn begin(&self, unit: usize, follows: bool) -> DqTurn<'_> {
+        let turn = DqTurn { order: self, unit: unit as u64, follows };
         // The unit that had the same entry must be done: no unit after it waits for it any longer then.
         if let Some(before) = turn.unit.checked_sub(UNITS as u64) {
             self.wait(before, u32::MAX);
@@ -50,22 +50,22 @@ impl Turns {
     }
 }
 
-impl Turn<'_> {
+impl DqTurn<'_> {
     /// Waits until rows up to `place` may be added to.
     pub(super) fn wait(&self, place: u32) {
         if self.follows {
-            self.turns.wait(self.unit - 1, place);
+            self.order.wait(self.unit - 1, place);
         }
     }
 
     /// Says that all rows up to `place` are done.
     pub(super) fn pass(&self, place: u32) {
         self.wait(place);
-        self.turns.0[self.unit as usize % UNITS].store((self.unit + 1) << 32 | u64::from(place), Ordering::Release);
+        self.order.0[self.unit as usize % UNITS].store((self.unit + 1) << 32 | u64::from(place), Ordering::Release);
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for DqTurn<'_> {
     /// Done with everything, also when the worker panics: no other worker may wait for ever.
     fn drop(&mut self) {
         self.pass(u32::MAX);
@@ -81,7 +81,7 @@ mod tests {
     /// Chains of seven units over five places, by several threads: at every place the units of a chain follow each other.
     #[test]
     fn units_of_a_chain_keep_their_order() {
-        let (turns, next, log) = (Turns::new(), AtomicUsize::new(0), Mutex::new(std::vec::Vec::new()));
+        let (order, next, log) = (DqOrder::new(), AtomicUsize::new(0), Mutex::new(std::vec::Vec::new()));
         std::thread::scope(|s| {
             for _ in 0..4 {
                 s.spawn(|| {
@@ -90,7 +90,7 @@ mod tests {
                         if unit >= 7 * 90 {
                             break;
                         }
-                        let turn = turns.begin(unit, unit % 7 > 0);
+                        let turn = order.begin(unit, unit % 7 > 0);
                         for place in (1..=5).filter(|place| (unit + place) % 3 > 0) {
                             turn.wait(place as u32);
                             log.lock().unwrap().push((unit / 7, place, unit));
