@@ -175,6 +175,12 @@ def main():
     parser.add_argument("--ring", type=int, default=0)
     parser.add_argument("--layout", choices=[layout.name.lower() for layout in cpattn.Layout if layout.name != "STRIPED"], default="auto")
     given = parser.parse_args()
+    if given.steps < 1:
+        parser.error(f"--steps is {given.steps}, at least 1 is needed")
+    # Read before the training: a file that is not there is found at once.
+    other = json.loads(given.against.read_text()) if given.against else None
+    if other and len(other["losses"]) != given.steps:
+        parser.error(f"--against {given.against} has {len(other['losses'])} steps, --steps is {given.steps}")
     dtype = {"f32": torch.float32, "f64": torch.float64}[given.dtype]
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
@@ -188,8 +194,7 @@ def main():
         given.json.write_text(json.dumps({"name": name, "processes": world, "dtype": given.dtype, "losses": losses}) + "\n")
         print(f"{name}: {given.steps} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}")
         runs = [(name, losses)]
-        if given.against:
-            other = json.loads(given.against.read_text())
+        if other:
             runs.insert(0, (other["name"], other["losses"]))
             worst = max(abs(a - b) / abs(b) for a, b in zip(losses, other["losses"], strict=True))
             print(f"largest relative difference to {other['name']}: {worst:.1e}")

@@ -227,6 +227,8 @@ def refusals(rank: int, world: int) -> None:
     refused(cpattn.Unsupported, "cpattn_nccl_", Context, **shape, device="cuda")
     refused(cpattn.InvalidArgument, "dtype is torch.int32", Context, **shape, dtype=torch.int32)
     refused(cpattn.InvalidArgument, "timeout is 0", Context, **shape, timeout=0)
+    refused(cpattn.InvalidArgument, "heads is 0", Context, **{**shape, "heads": 0})
+    refused(cpattn.InvalidArgument, "nonsense is no option of a plan", Context, **shape, nonsense=1)
     context = Context(**shape, ulysses=2, ring=1)
     refused(cpattn.InvalidArgument, "ulysses 2 x ring 1 are 2 ranks, the group has 4", context.batch, [0, 8])
     leave(context)
@@ -249,6 +251,8 @@ def refusals(rank: int, world: int) -> None:
         refused(cpattn.InvalidArgument, words, batch.attention, *args)
     refused(cpattn.InvalidArgument, "whole has the shape (15,), 16 rows are needed", batch.shard, torch.zeros(15))
     refused(cpattn.InvalidArgument, "rows has the shape (16,), 4 rows are needed", batch.labels, torch.zeros(16))
+    refused(cpattn.InvalidArgument, "by is 1.5", batch.shift, torch.zeros(4), 1.5, 0)
+    refused(cpattn.InvalidArgument, "fill is nan", batch.shift, torch.zeros(4, dtype=torch.int64), 1, float("nan"))
     # A plan for another number of ranks.
     other = cpattn.Plan([0, 16], 2, 4, kv_heads=1, world=2)
     refused(cpattn.InvalidArgument, "world", attention, torch.randn(8, 2, 4), torch.randn(8, 1, 4), torch.randn(8, 1, 4),

@@ -67,8 +67,8 @@ impl Trouble {
             Self::Failed { error: Error::Peer { cause: Cause::Size { .. }, .. }, .. } => {
                 "give every rank the same number of bytes"
             }
-            Self::Failed { error: Error::Peer { .. }, .. } => "read the error that the rank at fault printed itself",
-            Self::Failed { error: Error::Invalid { .. }, .. } => "call it on every rank of a group of at least two",
+            Self::Failed { error: Error::Peer { .. }, .. } => "see whether the process of that rank still runs; where it ended by itself, read what it printed",
+            Self::Failed { error: Error::Invalid { .. }, .. } => "give what is expected, the same on every rank",
             Self::Failed { .. } => "see the error",
         }
     }

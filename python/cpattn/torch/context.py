@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import operator
 from array import array
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ def _holds(dtype: torch.dtype, number: float) -> bool:
     if dtype.is_floating_point or dtype.is_complex:
         return True
     low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    return number == int(number) and low <= number <= high
+    return math.isfinite(number) and number == int(number) and low <= number <= high
 
 
 class Context:
@@ -60,6 +61,12 @@ class Context:
         plans: int = 16,
         **options: Unpack[PlanOptions],
     ) -> None:
+        if unknown := sorted(options.keys() - PlanOptions.__annotations__.keys()):
+            known = ", ".join(sorted(PlanOptions.__annotations__))
+            raise InvalidArgument(f"{unknown[0]} is no option of a plan, these are: {known}")
+        for name, number in (("heads", heads), ("head_dim", head_dim)):
+            if number < 1:
+                raise InvalidArgument(f"{name} is {number}, at least 1 is needed")
         if dtype not in DTYPES:
             raise InvalidArgument(f"dtype is {dtype}, one of {', '.join(map(str, DTYPES))} is needed")
         self.device, self.dtype = torch.device(device), dtype
@@ -219,6 +226,8 @@ class Batch:
         """For each of this rank's tokens the row that lies `by` tokens on in its document, which another rank may hold;
         `fill` where the document has none. All ranks call it. Not differentiable."""
         self._check("rows", rows, len(self.tokens))
+        if by != int(by):
+            raise InvalidArgument(f"by is {by}, a whole number of tokens is needed")
         device, rows = rows.device, rows.detach().cpu()
         if not _holds(rows.dtype, fill):
             raise InvalidArgument(f"fill is {fill}, which {rows.dtype} does not hold: convert rows, or give another fill")
