@@ -67,7 +67,9 @@ impl Trouble {
             Self::Failed { error: Error::Peer { cause: Cause::Size { .. }, .. }, .. } => {
                 "give every rank the same number of bytes"
             }
-            Self::Failed { error: Error::Peer { .. }, .. } => "see whether the process of that rank still runs; where it ended by itself, read what it printed",
+            Self::Failed { error: Error::Peer { .. }, .. } => {
+                "see whether the process of that rank still runs; where it ended by itself, read what it printed"
+            }
             Self::Failed { error: Error::Invalid { .. }, .. } => "give what is expected, the same on every rank",
             Self::Failed { .. } => "see the error",
         }
