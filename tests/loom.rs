@@ -56,13 +56,18 @@ fn label(step: u32) -> Label {
     Label { operation: "ring", step }
 }
 
+/// Both kinds of exchange of [`Local`]: each rank copies what it receives, or, as devices enqueue it, the one of two that
+/// comes second copies for both.
+const EXCHANGES: [Exchange; 2] = [<Local as Transport>::exchange, Local::exchange_copied];
+type Exchange = unsafe fn(&Local, Label, &[Message], &[Message]) -> Result<()>;
+
 /// Sends `out` to the next rank, and fills `into` from the one before.
-fn hop(rank: &Local, step: u32, out: &[u8; 2], into: &mut [u8; 2]) -> Result<()> {
+fn hop(exchange: Exchange, rank: &Local, step: u32, out: &[u8; 2], into: &mut [u8; 2]) -> Result<()> {
     let (me, world) = (rank.rank(), rank.world());
     let send = Message { peer: (me + 1) % world, ptr: out.as_ptr().cast_mut(), bytes: 2 };
     let recv = Message { peer: (me + world - 1) % world, ptr: into.as_mut_ptr(), bytes: 2 };
     // SAFETY: both arrays are borrowed, the receive mutably, until the call returns.
-    unsafe { rank.exchange(label(step), &[send], &[recv]) }
+    unsafe { exchange(rank, label(step), &[send], &[recv]) }
 }
 
 /// `Ok` or a failure for which `peer` is to blame; anything else is a bug.
@@ -78,84 +83,22 @@ fn ok_or_blames(result: &Result<()>, peer: usize, cause: Cause) {
 
 #[test]
 fn three_ranks_run_two_steps_of_a_ring() {
-    model(|| {
-        run(3, |rank| {
-            let me = rank.rank() as u8;
-            let (mut held, mut next) = ([me, me + 10], [0; 2]);
-            for step in 0..2 {
-                hop(rank, step, &held, &mut next).unwrap();
-                std::mem::swap(&mut held, &mut next);
-                // The buffer that was sent is free again: a late reader would deliver this.
-                next = [99; 2];
-            }
-            let from = (me + 1) % 3;
-            assert_eq!(held, [from, from + 10]);
+    for exchange in EXCHANGES {
+        model(move || {
+            run(3, move |rank| {
+                let me = rank.rank() as u8;
+                let (mut held, mut next) = ([me, me + 10], [0; 2]);
+                for step in 0..2 {
+                    hop(exchange, rank, step, &held, &mut next).unwrap();
+                    std::mem::swap(&mut held, &mut next);
+                    // The buffer that was sent is free again: a late copy would deliver this.
+                    next = [99; 2];
+                }
+                let from = (me + 1) % 3;
+                assert_eq!(held, [from, from + 10]);
+            });
         });
-    });
-}
-
-/// As [`hop`], copied by whichever rank comes second, as devices enqueue it.
-fn carried_hop(rank: &Local, step: u32, out: &[u8; 2], into: &mut [u8; 2]) -> Result<()> {
-    let (me, world) = (rank.rank(), rank.world());
-    let send = Message { peer: (me + 1) % world, ptr: out.as_ptr().cast_mut(), bytes: 2 };
-    let recv = Message { peer: (me + world - 1) % world, ptr: into.as_mut_ptr(), bytes: 2 };
-    // SAFETY: both arrays are borrowed, the receive mutably, until the call returns.
-    unsafe { rank.exchange_copied(label(step), &[send], &[recv]) }
-}
-
-#[test]
-fn the_second_of_two_ranks_carries_for_both() {
-    model(|| {
-        run(3, |rank| {
-            let me = rank.rank() as u8;
-            let (mut held, mut next) = ([me, me + 10], [0; 2]);
-            for step in 0..2 {
-                carried_hop(rank, step, &held, &mut next).unwrap();
-                std::mem::swap(&mut held, &mut next);
-                // The buffer that was sent is free again: a late copy would deliver this.
-                next = [99; 2];
-            }
-            let from = (me + 1) % 3;
-            assert_eq!(held, [from, from + 10]);
-        });
-    });
-}
-
-#[test]
-fn an_abort_ends_what_is_carried() {
-    model(|| {
-        run(3, |rank| {
-            let me = rank.rank();
-            if me == 2 {
-                rank.abort(Cause::Aborted);
-                return;
-            }
-            let (out, mut into) = ([me as u8; 2], [7; 2]);
-            let send = Message { peer: 1 - me, ptr: out.as_ptr().cast_mut(), bytes: 2 };
-            let recv = Message { peer: 1 - me, ptr: into.as_mut_ptr(), bytes: 2 };
-            // SAFETY: both arrays outlive the call.
-            let result = unsafe { rank.exchange_copied(label(0), &[send], &[recv]) };
-            ok_or_blames(&result, 2, Cause::Aborted);
-            assert!(into == [1 - me as u8; 2] || result.is_err() && into == [7; 2]);
-        });
-    });
-}
-
-#[test]
-fn a_rank_that_leaves_stops_what_is_carried() {
-    model(|| {
-        run_owned(3, |rank| {
-            let me = rank.rank();
-            let (held, mut next) = ([me as u8; 2], [0; 2]);
-            if me == 2 {
-                return None;
-            }
-            let result = carried_hop(&rank, 0, &held, &mut next);
-            ok_or_blames(&result, 2, Cause::Left);
-            assert!(result.is_err());
-            Some(rank)
-        });
-    });
+    }
 }
 
 #[test]
@@ -213,61 +156,68 @@ fn an_exchange_orders_the_memory_of_both_sides() {
 }
 
 #[test]
-fn a_rank_that_leaves_between_two_steps_stops_everybody() {
-    model(|| {
-        run_owned(3, |rank| {
-            let me = rank.rank();
-            let (held, mut next) = ([me as u8; 2], [0; 2]);
-            hop(&rank, 0, &held, &mut next).unwrap();
-            if me == 2 {
-                return;
-            }
-            let second = hop(&rank, 1, &held, &mut next);
-            // The first rank to look finds rank 2 gone; the other may meet it second hand, but the first failure stays.
-            let cause = Cause::Left;
-            assert_eq!(second, Err(Error::Peer { rank: me, operation: "ring", step: 1, peer: 2, cause }));
+fn a_rank_that_leaves_between_two_steps_stops_the_others() {
+    for exchange in EXCHANGES {
+        model(move || {
+            run_owned(3, move |rank| {
+                let me = rank.rank();
+                let (held, mut next) = ([me as u8; 2], [0; 2]);
+                hop(exchange, &rank, 0, &held, &mut next).unwrap();
+                if me == 2 {
+                    return;
+                }
+                let second = hop(exchange, &rank, 1, &held, &mut next);
+                // The first rank to look finds rank 2 gone; the other may meet it second hand, but the first failure
+                // stays.
+                let cause = Cause::Left;
+                assert_eq!(second, Err(Error::Peer { rank: me, operation: "ring", step: 1, peer: 2, cause }));
+            });
         });
-    });
+    }
 }
 
 #[test]
-fn an_abort_in_mid_run_reaches_everybody() {
-    model(|| {
-        run(3, |rank| {
-            let me = rank.rank();
-            let (held, mut next) = ([me as u8; 2], [0; 2]);
-            if me == 2 {
-                rank.abort(Cause::Failed);
-                assert!(hop(rank, 0, &held, &mut next).is_err());
-            } else {
-                let result = hop(rank, 0, &held, &mut next);
-                assert!(result.is_err());
-                ok_or_blames(&result, 2, Cause::Failed);
-                assert!(rank.poll().is_err());
-            }
+fn an_abort_in_mid_run_reaches_all_ranks() {
+    for exchange in EXCHANGES {
+        model(move || {
+            run(3, move |rank| {
+                let me = rank.rank();
+                let (held, mut next) = ([me as u8; 2], [0; 2]);
+                if me == 2 {
+                    rank.abort(Cause::Failed);
+                    assert!(hop(exchange, rank, 0, &held, &mut next).is_err());
+                } else {
+                    let result = hop(exchange, rank, 0, &held, &mut next);
+                    assert!(result.is_err());
+                    ok_or_blames(&result, 2, Cause::Failed);
+                    assert!(rank.poll().is_err());
+                }
+            });
         });
-    });
+    }
 }
 
 #[test]
-fn an_abort_while_copies_run_lets_everybody_return() {
+fn an_abort_while_copies_run_lets_all_ranks_return() {
     // The abort comes from a third rank that is not in the exchange: each of the two either completed or was told.
-    model(|| {
-        run(3, |rank| {
-            let me = rank.rank();
-            if me == 2 {
-                rank.abort(Cause::Aborted);
-                return;
-            }
-            let (out, mut into) = ([me as u8; 2], [7; 2]);
-            let send = Message { peer: 1 - me, ptr: out.as_ptr().cast_mut(), bytes: 2 };
-            let recv = Message { peer: 1 - me, ptr: into.as_mut_ptr(), bytes: 2 };
-            // SAFETY: both arrays outlive the call.
-            let result = unsafe { rank.exchange(label(0), &[send], &[recv]) };
-            ok_or_blames(&result, 2, Cause::Aborted);
-            assert!(into == [1 - me as u8; 2] || result.is_err() && into == [7; 2]);
+    for exchange in EXCHANGES {
+        model(move || {
+            run(3, move |rank| {
+                let me = rank.rank();
+                if me == 2 {
+                    rank.abort(Cause::Aborted);
+                    return;
+                }
+                let (out, mut into) = ([me as u8; 2], [7; 2]);
+                let send = Message { peer: 1 - me, ptr: out.as_ptr().cast_mut(), bytes: 2 };
+                let recv = Message { peer: 1 - me, ptr: into.as_mut_ptr(), bytes: 2 };
+                // SAFETY: both arrays outlive the call.
+                let result = unsafe { exchange(rank, label(0), &[send], &[recv]) };
+                ok_or_blames(&result, 2, Cause::Aborted);
+                assert!(into == [1 - me as u8; 2] || result.is_err() && into == [7; 2]);
+            });
         });
-    });
+    }
 }
 
 #[test]

@@ -428,9 +428,10 @@ pub(super) unsafe fn add_where_not_finite<H: Form>(row: *const u8, dim: usize, p
         *weight = (0..H::PARTS).map(|part| H::widen(unsafe { *p.add(at + part * TILE) })).sum();
     }
     for d in 0..dim {
-        // SAFETY: within the row, and within `to`.
-        let (x, to) =
-            unsafe { (H::read(row.add(d * H::SIZE)), core::slice::from_raw_parts_mut(to.add(d * PANEL), PANEL)) };
+        // SAFETY: within the row.
+        let x = unsafe { H::read(row.add(d * H::SIZE)) };
+        // SAFETY: row `d` of `to`, which nothing else refers to.
+        let to = unsafe { core::slice::from_raw_parts_mut(to.add(d * PANEL), PANEL) };
         if !H::is_tame(x) {
             for (to, weight) in to.iter_mut().zip(weights) {
                 *to = if weight == 0.0 { *to } else { *to + weight * x };

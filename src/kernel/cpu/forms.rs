@@ -27,16 +27,18 @@ pub(super) trait Form: 'static {
     /// Tiles that one tile of elements becomes.
     const PARTS: usize;
     /// The bits of infinity as the first part: what is not below it, its sign aside, is not finite.
-    const INFINITY: u16;
+    const INFINITY: u16 = 0x7f80;
     /// The type has a narrow range: sums of gradients must be brought into it.
-    const NARROW: bool;
+    const NARROW: bool = false;
     /// Tiles of keys that the forward packs together: they share the L2 cache with the panels.
     const TILES: usize;
     /// Bytes of an element in memory.
     const SIZE: usize;
 
     /// The number of a part.
-    fn widen(bits: u16) -> f32;
+    fn widen(bits: u16) -> f32 {
+        half::bf16::from_bits(bits).to_f32()
+    }
     /// An element in memory.
     ///
     /// # Safety
@@ -50,17 +52,29 @@ pub(super) trait Form: 'static {
     ///
     /// # Safety
     /// AVX-512 with BW and BF16 is present; the row is valid for reads of `dim` elements, and `at < dim`.
-    unsafe fn load(row: *const u8, at: usize, dim: usize) -> Parts;
+    #[inline(always)]
+    unsafe fn load(row: *const u8, at: usize, dim: usize) -> Parts {
+        // SAFETY: the contract, here and below.
+        unsafe { alone(halves(row, at, dim)) }
+    }
     /// The parts of the elements of `a` and `b`, in pairs.
     ///
     /// # Safety
     /// The instruction set is present.
-    unsafe fn pairs(a: __m512, b: __m512) -> Parts;
+    #[inline(always)]
+    unsafe fn pairs(a: __m512, b: __m512) -> Parts {
+        // SAFETY: as above.
+        unsafe { if Self::PARTS == 1 { in_pairs(Self::row(a, b)) } else { pairs_of(Self::PARTS, a, b) } }
+    }
     /// The parts of the elements of `a`, then those of `b`.
     ///
     /// # Safety
     /// As above.
-    unsafe fn row(a: __m512, b: __m512) -> Parts;
+    #[inline(always)]
+    unsafe fn row(a: __m512, b: __m512) -> Parts {
+        // SAFETY: as above.
+        unsafe { rows_of(Self::PARTS, a, b) }
+    }
     /// # Safety
     /// As [`product_bf16`].
     #[inline(always)]
@@ -217,37 +231,13 @@ unsafe fn in_pairs([row, ..]: Parts) -> Parts {
 }
 
 impl Form for Bf16 {
-    const INFINITY: u16 = 0x7f80;
-    const NARROW: bool = false;
     const PARTS: usize = 1;
     const SIZE: usize = 2;
     const TILES: usize = 4;
 
-    fn widen(bits: u16) -> f32 {
-        half::bf16::from_bits(bits).to_f32()
-    }
-
     unsafe fn read(element: *const u8) -> f32 {
         // SAFETY: an element is there (the contract).
         unsafe { element.cast::<half::bf16>().read() }.to_f32()
-    }
-
-    #[inline(always)]
-    unsafe fn load(row: *const u8, at: usize, dim: usize) -> Parts {
-        // SAFETY: the contract, here and below.
-        unsafe { alone(halves(row, at, dim)) }
-    }
-
-    #[inline(always)]
-    unsafe fn pairs(a: __m512, b: __m512) -> Parts {
-        // SAFETY: as above.
-        unsafe { in_pairs(Self::row(a, b)) }
-    }
-
-    #[inline(always)]
-    unsafe fn row(a: __m512, b: __m512) -> Parts {
-        // SAFETY: as above.
-        unsafe { alone(bf16_row(a, b)) }
     }
 
     #[inline(always)]
@@ -281,18 +271,6 @@ impl Form for F16 {
     }
 
     #[inline(always)]
-    unsafe fn load(row: *const u8, at: usize, dim: usize) -> Parts {
-        // SAFETY: the contract, here and below.
-        unsafe { alone(halves(row, at, dim)) }
-    }
-
-    #[inline(always)]
-    unsafe fn pairs(a: __m512, b: __m512) -> Parts {
-        // SAFETY: as above.
-        unsafe { in_pairs(Self::row(a, b)) }
-    }
-
-    #[inline(always)]
     unsafe fn row(a: __m512, b: __m512) -> Parts {
         // SAFETY: as above.
         unsafe {
@@ -315,15 +293,9 @@ impl Form for F16 {
 }
 
 impl Form for TwoParts {
-    const INFINITY: u16 = 0x7f80;
-    const NARROW: bool = false;
     const PARTS: usize = 2;
     const SIZE: usize = 2;
     const TILES: usize = 2;
-
-    fn widen(bits: u16) -> f32 {
-        Bf16::widen(bits)
-    }
 
     unsafe fn read(element: *const u8) -> f32 {
         // SAFETY: an element is there (the contract).
@@ -341,18 +313,6 @@ impl Form for TwoParts {
     }
 
     #[inline(always)]
-    unsafe fn pairs(a: __m512, b: __m512) -> Parts {
-        // SAFETY: as above.
-        unsafe { pairs_of(Self::PARTS, a, b) }
-    }
-
-    #[inline(always)]
-    unsafe fn row(a: __m512, b: __m512) -> Parts {
-        // SAFETY: as above.
-        unsafe { rows_of(Self::PARTS, a, b) }
-    }
-
-    #[inline(always)]
     unsafe fn product_to(p: &Product) {
         // SAFETY: as above.
         unsafe { product_two(p) }
@@ -366,15 +326,9 @@ impl Form for TwoParts {
 }
 
 impl Form for ThreeParts {
-    const INFINITY: u16 = 0x7f80;
-    const NARROW: bool = false;
     const PARTS: usize = 3;
     const SIZE: usize = 4;
     const TILES: usize = 2;
-
-    fn widen(bits: u16) -> f32 {
-        Bf16::widen(bits)
-    }
 
     unsafe fn read(element: *const u8) -> f32 {
         // SAFETY: an element is there (the contract).
@@ -394,18 +348,6 @@ impl Form for ThreeParts {
             let low = _mm512_maskz_loadu_ps(mask as u16, from);
             rows_of(Self::PARTS, low, _mm512_maskz_loadu_ps((mask >> 16) as u16, from.wrapping_add(16)))
         }
-    }
-
-    #[inline(always)]
-    unsafe fn pairs(a: __m512, b: __m512) -> Parts {
-        // SAFETY: as above.
-        unsafe { pairs_of(Self::PARTS, a, b) }
-    }
-
-    #[inline(always)]
-    unsafe fn row(a: __m512, b: __m512) -> Parts {
-        // SAFETY: as above.
-        unsafe { rows_of(Self::PARTS, a, b) }
     }
 
     #[inline(always)]

@@ -43,11 +43,30 @@ pub(super) trait Convert: Vector<T = f32> {
     unsafe fn store_bf16(self, p: *mut u8);
     /// Around the caches, where the machine has such a store. An f32 vector takes its own size, two of them that of one
     /// of halves: the caller passes neighbours.
-    unsafe fn stream(self, p: *mut u8);
-    unsafe fn stream_f16(low: Self, high: Self, p: *mut u8);
-    unsafe fn stream_bf16(low: Self, high: Self, p: *mut u8);
+    #[inline(always)]
+    unsafe fn stream(self, p: *mut u8) {
+        // SAFETY: the contract, here and below.
+        unsafe { self.store(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn stream_f16(low: Self, high: Self, p: *mut u8) {
+        // SAFETY: as above, two vectors side by side.
+        unsafe {
+            low.store_f16(p);
+            high.store_f16(p.add(2 * Self::W));
+        }
+    }
+    #[inline(always)]
+    unsafe fn stream_bf16(low: Self, high: Self, p: *mut u8) {
+        // SAFETY: as above.
+        unsafe {
+            low.store_bf16(p);
+            high.store_bf16(p.add(2 * Self::W));
+        }
+    }
     /// After the last streaming store, before another thread reads.
-    unsafe fn finished();
+    #[inline(always)]
+    unsafe fn finished() {}
     /// Asks for the line of `p`, which may be any address.
     unsafe fn ask(p: *const u8);
 }

@@ -95,29 +95,6 @@ impl Convert for Floats {
         unsafe { vst1q_u8(p, vreinterpretq_u8_u16(vcombine_u16(bf16(self.0[0]), bf16(self.0[1])))) }
     }
     #[inline(always)]
-    unsafe fn stream(self, p: *mut u8) {
-        // SAFETY: as above. There is no store around the caches, but one that says so of a pair.
-        unsafe { self.store(p.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn stream_f16(low: Self, high: Self, p: *mut u8) {
-        // SAFETY: as above, two vectors side by side.
-        unsafe {
-            low.store_f16(p);
-            high.store_f16(p.add(2 * Self::W));
-        }
-    }
-    #[inline(always)]
-    unsafe fn stream_bf16(low: Self, high: Self, p: *mut u8) {
-        // SAFETY: as above.
-        unsafe {
-            low.store_bf16(p);
-            high.store_bf16(p.add(2 * Self::W));
-        }
-    }
-    #[inline(always)]
-    unsafe fn finished() {}
-    #[inline(always)]
     unsafe fn ask(p: *const u8) {
         // SAFETY: a prefetch of an address that is not there does nothing.
         unsafe { asm!("prfm pldl1keep, [{}]", in(reg) p, options(nostack, preserves_flags, readonly)) }

@@ -57,28 +57,5 @@ impl Convert for FourLanes<f32> {
         }
     }
     #[inline(always)]
-    unsafe fn stream(self, p: *mut u8) {
-        // SAFETY: as above.
-        unsafe { self.store(p.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn stream_f16(low: Self, high: Self, p: *mut u8) {
-        // SAFETY: as above, two vectors side by side.
-        unsafe {
-            low.store_f16(p);
-            high.store_f16(p.add(2 * Self::W));
-        }
-    }
-    #[inline(always)]
-    unsafe fn stream_bf16(low: Self, high: Self, p: *mut u8) {
-        // SAFETY: as above.
-        unsafe {
-            low.store_bf16(p);
-            high.store_bf16(p.add(2 * Self::W));
-        }
-    }
-    #[inline(always)]
-    unsafe fn finished() {}
-    #[inline(always)]
     unsafe fn ask(_: *const u8) {}
 }
