@@ -275,6 +275,35 @@ fn large_scores_keep_their_digits() {
     }
 }
 
+/// Ranges of a ring are short where documents are not. Where an instruction set sums short ones in another way (AMX), all
+/// parts of a document are summed in the way of the whole: the rule has no floor here.
+#[test]
+fn the_error_of_f32_does_not_depend_on_the_mesh() {
+    for (lengths, heads, kv_heads) in [(&[512][..], 4, 4), (&[400, 230, 10], 8, 2)] {
+        let batch = Batch::from_lengths(lengths).unwrap();
+        let p = Problem::new(batch, heads, kv_heads, 64, Dtype::F32).with_mask(Mask::causal());
+        let data = Data::<f32>::random(&p, 21);
+        let (want, one) = (reference(&p, &data), one_rank(&p, &data));
+        for mesh in [mesh(1, 2), mesh(1, 5), mesh(1, 8), mesh(2, 4), mesh(4, 1)] {
+            for layout in [Layout::Contiguous, Layout::Zigzag, Layout::ZigzagPack] {
+                let got = run(&Plan::new(&p, mesh, layout).unwrap(), &data).unwrap();
+                let rule = |name: &str, got: &[f32], one: &[f32], want: &[f64]| {
+                    let (e, e1) = (common::error(got, want), common::error(one, want));
+                    assert!(
+                        e <= 1.1 * e1,
+                        "{name}, {lengths:?}, {mesh}, {layout}: RMS error {e:e}, of one rank {e1:e}"
+                    );
+                };
+                rule("o", &got.o, &one.o, &want.o);
+                rule("lse", &got.lse, &one.lse, &want.lse);
+                rule("dq", &got.dq, &one.dq, &want.dq);
+                rule("dk", &got.dk, &one.dk, &want.dk);
+                rule("dv", &got.dv, &one.dv, &want.dv);
+            }
+        }
+    }
+}
+
 /// Partials rounded to bf16 once each: relative RMS error of dk and dv at most 3e-3 for f32 inputs on a ring of 8
 /// (a partial's rounding alone is 1.65e-3 relative RMS).
 #[test]

@@ -3,6 +3,7 @@
 
 use super::ops::Backend;
 use crate::{
+    batch::Side,
     call::{Attend, AttendBackward, Delta, RawTensor, SinkGradient, Transform},
     element::Dtype,
     error::Result,
@@ -21,6 +22,12 @@ pub(super) struct Host<'a> {
 pub(super) fn dims(plan: &Plan) -> cpu::Dims {
     let p = plan.problem();
     cpu::Dims { head_dim: p.head_dim() as u32, value_dim: p.value_dim() as u32, dtype: p.dtype() }
+}
+
+/// Tells the kernels of which documents the calls of a plan are parts.
+pub(super) fn set_documents(scratch: &mut cpu::Scratch, plan: &Plan) {
+    let (batch, group) = (plan.problem().batch(), plan.problem().group() as u32);
+    scratch.set_documents((0..batch.documents()).map(|d| batch.document(Side::Q, d).len() as u64), group);
 }
 
 impl Host<'_> {

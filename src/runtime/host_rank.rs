@@ -139,6 +139,7 @@ impl HostRank {
             prepared.communication.tags.begin(fingerprint, run);
         }
         let watch = AbortOnUnwind { transport: &*self.transport, failure: &self.failure };
+        host::set_documents(&mut self.scratch, &prepared.plan);
         let memory = Memory { tensors: *tensors, workspace };
         // SAFETY: the caller's tensors fit the plan (checked above), are valid and used by nothing else during the call (the
         // contract of this function); the workspace is as large as the schedule needs (`work_at`).

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use std::sync::OnceLock;
 
 /// Lanes of a q range, with the heads of a group, from which on tiles of parts are quicker than vectors.
-const FILLED: u128 = 96;
+const FILLED: u64 = 96;
 
 /// An instruction set of the CPU kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -120,18 +120,15 @@ impl Isa {
         }
     }
 
-    /// What a call of this type runs on: tiles pay for parts only where ranges of q fill panels. Forward and backward have
-    /// the same ranges and so the same scores, to the bit: what is rounded in them, lse has rounded as well. The
-    /// backward of aligned calls has no tiles, and so their forward has none either, unless it rounds more than that.
-    pub(super) fn for_call(self, dtype: Dtype, aligned: bool, q: &[QRange], group: u32) -> Self {
+    /// What a call of this type runs on: tiles pay for parts only where ranges of q fill panels, with `lanes` rows and heads
+    /// ([`mean_lanes`]). Forward and backward have the same ranges and so the same scores, to the bit: what is rounded in
+    /// them, lse has rounded as well. The backward of aligned calls has no tiles, and so their forward has none either,
+    /// unless it rounds more than that.
+    pub(super) fn for_call(self, dtype: Dtype, aligned: bool, lanes: u64) -> Self {
         if !self.has_tiles(dtype) || self.has_tiles_of(dtype) {
             return self;
         }
-        let lengths = || q.iter().map(|q| u128::from(q.range.len));
-        let (sum, squares) = (lengths().sum::<u128>(), lengths().map(|len| len * len).sum::<u128>());
-        // The mean length of a row's range.
-        let rows = squares / sum.max(1);
-        if aligned || rows * u128::from(group.max(1)) < FILLED { Self::Avx512 } else { self }
+        if aligned || lanes < FILLED { Self::Avx512 } else { self }
     }
 
     /// Whether products of this type go through matrix units.
@@ -148,6 +145,18 @@ impl Isa {
             _ => false,
         }
     }
+}
+
+/// The mean length of a row's range or document, times the q heads of a group.
+pub(super) fn mean_lanes(lengths: impl Iterator<Item = u64>, group: u32) -> u64 {
+    let (sum, squares) = lengths.map(u128::from).fold((0, 0), |(sum, squares), len| (sum + len, squares + len * len));
+    // No more than the longest, which is below 2³².
+    (squares / sum.max(1)) as u64 * u64::from(group.max(1))
+}
+
+/// The same of the q ranges of a call.
+pub(super) fn lanes_of(q: &[QRange], group: u32) -> u64 {
+    mean_lanes(q.iter().map(|q| u64::from(q.range.len)), group)
 }
 
 impl core::fmt::Display for Isa {
