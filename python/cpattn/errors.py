@@ -26,7 +26,14 @@ class Unsupported(Error, NotImplementedError):
 
 class Disagreement(Error):
     """Ranks of a group run different things. In the first run of a plan and direction found before anything moved, and all of
-    them may go on; in later runs the group has failed; on a device what depends on the other rank is NaN then."""
+    them may go on; in later runs the group has failed; on a device what depends on the other rank is NaN then.
+
+    `peer` is a rank that runs something else, where the transport says which, or None.
+    """
+
+    def __init__(self, message: str, peer: int | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
 
 
 class PeerError(Error, ConnectionError):

@@ -14,6 +14,7 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from ctypes import byref, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from functools import cached_property
 from typing import Any, TypedDict
 
 from . import _header
@@ -174,6 +175,11 @@ class Plan:
         info = _header.PlanInfo()
         call("plan_describe", self.handle, byref(info))
         return info
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """The number by which ranks compare their plans."""
+        return int(self.describe().fingerprint)
 
     def share(self, rank: int) -> _header.Share:
         """A rank's place in the mesh, its tokens (q_tokens, k_tokens) and its heads between the two all-to-alls."""

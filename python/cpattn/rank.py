@@ -11,6 +11,7 @@ from ctypes import byref, c_int32, c_size_t, c_uint8, c_void_p
 from typing import TypeVar
 
 from . import _header, errors
+from ._interruptible import Interruptible
 from ._library import call, error_of, status_of
 from .plan import Direction, Plan
 from .tensors import Array, Given
@@ -29,6 +30,7 @@ class Rank:
         `workers` are threads of the CPU kernels, more than one in a library built with the feature rayon.
         """
         self._seat: Seat | None = None
+        self._interruptible = Interruptible()
         if isinstance(transport, Transport):
             self._seat = Seat(transport)
             transport = self._seat.create()
@@ -46,11 +48,12 @@ class Rank:
     def close(self) -> None:
         """The rank leaves: peers that still need it get an error. Further calls are refused."""
         self._end()
+        self._interruptible.close()
         self._handle = c_void_p()
 
     def prepare(self, plan: Plan, direction: Direction) -> None:
         """Does all that may allocate or wait; the first run does it otherwise."""
-        self._call("rank_prepare", plan.handle, direction)
+        self._run(direction, plan, "rank_prepare", direction)
 
     def forward(
         self,
@@ -68,7 +71,7 @@ class Rank:
         cudaStream_t; None is the default stream)."""
         given = _given(q=q, k=k, v=v, sinks=sinks, o=o, lse=lse)
         args = _header.ForwardArgs(stream=stream, **{name: g.pointer for name, g in given.items()})
-        self._call("forward", plan.handle, byref(args))
+        self._run(Direction.FORWARD, plan, "forward", byref(args), keep=given, stream=stream)
 
     def backward(
         self,
@@ -92,7 +95,7 @@ class Rank:
             q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, d_o=d_o, dq=dq, dk=dk, dv=dv, dsinks=dsinks
         )
         args = _header.BackwardArgs(stream=stream, **{name: g.pointer for name, g in given.items()})
-        self._call("backward", plan.handle, byref(args))
+        self._run(Direction.BACKWARD, plan, "backward", byref(args), keep=given, stream=stream)
 
     def record(self, capacity: int = 1 << 16) -> None:
         """Records what this rank does from now on, for at most so many operations; 0 stops."""
@@ -119,7 +122,23 @@ class Rank:
         """Ends the run on every rank, for good."""
         self._call("rank_abort")
 
+    def _run(
+        self, direction: Direction, plan: Plan, name: str, argument: object, *, keep: object = None, stream: object = None
+    ) -> None:
+        """A call that may wait for other ranks. `keep` lives as long as it does, also where it is interrupted."""
+        if self._seat is None or stream is not None:
+            self._call(name, plan.handle, argument)
+            return
+        transport = self._seat.transport
+        transport.run = (direction + 1, plan.fingerprint)
+        try:
+            self._interruptible(lambda _keep=keep: self._call(name, plan.handle, argument), transport.abort)  # type: ignore[misc]
+        finally:
+            transport.run = (0, 0)
+
     def _call(self, name: str, *arguments: object) -> None:
+        if not self._handle:
+            raise errors.InvalidHandle(f"cpattn_{name}: this rank was closed, which no call is for: make a new one")
         status = status_of(name, self._handle, *arguments)
         if status:
             said = error_of(name, status)

@@ -9,8 +9,9 @@ from statistics import median
 from typing import NamedTuple
 
 from . import _header
+from ._interruptible import Interruptible
 from ._library import error_of, status_of
-from .errors import InvalidArgument, PeerError
+from .errors import Error, InvalidArgument, PeerError
 from .rank import destroy
 from .transport import Seat, Transport
 
@@ -35,14 +36,19 @@ def check_ring(transport: Transport, bytes: int = 4 << 20) -> list[Link]:
     seat, count = Seat(transport), c_size_t()
     links = (_header.Link * (2 * transport.world))()
     handle = seat.create()
-    try:
+    interruptible = Interruptible()
+
+    def run() -> Error | None:
         status = status_of("ring_check", handle, bytes, links, len(links), byref(count))
-        if status:
-            said = error_of("ring_check", status)
+        return error_of("ring_check", status) if status else None
+
+    try:
+        if said := interruptible(run, transport.abort):
             if isinstance(said, PeerError):
                 said.peer = getattr(seat.failure, "peer", None)
             raise said from seat.failure
     finally:
+        interruptible.close()
         destroy("transport_destroy", handle, seat, os.getpid())
     return [Link(getattr(link, "from"), link.to, link.latency, link.bytes_per_second) for link in links[: count.value]]
 

@@ -7,9 +7,8 @@ a `Transport`. What has to hold on the way:
 - No exception enters C. ctypes would print it and return whatever lies in memory, 0 perhaps, which means success. Each
   callback catches everything, keeps the first exception and returns RAISED. The call of the library that needed it fails,
   and the Python call behind that one (`Rank.forward`, ...) raises the kept exception itself.
-- What a signal's handler raises before a callback's first line (KeyboardInterrupt) cannot be kept: Python prints it. Handlers
-  run on the main thread, so that it only meets `agree`, and there the library takes an answer that nobody wrote for a
-  disagreement: the call fails all the same.
+- Handlers of signals run on the main thread, where they could raise before a callback's first line, which nothing keeps. So
+  no callback runs on the main thread: calls that may wait for other ranks are made on another one (`_interruptible.py`).
 - What failed once stays failed. After the first exception the transport is aborted, so that peers do not wait for this
   rank, and every later callback returns FAILED_BEFORE without asking the transport.
 - Callbacks outlive the rank. ctypes does not keep them alive; a module-level set does, until the library has destroyed the
@@ -60,6 +59,11 @@ class Packet:
     def __init__(self, first: Message) -> None:
         self.peer, self.messages = first.peer, [first]
 
+    @property
+    def bytes(self) -> int:
+        """Of all its messages."""
+        return sum(m.bytes for m in self.messages)
+
     def gather(self) -> Buffer:
         """What to send."""
         views = [m.memory() for m in self.messages]
@@ -67,16 +71,19 @@ class Packet:
 
     def room(self) -> Buffer:
         """Where to receive."""
-        one = len(self.messages) == 1
-        return self.messages[0].memory() if one else bytearray(sum(m.bytes for m in self.messages))
+        return self.messages[0].memory() if len(self.messages) == 1 else bytearray(self.bytes)
 
     def scatter(self, room: Buffer) -> None:
-        """Puts what has arrived in `room` where the messages lie."""
+        """Puts what has arrived in a `room` of this packet's where the messages lie."""
         if len(self.messages) > 1:
-            at, view = 0, memoryview(room)
-            for m in self.messages:
-                m.memory()[:] = view[at : at + m.bytes]
-                at += m.bytes
+            self.put(memoryview(room))
+
+    def put(self, view: memoryview) -> None:
+        """Copies bytes from elsewhere to where the messages lie."""
+        at = 0
+        for m in self.messages:
+            m.memory()[:] = view[at : at + m.bytes]
+            at += m.bytes
 
 
 def packets(messages: Sequence[Message], *, below: int) -> list[Packet]:
@@ -100,10 +107,14 @@ class Transport(abc.ABC):
     """What a communicator has to do; the header holds the contract. A method that raises fails the rank for good.
 
     A PeerError with a `peer` blames that rank; after any other exception the rank blames itself.
+
+    `run` is the direction (1 forward, 2 backward) and the fingerprint of the plan that the rank runs just now, (0, 0) where
+    that is none: a `Rank` writes it before it calls. A transport may compare it over ranks and put it into errors.
     """
 
     rank: int
     world: int
+    run: tuple[int, int] = (0, 0)
 
     @abc.abstractmethod
     def agree(self, first: int, end: int, number: int) -> Sequence[int]:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import unittest
 from datetime import timedelta
@@ -19,7 +20,7 @@ from processes import run, start
 from torch.distributed import distributed_c10d as c10d
 
 import cpattn
-from cpattn.torch import GlooTransport
+from cpattn.torch import Context, GlooTransport
 from cpattn.torch.blame import Blame
 from cpattn.transport import Message
 
@@ -44,7 +45,107 @@ def chain(rank: int, world: int, how: str) -> str:
     return "no error"
 
 
+def sizes(rank: int, world: int, sent: int, expected: int) -> str:
+    """Rank 0 sends another number of bytes than rank 1 expects, for which rank 2 waits."""
+    transport, out, room = GlooTransport(timeout=20.0), torch.ones(sent, dtype=torch.uint8), torch.zeros(expected, dtype=torch.uint8)
+    dist.barrier()
+    messages = {
+        0: ([Message(1, out.data_ptr(), sent)], []),
+        1: ([], [Message(0, room.data_ptr(), expected)]),
+        2: ([], [Message(1, room.data_ptr(), expected)]),
+    }
+    said = []
+    for _ in range(2):  # a small message may leave before the sizes are compared
+        try:
+            transport.exchange("ring", 3, *messages[rank])
+        except cpattn.PeerError as failure:
+            said.append(f"{failure.peer}: {failure}")
+        dist.barrier()
+        if rank == 0:
+            messages[0] = ([], [Message(1, room.data_ptr(), expected)])
+    assert not room.any(), "memory was written"
+    return said[0]
+
+
+def plans(rank: int, world: int, how: str) -> str:
+    """After its first runs a rank goes on with another batch than the others: one that was agreed on, or a new one."""
+    context = Context(heads=2, head_dim=4, ring=3, timeout=TIMEOUT)
+    batches = [context.batch(documents) for documents in ([0, 9], [0, 4, 9])]
+    q = torch.randn(3, 2, 4, requires_grad=True)
+    for batch in batches:
+        batch.attention(q, q, q).sum().backward()
+    new = context.batch([0, 2, 9])
+    batch = (new if how == "new" else batches[1]) if rank == 1 else batches[0]
+    dist.barrier()
+    try:
+        batch.attention(q, q, q)
+    except cpattn.Disagreement as failure:
+        try:
+            batch.attention(q, q, q)
+        except cpattn.PeerError as again:
+            assert again.peer == failure.peer, f"{failure}, then {again}"
+            return f"{failure.peer} {batch.plan.fingerprint:016x} {failure}"
+    return "no error"
+
+
+def interrupted(rank: int, world: int, how: str) -> str:
+    """Ctrl-C on rank 0 while it waits for rank 1, which comes later."""
+    context = Context(heads=2, head_dim=4, timeout=30.0)
+    batch, q = context.batch([0, 8]), torch.randn(4, 2, 4)
+    if how == "exchange":
+        batch.attention(q, q, q)  # agreed
+    dist.barrier()
+    call = (lambda: batch.labels(torch.zeros(4))) if how == "labels" else (lambda: batch.attention(q, q, q))
+    if rank == 0:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        began = time.monotonic()
+        try:
+            call()
+        except KeyboardInterrupt:
+            took = time.monotonic() - began
+            assert 0.4 < took < 1.5, f"after {took:.1f} s"
+        else:
+            return "not interrupted"
+    else:
+        time.sleep(2.5)
+    try:
+        call()
+    except cpattn.PeerError as failure:
+        return f"{failure.peer}: {failure}"
+    return "no error"
+
+
 class Faults(unittest.TestCase):
+    def test_an_interrupt_ends_a_wait(self) -> None:
+        for how in ("agreement", "exchange", "labels"):
+            with self.subTest(how):
+                said = run(interrupted, 2, how)
+                self.assertRegex(said[0], "^0: .*rank 0 (aborted the run|failed)")
+                self.assertRegex(said[1], "^0: .*rank 0 aborted the run")
+
+    def test_sizes_that_differ(self) -> None:
+        for sent, expected in ((50, 3), (3, 50), (200_000, 3), (3, 200_000), (300_000, 200_000), (200_000, 300_000)):
+            with self.subTest(sent=sent, expected=expected):
+                for rank, said in enumerate(run(sizes, 3, sent, expected)):
+                    self.assertRegex(said, f"^{(1, 0, 0)[rank]}: rank {rank} of 3: ")
+                    self.assertIn(f"rank 0 sends {sent} bytes and runs no plan, rank 1 expects {expected} bytes (ring, step 3)", said)
+                    self.assertIn("must make the same calls", said)
+
+    def test_plans_that_differ_after_the_first_run(self) -> None:
+        for how in ("known", "new"):
+            with self.subTest(how):
+                said = run(plans, 3, how)
+                numbers = [one.split()[1] for one in said]
+                self.assertEqual(numbers[0], numbers[2])
+                self.assertNotEqual(numbers[0], numbers[1])
+                for rank, one in enumerate(said):
+                    for other in numbers[:2]:
+                        self.assertIn(f"the forward of plan {other}", one)
+                    self.assertIn("must make the same calls", one)
+                    # Of the two that differ, another one; rank 2 meets either.
+                    self.assertIn(one.split()[0], ("1", "02", "01")[rank], one)
+                    self.assertRegex(one, r"rank 1 (sends|expects|is in) .*rank [02] |rank [02] (sends|expects|is in) .*rank 1 ")
+
     def test_each_kind(self) -> None:
         for i, kind in enumerate(faults.KINDS):
             with self.subTest(kind):

@@ -73,6 +73,7 @@ class Ring(unittest.TestCase):
         path = os.pathsep.join([str(Path(cpattn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run([*command, "--bytes", "1000"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200)
         self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertNotIn("Warning", done.stderr)
         self.assertRegex(done.stdout, r"(?s)latency us.*0 -> 1.*1 -> 0")
 
 

@@ -243,12 +243,15 @@ def refusals(rank: int, world: int) -> None:
         ("q.dtype is torch.float64, the plan is for f32", (q.double(), k, v)),
         ("v.dtype is torch.float16", (q, k, v.half())),
         ("q.device is meta", (q.to("meta"), k, v)),
+        ("v is None, a tensor is needed", (q, k, None)),
+        ("sinks is 1.5, a tensor or None is needed", (q, k, v, 1.5)),
         ("q.tokens", (torch.randn(16, 2, 4), k, v)),
         ("k.heads", (q, q, v)),
         ("v.ndim", (q, k, v[:, 0])),
         ("sinks", (q, k, v, torch.zeros(2))),
     ):
         refused(cpattn.InvalidArgument, words, batch.attention, *args)
+    refused(cpattn.InvalidArgument, "whole is [1], a tensor is needed", batch.shard, [1])
     refused(cpattn.InvalidArgument, "whole has the shape (15,), 16 rows are needed", batch.shard, torch.zeros(15))
     refused(cpattn.InvalidArgument, "rows has the shape (16,), 4 rows are needed", batch.labels, torch.zeros(16))
     refused(cpattn.InvalidArgument, "by is 1.5", batch.shift, torch.zeros(4), 1.5, 0)
@@ -289,7 +292,7 @@ def leaving(rank: int, world: int) -> None:
     began = time.monotonic()
     if rank == 2:
         context.close()
-        refused(cpattn.PeerError, "closed", batch.labels, torch.zeros(4))
+        refused(cpattn.InvalidHandle, "the context was closed", batch.labels, torch.zeros(4))
     else:
         refused(cpattn.PeerError, "rank", batch.attention, q, q, q)
     assert time.monotonic() - began < 60
@@ -315,7 +318,14 @@ def stays_failed(rank: int, world: int) -> None:
         refused(cpattn.PeerError, "failed before", batch.labels, torch.zeros(4))
         refused(cpattn.PeerError, "", context.rank.poll)
     context.close()
-    refused(cpattn.InvalidHandle, "", batch.attention, q, q, q)
+    closed = "the context was closed"
+    refused(cpattn.InvalidHandle, closed, batch.attention, q, q, q)
+    refused(cpattn.InvalidHandle, closed, batch.labels, torch.zeros(4))
+    refused(cpattn.InvalidHandle, closed, context.batch, [0, 16])
+    refused(cpattn.InvalidHandle, closed, context.record)
+    refused(cpattn.InvalidHandle, closed, context.trace)
+    refused(cpattn.InvalidHandle, "this rank was closed", context.rank.poll)
+    context.close()
     context = Context(heads=2, head_dim=4, dtype=torch.float64)
     compare(context, DOCUMENTS, (2, 2, 4, 4), 1e-14)
     context.close()

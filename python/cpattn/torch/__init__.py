@@ -4,6 +4,6 @@
 from .attention import attention
 from .context import Batch, Context
 from .gloo import GlooTransport
-from .ring import check_ring
+from .links import check_ring
 
 __all__ = ["Batch", "Context", "GlooTransport", "attention", "check_ring"]

@@ -37,10 +37,14 @@ def attention(
     ranks by whoever trains.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise InvalidArgument(f"{name} is {tensor!r}, a tensor is needed")
         if tensor.device != device:
             raise InvalidArgument(f"{name}.device is {tensor.device}, this rank is on {device}")
         if DTYPES.get(tensor.dtype) != plan.dtype:
             raise InvalidArgument(f"{name}.dtype is {tensor.dtype}, the plan is for {plan.dtype.name.lower()}")
+    if not (sinks is None or isinstance(sinks, Tensor)):
+        raise InvalidArgument(f"sinks is {sinks!r}, a tensor or None is needed")
     o: Tensor = _Attention.apply(q, k, v, sinks, rank, number, plan)  # type: ignore[no-untyped-call]
     return o
 

@@ -24,25 +24,38 @@ from typing import Any, NamedTuple
 from torch.distributed import distributed_c10d as c10d
 
 _FOREVER = timedelta(days=30)
+SAME = "all ranks of a group must make the same calls in the same order, with the same documents and options"
 _SHOWN = 8  # ranks in one text
 _SILENT = "gives no answer: it was killed, is stopped, or is cut off"
 _JOINING = "joining"  # in place of the rank that asks, where none waits for another in particular yet
 
 
 class Wait(NamedTuple):
-    """What a rank waits for."""
+    """What a rank waits for, and what it runs."""
 
     call: str
     doing: str
     peer: int
     bytes: int
+    run: str
 
 
 class Verdict(NamedTuple):
-    """The rank at fault, None where that cannot be told, and why."""
+    """The rank at fault, None where that cannot be told, and why. Of two ranks that differ each names the `other`."""
 
     peer: int | None
     text: str
+    other: int | None = None
+    differ: bool = False  # in what they run
+
+    def on(self, rank: int) -> int | None:
+        """The rank that `rank` names."""
+        return self.other if rank == self.peer and self.other is not None else self.peer
+
+
+def running(direction: int, fingerprint: int) -> str:
+    """What a rank runs, in words; see `Transport.run`."""
+    return f"the {('forward', 'backward')[direction - 1]} of plan {fingerprint:016x}" if direction else "no plan"
 
 
 class Blame:
@@ -73,11 +86,12 @@ class Blame:
             self._thread = threading.Thread(target=self._listen, args=[over], daemon=True)
             self._thread.start()
 
-    def ask(self, joining: bool = False) -> Verdict:
-        """What the ranks find out together, after a failure on this one; `joining`: while the group was being formed."""
-        if not self._known.is_set() and self.alarm(joining):
+    def ask(self, joining: bool = False, found: Verdict | None = None) -> Verdict:
+        """What the ranks find out together, after a failure on this one; `joining`: while the group was being formed; `found`:
+        by this rank already."""
+        if not self._known.is_set() and self.alarm(joining, found):
             self._known.wait(self.limit)
-        return self.verdict or Verdict(
+        return self.verdict or found or Verdict(
             None,
             f"which rank is at fault cannot be told: the store of the process group did not answer within {self.limit:.1f} s; "
             "see whether the process that holds it runs",
@@ -94,12 +108,15 @@ class Blame:
             self._known.wait(self.limit)
         return self.verdict
 
-    def alarm(self, joining: bool = False) -> bool:
-        """Puts the question to all ranks and waits for nothing; False where no rank can be asked."""
+    def alarm(self, joining: bool = False, found: Verdict | None = None) -> bool:
+        """Puts the question to all ranks, and before it an answer, where that is found, and waits for nothing; False where no
+        rank can be asked."""
 
         def question() -> None:
             # What cannot be asked for is not answered either.
             with suppress(RuntimeError):
+                if found:
+                    self._agree(self._said, found)
                 mine = _JOINING if joining else str(self.rank)
                 first = self._said.compare_set("asker", "", mine).decode()
                 for rank in range(self.world) if first == mine else [self.rank]:
@@ -169,10 +186,12 @@ class Blame:
         return Verdict(None, "all ranks came, and their connections were not made: which is at fault cannot be told")
 
     def _find(self, store: Any) -> Verdict:
+        if store.check(["verdict"]):
+            return Verdict(None, "")  # which is not the first
         asker = store.get("asker").decode()
         if asker == _JOINING:
             return self._find_joining(store)
-        at, chain = int(asker), []
+        at, chain, waits = int(asker), [], dict[int, Wait]()
         while True:
             said = self._answer(store, at)
             if said is None:
@@ -184,13 +203,23 @@ class Blame:
             else:
                 wait = Wait(*said[1])
                 chain.append(f"rank {at} waited for rank {wait.peer} ({wait.call}: {wait.doing} {wait.bytes} bytes)")
-                if any(link.startswith(f"rank {wait.peer} ") for link in chain):
-                    end = Verdict(None, "which rank is at fault cannot be told: ranks wait for each other")
+                waits[at] = wait
+                if wait.peer in waits:
+                    end = self._circle(waits)
                 else:
                     at = wait.peer
                     continue
             shown = chain if len(chain) <= _SHOWN else [*chain[: _SHOWN - 1], "...", chain[-1]]
-            return Verdict(end.peer, "; ".join([end.text, *shown]))
+            return end._replace(text="; ".join([end.text, *shown]))
+
+    def _circle(self, waits: dict[int, Wait]) -> Verdict:
+        """Ranks that wait for each other: two of them that run different things, if there are."""
+        first, *others = waits.items()
+        for rank, wait in others:
+            if (wait.call, wait.run) != (first[1].call, first[1].run):
+                said = [f"rank {r} is in {w.call} of {w.run}" for r, w in (first, (rank, wait))]
+                return Verdict(rank, f"{', '.join(said)}: {SAME}", first[0], True)
+        return Verdict(None, "which rank is at fault cannot be told: ranks wait for each other")
 
     def _answer(self, store: Any, rank: int) -> Any:
         """What a rank says, None if it says nothing in time or another rank has a verdict already."""

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import Disagreement, InvalidArgument, Unsupported
+from ..errors import Disagreement, InvalidArgument, InvalidHandle, Unsupported
 from ..plan import Plan, PlanOptions, Side
 from ..rank import Rank, nccl_group, nccl_unique_id
 from ..trace import Event, clock
@@ -82,7 +82,7 @@ class Context:
             Plan, heads=heads, head_dim=head_dim, dtype=DTYPES[dtype], world=self.world, **options
         )
         self._batches: dict[tuple[int, ...], Batch] = {}  # least recently used first
-        self._limit = max(plans, 1)
+        self._limit, self._closed = max(plans, 1), False
         if self.device.type == "cpu":
             self.rank = Rank(self.transport, workers=workers)
             return
@@ -121,6 +121,7 @@ class Context:
 
     def batch(self, cu_seqlens: Tensor | Sequence[int]) -> Batch:
         """The batch with these documents: 0, the end of the first one, ..., the number of tokens."""
+        self.check_open()
         numbers = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
         try:
             key = tuple(map(operator.index, numbers))
@@ -145,6 +146,7 @@ class Context:
 
     def record(self, capacity: int = 1 << 16) -> None:
         """Records what this rank does from now on, for `trace`."""
+        self.check_open()
         self.rank.record(capacity)
 
     def trace(self) -> list[Event]:
@@ -152,6 +154,7 @@ class Context:
 
         Clocks are compared over the group: off by at most half of the quickest of 16 round trips.
         """
+        self.check_open()
         mine, offset = self.rank.trace(), 0
         if self.number:
             for _ in range(16):
@@ -183,8 +186,14 @@ class Context:
         self.transport.exchange("clock", 0, messages if send else [], [] if send else messages)
         return [int(n) for n in numbers]
 
+    def check_open(self) -> None:
+        """Raises after `close`."""
+        if self._closed:
+            raise InvalidHandle("the context was closed, which no call is for: make a new one, on all ranks")
+
     def close(self) -> None:
         """Leaves the group. Peers that still need this rank get an error: meet (dist.barrier) before."""
+        self._closed = True
         self._batches.clear()
         self.rank.close()
         if self.device.type == "cuda":
@@ -209,6 +218,7 @@ class Batch:
     def attention(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Differentiable. q [tokens, heads, head_dim], k and v with kv heads, of this rank's tokens; o like q."""
         context = self.context
+        context.check_open()
         return attention(
             q, k, v, rank=context.rank, number=context.number, plan=self.plan, device=context.device, sinks=sinks
         )
@@ -242,6 +252,9 @@ class Batch:
         return out.to(device)
 
     def _check(self, name: str, tensor: Tensor, rows: int) -> None:
+        self.context.check_open()
+        if not isinstance(tensor, Tensor):
+            raise InvalidArgument(f"{name} is {tensor!r}, a tensor is needed")
         if tensor.ndim == 0 or len(tensor) != rows:
             raise InvalidArgument(f"{name} has the shape {tuple(tensor.shape)}, {rows} rows are needed")
         if tensor.device.type != self.context.device.type:

@@ -8,6 +8,9 @@ not do: it gives the name of a group that was destroyed to the next one, whose r
 - Agreements and exchanges of different ranks overlap, so they have different tags. Between two ranks, messages of one tag
   meet in the order in which they are posted.
 - The deadline goes to `Work.wait`: a call fails once it has waited that long without one of its messages moving.
+- Each packet begins with a header: its size, and what its sender runs. It is received into room for the largest packet that
+  travels with its header; a larger one follows by itself, once its receiver has compared the sizes. gloo does not compare them:
+  it ends the process that receives more than it has room for, and says nothing where less comes.
 - After any failure the group is closed (`abort`) on every rank: what was posted ends with an error, so that nothing writes
   into the library's memory afterwards. It stays failed. Errors name the rank at fault where that can be told (`blame.py`),
   which takes half the deadline more, 0.5 s at least and 5 s at most.
@@ -19,7 +22,7 @@ import struct
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
@@ -29,16 +32,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ..errors import InvalidArgument, PeerError, Unsupported
-from ..transport import Buffer, Message, Transport, packets
-from .blame import Blame, Verdict, Wait
+from .._interruptible import Interruptible
+from ..errors import Disagreement, Error, InvalidArgument, PeerError, Unsupported
+from ..transport import Buffer, Message, Packet, Transport, packets
+from .blame import SAME, Blame, Verdict, Wait, running
 
-# Messages to one peer below this many bytes travel together, copied: a message of its own costs gloo 50 to 100 us.
+# Messages to one peer below this many bytes travel together, copied, and packets up to it with their header: a message of its
+# own costs gloo 50 to 100 us.
 SMALL = 64 << 10
 
 # How many transports each group of global ranks has had.
 _made: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
-_AGREE, _EXCHANGE, _NEVER = 7001, 7002, 7003
+_AGREE, _EXCHANGE, _BODY, _NEVER = 7001, 7002, 7003, 7004
+# Bytes of the packet behind it; direction and fingerprint of what the sender runs.
+_HEADER = struct.Struct("<QQQ")
 
 
 class GlooTransport(Transport):
@@ -57,6 +64,7 @@ class GlooTransport(Transport):
         self._timeout = timedelta(seconds=timeout)
         self._failed: str | None = None
         self._kept: list[object] = []
+        self._interruptible = Interruptible()
         members = tuple(dist.get_process_group_ranks(group))
         # Members make their transports in the same order, so that all of them arrive at the same name.
         name = f"cpattn/{','.join(map(str, members))}/{next(_made[members])}"
@@ -71,32 +79,76 @@ class GlooTransport(Transport):
         self._blame.listen(lambda: (method := over()) and method())
         try:
             store = c10d.PrefixStore(name, c10d._get_default_store())
-            self._group = c10d.ProcessGroupGloo(store, self.rank, self.world, self._timeout)
+            self._group = self._interruptible(
+                lambda: c10d.ProcessGroupGloo(store, self.rank, self.world, self._timeout), self.abort
+            )
         except RuntimeError as error:
             what = f"not all ranks made their transport, after {time.monotonic() - began:.1f} s (timeout {timeout:g} s)"
             raise self._error(what, self._blame.ask(joining=True), error) from error
 
     def agree(self, first: int, end: int, number: int) -> Sequence[int]:
-        mine, theirs = struct.pack("<Q", number), {peer: bytearray(8) for peer in range(first, end) if peer != self.rank}
-        self._move("agreement", _AGREE, [(peer, bytearray(mine)) for peer in theirs], list(theirs.items()))
+        mine, peers = struct.pack("<Q", number), [peer for peer in range(first, end) if peer != self.rank]
+        theirs = {peer: bytearray(8) for peer in peers}
+
+        def run(moves: _Moves) -> None:
+            moves.wait(
+                *[moves.post("receiving", peer, theirs[peer], _AGREE) for peer in peers],
+                *[moves.post("sending", peer, bytearray(mine), _AGREE) for peer in peers],
+            )
+
+        self._move("agreement", run)
         return [struct.unpack("<Q", theirs.get(peer, mine))[0] for peer in range(first, end)]
 
     def exchange(
         self, operation: str, step: int, sends: Sequence[Message], recvs: Sequence[Message], stream: int | None = None
     ) -> None:
-        outgoing, incoming = packets(sends, below=SMALL), packets(recvs, below=SMALL)
-        gathered = [(p.peer, p.gather()) for p in outgoing]
-        rooms = [(p.peer, p.room()) for p in incoming]
-        self._move(f"{operation}, step {step}", _EXCHANGE, gathered, rooms)
-        for packet, (_, room) in zip(incoming, rooms, strict=True):
-            packet.scatter(room)
+        def move(moves: _Moves) -> None:
+            heads = []
+            for packet in packets(recvs, below=SMALL):
+                room = bytearray(_HEADER.size + SMALL)
+                heads.append((packet, room, moves.post("receiving", packet.peer, room, _EXCHANGE, packet.bytes)))
+            sent = []
+            for packet in packets(sends, below=SMALL):
+                head, bytes = bytearray(_HEADER.pack(packet.bytes, *self.run)), packet.bytes
+                if bytes <= SMALL:
+                    head += packet.gather()
+                sent.append(moves.post("sending", packet.peer, head, _EXCHANGE, bytes))
+                if bytes > SMALL:
+                    sent.append(moves.post("sending", packet.peer, packet.gather(), _BODY))
+            bodies = []
+            for packet, room, posted in heads:
+                moves.wait(posted)
+                bytes, *run = _HEADER.unpack_from(room)
+                self._compare(packet, bytes, tuple(run), f"{operation}, step {step}")
+                if packet.bytes <= SMALL:
+                    packet.put(memoryview(room)[_HEADER.size :])
+                else:
+                    body = packet.room()
+                    bodies.append((packet, body, moves.post("receiving", packet.peer, body, _BODY)))
+            for packet, body, posted in bodies:
+                moves.wait(posted)
+                packet.scatter(body)
+            moves.wait(*sent)
+
+        self._move(f"{operation}, step {step}", move)
+
+    def _compare(self, packet: Packet, bytes: int, theirs: tuple[int, ...], what: str) -> None:
+        """What a peer sends, and runs, with what this rank expects of it."""
+        peer = packet.peer
+        if theirs == self.run and bytes == packet.bytes:
+            return
+        text = (
+            f"rank {peer} sends {bytes} bytes and runs {running(*theirs)}, rank {self.rank} expects {packet.bytes} bytes "
+            f"({what}) and runs {running(*self.run)}: {SAME}"
+        )
+        raise _Differs(Verdict(peer, text, self.rank, theirs != self.run))
 
     def poll(self) -> None:
         # It does not wait: a failure is told once the ranks know which of them is at fault.
         if self._failed is not None and not self._blame.is_asking:
             raise self._failed_before()
 
-    def _failed_before(self) -> PeerError:
+    def _failed_before(self) -> Error:
         return self._error(f"the group failed before: {self._failed}", self._blame.settled())
 
     def abort(self) -> None:
@@ -108,6 +160,7 @@ class GlooTransport(Transport):
     def release(self) -> None:
         self._failed = self._failed or "this rank was closed"
         self._leave()
+        self._interruptible.close()
         self._group = None  # which closes the connections
 
     def _close(self) -> None:
@@ -122,26 +175,30 @@ class GlooTransport(Transport):
         self._failed = self._failed or "another rank ended it"
         self._close()
 
-    def _error(self, what: str, verdict: Verdict | None, error: object = None) -> PeerError:
+    def _error(self, what: str, verdict: Verdict | None, error: object = None) -> Error:
         told = [what, *([verdict.text] if verdict else []), *([f"gloo: {error}"] if error else [])]
-        return PeerError(f"rank {self.rank} of {self.world}: {'; '.join(told)}", verdict.peer if verdict else None)
+        text = f"rank {self.rank} of {self.world}: {'; '.join(told)}"
+        kind = Disagreement if verdict and verdict.differ else PeerError
+        return kind(text, verdict.on(self.rank) if verdict else None)
 
-    def _move(self, what: str, tag: int, sends: list[tuple[int, Buffer]], recvs: list[tuple[int, Buffer]]) -> None:
+    def _move(self, what: str, run: Callable[[_Moves], None]) -> None:
         if self._failed is not None:
             raise self._failed_before()
+        self._interruptible(lambda: self._wait_for(what, run), self.abort)
+
+    def _wait_for(self, what: str, run: Callable[[_Moves], None]) -> None:
         began, blame = time.monotonic(), self._blame
-        posted: list[tuple[Wait, torch.Tensor, dist.Work]] = []
+        moves = _Moves(self, what)
         try:
-            for doing, list_, post in (("receiving", recvs, self._group.recv), ("sending", sends, self._group.send)):
-                for peer, data in list_:
-                    tensor = torch.frombuffer(data, dtype=torch.uint8)
-                    blame.waits = Wait(what, doing, peer, tensor.numel())
-                    posted.append((blame.waits, tensor, post([tensor], peer, tag)))
-            for blame.waits, _, work in posted:
-                work.wait(self._timeout)
+            run(moves)
         except BaseException as error:
             # Whatever becomes of what was posted, its memory is not reused while it is known here.
-            self._kept.append(posted)
+            self._kept.append(moves.posted)
+            if isinstance(error, _Differs):
+                self._failed = self._failed or error.verdict.text
+                verdict = blame.ask(found=error.verdict)
+                self._close()
+                raise self._error(what, verdict) from None
             if not isinstance(error, RuntimeError) or (wait := blame.waits) is None:
                 blame.ended = f"failed by itself ({type(error).__name__})"
                 self._failed = self._failed or blame.ended
@@ -157,3 +214,35 @@ class GlooTransport(Transport):
             raise self._error(text, blame.ask(), error) from error
         finally:
             blame.waits = None
+
+
+class _Differs(Exception):
+    """A peer sends something else than this rank expects."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.text)
+        self.verdict = verdict
+
+
+_Posted = tuple[Wait, torch.Tensor, dist.Work]
+
+
+class _Moves:
+    """What one call has posted."""
+
+    def __init__(self, transport: GlooTransport, what: str) -> None:
+        self.transport, self.what, self.posted = transport, what, list[_Posted]()
+
+    def post(self, doing: str, peer: int, data: Buffer, tag: int, bytes: int | None = None) -> _Posted:
+        """Begins to send or to receive; `bytes` is what errors say."""
+        own, tensor = self.transport, torch.frombuffer(data, dtype=torch.uint8)
+        wait = Wait(self.what, doing, peer, len(data) if bytes is None else bytes, running(*own.run))
+        own._blame.waits = wait
+        post = own._group.recv if doing == "receiving" else own._group.send
+        self.posted.append((wait, tensor, post([tensor], peer, tag)))
+        return self.posted[-1]
+
+    def wait(self, *all_: _Posted) -> None:
+        """For each of them, at most the timeout."""
+        for self.transport._blame.waits, _, work in all_:
+            work.wait(self.transport._timeout)

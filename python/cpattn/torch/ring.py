@@ -15,14 +15,8 @@ import sys
 import torch.distributed as dist
 
 from ..errors import Error
-from ..ring import Link, table
-from ..ring import check_ring as check
-from .gloo import GlooTransport
-
-
-def check_ring(group: dist.ProcessGroup | None = None, *, timeout: float = 60.0, bytes: int = 4 << 20) -> list[Link]:
-    """`cpattn.check_ring` over a gloo group of its own with the ranks of `group`; all of them call it."""
-    return check(GlooTransport(group, timeout=timeout), bytes)
+from ..ring import table
+from .links import check_ring
 
 
 def main() -> int:
