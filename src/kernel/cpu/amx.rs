@@ -192,7 +192,7 @@ impl<H: Form> Engine for Amx<H> {
     const PANEL: usize = PANEL;
     const GRAIN: usize = 32;
     const TILES: usize = H::TILES;
-    const INTERLEAVES: bool = true;
+    const INTERLEAVES: bool = H::MATRIX_UNIT;
     const WRITES_ALL: bool = true;
     type Later = Later;
 
@@ -214,14 +214,18 @@ impl<H: Form> Engine for Amx<H> {
 
     #[inline(always)]
     unsafe fn enter() {
-        // SAFETY: AMX is present and permitted; the configuration is one.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &CONFIG, options(nostack, preserves_flags)) }
+        if H::MATRIX_UNIT {
+            // SAFETY: AMX is present and permitted; the configuration is one.
+            unsafe { asm!("ldtilecfg [{}]", in(reg) &CONFIG, options(nostack, preserves_flags)) }
+        }
     }
 
     #[inline(always)]
     unsafe fn leave() {
-        // SAFETY: AMX is present.
-        unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) }
+        if H::MATRIX_UNIT {
+            // SAFETY: AMX is present.
+            unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) }
+        }
     }
 
     #[inline(always)]

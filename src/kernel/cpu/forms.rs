@@ -26,6 +26,9 @@ pub(super) type Parts = [__m512i; MOST];
 pub(super) trait Form: 'static {
     /// Tiles that one tile of elements becomes.
     const PARTS: usize;
+    /// Products are those of the matrix unit: it must be configured first, and works beside the vector units. Otherwise
+    /// they are the vector units' own, and [`Form::step`] is not there.
+    const MATRIX_UNIT: bool = true;
     /// The bits of infinity as the first part: what is not below it, its sign aside, is not finite.
     const INFINITY: u16 = 0x7f80;
     /// The type has a narrow range: sums of gradients must be brought into it.
@@ -95,6 +98,8 @@ pub(super) trait Form: 'static {
     /// # Safety
     /// As [`product_bf16`].
     unsafe fn product_to(p: &Product);
+    /// One step of a product that was begun, if they are those of the matrix unit.
+    ///
     /// # Safety
     /// As [`step_bf16`].
     unsafe fn step(p: &Product);

@@ -26,6 +26,8 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F and DQ.
     Avx512,
+    /// AVX-512 with BF16 dot products, for bf16; AVX-512 for the other types.
+    Avx512Bf16,
     /// AMX tiles of bf16: for bf16, for f16 as the sum of two of them (as it is where the machine has AMX-FP16), for f32 as
     /// the sum of three. AVX-512 for f64, for aligned calls, and for f32 and f16 where ranges are short. Matrix units take
     /// subnormal numbers for 0, and so f32 tensors with nothing but numbers below 1e-30 lose digits: force
@@ -38,7 +40,7 @@ impl Isa {
     pub const VARIABLE: &'static str = "CPATTN_CPU_ISA";
 
     /// All there are, from the simplest on.
-    pub const ALL: [Self; 5] = [Self::Portable, Self::Neon, Self::Avx2, Self::Avx512, Self::Amx];
+    pub const ALL: [Self; 6] = [Self::Portable, Self::Neon, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
 
     /// As the environment variable and tables spell it.
     pub const fn name(self) -> &'static str {
@@ -47,6 +49,7 @@ impl Isa {
             Self::Neon => "neon",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
+            Self::Avx512Bf16 => "avx512bf16",
             Self::Amx => "amx",
         }
     }
@@ -61,6 +64,7 @@ impl Isa {
                 Self::Neon => false,
                 Self::Avx2 => super::x86::has_avx2(),
                 Self::Avx512 => super::x86::has_avx512(),
+                Self::Avx512Bf16 => super::x86::has_avx512_bf16(),
                 Self::Amx => *AMX.get_or_init(super::amx::available),
             }
         }
@@ -133,13 +137,17 @@ impl Isa {
 
     /// Whether products of this type go through matrix units.
     pub(super) fn has_tiles(self, dtype: Dtype) -> bool {
-        self == Self::Amx && dtype != Dtype::F64
+        match self {
+            Self::Amx => dtype != Dtype::F64,
+            Self::Avx512Bf16 => dtype == Dtype::Bf16,
+            _ => false,
+        }
     }
 
     /// Whether matrix units take elements of this type as they are.
     fn has_tiles_of(self, dtype: Dtype) -> bool {
         match dtype {
-            Dtype::Bf16 => self == Self::Amx,
+            Dtype::Bf16 => matches!(self, Self::Amx | Self::Avx512Bf16),
             #[cfg(target_arch = "x86_64")]
             Dtype::F16 => self == Self::Amx && super::amx::has_f16(),
             _ => false,
@@ -181,7 +189,9 @@ mod tests {
         }
         let error = Isa::named("sse9").unwrap_err().to_string();
         assert!(
-            error.starts_with("CPATTN_CPU_ISA is \"sse9\", expected one of portable, neon, avx2, avx512, amx"),
+            error.starts_with(
+                "CPATTN_CPU_ISA is \"sse9\", expected one of portable, neon, avx2, avx512, avx512bf16, amx"
+            ),
             "{error}"
         );
         assert!(Isa::best().is_available());

@@ -21,6 +21,8 @@ pub(super) trait Machine: Real {
     #[cfg(target_arch = "x86_64")]
     type Avx512: Vector<T = Self>;
     #[cfg(target_arch = "x86_64")]
+    type DotBf16: Engine<Sum = Self>;
+    #[cfg(target_arch = "x86_64")]
     type AmxBf16: Engine<Sum = Self>;
     #[cfg(target_arch = "x86_64")]
     type AmxF16: Engine<Sum = Self>;
@@ -38,6 +40,8 @@ impl Machine for f32 {
     type Avx2 = core::arch::x86_64::__m256;
     #[cfg(target_arch = "x86_64")]
     type Avx512 = core::arch::x86_64::__m512;
+    #[cfg(target_arch = "x86_64")]
+    type DotBf16 = super::amx::Amx<super::dots::DotBf16>;
     #[cfg(target_arch = "x86_64")]
     type AmxBf16 = super::amx::Amx<Bf16>;
     #[cfg(target_arch = "x86_64")]
@@ -57,6 +61,8 @@ impl Machine for f64 {
     #[cfg(target_arch = "x86_64")]
     type Avx512 = core::arch::x86_64::__m512d;
     // No type of tiles has f64 sums.
+    #[cfg(target_arch = "x86_64")]
+    type DotBf16 = Dense<Self::Avx512>;
     #[cfg(target_arch = "x86_64")]
     type AmxBf16 = Dense<Self::Avx512>;
     #[cfg(target_arch = "x86_64")]

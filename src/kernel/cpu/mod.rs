@@ -39,6 +39,8 @@ mod check;
 mod convert;
 mod delta;
 #[cfg(target_arch = "x86_64")]
+mod dots;
+#[cfg(target_arch = "x86_64")]
 mod dq_order;
 mod engine;
 mod executor;
@@ -163,7 +165,7 @@ unsafe fn gradients<A: Machine>(call: &AttendBackward, isa: Isa, mut crew: Crew<
     #[cfg(target_arch = "x86_64")]
     if call.gradients != Gradients::Queries && !call.aligned && isa.has_tiles(call.q.dtype) {
         // SAFETY: as above.
-        unsafe { workers::run_tiled(&tiled::Tiled { call, queries: together }, call.q.dtype, crew.again()) };
+        unsafe { workers::run_tiled(&tiled::Tiled { call, queries: together }, isa, call.q.dtype, crew.again()) };
         return;
     }
     if call.gradients != Gradients::Queries {

@@ -8,6 +8,8 @@
 #[cfg(target_arch = "x86_64")]
 use super::amx::has_f16;
 use super::arena::Line;
+#[cfg(target_arch = "x86_64")]
+use super::dots::DotBf16;
 use super::engine::Dense;
 #[cfg(target_arch = "x86_64")]
 use super::engine::Engine;
@@ -69,6 +71,10 @@ pub(super) unsafe fn run<J: Job>(job: &J, isa: Isa, dtype: Dtype, crew: Crew<'_>
         unsafe {
             match isa {
                 #[cfg(target_arch = "x86_64")]
+                Isa::Avx512Bf16 if J::ENGINE && dtype == Dtype::Bf16 => {
+                    amx::<J, <J::Acc as Machine>::DotBf16>(job, lines, &next)
+                }
+                #[cfg(target_arch = "x86_64")]
                 Isa::Amx if J::ENGINE && dtype == Dtype::Bf16 => {
                     amx::<J, <J::Acc as Machine>::AmxBf16>(job, lines, &next)
                 }
@@ -85,7 +91,7 @@ pub(super) unsafe fn run<J: Job>(job: &J, isa: Isa, dtype: Dtype, crew: Crew<'_>
                     amx::<J, <J::Acc as Machine>::AmxThreeParts>(job, lines, &next)
                 }
                 #[cfg(target_arch = "x86_64")]
-                Isa::Amx | Isa::Avx512 => avx512(job, lines, &next),
+                Isa::Amx | Isa::Avx512Bf16 | Isa::Avx512 => avx512(job, lines, &next),
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx2 => avx2(job, lines, &next),
                 #[cfg(target_arch = "aarch64")]
@@ -99,9 +105,9 @@ pub(super) unsafe fn run<J: Job>(job: &J, isa: Isa, dtype: Dtype, crew: Crew<'_>
 /// Runs a backward call on tiles of `dtype`, likewise.
 ///
 /// # Safety
-/// As [`run`]; AMX is present, and `dtype` is not f64.
+/// As [`run`]; products of `dtype` go through tiles on `isa`.
 #[cfg(target_arch = "x86_64")]
-pub(super) unsafe fn run_tiled(job: &Tiled, dtype: Dtype, crew: Crew<'_>) {
+pub(super) unsafe fn run_tiled(job: &Tiled, isa: Isa, dtype: Dtype, crew: Crew<'_>) {
     /// # Safety
     /// As [`Tiled::work`].
     #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
@@ -114,6 +120,7 @@ pub(super) unsafe fn run_tiled(job: &Tiled, dtype: Dtype, crew: Crew<'_>) {
         // SAFETY: the instruction set is there, the caller says; the counter hands out each unit once.
         unsafe {
             match dtype {
+                _ if isa == Isa::Avx512Bf16 => work::<DotBf16>(job, lines, &next, &order),
                 Dtype::F16 if has_f16() => work::<F16>(job, lines, &next, &order),
                 Dtype::F16 => work::<TwoParts>(job, lines, &next, &order),
                 Dtype::F32 => work::<ThreeParts>(job, lines, &next, &order),
@@ -124,7 +131,7 @@ pub(super) unsafe fn run_tiled(job: &Tiled, dtype: Dtype, crew: Crew<'_>) {
 }
 
 /// # Safety
-/// As [`Job::work`]; AMX is present, and AMX-FP16 if that is the engine's.
+/// As [`Job::work`]; AVX-512 with BF16 is present, and AMX and AMX-FP16 where they are the engine's.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
 unsafe fn amx<J: Job, E: Engine<Sum = J::Acc>>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
