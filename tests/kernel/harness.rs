@@ -30,7 +30,14 @@ impl Random {
 
 /// The instruction sets of this machine that have kernels of their own for elements `E`.
 pub fn isas<E: Element>() -> impl Iterator<Item = Isa> {
-    Isa::ALL.into_iter().filter(move |isa| isa.is_available() && (E::DTYPE != Dtype::F64 || *isa != Isa::Amx))
+    Isa::ALL.into_iter().filter(|isa| {
+        isa.is_available()
+            && match isa {
+                Isa::Amx => E::DTYPE != Dtype::F64,
+                Isa::Avx512Bf16 => E::DTYPE == Dtype::Bf16,
+                _ => true,
+            }
+    })
 }
 
 /// What products of p and of ds may be off by (relative RMS) on this instruction set: half of a rounding of each, which a

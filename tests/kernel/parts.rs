@@ -9,7 +9,7 @@ use cpattn::call::{Attend, AttendBackward, Gradients, HeadMap, Mode, QRange, Ran
 use cpattn::kernel::cpu::{self, Dims, Isa, Scratch};
 use cpattn::kernel::reference::Attention;
 use cpattn::{Dtype, Element};
-use half::f16;
+use half::{bf16, f16};
 
 const DIM: usize = 128;
 
@@ -126,6 +126,22 @@ impl<E: Element<Acc = f32>> One<E> {
         // SAFETY: the tensors are the vectors above, alive and used by nobody else.
         unsafe { cpu::attend_backward(&call, &mut scratch) }.unwrap();
         results
+    }
+}
+
+/// Dot products are for bf16 alone: the other types have the bits that they have on AVX-512.
+#[test]
+fn other_types_have_no_dot_products() {
+    /// Whether they are the same: o, lse, dq, dk and dv of one problem on both.
+    fn same<E: Element<Acc = f32>>() -> bool {
+        let mut one = One::<E>::new(40, 200);
+        let mut all = |isa| (one.found(isa), one.gradients(isa));
+        all(Isa::Avx512) == all(Isa::Avx512Bf16)
+    }
+    if Isa::Avx512Bf16.is_available() {
+        assert_eq!((same::<f32>(), same::<f16>(), same::<bf16>()), (true, true, false));
+        let roundoff = [Dtype::F64, Dtype::F32, Dtype::F16, Dtype::Bf16].map(|x| Isa::Avx512Bf16.roundoff(x));
+        assert_eq!(roundoff, [0.0, 0.0, 0.0, Dtype::Bf16.unit_roundoff()]);
     }
 }
 

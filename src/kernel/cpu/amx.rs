@@ -17,6 +17,8 @@
 //! on something else: `amx_interleaved.rs` does that where there are no options in the way; elsewhere the products and the
 //! softmax follow each other.
 //!
+//! The same engine does without tile registers where products are those of vectors (`dots.rs`).
+//!
 //! What may not be done: using tiles on a thread that has not called [`Engine::enter`], or leaving them configured when
 //! the work is done (the system would save 8 KiB at each switch).
 
@@ -103,7 +105,7 @@ static CONFIG: Config = {
     Config(c)
 };
 
-/// The engine of tiles of `H`.
+/// The engine of tiles of `H`; what is said of AMX holds where [`Form::MATRIX_UNIT`] says that it is used.
 pub(super) struct Amx<H>(PhantomData<H>);
 
 impl<H: Form> Amx<H> {

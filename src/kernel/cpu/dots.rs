@@ -4,8 +4,8 @@
 //!
 //! Operands lie as those of tiles do (`amx.rs`): A as rows of 32 numbers, B as pairs of 16 columns. So a pair of a row of
 //! A, broadcast, with a row of B is 16 sums of two products, and packing, softmax, masks and what happens to numbers that
-//! are not finite are the same as on AMX. Eight rows by two vectors of C stay in registers, which is twice the latency of
-//! the instruction where one of them starts in each cycle.
+//! are not finite are the same as on AMX. Eight rows by two vectors of C stay in registers: enough of them to start the
+//! next instruction while those before it are under way.
 //!
 //! Products and softmax use the same units here, so that they are not interleaved. Like the matrix unit, the instruction
 //! takes subnormal bf16 for 0 and flushes subnormal results.

@@ -3,8 +3,10 @@
 //!
 //! The best one that this machine has, unless the caller says otherwise: with [`super::Scratch::with_isa`], or for the
 //! whole program with the environment variable [`Isa::VARIABLE`]. One that the machine lacks is refused before anything
-//! runs. Flags alone do not choose: `vdpbf16ps` is twice as fast as f32 multiply-adds on some processors and no faster on
-//! others, so that [`Isa::Amx`] is used where it is there, and bf16 dot products only where they pay.
+//! runs. [`Isa::Amx`] is the best wherever it is there. Of bf16 dot products a flag says that they are there, but not that
+//! they are quick: on an Intel Xeon with AMX `vdpbf16ps` does half as many operations a second as f32 multiply-adds, and
+//! [`Isa::Avx512Bf16`] takes 1.1 to 1.5 times as long as [`Isa::Avx512`] (`docs/cpu.md`); on AMD's Zen 4 and Zen 5, by their
+//! documentation, it does twice as many. So the processor's vendor and family choose between the two.
 
 use crate::call::QRange;
 use crate::element::Dtype;
@@ -26,7 +28,8 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F and DQ.
     Avx512,
-    /// AVX-512 with BF16 dot products, for bf16; AVX-512 for the other types.
+    /// AVX-512 with BF16 dot products, for bf16; AVX-512 for the other types, and for the backward of aligned calls. The
+    /// instruction takes subnormal bf16 for 0, as matrix units do.
     Avx512Bf16,
     /// AMX tiles of bf16: for bf16, for f16 as the sum of two of them (as it is where the machine has AMX-FP16), for f32 as
     /// the sum of three. AVX-512 for f64, for aligned calls, and for f32 and f16 where ranges are short. Matrix units take
@@ -76,7 +79,16 @@ impl Isa {
 
     /// The best one of this machine.
     pub fn best() -> Self {
-        Self::ALL.into_iter().rev().find(|isa| isa.is_available()).unwrap_or(Self::Portable)
+        Self::ALL.into_iter().rev().find(|isa| isa.is_available() && isa.pays()).unwrap_or(Self::Portable)
+    }
+
+    /// Whether it is quicker on this machine than those before it, if it is available.
+    fn pays(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        if self == Self::Avx512Bf16 {
+            return super::x86::dots_pay();
+        }
+        true
     }
 
     /// The one that the environment variable names, or else the best.

@@ -9,7 +9,7 @@
 //! ```text
 //! forward    a unit is a block of q rows with a kv head (row_blocks); keys stream by in tiles of 128; softmax: scores to p
 //! engine     what the forward asks of a machine: vectors (gemm) or matrix units (amx; forms: what their tiles hold;
-//!            amx_interleaved: products between the vectors of the softmax)
+//!            amx_interleaved: products between the vectors of the softmax; dots: vectors in their place)
 //! small      the forward of a few rows with a few keys, without panels and tiles
 //! queries    the same for dq
 //! keys       a unit is a document with a kv head; tiles of keys outside, rows inside: dk, dv, and dq on the way
@@ -23,8 +23,8 @@
 //!
 //! Results have the same bits for any number of workers. Between machines they may differ: an instruction set with
 //! fused multiply-adds rounds less often than one without, and AMX rounds p and ds of half-precision calls to their type
-//! before it multiplies them, as every flash attention of half precision does; all sums are f32 there too. It multiplies f32 as
-//! sums of three bf16, with no larger an error than multiply-adds of f32 (`forms.rs`). Aligned calls keep their promise on
+//! before it multiplies them, as every flash attention of half precision does, and so do dot products of bf16; all sums are
+//! f32 there too. AMX multiplies f32 as sums of three bf16, with no larger an error than multiply-adds of f32 (`forms.rs`). Aligned calls keep their promise on
 //! each instruction set: their backward does without matrix units.
 
 #[cfg(target_arch = "x86_64")]

@@ -135,7 +135,7 @@ pub(super) unsafe fn run_tiled(job: &Tiled, isa: Isa, dtype: Dtype, crew: Crew<'
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
 unsafe fn amx<J: Job, E: Engine<Sum = J::Acc>>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
-    // SAFETY: the contract of `Job::work`, and AMX is present: the engine's instruction set.
+    // SAFETY: the contract of `Job::work`, and the engine's instruction set is present.
     unsafe { job.work::<E>(lines, next) }
 }
 

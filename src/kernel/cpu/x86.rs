@@ -11,13 +11,30 @@ pub(super) fn has_avx512() -> bool {
     std::is_x86_feature_detected!("avx512f") && std::is_x86_feature_detected!("avx512dq") && has_avx2()
 }
 
-/// Whether what the AMX kernels need of the vector units is there.
+/// Whether the kernels with BF16 dot products can run here; AMX kernels need the same of the vector units.
 pub(super) fn has_avx512_bf16() -> bool {
     std::is_x86_feature_detected!("avx512bw")
         && std::is_x86_feature_detected!("avx512vl")
         && std::is_x86_feature_detected!("avx512bf16")
         && std::is_x86_feature_detected!("f16c")
         && has_avx512()
+}
+
+/// Whether `vdpbf16ps`, where it is there, is quicker than two multiply-adds of f32.
+#[allow(unused_unsafe, reason = "cpuid is safe in newer compilers")]
+pub(super) fn dots_pay() -> bool {
+    // SAFETY: cpuid is on every x86-64, and has these two leaves there.
+    let (vendor, signature) = unsafe { (__cpuid(0), __cpuid(1).eax) };
+    let name = [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes);
+    dots_pay_on(name.as_flattened(), signature)
+}
+
+/// The same of a processor, by what cpuid says of it. The families are Zen 4 (those of Zen 3 in it lack the instruction)
+/// and Zen 5.
+fn dots_pay_on(vendor: &[u8], signature: u32) -> bool {
+    let base = signature >> 8 & 0xf;
+    let family = if base == 0xf { base + (signature >> 20 & 0xff) } else { base };
+    vendor == b"AuthenticAMD" && matches!(family, 0x19 | 0x1a)
 }
 
 /// Whether the AVX2 kernels can run here.
@@ -256,6 +273,30 @@ pub(super) unsafe fn transpose16(from: *const f32, ld: usize, to: *mut f32, to_l
             _mm512_storeu_ps(to.add(2 * to_ld), _mm512_castpd_ps(_mm512_unpacklo_pd(ab_hi, ef_hi)));
             _mm512_storeu_ps(to.add(3 * to_ld), _mm512_castpd_ps(_mm512_unpackhi_pd(ab_hi, ef_hi)));
             c += 4;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dot_products_are_taken_by_processor() {
+        for (vendor, signature, pays) in [
+            // Sapphire Rapids, Granite Rapids, Cooper Lake.
+            (b"GenuineIntel", 0x000806f8, false),
+            (b"GenuineIntel", 0x000a06d1, false),
+            (b"GenuineIntel", 0x0005065b, false),
+            // Genoa, Turin, and a family to come, of which nothing is known.
+            (b"AuthenticAMD", 0x00a10f11, true),
+            (b"AuthenticAMD", 0x00b00f21, true),
+            (b"AuthenticAMD", 0x00c00f00, false),
+            // Rome, and the same family number with another name.
+            (b"AuthenticAMD", 0x00830f10, false),
+            (b"GenuineIntel", 0x00b00f21, false),
+        ] {
+            assert_eq!(dots_pay_on(vendor, signature), pays, "{signature:#x}");
         }
     }
 }

@@ -50,7 +50,7 @@ impl Tiled<'_> {
     /// Does units until none is left.
     ///
     /// # Safety
-    /// AMX with products of `H` is present, the tensors of the call are valid, and each unit is taken once.
+    /// AVX-512 with BF16 and the products of `H` are present, the tensors of the call are valid, and each unit is taken once.
     #[inline(always)]
     pub(super) unsafe fn work<H: Form>(&self, lines: &mut [Line], next: &AtomicUsize, order: &DqOrder) {
         let c = self.call;
@@ -59,7 +59,7 @@ impl Tiled<'_> {
         let k = c.ranges.k;
         let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);
         let mut units = KeyUnits::new(k, c.k.heads as usize);
-        // SAFETY: AMX is present.
+        // SAFETY: products of `H` are present (the contract).
         unsafe { Amx::<H>::enter() };
         while let Some(unit) = units.next(next) {
             let turn = order.begin(unit.index, unit.block > 0 && self.queries);
