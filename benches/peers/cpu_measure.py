@@ -22,8 +22,9 @@ from measure import Server
 
 HERE = pathlib.Path(__file__).resolve().parent
 # What holds both sides to less than the machine has. oneDNN's variable reaches PyTorch's backward alone: the products of
-# its forward are MKL's, which go on using AMX unless MKL's variable says otherwise. Ours have no bf16 dot products: f32
-# multiply-adds are as fast where they were measured.
+# its forward are MKL's, which go on using AMX unless MKL's variable says otherwise. Where there is AMX, ours are held to what
+# is the quickest of the rest there: multiply-adds of f32, not bf16 dot products (docs/cpu.md). Without AMX they choose
+# themselves.
 ONEDNN = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "CPATTN_CPU_ISA": "avx512"}
 HELD = {"onednn_avx512_bf16": ONEDNN, "avx512_bf16": ONEDNN | {"MKL_ENABLE_INSTRUCTIONS": "AVX512_E2"}}
 # Which ceilings a type may use; the highest that the machine has counts. Sums are f32 in all of them.
@@ -107,15 +108,26 @@ def machine():
     return f"{name}, {cores} cores"
 
 
-def can_be_held(case, cpuinfo="/proc/cpuinfo"):
-    """Whether this machine has the instruction set that a case holds both sides to (AVX-512 for all of them)."""
-    if not case.isa:
-        return True
+def has(flag, cpuinfo, otherwise):
+    """Whether this machine's CPU has the flag; `otherwise` where the system does not say."""
     try:
         lines = pathlib.Path(cpuinfo).read_text().splitlines()
     except OSError:
-        return True
-    return any("avx512f" in line.split() for line in lines if line.startswith("flags"))
+        return otherwise
+    return any(flag in line.split() for line in lines if line.startswith("flags"))
+
+
+def can_be_held(case, cpuinfo="/proc/cpuinfo"):
+    """Whether this machine has the instruction set that a case holds both sides to (AVX-512 for all of them)."""
+    return not case.isa or has("avx512f", cpuinfo, True)
+
+
+def held(isa, cpuinfo="/proc/cpuinfo"):
+    """The environment of the process whose cases have this `isa`."""
+    names = HELD.get(isa, {})
+    if has("amx_tile", cpuinfo, True):
+        return names
+    return {name: value for name, value in names.items() if name != "CPATTN_CPU_ISA"}
 
 
 def arguments():
@@ -155,7 +167,7 @@ def main():
     # One NUMA node, one thread pool: what the environment says counts for both sides, and what it says about
     # instruction sets for neither.
     free = {name: value for name, value in os.environ.items() if name not in {n for h in HELD.values() for n in h}}
-    servers = {isa: Server(sys.executable, str(HERE / "cpu.py"), env=free | threads | HELD.get(isa, {}))
+    servers = {isa: Server(sys.executable, str(HERE / "cpu.py"), env=free | threads | held(isa))
                for isa in {case.isa for case in cases}}
     probe = Server(options.ceilings, "--serve")
     [*_, software] = [server.ask(json.dumps({"about": True})) for server in servers.values()]

@@ -169,6 +169,18 @@ class Cpu(unittest.TestCase):
                 cpuinfo.write_text(f"model name\t: a CPU\nflags\t\t: {flags}\n")
                 self.assertEqual([cpu_measure.can_be_held(case, cpuinfo) for case in (free, held)], [True, has])
 
+    def test_ours_are_held_where_there_is_amx(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for flags, ours in (("avx512f amx_tile", "avx512"), ("avx512f avx512_bf16", None)):
+                cpuinfo = pathlib.Path(folder, "cpuinfo")
+                cpuinfo.write_text(f"flags\t\t: {flags}\n")
+                for isa in cpu_measure.HELD:
+                    names = cpu_measure.held(isa, cpuinfo)
+                    self.assertEqual(names.get("CPATTN_CPU_ISA"), ours)
+                    self.assertEqual(names["ONEDNN_MAX_CPU_ISA"], "AVX512_CORE_BF16")
+                self.assertEqual(cpu_measure.held(None, cpuinfo), {})
+        self.assertEqual(cpu_measure.held("avx512_bf16", "/no/such/file")["CPATTN_CPU_ISA"], "avx512")
+
     def test_every_line_is_a_case(self):
         lines = [x for x in (HERE / "cpu_cases.txt").read_text().splitlines() if x and not x.startswith("#")]
         cases = [cpu.Case(line) for line in lines]
