@@ -36,12 +36,23 @@ struct HopperForward {
     static constexpr u32 BM_BITS = 7;
     static_assert(BM == 1 << BM_BITS && WIDTH % 64 == 0 && DV % 32 == 0 && STAGES == 2, "two warpgroups, whole panels");
 
+    // Where the lists are: on the device, or among the parameters. The loading thread has no registers for their addresses,
+    // and reads them here each time.
+    struct Lists {
+        const Run* queries;
+        const Run* runs;  // of keys
+        const u32* list;  // of each q run, its runs of keys
+        const Work* work;
+        const Work* shared_work;
+    };
+
     struct Control {
         u64 q_full, q_empty;
         u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
         Item items[2];
         HopperStep steps[STAGES];
         Sweep<1> sweep;
+        Lists lists;
     };
     static_assert(sizeof(Control) <= Shape::CONTROL, "behind the tiles");
 
@@ -69,6 +80,15 @@ struct HopperForward {
         __device__ __forceinline__ u32 parity() const { return count >> 1 & 1; }
     };
 
+    // `from` is what addresses of lists are counted from.
+    static __device__ __forceinline__ void find_lists(volatile Lists& lists, const HopperForwardParams& p, u64 from) {
+        lists.queries = (const Run*)(from + (u64)p.call.queries);
+        lists.runs = (const Run*)(from + (u64)p.call.keys);
+        lists.list = (const u32*)(from + (u64)p.call.partners);
+        lists.work = (const Work*)(from + (u64)p.work);
+        lists.shared_work = (const Work*)(from + (u64)p.shared.work);
+    }
+
     // -- The loading thread.
 
     // Rows first .. end of a run, as many as a tile has; those from `end` on come as zeros.
@@ -83,25 +103,27 @@ struct HopperForward {
     }
 
     // The shared tile that is the `at`-th of them, and the kv head it reads.
-    static __device__ __forceinline__ void begin_shared(volatile Item& item, const HopperForwardParams& p, u32 at) {
+    static __device__ __forceinline__ void begin_shared(volatile Item& item, volatile const Control& control,
+                                                        const HopperForwardParams& p, u32 at) {
         const SharedTiles& s = p.shared;
         const u32 part = at % s.parts, kv = part / s.each, skipped = (part - kv * s.each) << (BM_BITS - s.token_bits);
         const u32 head = (kv == 0 ? 0 : s.first_heads + (kv - 1) * s.group) + skipped;
         const u32 end = min(p.call.heads.q_heads, s.first_heads + kv * s.group);
-        const Work work = s.work[at / s.parts];
-        describe(item.own, p.call.queries[work.run], work, 1u << s.token_bits, head, kv_head_of(p.call.heads, head));
+        const Work work = control.lists.shared_work[at / s.parts];
+        describe(item.own, control.lists.queries[work.run], work, 1u << s.token_bits, head, kv_head_of(p.call.heads, head));
         item.heads = min(end - head, (u32)BM >> s.token_bits);
         item.token_bits = s.token_bits;
     }
 
     // The tile of one head that is the `at`-th of them.
-    static __device__ __forceinline__ void begin_single(volatile Item& item, const HopperForwardParams& p, u32 at) {
+    static __device__ __forceinline__ void begin_single(volatile Item& item, volatile const Control& control,
+                                                        const HopperForwardParams& p, u32 at) {
         const ForwardParams& call = p.call;
         const u32 section = at / (p.tiles * p.section), before = section * p.section;
         const u32 heads = min(p.section, call.heads.q_heads - before), inside = at - before * p.tiles;
         const u32 head = before + inside % heads;
-        const Work work = p.work[inside / heads];
-        describe(item.own, call.queries[work.run], work, BM, head, kv_head_of(call.heads, head));
+        const Work work = control.lists.work[inside / heads];
+        describe(item.own, control.lists.queries[work.run], work, BM, head, kv_head_of(call.heads, head));
         item.heads = 1;
         item.token_bits = BM_BITS;
     }
@@ -110,7 +132,7 @@ struct HopperForward {
                                                    volatile Control& control) {
         const ForwardParams& call = p.call;
         const Window window = {call.score.left, call.score.right};
-        const Partners side = {call.keys, call.partners, nullptr, nullptr};
+        volatile const Lists& side = control.lists;
         const u32 general = call.score.flags & SCORE_GENERAL ? STEP_GENERAL : 0;
         const u32 shared_items = p.shared.tiles * p.shared.parts, items = p.tiles * call.heads.q_heads + shared_items;
         RingPosition position;
@@ -130,13 +152,15 @@ struct HopperForward {
             const u32 next = gridDim.x + atomicAdd(p.tile_counter, 1);
             const bool is_shared = at_item - p.shared.begin < shared_items;
             if (is_shared)
-                begin_shared(item, p, at_item - p.shared.begin);
+                begin_shared(item, control, p, at_item - p.shared.begin);
             else
-                begin_single(item, p, at_item < p.shared.begin ? at_item : at_item - shared_items);
+                begin_single(item, control, p, at_item < p.shared.begin ? at_item : at_item - shared_items);
             const u32 kv_head = own.partner;
-            const Run& query = call.queries[own.run];
+            const Run& query = control.lists.queries[own.run];
             volatile Sweep<1>& sweep = control.sweep;
             sweep.start(query.begin, query.end, kv_head, kv_head + 1, own, window, side);
+            item.run = &query;
+            item.mode = query.mode;
             item.meets = sweep.row != sweep.row_end;
             if (sweep.row == sweep.row_end)
                 barrier_arrive(at.q_full());
@@ -151,11 +175,11 @@ struct HopperForward {
                 else
                     sweep.find(own, window, side);
                 const bool last = sweep.row == sweep.row_end;
-                const Run& keys = call.keys[run];
+                const Run& keys = control.lists.runs[run];
                 const u32 stage = position.stage(), free = position.parity() ^ 1;
                 barrier_wait(at.k_empty(stage), free);
                 volatile HopperStep& step = control.steps[stage];
-                step.run = run;
+                step.run = &keys;
                 step.first = first;
                 step.flags = general | (whole ? 0 : STEP_MASKED) | (last ? STEP_LAST : 0);
                 load<BN, WIDTH>(at.k + stage * K_BYTES, maps.k, p.k_span, keys, first, end, kv_head, at.k_full(stage));
@@ -217,12 +241,12 @@ struct HopperForward {
                 // Of a head that is there: the scores of the others are not used.
                 const u32 before = min(heads_before(item), item.heads - 1);
                 const float slope = *(const float*)(p.alibi_slopes.ptr + (own.head + before) * p.alibi_slopes.head);
-                alibi(s, p.queries[own.run], own.first + row, p.keys[step.run], step.first, slope * LOG2E);
+                alibi(s, *item.run, own.first + row, *step.run, step.first, slope * LOG2E);
             }
         }
         if (flags & STEP_MASKED) {
             const Window window = {p.score.left, p.score.right};
-            mask(s, minus_infinity(), window, p.queries[own.run], own.first + row, p.keys[step.run], step.first);
+            mask(s, minus_infinity(), window, *item.run, own.first + row, *step.run, step.first);
         }
     }
 
@@ -269,7 +293,7 @@ struct HopperForward {
     // In an item's last step: what the epilogue will read of the running result, so that it does not wait for memory.
     static __device__ __forceinline__ void expect_running(const ForwardParams& p, volatile const Item& item) {
         volatile const Own& own = item.own;
-        const u32 mode = p.queries[own.run].mode;
+        const u32 mode = item.mode;
         if (mode != MODE_MERGE && mode != MODE_LAST) return;
         const u32 row = head_row(item) + (fresh_thread() & 31), head = own.head + heads_before(item);
         const char* from = p.running.ptr + head * p.running.head + (own.row + row) * p.running.token;
@@ -368,7 +392,7 @@ struct HopperForward {
     // As in the kernel of sm_80: merges with the running result, adds the sink, writes.
     static __device__ __forceinline__ void epilogue(const ForwardParams& p, volatile const Item& item, Out& out,
                                                     const float (&row_max)[2], const float (&row_sum)[2]) {
-        const u32 mode = p.queries[item.own.run].mode;
+        const u32 mode = item.mode;
         const u32 head = item.own.head + heads_before(item);
         const i64 first_row = item.own.row;
         const int rows = (int)rows_of_head(item);
@@ -462,11 +486,12 @@ struct HopperForward {
         if (group == 0) named_wait<2 * 128>(BARRIER_TURN);
     }
 
-    static __device__ __forceinline__ void run(const HopperMaps& maps, const HopperForwardParams& p) {
+    static __device__ __forceinline__ void run(const HopperMaps& maps, const HopperForwardParams& p, const HopperLists& lists) {
         extern __shared__ __align__(1024) char shared[];
         const Shared at(shared_address(shared));
         volatile Control& control = *(Control*)(shared + (at.control - at.q));
         if (threadIdx.x == 0) {
+            find_lists(control.lists, p, p.has_lists ? (u64)&lists : 0);
             barrier_init(at.q_full(), 1);
             barrier_init(at.q_empty(), WARPS);
 #pragma unroll

@@ -24,6 +24,14 @@ struct SharedTiles {
     u32 unused;
 };
 
+enum : u32 { LIST_BYTES = 3072 };
+
+// The lists of a call where they fit, so that nothing is copied to the device before the launch. With the maps and the
+// parameters it makes less than the 4096 bytes that a kernel may be given.
+struct alignas(16) HopperLists {
+    char bytes[LIST_BYTES];
+};
+
 // Begins with what the kernel of sm_80 is given, which does the call where maps cannot say what its tensors are.
 struct HopperForwardParams {
     ForwardParams call;
@@ -34,6 +42,7 @@ struct HopperForwardParams {
     u32 tiles;         // work items of one head
     u32 section;       // q heads whose tiles are taken before any of the next ones
     SharedTiles shared;
+    u64 has_lists;     // whether the lists are in `HopperLists`: their addresses are then bytes from its beginning
 };
 
 // What a block works on.
@@ -42,15 +51,15 @@ struct Item {
     u32 heads;
     u32 token_bits;  // of the rows that lie between one head and the next; those of BM where there is one head
     u32 meets;       // whether it meets any key
-    u32 unused;
+    u32 mode;        // of its q run
+    const Run* run;  // that q run
 };
 
 // A tile of keys.
 struct HopperStep {
-    u32 run;
+    const Run* run;
     u32 first;  // its first row in the run
     u32 flags;
-    u32 unused;
 };
 
 // What is to be done with its scores, and whether it is the item's last.

@@ -101,9 +101,10 @@ struct Sweep {
     u32 row, row_end;          // rows of the current partner that are still to be met
     u32 full_begin, full_end;  // rows that every own row meets
 
-    // Lane 0's.
+    // Lane 0's. Of the other side, only `runs` and `list` are read.
+    template <class Side>
     __device__ __forceinline__ void start(u32 from, u32 to, u32 head0, u32 head1, volatile const Own& own,
-                                          const Window& window, const Partners& side) volatile {
+                                          const Window& window, const Side& side) volatile {
         begin = from;
         next = from;
         end = to;
@@ -115,7 +116,8 @@ struct Sweep {
     }
 
     // The next partner that has rows for us, if there is one: else none are left. Lane 0's.
-    __device__ __forceinline__ void find(volatile const Own& own, const Window& window, const Partners& side) volatile {
+    template <class Side>
+    __device__ __forceinline__ void find(volatile const Own& own, const Window& window, const Side& side) volatile {
         u32 first = 0, last = 0;
         while (first >= last) {
             if (next == end) {

@@ -209,6 +209,29 @@ fn runs_repeat() {
     }
 }
 
+/// Lists among a kernel's parameters and lists on the device, which those of many documents are: the same bits. Tiles of one
+/// head and shared ones, softcap and slopes, walks over several ranges.
+#[test]
+fn lists_give_the_same_bits_wherever_they_are() {
+    let _turn = turn();
+    let Some(device) = Device::open() else { return };
+    for dims in EVERY {
+        let case = Case {
+            documents: vec![(140, 300, 160), (20, 20, 0)],
+            heads: 4,
+            kv_heads: 2,
+            held: 0..4,
+            alibi_slopes: true,
+            cut: Cut::Striped(2, 8),
+            ring_steps: 2,
+            ..Case::new("hopper lists", Dtype::Bf16, dims)
+        };
+        let first = forward(&device, &case);
+        let documents = [&case.documents[..], &[(0, 0, 0); 40]].concat();
+        assert!(forward(&device, &Case { documents, ..case }) == first, "{dims:?}");
+    }
+}
+
 /// Forward by one family and backward by the other agree on lse and o.
 #[test]
 fn gradients_follow() {

@@ -41,9 +41,21 @@ impl Tensors {
 
     /// The forward of documents of so many tokens each, which leave no token out.
     fn forward(&self, device: &Device, staging: &mut Staging, stream: RawStream, lens: &[u32]) {
+        self.forward_as(device, staging, stream, lens, |_| ());
+    }
+
+    /// The same with other tensors in the same memory. Returns the bytes of its lists.
+    fn forward_as(
+        &self,
+        device: &Device,
+        staging: &mut Staging,
+        stream: RawStream,
+        lens: &[u32],
+        change: impl Fn(&mut Attend),
+    ) -> usize {
         let (q, k, pairs) = ranges(lens);
         let [q_, k_, v, _] = [0, 1, 2, 3].map(|i| self.input[i].tensor(Dtype::Bf16, TOKENS, 2, 64, 128));
-        let call = Attend {
+        let mut call = Attend {
             q: q_,
             k: k_,
             v,
@@ -58,8 +70,11 @@ impl Tensors {
             ranges: Ranges { q: &q, k: &k, pairs: &pairs },
             aligned: false,
         };
+        change(&mut call);
         // SAFETY: everything lives until the stream was waited for.
         unsafe { device.cuda.attend(&call, staging, stream) }.expect("a legal call");
+        // Behind the lists comes a word that counts tiles, on its own 16 bytes.
+        device.cuda.attend_bytes(&call).expect("a legal call") - 16
     }
 
     fn backward(&self, device: &Device, staging: &mut Staging, lens: &[u32]) {
@@ -116,6 +131,11 @@ fn ranges(lens: &[u32]) -> (Vec<QRange>, Vec<Range>, Vec<u32>) {
     (q, k, (0..lens.len() as u32).collect())
 }
 
+/// With documents of no tokens, so that lists do not fit into a kernel's parameters.
+fn long(lens: &[u32]) -> Vec<u32> {
+    [lens, &[0; 40]].concat()
+}
+
 const COPIES: &std::ffi::CStr = c"host-to-device copies";
 const MAPS: &std::ffi::CStr = c"cuTensorMapEncodeTiled";
 
@@ -143,7 +163,7 @@ fn lists_and_maps_stay() {
     let (one, two) = (Tensors::new(&device), Tensors::new(&device));
     let mut staging = device.cuda.staging(64 << 10, 8).expect("memory");
     let mut forward = |t: &Tensors, lens: &[u32]| counted(|| t.forward(&device, &mut staging, device.stream, lens));
-    let (some, others) = ([40, 50], [30, 60]);
+    let (some, others) = (long(&[40, 50]), long(&[30, 60]));
     // Calls that follow one another, and such that another came between; nothing waits for the device.
     assert_eq!(forward(&one, &some), [1, maps]);
     let first = one.take_o(&device);
@@ -183,8 +203,8 @@ fn what_is_not_there_is_copied() {
         return;
     }
     let (one, two) = (Tensors::new(&device), Tensors::new(&device));
-    let lens = [40, 50];
-    let mut small = device.cuda.staging(300, 1).expect("memory");
+    let lens = long(&[40, 50]);
+    let mut small = device.cuda.staging(5000, 1).expect("memory");
     for _ in 0..3 {
         assert_eq!(counted(|| one.forward(&device, &mut small, device.stream, &lens))[0], 1);
     }
@@ -206,4 +226,62 @@ fn what_is_not_there_is_copied() {
         assert_eq!(sys::cuStreamDestroy_v2(other), sys::CUresult::CUDA_SUCCESS);
     }
     assert_eq!([one.take_o(&device), two.take_o(&device)], [first.clone(), first]);
+}
+
+/// Lists that fit into the parameters of a kernel for `sm_90a` travel there: nothing is copied, and the bits are those that
+/// lists on the device give. Lists of one more document do not fit, and the kernel for `sm_80` takes none.
+#[test]
+fn short_lists_are_parameters() {
+    if !alone("repeated::short_lists_are_parameters") {
+        return;
+    }
+    let Some(device) = Device::open() else { return };
+    if emulated_count(COPIES).is_none() {
+        return;
+    }
+    const PARAMETERS: usize = 3072;
+    let on_hopper = std::env::var("CPATTN_EMU_SM").is_ok_and(|sm| sm == "90");
+    let copies = |fits: bool| u64::from(!(on_hopper && fits));
+    let tensors = Tensors::new(&device);
+    let mut staging = device.cuda.staging(64 << 10, 8).expect("memory");
+    let mut o = Vec::new();
+    for empty in 0..40 {
+        let lens = [&[40, 50][..], &vec![0; empty]].concat();
+        let mut bytes = 0;
+        let made = counted(|| bytes = tensors.forward_as(&device, &mut staging, device.stream, &lens, |_| ()));
+        assert_eq!(made[0], copies(bytes <= PARAMETERS), "{bytes} bytes of lists");
+        o.push((bytes, tensors.take_o(&device)));
+    }
+    assert!(o.iter().all(|(_, o_)| *o_ == o[0].1), "other bits");
+    // As near to the limit as a document allows.
+    assert!(o.windows(2).any(|two| two[0].0 <= PARAMETERS && two[0].0 + 128 > PARAMETERS && two[1].0 > PARAMETERS));
+
+    // Calls in flight do not share what the next ones write.
+    let other = Tensors::new(&device);
+    let lens: [&[u32]; 3] = [&[40, 50], &[30, 60], &[10, 70, 10]];
+    let mut ring = device.cuda.staging(1000, 4).expect("memory");
+    let expected = lens.map(|lens| {
+        tensors.forward(&device, &mut staging, device.stream, &long(lens));
+        tensors.take_o(&device)
+    });
+    for (lens, expected) in lens.iter().zip(&expected) {
+        tensors.forward(&device, &mut ring, device.stream, lens);
+        for later in [&[90][..], &[1, 89], &[45, 45]] {
+            other.forward(&device, &mut ring, device.stream, later);
+        }
+        assert!(tensors.take_o(&device) == *expected, "{lens:?}");
+        other.take_o(&device);
+    }
+
+    // Heads from the last to the first: no map says that.
+    let backwards = |t: &mut RawTensor| {
+        t.ptr = t.ptr.wrapping_add(DIM * 2);
+        t.head_stride = -(DIM as i64);
+    };
+    let made = counted(|| {
+        let change = |call: &mut Attend| [&mut call.q, &mut call.k, &mut call.v].into_iter().for_each(backwards);
+        tensors.forward_as(&device, &mut staging, device.stream, &[41, 49], change);
+    });
+    assert_eq!(made[0], 1, "by the kernel for sm_80");
+    tensors.take_o(&device);
 }

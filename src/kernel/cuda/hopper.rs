@@ -66,6 +66,8 @@ pub(super) struct Params {
     pub tiles: u32,
     pub section: u32,
     pub shared: SharedTiles,
+    /// 1 where the lists are among the parameters: their addresses are then bytes from the beginning of [`Lists`].
+    pub has_lists: u64,
 }
 
 impl Parameters for Params {
@@ -81,7 +83,22 @@ impl Parameters for Params {
     ];
 }
 
-const _: () = assert!(offset_of!(Params, call) == 0);
+/// Bytes of lists that a launch may have among its parameters, in place of a copy to the device before it.
+pub(super) const LIST_BYTES: usize = 3072;
+
+/// `HopperLists`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(16))]
+pub(super) struct Lists(pub [u8; LIST_BYTES]);
+
+/// Those of a launch whose lists are on the device.
+pub(super) static NO_LISTS: Lists = Lists([0; LIST_BYTES]);
+
+const _: () = {
+    assert!(offset_of!(Params, call) == 0);
+    // What a kernel of PTX 8.0 may be given.
+    assert!(size_of::<Maps>() + size_of::<Params>() + size_of::<Lists>() <= 4096);
+};
 
 /// `TensorMap`: what the driver wrote.
 #[derive(Clone, Copy, Debug)]
@@ -242,6 +259,7 @@ mod tests {
                 assert!(text.contains(".target sm_90a") && text.contains(".version 8.0"));
                 assert!(text.contains(&format!("cpattn_hopper_forward_param_0[{}]", size_of::<Maps>())));
                 assert!(text.contains(&format!("cpattn_hopper_forward_param_1[{}]", size_of::<Params>())));
+                assert!(text.contains(&format!("cpattn_hopper_forward_param_2[{LIST_BYTES}]")));
                 assert!(text.contains(&format!(".maxntid {},", hopper.launch.threads)));
             }
         }

@@ -103,7 +103,7 @@ impl Cuda {
         let section = section(self.l2_bytes, head_bytes, call.heads.group).min(call.q.heads).max(1);
         // Items are never more than those of the other kernel, whose number fits.
         let (tiles, items) = (tiles as u32, tiles as u32 * call.q.heads + shared.tiles * shared.parts);
-        let params = Params { call: params, tile_counter, work, q_span, k_span, tiles, section, shared };
+        let params = Params { call: params, tile_counter, work, q_span, k_span, tiles, section, shared, has_lists: 0 };
         (params, Hopper { kernel, items, tensors, q_shared })
     }
 }

@@ -8,7 +8,7 @@
 use super::Cuda;
 use super::check::Checker;
 use super::driver::Function;
-use super::hopper::{Hopper, MapShape};
+use super::hopper::{self, Hopper, LIST_BYTES, Lists, MapShape, Maps, NO_LISTS};
 use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part};
 use super::params::{BASES, Parameters, Tensor};
 use super::ready::Ready;
@@ -16,6 +16,7 @@ use super::staging::Staging;
 use crate::call::RawStream;
 use crate::error::{Error, Result};
 use alloc::format;
+use core::mem::offset_of;
 
 /// The most bytes of a kernel's parameters.
 pub(super) const PARAMETER_BYTES: usize = 448;
@@ -110,21 +111,27 @@ impl Launch {
         })
     }
 
+    /// Has the kernel for `sm_90a` read its lists, which lie in `bytes` bytes at `from`, among the parameters.
+    fn lists_in_parameters(&mut self, from: u64, bytes: usize) {
+        self.move_lists(from, bytes, 0);
+        self.set_word(offset_of!(hopper::Params, has_lists), 1);
+    }
+
+    /// The kernel for `sm_90a` and its maps, where it takes the launch.
+    fn hopper(&self, cuda: &Cuda) -> Option<(Hopper, Maps)> {
+        let map = |shape: MapShape, t| cuda.maps.find(shape, t, || shape.encode(t));
+        self.hopper.and_then(|hopper| Some((hopper, hopper.maps(self.first_tensors(), map)?)))
+    }
+
     /// Puts it on a stream. The context is current.
     ///
     /// # Safety
     /// All addresses in the parameters are those of device memory that is as the kernel expects it when the launch runs,
     /// in stream order; the stream is of the current context, which is that of `cuda`; the kernel's module is loaded.
     pub unsafe fn start(&self, cuda: &Cuda, stream: RawStream) -> Result<()> {
-        let map = |shape: MapShape, t| cuda.maps.find(shape, t, || shape.encode(t));
-        let hopper = self.hopper.and_then(|hopper| Some((hopper, hopper.maps(self.first_tensors(), map)?)));
-        if let Some((Hopper { kernel, items, .. }, maps)) = hopper {
-            let blocks = cuda.grid(items, kernel.each, true);
-            let params = [(&raw const maps).cast(), self.params.as_ptr().cast()];
-            // SAFETY: as below; the maps are those of the tensors in the parameters.
-            return unsafe {
-                kernel.function.launch_all(blocks, kernel.launch.threads, kernel.launch.shared, stream, params)
-            };
+        if let Some(hopper) = self.hopper(cuda) {
+            // SAFETY: the promise of this function; the lists are on the device.
+            return unsafe { self.start_hopper(&hopper, cuda, stream, &NO_LISTS) };
         }
         let blocks = match self.grid {
             Grid::Blocks(n) => n,
@@ -133,6 +140,25 @@ impl Launch {
         // SAFETY: the parameters are those of the kernel (`Launch::new`), in a block that is not shorter; the rest is the
         // promise of this function.
         unsafe { self.function.launch(blocks, self.threads, self.shared, stream, &self.params) }
+    }
+
+    /// The same by the kernel for `sm_90a`.
+    ///
+    /// # Safety
+    /// As [`Launch::start`], of the lists only where they are not among the parameters; `hopper` is what [`Launch::hopper`]
+    /// says of this launch.
+    unsafe fn start_hopper(
+        &self,
+        (Hopper { kernel, items, .. }, maps): &(Hopper, Maps),
+        cuda: &Cuda,
+        stream: RawStream,
+        lists: &Lists,
+    ) -> Result<()> {
+        let blocks = cuda.grid(*items, kernel.each, true);
+        let params = [core::ptr::from_ref(maps).cast(), self.params.as_ptr().cast(), core::ptr::from_ref(lists).cast()];
+        // SAFETY: the maps are those of the tensors in the parameters, which are in a block that is not shorter than the
+        // kernel's; the rest is the promise of this function.
+        unsafe { kernel.function.launch_all(blocks, kernel.launch.threads, kernel.launch.shared, stream, params) }
     }
 }
 
@@ -151,6 +177,12 @@ impl Launches {
 
     pub fn is_empty(&self) -> bool {
         self.0[0].is_none()
+    }
+
+    /// The launch, where there is one alone.
+    fn only(&mut self) -> Option<&mut Launch> {
+        let [first, second, _] = &mut self.0;
+        first.as_mut().filter(|_| second.is_none())
     }
 
     pub fn iter(&self) -> impl Iterator<Item = &Launch> {
@@ -182,7 +214,8 @@ impl Cuda {
         Checker { ordinal: self.ordinal(), is_memory: true }
     }
 
-    /// Makes the launches of a call, uploads their metadata and launches them.
+    /// Makes the launches of a call, uploads their metadata and launches them. Metadata that the device has already is not
+    /// uploaded again, nor is what fits among the parameters of a kernel for `sm_90a`.
     ///
     /// # Safety
     /// Of the launches that `make` returns, see [`Launch::start`]. Metadata live in the ring until the launches are done.
@@ -201,6 +234,18 @@ impl Cuda {
         if let Some(known) = known {
             let (from, to) = (staging.address(part), staging.address(known));
             launches.iter_mut().for_each(|l| l.move_lists(from, part.filled + part.words, to));
+        }
+        if known.is_none()
+            && part.filled <= LIST_BYTES
+            && let Some((launch, hopper)) = launches.only().and_then(|l| l.hopper(self).map(|hopper| (l, hopper)))
+        {
+            let mut lists = NO_LISTS;
+            lists.0[..part.filled].copy_from_slice(staging.written(part));
+            launch.lists_in_parameters(staging.address(part), part.filled);
+            let ready = staging.clear(part, stream);
+            // SAFETY: the promise of this function; the driver copies the lists.
+            let done = ready.and_then(|()| unsafe { launch.start_hopper(&hopper, self, stream, &lists) });
+            return done.and(staging.end(part, stream));
         }
         let part = known.unwrap_or(part);
         // SAFETY: the promise of this function.

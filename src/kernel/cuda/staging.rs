@@ -5,6 +5,9 @@
 //! records an event. A part is used again once its event has passed. With a ring that holds what is in flight, the host
 //! never waits; with a smaller one it waits here, and nowhere else in the backend. Nothing is allocated after `new`.
 //!
+//! Lists that fit into the parameters of a kernel for `sm_90a` are not copied (`Cuda::launch`): the host writes them here and the
+//! launch takes them along; the part's words are all that the device has of it.
+//!
 //! A part stays on the device until the ring comes round to it. A call that wrote what such a part holds reads it there, and
 //! copies nothing: so do the calls of one batch, layer after layer. Parts that a launch on another stream may still use are
 //! left to it, so that no stream waits for another one.
@@ -99,14 +102,18 @@ impl Staging {
 
     /// A part that holds what was written into this one, if the device has it and no other stream may be using it.
     pub(super) fn known(&self, part: Part, stream: CUstream) -> Option<Part> {
-        let written = |part: &Part| self.mirror.written(part.begin, part.filled);
         let is_free = |part: &Part| self.in_flight.iter().all(|f| f.begin != part.begin || f.stream == stream);
         let is_same = |known: &&Part| {
             (known.filled, known.words) == (part.filled, part.words)
                 && is_free(known)
-                && written(known) == written(&part)
+                && self.written(**known) == self.written(part)
         };
         if part.filled == 0 { None } else { self.kept.iter().rev().find(is_same).copied() }
+    }
+
+    /// What was written into a part.
+    pub(super) fn written(&self, part: Part) -> &[u8] {
+        self.mirror.written(part.begin, part.filled)
     }
 
     /// The device's address of a part.
@@ -117,7 +124,7 @@ impl Staging {
     /// Copies what was written to the device and clears its words, in stream order.
     pub(super) fn upload(&mut self, part: Part, stream: CUstream) -> Result<()> {
         self.mirror.upload(part.begin, part.filled, stream)?;
-        self.mirror.clear(part.begin + part.filled, part.words, stream)?;
+        self.clear(part, stream)?;
         if part.filled > 0 {
             if self.kept.len() == MOST_KEPT {
                 self.kept.pop_front();
@@ -133,6 +140,11 @@ impl Staging {
         if let Some(last) = self.in_flight.iter().rev().find(|f| f.begin == part.begin) {
             self.events[last.event].hold(stream)?;
         }
+        self.clear(part, stream)
+    }
+
+    /// Clears the words of a part, in stream order.
+    pub(super) fn clear(&self, part: Part, stream: CUstream) -> Result<()> {
         self.mirror.clear(part.begin + part.filled, part.words, stream)
     }
 

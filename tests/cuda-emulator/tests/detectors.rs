@@ -124,6 +124,24 @@ fn constants_are_read_only() {
     assert_eq!(words(&out)[0], 7);
 }
 
+/// Parameters have generic addresses, by which they can be read and no more, and which no other space knows.
+#[test]
+fn parameters_are_read_only() {
+    let ptx = |op: &str| kernel("", &format!("mov.b64 %rd2, p; cvta.param.u64 %rd2, %rd2;\n{op}"));
+    silent(&ptx("ld.u64 %rd3, [%rd2]; ld.u32 %r3, [%rd2+4];"), &ONE);
+    fires(&ptx("st.u32 [%rd2], 1;"), &ONE, Fault::ReadOnly);
+    fires(&ptx("ld.u32 %r3, [%rd2+2];"), &ONE, Fault::Misaligned);
+    for op in [
+        "ld.u32 %r3, [%rd2+8];",
+        "ld.u64 %rd3, [%rd2+8];",
+        "ld.u32 %r3, [%rd2+-4];",
+        "ld.global.u32 %r3, [%rd2];",
+        "atom.add.u32 %r3, [%rd2], 1;",
+    ] {
+        fires(&ptx(op), &ONE, Fault::OutOfBounds);
+    }
+}
+
 /// Every thread writes its slot and reads the one 32 further on: another warp's.
 fn exchange(barrier: &str) -> String {
     kernel(

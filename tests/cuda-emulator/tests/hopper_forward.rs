@@ -143,7 +143,20 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
     work.u32s(&single.iter().chain(shared).flat_map(|&first| [0, first]).collect::<Vec<_>>());
     let mut tile_counter = Bytes::default();
     tile_counter.u32s(&[0; 4]);
-    let lists = [&queries, &runs, &partners, &work, &tile_counter].map(|list| list.upload(&mut mem));
+    let tile_counter = tile_counter.upload(&mut mem);
+    // Lists on the device, or in 3072 bytes of the parameters: their addresses are then counted from there.
+    let has_lists = seed >= 3;
+    let mut among = Vec::new();
+    let lists = [&queries, &runs, &partners, &work].map(|list| {
+        if !has_lists {
+            return list.upload(&mut mem);
+        }
+        let at = among.len();
+        among.extend(&list.0);
+        among.resize(among.len().next_multiple_of(16), 0xff);
+        at as u64
+    });
+    among.resize(3072, 0xff);
 
     let scale = (dim as f64).sqrt().recip();
     let log2 = (scale * std::f64::consts::LOG2_E) as f32;
@@ -165,9 +178,12 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
     // No bound to the left, causal; then how scores are made, heads, and what this kernel has of its own.
     params.u64s(&[1 << 62, 0]).u32s(&[log2.to_bits(), log2.to_bits(), 0, 0, (scale as f32).to_bits(), 0]);
     params.u32s(&[Q_HEADS as u32, 1, 0, 0, 2, dim as u32, value as u32, 2 * Q_HEADS as u32, 1, 0]);
-    params.u64s(&[lists[4], lists[3]]).u32s(&[Q_ROWS as u32, KEYS[0] as u32, single.len() as u32, Q_HEADS as u32]);
+    params.u64s(&[tile_counter, lists[3]]).u32s(&[Q_ROWS as u32, KEYS[0] as u32, single.len() as u32, Q_HEADS as u32]);
     // Where they lie, the first item, how many; one item each, as all heads of the call read one kv head; 2^6 rows.
     params.u64s(&[lists[3] + single.len() as u64 * 8]).u32s(&[begin, shared.len() as u32, 1, 1, 2, 2, 6, 0]);
+    params.u64s(&[has_lists.into()]);
+    params.0.resize(params.0.len().next_multiple_of(16), 0);
+    params.0.extend(&among);
 
     let (width, value_width) = (dim.next_multiple_of(64), value.next_multiple_of(64));
     let shared = 2 * (128 * width + 2 * tile as usize * (width + value_width)) + 512;

@@ -19,6 +19,8 @@ const FORMS: &[&str] = &[
     "cvta.local.u64",
     "cvta.to.local.u64",
     "cvta.const.u64",
+    "cvta.param.u64",
+    "cvta.to.param.u64",
     // Predicates and comparisons.
     "and.pred",
     "or.pred",

@@ -147,6 +147,15 @@ fn addresses() -> Vec<Case> {
         new("cvta.to.global.u64")
             .gives(B32, |_| 22)
             .body("mov.u64 %q0, g; cvta.global.u64 %q0, %q0; cvta.to.global.u64 %q0, %q0; ld.global.u32 $d, [%q0+4];"),
+        // A list among the parameters, read as memory is.
+        new("cvta.param.u64")
+            .extra(".param .align 16 .b8 list[16]", &[15u32, 25, 35, 45].map(u32::to_le_bytes).concat())
+            .gives(B32, pick([15, 25, 35, 45]))
+            .gives(B32, |_| 35)
+            .body(&format!(
+                "{index}mov.b64 %q0, list; cvta.param.u64 %q0, %q0; add.s64 %q1, %q0, %q1; ld.u32 $d0, [%q1];
+                 cvta.to.param.u64 %q2, %q0; ld.param.u32 $d1, [%q2+8];"
+            )),
         new("cvta.shared.u64").gives(B32, |t| t + 7).gives(B32, |t| t + 7).body(
             ".shared .align 4 .b8 s[128]; shl.b32 %w2, %t, 2; mov.u32 %w3, s; add.u32 %w2, %w2, %w3;
              add.u32 %w4, %t, 7; st.shared.u32 [%w2], %w4; cvt.u64.u32 %q0, %w2; cvta.shared.u64 %q1, %q0;
