@@ -110,6 +110,13 @@ pub enum Cause {
         /// which has none.
         bytes: u64,
     },
+    /// It did not come to make its transport, within the time that others waited for it, or came when they had given up.
+    Absent {
+        /// The milliseconds for which the rank waited that waited longest.
+        ms: u64,
+        /// How many ranks have not come besides.
+        others: usize,
+    },
     /// It panicked.
     Panicked,
     /// Its rank was dropped while peers still needed it.
@@ -226,6 +233,15 @@ impl fmt::Display for Cause {
             Self::Deadline { ms, bytes: 0 } => write!(f, "did not answer within {ms} ms"),
             Self::Deadline { ms, bytes } => {
                 write!(f, "did not answer within {ms} ms, with {bytes} bytes still to move")
+            }
+            Self::Absent { ms, others } => {
+                write!(f, "did not come to make its transport within {ms} ms")?;
+                match others {
+                    0 => {}
+                    1 => f.write_str(", nor did another rank")?,
+                    _ => write!(f, ", nor did {others} other ranks")?,
+                }
+                f.write_str(": see what it does before, or give all ranks a longer deadline")
             }
             Self::Panicked => f.write_str("panicked"),
             Self::Left => f.write_str("left"),

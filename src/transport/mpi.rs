@@ -17,17 +17,22 @@
 //!   wrong there at its next call.
 //! - A failure is told to every rank (`notices.rs`); a rank that gets no notice reaches its deadline, which counts from the
 //!   last piece that moved. The peer that is blamed is the nearest one, along the chain of those that wait for each other,
-//!   that does not answer. A rank that left without a word is one that does not answer. Where all of them answer and some
+//!   that does not answer, or one that has only just come to wait, having computed or been stopped for too long. A rank
+//!   that is dropped says so to all others, and those that still need it say that it left. Where all of them answer and some
 //!   wait in an agreement, others in an exchange, they run different things; each names one on the other side.
 //! - By its defaults MPI ends the whole job when a process dies: `mpirun` kills the others, and there is no error to
 //!   return. Where it lets them live (Open MPI: `mpirun --enable-recovery`; MPICH: `mpiexec -disable-auto-cleanup`, and
 //!   a shell round each process that ignores SIGUSR1), each gets its error at the deadline. After a failure, do not call
 //!   `MPI_Finalize`: it may wait for the dead. Leave with `MPI_Abort`, or end the process.
 //! - After a failure what MPI still holds is never freed: some pieces, and the two duplicates. An abort by a caller leaves
-//!   all processes alive; they can make new transports.
+//!   all processes alive; they can make new transports. A rank that leaves long before the others frees its duplicates when
+//!   it next makes or drops a transport (`parted.rs`).
+//! - Nothing is sent on the caller's communicator itself, unless a rank does not come to make its transport (`arrival.rs`).
 
+mod arrival;
 mod group;
 mod notices;
+mod parted;
 mod pipe;
 mod pipes;
 mod raw;
@@ -50,13 +55,12 @@ use notices::Notices;
 use pipes::Pipes;
 use raw::Comm;
 use votes::Votes;
-use wait::Patience;
 
 /// How long a failed call gives MPI to let go of what it holds, before that is abandoned.
 const SETTLE: Duration = Duration::from_millis(20);
 
 /// What two libraries must have in common to understand each other.
-const PROTOCOL: u64 = 2;
+const PROTOCOL: u64 = 3;
 
 /// One process's end of a group. After a failure leave with `MPI_Abort`, as the module says.
 ///
@@ -109,7 +113,8 @@ impl Mpi {
     /// # Errors
     /// [`Error::Invalid`] if MPI was not initialised, is finalised, or does not allow several threads at a time; if `comm`
     /// is null or joins two groups; if `deadline` is 0; if the processes run different versions of this crate.
-    /// [`Error::Device`] if a call of MPI fails, or if not all processes made theirs before the deadline.
+    /// [`Error::Device`] if a call of MPI fails. [`Error::Peer`] with [`Cause::Absent`], which names one that did not come, if
+    /// not all processes made theirs before the deadline.
     ///
     /// ```no_run
     /// use cpattn::{Rank, transport::mpi::Mpi};
@@ -137,18 +142,18 @@ impl Mpi {
     pub unsafe fn from_raw(comm: MPI_Comm, deadline: Duration) -> Result<Self> {
         raw::usable()?;
         raw::multiple_threads()?;
+        parted::sweep();
         if deadline.is_zero() {
             return Err(Error::invalid("deadline", "0 ms", "at least 1 ms"));
         }
         // SAFETY: `comm` is live or null (the contract of this function); MPI is usable (checked above).
         let comm = unsafe { Comm::new(comm) }?;
         let (rank, world) = comm.place()?;
-        let messages = duplicate(comm, world, deadline)?;
-        let others = duplicate(comm, world, deadline)?;
+        let [messages, others] = arrival::duplicates(comm, rank, world, deadline)?;
         messages.return_errors()?;
         others.return_errors()?;
         let end = Self {
-            group: Group::new(rank, world, Notices::new(others)?),
+            group: Group::new(rank, world, Notices::new(others, world)?),
             messages,
             others,
             calls: Mutex::new(Calls { pipes: Pipes::new(world), votes: Votes::new(world) }),
@@ -209,23 +214,6 @@ impl Mpi {
     }
 }
 
-/// Duplicates a communicator, unless that takes too long.
-fn duplicate(comm: Comm, world: usize, deadline: Duration) -> Result<Comm> {
-    let mut duplicate = comm.duplicate()?;
-    let mut patience = Patience::new(deadline);
-    loop {
-        if let Some(made) = duplicate.poll()? {
-            return Ok(made);
-        }
-        if patience.is_over() {
-            let ms = deadline.as_millis();
-            let message = format!("not all {world} ranks of the communicator made their transport within {ms} ms");
-            return Err(Error::Device { call: "MPI_Comm_idup", code: 0, message });
-        }
-        patience.sleep();
-    }
-}
-
 impl Transport for Mpi {
     fn rank(&self) -> usize {
         self.group.rank
@@ -247,7 +235,7 @@ impl Transport for Mpi {
         let label = Label { operation: AGREEMENT, step: 0 };
         let mut calls = self.enter(label)?;
         let outcome = calls.votes.take(&self.group, self.others, group.clone(), fingerprint);
-        self.group.notices.wait_for(None);
+        self.group.notices.wait_for_none();
         match outcome {
             Ok(None) => Ok(()),
             Ok(Some((peer, theirs))) => {
@@ -271,7 +259,7 @@ impl Transport for Mpi {
         calls.pipes.list(sends, recvs);
         // SAFETY: the messages' bytes are valid until this returns (the contract of `Transport::exchange`).
         let outcome = unsafe { calls.pipes.travel(&self.group, self.messages) };
-        self.group.notices.wait_for(None);
+        self.group.notices.wait_for_none();
         if outcome.is_err() {
             calls.settle();
         }
@@ -298,9 +286,13 @@ impl Drop for Mpi {
         if std::thread::panicking() {
             self.abort(Cause::Panicked);
         }
-        if self.group.notices.close(SETTLE) && !self.group.has_failed() {
-            self.messages.free();
-            self.others.free();
+        if self.group.has_failed() {
+            // Nothing is freed of what MPI may still work on.
+            self.group.notices.close(SETTLE);
+            parted::sweep();
+        } else {
+            let Group { rank, world, .. } = self.group;
+            parted::leave(rank, world, self.group.notices.take(), [self.messages, self.others]);
         }
     }
 }

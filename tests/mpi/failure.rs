@@ -18,6 +18,7 @@ use mpi::traits::*;
 use crate::{
     exchange::{LONG, exchange, init, label},
     launch::FINE,
+    trials::do_to_me,
 };
 
 pub const SHORT: Duration = Duration::from_millis(700);
@@ -208,6 +209,77 @@ pub fn panics() {
     println!("{FINE}");
 }
 
+/// A rank that leaves in good order: what it sent arrives, and those that still need it say at once that it left. Then all make
+/// a new group.
+pub fn leaves() {
+    let (_universe, comm) = init();
+    let me = comm.rank() as usize;
+    for round in 0..3 {
+        let rank = Mpi::new(&comm, LONG).unwrap();
+        let mut got = [0_u8; 3];
+        let began = Instant::now();
+        match me {
+            1 => {
+                exchange(&rank, label("give", round), &[(0, &[7; 3])], &mut []).unwrap();
+                drop(rank);
+                assert!(began.elapsed() < Duration::from_secs(5));
+            }
+            0 => {
+                thread::sleep(Duration::from_millis(300));
+                exchange(&rank, label("take", round), &[], &mut [(1, &mut got)]).unwrap();
+                assert_eq!(got, [7; 3]);
+                let result = exchange(&rank, label("more", round), &[], &mut [(1, &mut got)]);
+                assert_eq!(result, peer_error(&rank, "more", round, 1, Cause::Left));
+                assert_eq!(rank.agree(0..3, 1), peer_error(&rank, "agree", 0, 1, Cause::Left));
+            }
+            // Waits for rank 0, which waits for the one that left.
+            _ => {
+                let result = exchange(&rank, label("wait", round), &[], &mut [(0, &mut got)]);
+                assert_eq!(result, peer_error(&rank, "wait", round, 1, Cause::Left));
+            }
+        }
+        assert!(began.elapsed() < LONG / 4, "{:?}", began.elapsed());
+    }
+    // More than there are numbers of communicators, with MPICH, if none of a rank that leaves early were freed.
+    for round in 0..1200 {
+        let rank = Mpi::new(&comm, LONG).unwrap();
+        rank.agree(0..3, round).unwrap();
+        drop(rank);
+        if round % 100 == me as u64 {
+            thread::sleep(Duration::from_millis(40));
+        }
+    }
+    println!("{FINE}");
+}
+
+/// A process that is stopped until just after the deadline, and then goes on: all name it, itself too.
+pub fn stopped_for_a_while() {
+    let (_universe, comm) = init();
+    let me = comm.rank() as usize;
+    for round in 0..6_u32 {
+        let rank = Mpi::new(&comm, SHORT).unwrap();
+        // The others ask, or have asked, when it goes on; in the first round it is in time.
+        let asleep = if round == 0 { SHORT / 2 } else { SHORT + SHORT / 8 * (round - 1) };
+        if me == 1 {
+            do_to_me(&format!("sleep 0.1; kill -STOP ME; sleep {}; kill -CONT ME", asleep.as_secs_f64()));
+        }
+        // Each takes from the one before and gives to the next.
+        let (to, from, mut got) = ((me + 1) % 3, (me + 2) % 3, [0_u8; 8]);
+        for _ in 0..100 {
+            let result = exchange(&rank, label("round", round), &[(to, &[1; 8])], &mut [(from, &mut got)]);
+            if let Err(error) = result {
+                let Error::Peer { peer, cause: Cause::Deadline { .. }, .. } = error else { panic!("{error}") };
+                assert!(peer == 1 && round > 0, "rank {me}, stopped for {asleep:?}: {error}");
+                break;
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+        thread::sleep(SHORT); // until it goes on, also where it is stopped late
+        comm.barrier();
+    }
+    println!("{FINE}");
+}
+
 /// What was to be received is the caller's again when the call has returned, whatever the sender does later.
 pub fn lets_go() {
     let (_universe, comm) = init();
@@ -254,16 +326,54 @@ pub fn killed() {
     process::exit(3);
 }
 
+/// The peer that is named by a rank to which not all others came, and how many did not besides.
+#[track_caller]
+fn absent(result: Result<Mpi>, me: usize) -> (usize, usize) {
+    let Err(Error::Peer {
+        rank,
+        operation: "making the transport",
+        step: 0,
+        peer,
+        cause: Cause::Absent { ms, others },
+    }) = result
+    else {
+        panic!("{result:?}")
+    };
+    assert_eq!(rank, me);
+    assert!((700..20_000).contains(&ms), "{ms}");
+    (peer, others)
+}
+
 pub fn never_starts() {
     let (universe, comm) = init();
-    if comm.rank() == 2 {
+    let me = comm.rank() as usize;
+    if me == 2 {
         thread::sleep(SHORT * 4);
         std::mem::forget(universe);
         process::exit(3);
     }
-    let error = Mpi::new(&comm, SHORT).unwrap_err().to_string();
-    assert!(error.contains("not all 3 ranks of the communicator made their transport within 700 ms"), "{error}");
+    let error = Mpi::new(&comm, SHORT).unwrap_err();
+    assert!(error.to_string().contains("rank 2 did not come to make its transport within 7"), "{error}");
+    assert_eq!(absent(Err(error), me), (2, 0));
     println!("{FINE}");
     std::mem::forget(universe);
     process::exit(3);
+}
+
+/// Two of four come too late, to find that the others have given up; then all of them come again.
+pub fn too_late() {
+    let (_universe, comm) = init();
+    let me = comm.rank() as usize;
+    if me == 1 || me == 3 {
+        thread::sleep(SHORT * 4);
+    }
+    let (peer, others) = absent(Mpi::new(&comm, SHORT), me);
+    match me {
+        0 | 2 => assert_eq!((peer, others), (1, 1)),
+        _ => assert!((peer == 1 || peer == 3) && others == 0, "{peer}, {others}"),
+    }
+    comm.barrier();
+    let rank = Mpi::new(&comm, LONG).unwrap();
+    rank.agree(0..4, 1).unwrap();
+    println!("{FINE}");
 }

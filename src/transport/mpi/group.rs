@@ -131,16 +131,24 @@ impl Group {
         wait: Wait,
         waiting: impl FnOnce() -> u64,
     ) -> Result<(), Failure> {
-        self.notices.wait_for(Some(wait));
+        // Before questions are answered: what a stopped process says must not count the time in which it did not run.
+        patience.runs();
+        self.notices.wait_for(wait, patience.since());
         if let Some(failure) = self.look() {
             return Err(failure);
+        }
+        // What it sent before it left may still be on its way.
+        if self.notices.has_left(wait.on) && patience.is_left_behind() {
+            return Err(self.fail_by(wait.on, Cause::Left));
         }
         let Some((verdict, ms)) = patience.expired(self.rank, wait, &self.notices, &self.questions) else {
             patience.sleep();
             return Ok(());
         };
         Err(self.fail(match verdict {
-            Verdict::Silent(peer) => Failure { peer, cause: Cause::Deadline { ms, bytes: waiting() }, other: peer },
+            Verdict::Silent(peer) | Verdict::Late(peer) => {
+                Failure { peer, cause: Cause::Deadline { ms, bytes: waiting() }, other: peer }
+            }
             Verdict::Circle(peer) => {
                 Failure { peer, cause: Cause::Deadline { ms, bytes: waiting() }, other: self.rank }
             }

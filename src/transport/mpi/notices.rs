@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What ranks tell each other beside the messages: that the run is over, and which rank waits for which.
+//! What ranks tell each other beside the messages: that the run is over, which rank waits for which, that a rank leaves.
 //!
 //! A receive from any rank is always posted for notices. It is looked at wherever a call waits, and by `poll`; a rank that
 //! computes learns of a failure at its next call. A rank whose deadline has passed asks the peer it waits for which rank
@@ -10,9 +10,9 @@ use std::{
     ptr::NonNull,
     sync::{
         Mutex, PoisonError,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
     vec::Vec,
 };
 
@@ -90,8 +90,10 @@ pub(super) enum Notice {
     Over(Failure),
     /// Rank `from` asks which rank this one waits for.
     Ask { from: usize, question: u64 },
-    /// The answer to a question.
-    Waits { question: u64, wait: Wait },
+    /// The answer to a question, and for how many milliseconds the rank has waited.
+    Waits { question: u64, wait: Wait, ms: u64 },
+    /// Rank `from` was dropped, in good order: nothing comes from it any more.
+    Left { from: usize },
 }
 
 impl Notice {
@@ -111,7 +113,8 @@ impl Notice {
                 [kind, a, b, peer as u64, other as u64]
             }
             Self::Ask { from, question } => [16, from as u64, question, 0, 0],
-            Self::Waits { question, wait } => [17, question, wait.code() as u64, 0, 0],
+            Self::Waits { question, wait, ms } => [17, question, wait.code() as u64, ms, 0],
+            Self::Left { from } => [18, from as u64, 0, 0, 0],
         }
     }
 
@@ -126,7 +129,8 @@ impl Notice {
             6 => over(Cause::Failed),
             7 => over(Cause::Disagreed { with: a as usize }),
             16 => Some(Self::Ask { from: a as usize, question: b }),
-            17 => Wait::from_code(b as usize).map(|wait| Self::Waits { question: a, wait }),
+            17 => Wait::from_code(b as usize).map(|wait| Self::Waits { question: a, wait, ms: c }),
+            18 => Some(Self::Left { from: a as usize }),
             _ => None,
         }
     }
@@ -137,18 +141,22 @@ pub(super) struct Notices {
     comm: Comm,
     arriving: Mutex<Letter>,
     leaving: Mutex<Vec<Letter>>,
-    /// Which rank this one waits for just now, as a code.
+    /// Which rank this one waits for just now, as a code, and since when, in milliseconds after `began`.
     waits: AtomicUsize,
+    since: AtomicU64,
+    began: Instant,
     /// Questions that came while this rank waited for none: answered once it waits again.
     asked: Mutex<Vec<Asked>>,
     /// Whether `asked` may have any.
     open: AtomicBool,
     /// The last answer, behind its question.
-    answer: Mutex<Option<(u64, Wait)>>,
+    answer: Mutex<Option<(u64, Wait, u64)>>,
+    /// By rank: whether it has left.
+    left: Vec<AtomicBool>,
 }
 
 impl Notices {
-    pub(super) fn new(comm: Comm) -> Result<Self, Refused> {
+    pub(super) fn new(comm: Comm, world: usize) -> Result<Self, Refused> {
         let mut arriving = Letter::new([0; 5]);
         post(comm, &mut arriving)?;
         let leaving = Mutex::new(Vec::with_capacity(16));
@@ -157,23 +165,65 @@ impl Notices {
             arriving: Mutex::new(arriving),
             leaving,
             waits: AtomicUsize::new(Wait::NOBODY),
+            since: AtomicU64::new(0),
+            began: Instant::now(),
             asked: Mutex::new(Vec::with_capacity(4)),
             open: AtomicBool::new(false),
             answer: Mutex::new(None),
+            left: (0..world).map(|_| AtomicBool::new(false)).collect(),
         })
     }
 
-    /// Says which rank this one waits for from now on, also to the ranks that have asked.
-    pub(super) fn wait_for(&self, wait: Option<Wait>) {
-        self.waits.store(wait.map_or(Wait::NOBODY, Wait::code), Ordering::Relaxed);
-        let Some(wait) = wait else { return };
+    /// What has been received and sent, which goes on elsewhere; nothing is left here.
+    pub(super) fn take(&mut self) -> Self {
+        let rest = Self {
+            comm: self.comm,
+            arriving: Mutex::new(Letter::new([0; 5])),
+            leaving: Mutex::default(),
+            waits: AtomicUsize::new(Wait::NOBODY),
+            since: AtomicU64::new(0),
+            began: self.began,
+            asked: Mutex::default(),
+            open: AtomicBool::new(false),
+            answer: Mutex::default(),
+            left: Vec::new(),
+        };
+        std::mem::replace(self, rest)
+    }
+
+    /// This rank waits for no other any more.
+    pub(super) fn wait_for_none(&self) {
+        self.waits.store(Wait::NOBODY, Ordering::Relaxed);
+    }
+
+    /// Says which rank this one waits for from now on, and since when, also to the ranks that have asked.
+    pub(super) fn wait_for(&self, wait: Wait, since: Instant) {
+        let ms = since.saturating_duration_since(self.began).as_millis();
+        self.since.store(ms.try_into().unwrap_or(u64::MAX), Ordering::Relaxed);
+        self.waits.store(wait.code(), Ordering::Relaxed);
         // A question that is put down at this very moment is found at the next look: a rank that waits comes here again.
         if self.open.swap(false, Ordering::Acquire) {
             let asked = std::mem::take(&mut *self.asked.lock().unwrap_or_else(PoisonError::into_inner));
             for (from, question) in asked {
-                self.send(from, Notice::Waits { question, wait });
+                self.send(from, Notice::Waits { question, wait, ms: self.waited() });
             }
         }
+    }
+
+    /// For how many milliseconds this rank has waited.
+    fn waited(&self) -> u64 {
+        let now: u64 = self.began.elapsed().as_millis().try_into().unwrap_or(u64::MAX);
+        now.saturating_sub(self.since.load(Ordering::Relaxed))
+    }
+
+    /// Whether a rank has said that it leaves.
+    pub(super) fn has_left(&self, rank: usize) -> bool {
+        self.left[rank].load(Ordering::Relaxed)
+    }
+
+    /// Whether all others have.
+    pub(super) fn all_left(&self, but: usize) -> bool {
+        (0..self.left.len()).all(|rank| rank == but || self.has_left(rank))
     }
 
     /// Takes what has arrived, answers questions; a failure, if there is one. Never waits.
@@ -188,15 +238,20 @@ impl Notices {
                 match Notice::from_words(words) {
                     Some(Notice::Over(failure)) => return Ok(Some(failure)),
                     Some(Notice::Ask { from, question }) => match Wait::from_code(self.waits.load(Ordering::Relaxed)) {
-                        Some(wait) => self.send(from, Notice::Waits { question, wait }),
+                        Some(wait) => self.send(from, Notice::Waits { question, wait, ms: self.waited() }),
                         // `poll` may find it between two calls.
                         None => {
                             self.asked.lock().unwrap_or_else(PoisonError::into_inner).push((from, question));
                             self.open.store(true, Ordering::Release);
                         }
                     },
-                    Some(Notice::Waits { question, wait }) => {
-                        *self.answer.lock().unwrap_or_else(PoisonError::into_inner) = Some((question, wait));
+                    Some(Notice::Waits { question, wait, ms }) => {
+                        *self.answer.lock().unwrap_or_else(PoisonError::into_inner) = Some((question, wait, ms));
+                    }
+                    Some(Notice::Left { from }) => {
+                        if let Some(left) = self.left.get(from) {
+                            left.store(true, Ordering::Relaxed);
+                        }
                     }
                     None => {}
                 }
@@ -205,17 +260,17 @@ impl Notices {
         Ok(None)
     }
 
-    /// The answer to a question, if it has come.
-    pub(super) fn answer(&self, question: u64) -> Option<Wait> {
+    /// The answer to a question, if it has come: for which rank the other one waits, and for how many milliseconds.
+    pub(super) fn answer(&self, question: u64) -> Option<(Wait, u64)> {
         let answer = *self.answer.lock().unwrap_or_else(PoisonError::into_inner);
-        answer.filter(|a| a.0 == question).map(|a| a.1)
+        answer.filter(|a| a.0 == question).map(|a| (a.1, a.2))
     }
 
     /// Sends a notice, and does not wait for it. A failure of it is not told: a rank that misses it reaches its
     /// own deadline.
     pub(super) fn send(&self, to: usize, notice: Notice) {
         let mut leaving = self.leaving.lock().unwrap_or_else(PoisonError::into_inner);
-        leaving.retain_mut(|letter| !matches!(letter.request.test("MPI_Isend"), Ok(true)));
+        sent(&mut leaving);
         let mut letter = Letter::new(notice.words());
         // SAFETY: the words live until the request is complete, or for ever.
         if let Ok(request) = unsafe { self.comm.send(letter.words.as_ptr().cast(), size_of::<Words>(), to, TAG) } {
@@ -233,10 +288,20 @@ impl Notices {
         while !free && began.elapsed() < limit {
             free = matches!(letter.request.test("MPI_Irecv"), Ok(true));
         }
-        let leaving = self.leaving.get_mut().unwrap_or_else(PoisonError::into_inner);
-        leaving.retain_mut(|letter| !matches!(letter.request.test("MPI_Isend"), Ok(true)));
-        free && leaving.is_empty()
+        free && self.all_sent()
     }
+
+    /// Whether all that this rank had to say is on its way.
+    pub(super) fn all_sent(&mut self) -> bool {
+        let leaving = self.leaving.get_mut().unwrap_or_else(PoisonError::into_inner);
+        sent(leaving);
+        leaving.is_empty()
+    }
+}
+
+/// Forgets what MPI is done with.
+fn sent(leaving: &mut Vec<Letter>) {
+    leaving.retain_mut(|letter| !matches!(letter.request.test("MPI_Isend"), Ok(true)));
 }
 
 fn post(comm: Comm, letter: &mut Letter) -> Result<(), Refused> {
@@ -268,8 +333,8 @@ mod tests {
         let over = Notice::Over(Failure { peer: 3, cause: foreign, other: 3 });
         let told = Notice::Over(Failure { peer: 3, cause: Cause::Failed, other: 3 });
         assert_eq!(Notice::from_words(over.words()), Some(told));
-        let waits = |agreeing| Notice::Waits { question: 8, wait: Wait { on: 2, agreeing } };
-        for notice in [Notice::Ask { from: 5, question: 6 }, waits(false), waits(true)] {
+        let waits = |agreeing| Notice::Waits { question: 8, wait: Wait { on: 2, agreeing }, ms: 70 };
+        for notice in [Notice::Ask { from: 5, question: 6 }, waits(false), waits(true), Notice::Left { from: 3 }] {
             assert_eq!(Notice::from_words(notice.words()), Some(notice));
         }
         assert_eq!(Notice::from_words([99, 0, 0, 0, 0]), None);

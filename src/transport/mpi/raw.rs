@@ -5,11 +5,13 @@
 //! is made with `MPI_THREAD_MULTIPLE`, which `Mpi::new` asks for, so any thread may make it.
 
 use std::{
-    ffi::{c_char, c_int},
+    ffi::{c_char, c_int, c_void},
+    ptr,
     string::{String, ToString},
+    sync::{Mutex, PoisonError},
 };
 
-use ::mpi::ffi::{self, MPI_Comm, MPI_Request};
+use ::mpi::ffi::{self, MPI_Comm, MPI_Errhandler, MPI_Request};
 
 use crate::error::{Error, Result};
 
@@ -142,6 +144,56 @@ impl Comm {
         check("MPI_Comm_set_errhandler", unsafe { ffi::MPI_Comm_set_errhandler(self.0, ffi::RSMPI_ERRORS_RETURN) })
     }
 
+    /// As long as the result lives, failed calls on a communicator of the caller's return instead of ending the job.
+    pub(super) fn return_errors_for_now(self) -> Result<ErrorsReturn, Refused> {
+        // SAFETY: a constant of the library.
+        let mut before = unsafe { ffi::RSMPI_ERRORS_RETURN };
+        // SAFETY: a live communicator, and room for a handle.
+        check("MPI_Comm_get_errhandler", unsafe { ffi::MPI_Comm_get_errhandler(self.0, &raw mut before) })?;
+        let guard = ErrorsReturn { comm: self, before };
+        self.return_errors()?;
+        Ok(guard)
+    }
+
+    /// Whether a message with this tag can be received now. Lets MPI work.
+    pub(super) fn has_arrived(self, tag: c_int) -> Result<bool, Refused> {
+        let mut flag = 0;
+        // SAFETY: a live communicator, and constants of the library.
+        check("MPI_Iprobe", unsafe {
+            ffi::MPI_Iprobe(ffi::RSMPI_ANY_SOURCE, tag, self.0, &raw mut flag, ffi::RSMPI_STATUS_IGNORE)
+        })?;
+        Ok(flag != 0)
+    }
+
+    /// Counts, on the communicator itself, how often this was called for it; how often it was before.
+    pub(super) fn count_up(self) -> Result<u64, Refused> {
+        static KEY: Mutex<Option<c_int>> = Mutex::new(None);
+        let mut key = KEY.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = match *key {
+            Some(made) => made,
+            None => {
+                let mut made = 0;
+                // SAFETY: two functions that live as long as the program, and room for the key.
+                check("MPI_Comm_create_keyval", unsafe {
+                    ffi::MPI_Comm_create_keyval(Some(not_copied), Some(nothing_to_free), &raw mut made, ptr::null_mut())
+                })?;
+                *key.insert(made)
+            }
+        };
+        // An attribute is an address for MPI; here it is a number.
+        let (mut value, mut flag) = (ptr::null_mut::<c_void>(), 0);
+        // SAFETY: a live communicator, a live key, and room for an address.
+        check("MPI_Comm_get_attr", unsafe {
+            ffi::MPI_Comm_get_attr(self.0, key, (&raw mut value).cast(), &raw mut flag)
+        })?;
+        let before = if flag == 0 { 0 } else { value.addr() };
+        // SAFETY: a live communicator and a live key; the value is never read through.
+        check("MPI_Comm_set_attr", unsafe {
+            ffi::MPI_Comm_set_attr(self.0, key, ptr::without_provenance_mut(before + 1))
+        })?;
+        Ok(before as u64)
+    }
+
     /// Begins to send.
     ///
     /// # Safety
@@ -180,6 +232,41 @@ impl Comm {
     pub(super) fn free(mut self) {
         // SAFETY: a duplicate of our own that nothing is under way on. A failure of it is not told.
         let _ = unsafe { ffi::MPI_Comm_free(&raw mut self.0) };
+    }
+}
+
+/// A duplicate does not inherit the count.
+unsafe extern "C" fn not_copied(
+    _comm: MPI_Comm,
+    _key: c_int,
+    _extra: *mut c_void,
+    _value: *mut c_void,
+    _copy: *mut c_void,
+    flag: *mut c_int,
+) -> c_int {
+    // SAFETY: MPI gives room for the answer.
+    unsafe { flag.write(0) };
+    ffi::MPI_SUCCESS as c_int
+}
+
+/// The count is no memory.
+unsafe extern "C" fn nothing_to_free(_comm: MPI_Comm, _key: c_int, _value: *mut c_void, _extra: *mut c_void) -> c_int {
+    ffi::MPI_SUCCESS as c_int
+}
+
+/// Puts back how a communicator of the caller's deals with errors.
+pub(super) struct ErrorsReturn {
+    comm: Comm,
+    before: MPI_Errhandler,
+}
+
+impl Drop for ErrorsReturn {
+    fn drop(&mut self) {
+        // SAFETY: a live communicator, and the handle that `MPI_Comm_get_errhandler` gave, which is not used after this.
+        unsafe {
+            let _ = ffi::MPI_Comm_set_errhandler(self.comm.0, self.before);
+            let _ = ffi::MPI_Errhandler_free(&raw mut self.before);
+        }
     }
 }
 

@@ -21,6 +21,12 @@ const LOOKS: u32 = 64;
 const SHORTEST: Duration = Duration::from_micros(10);
 const LONGEST: Duration = Duration::from_micros(200);
 
+/// How long a call goes on looking for messages of a rank that has left.
+const LEFT: Duration = Duration::from_millis(50);
+
+/// A call that does not look for that long did not run: it was stopped, or got no core.
+const STOPPED: Duration = Duration::from_millis(100);
+
 /// A question that is open.
 struct Question {
     number: u64,
@@ -29,6 +35,8 @@ struct Question {
     seen: Vec<usize>,
     /// The first rank of the chain, this one included, that waits in an exchange, and the first in an agreement.
     kinds: [Option<usize>; 2],
+    /// The rank that has waited least, and for how many milliseconds.
+    least: (u64, usize),
 }
 
 /// Whose fault an expired deadline is.
@@ -36,16 +44,22 @@ struct Question {
 pub(super) enum Verdict {
     /// A rank that does not answer.
     Silent(usize),
+    /// All wait for each other, and this one has only just come to: it computed for too long, or was stopped.
+    Late(usize),
     /// All wait for each other, each in an exchange or each in an agreement: the one that this rank waits for.
     Circle(usize),
     /// All wait for each other, one in an agreement and one in an exchange: they run different things.
     Crossed { agreeing: usize, exchanging: usize },
 }
 
-/// How long a call has been waiting since something moved.
+/// How long a call has been waiting since something moved, without the time in which its process did not run.
 pub(super) struct Patience {
     deadline: Duration,
     since: Instant,
+    /// When it last looked.
+    seen: Instant,
+    /// Since when it knows that the rank it waits for has left.
+    left: Option<Instant>,
     looks: u32,
     sleeps: u32,
     question: Option<Question>,
@@ -53,7 +67,32 @@ pub(super) struct Patience {
 
 impl Patience {
     pub(super) fn new(deadline: Duration) -> Self {
-        Self { deadline, since: Instant::now(), looks: 0, sleeps: 0, question: None }
+        let now = Instant::now();
+        Self { deadline, since: now, seen: now, left: None, looks: 0, sleeps: 0, question: None }
+    }
+
+    /// Notes that it looks. A process that was stopped, and whose peers are still there, has the rest of its patience
+    /// before it: what it waits for may have arrived meanwhile, and else the others name the right rank, this one.
+    pub(super) fn runs(&mut self) {
+        let now = Instant::now();
+        let gap = now.duration_since(self.seen);
+        if gap > STOPPED {
+            self.since += gap;
+            if let Some(question) = &mut self.question {
+                question.at += gap;
+            }
+        }
+        self.seen = now;
+    }
+
+    /// Since when it waits.
+    pub(super) fn since(&self) -> Instant {
+        self.since
+    }
+
+    /// The rank that it waits for has left; whether that was known long enough for all to arrive that it had sent.
+    pub(super) fn is_left_behind(&mut self) -> bool {
+        self.left.get_or_insert(self.seen).elapsed() >= LEFT
     }
 
     /// Something moved.
@@ -90,31 +129,37 @@ impl Patience {
         if !self.is_over() {
             return None;
         }
-        let ask = |to: usize, mut seen: Vec<usize>, kinds| {
+        let ask = |to: usize, mut seen: Vec<usize>, kinds, least| {
             // 0 is no question.
             let number = questions.fetch_add(1, Ordering::Relaxed) + 1;
             notices.send(to, Notice::Ask { from: rank, question: number });
             seen.push(to);
-            Some(Question { number, asked: to, at: Instant::now(), seen, kinds })
+            Some(Question { number, asked: to, at: Instant::now(), seen, kinds, least })
         };
         let Some(mut question) = self.question.take() else {
             let mut kinds = [None; 2];
             kinds[usize::from(wait.agreeing)] = Some(rank);
-            self.question = ask(wait.on, Vec::new(), kinds);
+            self.question = ask(wait.on, Vec::new(), kinds, (u64::MAX, rank));
             return None;
         };
         let ms = || self.since.elapsed().as_millis().try_into().unwrap_or(u64::MAX);
         // As long as a rank that waits may take to get a core and answer.
         let grace = (self.deadline / 2).clamp(Duration::from_millis(250), Duration::from_secs(5));
         match notices.answer(question.number) {
-            Some(Wait { on, agreeing }) => {
+            Some((Wait { on, agreeing }, waited)) => {
                 question.kinds[usize::from(agreeing)].get_or_insert(question.asked);
+                question.least = question.least.min((waited, question.asked));
                 if on != rank && !question.seen.contains(&on) {
-                    self.question = ask(on, question.seen, question.kinds);
+                    self.question = ask(on, question.seen, question.kinds, question.least);
                     return None;
                 }
+                // Ranks that run different things, or wait for what is lost, have all waited for about as long.
+                let (waited, last) = question.least;
+                let is_late = |part: u32| Duration::from_millis(waited) < self.deadline / part;
                 let verdict = match question.kinds {
+                    [Some(_), Some(_)] if is_late(4) => Verdict::Late(last),
                     [Some(exchanging), Some(agreeing)] => Verdict::Crossed { agreeing, exchanging },
+                    _ if is_late(2) => Verdict::Late(last),
                     // The first is as good as any.
                     _ => Verdict::Circle(question.seen[0]),
                 };

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! How a rank leaves in good order: it tells all others, and frees its communicators once all have said the same.
+//!
+//! A communicator that is freed while words for it are under way could be made again, under the same number, and get them.
+//! So a rank that leaves before the others keeps its two, with the receive for notices, and looks again whenever the process
+//! makes or drops a transport. Where that never happens they stay until MPI is finalised.
+
+use std::{
+    sync::{Mutex, PoisonError},
+    time::Instant,
+    vec::Vec,
+};
+
+use super::{
+    SETTLE,
+    notices::{Notice, Notices},
+    raw::Comm,
+};
+
+/// What is left of a rank that has left.
+struct Parted {
+    rank: usize,
+    notices: Notices,
+    comms: [Comm; 2],
+}
+
+/// What becomes of it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// Not all others have left.
+    Waiting,
+    Freed,
+    /// The group failed after this rank had left: what MPI holds is never freed.
+    Abandoned,
+}
+
+impl Parted {
+    fn look(&mut self) -> State {
+        if !matches!(self.notices.listen(), Ok(None)) {
+            return State::Abandoned;
+        }
+        if !(self.notices.all_left(self.rank) && self.notices.all_sent()) {
+            return State::Waiting;
+        }
+        if !self.notices.close(SETTLE) {
+            return State::Abandoned;
+        }
+        self.comms.into_iter().for_each(Comm::free);
+        State::Freed
+    }
+}
+
+static PARTED: Mutex<Vec<Parted>> = Mutex::new(Vec::new());
+
+/// Tells all others that this rank leaves, and waits for a moment whether they do too.
+pub(super) fn leave(rank: usize, world: usize, notices: Notices, comms: [Comm; 2]) {
+    for peer in (0..world).filter(|&peer| peer != rank) {
+        notices.send(peer, Notice::Left { from: rank });
+    }
+    let mut parted = Parted { rank, notices, comms };
+    let began = Instant::now();
+    while parted.look() == State::Waiting {
+        if began.elapsed() > SETTLE {
+            PARTED.lock().unwrap_or_else(PoisonError::into_inner).push(parted);
+            break;
+        }
+        std::thread::yield_now();
+    }
+    sweep();
+}
+
+/// Frees what can be freed of ranks that left earlier. MPI has to be usable.
+pub(super) fn sweep() {
+    PARTED.lock().unwrap_or_else(PoisonError::into_inner).retain_mut(|parted| parted.look() == State::Waiting);
+}
