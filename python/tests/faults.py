@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Faults over gloo: processes that die, stop, never start, start too late, leave, compute for too long or plan something else,
+"""Faults over gloo: processes that die, stop, stop for a while, never start, start too late, leave, compute for too long or plan something else,
 in the middle of training steps.
 
     capi/build && PYTHONPATH=python python3 python/tests/faults.py --trials 1000
@@ -20,6 +20,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from subprocess import Popen
 from typing import Any
 
 import torch
@@ -29,12 +30,13 @@ from processes import Outcome, start
 import cpattn
 from cpattn.torch import Context
 
-KINDS = ("killed", "meanwhile", "stopped", "absent", "late", "left", "slow", "plans")
+KINDS = ("killed", "meanwhile", "stopped", "paused", "absent", "late", "left", "slow", "plans")
 # What the error says of the rank at fault, after its number. It may be killed or stopped before it comes.
 SAYS = {
     "killed": "(gives no answer|did not come)",
     "meanwhile": "(gives no answer|did not come)",
     "stopped": "(gives no answer|did not come)",
+    "paused": "(gives no answer|did not come|came late|is in no call of the group)",
     "absent": "did not come",
     "late": "did not come",
     "left": "has left the group",
@@ -69,6 +71,12 @@ def job(rank: int, world: int, kind: str, seed: int) -> str:
     if rank == victim and kind in ("killed", "meanwhile", "stopped"):
         number = signal.SIGSTOP if kind == "stopped" else signal.SIGKILL
         threading.Timer(delay, os.kill, (os.getpid(), number)).start()
+    if rank == victim and kind == "paused":
+        # For less than the deadline, or just over it, or until the others have given up.
+        more = random.Random(seed + 1)
+        pause = DEADLINE * more.choice([more.uniform(0.3, 0.8), more.uniform(0.9, 1.6), more.uniform(1.6, 2.6)])
+        me = os.getpid()
+        Popen(["sh", "-c", f"sleep {delay}; kill -STOP {me}; sleep {pause}; kill -CONT {me}"])
     if rank == victim and kind == "absent":
         time.sleep(DEADLINE + SLACK)
         return "absent"
@@ -80,7 +88,7 @@ def job(rank: int, world: int, kind: str, seed: int) -> str:
             heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, ulysses=ulysses, ring=world // ulysses,
             timeout=60.0 if kind == "plans" else DEADLINE,
         )
-        for at in range(STEPS if kind == "plans" else 1000):
+        for at in range({"plans": STEPS, "paused": 40}.get(kind, 1000)):
             cuts = sorted(draw.choices(range(1, 40), k=3))
             cu_seqlens = [0, *cuts, 40]
             if kind == "plans" and at == odd:
@@ -98,6 +106,9 @@ def job(rank: int, world: int, kind: str, seed: int) -> str:
             if kind == "meanwhile" and rank == (victim + 1) % world and at == 0:
                 time.sleep(delay + 0.5)  # its call comes while the others look for the rank at fault
             step(context, cu_seqlens, at)
+        for _ in range(60 if kind == "paused" else 0):
+            time.sleep(0.1)
+            context.rank.poll()
     except cpattn.PeerError as failure:
         failed = time.monotonic()
         # Once failed stays failed, and says so at once.
@@ -118,7 +129,9 @@ def trial(kind: str, world: int, seed: int) -> list[Outcome]:
     """Raises AssertionError when something is not as it must be."""
     draw = random.Random(seed)
     victim = draw.randrange(world)
-    outcomes = start(job, world, kind, seed, seconds=DEADLINE + 2 * SLACK, until=lambda rank: kind in ("plans", "late", "slow") or rank != victim)
+    outcomes = start(job, world, kind, seed, seconds=DEADLINE + 2 * SLACK, until=lambda rank: kind in ("plans", "late", "slow", "paused") or rank != victim)
+    if kind == "paused" and all(outcome.value == "done" for outcome in outcomes):
+        return outcomes  # it was back in time
     for rank, outcome in enumerate(outcomes):
         if rank == victim and kind in ("killed", "meanwhile", "stopped", "absent", "left"):
             continue
@@ -136,19 +149,27 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of these")
     parser.add_argument("--verbose", action="store_true", help="what each rank said")
     given = parser.parse_args()
-    began, slowest, told = time.monotonic(), 0.0, Counter[str]()
+    kinds = given.kinds.split(",")
+    began, slowest, told, failed = time.monotonic(), 0.0, Counter[str](), 0
     for i in range(given.trials):
-        kind, world = KINDS[i % len(KINDS)], (3, 4, 2)[i // len(KINDS) % 3]
-        outcomes = trial(kind, world, given.seed * 1_000_003 + i)
+        kind, world = kinds[i % len(kinds)], (3, 4, 2)[i // len(kinds) % 3]
+        try:
+            outcomes = trial(kind, world, given.seed * 1_000_003 + i)
+        except AssertionError as wrong:
+            failed += 1
+            print(f"FAILED {wrong}", flush=True)
+            continue
         slowest = max([slowest, *(o.seconds for o in outcomes if o.value and o.value.startswith("PeerError"))])
         told[kind] += 1
         if given.verbose:
             print(f"{kind}:", *(f"  {rank}: {o.seconds:.1f} s: {o.value}" for rank, o in enumerate(outcomes)), sep="\n", flush=True)
         if (i + 1) % 50 == 0:
             print(f"{i + 1} trials, {time.monotonic() - began:.0f} s", flush=True)
-    print(f"{given.trials} trials ({dict(told)}), slowest answer after {slowest:.1f} s of a deadline of {DEADLINE} s: ok")
+    print(f"{given.trials} trials ({dict(told)}), slowest answer after {slowest:.1f} s of a deadline of {DEADLINE} s: {failed or 'none'} failed")
+    raise SystemExit(failed > 0)
 
 
 if __name__ == "__main__":

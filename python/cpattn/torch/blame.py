@@ -5,7 +5,9 @@ gloo names the peer whose connection closed or whose message did not come. That 
 closed its connections because of it. So a thread of each rank waits for a question in the store, which costs nothing while
 nothing fails. The rank that fails first puts a question to every rank; each answers with what it waits for, and closes its
 connections. Who is at fault follows from the answers: from the rank that asked, along the ranks that wait for each other, to
-one that does not answer, has left, or waits for no other. The first verdict counts on every rank.
+one that does not answer, has left, or waits for no other. Where all wait for each other it is the one that has waited for much
+less than the timeout: it came late, or was stopped, and time in which a process does not run is no time in which it waits. The
+first verdict counts on every rank.
 
 Nothing here waits without a limit: `ask` gives up after `limit` seconds, and the thread has a connection to the store of its own.
 """
@@ -58,12 +60,40 @@ def running(direction: int, fingerprint: int) -> str:
     return f"the {('forward', 'backward')[direction - 1]} of plan {fingerprint:016x}" if direction else "no plan"
 
 
+class Pulse(threading.Thread):
+    """Counts the time in which this process runs: a clock that stands still while it is stopped, or gets no core."""
+
+    def __init__(self, every: float) -> None:
+        super().__init__(daemon=True)
+        self.every, self._lost, self._seen = every, 0.0, time.monotonic()
+        self._lock, self._over = threading.Lock(), threading.Event()
+
+    def run(self) -> None:
+        while not self._over.wait(self.every):
+            self.time()
+
+    def time(self) -> float:
+        """In seconds."""
+        with self._lock:
+            now = time.monotonic()
+            if self.is_alive() and now - self._seen > 3 * self.every + 0.05:
+                self._lost += now - self._seen
+            self._seen = now
+            return now - self._lost
+
+    def close(self) -> None:
+        """It stops counting."""
+        self._over.set()
+
+
 class Blame:
-    """This rank's part. `waits` is what it waits for just now, `ended` why it takes part in nothing any more."""
+    """This rank's part. `ended` is why it takes part in nothing any more."""
 
     def __init__(self, name: str, rank: int, world: int, timeout: float) -> None:
-        self.rank, self.world = rank, world
-        self.waits: Wait | None = None
+        self.rank, self.world, self.timeout = rank, world, timeout
+        self.pulse = Pulse(min(max(timeout / 32, 0.01), 1.0))
+        self._waits: Wait | None = None
+        self._since = self.pulse.time()  # it waits, or waits for nothing
         self.ended: str | None = None
         self.verdict: Verdict | None = None
         # An answer takes as long as a thread of that rank needs to get a core.
@@ -80,17 +110,27 @@ class Blame:
         except (AttributeError, RuntimeError, NotImplementedError) as error:
             self.verdict = Verdict(None, f"which rank is at fault cannot be told: the store has no second connection ({error})")
 
+    @property
+    def waits(self) -> Wait | None:
+        """What it waits for just now."""
+        return self._waits
+
+    @waits.setter
+    def waits(self, waits: Wait | None) -> None:
+        self._waits, self._since = waits, self.pulse.time()
+
     def listen(self, over: Callable[[], None]) -> None:
         """From now on this rank answers; `over` is called, on another thread, when the group has failed on some rank."""
         if self.world > 1 and self.verdict is None:
             self._thread = threading.Thread(target=self._listen, args=[over], daemon=True)
             self._thread.start()
+            self.pulse.start()
 
     def ask(self, joining: bool = False, found: Verdict | None = None) -> Verdict:
         """What the ranks find out together, after a failure on this one; `joining`: while the group was being formed; `found`:
         by this rank already."""
         if not self._known.is_set() and self.alarm(joining, found):
-            self._known.wait(self.limit)
+            self._wait_until_known()
         return self.verdict or found or Verdict(
             None,
             f"which rank is at fault cannot be told: the store of the process group did not answer within {self.limit:.1f} s; "
@@ -105,8 +145,14 @@ class Blame:
     def settled(self) -> Verdict | None:
         """The verdict, for which this waits while the ranks look for it, `limit` seconds at most."""
         if self.is_asking:
-            self._known.wait(self.limit)
+            self._wait_until_known()
         return self.verdict
+
+    def _wait_until_known(self) -> None:
+        """At most `limit` seconds, of which those do not count in which the process does not run."""
+        end = self.pulse.time() + self.limit
+        while not self._known.wait(self.pulse.every) and self.pulse.time() < end:
+            pass
 
     def alarm(self, joining: bool = False, found: Verdict | None = None) -> bool:
         """Puts the question to all ranks, and before it an answer, where that is found, and waits for nothing; False where no
@@ -141,6 +187,7 @@ class Blame:
     def close(self) -> None:
         """This rank leaves; ranks that still need it find that out when they ask."""
         self._closed, self.ended = True, self.ended or "has left the group"
+        self.pulse.close()
         threads = [t for t in (self._thread, self._question) if t and t.is_alive() and t is not threading.current_thread()]
         # A forked child has no such threads.
         if not threads or os.getpid() != self._process:
@@ -153,7 +200,8 @@ class Blame:
             thread.join(1.0)
 
     def _say(self, store: Any) -> None:
-        store.set(f"says/{self.rank}", json.dumps([self.ended, self.waits]))
+        seconds = self.pulse.time() - self._since
+        store.set(f"says/{self.rank}", json.dumps([self.ended, self.waits, seconds]))
 
     def _listen(self, over: Callable[[], None]) -> None:
         store = self._heard
@@ -191,7 +239,7 @@ class Blame:
         asker = store.get("asker").decode()
         if asker == _JOINING:
             return self._find_joining(store)
-        at, chain, waits = int(asker), [], dict[int, Wait]()
+        at, chain, waits, waited = int(asker), [], dict[int, Wait](), dict[int, float]()
         while True:
             said = self._answer(store, at)
             if said is None:
@@ -200,34 +248,46 @@ class Blame:
                 end = Verdict(at, f"rank {at} {said[0]}")
             elif said[1] is None:
                 end = Verdict(at, f"rank {at} is in no call of the group, while others wait for it")
+                if said[2] < self.timeout / 2 and waited:
+                    end = self._late(waited) or end
             else:
                 wait = Wait(*said[1])
                 chain.append(f"rank {at} waited for rank {wait.peer} ({wait.call}: {wait.doing} {wait.bytes} bytes)")
-                waits[at] = wait
+                waits[at], waited[at] = wait, said[2]
                 if wait.peer in waits:
-                    end = self._circle(waits)
+                    end = self._circle(waits, waited)
                 else:
                     at = wait.peer
                     continue
             shown = chain if len(chain) <= _SHOWN else [*chain[: _SHOWN - 1], "...", chain[-1]]
             return end._replace(text="; ".join([end.text, *shown]))
 
-    def _circle(self, waits: dict[int, Wait]) -> Verdict:
-        """Ranks that wait for each other: two of them that run different things, if there are."""
+    def _late(self, waited: dict[int, float], part: int = 2) -> Verdict | None:
+        """The rank that has waited least, if that is little."""
+        rank = min(waited, key=lambda rank: waited[rank])
+        if waited[rank] > self.timeout / part:
+            return None
+        return Verdict(rank, f"rank {rank} came late: it has waited for {waited[rank]:.1f} s, was in no call or stopped before")
+
+    def _circle(self, waits: dict[int, Wait], waited: dict[int, float]) -> Verdict:
+        """Ranks that wait for each other: one that came late, or two that run different things, if there are."""
         first, *others = waits.items()
         for rank, wait in others:
             if (wait.call, wait.run) != (first[1].call, first[1].run):
                 said = [f"rank {r} is in {w.call} of {w.run}" for r, w in (first, (rank, wait))]
-                return Verdict(rank, f"{', '.join(said)}: {SAME}", first[0], True)
-        return Verdict(None, "which rank is at fault cannot be told: ranks wait for each other")
+                differ = Verdict(rank, f"{', '.join(said)}: {SAME}", first[0], True)
+                # Those that run different things have all waited for about as long.
+                return self._late(waited, 4) or differ
+        return self._late(waited) or Verdict(None, "which rank is at fault cannot be told: ranks wait for each other")
 
     def _answer(self, store: Any, rank: int) -> Any:
         """What a rank says, None if it says nothing in time or another rank has a verdict already."""
-        end = time.monotonic() + self.grace
+        end = self.pulse.time() + self.grace
         while not self._closed:
+            over = self.pulse.time() > end  # and one more look
             if store.check([f"says/{rank}"]):
                 return json.loads(store.get(f"says/{rank}"))
-            if time.monotonic() > end or store.check(["verdict"]):
+            if over or store.check(["verdict"]):
                 break
             time.sleep(0.01)
         return None
