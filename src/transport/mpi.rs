@@ -55,9 +55,7 @@ use notices::Notices;
 use pipes::Pipes;
 use raw::Comm;
 use votes::Votes;
-
-/// How long a failed call gives MPI to let go of what it holds, before that is abandoned.
-const SETTLE: Duration = Duration::from_millis(20);
+use wait::SETTLE;
 
 /// What two libraries must have in common to understand each other.
 const PROTOCOL: u64 = 3;

@@ -12,9 +12,9 @@ use std::{
 };
 
 use super::{
-    SETTLE,
     notices::{Notice, Notices},
     raw::Comm,
+    wait::SETTLE,
 };
 
 /// What is left of a rank that has left.

@@ -15,6 +15,9 @@ use std::{
 use super::notices::{Notice, Notices, Wait};
 use crate::sync::give_way;
 
+/// How long a failed call, or a rank that leaves, gives MPI to let go of what it holds, before that is put aside.
+pub(super) const SETTLE: Duration = Duration::from_millis(20);
+
 /// How often a call looks again before it sleeps at all.
 const LOOKS: u32 = 64;
 
