@@ -279,7 +279,7 @@ fn large_scores_keep_their_digits() {
 /// parts of a document are summed in the way of the whole: the rule has no floor here.
 #[test]
 fn the_error_of_f32_does_not_depend_on_the_mesh() {
-    for (lengths, heads, kv_heads) in [(&[512][..], 4, 4), (&[400, 230, 10], 8, 2)] {
+    for (lengths, heads, kv_heads) in [(&[800][..], 4, 4), (&[400, 230, 10], 8, 2), (&[300, 20], 4, 4)] {
         let batch = Batch::from_lengths(lengths).unwrap();
         let p = Problem::new(batch, heads, kv_heads, 64, Dtype::F32).with_mask(Mask::causal());
         let data = Data::<f32>::random(&p, 21);

@@ -27,7 +27,8 @@ pub(super) fn dims(plan: &Plan) -> cpu::Dims {
 /// Tells the kernels of which documents the calls of a plan are parts.
 pub(super) fn set_documents(scratch: &mut cpu::Scratch, plan: &Plan) {
     let (batch, group) = (plan.problem().batch(), plan.problem().group() as u32);
-    scratch.set_documents((0..batch.documents()).map(|d| batch.document(Side::Q, d).len() as u64), group);
+    let lengths = |d| [Side::Q, Side::K].map(|side| batch.document(side, d).len() as u64);
+    scratch.set_documents((0..batch.documents()).map(lengths), group);
 }
 
 impl Host<'_> {

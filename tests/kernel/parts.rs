@@ -61,6 +61,7 @@ impl<E: Element<Acc = f32>> One<E> {
         let (rows, keys) = (self.q.len() / DIM, self.k.len() / DIM);
         let (mut o, mut words) = (vec![f32::NAN; rows * DIM], vec![f32::NAN; 2 * rows]);
         let mut scratch = Scratch::with_isa(1, isa).unwrap();
+        scratch.set_documents([[1 << 20; 2]].into_iter(), 1);
         scratch.reserve(&Dims { head_dim: DIM as u32, value_dim: DIM as u32, dtype: E::DTYPE });
         let range = Range::plain(0, rows as u32, 0, 0);
         let q = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::First }];
@@ -99,6 +100,7 @@ impl<E: Element<Acc = f32>> One<E> {
         let (mut lse, mut delta) = (vec![5.0f32; rows], vec![0.25f32; rows]);
         let mut results = [rows, keys, keys].map(|n| vec![f32::NAN; n * DIM]);
         let mut scratch = Scratch::with_isa(1, isa).unwrap();
+        scratch.set_documents([[1 << 20; 2]].into_iter(), 1);
         scratch.reserve(&Dims { head_dim: DIM as u32, value_dim: DIM as u32, dtype: E::DTYPE });
         let range = Range::plain(0, rows as u32, 0, 0);
         let q = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::Only }];
@@ -186,8 +188,9 @@ fn numbers_without_parts() {
                 (2, 9, huge),
             ] {
                 let mut one = One::<E>::new(40, 50);
-                // Scores with a huge number are to be like others.
-                for x in [&mut one.q, &mut one.k] {
+                // Scores with a huge number are to be like others. Where v has it, q and k stay: the products of its ds with numbers
+                // that tiles take for 0 would be missed.
+                for x in [&mut one.q, &mut one.k].into_iter().take(if tensor < 2 { 2 } else { 0 }) {
                     x.iter_mut().skip(3).step_by(DIM).for_each(|x| *x = E::from_f64(x.to_f64() * 16.0 / huge));
                 }
                 [&mut one.q, &mut one.k, &mut one.v][tensor][row * DIM + 3] = E::from_f64(x);

@@ -8,13 +8,16 @@
 //! [`Isa::Avx512Bf16`] takes 1.1 to 1.5 times as long as [`Isa::Avx512`] (`docs/cpu.md`); on AMD's Zen 4 and Zen 5 it is
 //! reported to do twice as many. So the processor's vendor and family choose between the two.
 
-use crate::call::QRange;
+use crate::call::{QRange, Ranges};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use std::sync::OnceLock;
 
-/// Lanes of a q range, with the heads of a group, from which on tiles of parts are quicker than vectors.
+/// Rows of a q range, times the heads of a group, from which on they fill panels of tiles of parts.
 const FILLED: u64 = 96;
+/// Keys of a row, times the heads of a group, from which on tiles of parts are quicker than vectors: of causal documents the
+/// masked tiles are then few enough.
+const LONG: u64 = 768;
 
 /// An instruction set of the CPU kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -136,15 +139,14 @@ impl Isa {
         }
     }
 
-    /// What a call of this type runs on: tiles pay for parts only where ranges of q fill panels, with `lanes` rows and heads
-    /// ([`mean_lanes`]). Forward and backward have the same ranges and so the same scores, to the bit: what is rounded in
-    /// them, lse has rounded as well. The backward of aligned calls has no tiles, and so their forward has none either,
-    /// unless it rounds more than that.
-    pub(super) fn for_call(self, dtype: Dtype, aligned: bool, lanes: u64) -> Self {
+    /// What a call of this type runs on: tiles of parts only where they pay ([`tiles_pay`]). Forward and backward have the same
+    /// ranges and so the same scores, to the bit: what is rounded in them, lse has rounded as well. The backward of aligned
+    /// calls has no tiles, and so their forward has none either, unless it rounds more than that.
+    pub(super) fn for_call(self, dtype: Dtype, aligned: bool, tiles_pay: bool) -> Self {
         if !self.has_tiles(dtype) || self.has_tiles_of(dtype) {
             return self;
         }
-        if aligned || lanes < FILLED { Self::Avx512 } else { self }
+        if aligned || !tiles_pay { Self::Avx512 } else { self }
     }
 
     /// Whether products of this type go through matrix units.
@@ -167,16 +169,22 @@ impl Isa {
     }
 }
 
-/// The mean length of a row's range or document, times the q heads of a group.
-pub(super) fn mean_lanes(lengths: impl Iterator<Item = u64>, group: u32) -> u64 {
-    let (sum, squares) = lengths.map(u128::from).fold((0, 0), |(sum, squares), len| (sum + len, squares + len * len));
-    // No more than the longest, which is below 2³².
-    (squares / sum.max(1)) as u64 * u64::from(group.max(1))
+/// Whether tiles of parts are quicker than vectors, for ranges or documents of so many rows of q and of k, with `group` q
+/// heads per kv head: by the means over the rows of q.
+pub(super) fn tiles_pay(lengths: impl Iterator<Item = [u64; 2]>, group: u32) -> bool {
+    let (mut rows, mut q_len, mut k_len) = (0, 0, 0);
+    for [q, k] in lengths.map(|lengths| lengths.map(u128::from)) {
+        (rows, q_len, k_len) = (rows + q, q_len + q * q, k_len + q * k);
+    }
+    let least = |mean: u64| rows * u128::from(mean).div_ceil(u128::from(group.max(1)));
+    q_len >= least(FILLED) && k_len >= least(LONG)
 }
 
-/// The same of the q ranges of a call.
-pub(super) fn lanes_of(q: &[QRange], group: u32) -> u64 {
-    mean_lanes(q.iter().map(|q| u64::from(q.range.len)), group)
+/// The same of the ranges of a call.
+pub(super) fn tiles_pay_of(ranges: &Ranges, group: u32) -> bool {
+    let keys = |q: &QRange| &ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
+    let seen = |q: &QRange| keys(q).iter().map(|&k| u64::from(ranges.k[k as usize].len)).sum();
+    tiles_pay(ranges.q.iter().map(|q| [u64::from(q.range.len), seen(q)]), group)
 }
 
 impl core::fmt::Display for Isa {

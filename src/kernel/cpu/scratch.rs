@@ -9,8 +9,8 @@ use super::arena::{KEYS, LANES, LANES_BACK, LANES_MOST, Line, PANEL, VECTOR, row
 use super::executor::Executor;
 #[cfg(target_arch = "x86_64")]
 use super::forward::MOST_TILES;
-use super::isa::{Isa, lanes_of, mean_lanes};
-use crate::call::QRange;
+use super::isa::{Isa, tiles_pay, tiles_pay_of};
+use crate::call::Ranges;
 use crate::element::Dtype;
 use crate::error::Result;
 use alloc::{sync::Arc, vec::Vec};
@@ -33,8 +33,8 @@ pub struct Scratch {
     workers: usize,
     /// What the calls run on, or why they are refused.
     isa: Result<Isa>,
-    /// Rows and heads of the documents that the calls are parts of, if they are known.
-    lanes: Option<u64>,
+    /// Whether tiles of parts pay for the documents that the calls are parts of, if these are known.
+    tiles_pay: Option<bool>,
     executor: Option<Arc<dyn Executor>>,
 }
 
@@ -51,7 +51,7 @@ impl Scratch {
     /// Calls run on [`Isa::chosen`]. What that refuses (an instruction set that the environment asks for and the machine
     /// lacks), every call refuses.
     pub fn new(workers: usize) -> Self {
-        Self { lines: Vec::new(), workers: workers.max(1), isa: Isa::chosen(), lanes: None, executor: None }
+        Self { lines: Vec::new(), workers: workers.max(1), isa: Isa::chosen(), tiles_pay: None, executor: None }
     }
 
     /// As [`Scratch::new`], for an instruction set of the caller's choice.
@@ -59,7 +59,13 @@ impl Scratch {
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) when the machine lacks it.
     pub fn with_isa(workers: usize, isa: Isa) -> Result<Self> {
-        Ok(Self { lines: Vec::new(), workers: workers.max(1), isa: Ok(isa.required()?), lanes: None, executor: None })
+        Ok(Self {
+            lines: Vec::new(),
+            workers: workers.max(1),
+            isa: Ok(isa.required()?),
+            tiles_pay: None,
+            executor: None,
+        })
     }
 
     /// Runs the workers on threads of the caller's.
@@ -77,18 +83,21 @@ impl Scratch {
         self.isa.clone()
     }
 
-    /// The calls that follow are parts of attention over documents with so many q rows each, with `group` q heads per kv
-    /// head. On [`Isa::Amx`], calls of f32 and f16 take tiles or vectors by the mean length of the ranges of q; ranges of a
-    /// ring are shorter than the documents they are parts of, and vectors of f32 err by twice as much as tiles. Told
-    /// of the documents, all parts take what the whole would take: the error does not depend on how they are cut.
-    pub fn set_documents(&mut self, lengths: impl Iterator<Item = u64>, group: u32) {
-        self.lanes = Some(mean_lanes(lengths, group));
+    /// The calls that follow are parts of attention over documents with so many rows of q and of k each, with `group` q heads per
+    /// kv head. On [`Isa::Amx`], calls of f32 and f16 take tiles where ranges are long, and vectors where they are short;
+    /// ranges of a ring are shorter than the documents they are parts of, and vectors of f32 err by twice as much as tiles.
+    /// With the documents known, all parts take what the whole would take: the error does not depend on how they are cut.
+    pub fn set_documents(&mut self, lengths: impl Iterator<Item = [u64; 2]>, group: u32) {
+        self.tiles_pay = Some(tiles_pay(lengths, group));
     }
 
     /// What a call runs on.
-    pub(super) fn isa_of(&self, dtype: Dtype, aligned: bool, q: &[QRange], group: u32) -> Result<Isa> {
-        let lanes = self.lanes.unwrap_or_else(|| lanes_of(q, group));
-        Ok(self.isa()?.for_call(dtype, aligned, lanes))
+    pub(super) fn isa_of(&self, dtype: Dtype, aligned: bool, ranges: &Ranges, group: u32) -> Result<Isa> {
+        let isa = self.isa()?;
+        if !isa.has_tiles(dtype) {
+            return Ok(isa);
+        }
+        Ok(isa.for_call(dtype, aligned, self.tiles_pay.unwrap_or_else(|| tiles_pay_of(ranges, group))))
     }
 
     /// Grows to calls of these dims. Nothing to do, and no allocation, when it is large enough already.

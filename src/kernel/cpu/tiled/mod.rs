@@ -10,8 +10,8 @@
 //! Units of one document add to the same rows of dq in the order of their keys (`dq_order.rs`), and dk and dv belong to one
 //! unit each, so results have the same bits for any number of workers.
 //!
-//! The factor between products and scores is left out of ds, and put back when dq and dk are written. In f16 ds would
-//! overflow, or vanish: it is multiplied by a power of 2, as large as the largest numbers of v, do and delta allow. The
+//! The factor between products and scores is left out of ds but for a power of 2, and put back when dq and dk are written. In
+//! f16 ds would overflow, or vanish: it is multiplied by a power of 2, as large as the largest numbers of v, do and delta allow. The
 //! factor of a unit only ever becomes smaller, its dk with it. p would vanish where a sink takes most of a row: it is
 //! multiplied by a constant.
 //!

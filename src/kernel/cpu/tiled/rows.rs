@@ -69,7 +69,7 @@ impl Tiled<'_> {
             }
             let (bad_q, _) = pack_pairs::<H>(&t.lanes, &c.q, t.q_pairs);
             let (bad_d_o, largest) = pack_pairs::<H>(&t.lanes, &c.d_o, t.d_o_pairs);
-            t.bring_into_range::<H>(d_pad, dv, largest);
+            t.bring_into_range::<H>(c.score.scale, d_pad, dv, largest);
             for delta in t.delta.iter_mut() {
                 *delta *= -t.factor / weight::<H>();
             }

@@ -198,9 +198,11 @@ impl<'a> MatrixTiles<'a> {
 
     /// Makes the factor small enough for these rows, and the sums so far with it.
     #[inline(always)]
-    pub(super) fn bring_into_range<H: Form>(&mut self, d_pad: usize, dv: usize, largest: u16) {
+    pub(super) fn bring_into_range<H: Form>(&mut self, scale: f64, d_pad: usize, dv: usize, largest: u16) {
         if !H::NARROW {
-            self.factor = 1.0;
+            // The power of 2 next to the scale: sums stay below infinity where dq and dk do.
+            let power = f32::from_bits((scale.abs() as f32).to_bits() & 0x7f80_0000);
+            self.factor = power.clamp(1.0 / 65_536.0, 1.0);
             return;
         }
         let delta = self.delta.iter().fold(0f32, |max, x| max.max(x.abs()));
