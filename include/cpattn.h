@@ -55,11 +55,11 @@
  * cpattn_rank_prepare_all_to_all) before the capture begins, then cpattn_forward, cpattn_backward, cpattn_rank_to_heads
  * or cpattn_rank_to_tokens with the stream that is being captured. While a run of the rank is being captured, calls
  * that would end the capture are refused with CPATTN_UNSUPPORTED, and leave it valid: lending workspace and taking it
- * back, preparing what is not prepared, cpattn_rank_record, and a run on a stream outside of the capture.
- * cpattn_rank_poll is allowed. Each replay reads and writes the tensors and the workspace that were given then. The
+ * back, preparing what is not prepared, cpattn_rank_record but for a capacity of 0, and a run on a stream outside of the
+ * capture. cpattn_rank_poll is allowed. Each replay reads and writes the tensors and the workspace that were given then. The
  * rank must live until the last replay is done, and a lent workspace stay valid as long. Ranks of cpattn_peer_group are
  * captured into one graph, all of them, their streams joined by events: what finds a peer in another graph, or in none,
- * ends the group; over a table of the caller's own, and for kernels called alone, a stream that is being captured is
+ * ends the group, and later calls say so; over a table of the caller's own, and for kernels called alone, a stream that is being captured is
  * refused.
  *
  * STRUCTS OF OPTIONS begin with `struct_size` and are initialised with the macro of their name, never by hand: a
@@ -704,8 +704,9 @@ int32_t cpattn_scratch_create(uint32_t workers, cpattn_scratch **scratch);
  * of 256 KiB for 64 calls in flight. The ranks and scratches of a process share the kernels of a device. */
 int32_t cpattn_scratch_create_cuda(int32_t device_id, cpattn_scratch **scratch);
 
-/* On a device, waits until it is idle. The driver makes every capture of the device invalid by that: not while any
- * stream of it is being captured. */
+/* On a device, waits for the calls that were made with it, and for nothing else; streams that are being captured stay so.
+ * Its ring is kept for the next scratch of the device. Beyond 16 MiB of rings, and with the last rank and scratch of the
+ * device, memory is freed and kernels are unloaded, for which the driver may wait until the device is idle. */
 int32_t cpattn_scratch_destroy(cpattn_scratch *scratch);
 
 /* Grows it to attention of this kind: memory on the CPU, loaded kernels on a device. The other kernels need no call. */

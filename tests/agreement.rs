@@ -297,7 +297,7 @@ fn all_to_alls() {
             all_to_all(&mut rank, side, dim).unwrap_err()
         });
         assert!(errors.iter().any(|e| matches!(e, Error::Disagreement { .. })), "{errors:?}");
-        assert!(errors.iter().any(|e| e.to_string().contains("an all-to-all of 12 tokens")), "{errors:?}");
+        assert!(errors.iter().any(|e| e.to_string().contains("the all-to-all to heads of 12 tokens")), "{errors:?}");
     }
 }
 

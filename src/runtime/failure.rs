@@ -4,7 +4,8 @@
 //! The transports of this crate remember their first failure and answer every later call with it. One of the caller's
 //! may not: after an exchange that missed its deadline it may find both ends of the *next* one and complete it, with the
 //! messages of two runs mixed. The rank therefore keeps the first error that ended a run, an agreement or a poll, tells
-//! the transport to abort, and from then on refuses with that error.
+//! the transport to abort, and from then on refuses with that error. Where that is a refusal with a way out, the way out
+//! is another one by then: the group has ended.
 //!
 //! Agreements that differ are no failure: every rank of the group learns of the difference before anything has moved.
 
@@ -20,6 +21,9 @@ use crate::{
     error::{Cause, Error, Result},
     transport::Transport,
 };
+
+/// The way out of a call behind one that was refused in the middle of a run.
+const ENDED: &str = "an earlier call failed with this, which has ended the group: make its transports and ranks again";
 
 /// What a device has found out by itself, behind the host's back.
 #[cfg(feature = "cuda")]
@@ -68,8 +72,8 @@ impl FirstFailure {
 
     /// Keeps an error, unless there is one already.
     pub(super) fn keep(&self, error: &Error) {
-        // A second error says nothing new.
-        let _ = self.first.set(error.clone());
+        // A second error says nothing new. What the first call could have done instead helps no later one.
+        let _ = self.first.set(error.clone().hint(ENDED));
     }
 
     /// Asks the transport, unless an error is kept already.

@@ -79,21 +79,59 @@ impl Purpose {
         plan.fingerprint() ^ salt.wrapping_mul(0x9e37_79b9_7f4a_7c15)
     }
 
-    /// A run in words: direction, tokens, heads, mesh, layout.
+    /// A run in words: direction, tokens, heads, mesh, layout. An all-to-all has a dim and an element type of its own, and
+    /// the tokens and heads of its side.
     pub(super) fn describe(self, plan: &Plan) -> String {
         let p = plan.problem();
-        let run = match self {
-            Self::Attention(Direction::Forward) => "the forward",
-            Self::Attention(Direction::Backward) => "the backward",
-            Self::AllToAll(_) => "an all-to-all",
+        let attention = (Side::Q, p.head_dim(), p.dtype());
+        let (run, (side, dim, dtype)) = match self {
+            Self::Attention(Direction::Forward) => ("the forward", attention),
+            Self::Attention(Direction::Backward) => ("the backward", attention),
+            Self::AllToAll(AllToAll { way, side, dim, dtype }) => {
+                let run = match way {
+                    Way::ToHeads => "the all-to-all to heads",
+                    Way::ToTokens => "the all-to-all to tokens",
+                };
+                (run, (side, dim as usize, dtype))
+            }
         };
-        let (heads, dim, dtype) = (p.heads(), p.head_dim(), p.dtype());
-        let tokens = p.batch().tokens(Side::Q);
+        let (tokens, heads) = match side {
+            Side::Q => (p.batch().tokens(side), p.heads()),
+            Side::K => (p.batch().tokens(side), p.kv_heads()),
+        };
         let documents = p.batch().documents();
         format!(
             "{run} of {tokens} tokens in {documents} documents, {heads} heads of {dim} {dtype}, {}, {}",
             plan.mesh(),
             plan.layout()
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{batch::Batch, layout::Layout, mesh::Mesh, plan::Problem};
+
+    /// An all-to-all is named by its own tensors: side, dim and element type are not those of attention.
+    #[test]
+    fn words() {
+        let batch = Batch::cross(&[0, 5, 9], &[0, 7, 12], None).unwrap();
+        let plan = Plan::new(&Problem::new(batch, 4, 2, 16, Dtype::Bf16), Mesh::single(), Layout::Contiguous).unwrap();
+        let all_to_all = |way, side| Purpose::AllToAll(AllToAll { way, side, dim: 3, dtype: Dtype::F32 });
+        for (run, words) in [
+            (Purpose::Attention(Direction::Backward), "the backward of 9 tokens in 2 documents, 4 heads of 16 bf16, "),
+            (
+                all_to_all(Way::ToHeads, Side::Q),
+                "the all-to-all to heads of 9 tokens in 2 documents, 4 heads of 3 f32, ",
+            ),
+            (
+                all_to_all(Way::ToTokens, Side::K),
+                "the all-to-all to tokens of 12 tokens in 2 documents, 2 heads of 3 f32, ",
+            ),
+        ] {
+            let text = run.describe(&plan);
+            assert!(text.starts_with(words), "{text:?} does not begin with {words:?}");
+        }
     }
 }

@@ -237,8 +237,28 @@ fn apart(cuda: &Arc<Cuda>) {
             } else {
                 stream.wait();
             }
-            outcome.expect_err("two graphs became one")
+            // SAFETY: as above: refused, or waited for.
+            let later = unsafe { rank.run_on(plan, Direction::Forward, &tensors.bindings(), stream.raw().cast()) };
+            [outcome, later, rank.poll()].map(|outcome| outcome.expect_err("two graphs became one"))
         });
+        // The first refusal says how to capture; what comes later, that the group has ended.
+        for [_, later, polled] in &errors {
+            let text = later.to_string();
+            match later {
+                cpattn::Error::Peer { .. } => {}
+                cpattn::Error::Unsupported { .. } => {
+                    let ended = ["in no graph", "ended the group", "make its transports and ranks again"];
+                    let ended = &ended[usize::from(captured == [true, true])..];
+                    assert!(
+                        ended.iter().all(|word| text.contains(word)) && !text.contains("join one capture"),
+                        "{text}"
+                    );
+                }
+                _ => panic!("{captured:?}: {later:?}"),
+            }
+            assert_eq!(later, polled);
+        }
+        let errors: Vec<_> = errors.into_iter().map(|[first, ..]| first).collect();
         let words = ["captured into a graph", "join one capture by events"];
         let typed = |e: &cpattn::Error| {
             matches!(e, cpattn::Error::Unsupported { .. }) && words.iter().all(|word| e.to_string().contains(word))

@@ -10,7 +10,8 @@
 //! - `all_to_all`: the two all-to-alls as calls of their own, in all of these ways;
 //! - `traces`: what a run records is what a rank on the CPU records, and costs no wait;
 //! - `agreement`: hosts meet for first runs only, and ranks that run different things find out in later ones;
-//! - `failures`: what is refused or fails leaves a rank as it was, or refused.
+//! - `failures`: what is refused or fails leaves a rank as it was, or refused;
+//! - `single_calls`: dropping what makes single calls waits for those alone, and leaves captures of others valid.
 //!
 //! The driver's counters and the allocator count for the whole process, so this is a program of its own, which runs its
 //! parts one after the other. It needs the stand-in driver for the counts, and any driver for the rest.
@@ -27,6 +28,7 @@ mod device;
 mod failures;
 mod graphs;
 mod plans;
+mod single_calls;
 mod tensors;
 #[allow(dead_code, reason = "each test program uses its part")]
 #[path = "../common/through.rs"]
@@ -44,7 +46,7 @@ type Part = (&'static str, fn(&Arc<Cuda>));
 
 fn main() {
     let Some(cuda) = device::device() else { return };
-    let parts: [Part; 8] = [
+    let parts: [Part; 9] = [
         ("counts", counts::run),
         ("bits", bits::run),
         ("graphs", graphs::run),
@@ -53,6 +55,7 @@ fn main() {
         ("traces", traces::run),
         ("agreement", agreement::run),
         ("failures", failures::run),
+        ("single_calls", single_calls::run),
     ];
     let wanted: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
     for (name, part) in parts {

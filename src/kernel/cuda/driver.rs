@@ -216,13 +216,6 @@ impl Context {
         unsafe { call!(cuThreadExchangeStreamCaptureMode(&raw mut mode)) }?;
         Ok(Beside { before: mode, _entered: entered })
     }
-
-    /// Waits on the host until everything on the device is done.
-    pub fn synchronize(&self) -> Result<()> {
-        let _beside = self.enter_beside_captures()?;
-        // SAFETY: the context is current.
-        unsafe { call!(cuCtxSynchronize()) }
-    }
 }
 
 impl Drop for Context {

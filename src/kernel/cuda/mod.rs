@@ -31,6 +31,7 @@
 //! memory    streams and memory for what sits on top; shared: one device for all callers that name it
 //! tags      what runs on devices carry along, so that ranks which differ are found
 //! stream_kernels  single calls of a caller's, with the ring they need
+//! spare_rings, lent_ring, last_calls   what such calls share, and what is waited for when they end
 //! ```
 
 mod attention;
@@ -45,7 +46,9 @@ mod hopper;
 mod hopper_calls;
 pub(crate) mod kept;
 mod kept_maps;
+mod last_calls;
 mod launch;
+mod lent_ring;
 mod margins;
 pub(crate) mod memory;
 mod metadata;
@@ -58,6 +61,7 @@ mod shared;
 mod shared_tiles;
 mod sinks;
 pub(crate) mod sm_margin;
+mod spare_rings;
 mod staging;
 mod stream_kernels;
 pub(crate) mod tags;
@@ -78,6 +82,7 @@ use driver::{Context, Entered, Function, Module, sys};
 use kept_maps::KeptMaps;
 use margins::Margins;
 use shapes::{SHAPES, Shape, Shaped};
+use spare_rings::SpareRings;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// One device with the kernels that were asked for so far.
@@ -92,6 +97,7 @@ pub struct Cuda {
     maps: KeptMaps,
     margins: Margins,
     kernels: Mutex<LoadedKernels>,
+    rings: SpareRings,
 }
 
 /// What was loaded, by element type (f16, bf16) and shape.
@@ -165,6 +171,7 @@ impl Cuda {
             maps: KeptMaps::new(hopper),
             margins: Margins::default(),
             kernels: Mutex::new(LoadedKernels::default()),
+            rings: SpareRings::default(),
         })
     }
 

@@ -88,6 +88,11 @@ impl Staging {
         self.mirror.bytes()
     }
 
+    /// Whether it is what [`super::Cuda::staging`] makes of these numbers.
+    pub(super) fn is_like(&self, bytes: usize, launches: usize) -> bool {
+        bytes <= MOST_BYTES && self.bytes() == padded(bytes).max(1) && self.events.len() == launches.max(1)
+    }
+
     /// Waits until no launch reads the ring any more.
     ///
     /// # Errors

@@ -3,10 +3,13 @@
 //!
 //! [`StreamKernels`] is a device, its kernels and one ring for scheduler metadata. What a call would otherwise load or allocate is made by
 //! [`StreamKernels::new`], [`StreamKernels::reserve`] and [`StreamKernels::reserve_metadata`], and a call that finds it missing is refused with the
-//! number it needs. The host waits in one case only: while more calls are in flight than the ring has room for.
+//! number it needs. The host waits in one case only: while more calls are in flight than the ring has room for, or calls on
+//! more streams than there are events for.
 
+use super::last_calls::LastCalls;
+use super::lent_ring::LentRing;
 use super::sm_margin::SmMargin;
-use super::{Cuda, Staging, check};
+use super::{Cuda, check};
 use crate::call::{Attend, AttendBackward, Delta, Finish, Merge, RawStream, RawTensor, SinkGradient, Transform};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
@@ -17,14 +20,20 @@ use alloc::sync::Arc;
 const BYTES: usize = 256 << 10;
 const CALLS: usize = 64;
 
-/// The kernels of a device for single calls, with a ring for scheduler metadata. Calls allocate nothing. Dropping it waits
-/// until the device is idle, which ends every capture on it with an error.
+/// The kernels of a device for single calls, with a ring for scheduler metadata. Calls allocate nothing.
+///
+/// Dropping it waits for its own calls, and for nothing else on the device; streams that are being captured meanwhile stay
+/// so. No capture holds its calls: they refuse such streams. The ring stays with the [`Cuda`] for the next one, if it has
+/// 16 MiB or less with the others there. Beyond that, and when the last holder of the [`Cuda`] is dropped, memory is freed and
+/// kernels are unloaded, for which a driver may wait until the device is idle.
 #[derive(Debug)]
 pub struct StreamKernels {
-    cuda: Arc<Cuda>,
-    staging: Staging,
+    // Dropped in this order: the kernels outlive their launches.
+    last_calls: LastCalls,
+    staging: LentRing,
     calls: usize,
     margin: Option<SmMargin>,
+    cuda: Arc<Cuda>,
 }
 
 impl StreamKernels {
@@ -34,8 +43,8 @@ impl StreamKernels {
     /// [`Error::Device`] when the driver refuses.
     pub fn new(cuda: Arc<Cuda>) -> Result<Self> {
         cuda.prepare_blocks()?;
-        let staging = cuda.staging(BYTES, CALLS)?;
-        Ok(Self { cuda, staging, calls: CALLS, margin: None })
+        let (last_calls, staging) = (LastCalls::new(&cuda)?, LentRing::new(&cuda, BYTES, CALLS)?);
+        Ok(Self { last_calls, staging, calls: CALLS, margin: None, cuda })
     }
 
     /// The device.
@@ -69,7 +78,7 @@ impl StreamKernels {
     pub fn reserve_metadata(&mut self, bytes: usize, calls: usize) -> Result<()> {
         let (bytes, calls) = (bytes.max(self.staging.bytes()), calls.max(self.calls));
         if (bytes, calls) != (self.staging.bytes(), self.calls) {
-            let ring = self.cuda.staging(bytes, calls)?;
+            let ring = LentRing::new(&self.cuda, bytes, calls)?;
             self.staging.drain()?;
             (self.staging, self.calls) = (ring, calls);
         }
@@ -181,8 +190,9 @@ impl StreamKernels {
         // SAFETY: tensors and stream are as `Cuda::delta` needs them (the contract).
         unsafe {
             self.cuda.accept_stream(stream)?;
-            self.cuda.delta(call, stream)
+            self.cuda.delta(call, stream)?;
         }
+        self.last_calls.mark(stream)
     }
 
     /// See [`Cuda::sink_gradient`].
@@ -196,8 +206,9 @@ impl StreamKernels {
         // SAFETY: tensors and stream are as `Cuda::sink_gradient` needs them (the contract).
         unsafe {
             self.cuda.accept_stream(stream)?;
-            self.cuda.sink_gradient(call, stream)
+            self.cuda.sink_gradient(call, stream)?;
         }
+        self.last_calls.mark(stream)
     }
 
     /// See [`Cuda::merge`].
@@ -211,14 +222,8 @@ impl StreamKernels {
         // SAFETY: tensors and stream are as `Cuda::merge` needs them (the contract).
         unsafe {
             self.cuda.accept_stream(stream)?;
-            self.cuda.merge(call, stream)
+            self.cuda.merge(call, stream)?;
         }
-    }
-}
-
-impl Drop for StreamKernels {
-    fn drop(&mut self) {
-        // Kernels must outlive their launches. If the context is gone, so are they.
-        let _ = self.cuda.context().synchronize();
+        self.last_calls.mark(stream)
     }
 }

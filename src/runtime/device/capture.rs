@@ -5,8 +5,7 @@
 //! wait for such a stream, or work that joins it from outside of the capture, with an error, and makes the capture
 //! invalid. The rank therefore asks first and refuses: nothing has happened then, and the caller can end the capture and
 //! launch its graph. Captures that the rank has no part in do not concern it: the driver objects of
-//! [`kernel::cuda`](crate::kernel::cuda) wait and allocate in a way that leaves them valid, but for
-//! [`StreamKernels`](crate::kernel::cuda::StreamKernels), which waits for the whole device when it is dropped.
+//! [`kernel::cuda`](crate::kernel::cuda) wait and allocate in a way that leaves them valid.
 
 use std::format;
 

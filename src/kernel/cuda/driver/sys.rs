@@ -87,7 +87,6 @@ functions! {
         cuCtxPopCurrent_v2(context: *mut CUcontext);
         cuCtxGetCurrent(context: *mut CUcontext);
         cuCtxEnablePeerAccess(peer: CUcontext, flags: c_uint);
-        cuCtxSynchronize();
         cuModuleLoadData(module: *mut CUmodule, image: *const c_void);
         cuModuleUnload(module: CUmodule);
         cuModuleGetFunction(function: *mut CUfunction, module: CUmodule, name: *const c_char);

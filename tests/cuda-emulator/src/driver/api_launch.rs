@@ -29,7 +29,7 @@ unsafe fn start(
     if m.modules.get(&f.module).is_none_or(|l| l.device != device) {
         return Err(codes::INVALID_HANDLE);
     }
-    let kernel = f.kernel.clone();
+    let (kernel, module) = (f.kernel.clone(), f.module);
     let threads = block.iter().map(|&n| u64::from(n)).product::<u64>();
     let why = if grid.contains(&0) || block.contains(&0) {
         Some("a dimension of the launch is 0".to_owned())
@@ -85,7 +85,7 @@ unsafe fn start(
     } else if !buffer.is_empty() {
         return Err(codes::INVALID_VALUE);
     }
-    m.submit(s, Work::Launch { kernel, grid, block, shared: dynamic, params: buffer, resident })
+    m.submit(s, Work::Launch { kernel, module, grid, block, shared: dynamic, params: buffer, resident })
 }
 
 #[unsafe(no_mangle)]

@@ -5,8 +5,8 @@
 //! is later than the device's, an instruction that the interpreter does not know. The error log says why.
 
 use super::codes;
-use super::entry::{call, in_context, put, waiting};
-use super::machine::{Function, Goal, Loaded, Machine};
+use super::entry::{call, in_context, put};
+use super::machine::{Function, Loaded, Machine};
 use crate::module::Module;
 use std::ffi::{CStr, c_char, c_uint, c_void};
 
@@ -101,20 +101,17 @@ pub unsafe extern "C" fn cuModuleLoad(out: *mut *mut c_void, path: *const c_char
     unsafe { load_image(out, text.as_ptr().cast(), None) }
 }
 
+/// The manual does not say that the driver waits for launches of the module, so this one does not: they fail.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleUnload(module: *mut c_void) -> i32 {
-    let goal = |m: &mut Machine, _| {
-        m.modules.get(&(module as u64)).map(|l| Goal::Device(l.device)).ok_or(codes::INVALID_HANDLE)
-    };
-    waiting("cuModuleUnload", goal, |m, _| {
-        if let Some(l) = m.modules.remove(&(module as u64)) {
-            for (_, address, _) in &l.module.variables {
-                m.homes.remove(address);
-                m.mem.free(*address);
-            }
-            for f in l.functions.values() {
-                m.functions.remove(f);
-            }
+    in_context("cuModuleUnload", |m, _| {
+        let l = m.modules.remove(&(module as u64)).ok_or(codes::INVALID_HANDLE)?;
+        for (_, address, _) in &l.module.variables {
+            m.homes.remove(address);
+            m.mem.free(*address);
+        }
+        for f in l.functions.values() {
+            m.functions.remove(f);
         }
         Ok(())
     })

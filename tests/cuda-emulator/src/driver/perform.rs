@@ -37,7 +37,12 @@ impl Machine {
         let is_copy = matches!(op.work, Work::Copy { .. });
         let Op { number, clock, work, device, .. } = op;
         let (what, result) = match work {
-            Work::Launch { kernel, grid, block, shared, params, resident } => {
+            Work::Launch { kernel, module, .. } if !self.modules.contains_key(&module) => {
+                let what = format!("kernel `{}`", kernel.name());
+                let detail = "its module was unloaded before it ran".to_owned();
+                (what.clone(), Err(plain(&what, (Fault::UseAfterFree, detail))))
+            }
+            Work::Launch { kernel, grid, block, shared, params, resident, .. } => {
                 let what = format!("kernel `{}`", kernel.name());
                 let options = self.options(resident);
                 let how = Launch { grid, block, dynamic_shared: shared, params: &params, options };

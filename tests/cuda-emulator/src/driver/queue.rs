@@ -36,6 +36,7 @@ impl Clock {
 pub(crate) enum Work {
     Launch {
         kernel: Kernel,
+        module: u64,
         grid: [u32; 3],
         block: [u32; 3],
         shared: u32,

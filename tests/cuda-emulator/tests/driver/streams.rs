@@ -16,6 +16,7 @@ pub fn case(name: &str, cx: &std::sync::Arc<CudaContext>) -> bool {
         "sticky" => sticky(),
         "bad modules" => bad_modules(),
         "limits" => limits(),
+        "unloaded" => unloaded(),
         _ => return false,
     }
     true
@@ -73,6 +74,21 @@ fn late() {
         }
     }
     assert_eq!(raw.read(), [1; N as usize]);
+}
+
+/// A module that is unloaded while a launch of it is in flight.
+fn unloaded() {
+    let image = std::ffi::CString::new(PTX).unwrap();
+    let s = stream();
+    // SAFETY: a context is current; the image ends in a zero byte; handles that were just made.
+    unsafe {
+        let module = result::module::load_data(image.as_ptr().cast()).unwrap();
+        let function = result::module::get_function(module, c"add_one".to_owned()).unwrap();
+        let raw = Raw { function, ..Raw::new() };
+        raw.launch(s, raw.x, N).unwrap();
+        result::module::unload(module).unwrap();
+        assert!(result::stream::synchronize(s).is_err());
+    }
 }
 
 /// Milliseconds between two events with timing, once both are over; every other pair is refused as the manual says.
@@ -187,6 +203,11 @@ fn events_order_streams() {
 #[test]
 fn a_missing_event_is_reported_for_every_seed() {
     reports("missing event", "StreamRace");
+}
+
+#[test]
+fn launches_of_an_unloaded_module_fail() {
+    reports("unloaded", "UseAfterFree in `kernel `add_one``: its module was unloaded before it ran");
 }
 
 #[test]

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The last call on each stream, of calls that take no part of a ring: their kernels stay loaded until they are done.
+//!
+//! One event a stream says when that is. The events are made beforehand, so that no call makes one.
+
+use super::Cuda;
+use super::driver::{Event, sys::CUstream};
+use crate::error::Result;
+use alloc::collections::VecDeque;
+use alloc::sync::Arc;
+use alloc::vec::Vec;
+
+/// Streams with calls in flight at one time; with one more, a call waits for the stream whose last call is the oldest.
+const STREAMS: usize = 16;
+
+/// The last calls of a [`StreamKernels`](super::StreamKernels); dropping it waits for them.
+#[derive(Debug)]
+pub(super) struct LastCalls {
+    cuda: Arc<Cuda>,
+    /// Oldest first.
+    marks: VecDeque<Mark>,
+    unused: Vec<Event>,
+}
+
+/// Everything that was put on a stream so far.
+#[derive(Debug)]
+struct Mark {
+    stream: CUstream,
+    event: Event,
+}
+
+// SAFETY: the stream is compared, and used for nothing else.
+unsafe impl Send for Mark {}
+
+impl LastCalls {
+    pub fn new(cuda: &Arc<Cuda>) -> Result<Self> {
+        let unused = (0..STREAMS).map(|_| Event::new(cuda.context())).collect::<Result<_>>()?;
+        Ok(Self { cuda: Arc::clone(cuda), marks: VecDeque::with_capacity(STREAMS), unused })
+    }
+
+    /// Notes that a call was put on a stream, which is not being captured.
+    pub fn mark(&mut self, stream: CUstream) -> Result<()> {
+        let event = match self.marks.iter().position(|mark| mark.stream == stream) {
+            Some(at) => self.remove(at),
+            None => self.free_event()?,
+        };
+        // A stream of the same handle may be another one by now, with work of the one before it still in flight. The
+        // event comes behind both: on the same stream the wait is over at once.
+        let _entered = self.cuda.enter()?;
+        let marked = event.hold(stream).and_then(|()| event.record(stream));
+        self.marks.push_back(Mark { stream, event });
+        marked
+    }
+
+    fn remove(&mut self, at: usize) -> Event {
+        self.marks.remove(at).expect("a mark that was found").event
+    }
+
+    /// An event whose point is over.
+    fn free_event(&mut self) -> Result<Event> {
+        if let Some(event) = self.unused.pop() {
+            return Ok(event);
+        }
+        for at in 0..self.marks.len() {
+            if self.marks[at].event.is_done()? {
+                return Ok(self.remove(at));
+            }
+        }
+        self.marks[0].event.wait()?;
+        Ok(self.remove(0))
+    }
+}
+
+impl Drop for LastCalls {
+    fn drop(&mut self) {
+        for mark in &self.marks {
+            // A failure means that the context is gone, and the kernels with it.
+            let _ = mark.event.wait();
+        }
+    }
+}
