@@ -375,10 +375,11 @@ int32_t cpattn_peer_group(uint32_t world, const int32_t *devices, uint64_t deadl
 
 /* Ranks as processes, over MPI. `comm` is the address of an MPI_Comm (handles are of different types in different
  * MPIs), of the MPI that the library was built with; its processes call together, and rank r of it is rank r here. The
- * library works on duplicates of it. MPI was initialised with MPI_THREAD_MULTIPLE. A process that does not call within the
- * deadline is named by the others (CPATTN_PEER). A failure is told to all ranks; a process that died shows as a deadline where MPI lets the others live, and ends the job where it does not, which is
- * MPI's default. After a failure leave with MPI_Abort: MPI_Finalize may wait for the dead. Destroy transports and ranks
- * before MPI_Finalize. A build without MPI (capi/build without --features mpi) refuses with CPATTN_UNSUPPORTED. */
+ * library works on duplicates of it. MPI was initialised with MPI_THREAD_MULTIPLE. The others name a process that does
+ * not call within the deadline (CPATTN_PEER). A failure is told to all ranks; a process that died shows as a deadline
+ * where MPI lets the others live, and ends the job where it does not, which is MPI's default. After a failure leave with
+ * MPI_Abort: MPI_Finalize may wait for the dead. Destroy transports and ranks before MPI_Finalize. A build without MPI
+ * (capi/build without --features mpi) refuses with CPATTN_UNSUPPORTED. */
 int32_t cpattn_mpi_group(const void *comm, uint64_t deadline_ms, cpattn_transport **transport);
 
 /*

@@ -8,7 +8,7 @@
 //! input or the options are refused.
 //!
 //! - `options`: the command line; `input`: a file or a seed; `team`: ranks as threads (start reading there); `processes`:
-//!   as processes; `clock`: their clocks; `ring`: the check of their links;
+//!   as processes; `clock`: their clocks; `together`: what they do after a run; `ring`: the check of their links;
 //! - `check`: errors and their bounds; `report`: what is printed; `suite`: every combination of options.
 #![allow(missing_docs, reason = "a program has no users of its items")]
 
@@ -23,6 +23,8 @@ mod report;
 mod ring;
 mod suite;
 mod team;
+#[cfg(feature = "mpi")]
+mod together;
 
 use std::{path::Path, process::ExitCode, sync::Arc, time::Duration};
 
@@ -75,10 +77,10 @@ fn over_mpi(mut args: Arguments) -> Result<bool, String> {
     match (outcome, ranks) {
         // A process that is alone with its error must not leave the others waiting for MPI's end.
         (Err(text), Ranks::Processes(processes)) => processes.give_up(&text),
-        (Ok(right), Ranks::Processes(processes)) => {
-            processes.meet();
-            Ok(right)
-        }
+        (Ok(right), Ranks::Processes(mut processes)) => match processes.meet() {
+            Ok(()) => Ok(right),
+            Err(text) => processes.give_up(&text),
+        },
         (outcome, _) => outcome,
     }
 }

@@ -2,9 +2,8 @@
 //! Ranks as processes, under `mpirun`.
 //!
 //! Every process reads the same input, makes the same plan and runs its rank, exactly as a thread of a
-//! [`Team`](crate::team::Team) would. What differs is around it: parts come together at rank 0 as messages of the caller's
-//! own, on the caller's communicator, which the transport never uses; and clocks differ, so that they are compared first,
-//! over the transport.
+//! [`Team`](crate::team::Team) would. What differs is around it: parts come together at rank 0, over a second transport
+//! (`together.rs`); and clocks differ, so that they are compared first, over the transport of the run.
 
 use std::{
     sync::Arc,
@@ -13,26 +12,27 @@ use std::{
 
 use bytemuck::{Pod, Zeroable};
 use cpattn::{
-    Element, Plan, Rank,
+    Cause, Element, Plan, Rank,
     report::trace::Event,
     schedule::{Direction, Lane},
     transport::{Transport, mpi::Mpi},
 };
-use mpi::{
-    Threading,
-    environment::Universe,
-    topology::{Process, SimpleCommunicator},
-    traits::*,
-};
+use mpi::{Threading, environment::Universe, topology::SimpleCommunicator, traits::*};
 
 use crate::{
     clock,
     team::{How, Inputs, Lap, Outcome, Part, Results, part},
+    together::{self, Alive},
 };
 
 /// This process's rank, and MPI.
 pub struct Processes {
     rank: Rank,
+    /// For what comes after a run.
+    side: Arc<Mpi>,
+    /// On rank 0, after a run.
+    alive: Option<Alive>,
+    deadline: Duration,
     /// Times of this process's events count from here.
     epoch: Instant,
     /// What to add to them, in nanoseconds, for times of rank 0.
@@ -85,7 +85,8 @@ impl Processes {
         let end = Mpi::new(&world, deadline).map_err(|e| e.to_string())?;
         let epoch = Instant::now();
         let offset = clock::offset(&end, epoch).map_err(|e| e.to_string())?;
-        Ok(Self { rank: Rank::new(end), epoch, offset, world, _universe: universe })
+        let side = Arc::new(Mpi::new(&world, deadline).map_err(|e| e.to_string())?);
+        Ok(Self { rank: Rank::new(end), side, alive: None, deadline, epoch, offset, world, _universe: universe })
     }
 
     pub fn rank(&self) -> usize {
@@ -98,24 +99,20 @@ impl Processes {
 
     /// Says it on standard error and ends all processes: MPI cannot be finalised with one that is dead or waits.
     pub fn give_up(&self, text: &str) -> ! {
+        self.side.abort(Cause::Failed);
         eprintln!("error: {text}");
+        // Others have something to say too.
+        std::thread::sleep(Duration::from_secs(1));
         self.world.abort(2)
     }
 
     /// Waits for rank 0, which still compares results, without taking its cores: `MPI_Finalize` may spin.
-    pub fn meet(&self) {
-        let mut word = 0_u8;
-        if self.rank() == 0 {
-            (1..self.world()).for_each(|rank| self.world.process_at_rank(rank as i32).send(&word));
-            return;
+    pub fn meet(&mut self) -> Result<(), String> {
+        match self.alive.take() {
+            Some(alive) => alive.finish(),
+            None if self.rank() == 0 => Ok(()),
+            None => together::wait(&*self.side).map_err(|e| e.to_string()),
         }
-        mpi::request::scope(|scope| {
-            let mut request = self.world.process_at_rank(0).immediate_receive_into(scope, &mut word);
-            while let Err(waiting) = request.test() {
-                request = waiting;
-                std::thread::sleep(Duration::from_millis(5));
-            }
-        });
     }
 
     /// Forward and backward of `plan`, whose world must be that of the job; the whole on rank 0, nothing elsewhere.
@@ -131,16 +128,17 @@ impl Processes {
         for event in mine.laps.iter_mut().flat_map(|lap| &mut lap.events) {
             (event.start_ns, event.end_ns) = (here(event.start_ns), here(event.end_ns));
         }
-        let root = self.world.process_at_rank(0);
+        let theirs = together::gather(&*self.side, &pack(&mine)).map_err(|e| e.to_string())?;
         if self.rank() != 0 {
-            send(&root, &mine);
             return Ok(None);
+        }
+        if self.world() > 1 {
+            self.alive = Some(Alive::new(Arc::clone(&self.side), self.deadline / 4));
         }
         let mut whole: Vec<_> = (0..plan.mesh().replicas).map(|_| Results::unwritten(plan)).collect();
         let (mut laps, mut planning) = (Vec::new(), Vec::new());
-        let mut first = Some(mine);
-        for rank in 0..self.world() {
-            let part = first.take().unwrap_or_else(|| receive(&self.world.process_at_rank(rank as i32), rank));
+        let theirs = theirs.iter().zip(1..).map(|(bytes, rank)| unpack(bytes, rank));
+        for (rank, part) in std::iter::once(mine).chain(theirs).enumerate() {
             let into = &mut whole[plan.mesh().coordinates(rank).replica];
             into.put(plan, rank, &part.results).map_err(|e| e.to_string())?;
             laps.push(part.laps);
@@ -150,66 +148,74 @@ impl Processes {
     }
 }
 
-fn send<T: Element>(root: &Process<'_>, part: &Part<T>) {
+/// A part as bytes: six tensors, the time of planning, and for each lap its direction and time, names and events.
+fn pack<T: Element>(part: &Part<T>) -> Vec<u8> {
     let Results { o, lse, dq, dk, dv, dsinks } = &part.results;
-    let tensors: [&[u8]; 6] = [
+    let laps: Vec<_> = part
+        .laps
+        .iter()
+        .map(|lap| {
+            let mut names: Vec<&str> = Vec::new();
+            let mut number = |name| {
+                names.iter().position(|&n| n == name).unwrap_or_else(|| {
+                    names.push(name);
+                    names.len() - 1
+                }) as u32
+            };
+            let events: Vec<Travelling> = lap
+                .events
+                .iter()
+                .map(|e| Travelling {
+                    start_ns: e.start_ns,
+                    end_ns: e.end_ns,
+                    bytes: e.bytes,
+                    step: e.step,
+                    name: number(e.name),
+                    phase: number(e.phase),
+                    communication: u32::from(e.lane == Lane::Communication),
+                })
+                .collect();
+            let head = [u64::from(lap.direction == Direction::Backward), lap.wall.as_nanos() as u64];
+            (head, names.join("\n"), events)
+        })
+        .collect();
+    let planning = [part.planning.as_nanos() as u64];
+    let mut runs: Vec<&[u8]> = vec![
         bytemuck::cast_slice(o),
         bytemuck::cast_slice(lse),
         bytemuck::cast_slice(dq),
         bytemuck::cast_slice(dk),
         bytemuck::cast_slice(dv),
         bytemuck::cast_slice(dsinks),
+        bytemuck::cast_slice(&planning),
     ];
-    tensors.into_iter().for_each(|bytes| root.send(bytes));
-    root.send(&[part.planning.as_nanos() as u64, part.laps.len() as u64][..]);
-    for lap in &part.laps {
-        let mut names: Vec<&str> = Vec::new();
-        let mut number = |name| {
-            names.iter().position(|&n| n == name).unwrap_or_else(|| {
-                names.push(name);
-                names.len() - 1
-            }) as u32
-        };
-        let events: Vec<Travelling> = lap
-            .events
-            .iter()
-            .map(|e| Travelling {
-                start_ns: e.start_ns,
-                end_ns: e.end_ns,
-                bytes: e.bytes,
-                step: e.step,
-                name: number(e.name),
-                phase: number(e.phase),
-                communication: u32::from(e.lane == Lane::Communication),
-            })
-            .collect();
-        root.send(&[u64::from(lap.direction == Direction::Backward), lap.wall.as_nanos() as u64][..]);
-        root.send(names.join("\n").as_bytes());
-        root.send(bytemuck::cast_slice::<_, u8>(&events));
+    for (head, names, events) in &laps {
+        runs.extend([bytemuck::cast_slice(head), names.as_bytes(), bytemuck::cast_slice(events)]);
     }
+    together::pack(&runs)
 }
 
-fn receive<T: Element>(from: &Process<'_>, rank: usize) -> Part<T> {
-    let bytes = || from.receive_vec::<u8>().0;
-    fn tensor<E: Pod>(bytes: &[u8]) -> Vec<E> {
+fn unpack<T: Element>(bytes: &[u8], rank: usize) -> Part<T> {
+    fn numbers<E: Pod>(bytes: &[u8]) -> Vec<E> {
         let mut all = vec![E::zeroed(); bytes.len() / size_of::<E>()];
         bytemuck::cast_slice_mut(&mut all).copy_from_slice(bytes);
         all
     }
+    let runs = together::unpack(bytes);
     let results = Results {
-        o: tensor(&bytes()),
-        lse: tensor(&bytes()),
-        dq: tensor(&bytes()),
-        dk: tensor(&bytes()),
-        dv: tensor(&bytes()),
-        dsinks: tensor(&bytes()),
+        o: numbers(runs[0]),
+        lse: numbers(runs[1]),
+        dq: numbers(runs[2]),
+        dk: numbers(runs[3]),
+        dv: numbers(runs[4]),
+        dsinks: numbers(runs[5]),
     };
-    let head = from.receive_vec::<u64>().0;
-    let laps = (0..head[1])
-        .map(|_| {
-            let lap = from.receive_vec::<u64>().0;
+    let laps = runs[7..]
+        .chunks_exact(3)
+        .map(|runs| {
+            let lap: Vec<u64> = numbers(runs[0]);
             // Names of events live as long as the program: there are a dozen of them.
-            let names: &'static str = String::from_utf8_lossy(&bytes()).into_owned().leak();
+            let names: &'static str = String::from_utf8_lossy(runs[1]).into_owned().leak();
             let names: Vec<&'static str> = names.split('\n').collect();
             let event = |e: &Travelling| Event {
                 rank,
@@ -224,9 +230,9 @@ fn receive<T: Element>(from: &Process<'_>, rank: usize) -> Part<T> {
             Lap {
                 direction: if lap[0] == 1 { Direction::Backward } else { Direction::Forward },
                 wall: Duration::from_nanos(lap[1]),
-                events: tensor::<Travelling>(&bytes()).iter().map(event).collect(),
+                events: numbers::<Travelling>(runs[2]).iter().map(event).collect(),
             }
         })
         .collect();
-    Part { results, laps, planning: Duration::from_nanos(head[0]) }
+    Part { results, laps, planning: Duration::from_nanos(numbers::<u64>(runs[6])[0]) }
 }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Many jobs in which one process goes wrong, at a moment drawn from a seed: `-- --trials 1000 --seed 1`.
 //!
-//! Four ranks run a plan again and again. One of them is killed, is stopped, never makes its transport, or goes over to
-//! another plan. Each of the others must end with an error that names it, after nothing but right results; no job may
-//! outlast its limit or leave a process behind.
+//! Four ranks run a plan again and again. One of them is killed, is stopped for good or for a while, never makes its transport,
+//! leaves in good order, or goes over to another plan. Each of the others must end with an error that names it, after nothing
+//! but right results; so must one that was stopped for a while, or all of them end well. No job may outlast its limit or leave
+//! a process behind.
 
 use std::{
     env, fs,
@@ -31,14 +32,17 @@ const LIMIT: Duration = Duration::from_secs(180);
 enum Act {
     Killed,
     Stopped,
+    Paused,
     NeverStarts,
+    Leaves,
     AnotherPlan,
 }
 
 /// What a seed says: what happens to whom, in which run, how far into it.
 fn draw(seed: u64) -> (Act, usize, usize, Duration) {
     let mut r = fastrand::Rng::with_seed(seed);
-    let act = [Act::Killed, Act::Stopped, Act::NeverStarts, Act::AnotherPlan][r.usize(..4)];
+    let all = [Act::Killed, Act::Stopped, Act::Paused, Act::NeverStarts, Act::Leaves, Act::AnotherPlan];
+    let act = all[r.usize(..all.len())];
     (act, r.usize(..WORLD), r.usize(..RUNS - 10), Duration::from_micros(r.u64(..5000)))
 }
 
@@ -120,6 +124,20 @@ pub fn rank(seed: u64) -> ! {
                             do_to_me("trap '' USR1 TERM; kill -STOP ME; sleep 10; kill -9 ME");
                         });
                     }
+                    Act::Paused if now => {
+                        // For less than the deadline, about as long, or until the others have given up.
+                        let part = fastrand::Rng::with_seed(!seed).f64() * 2.3 + 0.3;
+                        let asleep = DEADLINE.as_secs_f64() * part;
+                        thread::spawn(move || {
+                            thread::sleep(after);
+                            do_to_me(&format!("kill -STOP ME; sleep {asleep}; kill -CONT ME"));
+                        });
+                    }
+                    Act::Leaves if now => {
+                        drop(rank);
+                        thread::sleep(DEADLINE);
+                        process::exit(3);
+                    }
                     Act::AnotherPlan if me == culprit && run >= at => {
                         if let Err(error) = forward(&mut rank, &self::plan(Layout::Contiguous)) {
                             found = Some((run, error));
@@ -159,10 +177,16 @@ pub fn rank(seed: u64) -> ! {
                 (Error::Peer { peer, cause: Cause::Deadline { .. }, .. }, Act::AnotherPlan) => {
                     *peer == culprit || me == culprit
                 }
-                (Error::Peer { peer, .. }, Act::Killed | Act::Stopped) => *peer == culprit,
+                (Error::Peer { peer, .. }, Act::Killed | Act::Stopped | Act::Paused) => *peer == culprit,
+                (Error::Peer { peer, cause: Cause::Left, .. }, Act::Leaves) => *peer == culprit,
                 _ => false,
             };
             println!("{} {run} {error}", if right { FINE } else { "WRONG" });
+        }
+        None if act == Act::Paused => {
+            println!("{FINE} all runs ended well");
+            // Until it goes on, which would miss this process.
+            thread::sleep(DEADLINE * 3);
         }
         None => println!("WRONG: all runs ended well"),
     }
@@ -208,8 +232,14 @@ pub fn all(count: u64, seed: u64) -> bool {
             left = left_behind(&program);
         }
         let fine = out.matches(FINE).count();
-        let wanted = if act == Act::AnotherPlan { WORLD } else { WORLD - 1 };
-        let right = ended && left == 0 && fine == wanted && !out.contains("WRONG") && !err.contains("panicked");
+        let wanted = if matches!(act, Act::AnotherPlan | Act::Paused) { WORLD } else { WORLD - 1 };
+        let ended_well = out.matches("all runs ended well").count();
+        let right = [0, WORLD].contains(&ended_well)
+            && ended
+            && left == 0
+            && fine == wanted
+            && !out.contains("WRONG")
+            && !err.contains("panicked");
         failed += u64::from(!right);
         let said = out.lines().find_map(|l| l.strip_prefix(FINE)).unwrap_or("").trim();
         let verdict = if right { said } else { "FAILED" };

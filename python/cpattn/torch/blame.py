@@ -223,14 +223,20 @@ class Blame:
         return self.verdict
 
     def _find_joining(self, store: Any) -> Verdict:
-        """Of all ranks those that have not come, or else the first that came and does not answer."""
+        """Of all ranks those that have not come, or else the first that came and does not answer, or else the one that has been
+        there for much less time than others."""
         missing = [rank for rank in range(self.world) if not store.check([f"here/{rank}"])]
         if missing:
             shown = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
             return Verdict(missing[0], f"rank {shown} did not come")
+        there = []
         for rank in range(self.world):
-            if self._answer(store, rank) is None:
+            if (said := self._answer(store, rank)) is None:
                 return Verdict(rank, f"rank {rank} {_SILENT}")
+            there.append(said[2])
+        if max(there) - min(there) > self.timeout / 2:
+            rank = there.index(min(there))
+            return Verdict(rank, f"rank {rank} came late, or was stopped: it has been there for {min(there):.1f} s, others {max(there):.1f} s")
         return Verdict(None, "all ranks came, and their connections were not made: which is at fault cannot be told")
 
     def _find(self, store: Any) -> Verdict:
