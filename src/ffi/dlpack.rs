@@ -70,7 +70,7 @@ const FLOAT: u8 = 2;
 const BFLOAT: u8 = 4;
 
 /// A described tensor, whatever its type: address, and counts and strides (in elements) by dimension.
-pub(super) struct Parts {
+pub(super) struct TensorFields {
     pub ptr: *mut u8,
     pub item: usize,
     pub dtype: cpattn_dl_dtype,
@@ -80,7 +80,7 @@ pub(super) struct Parts {
     pub strides: [i64; 3],
 }
 
-impl Parts {
+impl TensorFields {
     pub(super) fn is_empty(&self) -> bool {
         self.shape[..self.ndim].contains(&0)
     }
@@ -141,7 +141,7 @@ pub(super) unsafe fn parts(
     t: *const cpattn_tensor,
     ndims: core::ops::RangeInclusive<i32>,
     at: Device,
-) -> Result<Parts> {
+) -> Result<TensorFields> {
     if t.is_null() || !t.is_aligned() {
         let found = if t.is_null() { "NULL" } else { "misaligned" };
         return Err(Error::invalid(name, found, "the address of a cpattn_tensor"));
@@ -178,7 +178,7 @@ pub(super) unsafe fn parts(
         let s = unsafe { super::input::array("strides", t.strides.cast_const(), ndim) };
         Some(s.map_err(|_| Error::invalid(format!("{name}.strides"), "misaligned", format!("{ndim} entries")))?)
     };
-    let mut out = Parts { ptr: t.data.cast(), item, dtype: t.dtype, ndim, shape: [1; 3], strides: [1; 3] };
+    let mut out = TensorFields { ptr: t.data.cast(), item, dtype: t.dtype, ndim, shape: [1; 3], strides: [1; 3] };
     for (d, &n) in shape_of.iter().enumerate() {
         out.shape[d] = u64::try_from(n).map_err(|_| Error::invalid(format!("{name}.shape[{d}]"), n, "at least 0"))?;
     }

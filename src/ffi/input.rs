@@ -206,7 +206,7 @@ mod tests {
             unsafe { sized("options", words.as_ptr().cast::<Now>()) }.map(|n| (n.value, n.added))
         };
         assert_eq!(read(&[24, 7, 5]).unwrap(), (7, 5));
-        // What an earlier header did not know is 0, whatever lies behind the struct.
+        // What an earlier header lacks is 0, whatever lies behind the struct.
         assert_eq!(read(&[16, 7, 5]).unwrap(), (7, 0));
         assert_eq!(read(&[16, 7]).unwrap(), (7, 0));
         assert_eq!(read(&[32, 7, 5, 0]).unwrap(), (7, 5));

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which rank holds which tokens: lists, and copies of rows between the whole batch and a rank's share.
 //!
-//! Rows are copied as bytes: token ids, activations and losses have element types that the attention does not know.
+//! Rows are copied as bytes: token ids, activations and losses have element types that attention has no kernels for.
 
 use core::ffi::c_void;
 use std::format;
 
 use super::{
-    dlpack::{Parts, cpattn_dl_dtype, cpattn_tensor, parts},
+    dlpack::{TensorFields, cpattn_dl_dtype, cpattn_tensor, parts},
     handle,
     input::array_mut,
     plan::{cpattn_plan, rank_of, side},
@@ -82,7 +82,7 @@ struct Rows {
 }
 
 impl Rows {
-    fn new(name: &'static str, p: &Parts) -> Result<Self> {
+    fn new(name: &'static str, p: &TensorFields) -> Result<Self> {
         let size = p.item;
         // The address space holds all of a tensor with elements (checked), so these fit; without any, nothing is copied.
         let bytes = |stride: i64| (stride as usize).wrapping_mul(size);

@@ -106,13 +106,13 @@ pub struct Load {
 
 /// Lists of segments, made once for many ranks.
 #[derive(Default)]
-pub(super) struct Lists {
+pub(super) struct SegmentLists {
     q: alloc::vec::Vec<Segment>,
     k: alloc::vec::Vec<Segment>,
 }
 
 /// The load of ring rank `r`.
-pub(super) fn load(shares: &Shares, batch: &crate::Batch, mask: Mask, r: usize, lists: &mut Lists) -> Load {
+pub(super) fn load(shares: &Shares, batch: &crate::Batch, mask: Mask, r: usize, lists: &mut SegmentLists) -> Load {
     shares.segments(Side::Q, r, &mut lists.q);
     shares.segments(Side::K, r, &mut lists.k);
     let mut load = Load::default();
@@ -227,7 +227,7 @@ mod tests {
             Layout::Striped { stripe: 3 },
             Layout::Balanced { chunks: 3 },
         ];
-        let mut lists = Lists::default();
+        let mut lists = SegmentLists::default();
         for batch in &batches {
             for mask in MASKS {
                 for layout in layouts {

@@ -23,7 +23,7 @@ use alloc::{format, vec::Vec};
 
 use super::{
     AttentionKind, Options, Plan, Problem,
-    area::{Lists, Load, load},
+    area::{Load, SegmentLists, load},
 };
 use crate::{
     error::{Error, Result},
@@ -117,7 +117,7 @@ pub struct Choice {
 pub fn dealt(problem: &Problem, layout: Layout, ring: usize) -> Result<Dealt> {
     let (batch, mask) = (problem.batch(), problem.mask());
     let shares = Shares::new(batch, mask, layout, ring)?;
-    let mut lists = Lists::default();
+    let mut lists = SegmentLists::default();
     let (mut largest, mut total) = (Load::default(), Load::default());
     for r in 0..ring {
         let l = load(&shares, batch, mask, r, &mut lists);

@@ -13,7 +13,7 @@ use super::{
     handle::AbortHandle,
     host,
     lanes::LaneThreads,
-    ops::Memory,
+    ops::BufferAddresses,
     prepared::{Prepared, Remembered},
     run::Purpose,
     walk,
@@ -140,7 +140,7 @@ impl HostRank {
         }
         let watch = AbortOnUnwind { transport: &*self.transport, failure: &self.failure };
         host::set_documents(&mut self.scratch, &prepared.plan);
-        let memory = Memory { tensors: *tensors, workspace };
+        let memory = BufferAddresses { tensors: *tensors, workspace };
         // SAFETY: the caller's tensors fit the plan (checked above), are valid and used by nothing else during the call (the
         // contract of this function); the workspace is as large as the schedule needs (`work_at`).
         let outcome = unsafe { walk::run(&mut self.lanes, &*self.transport, prepared, &memory, &mut self.scratch) };

@@ -7,7 +7,7 @@
 //! plan is prepared. On the CPU the calling thread is the compute lane and a thread of the rank's own the communication
 //! lane; on a device both lanes are streams.
 //!
-//! - [`rank`]: the rank, wherever its tensors are; [`front`] and `front_device`: the typed calls most users want; [`all_to_all`]: the two
+//! - [`rank`]: the rank, wherever its tensors are; [`front`] and `front_device`: the typed calls for most users; [`all_to_all`]: the two
 //!   all-to-alls as calls of their own; [`handle`]: what other threads may do to a rank;
 //! - [`bind`]: the caller's tensors, checked before anything is touched; [`prepared`]: a plan as a rank keeps it;
 //!   [`proof`]: what its schedule is checked for; [`run`]: what a run is for;

@@ -93,19 +93,19 @@ impl Listing {
 
 /// Where the bytes of a schedule's buffers lie.
 #[derive(Clone, Copy)]
-pub(super) struct Memory {
+pub(super) struct BufferAddresses {
     pub tensors: Bindings,
     pub workspace: *mut u8,
 }
 
 // SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which `proof` checks of
 // every schedule that is prepared.
-unsafe impl Send for Memory {}
+unsafe impl Send for BufferAddresses {}
 // SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which `proof` checks
 // of every schedule that is prepared.
-unsafe impl Sync for Memory {}
+unsafe impl Sync for BufferAddresses {}
 
-impl Memory {
+impl BufferAddresses {
     fn tensor(&self, schedule: &Schedule, view: BufferView) -> RawTensor {
         let whole = match view.buf {
             Buf::User(t) => *self.tensors.get(t),
@@ -129,7 +129,7 @@ pub(super) unsafe fn perform(
     plan: &Plan,
     schedule: &Schedule,
     op: usize,
-    memory: &Memory,
+    memory: &BufferAddresses,
     listing: &mut Listing,
     backend: &mut impl Backend,
 ) -> Result<u64> {

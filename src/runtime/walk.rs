@@ -7,7 +7,7 @@
 use super::{
     host::Host,
     lanes::{LaneThreads, Progress, Task},
-    ops::{Listing, Memory, perform},
+    ops::{BufferAddresses, Listing, perform},
     prepared::Prepared,
 };
 use crate::{
@@ -32,7 +32,7 @@ pub(super) unsafe fn run(
     lanes: &mut LaneThreads,
     transport: &dyn Transport,
     prepared: &mut Prepared,
-    memory: &Memory,
+    memory: &BufferAddresses,
     scratch: &mut Scratch,
 ) -> Result<()> {
     let Prepared { plan, schedule, compute, communication, .. } = prepared;
@@ -64,7 +64,7 @@ unsafe fn walk(
     lane: Lane,
     plan: &Plan,
     schedule: &Schedule,
-    memory: &Memory,
+    memory: &BufferAddresses,
     listing: &mut Listing,
     mut host: Host<'_>,
 ) -> Result<()> {

@@ -13,7 +13,7 @@ use crate::{batch::Batch, batch::Side, layout::Segment, mask::Mask};
 
 /// What one step moves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Step {
+pub(super) struct StepVolume {
     pub rows_in: u64,
     pub rows_out: u64,
     /// At least as many fragments as are listed.
@@ -89,8 +89,8 @@ fn length(a: (i64, i64)) -> u64 {
 
 impl Zigzag<'_> {
     /// Counts by step (entry 0 is unused), and the last step at which each stationary segment meets anything, or 0.
-    pub fn measure(&self) -> (Vec<Step>, Vec<u32>) {
-        let mut steps = vec![Step::default(); if self.gather { 2 } else { self.ring.max(2) }];
+    pub fn measure(&self) -> (Vec<StepVolume>, Vec<u32>) {
+        let mut steps = vec![StepVolume::default(); if self.gather { 2 } else { self.ring.max(2) }];
         let mut last = vec![0; self.stationary.len()];
         let mut i = 0;
         while i < self.stationary.len() {
@@ -124,7 +124,7 @@ impl Zigzag<'_> {
         }
     }
 
-    fn arriving(&self, stationary: &[Segment], steps: &mut [Step], last: &mut [u32]) {
+    fn arriving(&self, stationary: &[Segment], steps: &mut [StepVolume], last: &mut [u32]) {
         let doc = stationary[0].range.doc as usize;
         let (len, start) =
             (self.batch.document(self.circulating, doc).len() as i64, self.batch.start(self.circulating, doc));
@@ -183,7 +183,7 @@ impl Zigzag<'_> {
         }
     }
 
-    fn leaving(&self, own: &[Segment], steps: &mut [Step]) {
+    fn leaving(&self, own: &[Segment], steps: &mut [StepVolume]) {
         let doc = own[0].range.doc as usize;
         let (len, start) = (self.batch.document(self.staying, doc).len() as i64, self.batch.start(self.staying, doc));
         if len == 0 {

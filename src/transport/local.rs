@@ -105,14 +105,14 @@ struct Shared {
 }
 
 impl Shared {
-    fn call(&self, board: &mut Board, rank: usize) {
+    fn wake(&self, board: &mut Board, rank: usize) {
         if std::mem::replace(&mut board.ranks[rank].parked, false) {
             self.bells[rank].notify_one();
         }
     }
 
-    fn call_all(&self, board: &mut Board) {
-        (0..self.world).for_each(|rank| self.call(board, rank));
+    fn wake_all(&self, board: &mut Board) {
+        (0..self.world).for_each(|rank| self.wake(board, rank));
     }
 
     /// Puts a failure on the board, unless there is one, and wakes all ranks.
@@ -129,18 +129,18 @@ impl Shared {
         }
     }
 
-    /// To be called once a failure is on the board.
+    /// For a failure that is on the board.
     fn spread(&self, board: &mut Board) {
         self.failed.store(true, Ordering::Release);
-        self.call_all(board);
+        self.wake_all(board);
     }
 
-    /// Parks `rank`; true if the limit has passed and no rank has called.
+    /// Parks `rank`; true if the limit has passed and no rank has woken it.
     fn park<'a>(&self, mut board: MutexGuard<'a, Board>, rank: usize, limit: Limit) -> (MutexGuard<'a, Board>, bool) {
         board.ranks[rank].parked = true;
         let (mut board, expired) = wait(&self.bells[rank], board, limit);
-        let called = !std::mem::replace(&mut board.ranks[rank].parked, false);
-        (board, expired && !called)
+        let woken = !std::mem::replace(&mut board.ranks[rank].parked, false);
+        (board, expired && !woken)
     }
 }
 
@@ -235,7 +235,7 @@ impl Transport for Local {
         let mut board = lock(&shared.board);
         board.enter(rank, label)?;
         if board.offer(rank, group.clone(), fingerprint) {
-            group.for_each(|peer| shared.call(&mut board, peer));
+            group.for_each(|peer| shared.wake(&mut board, peer));
         }
         let mut patience = Patience::new(board.ranks[rank].moved);
         while board.ranks[rank].phase != Phase::Answered {
@@ -263,7 +263,7 @@ impl Transport for Local {
         board.post(rank, sends, recvs);
         for send in sends {
             if board.ranks[send.peer].phase == Phase::Exchange {
-                shared.call(&mut board, send.peer);
+                shared.wake(&mut board, send.peer);
             }
         }
         let mut patience = Patience::new(board.ranks[rank].moved);
@@ -274,7 +274,7 @@ impl Transport for Local {
                 && let Some(claim) = board.claim(rank, &mut at)
             {
                 let (peer, bytes) = (claim.recv.peer, claim.recv.bytes);
-                let call = if bytes == claim.send.bytes {
+                let wake_peer = if bytes == claim.send.bytes {
                     drop(board);
                     let (from, to) = (claim.send.ptr.cast_const(), claim.recv.ptr);
                     // SAFETY: both ranges are valid for `bytes` and nothing else writes either, by the contract of the
@@ -288,8 +288,8 @@ impl Transport for Local {
                     shared.spread(&mut board);
                     false
                 };
-                if call {
-                    shared.call(&mut board, peer);
+                if wake_peer {
+                    shared.wake(&mut board, peer);
                 }
             }
             let place = &board.ranks[rank];
@@ -337,6 +337,6 @@ impl Drop for Local {
         if std::thread::panicking() {
             self.shared.fail(&mut board, self.rank, Cause::Panicked);
         }
-        self.shared.call_all(&mut board);
+        self.shared.wake_all(&mut board);
     }
 }

@@ -95,7 +95,7 @@ impl fmt::Display for Trouble {
 impl std::error::Error for Trouble {}
 
 /// A link as it travels: from, to, latency and transfer in nanoseconds.
-type Entry = [u64; 4];
+type LedgerEntry = [u64; 4];
 
 /// Byte `at` of what `from` sends at hop `hop`.
 fn stamp(from: usize, hop: usize, at: usize) -> u8 {
@@ -113,10 +113,10 @@ fn link(world: usize, hop: usize) -> (usize, usize) {
     }
 }
 
-struct Walk<'a, T: ?Sized> {
+struct LedgerRound<'a, T: ?Sized> {
     end: &'a T,
     hop: usize,
-    ledger: Vec<Entry>,
+    ledger: Vec<LedgerEntry>,
     large: Vec<u8>,
 }
 
@@ -156,7 +156,7 @@ pub fn check<T: Transport + ?Sized>(end: &T, bytes: usize) -> Result<Vec<Link>, 
         return Err(refused(Error::invalid("bytes", bytes, "a number that fits into memory")));
     }
     large.resize(bytes, 0);
-    let mut walk = Walk { end, hop: 0, ledger: std::vec![[0; 4]; 2 * world], large };
+    let mut walk = LedgerRound { end, hop: 0, ledger: std::vec![[0; 4]; 2 * world], large };
     let mut known = 0;
     for hop in 0..2 * world {
         walk.hop = hop;
@@ -170,7 +170,7 @@ pub fn check<T: Transport + ?Sized>(end: &T, bytes: usize) -> Result<Vec<Link>, 
             known = hop + 1;
         }
     }
-    let entry = |&[from, to, latency, transfer]: &Entry| Link {
+    let entry = |&[from, to, latency, transfer]: &LedgerEntry| Link {
         from: from as usize,
         to: to as usize,
         latency: Duration::from_nanos(latency),
@@ -179,7 +179,7 @@ pub fn check<T: Transport + ?Sized>(end: &T, bytes: usize) -> Result<Vec<Link>, 
     Ok(walk.ledger[..known].iter().map(entry).collect())
 }
 
-impl<T: Transport + ?Sized> Walk<'_, T> {
+impl<T: Transport + ?Sized> LedgerRound<'_, T> {
     fn give(&mut self, to: usize) -> Result<(), Trouble> {
         let (rank, hop) = (self.end.rank(), self.hop);
         let mut latency = Duration::MAX;

@@ -5,7 +5,7 @@
 //! without fused multiply-adds, so that bits are the same on all of them.
 
 use super::check;
-use super::convert::{self, Convert, Four, Pass};
+use super::convert::{self, Convert, Four, VectorLoop};
 use super::rows::address;
 use super::simd::Real;
 use super::tile::at;
@@ -61,7 +61,7 @@ fn total<A: Real>(mut sums: [A; LANES]) -> A {
 /// Rows with sums in f32.
 struct Rows<'a>(&'a Delta);
 
-impl Pass for Rows<'_> {
+impl VectorLoop for Rows<'_> {
     #[inline(always)]
     unsafe fn run<V: Convert>(&self) {
         let c = self.0;

@@ -4,7 +4,7 @@
 //! All are bound by memory, so they run on the calling thread. What counts is the order in which memory is walked.
 
 use super::check;
-use super::convert::{self, Convert, Pass};
+use super::convert::{self, Convert, VectorLoop};
 use super::rows::{address, load, store};
 use super::simd::Real;
 use super::tile::at;
@@ -63,13 +63,13 @@ fn is_wide(b: &Block, t: &Transform) -> bool {
 
 /// How a block is walked: `tokens` times `heads` runs of `run` elements, as long as all of its tensors allow.
 #[derive(Clone, Copy)]
-struct Walk {
+struct RunGrid {
     tokens: usize,
     heads: usize,
     run: usize,
 }
 
-impl Walk {
+impl RunGrid {
     fn new(dst: &RawTensor, sources: &[RawTensor]) -> Self {
         let (tokens, heads, dim) = (dst.tokens as usize, dst.heads as usize, dst.dim as usize);
         let all = |which: fn(&RawTensor) -> bool| which(dst) && sources.iter().all(which);
@@ -92,7 +92,7 @@ fn row(t: &RawTensor, token: usize, head: usize) -> *mut u8 {
 /// The blocks whose sums are f32.
 struct Narrow<'a>(&'a Transform<'a>);
 
-impl Pass for Narrow<'_> {
+impl VectorLoop for Narrow<'_> {
     /// Blocks of one run go from start to end. Of the others some are walked together, a few tokens of one and then
     /// of the next: those of an all-to-all are the heads of the same tokens, so that memory is read, or written, once from
     /// start to end, rather than once for each block with a step over all others.
@@ -102,13 +102,13 @@ impl Pass for Narrow<'_> {
         let written = |d: &RawTensor| d.tokens as usize * d.heads as usize * d.dim as usize * d.dtype.size();
         let stream = t.blocks.iter().map(|b| written(&b.dst)).sum::<usize>() >= convert::STREAM;
         let mut group = [0; TOGETHER];
-        let mut walks = [Walk { tokens: 0, heads: 0, run: 0 }; TOGETHER];
+        let mut walks = [RunGrid { tokens: 0, heads: 0, run: 0 }; TOGETHER];
         let mut n = 0;
         for (i, b) in t.blocks.iter().enumerate() {
             if is_wide(b, t) {
                 continue;
             }
-            let walk = Walk::new(&b.dst, sources(b, t));
+            let walk = RunGrid::new(&b.dst, sources(b, t));
             if walk.tokens <= 1 {
                 // SAFETY: checked, tensors valid and blocks apart (the contract of `transform`, under which a `Narrow`
                 // is made), here and below.
@@ -143,9 +143,9 @@ impl Narrow<'_> {
     /// # Safety
     /// As [`transform`].
     #[inline(always)]
-    unsafe fn together<V: Convert>(&self, group: &[usize], walks: &[Walk], stream: bool) {
+    unsafe fn together<V: Convert>(&self, group: &[usize], walks: &[RunGrid], stream: bool) {
         let most = walks.iter().map(|w| w.tokens).max().unwrap_or(0);
-        let bytes = |(&i, w): (&usize, &Walk)| w.heads * w.run * self.0.blocks[i].dst.dtype.size();
+        let bytes = |(&i, w): (&usize, &RunGrid)| w.heads * w.run * self.0.blocks[i].dst.dtype.size();
         let tokens = (AT_A_TIME / group.iter().zip(walks).map(bytes).max().unwrap_or(0).max(1)).max(1);
         for first in (0..most).step_by(tokens) {
             for (&i, &walk) in group.iter().zip(walks) {
@@ -209,7 +209,7 @@ unsafe fn part<V: Convert>(dst: &RawTensor, sources: &[RawTensor], begin: usize,
 unsafe fn narrow<V: Convert>(
     b: &Block,
     sources: &[RawTensor],
-    walk: Walk,
+    walk: RunGrid,
     tokens: core::ops::Range<usize>,
     stream: bool,
 ) {
@@ -243,7 +243,7 @@ unsafe fn narrow<V: Convert>(
 unsafe fn wide(b: &Block, sources: &[RawTensor]) {
     /// Elements of a chunk.
     const CHUNK: usize = 256;
-    let walk = Walk::new(&b.dst, sources);
+    let walk = RunGrid::new(&b.dst, sources);
     for (i, h) in (0..walk.tokens).flat_map(|i| (0..walk.heads).map(move |h| (i, h))) {
         for done in (0..walk.run).step_by(CHUNK) {
             let n = CHUNK.min(walk.run - done);

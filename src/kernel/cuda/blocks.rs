@@ -75,7 +75,7 @@ impl Cuda {
                 movable(checker, &name, source)?;
             }
             block.check_in_place(i, sources)?;
-            let steps = Steps::of(&block.dst);
+            let steps = BlockSteps::of(&block.dst);
             let alone = steps.elements > u64::from(u32::MAX / 2);
             let all = || core::iter::once(&block.dst).chain(sources);
             // What the kernel counts with 32 bits.
@@ -95,7 +95,7 @@ impl Cuda {
         let located = |t: &RawTensor| {
             let params::Tensor { ptr, token, head } = bases::bytes(t);
             let BaseOffset { base, row, first_head } =
-                if Steps::of(t).count() == 0 { NOWHERE } else { address_space.of(ptr) };
+                if BlockSteps::of(t).count() == 0 { NOWHERE } else { address_space.of(ptr) };
             params::TransformTensor { row, token, head, first_head, base }
         };
         let (mut writer, _) = buffer.begin(self.transform_bytes(call))?;
@@ -106,7 +106,7 @@ impl Cuda {
         }
         let (mut tiles, mut count) = (0, 0);
         for block in call.blocks {
-            let steps = Steps::of(&block.dst);
+            let steps = BlockSteps::of(&block.dst);
             if steps.count() == 0 {
                 continue;
             }
@@ -321,7 +321,7 @@ fn movable(checker: Checker, name: &str, t: &RawTensor) -> Result<()> {
 
 /// How a block is gone through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Steps {
+struct BlockSteps {
     /// Tokens times heads.
     rows: u64,
     /// Steps of one row.
@@ -331,7 +331,7 @@ struct Steps {
     elements: u64,
 }
 
-impl Steps {
+impl BlockSteps {
     fn of(t: &RawTensor) -> Self {
         let rows = t.tokens.saturating_mul(u64::from(t.heads));
         let eights = t.dim.is_multiple_of(8);
@@ -356,10 +356,11 @@ mod tests {
 
     #[test]
     fn steps_are_8_elements_where_the_dim_allows() {
-        let steps =
-            |tokens, heads, dim| Steps::of(&RawTensor::compact(core::ptr::null_mut(), Dtype::Bf16, tokens, heads, dim));
-        assert_eq!(steps(10, 4, 64), Steps { rows: 40, units: 8, eights: true, elements: 2560 });
-        assert_eq!(steps(10, 4, 3), Steps { rows: 40, units: 3, eights: false, elements: 120 });
+        let steps = |tokens, heads, dim| {
+            BlockSteps::of(&RawTensor::compact(core::ptr::null_mut(), Dtype::Bf16, tokens, heads, dim))
+        };
+        assert_eq!(steps(10, 4, 64), BlockSteps { rows: 40, units: 8, eights: true, elements: 2560 });
+        assert_eq!(steps(10, 4, 3), BlockSteps { rows: 40, units: 3, eights: false, elements: 120 });
         assert_eq!((steps(10, 4, 64).count(), steps(3, 1, 1).count(), steps(0, 4, 64).count()), (320, 3, 0));
         assert_eq!(steps(u64::MAX, 4, 64).count(), u64::MAX);
     }

@@ -18,19 +18,19 @@ const STREAMS: usize = 16;
 pub(super) struct LastCalls {
     cuda: Arc<Cuda>,
     /// Oldest first.
-    marks: VecDeque<Mark>,
+    marks: VecDeque<LastCall>,
     unused: Vec<Event>,
 }
 
 /// Everything that was put on a stream so far.
 #[derive(Debug)]
-struct Mark {
+struct LastCall {
     stream: CUstream,
     event: Event,
 }
 
 // SAFETY: the stream is compared, and used for nothing else.
-unsafe impl Send for Mark {}
+unsafe impl Send for LastCall {}
 
 impl LastCalls {
     pub fn new(cuda: &Arc<Cuda>) -> Result<Self> {
@@ -48,7 +48,7 @@ impl LastCalls {
         // event comes behind both: on the same stream the wait is over at once.
         let _entered = self.cuda.enter()?;
         let marked = event.hold(stream).and_then(|()| event.record(stream));
-        self.marks.push_back(Mark { stream, event });
+        self.marks.push_back(LastCall { stream, event });
         marked
     }
 

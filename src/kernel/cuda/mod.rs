@@ -103,14 +103,14 @@ pub struct Cuda {
 /// What was loaded, by element type (f16, bf16) and shape.
 #[derive(Debug, Default)]
 struct LoadedKernels {
-    attention: [[Option<Attention>; SHAPES.len()]; 2],
+    attention: [[Option<AttentionKernels>; SHAPES.len()]; 2],
     hopper: hopper::LoadedForward,
     blocks: Option<Blocks>,
 }
 
 /// The kernels of one element type and shape. The modules keep them alive.
 #[derive(Debug)]
-struct Attention {
+struct AttentionKernels {
     forward: Ready,
     fused: Option<Ready>,
     /// Loaded when a call first needs them: where there is a fused kernel, only calls for one side do.
@@ -262,7 +262,12 @@ impl Cuda {
         Ok(Ready { function, launch, each })
     }
 
-    fn attention<'a>(&self, kernels: &'a mut LoadedKernels, element: usize, shape: usize) -> Result<&'a mut Attention> {
+    fn attention<'a>(
+        &self,
+        kernels: &'a mut LoadedKernels,
+        element: usize,
+        shape: usize,
+    ) -> Result<&'a mut AttentionKernels> {
         let slot = &mut kernels.attention[element][shape];
         if slot.is_none() {
             let s = &SHAPES[shape];
@@ -275,7 +280,7 @@ impl Cuda {
                 }
                 None => (None, None),
             };
-            *slot = Some(Attention {
+            *slot = Some(AttentionKernels {
                 forward: self.forward(&forward, s)?,
                 // Without a fused kernel every backward needs them, so `prepare` loads them.
                 sides: if fused.is_none() { Some(self.load_sides(element, s)?) } else { None },

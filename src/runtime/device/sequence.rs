@@ -25,7 +25,7 @@ use crate::{
     plan::Plan,
     runtime::{
         Bindings, bind,
-        ops::{Backend, Memory, perform},
+        ops::{Backend, BufferAddresses, perform},
         prepared::Prepared,
         tags::Tags,
     },
@@ -47,7 +47,7 @@ pub(super) const fn base_of(tensor: TensorId) -> usize {
 }
 
 /// What a stream is given next.
-enum Step {
+enum StreamCommand {
     /// An operation begins here, or is over: of use to a trace alone.
     Begin {
         stream: usize,
@@ -80,7 +80,7 @@ enum Step {
 
 /// The launches, events and exchanges of one schedule, in the order in which they are enqueued.
 pub(super) struct Sequence {
-    steps: Vec<Step>,
+    steps: Vec<StreamCommand>,
     launches: KeptLaunches,
     messages: Vec<Message>,
     /// Which messages a run sets the address of, and where their bytes are; tags are where they are.
@@ -103,7 +103,7 @@ struct Recording<'a> {
     tags: Option<*mut u8>,
     disagreements: &'a Disagreements,
     stream: usize,
-    steps: Vec<Step>,
+    steps: Vec<StreamCommand>,
     messages: Vec<Message>,
     offsets: Vec<(u32, BaseOffset)>,
     most_messages: usize,
@@ -115,7 +115,7 @@ impl Recording<'_> {
         let first = self.recorder.len() as u32;
         make(&mut self.recorder)?;
         let stream = self.stream;
-        self.steps.extend((first..self.recorder.len() as u32).map(|launch| Step::Launch { stream, launch }));
+        self.steps.extend((first..self.recorder.len() as u32).map(|launch| StreamCommand::Launch { stream, launch }));
         Ok(())
     }
 
@@ -157,7 +157,7 @@ impl Backend for Recording<'_> {
 
     unsafe fn exchange(&mut self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
         let (sent, received) = (self.list(sends), self.list(recvs));
-        self.steps.push(Step::Exchange { label, sends: sent, recvs: received });
+        self.steps.push(StreamCommand::Exchange { label, sends: sent, recvs: received });
         let Some(at) = self.tags.filter(|_| !recvs.is_empty()) else { return Ok(()) };
         let (tags, rows): (Vec<Message>, Vec<Message>) = recvs.iter().partition(|m| tags::is_of_lists(m.ptr));
         let slot = |m: &Message| (m.ptr as usize - at as usize) / TAG_BYTES;
@@ -204,7 +204,7 @@ impl Sequence {
             offsets: Vec::new(),
             most_messages: 0,
         };
-        let memory = Memory { tensors, workspace: BaseShapes::symbol(0) };
+        let memory = BufferAddresses { tensors, workspace: BaseShapes::symbol(0) };
         let Prepared { schedule, run, compute: listing, .. } = prepared;
         if let Some(runs) = runs {
             let tags = Tags::new(&plan, *run, schedule, &mut Expansion::new(schedule));
@@ -232,15 +232,15 @@ impl Sequence {
             let stream = stream_of(op.lane);
             recording.stream = stream;
             if let Some(event) = op.after.and_then(|after| events[after as usize]) {
-                recording.steps.push(Step::Hold { stream, event });
+                recording.steps.push(StreamCommand::Hold { stream, event });
             }
-            recording.steps.push(Step::Begin { stream, op: i as u32 });
+            recording.steps.push(StreamCommand::Begin { stream, op: i as u32 });
             // SAFETY: `Recording` touches no memory.
             let bytes = unsafe { perform(&plan, schedule, i, &memory, listing, &mut recording) }?;
-            recording.steps.push(Step::End { stream });
+            recording.steps.push(StreamCommand::End { stream });
             named.push(Named::new(op, bytes));
             if let Some(event) = events[i] {
-                recording.steps.push(Step::Mark { stream, event });
+                recording.steps.push(StreamCommand::Mark { stream, event });
             }
         }
         let Recording { recorder, steps, mut messages, offsets, most_messages, .. } = recording;
@@ -297,24 +297,24 @@ impl Sequence {
         let messages = |range: &Range<u32>| &self.messages[range.start as usize..range.end as usize];
         for step in &self.steps {
             match step {
-                Step::Begin { stream, op } => {
+                StreamCommand::Begin { stream, op } => {
                     if let Some(tracer) = &mut tracer {
                         tracer.begin(self.named[*op as usize], streams[*stream])?;
                     }
                 }
-                Step::End { stream } => {
+                StreamCommand::End { stream } => {
                     if let Some(tracer) = &mut tracer {
                         tracer.end(streams[*stream])?;
                     }
                 }
-                Step::Hold { stream, event } => self.events[*event as usize].hold(streams[*stream])?,
-                Step::Mark { stream, event } => self.events[*event as usize].record(streams[*stream])?,
-                Step::Launch { stream, launch } => {
+                StreamCommand::Hold { stream, event } => self.events[*event as usize].hold(streams[*stream])?,
+                StreamCommand::Mark { stream, event } => self.events[*event as usize].record(streams[*stream])?,
+                StreamCommand::Launch { stream, launch } => {
                     // SAFETY: the bases are those of this run; schedules put all attention, which alone counts, on one
                     // lane; the events keep the order that the schedule asks for.
                     unsafe { self.launches.start(*launch as usize, cuda, streams[*stream]) }?;
                 }
-                Step::Exchange { label, sends, recvs } => {
+                StreamCommand::Exchange { label, sends, recvs } => {
                     // SAFETY: the bases are those of this run; schedules put all attention, which alone counts, on
                     // one lane; the events keep the order that the schedule asks for; the transport's stream comes
                     // behind what the exchange sends and overwrites, and what reads it comes behind that stream.

@@ -19,7 +19,7 @@ use crate::{
 };
 
 /// An operation that has no place in the list yet. It waits for items of the other lane.
-struct Item {
+struct PendingOp {
     kind: OpKind,
     step: u32,
     after: [Option<usize>; 2],
@@ -27,9 +27,9 @@ struct Item {
 
 /// The ring phase while it is written: two lanes, and whose turn it is in each pair of slots.
 pub(super) struct Ring {
-    compute: Vec<Item>,
+    compute: Vec<PendingOp>,
     /// With its place among all exchanges: round, then key.
-    communication: Vec<((usize, u32), Item)>,
+    communication: Vec<((usize, u32), PendingOp)>,
     arrivals: SlotPair,
     partials: SlotPair,
     regions: Vec<[Region; 2]>,
@@ -201,7 +201,7 @@ impl Builder<'_> {
             }
             let end = self.out.blocks.len() as u32;
             if begin < end {
-                ring.compute.push(Item { kind: OpKind::Transform { begin, end }, step: v.step, after: [None; 2] });
+                ring.compute.push(PendingOp { kind: OpKind::Transform { begin, end }, step: v.step, after: [None; 2] });
             }
         }
         // In the ordered form the rows that land in the slot include the own ones, which do not travel.
@@ -214,12 +214,12 @@ impl Builder<'_> {
             if !packed.is_empty() {
                 let tensors = t.own.iter().zip(&packed).map(|(&own, &slot)| StepTensor { own, slot }).collect();
                 let kind = OpKind::Pack { ring_step: ring_step as u32, ring_steps, tensors };
-                ring.communication.push(((t.round, 2 * v.step), Item { kind, step: v.step, after: [None; 2] }));
+                ring.communication.push(((t.round, 2 * v.step), PendingOp { kind, step: v.step, after: [None; 2] }));
             }
             let tensors = t.own.iter().zip(at).map(|(&own, &slot)| StepTensor { own, slot }).collect();
             let kind = OpKind::Fetch { ring_step: ring_step as u32, ring_steps, tensors, packed };
             let after = [slot.and_then(|s| ring.arrivals.used[s]), None];
-            ring.communication.push(((t.round, 2 * v.step), Item { kind, step: v.step, after }));
+            ring.communication.push(((t.round, 2 * v.step), PendingOp { kind, step: v.step, after }));
             slot.map(|_| ring.communication.len() - 1)
         } else {
             None
@@ -256,7 +256,7 @@ impl Builder<'_> {
                 after[1] = free;
             }
             let kind = call(&arrival.at, partials.map(Vec::as_slice));
-            ring.compute.push(Item { kind, step: v.step, after });
+            ring.compute.push(PendingOp { kind, step: v.step, after });
             if let Some(slot) = arrival.slot {
                 ring.arrivals.used[slot] = Some(ring.compute.len() - 1);
             }
@@ -267,7 +267,7 @@ impl Builder<'_> {
                 }
                 let end = self.out.blocks.len() as u32;
                 let kind = OpKind::Transform { begin, end };
-                ring.compute.push(Item { kind, step: v.step, after: [free, None] });
+                ring.compute.push(PendingOp { kind, step: v.step, after: [free, None] });
             }
             attended = Some(ring.compute.len() - 1);
         }
@@ -294,7 +294,7 @@ impl Builder<'_> {
             ring_steps: t.circulating_side,
             tensors: pairs(&home.leaving[turn]),
         };
-        ring.communication.push((order, Item { kind, step: v.step, after: [made, None] }));
+        ring.communication.push((order, PendingOp { kind, step: v.step, after: [made, None] }));
         if made.is_some() {
             ring.partials.used[turn] = Some(ring.communication.len() - 1);
         }
@@ -306,7 +306,7 @@ impl Builder<'_> {
                 ring_steps: t.circulating_side,
                 tensors: pairs(&home.sums),
             };
-            ring.communication.push((order, Item { kind, step: v.step, after: [begun, None] }));
+            ring.communication.push((order, PendingOp { kind, step: v.step, after: [begun, None] }));
         }
     }
 
@@ -314,7 +314,7 @@ impl Builder<'_> {
     /// operation of each lane waits for: (compute lane, communication lane).
     pub(super) fn weave(&mut self, ring: Ring, entry: (Option<u32>, Option<u32>)) {
         let Ring { compute, communication, .. } = ring;
-        let mut sorted: Vec<(usize, (usize, u32), Item)> =
+        let mut sorted: Vec<(usize, (usize, u32), PendingOp)> =
             communication.into_iter().enumerate().map(|(i, (order, item))| (i, order, item)).collect();
         sorted.sort_by_key(|(i, order, _)| (*order, *i));
         let mut place_of = vec![0; sorted.len()];
@@ -342,7 +342,7 @@ impl Builder<'_> {
         }
     }
 
-    fn place(&mut self, item: Item, lane: Lane, after: Option<u32>) -> u32 {
+    fn place(&mut self, item: PendingOp, lane: Lane, after: Option<u32>) -> u32 {
         self.out.ops.push(Op { kind: item.kind, lane, step: item.step, phase: "ring", after });
         (self.out.ops.len() - 1) as u32
     }

@@ -5,7 +5,7 @@ use alloc::{collections::BTreeMap, format, vec, vec::Vec};
 
 use super::{
     flaw::flaw,
-    listed::{Met, Sum, Work},
+    listed::{ListedOp, Met, Sum},
     memory::{Cell, Memory, What},
     report::{RankReport, Traffic},
 };
@@ -25,13 +25,13 @@ pub(super) struct Atom {
 }
 
 /// Lists of contributions, each stored once, in the order in which they were added. Entry 0 is empty.
-pub(super) struct Lists {
+pub(super) struct Contributions {
     all: Vec<Vec<Atom>>,
     index: BTreeMap<Vec<Atom>, u32>,
     sums: BTreeMap<(u32, u32), u32>,
 }
 
-impl Lists {
+impl Contributions {
     fn new() -> Self {
         Self { all: vec![Vec::new()], index: BTreeMap::from([(Vec::new(), 0)]), sums: BTreeMap::new() }
     }
@@ -88,9 +88,9 @@ pub(super) struct Call<'a> {
 pub(super) struct Prover<'a> {
     pub plan: &'a Plan,
     pub schedules: &'a [Schedule],
-    pub listed: &'a [Vec<Work>],
+    pub listed: &'a [Vec<ListedOp>],
     pub memories: Vec<Memory>,
-    pub lists: Lists,
+    pub lists: Contributions,
     pub calls: Vec<Call<'a>>,
     /// Allowed pairs that calls met, times their q heads: for o or dq, and for dk and dv.
     pub met_for_queries: u128,
@@ -99,7 +99,7 @@ pub(super) struct Prover<'a> {
 }
 
 impl<'a> Prover<'a> {
-    pub fn new(plan: &'a Plan, schedules: &'a [Schedule], listed: &'a [Vec<Work>], memories: Vec<Memory>) -> Self {
+    pub fn new(plan: &'a Plan, schedules: &'a [Schedule], listed: &'a [Vec<ListedOp>], memories: Vec<Memory>) -> Self {
         let report = |s: &Schedule| RankReport {
             rank: s.rank,
             operations: s.ops.len(),
@@ -112,7 +112,7 @@ impl<'a> Prover<'a> {
             schedules,
             listed,
             memories,
-            lists: Lists::new(),
+            lists: Contributions::new(),
             calls: Vec::new(),
             met_for_queries: 0,
             met_for_keys: 0,
@@ -130,15 +130,15 @@ impl<'a> Prover<'a> {
 
     /// Runs an operation of rank `r` (an index of the group) that meets no other rank.
     pub fn execute(&mut self, r: usize, op: usize) -> Result<()> {
-        let listed: &'a [Vec<Work>] = self.listed;
+        let listed: &'a [Vec<ListedOp>] = self.listed;
         match &listed[r][op] {
-            Work::Delta { delta } => self.delta(r, op, delta),
-            Work::SinkGradient { delta, partial } => self.sink_gradient(r, op, delta, partial),
-            Work::SinkTotal(sum) => self.sink_total(r, op, sum),
-            Work::Sums(parts) => parts.iter().flatten().try_for_each(|s| self.sum(r, op, s)),
-            Work::Attend(a, met) => self.attend(r, op, a, met),
-            Work::Backward(b, met) => self.backward(r, op, b, met),
-            Work::Exchange { .. } => Ok(()),
+            ListedOp::Delta { delta } => self.delta(r, op, delta),
+            ListedOp::SinkGradient { delta, partial } => self.sink_gradient(r, op, delta, partial),
+            ListedOp::SinkTotal(sum) => self.sink_total(r, op, sum),
+            ListedOp::Sums(parts) => parts.iter().flatten().try_for_each(|s| self.sum(r, op, s)),
+            ListedOp::Attend(a, met) => self.attend(r, op, a, met),
+            ListedOp::Backward(b, met) => self.backward(r, op, b, met),
+            ListedOp::Exchange { .. } => Ok(()),
         }
     }
 
@@ -284,8 +284,8 @@ impl<'a> Prover<'a> {
 
     /// Moves a message, given as (index in the group, operation, message).
     pub fn transfer(&mut self, from: (usize, usize, usize), to: (usize, usize, usize)) -> Result<()> {
-        let listed: &'a [Vec<Work>] = self.listed;
-        let (Work::Exchange { messages: sends, .. }, Work::Exchange { messages: recvs, strict }) =
+        let listed: &'a [Vec<ListedOp>] = self.listed;
+        let (ListedOp::Exchange { messages: sends, .. }, ListedOp::Exchange { messages: recvs, strict }) =
             (&listed[from.0][from.1], &listed[to.0][to.1])
         else {
             return Ok(());

@@ -37,7 +37,7 @@ impl Met {
 
 /// An operation, written out.
 #[derive(Clone, Debug)]
-pub(super) enum Work {
+pub(super) enum ListedOp {
     Delta {
         delta: BufferView,
     },
@@ -59,12 +59,12 @@ pub(super) enum Work {
 }
 
 /// Writes out every operation of a schedule.
-pub(super) fn list(s: &Schedule) -> Result<Vec<Work>> {
+pub(super) fn list(s: &Schedule) -> Result<Vec<ListedOp>> {
     let mut e = Expansion::new(s);
     (0..s.ops.len()).map(|i| list_one(s, i, &mut e)).collect()
 }
 
-fn list_one(s: &Schedule, i: usize, e: &mut Expansion) -> Result<Work> {
+fn list_one(s: &Schedule, i: usize, e: &mut Expansion) -> Result<ListedOp> {
     let err = |text| flaw(s.rank, i, text);
     let ring_step_exists = |circulating_side: CirculatingSide, ring_step: u32| {
         let ring_steps = match circulating_side {
@@ -84,11 +84,11 @@ fn list_one(s: &Schedule, i: usize, e: &mut Expansion) -> Result<Work> {
         Ok(())
     };
     Ok(match &s.ops[i].kind {
-        OpKind::Delta { delta } => Work::Delta { delta: *delta },
-        OpKind::SinkGradient { delta, partial } => Work::SinkGradient { delta: *delta, partial: *partial },
+        OpKind::Delta { delta } => ListedOp::Delta { delta: *delta },
+        OpKind::SinkGradient { delta, partial } => ListedOp::SinkGradient { delta: *delta, partial: *partial },
         OpKind::SinkTotal { digits } => {
             let dst = BufferView { buf: Buf::User(TensorId::Dsinks), ..*digits };
-            Work::SinkTotal(Sum { dst, sources: vec![*digits] })
+            ListedOp::SinkTotal(Sum { dst, sources: vec![*digits] })
         }
         OpKind::Transform { begin, end } => {
             entries(*begin, *end, s.blocks.len())?;
@@ -103,25 +103,25 @@ fn list_one(s: &Schedule, i: usize, e: &mut Expansion) -> Result<Work> {
         }
         OpKind::Exchange { begin, end } => {
             entries(*begin, *end, s.messages.len())?;
-            Work::Exchange { messages: e.messages(s, i).to_vec(), strict: false }
+            ListedOp::Exchange { messages: e.messages(s, i).to_vec(), strict: false }
         }
         OpKind::Fetch { ring_step, ring_steps, .. } | OpKind::Return { ring_step, ring_steps, .. } => {
             ring_step_exists(*ring_steps, *ring_step)?;
             let strict = matches!(s.ops[i].kind, OpKind::Fetch { .. });
-            Work::Exchange { messages: e.messages(s, i).to_vec(), strict }
+            ListedOp::Exchange { messages: e.messages(s, i).to_vec(), strict }
         }
         OpKind::Attend(op) => {
             ring_step_exists(CirculatingSide::Keys, op.ring_step)?;
-            Work::Attend(*op, met(s, CirculatingSide::Keys, op.ring_step, e))
+            ListedOp::Attend(*op, met(s, CirculatingSide::Keys, op.ring_step, e))
         }
         OpKind::Backward(op) => {
             ring_step_exists(op.ring_steps, op.ring_step)?;
-            Work::Backward(*op, met(s, op.ring_steps, op.ring_step, e))
+            ListedOp::Backward(*op, met(s, op.ring_steps, op.ring_step, e))
         }
     })
 }
 
-fn sums(s: &Schedule, i: usize, e: &mut Expansion) -> Result<Work> {
+fn sums(s: &Schedule, i: usize, e: &mut Expansion) -> Result<ListedOp> {
     let mut parts = Vec::new();
     e.blocks(s, i, |blocks, sources| -> Result<()> {
         let sum = |b: &crate::schedule::BlockView| Sum {
@@ -131,7 +131,7 @@ fn sums(s: &Schedule, i: usize, e: &mut Expansion) -> Result<Work> {
         parts.push(blocks.iter().map(sum).collect());
         Ok(())
     })?;
-    Ok(Work::Sums(parts))
+    Ok(ListedOp::Sums(parts))
 }
 
 fn met(s: &Schedule, circulating_side: CirculatingSide, ring_step: u32, e: &mut Expansion) -> Met {
@@ -140,7 +140,7 @@ fn met(s: &Schedule, circulating_side: CirculatingSide, ring_step: u32, e: &mut 
     Met { q: r.q.to_vec(), k: r.k.to_vec(), pairs: r.pairs.to_vec() }
 }
 
-impl Work {
+impl ListedOp {
     /// Calls `each` for every view.
     fn views(&self, mut each: impl FnMut(&BufferView) -> Result<()>) -> Result<()> {
         match self {
@@ -174,12 +174,12 @@ impl Work {
 }
 
 /// That views lie in their buffers, blocks have one shape, messages are contiguous, and ranges lie in their views.
-pub(super) fn check_views(s: &Schedule, listed: &[Work], memory: &Memory) -> Result<()> {
+pub(super) fn check_views(s: &Schedule, listed: &[ListedOp], memory: &Memory) -> Result<()> {
     for (i, work) in listed.iter().enumerate() {
         let err = |text| flaw(s.rank, i, text);
         work.views(|v| memory.check_view(v).map_err(err))?;
         match work {
-            Work::Sums(parts) => {
+            ListedOp::Sums(parts) => {
                 for sum in parts.iter().flatten() {
                     if let Some(v) = sum.sources.iter().find(|v| (v.rows, v.heads) != (sum.dst.rows, sum.dst.heads)) {
                         return Err(err(format!(
@@ -193,7 +193,7 @@ pub(super) fn check_views(s: &Schedule, listed: &[Work], memory: &Memory) -> Res
                     }
                 }
             }
-            Work::Exchange { messages, .. } => {
+            ListedOp::Exchange { messages, .. } => {
                 let mut sent: BTreeMap<usize, usize> = BTreeMap::new();
                 for m in messages.iter().filter(|m| m.send) {
                     let count = sent.entry(m.peer).or_default();
@@ -215,8 +215,8 @@ pub(super) fn check_views(s: &Schedule, listed: &[Work], memory: &Memory) -> Res
                     }
                 }
             }
-            Work::Attend(a, met) => check_met(met, a.q.rows, a.k.rows).map_err(err)?,
-            Work::Backward(b, met) => check_met(met, b.q.rows, b.k.rows).map_err(err)?,
+            ListedOp::Attend(a, met) => check_met(met, a.q.rows, a.k.rows).map_err(err)?,
+            ListedOp::Backward(b, met) => check_met(met, b.q.rows, b.k.rows).map_err(err)?,
             _ => {}
         }
     }

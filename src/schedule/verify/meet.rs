@@ -11,7 +11,7 @@ use alloc::{
     vec::Vec,
 };
 
-use super::{execute::Prover, flaw::flaw, listed::Work, memory::Memory};
+use super::{execute::Prover, flaw::flaw, listed::ListedOp, memory::Memory};
 use crate::{
     error::Result,
     schedule::{Lane, MessageView, Schedule},
@@ -23,7 +23,7 @@ pub(super) type Partners = Vec<Vec<Vec<(usize, usize, usize)>>>;
 type Ends = Vec<(usize, usize)>;
 
 /// Matches all messages.
-pub(super) fn partners(schedules: &[Schedule], listed: &[Vec<Work>], memories: &[Memory]) -> Result<Partners> {
+pub(super) fn partners(schedules: &[Schedule], listed: &[Vec<ListedOp>], memories: &[Memory]) -> Result<Partners> {
     let start = schedules[0].group.start;
     let mut pairs: BTreeMap<(usize, usize), (Ends, Ends)> = BTreeMap::new();
     let mut partners: Partners = Vec::with_capacity(listed.len());
@@ -31,7 +31,7 @@ pub(super) fn partners(schedules: &[Schedule], listed: &[Vec<Work>], memories: &
         let mut of_rank = Vec::with_capacity(ops.len());
         for (i, work) in ops.iter().enumerate() {
             let mut of_op = Vec::new();
-            if let Work::Exchange { messages, .. } = work {
+            if let ListedOp::Exchange { messages, .. } = work {
                 if messages.is_empty() {
                     return Err(flaw(schedules[r].rank, i, "an exchange without messages"));
                 }
@@ -51,7 +51,7 @@ pub(super) fn partners(schedules: &[Schedule], listed: &[Vec<Work>], memories: &
     }
     let message = |r: usize, (i, n): (usize, usize)| -> &MessageView {
         match &listed[r][i] {
-            Work::Exchange { messages, .. } => &messages[n],
+            ListedOp::Exchange { messages, .. } => &messages[n],
             _ => unreachable!("only exchanges have messages"),
         }
     };
@@ -80,7 +80,7 @@ pub(super) fn partners(schedules: &[Schedule], listed: &[Vec<Work>], memories: &
 }
 
 /// A rank's progress.
-struct Progress {
+struct RankProgress {
     lanes: [Vec<usize>; 2],
     next: [usize; 2],
     done: Vec<bool>,
@@ -93,9 +93,9 @@ struct Progress {
 pub(super) fn run(prover: &mut Prover, partners: &Partners) -> Result<()> {
     let schedules = prover.schedules;
     let lane = |s: &Schedule, lane| (0..s.ops.len()).filter(|&i| s.ops[i].lane == lane).collect();
-    let mut ranks: Vec<Progress> = schedules
+    let mut ranks: Vec<RankProgress> = schedules
         .iter()
-        .map(|s| Progress {
+        .map(|s| RankProgress {
             lanes: [lane(s, Lane::Compute), lane(s, Lane::Communication)],
             next: [0; 2],
             done: vec![false; s.ops.len()],
@@ -114,7 +114,7 @@ pub(super) fn run(prover: &mut Prover, partners: &Partners) -> Result<()> {
                     if waits {
                         break;
                     }
-                    if let Work::Exchange { .. } = &prover.listed[r][i] {
+                    if let ListedOp::Exchange { .. } = &prover.listed[r][i] {
                         if !ranks[r].posted[i] {
                             ranks[r].posted[i] = true;
                             ranks[r].left = partners[r][i].len();
@@ -149,7 +149,7 @@ pub(super) fn run(prover: &mut Prover, partners: &Partners) -> Result<()> {
 fn post(
     prover: &mut Prover,
     partners: &Partners,
-    ranks: &mut [Progress],
+    ranks: &mut [RankProgress],
     r: usize,
     i: usize,
     queue: &mut VecDeque<usize>,
@@ -158,7 +158,7 @@ fn post(
         if !ranks[peer].posted[j] {
             continue;
         }
-        let sends = matches!(&prover.listed[r][i], Work::Exchange { messages, .. } if messages[n].send);
+        let sends = matches!(&prover.listed[r][i], ListedOp::Exchange { messages, .. } if messages[n].send);
         if sends {
             prover.transfer((r, i, n), (peer, j, m))?;
         } else {
@@ -173,7 +173,13 @@ fn post(
     Ok(())
 }
 
-fn stuck(schedules: &[Schedule], partners: &Partners, ranks: &[Progress], r: usize, i: usize) -> crate::error::Error {
+fn stuck(
+    schedules: &[Schedule],
+    partners: &Partners,
+    ranks: &[RankProgress],
+    r: usize,
+    i: usize,
+) -> crate::error::Error {
     let absent = partners[r][i].iter().find(|&&(peer, j, _)| !ranks[peer].posted[j]);
     let text = match absent {
         Some(&(peer, j, _)) if ranks[r].posted[i] => {

@@ -40,7 +40,7 @@ pub(super) struct Cell {
     pub token: u32,
     /// Head of the whole problem: a kv head for k, v, dk, dv.
     pub head: u32,
-    /// Which contributions; an entry of `Lists`.
+    /// Which contributions; an entry of `Contributions`.
     pub list: u32,
     /// 1 + the operation that wrote it, until it is read.
     pub unread: u32,

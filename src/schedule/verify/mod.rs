@@ -78,7 +78,7 @@ fn list_and_prove(schedules: &[Schedule], plan: &Plan, promise: Promise) -> Resu
 }
 
 /// Everything after listing.
-fn prove(schedules: &[Schedule], listed: &[Vec<listed::Work>], plan: &Plan, promise: Promise) -> Result<Report> {
+fn prove(schedules: &[Schedule], listed: &[Vec<listed::ListedOp>], plan: &Plan, promise: Promise) -> Result<Report> {
     let mut memories = Vec::with_capacity(schedules.len());
     for (s, work) in schedules.iter().zip(listed) {
         let memory = memory::Memory::new(s, promise::tables(s, plan, promise))?;

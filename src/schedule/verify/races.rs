@@ -9,7 +9,7 @@ use alloc::{format, vec, vec::Vec};
 
 use super::{
     flaw::flaw,
-    listed::{Met, Sum, Work},
+    listed::{ListedOp, Met, Sum},
     memory::{Memory, Rect, table_of},
 };
 use crate::{
@@ -60,7 +60,7 @@ fn read_keys(met: &Met) -> Vec<bool> {
     read
 }
 
-pub(super) fn touched(work: &Work, memory: &Memory) -> Touched {
+pub(super) fn touched(work: &ListedOp, memory: &Memory) -> Touched {
     use crate::schedule::{Buf, TensorId};
     let mut t = Touched::default();
     let user = |tensor| {
@@ -68,22 +68,22 @@ pub(super) fn touched(work: &Work, memory: &Memory) -> Touched {
         Rect { table: tensor as usize, row: 0, rows: table.rows, head: 0, heads: table.heads }
     };
     match work {
-        Work::Delta { delta } => {
+        ListedOp::Delta { delta } => {
             t.writes.push(rect(delta));
             t.reads.extend([user(TensorId::O), user(TensorId::DO)]);
         }
-        Work::SinkGradient { delta, partial } => {
+        ListedOp::SinkGradient { delta, partial } => {
             t.writes.push(rect(partial));
             t.reads.extend([rect(delta), user(TensorId::Lse), user(TensorId::Sinks)]);
         }
-        Work::SinkTotal(sum) => return of_sums(core::iter::once(sum)),
-        Work::Sums(parts) => return of_sums(parts.iter().flatten()),
-        Work::Exchange { messages, .. } => {
+        ListedOp::SinkTotal(sum) => return of_sums(core::iter::once(sum)),
+        ListedOp::Sums(parts) => return of_sums(parts.iter().flatten()),
+        ListedOp::Exchange { messages, .. } => {
             for m in messages {
                 if m.send { t.reads.push(rect(&m.view)) } else { t.writes.push(rect(&m.view)) }
             }
         }
-        Work::Attend(a, met) => {
+        ListedOp::Attend(a, met) => {
             let read = read_keys(met);
             for view in [&a.k, &a.v] {
                 met.k.iter().zip(&read).filter(|(_, read)| **read).for_each(|(k, _)| add(&mut t.reads, view, k));
@@ -100,7 +100,7 @@ pub(super) fn touched(work: &Work, memory: &Memory) -> Touched {
                 }
             }
         }
-        Work::Backward(b, met) => {
+        ListedOp::Backward(b, met) => {
             let read = read_keys(met);
             for view in [&b.k, &b.v] {
                 met.k.iter().zip(&read).filter(|(_, read)| **read).for_each(|(k, _)| add(&mut t.reads, view, k));
@@ -141,7 +141,7 @@ fn clocks(s: &Schedule) -> Vec<([usize; 2], usize)> {
 }
 
 /// Proves that a rank's lanes do not race, and that no operation trips over itself.
-pub(super) fn check(s: &Schedule, listed: &[Work], memory: &Memory) -> Result<()> {
+pub(super) fn check(s: &Schedule, listed: &[ListedOp], memory: &Memory) -> Result<()> {
     let touched: Vec<Touched> = listed.iter().map(|w| touched(w, memory)).collect();
     for (i, work) in listed.iter().enumerate() {
         within(s, i, work, &touched[i], memory)?;
@@ -183,7 +183,7 @@ fn hit(memory: &Memory, a: &[Rect], b: &[Rect]) -> Option<(Rect, Rect)> {
 }
 
 /// That what an operation writes overlaps nothing else that it touches, but where its contract says so.
-fn within(s: &Schedule, i: usize, work: &Work, t: &Touched, memory: &Memory) -> Result<()> {
+fn within(s: &Schedule, i: usize, work: &ListedOp, t: &Touched, memory: &Memory) -> Result<()> {
     let err = |a: &Rect, b: &Rect| {
         Err(flaw(s.rank, i, format!("touches the same bytes twice: {} and {}", memory.describe(a), memory.describe(b))))
     };
@@ -199,7 +199,7 @@ fn within(s: &Schedule, i: usize, work: &Work, t: &Touched, memory: &Memory) -> 
         Ok(())
     };
     match work {
-        Work::Sums(parts) => {
+        ListedOp::Sums(parts) => {
             for part in parts {
                 let writes: Vec<Rect> = part.iter().map(|s| rect(&s.dst)).collect();
                 // The first source may be the destination itself; nothing else may meet any destination.
@@ -213,7 +213,7 @@ fn within(s: &Schedule, i: usize, work: &Work, t: &Touched, memory: &Memory) -> 
             }
             Ok(())
         }
-        Work::Attend(a, _) if a.running.is_some_and(|(o, _)| o == a.o) => {
+        ListedOp::Attend(a, _) if a.running.is_some_and(|(o, _)| o == a.o) => {
             // The running result may be the very tensor o: its rows are then read and written by the same q range.
             let at = |r: &&Rect| r.table != table_of(a.o.buf);
             let reads: Vec<Rect> = t.reads.iter().filter(at).copied().collect();

@@ -18,7 +18,7 @@ use std::time::Duration;
 /// What a rank is doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// Its own business.
+    /// In no call.
     Idle,
     /// In an exchange; its lists are posted.
     Exchange,
@@ -58,12 +58,12 @@ impl Posted {
 }
 
 /// One rank's place on the board.
-pub(super) struct RankState {
+pub(super) struct RankOnBoard {
     pub(super) phase: Phase,
     /// What it does, or did last.
     pub(super) label: Label,
     pub(super) deadline: Duration,
-    /// It is parked, and no rank has called it since.
+    /// It is parked, and no rank has woken it since.
     pub(super) parked: bool,
     sends: Posted,
     recvs: Posted,
@@ -101,7 +101,7 @@ pub(super) struct Claim {
 
 /// The state of all ranks, and the first failure.
 pub(super) struct Board {
-    pub(super) ranks: Vec<RankState>,
+    pub(super) ranks: Vec<RankOnBoard>,
     failure: Option<Failure>,
     /// `[s, d]`: sends of `s` before this index that go to `d` are claimed.
     sent: Vec<usize>,
@@ -111,7 +111,7 @@ pub(super) struct Board {
 
 impl Board {
     pub(super) fn new(world: usize, deadline: Duration) -> Self {
-        let place = |_| RankState {
+        let place = |_| RankOnBoard {
             phase: Phase::Idle,
             label: Label { operation: "start", step: 0 },
             deadline,
@@ -235,7 +235,7 @@ impl Board {
         self.ranks[to].unwritten += 1;
     }
 
-    /// Notes that a claimed message from `peer` to `rank` was copied, and says whether `peer` has to be called.
+    /// Notes that a claimed message from `peer` to `rank` was copied, and says whether `peer` has to be woken.
     pub(super) fn moved(&mut self, rank: usize, peer: usize) -> bool {
         self.ranks[rank].unwritten -= 1;
         self.ranks[rank].moved += 1;
@@ -317,7 +317,7 @@ impl Board {
         }
     }
 
-    /// A peer that `rank` waits for in vain, because it was dropped.
+    /// A peer that `rank` waits for and that was dropped.
     pub(super) fn gone(&self, rank: usize) -> Option<usize> {
         let mut gone = None;
         self.waits_for(rank, |peer| {

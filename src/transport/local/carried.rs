@@ -35,27 +35,27 @@ impl Shared {
     }
 
     /// Notes that a rank whose batch is complete is to be woken.
-    fn call_if_complete(&self, board: &mut Board, rank: usize, called: &mut Called) {
+    fn wake_if_complete(&self, board: &mut Board, rank: usize, woken: &mut Woken) {
         let place = &mut board.ranks[rank];
         if place.phase == Phase::Exchange && place.unread + place.unwritten == 0 && place.parked {
-            if called.count == called.ranks.len() {
-                return self.call(board, rank);
+            if woken.count == woken.ranks.len() {
+                return self.wake(board, rank);
             }
             place.parked = false;
-            called.ranks[called.count] = rank;
-            called.count += 1;
+            woken.ranks[woken.count] = rank;
+            woken.count += 1;
         }
     }
 
     /// Wakes them. The mutex is free by now: a rank that was woken before would run into it and sleep again.
-    fn wake(&self, called: &Called) {
-        called.ranks[..called.count].iter().for_each(|&rank| self.bells[rank].notify_one());
+    fn notify(&self, woken: &Woken) {
+        woken.ranks[..woken.count].iter().for_each(|&rank| self.bells[rank].notify_one());
     }
 }
 
 /// Ranks that are to be woken; what does not fit is woken at once.
 #[derive(Default)]
-struct Called {
+struct Woken {
     ranks: [usize; 8],
     count: usize,
 }
@@ -78,7 +78,7 @@ impl Local {
         board.post(rank, sends, recvs);
         let mut patience = Patience::new(board.ranks[rank].moved);
         // What can move now: nothing else can until another rank comes, which then has it begun.
-        let (mut outcome, mut called) = (Ok(()), Called::default());
+        let (mut outcome, mut woken) = (Ok(()), Woken::default());
         for peer in (0..shared.world).filter(|&peer| peer != rank) {
             for pair in [[peer, rank], [rank, peer]] {
                 // A failure takes all lists down, one after another: nothing is begun after it.
@@ -86,16 +86,16 @@ impl Local {
                     outcome = shared.carry(&mut board, pair, carry);
                 }
             }
-            shared.call_if_complete(&mut board, peer, &mut called);
+            shared.wake_if_complete(&mut board, peer, &mut woken);
         }
         if outcome.is_err() {
             shared.fail(&mut board, rank, Cause::Failed);
         }
         let open = |board: &Board| board.ranks[rank].unread + board.ranks[rank].unwritten > 0;
         if outcome.is_ok() && open(&board) {
-            if called.count > 0 {
+            if woken.count > 0 {
                 drop(board);
-                shared.wake(&std::mem::take(&mut called));
+                shared.notify(&std::mem::take(&mut woken));
                 board = lock(&shared.board);
             }
             while outcome.is_ok() && open(&board) {
@@ -104,7 +104,7 @@ impl Local {
         }
         board.retire(rank);
         drop(board);
-        shared.wake(&called);
+        shared.notify(&woken);
         outcome
     }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a rank knows of its group: whether it has failed, whose fault that is, and how long it waits for the others.
+//! The state of a group on one rank: whether it has failed, which rank made it fail, and how long this rank waits for others.
 //!
 //! The first failure counts, wherever it was found: a rank that finds one tells every rank (`notices.rs`), and from then on all
 //! calls answer with it. The same failure reads differently on different ranks, since none blames itself for what it

@@ -28,14 +28,14 @@ pub(super) struct Wait {
 
 impl Wait {
     /// What [`Wait::code`] of no wait is.
-    const NOBODY: usize = usize::MAX;
+    const NONE: usize = usize::MAX;
 
     fn code(self) -> usize {
         self.on << 1 | usize::from(self.agreeing)
     }
 
     fn from_code(code: usize) -> Option<Self> {
-        (code != Self::NOBODY).then_some(Self { on: code >> 1, agreeing: code & 1 == 1 })
+        (code != Self::NONE).then_some(Self { on: code >> 1, agreeing: code & 1 == 1 })
     }
 }
 
@@ -164,7 +164,7 @@ impl Notices {
             comm,
             arriving: Mutex::new(arriving),
             leaving,
-            waits: AtomicUsize::new(Wait::NOBODY),
+            waits: AtomicUsize::new(Wait::NONE),
             since: AtomicU64::new(0),
             began: Instant::now(),
             asked: Mutex::new(Vec::with_capacity(4)),
@@ -180,7 +180,7 @@ impl Notices {
             comm: self.comm,
             arriving: Mutex::new(Letter::new([0; 5])),
             leaving: Mutex::default(),
-            waits: AtomicUsize::new(Wait::NOBODY),
+            waits: AtomicUsize::new(Wait::NONE),
             since: AtomicU64::new(0),
             began: self.began,
             asked: Mutex::default(),
@@ -193,7 +193,7 @@ impl Notices {
 
     /// This rank waits for no other any more.
     pub(super) fn wait_for_none(&self) {
-        self.waits.store(Wait::NOBODY, Ordering::Relaxed);
+        self.waits.store(Wait::NONE, Ordering::Relaxed);
     }
 
     /// Says which rank this one waits for from now on, and since when, also to the ranks that have asked.

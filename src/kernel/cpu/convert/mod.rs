@@ -72,7 +72,7 @@ pub(super) trait Convert: Vector<T = f32> {
 }
 
 /// Work on vectors of f32, done by the calling thread.
-pub(super) trait Pass {
+pub(super) trait VectorLoop {
     /// # Safety
     /// The instruction set of `V` is present; the rest is up to the pass.
     unsafe fn run<V: Convert>(&self);
@@ -82,19 +82,19 @@ pub(super) trait Pass {
 ///
 /// # Safety
 /// That of the pass.
-pub(super) unsafe fn on_best(pass: &impl Pass) {
+pub(super) unsafe fn on_best(pass: &impl VectorLoop) {
     #[cfg(target_arch = "x86_64")]
     {
         // SAFETY: the instruction set is there (asked above); the elements are as the pass says (the contract of
         // `on_best`).
         #[target_feature(enable = "avx512f,avx512dq,avx2,fma")]
-        unsafe fn avx512(pass: &impl Pass) {
+        unsafe fn avx512(pass: &impl VectorLoop) {
             // SAFETY: as above.
             unsafe { pass.run::<core::arch::x86_64::__m512>() }
         }
         // SAFETY: as above.
         #[target_feature(enable = "avx2,fma,f16c")]
-        unsafe fn avx2(pass: &impl Pass) {
+        unsafe fn avx2(pass: &impl VectorLoop) {
             // SAFETY: as above.
             unsafe { pass.run::<core::arch::x86_64::__m256>() }
         }

@@ -6,7 +6,7 @@ use alloc::{collections::BTreeSet, format, string::String, vec, vec::Vec};
 
 use super::{
     Promise, check_order, list_and_prove,
-    listed::{Work, list},
+    listed::{ListedOp, list},
     prove,
 };
 use crate::{
@@ -29,7 +29,7 @@ struct Subject {
     plan: Plan,
     promise: Promise,
     schedules: Vec<Schedule>,
-    listed: Vec<Vec<Work>>,
+    listed: Vec<Vec<ListedOp>>,
 }
 
 fn subjects() -> Vec<Subject> {
@@ -159,7 +159,7 @@ impl Trial {
     }
 
     /// Corrupts what was written out and proves anew.
-    fn listed(&mut self, subject: &Subject, site: String, change: impl FnOnce(&mut Vec<Vec<Work>>)) {
+    fn listed(&mut self, subject: &Subject, site: String, change: impl FnOnce(&mut Vec<Vec<ListedOp>>)) {
         let mut listed = subject.listed.clone();
         change(&mut listed);
         self.judge(subject, prove(&subject.schedules, &listed, &subject.plan, subject.promise), site);
@@ -179,7 +179,7 @@ impl Trial {
 }
 
 /// Calls `each(rank, operation, its list)` for every operation of a subject.
-fn each_op(s: &Subject, mut each: impl FnMut(usize, usize, &Work)) {
+fn each_op(s: &Subject, mut each: impl FnMut(usize, usize, &ListedOp)) {
     for (r, ops) in s.listed.iter().enumerate() {
         ops.iter().enumerate().for_each(|(i, w)| each(r, i, w));
     }
@@ -234,7 +234,7 @@ fn a_repeated_operation() {
 }
 
 /// Whether two operations of a rank race, found the slow way: every byte, and every path of the graph of dependencies.
-fn races(x: &Schedule, work: &[Work], memory: &super::memory::Memory) -> bool {
+fn races(x: &Schedule, work: &[ListedOp], memory: &super::memory::Memory) -> bool {
     let n = x.ops.len();
     let mut before = vec![vec![false; n]; n];
     for i in 0..n {
@@ -357,7 +357,7 @@ fn buffers_that_share_bytes_with_what_one_operation_needs() {
             };
             match w {
                 // Ranges may miss every row of a view: then the call touches none of it.
-                Work::Attend(a, m) if m.q.iter().any(|q| q.keys_begin < q.keys_end) => {
+                ListedOp::Attend(a, m) if m.q.iter().any(|q| q.keys_begin < q.keys_end) => {
                     [a.q, a.k, a.v].iter().for_each(&mut note);
                     // Of a result that only some rows have, others may lie over the rest.
                     let all_rows = |has: fn(Mode) -> bool| {
@@ -371,14 +371,14 @@ fn buffers_that_share_bytes_with_what_one_operation_needs() {
                         [o, lse].iter().for_each(&mut note);
                     }
                 }
-                Work::Backward(b, m) if m.q.iter().any(|q| q.keys_begin < q.keys_end) => {
+                ListedOp::Backward(b, m) if m.q.iter().any(|q| q.keys_begin < q.keys_end) => {
                     [b.q, b.k, b.v, b.d_o, b.lse, b.delta].iter().chain(&b.dq).for_each(&mut note);
                     b.dkv.iter().for_each(|(k, v)| {
                         note(k);
                         note(v);
                     });
                 }
-                Work::Exchange { messages, .. } => messages.iter().for_each(|m| note(&m.view)),
+                ListedOp::Exchange { messages, .. } => messages.iter().for_each(|m| note(&m.view)),
                 _ => {}
             }
             for (n, &a) in used.iter().enumerate() {
@@ -416,7 +416,7 @@ fn heads_mapped_wrong() {
     let mut t = Trial::new("head map");
     for s in &subjects() {
         each_op(s, |r, i, w| {
-            if !matches!(w, Work::Attend(..) | Work::Backward(..)) {
+            if !matches!(w, ListedOp::Attend(..) | ListedOp::Backward(..)) {
                 return;
             }
             for field in 0..3 {

@@ -6,7 +6,7 @@ use alloc::{format, string::String, vec::Vec};
 use super::{Subject, Trial, each_op, subjects};
 use crate::{
     call::{Gradients, Mode},
-    schedule::{BackwardOp, Buf, BufferView, MessageView, OpKind, Schedule, verify::listed::Work},
+    schedule::{BackwardOp, Buf, BufferView, MessageView, OpKind, Schedule, verify::listed::ListedOp},
 };
 
 #[test]
@@ -14,19 +14,19 @@ fn modes_changed() {
     let mut t = Trial::new("mode");
     for s in &subjects() {
         each_op(s, |r, i, w| {
-            let (Work::Attend(_, met) | Work::Backward(_, met)) = w else { return };
+            let (ListedOp::Attend(_, met) | ListedOp::Backward(_, met)) = w else { return };
             // dk and dv alone have no mode.
-            if matches!(w, Work::Backward(b, _) if b.dq.is_none()) {
+            if matches!(w, ListedOp::Backward(b, _) if b.dq.is_none()) {
                 return;
             }
             for (n, q) in met.q.iter().enumerate() {
                 for mode in [Mode::First, Mode::Merge, Mode::Last, Mode::Only] {
-                    let backward = matches!(w, Work::Backward(..));
+                    let backward = matches!(w, ListedOp::Backward(..));
                     if mode == q.mode || (backward && mode.continues() == q.mode.continues()) {
                         continue;
                     }
                     t.listed(s, format!("rank {r} op {i} range {n} {:?} to {mode:?}", q.mode), |x| {
-                        if let Work::Attend(_, m) | Work::Backward(_, m) = &mut x[r][i] {
+                        if let ListedOp::Attend(_, m) | ListedOp::Backward(_, m) = &mut x[r][i] {
                             m.q[n].mode = mode;
                         }
                     });
@@ -42,10 +42,10 @@ fn ranges_and_pairs_changed() {
     let mut t = Trial::new("range");
     for s in &subjects() {
         each_op(s, |r, i, w| {
-            let (Work::Attend(_, met) | Work::Backward(_, met)) = w else { return };
+            let (ListedOp::Attend(_, met) | ListedOp::Backward(_, met)) = w else { return };
             let mut change = |site: String, change: &dyn Fn(&mut super::super::listed::Met)| {
                 t.listed(s, format!("rank {r} op {i} {site}"), |x| {
-                    if let Work::Attend(_, m) | Work::Backward(_, m) = &mut x[r][i] {
+                    if let ListedOp::Attend(_, m) | ListedOp::Backward(_, m) = &mut x[r][i] {
                         change(m);
                     }
                 });
@@ -65,7 +65,7 @@ fn ranges_and_pairs_changed() {
                     (0..k.len).any(|i| mask.allows(last, k.position(i)))
                 });
                 // In the backward a later ring step may leave out a row without keys.
-                if meets || matches!(w, Work::Attend(..)) {
+                if meets || matches!(w, ListedOp::Attend(..)) {
                     change(format!("q {n} len"), &|m| m.q[n].range.len -= 1);
                 }
                 change(format!("q {n} loses a pair"), &|m| m.q[n].keys_end -= 1);
@@ -97,9 +97,9 @@ fn other_end(s: &Subject, r: usize, i: usize, n: usize) -> (usize, usize, usize)
     super::super::meet::partners(&s.schedules, &s.listed, &memories).unwrap()[r][i][n]
 }
 
-fn messages(listed: &mut [Vec<Work>], r: usize, i: usize) -> &mut Vec<MessageView> {
+fn messages(listed: &mut [Vec<ListedOp>], r: usize, i: usize) -> &mut Vec<MessageView> {
     match &mut listed[r][i] {
-        Work::Exchange { messages, .. } => messages,
+        ListedOp::Exchange { messages, .. } => messages,
         _ => unreachable!("listed as an exchange"),
     }
 }
@@ -109,7 +109,7 @@ fn messages_changed() {
     let mut t = Trial::new("message");
     for s in &subjects() {
         each_op(s, |r, i, w| {
-            let Work::Exchange { messages: list, .. } = w else { return };
+            let ListedOp::Exchange { messages: list, .. } = w else { return };
             for (n, m) in list.iter().enumerate() {
                 let site = |what| format!("rank {r} op {i} message {n} {what}");
                 let (p, j, k) = other_end(s, r, i, n);
@@ -155,10 +155,10 @@ fn a_fetch_widened_at_both_ends() {
     let mut t = Trial::new("wider fetch");
     for s in &subjects() {
         each_op(s, |r, i, w| {
-            let Work::Exchange { messages: list, strict: true } = w else { return };
+            let ListedOp::Exchange { messages: list, strict: true } = w else { return };
             for (n, m) in list.iter().enumerate().filter(|(_, m)| !m.send) {
                 let (p, j, k) = other_end(s, r, i, n);
-                let Work::Exchange { messages: there, .. } = &s.listed[p][j] else { return };
+                let ListedOp::Exchange { messages: there, .. } = &s.listed[p][j] else { return };
                 let sent = there[k].view;
                 let rows = |x: &Schedule, v: &BufferView| match v.buf {
                     Buf::Work(b) => x.buffers[b as usize].rows,
@@ -184,12 +184,12 @@ fn blocks_changed() {
     let mut t = Trial::new("block");
     for s in &subjects() {
         each_op(s, |r, i, w| {
-            let Work::Sums(parts) = w else { return };
+            let ListedOp::Sums(parts) = w else { return };
             for (a, part) in parts.iter().enumerate() {
                 for (b, sum) in part.iter().enumerate() {
                     let mut change = |what: &str, change: &dyn Fn(&mut super::super::listed::Sum)| {
                         t.listed(s, format!("rank {r} op {i} block {a}.{b} {what}"), |x| {
-                            if let Work::Sums(parts) = &mut x[r][i] {
+                            if let ListedOp::Sums(parts) = &mut x[r][i] {
                                 change(&mut parts[a][b]);
                             }
                         });
@@ -224,10 +224,10 @@ fn backward_calls_changed() {
     let mut t = Trial::new("backward call");
     for s in &subjects() {
         each_op(s, |r, i, w| {
-            let Work::Backward(op, _) = w else { return };
+            let ListedOp::Backward(op, _) = w else { return };
             let mut change = |what: &str, change: &dyn Fn(&mut BackwardOp)| {
                 t.listed(s, format!("rank {r} op {i} {what}"), |x| {
-                    if let Work::Backward(b, _) = &mut x[r][i] {
+                    if let ListedOp::Backward(b, _) = &mut x[r][i] {
                         change(b);
                     }
                 });
