@@ -178,6 +178,16 @@ impl<A: Real> Keys<'_, A> {
         ranges.iter().any(|q| q.range.doc == doc && !self.rows(t, q).is_empty())
     }
 
+    /// How many q heads share lanes: where a document's ranges have few rows, one head would leave most lanes empty. Sums
+    /// that must keep their order, or stay apart, are made head by head.
+    fn heads_together(&self, ranges: &[QRange], doc: u32) -> u32 {
+        if self.call.aligned || self.call.per_q_head {
+            return 1;
+        }
+        let rows = ranges.iter().filter(|q| q.range.doc == doc).map(|q| q.range.len).max();
+        (LANES_BACK as u32 / rows.unwrap_or(1).max(1)).max(1)
+    }
+
     /// dk and dv of one tile of keys.
     ///
     /// # Safety
@@ -199,7 +209,10 @@ impl<A: Real> Keys<'_, A> {
         for sums in [&mut t.dk[..nk], &mut t.dk_part[..nk], &mut t.dv[..nv], &mut t.dv_part[..nv]] {
             sums.fill(A::ZERO);
         }
-        for head in readers(&c.heads, kv, c.q.heads) {
+        let heads = readers(&c.heads, kv, c.q.heads);
+        let together = self.heads_together(ranges, doc);
+        for first_head in heads.clone().step_by(together as usize) {
+            let heads = first_head..heads.end.min(first_head + together);
             let mut run = Flush::new(c.aligned);
             for q in ranges.iter().filter(|q| q.range.doc == doc) {
                 let core::ops::Range { start: mut first, end } = self.rows(t, q);
@@ -212,7 +225,7 @@ impl<A: Real> Keys<'_, A> {
                     }
                     // SAFETY: rows and head are within the tensors (checked).
                     unsafe {
-                        t.lanes.set(&q.range, first, rows, head..head + 1, &c.score, &c.alibi_slopes);
+                        t.lanes.set(&q.range, first, rows, heads.clone(), &c.score, &c.alibi_slopes);
                         self.meet::<V>(t, scoring, &mut run, pos, bad_k);
                     }
                     first += rows;
@@ -222,7 +235,7 @@ impl<A: Real> Keys<'_, A> {
             flush(&mut t.dv[..nv], &mut t.dv_part[..nv]);
             if c.per_q_head {
                 // SAFETY: the partial of this q head is this unit's alone.
-                unsafe { self.write(t, head) };
+                unsafe { self.write(t, first_head) };
                 t.dk[..nk].fill(A::ZERO);
                 t.dv[..nv].fill(A::ZERO);
             }
