@@ -18,6 +18,8 @@ const FILLED: u64 = 96;
 /// Keys of a row, times the heads of a group, from which on tiles of parts are quicker than vectors: of causal documents the
 /// masked tiles are then few enough.
 const LONG: u64 = 768;
+/// Rows of a q range below which the backward is quicker on vectors, also where tiles take elements as they are.
+const FEW: u128 = 24;
 
 /// An instruction set of the CPU kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -35,7 +37,8 @@ pub enum Isa {
     /// instruction takes subnormal bf16 for 0, as matrix units do.
     Avx512Bf16,
     /// AMX tiles of bf16: for bf16, for f16 as the sum of two of them (as it is where the machine has AMX-FP16), for f32 as
-    /// the sum of three. AVX-512 for f64, for aligned calls, and for f32 and f16 where ranges are short. Matrix units take
+    /// the sum of three. AVX-512 for f64, for aligned calls, for f32 and f16 where ranges are short, and for the backward where
+    /// they are very short. Matrix units take
     /// subnormal numbers for 0, and so f32 tensors with nothing but numbers below 1e-30 lose digits: force
     /// [`Isa::Avx512`] for those.
     Amx,
@@ -147,6 +150,13 @@ impl Isa {
             return self;
         }
         if aligned || !tiles_pay { Self::Avx512 } else { self }
+    }
+
+    /// What a backward call runs on whose forward runs on this.
+    pub(super) fn for_backward(self, dtype: Dtype, q: &[QRange]) -> Self {
+        let lengths = || q.iter().map(|q| u128::from(q.range.len));
+        let few = lengths().map(|len| len * len).sum::<u128>() < FEW * lengths().sum::<u128>();
+        if few && self.has_tiles_of(dtype) { Self::Avx512 } else { self }
     }
 
     /// Whether products of this type go through matrix units.

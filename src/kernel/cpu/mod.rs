@@ -134,6 +134,7 @@ unsafe fn forward<A: Machine>(call: &Attend, isa: Isa, crew: Crew<'_>) {
 pub unsafe fn attend_backward(call: &AttendBackward, scratch: &mut Scratch) -> Result<()> {
     let dims = check::backward(call)?;
     let isa = scratch.isa_of(call.q.dtype, call.aligned, &call.ranges, call.heads.group)?;
+    let isa = isa.for_backward(call.q.dtype, call.ranges.q);
     let crew = memory(scratch, &dims)?;
     // SAFETY: shapes and ranges are checked; rows are valid, aligned and not shared (the contract of this function).
     unsafe { by_sums!(call.q.dtype, gradients(call, isa, crew)) };

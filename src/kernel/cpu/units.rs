@@ -56,6 +56,7 @@ pub fn backward_units(call: &AttendBackward, isa: Isa) -> Vec<WorkUnit> {
     let next = AtomicUsize::new(0);
     let (k, kv_heads) = (call.ranges.k, call.k.heads as usize);
     let isa = isa.for_call(call.q.dtype, call.aligned, tiles_pay_of(&call.ranges, call.heads.group));
+    let isa = isa.for_backward(call.q.dtype, call.ranges.q);
     // Pairs of the keys `begin..end` of a document, counted along its ranges, and a kv head.
     let pairs = |first: usize, kv: u32, begin: u64, end: u64| {
         let doc = k[first].doc;
