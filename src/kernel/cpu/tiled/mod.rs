@@ -26,7 +26,7 @@ mod weights;
 pub(super) use tiles::{SUPER, bytes};
 pub(super) use units::KeyUnits;
 
-use super::amx::Amx;
+use super::amx::{Amx, PANEL};
 use super::arena::Line;
 use super::dq_order::{DqOrder, DqTurn};
 use super::engine::Engine;
@@ -37,7 +37,7 @@ use super::tile::Scoring;
 use crate::call::{AttendBackward, QRange};
 use core::sync::atomic::AtomicUsize;
 use tiles::MatrixTiles;
-use weights::ROWS;
+use weights::{PANELS, ROWS};
 
 /// A backward call on tiles.
 pub(super) struct Tiled<'a> {
@@ -105,9 +105,12 @@ impl Tiled<'_> {
         let heads = readers(&c.heads, kv, c.q.heads);
         let mut loaded = false;
         t.clear(c);
-        // Few rows: as many heads as fill a block pass together.
+        // Few rows: as many heads as fill a block pass together. And so does a panel of each head where heads lie side by
+        // side: what one of them brings into the cache the next one reads.
         let total: u32 = ranges().map(|q| q.range.len).sum();
-        let share = if c.per_q_head { 1 } else { (ROWS as u32 / total.max(1)).max(1) };
+        let beside = c.q.head_stride.unsigned_abs() < c.q.token_stride.unsigned_abs();
+        let share =
+            if c.per_q_head { 1 } else { (ROWS as u32 / total.max(1)).max(if beside { PANELS as u32 } else { 1 }) };
         let mut before = 0u32;
         let mut head = heads.start;
         while head < heads.end {
@@ -122,7 +125,7 @@ impl Tiled<'_> {
                     loaded = true;
                 }
                 while first < end {
-                    let count = (end - first).min(ROWS as u32 / (end_head - head));
+                    let count = (end - first).min(block_rows(end_head - head));
                     // SAFETY: rows and heads are within the tensors (checked).
                     unsafe {
                         t.lanes.set(&q.range, first, count, head..end_head, &c.score, &c.alibi_slopes);
@@ -147,4 +150,10 @@ impl Tiled<'_> {
             unsafe { t.write::<H>(c, kv) };
         }
     }
+}
+
+/// Rows of a block with so many heads: whole panels, where they fill any, so that panels do not mix heads.
+fn block_rows(heads: u32) -> u32 {
+    let rows = ROWS as u32 / heads;
+    if rows > PANEL as u32 { rows - rows % PANEL as u32 } else { rows }
 }
