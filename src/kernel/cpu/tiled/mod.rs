@@ -105,8 +105,8 @@ impl Tiled<'_> {
         let heads = readers(&c.heads, kv, c.q.heads);
         let mut loaded = false;
         t.clear(c);
-        // Few rows: as many heads as fill a block pass together. And so does a panel of each head where heads lie side by
-        // side: what one of them brings into the cache the next one reads.
+        // Few rows: as many heads as fill a block pass together. Where heads lie side by side, a panel of each of several
+        // heads is a block: rows of q, do and dq then lie in longer runs, which come sooner from memory.
         let total: u32 = ranges().map(|q| q.range.len).sum();
         let beside = c.q.head_stride.unsigned_abs() < c.q.token_stride.unsigned_abs();
         let share =
