@@ -169,23 +169,6 @@ fn ranges() {
     ]);
 }
 
-/// Walks over many tiles, in one range and in many, by a block that takes several items.
-#[test]
-fn long_walks() {
-    let _turn = turn();
-    let Some(device) = Device::open() else { return };
-    for dims in EVERY {
-        let base = Case::new("hopper long", Dtype::Bf16, dims);
-        let base = Case { score: Score { window_right: i64::MAX, ..base.score }, ..base };
-        forward(&device, &Case { documents: vec![(140, 1500, 0)], ..base.clone() });
-        device.cuda.set_sm_margin(u32::MAX);
-        let documents = vec![(20, 0, 0), (0, 20, 0), (9, 200, 191), (7, 17, -100), (3, 0, 0), (140, 300, 160)];
-        forward(&device, &Case { documents, heads: 6, kv_heads: 6, held: 0..6, ..base.clone() });
-        forward(&device, &Case { documents: vec![(130, 400, 0)], cut: Cut::Striped(40, 1), ..base });
-        device.cuda.set_sm_margin(0);
-    }
-}
-
 /// The same call gives the same bits, whatever order warps ran in, and however many blocks there were.
 #[test]
 fn runs_repeat() {

@@ -9,6 +9,7 @@ mod blocks;
 mod case;
 mod device;
 mod hopper;
+mod hopper_walks;
 mod repeated;
 mod run;
 mod shared_tiles;

@@ -14,92 +14,20 @@
 //! ```
 //!
 //! Without a program the registry below is built and run. `--only` tries the kernels whose file in `ptx/` and name, as in
-//! `forward_f16_64.ptx cpattn_forward`, contain TEXT, and no event waits.
+//! `forward_f16_64.ptx cpattn_forward`, contain TEXT, and no event waits. It begins with the tests that the registry has for
+//! these files, and ends when nothing survives that is not listed: a mutant that is listed is tried by all workloads without
+//! `--only`.
+
+mod survivors;
+mod workloads;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
-
-/// A program that launches kernels and checks what they compute.
-trait Workload {
-    /// What the progress bar calls it.
-    fn name(&self) -> String;
-    /// The command, ready to run.
-    fn command(&self) -> Result<Command, String>;
-    /// The compute capability of the device, as `CPATTN_EMU_SM` has it.
-    fn device(&self) -> &str {
-        "90"
-    }
-}
-
-/// An integration test of this workspace, built in release mode.
-struct Test {
-    name: &'static str,
-    features: &'static str,
-    device: &'static str,
-    /// Which of its tests; all where there is none.
-    filters: &'static [&'static str],
-}
-
-/// The tests that launch every shipped kernel, on a device with the shared memory for all but one, and on one for that (there
-/// only those with long walks first: a mutant is tried at so many launches only); and those that run whole plans on a device.
-const REGISTRY: &[Test] = &[
-    Test { name: "cuda_kernels", features: "cuda", device: "90", filters: &[] },
-    Test {
-        name: "cuda_kernels",
-        features: "cuda",
-        device: "86",
-        filters: &["long_walks", "ranges", "shapes", "turns"],
-    },
-    Test { name: "cuda_plans", features: "cuda", device: "90", filters: &[] },
-];
-
-impl Workload for Test {
-    fn name(&self) -> String {
-        format!("{} on sm_{}", self.name, self.device)
-    }
-
-    fn device(&self) -> &str {
-        self.device
-    }
-
-    fn command(&self) -> Result<Command, String> {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-        let out = Command::new(cargo)
-            .current_dir(root)
-            .args(["test", "--release", "--no-run", "--message-format", "json", "-p", "cpattn"])
-            .args(["--features", self.features, "--test", self.name])
-            .stderr(Stdio::inherit())
-            .output()
-            .map_err(|e| format!("cargo: {e}"))?;
-        let text = String::from_utf8_lossy(&out.stdout).into_owned();
-        let path = text.lines().filter(|l| l.contains(&format!("\"name\":\"{}\"", self.name))).find_map(|l| {
-            let after = l.split_once("\"executable\":\"")?.1;
-            Some(after.split_once('"')?.0.to_owned())
-        });
-        let mut c = Command::new(path.ok_or_else(|| format!("test `{}` was not built", self.name))?);
-        c.args(["--test-threads", "1"]).args(self.filters);
-        Ok(c)
-    }
-}
-
-/// A program named on the command line.
-struct Program(Vec<String>);
-
-impl Workload for Program {
-    fn name(&self) -> String {
-        self.0[0].clone()
-    }
-
-    fn command(&self) -> Result<Command, String> {
-        let mut c = Command::new(&self.0[0]);
-        c.args(&self.0[1..]);
-        Ok(c)
-    }
-}
+use survivors::{Only, equivalents, excuse, files, is_settled, matching, survivors};
+use workloads::{Program, REGISTRY, Workload};
 
 #[derive(Default)]
 struct Mutant {
@@ -162,7 +90,7 @@ fn arguments() -> Result<Arguments, String> {
 struct Trials<'a> {
     log: &'a Path,
     events: &'a Path,
-    only: Option<&'a str>,
+    only: Option<&'a Only>,
     jobs: usize,
 }
 
@@ -174,7 +102,8 @@ fn run(w: &dyn Workload, trials: &Trials<'_>, mutants: &mut BTreeMap<Key, Mutant
         path.push(":");
         path.push(old);
     }
-    let (program, mut children) = (w.command()?, Vec::new());
+    let Some(program) = w.command(trials.only.map(|o| &*o.files))? else { return Ok(()) };
+    let mut children = Vec::new();
     for part in 0..trials.jobs {
         let mut command = Command::new(program.get_program());
         command
@@ -188,7 +117,7 @@ fn run(w: &dyn Workload, trials: &Trials<'_>, mutants: &mut BTreeMap<Key, Mutant
             .stderr(Stdio::null());
         match trials.only {
             Some(only) => {
-                command.env("CPATTN_EMU_MUTANTS_ONLY", only);
+                command.env("CPATTN_EMU_MUTANTS_ONLY", &only.kernels);
             }
             // Every process waits for the same events: one of them tells.
             None if part == 0 => {
@@ -224,69 +153,6 @@ fn run(w: &dyn Workload, trials: &Trials<'_>, mutants: &mut BTreeMap<Key, Mutant
     failed.map_or(Ok(()), |status| Err(format!("{} fails without any mutant: {status}", w.name())))
 }
 
-/// Entries of `equivalent.txt`: file pattern, kernel, instruction, how many survive in each such kernel, reason.
-struct Equivalent {
-    file: String,
-    kernel: String,
-    text: String,
-    count: usize,
-    reason: String,
-}
-
-fn equivalents() -> Result<Vec<Equivalent>, String> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("equivalent.txt");
-    let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-    let mut out = Vec::new();
-    for line in text.lines().filter(|l| !l.trim().is_empty() && !l.starts_with('#')) {
-        let [file, kernel, text, count, reason] = &line.split('|').map(str::trim).collect::<Vec<_>>()[..] else {
-            return Err(format!("equivalent.txt: `{line}` is not `file | kernel | instruction | count | reason`"));
-        };
-        let count = count.parse().map_err(|_| format!("equivalent.txt: count `{count}`"))?;
-        let [file, kernel, text, reason] = [file, kernel, text, reason].map(|s| (*s).to_owned());
-        out.push(Equivalent { file, kernel, text, count, reason });
-    }
-    Ok(out)
-}
-
-/// Hash of a module's text → its file.
-fn files() -> BTreeMap<String, String> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ptx");
-    let mut out = BTreeMap::new();
-    for e in std::fs::read_dir(folder).into_iter().flatten().flatten() {
-        let name = e.file_name().to_string_lossy().into_owned();
-        if let (true, Ok(text)) = (name.ends_with(".ptx"), std::fs::read_to_string(e.path()))
-            && let Ok(m) = cuda_emulator::Module::parse(&text)
-        {
-            out.insert(format!("{:016x}", m.hash()), name);
-        }
-    }
-    out
-}
-
-/// The shipped kernels whose file and name contain the text, as the driver wants them listed.
-fn matching(text: &str) -> Result<String, String> {
-    let mut found = Vec::new();
-    for (hash, file) in files() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ptx").join(&file);
-        let source = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-        let entries = source.split(".entry ").skip(1).filter_map(|t| t.split(['(', ' ', '\n']).next());
-        found.extend(
-            entries.filter(|name| format!("{file} {name}").contains(text)).map(|name| format!("{hash} {name}")),
-        );
-    }
-    if found.is_empty() {
-        Err(format!("--only {text}: no file and kernel of ptx/ contain that"))
-    } else {
-        Ok(found.join(","))
-    }
-}
-
-/// Whether every kernel that was asked for was launched and has no mutant left.
-fn all_caught(only: &str, mutants: &BTreeMap<Key, Mutant>) -> bool {
-    let launched = |k: &str| mutants.keys().any(|(module, kernel, _)| k == format!("{module} {kernel}"));
-    only.split(',').all(launched) && mutants.values().all(|m| m.caught.is_some())
-}
-
 fn mutate() -> Result<bool, String> {
     let args = arguments()?;
     let only = args.only.as_deref().map(matching).transpose()?;
@@ -298,10 +164,11 @@ fn mutate() -> Result<bool, String> {
     let events = log.with_extension("events");
     // Whatever an earlier process of this number left there.
     let _ = (std::fs::remove_file(&log), std::fs::remove_file(&events));
-    let trials = Trials { log: &log, events: &events, only: only.as_deref(), jobs: args.jobs };
+    let trials = Trials { log: &log, events: &events, only: only.as_ref(), jobs: args.jobs };
+    let (files, known) = (files(), equivalents()?);
     for w in workloads {
         run(w, &trials, &mut mutants)?;
-        if only.as_deref().is_some_and(|only| all_caught(only, &mutants)) {
+        if only.as_ref().is_some_and(|only| is_settled(only, &mutants, &known, &files)) {
             break;
         }
     }
@@ -312,30 +179,18 @@ fn mutate() -> Result<bool, String> {
     if unstable > 0 {
         println!("{unstable} launches give other bytes in another order of warps and blocks: not tried in that order");
     }
-    let (files, known) = (files(), equivalents()?);
     let mut how: BTreeMap<&str, usize> = BTreeMap::new();
-    let mut survivors: BTreeMap<(String, &str, String), Vec<u32>> = BTreeMap::new();
-    for ((module, kernel, (line, change)), m) in &mutants {
-        match &m.caught {
-            Some(by) => *how.entry(by).or_default() += 1,
-            None => {
-                let file = files.get(module).cloned().unwrap_or_else(|| module.clone());
-                // What is wrong stands before the text, where it is not that the instruction is gone.
-                let text = if change.is_empty() { m.text.clone() } else { format!("{change} {}", m.text) };
-                survivors.entry((file, kernel, text)).or_default().push(*line);
-            }
-        }
+    for by in mutants.values().filter_map(|m| m.caught.as_deref()) {
+        *how.entry(by).or_default() += 1;
     }
     for (by, n) in &how {
         println!("{n:5} by {by}");
     }
     let (mut equivalent, mut unknown) = (0, 0);
     let mut excused: BTreeMap<&str, Vec<String>> = BTreeMap::new();
-    for ((file, kernel, text), lines) in &survivors {
-        let matches = |k: &&Equivalent| {
-            file.contains(&k.file) && kernel.contains(&k.kernel) && text.starts_with(&k.text) && lines.len() <= k.count
-        };
-        match known.iter().find(matches) {
+    for (which, lines) in &survivors(&mutants, &files) {
+        let (file, kernel, text) = which;
+        match excuse(&known, which, lines.len()) {
             Some(k) => {
                 equivalent += lines.len();
                 excused.entry(&k.reason).or_default().push(format!("{file} {kernel} {lines:?}"));

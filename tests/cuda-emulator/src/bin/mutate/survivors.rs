@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The shipped kernels by file, and which of their mutants may survive.
+
+use crate::{Key, Mutant};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Entries of `equivalent.txt`: file pattern, kernel, instruction, how many survive in each such kernel, reason.
+pub struct Equivalent {
+    file: String,
+    kernel: String,
+    text: String,
+    pub count: usize,
+    pub reason: String,
+}
+
+pub fn equivalents() -> Result<Vec<Equivalent>, String> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("equivalent.txt");
+    let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+    let mut out = Vec::new();
+    for line in text.lines().filter(|l| !l.trim().is_empty() && !l.starts_with('#')) {
+        let [file, kernel, text, count, reason] = &line.split('|').map(str::trim).collect::<Vec<_>>()[..] else {
+            return Err(format!("equivalent.txt: `{line}` is not `file | kernel | instruction | count | reason`"));
+        };
+        let count = count.parse().map_err(|_| format!("equivalent.txt: count `{count}`"))?;
+        let [file, kernel, text, reason] = [file, kernel, text, reason].map(|s| (*s).to_owned());
+        out.push(Equivalent { file, kernel, text, count, reason });
+    }
+    Ok(out)
+}
+
+/// Hash of a module's text → its file.
+pub fn files() -> BTreeMap<String, String> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ptx");
+    let mut out = BTreeMap::new();
+    for e in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let name = e.file_name().to_string_lossy().into_owned();
+        if let (true, Ok(text)) = (name.ends_with(".ptx"), std::fs::read_to_string(e.path()))
+            && let Ok(m) = cuda_emulator::Module::parse(&text)
+        {
+            out.insert(format!("{:016x}", m.hash()), name);
+        }
+    }
+    out
+}
+
+/// What `--only` asks for.
+pub struct Only {
+    /// The kernels, as the driver is told of them: module and name, with commas in between.
+    pub kernels: String,
+    /// Their files.
+    pub files: Vec<String>,
+}
+
+/// The shipped kernels whose file and name contain the text.
+pub fn matching(text: &str) -> Result<Only, String> {
+    let (mut kernels, mut chosen) = (Vec::new(), Vec::new());
+    for (hash, file) in files() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ptx").join(&file);
+        let source = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+        let entries = source.split(".entry ").skip(1).filter_map(|t| t.split(['(', ' ', '\n']).next());
+        let before = kernels.len();
+        kernels.extend(
+            entries.filter(|name| format!("{file} {name}").contains(text)).map(|name| format!("{hash} {name}")),
+        );
+        if kernels.len() > before {
+            chosen.push(file);
+        }
+    }
+    if kernels.is_empty() {
+        return Err(format!("--only {text}: no file and kernel of ptx/ contain that"));
+    }
+    Ok(Only { kernels: kernels.join(","), files: chosen })
+}
+
+/// Mutants that were not caught: file, kernel and text, and their lines.
+pub type Survivors<'a> = BTreeMap<(String, &'a str, String), Vec<u32>>;
+
+pub fn survivors<'a>(mutants: &'a BTreeMap<Key, Mutant>, files: &BTreeMap<String, String>) -> Survivors<'a> {
+    let mut out = Survivors::new();
+    for ((module, kernel, (line, change)), m) in mutants.iter().filter(|(_, m)| m.caught.is_none()) {
+        let file = files.get(module).cloned().unwrap_or_else(|| module.clone());
+        // What is wrong stands before the text, where it is not that the instruction is gone.
+        let text = if change.is_empty() { m.text.clone() } else { format!("{change} {}", m.text) };
+        out.entry((file, kernel, text)).or_default().push(*line);
+    }
+    out
+}
+
+/// The entry that excuses a survivor.
+pub fn excuse<'a>(
+    known: &'a [Equivalent],
+    (file, kernel, text): &(String, &str, String),
+    n: usize,
+) -> Option<&'a Equivalent> {
+    known
+        .iter()
+        .find(|k| file.contains(&k.file) && kernel.contains(&k.kernel) && text.starts_with(&k.text) && n <= k.count)
+}
+
+/// Whether every kernel that was asked for was launched and nothing survives that is not listed.
+pub fn is_settled(
+    only: &Only,
+    mutants: &BTreeMap<Key, Mutant>,
+    known: &[Equivalent],
+    files: &BTreeMap<String, String>,
+) -> bool {
+    let launched = |k: &str| mutants.keys().any(|(module, kernel, _)| k == format!("{module} {kernel}"));
+    only.kernels.split(',').all(launched)
+        && survivors(mutants, files).iter().all(|(which, lines)| excuse(known, which, lines.len()).is_some())
+}

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What is run: the tests that launch the shipped kernels, or a program of the caller's.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+/// A program that launches kernels and checks what they compute.
+pub trait Workload {
+    /// What the progress bar calls it.
+    fn name(&self) -> String;
+    /// The command, ready to run, where there is something to run for these files of `ptx/` (all where none are named).
+    fn command(&self, only: Option<&[String]>) -> Result<Option<Command>, String>;
+    /// The compute capability of the device, as `CPATTN_EMU_SM` has it.
+    fn device(&self) -> &str {
+        "90"
+    }
+}
+
+/// An integration test of this workspace, built in release mode.
+pub struct Test {
+    name: &'static str,
+    features: &'static str,
+    device: &'static str,
+    /// Which of its tests; all where there is none.
+    filters: &'static [&'static str],
+    /// Where `filters` is a module of tests that are for one file each: what the names of such files begin with. The rest
+    /// of a name is that of the test.
+    of: Option<&'static str>,
+}
+
+impl Test {
+    /// Arguments that choose the tests; none where there are no tests for these files.
+    fn chosen(&self, only: Option<&[String]>) -> Option<Vec<String>> {
+        let (Some(prefix), Some(files)) = (self.of, only) else {
+            return Some(self.filters.iter().map(|&f| f.to_owned()).collect());
+        };
+        let of_file = |f: &String| Some(f.strip_prefix(prefix)?.strip_suffix(".ptx")?.to_owned());
+        let rests: Vec<String> = files.iter().filter_map(of_file).collect();
+        let tests = self.filters.iter().flat_map(|m| rests.iter().map(move |rest| format!("{m}::{rest}")));
+        let tests: Vec<String> = std::iter::once("--exact".to_owned()).chain(tests).collect();
+        (tests.len() > 1).then_some(tests)
+    }
+}
+
+/// The tests that launch every shipped kernel, on a device with the shared memory for all but one, and on one for that (there
+/// only those with long walks first: a mutant is tried at so many launches only); and those that run whole plans on a device.
+pub const REGISTRY: &[Test] = &[
+    Test {
+        name: "cuda_kernels",
+        features: "cuda",
+        device: "90",
+        filters: &["hopper_walks"],
+        of: Some("hopper_forward_"),
+    },
+    Test { name: "cuda_kernels", features: "cuda", device: "90", filters: &[], of: None },
+    Test {
+        name: "cuda_kernels",
+        features: "cuda",
+        device: "86",
+        filters: &["long_walks", "ranges", "shapes", "turns"],
+        of: None,
+    },
+    Test { name: "cuda_plans", features: "cuda", device: "90", filters: &[], of: None },
+];
+
+impl Workload for Test {
+    fn name(&self) -> String {
+        format!("{} on sm_{}", self.name, self.device)
+    }
+
+    fn device(&self) -> &str {
+        self.device
+    }
+
+    fn command(&self, only: Option<&[String]>) -> Result<Option<Command>, String> {
+        let Some(chosen) = self.chosen(only) else { return Ok(None) };
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let out = Command::new(cargo)
+            .current_dir(root)
+            .args(["test", "--release", "--no-run", "--message-format", "json", "-p", "cpattn"])
+            .args(["--features", self.features, "--test", self.name])
+            .stderr(Stdio::inherit())
+            .output()
+            .map_err(|e| format!("cargo: {e}"))?;
+        let text = String::from_utf8_lossy(&out.stdout).into_owned();
+        let path = text.lines().filter(|l| l.contains(&format!("\"name\":\"{}\"", self.name))).find_map(|l| {
+            let after = l.split_once("\"executable\":\"")?.1;
+            Some(after.split_once('"')?.0.to_owned())
+        });
+        let mut c = Command::new(path.ok_or_else(|| format!("test `{}` was not built", self.name))?);
+        c.args(["--test-threads", "1"]).args(chosen);
+        Ok(Some(c))
+    }
+}
+
+/// A program named on the command line.
+pub struct Program(pub Vec<String>);
+
+impl Workload for Program {
+    fn name(&self) -> String {
+        self.0[0].clone()
+    }
+
+    fn command(&self, _: Option<&[String]>) -> Result<Option<Command>, String> {
+        let mut c = Command::new(&self.0[0]);
+        c.args(&self.0[1..]);
+        Ok(Some(c))
+    }
+}
