@@ -1,18 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The few driver objects the backend owns, each released when dropped, and the check of every driver call.
 //!
-//! The driver is found at run time, when the first [`Context`] is made: [`sys`] lists its functions and [`table`] finds
+//! Contexts are here, with the check of every call; `event` and `module` have what their names say. The driver is found at run time, when the first [`Context`] is made: [`sys`] lists its functions and [`table`] finds
 //! them. Every method makes the context current for its own duration and restores what was current before, so that a
 //! caller's context stays current for the caller.
 
+mod event;
+mod module;
 pub(crate) mod sys;
 mod table;
+
+pub use event::Event;
+pub use module::{Function, Module};
 
 use crate::error::{Error, Result};
 use alloc::format;
 use alloc::string::String;
 use alloc::sync::Arc;
-use core::ffi::{CStr, c_int, c_void};
+use core::ffi::{CStr, c_int};
 use core::marker::PhantomData;
 use core::ptr::null_mut;
 
@@ -235,224 +240,6 @@ impl Drop for Entered<'_> {
         let mut handle = null_mut();
         // SAFETY: pops what `enter` pushed on this very thread (guards are not `Send`).
         unsafe { sys::cuCtxPopCurrent_v2(&raw mut handle) };
-    }
-}
-
-/// Loaded PTX.
-#[derive(Debug)]
-pub(super) struct Module {
-    context: Arc<Context>,
-    handle: sys::CUmodule,
-}
-
-// SAFETY: a module is a handle that the driver accepts on every thread.
-unsafe impl Send for Module {}
-// SAFETY: a module is a handle that the driver accepts on every thread.
-unsafe impl Sync for Module {}
-
-impl Module {
-    /// Compiles PTX (zero-terminated) for the device.
-    pub fn new(context: &Arc<Context>, name: &str, ptx: &CStr) -> Result<Self> {
-        let _beside = context.enter_beside_captures()?;
-        let mut handle = null_mut();
-        // SAFETY: the text is zero-terminated and outlives the call, which copies what it needs.
-        unsafe { call!(cuModuleLoadData(&raw mut handle, ptx.as_ptr().cast())) }.map_err(|error| match error {
-            Error::Device { call, code, message } => {
-                Error::Device { call, code, message: format!("{name}.ptx: {message}") }
-            }
-            other => other,
-        })?;
-        Ok(Self { context: context.clone(), handle })
-    }
-
-    /// A kernel of the module, allowed `shared` bytes of dynamic shared memory.
-    pub fn function(&self, name: &CStr, shared: u32) -> Result<Function> {
-        let _entered = self.context.enter()?;
-        let mut handle = null_mut();
-        // SAFETY: the module is loaded, the name zero-terminated.
-        unsafe { call!(cuModuleGetFunction(&raw mut handle, self.handle, name.as_ptr())) }?;
-        let attribute = sys::FUNCTION_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        // SAFETY: the function was just found.
-        unsafe { call!(cuFuncSetAttribute(handle, attribute, shared as c_int)) }?;
-        Ok(Function(handle))
-    }
-}
-
-impl Drop for Module {
-    fn drop(&mut self) {
-        if let Ok(_beside) = self.context.enter_beside_captures() {
-            // SAFETY: loaded once; the backend is dropped after its launches were waited for (documented there).
-            unsafe { sys::cuModuleUnload(self.handle) };
-        }
-    }
-}
-
-/// A kernel; lives as long as its module.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Function(sys::CUfunction);
-
-// SAFETY: a handle, as the module is.
-unsafe impl Send for Function {}
-// SAFETY: a handle, as the module is.
-unsafe impl Sync for Function {}
-
-impl Function {
-    /// Blocks of `threads` that one multiprocessor holds.
-    pub fn blocks_per_multiprocessor(self, threads: u32, shared: u32) -> Result<u32> {
-        let mut blocks = 0;
-        // SAFETY: the function is loaded and its context current (callers enter it); `blocks` is a local.
-        unsafe {
-            call!(cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                &raw mut blocks,
-                self.0,
-                threads as c_int,
-                shared as usize
-            ))
-        }?;
-        Ok(blocks.max(1) as u32)
-    }
-
-    /// Launches `blocks` blocks with one parameter struct.
-    ///
-    /// # Safety
-    /// `P` is the kernel's parameter; what it points to is as the kernel expects; the stream is of the current context.
-    pub unsafe fn launch<P>(
-        self,
-        blocks: u32,
-        threads: u32,
-        shared: u32,
-        stream: sys::CUstream,
-        params: &P,
-    ) -> Result<()> {
-        // SAFETY: `params` is the kernel's parameter, and the stream is of the current context (the contract).
-        unsafe { self.launch_all(blocks, threads, shared, stream, [core::ptr::from_ref(params).cast()]) }
-    }
-
-    /// As [`Function::launch`], with the addresses of N parameters.
-    ///
-    /// # Safety
-    /// As there, for each of them.
-    pub unsafe fn launch_all<const N: usize>(
-        self,
-        blocks: u32,
-        threads: u32,
-        shared: u32,
-        stream: sys::CUstream,
-        params: [*const c_void; N],
-    ) -> Result<()> {
-        let mut arguments = params.map(<*const c_void>::cast_mut);
-        // SAFETY: the driver copies the parameters before it returns; they are the kernel's, the stream of this
-        // context (the contract).
-        unsafe {
-            call!(cuLaunchKernel(
-                self.0,
-                blocks,
-                1,
-                1,
-                threads,
-                1,
-                1,
-                shared,
-                stream,
-                arguments.as_mut_ptr(),
-                null_mut()
-            ))
-        }
-    }
-}
-
-/// A point in a stream.
-#[derive(Debug)]
-pub(crate) struct Event {
-    context: Arc<Context>,
-    handle: sys::CUevent,
-}
-
-// SAFETY: a handle that the driver accepts on every thread.
-unsafe impl Send for Event {}
-// SAFETY: a handle that the driver accepts on every thread; the driver synchronises itself.
-unsafe impl Sync for Event {}
-
-impl Event {
-    /// An event that was not recorded yet, without timing.
-    pub fn new(context: &Arc<Context>) -> Result<Self> {
-        Self::with_flags(context, sys::EVENT_DISABLE_TIMING)
-    }
-
-    /// An event that was not recorded yet, with timing.
-    pub fn timed(context: &Arc<Context>) -> Result<Self> {
-        Self::with_flags(context, sys::EVENT_DEFAULT)
-    }
-
-    fn with_flags(context: &Arc<Context>, flags: core::ffi::c_uint) -> Result<Self> {
-        let _entered = context.enter()?;
-        let mut handle = null_mut();
-        // SAFETY: a context is current, the pointer is to a local.
-        unsafe { call!(cuEventCreate(&raw mut handle, flags)) }?;
-        Ok(Self { context: context.clone(), handle })
-    }
-
-    /// Marks this point of the stream.
-    pub fn record(&self, stream: sys::CUstream) -> Result<()> {
-        // SAFETY: the event is alive; the stream is the caller's, of this context.
-        unsafe { call!(cuEventRecord(self.handle, stream)) }
-    }
-
-    /// Has everything that is put on `stream` from now on wait for the point, on the device.
-    pub fn hold(&self, stream: sys::CUstream) -> Result<()> {
-        // SAFETY: the event is alive; the driver keeps what the wait needs when it is recorded anew or destroyed.
-        unsafe { call!(cuStreamWaitEvent(stream, self.handle, 0)) }
-    }
-
-    /// Has each replay of the graph that a stream is captured into mark this point, as [`Event::record`] does elsewhere.
-    pub fn record_in_replays(&self, stream: sys::CUstream) -> Result<()> {
-        // SAFETY: as in `record`.
-        unsafe { call!(cuEventRecordWithFlags(self.handle, stream, sys::EVENT_RECORD_EXTERNAL)) }
-    }
-
-    /// Has each replay of the graph that a stream is captured into wait for the point, as it was marked last by then.
-    pub fn hold_in_replays(&self, stream: sys::CUstream) -> Result<()> {
-        // SAFETY: as in `hold`; the graph's owner keeps the event alive (see `Rank::run_on`).
-        unsafe { call!(cuStreamWaitEvent(stream, self.handle, sys::EVENT_WAIT_EXTERNAL)) }
-    }
-
-    /// Whether everything before the point is done.
-    pub fn is_done(&self) -> Result<bool> {
-        let _beside = self.context.enter_beside_captures()?;
-        // SAFETY: the event is alive.
-        match unsafe { sys::cuEventQuery(self.handle) } {
-            sys::NOT_READY => Ok(false),
-            code => check("cuEventQuery", code).map(|()| true),
-        }
-    }
-
-    /// Nanoseconds from another point to this one, both of events with timing, as exact as an f32 of milliseconds; `None`
-    /// while either is not over.
-    pub fn ns_since(&self, start: &Self) -> Result<Option<i64>> {
-        let _entered = self.context.enter()?;
-        let mut milliseconds = 0f32;
-        // SAFETY: both events are alive; the pointer is to a local.
-        match unsafe { sys::cuEventElapsedTime(&raw mut milliseconds, start.handle, self.handle) } {
-            sys::NOT_READY => Ok(None),
-            code => check("cuEventElapsedTime", code).map(|()| Some((f64::from(milliseconds) * 1e6) as i64)),
-        }
-    }
-
-    /// Waits on the host until everything before the point is done.
-    pub fn wait(&self) -> Result<()> {
-        // Owners wait when they are dropped, on threads that may have no context.
-        let _beside = self.context.enter_beside_captures()?;
-        // SAFETY: the event is alive.
-        unsafe { call!(cuEventSynchronize(self.handle)) }
-    }
-}
-
-impl Drop for Event {
-    fn drop(&mut self) {
-        if let Ok(_entered) = self.context.enter() {
-            // SAFETY: created once in `new`.
-            unsafe { sys::cuEventDestroy_v2(self.handle) };
-        }
     }
 }
 

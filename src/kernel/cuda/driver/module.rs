@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Loaded PTX, and the kernels in it.
+
+use super::{Context, call, sys};
+use crate::error::{Error, Result};
+use alloc::format;
+use alloc::sync::Arc;
+use core::ffi::{CStr, c_int, c_void};
+use core::ptr::null_mut;
+
+/// Loaded PTX.
+#[derive(Debug)]
+pub struct Module {
+    context: Arc<Context>,
+    handle: sys::CUmodule,
+}
+
+// SAFETY: a module is a handle that the driver accepts on every thread.
+unsafe impl Send for Module {}
+// SAFETY: a module is a handle that the driver accepts on every thread.
+unsafe impl Sync for Module {}
+
+impl Module {
+    /// Compiles PTX (zero-terminated) for the device.
+    pub fn new(context: &Arc<Context>, name: &str, ptx: &CStr) -> Result<Self> {
+        let _beside = context.enter_beside_captures()?;
+        let mut handle = null_mut();
+        // SAFETY: the text is zero-terminated and outlives the call, which copies what it needs.
+        unsafe { call!(cuModuleLoadData(&raw mut handle, ptx.as_ptr().cast())) }.map_err(|error| match error {
+            Error::Device { call, code, message } => {
+                Error::Device { call, code, message: format!("{name}.ptx: {message}") }
+            }
+            other => other,
+        })?;
+        Ok(Self { context: context.clone(), handle })
+    }
+
+    /// A kernel of the module, allowed `shared` bytes of dynamic shared memory.
+    pub fn function(&self, name: &CStr, shared: u32) -> Result<Function> {
+        let _entered = self.context.enter()?;
+        let mut handle = null_mut();
+        // SAFETY: the module is loaded, the name zero-terminated.
+        unsafe { call!(cuModuleGetFunction(&raw mut handle, self.handle, name.as_ptr())) }?;
+        let attribute = sys::FUNCTION_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: the function was just found.
+        unsafe { call!(cuFuncSetAttribute(handle, attribute, shared as c_int)) }?;
+        Ok(Function(handle))
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        if let Ok(_beside) = self.context.enter_beside_captures() {
+            // SAFETY: loaded once; the backend is dropped after its launches were waited for (documented there).
+            unsafe { sys::cuModuleUnload(self.handle) };
+        }
+    }
+}
+
+/// A kernel; lives as long as its module.
+#[derive(Clone, Copy, Debug)]
+pub struct Function(sys::CUfunction);
+
+// SAFETY: a handle, as the module is.
+unsafe impl Send for Function {}
+// SAFETY: a handle, as the module is.
+unsafe impl Sync for Function {}
+
+impl Function {
+    /// Blocks of `threads` that one multiprocessor holds.
+    pub fn blocks_per_multiprocessor(self, threads: u32, shared: u32) -> Result<u32> {
+        let mut blocks = 0;
+        // SAFETY: the function is loaded and its context current (callers enter it); `blocks` is a local.
+        unsafe {
+            call!(cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                &raw mut blocks,
+                self.0,
+                threads as c_int,
+                shared as usize
+            ))
+        }?;
+        Ok(blocks.max(1) as u32)
+    }
+
+    /// Launches `blocks` blocks with one parameter struct.
+    ///
+    /// # Safety
+    /// `P` is the kernel's parameter; what it points to is as the kernel expects; the stream is of the current context.
+    pub unsafe fn launch<P>(
+        self,
+        blocks: u32,
+        threads: u32,
+        shared: u32,
+        stream: sys::CUstream,
+        params: &P,
+    ) -> Result<()> {
+        // SAFETY: `params` is the kernel's parameter, and the stream is of the current context (the contract).
+        unsafe { self.launch_all(blocks, threads, shared, stream, [core::ptr::from_ref(params).cast()]) }
+    }
+
+    /// As [`Function::launch`], with the addresses of N parameters.
+    ///
+    /// # Safety
+    /// As there, for each of them.
+    pub unsafe fn launch_all<const N: usize>(
+        self,
+        blocks: u32,
+        threads: u32,
+        shared: u32,
+        stream: sys::CUstream,
+        params: [*const c_void; N],
+    ) -> Result<()> {
+        let mut arguments = params.map(<*const c_void>::cast_mut);
+        // SAFETY: the driver copies the parameters before it returns; they are the kernel's, the stream of this
+        // context (the contract).
+        unsafe {
+            call!(cuLaunchKernel(
+                self.0,
+                blocks,
+                1,
+                1,
+                threads,
+                1,
+                1,
+                shared,
+                stream,
+                arguments.as_mut_ptr(),
+                null_mut()
+            ))
+        }
+    }
+}
