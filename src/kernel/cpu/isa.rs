@@ -5,7 +5,7 @@
 //! whole program with the environment variable [`Isa::VARIABLE`]. One that the machine lacks is refused before anything
 //! runs. [`Isa::Amx`] is the best wherever it is there. Of bf16 dot products a flag says that they are there, but not that
 //! they are quick: on an Intel Xeon with AMX `vdpbf16ps` does half as many operations a second as f32 multiply-adds, and
-//! [`Isa::Avx512Bf16`] takes 1.1 to 1.5 times as long as [`Isa::Avx512`] (`docs/cpu.md`); on AMD's Zen 4 and Zen 5 it is
+//! [`Isa::Avx512Bf16`] takes 1.2 to 1.6 times as long as [`Isa::Avx512`] (`docs/cpu.md`); on AMD's Zen 4 and Zen 5 it is
 //! reported to do twice as many. So the processor's vendor and family choose between the two.
 
 use crate::call::{QRange, Ranges};
