@@ -464,8 +464,8 @@ typedef struct cpattn_link {
  * the way round the ring and back, one link at a time. All ranks call it with the same `bytes` (4 MiB is a good
  * choice), before the transport becomes a rank. Writes links in the order in which they were measured, and how many to
  * *count: all 2 * world on rank 0, those before its last turn on another. `capacity`, how many `links` has room for, is
- * at least 2 * world. A failure names the link and what to try, and ends the group. For transports of host memory; a
- * table's exchange is called on the calling thread. */
+ * at least 2 * world. A failure names the link and what to try, and ends the group. Over transports of devices the bytes
+ * go from device to device; over tables they lie in host memory, and exchange is called on the calling thread. */
 int32_t cpattn_ring_check(cpattn_transport *transport, size_t bytes, cpattn_link *links, size_t capacity,
     size_t *count);
 

@@ -132,6 +132,10 @@ def trial(kind: str, world: int, seed: int, slack: float = SLACK) -> list[Outcom
     outcomes = start(job, world, kind, seed, seconds=DEADLINE + 2 * slack, until=lambda rank: kind in ("plans", "late", "slow", "paused") or rank != victim)
     if kind == "paused" and all(outcome.value == "done" for outcome in outcomes):
         return outcomes  # it was back in time
+    # Stopped while connections are being made, on a machine where others got no core either, it need not stand out.
+    joining = "not all ranks made their transport", "cannot be told"
+    if kind == "paused" and all(all(part in str(outcome.value) for part in joining) for outcome in outcomes):
+        return outcomes
     for rank, outcome in enumerate(outcomes):
         if rank == victim and kind in ("killed", "meanwhile", "stopped", "absent", "left"):
             continue

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The check of a ring's links, over transports of host memory.
+//! The check of a ring's links.
 
-use std::{format, string::ToString};
+use std::{format, string::ToString, vec::Vec};
 
 use super::{
     handle,
@@ -13,9 +13,12 @@ use crate::{
     error::{Cause, Error},
     transport::{
         Transport,
-        ring_check::{Trouble, check},
+        ring_check::{Link, Trouble, check},
     },
 };
+
+#[cfg(feature = "cuda")]
+use crate::transport::ring_check::check_on_device;
 
 /// One link, one way.
 #[derive(Clone, Copy, Debug)]
@@ -38,15 +41,16 @@ pub unsafe extern "C" fn cpattn_ring_check(
     boundary!({
         // SAFETY: the header's promise about handles and results.
         let (end, count) = unsafe { (handle::borrow(transport.cast_const())?, result("count", count)?) };
-        let end: &dyn Transport = match end {
-            Any::Local(end) => end,
-            Any::Table(end) => end,
+        type Check<'a> = &'a dyn Fn(usize) -> Result<Vec<Link>, Trouble>;
+        let (end, check): (&dyn Transport, Check<'_>) = match end {
+            Any::Local(end) => (end, &|bytes| check(end, bytes)),
+            Any::Table(end) => (end, &|bytes| check(end, bytes)),
             #[cfg(feature = "mpi")]
-            Any::Mpi(end) => &**end,
+            Any::Mpi(end) => (&**end, &|bytes| check(&**end, bytes)),
             #[cfg(feature = "cuda")]
-            Any::Peer(_) => return Err(on_a_device().into()),
+            Any::Peer(end) => (end, &|bytes| check_on_device(end, bytes)),
             #[cfg(feature = "nccl")]
-            Any::Nccl(_) => return Err(on_a_device().into()),
+            Any::Nccl(end) => (end, &|bytes| check_on_device(end, bytes)),
         };
         if capacity < 2 * end.world() {
             let expected = format!("at least {}, two for each of {} ranks", 2 * end.world(), end.world());
@@ -54,7 +58,7 @@ pub unsafe extern "C" fn cpattn_ring_check(
         }
         // SAFETY: the header's promise about arrays.
         let out = unsafe { array_mut("links", links, capacity) }?;
-        let known = check(end, bytes).map_err(|trouble| {
+        let known = check(bytes).map_err(|trouble| {
             let status = match &trouble {
                 Trouble::Failed { error, .. } => status_of(error),
                 Trouble::OtherBytes { .. } => CPATTN_PEER,
@@ -76,13 +80,4 @@ pub unsafe extern "C" fn cpattn_ring_check(
         count.write(known.len());
         Ok(())
     })
-}
-
-#[cfg(any(feature = "cuda", feature = "nccl"))]
-fn on_a_device() -> Error {
-    Error::unsupported(
-        "cpattn_ring_check of a transport on devices",
-        "messages of the check lie in host memory",
-        "check a group of the same processes over MPI, or over a table of your own",
-    )
 }

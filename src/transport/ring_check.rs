@@ -113,11 +113,66 @@ fn link(world: usize, hop: usize) -> (usize, usize) {
     }
 }
 
-struct LedgerRound<'a, T: ?Sized> {
+/// Where bytes lie that travel: in memory of the host, or of a device.
+trait Room {
+    fn ptr(&mut self) -> *mut u8;
+    fn bytes(&self) -> usize;
+    fn put(&mut self, from: &[u8]) -> Result<()>;
+    fn get(&self, to: &mut [u8]) -> Result<()>;
+}
+
+impl Room for Vec<u8> {
+    fn ptr(&mut self) -> *mut u8 {
+        self.as_mut_ptr()
+    }
+
+    fn bytes(&self) -> usize {
+        self.len()
+    }
+
+    fn put(&mut self, from: &[u8]) -> Result<()> {
+        self.copy_from_slice(from);
+        Ok(())
+    }
+
+    fn get(&self, to: &mut [u8]) -> Result<()> {
+        to.copy_from_slice(self);
+        Ok(())
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl Room for crate::kernel::cuda::DeviceMemory {
+    fn ptr(&mut self) -> *mut u8 {
+        Self::ptr(self)
+    }
+
+    fn bytes(&self) -> usize {
+        Self::bytes(self)
+    }
+
+    fn put(&mut self, from: &[u8]) -> Result<()> {
+        self.upload(from)
+    }
+
+    fn get(&self, to: &mut [u8]) -> Result<()> {
+        self.download(to)
+    }
+}
+
+/// One rank's part of the check.
+struct LedgerRound<'a, T: ?Sized, R> {
     end: &'a T,
+    /// Waits until what was exchanged is there.
+    complete: &'a dyn Fn() -> Result<()>,
     hop: usize,
     ledger: Vec<LedgerEntry>,
-    large: Vec<u8>,
+    /// What a large message holds, or should.
+    stamps: Vec<u8>,
+    /// What travels: eight bytes, a large message, the ledger.
+    word: R,
+    large: R,
+    pages: R,
 }
 
 /// Sends a ledger round the ring and back; all ranks call it with the same number of `bytes` (at least 1) for the large
@@ -142,6 +197,37 @@ struct LedgerRound<'a, T: ?Sized> {
 /// # Ok::<(), cpattn::Error>(())
 /// ```
 pub fn check<T: Transport + ?Sized>(end: &T, bytes: usize) -> Result<Vec<Link>, Trouble> {
+    let room = |bytes: usize| {
+        // A large message that no memory holds is refused, not the end of the program.
+        let mut room = Vec::new();
+        if room.try_reserve_exact(bytes).is_err() {
+            return Err(Error::invalid("bytes", bytes, "a number that fits into memory"));
+        }
+        room.resize(bytes, 0);
+        Ok(room)
+    };
+    round(end, bytes, room, &|| Ok(()))
+}
+
+/// The same over a transport of device memory: messages go from device to device, and a figure holds what the host takes to
+/// see that one has arrived. Copies between host and device are not measured.
+///
+/// Over NCCL, where a rank learns of a failure elsewhere from its own deadline alone, several ranks may name a link: the one
+/// of the lowest step is where the ledger stopped.
+///
+/// # Errors
+/// As [`check`]; [`Error::Device`] where the device has no memory for a message.
+#[cfg(feature = "cuda")]
+pub fn check_on_device<T: super::DeviceTransport + ?Sized>(end: &T, bytes: usize) -> Result<Vec<Link>, Trouble> {
+    round(end, bytes, |bytes| end.device().allocate(bytes), &|| end.synchronize())
+}
+
+fn round<T: Transport + ?Sized, R: Room>(
+    end: &T,
+    bytes: usize,
+    room: impl Fn(usize) -> Result<R>,
+    complete: &dyn Fn() -> Result<()>,
+) -> Result<Vec<Link>, Trouble> {
     let (rank, world) = (end.rank(), end.world());
     let refused = |error| Trouble::Failed { link: None, error };
     if world < 2 {
@@ -150,13 +236,15 @@ pub fn check<T: Transport + ?Sized>(end: &T, bytes: usize) -> Result<Vec<Link>, 
     if bytes == 0 {
         return Err(refused(Error::invalid("bytes", 0, "at least 1")));
     }
-    // A large message that no memory holds is refused, not the end of the program.
-    let mut large = Vec::new();
-    if large.try_reserve_exact(bytes).is_err() {
+    let mut stamps = Vec::new();
+    if stamps.try_reserve_exact(bytes).is_err() {
         return Err(refused(Error::invalid("bytes", bytes, "a number that fits into memory")));
     }
-    large.resize(bytes, 0);
-    let mut walk = LedgerRound { end, hop: 0, ledger: std::vec![[0; 4]; 2 * world], large };
+    stamps.resize(bytes, 0);
+    let room = |bytes| room(bytes).map_err(refused);
+    let (word, large, pages) = (room(8)?, room(bytes)?, room(2 * world * size_of::<LedgerEntry>())?);
+    let ledger = std::vec![[0; 4]; 2 * world];
+    let mut walk = LedgerRound { end, complete, hop: 0, ledger, stamps, word, large, pages };
     let mut known = 0;
     for hop in 0..2 * world {
         walk.hop = hop;
@@ -179,56 +267,62 @@ pub fn check<T: Transport + ?Sized>(end: &T, bytes: usize) -> Result<Vec<Link>, 
     Ok(walk.ledger[..known].iter().map(entry).collect())
 }
 
-impl<T: Transport + ?Sized> LedgerRound<'_, T> {
+/// Which of the rooms travels.
+#[derive(Clone, Copy)]
+enum Which {
+    Word,
+    Large,
+    Pages,
+}
+
+impl<T: Transport + ?Sized, R: Room> LedgerRound<'_, T, R> {
     fn give(&mut self, to: usize) -> Result<(), Trouble> {
         let (rank, hop) = (self.end.rank(), self.hop);
         let mut latency = Duration::MAX;
-        let mut word = [0; 8];
         for _ in 0..SMALL {
             let began = Instant::now();
-            self.move_(to, &mut word, true)?;
-            self.move_(to, &mut word, false)?;
+            self.carry(to, Which::Word, true)?;
+            self.carry(to, Which::Word, false)?;
             latency = latency.min(began.elapsed() / 2);
         }
-        let mut large = std::mem::take(&mut self.large);
-        large.iter_mut().enumerate().for_each(|(at, byte)| *byte = stamp(rank, hop, at));
+        self.stamps.iter_mut().enumerate().for_each(|(at, byte)| *byte = stamp(rank, hop, at));
+        let filled = self.large.put(&self.stamps);
+        filled.map_err(|error| self.trouble(error))?;
         let mut transfer = Duration::MAX;
         for _ in 0..LARGE {
             let began = Instant::now();
-            self.move_(to, &mut large, true)?;
-            self.move_(to, &mut word, false)?;
+            self.carry(to, Which::Large, true)?;
+            self.carry(to, Which::Word, false)?;
             // Where a latency is what the system's scheduler takes, it may exceed the time of a large message.
             let elapsed = began.elapsed();
             transfer = transfer.min(if elapsed > 2 * latency { elapsed - latency } else { elapsed });
         }
-        self.large = large;
         self.ledger[hop] = [rank as u64, to as u64, latency.as_nanos() as u64, transfer.as_nanos() as u64];
-        let mut ledger = std::mem::take(&mut self.ledger);
-        let sent = self.move_(to, bytemuck::cast_slice_mut(&mut ledger), true);
-        self.ledger = ledger;
-        sent
+        let written = self.pages.put(bytemuck::cast_slice(&self.ledger));
+        written.map_err(|error| self.trouble(error))?;
+        self.carry(to, Which::Pages, true)
     }
 
     fn take(&mut self, from: usize) -> Result<(), Trouble> {
-        let mut word = [0; 8];
         for _ in 0..SMALL {
-            self.move_(from, &mut word, false)?;
-            self.move_(from, &mut word, true)?;
+            self.carry(from, Which::Word, false)?;
+            self.carry(from, Which::Word, true)?;
         }
-        let mut large = std::mem::take(&mut self.large);
-        let mut other = None;
+        let (hop, mut other) = (self.hop, None);
         for _ in 0..LARGE {
-            large.fill(!stamp(from, self.hop, 0));
-            self.move_(from, &mut large, false)?;
-            self.move_(from, &mut word, true)?;
-            let hop = self.hop;
-            other = other.or_else(|| large.iter().enumerate().position(|(at, &byte)| byte != stamp(from, hop, at)));
+            self.stamps.fill(!stamp(from, hop, 0));
+            let cleared = self.large.put(&self.stamps);
+            cleared.map_err(|error| self.trouble(error))?;
+            self.carry(from, Which::Large, false)?;
+            self.carry(from, Which::Word, true)?;
+            let read = self.large.get(&mut self.stamps);
+            read.map_err(|error| self.trouble(error))?;
+            let differs = |(at, &byte): (usize, &u8)| byte != stamp(from, hop, at);
+            other = other.or_else(|| self.stamps.iter().enumerate().position(differs));
         }
-        self.large = large;
-        let mut ledger = std::mem::take(&mut self.ledger);
-        let taken = self.move_(from, bytemuck::cast_slice_mut(&mut ledger), false);
-        self.ledger = ledger;
-        taken?;
+        self.carry(from, Which::Pages, false)?;
+        let read = self.pages.get(bytemuck::cast_slice_mut(&mut self.ledger));
+        read.map_err(|error| self.trouble(error))?;
         if let Some(at) = other {
             // No other rank is told of it otherwise.
             self.end.abort(Cause::Failed);
@@ -237,20 +331,29 @@ impl<T: Transport + ?Sized> LedgerRound<'_, T> {
         Ok(())
     }
 
-    /// Sends bytes to `peer`, or receives them.
-    fn move_(&self, peer: usize, bytes: &mut [u8], send: bool) -> Result<(), Trouble> {
-        let message = [Message { peer, ptr: bytes.as_mut_ptr(), bytes: bytes.len() }];
+    /// Sends bytes to `peer`, or receives them, and waits until they are there.
+    fn carry(&mut self, peer: usize, which: Which, send: bool) -> Result<(), Trouble> {
+        let room = match which {
+            Which::Word => &mut self.word,
+            Which::Large => &mut self.large,
+            Which::Pages => &mut self.pages,
+        };
+        let message = [Message { peer, ptr: room.ptr(), bytes: room.bytes() }];
         let (sends, recvs): (&[_], &[_]) = if send { (&message, &[]) } else { (&[], &message) };
         let label = Label { operation: "ring check", step: self.hop as u32 };
-        // SAFETY: the bytes are borrowed alone until the call returns.
-        let outcome = unsafe { self.end.exchange(label, sends, recvs) };
-        outcome.map_err(|error| {
-            let (from, to) = link(self.end.world(), self.hop);
-            let here = match &error {
-                Error::Peer { peer, .. } => [from, to].contains(peer),
-                _ => true,
-            };
-            Trouble::Failed { link: here.then_some((from, to)), error }
-        })
+        // SAFETY: the room is borrowed alone until the call returns, and on a device until the exchange is complete: after a
+        // failure it is not used again, and the driver frees memory of a device once nothing there works with it.
+        let begun = unsafe { self.end.exchange(label, sends, recvs) };
+        begun.and_then(|()| (self.complete)()).map_err(|error| self.trouble(error))
+    }
+
+    /// What an error at this hop means.
+    fn trouble(&self, error: Error) -> Trouble {
+        let (from, to) = link(self.end.world(), self.hop);
+        let here = match &error {
+            Error::Peer { peer, .. } => [from, to].contains(peer),
+            _ => true,
+        };
+        Trouble::Failed { link: here.then_some((from, to)), error }
     }
 }

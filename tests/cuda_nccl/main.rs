@@ -21,4 +21,5 @@ mod group;
 mod hosts;
 mod plans;
 mod refusals;
+mod ring;
 mod work;

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The ring check over devices: it measures each link both ways, names the link at which a rank is silent, and is there in C.
+//!
+//! Runs on whatever driver is found, see `cuda_plans`.
+#![cfg(feature = "cuda")]
+
+use std::{sync::Arc, thread, time::Duration};
+
+use cpattn::{
+    Cause, Error,
+    kernel::cuda::Cuda,
+    transport::{
+        DeviceTransport, Transport,
+        peer::{self, Peer},
+        ring_check::{Trouble, check_on_device},
+    },
+};
+
+/// Ranks on the devices that there are, in turn.
+fn group(world: usize, deadline: Duration) -> Option<Vec<Peer>> {
+    let first = match Cuda::new(0) {
+        Ok(cuda) => Arc::new(cuda),
+        Err(Error::Unsupported { option, limit, .. }) if std::env::var_os("CPATTN_REQUIRE_CUDA").is_none() => {
+            eprintln!("not run: {option}: {limit}");
+            return None;
+        }
+        Err(e) => panic!("{e}"),
+    };
+    let second = Cuda::new(1).map_or_else(|_| Arc::clone(&first), Arc::new);
+    let devices: Vec<_> = (0..world).map(|r| Arc::clone([&first, &second][r % 2])).collect();
+    Some(peer::group(&devices, deadline).unwrap())
+}
+
+#[test]
+fn every_link_of_devices_is_measured_both_ways() {
+    for world in [2, 3] {
+        let Some(ends) = group(world, Duration::from_secs(60)) else { return };
+        let all: Vec<_> = thread::scope(|scope| {
+            let threads: Vec<_> = ends.iter().map(|end| scope.spawn(|| check_on_device(end, 100_000))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap().unwrap()).collect()
+        });
+        let there = (0..world).map(|r| (r, (r + 1) % world));
+        let back = (0..world).map(|r| ((world - r) % world, (2 * world - r - 1) % world));
+        let links: Vec<_> = all[0].iter().map(|link| (link.from, link.to)).collect();
+        assert_eq!(links, there.chain(back).collect::<Vec<_>>());
+        assert!(all[0].iter().all(|l| l.latency > Duration::ZERO && l.bytes_per_second > 1e3), "{:?}", all[0]);
+        assert!(all.iter().all(|known| *known == all[0][..known.len()]));
+    }
+}
+
+#[test]
+fn a_silent_rank_on_a_device_is_the_end_of_a_link_that_failed() {
+    let Some(mut ends) = group(3, Duration::from_millis(500)) else { return };
+    let silent = ends.pop().unwrap();
+    let all: Vec<_> = thread::scope(|scope| {
+        let threads: Vec<_> = ends.iter().map(|end| scope.spawn(|| check_on_device(end, 1000))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap().unwrap_err()).collect()
+    });
+    let Trouble::Failed { link: Some((1, 2)), error: Error::Peer { peer: 2, cause: Cause::Deadline { .. }, .. } } =
+        &all[1]
+    else {
+        panic!("{:?}", all[1])
+    };
+    assert!(
+        all[1].to_string().contains("link 1 → 2 failed: rank 1, ring check, step 1: rank 2 did not answer"),
+        "{}",
+        all[1]
+    );
+    let Trouble::Failed { error: Error::Peer { peer: 2, .. }, .. } = &all[0] else { panic!("{:?}", all[0]) };
+    assert!(silent.poll().is_err());
+}
+
+#[test]
+fn a_ring_of_devices_refuses_what_it_cannot_check() {
+    let Some(ends) = group(2, Duration::from_secs(5)) else { return };
+    let text = check_on_device(&ends[0], 0).unwrap_err().to_string();
+    assert!(text.contains("bytes is 0, expected at least 1"), "{text}");
+    // Refused alone: nothing has moved, and the group lives.
+    assert!(ends[0].poll().is_ok() && ends[0].synchronize().is_ok());
+    let Some(alone) = group(1, Duration::from_secs(5)) else { return };
+    let text = check_on_device(&alone[0], 8).unwrap_err().to_string();
+    assert!(text.contains("world is 1, expected at least 2 ranks"), "{text}");
+}
+
+#[cfg(feature = "capi")]
+#[test]
+fn the_same_in_c() {
+    use cpattn::ffi::{cpattn_peer_group, cpattn_ring_check, cpattn_transport_destroy};
+    if group(1, Duration::from_secs(5)).is_none() {
+        return;
+    }
+    let mut ends = [std::ptr::null_mut(); 2];
+    // SAFETY: two devices of which each is there, and room for two handles.
+    assert_eq!(unsafe { cpattn_peer_group(2, [0, 0].as_ptr(), 60_000, ends.as_mut_ptr()) }, 0);
+    let ends = ends.map(<*mut _>::expose_provenance);
+    thread::scope(|scope| {
+        for (rank, end) in ends.into_iter().enumerate() {
+            scope.spawn(move || {
+                let end = std::ptr::with_exposed_provenance_mut(end);
+                let mut links = Vec::with_capacity(4);
+                let mut count = 0;
+                // SAFETY: a live handle that this thread alone uses, and room for four links.
+                let status = unsafe { cpattn_ring_check(end, 5000, links.as_mut_ptr(), 4, &raw mut count) };
+                assert_eq!((status, count), (0, if rank == 0 { 4 } else { count }));
+                assert!(count >= 3);
+                // SAFETY: written by the call; the handle is not used after this.
+                unsafe {
+                    links.set_len(count);
+                    assert_eq!(cpattn_transport_destroy(end), 0);
+                }
+                assert_eq!((links[0].from, links[0].to, links[1].from, links[1].to), (0, 1, 1, 0));
+            });
+        }
+    });
+}
