@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import cpattn
 from cpattn.torch import Context, GlooTransport
-from cpattn.torch.blame import Blame
+from cpattn.torch.blame import MEETING, Blame, Wait
 from cpattn.transport import Message
 
 TIMEOUT = 2.0
@@ -197,6 +198,23 @@ class Store(unittest.TestCase):
                 self.assertLess(time.monotonic() - began, 6)
                 process.kill()
                 blame.close()
+
+    def test_a_rank_that_makes_its_connections_is_not_blamed(self) -> None:
+        """Rank 2 has its connections and waits for rank 0, which is still at it, because of rank 1, which does not answer."""
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with mock.patch.object(c10d, "_get_default_store", lambda: store):
+            blame = Blame("test", 2, 3, timeout=0.5)
+        for key, value in {
+            "here/0": "",
+            "here/1": "",
+            "asker": "2",
+            "says/2": json.dumps([None, Wait("agreement", "receiving", 0, 8, "no plan"), 0.5]),
+            "says/0": json.dumps([None, MEETING, 0.5]),
+        }.items():
+            blame._said.set(key, value)
+        verdict = blame._find(blame._said)
+        self.assertEqual(verdict.peer, 1)
+        self.assertRegex(verdict.text, "rank 1 gives no answer.*; rank 2 waited for rank 0 .*; rank 0 was making the transport")
 
     def test_without_a_second_connection(self) -> None:
         with mock.patch.object(c10d, "_get_default_store", object):

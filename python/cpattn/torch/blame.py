@@ -42,6 +42,10 @@ class Wait(NamedTuple):
     run: str
 
 
+# While the group is being formed: for no rank in particular.
+MEETING = Wait("making the transport", "connecting", -1, 0, "no plan")
+
+
 class Verdict(NamedTuple):
     """The rank at fault, None where that cannot be told, and why. Of two ranks that differ each names the `other`."""
 
@@ -258,6 +262,10 @@ class Blame:
                     end = self._late(waited) or end
             else:
                 wait = Wait(*said[1])
+                if wait.peer < 0:
+                    chain.append(f"rank {at} was {wait.call}")
+                    end = self._find_joining(store)
+                    return end._replace(text="; ".join([end.text, *chain]))
                 chain.append(f"rank {at} waited for rank {wait.peer} ({wait.call}: {wait.doing} {wait.bytes} bytes)")
                 waits[at], waited[at] = wait, said[2]
                 if wait.peer in waits:

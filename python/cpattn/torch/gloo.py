@@ -35,7 +35,7 @@ from torch.distributed import distributed_c10d as c10d
 from .._interruptible import Interruptible
 from ..errors import Disagreement, Error, InvalidArgument, PeerError, Unsupported
 from ..transport import Buffer, Message, Packet, Transport, packets
-from .blame import SAME, Blame, Verdict, Wait, running
+from .blame import MEETING, SAME, Blame, Verdict, Wait, running
 
 # Messages to one peer below this many bytes travel together, copied, and packets up to it with their header: a message of its
 # own costs gloo 50 to 100 us.
@@ -78,10 +78,12 @@ class GlooTransport(Transport):
         over = weakref.WeakMethod(self._over)
         self._blame.listen(lambda: (method := over()) and method())
         try:
+            self._blame.waits = MEETING
             store = c10d.PrefixStore(name, c10d._get_default_store())
             self._group = self._interruptible(
                 lambda: c10d.ProcessGroupGloo(store, self.rank, self.world, self._timeout), self.abort
             )
+            self._blame.waits = None
         except RuntimeError as error:
             what = f"not all ranks made their transport, after {time.monotonic() - began:.1f} s (timeout {timeout:g} s)"
             raise self._error(what, self._blame.ask(joining=True), error) from error
