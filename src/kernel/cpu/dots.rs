@@ -11,7 +11,7 @@
 //! takes subnormal bf16 for 0 and flushes subnormal results.
 
 use super::amx_product::Product;
-use super::forms::{Bf16, Form, Parts};
+use super::forms::{Bf16, Form};
 use core::arch::x86_64::*;
 
 /// Rows of C that are in registers at a time.
@@ -21,38 +21,14 @@ const ROWS: usize = 8;
 pub(super) struct DotBf16;
 
 impl Form for DotBf16 {
-    const INFINITY: u16 = Bf16::INFINITY;
     const MATRIX_UNIT: bool = false;
-    const NARROW: bool = Bf16::NARROW;
-    const PARTS: usize = Bf16::PARTS;
-    const SIZE: usize = Bf16::SIZE;
+    const PARTS: usize = 1;
+    const SIZE: usize = 2;
     const TILES: usize = Bf16::TILES;
 
-    fn widen(bits: u16) -> f32 {
-        Bf16::widen(bits)
-    }
-
     unsafe fn read(element: *const u8) -> f32 {
-        // SAFETY: the contract, here and below, is that of `Bf16`.
+        // SAFETY: the contract is that of `Bf16`.
         unsafe { Bf16::read(element) }
-    }
-
-    #[inline(always)]
-    unsafe fn load(row: *const u8, at: usize, dim: usize) -> Parts {
-        // SAFETY: as above.
-        unsafe { Bf16::load(row, at, dim) }
-    }
-
-    #[inline(always)]
-    unsafe fn pairs(a: __m512, b: __m512) -> Parts {
-        // SAFETY: as above.
-        unsafe { Bf16::pairs(a, b) }
-    }
-
-    #[inline(always)]
-    unsafe fn row(a: __m512, b: __m512) -> Parts {
-        // SAFETY: as above.
-        unsafe { Bf16::row(a, b) }
     }
 
     #[inline(always)]
