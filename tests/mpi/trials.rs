@@ -130,7 +130,8 @@ pub fn rank(seed: u64) -> ! {
                         let asleep = DEADLINE.as_secs_f64() * part;
                         thread::spawn(move || {
                             thread::sleep(after);
-                            do_to_me(&format!("kill -STOP ME; sleep {asleep}; kill -CONT ME"));
+                            // Whatever MPICH's launcher signals to the whole group when another process ends.
+                            do_to_me(&format!("trap '' USR1 TERM; kill -STOP ME; sleep {asleep}; kill -CONT ME"));
                         });
                     }
                     Act::Leaves if now => {
