@@ -15,11 +15,12 @@ fn walks(dims: (usize, usize)) {
     let Some(device) = Device::open() else { return };
     let base = Case::new("hopper walks", Dtype::Bf16, dims);
     let open = Score { window_right: i64::MAX, ..base.score };
-    // All items by one block: what is left of one item shows in the next.
+    // All items by one block: what is left of one item shows in the next. Three calls: one begins a result, one adds to it in
+    // place, one ends it.
     device.cuda.set_sm_margin(u32::MAX);
     let documents = vec![(140, 300, 160), (20, 20, 0), (20, 0, 0), (0, 20, 0)];
     let merged = Case { documents, heads: 4, kv_heads: 2, held: 0..4, cut: Cut::Striped(2, 8), ..base.clone() };
-    forward(&device, &Case { ring_steps: 2, sinks: true, ..merged });
+    forward(&device, &Case { ring_steps: 3, sinks: true, ..merged });
     forward(&device, &Case { score: open, documents: vec![(130, 400, 0)], cut: Cut::Striped(40, 1), ..base.clone() });
     let documents = vec![(20, 0, 0), (0, 20, 0), (9, 200, 191), (7, 17, -100), (3, 0, 0), (140, 300, 160)];
     forward(&device, &Case { documents, heads: 6, kv_heads: 6, held: 0..6, ..base.clone() });

@@ -108,3 +108,41 @@ impl Workload for Program {
         Ok(Some(c))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chosen(of: Option<&'static str>, files: Option<&[&str]>) -> Option<Vec<String>> {
+        let test = Test { name: "t", features: "cuda", device: "90", filters: &["walks"], of };
+        let files: Option<Vec<String>> = files.map(|files| files.iter().map(|&f| f.to_owned()).collect());
+        test.chosen(files.as_deref())
+    }
+
+    #[test]
+    fn tests_are_chosen_by_file() {
+        let of = Some("hopper_forward_");
+        let files = ["hopper_forward_bf16_192.ptx", "hopper_forward_bf16_192128.ptx", "forward_bf16_64.ptx"];
+        assert_eq!(chosen(of, Some(&files)).unwrap(), ["--exact", "walks::bf16_192", "walks::bf16_192128"]);
+        assert_eq!(chosen(of, Some(&files[2..])), None, "no test is for that file");
+        assert_eq!(chosen(of, None).unwrap(), ["walks"]);
+        assert_eq!(chosen(None, Some(&files)).unwrap(), ["walks"]);
+    }
+
+    /// Each file that a registered test is for by name has a test of that name.
+    #[test]
+    fn walks_are_named_as_their_files() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let walks = std::fs::read_to_string(root.join("tests/cuda_kernels/hopper_walks.rs")).unwrap();
+        for test in REGISTRY.iter().filter_map(|t| t.of) {
+            let names =
+                std::fs::read_dir(root.join("ptx")).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+            let rests: Vec<String> =
+                names.filter_map(|n| Some(n.strip_prefix(test)?.strip_suffix(".ptx")?.to_owned())).collect();
+            assert!(rests.len() >= 12, "{rests:?}");
+            for rest in rests.iter().filter(|r| !r.starts_with("f16_")) {
+                assert!(walks.contains(&format!("fn {rest}()")), "{rest}");
+            }
+        }
+    }
+}
