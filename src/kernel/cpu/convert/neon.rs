@@ -5,7 +5,6 @@
 #![allow(unused_unsafe, reason = "newer compilers take these intrinsics for safe where the target has NEON")]
 
 use super::super::neon::Floats;
-use super::super::simd::Vector;
 use super::Convert;
 use core::arch::aarch64::*;
 use core::arch::asm;
