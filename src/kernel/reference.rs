@@ -128,7 +128,9 @@ impl Attention<'_> {
                 let kv = h / (self.heads / self.kv_heads);
                 let scores: Vec<_> = (0..keys).map(|j| self.score(i, pos, first, j, h)).collect();
                 let sink = self.sinks.map_or(f64::NEG_INFINITY, |sinks| sinks[h]);
-                let max = scores.iter().flatten().fold(sink, |m, s| m.max(s.0));
+                // NaN if one of them is, which `f64::max` would leave out.
+                let larger = |m: f64, s: f64| if m.is_nan() || s <= m { m } else { s };
+                let max = scores.iter().flatten().fold(sink, |m, s| larger(m, s.0));
                 if max == f64::NEG_INFINITY {
                     continue;
                 }
@@ -190,6 +192,30 @@ mod tests {
     fn numbers(n: usize, seed: u64) -> Vec<f64> {
         let mut draw = fastrand::Rng::with_seed(seed);
         (0..n).map(|_| 2.0 * draw.f64() - 1.0).collect()
+    }
+
+    #[test]
+    fn a_row_of_nan_is_nan() {
+        let score = Score { scale: 1.0, softcap: 0.0, window_left: i64::MAX, window_right: i64::MAX };
+        for (q, k) in [(f64::NAN, 1.0), (1.0, f64::NAN)] {
+            let a = Attention {
+                q: &[q],
+                k: &[0.0, k],
+                v: &[3.0, 6.0],
+                cu_seqlens_q: &[0, 1],
+                cu_seqlens_k: &[0, 2],
+                q_start: &[1],
+                heads: 1,
+                kv_heads: 1,
+                head_dim: 1,
+                value_dim: 1,
+                score,
+                alibi_slopes: None,
+                sinks: None,
+            };
+            let out = a.forward();
+            assert!(out.o[0].is_nan() && out.lse[0].is_nan());
+        }
     }
 
     #[test]

@@ -28,7 +28,7 @@ pub(super) fn dims(plan: &Plan) -> cpu::Dims {
 pub(super) fn set_documents(scratch: &mut cpu::Scratch, plan: &Plan) {
     let (batch, group) = (plan.problem().batch(), plan.problem().group() as u32);
     let lengths = |d| [Side::Q, Side::K].map(|side| batch.document(side, d).len() as u64);
-    scratch.set_documents((0..batch.documents()).map(lengths), group);
+    scratch.set_documents((0..batch.documents()).map(lengths), &plan.problem().score(), group);
 }
 
 impl Host<'_> {

@@ -61,7 +61,7 @@ impl<E: Element<Acc = f32>> One<E> {
         let (rows, keys) = (self.q.len() / DIM, self.k.len() / DIM);
         let (mut o, mut words) = (vec![f32::NAN; rows * DIM], vec![f32::NAN; 2 * rows]);
         let mut scratch = Scratch::with_isa(1, isa).unwrap();
-        scratch.set_documents([[1 << 20; 2]].into_iter(), 1);
+        scratch.set_documents([[1 << 20; 2]].into_iter(), &score(1, i64::MAX, i64::MAX), 1);
         scratch.reserve(&Dims { head_dim: DIM as u32, value_dim: DIM as u32, dtype: E::DTYPE });
         let range = Range::plain(0, rows as u32, 0, 0);
         let q = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::First }];
@@ -100,7 +100,7 @@ impl<E: Element<Acc = f32>> One<E> {
         let (mut lse, mut delta) = (vec![5.0f32; rows], vec![0.25f32; rows]);
         let mut results = [rows, keys, keys].map(|n| vec![f32::NAN; n * DIM]);
         let mut scratch = Scratch::with_isa(1, isa).unwrap();
-        scratch.set_documents([[1 << 20; 2]].into_iter(), 1);
+        scratch.set_documents([[1 << 20; 2]].into_iter(), &score(1, i64::MAX, i64::MAX), 1);
         scratch.reserve(&Dims { head_dim: DIM as u32, value_dim: DIM as u32, dtype: E::DTYPE });
         let range = Range::plain(0, rows as u32, 0, 0);
         let q = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::Only }];
@@ -219,4 +219,31 @@ fn numbers_without_parts() {
     }
     check::<f32>(f64::from(f32::MAX));
     check::<f16>(f16::MAX.to_f64());
+}
+
+/// A key whose scores are all −∞ is one that no row sees, whatever the panels of lanes are filled up with: its gradients are 0,
+/// and those of the others are finite.
+#[test]
+fn a_key_of_minus_infinity_takes_no_part() {
+    fn check<E: Element<Acc = f32>>() {
+        for isa in isas::<E>() {
+            for rows in [18, 32, 50, 130] {
+                let mut one = One::<E>::new(rows, 50);
+                one.q.iter_mut().skip(3).step_by(DIM).for_each(|x| *x = E::from_f64(1.0));
+                one.k[5 * DIM + 3] = E::from_f64(f64::NEG_INFINITY);
+                let (expected, found) = (one.gradients(Isa::Portable), one.gradients(isa));
+                for (what, found, expected) in [("dk", &found[1], &expected[1]), ("dv", &found[2], &expected[2])] {
+                    for (i, (x, y)) in found.iter().zip(expected).enumerate() {
+                        let error = (x - y).abs();
+                        let what = format!("{what}[{i}] is {x}, portable {y}: {isa}, {}, {rows} rows", E::DTYPE);
+                        assert!(y.is_finite() && error <= 2e-2 * (1.0 + y.abs()), "{what}");
+                        assert!(i / DIM != 5 || *x == 0.0, "{what}");
+                    }
+                }
+            }
+        }
+    }
+    check::<f32>();
+    check::<f16>();
+    check::<bf16>();
 }

@@ -3,7 +3,8 @@
 //!
 //! A unit is a document with one kv head: each row that reads its keys is a row of the same unit, so dq can be added to
 //! without races. Per tile of keys, and q head after q head, the q ranges pass by in the order of the call:
-//! `dV += Pᵀ·dO`, `dK += dSᵀ·Q`, each element one chain over the rows in that order, which no cut of the rows changes.
+//! `dV += Pᵀ·dO`, `dK += dSᵀ·Q`, each element one chain over the rows in that order. Where ranges are short, several q heads pass
+//! together, unless the call is aligned: then no cut of the rows changes the order.
 
 use super::arena::{Arena, KEYS, LANES_BACK, Line, vectors};
 use super::backward::{FLUSH, Flush, flush, gradients, no_row};

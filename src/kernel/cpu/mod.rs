@@ -106,7 +106,7 @@ macro_rules! by_sums {
 /// [`Attend::running_lse`] allow it, and which nothing else accesses meanwhile. Addresses are aligned to their type.
 pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
     let dims = check::attend(call)?;
-    let isa = scratch.isa_of(call.q.dtype, call.aligned, &call.ranges, call.heads.group)?;
+    let isa = scratch.isa_of(call.q.dtype, call.aligned, &call.ranges, &call.score, call.heads.group)?;
     let crew = memory(scratch, &dims)?;
     // SAFETY: shapes and ranges are checked; rows are valid, aligned and not shared (the contract of this function).
     unsafe { by_sums!(call.q.dtype, forward(call, isa, crew)) };
@@ -133,7 +133,7 @@ unsafe fn forward<A: Machine>(call: &Attend, isa: Isa, crew: Crew<'_>) {
 /// As [`attend`], with dq, dk and dv in the place of o.
 pub unsafe fn attend_backward(call: &AttendBackward, scratch: &mut Scratch) -> Result<()> {
     let dims = check::backward(call)?;
-    let isa = scratch.isa_of(call.q.dtype, call.aligned, &call.ranges, call.heads.group)?;
+    let isa = scratch.isa_of(call.q.dtype, call.aligned, &call.ranges, &call.score, call.heads.group)?;
     let isa = isa.for_backward(call.q.dtype, call.ranges.q);
     let crew = memory(scratch, &dims)?;
     // SAFETY: shapes and ranges are checked; rows are valid, aligned and not shared (the contract of this function).

@@ -10,7 +10,7 @@ use super::executor::Executor;
 #[cfg(target_arch = "x86_64")]
 use super::forward::MOST_TILES;
 use super::isa::{Isa, tiles_pay, tiles_pay_of};
-use crate::call::Ranges;
+use crate::call::{Ranges, Score};
 use crate::element::Dtype;
 use crate::error::Result;
 use alloc::{sync::Arc, vec::Vec};
@@ -87,17 +87,26 @@ impl Scratch {
     /// kv head. On [`Isa::Amx`], calls of f32 and f16 take tiles where ranges are long, and vectors where they are short;
     /// ranges of a ring are shorter than the documents they are parts of, and vectors of f32 err by twice as much as tiles.
     /// With the documents known, all parts take what the whole would take: the error does not depend on how they are cut.
-    pub fn set_documents(&mut self, lengths: impl Iterator<Item = [u64; 2]>, group: u32) {
-        self.tiles_pay = Some(tiles_pay(lengths, group));
+    /// Windows in `score` count. Until this is called, and after it was called without lengths, the ranges of each call decide.
+    pub fn set_documents(&mut self, lengths: impl Iterator<Item = [u64; 2]>, score: &Score, group: u32) {
+        let mut lengths = lengths.peekable();
+        self.tiles_pay = lengths.peek().is_some().then(|| tiles_pay(lengths, score, group));
     }
 
     /// What a call runs on.
-    pub(super) fn isa_of(&self, dtype: Dtype, aligned: bool, ranges: &Ranges, group: u32) -> Result<Isa> {
+    pub(super) fn isa_of(
+        &self,
+        dtype: Dtype,
+        aligned: bool,
+        ranges: &Ranges,
+        score: &Score,
+        group: u32,
+    ) -> Result<Isa> {
         let isa = self.isa()?;
         if !isa.has_tiles(dtype) {
             return Ok(isa);
         }
-        Ok(isa.for_call(dtype, aligned, self.tiles_pay.unwrap_or_else(|| tiles_pay_of(ranges, group))))
+        Ok(isa.for_call(dtype, aligned, self.tiles_pay.unwrap_or_else(|| tiles_pay_of(ranges, score, group))))
     }
 
     /// Grows to calls of these dims. Nothing to do, and no allocation, when it is large enough already.

@@ -36,7 +36,7 @@ fn seen(score: &Score, pos: i64, k: &Range) -> u64 {
 pub fn forward_units(call: &Attend, isa: Isa, workers: usize) -> Vec<WorkUnit> {
     let next = AtomicUsize::new(0);
     let ranges = &call.ranges;
-    let isa = isa.for_call(call.q.dtype, call.aligned, tiles_pay_of(ranges, call.heads.group));
+    let isa = isa.for_call(call.q.dtype, call.aligned, tiles_pay_of(ranges, &call.score, call.heads.group));
     let lanes = lanes(call, isa, workers.max(1));
     let mut units = RowUnits::new(ranges.q, unit_rows(lanes, &call.heads, call.q.heads), &call.k);
     core::iter::from_fn(|| units.next(&next))
@@ -55,7 +55,7 @@ pub fn forward_units(call: &Attend, isa: Isa, workers: usize) -> Vec<WorkUnit> {
 pub fn backward_units(call: &AttendBackward, isa: Isa) -> Vec<WorkUnit> {
     let next = AtomicUsize::new(0);
     let (k, kv_heads) = (call.ranges.k, call.k.heads as usize);
-    let isa = isa.for_call(call.q.dtype, call.aligned, tiles_pay_of(&call.ranges, call.heads.group));
+    let isa = isa.for_call(call.q.dtype, call.aligned, tiles_pay_of(&call.ranges, &call.score, call.heads.group));
     let isa = isa.for_backward(call.q.dtype, call.ranges.q);
     // Pairs of the keys `begin..end` of a document, counted along its ranges, and a kv head.
     let pairs = |first: usize, kv: u32, begin: u64, end: u64| {

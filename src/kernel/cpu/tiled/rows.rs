@@ -143,11 +143,13 @@ impl Tiled<'_> {
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let (k_len, v_len) = (Amx::<H>::keys_len(d), Amx::<H>::keys_len(dv));
         let first = panel * PANEL;
+        // Lanes that only fill up the panel have zeros for q, and 0 times infinity is NaN: the mask keeps them out.
+        let fills_up = careful && t.lanes.n < first + PANEL;
         const EACH: usize = KEYS / BLOCK;
         for tile in range.start / EACH..range.end.div_ceil(EACH) {
             let blocks = range.start.max(tile * EACH)..range.end.min((tile + 1) * EACH);
             let keys = (blocks.start - tile * EACH) * BLOCK..(blocks.end - tile * EACH) * BLOCK;
-            let masked = covers[blocks.clone()].contains(&Cover::Some);
+            let masked = fills_up || covers[blocks.clone()].contains(&Cover::Some);
             t.lanes.relate(first, PANEL, t.slots[tile].base, masked, scoring.alibi);
             // SAFETY: tiles and panels are as long as the engine says.
             unsafe {
@@ -185,7 +187,7 @@ impl Tiled<'_> {
                         lse: t.lse.as_ptr().add(first),
                         delta: t.delta.as_ptr().add(first),
                         factor: t.factor / weight::<H>(),
-                        masked: covers[block] != Cover::All,
+                        masked: fills_up || covers[block] != Cover::All,
                     };
                     if careful {
                         of.gradients::<H, true, true>(&out);
