@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import abc
 import ctypes
+import hashlib
+import struct
 from collections.abc import Sequence
 from ctypes import byref, c_ssize_t, c_void_p, py_object
 from typing import Any, NamedTuple
@@ -64,6 +66,14 @@ class Packet:
         """Of all its messages."""
         return sum(m.bytes for m in self.messages)
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The bytes of all its messages, how many those are, and 64 bits of a hash of the size of each, in their order:
+        packets whose messages have different sizes differ in this."""
+        each = [m.bytes for m in self.messages]
+        digest = hashlib.blake2b(struct.pack(f"<{len(each)}Q", *each), digest_size=8).digest()
+        return sum(each), len(each), int.from_bytes(digest, "little")
+
     def gather(self) -> Buffer:
         """What to send."""
         views = [m.memory() for m in self.messages]
@@ -101,6 +111,24 @@ def packets(messages: Sequence[Message], *, below: int) -> list[Packet]:
             growing[m.peer] = Packet(m)
             done.append(growing[m.peer])
     return done
+
+
+def check_list(rank: int, world: int, argument: str, messages: Sequence[Message]) -> None:
+    """Refuses a list that breaks the contract, before anything of it is begun. `argument` is `sends` or `recvs`."""
+    for at, m in enumerate(messages):
+        if not 0 <= m.peer < world:
+            raise errors.InvalidArgument(f"{argument}[{at}].peer is {m.peer}, a rank from 0 to {world - 1} is needed")
+        if m.peer == rank:
+            raise errors.InvalidArgument(
+                f"{argument}[{at}].peer is {m.peer}, which is this rank: another one from 0 to {world - 1} is needed; "
+                "copy what a rank sends to itself"
+            )
+        if m.bytes < 1:
+            raise errors.InvalidArgument(
+                f"{argument}[{at}].bytes is {m.bytes}, at least 1 is needed; leave empty messages out, on both sides"
+            )
+        if not m.address:
+            raise errors.InvalidArgument(f"{argument}[{at}].address is {m.address}, the address of memory is needed")
 
 
 class Transport(abc.ABC):

@@ -21,7 +21,7 @@ from processes import run, start
 from torch.distributed import distributed_c10d as c10d
 
 import cpattn
-from cpattn.torch import Context, GlooTransport
+from cpattn.torch import Context, GlooTransport, blame
 from cpattn.torch.blame import MEETING, Blame, Wait
 from cpattn.transport import Message
 
@@ -66,6 +66,56 @@ def sizes(rank: int, world: int, sent: int, expected: int) -> str:
             messages[0] = ([], [Message(1, room.data_ptr(), expected)])
     assert not room.any(), "memory was written"
     return said[0]
+
+
+def cuts(rank: int, world: int, sent: list[int], expected: list[int]) -> str:
+    """Rank 0 sends messages of other sizes than rank 1 expects, and of the same total."""
+    transport, here, there = GlooTransport(timeout=20.0), [sent, expected][rank], 1 - rank
+    tensors = [torch.full((size,), 1 - rank, dtype=torch.uint8) for size in here]
+    messages = [Message(there, t.data_ptr(), t.nbytes) for t in tensors]
+    dist.barrier()
+    said = []
+    for lists in ((messages, []), ([], messages)):  # small messages may leave before the sizes are compared
+        try:
+            transport.exchange("ring", 3, *(lists if rank == 0 else lists[::-1]))
+        except cpattn.PeerError as failure:
+            said.append(f"{failure.peer}: {failure}")
+        dist.barrier()
+    assert rank == 0 or not any(t.any() for t in tensors), "memory was written"
+    return said[0]
+
+
+def refused(rank: int, world: int) -> str:
+    """Lists that break the contract are refused before anything moves, and the group works as before."""
+    transport, memory = GlooTransport(timeout=20.0), torch.full((16,), rank, dtype=torch.uint8)
+    address, other = memory.data_ptr(), 1 - rank
+    good = Message(other, address, 8)
+    for bad, words in (
+        (Message(2, address, 8), "[1].peer is 2, a rank from 0 to 1 is needed"),
+        (Message(7, address, 8), "[1].peer is 7, a rank from 0 to 1 is needed"),
+        (Message(-1, address, 8), "[1].peer is -1, a rank from 0 to 1 is needed"),
+        (Message(rank, address, 8), f"[1].peer is {rank}, which is this rank: another one from 0 to 1 is needed"),
+        (Message(other, address, 0), "[1].bytes is 0, at least 1 is needed"),
+        (Message(other, 0, 8), "[1].address is 0, "),
+    ):
+        for argument, lists in (("sends", ([good, bad], [])), ("recvs", ([], [good, bad]))):
+            try:
+                transport.exchange("ring", 3, *lists)
+            except cpattn.InvalidArgument as failure:
+                assert str(failure).startswith(argument + words), failure
+            else:
+                return f"{bad} in {argument} was not refused"
+    for first, end in ((0, 3), (-1, 2), (other, other + 1), (rank, rank)):
+        try:
+            transport.agree(first, end, 5)
+        except cpattn.InvalidArgument as failure:
+            assert str(failure).startswith(f"first and end are {first} and {end}, ranks from 0 to 1 "), failure
+        else:
+            return f"agree over {first} ... {end} was not refused"
+    room = torch.zeros(16, dtype=torch.uint8)
+    transport.exchange("ring", 4, [Message(other, address, 16)], [Message(other, room.data_ptr(), 16)])
+    assert room.tolist() == [other] * 16 and transport.agree(0, 2, rank) == [0, 1]
+    return "refused"
 
 
 def plans(rank: int, world: int, how: str) -> str:
@@ -117,6 +167,37 @@ def interrupted(rank: int, world: int, how: str) -> str:
     return "no error"
 
 
+# A process that holds a store.
+HOLDER = (
+    "import torch.distributed as d, time\n"
+    "s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+    "print(s.port, flush=True); time.sleep(100)"
+)
+
+
+def orphan(rank: int, world: int, number: int, interrupt: bool) -> str:
+    """A context is made when the process that holds the store has been killed or stopped; `interrupt`: and Ctrl-C."""
+    timeout, kind = (30.0, KeyboardInterrupt) if interrupt else (1.0, cpattn.PeerError)
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        store = dist.TCPStore("127.0.0.1", int(process.stdout.readline()), timeout=timedelta(seconds=60))
+        process.send_signal(number)
+        if interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        began = time.monotonic()
+        try:
+            with mock.patch.object(c10d, "_get_default_store", lambda: store), mock.patch.object(blame, "STORE", 1.0):
+                Context(heads=2, head_dim=4, timeout=timeout)
+        except kind as failure:
+            took = time.monotonic() - began
+            assert 0.4 < took < 6, f"after {took:.1f} s"
+            return f"{getattr(failure, 'peer', None)}: {failure}"
+        finally:
+            process.kill()
+    return "no error"
+
+
 class Faults(unittest.TestCase):
     def test_an_interrupt_ends_a_wait(self) -> None:
         for how in ("agreement", "exchange", "labels"):
@@ -130,8 +211,26 @@ class Faults(unittest.TestCase):
             with self.subTest(sent=sent, expected=expected):
                 for rank, said in enumerate(run(sizes, 3, sent, expected)):
                     self.assertRegex(said, f"^{(1, 0, 0)[rank]}: rank {rank} of 3: ")
-                    self.assertIn(f"rank 0 sends {sent} bytes and runs no plan, rank 1 expects {expected} bytes (ring, step 3)", said)
+                    self.assertIn(f"rank 0 sends {sent} bytes in 1 message and runs no plan", said)
+                    self.assertIn(f"rank 1 expects {expected} bytes in 1 message (ring, step 3) and runs no plan", said)
                     self.assertIn("must make the same calls", said)
+
+    def test_sizes_that_differ_in_a_packet(self) -> None:
+        for sent, expected, others in (
+            ([10, 20], [20, 10], " of other sizes"),
+            ([10, 20], [30], ""),
+            ([10, 20, 30], [30, 30], ""),
+            ([60_000, 50_000], [50_000, 60_000], " of other sizes"),
+            ([40_000, 40_000], [80_000], ""),
+        ):
+            with self.subTest(sent=sent, expected=expected):
+                texts = [f"{sum(sizes)} bytes in {len(sizes)} message{'s' * (len(sizes) > 1)}" for sizes in (sent, expected)]
+                for rank, said in enumerate(run(cuts, 2, sent, expected)):
+                    self.assertRegex(said, f"^{1 - rank}: rank {rank} of 2: ")
+                    self.assertIn(f"rank 0 sends {texts[0]} and runs no plan, rank 1 expects {texts[1]}{others} (ring, step 3)", said)
+
+    def test_lists_that_break_the_contract(self) -> None:
+        self.assertEqual(run(refused, 2), ["refused"] * 2)
 
     def test_plans_that_differ_after_the_first_run(self) -> None:
         for how in ("known", "new"):
@@ -178,13 +277,8 @@ class Store(unittest.TestCase):
     """The process that holds the store fails: nothing hangs, and the error says that the rank at fault cannot be told."""
 
     def test_stopped_and_killed(self) -> None:
-        holder = (
-            "import torch.distributed as d, time\n"
-            "s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
-            "print(s.port, flush=True); time.sleep(100)"
-        )
         for number, text in ((signal.SIGSTOP, "did not answer within 2.0 s"), (signal.SIGKILL, "is gone")):
-            with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE, text=True) as process:
+            with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) as process:
                 assert process.stdout
                 store = dist.TCPStore("127.0.0.1", int(process.stdout.readline()), timeout=timedelta(seconds=30))
                 with mock.patch.object(c10d, "_get_default_store", lambda store=store: store):
@@ -199,6 +293,13 @@ class Store(unittest.TestCase):
                 self.assertLess(time.monotonic() - began, 6)
                 process.kill()
                 blame.close()
+
+    def test_a_context_after_that(self) -> None:
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            with self.subTest(number):
+                said = run(orphan, 1, number, False)[0]
+                self.assertRegex(said, "^None: rank 0 of 1: no transport was made, after .* that holds the store does not answer")
+                self.assertEqual(run(orphan, 1, number, True)[0], "None: ")
 
     def test_a_rank_that_makes_its_connections_is_not_blamed(self) -> None:
         """Rank 2 has its connections and waits for rank 0, which is still at it, because of rank 1, which does not answer."""

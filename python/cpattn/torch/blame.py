@@ -10,23 +10,29 @@ less than the timeout: it came late, or was stopped, and time in which a process
 first verdict counts on every rank.
 
 Nothing here waits without a limit: `ask` gives up after `limit` seconds, and the thread has a connection to the store of its own.
+A call into the store has no limit where the process that holds it is stopped or dead, so each is made on a thread that nobody has
+to wait for (`within`).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import distributed_c10d as c10d
 
+T = TypeVar("T")
 _FOREVER = timedelta(days=30)
 SAME = "all ranks of a group must make the same calls in the same order, with the same documents and options"
+STORE = 10.0  # seconds that the store has to answer in at least: its process may share a core with many that start
 _SHOWN = 8  # ranks in one text
 _SILENT = "gives no answer: it was killed, is stopped, or is cut off"
 _JOINING = "joining"  # in place of the rank that asks, where none waits for another in particular yet
@@ -62,6 +68,37 @@ class Verdict(NamedTuple):
 def running(direction: int, fingerprint: int) -> str:
     """What a rank runs, in words; see `Transport.run`."""
     return f"the {('forward', 'backward')[direction - 1]} of plan {fingerprint:016x}" if direction else "no plan"
+
+
+class NoAnswer(RuntimeError):
+    """A call into the store did not return in time."""
+
+
+def within(seconds: float, every: float, job: Callable[[], T]) -> T:
+    """What `job` returns or raises, on a daemon thread; NoAnswer where it does neither in so many seconds, in which case it is
+    left to itself. Ctrl-C ends the wait. A process that is stopped meanwhile loses `every` seconds at most."""
+    done: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
+
+    def work() -> None:
+        try:
+            done.put((True, job()))
+        except BaseException as error:  # noqa: BLE001 (raised where the call was made)
+            done.put((False, error))
+
+    threading.Thread(target=work, daemon=True).start()
+    for _ in range(math.ceil(seconds / every)):
+        with suppress(Empty):
+            well, outcome = done.get(timeout=every)
+            break
+    else:
+        raise NoAnswer(f"no answer within {seconds:.1f} s")
+    if well:
+        result: T = outcome
+        return result
+    try:
+        raise outcome
+    finally:
+        del outcome  # which refers to this frame
 
 
 class Pulse(threading.Thread):
@@ -106,13 +143,31 @@ class Blame:
         self._known, self._closed, self._process = threading.Event(), False, os.getpid()
         self._thread: threading.Thread | None = None
         self._question: threading.Thread | None = None
+        # The others gave up before this rank came; the store does not answer, so that there can be no group.
+        self.late: Verdict | None = None
+        self.silent = False
         try:
             base: Any = c10d._get_default_store()
-            # One for the thread, which waits in it, one for questions; the process group's own may be in use.
-            self._heard, self._said = (c10d.PrefixStore(f"{name}/blame", base.clone()) for _ in range(2))
-            self._said.set(f"here/{rank}", "")
+            self._heard, self._said, late = self.within(lambda: self._connect(name, base), timeout)
+            self.late = self.verdict = Verdict(*json.loads(late)) if late else None
+        except NoAnswer as error:
+            self.silent = True
+            self.verdict = Verdict(
+                None, f"which rank is at fault cannot be told: the process that holds the store does not answer ({error})"
+            )
         except (AttributeError, RuntimeError, NotImplementedError) as error:
             self.verdict = Verdict(None, f"which rank is at fault cannot be told: the store has no second connection ({error})")
+
+    def within(self, job: Callable[[], T], seconds: float) -> T:
+        """What `job` returns or raises; NoAnswer where it does neither in so many seconds and the grace, `STORE` at least."""
+        return within(max(seconds + self.grace, STORE), self.pulse.every, job)
+
+    def _connect(self, name: str, base: Any) -> tuple[Any, Any, bytes]:
+        """One connection for the thread, which waits in it, one for questions, as the process group's own may be in use; and
+        the verdict, if there is one already."""
+        heard, said = (c10d.PrefixStore(f"{name}/blame", base.clone()) for _ in range(2))
+        said.set(f"here/{self.rank}", "")
+        return heard, said, said.get("verdict") if said.check(["verdict"]) else b""
 
     @property
     def waits(self) -> Wait | None:
@@ -181,12 +236,6 @@ class Blame:
         except RuntimeError:  # the interpreter ends
             return False
         return True
-
-    def late(self) -> Verdict | None:
-        """The verdict of the others, if they gave up before this rank came."""
-        if self.verdict is None and self._said.check(["verdict"]):
-            return self._agree(self._said, Verdict(None, ""))
-        return None
 
     def close(self) -> None:
         """This rank leaves; ranks that still need it find that out when they ask."""

@@ -8,9 +8,10 @@ not do: it gives the name of a group that was destroyed to the next one, whose r
 - Agreements and exchanges of different ranks overlap, so they have different tags. Between two ranks, messages of one tag
   meet in the order in which they are posted.
 - The deadline goes to `Work.wait`: a call fails once it has waited that long without one of its messages moving.
-- Each packet begins with a header: its size, and what its sender runs. It is received into room for the largest packet that
-  travels with its header; a larger one follows by itself, once its receiver has compared the sizes. gloo does not compare them:
-  it ends the process that receives more than it has room for, and says nothing where less comes.
+- Each packet begins with a header: its size, the number and sizes of its messages, and what its sender runs. It is received
+  into room for the largest packet that travels with its header; a larger one follows by itself, once its receiver has compared
+  the sizes. gloo does not compare them: it ends the process that receives more than it has room for, and says nothing where
+  less comes.
 - After any failure the group is closed (`abort`) on every rank: what was posted ends with an error, so that nothing writes
   into the library's memory afterwards. It stays failed. Errors name the rank at fault where that can be told (`blame.py`),
   which takes half the deadline more, 0.5 s at least and 5 s at most.
@@ -25,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -34,8 +36,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from .._interruptible import Interruptible
 from ..errors import Disagreement, Error, InvalidArgument, PeerError, Unsupported
-from ..transport import Buffer, Message, Packet, Transport, packets
-from .blame import MEETING, SAME, Blame, Verdict, Wait, running
+from ..transport import Buffer, Message, Packet, Transport, check_list, packets
+from .blame import MEETING, SAME, Blame, NoAnswer, Verdict, Wait, running
 
 # Messages to one peer below this many bytes travel together, copied, and packets up to it with their header: a message of its
 # own costs gloo 50 to 100 us.
@@ -44,8 +46,9 @@ SMALL = 64 << 10
 # How many transports each group of global ranks has had.
 _made: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
 _AGREE, _EXCHANGE, _BODY, _NEVER = 7001, 7002, 7003, 7004
-# Bytes of the packet behind it; direction and fingerprint of what the sender runs.
-_HEADER = struct.Struct("<QQQ")
+# The sizes of the packet behind it (`Packet.sizes`: bytes, number of messages, a hash); direction and fingerprint of what the
+# sender runs.
+_HEADER = struct.Struct("<QQQQQ")
 
 
 class GlooTransport(Transport):
@@ -71,7 +74,10 @@ class GlooTransport(Transport):
         began = time.monotonic()
         self._group: Any = None
         self._blame = Blame(name, self.rank, self.world, timeout)
-        if late := self._blame.late():
+        if self._blame.silent:
+            what = f"no transport was made, after {time.monotonic() - began:.1f} s (timeout {timeout:g} s)"
+            raise self._error(what, self._blame.verdict)
+        if late := self._blame.late:
             raise self._error("the others gave up before this rank made its transport", late)
         # Also at the end of the program, before a thread can meet an interpreter that ends.
         self._leave = weakref.finalize(self, self._blame.close)
@@ -80,15 +86,23 @@ class GlooTransport(Transport):
         try:
             self._blame.waits = MEETING
             store = c10d.PrefixStore(name, c10d._get_default_store())
-            self._group = self._interruptible(
-                lambda: c10d.ProcessGroupGloo(store, self.rank, self.world, self._timeout), self.abort
+            # It waits for the others to come and to connect, in the store, which heeds no timeout where its process is stopped.
+            self._group = self._blame.within(
+                partial(c10d.ProcessGroupGloo, store, self.rank, self.world, self._timeout), 2 * timeout
             )
             self._blame.waits = None
         except RuntimeError as error:
             what = f"not all ranks made their transport, after {time.monotonic() - began:.1f} s (timeout {timeout:g} s)"
-            raise self._error(what, self._blame.ask(joining=True), error) from error
+            raise self._error(what, self._blame.ask(joining=True), None if isinstance(error, NoAnswer) else error) from error
+        except BaseException:
+            self.abort()
+            raise
 
     def agree(self, first: int, end: int, number: int) -> Sequence[int]:
+        if not 0 <= first <= self.rank < end <= self.world:
+            raise InvalidArgument(
+                f"first and end are {first} and {end}, ranks from 0 to {self.world - 1} with rank {self.rank} among them are needed"
+            )
         mine, peers = struct.pack("<Q", number), [peer for peer in range(first, end) if peer != self.rank]
         theirs = {peer: bytearray(8) for peer in peers}
 
@@ -104,6 +118,9 @@ class GlooTransport(Transport):
     def exchange(
         self, operation: str, step: int, sends: Sequence[Message], recvs: Sequence[Message], stream: int | None = None
     ) -> None:
+        check_list(self.rank, self.world, "sends", sends)
+        check_list(self.rank, self.world, "recvs", recvs)
+
         def move(moves: _Moves) -> None:
             heads = []
             for packet in packets(recvs, below=SMALL):
@@ -111,7 +128,7 @@ class GlooTransport(Transport):
                 heads.append((packet, room, moves.post("receiving", packet.peer, room, _EXCHANGE, packet.bytes)))
             sent = []
             for packet in packets(sends, below=SMALL):
-                head, bytes = bytearray(_HEADER.pack(packet.bytes, *self.run)), packet.bytes
+                head, bytes = bytearray(_HEADER.pack(*packet.sizes, *self.run)), packet.bytes
                 if bytes <= SMALL:
                     head += packet.gather()
                 sent.append(moves.post("sending", packet.peer, head, _EXCHANGE, bytes))
@@ -120,8 +137,7 @@ class GlooTransport(Transport):
             bodies = []
             for packet, room, posted in heads:
                 moves.wait(posted)
-                bytes, *run = _HEADER.unpack_from(room)
-                self._compare(packet, bytes, tuple(run), f"{operation}, step {step}")
+                self._compare(packet, _HEADER.unpack_from(room), f"{operation}, step {step}")
                 if packet.bytes <= SMALL:
                     packet.put(memoryview(room)[_HEADER.size :])
                 else:
@@ -134,16 +150,17 @@ class GlooTransport(Transport):
 
         self._move(f"{operation}, step {step}", move)
 
-    def _compare(self, packet: Packet, bytes: int, theirs: tuple[int, ...], what: str) -> None:
+    def _compare(self, packet: Packet, theirs: tuple[int, ...], what: str) -> None:
         """What a peer sends, and runs, with what this rank expects of it."""
-        peer = packet.peer
-        if theirs == self.run and bytes == packet.bytes:
+        peer, sent, expected, run = packet.peer, theirs[:3], packet.sizes, theirs[3:]
+        if sent == expected and run == self.run:
             return
+        others = " of other sizes" if sent[:2] == expected[:2] and sent != expected else ""
         text = (
-            f"rank {peer} sends {bytes} bytes and runs {running(*theirs)}, rank {self.rank} expects {packet.bytes} bytes "
-            f"({what}) and runs {running(*self.run)}: {SAME}"
+            f"rank {peer} sends {_counted(*sent)} and runs {running(*run)}, rank {self.rank} expects "
+            f"{_counted(*expected)}{others} ({what}) and runs {running(*self.run)}: {SAME}"
         )
-        raise _Differs(Verdict(peer, text, self.rank, theirs != self.run))
+        raise _Differs(Verdict(peer, text, self.rank, run != self.run))
 
     def poll(self) -> None:
         # It does not wait: a failure is told once the ranks know which of them is at fault.
@@ -216,6 +233,11 @@ class GlooTransport(Transport):
             raise self._error(text, blame.ask(), error) from error
         finally:
             blame.waits = None
+
+
+def _counted(bytes: int, messages: int, _hash: int) -> str:
+    """The sizes of a packet, in words."""
+    return f"{bytes} bytes in {messages} message{'s' * (messages != 1)}"
 
 
 class _Differs(Exception):
