@@ -112,7 +112,8 @@ impl Mpi {
     /// [`Error::Invalid`] if MPI was not initialised, is finalised, or does not allow several threads at a time; if `comm`
     /// is null or joins two groups; if `deadline` is 0; if the processes run different versions of this crate.
     /// [`Error::Device`] if a call of MPI fails. [`Error::Peer`] with [`Cause::Absent`], which names one that did not come, if
-    /// not all processes made theirs before the deadline.
+    /// not all processes made theirs before the deadline; with [`Cause::Deadline`] if the one that it names came and was
+    /// stopped. While a process is stopped the others cannot tell whether it came.
     ///
     /// ```no_run
     /// use cpattn::{Rank, transport::mpi::Mpi};

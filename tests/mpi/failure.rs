@@ -377,3 +377,38 @@ pub fn too_late() {
     rank.agree(0..4, 1).unwrap();
     println!("{FINE}");
 }
+
+/// A process that is stopped while it waits for the others to make their transport. If it goes on in time all meet, though
+/// more than the deadline has passed since it came; else all name it, itself too.
+pub fn stopped_while_made() {
+    let (_universe, comm) = init();
+    let me = comm.rank() as usize;
+    let deadline = 2 * SHORT;
+    // Of rank 2: when it is stopped, and for how long. It goes on in time, just after the others have given up, and long after.
+    for (round, (stop, asleep)) in [(0.2, 1.5), (0.9, 1.8), (0.2, 3.8)].into_iter().enumerate() {
+        comm.barrier();
+        if me == 2 {
+            do_to_me(&format!("sleep {stop}; kill -STOP ME; sleep {asleep}; kill -CONT ME"));
+        } else {
+            // In the second round rank 0 has waited for less time than rank 2 when rank 1 gives up.
+            let late = if round == 1 && me == 0 { 900 } else { 0 };
+            thread::sleep(Duration::from_millis(1000 + late));
+        }
+        match Mpi::new(&comm, deadline) {
+            Ok(rank) => {
+                assert_eq!(round, 0, "rank {me}");
+                rank.agree(0..3, 1).unwrap();
+            }
+            Err(Error::Peer { operation: "making the transport", peer: 2, cause, .. }) if round > 0 => match cause {
+                Cause::Absent { others: 0, .. } => assert_ne!(me, 2, "it was there"),
+                Cause::Deadline { ms, bytes: 0 } => assert!((1300..20_000).contains(&ms), "{ms}"),
+                other => panic!("rank {me}: {other}"),
+            },
+            Err(error) => panic!("round {round}: {error}"),
+        }
+    }
+    comm.barrier();
+    let rank = Mpi::new(&comm, LONG).unwrap();
+    rank.agree(0..3, 1).unwrap();
+    println!("{FINE}");
+}

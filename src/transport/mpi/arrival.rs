@@ -6,14 +6,13 @@
 //! for how long it has waited, under a tag of its own, and hears for a while which others say the same. Those that say
 //! nothing have not come. A rank that comes later finds these words at once. Where all come in time nothing is sent.
 //!
+//! Time in which a process is stopped is no time of waiting. If all ranks are there, the one is named that could be met for the
+//! shortest time: it came last, or it was stopped while the others waited.
+//!
 //! The words carry how often the rank has made a transport of this communicator, so that those of an earlier attempt are not
 //! taken for those of a later one. The number is kept on the communicator, as an attribute.
 
-use std::{
-    ffi::c_int,
-    time::{Duration, Instant},
-    vec::Vec,
-};
+use std::{ffi::c_int, time::Duration, vec::Vec};
 
 use super::{
     raw::{Comm, Refused, Request},
@@ -27,8 +26,18 @@ const MAKING: &str = "making the transport";
 /// On the caller's communicator: below the least upper bound of tags that MPI promises, and unlikely to be the caller's.
 const TAG: c_int = 32_611;
 
-/// Rank, attempt, and the milliseconds for which it has waited.
-type Words = [u64; 3];
+/// Rank, attempt, and the two times of [`There`].
+type Words = [u64; 4];
+
+/// For how long a rank has been there, in milliseconds.
+#[derive(Clone, Copy)]
+struct There {
+    /// For which it has waited, without the time in which its process did not run.
+    waited: u64,
+    /// For which others could have met it: since it last went on, or what is left of `waited` without as much time as its
+    /// process did not run, whichever is longer. The same as `waited` if its process always ran.
+    met: u64,
+}
 
 /// Duplicates `comm` twice, unless not all processes ask for it in time. Both are begun at once, so that every attempt
 /// begins as many on each rank, whatever becomes of it: MPI matches them by their order.
@@ -36,18 +45,31 @@ pub(super) fn duplicates(comm: Comm, rank: usize, world: usize, deadline: Durati
     let attempt = comm.count_up()?;
     let (mut first, mut second) = (comm.duplicate()?, comm.duplicate()?);
     let mut patience = Patience::new(deadline);
-    let began = Instant::now();
-    let mut roll = Roll { comm, rank, world, attempt, waited: std::vec![None; world] };
+    let (mut went_on, mut stopped) = (patience.since(), Duration::ZERO);
+    let mut roll = Roll { comm, rank, world, attempt, there: std::vec![None; world] };
     loop {
         // Before what is complete: with ranks that have given up, a duplicate is of no use.
-        if roll.hear()? || patience.is_over() {
-            return Err(roll.call(began, deadline)?);
+        let given_up = roll.hear()?;
+        let gap = patience.runs();
+        if !gap.is_zero() {
+            went_on = patience.seen();
+            stopped += gap;
         }
-        if let (Some(first), Some(second)) = (first.poll()?, second.poll()?) {
+        if !given_up && let (Some(first), Some(second)) = (first.poll()?, second.poll()?) {
             return Ok([first, second]);
+        }
+        if given_up || patience.is_over() {
+            let since = |start| patience.seen().duration_since(start);
+            let waited = since(patience.since());
+            let met = waited.saturating_sub(stopped).max(since(went_on).min(waited));
+            return Err(roll.call(There { waited: ms(waited), met: ms(met) }, deadline)?);
         }
         patience.sleep();
     }
+}
+
+fn ms(time: Duration) -> u64 {
+    time.as_millis().try_into().unwrap_or(u64::MAX)
 }
 
 /// What this rank has heard of the others.
@@ -56,8 +78,8 @@ struct Roll {
     rank: usize,
     world: usize,
     attempt: u64,
-    /// By rank: the milliseconds for which it said that it has waited.
-    waited: Vec<Option<u64>>,
+    /// By rank: for how long it said that it has been there.
+    there: Vec<Option<There>>,
 }
 
 impl Roll {
@@ -67,30 +89,29 @@ impl Roll {
             let words = Box::into_raw(Box::new(Words::default()));
             // SAFETY: the words are leaked where the request does not complete, and nothing else touches them.
             let mut request = unsafe { self.comm.receive(words.cast(), size_of::<Words>(), None, TAG) }?;
-            let began = Instant::now();
+            let mut patience = Patience::new(Duration::from_secs(1));
             while !request.test("MPI_Irecv")? {
                 // It has arrived, says MPI; another thread of the caller's may have taken it all the same.
-                if began.elapsed() > Duration::from_secs(1) {
+                patience.runs();
+                if patience.is_over() {
                     return Ok(false);
                 }
             }
             // SAFETY: made by Box above, and MPI is done with it.
-            let [rank, attempt, waited] = *unsafe { Box::from_raw(words) };
+            let [rank, attempt, waited, met] = *unsafe { Box::from_raw(words) };
             if attempt >= self.attempt && (rank as usize) < self.world {
-                self.waited[rank as usize] = Some(waited);
+                self.there[rank as usize] = Some(There { waited, met });
             }
         }
-        Ok(self.waited.iter().any(Option::is_some))
+        Ok(self.there.iter().any(Option::is_some))
     }
 
-    /// Says that this rank is there, hears who else is, and names one that is not, or that came last.
-    fn call(mut self, began: Instant, deadline: Duration) -> Result<Error> {
+    /// Says that this rank is there, hears who else is, and names one that is not, or that could be met for the shortest time.
+    fn call(mut self, there: There, deadline: Duration) -> Result<Error> {
         // A process that is gone must not end this one.
         let _errors = self.comm.return_errors_for_now()?;
-        let ms = |time: Duration| time.as_millis().try_into().unwrap_or(u64::MAX);
-        let waited = ms(began.elapsed());
-        self.waited[self.rank] = Some(waited);
-        let words = Box::into_raw(Box::new([self.rank as u64, self.attempt, waited]));
+        self.there[self.rank] = Some(there);
+        let words = Box::into_raw(Box::new([self.rank as u64, self.attempt, there.waited, there.met]));
         let mut sends: Vec<Request> = Vec::with_capacity(self.world);
         for peer in (0..self.world).filter(|&peer| peer != self.rank) {
             // SAFETY: the words live until the requests are complete, or for ever. A rank that cannot be reached is not told.
@@ -98,27 +119,34 @@ impl Roll {
         }
         // As long as a rank that waits may take to get a core, and those that came a little later to hear of it.
         let grace = (deadline / 2).clamp(Duration::from_millis(250), Duration::from_secs(5));
-        let called = Instant::now();
-        while called.elapsed() < grace && self.waited.iter().any(Option::is_none) {
+        let mut patience = Patience::new(grace);
+        while !patience.is_over() && self.there.iter().any(Option::is_none) {
             let _ = self.hear();
             std::thread::sleep(Duration::from_millis(1));
+            patience.runs();
         }
         sends.retain_mut(|send| !matches!(send.test("MPI_Isend"), Ok(true)));
         if sends.is_empty() {
             // SAFETY: made by Box above, and MPI is done with it.
             drop(unsafe { Box::from_raw(words) });
         }
-        let absent = || self.waited.iter().enumerate().filter(|at| at.1.is_none()).map(|at| at.0);
-        let last = || self.waited.iter().enumerate().min_by_key(|at| at.1).map_or(self.rank, |at| at.0);
-        let longest = self.waited.iter().flatten().max().copied().unwrap_or(waited);
-        let others = absent().count().saturating_sub(1);
-        let cause = Cause::Absent { ms: longest, others };
-        Ok(Error::Peer {
-            rank: self.rank,
-            operation: MAKING,
-            step: 0,
-            peer: absent().next().unwrap_or_else(last),
-            cause,
-        })
+        let mut absent = (0..self.world).filter(|&peer| self.there[peer].is_none());
+        let heard = || self.there.iter().enumerate().filter_map(|(peer, there)| Some((peer, (*there)?)));
+        let longest = heard().map(|(_, there)| there.waited).max().unwrap_or(there.waited);
+        let (peer, cause) = match absent.next() {
+            Some(first) => (first, Cause::Absent { ms: longest, others: absent.count() }),
+            None => {
+                let (peer, there) = heard().min_by_key(|(_, there)| there.met).unwrap_or((self.rank, there));
+                // It came when others had given up. One that was stopped, or came long before, was there.
+                let late = there.met == there.waited && there.waited < ms(deadline / 2);
+                let cause = if late {
+                    Cause::Absent { ms: longest, others: 0 }
+                } else {
+                    Cause::Deadline { ms: longest, bytes: 0 }
+                };
+                (peer, cause)
+            }
+        };
+        Ok(Error::Peer { rank: self.rank, operation: MAKING, step: 0, peer, cause })
     }
 }

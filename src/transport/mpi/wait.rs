@@ -75,17 +75,25 @@ impl Patience {
     }
 
     /// Notes that it looks. A process that was stopped, and whose peers are still there, has the rest of its patience
-    /// before it: what it waits for may have arrived meanwhile, and else the others name the right rank, this one.
-    pub(super) fn runs(&mut self) {
+    /// before it: what it waits for may have arrived meanwhile, and else the others name the right rank, this one. For how long
+    /// it did not run; 0 if it was not stopped.
+    pub(super) fn runs(&mut self) -> Duration {
         let now = Instant::now();
         let gap = now.duration_since(self.seen);
-        if gap > STOPPED {
-            self.since += gap;
-            if let Some(question) = &mut self.question {
-                question.at += gap;
-            }
-        }
         self.seen = now;
+        if gap <= STOPPED {
+            return Duration::ZERO;
+        }
+        self.since += gap;
+        if let Some(question) = &mut self.question {
+            question.at += gap;
+        }
+        gap
+    }
+
+    /// When it last looked.
+    pub(super) fn seen(&self) -> Instant {
+        self.seen
     }
 
     /// Since when it waits.
@@ -103,9 +111,9 @@ impl Patience {
         *self = Self::new(self.deadline);
     }
 
-    /// Whether the deadline has passed.
+    /// Whether the deadline had passed when it last looked: it may have been stopped since then.
     pub(super) fn is_over(&self) -> bool {
-        self.since.elapsed() >= self.deadline
+        self.seen.duration_since(self.since) >= self.deadline
     }
 
     /// Gives the core away for a moment.
@@ -168,7 +176,9 @@ impl Patience {
                 };
                 Some((verdict, ms()))
             }
-            None if question.at.elapsed() >= grace => Some((Verdict::Silent(question.asked), ms())),
+            None if self.seen.saturating_duration_since(question.at) >= grace => {
+                Some((Verdict::Silent(question.asked), ms()))
+            }
             None => {
                 self.question = Some(question);
                 None
