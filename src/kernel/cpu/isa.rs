@@ -17,7 +17,7 @@ use std::sync::OnceLock;
 const FILLED: u64 = 96;
 /// Keys that a row may see, times the heads of a group, from which on tiles of parts are quicker than vectors: of causal
 /// documents the masked tiles are then few enough.
-const LONG: u64 = 768;
+const LONG: u64 = 512;
 /// Rows of a q range below which the backward is quicker on vectors, also where tiles take elements as they are.
 const FEW: u128 = 24;
 
