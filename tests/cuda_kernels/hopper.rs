@@ -7,6 +7,7 @@
 use crate::case::{Case, Cut, decode, encode, random};
 use crate::device::{Device, emulated_count};
 use crate::run::{check, forward};
+use crate::runs_repeat_of;
 use cpattn::Dtype;
 use cpattn::call::{Attend, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
 use std::sync::Mutex;
@@ -174,22 +175,7 @@ fn ranges() {
 fn runs_repeat() {
     let _turn = turn();
     let Some(device) = Device::open() else { return };
-    for dims in EVERY {
-        let case = Case {
-            documents: vec![(300, 300, 0), (90, 290, 200)],
-            heads: 4,
-            kv_heads: 2,
-            held: 0..4,
-            cut: Cut::Striped(2, 8),
-            ring_steps: 2,
-            ..Case::new("hopper repeat", Dtype::Bf16, dims)
-        };
-        let first = forward(&device, &case);
-        assert!(forward(&device, &case) == first, "two runs differ");
-        device.cuda.set_sm_margin(u32::MAX);
-        assert!(forward(&device, &case) == first, "a smaller grid differs");
-        device.cuda.set_sm_margin(0);
-    }
+    runs_repeat_of(&device, "hopper repeat", &EVERY, forward);
 }
 
 /// Lists among a kernel's parameters and lists on the device, which those of many documents are: the same bits. Tiles of one
