@@ -476,16 +476,29 @@ int32_t cpattn_transport_destroy(cpattn_transport *transport);
 
 typedef struct cpattn_rank cpattn_rank;
 
+/* Which instruction set the CPU kernels use. One that the machine lacks is refused with CPATTN_UNSUPPORTED. They round
+ * differently: a backward needs that of its forward, and the ranks of a reproducible plan all need the same one. On
+ * CPATTN_ISA_AMX numbers below 1e-30 lose digits in f32; CPATTN_ISA_AVX512 keeps them. */
+#define CPATTN_ISA_AUTO 0        /* the best of the machine, or what the environment variable CPATTN_CPU_ISA names */
+#define CPATTN_ISA_PORTABLE 1    /* nothing in particular */
+#define CPATTN_ISA_NEON 2        /* NEON */
+#define CPATTN_ISA_AVX2 3        /* AVX2 and FMA */
+#define CPATTN_ISA_AVX512 4      /* AVX-512 F and DQ */
+#define CPATTN_ISA_AVX512_BF16 5 /* AVX-512 with dot products of bf16, for bf16 */
+#define CPATTN_ISA_AMX 6         /* AMX tiles of bf16, for bf16, f16 and f32 */
+
 typedef struct cpattn_rank_options {
   size_t struct_size;
   uint32_t workers;    /* threads of the CPU kernels, 1 to 1024; results do not depend on it. On a device 1 */
   int32_t device_type; /* CPATTN_DEVICE_CPU or CPATTN_DEVICE_CUDA; that of the transport, unless that is a table */
   int32_t device_id;   /* 0 on the CPU */
   uint32_t sm_margin;  /* multiprocessors; 0: none, and on the CPU. See below */
+  int32_t isa;         /* CPATTN_ISA_..., of the CPU kernels; on a device CPATTN_ISA_AUTO */
+  int32_t reserved;    /* 0 */
 } cpattn_rank_options;
 
 #define CPATTN_RANK_OPTIONS_INIT \
-  { sizeof(cpattn_rank_options), 1, CPATTN_DEVICE_CPU, 0, 0 }
+  { sizeof(cpattn_rank_options), 1, CPATTN_DEVICE_CPU, 0, 0, CPATTN_ISA_AUTO, 0 }
 
 /* A rank lives long and runs many plans. It takes the transport over: on success the transport's handle is gone, after
  * a refusal it is still the caller's. options NULL: one worker, on the device of a peer group, otherwise on the CPU. */
@@ -716,6 +729,19 @@ int32_t cpattn_scratch_reserve(cpattn_scratch *scratch, int32_t dtype, uint32_t 
 /* On a device: what cpattn_rank_options.sm_margin is for a rank, until it is set again or the scratch is destroyed. On
  * the CPU 0. */
 int32_t cpattn_scratch_set_sm_margin(cpattn_scratch *scratch, uint32_t multiprocessors);
+
+/* On the CPU: calls run on this instruction set (CPATTN_ISA_..., as in cpattn_rank_options) until another is set. On a
+ * device CPATTN_ISA_AUTO. */
+int32_t cpattn_scratch_set_isa(cpattn_scratch *scratch, int32_t isa);
+
+/* On the CPU: the calls that follow are parts of attention over the documents of this problem, as the steps of a ring
+ * are. On CPATTN_ISA_AMX calls of f32 and f16 take tiles where documents are long and vectors where they are short, and
+ * vectors of f32 err by twice as much as tiles. With the documents known, each part takes what one call over all of
+ * them would take, and a sum of parts errs as that call does; a rank does this for its plans. A range's `doc` is the
+ * number of its document in the problem, of which lengths, windows, heads and kv_heads count. NULL, or no documents: not
+ * known, and the ranges of each call decide, as before the first such call. A device's kernels are the same for documents
+ * of any length: there all else is refused with CPATTN_UNSUPPORTED. */
+int32_t cpattn_scratch_set_documents(cpattn_scratch *scratch, const cpattn_problem *problem);
 
 /* On a device: grows the ring to `calls` calls in flight (1 to 65536) whose metadata takes `bytes` in all. One call
  * must fit by itself; while the ring is full, a call waits for the oldest one, and for nothing else.

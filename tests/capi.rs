@@ -103,6 +103,11 @@ fn a_kernel_of_the_callers_between_two_all_to_alls() {
 }
 
 #[test]
+fn instruction_sets_are_forced_and_parts_of_documents_err_as_the_whole() {
+    run(&mut Command::new(compile("tests/capi/isa.c", "c99")));
+}
+
+#[test]
 fn links_of_a_ring() {
     run(&mut Command::new(compile("tests/capi/ring.c", "c99")));
 }

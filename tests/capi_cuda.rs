@@ -177,6 +177,8 @@ fn ranks_leave_multiprocessors_free_while_they_live() {
             device_type: 2,
             device_id: 0,
             sm_margin,
+            isa: 0,
+            reserved: 0,
         };
         let (mut transport, mut rank) = (null_mut(), null_mut());
         // SAFETY: arrays of one entry, handles that were made just before, a struct of its own size.

@@ -205,7 +205,7 @@ fn the_c_compiler_lays_structs_out_alike() {
     cpattn_message: peer, data, bytes;
     cpattn_transport_table: struct_size, context, rank, world, agree, exchange, poll, abort, release;
     cpattn_link: from, to, latency, bytes_per_second;
-    cpattn_rank_options: struct_size, workers, device_type, device_id, sm_margin;
+    cpattn_rank_options: struct_size, workers, device_type, device_id, sm_margin, isa, reserved;
     cpattn_forward_args: struct_size, q, k, v, sinks, o, lse, stream;
     cpattn_backward_args: struct_size, q, k, v, sinks, o, lse, d_o, dq, dk, dv, dsinks, stream;
     cpattn_event: name, phase, start_ns, end_ns, bytes, rank, step, lane, reserved;

@@ -14,7 +14,10 @@ use std::{
 use cpattn::{
     Batch, Cause, Device, Dtype, Error, Forward, Layout, Mesh, Plan, Problem, Rank, Result, Side, View, ViewMut,
     call::{Block, RawTensor, Transform},
-    kernel::cuda::{Cuda, DeviceMemory, StreamKernels},
+    kernel::{
+        cpu::Isa,
+        cuda::{Cuda, DeviceMemory, StreamKernels},
+    },
     runtime::{Bindings, DeviceBackward, DeviceForward},
     schedule::{ALIGNMENT, Direction, Schedule, TensorId},
     tensor::{DeviceView, DeviceViewMut},
@@ -114,6 +117,8 @@ fn plans_are_refused_before_the_group_meets() {
     let two = Plan::new(&problem(4), Mesh::ring(2).unwrap(), Layout::Contiguous).unwrap();
     refused(rank.workspace_bytes(&two, forward), &["mesh", "world of 1"]);
     rank.prepare(&alone(&problem(4)), forward).unwrap();
+    refused(rank.set_isa(Some(Isa::Portable)), &["instruction set portable on CUDA device 0", "leave it out"]);
+    rank.set_isa(None).unwrap();
 }
 
 #[test]

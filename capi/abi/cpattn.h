@@ -55,11 +55,11 @@
  * cpattn_rank_prepare_all_to_all) before the capture begins, then cpattn_forward, cpattn_backward, cpattn_rank_to_heads
  * or cpattn_rank_to_tokens with the stream that is being captured. While a run of the rank is being captured, calls
  * that would end the capture are refused with CPATTN_UNSUPPORTED, and leave it valid: lending workspace and taking it
- * back, preparing what is not prepared, cpattn_rank_record, and a run on a stream outside of the capture.
- * cpattn_rank_poll is allowed. Each replay reads and writes the tensors and the workspace that were given then. The
+ * back, preparing what is not prepared, cpattn_rank_record but for a capacity of 0, and a run on a stream outside of the
+ * capture. cpattn_rank_poll is allowed. Each replay reads and writes the tensors and the workspace that were given then. The
  * rank must live until the last replay is done, and a lent workspace stay valid as long. Ranks of cpattn_peer_group are
  * captured into one graph, all of them, their streams joined by events: what finds a peer in another graph, or in none,
- * ends the group; over a table of the caller's own, and for kernels called alone, a stream that is being captured is
+ * ends the group, and later calls say so; over a table of the caller's own, and for kernels called alone, a stream that is being captured is
  * refused.
  *
  * STRUCTS OF OPTIONS begin with `struct_size` and are initialised with the macro of their name, never by hand: a
@@ -375,10 +375,11 @@ int32_t cpattn_peer_group(uint32_t world, const int32_t *devices, uint64_t deadl
 
 /* Ranks as processes, over MPI. `comm` is the address of an MPI_Comm (handles are of different types in different
  * MPIs), of the MPI that the library was built with; its processes call together, and rank r of it is rank r here. The
- * library works on duplicates of it. MPI was initialised with MPI_THREAD_MULTIPLE. A failure is told to all ranks; a
- * process that died shows as a deadline where MPI lets the others live, and ends the job where it does not, which is
- * MPI's default. After a failure leave with MPI_Abort: MPI_Finalize may wait for the dead. Destroy transports and ranks
- * before MPI_Finalize. A build without MPI (capi/build without --features mpi) refuses with CPATTN_UNSUPPORTED. */
+ * library works on duplicates of it. MPI was initialised with MPI_THREAD_MULTIPLE. The others name a process that does
+ * not call within the deadline (CPATTN_PEER). A failure is told to all ranks; a process that died shows as a deadline
+ * where MPI lets the others live, and ends the job where it does not, which is MPI's default. After a failure leave with
+ * MPI_Abort: MPI_Finalize may wait for the dead. Destroy transports and ranks before MPI_Finalize. A build without MPI
+ * (capi/build without --features mpi) refuses with CPATTN_UNSUPPORTED. */
 int32_t cpattn_mpi_group(const void *comm, uint64_t deadline_ms, cpattn_transport **transport);
 
 /*
@@ -463,8 +464,8 @@ typedef struct cpattn_link {
  * the way round the ring and back, one link at a time. All ranks call it with the same `bytes` (4 MiB is a good
  * choice), before the transport becomes a rank. Writes links in the order in which they were measured, and how many to
  * *count: all 2 * world on rank 0, those before its last turn on another. `capacity`, how many `links` has room for, is
- * at least 2 * world. A failure names the link and what to try, and ends the group. For transports of host memory; a
- * table's exchange is called on the calling thread. */
+ * at least 2 * world. A failure names the link and what to try, and ends the group. Over transports of devices the bytes
+ * go from device to device; over tables they lie in host memory, and exchange is called on the calling thread. */
 int32_t cpattn_ring_check(cpattn_transport *transport, size_t bytes, cpattn_link *links, size_t capacity,
     size_t *count);
 
@@ -475,16 +476,29 @@ int32_t cpattn_transport_destroy(cpattn_transport *transport);
 
 typedef struct cpattn_rank cpattn_rank;
 
+/* Which instruction set the CPU kernels use. One that the machine lacks is refused with CPATTN_UNSUPPORTED. They round
+ * differently: a backward needs that of its forward, and the ranks of a reproducible plan all need the same one. On
+ * CPATTN_ISA_AMX numbers below 1e-30 lose digits in f32; CPATTN_ISA_AVX512 keeps them. */
+#define CPATTN_ISA_AUTO 0        /* the best of the machine, or what the environment variable CPATTN_CPU_ISA names */
+#define CPATTN_ISA_PORTABLE 1    /* nothing in particular */
+#define CPATTN_ISA_NEON 2        /* NEON */
+#define CPATTN_ISA_AVX2 3        /* AVX2 and FMA */
+#define CPATTN_ISA_AVX512 4      /* AVX-512 F and DQ */
+#define CPATTN_ISA_AVX512_BF16 5 /* AVX-512 with dot products of bf16, for bf16 */
+#define CPATTN_ISA_AMX 6         /* AMX tiles of bf16, for bf16, f16 and f32 */
+
 typedef struct cpattn_rank_options {
   size_t struct_size;
   uint32_t workers;    /* threads of the CPU kernels, 1 to 1024; results do not depend on it. On a device 1 */
   int32_t device_type; /* CPATTN_DEVICE_CPU or CPATTN_DEVICE_CUDA; that of the transport, unless that is a table */
   int32_t device_id;   /* 0 on the CPU */
   uint32_t sm_margin;  /* multiprocessors; 0: none, and on the CPU. See below */
+  int32_t isa;         /* CPATTN_ISA_..., of the CPU kernels; on a device CPATTN_ISA_AUTO */
+  int32_t reserved;    /* 0 */
 } cpattn_rank_options;
 
 #define CPATTN_RANK_OPTIONS_INIT \
-  { sizeof(cpattn_rank_options), 1, CPATTN_DEVICE_CPU, 0, 0 }
+  { sizeof(cpattn_rank_options), 1, CPATTN_DEVICE_CPU, 0, 0, CPATTN_ISA_AUTO, 0 }
 
 /* A rank lives long and runs many plans. It takes the transport over: on success the transport's handle is gone, after
  * a refusal it is still the caller's. options NULL: one worker, on the device of a peer group, otherwise on the CPU. */
@@ -704,8 +718,9 @@ int32_t cpattn_scratch_create(uint32_t workers, cpattn_scratch **scratch);
  * of 256 KiB for 64 calls in flight. The ranks and scratches of a process share the kernels of a device. */
 int32_t cpattn_scratch_create_cuda(int32_t device_id, cpattn_scratch **scratch);
 
-/* On a device, waits until it is idle. The driver makes every capture of the device invalid by that: not while any
- * stream of it is being captured. */
+/* On a device, waits for the calls that were made with it, and for nothing else; streams that are being captured stay so.
+ * Its ring is kept for the next scratch of the device. Beyond 16 MiB of rings, and with the last rank and scratch of the
+ * device, memory is freed and kernels are unloaded, for which the driver may wait until the device is idle. */
 int32_t cpattn_scratch_destroy(cpattn_scratch *scratch);
 
 /* Grows it to attention of this kind: memory on the CPU, loaded kernels on a device. The other kernels need no call. */
@@ -714,6 +729,19 @@ int32_t cpattn_scratch_reserve(cpattn_scratch *scratch, int32_t dtype, uint32_t 
 /* On a device: what cpattn_rank_options.sm_margin is for a rank, until it is set again or the scratch is destroyed. On
  * the CPU 0. */
 int32_t cpattn_scratch_set_sm_margin(cpattn_scratch *scratch, uint32_t multiprocessors);
+
+/* On the CPU: calls run on this instruction set (CPATTN_ISA_..., as in cpattn_rank_options) until another is set. On a
+ * device CPATTN_ISA_AUTO. */
+int32_t cpattn_scratch_set_isa(cpattn_scratch *scratch, int32_t isa);
+
+/* On the CPU: the calls that follow are parts of attention over the documents of this problem, as the steps of a ring
+ * are. On CPATTN_ISA_AMX calls of f32 and f16 take tiles where documents are long and vectors where they are short, and
+ * vectors of f32 err by twice as much as tiles. With the documents known, each part takes what one call over all of
+ * them would take, and a sum of parts errs as that call does; a rank does this for its plans. A range's `doc` is the
+ * number of its document in the problem, of which lengths, windows, heads and kv_heads count. NULL, or no documents: not
+ * known, and the ranges of each call decide, as before the first such call. A device's kernels are the same for documents
+ * of any length: there all else is refused with CPATTN_UNSUPPORTED. */
+int32_t cpattn_scratch_set_documents(cpattn_scratch *scratch, const cpattn_problem *problem);
 
 /* On a device: grows the ring to `calls` calls in flight (1 to 65536) whose metadata takes `bytes` in all. One call
  * must fit by itself; while the ring is full, a call waits for the oldest one, and for nothing else.

@@ -21,7 +21,7 @@ from .errors import (
     Unsupported,
 )
 from .plan import Circulate, Direction, Dtype, Kind, Layout, Plan, PlanOptions, Side, Wire
-from .rank import Rank, local_group, nccl_group, nccl_unique_id, on_all, peer_group
+from .rank import Isa, Rank, local_group, nccl_group, nccl_unique_id, on_all, peer_group
 from .ring import Link, check_ring
 from .tensors import Array, Memory, SupportsDLPack
 from .trace import Event, chrome_trace, clock
@@ -42,6 +42,7 @@ __all__ = [
     "Event",
     "InvalidArgument",
     "InvalidHandle",
+    "Isa",
     "Kind",
     "Layout",
     "LibraryDefect",

@@ -183,6 +183,8 @@ class RankOptions(Sized):
         ("device_type", c_int32),
         ("device_id", c_int32),
         ("sm_margin", c_uint32),
+        ("isa", c_int32),
+        ("reserved", c_int32),
     ]
     defaults = {"workers": 1, "device_type": DEVICE_CPU}
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,21 +22,32 @@ from .transport import Seat, Transport
 T = TypeVar("T")
 
 
+class Isa(enum.IntEnum):
+    """An instruction set of the CPU kernels. AUTO: the best of the machine, or what the environment variable
+    CPATTN_CPU_ISA names. One that the machine lacks is refused."""
+
+    AUTO, PORTABLE, NEON, AVX2, AVX512, AVX512_BF16, AMX = range(7)
+
+
 class Rank:
     """One participant. It lives long and runs many plans, one call at a time; `poll` and `abort` are for any thread."""
 
-    def __init__(self, transport: Transport | c_void_p, *, workers: int = 1) -> None:
+    def __init__(self, transport: Transport | c_void_p, *, workers: int = 1, isa: Isa = Isa.AUTO) -> None:
         """Takes the transport over: one written in Python, or a handle of the C interface's.
 
-        `workers` are threads of the CPU kernels, more than one in a library built with the feature rayon.
+        `workers` are threads of the CPU kernels, more than one in a library built with the feature rayon; `isa` is the
+        instruction set of the CPU kernels.
         """
+        if isa not in list(Isa):
+            raise errors.InvalidArgument(f"isa is {isa!r}, a member of cpattn.Isa is needed, such as Isa.AVX512")
         self._seat: Seat | None = None
         self._interruptible = Interruptible()
         if isinstance(transport, Transport):
             self._seat = Seat(transport)
             transport = self._seat.create()
         # The options also name a device; without them a rank has that of its transport.
-        options = byref(_header.RankOptions(workers=workers)) if workers != 1 else None
+        chosen = workers != 1 or isa != Isa.AUTO
+        options = byref(_header.RankOptions(workers=workers, isa=isa)) if chosen else None
         self._handle = c_void_p()
         try:
             call("rank_create", transport, options, byref(self._handle))
@@ -155,11 +167,11 @@ def destroy(function: str, handle: c_void_p, seat: Seat | None, process: int) ->
         seat.leave()
 
 
-def local_group(world: int, deadline_ms: int = 60_000, workers: int = 1) -> list[Rank]:
+def local_group(world: int, deadline_ms: int = 60_000, workers: int = 1, isa: Isa = Isa.AUTO) -> list[Rank]:
     """Ranks that are threads of this process, each with so many threads for its kernels."""
     transports = (c_void_p * world)()
     call("local_group", world, deadline_ms, transports)
-    return [Rank(c_void_p(t), workers=workers) for t in transports]
+    return [Rank(c_void_p(t), workers=workers, isa=isa) for t in transports]
 
 
 def peer_group(devices: Sequence[int], deadline_ms: int = 60_000) -> list[Rank]:

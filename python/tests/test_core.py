@@ -125,6 +125,24 @@ class Transports(unittest.TestCase):
         self.assertEqual(got, want)
         self.assertTrue(all(mail.calls for mail in mails))
 
+    def test_instruction_sets_are_forced_or_refused(self) -> None:
+        found = {}
+        for isa in cpattn.Isa:
+            try:
+                ranks = cpattn.local_group(WORLD, isa=isa)
+            except cpattn.Unsupported as error:
+                self.assertIn("instruction set", str(error))
+            else:
+                found[isa] = cpattn.on_all(ranks, lambda number, rank: forward(rank, number))
+        self.assertLess({cpattn.Isa.AUTO, cpattn.Isa.PORTABLE}, set(found))
+        self.assertNotIn(cpattn.Isa.NEON if cpattn.Isa.AVX2 in found else cpattn.Isa.AVX2, found)
+        # What is multiplied and added at once is rounded less often.
+        fused = cpattn.Isa.AVX2 if cpattn.Isa.AVX2 in found else cpattn.Isa.NEON
+        self.assertNotEqual(found[cpattn.Isa.PORTABLE], found[fused])
+        for wrong in (7, -1, 1 << 32, "avx2", None):
+            with self.assertRaisesRegex(cpattn.InvalidArgument, f"isa is {wrong!r}, a member of cpattn.Isa"):
+                cpattn.local_group(1, isa=wrong)  # type: ignore[arg-type]
+
     def test_callbacks_live_as_long_as_the_rank(self) -> None:
         boxes: dict[Any, queue.Queue[Any]] = {}
         ranks = [cpattn.Rank(Mail(rank, boxes)) for rank in range(WORLD)]

@@ -9,7 +9,7 @@ import unittest
 from pathlib import Path
 from typing import Any
 
-from cpattn import _header, errors, plan
+from cpattn import _header, errors, plan, rank
 
 HEADER = re.sub(r"/\*.*?\*/", "", (Path(__file__).parents[2] / "include/cpattn.h").read_text(), flags=re.S)
 NAMES = {
@@ -104,6 +104,7 @@ class Header(unittest.TestCase):
             ("WIRE_", plan.Wire),
             ("", plan.Side),
             ("", plan.Direction),
+            ("ISA_", rank.Isa),
         ):
             for member in kind:
                 self.assertEqual(int(defined[prefix + member.name]), member, f"{kind} {member}")

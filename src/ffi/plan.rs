@@ -122,7 +122,7 @@ fn window(name: &'static str, limit: i64) -> Result<Option<u32>> {
 
 /// # Safety
 /// The pointers of `p` are null or as long as the header says.
-unsafe fn problem(p: &cpattn_problem) -> Result<Problem> {
+pub(super) unsafe fn problem(p: &cpattn_problem) -> Result<Problem> {
     reserved("problem.reserved", p.reserved == 0)?;
     let entries = p
         .documents

@@ -16,7 +16,7 @@ use super::{dlpack::device, table::Seat};
 use super::{
     dlpack::{Axes, Given, cpattn_tensor, device_of, one, read, written},
     handle::{self, Handle, HandleKind},
-    input::{one_of, result, sized, versioned},
+    input::{one_of, reserved, result, sized, versioned},
     plan::{DTYPES, cpattn_plan, direction, runs, side},
     status::{Fail, Outcome, boundary},
     transport::{Any, cpattn_transport},
@@ -24,6 +24,7 @@ use super::{
 use crate::{
     device::Device,
     error::{Error, Result},
+    kernel::cpu::Isa,
     plan::Plan,
     report::trace,
     runtime::{self, Bindings, Rank},
@@ -40,6 +41,8 @@ pub struct cpattn_rank_options {
     pub device_type: i32,
     pub device_id: i32,
     pub sm_margin: u32,
+    pub isa: i32,
+    pub reserved: i32,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -126,6 +129,20 @@ pub(super) fn workers(name: &'static str, n: u32) -> Result<usize> {
     Ok(n as usize)
 }
 
+/// An instruction set by its number, if the machine has it; none for `CPATTN_ISA_AUTO`.
+pub(super) fn instruction_set(name: &'static str, number: i32) -> Result<Option<Isa>> {
+    const ISAS: [Option<Isa>; 7] = [
+        None,
+        Some(Isa::Portable),
+        Some(Isa::Neon),
+        Some(Isa::Avx2),
+        Some(Isa::Avx512),
+        Some(Isa::Avx512Bf16),
+        Some(Isa::Amx),
+    ];
+    one_of(name, number, &ISAS)?.map(Isa::required).transpose()
+}
+
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_create(
     transport: *mut cpattn_transport,
@@ -135,7 +152,7 @@ pub unsafe extern "C" fn cpattn_rank_create(
     boundary!({
         // SAFETY: the header's promise about results and handles.
         let (out, given) = unsafe { (result("rank", rank)?, handle::borrow(transport.cast_const())?) };
-        let (mut n, mut at, mut free) = (1, given.device().unwrap_or(Device::Cpu), 0);
+        let (mut n, mut at, mut free, mut isa) = (1, given.device().unwrap_or(Device::Cpu), 0, None);
         if !options.is_null() {
             // SAFETY: the header's promise about structs.
             let o = unsafe { sized("options", options) }?;
@@ -152,6 +169,16 @@ pub unsafe extern "C" fn cpattn_rank_create(
                 let expected = "0 on the CPU, which has no multiprocessors";
                 return Err(Error::invalid("options.sm_margin", o.sm_margin, expected).into());
             }
+            reserved("options.reserved", o.reserved == 0)?;
+            isa = instruction_set("options.isa", o.isa)?;
+            if let (Some(_), Device::Cuda(_)) = (isa, wanted) {
+                return Err(Error::unsupported(
+                    format!("options.isa = {} on {wanted}", o.isa),
+                    "it is an instruction set of the CPU kernels",
+                    "leave it CPATTN_ISA_AUTO on a device",
+                )
+                .into());
+            }
             (n, at, free) = (workers("options.workers", o.workers)?, wanted, o.sm_margin);
         }
         #[cfg(feature = "cuda")]
@@ -159,7 +186,10 @@ pub unsafe extern "C" fn cpattn_rank_create(
         #[cfg(not(feature = "cuda"))]
         let _ = free;
         // SAFETY: the header's promise about handles.
-        let rank = unsafe { seated(transport, at, n) }?;
+        let mut rank = unsafe { seated(transport, at, n) }?;
+        if isa.is_some() {
+            rank.set_isa(isa).expect("the machine has it, and the rank is on the CPU: both were asked");
+        }
         let (device, handle) = (rank.device(), rank.handle());
         out.write(handle::create(RankState {
             rank: Mutex::new(rank),

@@ -15,14 +15,14 @@ use super::dlpack::device;
 use super::dlpack::without_cuda;
 use super::{
     handle::{self, Handle, HandleKind},
-    input::{one_of, result},
-    plan::DTYPES,
-    rank::workers,
+    input::{one_of, result, sized},
+    plan::{self, DTYPES, cpattn_problem},
+    rank::{instruction_set, workers},
     status::{Fail, Outcome, boundary},
 };
 #[cfg(feature = "cuda")]
 use crate::kernel::cuda::StreamKernels;
-use crate::{device::Device, error::Error, kernel::Kernels, plan::MAX_HEAD_DIM};
+use crate::{call::Score, device::Device, error::Error, kernel::Kernels, plan::MAX_HEAD_DIM};
 
 /// Rings beyond this are a mistake.
 const MOST_LISTS: u64 = 1 << 32;
@@ -133,6 +133,39 @@ pub unsafe extern "C" fn cpattn_scratch_set_sm_margin(scratch: *mut cpattn_scrat
         // SAFETY: the header's promise about handles.
         let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
         scratch.lock()?.set_sm_margin(multiprocessors)?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_scratch_set_isa(scratch: *mut cpattn_scratch, isa: i32) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
+        scratch.lock()?.set_isa(instruction_set("isa", isa)?)?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_scratch_set_documents(
+    scratch: *mut cpattn_scratch,
+    problem: *const cpattn_problem,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
+        let problem = if problem.is_null() {
+            None
+        } else {
+            // SAFETY: the header's promise about structs, and about what they point to.
+            Some(unsafe { plan::problem(&sized("problem", problem)?) }?)
+        };
+        let (mut score, mut group) = (Score { scale: 1.0, softcap: 0.0, window_left: 0, window_right: 0 }, 1);
+        if let Some(p) = &problem {
+            (score, group) = (p.score(), p.group() as u32);
+        }
+        scratch.lock()?.set_documents(problem.iter().flat_map(|p| p.document_lengths()), &score, group)?;
         Ok(())
     })
 }

@@ -9,7 +9,7 @@ use std::format;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::{cpu, merge, sinks};
-use crate::call::{Attend, AttendBackward, Delta, Finish, Merge, RawStream, SinkGradient, Transform};
+use crate::call::{Attend, AttendBackward, Delta, Finish, Merge, RawStream, Score, SinkGradient, Transform};
 use crate::{
     device::Device,
     element::Dtype,
@@ -33,6 +33,16 @@ pub(crate) fn no_stream(stream: RawStream) -> Result<()> {
         return Ok(());
     }
     Err(Error::unsupported(format!("stream {stream:p}"), "the CPU has no streams", "pass NULL"))
+}
+
+/// The refusal of an instruction set where there is none to choose.
+#[cfg(feature = "cuda")]
+pub(crate) fn no_isa(isa: cpu::Isa, ordinal: i32) -> Error {
+    Error::unsupported(
+        format!("instruction set {isa} on {}", Device::Cuda(ordinal)),
+        "it is one of the CPU kernels",
+        "leave it out: the driver compiles the kernels of a device for it",
+    )
 }
 
 /// The call on the CPU, or on the device.
@@ -104,6 +114,42 @@ impl Kernels {
             Self::Cpu(_) => Err(Error::invalid("multiprocessors", n, "0 on the CPU, which has none")),
             #[cfg(feature = "cuda")]
             Self::Cuda(stream_kernels) => stream_kernels.set_sm_margin(n),
+        }
+    }
+
+    /// On the CPU, the instruction set that calls run on from now on: see [`cpu::Scratch::set_isa`].
+    ///
+    /// # Errors
+    /// On a device, for any but `None`; an instruction set that the machine lacks.
+    pub fn set_isa(&mut self, isa: Option<cpu::Isa>) -> Result<()> {
+        match self {
+            Self::Cpu(scratch) => scratch.set_isa(isa),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(stream_kernels) => match isa {
+                None => Ok(()),
+                Some(isa) => Err(no_isa(isa, stream_kernels.device().ordinal())),
+            },
+        }
+    }
+
+    /// On the CPU, the documents that the calls from now on are parts of: see [`cpu::Scratch::set_documents`].
+    ///
+    /// # Errors
+    /// On a device, whose kernels do not choose by documents, for any but no lengths.
+    pub fn set_documents(&mut self, lengths: impl Iterator<Item = [u64; 2]>, score: &Score, group: u32) -> Result<()> {
+        match self {
+            Self::Cpu(scratch) => {
+                scratch.set_documents(lengths, score, group);
+                Ok(())
+            }
+            #[cfg(feature = "cuda")]
+            Self::Cuda(_) if lengths.take(1).count() == 0 => Ok(()),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(stream_kernels) => Err(Error::unsupported(
+                format!("documents of calls on {}", Device::Cuda(stream_kernels.device().ordinal())),
+                "the kernels of a device are the same for documents of any length",
+                "leave the call out",
+            )),
         }
     }
 

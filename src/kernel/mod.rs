@@ -19,4 +19,6 @@ mod writers;
 
 pub use crate::call::RawStream;
 pub use kernels::Kernels;
+#[cfg(feature = "cuda")]
+pub(crate) use kernels::no_isa;
 pub(crate) use kernels::no_stream;

@@ -7,7 +7,7 @@
 use alloc::{format, sync::Arc};
 
 use crate::{
-    batch::Batch,
+    batch::{Batch, Side},
     call::Score,
     element::Dtype,
     error::{Error, Result},
@@ -216,6 +216,11 @@ impl Problem {
     /// q heads per kv head.
     pub fn group(&self) -> usize {
         self.heads / self.kv_heads
+    }
+
+    /// Tokens of q and of k of each document.
+    pub(crate) fn document_lengths(&self) -> impl Iterator<Item = [u64; 2]> {
+        (0..self.batch.documents()).map(|d| [Side::Q, Side::K].map(|side| self.batch.document(side, d).len() as u64))
     }
 
     /// What a kernel needs to make scores.

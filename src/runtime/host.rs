@@ -3,7 +3,6 @@
 
 use super::ops::Backend;
 use crate::{
-    batch::Side,
     call::{Attend, AttendBackward, Delta, RawTensor, SinkGradient, Transform},
     element::Dtype,
     error::Result,
@@ -26,9 +25,8 @@ pub(super) fn dims(plan: &Plan) -> cpu::Dims {
 
 /// Tells the kernels of which documents the calls of a plan are parts.
 pub(super) fn set_documents(scratch: &mut cpu::Scratch, plan: &Plan) {
-    let (batch, group) = (plan.problem().batch(), plan.problem().group() as u32);
-    let lengths = |d| [Side::Q, Side::K].map(|side| batch.document(side, d).len() as u64);
-    scratch.set_documents((0..batch.documents()).map(lengths), &plan.problem().score(), group);
+    let p = plan.problem();
+    scratch.set_documents(p.document_lengths(), &p.score(), p.group() as u32);
 }
 
 impl Host<'_> {

@@ -64,6 +64,10 @@ impl HostRank {
         AbortHandle::new(&self.transport, &self.failure)
     }
 
+    pub(super) fn set_isa(&mut self, isa: Option<cpu::Isa>) -> Result<()> {
+        self.scratch.set_isa(isa)
+    }
+
     pub(super) fn record(&mut self, epoch: Instant, capacity: usize) {
         self.lanes.record(epoch, capacity);
     }

@@ -26,7 +26,10 @@ use crate::{
     transport::Transport,
 };
 #[cfg(feature = "cuda")]
-use crate::{kernel::cuda::Cuda, transport::DeviceTransport};
+use crate::{
+    kernel::{cuda::Cuda, no_isa},
+    transport::DeviceTransport,
+};
 
 /// Operations that a rank records at most until they are taken: each has memory, and on a device two events, from the start.
 const MOST_RECORDED: usize = 1 << 24;
@@ -75,6 +78,20 @@ impl Rank {
     ) -> Self {
         let scratch = cpu::Scratch::new(workers).with_executor(executor);
         Self { engine: Engine::Host(Box::new(HostRank::new(transport, scratch))) }
+    }
+
+    /// From now on the CPU kernels of this rank run on this instruction set; for `None` on the best of the machine, or what
+    /// the environment variable [`cpu::Isa::VARIABLE`] names. Keep it between a forward and its backward. Instruction sets
+    /// round differently: with [`Options::reproducible`](crate::plan::Options::reproducible) all ranks need the same one.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] when the machine lacks it, or the rank is on a device; nothing has changed then.
+    pub fn set_isa(&mut self, isa: Option<cpu::Isa>) -> Result<()> {
+        match &mut self.engine {
+            Engine::Host(rank) => rank.set_isa(isa),
+            #[cfg(feature = "cuda")]
+            Engine::Device(rank) => isa.map_or(Ok(()), |isa| Err(no_isa(isa, rank.device().ordinal()))),
+        }
     }
 
     /// A rank at one end of a transport of device memory: its tensors are on the transport's device. Its runs come one

@@ -28,6 +28,14 @@ typedef struct {
   const cpattn_tensor *q, *k, *v, *sinks, *o, *lse, *d_o, *dq, *dk, *dv, *dsinks;
 } earlier_backward_args;
 
+/* Before instruction sets could be chosen. */
+typedef struct {
+  size_t struct_size;
+  uint32_t workers;
+  int32_t device_type, device_id;
+  uint32_t sm_margin;
+} earlier_rank_options;
+
 /* As a later header may declare it. */
 typedef struct {
   cpattn_forward_args known;
@@ -64,7 +72,17 @@ int main(void) {
   problem.head_dim = DIM;
   OK(cpattn_plan_create(&problem, &options, &plan));
   OK(cpattn_local_group(1, 10000, &transport));
-  OK(cpattn_rank_create(transport, NULL, &rank));
+  struct {
+    earlier_rank_options options;
+    unsigned char others[64];
+  } e;
+  memset(&e, 0xa5, sizeof e);
+  earlier_rank_options earlier_options = {sizeof(earlier_rank_options), 1, CPATTN_DEVICE_CPU, 0, 0};
+  e.options = earlier_options;
+  e.options.struct_size = sizeof(cpattn_rank_options); /* what lies behind is then read, and refused */
+  REFUSED(CPATTN_INVALID, "options.reserved is set", cpattn_rank_create(transport, (const cpattn_rank_options *)&e.options, &rank));
+  e.options.struct_size = sizeof(earlier_rank_options);
+  OK(cpattn_rank_create(transport, (const cpattn_rank_options *)&e.options, &rank));
   fill(q, TOKENS * HEADS * DIM, 0.02f);
   fill(k, TOKENS * KV_HEADS * DIM, 0.03f);
   fill(v, TOKENS * KV_HEADS * DIM, 0.04f);

@@ -28,6 +28,8 @@ pub fn create_rank(w: &mut World, b: &mut Bytes) {
             device_type: if b.rarely() { 2 } else { 1 },
             device_id: 0,
             sm_margin: u32::from(b.rarely()),
+            isa: if b.rarely() { b.below(9) as i32 - 1 } else { 0 },
+            reserved: i32::from(b.rarely()),
         };
         let mut rank = null_mut();
         let options = if b.byte() & 1 == 0 { null() } else { &raw const options };

@@ -11,7 +11,7 @@
 use crate::call::{QRange, Ranges, Score};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
-use std::sync::OnceLock;
+use std::{ffi::OsString, sync::OnceLock};
 
 /// Rows of a q range, times the heads of a group, from which on they fill panels of tiles of parts.
 const FILLED: u64 = 96;
@@ -97,18 +97,21 @@ impl Isa {
         true
     }
 
-    /// The one that the environment variable names, or else the best.
+    /// The one that the environment variable names, or else the best. A variable that is set but empty names none.
     ///
     /// # Errors
     /// [`Error::Invalid`] when the variable holds no name, [`Error::Unsupported`] when the machine lacks it.
     pub fn chosen() -> Result<Self> {
         static CHOSEN: OnceLock<Result<Isa>> = OnceLock::new();
-        CHOSEN
-            .get_or_init(|| match std::env::var_os(Self::VARIABLE) {
-                None => Ok(Self::best()),
-                Some(name) => Self::named(&name.to_string_lossy())?.required(),
-            })
-            .clone()
+        CHOSEN.get_or_init(|| Self::from_variable(std::env::var_os(Self::VARIABLE))).clone()
+    }
+
+    /// The one that a value of the environment variable stands for.
+    fn from_variable(value: Option<OsString>) -> Result<Self> {
+        match value.filter(|name| !name.is_empty()) {
+            None => Ok(Self::best()),
+            Some(name) => Self::named(&name.to_string_lossy())?.required(),
+        }
     }
 
     fn named(name: &str) -> Result<Self> {
@@ -120,7 +123,7 @@ impl Isa {
     }
 
     /// Itself, if it is there.
-    pub(super) fn required(self) -> Result<Self> {
+    pub(crate) fn required(self) -> Result<Self> {
         if self.is_available() {
             return Ok(self);
         }
@@ -228,5 +231,9 @@ mod tests {
             "{error}"
         );
         assert!(Isa::best().is_available());
+        assert_eq!(Isa::from_variable(None), Ok(Isa::best()));
+        assert_eq!(Isa::from_variable(Some("".into())), Ok(Isa::best()), "set but empty is unset");
+        assert_eq!(Isa::from_variable(Some("portable".into())), Ok(Isa::Portable));
+        assert!(Isa::from_variable(Some(" ".into())).is_err());
     }
 }

@@ -68,6 +68,16 @@ impl Scratch {
         })
     }
 
+    /// From now on calls run on this instruction set; on [`Isa::chosen`] for `None`.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`](crate::Error::Unsupported) when the machine lacks it, and as [`Isa::chosen`]; the scratch then
+    /// stays as it was.
+    pub fn set_isa(&mut self, isa: Option<Isa>) -> Result<()> {
+        self.isa = Ok(isa.map_or_else(Isa::chosen, Isa::required)?);
+        Ok(())
+    }
+
     /// Runs the workers on threads of the caller's.
     #[must_use]
     pub fn with_executor(mut self, executor: Arc<dyn Executor>) -> Self {
