@@ -1,197 +1,31 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // Forward attention on sm_90a: one warpgroup loads, two multiply.
 //
-// A block takes items by a counter until none are left: a tile of BM q rows of one head or, where ranges are short, of fewer
-// rows of several heads that read the same kv head (a shared tile). One thread of the loading warpgroup walks over the keys
-// that an item may meet and issues the copies: q once, then k and v of each step into rings of STAGES buffers. With each k it
-// leaves a `HopperStep` beside the buffer, with each q an `Item`. Two warpgroups own 64 rows of q each.
+// A thread of the loading warpgroup fills tiles of q, k and v (`hopper_load.cuh`, where items of work are described too). Two
+// warpgroups own 64 rows of q each.
 // In each step a warpgroup issues Q K^T of this tile of keys and P V of the one before, turns the new scores into
 // probabilities while P V still runs, and rescales o when that is done; the two take turns in issuing, so that the softmax
 // of one runs beside the products of the other. (FlashAttention-3: Shah et al., 2024.)
-//
-// Barriers: a `full` one gets one arrival, of the loading thread, and the bytes of the copies; an `empty` one an arrival of
-// each multiplying warp, when its last product or read of that buffer is done. Only copies write tiles, and only
-// products read them, so no proxy fence is needed between them.
-//
-// Maps are made for one call and tensor, and have columns, rows, heads, and parts. A part is as far from the next as a row
-// from the next; there are SPAN rows to a part, and the map begins SPAN rows before the tensor. Row SPAN - end + i of part
-// first + end is thus row first + i of the tensor, and everything from `end` on lies outside of the map and comes as zeros:
-// rows behind a range are never read. So are columns past the head dim.
 #pragma once
-#include "hopper_params.cuh"
+#include "hopper_load.cuh"
 
 // Numbers of `bar.sync`: the turn of the first and of the second multiplying warpgroup.
 enum : u32 { BARRIER_TURN = 1 };
 
 template <class T, class Shape>
 struct HopperForward {
-    static constexpr int D = Shape::D, DV = Shape::DV, BM = Shape::BM, BN = Shape::BN, STAGES = Shape::STAGES;
-    static constexpr int THREADS = Shape::THREADS, NT = BN / 8;
-    // A panel of 64 columns, in bytes.
-    static constexpr u32 Q_PANEL = BM * 128, K_PANEL = BN * 128;
-    static constexpr int WIDTH = Shape::WIDTH, VALUE_WIDTH = Shape::VALUE_WIDTH;
-    static constexpr u32 Q_BYTES = Q_PANEL * (WIDTH / 64), K_BYTES = K_PANEL * (WIDTH / 64);
-    static constexpr u32 V_BYTES = K_PANEL * (VALUE_WIDTH / 64);
-    static constexpr u32 WARPS = BM / 16, GROUP_ROWS = 64;
-    static constexpr u32 BM_BITS = 7;
-    static_assert(BM == 1 << BM_BITS && WIDTH % 64 == 0 && DV % 32 == 0 && STAGES == 2, "two warpgroups, whole panels");
-
-    // Where the lists are: on the device, or among the parameters. The loading thread has no registers for their addresses,
-    // and reads them here each time.
-    struct Lists {
-        const Run* queries;
-        const Run* runs;  // of keys
-        const u32* list;  // of each q run, its runs of keys
-        const Work* work;
-        const Work* shared_work;
-    };
-
-    struct Control {
-        u64 q_full, q_empty;
-        u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-        Item items[2];
-        HopperStep steps[STAGES];
-        Sweep<1> sweep;
-        Lists lists;
-    };
-    static_assert(sizeof(Control) <= Shape::CONTROL, "behind the tiles");
+    using Block = HopperBlock<Shape>;
+    using Load = HopperLoad<Shape>;
+    using Control = typename Block::Control;
+    using Shared = typename Block::Shared;
+    using RingPosition = typename Block::RingPosition;
+    static constexpr int D = Block::D, DV = Block::DV, BN = Block::BN, THREADS = Block::THREADS, NT = BN / 8;
+    static constexpr u32 Q_PANEL = Block::Q_PANEL, K_PANEL = Block::K_PANEL;
+    static constexpr u32 K_BYTES = Block::K_BYTES, V_BYTES = Block::V_BYTES, GROUP_ROWS = Block::GROUP_ROWS;
 
     using Scores = float[1][NT][4];
     using Out = float[1][DV / 8][4];
     using Weights = u32[NT / 2][4];
-
-    // Addresses in shared memory.
-    struct Shared {
-        u32 q, k, v, control;
-        __device__ __forceinline__ explicit Shared(u32 base)
-            : q(base), k(q + Q_BYTES), v(k + STAGES * K_BYTES), control(v + STAGES * V_BYTES) {}
-        __device__ __forceinline__ u32 q_full() const { return control + offsetof(Control, q_full); }
-        __device__ __forceinline__ u32 q_empty() const { return control + offsetof(Control, q_empty); }
-        __device__ __forceinline__ u32 k_full(u32 s) const { return control + offsetof(Control, k_full) + 8 * s; }
-        __device__ __forceinline__ u32 k_empty(u32 s) const { return control + offsetof(Control, k_empty) + 8 * s; }
-        __device__ __forceinline__ u32 v_full(u32 s) const { return control + offsetof(Control, v_full) + 8 * s; }
-        __device__ __forceinline__ u32 v_empty(u32 s) const { return control + offsetof(Control, v_empty) + 8 * s; }
-    };
-
-    // Where in the rings a step lies: the buffer, and the parity of its phase.
-    struct RingPosition {
-        u32 count = 0;
-        __device__ __forceinline__ u32 stage() const { return count & 1; }
-        __device__ __forceinline__ u32 parity() const { return count >> 1 & 1; }
-    };
-
-    // `from` is what addresses of lists are counted from.
-    static __device__ __forceinline__ void find_lists(volatile Lists& lists, const HopperForwardParams& p, u64 from) {
-        lists.queries = (const Run*)(from + (u64)p.call.queries);
-        lists.runs = (const Run*)(from + (u64)p.call.keys);
-        lists.list = (const u32*)(from + (u64)p.call.partners);
-        lists.work = (const Work*)(from + (u64)p.work);
-        lists.shared_work = (const Work*)(from + (u64)p.shared.work);
-    }
-
-    // -- The loading thread.
-
-    // Rows first .. end of a run, as many as a tile has; those from `end` on come as zeros.
-    template <int ROWS, int WIDTH>
-    static __device__ __forceinline__ void load(u32 to, const TensorMap& map, u32 span, const Run& run, u32 first, u32 end,
-                                                u32 head, u32 barrier) {
-        barrier_expect(barrier, ROWS * WIDTH * 2);
-#pragma unroll
-        for (int panel = 0; panel < WIDTH / 64; ++panel)
-            copy_box(to + panel * ROWS * 128, map, panel * 64, (int)(span - end + first), (int)head,
-                     (int)((u32)run.row + end), barrier);
-    }
-
-    // The shared tile that is the `at`-th of them, and the kv head it reads.
-    static __device__ __forceinline__ void begin_shared(volatile Item& item, volatile const Control& control,
-                                                        const HopperForwardParams& p, u32 at) {
-        const SharedTiles& s = p.shared;
-        const u32 part = at % s.parts, kv = part / s.each, skipped = (part - kv * s.each) << (BM_BITS - s.token_bits);
-        const u32 head = (kv == 0 ? 0 : s.first_heads + (kv - 1) * s.group) + skipped;
-        const u32 end = min(p.call.heads.q_heads, s.first_heads + kv * s.group);
-        const Work work = control.lists.shared_work[at / s.parts];
-        describe(item.own, control.lists.queries[work.run], work, 1u << s.token_bits, head, kv_head_of(p.call.heads, head));
-        item.heads = min(end - head, (u32)BM >> s.token_bits);
-        item.token_bits = s.token_bits;
-    }
-
-    // The tile of one head that is the `at`-th of them.
-    static __device__ __forceinline__ void begin_single(volatile Item& item, volatile const Control& control,
-                                                        const HopperForwardParams& p, u32 at) {
-        const ForwardParams& call = p.call;
-        const u32 section = at / (p.tiles * p.section), before = section * p.section;
-        const u32 heads = min(p.section, call.heads.q_heads - before), inside = at - before * p.tiles;
-        const u32 head = before + inside % heads;
-        const Work work = control.lists.work[inside / heads];
-        describe(item.own, control.lists.queries[work.run], work, BM, head, kv_head_of(call.heads, head));
-        item.heads = 1;
-        item.token_bits = BM_BITS;
-    }
-
-    static __device__ __forceinline__ void produce(const HopperMaps& maps, const HopperForwardParams& p, const Shared& at,
-                                                   volatile Control& control) {
-        const ForwardParams& call = p.call;
-        const Window window = {call.score.left, call.score.right};
-        volatile const Lists& side = control.lists;
-        const u32 general = call.score.flags & SCORE_GENERAL ? STEP_GENERAL : 0;
-        const u32 shared_items = p.shared.tiles * p.shared.parts, items = p.tiles * call.heads.q_heads + shared_items;
-        RingPosition position;
-        u32 at_item = blockIdx.x;
-        for (u32 n = 0;; ++n) {
-            const u32 slot = n & 1;
-            // The item before has been read from its slot by all when q is free again for the next.
-            barrier_wait(at.q_empty(), slot ^ 1);
-            volatile Item& item = control.items[slot];
-            volatile Own& own = item.own;
-            if (at_item >= items) {
-                own.rows = 0;
-                barrier_arrive(at.q_full());
-                break;
-            }
-            // The next item is taken now, so that it is there when it is needed.
-            const u32 next = gridDim.x + atomicAdd(p.tile_counter, 1);
-            const bool is_shared = at_item - p.shared.begin < shared_items;
-            if (is_shared)
-                begin_shared(item, control, p, at_item - p.shared.begin);
-            else
-                begin_single(item, control, p, at_item < p.shared.begin ? at_item : at_item - shared_items);
-            const u32 kv_head = own.partner;
-            const Run& query = control.lists.queries[own.run];
-            volatile Sweep<1>& sweep = control.sweep;
-            sweep.start(query.begin, query.end, kv_head, kv_head + 1, own, window, side);
-            item.run = &query;
-            item.mode = query.mode;
-            item.meets = sweep.row != sweep.row_end;
-            if (sweep.row == sweep.row_end)
-                barrier_arrive(at.q_full());
-            else
-                load<BM, WIDTH>(at.q, is_shared ? maps.q_shared : maps.q, p.q_span, query, own.first, query.len, own.head,
-                            at.q_full());
-            while (sweep.row != sweep.row_end) {
-                const u32 first = sweep.row, end = sweep.row_end, run = sweep.run;
-                const bool whole = end - first >= BN && first >= sweep.full_begin && first + BN <= sweep.full_end;
-                if (end - first > BN)
-                    sweep.row = first + BN;
-                else
-                    sweep.find(own, window, side);
-                const bool last = sweep.row == sweep.row_end;
-                const Run& keys = control.lists.runs[run];
-                const u32 stage = position.stage(), free = position.parity() ^ 1;
-                barrier_wait(at.k_empty(stage), free);
-                volatile HopperStep& step = control.steps[stage];
-                step.run = &keys;
-                step.first = first;
-                step.flags = general | (whole ? 0 : STEP_MASKED) | (last ? STEP_LAST : 0);
-                load<BN, WIDTH>(at.k + stage * K_BYTES, maps.k, p.k_span, keys, first, end, kv_head, at.k_full(stage));
-                barrier_wait(at.v_empty(stage), free);
-                load<BN, VALUE_WIDTH>(at.v + stage * V_BYTES, maps.v, p.k_span, keys, first, end, kv_head, at.v_full(stage));
-                ++position.count;
-            }
-            at_item = next;
-        }
-    }
-
-    // -- The multiplying warps.
 
     // The warp's first row in the tile. Its 16 rows are of one head.
     static __device__ __forceinline__ u32 warp_row() { return ((fresh_thread() >> 5) - 4) * 16; }
@@ -491,22 +325,13 @@ struct HopperForward {
         const Shared at(shared_address(shared));
         volatile Control& control = *(Control*)(shared + (at.control - at.q));
         if (threadIdx.x == 0) {
-            find_lists(control.lists, p, p.has_lists ? (u64)&lists : 0);
-            barrier_init(at.q_full(), 1);
-            barrier_init(at.q_empty(), WARPS);
-#pragma unroll
-            for (int s = 0; s < STAGES; ++s) {
-                barrier_init(at.k_full(s), 1);
-                barrier_init(at.k_empty(s), WARPS);
-                barrier_init(at.v_full(s), 1);
-                barrier_init(at.v_empty(s), WARPS);
-            }
-            fence_proxy();
+            Load::find_lists(control.lists, p, p.has_lists ? (u64)&lists : 0);
+            Block::init_barriers(at);
         }
         __syncthreads();
         if (threadIdx.x < 128) {
             registers_down<40>();
-            if (threadIdx.x == 0) produce(maps, p, at, control);
+            if (threadIdx.x == 0) Load::produce(maps, p, at, control);
         } else {
             registers_up<232>();
             consume(p, at, control);

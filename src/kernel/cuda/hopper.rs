@@ -3,7 +3,7 @@
 //!
 //! They load through tensor maps, which the driver encodes on the host: one for each tensor, when a launch is put on a stream
 //! that brings other addresses or strides than those before, which are kept (`kept_maps`). A map has columns, rows, heads and parts
-//! (`ptx/hopper_forward.cuh` says what for), strides that are positive multiples of 16 bytes below 2^40, and coordinates of
+//! (`ptx/hopper_load.cuh` says what for), strides that are positive multiples of 16 bytes below 2^40, and coordinates of
 //! 32 bits. What it cannot say, the kernel for `sm_80` does with the same lists and the same parameters: negative strides
 //! and strides of 0, tensors of 2^31 rows, addresses too close to 0.
 

@@ -64,7 +64,7 @@ impl Tensor {
         Self { at, numbers, width, rows }
     }
 
-    /// As `ptx/hopper_forward.cuh` wants it: columns, rows, heads, parts.
+    /// As `ptx/hopper_load.cuh` wants it: columns, rows, heads, parts.
     fn map(&self, dim: usize, span: usize, rows: u32, heads: u32) -> [u8; 128] {
         let stride = self.width as u64 * 2;
         let map = TensorMap {

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// The shared memory of a block of the forward kernel of sm_90a: tiles, barriers, and what the loading thread leaves for the
+// multiplying warps.
+//
+// Barriers: a `full` one gets one arrival, of the loading thread, and the bytes of the copies; an `empty` one an arrival of
+// each multiplying warp, when its last product or read of that buffer is done. Only copies write tiles, and only
+// products read them, so no proxy fence is needed between them.
+#pragma once
+#include "hopper_params.cuh"
+
+template <class Shape>
+struct HopperBlock {
+    static constexpr int D = Shape::D, DV = Shape::DV, BM = Shape::BM, BN = Shape::BN, STAGES = Shape::STAGES;
+    static constexpr int THREADS = Shape::THREADS;
+    // A panel of 64 columns, in bytes.
+    static constexpr u32 Q_PANEL = BM * 128, K_PANEL = BN * 128;
+    static constexpr int WIDTH = Shape::WIDTH, VALUE_WIDTH = Shape::VALUE_WIDTH;
+    static constexpr u32 Q_BYTES = Q_PANEL * (WIDTH / 64), K_BYTES = K_PANEL * (WIDTH / 64);
+    static constexpr u32 V_BYTES = K_PANEL * (VALUE_WIDTH / 64);
+    static constexpr u32 WARPS = BM / 16, GROUP_ROWS = 64;
+    static constexpr u32 BM_BITS = 7;
+    static_assert(BM == 1 << BM_BITS && WIDTH % 64 == 0 && DV % 32 == 0 && STAGES == 2, "two warpgroups, whole panels");
+
+    // Where the lists are: on the device, or among the parameters. The loading thread has no registers for their addresses,
+    // and reads them here each time.
+    struct Lists {
+        const Run* queries;
+        const Run* runs;  // of keys
+        const u32* list;  // of each q run, its runs of keys
+        const Work* work;
+        const Work* shared_work;
+    };
+
+    struct Control {
+        u64 q_full, q_empty;
+        u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+        Item items[2];
+        HopperStep steps[STAGES];
+        Sweep<1> sweep;
+        Lists lists;
+    };
+    static_assert(sizeof(Control) <= Shape::CONTROL, "behind the tiles");
+
+    // Addresses in shared memory.
+    struct Shared {
+        u32 q, k, v, control;
+        __device__ __forceinline__ explicit Shared(u32 base)
+            : q(base), k(q + Q_BYTES), v(k + STAGES * K_BYTES), control(v + STAGES * V_BYTES) {}
+        __device__ __forceinline__ u32 q_full() const { return control + offsetof(Control, q_full); }
+        __device__ __forceinline__ u32 q_empty() const { return control + offsetof(Control, q_empty); }
+        __device__ __forceinline__ u32 k_full(u32 s) const { return control + offsetof(Control, k_full) + 8 * s; }
+        __device__ __forceinline__ u32 k_empty(u32 s) const { return control + offsetof(Control, k_empty) + 8 * s; }
+        __device__ __forceinline__ u32 v_full(u32 s) const { return control + offsetof(Control, v_full) + 8 * s; }
+        __device__ __forceinline__ u32 v_empty(u32 s) const { return control + offsetof(Control, v_empty) + 8 * s; }
+    };
+
+    // Where in the rings a step lies: the buffer, and the parity of its phase.
+    struct RingPosition {
+        u32 count = 0;
+        __device__ __forceinline__ u32 stage() const { return count & 1; }
+        __device__ __forceinline__ u32 parity() const { return count >> 1 & 1; }
+    };
+
+    static __device__ __forceinline__ void init_barriers(const Shared& at) {
+        barrier_init(at.q_full(), 1);
+        barrier_init(at.q_empty(), WARPS);
+#pragma unroll
+        for (int s = 0; s < STAGES; ++s) {
+            barrier_init(at.k_full(s), 1);
+            barrier_init(at.k_empty(s), WARPS);
+            barrier_init(at.v_full(s), 1);
+            barrier_init(at.v_empty(s), WARPS);
+        }
+        fence_proxy();
+    }
+};

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// The loading thread of the forward kernel of sm_90a.
+//
+// It takes items by a counter until none are left: a tile of BM q rows of one head or, where ranges are short, of fewer
+// rows of several heads that read the same kv head (a shared tile). It walks over the keys that an item may meet and issues
+// the copies: q once, then k and v of each step into rings of STAGES buffers. With each k it leaves a `HopperStep` beside the
+// buffer, with each q an `Item`.
+//
+// Maps are made for one call and tensor, and have columns, rows, heads, and parts. A part is as far from the next as a row
+// from the next; there are SPAN rows to a part, and the map begins SPAN rows before the tensor. Row SPAN - end + i of part
+// first + end is thus row first + i of the tensor, and everything from `end` on lies outside of the map and comes as zeros:
+// rows behind a range are never read. So are columns past the head dim.
+#pragma once
+#include "hopper_block.cuh"
+
+template <class Shape>
+struct HopperLoad {
+    using Block = HopperBlock<Shape>;
+    using Lists = typename Block::Lists;
+    using Control = typename Block::Control;
+    using Shared = typename Block::Shared;
+    using RingPosition = typename Block::RingPosition;
+    static constexpr int BM = Block::BM, BN = Block::BN, WIDTH = Block::WIDTH, VALUE_WIDTH = Block::VALUE_WIDTH;
+    static constexpr u32 K_BYTES = Block::K_BYTES, V_BYTES = Block::V_BYTES, BM_BITS = Block::BM_BITS;
+
+    // `from` is what addresses of lists are counted from.
+    static __device__ __forceinline__ void find_lists(volatile Lists& lists, const HopperForwardParams& p, u64 from) {
+        lists.queries = (const Run*)(from + (u64)p.call.queries);
+        lists.runs = (const Run*)(from + (u64)p.call.keys);
+        lists.list = (const u32*)(from + (u64)p.call.partners);
+        lists.work = (const Work*)(from + (u64)p.work);
+        lists.shared_work = (const Work*)(from + (u64)p.shared.work);
+    }
+
+    // Rows first .. end of a run, as many as a tile has; those from `end` on come as zeros.
+    template <int ROWS, int WIDTH>
+    static __device__ __forceinline__ void load(u32 to, const TensorMap& map, u32 span, const Run& run, u32 first, u32 end,
+                                                u32 head, u32 barrier) {
+        barrier_expect(barrier, ROWS * WIDTH * 2);
+#pragma unroll
+        for (int panel = 0; panel < WIDTH / 64; ++panel)
+            copy_box(to + panel * ROWS * 128, map, panel * 64, (int)(span - end + first), (int)head,
+                     (int)((u32)run.row + end), barrier);
+    }
+
+    // The shared tile that is the `at`-th of them, and the kv head it reads.
+    static __device__ __forceinline__ void begin_shared(volatile Item& item, volatile const Control& control,
+                                                        const HopperForwardParams& p, u32 at) {
+        const SharedTiles& s = p.shared;
+        const u32 part = at % s.parts, kv = part / s.each, skipped = (part - kv * s.each) << (BM_BITS - s.token_bits);
+        const u32 head = (kv == 0 ? 0 : s.first_heads + (kv - 1) * s.group) + skipped;
+        const u32 end = min(p.call.heads.q_heads, s.first_heads + kv * s.group);
+        const Work work = control.lists.shared_work[at / s.parts];
+        describe(item.own, control.lists.queries[work.run], work, 1u << s.token_bits, head, kv_head_of(p.call.heads, head));
+        item.heads = min(end - head, (u32)BM >> s.token_bits);
+        item.token_bits = s.token_bits;
+    }
+
+    // The tile of one head that is the `at`-th of them.
+    static __device__ __forceinline__ void begin_single(volatile Item& item, volatile const Control& control,
+                                                        const HopperForwardParams& p, u32 at) {
+        const ForwardParams& call = p.call;
+        const u32 section = at / (p.tiles * p.section), before = section * p.section;
+        const u32 heads = min(p.section, call.heads.q_heads - before), inside = at - before * p.tiles;
+        const u32 head = before + inside % heads;
+        const Work work = control.lists.work[inside / heads];
+        describe(item.own, control.lists.queries[work.run], work, BM, head, kv_head_of(call.heads, head));
+        item.heads = 1;
+        item.token_bits = BM_BITS;
+    }
+
+    static __device__ __forceinline__ void produce(const HopperMaps& maps, const HopperForwardParams& p, const Shared& at,
+                                                   volatile Control& control) {
+        const ForwardParams& call = p.call;
+        const Window window = {call.score.left, call.score.right};
+        volatile const Lists& side = control.lists;
+        const u32 general = call.score.flags & SCORE_GENERAL ? STEP_GENERAL : 0;
+        const u32 shared_items = p.shared.tiles * p.shared.parts, items = p.tiles * call.heads.q_heads + shared_items;
+        RingPosition position;
+        u32 at_item = blockIdx.x;
+        for (u32 n = 0;; ++n) {
+            const u32 slot = n & 1;
+            // The item before has been read from its slot by all when q is free again for the next.
+            barrier_wait(at.q_empty(), slot ^ 1);
+            volatile Item& item = control.items[slot];
+            volatile Own& own = item.own;
+            if (at_item >= items) {
+                own.rows = 0;
+                barrier_arrive(at.q_full());
+                break;
+            }
+            // The next item is taken now, so that it is there when it is needed.
+            const u32 next = gridDim.x + atomicAdd(p.tile_counter, 1);
+            const bool is_shared = at_item - p.shared.begin < shared_items;
+            if (is_shared)
+                begin_shared(item, control, p, at_item - p.shared.begin);
+            else
+                begin_single(item, control, p, at_item < p.shared.begin ? at_item : at_item - shared_items);
+            const u32 kv_head = own.partner;
+            const Run& query = control.lists.queries[own.run];
+            volatile Sweep<1>& sweep = control.sweep;
+            sweep.start(query.begin, query.end, kv_head, kv_head + 1, own, window, side);
+            item.run = &query;
+            item.mode = query.mode;
+            item.meets = sweep.row != sweep.row_end;
+            if (sweep.row == sweep.row_end)
+                barrier_arrive(at.q_full());
+            else
+                load<BM, WIDTH>(at.q, is_shared ? maps.q_shared : maps.q, p.q_span, query, own.first, query.len, own.head,
+                            at.q_full());
+            while (sweep.row != sweep.row_end) {
+                const u32 first = sweep.row, end = sweep.row_end, run = sweep.run;
+                const bool whole = end - first >= BN && first >= sweep.full_begin && first + BN <= sweep.full_end;
+                if (end - first > BN)
+                    sweep.row = first + BN;
+                else
+                    sweep.find(own, window, side);
+                const bool last = sweep.row == sweep.row_end;
+                const Run& keys = control.lists.runs[run];
+                const u32 stage = position.stage(), free = position.parity() ^ 1;
+                barrier_wait(at.k_empty(stage), free);
+                volatile HopperStep& step = control.steps[stage];
+                step.run = &keys;
+                step.first = first;
+                step.flags = general | (whole ? 0 : STEP_MASKED) | (last ? STEP_LAST : 0);
+                load<BN, WIDTH>(at.k + stage * K_BYTES, maps.k, p.k_span, keys, first, end, kv_head, at.k_full(stage));
+                barrier_wait(at.v_empty(stage), free);
+                load<BN, VALUE_WIDTH>(at.v + stage * V_BYTES, maps.v, p.k_span, keys, first, end, kv_head, at.v_full(stage));
+                ++position.count;
+            }
+            at_item = next;
+        }
+    }
+};
