@@ -8,7 +8,7 @@ use crate::{
 };
 use cpattn::{
     Dtype,
-    call::{Block, Delta, RawTensor, Transform},
+    call::{Block, Delta, Finish, Merge, RawTensor, SinkGradient, Transform},
     kernel::cuda::{Cuda, DeviceMemory, StreamKernels},
 };
 use std::{sync::Arc, thread};
@@ -131,12 +131,31 @@ fn beside_a_capture(cuda: &Arc<Cuda>) {
             kernels.reserve_metadata(1 << 20, 8).unwrap();
             case.enqueue(&mut kernels, stream);
             // A call of its own is refused there, so that no graph uses what it leaves behind.
-            // SAFETY: refused.
+            let rows = RawTensor::compact(case.from.ptr(), Dtype::Bf16, 0, 1, 16);
+            let numbers = RawTensor::compact(case.from.ptr(), Dtype::F32, 0, 1, 1);
+            let (o, lse, with_o, with_lse) = (numbers, numbers, numbers, numbers);
+            let block = [Block { dst: rows, sources_begin: 0, sources_end: 1 }];
+            let target = captured.raw();
+            // SAFETY: refused, all of them: with metadata in the ring, and without any.
             let refused = unsafe {
-                let nothing = RawTensor::compact(case.from.ptr(), Dtype::Bf16, 0, 1, 16);
-                kernels.delta(&Delta { o: nothing, d_o: nothing, delta: nothing }, captured.raw())
+                [
+                    kernels.transform(&Transform { blocks: &block, sources: &[rows] }, target),
+                    kernels.finish(&Finish { o: rows, lse, sinks: RawTensor::NONE, rows: &[] }, target),
+                    kernels.delta(&Delta { o: rows, d_o: rows, delta: numbers }, target),
+                    kernels
+                        .sink_gradient(&SinkGradient { lse, delta: numbers, sinks: numbers, dsinks: numbers }, target),
+                    kernels.merge(&Merge { o, lse, with_o, with_lse }, target),
+                ]
             };
-            assert!(matches!(refused, Err(cpattn::Error::Unsupported { .. })), "{refused:?}");
+            for refused in refused {
+                let Err(cpattn::Error::Unsupported { option, limit, .. }) = refused else { panic!("{refused:?}") };
+                assert_eq!(option, "a stream that is being captured");
+                // Of calls with metadata and of calls without.
+                assert_eq!(
+                    limit,
+                    "what a single call uses is kept until the call is over, and not for replays of a graph"
+                );
+            }
             drop(kernels);
             // SAFETY: a live stream. The driver's own wait would end the capture.
             unsafe { cuda.synchronize(stream.raw()) }.unwrap();

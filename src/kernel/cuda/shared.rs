@@ -54,8 +54,8 @@ impl Cuda {
         super::check::score(score).map(|_| ())
     }
 
-    /// Refuses a stream of another context, or one that is being captured into a graph: what a call uploads would not be
-    /// uploaded again when the graph is replayed.
+    /// Refuses a stream of another context, or one that is being captured into a graph: the kernels of a single call, and
+    /// the scheduler metadata of calls with ranges or blocks, are kept until the call is over, and replays come later.
     ///
     /// # Errors
     /// [`Error::Invalid`], [`Error::Unsupported`], or the driver's.
@@ -67,7 +67,7 @@ impl Cuda {
         if unsafe { self.owns(stream)?.is_capturing(stream) }? {
             return Err(Error::unsupported(
                 "a stream that is being captured",
-                "the lists of a single call lie in a ring, where later calls write others",
+                "what a single call uses is kept until the call is over, and not for replays of a graph",
                 "end the capture before the call, or capture a run of a rank",
             ));
         }
