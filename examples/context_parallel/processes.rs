@@ -52,7 +52,11 @@ pub fn check_ring(deadline: Duration, world: Option<usize>) -> Result<bool, Stri
         Some(world) if world != end.world() => {
             Err(format!("--world is {world}, expected {}, the number of processes that mpirun started", end.world()))
         }
-        _ => crate::ring::process(&end),
+        _ => crate::ring::process(&end).and_then(|well| {
+            // A rank that was stopped after its last link would keep the others in MPI_Finalize.
+            end.agree(0..end.world(), 0).map_err(|e| format!("after the check: {e}"))?;
+            Ok(well)
+        }),
     };
     if let Err(text) = &outcome {
         eprintln!("error: {text}");
@@ -106,13 +110,10 @@ impl Processes {
         self.world.abort(2)
     }
 
-    /// Waits for rank 0, which still compares results, without taking its cores: `MPI_Finalize` may spin.
+    /// Waits for rank 0, which still compares results, without taking its cores: `MPI_Finalize` may spin. All ranks call it
+    /// last; an error names one that does not.
     pub fn meet(&mut self) -> Result<(), String> {
-        match self.alive.take() {
-            Some(alive) => alive.finish(),
-            None if self.rank() == 0 => Ok(()),
-            None => together::wait(&*self.side).map_err(|e| e.to_string()),
-        }
+        together::meet(&*self.side, self.alive.take())
     }
 
     /// Forward and backward of `plan`, whose world must be that of the job; the whole on rank 0, nothing elsewhere.

@@ -3,6 +3,7 @@
 //!
 //! Both go over a transport beside that of the run, so that they have its deadline and its errors: a rank that dies or is
 //! stopped there is named too. Rank 0 may compare for longer than the deadline; a thread of its sends a sign of life meanwhile.
+//! The others say nothing meanwhile, and `MPI_Finalize` waits for each of them without a limit, so all ranks meet at the end.
 
 use std::{
     sync::{Arc, mpsc},
@@ -68,19 +69,31 @@ impl Alive {
     }
 
     /// Tells them that rank 0 is done.
-    pub fn finish(self) -> Result<(), String> {
+    fn finish(self) -> Result<(), String> {
         let _ = self.over.send(());
         self.thread.join().map_err(|_| "the thread of signs of life panicked".to_owned())?.map_err(|e| e.to_string())
     }
 }
 
 /// On other ranks: waits until rank 0 is done, but no longer than the deadline after its last sign of life.
-pub fn wait(end: &impl Transport) -> cpattn::Result<()> {
+fn wait(end: &impl Transport) -> cpattn::Result<()> {
     let mut word = [(0, vec![0])];
     while word[0].1 == [0] {
         exchange(end, "waiting for rank 0's comparison", &[], &mut word)?;
     }
     Ok(())
+}
+
+/// The last call of every rank before MPI is finalised: rank 0, with its `alive`, is done, and the others have waited for that.
+/// Then all agree, within the deadline: `MPI_Finalize` would wait without a limit for one that has died or was stopped while
+/// rank 0 compared, and could not name it.
+pub fn meet(end: &impl Transport, alive: Option<Alive>) -> Result<(), String> {
+    match alive {
+        Some(alive) => alive.finish()?,
+        None if end.rank() == 0 => {}
+        None => wait(end).map_err(|e| e.to_string())?,
+    }
+    end.agree(0..end.world(), 0).map_err(|e| format!("after rank 0's comparison: {e}"))
 }
 
 /// Several runs of bytes as one.

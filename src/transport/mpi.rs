@@ -24,6 +24,9 @@
 //!   return. Where it lets them live (Open MPI: `mpirun --enable-recovery`; MPICH: `mpiexec -disable-auto-cleanup`, and
 //!   a shell round each process that ignores SIGUSR1), each gets its error at the deadline. After a failure, do not call
 //!   `MPI_Finalize`: it may wait for the dead. Leave with `MPI_Abort`, or end the process.
+//! - Without a failure too, `MPI_Finalize` waits for every process, without a limit, also for one that was stopped or died after
+//!   its last run. So let a last [`agree`](Transport::agree) of all ranks come before it, after whatever one of them does alone
+//!   (`meet` in `examples/context_parallel/together.rs`): it fails at the deadline and names the rank.
 //! - After a failure what MPI still holds is never freed: some pieces, and the two duplicates. An abort by a caller leaves
 //!   all processes alive; they can make new transports. A rank that leaves long before the others frees its duplicates when
 //!   it next makes or drops a transport (`parted.rs`).

@@ -18,6 +18,7 @@ use mpi::traits::*;
 use crate::{
     exchange::{LONG, exchange, init, label},
     launch::FINE,
+    together::{self, Alive},
     trials::do_to_me,
 };
 
@@ -411,4 +412,36 @@ pub fn stopped_while_made() {
     let rank = Mpi::new(&comm, LONG).unwrap();
     rank.agree(0..3, 1).unwrap();
     println!("{FINE}");
+}
+
+/// Rank 2 is stopped, or dies, while rank 0 does something alone after the last run. `MPI_Finalize` would wait for it; what the
+/// example does before that names it, on both other ranks.
+fn lost_while_one_compares(script: &str) {
+    let (universe, comm) = init();
+    let side = Arc::new(Mpi::new(&comm, SHORT).unwrap());
+    let me = side.rank();
+    let parts = together::gather(&*side, &[me as u8; 5]).unwrap();
+    let mut alive = None;
+    if me == 0 {
+        assert_eq!(parts, [[1; 5], [2; 5]]);
+        alive = Some(Alive::new(Arc::clone(&side), SHORT / 4));
+        // Longer than the deadline.
+        thread::sleep(SHORT * 2);
+    } else if me == 2 {
+        do_to_me(script);
+    }
+    let error = together::meet(&*side, alive).unwrap_err();
+    assert!(error.contains("after rank 0's comparison: ") && error.contains("rank 2 did not answer"), "{error}");
+    println!("{FINE}");
+    std::mem::forget((side, comm, universe));
+    process::exit(3);
+}
+
+pub fn stopped_while_one_compares() {
+    // Ended when the others have long had their errors. MPICH's launcher signals the whole group.
+    lost_while_one_compares("sleep 0.3; trap '' USR1 TERM; kill -STOP ME; sleep 10; kill -9 ME");
+}
+
+pub fn killed_while_one_compares() {
+    lost_while_one_compares("sleep 0.3; kill -9 ME");
 }

@@ -7,12 +7,16 @@
 //! test should is played only then.
 //!
 //! - `launch`: how the processes are started and judged; `exchange`: what must work; `failure`: what must fail, and how;
-//!   `refusals`: what is refused from the start; `trials`: `-- --trials N [--seed S]`, jobs that go wrong at random.
+//!   `refusals`: what is refused from the start; `trials`: `-- --trials N [--seed S]`, jobs that go wrong at random;
+//!   `together`: of the example, what its ranks do after a run.
 
 mod exchange;
 mod failure;
 mod launch;
 mod refusals;
+#[allow(dead_code, reason = "it is the example's, which uses all of it")]
+#[path = "../../examples/context_parallel/together.rs"]
+mod together;
 mod trials;
 
 use std::process::ExitCode;
@@ -41,6 +45,18 @@ const TRIALS: &[Trial] = &[
     Trial { name: "a_failed_group_lets_go_of_memory", world: 2, rank: failure::lets_go, ends: Ends::Well },
     Trial { name: "a_killed_process", world: 3, rank: failure::killed, ends: Ends::Survivors },
     Trial { name: "a_killed_process_ends_the_job", world: 3, rank: failure::killed, ends: Ends::Killed },
+    Trial {
+        name: "a_process_stopped_while_one_compares",
+        world: 3,
+        rank: failure::stopped_while_one_compares,
+        ends: Ends::Survivors,
+    },
+    Trial {
+        name: "a_process_killed_while_one_compares",
+        world: 3,
+        rank: failure::killed_while_one_compares,
+        ends: Ends::Survivors,
+    },
     Trial { name: "a_rank_that_never_starts", world: 3, rank: failure::never_starts, ends: Ends::Survivors },
     Trial { name: "ranks_that_come_too_late", world: 4, rank: failure::too_late, ends: Ends::Well },
     Trial { name: "stopped_while_ranks_are_made", world: 3, rank: failure::stopped_while_made, ends: Ends::Well },
