@@ -109,6 +109,29 @@ fn bytes_that_change_on_the_way_are_noticed() {
 }
 
 #[test]
+fn numbers_of_bytes_that_differ_are_named_on_both_sides() {
+    for odd in 0..3 {
+        let ends = local::group(3, LONG).unwrap();
+        let all: Vec<_> = thread::scope(|scope| {
+            let one = |end: Local| move || check(&end, if end.rank() == odd { 7 } else { 100_000 });
+            let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(one(end))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap().unwrap_err()).collect()
+        });
+        // Link 0 → 1 finds it, or link 1 → 2 where the first two ranks have the same.
+        let (from, to) = if odd == 2 { (1, 2) } else { (0, 1) };
+        let bytes = |rank| if rank == odd { 7 } else { 100_000 };
+        for (here, there) in [(from, to), (to, from)] {
+            let found = format!("bytes is {} on rank {here} and {} on rank {there}", bytes(here), bytes(there));
+            let want =
+                format!("the ring was not checked: {found}, expected the same number on every rank; try: give what");
+            assert!(all[here].to_string().starts_with(&want), "{}", all[here]);
+        }
+        let other = &all[3 - from - to];
+        assert!(matches!(other, Trouble::Failed { link: None, error: Error::Peer { .. } }), "{other}");
+    }
+}
+
+#[test]
 fn a_ring_of_one_and_empty_messages_are_refused() {
     let end = local::group(1, LONG).unwrap().remove(0);
     let text = check(&end, 1).unwrap_err().to_string();

@@ -11,7 +11,7 @@ from ctypes import CFUNCTYPE, POINTER, c_char, c_char_p, c_double, c_int32, c_in
 from ctypes import c_float, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 from typing import Any, ClassVar
 
-from .errors import InvalidArgument
+from ._check import number, whole
 
 VERSION_MAJOR, VERSION_MINOR = 0, 1
 OK, PEER = 0, 4
@@ -44,17 +44,27 @@ class Tensor(ctypes.Structure):
 TensorP = POINTER(Tensor)
 
 
+def _range(kind: Any) -> tuple[int, int]:
+    bits, signed = 8 * ctypes.sizeof(kind), kind(-1).value < 0
+    return (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+
+
+# What fits into an integer of C: ctypes keeps the low bits of a number that is too large, and refuses others without a name.
+RANGES = {kind: _range(kind) for kind in (c_int32, c_int64, c_size_t, c_uint32, c_uint64)}
+
+
 class Sized(ctypes.Structure):
     """A struct whose first member is its size; the rest begins as the header's INIT macro says."""
 
     defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, **members: Any) -> None:
+        for name, kind, *_ in self._fields_:
+            if name in members and kind in RANGES:
+                members[name] = whole(name, members[name], *RANGES[kind])
+            elif name in members and kind is c_double:
+                members[name] = number(name, members[name])
         super().__init__(**{"struct_size": ctypes.sizeof(self), **self.defaults, **members})
-        # ctypes keeps the low bits of a number that is too large.
-        for name, value in members.items():
-            if isinstance(value, int) and getattr(self, name) not in (value, None):
-                raise InvalidArgument(f"{name} is {value}, which the C interface has no room for")
 
 
 class Problem(Sized):
@@ -78,6 +88,7 @@ class Problem(Sized):
         ("sinks", c_int32),
         ("reserved", c_int32),
     ]
+    defaults = {"window_left": UNLIMITED}
 
 
 class Options(Sized):
@@ -96,6 +107,7 @@ class Options(Sized):
         ("pack_inputs", c_int32),
         ("reserved", c_int32),
     ]
+    defaults = {"world": 1, "passes": 1}
 
 
 class PlanInfo(Sized):

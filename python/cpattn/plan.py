@@ -15,13 +15,17 @@ from array import array
 from collections.abc import Sequence
 from ctypes import byref, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from . import _header
+from ._check import flag, number, one_of, whole
 from ._header import UNLIMITED
 from ._library import call, status_of
 from .errors import InvalidArgument
 from .tensors import Array, Given
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Dtype(enum.IntEnum):
@@ -61,27 +65,58 @@ class Direction(enum.IntEnum):
 
 
 class PlanOptions(TypedDict, total=False):
-    """Keywords of `Plan` that functions hand on: all but documents, heads, head_dim, dtype and world."""
+    """Keywords of `Plan` that functions hand on. What is left out is as the header's INIT macros say; None where it may be given
+    is the same. Members of an enum may be given by their names, as strings."""
 
-    kv_heads: int
-    value_dim: int
-    kind: Kind
+    kv_heads: int | None
+    value_dim: int | None
+    kind: Kind | str
     window_left: int
     window_right: int
-    scale: float
-    softcap: float
+    scale: float | None
+    softcap: float | None
     alibi_slopes: Sequence[float] | None
     sinks: bool
     ulysses: int
     ring: int
-    layout: Layout
+    layout: Layout | str
     layout_parameter: int
     passes: int
-    circulate: Circulate
-    wire: Wire
+    circulate: Circulate | str
+    wire: Wire | str
     gather: bool
     reproducible: bool
     pack_inputs: bool
+
+
+_ENUMS: dict[str, type[enum.IntEnum]] = {"kind": Kind, "layout": Layout, "circulate": Circulate, "wire": Wire}
+_FLAGS = {"sinks", "gather", "reproducible", "pack_inputs"}
+_OPTIONAL = {"kv_heads", "value_dim", "scale", "softcap", "alibi_slopes"}
+
+
+def checked(options: PlanOptions) -> dict[str, Any]:
+    """The options that are given, as the C interface has them; refuses by name what is no option, and values that no plan has."""
+    if unknown := sorted(options.keys() - PlanOptions.__annotations__.keys()):
+        known = ", ".join(sorted(PlanOptions.__annotations__))
+        raise InvalidArgument(f"{unknown[0]} is no option of a plan, these are: {known}")
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None or name not in _OPTIONAL}
+    for name, value in given.items():
+        if name in _ENUMS:
+            given[name] = one_of(name, value, _ENUMS[name])
+        elif name in _FLAGS:
+            given[name] = int(flag(name, value))
+        elif name in ("kv_heads", "value_dim"):
+            given[name] = at_least_1(name, value)
+        elif name in ("scale", "softcap"):
+            given[name] = number(name, value)
+        elif name != "alibi_slopes":
+            given[name] = whole(name, value, 0, UNLIMITED)
+    return given
+
+
+def at_least_1(name: str, value: Any) -> int:
+    """A number of heads, dimensions or ranks."""
+    return whole(name, value, 1, 2**32 - 1)
 
 
 class Plan:
@@ -99,76 +134,36 @@ class Plan:
         *,
         cu_seqlens_k: Sequence[int] | None = None,
         q_start: Sequence[int] | None = None,
-        kv_heads: int = 0,
-        value_dim: int = 0,
-        dtype: Dtype = Dtype.F32,
-        kind: Kind = Kind.SOFTMAX,
-        window_left: int = UNLIMITED,
-        window_right: int = 0,
-        scale: float = 0.0,
-        softcap: float = 0.0,
-        alibi_slopes: Sequence[float] | None = None,
-        sinks: bool = False,
+        dtype: Dtype | str = Dtype.F32,
         world: int = 1,
-        ulysses: int = 0,
-        ring: int = 0,
-        layout: Layout = Layout.AUTO,
-        layout_parameter: int = 0,
-        passes: int = 1,
-        circulate: Circulate = Circulate.AUTO,
-        wire: Wire = Wire.FULL,
-        gather: bool = False,
-        reproducible: bool = False,
-        pack_inputs: bool = False,
+        **options: Unpack[PlanOptions],
     ) -> None:
-        documents = len(cu_seqlens) - 1
-        for name, values, count in (
-            ("cu_seqlens_k", cu_seqlens_k, documents + 1),
-            ("q_start", q_start, documents),
-            ("alibi_slopes", alibi_slopes, heads),
-        ):
-            # The library reads as many as it needs; it cannot see how many there are.
-            if values is not None and len(values) != count:
-                raise InvalidArgument(f"{name} has {len(values)} entries, {count} are needed")
-        if documents < 0:
+        given = checked(options)
+        self.heads, self.head_dim, self.world = at_least_1("heads", heads), at_least_1("head_dim", head_dim), at_least_1("world", world)
+        self.kv_heads, self.value_dim = given.get("kv_heads", self.heads), given.get("value_dim", self.head_dim)
+        self.dtype = one_of("dtype", dtype, Dtype)
+        given |= {"heads": self.heads, "head_dim": self.head_dim, "dtype": self.dtype, "world": self.world}
+        ends = _array("cu_seqlens", c_int32, cu_seqlens)
+        given |= {"cu_seqlens_q": ends, "documents": len(ends) - 1}
+        if not len(ends):
             raise InvalidArgument("cu_seqlens has 0 entries, at least 1 is needed: 0")
-        problem = _header.Problem(
-            cu_seqlens_q=_array("cu_seqlens", c_int32, cu_seqlens),
-            cu_seqlens_k=_array("cu_seqlens_k", c_int32, cu_seqlens_k),
-            q_start=_array("q_start", c_int64, q_start),
-            documents=documents,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            dtype=dtype,
-            kind=kind,
-            window_left=window_left,
-            window_right=window_right,
-            scale=scale,
-            softcap=softcap,
-            alibi_slopes=_array("alibi_slopes", c_float, alibi_slopes),
-            sinks=sinks,
+        for name, kind, values, count in (
+            ("cu_seqlens_k", c_int32, cu_seqlens_k, len(ends)),
+            ("q_start", c_int64, q_start, len(ends) - 1),
+            ("alibi_slopes", c_float, given.get("alibi_slopes"), self.heads),
+        ):
+            if values is not None:
+                given[name] = _array(name, kind, values)
+                # The library reads as many as it needs; it cannot see how many there are.
+                if len(given[name]) != count:
+                    raise InvalidArgument(f"{name} has {len(given[name])} entries, {count} are needed")
+        problem, how = (
+            struct(**{name: given[name] for name, *_ in struct._fields_ if name in given})
+            for struct in (_header.Problem, _header.Options)
         )
-        options = _header.Options(
-            world=world,
-            ulysses=ulysses,
-            ring=ring,
-            layout=layout,
-            layout_parameter=layout_parameter,
-            passes=passes,
-            circulate=circulate,
-            wire=wire,
-            gather=gather,
-            reproducible=reproducible,
-            pack_inputs=pack_inputs,
-        )
-        handle = c_void_p()
-        call("plan_create", byref(problem), byref(options), byref(handle))
-        self.handle, self.world, self.dtype = handle, world, Dtype(dtype)
-        self.heads, self.kv_heads = heads, kv_heads or heads
-        self.head_dim, self.value_dim = head_dim, value_dim or head_dim
-        weakref.finalize(self, status_of, "plan_destroy", handle)
+        self.handle = c_void_p()
+        call("plan_create", byref(problem), byref(how), byref(self.handle))
+        weakref.finalize(self, status_of, "plan_destroy", self.handle)
 
     def describe(self) -> _header.PlanInfo:
         """What was decided: replicas, ring, ulysses, layout, layout_parameter, q_tokens, k_tokens, fingerprint."""
@@ -184,7 +179,7 @@ class Plan:
     def share(self, rank: int) -> _header.Share:
         """A rank's place in the mesh, its tokens (q_tokens, k_tokens) and its heads between the two all-to-alls."""
         share = _header.Share()
-        call("plan_share", self.handle, rank, byref(share))
+        call("plan_share", self.handle, _rank(rank), byref(share))
         return share
 
     def explain(self) -> str:
@@ -202,7 +197,7 @@ class Plan:
     def workspace(self, rank: int, direction: Direction) -> int:
         """Bytes that a run takes on a rank."""
         size = c_uint64()
-        call("plan_workspace", self.handle, rank, direction, byref(size))
+        call("plan_workspace", self.handle, _rank(rank), one_of("direction", direction, Direction), byref(size))
         return size.value
 
     def tokens(self, side: Side, rank: int) -> array[int]:
@@ -215,16 +210,16 @@ class Plan:
 
     def shard(self, side: Side, rank: int, whole: Array, local: Array) -> None:
         """Copies a rank's rows of `whole` into `local`; of the CPU."""
-        w, l = Given(whole), Given(local)
-        call("plan_shard", self.handle, side, rank, w.pointer, l.pointer)
+        w, l = Given("whole", whole), Given("local", local)
+        call("plan_shard", self.handle, one_of("side", side, Side), _rank(rank), w.pointer, l.pointer)
 
     def unshard(self, side: Side, rank: int, local: Array, whole: Array) -> None:
         """Copies a rank's rows back to their places in `whole`."""
-        w, l = Given(whole), Given(local)
-        call("plan_unshard", self.handle, side, rank, l.pointer, w.pointer)
+        w, l = Given("whole", whole), Given("local", local)
+        call("plan_unshard", self.handle, one_of("side", side, Side), _rank(rank), l.pointer, w.pointer)
 
     def _numbers(self, name: str, side: Side, rank: int) -> array[int]:
-        share = self.share(rank)
+        share, side = self.share(rank), one_of("side", side, Side)
         numbers = array("q", bytes(8 * (share.q_tokens if side == Side.Q else share.k_tokens)))
         # A view of the array as what the library fills; there is none of an empty array.
         room = (c_int64 * len(numbers)).from_buffer(numbers) if numbers else (c_int64 * 0)()
@@ -232,13 +227,18 @@ class Plan:
         return numbers
 
 
-def _array(name: str, kind: Any, values: Sequence[float] | None) -> Any:
-    """As a C array. ctypes keeps the low bits of an integer that is too large: that is refused."""
-    if values is None:
-        return None
-    numbers = (kind * len(values))(*values)
-    if kind is not c_float:
-        for at, (kept, value) in enumerate(zip(numbers, values, strict=True)):
-            if kept != value:
-                raise InvalidArgument(f"{name}[{at}] is {value}, which the C interface has no room for")
-    return numbers
+def _rank(rank: int) -> int:
+    return whole("rank", rank, 0, 2**32 - 1)
+
+
+def _array(name: str, kind: Any, values: Any) -> Any:
+    """As a C array."""
+    try:
+        values = list(values)
+    except TypeError:
+        raise InvalidArgument(f"{name} is {values!r}, a sequence of numbers is needed") from None
+    each = (
+        number(f"{name}[{at}]", value) if kind is c_float else whole(f"{name}[{at}]", value, *_header.RANGES[kind])
+        for at, value in enumerate(values)
+    )
+    return (kind * len(values))(*each)

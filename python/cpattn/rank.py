@@ -12,6 +12,7 @@ from ctypes import byref, c_int32, c_size_t, c_uint8, c_void_p
 from typing import TypeVar
 
 from . import _header, errors
+from ._check import flag, one_of, whole
 from ._interruptible import Interruptible
 from ._library import call, error_of, status_of
 from .plan import Direction, Plan
@@ -38,8 +39,7 @@ class Rank:
         `workers` are threads of the CPU kernels, more than one in a library built with the feature rayon; `isa` is the
         instruction set of the CPU kernels.
         """
-        if isa not in list(Isa):
-            raise errors.InvalidArgument(f"isa is {isa!r}, a member of cpattn.Isa is needed, such as Isa.AVX512")
+        workers, isa = whole("workers", workers, 1, 1024), one_of("isa", isa, Isa)
         self._seat: Seat | None = None
         self._interruptible = Interruptible()
         if isinstance(transport, Transport):
@@ -65,6 +65,7 @@ class Rank:
 
     def prepare(self, plan: Plan, direction: Direction) -> None:
         """Does all that may allocate or wait; the first run does it otherwise."""
+        direction = one_of("direction", direction, Direction)
         self._run(direction, plan, "rank_prepare", direction)
 
     def forward(
@@ -82,6 +83,7 @@ class Rank:
         """Writes o and lse of this rank's tokens. On a device it returns when that is enqueued on `stream` (a
         cudaStream_t; None is the default stream)."""
         given = _given(q=q, k=k, v=v, sinks=sinks, o=o, lse=lse)
+        stream = _address("stream", stream)
         args = _header.ForwardArgs(stream=stream, **{name: g.pointer for name, g in given.items()})
         self._run(Direction.FORWARD, plan, "forward", byref(args), keep=given, stream=stream)
 
@@ -106,14 +108,13 @@ class Rank:
         given = _given(
             q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, d_o=d_o, dq=dq, dk=dk, dv=dv, dsinks=dsinks
         )
+        stream = _address("stream", stream)
         args = _header.BackwardArgs(stream=stream, **{name: g.pointer for name, g in given.items()})
         self._run(Direction.BACKWARD, plan, "backward", byref(args), keep=given, stream=stream)
 
     def record(self, capacity: int = 1 << 16) -> None:
         """Records what this rank does from now on, for at most so many operations; 0 stops."""
-        if not 0 <= capacity <= 1 << 24:
-            raise errors.InvalidArgument(f"capacity is {capacity}, 0 to {1 << 24} are needed")
-        self._call("rank_record", capacity)
+        self._call("rank_record", whole("capacity", capacity, 0, 1 << 24))
 
     def trace(self) -> list[Event]:
         """Takes what was recorded; times are on this process's clock (`clock`)."""
@@ -157,8 +158,18 @@ class Rank:
             raise self._seat.exception(said) if self._seat else said
 
 
+def _address(name: str, value: object) -> int | None:
+    """Of something of C's; None is NULL."""
+    value = value.value if isinstance(value, c_void_p) else value
+    return None if value is None else whole(name, value, 0, 2**64 - 1)
+
+
+def _deadline(ms: int) -> int:
+    return whole("deadline_ms", ms, 1, 2**64 - 1)
+
+
 def _given(**arrays: Array | None) -> dict[str, Given]:
-    return {name: Given(array) for name, array in arrays.items() if array is not None}
+    return {name: Given(name, array) for name, array in arrays.items() if array is not None}
 
 
 def destroy(function: str, handle: c_void_p, seat: Seat | None, process: int) -> None:
@@ -169,15 +180,18 @@ def destroy(function: str, handle: c_void_p, seat: Seat | None, process: int) ->
 
 def local_group(world: int, deadline_ms: int = 60_000, workers: int = 1, isa: Isa = Isa.AUTO) -> list[Rank]:
     """Ranks that are threads of this process, each with so many threads for its kernels."""
-    transports = (c_void_p * world)()
-    call("local_group", world, deadline_ms, transports)
+    transports = (c_void_p * whole("world", world, 1, 4096))()
+    # Before there are transports, which would have to be destroyed.
+    workers, isa = whole("workers", workers, 1, 1024), one_of("isa", isa, Isa)
+    call("local_group", world, _deadline(deadline_ms), transports)
     return [Rank(c_void_p(t), workers=workers, isa=isa) for t in transports]
 
 
 def peer_group(devices: Sequence[int], deadline_ms: int = 60_000) -> list[Rank]:
     """Ranks that are threads of this process, rank r with tensors on CUDA device devices[r]."""
-    transports = (c_void_p * len(devices))()
-    call("peer_group", len(devices), (c_int32 * len(devices))(*devices), deadline_ms, transports)
+    numbers = [whole(f"devices[{at}]", device, 0, 2**31 - 1) for at, device in enumerate(devices)]
+    transports = (c_void_p * len(numbers))()
+    call("peer_group", len(numbers), (c_int32 * len(numbers))(*numbers), _deadline(deadline_ms), transports)
     return [Rank(c_void_p(t)) for t in transports]
 
 
@@ -203,11 +217,15 @@ def nccl_group(
     It meets the others that have this `unique_id`, or uses a communicator that exists (`comm`, the address of an
     ncclComm_t), which it aborts after a failure only if it `may_abort`.
     """
+    if not (unique_id is None or isinstance(unique_id, bytes | bytearray)):
+        raise errors.InvalidArgument(f"unique_id is {unique_id!r}, bytes are needed")
     if unique_id is not None and len(unique_id) != 128:
         raise errors.InvalidArgument(f"unique_id has {len(unique_id)} bytes, 128 are needed")
     transport = c_void_p()
     shared = (c_uint8 * 128)(*unique_id) if unique_id is not None else None
-    call("nccl_group", shared, comm, int(may_abort), rank, world, device, deadline_ms, byref(transport))
+    rank, world = whole("rank", rank, 0, 2**32 - 1), whole("world", world, 1, 2**32 - 1)
+    device, may_abort = whole("device", device, 0, 2**31 - 1), flag("may_abort", may_abort)
+    call("nccl_group", shared, _address("comm", comm), may_abort, rank, world, device, _deadline(deadline_ms), byref(transport))
     return Rank(transport)
 
 

@@ -9,9 +9,10 @@ from statistics import median
 from typing import NamedTuple
 
 from . import _header
+from ._check import whole
 from ._interruptible import Interruptible
 from ._library import error_of, status_of
-from .errors import Error, InvalidArgument, PeerError
+from .errors import Error, PeerError
 from .rank import destroy
 from .transport import Seat, Transport
 
@@ -31,8 +32,7 @@ def check_ring(transport: Transport, bytes: int = 4 << 20) -> list[Link]:
     All ranks call it with the same number of bytes. Rank 0 gets all links in the order in which they were measured, other
     ranks those before their last turn. A PeerError names the link that failed, as far as this rank was at it, and what to try.
     """
-    if not 1 <= bytes < 1 << 48:
-        raise InvalidArgument(f"bytes is {bytes}, 1 to {(1 << 48) - 1} are needed")
+    bytes = whole("bytes", bytes, 1, (1 << 48) - 1)
     seat, count = Seat(transport), c_size_t()
     links = (_header.Link * (2 * transport.world))()
     handle = seat.create()

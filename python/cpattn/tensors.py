@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from . import _header
 from ._header import DEVICE_CPU, DEVICE_CUDA, DlDevice, DlDtype, TensorP
+from .errors import InvalidArgument
 
 
 class SupportsDLPack(Protocol):
@@ -45,7 +46,7 @@ _pointer_of.restype, _pointer_of.argtypes = c_void_p, [ctypes.py_object, c_char_
 class Given:
     """A tensor during a call: its DLTensor, and what keeps that alive."""
 
-    def __init__(self, array: Array) -> None:
+    def __init__(self, name: str, array: Array) -> None:
         self.kept: Any
         self.pointer: Any
         if isinstance(array, Memory):
@@ -53,6 +54,9 @@ class Given:
             return
         # A capsule that nobody consumes frees its description when it dies. A DLTensor is the capsule's first member.
         # On CUDA, -1: whoever makes the tensor need not synchronise, the call is ordered by its stream.
-        on_cuda = int(array.__dlpack_device__()[0]) == DEVICE_CUDA
-        self.kept = array.__dlpack__(stream=-1) if on_cuda else array.__dlpack__()
+        try:
+            on_cuda = int(array.__dlpack_device__()[0]) == DEVICE_CUDA
+            self.kept = array.__dlpack__(stream=-1) if on_cuda else array.__dlpack__()
+        except Exception as error:
+            raise InvalidArgument(f"{name} is no tensor that can be used through DLPack: {type(array).__name__}, {error}") from error
         self.pointer = ctypes.cast(_pointer_of(self.kept, b"dltensor"), TensorP)

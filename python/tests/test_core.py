@@ -96,10 +96,10 @@ def plan(**options: Any) -> cpattn.Plan:
     return cpattn.Plan(DOCUMENTS, HEADS, DIM, world=WORLD, ring=WORLD, ulysses=1, **options)
 
 
-def forward(rank: cpattn.Rank, number: int, the_plan: cpattn.Plan | None = None) -> list[float]:
+def forward(rank: cpattn.Rank, number: int, the_plan: cpattn.Plan | None = None, stream: Any = None) -> list[float]:
     the_plan = the_plan or plan()
     made, kept = tensors(the_plan.share(number).q_tokens)
-    rank.forward(the_plan, **made)
+    rank.forward(the_plan, stream, **made)
     return list(kept[3])
 
 
@@ -139,8 +139,8 @@ class Transports(unittest.TestCase):
         # What is multiplied and added at once is rounded less often.
         fused = cpattn.Isa.AVX2 if cpattn.Isa.AVX2 in found else cpattn.Isa.NEON
         self.assertNotEqual(found[cpattn.Isa.PORTABLE], found[fused])
-        for wrong in (7, -1, 1 << 32, "avx2", None):
-            with self.assertRaisesRegex(cpattn.InvalidArgument, f"isa is {wrong!r}, a member of cpattn.Isa"):
+        for wrong in (7, -1, 1 << 32, "avx", None):
+            with self.assertRaisesRegex(cpattn.InvalidArgument, f"isa is {wrong!r}, one of 'auto', .* or a member of cpattn.Isa"):
                 cpattn.local_group(1, isa=wrong)  # type: ignore[arg-type]
 
     def test_callbacks_live_as_long_as_the_rank(self) -> None:
@@ -295,6 +295,67 @@ class Plans(unittest.TestCase):
         with self.assertRaisesRegex(cpattn.InvalidArgument, "ring is -1"):
             cpattn.Plan([0, 3], 2, 4, ring=-1)
         self.assertRaises(cpattn.InvalidArgument, cpattn.Plan, [0, 3], 3, 4, kv_heads=2)
+
+    def test_refused_by_name(self) -> None:
+        """What ctypes would refuse without a name, round, or take for something else."""
+        layouts = "one of 'auto', 'contiguous', 'zigzag', 'zigzag_pack', 'striped', 'balanced' is needed, or a member of cpattn.Layout"
+        for words, options in (
+            ("heads is 2.5, a whole number is needed", {"heads": 2.5}),
+            ("heads is True, a whole number is needed", {"heads": True}),
+            ("heads is 0, at least 1 is needed", {"heads": 0}),
+            ("head_dim is 'x', a whole number is needed", {"head_dim": "x"}),
+            ("world is None, a whole number is needed", {"world": None}),
+            ("kv_heads is 0, at least 1 is needed", {"kv_heads": 0}),
+            ("value_dim is 0, at least 1 is needed", {"value_dim": 0}),
+            ("kv_heads is 1.0, a whole number is needed", {"kv_heads": 1.0}),
+            ("ring is 4294967297, at most 4294967295 is needed", {"ring": 2**32 + 1}),
+            ("window_left is -1, at least 0 is needed", {"window_left": -1}),
+            ("window_right is None, a whole number is needed", {"window_right": None}),
+            ("scale is nan, a finite number is needed", {"scale": float("nan")}),
+            ("softcap is '3', a finite number is needed", {"softcap": "3"}),
+            ("softcap is True, a finite number is needed", {"softcap": True}),
+            ("gather is 'no', True or False is needed", {"gather": "no"}),
+            ("sinks is 2, True or False is needed", {"sinks": 2}),
+            (f"layout is 'zigzap', {layouts}", {"layout": "zigzap"}),
+            (f"layout is 6, {layouts}", {"layout": 6}),
+            (f"layout is None, {layouts}", {"layout": None}),
+            ("dtype is 'f8', one of 'f16', 'bf16', 'f32', 'f64' is needed, or a member of cpattn.Dtype", {"dtype": "f8"}),
+            ("cu_seqlens[1] is 3.5, a whole number is needed", {"cu_seqlens": [0, 3.5]}),
+            ("cu_seqlens is 7, a sequence of numbers is needed", {"cu_seqlens": 7}),
+            ("alibi_slopes[1] is 'x', a finite number is needed", {"alibi_slopes": [0.5, "x"]}),
+            ("nonsense is no option of a plan, these are: alibi_slopes, ", {"nonsense": 1}),
+        ):
+            with self.subTest(words), self.assertRaises(cpattn.InvalidArgument) as caught:
+                cpattn.Plan(**{"cu_seqlens": [0, 3], "heads": 2, "head_dim": 4, **options})
+            self.assertTrue(str(caught.exception).startswith(words), caught.exception)
+        the_plan = plan()
+        for words, call in (
+            ("rank is 0.5, a whole", lambda: the_plan.share(0.5)),
+            ("rank is -1, at least 0", lambda: the_plan.tokens("q", -1)),
+            ("side is 'v', one of 'q', 'k' is needed", lambda: the_plan.tokens("v", 0)),
+            ("direction is 2, one of 'forward', 'backward'", lambda: the_plan.workspace(0, 2)),
+            ("whole is no tensor that can be used through DLPack: list", lambda: the_plan.shard(cpattn.Side.Q, 0, [1.0], [1.0])),
+            ("world is 2.0, a whole", lambda: cpattn.local_group(2.0)),
+            ("workers is True, a whole", lambda: cpattn.local_group(2, workers=True)),
+            ("deadline_ms is 0, at least 1", lambda: cpattn.local_group(2, 0)),
+            ("devices[1] is 'cuda', a whole", lambda: cpattn.peer_group([0, "cuda"])),
+            ("unique_id is 'x', bytes are needed", lambda: cpattn.nccl_group("x", rank=0, world=1, device=0)),
+            ("rank is None, a whole", lambda: cpattn.nccl_group(bytes(128), rank=None, world=1, device=0)),
+            ("comm is 'x', a whole", lambda: cpattn.nccl_group(comm="x", rank=0, world=1, device=0)),
+            ("capacity is 2.5, a whole", lambda: cpattn.local_group(1)[0].record(2.5)),
+            ("stream is 'x', a whole", lambda: forward(cpattn.local_group(1)[0], 0, cpattn.Plan([0, 5], HEADS, DIM), stream="x")),
+        ):
+            with self.subTest(words), self.assertRaises(cpattn.InvalidArgument) as caught:
+                call()  # type: ignore[no-untyped-call]
+            self.assertTrue(str(caught.exception).startswith(words), caught.exception)
+
+    def test_names_of_members(self) -> None:
+        """Strings, as PyTorch has them for its own options, are the members of these names; None is nothing given."""
+        want = plan(layout=cpattn.Layout.ZIGZAG_PACK, circulate=cpattn.Circulate.KEYS, dtype=cpattn.Dtype.BF16)
+        got = plan(layout="zigzag_pack", circulate="Keys", dtype="bf16", kv_heads=None, value_dim=None, scale=None, softcap=None)
+        self.assertEqual(got.fingerprint, want.fingerprint)
+        self.assertEqual(got.describe().layout, cpattn.Layout.ZIGZAG_PACK)
+        self.assertEqual(got.tokens("q", 1), want.tokens(cpattn.Side.Q, 1))
 
     def test_what_it_says(self) -> None:
         the_plan = plan(layout=cpattn.Layout.STRIPED, layout_parameter=2)

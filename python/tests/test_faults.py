@@ -12,6 +12,7 @@ import threading
 import time
 import unittest
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import faults
@@ -198,7 +199,33 @@ def orphan(rank: int, world: int, number: int, interrupt: bool) -> str:
     return "no error"
 
 
+def waits_for_ever(rank: int, world: int) -> str:
+    """Ctrl-C while a context is made to which the other rank does not come. The default store, which other parts of the job use,
+    is free at once: whatever goes on of the context has a connection of its own."""
+    if rank == 1:
+        dist.barrier()
+        return ""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    try:
+        Context(heads=2, head_dim=4, timeout=40.0)
+    except KeyboardInterrupt:
+        took = time.monotonic() - began
+        assert 0.9 < took < 6, f"after {took:.1f} s"
+    began = time.monotonic()
+    store: Any = c10d._get_default_store()
+    store.set("free", "1")
+    value = store.get("free").decode()
+    took = time.monotonic() - began
+    dist.barrier()
+    return f"{value} {'at once' if took < 6 else f'after {took:.1f} s'}"
+
+
 class Faults(unittest.TestCase):
+    def test_an_interrupt_lets_go_of_the_store(self) -> None:
+        self.assertEqual(run(waits_for_ever, 2)[0], "1 at once")
+
     def test_an_interrupt_ends_a_wait(self) -> None:
         for how in ("agreement", "exchange", "labels"):
             with self.subTest(how):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import re
 import unittest
@@ -84,6 +85,19 @@ class Header(unittest.TestCase):
                 got.append((field, kind))
             self.assertEqual(got, want, name)
         self.assertEqual(seen, set(NAMES))
+
+    def test_what_is_left_out(self) -> None:
+        """The members that the INIT macros do not make 0 are the defaults."""
+        numbers = {name: value.strip() for name, value in re.findall(r"#define CPATTN_(\w+) ([^\n\\]+)\n", HEADER)}
+        numbers |= {"UNLIMITED": str(_header.UNLIMITED), "NULL": "0"}
+        for name, macro in (("cpattn_problem", "PROBLEM"), ("cpattn_options", "OPTIONS"), ("cpattn_rank_options", "RANK_OPTIONS")):
+            body = re.search(rf"#define CPATTN_{macro}_INIT \\\n\s*\{{(.*?)\}}", HEADER, flags=re.S)
+            assert body
+            words = [word.strip().removeprefix("CPATTN_") for word in body[1].replace("\\\n", "").split(",")]
+            values = [ast.literal_eval(numbers.get(word, word)) for word in words[1:]]
+            fields = [field for field, _ in NAMES[name]._fields_][1:]
+            want = {field: value for field, value in zip(fields, values, strict=True) if value and field != "dtype"}
+            self.assertEqual(NAMES[name].defaults, want, name)
 
     def test_functions(self) -> None:
         flat = re.sub(r"typedef struct \w+ \{.*?\n\} \w+;", "", HEADER, flags=re.S)

@@ -40,7 +40,7 @@ def job(rank: int, world: int, how: str) -> object:
     else:
         transport = (Lossy if how == "lossy" and rank == 1 else GlooTransport)(timeout=30)
     try:
-        return [tuple(link) for link in cpattn.check_ring(transport, 50_000)]
+        return [tuple(link) for link in cpattn.check_ring(transport, 1000 if how == "bytes" and rank == 1 else 50_000)]
     except cpattn.Error as error:
         return f"{type(error).__name__} {getattr(error, 'peer', None)}: {error}"
 
@@ -65,7 +65,14 @@ class Ring(unittest.TestCase):
 
     def test_refusals(self) -> None:
         self.assertRegex(run(job, 1, "well")[0], "^InvalidArgument.*the ring was not checked: world is 1")
-        self.assertEqual(run(negative, 1), ["bytes is -1, 1 to 281474976710655 are needed"])
+        self.assertEqual(run(negative, 1), ["bytes is -1, at least 1 is needed"])
+
+    def test_bytes_that_differ(self) -> None:
+        said = run(job, 3, "bytes")
+        found = "the ring was not checked: bytes is 1000 on rank 1 and 50000 on rank 0, expected the same number on every rank"
+        self.assertRegex(said[1], f"^InvalidArgument None: .*{found}; try: ")
+        self.assertRegex(said[0], "^InvalidArgument None: .*bytes is 50000 on rank 0 and 1000 on rank 1")
+        self.assertRegex(said[2], "^PeerError ")
 
     def test_as_a_program(self) -> None:
         """Under torchrun, which gives each process its rank."""
@@ -75,6 +82,15 @@ class Ring(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertNotIn("Warning", done.stderr)
         self.assertRegex(done.stdout, r"(?s)latency us.*0 -> 1.*1 -> 0")
+
+
+    def test_without_torchrun(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+        path = os.pathsep.join([str(Path(cpattn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, "-m", "cpattn.torch.ring"]
+        done = subprocess.run(command, env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200)
+        said = "RANK is not set: start this with torchrun --nproc-per-node N -m cpattn.torch.ring\n"
+        self.assertEqual((done.returncode, done.stdout, done.stderr), (2, "", said))
 
 
 class Table(unittest.TestCase):

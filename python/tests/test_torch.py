@@ -15,7 +15,7 @@ from processes import run
 
 import cpattn
 from cpattn import Layout
-from cpattn.torch import Context, attention
+from cpattn.torch import Context, attention, check_ring
 
 DOCUMENTS = [0, 5, 5, 6, 40, 41, 93]  # an empty one, and two of one token
 
@@ -66,7 +66,7 @@ def leave(context: Context) -> None:
 
 
 def everything(rank: int, world: int) -> None:
-    for check in (results, gradcheck, shares, overlaps, subgroups, refusals, disagreements, leaving, stays_failed):
+    for check in (results, gradcheck, shares, overlaps, subgroups, refusals, second_derivatives, disagreements, leaving, stays_failed):
         check(rank, world)
         dist.barrier()
 
@@ -229,6 +229,24 @@ def refusals(rank: int, world: int) -> None:
     refused(cpattn.InvalidArgument, "timeout is 0", Context, **shape, timeout=0)
     refused(cpattn.InvalidArgument, "heads is 0", Context, **{**shape, "heads": 0})
     refused(cpattn.InvalidArgument, "nonsense is no option of a plan", Context, **shape, nonsense=1)
+    # Found before anything waits for another rank.
+    for words, options in (
+        ("heads is 2.5, a whole number is needed", {"heads": 2.5}),
+        ("kv_heads is 0, at least 1 is needed", {"kv_heads": 0}),
+        ("layout is 'zigzap', one of 'auto', ", {"layout": "zigzap"}),
+        ("plans is 0, at least 1 is needed", {"plans": 0}),
+        ("plans is -3, at least 1 is needed", {"plans": -3}),
+        ("timeout is True, a finite number is needed", {"timeout": True}),
+        ("timeout is nan, a finite number is needed", {"timeout": float("nan")}),
+        ("timeout is '5', a finite number is needed", {"timeout": "5"}),
+        ("timeout is 1e+300 seconds, 0.001 to 1e9 are needed", {"timeout": 1e300}),
+        ("workers is 2.5, a whole number is needed", {"workers": 2.5}),
+        ("device is 'gpu', cpu or cuda is needed", {"device": "gpu"}),
+        ("dtype is 'f32', one of torch.float16, ", {"dtype": "f32"}),
+        ("group is 'world', a process group or None is needed", {"group": "world"}),
+    ):
+        refused(cpattn.InvalidArgument, words, Context, **{**shape, **options})
+    refused(cpattn.InvalidArgument, "bytes is 2.5, a whole number is needed", check_ring, bytes=2.5)
     context = Context(**shape, ulysses=2, ring=1)
     refused(cpattn.InvalidArgument, "ulysses 2 x ring 1 are 2 ranks, the group has 4", context.batch, [0, 8])
     leave(context)
@@ -244,7 +262,10 @@ def refusals(rank: int, world: int) -> None:
         ("v.dtype is torch.float16", (q, k, v.half())),
         ("q.device is meta", (q.to("meta"), k, v)),
         ("v is None, a tensor is needed", (q, k, None)),
-        ("sinks is 1.5, a tensor or None is needed", (q, k, v, 1.5)),
+        ("sinks is 1.5, a tensor is needed", (q, k, v, 1.5)),
+        ("sinks.device is meta", (q, k, v, torch.zeros(2, device="meta"))),
+        ("q is of the layout torch.sparse_coo, torch.strided is needed", (q.to_sparse(), k, v)),
+        ("v is a nested tensor, torch.strided is needed", (q, k, torch.nested.nested_tensor([v], layout=torch.jagged))),
         ("q.tokens", (torch.randn(16, 2, 4), k, v)),
         ("k.heads", (q, q, v)),
         ("v.ndim", (q, k, v[:, 0])),
@@ -254,13 +275,45 @@ def refusals(rank: int, world: int) -> None:
     refused(cpattn.InvalidArgument, "whole is [1], a tensor is needed", batch.shard, [1])
     refused(cpattn.InvalidArgument, "whole has the shape (15,), 16 rows are needed", batch.shard, torch.zeros(15))
     refused(cpattn.InvalidArgument, "rows has the shape (16,), 4 rows are needed", batch.labels, torch.zeros(16))
-    refused(cpattn.InvalidArgument, "by is 1.5", batch.shift, torch.zeros(4), 1.5, 0)
-    refused(cpattn.InvalidArgument, "fill is nan", batch.shift, torch.zeros(4, dtype=torch.int64), 1, float("nan"))
+    refused(cpattn.InvalidArgument, "rows is of the layout torch.sparse_coo", batch.labels, torch.zeros(4).to_sparse())
+    for by, words in (
+        (1.5, "by is 1.5, a whole number"),
+        (float("nan"), "by is nan, a whole number"),
+        (None, "by is None, a whole number"),
+        (2**70, "by is 1180591620717411303424, at most 2147483648"),
+        (-(2**70), "by is -1180591620717411303424, at least -2147483648"),
+    ):
+        refused(cpattn.InvalidArgument, words, batch.shift, torch.zeros(4), by, 0)
+    for fill, dtype in (
+        (float("nan"), torch.int64), (1.5, torch.int64), (256, torch.uint8), (2, torch.bool), (None, torch.int64),
+        ("x", torch.float32), (None, torch.float32), (1e6, torch.float16), (2**70, torch.int64), (1j, torch.float64),
+    ):  # fmt: skip
+        words = f"fill is {fill!r}, which {dtype} does not hold"
+        refused(cpattn.InvalidArgument, words, batch.shift, torch.zeros(4, dtype=dtype), 1, fill)
+    assert batch.shift(torch.zeros(4), 16, 0.5).tolist() == [0.5] * 4, "no row lies that far on"
+    assert batch.shift(torch.zeros(4, dtype=torch.bool), -(2**31), True).all()
+    refused(cpattn.InvalidArgument, "cu_seqlens is tensor", context.batch, torch.zeros(2).to_sparse())
     # A plan for another number of ranks.
     other = cpattn.Plan([0, 16], 2, 4, kv_heads=1, world=2)
     refused(cpattn.InvalidArgument, "world", attention, torch.randn(8, 2, 4), torch.randn(8, 1, 4), torch.randn(8, 1, 4),
             rank=context.rank, number=rank % 2, plan=other)
     batch.attention(q, k, v)  # refusals touched nothing
+    leave(context)
+
+
+def second_derivatives(rank: int, world: int) -> None:
+    """Refused where they would be used, also where the first derivative starts from a constant; never taken for zero."""
+    context = Context(heads=2, head_dim=4, sinks=True, ring=4)
+    batch, (q, k, v) = context.batch([0, 16]), (torch.randn(4, 2, 4, requires_grad=True) for _ in range(3))
+    sinks = torch.zeros(2, requires_grad=True)
+    for weight in (torch.ones(4, 2, 4), torch.ones(4, 2, 4, requires_grad=True)):
+        loss = (weight * batch.attention(q, k, v, sinks)).sum()
+        dq, dk, dv, dsinks = torch.autograd.grad(loss, (q, k, v, sinks), create_graph=True)
+        for x in (dq, dk, dv, dsinks):
+            refused(cpattn.Unsupported, "attention is differentiable once", (x.sum() + q.sum()).backward)
+        again = torch.autograd.grad((batch.attention(q, k, v, sinks) * weight).sum(), (q, k, v, sinks))
+        for x, y in zip((dq, dk, dv, dsinks), again):
+            assert torch.equal(x.detach(), y) and not y.requires_grad
     leave(context)
 
 

@@ -7,7 +7,7 @@
 //! is of a link that nothing else was using, and what fails has a name: the link at which the ledger stopped.
 
 use std::{
-    fmt,
+    fmt, format,
     time::{Duration, Instant},
     vec::Vec,
 };
@@ -279,11 +279,19 @@ impl<T: Transport + ?Sized, R: Room> LedgerRound<'_, T, R> {
     fn give(&mut self, to: usize) -> Result<(), Trouble> {
         let (rank, hop) = (self.end.rank(), self.hop);
         let mut latency = Duration::MAX;
-        for _ in 0..SMALL {
+        self.write_bytes()?;
+        for round in 0..SMALL {
             let began = Instant::now();
             self.carry(to, Which::Word, true)?;
             self.carry(to, Which::Word, false)?;
             latency = latency.min(began.elapsed() / 2);
+            if round == 0
+                && let Err(trouble) = self.same_bytes(to)
+            {
+                // The receiver has found the same. No other rank is told of it otherwise.
+                self.end.abort(Cause::Failed);
+                return Err(trouble);
+            }
         }
         self.stamps.iter_mut().enumerate().for_each(|(at, byte)| *byte = stamp(rank, hop, at));
         let filled = self.large.put(&self.stamps);
@@ -304,9 +312,16 @@ impl<T: Transport + ?Sized, R: Room> LedgerRound<'_, T, R> {
     }
 
     fn take(&mut self, from: usize) -> Result<(), Trouble> {
-        for _ in 0..SMALL {
+        for round in 0..SMALL {
             self.carry(from, Which::Word, false)?;
-            self.carry(from, Which::Word, true)?;
+            if round == 0 {
+                let same = self.same_bytes(from);
+                self.write_bytes()?;
+                self.carry(from, Which::Word, true)?;
+                same?;
+            } else {
+                self.carry(from, Which::Word, true)?;
+            }
         }
         let (hop, mut other) = (self.hop, None);
         for _ in 0..LARGE {
@@ -329,6 +344,25 @@ impl<T: Transport + ?Sized, R: Room> LedgerRound<'_, T, R> {
             return Err(Trouble::OtherBytes { link: link(self.end.world(), self.hop), at });
         }
         Ok(())
+    }
+
+    /// Into the word that travels: the number of bytes that this rank was called with.
+    fn write_bytes(&mut self) -> Result<(), Trouble> {
+        let written = self.word.put(&(self.stamps.len() as u64).to_ne_bytes());
+        written.map_err(|error| self.trouble(error))
+    }
+
+    /// Compares it with what `peer` was called with: a large message of another size would be refused in other words by each
+    /// transport, or not at all.
+    fn same_bytes(&mut self, peer: usize) -> Result<(), Trouble> {
+        let mut word = [0; 8];
+        self.word.get(&mut word).map_err(|error| self.trouble(error))?;
+        let (theirs, ours) = (u64::from_ne_bytes(word), self.stamps.len() as u64);
+        if theirs == ours {
+            return Ok(());
+        }
+        let found = format!("{ours} on rank {} and {theirs} on rank {peer}", self.end.rank());
+        Err(Trouble::Failed { link: None, error: Error::invalid("bytes", found, "the same number on every rank") })
     }
 
     /// Sends bytes to `peer`, or receives them, and waits until they are there.

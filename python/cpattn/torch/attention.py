@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, Unsupported
 from ..plan import Dtype, Plan
 from ..rank import Rank
 
@@ -36,17 +35,24 @@ def attention(
     `sinks`, which is a sum over all ranks, goes to rank 0, and zeros to the others: gradients of parameters are summed over
     ranks by whoever trains.
     """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(tensor, Tensor):
-            raise InvalidArgument(f"{name} is {tensor!r}, a tensor is needed")
+    inputs = {"q": q, "k": k, "v": v, **({} if sinks is None else {"sinks": sinks})}
+    for name, tensor in inputs.items():
+        dense(name, tensor)
         if tensor.device != device:
             raise InvalidArgument(f"{name}.device is {tensor.device}, this rank is on {device}")
-        if DTYPES.get(tensor.dtype) != plan.dtype:
+        if name != "sinks" and DTYPES.get(tensor.dtype) != plan.dtype:
             raise InvalidArgument(f"{name}.dtype is {tensor.dtype}, the plan is for {plan.dtype.name.lower()}")
-    if not (sinks is None or isinstance(sinks, Tensor)):
-        raise InvalidArgument(f"sinks is {sinks!r}, a tensor or None is needed")
     o: Tensor = _Attention.apply(q, k, v, sinks, rank, number, plan)  # type: ignore[no-untyped-call]
     return o
+
+
+def dense(name: str, tensor: Any) -> None:
+    """Refuses what is no tensor of numbers that lie in memory one by one."""
+    if not isinstance(tensor, Tensor):
+        raise InvalidArgument(f"{name} is {tensor!r}, a tensor is needed")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else f"of the layout {tensor.layout}"
+        raise InvalidArgument(f"{name} is {kind}, torch.strided is needed: see {name}.to_dense()")
 
 
 def _stream(tensor: Tensor) -> int | None:
@@ -75,8 +81,18 @@ class _Attention(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        twice = torch.is_grad_enabled()
+        with torch.no_grad():
+            gradients = _Attention._gradients(ctx, d_o)
+        if twice:
+            # They depend on an anchor, and so are no constants.
+            given = [g for g in gradients if g is not None]
+            gradients = [*_Once.apply(torch.empty(0, requires_grad=True), *given), None][:4]  # type: ignore[no-untyped-call]
+        return *gradients, None, None, None
+
+    @staticmethod
+    def _gradients(ctx: Any, d_o: Tensor) -> list[Tensor | None]:
         saved: list[Any] = [x if x is None else x.detach() for x in ctx.saved_tensors]
         q, k, v, sinks, o, lse = saved
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -90,7 +106,7 @@ class _Attention(torch.autograd.Function):
             sinks=sinks,
             o=o,
             lse=lse,
-            d_o=d_o.contiguous(),
+            d_o=d_o.detach().contiguous(),
             dq=dq,
             dk=dk,
             dv=dv,
@@ -98,4 +114,20 @@ class _Attention(torch.autograd.Function):
         )
         if dsinks is not None:
             dsinks = dsinks.to(sinks.dtype) if ctx.number == 0 else torch.zeros_like(sinks)
-        return dq, dk, dv, dsinks, None, None, None
+        return [dq, dk, dv, dsinks]
+
+
+class _Once(torch.autograd.Function):
+    """Gradients, as they are, that have no gradients themselves. PyTorch's `once_differentiable` raises an error of its own,
+    and lets them pass for constants where `d_o` is one."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(g.view_as(g) for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        raise Unsupported(
+            "attention is differentiable once, and its gradients were differentiated: detach them, or compute second derivatives "
+            "without cpattn"
+        )

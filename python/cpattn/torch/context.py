@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import operator
 from array import array
 from collections.abc import Sequence
@@ -21,23 +20,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._check import whole
 from ..errors import Disagreement, InvalidArgument, InvalidHandle, Unsupported
-from ..plan import Plan, PlanOptions, Side
+from ..plan import Plan, PlanOptions, Side, at_least_1, checked
 from ..rank import Rank, nccl_group, nccl_unique_id
 from ..trace import Event, clock
 from ..transport import Message
-from .attention import DTYPES, attention
+from .attention import DTYPES, attention, dense
 from .gloo import GlooTransport
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-def _holds(dtype: torch.dtype, number: float) -> bool:
-    if dtype.is_floating_point or dtype.is_complex:
-        return True
-    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    return math.isfinite(number) and number == int(number) and low <= number <= high
+def _holds(dtype: torch.dtype, number: object) -> bool:
+    """Whether a tensor of this type can be filled with it; PyTorch alone would round it to an integer."""
+    try:
+        held = torch.empty(2, dtype=dtype).fill_(number)[0].item()  # type: ignore[call-overload]
+        return dtype.is_floating_point or dtype.is_complex or bool(held == number)
+    except (TypeError, RuntimeError, OverflowError):
+        return False
 
 
 class Context:
@@ -61,19 +63,18 @@ class Context:
         plans: int = 16,
         **options: Unpack[PlanOptions],
     ) -> None:
-        if unknown := sorted(options.keys() - PlanOptions.__annotations__.keys()):
-            known = ", ".join(sorted(PlanOptions.__annotations__))
-            raise InvalidArgument(f"{unknown[0]} is no option of a plan, these are: {known}")
-        for name, number in (("heads", heads), ("head_dim", head_dim)):
-            if number < 1:
-                raise InvalidArgument(f"{name} is {number}, at least 1 is needed")
+        checked(options)
+        heads, head_dim = at_least_1("heads", heads), at_least_1("head_dim", head_dim)
+        workers, self._limit = at_least_1("workers", workers), at_least_1("plans", plans)
         if dtype not in DTYPES:
-            raise InvalidArgument(f"dtype is {dtype}, one of {', '.join(map(str, DTYPES))} is needed")
-        self.device, self.dtype = torch.device(device), dtype
+            raise InvalidArgument(f"dtype is {dtype!r}, one of {', '.join(map(str, DTYPES))} is needed")
+        self.dtype = dtype
+        try:
+            self.device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise InvalidArgument(f"device is {device!r}, cpu or cuda is needed ({error})") from None
         if self.device.type not in ("cpu", "cuda"):
             raise Unsupported(f"device is {self.device}, cpu or cuda is needed")
-        if not 1e-3 <= timeout <= 1e9:
-            raise InvalidArgument(f"timeout is {timeout} seconds, 0.001 to 1e9 are needed")
         if self.device.type == "cuda" and workers != 1:
             raise InvalidArgument(f"workers is {workers}, which are threads of the CPU: 1 is needed on {self.device}")
         self.transport = GlooTransport(group, timeout=timeout)
@@ -82,7 +83,7 @@ class Context:
             Plan, heads=heads, head_dim=head_dim, dtype=DTYPES[dtype], world=self.world, **options
         )
         self._batches: dict[tuple[int, ...], Batch] = {}  # least recently used first
-        self._limit, self._closed = max(plans, 1), False
+        self._closed = False
         if self.device.type == "cpu":
             self.rank = Rank(self.transport, workers=workers)
             return
@@ -122,10 +123,9 @@ class Context:
     def batch(self, cu_seqlens: Tensor | Sequence[int]) -> Batch:
         """The batch with these documents: 0, the end of the first one, ..., the number of tokens."""
         self.check_open()
-        numbers = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
         try:
-            key = tuple(map(operator.index, numbers))
-        except TypeError:
+            key = tuple(map(operator.index, cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens))
+        except (TypeError, RuntimeError):
             raise InvalidArgument(f"cu_seqlens is {cu_seqlens}, a sequence of whole numbers is needed") from None
         batch = self._batches.pop(key, None) or Batch(self, key)
         self._batches[key] = batch
@@ -236,11 +236,10 @@ class Batch:
         """For each of this rank's tokens the row that lies `by` tokens on in its document, which another rank may hold;
         `fill` where the document has none. All ranks call it. Not differentiable."""
         self._check("rows", rows, len(self.tokens))
-        if by != int(by):
-            raise InvalidArgument(f"by is {by}, a whole number of tokens is needed")
+        by = whole("by", by, -(2**31), 2**31)
         device, rows = rows.device, rows.detach().cpu()
         if not _holds(rows.dtype, fill):
-            raise InvalidArgument(f"fill is {fill}, which {rows.dtype} does not hold: convert rows, or give another fill")
+            raise InvalidArgument(f"fill is {fill!r}, which {rows.dtype} does not hold: convert rows, or give another fill")
         route = self._routes.get(by) or self._routes.setdefault(by, _Route(self, by))
         out = torch.full_like(rows, fill, memory_format=torch.contiguous_format)
         out[route.to] = rows[route.source]
@@ -253,8 +252,7 @@ class Batch:
 
     def _check(self, name: str, tensor: Tensor, rows: int) -> None:
         self.context.check_open()
-        if not isinstance(tensor, Tensor):
-            raise InvalidArgument(f"{name} is {tensor!r}, a tensor is needed")
+        dense(name, tensor)
         if tensor.ndim == 0 or len(tensor) != rows:
             raise InvalidArgument(f"{name} has the shape {tuple(tensor.shape)}, {rows} rows are needed")
         if tensor.device.type != self.context.device.type:

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from .._check import number
 from .._interruptible import Interruptible
 from ..errors import Disagreement, Error, InvalidArgument, PeerError, Unsupported
 from ..transport import Buffer, Message, Packet, Transport, check_list, packets
@@ -57,13 +58,17 @@ class GlooTransport(Transport):
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise InvalidArgument("torch.distributed has no process group: call init_process_group first")
+        outside: Any = dist.GroupMember.NON_GROUP_MEMBER
+        if not (group is None or group is outside or isinstance(group, dist.ProcessGroup)):
+            raise InvalidArgument(f"group is {group!r}, a process group or None is needed")
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         if not dist.is_gloo_available():
             raise Unsupported("this PyTorch was built without gloo, over which tensors of the CPU travel")
         if self.rank < 0:
             raise InvalidArgument(f"group: process {dist.get_rank()} is none of its {self.world} ranks")
-        if not timeout > 0:
-            raise InvalidArgument(f"timeout is {timeout} s, more than 0 is needed")
+        timeout = number("timeout", timeout)
+        if not 1e-3 <= timeout <= 1e9:
+            raise InvalidArgument(f"timeout is {timeout} seconds, 0.001 to 1e9 are needed")
         self._timeout = timedelta(seconds=timeout)
         self._failed: str | None = None
         self._kept: list[object] = []
@@ -85,11 +90,8 @@ class GlooTransport(Transport):
         self._blame.listen(lambda: (method := over()) and method())
         try:
             self._blame.waits = MEETING
-            store = c10d.PrefixStore(name, c10d._get_default_store())
             # It waits for the others to come and to connect, in the store, which heeds no timeout where its process is stopped.
-            self._group = self._blame.within(
-                partial(c10d.ProcessGroupGloo, store, self.rank, self.world, self._timeout), 2 * timeout
-            )
+            self._group = self._blame.within(partial(self._connect, name), 2 * timeout)
             self._blame.waits = None
         except RuntimeError as error:
             what = f"not all ranks made their transport, after {time.monotonic() - began:.1f} s (timeout {timeout:g} s)"
@@ -97,6 +99,14 @@ class GlooTransport(Transport):
         except BaseException:
             self.abort()
             raise
+
+    def _connect(self, name: str) -> Any:
+        """The group, over a connection to the store of its own: where the wait is interrupted, this goes on until the timeout, and
+        a wait in a store holds up all other calls over the same connection."""
+        store: Any = c10d._get_default_store()
+        with suppress(AttributeError, RuntimeError, NotImplementedError):
+            store = store.clone()  # not with the stores of every PyTorch
+        return c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), self.rank, self.world, self._timeout)
 
     def agree(self, first: int, end: int, number: int) -> Sequence[int]:
         if not 0 <= first <= self.rank < end <= self.world:

@@ -25,6 +25,9 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds without an answer (60)")
     parser.add_argument("--bytes", type=int, default=4 << 20, help="of the large message (4194304)")
     given = parser.parse_args()
+    if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        print(f"{missing[0]} is not set: start this with torchrun --nproc-per-node N -m cpattn.torch.ring", file=sys.stderr)
+        return 2
     dist.init_process_group("gloo")
     try:
         links = check_ring(timeout=given.timeout, bytes=given.bytes)
