@@ -9,7 +9,7 @@
 //! - `status`: the one boundary that no panic crosses, statuses, the thread's last error;
 //! - `handle`: opaque handles, and how dead ones are told from live ones;
 //! - `input`: structs with a size, arrays, flags, results; `dlpack`: tensors;
-//! - `plan`, `shard`, `transport` (with `table`, `mpi`, `nccl`), `rank`, `trace`: the calls of the whole job, in the header's order;
+//! - `problem`, `plan`, `shard`, `transport` (with `table`, `mpi`, `nccl`), `rank`, `run`, `trace`: the calls of the whole job, in the header's order;
 //! - `scratch`, `ranges`, `attend`, `blocks`: the kernels by themselves.
 //!
 //! CPU and devices are told apart in three places: where a tensor says it lies (`dlpack`), where a rank is made, and where
@@ -29,9 +29,11 @@ mod input;
 mod mpi;
 mod nccl;
 mod plan;
+mod problem;
 mod ranges;
 mod rank;
 mod ring;
+mod run;
 mod scratch;
 mod shard;
 mod status;
@@ -45,9 +47,11 @@ pub use dlpack::{cpattn_dl_device, cpattn_dl_dtype, cpattn_tensor};
 pub use mpi::*;
 pub use nccl::*;
 pub use plan::*;
+pub use problem::*;
 pub use ranges::*;
 pub use rank::*;
 pub use ring::*;
+pub use run::*;
 pub use scratch::*;
 pub use shard::*;
 pub use status::*;

@@ -1,68 +1,22 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Problem × options → plan, and what can be asked of a plan.
+//! Plans, and what can be asked of them.
 
 use core::ffi::c_char;
 use std::format;
 
 use super::{
     handle::{self, Handle, HandleKind},
-    input::{array, array_mut, flag, one_of, reserved, result, sized, versioned, write_sized},
+    input::{array_mut, one_of, result, sized, versioned, write_sized},
+    problem::{self, DTYPES, cpattn_options, cpattn_problem},
     status::boundary,
 };
 use crate::{
-    batch::{Batch, Side},
-    element::Dtype,
+    batch::Side,
     error::{Error, Result},
     layout::Layout,
-    mask::Mask,
-    mesh::Mesh,
-    plan::{self, Circulate, Options, Plan, Problem, Wire},
+    plan::{AttentionKind, Plan},
     schedule::{AllToAll, Direction, Schedule, Way},
 };
-
-/// For windows: no limit.
-const UNLIMITED: i64 = i64::MAX;
-
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub struct cpattn_problem {
-    pub struct_size: usize,
-    pub cu_seqlens_q: *const i32,
-    pub cu_seqlens_k: *const i32,
-    pub q_start: *const i64,
-    pub documents: usize,
-    pub heads: u32,
-    pub kv_heads: u32,
-    pub head_dim: u32,
-    pub value_dim: u32,
-    pub dtype: i32,
-    pub kind: i32,
-    pub window_left: i64,
-    pub window_right: i64,
-    pub scale: f64,
-    pub softcap: f64,
-    pub alibi_slopes: *const f32,
-    pub sinks: i32,
-    pub reserved: i32,
-}
-
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub struct cpattn_options {
-    pub struct_size: usize,
-    pub world: u32,
-    pub ulysses: u32,
-    pub ring: u32,
-    pub layout: i32,
-    pub layout_parameter: u32,
-    pub passes: u32,
-    pub circulate: i32,
-    pub wire: i32,
-    pub gather: i32,
-    pub reproducible: i32,
-    pub pack_inputs: i32,
-    pub reserved: i32,
-}
 
 pub type cpattn_plan = Handle<Plan>;
 
@@ -103,121 +57,8 @@ pub struct cpattn_share {
 }
 
 versioned! {
-    cpattn_problem through reserved;
-    cpattn_options through reserved;
     cpattn_plan_info through fingerprint;
     cpattn_share through kv_head_end;
-}
-
-pub(super) const DTYPES: [Dtype; 4] = [Dtype::F16, Dtype::Bf16, Dtype::F32, Dtype::F64];
-
-fn window(name: &'static str, limit: i64) -> Result<Option<u32>> {
-    if limit == UNLIMITED {
-        return Ok(None);
-    }
-    u32::try_from(limit)
-        .map(Some)
-        .map_err(|_| Error::invalid(name, limit, format!("0 to {}, or CPATTN_UNLIMITED", u32::MAX)))
-}
-
-/// # Safety
-/// The pointers of `p` are null or as long as the header says.
-pub(super) unsafe fn problem(p: &cpattn_problem) -> Result<Problem> {
-    reserved("problem.reserved", p.reserved == 0)?;
-    let entries = p
-        .documents
-        .checked_add(1)
-        .filter(|&n| n <= i32::MAX as usize)
-        .ok_or_else(|| Error::invalid("problem.documents", p.documents, format!("below {}", i32::MAX)))?;
-    // SAFETY: null, or as long as the header says (promised), here and below.
-    let cu_q = unsafe { array("problem.cu_seqlens_q", p.cu_seqlens_q, entries) }?;
-    let batch = if p.cu_seqlens_k.is_null() {
-        if !p.q_start.is_null() {
-            return Err(Error::invalid("problem.q_start", "given", "NULL without cu_seqlens_k"));
-        }
-        Batch::new(cu_q)?
-    } else {
-        // SAFETY: null, or as long as the header says (promised), here and below.
-        let (cu_k, starts) = unsafe {
-            let starts =
-                if p.q_start.is_null() { None } else { Some(array("problem.q_start", p.q_start, p.documents)?) };
-            (array("problem.cu_seqlens_k", p.cu_seqlens_k, entries)?, starts)
-        };
-        Batch::cross(cu_q, cu_k, starts)?
-    };
-    let dtype = one_of("problem.dtype", p.dtype, &DTYPES)?;
-    let kind = one_of("problem.kind", p.kind, &[plan::AttentionKind::Softmax, plan::AttentionKind::Other])?;
-    let or = |n: u32, default: u32| if n == 0 { default as usize } else { n as usize };
-    let mask = Mask {
-        left: window("problem.window_left", p.window_left)?,
-        right: window("problem.window_right", p.window_right)?,
-    };
-    let mut out = Problem::new(batch, p.heads as usize, or(p.kv_heads, p.heads), p.head_dim as usize, dtype)
-        .with_value_dim(or(p.value_dim, p.head_dim))
-        .with_mask(mask)
-        .with_sinks(flag("problem.sinks", p.sinks)?)
-        .with_kind(kind);
-    // What cannot be said with 0 as "default" is refused by `check` (a NaN) or meant as the default (±0).
-    if p.scale != 0.0 {
-        out = out.with_scale(p.scale);
-    }
-    if p.softcap != 0.0 {
-        out = out.with_softcap(p.softcap);
-    }
-    out.check()?;
-    if !p.alibi_slopes.is_null() {
-        // SAFETY: null, or as long as the header says (promised); heads was checked.
-        out = out.with_alibi_slopes(unsafe { array("problem.alibi_slopes", p.alibi_slopes, p.heads as usize) }?);
-        out.check()?;
-    }
-    Ok(out)
-}
-
-fn layout_of(o: &cpattn_options) -> Result<Option<Layout>> {
-    let parameter = |used: bool| match (used, o.layout_parameter) {
-        (true, 0) => Err(Error::invalid("options.layout_parameter", 0, "at least 1, for this layout")),
-        (false, 1..) => Err(Error::invalid("options.layout_parameter", o.layout_parameter, "0: the layout has none")),
-        _ => Ok(()),
-    };
-    parameter(matches!(o.layout, 4 | 5))?;
-    Ok(match o.layout {
-        0 => None,
-        1 => Some(Layout::Contiguous),
-        2 => Some(Layout::Zigzag),
-        3 => Some(Layout::ZigzagPack),
-        4 => Some(Layout::Striped { stripe: o.layout_parameter }),
-        5 => Some(Layout::Balanced { chunks: o.layout_parameter }),
-        other => return Err(Error::invalid("options.layout", other, "one of CPATTN_LAYOUT_…, 0 to 5")),
-    })
-}
-
-fn plan(problem: &Problem, o: &cpattn_options) -> Result<Plan> {
-    reserved("options.reserved", o.reserved == 0)?;
-    let options = Options::new()
-        .gather(flag("options.gather", o.gather)?)
-        .passes(o.passes as usize)
-        .circulate(one_of("options.circulate", o.circulate, &[Circulate::Auto, Circulate::Keys, Circulate::Queries])?)
-        .wire(one_of("options.wire", o.wire, &[Wire::Full, Wire::Bf16])?)
-        .reproducible(flag("options.reproducible", o.reproducible)?)
-        .pack_inputs(flag("options.pack_inputs", o.pack_inputs)?);
-    let layout = layout_of(o)?;
-    let (world, ulysses, ring) = (o.world as usize, o.ulysses as usize, o.ring as usize);
-    let mesh = match (ulysses, ring) {
-        (0, 0) => Mesh::auto(world, problem)?,
-        (0, n) | (n, 0) => {
-            if world == 0 || !world.is_multiple_of(n) {
-                let name = if ring == 0 { "options.ulysses" } else { "options.ring" };
-                return Err(Error::invalid(name, n, format!("a divisor of the world of {world}")));
-            }
-            if ring == 0 { Mesh::explicit(world, n, world / n)? } else { Mesh::explicit(world, world / n, n)? }
-        }
-        (u, r) => Mesh::explicit(world, u, r)?,
-    };
-    let layout = match layout {
-        Some(layout) => layout,
-        None => plan::auto_layout(problem, mesh.ring)?,
-    };
-    Plan::with_options(problem, mesh, layout, options)
 }
 
 #[unsafe(no_mangle)]
@@ -230,9 +71,9 @@ pub unsafe extern "C" fn cpattn_plan_create(
         // SAFETY: the header's promise about structs, arrays and results.
         let (problem, options, out) = unsafe {
             let p = sized("problem", problem)?;
-            (self::problem(&p)?, sized("options", options)?, result("plan", plan)?)
+            (problem::problem(&p)?, sized("options", options)?, result("plan", plan)?)
         };
-        out.write(handle::create(self::plan(&problem, &options)?));
+        out.write(handle::create(problem::plan(&problem, &options)?));
         Ok(())
     })
 }
@@ -415,7 +256,7 @@ pub unsafe extern "C" fn cpattn_plan_all_to_all_workspace(
 
 /// Refuses what the library has no kernels for.
 pub(super) fn runs(plan: &Plan) -> Result<()> {
-    if plan.problem().kind == plan::AttentionKind::Softmax {
+    if plan.problem().kind == AttentionKind::Softmax {
         return Ok(());
     }
     Err(Error::unsupported(

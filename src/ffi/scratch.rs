@@ -16,7 +16,7 @@ use super::dlpack::without_cuda;
 use super::{
     handle::{self, Handle, HandleKind},
     input::{one_of, result, sized},
-    plan::{self, DTYPES, cpattn_problem},
+    problem::{self, DTYPES, cpattn_problem},
     rank::{instruction_set, workers},
     status::{Fail, Outcome, boundary},
 };
@@ -159,7 +159,7 @@ pub unsafe extern "C" fn cpattn_scratch_set_documents(
             None
         } else {
             // SAFETY: the header's promise about structs, and about what they point to.
-            Some(unsafe { plan::problem(&sized("problem", problem)?) }?)
+            Some(unsafe { problem::problem(&sized("problem", problem)?) }?)
         };
         let (mut score, mut group) = (Score { scale: 1.0, softcap: 0.0, window_left: 0, window_right: 0 }, 1);
         if let Some(p) = &problem {

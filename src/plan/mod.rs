@@ -17,122 +17,19 @@ use crate::{
 
 mod area;
 pub mod auto;
+mod fingerprint;
 mod form;
+mod options;
 mod problem;
 mod shard;
 
 pub use area::{Load, area};
 pub use auto::{BALANCE, Candidate, Choice, Dealt, LAYOUTS, MESSAGE, auto_layout, choose, dealt};
+use fingerprint::Fingerprint;
 pub use form::{CirculatingSide, Direction, Form};
+pub use options::{Circulate, Options, Wire};
 pub use problem::{AttentionKind, MAX_HEAD_DIM, Problem};
 pub use shard::ShiftMessage;
-
-/// Which side of the attention travels in the backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
-#[non_exhaustive]
-pub enum Circulate {
-    /// Whichever moves fewer bytes.
-    #[default]
-    Auto,
-    /// k and v; dk and dv come home.
-    Keys,
-    /// q, do, lse and delta; dq comes home.
-    Queries,
-}
-
-/// The type in which partial gradients travel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
-#[non_exhaustive]
-pub enum Wire {
-    /// The accumulator's: f32 (f64 for f64). Nothing is lost.
-    #[default]
-    Full,
-    /// bf16: half the bytes, and each partial is rounded once to 8 bits before it is summed. Measured on f32 inputs (one
-    /// document of 200 tokens, full mask, CPU): a relative RMS error of 1.5e-3 to 1.9e-3 in what travels, on a ring of 8
-    /// and on Ulysses 4 × ring 2, against 4e-7 with `Full`; `cargo test --test context_parallel bf16_wire -- --nocapture`.
-    Bf16,
-}
-
-/// How a plan is carried out. The default is the ring form with one pass.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub struct Options {
-    /// Gather all k and v at once instead of step by step.
-    pub gather: bool,
-    /// Passes over groups of kv heads: what is in flight shrinks by this factor.
-    pub passes: usize,
-    /// Which side travels in the backward.
-    pub circulate: Circulate,
-    /// In which type partial gradients travel.
-    pub wire: Wire,
-    /// The same bits for any number of ranks: see [`Form::Ordered`].
-    pub reproducible: bool,
-    /// k and v (and q's side where it travels) may have any strides; they are packed before they are sent. Without it
-    /// they must be compact where they are sent as they lie.
-    pub pack_inputs: bool,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            gather: false,
-            passes: 1,
-            circulate: Circulate::Auto,
-            wire: Wire::Full,
-            reproducible: false,
-            pack_inputs: false,
-        }
-    }
-}
-
-impl Options {
-    /// The default.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Sets [`Options::gather`].
-    #[must_use]
-    pub fn gather(mut self, gather: bool) -> Self {
-        self.gather = gather;
-        self
-    }
-
-    /// Sets [`Options::passes`].
-    #[must_use]
-    pub fn passes(mut self, passes: usize) -> Self {
-        self.passes = passes;
-        self
-    }
-
-    /// Sets [`Options::circulate`].
-    #[must_use]
-    pub fn circulate(mut self, circulate: Circulate) -> Self {
-        self.circulate = circulate;
-        self
-    }
-
-    /// Sets [`Options::wire`].
-    #[must_use]
-    pub fn wire(mut self, wire: Wire) -> Self {
-        self.wire = wire;
-        self
-    }
-
-    /// Sets [`Options::reproducible`].
-    #[must_use]
-    pub fn reproducible(mut self, reproducible: bool) -> Self {
-        self.reproducible = reproducible;
-        self
-    }
-
-    /// Sets [`Options::pack_inputs`].
-    #[must_use]
-    pub fn pack_inputs(mut self, pack_inputs: bool) -> Self {
-        self.pack_inputs = pack_inputs;
-        self
-    }
-}
 
 /// What all ranks agree to compute, and how.
 #[derive(Clone, Debug)]
@@ -388,34 +285,5 @@ impl Plan {
         let mut out = Vec::with_capacity(self.local_tokens(side, rank));
         self.for_each_token(side, rank, |_, pos, _| out.push(pos));
         out
-    }
-}
-
-/// A 64-bit fingerprint: words are folded in with the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
-#[derive(Debug)]
-pub(crate) struct Fingerprint(u64);
-
-impl Fingerprint {
-    fn new() -> Self {
-        Self(0x6370_6174_746e_0001)
-    }
-
-    pub(crate) fn word(&mut self, w: u64) {
-        let mut z = (self.0 ^ w).wrapping_add(0x9e37_79b9_7f4a_7c15);
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        self.0 = z ^ (z >> 31);
-    }
-
-    fn slice_i32(&mut self, s: &[i32]) {
-        self.word(s.len() as u64);
-        // Two entries a word: long lists of documents are folded at every step.
-        for pair in s.chunks(2) {
-            self.word(pair[0] as u32 as u64 | pair.get(1).map_or(0, |&x| (x as u32 as u64) << 32));
-        }
-    }
-
-    fn finish(self) -> u64 {
-        self.0
     }
 }

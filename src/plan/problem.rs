@@ -246,7 +246,7 @@ impl Problem {
             .sum()
     }
 
-    pub(crate) fn hash_into(&self, h: &mut super::Fingerprint) {
+    pub(super) fn hash_into(&self, h: &mut super::fingerprint::Fingerprint) {
         h.slice_i32(self.batch.cu_seqlens(crate::batch::Side::Q));
         h.slice_i32(self.batch.cu_seqlens(crate::batch::Side::K));
         match self.batch.explicit_starts() {

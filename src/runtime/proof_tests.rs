@@ -6,6 +6,8 @@ use std::{println, time::Instant, vec::Vec};
 use super::*;
 use crate::{
     batch::{Batch, Side},
+    element::Dtype,
+    error::Error,
     layout::Layout,
     mask::Mask,
     mesh::Mesh,

@@ -2,6 +2,8 @@
 //! The parameter structs of the kernels: `ptx/params.cuh`, field by field. Strides are in bytes, addresses are device
 //! addresses. The assertions at the end are the layout that `nvcc` gives the other side.
 
+pub(super) mod tags;
+
 use crate::report::metadata;
 use bytemuck::{NoUninit, Pod, Zeroable};
 use core::mem::offset_of;
@@ -312,75 +314,6 @@ impl Parameters for FusedParams {
     ];
 }
 
-/// `Tag`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct Tag {
-    pub fingerprint: u64,
-    pub run: u64,
-    pub seal: u64,
-}
-
-/// `BeginRunParams`.
-#[derive(Clone, Copy, Debug, NoUninit)]
-#[repr(C)]
-pub(super) struct BeginRun {
-    pub runs: u64,
-    pub tags: u64,
-    pub fingerprint: u64,
-    pub tag_count: u32,
-    pub unused: u32,
-}
-
-impl Parameters for BeginRun {
-    const TENSORS: &'static [usize] = &[];
-    const LISTS: &'static [usize] = &[offset_of!(BeginRun, tags)];
-}
-
-/// `Note`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct Note {
-    pub tag: u64,
-    pub ours: u64,
-    pub our_run: u64,
-    pub theirs: u64,
-    pub their_run: u64,
-    pub is_tag: u64,
-    pub written: u64,
-}
-
-/// `ArrivedRange`.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
-#[repr(C)]
-pub(super) struct ArrivedRange {
-    pub row: i64,
-    pub bytes: u64,
-    pub first_head: u32,
-    pub base: u32,
-}
-
-/// `ArrivedParams`.
-#[derive(Clone, Copy, Debug, NoUninit)]
-#[repr(C)]
-pub(super) struct Arrived {
-    pub tags: u64,
-    pub ranges: u64,
-    pub disagreed: u64,
-    pub note: u64,
-    pub tags_begin: u32,
-    pub tags_end: u32,
-    pub range_count: u32,
-    pub unused: u32,
-    pub bases: [Tensor; BASES],
-}
-
-impl Parameters for Arrived {
-    const TENSORS: &'static [usize] = &[];
-    const LISTS: &'static [usize] = &[offset_of!(Arrived, tags), offset_of!(Arrived, ranges)];
-    const BASES: Option<usize> = Some(offset_of!(Arrived, bases));
-}
-
 impl Parameters for TransformParams {
     const TENSORS: &'static [usize] = &[];
     const LISTS: &'static [usize] = &[offset_of!(TransformParams, blocks), offset_of!(TransformParams, sources)];
@@ -395,7 +328,6 @@ const _: () = {
         size_of::<TransformBlock>() as u64 == metadata::BLOCK
             && size_of::<TransformSource>() as u64 == metadata::SOURCE
     );
-    assert!(size_of::<Tag>() as u64 == metadata::TAG && size_of::<ArrivedRange>() as u64 == metadata::ARRIVED);
     assert!(size_of::<Sinks>() == 104);
     assert!(size_of::<Tensor>() == 24);
     assert!(size_of::<Run>() == 56);
@@ -412,9 +344,6 @@ const _: () = {
     assert!(size_of::<DeltaParams>() == 96);
     assert!(size_of::<FinishParams>() == 104);
     assert!(size_of::<MergeParams>() == 120);
-    assert!(size_of::<BeginRun>() == 32);
-    assert!(size_of::<Note>() == 56);
-    assert!(size_of::<Arrived>() == 336);
 };
 
 #[cfg(test)]
@@ -452,8 +381,8 @@ mod tests {
             (crate::kernel::cuda::embedded::find("transform"), "cpattn_delta", size_of::<DeltaParams>()),
             (crate::kernel::cuda::embedded::find("transform"), "cpattn_finish", size_of::<FinishParams>()),
             (crate::kernel::cuda::embedded::find("transform"), "cpattn_merge", size_of::<MergeParams>()),
-            (crate::kernel::cuda::embedded::find("tags"), "cpattn_begin_run", size_of::<BeginRun>()),
-            (crate::kernel::cuda::embedded::find("tags"), "cpattn_arrived", size_of::<Arrived>()),
+            (crate::kernel::cuda::embedded::find("tags"), "cpattn_begin_run", size_of::<tags::BeginRun>()),
+            (crate::kernel::cuda::embedded::find("tags"), "cpattn_arrived", size_of::<tags::Arrived>()),
         ] {
             let text = text.expect("embedded").into_string().expect("text");
             let line = alloc::format!(".b8 {entry}_param_0[{bytes}]");

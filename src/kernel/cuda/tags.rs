@@ -16,7 +16,10 @@ use super::kept::LaunchRecorder;
 use super::launch::{Grid, Launch, Launches};
 use super::memory::DeviceMemory;
 use super::metadata_buffer::{MetadataBuffer, Part, padded};
-use super::params::{Arrived, ArrivedRange, BASES, BeginRun, Note, Tag, Tensor};
+use super::params::{
+    BASES, Tensor,
+    tags::{Arrived, ArrivedRange, BeginRun, Note, Tag},
+};
 use crate::error::Result;
 use alloc::sync::Arc;
 use core::ops::Range;

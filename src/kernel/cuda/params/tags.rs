@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What the kernels of `ptx/tags.cu` are given, and what they write.
+
+use super::{BASES, Parameters, Tensor};
+use crate::report::metadata;
+use bytemuck::{NoUninit, Pod, Zeroable};
+use core::mem::offset_of;
+
+/// `Tag`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(in crate::kernel::cuda) struct Tag {
+    pub fingerprint: u64,
+    pub run: u64,
+    pub seal: u64,
+}
+
+/// `BeginRunParams`.
+#[derive(Clone, Copy, Debug, NoUninit)]
+#[repr(C)]
+pub(in crate::kernel::cuda) struct BeginRun {
+    pub runs: u64,
+    pub tags: u64,
+    pub fingerprint: u64,
+    pub tag_count: u32,
+    pub unused: u32,
+}
+
+impl Parameters for BeginRun {
+    const TENSORS: &'static [usize] = &[];
+    const LISTS: &'static [usize] = &[offset_of!(BeginRun, tags)];
+}
+
+/// `Note`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(in crate::kernel::cuda) struct Note {
+    pub tag: u64,
+    pub ours: u64,
+    pub our_run: u64,
+    pub theirs: u64,
+    pub their_run: u64,
+    pub is_tag: u64,
+    pub written: u64,
+}
+
+/// `ArrivedRange`.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(in crate::kernel::cuda) struct ArrivedRange {
+    pub row: i64,
+    pub bytes: u64,
+    pub first_head: u32,
+    pub base: u32,
+}
+
+/// `ArrivedParams`.
+#[derive(Clone, Copy, Debug, NoUninit)]
+#[repr(C)]
+pub(in crate::kernel::cuda) struct Arrived {
+    pub tags: u64,
+    pub ranges: u64,
+    pub disagreed: u64,
+    pub note: u64,
+    pub tags_begin: u32,
+    pub tags_end: u32,
+    pub range_count: u32,
+    pub unused: u32,
+    pub bases: [Tensor; BASES],
+}
+
+impl Parameters for Arrived {
+    const TENSORS: &'static [usize] = &[];
+    const LISTS: &'static [usize] = &[offset_of!(Arrived, tags), offset_of!(Arrived, ranges)];
+    const BASES: Option<usize> = Some(offset_of!(Arrived, bases));
+}
+
+const _: () = {
+    // What plans say that a device keeps.
+    assert!(size_of::<Tag>() as u64 == metadata::TAG && size_of::<ArrivedRange>() as u64 == metadata::ARRIVED);
+    assert!(size_of::<BeginRun>() == 32);
+    assert!(size_of::<Note>() == 56);
+    assert!(size_of::<Arrived>() == 336);
+};

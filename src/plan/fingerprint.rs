@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The number by which ranks compare what they planned.
+
+/// A 64-bit fingerprint: words are folded in with the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+#[derive(Debug)]
+pub(super) struct Fingerprint(u64);
+
+impl Fingerprint {
+    pub(super) fn new() -> Self {
+        Self(0x6370_6174_746e_0001)
+    }
+
+    pub(super) fn word(&mut self, w: u64) {
+        let mut z = (self.0 ^ w).wrapping_add(0x9e37_79b9_7f4a_7c15);
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        self.0 = z ^ (z >> 31);
+    }
+
+    pub(super) fn slice_i32(&mut self, s: &[i32]) {
+        self.word(s.len() as u64);
+        // Two entries a word: long lists of documents are folded at every step.
+        for pair in s.chunks(2) {
+            self.word(pair[0] as u32 as u64 | pair.get(1).map_or(0, |&x| (x as u32 as u64) << 32));
+        }
+    }
+
+    pub(super) fn finish(self) -> u64 {
+        self.0
+    }
+}

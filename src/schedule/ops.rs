@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a schedule is made of: buffers, views of their rows and heads, and operations on them.
+
+use alloc::vec::Vec;
+
+use super::{CirculatingSide, TensorId};
+use crate::{
+    call::{Gradients, HeadMap},
+    element::Dtype,
+};
+
+/// A buffer: the caller's tensor, or one in the workspace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Buf {
+    /// The caller's.
+    User(TensorId),
+    /// Entry of [`Schedule::buffers`].
+    Work(u16),
+}
+
+/// A compact `[rows, heads, dim]` buffer in the workspace. Two buffers may share bytes when their lives do not meet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Buffer {
+    /// What it is for, in errors and explanations.
+    pub name: &'static str,
+    /// Element type.
+    pub dtype: Dtype,
+    /// Rows.
+    pub rows: u64,
+    /// Heads.
+    pub heads: u32,
+    /// Innermost dimension.
+    pub dim: u32,
+    /// First byte in the workspace; a multiple of [`ALIGNMENT`].
+    pub offset: u64,
+}
+
+/// Digits of an exact sum of sinks' gradients, which does not depend on how tokens are dealt.
+pub(crate) const SINK_DIGITS: usize = 12;
+
+/// Workspace buffers begin at multiples of this many bytes, and so must the workspace.
+pub const ALIGNMENT: u64 = 256;
+
+impl Buffer {
+    /// Its bytes, without padding.
+    pub fn bytes(&self) -> u64 {
+        self.rows * u64::from(self.heads) * u64::from(self.dim) * self.dtype.size() as u64
+    }
+}
+
+/// Rows and heads of a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BufferView {
+    /// Which buffer.
+    pub buf: Buf,
+    /// First row.
+    pub row: u64,
+    /// Rows.
+    pub rows: u64,
+    /// First head.
+    pub head: u32,
+    /// Heads.
+    pub heads: u32,
+}
+
+impl BufferView {
+    /// Some of its rows. Bounds are the verifier's business: a wrong schedule must reach it to be found wrong.
+    #[must_use]
+    pub fn slice(mut self, row: u64, rows: u64) -> Self {
+        self.row += row;
+        self.rows = rows;
+        self
+    }
+
+    /// Some of its heads.
+    #[must_use]
+    pub fn of_heads(mut self, head: u32, heads: u32) -> Self {
+        self.head += head;
+        self.heads = heads;
+        self
+    }
+}
+
+/// Where an operation runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Lane {
+    /// Kernels.
+    Compute,
+    /// Exchanges, and sums of what they bring.
+    Communication,
+}
+
+/// `dst = Σ sources`, as [`crate::call::Block`]; the sources are entries `sources_begin..sources_end` of
+/// [`Schedule::sources`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BlockView {
+    /// What is written.
+    pub dst: BufferView,
+    /// First source.
+    pub sources_begin: u32,
+    /// One past the last.
+    pub sources_end: u32,
+}
+
+/// One message of an exchange: contiguous rows of a compact buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MessageView {
+    /// The other rank, numbered in the world.
+    pub peer: usize,
+    /// The rows.
+    pub view: BufferView,
+    /// Leaves (otherwise it arrives).
+    pub send: bool,
+}
+
+/// What circulates: a tensor of the owner's share, and the slot that the needed rows of others land in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct StepTensor {
+    /// The owner's rows (of this rank's own share).
+    pub own: BufferView,
+    /// Where the rows of others land.
+    pub slot: BufferView,
+}
+
+/// A forward call of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct AttendOp {
+    /// Whose rows: an entry of the ring steps.
+    pub ring_step: u32,
+    /// Queries.
+    pub q: BufferView,
+    /// Keys, the rank's own or in a slot.
+    pub k: BufferView,
+    /// Values, the rank's own or in a slot.
+    pub v: BufferView,
+    /// Running o and its lse in two words, when there is more than one ring step.
+    pub running: Option<(BufferView, BufferView)>,
+    /// Final o.
+    pub o: BufferView,
+    /// Final lse.
+    pub lse: BufferView,
+    /// Which heads these are.
+    pub heads: HeadMap,
+}
+
+/// A backward call of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct BackwardOp {
+    /// Whose rows: an entry of the ring steps.
+    pub ring_step: u32,
+    /// Of which list of ring steps: that of keys or that of queries.
+    pub ring_steps: CirculatingSide,
+    /// Queries.
+    pub q: BufferView,
+    /// Keys.
+    pub k: BufferView,
+    /// Values.
+    pub v: BufferView,
+    /// Gradient of o.
+    pub d_o: BufferView,
+    /// Final lse.
+    pub lse: BufferView,
+    /// `rowsum(do ∘ o)`.
+    pub delta: BufferView,
+    /// Gradient of q, or nothing.
+    pub dq: Option<BufferView>,
+    /// Gradients of k and v, or nothing.
+    pub dkv: Option<(BufferView, BufferView)>,
+    /// Add to dk and dv.
+    pub accumulate_keys: bool,
+    /// One partial of dk and dv for each q head.
+    pub per_q_head: bool,
+    /// Which gradients.
+    pub gradients: Gradients,
+    /// Which heads these are.
+    pub heads: HeadMap,
+}
+
+/// What an operation does.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum OpKind {
+    /// `delta = rowsum(do ∘ o)` of the caller's rows into a buffer.
+    Delta {
+        /// The result.
+        delta: BufferView,
+    },
+    /// Partial gradient of the sinks over the caller's rows: `−Σ exp(sink − lse) · delta`.
+    SinkGradient {
+        /// As made by `Delta`.
+        delta: BufferView,
+        /// The result, one row.
+        partial: BufferView,
+    },
+    /// What the digits of the sinks' gradients, summed over ranks, stand for: to the caller's dsinks.
+    SinkTotal {
+        /// One row of [`SINK_DIGITS`] for each head.
+        digits: BufferView,
+    },
+    /// Entries `begin..end` of [`Schedule::blocks`].
+    Transform {
+        /// First block.
+        begin: u32,
+        /// One past the last.
+        end: u32,
+    },
+    /// Entries `begin..end` of [`Schedule::messages`].
+    Exchange {
+        /// First message.
+        begin: u32,
+        /// One past the last.
+        end: u32,
+    },
+    /// Own rows that leave in many small runs to one peer are copied end to end, so that they leave in few messages.
+    /// `own` are the rank's own rows, `slot` is where they are packed. Comes right before the fetch that sends them.
+    Pack {
+        /// Which ring step.
+        ring_step: u32,
+        /// Of which list of ring steps.
+        ring_steps: CirculatingSide,
+        /// What is packed.
+        tensors: Vec<StepTensor>,
+    },
+    /// The rows of a ring step arrive, and own rows leave.
+    Fetch {
+        /// Which ring step.
+        ring_step: u32,
+        /// Of which list of ring steps.
+        ring_steps: CirculatingSide,
+        /// What travels.
+        tensors: Vec<StepTensor>,
+        /// Where the operation before has packed rows, for each of `tensors`; empty when all leave as they lie.
+        packed: Vec<BufferView>,
+    },
+    /// Forward attention.
+    Attend(AttendOp),
+    /// Backward attention.
+    Backward(BackwardOp),
+    /// Partial gradients go home: `own` are this rank's partials for what this rank attended to (compact, as the slot was), `slot`
+    /// receives what others made of its own rows.
+    Return {
+        /// Which ring step.
+        ring_step: u32,
+        /// Of which list of ring steps.
+        ring_steps: CirculatingSide,
+        /// What travels.
+        tensors: Vec<StepTensor>,
+    },
+    /// What came home is added to the sums: `own += slot`, row by row.
+    Reduce {
+        /// Which ring step.
+        ring_step: u32,
+        /// Of which list of ring steps.
+        ring_steps: CirculatingSide,
+        /// Sums and what arrived.
+        tensors: Vec<StepTensor>,
+    },
+}
+
+impl OpKind {
+    /// The name in errors, traces and explanations.
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Delta { .. } => "delta",
+            Self::SinkGradient { .. } => "sink gradient",
+            Self::SinkTotal { .. } => "sink total",
+            Self::Transform { .. } => "transform",
+            Self::Exchange { .. } => "exchange",
+            Self::Pack { .. } => "pack",
+            Self::Fetch { .. } => "fetch",
+            Self::Attend(_) => "attend",
+            Self::Backward(_) => "attend backward",
+            Self::Return { .. } => "return",
+            Self::Reduce { .. } => "reduce",
+        }
+    }
+
+    /// Whether it meets other ranks.
+    pub const fn is_exchange(&self) -> bool {
+        matches!(self, Self::Exchange { .. } | Self::Fetch { .. } | Self::Return { .. })
+    }
+}
+
+/// One operation.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Op {
+    /// What it does.
+    pub kind: OpKind,
+    /// Where it runs.
+    pub lane: Lane,
+    /// The ring step it belongs to; 0 for what comes before and after the ring.
+    pub step: u32,
+    /// What it is for: `"ulysses in"`, `"ring"`, `"ulysses out"`, …
+    pub phase: &'static str,
+    /// Index of the last operation of the other lane that must be complete.
+    pub after: Option<u32>,
+}

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Which rank waits for which: peers that are gone, ranks that can never meet, and the rank to blame for a wait.
+
+use super::{Board, Phase};
+use crate::transport::Message;
+use std::collections::VecDeque;
+
+impl Board {
+    /// Calls `see` with every peer that `rank` waits for, receives first, until it returns true.
+    fn waits_for(&self, rank: usize, mut see: impl FnMut(usize) -> bool) {
+        let world = self.ranks.len();
+        let place = &self.ranks[rank];
+        match place.phase {
+            Phase::Exchange => {
+                let open = |list: &[Message], claimed: &[usize], see: &mut dyn FnMut(usize) -> bool| {
+                    list.iter().enumerate().any(|(at, message)| at >= claimed[message.peer] && see(message.peer))
+                };
+                let row = rank * world..(rank + 1) * world;
+                let _ = open(place.recvs.list(), &self.received[row.clone()], &mut see)
+                    || open(place.sends.list(), &self.sent[row], &mut see);
+            }
+            Phase::Agree => {
+                let here = |peer: &usize| {
+                    let other = &self.ranks[*peer];
+                    other.phase == Phase::Agree && other.group == place.group
+                };
+                let _ = place.group.clone().filter(|peer| !here(peer)).any(see);
+            }
+            Phase::Idle | Phase::Answered | Phase::Ending | Phase::Gone => {}
+        }
+    }
+
+    /// Bytes of the messages that `rank` waits for: those of its exchange that no rank has begun to copy.
+    pub(in crate::transport::local) fn waiting(&self, rank: usize) -> u64 {
+        let (world, place) = (self.ranks.len(), &self.ranks[rank]);
+        let row = rank * world..(rank + 1) * world;
+        let open = |list: &[Message], claimed: &[usize]| -> u64 {
+            let waiting = list.iter().enumerate().filter(|&(at, message)| at >= claimed[message.peer]);
+            waiting.map(|(_, message)| message.bytes as u64).sum()
+        };
+        match place.phase {
+            Phase::Exchange => {
+                open(place.recvs.list(), &self.received[row.clone()]) + open(place.sends.list(), &self.sent[row])
+            }
+            _ => 0,
+        }
+    }
+
+    /// A peer that `rank` waits for and that was dropped.
+    pub(in crate::transport::local) fn gone(&self, rank: usize) -> Option<usize> {
+        let mut gone = None;
+        self.waits_for(rank, |peer| {
+            gone = (self.ranks[peer].phase == Phase::Gone).then_some(peer);
+            gone.is_some()
+        });
+        gone
+    }
+
+    /// A peer with which `rank` can never get on: one of the two is in an agreement that needs the other, which is in an
+    /// exchange that needs the first.
+    pub(in crate::transport::local) fn crossed(&self, rank: usize) -> Option<usize> {
+        let agrees_with = |a: usize, b: usize| self.ranks[a].phase == Phase::Agree && self.ranks[a].group.contains(&b);
+        let exchanges = |a: usize| self.ranks[a].phase == Phase::Exchange;
+        let mut found = None;
+        self.waits_for(rank, |peer| {
+            let crossed = (exchanges(rank) && agrees_with(peer, rank))
+                || (agrees_with(rank, peer) && exchanges(peer) && {
+                    let mut mutual = false;
+                    self.waits_for(peer, |other| {
+                        mutual |= other == rank;
+                        mutual
+                    });
+                    mutual
+                });
+            found = crossed.then_some(peer);
+            crossed
+        });
+        found
+    }
+
+    /// Which rank to blame for the time that `rank` waits: the nearest rank, along the chain of those that wait for each
+    /// other, that is in no call at all. Where all ranks wait it is the first peer, and none while a copy that
+    /// `rank` waits for, if only indirectly, is under way: a copy ends by itself.
+    pub(in crate::transport::local) fn blame(&self, rank: usize) -> Option<usize> {
+        let mut seen = vec![false; self.ranks.len()];
+        let mut queue = VecDeque::from([rank]);
+        seen[rank] = true;
+        let mut first = None;
+        let mut copying = self.ranks[rank].readers > 0;
+        while let Some(waiting) = queue.pop_front() {
+            let mut idle = None;
+            self.waits_for(waiting, |peer| {
+                first = first.or(Some(peer));
+                copying |= self.ranks[peer].copying;
+                if matches!(self.ranks[peer].phase, Phase::Idle | Phase::Answered | Phase::Gone) {
+                    idle = Some(peer);
+                } else if !std::mem::replace(&mut seen[peer], true) {
+                    queue.push_back(peer);
+                }
+                idle.is_some()
+            });
+            if idle.is_some() {
+                return idle;
+            }
+        }
+        if copying { None } else { first }
+    }
+}
