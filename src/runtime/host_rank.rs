@@ -112,6 +112,8 @@ impl HostRank {
         let prepared = Prepared::new(plan, self.transport.rank(), run)?.tagged();
         self.agreements.reserve(&prepared.schedule.group);
         self.scratch.reserve(&host::dims(plan));
+        // Room for as many documents, so that no run allocates.
+        host::set_documents(&mut self.scratch, plan);
         if let Some(oldest) = self.prepared.oldest() {
             self.prepared.remove(oldest);
         }

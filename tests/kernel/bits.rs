@@ -54,7 +54,7 @@ fn aligned_bits<E: Element>(p: &Problem, w: &Whole, way: &Way, seed: u64) -> Bit
     let slopes = per_head(&mut slopes, p.alibi);
     let map = HeadMap { q_offset: heads.start as u32, kv_offset: kv.start as u32, group: group as u32 };
     let mut scratch = Scratch::with_isa(way.workers, way.isa).unwrap();
-    scratch.set_documents([[1 << 20; 2]].into_iter(), &score(1, i64::MAX, i64::MAX), 1);
+    documents_are_long(&mut scratch, false);
     scratch.reserve(&Dims { head_dim: p.d as u32, value_dim: p.dv as u32, dtype: E::DTYPE });
     // Calls as lists of q and k ranges.
     let s = p.score;

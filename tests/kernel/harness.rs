@@ -2,7 +2,7 @@
 //! Problems, and how they are laid out in memory: cut into ranges, scattered, among NaN.
 
 use cpattn::call::{Mode, QRange, Range, RawTensor, Score};
-use cpattn::kernel::cpu::Isa;
+use cpattn::kernel::cpu::{Isa, Scratch};
 use cpattn::kernel::reference::Attention;
 use cpattn::{Dtype, Element};
 
@@ -44,6 +44,13 @@ pub fn isas<E: Element>() -> impl Iterator<Item = Isa> {
 /// sum in the element type would exceed.
 pub fn rounding<E: Element>(isa: Isa) -> f64 {
     0.4 * isa.roundoff(E::DTYPE)
+}
+
+/// Says that calls are parts of long documents, which are multiplied in tiles where there are some. With `mixed` every second
+/// one is short.
+pub fn documents_are_long(scratch: &mut Scratch, mixed: bool) {
+    let length = |doc: u64| if mixed && doc % 2 == 1 { [1; 2] } else { [1 << 20; 2] };
+    scratch.set_documents((0..100).map(length), &score(1, UNLIMITED, UNLIMITED), 1);
 }
 
 /// How a document's positions are cut into ranges.

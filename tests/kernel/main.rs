@@ -10,6 +10,7 @@
 mod bits;
 mod blocks;
 mod calls;
+mod documents;
 mod grid;
 mod growing;
 mod harness;

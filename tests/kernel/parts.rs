@@ -61,7 +61,7 @@ impl<E: Element<Acc = f32>> One<E> {
         let (rows, keys) = (self.q.len() / DIM, self.k.len() / DIM);
         let (mut o, mut words) = (vec![f32::NAN; rows * DIM], vec![f32::NAN; 2 * rows]);
         let mut scratch = Scratch::with_isa(1, isa).unwrap();
-        scratch.set_documents([[1 << 20; 2]].into_iter(), &score(1, i64::MAX, i64::MAX), 1);
+        documents_are_long(&mut scratch, false);
         scratch.reserve(&Dims { head_dim: DIM as u32, value_dim: DIM as u32, dtype: E::DTYPE });
         let range = Range::plain(0, rows as u32, 0, 0);
         let q = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::First }];
@@ -100,7 +100,7 @@ impl<E: Element<Acc = f32>> One<E> {
         let (mut lse, mut delta) = (vec![5.0f32; rows], vec![0.25f32; rows]);
         let mut results = [rows, keys, keys].map(|n| vec![f32::NAN; n * DIM]);
         let mut scratch = Scratch::with_isa(1, isa).unwrap();
-        scratch.set_documents([[1 << 20; 2]].into_iter(), &score(1, i64::MAX, i64::MAX), 1);
+        documents_are_long(&mut scratch, false);
         scratch.reserve(&Dims { head_dim: DIM as u32, value_dim: DIM as u32, dtype: E::DTYPE });
         let range = Range::plain(0, rows as u32, 0, 0);
         let q = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::Only }];

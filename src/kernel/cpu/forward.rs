@@ -12,6 +12,7 @@
 //! results independent of how rows and keys were cut.
 
 use super::arena::{Arena, KEYS, LANES_MOST, Line};
+use super::choice::Documents;
 use super::engine::{Engine, Operands, Values};
 use super::job::{Job, Machine};
 use super::panel::to_rows;
@@ -31,8 +32,9 @@ use core::sync::atomic::AtomicUsize;
 /// A forward call whose sums are `A`s.
 pub(super) struct Forward<'a, A> {
     pub call: &'a Attend<'a>,
-    /// Lanes of a unit, see `row_blocks::lanes`.
-    pub lanes: usize,
+    pub documents: Documents<'a>,
+    /// Lanes of a unit and of a block, see `row_blocks::lanes`.
+    pub lanes: [usize; 2],
     /// Few rows with few keys may be multiplied as they lie. Their scores are then rounded in another way than those of the
     /// backward, which counts where nothing else is rounded.
     pub few: bool,
@@ -63,6 +65,16 @@ struct ForwardTiles<'a, T, A> {
     /// Results of [`Vector::W`] lanes, and what was running.
     rows: &'a mut [A],
     others: &'a mut [A],
+}
+
+impl<T, A: Real> ForwardTiles<'_, T, A> {
+    /// Whether any panel sees a key of a tile.
+    #[inline(always)]
+    fn is_seen(&self, tile: usize, panels: usize) -> bool {
+        let blocks = &self.keys[tile].blocks;
+        let sees = |sight: &Sight| blocks.iter().any(|b| sight.cover(b.min, b.max) != Cover::None);
+        self.panels[..panels].iter().any(|(sight, ..)| sees(sight))
+    }
 }
 
 /// Panels of the narrowest vectors.
@@ -103,10 +115,11 @@ impl<A: Machine> Job for Forward<'_, A> {
         let c = self.call;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let (q_len, o_len) = (E::queries_len(d), dv.next_multiple_of(E::GRAIN) * E::PANEL);
-        let panels = self.lanes / E::PANEL;
+        let [lanes, _] = self.lanes;
+        let panels = lanes / E::PANEL;
         let mut arena = Arena(lines);
         let mut tiles = ForwardTiles {
-            lanes: Lanes::new(&mut arena, self.lanes),
+            lanes: Lanes::new(&mut arena, lanes),
             keys: core::array::from_fn(|i| KeyTile::new::<E>(&mut arena, d, dv, i < E::TILES)),
             finite: [(true, true); MOST_TILES],
             panels: [(Sight::default(), true, false); MOST_PANELS],
@@ -114,19 +127,20 @@ impl<A: Machine> Job for Forward<'_, A> {
             o: arena.take(panels * o_len),
             s: arena.zeros(KEYS * E::PANEL),
             p: [arena.take(E::weights_len()), arena.take(E::weights_len())],
-            m: arena.zeros(self.lanes),
-            l: arena.zeros(self.lanes),
+            m: arena.zeros(lanes),
+            l: arena.zeros(lanes),
             alpha: arena.zeros(E::PANEL),
             rows: arena.zeros(E::V::W * d.max(dv)),
             others: arena.zeros(E::V::W * dv),
         };
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
-        let mut units = RowUnits::new(c.ranges.q, unit_rows(self.lanes, &c.heads, c.q.heads), &c.k);
+        let [rows, block] = self.lanes.map(|lanes| unit_rows(lanes, &c.heads, c.q.heads));
+        let mut units = RowUnits::new(c.ranges.q, self.documents, (rows, block), &c.k);
         // SAFETY: the instruction set is there, the caller says.
         unsafe { E::enter() };
         while let Some(unit) = units.next(next) {
             let heads = readers(&c.heads, unit.kv, c.q.heads);
-            let share = (self.lanes as u32 / unit.rows).max(1);
+            let share = (lanes as u32 / unit.rows).max(1);
             let mut h = heads.start;
             while h < heads.end {
                 let end = heads.end.min(h + share);
@@ -158,7 +172,9 @@ impl<A: Real> Forward<'_, A> {
         let (q_len, o_len) = (E::queries_len(d), dv.next_multiple_of(E::GRAIN) * E::PANEL);
         let q = &c.ranges.q[unit.range];
         // SAFETY: slopes has one number per head (checked); rows and heads are within q.
-        let (lo, hi) = unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.score, &c.alibi_slopes) };
+        unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.score, &c.alibi_slopes) };
+        let lo = q.range.position(unit.block.start).saturating_sub(c.score.window_left);
+        let hi = q.range.position(unit.block.end - 1).saturating_add(c.score.window_right);
         let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
         let mut stream = KeyStream::new(c.ranges.k, pairs, lo, hi);
         if self.few && is_small::<E::V>(c, q, readers(&c.heads, unit.kv, c.q.heads).len(), (lo, hi)) {
@@ -187,6 +203,10 @@ impl<A: Real> Forward<'_, A> {
             let mut tiles = 0;
             while tiles < E::TILES && t.keys[tiles].next(&mut stream, c.aligned, c.aligned) {
                 t.keys[tiles].find_blocks();
+                // Other units of the block may see it, and this one not.
+                if !t.is_seen(tiles, panels) {
+                    continue;
+                }
                 // SAFETY: the ranges' rows and the kv head are within k and v (checked).
                 t.finite[tiles] = unsafe { t.keys[tiles].load::<E>(&c.k, &c.v, unit.kv) };
                 tiles += 1;

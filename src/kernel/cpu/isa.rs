@@ -8,18 +8,9 @@
 //! [`Isa::Avx512Bf16`] takes 1.2 to 1.6 times as long as [`Isa::Avx512`] (`docs/cpu.md`); on AMD's Zen 4 and Zen 5 it is
 //! reported to do twice as many. So the processor's vendor and family choose between the two.
 
-use crate::call::{QRange, Ranges, Score};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use std::{ffi::OsString, sync::OnceLock};
-
-/// Rows of a q range, times the heads of a group, from which on they fill panels of tiles of parts.
-const FILLED: u64 = 96;
-/// Keys that a row may see, times the heads of a group, from which on tiles of parts are quicker than vectors: of causal
-/// documents the masked tiles are then few enough.
-const LONG: u64 = 512;
-/// Rows of a q range below which the backward is quicker on vectors, also where tiles take elements as they are.
-const FEW: u128 = 24;
 
 /// An instruction set of the CPU kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -37,8 +28,8 @@ pub enum Isa {
     /// instruction takes subnormal bf16 for 0, as matrix units do.
     Avx512Bf16,
     /// AMX tiles of bf16: for bf16, for f16 as the sum of two of them (as it is where the machine has AMX-FP16), for f32 as
-    /// the sum of three. AVX-512 for f64, for the backward of aligned calls, for f32 and f16 in parts in aligned calls and where
-    /// ranges are short, and for every backward where they are very short. Matrix units take
+    /// the sum of three. AVX-512 for f64, for the backward of aligned calls, for f32 and f16 in parts in aligned calls and for
+    /// short documents, and in the backward for very short ones of every type. Matrix units take
     /// subnormal numbers for 0, and so f32 tensors with nothing but numbers below 1e-30 lose digits: force
     /// [`Isa::Avx512`] for those.
     Amx,
@@ -145,24 +136,6 @@ impl Isa {
         }
     }
 
-    /// What a call of this type runs on: tiles of parts only where they pay ([`tiles_pay`]), and not in aligned calls, whose
-    /// backward has no tiles. A forward and a backward of the same ranges then have the same scores, to the bit: what is
-    /// rounded in them, lse has rounded as well. Where tiles take elements as they are, p is rounded by more than that, and
-    /// forward and backward may differ.
-    pub(super) fn for_call(self, dtype: Dtype, aligned: bool, tiles_pay: bool) -> Self {
-        if !self.has_tiles(dtype) || self.has_tiles_of(dtype) {
-            return self;
-        }
-        if aligned || !tiles_pay { Self::Avx512 } else { self }
-    }
-
-    /// What a backward call runs on whose forward runs on this.
-    pub(super) fn for_backward(self, dtype: Dtype, q: &[QRange]) -> Self {
-        let lengths = || q.iter().map(|q| u128::from(q.range.len));
-        let few = lengths().map(|len| len * len).sum::<u128>() < FEW * lengths().sum::<u128>();
-        if few && self.has_tiles_of(dtype) { Self::Avx512 } else { self }
-    }
-
     /// Whether products of this type go through matrix units.
     pub(super) fn has_tiles(self, dtype: Dtype) -> bool {
         match self {
@@ -173,7 +146,7 @@ impl Isa {
     }
 
     /// Whether matrix units take elements of this type as they are.
-    fn has_tiles_of(self, dtype: Dtype) -> bool {
+    pub(super) fn has_tiles_of(self, dtype: Dtype) -> bool {
         match dtype {
             Dtype::Bf16 => matches!(self, Self::Amx | Self::Avx512Bf16),
             #[cfg(target_arch = "x86_64")]
@@ -181,26 +154,6 @@ impl Isa {
             _ => false,
         }
     }
-}
-
-/// Whether tiles of parts are quicker than vectors, for ranges or documents of so many rows of q and of k, of which `score`
-/// leaves a row some, with `group` q heads per kv head: by the means over the rows of q.
-pub(super) fn tiles_pay(lengths: impl Iterator<Item = [u64; 2]>, score: &Score, group: u32) -> bool {
-    let (mut rows, mut q_len, mut k_len) = (0, 0, 0);
-    let window = score.window_left.saturating_add(score.window_right).saturating_add(1).max(0) as u64;
-    let lengths = lengths.map(|[q, k]| [q, k.min(window)]);
-    for [q, k] in lengths.map(|lengths| lengths.map(u128::from)) {
-        (rows, q_len, k_len) = (rows + q, q_len + q * q, k_len + q * k);
-    }
-    let least = |mean: u64| rows * u128::from(mean).div_ceil(u128::from(group.max(1)));
-    rows > 0 && q_len >= least(FILLED) && k_len >= least(LONG)
-}
-
-/// The same of the ranges of a call.
-pub(super) fn tiles_pay_of(ranges: &Ranges, score: &Score, group: u32) -> bool {
-    let keys = |q: &QRange| &ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
-    let seen = |q: &QRange| keys(q).iter().map(|&k| u64::from(ranges.k[k as usize].len)).sum();
-    tiles_pay(ranges.q.iter().map(|q| [u64::from(q.range.len), seen(q)]), score, group)
 }
 
 impl core::fmt::Display for Isa {

@@ -8,6 +8,7 @@
 
 use super::arena::{Arena, KEYS, LANES_BACK, Line, vectors};
 use super::backward::{FLUSH, Flush, flush, gradients, no_row};
+use super::choice::Documents;
 use super::engine::{Dense, Engine};
 use super::job::{Job, Machine};
 use super::panel::{any_non_finite, to_lanes};
@@ -23,6 +24,7 @@ use core::sync::atomic::{AtomicUsize, Ordering};
 /// The keys' pass of a call whose sums are `A`s.
 pub(super) struct Keys<'a, A> {
     pub call: &'a AttendBackward<'a>,
+    pub documents: Documents<'a>,
     /// Add to dq as well, which holds a value in every row.
     pub queries: bool,
     pub sums: PhantomData<A>,
@@ -57,17 +59,18 @@ struct KeyTiles<'a, A> {
 }
 
 /// Walks the units: k ranges that are the first of their document, times kv heads.
-pub(super) struct Documents<'a> {
+pub(super) struct DocumentUnits<'a> {
     k: &'a [Range],
+    documents: Documents<'a>,
     kv_heads: usize,
     sorted: bool,
     at: usize,
     base: usize,
 }
 
-impl<'a> Documents<'a> {
-    pub(super) fn new(k: &'a [Range], kv_heads: usize) -> Self {
-        Self { k, kv_heads, sorted: k.is_sorted_by_key(|r| r.doc), at: 0, base: 0 }
+impl<'a> DocumentUnits<'a> {
+    pub(super) fn new(k: &'a [Range], documents: Documents<'a>, kv_heads: usize) -> Self {
+        Self { k, documents, kv_heads, sorted: k.is_sorted_by_key(|r| r.doc), at: 0, base: 0 }
     }
 
     /// The first k range of a document, and a kv head.
@@ -79,7 +82,7 @@ impl<'a> Documents<'a> {
                 Some(last) if last.doc == range.doc => true,
                 _ => !self.sorted && before.iter().any(|r| r.doc == range.doc),
             };
-            if !seen {
+            if !seen && self.documents.has(range.doc) {
                 if unit < self.base + self.kv_heads {
                     return Some((self.at, (unit - self.base) as u32));
                 }
@@ -136,8 +139,8 @@ impl<A: Real> Keys<'_, A> {
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
         let k = c.ranges.k;
         let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);
-        let mut documents = Documents::new(k, c.k.heads as usize);
-        while let Some((first, kv)) = documents.next(next) {
+        let mut units = DocumentUnits::new(k, self.documents, c.k.heads as usize);
+        while let Some((first, kv)) = units.next(next) {
             let doc = k[first].doc;
             let q = if q_sorted {
                 let begin = c.ranges.q.partition_point(|r| r.range.doc < doc);

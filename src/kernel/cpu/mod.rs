@@ -10,6 +10,7 @@
 //! forward    a unit is a block of q rows with a kv head (row_blocks); keys stream by in tiles of 128; softmax: scores to p
 //! engine     what the forward asks of a machine: vectors (gemm) or matrix units (amx; forms: what their tiles hold;
 //!            amx_interleaved: products between the vectors of the softmax; dots: vectors in their place)
+//! choice     which documents take matrix units, and which take vectors
 //! small      the forward of a few rows with a few keys, without panels and tiles
 //! queries    the same for dq
 //! keys       a unit is a document with a kv head; tiles of keys outside, rows inside: dk, dv, and dq on the way
@@ -36,6 +37,7 @@ mod amx_product;
 mod arena;
 mod backward;
 mod check;
+mod choice;
 mod convert;
 mod delta;
 #[cfg(target_arch = "x86_64")]
@@ -81,9 +83,12 @@ pub use units::{WorkUnit, backward_units, forward_units};
 use crate::call::{Attend, AttendBackward, Delta, Finish, Gradients, Transform};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
+use choice::{Choice, Documents};
 use core::marker::PhantomData;
 use job::Machine;
-use workers::Crew;
+#[cfg(target_arch = "x86_64")]
+use workers::TiledUnits;
+use workers::{Crew, Units};
 
 /// Runs `$f::<A>($($arg),*)` with the type that sums of `$dtype` are kept in.
 macro_rules! by_sums {
@@ -106,7 +111,7 @@ macro_rules! by_sums {
 /// [`Attend::running_lse`] allow it, and which nothing else accesses meanwhile. Addresses are aligned to their type.
 pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
     let dims = check::attend(call)?;
-    let isa = scratch.isa_of(call.q.dtype, call.aligned, &call.ranges, &call.score, call.heads.group)?;
+    let isa = scratch.isa()?;
     let crew = memory(scratch, &dims)?;
     // SAFETY: shapes and ranges are checked; rows are valid, aligned and not shared (the contract of this function).
     unsafe { by_sums!(call.q.dtype, forward(call, isa, crew)) };
@@ -116,10 +121,21 @@ pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
 /// # Safety
 /// As [`attend`], checked, with sums of `A`.
 unsafe fn forward<A: Machine>(call: &Attend, isa: Isa, crew: Crew<'_>) {
-    let lanes = row_blocks::lanes(call, isa, crew.workers());
-    let job = forward::Forward::<A> { call, lanes, few: isa.roundoff(call.q.dtype) > 0.0, sums: PhantomData };
-    // SAFETY: checked, valid and with sums of `A` (the contract of this function), and `isa` is present.
-    unsafe { workers::run(&job, isa, call.q.dtype, crew) };
+    let (dtype, workers) = (call.q.dtype, crew.workers());
+    let choice = Choice::forward(call, isa, crew.documents);
+    let units = [choice.tiles, choice.vectors].map(|documents| {
+        documents.map(|documents| {
+            let (isa, lanes) = (documents.isa, row_blocks::lanes(call, documents, workers));
+            let few = isa.roundoff(dtype) > 0.0;
+            Units::new(forward::Forward::<A> { call, documents, lanes, few, sums: PhantomData }, isa, dtype)
+        })
+    });
+    crew.run(&|lines| {
+        for units in units.iter().flatten() {
+            // SAFETY: checked, valid and with sums of `A` (the contract of this function), and the instruction set is present.
+            unsafe { units.work(lines) };
+        }
+    });
 }
 
 /// Backward attention: see [`AttendBackward`].
@@ -133,8 +149,7 @@ unsafe fn forward<A: Machine>(call: &Attend, isa: Isa, crew: Crew<'_>) {
 /// As [`attend`], with dq, dk and dv in the place of o.
 pub unsafe fn attend_backward(call: &AttendBackward, scratch: &mut Scratch) -> Result<()> {
     let dims = check::backward(call)?;
-    let isa = scratch.isa_of(call.q.dtype, call.aligned, &call.ranges, &call.score, call.heads.group)?;
-    let isa = isa.for_backward(call.q.dtype, call.ranges.q);
+    let isa = scratch.isa()?;
     let crew = memory(scratch, &dims)?;
     // SAFETY: shapes and ranges are checked; rows are valid, aligned and not shared (the contract of this function).
     unsafe { by_sums!(call.q.dtype, gradients(call, isa, crew)) };
@@ -146,8 +161,10 @@ pub unsafe fn attend_backward(call: &AttendBackward, scratch: &mut Scratch) -> R
 unsafe fn gradients<A: Machine>(call: &AttendBackward, isa: Isa, mut crew: Crew<'_>) {
     let together = call.gradients == Gradients::All && !call.aligned;
     if call.gradients != Gradients::Keys && !together {
+        let job = queries::Queries::<A> { call, documents: Documents::all(isa), sums: PhantomData };
+        let units = Units::new(job, isa, call.q.dtype);
         // SAFETY: checked, valid and with sums of `A` (the contract of this function), here and below.
-        unsafe { workers::run(&queries::Queries::<A> { call, sums: PhantomData }, isa, call.q.dtype, crew.again()) };
+        crew.again().run(&|lines| unsafe { units.work(lines) });
     }
     if together {
         for q in call.ranges.q.iter().filter(|q| !q.mode.continues()) {
@@ -163,17 +180,27 @@ unsafe fn gradients<A: Machine>(call: &AttendBackward, isa: Isa, mut crew: Crew<
             }
         }
     }
-    #[cfg(target_arch = "x86_64")]
-    if call.gradients != Gradients::Queries && !call.aligned && isa.has_tiles(call.q.dtype) {
-        // SAFETY: as above.
-        unsafe { workers::run_tiled(&tiled::Tiled { call, queries: together }, isa, call.q.dtype, crew.again()) };
+    if call.gradients == Gradients::Queries {
         return;
     }
-    if call.gradients != Gradients::Queries {
-        let job = keys::Keys::<A> { call, queries: together, sums: PhantomData };
-        // SAFETY: as above.
-        unsafe { workers::run(&job, isa, call.q.dtype, crew.again()) };
-    }
+    let choice = Choice::backward(call, isa, crew.documents);
+    #[cfg(target_arch = "x86_64")]
+    let tiled = choice.tiles.map(|documents| TiledUnits::new(tiled::Tiled { call, documents, queries: together }));
+    let units = choice.vectors.map(|documents| {
+        let job = keys::Keys::<A> { call, documents, queries: together, sums: PhantomData };
+        Units::new(job, documents.isa, call.q.dtype)
+    });
+    crew.run(&|lines| {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(units) = &tiled {
+            // SAFETY: as above; tiles are chosen where the instruction set has some for this type.
+            unsafe { units.work(lines) };
+        }
+        if let Some(units) = &units {
+            // SAFETY: as above.
+            unsafe { units.work(lines) };
+        }
+    });
 }
 
 /// Copies, casts and ordered sums: see [`Transform`] and [`crate::call::Block`]. Sums with an f64 operand are kept
@@ -342,13 +369,20 @@ mod tests {
         let mut scratch = Scratch::new(1);
         scratch.reserve(&dims);
         let lines = Crew::new(&mut scratch, &dims).unwrap().lines;
+        let documents = Documents::all(Isa::Portable);
         // SAFETY: the tensors are the vectors above; the caller has the instruction set.
         unsafe {
             // The backward first, while lse is the reference's.
-            let job = keys::Keys::<E::Acc> { call: &backward, queries: true, sums: PhantomData };
+            let job = keys::Keys::<E::Acc> { call: &backward, documents, queries: true, sums: PhantomData };
             job.work::<Dense<V>>(lines, &AtomicUsize::new(0));
-            forward::Forward::<E::Acc> { call: &forward, lanes: arena::LANES, few: false, sums: PhantomData }
-                .work::<Dense<V>>(lines, &AtomicUsize::new(0));
+            forward::Forward::<E::Acc> {
+                call: &forward,
+                documents,
+                lanes: arena::LANES,
+                few: false,
+                sums: PhantomData,
+            }
+            .work::<Dense<V>>(lines, &AtomicUsize::new(0));
         }
         for (found, expected) in results.iter().zip([&out.o, &gradient.dq, &gradient.dk, &gradient.dv]) {
             let square = |x: f64| x * x;

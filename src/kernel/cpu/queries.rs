@@ -6,6 +6,7 @@
 
 use super::arena::{Arena, KEYS, LANES_BACK, Line, vectors};
 use super::backward::{FLUSH, Flush, flush, gradients, no_row};
+use super::choice::Documents;
 use super::engine::{Dense, Engine};
 use super::job::{Job, Machine};
 use super::panel::{any_non_finite, to_rows};
@@ -23,6 +24,7 @@ const _: () = assert!(FLUSH % KEYS as i64 == 0, "a tile must not lie in two runs
 /// The queries' pass of a call whose sums are `A`s.
 pub(super) struct Queries<'a, A> {
     pub call: &'a AttendBackward<'a>,
+    pub documents: Documents<'a>,
     pub sums: PhantomData<A>,
 }
 
@@ -83,7 +85,7 @@ impl<A: Real> Queries<'_, A> {
             rows: arena.zeros(V::W * d.max(dv)),
         };
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
-        let mut units = RowUnits::new(c.ranges.q, LANES_BACK, &c.k);
+        let mut units = RowUnits::new(c.ranges.q, self.documents, (LANES_BACK, LANES_BACK), &c.k);
         while let Some(unit) = units.next(next) {
             let heads = readers(&c.heads, unit.kv, c.q.heads);
             let share = (LANES_BACK as u32 / unit.rows).max(1);

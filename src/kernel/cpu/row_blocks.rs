@@ -5,15 +5,19 @@
 //! its tiles; k and v are packed once for all of them. The pass that makes dq alone is cut in the same way.
 
 use super::arena::{LANES, LANES_MOST};
-use super::isa::Isa;
+use super::choice::Documents;
 use super::stream::BLOCK;
 use crate::call::{Attend, HeadMap, QRange, RawTensor};
+use core::ops::Range;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
-/// Walks the units of a call in order, and stops at those that the counter hands out.
+/// Walks the units of some documents of a call in order, and stops at those that the counter hands out.
 pub(super) struct RowUnits<'a> {
     q: &'a [QRange],
+    documents: Documents<'a>,
     rows: u32,
+    /// Rows of a block, one unit or several.
+    block: u32,
     kv_heads: u32,
     /// All heads of a block of rows come before the next block.
     heads_first: bool,
@@ -28,30 +32,38 @@ pub(super) struct RowUnit {
     pub first: u32,
     pub rows: u32,
     pub kv: u32,
+    /// The rows of the block that it is of. The keys that any of them sees are cut into tiles, so that tiles are the same
+    /// however a block is cut into units.
+    pub block: Range<u32>,
 }
 
 impl<'a> RowUnits<'a> {
-    /// Of `rows` rows. Where heads lie side by side in memory, units of the same rows follow each other: they read the
-    /// same pages.
-    pub(super) fn new(q: &'a [QRange], rows: usize, k: &RawTensor) -> Self {
+    /// Of `rows` rows, in blocks of at least as many. Where heads lie side by side in memory, units of the same rows follow each
+    /// other: they read the same pages.
+    pub(super) fn new(q: &'a [QRange], documents: Documents<'a>, (rows, block): (usize, usize), k: &RawTensor) -> Self {
         let heads_first = k.head_stride.unsigned_abs() < k.token_stride.unsigned_abs();
-        Self { q, rows: rows as u32, kv_heads: k.heads, heads_first, range: 0, base: 0 }
+        let (rows, block) = (rows as u32, block as u32);
+        Self { q, documents, rows, block, kv_heads: k.heads, heads_first, range: 0, base: 0 }
     }
 
     pub(super) fn next(&mut self, counter: &AtomicUsize) -> Option<RowUnit> {
         let unit = counter.fetch_add(1, Ordering::Relaxed);
+        let each = self.block.div_ceil(self.rows);
         while let Some(q) = self.q.get(self.range) {
-            let blocks = q.range.len.div_ceil(self.rows) as usize;
-            let units = blocks * self.kv_heads as usize;
+            let len = if self.documents.has(q.range.doc) { q.range.len } else { 0 };
+            let of_range = (len / self.block * each + (len % self.block).div_ceil(self.rows)) as usize;
+            let units = of_range * self.kv_heads as usize;
             if unit < self.base + units {
                 // The last rows first: under a causal mask they have the most keys, and a long unit should not come last.
                 let at = unit - self.base;
                 let heads = self.kv_heads as usize;
-                let (kv, block) = if self.heads_first { (at % heads, at / heads) } else { (at / blocks, at % blocks) };
-                let block = blocks - 1 - block;
-                let first = block as u32 * self.rows;
-                let rows = self.rows.min(q.range.len - first);
-                return Some(RowUnit { range: self.range, first, rows, kv: kv as u32 });
+                let (kv, at) = if self.heads_first { (at % heads, at / heads) } else { (at / of_range, at % of_range) };
+                let at = (of_range - 1 - at) as u32;
+                let begin = at / each * self.block;
+                let block = begin..len.min(begin + self.block);
+                let first = begin + at % each * self.rows;
+                let rows = self.rows.min(block.end - first);
+                return Some(RowUnit { range: self.range, first, rows, kv: kv as u32, block });
             }
             self.base += units;
             self.range += 1;
@@ -61,7 +73,7 @@ impl<'a> RowUnits<'a> {
 }
 
 /// The q heads (of `q_heads` in the call) that read kv head `kv`.
-pub(super) fn readers(map: &HeadMap, kv: u32, q_heads: u32) -> core::ops::Range<u32> {
+pub(super) fn readers(map: &HeadMap, kv: u32, q_heads: u32) -> Range<u32> {
     let first = (u64::from(kv) + u64::from(map.kv_offset)) * u64::from(map.group);
     let offset = u64::from(map.q_offset);
     let begin = first.saturating_sub(offset).min(q_heads.into()) as u32;
@@ -69,15 +81,21 @@ pub(super) fn readers(map: &HeadMap, kv: u32, q_heads: u32) -> core::ops::Range<
     begin..end
 }
 
-/// Lanes of the units of a call: many on matrix units, unless that would leave fewer than eight units to a worker.
-pub(super) fn lanes(call: &Attend, isa: Isa, workers: usize) -> usize {
+/// Lanes of the units of some documents of a call, and of the blocks that they are of: many on matrix units. Units are smaller
+/// if there would be fewer than eight to a worker.
+pub(super) fn lanes(call: &Attend, mut documents: Documents, workers: usize) -> [usize; 2] {
+    if !documents.isa.has_tiles(call.q.dtype) {
+        return [LANES; 2];
+    }
     let rows = unit_rows(LANES_MOST, &call.heads, call.q.heads);
-    let blocks = call.ranges.q.iter().map(|q| q.range.len as usize).map(|len| len.div_ceil(rows)).sum::<usize>();
+    let ranges = call.ranges.q.iter().filter(|q| documents.has(q.range.doc));
+    let blocks = ranges.map(|q| (q.range.len as usize).div_ceil(rows)).sum::<usize>();
     let enough = workers == 1 || blocks * call.k.heads as usize >= 8 * workers;
-    if isa.has_tiles(call.q.dtype) && enough { LANES_MOST } else { LANES }
+    [if enough { LANES_MOST } else { LANES }, LANES_MOST]
 }
 
-/// Rows of a unit that fill `lanes` lanes with all heads of a group; whole blocks, so that panels do not mix heads.
+/// Rows of a unit, or of a block, that fill `lanes` lanes with all heads of a group; whole blocks of [`BLOCK`], so that panels do
+/// not mix heads.
 pub(super) fn unit_rows(lanes: usize, map: &HeadMap, q_heads: u32) -> usize {
     let rows = lanes / map.group.min(q_heads).max(1) as usize;
     if rows > BLOCK { rows - rows % BLOCK } else { rows.max(1) }

@@ -6,11 +6,12 @@
 //! tiles. Nothing in it survives a call.
 
 use super::arena::{KEYS, LANES, LANES_BACK, LANES_MOST, Line, PANEL, VECTOR, row};
+use super::choice::tiles_pay;
 use super::executor::Executor;
 #[cfg(target_arch = "x86_64")]
 use super::forward::MOST_TILES;
-use super::isa::{Isa, tiles_pay, tiles_pay_of};
-use crate::call::{Ranges, Score};
+use super::isa::Isa;
+use crate::call::Score;
 use crate::element::Dtype;
 use crate::error::Result;
 use alloc::{sync::Arc, vec::Vec};
@@ -33,8 +34,8 @@ pub struct Scratch {
     workers: usize,
     /// What the calls run on, or why they are refused.
     isa: Result<Isa>,
-    /// Whether tiles of parts pay for the documents that the calls are parts of, if these are known.
-    tiles_pay: Option<bool>,
+    /// Whether tiles of parts pay, for each document that is known.
+    documents: Vec<bool>,
     executor: Option<Arc<dyn Executor>>,
 }
 
@@ -51,7 +52,7 @@ impl Scratch {
     /// Calls run on [`Isa::chosen`]. What that refuses (an instruction set that the environment asks for and the machine
     /// lacks), every call refuses.
     pub fn new(workers: usize) -> Self {
-        Self { lines: Vec::new(), workers: workers.max(1), isa: Isa::chosen(), tiles_pay: None, executor: None }
+        Self { lines: Vec::new(), workers: workers.max(1), isa: Isa::chosen(), documents: Vec::new(), executor: None }
     }
 
     /// As [`Scratch::new`], for an instruction set of the caller's choice.
@@ -63,7 +64,7 @@ impl Scratch {
             lines: Vec::new(),
             workers: workers.max(1),
             isa: Ok(isa.required()?),
-            tiles_pay: None,
+            documents: Vec::new(),
             executor: None,
         })
     }
@@ -93,30 +94,17 @@ impl Scratch {
         self.isa.clone()
     }
 
-    /// The calls that follow are parts of attention over documents with so many rows of q and of k each, with `group` q heads per
-    /// kv head. On [`Isa::Amx`], calls of f32 and f16 take tiles where ranges are long, and vectors where they are short;
-    /// ranges of a ring are shorter than the documents they are parts of, and vectors of f32 err by twice as much as tiles.
-    /// With the documents known, all parts take what the whole would take: the error does not depend on how they are cut.
-    /// Windows in `score` count. Until this is called, and after it was called without lengths, the ranges of each call decide.
+    /// The calls that follow are parts of attention over documents with so many rows of q and of k, with `group` q heads per
+    /// kv head: the first for document 0 ([`Range::doc`](crate::call::Range::doc)), and so on. On [`Isa::Amx`], calls of f32 and
+    /// f16 take tiles for long documents, and vectors for short ones; ranges of a ring are shorter than the documents they are
+    /// parts of, and vectors of f32 err by twice as much as tiles. With its lengths known, all parts of a document take what the
+    /// whole would take: the error does not depend on how it is cut. Windows in `score` count. For documents that are not
+    /// among them, as all are until this is called, the ranges of each call decide.
+    ///
+    /// Allocates when there are more documents than ever before.
     pub fn set_documents(&mut self, lengths: impl Iterator<Item = [u64; 2]>, score: &Score, group: u32) {
-        let mut lengths = lengths.peekable();
-        self.tiles_pay = lengths.peek().is_some().then(|| tiles_pay(lengths, score, group));
-    }
-
-    /// What a call runs on.
-    pub(super) fn isa_of(
-        &self,
-        dtype: Dtype,
-        aligned: bool,
-        ranges: &Ranges,
-        score: &Score,
-        group: u32,
-    ) -> Result<Isa> {
-        let isa = self.isa()?;
-        if !isa.has_tiles(dtype) {
-            return Ok(isa);
-        }
-        Ok(isa.for_call(dtype, aligned, self.tiles_pay.unwrap_or_else(|| tiles_pay_of(ranges, score, group))))
+        self.documents.clear();
+        self.documents.extend(lengths.map(|lengths| tiles_pay(core::iter::once(lengths), score, group)));
     }
 
     /// Grows to calls of these dims. Nothing to do, and no allocation, when it is large enough already.
@@ -180,9 +168,9 @@ impl Scratch {
         size_of_val(&*self.lines)
     }
 
-    /// The workers' memory, if it is large enough, and whose threads they run on.
-    pub(super) fn parts(&mut self, dims: &Dims) -> Option<(&mut [Line], Option<&dyn Executor>)> {
+    /// The workers' memory, if it is large enough, whose threads they run on, and for which documents tiles of parts pay.
+    pub(super) fn parts(&mut self, dims: &Dims) -> Option<(&mut [Line], Option<&dyn Executor>, &[bool])> {
         let need = self.workers * Self::worker_lines(dims);
-        Some((self.lines.get_mut(..need)?, self.executor.as_deref()))
+        Some((self.lines.get_mut(..need)?, self.executor.as_deref(), &self.documents))
     }
 }

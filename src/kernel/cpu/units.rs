@@ -2,9 +2,10 @@
 //! The work units of a call as a list, in the order in which workers take them: what a schedule over any number of
 //! workers is made of. For benches and reports: the kernels walk the same units without a list.
 
-use super::isa::{Isa, tiles_pay_of};
-use super::keys::Documents;
-use super::row_blocks::{RowUnits, lanes, readers, unit_rows};
+use super::choice::Choice;
+use super::isa::Isa;
+use super::keys::DocumentUnits;
+use super::row_blocks::{RowUnit, RowUnits, lanes, readers, unit_rows};
 #[cfg(target_arch = "x86_64")]
 use super::{arena::KEYS, tiled};
 use crate::call::{Attend, AttendBackward, Range, Score};
@@ -32,31 +33,30 @@ fn seen(score: &Score, pos: i64, k: &Range) -> u64 {
     between(k, pos.saturating_sub(score.window_left), pos.saturating_add(score.window_right))
 }
 
-/// The units of [`super::attend`] on `isa`, with `workers` workers (at least one).
+/// The units of [`super::attend`] on `isa`, with `workers` workers (at least one), for documents that are not known beforehand.
 pub fn forward_units(call: &Attend, isa: Isa, workers: usize) -> Vec<WorkUnit> {
-    let next = AtomicUsize::new(0);
     let ranges = &call.ranges;
-    let isa = isa.for_call(call.q.dtype, call.aligned, tiles_pay_of(ranges, &call.score, call.heads.group));
-    let lanes = lanes(call, isa, workers.max(1));
-    let mut units = RowUnits::new(ranges.q, unit_rows(lanes, &call.heads, call.q.heads), &call.k);
-    core::iter::from_fn(|| units.next(&next))
-        .map(|unit| {
-            let q = &ranges.q[unit.range];
-            let keys = &ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
-            let row =
-                |i| keys.iter().map(|&k| seen(&call.score, q.range.position(i), &ranges.k[k as usize])).sum::<u64>();
-            let heads = readers(&call.heads, unit.kv, call.q.heads).len() as u64;
-            WorkUnit { pairs: (unit.first..unit.first + unit.rows).map(row).sum::<u64>() * heads, follows: false }
-        })
-        .collect()
+    let work = |unit: RowUnit| {
+        let q = &ranges.q[unit.range];
+        let keys = &ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
+        let row = |i| keys.iter().map(|&k| seen(&call.score, q.range.position(i), &ranges.k[k as usize])).sum::<u64>();
+        let heads = readers(&call.heads, unit.kv, call.q.heads).len() as u64;
+        WorkUnit { pairs: (unit.first..unit.first + unit.rows).map(row).sum::<u64>() * heads, follows: false }
+    };
+    let mut list = Vec::new();
+    for documents in Choice::forward(call, isa, &[]).each() {
+        let next = AtomicUsize::new(0);
+        let [rows, block] =
+            lanes(call, documents, workers.max(1)).map(|lanes| unit_rows(lanes, &call.heads, call.q.heads));
+        let mut units = RowUnits::new(ranges.q, documents, (rows, block), &call.k);
+        list.extend(core::iter::from_fn(|| units.next(&next)).map(work));
+    }
+    list
 }
 
-/// The units of [`super::attend_backward`] on `isa`, where all gradients are made at once.
+/// The units of [`super::attend_backward`] on `isa`, where all gradients are made at once, likewise.
 pub fn backward_units(call: &AttendBackward, isa: Isa) -> Vec<WorkUnit> {
-    let next = AtomicUsize::new(0);
     let (k, kv_heads) = (call.ranges.k, call.k.heads as usize);
-    let isa = isa.for_call(call.q.dtype, call.aligned, tiles_pay_of(&call.ranges, &call.score, call.heads.group));
-    let isa = isa.for_backward(call.q.dtype, call.ranges.q);
     // Pairs of the keys `begin..end` of a document, counted along its ranges, and a kv head.
     let pairs = |first: usize, kv: u32, begin: u64, end: u64| {
         let doc = k[first].doc;
@@ -71,22 +71,25 @@ pub fn backward_units(call: &AttendBackward, isa: Isa) -> Vec<WorkUnit> {
         let some = keys.skip(begin as usize).take((end - begin) as usize);
         some.map(queries).sum::<u64>() * readers(&call.heads, kv, call.q.heads).len() as u64
     };
+    let choice = Choice::backward(call, isa, &[]);
+    let mut list = Vec::new();
     #[cfg(target_arch = "x86_64")]
-    if isa.has_tiles(call.q.dtype) {
-        let mut units = tiled::KeyUnits::new(k, kv_heads);
+    if let Some(documents) = choice.tiles {
+        let next = AtomicUsize::new(0);
+        let mut units = tiled::KeyUnits::new(k, documents, kv_heads);
         let each = (tiled::SUPER * KEYS) as u64;
-        return core::iter::from_fn(|| units.next(&next))
-            .map(|unit| {
-                let begin = unit.block as u64 * each;
-                WorkUnit { pairs: pairs(unit.first, unit.kv, begin, begin + each), follows: unit.block > 0 }
-            })
-            .collect();
+        list.extend(core::iter::from_fn(|| units.next(&next)).map(|unit| {
+            let begin = unit.block as u64 * each;
+            WorkUnit { pairs: pairs(unit.first, unit.kv, begin, begin + each), follows: unit.block > 0 }
+        }));
     }
-    let _ = isa;
-    let mut units = Documents::new(k, kv_heads);
-    core::iter::from_fn(|| units.next(&next))
-        .map(|(first, kv)| WorkUnit { pairs: pairs(first, kv, 0, u64::MAX >> 1), follows: false })
-        .collect()
+    if let Some(documents) = choice.vectors {
+        let next = AtomicUsize::new(0);
+        let mut units = DocumentUnits::new(k, documents, kv_heads);
+        let all = |(first, kv)| WorkUnit { pairs: pairs(first, kv, 0, u64::MAX >> 1), follows: false };
+        list.extend(core::iter::from_fn(|| units.next(&next)).map(all));
+    }
+    list
 }
 
 #[cfg(test)]

@@ -29,13 +29,15 @@ pub(super) struct Crew<'a> {
     pub lines: &'a mut [Line],
     pub each: usize,
     pub executor: Option<&'a dyn Executor>,
+    /// Whether tiles of parts pay, for each document that is known.
+    pub documents: &'a [bool],
 }
 
 impl<'a> Crew<'a> {
     /// Those of `scratch`, if it was reserved for these dims.
     pub(super) fn new(scratch: &'a mut Scratch, dims: &Dims) -> Option<Self> {
-        let (lines, executor) = scratch.parts(dims)?;
-        Some(Self { lines, each: Scratch::worker_lines(dims), executor })
+        let (lines, executor, documents) = scratch.parts(dims)?;
+        Some(Self { lines, each: Scratch::worker_lines(dims), executor, documents })
     }
 
     /// How many there are.
@@ -45,11 +47,11 @@ impl<'a> Crew<'a> {
 
     /// The same workers, for one job of several.
     pub(super) fn again(&mut self) -> Crew<'_> {
-        Crew { lines: self.lines, each: self.each, executor: self.executor }
+        Crew { lines: self.lines, each: self.each, executor: self.executor, documents: self.documents }
     }
 
     /// Behind a pointer: the kernels are compiled once for all callers.
-    fn run(self, worker: &(dyn Fn(&mut [Line]) + Sync)) {
+    pub(super) fn run(self, worker: &(dyn Fn(&mut [Line]) + Sync)) {
         match self.executor {
             Some(executor) if self.lines.len() > self.each => {
                 executor::execute(executor, self.lines, self.each, worker)
@@ -59,75 +61,100 @@ impl<'a> Crew<'a> {
     }
 }
 
-/// Runs the job, whose elements are `dtype`, on `isa`.
-///
-/// # Safety
-/// `isa` is present; the tensors of the call are valid, and no other thread writes them (or, for the results, reads them).
-#[cfg_attr(not(target_arch = "x86_64"), expect(unused_variables, reason = "matrix units alone depend on the type"))]
-pub(super) unsafe fn run<J: Job>(job: &J, isa: Isa, dtype: Dtype, crew: Crew<'_>) {
-    let next = AtomicUsize::new(0);
-    crew.run(&|lines: &mut [Line]| {
-        // SAFETY: the instruction set is there, the caller says; the counter hands out each unit once.
-        unsafe {
-            match isa {
-                #[cfg(target_arch = "x86_64")]
-                Isa::Avx512Bf16 if J::ENGINE && dtype == Dtype::Bf16 => {
-                    amx::<J, <J::Acc as Machine>::DotBf16>(job, lines, &next)
-                }
-                #[cfg(target_arch = "x86_64")]
-                Isa::Amx if J::ENGINE && dtype == Dtype::Bf16 => {
-                    amx::<J, <J::Acc as Machine>::AmxBf16>(job, lines, &next)
-                }
-                #[cfg(target_arch = "x86_64")]
-                Isa::Amx if J::ENGINE && dtype == Dtype::F16 && has_f16() => {
-                    amx::<J, <J::Acc as Machine>::AmxF16>(job, lines, &next)
-                }
-                #[cfg(target_arch = "x86_64")]
-                Isa::Amx if J::ENGINE && dtype == Dtype::F16 => {
-                    amx::<J, <J::Acc as Machine>::AmxTwoParts>(job, lines, &next)
-                }
-                #[cfg(target_arch = "x86_64")]
-                Isa::Amx if J::ENGINE && dtype == Dtype::F32 => {
-                    amx::<J, <J::Acc as Machine>::AmxThreeParts>(job, lines, &next)
-                }
-                #[cfg(target_arch = "x86_64")]
-                Isa::Amx | Isa::Avx512Bf16 | Isa::Avx512 => avx512(job, lines, &next),
-                #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => avx2(job, lines, &next),
-                #[cfg(target_arch = "aarch64")]
-                Isa::Neon => job.work::<Dense<<J::Acc as Machine>::Neon>>(lines, &next),
-                _ => job.work::<Dense<<J::Acc as Machine>::Portable>>(lines, &next),
-            }
-        }
-    });
+/// A job whose units workers take one after the other, each of some documents of a call.
+pub(super) struct Units<J> {
+    job: J,
+    isa: Isa,
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "matrix units alone depend on the type"))]
+    dtype: Dtype,
+    next: AtomicUsize,
 }
 
-/// Runs a backward call on tiles of `dtype`, likewise.
-///
-/// # Safety
-/// As [`run`]; products of `dtype` go through tiles on `isa`.
-#[cfg(target_arch = "x86_64")]
-pub(super) unsafe fn run_tiled(job: &Tiled, isa: Isa, dtype: Dtype, crew: Crew<'_>) {
-    /// # Safety
-    /// As [`Tiled::work`].
-    #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
-    unsafe fn work<H: Form>(job: &Tiled, lines: &mut [Line], next: &AtomicUsize, order: &DqOrder) {
-        // SAFETY: lines, units and instruction set are as `Tiled::work` needs them (the contract of this function).
-        unsafe { job.work::<H>(lines, next, order) }
+impl<J: Job> Units<J> {
+    /// Of a job whose elements are `dtype`, on `isa`.
+    pub(super) fn new(job: J, isa: Isa, dtype: Dtype) -> Self {
+        Self { job, isa, dtype, next: AtomicUsize::new(0) }
     }
-    let (next, order) = (AtomicUsize::new(0), DqOrder::new());
-    crew.run(&|lines: &mut [Line]| {
+
+    /// Does units until none is left.
+    ///
+    /// # Safety
+    /// The instruction set is present; the tensors of the call are valid, and no other code writes them (or, for the results,
+    /// reads them) meanwhile.
+    pub(super) unsafe fn work(&self, lines: &mut [Line]) {
+        let (job, next) = (&self.job, &self.next);
         // SAFETY: the instruction set is there, the caller says; the counter hands out each unit once.
         unsafe {
-            match dtype {
-                _ if isa == Isa::Avx512Bf16 => work::<DotBf16>(job, lines, &next, &order),
-                Dtype::F16 if has_f16() => work::<F16>(job, lines, &next, &order),
-                Dtype::F16 => work::<TwoParts>(job, lines, &next, &order),
-                Dtype::F32 => work::<ThreeParts>(job, lines, &next, &order),
-                _ => work::<Bf16>(job, lines, &next, &order),
+            match self.isa {
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512Bf16 if J::ENGINE && self.dtype == Dtype::Bf16 => {
+                    amx::<J, <J::Acc as Machine>::DotBf16>(job, lines, next)
+                }
+                #[cfg(target_arch = "x86_64")]
+                Isa::Amx if J::ENGINE && self.dtype == Dtype::Bf16 => {
+                    amx::<J, <J::Acc as Machine>::AmxBf16>(job, lines, next)
+                }
+                #[cfg(target_arch = "x86_64")]
+                Isa::Amx if J::ENGINE && self.dtype == Dtype::F16 && has_f16() => {
+                    amx::<J, <J::Acc as Machine>::AmxF16>(job, lines, next)
+                }
+                #[cfg(target_arch = "x86_64")]
+                Isa::Amx if J::ENGINE && self.dtype == Dtype::F16 => {
+                    amx::<J, <J::Acc as Machine>::AmxTwoParts>(job, lines, next)
+                }
+                #[cfg(target_arch = "x86_64")]
+                Isa::Amx if J::ENGINE && self.dtype == Dtype::F32 => {
+                    amx::<J, <J::Acc as Machine>::AmxThreeParts>(job, lines, next)
+                }
+                #[cfg(target_arch = "x86_64")]
+                Isa::Amx | Isa::Avx512Bf16 | Isa::Avx512 => avx512(job, lines, next),
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 => avx2(job, lines, next),
+                #[cfg(target_arch = "aarch64")]
+                Isa::Neon => job.work::<Dense<<J::Acc as Machine>::Neon>>(lines, next),
+                _ => job.work::<Dense<<J::Acc as Machine>::Portable>>(lines, next),
             }
         }
-    });
+    }
+}
+
+/// The units of a backward call on tiles, likewise.
+#[cfg(target_arch = "x86_64")]
+pub(super) struct TiledUnits<'a> {
+    job: Tiled<'a>,
+    next: AtomicUsize,
+    order: DqOrder,
+}
+
+#[cfg(target_arch = "x86_64")]
+impl<'a> TiledUnits<'a> {
+    pub(super) fn new(job: Tiled<'a>) -> Self {
+        Self { job, next: AtomicUsize::new(0), order: DqOrder::new() }
+    }
+
+    /// Does units until none is left.
+    ///
+    /// # Safety
+    /// As [`Units::work`]; products of the call's type go through tiles on the job's instruction set.
+    pub(super) unsafe fn work(&self, lines: &mut [Line]) {
+        /// # Safety
+        /// As [`Tiled::work`].
+        #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
+        unsafe fn work<H: Form>(units: &TiledUnits, lines: &mut [Line]) {
+            // SAFETY: lines, units and instruction set are as `Tiled::work` needs them (the contract of this function).
+            unsafe { units.job.work::<H>(lines, &units.next, &units.order) }
+        }
+        // SAFETY: the instruction set is there, the caller says; the counter hands out each unit once.
+        unsafe {
+            match self.job.call.q.dtype {
+                _ if self.job.documents.isa == Isa::Avx512Bf16 => work::<DotBf16>(self, lines),
+                Dtype::F16 if has_f16() => work::<F16>(self, lines),
+                Dtype::F16 => work::<TwoParts>(self, lines),
+                Dtype::F32 => work::<ThreeParts>(self, lines),
+                _ => work::<Bf16>(self, lines),
+            }
+        }
+    }
 }
 
 /// # Safety

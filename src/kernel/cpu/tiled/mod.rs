@@ -28,6 +28,7 @@ pub(super) use units::KeyUnits;
 
 use super::amx::{Amx, PANEL};
 use super::arena::Line;
+use super::choice::Documents;
 use super::dq_order::{DqOrder, DqTurn};
 use super::engine::Engine;
 use super::forms::Form;
@@ -42,6 +43,7 @@ use weights::{PANELS, ROWS};
 /// A backward call on tiles.
 pub(super) struct Tiled<'a> {
     pub call: &'a AttendBackward<'a>,
+    pub documents: Documents<'a>,
     /// Add to dq as well, which holds a value in every row.
     pub queries: bool,
 }
@@ -58,7 +60,7 @@ impl Tiled<'_> {
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
         let k = c.ranges.k;
         let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);
-        let mut units = KeyUnits::new(k, c.k.heads as usize);
+        let mut units = KeyUnits::new(k, self.documents, c.k.heads as usize);
         // SAFETY: products of `H` are present (the contract).
         unsafe { Amx::<H>::enter() };
         while let Some(unit) = units.next(next) {

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The units of the backward pass on matrix units, in the order in which workers take them.
 
+use super::super::choice::Documents;
 use super::super::stream::KeyStream;
 use super::tiles::SUPER;
 use crate::call::Range;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
-/// Walks the units: blocks of keys, times kv heads, times documents.
+/// Walks the units of some documents: blocks of keys, times kv heads, times documents.
 pub(in crate::kernel::cpu) struct KeyUnits<'a> {
     k: &'a [Range],
+    documents: Documents<'a>,
     kv_heads: usize,
     sorted: bool,
     /// The k range in hand, and the blocks of its document if it is the first of that.
@@ -27,21 +29,25 @@ pub(in crate::kernel::cpu) struct KeyUnit {
 }
 
 impl<'a> KeyUnits<'a> {
-    pub(in crate::kernel::cpu) fn new(k: &'a [Range], kv_heads: usize) -> Self {
-        Self { k, kv_heads, sorted: k.is_sorted_by_key(|r| r.doc), at: 0, blocks: None, base: 0 }
+    pub(in crate::kernel::cpu) fn new(k: &'a [Range], documents: Documents<'a>, kv_heads: usize) -> Self {
+        Self { k, documents, kv_heads, sorted: k.is_sorted_by_key(|r| r.doc), at: 0, blocks: None, base: 0 }
     }
 
     pub(in crate::kernel::cpu) fn next(&mut self, counter: &AtomicUsize) -> Option<KeyUnit> {
         let index = counter.fetch_add(1, Ordering::Relaxed);
         while let Some(range) = self.k.get(self.at) {
-            let (k, at, sorted) = (self.k, self.at, self.sorted);
+            let (k, at, sorted, documents) = (self.k, self.at, self.sorted, &mut self.documents);
             let blocks = *self.blocks.get_or_insert_with(|| {
                 let before = &k[..at];
                 let seen = match before.last() {
                     Some(last) if last.doc == range.doc => true,
                     _ => !sorted && before.iter().any(|r| r.doc == range.doc),
                 };
-                if seen { 0 } else { KeyStream::document(k, at).count(false).div_ceil(SUPER) }
+                if seen || !documents.has(range.doc) {
+                    0
+                } else {
+                    KeyStream::document(k, at).count(false).div_ceil(SUPER)
+                }
             });
             let local = index - self.base;
             if local < blocks * self.kv_heads {

@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Which documents of a call take matrix units, and which take vectors.
+//!
+//! Tiles of parts pay where documents are long, and in the backward all tiles where they have more than a few rows. A pack
+//! may hold documents of both kinds, so each document takes what is quicker for itself. Documents share no row that is written:
+//! the units of a call are then two lists, those on tiles and those on vectors, and a worker begins the second when none is
+//! left of the first.
+//!
+//! The rule asks for nothing but the document, so that forward and backward of f32 take the same way for it: its length, where
+//! the caller has told it ([`super::Scratch::set_documents`]), or else the ranges that the call has of it.
+
+use super::isa::Isa;
+use crate::call::{Attend, AttendBackward, Gradients, QRange, Ranges, Score};
+
+/// Rows of a document in q, times the heads of a group, from which on they fill panels of tiles of parts.
+const FILLED: u64 = 96;
+/// Keys that a row may see, times the heads of a group, from which on tiles of parts are quicker than vectors: of causal
+/// documents the masked tiles are then few enough.
+const LONG: u64 = 512;
+/// Rows of a q range below which the backward is quicker on vectors, also where tiles take elements as they are.
+const FEW: u128 = 24;
+
+/// Some documents of a call, and what they run on.
+#[derive(Clone, Copy)]
+pub(super) struct Documents<'a> {
+    pub isa: Isa,
+    /// Those of which the rule says this; without a rule, all.
+    rule: Option<(Rule<'a>, bool)>,
+    /// The last that was asked for, and whether it is one of them.
+    last: Option<(u32, bool)>,
+}
+
+/// The documents of a call: those on tiles, if there are any, and those on vectors.
+pub(super) struct Choice<'a> {
+    pub tiles: Option<Documents<'a>>,
+    pub vectors: Option<Documents<'a>>,
+}
+
+/// Whether tiles pay for a document.
+#[derive(Clone, Copy)]
+struct Rule<'a> {
+    ranges: Ranges<'a>,
+    /// The q ranges of a document follow each other. Where they do not, all ranges of the call decide together.
+    sorted: bool,
+    by: By<'a>,
+}
+
+#[derive(Clone, Copy)]
+enum By<'a> {
+    /// Tiles of parts: the lengths of the document.
+    Lengths {
+        /// By document, what is known of it beforehand.
+        known: &'a [bool],
+        score: Score,
+        group: u32,
+    },
+    /// Tiles of elements as they are, in the backward: the rows of its ranges.
+    Rows,
+}
+
+impl<'a> Choice<'a> {
+    /// Of a forward call on `isa`, with what is known of each document.
+    pub(super) fn forward(call: &Attend<'a>, isa: Isa, known: &'a [bool]) -> Self {
+        if !isa.has_tiles(call.q.dtype) {
+            return Self::vectors(isa);
+        }
+        if isa.has_tiles_of(call.q.dtype) {
+            return Self { tiles: Some(Documents::all(isa)), vectors: None };
+        }
+        // The backward of an aligned call has no tiles. A forward and a backward of the same document have the same scores, to
+        // the bit: what is rounded in them, lse has rounded as well. Where tiles take elements as they are, p is rounded by more
+        // than that, and forward and backward may differ.
+        if call.aligned {
+            return Self::vectors(Isa::Avx512);
+        }
+        Self::by(call.ranges, By::Lengths { known, score: call.score, group: call.heads.group }, isa)
+    }
+
+    /// Of a backward call, likewise.
+    pub(super) fn backward(call: &AttendBackward<'a>, isa: Isa, known: &'a [bool]) -> Self {
+        let tiled = call.gradients != Gradients::Queries && !call.aligned;
+        if !tiled || !isa.has_tiles(call.q.dtype) {
+            return Self::vectors(isa);
+        }
+        let by = match isa.has_tiles_of(call.q.dtype) {
+            true => By::Rows,
+            false => By::Lengths { known, score: call.score, group: call.heads.group },
+        };
+        Self::by(call.ranges, by, isa)
+    }
+
+    fn vectors(isa: Isa) -> Self {
+        Self { tiles: None, vectors: Some(Documents::all(isa)) }
+    }
+
+    /// By a rule, without one where it says the same of all documents.
+    fn by(ranges: Ranges<'a>, by: By<'a>, isa: Isa) -> Self {
+        let rule = Rule { ranges, sorted: ranges.q.is_sorted_by_key(|q| q.range.doc), by };
+        let some = |isa, tiles| Documents { isa, rule: Some((rule, tiles)), last: None };
+        let (mut on_tiles, vectors) = (some(isa, true), some(Isa::Avx512, false));
+        let mut docs = ranges.q.iter().map(|q| on_tiles.has(q.range.doc));
+        let first = docs.next().unwrap_or(false);
+        match (docs.all(|tiles| tiles == first), first) {
+            (true, false) => Self::vectors(vectors.isa),
+            (true, true) => Self { tiles: Some(Documents::all(isa)), vectors: None },
+            (false, _) => Self { tiles: Some(on_tiles), vectors: Some(vectors) },
+        }
+    }
+
+    /// Both, as far as there are any, in the order in which workers take their units.
+    pub(super) fn each(&self) -> impl Iterator<Item = Documents<'a>> {
+        [self.tiles, self.vectors].into_iter().flatten()
+    }
+}
+
+impl Documents<'_> {
+    /// All documents of a call.
+    pub(super) fn all(isa: Isa) -> Self {
+        Self { isa, rule: None, last: None }
+    }
+
+    /// Whether `doc` is one of them.
+    pub(super) fn has(&mut self, doc: u32) -> bool {
+        let Some((rule, tiles)) = &self.rule else { return true };
+        match self.last {
+            Some((last, has)) if last == doc => has,
+            _ => {
+                let has = rule.tiles(doc) == *tiles;
+                self.last = Some((doc, has));
+                has
+            }
+        }
+    }
+}
+
+impl Rule<'_> {
+    fn tiles(&self, doc: u32) -> bool {
+        match self.by {
+            By::Lengths { known, score, group } => known.get(doc as usize).copied().unwrap_or_else(|| {
+                let seen = |q: &QRange| {
+                    let pairs = &self.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
+                    pairs.iter().map(|&k| u64::from(self.ranges.k[k as usize].len)).sum()
+                };
+                tiles_pay(self.rows(doc).iter().map(|q| [u64::from(q.range.len), seen(q)]), &score, group)
+            }),
+            By::Rows => {
+                let lengths = || self.rows(doc).iter().map(|q| u128::from(q.range.len));
+                lengths().map(|len| len * len).sum::<u128>() >= FEW * lengths().sum::<u128>()
+            }
+        }
+    }
+
+    /// The q ranges that decide.
+    fn rows(&self, doc: u32) -> &[QRange] {
+        let q = self.ranges.q;
+        if !self.sorted {
+            return q;
+        }
+        let begin = q.partition_point(|r| r.range.doc < doc);
+        &q[begin..begin + q[begin..].partition_point(|r| r.range.doc == doc)]
+    }
+}
+
+/// Whether tiles of parts are quicker than vectors, for so many rows of q and of k, of which `score` leaves a row some, with
+/// `group` q heads per kv head: by the means over the rows of q.
+pub(super) fn tiles_pay(lengths: impl Iterator<Item = [u64; 2]>, score: &Score, group: u32) -> bool {
+    let (mut rows, mut q_len, mut k_len) = (0, 0, 0);
+    let window = score.window_left.saturating_add(score.window_right).saturating_add(1).max(0) as u64;
+    let lengths = lengths.map(|[q, k]| [q, k.min(window)]);
+    for [q, k] in lengths.map(|lengths| lengths.map(u128::from)) {
+        (rows, q_len, k_len) = (rows + q, q_len + q * q, k_len + q * k);
+    }
+    let least = |mean: u64| rows * u128::from(mean).div_ceil(u128::from(group.max(1)));
+    rows > 0 && q_len >= least(FILLED) && k_len >= least(LONG)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::call::{HeadMap, Mode, Range, RawTensor};
+    use crate::element::Dtype;
+    use alloc::vec::Vec;
+
+    /// The documents on tiles, and on vectors, of those with so many tokens, forward and backward.
+    fn chosen(lengths: &[(u32, u32)], dtype: Dtype, aligned: bool, known: &[bool]) -> [[Vec<u32>; 2]; 2] {
+        let k: Vec<Range> = lengths.iter().map(|&(doc, len)| Range::plain(0, len, 0, doc)).collect();
+        let q: Vec<QRange> = (0..)
+            .zip(&k)
+            .map(|(i, &range)| QRange { range, keys_begin: i, keys_end: i + 1, mode: Mode::Only })
+            .collect();
+        let pairs: Vec<u32> = (0..k.len() as u32).collect();
+        let ranges = Ranges { q: &q, k: &k, pairs: &pairs };
+        let none = RawTensor::NONE;
+        let tensor = RawTensor { dtype, ..none };
+        let score = Score { scale: 1.0, softcap: 0.0, window_left: i64::MAX, window_right: 0 };
+        let heads = HeadMap { q_offset: 0, kv_offset: 0, group: 2 };
+        let forward = Attend {
+            q: tensor,
+            k: tensor,
+            v: tensor,
+            running: none,
+            running_lse: none,
+            o: none,
+            lse: none,
+            alibi_slopes: none,
+            sinks: none,
+            heads,
+            score,
+            ranges,
+            aligned,
+        };
+        let backward = AttendBackward {
+            q: tensor,
+            k: tensor,
+            v: tensor,
+            d_o: tensor,
+            lse: none,
+            delta: none,
+            dq: none,
+            dk: none,
+            dv: none,
+            accumulate_keys: false,
+            per_q_head: false,
+            gradients: Gradients::All,
+            alibi_slopes: none,
+            heads,
+            score,
+            ranges,
+            aligned,
+        };
+        let list = |of: Option<Documents>| {
+            let mut of = of.map_or(Vec::new(), |of| Vec::from([of]));
+            of.iter_mut().flat_map(|of| lengths.iter().map(|x| x.0).filter(|&doc| of.has(doc))).collect()
+        };
+        [Choice::forward(&forward, Isa::Amx, known), Choice::backward(&backward, Isa::Amx, known)]
+            .map(|choice| [list(choice.tiles), list(choice.vectors)])
+    }
+
+    #[test]
+    fn each_document_by_itself() {
+        let (a, b) = (&[0u32, 2][..], &[1u32, 3][..]);
+        // f32: a row of a group of two needs 256 keys, and 48 rows. Forward and backward agree.
+        let lengths = [(0, 300), (1, 255), (2, 256), (3, 2)];
+        assert_eq!(chosen(&lengths, Dtype::F32, false, &[]), [[a, b], [a, b]]);
+        let none: &[u32] = &[];
+        assert_eq!(chosen(&lengths, Dtype::F32, true, &[]), [[none, &[0, 1, 2, 3]], [none, &[0, 1, 2, 3]]]);
+        // bf16: all on tiles forward, those of 24 rows and more backward.
+        let lengths = [(0, 24), (1, 23), (2, 500), (3, 1)];
+        assert_eq!(chosen(&lengths, Dtype::Bf16, false, &[]), [[&[0, 1, 2, 3], none], [a, b]]);
+        assert_eq!(chosen(&lengths, Dtype::F64, false, &[]), [[none, &[0, 1, 2, 3]], [none, &[0, 1, 2, 3]]]);
+    }
+
+    /// What is known counts, and ranges where nothing is; the ranges of a document count together.
+    #[test]
+    fn known_documents_and_ranges() {
+        let lengths = [(0, 10), (0, 10), (1, 900), (2, 900), (3, 10)];
+        let expected = [[0, 0, 2].as_slice(), &[1, 3]];
+        assert_eq!(chosen(&lengths, Dtype::F32, false, &[true, false]), [expected, expected]);
+        // 30 rows in two ranges of 10 and 20: 17 on average.
+        let lengths = [(0, 10), (0, 20), (1, 20), (1, 30)];
+        assert_eq!(chosen(&lengths, Dtype::Bf16, false, &[])[1], [[1, 1].as_slice(), &[0, 0]]);
+    }
+
+    /// Where the ranges of a document need not follow each other, all decide together.
+    #[test]
+    fn out_of_order() {
+        let lengths = [(1, 900), (0, 10), (1, 10)];
+        let expected = [[1, 0, 1].as_slice(), &[]];
+        assert_eq!(chosen(&lengths, Dtype::F32, false, &[]), [expected, expected]);
+    }
+}
