@@ -254,7 +254,7 @@ use transform::finish as empty_rows;
 /// The workers with the scratch's memory, if it was reserved for these dims.
 fn memory<'a>(scratch: &'a mut Scratch, dims: &Dims) -> Result<Crew<'a>> {
     let (workers, held) = (scratch.workers(), scratch.held());
-    match Crew::new(scratch, dims) {
+    match scratch.crew(dims) {
         Some(crew) => Ok(crew),
         None => Err(Error::invalid(
             "scratch",
@@ -368,7 +368,7 @@ mod tests {
         let dims = check::attend(&forward).unwrap();
         let mut scratch = Scratch::new(1);
         scratch.reserve(&dims);
-        let lines = Crew::new(&mut scratch, &dims).unwrap().lines;
+        let lines = scratch.crew(&dims).unwrap().lines;
         let documents = Documents::all(Isa::Portable);
         // SAFETY: the tensors are the vectors above; the caller has the instruction set.
         unsafe {

@@ -11,6 +11,7 @@ use super::executor::Executor;
 #[cfg(target_arch = "x86_64")]
 use super::forward::MOST_TILES;
 use super::isa::Isa;
+use super::workers::Crew;
 use crate::call::Score;
 use crate::element::Dtype;
 use crate::error::Result;
@@ -168,9 +169,10 @@ impl Scratch {
         size_of_val(&*self.lines)
     }
 
-    /// The workers' memory, if it is large enough, whose threads they run on, and for which documents tiles of parts pay.
-    pub(super) fn parts(&mut self, dims: &Dims) -> Option<(&mut [Line], Option<&dyn Executor>, &[bool])> {
-        let need = self.workers * Self::worker_lines(dims);
-        Some((self.lines.get_mut(..need)?, self.executor.as_deref(), &self.documents))
+    /// The workers' memory, if it is large enough, with whose threads they run on, and what is known of documents.
+    pub(super) fn crew(&mut self, dims: &Dims) -> Option<Crew<'_>> {
+        let each = Self::worker_lines(dims);
+        let lines = self.lines.get_mut(..self.workers * each)?;
+        Some(Crew { lines, each, executor: self.executor.as_deref(), documents: &self.documents })
     }
 }

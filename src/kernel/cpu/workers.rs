@@ -18,7 +18,6 @@ use super::executor::{self, Executor};
 use super::forms::{Bf16, F16, Form, ThreeParts, TwoParts};
 use super::isa::Isa;
 use super::job::{Job, Machine};
-use super::scratch::{Dims, Scratch};
 #[cfg(target_arch = "x86_64")]
 use super::{dq_order::DqOrder, tiled::Tiled};
 use crate::element::Dtype;
@@ -34,12 +33,6 @@ pub(super) struct Crew<'a> {
 }
 
 impl<'a> Crew<'a> {
-    /// Those of `scratch`, if it was reserved for these dims.
-    pub(super) fn new(scratch: &'a mut Scratch, dims: &Dims) -> Option<Self> {
-        let (lines, executor, documents) = scratch.parts(dims)?;
-        Some(Self { lines, each: Scratch::worker_lines(dims), executor, documents })
-    }
-
     /// How many there are.
     pub(super) fn workers(&self) -> usize {
         self.lines.len() / self.each
