@@ -378,7 +378,7 @@ mod tests {
             forward::Forward::<E::Acc> {
                 call: &forward,
                 documents,
-                lanes: arena::LANES,
+                lanes: [arena::LANES; 2],
                 few: false,
                 sums: PhantomData,
             }
