@@ -26,7 +26,7 @@ mod team;
 #[cfg(feature = "mpi")]
 mod together;
 
-use std::{path::Path, process::ExitCode, sync::Arc, time::Duration};
+use std::{io::Write as _, path::Path, process::ExitCode, sync::Arc, time::Duration};
 
 use clap::Parser;
 use cpattn::{Batch, Dtype, Element, Plan};
@@ -52,10 +52,15 @@ fn main() -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
         Err(text) => {
-            eprintln!("error: {text}");
+            say(&text);
             ExitCode::from(2)
         }
     }
+}
+
+/// An error, on standard error in one piece: several processes may write there.
+fn say(text: &str) {
+    let _ = std::io::stderr().write_all(format!("error: {text}\n").as_bytes());
 }
 
 /// What the ranks are.

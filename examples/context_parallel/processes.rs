@@ -20,7 +20,7 @@ use cpattn::{
 use mpi::{Threading, environment::Universe, topology::SimpleCommunicator, traits::*};
 
 use crate::{
-    clock,
+    clock, say,
     team::{How, Inputs, Lap, Outcome, Part, Results, part},
     together::{self, Alive},
 };
@@ -59,7 +59,7 @@ pub fn check_ring(deadline: Duration, world: Option<usize>) -> Result<bool, Stri
         }),
     };
     if let Err(text) = &outcome {
-        eprintln!("error: {text}");
+        say(text);
         // Others have something to say too; MPI cannot be finalised with one that is dead.
         std::thread::sleep(Duration::from_secs(1));
         comm.abort(2)
@@ -104,7 +104,7 @@ impl Processes {
     /// Says it on standard error and ends all processes: MPI cannot be finalised with one that is dead or waits.
     pub fn give_up(&self, text: &str) -> ! {
         self.side.abort(Cause::Failed);
-        eprintln!("error: {text}");
+        say(text);
         // Others have something to say too.
         std::thread::sleep(Duration::from_secs(1));
         self.world.abort(2)

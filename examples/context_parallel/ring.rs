@@ -69,7 +69,7 @@ fn print(world: usize, kind: &str, bytes: usize, links: &[Link]) {
         0 => println!("all {} links work", links.len()),
         _ => println!(
             "all {} links work, {slow} of them {SLOW} times slower than the median; try: run again on idle hosts, then see which \
-             network interface these two use and whether they share a switch with others",
+             network interface the hosts of a slow link use and whether they share a switch with others",
             links.len()
         ),
     }

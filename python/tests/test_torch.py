@@ -238,6 +238,7 @@ def refusals(rank: int, world: int) -> None:
         ("plans is -3, at least 1 is needed", {"plans": -3}),
         ("timeout is True, a finite number is needed", {"timeout": True}),
         ("timeout is nan, a finite number is needed", {"timeout": float("nan")}),
+        ("timeout is None, a finite number is needed", {"timeout": None}),
         ("timeout is '5', a finite number is needed", {"timeout": "5"}),
         ("timeout is 1e+300 seconds, 0.001 to 1e9 are needed", {"timeout": 1e300}),
         ("workers is 2.5, a whole number is needed", {"workers": 2.5}),

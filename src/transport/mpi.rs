@@ -16,13 +16,14 @@
 //! - A small message may leave before its receiver has come, as MPI decides; its sender then returns and learns of what went
 //!   wrong there at its next call.
 //! - A failure is told to every rank (`notices.rs`); a rank that gets no notice reaches its deadline, which counts from the
-//!   last piece that moved. The peer that is blamed is the nearest one, along the chain of those that wait for each other,
+//!   last piece that moved. Finding the peer to blame then takes half the deadline more (0.25 to 5 s) where that one does not
+//!   answer. The peer that is blamed is the nearest one, along the chain of those that wait for each other,
 //!   that does not answer, or one that has only just come to wait, having computed or been stopped for too long. A rank
 //!   that is dropped says so to all others, and those that still need it say that it left. Where all of them answer and some
 //!   wait in an agreement, others in an exchange, they run different things; each names one on the other side.
 //! - By its defaults MPI ends the whole job when a process dies: `mpirun` kills the others, and there is no error to
 //!   return. Where it lets them live (Open MPI: `mpirun --enable-recovery`; MPICH: `mpiexec -disable-auto-cleanup`, and
-//!   a shell round each process that ignores SIGUSR1), each gets its error at the deadline. After a failure, do not call
+//!   a shell round each process that ignores SIGUSR1), each gets its error after its deadline. After a failure, do not call
 //!   `MPI_Finalize`: it may wait for the dead. Leave with `MPI_Abort`, or end the process.
 //! - Without a failure too, `MPI_Finalize` waits for every process, without a limit, also for one that was stopped or died after
 //!   its last run. So let a last [`agree`](Transport::agree) of all ranks come before it, after whatever one of them does alone
@@ -112,7 +113,8 @@ impl Mpi {
     /// exchanges.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if MPI was not initialised, is finalised, or does not allow several threads at a time; if `comm`
+    /// [`Error::Invalid`] if MPI was not initialised, is finalised, or does not allow several threads at a time; if the process
+    /// was started as one of several by the launcher of another MPI, and so is alone in its world; if `comm`
     /// is null or joins two groups; if `deadline` is 0; if the processes run different versions of this crate.
     /// [`Error::Device`] if a call of MPI fails. [`Error::Peer`] with [`Cause::Absent`], which names one that did not come, if
     /// not all processes made theirs before the deadline; with [`Cause::Deadline`] if the one that it names came and was
@@ -144,6 +146,7 @@ impl Mpi {
     pub unsafe fn from_raw(comm: MPI_Comm, deadline: Duration) -> Result<Self> {
         raw::usable()?;
         raw::multiple_threads()?;
+        raw::own_launcher()?;
         parted::sweep();
         if deadline.is_zero() {
             return Err(Error::invalid("deadline", "0 ms", "at least 1 ms"));

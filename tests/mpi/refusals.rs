@@ -79,6 +79,27 @@ pub fn thread_level() {
     println!("{FINE}");
 }
 
+/// As the launcher of another MPI leaves it: each of its processes is alone in its world.
+pub fn another_launcher() {
+    let (_universe, comm) = init();
+    for name in ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"] {
+        let own = std::env::var_os(name);
+        // SAFETY: this program's other threads, if MPI has some, read no variables while nothing is sent.
+        unsafe { std::env::set_var(name, "4") };
+        let text = Mpi::new(&comm, LONG).unwrap_err().to_string();
+        let found = format!("MPI_COMM_WORLD is 1 process, expected 4, as many as the launcher started ({name})");
+        assert!(text.contains(&found) && text.contains("the mpirun of the MPI that it was built with"), "{text}");
+        match own {
+            // SAFETY: as above.
+            Some(own) => unsafe { std::env::set_var(name, own) },
+            // SAFETY: as above.
+            None => unsafe { std::env::remove_var(name) },
+        }
+        assert_eq!(Mpi::new(&comm, LONG).unwrap().world(), 1);
+    }
+    println!("{FINE}");
+}
+
 pub fn before_and_after() {
     // SAFETY: refused before the handle is used.
     let before = unsafe { Mpi::from_raw(ffi::RSMPI_COMM_WORLD, LONG) }.unwrap_err().to_string();

@@ -88,6 +88,26 @@ pub(super) fn multiple_threads() -> Result<()> {
         .hint("a rank calls MPI from a thread of its own: ask MPI_Init_thread for MPI_THREAD_MULTIPLE"))
 }
 
+/// Where launchers write how many processes they start: Open MPI's, and those that speak PMI, such as MPICH's and Slurm's.
+const LAUNCHED: [&str; 2] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"];
+
+/// Refuses a process that is one of several for its launcher and the only one for MPI. Another MPI's launcher started it, and
+/// each process would do all of the work, as a world of its own.
+pub(super) fn own_launcher() -> Result<()> {
+    let mut world = 0;
+    // SAFETY: a constant of the library; MPI is usable, as the caller has checked.
+    check("MPI_Comm_size", unsafe { ffi::MPI_Comm_size(ffi::RSMPI_COMM_WORLD, &raw mut world) })?;
+    let launched = |name| std::env::var(name).ok()?.parse().ok().filter(|&n: &u32| n > 1).map(|n| (name, n));
+    match LAUNCHED.into_iter().find_map(launched) {
+        Some((name, n)) if world == 1 => {
+            let expected = std::format!("{n}, as many as the launcher started ({name})");
+            Err(Error::invalid("MPI_COMM_WORLD", "1 process", expected)
+                .hint("start the program with the mpirun of the MPI that it was built with"))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// A communicator.
 #[derive(Clone, Copy)]
 pub(super) struct Comm(MPI_Comm);
