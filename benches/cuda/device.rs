@@ -81,6 +81,13 @@ impl Device {
         call!(cuStreamSynchronize(self.stream.cast()))
     }
 
+    /// Whether the context still takes work. After a fault of a kernel it never does again.
+    pub fn answers(&self) -> Result<()> {
+        self.synchronize()?;
+        self.poison(&self.allocate(256)?)?;
+        self.synchronize()
+    }
+
     pub fn download(&self, memory: &DeviceMemory) -> Result<Vec<u8>> {
         self.synchronize()?;
         let mut bytes = vec![0; memory.bytes()];

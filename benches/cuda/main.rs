@@ -112,7 +112,8 @@ fn measure(device: &Device, options: &Options, held: &mut Held) -> Result<String
     ))
 }
 
-/// Answers every line; a failure is an answer too.
+/// Answers every line; a failure is an answer too. A fault of a kernel spoils the context for good, and with it every case
+/// after: the program then ends behind the answer, which says `"ended": true`, and its caller starts it anew.
 fn serve(device: &Device, options: &Options) -> Result<()> {
     let mut held: Option<Held> = None;
     for line in std::io::stdin().lock().lines() {
@@ -128,10 +129,17 @@ fn serve(device: &Device, options: &Options) -> Result<()> {
         .and_then(|h| {
             let h = held.insert(h);
             measure(device, options, h)
-        })
-        .unwrap_or_else(|e| format!("{{\"failed\": {e:?}}}"));
-        println!("{answer}");
+        });
+        let (text, lost) = match answer {
+            Ok(row) => (row, Ok(())),
+            Err(e) => {
+                let lost = device.answers();
+                (format!("{{\"failed\": {e:?}, \"ended\": {}}}", lost.is_err()), lost)
+            }
+        };
+        println!("{text}");
         std::io::stdout().flush().map_err(|e| e.to_string())?;
+        lost.map_err(|e| format!("the context is of no use any more: {e}"))?;
     }
     Ok(())
 }
@@ -177,6 +185,7 @@ fn run() -> Result<bool> {
             Ok(row) => println!("{row}"),
             Err(e) => {
                 eprintln!("{}: {e}", line.split(' ').next().unwrap_or(line));
+                device.answers().map_err(|e| format!("no case after this one: the context is of no use any more: {e}"))?;
                 good = false;
             }
         }

@@ -26,8 +26,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 
 class Server:
-    """A program that answers every line with one JSON object. One that ends, or does not answer within `limit_s`, costs
-    that line only: the next line starts it anew."""
+    """A program that answers every line with one JSON object. One that ends, says that it does, or does not answer within
+    its limit, costs that line only: the next line starts it anew."""
 
     def __init__(self, *command, env=None, limit_s=120.0):
         self.command, self.env, self.limit_s, self.process, self.rest = command, env, limit_s, None, b""
@@ -38,9 +38,9 @@ class Server:
             self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.env, process_group=0
         )
 
-    def line(self):
+    def line(self, limit_s):
         """The next line of the program's output: None when it ended, "" when it says nothing."""
-        until = time.monotonic() + self.limit_s
+        until = time.monotonic() + limit_s
         while b"\n" not in self.rest:
             if not select.select([self.process.stdout], [], [], max(until - time.monotonic(), 0.0))[0]:
                 return ""
@@ -51,25 +51,29 @@ class Server:
         line, _, self.rest = self.rest.partition(b"\n")
         return line.decode()
 
-    def ask(self, line):
+    def ask(self, line, limit_s=None):
+        limit_s = limit_s or self.limit_s
         if self.process is None:
             self.start()
         try:
             self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
-            answer = self.line()
+            answer = self.line(limit_s)
         except BrokenPipeError:
             answer = None
         if answer:
             try:
-                return json.loads(answer)
+                answer = json.loads(answer)
             except ValueError:
+                answer = {"failed": f"the program answered {answer!r}", "ended": True}
+            if answer.get("ended"):
                 self.stop()
-                return {"failed": f"the program answered {answer!r}", "ended": True}
+            return answer
         hung, process = answer == "", self.process
         self.stop()
-        why = f"no answer within {self.limit_s:.0f} s" if hung else f"the program ended with status {process.returncode}"
-        return {"failed": why, "ended": True}
+        if hung:
+            return {"failed": f"no answer within {limit_s:.0f} s", "ended": True, "hung": True}
+        return {"failed": f"the program ended with status {process.returncode}", "ended": True}
 
     def stop(self):
         if self.process is not None:
@@ -98,41 +102,106 @@ class Others:
     def __init__(self, *command, limit_s):
         self.servers = {name: Server(*command, limit_s=limit_s) for name in ("", "fa3")}
 
-    def ask(self, line):
-        return self.servers["fa3" if line.startswith("fa3") else ""].ask(line)
+    def ask(self, line, limit_s=None):
+        return self.servers["fa3" if line.startswith("fa3") else ""].ask(line, limit_s)
+
+    def stop(self):
+        for server in self.servers.values():
+            server.stop()
 
     def close(self):
         for server in self.servers.values():
             server.close()
 
 
-def one(line, ours, others, rounds, about):
-    """The rows of a case; an answer of ours that is wrong or missing is an error. Of a peer that ended in a case nothing
-    more is asked in it."""
-    case = peers.Case(line)
-    names = [peer for peer in case.peers if peer == "ours-first" or others]
-    answers, times, failed = [], {peer: [] for peer in names}, {}
-    for _ in range(rounds):
-        answer = ours.ask(line)
-        if "failed" in answer:
-            raise RuntimeError(f"{case.name}: {answer['failed']}")
-        answers.append(answer)
-        for peer in names:
-            if peer in failed:
-                continue
-            if peer == "ours-first":
-                answer = ours.ask(line.replace("kind=merge", "kind=first"))
-                answer = {"peer_s": answer["ours_s"]} if "ours_s" in answer else answer
-            else:
-                answer = others.ask(f"{peer} {line}")
-            if "failed" in answer:
-                failed[peer], times[peer] = answer["failed"], []
-            else:
-                times[peer].append(answer["peer_s"])
-    about = about | {"device": answers[0]["device"]}
-    return [
-        report.merge(case.name, answers, peer, times.get(peer, []), failed.get(peer), about) for peer in names or [None]
-    ]
+def kernel_of(case):
+    """Cases that share this share a kernel of ours, as far as can be told from outside."""
+    return case.kind, case.dtype, case.head_dim, case.value_dim
+
+
+class Device:
+    """Ours and the peers on one device, and what is known about both: which of them hung, whether the device answers."""
+
+    def __init__(self, ours, others, answers=lambda: True, limit_s=60.0):
+        self.ours, self.others, self.answers, self.limit_s = ours, others, answers, limit_s
+        self.hung, self.given_up = set(), False
+
+    def ask(self, who, line, about):
+        """What has hung before is waited for less long."""
+        answer = who.ask(line, self.limit_s / 3 if about in self.hung else self.limit_s)
+        if answer.get("hung"):
+            self.hung.add(about)
+        if answer.get("ended") and not self.answers():
+            # A kernel that spins in the other program holds the device as well.
+            self.ours.stop()
+            if self.others:
+                self.others.stop()
+            self.given_up = not self.answers()
+        return answer
+
+    def one(self, line, rounds, about):
+        """The rows of a case. Of whoever fails in it nothing more is asked; the others are timed nevertheless."""
+        case = peers.Case(line)
+        names = [peer for peer in case.peers if peer == "ours-first" or self.others]
+        answers, times, failed, wrong = [], {peer: [] for peer in names}, {}, None
+        for _ in range(rounds):
+            if wrong is None:
+                answer = self.ask(self.ours, line, kernel_of(case))
+                if "failed" in answer:
+                    wrong, answers = answer["failed"], []
+                else:
+                    answers.append(answer)
+            for peer in names:
+                if self.given_up:
+                    failed.setdefault(peer, "the device does not answer any more")
+                if peer in failed:
+                    continue
+                if peer == "ours-first":
+                    answer = self.ask(self.ours, line.replace("kind=merge", "kind=first"), peer)
+                    answer = answer | {"peer_s": answer["ours_s"]} if "ours_s" in answer else answer
+                else:
+                    answer = self.ask(self.others, f"{peer} {line}", peer)
+                if "failed" in answer:
+                    failed[peer], times[peer] = answer["failed"], []
+                else:
+                    times[peer].append(answer["peer_s"])
+        more = about | ({"device": answers[0]["device"]} if answers else {
+            "direction": "backward" if case.kind == "backward" else "forward", "dtype": case.dtype, "device": None,
+            "ours_failed": wrong,
+        })
+        return [report.merge(case.name, answers, peer, times.get(peer, []), failed.get(peer), more) for peer in names or [None]]
+
+
+def answers(ours):
+    """Whether a fresh program of ours computes right on the device, in a case that needs no attention kernel."""
+    process = subprocess.Popen([ours, "--tiny", "--only", "tiny-pack-"], stdout=subprocess.DEVNULL, process_group=0)
+    try:
+        return process.wait(30) == 0
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        steps.end(process)
+
+
+def measured(lines, device, options, about):
+    """The rows of one case after the other, and with the last of them what was not begun and why. The cases of a kernel
+    that hung come last: each may cost as long a wait, of which the other kernels' cases would pay."""
+    start, first, last, begun = time.monotonic(), list(lines), [], 0
+    while first or last:
+        late = not first
+        line = (last if late else first).pop(0)
+        case = peers.Case(line)
+        if not late and kernel_of(case) in device.hung:
+            last.append(line)
+            continue
+        out_of_time = time.monotonic() - start > options.limit_s
+        if out_of_time or device.given_up:
+            why = "for lack of time" if out_of_time else "the device does not answer any more"
+            yield [], (why, [rest.split()[0] for rest in (line, *first, *last)])
+            return
+        begun += 1
+        print(f"[{begun}/{len(lines)}] {case.name}", file=sys.stderr)
+        yield device.one(line, options.rounds, about), None
 
 
 def arguments():
@@ -164,47 +233,38 @@ def main():
     limit_s = options.case_limit_s
     ours = Server(options.ours, "--serve", "--warmup", counts[0], "--repeats", counts[1], limit_s=limit_s)
     others = None if options.ours_only else Others(sys.executable, str(HERE / "peers.py"), *counts, limit_s=limit_s)
+    device = Device(ours, others, lambda: answers(options.ours), limit_s)
     lines = (HERE / ("tiny.txt" if options.tiny else "cases.txt")).read_text().splitlines()
     lines = [line for line in lines if line and not line.startswith("#") and re.search(options.only, line.split()[0])]
-    rows, wrong, left, lost = [], [], [], 0
+    rows, left = [], None
     with machine.Gauge() as gauge:
-        for i, line in enumerate(lines):
-            # Twice in a row is no longer the fault of a case.
-            if time.monotonic() - start > options.limit_s or lost == 2:
-                left = [line.split()[0] for line in lines[i:]]
-                break
-            print(f"[{i + 1}/{len(lines)}] {line.split()[0]}", file=sys.stderr)
+        mark = gauge.mark()
+        for new, left in measured(lines, device, options, about):
+            rows += [row | {"clocks": gauge.medians(mark)} for row in new]
             mark = gauge.mark()
-            try:
-                new = one(line, ours, others, options.rounds, about)
-                rows += [row | {"clocks": gauge.medians(mark)} for row in new]
-                lost = 0
-            except RuntimeError as error:
-                wrong.append(str(error))
-                lost = lost + 1 if ours.process is None else 0
             # Whatever happens later, what was measured is on disk.
             steps.write(pathlib.Path(options.json), rows)
     ours.close()
     if others:
         others.close()
-    device = rows[0]["device"] if rows else "no device"
+    wrong = list(dict.fromkeys(f"{row['case']}: {row['ours_failed']}" for row in rows if "ours_failed" in row))
+    name = next((row["device"] for row in rows if row["device"]), "no device")
     steps.write(pathlib.Path(options.json), rows)
-    picture = report.plot(rows, f"{device}, {about['date']}")
+    picture = report.plot(rows, f"{name}, {about['date']}")
     svg = pathlib.Path(options.svg) if options.svg else pathlib.Path(options.json).with_suffix(".svg")
     svg.write_text(picture)
     if options.keep and rows and not wrong:
-        if options.tiny or "emulator" in device:
+        if options.tiny or "emulator" in name:
             print("an emulated or tiny run says nothing about speed: not kept", file=sys.stderr)
         else:
-            name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + "-" + about["date"].replace(":", "")
+            name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + "-" + about["date"].replace(":", "")
             folder = pathlib.Path(options.keep)
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
             (folder / f"{name}.svg").write_text(picture)
     print(report.table(rows))
     if left:
-        why = "two cases in a row ended our program" if lost == 2 else "for lack of time"
-        print(f"\nnot begun, {why}: {' '.join(left)}")
+        print(f"\nnot begun, {left[0]}: {' '.join(left[1])}")
     for error in wrong:
         print(f"WRONG: {error}", file=sys.stderr)
     return 1 if wrong else 0

@@ -2,7 +2,8 @@
 """Times what PyTorch brings along, on the cases of `cases.txt`.
 
 Each line on the standard input is `PEER CASE`; each is answered with one JSON object: `peer_s`, the median of device
-events, or `failed` and why. Inputs are standard normal numbers, in several sets that together exceed the L2 cache, and
+events, or `failed` and why. After a fault of a kernel the context is of no use for any later case: the answer then says
+`ended`, and this program ends. Inputs are standard normal numbers, in several sets that together exceed the L2 cache, and
 are kept while the same case comes again. `--peers` lists what is known, `--probe` says what machine this is.
 
     cudnn                 scaled_dot_product_attention, cuDNN alone
@@ -216,15 +217,33 @@ class Held:
         return median_seconds(torch, self.call, self.sets, warmup, repeats)
 
 
-def serve(torch, warmup, repeats):
+def context_is_lost(torch):
+    """Whether the context takes no work any more, as after a fault of a kernel. A peer that refuses leaves it whole."""
+    try:
+        torch.cuda.synchronize()
+        torch.zeros(256, device="cuda").sum().item()
+    except Exception:  # a CUDA error is a RuntimeError of its own in each version
+        return True
+    return False
+
+
+def serve(torch, warmup, repeats, lines=sys.stdin):
+    """Answers every line; returns the program's status."""
     held = Held(torch)
-    for line in sys.stdin:
+    for line in lines:
+        lost = False
         try:
             answer = {"peer_s": held.answer(line.strip(), warmup, repeats)}
         except Exception as error:  # a peer may refuse a case in any way it likes
-            held.line = held.sets = held.call = None
             answer = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+            held.line = held.sets = held.call = None
+            lost = context_is_lost(torch)
+            if lost:
+                answer["ended"] = True
         print(json.dumps(answer), flush=True)
+        if lost:
+            return 1
+    return 0
 
 
 def usable_torch():
@@ -257,8 +276,7 @@ def main(arguments):
         }))
         return 0
     numbers = [int(x) for x in arguments if x.isdigit()]
-    serve(torch, *(numbers if len(numbers) == 2 else (5, 30)))
-    return 0
+    return serve(torch, *(numbers if len(numbers) == 2 else (5, 30)))
 
 
 if __name__ == "__main__":

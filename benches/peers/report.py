@@ -25,13 +25,14 @@ COLOURS = {
 
 
 def merge(case, ours, peer, peer_times, failed=None, about=None):
-    """One row. `ours` are the answers of our rounds, `peer_times` the seconds of the peer's; a peer that failed has none.
+    """One row. `ours` are the answers of our rounds, `peer_times` the seconds of the peer's; whoever failed has none. Where
+    ours failed, `about` says why (`ours_failed`), and what else an answer would have said.
 
     tflops and tb_per_s are given at each round's own time and scaled to the median of the rounds.
     """
-    ours_s = statistics.median(answer["ours_s"] for answer in ours)
+    ours_s = statistics.median(answer["ours_s"] for answer in ours) if ours else None
     peer_s = statistics.median(peer_times) if peer_times else None
-    first = ours[0]
+    first = ours[0] if ours else {}
 
     def rate(name):
         value = first.get(name)
@@ -39,17 +40,17 @@ def merge(case, ours, peer, peer_times, failed=None, about=None):
 
     row = {
         "case": case,
-        "direction": first["direction"],
-        "dtype": first["dtype"],
+        "direction": first.get("direction"),
+        "dtype": first.get("dtype"),
         "ours_s": ours_s,
         "peer": peer,
         "peer_s": peer_s,
-        "ratio": peer_s / ours_s if peer_s is not None else None,
+        "ratio": peer_s / ours_s if peer_s is not None and ours_s is not None else None,
         "tflops": rate("tflops"),
         "tb_per_s": rate("tb_per_s"),
         "ours_rounds_s": [answer["ours_s"] for answer in ours],
         "peer_rounds_s": list(peer_times),
-        "error": max(answer["error"] for answer in ours),
+        "error": max((answer["error"] for answer in ours), default=None),
     }
     if failed:
         row["failed"] = failed
@@ -81,7 +82,7 @@ def table(rows):
         lines.append((
             row["case"],
             row["dtype"],
-            seconds(row["ours_s"]),
+            seconds(row["ours_s"]) if "ours_failed" not in row else "failed",
             number(row["tflops"], 1),
             number(row["tb_per_s"], 3),
             row["peer"] or "-",

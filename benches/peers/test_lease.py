@@ -119,34 +119,61 @@ class Servers(Folder):
         server.limit_s = 20.0
         self.assertEqual(server.ask("b")["ours_s"], 1.0)
 
-    def measured(self, names):
-        """`measure.py --ours-only` over cases of these names."""
-        body = f"""while read -r line; do case $line in *dies*) exit 7 ;; *) echo '{json.dumps(ANSWER)}' ;; esac; done"""
-        ours, home = program(self.folder / "ours", body), self.folder / "home"
+    def measured(self, names, limit_s=20, probe="exit 0"):
+        """`measure.py` over cases of these names, with stand-ins for our program and for peers.py: their rows."""
+        serve = f"""while read -r line; do echo "$line" >> {self.folder}/asked; case $line in *dies*) exit 7 ;;
+            *spoils*) echo '{{"failed": "a fault", "ended": true}}'; exit 1 ;; *hangs*) sleep 300 ;;
+            *) echo '{json.dumps(ANSWER)}' ;; esac; done"""
+        ours = program(self.folder / "ours", f"case $* in *--serve*) ;; *) {probe} ;; esac\n{serve}")
+        home = self.folder / "home"
         home.mkdir()
-        for name in ("measure.py", "machine.py", "peers.py", "report.py", "steps.py"):
+        for name in ("measure.py", "machine.py", "report.py", "steps.py"):
             (home / name).write_text((HERE / name).read_text())
+        # Beside the real one, so that a case is read by the same words.
+        (home / "peers.py").write_text((HERE / "peers.py").read_text().replace(
+            "def main(arguments):", "def main(arguments):\n"
+            "    for line in ['{}'] if '--probe' in arguments else sys.stdin:\n"
+            "        print('{}' if line == '{}' else '{\"peer_s\": 2.0}', flush=True)\n"
+            "    return 0\n"
+        ))
         words = "kind=forward dtype=bf16 heads=1/1 dims=64/64 mask=causal lengths=8 peers=flash"
-        (home / "cases.txt").write_text("".join(f"{name} {words}\n" for name in names))
+        lines = [f"{name} {words}" if " " not in name else name for name in names]
+        (home / "cases.txt").write_text("".join(f"{line}\n" for line in lines))
         done = subprocess.run(
-            [sys.executable, home / "measure.py", "--ours", ours, "--json", self.folder / "rows.json", "--ours-only"],
+            [sys.executable, home / "measure.py", "--ours", ours, "--json", self.folder / "rows.json",
+             "--case-limit-s", str(limit_s)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
-        return done, [row["case"] for row in json.loads((self.folder / "rows.json").read_text())]
+        self.assertNotIn("Traceback", done.stderr)
+        rows = json.loads((self.folder / "rows.json").read_text())
+        return done, {row["case"]: (row["ours_s"], row["peer_s"]) for row in rows}
 
-    def test_one_case_that_ends_the_program_costs_itself_only(self):
-        done, cases = self.measured(["a", "dies-1", "b", "dies-2", "c"])
-        self.assertEqual((done.returncode, cases), (1, ["a", "b", "c"]))
-        self.assertIn("WRONG: dies-1: the program ended with status 7", done.stderr)
+    def test_cases_that_end_the_program_cost_themselves_only(self):
+        done, cases = self.measured(["a", "dies-1", "dies-2", "dies-3", "b"])
+        self.assertEqual(done.returncode, 1)
+        self.assertEqual(cases, {"a": (1.0, 2.0), **dict.fromkeys(["dies-1", "dies-2", "dies-3"], (None, 2.0)), "b": (1.0, 2.0)})
+        self.assertIn("WRONG: dies-2: the program ended with status 7", done.stderr)
 
-    def test_two_in_a_row_end_the_run(self):
-        done, cases = self.measured(["a", "dies-1", "dies-2", "b"])
-        self.assertEqual((done.returncode, cases), (1, ["a"]))
-        self.assertIn("two cases in a row ended our program: b", done.stdout)
+    def test_a_program_whose_context_is_spoiled_is_started_anew(self):
+        done, cases = self.measured(["spoils", "b"])
+        self.assertEqual(cases, {"spoils": (None, 2.0), "b": (1.0, 2.0)})
+        self.assertIn("WRONG: spoils: a fault", done.stderr)
+
+    def test_other_cases_of_a_kernel_that_hung_come_last(self):
+        backward = "c kind=backward dtype=bf16 heads=1/1 dims=64/64 mask=causal lengths=8 peers=flash"
+        done, cases = self.measured(["hangs", "b", backward], limit_s=3)
+        self.assertEqual(cases, {"hangs": (None, 2.0), "c": (1.0, 2.0), "b": (1.0, 2.0)})
+        self.assertEqual(list(cases), ["hangs", "c", "b"])
+        self.assertIn("WRONG: hangs: no answer within 3 s", done.stderr)
+
+    def test_a_device_that_answers_no_more_ends_the_run(self):
+        done, cases = self.measured(["a", "dies-1", "b"], probe="exit 1")
+        self.assertEqual((done.returncode, cases), (1, {"a": (1.0, 2.0), "dies-1": (None, None)}))
+        self.assertIn("not begun, the device does not answer any more: b", done.stdout)
 
     def test_flash_attention_3_has_a_process_of_its_own(self):
         asked = measure.Others("cat", limit_s=1.0)
-        asked.servers = {name: type("Named", (), {"ask": lambda self, line, name=name: (name, line)})() for name in ("", "fa3")}
+        asked.servers = {name: type("Named", (), {"ask": lambda self, line, limit_s, name=name: (name, line)})() for name in ("", "fa3")}
         self.assertEqual([asked.ask(f"{peer} x")[0] for peer in ("flash", "fa3", "fa3-varlen", "varlen")], ["", "fa3", "fa3", ""])
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """`python3 -m unittest discover benches/peers`. All times in here are synthetic: they stand for no machine."""
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -32,7 +34,7 @@ class Scripted:
     def __init__(self, answers):
         self.answers, self.asked = list(answers), []
 
-    def ask(self, line):
+    def ask(self, line, limit_s):
         self.asked.append(line)
         return self.answers.pop(0)
 
@@ -42,11 +44,15 @@ def ours(seconds, **more):
             "error": 0.25, "device": "synthetic"} | more
 
 
+def one(line, mine, theirs, rounds, about):
+    return measure.Device(mine, theirs).one(line, rounds, about)
+
+
 class Rows(unittest.TestCase):
     def test_medians_of_interleaved_rounds(self):
         mine = Scripted([ours(2.0), ours(4.0), ours(3.0)])
         theirs = Scripted([{"peer_s": 6.0}, {"peer_s": 9.0}, {"peer_s": 5.0}])
-        [row] = measure.one(LINE.format("forward", "flash"), mine, theirs, 3, {"date": "never"})
+        [row] = one(LINE.format("forward", "flash"), mine, theirs, 3, {"date": "never"})
         self.assertEqual((row["ours_s"], row["peer_s"], row["ratio"]), (3.0, 6.0, 2.0))
         self.assertAlmostEqual(row["tflops"], 2.0)
         self.assertEqual((row["case"], row["peer"], row["device"]), ("synthetic-forward", "flash", "synthetic"))
@@ -56,24 +62,61 @@ class Rows(unittest.TestCase):
     def test_a_peer_that_refuses_is_asked_once_and_has_no_time(self):
         mine = Scripted([ours(2.0), ours(2.0)])
         theirs = Scripted([{"failed": "no"}, {"peer_s": 1.0}, {"peer_s": 1.0}])
-        rows = measure.one(LINE.format("forward", "cudnn,flash"), mine, theirs, 2, {})
+        rows = one(LINE.format("forward", "cudnn,flash"), mine, theirs, 2, {})
         self.assertEqual([row["peer_s"] for row in rows], [None, 1.0])
         self.assertEqual((rows[0]["ratio"], rows[0]["failed"]), (None, "no"))
         self.assertEqual([line.split()[0] for line in theirs.asked], ["cudnn", "flash", "flash"])
 
     def test_merge_is_compared_with_our_own_first(self):
         mine = Scripted([ours(2.0), ours(1.9)])
-        [row] = measure.one(LINE.format("merge", "ours-first"), mine, None, 1, {})
+        [row] = one(LINE.format("merge", "ours-first"), mine, None, 1, {})
         self.assertEqual((row["peer"], row["ratio"]), ("ours-first", 0.95))
         self.assertIn("kind=first", mine.asked[1])
 
     def test_without_peers_there_is_still_a_row(self):
-        [row] = measure.one(LINE.format("forward", "flash"), Scripted([ours(2.0)]), None, 1, {})
+        [row] = one(LINE.format("forward", "flash"), Scripted([ours(2.0)]), None, 1, {})
         self.assertEqual((row["peer"], row["peer_s"], row["ratio"], row["ours_s"]), (None, None, None, 2.0))
 
-    def test_a_wrong_result_of_ours_is_no_row(self):
-        with self.assertRaisesRegex(RuntimeError, "o is wrong"):
-            measure.one(LINE.format("forward", "flash"), Scripted([{"failed": "o is wrong"}]), None, 1, {})
+    def test_a_wrong_result_of_ours_has_no_time_and_the_peers_have_theirs(self):
+        mine, theirs = Scripted([ours(2.0), {"failed": "o is wrong"}]), Scripted([{"peer_s": 3.0}] * 3)
+        [row] = one(LINE.format("backward", "flash"), mine, theirs, 3, {})
+        self.assertEqual((row["ours_s"], row["peer_s"], row["ratio"], row["ours_failed"]), (None, 3.0, None, "o is wrong"))
+        self.assertEqual((row["direction"], row["dtype"], len(mine.asked), len(theirs.asked)), ("backward", "bf16", 2, 3))
+        self.assertIn(" failed ", report.table([row]))
+        self.assertIn("nothing was compared", report.plot([row], "title"))
+
+
+class Context(unittest.TestCase):
+    """A PyTorch whose context a kernel's fault spoils for good."""
+
+    class Torch:
+        def __init__(self, sticky):
+            self.cuda, self.sticky = self, sticky
+
+        def synchronize(self):
+            if self.sticky:
+                raise RuntimeError("CUDA error: unspecified launch failure")
+
+        def empty_cache(self):
+            raise RuntimeError("the case is refused")
+
+        def zeros(self, *_, **__):
+            return self
+
+        sum = item = zeros
+
+    def answers(self, sticky):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            status = peers.serve(self.Torch(sticky), 1, 1, ["flash a", "flash b"])
+        return status, [json.loads(line) for line in out.getvalue().splitlines()]
+
+    def test_a_refusal_costs_one_answer(self):
+        refused = {"failed": "RuntimeError: the case is refused"}
+        self.assertEqual(self.answers(False), (0, [refused, refused]))
+
+    def test_a_lost_context_ends_the_program(self):
+        self.assertEqual(self.answers(True), (1, [{"failed": "RuntimeError: the case is refused", "ended": True}]))
 
 
 class Report(unittest.TestCase):
