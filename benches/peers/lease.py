@@ -192,8 +192,14 @@ def main():
     parser.add_argument("--sanitizer", default="compute-sanitizer")
     options = parser.parse_args()
     options.bin = options.bin.resolve()
+    steps.on_signals()
     stage = Stage(options, f"lease-{options.stage}")
-    {"1": first, "2": second, "3": third}[options.stage](stage)
+    try:
+        {"1": first, "2": second, "3": third}[options.stage](stage)
+    except steps.Terminated as ended:
+        stage.steps.keep(given_up=f"ended by {ended}")
+        stage.finish()
+        return 143
     return stage.finish()
 
 

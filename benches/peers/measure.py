@@ -35,7 +35,8 @@ class Server:
     def start(self):
         self.rest = b""
         self.process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.env, process_group=0
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.env, process_group=0,
+            preexec_fn=steps.with_parent,
         )
 
     def line(self, limit_s):
@@ -75,9 +76,9 @@ class Server:
             return {"failed": f"no answer within {limit_s:.0f} s", "ended": True, "hung": True}
         return {"failed": f"the program ended with status {process.returncode}", "ended": True}
 
-    def stop(self):
+    def stop(self, patience_s=3.0):
         if self.process is not None:
-            steps.end(self.process)
+            steps.end(self.process, patience_s)
             for pipe in (self.process.stdin, self.process.stdout):
                 try:
                     pipe.close()
@@ -105,9 +106,9 @@ class Others:
     def ask(self, line, limit_s=None):
         return self.servers["fa3" if line.startswith("fa3") else ""].ask(line, limit_s)
 
-    def stop(self):
+    def stop(self, patience_s=3.0):
         for server in self.servers.values():
-            server.stop()
+            server.stop(patience_s)
 
     def close(self):
         for server in self.servers.values():
@@ -174,7 +175,8 @@ class Device:
 
 def answers(ours):
     """Whether a fresh program of ours computes right on the device, in a case that needs no attention kernel."""
-    process = subprocess.Popen([ours, "--tiny", "--only", "tiny-pack-"], stdout=subprocess.DEVNULL, process_group=0)
+    process = subprocess.Popen([ours, "--tiny", "--only", "tiny-pack-"], stdout=subprocess.DEVNULL, process_group=0,
+                               preexec_fn=steps.with_parent)
     try:
         return process.wait(30) == 0
     except subprocess.TimeoutExpired:
@@ -236,24 +238,34 @@ def main():
     device = Device(ours, others, lambda: answers(options.ours), limit_s)
     lines = (HERE / ("tiny.txt" if options.tiny else "cases.txt")).read_text().splitlines()
     lines = [line for line in lines if line and not line.startswith("#") and re.search(options.only, line.split()[0])]
-    rows, left = [], None
-    with machine.Gauge() as gauge:
-        mark = gauge.mark()
-        for new, left in measured(lines, device, options, about):
-            rows += [row | {"clocks": gauge.medians(mark)} for row in new]
+    rows, left, status = [], None, 0
+    steps.on_signals()
+    try:
+        with machine.Gauge() as gauge:
             mark = gauge.mark()
-            # Whatever happens later, what was measured is on disk.
-            steps.write(pathlib.Path(options.json), rows)
-    ours.close()
-    if others:
-        others.close()
+            for new, left in measured(lines, device, options, about):
+                rows += [row | {"clocks": gauge.medians(mark)} for row in new]
+                mark = gauge.mark()
+                # Whatever happens later, what was measured is on disk.
+                steps.write(pathlib.Path(options.json), rows)
+        ours.close()
+        if others:
+            others.close()
+    except steps.Terminated as ended:
+        # What was measured still gets its table and its plot; the programs are not waited for.
+        print(f"ended by {ended}: the case in progress and those behind it have no rows", file=sys.stderr)
+        status = 143
+    finally:
+        ours.stop(0.0)
+        if others:
+            others.stop(0.0)
     wrong = list(dict.fromkeys(f"{row['case']}: {row['ours_failed']}" for row in rows if "ours_failed" in row))
     name = next((row["device"] for row in rows if row["device"]), "no device")
     steps.write(pathlib.Path(options.json), rows)
     picture = report.plot(rows, f"{name}, {about['date']}")
     svg = pathlib.Path(options.svg) if options.svg else pathlib.Path(options.json).with_suffix(".svg")
     svg.write_text(picture)
-    if options.keep and rows and not wrong:
+    if options.keep and rows and not wrong and not status:
         if options.tiny or "emulator" in name:
             print("an emulated or tiny run says nothing about speed: not kept", file=sys.stderr)
         else:
@@ -267,7 +279,7 @@ def main():
         print(f"\nnot begun, {left[0]}: {' '.join(left[1])}")
     for error in wrong:
         print(f"WRONG: {error}", file=sys.stderr)
-    return 1 if wrong else 0
+    return status or (1 if wrong else 0)
 
 
 if __name__ == "__main__":

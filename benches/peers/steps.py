@@ -1,44 +1,125 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Steps that may fail, hang or take the device's context with them, each in a process group of its own.
 
-A step has a time limit. One that passes it is ended with everything it started; the others go on. After every step the
-record is written anew, in one piece, so that whoever ends the whole still has all that was found before. The programs'
-output goes to one log, the end of it also into the record.
+A step has a time limit. One that passes it is ended with everything it started, in other groups and sessions too; the
+others go on. Before and after every step the record is written anew, in one piece, so that whoever ends the whole still
+has all that was found before, and the name of the step in progress. The programs' output goes to one log while they run,
+the end of it also into the record.
 """
 
+import ctypes
 import json
 import os
 import pathlib
+import select
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 
 TAIL = 3000
-"""Characters of a step's output that the record keeps; the log has all of it."""
+"""Characters of a step's output that the record keeps."""
 
 LOG_BYTES = 12 << 20
-"""A program that prints without end must not fill the log's place."""
+"""A program that prints without end must not fill the log's place, nor take that of the steps after it."""
+
+STEP_BYTES = 2 << 20
+"""Bytes that one step may put into the log before the middle of its output is left out."""
+
+HEAD_BYTES, END_BYTES = 8 << 20, 64 << 10
+"""Bytes of a step's output that are held: its beginning and, where that is not all, its end."""
+
+SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36
+"""Of prctl(2)."""
+
+
+class Terminated(BaseException):
+    """The whole command was asked to end."""
+
+
+def on_signals():
+    """From here on SIGTERM, SIGHUP and Ctrl-C raise `Terminated`, once."""
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+    def ended(number, _):
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise Terminated(signal.Signals(number).name)
+
+    for number in numbers:
+        signal.signal(number, ended)
+
+
+# Loaded here: between fork and exec is no place for it.
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def prctl(option, value):
+    if LIBC:
+        LIBC.prctl(option, value, 0, 0, 0)
+
+
+def with_parent():
+    """In a new process, before its program: it ends with the process that started it, however that ends."""
+    prctl(SET_PDEATHSIG, signal.SIGKILL)
+
+
+def signal_group(process, number):
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        pass
 
 
 def end(process, patience_s=3.0):
     """Ends a process and everything in its group: first asked, then forced."""
-    for number, wait in ((signal.SIGTERM, patience_s), (signal.SIGKILL, 30.0)):
+    if patience_s > 0.0:
+        signal_group(process, signal.SIGTERM)
         try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(wait)
+            process.wait(patience_s)
         except subprocess.TimeoutExpired:
+            pass
+    # Where the first of the group is gone, those that it started may not be.
+    signal_group(process, signal.SIGKILL)
+    try:
+        process.wait(30.0)
+    except subprocess.TimeoutExpired:
+        pass
+
+
+def descendants():
+    """The processes that this one started and those that they started, also where one between them has ended."""
+    parents = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+        except (OSError, ValueError):
             continue
-        if number == signal.SIGTERM:
-            # The first of the group is gone; those that it started may not be.
+        if state != "Z":
+            parents[int(path.parent.name)] = int(parent)
+    found, new = set(), {os.getpid()}
+    while new:
+        new = {pid for pid, parent in parents.items() if parent in new} - found
+        found |= new
+    return found
+
+
+def end_descendants(patience_s=10.0):
+    """Ends what a step left, whatever group or session it is in."""
+    until = time.monotonic() + patience_s
+    while (pids := descendants()) and time.monotonic() < until:
+        for pid in pids:
             try:
-                os.killpg(process.pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-        break
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            pass
+        time.sleep(0.02)
 
 
 def write(path, document):
@@ -48,10 +129,48 @@ def write(path, document):
     os.replace(beside, path)
 
 
+class Output:
+    """What a step prints: into the log while it runs, beginning and end in memory."""
+
+    def __init__(self, log):
+        self.log, self.head, self.tail, self.total, self.logged = log, bytearray(), b"", 0, 0
+        # A half for the steps to come.
+        self.room = min(STEP_BYTES, max(LOG_BYTES - log.stat().st_size, 0) // 2)
+
+    def add(self, more):
+        self.total += len(more)
+        self.head += more[: HEAD_BYTES - len(self.head)]
+        self.tail = (self.tail + more)[-END_BYTES:]
+        self.write(more[: self.room - self.logged])
+
+    def write(self, some):
+        self.logged += len(some)
+        with self.log.open("ab") as log:
+            log.write(some)
+
+    def close(self):
+        """The end of what the log has no room for."""
+        missing = self.total - self.logged
+        if missing > 0:
+            room = min(missing, max(LOG_BYTES - self.log.stat().st_size, 0) // 2)
+            end = self.tail[max(len(self.tail) - room, 0):]
+            self.write(f"\n[{missing - len(end)} bytes left out]\n".encode() + end)
+
+    def text(self):
+        missing = self.total - len(self.head) - len(self.tail)
+        if missing > 0:
+            whole = bytes(self.head) + f"\n[{missing} bytes left out]\n".encode() + self.tail
+        else:
+            whole = bytes(self.head) + self.tail[len(self.tail) - (self.total - len(self.head)):]
+        return whole.decode(errors="replace")
+
+
 class Steps:
     """The steps of one stage: `record` is what is known so far."""
 
     def __init__(self, out, name, limit_s, about):
+        # Processes whose own parent has ended become children of this one, so that `descendants` finds them.
+        prctl(SET_CHILD_SUBREAPER, 1)
         self.out = pathlib.Path(out)
         self.out.mkdir(parents=True, exist_ok=True)
         self.until = time.monotonic() + limit_s
@@ -78,44 +197,91 @@ class Steps:
             return None
         print(f"[{self.left():4.0f} s left] {name}", flush=True)
         began = time.monotonic()
-        step = {"name": name, "command": [str(word) for word in command]}
-        with tempfile.TemporaryFile() as output:
-            try:
+        step = {"name": name, "command": [str(word) for word in command], "status": None}
+        self.keep(running=step)
+        with self.log.open("a") as log:
+            log.write(f"\n==== {name}\n")
+        output = Output(self.log)
+        try:
+            with tempfile.TemporaryFile() as given:
+                given.write((stdin or "").encode())
+                given.seek(0)
                 process = subprocess.Popen(
-                    step["command"], stdout=output, stderr=subprocess.STDOUT, process_group=0,
-                    stdin=subprocess.PIPE if stdin else subprocess.DEVNULL, env={**os.environ, **(env or {})},
+                    step["command"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0, stdin=given,
+                    env={**os.environ, **(env or {})}, preexec_fn=with_parent,
                 )
-            except OSError as error:
-                step |= {"status": None, "why": str(error)}
-            else:
-                step |= self.wait(process, limit_s, stdin)
-            output.seek(0)
-            text = output.read(LOG_BYTES).decode(errors="replace")
-        step["seconds"] = round(time.monotonic() - began, 3)
+            step |= self.wait(process, limit_s, output)
+        except OSError as error:
+            step |= {"why": str(error)}
+        except Terminated as ended:
+            step |= {"why": f"ended with the whole command, by {ended}"}
+            raise
+        finally:
+            text = self.done(step, output, time.monotonic() - began)
+        return step | {"output": text}
+
+    def done(self, step, output, seconds):
+        """Writes down how a step went; its output."""
+        output.close()
+        text = output.text()
+        step["seconds"] = round(seconds, 3)
         step["ok"] = step["status"] == 0
         step["tail"] = text[-TAIL:]
-        self.note(name, step, text)
+        with self.log.open("a") as log:
+            log.write(f"\n==== {step['name']}: status {step['status']}, {step['seconds']} s\n")
         self.record["steps"].append(step)
+        del self.record["running"]
         write(self.path, self.record)
         if not step["ok"]:
             print(f"    status {step['status']}: {step.get('why', 'see the log')}", flush=True)
-        return step | {"output": text}
+        return text
 
     @staticmethod
-    def wait(process, limit_s, stdin):
-        try:
-            process.communicate(stdin.encode() if stdin else None, timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            end(process)
-            return {"status": process.poll(), "why": f"ended after its limit of {limit_s:.0f} s", "timed_out": True}
-        # What a step leaves running would share the device with the next one.
-        end(process, patience_s=0.0)
-        return {"status": process.returncode}
+    def wait(process, limit_s, output):
+        """Until the process ends, or its time does: then it is asked to end, and forced."""
+        pipe = process.stdout.fileno()
+        os.set_blocking(pipe, False)
 
-    def note(self, name, step, text):
-        room = LOG_BYTES - self.log.stat().st_size
-        with self.log.open("a") as log:
-            log.write(f"\n==== {name}: status {step['status']}, {step['seconds']} s\n{text[:max(room, 0)]}\n")
+        def listen(seconds):
+            until, open_ = time.monotonic() + seconds, True
+            while (left := until - time.monotonic()) > 0.0:
+                ended = process.poll() is not None
+                try:
+                    if not open_:
+                        process.wait(left)
+                        return True
+                    # What is in the pipe is read, but not what others may go on writing into it.
+                    for _ in range(256):
+                        more = os.read(pipe, 1 << 16)
+                        output.add(more)
+                        open_ = bool(more)
+                        if not more:
+                            break
+                except BlockingIOError:
+                    if not ended:
+                        select.select([pipe], [], [], min(left, 0.05))
+                except subprocess.TimeoutExpired:
+                    pass
+                if ended:
+                    return True
+            return False
+
+        try:
+            if listen(limit_s):
+                return {"status": process.returncode}
+            signal_group(process, signal.SIGTERM)
+            listen(3.0)
+            end(process, 0.0)
+            return {"status": process.poll(), "why": f"ended after its limit of {limit_s:.0f} s", "timed_out": True}
+        except Terminated:
+            signal_group(process, signal.SIGTERM)
+            listen(3.0)
+            raise
+        finally:
+            # What a step leaves running would share the device with the next one.
+            end(process, 0.0)
+            end_descendants()
+            process.stdout.close()
 
     def failed(self):
         return [step["name"] for step in self.record["steps"] if not step["ok"]]

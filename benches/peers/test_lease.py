@@ -4,6 +4,7 @@
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tarfile
@@ -83,14 +84,54 @@ class Steps(Folder):
         self.assertEqual(self.record("stage")["not_begun"], ["late"])
         self.assertIn("late", of.summary())
 
+    def test_what_left_its_group_is_ended_too(self):
+        of, pids = self.steps(), self.folder / "pids"
+        away = f"(setsid bash -c 'echo $$ >> {pids}; sleep 300' &) ; sleep 0.3"
+        of.run("leaves", ["bash", "-c", away], 20)
+        of.run("hangs", ["bash", "-c", f"{away}; sleep 300"], 1, least_s=0)
+        self.assertEqual([runs(pid) for pid in pids.read_text().split()], [False, False])
+
+    def test_a_benchmark_at_its_limit_leaves_no_server_and_its_plot(self):
+        pids, of = self.folder / "pids", self.steps()
+        ours = program(self.folder / "ours", f"""while read -r line; do case $line in *128-full*)
+            echo $$ > {pids}; trap '' TERM; while :; do sleep 1; done ;; *) echo '{json.dumps(ANSWER)}' ;; esac; done""")
+        command = [sys.executable, HERE / "measure.py", "--tiny", "--ours-only", "--ours", ours, "--json", self.folder / "rows.json"]
+        done = of.run("benchmark", command, 2, least_s=0)
+        self.assertEqual((done["timed_out"], done["status"]), (True, 143))
+        self.assertFalse(runs(pids.read_text().strip()))
+        self.assertEqual([row["case"] for row in json.loads((self.folder / "rows.json").read_text())], ["tiny-forward-bf16-64-causal"])
+        self.assertTrue((self.folder / "rows.svg").exists())
+        self.assertIn("ended by SIGTERM", done["output"])
+
     def test_the_log_has_an_end(self):
-        of, steps.LOG_BYTES = self.steps(), 1000
+        of, steps.LOG_BYTES = self.steps(), 2000
         try:
             for _ in range(3):
-                of.run("talks", ["sh", "-c", "head -c 5000 /dev/zero | tr '\\0' x"], 20)
+                of.run("talks", ["sh", "-c", "head -c 5000 /dev/zero | tr '\\0' '\\377'; echo end"], 20)
         finally:
             steps.LOG_BYTES = 12 << 20
-        self.assertLess((self.folder / "out/stage.log").stat().st_size, 1200)
+        text = (self.folder / "out/stage.log").read_bytes()
+        self.assertLess(len(text), 2400)
+        self.assertEqual(text.count(b"end\n"), 3)
+
+    def test_the_end_of_much_output_is_kept(self):
+        of = self.steps()
+        done = of.run("much", ["sh", "-c", "echo first; head -c 13000000 /dev/zero | tr '\\0' '\\377'; echo panicked >&2; exit 1"], 20)
+        self.assertTrue(done["tail"].endswith("panicked\n"))
+        self.assertTrue(done["output"].startswith("first\n") and "bytes left out" in done["output"])
+        text = (self.folder / "out/stage.log").read_bytes()
+        self.assertLess(len(text), 3 << 20)
+        self.assertIn(b"panicked\n", text)
+
+    def test_output_around_what_is_held_is_whole(self):
+        log = self.folder / "log"
+        for size in (0, 10, steps.HEAD_BYTES - 1, steps.HEAD_BYTES + 1, steps.HEAD_BYTES + steps.END_BYTES):
+            log.write_bytes(b"")
+            output, given = steps.Output(log), (b"0123456789abcde" * (size // 15 + 1))[:size]
+            for i in range(0, size, 50_000):
+                output.add(given[i : i + 50_000])
+            output.close()
+            self.assertTrue(output.text() == given.decode(), size)
 
 
 ANSWER = {"ours_s": 1.0, "direction": "forward", "dtype": "bf16", "tflops": 1.0, "tb_per_s": None, "error": 0.1, "device": "none"}
@@ -180,7 +221,7 @@ class Servers(Folder):
 class Lease(Folder):
     """The three stages over stand-ins for what cargo builds and for NVIDIA's tools."""
 
-    def call(self, stage, **bodies):
+    def begin(self, stage, more, **bodies):
         listing = 'if [ "$1" = --list ]; then printf "%s: test\\n" one two three; exit; fi'
         programs = {
             "cuda": f"case $* in *--serve*) while read -r l; do echo '{json.dumps(ANSWER)}'; done ;; "
@@ -193,12 +234,16 @@ class Lease(Folder):
         for name, body in programs.items():
             program(self.folder / "bin" / name, body)
         tool = str(self.folder / "bin/tool")
-        done = subprocess.run(
-            [HERE / "lease", stage, self.folder / "out", "--ours-only", "--tiny", "--ncu", tool, "--sanitizer", tool],
+        self.process = subprocess.Popen(
+            [HERE / "lease", stage, self.folder / "out", "--ours-only", "--tiny", "--ncu", tool, "--sanitizer", tool, *more],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, "CPATTN_PEERS_BIN": str(self.folder / "bin"), "PYTHON": sys.executable},
         )
-        return done, self.record(f"lease-{stage}")
+
+    def call(self, stage, *more, **bodies):
+        self.begin(stage, more, **bodies)
+        out, err = self.process.communicate()
+        return subprocess.CompletedProcess(stage, self.process.returncode, out, err), self.record(f"lease-{stage}")
 
     def test_every_test_is_a_step_of_its_own(self):
         listing = 'if [ "$1" = --list ]; then printf "%s: test\\n" one two; exit; fi'
@@ -214,6 +259,33 @@ class Lease(Folder):
         _, record = self.call("1", cuda="exit 1", cuda_kernels=listing + "\nexit 1")
         self.assertIn("does not answer", record["given_up"])
         self.assertFalse(any(step["name"].startswith("cuda_plans") for step in record["steps"]))
+
+    def killed(self, number, also=""):
+        """A stage 1 that is killed while its conformance step hangs: its record, and the hanging process."""
+        pids = self.folder / "pids"
+        self.begin("1", ["--limit-s", "500"], conformance=f"echo seen\n{also}\necho $$ >> {pids}; exec sleep 300")
+        until = time.monotonic() + 30
+        while not pids.exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        time.sleep(0.2)
+        self.process.send_signal(number)
+        self.process.communicate(timeout=30)
+        time.sleep(0.2)
+        self.assertFalse(any(runs(pid) for pid in pids.read_text().split()))
+        self.assertIn("seen", (self.folder / "out/lease-1.log").read_text())
+        return self.record("lease-1")
+
+    def test_a_command_that_is_asked_to_end_leaves_its_step_and_no_process(self):
+        record = self.killed(signal.SIGTERM, f"setsid sleep 300 &\necho $! >> {self.folder}/pids")
+        self.assertEqual((self.process.returncode, record["given_up"]), (143, "ended by SIGTERM"))
+        last = record["steps"][-1]
+        self.assertEqual((last["name"], last["ok"], last["tail"]), ("conformance", False, "seen\n"))
+        self.assertIn("SIGTERM", last["why"])
+        self.assertNotIn("running", record)
+
+    def test_a_command_that_is_killed_leaves_the_name_of_its_step_and_no_process(self):
+        record = self.killed(signal.SIGKILL)
+        self.assertEqual(record["running"]["name"], "conformance")
 
     def test_the_benchmark_leaves_rows(self):
         done, record = self.call("2")
