@@ -185,7 +185,9 @@ fn run() -> Result<bool> {
             Ok(row) => println!("{row}"),
             Err(e) => {
                 eprintln!("{}: {e}", line.split(' ').next().unwrap_or(line));
-                device.answers().map_err(|e| format!("no case after this one: the context is of no use any more: {e}"))?;
+                device
+                    .answers()
+                    .map_err(|e| format!("no case after this one: the context is of no use any more: {e}"))?;
                 good = false;
             }
         }

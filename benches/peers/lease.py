@@ -87,25 +87,57 @@ def first(stage):
     stage.steps.run(
         "conformance", [stage.bin / "conformance", "--json", stage.steps.out / "conformance.json", *only], 120
     )
-    lost = 0
+    run_tests(stage, tests(stage))
+
+
+class Test:
+    """A test as a step. Tests of one `group` fail alike: they are of one module of one program."""
+
+    def __init__(self, name, group, command, env=None):
+        self.name, self.group, self.command = name, group, command
+        self.env = {"CPATTN_REQUIRE_CUDA": "1"} | (env or {})
+
+
+def tests(stage):
+    """All tests that came along, in the order in which they are run."""
+    found = []
     for program in TESTS:
         names = tests_of(stage.bin / program)
         if not names:
             stage.steps.record["not_begun"].append(f"{program}: it does not list its tests")
         for name in names[:2] if stage.tiny else names:
-            done = stage.steps.run(
-                f"{program} {name}", [stage.bin / program, "--exact", name], 90, {"CPATTN_REQUIRE_CUDA": "1"}
-            )
-            if done and not done["ok"] and not stage.alive():
-                lost += 1
-                if lost == 2:
-                    stage.steps.keep(given_up="the device does not answer any more")
-                    return
-    library = {"CPATTN_LIBRARY": str(stage.bin / "capi/lib/libcpattn.so"), "CPATTN_REQUIRE_CUDA": "1"}
+            group = (program, name.rpartition("::")[0])
+            found.append(Test(f"{program} {name}", group, [stage.bin / program, "--exact", name]))
     for program in sorted(stage.bin.glob("c_*")):
-        stage.steps.run(f"C {program.name}", [program], 90)
-    if (stage.bin / "capi/cuda_ranks.py").exists():
-        stage.steps.run("Python cuda_ranks.py", stage.python(stage.bin / "capi/cuda_ranks.py"), 90, library)
+        found.append(Test(f"C {program.name}", (program.name,), [program]))
+    python = stage.bin / "capi/cuda_ranks.py"
+    if python.exists():
+        library = {"CPATTN_LIBRARY": str(stage.bin / "capi/lib/libcpattn.so")}
+        found.append(Test("Python cuda_ranks.py", (python.name,), stage.python(python), library))
+    return found
+
+
+def run_tests(stage, waiting, limit_s=90, late_s=15):
+    """One after the other. A test that hangs takes the rest of its group to the end of the queue, where each has
+    `late_s`: a kernel that hangs does so in many of them, and what has nothing to do with it is not to pay for that."""
+    hung, late, lost = set(), [], 0
+    while waiting or late:
+        last = not waiting
+        test = (late if last else waiting).pop(0)
+        if not last and test.group in hung:
+            late.append(test)
+            continue
+        done = stage.steps.run(test.name, test.command, late_s if last else limit_s, test.env)
+        if not done or done["ok"]:
+            continue
+        if done.get("timed_out"):
+            hung.add(test.group)
+        if not stage.alive():
+            lost += 1
+            if lost == 2:
+                stage.steps.record["not_begun"] += [test.name for test in waiting + late]
+                stage.steps.keep(given_up="the device does not answer any more")
+                return
 
 
 def second(stage):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """`python3 -m unittest discover benches/peers`: steps that fail, hang, and leave processes behind; stand-ins for programs."""
 
+import functools
 import json
 import os
 import pathlib
@@ -11,6 +12,7 @@ import tarfile
 import tempfile
 import time
 import unittest
+import unittest.mock
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -258,7 +260,26 @@ class Lease(Folder):
         listing = 'if [ "$1" = --list ]; then printf "%s: test\\n" one two; exit; fi'
         _, record = self.call("1", cuda="exit 1", cuda_kernels=listing + "\nexit 1")
         self.assertIn("does not answer", record["given_up"])
+        self.assertIn("cuda_plans one", record["not_begun"])
         self.assertFalse(any(step["name"].startswith("cuda_plans") for step in record["steps"]))
+
+    def test_the_tests_beside_one_that_hangs_come_last_and_are_short(self):
+        class Stage:
+            def __init__(self, steps):
+                self.steps = steps
+
+            def alive(self):
+                return True
+
+        of = steps.Steps(self.folder / "out", "stage", 60.0, {})
+        tests = [lease.Test(f"hopper {i}", "hopper", ["sleep", "300"] if i < 3 else ["true"]) for i in range(4)]
+        began = time.monotonic()
+        with unittest.mock.patch.object(of, "run", functools.partial(of.run, least_s=0)):
+            lease.run_tests(Stage(of), [*tests, lease.Test("other", "other", ["sh", "-c", "test $CPATTN_REQUIRE_CUDA = 1"])], 2, 0.5)
+        found = [(step["name"], step["ok"]) for step in of.record["steps"]]
+        self.assertEqual(found, [("hopper 0", False), ("other", True), ("hopper 1", False), ("hopper 2", False), ("hopper 3", True)])
+        # One whole limit and two short ones.
+        self.assertLess(time.monotonic() - began, 5.0)
 
     def killed(self, number, also=""):
         """A stage 1 that is killed while its conformance step hangs: its record, and the hanging process."""
