@@ -64,8 +64,10 @@ def event_seconds(torch, call, warmup, repeats):
 
 def ceilings(size=8192, copied=4 << 30):
     """Bytes read and written per second of a copy; operations per second of a product of `size` x `size` matrices."""
-    import torch
-
+    try:
+        import torch
+    except ImportError:
+        return {"failed": "there is no PyTorch in this Python"}
     if not torch.cuda.is_available():
         return {"failed": "PyTorch finds no CUDA device"}
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.float32).to(torch.bfloat16) for _ in range(2))

@@ -216,9 +216,24 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no case after so many seconds")
     parser.add_argument("--case-limit-s", type=float, default=120.0, help="wait so long for one answer")
+    parser.add_argument("--ceilings", help="what `machine.py ceilings` printed: rows get their share of it")
     parser.add_argument("--ours-only", action="store_true", help="do without PyTorch")
     parser.add_argument("--keep", help="a folder that gets a copy under the name of machine and date")
     return parser.parse_args()
+
+
+def probed(limit_s=60.0):
+    """The versions of what is compared with, or a sentence that says why there is nothing."""
+    try:
+        done = subprocess.run(
+            [sys.executable, str(HERE / "peers.py"), "--probe"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            timeout=limit_s, preexec_fn=steps.with_parent,
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"PyTorch did not come up within {limit_s:.0f} s"
+    if done.returncode != 0:
+        return None, (done.stderr.splitlines() or [f"peers.py --probe ended with status {done.returncode}"])[-1]
+    return json.loads(done.stdout.splitlines()[-1]), None
 
 
 def main():
@@ -226,11 +241,11 @@ def main():
     start = time.monotonic()
     about = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ")}
     if not options.ours_only:
-        probe = subprocess.run([sys.executable, str(HERE / "peers.py"), "--probe"], stdout=subprocess.PIPE, text=True)
-        if probe.returncode != 0:
-            print("use --ours-only to time our kernels alone", file=sys.stderr)
-            return 3
-        about["software"] = json.loads(probe.stdout)
+        about["software"], missing = probed()
+        if missing:
+            print(f"{missing}: our kernels alone are timed, as with --ours-only", file=sys.stderr)
+            about["no_peers"], options.ours_only = missing, True
+    best = json.loads(options.ceilings) if options.ceilings else None
     counts = ["1", "2"] if options.tiny else ["5", "30"]
     limit_s = options.case_limit_s
     ours = Server(options.ours, "--serve", "--warmup", counts[0], "--repeats", counts[1], limit_s=limit_s)
@@ -244,7 +259,7 @@ def main():
         with machine.Gauge() as gauge:
             mark = gauge.mark()
             for new, left in measured(lines, device, options, about):
-                rows += [row | {"clocks": gauge.medians(mark)} for row in new]
+                rows += [row | report.share(row, best) | {"clocks": gauge.medians(mark)} for row in new]
                 mark = gauge.mark()
                 # Whatever happens later, what was measured is on disk.
                 steps.write(pathlib.Path(options.json), rows)

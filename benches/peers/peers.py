@@ -18,16 +18,18 @@ are kept while the same case comes again. `--peers` lists what is known, `--prob
 
 Two of them are not part of PyTorch. CPATTN_FA3 names the library of FlashAttention-3 (flash_attn_3/_C.so of the xformers
 wheel, which uses PyTorch's stable interface only) and CPATTN_FA3_CUDART the libcudart.so.12 that it wants;
-CPATTN_TRITON_TUTORIAL names Triton's python/tutorials/06-fused-attention.py. Without them these peers refuse.
+CPATTN_TRITON_TUTORIAL names Triton's python/tutorials/06-fused-attention.py; `brought.py` says where else they are looked
+for. Without them these peers refuse.
 """
 
 import ctypes
 import importlib.util
 import json
-import os
 import statistics
 import sys
 import types
+
+from brought import located
 
 PEERS = (
     "cudnn", "flash", "flash-deterministic", "varlen", "varlen-deterministic", "cudnn-varlen", "fa3", "fa3-varlen", "triton",
@@ -157,10 +159,10 @@ def varlen(torch, case, peer):
 
 
 def named(variable, what):
-    path = os.environ.get(variable)
-    if not path:
+    path = located(variable)
+    if path is None:
         raise ValueError(f"{variable} does not name {what}")
-    return path
+    return str(path)
 
 
 def tutorial(case):
@@ -177,8 +179,9 @@ def tutorial(case):
 def activate_fa3(torch):
     """From here on this process has FlashAttention-3 wherever PyTorch would take FlashAttention-2."""
     library = named("CPATTN_FA3", "FlashAttention-3's library")
-    if os.environ.get("CPATTN_FA3_CUDART"):
-        ctypes.CDLL(os.environ["CPATTN_FA3_CUDART"], mode=ctypes.RTLD_GLOBAL)
+    runtime = located("CPATTN_FA3_CUDART")
+    if runtime:
+        ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
     torch.ops.load_library(library)
     # PyTorch asks for a package of this name, of which it needs only the operators that were just loaded.
     sys.modules.setdefault("flash_attn_interface", types.ModuleType("flash_attn_interface"))

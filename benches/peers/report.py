@@ -57,6 +57,15 @@ def merge(case, ours, peer, peer_times, failed=None, about=None):
     return row | (about or {})
 
 
+def share(row, ceilings):
+    """Which of the ceilings of `machine.py` bounds a row, and the part of it that ours reaches."""
+    name, rate = ("copy_tb_per_s", row["tb_per_s"]) if row["tb_per_s"] is not None else ("matmul_bf16_tflops", row["tflops"])
+    best = (ceilings or {}).get(name)
+    if best is None or rate is None:
+        return {"ceiling": None, "ceiling_value": None, "ceiling_share": None}
+    return {"ceiling": name, "ceiling_value": best, "ceiling_share": rate / best}
+
+
 def seconds(value):
     return "-" if value is None else f"{value * 1e3:.4f}"
 

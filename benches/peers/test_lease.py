@@ -170,7 +170,7 @@ class Servers(Folder):
         ours = program(self.folder / "ours", f"case $* in *--serve*) ;; *) {probe} ;; esac\n{serve}")
         home = self.folder / "home"
         home.mkdir()
-        for name in ("measure.py", "machine.py", "report.py", "steps.py"):
+        for name in ("measure.py", "machine.py", "report.py", "steps.py", "brought.py"):
             (home / name).write_text((HERE / name).read_text())
         # Beside the real one, so that a case is read by the same words.
         (home / "peers.py").write_text((HERE / "peers.py").read_text().replace(
@@ -190,6 +190,24 @@ class Servers(Folder):
         self.assertNotIn("Traceback", done.stderr)
         rows = json.loads((self.folder / "rows.json").read_text())
         return done, {row["case"]: (row["ours_s"], row["peer_s"]) for row in rows}
+
+    def test_without_pytorch_ours_are_timed_and_the_rows_say_why_alone(self):
+        ours = program(self.folder / "ours", f"while read -r line; do echo '{json.dumps(ANSWER)}'; done")
+        done = subprocess.run(
+            [sys.executable, "-S", HERE / "measure.py", "--ours", ours, "--json", self.folder / "rows.json", "--tiny",
+             "--ceilings", '{"matmul_bf16_tflops": 4.0}'],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        rows = json.loads((self.folder / "rows.json").read_text())
+        self.assertEqual((done.returncode, len(rows)), (0, len(lease.lines_of("tiny.txt"))), done.stderr)
+        self.assertEqual({(row["ours_s"], row["ceiling_share"]) for row in rows}, {(1.0, 0.25)})
+        self.assertTrue(all("there is no PyTorch" in row["no_peers"] for row in rows))
+        self.assertIn("there is no PyTorch in this Python; nothing to compare with: our kernels alone are timed", done.stderr)
+
+    def test_a_pytorch_that_hangs_is_not_waited_for(self):
+        name = self.folder / "python"
+        with unittest.mock.patch.object(sys, "executable", str(program(name, "exec sleep 300"))):
+            self.assertEqual(measure.probed(0.5), (None, "PyTorch did not come up within 0 s"))
 
     def test_cases_that_end_the_program_cost_themselves_only(self):
         done, cases = self.measured(["a", "dies-1", "dies-2", "dies-3", "b"])
@@ -223,7 +241,7 @@ class Servers(Folder):
 class Lease(Folder):
     """The three stages over stand-ins for what cargo builds and for NVIDIA's tools."""
 
-    def begin(self, stage, more, **bodies):
+    def begin(self, stage, more, python=sys.executable, ours_only=True, **bodies):
         listing = 'if [ "$1" = --list ]; then printf "%s: test\\n" one two three; exit; fi'
         programs = {
             "cuda": f"case $* in *--serve*) while read -r l; do echo '{json.dumps(ANSWER)}'; done ;; "
@@ -237,9 +255,10 @@ class Lease(Folder):
             program(self.folder / "bin" / name, body)
         tool = str(self.folder / "bin/tool")
         self.process = subprocess.Popen(
-            [HERE / "lease", stage, self.folder / "out", "--ours-only", "--tiny", "--ncu", tool, "--sanitizer", tool, *more],
+            [HERE / "lease", stage, self.folder / "out", *["--ours-only"][: int(ours_only)], "--tiny", "--ncu", tool,
+             "--sanitizer", tool, *more],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "CPATTN_PEERS_BIN": str(self.folder / "bin"), "PYTHON": sys.executable},
+            env={**os.environ, "CPATTN_PEERS_BIN": str(self.folder / "bin"), "PYTHON": str(python)},
         )
 
     def call(self, stage, *more, **bodies):
@@ -312,6 +331,21 @@ class Lease(Folder):
         done, record = self.call("2")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertEqual(record["rows"], len(json.loads((self.folder / "out/rows.json").read_text())))
+        self.assertGreater(record["rows"], 5)
+
+    def test_stages_say_which_peers_are_missing(self):
+        """With PyTorch's name alone, and without anything that it does not bring."""
+        (self.folder / "site/torch").mkdir(parents=True)
+        (self.folder / "site/torch/__init__.py").write_text("raise ImportError('a stand-in')")
+        python = program(self.folder / "python", f'PYTHONPATH={self.folder}/site exec {sys.executable} "$@"')
+        for stage in "123":
+            done, record = self.call(stage, python=python, ours_only=False)
+            self.assertIn("not compared with fa3, fa3-varlen: CPATTN_FA3 is not there.", done.stdout)
+            self.assertIn("not compared with triton: ", done.stdout)
+            self.assertEqual(record["missing_peers"][0][0], ["fa3", "fa3-varlen"])
+        # Stage 2, whose PyTorch does not come up, times ours and has tried the ceilings.
+        record = self.record("lease-2")
+        self.assertEqual(record["ceilings"], {"failed": "there is no PyTorch in this Python"})
         self.assertGreater(record["rows"], 5)
 
     def test_reports_are_packed(self):

@@ -8,11 +8,13 @@ import math
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import unittest
 import xml.dom.minidom
+import zipfile
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -117,6 +119,112 @@ class Context(unittest.TestCase):
 
     def test_a_lost_context_ends_the_program(self):
         self.assertEqual(self.answers(True), (1, [{"failed": "RuntimeError: the case is refused", "ended": True}]))
+
+
+class Share(unittest.TestCase):
+    CEILINGS = {"matmul_bf16_tflops": 800.0, "copy_tb_per_s": 4.0}
+
+    def test_rows_are_a_part_of_the_ceiling_that_bounds_them(self):
+        attention = {"tflops": 600.0, "tb_per_s": None}
+        self.assertEqual(report.share(attention, self.CEILINGS),
+                         {"ceiling": "matmul_bf16_tflops", "ceiling_value": 800.0, "ceiling_share": 0.75})
+        self.assertEqual(report.share({"tflops": None, "tb_per_s": 1.0}, self.CEILINGS)["ceiling_share"], 0.25)
+
+    def test_what_was_not_measured_has_no_share(self):
+        for row, ceilings in (({"tflops": 6.0, "tb_per_s": None}, {"failed": "no PyTorch"}), ({"tflops": 6.0, "tb_per_s": None}, None),
+                              ({"tflops": None, "tb_per_s": None}, self.CEILINGS)):
+            self.assertEqual(report.share(row, ceilings)["ceiling_share"], None)
+
+
+class Brought(unittest.TestCase):
+    """The files that PyTorch does not bring."""
+
+    def setUp(self):
+        held = tempfile.TemporaryDirectory()
+        self.addCleanup(held.cleanup)
+        self.folder = pathlib.Path(held.name)
+        for name in ("brought.py",):
+            (self.folder / name).write_text((HERE / name).read_text())
+
+    def bring(self, **variables):
+        done = subprocess.run([sys.executable, self.folder / "brought.py", self.folder / "out"], stderr=subprocess.PIPE,
+                              env={"PATH": os.environ["PATH"]} | variables, text=True)
+        out = self.folder / "out"
+        made = {path.name: path.read_text() for path in out.iterdir()} if out.exists() else {}
+        return done, made
+
+    def test_a_wheel_is_unpacked_and_a_file_copied(self):
+        wheel, tutorial = self.folder / "xformers.whl", self.folder / "tutorial.py"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("flash_attn_3/_C.so", "library")
+            archive.writestr("xformers/_C.so", "another")
+        tutorial.write_text("kernel")
+        done, made = self.bring(CPATTN_FA3=str(wheel), CPATTN_TRITON_TUTORIAL=str(tutorial))
+        self.assertEqual((done.returncode, made), (0, {"_C.so": "library", "06-fused-attention.py": "kernel"}))
+        self.assertRegex(done.stderr, "not taken along: CPATTN_FA3_CUDART is not there.*nvidia-cuda-runtime-cu12")
+
+    def test_a_wheel_without_the_file_is_said(self):
+        wheel = self.folder / "xformers.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("xformers/_C.so", "another")
+        done, made = self.bring(CPATTN_FA3=str(wheel), CPATTN_FA3_CUDART="/no/such/file")
+        self.assertEqual((done.returncode, made), (0, {}))
+        self.assertIn("xformers.whl has no flash_attn_3/_C.so", done.stderr)
+        self.assertIn("/no/such/file is not there", done.stderr)
+
+    def test_prepare_takes_them_along_and_unpack_puts_them_where_they_are_found(self):
+        home, to = self.folder / "home", self.folder / "prepared"
+        home.mkdir()
+        for path in HERE.iterdir():
+            if path.is_file() and path.name != "programs":
+                shutil.copy(path, home)
+        (home / "programs").write_text('#!/bin/sh\nmkdir -p "$1"; cp "$(command -v true)" "$1/cuda"\n')
+        (home / "programs").chmod(0o755)
+        tutorial = self.folder / "tutorial.py"
+        tutorial.write_text("kernel")
+        environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
+        done = subprocess.run([home / "prepare", to], stderr=subprocess.PIPE, text=True,
+                              env=environment | {"CPATTN_TRITON_TUTORIAL": str(tutorial)})
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("not taken along: CPATTN_FA3 is not there", done.stderr)
+        for _ in range(2):
+            subprocess.run([to / "unpack"], check=True, env=environment)
+        subprocess.run([to / "bin/cuda"], check=True)
+        self.assertEqual((to / "brought/06-fused-attention.py").read_text(), "kernel")
+        self.assertEqual([path.name for path in to.glob("unpacked")], [])
+        # Every file of ours that is imported over there has come along.
+        names = {path.name for path in to.iterdir()}
+        for name in ("lease.py", "measure.py", "peers.py"):
+            for module in re.findall(r"^(?:import|from) (\w+)", (to / name).read_text(), re.M):
+                self.assertTrue(not (HERE / f"{module}.py").exists() or f"{module}.py" in names, module)
+
+    def missing(self, **variables):
+        """What an interpreter lacks that has packages named torch and triton."""
+        for name in ("torch", "triton"):
+            (self.folder / name).mkdir(exist_ok=True)
+        code = "import brought, json; print(json.dumps(brought.missing(['cudnn', 'fa3'])))"
+        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=self.folder,
+                              env={"PATH": os.environ["PATH"]} | variables)
+        return json.loads(done.stdout)
+
+    def test_what_is_missing_and_how_to_get_it(self):
+        wheel = self.folder / "a.whl"
+        wheel.write_text("")
+        found = self.missing(CPATTN_FA3_CUDART=str(wheel))
+        self.assertEqual([names for names, _ in found], [["fa3", "fa3-varlen"]] * 2 + [["triton"]])
+        for (_, why), words in zip(found, ("xformers==0.0.34", "`prepare` unpacks it", "06-fused-attention.py")):
+            self.assertIn(words, why)
+
+    def test_what_was_brought_along_is_found(self):
+        (self.folder / "brought").mkdir()
+        for name in ("_C.so", "libcudart.so.12", "06-fused-attention.py"):
+            (self.folder / "brought" / name).write_text("here")
+        self.assertEqual(self.missing(), [])
+
+    def test_without_pytorch_every_peer_is_missing(self):
+        code = "import brought; print(brought.missing(['cudnn', 'fa3']))"
+        done = subprocess.run([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True, cwd=self.folder)
+        self.assertIn("(['cudnn', 'fa3'], 'there is no PyTorch in", done.stdout)
 
 
 class Report(unittest.TestCase):
