@@ -178,7 +178,7 @@ class Brought(unittest.TestCase):
         for path in HERE.iterdir():
             if path.is_file() and path.name != "programs":
                 shutil.copy(path, home)
-        (home / "programs").write_text('#!/bin/sh\nmkdir -p "$1"; cp "$(command -v true)" "$1/cuda"\n')
+        (home / "programs").write_text('#!/usr/bin/env bash\nmkdir -p "$1"; cp "$(type -P true)" "$1/cuda"\n')
         (home / "programs").chmod(0o755)
         tutorial = self.folder / "tutorial.py"
         tutorial.write_text("kernel")
