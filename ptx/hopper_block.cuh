@@ -21,9 +21,9 @@ struct HopperBlock {
     static constexpr u32 BM_BITS = 7;
     static_assert(BM == 1 << BM_BITS && WIDTH % 64 == 0 && DV % 32 == 0 && STAGES == 2, "two warpgroups, whole panels");
 
-    // Where the lists are: on the device, or among the parameters. The loading thread has no registers for their addresses,
+    // Where the scheduler metadata is: on the device, or among the parameters. The loading thread has no registers for its addresses,
     // and reads them here each time.
-    struct Lists {
+    struct Metadata {
         const Run* queries;
         const Run* runs;  // of keys
         const u32* list;  // of each q run, its runs of keys
@@ -37,7 +37,7 @@ struct HopperBlock {
         Item items[2];
         HopperStep steps[STAGES];
         Sweep<1> sweep;
-        Lists lists;
+        Metadata metadata;
     };
     static_assert(sizeof(Control) <= Shape::CONTROL, "behind the tiles");
 
@@ -54,8 +54,8 @@ struct HopperBlock {
         __device__ __forceinline__ u32 v_empty(u32 s) const { return control + offsetof(Control, v_empty) + 8 * s; }
     };
 
-    // Where in the rings a step lies: the buffer, and the parity of its phase.
-    struct RingPosition {
+    // Of the buffers that steps take in turn: which is the next step's, and the parity of its phase.
+    struct PipelineState {
         u32 count = 0;
         __device__ __forceinline__ u32 stage() const { return count & 1; }
         __device__ __forceinline__ u32 parity() const { return count >> 1 & 1; }

@@ -18,7 +18,7 @@ struct HopperForward {
     using Load = HopperLoad<Shape>;
     using Control = typename Block::Control;
     using Shared = typename Block::Shared;
-    using RingPosition = typename Block::RingPosition;
+    using PipelineState = typename Block::PipelineState;
     static constexpr int D = Block::D, DV = Block::DV, BN = Block::BN, THREADS = Block::THREADS, NT = BN / 8;
     static constexpr u32 Q_PANEL = Block::Q_PANEL, K_PANEL = Block::K_PANEL;
     static constexpr u32 K_BYTES = Block::K_BYTES, V_BYTES = Block::V_BYTES, GROUP_ROWS = Block::GROUP_ROWS;
@@ -137,7 +137,7 @@ struct HopperForward {
 
     // All keys of one item.
     static __device__ __forceinline__ void multiply(const ForwardParams& p, const Shared& at, volatile Control& control,
-                                                    volatile const Item& item, u32 group, RingPosition& position, Out& out,
+                                                    volatile const Item& item, u32 group, PipelineState& position, Out& out,
                                                     float (&row_max)[2], float (&row_sum)[2]) {
         const u64 q = matrix_at(at.q + group * GROUP_ROWS * 128, Q_PANEL);
         const u64 k = matrix_at(at.k, K_PANEL), v = matrix_at(at.v, K_PANEL);
@@ -301,7 +301,7 @@ struct HopperForward {
         const u32 group = __shfl_sync(~0u, threadIdx.x >> 7, 0) - 1;
         // The first warpgroup has the first turn.
         if (group == 1) named_arrive<2 * 128>(BARRIER_TURN);
-        RingPosition position;
+        PipelineState position;
         for (u32 n = 0;; ++n) {
             const u32 slot = n & 1;
             barrier_wait(at.q_full(), slot);
@@ -320,12 +320,12 @@ struct HopperForward {
         if (group == 0) named_wait<2 * 128>(BARRIER_TURN);
     }
 
-    static __device__ __forceinline__ void run(const HopperMaps& maps, const HopperForwardParams& p, const HopperLists& lists) {
+    static __device__ __forceinline__ void run(const HopperMaps& maps, const HopperForwardParams& p, const HopperMetadata& metadata) {
         extern __shared__ __align__(1024) char shared[];
         const Shared at(shared_address(shared));
         volatile Control& control = *(Control*)(shared + (at.control - at.q));
         if (threadIdx.x == 0) {
-            Load::find_lists(control.lists, p, p.has_lists ? (u64)&lists : 0);
+            Load::find_metadata(control.metadata, p, p.has_metadata ? (u64)&metadata : 0);
             Block::init_barriers(at);
         }
         __syncthreads();

@@ -3,7 +3,7 @@
 //
 // It takes items by a counter until none are left: a tile of BM q rows of one head or, where ranges are short, of fewer
 // rows of several heads that read the same kv head (a shared tile). It walks over the keys that an item may meet and issues
-// the copies: q once, then k and v of each step into rings of STAGES buffers. With each k it leaves a `HopperStep` beside the
+// the copies: q once, then k and v of each step into STAGES buffers in turn. With each k it leaves a `HopperStep` beside the
 // buffer, with each q an `Item`.
 //
 // Maps are made for one call and tensor, and have columns, rows, heads, and parts. A part is as far from the next as a row
@@ -16,20 +16,20 @@
 template <class Shape>
 struct HopperLoad {
     using Block = HopperBlock<Shape>;
-    using Lists = typename Block::Lists;
+    using Metadata = typename Block::Metadata;
     using Control = typename Block::Control;
     using Shared = typename Block::Shared;
-    using RingPosition = typename Block::RingPosition;
+    using PipelineState = typename Block::PipelineState;
     static constexpr int BM = Block::BM, BN = Block::BN, WIDTH = Block::WIDTH, VALUE_WIDTH = Block::VALUE_WIDTH;
     static constexpr u32 K_BYTES = Block::K_BYTES, V_BYTES = Block::V_BYTES, BM_BITS = Block::BM_BITS;
 
-    // `from` is what addresses of lists are counted from.
-    static __device__ __forceinline__ void find_lists(volatile Lists& lists, const HopperForwardParams& p, u64 from) {
-        lists.queries = (const Run*)(from + (u64)p.call.queries);
-        lists.runs = (const Run*)(from + (u64)p.call.keys);
-        lists.list = (const u32*)(from + (u64)p.call.partners);
-        lists.work = (const Work*)(from + (u64)p.work);
-        lists.shared_work = (const Work*)(from + (u64)p.shared.work);
+    // `from` is what addresses of metadata are counted from.
+    static __device__ __forceinline__ void find_metadata(volatile Metadata& metadata, const HopperForwardParams& p, u64 from) {
+        metadata.queries = (const Run*)(from + (u64)p.call.queries);
+        metadata.runs = (const Run*)(from + (u64)p.call.keys);
+        metadata.list = (const u32*)(from + (u64)p.call.partners);
+        metadata.work = (const Work*)(from + (u64)p.work);
+        metadata.shared_work = (const Work*)(from + (u64)p.shared.work);
     }
 
     // Rows first .. end of a run, as many as a tile has; those from `end` on come as zeros.
@@ -50,8 +50,8 @@ struct HopperLoad {
         const u32 part = at % s.parts, kv = part / s.each, skipped = (part - kv * s.each) << (BM_BITS - s.token_bits);
         const u32 head = (kv == 0 ? 0 : s.first_heads + (kv - 1) * s.group) + skipped;
         const u32 end = min(p.call.heads.q_heads, s.first_heads + kv * s.group);
-        const Work work = control.lists.shared_work[at / s.parts];
-        describe(item.own, control.lists.queries[work.run], work, 1u << s.token_bits, head, kv_head_of(p.call.heads, head));
+        const Work work = control.metadata.shared_work[at / s.parts];
+        describe(item.own, control.metadata.queries[work.run], work, 1u << s.token_bits, head, kv_head_of(p.call.heads, head));
         item.heads = min(end - head, (u32)BM >> s.token_bits);
         item.token_bits = s.token_bits;
     }
@@ -63,8 +63,8 @@ struct HopperLoad {
         const u32 section = at / (p.tiles * p.section), before = section * p.section;
         const u32 heads = min(p.section, call.heads.q_heads - before), inside = at - before * p.tiles;
         const u32 head = before + inside % heads;
-        const Work work = control.lists.work[inside / heads];
-        describe(item.own, control.lists.queries[work.run], work, BM, head, kv_head_of(call.heads, head));
+        const Work work = control.metadata.work[inside / heads];
+        describe(item.own, control.metadata.queries[work.run], work, BM, head, kv_head_of(call.heads, head));
         item.heads = 1;
         item.token_bits = BM_BITS;
     }
@@ -73,10 +73,10 @@ struct HopperLoad {
                                                    volatile Control& control) {
         const ForwardParams& call = p.call;
         const Window window = {call.score.left, call.score.right};
-        volatile const Lists& side = control.lists;
+        volatile const Metadata& side = control.metadata;
         const u32 general = call.score.flags & SCORE_GENERAL ? STEP_GENERAL : 0;
         const u32 shared_items = p.shared.tiles * p.shared.parts, items = p.tiles * call.heads.q_heads + shared_items;
-        RingPosition position;
+        PipelineState position;
         u32 at_item = blockIdx.x;
         for (u32 n = 0;; ++n) {
             const u32 slot = n & 1;
@@ -97,7 +97,7 @@ struct HopperLoad {
             else
                 begin_single(item, control, p, at_item < p.shared.begin ? at_item : at_item - shared_items);
             const u32 kv_head = own.partner;
-            const Run& query = control.lists.queries[own.run];
+            const Run& query = control.metadata.queries[own.run];
             volatile Sweep<1>& sweep = control.sweep;
             sweep.start(query.begin, query.end, kv_head, kv_head + 1, own, window, side);
             item.run = &query;
@@ -116,7 +116,7 @@ struct HopperLoad {
                 else
                     sweep.find(own, window, side);
                 const bool last = sweep.row == sweep.row_end;
-                const Run& keys = control.lists.runs[run];
+                const Run& keys = control.metadata.runs[run];
                 const u32 stage = position.stage(), free = position.parity() ^ 1;
                 barrier_wait(at.k_empty(stage), free);
                 volatile HopperStep& step = control.steps[stage];

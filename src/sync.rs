@@ -2,7 +2,7 @@
 //! Locks, condition variables, atomics and threads: the standard library's, or loom's.
 //!
 //! Whatever in this crate makes threads wait for each other takes its primitives from here, so that the very code that
-//! runs in production is what the model checker explores. The swap hangs on the crate's own `--cfg cpattn_loom`: a
+//! runs in production is what the model checker explores. Loom's are taken under the crate's own `--cfg cpattn_loom`: a
 //! user who model-checks with `--cfg loom` does not change this crate by accident. Time does not exist in a model, so
 //! there a wait never expires, and a wait that no thread ends is reported by loom as a deadlock.
 //!
@@ -49,15 +49,15 @@ pub(crate) fn wait<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>, limit: Li
     }
 }
 
-/// How often a thread gives its core away before it parks.
-pub(crate) const LOOKS: u32 = 4;
+/// How often a thread yields its core before it parks.
+pub(crate) const YIELDS: u32 = 4;
 
-/// Gives the core away once, so that a thread can look again without being parked and notified, which costs two calls of
-/// the operating system and its scheduler. False where that does not pay at the moment: where the core has just come back
-/// late, other programs use it, and each gets a slice of milliseconds before this thread looks again, whereas one that is
-/// parked is woken in time. A late return is believed for sixteen times as long as it took, at most 100 ms, by all threads of
-/// the process. Models do not yield.
-pub(crate) fn give_way() -> bool {
+/// Yields the core once, so that a thread can look again without being parked and notified, which costs two calls of
+/// the operating system and its scheduler. False where that does not pay at the moment: where a yield has just returned
+/// late, other programs use the core, and each gets a slice of milliseconds before this thread looks again, whereas one that
+/// is parked is woken in time. After such a yield no thread of the process yields for sixteen times as long as it took, at
+/// most 100 ms. Models do not yield.
+pub(crate) fn yield_core() -> bool {
     #[cfg(cpattn_loom)]
     return false;
     #[cfg(not(cpattn_loom))]
@@ -66,7 +66,8 @@ pub(crate) fn give_way() -> bool {
             OnceLock,
             atomic::{AtomicU64, Ordering},
         };
-        /// Less than the slice that a scheduler gives another program, more than the turns of the threads of a few ranks.
+        /// A yield that takes longer is late: less than the slice that a scheduler gives another program, more than the
+        /// threads of a few ranks take one after another.
         const LATE: u64 = 1_000_000;
         const LONGEST: u64 = 100_000_000;
         static START: OnceLock<Instant> = OnceLock::new();

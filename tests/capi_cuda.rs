@@ -139,13 +139,13 @@ fn streams_memory_and_failures() {
 }
 
 #[test]
-fn the_pieces() {
-    program("tests/capi/cuda_pieces.c", &[]);
+fn single_calls() {
+    program("tests/capi/cuda_single_calls.c", &[]);
 }
 
-/// The blocks of each attention launch of `cuda_pieces` on an emulated device of 4 multiprocessors.
+/// The blocks of each attention launch of `cuda_single_calls` on an emulated device of 4 multiprocessors.
 fn blocks(arguments: &[&str]) -> Vec<u64> {
-    let program = library().compile("tests/capi/cuda_pieces.c", "c99");
+    let program = library().compile("tests/capi/cuda_single_calls.c", "c99");
     let text = run(Command::new(program).args(arguments).envs([("CPATTN_EMU_COUNT", "1"), ("CPATTN_EMU_SMS", "4")]));
     let kernels = ["cpattn_forward", "cpattn_hopper_forward"].map(|name| format!("cuda-emulator: `{name}`: "));
     let count = |line: &str| {

@@ -18,7 +18,7 @@ from ._library import call, error_of, status_of
 from .plan import Direction, Plan
 from .tensors import Array, Given
 from .trace import Event
-from .transport import Seat, Transport
+from .transport import Callbacks, Transport
 
 T = TypeVar("T")
 
@@ -40,11 +40,11 @@ class Rank:
         instruction set of the CPU kernels.
         """
         workers, isa = whole("workers", workers, 1, 1024), one_of("isa", isa, Isa)
-        self._seat: Seat | None = None
+        self._callbacks: Callbacks | None = None
         self._interruptible = Interruptible()
         if isinstance(transport, Transport):
-            self._seat = Seat(transport)
-            transport = self._seat.create()
+            self._callbacks = Callbacks(transport)
+            transport = self._callbacks.create()
         # The options also name a device; without them a rank has that of its transport.
         chosen = workers != 1 or isa != Isa.AUTO
         options = byref(_header.RankOptions(workers=workers, isa=isa)) if chosen else None
@@ -52,10 +52,10 @@ class Rank:
         try:
             call("rank_create", transport, options, byref(self._handle))
         except errors.Error:
-            destroy("transport_destroy", transport, self._seat, os.getpid())
+            destroy("transport_destroy", transport, self._callbacks, os.getpid())
             raise
         # Also at the end of the program, while Python can still run callbacks.
-        self._end = weakref.finalize(self, destroy, "rank_destroy", self._handle, self._seat, os.getpid())
+        self._end = weakref.finalize(self, destroy, "rank_destroy", self._handle, self._callbacks, os.getpid())
 
     def close(self) -> None:
         """The rank leaves: peers that still need it get an error. Further calls are refused."""
@@ -139,10 +139,10 @@ class Rank:
         self, direction: Direction, plan: Plan, name: str, argument: object, *, keep: object = None, stream: object = None
     ) -> None:
         """A call that may wait for other ranks. `keep` lives as long as it does, also where it is interrupted."""
-        if self._seat is None or stream is not None:
+        if self._callbacks is None or stream is not None:
             self._call(name, plan.handle, argument)
             return
-        transport = self._seat.transport
+        transport = self._callbacks.transport
         transport.run = (direction + 1, plan.fingerprint)
         try:
             self._interruptible(lambda _keep=keep: self._call(name, plan.handle, argument), transport.abort)  # type: ignore[misc]
@@ -155,7 +155,7 @@ class Rank:
         status = status_of(name, self._handle, *arguments)
         if status:
             said = error_of(name, status)
-            raise self._seat.exception(said) if self._seat else said
+            raise self._callbacks.exception(said) if self._callbacks else said
 
 
 def _address(name: str, value: object) -> int | None:
@@ -172,10 +172,10 @@ def _given(**arrays: Array | None) -> dict[str, Given]:
     return {name: Given(name, array) for name, array in arrays.items() if array is not None}
 
 
-def destroy(function: str, handle: c_void_p, seat: Seat | None, process: int) -> None:
+def destroy(function: str, handle: c_void_p, callbacks: Callbacks | None, process: int) -> None:
     # A forked child has the handle, but not the threads behind it.
-    if os.getpid() == process and status_of(function, handle) == _header.OK and seat:
-        seat.leave()
+    if os.getpid() == process and status_of(function, handle) == _header.OK and callbacks:
+        callbacks.leave()
 
 
 def local_group(world: int, deadline_ms: int = 60_000, workers: int = 1, isa: Isa = Isa.AUTO) -> list[Rank]:

@@ -14,7 +14,7 @@ from ._interruptible import Interruptible
 from ._library import error_of, status_of
 from .errors import Error, PeerError
 from .rank import destroy
-from .transport import Seat, Transport
+from .transport import Callbacks, Transport
 
 
 class Link(NamedTuple):
@@ -33,9 +33,9 @@ def check_ring(transport: Transport, bytes: int = 4 << 20) -> list[Link]:
     ranks those before their last turn. A PeerError names the link that failed, as far as this rank was at it, and what to try.
     """
     bytes = whole("bytes", bytes, 1, (1 << 48) - 1)
-    seat, count = Seat(transport), c_size_t()
+    callbacks, count = Callbacks(transport), c_size_t()
     links = (_header.Link * (2 * transport.world))()
-    handle = seat.create()
+    handle = callbacks.create()
     interruptible = Interruptible()
 
     def run() -> Error | None:
@@ -45,11 +45,11 @@ def check_ring(transport: Transport, bytes: int = 4 << 20) -> list[Link]:
     try:
         if said := interruptible(run, transport.abort):
             if isinstance(said, PeerError):
-                said.peer = getattr(seat.failure, "peer", None)
-            raise said from seat.failure
+                said.peer = getattr(callbacks.failure, "peer", None)
+            raise said from callbacks.failure
     finally:
         interruptible.close()
-        destroy("transport_destroy", handle, seat, os.getpid())
+        destroy("transport_destroy", handle, callbacks, os.getpid())
     return [Link(getattr(link, "from"), link.to, link.latency, link.bytes_per_second) for link in links[: count.value]]
 
 

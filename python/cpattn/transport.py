@@ -166,8 +166,8 @@ class Transport(abc.ABC):
         """The rank is gone."""
 
 
-class Seat:
-    """A transport's place in the library: the callbacks, and the first exception that one of them kept."""
+class Callbacks:
+    """The callbacks of a transport, kept for as long as the library may call them, and the first exception that one raised."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -187,12 +187,12 @@ class Seat:
         """The library's handle of the transport."""
         handle = c_void_p()
         call("transport_create", byref(self._table), byref(handle))
-        _seated.add(self)
+        _kept.add(self)
         return handle
 
     def leave(self) -> None:
         """After the library has destroyed the transport or its rank."""
-        _seated.discard(self)
+        _kept.discard(self)
 
     def exception(self, said: errors.Error) -> BaseException:
         """What the Python call raises when the library says this."""
@@ -277,7 +277,7 @@ class Seat:
             self._keep(failure)
 
 
-_seated: set[Seat] = set()
+_kept: set[Callbacks] = set()
 
 
 def _messages(first: Any, count: int) -> list[Message]:

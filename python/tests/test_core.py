@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import cpattn
-from cpattn import transport as seats
+from cpattn import transport as transports
 from cpattn.transport import Message, Transport
 
 HEADS, DIM, WORLD, DOCUMENTS = 2, 4, 3, [0, 5, 12]
@@ -58,9 +58,9 @@ class Mail(Transport):
         assert operation and step >= 0 and stream is None
         if self.broken:
             raise self.broken
-        for packet in seats.packets(sends, below=80):
+        for packet in transports.packets(sends, below=80):
             self.box("data", self.rank, packet.peer).put(bytes(packet.gather()))
-        for packet in seats.packets(recvs, below=80):
+        for packet in transports.packets(recvs, below=80):
             room = packet.room()
             room[:] = self.take("data", packet.peer)
             packet.scatter(room)
@@ -149,14 +149,14 @@ class Transports(unittest.TestCase):
         for _ in range(3):
             gc.collect()
             cpattn.on_all(ranks, lambda number, rank: forward(rank, number))
-        before = len(seats._seated)
-        mails = [seat.transport for seat in seats._seated if seat.transport.boxes is boxes]  # type: ignore[attr-defined]
+        before = len(transports._kept)
+        mails = [callbacks.transport for callbacks in transports._kept if callbacks.transport.boxes is boxes]  # type: ignore[attr-defined]
         self.assertEqual(len(mails), WORLD)
         ranks[0].close()
         ranks[0].close()
         del ranks
         gc.collect()
-        self.assertEqual(len(seats._seated), before - WORLD)
+        self.assertEqual(len(transports._kept), before - WORLD)
         self.assertTrue(all(mail.released for mail in mails))  # type: ignore[attr-defined]
 
     def test_what_a_callback_raises_is_raised_by_the_call(self) -> None:

@@ -12,7 +12,7 @@ use std::{
 };
 
 #[cfg(feature = "cuda")]
-use super::{dlpack::device, table::Seat};
+use super::{dlpack::device, table::TableStream};
 use super::{
     dlpack::device_of,
     handle::{self, Handle, HandleKind},
@@ -150,7 +150,7 @@ pub unsafe extern "C" fn cpattn_rank_create(
         #[cfg(not(feature = "cuda"))]
         let _ = free;
         // SAFETY: the header's promise about handles.
-        let mut rank = unsafe { seated(transport, at, n) }?;
+        let mut rank = unsafe { rank_over(transport, at, n) }?;
         if isa.is_some() {
             rank.set_isa(isa).expect("the machine has it, and the rank is on the CPU: both were asked");
         }
@@ -182,17 +182,17 @@ fn margin(at: Device, sm_margin: u32) -> Result<Option<SmMargin>> {
 ///
 /// # Safety
 /// As [`handle::take`].
-unsafe fn seated(transport: *mut cpattn_transport, at: Device, workers: usize) -> Outcome<Rank> {
+unsafe fn rank_over(transport: *mut cpattn_transport, at: Device, workers: usize) -> Outcome<Rank> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(ordinal) = at {
         let cuda = device("options.device_id", ordinal)?;
         let marks = Marks::new(&cuda)?;
         // SAFETY: a live handle that nothing else uses (promised).
         let table = matches!(unsafe { handle::borrow(transport.cast_const()) }?, Any::Table(_));
-        let seat = if table { Some(Seat::new(cuda)?) } else { None };
+        let side = if table { Some(TableStream::new(cuda)?) } else { None };
         // SAFETY: a live handle that nothing else uses (promised).
-        return Ok(match (unsafe { handle::take(transport) }?, seat) {
-            (Any::Table(t), Some(seat)) => Rank::on_device_with(seat.with(t), marks),
+        return Ok(match (unsafe { handle::take(transport) }?, side) {
+            (Any::Table(t), Some(side)) => Rank::on_device_with(side.with(t), marks),
             (Any::Peer(t), None) => Rank::on_device_with(t, marks),
             #[cfg(feature = "nccl")]
             (Any::Nccl(t), None) => Rank::on_device_with(t, marks),

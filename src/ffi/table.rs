@@ -224,21 +224,21 @@ impl Drop for TableTransport {
     }
 }
 
-/// What a table needs besides to move device memory.
+/// The device and the stream of a table that moves device memory.
 #[cfg(feature = "cuda")]
-pub(super) struct Seat {
+pub(super) struct TableStream {
     cuda: Arc<Cuda>,
     stream: OwnStream,
 }
 
 #[cfg(feature = "cuda")]
-impl Seat {
+impl TableStream {
     pub(super) fn new(cuda: Arc<Cuda>) -> Result<Self> {
         Ok(Self { stream: OwnStream::new(cuda.context())?, cuda })
     }
 
     pub(super) fn with(self, table: TableTransport) -> DeviceTableTransport {
-        DeviceTableTransport { table, seat: self }
+        DeviceTableTransport { table, side: self }
     }
 }
 
@@ -247,7 +247,7 @@ impl Seat {
 pub(super) struct DeviceTableTransport {
     // First: what its release destroys may still work on the stream.
     table: TableTransport,
-    seat: Seat,
+    side: TableStream,
 }
 
 #[cfg(feature = "cuda")]
@@ -266,12 +266,12 @@ impl Transport for DeviceTableTransport {
 
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
         // SAFETY: the lists are valid until the batch is complete: the contract of `exchange`.
-        unsafe { self.table.exchange_on(label, sends, recvs, self.seat.stream.handle().cast()) }
+        unsafe { self.table.exchange_on(label, sends, recvs, self.side.stream.handle().cast()) }
     }
 
     fn poll(&self) -> Result<()> {
         self.table.poll()?;
-        self.seat.stream.query().map(|_| ())
+        self.side.stream.query().map(|_| ())
     }
 
     fn abort(&self, cause: Cause) {
@@ -282,15 +282,15 @@ impl Transport for DeviceTableTransport {
 #[cfg(feature = "cuda")]
 impl DeviceTransport for DeviceTableTransport {
     fn device(&self) -> &Arc<Cuda> {
-        &self.seat.cuda
+        &self.side.cuda
     }
 
     fn stream(&self) -> RawStream {
-        self.seat.stream.handle()
+        self.side.stream.handle()
     }
 
     fn synchronize(&self) -> Result<()> {
-        self.seat.stream.synchronize()
+        self.side.stream.synchronize()
     }
 
     fn reserve(&self, _messages: usize) {

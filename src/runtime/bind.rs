@@ -62,7 +62,7 @@ impl Bindings {
         &self.tensors
     }
 
-    pub(super) fn check(&self, expected: &Expected) -> Result<()> {
+    pub(super) fn check(&self, expected: &ExpectedTensors) -> Result<()> {
         let mut list = [("", RawTensor::NONE, false); TensorId::COUNT];
         for tensor in TensorId::ALL {
             let raw = self.get(tensor);
@@ -113,14 +113,14 @@ pub(super) fn apart_from(
 }
 
 /// What a schedule expects of the caller's tensors.
-pub(super) struct Expected {
+pub(super) struct ExpectedTensors {
     run: Purpose,
     forms: [Option<TensorForm>; TensorId::COUNT],
     /// Those that are sent as they lie.
     sent: Vec<TensorId>,
 }
 
-impl Expected {
+impl ExpectedTensors {
     pub(super) fn new(plan: &Plan, run: Purpose, schedule: &Schedule) -> Self {
         let sent = match run {
             Purpose::Attention(_) => sent(schedule),
@@ -160,7 +160,7 @@ impl Expected {
 /// Bindings of the right shapes whose memory `make` chooses; tensors that are not used have no rows.
 #[cfg(feature = "cuda")]
 pub(super) fn placeholders(
-    expected: &Expected,
+    expected: &ExpectedTensors,
     make: impl Fn(TensorId, Dtype, u64, u32, u32) -> RawTensor,
 ) -> Bindings {
     TensorId::ALL.into_iter().zip(&expected.forms).fold(Bindings::default(), |b, (tensor, form)| match form {

@@ -108,7 +108,7 @@ impl Progress {
         sync::lock(&self.state)
     }
 
-    fn bell(&self, lane: Lane) -> &Condvar {
+    fn condvar(&self, lane: Lane) -> &Condvar {
         match lane {
             Lane::Compute => &self.compute,
             Lane::Communication => &self.communication,
@@ -117,9 +117,9 @@ impl Progress {
 
     /// Lets other threads work a few times, then parks `lane`, once. May end for no reason.
     fn park<'a>(&'a self, mut state: MutexGuard<'a, State>, lane: Lane, until: Parked) -> MutexGuard<'a, State> {
-        for _ in 0..sync::LOOKS {
+        for _ in 0..sync::YIELDS {
             drop(state);
-            let again = sync::give_way();
+            let again = sync::yield_core();
             state = self.lock();
             // The lock was given back: what is waited for may be there, and then nothing would wake this lane.
             if state.ends(lane, until) {
@@ -130,7 +130,7 @@ impl Progress {
             }
         }
         state.parked[index(lane)] = Some(until);
-        let mut state = sync::park(self.bell(lane), state);
+        let mut state = sync::park(self.condvar(lane), state);
         state.parked[index(lane)] = None;
         state
     }
@@ -144,7 +144,7 @@ impl Progress {
         }
         drop(state);
         if ends {
-            self.bell(lane).notify_one();
+            self.condvar(lane).notify_one();
         }
     }
 

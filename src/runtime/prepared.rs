@@ -3,7 +3,7 @@
 
 use std::vec::Vec;
 
-use super::{bind::Expected, ops::Listing, proof, run::Purpose, tags::Tags};
+use super::{bind::ExpectedTensors, ops::Listing, proof, run::Purpose, tags::Tags};
 use crate::{
     error::Result,
     plan::Plan,
@@ -15,7 +15,7 @@ pub(super) struct Prepared {
     pub plan: Plan,
     pub run: Purpose,
     pub schedule: Schedule,
-    pub expected: Expected,
+    pub expected: ExpectedTensors,
     pub compute: Listing,
     pub communication: Listing,
 }
@@ -27,7 +27,7 @@ impl Prepared {
         Ok(Self {
             plan: plan.clone(),
             run,
-            expected: Expected::new(plan, run, &schedule),
+            expected: ExpectedTensors::new(plan, run, &schedule),
             compute: Listing::new(&schedule),
             communication: Listing::new(&schedule),
             schedule,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One rank, on host memory or on a device: the same plans, the same calls.
 //!
-//! What differs behind it is the engine: on the CPU two threads and host memory, where a run returns when it is over; on
+//! What differs behind it: on the CPU two threads and host memory, where a run returns when it is over; on
 //! a device two streams and device memory, where a run returns when it is enqueued. What only one of them can do is
 //! refused on the other, by name.
 
@@ -39,10 +39,10 @@ const MOST_RECORDED: usize = 1 << 24;
 /// Dropping it means that the rank leaves; peers that still need it get an error. On a device it first waits for what it
 /// enqueued. A rank is used by one thread at a time; its [`AbortHandle`] is for others.
 pub struct Rank {
-    engine: Engine,
+    inner: Inner,
 }
 
-enum Engine {
+enum Inner {
     Host(Box<HostRank>),
     #[cfg(feature = "cuda")]
     Device(Box<DeviceRank>),
@@ -67,7 +67,7 @@ impl Rank {
 
     /// A rank whose kernels spread over `workers` threads (with the feature `rayon`). Results do not depend on it.
     pub fn with_workers(transport: impl Transport + 'static, workers: usize) -> Self {
-        Self { engine: Engine::Host(Box::new(HostRank::new(transport, cpu::Scratch::new(workers)))) }
+        Self { inner: Inner::Host(Box::new(HostRank::new(transport, cpu::Scratch::new(workers)))) }
     }
 
     /// As [`Rank::with_workers`], on threads of the caller's.
@@ -77,7 +77,7 @@ impl Rank {
         executor: Arc<dyn cpu::Executor>,
     ) -> Self {
         let scratch = cpu::Scratch::new(workers).with_executor(executor);
-        Self { engine: Engine::Host(Box::new(HostRank::new(transport, scratch))) }
+        Self { inner: Inner::Host(Box::new(HostRank::new(transport, scratch))) }
     }
 
     /// From now on the CPU kernels of this rank run on this instruction set; for `None` on the best of the machine, or what
@@ -87,10 +87,10 @@ impl Rank {
     /// # Errors
     /// [`Error::Unsupported`] when the machine lacks it, or the rank is on a device; nothing has changed then.
     pub fn set_isa(&mut self, isa: Option<cpu::Isa>) -> Result<()> {
-        match &mut self.engine {
-            Engine::Host(rank) => rank.set_isa(isa),
+        match &mut self.inner {
+            Inner::Host(rank) => rank.set_isa(isa),
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => isa.map_or(Ok(()), |isa| Err(no_isa(isa, rank.device().ordinal()))),
+            Inner::Device(rank) => isa.map_or(Ok(()), |isa| Err(no_isa(isa, rank.device().ordinal()))),
         }
     }
 
@@ -150,42 +150,42 @@ impl Rank {
     /// As [`Rank::on_device`], with what could fail made before.
     #[cfg(feature = "cuda")]
     pub(crate) fn on_device_with(transport: impl DeviceTransport + 'static, marks: Marks) -> Self {
-        Self { engine: Engine::Device(Box::new(DeviceRank::with(transport, marks))) }
+        Self { inner: Inner::Device(Box::new(DeviceRank::with(transport, marks))) }
     }
 
     /// This rank's number.
     pub fn rank(&self) -> usize {
-        match &self.engine {
-            Engine::Host(rank) => rank.transport().rank(),
+        match &self.inner {
+            Inner::Host(rank) => rank.transport().rank(),
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.rank(),
+            Inner::Device(rank) => rank.rank(),
         }
     }
 
     /// How many ranks there are.
     pub fn world(&self) -> usize {
-        match &self.engine {
-            Engine::Host(rank) => rank.transport().world(),
+        match &self.inner {
+            Inner::Host(rank) => rank.transport().world(),
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.world(),
+            Inner::Device(rank) => rank.world(),
         }
     }
 
     /// Where its tensors are.
     pub fn device(&self) -> Device {
-        match &self.engine {
-            Engine::Host(_) => Device::Cpu,
+        match &self.inner {
+            Inner::Host(_) => Device::Cpu,
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => Device::Cuda(rank.device().ordinal()),
+            Inner::Device(rank) => Device::Cuda(rank.device().ordinal()),
         }
     }
 
     /// The CUDA device that its tensors are on; `None` on the CPU.
     #[cfg(feature = "cuda")]
     pub fn cuda(&self) -> Option<&Arc<Cuda>> {
-        match &self.engine {
-            Engine::Host(_) => None,
-            Engine::Device(rank) => Some(rank.device()),
+        match &self.inner {
+            Inner::Host(_) => None,
+            Inner::Device(rank) => Some(rank.device()),
         }
     }
 
@@ -196,19 +196,19 @@ impl Rank {
     /// [`Rank::record`], the calls that lend workspace or take it back, [`Rank::prepare`] of what is not prepared, and a run on
     /// a stream that is not part of that capture.
     pub fn poll(&self) -> Result<()> {
-        match &self.engine {
-            Engine::Host(rank) => rank.poll(),
+        match &self.inner {
+            Inner::Host(rank) => rank.poll(),
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.poll(),
+            Inner::Device(rank) => rank.poll(),
         }
     }
 
     /// For other threads.
     pub fn handle(&self) -> AbortHandle {
-        match &self.engine {
-            Engine::Host(rank) => rank.handle(),
+        match &self.inner {
+            Inner::Host(rank) => rank.handle(),
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.handle(),
+            Inner::Device(rank) => rank.handle(),
         }
     }
 
@@ -217,10 +217,10 @@ impl Rank {
     /// # Errors
     /// The driver's; [`Error::Disagreement`](crate::Error::Disagreement) where a peer was found to run something else.
     pub fn synchronize(&self) -> Result<()> {
-        match &self.engine {
-            Engine::Host(_) => Ok(()),
+        match &self.inner {
+            Inner::Host(_) => Ok(()),
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.synchronize(),
+            Inner::Device(rank) => rank.synchronize(),
         }
     }
 
@@ -244,13 +244,13 @@ impl Rank {
             let found = std::format!("{ahead:?} from now");
             return Err(Error::invalid("epoch", found, "a moment that has passed, since times count from it"));
         }
-        match &mut self.engine {
-            Engine::Host(rank) => {
+        match &mut self.inner {
+            Inner::Host(rank) => {
                 rank.record(epoch, capacity);
                 Ok(())
             }
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.record(epoch, capacity),
+            Inner::Device(rank) => rank.record(epoch, capacity),
         }
     }
 
@@ -259,10 +259,10 @@ impl Rank {
     /// On a device: of operations that are over by now, without a wait for others, which a later call tells. Call
     /// [`Rank::synchronize`] first to have them all. Of a device that failed, [`Rank::poll`] says why nothing comes.
     pub fn events(&mut self) -> Vec<trace::Event> {
-        match &mut self.engine {
-            Engine::Host(rank) => rank.events(),
+        match &mut self.inner {
+            Inner::Host(rank) => rank.events(),
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.events(),
+            Inner::Device(rank) => rank.events(),
         }
     }
 
@@ -271,10 +271,10 @@ impl Rank {
     /// [`Rank::events`] that took all, on): half the shortest time that the host took to record an event on the idle
     /// stream and to see it done. 0 on the CPU, and while nothing is recorded.
     pub fn trace_accuracy(&self) -> Duration {
-        match &self.engine {
-            Engine::Host(_) => Duration::ZERO,
+        match &self.inner {
+            Inner::Host(_) => Duration::ZERO,
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.trace_accuracy(),
+            Inner::Device(rank) => rank.trace_accuracy(),
         }
     }
 
@@ -289,10 +289,10 @@ impl Rank {
 
     /// As [`Rank::workspace_bytes`], of a run of any kind.
     pub(super) fn workspace_of(&mut self, plan: &Plan, run: Purpose) -> Result<u64> {
-        match &mut self.engine {
-            Engine::Host(rank) => rank.workspace_bytes(plan, run),
+        match &mut self.inner {
+            Inner::Host(rank) => rank.workspace_bytes(plan, run),
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.workspace_bytes(plan, run),
+            Inner::Device(rank) => rank.workspace_bytes(plan, run),
         }
     }
 
@@ -307,12 +307,12 @@ impl Rank {
     /// [`Error::Invalid`](crate::Error::Invalid) if `ptr` is not a multiple of
     /// [`ALIGNMENT`](crate::schedule::ALIGNMENT), or, on a device, the first or last byte is not memory of that device.
     pub unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
-        match &mut self.engine {
+        match &mut self.inner {
             // SAFETY: the memory is valid for as long as it is lent (promised).
-            Engine::Host(rank) => unsafe { rank.lend_workspace(ptr, bytes) },
+            Inner::Host(rank) => unsafe { rank.lend_workspace(ptr, bytes) },
             #[cfg(feature = "cuda")]
             // SAFETY: the memory is valid for as long as it is lent (promised).
-            Engine::Device(rank) => unsafe { rank.lend_workspace(ptr, bytes) },
+            Inner::Device(rank) => unsafe { rank.lend_workspace(ptr, bytes) },
         }
     }
 
@@ -322,23 +322,23 @@ impl Rank {
     /// # Errors
     /// The driver's.
     pub fn take_workspace_back(&mut self) -> Result<()> {
-        match &mut self.engine {
-            Engine::Host(rank) => {
+        match &mut self.inner {
+            Inner::Host(rank) => {
                 rank.take_workspace_back();
                 Ok(())
             }
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.take_workspace_back(),
+            Inner::Device(rank) => rank.take_workspace_back(),
         }
     }
 
     /// Bytes of scheduler metadata that the rank keeps on its device, for all plans that it remembers: its last 16 plans and directions,
     /// and all that were captured into a graph. [`Plan::explain`] bounds them for each plan. 0 on the CPU.
     pub fn metadata_bytes(&self) -> u64 {
-        match &self.engine {
-            Engine::Host(_) => 0,
+        match &self.inner {
+            Inner::Host(_) => 0,
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.metadata_bytes(),
+            Inner::Device(rank) => rank.metadata_bytes(),
         }
     }
 
@@ -355,10 +355,10 @@ impl Rank {
 
     /// As [`Rank::prepare`], for a run of any kind.
     pub(super) fn prepare_run(&mut self, plan: &Plan, run: Purpose) -> Result<()> {
-        match &mut self.engine {
-            Engine::Host(rank) => rank.prepare(plan, run),
+        match &mut self.inner {
+            Inner::Host(rank) => rank.prepare(plan, run),
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => rank.prepare(plan, run),
+            Inner::Device(rank) => rank.prepare(plan, run),
         }
     }
 
@@ -434,26 +434,26 @@ impl Rank {
         tensors: &Bindings,
         stream: RawStream,
     ) -> Result<()> {
-        match &mut self.engine {
-            Engine::Host(rank) => {
+        match &mut self.inner {
+            Inner::Host(rank) => {
                 no_stream(stream)?;
                 // SAFETY: the tensors are valid and used by nothing else during the call (the contract of this function).
                 unsafe { rank.run(plan, run, tensors) }
             }
             #[cfg(feature = "cuda")]
             // SAFETY: tensors and stream are as the contract of this function has them.
-            Engine::Device(rank) => unsafe { rank.run(plan, run, tensors, stream.cast()) },
+            Inner::Device(rank) => unsafe { rank.run(plan, run, tensors, stream.cast()) },
         }
     }
 
-    /// The rank's engine where it is the CPU's, for what needs host memory; else a refusal with the way out.
+    /// The rank where it is on the CPU, for what needs host memory; else a refusal with the way out.
     pub(super) fn on_host_for(&mut self, what: &'static str, way_out: &'static str) -> Result<&mut HostRank> {
         // Without devices there is nothing to refuse.
         let _ = (what, way_out);
-        match &mut self.engine {
-            Engine::Host(rank) => Ok(rank),
+        match &mut self.inner {
+            Inner::Host(rank) => Ok(rank),
             #[cfg(feature = "cuda")]
-            Engine::Device(rank) => Err(crate::Error::unsupported(
+            Inner::Device(rank) => Err(crate::Error::unsupported(
                 std::format!("{what} of a rank on {}", Device::Cuda(rank.device().ordinal())),
                 "it works on host memory",
                 way_out,

@@ -26,7 +26,7 @@ const BUDGET: u32 = 1 << 16;
 
 /// The answer to whether memory is shared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Overlap {
+pub(super) enum SharesBytes {
     /// No byte is shared.
     No,
     /// Some byte is shared.
@@ -53,9 +53,9 @@ impl Term {
 }
 
 /// Whether a sum of one multiple per term lies in `low..=high`; terms by falling stride, every stride positive.
-fn reaches(low: i128, high: i128, terms: &[Term], budget: &mut u32) -> Overlap {
+fn reaches(low: i128, high: i128, terms: &[Term], budget: &mut u32) -> SharesBytes {
     let Some((term, rest)) = terms.split_first() else {
-        return if low <= 0 && 0 <= high { Overlap::Yes } else { Overlap::No };
+        return if low <= 0 && 0 <= high { SharesBytes::Yes } else { SharesBytes::No };
     };
     let rest_least: i128 = rest.iter().map(|t| t.least * t.stride).sum();
     let rest_most: i128 = rest.iter().map(|t| t.most * t.stride).sum();
@@ -63,25 +63,25 @@ fn reaches(low: i128, high: i128, terms: &[Term], budget: &mut u32) -> Overlap {
     let first = term.least.max(-((rest_most - low).div_euclid(term.stride)));
     let last = term.most.min((high - rest_least).div_euclid(term.stride));
     if rest.is_empty() {
-        return if first <= last { Overlap::Yes } else { Overlap::No };
+        return if first <= last { SharesBytes::Yes } else { SharesBytes::No };
     }
     let mut multiple = first;
     while multiple <= last {
         if *budget == 0 {
-            return Overlap::Undecided;
+            return SharesBytes::Undecided;
         }
         *budget -= 1;
         let taken = multiple * term.stride;
         match reaches(low - taken, high - taken, rest, budget) {
-            Overlap::No => multiple += 1,
+            SharesBytes::No => multiple += 1,
             answer => return answer,
         }
     }
-    Overlap::No
+    SharesBytes::No
 }
 
 /// Sorts, merges equal strides, drops what cannot move a sum, and searches.
-fn search(low: i128, high: i128, mut terms: [Term; 4]) -> Overlap {
+fn search(low: i128, high: i128, mut terms: [Term; 4]) -> SharesBytes {
     for term in &mut terms {
         *term = term.positive();
         if term.stride == 0 {
@@ -102,7 +102,7 @@ fn search(low: i128, high: i128, mut terms: [Term; 4]) -> Overlap {
     }
     let terms = &terms[..count];
     if divisors_exclude(low, high, terms) {
-        return Overlap::No;
+        return SharesBytes::No;
     }
     let mut budget = BUDGET;
     reaches(low, high, terms, &mut budget)
@@ -127,9 +127,9 @@ fn common_divisor(a: i128, b: i128) -> i128 {
 
 /// Whether two (token, head) rows of a tensor share an element. Exact when tokens or heads are at most [`BUDGET`], or
 /// one dimension nests in the other. The tensor must have a [`hull`].
-pub(super) fn within(t: &RawTensor) -> Overlap {
+pub(super) fn within(t: &RawTensor) -> SharesBytes {
     if is_empty(t) {
-        return Overlap::No;
+        return SharesBytes::No;
     }
     let (tokens, heads, dim) = (i128::from(t.tokens), i128::from(t.heads), i128::from(t.dim));
     let token = |least| Term { least, most: tokens - 1, stride: t.token_stride.into() };
@@ -138,11 +138,11 @@ pub(super) fn within(t: &RawTensor) -> Overlap {
     // earlier and a later head.
     if tokens > 1 {
         let answer = search(1 - dim, dim - 1, [token(1), head(1 - heads), Term::NONE, Term::NONE]);
-        if answer != Overlap::No {
+        if answer != SharesBytes::No {
             return answer;
         }
     }
-    if heads > 1 { search(1 - dim, dim - 1, [head(1), Term::NONE, Term::NONE, Term::NONE]) } else { Overlap::No }
+    if heads > 1 { search(1 - dim, dim - 1, [head(1), Term::NONE, Term::NONE, Term::NONE]) } else { SharesBytes::No }
 }
 
 /// A tensor as bytes, rows joined where they leave no gap.
@@ -169,10 +169,10 @@ fn bytes(t: &RawTensor) -> (i128, [Term; 2]) {
 }
 
 /// Whether two tensors share a byte. Both must have a [`hull`].
-pub(super) fn between(a: &RawTensor, b: &RawTensor) -> Overlap {
-    let (Some(hull_a), Some(hull_b)) = (hull(a), hull(b)) else { return Overlap::Undecided };
+pub(super) fn between(a: &RawTensor, b: &RawTensor) -> SharesBytes {
+    let (Some(hull_a), Some(hull_b)) = (hull(a), hull(b)) else { return SharesBytes::Undecided };
     if hull_a.is_empty() || hull_b.is_empty() || hull_a.end <= hull_b.start || hull_b.end <= hull_a.start {
-        return Overlap::No;
+        return SharesBytes::No;
     }
     let (length_a, terms_a) = bytes(a);
     let (length_b, terms_b) = bytes(b);
@@ -190,7 +190,7 @@ pub(super) fn between(a: &RawTensor, b: &RawTensor) -> Overlap {
 /// a [`hull`]; its name may be empty.
 pub(super) fn refuse_within(name: &str, t: &RawTensor) -> Result<()> {
     let answer = within(t);
-    if answer == Overlap::No {
+    if answer == SharesBytes::No {
         return Ok(());
     }
     let (ts, hs, dim) = (t.token_stride, t.head_stride, i64::from(t.dim));
@@ -209,7 +209,7 @@ pub(super) fn refuse_within(name: &str, t: &RawTensor) -> Result<()> {
         )
     };
     Err(match answer {
-        Overlap::Undecided => error.hint("the rows may share elements, and the strides are too irregular to tell"),
+        SharesBytes::Undecided => error.hint("the rows may share elements, and the strides are too irregular to tell"),
         _ => error.hint("rows of a tensor that is written must not share elements"),
     })
 }
@@ -239,13 +239,13 @@ pub fn disjoint(named: &[(&'static str, RawTensor, bool)]) -> Result<()> {
                 continue;
             }
             let answer = between(tensor, other);
-            if answer == Overlap::No {
+            if answer == SharesBytes::No {
                 continue;
             }
             // The written one is to blame; of two, the later.
             let (blamed, with) = if *written { (*name, *other_name) } else { (*other_name, *name) };
             return Err(match answer {
-                Overlap::Undecided => Error::invalid(
+                SharesBytes::Undecided => Error::invalid(
                     blamed,
                     format!("memory interleaved with {with} by strides too irregular to tell apart"),
                     format!("memory that shares no byte with {with}"),

@@ -9,7 +9,7 @@
 //! to be waited for.
 //!
 //! The mutex guards a few numbers per rank. It is never held during a copy, so pairs copy in parallel. A rank that has
-//! nothing to copy gives its core away a few times and looks again, then parks on a condition variable of its own; it never
+//! nothing to copy yields its core a few times and looks again, then parks on a condition variable of its own; it never
 //! spins. After [`group`] nothing allocates until
 //! something fails.
 //!
@@ -28,11 +28,11 @@
 
 mod board;
 #[cfg(any(feature = "cuda", cpattn_loom))]
-mod carried;
+mod enqueued;
 
 use super::{Label, Message, Transport};
 use crate::error::{Cause, Error, Result};
-use crate::sync::{AtomicBool, Condvar, LOOKS, Lent, Limit, Mutex, MutexGuard, give_way, lock, wait};
+use crate::sync::{AtomicBool, Condvar, Lent, Limit, Mutex, MutexGuard, YIELDS, lock, wait, yield_core};
 use board::{Board, Phase};
 use std::ops::Range;
 use std::sync::{Arc, atomic::Ordering};
@@ -69,7 +69,7 @@ pub fn group(world: usize, deadline: Duration) -> Result<Vec<Local>> {
     }
     let shared = Arc::new(Shared {
         board: Mutex::new(Board::new(world, deadline)),
-        bells: (0..world).map(|_| Condvar::new()).collect(),
+        condvars: (0..world).map(|_| Condvar::new()).collect(),
         memory: (0..world).map(|_| Lent::new()).collect(),
         failed: AtomicBool::new(false),
         world,
@@ -96,7 +96,7 @@ impl std::fmt::Debug for Local {
 struct Shared {
     board: Mutex<Board>,
     /// One per rank: only that rank's waiting call parks on it.
-    bells: Vec<Condvar>,
+    condvars: Vec<Condvar>,
     /// One per rank: what its sends point to.
     memory: Vec<Lent>,
     /// A copy of "the board has a failure", so that `poll` takes no lock.
@@ -107,7 +107,7 @@ struct Shared {
 impl Shared {
     fn wake(&self, board: &mut Board, rank: usize) {
         if std::mem::replace(&mut board.ranks[rank].parked, false) {
-            self.bells[rank].notify_one();
+            self.condvars[rank].notify_one();
         }
     }
 
@@ -138,24 +138,24 @@ impl Shared {
     /// Parks `rank`; true if the limit has passed and no rank has woken it.
     fn park<'a>(&self, mut board: MutexGuard<'a, Board>, rank: usize, limit: Limit) -> (MutexGuard<'a, Board>, bool) {
         board.ranks[rank].parked = true;
-        let (mut board, expired) = wait(&self.bells[rank], board, limit);
+        let (mut board, expired) = wait(&self.condvars[rank], board, limit);
         let woken = !std::mem::replace(&mut board.ranks[rank].parked, false);
         (board, expired && !woken)
     }
 }
 
 /// How long a call has been waiting since something moved.
-struct Patience {
+struct WaitProgress {
     limit: Option<Limit>,
     since: Instant,
     moved: u64,
     /// How often it gave the core away before it parks.
-    looks: u32,
+    yields: u32,
 }
 
-impl Patience {
+impl WaitProgress {
     fn new(moved: u64) -> Self {
-        Self { limit: None, since: Instant::now(), moved, looks: 0 }
+        Self { limit: None, since: Instant::now(), moved, yields: 0 }
     }
 }
 
@@ -175,7 +175,7 @@ impl Local {
         &'a self,
         mut board: MutexGuard<'a, Board>,
         label: Label,
-        patience: &mut Patience,
+        progress: &mut WaitProgress,
     ) -> (MutexGuard<'a, Board>, Result<()>) {
         if let Some(peer) = board.gone(self.rank) {
             self.shared.fail(&mut board, peer, Cause::Left);
@@ -188,25 +188,25 @@ impl Local {
         }
         let place = &board.ranks[self.rank];
         let deadline = place.deadline;
-        if place.moved != patience.moved {
-            *patience = Patience::new(place.moved);
+        if place.moved != progress.moved {
+            *progress = WaitProgress::new(place.moved);
         }
-        if patience.looks < LOOKS {
+        if progress.yields < YIELDS {
             drop(board);
-            patience.looks = if give_way() { patience.looks + 1 } else { LOOKS };
+            progress.yields = if yield_core() { progress.yields + 1 } else { YIELDS };
             // The mutex was released: the caller has to look again before this rank parks.
             return (lock(&self.shared.board), Ok(()));
         }
-        let limit = *patience.limit.get_or_insert_with(|| Limit::after(deadline));
+        let limit = *progress.limit.get_or_insert_with(|| Limit::after(deadline));
         let (mut board, expired) = self.shared.park(board, self.rank, limit);
         if expired {
             match board.blame(self.rank) {
-                Some(peer) if board.ranks[self.rank].moved == patience.moved => {
-                    let ms = patience.since.elapsed().as_millis().try_into().unwrap_or(u64::MAX);
+                Some(peer) if board.ranks[self.rank].moved == progress.moved => {
+                    let ms = progress.since.elapsed().as_millis().try_into().unwrap_or(u64::MAX);
                     let bytes = board.waiting(self.rank);
                     self.shared.fail(&mut board, peer, Cause::Deadline { ms, bytes });
                 }
-                _ => patience.limit = None,
+                _ => progress.limit = None,
             }
         }
         (board, Ok(()))
@@ -237,10 +237,10 @@ impl Transport for Local {
         if board.offer(rank, group.clone(), fingerprint) {
             group.for_each(|peer| shared.wake(&mut board, peer));
         }
-        let mut patience = Patience::new(board.ranks[rank].moved);
+        let mut progress = WaitProgress::new(board.ranks[rank].moved);
         while board.ranks[rank].phase != Phase::Answered {
             let outcome;
-            (board, outcome) = self.pause(board, label, &mut patience);
+            (board, outcome) = self.pause(board, label, &mut progress);
             if let Err(error) = outcome {
                 board.ranks[rank].phase = Phase::Idle;
                 return Err(error);
@@ -266,7 +266,7 @@ impl Transport for Local {
                 shared.wake(&mut board, send.peer);
             }
         }
-        let mut patience = Patience::new(board.ranks[rank].moved);
+        let mut progress = WaitProgress::new(board.ranks[rank].moved);
         let outcome = loop {
             let before = board.ranks[rank].moved;
             let mut at = 0;
@@ -301,7 +301,7 @@ impl Transport for Local {
                 continue;
             }
             let outcome;
-            (board, outcome) = self.pause(board, label, &mut patience);
+            (board, outcome) = self.pause(board, label, &mut progress);
             if outcome.is_err() {
                 break outcome;
             }

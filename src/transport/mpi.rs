@@ -30,13 +30,13 @@
 //!   (`meet` in `examples/context_parallel/together.rs`): it fails at the deadline and names the rank.
 //! - After a failure what MPI still holds is never freed: some pieces, and the two duplicates. An abort by a caller leaves
 //!   all processes alive; they can make new transports. A rank that leaves long before the others frees its duplicates when
-//!   it next makes or drops a transport (`parted.rs`).
+//!   it next makes or drops a transport (`left_ranks.rs`).
 //! - Nothing is sent on the caller's communicator itself, unless a rank does not come to make its transport (`arrival.rs`).
 
 mod arrival;
 mod group;
+mod left_ranks;
 mod notices;
-mod parted;
 mod pipe;
 mod pipes;
 mod raw;
@@ -147,7 +147,7 @@ impl Mpi {
         raw::usable()?;
         raw::multiple_threads()?;
         raw::own_launcher()?;
-        parted::sweep();
+        left_ranks::sweep();
         if deadline.is_zero() {
             return Err(Error::invalid("deadline", "0 ms", "at least 1 ms"));
         }
@@ -294,10 +294,10 @@ impl Drop for Mpi {
         if self.group.has_failed() {
             // Nothing is freed of what MPI may still work on.
             self.group.notices.close(SETTLE);
-            parted::sweep();
+            left_ranks::sweep();
         } else {
             let Group { rank, world, .. } = self.group;
-            parted::leave(rank, world, self.group.notices.take(), [self.messages, self.others]);
+            left_ranks::leave(rank, world, self.group.notices.take(), [self.messages, self.others]);
         }
     }
 }

@@ -50,7 +50,7 @@ use crate::{
 pub struct Peer {
     local: Local,
     cuda: Arc<Cuda>,
-    lanes: Arc<[PeerStream]>,
+    streams: Arc<[PeerStream]>,
     /// By rank: whether copies from there are direct.
     direct: Vec<bool>,
 }
@@ -91,14 +91,14 @@ pub fn group(devices: &[Arc<Cuda>], deadline: Duration) -> Result<Vec<Peer>> {
         let (stream, ready) = (OwnStream::new(context)?, Event::new(context)?);
         Ok(PeerStream { stream, ready, done, cuda: Arc::clone(cuda), capture: AtomicU64::new(0) })
     };
-    let lanes: Arc<[PeerStream]> = devices.iter().map(lane).collect::<Result<Vec<_>>>()?.into();
+    let streams: Arc<[PeerStream]> = devices.iter().map(lane).collect::<Result<Vec<_>>>()?.into();
     local::group(devices.len(), deadline)?
         .into_iter()
         .zip(devices)
         .map(|(local, cuda)| {
             let access = |other: &Arc<Cuda>| cuda.context().enable_access_to(other.context());
             let direct = devices.iter().map(access).collect::<Result<_>>()?;
-            Ok(Peer { local, lanes: Arc::clone(&lanes), cuda: Arc::clone(cuda), direct })
+            Ok(Peer { local, streams: Arc::clone(&streams), cuda: Arc::clone(cuda), direct })
         })
         .collect()
 }
@@ -123,8 +123,8 @@ impl Peer {
         self.direct[peer]
     }
 
-    fn lane(&self) -> &PeerStream {
-        &self.lanes[self.local.rank()]
+    fn own(&self) -> &PeerStream {
+        &self.streams[self.local.rank()]
     }
 }
 
@@ -134,11 +134,11 @@ impl DeviceTransport for Peer {
     }
 
     fn stream(&self) -> RawStream {
-        self.lane().stream.handle()
+        self.own().stream.handle()
     }
 
     fn synchronize(&self) -> Result<()> {
-        self.lane().stream.synchronize()
+        self.own().stream.synchronize()
     }
 
     /// Each replay repeats the copies, in the order of the events that were captured. The hosts of the ranks meet while
@@ -149,7 +149,7 @@ impl DeviceTransport for Peer {
 
     fn begin_run(&self, capture: Option<u64>) {
         // The driver counts captures from 1. The mutex of the exchange orders this for the ranks that read it.
-        self.lane().capture.store(capture.unwrap_or(0), Ordering::Relaxed);
+        self.own().capture.store(capture.unwrap_or(0), Ordering::Relaxed);
     }
 
     fn reserve(&self, _messages: usize) {
@@ -172,10 +172,10 @@ fn apart(rank: usize, peer: usize, [ours, theirs]: [u64; 2]) -> Error {
 
 impl PeerStream {
     /// Enqueues the messages from one rank to another, on the stream of the second: behind what wrote them, and before `done`.
-    fn carry(lanes: &[Self], [from, to]: [usize; 2], next: &mut dyn FnMut() -> Option<[Message; 2]>) -> Result<()> {
+    fn enqueue(streams: &[Self], [from, to]: [usize; 2], next: &mut dyn FnMut() -> Option<[Message; 2]>) -> Result<()> {
         let Some(first) = next() else { return Ok(()) };
-        let (sender, receiver) = (&lanes[from], &lanes[to]);
-        let captures = [receiver, sender].map(|lane| lane.capture.load(Ordering::Relaxed));
+        let (sender, receiver) = (&streams[from], &streams[to]);
+        let captures = [receiver, sender].map(|rank| rank.capture.load(Ordering::Relaxed));
         if captures[0] != captures[1] {
             return Err(apart(to, from, captures));
         }
@@ -207,12 +207,12 @@ impl PeerStream {
 impl Peer {
     /// Has the rank's stream wait for the copies out of its memory.
     fn hold_until_sent(&self, sends: &[Message]) -> Result<()> {
-        let (me, stream) = (self.local.rank(), self.lane().stream.handle());
+        let (me, stream) = (self.local.rank(), self.own().stream.handle());
         let mut last = None;
         for peer in sends.iter().map(|m| m.peer) {
             // Messages to one peer mostly follow each other; a second wait does no harm.
             if last.replace(peer) != Some(peer) {
-                self.lanes[peer].done[me].hold(stream)?;
+                self.streams[peer].done[me].hold(stream)?;
             }
         }
         Ok(())
@@ -236,18 +236,18 @@ impl Transport for Peer {
         self.local.check("sends", sends)?;
         self.local.check("recvs", recvs)?;
         let _entered = self.cuda.context().enter()?;
-        let lane = self.lane();
-        lane.ready.record(lane.stream.handle())?;
-        let mut carry = |pair: [usize; 2], next: &mut dyn FnMut() -> Option<[Message; 2]>| {
-            PeerStream::carry(&self.lanes, pair, next)
+        let own = self.own();
+        own.ready.record(own.stream.handle())?;
+        let mut enqueue = |pair: [usize; 2], next: &mut dyn FnMut() -> Option<[Message; 2]>| {
+            PeerStream::enqueue(&self.streams, pair, next)
         };
-        let outcome = self.local.exchange_carried(label, sends, recvs, &mut carry);
+        let outcome = self.local.exchange_enqueued(label, sends, recvs, &mut enqueue);
         if outcome.is_ok() {
             return self.hold_until_sent(sends);
         }
         // Of a call that failed some messages may be on their way: the run waits for them on the host, behind this stream.
         // Where a graph is captured nothing is. A second error says nothing new.
-        if lane.capture.load(Ordering::Relaxed) == 0 {
+        if own.capture.load(Ordering::Relaxed) == 0 {
             let _ = self.hold_until_sent(sends);
         }
         outcome
@@ -255,7 +255,7 @@ impl Transport for Peer {
 
     fn poll(&self) -> Result<()> {
         self.local.poll()?;
-        self.lane().stream.query().map(|_| ())
+        self.own().stream.query().map(|_| ())
     }
 
     fn abort(&self, cause: Cause) {

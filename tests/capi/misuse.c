@@ -356,8 +356,8 @@ static void tables(void) {
   OK(cpattn_plan_destroy(plan));
 }
 
-/* The pieces: keys in two visits merge to what one visit gives; a bad mode or position is refused. */
-static void pieces(void) {
+/* Single calls: keys in two calls merge to what one call gives; a bad mode or position is refused. */
+static void single_calls(void) {
   static float o_one[TOKENS * HEADS * DIM], running[TOKENS * HEADS * DIM], o_two[TOKENS * HEADS * DIM], lse_two[HEADS * TOKENS];
   for (int i = 0; i < TOKENS * HEADS * DIM; i++)
     for (int j = 0; j < 3; j++) memory[j][i] = (float)((i * 7 + j * 3) % 11) / 5.0f - 1.0f;
@@ -494,7 +494,7 @@ int main(void) {
   tensors();
   aborts();
   tables();
-  pieces();
+  single_calls();
   if (failures) fprintf(stderr, "%d failures\n", failures);
   else puts("ok");
   return failures != 0;

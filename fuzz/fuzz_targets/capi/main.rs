@@ -10,7 +10,7 @@
 #![no_main]
 
 mod bytes;
-mod pieces;
+mod single_calls;
 mod plans;
 mod ranks;
 mod world;
@@ -20,7 +20,7 @@ use std::{ffi::CStr, ptr::null_mut};
 use bytes::{Bytes, called};
 use cpattn::ffi::*;
 use libfuzzer_sys::fuzz_target;
-use pieces::pieces;
+use single_calls::single_calls;
 use plans::{ask_plan, create_plan, move_rows};
 use ranks::{all_to_all, create_rank, create_transport, run, trace};
 use world::World;
@@ -73,7 +73,7 @@ fuzz_target!(|data: &[u8]| {
             }
             11 => all_to_all(&mut w, &mut b),
             12 => trace(&mut w, &mut b),
-            _ => pieces(&mut w, &mut b),
+            _ => single_calls(&mut w, &mut b),
         }
     }
     for p in w.plans {

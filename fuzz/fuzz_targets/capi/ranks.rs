@@ -196,7 +196,7 @@ pub fn all_to_all(w: &mut World, b: &mut Bytes) {
     }
 }
 
-/// Traces: recorded for a while, and taken in pieces.
+/// Traces: recorded for a while, and taken a few at a time.
 pub fn trace(w: &mut World, b: &mut Bytes) {
     let rank = w.rank(b);
     let capacity = if b.rarely() { u64::MAX } else { b.below(64) };

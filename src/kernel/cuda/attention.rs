@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Forward and backward attention: from a call to one launch per kernel.
 
-use super::check::{self, Checker, Expected};
+use super::check::{self, Checker, TensorSpec};
 use super::fused::heads;
 use super::launch::{Launch, Launches, items};
 use super::metadata::{self, Metadata, TileRows};
@@ -70,10 +70,10 @@ impl Cuda {
         check::ranges(&call.ranges, call.q.tokens, call.k.tokens.min(call.v.tokens), !call.alibi_slopes.is_none())?;
         call.ranges.one_writer(true, false)?;
         let q_heads = call.q.heads;
-        let f32s = Expected { heads: q_heads, dim: 1, dtype: Dtype::F32, align: 4 };
-        let running = Expected { heads: q_heads, dim: call.v.dim, dtype: Dtype::F32, align: 16 };
-        let o = Expected { dtype: call.q.dtype, ..running };
-        let running_lse = Expected { dim: lse_words(&call.running_lse), ..f32s };
+        let f32s = TensorSpec { heads: q_heads, dim: 1, dtype: Dtype::F32, align: 4 };
+        let running = TensorSpec { heads: q_heads, dim: call.v.dim, dtype: Dtype::F32, align: 16 };
+        let o = TensorSpec { dtype: call.q.dtype, ..running };
+        let running_lse = TensorSpec { dim: lse_words(&call.running_lse), ..f32s };
         let (mut needs_running, mut needs_o) = (false, false);
         for q in call.ranges.q.iter().filter(|q| q.range.len > 0) {
             needs_running |= q.mode.continues() || !q.mode.finishes();
@@ -113,17 +113,17 @@ impl Cuda {
         };
         let tiles = TileRows { queries: s.forward.rows, keys: 0 };
         let (mut writer, scratch) = buffer.begin(self.attend_bytes(call)?)?;
-        let lists = metadata::write(scratch, &mut writer, &call.ranges, tiles, window);
-        params.heads.items = items(lists.query_tiles, q_heads)?;
+        let metadata = metadata::write(scratch, &mut writer, &call.ranges, tiles, window);
+        params.heads.items = items(metadata.query_tiles, q_heads)?;
         let mut launches = Launches::default();
         if params.heads.items > 0 {
-            (params.queries, params.keys) = (lists.queries, lists.keys);
-            (params.partners, params.work) = (lists.keys_of, lists.query_work);
+            (params.queries, params.keys) = (metadata.queries, metadata.keys);
+            (params.partners, params.work) = (metadata.keys_of, metadata.query_work);
             let items = params.heads.items;
             launches.push(match hopper {
                 None => Launch::tiles(kernel, items, false, &params),
                 Some(hopper) => {
-                    let same = (lists.query_work, lists.query_tiles, s.forward.rows);
+                    let same = (metadata.query_work, metadata.query_tiles, s.forward.rows);
                     let split = hopper_calls::split(call, shape, same, scratch, &mut writer, window);
                     let tile_counter = writer.words(1);
                     let (params, hopper) = self.hopper_params(call, hopper, shape, params, split, tile_counter);
@@ -166,12 +166,12 @@ impl Cuda {
         let window = check::score(&call.score)?;
         check::ranges(&call.ranges, call.q.tokens, call.k.tokens.min(call.v.tokens), !call.alibi_slopes.is_none())?;
         call.ranges.one_writer(call.gradients != Gradients::Keys, call.gradients != Gradients::Queries)?;
-        let f32s = Expected { heads: call.q.heads, dim: 1, dtype: Dtype::F32, align: 4 };
-        let dq = Expected { heads: call.q.heads, dim: call.q.dim, dtype: Dtype::F32, align: 16 };
+        let f32s = TensorSpec { heads: call.q.heads, dim: 1, dtype: Dtype::F32, align: 4 };
+        let dq = TensorSpec { heads: call.q.heads, dim: call.q.dim, dtype: Dtype::F32, align: 16 };
         let key_heads = if call.per_q_head { call.q.heads } else { call.k.heads };
-        let dk = Expected { heads: key_heads, ..dq };
-        let dv = Expected { dim: call.v.dim, ..dk };
-        let d_o = Expected { dim: call.v.dim, dtype: call.q.dtype, ..dq };
+        let dk = TensorSpec { heads: key_heads, ..dq };
+        let dv = TensorSpec { dim: call.v.dim, ..dk };
+        let d_o = TensorSpec { dim: call.v.dim, dtype: call.q.dtype, ..dq };
         let wants_queries = call.gradients != Gradients::Keys && call.ranges.q.iter().any(|q| q.range.len > 0);
         let wants_keys = call.gradients != Gradients::Queries && call.ranges.k.iter().any(|k| k.len > 0);
         let reads = wants_queries || call.ranges.q.iter().any(|q| q.range.len > 0);
@@ -268,7 +268,7 @@ fn refuse_aligned(aligned: bool) -> Result<()> {
     Ok(())
 }
 
-fn require(needed: bool, checker: Checker, name: &str, t: &RawTensor, expected: Expected) -> Result<Tensor> {
+fn require(needed: bool, checker: Checker, name: &str, t: &RawTensor, expected: TensorSpec) -> Result<Tensor> {
     if needed && t.is_none() {
         return Err(Error::invalid(name, "none", "a tensor: a mode or gradient of this call needs it"));
     }
@@ -314,12 +314,12 @@ struct Inputs {
 impl Inputs {
     fn check(checker: Checker, q: &RawTensor, k: &RawTensor, v: &RawTensor, map: &HeadMap) -> Result<Self> {
         check::heads(map, q.heads, k.heads)?;
-        let of_q = Expected { heads: q.heads, dim: q.dim, dtype: q.dtype, align: 16 };
-        let of_k = Expected { heads: k.heads, ..of_q };
+        let of_q = TensorSpec { heads: q.heads, dim: q.dim, dtype: q.dtype, align: 16 };
+        let of_k = TensorSpec { heads: k.heads, ..of_q };
         Ok(Self {
             q: checker.needed("q", q, of_q)?,
             k: checker.needed("k", k, of_k)?,
-            v: checker.needed("v", v, Expected { dim: v.dim, ..of_k })?,
+            v: checker.needed("v", v, TensorSpec { dim: v.dim, ..of_k })?,
             heads: HeadParams {
                 q_heads: q.heads,
                 kv_heads: k.heads,

@@ -13,8 +13,8 @@ use crate::element::Dtype;
 /// Symbols are a number in the upper bits, and bytes below.
 const SHIFT: u32 = 52;
 /// Behind the bases: the metadata of a plan, and the words that are cleared before a launch.
-const LISTS: u64 = BASES as u64;
-const WORDS: u64 = LISTS + 1;
+const METADATA: u64 = BASES as u64;
+const WORDS: u64 = METADATA + 1;
 
 const fn symbol(number: u64) -> u64 {
     (number + 1) << SHIFT
@@ -22,7 +22,7 @@ const fn symbol(number: u64) -> u64 {
 
 /// The symbol of byte `at` of the metadata.
 pub(super) const fn list_symbol(at: usize) -> u64 {
-    symbol(LISTS) + at as u64
+    symbol(METADATA) + at as u64
 }
 
 /// The symbol of the words.
@@ -38,7 +38,7 @@ pub(super) enum Meaning {
     /// Part of a base.
     Base,
     /// A byte of the metadata.
-    List(u64),
+    Metadata(u64),
     /// A byte of the words.
     Word(u64),
 }
@@ -47,7 +47,7 @@ pub(super) const fn meaning(address: u64) -> Meaning {
     let at = address & ((1 << SHIFT) - 1);
     match address >> SHIFT {
         0 => Meaning::Address,
-        n if n == LISTS + 1 => Meaning::List(at),
+        n if n == METADATA + 1 => Meaning::Metadata(at),
         n if n == WORDS + 1 => Meaning::Word(at),
         _ => Meaning::Base,
     }
@@ -175,7 +175,7 @@ mod tests {
     fn nothing_is_taken_for_something_else() {
         assert_eq!(meaning(0), Meaning::Address);
         assert_eq!(meaning(0x7fff_ffff_ffff), Meaning::Address);
-        assert_eq!(meaning(list_symbol(17)), Meaning::List(17));
+        assert_eq!(meaning(list_symbol(17)), Meaning::Metadata(17));
         assert_eq!(meaning(words_symbol() + 4), Meaning::Word(4));
         assert!((0..BASES).all(|n| meaning(BaseShapes::symbol(n) as usize as u64 + 9) == Meaning::Base));
     }

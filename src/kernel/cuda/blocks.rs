@@ -4,7 +4,7 @@
 use super::Cuda;
 use super::attention::lse_words;
 use super::bases::{self, BaseOffset};
-use super::check::{self, Checker, Expected};
+use super::check::{self, Checker, TensorSpec};
 use super::launch::{Grid, Launch, Launches, items};
 use super::metadata::run;
 use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part, padded};
@@ -161,7 +161,7 @@ impl Cuda {
     pub(super) fn delta_launch(&self, call: &Delta, checker: Checker) -> Result<Option<Launch>> {
         check::element(call.o.dtype)?;
         check::dim("o.dim", call.o.dim, 256)?;
-        let like = Expected { heads: call.o.heads, dim: call.o.dim, dtype: call.o.dtype, align: 16 };
+        let like = TensorSpec { heads: call.o.heads, dim: call.o.dim, dtype: call.o.dtype, align: 16 };
         for (name, t) in [("d_o", &call.d_o), ("delta", &call.delta)] {
             if t.tokens != call.o.tokens {
                 return Err(Error::invalid(format!("{name}.tokens"), t.tokens, call.o.tokens));
@@ -171,7 +171,7 @@ impl Cuda {
         let params = params::DeltaParams {
             o: checker.needed("o", &call.o, like)?,
             d_o: checker.needed("d_o", &call.d_o, like)?,
-            delta: checker.needed("delta", &call.delta, Expected { dim: 1, dtype: Dtype::F32, align: 4, ..like })?,
+            delta: checker.needed("delta", &call.delta, TensorSpec { dim: 1, dtype: Dtype::F32, align: 4, ..like })?,
             rows: rows(&call.o)?,
             heads: call.o.heads,
             dim: call.o.dim,
@@ -202,8 +202,8 @@ impl Cuda {
         let checker = self.checker(buffer);
         check::element(call.o.dtype)?;
         check::dim("o.dim", call.o.dim, 256)?;
-        let o = Expected { heads: call.o.heads, dim: call.o.dim, dtype: call.o.dtype, align: 16 };
-        let f32s = Expected { dim: 1, dtype: Dtype::F32, align: 4, ..o };
+        let o = TensorSpec { heads: call.o.heads, dim: call.o.dim, dtype: call.o.dtype, align: 16 };
+        let f32s = TensorSpec { dim: 1, dtype: Dtype::F32, align: 4, ..o };
         let mut params = params::FinishParams {
             o: checker.needed("o", &call.o, o)?,
             lse: checker.needed("lse", &call.lse, f32s)?,
@@ -262,8 +262,8 @@ impl Cuda {
         if !call.o.dim.is_multiple_of(4) {
             return Err(Error::unsupported(format!("o.dim {}", call.o.dim), "multiples of 4", "pad with zeros"));
         }
-        let o = Expected { heads: call.o.heads, dim: call.o.dim, dtype: Dtype::F32, align: 16 };
-        let lse = |t| Expected { dim: lse_words(t), align: 4, ..o };
+        let o = TensorSpec { heads: call.o.heads, dim: call.o.dim, dtype: Dtype::F32, align: 16 };
+        let lse = |t| TensorSpec { dim: lse_words(t), align: 4, ..o };
         for (name, t) in [("lse", &call.lse), ("with_o", &call.with_o), ("with_lse", &call.with_lse)] {
             if t.tokens != call.o.tokens {
                 return Err(Error::invalid(format!("{name}.tokens"), t.tokens, call.o.tokens));

@@ -16,7 +16,7 @@ const WIDE: i64 = 1 << 62;
 
 /// What a tensor of a call must be.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Expected {
+pub(super) struct TensorSpec {
     pub heads: u32,
     pub dim: u32,
     pub dtype: Dtype,
@@ -34,7 +34,7 @@ pub(super) struct Checker {
 
 impl Checker {
     /// A tensor that the call cannot do without.
-    pub fn needed(self, name: &str, t: &RawTensor, expected: Expected) -> Result<Tensor> {
+    pub fn needed(self, name: &str, t: &RawTensor, expected: TensorSpec) -> Result<Tensor> {
         if t.heads != expected.heads {
             return Err(Error::invalid(format!("{name}.heads"), t.heads, expected.heads));
         }
@@ -48,7 +48,7 @@ impl Checker {
     }
 
     /// As [`Checker::needed`], or nothing.
-    pub fn optional(self, name: &str, t: &RawTensor, expected: Expected) -> Result<Tensor> {
+    pub fn optional(self, name: &str, t: &RawTensor, expected: TensorSpec) -> Result<Tensor> {
         if t.is_none() { Ok(Tensor::default()) } else { self.needed(name, t, expected) }
     }
 
@@ -57,7 +57,7 @@ impl Checker {
         if !t.is_none() && t.tokens != 1 {
             return Err(Error::invalid(format!("{name}.tokens"), t.tokens, "1: there is one number for each head"));
         }
-        self.optional(name, t, Expected { heads, dim: 1, dtype: Dtype::F32, align: 4 })
+        self.optional(name, t, TensorSpec { heads, dim: 1, dtype: Dtype::F32, align: 4 })
     }
 
     /// Address, strides and device of a tensor of any shape.

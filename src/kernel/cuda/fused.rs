@@ -47,19 +47,19 @@ impl Cuda {
         let heads = heads(call);
         let tiles = fused.tiles();
         let (mut writer, scratch) = buffer.begin(dq_semaphore::bytes(&call.ranges, tiles, heads))?;
-        let lists = dq_semaphore::write(scratch, &mut writer, &call.ranges, tiles, window, heads);
-        let DqSemaphore { keys_of, query_tiles, key_tiles, dq_semaphore, key_semaphore, tile_counter, .. } = lists;
+        let metadata = dq_semaphore::write(scratch, &mut writer, &call.ranges, tiles, window, heads);
+        let DqSemaphore { keys_of, query_tiles, key_tiles, dq_semaphore, key_semaphore, tile_counter, .. } = metadata;
         // Words are counted with 32 bits.
-        items(lists.words, 1)?;
+        items(metadata.words, 1)?;
         let wanted = ITEMS * self.multiprocessors * kernel.each;
         // Without q heads dk and dv are zeros, which a launch has to write.
         let group = if call.per_q_head { 1 } else { call.heads.group.min(call.q.heads).max(1) };
-        let (parts, part_heads) = split(group, items(lists.tiles, heads.1)?, wanted);
-        params.heads.items = items(lists.tiles * parts as usize, heads.1)?;
+        let (parts, part_heads) = split(group, items(metadata.tiles, heads.1)?, wanted);
+        params.heads.items = items(metadata.tiles * parts as usize, heads.1)?;
         let mut launches = Launches::default();
         if params.heads.items > 0 {
-            (params.queries, params.keys) = (lists.queries, lists.keys);
-            (params.partners, params.work) = (lists.queries_of, lists.work);
+            (params.queries, params.keys) = (metadata.queries, metadata.keys);
+            (params.partners, params.work) = (metadata.queries_of, metadata.work);
             let params = Params {
                 call: params,
                 keys_of,

@@ -4,7 +4,7 @@
 //! They load through tensor maps, which the driver encodes on the host: one for each tensor, when a launch is put on a stream
 //! that brings other addresses or strides than those before, which are kept (`kept_maps`). A map has columns, rows, heads and parts
 //! (`ptx/hopper_load.cuh` says what for), strides that are positive multiples of 16 bytes below 2^40, and coordinates of
-//! 32 bits. What it cannot say, the kernel for `sm_80` does with the same lists and the same parameters: negative strides
+//! 32 bits. What it cannot say, the kernel for `sm_80` does with the same metadata and the same parameters: negative strides
 //! and strides of 0, tensors of 2^31 rows, addresses too close to 0.
 
 use super::driver::{Module, sys};
@@ -66,13 +66,13 @@ pub(super) struct Params {
     pub tiles: u32,
     pub section: u32,
     pub shared: SharedTiles,
-    /// 1 where the lists are among the parameters: their addresses are then bytes from the beginning of [`Lists`].
-    pub has_lists: u64,
+    /// 1 where the metadata is among the parameters: its addresses are then bytes from the beginning of [`InlineMetadata`].
+    pub has_metadata: u64,
 }
 
 impl Parameters for Params {
     const TENSORS: &'static [usize] = ForwardParams::TENSORS;
-    const LISTS: &'static [usize] = &[
+    const METADATA: &'static [usize] = &[
         offset_of!(ForwardParams, queries),
         offset_of!(ForwardParams, keys),
         offset_of!(ForwardParams, partners),
@@ -83,21 +83,21 @@ impl Parameters for Params {
     ];
 }
 
-/// Bytes of lists that a launch may have among its parameters, in place of a copy to the device before it.
-pub(super) const LIST_BYTES: usize = 3072;
+/// Bytes of metadata that a launch may have among its parameters, in place of a copy to the device before it.
+pub(super) const METADATA_BYTES: usize = 3072;
 
-/// `HopperLists`.
+/// `HopperMetadata`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(16))]
-pub(super) struct Lists(pub [u8; LIST_BYTES]);
+pub(super) struct InlineMetadata(pub [u8; METADATA_BYTES]);
 
-/// Those of a launch whose lists are on the device.
-pub(super) static NO_LISTS: Lists = Lists([0; LIST_BYTES]);
+/// That of a launch whose metadata is on the device.
+pub(super) static NO_METADATA: InlineMetadata = InlineMetadata([0; METADATA_BYTES]);
 
 const _: () = {
     assert!(offset_of!(Params, call) == 0);
     // What a kernel of PTX 8.0 may be given.
-    assert!(size_of::<Maps>() + size_of::<Params>() + size_of::<Lists>() <= 4096);
+    assert!(size_of::<Maps>() + size_of::<Params>() + size_of::<InlineMetadata>() <= 4096);
 };
 
 /// `TensorMap`: what the driver wrote.
@@ -175,7 +175,7 @@ impl MapShape {
         let Ragged { address, dims, strides } = self.ragged(t)?;
         let element = if self.dtype == Dtype::Bf16 { sys::TENSOR_MAP_BFLOAT16 } else { sys::TENSOR_MAP_FLOAT16 };
         let mut map = Map([0; 128]);
-        // SAFETY: the map is aligned to 64 bytes and has 128; the lists are as long as the rank says, one stride less.
+        // SAFETY: the map is aligned to 64 bytes and has 128; the arrays are as long as the rank says, one stride less.
         let code = unsafe {
             sys::cuTensorMapEncodeTiled(
                 (&raw mut map).cast(),
@@ -259,7 +259,7 @@ mod tests {
                 assert!(text.contains(".target sm_90a") && text.contains(".version 8.0"));
                 assert!(text.contains(&format!("cpattn_hopper_forward_param_0[{}]", size_of::<Maps>())));
                 assert!(text.contains(&format!("cpattn_hopper_forward_param_1[{}]", size_of::<Params>())));
-                assert!(text.contains(&format!("cpattn_hopper_forward_param_2[{LIST_BYTES}]")));
+                assert!(text.contains(&format!("cpattn_hopper_forward_param_2[{METADATA_BYTES}]")));
                 assert!(text.contains(&format!(".maxntid {},", hopper.launch.threads)));
             }
         }

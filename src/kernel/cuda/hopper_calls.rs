@@ -7,7 +7,7 @@ use super::metadata_buffer::{SortBuffers, Writer};
 use super::params::ForwardParams;
 use super::ready::{ELEMENTS, Ready};
 use super::shapes::SHAPES;
-use super::shared_tiles::{Sharing, Split};
+use super::shared_tiles::{HopperTiles, Sharing};
 use super::{metadata, shared_tiles};
 use crate::call::{Attend, Range};
 use crate::error::Result;
@@ -32,16 +32,16 @@ pub(super) fn split(
     scratch: &mut SortBuffers,
     writer: &mut Writer<'_>,
     window: (i64, i64),
-) -> Split {
+) -> HopperTiles {
     let other = other_rows(shape, rows);
-    let same = other.is_none().then(|| Split { work, tiles, ..Split::default() });
+    let same = other.is_none().then(|| HopperTiles { work, tiles, ..HopperTiles::default() });
     if let Some(sharing) = Sharing::of(call.q.heads, &call.heads) {
         let keys = FORWARD[shape].map_or(1, |s| s.keys);
         return shared_tiles::write(scratch, writer, &call.ranges, (&sharing, call.q.heads), window, keys, same);
     }
     same.unwrap_or_else(|| {
         let (work, tiles) = metadata::query_work(scratch, writer, &call.ranges, other.unwrap_or(rows), window);
-        Split { work, tiles, ..Split::default() }
+        HopperTiles { work, tiles, ..HopperTiles::default() }
     })
 }
 
@@ -78,7 +78,7 @@ impl Cuda {
         kernel: Ready,
         shape: usize,
         params: ForwardParams,
-        split: Split,
+        split: HopperTiles,
         tile_counter: u64,
     ) -> (Params, Hopper) {
         let (q_span, k_span) = (longest(call.ranges.q.iter().map(|q| &q.range)), longest(call.ranges.k.iter()));
@@ -93,7 +93,7 @@ impl Cuda {
             rows,
             box_heads: 1,
         });
-        let Split { work, tiles, shared } = split;
+        let HopperTiles { work, tiles, shared } = split;
         let q_shared = (shared.tiles > 0).then(|| {
             let rows = 1 << shared.token_bits;
             MapShape { rows, box_heads: kernel.launch.rows / rows, ..tensors[0] }
@@ -103,7 +103,8 @@ impl Cuda {
         let section = section(self.l2_bytes, head_bytes, call.heads.group).min(call.q.heads).max(1);
         // Items are never more than those of the other kernel, whose number fits.
         let (tiles, items) = (tiles as u32, tiles as u32 * call.q.heads + shared.tiles * shared.parts);
-        let params = Params { call: params, tile_counter, work, q_span, k_span, tiles, section, shared, has_lists: 0 };
+        let params =
+            Params { call: params, tile_counter, work, q_span, k_span, tiles, section, shared, has_metadata: 0 };
         (params, Hopper { kernel, items, tensors, q_shared })
     }
 }

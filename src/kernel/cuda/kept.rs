@@ -27,8 +27,8 @@ type MetadataUnit = u128;
 pub(crate) struct LaunchRecorder<'a> {
     cuda: &'a Cuda,
     shapes: BaseShapes,
-    lists: Vec<MetadataUnit>,
-    /// Bytes of `lists` that are used.
+    metadata: Vec<MetadataUnit>,
+    /// Bytes of `metadata` that are used.
     used: usize,
     /// Bytes of the words of the launch that has the most.
     words: usize,
@@ -62,8 +62,8 @@ pub(crate) struct KeptLaunches {
 impl MetadataBuffer for LaunchRecorder<'_> {
     fn begin(&mut self, bytes: usize) -> Result<(Writer<'_>, &mut SortBuffers)> {
         let bytes = padded(bytes);
-        self.lists.resize((self.used + bytes).div_ceil(size_of::<MetadataUnit>()), 0);
-        let memory = &mut bytemuck::cast_slice_mut::<MetadataUnit, u8>(&mut self.lists)[self.used..][..bytes];
+        self.metadata.resize((self.used + bytes).div_ceil(size_of::<MetadataUnit>()), 0);
+        let memory = &mut bytemuck::cast_slice_mut::<MetadataUnit, u8>(&mut self.metadata)[self.used..][..bytes];
         Ok((Writer::new(memory, self.used, list_symbol(self.used), Some(words_symbol())), &mut self.scratch))
     }
 
@@ -83,7 +83,7 @@ impl<'a> LaunchRecorder<'a> {
         Self {
             cuda,
             shapes,
-            lists: Vec::new(),
+            metadata: Vec::new(),
             used: 0,
             words: 0,
             launches: Vec::new(),
@@ -112,8 +112,8 @@ impl<'a> LaunchRecorder<'a> {
         let at = self.used;
         let bytes: &[u8] = bytemuck::cast_slice(values);
         self.used += padded(bytes.len());
-        self.lists.resize(self.used.div_ceil(size_of::<MetadataUnit>()), 0);
-        bytemuck::cast_slice_mut::<MetadataUnit, u8>(&mut self.lists)[at..][..bytes.len()].copy_from_slice(bytes);
+        self.metadata.resize(self.used.div_ceil(size_of::<MetadataUnit>()), 0);
+        bytemuck::cast_slice_mut::<MetadataUnit, u8>(&mut self.metadata)[at..][..bytes.len()].copy_from_slice(bytes);
         let ptr = core::ptr::without_provenance_mut(list_symbol(at) as usize);
         RawTensor::compact(ptr, Dtype::F32, 1, values.len() as u32, 1)
     }
@@ -165,7 +165,7 @@ impl<'a> LaunchRecorder<'a> {
     fn add_one(&mut self, launch: Launch, words: usize) {
         let place = |&offset: &usize| match meaning(launch.word(offset)) {
             Meaning::Base => Some((offset, self.shapes.locate(launch.word(offset)))),
-            Meaning::Address | Meaning::List(_) | Meaning::Word(_) => None,
+            Meaning::Address | Meaning::Metadata(_) | Meaning::Word(_) => None,
         };
         let tensors = launch.addresses.tensors.iter().filter_map(place).collect();
         self.launches.push(Kept { launch, words, tensors });
@@ -178,13 +178,13 @@ impl<'a> LaunchRecorder<'a> {
         let begin = memory.as_ref().map_or(0, |m| m.ptr() as usize as u64);
         let words_at = begin + self.used as u64;
         if let Some(memory) = &memory {
-            memory.upload(&bytemuck::cast_slice(&self.lists)[..self.used])?;
+            memory.upload(&bytemuck::cast_slice(&self.metadata)[..self.used])?;
         }
         for Kept { launch, .. } in &mut self.launches {
             let addresses = launch.addresses;
-            for &offset in addresses.lists.iter().chain(addresses.tensors) {
+            for &offset in addresses.metadata.iter().chain(addresses.tensors) {
                 match meaning(launch.word(offset)) {
-                    Meaning::List(at) => launch.set_word(offset, begin + at),
+                    Meaning::Metadata(at) => launch.set_word(offset, begin + at),
                     Meaning::Word(at) => launch.set_word(offset, words_at + at),
                     Meaning::Address | Meaning::Base => {}
                 }
@@ -203,7 +203,7 @@ impl KeptLaunches {
     /// The address of a symbol of the metadata; `None` for one of a base.
     pub(crate) fn list_address(&self, symbol: *mut u8) -> Option<*mut u8> {
         match meaning(symbol as usize as u64) {
-            Meaning::List(at) => Some((self.begin + at) as usize as *mut u8),
+            Meaning::Metadata(at) => Some((self.begin + at) as usize as *mut u8),
             Meaning::Address | Meaning::Base | Meaning::Word(_) => None,
         }
     }

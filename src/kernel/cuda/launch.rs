@@ -8,7 +8,7 @@
 use super::Cuda;
 use super::check::Checker;
 use super::driver::Function;
-use super::hopper::{self, Hopper, LIST_BYTES, Lists, MapShape, Maps, NO_LISTS};
+use super::hopper::{self, Hopper, InlineMetadata, METADATA_BYTES, MapShape, Maps, NO_METADATA};
 use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part};
 use super::params::{BASES, Parameters, Tensor};
 use super::ready::Ready;
@@ -26,7 +26,7 @@ const WORDS: usize = PARAMETER_BYTES / 8;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Addresses {
     pub tensors: &'static [usize],
-    pub lists: &'static [usize],
+    pub metadata: &'static [usize],
     pub bases: Option<usize>,
 }
 
@@ -59,7 +59,7 @@ impl Launch {
         const { assert!(size_of::<P>() <= PARAMETER_BYTES && align_of::<P>() <= 8) };
         let mut words = [0; WORDS];
         bytemuck::cast_slice_mut(&mut words)[..size_of::<P>()].copy_from_slice(bytemuck::bytes_of(params));
-        let addresses = Addresses { tensors: P::TENSORS, lists: P::LISTS, bases: P::BASES };
+        let addresses = Addresses { tensors: P::TENSORS, metadata: P::METADATA, bases: P::BASES };
         Self { function, grid, threads, shared, addresses, params: words, hopper: None }
     }
 
@@ -84,9 +84,9 @@ impl Launch {
         self.params[offset / 8] = word;
     }
 
-    /// Moves those lists that lie in `bytes` bytes at `from` to `to`.
-    pub fn move_lists(&mut self, from: u64, bytes: usize, to: u64) {
-        for &offset in self.addresses.lists {
+    /// Moves the addresses of metadata that lie in `bytes` bytes at `from` to `to`.
+    pub fn move_metadata(&mut self, from: u64, bytes: usize, to: u64) {
+        for &offset in self.addresses.metadata {
             let at = self.word(offset);
             if (from..from + bytes as u64).contains(&at) {
                 self.set_word(offset, at - from + to);
@@ -111,10 +111,10 @@ impl Launch {
         })
     }
 
-    /// Has the kernel for `sm_90a` read its lists, which lie in `bytes` bytes at `from`, among the parameters.
+    /// Has the kernel for `sm_90a` read its metadata, of `bytes` bytes at `from`, among the parameters.
     fn lists_in_parameters(&mut self, from: u64, bytes: usize) {
-        self.move_lists(from, bytes, 0);
-        self.set_word(offset_of!(hopper::Params, has_lists), 1);
+        self.move_metadata(from, bytes, 0);
+        self.set_word(offset_of!(hopper::Params, has_metadata), 1);
     }
 
     /// The kernel for `sm_90a` and its maps, where it takes the launch.
@@ -130,8 +130,8 @@ impl Launch {
     /// in stream order; the stream is of the current context, which is that of `cuda`; the kernel's module is loaded.
     pub unsafe fn start(&self, cuda: &Cuda, stream: RawStream) -> Result<()> {
         if let Some(hopper) = self.hopper(cuda) {
-            // SAFETY: the promise of this function; the lists are on the device.
-            return unsafe { self.start_hopper(&hopper, cuda, stream, &NO_LISTS) };
+            // SAFETY: the promise of this function; the metadata is on the device.
+            return unsafe { self.start_hopper(&hopper, cuda, stream, &NO_METADATA) };
         }
         let blocks = match self.grid {
             Grid::Blocks(n) => n,
@@ -145,17 +145,18 @@ impl Launch {
     /// The same by the kernel for `sm_90a`.
     ///
     /// # Safety
-    /// As [`Launch::start`], of the lists only where they are not among the parameters; `hopper` is what [`Launch::hopper`]
+    /// As [`Launch::start`], of metadata only where it is not among the parameters; `hopper` is what [`Launch::hopper`]
     /// says of this launch.
     unsafe fn start_hopper(
         &self,
         (Hopper { kernel, items, .. }, maps): &(Hopper, Maps),
         cuda: &Cuda,
         stream: RawStream,
-        lists: &Lists,
+        metadata: &InlineMetadata,
     ) -> Result<()> {
         let blocks = cuda.grid(*items, kernel.each, true);
-        let params = [core::ptr::from_ref(maps).cast(), self.params.as_ptr().cast(), core::ptr::from_ref(lists).cast()];
+        let params =
+            [core::ptr::from_ref(maps).cast(), self.params.as_ptr().cast(), core::ptr::from_ref(metadata).cast()];
         // SAFETY: the maps are those of the tensors in the parameters, which are in a block that is not shorter than the
         // kernel's; the rest is the promise of this function.
         unsafe { kernel.function.launch_all(blocks, kernel.launch.threads, kernel.launch.shared, stream, params) }
@@ -233,18 +234,18 @@ impl Cuda {
         let known = staging.known(part, stream);
         if let Some(known) = known {
             let (from, to) = (staging.address(part), staging.address(known));
-            launches.iter_mut().for_each(|l| l.move_lists(from, part.filled + part.words, to));
+            launches.iter_mut().for_each(|l| l.move_metadata(from, part.filled + part.words, to));
         }
         if known.is_none()
-            && part.filled <= LIST_BYTES
+            && part.filled <= METADATA_BYTES
             && let Some((launch, hopper)) = launches.only().and_then(|l| l.hopper(self).map(|hopper| (l, hopper)))
         {
-            let mut lists = NO_LISTS;
-            lists.0[..part.filled].copy_from_slice(staging.written(part));
+            let mut metadata = NO_METADATA;
+            metadata.0[..part.filled].copy_from_slice(staging.written(part));
             launch.lists_in_parameters(staging.address(part), part.filled);
             let ready = staging.clear(part, stream);
-            // SAFETY: the promise of this function; the driver copies the lists.
-            let done = ready.and_then(|()| unsafe { launch.start_hopper(&hopper, self, stream, &lists) });
+            // SAFETY: the promise of this function; the driver copies the metadata.
+            let done = ready.and_then(|()| unsafe { launch.start_hopper(&hopper, self, stream, &metadata) });
             return done.and(staging.end(part, stream));
         }
         let part = known.unwrap_or(part);

@@ -74,11 +74,11 @@ pub(super) fn write(
     tiles: TileRows,
     window: (i64, i64),
 ) -> Metadata {
-    let mut lists = Metadata::default();
+    let mut metadata = Metadata::default();
     let (queries, at) = writer.array::<Run>(ranges.q.len());
-    lists.queries = at;
+    metadata.queries = at;
     let (keys, at) = writer.array::<Run>(ranges.k.len());
-    lists.keys = at;
+    metadata.keys = at;
     for (out, q) in queries.iter_mut().zip(ranges.q) {
         *out = run(&q.range, q.keys_begin, q.keys_end, q.mode as u32);
     }
@@ -87,13 +87,13 @@ pub(super) fn write(
     }
     if tiles.queries > 0 {
         let (pairs, at) = writer.array::<u32>(ranges.pairs.len());
-        lists.keys_of = at;
+        metadata.keys_of = at;
         pairs.copy_from_slice(ranges.pairs);
-        (lists.query_work, lists.query_tiles) = query_work(scratch, writer, ranges, tiles.queries, window);
+        (metadata.query_work, metadata.query_tiles) = query_work(scratch, writer, ranges, tiles.queries, window);
     }
     if tiles.keys > 0 {
         let (inverse, at) = writer.array::<u32>(ring_steps(ranges));
-        lists.queries_of = at;
+        metadata.queries_of = at;
         invert(ranges, keys, inverse);
         scratch.tiles.clear();
         for (i, (k, run)) in ranges.k.iter().zip(keys.iter()).enumerate() {
@@ -101,9 +101,9 @@ pub(super) fn write(
             let cost = |first, last| key_cost(ranges, readers, window, first, last);
             cut(&mut scratch.tiles, i, k, 0..k.len, tiles.keys, cost);
         }
-        (lists.key_work, lists.key_tiles) = work(&mut scratch.tiles, writer);
+        (metadata.key_work, metadata.key_tiles) = work(&mut scratch.tiles, writer);
     }
-    lists
+    metadata
 }
 
 /// Writes the tiles of so many q rows; where they lie, and how many there are.

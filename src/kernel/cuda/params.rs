@@ -13,7 +13,7 @@ pub(super) trait Parameters: NoUninit {
     /// [`Tensor`]s: an address and two strides.
     const TENSORS: &'static [usize];
     /// Addresses of metadata.
-    const LISTS: &'static [usize];
+    const METADATA: &'static [usize];
     /// A table of all bases.
     const BASES: Option<usize> = None;
 }
@@ -273,34 +273,34 @@ pub(super) struct Sinks {
     pub rows: u64,
 }
 
-/// Says where the addresses of a parameter struct are: `tensors` are [`Tensor`]s, `lists` addresses of metadata.
+/// Says where the addresses of a parameter struct are: `tensors` are [`Tensor`]s, `metadata` addresses of scheduler metadata.
 macro_rules! addresses {
-    ($($name:ident { tensors: [$($tensor:ident),*], lists: [$($list:ident),*] })*) => {$(
+    ($($name:ident { tensors: [$($tensor:ident),*], metadata: [$($list:ident),*] })*) => {$(
         impl Parameters for $name {
             const TENSORS: &'static [usize] = &[$(offset_of!($name, $tensor)),*];
-            const LISTS: &'static [usize] = &[$(offset_of!($name, $list)),*];
+            const METADATA: &'static [usize] = &[$(offset_of!($name, $list)),*];
         }
     )*};
 }
 addresses! {
     ForwardParams {
         tensors: [q, k, v, running, running_lse, o, lse, alibi_slopes, sinks],
-        lists: [queries, keys, partners, work]
+        metadata: [queries, keys, partners, work]
     }
     BackwardParams {
         tensors: [q, k, v, d_o, lse, delta, dq, dk, dv, alibi_slopes],
-        lists: [queries, keys, partners, work]
+        metadata: [queries, keys, partners, work]
     }
-    DeltaParams { tensors: [o, d_o, delta], lists: [] }
-    FinishParams { tensors: [o, lse, sinks], lists: [runs, work] }
-    MergeParams { tensors: [o, lse, with_o, with_lse], lists: [] }
-    Sinks { tensors: [lse, delta, sinks, dsinks], lists: [] }
+    DeltaParams { tensors: [o, d_o, delta], metadata: [] }
+    FinishParams { tensors: [o, lse, sinks], metadata: [runs, work] }
+    MergeParams { tensors: [o, lse, with_o, with_lse], metadata: [] }
+    Sinks { tensors: [lse, delta, sinks, dsinks], metadata: [] }
 }
 
 impl Parameters for FusedParams {
     // The call comes first.
     const TENSORS: &'static [usize] = BackwardParams::TENSORS;
-    const LISTS: &'static [usize] = &[
+    const METADATA: &'static [usize] = &[
         offset_of!(BackwardParams, queries),
         offset_of!(BackwardParams, keys),
         offset_of!(BackwardParams, partners),
@@ -316,7 +316,7 @@ impl Parameters for FusedParams {
 
 impl Parameters for TransformParams {
     const TENSORS: &'static [usize] = &[];
-    const LISTS: &'static [usize] = &[offset_of!(TransformParams, blocks), offset_of!(TransformParams, sources)];
+    const METADATA: &'static [usize] = &[offset_of!(TransformParams, blocks), offset_of!(TransformParams, sources)];
     const BASES: Option<usize> = Some(offset_of!(TransformParams, bases));
 }
 

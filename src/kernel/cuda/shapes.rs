@@ -214,7 +214,7 @@ mod tests {
             if let Some(narrow) = shape.narrow {
                 let n = lines("FORWARD").into_iter().find(|l| l[0] == 6464).expect("a line");
                 assert_eq!((shape.name, narrow), (64, forward(d, dv, n[1], n[2], n[3])));
-                assert_eq!(narrow.rows, shape.forward.rows, "lists are made for either");
+                assert_eq!(narrow.rows, shape.forward.rows, "metadata is made for either");
             }
             assert_eq!(shape.queries, queries(d, dv, q[1], q[2], q[3], q[4]));
             assert_eq!(shape.keys, keys(d, dv, k[1], k[2], k[4], k[5]));

@@ -7,7 +7,7 @@
 //!
 //! A range is looked at in stretches of 128 rows. Shared tiles take a stretch where that makes fewer steps, by which a tile
 //! of keys and, once for each tile, what comes before and behind the keys are meant. In ranges above [`SHORT_ROWS`] rows only
-//! a last stretch of fewer than 128 rows is asked about: the others have little to gain, and the lists stay small.
+//! a last stretch of fewer than 128 rows is asked about: the others have little to gain, and the metadata stays small.
 
 use super::metadata::{cut, met, partners, work};
 use super::metadata_buffer::{SortBuffers, Writer, padded};
@@ -80,7 +80,7 @@ pub(super) struct SharedTiles {
 
 /// The tiles of a call: those of one head each, and the others.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Split {
+pub(super) struct HopperTiles {
     pub work: u64,
     pub tiles: usize,
     pub shared: SharedTiles,
@@ -94,13 +94,13 @@ pub(super) fn bytes(ranges: &Ranges) -> usize {
 }
 
 /// Steps of a tile of q rows at positions `first..=last`, whose tiles of keys have `keys` rows; its costs are rows of keys.
-struct Costs<'a> {
+struct TileCosts<'a> {
     ranges: &'a Ranges<'a>,
     window: (i64, i64),
     keys: u32,
 }
 
-impl Costs<'_> {
+impl TileCosts<'_> {
     fn met(&self, q: &QRange, first: i64, last: i64) -> impl Iterator<Item = u64> {
         let (low, high) = (first.saturating_sub(self.window.0), last.saturating_add(self.window.1));
         partners(self.ranges, q).map(move |k| met(k, low, high))
@@ -138,9 +138,9 @@ pub(super) fn write(
     (sharing, heads): (&Sharing, u32),
     window: (i64, i64),
     keys: u32,
-    same: Option<Split>,
-) -> Split {
-    let costs = Costs { ranges, window, keys };
+    same: Option<HopperTiles>,
+) -> HopperTiles {
+    let costs = TileCosts { ranges, window, keys };
     scratch.tiles.clear();
     scratch.shared_tiles.clear();
     for (i, q) in ranges.q.iter().enumerate() {
@@ -173,7 +173,7 @@ pub(super) fn write(
         token_bits: sharing.token_bits,
         unused: 0,
     };
-    Split { work: single, tiles, shared }
+    HopperTiles { work: single, tiles, shared }
 }
 
 #[cfg(test)]
@@ -214,10 +214,10 @@ mod tests {
     }
 
     /// Ranges, and first rows in them.
-    type Split = Vec<(u32, u32)>;
+    type Tiles = Vec<(u32, u32)>;
 
     /// The tiles of one head, and the shared ones; whether these come first.
-    fn split((held, group): (u32, u32), q: &[(u32, i64)], k: &[u32], window: (i64, i64)) -> (Split, Split, bool) {
+    fn split((held, group): (u32, u32), q: &[(u32, i64)], k: &[u32], window: (i64, i64)) -> (Tiles, Tiles, bool) {
         let sharing = Sharing::of(held, &HeadMap { q_offset: 0, kv_offset: 0, group }).expect("a group");
         let q: Vec<QRange> = (0..)
             .zip(q)
@@ -236,7 +236,7 @@ mod tests {
         let mut writer = Writer::new(bytemuck::cast_slice_mut(&mut memory), 0, 0, None);
         let split = write(&mut scratch, &mut writer, &ranges, (&sharing, held), window, 128, None);
         assert!(writer.part().filled <= bytes(&ranges));
-        let list = |tiles: &[(u64, Work)]| tiles.iter().map(|(_, w)| (w.run, w.first)).collect::<Split>();
+        let list = |tiles: &[(u64, Work)]| tiles.iter().map(|(_, w)| (w.run, w.first)).collect::<Tiles>();
         let items = split.tiles as u32 * held + split.shared.tiles * split.shared.parts;
         assert!(items as usize <= q.iter().map(|q| q.range.len.div_ceil(ROWS) * held).sum::<u32>() as usize);
         (list(&scratch.tiles), list(&scratch.shared_tiles), split.shared.tiles > 0 && split.shared.begin == 0)

@@ -2,7 +2,7 @@
 //! The launch of the sinks' gradient.
 
 use super::Cuda;
-use super::check::{Checker, Expected};
+use super::check::{Checker, TensorSpec};
 use super::launch::{Grid, Launch};
 use super::params::Sinks;
 use crate::call::{RawStream, SinkGradient};
@@ -38,7 +38,7 @@ impl Cuda {
                 return Err(Error::invalid(format!("{name}.tokens"), t.tokens, "1: there is one number for each head"));
             }
         }
-        let like = Expected { heads: call.lse.heads, dim: 1, dtype: Dtype::F32, align: 4 };
+        let like = TensorSpec { heads: call.lse.heads, dim: 1, dtype: Dtype::F32, align: 4 };
         let params = Sinks {
             lse: checker.needed("lse", &call.lse, like)?,
             delta: checker.needed("delta", &call.delta, like)?,

@@ -5,7 +5,7 @@
 //! records an event. A part is used again once its event has passed. With a ring that holds what is in flight, the host
 //! never waits; with a smaller one it waits here, and nowhere else in the backend. Nothing is allocated after `new`.
 //!
-//! Lists that fit into the parameters of a kernel for `sm_90a` are not copied (`Cuda::launch`): the host writes them here and the
+//! Metadata that fits into the parameters of a kernel for `sm_90a` is not copied (`Cuda::launch`): the host writes it here and the
 //! launch takes them along; the part's words are all that the device has of it.
 //!
 //! A part stays on the device until the ring comes round to it. A call that wrote what such a part holds reads it there, and

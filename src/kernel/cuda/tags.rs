@@ -181,6 +181,6 @@ impl LaunchRecorder<'_> {
 }
 
 /// Whether an address stands for a part of the metadata.
-pub(crate) fn is_of_lists(address: *mut u8) -> bool {
-    matches!(meaning(address as usize as u64), Meaning::List(_))
+pub(crate) fn is_of_metadata(address: *mut u8) -> bool {
+    matches!(meaning(address as usize as u64), Meaning::Metadata(_))
 }

@@ -2,7 +2,7 @@
 //! The same schedules on a CUDA device.
 //!
 //! A lane is a stream here: the caller's for compute, the transport's for communication. When a plan is prepared its
-//! schedule is walked once and becomes a [`Sequence`]: launches whose lists are on the device, events, exchanges. A run
+//! schedule is walked once and becomes a [`Sequence`]: launches whose scheduler metadata is on the device, events, exchanges. A run
 //! writes the addresses of its tensors into that, enqueues it step by step on the two streams, and returns; where an
 //! operation waits for one of the other lane, its stream waits for an event behind that one. No host waits for the device,
 //! and the order is the schedule's alone.
@@ -211,13 +211,13 @@ impl DeviceRank {
         }
     }
 
-    /// Bytes of lists that the rank keeps on the device, for all plans that it remembers: its last 16 plans and directions,
+    /// Bytes of scheduler metadata that the rank keeps on the device, for all plans that it remembers: its last 16 plans and directions,
     /// and all that were captured into a graph. [`Plan::explain`] bounds them for each plan.
     pub(super) fn metadata_bytes(&self) -> u64 {
         self.prepared.iter().map(|p| p.sequence.bytes() as u64).sum()
     }
 
-    /// Does all that may allocate, load or upload: the schedule, kernels, lists, events, workspace. A run after it only
+    /// Does all that may allocate, load or upload: the schedule, kernels, metadata, events, workspace. A run after it only
     /// enqueues, whatever memory its tensors are in and whatever strides they have. Optional but for a run that is captured
     /// into a graph; the first run of a plan does it otherwise.
     ///
@@ -280,7 +280,7 @@ impl DeviceRank {
         }
         let count = self.counts.iter().find(|(of, _)| of == group).map(|(_, count)| count);
         let sequence = Sequence::record(&cuda, &mut prepared, count, &self.marks.disagreements)?;
-        // What operations were listed in: the sequence has all lists.
+        // What operations were listed in: the sequence has all of it.
         (prepared.compute, prepared.communication) = (Listing::default(), Listing::default());
         self.transport.reserve(sequence.most_messages);
         if let Some(oldest) = self.prepared.oldest() {
@@ -395,7 +395,7 @@ impl DeviceRank {
 
 impl Drop for DeviceRank {
     fn drop(&mut self) {
-        // Workspace and lists must outlive what was enqueued; a failure means that the context is gone. What is being
+        // Workspace and metadata must outlive what was enqueued; a failure means that the context is gone. What is being
         // captured has not begun, and runs before it are behind `over`.
         let _ = match self.beside_no_capture("drop") {
             Ok(()) => self.settle(),

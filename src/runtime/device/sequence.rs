@@ -2,7 +2,7 @@
 //! A schedule as a device is given it: launches, events and exchanges in one flat list, made once.
 //!
 //! [`Sequence::record`] walks the schedule with symbols for addresses, the same way as a run on the CPU does it
-//! ([`perform`]), and has the launches of every call made and their lists put on the device. What the plan does not fix
+//! ([`perform`]), and has the launches of every call made and their metadata put on the device. What the plan does not fix
 //! are addresses and strides of the caller's tensors and the address of the workspace: a run writes those into parameters
 //! and messages, and then goes through the list. It allocates nothing, uploads nothing and asks the driver nothing.
 
@@ -121,7 +121,7 @@ impl Recording<'_> {
 
     fn list(&mut self, messages: &[Message]) -> Range<u32> {
         let begin = self.messages.len() as u32;
-        let moved = (begin..).zip(messages).filter(|(_, m)| !tags::is_of_lists(m.ptr));
+        let moved = (begin..).zip(messages).filter(|(_, m)| !tags::is_of_metadata(m.ptr));
         self.offsets.extend(moved.map(|(i, m)| (i, self.recorder.locate(m.ptr))));
         self.messages.extend_from_slice(messages);
         self.most_messages = self.most_messages.max(messages.len());
@@ -159,7 +159,7 @@ impl Backend for Recording<'_> {
         let (sent, received) = (self.list(sends), self.list(recvs));
         self.steps.push(StreamCommand::Exchange { label, sends: sent, recvs: received });
         let Some(at) = self.tags.filter(|_| !recvs.is_empty()) else { return Ok(()) };
-        let (tags, rows): (Vec<Message>, Vec<Message>) = recvs.iter().partition(|m| tags::is_of_lists(m.ptr));
+        let (tags, rows): (Vec<Message>, Vec<Message>) = recvs.iter().partition(|m| tags::is_of_metadata(m.ptr));
         let slot = |m: &Message| (m.ptr as usize - at as usize) / TAG_BYTES;
         // Tags are numbered in the order in which they arrive.
         let first = tags.first().map_or(0, slot);
@@ -175,7 +175,7 @@ impl Backend for Recording<'_> {
 }
 
 impl Sequence {
-    /// Makes the sequence of a schedule, whose kernels were loaded. The host waits for the upload of the lists. `runs` are
+    /// Makes the sequence of a schedule, whose kernels were loaded. The host waits for the upload of the metadata. `runs` are
     /// those of the schedule's group; none where the rank is alone in it.
     pub(super) fn record(
         cuda: &Cuda,

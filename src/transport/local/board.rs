@@ -86,7 +86,7 @@ pub(super) struct RankOnBoard {
 
 /// The first thing that went wrong.
 #[derive(Clone, Copy, Debug)]
-struct Failure {
+struct FailureOnBoard {
     peer: usize,
     cause: Cause,
     /// For [`Cause::Size`]: the rank that expected another size than `peer` offered. For [`Cause::Disagreed`], where the
@@ -103,7 +103,7 @@ pub(super) struct Claim {
 /// The state of all ranks, and the first failure.
 pub(super) struct Board {
     pub(super) ranks: Vec<RankOnBoard>,
-    failure: Option<Failure>,
+    failure: Option<FailureOnBoard>,
     /// `[s, d]`: sends of `s` before this index that go to `d` are claimed.
     sent: Vec<usize>,
     /// `[d, s]`: receives of `d` before this index that come from `s` are claimed.
@@ -280,22 +280,22 @@ impl Board {
 
     /// Records a failure, unless there is one already; true if there was none.
     pub(super) fn fail(&mut self, peer: usize, cause: Cause) -> bool {
-        self.fail_with(Failure { peer, cause, expecting: peer })
+        self.fail_with(FailureOnBoard { peer, cause, expecting: peer })
     }
 
     /// Records that `rank` and `peer` wait for each other, one of them in an agreement.
     pub(super) fn fail_crossed(&mut self, rank: usize, peer: usize) -> bool {
-        self.fail_with(Failure { peer, cause: Cause::Disagreed { with: rank }, expecting: rank })
+        self.fail_with(FailureOnBoard { peer, cause: Cause::Disagreed { with: rank }, expecting: rank })
     }
 
     /// Records that the two sides of `claim`, which is a receive of `rank`, differ in size.
     pub(super) fn fail_size(&mut self, rank: usize, claim: &Claim) -> bool {
         let cause = Cause::Size { ours: claim.recv.bytes as u64, theirs: claim.send.bytes as u64 };
         self.release(rank, claim.recv.peer);
-        self.fail_with(Failure { peer: claim.recv.peer, cause, expecting: rank })
+        self.fail_with(FailureOnBoard { peer: claim.recv.peer, cause, expecting: rank })
     }
 
-    fn fail_with(&mut self, failure: Failure) -> bool {
+    fn fail_with(&mut self, failure: FailureOnBoard) -> bool {
         let first = self.failure.is_none();
         self.failure.get_or_insert(failure);
         first
@@ -303,7 +303,7 @@ impl Board {
 
     /// The failure as `rank` reports it.
     pub(super) fn error(&self, rank: usize, label: Label) -> Option<Error> {
-        let Failure { mut peer, mut cause, expecting } = self.failure?;
+        let FailureOnBoard { mut peer, mut cause, expecting } = self.failure?;
         if let Cause::Size { ours, theirs } = cause
             && rank == peer
         {

@@ -16,7 +16,7 @@ use std::{ffi::c_int, time::Duration, vec::Vec};
 
 use super::{
     raw::{Comm, Refused, Request},
-    wait::Patience,
+    wait::DeadlineState,
 };
 use crate::error::{Cause, Error, Result};
 
@@ -44,27 +44,27 @@ struct There {
 pub(super) fn duplicates(comm: Comm, rank: usize, world: usize, deadline: Duration) -> Result<[Comm; 2]> {
     let attempt = comm.count_up()?;
     let (mut first, mut second) = (comm.duplicate()?, comm.duplicate()?);
-    let mut patience = Patience::new(deadline);
-    let (mut went_on, mut stopped) = (patience.since(), Duration::ZERO);
+    let mut state = DeadlineState::new(deadline);
+    let (mut went_on, mut stopped) = (state.since(), Duration::ZERO);
     let mut roll = Roll { comm, rank, world, attempt, there: std::vec![None; world] };
     loop {
         // Before what is complete: with ranks that have given up, a duplicate is of no use.
         let given_up = roll.hear()?;
-        let gap = patience.runs();
+        let gap = state.runs();
         if !gap.is_zero() {
-            went_on = patience.seen();
+            went_on = state.seen();
             stopped += gap;
         }
         if !given_up && let (Some(first), Some(second)) = (first.poll()?, second.poll()?) {
             return Ok([first, second]);
         }
-        if given_up || patience.is_over() {
-            let since = |start| patience.seen().duration_since(start);
-            let waited = since(patience.since());
+        if given_up || state.is_over() {
+            let since = |start| state.seen().duration_since(start);
+            let waited = since(state.since());
             let met = waited.saturating_sub(stopped).max(since(went_on).min(waited));
             return Err(roll.call(There { waited: ms(waited), met: ms(met) }, deadline)?);
         }
-        patience.sleep();
+        state.sleep();
     }
 }
 
@@ -89,11 +89,11 @@ impl Roll {
             let words = Box::into_raw(Box::new(Words::default()));
             // SAFETY: the words are leaked where the request does not complete, and nothing else touches them.
             let mut request = unsafe { self.comm.receive(words.cast(), size_of::<Words>(), None, TAG) }?;
-            let mut patience = Patience::new(Duration::from_secs(1));
+            let mut state = DeadlineState::new(Duration::from_secs(1));
             while !request.test("MPI_Irecv")? {
                 // It has arrived, says MPI; another thread of the caller's may have taken it all the same.
-                patience.runs();
-                if patience.is_over() {
+                state.runs();
+                if state.is_over() {
                     return Ok(false);
                 }
             }
@@ -119,11 +119,11 @@ impl Roll {
         }
         // As long as a rank that waits may take to get a core, and those that came a little later to hear of it.
         let grace = (deadline / 2).clamp(Duration::from_millis(250), Duration::from_secs(5));
-        let mut patience = Patience::new(grace);
-        while !patience.is_over() && self.there.iter().any(Option::is_none) {
+        let mut state = DeadlineState::new(grace);
+        while !state.is_over() && self.there.iter().any(Option::is_none) {
             let _ = self.hear();
             std::thread::sleep(Duration::from_millis(1));
-            patience.runs();
+            state.runs();
         }
         sends.retain_mut(|send| !matches!(send.test("MPI_Isend"), Ok(true)));
         if sends.is_empty() {

@@ -14,9 +14,9 @@ use std::{
 };
 
 use super::{
-    notices::{Failure, Notice, Notices, Wait},
+    notices::{GroupFailure, Notice, Notices, Wait},
     raw::{self, Refused},
-    wait::{Patience, Verdict},
+    wait::{DeadlineState, Verdict},
 };
 use crate::{
     error::{Cause, Error},
@@ -33,7 +33,7 @@ pub(super) struct Group {
     pub notices: Notices,
     deadline: AtomicU64,
     label: Mutex<Label>,
-    failure: OnceLock<Failure>,
+    failure: OnceLock<GroupFailure>,
     questions: AtomicU64,
 }
 
@@ -68,8 +68,8 @@ impl Group {
     }
 
     /// The failure as this rank reports it. The rank that did not answer names itself, however late it is.
-    pub(super) fn error(&self, label: Label, failure: Failure) -> Error {
-        let Failure { mut peer, mut cause, other } = failure;
+    pub(super) fn error(&self, label: Label, failure: GroupFailure) -> Error {
+        let GroupFailure { mut peer, mut cause, other } = failure;
         // A rank that agrees names the one that exchanges, and the other way round; so each names another.
         let crossed = matches!(cause, Cause::Disagreed { .. }) && label.operation == AGREEMENT;
         if self.rank == peer || (crossed && self.rank != other) {
@@ -84,7 +84,7 @@ impl Group {
     }
 
     /// Notes a failure, unless there is one, and tells all ranks; the failure that counts.
-    pub(super) fn fail(&self, failure: Failure) -> Failure {
+    pub(super) fn fail(&self, failure: GroupFailure) -> GroupFailure {
         if self.failure.set(failure).is_ok() && raw::usable().is_ok() {
             for peer in (0..self.world).filter(|&peer| peer != self.rank) {
                 self.notices.send(peer, Notice::Over(failure));
@@ -94,16 +94,16 @@ impl Group {
     }
 
     /// The same for a failure of which one rank alone is the cause.
-    pub(super) fn fail_by(&self, peer: usize, cause: Cause) -> Failure {
-        self.fail(Failure { peer, cause, other: peer })
+    pub(super) fn fail_by(&self, peer: usize, cause: Cause) -> GroupFailure {
+        self.fail(GroupFailure { peer, cause, other: peer })
     }
 
-    pub(super) fn fail_mpi(&self, peer: usize, Refused { call, code }: Refused) -> Failure {
+    pub(super) fn fail_mpi(&self, peer: usize, Refused { call, code }: Refused) -> GroupFailure {
         self.fail_by(peer, Cause::Returned { function: call, code })
     }
 
     /// Whether anything has failed, here or as others tell.
-    pub(super) fn look(&self) -> Option<Failure> {
+    pub(super) fn look(&self) -> Option<GroupFailure> {
         match self.notices.listen() {
             // The rank that failed has told all others.
             Ok(Some(failure)) => {
@@ -118,8 +118,8 @@ impl Group {
     }
 
     /// How long a call waits that begins now.
-    pub(super) fn patience(&self) -> Patience {
-        Patience::new(Duration::from_nanos(self.deadline.load(Ordering::Relaxed)))
+    pub(super) fn deadline_state(&self) -> DeadlineState {
+        DeadlineState::new(Duration::from_nanos(self.deadline.load(Ordering::Relaxed)))
     }
 
     /// What a call does that saw nothing move: it listens, asks, sleeps a little. `waiting` counts the bytes that have not
@@ -127,33 +127,33 @@ impl Group {
     /// tells.
     pub(super) fn pause(
         &self,
-        patience: &mut Patience,
+        state: &mut DeadlineState,
         wait: Wait,
         waiting: impl FnOnce() -> u64,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), GroupFailure> {
         // Before questions are answered: what a stopped process says must not count the time in which it did not run.
-        patience.runs();
-        self.notices.wait_for(wait, patience.since());
+        state.runs();
+        self.notices.wait_for(wait, state.since());
         if let Some(failure) = self.look() {
             return Err(failure);
         }
         // What it sent before it left may still be on its way.
-        if self.notices.has_left(wait.on) && patience.is_left_behind() {
+        if self.notices.has_left(wait.on) && state.is_left_behind() {
             return Err(self.fail_by(wait.on, Cause::Left));
         }
-        let Some((verdict, ms)) = patience.expired(self.rank, wait, &self.notices, &self.questions) else {
-            patience.sleep();
+        let Some((verdict, ms)) = state.expired(self.rank, wait, &self.notices, &self.questions) else {
+            state.sleep();
             return Ok(());
         };
         Err(self.fail(match verdict {
             Verdict::Silent(peer) | Verdict::Late(peer) => {
-                Failure { peer, cause: Cause::Deadline { ms, bytes: waiting() }, other: peer }
+                GroupFailure { peer, cause: Cause::Deadline { ms, bytes: waiting() }, other: peer }
             }
             Verdict::Circle(peer) => {
-                Failure { peer, cause: Cause::Deadline { ms, bytes: waiting() }, other: self.rank }
+                GroupFailure { peer, cause: Cause::Deadline { ms, bytes: waiting() }, other: self.rank }
             }
             Verdict::Crossed { agreeing, exchanging } => {
-                Failure { peer: agreeing, cause: Cause::Disagreed { with: exchanging }, other: exchanging }
+                GroupFailure { peer: agreeing, cause: Cause::Disagreed { with: exchanging }, other: exchanging }
             }
         }))
     }

@@ -48,22 +48,22 @@ const TAG: c_int = 2;
 /// A notice as it travels.
 type Words = [u64; 5];
 
-/// Words that MPI may hold.
-struct Letter {
+/// A notice in flight: words that MPI may still read or write.
+struct InFlight {
     words: NonNull<Words>,
     request: Request,
 }
 
 // SAFETY: memory of its own and a request, which any thread may use.
-unsafe impl Send for Letter {}
+unsafe impl Send for InFlight {}
 
-impl Letter {
+impl InFlight {
     fn new(words: Words) -> Self {
         Self { words: NonNull::from(Box::leak(Box::new(words))), request: Request::none() }
     }
 }
 
-impl Drop for Letter {
+impl Drop for InFlight {
     fn drop(&mut self) {
         if self.request.is_none() {
             // SAFETY: made by Box in `new`, and MPI is done with it.
@@ -74,7 +74,7 @@ impl Drop for Letter {
 
 /// The first thing that went wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Failure {
+pub(super) struct GroupFailure {
     pub peer: usize,
     pub cause: Cause,
     /// The rank that `peer` itself names, and `peer` again where no other is at fault: for [`Cause::Size`] the rank that expected
@@ -87,7 +87,7 @@ pub(super) struct Failure {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Notice {
     /// The run is over.
-    Over(Failure),
+    Over(GroupFailure),
     /// Rank `from` asks which rank this one waits for.
     Ask { from: usize, question: u64 },
     /// The answer to a question, and for how many milliseconds the rank has waited.
@@ -99,7 +99,7 @@ pub(super) enum Notice {
 impl Notice {
     fn words(self) -> Words {
         match self {
-            Self::Over(Failure { peer, cause, other }) => {
+            Self::Over(GroupFailure { peer, cause, other }) => {
                 let (kind, a, b) = match cause {
                     Cause::Deadline { ms, bytes } => (1, ms, bytes),
                     Cause::Panicked => (2, 0, 0),
@@ -119,7 +119,7 @@ impl Notice {
     }
 
     fn from_words([kind, a, b, c, d]: Words) -> Option<Self> {
-        let over = |cause| Some(Self::Over(Failure { peer: c as usize, cause, other: d as usize }));
+        let over = |cause| Some(Self::Over(GroupFailure { peer: c as usize, cause, other: d as usize }));
         match kind {
             1 => over(Cause::Deadline { ms: a, bytes: b }),
             2 => over(Cause::Panicked),
@@ -136,11 +136,11 @@ impl Notice {
     }
 }
 
-/// A rank's post.
+/// The notices of a rank: the receive that is posted for them, those on their way, and what has arrived.
 pub(super) struct Notices {
     comm: Comm,
-    arriving: Mutex<Letter>,
-    leaving: Mutex<Vec<Letter>>,
+    arriving: Mutex<InFlight>,
+    leaving: Mutex<Vec<InFlight>>,
     /// Which rank this one waits for just now, as a code, and since when, in milliseconds after `began`.
     waits: AtomicUsize,
     since: AtomicU64,
@@ -157,7 +157,7 @@ pub(super) struct Notices {
 
 impl Notices {
     pub(super) fn new(comm: Comm, world: usize) -> Result<Self, Refused> {
-        let mut arriving = Letter::new([0; 5]);
+        let mut arriving = InFlight::new([0; 5]);
         post(comm, &mut arriving)?;
         let leaving = Mutex::new(Vec::with_capacity(16));
         Ok(Self {
@@ -178,7 +178,7 @@ impl Notices {
     pub(super) fn take(&mut self) -> Self {
         let rest = Self {
             comm: self.comm,
-            arriving: Mutex::new(Letter::new([0; 5])),
+            arriving: Mutex::new(InFlight::new([0; 5])),
             leaving: Mutex::default(),
             waits: AtomicUsize::new(Wait::NONE),
             since: AtomicU64::new(0),
@@ -227,14 +227,14 @@ impl Notices {
     }
 
     /// Takes what has arrived, answers questions; a failure, if there is one. Never waits.
-    pub(super) fn listen(&self) -> Result<Option<Failure>, Refused> {
+    pub(super) fn listen(&self) -> Result<Option<GroupFailure>, Refused> {
         // The thread that has it looks.
-        let Ok(mut letter) = self.arriving.try_lock() else { return Ok(None) };
-        while letter.request.test("MPI_Irecv")? {
-            if letter.request.is_none() {
+        let Ok(mut in_flight) = self.arriving.try_lock() else { return Ok(None) };
+        while in_flight.request.test("MPI_Irecv")? {
+            if in_flight.request.is_none() {
                 // SAFETY: complete, so MPI is done with the words.
-                let words = unsafe { *letter.words.as_ptr() };
-                post(self.comm, &mut letter)?;
+                let words = unsafe { *in_flight.words.as_ptr() };
+                post(self.comm, &mut in_flight)?;
                 match Notice::from_words(words) {
                     Some(Notice::Over(failure)) => return Ok(Some(failure)),
                     Some(Notice::Ask { from, question }) => match Wait::from_code(self.waits.load(Ordering::Relaxed)) {
@@ -271,22 +271,22 @@ impl Notices {
     pub(super) fn send(&self, to: usize, notice: Notice) {
         let mut leaving = self.leaving.lock().unwrap_or_else(PoisonError::into_inner);
         sent(&mut leaving);
-        let mut letter = Letter::new(notice.words());
+        let mut in_flight = InFlight::new(notice.words());
         // SAFETY: the words live until the request is complete, or for ever.
-        if let Ok(request) = unsafe { self.comm.send(letter.words.as_ptr().cast(), size_of::<Words>(), to, TAG) } {
-            letter.request = request;
-            leaving.push(letter);
+        if let Ok(request) = unsafe { self.comm.send(in_flight.words.as_ptr().cast(), size_of::<Words>(), to, TAG) } {
+            in_flight.request = request;
+            leaving.push(in_flight);
         }
     }
 
     /// Gives up the receive, which takes no longer than `limit`; whether MPI holds nothing any more.
     pub(super) fn close(&mut self, limit: Duration) -> bool {
-        let letter = self.arriving.get_mut().unwrap_or_else(PoisonError::into_inner);
-        letter.request.cancel();
+        let in_flight = self.arriving.get_mut().unwrap_or_else(PoisonError::into_inner);
+        in_flight.request.cancel();
         let began = std::time::Instant::now();
         let mut free = false;
         while !free && began.elapsed() < limit {
-            free = matches!(letter.request.test("MPI_Irecv"), Ok(true));
+            free = matches!(in_flight.request.test("MPI_Irecv"), Ok(true));
         }
         free && self.all_sent()
     }
@@ -300,13 +300,13 @@ impl Notices {
 }
 
 /// Forgets what MPI is done with.
-fn sent(leaving: &mut Vec<Letter>) {
-    leaving.retain_mut(|letter| !matches!(letter.request.test("MPI_Isend"), Ok(true)));
+fn sent(leaving: &mut Vec<InFlight>) {
+    leaving.retain_mut(|in_flight| !matches!(in_flight.request.test("MPI_Isend"), Ok(true)));
 }
 
-fn post(comm: Comm, letter: &mut Letter) -> Result<(), Refused> {
+fn post(comm: Comm, in_flight: &mut InFlight) -> Result<(), Refused> {
     // SAFETY: the words live until the request is complete, or for ever; nothing reads them before.
-    letter.request = unsafe { comm.receive(letter.words.as_ptr().cast(), size_of::<Words>(), None, TAG) }?;
+    in_flight.request = unsafe { comm.receive(in_flight.words.as_ptr().cast(), size_of::<Words>(), None, TAG) }?;
     Ok(())
 }
 
@@ -326,12 +326,12 @@ mod tests {
             Cause::Disagreed { with: 5 },
         ];
         for cause in causes {
-            let over = Notice::Over(Failure { peer: 3, cause, other: 4 });
+            let over = Notice::Over(GroupFailure { peer: 3, cause, other: 4 });
             assert_eq!(Notice::from_words(over.words()), Some(over));
         }
         let foreign = Cause::Returned { function: "exchange", code: 9 };
-        let over = Notice::Over(Failure { peer: 3, cause: foreign, other: 3 });
-        let told = Notice::Over(Failure { peer: 3, cause: Cause::Failed, other: 3 });
+        let over = Notice::Over(GroupFailure { peer: 3, cause: foreign, other: 3 });
+        let told = Notice::Over(GroupFailure { peer: 3, cause: Cause::Failed, other: 3 });
         assert_eq!(Notice::from_words(over.words()), Some(told));
         let waits = |agreeing| Notice::Waits { question: 8, wait: Wait { on: 2, agreeing }, ms: 70 };
         for notice in [Notice::Ask { from: 5, question: 6 }, waits(false), waits(true), Notice::Left { from: 3 }] {

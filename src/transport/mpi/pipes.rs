@@ -5,7 +5,7 @@ use std::{ffi::c_int, vec::Vec};
 
 use super::{
     group::Group,
-    notices::{Failure, Wait},
+    notices::{GroupFailure, Wait},
     pipe::{self, Broken, Pipe, Way},
     raw::Comm,
 };
@@ -61,8 +61,8 @@ impl Pipes {
     ///
     /// # Safety
     /// As [`Transport::exchange`](crate::transport::Transport::exchange).
-    pub(super) unsafe fn travel(&mut self, own: &Group, comm: Comm) -> Result<(), Failure> {
-        let (mut patience, mut failed) = (own.patience(), None);
+    pub(super) unsafe fn travel(&mut self, own: &Group, comm: Comm) -> Result<(), GroupFailure> {
+        let (mut state, mut failed) = (own.deadline_state(), None);
         while !self.active.is_empty() {
             let mut moved = false;
             let (mut at, mut broken) = (0, None);
@@ -91,13 +91,13 @@ impl Pipes {
                     Broken::Mpi(refused) => own.fail_mpi(peer, refused),
                     Broken::Size { ours, theirs } => {
                         let cause = Cause::Size { ours: ours as u64, theirs };
-                        own.fail(Failure { peer, cause, other: own.rank })
+                        own.fail(GroupFailure { peer, cause, other: own.rank })
                     }
                     Broken::Order => own.fail_by(peer, Cause::Failed),
                 });
             }
             if moved {
-                patience.moved();
+                state.moved();
                 continue;
             }
             // What arrived before the news of a failure counts.
@@ -109,7 +109,7 @@ impl Pipes {
             if let Some(&(_, on)) = first {
                 let pipes = || self.sends.iter().chain(&self.recvs);
                 let wait = Wait { on, agreeing: false };
-                failed = own.pause(&mut patience, wait, || pipes().map(Pipe::waiting).sum()).err();
+                failed = own.pause(&mut state, wait, || pipes().map(Pipe::waiting).sum()).err();
             }
         }
         Ok(())

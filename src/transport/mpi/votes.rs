@@ -8,7 +8,7 @@ use std::{ffi::c_int, ops::Range, ptr::NonNull, vec::Vec};
 
 use super::{
     group::Group,
-    notices::{Failure, Wait},
+    notices::{GroupFailure, Wait},
     raw::{Comm, Request},
 };
 
@@ -42,7 +42,7 @@ impl Votes {
         comm: Comm,
         group: Range<usize>,
         number: u64,
-    ) -> Result<Option<(usize, Vote)>, Failure> {
+    ) -> Result<Option<(usize, Vote)>, GroupFailure> {
         let Self { ours, theirs, requests } = self;
         let vote = [number, group.start as u64, group.end as u64];
         let peers = group.filter(|&peer| peer != own.rank);
@@ -58,7 +58,7 @@ impl Votes {
             };
             requests[peer].0 = begun.map_err(|refused| own.fail_mpi(peer, refused))?;
         }
-        let (mut patience, mut failed) = (own.patience(), None);
+        let (mut state, mut failed) = (own.deadline_state(), None);
         let mut left = 2 * peers.clone().count();
         while left > 0 {
             let (mut now, mut first) = (0, None);
@@ -72,11 +72,11 @@ impl Votes {
                 }
             }
             match (first, failed) {
-                _ if now < left => patience.moved(),
+                _ if now < left => state.moved(),
                 (_, Some(failure)) => return Err(failure),
                 (None, None) => {}
                 (Some(on), None) => {
-                    failed = own.pause(&mut patience, Wait { on, agreeing: true }, || 0).err();
+                    failed = own.pause(&mut state, Wait { on, agreeing: true }, || 0).err();
                 }
             }
             left = now;

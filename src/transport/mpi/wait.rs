@@ -13,13 +13,13 @@ use std::{
 };
 
 use super::notices::{Notice, Notices, Wait};
-use crate::sync::give_way;
+use crate::sync::yield_core;
 
 /// How long a failed call, or a rank that leaves, gives MPI to let go of what it holds, before that is put aside.
 pub(super) const SETTLE: Duration = Duration::from_millis(20);
 
-/// How often a call looks again before it sleeps at all.
-const LOOKS: u32 = 64;
+/// How often a call yields its core and looks again before it sleeps.
+const YIELDS: u32 = 64;
 
 const SHORTEST: Duration = Duration::from_micros(10);
 const LONGEST: Duration = Duration::from_micros(200);
@@ -56,25 +56,25 @@ pub(super) enum Verdict {
 }
 
 /// How long a call has been waiting since something moved, without the time in which its process did not run.
-pub(super) struct Patience {
+pub(super) struct DeadlineState {
     deadline: Duration,
     since: Instant,
     /// When it last looked.
     seen: Instant,
     /// Since when it knows that the rank it waits for has left.
     left: Option<Instant>,
-    looks: u32,
+    yields: u32,
     sleeps: u32,
     question: Option<Question>,
 }
 
-impl Patience {
+impl DeadlineState {
     pub(super) fn new(deadline: Duration) -> Self {
         let now = Instant::now();
-        Self { deadline, since: now, seen: now, left: None, looks: 0, sleeps: 0, question: None }
+        Self { deadline, since: now, seen: now, left: None, yields: 0, sleeps: 0, question: None }
     }
 
-    /// Notes that it looks. A process that was stopped, and whose peers are still there, has the rest of its patience
+    /// Notes that it looks. A process that was stopped, and whose peers are still there, has the rest of its deadline
     /// before it: what it waits for may have arrived meanwhile, and else the others name the right rank, this one. For how long
     /// it did not run; 0 if it was not stopped.
     pub(super) fn runs(&mut self) -> Duration {
@@ -118,9 +118,9 @@ impl Patience {
 
     /// Gives the core away for a moment.
     pub(super) fn sleep(&mut self) {
-        if self.looks < LOOKS {
-            self.looks += 1;
-            if give_way() {
+        if self.yields < YIELDS {
+            self.yields += 1;
+            if yield_core() {
                 return;
             }
         }

@@ -145,10 +145,10 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
     tile_counter.u32s(&[0; 4]);
     let tile_counter = tile_counter.upload(&mut mem);
     // Lists on the device, or in 3072 bytes of the parameters: their addresses are then counted from there.
-    let has_lists = seed >= 3;
+    let has_metadata = seed >= 3;
     let mut among = Vec::new();
     let lists = [&queries, &runs, &partners, &work].map(|list| {
-        if !has_lists {
+        if !has_metadata {
             return list.upload(&mut mem);
         }
         let at = among.len();
@@ -181,7 +181,7 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
     params.u64s(&[tile_counter, lists[3]]).u32s(&[Q_ROWS as u32, KEYS[0] as u32, single.len() as u32, Q_HEADS as u32]);
     // Where they lie, the first item, how many; one item each, as all heads of the call read one kv head; 2^6 rows.
     params.u64s(&[lists[3] + single.len() as u64 * 8]).u32s(&[begin, shared.len() as u32, 1, 1, 2, 2, 6, 0]);
-    params.u64s(&[has_lists.into()]);
+    params.u64s(&[has_metadata.into()]);
     params.0.resize(params.0.len().next_multiple_of(16), 0);
     params.0.extend(&among);
 

@@ -28,7 +28,7 @@ pub(in crate::kernel::cuda) struct BeginRun {
 
 impl Parameters for BeginRun {
     const TENSORS: &'static [usize] = &[];
-    const LISTS: &'static [usize] = &[offset_of!(BeginRun, tags)];
+    const METADATA: &'static [usize] = &[offset_of!(BeginRun, tags)];
 }
 
 /// `Note`.
@@ -71,7 +71,7 @@ pub(in crate::kernel::cuda) struct Arrived {
 
 impl Parameters for Arrived {
     const TENSORS: &'static [usize] = &[];
-    const LISTS: &'static [usize] = &[offset_of!(Arrived, tags), offset_of!(Arrived, ranges)];
+    const METADATA: &'static [usize] = &[offset_of!(Arrived, tags), offset_of!(Arrived, ranges)];
     const BASES: Option<usize> = Some(offset_of!(Arrived, bases));
 }
 

@@ -18,7 +18,7 @@ use super::{
 };
 
 /// What is left of a rank that has left.
-struct Parted {
+struct LeftRank {
     rank: usize,
     notices: Notices,
     comms: [Comm; 2],
@@ -34,7 +34,7 @@ enum State {
     Abandoned,
 }
 
-impl Parted {
+impl LeftRank {
     fn look(&mut self) -> State {
         if !matches!(self.notices.listen(), Ok(None)) {
             return State::Abandoned;
@@ -50,18 +50,18 @@ impl Parted {
     }
 }
 
-static PARTED: Mutex<Vec<Parted>> = Mutex::new(Vec::new());
+static LEFT_RANKS: Mutex<Vec<LeftRank>> = Mutex::new(Vec::new());
 
 /// Tells all others that this rank leaves, and waits for a moment whether they do too.
 pub(super) fn leave(rank: usize, world: usize, notices: Notices, comms: [Comm; 2]) {
     for peer in (0..world).filter(|&peer| peer != rank) {
         notices.send(peer, Notice::Left { from: rank });
     }
-    let mut parted = Parted { rank, notices, comms };
+    let mut left = LeftRank { rank, notices, comms };
     let began = Instant::now();
-    while parted.look() == State::Waiting {
+    while left.look() == State::Waiting {
         if began.elapsed() > SETTLE {
-            PARTED.lock().unwrap_or_else(PoisonError::into_inner).push(parted);
+            LEFT_RANKS.lock().unwrap_or_else(PoisonError::into_inner).push(left);
             break;
         }
         std::thread::yield_now();
@@ -71,5 +71,5 @@ pub(super) fn leave(rank: usize, world: usize, notices: Notices, comms: [Comm; 2
 
 /// Frees what can be freed of ranks that left earlier. MPI has to be usable.
 pub(super) fn sweep() {
-    PARTED.lock().unwrap_or_else(PoisonError::into_inner).retain_mut(|parted| parted.look() == State::Waiting);
+    LEFT_RANKS.lock().unwrap_or_else(PoisonError::into_inner).retain_mut(|left| left.look() == State::Waiting);
 }

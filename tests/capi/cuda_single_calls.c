@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
 /*
- * The pieces by themselves on a device, each beside the same call on the CPU: attention in one visit and in three, its
+ * Single calls on a device, each beside the same call on the CPU: attention in one call and in three, its
  * backward, delta, finish, the sinks' gradient, merge, transform. All device calls go on one stream without a wait in
  * between. Then what a scratch refuses, and that no call takes memory.
  *
- *   cuda_pieces [N]   N multiprocessors are left free of attention
+ *   cuda_single_calls [N]   N multiprocessors are left free of attention
  */
 #define _POSIX_C_SOURCE 200112L
 #include "cuda_test.h"
@@ -240,5 +240,5 @@ int main(int argc, char **argv) {
   for (int i = 0; i < 5; i++) array_free(wide[i]);
   for (int i = 0; i < 4; i++) array_free(rows_like[i]);
   for (int i = 0; i < 3; i++) array_free(heads[i]);
-  return finished("cuda_pieces");
+  return finished("cuda_single_calls");
 }

@@ -22,7 +22,7 @@ pub fn a_range(b: &mut Bytes) -> cpattn_range {
     }
 }
 
-pub fn pieces(w: &mut World, b: &mut Bytes) {
+pub fn single_calls(w: &mut World, b: &mut Bytes) {
     let scratch = w.scratch(b);
     let (n, h, group, d, dv) = (
         b.below(17) as i64,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Exchanges whose bytes are moved by something else than the ranks' threads, such as the copies of devices.
+//! Exchanges whose bytes are moved by something else than the ranks' threads: copies that are enqueued on devices.
 //!
 //! Then no rank has to do anything at a given moment itself: to begin a message takes both ranks' lists and no thread in
 //! particular. Whichever of two ranks comes second has all messages between the two begun, in both directions, under the
@@ -10,17 +10,17 @@
 //! Failures, deadlines and what they name are those of [`Transport::exchange`](super::Transport::exchange) of this
 //! transport. A message is begun only while both lists are posted, hence never after either call has returned.
 
-use super::{Board, Label, Local, Message, Patience, Phase, Shared, lock};
+use super::{Board, Label, Local, Message, Phase, Shared, WaitProgress, lock};
 use crate::error::{Cause, Result};
 
 /// Begins messages from one rank to another: calls `next` for the send and the receive of each, until it gives no more. It
 /// may be called for ranks that have none.
-pub(in crate::transport) type Carry<'a> =
+pub(in crate::transport) type Enqueue<'a> =
     dyn FnMut([usize; 2], &mut dyn FnMut() -> Option<[Message; 2]>) -> Result<()> + 'a;
 
 impl Shared {
     /// Has what can move between two ranks begun, in one direction.
-    fn carry(&self, board: &mut Board, [from, to]: [usize; 2], carry: &mut Carry<'_>) -> Result<()> {
+    fn enqueue_between(&self, board: &mut Board, [from, to]: [usize; 2], enqueue: &mut Enqueue<'_>) -> Result<()> {
         let mut next = || {
             let claim = board.claim_between(from, to)?;
             if claim.send.bytes != claim.recv.bytes {
@@ -31,11 +31,11 @@ impl Shared {
             board.moved(to, from);
             Some([claim.send, claim.recv])
         };
-        carry([from, to], &mut next).inspect_err(|_| board.take_back(from, to))
+        enqueue([from, to], &mut next).inspect_err(|_| board.take_back(from, to))
     }
 
     /// Notes that a rank whose batch is complete is to be woken.
-    fn wake_if_complete(&self, board: &mut Board, rank: usize, woken: &mut Woken) {
+    fn wake_if_complete(&self, board: &mut Board, rank: usize, woken: &mut ToWake) {
         let place = &mut board.ranks[rank];
         if place.phase == Phase::Exchange && place.unread + place.unwritten == 0 && place.parked {
             if woken.count == woken.ranks.len() {
@@ -48,42 +48,42 @@ impl Shared {
     }
 
     /// Wakes them. The mutex is free by now: a rank that was woken before would run into it and sleep again.
-    fn notify(&self, woken: &Woken) {
-        woken.ranks[..woken.count].iter().for_each(|&rank| self.bells[rank].notify_one());
+    fn notify(&self, woken: &ToWake) {
+        woken.ranks[..woken.count].iter().for_each(|&rank| self.condvars[rank].notify_one());
     }
 }
 
 /// Ranks that are to be woken; what does not fit is woken at once.
 #[derive(Default)]
-struct Woken {
+struct ToWake {
     ranks: [usize; 8],
     count: usize,
 }
 
 impl Local {
-    /// As [`exchange`](super::Transport::exchange), with messages that `carry` begins. The call returns when all of them are
-    /// begun. An error of `carry` fails the group, and is what this rank's call returns.
+    /// As [`exchange`](super::Transport::exchange), with messages that `enqueue` begins. The call returns when all of them are
+    /// begun. An error of `enqueue` fails the group, and is what this rank's call returns.
     ///
     /// The lists are checked before ([`Local::check`]).
-    pub(in crate::transport) fn exchange_carried(
+    pub(in crate::transport) fn exchange_enqueued(
         &self,
         label: Label,
         sends: &[Message],
         recvs: &[Message],
-        carry: &mut Carry<'_>,
+        enqueue: &mut Enqueue<'_>,
     ) -> Result<()> {
         let (rank, shared) = (self.rank, &*self.shared);
         let mut board = lock(&shared.board);
         board.enter(rank, label)?;
         board.post(rank, sends, recvs);
-        let mut patience = Patience::new(board.ranks[rank].moved);
+        let mut progress = WaitProgress::new(board.ranks[rank].moved);
         // What can move now: nothing else can until another rank comes, which then has it begun.
-        let (mut outcome, mut woken) = (Ok(()), Woken::default());
+        let (mut outcome, mut woken) = (Ok(()), ToWake::default());
         for peer in (0..shared.world).filter(|&peer| peer != rank) {
             for pair in [[peer, rank], [rank, peer]] {
                 // A failure takes all lists down, one after another: nothing is begun after it.
                 if outcome.is_ok() && board.error(rank, label).is_none() {
-                    outcome = shared.carry(&mut board, pair, carry);
+                    outcome = shared.enqueue_between(&mut board, pair, enqueue);
                 }
             }
             shared.wake_if_complete(&mut board, peer, &mut woken);
@@ -99,7 +99,7 @@ impl Local {
                 board = lock(&shared.board);
             }
             while outcome.is_ok() && open(&board) {
-                (board, outcome) = self.pause(board, label, &mut patience);
+                (board, outcome) = self.pause(board, label, &mut progress);
             }
         }
         board.retire(rank);
@@ -116,7 +116,7 @@ impl Local {
     #[doc(hidden)]
     pub unsafe fn exchange_copied(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
         self.shared.memory[self.rank].own();
-        let outcome = self.exchange_carried(label, sends, recvs, &mut |[from, to], next| {
+        let outcome = self.exchange_enqueued(label, sends, recvs, &mut |[from, to], next| {
             while let Some([send, recv]) = next() {
                 // SAFETY: both ranges are valid, and written by nothing else, until the exchanges that listed them return
                 // (the contract of both), and neither does while the board is locked.
