@@ -18,12 +18,18 @@ struct Layout {
     width: u64,
     /// Its long side (m or n) lies contiguously, not k.
     long: bool,
+    /// Where the long side does: how many of k there are, which is how many rows a panel has.
+    rows: u64,
 }
 
 impl Layout {
     /// Depth of the matrix: as much as a row holds where k lies contiguously.
     fn depth(self) -> u64 {
-        if self.long || self.width == 16 { 16 } else { self.width / 2 }
+        match (self.long, self.width) {
+            (true, _) => self.rows,
+            (_, 16) => 16,
+            (_, width) => width / 2,
+        }
     }
 
     /// The byte of element (r, k); r counts along the long side.
@@ -36,15 +42,29 @@ impl Layout {
         }
         // Rows of the swizzle's width: an element's row, the piece of 16 bytes in it, and the panel where there are more.
         let (panel, row, c) = if self.long { (r / (w / 2), k, r % (w / 2) * 2) } else { (0, r, k * 2) };
-        let start = panel * 16 * w + row * w;
+        let start = panel * self.rows * w + row * w;
         start + 16 * ((c / 16) ^ (start / 128 % (w / 16))) + c % 16
+    }
+
+    /// Bytes of a matrix that is so long.
+    fn bytes(self, long: u64) -> u64 {
+        let bytes = match (self.long, self.width) {
+            (true, 17..) => long.div_ceil(self.width / 2) * self.rows * self.width,
+            _ => long * self.depth() * 2,
+        };
+        bytes.next_multiple_of(1024)
+    }
+
+    /// Bytes from the first 16 of k to the `step`th.
+    fn step(self, step: u64) -> u64 {
+        if self.long { 16 * self.width * step } else { 32 * step }
     }
 
     /// All but the address: leading offset, strided offset, swizzle.
     fn descriptor(self) -> u64 {
         let (leading, strided) = match (self.width, self.long) {
             (16, _) => (128, 256),
-            (w, true) => (16 * w, 8 * w),
+            (w, true) => (self.rows * w, 8 * w),
             (w, false) => (16, 8 * w),
         };
         let mode = match self.width {
@@ -87,7 +107,7 @@ struct Product {
     signs: (i32, i32),
 }
 
-const PLAIN: Layout = Layout { width: 128, long: false };
+const PLAIN: Layout = Layout { width: 128, long: false, rows: 16 };
 
 impl Default for Product {
     fn default() -> Self {
@@ -103,14 +123,22 @@ impl Product {
 
     /// As deep as both matrices go.
     fn depth(&self) -> u64 {
-        if self.registers { 16 } else { self.a.depth().min(self.b.depth()) }
+        match (self.registers, self.b.long) {
+            (true, true) => self.b.depth(),
+            (true, false) => 16,
+            _ => self.a.depth().min(self.b.depth()),
+        }
     }
 
-    /// Both matrices as they lie in shared memory, B from `second` on.
+    /// Which k of A is multiplied with this one of B: registers hold 16 of them, for every step.
+    fn of_a(&self, k: u64) -> u64 {
+        if self.registers { k % 16 } else { k }
+    }
+
+    /// Both matrices as they lie in shared memory, B from `second` on. What lies beside them is no number.
     fn image(&self) -> (Vec<u8>, u64) {
-        let size = |l: Layout, rows: u64| (rows * l.depth() * 2).next_multiple_of(1024);
-        let second = if self.registers { 0 } else { size(self.a, 64) };
-        let mut image = vec![0u8; (second + size(self.b, self.n)) as usize];
+        let second = if self.registers { 0 } else { self.a.bytes(64) };
+        let mut image = vec![0xffu8; (second + self.b.bytes(self.n)) as usize];
         let mut put = |at: u64, x: f64| {
             let bits = number(x, self.brain).to_le_bytes();
             image[at as usize..at as usize + 2].copy_from_slice(&bits);
@@ -145,8 +173,8 @@ impl Product {
         }
         text += "wgmma.fence.sync.aligned;\n";
         for step in 0..self.depth() / 16 {
-            // Within the swizzle's rows, the next 16 of k are 32 bytes further on.
-            let at = |from: u64, l: Layout| l.descriptor() + (from + if l.long { 0 } else { 32 * step }) / 16;
+            // Within the swizzle's rows, the next 16 of k are 32 bytes further on; else they are the next 16 rows.
+            let at = |from: u64, l: Layout| l.descriptor() + (from + l.step(step)) / 16;
             text += &format!(
                 "add.s64 %q2, %q1, {}; add.s64 %q3, %q1, {};\n",
                 at(0, self.a) as i64,
@@ -173,7 +201,7 @@ impl Product {
         // What was in D before: the thread's number, which stays below 128.
         let before = |t: u64| if self.scale.1 { t as f64 } else { 0.0 };
         let (depth, sign) = (self.depth(), f64::from(self.signs.0 * self.signs.1));
-        let element = |r: u64, n: u64| sign * (0..depth).map(|k| a(r, k) * b(n, k)).sum::<f64>();
+        let element = |r: u64, n: u64| sign * (0..depth).map(|k| a(r, self.of_a(k)) * b(n, k)).sum::<f64>();
         let mut case = Case::new(FAMILY, &format!("{} {name}", self.op()), 128).hopper();
         // Fragments: thread t has rows 16 w + t % 32 / 4 and eight further on, columns 2 (t % 4) and one further on.
         let row = |t: u64, j: u64| 16 * (t / 32) + t % 32 / 4 + 8 * (j / 2);
@@ -198,7 +226,7 @@ pub fn cases() -> Vec<Case> {
     let order = |l: Layout| if l.long { "m" } else { "k" };
     for width in [16, 32, 64, 128] {
         for (la, lb) in [(false, false), (false, true), (true, false), (true, true)] {
-            let (a, b) = (Layout { width, long: la }, Layout { width, long: lb });
+            let (a, b) = (Layout { width, long: la, rows: 16 }, Layout { width, long: lb, rows: 16 });
             for brain in [true, false] {
                 let p = Product { n: 64, brain, a, b, ..Product::default() };
                 cases.push(p.case(&format!("rows of {width}, {} and {}", order(a), order(b))));
@@ -210,11 +238,20 @@ pub fn cases() -> Vec<Case> {
         let p = Product { n, brain: false, registers: true, ..Product::default() };
         cases.push(p.case("columns, A in registers"));
     }
-    let long = Layout { width: 128, long: true };
+    let long = Layout { width: 128, long: true, rows: 16 };
     for brain in [true, false] {
         for b in [PLAIN, long] {
             let p = Product { n: 64, brain, registers: true, b, ..Product::default() };
             cases.push(p.case(&format!("A in registers, {}", order(b))));
+        }
+    }
+    // P V of the forward kernels: all steps over a tile of keys, in as many panels as v has columns. Of 96 columns the second
+    // panel is filled by half.
+    for (n, rows) in [(64, 128), (96, 128), (128, 128), (192, 96), (256, 64)] {
+        let b = Layout { width: 128, long: true, rows };
+        for brain in [true, false] {
+            let p = Product { n, brain, registers: true, b, ..Product::default() };
+            cases.push(p.case(&format!("panels of {rows} rows, A in registers, n")));
         }
     }
     for scale in [("0", false), ("%p1", true), ("%p2", false)] {
