@@ -227,6 +227,9 @@ impl Cuda {
         make: impl FnOnce(&mut Staging) -> Result<(Part, Launches)>,
     ) -> Result<()> {
         let _entered = self.enter()?;
+        // Before the ring is touched: an event that was recorded into a capture tells nothing about when a part is free.
+        // SAFETY: a live stream of the context (the promise of this function).
+        unsafe { self.refuse_capture(stream) }?;
         let (part, mut launches) = make(staging)?;
         if launches.is_empty() {
             return Ok(());

@@ -64,7 +64,22 @@ impl Cuda {
     /// The stream is one of the driver's, and was not destroyed.
     pub unsafe fn accept_stream(&self, stream: RawStream) -> Result<()> {
         // SAFETY: the promise of this function: a live stream.
-        if unsafe { self.owns(stream)?.is_capturing(stream) }? {
+        unsafe {
+            self.owns(stream)?;
+            self.refuse_capture(stream)
+        }
+    }
+
+    /// Refuses a stream that is being captured into a graph.
+    ///
+    /// # Errors
+    /// As [`Cuda::accept_stream`].
+    ///
+    /// # Safety
+    /// The stream is of the device's primary context, and was not destroyed.
+    pub(super) unsafe fn refuse_capture(&self, stream: RawStream) -> Result<()> {
+        // SAFETY: a live stream (the contract).
+        if unsafe { self.context().is_capturing(stream) }? {
             return Err(Error::unsupported(
                 "a stream that is being captured",
                 "what a single call uses is kept until the call is over, and not for replays of a graph",
