@@ -3,7 +3,10 @@
 
 use core::ptr::null_mut;
 use cpattn::call::RawTensor;
-use cpattn::kernel::{RawStream, cuda::Cuda};
+use cpattn::kernel::{
+    RawStream,
+    cuda::{Cuda, Family},
+};
 use cpattn::{Dtype, Error};
 use cudarc::driver::sys;
 
@@ -15,6 +18,8 @@ macro_rules! ok {
         assert_eq!(code, sys::CUresult::CUDA_SUCCESS, stringify!($f));
     }};
 }
+
+pub(crate) use ok;
 
 /// How often the stand-in driver did this, by its name; none of another driver.
 pub fn emulated_count(what: &std::ffi::CStr) -> Option<u64> {
@@ -40,7 +45,17 @@ pub struct Device {
 impl Device {
     /// Device 0, or `None` where there is no driver. `CPATTN_REQUIRE_CUDA` makes that a failure.
     pub fn open() -> Option<Self> {
-        let cuda = match Cuda::new(0) {
+        Self::of(Cuda::new(0))
+    }
+
+    /// The same with the forward kernels for `sm_90a` at every head dim, where the device runs them.
+    pub fn open_hopper() -> Option<Self> {
+        Self::of(Cuda::with_family(0, Family::Sm90a).or_else(|_| Cuda::new(0)))
+    }
+
+    /// With this one.
+    pub fn of(cuda: cpattn::Result<Cuda>) -> Option<Self> {
+        let cuda = match cuda {
             Ok(cuda) => cuda,
             Err(Error::Unsupported { option, limit, .. }) if std::env::var_os("CPATTN_REQUIRE_CUDA").is_none() => {
                 eprintln!("no driver, nothing tested: {option}: {limit}");

@@ -37,7 +37,7 @@ const DIMS: [(usize, usize); 13] = [
 
 pub fn all(cases: &[Case]) {
     let _turn = turn();
-    let Some(device) = Device::open() else { return };
+    let Some(device) = Device::open_hopper() else { return };
     for case in cases {
         forward(&device, case);
     }
@@ -174,7 +174,7 @@ fn ranges() {
 #[test]
 fn runs_repeat() {
     let _turn = turn();
-    let Some(device) = Device::open() else { return };
+    let Some(device) = Device::open_hopper() else { return };
     runs_repeat_of(&device, "hopper repeat", &EVERY, forward);
 }
 
@@ -183,7 +183,7 @@ fn runs_repeat() {
 #[test]
 fn lists_give_the_same_bits_wherever_they_are() {
     let _turn = turn();
-    let Some(device) = Device::open() else { return };
+    let Some(device) = Device::open_hopper() else { return };
     for dims in EVERY {
         let case = Case {
             documents: vec![(140, 300, 160), (20, 20, 0)],
@@ -205,7 +205,7 @@ fn lists_give_the_same_bits_wherever_they_are() {
 #[test]
 fn gradients_follow() {
     let _turn = turn();
-    let Some(device) = Device::open() else { return };
+    let Some(device) = Device::open_hopper() else { return };
     for dims in EVERY {
         check(&device, &Case { documents: vec![(150, 200, 50)], ..Case::new("hopper gradients", Dtype::Bf16, dims) });
     }
@@ -213,12 +213,18 @@ fn gradients_follow() {
 
 /// Whether this process runs one test only; if not, makes one that does. The stand-in driver counts what a process does.
 pub fn alone(test: &str) -> bool {
+    alone_with(test, &[])
+}
+
+/// The same in a process with these environment variables.
+pub fn alone_with(test: &str, variables: &[(&str, &str)]) -> bool {
     if std::env::var_os("CPATTN_COUNTS_ALONE").is_some() {
         return true;
     }
     let child = std::process::Command::new(std::env::current_exe().expect("this test"))
         .args(["--exact", test, "--nocapture"])
         .env("CPATTN_COUNTS_ALONE", "1")
+        .envs(variables.iter().copied())
         .output()
         .expect("a process");
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -227,7 +233,7 @@ pub fn alone(test: &str) -> bool {
 }
 
 /// A call with two heads of q and k and one range each; `change` makes other tensors of the same memory.
-fn launch(device: &Device, change: impl Fn(&mut Attend)) -> Vec<f64> {
+pub fn launch(device: &Device, change: impl Fn(&mut Attend)) -> Vec<f64> {
     const TOKENS: usize = 40;
     let input = |seed, heads: usize| {
         let numbers = random(TOKENS * heads * 64, seed);
@@ -268,7 +274,7 @@ fn the_family_follows_device_and_tensors() {
     if !alone("hopper::the_family_follows_device_and_tensors") {
         return;
     }
-    let Some(device) = Device::open() else { return };
+    let Some(device) = Device::open_hopper() else { return };
     let counts = || [c"cpattn_hopper_forward", c"cpattn_forward"].map(emulated_count);
     let launched = |change: &dyn Fn(&mut Attend)| {
         let before = counts();
@@ -306,6 +312,29 @@ fn the_family_follows_device_and_tensors() {
     let (expected, by) = launched(&grouped);
     assert_eq!(by, [Some(u64::from(on_hopper)), Some(u64::from(!on_hopper))], "a group");
     close("heads at one place", &o, &expected);
+    // Heads 2^40 bytes apart, of which a call with one q head reads the first; and more rows than a map has coordinates for. One
+    // step less of either is a map's.
+    let one_head = |call: &mut Attend| [&mut call.q, &mut call.o, &mut call.lse].into_iter().for_each(|t| t.heads = 1);
+    let apart = |stride: i64| {
+        move |call: &mut Attend| {
+            one_head(call);
+            [&mut call.k, &mut call.v].into_iter().for_each(|t| t.head_stride = stride);
+        }
+    };
+    let of_tokens =
+        |tokens: u64| move |call: &mut Attend| [&mut call.k, &mut call.v].into_iter().for_each(|t| t.tokens = tokens);
+    let first = |o: &[f64]| o.chunks(128).flat_map(|row| row[..64].to_vec()).collect::<Vec<_>>();
+    for (what, change, is_mapped) in [
+        ("heads 2^40 bytes apart", &apart(1 << 39) as &dyn Fn(&mut Attend), false),
+        ("heads 16 bytes closer", &apart((1 << 39) - 8), true),
+        ("2^31 rows", &of_tokens(1 << 31), false),
+        ("a row less", &of_tokens((1 << 31) - 1), true),
+    ] {
+        let (o, by) = launched(change);
+        let expected = u64::from(is_mapped && on_hopper);
+        assert_eq!(by, [Some(expected), Some(1 - expected)], "{what}");
+        close(what, &first(&o), &first(&plain));
+    }
     // Such a group takes its 40 rows in one tile that it shares, for which q has a map of its own: there is none here.
     let (o, by) = launched(&|call| {
         grouped(call);

@@ -12,7 +12,7 @@ use cpattn::call::Score;
 
 fn walks(dims: (usize, usize)) {
     let _turn = turn();
-    let Some(device) = Device::open() else { return };
+    let Some(device) = Device::open_hopper() else { return };
     let base = Case::new("hopper walks", Dtype::Bf16, dims);
     let open = Score { window_right: i64::MAX, ..base.score };
     // All items by one block: what is left of one item shows in the next. Three calls: one begins a result, one adds to it in

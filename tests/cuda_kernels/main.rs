@@ -6,12 +6,15 @@
 #![cfg(feature = "cuda")]
 
 mod blocks;
+mod captured;
 mod case;
 mod device;
+mod family;
 mod hopper;
 mod hopper_walks;
 mod repeated;
 mod run;
+mod sections;
 mod shared_tiles;
 mod turns;
 

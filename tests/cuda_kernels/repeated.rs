@@ -15,7 +15,7 @@ const HEADS: usize = 2;
 const DIM: usize = 64;
 
 /// Tensors of a small call, forward and backward.
-struct Tensors {
+pub struct Tensors {
     input: [Memory; 4],
     o: Memory,
     lse: Memory,
@@ -24,7 +24,7 @@ struct Tensors {
 }
 
 impl Tensors {
-    fn new(device: &Device) -> Self {
+    pub fn new(device: &Device) -> Self {
         let numbers = |seed| {
             let numbers = random(TOKENS * HEADS * DIM, seed);
             device.upload(&numbers.into_iter().flat_map(|x| encode(Dtype::Bf16, x)).collect::<Vec<_>>())
@@ -53,6 +53,18 @@ impl Tensors {
         lens: &[u32],
         change: impl Fn(&mut Attend),
     ) -> usize {
+        self.try_forward(device, staging, stream, lens, change).expect("a legal call")
+    }
+
+    /// The same, which may be refused.
+    pub fn try_forward(
+        &self,
+        device: &Device,
+        staging: &mut Staging,
+        stream: RawStream,
+        lens: &[u32],
+        change: impl Fn(&mut Attend),
+    ) -> cpattn::Result<usize> {
         let (q, k, pairs) = ranges(lens);
         let [q_, k_, v, _] = [0, 1, 2, 3].map(|i| self.input[i].tensor(Dtype::Bf16, TOKENS, 2, 64, 128));
         let mut call = Attend {
@@ -72,9 +84,9 @@ impl Tensors {
         };
         change(&mut call);
         // SAFETY: everything lives until the stream was waited for.
-        unsafe { device.cuda.attend(&call, staging, stream) }.expect("a legal call");
+        unsafe { device.cuda.attend(&call, staging, stream) }?;
         // Behind the lists comes a word that counts tiles, on its own 16 bytes.
-        device.cuda.attend_bytes(&call).expect("a legal call") - 16
+        Ok(device.cuda.attend_bytes(&call)? - 16)
     }
 
     fn backward(&self, device: &Device, staging: &mut Staging, lens: &[u32]) {
@@ -106,7 +118,7 @@ impl Tensors {
     }
 
     /// o, after everything launched so far, and nothing in its place.
-    fn take_o(&self, device: &Device) -> Vec<u8> {
+    pub fn take_o(&self, device: &Device) -> Vec<u8> {
         let bytes = device.download(&self.o);
         device.overwrite(&self.o, &vec![0xff; bytes.len()]);
         assert!(bytes.chunks_exact(2).all(|b| decode(Dtype::Bf16, b).is_finite()), "a row was not written");
@@ -132,7 +144,7 @@ fn ranges(lens: &[u32]) -> (Vec<QRange>, Vec<Range>, Vec<u32>) {
 }
 
 /// With documents of no tokens, so that lists do not fit into a kernel's parameters.
-fn long(lens: &[u32]) -> Vec<u32> {
+pub fn long(lens: &[u32]) -> Vec<u32> {
     [lens, &[0; 40]].concat()
 }
 

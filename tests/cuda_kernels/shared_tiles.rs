@@ -113,7 +113,7 @@ fn held_heads() {
 #[test]
 fn both_kinds() {
     let _turn = turn();
-    let Some(device) = Device::open() else { return };
+    let Some(device) = Device::open_hopper() else { return };
     let base = grouped("shared and not", 4, 2, (64, 64));
     for documents in [
         vec![(300, 300, 0), (20, 20, 0), (0, 20, 0), (9, 0, 0)],
@@ -146,7 +146,7 @@ fn tiles_are_loaded_once() {
     if !alone("shared_tiles::tiles_are_loaded_once") {
         return;
     }
-    let Some(device) = Device::open() else { return };
+    let Some(device) = Device::open_hopper() else { return };
     if !counts() {
         return;
     }
@@ -187,7 +187,7 @@ fn short_documents_load_an_eighth() {
     if !alone("shared_tiles::short_documents_load_an_eighth") {
         return;
     }
-    let Some(device) = Device::open() else { return };
+    let Some(device) = Device::open_hopper() else { return };
     if !counts() {
         return;
     }

@@ -23,7 +23,7 @@ impl Cuda {
     pub fn attend_bytes(&self, call: &Attend) -> Result<usize> {
         let (_, at, shape) = find(call.q.dtype, call.q.dim, call.v.dim)?;
         let rows = shape.forward.rows;
-        let other = if self.hopper { hopper_calls::work_bytes(call, at, rows) } else { 0 };
+        let other = if self.hopper_shape(at).is_some() { hopper_calls::work_bytes(call, at, rows) } else { 0 };
         let tiles = TileRows { queries: rows, keys: 0 };
         Ok(metadata::bytes(&call.ranges, tiles) + other + padded(size_of::<u32>()))
     }
@@ -43,8 +43,8 @@ impl Cuda {
     /// Forward attention: see [`Attend`].
     ///
     /// # Errors
-    /// [`Error::Invalid`] and [`Error::Unsupported`] before anything is launched, [`Error::Device`] when the driver
-    /// fails.
+    /// [`Error::Invalid`] and [`Error::Unsupported`] before anything is launched, also for a stream that is being captured
+    /// into a graph: the ring's metadata would not last for replays. [`Error::Device`] when the driver fails.
     ///
     /// # Safety
     /// The stream is of the device's primary context. When the launch runs, in stream order, the rows of the ranges are

@@ -2,7 +2,8 @@
 //! Calls of the kernels for `sm_90a`: loading them, and what a launch is made of.
 
 use super::Cuda;
-use super::hopper::{FORWARD, Hopper, Kernel, LoadedForward, MapShape, Params, other_rows, section};
+use super::family::Family;
+use super::hopper::{self, FORWARD, Hopper, Kernel, LoadedForward, MapShape, Params, other_rows, section};
 use super::metadata_buffer::{SortBuffers, Writer};
 use super::params::ForwardParams;
 use super::ready::{ELEMENTS, Ready};
@@ -51,19 +52,25 @@ fn longest<'a>(ranges: impl Iterator<Item = &'a Range>) -> u32 {
 }
 
 impl Cuda {
-    /// Loads the kernel of an element type and shape, where there is one and the device runs it.
+    /// What the kernel for a shape is like, where there is one and the device is to run it.
+    pub(super) fn hopper_shape(&self, shape: usize) -> Option<hopper::Shape> {
+        let runs = |s: &hopper::Shape| s.launch.shared <= self.shared_limit && (s.is_taken || self.every_hopper);
+        FORWARD[shape].filter(|s| self.hopper && runs(s))
+    }
+
+    /// Loads the kernel of an element type and shape, where there is one and the device is to run it. A driver that refuses
+    /// its text fails the call rather than leaving it to the other kernel: that would be slower, and never noticed.
     pub(super) fn load_hopper(
         &self,
         kernels: &mut LoadedForward,
         element: usize,
         shape: usize,
     ) -> Result<Option<Ready>> {
-        let Some(s) = FORWARD[shape].filter(|s| self.hopper && s.launch.shared <= self.shared_limit) else {
-            return Ok(None);
-        };
+        let Some(s) = self.hopper_shape(shape) else { return Ok(None) };
         let slot = &mut kernels.0[element][shape];
         if slot.is_none() {
-            let module = self.module(&format!("hopper_forward_{}_{}", ELEMENTS[element], SHAPES[shape].name))?;
+            let name = format!("hopper_forward_{}_{}", ELEMENTS[element], SHAPES[shape].name);
+            let module = self.module(&name).map_err(Family::with_way_out)?;
             *slot =
                 Some(Kernel { ready: self.function(&module, c"cpattn_hopper_forward", s.launch)?, _module: module });
         }

@@ -27,6 +27,7 @@
 //! staging   how metadata reaches the device, through a mirror of host and device memory
 //! check     what a call is refused for
 //! attention, fused, blocks, sinks   the launches
+//! family    which forward kernels a device runs, and how that is forced
 //! hopper    the forward kernels for compute capability 9.0; shared_tiles: which of their tiles several heads share
 //! memory    streams and memory for what sits on top; shared: one device for all callers that name it
 //! tags      what runs on devices carry along, so that ranks which differ are found
@@ -41,6 +42,7 @@ mod check;
 mod dq_semaphore;
 pub(crate) mod driver;
 mod embedded;
+mod family;
 mod fused;
 mod hopper;
 mod hopper_calls;
@@ -67,6 +69,7 @@ mod stream_kernels;
 pub(crate) mod tags;
 
 pub use crate::call::Merge;
+pub use family::Family;
 pub use memory::DeviceMemory;
 pub use staging::Staging;
 pub use stream_kernels::StreamKernels;
@@ -94,6 +97,8 @@ pub struct Cuda {
     l2_bytes: u64,
     /// Whether it runs the kernels for `sm_90a`.
     hopper: bool,
+    /// Whether it runs those of them, too, that are not taken unless they are asked for.
+    every_hopper: bool,
     maps: KeptMaps,
     margins: Margins,
     kernels: Mutex<LoadedKernels>,
@@ -141,13 +146,29 @@ struct Blocks {
 }
 
 impl Cuda {
-    /// The device with this number.
+    /// The device with this number. Its forward kernels are those that the environment variable [`Family::VARIABLE`]
+    /// names, which is read here and not again. Where it names none, devices of compute capability 9.0 take those for
+    /// `sm_90a`, all others those for `sm_80`. So does 9.0, until both are measured, where the larger of head dim and value
+    /// dim is 65 to 96, or the value dim 129 to 192 and the head dim at most 192.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] when no driver is installed or the device is older than compute capability 8.0,
-    /// [`Error::Invalid`] when there is no such device, [`Error::Device`] when the driver fails (with code 100 when it
+    /// [`Error::Unsupported`] when no driver is installed, the device is older than compute capability 8.0, or it does not
+    /// run the kernels that the environment variable names; [`Error::Invalid`] when there is no such device or the variable
+    /// holds no name; [`Error::Device`] when the driver fails (with code 100 when it
     /// sees no device at all, as when `CUDA_VISIBLE_DEVICES` is empty).
     pub fn new(ordinal: i32) -> Result<Self> {
+        Self::open(ordinal, Family::of_environment()?)
+    }
+
+    /// The same with these forward kernels, whatever the environment variable says: with [`Family::Sm90a`] at every head dim.
+    ///
+    /// # Errors
+    /// As [`Cuda::new`], but for the variable; [`Error::Unsupported`] when the device or its driver does not run the kernels.
+    pub fn with_family(ordinal: i32, family: Family) -> Result<Self> {
+        Self::open(ordinal, Some(family))
+    }
+
+    fn open(ordinal: i32, family: Option<Family>) -> Result<Self> {
         let context = Context::new(ordinal)?;
         let major = context.attribute(sys::DEVICE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = context.attribute(sys::DEVICE_COMPUTE_CAPABILITY_MINOR)?;
@@ -161,13 +182,21 @@ impl Cuda {
         let multiprocessors = context.attribute(sys::DEVICE_MULTIPROCESSOR_COUNT)?.max(1) as u32;
         let shared_limit = context.attribute(sys::DEVICE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.max(0) as u32;
         let l2_bytes = context.attribute(sys::DEVICE_L2_CACHE_SIZE)?.max(0) as u64;
-        let hopper = (major, minor) == (9, 0) && hopper::driver_makes_maps();
+        let (is_hopper, has_maps) = ((major, minor) == (9, 0), hopper::driver_makes_maps());
+        if family == Some(Family::Sm90a) && !(is_hopper && has_maps) {
+            return Err(Family::refused(match is_hopper {
+                true => format!("the driver of device {ordinal} encodes no tensor maps"),
+                false => format!("device {ordinal} has compute capability {major}.{minor}, and they run on 9.0 alone"),
+            }));
+        }
+        let hopper = is_hopper && has_maps && family != Some(Family::Sm80);
         Ok(Self {
             context,
             multiprocessors,
             shared_limit,
             l2_bytes,
             hopper,
+            every_hopper: family == Some(Family::Sm90a),
             maps: KeptMaps::new(hopper),
             margins: Margins::default(),
             kernels: Mutex::new(LoadedKernels::default()),
@@ -183,6 +212,15 @@ impl Cuda {
     /// Multiprocessors of the device.
     pub fn multiprocessors(&self) -> u32 {
         self.multiprocessors
+    }
+
+    /// The family of the forward kernels that calls with these head dims take, where tensor maps describe their tensors.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for types and dims there is no kernel for.
+    pub fn family(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<Family> {
+        let (_, shape, _) = find(dtype, head_dim, value_dim)?;
+        Ok(if self.hopper_shape(shape).is_some() { Family::Sm90a } else { Family::Sm80 })
     }
 
     /// Loads the kernels for an element type and head dims, which takes the driver up to seconds. To be called when

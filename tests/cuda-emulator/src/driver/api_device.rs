@@ -146,7 +146,7 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_ui
             34 | 50 => 0,           // PCI device, domain
             36 => 1_000_000,        // memory clock in kHz
             37 => 5120,             // memory bus in bits
-            38 => 40 << 20,         // L2 cache
+            38 => c.l2 as c_int,    // L2 cache
             39 => c.threads_total() as c_int,
             40 => 3, // copy engines
             75 => (c.sm / 10) as c_int,

@@ -14,8 +14,12 @@ fn load(m: &mut Machine, device: usize, text: &str) -> Result<u64, (i32, String)
     let module = Module::parse(text).map_err(|e| (codes::INVALID_PTX, e.to_string()))?;
     let (target, exact) = module.target().unwrap_or((0, false));
     let sm = m.config.sm;
+    let name = format!("sm_{target}{}", if exact { "a" } else { "" });
+    if m.config.refuse.as_ref() == Some(&name) {
+        return Err((codes::INVALID_PTX, format!("PTX for {name}, which CPATTN_EMU_REFUSE names")));
+    }
     if target > sm || (exact && target != sm) {
-        let why = format!("PTX for sm_{target}{} on a device of sm_{sm}", if exact { "a" } else { "" });
+        let why = format!("PTX for {name} on a device of sm_{sm}");
         return Err((codes::NO_BINARY_FOR_GPU, why));
     }
     let loaded = module.load(&mut m.mem).map_err(|e| (codes::INVALID_PTX, e.to_string()))?;

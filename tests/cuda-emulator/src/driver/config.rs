@@ -19,6 +19,10 @@ pub struct Config {
     pub multiprocessors: u32,
     /// `CPATTN_EMU_MEMORY`: bytes of device memory.
     pub memory: usize,
+    /// `CPATTN_EMU_L2`: bytes of the L2 cache that the device says it has.
+    pub l2: u32,
+    /// `CPATTN_EMU_REFUSE`: the target (`sm_90a`) of modules that are not loaded, as by a driver whose compiler fails.
+    pub refuse: Option<String>,
     /// `CPATTN_EMU_UNINIT=0` turns the reports of unwritten memory off.
     pub uninitialised: bool,
     /// `CPATTN_EMU_RACES=0` turns the race detectors off.
@@ -48,6 +52,8 @@ impl Default for Config {
             devices: 1,
             multiprocessors: 4,
             memory: 8 << 30,
+            l2: 40 << 20,
+            refuse: None,
             uninitialised: true,
             races: true,
             lanes: true,
@@ -74,6 +80,8 @@ impl Config {
             devices: number("CPATTN_EMU_DEVICES", d.devices.into()) as u32,
             multiprocessors: number("CPATTN_EMU_SMS", d.multiprocessors.into()).clamp(1, 1024) as u32,
             memory: number("CPATTN_EMU_MEMORY", d.memory as u64) as usize,
+            l2: number("CPATTN_EMU_L2", d.l2.into()).min(i32::MAX as u64) as u32,
+            refuse: std::env::var("CPATTN_EMU_REFUSE").ok().filter(|target| !target.is_empty()),
             uninitialised: number("CPATTN_EMU_UNINIT", 1) != 0,
             races: number("CPATTN_EMU_RACES", 1) != 0,
             lanes: number("CPATTN_EMU_LANES", 1) != 0,
