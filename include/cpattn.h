@@ -517,6 +517,11 @@ int32_t cpattn_rank_destroy(cpattn_rank *rank);
  * (plan, direction) pairs, an all-to-all being one. */
 int32_t cpattn_rank_prepare(cpattn_rank *rank, const cpattn_plan *plan, int32_t direction);
 
+/* cpattn_ring_check by a rank, between runs: of any group, also one whose transports became ranks when they were made. On a
+ * device it waits for what the rank enqueued. With links NULL and capacity 0 it checks nothing, and writes to *count how many
+ * links there are at most. */
+int32_t cpattn_rank_ring_check(cpattn_rank *rank, size_t bytes, cpattn_link *links, size_t capacity, size_t *count);
+
 /* Workspaces begin at a multiple of this many bytes. */
 #define CPATTN_WORKSPACE_ALIGNMENT 256
 

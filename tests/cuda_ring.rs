@@ -7,7 +7,7 @@
 use std::{sync::Arc, thread, time::Duration};
 
 use cpattn::{
-    Cause, Error,
+    Cause, Error, Rank,
     kernel::cuda::Cuda,
     transport::{
         DeviceTransport, Transport,
@@ -80,6 +80,38 @@ fn a_ring_of_devices_refuses_what_it_cannot_check() {
     let Some(alone) = group(1, Duration::from_secs(5)) else { return };
     let text = check_on_device(&alone[0], 8).unwrap_err().to_string();
     assert!(text.contains("world is 1, expected at least 2 ranks"), "{text}");
+}
+
+#[test]
+fn ranks_on_devices_check_their_ring() {
+    let Some(ends) = group(3, Duration::from_secs(60)) else { return };
+    let check = |end: Peer| {
+        let mut rank = Rank::on_device(end).unwrap();
+        let links = rank.check_ring(1000).unwrap();
+        rank.poll().unwrap();
+        // Again, and the group goes on.
+        assert_eq!(rank.check_ring(77).unwrap().len(), links.len());
+        links.into_iter().map(|link| (link.from, link.to)).collect::<Vec<_>>()
+    };
+    let all: Vec<_> = thread::scope(|scope| {
+        let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(move || check(end))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert_eq!(all[0], [(0, 1), (1, 2), (2, 0), (0, 2), (2, 1), (1, 0)]);
+    assert!(all.iter().all(|known| *known == all[0][..known.len()]));
+    // Rank 2 is there and takes no part.
+    let Some(ends) = group(3, Duration::from_millis(500)) else { return };
+    let mut ranks: Vec<_> = ends.into_iter().map(|end| Rank::on_device(end).unwrap()).collect();
+    thread::scope(|scope| {
+        for rank in &mut ranks[..2] {
+            scope.spawn(move || {
+                let trouble = rank.check_ring(1000).unwrap_err().to_string();
+                assert!(trouble.contains("rank 2 did not answer"), "{trouble}");
+                assert_eq!(trouble.starts_with("link 1 → 2 failed"), rank.rank() == 1, "{trouble}");
+                assert!(rank.poll().is_err(), "the group has failed");
+            });
+        }
+    });
 }
 
 #[cfg(feature = "capi")]

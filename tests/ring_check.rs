@@ -12,7 +12,7 @@ use cpattn::transport::{
     local::{self, Local},
     ring_check::{Link, Trouble, check},
 };
-use cpattn::{Cause, Error, Result};
+use cpattn::{Cause, Error, Rank, Result};
 use std::thread;
 use std::time::Duration;
 use through::{Hook, Through};
@@ -129,6 +129,46 @@ fn numbers_of_bytes_that_differ_are_named_on_both_sides() {
         let other = &all[3 - from - to];
         assert!(matches!(other, Trouble::Failed { link: None, error: Error::Peer { .. } }), "{other}");
     }
+}
+
+#[test]
+fn ranks_check_their_ring() {
+    let ranks: Vec<_> = local::group(3, LONG).unwrap().into_iter().map(Rank::new).collect();
+    let all: Vec<_> = thread::scope(|scope| {
+        let twice = |mut rank: Rank| move || (rank.check_ring(1), rank.check_ring(100_000), rank.poll());
+        let threads: Vec<_> = ranks.into_iter().map(|rank| scope.spawn(twice(rank))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    for (first, second, state) in all {
+        let links = |known: Result<Vec<Link>, Trouble>| known.unwrap().into_iter().map(|l| (l.from, l.to)).collect();
+        let (first, second): (Vec<_>, Vec<_>) = (links(first), links(second));
+        assert_eq!(first, [(0, 1), (1, 2), (2, 0), (0, 2), (2, 1), (1, 0)][..first.len()]);
+        assert_eq!(first, second);
+        assert_eq!(state, Ok(()));
+    }
+}
+
+/// A transport may go on after a failure; the rank does not.
+#[test]
+fn a_rank_whose_ring_has_failed_stays_failed() {
+    let ends: Vec<_> = local::group(2, LONG).unwrap().into_iter().map(|end| Faulty::new(end, 0, Fault::Fail)).collect();
+    thread::scope(|scope| {
+        for end in ends {
+            scope.spawn(move || {
+                let mut rank = Rank::new(end);
+                // Refusals of this rank alone touch nothing.
+                assert!(rank.check_ring(0).unwrap_err().to_string().contains("bytes is 0"));
+                let trouble = rank.check_ring(8).unwrap_err();
+                let Trouble::Failed { error, .. } = &trouble else { panic!("{trouble}") };
+                let Error::Peer { peer, .. } = error else { panic!("{trouble}") };
+                let again = rank.check_ring(8).unwrap_err();
+                assert!(
+                    matches!(&again, Trouble::Failed { link: None, error: Error::Peer { peer: p, .. } } if p == peer)
+                );
+                assert!(rank.poll().is_err());
+            });
+        }
+    });
 }
 
 #[test]

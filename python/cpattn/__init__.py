@@ -21,8 +21,8 @@ from .errors import (
     Unsupported,
 )
 from .plan import Circulate, Direction, Dtype, Kind, Layout, Plan, PlanOptions, Side, Wire
-from .rank import Isa, Rank, local_group, nccl_group, nccl_unique_id, on_all, peer_group
-from .ring import Link, check_ring
+from .rank import Isa, Rank, check_ring, local_group, nccl_group, nccl_unique_id, on_all, peer_group
+from .ring import Link
 from .tensors import Array, Memory, SupportsDLPack
 from .trace import Event, chrome_trace, clock
 from .transport import FAILED_BEFORE, RAISED, Message, Packet, Transport, packets

@@ -16,6 +16,7 @@ from ._check import flag, one_of, whole
 from ._interruptible import Interruptible
 from ._library import call, error_of, status_of
 from .plan import Direction, Plan
+from .ring import Link
 from .tensors import Array, Given
 from .trace import Event
 from .transport import Callbacks, Transport
@@ -112,6 +113,30 @@ class Rank:
         args = _header.BackwardArgs(stream=stream, **{name: g.pointer for name, g in given.items()})
         self._run(Direction.BACKWARD, plan, "backward", byref(args), keep=given, stream=stream)
 
+    def check_ring(self, bytes: int = 4 << 20) -> list[Link]:
+        """Sends stamped bytes over each link, all the way round the ring and back, one link at a time; between runs.
+
+        All ranks call it with the same number of bytes. Rank 0 gets all links in the order in which they were measured, other
+        ranks those before their last turn. A PeerError names the link that failed, as far as this rank was at it, and what to
+        try; the group has failed then.
+        """
+        count, bytes = c_size_t(), whole("bytes", bytes, 1, (1 << 48) - 1)
+        self._call("rank_ring_check", bytes, None, 0, byref(count))
+        links = (_header.Link * count.value)()
+
+        def check() -> errors.Error | None:
+            # What it says names the link; what a transport of Python's raised is the cause.
+            status = status_of("rank_ring_check", self._handle, bytes, links, len(links), byref(count))
+            return error_of("rank_ring_check", status) if status else None
+
+        callbacks = self._callbacks
+        if said := self._interruptible(check, callbacks.transport.abort) if callbacks else check():
+            failure = callbacks.failure if callbacks else None
+            if isinstance(said, errors.PeerError):
+                said.peer = getattr(failure, "peer", None)
+            raise said from failure
+        return [Link(getattr(link, "from"), link.to, link.latency, link.bytes_per_second) for link in links[: count.value]]
+
     def record(self, capacity: int = 1 << 16) -> None:
         """Records what this rank does from now on, for at most so many operations; 0 stops."""
         self._call("rank_record", whole("capacity", capacity, 0, 1 << 24))
@@ -176,6 +201,15 @@ def destroy(function: str, handle: c_void_p, callbacks: Callbacks | None, proces
     # A forked child has the handle, but not the threads behind it.
     if os.getpid() == process and status_of(function, handle) == _header.OK and callbacks:
         callbacks.leave()
+
+
+def check_ring(transport: Transport, bytes: int = 4 << 20) -> list[Link]:
+    """`Rank.check_ring` over a transport, which it takes over."""
+    rank = Rank(transport)
+    try:
+        return rank.check_ring(bytes)
+    finally:
+        rank.close()
 
 
 def local_group(world: int, deadline_ms: int = 60_000, workers: int = 1, isa: Isa = Isa.AUTO) -> list[Rank]:

@@ -1,20 +1,10 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Is every link of a ring of ranks there, and how fast is it?"""
+"""Is every link of a ring of ranks there, and how fast is it? `Rank.check_ring` finds out."""
 
 from __future__ import annotations
 
-import os
-from ctypes import byref, c_size_t
 from statistics import median
 from typing import NamedTuple
-
-from . import _header
-from ._check import whole
-from ._interruptible import Interruptible
-from ._library import error_of, status_of
-from .errors import Error, PeerError
-from .rank import destroy
-from .transport import Callbacks, Transport
 
 
 class Link(NamedTuple):
@@ -24,33 +14,6 @@ class Link(NamedTuple):
     target: int
     latency: float
     bytes_per_second: float
-
-
-def check_ring(transport: Transport, bytes: int = 4 << 20) -> list[Link]:
-    """Sends stamped bytes over each link, all the way round the ring and back, one link at a time; takes the transport over.
-
-    All ranks call it with the same number of bytes. Rank 0 gets all links in the order in which they were measured, other
-    ranks those before their last turn. A PeerError names the link that failed, as far as this rank was at it, and what to try.
-    """
-    bytes = whole("bytes", bytes, 1, (1 << 48) - 1)
-    callbacks, count = Callbacks(transport), c_size_t()
-    links = (_header.Link * (2 * transport.world))()
-    handle = callbacks.create()
-    interruptible = Interruptible()
-
-    def run() -> Error | None:
-        status = status_of("ring_check", handle, bytes, links, len(links), byref(count))
-        return error_of("ring_check", status) if status else None
-
-    try:
-        if said := interruptible(run, transport.abort):
-            if isinstance(said, PeerError):
-                said.peer = getattr(callbacks.failure, "peer", None)
-            raise said from callbacks.failure
-    finally:
-        interruptible.close()
-        destroy("transport_destroy", handle, callbacks, os.getpid())
-    return [Link(getattr(link, "from"), link.to, link.latency, link.bytes_per_second) for link in links[: count.value]]
 
 
 def table(links: list[Link], slow: float = 3.0) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from processes import run, start
+from test_core import forward
 
 import cpattn
 from cpattn.ring import table
@@ -55,7 +56,7 @@ class Ring(unittest.TestCase):
     def test_a_stopped_rank(self) -> None:
         outcomes = start(job, 4, "stopped", seconds=60, until=lambda rank: rank < 3)
         for outcome in outcomes[:3]:
-            self.assertRegex(str(outcome.value), "^PeerError 3: cpattn_ring_check: .*rank 3 failed.*; try: ")
+            self.assertRegex(str(outcome.value), "^PeerError 3: cpattn_rank_ring_check: .*rank 3 failed.*; try: ")
         self.assertIn("link 2 → 3 failed", str(outcomes[2].value))
 
     def test_bytes_that_change(self) -> None:
@@ -91,6 +92,43 @@ class Ring(unittest.TestCase):
         done = subprocess.run(command, env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200)
         said = "RANK is not set: start this with torchrun --nproc-per-node N -m cpattn.torch.ring\n"
         self.assertEqual((done.returncode, done.stdout, done.stderr), (2, "", said))
+
+
+class Threads(unittest.TestCase):
+    """Ranks whose transports are the library's."""
+
+    def test_every_link_and_a_run_after_that(self) -> None:
+        ranks = cpattn.local_group(3)
+        for bytes in (1, 50_000):
+            all_ = cpattn.on_all(ranks, lambda number, rank, bytes=bytes: rank.check_ring(bytes))
+            self.assertEqual([link[:2] for link in all_[0]], [(0, 1), (1, 2), (2, 0), (0, 2), (2, 1), (1, 0)])
+            self.assertTrue(all(link.latency > 0 and link.bytes_per_second > 0 for link in all_[0]))
+            for known in all_:
+                self.assertEqual(known, all_[0][: len(known)])
+            cpattn.on_all(ranks, lambda number, rank: forward(rank, number))
+
+    def test_a_rank_that_does_not_come(self) -> None:
+        ranks, said = cpattn.local_group(3, 500), {}
+
+        def job(number: int, rank: cpattn.Rank) -> None:
+            if number < 2:
+                with self.assertRaises(cpattn.PeerError) as caught:
+                    rank.check_ring(1000)
+                said[number] = str(caught.exception)
+                # The group has failed with that.
+                self.assertRaisesRegex(cpattn.PeerError, "rank 2 did not answer", rank.poll)
+                self.assertRaisesRegex(cpattn.PeerError, "rank 2 did not answer", rank.check_ring, 1000)
+
+        cpattn.on_all(ranks, job)
+        self.assertRegex(said[1], "^cpattn_rank_ring_check: CPATTN_PEER: link 1 → 2 failed: .*rank 2 did not answer.*; try: ")
+        self.assertIn("rank 2 did not answer", said[0])
+
+    def test_refusals(self) -> None:
+        (alone,) = cpattn.local_group(1)
+        self.assertRaisesRegex(cpattn.InvalidArgument, "the ring was not checked: world is 1", alone.check_ring)
+        self.assertRaisesRegex(cpattn.InvalidArgument, "bytes is 2.5, a whole number is needed", alone.check_ring, 2.5)
+        alone.close()
+        self.assertRaisesRegex(cpattn.InvalidHandle, "this rank was closed", alone.check_ring)
 
 
 class Table(unittest.TestCase):

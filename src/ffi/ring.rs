@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The check of a ring's links.
 
-use std::{format, string::ToString, vec::Vec};
+use std::{format, mem::MaybeUninit, string::ToString, vec::Vec};
 
 use super::{
     handle,
     input::{array_mut, result},
+    rank::cpattn_rank,
     status::{CPATTN_PEER, Fail, boundary, status_of},
     transport::{Any, cpattn_transport},
 };
@@ -52,32 +53,79 @@ pub unsafe extern "C" fn cpattn_ring_check(
             #[cfg(feature = "nccl")]
             Any::Nccl(end) => (end, &|bytes| check_on_device(end, bytes)),
         };
-        if capacity < 2 * end.world() {
-            let expected = format!("at least {}, two for each of {} ranks", 2 * end.world(), end.world());
-            return Err(Error::invalid("capacity", capacity, expected).into());
-        }
         // SAFETY: the header's promise about arrays.
-        let out = unsafe { array_mut("links", links, capacity) }?;
+        let out = unsafe { room(end.world(), links, capacity) }?;
         let known = check(bytes).map_err(|trouble| {
-            let status = match &trouble {
-                Trouble::Failed { error, .. } => status_of(error),
-                Trouble::OtherBytes { .. } => CPATTN_PEER,
-            };
-            if status == CPATTN_PEER {
+            let fail = failed(&trouble);
+            if matches!(fail, Fail::Text(CPATTN_PEER, _)) {
                 // As after the failure of a run: a table's peers do not wait for this rank.
                 end.abort(Cause::Failed);
             }
-            Fail::Text(status, trouble.to_string())
+            fail
         })?;
-        for (to, link) in out.iter_mut().zip(&known) {
-            to.write(cpattn_link {
-                from: link.from as u32,
-                to: link.to as u32,
-                latency: link.latency.as_secs_f64(),
-                bytes_per_second: link.bytes_per_second,
-            });
-        }
-        count.write(known.len());
+        count.write(write(out, &known));
         Ok(())
     })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_rank_ring_check(
+    rank: *mut cpattn_rank,
+    bytes: usize,
+    links: *mut cpattn_link,
+    capacity: usize,
+    count: *mut usize,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles and results.
+        let (rank, count) = unsafe { (handle::borrow(rank.cast_const())?, result("count", count)?) };
+        let mut rank = rank.lock()?;
+        if links.is_null() && capacity == 0 {
+            count.write(2 * rank.world());
+            return Ok(());
+        }
+        // SAFETY: the header's promise about arrays.
+        let out = unsafe { room(rank.world(), links, capacity) }?;
+        let known = rank.check_ring(bytes).map_err(|trouble| failed(&trouble))?;
+        count.write(write(out, &known));
+        Ok(())
+    })
+}
+
+/// The caller's array, if all links fit.
+///
+/// # Safety
+/// The header's promise about arrays.
+unsafe fn room<'a>(
+    world: usize,
+    links: *mut cpattn_link,
+    capacity: usize,
+) -> crate::Result<&'a mut [MaybeUninit<cpattn_link>]> {
+    if capacity < 2 * world {
+        let expected = format!("at least {}, two for each of {world} ranks", 2 * world);
+        return Err(Error::invalid("capacity", capacity, expected));
+    }
+    // SAFETY: the caller's promise.
+    unsafe { array_mut("links", links, capacity) }
+}
+
+fn failed(trouble: &Trouble) -> Fail {
+    let status = match trouble {
+        Trouble::Failed { error, .. } => status_of(error),
+        Trouble::OtherBytes { .. } => CPATTN_PEER,
+    };
+    Fail::Text(status, trouble.to_string())
+}
+
+/// How many there are.
+fn write(out: &mut [MaybeUninit<cpattn_link>], known: &[Link]) -> usize {
+    for (to, link) in out.iter_mut().zip(known) {
+        to.write(cpattn_link {
+            from: link.from as u32,
+            to: link.to as u32,
+            latency: link.latency.as_secs_f64(),
+            bytes_per_second: link.bytes_per_second,
+        });
+    }
+    known.len()
 }

@@ -15,6 +15,7 @@ use super::{
     lanes::LaneThreads,
     ops::BufferAddresses,
     prepared::{Prepared, Remembered},
+    ring,
     run::Purpose,
     walk,
     workspace::{HostMemory, Workspace},
@@ -24,7 +25,10 @@ use crate::{
     kernel::cpu,
     plan::Plan,
     report::trace,
-    transport::Transport,
+    transport::{
+        Transport,
+        ring_check::{self, Link, Trouble},
+    },
 };
 
 /// A rank on host memory. Its functions are those of [`Rank`](super::Rank), which says what they mean.
@@ -58,6 +62,10 @@ impl HostRank {
 
     pub(super) fn poll(&self) -> Result<()> {
         self.failure.poll(&*self.transport)
+    }
+
+    pub(super) fn check_ring(&self, bytes: usize) -> Result<Vec<Link>, Trouble> {
+        ring::checked(&*self.transport, &self.failure, || ring_check::check(&*self.transport, bytes))
     }
 
     pub(super) fn handle(&self) -> AbortHandle {

@@ -11,6 +11,7 @@
 //!   all-to-alls as calls of their own; [`handle`]: what other threads may do to a rank;
 //! - [`bind`]: the caller's tensors, checked before anything is touched; [`prepared`]: a plan as a rank keeps it;
 //!   [`proof`]: what its schedule is checked for; [`run`]: what a run is for;
+//! - `ring`: the check of the links between ranks;
 //! - [`agreement`] and [`tags`]: that all ranks run the same; [`failure`]: that a group which failed stays failed;
 //! - [`ops`]: one operation, wherever it runs; [`workspace`]: the memory that it works in; [`host_rank`], [`lanes`], [`walk`]
 //!   and [`host`]: on the CPU; `device`: on a device.
@@ -36,6 +37,7 @@ mod ops;
 mod prepared;
 mod proof;
 mod rank;
+mod ring;
 mod run;
 mod tags;
 mod walk;

@@ -23,7 +23,10 @@ use crate::{
     plan::Plan,
     report::trace,
     schedule::Direction,
-    transport::Transport,
+    transport::{
+        Transport,
+        ring_check::{Link, Trouble},
+    },
 };
 #[cfg(feature = "cuda")]
 use crate::{
@@ -200,6 +203,19 @@ impl Rank {
             Inner::Host(rank) => rank.poll(),
             #[cfg(feature = "cuda")]
             Inner::Device(rank) => rank.poll(),
+        }
+    }
+
+    /// As [`ring_check::check`](crate::transport::ring_check::check), by ranks: between runs, all ranks of the group alike. On a
+    /// device it waits for what this rank enqueued, and messages go from device to device. A failure ends the group.
+    ///
+    /// # Errors
+    /// As there; [`Trouble::Failed`] without a link if the group has failed before, or one of this rank's runs is being captured.
+    pub fn check_ring(&mut self, bytes: usize) -> Result<Vec<Link>, Trouble> {
+        match &self.inner {
+            Inner::Host(rank) => rank.check_ring(bytes),
+            #[cfg(feature = "cuda")]
+            Inner::Device(rank) => rank.check_ring(bytes),
         }
     }
 

@@ -13,6 +13,7 @@
 
 typedef struct {
   cpattn_transport *transport;
+  cpattn_rank *rank;
   cpattn_link links[2 * RANKS];
   size_t count;
   int32_t status;
@@ -38,6 +39,42 @@ static void on_threads(end *ends, int missing, uint64_t deadline_ms) {
   }
   for (int r = 0; r < missing; r++) pthread_join(threads[r], NULL);
   for (int r = 0; r < RANKS; r++) OK(cpattn_transport_destroy(transports[r]));
+}
+
+static void *check_by_rank(void *argument) {
+  end *e = argument;
+  e->status = cpattn_rank_ring_check(e->rank, 1000, e->links, 2 * RANKS, &e->count);
+  return NULL;
+}
+
+/* The same once transports have become ranks. */
+static void by_ranks(void) {
+  end ends[RANKS];
+  cpattn_transport *transports[RANKS];
+  pthread_t threads[RANKS];
+  memset(ends, 0, sizeof ends);
+  OK(cpattn_local_group(RANKS, 60000, transports));
+  for (int r = 0; r < RANKS; r++) OK(cpattn_rank_create(transports[r], NULL, &ends[r].rank));
+  cpattn_rank *rank = ends[0].rank;
+  cpattn_link *links = ends[0].links;
+  size_t count = 99;
+  OK(cpattn_rank_ring_check(rank, 1000, NULL, 0, &count));
+  if (count != 2 * RANKS) failures++, fprintf(stderr, "room for %zu links\n", count);
+  REFUSED(CPATTN_INVALID_HANDLE, "rank is NULL", cpattn_rank_ring_check(NULL, 8, links, 6, &count));
+  REFUSED(CPATTN_INVALID, "count is NULL", cpattn_rank_ring_check(rank, 8, links, 6, NULL));
+  REFUSED(CPATTN_INVALID, "links is NULL", cpattn_rank_ring_check(rank, 8, NULL, 6, &count));
+  REFUSED(CPATTN_INVALID, "capacity is 5, expected at least 6", cpattn_rank_ring_check(rank, 8, links, 5, &count));
+  REFUSED(CPATTN_INVALID, "bytes is 0", cpattn_rank_ring_check(rank, 0, links, 6, &count));
+  for (int r = 0; r < RANKS; r++)
+    if (pthread_create(&threads[r], NULL, check_by_rank, &ends[r])) exit(2);
+  for (int r = 0; r < RANKS; r++) pthread_join(threads[r], NULL);
+  for (int r = 0; r < RANKS; r++) {
+    OK(ends[r].status);
+    OK(cpattn_rank_poll(ends[r].rank));
+  }
+  if (ends[0].count != 2 * RANKS || links[5].from != 1 || links[5].to != 0 || !(links[5].latency > 0.0))
+    failures++, fprintf(stderr, "%zu links by ranks\n", ends[0].count);
+  for (int r = 0; r < RANKS; r++) OK(cpattn_rank_destroy(ends[r].rank));
 }
 
 static int32_t agree(void *context, uint32_t first, uint32_t end, uint64_t number, uint64_t *all, int64_t *blame) {
@@ -77,6 +114,8 @@ int main(void) {
     if (ends[r].status != CPATTN_PEER || !strstr(ends[r].said, "rank 2 did not answer") || !strstr(ends[r].said, "; try: "))
       failures++, fprintf(stderr, "rank %d: %d %s\n", r, ends[r].status, ends[r].said);
   if (!strstr(ends[1].said, "link 1 → 2 failed")) failures++, fprintf(stderr, "rank 1: %s\n", ends[1].said);
+
+  by_ranks();
 
   cpattn_transport *transport = NULL, *pair[2];
   cpattn_link links[2 * RANKS];

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use cpattn::{
-    Cause, Error,
+    Cause, Error, Rank,
     transport::ring_check::{Trouble, check_on_device},
 };
 
@@ -46,4 +46,19 @@ fn a_silent_rank_is_at_the_link_of_the_lowest_step() {
         steps.push((*step, *link, rank));
     }
     assert_eq!(steps.iter().min(), Some(&(0, (0, 1), 0)), "{steps:?}");
+}
+
+#[test]
+fn ranks_check_their_ring() {
+    let Some(devices) = devices(3) else { return };
+    let all = threads(&devices, LONG, |end| {
+        let mut rank = Rank::on_device(end).unwrap();
+        let links = [rank.check_ring(3000).unwrap(), rank.check_ring(1).unwrap()];
+        rank.poll().unwrap();
+        links.map(|known| known.into_iter().map(|link| (link.from, link.to)).collect::<Vec<_>>())
+    });
+    for [first, second] in all.into_iter().map(Result::unwrap) {
+        assert_eq!(first, [(0, 1), (1, 2), (2, 0), (0, 2), (2, 1), (1, 0)][..first.len()]);
+        assert_eq!(first, second);
+    }
 }

@@ -3,7 +3,6 @@
 
 from .attention import attention
 from .context import Batch, Context
-from .gloo import GlooTransport
-from .links import check_ring
+from .gloo import GlooTransport, check_ring
 
 __all__ = ["Batch", "Context", "GlooTransport", "attention", "check_ring"]

@@ -24,10 +24,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import distributed_c10d as c10d
+
+from .._interruptible import Job
 
 T = TypeVar("T")
 _FOREVER = timedelta(days=30)
@@ -77,28 +78,12 @@ class NoAnswer(RuntimeError):
 def within(seconds: float, every: float, job: Callable[[], T]) -> T:
     """What `job` returns or raises, on a daemon thread; NoAnswer where it does neither in so many seconds, in which case it is
     left to itself. Ctrl-C ends the wait. A process that is stopped meanwhile loses `every` seconds at most."""
-    done: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
-
-    def work() -> None:
-        try:
-            done.put((True, job()))
-        except BaseException as error:  # noqa: BLE001 (raised where the call was made)
-            done.put((False, error))
-
-    threading.Thread(target=work, daemon=True).start()
+    given = Job(job)
+    threading.Thread(target=given.run, daemon=True).start()
     for _ in range(math.ceil(seconds / every)):
-        with suppress(Empty):
-            well, outcome = done.get(timeout=every)
-            break
-    else:
-        raise NoAnswer(f"no answer within {seconds:.1f} s")
-    if well:
-        result: T = outcome
-        return result
-    try:
-        raise outcome
-    finally:
-        del outcome  # which refers to this frame
+        if given.wait(every):
+            return given.outcome()
+    raise NoAnswer(f"no answer within {seconds:.1f} s")
 
 
 class Pulse(threading.Thread):

@@ -34,9 +34,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from .. import rank
 from .._check import number
 from .._interruptible import Interruptible
 from ..errors import Disagreement, Error, InvalidArgument, PeerError, Unsupported
+from ..ring import Link
 from ..transport import Buffer, Message, Packet, Transport, check_list, packets
 from .blame import MEETING, SAME, Blame, NoAnswer, Verdict, Wait, running
 
@@ -243,6 +245,11 @@ class GlooTransport(Transport):
             raise self._error(text, blame.ask(), error) from error
         finally:
             blame.waits = None
+
+
+def check_ring(group: dist.ProcessGroup | None = None, *, timeout: float = 60.0, bytes: int = 4 << 20) -> list[Link]:
+    """`cpattn.check_ring` over a gloo group of its own with the ranks of `group`; all of them call it."""
+    return rank.check_ring(GlooTransport(group, timeout=timeout), bytes)
 
 
 def _counted(bytes: int, messages: int, _hash: int) -> str:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..errors import Error
 from ..ring import table
-from .links import check_ring
+from .gloo import check_ring
 
 
 def main() -> int:

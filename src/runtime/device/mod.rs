@@ -30,6 +30,7 @@ use super::{
     handle::AbortHandle,
     ops::Listing,
     prepared::{Entry, Prepared, Remembered},
+    ring,
     run::Purpose,
     workspace::Workspace,
 };
@@ -41,7 +42,10 @@ use crate::{
     plan::Plan,
     report::trace,
     schedule::TensorId,
-    transport::{DeviceTransport, Transport},
+    transport::{
+        DeviceTransport, Transport,
+        ring_check::{self, Link, Trouble},
+    },
 };
 
 mod capture;
@@ -155,6 +159,12 @@ impl DeviceRank {
         let waited = self.settle();
         self.failure.check(&*self.transport)?;
         waited
+    }
+
+    pub(super) fn check_ring(&self, bytes: usize) -> Result<Vec<Link>, Trouble> {
+        self.synchronize().map_err(|error| Trouble::Failed { link: None, error })?;
+        self.transport.begin_run(None);
+        ring::checked(&*self.transport, &self.failure, || ring_check::check_on_device(&*self.transport, bytes))
     }
 
     /// Waits on the host until nothing that this rank enqueued uses its memory any more.

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The check of a ring's links by ranks, which have taken their transports over.
+
+use std::vec::Vec;
+
+use super::failure::{AbortOnUnwind, FirstFailure, abort};
+use crate::{
+    error::{Cause, Error},
+    transport::{
+        Transport,
+        ring_check::{Link, Trouble},
+    },
+};
+
+/// Runs `check` over a rank's transport. What ends the group is kept, as after a run.
+pub(super) fn checked(
+    transport: &dyn Transport,
+    failure: &FirstFailure,
+    check: impl FnOnce() -> Result<Vec<Link>, Trouble>,
+) -> Result<Vec<Link>, Trouble> {
+    failure.check(transport).map_err(|error| Trouble::Failed { link: None, error })?;
+    let watch = AbortOnUnwind { transport, failure };
+    let outcome = check();
+    watch.over();
+    match &outcome {
+        // A refusal: this rank has sent nothing, or its peer has found the same and ended the group.
+        Ok(_) | Err(Trouble::Failed { error: Error::Invalid { .. }, .. }) => {}
+        Err(Trouble::Failed { error, .. }) => {
+            failure.keep(error);
+            abort(transport, Cause::Failed);
+        }
+        // The check has aborted.
+        Err(Trouble::OtherBytes { .. }) => failure.ended(transport.rank(), Cause::Failed),
+    }
+    outcome
+}
