@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! How evenly the work units of the CPU kernels fall on many workers, by simulation: the longest worker over the mean.
 //!
-//! The units are those of the kernels, in their order; each goes to the worker that is idle first, as the counter hands them
-//! out, and takes as long as it has pairs. A unit that adds to the same rows as the one before it ends after that one. So
-//! no machine with so many cores is needed, and what is measured is the cut alone, not memory or clocks.
+//! See `cpattn::kernel::cpu::balance`: no machine with so many cores is needed, and what is measured is the cut alone, not memory
+//! or clocks.
 //!
 //! `cargo bench --bench balance [-- --json FILE]`
 
 use cpattn::{
     Dtype,
     call::{Attend, AttendBackward, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score},
-    kernel::cpu::{Isa, WorkUnit, backward_units, forward_units},
+    kernel::cpu::{Isa, WorkUnit, backward_units, balance, forward_units},
 };
 
 /// The pack of `benches/peers/cpu_cases.txt`: 64 long-tailed documents, 8,192 tokens.
@@ -27,20 +26,6 @@ struct Case {
     dim: u32,
     causal: bool,
     dtype: Dtype,
-}
-
-/// When the last worker ends over when all would, if the work were even.
-fn balance(units: &[WorkUnit], workers: usize) -> f64 {
-    let mut free = vec![0u64; workers];
-    let mut before = 0;
-    for unit in units {
-        let worker = (0..workers).min_by_key(|&w| free[w]).expect("there are workers");
-        let end = free[worker] + unit.pairs;
-        free[worker] = if unit.follows { end.max(before) } else { end };
-        before = free[worker];
-    }
-    let total: u64 = units.iter().map(|u| u.pairs).sum();
-    *free.iter().max().expect("there are workers") as f64 * workers as f64 / total as f64
 }
 
 fn units(case: &Case, isa: Isa, workers: usize) -> [Vec<WorkUnit>; 2] {

@@ -101,7 +101,13 @@ impl Isa {
     fn from_variable(value: Option<OsString>) -> Result<Self> {
         match value.filter(|name| !name.is_empty()) {
             None => Ok(Self::best()),
-            Some(name) => Self::named(&name.to_string_lossy())?.required(),
+            Some(name) => Self::named(&name.to_string_lossy())?.required().map_err(|error| match error {
+                // That a program asks for what its machine lacks is seen where the name came from.
+                Error::Unsupported { option, limit, hint } => {
+                    Error::Unsupported { option: std::format!("{option} ({})", Self::VARIABLE), limit, hint }
+                }
+                other => other,
+            }),
         }
     }
 
@@ -173,7 +179,11 @@ mod tests {
             assert_eq!(Isa::named(isa.name()), Ok(isa));
             match isa.required() {
                 Ok(found) => assert_eq!(found, isa),
-                Err(error) => assert!(error.to_string().contains(isa.name()) && !isa.is_available(), "{error}"),
+                Err(error) => {
+                    assert!(error.to_string().contains(isa.name()) && !isa.is_available(), "{error}");
+                    let forced = Isa::from_variable(Some(isa.name().into())).unwrap_err().to_string();
+                    assert!(forced.starts_with(&std::format!("instruction set {isa} (CPATTN_CPU_ISA) ")), "{forced}");
+                }
             }
         }
         let error = Isa::named("sse9").unwrap_err().to_string();

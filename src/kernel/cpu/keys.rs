@@ -1,25 +1,27 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The backward pass of keys: keys outside, rows inside, dk and dv (and dq on the way).
 //!
-//! A unit is a document with one kv head: each row that reads its keys is a row of the same unit, so dq can be added to
-//! without races. Per tile of keys, and q head after q head, the q ranges pass by in the order of the call:
+//! A unit is a tile of a document's keys with one kv head; dk and dv of these are its own, and to dq units add in the order of
+//! their keys (`dq_order.rs`), so that bits do not depend on the number of workers. Q head after q head, the q ranges pass by in the order of the call:
 //! `dV += Pᵀ·dO`, `dK += dSᵀ·Q`, each element one chain over the rows in that order. Where ranges are short, several q heads pass
 //! together, unless the call is aligned: then no cut of the rows changes the order.
 
 use super::arena::{Arena, KEYS, LANES_BACK, Line, vectors};
 use super::backward::{FLUSH, Flush, flush, gradients, no_row};
 use super::choice::Documents;
+use super::dq_order::{DqOrder, DqTurn};
 use super::engine::{Dense, Engine};
 use super::job::{Job, Machine};
+use super::key_units::{KeyUnit, KeyUnits};
 use super::panel::{any_non_finite, to_lanes};
 use super::product::{Gemm, Skip, Store};
 use super::row_blocks::readers;
 use super::simd::{Real, Vector};
 use super::stream::{KeyStream, KeyTile};
 use super::tile::{Cover, Lanes, Scoring, at, product};
-use crate::call::{AttendBackward, QRange, Range};
+use crate::call::{AttendBackward, QRange};
 use core::marker::PhantomData;
-use core::sync::atomic::{AtomicUsize, Ordering};
+use core::sync::atomic::AtomicUsize;
 
 /// The keys' pass of a call whose sums are `A`s.
 pub(super) struct Keys<'a, A> {
@@ -27,6 +29,8 @@ pub(super) struct Keys<'a, A> {
     pub documents: Documents<'a>,
     /// Add to dq as well, which holds a value in every row.
     pub queries: bool,
+    /// The order in which units add to dq.
+    pub order: DqOrder,
     pub sums: PhantomData<A>,
 }
 
@@ -56,42 +60,6 @@ struct KeyTiles<'a, A> {
     dv: &'a mut [A],
     lse: &'a mut [A],
     delta: &'a mut [A],
-}
-
-/// Walks the units: k ranges that are the first of their document, times kv heads.
-pub(super) struct DocumentUnits<'a> {
-    k: &'a [Range],
-    documents: Documents<'a>,
-    kv_heads: usize,
-    sorted: bool,
-    at: usize,
-    base: usize,
-}
-
-impl<'a> DocumentUnits<'a> {
-    pub(super) fn new(k: &'a [Range], documents: Documents<'a>, kv_heads: usize) -> Self {
-        Self { k, documents, kv_heads, sorted: k.is_sorted_by_key(|r| r.doc), at: 0, base: 0 }
-    }
-
-    /// The first k range of a document, and a kv head.
-    pub(super) fn next(&mut self, counter: &AtomicUsize) -> Option<(usize, u32)> {
-        let unit = counter.fetch_add(1, Ordering::Relaxed);
-        while let Some(range) = self.k.get(self.at) {
-            let before = &self.k[..self.at];
-            let seen = match before.last() {
-                Some(last) if last.doc == range.doc => true,
-                _ => !self.sorted && before.iter().any(|r| r.doc == range.doc),
-            };
-            if !seen && self.documents.has(range.doc) {
-                if unit < self.base + self.kv_heads {
-                    return Some((self.at, (unit - self.base) as u32));
-                }
-                self.base += self.kv_heads;
-            }
-            self.at += 1;
-        }
-        None
-    }
 }
 
 impl<A: Machine> Job for Keys<'_, A> {
@@ -139,8 +107,9 @@ impl<A: Real> Keys<'_, A> {
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
         let k = c.ranges.k;
         let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);
-        let mut units = DocumentUnits::new(k, self.documents, c.k.heads as usize);
-        while let Some((first, kv)) = units.next(next) {
+        let mut units = KeyUnits::new(k, self.documents, c.k.heads as usize, 1, c.aligned);
+        while let Some(KeyUnit { index, first, kv, block }) = units.next(next) {
+            let turn = self.order.begin(index, block > 0 && self.queries);
             let doc = k[first].doc;
             let q = if q_sorted {
                 let begin = c.ranges.q.partition_point(|r| r.range.doc < doc);
@@ -149,17 +118,19 @@ impl<A: Real> Keys<'_, A> {
                 c.ranges.q
             };
             let mut stream = KeyStream::document(k, first);
-            while tiles.keys.next(&mut stream, c.aligned, false) {
-                // Most steps of a ring reach a part of the keys; adding 0 to the others costs as much as reading them.
-                if c.accumulate_keys && !self.reached(&mut tiles, q, doc) {
-                    continue;
-                }
-                // SAFETY: ranges and heads are within the call, whose shapes are checked and memory is valid; the unit
-                // alone writes the rows of this document and kv head.
-                unsafe {
-                    tiles.keys.load::<Dense<V>>(&c.k, &c.v, kv);
-                    self.tile::<V>(&mut tiles, &scoring, q, doc, kv);
-                }
+            for _ in 0..block {
+                stream.fill(c.aligned, |_| ());
+            }
+            // Most steps of a ring reach a part of the keys; adding 0 to the others costs as much as reading them.
+            let next = tiles.keys.next(&mut stream, c.aligned, false);
+            if !next || (c.accumulate_keys && !self.reached(&mut tiles, q, doc)) {
+                continue;
+            }
+            // SAFETY: ranges and heads are within the call, whose shapes are checked and memory is valid; the unit alone writes
+            // dk and dv of these keys and this kv head, and dq is added to in turn.
+            unsafe {
+                tiles.keys.load::<Dense<V>>(&c.k, &c.v, kv);
+                self.tile::<V>(&mut tiles, &scoring, q, doc, kv, &turn);
             }
         }
     }
@@ -204,6 +175,7 @@ impl<A: Real> Keys<'_, A> {
         ranges: &[QRange],
         doc: u32,
         kv: u32,
+        turn: &DqTurn,
     ) {
         let c = self.call;
         // SAFETY: rows are apart by whole vectors.
@@ -215,6 +187,8 @@ impl<A: Real> Keys<'_, A> {
         }
         let heads = readers(&c.heads, kv, c.q.heads);
         let together = self.heads_together(ranges, doc);
+        // Rows of dq before those in hand, in the order in which they are added to.
+        let mut place = 0u32;
         for first_head in heads.clone().step_by(together as usize) {
             let heads = first_head..heads.end.min(first_head + together);
             let mut run = Flush::new(c.aligned);
@@ -230,11 +204,14 @@ impl<A: Real> Keys<'_, A> {
                     // SAFETY: rows and head are within the tensors (checked).
                     unsafe {
                         t.lanes.set(&q.range, first, rows, heads.clone(), &c.score, &c.alibi_slopes);
-                        self.meet::<V>(t, scoring, &mut run, pos, bad_k);
+                        self.meet::<V>(t, scoring, &mut run, pos, bad_k, (turn, place + first + rows));
                     }
                     first += rows;
+                    turn.pass(place + first);
                 }
+                place += q.range.len;
             }
+            turn.pass(place);
             flush(&mut t.dk[..nk], &mut t.dk_part[..nk]);
             flush(&mut t.dv[..nv], &mut t.dv_part[..nv]);
             if c.per_q_head {
@@ -262,6 +239,7 @@ impl<A: Real> Keys<'_, A> {
         run: &mut Flush,
         pos: i64,
         bad_k: bool,
+        (turn, place): (&DqTurn, u32),
     ) {
         let c = self.call;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
@@ -366,6 +344,7 @@ impl<A: Real> Keys<'_, A> {
                 skip: skip(bad_k),
                 ..product(t.lanes.n, vectors::<V>(d), count)
             });
+            turn.wait(place);
             for lane in 0..t.lanes.n {
                 let dq = at::<A>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]);
                 for (x, &sum) in core::slice::from_raw_parts_mut(dq, d).iter_mut().zip(&t.dq[lane * t.ldk..]) {

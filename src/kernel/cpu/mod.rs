@@ -13,8 +13,9 @@
 //! choice     which documents take matrix units, and which take vectors
 //! small      the forward of a few rows with a few keys, without panels and tiles
 //! queries    the same for dq
-//! keys       a unit is a document with a kv head; tiles of keys outside, rows inside: dk, dv, and dq on the way
-//! tiled      the same on matrix units: units are blocks of a document's keys, which add to dq in turn (dq_order)
+//! keys       a unit is a tile of a document's keys with a kv head (key_units), rows inside: dk, dv, and dq on the way, to which
+//!            units add in turn (dq_order)
+//! tiled      the same on matrix units: units are blocks of a few tiles
 //! stream     keys in tiles; tile: rows as lanes of vectors, scores and masks; rows: elements to sums and back; panel: rows
 //!            to lanes and back
 //! gemm       the matrix product over vectors; simd, x86, neon: the vectors; isa: which there are, and which one is used
@@ -42,7 +43,6 @@ mod convert;
 mod delta;
 #[cfg(target_arch = "x86_64")]
 mod dots;
-#[cfg(target_arch = "x86_64")]
 mod dq_order;
 mod engine;
 mod executor;
@@ -52,6 +52,7 @@ mod forward;
 mod gemm;
 mod isa;
 mod job;
+mod key_units;
 mod keys;
 #[cfg(target_arch = "aarch64")]
 mod neon;
@@ -78,13 +79,14 @@ mod x86;
 pub use executor::Executor;
 pub use isa::Isa;
 pub use scratch::{Dims, Scratch};
-pub use units::{WorkUnit, backward_units, forward_units};
+pub use units::{WorkUnit, backward_units, balance, forward_units};
 
 use crate::call::{Attend, AttendBackward, Delta, Finish, Gradients, Transform};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use choice::{Choice, Documents};
 use core::marker::PhantomData;
+use dq_order::DqOrder;
 use job::Machine;
 #[cfg(target_arch = "x86_64")]
 use workers::TiledUnits;
@@ -187,7 +189,7 @@ unsafe fn gradients<A: Machine>(call: &AttendBackward, isa: Isa, mut crew: Crew<
     #[cfg(target_arch = "x86_64")]
     let tiled = choice.tiles.map(|documents| TiledUnits::new(tiled::Tiled { call, documents, queries: together }));
     let units = choice.vectors.map(|documents| {
-        let job = keys::Keys::<A> { call, documents, queries: together, sums: PhantomData };
+        let job = keys::Keys::<A> { call, documents, queries: together, order: DqOrder::new(), sums: PhantomData };
         Units::new(job, documents.isa, call.q.dtype)
     });
     crew.run(&|lines| {
@@ -373,7 +375,13 @@ mod tests {
         // SAFETY: the tensors are the vectors above; the caller has the instruction set.
         unsafe {
             // The backward first, while lse is the reference's.
-            let job = keys::Keys::<E::Acc> { call: &backward, documents, queries: true, sums: PhantomData };
+            let job = keys::Keys::<E::Acc> {
+                call: &backward,
+                documents,
+                queries: true,
+                order: DqOrder::new(),
+                sums: PhantomData,
+            };
             job.work::<Dense<V>>(lines, &AtomicUsize::new(0));
             forward::Forward::<E::Acc> {
                 call: &forward,

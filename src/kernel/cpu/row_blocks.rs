@@ -82,16 +82,20 @@ pub(super) fn readers(map: &HeadMap, kv: u32, q_heads: u32) -> Range<u32> {
 }
 
 /// Lanes of the units of some documents of a call, and of the blocks that they are of: many on matrix units. Units are smaller
-/// if there would be fewer than eight to a worker.
+/// where there would be few to a worker: packing costs less than a worker without work.
 pub(super) fn lanes(call: &Attend, mut documents: Documents, workers: usize) -> [usize; 2] {
-    if !documents.isa.has_tiles(call.q.dtype) {
-        return [LANES; 2];
+    let block = if documents.isa.has_tiles(call.q.dtype) { LANES_MOST } else { LANES };
+    let mut enough = |lanes, each: usize| {
+        let rows = unit_rows(lanes, &call.heads, call.q.heads);
+        let ranges = call.ranges.q.iter().filter(|q| documents.has(q.range.doc));
+        let blocks = ranges.map(|q| (q.range.len as usize).div_ceil(rows)).sum::<usize>();
+        workers == 1 || blocks * call.k.heads as usize >= each * workers
+    };
+    if block == LANES_MOST && enough(LANES_MOST, 8) {
+        return [LANES_MOST, block];
     }
-    let rows = unit_rows(LANES_MOST, &call.heads, call.q.heads);
-    let ranges = call.ranges.q.iter().filter(|q| documents.has(q.range.doc));
-    let blocks = ranges.map(|q| (q.range.len as usize).div_ceil(rows)).sum::<usize>();
-    let enough = workers == 1 || blocks * call.k.heads as usize >= 8 * workers;
-    [if enough { LANES_MOST } else { LANES }, LANES_MOST]
+    let lanes = [LANES, LANES / 2].into_iter().find(|&lanes| enough(lanes, 4)).unwrap_or(LANES / 4);
+    [lanes, block]
 }
 
 /// Rows of a unit, or of a block, that fill `lanes` lanes with all heads of a group; whole blocks of [`BLOCK`], so that panels do

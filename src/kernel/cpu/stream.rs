@@ -63,7 +63,6 @@ impl<'a> KeyStream<'a> {
     }
 
     /// How many tiles are left.
-    #[cfg(target_arch = "x86_64")]
     pub(super) fn count(mut self, aligned: bool) -> usize {
         core::iter::from_fn(|| (self.fill(aligned, |_| ()).0 > 0).then_some(())).count()
     }

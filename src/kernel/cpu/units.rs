@@ -2,12 +2,13 @@
 //! The work units of a call as a list, in the order in which workers take them: what a schedule over any number of
 //! workers is made of. For benches and reports: the kernels walk the same units without a list.
 
-use super::choice::Choice;
+use super::arena::KEYS;
+use super::choice::{Choice, Documents};
 use super::isa::Isa;
-use super::keys::DocumentUnits;
+use super::key_units::KeyUnits;
 use super::row_blocks::{RowUnit, RowUnits, lanes, readers, unit_rows};
 #[cfg(target_arch = "x86_64")]
-use super::{arena::KEYS, tiled};
+use super::tiled;
 use crate::call::{Attend, AttendBackward, Range, Score};
 use alloc::vec::Vec;
 use core::sync::atomic::AtomicUsize;
@@ -71,25 +72,45 @@ pub fn backward_units(call: &AttendBackward, isa: Isa) -> Vec<WorkUnit> {
         let some = keys.skip(begin as usize).take((end - begin) as usize);
         some.map(queries).sum::<u64>() * readers(&call.heads, kv, call.q.heads).len() as u64
     };
-    let choice = Choice::backward(call, isa, &[]);
     let mut list = Vec::new();
-    #[cfg(target_arch = "x86_64")]
-    if let Some(documents) = choice.tiles {
+    let mut add = |documents: Documents, tiles: usize| {
         let next = AtomicUsize::new(0);
-        let mut units = tiled::KeyUnits::new(k, documents, kv_heads);
-        let each = (tiled::SUPER * KEYS) as u64;
+        let mut units = KeyUnits::new(k, documents, kv_heads, tiles, call.aligned);
+        let each = (tiles * KEYS) as u64;
         list.extend(core::iter::from_fn(|| units.next(&next)).map(|unit| {
             let begin = unit.block as u64 * each;
             WorkUnit { pairs: pairs(unit.first, unit.kv, begin, begin + each), follows: unit.block > 0 }
         }));
+    };
+    let choice = Choice::backward(call, isa, &[]);
+    #[cfg(target_arch = "x86_64")]
+    if let Some(documents) = choice.tiles {
+        add(documents, tiled::SUPER);
     }
     if let Some(documents) = choice.vectors {
-        let next = AtomicUsize::new(0);
-        let mut units = DocumentUnits::new(k, documents, kv_heads);
-        let all = |(first, kv)| WorkUnit { pairs: pairs(first, kv, 0, u64::MAX >> 1), follows: false };
-        list.extend(core::iter::from_fn(|| units.next(&next)).map(all));
+        add(documents, 1);
     }
     list
+}
+
+/// When the last of `workers` workers ends over when all would, if the work were even, by simulation: each unit goes to the worker
+/// that is idle first, as the counter hands them out, and takes as long as it has pairs. One that adds to the same rows as the
+/// unit before it ends after that one.
+///
+/// # Panics
+/// Without workers, or with units of no pairs alone.
+pub fn balance(units: &[WorkUnit], workers: usize) -> f64 {
+    let mut free = alloc::vec![0u64; workers];
+    let mut before = 0;
+    for unit in units {
+        let worker = (0..workers).min_by_key(|&w| free[w]).expect("there are workers");
+        let end = free[worker] + unit.pairs;
+        free[worker] = if unit.follows { end.max(before) } else { end };
+        before = free[worker];
+    }
+    let total: u64 = units.iter().map(|u| u.pairs).sum();
+    assert!(total > 0, "no pairs");
+    free.iter().max().copied().unwrap_or(0) as f64 * workers as f64 / total as f64
 }
 
 #[cfg(test)]
@@ -99,10 +120,13 @@ mod tests {
     use crate::element::Dtype;
     use alloc::vec;
 
-    /// Whatever the units, together they are all pairs of the mask, once.
-    #[test]
-    fn units_are_all_pairs() {
-        let lengths = [700u32, 1, 90, 1300];
+    /// What `f` makes of a forward and a backward call over documents of these lengths.
+    fn calls<T>(
+        lengths: &[u32],
+        (dtype, q_heads, kv_heads): (Dtype, u32, u32),
+        (left, right): (i64, i64),
+        f: impl FnOnce(&Attend, &AttendBackward) -> T,
+    ) -> T {
         let (mut k, mut row) = (vec![], 0);
         for (doc, &len) in lengths.iter().enumerate() {
             k.push(Range::plain(row, len, 0, doc as u32));
@@ -112,60 +136,87 @@ mod tests {
             .zip(&k)
             .map(|(i, &range)| QRange { range, keys_begin: i, keys_end: i + 1, mode: Mode::Only })
             .collect();
-        let pairs = [0, 1, 2, 3];
+        let pairs: Vec<u32> = (0..k.len() as u32).collect();
         let ranges = Ranges { q: &q, k: &k, pairs: &pairs };
-        let tensor = |dtype, heads| RawTensor::compact(core::ptr::null_mut(), dtype, row as u64, heads, 64);
+        let tensor = |heads| RawTensor::compact(core::ptr::null_mut(), dtype, row as u64, heads, 64);
         let none = RawTensor::NONE;
-        let heads = HeadMap { q_offset: 0, kv_offset: 0, group: 4 };
+        let heads = HeadMap { q_offset: 0, kv_offset: 0, group: q_heads / kv_heads };
+        let score = Score { scale: 1.0, softcap: 0.0, window_left: left, window_right: right };
+        let (q, k) = (tensor(q_heads), tensor(kv_heads));
+        let forward = Attend {
+            q,
+            k,
+            v: k,
+            running: none,
+            running_lse: none,
+            o: q,
+            lse: none,
+            alibi_slopes: none,
+            sinks: none,
+            heads,
+            score,
+            ranges,
+            aligned: false,
+        };
+        let backward = AttendBackward {
+            q,
+            k,
+            v: k,
+            d_o: q,
+            lse: none,
+            delta: none,
+            dq: none,
+            dk: none,
+            dv: none,
+            accumulate_keys: false,
+            per_q_head: false,
+            gradients: Gradients::All,
+            alibi_slopes: none,
+            heads,
+            score,
+            ranges,
+            aligned: false,
+        };
+        f(&forward, &backward)
+    }
+
+    /// Whatever the units, together they are all pairs of the mask, once.
+    #[test]
+    fn units_are_all_pairs() {
+        let lengths = [700u32, 1, 90, 1300];
+        let total = |units: Vec<WorkUnit>| units.iter().map(|u| u.pairs).sum::<u64>();
         for (window, expected) in [
             (i64::MAX, lengths.iter().map(|&n| u64::from(n) * (u64::from(n) + 1) / 2).sum::<u64>()),
             (9, lengths.iter().map(|&n| (0..u64::from(n)).map(|i| (i + 1).min(10)).sum::<u64>()).sum()),
         ] {
-            let score = Score { scale: 1.0, softcap: 0.0, window_left: window, window_right: 0 };
             for dtype in [Dtype::F32, Dtype::Bf16] {
-                let (q, k) = (tensor(dtype, 8), tensor(dtype, 2));
-                let forward = Attend {
-                    q,
-                    k,
-                    v: k,
-                    running: none,
-                    running_lse: none,
-                    o: q,
-                    lse: none,
-                    alibi_slopes: none,
-                    sinks: none,
-                    heads,
-                    score,
-                    ranges,
-                    aligned: false,
-                };
-                let backward = AttendBackward {
-                    q,
-                    k,
-                    v: k,
-                    d_o: q,
-                    lse: none,
-                    delta: none,
-                    dq: none,
-                    dk: none,
-                    dv: none,
-                    accumulate_keys: false,
-                    per_q_head: false,
-                    gradients: Gradients::All,
-                    alibi_slopes: none,
-                    heads,
-                    score,
-                    ranges,
-                    aligned: false,
-                };
-                let total = |units: Vec<WorkUnit>| units.iter().map(|u| u.pairs).sum::<u64>();
-                for isa in Isa::ALL {
-                    for workers in [1, 64] {
-                        assert_eq!(total(forward_units(&forward, isa, workers)), 8 * expected, "{isa:?} {dtype}");
+                calls(&lengths, (dtype, 8, 2), (window, 0), |forward, backward| {
+                    for isa in Isa::ALL {
+                        for workers in [1, 4, 64] {
+                            assert_eq!(total(forward_units(forward, isa, workers)), 8 * expected, "{isa:?} {dtype}");
+                        }
+                        assert_eq!(total(backward_units(backward, isa)), 8 * expected, "{isa:?} {dtype}");
                     }
-                    assert_eq!(total(backward_units(&backward, isa)), 8 * expected, "{isa:?} {dtype}");
-                }
+                });
             }
+        }
+    }
+
+    /// Sixteen and 64 workers have something to do.
+    #[test]
+    fn units_are_small_enough() {
+        // Lengths, heads, kv heads, right; the most that 16 and 64 workers may take, forward and backward.
+        let cases: [(&[u32], u32, u32, i64, [f64; 2], [f64; 2]); 2] =
+            [(&[4096], 8, 8, i64::MAX, [1.05, 1.05], [1.05, 1.05]), (&[512], 16, 16, 0, [1.1, 1.5], [1.05, 1.8])];
+        for (lengths, heads, kv_heads, right, forward_most, backward_most) in cases {
+            calls(lengths, (Dtype::F32, heads, kv_heads), (i64::MAX, right), |forward, backward| {
+                for (i, workers) in [16, 64].into_iter().enumerate() {
+                    let found = balance(&forward_units(forward, Isa::Avx512, workers), workers);
+                    assert!(found <= forward_most[i], "{lengths:?}, {workers} workers forward: {found}");
+                    let found = balance(&backward_units(backward, Isa::Avx512), workers);
+                    assert!(found <= backward_most[i], "{lengths:?}, {workers} workers backward: {found}");
+                }
+            });
         }
     }
 }

@@ -15,16 +15,14 @@
 //! factor of a unit only ever becomes smaller, its dk with it. p would vanish where a sink takes most of a row: it is
 //! multiplied by a constant.
 //!
-//! `units` walks them, `tiles` holds what one works on and writes its sums, `rows` is the products of a block of rows,
+//! `tiles` holds what one works on and writes its sums, `rows` is the products of a block of rows,
 //! `weights` what happens to single blocks of scores.
 
 mod rows;
 mod tiles;
-mod units;
 mod weights;
 
 pub(super) use tiles::{SUPER, bytes};
-pub(super) use units::KeyUnits;
 
 use super::amx::{Amx, PANEL};
 use super::arena::Line;
@@ -32,6 +30,7 @@ use super::choice::Documents;
 use super::dq_order::{DqOrder, DqTurn};
 use super::engine::Engine;
 use super::forms::Form;
+use super::key_units::KeyUnits;
 use super::row_blocks::readers;
 use super::stream::KeyStream;
 use super::tile::Scoring;
@@ -60,7 +59,7 @@ impl Tiled<'_> {
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
         let k = c.ranges.k;
         let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);
-        let mut units = KeyUnits::new(k, self.documents, c.k.heads as usize);
+        let mut units = KeyUnits::new(k, self.documents, c.k.heads as usize, SUPER, false);
         // SAFETY: products of `H` are present (the contract).
         unsafe { Amx::<H>::enter() };
         while let Some(unit) = units.next(next) {

@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The units of the backward pass on matrix units, in the order in which workers take them.
+//! The units of the backward pass of keys, in the order in which workers take them.
 
-use super::super::choice::Documents;
-use super::super::stream::KeyStream;
-use super::tiles::SUPER;
+use super::choice::Documents;
+use super::stream::KeyStream;
 use crate::call::Range;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
 /// Walks the units of some documents: blocks of keys, times kv heads, times documents.
-pub(in crate::kernel::cpu) struct KeyUnits<'a> {
+pub(super) struct KeyUnits<'a> {
     k: &'a [Range],
     documents: Documents<'a>,
     kv_heads: usize,
+    /// Tiles of keys of a block, and whether they are aligned.
+    tiles: usize,
+    aligned: bool,
     sorted: bool,
     /// The k range in hand, and the blocks of its document if it is the first of that.
     at: usize,
@@ -19,7 +21,7 @@ pub(in crate::kernel::cpu) struct KeyUnits<'a> {
     base: usize,
 }
 
-pub(in crate::kernel::cpu) struct KeyUnit {
+pub(super) struct KeyUnit {
     /// Its number among all.
     pub index: usize,
     /// The first k range of the document.
@@ -29,14 +31,17 @@ pub(in crate::kernel::cpu) struct KeyUnit {
 }
 
 impl<'a> KeyUnits<'a> {
-    pub(in crate::kernel::cpu) fn new(k: &'a [Range], documents: Documents<'a>, kv_heads: usize) -> Self {
-        Self { k, documents, kv_heads, sorted: k.is_sorted_by_key(|r| r.doc), at: 0, blocks: None, base: 0 }
+    /// Of blocks of up to `tiles` tiles.
+    pub(super) fn new(k: &'a [Range], documents: Documents<'a>, kv_heads: usize, tiles: usize, aligned: bool) -> Self {
+        let sorted = k.is_sorted_by_key(|r| r.doc);
+        Self { k, documents, kv_heads, tiles, aligned, sorted, at: 0, blocks: None, base: 0 }
     }
 
-    pub(in crate::kernel::cpu) fn next(&mut self, counter: &AtomicUsize) -> Option<KeyUnit> {
+    pub(super) fn next(&mut self, counter: &AtomicUsize) -> Option<KeyUnit> {
         let index = counter.fetch_add(1, Ordering::Relaxed);
         while let Some(range) = self.k.get(self.at) {
             let (k, at, sorted, documents) = (self.k, self.at, self.sorted, &mut self.documents);
+            let (tiles, aligned) = (self.tiles, self.aligned);
             let blocks = *self.blocks.get_or_insert_with(|| {
                 let before = &k[..at];
                 let seen = match before.last() {
@@ -46,7 +51,7 @@ impl<'a> KeyUnits<'a> {
                 if seen || !documents.has(range.doc) {
                     0
                 } else {
-                    KeyStream::document(k, at).count(false).div_ceil(SUPER)
+                    KeyStream::document(k, at).count(aligned).div_ceil(tiles)
                 }
             });
             let local = index - self.base;
