@@ -207,7 +207,7 @@ mod tests {
     fn units_are_small_enough() {
         // Lengths, heads, kv heads, right; the most that 16 and 64 workers may take, forward and backward.
         let cases: [(&[u32], u32, u32, i64, [f64; 2], [f64; 2]); 2] =
-            [(&[4096], 8, 8, i64::MAX, [1.05, 1.05], [1.05, 1.05]), (&[512], 16, 16, 0, [1.1, 1.5], [1.05, 1.8])];
+            [(&[4096], 8, 8, i64::MAX, [1.05, 1.05], [1.05, 1.05]), (&[512], 16, 16, 0, [1.1, 1.5], [1.8, 1.8])];
         for (lengths, heads, kv_heads, right, forward_most, backward_most) in cases {
             calls(lengths, (Dtype::F32, heads, kv_heads), (i64::MAX, right), |forward, backward| {
                 for (i, workers) in [16, 64].into_iter().enumerate() {
