@@ -11,7 +11,7 @@
 //! (`exp(0)` is exactly 1, a product with p = 0 adds nothing). With tiles broken by position, that is what makes
 //! results independent of how rows and keys were cut.
 
-use super::arena::{Arena, KEYS, LANES_MOST, Line};
+use super::arena::{Arena, KEYS, LANES, LANES_MOST, Line};
 use super::choice::Documents;
 use super::engine::{Engine, Operands, Values};
 use super::job::{Job, Machine};
@@ -124,7 +124,8 @@ impl<A: Machine> Job for Forward<'_, A> {
             finite: [(true, true); MOST_TILES],
             panels: [(Sight::default(), true, false); MOST_PANELS],
             q: arena.take(panels * q_len),
-            o: arena.take(panels * o_len),
+            // Few rows are multiplied in here, whatever the lanes of a unit: `is_small` must not ask for these.
+            o: arena.take(panels.max(LANES / E::PANEL) * o_len),
             s: arena.zeros(KEYS * E::PANEL),
             p: [arena.take(E::weights_len()), arena.take(E::weights_len())],
             m: arena.zeros(lanes),
