@@ -205,16 +205,16 @@ mod tests {
     /// Sixteen and 64 workers have something to do.
     #[test]
     fn units_are_small_enough() {
-        // Lengths, heads, kv heads, right; the most that 16 and 64 workers may take, forward and backward.
-        let cases: [(&[u32], u32, u32, i64, [f64; 2], [f64; 2]); 2] =
-            [(&[4096], 8, 8, i64::MAX, [1.05, 1.05], [1.05, 1.05]), (&[512], 16, 16, 0, [1.1, 1.5], [1.8, 1.8])];
-        for (lengths, heads, kv_heads, right, forward_most, backward_most) in cases {
-            calls(lengths, (Dtype::F32, heads, kv_heads), (i64::MAX, right), |forward, backward| {
+        // Length, heads, right; the most that 16 and 64 workers may take, forward and backward.
+        let cases = [(4096, 8, i64::MAX, [1.05, 1.05, 1.05, 1.05]), (512, 16, 0, [1.1, 1.5, 1.8, 1.8])];
+        for (len, heads, right, most) in cases {
+            let (lengths, kv_heads) = ([len], heads);
+            calls(&lengths, (Dtype::F32, heads, kv_heads), (i64::MAX, right), |forward, backward| {
                 for (i, workers) in [16, 64].into_iter().enumerate() {
                     let found = balance(&forward_units(forward, Isa::Avx512, workers), workers);
-                    assert!(found <= forward_most[i], "{lengths:?}, {workers} workers forward: {found}");
+                    assert!(found <= most[i], "{lengths:?}, {workers} workers forward: {found}");
                     let found = balance(&backward_units(backward, Isa::Avx512), workers);
-                    assert!(found <= backward_most[i], "{lengths:?}, {workers} workers backward: {found}");
+                    assert!(found <= most[2 + i], "{lengths:?}, {workers} workers backward: {found}");
                 }
             });
         }
