@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -364,6 +365,26 @@ class Lease(Folder):
             self.assertFalse([name for name in files if name.endswith(".new")])
             for path in (self.folder / "out").iterdir():
                 path.unlink()
+
+    def test_every_test_program_for_devices_comes_along(self):
+        tests = HERE.parents[1] / "tests"
+        if not tests.is_dir():
+            self.skipTest("a prepared folder has no sources")
+        found = {path.stem for pattern in ("cuda_*", "capi_cuda*") for path in tests.glob(pattern)}
+        # Over NCCL between several devices; its programs are Rust's own, but the library is not there.
+        self.assertEqual(found - {"cuda_nccl"}, set(lease.TESTS))
+        [built] = re.findall(r"^tests=\((.*)\)$", (HERE / "programs").read_text(), re.M)
+        self.assertEqual(tuple(built.split()), lease.TESTS)
+        for name in lease.LEFT_OUT:
+            self.assertRegex((tests / f"{name.split()[0]}.rs").read_text(), rf"fn {name.split()[1]}\(\)")
+
+    def test_a_test_left_out_is_recorded_with_its_reason_and_not_run(self):
+        name = "ranks_over_nccl"
+        _, record = self.call("1", capi_cuda=f'if [ "$1" = --list ]; then printf "%s: test\\n" {name} other; exit; fi\n'
+                                             '[ -n "$CPATTN_ROOT" ] && [ -n "$CPATTN_CUDA_PREFIX" ]')
+        steps = {step["name"]: step["ok"] for step in record["steps"] if step["name"].startswith("capi_cuda")}
+        self.assertEqual(steps, {"capi_cuda other": True})
+        self.assertIn("libnccl", record["left_out"][f"capi_cuda {name}"])
 
     def test_profiled_cases_are_cases(self):
         self.assertTrue(set(lease.PROFILED) <= set(lease.lines_of("cases.txt")))

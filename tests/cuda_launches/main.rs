@@ -45,7 +45,6 @@ static ALLOCATOR: counts::Counting = counts::Counting;
 type Part = (&'static str, fn(&Arc<Cuda>));
 
 fn main() {
-    let Some(cuda) = device::device() else { return };
     let parts: [Part; 9] = [
         ("counts", counts::run),
         ("bits", bits::run),
@@ -57,6 +56,12 @@ fn main() {
         ("failures", failures::run),
         ("single_calls", single_calls::run),
     ];
+    // As the harness of other tests says it.
+    if std::env::args().any(|a| a == "--list") {
+        parts.iter().for_each(|(name, _)| println!("{name}: test"));
+        return;
+    }
+    let Some(cuda) = device::device() else { return };
     let wanted: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with('-')).collect();
     for (name, part) in parts {
         if wanted.is_empty() || wanted.iter().any(|w| w == name) {
