@@ -23,10 +23,10 @@ pub(super) fn dims(plan: &Plan) -> cpu::Dims {
     cpu::Dims { head_dim: p.head_dim() as u32, value_dim: p.value_dim() as u32, dtype: p.dtype() }
 }
 
-/// Tells the kernels of which documents the calls of a plan are parts.
-pub(super) fn set_documents(scratch: &mut cpu::Scratch, plan: &Plan) {
+/// What the kernels are told of the documents that the calls of a plan are parts of.
+pub(super) fn documents(plan: &Plan) -> cpu::KnownDocuments {
     let p = plan.problem();
-    scratch.set_documents(p.document_lengths(), &p.score(), p.group() as u32);
+    cpu::KnownDocuments::new(p.document_lengths(), &p.score(), p.group() as u32)
 }
 
 impl Host<'_> {

@@ -14,7 +14,7 @@ use super::{
     host,
     lanes::LaneThreads,
     ops::BufferAddresses,
-    prepared::{Prepared, Remembered},
+    prepared::{Entry, Prepared, Remembered},
     ring,
     run::Purpose,
     walk,
@@ -35,11 +35,23 @@ use crate::{
 pub(super) struct HostRank {
     transport: Arc<dyn Transport>,
     lanes: LaneThreads,
-    prepared: Remembered<Prepared>,
+    prepared: Remembered<OnHost>,
     scratch: cpu::Scratch,
     workspace: Workspace<HostMemory>,
     agreements: Agreements,
     failure: FirstFailure,
+}
+
+/// A schedule, and what the kernels are told before it runs.
+struct OnHost {
+    prepared: Prepared,
+    documents: cpu::KnownDocuments,
+}
+
+impl Entry for OnHost {
+    fn prepared(&self) -> &Prepared {
+        &self.prepared
+    }
 }
 
 impl HostRank {
@@ -85,7 +97,7 @@ impl HostRank {
     }
 
     pub(super) fn workspace_bytes(&mut self, plan: &Plan, run: Purpose) -> Result<u64> {
-        self.ready(plan, run).map(|i| self.prepared[i].schedule.workspace)
+        self.ready(plan, run).map(|i| self.prepared[i].prepared.schedule.workspace)
     }
 
     /// # Safety
@@ -104,7 +116,7 @@ impl HostRank {
     pub(super) fn prepare(&mut self, plan: &Plan, run: Purpose) -> Result<()> {
         let at = self.ready(plan, run)?;
         self.work_at(at)?;
-        if walk::communicates(&self.prepared[at].schedule) {
+        if walk::communicates(&self.prepared[at].prepared.schedule) {
             self.lanes.ensure_thread()?;
         }
         Ok(())
@@ -120,17 +132,15 @@ impl HostRank {
         let prepared = Prepared::new(plan, self.transport.rank(), run)?.tagged();
         self.agreements.reserve(&prepared.schedule.group);
         self.scratch.reserve(&host::dims(plan));
-        // Room for as many documents, so that no run allocates.
-        host::set_documents(&mut self.scratch, plan);
         if let Some(oldest) = self.prepared.oldest() {
             self.prepared.remove(oldest);
         }
-        Ok(self.prepared.push(prepared))
+        Ok(self.prepared.push(OnHost { prepared, documents: host::documents(plan) }))
     }
 
     /// Where a prepared run works: memory of the rank's own grows to what it needs.
     fn work_at(&mut self, at: usize) -> Result<*mut u8> {
-        let needed = self.prepared[at].schedule.workspace;
+        let needed = self.prepared[at].prepared.schedule.workspace;
         if self.workspace.is_short(needed) {
             // Before there is more.
             drop(self.workspace.take_own());
@@ -143,9 +153,9 @@ impl HostRank {
     /// As [`Rank::run`](super::Rank::run).
     pub(super) unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings) -> Result<()> {
         let at = self.ready(plan, run)?;
-        tensors.check(&self.prepared[at].expected)?;
+        tensors.check(&self.prepared[at].prepared.expected)?;
         let workspace = self.work_at(at)?;
-        let prepared = &mut self.prepared[at];
+        let OnHost { prepared, documents } = &mut self.prepared[at];
         let used = prepared.expected.used(tensors).map(|(_, name, raw)| (name, *raw));
         self.workspace.apart(prepared.schedule.workspace, used)?;
         self.failure.check(&*self.transport)?;
@@ -153,7 +163,7 @@ impl HostRank {
             prepared.communication.tags.begin(fingerprint, run);
         }
         let watch = AbortOnUnwind { transport: &*self.transport, failure: &self.failure };
-        host::set_documents(&mut self.scratch, &prepared.plan);
+        self.scratch.set_known_documents(documents);
         let memory = BufferAddresses { tensors: *tensors, workspace };
         // SAFETY: the caller's tensors fit the plan (checked above), are valid and used by nothing else during the call (the
         // contract of this function); the workspace is as large as the schedule needs (`work_at`).
@@ -172,5 +182,44 @@ impl HostRank {
             self.failure.keep(error);
             self.transport.abort(Cause::Failed);
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        batch::Batch, call::RawTensor, element::Dtype, layout::Layout, mesh::Mesh, plan::Problem, schedule::Direction,
+        schedule::TensorId, transport::local,
+    };
+    use std::time::Duration;
+
+    /// What is known of a plan's documents is made when the plan is prepared, and each run has that of its own plan.
+    #[test]
+    fn runs_take_the_documents_that_were_prepared() {
+        let plan = |tokens: i32| {
+            let problem = Problem::new(Batch::new(&[0, tokens]).unwrap(), 1, 1, 4, Dtype::F32);
+            Plan::new(&problem, Mesh::ulysses(1).unwrap(), Layout::Contiguous).unwrap()
+        };
+        let plans = [plan(3), plan(5)];
+        let run = Purpose::Attention(Direction::Forward);
+        let mut rank = HostRank::new(local::group(1, Duration::from_secs(10)).unwrap().remove(0), cpu::Scratch::new(1));
+        plans.iter().for_each(|plan| rank.prepare(plan, run).unwrap());
+        for (plan, tokens) in [(&plans[0], 3), (&plans[1], 5), (&plans[0], 3)] {
+            let mut memory = std::vec![0f32; 5 * 5 * 4];
+            let mut parts = memory.chunks_mut(5 * 4);
+            let mut tensor =
+                |dim| RawTensor::compact(parts.next().unwrap().as_mut_ptr().cast(), Dtype::F32, tokens, 1, dim);
+            let mut tensors = Bindings::default();
+            for (id, dim) in
+                [(TensorId::Q, 4), (TensorId::K, 4), (TensorId::V, 4), (TensorId::O, 4), (TensorId::Lse, 1)]
+            {
+                tensors.set(id, tensor(dim));
+            }
+            // SAFETY: the tensors are parts of the vector above.
+            unsafe { rank.run(plan, run, &tensors) }.unwrap();
+            let at = rank.prepared.find(plan, run).unwrap();
+            assert!(rank.scratch.known_documents().is(&rank.prepared[at].documents), "{tokens}");
+        }
     }
 }

@@ -20,7 +20,8 @@ pub(super) const FLUSH: i64 = 512;
 /// When the first stage of a sum is added to the total.
 pub(super) struct Flush {
     aligned: bool,
-    /// Aligned: which multiple of [`FLUSH`] the run belongs to. Otherwise: rows in it.
+    /// What the first stage holds, if anything was added. In an aligned call: positions from this times [`FLUSH`] on, fewer
+    /// than [`FLUSH`] of them. Otherwise: so many rows.
     run: Option<i64>,
 }
 

@@ -78,6 +78,7 @@ mod x86;
 
 pub use executor::Executor;
 pub use isa::Isa;
+pub(crate) use scratch::KnownDocuments;
 pub use scratch::{Dims, Scratch};
 pub use units::{WorkUnit, backward_units, balance, forward_units};
 

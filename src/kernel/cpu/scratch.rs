@@ -29,14 +29,30 @@ pub struct Dims {
     pub dtype: Dtype,
 }
 
+/// What is known of the documents that calls are parts of: for each, whether tiles of parts pay.
+#[derive(Clone, Default)]
+pub(crate) struct KnownDocuments(Arc<[bool]>);
+
+impl KnownDocuments {
+    /// Of documents with so many rows of q and of k; see [`Scratch::set_documents`].
+    pub(crate) fn new(lengths: impl Iterator<Item = [u64; 2]>, score: &Score, group: u32) -> Self {
+        Self(lengths.map(|lengths| tiles_pay(core::iter::once(lengths), score, group)).collect())
+    }
+
+    /// Whether it is the very value that the other is a clone of.
+    #[cfg(test)]
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
 /// Tile memory for one call at a time.
 pub struct Scratch {
     lines: Vec<Line>,
     workers: usize,
     /// What the calls run on, or why they are refused.
     isa: Result<Isa>,
-    /// Whether tiles of parts pay, for each document that is known.
-    documents: Vec<bool>,
+    documents: KnownDocuments,
     executor: Option<Arc<dyn Executor>>,
 }
 
@@ -53,7 +69,13 @@ impl Scratch {
     /// Calls run on [`Isa::chosen`]. What that refuses (an instruction set that the environment asks for and the machine
     /// lacks), every call refuses.
     pub fn new(workers: usize) -> Self {
-        Self { lines: Vec::new(), workers: workers.max(1), isa: Isa::chosen(), documents: Vec::new(), executor: None }
+        Self {
+            lines: Vec::new(),
+            workers: workers.max(1),
+            isa: Isa::chosen(),
+            documents: KnownDocuments::default(),
+            executor: None,
+        }
     }
 
     /// As [`Scratch::new`], for an instruction set of the caller's choice.
@@ -65,7 +87,7 @@ impl Scratch {
             lines: Vec::new(),
             workers: workers.max(1),
             isa: Ok(isa.required()?),
-            documents: Vec::new(),
+            documents: KnownDocuments::default(),
             executor: None,
         })
     }
@@ -102,10 +124,20 @@ impl Scratch {
     /// whole would take: the error does not depend on how it is cut. Windows in `score` count. For documents that are not
     /// among them, as all are until this is called, the ranges of each call decide.
     ///
-    /// Allocates when there are more documents than ever before.
+    /// Allocates a byte for each document.
     pub fn set_documents(&mut self, lengths: impl Iterator<Item = [u64; 2]>, score: &Score, group: u32) {
-        self.documents.clear();
-        self.documents.extend(lengths.map(|lengths| tiles_pay(core::iter::once(lengths), score, group)));
+        self.documents = KnownDocuments::new(lengths, score, group);
+    }
+
+    /// As [`Scratch::set_documents`], of documents that were looked at before. Allocates nothing.
+    pub(crate) fn set_known_documents(&mut self, documents: &KnownDocuments) {
+        self.documents = documents.clone();
+    }
+
+    /// What is known of the documents of the next call.
+    #[cfg(test)]
+    pub(crate) fn known_documents(&self) -> &KnownDocuments {
+        &self.documents
     }
 
     /// Grows to calls of these dims. Nothing to do, and no allocation, when it is large enough already.
@@ -173,6 +205,6 @@ impl Scratch {
     pub(super) fn crew(&mut self, dims: &Dims) -> Option<Crew<'_>> {
         let each = Self::worker_lines(dims);
         let lines = self.lines.get_mut(..self.workers * each)?;
-        Some(Crew { lines, each, executor: self.executor.as_deref(), documents: &self.documents })
+        Some(Crew { lines, each, executor: self.executor.as_deref(), documents: &self.documents.0 })
     }
 }

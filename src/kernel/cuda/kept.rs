@@ -43,7 +43,8 @@ struct Kept {
     launch: Launch,
     /// Bytes of words that are cleared before it.
     words: usize,
-    /// Tensors of its parameters that a run brings the addresses of: byte offset and place.
+    /// Tensors among its parameters whose addresses a run sets: the byte offset in the parameters, and the base and offset in
+    /// memory that the address is made of.
     tensors: Vec<(usize, BaseOffset)>,
 }
 

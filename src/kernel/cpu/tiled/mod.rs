@@ -153,7 +153,8 @@ impl Tiled<'_> {
     }
 }
 
-/// Rows of a block with so many heads: whole panels, where they fill any, so that panels do not mix heads.
+/// Rows of q in a block that has this many heads. More than a panel's rows are rounded down to whole panels: then no panel
+/// holds rows of two heads.
 fn block_rows(heads: u32) -> u32 {
     let rows = ROWS as u32 / heads;
     if rows > PANEL as u32 { rows - rows % PANEL as u32 } else { rows }
