@@ -95,10 +95,12 @@ fn measure(device: &Device, options: &Options, held: &mut Held) -> Result<String
     let times = device.times(options.warmup, options.repeats, |i| held.prepared.launch(device, i % sets))?;
     let seconds = times[times.len() / 2];
     let case = &held.case;
+    let (dim, value_dim) = (case.head_dim as u32, case.value_dim as u32);
+    let family = device::text(device.cuda.family(case.dtype, dim, value_dim))?.name();
     let rate = |work: f64| if work > 0.0 { format!("{:.3}", work / seconds / 1e12) } else { "null".to_owned() };
     Ok(format!(
         "{{\"case\": {:?}, \"direction\": {:?}, \"dtype\": \"{}\", \"ours_s\": {seconds:e}, \"fastest_s\": {:e}, \
-         \"slowest_s\": {:e}, \"samples\": {}, \"tflops\": {}, \"tb_per_s\": {}, \"error\": {:.4}, \"device\": {:?}}}",
+         \"slowest_s\": {:e}, \"samples\": {}, \"tflops\": {}, \"tb_per_s\": {}, \"error\": {:.4}, \"family\": {:?}, \"device\": {:?}}}",
         case.name,
         case.direction(),
         case.dtype,
@@ -108,6 +110,7 @@ fn measure(device: &Device, options: &Options, held: &mut Held) -> Result<String
         rate(case.flops()),
         rate(case.bytes_moved()),
         held.checked,
+        family,
         device.name,
     ))
 }

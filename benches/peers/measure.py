@@ -25,6 +25,10 @@ import steps
 HERE = pathlib.Path(__file__).resolve().parent
 
 
+FAMILIES = {"ours-sm80": "sm_80", "ours-sm90a": "sm_90a"}
+"""Peers that are our own forward kernel of a family which CPATTN_CUDA_FAMILY forces, in a program of its own."""
+
+
 class Server:
     """A program that answers every line with one JSON object. One that ends, says that it does, or does not answer within
     its limit, costs that line only: the next line starts it anew."""
@@ -123,9 +127,20 @@ def kernel_of(case):
 class Device:
     """Ours and the peers on one device, and what is known about both: which of them hung, whether the device answers."""
 
-    def __init__(self, ours, others, answers=lambda: True, limit_s=60.0):
+    def __init__(self, ours, others, answers=lambda: True, limit_s=60.0, families=None):
         self.ours, self.others, self.answers, self.limit_s = ours, others, answers, limit_s
+        self.families = families or {}
         self.hung, self.given_up = set(), False
+
+    def stop(self, patience_s=3.0):
+        for server in (self.ours, self.others, *self.families.values()):
+            if server:
+                server.stop(patience_s)
+
+    def close(self):
+        for server in (self.ours, self.others, *self.families.values()):
+            if server:
+                server.close()
 
     def ask(self, who, line, about):
         """What has hung before is waited for less long."""
@@ -134,16 +149,23 @@ class Device:
             self.hung.add(about)
         if answer.get("ended") and not self.answers():
             # A kernel that spins in the other program holds the device as well.
-            self.ours.stop()
-            if self.others:
-                self.others.stop()
+            self.stop()
             self.given_up = not self.answers()
         return answer
+
+    @staticmethod
+    def of_family(answer, family):
+        """As a peer's answer, if it was that family's kernel that ran."""
+        if "ours_s" not in answer:
+            return answer
+        if answer.get("family") != family:
+            return {"failed": f"the kernel for {answer.get('family')} ran, not the one for {family}"}
+        return answer | {"peer_s": answer["ours_s"]}
 
     def one(self, line, rounds, about):
         """The rows of a case. Of whoever fails in it nothing more is asked; the others are timed nevertheless."""
         case = peers.Case(line)
-        names = [peer for peer in case.peers if peer == "ours-first" or self.others]
+        names = [peer for peer in case.peers if self.others or peer == "ours-first" or peer in self.families]
         answers, times, failed, wrong = [], {peer: [] for peer in names}, {}, None
         for _ in range(rounds):
             if wrong is None:
@@ -160,6 +182,9 @@ class Device:
                 if peer == "ours-first":
                     answer = self.ask(self.ours, line.replace("kind=merge", "kind=first"), peer)
                     answer = answer | {"peer_s": answer["ours_s"]} if "ours_s" in answer else answer
+                elif peer in self.families:
+                    answer = self.ask(self.families[peer], line, (peer, kernel_of(case)))
+                    answer = self.of_family(answer, FAMILIES[peer])
                 else:
                     answer = self.ask(self.others, f"{peer} {line}", peer)
                 if "failed" in answer:
@@ -248,9 +273,12 @@ def main():
     best = json.loads(options.ceilings) if options.ceilings else None
     counts = ["1", "2"] if options.tiny else ["5", "30"]
     limit_s = options.case_limit_s
-    ours = Server(options.ours, "--serve", "--warmup", counts[0], "--repeats", counts[1], limit_s=limit_s)
+    command = (options.ours, "--serve", "--warmup", counts[0], "--repeats", counts[1])
+    ours = Server(*command, limit_s=limit_s)
+    families = {name: Server(*command, env={**os.environ, "CPATTN_CUDA_FAMILY": family}, limit_s=limit_s)
+                for name, family in FAMILIES.items()}
     others = None if options.ours_only else Others(sys.executable, str(HERE / "peers.py"), *counts, limit_s=limit_s)
-    device = Device(ours, others, lambda: answers(options.ours), limit_s)
+    device = Device(ours, others, lambda: answers(options.ours), limit_s, families)
     lines = (HERE / ("tiny.txt" if options.tiny else "cases.txt")).read_text().splitlines()
     lines = [line for line in lines if line and not line.startswith("#") and re.search(options.only, line.split()[0])]
     rows, left, status = [], None, 0
@@ -263,17 +291,13 @@ def main():
                 mark = gauge.mark()
                 # Whatever happens later, what was measured is on disk.
                 steps.write(pathlib.Path(options.json), rows)
-        ours.close()
-        if others:
-            others.close()
+        device.close()
     except steps.Terminated as ended:
         # What was measured still gets its table and its plot; the programs are not waited for.
         print(f"ended by {ended}: the case in progress and those behind it have no rows", file=sys.stderr)
         status = 143
     finally:
-        ours.stop(0.0)
-        if others:
-            others.stop(0.0)
+        device.stop(0.0)
     wrong = list(dict.fromkeys(f"{row['case']}: {row['ours_failed']}" for row in rows if "ours_failed" in row))
     name = next((row["device"] for row in rows if row["device"]), "no device")
     steps.write(pathlib.Path(options.json), rows)
