@@ -6,10 +6,11 @@
 //!
 //! - o, dv: `2·u·M + 64·a·M`: one rounding of the result (at most `u·M`) and as much again for what was rounded before
 //!   it, plus sums in the accumulator's type;
-//! - dq, dk: the same plus `u·(M + R) + 2·(u + 16·a)·S`: the backward reads the rounded o, so `delta = rowsum(do ∘ o)`
+//! - dq, dk: the same plus `u·(M + R) + 2·u·S + 32·a·L`: the backward reads the rounded o, so `delta = rowsum(do ∘ o)`
 //!   has an error of its own, which every key of a row multiplies. `S = scale·√value_dim·RMS(do)·RMS(o)·RMS(k or q)` is the
-//!   size of what cancels in `ds = p·(do·v − delta)`; it matters where the gradient itself is nearly 0, as for a document
-//!   of one token;
+//!   usual size of what cancels in `ds = p·(do·v − delta)`. L is the same for the largest row and element:
+//!   `L = scale·max(√Σ(do·o)²)·max|k|`, and `√group·max|q|` for dk. It matters where the gradient itself is nearly 0, as
+//!   for a document of one token, whose ds is the rounding of two equal sums;
 //! - lse, never rounded to the element type: `128·a·max(M, 1)`;
 //! - dsinks, sums of `exp(sink − lse)·delta` over n rows: the same plus `u·(M + R) + 2·(u + 16·a)·√n·√value_dim·RMS(do)·RMS(o)`.
 //!
@@ -73,6 +74,17 @@ fn rms_of<T: Element>(x: &[T]) -> f64 {
     (squares / x.len().max(1) as f64).sqrt()
 }
 
+/// Largest magnitude, infinities aside; 0 of nothing.
+fn max_of<T: Element>(x: &[T]) -> f64 {
+    x.iter().map(|x| x.to_f64().abs()).filter(|x| x.is_finite()).fold(0.0, f64::max)
+}
+
+/// The largest `√Σ(x·y)²` of a row of `dim` elements, rows that are not finite aside.
+fn largest_row<T: Element>(x: &[T], y: &[f64], dim: usize) -> f64 {
+    let squares = |(x, y): (&[T], &[f64])| x.iter().zip(y).map(|(x, y)| (x.to_f64() * y).powi(2)).sum::<f64>();
+    x.chunks(dim).zip(y.chunks(dim)).map(squares).filter(|s| s.is_finite()).fold(0.0, f64::max).sqrt()
+}
+
 /// Every result against its reference: o, lse, dq, dk, dv, and dsinks when there are sinks.
 pub fn check<T: Element>(plan: &Plan, inputs: &Inputs<T>, got: &Results<T>, want: &Results<f64>) -> Vec<Checked> {
     let p = plan.problem();
@@ -84,16 +96,20 @@ pub fn check<T: Element>(plan: &Plan, inputs: &Inputs<T>, got: &Results<T>, want
     let (wire_q, wire_k) =
         (wire(ring(CirculatingSide::Queries)), wire(ring(CirculatingSide::Keys) || plan.shares_kv_heads()));
     let terms = (p.value_dim() as f64).sqrt() * rms_of(&inputs.d_o) * rms_of(&want.o);
+    let largest_terms = largest_row(&inputs.d_o, &want.o, p.value_dim());
     let scale = p.score().scale.abs();
     let of = |name: &'static str, error: f64, want: &[f64]| {
-        let max = want.iter().filter(|x| x.is_finite()).fold(0.0, |m: f64, x| m.max(x.abs()));
+        let max = max_of(want);
         let rms = rms_of(want);
-        let cancels = match name {
-            "dq" => scale * terms * rms_of(&inputs.k),
-            "dk" => scale * terms * rms_of(&inputs.q),
-            _ => (p.batch().tokens(Side::Q) as f64).sqrt() * terms,
+        let (usual, largest) = match name {
+            "dq" => (scale * terms * rms_of(&inputs.k), scale * largest_terms * max_of(&inputs.k)),
+            "dk" => {
+                let group = (p.group() as f64).sqrt();
+                (scale * terms * rms_of(&inputs.q), scale * largest_terms * group * max_of(&inputs.q))
+            }
+            _ => [(p.batch().tokens(Side::Q) as f64).sqrt() * terms; 2].into(),
         };
-        let delta = u * (max + rms) + 2.0 * (u + 16.0 * a) * cancels;
+        let delta = u * (max + rms) + 2.0 * u * usual + 32.0 * a * largest;
         let bound = match name {
             "lse" => 128.0 * a * max.max(1.0),
             "dsinks" => 128.0 * a * max.max(1.0) + delta,

@@ -123,7 +123,7 @@ impl Schedule {
             CirculatingSide::Keys => self.keys.as_ref(),
             CirculatingSide::Queries => self.queries.as_ref(),
         }
-        .expect("an operation's ring_steps are part of its schedule")
+        .expect("an operation's ring steps are part of its schedule")
     }
 
     /// The rank that holds ring share `j` for the same heads.

@@ -23,8 +23,8 @@ impl Plan {
         let (o, ring) = (self.options(), self.mesh().ring);
         let _ = writeln!(out, "\nform");
         let form = match self.form() {
-            _ if ring == 1 && self.form() != Form::Ordered => "one ring rank: nothing ring_steps",
-            Form::Ring => "ring: one ring_step at a time, the next one travelling into the other of two slots",
+            _ if ring == 1 && self.form() != Form::Ordered => "one ring rank: nothing circulates",
+            Form::Ring => "ring: one ring step at a time, the next one travelling into the other of two slots",
             Form::Gather => "gather: all k and v of other ranks at once",
             Form::Ordered => {
                 "ordered (reproducible): both sides are gathered and met in the order of positions, dk and dv are made head by head; the bits do not depend on the number of ranks"
@@ -61,14 +61,16 @@ impl Plan {
             }
         };
         let _ = writeln!(out, "  {side}");
-        let _ = writeln!(
-            out,
-            "    bytes of a ring_step there and home: {} for a k token ({} of them), {} for a q token ({} of them)",
-            grouped(k),
-            grouped(nk),
-            grouped(q),
-            grouped(nq)
-        );
+        if ring > 1 {
+            let _ = writeln!(
+                out,
+                "    bytes that travel there and home: {} for a k token ({} of them), {} for a q token ({} of them)",
+                grouped(k),
+                grouped(nk),
+                grouped(q),
+                grouped(nq)
+            );
+        }
         let accumulator = self.problem().dtype().accumulator();
         let _ = match o.wire {
             Wire::Full => writeln!(out, "  partial gradients travel in {accumulator}: nothing is rounded on the way"),

@@ -92,7 +92,7 @@ fn forms_tell_their_price() {
     );
     has(&text(Options::new().circulate(Circulate::Queries)), &["dq goes home: as the options ask"]);
     let single = Plan::new(&minilm(), Mesh::single(), Layout::Contiguous).unwrap().explain();
-    has(&single, &["nothing ring_steps", "peak workspace forward: 0 bytes on rank 0, beyond inputs and outputs (the"]);
+    has(&single, &["nothing circulates", "peak workspace forward: 0 bytes on rank 0, beyond inputs and outputs (the"]);
 }
 
 #[test]

@@ -73,8 +73,8 @@ fn list_one(s: &Schedule, i: usize, e: &mut Expansion) -> Result<ListedOp> {
         };
         match ring_steps {
             Some(v) if (ring_step as usize) < v.list().len() => Ok(()),
-            Some(v) => Err(err(format!("names ring_step {ring_step} of {}", v.list().len()))),
-            None => Err(err(format!("names ring_steps of {circulating_side:?}, which the schedule lacks"))),
+            Some(v) => Err(err(format!("names ring step {ring_step} of {}", v.list().len()))),
+            None => Err(err(format!("names ring steps of {circulating_side:?}, which the schedule lacks"))),
         }
     };
     let entries = |begin: u32, end: u32, len: usize| {
