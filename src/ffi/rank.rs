@@ -145,6 +145,9 @@ pub unsafe extern "C" fn cpattn_rank_create(
             }
             (n, at, free) = (workers("options.workers", o.workers)?, wanted, o.sm_margin);
         }
+        if (at, isa) == (Device::Cpu, None) {
+            Isa::chosen()?;
+        }
         #[cfg(feature = "cuda")]
         let _margin = margin(at, free)?;
         #[cfg(not(feature = "cuda"))]

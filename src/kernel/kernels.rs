@@ -96,6 +96,7 @@ impl Kernels {
     pub fn reserve(&mut self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<()> {
         match self {
             Self::Cpu(scratch) => {
+                scratch.isa()?;
                 scratch.reserve(&cpu::Dims { head_dim, value_dim, dtype });
                 Ok(())
             }

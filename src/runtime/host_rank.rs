@@ -123,7 +123,11 @@ impl HostRank {
     }
 
     /// Finds what a run takes, or makes it; its index in `prepared`.
+    ///
+    /// # Errors
+    /// Those of planning, and what is asked of the kernels and cannot be had, so that no run begins with them.
     fn ready(&mut self, plan: &Plan, run: Purpose) -> Result<usize> {
+        self.scratch.isa()?;
         if let Some(i) = self.prepared.find(plan, run) {
             self.prepared.renew(i);
             return Ok(i);

@@ -101,13 +101,16 @@ impl Isa {
     fn from_variable(value: Option<OsString>) -> Result<Self> {
         match value.filter(|name| !name.is_empty()) {
             None => Ok(Self::best()),
-            Some(name) => Self::named(&name.to_string_lossy())?.required().map_err(|error| match error {
-                // That a program asks for what its machine lacks is seen where the name came from.
-                Error::Unsupported { option, limit, hint } => {
-                    Error::Unsupported { option: std::format!("{option} ({})", Self::VARIABLE), limit, hint }
-                }
-                other => other,
-            }),
+            Some(name) => {
+                let isa = Self::named(&name.to_string_lossy())?;
+                isa.required().map_err(|_| {
+                    Error::unsupported(
+                        std::format!("{}={isa}", Self::VARIABLE),
+                        std::format!("this machine has {} at best", Self::best()),
+                        "name another instruction set in the variable, or unset it: the best is taken",
+                    )
+                })
+            }
         }
     }
 
