@@ -27,7 +27,7 @@ fn time(world: usize, bytes: usize, count: u64, peers: fn(&Local) -> (Vec<usize>
         let start = Instant::now();
         for _ in 0..count {
             // SAFETY: the memory outlives the loop, and nothing touches it there.
-            unsafe { rank.exchange(Label { operation: "bench", step: 0 }, &sends, &recvs) }.unwrap();
+            unsafe { rank.exchange(Label::new("bench", 0), &sends, &recvs) }.unwrap();
         }
         let took = start.elapsed();
         black_box(&into);

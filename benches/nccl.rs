@@ -104,7 +104,7 @@ fn main() {
                     let recvs: Vec<_> = (EACH_WAY..2 * EACH_WAY).map(message).collect();
                     let ours = timed(|step| {
                         // SAFETY: the memory lives until the transport was dropped, and nothing is moved.
-                        unsafe { end.exchange(Label { operation: "bench", step }, &sends, &recvs) }.unwrap();
+                        unsafe { end.exchange(Label::new("bench", step), &sends, &recvs) }.unwrap();
                     });
                     end.synchronize().unwrap();
                     drop(end);

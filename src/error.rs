@@ -60,6 +60,8 @@ pub enum Error {
         operation: &'static str,
         /// The step of the schedule.
         step: u32,
+        /// The run that it belongs to; `None` outside of runs.
+        run: Option<RunName>,
         /// The peer that is to blame.
         peer: usize,
         /// What the peer did.
@@ -73,6 +75,8 @@ pub enum Error {
         operation: &'static str,
         /// The step of the schedule.
         step: u32,
+        /// The run that it belongs to; `None` outside of runs.
+        run: Option<RunName>,
         /// The peers of that operation, one of which failed.
         peers: Vec<usize>,
         /// What that one did.
@@ -96,6 +100,48 @@ pub enum Error {
         /// What the driver, MPI or this crate says about it.
         message: String,
     },
+}
+
+/// What a rank runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum RunKind {
+    /// The forward of attention.
+    Forward,
+    /// The backward of attention.
+    Backward,
+    /// The all-to-all from tokens to heads.
+    ToHeads,
+    /// The all-to-all from heads to tokens.
+    ToTokens,
+}
+
+impl fmt::Display for RunKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+            Self::ToHeads => "all-to-all to heads",
+            Self::ToTokens => "all-to-all to tokens",
+        })
+    }
+}
+
+/// Which run of a rank, as errors name it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RunName {
+    /// What is run.
+    pub kind: RunKind,
+    /// The fingerprint of its plan, which [`Plan::explain`](crate::Plan::explain) begins with.
+    pub plan: u64,
+}
+
+impl RunName {
+    /// A run of the plan with this fingerprint.
+    pub const fn new(kind: RunKind, plan: u64) -> Self {
+        Self { kind, plan }
+    }
 }
 
 /// What a peer did to end a run.
@@ -179,6 +225,15 @@ impl Error {
         Self::Disagreement { rank, peer, ours, theirs, what: String::new(), runs: None }
     }
 
+    /// Names the run that a peer made fail, where that is not named yet.
+    #[must_use]
+    pub fn of_run(mut self, name: RunName) -> Self {
+        if let Self::Peer { run, .. } | Self::Peers { run, .. } = &mut self {
+            run.get_or_insert(name);
+        }
+        self
+    }
+
     /// Adds the way out to an [`Error::Invalid`].
     #[must_use]
     pub fn hint(mut self, way_out: &'static str) -> Self {
@@ -213,17 +268,26 @@ impl fmt::Display for Error {
                 }
                 f.write_str(": all ranks of a group must run the same problem, mesh, layout, options and directions in the same order")
             }
-            Self::Peer { rank, operation, step, peer, cause } => {
-                write!(f, "rank {rank}, {operation}, step {step}: rank {peer} {cause}")
+            Self::Peer { rank, operation, step, run, peer, cause } => {
+                write!(f, "rank {rank}, {operation}, step {step}{}: rank {peer} {cause}", OfRun(*run))
             }
-            Self::Peers { rank, operation, step, peers, cause } => {
-                write!(f, "rank {rank}, {operation}, step {step}: one of the ranks {peers:?} {cause}")
+            Self::Peers { rank, operation, step, run, peers, cause } => {
+                write!(f, "rank {rank}, {operation}, step {step}{}: one of the ranks {peers:?} {cause}", OfRun(*run))
             }
             Self::Schedule { rank, operation, flaw } => {
                 write!(f, "schedule of rank {rank}, operation {operation}: {flaw}")
             }
             Self::Device { call, code, message } => write!(f, "{call} failed with {code}: {message}"),
         }
+    }
+}
+
+/// A run, behind a step.
+struct OfRun(Option<RunName>);
+
+impl fmt::Display for OfRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.map_or(Ok(()), |RunName { kind, plan }| write!(f, " of the {kind} of plan {plan:016x}"))
     }
 }
 

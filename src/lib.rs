@@ -53,7 +53,7 @@ pub mod transport;
 pub use batch::{Batch, Side};
 pub use device::Device;
 pub use element::{Accumulator, Dtype, Element};
-pub use error::{Cause, Error, Result};
+pub use error::{Cause, Error, Result, RunKind, RunName};
 pub use layout::Layout;
 pub use mask::Mask;
 pub use mesh::Mesh;

@@ -314,19 +314,13 @@ impl Forgetful {
             return Ok(());
         }
         let (rank, peer) = (end.rank(), 1 - end.rank());
-        Err(Error::Peer {
-            rank,
-            operation: label.operation,
-            step: label.step,
-            peer,
-            cause: Cause::Deadline { ms: 7, bytes: 0 },
-        })
+        Err(label.error(rank, peer, Cause::Deadline { ms: 7, bytes: 0 }))
     }
 }
 
 impl Hook<Local> for Forgetful {
     fn agree(&self, end: &Local, group: Range<usize>, number: u64) -> Result<()> {
-        self.call(end, Label { operation: "agree", step: 0 })?;
+        self.call(end, Label::new("agree", 0))?;
         end.agree(group, number)
     }
     unsafe fn exchange(&self, end: &Local, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {

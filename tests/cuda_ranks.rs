@@ -158,7 +158,7 @@ fn workspaces_are_lent_whole_and_apart() {
 #[test]
 fn exchanges_are_refused_or_end_on_both_sides() {
     let Some(cuda) = device() else { return };
-    let label = Label { operation: "test", step: 0 };
+    let label = Label::new("test", 0);
     let (from, to) = (cuda.allocate(64).unwrap(), cuda.allocate(64).unwrap());
     from.upload(&[7; 64]).unwrap();
     let message = |peer, ptr, bytes| Message { peer, ptr, bytes };
@@ -229,7 +229,7 @@ fn exchanges_are_refused_or_end_on_both_sides() {
 #[test]
 fn a_rank_that_fails_waits_for_copies_out_of_its_memory() {
     let Some(cuda) = device() else { return };
-    let label = Label { operation: "test", step: 0 };
+    let label = Label::new("test", 0);
     const BYTES: usize = 1 << 16;
     for _ in 0..4 {
         let (from, to) = (cuda.allocate(BYTES).unwrap(), cuda.allocate(BYTES).unwrap());

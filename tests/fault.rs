@@ -20,7 +20,7 @@ fn work(rank: &Faulty<Local>) -> Result<(), (u64, Error)> {
         let (out, mut into) = ([me as u8; 32], [9_u8; 32]);
         let send = Message { peer: (me + 1) % WORLD, ptr: out.as_ptr().cast_mut(), bytes: 32 };
         let recv = Message { peer: (me + 2) % WORLD, ptr: into.as_mut_ptr(), bytes: 32 };
-        let label = Label { operation: "ring", step: step as u32 };
+        let label = Label::new("ring", step as u32);
         // SAFETY: both arrays outlive the call.
         unsafe { rank.exchange(label, &[send], &[recv]) }.map_err(|error| (step, error))?;
         assert_eq!(into, [((me + 2) % WORLD) as u8; 32]);
@@ -67,7 +67,9 @@ fn check(fault: Fault, own: Option<Cause>, cause: Cause) {
                 continue;
             };
             let (call, error) = result.unwrap_err();
-            let Error::Peer { rank: reporter, operation, step, peer, cause: found } = error else { panic!("{error}") };
+            let Error::Peer { rank: reporter, operation, step, peer, cause: found, .. } = error else {
+                panic!("{error}")
+            };
             assert_eq!((reporter, peer), (rank, who), "{fault:?} at {at}");
             assert!(
                 alike(found, if rank == who { own.unwrap() } else { cause }),

@@ -53,7 +53,7 @@ fn run(world: usize, body: impl Fn(&Local) + Sync + Send + 'static) {
 }
 
 fn label(step: u32) -> Label {
-    Label { operation: "ring", step }
+    Label::new("ring", step)
 }
 
 /// Both kinds of exchange of [`Local`]: each rank copies what it receives, or, as devices enqueue it, the one of two that
@@ -170,7 +170,7 @@ fn a_rank_that_leaves_between_two_steps_stops_the_others() {
                 // The first rank to look finds rank 2 gone; the other may meet it second hand, but the first failure
                 // stays.
                 let cause = Cause::Left;
-                assert_eq!(second, Err(Error::Peer { rank: me, operation: "ring", step: 1, peer: 2, cause }));
+                assert_eq!(second, Err(label(1).error(me, 2, cause)));
             });
         });
     }
@@ -253,7 +253,7 @@ fn sizes_that_differ_stop_both_sides() {
             // SAFETY: the array outlives the call.
             let result = unsafe { rank.exchange(label(0), sends, recvs) };
             let cause = Cause::Size { ours: 2 + me as u64, theirs: 3 - me as u64 };
-            assert_eq!(result, Err(Error::Peer { rank: me, operation: "ring", step: 0, peer: 1 - me, cause }));
+            assert_eq!(result, Err(label(0).error(me, 1 - me, cause)));
         });
     });
 }
@@ -277,7 +277,7 @@ fn a_rank_that_leaves_stops_an_agreement() {
             let me = rank.rank();
             if me != 0 {
                 let cause = Cause::Left;
-                let expected = Error::Peer { rank: me, operation: "agree", step: 0, peer: 0, cause };
+                let expected = Label::new("agree", 0).error(me, 0, cause);
                 assert_eq!(rank.agree(0..3, 5), Err(expected));
             }
         });

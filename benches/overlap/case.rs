@@ -115,7 +115,7 @@ fn gather<T: Transport>(tap: &Tap<T>, mine: &[Round]) -> Result<Vec<Round>> {
         ptr: rounds.as_mut_ptr().cast(),
         bytes: size_of_val(rounds.as_slice()),
     };
-    let label = Label { operation: "gather", step: 0 };
+    let label = Label::new("gather", 0);
     let (first, others) = all.split_first_mut().expect("a rank");
     let lists = if tap.rank() == 0 {
         (vec![], others.iter_mut().enumerate().map(|(i, r)| message(i + 1, r)).collect())

@@ -97,7 +97,7 @@ fn sum<T: Transport>(tap: &Tap<T>, mine: Times) -> Result<Times> {
         (vec![message(0, first)], vec![])
     };
     // SAFETY: a vector of this function, each entry listed once.
-    unsafe { tap.exchange(Label { operation: "sum", step: 0 }, &lists.0, &lists.1) }?;
+    unsafe { tap.exchange(Label::new("sum", 0), &lists.0, &lists.1) }?;
     Ok([0, 1, 2].map(|mode| [0, 1].map(|k| all.iter().map(|t| t[mode][k]).sum())))
 }
 

@@ -49,5 +49,5 @@ fn one(end: &impl Transport, step: u32, peer: usize, number: &mut u64, send: boo
     let message = [Message { peer, ptr: std::ptr::from_mut(number).cast(), bytes: 8 }];
     let (sends, recvs): (&[_], &[_]) = if send { (&message, &[]) } else { (&[], &message) };
     // SAFETY: the number is borrowed alone until the call returns.
-    unsafe { end.exchange(Label { operation: "clock", step }, sends, recvs) }
+    unsafe { end.exchange(Label::new("clock", step), sends, recvs) }
 }

@@ -24,7 +24,7 @@ fn exchange(
     let sends: Vec<_> = out.iter().map(|(peer, b)| message(*peer, b.as_ptr().cast_mut(), b.len())).collect();
     let recvs: Vec<_> = into.iter_mut().map(|(peer, b)| message(*peer, b.as_mut_ptr(), b.len())).collect();
     // SAFETY: the ranges are borrowed, those of the receives mutably, until the call returns.
-    unsafe { end.exchange(Label { operation, step: 0 }, &sends, &recvs) }
+    unsafe { end.exchange(Label::new(operation, 0), &sends, &recvs) }
 }
 
 /// On rank 0 what each other rank gave, from rank 1 on; nothing elsewhere. `mine` is not empty.

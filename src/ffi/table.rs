@@ -106,13 +106,7 @@ impl TableTransport {
         }
         let (rank, world) = (self.table.rank as usize, i64::from(self.table.world));
         let peer = if (0..world).contains(&blame) { blame as usize } else { rank };
-        Err(Error::Peer {
-            rank,
-            operation: label.operation,
-            step: label.step,
-            peer,
-            cause: Cause::Returned { function, code },
-        })
+        Err(label.error(rank, peer, Cause::Returned { function, code }))
     }
 }
 
@@ -185,7 +179,7 @@ impl Transport for TableTransport {
             },
             None => 1,
         };
-        self.outcome("agree", status, blame, Label { operation: "agree", step: 0 })?;
+        self.outcome("agree", status, blame, Label::new("agree", 0))?;
         match group.clone().zip(all.iter()).find(|&(_, &theirs)| theirs != fingerprint) {
             Some((peer, &theirs)) => Err(Error::disagreement(rank, peer, fingerprint, theirs)),
             None => Ok(()),
@@ -204,7 +198,7 @@ impl Transport for TableTransport {
             Some(poll) => unsafe { poll(self.table.context, &raw mut blame) },
             None => 1,
         };
-        self.outcome("poll", status, blame, Label { operation: "poll", step: 0 })
+        self.outcome("poll", status, blame, Label::new("poll", 0))
     }
 
     fn abort(&self, _cause: Cause) {

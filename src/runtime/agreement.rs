@@ -74,6 +74,7 @@ impl Agreements {
                 Err(Error::Disagreement { rank, peer, ours, theirs, what, runs })
             }
             Err(error) => {
+                let error = error.of_run(prepared.run.name(&prepared.plan));
                 failure.keep(&error);
                 abort(transport, Cause::Failed);
                 Err(error)

@@ -19,7 +19,7 @@ use std::sync::Weak;
 
 use crate::{
     error::{Cause, Error, Result},
-    transport::Transport,
+    transport::{Label, Transport},
 };
 
 /// The way out of a call behind one that was refused in the middle of a run.
@@ -87,7 +87,7 @@ impl FirstFailure {
 
     /// Keeps that this rank ended the group.
     pub(super) fn ended(&self, rank: usize, cause: Cause) {
-        self.keep(&Error::Peer { rank, operation: "agree", step: 0, peer: rank, cause });
+        self.keep(&Label::new("agree", 0).error(rank, rank, cause));
     }
 }
 

@@ -9,7 +9,7 @@ use std::vec::Vec;
 use super::{bind::Bindings, tags::Tags};
 use crate::{
     call::{Attend, AttendBackward, Block, Delta, RawTensor, SinkGradient, Transform},
-    error::Result,
+    error::{Result, RunName},
     plan::Plan,
     schedule::{AttendOp, BackwardOp, Buf, BufferView, CirculatingSide, OpKind, Schedule, TensorId, expand::Expansion},
     transport::{Label, Message},
@@ -66,11 +66,13 @@ pub(super) struct Listing {
     recvs: Vec<Message>,
     /// What precedes the first message with each peer; nothing where every run is agreed on instead.
     pub tags: Tags,
+    /// How errors name the run.
+    run: Option<RunName>,
 }
 
 impl Listing {
     /// Listing for every operation of a schedule.
-    pub(super) fn new(schedule: &Schedule) -> Self {
+    pub(super) fn new(schedule: &Schedule, run: RunName) -> Self {
         let expansion = Expansion::new(schedule);
         let (messages, blocks, sources) = expansion.capacity();
         Self {
@@ -80,6 +82,7 @@ impl Listing {
             sends: Vec::with_capacity(messages),
             recvs: Vec::with_capacity(messages),
             tags: Tags::default(),
+            run: Some(run),
         }
     }
 
@@ -176,7 +179,7 @@ pub(super) unsafe fn perform(
             })?;
         }
         kind @ (OpKind::Exchange { .. } | OpKind::Fetch { .. } | OpKind::Return { .. }) => {
-            let Listing { expansion, sends, recvs, tags, .. } = listing;
+            let Listing { expansion, sends, recvs, tags, run, .. } = listing;
             sends.clear();
             recvs.clear();
             let mut moved = 0;
@@ -192,7 +195,7 @@ pub(super) unsafe fn perform(
                 if m.send { sends.push(message) } else { recvs.push(message) }
             }
             if moved > 0 {
-                let label = Label { operation: kind.name(), step };
+                let label = Label { operation: kind.name(), step, run: *run };
                 // SAFETY: the messages lie in tensors and buffers that are valid, and that no other operation which may
                 // run now touches (promised); tags lie in memory of the listing's own.
                 let outcome = unsafe { backend.exchange(label, sends, recvs) };

@@ -28,8 +28,8 @@ impl Prepared {
             plan: plan.clone(),
             run,
             expected: ExpectedTensors::new(plan, run, &schedule),
-            compute: Listing::new(&schedule),
-            communication: Listing::new(&schedule),
+            compute: Listing::new(&schedule, run.name(plan)),
+            communication: Listing::new(&schedule, run.name(plan)),
             schedule,
         })
     }

@@ -6,7 +6,7 @@ use std::{format, string::String};
 use crate::{
     batch::Side,
     element::Dtype,
-    error::Result,
+    error::{Result, RunKind, RunName},
     plan::Plan,
     schedule::{AllToAll, Direction, OWN_HEADS, OWN_TOKENS, Schedule, TensorId, Way},
 };
@@ -67,6 +67,17 @@ impl Purpose {
         }
     }
 
+    /// How errors name such a run.
+    pub(super) fn name(self, plan: &Plan) -> RunName {
+        let kind = match self {
+            Self::Attention(Direction::Forward) => RunKind::Forward,
+            Self::Attention(Direction::Backward) => RunKind::Backward,
+            Self::AllToAll(AllToAll { way: Way::ToHeads, .. }) => RunKind::ToHeads,
+            Self::AllToAll(AllToAll { way: Way::ToTokens, .. }) => RunKind::ToTokens,
+        };
+        RunName::new(kind, plan.fingerprint())
+    }
+
     /// What the ranks of a group compare before a run.
     pub(super) fn fingerprint(self, plan: &Plan) -> u64 {
         let salt = match self {
@@ -83,17 +94,9 @@ impl Purpose {
     /// the tokens and heads of its side.
     pub(super) fn describe(self, plan: &Plan) -> String {
         let p = plan.problem();
-        let attention = (Side::Q, p.head_dim(), p.dtype());
-        let (run, (side, dim, dtype)) = match self {
-            Self::Attention(Direction::Forward) => ("the forward", attention),
-            Self::Attention(Direction::Backward) => ("the backward", attention),
-            Self::AllToAll(AllToAll { way, side, dim, dtype }) => {
-                let run = match way {
-                    Way::ToHeads => "the all-to-all to heads",
-                    Way::ToTokens => "the all-to-all to tokens",
-                };
-                (run, (side, dim as usize, dtype))
-            }
+        let (side, dim, dtype) = match self {
+            Self::Attention(_) => (Side::Q, p.head_dim(), p.dtype()),
+            Self::AllToAll(AllToAll { side, dim, dtype, .. }) => (side, dim as usize, dtype),
         };
         let (tokens, heads) = match side {
             Side::Q => (p.batch().tokens(side), p.heads()),
@@ -101,7 +104,8 @@ impl Purpose {
         };
         let documents = p.batch().documents();
         format!(
-            "{run} of {tokens} tokens in {documents} documents, {heads} heads of {dim} {dtype}, {}, {}",
+            "the {} of {tokens} tokens in {documents} documents, {heads} heads of {dim} {dtype}, {}, {}",
+            self.name(plan).kind,
             plan.mesh(),
             plan.layout()
         )

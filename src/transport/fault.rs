@@ -76,8 +76,7 @@ impl<T: Transport> Faulty<T> {
     }
 
     fn own(&self, label: Label, cause: Cause) -> Error {
-        let Label { operation, step } = label;
-        Error::Peer { rank: self.rank, operation, step, peer: self.rank, cause }
+        label.error(self.rank, self.rank, cause)
     }
 
     /// Counts a call, and does to it what is to be done.
@@ -118,7 +117,7 @@ impl<T: Transport> Transport for Faulty<T> {
     }
 
     fn agree(&self, group: Range<usize>, fingerprint: u64) -> Result<()> {
-        self.enter(Label { operation: "agree", step: 0 })?.agree(group, fingerprint)
+        self.enter(Label::new("agree", 0))?.agree(group, fingerprint)
     }
 
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
@@ -130,7 +129,7 @@ impl<T: Transport> Transport for Faulty<T> {
     fn poll(&self) -> Result<()> {
         match self.inner() {
             Some(inner) => inner.poll(),
-            None => Err(self.own(Label { operation: "poll", step: 0 }, Cause::Left)),
+            None => Err(self.own(Label::new("poll", 0), Cause::Left)),
         }
     }
 

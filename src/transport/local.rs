@@ -56,7 +56,7 @@ use std::time::{Duration, Instant};
 ///             let send = Message { peer: 1 - rank.rank(), ptr: mine.as_ptr().cast_mut(), bytes: 4 };
 ///             let recv = Message { peer: 1 - rank.rank(), ptr: theirs.as_mut_ptr(), bytes: 4 };
 ///             // SAFETY: both arrays outlive the call, and nothing else touches them.
-///             unsafe { rank.exchange(Label { operation: "swap", step: 0 }, &[send], &[recv]) }.unwrap();
+///             unsafe { rank.exchange(Label::new("swap", 0), &[send], &[recv]) }.unwrap();
 ///             assert_eq!(theirs, [1 - rank.rank() as u8; 4]);
 ///         });
 ///     }
@@ -231,7 +231,7 @@ impl Transport for Local {
                 format_args!("a range within 0..{} that contains rank {rank}", shared.world),
             ));
         }
-        let label = Label { operation: "agree", step: 0 };
+        let label = Label::new("agree", 0);
         let mut board = lock(&shared.board);
         board.enter(rank, label)?;
         if board.offer(rank, group.clone(), fingerprint) {

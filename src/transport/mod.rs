@@ -26,12 +26,13 @@
 
 #[cfg(feature = "cuda")]
 use crate::call::RawStream;
-use crate::error::{Cause, Result};
+use crate::error::{Cause, Error, Result, RunName};
 
 #[cfg(feature = "cuda")]
 use crate::kernel::cuda::Cuda;
 #[cfg(feature = "cuda")]
 use alloc::sync::Arc;
+use alloc::vec::Vec;
 
 #[cfg(feature = "std")]
 pub mod fault;
@@ -73,6 +74,27 @@ pub struct Label {
     pub operation: &'static str,
     /// The step of the schedule.
     pub step: u32,
+    /// The run that it belongs to, if any.
+    pub run: Option<RunName>,
+}
+
+impl Label {
+    /// An exchange outside of runs.
+    pub const fn new(operation: &'static str, step: u32) -> Self {
+        Self { operation, step, run: None }
+    }
+
+    /// What `rank` reports when `peer` made an exchange of this name fail.
+    pub const fn error(self, rank: usize, peer: usize, cause: Cause) -> Error {
+        let Self { operation, step, run } = self;
+        Error::Peer { rank, operation, step, run, peer, cause }
+    }
+
+    /// As [`error`](Self::error), where one of several peers is to blame.
+    pub const fn error_of_one(self, rank: usize, peers: Vec<usize>, cause: Cause) -> Error {
+        let Self { operation, step, run } = self;
+        Error::Peers { rank, operation, step, run, peers, cause }
+    }
 }
 
 /// One rank's end of a communicator. One communicator serves every mesh. The module has the contract.

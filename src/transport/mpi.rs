@@ -204,7 +204,7 @@ impl Mpi {
                 poisoned.into_inner()
             }
             Err(TryLockError::WouldBlock) => {
-                let Label { operation, step } = self.group.label();
+                let Label { operation, step, .. } = self.group.label();
                 let found = format!("called on rank {} while it is in {operation}, step {step}", self.group.rank);
                 return Err(Error::invalid(label.operation, found, "one call at a time")
                     .hint("the exchanges and agreements of one rank are serial: start them from one thread"));
@@ -237,7 +237,7 @@ impl Transport for Mpi {
                 format_args!("a range within 0..{world} that contains rank {rank}"),
             ));
         }
-        let label = Label { operation: AGREEMENT, step: 0 };
+        let label = Label::new(AGREEMENT, 0);
         let mut calls = self.enter(label)?;
         let outcome = calls.votes.take(&self.group, self.others, group.clone(), fingerprint);
         self.group.notices.wait_for_none();

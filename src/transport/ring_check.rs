@@ -42,7 +42,7 @@ pub enum Trouble {
         /// The link, from and to; `None` when the fault lies elsewhere and this rank was only told of it.
         link: Option<(usize, usize)>,
         /// What the transport says.
-        error: Error,
+        error: Box<Error>,
     },
     /// A link delivered other bytes than were sent.
     OtherBytes {
@@ -374,7 +374,7 @@ impl<T: Transport + ?Sized, R: Room> LedgerRound<'_, T, R> {
         };
         let message = [Message { peer, ptr: room.ptr(), bytes: room.bytes() }];
         let (sends, recvs): (&[_], &[_]) = if send { (&message, &[]) } else { (&[], &message) };
-        let label = Label { operation: "ring check", step: self.hop as u32 };
+        let label = Label::new("ring check", self.hop as u32);
         // SAFETY: the room is borrowed alone until the call returns, and on a device until the exchange is complete: after a
         // failure it is not used again, and the driver frees memory of a device once nothing there works with it.
         let begun = unsafe { self.end.exchange(label, sends, recvs) };

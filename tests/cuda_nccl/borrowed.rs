@@ -106,8 +106,7 @@ fn swap(end: &Nccl, step: u32, received: usize) -> cpattn::Result<()> {
     let peer = 1 - end.rank();
     let [sends, recvs] = [(&from, 64), (&to, received)].map(|(m, bytes)| [Message { peer, ptr: m.ptr(), bytes }]);
     // SAFETY: both are waited for, or, when that fails, kept for good.
-    let outcome =
-        unsafe { end.exchange(Label { operation: "swap", step }, &sends, &recvs) }.and_then(|()| end.synchronize());
+    let outcome = unsafe { end.exchange(Label::new("swap", step), &sends, &recvs) }.and_then(|()| end.synchronize());
     if outcome.is_err() {
         std::mem::forget([from, to]);
         return outcome;

@@ -104,7 +104,7 @@ fn lists_are_checked_before_anything_moves() {
     let Some(devices) = devices(2) else { return };
     let outcomes = threads(&devices, LONG, |end| {
         let memory = end.device().allocate(64).unwrap();
-        let label = Label { operation: "test", step: 0 };
+        let label = Label::new("test", 0);
         let message = |peer, ptr, bytes| Message { peer, ptr, bytes };
         // SAFETY: refused before anything is enqueued.
         let send = |m| unsafe { end.exchange(label, &[m], &[]) };

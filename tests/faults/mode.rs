@@ -36,7 +36,7 @@ struct Tap(Arc<Mutex<Vec<Call>>>);
 
 impl Hook<Local> for Tap {
     fn agree(&self, end: &Local, group: Range<usize>, number: u64) -> Result<()> {
-        let label = Label { operation: "agree", step: 0 };
+        let label = Label::new("agree", 0);
         self.0.lock().unwrap().push(Call { label, peers: group.clone().collect() });
         end.agree(group, number)
     }

@@ -79,7 +79,9 @@ impl Mode {
                 assert!(!own && (free || !self.needs(r, culprit, act)), "{what} returned Ok");
                 continue;
             };
-            let Error::Peer { rank, operation, step, peer, cause: found } = *error else { panic!("{what}: {error}") };
+            let Error::Peer { rank, operation, step, peer, cause: found, .. } = *error else {
+                panic!("{what}: {error}")
+            };
             // How long it took and what had not moved is measured: it took at least as long.
             let found = match (found, cause) {
                 (Cause::Deadline { ms, .. }, Some(late @ Cause::Deadline { ms: least, .. })) if ms >= least => late,
@@ -87,12 +89,12 @@ impl Mode {
             };
             assert_eq!((rank, peer, Some(found)), (r, culprit, cause), "{what}: {error}");
             let labels = &self.calls[r];
-            let known = labels.iter().any(|c| c.label == Label { operation, step });
+            let known = labels.iter().any(|c| (c.label.operation, c.label.step) == (operation, step));
             // A silent call never reaches the transport, which then still knows the call before.
             let known = known || matches!(act, Act::At(0, Fault::Silence)) && operation == "start";
             assert!(known, "{what}: no call is named {operation}, step {step}");
             if let (true, Act::At(at, Fault::Fail | Fault::Leave)) = (r == culprit, act) {
-                let Label { operation: o, step: s } = labels[at as usize].label;
+                let Label { operation: o, step: s, .. } = labels[at as usize].label;
                 assert_eq!((operation, step), (o, s), "{what}: {error}");
             }
             let Some(Error::Peer { peer, .. }) = again else { panic!("{what}: {again:?}") };

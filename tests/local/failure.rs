@@ -16,7 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 fn peer_error(rank: usize, operation: &'static str, step: u32, peer: usize, cause: Cause) -> Result<()> {
-    Err(Error::Peer { rank, operation, step, peer, cause })
+    Err(label(operation, step).error(rank, peer, cause))
 }
 
 /// What [`timed`] makes of an expired deadline.

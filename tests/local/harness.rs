@@ -13,7 +13,7 @@ pub const LONG: Duration = Duration::from_secs(20);
 pub const SHORT: Duration = Duration::from_millis(400);
 
 pub fn label(operation: &'static str, step: u32) -> Label {
-    Label { operation, step }
+    Label::new(operation, step)
 }
 
 pub fn send(peer: usize, bytes: &[u8]) -> Message {

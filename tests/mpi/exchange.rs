@@ -24,7 +24,7 @@ pub fn init() -> (Universe, SimpleCommunicator) {
 }
 
 pub fn label(operation: &'static str, step: u32) -> Label {
-    Label { operation, step }
+    Label::new(operation, step)
 }
 
 /// Exchanges lists of (peer, bytes) and (peer, buffer).

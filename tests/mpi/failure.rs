@@ -25,7 +25,7 @@ use crate::{
 pub const SHORT: Duration = Duration::from_millis(700);
 
 fn peer_error(rank: &Mpi, operation: &'static str, step: u32, peer: usize, cause: Cause) -> Result<()> {
-    Err(Error::Peer { rank: rank.rank(), operation, step, peer, cause })
+    Err(label(operation, step).error(rank.rank(), peer, cause))
 }
 
 /// An expired deadline of [`SHORT`]: the peer, and the bytes that were still to move.
@@ -334,6 +334,7 @@ fn absent(result: Result<Mpi>, me: usize) -> (usize, usize) {
         rank,
         operation: "making the transport",
         step: 0,
+        run: None,
         peer,
         cause: Cause::Absent { ms, others },
     }) = result

@@ -114,7 +114,7 @@ impl Board {
     pub(super) fn new(world: usize, deadline: Duration) -> Self {
         let place = |_| RankOnBoard {
             phase: Phase::Idle,
-            label: Label { operation: "start", step: 0 },
+            label: Label::new("start", 0),
             deadline,
             parked: false,
             sends: Posted::NOTHING,
@@ -140,7 +140,7 @@ impl Board {
     pub(super) fn enter(&mut self, rank: usize, label: Label) -> Result<()> {
         let place = &mut self.ranks[rank];
         if place.phase != Phase::Idle {
-            let Label { operation, step } = place.label;
+            let Label { operation, step, .. } = place.label;
             let found = format!("called on rank {rank} while it is in {operation}, step {step}");
             return Err(Error::invalid(label.operation, found, "one call at a time")
                 .hint("the exchanges and agreements of one rank are serial: start them from one thread"));
@@ -316,6 +316,6 @@ impl Board {
         {
             (peer, *with) = (expecting, rank);
         }
-        Some(Error::Peer { rank, operation: label.operation, step: label.step, peer, cause })
+        Some(label.error(rank, peer, cause))
     }
 }

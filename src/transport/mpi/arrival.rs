@@ -19,6 +19,7 @@ use super::{
     wait::DeadlineState,
 };
 use crate::error::{Cause, Error, Result};
+use crate::transport::Label;
 
 /// The name of what is under way, in errors.
 const MAKING: &str = "making the transport";
@@ -147,6 +148,6 @@ impl Roll {
                 (peer, cause)
             }
         };
-        Ok(Error::Peer { rank: self.rank, operation: MAKING, step: 0, peer, cause })
+        Ok(Label::new(MAKING, 0).error(self.rank, peer, cause))
     }
 }

@@ -44,7 +44,7 @@ impl Group {
             world,
             notices,
             deadline: AtomicU64::new(0),
-            label: Mutex::new(Label { operation: "start", step: 0 }),
+            label: Mutex::new(Label::new("start", 0)),
             failure: OnceLock::new(),
             questions: AtomicU64::new(0),
         }
@@ -80,7 +80,7 @@ impl Group {
             }
             peer = other;
         }
-        Error::Peer { rank: self.rank, operation: label.operation, step: label.step, peer, cause }
+        label.error(self.rank, peer, cause)
     }
 
     /// Notes a failure, unless there is one, and tells all ranks; the failure that counts.

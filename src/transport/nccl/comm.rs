@@ -10,6 +10,7 @@
 use super::sys::{self, Api, IN_PROGRESS, RawId, SUCCESS};
 use crate::error::{Cause, Error, Result};
 use crate::kernel::cuda::{Cuda, driver::Entered};
+use crate::transport::Label;
 use std::{
     format,
     ptr::null_mut,
@@ -113,13 +114,9 @@ impl Communicator {
                 code => return Err(self.api.error("ncclCommInitRankConfig", code)),
             }
             if begin.elapsed() >= deadline {
-                return Err(Error::Peers {
-                    rank,
-                    operation: "making the communicator",
-                    step: 0,
-                    peers: (0..world).filter(|&r| r != rank).collect(),
-                    cause: Cause::Deadline { ms: millis(begin.elapsed()), bytes: 0 },
-                });
+                let peers = (0..world).filter(|&r| r != rank).collect();
+                let cause = Cause::Deadline { ms: millis(begin.elapsed()), bytes: 0 };
+                return Err(Label::new("making the communicator", 0).error_of_one(rank, peers, cause));
             }
             thread::sleep(Duration::from_millis(1));
         }

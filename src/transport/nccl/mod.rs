@@ -305,7 +305,7 @@ impl Nccl {
     }
 }
 
-const AGREE: Label = Label { operation: "agree", step: 0 };
+const AGREE: Label = Label::new("agree", 0);
 
 impl Transport for Nccl {
     fn rank(&self) -> usize {

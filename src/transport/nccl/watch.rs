@@ -26,6 +26,9 @@ use std::{
     vec::Vec,
 };
 
+/// What is named where no exchange is under way.
+const NO_EXCHANGE: Label = Label::new("no exchange", 0);
+
 /// Exchanges in flight for which there is room from the beginning.
 const ROOM: usize = 64;
 
@@ -74,7 +77,7 @@ fn nanos(time: Duration) -> u64 {
 fn fresh(cuda: &Cuda) -> Result<Pending> {
     let event = || Event::new(cuda.context());
     Ok(Pending {
-        label: Label { operation: "", step: 0 },
+        label: Label::new("", 0),
         begin: event()?,
         end: event()?,
         peers: Vec::with_capacity(8),
@@ -144,7 +147,7 @@ impl Watchdog {
                 let ms = p.since.map_or(0, |since| millis(since.elapsed()));
                 p.error(rank, cause(ms, p.bytes))
             }
-            None => Error::Peer { rank, operation: "no exchange", step: 0, peer: rank, cause: cause(0, 0) },
+            None => NO_EXCHANGE.error(rank, rank, cause(0, 0)),
         }
     }
 
@@ -154,8 +157,7 @@ impl Watchdog {
             return;
         }
         let (rank, label) = (self.rank, self.queue().pending.front().map(|p| p.label));
-        let Label { operation, step } = label.unwrap_or(Label { operation: "no exchange", step: 0 });
-        self.fail(Error::Peer { rank, operation, step, peer: rank, cause });
+        self.fail(label.unwrap_or(NO_EXCHANGE).error(rank, rank, cause));
     }
 
     /// Notes an exchange and puts its first event into the stream, whose context is current.
@@ -256,10 +258,9 @@ impl Watchdog {
 
 impl Pending {
     fn error(&self, rank: usize, cause: Cause) -> Error {
-        let Label { operation, step } = self.label;
         match self.peers[..] {
-            [peer] => Error::Peer { rank, operation, step, peer, cause },
-            _ => Error::Peers { rank, operation, step, peers: self.peers.clone(), cause },
+            [peer] => self.label.error(rank, peer, cause),
+            _ => self.label.error_of_one(rank, self.peers.clone(), cause),
         }
     }
 }
