@@ -42,7 +42,7 @@ pub enum Trouble {
         /// The link, from and to; `None` when the fault lies elsewhere and this rank was only told of it.
         link: Option<(usize, usize)>,
         /// What the transport says.
-        error: Box<Error>,
+        error: Error,
     },
     /// A link delivered other bytes than were sent.
     OtherBytes {
