@@ -134,7 +134,9 @@ impl Team {
                 Err(e) => errors.push((rank, e.to_string())),
             }
         }
-        errors.sort();
+        // An error that refers to that of another rank explains nothing by itself.
+        let refers = |e: &str| e.contains("see its own error") || e.contains("see their own errors");
+        errors.sort_by_key(|(rank, e)| (refers(e), *rank));
         if let Some((_, text)) = errors.into_iter().next() {
             return Err(text);
         }

@@ -67,6 +67,9 @@ pub fn group(world: usize, deadline: Duration) -> Result<Vec<Local>> {
     if world == 0 {
         return Err(Error::invalid("world", 0, "at least 1 rank"));
     }
+    if deadline.is_zero() {
+        return Err(Error::invalid("deadline", "0", "longer than 0"));
+    }
     let shared = Arc::new(Shared {
         board: Mutex::new(Board::new(world, deadline)),
         condvars: (0..world).map(|_| Condvar::new()).collect(),

@@ -346,7 +346,7 @@ static void tables(void) {
       REFUSED(CPATTN_PEER, "the transport's poll returned 43", cpattn_rank_poll(rank));
     } else if (i == 1) {
       OK(cpattn_rank_poll(rank));
-      REFUSED(CPATTN_PEER, "rank 0, agree, step 0: rank 0 failed: the transport's agree returned 41", cpattn_forward(rank, plan, &a));
+      REFUSED(CPATTN_PEER, "rank 0, agree, step 0 of the forward of plan ", cpattn_forward(rank, plan, &a));
       c.agree = 0;
     } else {
       REFUSED(CPATTN_PEER, "rank 1 failed: the transport's exchange returned -42", cpattn_forward(rank, plan, &a));

@@ -56,7 +56,7 @@ impl Ring {
         let send = Self::message((rank + 1) % world, &self.from, sent);
         let recv = Self::message((rank + world - 1) % world, &self.to, received);
         // SAFETY: both lie on the device until the transport is dropped, which waits; nothing else uses them.
-        unsafe { self.end.exchange(Label { operation: "ring", step }, &[send], &[recv]) }
+        unsafe { self.end.exchange(Label::new("ring", step), &[send], &[recv]) }
     }
 
     /// A step and its check.

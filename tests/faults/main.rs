@@ -123,7 +123,8 @@ fn new_ranks_run_after_a_failure_and_old_handles_do_not_keep_a_rank() {
     let p = mode.plan.problem();
     let plan = Plan::new(p, Mesh::ring(2).unwrap(), Layout::Contiguous).unwrap();
     let error = forward(&mut ranks[0], &plan, &mode.data).unwrap_err();
-    assert_eq!(error.to_string(), "rank 0, agree, step 0: rank 1 left");
+    let plan = format!("{:016x}", plan.fingerprint());
+    assert_eq!(error.to_string(), format!("rank 0, agree, step 0 of the forward of plan {plan}: rank 1 left"));
     handle.abort();
     assert_eq!(handle.poll(), Ok(()));
 }

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A `CPATTN_CPU_ISA` that names nothing, or what the machine lacks, is refused by every call before a run begins, and ends
+//! no group. The variable is read once in a process, so each case is a process of its own: this program again.
+
+use std::{env, process::Command, thread, time::Duration};
+
+use cpattn::{
+    Batch, Dtype, Error, Forward, Layout, Mesh, Plan, Problem, Rank, Side, View, ViewMut, kernel::cpu::Isa,
+    schedule::Direction, transport::local,
+};
+
+/// What the process finds in this variable the error has to name.
+const NAMED: &str = "CPATTN_TEST_NAMED";
+
+fn in_a_process(value: &str, named: &str) {
+    let here = env::current_exe().unwrap();
+    let output = Command::new(here)
+        .args(["--exact", "refused_before_a_run", "--ignored", "--nocapture"])
+        .env(Isa::VARIABLE, value)
+        .env(NAMED, named)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        output.status.success() && text.contains("1 passed"),
+        "{value}: {text}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+#[test]
+fn names_that_are_none() {
+    in_a_process("foo", "CPATTN_CPU_ISA is \"foo\", expected one of portable, ");
+}
+
+#[test]
+fn instruction_sets_that_the_machine_lacks() {
+    let lacking = Isa::ALL.into_iter().find(|isa| !isa.is_available()).expect("no machine has NEON and AVX2");
+    in_a_process(lacking.name(), &format!("CPATTN_CPU_ISA={lacking} is not supported: this machine has "));
+}
+
+#[test]
+#[ignore = "part of the others, which start it in a process of its own"]
+fn refused_before_a_run() {
+    let named = &env::var(NAMED).expect("started by one of the others");
+    let problem = Problem::new(Batch::new(&[0, 5, 12]).unwrap(), 2, 2, 16, Dtype::F32);
+    let plan = &Plan::new(&problem, Mesh::explicit(2, 1, 2).unwrap(), Layout::Contiguous).unwrap();
+    thread::scope(|scope| {
+        for end in local::group(2, Duration::from_secs(60)).unwrap() {
+            scope.spawn(move || {
+                let mut rank = Rank::new(end);
+                let refused = |result: Result<(), Error>| {
+                    let text = result.unwrap_err().to_string();
+                    assert!(text.starts_with(named), "{text:?} does not begin with {named:?}");
+                };
+                let n = plan.local_tokens(Side::Q, rank.rank());
+                let x = vec![1.0f32; n * 2 * 16];
+                let (mut o, mut lse) = (vec![0.0f32; n * 2 * 16], vec![0.0f32; n * 2]);
+                let mut forward = |rank: &mut Rank| {
+                    let view = || View::new(&x, n, 2, 16).unwrap();
+                    rank.forward(
+                        plan,
+                        Forward {
+                            q: view(),
+                            k: view(),
+                            v: view(),
+                            sinks: None,
+                            o: ViewMut::new(&mut o, n, 2, 16).unwrap(),
+                            lse: ViewMut::head_major(&mut lse, n, 2).unwrap(),
+                        },
+                    )
+                };
+                refused(rank.prepare(plan, Direction::Forward));
+                refused(rank.workspace_bytes(plan, Direction::Forward).map(|_| ()));
+                refused(forward(&mut rank));
+                refused(rank.set_isa(None));
+                rank.poll().unwrap();
+                rank.set_isa(Some(Isa::Portable)).unwrap();
+                forward(&mut rank).unwrap();
+                assert!(o.iter().all(|x| (x - 1.0).abs() < 1e-6));
+            });
+        }
+    });
+}
