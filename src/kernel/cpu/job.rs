@@ -41,15 +41,15 @@ impl Machine for f32 {
     #[cfg(target_arch = "x86_64")]
     type Avx512 = core::arch::x86_64::__m512;
     #[cfg(target_arch = "x86_64")]
-    type DotBf16 = super::amx::Amx<super::dots::DotBf16>;
+    type DotBf16 = super::tile_engine::TileEngine<super::dots::DotBf16>;
     #[cfg(target_arch = "x86_64")]
-    type AmxBf16 = super::amx::Amx<Bf16>;
+    type AmxBf16 = super::tile_engine::TileEngine<Bf16>;
     #[cfg(target_arch = "x86_64")]
-    type AmxF16 = super::amx::Amx<F16>;
+    type AmxF16 = super::tile_engine::TileEngine<F16>;
     #[cfg(target_arch = "x86_64")]
-    type AmxTwoParts = super::amx::Amx<TwoParts>;
+    type AmxTwoParts = super::tile_engine::TileEngine<TwoParts>;
     #[cfg(target_arch = "x86_64")]
-    type AmxThreeParts = super::amx::Amx<ThreeParts>;
+    type AmxThreeParts = super::tile_engine::TileEngine<ThreeParts>;
 }
 
 impl Machine for f64 {

@@ -8,7 +8,7 @@
 //!
 //! ```text
 //! forward    a unit is a block of q rows with a kv head (row_blocks); keys stream by in tiles of 128; softmax: scores to p
-//! engine     what the forward asks of a machine: vectors (gemm) or matrix units (amx; forms: what their tiles hold;
+//! engine     what the forward asks of a machine: vectors (gemm) or matrix units (tile_engine; amx: whether they are there; forms: what tiles hold;
 //!            amx_interleaved: products between the vectors of the softmax; dots: vectors in their place)
 //! choice     which documents take matrix units, and which take vectors
 //! small      the forward of a few rows with a few keys, without panels and tiles
@@ -56,6 +56,8 @@ mod key_units;
 mod keys;
 #[cfg(target_arch = "aarch64")]
 mod neon;
+#[cfg(target_arch = "x86_64")]
+mod not_finite;
 mod panel;
 mod portable;
 mod product;
@@ -68,6 +70,8 @@ mod small;
 mod softmax;
 mod stream;
 mod tile;
+#[cfg(target_arch = "x86_64")]
+mod tile_engine;
 #[cfg(target_arch = "x86_64")]
 mod tiled;
 mod transform;

@@ -24,7 +24,7 @@ mod weights;
 
 pub(super) use tiles::{SUPER, bytes};
 
-use super::amx::{Amx, PANEL};
+use super::amx_product::PANEL;
 use super::arena::Line;
 use super::choice::Documents;
 use super::dq_order::{DqOrder, DqTurn};
@@ -34,6 +34,7 @@ use super::key_units::KeyUnits;
 use super::row_blocks::readers;
 use super::stream::KeyStream;
 use super::tile::Scoring;
+use super::tile_engine::TileEngine;
 use crate::call::{AttendBackward, QRange};
 use core::sync::atomic::AtomicUsize;
 use tiles::MatrixTiles;
@@ -61,7 +62,7 @@ impl Tiled<'_> {
         let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);
         let mut units = KeyUnits::new(k, self.documents, c.k.heads as usize, SUPER, false);
         // SAFETY: products of `H` are present (the contract).
-        unsafe { Amx::<H>::enter() };
+        unsafe { TileEngine::<H>::enter() };
         while let Some(unit) = units.next(next) {
             let turn = order.begin(unit.index, unit.block > 0 && self.queries);
             let doc = k[unit.first].doc;
@@ -84,7 +85,7 @@ impl Tiled<'_> {
             unsafe { self.unit::<H>(&mut t, &scoring, q, doc, unit.kv, &turn) };
         }
         // SAFETY: as above.
-        unsafe { Amx::<H>::leave() };
+        unsafe { TileEngine::<H>::leave() };
     }
 
     /// The keys in hand, with all rows of their document.

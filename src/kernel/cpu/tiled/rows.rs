@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A block of rows with the keys of a unit: the five products, and which blocks of keys and lanes they may leave out.
 
-use super::super::amx::{Amx, PANEL, TILE, add_where_not_finite};
 use super::super::amx_product::Product;
+use super::super::amx_product::{PANEL, TILE};
 use super::super::arena::KEYS;
 use super::super::backward::no_row;
 use super::super::dq_order::DqTurn;
 use super::super::engine::{Engine, Values};
 use super::super::forms::Form;
+use super::super::not_finite::add_where_not_finite;
 use super::super::panel::to_rows;
 use super::super::rows::address;
 use super::super::stream::BLOCK;
 use super::super::tile::{Cover, Scoring, Sight, at};
+use super::super::tile_engine::TileEngine;
 use super::Tiled;
 use super::tiles::{BLOCKS, MatrixTiles, shift, weight};
 use super::weights::{Of, Out, PANELS, not_finite_lanes, pack_pairs};
@@ -62,10 +64,12 @@ impl Tiled<'_> {
             }
             for panel in 0..panels {
                 let first = panel * PANEL;
-                let (q, d_o) =
-                    (&mut t.q[panel * Amx::<H>::queries_len(d)..], &mut t.d_o[panel * Amx::<H>::queries_len(dv)..]);
-                tame &= Amx::<H>::queries(&t.lanes, first, &c.q, q, t.rows);
-                tame &= Amx::<H>::queries(&t.lanes, first, &c.d_o, d_o, t.rows);
+                let (q, d_o) = (
+                    &mut t.q[panel * TileEngine::<H>::queries_len(d)..],
+                    &mut t.d_o[panel * TileEngine::<H>::queries_len(dv)..],
+                );
+                tame &= TileEngine::<H>::queries(&t.lanes, first, &c.q, q, t.rows);
+                tame &= TileEngine::<H>::queries(&t.lanes, first, &c.d_o, d_o, t.rows);
             }
             let (bad_q, _) = pack_pairs::<H>(&t.lanes, &c.q, t.q_pairs);
             let (bad_d_o, largest) = pack_pairs::<H>(&t.lanes, &c.d_o, t.d_o_pairs);
@@ -141,7 +145,7 @@ impl Tiled<'_> {
         let careful = !tame || !scoring.plain;
         let whole = TILE * H::PARTS;
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
-        let (k_len, v_len) = (Amx::<H>::keys_len(d), Amx::<H>::keys_len(dv));
+        let (k_len, v_len) = (TileEngine::<H>::keys_len(d), TileEngine::<H>::keys_len(dv));
         let first = panel * PANEL;
         // Lanes that only fill up the panel have zeros for q, and 0 times infinity is NaN: the mask keeps them out.
         let fills_up = careful && t.lanes.n < first + PANEL;
@@ -153,18 +157,20 @@ impl Tiled<'_> {
             t.lanes.relate(first, PANEL, t.slots[tile].base, masked, scoring.alibi);
             // SAFETY: tiles and panels are as long as the engine says.
             unsafe {
-                let (q, d_o) = (t.q.as_ptr().add(panel * Amx::<H>::queries_len(d)), t.d_o.as_ptr());
-                let d_o = d_o.add(panel * Amx::<H>::queries_len(dv));
+                let (q, d_o) = (t.q.as_ptr().add(panel * TileEngine::<H>::queries_len(d)), t.d_o.as_ptr());
+                let d_o = d_o.add(panel * TileEngine::<H>::queries_len(dv));
                 let (s, dp) = (t.s.as_mut_ptr(), t.dp.as_mut_ptr());
-                Amx::<H>::scores(&t.k[tile * k_len..][..k_len], q, d, s, keys.clone(), PANEL);
-                Amx::<H>::scores(&t.v[tile * v_len..][..v_len], d_o, dv, dp, keys.clone(), PANEL);
+                TileEngine::<H>::scores(&t.k[tile * k_len..][..k_len], q, d, s, keys.clone(), PANEL);
+                TileEngine::<H>::scores(&t.v[tile * v_len..][..v_len], d_o, dv, dp, keys.clone(), PANEL);
                 if !tame {
                     let rows = &t.slots[tile].row[..t.slots[tile].n];
                     let head = c.heads.kv(t.lanes.head[first]);
-                    let k = Values { tile: &*t.k, finite: t.finite_k, tensor: &c.k, head, rows };
-                    Amx::<H>::scores_again(&t.lanes, first, &c.q, &k, s, keys.clone());
-                    let v = Values { tile: &*t.v, finite: t.finite_v, tensor: &c.v, head, rows };
-                    Amx::<H>::scores_again(&t.lanes, first, &c.d_o, &v, dp, keys);
+                    let k =
+                        Values { tile: &t.k[tile * k_len..][..k_len], finite: t.finite_k, tensor: &c.k, head, rows };
+                    TileEngine::<H>::scores_again(&t.lanes, first, &c.q, &k, s, keys.clone());
+                    let v =
+                        Values { tile: &t.v[tile * v_len..][..v_len], finite: t.finite_v, tensor: &c.v, head, rows };
+                    TileEngine::<H>::scores_again(&t.lanes, first, &c.d_o, &v, dp, keys);
                 }
                 for block in blocks {
                     if covers[block] == Cover::None {

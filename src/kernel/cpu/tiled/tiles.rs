@@ -2,12 +2,13 @@
 //! What a unit of the backward pass on matrix units works on: the keys in hand, packed, their sums of dk and dv, and
 //! the factors that keep f16 in range.
 
-use super::super::amx::{Amx, PANEL};
+use super::super::amx_product::PANEL;
 use super::super::arena::{Arena, KEYS, Line};
 use super::super::engine::Engine;
 use super::super::forms::Form;
 use super::super::stream::{BLOCK, KeyBlock, Slots};
 use super::super::tile::{Lanes, at};
+use super::super::tile_engine::TileEngine;
 use super::weights::ROWS;
 use crate::call::{AttendBackward, QRange};
 
@@ -140,15 +141,15 @@ impl<'a> MatrixTiles<'a> {
     #[inline(always)]
     pub(super) unsafe fn load<H: Form>(&mut self, c: &AttendBackward, kv: u32) {
         (self.finite_k, self.finite_v) = (true, true);
-        let (k_len, v_len) = (Amx::<H>::keys_len(c.k.dim as usize), Amx::<H>::keys_len(c.v.dim as usize));
+        let (k_len, v_len) = (TileEngine::<H>::keys_len(c.k.dim as usize), TileEngine::<H>::keys_len(c.v.dim as usize));
         for (i, slots) in self.slots[..self.n].iter().enumerate() {
             let rows = &slots.row[..slots.n.next_multiple_of(BLOCK)];
             // SAFETY: the keys' rows lie within k and v, and the tiles hold a block of them (the contract of
             // `Tiled::work`).
             unsafe {
-                self.finite_k &= Amx::<H>::keys(&c.k, kv, rows, &mut self.k[i * k_len..][..k_len]);
-                self.finite_v &= Amx::<H>::keys(&c.v, kv, rows, &mut self.v[i * v_len..][..v_len]);
-                Amx::<H>::transposed::<true>(&c.k, kv, rows, self.kt, i * KEYS / BLOCK, BLOCKS);
+                self.finite_k &= TileEngine::<H>::keys(&c.k, kv, rows, &mut self.k[i * k_len..][..k_len]);
+                self.finite_v &= TileEngine::<H>::keys(&c.v, kv, rows, &mut self.v[i * v_len..][..v_len]);
+                TileEngine::<H>::transposed::<true>(&c.k, kv, rows, self.kt, i * KEYS / BLOCK, BLOCKS);
             }
         }
         self.largest_v = 0;

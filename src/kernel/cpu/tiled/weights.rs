@@ -2,12 +2,13 @@
 //! What the backward pass on matrix units does to single blocks: p and ds of 32 keys with 32 lanes, rows packed in pairs,
 //! and what is not finite.
 
-use super::super::amx::{HIGH, LOW, PANEL, TILE};
+use super::super::amx_product::{PANEL, TILE};
 use super::super::forms::Form;
 use super::super::rows::address;
 use super::super::simd::{Real, Vector};
 use super::super::stream::BLOCK;
 use super::super::tile::{Lanes, Scoring};
+use super::super::tile_engine::{HIGH, LOW};
 use crate::call::RawTensor;
 use core::arch::x86_64::*;
 
