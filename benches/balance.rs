@@ -79,7 +79,7 @@ fn units(case: &Case, isa: Isa, workers: usize) -> [Vec<WorkUnit>; 2] {
         ranges,
         aligned: false,
     };
-    [forward_units(&forward, isa, workers), backward_units(&backward, isa)]
+    [forward_units(&forward, isa, workers), backward_units(&backward, isa, workers)]
 }
 
 fn main() {

@@ -110,7 +110,7 @@ pub trait Transport: Send + Sync {
     fn world(&self) -> usize;
 
     /// An all-gather of one number over the ranks of `group`, outside any schedule; it waits for all of them.
-    /// Fails with [`Error::Disagreement`](crate::Error::Disagreement) on every rank of the group if the numbers differ.
+    /// Fails with [`Error::Disagreement`] on every rank of the group if the numbers differ.
     fn agree(&self, group: core::ops::Range<usize>, fingerprint: u64) -> Result<()>;
 
     /// Moves a batch. Transports of host memory return when it is complete; stream-ordered ones when it is enqueued on

@@ -2,7 +2,7 @@
 //! Sums that several units add to, in one order.
 //!
 //! The units of a document with one kv head hold blocks of its keys; each adds to dq of the same rows. That the sum has
-//! the same bits for any number of workers, a unit adds to a row only when the unit before it has done so: it *passes* a
+//! the same bits for any number of workers, a unit adds to a row only when the unit of the block before has done so: it *passes* a
 //! row when it is done with all rows up to there, and not before its predecessor has passed the same row. Units are
 //! handed out in order, so the predecessor has been taken by a worker that waits, if at all, for still earlier ones:
 //! no worker waits for ever, whatever threads there are, and a single worker never waits.
@@ -19,8 +19,8 @@ pub(super) struct DqOrder([AtomicU64; UNITS]);
 pub(super) struct DqTurn<'a> {
     order: &'a DqOrder,
     unit: u64,
-    /// There is a unit before it that adds to the same rows.
-    follows: bool,
+    /// The unit before it that adds to the same rows.
+    before: Option<u64>,
 }
 
 impl DqOrder {
@@ -28,12 +28,13 @@ impl DqOrder {
         Self([const { AtomicU64::new(0) }; UNITS])
     }
 
-    /// Begins unit `unit`, counted from 0 in the order in which units are handed out.
-    pub(super) fn begin(&self, unit: usize, follows: bool) -> DqTurn<'_> {
-        let turn = DqTurn { order: self, unit: unit as u64, follows };
-        // The unit that had the same entry must be done: no unit after it waits for it any longer then.
-        if let Some(before) = turn.unit.checked_sub(UNITS as u64) {
-            self.wait(before, u32::MAX);
+    /// Begins unit `unit`, counted from 0 in the order in which units are handed out, which adds to rows that unit `before`, an
+    /// earlier one, adds to.
+    pub(super) fn begin(&self, unit: usize, before: Option<usize>) -> DqTurn<'_> {
+        let turn = DqTurn { order: self, unit: unit as u64, before: before.map(|unit| unit as u64) };
+        // The unit that had the same entry must be done: whichever waits for it then sees that, by the number of a later one.
+        if let Some(same) = turn.unit.checked_sub(UNITS as u64) {
+            self.wait(same, u32::MAX);
         }
         self.0[unit % UNITS].store((turn.unit + 1) << 32, Ordering::Release);
         turn
@@ -53,8 +54,8 @@ impl DqOrder {
 impl DqTurn<'_> {
     /// Waits until rows up to `place` may be added to.
     pub(super) fn wait(&self, place: u32) {
-        if self.follows {
-            self.order.wait(self.unit - 1, place);
+        if let Some(before) = self.before {
+            self.order.wait(before, place);
         }
     }
 
@@ -78,31 +79,36 @@ mod tests {
     use core::sync::atomic::AtomicUsize;
     use std::sync::Mutex;
 
-    /// Chains of seven units over five places, by several threads: at every place the units of a chain follow each other.
+    /// Chains of seven units over five places, by several threads, `turns` chains at a time: at every place the units of a chain
+    /// follow each other. With 300 turns the unit before has long given its entry away.
     #[test]
     fn units_of_a_chain_keep_their_order() {
-        let (order, next, log) = (DqOrder::new(), AtomicUsize::new(0), Mutex::new(std::vec::Vec::new()));
-        std::thread::scope(|s| {
-            for _ in 0..4 {
-                s.spawn(|| {
-                    loop {
-                        let unit = next.fetch_add(1, Ordering::Relaxed);
-                        if unit >= 7 * 90 {
-                            break;
+        for turns in [1, 3, 300] {
+            let (order, next, log) = (DqOrder::new(), AtomicUsize::new(0), Mutex::new(std::vec::Vec::new()));
+            let units = 7 * if turns == 300 { 600 } else { 90 };
+            std::thread::scope(|s| {
+                for _ in 0..4 {
+                    s.spawn(|| {
+                        loop {
+                            let unit = next.fetch_add(1, Ordering::Relaxed);
+                            if unit >= units {
+                                break;
+                            }
+                            let (chain, link) = (unit / (7 * turns) * turns + unit % turns, unit / turns % 7);
+                            let turn = order.begin(unit, (link > 0).then(|| unit - turns));
+                            for place in (1..=5).filter(|place| (unit + place) % 3 > 0) {
+                                turn.wait(place as u32);
+                                log.lock().unwrap().push((chain, place, unit));
+                                turn.pass(place as u32);
+                            }
                         }
-                        let turn = order.begin(unit, unit % 7 > 0);
-                        for place in (1..=5).filter(|place| (unit + place) % 3 > 0) {
-                            turn.wait(place as u32);
-                            log.lock().unwrap().push((unit / 7, place, unit));
-                            turn.pass(place as u32);
-                        }
-                    }
-                });
-            }
-        });
-        let mut log = log.into_inner().unwrap();
-        // A stable sort: entries of one chain and place stay in the order of time.
-        log.sort_by_key(|&(chain, place, _)| (chain, place));
-        assert!(log.len() == 7 * 90 * 5 * 2 / 3 && log.is_sorted());
+                    });
+                }
+            });
+            let mut log = log.into_inner().unwrap();
+            // A stable sort: entries of one chain and place stay in the order of time.
+            log.sort_by_key(|&(chain, place, _)| (chain, place));
+            assert!(log.len() == units * 5 * 2 / 3 && log.is_sorted(), "{turns} turns");
+        }
     }
 }

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The units of the backward pass of keys, in the order in which workers take them.
+//!
+//! Units of a document and a kv head add to the same rows of dq, one after another. Several workers therefore take the blocks
+//! of several heads in turn, so that they do not wait for each other; one worker takes all blocks of a head first, whose
+//! q and do then stay in its cache. Bits do not depend on it: the blocks of a head have one order.
 
 use super::choice::Documents;
 use super::stream::KeyStream;
-use crate::call::Range;
+use crate::call::{AttendBackward, Range};
 use core::sync::atomic::{AtomicUsize, Ordering};
 
 /// Walks the units of some documents: blocks of keys, times kv heads, times documents.
@@ -11,6 +15,8 @@ pub(super) struct KeyUnits<'a> {
     k: &'a [Range],
     documents: Documents<'a>,
     kv_heads: usize,
+    /// Heads whose blocks are taken in turn.
+    turns: usize,
     /// Tiles of keys of a block, and whether they are aligned.
     tiles: usize,
     aligned: bool,
@@ -24,6 +30,8 @@ pub(super) struct KeyUnits<'a> {
 pub(super) struct KeyUnit {
     /// Its number among all.
     pub index: usize,
+    /// The number of the unit before it that adds to the same rows of dq.
+    pub before: Option<usize>,
     /// The first k range of the document.
     pub first: usize,
     pub kv: u32,
@@ -31,10 +39,18 @@ pub(super) struct KeyUnit {
 }
 
 impl<'a> KeyUnits<'a> {
-    /// Of blocks of up to `tiles` tiles.
-    pub(super) fn new(k: &'a [Range], documents: Documents<'a>, kv_heads: usize, tiles: usize, aligned: bool) -> Self {
+    /// Of blocks of up to `tiles` tiles, for this many workers.
+    pub(super) fn new(
+        call: &AttendBackward<'a>,
+        documents: Documents<'a>,
+        tiles: usize,
+        aligned: bool,
+        workers: usize,
+    ) -> Self {
+        let (k, kv_heads) = (call.ranges.k, call.k.heads as usize);
         let sorted = k.is_sorted_by_key(|r| r.doc);
-        Self { k, documents, kv_heads, tiles, aligned, sorted, at: 0, blocks: None, base: 0 }
+        let turns = kv_heads.min(workers).max(1);
+        Self { k, documents, kv_heads, turns, tiles, aligned, sorted, at: 0, blocks: None, base: 0 }
     }
 
     pub(super) fn next(&mut self, counter: &AtomicUsize) -> Option<KeyUnit> {
@@ -56,7 +72,12 @@ impl<'a> KeyUnits<'a> {
             });
             let local = index - self.base;
             if local < blocks * self.kv_heads {
-                return Some(KeyUnit { index, first: at, kv: (local / blocks) as u32, block: local % blocks });
+                // All blocks of `turns` heads, then those of the next ones; the last may be fewer.
+                let first_head = local / (blocks * self.turns) * self.turns;
+                let heads = self.turns.min(self.kv_heads - first_head);
+                let local = local - first_head * blocks;
+                let (block, kv) = (local / heads, (first_head + local % heads) as u32);
+                return Some(KeyUnit { index, before: (block > 0).then(|| index - heads), first: at, kv, block });
             }
             self.base += blocks * self.kv_heads;
             self.at += 1;

@@ -29,6 +29,8 @@ pub(super) struct Keys<'a, A> {
     pub documents: Documents<'a>,
     /// Add to dq as well, which holds a value in every row.
     pub queries: bool,
+    /// How many workers take units.
+    pub workers: usize,
     /// The order in which units add to dq.
     pub order: DqOrder,
     pub sums: PhantomData<A>,
@@ -107,9 +109,9 @@ impl<A: Real> Keys<'_, A> {
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
         let k = c.ranges.k;
         let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);
-        let mut units = KeyUnits::new(k, self.documents, c.k.heads as usize, 1, c.aligned);
-        while let Some(KeyUnit { index, first, kv, block }) = units.next(next) {
-            let turn = self.order.begin(index, block > 0 && self.queries);
+        let mut units = KeyUnits::new(c, self.documents, 1, c.aligned, self.workers);
+        while let Some(KeyUnit { index, before, first, kv, block }) = units.next(next) {
+            let turn = self.order.begin(index, before.filter(|_| self.queries));
             let doc = k[first].doc;
             let q = if q_sorted {
                 let begin = c.ranges.q.partition_point(|r| r.range.doc < doc);

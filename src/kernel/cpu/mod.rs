@@ -192,9 +192,12 @@ unsafe fn gradients<A: Machine>(call: &AttendBackward, isa: Isa, mut crew: Crew<
     }
     let choice = Choice::backward(call, isa, crew.documents);
     #[cfg(target_arch = "x86_64")]
-    let tiled = choice.tiles.map(|documents| TiledUnits::new(tiled::Tiled { call, documents, queries: together }));
+    let tiled = choice
+        .tiles
+        .map(|documents| TiledUnits::new(tiled::Tiled { call, documents, queries: together, workers: crew.workers() }));
     let units = choice.vectors.map(|documents| {
-        let job = keys::Keys::<A> { call, documents, queries: together, order: DqOrder::new(), sums: PhantomData };
+        let (queries, workers, order) = (together, crew.workers(), DqOrder::new());
+        let job = keys::Keys::<A> { call, documents, queries, workers, order, sums: PhantomData };
         Units::new(job, documents.isa, call.q.dtype)
     });
     crew.run(&|lines| {
@@ -384,6 +387,7 @@ mod tests {
                 call: &backward,
                 documents,
                 queries: true,
+                workers: 1,
                 order: DqOrder::new(),
                 sums: PhantomData,
             };

@@ -19,8 +19,8 @@ use core::sync::atomic::AtomicUsize;
 pub struct WorkUnit {
     /// (query, key) pairs that the mask leaves, over its heads.
     pub pairs: u64,
-    /// Adds to the same rows as the unit before it, and so ends after that one.
-    pub follows: bool,
+    /// The unit before it in the list that adds to the same rows, if any: this one ends after that one.
+    pub after: Option<usize>,
 }
 
 /// Rows of `range` at positions `low..=high`.
@@ -42,7 +42,7 @@ pub fn forward_units(call: &Attend, isa: Isa, workers: usize) -> Vec<WorkUnit> {
         let keys = &ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
         let row = |i| keys.iter().map(|&k| seen(&call.score, q.range.position(i), &ranges.k[k as usize])).sum::<u64>();
         let heads = readers(&call.heads, unit.kv, call.q.heads).len() as u64;
-        WorkUnit { pairs: (unit.first..unit.first + unit.rows).map(row).sum::<u64>() * heads, follows: false }
+        WorkUnit { pairs: (unit.first..unit.first + unit.rows).map(row).sum::<u64>() * heads, after: None }
     };
     let mut list = Vec::new();
     for documents in Choice::forward(call, isa, &[]).each() {
@@ -56,8 +56,8 @@ pub fn forward_units(call: &Attend, isa: Isa, workers: usize) -> Vec<WorkUnit> {
 }
 
 /// The units of [`super::attend_backward`] on `isa`, where all gradients are made at once, likewise.
-pub fn backward_units(call: &AttendBackward, isa: Isa) -> Vec<WorkUnit> {
-    let (k, kv_heads) = (call.ranges.k, call.k.heads as usize);
+pub fn backward_units(call: &AttendBackward, isa: Isa, workers: usize) -> Vec<WorkUnit> {
+    let k = call.ranges.k;
     // Pairs of the keys `begin..end` of a document, counted along its ranges, and a kv head.
     let pairs = |first: usize, kv: u32, begin: u64, end: u64| {
         let doc = k[first].doc;
@@ -75,11 +75,11 @@ pub fn backward_units(call: &AttendBackward, isa: Isa) -> Vec<WorkUnit> {
     let mut list = Vec::new();
     let mut add = |documents: Documents, tiles: usize| {
         let next = AtomicUsize::new(0);
-        let mut units = KeyUnits::new(k, documents, kv_heads, tiles, call.aligned);
-        let each = (tiles * KEYS) as u64;
+        let mut units = KeyUnits::new(call, documents, tiles, call.aligned, workers);
+        let (each, base) = ((tiles * KEYS) as u64, list.len());
         list.extend(core::iter::from_fn(|| units.next(&next)).map(|unit| {
             let begin = unit.block as u64 * each;
-            WorkUnit { pairs: pairs(unit.first, unit.kv, begin, begin + each), follows: unit.block > 0 }
+            WorkUnit { pairs: pairs(unit.first, unit.kv, begin, begin + each), after: unit.before.map(|i| base + i) }
         }));
     };
     let choice = Choice::backward(call, isa, &[]);
@@ -94,19 +94,18 @@ pub fn backward_units(call: &AttendBackward, isa: Isa) -> Vec<WorkUnit> {
 }
 
 /// When the last of `workers` workers ends over when all would, if the work were even, by simulation: each unit goes to the worker
-/// that is idle first, as the counter hands them out, and takes as long as it has pairs. One that adds to the same rows as the
-/// unit before it ends after that one.
+/// that is idle first, as the counter hands them out, and takes as long as it has pairs. One that adds to the same rows as an
+/// earlier one ends after that one.
 ///
 /// # Panics
 /// Without workers, or with units of no pairs alone.
 pub fn balance(units: &[WorkUnit], workers: usize) -> f64 {
     let mut free = alloc::vec![0u64; workers];
-    let mut before = 0;
+    let mut ends = Vec::with_capacity(units.len());
     for unit in units {
         let worker = (0..workers).min_by_key(|&w| free[w]).expect("there are workers");
-        let end = free[worker] + unit.pairs;
-        free[worker] = if unit.follows { end.max(before) } else { end };
-        before = free[worker];
+        free[worker] = (free[worker] + unit.pairs).max(unit.after.map_or(0, |i| ends[i]));
+        ends.push(free[worker]);
     }
     let total: u64 = units.iter().map(|u| u.pairs).sum();
     assert!(total > 0, "no pairs");
@@ -195,7 +194,11 @@ mod tests {
                         for workers in [1, 4, 64] {
                             assert_eq!(total(forward_units(forward, isa, workers)), 8 * expected, "{isa:?} {dtype}");
                         }
-                        assert_eq!(total(backward_units(backward, isa)), 8 * expected, "{isa:?} {dtype}");
+                        for workers in [1, 4, 64] {
+                            let units = backward_units(backward, isa, workers);
+                            assert!(units.iter().enumerate().all(|(i, u)| u.after.is_none_or(|before| before < i)));
+                            assert_eq!(total(units), 8 * expected, "{isa:?} {dtype}");
+                        }
                     }
                 });
             }
@@ -206,14 +209,14 @@ mod tests {
     #[test]
     fn units_are_small_enough() {
         // Length, heads, right; the most that 16 and 64 workers may take, forward and backward.
-        let cases = [(4096, 8, i64::MAX, [1.05, 1.05, 1.05, 1.05]), (512, 16, 0, [1.1, 1.5, 1.8, 1.8])];
+        let cases = [(4096, 8, i64::MAX, [1.05, 1.05, 1.05, 1.05]), (512, 16, 0, [1.1, 1.5, 1.1, 1.8])];
         for (len, heads, right, most) in cases {
             let (lengths, kv_heads) = ([len], heads);
             calls(&lengths, (Dtype::F32, heads, kv_heads), (i64::MAX, right), |forward, backward| {
                 for (i, workers) in [16, 64].into_iter().enumerate() {
                     let found = balance(&forward_units(forward, Isa::Avx512, workers), workers);
                     assert!(found <= most[i], "{lengths:?}, {workers} workers forward: {found}");
-                    let found = balance(&backward_units(backward, Isa::Avx512), workers);
+                    let found = balance(&backward_units(backward, Isa::Avx512, workers), workers);
                     assert!(found <= most[2 + i], "{lengths:?}, {workers} workers backward: {found}");
                 }
             });

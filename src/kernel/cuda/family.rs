@@ -51,7 +51,7 @@ impl Family {
         Error::unsupported(
             std::format!("the forward kernels for {}", Self::Sm90a.name()),
             why,
-            "take sm_80, or leave the choice to the device: unset CPATTN_CUDA_FAMILY, or call Cuda::new",
+            "take sm_80, or leave the choice to the device: unset CPATTN_CUDA_FAMILY and name none",
         )
     }
 

@@ -46,6 +46,8 @@ pub(super) struct Tiled<'a> {
     pub documents: Documents<'a>,
     /// Add to dq as well, which holds a value in every row.
     pub queries: bool,
+    /// How many workers take units.
+    pub workers: usize,
 }
 
 impl Tiled<'_> {
@@ -60,11 +62,11 @@ impl Tiled<'_> {
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
         let k = c.ranges.k;
         let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);
-        let mut units = KeyUnits::new(k, self.documents, c.k.heads as usize, SUPER, false);
+        let mut units = KeyUnits::new(c, self.documents, SUPER, false, self.workers);
         // SAFETY: products of `H` are present (the contract).
         unsafe { TileEngine::<H>::enter() };
         while let Some(unit) = units.next(next) {
-            let turn = order.begin(unit.index, unit.block > 0 && self.queries);
+            let turn = order.begin(unit.index, unit.before.filter(|_| self.queries));
             let doc = k[unit.first].doc;
             let q = if q_sorted {
                 let begin = c.ranges.q.partition_point(|r| r.range.doc < doc);
