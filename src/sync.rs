@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Locks, condition variables, atomics and threads: the standard library's, or loom's.
 //!
-//! Whatever in this crate makes threads wait for each other takes its primitives from here, so that the very code that
-//! runs in production is what the model checker explores. Loom's are taken under the crate's own `--cfg cpattn_loom`: a
+//! What makes ranks, lanes and workers of a process wait for each other (transport `local`, the lanes of a rank, the order of dq)
+//! takes its primitives from here, so that the very code that runs in production is what the model checker explores. The waits for
+//! what is outside of the process are not in a model: MPI's requests and notices, and the thread that looks at NCCL and at the
+//! driver; tests over processes and over the stand-ins cover these. Loom's are taken under the crate's own `--cfg cpattn_loom`: a
 //! user who model-checks with `--cfg loom` does not change this crate by accident. Time does not exist in a model, so
 //! there a wait never expires, and a wait that no thread ends is reported by loom as a deadlock.
 //!
@@ -12,13 +14,19 @@ use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 #[cfg(cpattn_loom)]
-pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard, atomic::AtomicBool};
+pub(crate) use loom::sync::{
+    Condvar, Mutex, MutexGuard,
+    atomic::{AtomicBool, AtomicU64},
+};
 #[cfg(cpattn_loom)]
 pub(crate) use loom::thread;
 #[cfg(not(any(cpattn_loom, cpattn_tsan)))]
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};
 #[cfg(not(cpattn_loom))]
-pub(crate) use std::{sync::atomic::AtomicBool, thread};
+pub(crate) use std::{
+    sync::atomic::{AtomicBool, AtomicU64},
+    thread,
+};
 
 #[cfg(cpattn_tsan)]
 mod spin;

@@ -7,16 +7,17 @@
 //! handed out in order, so the predecessor has been taken by a worker that waits, if at all, for still earlier ones:
 //! no worker waits for ever, whatever threads there are, and a single worker never waits.
 
-use core::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, thread};
+use core::sync::atomic::Ordering;
 
-/// Units that can be under way at the same time.
-const UNITS: usize = 256;
+/// Units that can be under way at the same time; in a model two, so that a third one gets the entry of the first.
+const UNITS: usize = if cfg!(cpattn_loom) { 2 } else { 256 };
 
 /// How far each unit is.
-pub(super) struct DqOrder([AtomicU64; UNITS]);
+pub struct DqOrder([AtomicU64; UNITS]);
 
 /// One unit's part of it.
-pub(super) struct DqTurn<'a> {
+pub struct DqTurn<'a> {
     order: &'a DqOrder,
     unit: u64,
     /// The unit before it that adds to the same rows.
@@ -24,13 +25,13 @@ pub(super) struct DqTurn<'a> {
 }
 
 impl DqOrder {
-    pub(super) fn new() -> Self {
-        Self([const { AtomicU64::new(0) }; UNITS])
+    pub fn new() -> Self {
+        Self(core::array::from_fn(|_| AtomicU64::new(0)))
     }
 
     /// Begins unit `unit`, counted from 0 in the order in which units are handed out, which adds to rows that unit `before`, an
     /// earlier one, adds to.
-    pub(super) fn begin(&self, unit: usize, before: Option<usize>) -> DqTurn<'_> {
+    pub fn begin(&self, unit: usize, before: Option<usize>) -> DqTurn<'_> {
         let turn = DqTurn { order: self, unit: unit as u64, before: before.map(|unit| unit as u64) };
         // The unit that had the same entry must be done: whichever waits for it then sees that, by the number of a later one.
         if let Some(same) = turn.unit.checked_sub(UNITS as u64) {
@@ -46,21 +47,21 @@ impl DqOrder {
         let mut tries = 0u32;
         while self.0[unit as usize % UNITS].load(Ordering::Acquire) < wanted {
             tries += 1;
-            if tries < 64 { core::hint::spin_loop() } else { std::thread::yield_now() }
+            if tries < 64 && !cfg!(cpattn_loom) { core::hint::spin_loop() } else { thread::yield_now() }
         }
     }
 }
 
 impl DqTurn<'_> {
     /// Waits until rows up to `place` may be added to.
-    pub(super) fn wait(&self, place: u32) {
+    pub fn wait(&self, place: u32) {
         if let Some(before) = self.before {
             self.order.wait(before, place);
         }
     }
 
     /// Says that all rows up to `place` are done.
-    pub(super) fn pass(&self, place: u32) {
+    pub fn pass(&self, place: u32) {
         self.wait(place);
         self.order.0[self.unit as usize % UNITS].store((self.unit + 1) << 32 | u64::from(place), Ordering::Release);
     }

@@ -43,7 +43,16 @@ mod convert;
 mod delta;
 #[cfg(target_arch = "x86_64")]
 mod dots;
+#[cfg(not(cpattn_loom))]
 mod dq_order;
+#[cfg(cpattn_loom)]
+#[allow(
+    missing_docs,
+    missing_debug_implementations,
+    clippy::new_without_default,
+    reason = "public for the models of .ci/loom alone"
+)]
+pub mod dq_order;
 mod engine;
 mod executor;
 #[cfg(target_arch = "x86_64")]
