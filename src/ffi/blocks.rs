@@ -75,7 +75,7 @@ pub unsafe extern "C" fn cpattn_delta(
         if o.tokens == 0 || o.heads == 0 {
             return Ok(());
         }
-        // SAFETY: as in `cpattn_attend`.
+        // SAFETY: the header's promise about tensors, stream and scratch, which `Kernels` asks for.
         unsafe { at.kernels().delta(&Delta { o, d_o, delta }, stream) }?;
         Ok(())
     })
@@ -102,7 +102,7 @@ pub unsafe extern "C" fn cpattn_finish(
         let ([sinks, o, lse], rows) =
             // SAFETY: the header's promise about tensors and arrays.
             unsafe { (disjoint_tensors(at.device(), list, "")?, self::rows(rows, row_count)?) };
-        // SAFETY: as in `cpattn_attend`.
+        // SAFETY: the header's promise about tensors, stream and scratch, which `Kernels` asks for.
         unsafe { at.kernels().finish(&Finish { o, lse, sinks, rows }, stream) }?;
         Ok(())
     })
@@ -128,7 +128,7 @@ pub unsafe extern "C" fn cpattn_sink_gradient(
         ];
         // SAFETY: the header's promise about tensors.
         let [lse, delta, sinks, dsinks] = unsafe { disjoint_tensors(at.device(), list, "") }?;
-        // SAFETY: as in `cpattn_attend`.
+        // SAFETY: the header's promise about tensors, stream and scratch, which `Kernels` asks for.
         unsafe { at.kernels().sink_gradient(&SinkGradient { lse, delta, sinks, dsinks }, stream) }?;
         Ok(())
     })
@@ -157,7 +157,7 @@ pub unsafe extern "C" fn cpattn_merge(
         if o.dim == 0 {
             return Err(Error::invalid("o.shape[2]", 0, "at least 1").into());
         }
-        // SAFETY: as in `cpattn_attend`.
+        // SAFETY: the header's promise about tensors, stream and scratch, which `Kernels` asks for.
         unsafe { at.kernels().merge(&Merge { o, lse, with_o, with_lse }, stream) }?;
         Ok(())
     })
@@ -197,7 +197,7 @@ pub unsafe extern "C" fn cpattn_transform(
         if dst.tokens == 0 || dst.heads == 0 || dst.dim == 0 {
             return Ok(());
         }
-        // SAFETY: as in `cpattn_attend`.
+        // SAFETY: the header's promise about tensors, stream and scratch, which `Kernels` asks for.
         unsafe { at.kernels().transform(&call, stream) }?;
         Ok(())
     })

@@ -31,7 +31,7 @@ macro_rules! vector {
             const MR: usize = 6;
             #[inline(always)]
             unsafe fn splat(x: $t) -> Self {
-                // SAFETY: NEON is part of the target, here and below.
+                // SAFETY: NEON is part of the target.
                 unsafe { Self([$splat(x); 2]) }
             }
             #[inline(always)]
@@ -49,37 +49,37 @@ macro_rules! vector {
             }
             #[inline(always)]
             unsafe fn add(self, b: Self) -> Self {
-                // SAFETY: registers alone, here and below.
+                // SAFETY: NEON is part of the target; registers alone.
                 unsafe { Self([$add(self.0[0], b.0[0]), $add(self.0[1], b.0[1])]) }
             }
             #[inline(always)]
             unsafe fn sub(self, b: Self) -> Self {
-                // SAFETY: as in `add`.
+                // SAFETY: NEON is part of the target; registers alone.
                 unsafe { Self([$sub(self.0[0], b.0[0]), $sub(self.0[1], b.0[1])]) }
             }
             #[inline(always)]
             unsafe fn mul(self, b: Self) -> Self {
-                // SAFETY: as in `add`.
+                // SAFETY: NEON is part of the target; registers alone.
                 unsafe { Self([$mul(self.0[0], b.0[0]), $mul(self.0[1], b.0[1])]) }
             }
             #[inline(always)]
             unsafe fn div(self, b: Self) -> Self {
-                // SAFETY: as in `add`.
+                // SAFETY: NEON is part of the target; registers alone.
                 unsafe { Self([$div(self.0[0], b.0[0]), $div(self.0[1], b.0[1])]) }
             }
             #[inline(always)]
             unsafe fn fma(self, b: Self, c: Self) -> Self {
-                // SAFETY: as in `add`.
+                // SAFETY: NEON is part of the target; registers alone.
                 unsafe { Self([$fma(c.0[0], self.0[0], b.0[0]), $fma(c.0[1], self.0[1], b.0[1])]) }
             }
             #[inline(always)]
             unsafe fn max(a: Self, b: Self) -> Self {
-                // SAFETY: as in `add`. NEON's own maximum gives NaN where either is one.
+                // SAFETY: NEON is part of the target; registers alone. NEON's own maximum gives NaN where either is one.
                 unsafe { Self::gt(a, b, a, b) }
             }
             #[inline(always)]
             unsafe fn any_gt(a: Self, b: Self) -> bool {
-                // SAFETY: as in `add`.
+                // SAFETY: NEON is part of the target; registers alone.
                 unsafe {
                     let both = [$gt(a.0[0], b.0[0]), $gt(a.0[1], b.0[1])];
                     both.into_iter().any(|lanes| vmaxvq_u32($bits(lanes)) != 0)
@@ -87,7 +87,7 @@ macro_rules! vector {
             }
             #[inline(always)]
             unsafe fn gt(a: Self, b: Self, x: Self, y: Self) -> Self {
-                // SAFETY: as in `add`.
+                // SAFETY: NEON is part of the target; registers alone.
                 unsafe {
                     Self([0, 1].map(|i| $select($gt(a.0[i], b.0[i]), x.0[i], y.0[i])))
                 }
@@ -95,7 +95,7 @@ macro_rules! vector {
             #[inline(always)]
             unsafe fn exp2(self) -> Self {
                 let $z = self;
-                // SAFETY: as in `add`.
+                // SAFETY: NEON is part of the target; registers alone.
                 unsafe { $exp2 }
             }
             #[inline(always)]
@@ -106,13 +106,13 @@ macro_rules! vector {
             #[inline(always)]
             unsafe fn exp(self) -> Self {
                 let $e = self;
-                // SAFETY: as in `add`.
+                // SAFETY: NEON is part of the target; registers alone.
                 unsafe { $exp }
             }
             #[inline(always)]
             unsafe fn tanh(self) -> Self {
                 let $h = self;
-                // SAFETY: as in `add`.
+                // SAFETY: NEON is part of the target; registers alone.
                 unsafe { $tanh }
             }
             unsafe fn gemm(g: &Gemm<$t>) {

@@ -54,80 +54,80 @@ macro_rules! vector {
             const MR: usize = $mr;
             #[inline(always)]
             unsafe fn splat(x: $t) -> Self {
-                // SAFETY: the caller has the instruction set (contract of the trait), here and below.
+                // SAFETY: the instruction set is present (the contract of `Vector`).
                 unsafe { $splat(x) }
             }
             #[inline(always)]
             unsafe fn load(p: *const $t) -> Self {
-                // SAFETY: as above, and `p` is to W elements.
+                // SAFETY: the instruction set is present and `p` is to W elements (the contract of `Vector`).
                 unsafe { $load(p) }
             }
             #[inline(always)]
             unsafe fn store(self, p: *mut $t) {
-                // SAFETY: as above.
+                // SAFETY: the instruction set is present and `p` is to W elements (the contract of `Vector`).
                 unsafe { $store(p, self) }
             }
             #[inline(always)]
             unsafe fn add(self, b: Self) -> Self {
-                // SAFETY: as above.
+                // SAFETY: the instruction set is present (the contract of `Vector`).
                 unsafe { $add(self, b) }
             }
             #[inline(always)]
             unsafe fn sub(self, b: Self) -> Self {
-                // SAFETY: as above.
+                // SAFETY: the instruction set is present (the contract of `Vector`).
                 unsafe { $sub(self, b) }
             }
             #[inline(always)]
             unsafe fn mul(self, b: Self) -> Self {
-                // SAFETY: as above.
+                // SAFETY: the instruction set is present (the contract of `Vector`).
                 unsafe { $mul(self, b) }
             }
             #[inline(always)]
             unsafe fn div(self, b: Self) -> Self {
-                // SAFETY: as above.
+                // SAFETY: the instruction set is present (the contract of `Vector`).
                 unsafe { $div(self, b) }
             }
             #[inline(always)]
             unsafe fn fma(self, b: Self, c: Self) -> Self {
-                // SAFETY: as above.
+                // SAFETY: the instruction set is present (the contract of `Vector`).
                 unsafe { $fma(self, b, c) }
             }
             #[inline(always)]
             unsafe fn max(a: Self, b: Self) -> Self {
-                // SAFETY: as above.
+                // SAFETY: the instruction set is present (the contract of `Vector`).
                 unsafe { $max(a, b) }
             }
             #[inline(always)]
             unsafe fn any_gt($i: Self, $j: Self) -> bool {
-                // SAFETY: as above.
+                // SAFETY: the instruction set is present (the contract of `Vector`).
                 unsafe { $any }
             }
             #[inline(always)]
             unsafe fn exp2(self) -> Self {
                 let $z = self;
-                // SAFETY: as above.
+                // SAFETY: the instruction set is present (the contract of `Vector`).
                 unsafe { $exp2 }
             }
             #[inline(always)]
             unsafe fn transpose($p: *const $t, $ld: usize, $q: *mut $t, $qd: usize) {
-                // SAFETY: as above; `p` and `q` are to W rows of W elements.
+                // SAFETY: the instruction set is present, `p` and `q` are to W rows of W elements (the contract of `Vector`).
                 unsafe { $transpose }
             }
             #[inline(always)]
             unsafe fn gt($a: Self, $b: Self, $x: Self, $y: Self) -> Self {
-                // SAFETY: as above.
+                // SAFETY: the instruction set is present (the contract of `Vector`).
                 unsafe { $gt }
             }
             #[inline(always)]
             unsafe fn exp(self) -> Self {
                 let $e = self;
-                // SAFETY: as above.
+                // SAFETY: the instruction set is present (the contract of `Vector`).
                 unsafe { $exp }
             }
             #[inline(always)]
             unsafe fn tanh(self) -> Self {
                 let $h = self;
-                // SAFETY: as above.
+                // SAFETY: the instruction set is present (the contract of `Vector`).
                 unsafe { $tanh }
             }
             #[target_feature(enable = $features)]

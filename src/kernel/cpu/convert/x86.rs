@@ -49,12 +49,12 @@ impl Convert for __m512 {
     }
     #[inline(always)]
     unsafe fn load_bf16(p: *const u8) -> Self {
-        // SAFETY: as above.
+        // SAFETY: `p` is to W elements and the instruction set is present (the contract of `Convert`).
         unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())))) }
     }
     #[inline(always)]
     unsafe fn quiet(self) -> Self {
-        // SAFETY: as above.
+        // SAFETY: the instruction set is present (the contract of `Convert`).
         unsafe {
             let (bits, nan) = (_mm512_castps_si512(self), _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(self, self));
             _mm512_castsi512_ps(_mm512_mask_or_epi32(bits, nan, bits, _mm512_set1_epi32(0x0040_0000)))
@@ -62,7 +62,7 @@ impl Convert for __m512 {
     }
     #[inline(always)]
     unsafe fn total(self) -> f32 {
-        // SAFETY: as above; AVX2 is there too.
+        // SAFETY: the instruction set is present (the contract of `Convert`); AVX2 is there too.
         unsafe {
             let high = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(self)));
             _mm256_add_ps(_mm512_castps512_ps256(self), high).total()
@@ -70,22 +70,22 @@ impl Convert for __m512 {
     }
     #[inline(always)]
     unsafe fn store_f16(self, p: *mut u8) {
-        // SAFETY: as above.
+        // SAFETY: `p` is to W elements and the instruction set is present (the contract of `Convert`).
         unsafe { _mm256_storeu_si256(p.cast(), _mm512_cvtps_ph::<NEAREST>(self)) }
     }
     #[inline(always)]
     unsafe fn store_bf16(self, p: *mut u8) {
-        // SAFETY: as above.
+        // SAFETY: `p` is to W elements and the instruction set is present (the contract of `Convert`).
         unsafe { _mm256_storeu_si256(p.cast(), _mm512_cvtepi32_epi16(bf16_512(self))) }
     }
     #[inline(always)]
     unsafe fn stream(self, p: *mut u8) {
-        // SAFETY: as above, aligned to 64 bytes.
+        // SAFETY: `p` is to W elements and the instruction set is present (the contract of `Convert`), and aligned to 64 bytes.
         unsafe { _mm512_stream_ps(p.cast(), self) }
     }
     #[inline(always)]
     unsafe fn stream_f16(low: Self, high: Self, p: *mut u8) {
-        // SAFETY: as above.
+        // SAFETY: `p` is to W elements and the instruction set is present (the contract of `Convert`).
         unsafe {
             let low = _mm512_castsi256_si512(_mm512_cvtps_ph::<NEAREST>(low));
             _mm512_stream_si512(p.cast(), _mm512_inserti64x4::<1>(low, _mm512_cvtps_ph::<NEAREST>(high)));
@@ -93,7 +93,7 @@ impl Convert for __m512 {
     }
     #[inline(always)]
     unsafe fn stream_bf16(low: Self, high: Self, p: *mut u8) {
-        // SAFETY: as above.
+        // SAFETY: `p` is to W elements and the instruction set is present (the contract of `Convert`).
         unsafe {
             let low = _mm512_castsi256_si512(_mm512_cvtepi32_epi16(bf16_512(low)));
             _mm512_stream_si512(p.cast(), _mm512_inserti64x4::<1>(low, _mm512_cvtepi32_epi16(bf16_512(high))));
@@ -114,17 +114,17 @@ impl Convert for __m512 {
 impl Convert for __m256 {
     #[inline(always)]
     unsafe fn load_f16(p: *const u8) -> Self {
-        // SAFETY: as above.
+        // SAFETY: `p` is to W elements and the instruction set is present (the contract of `Convert`).
         unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) }
     }
     #[inline(always)]
     unsafe fn load_bf16(p: *const u8) -> Self {
-        // SAFETY: as above.
+        // SAFETY: `p` is to W elements and the instruction set is present (the contract of `Convert`).
         unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())))) }
     }
     #[inline(always)]
     unsafe fn quiet(self) -> Self {
-        // SAFETY: as above.
+        // SAFETY: the instruction set is present (the contract of `Convert`).
         unsafe {
             let nan = _mm256_cmp_ps::<_CMP_UNORD_Q>(self, self);
             _mm256_or_ps(self, _mm256_and_ps(nan, _mm256_castsi256_ps(_mm256_set1_epi32(0x0040_0000))))
@@ -132,7 +132,7 @@ impl Convert for __m256 {
     }
     #[inline(always)]
     unsafe fn total(self) -> f32 {
-        // SAFETY: as above.
+        // SAFETY: the instruction set is present (the contract of `Convert`).
         unsafe {
             let four = _mm_add_ps(_mm256_castps256_ps128(self), _mm256_extractf128_ps::<1>(self));
             let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
@@ -141,12 +141,12 @@ impl Convert for __m256 {
     }
     #[inline(always)]
     unsafe fn store_f16(self, p: *mut u8) {
-        // SAFETY: as above.
+        // SAFETY: `p` is to W elements and the instruction set is present (the contract of `Convert`).
         unsafe { _mm_storeu_si128(p.cast(), _mm256_cvtps_ph::<NEAREST>(self)) }
     }
     #[inline(always)]
     unsafe fn store_bf16(self, p: *mut u8) {
-        // SAFETY: as above.
+        // SAFETY: `p` is to W elements and the instruction set is present (the contract of `Convert`).
         unsafe {
             let bits = bf16_256(self);
             _mm_storeu_si128(p.cast(), _mm256_castsi256_si128(halves_256(bits, bits)));
@@ -154,12 +154,12 @@ impl Convert for __m256 {
     }
     #[inline(always)]
     unsafe fn stream(self, p: *mut u8) {
-        // SAFETY: as above, aligned to 32 bytes.
+        // SAFETY: `p` is to W elements and the instruction set is present (the contract of `Convert`), and aligned to 32 bytes.
         unsafe { _mm256_stream_ps(p.cast(), self) }
     }
     #[inline(always)]
     unsafe fn stream_f16(low: Self, high: Self, p: *mut u8) {
-        // SAFETY: as above.
+        // SAFETY: `p` is to W elements and the instruction set is present (the contract of `Convert`).
         unsafe {
             let (low, high) = (_mm256_cvtps_ph::<NEAREST>(low), _mm256_cvtps_ph::<NEAREST>(high));
             _mm256_stream_si256(p.cast(), _mm256_set_m128i(high, low));
@@ -167,7 +167,7 @@ impl Convert for __m256 {
     }
     #[inline(always)]
     unsafe fn stream_bf16(low: Self, high: Self, p: *mut u8) {
-        // SAFETY: as above.
+        // SAFETY: `p` is to W elements and the instruction set is present (the contract of `Convert`).
         unsafe { _mm256_stream_si256(p.cast(), halves_256(bf16_256(low), bf16_256(high))) }
     }
     #[inline(always)]
@@ -177,7 +177,7 @@ impl Convert for __m256 {
     }
     #[inline(always)]
     unsafe fn ask(p: *const u8) {
-        // SAFETY: as above.
+        // SAFETY: a prefetch of an address that is not there does nothing.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
 }
