@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A `CPATTN_CPU_ISA` that names nothing, or what the machine lacks, is refused by every call before a run begins, and ends
-//! no group. The variable is read once in a process, so each case is a process of its own: this program again.
+//! no group. The variable is read once in a process, so each test starts this program again, with itself alone to run; there it
+//! finds what the error has to say.
 
 use std::{env, process::Command, thread, time::Duration};
 
@@ -9,13 +10,16 @@ use cpattn::{
     schedule::Direction, transport::local,
 };
 
-/// What the process finds in this variable the error has to name.
+/// Set in the second process: how its errors have to begin.
 const NAMED: &str = "CPATTN_TEST_NAMED";
 
-fn in_a_process(value: &str, named: &str) {
-    let here = env::current_exe().unwrap();
-    let output = Command::new(here)
-        .args(["--exact", "refused_before_a_run", "--ignored", "--nocapture"])
+/// The test of this name, in a process with this value of the variable.
+fn in_a_process(test: &str, value: &str, named: &str) {
+    if let Ok(named) = env::var(NAMED) {
+        return refused_before_a_run(&named);
+    }
+    let output = Command::new(env::current_exe().unwrap())
+        .args(["--exact", test, "--nocapture"])
         .env(Isa::VARIABLE, value)
         .env(NAMED, named)
         .output()
@@ -30,19 +34,17 @@ fn in_a_process(value: &str, named: &str) {
 
 #[test]
 fn names_that_are_none() {
-    in_a_process("foo", "CPATTN_CPU_ISA is \"foo\", expected one of portable, ");
+    in_a_process("names_that_are_none", "foo", "CPATTN_CPU_ISA is \"foo\", expected one of portable, ");
 }
 
 #[test]
 fn instruction_sets_that_the_machine_lacks() {
     let lacking = Isa::ALL.into_iter().find(|isa| !isa.is_available()).expect("no machine has NEON and AVX2");
-    in_a_process(lacking.name(), &format!("CPATTN_CPU_ISA={lacking} is not supported: this machine has "));
+    let named = format!("CPATTN_CPU_ISA={lacking} is not supported: this machine has ");
+    in_a_process("instruction_sets_that_the_machine_lacks", lacking.name(), &named);
 }
 
-#[test]
-#[ignore = "part of the others, which start it in a process of its own"]
-fn refused_before_a_run() {
-    let named = &env::var(NAMED).expect("started by one of the others");
+fn refused_before_a_run(named: &str) {
     let problem = Problem::new(Batch::new(&[0, 5, 12]).unwrap(), 2, 2, 16, Dtype::F32);
     let plan = &Plan::new(&problem, Mesh::explicit(2, 1, 2).unwrap(), Layout::Contiguous).unwrap();
     thread::scope(|scope| {

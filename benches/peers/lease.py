@@ -115,7 +115,7 @@ def tests(stage):
     found = []
     stage.steps.keep(left_out=LEFT_OUT)
     # The tests of the C library, which find neither a compiler nor the sources here.
-    brought = {"CPATTN_ROOT": str(stage.bin / "capi/root"), "CPATTN_CUDA_PREFIX": str(stage.bin / "capi")}
+    brought = {"CPATTN_ROOT": str(stage.bin / "capi/repository"), "CPATTN_CUDA_PREFIX": str(stage.bin / "capi")}
     for program in TESTS:
         names = tests_of(stage.bin / program)
         if not names:
