@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How evenly the work units of the CPU kernels fall on many workers, by simulation: the longest worker over the mean.
+//! Simulates how evenly the work units of the CPU kernels are distributed over many workers: the time of the slowest
+//! worker over the mean.
 //!
-//! See `cpattn::kernel::cpu::balance`: no machine with so many cores is needed, and what is measured is the cut alone, not memory
-//! or clocks.
+//! See `cpattn::kernel::cpu::balance`: no machine with so many cores is needed. Only the division of work is simulated,
+//! not memory or clocks.
 //!
 //! `cargo bench --bench balance [-- --json FILE]`
 
 use cpattn::{
     Dtype,
-    call::{Attend, AttendBackward, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score},
+    call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score},
     kernel::cpu::{Isa, WorkUnit, backward_units, balance, forward_units},
 };
 
@@ -41,44 +42,12 @@ fn units(case: &Case, isa: Isa, workers: usize) -> [Vec<WorkUnit>; 2] {
     let ranges = Ranges { q: &q, k: &k, pairs: &pairs };
     // Shapes alone: no memory is touched.
     let tensor = |heads| RawTensor::compact(std::ptr::null_mut(), case.dtype, row as u64, heads, case.dim);
-    let (q, k, none) = (tensor(case.heads.0), tensor(case.heads.1), RawTensor::NONE);
+    let (q, k) = (tensor(case.heads.0), tensor(case.heads.1));
     let heads = HeadMap { q_offset: 0, kv_offset: 0, group: case.heads.0 / case.heads.1 };
     let window_right = if case.causal { 0 } else { i64::MAX };
     let score = Score { scale: 1.0, softcap: 0.0, window_left: i64::MAX, window_right };
-    let forward = Attend {
-        q,
-        k,
-        v: k,
-        running: none,
-        running_lse: none,
-        o: q,
-        lse: none,
-        alibi_slopes: none,
-        sinks: none,
-        heads,
-        score,
-        ranges,
-        aligned: false,
-    };
-    let backward = AttendBackward {
-        q,
-        k,
-        v: k,
-        d_o: q,
-        lse: none,
-        delta: none,
-        dq: none,
-        dk: none,
-        dv: none,
-        accumulate_keys: false,
-        per_q_head: false,
-        gradients: Gradients::All,
-        alibi_slopes: none,
-        heads,
-        score,
-        ranges,
-        aligned: false,
-    };
+    let forward = Attend::new([q, k, k, q], heads, score, ranges);
+    let backward = AttendBackward::new([q, k, k, q], heads, score, ranges);
     [forward_units(&forward, isa, workers), backward_units(&backward, isa, workers)]
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a call costs through C beyond the same call in Rust.
+//! The overhead of a call through C over the same call in Rust.
 //!
 //! The smallest forward (one rank, one token, one head) is run through `cpattn_forward` and through `Rank::run`, in
 //! batches that take turns, so that both see the same machine. The median of the differences is the overhead: reading

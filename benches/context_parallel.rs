@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What distribution costs: CPU time of a forward and backward on 8 ranks over that of one rank with the same kernel.
+//! The cost of distribution: CPU time of a forward and backward on 8 ranks over that of one rank with the same kernel.
 //!
 //! Ranks are threads of this process, so the process's CPU time is the sum over all ranks, both lanes and every wait
 //! that burns cycles; it hardly depends on how many cores there are or who else uses them, which wall time does. One

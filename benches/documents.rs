@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What it costs that long and short documents share a call: the time of a pack over that of its long and its short documents in
-//! a call each, in turn, on one worker. Medians of ratios, each of two measurements beside each other.
+//! The cost of long and short documents in one call: the time of a pack over that of its long and its short documents
+//! in a call each, in turn, on one worker. Medians of ratios, each of two measurements beside each other.
 //!
 //! `cargo bench --bench documents [-- --rounds N]`
 
 use cpattn::Dtype;
-use cpattn::call::{Attend, AttendBackward, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+use cpattn::call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
 use cpattn::kernel::cpu::{self, Dims, Isa, Scratch};
 use half::bf16;
 use std::time::Instant;
@@ -66,41 +66,9 @@ impl Tensors {
         let [lse, delta] = self.sums.each_mut().map(|x| tensor(x.as_mut_ptr().cast(), Dtype::F32, HEADS, 1));
         let heads = HeadMap { q_offset: 0, kv_offset: 0, group: HEADS / KV_HEADS };
         let score = Score { scale: 0.125, softcap: 0.0, window_left: i64::MAX, window_right: 0 };
-        let none = RawTensor::NONE;
-        let forward = Attend {
-            q,
-            k,
-            v,
-            running: none,
-            running_lse: none,
-            o,
-            lse,
-            alibi_slopes: none,
-            sinks: none,
-            heads,
-            score,
-            ranges,
-            aligned: false,
-        };
-        let backward = AttendBackward {
-            q,
-            k,
-            v,
-            d_o,
-            lse,
-            delta,
-            dq,
-            dk,
-            dv,
-            accumulate_keys: false,
-            per_q_head: false,
-            gradients: Gradients::All,
-            alibi_slopes: none,
-            heads,
-            score,
-            ranges,
-            aligned: false,
-        };
+        let forward = Attend { lse, ..Attend::new([q, k, v, o], heads, score, ranges) };
+        let backward =
+            AttendBackward { lse, delta, dq, dk, dv, ..AttendBackward::new([q, k, v, d_o], heads, score, ranges) };
         let begin = Instant::now();
         // SAFETY: the tensors are the vectors of `self`, as long as their shapes say, and used by no other code.
         unsafe { cpu::attend(&forward, scratch) }.expect("a forward");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What an exchange of transport `local` costs: the meeting itself (small messages) and the copying (large ones).
+//! The cost of an exchange of transport `local`: synchronisation (small messages) and copying (large messages).
 //!
 //! Times are per exchange, seen from rank 0, with one thread per rank; throughput counts the bytes that one rank
 //! receives. A machine with fewer cores than ranks measures its scheduler too.

@@ -5,7 +5,7 @@
 //! `2 · pairs · (head_dim + value_dim)` per head forward and 2.5 times that backward, with the allowed pairs alone.
 
 use cpattn::Dtype;
-use cpattn::call::{Attend, AttendBackward, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+use cpattn::call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
 use cpattn::kernel::cpu::{self, Dims, Scratch};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use half::bf16;
@@ -63,38 +63,16 @@ fn one(
     let heads = HeadMap { q_offset: 0, kv_offset: 0, group: 1 };
     let score = Score { scale: 0.125, softcap: 0.0, window_left: i64::MAX, window_right: right };
     let forward = Attend {
-        q: input(0),
-        k: input(1),
-        v: input(2),
-        running: RawTensor::NONE,
-        running_lse: RawTensor::NONE,
-        o: tensor(o, dtype, DIM),
         lse: tensor(lse, Dtype::F32, 1),
-        alibi_slopes: RawTensor::NONE,
-        sinks: RawTensor::NONE,
-        heads,
-        score,
-        ranges,
-        aligned: false,
+        ..Attend::new([input(0), input(1), input(2), tensor(o, dtype, DIM)], heads, score, ranges)
     };
     let backward = AttendBackward {
-        q: forward.q,
-        k: forward.k,
-        v: forward.v,
-        d_o: input(3),
         lse: forward.lse,
         delta: tensor(delta, Dtype::F32, 1),
         dq: tensor(dq, Dtype::F32, DIM),
         dk: tensor(dk, Dtype::F32, DIM),
         dv: tensor(dv, Dtype::F32, DIM),
-        accumulate_keys: false,
-        per_q_head: false,
-        gradients: Gradients::All,
-        alibi_slopes: RawTensor::NONE,
-        heads,
-        score,
-        ranges,
-        aligned: false,
+        ..AttendBackward::new([forward.q, forward.k, forward.v, input(3)], heads, score, ranges)
     };
     let pairs = if right == 0 { tokens * (tokens + 1) / 2 } else { tokens * tokens };
     let work = (2 * pairs * 2 * (DIM * HEADS) as usize) as u64;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a run on devices costs the host: CPU seconds over operations, once the plan is prepared.
+//! The host's cost of a run on devices: CPU seconds per operation, once the plan is prepared.
 //!
-//! On the stand-in driver with its interpretation off, so that what remains is the crate's own time and that of a driver
-//! which checks and counts calls:
+//! On the stand-in driver with its PTX interpreter off, so that only the crate's own time and that of a driver which
+//! checks and counts calls remain:
 //!
 //! ```sh
 //! cargo build --release -p cuda-emulator

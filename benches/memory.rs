@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Everything on a rank that moves memory and computes next to nothing, as a share of a copy of as many bytes.
+//! The speed of a rank's memory-bound operations, relative to a copy of as many bytes.
 //!
 //! Packing and unpacking for an all-to-all, casts, row sums, ordered sums, merges. Each is timed in turn with the standard
 //! library's copy of half the bytes that it reads and writes (a copy reads and writes each byte once), on one thread, and

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Host time of an exchange over NCCL on the stand-ins, where nothing is moved: what this crate's transport takes, beside the
+//! Host time of an exchange over NCCL on the stand-ins, which move no data: this crate's transport, compared with the
 //! same calls of the library and the driver made by hand.
 //!
 //! `cargo build -p cuda-emulator -p nccl-stand-in`, then `LD_LIBRARY_PATH=$(cargo run -q -p cuda-emulator --bin libdir)

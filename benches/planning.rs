@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One rank's plan: `Plan::with_options` and both schedules. Documents change every step, so this is paid every step.
+//! One rank's plan: `Plan::with_options` and both schedules. Documents change every step, so this cost occurs every
+//! step.
 //!
 //! Targets: 100 µs at 8 ranks and 64 documents; 50 ms at 1,024 ranks, 1 M tokens and 1,000 documents.
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Packed documents.
 //!
-//! A batch is documents laid end to end without padding, described by `cu_seqlens` as FlashAttention does: `n + 1`
-//! non-decreasing `i32`, the first 0. q and k usually share it. Where they differ (cross-attention, a prefix computed
-//! earlier) each document's q begins at a *position* of its own; without one it is aligned to the bottom right, so that
-//! the last q sees the last k.
+//! A batch is a sequence of documents without padding between them, described by `cu_seqlens` as in FlashAttention:
+//! `n + 1` non-decreasing `i32`, the first 0. q and k usually have the same documents. If they differ (cross-attention,
+//! a prefix computed earlier), `q_start` gives the *position* of each document's first q token; by default q is aligned
+//! to the bottom right, so that the last q is aligned with the last k.
 
 use alloc::{format, sync::Arc, vec::Vec};
 
@@ -18,7 +18,7 @@ pub struct Batch {
     q_start: Option<Arc<[i64]>>,
 }
 
-/// Which tokens are meant where q and k may be cut differently.
+/// The tokens of q or those of k, where the two may differ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
     /// q, o, lse and their gradients.
@@ -53,12 +53,12 @@ impl Batch {
         Ok(Self { cu_k: cu.clone(), cu_q: cu, q_start: None })
     }
 
-    /// Documents with q and k of their own. `q_start[d]` is the position of document `d`'s first q token among its k
+    /// Documents with different q and k. `q_start[d]` is the position of document `d`'s first q token among its k
     /// tokens; without it, `len_k − len_q` (which may be negative).
     ///
-    /// A document without keys, or without queries, is padding: a framework that wants equal shapes in every step appends
-    /// one document that has only its spare q rows, and one that has only its spare k rows. Nothing attends to them, o, dq,
-    /// dk and dv of them are 0 and lse is −∞ whatever they hold (finite numbers), and they cost no multiply-add.
+    /// A document without keys, or without queries, can be used as padding: for equal shapes in every step, append one
+    /// document that has only the spare q rows, and one that has only the spare k rows. Nothing attends to them. If
+    /// they hold finite numbers, their o, dq, dk and dv are 0 and their lse is −∞. They cost no multiply-adds.
     ///
     /// ```
     /// // Two documents of 9 and 6 tokens in tensors of 20 q rows and 18 k rows.
@@ -118,7 +118,7 @@ impl Batch {
         }
     }
 
-    /// All tokens of one side.
+    /// The number of tokens of one side.
     pub fn tokens(&self, side: Side) -> usize {
         self.cu_seqlens(side).last().map_or(0, |&n| n as usize)
     }

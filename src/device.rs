@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where tensors lie and work is done.
+//! The device of tensors and of work.
 
 use core::fmt;
 

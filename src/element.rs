@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Element types, and the type each one accumulates in.
 //!
-//! f16, bf16 and f32 accumulate in f32; f64 (on the CPU only) accumulates in f64. `lse`, the partial results and the
-//! travelling gradients are always in the accumulator's type: that one rule keeps errors from growing with the ring.
+//! f16, bf16 and f32 accumulate in f32; f64 (on the CPU only) accumulates in f64. `lse` and partial results are always
+//! in the accumulator's type, and partial gradients are sent in it unless [`Wire::Bf16`](crate::plan::Wire::Bf16) is
+//! chosen, so that errors do not grow with the ring.
 
 use bytemuck::Pod;
 use half::{bf16, f16};
@@ -22,7 +23,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Bytes of one element.
+    /// The size of one element in bytes.
     pub const fn size(self) -> usize {
         match self {
             Self::F16 | Self::Bf16 => 2,
@@ -31,7 +32,7 @@ impl Dtype {
         }
     }
 
-    /// The type that sums, `lse` and partial results of this type are kept in.
+    /// The type of sums, `lse` and partial results for this element type.
     pub const fn accumulator(self) -> Self {
         match self {
             Self::F64 => Self::F64,
@@ -90,7 +91,7 @@ pub trait Element: Pod + Send + Sync + PartialEq + core::fmt::Debug + sealed::Se
     fn from_f64(x: f64) -> Self;
 }
 
-/// A type that sums are kept in.
+/// A type for sums, `lse` and partial results.
 pub trait Accumulator:
     Element<Acc = Self> + PartialOrd + core::ops::Add<Output = Self> + core::ops::Mul<Output = Self>
 {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Typed refusals.
+//! The error type.
 //!
-//! Nothing in this crate is silently ignored, so refusing well is half of the interface. An error names the argument
-//! in the caller's own vocabulary, the value it found, the value it needed, and the way out. The reader of one in a
-//! log of a thousand ranks must be able to act on it without the source.
+//! No option or argument is silently ignored; what cannot be done is refused with an error. The error names the
+//! argument by the caller's name for it, the value found, the value expected, and the way out, so that it can be
+//! understood from a log of a thousand ranks without reading the source.
 
 use alloc::{format, string::String, vec::Vec};
 use core::fmt;
@@ -15,7 +15,7 @@ pub type Result<T, E = Error> = core::result::Result<T, E>;
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Error {
-    /// An argument contradicts another one, or is impossible by itself. Nothing was touched.
+    /// An argument contradicts another one, or is invalid by itself. Nothing was written.
     Invalid {
         /// The argument by the caller's name for it (`cu_seqlens_q`, `k.head_dim`, …).
         argument: String,
@@ -26,30 +26,31 @@ pub enum Error {
         /// The way out; empty when `expected` says it all.
         hint: &'static str,
     },
-    /// A legal request that this build, backend or mode does not honour. It is refused, never approximated.
+    /// A valid request that this build, backend or mode does not support.
     Unsupported {
-        /// The option that cannot be honoured.
+        /// The option that is not supported.
         option: String,
-        /// Where the limit lies.
+        /// The limit.
         limit: String,
         /// The way out.
         hint: &'static str,
     },
-    /// Two ranks run different things. Found before anything moved where the group meets for the first run of a plan and
-    /// direction; the ranks may then plan again. Found with the first message between two ranks in later runs, which are
-    /// over then on every rank of the group.
+    /// Two ranks make different calls or run different plans. In the first run of a plan in a direction this is found
+    /// before any data moves, and the group stays usable. In later runs it is found with the first message between two
+    /// ranks, and the group has failed.
     Disagreement {
         /// The rank that reports.
         rank: usize,
-        /// The first rank that runs something else.
+        /// The first rank that differs.
         peer: usize,
         /// Fingerprint of what this rank runs: plan, direction and kind of run.
         ours: u64,
         /// Fingerprint of what the peer runs.
         theirs: u64,
-        /// What this rank runs, in words: direction, tokens, heads, mesh, layout. Empty where only a transport was asked.
+        /// A description of what this rank runs: direction, tokens, heads, mesh, layout. Empty if the error comes from
+        /// a transport used without a rank.
         what: String,
-        /// How many runs this rank, and how many the peer, has begun in this group; `None` where that was not compared.
+        /// The number of runs that this rank and the peer have begun in this group; `None` if that was not compared.
         runs: Option<[u64; 2]>,
     },
     /// A peer failed, left, or did not answer in time. The run is over on every rank of the group.
@@ -62,12 +63,13 @@ pub enum Error {
         step: u32,
         /// The run that it belongs to; `None` outside of runs.
         run: Option<RunName>,
-        /// The peer that is to blame.
+        /// The peer at fault.
         peer: usize,
         /// What the peer did.
         cause: Cause,
     },
-    /// As [`Error::Peer`], of an engine that does not say which of several peers is to blame. The run is over.
+    /// As [`Error::Peer`], from a communication library (NCCL) that does not say which of several peers is at fault.
+    /// The run is over.
     Peers {
         /// The rank that reports.
         rank: usize,
@@ -79,8 +81,27 @@ pub enum Error {
         run: Option<RunName>,
         /// The peers of that operation, one of which failed.
         peers: Vec<usize>,
-        /// What that one did.
+        /// What that peer did.
         cause: Cause,
+    },
+    /// As [`Error::Peer`], from a group over an [engine](crate::transport::engine), whose ranks have asked each other
+    /// which of them is at fault. The run is over.
+    Found {
+        /// The rank that reports.
+        rank: usize,
+        /// The operation it was in, as the schedule names it.
+        operation: &'static str,
+        /// The step of the schedule.
+        step: u32,
+        /// The run that it belongs to; `None` outside of runs.
+        run: Option<RunName>,
+        /// The rank at fault, which may be this one; `None` if it cannot be determined. Of two ranks that run different
+        /// plans, each names the other.
+        peer: Option<usize>,
+        /// Whether the cause is that ranks run different plans or make different calls.
+        differ: bool,
+        /// What this rank waited for, and what the ranks said.
+        text: String,
     },
     /// The schedule verifier found a flaw.
     Schedule {
@@ -91,7 +112,7 @@ pub enum Error {
         /// What is wrong, with the buffers, rows or peers concerned.
         flaw: String,
     },
-    /// A call into a device driver or into MPI failed.
+    /// A call into a device driver, MPI or the operating system failed.
     Device {
         /// The call.
         call: &'static str,
@@ -150,17 +171,17 @@ impl RunName {
 pub enum Cause {
     /// It did not answer within the deadline.
     Deadline {
-        /// Milliseconds in which nothing of the call moved.
+        /// Milliseconds in which none of the call's messages moved.
         ms: u64,
         /// Bytes of its messages, sent and received, that the rank whose deadline passed still waited for; 0 in `agree`,
         /// which has none.
         bytes: u64,
     },
-    /// It did not come to make its transport, within the time that others waited for it, or came when they had given up.
+    /// It did not make its transport within the time that the others waited, or made it later.
     Absent {
-        /// The milliseconds for which the rank waited that waited longest.
+        /// The longest time that a rank waited, in milliseconds.
         ms: u64,
-        /// How many ranks have not come besides.
+        /// How many other ranks did not make theirs.
         others: usize,
     },
     /// It panicked.
@@ -169,7 +190,7 @@ pub enum Cause {
     Left,
     /// `abort` was called on it.
     Aborted,
-    /// It offered a message of another size (bytes): `ours` was expected.
+    /// It sent or expected a message of another size, in bytes.
     Size {
         /// Bytes this rank expected.
         ours: u64,
@@ -178,24 +199,24 @@ pub enum Cause {
     },
     /// Its own operation failed; its own error says how.
     Failed,
-    /// It found that ranks run different things, or runs something else itself: one plan where another is expected, or one
-    /// that has to be agreed on where one is expected that was agreed on before.
+    /// It found that ranks differ, or differs itself: it runs another plan; or it compares a new plan while another
+    /// rank runs one that was compared before; or two other ranks have different sizes for a message.
     Disagreed {
         /// The other of the two ranks that differ.
         with: usize,
     },
-    /// The engine below the transport (NCCL) reports an error, which can be this rank's own.
+    /// The library below the transport (NCCL) reports an error, which can be this rank's own.
     Engine {
-        /// The engine's code.
+        /// The library's error code.
         code: i32,
         /// What the code means.
         text: &'static str,
-        /// Milliseconds for which the exchange was under way.
+        /// Milliseconds since the exchange began.
         ms: u64,
         /// Bytes of its messages, sent and received.
         bytes: u64,
     },
-    /// A transport of the caller's says that it failed: which of its functions, and what that returned.
+    /// The caller's own transport reported a failure: which function, and what it returned.
     Returned {
         /// `agree`, `exchange` or `poll`.
         function: &'static str,
@@ -215,7 +236,7 @@ impl Error {
         }
     }
 
-    /// An option that is not honoured here, with its limit and the way out.
+    /// An option that is not supported here, with its limit and the way out.
     pub fn unsupported(option: impl Into<String>, limit: impl fmt::Display, hint: &'static str) -> Self {
         Self::Unsupported { option: option.into(), limit: format!("{limit}"), hint }
     }
@@ -225,10 +246,19 @@ impl Error {
         Self::Disagreement { rank, peer, ours, theirs, what: String::new(), runs: None }
     }
 
-    /// Names the run that a peer made fail, where that is not named yet.
+    /// The other rank that the error names, if any: the one at fault, or one that runs another plan.
+    pub const fn peer(&self) -> Option<usize> {
+        match self {
+            Self::Disagreement { peer, .. } | Self::Peer { peer, .. } => Some(*peer),
+            Self::Found { peer, .. } => *peer,
+            _ => None,
+        }
+    }
+
+    /// Adds the name of the failed run, if the error has none yet.
     #[must_use]
     pub fn of_run(mut self, name: RunName) -> Self {
-        if let Self::Peer { run, .. } | Self::Peers { run, .. } = &mut self {
+        if let Self::Peer { run, .. } | Self::Peers { run, .. } | Self::Found { run, .. } = &mut self {
             run.get_or_insert(name);
         }
         self
@@ -261,18 +291,30 @@ impl fmt::Display for Error {
                 if ours == theirs {
                     f.write_str("the same")?
                 } else {
-                    write!(f, "another plan or direction ({theirs:016x})")?
+                    write!(f, "something else ({theirs:016x})")?
                 }
                 if let Some([ours, theirs]) = runs {
                     write!(f, "; it is run {ours} of rank {rank} in the group, and run {theirs} of rank {peer}")?;
                 }
-                f.write_str(": all ranks of a group must run the same problem, mesh, layout, options and directions in the same order")
+                f.write_str(concat!(
+                    ": all ranks of a group must make the same calls in the same order, with the same problem, mesh, layout and options, \
+                     and one version of cpattn (",
+                    env!("CARGO_PKG_VERSION"),
+                    " here)"
+                ))
             }
             Self::Peer { rank, operation, step, run, peer, cause } => {
                 write!(f, "rank {rank}, {operation}, step {step}{}: rank {peer} {cause}", OfRun(*run))
             }
             Self::Peers { rank, operation, step, run, peers, cause } => {
-                write!(f, "rank {rank}, {operation}, step {step}{}: one of the ranks {peers:?} {cause}", OfRun(*run))
+                write!(f, "rank {rank}, {operation}, step {step}{}: ", OfRun(*run))?;
+                match peers[..] {
+                    [peer] => write!(f, "rank {peer} {cause}"),
+                    _ => write!(f, "one of the ranks {peers:?} {cause}"),
+                }
+            }
+            Self::Found { rank, operation, step, run, text, .. } => {
+                write!(f, "rank {rank}, {operation}, step {step}{}: {text}", OfRun(*run))
             }
             Self::Schedule { rank, operation, flaw } => {
                 write!(f, "schedule of rank {rank}, operation {operation}: {flaw}")

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Heads are ranges too.
+//! Which heads a Ulysses rank holds: a range of q heads, and the kv heads that they read.
 //!
-//! Ulysses rank u of U holds q heads `⌊uH/U⌋ .. ⌊(u+1)H/U⌋` and the kv heads those read. Kernels take the offset of the
-//! first head, so any `U ≤ H` works: heads need not divide, and there may be fewer kv heads than ranks. A kv head read
-//! by several ranks is sent to each of them from one source and its gradients come back as partials summed in rank
-//! order; nothing is replicated in memory and nothing is padded.
+//! Ulysses rank u of U holds q heads `⌊uH/U⌋ .. ⌊(u+1)H/U⌋` and the kv heads that those read. Kernels take the offset
+//! of the first head, so any `U ≤ H` works: H need not be a multiple of U, and there may be fewer kv heads than ranks.
+//! A kv head that several ranks read is sent to each of them from one source, and its partial gradients are sent back
+//! and summed in rank order; nothing is replicated in the caller's memory and nothing is padded.
 
 use core::ops::Range;
 

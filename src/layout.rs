@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which tokens a ring rank holds.
 //!
-//! A [`Layout`] deals the tokens of a packed batch to `R` ring ranks; none has a rule on any length, because every
-//! boundary is `⌊i·n/m⌋`. A ring rank's share is a list of [`Segment`]s in layout order: runs of one document, each with
-//! the positions of its tokens. The share is then cut over its Ulysses ranks at `⌊u·n/U⌋` rows.
+//! A [`Layout`] distributes the tokens of a packed batch over `R` ring ranks. Every boundary is `⌊i·n/m⌋`, so any
+//! lengths work. A ring rank's *share* is a list of [`Segment`]s in layout order: consecutive rows of one document,
+//! each with the positions of its tokens. The share is then split over its Ulysses ranks at `⌊u·n/U⌋` rows.
 //!
-//! Shares are made when they are asked for, never stored for all ranks: at a thousand ranks and a thousand documents
-//! the whole table would be larger than the batch.
+//! Shares are computed on request and never stored for all ranks: with a thousand ranks and a thousand documents the
+//! whole table would be larger than the batch.
 //!
 //! Every layout lists the documents of a share in ascending order; [`crate::schedule`] relies on that to join two
 //! shares in one pass.
@@ -21,7 +21,7 @@ use crate::{
     mask::Mask,
 };
 
-/// How tokens are dealt to ring ranks.
+/// How tokens are distributed over ring ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Layout {
@@ -36,10 +36,10 @@ pub enum Layout {
         /// Consecutive tokens of one rank; at least 1.
         stripe: u32,
     },
-    /// The pack is cut into R × chunks chunks of equal token count, dealt so that ranks are alike in tokens and in
-    /// mask area.
+    /// The pack is cut into R × chunks chunks of equal token count, assigned so that ranks have about the same number
+    /// of tokens and the same mask area.
     Balanced {
-        /// Chunks for each rank; at least 1. More balance better and fragment more.
+        /// Chunks for each rank; at least 1. More chunks balance better and fragment more.
         chunks: u32,
     },
 }
@@ -56,13 +56,13 @@ impl core::fmt::Display for Layout {
     }
 }
 
-/// A run of one document inside a share.
+/// Consecutive rows of one document inside a share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Segment {
     /// Rows of the share (`row` counts from the share's start), positions, document.
     pub range: Range,
-    /// Travels against the ring: the back chunks of a zigzag.
+    /// Sent in the reverse ring direction: the back chunks of a zigzag.
     pub reverse: bool,
 }
 
@@ -163,7 +163,7 @@ impl Shares {
         }
     }
 
-    /// The documents that are dealt.
+    /// The batch.
     pub(crate) fn batch(&self) -> &Batch {
         &self.batch
     }

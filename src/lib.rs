@@ -1,25 +1,26 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Exact context-parallel attention, from one low-level crate.
+//! Exact context-parallel attention in one low-level crate.
 //!
 //! One long packed batch of documents is spread over many ranks; each ends with the exact attention output and gradients
 //! of its own tokens. The modules:
 //!
 //! | | |
 //! |---|---|
-//! | [`batch`], [`mask`], [`plan::Problem`] | what is to be computed |
+//! | [`batch`], [`mask`], [`plan::Problem`] | what is computed |
 //! | [`mesh`], [`layout`], [`heads`] | which tokens and heads a rank holds |
 //! | [`plan`] | problem × mesh × layout → [`Plan`]; explanations, shards, automatic choices |
-//! | [`schedule`] | a plan as lists of operations, one for each rank; their proof |
-//! | [`call`] | what a kernel is told: ranges, scores, heads, tensors |
+//! | [`schedule`] | a plan as lists of operations, one for each rank; their verification |
+//! | [`call`] | arguments of kernels: ranges, scores, heads, tensors |
 //! | [`kernel`] | attention over ranges, transforms, merges: reference, CPU, CUDA |
-//! | [`transport`] | exchange: threads of one process, devices of one process, processes over MPI, yours |
+//! | [`transport`] | communication: threads or CUDA devices of one process, processes over MPI or NCCL, your own |
 //! | [`runtime`] | a [`Rank`] runs plans |
 //! | [`report`] | what a plan costs and why, bounds, traces and timelines |
-//! | [`tensor`], [`element`], [`error`] | typed views, element types, typed refusals |
+//! | [`tensor`], [`element`], [`error`] | typed views, element types, errors |
 //!
-//! Data flows one way: plan → schedule → runtime → kernel and transport. Everything down to the schedule touches no memory
-//! of the caller's and is `no_std` with `alloc`; the rest needs the feature `std` (default). `rayon` spreads CPU kernels,
-//! `cuda` adds the CUDA backend, `nccl` ranks over NCCL, `mpi` ranks over MPI, `capi` the C interface.
+//! Data flows one way: plan → schedule → runtime → kernel and transport. Modules up to the schedule do not access the
+//! caller's memory and are `no_std` with `alloc`; the rest needs the feature `std` (default). Other features: `rayon`
+//! runs CPU kernels on several threads, `cuda` adds the CUDA backend, `nccl` ranks over NCCL, `mpi` ranks over MPI,
+//! `capi` the C interface.
 #![cfg_attr(feature = "std", doc = "")]
 #![cfg_attr(feature = "std", doc = include_str!("../README.md"))]
 #![cfg_attr(not(feature = "std"), no_std)]

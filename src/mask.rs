@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which keys a query reads.
 //!
-//! A key counts when it is of the same document, `q_pos − k_pos ≤ left` and `k_pos − q_pos ≤ right`; a side that is not
-//! limited is open. Causal is `right = 0`. All is measured in positions of the document, never in local lengths, so a
-//! mask means the same however the batch is cut.
+//! A query attends to a key when both are in the same document, `q_pos − k_pos ≤ left` and `k_pos − q_pos ≤ right`;
+//! `None` means no limit on that side. Causal is `right = 0`. Positions count within the document, never within a
+//! shard, so a mask means the same however the batch is sharded.
 
 /// A window around the query's position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Mask {
-    /// How far back a query looks; `None` is to the document's start.
+    /// How many positions back a query attends; `None`: to the document's start.
     pub left: Option<u32>,
-    /// How far ahead; `None` is to the document's end.
+    /// How many positions ahead; `None`: to the document's end.
     pub right: Option<u32>,
 }
 
@@ -30,12 +30,13 @@ impl Mask {
         Self { left: Some(left), right: Some(right) }
     }
 
-    /// The causal window of `w` tokens that includes the query itself, as model configurations count it. 0 is read as 1.
+    /// The causal window of `w` tokens that includes the query itself, as model configurations count it. 0 is treated
+    /// as 1.
     pub const fn sliding(w: u32) -> Self {
         Self { left: Some(w.saturating_sub(1)), right: Some(0) }
     }
 
-    /// `left` as kernels take it; `i64::MAX` when open.
+    /// `left` as kernels take it; `i64::MAX` without a limit.
     pub const fn left_limit(self) -> i64 {
         match self.left {
             Some(n) => n as i64,
@@ -43,7 +44,7 @@ impl Mask {
         }
     }
 
-    /// `right` as kernels take it; `i64::MAX` when open.
+    /// `right` as kernels take it; `i64::MAX` without a limit.
     pub const fn right_limit(self) -> i64 {
         match self.right {
             Some(n) => n as i64,
@@ -51,7 +52,7 @@ impl Mask {
         }
     }
 
-    /// Whether a key counts. Any positions will do.
+    /// Whether the query attends to the key. Accepts any positions.
     pub const fn allows(self, q_pos: i64, k_pos: i64) -> bool {
         let distance = q_pos as i128 - k_pos as i128;
         let left = match self.left {
@@ -77,8 +78,8 @@ impl Mask {
         (high - low + 1).max(0)
     }
 
-    /// How many (q, k) pairs count between queries at positions `a..b` and keys at `0..len_k`. Any positions will do; more
-    /// pairs than an i64 holds count as `i64::MAX`.
+    /// The number of allowed (q, k) pairs between queries at positions `a..b` and keys at `0..len_k`. Accepts any
+    /// positions; more pairs than an i64 can hold give `i64::MAX`.
     ///
     /// `Σ max(0, min(q + right, len_k − 1) − max(q − left, 0) + 1)`, in closed form: each of the two bounds is a ramp
     /// with one bend.

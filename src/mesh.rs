@@ -2,7 +2,7 @@
 //! The mesh: `replicas × ring × ulysses`.
 //!
 //! Ulysses ranks are adjacent (they share a node), ring ranks come next, replicas outermost: rank
-//! `(replica · ring + r) · ulysses + u`. Replicas run the same plan shape on batches of their own and never meet.
+//! `(replica · ring + r) · ulysses + u`. Replicas work on their own batches and do not communicate with each other.
 
 use alloc::{format, string::String};
 
@@ -11,11 +11,11 @@ use crate::error::{Error, Result};
 /// A decomposition of the world.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Mesh {
-    /// Independent groups, each with a batch of its own.
+    /// Independent groups, each with its own batch.
     pub replicas: usize,
-    /// Ranks the tokens stay dealt over while k and v travel.
+    /// Ring ranks: tokens stay sharded over them while k and v are sent.
     pub ring: usize,
-    /// Ranks of one all-to-all, which exchange tokens for heads.
+    /// Ulysses ranks: ranks of one all-to-all, which exchange tokens for heads.
     pub ulysses: usize,
 }
 
@@ -77,12 +77,12 @@ impl Mesh {
         Ok(Self { replicas: world / group, ring, ulysses })
     }
 
-    /// All ranks.
+    /// The number of ranks.
     pub const fn world(&self) -> usize {
         self.replicas * self.ring * self.ulysses
     }
 
-    /// Ranks that share one batch.
+    /// The number of ranks that share one batch.
     pub const fn group(&self) -> usize {
         self.ring * self.ulysses
     }
@@ -118,7 +118,7 @@ impl core::fmt::Display for Mesh {
 }
 
 impl Mesh {
-    /// The fields are public, so their product may be anything.
+    /// Checks the product of the fields, which are public.
     pub(crate) fn check_world(&self) -> Result<()> {
         match self.replicas.checked_mul(self.ring).and_then(|n| n.checked_mul(self.ulysses)) {
             Some(world) if world <= MAX_WORLD => Ok(()),

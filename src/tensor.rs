@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Zero-copy views of `[tokens, heads, dim]` tensors in memory that is borrowed.
 //!
-//! A framework keeps its tensors as it likes: q, k and v fused in one buffer, heads before tokens, rows padded. Copying
-//! them into a shape of our own would cost as much as an exchange, so a view takes any token stride and any head
-//! stride, in elements; only the innermost dimension is contiguous. Everything is checked when a view is made, and
-//! nothing afterwards but indices: a view that exists lies within its memory, is aligned, and no product of its shape
-//! and strides overflows 64 bits.
+//! Frameworks store tensors in different ways: q, k and v fused in one buffer, heads before tokens, padded rows.
+//! Copying them into one format would cost as much as an exchange, so a view has any token stride and any head stride,
+//! in elements; only the innermost dimension must be contiguous. Everything is checked when a view is made, later only
+//! indices: every view is within its memory and aligned, and no product of its shape and strides overflows 64 bits.
 //!
-//! [`View`] may repeat memory (a stride of 0 broadcasts). [`ViewMut`] may not: its (token, head) rows share no element,
-//! in whatever order they are nested or interleaved. Several mutable views of one buffer come from splitting one view
-//! ([`ViewMut::split_heads`] cuts a fused dq, dk, dv apart), or from [`ViewMut::from_raw`].
+//! A [`View`] may repeat memory (a stride of 0 broadcasts). A [`ViewMut`] may not: its (token, head) rows share no
+//! element, in any nesting or interleaving. To get several mutable views of one buffer, split one view
+//! ([`ViewMut::split_heads`] splits a fused dq, dk, dv), or use [`ViewMut::from_raw`].
 //!
-//! Below the views everything speaks [`RawTensor`], which has no type and no lifetime. What reaches a kernel that way
-//! passes [`expect`] and [`disjoint`] first. No kernel belongs here, and no copy.
+//! Lower layers use [`RawTensor`], which has no type and no lifetime. Tensors given to a kernel are first checked by
+//! [`expect`] and [`disjoint`]. This module has no kernels and no copies.
 //!
 //! ```
 //! use cpattn::{View, ViewMut, tensor};
@@ -59,7 +58,7 @@ pub struct ViewMut<'a, T> {
     memory: PhantomData<&'a mut [T]>,
 }
 
-/// What both views can tell.
+/// Methods of both views.
 macro_rules! accessors {
     () => {
         /// Rows.
@@ -98,14 +97,14 @@ macro_rules! accessors {
             self.raw.head_stride as usize
         }
 
-        /// Whether the tokens lie end to end, token-major, without gaps.
+        /// Whether the tensor is compact and token-major, without gaps.
         #[inline]
         pub const fn is_compact(&self) -> bool {
             self.raw.is_compact()
         }
 
-        /// The tensor without type and lifetime, as kernels take it. Reading or writing through it is as unsafe as
-        /// through any pointer, and must respect this view's borrow.
+        /// The tensor without type and lifetime, for kernels. Reading or writing through it is as unsafe as through any
+        /// pointer, and must respect this view's borrow.
         #[inline]
         pub const fn raw(&self) -> RawTensor {
             self.raw
@@ -209,7 +208,7 @@ impl<'a, T: Element> View<'a, T> {
         unsafe { core::slice::from_raw_parts(element::<T>(&self.raw, token, head), self.dim()) }
     }
 
-    /// All elements, when they lie end to end.
+    /// All elements as one slice, if they are contiguous.
     pub fn as_slice(&self) -> Option<&'a [T]> {
         let count = elements(&self.raw, self.is_compact())?;
         // SAFETY: a compact view's rows lie end to end from its address on, all inside memory that is borrowed for 'a.
@@ -229,8 +228,8 @@ impl<'a, T: Element> ViewMut<'a, T> {
         Self::over(data, [tokens, heads, dim], compact_strides(heads, dim)?, true)
     }
 
-    /// As [`View::strided`], for strides that keep rows apart. Tokens may nest in heads or heads in tokens, or both
-    /// interleave.
+    /// As [`View::strided`], for strides with which rows do not overlap. Tokens may be nested in heads or heads in
+    /// tokens, or they may interleave.
     ///
     /// # Errors
     ///
@@ -267,7 +266,7 @@ impl<'a, T: Element> ViewMut<'a, T> {
     /// # Safety
     ///
     /// For `'a`, every row of the tensor must lie in one live allocation of initialised memory, on the host, and its
-    /// elements may be reached through this view alone. What lies between the rows may belong to others.
+    /// elements may be reached through this view alone. Memory between the rows may be used by others.
     pub unsafe fn from_raw(raw: RawTensor) -> Result<Self> {
         check_raw::<T>(&raw)?;
         overlap::refuse_within("", &raw)?;
@@ -294,7 +293,7 @@ impl<'a, T: Element> ViewMut<'a, T> {
         View { raw: self.raw, memory: PhantomData }
     }
 
-    /// The same tensor for a shorter while, so that a call may consume it.
+    /// The same tensor with a shorter lifetime, so that a call may consume it.
     pub const fn reborrow(&mut self) -> ViewMut<'_, T> {
         ViewMut { raw: self.raw, memory: PhantomData }
     }
@@ -364,7 +363,7 @@ impl<'a, T: Element> ViewMut<'a, T> {
         unsafe { core::slice::from_raw_parts_mut(element::<T>(&self.raw, token, head), self.dim()) }
     }
 
-    /// All elements, when they lie end to end.
+    /// All elements as one slice, if they are contiguous.
     pub fn as_mut_slice(&mut self) -> Option<&mut [T]> {
         let count = elements(&self.raw, self.is_compact())?;
         // SAFETY: as for `View::as_slice`; without gaps, the span holds elements of this view only, and `&mut self`
@@ -372,7 +371,7 @@ impl<'a, T: Element> ViewMut<'a, T> {
         Some(unsafe { core::slice::from_raw_parts_mut(start(&self.raw), count) })
     }
 
-    /// Sets every element; what lies between the rows stays as it is.
+    /// Sets every element; memory between the rows is not changed.
     pub fn fill(&mut self, value: T) {
         for token in 0..self.tokens() {
             for head in 0..self.heads() {

@@ -14,7 +14,7 @@ use common::{
 use cpattn::{
     Batch, Cause, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, View, ViewMut,
     batch::Side,
-    plan::Circulate,
+    plan::{Circulate, Gather},
     schedule::Direction,
     transport::{
         Label, Message, Transport,
@@ -171,7 +171,9 @@ fn expect_disagreement(
                 Error::Peer { peer, cause: Cause::Disagreed { with }, .. } => {
                     assert_eq!([*peer, *with].iter().filter(|&&n| n == odd).count(), 1, "{what}, rank {r}: {error}");
                 }
-                Error::Peer { cause: Cause::Size { .. }, .. } => {}
+                Error::Peer { peer, cause: Cause::Size { .. }, .. } => {
+                    assert!(r == odd || *peer == odd, "{what}, rank {odd} is odd: rank {r}: {error}");
+                }
                 other => panic!("{what}, rank {odd} is odd: rank {r} returned {other:?}"),
             }
         }
@@ -192,6 +194,7 @@ fn another_plan_that_was_agreed_on() {
         ("fewer tokens", Job::ring(&[6, 3], world)),
         ("layout", Job::new(&[30, 6], [4, 2], ring, Layout::Contiguous, options())),
         ("gather", Job::new(&[30, 6], [4, 2], ring, Layout::Zigzag, options().gather(true))),
+        ("together", Job::new(&[30, 6], [4, 2], ring, Layout::Zigzag, options().gather(Gather::Together))),
         ("circulate", Job::new(&[30, 6], [4, 2], ring, Layout::Zigzag, options().circulate(Circulate::Queries))),
         ("mesh", Job::new(&[30, 6], [4, 2], Mesh::ulysses(world).unwrap(), Layout::Zigzag, options())),
     ] {

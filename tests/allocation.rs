@@ -13,7 +13,7 @@ use common::{
 };
 use cpattn::{
     Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Rank,
-    plan::{Circulate, Wire},
+    plan::{Circulate, Gather, Wire},
     schedule::{ALIGNMENT, Direction, Lane, Schedule},
     transport::local,
 };
@@ -191,6 +191,7 @@ fn main() {
         o().circulate(Circulate::Keys),
         o().circulate(Circulate::Queries),
         o().gather(true),
+        o().gather(Gather::Together),
         o().passes(2),
         o().gather(true).passes(2),
         o().reproducible(true),

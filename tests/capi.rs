@@ -91,6 +91,11 @@ fn a_transport_written_in_cpp() {
 }
 
 #[test]
+fn an_engine_written_in_c() {
+    run(&mut Command::new(compile("tests/capi/engine.c", "c99")));
+}
+
+#[test]
 fn misuse_is_refused() {
     let text = run(&mut Command::new(compile("tests/capi/misuse.c", "c99")));
     let said = text.lines().filter(|line| line.starts_with(REFUSED)).count();
@@ -105,6 +110,11 @@ fn a_kernel_of_the_callers_between_two_all_to_alls() {
 #[test]
 fn instruction_sets_are_forced_and_parts_of_documents_err_as_the_whole() {
     run(&mut Command::new(compile("tests/capi/isa.c", "c99")));
+}
+
+#[test]
+fn shifts_and_traces_of_a_group() {
+    run(&mut Command::new(compile("tests/capi/between_runs.c", "c99")));
 }
 
 #[test]

@@ -6,7 +6,7 @@ mod common;
 use common::{Data, Random, check, check_within, one_rank, reference, run};
 use cpattn::{
     Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Side,
-    plan::{Circulate, Wire},
+    plan::{Circulate, Gather, Wire},
 };
 use half::{bf16, f16};
 use proptest::prelude::*;
@@ -24,12 +24,14 @@ fn mesh(ulysses: usize, ring: usize) -> Mesh {
     Mesh::explicit(ulysses * ring, ulysses, ring).unwrap()
 }
 
-fn forms() -> [Options; 7] {
+fn forms() -> [Options; 9] {
     [
         Options::new(),
         Options::new().gather(true),
         Options::new().passes(2),
         Options::new().gather(true).passes(2),
+        Options::new().gather(Gather::Together),
+        Options::new().gather(Gather::Together).circulate(Circulate::Queries),
         Options::new().circulate(Circulate::Queries),
         Options::new().circulate(Circulate::Keys).pack_inputs(true),
         Options::new().reproducible(true),
@@ -157,7 +159,12 @@ fn awkward_lengths_on_eight_ranks() {
     for lengths in lengths {
         let p = Problem::new(Batch::from_lengths(lengths).unwrap(), 8, 2, 8, Dtype::F32);
         let what = format!("documents {lengths:?}");
-        let forms = [Options::new(), Options::new().gather(true), Options::new().reproducible(true)];
+        let forms = [
+            Options::new(),
+            Options::new().gather(true),
+            Options::new().gather(Gather::Together),
+            Options::new().reproducible(true),
+        ];
         every_way::<f32>(&what, &p, &[mesh(1, 8), mesh(4, 2), mesh(8, 1)], &LAYOUTS, &forms);
     }
 }

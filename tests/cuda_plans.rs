@@ -18,7 +18,7 @@ use cpattn::{
     Batch, Dtype, Element, Error, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side,
     call::RawTensor,
     kernel::cuda::{Cuda, DeviceMemory},
-    plan::{Circulate, Wire},
+    plan::{Circulate, Gather, Wire},
     runtime::Bindings,
     schedule::{Direction, TensorId},
     transport::peer,
@@ -174,6 +174,7 @@ fn ulysses_ring_and_hybrid() {
             (3, 2, Layout::ZigzagPack, Options::new().circulate(Circulate::Queries)),
             (1, 2, Layout::Striped { stripe: 4 }, Options::new().circulate(Circulate::Keys).pack_inputs(true)),
             (2, 2, Layout::Balanced { chunks: 2 }, Options::new().gather(true)),
+            (1, 3, Layout::Zigzag, Options::new().gather(Gather::Together)),
             (1, 3, Layout::Contiguous, Options::new().wire(Wire::Bf16).passes(2)),
         ],
     );

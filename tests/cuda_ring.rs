@@ -1,10 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The ring check over devices: it measures each link both ways, names the link at which a rank is silent, and is there in C.
+//! And what else ranks on devices do between runs: they shift rows of the host, and gather a trace.
 //!
 //! Runs on whatever driver is found, see `cuda_plans`.
 #![cfg(feature = "cuda")]
 
-use std::{sync::Arc, thread, time::Duration};
+#[path = "common/between_runs.rs"]
+mod between_runs;
+
+use std::{
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
 
 use cpattn::{
     Cause, Error, Rank,
@@ -112,6 +120,14 @@ fn ranks_on_devices_check_their_ring() {
             });
         }
     });
+}
+
+#[test]
+fn rows_are_shifted_and_traces_gathered() {
+    let Some(ends) = group(3, Duration::from_secs(60)) else { return };
+    let began = Instant::now();
+    let one = |end| between_runs::one_rank(Rank::on_device(end).unwrap(), 3, began);
+    thread::scope(|scope| ends.into_iter().for_each(|end| drop(scope.spawn(move || one(end)))));
 }
 
 #[cfg(feature = "capi")]

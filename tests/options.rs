@@ -9,13 +9,13 @@ mod common;
 use common::{Data, check, error, one_rank, reference, rms, run};
 use cpattn::{
     Batch, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem,
-    plan::{Circulate, Wire},
+    plan::{Circulate, Gather, Wire},
 };
 
 fn all() -> Vec<Options> {
     let flags = [false, true];
     let mut list = Vec::new();
-    for gather in flags {
+    for gather in [Gather::Auto, Gather::Steps, Gather::Others, Gather::Together] {
         for passes in [1, 3] {
             for circulate in [Circulate::Auto, Circulate::Keys, Circulate::Queries] {
                 for wire in [Wire::Full, Wire::Bf16] {
@@ -72,7 +72,7 @@ fn every_combination_of_options_is_honoured_or_refused() {
             honoured += 1;
         }
     }
-    assert_eq!((honoured, refused), (132, 156), "honoured, refused");
+    assert_eq!((honoured, refused), (264, 312), "honoured, refused");
 }
 
 /// The results of every mode are those with the option, and clearly not those without it.
@@ -97,6 +97,7 @@ fn every_score_option_makes_a_difference_in_every_mode() {
         o().circulate(Circulate::Keys),
         o().circulate(Circulate::Queries),
         o().gather(true),
+        o().gather(Gather::Together),
         o().passes(3),
         o().reproducible(true),
     ];

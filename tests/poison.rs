@@ -12,7 +12,7 @@ use common::{
 };
 use cpattn::{
     Backward, Batch, Dtype, Element, Forward, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Side, View, ViewMut,
-    plan::{Circulate, Wire},
+    plan::{Circulate, Gather, Wire},
     schedule::{ALIGNMENT, Direction},
     transport::local,
 };
@@ -62,6 +62,7 @@ fn every_way<T: Element>(p: &Problem, meshes: &[Mesh]) {
         o().circulate(Circulate::Keys),
         o().circulate(Circulate::Queries),
         o().gather(true),
+        o().gather(Gather::Together),
         o().passes(2),
         o().reproducible(true),
         o().wire(Wire::Bf16),

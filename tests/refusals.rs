@@ -11,7 +11,7 @@ use common::{
 use cpattn::{
     Batch, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side,
     call::RawTensor,
-    plan::{AttentionKind, Circulate, Wire},
+    plan::{AttentionKind, Circulate, Gather, Wire},
     runtime::Bindings,
     schedule::{ALIGNMENT, Direction, Schedule, TensorId},
     transport::local,
@@ -283,6 +283,7 @@ fn ranks_that_planned_different_things() {
         ("layout", plan(&base, mesh, Layout::Zigzag, o())),
         ("mesh", plan(&base, Mesh::ulysses(3).unwrap(), layout, o())),
         ("gather", plan(&base, mesh, layout, o().gather(true))),
+        ("gather together", plan(&base, mesh, layout, o().gather(Gather::Together))),
         ("passes", plan(&base, mesh, layout, o().passes(2))),
         ("circulate", plan(&base, mesh, layout, o().circulate(Circulate::Queries))),
         ("wire", plan(&base, mesh, layout, o().wire(Wire::Bf16))),

@@ -7,7 +7,7 @@ use crate::device::{Device, decode, normal, tensor, text};
 use crate::{Prepared, Result};
 use cpattn::Dtype;
 use cpattn::call::{
-    Attend, AttendBackward, Block, Delta, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score, Transform,
+    Attend, AttendBackward, Block, Delta, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score, Transform,
 };
 use cpattn::kernel::cuda::{DeviceMemory, Staging};
 
@@ -160,19 +160,10 @@ impl Heads {
             _ => tensor(memory, Dtype::F32, self.case.heads, dim),
         };
         Attend {
-            q,
-            k,
-            v,
             running: optional(&set.running, self.case.value_dim),
             running_lse: optional(&set.running_lse, 2),
-            o,
             lse: optional(&set.lse, 1),
-            alibi_slopes: RawTensor::NONE,
-            sinks: RawTensor::NONE,
-            heads: self.map(),
-            score: self.score(),
-            ranges: self.ranges(),
-            aligned: false,
+            ..Attend::new([q, k, v, o], self.map(), self.score(), self.ranges())
         }
     }
 
@@ -181,23 +172,17 @@ impl Heads {
         let shapes = shapes(&self.case);
         let sum = |i: usize| tensor(&set.sums[i], Dtype::F32, shapes[i].0, shapes[i].1);
         AttendBackward {
-            q,
-            k,
-            v,
-            d_o: RawTensor { ptr: set.d_o.ptr(), ..o },
             lse: tensor(&set.lse, Dtype::F32, self.case.heads, 1),
             delta: tensor(&set.delta, Dtype::F32, self.case.heads, 1),
             dq: sum(0),
             dk: sum(1),
             dv: sum(2),
-            accumulate_keys: false,
-            per_q_head: false,
-            gradients: Gradients::All,
-            alibi_slopes: RawTensor::NONE,
-            heads: self.map(),
-            score: self.score(),
-            ranges: self.ranges(),
-            aligned: false,
+            ..AttendBackward::new(
+                [q, k, v, RawTensor { ptr: set.d_o.ptr(), ..o }],
+                self.map(),
+                self.score(),
+                self.ranges(),
+            )
         }
     }
 

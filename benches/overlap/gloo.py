@@ -39,7 +39,7 @@ def job(rank: int, world: int, tokens: int, rounds: int) -> list[dict[str, Any]]
         forward = dict(inputs, o=torch.empty(n, HEADS, HEAD_DIM), lse=torch.empty(HEADS, n))
         gradients = {name: torch.empty(n, HEADS, HEAD_DIM) for name in ("dq", "dk", "dv")}
         backward = dict(forward, d_o=torch.rand(n, HEADS, HEAD_DIM) - 0.5, **gradients)
-        tap = Tap(context.transport)
+        tap = Tap(context)
         for direction, call, tensors, outputs in (
             ("forward", context.rank.forward, forward, ("o", "lse")),
             ("backward", context.rank.backward, backward, tuple(gradients)),

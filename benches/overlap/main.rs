@@ -70,8 +70,14 @@ fn threads(options: Options) -> Vec<String> {
 #[cfg(feature = "mpi")]
 fn processes(options: Options) -> Vec<String> {
     use cpattn::transport::mpi::Mpi;
+    use mpi::traits::Communicator;
     let (universe, _) = mpi::initialize_with_threading(mpi::Threading::Multiple).expect("the first initialisation");
-    let end = Mpi::new(&universe.world(), DEADLINE).expect("a transport of each process");
+    let world = universe.world();
+    // A panic would drop `universe`, which calls MPI_Finalize: that may wait for a process that is stopped or dead.
+    let end = Mpi::new(&world, DEADLINE).unwrap_or_else(|error| {
+        eprintln!("error: {error}");
+        world.abort(2)
+    });
     measure("mpi", end, true, options)
 }
 

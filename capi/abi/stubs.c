@@ -5,6 +5,7 @@ struct cpattn_rank { char opaque; };
 struct cpattn_scratch { char opaque; };
 uint32_t cpattn_version(void) { return 0; }
 const char *cpattn_last_error(void) { return 0; }
+int64_t cpattn_last_error_peer(void) { return 0; }
 const char *cpattn_status_name(int32_t status) { return 0; }
 int32_t cpattn_plan_create(const cpattn_problem *problem, const cpattn_options *options, cpattn_plan **plan) { return 0; }
 int32_t cpattn_plan_destroy(cpattn_plan *plan) { return 0; }
@@ -29,6 +30,14 @@ int32_t cpattn_nccl_unique_id(uint8_t *unique_id) { return 0; }
 int32_t cpattn_nccl_group(const uint8_t *unique_id, void *comm, int32_t may_abort, uint32_t rank, uint32_t world,
     int32_t device_id, uint64_t deadline_ms, cpattn_transport **transport) { return 0; }
 int32_t cpattn_transport_create(const cpattn_transport_table *table, cpattn_transport **transport) { return 0; }
+int32_t cpattn_engine_group(const cpattn_engine_table *table, uint64_t deadline_ms, cpattn_transport **transport) { return 0; }
+int32_t cpattn_engine_connect(cpattn_transport *transport) { return 0; }
+int32_t cpattn_engine_share(cpattn_transport *transport, cpattn_transport **other) { return 0; }
+int32_t cpattn_engine_agree(cpattn_transport *transport, uint32_t first, uint32_t end, uint64_t number, uint64_t *all) { return 0; }
+int32_t cpattn_engine_exchange(cpattn_transport *transport, uint32_t step, const cpattn_message *sends, size_t send_count,
+    const cpattn_message *recvs, size_t recv_count) { return 0; }
+int32_t cpattn_engine_poll(cpattn_transport *transport) { return 0; }
+int32_t cpattn_engine_abort(cpattn_transport *transport) { return 0; }
 int32_t cpattn_ring_check(cpattn_transport *transport, size_t bytes, cpattn_link *links, size_t capacity,
     size_t *count) { return 0; }
 int32_t cpattn_transport_destroy(cpattn_transport *transport) { return 0; }
@@ -48,10 +57,15 @@ int32_t cpattn_rank_prepare_all_to_all(cpattn_rank *rank, const cpattn_plan *pla
 int32_t cpattn_plan_all_to_all_workspace(const cpattn_plan *plan, uint32_t rank, int32_t side, uint32_t dim,
     int32_t dtype, uint64_t *bytes) { return 0; }
 int32_t cpattn_plan_verify_all_to_all(const cpattn_plan *plan, int32_t side, uint32_t dim, int32_t dtype) { return 0; }
+int32_t cpattn_rank_shift(cpattn_rank *rank, const cpattn_plan *plan, int64_t by, const void *fill,
+    const cpattn_tensor *rows, const cpattn_tensor *out) { return 0; }
 int32_t cpattn_clock(uint64_t *ns) { return 0; }
 int32_t cpattn_rank_record(cpattn_rank *rank, uint64_t capacity) { return 0; }
 int32_t cpattn_rank_trace(cpattn_rank *rank, cpattn_event *events, size_t capacity, size_t *count) { return 0; }
+int32_t cpattn_rank_gather_trace(cpattn_rank *rank) { return 0; }
 int32_t cpattn_rank_trace_accuracy(const cpattn_rank *rank, uint64_t *ns) { return 0; }
+int32_t cpattn_timeline_svg(const cpattn_event *events, size_t count, char *text, size_t capacity, size_t *needed) { return 0; }
+int32_t cpattn_chrome_trace(const cpattn_event *events, size_t count, char *text, size_t capacity, size_t *needed) { return 0; }
 int32_t cpattn_rank_poll(const cpattn_rank *rank) { return 0; }
 int32_t cpattn_rank_abort(const cpattn_rank *rank) { return 0; }
 int32_t cpattn_scratch_create(uint32_t workers, cpattn_scratch **scratch) { return 0; }
@@ -86,6 +100,7 @@ cpattn_plan_info *keep_cpattn_plan_info(void) { return 0; }
 cpattn_share *keep_cpattn_share(void) { return 0; }
 cpattn_message *keep_cpattn_message(void) { return 0; }
 cpattn_transport_table *keep_cpattn_transport_table(void) { return 0; }
+cpattn_engine_table *keep_cpattn_engine_table(void) { return 0; }
 cpattn_link *keep_cpattn_link(void) { return 0; }
 cpattn_rank_options *keep_cpattn_rank_options(void) { return 0; }
 cpattn_forward_args *keep_cpattn_forward_args(void) { return 0; }

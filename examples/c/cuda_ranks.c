@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
 /*
- * Four ranks on one CUDA device, each a thread with a stream of its own: forward and backward, compared with one rank on
+ * Four ranks on one CUDA device, each a thread with its own stream: forward and backward, compared with one rank on
  * the CPU.
  *
  * From the repository's root:
@@ -8,8 +8,8 @@
  *   capi/build --cuda && cc -std=c99 examples/c/cuda_ranks.c $(PKG_CONFIG_PATH=target/capi/lib/pkgconfig pkg-config --cflags --libs cpattn) \
  *     -Wl,-rpath,$PWD/target/capi/lib -lpthread -lm -ldl -o target/cuda_ranks && target/cuda_ranks
  *
- * Each rank puts its uploads, the forward, the backward and its downloads on its stream, one behind the other, and waits
- * once, at the end: the calls return when their work is enqueued, and take their inputs when the stream gets there.
+ * Each rank enqueues its uploads, the forward, the backward and its downloads on its stream, in this order, and waits once,
+ * at the end: the calls return when their work is enqueued, and read their inputs in stream order.
  */
 #define _POSIX_C_SOURCE 200112L
 #include <cpattn.h>
@@ -170,7 +170,7 @@ static int on_cpu(cpattn_problem problem, uint16_t (*expected)[TOKENS * HEADS * 
 }
 
 int main(void) {
-  if (!driver_open(DEVICE)) return printf("not run: no CUDA driver or no device\n"), 0;
+  if (!driver_open(DEVICE)) return printf("not run: %s\n", driver_missing), 0;
   uint32_t random = 7;
   for (int i = 0; i < TENSORS - 1; i++) {
     for (int j = 0; j < TOKENS * HEADS * DIM; j++) {

@@ -28,6 +28,9 @@ static struct {
   int (*stream_wait)(void *stream);
 } driver;
 
+/* Why driver_open gave 0. */
+static const char *driver_missing = "";
+
 /* Loads the driver and makes the primary context of a device current on this thread, as the CUDA runtime would. 0 when
  * there is no driver or no such device. */
 static int driver_open(int device) {
@@ -36,11 +39,13 @@ static int driver_open(int device) {
                                       "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamSynchronize"};
   void *context, *found[sizeof names / sizeof names[0]];
   void *library = dlopen("libcuda.so.1", RTLD_NOW);
+  driver_missing = "no CUDA driver (libcuda.so.1)";
   if (!library) return 0;
   for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
     if (!(found[i] = dlsym(library, names[i]))) return 0;
   /* ISO C has no cast from object to function pointers; POSIX makes their bytes the same. */
   memcpy(&driver, found, sizeof driver);
+  driver_missing = "no such CUDA device";
   return driver.init(0) == 0 && driver.retain(&context, device) == 0 && driver.set_current(context) == 0;
 }
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
 /*
- * The main job: a layer's q, k, v, do over eight ranks (threads), Ulysses 4 x ring 2, forward and backward, compared
+ * The main example: a layer's q, k, v, do over eight ranks (threads), Ulysses 4 x ring 2, forward and backward, compared
  * with references that were computed in float64.
  *
  * From the repository's root:
@@ -8,7 +8,7 @@
  *   capi/build && cc -std=c99 examples/c/main_job.c $(PKG_CONFIG_PATH=target/capi/lib/pkgconfig pkg-config --cflags --libs cpattn) \
  *     -Wl,-rpath,$PWD/target/capi/lib -lpthread -lm -o target/main_job && target/main_job tests/data/minilm_263.safetensors
  *
- * Each thread sees its own tokens only: it copies them out of the file's tensors, lends its rank a workspace, runs, and
+ * Each thread uses its own tokens only: it copies them out of the file's tensors, lends its rank a workspace, runs, and
  * copies its results into their places in the whole.
  */
 #define _POSIX_C_SOURCE 200112L

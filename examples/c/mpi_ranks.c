@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
 /*
  * One rank of several, each a process, over MPI: forward and backward, compared with one rank that has the whole batch; and
- * what a rank gets when another one ends the run.
+ * the error of a rank when another one ends the run.
  *
  * From the repository's root, with the MPI whose compiler is mpicc:
  *

@@ -8,7 +8,7 @@
  *     -Wl,-rpath,$PWD/target/capi/lib -lm -ldl -o target/nccl_ranks
  *   rm -f id; target/nccl_ranks 0 2 id 0 & target/nccl_ranks 1 2 id 1; wait
  *
- * The arguments are the rank, how many there are, a file that brings the unique id from rank 0 to the others, and the device.
+ * The arguments are the rank, the number of ranks, a file for the unique id (rank 0 writes it, the others read it), and the device.
  */
 #define _POSIX_C_SOURCE 200112L
 #include <cpattn.h>
@@ -69,7 +69,7 @@ int main(int count, char **arguments) {
   if (count != 5) return fprintf(stderr, "usage: %s RANK WORLD FILE DEVICE\n", arguments[0]), 2;
   const uint32_t r = (uint32_t)atoi(arguments[1]), world = (uint32_t)atoi(arguments[2]);
   const int device = atoi(arguments[4]);
-  if (!driver_open(device)) return printf("not run: no CUDA driver or no device\n"), 0;
+  if (!driver_open(device)) return printf("not run: %s\n", driver_missing), 0;
 
   cpattn_problem problem = CPATTN_PROBLEM_INIT;
   problem.cu_seqlens_q = documents, problem.documents = DOCUMENTS;

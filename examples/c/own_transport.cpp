@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 /*
- * A transport of one's own, in C++17: what a framework does to plug in its communicator.
+ * A program's own transport, in C++17, as a framework would connect its communicator.
  *
  *   capi/build && c++ -std=c++17 examples/c/own_transport.cpp $(PKG_CONFIG_PATH=target/capi/lib/pkgconfig pkg-config --cflags --libs cpattn) \
  *     -Wl,-rpath,$PWD/target/capi/lib -lpthread -o target/own_transport && target/own_transport
  *
- * Four ranks (Ulysses 2 x ring 2) meet through a board that four threads share; one rank by itself computes the same.
- * Receivers copy, straight from the senders' memory, and a sender leaves when all that it sent was fetched.
+ * Four ranks (Ulysses 2 x ring 2) exchange messages through a board that four threads share; the result is compared with one
+ * rank. Receivers copy directly from the senders' memory; a sender's exchange ends when all its messages were copied.
  */
 #include <cpattn.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Largest absolute errors, and the bounds they are held to.
+//! Largest absolute errors, and their bounds.
 //!
 //! With `u` the unit roundoff of the element type, `a` that of the accumulator, `M` the largest magnitude and `R` the
 //! RMS of a reference tensor:

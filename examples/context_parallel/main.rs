@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Exact context-parallel attention from one command: ranks as threads, or as processes over MPI, against a float64
+//! Exact context-parallel attention in one command: ranks as threads, or as processes over MPI, compared with a float64
 //! reference.
 //!
 //! `cargo run --release --example context_parallel` reads real activations and runs forward and backward on 8 ranks;
@@ -8,13 +8,11 @@
 //! input or the options are refused.
 //!
 //! - `options`: the command line; `input`: a file or a seed; `team`: ranks as threads (start reading there); `processes`:
-//!   as processes; `clock`: their clocks; `together`: what they do after a run; `ring`: the check of their links;
+//!   as processes; `together`: what they do after a run; `ring`: the check of their links;
 //! - `check`: errors and their bounds; `report`: what is printed; `suite`: every combination of options.
 #![allow(missing_docs, reason = "a program has no users of its items")]
 
 mod check;
-#[cfg(feature = "mpi")]
-mod clock;
 mod input;
 mod options;
 #[cfg(feature = "mpi")]
@@ -41,11 +39,15 @@ use team::{How, Inputs, Outcome, Team};
 fn main() -> ExitCode {
     let args = Arguments::parse();
     let outcome = match args.transport {
+        // An option that --suite conflicts with keeps clap from asking for --suite.
+        _ if args.quick && !args.suite => {
+            Err("--quick is given, expected --suite too, which it takes a sample of".into())
+        }
         TransportRule::Local if args.suite => suite::run(args.quick, args.seed),
         TransportRule::Local if args.check_ring => {
             args.threads().and_then(|world| ring::threads(world, Duration::from_secs_f64(args.deadline)))
         }
-        TransportRule::Local => job(&args, &mut Ranks::Threads),
+        TransportRule::Local => Job::new(&args).and_then(|job| job.run(&args, &mut Ranks::Threads)),
         TransportRule::Mpi => over_mpi(args),
     };
     match outcome {
@@ -76,9 +78,10 @@ fn over_mpi(mut args: Arguments) -> Result<bool, String> {
         return processes::check_ring(Duration::from_secs_f64(args.deadline), args.world);
     }
     let processes = processes::Processes::new(Duration::from_secs_f64(args.deadline))?;
-    args.started_as(processes.world())?;
+    let job = args.started_as(processes.world()).and_then(|()| Job::new(&args));
+    let job = processes.compared(job);
     let mut ranks = Ranks::Processes(Box::new(processes));
-    let outcome = job(&args, &mut ranks);
+    let outcome = job.and_then(|job| job.run(&args, &mut ranks));
     match (outcome, ranks) {
         // A process that is alone with its error must not leave the others waiting for MPI's end.
         (Err(text), Ranks::Processes(processes)) => processes.give_up(&text),
@@ -105,33 +108,49 @@ fn progress(steps: usize) -> ProgressBar {
 /// The default input, below the crate's folder.
 const FIXTURE: &str = "tests/data/minilm_263.safetensors";
 
-/// Reads, plans, runs, reports. Whether every error is within its bound.
-fn job(args: &Arguments, ranks: &mut Ranks) -> Result<bool, String> {
-    let (batched, name) = if args.is_random() {
-        let lengths = args.documents.as_deref().unwrap_or(&[297, 282, 187]);
-        let batch = Batch::from_lengths(lengths).map_err(|e| e.to_string())?;
-        let (heads, head_dim) = (args.heads.unwrap_or(8), args.head_dim.unwrap_or(64));
-        let (kv_heads, value_dim) = (args.kv_heads.unwrap_or(heads), args.value_dim.unwrap_or(head_dim));
-        let name = format!("random input (seed {})", args.seed);
-        (Batched::random(batch, heads, kv_heads, head_dim, value_dim, args.seed)?, name)
-    } else {
-        let path = args.input.clone().unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join(FIXTURE));
-        let name = args.input.as_ref().map_or(FIXTURE.to_owned(), |p| p.display().to_string());
-        (Batched::read(&path)?, name)
-    };
-    let dtype = args.dtype.unwrap_or(batched.dtype);
-    let b = &batched;
-    let problem = args.problem(b.batch.clone(), b.heads, b.kv_heads, b.head_dim, b.value_dim, dtype)?;
-    let plan = args.plan(&problem, !args.is_random() && args.input.is_none())?;
-    if ranks.reports() {
-        println!("{name}, computed in {dtype}\n");
-        println!("{}", plan.explain());
+/// What is run, and the name of its input.
+struct Job {
+    batched: Batched,
+    name: String,
+    plan: Plan,
+}
+
+impl Job {
+    /// Reads and plans.
+    fn new(args: &Arguments) -> Result<Self, String> {
+        let (batched, name) = if args.is_random() {
+            let lengths = args.documents.as_deref().unwrap_or(&[297, 282, 187]);
+            let batch = Batch::from_lengths(lengths).map_err(|e| e.to_string())?;
+            let (heads, head_dim) = (args.heads.unwrap_or(8), args.head_dim.unwrap_or(64));
+            let (kv_heads, value_dim) = (args.kv_heads.unwrap_or(heads), args.value_dim.unwrap_or(head_dim));
+            let name = format!("random input (seed {})", args.seed);
+            (Batched::random(batch, heads, kv_heads, head_dim, value_dim, args.seed)?, name)
+        } else {
+            let path = args.input.clone().unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join(FIXTURE));
+            let name = args.input.as_ref().map_or(FIXTURE.to_owned(), |p| p.display().to_string());
+            (Batched::read(&path)?, name)
+        };
+        let dtype = args.dtype.unwrap_or(batched.dtype);
+        let b = &batched;
+        let problem = args.problem(b.batch.clone(), b.heads, b.kv_heads, b.head_dim, b.value_dim, dtype)?;
+        let plan = args.plan(&problem, !args.is_random() && args.input.is_none())?;
+        Ok(Self { batched, name, plan })
     }
-    match dtype {
-        Dtype::F16 => run::<f16>(args, ranks, &batched, &plan),
-        Dtype::Bf16 => run::<bf16>(args, ranks, &batched, &plan),
-        Dtype::F32 => run::<f32>(args, ranks, &batched, &plan),
-        Dtype::F64 => run::<f64>(args, ranks, &batched, &plan),
+
+    /// Runs and reports. Whether every error is within its bound.
+    fn run(&self, args: &Arguments, ranks: &mut Ranks) -> Result<bool, String> {
+        let Self { batched, name, plan } = self;
+        let dtype = plan.problem().dtype();
+        if ranks.reports() {
+            println!("{name}, computed in {dtype}\n");
+            println!("{}", plan.explain());
+        }
+        match dtype {
+            Dtype::F16 => run::<f16>(args, ranks, batched, plan),
+            Dtype::Bf16 => run::<bf16>(args, ranks, batched, plan),
+            Dtype::F32 => run::<f32>(args, ranks, batched, plan),
+            Dtype::F64 => run::<f64>(args, ranks, batched, plan),
+        }
     }
 }
 

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The command line, and what follows from it: problem, mesh, layout and options.
 //!
-//! Nothing given is ever ignored: what cannot be honoured is refused, here by clap or there by the plan.
+//! No option is ignored: one that is not supported is refused, by clap or by the plan.
 
 use std::path::PathBuf;
 
 use clap::{Parser, ValueEnum};
 use cpattn::{
     Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem,
-    plan::{BALANCE, Circulate, Wire, auto_layout, choose},
+    plan::{BALANCE, Circulate, Gather, Wire, auto_layout, choose},
 };
 
 /// Ranks that are threads of this process.
@@ -21,41 +21,42 @@ const MAX_WORLD: usize = 1024;
 #[derive(Parser, Debug)]
 #[command(name = "context_parallel")]
 pub struct Arguments {
-    /// Read q, k, v, do, cu_seqlens from this safetensors file, and references (o_causal, …) where it has them.
+    /// Read q, k, v, do, cu_seqlens from this safetensors file, and references (o_causal, …) if it has them.
     #[arg(long, value_name = "FILE")]
     pub input: Option<PathBuf>,
-    /// Random input: lengths of the documents; 0 is an empty one.
+    /// Random input: lengths of the documents in tokens; 0 is an empty document.
     #[arg(long, value_name = "N,N,…", value_delimiter = ',', conflicts_with = "input")]
     pub documents: Option<Vec<usize>>,
     /// Random input: q heads.
     #[arg(long, value_name = "N", conflicts_with = "input")]
     pub heads: Option<usize>,
-    /// Random input: kv heads; as many as q heads if not given.
+    /// Random input: kv heads; default: as many as q heads.
     #[arg(long, value_name = "N", conflicts_with = "input")]
     pub kv_heads: Option<usize>,
     /// Random input: head dim of q and k.
     #[arg(long, value_name = "N", conflicts_with = "input")]
     pub head_dim: Option<usize>,
-    /// Random input: head dim of v, if another.
+    /// Random input: head dim of v; default: that of q and k.
     #[arg(long, value_name = "N", conflicts_with = "input")]
     pub value_dim: Option<usize>,
     /// Seed of random inputs and sinks.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
 
-    /// What ranks are: threads of this process, or the processes that mpirun has started.
+    /// Ranks are threads of this process, or the processes that mpirun has started.
     #[arg(long, value_enum, default_value = "local")]
     pub transport: TransportRule,
-    /// Seconds that a rank waits for the others before it gives up.
+    /// Timeout in seconds for a rank that waits for other ranks.
     #[arg(long, value_name = "S", default_value_t = 600.0, value_parser = seconds)]
     pub deadline: f64,
-    /// Ranks; 8 unless --ulysses and --ring say otherwise, and over MPI as many as there are processes.
+    /// Number of ranks; default: --ulysses times --ring if both are given, otherwise 8; over MPI the number of
+    /// processes.
     #[arg(long, value_name = "N")]
     pub world: Option<usize>,
-    /// Ranks that exchange tokens for heads.
+    /// Ulysses ranks, which exchange tokens for heads.
     #[arg(long, value_name = "U")]
     pub ulysses: Option<usize>,
-    /// Ranks that pass k and v on. Replicas fill a larger world.
+    /// Ring ranks, which send each other k and v. A larger world is filled with replicas.
     #[arg(long, value_name = "R")]
     pub ring: Option<usize>,
     /// A rule for the mesh, instead of --ulysses and --ring.
@@ -68,7 +69,7 @@ pub struct Arguments {
     /// Which keys a query reads; causal if nothing is given.
     #[arg(long, value_enum)]
     pub mask: Option<MaskRule>,
-    /// Keys from LEFT before to RIGHT after the query; `-` leaves a side open.
+    /// Keys from LEFT positions before to RIGHT after the query; - means no limit on that side.
     #[arg(long, value_name = "LEFT,RIGHT", value_parser = window, allow_hyphen_values = true)]
     pub window: Option<Window>,
     /// Element type; the file's, or f32 for random input. Other types are converted to it.
@@ -80,27 +81,27 @@ pub struct Arguments {
     /// ALiBi with the usual slopes, 2^(−8(h+1)/heads).
     #[arg(long)]
     pub alibi: bool,
-    /// A sink for each head, drawn from the seed.
+    /// A random sink for each head.
     #[arg(long)]
     pub sinks: bool,
 
-    /// Type in which partial gradients travel; bf16 has a bound of its own.
+    /// Type in which partial gradients are sent; bf16 has its own error bound.
     #[arg(long, value_enum, default_value = "f32")]
     pub wire: WireRule,
-    /// The same bits for any number of ranks.
+    /// Bit-equal results for any number of ranks.
     #[arg(long)]
     pub reproducible: bool,
-    /// Gather k and v at once, instead of step by step.
+    /// Receive k and v of all other ranks at once, instead of step by step.
     #[arg(long)]
     pub gather: bool,
     /// Passes over groups of kv heads.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub passes: usize,
-    /// Which side travels in the backward.
+    /// Which side is sent round the ring in the backward.
     #[arg(long, value_enum, default_value = "auto")]
     pub circulate: CirculateRule,
 
-    /// Run forward and backward N times; times are of all, errors of the last.
+    /// Run forward and backward N times; times are those of all runs, errors those of the last.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
     /// Write Chrome trace events (open in Perfetto).
@@ -109,8 +110,8 @@ pub struct Arguments {
     /// Write a picture of the lanes of all ranks.
     #[arg(long, value_name = "FILE.svg")]
     pub timeline: Option<PathBuf>,
-    /// Check the ring instead: a stamped message goes over every link there and back; says which link fails, and how fast
-    /// each is.
+    /// Check the ring instead: sends a stamped message over every link in both directions; prints which link fails, and
+    /// how fast each is.
     #[arg(long, conflicts_with_all = ["input", "documents", "heads", "kv_heads", "head_dim", "value_dim", "seed", "ulysses",
         "ring", "mesh", "layout", "mask", "window", "dtype", "softcap", "alibi", "sinks", "wire", "reproducible", "gather",
         "passes", "circulate", "repeat", "trace", "timeline", "suite"])]
@@ -145,7 +146,7 @@ impl TransportRule {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum MeshRule {
-    /// The cheapest by work and bytes.
+    /// The mesh with the lowest cost in work and bytes.
     Auto,
     /// Ulysses of gcd(heads, world), ring for the rest.
     Gcd,
@@ -212,7 +213,7 @@ fn seconds(text: &str) -> Result<f64, String> {
 fn window(text: &str) -> Result<Window, String> {
     let side = |s: &str| match s.trim() {
         "-" => Ok(None),
-        n => n.parse().map(Some).map_err(|_| format!("{n:?} is neither a number of tokens nor `-`")),
+        n => n.parse().map(Some).map_err(|_| format!("{n:?} is neither a number of tokens nor -")),
     };
     let (left, right) = text.split_once(',').ok_or("expected LEFT,RIGHT")?;
     Ok(Window { left: side(left)?, right: side(right)? })
@@ -324,7 +325,7 @@ impl Arguments {
         }
     }
 
-    /// The plan for a problem; `fixture` when it came from the default file.
+    /// The plan for a problem; `fixture`: the problem is from the default file.
     pub fn plan(&self, p: &Problem, fixture: bool) -> Result<Plan, String> {
         if self.transport == TransportRule::Local {
             self.threads()?;
@@ -339,7 +340,7 @@ impl Arguments {
             LayoutRule::Given(layout) => layout,
         };
         let options = Options::new()
-            .gather(self.gather)
+            .gather(if self.gather { Gather::Others } else { Gather::Auto })
             .passes(self.passes)
             .reproducible(self.reproducible)
             .wire(match self.wire {

@@ -2,25 +2,25 @@
 //! Ranks as processes, under `mpirun`.
 //!
 //! Every process reads the same input, makes the same plan and runs its rank, exactly as a thread of a
-//! [`Team`](crate::team::Team) would. What differs is around it: parts come together at rank 0, over a second transport
-//! (`together.rs`); and clocks differ, so that they are compared first, over the transport of the run.
+//! [`Team`](crate::team::Team) would. The differences: results are gathered on rank 0 over a second transport
+//! (`together.rs`), and traces are gathered by the ranks, because their clocks differ ([`Rank::gather_events`]).
 
 use std::{
+    hash::{DefaultHasher, Hash, Hasher},
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use bytemuck::{Pod, Zeroable};
+use bytemuck::Pod;
 use cpattn::{
-    Cause, Element, Plan, Rank,
-    report::trace::Event,
-    schedule::{Direction, Lane},
+    Cause, Element, Error, Plan, Rank,
+    schedule::Direction,
     transport::{Transport, mpi::Mpi},
 };
 use mpi::{Threading, environment::Universe, topology::SimpleCommunicator, traits::*};
 
 use crate::{
-    clock, say,
+    say,
     team::{How, Inputs, Lap, Outcome, Part, Results, part},
     together::{self, Alive},
 };
@@ -35,8 +35,6 @@ pub struct Processes {
     deadline: Duration,
     /// Times of this process's events count from here.
     epoch: Instant,
-    /// What to add to them, in nanoseconds, for times of rank 0.
-    offset: i64,
     world: SimpleCommunicator,
     // Last: finalises MPI.
     _universe: Universe,
@@ -47,37 +45,49 @@ pub fn check_ring(deadline: Duration, world: Option<usize>) -> Result<bool, Stri
     let (universe, _) = mpi::initialize_with_threading(Threading::Multiple)
         .ok_or("MPI is initialised already, which this program does not do")?;
     let comm = universe.world();
-    let end = Mpi::new(&comm, deadline).map_err(|e| e.to_string())?;
-    let outcome = match world {
+    let end = Mpi::new(&comm, deadline).unwrap_or_else(|e| leave(&comm, &e.to_string()));
+    let asked = match world {
         Some(world) if world != end.world() => {
             Err(format!("--world is {world}, expected {}, the number of processes that mpirun started", end.world()))
         }
-        _ => crate::ring::process(&end).and_then(|well| {
-            // A rank that was stopped after its last link would keep the others in MPI_Finalize.
-            end.agree(0..end.world(), 0).map_err(|e| format!("after the check: {e}"))?;
-            Ok(well)
-        }),
+        _ => Ok(()),
     };
+    let outcome = compared(&end, &comm, asked).and_then(|()| crate::ring::process(&end)).and_then(|well| {
+        // A rank that was stopped after its last link would keep the others in MPI_Finalize.
+        end.agree(0..end.world(), 0).map_err(|e| format!("after the check: {e}"))?;
+        Ok(well)
+    });
     if let Err(text) = &outcome {
-        say(text);
-        // Others have something to say too; MPI cannot be finalised with one that is dead.
-        std::thread::sleep(Duration::from_secs(1));
-        comm.abort(2)
+        end.abort(Cause::Failed);
+        leave(&comm, text)
     }
     outcome
 }
 
-/// An [`Event`] as it travels; names are indices into a text.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C)]
-struct Travelling {
-    start_ns: u64,
-    end_ns: u64,
-    bytes: u64,
-    step: u32,
-    name: u32,
-    phase: u32,
-    communication: u32,
+/// Says it on standard error and ends all processes. To return the error would drop the [`Universe`], which calls
+/// `MPI_Finalize`: that may wait for a process that is stopped or dead, and the error would not be seen.
+fn leave(comm: &SimpleCommunicator, text: &str) -> ! {
+    say(text);
+    end(comm)
+}
+
+fn end(comm: &SimpleCommunicator) -> ! {
+    // Others have something to say too.
+    std::thread::sleep(Duration::from_secs(1));
+    comm.abort(2)
+}
+
+/// What a process found before anything is run. Where all of them are refused for the same reason rank 0 says so, for all.
+fn compared<T>(rank: &Mpi, comm: &SimpleCommunicator, found: Result<T, String>) -> Result<T, String> {
+    let mut hasher = DefaultHasher::new();
+    found.as_ref().err().hash(&mut hasher);
+    match (rank.agree(0..rank.world(), hasher.finish()), found) {
+        (Ok(()), Err(text)) if rank.rank() == 0 => leave(comm, &text),
+        (Ok(()), Err(_)) => end(comm),
+        // A rank that was refused ends the run of the others, which say so.
+        (Ok(()) | Err(Error::Disagreement { .. }), found) => found,
+        (Err(error), found) => found.and_then(|_| Err(error.to_string())),
+    }
 }
 
 impl Processes {
@@ -86,11 +96,16 @@ impl Processes {
         let (universe, _) = mpi::initialize_with_threading(Threading::Multiple)
             .ok_or("MPI is initialised already, which this program does not do")?;
         let world = universe.world();
-        let end = Mpi::new(&world, deadline).map_err(|e| e.to_string())?;
+        let make = || Mpi::new(&world, deadline).unwrap_or_else(|e| leave(&world, &e.to_string()));
+        let end = make();
         let epoch = Instant::now();
-        let offset = clock::offset(&end, epoch).map_err(|e| e.to_string())?;
-        let side = Arc::new(Mpi::new(&world, deadline).map_err(|e| e.to_string())?);
-        Ok(Self { rank: Rank::new(end), side, alive: None, deadline, epoch, offset, world, _universe: universe })
+        let side = Arc::new(make());
+        Ok(Self { rank: Rank::new(end), side, alive: None, deadline, epoch, world, _universe: universe })
+    }
+
+    /// What this process found before anything is run. It does not return where all are refused for the same reason.
+    pub fn compared<T>(&self, found: Result<T, String>) -> Result<T, String> {
+        compared(&self.side, &self.world, found)
     }
 
     pub fn rank(&self) -> usize {
@@ -101,13 +116,12 @@ impl Processes {
         self.rank.world()
     }
 
-    /// Says it on standard error and ends all processes: MPI cannot be finalised with one that is dead or waits.
+    /// Says it on standard error and ends all processes: MPI cannot be finalised with one that is dead or waits. Those that
+    /// wait for this rank, in a run or after it, say so first.
     pub fn give_up(&self, text: &str) -> ! {
+        self.rank.handle().abort();
         self.side.abort(Cause::Failed);
-        say(text);
-        // Others have something to say too.
-        std::thread::sleep(Duration::from_secs(1));
-        self.world.abort(2)
+        leave(&self.world, text)
     }
 
     /// Waits for rank 0, which still compares results, without taking its cores: `MPI_Finalize` may spin. All ranks call it
@@ -125,9 +139,8 @@ impl Processes {
     ) -> Result<Option<Outcome<T>>, String> {
         plan.fits_world(self.world()).map_err(|e| e.to_string())?;
         let mut mine = part(&mut self.rank, plan, inputs, how, self.epoch).map_err(|e| e.to_string())?;
-        let here = |ns: u64| ns.saturating_add_signed(self.offset);
-        for event in mine.laps.iter_mut().flat_map(|lap| &mut lap.events) {
-            (event.start_ns, event.end_ns) = (here(event.start_ns), here(event.end_ns));
+        for lap in mine.laps.iter_mut().filter(|_| how.record) {
+            lap.events = self.rank.gather_events(self.epoch, &lap.events).map_err(|e| e.to_string())?;
         }
         let theirs = together::gather(&*self.side, &pack(&mine)).map_err(|e| e.to_string())?;
         if self.rank() != 0 {
@@ -137,9 +150,14 @@ impl Processes {
             self.alive = Some(Alive::new(Arc::clone(&self.side), self.deadline / 4));
         }
         let mut whole: Vec<_> = (0..plan.mesh().replicas).map(|_| Results::unwritten(plan)).collect();
+        // Rank 0 has the events of all.
+        let events: Vec<_> = mine.laps.iter_mut().map(|lap| std::mem::take(&mut lap.events)).collect();
         let (mut laps, mut planning) = (Vec::new(), Vec::new());
-        let theirs = theirs.iter().zip(1..).map(|(bytes, rank)| unpack(bytes, rank));
-        for (rank, part) in std::iter::once(mine).chain(theirs).enumerate() {
+        let theirs = theirs.iter().map(|bytes| unpack(bytes));
+        for (rank, mut part) in std::iter::once(mine).chain(theirs).enumerate() {
+            for (lap, events) in part.laps.iter_mut().zip(&events) {
+                lap.events = events.iter().filter(|e| e.rank == rank).copied().collect();
+            }
             let into = &mut whole[plan.mesh().coordinates(rank).replica];
             into.put(plan, rank, &part.results).map_err(|e| e.to_string())?;
             laps.push(part.laps);
@@ -149,39 +167,13 @@ impl Processes {
     }
 }
 
-/// A part as bytes: six tensors, the time of planning, and for each lap its direction and time, names and events.
+/// A part as bytes: six tensors, the time of planning, and for each lap its direction and time.
 fn pack<T: Element>(part: &Part<T>) -> Vec<u8> {
     let Results { o, lse, dq, dk, dv, dsinks } = &part.results;
-    let laps: Vec<_> = part
-        .laps
-        .iter()
-        .map(|lap| {
-            let mut names: Vec<&str> = Vec::new();
-            let mut number = |name| {
-                names.iter().position(|&n| n == name).unwrap_or_else(|| {
-                    names.push(name);
-                    names.len() - 1
-                }) as u32
-            };
-            let events: Vec<Travelling> = lap
-                .events
-                .iter()
-                .map(|e| Travelling {
-                    start_ns: e.start_ns,
-                    end_ns: e.end_ns,
-                    bytes: e.bytes,
-                    step: e.step,
-                    name: number(e.name),
-                    phase: number(e.phase),
-                    communication: u32::from(e.lane == Lane::Communication),
-                })
-                .collect();
-            let head = [u64::from(lap.direction == Direction::Backward), lap.wall.as_nanos() as u64];
-            (head, names.join("\n"), events)
-        })
-        .collect();
+    let lap = |lap: &Lap| [u64::from(lap.direction == Direction::Backward), lap.wall.as_nanos() as u64];
+    let laps: Vec<[u64; 2]> = part.laps.iter().map(lap).collect();
     let planning = [part.planning.as_nanos() as u64];
-    let mut runs: Vec<&[u8]> = vec![
+    together::pack(&[
         bytemuck::cast_slice(o),
         bytemuck::cast_slice(lse),
         bytemuck::cast_slice(dq),
@@ -189,14 +181,11 @@ fn pack<T: Element>(part: &Part<T>) -> Vec<u8> {
         bytemuck::cast_slice(dv),
         bytemuck::cast_slice(dsinks),
         bytemuck::cast_slice(&planning),
-    ];
-    for (head, names, events) in &laps {
-        runs.extend([bytemuck::cast_slice(head), names.as_bytes(), bytemuck::cast_slice(events)]);
-    }
-    together::pack(&runs)
+        bytemuck::cast_slice(&laps),
+    ])
 }
 
-fn unpack<T: Element>(bytes: &[u8], rank: usize) -> Part<T> {
+fn unpack<T: Element>(bytes: &[u8]) -> Part<T> {
     fn numbers<E: Pod>(bytes: &[u8]) -> Vec<E> {
         let mut all = vec![E::zeroed(); bytes.len() / size_of::<E>()];
         bytemuck::cast_slice_mut(&mut all).copy_from_slice(bytes);
@@ -211,29 +200,11 @@ fn unpack<T: Element>(bytes: &[u8], rank: usize) -> Part<T> {
         dv: numbers(runs[4]),
         dsinks: numbers(runs[5]),
     };
-    let laps = runs[7..]
-        .chunks_exact(3)
-        .map(|runs| {
-            let lap: Vec<u64> = numbers(runs[0]);
-            // Names of events live as long as the program: there are a dozen of them.
-            let names: &'static str = String::from_utf8_lossy(runs[1]).into_owned().leak();
-            let names: Vec<&'static str> = names.split('\n').collect();
-            let event = |e: &Travelling| Event {
-                rank,
-                lane: if e.communication == 1 { Lane::Communication } else { Lane::Compute },
-                name: names[e.name as usize],
-                phase: names[e.phase as usize],
-                step: e.step,
-                start_ns: e.start_ns,
-                end_ns: e.end_ns,
-                bytes: e.bytes,
-            };
-            Lap {
-                direction: if lap[0] == 1 { Direction::Backward } else { Direction::Forward },
-                wall: Duration::from_nanos(lap[1]),
-                events: numbers::<Travelling>(runs[2]).iter().map(event).collect(),
-            }
-        })
-        .collect();
+    let lap = |&[backward, wall]: &[u64; 2]| Lap {
+        direction: if backward == 1 { Direction::Backward } else { Direction::Forward },
+        wall: Duration::from_nanos(wall),
+        events: Vec::new(),
+    };
+    let laps = numbers::<[u64; 2]>(runs[7]).iter().map(lap).collect();
     Part { results, laps, planning: Duration::from_nanos(numbers::<u64>(runs[6])[0]) }
 }

@@ -24,12 +24,19 @@ fn spread(mut ns: Vec<u64>) -> String {
     }
 }
 
+fn counted(n: usize, one: &str, more: &str) -> String {
+    format!("{n} {}", if n == 1 { one } else { more })
+}
+
 /// Times of all ranks and repeats.
 pub fn times(plan: &Plan, laps: &[Vec<Lap>], planning: &[Duration], kind: &str) {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let (ranks, repeats) = (plan.mesh().world(), laps.first().map_or(0, |l| l.len() / 2));
     println!(
-        "times in ms: smallest, median and largest of {ranks} ranks × {repeats} repeats, as {kind} on {cores} cores"
+        "times in ms: smallest, median and largest of {} × {}, as {kind} on {}",
+        counted(ranks, "rank", "ranks"),
+        counted(repeats, "repeat", "repeats"),
+        counted(cores, "core", "cores")
     );
     println!("{:10}{:>27}{:>27}{:>27}{:>27}", "", "wall", "compute", "communication*", "both at once");
     for (name, direction) in [("forward", Direction::Forward), ("backward", Direction::Backward)] {
@@ -91,14 +98,15 @@ pub fn errors(against: &str, checked: &[Checked]) {
     println!();
 }
 
-/// Whether results over processes have the bits of those in one process, by replica; says so.
+/// Whether results over processes have the bits of the same ranks as threads of one process, by replica; says so.
 pub fn bits<T: Element>(processes: &[Results<T>], one: &[Results<T>], world: usize) -> bool {
     let hash = |all: &[Results<T>]| all.iter().fold(0, |n: u64, r| n.rotate_left(1) ^ r.hash());
     let (ours, theirs) = (hash(processes), hash(one));
     // Compared bit by bit, NaN too; the hashes are for the reader and for runs elsewhere.
     let equal = ours == theirs && processes.iter().zip(one).all(|(a, b)| a.same_bits(b));
     let verdict = if equal { "bit-equal" } else { "NOT bit-equal" };
-    println!("{verdict} to one process: {world} processes {ours:016x}, {world} threads {theirs:016x}");
+    let (processes, threads) = (counted(world, "process", "processes"), counted(world, "thread", "threads"));
+    println!("{verdict} to the same ranks as threads of one process: {processes} {ours:016x}, {threads} {theirs:016x}");
     equal
 }
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Every combination of options on small random problems.
 //!
-//! Meshes × layouts × masks × score options × element types × forms. Each combination is refused by the plan, with a
-//! reason, or runs forward and backward and is held to the bounds of [`crate::check`]. All reproducible runs of one problem
-//! must have the same bits, whatever the mesh and the layout.
+//! Meshes × layouts × masks × score options × element types × forms. Each combination is either refused by the plan,
+//! with a reason, or runs forward and backward and is checked against the bounds of [`crate::check`]. All reproducible
+//! runs of one problem must have the same bits, whatever the mesh and the layout.
 //!
-//! Ranks live on while plans change, as they do in a training run: one team for each size of world.
+//! Ranks are kept while plans change, as in a training run: one team for each world size.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -15,7 +15,7 @@ use std::{
 
 use cpattn::{
     Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem,
-    plan::{Circulate, Wire},
+    plan::{Circulate, Gather, Wire},
 };
 use half::{bf16, f16};
 use indicatif::ProgressBar;
@@ -101,6 +101,8 @@ fn forms() -> Vec<(&'static str, Options)> {
     vec![
         ("ring", o()),
         ("gather", o().gather(true)),
+        ("together", o().gather(Gather::Together)),
+        ("together, bf16", o().gather(Gather::Together).wire(Wire::Bf16)),
         ("passes 2", o().passes(2)),
         ("gather, passes 3", o().gather(true).passes(3)),
         ("circulate keys", o().circulate(Circulate::Keys)),

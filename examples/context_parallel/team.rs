@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ranks as threads that live as long as the team.
 //!
-//! This is the part to copy into a program of one's own: each thread owns a [`Rank`], cuts its tokens out of the batch,
-//! runs forward and backward, and hands its part back. A rank outlives its plans, so a team runs one after another.
+//! Copy this part into your own program: each thread owns a [`Rank`], takes its tokens out of the batch, runs forward
+//! and backward, and returns its part. A rank outlives its plans, so a team runs many plans, one after another.
 
 use std::{
     sync::{Arc, mpsc},
@@ -11,7 +11,7 @@ use std::{
 };
 
 use cpattn::{
-    Backward, Element, Forward, Plan, Rank, Side, View, ViewMut,
+    Backward, Cause, Element, Error, Forward, Plan, Rank, Side, View, ViewMut,
     report::trace::Event,
     schedule::{Direction, Schedule},
     transport::local,
@@ -131,14 +131,13 @@ impl Team {
         for (rank, part) in parts {
             match part {
                 Ok(part) => all[rank] = Some(part),
-                Err(e) => errors.push((rank, e.to_string())),
+                Err(e) => errors.push((rank, e)),
             }
         }
         // An error that refers to that of another rank explains nothing by itself.
-        let refers = |e: &str| e.contains("see its own error") || e.contains("see their own errors");
-        errors.sort_by_key(|(rank, e)| (refers(e), *rank));
-        if let Some((_, text)) = errors.into_iter().next() {
-            return Err(text);
+        let refers = |e: &Error| matches!(e, Error::Peer { cause: Cause::Failed | Cause::Disagreed { .. }, .. });
+        if let Some((_, error)) = errors.into_iter().min_by_key(|(rank, e)| (refers(e), *rank)) {
+            return Err(error.to_string());
         }
         let mut whole: Vec<_> = (0..plan.mesh().replicas).map(|_| Results::unwritten(plan)).collect();
         let (mut laps, mut planning) = (Vec::new(), Vec::new());

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What ranks as processes do after a run: bring their parts to rank 0, and wait while it compares them.
+//! After a run over processes: sends all parts to rank 0, and waits while it compares them.
 //!
-//! Both go over a transport beside that of the run, so that they have its deadline and its errors: a rank that dies or is
-//! stopped there is named too. Rank 0 may compare for longer than the deadline; a thread of its sends a sign of life meanwhile.
-//! The others say nothing meanwhile, and `MPI_Finalize` waits for each of them without a limit, so all ranks meet at the end.
+//! Both use a second transport with the same deadline, so that a rank that dies or is stopped here is named too. Rank 0
+//! may compare for longer than the deadline; meanwhile one of its threads regularly sends a sign of life. The others
+//! send nothing meanwhile, and `MPI_Finalize` waits for each of them without a limit, so all ranks synchronise at the
+//! end.
 
 use std::{
     sync::{Arc, mpsc},

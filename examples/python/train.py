@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import random
+import sys
 from pathlib import Path
 
 import torch
@@ -144,6 +145,18 @@ def train(parallel, steps, dtype):
     return losses
 
 
+def refused(found):
+    """Ends all processes where one was refused. What several of them say is printed by the first of these, once."""
+    said = [None] * dist.get_world_size()
+    dist.all_gather_object(said, found)
+    if found is not None and said.index(found) == dist.get_rank():
+        print(f"rank {dist.get_rank()}: {found}" if said.count(found) < len(said) else found, file=sys.stderr)
+    if any(text is not None for text in said):
+        dist.barrier()  # torchrun ends all processes when the first has ended
+        dist.destroy_process_group()
+        sys.exit(2)
+
+
 def draw(runs):
     """Losses by step as an SVG: the first run as a wide line, the others on top of it."""
     width, height, left, top = 640, 360, 50, 20
@@ -170,13 +183,18 @@ def main():
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the losses go")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="an SVG of them")
     parser.add_argument("--against", type=Path, metavar="FILE", help="the JSON of another run: compared, and in the plot")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="an SVG of what each of several processes did when")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="the same as a JSON for Perfetto")
     parser.add_argument("--dtype", choices=["f32", "f64"], default="f32")
     parser.add_argument("--ulysses", type=int, default=0)
     parser.add_argument("--ring", type=int, default=0)
-    parser.add_argument("--layout", choices=[layout.name.lower() for layout in cpattn.Layout if layout.name != "STRIPED"], default="auto")
+    parser.add_argument("--layout", choices=[layout.name.lower() for layout in cpattn.Layout], default="auto")
+    parser.add_argument("--layout-parameter", type=int, default=0, help="striped: the tokens of a stripe; balanced: the chunks of a rank")
     given = parser.parse_args()
     if given.steps < 1:
         parser.error(f"--steps is {given.steps}, at least 1 is needed")
+    if given.layout in ("striped", "balanced") and given.layout_parameter < 1:
+        parser.error(f"--layout {given.layout} needs --layout-parameter, at least 1")
     # Read before the training: a file that is not there is found at once.
     other = json.loads(given.against.read_text()) if given.against else None
     if other and len(other["losses"]) != given.steps:
@@ -184,12 +202,24 @@ def main():
     dtype = {"f32": torch.float32, "f64": torch.float64}[given.dtype]
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
-        layout = cpattn.Layout[given.layout.upper()]
-        parallel = Parallel(dtype=dtype, ulysses=given.ulysses, ring=given.ring, layout=layout)
+        layout, found = cpattn.Layout[given.layout.upper()], None
+        mesh = {"ulysses": given.ulysses, "ring": given.ring}
+        try:
+            parallel = Parallel(dtype=dtype, layout=layout, layout_parameter=given.layout_parameter, **mesh)
+            parallel.split(*next(batches(1)))  # which plans
+        except cpattn.Error as error:
+            found = f"error: {error}"
+        refused(found)
         name = f"cpattn, {world} processes"
     else:
         parallel, name = Alone(), "scaled_dot_product_attention, 1 process"
+    recorded = given.timeline or given.trace
+    if recorded:
+        if world == 1:
+            parser.error(f"{recorded} is to show what several processes did, this is one")
+        parallel.context.record()
     losses = train(parallel, given.steps, dtype)
+    events = parallel.context.trace() if recorded else []  # on rank 0: of all
     if int(os.environ.get("RANK", "0")) == 0:
         given.json.write_text(json.dumps({"name": name, "processes": world, "dtype": given.dtype, "losses": losses}) + "\n")
         print(f"{name}: {given.steps} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}")
@@ -198,6 +228,10 @@ def main():
             runs.insert(0, (other["name"], other["losses"]))
             worst = max(abs(a - b) / abs(b) for a, b in zip(losses, other["losses"], strict=True))
             print(f"largest relative difference to {other['name']}: {worst:.1e}")
+        if given.timeline:
+            given.timeline.write_text(cpattn.timeline_svg(events))
+        if given.trace:
+            given.trace.write_text(cpattn.chrome_trace(events))
         if given.plot:
             given.plot.write_text(draw(runs))
     if world > 1:

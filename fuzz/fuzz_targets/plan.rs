@@ -16,7 +16,7 @@ use bytes::Bytes;
 use common::{Data, Results, error, reference, rms, run};
 use cpattn::{
     Batch, Dtype, Element, Error, Layout, Mask, Mesh, Options, Plan, Problem,
-    plan::{AttentionKind, Circulate, Wire},
+    plan::{AttentionKind, Circulate, Gather, Wire},
 };
 use half::{bf16, f16};
 use libfuzzer_sys::fuzz_target;
@@ -152,7 +152,7 @@ fuzz_target!(|data: &[u8]| {
         _ => Layout::Balanced { chunks: b.below(5) as u32 },
     };
     let options = Options::new()
-        .gather(b.flag())
+        .gather(b.pick(&[Gather::Auto, Gather::Steps, Gather::Others, Gather::Together]))
         .passes(b.pick(&[1, 1, 1, 2, 3, 0]))
         .circulate(b.pick(&[Circulate::Auto, Circulate::Keys, Circulate::Queries]))
         .wire(b.pick(&[Wire::Full, Wire::Full, Wire::Bf16]))

@@ -7,6 +7,7 @@ speaks DLPack, `Transport` is a communicator of your own. `cpattn.torch` has wha
 
 from ._header import UNLIMITED
 from ._library import library_version
+from .engine import Engine, EngineTransport
 from .errors import (
     Busy,
     DeviceError,
@@ -20,12 +21,12 @@ from .errors import (
     ScheduleError,
     Unsupported,
 )
-from .plan import Circulate, Direction, Dtype, Kind, Layout, Plan, PlanOptions, Side, Wire
+from .plan import Circulate, Direction, Dtype, Gather, Kind, Layout, Plan, PlanOptions, Side, Wire
 from .rank import Isa, Rank, check_ring, local_group, nccl_group, nccl_unique_id, on_all, peer_group
 from .ring import Link
 from .tensors import Array, Memory, SupportsDLPack
-from .trace import Event, chrome_trace, clock
-from .transport import FAILED_BEFORE, RAISED, Message, Packet, Transport, packets
+from .trace import Event, chrome_trace, clock, timeline_svg
+from .transport import FAILED_BEFORE, RAISED, Message, Transport
 
 __all__ = [
     "FAILED_BEFORE",
@@ -37,9 +38,12 @@ __all__ = [
     "DeviceError",
     "Direction",
     "Disagreement",
+    "Engine",
+    "EngineTransport",
     "Dtype",
     "Error",
     "Event",
+    "Gather",
     "InvalidArgument",
     "InvalidHandle",
     "Isa",
@@ -50,7 +54,6 @@ __all__ = [
     "Link",
     "Memory",
     "Message",
-    "Packet",
     "PeerError",
     "Plan",
     "PlanOptions",
@@ -69,6 +72,6 @@ __all__ = [
     "nccl_group",
     "nccl_unique_id",
     "on_all",
-    "packets",
     "peer_group",
+    "timeline_svg",
 ]

@@ -1,55 +1,130 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Arguments of Python that the C interface has no room for, or that ctypes would refuse without their names."""
+"""Arguments of Python that the C interface has no room for, or that ctypes would refuse without their names.
+
+What is given may be any object: one whose methods raise is refused like any other.
+"""
 
 from __future__ import annotations
 
 import enum
 import math
 import operator
+import reprlib
+from collections.abc import Callable, Iterable
+from ctypes import c_double, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
 from typing import Any, TypeVar
 
 from .errors import InvalidArgument
 
 E = TypeVar("E", bound=enum.IntEnum)
+T = TypeVar("T")
+
+
+def _range(kind: Any) -> tuple[int, int]:
+    bits, signed = 8 * sizeof(kind), kind(-1).value < 0
+    return (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+
+
+# What fits into an integer of C: ctypes keeps the low bits of a number that is too large, and refuses others without a name.
+RANGES = {kind: _range(kind) for kind in (c_int32, c_int64, c_size_t, c_uint32, c_uint64)}
+
+
+def attempt(job: Callable[..., T], *arguments: Any) -> T | None:
+    """What a call returns, None where it raises."""
+    try:
+        return job(*arguments)
+    except Exception:  # noqa: BLE001 (whatever an object raises)
+        return None
+
+
+def refused(name: str, value: Any, needed: str) -> InvalidArgument:
+    """An argument that is something else than what is `needed`, which says so."""
+    shown = attempt(reprlib.repr, value) or f"of type {type(value).__name__}"
+    return InvalidArgument(f"{name} is {shown}, {needed}")
+
+
+def instance(name: str, value: T, kind: Any, needed: str = "") -> T:
+    """An object of a class."""
+    if not isinstance(value, kind):
+        raise refused(name, value, needed or f"a {kind.__name__} is needed")
+    return value
 
 
 def whole(name: str, value: Any, low: int, high: int) -> int:
     """A whole number of Python, NumPy or PyTorch from `low` to `high`; no truth value."""
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
+    number = None if isinstance(value, bool) else attempt(operator.index, value)
     if number is None:
-        raise InvalidArgument(f"{name} is {value!r}, a whole number is needed")
-    if number < low:
-        raise InvalidArgument(f"{name} is {number}, at least {low} is needed")
-    if number > high:
-        raise InvalidArgument(f"{name} is {number}, at most {high} is needed")
+        raise refused(name, value, "a whole number is needed")
+    if not low <= number <= high:
+        raise refused(name, number, f"at {f'least {low}' if number < low else f'most {high}'} is needed")
     return number
 
 
 def number(name: str, value: Any) -> float:
     """A finite number; no truth value."""
-    try:
-        number = None if isinstance(value, bool) else float(operator.index(value) if hasattr(value, "__index__") else value)
-    except (TypeError, ValueError, OverflowError):
-        number = None
-    if number is None or isinstance(value, str | bytes) or not math.isfinite(number):
-        raise InvalidArgument(f"{name} is {value!r}, a finite number is needed")
+    number = None
+    if not isinstance(value, bool | str | bytes):
+        number = attempt(float, attempt(operator.index, value) if hasattr(value, "__index__") else value)
+    if number is None or not math.isfinite(number):
+        raise refused(name, value, "a finite number is needed")
     return number
 
 
 def flag(name: str, value: Any) -> bool:
     """True or False, 1 or 0."""
-    if value not in (0, 1):
-        raise InvalidArgument(f"{name} is {value!r}, True or False is needed")
+    if not attempt(lambda: value in (0, 1)):
+        raise refused(name, value, "True or False is needed")
     return bool(value)
 
 
 def one_of(name: str, value: Any, kind: type[E]) -> E:
-    """A member of an enum, or its name in letters of either case."""
-    try:
-        return kind[value.upper()] if isinstance(value, str) else kind(value)
-    except (KeyError, ValueError):
+    """A member of an enum, its number, or its name in letters of either case."""
+    member = attempt(lambda: kind[value.upper()] if isinstance(value, str) else kind(whole(name, value, 0, len(kind))))
+    if member is None:
         names = ", ".join(repr(member.name.lower()) for member in kind)
-        raise InvalidArgument(f"{name} is {value!r}, one of {names} is needed, or a member of cpattn.{kind.__name__}") from None
+        raise refused(name, value, f"one of {names} is needed, or a member of cpattn.{kind.__name__}")
+    return member
+
+
+def listed(name: str, values: Iterable[T], what: str = "numbers") -> list[T]:
+    """The items of a sequence."""
+    if attempt(iter, values) is None:
+        raise refused(name, values, f"a sequence of {what} is needed")
+    return list(values)
+
+
+def instances(name: str, values: Iterable[T], kind: Any) -> list[T]:
+    """Objects of one class."""
+    items = listed(name, values, f"{kind.__name__}s")
+    return [instance(f"{name}[{at}]", item, kind) for at, item in enumerate(items)]
+
+
+def c_value(name: str, kind: Any, value: Any) -> Any:
+    """A number or an address as C has it; a text, cut to what fits with the 0 behind it."""
+    if kind in (c_double, c_float):
+        return number(name, value)
+    if kind in RANGES or kind is c_void_p:
+        return whole(name, value, *RANGES[c_size_t if kind is c_void_p else kind])
+    return instance(name, value, str, "a string is needed").encode(errors="replace")[: sizeof(kind) - 1]
+
+
+def c_array(name: str, kind: Any, values: Iterable[Any], count: int | None = None) -> Any:
+    """Numbers as an array of C, of that many entries."""
+    items = listed(name, values)
+    # There may be many, and most are plain numbers that fit.
+    if kind not in RANGES or set(map(type, items)) != {int} or not RANGES[kind][0] <= min(items) <= max(items) <= RANGES[kind][1]:
+        items = [c_value(f"{name}[{at}]", kind, item) for at, item in enumerate(items)]
+    if count is not None and len(items) != count:
+        raise InvalidArgument(f"{name} has {len(items)} entries, {count} are needed")
+    return (kind * len(items))(*items)
+
+
+def c_structs(name: str, struct: Any, values: Iterable[Any], of: Any, **named: str) -> Any:
+    """Named tuples as an array of structs of C, whose members have the names of the fields or those in `named`."""
+    items, kinds = instances(name, values, of), {member: kind for member, kind, *_ in struct._fields_}
+    rows = (struct * len(items))()
+    for at, (row, item) in enumerate(zip(rows, items)):
+        for field, value in zip(of._fields, item):
+            member = named.get(field, field)
+            setattr(row, member, c_value(f"{name}[{at}].{field}", kinds[member], value))
+    return rows

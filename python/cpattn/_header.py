@@ -11,12 +11,13 @@ from ctypes import CFUNCTYPE, POINTER, c_char, c_char_p, c_double, c_int32, c_in
 from ctypes import c_float, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 from typing import Any, ClassVar
 
-from ._check import number, whole
+from ._check import RANGES, c_value
 
 VERSION_MAJOR, VERSION_MINOR = 0, 1
-OK, PEER = 0, 4
+OK, BUSY = 0, 8
 UNLIMITED = 2**63 - 1
 DEVICE_CPU, DEVICE_CUDA = 1, 2
+ENGINE_GROUP, ENGINE_TEXT, ENGINE_VALUE = 1, 512, 4096
 
 
 class DlDevice(ctypes.Structure):
@@ -44,15 +45,6 @@ class Tensor(ctypes.Structure):
 TensorP = POINTER(Tensor)
 
 
-def _range(kind: Any) -> tuple[int, int]:
-    bits, signed = 8 * ctypes.sizeof(kind), kind(-1).value < 0
-    return (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
-
-
-# What fits into an integer of C: ctypes keeps the low bits of a number that is too large, and refuses others without a name.
-RANGES = {kind: _range(kind) for kind in (c_int32, c_int64, c_size_t, c_uint32, c_uint64)}
-
-
 class Sized(ctypes.Structure):
     """A struct whose first member is its size; the rest begins as the header's INIT macro says."""
 
@@ -60,10 +52,8 @@ class Sized(ctypes.Structure):
 
     def __init__(self, **members: Any) -> None:
         for name, kind, *_ in self._fields_:
-            if name in members and kind in RANGES:
-                members[name] = whole(name, members[name], *RANGES[kind])
-            elif name in members and kind is c_double:
-                members[name] = number(name, members[name])
+            if name in members and (kind in RANGES or kind is c_double):
+                members[name] = c_value(name, kind, members[name])
         super().__init__(**{"struct_size": ctypes.sizeof(self), **self.defaults, **members})
 
 
@@ -188,6 +178,33 @@ class TransportTable(Sized):
     ]
 
 
+TextP = POINTER(ctypes.c_char)
+Open = CFUNCTYPE(c_int32, c_void_p, TextP)
+Post = CFUNCTYPE(c_int32, c_void_p, c_int32, c_uint32, c_uint32, c_void_p, c_size_t, POINTER(c_uint64), TextP)
+Wait = CFUNCTYPE(c_int32, c_void_p, c_uint64, c_uint64, TextP)
+Put = CFUNCTYPE(c_int32, c_void_p, c_char_p, c_void_p, c_size_t, c_void_p, POINTER(c_size_t), TextP)
+Look = CFUNCTYPE(c_int32, c_void_p, c_char_p, c_void_p, POINTER(c_size_t), TextP)
+WaitFor = CFUNCTYPE(c_int32, c_void_p, c_char_p, TextP)
+
+
+class EngineTable(Sized):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("context", c_void_p),
+        ("rank", c_uint32),
+        ("world", c_uint32),
+        ("open", Open),
+        ("connect", Open),
+        ("post", Post),
+        ("wait", Wait),
+        ("close", Abort),
+        ("put", Put),
+        ("look", Look),
+        ("wait_for", WaitFor),
+        ("release", Release),
+    ]
+
+
 class RankOptions(Sized):
     _fields_ = [
         ("struct_size", c_size_t),
@@ -222,7 +239,7 @@ FUNCTIONS: dict[str, list[Any]] = {
     "plan_destroy": [Handle],
     "plan_describe": [Handle, POINTER(PlanInfo)],
     "plan_share": [Handle, c_uint32, POINTER(Share)],
-    "plan_explain": [Handle, c_char_p, c_size_t, POINTER(c_size_t)],
+    "plan_explain": [Handle, TextP, c_size_t, POINTER(c_size_t)],
     "plan_verify": [Handle],
     "plan_workspace": [Handle, c_uint32, c_int32, POINTER(c_uint64)],
     "plan_tokens": [Handle, c_int32, c_uint32, POINTER(c_int64), c_size_t],
@@ -237,14 +254,25 @@ FUNCTIONS: dict[str, list[Any]] = {
     "nccl_group": [POINTER(c_uint8), c_void_p, c_int32, c_uint32, c_uint32, c_int32, c_uint64, HandleP],
     "transport_create": [POINTER(TransportTable), HandleP],
     "transport_destroy": [Handle],
+    "engine_group": [POINTER(EngineTable), c_uint64, HandleP],
+    "engine_connect": [Handle],
+    "engine_share": [Handle, HandleP],
+    "engine_agree": [Handle, c_uint32, c_uint32, c_uint64, POINTER(c_uint64)],
+    "engine_exchange": [Handle, c_uint32, MessageP, c_size_t, MessageP, c_size_t],
+    "engine_poll": [Handle],
+    "engine_abort": [Handle],
     "rank_create": [Handle, POINTER(RankOptions), HandleP],
     "rank_destroy": [Handle],
     "rank_prepare": [Handle, Handle, c_int32],
     "forward": [Handle, Handle, POINTER(ForwardArgs)],
     "backward": [Handle, Handle, POINTER(BackwardArgs)],
     "rank_ring_check": [Handle, c_size_t, POINTER(Link), c_size_t, POINTER(c_size_t)],
+    "rank_shift": [Handle, Handle, c_int64, c_void_p, TensorP, TensorP],
     "rank_record": [Handle, c_uint64],
     "rank_trace": [Handle, POINTER(Event), c_size_t, POINTER(c_size_t)],
+    "rank_gather_trace": [Handle],
+    "timeline_svg": [POINTER(Event), c_size_t, TextP, c_size_t, POINTER(c_size_t)],
+    "chrome_trace": [POINTER(Event), c_size_t, TextP, c_size_t, POINTER(c_size_t)],
     "clock": [POINTER(c_uint64)],
     "rank_poll": [Handle],
     "rank_abort": [Handle],

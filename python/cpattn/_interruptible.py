@@ -8,77 +8,60 @@ for it in Python.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
+
+from .errors import InvalidHandle
 
 T = TypeVar("T")
+_Job = tuple[Callable[[], Any], Future[Any]]
 
 # Seconds that an interrupted call has to end in. It goes on by itself after that, and keeps what it works with.
 ENDING = 10.0
-
-
-class Job(Generic[T]):
-    """A call for another thread, and its outcome for this one."""
-
-    def __init__(self, job: Callable[[], T]) -> None:
-        self._job: Callable[[], T] | None = job
-        self._answer: tuple[bool, Any] | None = None
-        self._done = threading.Event()
-
-    def run(self) -> None:
-        """On the other thread."""
-        assert self._job
-        try:
-            self._answer = (True, self._job())
-        except BaseException as error:  # noqa: BLE001 (raised where the call was made)
-            self._answer = (False, error)
-        self._job = None  # and what it refers to
-        self._done.set()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Whether it is over, after so many seconds at most."""
-        return self._done.wait(timeout)
-
-    def outcome(self) -> T:
-        """What the call returned or raised, once it is over."""
-        assert self._answer
-        (well, outcome), self._answer = self._answer, None
-        if well:
-            result: T = outcome
-            return result
-        try:
-            raise outcome
-        finally:
-            del outcome  # which refers to this frame
 
 
 class Interruptible:
     """A thread for the calls of one rank or transport; it begins with the first call of the main thread's."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[Job[Any] | None] | None = None
+        self._jobs: SimpleQueue[_Job | None] | None = None
+        self._process = os.getpid()
+
+    def check_process(self) -> None:
+        """Refuses calls of a forked child: it has none of the threads behind a rank, and would wait without a limit."""
+        if os.getpid() != self._process:
+            raise InvalidHandle(
+                f"this rank was made by process {self._process}, this is process {os.getpid()}, which was forked from it: call it "
+                "there, or make a new one here"
+            )
 
     def __call__(self, job: Callable[[], T], interrupt: Callable[[], None]) -> T:
         """What `job` returns or raises. If a handler of a signal raises meanwhile, `interrupt` has to make the job end."""
+        self.check_process()
         if threading.current_thread() is not threading.main_thread():
             return job()
         if self._jobs is None:
             self._jobs = SimpleQueue()
             weakref.finalize(self, self._jobs.put, None)
             threading.Thread(target=_work, args=[self._jobs], daemon=True).start()
-        mine = Job(job)
-        self._jobs.put(mine)
+        outcome: Future[T] = Future()
+        self._jobs.put((job, outcome))
         try:
-            mine.wait()
+            wait([outcome])
         except BaseException:
             self.close()  # the next call does not queue behind this one
             interrupt()
-            mine.wait(ENDING)
+            wait([outcome], ENDING)
             raise
-        return mine.outcome()
+        try:
+            return outcome.result()
+        finally:
+            del outcome  # which refers to an exception that refers to this frame
 
     def close(self) -> None:
         """The thread ends after its call."""
@@ -87,7 +70,11 @@ class Interruptible:
             self._jobs = None
 
 
-def _work(jobs: SimpleQueue[Job[Any] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job.run()
-        del job  # not until the next call
+def _work(jobs: SimpleQueue[_Job | None]) -> None:
+    while (given := jobs.get()) is not None:
+        job, outcome = given
+        try:
+            outcome.set_result(job())
+        except BaseException as error:  # noqa: BLE001 (raised where the call was made)
+            outcome.set_exception(error)
+        del given, job, outcome  # not until the next call

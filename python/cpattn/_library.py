@@ -17,7 +17,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
-from ctypes import c_char_p, c_int32, c_uint32
+from ctypes import byref, c_char_p, c_int32, c_int64, c_size_t, c_uint32
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ def _load() -> ctypes.CDLL:
             f"{_header.VERSION_MAJOR}.{_header.VERSION_MINOR}: build library and package from one checkout"
         )
     library.cpattn_last_error.restype = c_char_p
+    library.cpattn_last_error_peer.restype = c_int64
     library.cpattn_status_name.restype = c_char_p
     for name, arguments in _header.FUNCTIONS.items():
         function = getattr(library, "cpattn_" + name)
@@ -85,7 +86,8 @@ def status_of(name: str, *arguments: Any) -> int:
 def error_of(name: str, status: int) -> errors.Error:
     """What the call on this thread that returned `status` has to say. Ask before another call."""
     kind, text = _library.cpattn_status_name(c_int32(status)), _library.cpattn_last_error()
-    return errors.of_status(status, f"cpattn_{name}: {kind.decode()}: {text.decode()}")
+    peer = _library.cpattn_last_error_peer()
+    return errors.of_status(status, f"cpattn_{name}: {kind.decode()}: {text.decode()}", None if peer < 0 else peer)
 
 
 def call(name: str, *arguments: Any) -> None:
@@ -93,3 +95,12 @@ def call(name: str, *arguments: Any) -> None:
     status = status_of(name, *arguments)
     if status:
         raise error_of(name, status)
+
+
+def text_of(name: str, *arguments: Any) -> str:
+    """The text that cpattn_`name` writes, into as much room as it says it needs."""
+    needed = c_size_t()
+    call(name, *arguments, None, 0, byref(needed))
+    room = ctypes.create_string_buffer(needed.value)
+    call(name, *arguments, room, needed, byref(needed))
+    return room.value.decode()

@@ -17,18 +17,18 @@ class LibraryError(Error, ImportError):
 
 
 class InvalidArgument(Error, ValueError):
-    """An argument contradicts another one, or is impossible by itself. Nothing was touched."""
+    """An argument contradicts another one, or is impossible by itself. Nothing was written."""
 
 
 class Unsupported(Error, NotImplementedError):
-    """Legal, but not honoured by this build, device or mode."""
+    """Valid, but not supported by this build, device or mode."""
 
 
 class Disagreement(Error):
-    """Ranks of a group run different things. In the first run of a plan and direction found before anything moved, and all of
-    them may go on; in later runs the group has failed; on a device what depends on the other rank is NaN then.
+    """Ranks of a group run different plans. In the first run of a plan and direction this is found before any data moves, and
+    all of them may continue. In later runs the group has failed; on a device, what depends on the other rank is then NaN.
 
-    `peer` is a rank that runs something else, where the transport says which, or None.
+    `peer` is one of two ranks that run different plans; the message names both. None if it is not known.
     """
 
     def __init__(self, message: str, peer: int | None = None) -> None:
@@ -39,7 +39,7 @@ class Disagreement(Error):
 class PeerError(Error, ConnectionError):
     """A peer failed, left, aborted or did not answer in time. The transport stays failed: make a new one on every rank.
 
-    `peer` is the rank at fault, as far as this rank can see, or None.
+    `peer` is the rank at fault, as far as this rank can tell, or None.
     """
 
     def __init__(self, message: str, peer: int | None = None) -> None:
@@ -56,7 +56,7 @@ class DeviceError(Error):
 
 
 class InvalidHandle(Error):
-    """A handle is closed, or not what it is taken for."""
+    """A handle is closed, or of another kind."""
 
 
 class Busy(Error):
@@ -81,6 +81,7 @@ BY_STATUS: tuple[type[Error], ...] = (
 )
 
 
-def of_status(status: int, message: str) -> Error:
-    """The error of a status."""
-    return BY_STATUS[status - 1](message) if 1 <= status <= len(BY_STATUS) else Error(message)
+def of_status(status: int, message: str, peer: int | None) -> Error:
+    """The error of a status, which may name a rank."""
+    kind = BY_STATUS[status - 1] if 1 <= status <= len(BY_STATUS) else Error
+    return kind(message, peer) if issubclass(kind, Disagreement | PeerError) else kind(message)

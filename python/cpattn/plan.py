@@ -8,19 +8,18 @@ header says so.
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import weakref
 from array import array
 from collections.abc import Sequence
-from ctypes import byref, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from . import _header
-from ._check import flag, number, one_of, whole
+from ._check import c_array, flag, number, one_of, whole
 from ._header import UNLIMITED
-from ._library import call, status_of
+from ._library import call, status_of, text_of
 from .errors import InvalidArgument
 from .tensors import Array, Given
 
@@ -43,13 +42,19 @@ class Layout(enum.IntEnum):
 
 
 class Circulate(enum.IntEnum):
-    """Which side travels round the ring in the backward."""
+    """Which side is sent round the ring in the backward."""
 
     AUTO, KEYS, QUERIES = range(3)
 
 
+class Gather(enum.IntEnum):
+    """Whether k and v arrive step by step or at once."""
+
+    AUTO, OTHERS, STEPS, TOGETHER = range(4)
+
+
 class Wire(enum.IntEnum):
-    """In which type partial gradients travel."""
+    """In which type partial gradients are sent."""
 
     FULL, BF16 = range(2)
 
@@ -84,24 +89,27 @@ class PlanOptions(TypedDict, total=False):
     passes: int
     circulate: Circulate | str
     wire: Wire | str
-    gather: bool
+    gather: Gather | str | bool
     reproducible: bool
     pack_inputs: bool
 
 
-_ENUMS: dict[str, type[enum.IntEnum]] = {"kind": Kind, "layout": Layout, "circulate": Circulate, "wire": Wire}
-_FLAGS = {"sinks", "gather", "reproducible", "pack_inputs"}
+_ENUMS: dict[str, type[enum.IntEnum]] = {"kind": Kind, "layout": Layout, "circulate": Circulate, "wire": Wire, "gather": Gather}
+_FLAGS = {"sinks", "reproducible", "pack_inputs"}
 _OPTIONAL = {"kv_heads", "value_dim", "scale", "softcap", "alibi_slopes"}
 
 
-def checked(options: PlanOptions) -> dict[str, Any]:
-    """The options that are given, as the C interface has them; refuses by name what is no option, and values that no plan has."""
+def checked(options: PlanOptions, heads: int) -> dict[str, Any]:
+    """The options that are given, as the C interface has them; refuses by name what is no option, and values that no plan of so
+    many heads has."""
     if unknown := sorted(options.keys() - PlanOptions.__annotations__.keys()):
         known = ", ".join(sorted(PlanOptions.__annotations__))
         raise InvalidArgument(f"{unknown[0]} is no option of a plan, these are: {known}")
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None or name not in _OPTIONAL}
     for name, value in given.items():
-        if name in _ENUMS:
+        if name == "gather" and isinstance(value, bool):
+            given[name] = Gather.OTHERS if value else Gather.STEPS
+        elif name in _ENUMS:
             given[name] = one_of(name, value, _ENUMS[name])
         elif name in _FLAGS:
             given[name] = int(flag(name, value))
@@ -109,7 +117,10 @@ def checked(options: PlanOptions) -> dict[str, Any]:
             given[name] = at_least_1(name, value)
         elif name in ("scale", "softcap"):
             given[name] = number(name, value)
-        elif name != "alibi_slopes":
+        elif name == "alibi_slopes":
+            # The library reads as many as it needs; it cannot see how many there are.
+            given[name] = c_array(name, c_float, value, heads)
+        else:
             given[name] = whole(name, value, 0, UNLIMITED)
     return given
 
@@ -138,25 +149,19 @@ class Plan:
         world: int = 1,
         **options: Unpack[PlanOptions],
     ) -> None:
-        given = checked(options)
         self.heads, self.head_dim, self.world = at_least_1("heads", heads), at_least_1("head_dim", head_dim), at_least_1("world", world)
+        given = checked(options, self.heads)
         self.kv_heads, self.value_dim = given.get("kv_heads", self.heads), given.get("value_dim", self.head_dim)
         self.dtype = one_of("dtype", dtype, Dtype)
         given |= {"heads": self.heads, "head_dim": self.head_dim, "dtype": self.dtype, "world": self.world}
-        ends = _array("cu_seqlens", c_int32, cu_seqlens)
+        ends = c_array("cu_seqlens", c_int32, cu_seqlens)
         given |= {"cu_seqlens_q": ends, "documents": len(ends) - 1}
         if not len(ends):
             raise InvalidArgument("cu_seqlens has 0 entries, at least 1 is needed: 0")
-        for name, kind, values, count in (
-            ("cu_seqlens_k", c_int32, cu_seqlens_k, len(ends)),
-            ("q_start", c_int64, q_start, len(ends) - 1),
-            ("alibi_slopes", c_float, given.get("alibi_slopes"), self.heads),
-        ):
-            if values is not None:
-                given[name] = _array(name, kind, values)
-                # The library reads as many as it needs; it cannot see how many there are.
-                if len(given[name]) != count:
-                    raise InvalidArgument(f"{name} has {len(given[name])} entries, {count} are needed")
+        if cu_seqlens_k is not None:
+            given["cu_seqlens_k"] = c_array("cu_seqlens_k", c_int32, cu_seqlens_k, len(ends))
+        if q_start is not None:
+            given["q_start"] = c_array("q_start", c_int64, q_start, len(ends) - 1)
         problem, how = (
             struct(**{name: given[name] for name, *_ in struct._fields_ if name in given})
             for struct in (_header.Problem, _header.Options)
@@ -184,11 +189,7 @@ class Plan:
 
     def explain(self) -> str:
         """Why this mesh, what each rank holds, bytes per step, imbalance, workspace."""
-        needed = c_size_t()
-        call("plan_explain", self.handle, None, 0, byref(needed))
-        text = ctypes.create_string_buffer(needed.value)
-        call("plan_explain", self.handle, text, needed, byref(needed))
-        return text.value.decode()
+        return text_of("plan_explain", self.handle)
 
     def verify(self) -> None:
         """Proves the schedules of all ranks. For tests: takes time and memory."""
@@ -229,16 +230,3 @@ class Plan:
 
 def _rank(rank: int) -> int:
     return whole("rank", rank, 0, 2**32 - 1)
-
-
-def _array(name: str, kind: Any, values: Any) -> Any:
-    """As a C array."""
-    try:
-        values = list(values)
-    except TypeError:
-        raise InvalidArgument(f"{name} is {values!r}, a sequence of numbers is needed") from None
-    each = (
-        number(f"{name}[{at}]", value) if kind is c_float else whole(f"{name}[{at}]", value, *_header.RANGES[kind])
-        for at, value in enumerate(values)
-    )
-    return (kind * len(values))(*each)

@@ -4,22 +4,25 @@
 from __future__ import annotations
 
 import enum
+import math
 import os
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import byref, c_int32, c_size_t, c_uint8, c_void_p
+from ctypes import byref, c_int32, c_int64, c_size_t, c_uint8, c_void_p
 from typing import TypeVar
 
 from . import _header, errors
-from ._check import flag, one_of, whole
-from ._interruptible import Interruptible
+from ._check import RANGES, c_array, flag, instance, instances, one_of, refused, whole
+from ._interruptible import ENDING, Interruptible
 from ._library import call, error_of, status_of
+from .engine import EngineTransport
 from .plan import Direction, Plan
 from .ring import Link
 from .tensors import Array, Given
 from .trace import Event
-from .transport import Callbacks, Transport
+from .transport import Callbacks, Kept, Transport
 
 T = TypeVar("T")
 
@@ -41,11 +44,18 @@ class Rank:
         instruction set of the CPU kernels.
         """
         workers, isa = whole("workers", workers, 1, 1024), one_of("isa", isa, Isa)
-        self._callbacks: Callbacks | None = None
+        if not isinstance(transport, Transport | c_void_p):
+            needed = "a Transport or a handle is needed; of an Engine make EngineTransport(engine, timeout)"
+            raise refused("transport", transport, needed)
+        self._transport = transport if isinstance(transport, Transport) else None
+        self._kept: Kept | None = None
         self._interruptible = Interruptible()
-        if isinstance(transport, Transport):
-            self._callbacks = Callbacks(transport)
-            transport = self._callbacks.create()
+        owner: Callbacks | EngineTransport | None = None
+        if isinstance(transport, EngineTransport):
+            owner, self._kept, transport = transport, transport.kept, transport.share()
+        elif isinstance(transport, Transport):
+            owner = self._kept = Callbacks(transport)
+            transport = owner.create()
         # The options also name a device; without them a rank has that of its transport.
         chosen = workers != 1 or isa != Isa.AUTO
         options = byref(_header.RankOptions(workers=workers, isa=isa)) if chosen else None
@@ -53,21 +63,20 @@ class Rank:
         try:
             call("rank_create", transport, options, byref(self._handle))
         except errors.Error:
-            destroy("transport_destroy", transport, self._callbacks, os.getpid())
+            destroy("transport_destroy", transport, owner, os.getpid())
             raise
         # Also at the end of the program, while Python can still run callbacks.
-        self._end = weakref.finalize(self, destroy, "rank_destroy", self._handle, self._callbacks, os.getpid())
+        self._end = weakref.finalize(self, destroy, "rank_destroy", self._handle, owner, os.getpid())
 
     def close(self) -> None:
         """The rank leaves: peers that still need it get an error. Further calls are refused."""
         self._end()
         self._interruptible.close()
-        self._handle = c_void_p()
 
     def prepare(self, plan: Plan, direction: Direction) -> None:
         """Does all that may allocate or wait; the first run does it otherwise."""
         direction = one_of("direction", direction, Direction)
-        self._run(direction, plan, "rank_prepare", direction)
+        self._run(plan, "rank_prepare", direction)
 
     def forward(
         self,
@@ -86,7 +95,7 @@ class Rank:
         given = _given(q=q, k=k, v=v, sinks=sinks, o=o, lse=lse)
         stream = _address("stream", stream)
         args = _header.ForwardArgs(stream=stream, **{name: g.pointer for name, g in given.items()})
-        self._run(Direction.FORWARD, plan, "forward", byref(args), keep=given, stream=stream)
+        self._run(plan, "forward", byref(args), keep=given, stream=stream)
 
     def backward(
         self,
@@ -111,7 +120,7 @@ class Rank:
         )
         stream = _address("stream", stream)
         args = _header.BackwardArgs(stream=stream, **{name: g.pointer for name, g in given.items()})
-        self._run(Direction.BACKWARD, plan, "backward", byref(args), keep=given, stream=stream)
+        self._run(plan, "backward", byref(args), keep=given, stream=stream)
 
     def check_ring(self, bytes: int = 4 << 20) -> list[Link]:
         """Sends stamped bytes over each link, all the way round the ring and back, one link at a time; between runs.
@@ -120,7 +129,7 @@ class Rank:
         ranks those before their last turn. A PeerError names the link that failed, as far as this rank was at it, and what to
         try; the group has failed then.
         """
-        count, bytes = c_size_t(), whole("bytes", bytes, 1, (1 << 48) - 1)
+        count, bytes = c_size_t(), ring_bytes(bytes)
         self._call("rank_ring_check", bytes, None, 0, byref(count))
         links = (_header.Link * count.value)()
 
@@ -129,11 +138,10 @@ class Rank:
             status = status_of("rank_ring_check", self._handle, bytes, links, len(links), byref(count))
             return error_of("rank_ring_check", status) if status else None
 
-        callbacks = self._callbacks
-        if said := self._interruptible(check, callbacks.transport.abort) if callbacks else check():
-            failure = callbacks.failure if callbacks else None
-            if isinstance(said, errors.PeerError):
-                said.peer = getattr(failure, "peer", None)
+        if said := self._interruptible(check, self._transport.abort) if self._transport else check():
+            failure = self._kept.failure if self._kept else None
+            if isinstance(said, errors.PeerError) and isinstance(failure, errors.PeerError):
+                said.peer = failure.peer
             raise said from failure
         return [Link(getattr(link, "from"), link.to, link.latency, link.bytes_per_second) for link in links[: count.value]]
 
@@ -152,6 +160,30 @@ class Rank:
             for e in events[: count.value]
         ]
 
+    def gather_trace(self) -> list[Event]:
+        """Takes what all ranks recorded and nobody took, on rank 0, on the clock of its process; nothing on others. All ranks call
+        it, between runs, whatever their transport is.
+
+        Clocks are compared over the transport: off by at most half of the quickest of 16 round trips."""
+        self._waiting(lambda: self._call("rank_gather_trace"))
+        return self.trace()
+
+    def shift(self, plan: Plan, by: int, fill: Array, rows: Array, out: Array) -> None:
+        """For each of this rank's q tokens, in `out`, the row of `rows` that lies `by` tokens on in its document, which another
+        rank may hold; the one element of `fill` where the document has none. All ranks call it, between runs.
+
+        `rows` and `out` have a row for each of the rank's tokens, `fill` is a tensor of one element, each rank's own; they are of
+        the CPU, also of a rank on a device."""
+        first, source, target = Given("fill", fill), Given("rows", rows), Given("out", out)
+        handle, by = _handle(plan), whole("by", by, *RANGES[c_int64])
+        one, of = first.pointer.contents, source.pointer.contents
+        count, kinds = math.prod(one.shape[: one.ndim]), [(t.dtype.code, t.dtype.bits, t.device.device_type) for t in (one, of)]
+        if kinds[0] != kinds[1] or count != 1:
+            found, needed = (f"DLPack's type {code} of {bits} bits on device type {device}" for code, bits, device in kinds)
+            raise errors.InvalidArgument(f"fill has {count} elements, {found}; 1 element, {needed}, as rows has, is needed")
+        address = c_void_p(one.data + one.byte_offset)
+        self._waiting(lambda: self._call("rank_shift", handle, by, address, source.pointer, target.pointer))
+
     def poll(self) -> None:
         """Raises if anything has failed so far, on any rank; never waits."""
         self._call("rank_poll")
@@ -160,52 +192,68 @@ class Rank:
         """Ends the run on every rank, for good."""
         self._call("rank_abort")
 
-    def _run(
-        self, direction: Direction, plan: Plan, name: str, argument: object, *, keep: object = None, stream: object = None
-    ) -> None:
+    def _run(self, plan: Plan, name: str, argument: object, *, keep: object = None, stream: object = None) -> None:
         """A call that may wait for other ranks. `keep` lives as long as it does, also where it is interrupted."""
-        if self._callbacks is None or stream is not None:
-            self._call(name, plan.handle, argument)
-            return
-        transport = self._callbacks.transport
-        transport.run = (direction + 1, plan.fingerprint)
-        try:
-            self._interruptible(lambda _keep=keep: self._call(name, plan.handle, argument), transport.abort)  # type: ignore[misc]
-        finally:
-            transport.run = (0, 0)
+        handle = _handle(plan)
+
+        def job(_keep: object = keep) -> None:
+            self._call(name, handle, argument)
+
+        job() if stream is not None else self._waiting(job)
+
+    def _waiting(self, job: Callable[[], None]) -> None:
+        """A call outside of runs that waits for other ranks."""
+        self._interruptible(job, self._transport.abort) if self._transport else job()
 
     def _call(self, name: str, *arguments: object) -> None:
         if not self._handle:
             raise errors.InvalidHandle(f"cpattn_{name}: this rank was closed, which no call is for: make a new one")
+        self._interruptible.check_process()
         status = status_of(name, self._handle, *arguments)
         if status:
             said = error_of(name, status)
-            raise self._callbacks.exception(said) if self._callbacks else said
+            raise self._kept.exception(said) if self._kept else said
 
 
 def _address(name: str, value: object) -> int | None:
     """Of something of C's; None is NULL."""
     value = value.value if isinstance(value, c_void_p) else value
-    return None if value is None else whole(name, value, 0, 2**64 - 1)
+    return None if value is None else whole(name, value, *RANGES[c_size_t])
+
+
+def ring_bytes(bytes: int) -> int:
+    """Of the large message of a check."""
+    return whole("bytes", bytes, 1, (1 << 48) - 1)
 
 
 def _deadline(ms: int) -> int:
     return whole("deadline_ms", ms, 1, 2**64 - 1)
 
 
+def _handle(plan: Plan) -> c_void_p:
+    return instance("plan", plan, Plan).handle
+
+
 def _given(**arrays: Array | None) -> dict[str, Given]:
     return {name: Given(name, array) for name, array in arrays.items() if array is not None}
 
 
-def destroy(function: str, handle: c_void_p, callbacks: Callbacks | None, process: int) -> None:
+def destroy(function: str, handle: c_void_p, owner: Callbacks | EngineTransport | None, process: int) -> None:
+    """Ends a call of another thread's first: it must not go on, and call Python, while the interpreter ends."""
     # A forked child has the handle, but not the threads behind it.
-    if os.getpid() == process and status_of(function, handle) == _header.OK and callbacks:
-        callbacks.leave()
+    if os.getpid() != process:
+        return
+    mine, handle.value, end = c_void_p(handle.value), None, time.monotonic() + ENDING
+    while (status := status_of(function, mine)) == _header.BUSY and time.monotonic() < end:
+        status_of("rank_abort", mine)
+        time.sleep(0.01)
+    if status == _header.OK and owner:
+        owner.leave()
 
 
 def check_ring(transport: Transport, bytes: int = 4 << 20) -> list[Link]:
     """`Rank.check_ring` over a transport, which it takes over."""
-    rank = Rank(transport)
+    bytes, rank = ring_bytes(bytes), Rank(transport)
     try:
         return rank.check_ring(bytes)
     finally:
@@ -223,9 +271,9 @@ def local_group(world: int, deadline_ms: int = 60_000, workers: int = 1, isa: Is
 
 def peer_group(devices: Sequence[int], deadline_ms: int = 60_000) -> list[Rank]:
     """Ranks that are threads of this process, rank r with tensors on CUDA device devices[r]."""
-    numbers = [whole(f"devices[{at}]", device, 0, 2**31 - 1) for at, device in enumerate(devices)]
+    numbers = c_array("devices", c_int32, devices)
     transports = (c_void_p * len(numbers))()
-    call("peer_group", len(numbers), (c_int32 * len(numbers))(*numbers), _deadline(deadline_ms), transports)
+    call("peer_group", len(numbers), numbers, _deadline(deadline_ms), transports)
     return [Rank(c_void_p(t)) for t in transports]
 
 
@@ -251,9 +299,7 @@ def nccl_group(
     It meets the others that have this `unique_id`, or uses a communicator that exists (`comm`, the address of an
     ncclComm_t), which it aborts after a failure only if it `may_abort`.
     """
-    if not (unique_id is None or isinstance(unique_id, bytes | bytearray)):
-        raise errors.InvalidArgument(f"unique_id is {unique_id!r}, bytes are needed")
-    if unique_id is not None and len(unique_id) != 128:
+    if unique_id is not None and len(instance("unique_id", unique_id, bytes | bytearray, "bytes are needed")) != 128:
         raise errors.InvalidArgument(f"unique_id has {len(unique_id)} bytes, 128 are needed")
     transport = c_void_p()
     shared = (c_uint8 * 128)(*unique_id) if unique_id is not None else None
@@ -273,6 +319,10 @@ def on_all(ranks: Sequence[Rank], job: Callable[[int, Rank], T]) -> list[T]:
             rank.abort()
             raise
 
+    if not callable(job):
+        raise refused("job", job, "a function of a number and a Rank is needed")
+    if not (ranks := instances("ranks", ranks, Rank)):
+        raise errors.InvalidArgument("ranks has 0 entries, at least 1 is needed")
     with ThreadPoolExecutor(len(ranks)) as pool:
         futures = [pool.submit(guarded, number, rank) for number, rank in enumerate(ranks)]
     failed = [error for error in (f.exception() for f in futures) if error]

@@ -6,6 +6,9 @@ from __future__ import annotations
 from statistics import median
 from typing import NamedTuple
 
+from . import _header
+from ._check import c_structs, number
+
 
 class Link(NamedTuple):
     """One link, one way: `latency` in seconds, half the shortest round trip of eight bytes."""
@@ -18,6 +21,8 @@ class Link(NamedTuple):
 
 def table(links: list[Link], slow: float = 3.0) -> str:
     """For people: a line for each link, those marked that are `slow` times slower than the median."""
+    c_structs("links", _header.Link, links, Link, source="from", target="to")  # which refuses what is no link
+    slow = number("slow", slow)
     if not links:
         return "no links"
     latency, rate = median(link.latency for link in links), median(link.bytes_per_second for link in links)

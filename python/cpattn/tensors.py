@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_char_p, c_int64, c_void_p
+from ctypes import c_char_p, c_int32, c_int64, c_size_t, c_void_p
 from typing import Any, Protocol
 
 from . import _header
+from ._check import RANGES, c_array, whole
 from ._header import DEVICE_CPU, DEVICE_CUDA, DlDevice, DlDtype, TensorP
 from .errors import InvalidArgument
 
@@ -31,10 +32,10 @@ class Memory:
     def __init__(
         self, address: int, shape: Sequence[int], bits: int, device: tuple[int, int] = (DEVICE_CPU, 0), code: int = 2
     ) -> None:
-        self._shape = (c_int64 * len(shape))(*shape)
-        kind = DlDtype(code, bits, 1)
-        self.tensor = _header.Tensor(address, DlDevice(*device), len(shape), kind, self._shape, None, 0)
-        self.address = address
+        self._shape, place = c_array("shape", c_int64, shape), c_array("device", c_int32, device, 2)
+        kind = DlDtype(whole("code", code, 0, 255), whole("bits", bits, 1, 255), 1)
+        self.address = whole("address", address, *RANGES[c_size_t])
+        self.tensor = _header.Tensor(self.address, DlDevice(*place), len(self._shape), kind, self._shape, None, 0)
 
 
 Array = SupportsDLPack | Memory
@@ -57,6 +58,7 @@ class Given:
         try:
             on_cuda = int(array.__dlpack_device__()[0]) == DEVICE_CUDA
             self.kept = array.__dlpack__(stream=-1) if on_cuda else array.__dlpack__()
+            address = _pointer_of(self.kept, b"dltensor")
         except Exception as error:
             raise InvalidArgument(f"{name} is no tensor that can be used through DLPack: {type(array).__name__}, {error}") from error
-        self.pointer = ctypes.cast(_pointer_of(self.kept, b"dltensor"), TensorP)
+        self.pointer = ctypes.cast(address, TensorP)

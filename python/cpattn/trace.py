@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What ran when: events that ranks recorded (`Rank.record`, `Rank.trace`), and files of them."""
+"""What ran when: events that ranks recorded (`Rank.record`, `Rank.trace`, `Rank.gather_trace`), and files of them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from ctypes import byref, c_uint64
 from typing import NamedTuple
 
-from ._library import call
-
-LANES = ("compute", "communication")
+from . import _header
+from ._check import c_structs
+from ._library import call, text_of
 
 
 class Event(NamedTuple):
@@ -35,15 +34,11 @@ def clock() -> int:
 
 def chrome_trace(events: Iterable[Event]) -> str:
     """Chrome trace events, for Perfetto or chrome://tracing: a process for each rank, a thread for each lane."""
-    events = list(events)
-    rows: list[dict[str, object]] = [
-        {"ph": "M", "name": kind, "pid": rank, "tid": lane, "args": {"name": name}}
-        for rank in sorted({e.rank for e in events})
-        for kind, lane, name in [("process_name", 0, f"rank {rank}"), *(("thread_name", i, x) for i, x in enumerate(LANES))]
-    ]
-    rows += [
-        {"ph": "X", "name": e.name, "cat": e.phase, "pid": e.rank, "tid": e.lane, "ts": e.start_ns / 1e3,
-         "dur": (e.end_ns - e.start_ns) / 1e3, "args": {"phase": e.phase, "step": e.step, "bytes": e.bytes}}
-        for e in events
-    ]  # fmt: skip
-    return json.dumps({"traceEvents": rows})
+    rows = c_structs("events", _header.Event, events, Event)
+    return text_of("chrome_trace", rows, len(rows))
+
+
+def timeline_svg(events: Iterable[Event]) -> str:
+    """A picture: of each rank the compute lane and the communication lane, and how much of this lay under that."""
+    rows = c_structs("events", _header.Event, events, Event)
+    return text_of("timeline_svg", rows, len(rows))

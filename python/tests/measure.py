@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Time of a forward and a backward over gloo, by layout, in one interleaved run; not a test.
+"""Time of a forward and a backward over gloo, by layout and form, in one interleaved run; not a test.
 
     capi/build && PYTHONPATH=python python3 python/tests/measure.py
 
@@ -19,7 +19,9 @@ from cpattn.torch import Context
 from processes import run
 from tap import PHASES, Tap
 
-LAYOUTS = ("ZIGZAG", "ZIGZAG_PACK", "BALANCED", "AUTO")
+# Layouts, and how k and v are gathered.
+CASES = (("ZIGZAG", "AUTO"), ("ZIGZAG", "STEPS"), ("ZIGZAG_PACK", "AUTO"), ("BALANCED", "AUTO"), ("AUTO", "AUTO"))
+Key = tuple[str, str, str]
 HEADS, KV_HEADS, DIM = 8, 2, 64
 
 
@@ -29,21 +31,22 @@ def documents() -> list[int]:
     return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
 
 
-def job(rank: int, world: int, rounds: int) -> dict[tuple[str, str], tuple[int, int, list[Any]]]:
-    """By direction and layout: exchanges, most messages to a peer in one, and rounds of phases of wall and CPU seconds."""
-    cases: dict[tuple[str, str], tuple[Any, ...]] = {}
-    for layout in LAYOUTS:
+def job(rank: int, world: int, rounds: int) -> dict[Key, tuple[int, int, int, list[Any]]]:
+    """By direction and case: exchanges, most messages to a peer in one, bytes that this rank sends, and rounds of phases of wall and
+    CPU seconds."""
+    cases: dict[Key, tuple[Any, ...]] = {}
+    for layout, gather in CASES:
         parameter = 2 if layout == "BALANCED" else 0
         context = Context(
-            heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, ring=world, layout=cpattn.Layout[layout], layout_parameter=parameter
+            heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, ring=world, layout=layout, layout_parameter=parameter, gather=gather
         )
-        batch, tap = context.batch(documents()), Tap(context.transport)
+        batch, tap = context.batch(documents()), Tap(context)
         n = len(batch.tokens)
         q, k, v, o, d_o, dq, dk, dv = (torch.randn(n, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS) + 3 * (HEADS,) + 2 * (KV_HEADS,))
         forward = {"q": q, "k": k, "v": v, "o": o, "lse": torch.empty(HEADS, n)}
         backward = {**forward, "d_o": d_o, "dq": dq, "dk": dk, "dv": dv}
-        cases["forward", layout] = (context.rank.forward, batch.plan, forward, tap)
-        cases["backward", layout] = (context.rank.backward, batch.plan, backward, tap)
+        cases["forward", layout, gather] = (context.rank.forward, batch.plan, forward, tap)
+        cases["backward", layout, gather] = (context.rank.backward, batch.plan, backward, tap)
     out = {}
     for direction in ("forward", "backward"):
         here = {key: case for key, case in cases.items() if key[0] == direction}
@@ -51,13 +54,14 @@ def job(rank: int, world: int, rounds: int) -> dict[tuple[str, str], tuple[int, 
             tap.set("record")
             tap.batches.clear()
             call(plan, **tensors)
-        times: dict[tuple[str, str], list[Any]] = {key: [] for key in here}
+        times: dict[Key, list[Any]] = {key: [] for key in here}
         for _ in range(rounds):
             for key, (call, plan, tensors, tap) in here.items():
                 times[key].append(tap.phases(lambda: call(plan, **tensors)))
         for key, (_, _, _, tap) in here.items():
             most = max((sum(m.peer == p for m in sends) for _, _, sends, _ in tap.batches for p in range(world)), default=0)
-            out[key] = (len(tap.batches), most, times[key])
+            sent = sum(m.bytes for _, _, sends, _ in tap.batches for m in sends)
+            out[key] = (len(tap.batches), most, sent, times[key])
     dist.barrier()
     return out
 
@@ -69,12 +73,14 @@ def main() -> None:
     ranks = run(job, 4, rounds)
     print(f"{documents()[-1]} tokens, 300 documents, ring 4 over gloo; medians of {rounds}, wall ms of the slowest rank (CPU ms of all)")
     for key in ranks[0]:
-        text = f"{key[0]:9}{key[1]:12}"
+        text = f"{key[0]:9}{key[1]:12}{key[2]:6}"
         for i, phase in enumerate(PHASES):
-            wall = statistics.median(max(rank[key][2][n][i][0] for rank in ranks) for n in range(rounds))
-            cpu = statistics.median(sum(rank[key][2][n][i][1] for rank in ranks) for n in range(rounds))
+            wall = statistics.median(max(rank[key][3][n][i][0] for rank in ranks) for n in range(rounds))
+            cpu = statistics.median(sum(rank[key][3][n][i][1] for rank in ranks) for n in range(rounds))
             text += f"  {phase} {wall * 1e3:6.1f} ({cpu * 1e3:6.1f})"
-        print(f"{text}  {max(r[key][0] for r in ranks)} exchanges, at most {max(r[key][1] for r in ranks)} messages to a peer in one")
+        exchanges, most = (max(rank[key][i] for rank in ranks) for i in (0, 1))
+        sent = sum(rank[key][2] for rank in ranks) / 1e6
+        print(f"{text}  {exchanges} exchanges, at most {most} messages to a peer in one, {sent:.2f} MB in all")
 
 
 if __name__ == "__main__":

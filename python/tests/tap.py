@@ -5,28 +5,34 @@ from __future__ import annotations
 
 import struct
 import time
-from typing import Any, Callable
+from collections.abc import Callable, Sequence
 
+import cpattn
 import torch.distributed as dist
-from cpattn.transport import Message
+from cpattn import Message, Transport
+from cpattn.torch import Context
 
 TAG = 16
 PHASES = ("attention", "exchanges", "both")
 Batch = tuple[str, int, list[Message], list[Message]]
 
 
-class Tap:
-    """Writes down what goes through a transport, and can hold it back; `benches/overlap/tap.rs` says how a run is held back."""
+class Tap(Transport):
+    """Takes the place of a context's transport; `benches/overlap/tap.rs` says how a run is held back."""
 
-    def __init__(self, transport: Any) -> None:
-        self.mode, self.move = "through", transport.exchange
+    def __init__(self, context: Context) -> None:
+        self.mode, self.under, self.kept = "through", context.transport, context.rank
+        self.rank, self.world = self.under.rank, self.under.world
         self.batches: list[Batch] = []
         # The last tag that this rank sent, or would have, and whether that was in this run.
         self.tag, self.fresh = bytes(TAG), False
-        transport.exchange = self.exchange
+        context.rank = cpattn.Rank(self)
+
+    def agree(self, first: int, end: int, number: int) -> Sequence[int]:
+        return self.under.agree(first, end, number)
 
     def exchange(
-        self, operation: str, step: int, sends: list[Message], recvs: list[Message], stream: int | None = None
+        self, operation: str, step: int, sends: Sequence[Message], recvs: Sequence[Message], stream: int | None = None
     ) -> None:
         for m in sends:
             if m.bytes == TAG:
@@ -41,7 +47,16 @@ class Tap:
             return
         if self.mode == "record":
             self.batches.append((operation, step, list(sends), list(recvs)))
-        self.move(operation, step, sends, recvs)
+        self.under.exchange(operation, step, sends, recvs)
+
+    def poll(self) -> None:
+        self.under.poll()
+
+    def abort(self) -> None:
+        self.under.abort()
+
+    def release(self) -> None:
+        self.kept.close()
 
     def set(self, mode: str) -> None:
         """What becomes of the exchanges of the next run."""
@@ -49,7 +64,7 @@ class Tap:
 
     def again(self) -> None:
         for batch in self.batches:
-            self.move(*batch)
+            self.under.exchange(*batch)
 
     def phases(self, run: Callable[[], object]) -> list[tuple[float, float]]:
         """Wall and CPU seconds of each of PHASES, of a run whose exchanges were written down; all ranks together."""

@@ -22,6 +22,7 @@ NAMES = {
     "cpattn_link": _header.Link,
     "cpattn_event": _header.Event,
     "cpattn_transport_table": _header.TransportTable,
+    "cpattn_engine_table": _header.EngineTable,
     "cpattn_rank_options": _header.RankOptions,
     "cpattn_forward_args": _header.ForwardArgs,
     "cpattn_backward_args": _header.BackwardArgs,
@@ -45,7 +46,7 @@ def type_of(text: str) -> Any:
     name, stars = words[0], words.count("*")
     if stars and name in ("void", "cpattn_plan", "cpattn_transport", "cpattn_rank"):
         kind, stars = ctypes.c_void_p, stars - 1
-    elif stars and name == "char":
+    elif stars and name == "char" and "const" in text:
         kind, stars = ctypes.c_char_p, stars - 1
     else:
         kind = None if name == "void" else TYPES[name]
@@ -108,13 +109,14 @@ class Header(unittest.TestCase):
     def test_constants(self) -> None:
         defined = {name: value.strip() for name, value in re.findall(r"#define CPATTN_(\w+) ([^\n\\]+)\n", HEADER)}
         self.assertEqual(defined["UNLIMITED"], "INT64_MAX")
-        for name in ("VERSION_MAJOR", "VERSION_MINOR", "OK", "PEER", "DEVICE_CPU", "DEVICE_CUDA"):
+        for name in ("VERSION_MAJOR", "VERSION_MINOR", "OK", "BUSY", "DEVICE_CPU", "DEVICE_CUDA", "ENGINE_GROUP", "ENGINE_TEXT", "ENGINE_VALUE"):
             self.assertEqual(int(defined[name]), getattr(_header, name), name)
         for prefix, kind in (
             ("", plan.Dtype),
             ("", plan.Kind),
             ("LAYOUT_", plan.Layout),
             ("CIRCULATE_", plan.Circulate),
+            ("GATHER_", plan.Gather),
             ("WIRE_", plan.Wire),
             ("", plan.Side),
             ("", plan.Direction),

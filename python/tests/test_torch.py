@@ -172,6 +172,10 @@ def shares(rank: int, world: int) -> None:
                 (1, ids, -100),
                 (-1, ids.to(torch.uint8), 255),
                 (3, torch.stack([ids, -ids], dim=1).float(), 0.5),
+                (2, torch.stack([ids, -ids] * 6, dim=1).view(-1, 2, 3, 2).to(torch.complex128).conj(), 1 - 2j),
+                (1, torch.stack([ids, -ids]).t().half(), 0),
+                (-2, ids % 3 == 0, True),
+                (1, ids[:, None][:, :0], 0),
             ):
                 at = (place + by).clamp(min=0)
                 ok = (place + by >= 0) & (at < end)
@@ -275,8 +279,8 @@ def refusals(rank: int, world: int) -> None:
         refused(cpattn.InvalidArgument, words, batch.attention, *args)
     refused(cpattn.InvalidArgument, "whole is [1], a tensor is needed", batch.shard, [1])
     refused(cpattn.InvalidArgument, "whole has the shape (15,), 16 rows are needed", batch.shard, torch.zeros(15))
-    refused(cpattn.InvalidArgument, "rows has the shape (16,), 4 rows are needed", batch.labels, torch.zeros(16))
-    refused(cpattn.InvalidArgument, "rows is of the layout torch.sparse_coo", batch.labels, torch.zeros(4).to_sparse())
+    refused(cpattn.InvalidArgument, "ids has the shape (16,), 4 rows are needed", batch.labels, torch.zeros(16))
+    refused(cpattn.InvalidArgument, "ids is of the layout torch.sparse_coo", batch.labels, torch.zeros(4).to_sparse())
     for by, words in (
         (1.5, "by is 1.5, a whole number"),
         (float("nan"), "by is nan, a whole number"),
@@ -328,7 +332,8 @@ def disagreements(rank: int, world: int) -> None:
         refused(cpattn.Disagreement, "shift by 1", odd.labels, torch.zeros(4))
         compare(context, DOCUMENTS, (2, 2, 4, 4), 1e-14)
     even = context.batch([0, 16])
-    refused(cpattn.Disagreement, "", even.shift, torch.zeros(4, dtype=torch.int32 if rank == 1 else torch.int64), 1, 0)
+    for dtype in (torch.int64, torch.float32):  # as many bytes as int32, or not
+        refused(cpattn.Disagreement, "", even.shift, torch.zeros(4, dtype=torch.int32 if rank == 1 else dtype), 1, 0)
     if rank == 2:
         refused(cpattn.Disagreement, "", even.labels, torch.zeros(4))
     else:
@@ -354,7 +359,7 @@ def leaving(rank: int, world: int) -> None:
 
 
 def stays_failed(rank: int, world: int) -> None:
-    """A transport that raises on one rank: that rank raises it, the others have an error at once, and the user's group
+    """An engine that raises on one rank: that rank raises it, the others have an error at once, and the user's group
     still works, also for a new context."""
     context = Context(heads=2, head_dim=4, ring=4, timeout=60.0)
     batch = context.batch([0, 16])
@@ -362,14 +367,13 @@ def stays_failed(rank: int, world: int) -> None:
     batch.attention(q, q, q)
     dist.barrier()
     if rank == 1:
-        move, context.transport.exchange = context.transport.exchange, broken  # type: ignore[method-assign]
+        context.transport.engine.post = broken  # type: ignore[method-assign]
         refused(ZeroDivisionError, "by zero", batch.attention, q, q, q)
-        context.transport.exchange = move  # type: ignore[method-assign]
     else:
         refused(cpattn.PeerError, "", batch.attention, q, q, q)
     for _ in range(2):
         refused(cpattn.PeerError, "", batch.attention, q, q, q)
-        refused(cpattn.PeerError, "failed before", batch.labels, torch.zeros(4))
+        refused(cpattn.PeerError, "rank 1", batch.labels, torch.zeros(4))
         refused(cpattn.PeerError, "", context.rank.poll)
     context.close()
     closed = "the context was closed"
@@ -395,7 +399,7 @@ def alone(rank: int, world: int) -> None:
     batch = context.batch([0, 3])
     assert batch.labels(torch.tensor([4, 5, 6])).tolist() == [5, 6, -100]
     for dtype in (torch.uint8, torch.bool):
-        refused(cpattn.InvalidArgument, f"fill is -100, which {dtype}", batch.labels, torch.ones(3, dtype=dtype))
+        refused(cpattn.InvalidArgument, f"ignore is -100, which {dtype}", batch.labels, torch.ones(3, dtype=dtype))
     assert batch.shift(torch.tensor([1, 2, 3], dtype=torch.uint8), 1, 255).tolist() == [2, 3, 255]
     for numbers in ([0, 1.7, 3], torch.tensor([0, 1.7, 3.2])):
         refused(cpattn.InvalidArgument, "a sequence of whole numbers is needed", context.batch, numbers)

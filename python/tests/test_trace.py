@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 import unittest
+from xml.etree import ElementTree
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,19 @@ class Trace(unittest.TestCase):
             self.assertTrue(any(a - 5e7 < event.start_ns <= event.end_ns < b + 5e7 for a, b in spans), (event, spans))
         text = json.loads(cpattn.chrome_trace(events))
         self.assertEqual(len([row for row in text["traceEvents"] if row["ph"] == "X"]), len(events))
+        picture = ElementTree.fromstring(cpattn.timeline_svg(events))
+        self.assertEqual(len(picture.findall(".//{*}title")), len(events))
+
+    def test_events_of_others(self) -> None:
+        own = cpattn.Event(1, 0, "an operation whose name is longer than 31 bytes", "ß" * 20, 7, 5, 9, 0)
+        text = cpattn.chrome_trace(iter([own]))
+        self.assertIn('"an operation whose name is long"', text)
+        json.loads(text)
+        self.assertIn("rank 1", cpattn.timeline_svg([own, own._replace(lane=1)]))
+        ElementTree.fromstring(cpattn.timeline_svg([]))
+        for name, value in (("lane", 2), ("end_ns", 4), ("rank", -1), ("bytes", 2**64), ("step", 1.5)):
+            with self.assertRaisesRegex(cpattn.InvalidArgument, rf"events\[1\]\.{name}"):
+                cpattn.timeline_svg([own, own._replace(**{name: value})])
 
 
 if __name__ == "__main__":

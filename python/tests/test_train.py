@@ -16,13 +16,17 @@ TRAIN = Path(__file__).parents[2] / "examples/python/train.py"
 STEPS = 4
 
 
-def train(folder: str, name: str, processes: int, *more: str) -> tuple[list[float], str]:
+def start(file: Path, processes: int, *more: str) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
-    file = Path(folder) / f"{name}.json"
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, *launcher, str(TRAIN), f"--steps={STEPS}", f"--json={file}", *more],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False,
     )
+
+
+def train(folder: str, name: str, processes: int, *more: str) -> tuple[list[float], str]:
+    file = Path(folder) / f"{name}.json"
+    done = start(file, processes, *more)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(file.read_text())["losses"], done.stdout
 
@@ -32,7 +36,11 @@ class Train(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             one, _ = train(folder, "one", 0)
             plot = Path(folder) / "both.svg"
-            four, said = train(folder, "four", 4, f"--against={folder}/one.json", f"--plot={plot}", "--ulysses=2", "--ring=2")
+            timeline = Path(folder) / "timeline.svg"
+            trace = Path(folder) / "trace.json"
+            more = (f"--against={folder}/one.json", f"--plot={plot}", f"--timeline={timeline}", f"--trace={trace}")
+            how = ("--ulysses=2", "--ring=2", "--layout=balanced", "--layout-parameter=2")
+            four, said = train(folder, "four", 4, *more, *how)
             self.assertEqual(len(one), STEPS)
             self.assertLess(one[-1], one[0], "it learns")
             for a, b in zip(one, four, strict=True):
@@ -40,6 +48,18 @@ class Train(unittest.TestCase):
             self.assertIn("largest relative difference", said)
             lines = ElementTree.parse(plot).findall("{http://www.w3.org/2000/svg}polyline")
             self.assertEqual([len(line.attrib["points"].split()) for line in lines], [STEPS, STEPS])
+            rows = [text.text for text in ElementTree.parse(timeline).findall("{http://www.w3.org/2000/svg}text")]
+            self.assertTrue({f"rank {rank}" for rank in range(4)} <= set(rows), rows)
+            events = json.loads(trace.read_text())["traceEvents"]
+            self.assertEqual({event["pid"] for event in events if event["ph"] == "X"}, set(range(4)))
+
+    def test_what_all_are_refused_for_is_said_once(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            done = start(Path(folder) / "none.json", 2, "--ulysses=5")
+            self.assertNotEqual(done.returncode, 0)
+            said = [line for line in done.stderr.splitlines() if "ulysses" in line]
+            self.assertEqual(len(said), 1, done.stderr)
+            self.assertTrue(said[0].startswith("error: "), said)
 
     def test_what_a_user_writes(self) -> None:
         text = TRAIN.read_text()

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a kernel is told, and nothing more.
+//! The arguments of kernel calls.
 //!
-//! A kernel has no notion of ranks, layouts or documents. It gets tensors, and *ranges*: runs of rows with the position of
-//! each row in its document. Masking is by position alone, so contiguous, zigzag, striped and balanced layouts,
-//! windows, prefixes and ring steps are one code path, and no length has to divide anything.
+//! A kernel does not know ranks, layouts or documents. It gets tensors, and *ranges*: consecutive rows with the
+//! position of each row in its document. The mask depends only on positions, so contiguous, zigzag, striped and
+//! balanced layouts, windows, prefixes and ring steps are one code path, for any lengths.
 //!
 //! The structures here are the contract between the planner, the runtime and every backend. They are plain data
 //! (`Copy`, no lifetimes into the planner), because a device needs them as bytes.
@@ -11,7 +11,7 @@
 //! - [`Attend`]: forward over ranges, with the output mode of each q range;
 //! - [`AttendBackward`]: dq, dk, dv over the same ranges;
 //! - [`Transform`]: copies, casts and ordered sums of `[tokens, heads, dim]` blocks (pack, unpack, reduce, finish);
-//! - [`RawStream`]: where a device puts the call;
+//! - [`RawStream`]: the stream of a call on a device;
 //! - [`Delta`], [`Finish`]: the row sums before the backward, and rows that no range covers.
 
 use alloc::format;
@@ -29,12 +29,11 @@ pub use range::{Mode, QRange, Range, Ranges};
 pub type RawStream = *mut core::ffi::c_void;
 
 /// A `[tokens, heads, dim]` tensor without its type: address, dtype, shape and strides in elements. The innermost
-/// dimension is contiguous. A device pointer on a device backend. `lse` and `delta` have `dim` 1, a
-/// running lse 2.
+/// dimension is contiguous. `lse` and `delta` have `dim` 1, a running lse has 2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct RawTensor {
-    /// Address of element `[0, 0, 0]`; never dereferenced when the tensor has no elements.
+    /// Address of element `[0, 0, 0]`; a device address on a device backend. Not used if the tensor has no elements.
     pub ptr: *mut u8,
     /// Elements from one token to the next.
     pub token_stride: i64,
@@ -77,7 +76,7 @@ impl RawTensor {
         self.ptr.is_null()
     }
 
-    /// The part of `count` tokens that begins at `first`.
+    /// The `count` tokens from `first` on.
     #[must_use]
     pub fn rows(mut self, first: u64, count: u64) -> Self {
         debug_assert!(first + count <= self.tokens, "rows {first}+{count} of {}", self.tokens);
@@ -86,7 +85,7 @@ impl RawTensor {
         self
     }
 
-    /// The part of `count` heads that begins at `first`.
+    /// The `count` heads from `first` on.
     #[must_use]
     pub fn heads(mut self, first: u32, count: u32) -> Self {
         debug_assert!(first + count <= self.heads, "heads {first}+{count} of {}", self.heads);
@@ -95,14 +94,14 @@ impl RawTensor {
         self
     }
 
-    /// Whether the tokens of the tensor lie end to end, so that any run of rows is one run of bytes.
+    /// Whether the tensor is compact and token-major, so that consecutive rows are contiguous bytes.
     pub const fn is_compact(&self) -> bool {
         (self.heads <= 1 || self.head_stride == self.dim as i64)
             && (self.tokens <= 1 || self.token_stride == self.heads as i64 * self.dim as i64)
     }
 }
 
-/// How scores are made: `s = scale · q·k`, then softcap, then ALiBi, then the mask.
+/// How scores are computed: `s = scale · q·k`, then softcap, then ALiBi, then the mask.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 pub struct Score {
@@ -110,15 +109,15 @@ pub struct Score {
     pub scale: f64,
     /// `cap · tanh(s / cap)`; 0 when there is none.
     pub softcap: f64,
-    /// A key counts when `q_pos − k_pos ≤ window_left`: 0 to `u32::MAX`, as in a [`Mask`](crate::Mask), or `i64::MAX` for
-    /// no limit. FlashAttention writes −1 for no limit; here a negative window is refused.
+    /// A key is attended if `q_pos − k_pos ≤ window_left`: 0 to `u32::MAX`, as in a [`Mask`](crate::Mask), or
+    /// `i64::MAX` for no limit. FlashAttention writes −1 for no limit; here a negative window is refused.
     pub window_left: i64,
-    /// A key counts when `k_pos − q_pos ≤ window_right`; 0 is causal; limits as for `window_left`.
+    /// A key is attended if `k_pos − q_pos ≤ window_right`; 0 is causal; limits as for `window_left`.
     pub window_right: i64,
 }
 
 impl Score {
-    /// Whether a key counts for a query.
+    /// Whether the query attends to the key.
     #[inline]
     pub const fn allows(&self, q_pos: i64, k_pos: i64) -> bool {
         q_pos - k_pos <= self.window_left && k_pos - q_pos <= self.window_right
@@ -166,33 +165,44 @@ pub struct Attend<'a> {
     pub k: RawTensor,
     /// `[*, kv heads, value_dim]`.
     pub v: RawTensor,
-    /// Running o in the accumulator's type, normalised, `[*, q heads, value_dim]`; may be NONE when every mode is
-    /// `Only`, and may be the very tensor `o` when the types agree.
+    /// Running o in the accumulator's type, normalised, `[*, q heads, value_dim]`; may be NONE if every mode is `Only`,
+    /// and may be the same tensor as `o` if the types are equal.
     pub running: RawTensor,
-    /// The lse of what is in `running`, accumulator's type, `[*, q heads, 2]`: natural log, and what rounding it to one
-    /// word lost, so that weights `exp(lse_i − lse)` do not lose digits as scores grow. Or `[*, q heads, 1]`, without
-    /// that: weights then err by `|lse| · 2⁻²⁴`. NONE where `running` may be; may be the very tensor `lse`.
+    /// The lse of what is in `running`, accumulator's type, `[*, q heads, 2]`: the natural log, and the rounding error
+    /// of that first word, so that weights `exp(lse_i − lse)` do not lose precision as scores grow. Or
+    /// `[*, q heads, 1]`, without the second word: weights then have a relative error of `|lse| · 2⁻²⁴`. NONE if
+    /// `running` is; may be the same tensor as `lse`.
     pub running_lse: RawTensor,
-    /// Final o in the element type; may be NONE when no mode finishes.
+    /// Final o in the element type; may be NONE if no mode finishes (`Last`, `Only`).
     pub o: RawTensor,
     /// Final lse (natural log), accumulator's type, `[*, q heads, 1]`; may be NONE when no mode finishes.
     pub lse: RawTensor,
     /// ALiBi slopes of the call's q heads, f32 `[1, q heads, 1]`, or NONE; a positive one lowers the scores of far keys.
     pub alibi_slopes: RawTensor,
-    /// Sinks (logits) of the call's q heads, f32 `[1, q heads, 1]`, or NONE. Applied once, by the modes that finish.
+    /// Sinks (logits) of the call's q heads, f32 `[1, q heads, 1]`, or NONE. Applied once, by the modes that finish
+    /// (`Last`, `Only`).
     pub sinks: RawTensor,
     /// Which heads these are.
     pub heads: HeadMap,
-    /// How scores are made.
+    /// How scores are computed.
     pub score: Score,
-    /// Which rows meet which.
+    /// Which q rows attend to which k rows.
     pub ranges: Ranges<'a>,
-    /// Break key tiles where a position is a multiple of the tile, not where a range ends: a row's bits then do not
-    /// depend on how its keys were cut into ranges, given that they come in the order of positions.
+    /// Start key tiles at positions that are multiples of the tile size, not at the start of a range. A row's bits then
+    /// do not depend on how its keys are split into ranges, if the ranges are in the order of positions. CPU only.
     pub aligned: bool,
 }
 
-/// Which gradients a backward call makes.
+impl<'a> Attend<'a> {
+    /// With these tensors, and none of the others; not aligned.
+    pub const fn new([q, k, v, o]: [RawTensor; 4], heads: HeadMap, score: Score, ranges: Ranges<'a>) -> Self {
+        let none = RawTensor::NONE;
+        let (running, running_lse, lse, alibi_slopes, sinks) = (none, none, none, none, none);
+        Self { q, k, v, running, running_lse, o, lse, alibi_slopes, sinks, heads, score, ranges, aligned: false }
+    }
+}
+
+/// Which gradients a backward call computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gradients {
     /// dq, dk and dv.
@@ -226,9 +236,9 @@ pub struct AttendBackward<'a> {
     pub dv: RawTensor,
     /// Add to dk and dv; otherwise every row of every k range is written, with zeros where no query reads it.
     pub accumulate_keys: bool,
-    /// dk and dv hold one partial per q head instead of the sum over its group.
+    /// dk and dv hold one partial gradient per q head instead of the sum over its group.
     pub per_q_head: bool,
-    /// Which gradients to make; tensors of the others may be NONE.
+    /// Which gradients to compute; the tensors of the others may be NONE.
     pub gradients: Gradients,
     /// As in [`Attend`].
     pub alibi_slopes: RawTensor,
@@ -240,6 +250,32 @@ pub struct AttendBackward<'a> {
     pub ranges: Ranges<'a>,
     /// As in [`Attend`]; for dk and dv it breaks query tiles likewise.
     pub aligned: bool,
+}
+
+impl<'a> AttendBackward<'a> {
+    /// With these tensors, and none of the others; all gradients, written; not aligned.
+    pub const fn new([q, k, v, d_o]: [RawTensor; 4], heads: HeadMap, score: Score, ranges: Ranges<'a>) -> Self {
+        let none = RawTensor::NONE;
+        Self {
+            q,
+            k,
+            v,
+            d_o,
+            lse: none,
+            delta: none,
+            dq: none,
+            dk: none,
+            dv: none,
+            accumulate_keys: false,
+            per_q_head: false,
+            gradients: Gradients::All,
+            alibi_slopes: none,
+            heads,
+            score,
+            ranges,
+            aligned: false,
+        }
+    }
 }
 
 /// One block of a [`Transform`]: `dst = Σ sources`, element by element, summed in the order given in the accumulator's
@@ -290,7 +326,7 @@ pub struct Finish<'a> {
 
 /// `(o, lse)` becomes the merge of itself and another partial result of the same rows, all f32 or all f64.
 ///
-/// An lse has one word or two, whatever the other has: see [`Attend::running_lse`].
+/// Each lse has one word or two, independent of the other: see [`Attend::running_lse`].
 #[derive(Clone, Copy, Debug)]
 pub struct Merge {
     /// Normalised o, `[tokens, heads, value_dim]`; read and written.
@@ -299,7 +335,7 @@ pub struct Merge {
     pub lse: RawTensor,
     /// The other o.
     pub with_o: RawTensor,
-    /// The other lse, likewise.
+    /// The lse of the other o, with one or two words.
     pub with_lse: RawTensor,
 }
 

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Ranges: which rows a call touches, and where in its document each row stands.
+//! Ranges: the rows of a call, with their positions in their documents.
 //!
-//! A layout deals tokens in runs and in stripes. A [`Range`] says either with six numbers, so that code that needs a row's
-//! position, or the rows at some positions, computes it: nothing here lists tokens. A [`QRange`] adds which k ranges it
-//! meets and what becomes of the result; [`Ranges`] is what one call is given.
+//! A layout gives a rank consecutive tokens or stripes of tokens. A [`Range`] describes either with six numbers, from
+//! which positions of rows, or rows at given positions, are computed: no tokens are listed. A [`QRange`] adds the k
+//! ranges that it attends to and how the result is stored; [`Ranges`] is the argument of one call.
 
-/// A run of rows of a `[tokens, heads, dim]` tensor, with the positions of its tokens.
+/// Consecutive rows of a `[tokens, heads, dim]` tensor, with the positions of its tokens.
 ///
-/// Row `row + i` holds the token at position `pos + (i / block) · period + i mod block` of document `doc`. A plain run
-/// has `block == period == 1` (or any equal pair): positions then count up by one.
+/// Row `row + i` holds the token at position `pos + (i / block) · period + i mod block` of document `doc`. In a plain
+/// range `block == period`, for example 1: positions then count up by one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub struct Range {
@@ -22,17 +22,17 @@ pub struct Range {
     pub block: u32,
     /// Distance in positions from one block to the next; at least `block`.
     pub period: u32,
-    /// The document. Kernels do not mask by it: pairs only ever join ranges of one document.
+    /// The document. Kernels do not mask by it: a pair is always two ranges of one document.
     pub doc: u32,
 }
 
 impl Range {
-    /// A run whose positions count up by one.
+    /// A range whose positions count up by one.
     pub const fn plain(row: i64, len: u32, pos: i64, doc: u32) -> Self {
         Self { row, pos, len, block: 1, period: 1, doc }
     }
 
-    /// The position of the `i`-th row. For `i` of `len` this is where the next token would lie.
+    /// The position of the `i`-th row. For `i == len` it is the position that the next token would have.
     #[inline]
     pub const fn position(&self, i: u32) -> i64 {
         if self.block == self.period {
@@ -54,10 +54,10 @@ impl Range {
         self.block == self.period || self.len <= self.block
     }
 
-    /// How many rows lie at positions before `x`: the index of the first row at or after `x`, or `len`.
+    /// The number of rows at positions before `x`: the index of the first row at or after `x`, or `len`.
     ///
-    /// Rows at positions `a..e` are rows `rows_before(a)..rows_before(e)`, whatever the stripe: how planners count and
-    /// kernels cut a range to a window without walking it.
+    /// Rows at positions `a..e` are rows `rows_before(a)..rows_before(e)`, for any stripe. Planners use this to count,
+    /// and kernels to restrict a range to a window, without a loop over rows.
     #[inline]
     pub const fn rows_before(&self, x: i64) -> u32 {
         if x <= self.pos {
@@ -76,7 +76,7 @@ impl Range {
     }
 }
 
-/// What becomes of a q range's result. It belongs to the range, not to the call: one call may finish one range and
+/// How a q range's result is stored. The mode belongs to the range, not to the call: one call may finish one range and
 /// start another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
@@ -87,7 +87,7 @@ pub enum Mode {
     Merge = 1,
     /// The last of several: merge, then apply the sink and write o in the element type. Backward: as `Merge`.
     Last = 2,
-    /// The first and the last: nothing was running before. Backward: as `First`.
+    /// First and last at once: there is no running result. Backward: as `First`.
     Only = 3,
 }
 
@@ -97,7 +97,7 @@ impl Mode {
         matches!(self, Self::Merge | Self::Last)
     }
 
-    /// Whether o is finished: the sink is applied and the element type is written.
+    /// Whether o is finished: the sink is applied and o is written in the element type.
     pub const fn finishes(self) -> bool {
         matches!(self, Self::Last | Self::Only)
     }
@@ -123,13 +123,22 @@ pub struct QRange {
     pub keys_begin: u32,
     /// One past the last entry of `pairs`.
     pub keys_end: u32,
-    /// What becomes of the result.
+    /// How the result is stored.
     pub mode: Mode,
 }
 
-/// The pairs of one call, by q range. Rows that the call writes lie in one range each (those of q ranges, but for dk and
-/// dv alone; those of k ranges for dk and dv), which is checked; rows that it only reads may lie in several. A pair joins
-/// ranges of one document; of one q range, pairs are in the order in which keys are read.
+impl QRange {
+    /// Those of a document, of ranges in the order of their documents.
+    pub(crate) fn of_document(q: &[Self], doc: u32) -> &[Self] {
+        let begin = q.partition_point(|r| r.range.doc < doc);
+        &q[begin..begin + q[begin..].partition_point(|r| r.range.doc == doc)]
+    }
+}
+
+/// The pairs of one call, by q range. A row that the call writes may be in only one range, which is checked; rows that
+/// it only reads may be in several. Written are the rows of q ranges (unless only dk and dv are computed), and the rows
+/// of k ranges if dk and dv are computed. A pair is a q range and a k range of the same document; the pairs of a q
+/// range are in the order in which keys are read.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Ranges<'a> {
     /// The q ranges. One without pairs is legal: its rows attend to nothing in this call.

@@ -164,8 +164,8 @@ pub(super) unsafe fn parts(
         return Err(Error::invalid(format!("{name}.dtype.lanes"), t.dtype.lanes, 1));
     }
     let item = usize::from(t.dtype.bits / 8);
-    if !matches!(t.dtype.bits, 8 | 16 | 32 | 64) {
-        return Err(Error::invalid(format!("{name}.dtype.bits"), t.dtype.bits, "8, 16, 32 or 64"));
+    if !matches!(t.dtype.bits, 8 | 16 | 32 | 64 | 128) {
+        return Err(Error::invalid(format!("{name}.dtype.bits"), t.dtype.bits, "8, 16, 32, 64 or 128"));
     }
     let ndim = t.ndim as usize;
     // SAFETY: entries of the caller's arrays, by its promise.

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Opaque handles.
 //!
-//! A handle is a pointer to a [`Handle`], whose first word says what it is and whether it lives. A thread that destroys it
-//! first changes that word, so two threads that destroy one handle do not both free it.
+//! A handle is a pointer to a [`Handle`], whose first word contains its type and whether it is live. A thread that
+//! destroys it first changes that word, so two threads that destroy one handle do not both free it.
 //!
-//! Reading the first word of freed memory proves little. Debug builds therefore keep a table of live handles that is
-//! asked before any memory is touched, and do not give the memory of a destroyed handle back before
-//! [`QUARANTINE`](debug::QUARANTINE) others were destroyed, so that its address does not come back as a new handle.
-//! This table is process-wide, and release builds do not have it; besides, there is only that of the devices in use
-//! (`kernel::cuda::shared`).
+//! The first word of freed memory is not reliable. So debug builds keep a table of live handles, which is checked
+//! before the memory is read, and do not free the memory of a destroyed handle before [`QUARANTINE`](debug::QUARANTINE)
+//! others were destroyed, so that its address does not come back as a new handle. This table is process-wide, and
+//! release builds do not have it; besides, there is only that of the devices in use (`kernel::cuda::shared`).
 
 use std::{
     boxed::Box,

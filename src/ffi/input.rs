@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What C hands in: structs that begin with their size, arrays, flags, and places for results.
+//! Arguments from C: structs that begin with their size, arrays, flags, and pointers for results.
 //!
-//! The size is what lets programs and libraries of different ages meet. A new member goes behind all others, never into
-//! what was padding, and 0 means "as before" in it; every INIT macro writes that. So a struct that is shorter than ours,
-//! of an earlier header, stands for one with zeros behind it. One that is longer, of a later header, is taken when all that
-//! we do not know is zero.
+//! The size makes programs and libraries of different versions compatible. A new member is added after all others,
+//! never in former padding, and 0 means "as before"; every INIT macro writes 0. So a struct from an earlier header,
+//! which is shorter than ours, is treated as if it ended with zeros. A struct from a later header, which is longer, is
+//! accepted if all members that we do not know are zero.
 
 use core::mem::MaybeUninit;
 use std::format;
@@ -161,6 +161,21 @@ pub(super) unsafe fn result<'a, T>(name: &'static str, ptr: *mut T) -> Result<&'
     // SAFETY: non-null and aligned (checked above), so valid for a write (the contract); MaybeUninit has no invalid
     // contents.
     Ok(unsafe { &mut *ptr.cast() })
+}
+
+/// Writes a text and the 0 behind it into what room there is, cut where a character ends, and how many bytes the whole takes.
+pub(super) fn write_text(said: &str, text: &mut [MaybeUninit<u8>], needed: &mut MaybeUninit<usize>) {
+    needed.write(said.len() + 1);
+    if let Some(room) = text.len().checked_sub(1) {
+        let mut n = room.min(said.len());
+        while !said.is_char_boundary(n) {
+            n -= 1;
+        }
+        for (to, &from) in text.iter_mut().zip(&said.as_bytes()[..n]) {
+            to.write(from);
+        }
+        text[n].write(0);
+    }
 }
 
 /// 0 or 1.

@@ -1,33 +1,37 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The C interface: `include/cpattn.h`, which is its manual.
+//! The C interface. Its manual is `include/cpattn.h`.
 //!
-//! Everything here is a thin skin: it turns what C can say into what the crate's safe and unsafe functions take, checks
-//! on the way all that can be checked from outside (null, alignment, sizes, flags, handles), and turns errors into a
-//! status and a text. Nothing is computed here. Names, fields and their order are those of the header, letter by letter;
-//! `tests/capi_header.rs` compares the two, and the C compiler's sizes and offsets with ours.
+//! This module is a thin layer: it converts C arguments into those of the crate's functions, checks everything that can
+//! be checked here (null, alignment, sizes, flags, handles), and converts errors into a status and a text. It computes
+//! nothing. Names, fields and their order are exactly those of the header; `tests/capi_header.rs` compares the two, and
+//! the C compiler's sizes and offsets with ours.
 //!
 //! - `status`: the one boundary that no panic crosses, statuses, the thread's last error;
-//! - `handle`: opaque handles, and how dead ones are told from live ones;
+//! - `handle`: opaque handles, and how destroyed ones are detected;
 //! - `input`: structs with a size, arrays, flags, results; `dlpack`: tensors;
-//! - `problem`, `plan`, `shard`, `transport` (with `table`, `mpi`, `nccl`), `rank`, `run`, `trace`: the calls of the whole job, in the header's order;
-//! - `scratch`, `ranges`, `attend`, `blocks`: the kernels by themselves.
+//! - `problem`, `plan`, `shard`, `transport` (with `table`, `engine`, `engine_table`, `mpi`, `nccl`), `rank`, `run`,
+//!   `shift`, `trace`, `picture`: the calls of the header, in its order;
+//! - `scratch`, `ranges`, `attend`, `blocks`: single kernel calls.
 //!
-//! CPU and devices are told apart in three places: where a tensor says it lies (`dlpack`), where a rank is made, and where
-//! a scratch is. What differs behind them is the crate's own [`Rank`](crate::Rank) and
-//! [`Kernels`](crate::kernel::Kernels). A build without CUDA exports the same functions and refuses what it lacks.
+//! CPU and devices are distinguished in three places: a tensor's device (`dlpack`), the creation of a rank, and the
+//! creation of a scratch. [`Rank`](crate::Rank) and [`Kernels`](crate::kernel::Kernels) hide all other differences. A
+//! build without CUDA exports the same functions and refuses what it lacks.
 //!
-//! Every exported function is unsafe in the same way and for the same reason: pointers come from C. What the header asks
-//! of its callers is the safety contract; comments at the blocks say which part of it they rest on.
+//! Every exported function is unsafe for the same reason: pointers come from C. The header's rules for callers are the
+//! safety contract; the comments at unsafe blocks name the part that they rely on.
 #![allow(non_camel_case_types, reason = "the header's names")]
 #![allow(missing_docs, clippy::missing_safety_doc, reason = "the header is the manual, and not repeated here")]
 
 mod attend;
 mod blocks;
 mod dlpack;
+mod engine;
+mod engine_table;
 mod handle;
 mod input;
 mod mpi;
 mod nccl;
+mod picture;
 mod plan;
 mod problem;
 mod ranges;
@@ -36,6 +40,7 @@ mod ring;
 mod run;
 mod scratch;
 mod shard;
+mod shift;
 mod status;
 mod table;
 mod trace;
@@ -44,8 +49,11 @@ mod transport;
 pub use attend::*;
 pub use blocks::*;
 pub use dlpack::{cpattn_dl_device, cpattn_dl_dtype, cpattn_tensor};
+pub use engine::*;
+pub use engine_table::*;
 pub use mpi::*;
 pub use nccl::*;
+pub use picture::*;
 pub use plan::*;
 pub use problem::*;
 pub use ranges::*;
@@ -53,7 +61,8 @@ pub use rank::*;
 pub use ring::*;
 pub use run::*;
 pub use scratch::*;
-pub use shard::*;
+pub use shard::{cpattn_plan_positions, cpattn_plan_shard, cpattn_plan_shift, cpattn_plan_tokens, cpattn_plan_unshard};
+pub use shift::*;
 pub use status::*;
 pub use table::*;
 pub use trace::*;

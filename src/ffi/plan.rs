@@ -6,7 +6,7 @@ use std::format;
 
 use super::{
     handle::{self, Handle, HandleKind},
-    input::{array_mut, one_of, result, sized, versioned, write_sized},
+    input::{array_mut, one_of, result, sized, versioned, write_sized, write_text},
     problem::{self, DTYPES, cpattn_options, cpattn_problem},
     status::boundary,
 };
@@ -162,18 +162,7 @@ pub unsafe extern "C" fn cpattn_plan_explain(
         };
         let mut said = plan.explain();
         said.retain(|c| c != '\0');
-        needed.write(said.len() + 1);
-        if let Some(room) = text.len().checked_sub(1) {
-            // Cut where a character ends.
-            let mut n = room.min(said.len());
-            while !said.is_char_boundary(n) {
-                n -= 1;
-            }
-            for (to, &from) in text.iter_mut().zip(&said.as_bytes()[..n]) {
-                to.write(from);
-            }
-            text[n].write(0);
-        }
+        write_text(&said, text, needed);
         Ok(())
     })
 }

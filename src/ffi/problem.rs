@@ -11,7 +11,7 @@ use crate::{
     layout::Layout,
     mask::Mask,
     mesh::Mesh,
-    plan::{self, Circulate, Options, Plan, Problem, Wire},
+    plan::{self, Circulate, Gather, Options, Plan, Problem, Wire},
 };
 
 /// For windows: no limit.
@@ -64,6 +64,9 @@ versioned! {
 }
 
 pub(super) const DTYPES: [Dtype; 4] = [Dtype::F16, Dtype::Bf16, Dtype::F32, Dtype::F64];
+
+/// In the order of the header, where 1 has always been what it is.
+const GATHER: [Gather; 4] = [Gather::Auto, Gather::Others, Gather::Steps, Gather::Together];
 
 fn window(name: &'static str, limit: i64) -> Result<Option<u32>> {
     if limit == UNLIMITED {
@@ -129,7 +132,10 @@ pub(super) unsafe fn problem(p: &cpattn_problem) -> Result<Problem> {
 
 fn layout_of(o: &cpattn_options) -> Result<Option<Layout>> {
     let parameter = |used: bool| match (used, o.layout_parameter) {
-        (true, 0) => Err(Error::invalid("options.layout_parameter", 0, "at least 1, for this layout")),
+        (true, 0) => {
+            let needed = if o.layout == 4 { "the tokens of a stripe" } else { "the chunks of a ring rank" };
+            Err(Error::invalid("options.layout_parameter", 0, format_args!("at least 1: {needed}")))
+        }
         (false, 1..) => Err(Error::invalid("options.layout_parameter", o.layout_parameter, "0: the layout has none")),
         _ => Ok(()),
     };
@@ -148,7 +154,7 @@ fn layout_of(o: &cpattn_options) -> Result<Option<Layout>> {
 pub(super) fn plan(problem: &Problem, o: &cpattn_options) -> Result<Plan> {
     reserved("options.reserved", o.reserved == 0)?;
     let options = Options::new()
-        .gather(flag("options.gather", o.gather)?)
+        .gather(one_of("options.gather", o.gather, &GATHER)?)
         .passes(o.passes as usize)
         .circulate(one_of("options.circulate", o.circulate, &[Circulate::Auto, Circulate::Keys, Circulate::Queries])?)
         .wire(one_of("options.wire", o.wire, &[Wire::Full, Wire::Bf16])?)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Ranks: made, prepared, lent workspace, polled and aborted. What they run is in `run`.
+//! Ranks: create, prepare, lend workspace, poll and abort. Their runs are in `run`.
 //!
 //! The rank is behind a mutex that is only ever tried: a second call is refused instead of queued, because ranks that
 //! run plans in different orders would wait for each other for ever. `poll` and `abort` do not touch it.
@@ -207,6 +207,7 @@ unsafe fn rank_over(transport: *mut cpattn_transport, at: Device, workers: usize
     Ok(match unsafe { handle::take(transport) }? {
         Any::Local(t) => Rank::with_workers(t, workers),
         Any::Table(t) => Rank::with_workers(t, workers),
+        Any::Engine(t) => Rank::with_workers(t, workers),
         #[cfg(feature = "mpi")]
         Any::Mpi(t) => Rank::with_workers(*t, workers),
         #[cfg(feature = "cuda")]

@@ -46,6 +46,7 @@ pub unsafe extern "C" fn cpattn_ring_check(
         let (end, check): (&dyn Transport, Check<'_>) = match end {
             Any::Local(end) => (end, &|bytes| check(end, bytes)),
             Any::Table(end) => (end, &|bytes| check(end, bytes)),
+            Any::Engine(end) => (end, &|bytes| check(end, bytes)),
             #[cfg(feature = "mpi")]
             Any::Mpi(end) => (&**end, &|bytes| check(&**end, bytes)),
             #[cfg(feature = "cuda")]
@@ -57,7 +58,7 @@ pub unsafe extern "C" fn cpattn_ring_check(
         let out = unsafe { room(end.world(), links, capacity) }?;
         let known = check(bytes).map_err(|trouble| {
             let fail = failed(&trouble);
-            if matches!(fail, Fail::Text(CPATTN_PEER, _)) {
+            if matches!(fail, Fail::Text(CPATTN_PEER, ..)) {
                 // As after the failure of a run: a table's peers do not wait for this rank.
                 end.abort(Cause::Failed);
             }
@@ -110,11 +111,11 @@ unsafe fn room<'a>(
 }
 
 fn failed(trouble: &Trouble) -> Fail {
-    let status = match trouble {
-        Trouble::Failed { error, .. } => status_of(error),
-        Trouble::OtherBytes { .. } => CPATTN_PEER,
+    let (status, peer) = match trouble {
+        Trouble::Failed { error, .. } => (status_of(error), error.peer()),
+        Trouble::OtherBytes { .. } => (CPATTN_PEER, None),
     };
-    Fail::Text(status, trouble.to_string())
+    Fail::Text(status, trouble.to_string(), peer)
 }
 
 /// How many there are.

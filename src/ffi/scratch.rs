@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Scratches: the kernels of one device or of the CPU, with the memory that calls take.
 //!
-//! On the CPU that is memory for tiles; on a device, loaded kernels and a ring that scheduler metadata travels through. All of it is
-//! made by calls of this file, so that those of `attend` and `blocks` allocate nothing unless they refuse.
+//! On the CPU that is memory for tiles; on a device, loaded kernels and a ring buffer for scheduler metadata. The calls
+//! of this file allocate all of it, so that those of `attend` and `blocks` allocate nothing unless they refuse.
 
 use std::{
     format,

@@ -71,18 +71,18 @@ pub unsafe extern "C" fn cpattn_plan_positions(
 }
 
 /// A tensor as rows of bytes: `[tokens, parts]` runs of `run` bytes.
-struct Rows {
+pub(super) struct Rows {
     ptr: *mut u8,
     item: usize,
-    tokens: usize,
+    pub(super) tokens: usize,
     token_stride: usize,
-    parts: usize,
+    pub(super) parts: usize,
     part_stride: usize,
-    run: usize,
+    pub(super) run: usize,
 }
 
 impl Rows {
-    fn new(name: &'static str, p: &TensorFields) -> Result<Self> {
+    pub(super) fn new(name: &'static str, p: &TensorFields) -> Result<Self> {
         let size = p.item;
         // The address space holds all of a tensor with elements (checked), so these fit; without any, nothing is copied.
         let bytes = |stride: i64| (stride as usize).wrapping_mul(size);
@@ -102,7 +102,7 @@ impl Rows {
         Ok(Self { ptr: p.ptr, item: size, tokens: n as usize, token_stride: bytes(s), parts, part_stride, run })
     }
 
-    fn row(&self, token: usize, part: usize) -> *mut u8 {
+    pub(super) fn row(&self, token: usize, part: usize) -> *mut u8 {
         self.ptr.wrapping_add(token * self.token_stride + part * self.part_stride)
     }
 
@@ -120,9 +120,68 @@ impl Rows {
         let by_token = self.tokens <= 1 || self.token_stride >= self.run;
         (by_part && nested) || (by_token && crossed)
     }
+
+    /// Writes one element to all places of a row.
+    ///
+    /// # Safety
+    /// The row exists, in memory valid for writes, and `fill` has one element.
+    pub(super) unsafe fn fill(&self, row: usize, fill: *const u8) {
+        for part in 0..self.parts {
+            for i in (0..self.run).step_by(self.item) {
+                // SAFETY: within the run; `fill` has one element (both promised).
+                unsafe { core::ptr::copy_nonoverlapping(fill, self.row(row, part).add(i), self.item) };
+            }
+        }
+    }
 }
 
-/// Reads both tensors and refuses what does not belong together; `None` when there is nothing to copy.
+/// A tensor of a call that copies rows: its name, and how many rows it has to have.
+pub(super) type Wanted = (&'static str, *const cpattn_tensor, usize);
+
+/// Reads two tensors and refuses what does not belong together: other types or shapes than `first` has.
+///
+/// # Safety
+/// The header's promise about tensors.
+pub(super) unsafe fn alike(first: Wanted, second: Wanted) -> Result<[TensorFields; 2]> {
+    let ((a, first, rows_a), (b, second, rows_b)) = (first, second);
+    // SAFETY: both tensors are as the header says (the contract of this function).
+    let (f, s) = unsafe { (parts(a, first, 1..=3, Device::Cpu)?, parts(b, second, 1..=3, Device::Cpu)?) };
+    if s.ndim != f.ndim {
+        return Err(Error::invalid(format!("{b}.ndim"), s.ndim, format!("that of {a}, {}", f.ndim)));
+    }
+    if s.dtype != f.dtype {
+        let words = |d: cpattn_dl_dtype| format!("code {} with {} bits", d.code, d.bits);
+        return Err(Error::invalid(format!("{b}.dtype"), words(s.dtype), format!("that of {a}, {}", words(f.dtype))));
+    }
+    for (name, p, rows) in [(a, &f, rows_a), (b, &s, rows_b)] {
+        if p.shape[0] != rows as u64 {
+            return Err(Error::invalid(format!("{name}.shape[0]"), p.shape[0], format!("{rows} tokens")));
+        }
+    }
+    for d in 1..f.ndim {
+        if s.shape[d] != f.shape[d] {
+            let expected = format!("that of {a}, {}", f.shape[d]);
+            return Err(Error::invalid(format!("{b}.shape[{d}]"), s.shape[d], expected));
+        }
+    }
+    Ok([f, s])
+}
+
+/// Refuses a written tensor whose rows share bytes, and one that overlaps the other; neither is empty.
+pub(super) fn apart(first: (&str, &Rows), second: (&str, &Rows), written: usize) -> Result<()> {
+    let (name, rows) = [first, second][written];
+    if !rows.is_injective() {
+        let expected = "rows that share no byte: they are written";
+        return Err(Error::invalid(format!("{name}.strides"), "overlapping", expected));
+    }
+    let (a, b) = (first.1.hull(), second.1.hull());
+    if a.start < b.end && b.start < a.end {
+        return Err(Error::invalid(second.0, format!("memory that overlaps {}", first.0), "memory of its own"));
+    }
+    Ok(())
+}
+
+/// The whole batch's rows and a rank's; `None` when there is nothing to copy.
 ///
 /// # Safety
 /// The header's promise about tensors.
@@ -134,47 +193,14 @@ unsafe fn pair(
     local: *const cpattn_tensor,
     whole_written: bool,
 ) -> Result<Option<(Rows, Rows)>> {
+    let (all, mine) = (plan.problem().batch().tokens(side), plan.local_tokens(side, rank));
     // SAFETY: both tensors are as the header says (the contract of this function).
-    let (w, l) = unsafe { (parts("whole", whole, 1..=3, Device::Cpu)?, parts("local", local, 1..=3, Device::Cpu)?) };
-    if l.ndim != w.ndim {
-        return Err(Error::invalid("local.ndim", l.ndim, format!("that of whole, {}", w.ndim)));
-    }
-    if l.dtype != w.dtype {
-        let words = |d: cpattn_dl_dtype| format!("code {} with {} bits", d.code, d.bits);
-        return Err(Error::invalid("local.dtype", words(l.dtype), format!("that of whole, {}", words(w.dtype))));
-    }
-    let all = plan.problem().batch().tokens(side) as u64;
-    let mine = plan.local_tokens(side, rank) as u64;
-    for (name, p, tokens) in [("whole.shape[0]", &w, all), ("local.shape[0]", &l, mine)] {
-        if p.shape[0] != tokens {
-            return Err(Error::invalid(name, p.shape[0], format!("{tokens} tokens")));
-        }
-    }
-    for d in 1..w.ndim {
-        if l.shape[d] != w.shape[d] {
-            return Err(Error::invalid(
-                format!("local.shape[{d}]"),
-                l.shape[d],
-                format!("that of whole, {}", w.shape[d]),
-            ));
-        }
-    }
+    let [w, l] = unsafe { alike(("whole", whole, all), ("local", local, mine)) }?;
     if w.is_empty() || l.is_empty() {
         return Ok(None);
     }
     let (w, l) = (Rows::new("whole", &w)?, Rows::new("local", &l)?);
-    let (name, written) = if whole_written { ("whole", &w) } else { ("local", &l) };
-    if !written.is_injective() {
-        return Err(Error::invalid(
-            format!("{name}.strides"),
-            "overlapping",
-            "rows that share no byte: they are written",
-        ));
-    }
-    let (a, b) = (w.hull(), l.hull());
-    if a.start < b.end && b.start < a.end {
-        return Err(Error::invalid("local", "memory that overlaps whole", "memory of its own"));
-    }
+    apart(("whole", &w), ("local", &l), usize::from(!whole_written))?;
     Ok(Some((w, l)))
 }
 
@@ -259,7 +285,6 @@ pub unsafe extern "C" fn cpattn_plan_shift(
         // SAFETY: the header's promise about tensors.
         let pair = unsafe { pair(plan, Side::Q, rank, whole, local, false) }?;
         let Some((whole, local)) = pair else { return Ok(()) };
-        let item = local.item;
         let batch = plan.problem().batch();
         let mut row = 0;
         plan.for_each_token(Side::Q, rank, |token, _, doc| {
@@ -269,16 +294,8 @@ pub unsafe extern "C" fn cpattn_plan_shift(
                 Some(at) if doc.start as i64 <= at && at < doc.end as i64 => unsafe {
                     copy(&whole, at as usize, &local, row, false);
                 },
-                _ => {
-                    for part in 0..local.parts {
-                        for i in (0..local.run).step_by(item) {
-                            // SAFETY: within the run; `fill` has one element, by the header's promise.
-                            unsafe {
-                                core::ptr::copy_nonoverlapping(fill.cast(), local.row(row, part).add(i), item);
-                            }
-                        }
-                    }
-                }
+                // SAFETY: `row` is one of the rank's; `fill` has one element, by the header's promise.
+                _ => unsafe { local.fill(row, fill.cast()) },
             }
             row += 1;
         });

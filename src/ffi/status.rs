@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Statuses, the last error, and the boundary.
 //!
-//! [`boundary!`] is the only way out of this module's functions: it catches panics, turns errors into a status and keeps
-//! their text for the thread. A panic is a defect of the library, and says so.
+//! [`boundary!`] is the only way out of this module's functions: it catches panics, turns errors into a status and
+//! keeps their text for the thread. A panic is a bug of the library; its text says so.
 
 use std::{
     any::Any,
@@ -30,8 +30,8 @@ pub const CPATTN_PANIC: i32 = 9;
 pub(super) enum Fail {
     /// The crate's own refusal.
     Error(Error),
-    /// A status, and what there is to say.
-    Text(i32, String),
+    /// A status, what there is to say, and the rank at fault.
+    Text(i32, String, Option<usize>),
     /// Not a live handle of its kind.
     Handle(String),
     /// Inside a call of another thread.
@@ -47,11 +47,11 @@ impl From<Error> for Fail {
 }
 
 std::thread_local! {
-    /// `None` until the thread's first failure.
-    static LAST: RefCell<Option<CString>> = const { RefCell::new(None) };
+    /// `None` until the thread's first failure; and the rank that it names.
+    static LAST: RefCell<Option<(CString, i64)>> = const { RefCell::new(None) };
 }
 
-fn keep(text: String) {
+fn keep(text: String, peer: Option<usize>) {
     let mut bytes = text.into_bytes();
     bytes.retain(|&b| b != 0);
     // What has no zero byte is a C string.
@@ -59,7 +59,7 @@ fn keep(text: String) {
     // While the thread ends nothing reads it any more.
     let _ = LAST.try_with(|last| {
         if let Ok(mut last) = last.try_borrow_mut() {
-            *last = Some(text);
+            *last = Some((text, peer.map_or(-1, |rank| rank as i64)));
         }
     });
 }
@@ -68,8 +68,8 @@ pub(super) fn status_of(error: &Error) -> i32 {
     match error {
         Error::Invalid { .. } => CPATTN_INVALID,
         Error::Unsupported { .. } => CPATTN_UNSUPPORTED,
-        Error::Disagreement { .. } => CPATTN_DISAGREEMENT,
-        Error::Peer { .. } | Error::Peers { .. } => CPATTN_PEER,
+        Error::Disagreement { .. } | Error::Found { differ: true, .. } => CPATTN_DISAGREEMENT,
+        Error::Peer { .. } | Error::Peers { .. } | Error::Found { .. } => CPATTN_PEER,
         Error::Schedule { .. } => CPATTN_SCHEDULE,
         Error::Device { .. } => CPATTN_DEVICE,
     }
@@ -90,23 +90,23 @@ pub(super) fn guard(body: impl FnOnce() -> Outcome) -> i32 {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => CPATTN_OK,
         Ok(Err(Fail::Error(error))) => {
-            keep(format!("{error}"));
+            keep(format!("{error}"), error.peer());
             status_of(&error)
         }
-        Ok(Err(Fail::Text(status, text))) => {
-            keep(text);
+        Ok(Err(Fail::Text(status, text, peer))) => {
+            keep(text, peer);
             status
         }
         Ok(Err(Fail::Handle(text))) => {
-            keep(text);
+            keep(text, None);
             CPATTN_INVALID_HANDLE
         }
         Ok(Err(Fail::Busy(kind))) => {
-            keep(format!("{kind} is inside a call of another thread, expected one call at a time"));
+            keep(format!("{kind} is inside a call of another thread, expected one call at a time"), None);
             CPATTN_BUSY
         }
         Err(panic) => {
-            keep(format!("cpattn has a defect, please report it: {}", said(&*panic)));
+            keep(format!("cpattn has a defect, please report it: {}", said(&*panic)), None);
             CPATTN_PANIC
         }
     }
@@ -138,8 +138,15 @@ pub extern "C" fn cpattn_version() -> u32 {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cpattn_last_error() -> *const c_char {
-    let text = LAST.try_with(|last| last.try_borrow().ok().and_then(|text| text.as_ref().map(|text| text.as_ptr())));
+    let text =
+        LAST.try_with(|last| last.try_borrow().ok().and_then(|last| last.as_ref().map(|(text, _)| text.as_ptr())));
     text.ok().flatten().unwrap_or(c"".as_ptr())
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cpattn_last_error_peer() -> i64 {
+    let peer = LAST.try_with(|last| last.try_borrow().ok().and_then(|last| last.as_ref().map(|&(_, peer)| peer)));
+    peer.ok().flatten().unwrap_or(-1)
 }
 
 #[unsafe(no_mangle)]

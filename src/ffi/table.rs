@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A table of the caller's functions as a transport: what a framework with a communicator of its own plugs in.
+//! A transport made of a table of the caller's functions, for frameworks with their own communicator.
 //!
-//! For a rank on the CPU a call of `exchange` moves the batch. For a rank on a device it enqueues the batch on the stream
-//! that it is given, which is the rank's own and which the runtime orders by events; what fails there later is what
-//! `poll` is for.
+//! For a rank on the CPU a call of `exchange` moves the batch. For a rank on a device it enqueues the batch on the
+//! given stream, which belongs to the rank and which the runtime orders by events; later failures are reported by
+//! `poll`.
 
 use core::{
     ffi::{c_char, c_void},
@@ -83,6 +83,17 @@ pub struct cpattn_transport_table {
 }
 
 versioned! { cpattn_transport_table through release; }
+
+/// Refuses a rank that is none of its world.
+pub(super) fn place(rank: u32, world: u32) -> Result<()> {
+    if world == 0 || world > 1 << 20 {
+        return Err(Error::invalid("table.world", world, "1 to 1048576"));
+    }
+    if rank >= world {
+        return Err(Error::invalid("table.rank", rank, format!("below the world of {world}")));
+    }
+    Ok(())
+}
 
 /// The caller's functions as a transport.
 #[doc(hidden)]

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Traces of ranks: which operation ran when, as plain structs.
 //!
-//! Rust's epoch is a moment that the caller chooses. In C it is the same for the whole process, the first call of
-//! `cpattn_clock` or `cpattn_rank_record`: ranks that are threads then share it without a word.
+//! Rust's epoch is a moment that the caller chooses. In C it is the same for the whole process: the first call of
+//! `cpattn_clock` or `cpattn_rank_record`. So ranks that are threads share it.
 
 use core::ffi::c_char;
 use std::{
@@ -103,7 +103,7 @@ pub unsafe extern "C" fn cpattn_rank_trace(
         };
         let mut locked = rank.lock()?;
         let mut untaken = rank.untaken.lock().unwrap_or_else(PoisonError::into_inner);
-        // The rank keeps what does not fit, within its own capacity.
+        // The rank keeps what does not fit, within its own capacity; what was gathered from others comes first.
         if untaken.is_empty() {
             untaken.extend(locked.events());
         }
@@ -112,6 +112,21 @@ pub unsafe extern "C" fn cpattn_rank_trace(
         for (to, from) in events.iter_mut().zip(untaken.drain(..taken)) {
             to.write(from.into());
         }
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_rank_gather_trace(rank: *mut cpattn_rank) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let rank = unsafe { handle::borrow(rank.cast_const()) }?;
+        let mut locked = rank.lock()?;
+        locked.synchronize()?;
+        let mut untaken = rank.untaken.lock().unwrap_or_else(PoisonError::into_inner);
+        untaken.extend(locked.events());
+        // After a failure this rank still has its own.
+        *untaken = locked.gather_events(epoch(), untaken.make_contiguous())?.into();
         Ok(())
     })
 }

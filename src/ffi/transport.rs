@@ -3,17 +3,18 @@
 
 #[cfg(feature = "cuda")]
 use std::vec::Vec;
-use std::{format, time::Duration};
+use std::{format, sync::Arc, time::Duration};
 
 #[cfg(feature = "cuda")]
 use super::dlpack::device;
 #[cfg(not(feature = "cuda"))]
 use super::dlpack::without_cuda;
 use super::{
+    engine_table::EngineTable,
     handle::{self, Handle, HandleKind},
     input::{array, array_mut, result, sized},
     status::boundary,
-    table::{TableTransport, cpattn_transport_table},
+    table::{TableTransport, cpattn_transport_table, place},
 };
 #[cfg(feature = "nccl")]
 use crate::transport::nccl::Nccl;
@@ -22,7 +23,7 @@ use crate::transport::{DeviceTransport, peer};
 use crate::{
     device::Device,
     error::{Error, Result},
-    transport::local,
+    transport::{engine::EngineTransport, local},
 };
 
 /// Threads of one process beyond this number are a mistake.
@@ -34,6 +35,7 @@ const MOST_THREADS: u32 = 4096;
 pub enum Any {
     Local(local::Local),
     Table(TableTransport),
+    Engine(Arc<EngineTransport<EngineTable>>),
     #[cfg(feature = "mpi")]
     Mpi(Box<crate::transport::mpi::Mpi>),
     #[cfg(feature = "cuda")]
@@ -55,6 +57,7 @@ impl Any {
         match self {
             Self::Local(_) => Some(Device::Cpu),
             Self::Table(_) => None,
+            Self::Engine(_) => Some(Device::Cpu),
             #[cfg(feature = "mpi")]
             Self::Mpi(_) => Some(Device::Cpu),
             #[cfg(feature = "cuda")]
@@ -134,12 +137,7 @@ pub unsafe extern "C" fn cpattn_transport_create(
     boundary!({
         // SAFETY: the header's promise about structs and results.
         let (table, out) = unsafe { (sized("table", table)?, result("transport", transport)?) };
-        if table.world == 0 || table.world > 1 << 20 {
-            return Err(Error::invalid("table.world", table.world, "1 to 1048576").into());
-        }
-        if table.rank >= table.world {
-            return Err(Error::invalid("table.rank", table.rank, format!("below the world of {}", table.world)).into());
-        }
+        place(table.rank, table.world)?;
         for (name, missing) in [
             ("table.agree", table.agree.is_none()),
             ("table.exchange", table.exchange.is_none()),

@@ -2,7 +2,7 @@
 //! The kernels of the CPU or of one device, for callers that choose at run time.
 //!
 //! On the CPU a call returns when its work is done, and there is no stream. On a device it returns when its work is
-//! enqueued on the stream. Nothing is allocated in either case: [`Kernels::reserve`] and [`Kernels::reserve_metadata`] come first.
+//! enqueued on the stream. Calls allocate nothing: call [`Kernels::reserve`] and [`Kernels::reserve_metadata`] before.
 
 use std::format;
 
@@ -20,9 +20,9 @@ use crate::{
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Kernels {
-    /// The CPU's, with the memory of their tiles.
+    /// The CPU's kernels, with the memory of their tiles.
     Cpu(cpu::Scratch),
-    /// A device's, with the ring that scheduler metadata travels through.
+    /// A device's kernels, with the ring buffer for scheduler metadata.
     #[cfg(feature = "cuda")]
     Cuda(cuda::StreamKernels),
 }
@@ -66,12 +66,12 @@ macro_rules! call {
 }
 
 impl Kernels {
-    /// Those of the CPU, spread over `workers` threads.
+    /// The CPU's kernels, on `workers` threads.
     pub fn cpu(workers: usize) -> Self {
         Self::Cpu(cpu::Scratch::new(workers))
     }
 
-    /// Those of a CUDA device.
+    /// The kernels of a CUDA device.
     ///
     /// # Errors
     /// As [`cuda::Cuda::shared`] and [`cuda::StreamKernels::new`].
@@ -80,7 +80,7 @@ impl Kernels {
         cuda::StreamKernels::new(cuda::Cuda::shared(ordinal)?).map(Self::Cuda)
     }
 
-    /// Where they work.
+    /// Their device.
     pub fn device(&self) -> Device {
         match self {
             Self::Cpu(_) => Device::Cpu,
@@ -89,7 +89,7 @@ impl Kernels {
         }
     }
 
-    /// Makes sure that calls with these dims find what they need: memory on the CPU, loaded kernels on a device.
+    /// Prepares calls with these dims: allocates memory on the CPU, loads kernels on a device.
     ///
     /// # Errors
     /// On a device, types and dims there is no kernel for, and the driver's.
@@ -108,7 +108,7 @@ impl Kernels {
     /// On a device, leaves `n` multiprocessors free of attention: see `cuda::StreamKernels::set_sm_margin`.
     ///
     /// # Errors
-    /// On the CPU, for any but 0; a device that has no more than `n`.
+    /// On the CPU for any number but 0; a device that does not have more than `n`.
     pub fn set_sm_margin(&mut self, n: u32) -> Result<()> {
         match self {
             Self::Cpu(_) if n == 0 => Ok(()),
@@ -118,7 +118,7 @@ impl Kernels {
         }
     }
 
-    /// On the CPU, the instruction set that calls run on from now on: see [`cpu::Scratch::set_isa`].
+    /// On the CPU, sets the instruction set of later calls: see [`cpu::Scratch::set_isa`].
     ///
     /// # Errors
     /// On a device, for any but `None`; an instruction set that the machine lacks.
@@ -133,10 +133,10 @@ impl Kernels {
         }
     }
 
-    /// On the CPU, the documents that the calls from now on are parts of: see [`cpu::Scratch::set_documents`].
+    /// On the CPU, sets the documents that later calls are parts of: see [`cpu::Scratch::set_documents`].
     ///
     /// # Errors
-    /// On a device, whose kernels do not choose by documents, for any but no lengths.
+    /// On a device, whose kernels do not depend on documents, unless there are no lengths.
     pub fn set_documents(&mut self, lengths: impl Iterator<Item = [u64; 2]>, score: &Score, group: u32) -> Result<()> {
         match self {
             Self::Cpu(scratch) => {
@@ -154,10 +154,10 @@ impl Kernels {
         }
     }
 
-    /// On a device, makes room for `bytes` bytes of scheduler metadata of at most `calls` calls in flight.
+    /// On a device, enlarges the ring buffer to `bytes` bytes of scheduler metadata of at most `calls` calls in flight.
     ///
     /// # Errors
-    /// On the CPU, which reads ranges where they lie; the driver's.
+    /// On the CPU, which needs no such memory; the driver's.
     pub fn reserve_metadata(&mut self, bytes: usize, calls: usize) -> Result<()> {
         match self {
             Self::Cpu(_) => {

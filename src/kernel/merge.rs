@@ -4,17 +4,16 @@
 //! A partial result is `(o, lse)`: o normalised over the keys seen so far, lse their natural log-sum-exp. Two of them
 //! merge exactly (up to rounding), in any order, because a softmax over a union is the mean of the softmaxes weighted
 //! by `exp(lse)` (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao, FlashAttention-2,
-//! 2023). Three things go wrong when this is written carelessly, and are settled here once for every caller:
+//! 2023). Three cases need care, and are handled here for every caller:
 //!
-//! - `−inf` on both sides means that neither saw a key: the result is `(0, −inf)`, not the NaN of `−inf − −inf`;
-//! - a side that saw no key has no say, whatever bytes its o holds;
-//! - a NaN is the caller's to see: it must come out as NaN, so nothing here compares it away.
+//! - `−inf` on both sides means that neither part had a key: the result is `(0, −inf)`, not the NaN of `−inf − −inf`;
+//! - a part without keys has weight 0, whatever its o contains;
+//! - a NaN must stay a NaN in the result, so that the caller sees it: comparisons here must not remove it.
 //!
-//! A fourth thing goes wrong silently: an lse of 1,000 in f32 is known to 3·10⁻⁵, and so would be every weight
-//! `exp(l1 − l2)` made from it, while the scores of a row differ by what their own rounding leaves. So a partial's lse has
-//! two words ([`LogSumExp`]): the rounded number, and what rounding it lost. Differences are taken word by word, and the
-//! weights of a row are computed in f64: it is one row's worth of work, and it keeps the error of a long chain of merges
-//! at that of the rows themselves.
+//! A fourth case is precision: an lse of 1,000 in f32 has an error of 3·10⁻⁵, and every weight `exp(l1 − l2)` computed
+//! from it would have the same. So the lse of a partial result has two words ([`LogSumExp`]): the rounded number, and
+//! its rounding error. Differences are computed word by word, and the weights of a row in f64. This costs little, once
+//! per row, and the error of a long chain of merges stays that of the rows themselves.
 
 use crate::call::RawTensor;
 use crate::element::{Accumulator, Dtype};
@@ -26,12 +25,12 @@ use crate::error::{Error, Result};
 pub struct LogSumExp<A> {
     /// The rounded number: what a final result holds.
     pub lse: A,
-    /// What rounding lost.
+    /// The rounding error.
     pub rest: A,
 }
 
 impl<A: Accumulator> LogSumExp<A> {
-    /// That of a row which saw no key.
+    /// The lse of a row without keys.
     pub const NOTHING: Self = Self { lse: A::NEG_INFINITY, rest: A::ZERO };
 
     /// Of a number with the digits of both words; those of an f64 are one word.
@@ -129,7 +128,7 @@ pub fn combine<A: Accumulator>(w: &Weights<A>, row: &mut [A], other: &[A]) {
 }
 
 /// Applies a sink (a logit with no value behind it) to a row whose log-sum-exp is `lse`: the factor of its o, and the
-/// final lse `logaddexp(lse, sink)`. A sink of `−inf` is none; a row that saw no key gets `(0, sink)`.
+/// final lse `logaddexp(lse, sink)`. A sink of `−inf` is no sink; a row without keys gets `(0, sink)`.
 #[inline]
 pub fn sink<A: Accumulator>(lse: LogSumExp<A>, sink: A) -> (A, A) {
     let w = weights(lse, LogSumExp { lse: sink, rest: A::ZERO });
@@ -146,7 +145,7 @@ pub fn sink<A: Accumulator>(lse: LogSumExp<A>, sink: A) -> (A, A) {
 /// normalised, as the running result of [`crate::call::Attend`] is.
 ///
 /// # Errors
-/// [`Error::Invalid`] when shapes or types differ; nothing was touched then.
+/// [`Error::Invalid`] when shapes or types differ; nothing was written then.
 ///
 /// # Safety
 /// Every element of the four tensors must be valid for reads, those of `o` and `lse` for writes, on this thread alone;

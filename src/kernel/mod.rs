@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The kernels: attention over ranges, transforms and merges, on the CPU and on CUDA devices.
 //!
-//! What a kernel is told stands in [`call`](crate::call); a kernel gets nothing else.
+//! The arguments of kernels are the structures of [`call`](crate::call).
 //!
-//! - [`mod@reference`]: attention in f64, written to be read, which everything else is tested against;
+//! - [`mod@reference`]: attention in f64, simple code that all other kernels are tested against;
 //! - [`cpu`]: the CPU's kernels; `cuda`: the CUDA backend (feature `cuda`);
 //! - [`merge`], [`sinks`]: partial results and the gradients of sinks, on the CPU;
-//! - [`Kernels`]: either backend behind one type, for callers that choose it at run time.
+//! - [`Kernels`]: one type for both backends, for callers that choose at run time.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Attention in f64, as the textbook has it: the yardstick of every test.
+//! Attention in f64 by its definition: the reference of all tests.
 //!
-//! It is slow on purpose. One loop over rows, one over keys, one over dims; no tiles, no ranges, no partial results,
-//! no tricks with the maximum beyond the one that keeps exp finite. What may not be done here: anything that a reader
-//! has to think about twice.
+//! It is slow on purpose: one loop over rows, one over keys, one over dims; no tiles, no ranges, no partial results;
+//! the maximum is subtracted only to keep exp finite. Keep it obviously correct: do not add optimisations.
 
 use crate::call::Score;
 use alloc::{vec, vec::Vec};
@@ -39,7 +38,7 @@ pub struct Attention<'a> {
     pub sinks: Option<&'a [f64]>,
 }
 
-/// What [`Attention::forward`] gives.
+/// The result of [`Attention::forward`].
 #[derive(Clone, Debug)]
 pub struct Output {
     /// `[q tokens, heads, value_dim]`.
@@ -48,7 +47,7 @@ pub struct Output {
     pub lse: Vec<f64>,
 }
 
-/// What [`Attention::backward`] gives.
+/// The result of [`Attention::backward`].
 #[derive(Clone, Debug)]
 pub struct Gradient {
     /// As q.

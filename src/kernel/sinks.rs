@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The gradient of the sinks.
 //!
-//! A sink is a logit without a value: it takes probability `exp(sink_h − lse)` of every row of its head and gives
-//! nothing for it. Its gradient is therefore `dsink_h = −Σ_rows exp(sink_h − lse) · delta`, and needs neither keys nor
-//! scores. The sum over a rank's rows is kept in f64, whatever the element type: it is as long as the sequence.
+//! A sink is a logit without a value: it takes the probability `exp(sink_h − lse)` in every row of its head and adds
+//! nothing to o. Its gradient is therefore `dsink_h = −Σ_rows exp(sink_h − lse) · delta`, and needs neither keys nor
+//! scores. The sum over a rank's rows is kept in f64 for every element type, because it has as many terms as the
+//! sequence has rows.
 
 use crate::{
     call::{RawTensor, SinkGradient},
@@ -11,7 +12,7 @@ use crate::{
     error::{Error, Result},
 };
 
-/// Sums over the rows that are given; the result is written, not added.
+/// Sums over the given rows; the result is written, not added.
 ///
 /// # Safety
 /// The tensors describe memory that is valid for the call: `lse`, `delta` and `sinks` for reads, `dsinks` for writes,

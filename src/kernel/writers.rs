@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One writer for each row.
+//! Checks that each row is written by one range only.
 //!
-//! A call deals its ranges out to workers or blocks that are independent of each other, so a row that lies in two ranges
-//! would be written by two at once. Nothing would fail: the result would be that of the later writer, or a mixture.
-//! Therefore ranges whose rows are written are compared before a call touches anything. Ranges that are only read may
-//! share rows: documents with a common prefix list its keys once each.
+//! A call distributes its ranges over independent workers or blocks, so a row in two ranges would be written by two at
+//! the same time. Nothing would fail, but the result would be that of the later writer, or a mixture. So ranges whose
+//! rows are written are compared before a call writes anything. Ranges that are only read may share rows: documents
+//! with a common prefix list its keys once each.
 //!
-//! Kernels may not allocate, so there is nowhere to sort a long list. Lists in the order of their rows, which is what
-//! planners and most callers give, are seen through in one pass. Any other list is sorted some thousand entries at a time
-//! on the stack, and each such part is searched for the entries behind it.
+//! Kernels may not allocate, so there is nowhere to sort a long list. Lists in the order of their rows, as from the
+//! planner and most callers, are checked in one pass. Any other list is sorted in parts of some thousand entries on the
+//! stack, and the entries after each part are searched in it.
 
 use alloc::format;
 

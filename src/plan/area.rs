@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Counting without listing: mask area between two ranges, and the keys that a share needs.
+//! Mask area between two ranges, and the keys that a share needs, counted without listing tokens.
 //!
-//! What a plan costs must be known before it runs and be cheap to know, so nothing here walks tokens. The keys that a
-//! query reads are a function of its position with at most four bends; between two bends a run or a stripe of queries
-//! is summed in closed form. Only where both ranges are striped is one of them walked, block by block.
+//! The cost of a plan is needed before it runs, and must be cheap to compute, so nothing here loops over tokens. The
+//! number of keys that a query reads is a piecewise linear function of its position with at most four breakpoints;
+//! between two breakpoints, the sum over consecutive or striped queries has a closed form. Only if both ranges are
+//! striped, the code loops over the blocks of one of them.
 
 use crate::{
     batch::Side,
@@ -12,10 +13,10 @@ use crate::{
     mask::Mask,
 };
 
-/// How many (q, k) pairs count between two ranges of one document.
+/// The number of allowed (q, k) pairs between two ranges of one document.
 ///
-/// Closed form when either is a plain run; otherwise one step for each block of the range with fewer blocks. Ranges of
-/// different documents share nothing: the caller pairs only ranges of one document, as kernels do.
+/// Closed form if either range has consecutive positions; otherwise one step for each block of the range with fewer
+/// blocks. `doc` is not compared: pass ranges of the same document, as for kernels.
 ///
 /// ```
 /// use cpattn::{Mask, call::Range, plan::area};
@@ -90,17 +91,17 @@ fn position_sum(r: &Range, i: u32) -> i64 {
     i * r.pos + triangle(whole) * period * block + whole * triangle(block) + rest * whole * period + triangle(rest)
 }
 
-/// Work and traffic of one ring rank under a layout, heads and bytes left aside.
+/// Work and traffic of one ring rank under a layout, in pairs and tokens (not multiplied by heads or bytes).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Load {
-    /// (q, k) pairs that its q tokens count.
+    /// Allowed (q, k) pairs of its q tokens.
     pub area: u64,
     /// q tokens.
     pub q_tokens: u64,
     /// k tokens.
     pub k_tokens: u64,
-    /// k tokens of others that its q tokens need; each arrives once in the forward.
+    /// k tokens of other ranks that its q tokens need; each is received once in the forward.
     pub needed: u64,
 }
 

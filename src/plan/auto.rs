@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Choosing a mesh and a layout.
 //!
-//! The rule is stated so that it can be argued with, and [`Plan::explain`] prints every candidate with its figures:
+//! These are the rules. [`Plan::explain`] prints every candidate with its figures:
 //!
-//! 1. *Meshes* are all `ulysses × ring = world` with `ulysses ≤ heads`. Each is judged with its own automatic layout.
-//!    The least cost wins; of equals the larger `ulysses`.
-//! 2. *Cost* is the multiply-adds of the busiest rank plus `balance` times the bytes that the busiest rank receives, both
-//!    for one forward and one backward. Multiply-adds are the largest mask area of any ring rank times the largest number
-//!    of q heads of any Ulysses rank, so heads that do not divide count as the `⌈H/U⌉·U/H` they cost. Bytes are the two
-//!    all-to-alls of each direction, and on the ring k and v twice and their gradients once for each row that is needed
-//!    elsewhere: windows and document borders count as they will be sent. Every message counts [`MESSAGE`] bytes more: k
-//!    and v, and later their gradients, of each ring step that the needed rows fill, and each tensor of each peer of an
-//!    all-to-all.
-//! 3. *Layouts*: with one ring rank nothing travels and contiguous is taken. Otherwise, of [`LAYOUTS`], those whose busiest
-//!    rank has at most 1 % more work than the best one's; of these the one whose busiest rank needs the fewest rows of
-//!    others; of equals the first in the list.
+//! 1. *Meshes* are all `ulysses × ring = world` with `ulysses ≤ heads`. Each is rated with its own automatic layout.
+//!    The lowest cost is chosen; of equal costs the one with the larger `ulysses`.
+//! 2. *Cost* is the multiply-adds of the busiest rank plus `balance` times the bytes that the busiest rank receives,
+//!    both for one forward and one backward. Multiply-adds are the largest mask area of any ring rank times the largest
+//!    number of q heads of any Ulysses rank, so heads that do not divide evenly count with the factor `⌈H/U⌉·U/H`.
+//!    Bytes are those of the two all-to-alls of each direction, and on the ring, for each row that another rank needs,
+//!    k and v twice and their gradients once; rows that windows or document boundaries make unneeded are not counted.
+//!    Every message adds [`MESSAGE`] bytes: k and v, and later their gradients, in each ring step that the needed rows
+//!    fill, and each tensor to each peer in an all-to-all.
+//! 3. *Layouts*: with one ring rank nothing is sent, and contiguous is chosen. Otherwise consider those of [`LAYOUTS`]
+//!    whose busiest rank has at most 1 % more work than the best one's. Of these, choose the one whose busiest rank
+//!    needs the fewest rows of other ranks; of equals the first in the list.
 //!
-//! Everything is counted in integers from the problem alone, so that all ranks choose alike. It takes
+//! Everything is counted in integers from the problem alone, so all ranks make the same choice. It takes
 //! `O(documents × ring)` steps for each mesh and layout.
 
 use alloc::{format, vec::Vec};
@@ -32,13 +32,13 @@ use crate::{
     mesh::Mesh,
 };
 
-/// Multiply-adds that a device does in the time in which one byte arrives. 1,024 is the order of magnitude of an
+/// Multiply-adds that a device does in the time that one byte takes to arrive. 1,024 is the order of magnitude of an
 /// accelerator of a few hundred tera multiply-adds per second on a link of a few hundred gigabytes per second; it is a
-/// convention, not a measurement. Ring steps hide under compute and all-to-alls do not; the rule does not count that.
+/// convention, not a measurement. The rule ignores that ring steps overlap with compute and all-to-alls do not.
 pub const BALANCE: u32 = 1024;
 
-/// Bytes that arrive in the time that a message takes whatever its length: 64 KiB is some microseconds of a link of ten
-/// gigabytes per second. A convention, as [`BALANCE`] is.
+/// The fixed cost of a message, in bytes: 64 KiB take some microseconds on a link of ten gigabytes per second. A
+/// convention, as [`BALANCE`] is.
 pub const MESSAGE: u32 = 1 << 16;
 
 /// The layouts that the automatic choice considers, in order of preference.
@@ -51,7 +51,7 @@ pub const LAYOUTS: [Layout; 6] = [
     Layout::Striped { stripe: 128 },
 ];
 
-/// How evenly a layout deals a problem to ring ranks.
+/// How evenly a layout distributes a problem over ring ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Dealt {
@@ -81,7 +81,7 @@ fn ratio(largest: u64, total: u64, ring: usize) -> f64 {
     if total == 0 { 1.0 } else { largest as f64 * ring as f64 / total as f64 }
 }
 
-/// One mesh with its automatic layout and what the rule makes of them.
+/// One mesh with its automatic layout and their cost by the rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Candidate {
@@ -93,13 +93,13 @@ pub struct Candidate {
     pub multiply_adds: u128,
     /// Bytes that the busiest rank receives, forward and backward.
     pub bytes: u128,
-    /// Messages that the busiest rank receives, forward and backward.
+    /// About how many messages the busiest rank receives, forward and backward: an estimate, before there is a schedule.
     pub messages: u64,
     /// `multiply_adds + balance · (bytes + MESSAGE · messages)`.
     pub cost: u128,
 }
 
-/// What was chosen, and among what.
+/// The chosen mesh and layout, and all candidates.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Choice {
@@ -107,13 +107,13 @@ pub struct Choice {
     pub mesh: Mesh,
     /// The layout.
     pub layout: Layout,
-    /// Multiply-adds per byte that the cost was reckoned with.
+    /// The multiply-adds per byte that the cost was computed with.
     pub balance: u32,
-    /// All candidates, by falling `ulysses`.
+    /// All candidates, by decreasing `ulysses`.
     pub candidates: Vec<Candidate>,
 }
 
-/// How `layout` deals the problem to `ring` ranks.
+/// Computes how `layout` distributes the problem over `ring` ranks.
 pub fn dealt(problem: &Problem, layout: Layout, ring: usize) -> Result<Dealt> {
     let (batch, mask) = (problem.batch(), problem.mask());
     let shares = Shares::new(batch, mask, layout, ring)?;
@@ -199,7 +199,7 @@ pub fn choose(world: usize, problem: &Problem, balance: u32) -> Result<Choice> {
     Ok(Choice { mesh: best.mesh, layout: best.layout, balance, candidates })
 }
 
-/// What the rule makes of a mesh with a dealt layout.
+/// The cost of a mesh with a layout.
 pub(super) fn judge(problem: &Problem, mesh: Mesh, d: &Dealt, balance: u32) -> Candidate {
     let (heads, kv_heads) = (problem.heads() as u32, problem.kv_heads() as u32);
     let u = mesh.ulysses as u128;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! In which form a plan is carried out: the pass, how k and v reach the queries, and which side travels.
+//! The form of a plan's run: the direction, how k and v reach the queries, and which side is sent.
 
-/// Which pass of an attention.
+/// Forward or backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Direction {
     /// o and lse.
@@ -10,16 +10,26 @@ pub enum Direction {
     Backward,
 }
 
-/// How the circulating side arrives.
+/// How a rank receives the circulating side (k and v, or in the backward q's side) and computes with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Form {
     /// One pair of ranks at a time.
     Ring,
-    /// All other shares at once.
+    /// All other ranks' shares at once.
     Gather,
-    /// All shares at once, the own one too, met in the order of positions.
+    /// All shares at once, and one kernel call over them and the rank's own.
+    Together,
+    /// All shares at once, and one kernel call over them and the rank's own in the order of positions: the same bits
+    /// for any number of ranks.
     Ordered,
+}
+
+impl Form {
+    /// Whether the rank's own share is copied into the receive buffer.
+    pub(crate) const fn holds_own(self) -> bool {
+        matches!(self, Self::Together | Self::Ordered)
+    }
 }
 
 /// Which of a schedule's two lists of ring steps an operation refers to.

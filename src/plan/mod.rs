@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Problem × mesh × layout → plan.
 //!
-//! A [`Plan`] is a value: made once, equal by content, cheap to clone, run by a long-lived rank as often as one likes.
-//! It either honours every option in every mode or is refused, with an error that names the option, the limit and the
-//! way out. It holds nothing of any rank; `Schedule::new` writes one rank's operations.
+//! A [`Plan`] is a value: make it once for a batch, compare it, clone it cheaply, and run it any number of times. Every
+//! option works in every mode, or making the plan is refused with an error that names the option, the limit and the way
+//! out. A plan is the same on all ranks; `Schedule::new` makes the list of operations of one rank.
 
 use alloc::{format, sync::Arc, vec::Vec};
 
@@ -22,16 +22,19 @@ mod form;
 mod options;
 mod problem;
 mod shard;
+mod together;
 
 pub use area::{Load, area};
 pub use auto::{BALANCE, Candidate, Choice, Dealt, LAYOUTS, MESSAGE, auto_layout, choose, dealt};
-use fingerprint::Fingerprint;
+pub(crate) use fingerprint::Fingerprint;
 pub use form::{CirculatingSide, Direction, Form};
-pub use options::{Circulate, Options, Wire};
+pub use options::{Circulate, Gather, Options, Wire};
 pub use problem::{AttentionKind, MAX_HEAD_DIM, Problem};
 pub use shard::ShiftMessage;
+use together::form_of;
+pub use together::{FEW_KEYS, GATHERED, MANY_DOCUMENTS, together_pays};
 
-/// What all ranks agree to compute, and how.
+/// What all ranks compute, and how.
 #[derive(Clone, Debug)]
 pub struct Plan {
     inner: Arc<Inner>,
@@ -43,8 +46,33 @@ struct Inner {
     mesh: Mesh,
     layout: Layout,
     options: Options,
+    form: Form,
     shares: Shares,
     fingerprint: u64,
+}
+
+impl Inner {
+    /// The number that ranks compare. The same plan may have other schedules in another version of this library, so the version
+    /// is part of the number.
+    fn fingerprint(&self, version: &str) -> u64 {
+        let mut h = Fingerprint::of_version(version);
+        self.problem.hash_into(&mut h);
+        // Replicas run their own batches, so the ranks of a group do not compare their number.
+        h.word(self.mesh.ring as u64);
+        h.word(self.mesh.ulysses as u64);
+        match self.layout {
+            Layout::Contiguous => h.word(0),
+            Layout::Zigzag => h.word(1),
+            Layout::ZigzagPack => h.word(2),
+            Layout::Striped { stripe } => h.word(3 | u64::from(stripe) << 8),
+            Layout::Balanced { chunks } => h.word(4 | u64::from(chunks) << 8),
+        }
+        let options = &self.options;
+        h.word(options.gather as u64 | u64::from(options.reproducible) << 4 | (options.wire as u64) << 5);
+        h.word(self.form as u64);
+        h.word(options.passes as u64 | (options.circulate as u64) << 32);
+        h.finish()
+    }
 }
 
 impl PartialEq for Plan {
@@ -60,12 +88,21 @@ impl PartialEq for Plan {
 }
 
 impl Plan {
-    /// Plans with the default options.
+    /// Makes a plan with the default options.
+    ///
+    /// # Errors
+    ///
+    /// As [`Plan::with_options`].
     pub fn new(problem: &Problem, mesh: Mesh, layout: Layout) -> Result<Self> {
         Self::with_options(problem, mesh, layout, Options::default())
     }
 
-    /// Plans, or refuses.
+    /// Makes a plan.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] or [`Error::Unsupported`] for a problem that [`Problem::check`] refuses, a mesh with a factor
+    /// of 0 or with more Ulysses ranks than heads, and options that contradict each other, the problem or the mesh.
     pub fn with_options(problem: &Problem, mesh: Mesh, layout: Layout, options: Options) -> Result<Self> {
         problem.check()?;
         if mesh.replicas == 0 || mesh.ring == 0 || mesh.ulysses == 0 {
@@ -109,40 +146,28 @@ impl Plan {
             ));
         }
         let shares = Shares::new(problem.batch(), problem.mask(), layout, mesh.ring)?;
-        let mut h = Fingerprint::new();
-        problem.hash_into(&mut h);
-        // Replicas run on batches of their own, so their number is no part of what a group agrees on.
-        h.word(mesh.ring as u64);
-        h.word(mesh.ulysses as u64);
-        match layout {
-            Layout::Contiguous => h.word(0),
-            Layout::Zigzag => h.word(1),
-            Layout::ZigzagPack => h.word(2),
-            Layout::Striped { stripe } => h.word(3 | u64::from(stripe) << 8),
-            Layout::Balanced { chunks } => h.word(4 | u64::from(chunks) << 8),
-        }
-        h.word(u64::from(options.gather) | u64::from(options.reproducible) << 1 | (options.wire as u64) << 2);
-        h.word(options.passes as u64 | (options.circulate as u64) << 32);
-        let inner = Inner { problem: problem.clone(), mesh, layout, options, shares, fingerprint: h.finish() };
+        let form = form_of(problem, mesh, layout, options);
+        let mut inner = Inner { problem: problem.clone(), mesh, layout, options, form, shares, fingerprint: 0 };
+        inner.fingerprint = inner.fingerprint(env!("CARGO_PKG_VERSION"));
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// What is computed.
+    /// The problem.
     pub fn problem(&self) -> &Problem {
         &self.inner.problem
     }
 
-    /// The decomposition.
+    /// The mesh.
     pub fn mesh(&self) -> Mesh {
         self.inner.mesh
     }
 
-    /// How tokens are dealt.
+    /// The layout.
     pub fn layout(&self) -> Layout {
         self.inner.layout
     }
 
-    /// How it is carried out.
+    /// The options.
     pub fn options(&self) -> Options {
         self.inner.options
     }
@@ -152,12 +177,13 @@ impl Plan {
         &self.inner.shares
     }
 
-    /// A number that two plans share only if (up to a chance of 2⁻⁶⁴) they are equal, the number of replicas aside.
+    /// A number that is equal for equal plans and, with a probability of 1 − 2⁻⁶⁴, different for others. The number of
+    /// replicas does not count.
     pub fn fingerprint(&self) -> u64 {
         self.inner.fingerprint
     }
 
-    /// A rank's coordinates. A number beyond the world would give those of another rank, and panics.
+    /// A rank's coordinates; panics if there is no such rank.
     fn coordinates(&self, rank: usize) -> Coordinates {
         let world = self.mesh().world();
         assert!(rank < world, "rank is {rank}, expected below the world of {world}");
@@ -178,7 +204,7 @@ impl Plan {
         heads::shared_kv(self.mesh().ulysses, self.problem().heads() as u32, self.problem().kv_heads() as u32)
     }
 
-    /// Rows of its ring share that a rank brings and gets back.
+    /// The rows of the ring share that are this rank's own tokens.
     ///
     /// # Panics
     /// A rank outside the mesh.
@@ -196,23 +222,20 @@ impl Plan {
         self.local_rows(side, rank).len()
     }
 
-    /// The form of the ring.
+    /// How k and v are received on the ring.
     pub fn form(&self) -> Form {
-        match self.options() {
-            Options { reproducible: true, .. } => Form::Ordered,
-            Options { gather: true, .. } => Form::Gather,
-            _ => Form::Ring,
-        }
+        self.inner.form
     }
 
-    /// Which side travels in the backward. Bytes of a travelling k token are `Hk(dk + dv)(e + g)`, of a q token
-    /// `Hq(dk + dv)e + Hq·dk·g + 2·Hq·a` (e, g, a: bytes of an element, of a travelling gradient, of lse and delta).
+    /// Which side is sent round the ring in the backward. The bytes per k token are `Hk(dk + dv)(e + g)`, per q token
+    /// `Hq(dk + dv)e + Hq·dk·g + 2·Hq·a` (e: bytes of an element, g: of an element of a sent gradient, a: of an element
+    /// of lse and delta).
     pub fn backward_circulates(&self) -> CirculatingSide {
         let (p, o) = (self.problem(), self.options());
         match o.circulate {
             Circulate::Keys => CirculatingSide::Keys,
             Circulate::Queries => CirculatingSide::Queries,
-            Circulate::Auto if o.passes > 1 || o.gather || o.reproducible => CirculatingSide::Keys,
+            Circulate::Auto if o.passes > 1 || self.form() != Form::Ring => CirculatingSide::Keys,
             Circulate::Auto => {
                 let (k, q) = self.bytes_per_circulating_token();
                 let (nk, nq) = (p.batch().tokens(Side::K) as u128, p.batch().tokens(Side::Q) as u128);
@@ -221,7 +244,7 @@ impl Plan {
         }
     }
 
-    /// Bytes that one token of k's side, and one of q's, moves per ring step in the backward, there and home.
+    /// The bytes per ring step in the backward, both ways, for one token of k's side and for one of q's side.
     pub fn bytes_per_circulating_token(&self) -> (u128, u128) {
         let p = self.problem();
         let e = p.dtype().size();
@@ -285,5 +308,20 @@ impl Plan {
         let mut out = Vec::with_capacity(self.local_tokens(side, rank));
         self.for_each_token(side, rank, |_, pos, _| out.push(pos));
         out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Batch, Dtype};
+
+    #[test]
+    fn another_version_of_the_library_runs_another_plan() {
+        let problem = Problem::new(Batch::from_lengths(&[64]).unwrap(), 4, 2, 16, Dtype::F32);
+        let plan = Plan::new(&problem, Mesh::ring(2).unwrap(), Layout::Zigzag).unwrap();
+        let of = |version| plan.inner.fingerprint(version);
+        assert_eq!(plan.fingerprint(), of(env!("CARGO_PKG_VERSION")));
+        assert!(of("0.1.0") != of("0.1.1") && of("0.11.0") != of("1.1.0"));
     }
 }

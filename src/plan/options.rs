@@ -1,55 +1,83 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How a plan is carried out.
+//! Options of a plan: how it is run.
 
-/// Which side of the attention travels in the backward.
+/// Which side is sent round the ring in the backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Circulate {
     /// Whichever moves fewer bytes.
     #[default]
     Auto,
-    /// k and v; dk and dv come home.
+    /// k and v; dk and dv are sent back to their owners.
     Keys,
-    /// q, do, lse and delta; dq comes home.
+    /// q, do, lse and delta; dq is sent back to its owner.
     Queries,
 }
 
-/// The type in which partial gradients travel.
+/// Whether a rank receives k and v step by step or all at once. A reproducible plan always gathers them, because it
+/// computes in the order of positions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum Gather {
+    /// [`Steps`](Self::Steps), or [`Together`](Self::Together) if there are many short documents, each cut for every
+    /// rank: see [`together_pays`](super::together_pays).
+    #[default]
+    Auto,
+    /// Receive k and v of all other ranks at once, while the kernel computes with the rank's own.
+    Others,
+    /// Step by step.
+    Steps,
+    /// Receive all at once, then make one kernel call over all keys, the rank's own included. Nothing is computed
+    /// during the exchange; each row is read and written once.
+    Together,
+}
+
+impl From<bool> for Gather {
+    /// [`Gather::Others`] or [`Gather::Steps`].
+    fn from(gather: bool) -> Self {
+        if gather { Self::Others } else { Self::Steps }
+    }
+}
+
+/// The type in which partial gradients are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Wire {
-    /// The accumulator's: f32 (f64 for f64). Nothing is lost.
+    /// The accumulator's: f32 (f64 for f64). No rounding.
     #[default]
     Full,
-    /// bf16: half the bytes, and each partial is rounded once to 8 bits before it is summed. Measured on f32 inputs (one
-    /// document of 200 tokens, full mask, CPU): a relative RMS error of 1.5e-3 to 1.9e-3 in what travels, on a ring of 8
-    /// and on Ulysses 4 × ring 2, against 4e-7 with `Full`; `cargo test --test context_parallel bf16_wire -- --nocapture`.
+    /// bf16: half the bytes, and each partial is rounded once to 8 bits before it is summed. Measured on f32 inputs
+    /// (one document of 200 tokens, full mask, CPU): a relative RMS error of 1.5e-3 to 1.9e-3 in the gradients that are
+    /// sent, on a ring of 8 and on Ulysses 4 × ring 2, against 4e-7 with `Full`;
+    /// `cargo test --test context_parallel bf16_wire -- --nocapture`.
     Bf16,
 }
 
-/// How a plan is carried out. The default is the ring form with one pass.
+/// Options of a plan. The default is one pass, and ring steps one after another unless [`Gather::Auto`] chooses
+/// otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Options {
-    /// Gather all k and v at once instead of step by step.
-    pub gather: bool,
-    /// Passes over groups of kv heads: what is in flight shrinks by this factor.
+    /// Whether k and v arrive step by step or at once.
+    pub gather: Gather,
+    /// Passes over groups of kv heads, 1 to `kv_heads`: the workspace for k, v and gradients in flight shrinks by about
+    /// this factor.
     pub passes: usize,
-    /// Which side travels in the backward.
+    /// Which side is sent round the ring in the backward.
     pub circulate: Circulate,
-    /// In which type partial gradients travel.
+    /// The type in which partial gradients are sent.
     pub wire: Wire,
     /// The same bits for any number of ranks: see [`Form::Ordered`](super::Form::Ordered).
     pub reproducible: bool,
-    /// k and v (and q's side where it travels) may have any strides; they are packed before they are sent. Without it
-    /// they must be compact where they are sent as they lie.
+    /// Allows any strides for k and v (and for q's side, if that is sent): they are packed before they are sent.
+    /// Without it, tensors that are sent in place must be compact.
     pub pack_inputs: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
         Self {
-            gather: false,
+            gather: Gather::Auto,
             passes: 1,
             circulate: Circulate::Auto,
             wire: Wire::Full,
@@ -67,8 +95,8 @@ impl Options {
 
     /// Sets [`Options::gather`].
     #[must_use]
-    pub fn gather(mut self, gather: bool) -> Self {
-        self.gather = gather;
+    pub fn gather(mut self, gather: impl Into<Gather>) -> Self {
+        self.gather = gather.into();
         self
     }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What is to be computed, on however many ranks.
+//! What is computed, independent of the number of ranks.
 //!
-//! A [`Problem`] is the whole of the attention, as if one device saw the batch: documents, heads, mask, score options,
-//! element type. It says nothing of ranks. It is checked once, here; everything downstream relies on it.
+//! A [`Problem`] describes the attention as if one device held the whole batch: documents, heads, mask, score options,
+//! element type. It does not depend on ranks. It is checked here, once; later stages rely on that.
 
 use alloc::{format, sync::Arc};
 
@@ -14,17 +14,17 @@ use crate::{
     mask::Mask,
 };
 
-/// The largest head dim that is planned.
+/// The largest supported head dim.
 pub const MAX_HEAD_DIM: usize = 512;
 
-/// What mixes the tokens.
+/// Softmax attention, or the caller's own kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum AttentionKind {
     /// Softmax attention; every mesh.
     Softmax,
-    /// Any other mixing of whole sequences (linear attention, state spaces, convolutions): the caller's own kernel
-    /// between two all-to-alls, so Ulysses only.
+    /// The caller's own kernel on whole sequences (linear attention, state space models, convolutions) between two
+    /// all-to-alls; needs a mesh with `ring` 1.
     Other,
 }
 
@@ -79,7 +79,7 @@ impl Problem {
         self
     }
 
-    /// Multiplies q·k.
+    /// The factor of q·k; the default is `1/√head_dim`.
     #[must_use]
     pub fn with_scale(mut self, scale: f64) -> Self {
         self.scale = Some(scale);
@@ -108,14 +108,18 @@ impl Problem {
         self
     }
 
-    /// Marks what mixes the tokens.
+    /// Sets the kind of attention.
     #[must_use]
     pub fn with_kind(mut self, kind: AttentionKind) -> Self {
         self.kind = kind;
         self
     }
 
-    /// Refuses what is impossible, naming the argument and both values.
+    /// Checks the problem.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] or [`Error::Unsupported`], which names the argument, the value found and the value expected.
     pub fn check(&self) -> Result<()> {
         let range = |name: &'static str, value: usize, max: usize| {
             if value == 0 || value > max {
@@ -233,7 +237,7 @@ impl Problem {
         }
     }
 
-    /// (q, k) pairs that count, over all documents, for one head.
+    /// The number of allowed (q, k) pairs over all documents, for one head.
     pub fn area(&self) -> u128 {
         use crate::batch::Side;
         (0..self.batch.documents())

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Cutting whole tensors to a rank's tokens, and putting them back.
+//! Extracts a rank's rows from tensors of the whole batch, and writes them back.
 //!
-//! A rank brings the tokens that the layout deals it, with all heads, and gets them back; what happens in between is the
-//! schedule's affair. These helpers copy rows of any `Copy` type by the same rule, so that a data loader, a test or a
-//! checkpoint need not know it: token ids (`row_len` 1), activations (`heads · head_dim`), gradients, losses.
+//! Inputs and outputs of a rank are the tokens that the layout gives it, with all heads. These helpers copy rows of any
+//! `Copy` type by that layout, so that a data loader, a test or a checkpoint need not know it: token ids (`row_len` 1),
+//! activations (`heads · head_dim`), gradients, losses.
 //!
-//! [`Plan::shift`] gives each token the value of another one of its document, some places on: with 1, the label that a
-//! language model learns. Neighbours in a document often lie on different ranks, and neighbours in a shard often belong
-//! to different documents, so a shift of the shard itself would be wrong at almost every border.
+//! [`Plan::shift`] gives each token the value of the token `by` places later in its document; with 1, that is the label
+//! for next-token prediction. Neighbours in a document are often on different ranks, and neighbours in a shard are
+//! often of different documents, so shifting the shard itself would be wrong at almost every boundary.
 
 use alloc::{format, vec::Vec};
 
@@ -45,8 +45,8 @@ impl Plan {
         exactly(name, found, tokens.checked_mul(row_len), || format!("{tokens} tokens of rank {rank}, {row_len} each"))
     }
 
-    /// Calls `each(local row, first global token, rows, document)` for every run of a rank's tokens that is contiguous in
-    /// the packed batch, in the rank's order.
+    /// Calls `each(local row, first global token, rows, document)` for each sequence of a rank's tokens that is
+    /// contiguous in the packed batch, in the rank's order.
     ///
     /// # Panics
     /// A rank outside the mesh.
@@ -95,7 +95,7 @@ impl Plan {
         Ok(local)
     }
 
-    /// As [`Plan::shard`], into memory of the caller's: `[local tokens, row_len]`.
+    /// As [`Plan::shard`], into the caller's memory: `[local tokens, row_len]`.
     ///
     /// # Errors
     /// Those of [`Plan::shard`], and a `local` whose length is not `local tokens · row_len`. Nothing is written then.
@@ -117,8 +117,8 @@ impl Plan {
         Ok(())
     }
 
-    /// Puts a rank's rows back where they belong in `full`; the rows of other ranks are left as they are. Over all ranks
-    /// of a group every row of `full` is written exactly once.
+    /// Writes a rank's rows to their places in `full`; the rows of other ranks are not changed. Over all ranks of a
+    /// group every row of `full` is written exactly once.
     ///
     /// # Errors
     /// Those of [`Plan::shard_into`]. Nothing is written then.

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How large a workspace may be.
+//! An upper bound on the size of a workspace.
 //!
-//! The design promises a bound that is made of shares alone, without looking at any schedule; tests hold every schedule
-//! to it, so that a forgotten buffer shows. On the ring, forward: two slots for k and v of others, and o with two
-//! words of lse a row in the accumulator's type. Backward: the two slots; of the travelling gradients two leaving, one
-//! arriving and the sum, dq, and delta. Where documents or stripes leave a share in many pieces, what one ring step sends
-//! may be packed first, once for each reader. Ulysses adds the share itself for the rank's heads, and room for what
-//! the all-to-alls move, twice: going in and coming out, over the bytes that the ring uses in between.
+//! The bound is computed from the sizes of shares alone, without a schedule. Tests compare every schedule with it, to
+//! find forgotten buffers. On the ring, forward: two slots for k and v of others, and o with two words of lse a row in
+//! the accumulator's type. Backward: the two slots; of the travelling gradients two leaving, one arriving and the sum,
+//! dq, and delta. Where documents or stripes leave a share in many pieces, what one ring step sends may be packed
+//! first, once for each reader. Ulysses adds the share itself for the rank's heads, and room for what the all-to-alls
+//! move, twice: going in and coming out, over the bytes that the ring uses in between.
 
 use crate::plan::{Options, Plan, Wire};
 use crate::{
@@ -16,8 +16,8 @@ use crate::{
 };
 
 impl Plan {
-    /// An upper bound on a rank's workspace in bytes, from the sizes of shares and heads alone. [`Plan::costs`] tells what
-    /// it really is.
+    /// An upper bound on a rank's workspace in bytes, from the sizes of shares and heads alone. [`Plan::costs`] returns
+    /// the exact size.
     ///
     /// # Panics
     /// When the rank is outside the mesh.

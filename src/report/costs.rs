@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a rank's schedule costs, read off the schedule itself.
+//! The costs of a rank's schedule, counted from the schedule itself.
 //!
-//! Bytes are those of the messages that a runtime will exchange, listed by the very code it lists them with. Multiply-adds
-//! are those of the matrix products over the (q, k) pairs that count, to the last pair: a kernel that computes whole tiles
-//! does a few more. Forward: `head_dim + value_dim` for each pair and q head (the score; its part of o). Backward:
-//! `3·head_dim + 2·value_dim` (the score again, dq, dk; dp, dv), which for equal dims is 2.5 times the forward, the field's
-//! formula.
+//! Bytes are those of the messages that the runtime exchanges; the same code lists them. Multiply-adds are those of the
+//! matrix products over exactly the allowed (q, k) pairs; a kernel that computes whole tiles does a few more. Forward:
+//! `head_dim + value_dim` for each pair and q head (the score; its part of o). Backward: `3·head_dim + 2·value_dim`
+//! (the score again, dq, dk; dp, dv), which for equal dims is 2.5 times the forward, the field's formula.
 
 use alloc::vec::Vec;
 
@@ -18,8 +17,8 @@ use crate::{
     schedule::{ALIGNMENT, Buf, CirculatingSide, Direction, MessageView, OpKind, Schedule, expand::Expansion},
 };
 
-/// One step of one rank. The ring steps are numbered as in the schedule; step 0 is the rank's own share. What a step
-/// fetches arrives while the step before is computed.
+/// One step of one rank. Ring steps are numbered as in the schedule; step 0 is the rank's own share. The data of a step
+/// is received while the step before is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepCost {
@@ -37,7 +36,7 @@ pub struct StepCost {
     pub multiply_adds: u128,
 }
 
-/// Buffers of one name that make up the peak of the workspace.
+/// Buffers of one name in the peak of the workspace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PeakBuffers {
@@ -61,8 +60,8 @@ pub struct Costs {
     pub steps: Vec<StepCost>,
     /// Bytes of the workspace.
     pub workspace: u64,
-    /// The buffers that stand end to end where the workspace is longest; their bytes sum to it. Buffers of other phases
-    /// lie over the same bytes.
+    /// The buffers that use the workspace at its peak; their bytes sum to it. Buffers of other phases share the same
+    /// bytes.
     pub peak: Vec<PeakBuffers>,
     /// The most bytes of scheduler metadata (ranges, tiles, counters) that a rank on a device keeps there while it remembers the plan in this direction.
     pub device_metadata: u64,
@@ -77,6 +76,11 @@ impl Costs {
     /// Bytes received in all steps.
     pub fn bytes_received(&self) -> u64 {
         self.steps.iter().map(|s| s.bytes_received).sum()
+    }
+
+    /// Messages sent and received in all steps.
+    pub fn messages(&self) -> u64 {
+        self.steps.iter().map(|s| s.messages).sum()
     }
 
     /// Multiply-adds of all steps.
@@ -219,7 +223,7 @@ fn peak(schedule: &Schedule) -> Vec<PeakBuffers> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Batch, Dtype, Layout, Mask, Mesh, Options, Problem, plan::Circulate, plan::Wire};
+    use crate::{Batch, Dtype, Layout, Mask, Mesh, Options, Problem, plan::Circulate, plan::Gather, plan::Wire};
 
     /// Every form, layout and mesh on a pack with awkward lengths.
     fn each(mut check: impl FnMut(&Plan)) {
@@ -227,6 +231,7 @@ mod tests {
         let options = [
             Options::new(),
             Options::new().gather(true),
+            Options::new().gather(Gather::Together),
             Options::new().passes(2),
             Options::new().circulate(Circulate::Queries),
             Options::new().circulate(Circulate::Keys).wire(Wire::Bf16),

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A plan in plain text.
+//! A plan as plain text.
 //!
-//! Why a mesh was taken, what travels when, and where the memory goes, as text. Every figure is
-//! counted from the schedules that would run ([`Plan::costs`]), never estimated; where only some ranks of many are
-//! counted, the text says which. It is written for people: programs take [`Plan::costs`], [`super::choose`] and
-//! [`super::dealt`].
+//! The text says why the mesh was chosen, what is sent in each step, and what uses memory. Every figure is counted from
+//! the plan's schedules ([`Plan::costs`]), never estimated; if only some of many ranks are counted, the text says
+//! which. Programs should not parse the text but use [`Plan::costs`], [`super::choose`] and [`super::dealt`].
 //!
-//! `choices` says why this mesh and layout, `costs` what steps and memory come to, `figures` how numbers are set.
+//! `choices` prints the reasons for mesh and layout, `costs` the steps and the memory, `figures` formats numbers.
 
 mod choices;
 mod costs;
@@ -35,8 +34,9 @@ const SAMPLE: usize = 16;
 const STEPS: usize = 16;
 
 impl Plan {
-    /// The plan in plain text: the problem, the mesh and why, the layout and how evenly it deals, what each rank holds,
-    /// every step's bytes and multiply-adds in both directions, the form and its price, and the peak of the workspace.
+    /// The plan in plain text: the problem, the mesh and the reason for it, the layout and its balance, what each rank
+    /// holds, every step's bytes, messages and multiply-adds in both directions, the form and its cost, and the peak of the
+    /// workspace.
     ///
     /// Counts the schedules of all ranks of a group, so it takes as long as planning all of them; of a group of more than
     /// 64 ranks it counts 16 and says so.

@@ -22,7 +22,7 @@ pub(crate) const WORK: u64 = 8;
 pub(crate) const BLOCK: u64 = 104;
 /// Bytes of a source of a block.
 pub(crate) const SOURCE: u64 = 40;
-/// Bytes of a tag that a run carries along.
+/// Bytes of a tag that a run sends with its messages.
 pub(crate) const TAG: u64 = 24;
 /// Bytes of the entry for a message that arrives.
 pub(crate) const ARRIVED: u64 = 24;

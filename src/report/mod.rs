@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What people read about plans and runs: costs, explanations, bounds, and traces drawn as timelines.
+//! Reports on plans and runs: costs, explanations, bounds, traces and timelines.
 //!
-//! Everything here looks at plans, schedules and recorded events from outside. Nothing below may depend on it.
+//! This module only reads plans, schedules and recorded events. Lower modules must not depend on it.
 
 mod bound;
 pub(crate) mod costs;
 mod explain;
 pub(crate) mod metadata;
+#[cfg(feature = "std")]
+pub(crate) mod packed;
 #[cfg(feature = "std")]
 pub mod timeline;
 #[cfg(feature = "std")]

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A run as one picture.
+//! Draws a run as an SVG picture.
 //!
-//! Ranks are rows; each has its compute lane above and its communication lane below, on one time axis. Colours tell what
-//! an operation is, the number in a bar its ring step. At the right stand, for each rank, how busy its compute lane was and
-//! how much of its communication was hidden. The file needs nothing else: no script, no font, no network; it follows the
-//! reader's light or dark scheme, and a pointer over a bar shows its name, time and bytes.
+//! Each rank has a row with its compute lane above and its communication lane below, on one time axis. The colour of a
+//! bar shows the kind of operation, its number the ring step. At the right of each row: how busy the compute lane was
+//! and how much of the communication overlapped with compute. The file is self-contained (no script, font or network),
+//! follows the reader's light or dark scheme, and shows name, time and bytes of a bar under the pointer.
 
 use alloc::{format, string::String};
 use core::fmt::Write;

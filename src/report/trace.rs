@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What ran when.
+//! Recorded operations with their times.
 //!
-//! A run that keeps [`Event`]s can be looked at: as Chrome trace events ([`chrome_trace`]; opens in Perfetto and in
-//! `chrome://tracing`), or as one picture ([`timeline_svg`](super::timeline::timeline_svg)) in which a glance shows what hides under what. Both are made
-//! afterwards from plain data; nothing here touches a clock or a running rank.
+//! Recorded [`Event`]s can be written as Chrome trace events ([`chrome_trace`]; for Perfetto and `chrome://tracing`),
+//! or as a picture ([`timeline_svg`](super::timeline::timeline_svg)) that shows which communication overlaps with
+//! compute. Both are made afterwards from plain data; nothing here reads a clock or a running rank.
 //!
-//! The figure that matters is [`overlap`]: how much of the communication lane's time lay under work of the compute lane of
-//! the same rank. What is not hidden is what a rank waited for.
+//! [`overlap`] computes how much of the communication lane's time overlapped with work of the compute lane of the same
+//! rank. The rest is time that a rank waited.
 
 use alloc::{
     format,
@@ -22,23 +22,23 @@ use crate::schedule::Lane;
 pub struct Event {
     /// The rank that ran it.
     pub rank: usize,
-    /// On which lane.
+    /// The lane.
     pub lane: Lane,
-    /// What it was, as [`crate::schedule::OpKind::name`] says.
+    /// The operation's name, from [`crate::schedule::OpKind::name`].
     pub name: &'static str,
-    /// What for, as [`crate::schedule::Op::phase`] says.
+    /// The part of the run, from [`crate::schedule::Op::phase`].
     pub phase: &'static str,
     /// The ring step.
     pub step: u32,
-    /// When it began, in nanoseconds of a clock that all ranks share.
+    /// Its start, in nanoseconds of a clock that all ranks share.
     pub start_ns: u64,
-    /// When it ended.
+    /// Its end, on the same clock.
     pub end_ns: u64,
-    /// Bytes that it sent and received; 0 for what is no exchange.
+    /// Bytes sent and received; 0 for operations other than exchanges.
     pub bytes: u64,
 }
 
-/// Time on the communication lane, and how much of it ran under compute.
+/// Time on the communication lane, and how much of it overlapped with compute.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Overlap {
@@ -57,9 +57,10 @@ impl Overlap {
     }
 
     fn add(&mut self, other: Self) {
-        self.compute_ns += other.compute_ns;
-        self.communication_ns += other.communication_ns;
-        self.hidden_ns += other.hidden_ns;
+        // Events may be anyone's.
+        self.compute_ns = self.compute_ns.saturating_add(other.compute_ns);
+        self.communication_ns = self.communication_ns.saturating_add(other.communication_ns);
+        self.hidden_ns = self.hidden_ns.saturating_add(other.hidden_ns);
     }
 }
 

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the ranks of a group have agreed on: an all-gather for the first run of a plan and direction, and none later.
+//! Checks that the ranks of a group run the same plan: an all-gather in the first run of a plan in a direction, and
+//! none later.
 //!
 //! Before a plan is run in a direction for the first time, the ranks of its group compare fingerprints through
-//! [`Transport::agree`]. Each then remembers the fingerprint, and later runs do not meet for it again: their messages
-//! carry the check along ([`tags`](super::tags)).
+//! [`Transport::agree`]. Each then remembers the fingerprint. Later runs make no all-gather; they send the check with
+//! their messages ([`tags`](super::tags)).
 //!
-//! What is remembered must be the same on all ranks of a group, or one of them would wait in an agreement that no other
-//! comes to. It therefore follows the runs of that group alone, which all of its ranks make in the same order: a
-//! fingerprint enters when its agreement succeeds, and the oldest of [`REMEMBERED`] leaves. What a rank prepares, or
-//! forgets to make room for other schedules, changes nothing here. A group has its own list and its own count of runs,
-//! because replicas may run different numbers of batches between two runs of the whole world. (A rank on a device counts
-//! there: a graph that is replayed begins runs that no host sees.)
+//! All ranks of a group must remember the same fingerprints, or one of them would wait in an all-gather that no other
+//! rank enters. So the list depends only on the runs of that group, which all of its ranks make in the same order: a
+//! fingerprint is added when its all-gather succeeds, and the oldest of [`REMEMBERED`] is removed. What a rank
+//! prepares, or forgets to make room for other schedules, does not change the list. Each group has its own list and its
+//! own count of runs, because replicas may run different numbers of batches between two runs of the whole world. (A
+//! rank on a device counts on the device: a replayed graph begins runs that the host does not see.)
 
 use std::{collections::VecDeque, ops::Range, vec::Vec};
 
@@ -52,8 +53,8 @@ impl Agreements {
     /// the rank runs it alone.
     ///
     /// # Errors
-    /// [`Error::Disagreement`], with what is run in words, after which the ranks may plan again. Any other error is kept in
-    /// `failure`, and the peers were told.
+    /// [`Error::Disagreement`], with what is run in words, after which the ranks may plan again. Any other error is
+    /// kept in `failure`, and the peers were notified.
     pub(super) fn begin_run(
         &mut self,
         prepared: &Prepared,
@@ -65,7 +66,9 @@ impl Agreements {
         }
         let fingerprint = prepared.fingerprint();
         let watch = AbortOnUnwind { transport, failure };
+        transport.announce(Some(prepared.run.name(&prepared.plan)));
         let begun = self.begin(transport, &prepared.schedule.group, fingerprint);
+        transport.announce(None);
         watch.over();
         match begun {
             Ok(run) => Ok(Some((fingerprint, run))),

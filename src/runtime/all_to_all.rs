@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Any local kernel under Ulysses: the two all-to-alls as calls of their own, and both around a closure.
+//! Your own kernel with Ulysses: the two all-to-alls as separate calls, and both around a closure.
 //!
-//! Softmax attention can be merged from parts; most other things that mix tokens cannot, but they work head by head.
-//! Give every rank whole sequences of some heads, run them there, and bring it back. Mark such a problem with
-//! [`Kind::Other`](crate::plan::AttentionKind::Other), and planning refuses it a ring.
+//! Partial results of softmax attention can be merged. For most other kernels that mix tokens this is not so, but they
+//! treat each head separately. So give every rank the whole sequences of some heads, run the kernel there, and send the
+//! result back. Set the kind [`AttentionKind::Other`](crate::plan::AttentionKind::Other) for such a problem: a mesh
+//! with a ring is then refused.
 
 use std::{vec, vec::Vec};
 
@@ -30,9 +31,9 @@ const fn run_of<T: Element>(way: Way, side: Side, dim: usize) -> AllToAll {
 }
 
 impl Rank {
-    /// From `[local tokens, heads, dim]` to `[share's tokens, own heads, dim]`: all tokens of the rank's ring share (of
-    /// the whole batch, where the ring is 1), in the layout's order, for the heads that [`Plan::heads_of`] names. `side`
-    /// says whether rows and heads are those of q or those of k and v. `to` must be compact. On a device:
+    /// From `[local tokens, heads, dim]` to `[tokens of the ring share, own heads, dim]`: all tokens of the rank's ring
+    /// share (the whole batch, if the ring is 1), in the layout's order, for the heads that [`Plan::heads_of`] returns.
+    /// `side` says whether rows and heads are those of q or those of k and v. `to` must be compact. On a device:
     /// `to_heads_on`.
     ///
     /// # Errors
@@ -50,9 +51,9 @@ impl Rank {
         unsafe { self.all_to_all(plan, all_to_all, from.raw(), to.raw(), no_stream_given()) }
     }
 
-    /// Back from `[share's tokens, own heads, dim]` to `[local tokens, heads, dim]`. Of a kv head that several ranks
-    /// hold, the sum over them, in rank order: what a gradient needs. `from` must be compact. On a device:
-    /// `to_tokens_on`.
+    /// Back from `[tokens of the ring share, own heads, dim]` to `[local tokens, heads, dim]`. If several ranks hold a
+    /// kv head, the result is the sum over them, in rank order, as a gradient needs. `from` must be compact. On a
+    /// device: `to_tokens_on`.
     ///
     /// # Errors
     /// As [`Rank::run`].
@@ -118,9 +119,9 @@ impl Rank {
         unsafe { self.all_to_all(plan, all_to_all, to.raw(), from.raw(), stream) }
     }
 
-    /// Does all that may allocate, load or upload for both all-to-alls of tensors of that side, innermost dimension and
-    /// element type, as [`Rank::prepare`] does for attention: before runs that are captured into a CUDA graph, and otherwise
-    /// optional.
+    /// Allocates, loads and uploads everything for both all-to-alls of tensors of this side, innermost dimension and
+    /// element type, as [`Rank::prepare`] does for attention. Required before runs that are captured into a CUDA graph,
+    /// otherwise optional.
     ///
     /// # Errors
     /// As [`Rank::prepare`]; a `dim` of 0; on a device, f64.
@@ -128,7 +129,7 @@ impl Rank {
         both(side, dim, dtype)?.into_iter().try_for_each(|run| self.prepare_run(plan, run))
     }
 
-    /// Bytes of workspace that either all-to-all takes on this rank at most: see [`Rank::workspace_bytes`].
+    /// Bytes of workspace on this rank, the larger of the two all-to-alls: see [`Rank::workspace_bytes`].
     ///
     /// # Errors
     /// As [`Rank::prepare_all_to_all`], memory and driver aside.
@@ -136,10 +137,10 @@ impl Rank {
         both(side, dim, dtype)?.into_iter().try_fold(0, |most, run| Ok(self.workspace_of(plan, run)?.max(most)))
     }
 
-    /// Brings every input to heads, runs `local` on whole sequences, and brings every output back to tokens. Inputs and
-    /// outputs are given with their side. The gathered tensors are allocated by the call; use [`Rank::to_heads`] and
-    /// [`Rank::to_tokens`] to keep them. On host memory alone: on a device, call `to_heads_on` and `to_tokens_on`
-    /// around your kernel, on its stream.
+    /// Calls [`Rank::to_heads`] for every input, runs `local` on whole sequences, and calls [`Rank::to_tokens`] for
+    /// every output. Inputs and outputs are given with their side. The call allocates the tensors in between; use the
+    /// two calls directly to keep them. For host memory only: on a device, call `to_heads_on` and `to_tokens_on` around
+    /// your kernel, on its stream.
     ///
     /// ```
     /// # use cpattn::{transport::local, *};
@@ -175,8 +176,8 @@ impl Rank {
     /// ```
     ///
     /// # Errors
-    /// As [`Rank::run`], and what `local` returns: the other ranks then get an error too, as they wait for this one. So
-    /// they do when it panics. [`Error::Unsupported`](crate::Error::Unsupported) on a device.
+    /// As [`Rank::run`], and what `local` returns. If `local` fails or panics, the other ranks get an error too, since
+    /// they wait for this one. [`Error::Unsupported`](crate::Error::Unsupported) on a device.
     pub fn ulysses<T: Element>(
         &mut self,
         plan: &Plan,

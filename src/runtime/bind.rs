@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The caller's tensors, checked against the plan before anything is touched.
+//! The caller's tensors, checked against the plan before a run accesses them.
 
 use std::{format, vec::Vec};
 
@@ -13,7 +13,7 @@ use crate::{
     tensor::{disjoint, expect_dims},
 };
 
-/// One tensor for each name; [`RawTensor::NONE`] where a direction has no use for one.
+/// One tensor for each name; [`RawTensor::NONE`] for those that a direction does not use.
 ///
 /// Forward reads q, k, v (and sinks) and writes o and lse. Backward reads q, k, v, o, lse, do (and sinks) and writes dq,
 /// dk, dv (and dsinks). Shapes are those of the rank's own tokens, and a rank without any gives tensors of 0 rows.
@@ -100,7 +100,7 @@ impl Bindings {
     }
 }
 
-/// Refuses tensors that lie in a workspace of the caller's, of `bytes` bytes, which any of them would be lost in.
+/// Refuses tensors that overlap a lent workspace of `bytes` bytes: a run would overwrite them.
 pub(super) fn apart_from(
     workspace: *mut u8,
     bytes: u64,
@@ -116,7 +116,7 @@ pub(super) fn apart_from(
 pub(super) struct ExpectedTensors {
     run: Purpose,
     forms: [Option<TensorForm>; TensorId::COUNT],
-    /// Those that are sent as they lie.
+    /// Tensors that are sent in place.
     sent: Vec<TensorId>,
 }
 
@@ -171,7 +171,7 @@ pub(super) fn placeholders(
     })
 }
 
-/// The caller's tensors that are sent as they lie.
+/// The caller's tensors that are sent in place.
 fn sent(schedule: &Schedule) -> Vec<TensorId> {
     let mut list = Vec::new();
     for op in &schedule.ops {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A group that failed stays failed, whatever its transport says afterwards.
+//! Keeps a failed group failed, whatever its transport returns afterwards.
 //!
-//! The transports of this crate remember their first failure and answer every later call with it. One of the caller's
-//! may not: after an exchange that missed its deadline it may find both ends of the *next* one and complete it, with the
-//! messages of two runs mixed. The rank therefore keeps the first error that ended a run, an agreement or a poll, tells
-//! the transport to abort, and from then on refuses with that error. Where that is a refusal with a way out, the way out
-//! is another one by then: the group has ended.
+//! The transports of this crate remember their first failure and return it from every later call. A caller's own
+//! transport may not do so: after an exchange that missed its deadline it may match the *next* one with it and complete
+//! it, mixing the messages of two runs. So the rank keeps the first error of a run, an agreement or a poll, aborts the
+//! transport, and from then on returns that error. If the error was a refusal with a hint, later calls return another
+//! hint: make a new group.
 //!
-//! Agreements that differ are no failure: every rank of the group learns of the difference before anything has moved.
+//! Different numbers in `agree` are not a failure: every rank of the group gets the error before any data has moved.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -99,7 +99,7 @@ pub(super) struct AbortOnUnwind<'a> {
 }
 
 impl AbortOnUnwind<'_> {
-    /// What was watched has ended well, or has told its peers itself.
+    /// The watched code has succeeded, or has notified its peers itself.
     pub(super) fn over(self) {
         std::mem::forget(self);
     }
@@ -112,7 +112,7 @@ impl Drop for AbortOnUnwind<'_> {
     }
 }
 
-/// What the peers are told of an error of this rank's.
+/// The cause that peers get for an error of this rank.
 pub(super) const fn cause_of(error: &Error) -> Cause {
     match error {
         Error::Disagreement { peer, .. } => Cause::Disagreed { with: *peer },
@@ -120,8 +120,8 @@ pub(super) const fn cause_of(error: &Error) -> Cause {
     }
 }
 
-/// Tells the peers. Nothing may unwind from here, where a lane still works on the caller's memory or a panic is under way,
-/// and a transport is code of the caller's: a panic of its `abort` ends here.
+/// Notifies the peers. This must not unwind, since a lane may still use the caller's memory or a panic may be in
+/// progress; the transport may be the caller's code, so a panic of its `abort` is caught here.
 pub(super) fn abort(transport: &dyn Transport, cause: Cause) {
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| transport.abort(cause))) {
         // What a panic carries may itself panic when it is dropped.

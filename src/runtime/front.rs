@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The front door: typed tensors in, typed tensors out.
+//! The typed calls for tensors in host memory.
 
 use std::format;
 
@@ -30,7 +30,7 @@ pub struct Forward<'a, T: Element> {
     pub lse: ViewMut<'a, T::Acc>,
 }
 
-/// The tensors of a backward. It repeats the forward's exchanges, so nothing but o and lse has to be kept.
+/// The tensors of a backward. It repeats the forward's exchanges, so besides the inputs only o and lse have to be kept.
 #[derive(Debug)]
 pub struct Backward<'a, T: Element> {
     /// As given to the forward.

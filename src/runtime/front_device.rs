@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The front door of a rank on a device: typed tensors that carry their device, and a stream.
+//! The typed calls for tensors on a device, with a stream.
 
 use super::{bind::Bindings, rank::Rank};
 use crate::{

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What other threads may do to a rank that one thread runs: end it, and ask whether it failed.
+//! A handle for other threads: to abort a rank, and to ask whether it failed.
 
 use std::sync::{Arc, Weak};
 
@@ -9,8 +9,8 @@ use crate::{
     transport::Transport,
 };
 
-/// Ends a run from another thread. It does not keep its rank alive: once the rank is dropped, [`AbortHandle::abort`] does
-/// nothing and [`AbortHandle::poll`] finds nothing wrong.
+/// Ends a run from another thread. It does not keep its rank alive: once the rank is dropped, [`AbortHandle::abort`]
+/// does nothing and [`AbortHandle::poll`] returns no error.
 #[derive(Clone)]
 pub struct AbortHandle {
     transport: Weak<dyn Transport>,
@@ -22,7 +22,7 @@ impl AbortHandle {
         Self { transport: Arc::downgrade(transport), failure: failure.clone() }
     }
 
-    /// Ends the run on every rank: each gets an error that says which rank aborted.
+    /// Ends the run on every rank; each gets an error that names the rank that aborted.
     pub fn abort(&self) {
         if let Some(transport) = self.transport.upgrade() {
             self.failure.ended(transport.rank(), Cause::Aborted);

@@ -23,7 +23,7 @@ pub(super) fn dims(plan: &Plan) -> cpu::Dims {
     cpu::Dims { head_dim: p.head_dim() as u32, value_dim: p.value_dim() as u32, dtype: p.dtype() }
 }
 
-/// What the kernels are told of the documents that the calls of a plan are parts of.
+/// The documents of a plan, for the kernels.
 pub(super) fn documents(plan: &Plan) -> cpu::KnownDocuments {
     let p = plan.problem();
     cpu::KnownDocuments::new(p.document_lengths(), &p.score(), p.group() as u32)

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! A rank whose tensors are in host memory: two lanes, the CPU kernels, a workspace.
 //!
-//! The calling thread is the compute lane, a thread of the rank's own the communication lane ([`lanes`](super::lanes)). A
-//! run returns when it is over.
+//! The calling thread is the compute lane, a thread of the rank is the communication lane ([`lanes`](super::lanes)). A
+//! run returns when it is complete.
 
-use std::{sync::Arc, time::Instant, vec::Vec};
+use std::{boxed::Box, sync::Arc, time::Instant, vec::Vec};
 
 use super::{
     agreement::Agreements,
@@ -28,6 +28,7 @@ use crate::{
     transport::{
         Transport,
         ring_check::{self, Link, Trouble},
+        staged::{Carrier, HostCarrier},
     },
 };
 
@@ -42,7 +43,7 @@ pub(super) struct HostRank {
     failure: FirstFailure,
 }
 
-/// A schedule, and what the kernels are told before it runs.
+/// A schedule, and the documents that the kernels get before it runs.
 struct OnHost {
     prepared: Prepared,
     documents: cpu::KnownDocuments,
@@ -78,6 +79,10 @@ impl HostRank {
 
     pub(super) fn check_ring(&self, bytes: usize) -> Result<Vec<Link>, Trouble> {
         ring::checked(&*self.transport, &self.failure, || ring_check::check(&*self.transport, bytes))
+    }
+
+    pub(super) fn between_runs(&self) -> (Box<dyn Carrier + '_>, &FirstFailure) {
+        (Box::new(HostCarrier(&*self.transport)), &self.failure)
     }
 
     pub(super) fn handle(&self) -> AbortHandle {
@@ -173,7 +178,7 @@ impl HostRank {
         // contract of this function); the workspace is as large as the schedule needs (`work_at`).
         let outcome = unsafe { walk::run(&mut self.lanes, &*self.transport, prepared, &memory, &mut self.scratch) };
         watch.over();
-        outcome.inspect_err(|error| self.failure.keep(error))
+        outcome.map_err(|error| error.of_run(prepared.run.name(&prepared.plan))).inspect_err(|e| self.failure.keep(e))
     }
 
     /// Runs what the caller does between two all-to-alls. The other ranks are about to wait for what this one makes of it,

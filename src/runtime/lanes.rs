@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The two lanes of a rank, and how they wait for each other.
 //!
-//! The compute lane is the thread that calls; the communication lane is a thread of the rank's own that sleeps between
-//! runs. Each goes through its operations in order and notes how far it has come; an operation with a predecessor
-//! in the other lane waits until that lane has come far enough. That is all the synchronisation there is, and it is
-//! the schedule's: which lane is ahead changes no result.
+//! The compute lane is the calling thread; the communication lane is a thread of the rank that sleeps between runs.
+//! Each executes its operations in order and publishes its progress; an operation with a predecessor in the other lane
+//! waits until that lane has finished it. There is no other synchronisation; which lane is ahead changes no result.
 //!
-//! When either lane fails or panics, the other stops at its next wait, the transport is aborted so that no peer waits for
-//! this rank, and the call returns (or goes on unwinding) only after both lanes have let go of the caller's memory.
+//! When either lane fails or panics, the other stops at its next wait, the transport is aborted so that no peer waits
+//! for this rank, and the call returns (or unwinds) only after both lanes have stopped using the caller's memory.
 //!
-//! What the lanes do is not said here: [`walk`](super::walk) goes through a schedule, and the models of `.ci/loom` do
-//! something that the model checker watches.
+//! This module does not define what the lanes execute: [`walk`](super::walk) executes a schedule, and the models of
+//! `.ci/loom` execute work for the model checker.
 
 use std::{
     any::Any,

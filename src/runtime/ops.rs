@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One operation: rows of buffers become addresses, and a backend is called.
+//! Executes one operation: converts rows of buffers into addresses and calls a backend.
 //!
-//! What is done is the same wherever it runs; a [`Backend`] is where. All lists are made in room that was reserved when
-//! the plan was prepared.
+//! A [`Backend`] is the CPU or a device; the rest is the same for both. All lists use memory that was reserved when the
+//! plan was prepared.
 
 use std::vec::Vec;
 
@@ -86,7 +86,7 @@ impl Listing {
         }
     }
 
-    /// The same with runs that carry their check along: where tags go, as `tags` lists it.
+    /// The same for runs with tags, as listed by `tags`.
     pub(super) fn tag(&mut self, tags: impl FnOnce(&mut Expansion) -> Tags) {
         self.tags = tags(&mut self.expansion);
         self.sends.reserve(self.tags.most());
@@ -94,7 +94,7 @@ impl Listing {
     }
 }
 
-/// Where the bytes of a schedule's buffers lie.
+/// The addresses of a schedule's buffers.
 #[derive(Clone, Copy)]
 pub(super) struct BufferAddresses {
     pub tensors: Bindings,

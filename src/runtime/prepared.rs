@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A plan as a rank remembers it: the schedule, proved, with all that running it takes; and which plans a rank remembers.
+//! A prepared plan: the checked schedule with everything that a run needs; and which prepared plans a rank keeps.
 
 use std::vec::Vec;
 
@@ -34,7 +34,7 @@ impl Prepared {
         })
     }
 
-    /// The same with runs that carry their check along.
+    /// The same for runs with tags.
     pub(super) fn tagged(mut self) -> Self {
         let Self { plan, run, schedule, communication, .. } = &mut self;
         communication.tag(|expansion| Tags::new(plan, *run, schedule, expansion));

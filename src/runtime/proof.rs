@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the unsafe calls of a run rely on, checked once, when a schedule is prepared, in release builds too.
+//! Checks what the unsafe calls of a run rely on: once, when a schedule is prepared, also in release builds.
 //!
-//! A run turns every slice of a schedule into an address without looking at it again. [`check`] therefore goes through
-//! the whole list before the schedule is ever run, and refuses it unless
+//! A run turns every slice of a schedule into an address without further checks. So [`check`] goes through the whole
+//! list before the first run, and refuses the schedule unless
 //!
 //! 1. every buffer lies in the workspace, at a multiple of the alignment;
 //! 2. every slice of every operation lies inside its buffer, or inside the caller's tensor as [`bind`](super::bind) checks
@@ -12,10 +12,9 @@
 //!    destination and a running result that lies in o itself;
 //! 5. operations of the two lanes that may run at the same time do not touch the same bytes, if one of them writes.
 //!
-//! [`schedule::verify`](crate::schedule::verify) proves far more, over all ranks together, and takes a table of every row
-//! for it: it is for tests. Here one rank looks at slices alone. Which rows of its slices an attention touches is not
-//! asked: for 5 it touches all of them. Kernels check the ranges they are given against their tensors in every
-//! call.
+//! [`schedule::verify`](crate::schedule::verify) proves much more, over all ranks together, and needs a table of every
+//! row: it is for tests. This check looks at the slices of one rank only. It assumes for 5 that an attention accesses
+//! all rows of its slices. Kernels check the given ranges against their tensors in every call.
 
 use std::{format, string::String, vec, vec::Vec};
 
@@ -50,7 +49,8 @@ pub(super) fn check(plan: &Plan, run: Purpose, schedule: &Schedule, expansion: &
 type Clock = ([usize; 2], usize);
 
 impl Proof<'_> {
-    /// What an operation touches, sorted by first byte; all of it lies where it says, and apart.
+    /// The slices that an operation accesses, sorted by first byte, after checking that they are in bounds and do not
+    /// overlap.
     fn operation(&self, i: usize, expansion: &mut Expansion) -> Result<Vec<Touch>, String> {
         let Op { kind, lane, after, .. } = &self.schedule.ops[i];
         if after.is_some_and(|a| a as usize >= i || self.schedule.ops[a as usize].lane == *lane) {

@@ -11,7 +11,7 @@ use crate::{
     layout::Layout,
     mask::Mask,
     mesh::Mesh,
-    plan::{AttentionKind, Circulate, Options, Problem, Wire},
+    plan::{AttentionKind, Circulate, Gather, Options, Problem, Wire},
     schedule::{AllToAll, Direction, Way},
 };
 
@@ -54,6 +54,7 @@ fn plans() -> Vec<Plan> {
                     o().circulate(Circulate::Keys),
                     o().circulate(Circulate::Queries).wire(Wire::Bf16),
                     o().gather(true),
+                    o().gather(Gather::Together).circulate(Circulate::Keys),
                     o().passes(2).pack_inputs(true),
                     o().reproducible(true),
                 ] {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One rank, on host memory or on a device: the same plans, the same calls.
+//! A rank, on host memory or on a device: the same plans, the same calls.
 //!
-//! What differs behind it: on the CPU two threads and host memory, where a run returns when it is over; on
-//! a device two streams and device memory, where a run returns when it is enqueued. What only one of them can do is
-//! refused on the other, by name.
+//! On the CPU a rank has two threads and host memory, and a run returns when it is complete. On a device it has two
+//! streams and device memory, and a run returns when it is enqueued. A call that only one of them supports is refused
+//! on the other.
 
 use std::{
     boxed::Box,
@@ -14,7 +14,7 @@ use std::{
 
 #[cfg(feature = "cuda")]
 use super::device::{DeviceRank, Marks};
-use super::{bind::Bindings, handle::AbortHandle, host_rank::HostRank, run::Purpose};
+use super::{bind::Bindings, failure::FirstFailure, handle::AbortHandle, host_rank::HostRank, run::Purpose};
 use crate::{
     call::RawStream,
     device::Device,
@@ -26,6 +26,7 @@ use crate::{
     transport::{
         Transport,
         ring_check::{Link, Trouble},
+        staged::Carrier,
     },
 };
 #[cfg(feature = "cuda")]
@@ -37,10 +38,10 @@ use crate::{
 /// Operations that a rank records at most until they are taken: each has memory, and on a device two events, from the start.
 const MOST_RECORDED: usize = 1 << 24;
 
-/// One rank: runs the plans that all ranks of its group run.
+/// One participant of a group: runs the plans that all ranks of its group run.
 ///
-/// Dropping it means that the rank leaves; peers that still need it get an error. On a device it first waits for what it
-/// enqueued. A rank is used by one thread at a time; its [`AbortHandle`] is for others.
+/// Dropping a rank means that it leaves the group; peers that still need it get an error. On a device it first waits
+/// for the work it enqueued. One thread at a time uses a rank; an [`AbortHandle`] is for other threads.
 pub struct Rank {
     inner: Inner,
 }
@@ -63,17 +64,18 @@ impl core::fmt::Debug for Rank {
 }
 
 impl Rank {
-    /// A rank at one end of a transport of host memory, with one worker for its kernels.
+    /// Makes a rank over a transport of host memory, with one thread for its kernels.
     pub fn new(transport: impl Transport + 'static) -> Self {
         Self::with_workers(transport, 1)
     }
 
-    /// A rank whose kernels spread over `workers` threads (with the feature `rayon`). Results do not depend on it.
+    /// Makes a rank whose kernels use `workers` threads (with the feature `rayon`). Results do not depend on the
+    /// number.
     pub fn with_workers(transport: impl Transport + 'static, workers: usize) -> Self {
         Self { inner: Inner::Host(Box::new(HostRank::new(transport, cpu::Scratch::new(workers)))) }
     }
 
-    /// As [`Rank::with_workers`], on threads of the caller's.
+    /// As [`Rank::with_workers`], on the caller's threads.
     pub fn with_executor(
         transport: impl Transport + 'static,
         workers: usize,
@@ -83,12 +85,13 @@ impl Rank {
         Self { inner: Inner::Host(Box::new(HostRank::new(transport, scratch))) }
     }
 
-    /// From now on the CPU kernels of this rank run on this instruction set; for `None` on the best of the machine, or what
-    /// the environment variable [`cpu::Isa::VARIABLE`] names. Keep it between a forward and its backward. Instruction sets
-    /// round differently: with [`Options::reproducible`](crate::plan::Options::reproducible) all ranks need the same one.
+    /// Sets the instruction set of this rank's CPU kernels; `None` selects the best of the machine, or what the
+    /// environment variable [`cpu::Isa::VARIABLE`] names. Use the same one for a forward and its backward. Instruction
+    /// sets round differently: with [`Options::reproducible`](crate::plan::Options::reproducible) all ranks need the
+    /// same one.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] when the machine lacks it, or the rank is on a device; nothing has changed then.
+    /// [`Error::Unsupported`] if the machine lacks it, or the rank is on a device; nothing is changed then.
     pub fn set_isa(&mut self, isa: Option<cpu::Isa>) -> Result<()> {
         match &mut self.inner {
             Inner::Host(rank) => rank.set_isa(isa),
@@ -97,8 +100,8 @@ impl Rank {
         }
     }
 
-    /// A rank at one end of a transport of device memory: its tensors are on the transport's device. Its runs come one
-    /// after another, whatever streams they are put on, because they share one workspace.
+    /// Makes a rank over a transport of device memory; its tensors are on the transport's device. Its runs execute one
+    /// after another, even on different streams, because they share one workspace.
     ///
     /// Two ranks on one device, each a thread; usually each has a device of its own:
     ///
@@ -194,10 +197,10 @@ impl Rank {
 
     /// Whether anything has failed so far, on any rank, or on the device in what was enqueued; never waits.
     ///
-    /// Also while graphs are being captured, in which case what is captured counts as not over. What waits for the rank is
-    /// refused while one of its runs is being captured, and leaves the capture as it was: [`Rank::synchronize`],
-    /// [`Rank::record`], the calls that lend workspace or take it back, [`Rank::prepare`] of what is not prepared, and a run on
-    /// a stream that is not part of that capture.
+    /// It can be called while graphs are being captured; captured work counts as unfinished. Calls that wait for the
+    /// rank are refused while one of its runs is being captured, and the capture stays valid: [`Rank::synchronize`],
+    /// [`Rank::record`], the calls that lend workspace or take it back, [`Rank::prepare`] of a plan that is not
+    /// prepared, and a run on a stream that is not part of that capture.
     pub fn poll(&self) -> Result<()> {
         match &self.inner {
             Inner::Host(rank) => rank.poll(),
@@ -206,8 +209,9 @@ impl Rank {
         }
     }
 
-    /// As [`ring_check::check`](crate::transport::ring_check::check), by ranks: between runs, all ranks of the group alike. On a
-    /// device it waits for what this rank enqueued, and messages go from device to device. A failure ends the group.
+    /// As [`ring_check::check`](crate::transport::ring_check::check), with ranks. All ranks of the group call it,
+    /// between runs. On a device it waits for the work that this rank enqueued, and messages go from device to device.
+    /// A failure ends the group.
     ///
     /// # Errors
     /// As there; [`Trouble::Failed`] without a link if the group has failed before, or one of this rank's runs is being captured.
@@ -219,7 +223,7 @@ impl Rank {
         }
     }
 
-    /// For other threads.
+    /// A handle for other threads.
     pub fn handle(&self) -> AbortHandle {
         match &self.inner {
             Inner::Host(rank) => rank.handle(),
@@ -228,10 +232,11 @@ impl Rank {
         }
     }
 
-    /// Waits on the host until what this rank enqueued is over. On the CPU a run is over when it returns.
+    /// Waits on the host until the work that this rank enqueued is complete. On the CPU a run is complete when it
+    /// returns.
     ///
     /// # Errors
-    /// The driver's; [`Error::Disagreement`](crate::Error::Disagreement) where a peer was found to run something else.
+    /// The driver's; [`Error::Disagreement`](crate::Error::Disagreement) if a peer was found to run another plan.
     pub fn synchronize(&self) -> Result<()> {
         match &self.inner {
             Inner::Host(_) => Ok(()),
@@ -240,18 +245,19 @@ impl Rank {
         }
     }
 
-    /// Starts to record what each lane does, for at most `capacity` operations from now on, and as many again whenever
-    /// [`Rank::events`] has taken them; 0 stops. Times count from `epoch`, which ranks should share.
+    /// Starts to record the operations of each lane, at most `capacity` until [`Rank::events`] has taken them, then as
+    /// many again; 0 stops. Times count from `epoch`. Ranks that are threads of one process should share one `epoch`;
+    /// [`Rank::gather_trace`] aligns the clocks of several processes.
     ///
-    /// On a device an operation lies between two events with timing on the stream of its lane, which are made now: that of
-    /// an exchange includes the wait for its peers. The device's clock is tied to `epoch`'s now, when the call has waited for
-    /// what the rank enqueued, and anew when [`Rank::events`] has taken all there was:
-    /// [`Rank::trace_accuracy`] says how well. Durations are as exact as the driver's events, half a microsecond. A run that
-    /// records puts two more events on a stream for each operation, and waits no more than others do. It cannot be captured
-    /// into a graph, and replays of graphs are not recorded.
+    /// On a device each operation is timed by two CUDA events on the stream of its lane, which are created by this
+    /// call; the time of an exchange includes the wait for its peers. The device's clock is aligned with `epoch` by
+    /// this call, after a wait for the work that the rank enqueued, and again when [`Rank::events`] has taken
+    /// everything: [`Rank::trace_accuracy`] returns the error. Durations have the resolution of the driver's events,
+    /// half a microsecond. A recorded run enqueues two more events for each operation and does not wait for the device.
+    /// It cannot be captured into a graph, and replays of graphs are not recorded.
     ///
     /// # Errors
-    /// A capacity above 2^24; an epoch that has not come yet; the driver's.
+    /// A capacity above 2^24; an epoch in the future; the driver's.
     pub fn record(&mut self, epoch: Instant, capacity: usize) -> Result<()> {
         if capacity > MOST_RECORDED {
             return Err(Error::invalid("capacity", capacity, std::format!("at most {MOST_RECORDED} operations")));
@@ -270,10 +276,11 @@ impl Rank {
         }
     }
 
-    /// What was recorded since the last call, in the order in which operations ended within each lane.
+    /// Takes what was recorded since the last call, ordered by the end of the operations within each lane.
     ///
-    /// On a device: of operations that are over by now, without a wait for others, which a later call tells. Call
-    /// [`Rank::synchronize`] first to have them all. Of a device that failed, [`Rank::poll`] says why nothing comes.
+    /// On a device it takes only operations that have finished, and does not wait; a later call returns the others.
+    /// Call [`Rank::synchronize`] first to get all of them. If the device failed, nothing is returned, and
+    /// [`Rank::poll`] returns the reason.
     pub fn events(&mut self) -> Vec<trace::Event> {
         match &mut self.inner {
             Inner::Host(rank) => rank.events(),
@@ -282,10 +289,11 @@ impl Rank {
         }
     }
 
-    /// By how much the times of recorded events may be off on the clock of `epoch`, beside the resolution of half a
-    /// microsecond and f32 milliseconds (of which a step is a microsecond from 8 s after [`Rank::record`], or the last
-    /// [`Rank::events`] that took all, on): half the shortest time that the host took to record an event on the idle
-    /// stream and to see it done. 0 on the CPU, and while nothing is recorded.
+    /// The possible error of the recorded times on the clock of `epoch`: half the shortest time in which the host
+    /// recorded an event on the idle stream and saw it complete. In addition, CUDA events have a resolution of half a
+    /// microsecond, and the driver returns f32 milliseconds, which are rounded to about a microsecond from 8 s after
+    /// [`Rank::record`], or after the last [`Rank::events`] that took everything. 0 on the CPU, and while nothing is
+    /// recorded.
     pub fn trace_accuracy(&self) -> Duration {
         match &self.inner {
             Inner::Host(_) => Duration::ZERO,
@@ -294,11 +302,11 @@ impl Rank {
         }
     }
 
-    /// Bytes of workspace that running `plan` in `direction` takes on this rank, the kernels' tiles aside. Allocates nothing
-    /// on a device: a caller that means to lend the workspace need not have room for two.
+    /// Bytes of workspace for a run of `plan` in `direction` on this rank, without the kernels' tiles. Allocates
+    /// nothing on a device, so that a caller who lends the workspace does not need memory for two.
     ///
     /// # Errors
-    /// As [`Rank::prepare`], memory and driver aside.
+    /// As [`Rank::prepare`], except those about memory and the driver.
     pub fn workspace_bytes(&mut self, plan: &Plan, direction: Direction) -> Result<u64> {
         self.workspace_of(plan, Purpose::Attention(direction))
     }
@@ -312,12 +320,12 @@ impl Rank {
         }
     }
 
-    /// Lends the rank memory to work in, where its tensors lie, instead of memory of its own. On a device it waits
-    /// for what the rank enqueued.
+    /// Lends the rank a workspace, in host memory or on the rank's device, instead of its own. On a device it waits for
+    /// the work that the rank enqueued.
     ///
     /// # Safety
-    /// The `bytes` at `ptr` must stay valid and untouched by others until another workspace is lent, this one is
-    /// [taken back](Rank::take_workspace_back), or the rank is dropped.
+    /// The `bytes` at `ptr` must stay valid and not be used by anything else until another workspace is lent, this one
+    /// is [taken back](Rank::take_workspace_back), or the rank is dropped.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) if `ptr` is not a multiple of
@@ -332,8 +340,8 @@ impl Rank {
         }
     }
 
-    /// Ends the lending: from now on the rank works in memory of its own again. On a device it waits for what the rank
-    /// enqueued; memory of its own is allocated by [`Rank::prepare`] or the next run.
+    /// Takes a lent workspace back: the rank then uses its own, which [`Rank::prepare`] or the next run allocates. On a
+    /// device it waits for the work that the rank enqueued.
     ///
     /// # Errors
     /// The driver's.
@@ -348,8 +356,9 @@ impl Rank {
         }
     }
 
-    /// Bytes of scheduler metadata that the rank keeps on its device, for all plans that it remembers: its last 16 plans and directions,
-    /// and all that were captured into a graph. [`Plan::explain`] bounds them for each plan. 0 on the CPU.
+    /// Bytes of scheduler metadata that the rank keeps on its device, for all plans that it keeps: its last 16 plans
+    /// and directions, and all that were captured into a graph. [`Plan::explain`] prints a bound for each plan. 0 on
+    /// the CPU.
     pub fn metadata_bytes(&self) -> u64 {
         match &self.inner {
             Inner::Host(_) => 0,
@@ -358,12 +367,12 @@ impl Rank {
         }
     }
 
-    /// Does all that may allocate, load or upload: the schedule, the workspace, the kernels' tiles and the communication
-    /// lane's thread; on a device kernels, scheduler metadata and events. Optional, but for a run that is captured into a CUDA graph;
-    /// the first run of a plan does it otherwise.
+    /// Allocates, loads and uploads everything that a run needs: the schedule, the workspace, the kernels' tiles and
+    /// the communication lane's thread; on a device kernels, scheduler metadata and events. Required before a run that
+    /// is captured into a CUDA graph, otherwise optional: the first run of a plan does it.
     ///
     /// # Errors
-    /// A plan for another world; a lent workspace that is too small; a machine without the memory or the thread. On a
+    /// A plan for another world; a lent workspace that is too small; memory or a thread that the system refuses. On a
     /// device an element type or head dim without a kernel, and the driver's.
     pub fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<()> {
         self.prepare_run(plan, Purpose::Attention(direction))
@@ -378,8 +387,8 @@ impl Rank {
         }
     }
 
-    /// Runs a plan on tensors given without their types: [`Rank::run_on`] with no stream, which on a device is the legacy
-    /// default stream.
+    /// Runs a plan on untyped tensors: [`Rank::run_on`] with a null stream, which on a device is the legacy default
+    /// stream.
     ///
     /// # Errors
     /// As [`Rank::run_on`].
@@ -391,43 +400,44 @@ impl Rank {
         unsafe { self.run_on(plan, direction, tensors, core::ptr::null_mut()) }
     }
 
-    /// Runs a plan on tensors given without their types.
+    /// Runs a plan on untyped tensors.
     ///
-    /// All ranks of the group must call it with equal plans in the same order, on a device each from a thread of its own.
-    /// That they do is checked before anything moves when the group first runs a plan in a direction, and in later runs with
+    /// All ranks of the group must call it with equal plans in the same order, on a device each from its own thread.
+    /// This is checked before any data moves when the group first runs a plan in a direction, and in later runs with
     /// the first message between each two ranks.
     ///
-    /// On a device the later check is the device's: hosts do not meet for it, and a graph that is replayed makes it too. What
-    /// is found is returned by [`Rank::poll`], [`Rank::synchronize`] and the next run, and the rank stays failed. Whatever
-    /// arrives at a rank that met one which differs is overwritten with NaN, so the results that depend on it are NaN.
+    /// On a device the later check runs on the device, without synchronising hosts, and also in replays of a graph. A
+    /// difference is returned by [`Rank::poll`], [`Rank::synchronize`] and the next run, and the rank stays failed. A
+    /// rank with a peer that differs overwrites the data it receives with NaN, so the results that depend on it are
+    /// NaN.
     ///
-    /// On a device the run is enqueued behind what is on `stream` so far, and behind this rank's earlier runs; what is put on
-    /// `stream` later comes after it. The call returns once all of it is enqueued, and never waits for the device.
+    /// On a device the run is enqueued on `stream` in stream order, and after this rank's earlier runs. The call
+    /// returns when all of it is enqueued, and does not wait for the device.
     ///
     /// # CUDA graphs
-    /// While `stream` is being captured, the run becomes part of the graph: each replay reads and writes the tensors and the
-    /// workspace that were given now, behind the rank's runs and replays that were enqueued before it. Call
-    /// [`Rank::prepare`] before the capture begins. The rank keeps what its graphs use until it is dropped: the graphs
-    /// must have done their last replay by then, and a lent workspace must stay theirs. Replays and runs of one rank come
-    /// from one thread, or from threads that take turns. Ranks of transport [`peer`](crate::transport::peer) are captured
-    /// into one graph, all of them: the capture begins on the stream of one, and the streams of the others join it by an
-    /// event and join back before it ends. A rank whose peer is in another graph, or in none, refuses the exchange with
-    /// [`Error::Unsupported`](crate::Error::Unsupported), and the group has failed.
+    /// While `stream` is being captured, the run becomes part of the graph: each replay reads and writes the tensors
+    /// and the workspace of the captured run, after the rank's runs and replays that were enqueued before it. Call
+    /// [`Rank::prepare`] before the capture begins. The rank keeps what its graphs use until it is dropped: the last
+    /// replay must be complete by then, and a lent workspace must stay valid. Replays and runs of one rank must not be
+    /// launched by several threads at the same time. Ranks of transport [`peer`](crate::transport::peer) are captured
+    /// into one graph, all of them: the capture begins on the stream of one, and the streams of the others join it by
+    /// an event and join back before it ends. A rank whose peer is in another graph, or in none, refuses the exchange
+    /// with [`Error::Unsupported`](crate::Error::Unsupported), and the group has failed.
     ///
     /// # Errors
-    /// A tensor that does not fit the plan or shares memory with another that is written; ranks that run different things;
-    /// a peer that failed; on the CPU, a stream; on a device, a capture of a plan that is not prepared or over a transport
-    /// whose exchanges cannot be captured, and the driver's: after these nothing of the run is left on the device, nor does a
-    /// peer still read the tensors. What is
-    /// wrong with one rank's own tensors is only that rank's error: the others wait for it until their deadline, unless it
-    /// calls again or aborts. [`Error::Disagreement`](crate::Error::Disagreement) in a first run is no failure: the ranks
-    /// may plan again. After any other error of a run that has begun the group stays failed, and so does the rank, which
-    /// repeats its first error: make new ranks.
+    /// A tensor that does not fit the plan or shares memory with another that is written; ranks that run different
+    /// plans; a peer that failed; on the CPU, a stream; on a device, a capture of a plan that is not prepared or over a
+    /// transport whose exchanges cannot be captured, and the driver's: after these, none of the run's work is left on
+    /// the device, and no peer still reads the tensors. An error about one rank's own tensors is returned on that rank
+    /// only: the others wait for it until their deadline, unless it calls again or aborts. After
+    /// [`Error::Disagreement`](crate::Error::Disagreement) in a first run the group stays usable, and the ranks may
+    /// plan again. After any other error of a run that has begun the group stays failed, and the rank returns its first
+    /// error from then on: make new ranks.
     ///
     /// # Safety
     /// The tensors describe memory that is valid for reads (inputs) or writes (outputs) and used by nothing else during
-    /// the call; on a device, when the run gets to them, in stream order, and until it is over; the same holds for each replay of a
-    /// graph that it was captured into. `stream` is null or one of the driver's that was not destroyed.
+    /// the call; on a device this must hold, in stream order, from the start of the run's work to its end, and in each
+    /// replay of a graph that captured it. `stream` is null or one of the driver's that was not destroyed.
     pub unsafe fn run_on(
         &mut self,
         plan: &Plan,
@@ -459,6 +469,15 @@ impl Rank {
             #[cfg(feature = "cuda")]
             // SAFETY: tensors and stream are as the contract of this function has them.
             Inner::Device(rank) => unsafe { rank.run(plan, run, tensors, stream.cast()) },
+        }
+    }
+
+    /// Its end of the transport, for what the host does there between runs; on a device when what this rank enqueued is over.
+    pub(super) fn between_runs(&self) -> Result<(Box<dyn Carrier + '_>, &FirstFailure)> {
+        match &self.inner {
+            Inner::Host(rank) => Ok(rank.between_runs()),
+            #[cfg(feature = "cuda")]
+            Inner::Device(rank) => rank.between_runs(),
         }
     }
 

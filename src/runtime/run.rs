@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a schedule is for: what ranks compare of it, how errors name it, which tensors of the caller's it takes.
+//! The kinds of runs: the fingerprint that ranks compare, the name in errors, and the tensors that each kind takes.
 
 use std::{format, string::String};
 

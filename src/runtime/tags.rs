@@ -1,23 +1,22 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The check that runs carry along: a tag before the first message from one rank to another.
+//! The check in later runs: a tag before the first message from one rank to another.
 //!
 //! The first run of a plan and direction begins with an agreement ([`agreement`](super::agreement)); later runs do not
-//! wait for one. Instead, in each run, the first message from a rank to a peer comes behind one of 16 bytes in the same
-//! exchange: the fingerprint of what the sender runs, and the number of the run in the life of the group. The receiver
-//! compares it once the exchange is over and before the operation counts as done, hence before anything reads what came
-//! with it.
+//! wait for one. Instead, in each run, before its first message to a peer, a rank sends a tag of 16 bytes in the same
+//! exchange: the fingerprint of its run, and the number of the run in the group. The receiver compares the tag when the
+//! exchange is complete and before the operation counts as done, so before anything reads the received data.
 //!
-//! This is enough. A rank's results depend on other ranks only through the messages that it receives, and rows go straight
-//! from the rank that has them to the rank that reads them, or are handed on by a rank that checked its own peers in the
-//! same way. Between two ranks messages keep their order, so the first receive of this run from a peer meets the first
-//! message that the peer has not yet been relieved of: if the peer runs another plan, or another direction, or is a run
-//! ahead or behind, that message is either a tag with other numbers, or rows, of a run that was begun and not finished,
-//! whose 16 bytes are no tag of this run or whose size ends the exchange. Two ranks that do not meet in a run cannot give
-//! each other anything wrong in it.
+//! This is sufficient. A rank's results depend on other ranks only through the messages that it receives, and rows are
+//! sent directly from the rank that has them to the rank that reads them, or by a rank that checked its own peers in
+//! the same way. Messages between two ranks keep their order, so the first receive of this run from a peer matches the
+//! first message of the peer that was not yet received. If the peer runs another plan or direction, or is a run ahead
+//! or behind, that message is either a tag with other numbers, or rows of an unfinished run, whose 16 bytes are not a
+//! tag of this run or whose size makes the exchange fail. Two ranks without messages in a run cannot give each other
+//! wrong data in it.
 //!
-//! Where the first message is, which way and with which rank, the schedule fixes: [`Tags::new`] lists it once. The tags lie in
-//! memory of this list's own, which the transport reads and writes during an exchange. A device keeps them in its own
-//! memory, counts its runs there, and compares them behind each exchange on the stream of the exchange.
+//! The schedule determines the first message in each direction with each rank: [`Tags::new`] lists them once. The tags
+//! are in the list's own memory, which the transport reads and writes during an exchange. A device keeps them in its
+//! own memory, counts its runs there, and compares them after each exchange on the exchange's stream.
 
 use std::{collections::BTreeSet, string::String, vec, vec::Vec};
 

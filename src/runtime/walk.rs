@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A schedule on the two lanes of a rank on the CPU.
+//! Executes a schedule on the two lanes of a rank on the CPU.
 //!
-//! Each lane performs its own operations in the order of the list, and waits before one that names a predecessor in the
-//! other lane. A rank without exchanges has no communication lane.
+//! Each lane executes its own operations in the order of the list, and waits before an operation that names a
+//! predecessor in the other lane. A rank without exchanges has no communication lane.
 
 use super::{
     host::Host,

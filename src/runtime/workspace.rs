@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The memory that schedules work in: the rank's own, grown when a larger plan comes, or lent by the caller.
+//! The workspace: the rank's own memory, which grows when a larger plan needs it, or memory lent by the caller.
 //!
-//! The same on host memory and on a device; `M` is memory of the rank's own. What is no longer needed is given back to the
-//! rank, because on a device work may still use it.
+//! The same for host memory and a device; `M` is the type of the rank's own memory. Memory that is no longer needed is
+//! returned to the rank, because enqueued work on a device may still use it.
 
 use core::ptr::NonNull;
 use std::{format, vec::Vec};

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the all-to-all of one tensor is told: which way, whose tokens and heads, how long a row is.
+//! The description of the all-to-all of one tensor: direction, side, innermost dimension, element type.
 
 use super::tensor_id::TensorId;
 use crate::{batch::Side, element::Dtype};
 
-/// Which way an all-to-all goes.
+/// The direction of an all-to-all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Way {
     /// From the rank's own tokens and all heads to the ring share's tokens and the rank's own heads.
@@ -16,7 +16,7 @@ pub enum Way {
 /// The all-to-all of one tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AllToAll {
-    /// Which way.
+    /// The direction.
     pub way: Way,
     /// `Q`: a row for each q token and the q heads; `K`: a row for each k token and the kv heads.
     pub side: Side,

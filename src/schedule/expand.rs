@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Lists an operation's messages and blocks when it is reached.
+//! Lists an operation's messages and blocks when it is executed.
 //!
-//! The rows of a ring step are found by [`RingSteps`] from the shares alone, so they are not stored. [`Expansion`] holds the lists
-//! of one operation at a time; its room is set when the schedule is made, so that running a plan allocates nothing.
+//! The rows of a ring step are found by [`RingSteps`] from the shares alone, so they are not stored. [`Expansion`]
+//! holds the lists of one operation at a time; its memory is allocated when the schedule is made, so that running a
+//! plan allocates nothing.
 
 use alloc::vec::Vec;
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which rows of one share another share needs.
 //!
-//! A *circulating* share (k and v, or in one form of the backward the q side) meets a *stationary* one. A circulating row is
-//! needed when at least one stationary row of its document may be paired with it; [`join`] finds exactly those rows, as
-//! [`Fragment`]s that are compact in the slot they land in. Owner and reader both call it with the same arguments, so
-//! they agree on every message without a word.
+//! A *circulating* share (k and v, or in one form of the backward the q side) is sent to the rank of a *stationary*
+//! one. A circulating row is needed if the mask allows at least one pair with a stationary row of its document;
+//! [`join`] finds exactly those rows, as [`Fragment`]s that are compact in the receive buffer. Owner and reader both
+//! call it with the same arguments, so they get the same messages without communicating.
 //!
 //! Both shares list documents in ascending order and the segments of one document in ascending positions, so one pass
 //! over both suffices and nothing is allocated beyond the output.
@@ -24,12 +24,12 @@ pub struct Fragment {
     pub range: Range,
 }
 
-/// Which segments of a share travel.
+/// Which segments of a share are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Class {
-    /// Those that travel with the ring.
+    /// Those that are sent in ring direction.
     Forward,
-    /// Those that travel against it.
+    /// Those that are sent in the reverse direction.
     Reverse,
     /// All of them.
     All,

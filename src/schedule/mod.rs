@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Schedules as data.
+//! Schedules: the operations of each rank, as data.
 //!
-//! Planning turns a problem into one list of operations for each rank: what is transformed, exchanged, attended and
-//! reduced, which buffers each touches, on which of two lanes it runs, and what it waits for. A runtime only walks the
-//! list. Since it is data, it can be printed, drawn, and *proved*: [`verify`](verify::verify) checks all ranks together
-//! under exactly the semantics that transports promise.
+//! A schedule is a list of one rank's operations: transform, exchange, attend, reduce. Each operation has its buffers,
+//! one of two lanes (compute or communication), and what it waits for. The runtime only executes the list. Since it is
+//! data, it can be printed, drawn, and *verified*: [`verify`](verify::verify) checks the schedules of all ranks
+//! together, under the contract of transports.
 //!
-//! - [`join`](self) finds the rows that one share needs of another, [`ring_steps`] from which rank rows arrive at which step;
-//! - [`build`] writes the lists: Ulysses exchanges tokens for heads at both ends, the ring runs between them;
-//! - [`verify`] proves them; [`expand`] lists an operation's blocks and messages when it is reached.
+//! - [`join`](self) finds the rows that one share needs of another, [`ring_steps`] which rows arrive from which rank in
+//!   which step;
+//! - [`build`] makes the lists: Ulysses exchanges tokens for heads at the beginning and back at the end, the ring runs
+//!   in between;
+//! - [`verify`] verifies them; [`expand`] lists an operation's blocks and messages when it is executed.
 //!
-//! An operation is in the lane of its kind: exchanges and what is added from them on the communication lane, everything
-//! else on the compute lane. Within a lane operations run in list order; across lanes each names at most one
-//! predecessor, the last operation of the other lane it depends on.
+//! Exchanges, and sums of what they bring, run on the communication lane, all other operations on the compute lane.
+//! Within a lane operations run in list order. Each operation names at most one predecessor in the other lane: the last
+//! one it depends on.
 
 use alloc::{sync::Arc, vec::Vec};
 
@@ -71,17 +73,17 @@ pub struct Schedule {
     pub(crate) aligned: bool,
 }
 
-/// What people read of one operation: in explanations, traces and tests.
+/// A description of one operation, for explanations, traces and tests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Operation {
-    /// What it does: `"attend"`, `"fetch"`, … as errors and traces name it.
+    /// The operation's name in errors and traces: `"attend"`, `"fetch"`, …
     pub name: &'static str,
-    /// What it is for: `"ulysses in"`, `"ring"`, `"ulysses out"`, …
+    /// The part of the run: `"ulysses in"`, `"ring"`, `"ulysses out"`, …
     pub phase: &'static str,
-    /// The ring step it belongs to; 0 for what comes before and after the ring.
+    /// The ring step; 0 before and after the ring.
     pub step: u32,
-    /// Where it runs.
+    /// Its lane.
     pub lane: Lane,
     /// Index of the last operation of the other lane that must be complete.
     pub after: Option<usize>,
@@ -98,7 +100,7 @@ impl Schedule {
         self.direction
     }
 
-    /// Bytes of workspace that a run takes.
+    /// The size of the workspace of a run, in bytes.
     pub fn workspace_bytes(&self) -> u64 {
         self.workspace
     }

@@ -18,7 +18,8 @@ pub(crate) enum Buf {
     Work(u16),
 }
 
-/// A compact `[rows, heads, dim]` buffer in the workspace. Two buffers may share bytes when their lives do not meet.
+/// A compact `[rows, heads, dim]` buffer in the workspace. Two buffers may share bytes if their lifetimes do not
+/// overlap.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Buffer {
     /// What it is for, in errors and explanations.
@@ -35,7 +36,7 @@ pub(crate) struct Buffer {
     pub offset: u64,
 }
 
-/// Digits of an exact sum of sinks' gradients, which does not depend on how tokens are dealt.
+/// Digits of an exact sum of sinks' gradients, which does not depend on the layout.
 pub(crate) const SINK_DIGITS: usize = 12;
 
 /// Workspace buffers begin at multiples of this many bytes, and so must the workspace.
@@ -226,7 +227,7 @@ pub(crate) enum OpKind {
         ring_step: u32,
         /// Of which list of ring steps.
         ring_steps: CirculatingSide,
-        /// What travels.
+        /// What is sent.
         tensors: Vec<StepTensor>,
         /// Where the operation before has packed rows, for each of `tensors`; empty when all leave as they lie.
         packed: Vec<BufferView>,
@@ -235,14 +236,14 @@ pub(crate) enum OpKind {
     Attend(AttendOp),
     /// Backward attention.
     Backward(BackwardOp),
-    /// Partial gradients go home: `own` are this rank's partials for what this rank attended to (compact, as the slot was), `slot`
+    /// Partial gradients are returned to their owner: `own` are this rank's partials for what this rank attended to (compact, as the slot was), `slot`
     /// receives what others made of its own rows.
     Return {
         /// Which ring step.
         ring_step: u32,
         /// Of which list of ring steps.
         ring_steps: CirculatingSide,
-        /// What travels.
+        /// What is sent.
         tensors: Vec<StepTensor>,
     },
     /// What came home is added to the sums: `own += slot`, row by row.
@@ -274,7 +275,7 @@ impl OpKind {
         }
     }
 
-    /// Whether it meets other ranks.
+    /// Whether it is an exchange with other ranks.
     pub const fn is_exchange(&self) -> bool {
         matches!(self, Self::Exchange { .. } | Self::Fetch { .. } | Self::Return { .. })
     }

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The ring steps of one ring rank: which rows arrive from which rank, and which leave.
+//! The ring steps of one ring rank: which rows are received from which rank, and which are sent.
 //!
-//! A ring rank keeps one side of the attention where it is and receives the other side of the other ranks. Entry 0 of
-//! its ring steps is its own share.
-//! At step `s` of the *ring* form it exchanges with the ranks `s` before and after it: what travels with the ring comes from
-//! `r − s`, what travels against it (the back chunks of a zigzag) from `r + s`. Every message goes straight from its
-//! owner to its reader, with exactly the rows that reader needs: nothing is relayed, so a window or a document border
-//! shortens the message itself, and a step that no rank needs is no step. Relaying through neighbours moves the same
-//! bytes where every rank needs all rows, and more where they do not.
+//! A ring rank keeps one side of the attention and receives the other side from the other ranks. Entry 0 of its ring
+//! steps is its own share. In step `s` of the *ring* form it exchanges with the ranks `s` before and after it: rows
+//! that are sent in ring direction are received from `r − s`, rows in the reverse direction (the back chunks of a
+//! zigzag) from `r + s`. Every message goes directly from its owner to its reader, with exactly the rows that the
+//! reader needs. So a window or a document boundary shortens the message, and a step without needed rows is left out.
+//! Relaying through neighbours would move the same bytes if every rank needs all rows, and more otherwise.
 //!
-//! In the *gather* form all other shares arrive at once. In the *ordered* form the own share does too, and keys are
-//! listed by position in plain runs: the order in which one rank alone would meet them.
+//! In the *gather* form all other shares are received at once. In the *together* form the rank's own share is stored
+//! beside them, so that one call computes with everything. The *ordered* form does the same and lists keys by position,
+//! the order in which a single rank would use them.
 //!
-//! Rows are listed when a step is reached, into [`RangeScratch`] that was sized when the plan was made.
+//! Rows are listed when a step is executed, into a [`RangeScratch`] that was allocated when the plan was made.
 
 use alloc::{vec, vec::Vec};
 
@@ -38,7 +38,7 @@ use documents::documents;
 pub struct RingStep {
     /// The ring step; 0 is the rank's own share.
     pub step: u32,
-    /// Rows that arrive (that lie in the slot, for the ordered form).
+    /// Rows that arrive (that lie in the slot, where the own share does too).
     pub rows_in: u64,
     /// Rows of the own share that leave, counted once for each reader.
     pub rows_out: u64,
@@ -123,7 +123,7 @@ impl RingSteps {
             last,
             capacity: Capacity::default(),
         };
-        if shares.layout() == Layout::Zigzag && form != Form::Ordered {
+        if shares.layout() == Layout::Zigzag && !form.holds_own() {
             v.sweep_zigzag(staying);
         } else {
             v.sweep();
@@ -178,14 +178,14 @@ impl RingSteps {
             pairs: 0,
         };
         by_document(&self.stationary, &self.own, |_, a, _, b| cap.pairs += a.len() * b.len());
-        if self.form != Form::Ordered {
+        if !self.form.holds_own() {
             let rows = self.own.iter().map(|o| u64::from(o.range.len)).sum();
             self.list.push(RingStep { step: 0, rows_in: rows, rows_out: 0 });
         }
         let steps = match self.form {
             Form::Ring => 1..ring,
             Form::Gather if ring == 1 => 1..1,
-            Form::Gather | Form::Ordered => 1..2,
+            Form::Gather | Form::Together | Form::Ordered => 1..2,
         };
         for step in steps {
             let rows_out = self.list_outgoing(step, &mut s);
@@ -194,7 +194,7 @@ impl RingSteps {
             let rows_in = self.list_incoming(step, &mut s);
             cap.fragments = cap.fragments.max(s.fragments.len());
             cap.segments = cap.segments.max(s.segments.len());
-            if rows_in + rows_out == 0 && self.form != Form::Ordered {
+            if rows_in + rows_out == 0 && !self.form.holds_own() {
                 continue;
             }
             let ring_step = self.list.len() as u32;
@@ -204,7 +204,7 @@ impl RingSteps {
             self.sort(&mut s);
             let mut pairs = 0;
             let (last, mask) = (&mut self.last, self.mask);
-            documents(&self.stationary, &s.fragments, &s.order, |first, stationary, order| {
+            documents(&self.stationary, &s.fragments, &s.order, |first, stationary, _, order| {
                 pairs += stationary.len() * order.len();
                 for (i, st) in stationary.iter().enumerate() {
                     if order.iter().any(|&f| meets(&st.range, &s.fragments[f as usize].range, mask)) {
@@ -217,7 +217,7 @@ impl RingSteps {
         self.capacity = cap;
     }
 
-    /// The ring steps, in order. Entry 0 is the own share, except in the ordered form, whose only entry holds everything.
+    /// The ring steps, in order. Entry 0 is the own share, except where the only entry holds everything.
     pub fn list(&self) -> &[RingStep] {
         &self.list
     }
@@ -267,7 +267,7 @@ impl RingSteps {
     fn list_incoming(&self, step: usize, s: &mut RangeScratch) -> u64 {
         s.fragments.clear();
         let mut row = 0;
-        if self.form == Form::Ordered {
+        if self.form.holds_own() {
             // The own share comes first and whole: every row of it needs a gradient, read or not.
             for o in &self.own {
                 s.fragments.push(Fragment { peer: self.me as u32, owner_row: o.range.row, range: o.range });

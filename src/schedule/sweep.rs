@@ -2,10 +2,10 @@
 //! Measures all ring steps of a zigzag over documents at once.
 //!
 //! The general way lists both shares of every step and joins them: a pass over all documents for each of R steps. In a
-//! zigzag a share is two chunks of each document, whose borders `⌊i·n/2R⌋` follow one another by addition. So this goes
-//! document by document and walks the borders: no division, no list, only counts for each step. At 1,024 ranks and
-//! 1,000 documents it is what keeps planning within its time. It must count exactly what the general way counts (a test
-//! compares them); of the room for lists it may say more than is needed, never less.
+//! zigzag a share is two chunks of each document, whose boundaries `⌊i·n/2R⌋` can be computed one from another by
+//! addition. So this loops over the boundaries of each document: no division, no list, only counts for each step. With
+//! 1,024 ranks and 1,000 documents planning would take too long without it. It must count exactly what the general way
+//! counts (a test compares them); its size of lists may be too large, but never too small.
 
 use alloc::{vec, vec::Vec};
 

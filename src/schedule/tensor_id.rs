@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The caller's tensors: one table that says for each its name, side, heads, dim, type, and which direction reads or
-//! writes it. Everything that asks such a question asks here; only the verifier keeps a table of its own, on purpose.
+//! The caller's tensors: one table with name, side, heads, dim and type of each, and the direction that reads or writes
+//! it. All code uses this table, except the verifier, which has its own on purpose.
 
 use super::Direction;
 use crate::{
@@ -9,7 +9,7 @@ use crate::{
     plan::{Plan, Problem},
 };
 
-/// A tensor of the caller's. All are `[tokens, heads, dim]`; of lse the last dimension is 1.
+/// A tensor of the caller. All are `[tokens, heads, dim]`; the last dimension of lse is 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum TensorId {
@@ -98,7 +98,7 @@ const TABLE: [Row; TensorId::COUNT] = [
 ];
 
 impl TensorId {
-    /// How many there are.
+    /// The number of tensors.
     pub const COUNT: usize = 11;
 
     /// All, in the order of their numbers.
@@ -111,12 +111,12 @@ impl TensorId {
         &TABLE[self as usize]
     }
 
-    /// The name in public messages.
+    /// The name in error messages.
     pub const fn name(self) -> &'static str {
         self.row().name
     }
 
-    /// Whose tokens and heads it has.
+    /// The side whose tokens and heads it has.
     pub const fn side(self) -> Side {
         self.row().side
     }
@@ -159,7 +159,7 @@ impl TensorId {
         [tokens, self.heads(p), self.dim(p)]
     }
 
-    /// Whether a direction of a problem with or without sinks writes it; `None` where it has no use for it.
+    /// Whether this direction of a problem with or without sinks writes it; `None` if the direction does not use it.
     pub const fn is_written(self, direction: Direction, sinks: bool) -> Option<bool> {
         let row = self.row();
         if row.sinks && !sinks {

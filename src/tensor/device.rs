@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Views of `[tokens, heads, dim]` tensors in the memory of a device.
 //!
-//! As [`View`](super::View) and [`ViewMut`](super::ViewMut), with two differences: a view carries the device that its
-//! memory is on, and nothing here reads a row, since the host cannot. Work on a device goes on after the call that
-//! enqueued it; the caller that makes a view keeps its memory valid until that work is over.
+//! As [`View`](super::View) and [`ViewMut`](super::ViewMut), with two differences: a view knows the device of its
+//! memory, and has no access to rows, since the host cannot read them. Work on a device continues after the call that
+//! enqueued it; the caller must keep the memory valid until that work is complete.
 
 use core::marker::PhantomData;
 
@@ -49,7 +49,7 @@ fn raw_of<T: Element>(ptr: *mut T, shape: [usize; 3], strides: [usize; 2]) -> Re
     Ok(raw)
 }
 
-/// What both views can tell.
+/// Methods of both views.
 macro_rules! accessors {
     () => {
         /// The device that its memory is on.
@@ -84,8 +84,8 @@ impl<T: Element> DeviceView<'_, T> {
     /// [`Error::Invalid`] when the address is null or unaligned, or the tensor leaves the address space.
     ///
     /// # Safety
-    /// Every row lies in one live allocation of `device`, which is not written, until all work that the view was given to is
-    /// over.
+    /// Until all work that uses the view is complete, every row is in one live allocation of `device`, and is not
+    /// written.
     pub unsafe fn new(device: Device, ptr: *const T, shape: [usize; 3], strides: [usize; 2]) -> Result<Self> {
         Ok(Self { raw: raw_of(ptr.cast_mut(), shape, strides)?, device, memory: PhantomData })
     }
@@ -112,8 +112,8 @@ impl<T: Element> DeviceViewMut<'_, T> {
     /// As [`DeviceView::new`], and rows that share elements.
     ///
     /// # Safety
-    /// Every row lies in one live allocation of `device`, and its elements are reached through this view alone, until all
-    /// work that the view was given to is over. What lies between the rows may belong to others.
+    /// Until all work that uses the view is complete, every row is in one live allocation of `device`, and its elements
+    /// are accessed through this view only. Memory between the rows may be used by others.
     pub unsafe fn new(device: Device, ptr: *mut T, shape: [usize; 3], strides: [usize; 2]) -> Result<Self> {
         let raw = raw_of(ptr, shape, strides)?;
         overlap::refuse_within("", &raw)?;

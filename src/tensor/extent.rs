@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where the elements of a tensor lie: from the lowest address to the end of the highest.
+//! The address range of a tensor's elements: from the lowest address to the end of the highest.
 
 use alloc::{format, string::String};
 use core::ops::Range;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Do two tensors share a byte? Does a tensor share one with itself?
+//! Checks whether two tensors overlap, and whether a tensor overlaps itself.
 //!
 //! Hulls do not answer that: dq, dk and dv cut from one `[tokens, 3, heads, dim]` buffer have overlapping hulls and no
 //! byte in common. A tensor is a set of equal rows at `base + i · token_stride + j · head_stride`. Two rows meet when

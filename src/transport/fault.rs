@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A test tool: a transport on which one call goes wrong.
+//! A test tool: a transport on which one call fails.
 //!
-//! "Nothing hangs, and the error names rank and step" is a promise about runs in which something breaks, so a test has
-//! to break something, at a known moment, in an otherwise unchanged run. [`Faulty`] wraps one rank's transport, counts
-//! its calls of `agree` and `exchange`, and lets exactly one of them go wrong; all others pass through. Give one rank
-//! of a group a fault and the others [`Fault::None`], so that all ranks have the same type.
+//! To test that nothing hangs and that errors name rank and step, a test must inject a fault at a known moment of an
+//! otherwise unchanged run. [`Faulty`] wraps one rank's transport, counts its calls of `agree` and `exchange`, and
+//! makes exactly one of them fail; all others pass through. Give one rank of a group a fault and the others
+//! [`Fault::None`], so that all ranks have the same type.
 //!
 //! ```
 //! use cpattn::transport::{Transport, fault::{Fault, Faulty}, local};
@@ -36,7 +36,7 @@ use std::time::Duration;
 pub enum Fault {
     /// Nothing.
     None,
-    /// The call comes late, and then takes place.
+    /// The call is delayed, and then made.
     Delay(Duration),
     /// The calling thread panics.
     Panic,
@@ -66,7 +66,8 @@ impl<T: Transport> Faulty<T> {
         Self { inner: RwLock::new(Some(Arc::new(inner))), rank, world, at, fault, calls: AtomicU64::new(0) }
     }
 
-    /// How many calls of `agree` and `exchange` there were: a run without a fault tells which numbers there are.
+    /// The number of calls of `agree` and `exchange` so far. A run without a fault shows which values of `at` are
+    /// possible.
     pub fn calls(&self) -> u64 {
         self.calls.load(Ordering::Relaxed)
     }
@@ -79,7 +80,7 @@ impl<T: Transport> Faulty<T> {
         label.error(self.rank, self.rank, cause)
     }
 
-    /// Counts a call, and does to it what is to be done.
+    /// Counts a call, and injects the fault if it is its turn.
     fn enter(&self, label: Label) -> Result<Arc<T>> {
         let gone = || self.own(label, Cause::Left);
         let inner = self.inner().ok_or_else(gone)?;

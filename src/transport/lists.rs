@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The part of the contract about lists that one rank can check by itself.
+//! Checks the part of the contract about message lists that one rank can check alone.
 
 use super::Message;
 use crate::error::{Error, Result};

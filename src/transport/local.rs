@@ -2,29 +2,27 @@
 //! Ranks as threads of one process.
 //!
 //! The group shares one board (`board.rs`) under one mutex. A rank that enters an exchange posts its lists there, and
-//! then copies *its own receives* as their senders appear: one copy, straight from the sender's memory to the
-//! receiver's. The receiver copies, and not the rank that comes last, because a batch that all ranks enter together then
-//! spreads over all of their threads, because the bytes land in the cache of the core that is going to use them, and
-//! because memory that is written belongs to the thread that writes it: only readers of a sender's memory ever have
-//! to be waited for.
+//! then copies *its own receives* as their senders arrive: one copy, directly from the sender's memory to the
+//! receiver's. The receiver copies, not the rank that arrives last, for three reasons: the copies of an exchange are
+//! spread over all threads; the bytes are in the cache of the core that will use them; and each thread writes only its
+//! own memory, so that ranks wait only for readers of a sender's memory.
 //!
 //! The mutex guards a few numbers per rank. It is never held during a copy, so pairs copy in parallel. A rank that has
-//! nothing to copy yields its core a few times and looks again, then parks on a condition variable of its own; it never
-//! spins. After [`group`] nothing allocates until
-//! something fails.
+//! nothing to copy yields its core a few times and checks again, then parks on its own condition variable; it never
+//! spins. After [`group`] nothing is allocated unless something fails.
 //!
-//! The first failure is written on the board and stays there: every rank that waits is woken, and every rank that comes
-//! later gets it. A rank that fails first takes its lists down, so that no rank begins to copy from them, and then
-//! waits for copies that are under way; therefore no memory is touched after an exchange has returned.
+//! The first failure is written on the board and stays there: every waiting rank is woken, and every later call returns
+//! it. A rank whose call fails first removes its lists, so that no rank starts to copy from them, and then waits for
+//! copies in progress; so no memory is accessed after an exchange has returned.
 //!
 //! - A rank that is dropped fails the group only once another rank needs it; a rank that is dropped by a panic fails the
 //!   group at once.
-//! - The deadline counts from the last message that moved. The rank that is blamed for it is the nearest that is in no call,
-//!   along the chain of ranks that wait for each other, not the peer that waits itself.
-//! - A batch that is complete returns `Ok` even if something failed meanwhile; the next call tells.
-//! - Agreements that differ do not end the group: every rank of it learns of the difference, and may plan again.
-//! - An exchange that needs a rank which waits for an agreement with this very rank can never end, and neither can the
-//!   agreement: both fail at once, without waiting for the deadline.
+//! - The deadline counts from the last message that moved. The error names the nearest rank that is in no call, along
+//!   the chain of ranks that wait for each other; it does not name a peer that is itself waiting.
+//! - An exchange that is complete returns `Ok` even if something failed meanwhile; the next call reports the failure.
+//! - If numbers differ in `agree`, the group does not fail: every rank gets the error and may plan again.
+//! - If a rank's exchange needs a peer that waits in an `agree` with this rank, neither call can end: both fail at
+//!   once, without waiting for the deadline.
 
 mod board;
 #[cfg(any(feature = "cuda", cpattn_loom))]
@@ -38,8 +36,8 @@ use std::ops::Range;
 use std::sync::{Arc, atomic::Ordering};
 use std::time::{Duration, Instant};
 
-/// Makes `world` ranks of one group; move each into its thread. `deadline` is how long a call waits without
-/// any of its messages moving before it fails the group.
+/// Makes `world` ranks of one group; move each into its thread. `deadline` is a timeout: if a call waits so long while
+/// none of its messages moves, the group fails.
 ///
 /// # Errors
 /// [`Error::Invalid`] if `world` is 0.
@@ -82,9 +80,10 @@ pub fn group(world: usize, deadline: Duration) -> Result<Vec<Local>> {
 
 /// One rank of a [`group`]. Dropping it means that the rank leaves.
 ///
-/// Any thread may call [`poll`](Transport::poll) and [`abort`](Transport::abort) at any time; of the calls that wait,
-/// a second one on the same rank is refused with [`Error::Invalid`]. A program that shares a rank between threads has to
-/// `abort` when one of them ends early: the rank is not dropped while another of them waits in a call.
+/// Any thread may call [`poll`](Transport::poll) and [`abort`](Transport::abort) at any time; a second call of `agree`
+/// or `exchange` on the same rank at the same time is refused with [`Error::Invalid`]. A program that shares a rank
+/// between threads must call `abort` when one of them ends early, because the rank is not dropped while another thread
+/// waits in a call.
 pub struct Local {
     shared: Arc<Shared>,
     rank: usize,

@@ -1,28 +1,31 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Exchange: the one way in which ranks communicate.
+//! Transports: how ranks communicate.
 //!
-//! All-to-all, ring step, halo, all-gather, gradient return: each is a batch of sends and receives of contiguous bytes
-//! that completes as a whole. The contract every transport keeps, and that the schedule verifier assumes:
+//! All communication is in *exchanges*. An exchange is a batch of sends and receives of contiguous bytes that completes
+//! as a whole: an all-to-all, a ring step, a halo, an all-gather, a return of gradients. Every transport keeps this
+//! contract, and the schedule verifier assumes it:
 //!
-//! - a send meets exactly one receive of the same size; between two ranks, messages meet in the order in which both
-//!   list them;
-//! - it is a rendezvous: no rank relies on buffering, and an exchange ends when all of its messages have moved (a transport
-//!   may send what is small before its receiver has come, and then tells of a failure there at the next call);
-//! - the exchanges of one rank are serial, in the order in which it starts them; at most eight
-//!   messages go to a peer in one of them, and as many come, so that requests can be allocated once;
-//! - `agree` of one rank and `exchange` of another overlap in time: they need tags, or communicators, of their own;
-//! - `peer` numbers the ranks of the group that the transport was made for, not of the job;
+//! - each send matches exactly one receive of the same size; between two ranks, sends and receives match in the order
+//!   in which each rank lists them;
+//! - an exchange is a rendezvous: no rank relies on buffering, and an exchange ends when all of its messages have moved
+//!   (a transport may send small messages before the receiver is ready; a failure there is then reported by the next
+//!   call);
+//! - a rank makes one exchange at a time; one exchange has at most eight messages to each peer and at most eight from
+//!   it, so that requests can be allocated once;
+//! - `agree` on one rank and `exchange` on another may run at the same time: they need different tags or communicators;
+//! - `peer` is a rank number in the transport's group, not in the job;
 //! - empty messages are not listed, on either side, and no rank lists itself;
 //! - nothing hangs: when a peer dies, leaves, or does not answer before the deadline, every rank of the group gets an
-//!   error that names rank, operation, step and peer, and for a deadline the time and the bytes that were still to move. A
-//!   rank that computes gets it at its next call. Deadlines exceed the longest time that a peer computes between two
-//!   exchanges;
-//! - a group that failed stays failed: make a new one. The library calls `abort` after the first error, so that peers do not
-//!   wait out their deadlines;
-//! - when a call has returned, with an error too, the memory of its messages is no longer touched. An engine that cannot
-//!   take back a receive that has begun gives it memory of its own, as transport `mpi` does, and copies.
+//!   error that names rank, operation, step and peer, and for a deadline the time and the bytes that were still to
+//!   move. A rank that is computing gets it at its next call. Deadlines must be longer than the longest time that a
+//!   peer computes between two exchanges;
+//! - a group that failed stays failed: make a new one. The library calls `abort` after the first error, so that peers
+//!   do not wait until their deadlines;
+//! - when a call has returned, also with an error, the transport no longer accesses the memory of its messages. A
+//!   transport that cannot cancel a receive that has begun must receive into its own memory and copy, as transport
+//!   `mpi` does.
 //!
-//! `docs/transports.md` has the same for authors of transports, with the test of each sentence.
+//! `docs/transports.md` has the same contract for authors of transports, with the test of each rule.
 
 #[cfg(feature = "cuda")]
 use crate::call::RawStream;
@@ -35,7 +38,11 @@ use alloc::sync::Arc;
 use alloc::vec::Vec;
 
 #[cfg(feature = "std")]
+pub mod engine;
+#[cfg(feature = "std")]
 pub mod fault;
+#[cfg(feature = "std")]
+pub(crate) mod gather;
 #[cfg(feature = "std")]
 mod lists;
 #[cfg(feature = "std")]
@@ -48,16 +55,18 @@ pub mod nccl;
 pub mod peer;
 #[cfg(feature = "std")]
 pub mod ring_check;
+#[cfg(feature = "std")]
+pub(crate) mod staged;
 
-/// Contiguous bytes that go to, or come from, `peer`.
+/// Contiguous bytes to send to `peer`, or to receive from it.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Message {
-    /// The other rank, numbered in the world.
+    /// The other rank, by its number in the group.
     pub peer: usize,
-    /// Where the bytes lie (a send is only read).
+    /// The address of the bytes; the bytes of a send are only read.
     pub ptr: *mut u8,
-    /// How many; at least 1.
+    /// The number of bytes; at least 1.
     pub bytes: usize,
 }
 
@@ -84,24 +93,24 @@ impl Label {
         Self { operation, step, run: None }
     }
 
-    /// What `rank` reports when `peer` made an exchange of this name fail.
+    /// The error of `rank` when `peer` made an exchange with this label fail.
     pub const fn error(self, rank: usize, peer: usize, cause: Cause) -> Error {
         let Self { operation, step, run } = self;
         Error::Peer { rank, operation, step, run, peer, cause }
     }
 
-    /// As [`error`](Self::error), where one of several peers is to blame.
+    /// As [`error`](Self::error), when it is not known which of several peers is at fault.
     pub const fn error_of_one(self, rank: usize, peers: Vec<usize>, cause: Cause) -> Error {
         let Self { operation, step, run } = self;
         Error::Peers { rank, operation, step, run, peers, cause }
     }
 }
 
-/// One rank's end of a communicator. One communicator serves every mesh. The module has the contract.
+/// One rank's transport. One group of transports serves every mesh. The [module](self) states the contract.
 ///
-/// `agree` and `exchange` wait, and are called by one thread at a time, not always the same: a [`Rank`](crate::Rank) agrees on
-/// the caller's thread and exchanges on one of its own. `poll` and `abort` are called by any thread at any time, in
-/// particular while another one waits.
+/// `agree` and `exchange` wait, and are called by one thread at a time, but not always the same: a
+/// [`Rank`](crate::Rank) calls `agree` on the caller's thread and `exchange` on one of its own. `poll` and `abort` are
+/// called by any thread at any time, also while another thread waits.
 pub trait Transport: Send + Sync {
     /// This rank.
     fn rank(&self) -> usize;
@@ -109,27 +118,64 @@ pub trait Transport: Send + Sync {
     /// How many ranks there are.
     fn world(&self) -> usize;
 
-    /// An all-gather of one number over the ranks of `group`, outside any schedule; it waits for all of them.
+    /// Compares one number over the ranks of `group`, by an all-gather outside of any schedule; waits for all of them.
     /// Fails with [`Error::Disagreement`] on every rank of the group if the numbers differ.
     fn agree(&self, group: core::ops::Range<usize>, fingerprint: u64) -> Result<()>;
 
-    /// Moves a batch. Transports of host memory return when it is complete; stream-ordered ones when it is enqueued on
-    /// their stream.
+    /// Sets the label of the next [`agree`](Self::agree), for errors.
+    fn announce(&self, run: Option<RunName>) {
+        let _ = run;
+    }
+
+    /// Moves a batch of messages. Transports of host memory return when it is complete, transports of device memory
+    /// when it is enqueued on their stream.
     ///
     /// # Safety
     /// Until the batch is complete, or the call has returned an error: every `recvs` range is valid for writes and
-    /// touched by nothing else, every `sends` range is valid for reads and written by nothing.
+    /// accessed by nothing else, every `sends` range is valid for reads and written by nothing.
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()>;
 
-    /// Whether anything has failed so far; never waits.
+    /// Returns an error if anything has failed so far; never waits.
     fn poll(&self) -> Result<()>;
 
     /// Ends the run on every rank of the world. May be called from any thread, any number of times.
     fn abort(&self, cause: Cause);
 }
 
-/// A transport of device memory: `exchange` enqueues a batch on the transport's own stream and returns. The caller
-/// orders that stream after what wrote the bytes, and what reads them after that stream.
+/// A transport that is shared, by a rank and by the code that made it.
+impl<T: Transport + ?Sized> Transport for alloc::sync::Arc<T> {
+    fn rank(&self) -> usize {
+        (**self).rank()
+    }
+
+    fn world(&self) -> usize {
+        (**self).world()
+    }
+
+    fn announce(&self, run: Option<RunName>) {
+        (**self).announce(run);
+    }
+
+    fn agree(&self, group: core::ops::Range<usize>, fingerprint: u64) -> Result<()> {
+        (**self).agree(group, fingerprint)
+    }
+
+    unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
+        // SAFETY: the contract of `exchange`, which is the same.
+        unsafe { (**self).exchange(label, sends, recvs) }
+    }
+
+    fn poll(&self) -> Result<()> {
+        (**self).poll()
+    }
+
+    fn abort(&self, cause: Cause) {
+        (**self).abort(cause);
+    }
+}
+
+/// A transport of device memory: `exchange` enqueues a batch on the transport's own stream and returns. The caller must
+/// order that stream after the work that writes the bytes, and the work that reads them after that stream.
 #[cfg(feature = "cuda")]
 pub trait DeviceTransport: Transport {
     /// The rank's device.
@@ -141,17 +187,17 @@ pub trait DeviceTransport: Transport {
     /// Waits on the host until everything on the stream is done.
     fn synchronize(&self) -> Result<()>;
 
-    /// Makes room for exchanges of that many messages each way, so that none allocates.
+    /// Allocates memory for exchanges of that many messages each way, so that later exchanges do not allocate.
     fn reserve(&self, messages: usize);
 
-    /// A run begins whose exchanges are captured into a CUDA graph, by the number of its capture, or are not. Of use where
-    /// the exchanges of several ranks have to be in one graph.
+    /// Called at the start of a run, with the number of the CUDA graph capture that its exchanges are part of, if any.
+    /// For transports where the exchanges of several ranks must be in one graph.
     fn begin_run(&self, capture: Option<u64>) {
         let _ = capture;
     }
 
-    /// Whether an exchange can be enqueued while the stream is being captured into a CUDA graph: its replays then move the
-    /// data again, without the host. Otherwise a run that exchanges anything is refused during a capture.
+    /// Whether an exchange can be enqueued while the stream is being captured into a CUDA graph: its replays then move
+    /// the data again, without the host. Otherwise a run with exchanges is refused during a capture.
     fn can_capture(&self) -> bool {
         false
     }

@@ -1,37 +1,38 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Ranks as processes, over MPI.
 //!
-//! A program that runs on many hosts has an MPI made for the network; this transport is the exchange contract in its
-//! non-blocking sends and receives. It works on two duplicates of the caller's communicator, one for messages and one for
-//! agreements and notices, so that nothing of the caller's ever meets anything of its own. An `exchange` runs on the
-//! rank's communication thread: it lets MPI work while the kernels compute, and sleeps when nothing moves.
+//! The transport implements the exchange contract with MPI's non-blocking sends and receives. It works on two
+//! duplicates of the caller's communicator, one for messages and one for `agree` and failure notices, so its messages
+//! never match the caller's. An `exchange` runs on the rank's communication thread: it lets MPI make progress while the
+//! kernels compute, and sleeps when nothing moves.
 //!
-//! - Initialise MPI with `MPI_THREAD_MULTIPLE`. A rank calls MPI from a thread of its own, at times when the caller may
-//!   call MPI too.
-//! - Where there are more processes than cores, Open MPI (`mpirun --oversubscribe`) gives the core away in every look at a
-//!   request; beside other programs that costs milliseconds an exchange. `--mca mpi_yield_when_idle 0` turns it off: the
-//!   transport gives its core away itself, while it comes back in time.
-//! - Only memory of the transport is handed to MPI (`pipe.rs` says why): an exchange that has failed has let go of the
-//!   caller's. Three pieces of 256 KiB each way for each peer that it exchanges with; nothing else is allocated in a run.
-//! - A small message may leave before its receiver has come, as MPI decides; its sender then returns and learns of what went
-//!   wrong there at its next call.
-//! - A failure is told to every rank (`notices.rs`); a rank that gets no notice reaches its deadline, which counts from the
-//!   last piece that moved. Finding the peer to blame then takes half the deadline more (0.25 to 5 s) where that one does not
-//!   answer. The peer that is blamed is the nearest one, along the chain of those that wait for each other,
-//!   that does not answer, or one that has only just come to wait, having computed or been stopped for too long. A rank
-//!   that is dropped says so to all others, and those that still need it say that it left. Where all of them answer and some
-//!   wait in an agreement, others in an exchange, they run different things; each names one on the other side.
-//! - By its defaults MPI ends the whole job when a process dies: `mpirun` kills the others, and there is no error to
-//!   return. Where it lets them live (Open MPI: `mpirun --enable-recovery`; MPICH: `mpiexec -disable-auto-cleanup`, and
-//!   a shell round each process that ignores SIGUSR1), each gets its error after its deadline. After a failure, do not call
-//!   `MPI_Finalize`: it may wait for the dead. Leave with `MPI_Abort`, or end the process.
-//! - Without a failure too, `MPI_Finalize` waits for every process, without a limit, also for one that was stopped or died after
-//!   its last run. So let a last [`agree`](Transport::agree) of all ranks come before it, after whatever one of them does alone
-//!   (`meet` in `examples/context_parallel/together.rs`): it fails at the deadline and names the rank.
-//! - After a failure what MPI still holds is never freed: some pieces, and the two duplicates. An abort by a caller leaves
-//!   all processes alive; they can make new transports. A rank that leaves long before the others frees its duplicates when
-//!   it next makes or drops a transport (`left_ranks.rs`).
-//! - Nothing is sent on the caller's communicator itself, unless a rank does not come to make its transport (`arrival.rs`).
+//! - Initialise MPI with `MPI_THREAD_MULTIPLE`. A rank calls MPI from its own thread, possibly while the caller calls
+//!   MPI too.
+//! - With more processes than cores, Open MPI (`mpirun --oversubscribe`) yields the core each time a request is
+//!   checked; beside other programs that costs milliseconds per exchange. `--mca mpi_yield_when_idle 0` turns it off;
+//!   the transport yields the core itself, as long as it gets the core back soon.
+//! - MPI gets only the transport's own memory (`pipe.rs` says why), so after a failed exchange nothing accesses the
+//!   caller's. This takes three pieces of 256 KiB each way for each peer; nothing else is allocated in a run.
+//! - MPI may send a small message before the receiver is ready; the sender's call then returns, and a failure at the
+//!   receiver is reported by the sender's next call.
+//! - Every rank is notified of a failure (`notices.rs`). A rank that gets no notice reaches its deadline, which counts
+//!   from the last piece that moved. Finding the peer at fault then takes another half of the deadline (0.25 to 5 s) if
+//!   that peer does not answer. The error names the nearest peer, along the chain of ranks that wait for each other,
+//!   that does not answer or that has only just started to wait, because it computed or was stopped for too long. A
+//!   rank that is dropped notifies all others; those that still need it report that it left. If all ranks answer, and
+//!   some wait in `agree` and others in `exchange`, they run different plans; each names a rank of the other kind.
+//! - By default MPI ends the whole job when a process dies: `mpirun` kills the others, and there is no error to return.
+//!   If MPI lets them continue (Open MPI: `mpirun --enable-recovery`; MPICH: `mpiexec -disable-auto-cleanup`, with each
+//!   process in a shell that ignores SIGUSR1), each gets its error after its deadline. After a failure do not call
+//!   `MPI_Finalize`: it may wait for the dead process. Call `MPI_Abort`, or end the process.
+//! - `MPI_Finalize` waits for every process without a limit, also for one that was stopped or died after its last run.
+//!   So call [`agree`](Transport::agree) on all ranks before it, after the last work that one rank does alone (`meet`
+//!   in `examples/context_parallel/together.rs`): `agree` fails at the deadline and names the rank.
+//! - After a failure, memory that MPI still holds is never freed: some pieces, and the two duplicates. After an `abort`
+//!   all processes stay usable and can make new transports. A rank that leaves long before the others frees its
+//!   duplicates when it next makes or drops a transport (`left_ranks.rs`).
+//! - Nothing is sent on the caller's communicator itself, unless a rank does not make its transport in time
+//!   (`arrival.rs`).
 
 mod arrival;
 mod group;
@@ -54,6 +55,7 @@ use ::mpi::{ffi::MPI_Comm, raw::AsRaw};
 
 use super::{Label, Message, Transport};
 use crate::error::{Cause, Error, Result};
+use crate::plan::Fingerprint;
 use group::{AGREEMENT, Group};
 use notices::Notices;
 use pipes::Pipes;
@@ -64,11 +66,11 @@ use wait::SETTLE;
 /// What two libraries must have in common to understand each other.
 const PROTOCOL: u64 = 3;
 
-/// One process's end of a group. After a failure leave with `MPI_Abort`, as the module says.
+/// One process's transport. After a failure end the process with `MPI_Abort`, as the module says.
 ///
-/// Any thread may call [`poll`](Transport::poll) and [`abort`](Transport::abort) at any time; of the calls that wait, a
-/// second one is refused with [`Error::Invalid`]. Drop it, or the rank that has it, before MPI is finalised; dropping it
-/// frees its communicators, which MPI may count as a collective call.
+/// Any thread may call [`poll`](Transport::poll) and [`abort`](Transport::abort) at any time; a second call of `agree`
+/// or `exchange` at the same time is refused with [`Error::Invalid`]. Drop it, or the rank that has it, before MPI is
+/// finalised; dropping it frees its communicators, which MPI may count as a collective call.
 pub struct Mpi {
     group: Group,
     messages: Comm,
@@ -107,28 +109,34 @@ impl std::fmt::Debug for Mpi {
 }
 
 impl Mpi {
-    /// The calling process's end, among all processes of `comm` (crate `mpi`, version 0.8), which have to make theirs at
-    /// the same time. Its rank is that of the communicator. `deadline` is how long a call, this one too, waits without
-    /// anything moving before it fails the group; it has to exceed the longest time that a peer computes between two
-    /// exchanges.
+    /// Makes the transport of the calling process. All processes of `comm` (crate `mpi`, version 0.8) must make theirs
+    /// at the same time; ranks are those of `comm`. `deadline` is a timeout: if a call, including this one, waits so
+    /// long while nothing moves, the group fails. It must be longer than the longest time that a peer computes between
+    /// two exchanges.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if MPI was not initialised, is finalised, or does not allow several threads at a time; if the process
-    /// was started as one of several by the launcher of another MPI, and so is alone in its world; if `comm`
-    /// is null or joins two groups; if `deadline` is 0; if the processes run different versions of this crate.
-    /// [`Error::Device`] if a call of MPI fails. [`Error::Peer`] with [`Cause::Absent`], which names one that did not come, if
-    /// not all processes made theirs before the deadline; with [`Cause::Deadline`] if the one that it names came and was
-    /// stopped. While a process is stopped the others cannot tell whether it came.
+    /// [`Error::Invalid`] if MPI was not initialised, is finalised, or does not allow several threads at a time; if the
+    /// launcher of another MPI started the process as one of several, so that it is alone in its world; if `comm` is
+    /// null or joins two groups; if `deadline` is 0; if the processes run different versions of this crate.
+    /// [`Error::Device`] if a call of MPI fails. [`Error::Peer`] if not all processes made theirs before the deadline:
+    /// with [`Cause::Absent`] it names one that did not, with [`Cause::Deadline`] one that began to and was stopped.
+    /// While a process is stopped the others cannot distinguish the two.
     ///
     /// ```no_run
     /// use cpattn::{Rank, transport::mpi::Mpi};
+    /// use mpi::traits::Communicator;
     /// use std::time::Duration;
     ///
     /// let (universe, _) = mpi::initialize_with_threading(mpi::Threading::Multiple).unwrap();
-    /// let rank = Rank::new(Mpi::new(&universe.world(), Duration::from_secs(60))?);
+    /// let world = universe.world();
+    /// // Not `?`: it would drop `universe`, which calls MPI_Finalize, and that may wait for a rank that does not come.
+    /// let transport = Mpi::new(&world, Duration::from_secs(60)).unwrap_or_else(|error| {
+    ///     eprintln!("{error}");
+    ///     world.abort(2)
+    /// });
+    /// let rank = Rank::new(transport);
     /// println!("rank {} of {}", rank.rank(), rank.world());
     /// drop(rank);
-    /// # Ok::<(), cpattn::Error>(())
     /// ```
     pub fn new(comm: &impl AsRaw<Raw = MPI_Comm>, deadline: Duration) -> Result<Self> {
         raw::usable()?;
@@ -164,7 +172,7 @@ impl Mpi {
             calls: Mutex::new(Calls { pipes: Pipes::new(world), votes: Votes::new(world) }),
         };
         end.set_deadline(deadline);
-        end.same_library()?;
+        end.same_version(env!("CARGO_PKG_VERSION"))?;
         Ok(end)
     }
 
@@ -179,11 +187,12 @@ impl Mpi {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner).pipes.piece = bytes.clamp(1, 1 << 30);
     }
 
-    /// Ranks that speak differently must not exchange anything.
-    fn same_library(&self) -> Result<()> {
-        let version = env!("CARGO_PKG_VERSION");
-        let number = |text: &str| text.bytes().fold(PROTOCOL, |n, b| n.wrapping_mul(0x0100_0000_01b3) ^ u64::from(b));
-        match self.agree(0..self.group.world, number(version)) {
+    /// Ranks that speak differently must not exchange anything. For tests by any name of a version.
+    #[doc(hidden)]
+    pub fn same_version(&self, version: &str) -> Result<()> {
+        let mut number = Fingerprint::of_version(version);
+        number.word(PROTOCOL);
+        match self.agree(0..self.group.world, number.finish()) {
             Err(Error::Disagreement { peer, .. }) => Err(Error::invalid(
                 "cpattn of the group",
                 format!("{version} here, another on rank {peer}"),

@@ -1,25 +1,25 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Ranks of one process whose memory is on CUDA devices: one device each, or several on one.
+//! Ranks as threads of one process with tensors on CUDA devices; several ranks may share a device.
 //!
-//! The data moves by device copies, ordered by events alone; no rank waits for a device. Since a wait for an event means
-//! what was recorded by then, the host threads of two ranks have to have come to an exchange before its copies can be
-//! enqueued. They meet over transport [`local`], once for each exchange: whichever of the two comes second enqueues the
-//! copies between them, both ways, also on the stream of the other, so that the first parks once or not at all.
+//! The data is moved by device copies, ordered by CUDA events; no rank waits for a device. An event must be recorded
+//! before another stream can wait for it, so the host threads of two ranks must both have reached an exchange before
+//! its copies can be enqueued. They synchronise over transport [`local`], once for each exchange: the second of the two
+//! to arrive enqueues the copies in both directions, also on the other's stream, so that the first parks at most once.
 //!
-//! 1. each rank records its event `ready` behind whatever wrote the bytes that it sends, and comes to the exchange;
-//! 2. for each two ranks, the second to come has the receiver's stream wait for the sender's `ready`, enqueues the copies on
-//!    the receiver's stream, and records the pair's event `done` behind them;
+//! 1. each rank records its event `ready` after the work that writes the bytes it sends, and enters the exchange;
+//! 2. for each pair of ranks, the second to arrive makes the receiver's stream wait for the sender's `ready`, enqueues
+//!    the copies on the receiver's stream, and records the pair's event `done` after them;
 //! 3. when all copies from and to a rank are enqueued, it has its own stream wait for `done` of all that it sent to, so that
 //!    the bytes are not overwritten too early. (These waits come behind its own receives: both ways of a link copy at the
 //!    same time.) A pair's `done` is recorded anew in an exchange that the sender has come to, hence after this.
 //!
-//! A rank that fails waits for `done` as well before its run returns the error: when it has returned, no copy from or to
-//! its memory is enqueued or under way.
+//! A rank that fails also waits for `done` before its run returns the error: after that, no copy from or to its memory
+//! is enqueued or in progress.
 //!
-//! Between devices a copy goes directly where the driver gives the receiver's device access to the sender's memory, which
-//! [`group`] asks for, and through host memory otherwise: [`Peer::is_direct`].
+//! Between devices a copy is direct if the driver gives the receiver's device access to the sender's memory, which
+//! [`group`] requests; otherwise it goes through host memory ([`Peer::is_direct`]).
 //!
-//! Deadlines, abort and the naming of culprits are those of transport `local`. A device that stops is noticed by
+//! Deadlines, abort and the rank that errors name are those of transport `local`. A device that stops is noticed by
 //! [`poll`](Transport::poll).
 
 use std::{
@@ -79,8 +79,8 @@ impl core::fmt::Debug for Peer {
     }
 }
 
-/// One rank for each entry of `devices`, in that order; several entries may be the same device. Each device gets access to
-/// the memory of the others where the driver can give it.
+/// One rank for each entry of `devices`, in that order; several entries may be the same device. Each device gets access
+/// to the memory of the others if the driver supports it.
 ///
 /// # Errors
 /// As [`local::group`], or the driver's.
@@ -104,8 +104,8 @@ pub fn group(devices: &[Arc<Cuda>], deadline: Duration) -> Result<Vec<Peer>> {
 }
 
 impl Peer {
-    /// Whether what rank `peer` sends is copied directly, inside a device or from one to the other. Where it is not, the
-    /// driver stages it in host memory: results are the same, and slower by the way through the host.
+    /// Whether messages from rank `peer` are copied directly, inside a device or between two. If not, the driver copies
+    /// them through host memory: the results are the same, but it is slower.
     ///
     /// ```no_run
     /// # use {cpattn::{kernel::cuda::Cuda, transport::{Transport, peer}}, std::{sync::Arc, time::Duration}};

@@ -1,21 +1,28 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Is every link of the ring there, and how fast is it?
+//! Checks every link of the ring and measures its speed.
 //!
-//! Before a long job, or when one has ended in a deadline: a ledger goes from rank 0 all the way round the ring and back the
-//! other way, one link at a time. At each link the two ranks pass a small message to and fro and then a large one, stamped
-//! with its sender, which the receiver compares byte by byte; then the ledger goes on with what was measured. So each figure
-//! is of a link that nothing else was using, and what fails has a name: the link at which the ledger stopped.
+//! Use it before a long job, or after a job has failed at a deadline. A list of results (the ledger) is sent from rank
+//! 0 round the ring and back in the other direction, one link at a time. At each link the two ranks send a small
+//! message back and forth and then a large one, stamped with its sender, which the receiver compares byte by byte; then
+//! the ledger is sent on with the results. So each link is measured while nothing else uses it, and a failure has a
+//! name: the link at which the ledger stopped.
 
 use std::{
+    boxed::Box,
     fmt, format,
     time::{Duration, Instant},
     vec::Vec,
 };
 
-use super::{Label, Message, Transport};
+#[cfg(feature = "cuda")]
+use super::staged::DeviceCarrier;
+use super::{
+    Label, Transport,
+    staged::{self, Carrier, HostCarrier, Room},
+};
 use crate::error::{Cause, Error, Result};
 
-/// How often the small message goes to and fro, and the large one goes.
+/// How often the small message is sent back and forth, and how often the large one is sent.
 const SMALL: u32 = 16;
 const LARGE: u32 = 3;
 
@@ -29,19 +36,19 @@ pub struct Link {
     pub to: usize,
     /// Half the shortest round trip of eight bytes.
     pub latency: Duration,
-    /// Of the quickest large message, the latency taken off.
+    /// Of the fastest large message, without the latency.
     pub bytes_per_second: f64,
 }
 
-/// What is wrong with the ring, as one rank saw it.
+/// What is wrong with the ring, as seen by one rank.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Trouble {
     /// An exchange failed while this rank was at a link.
     Failed {
-        /// The link, from and to; `None` when the fault lies elsewhere and this rank was only told of it.
+        /// The link, from and to; `None` if the fault is elsewhere and this rank was only notified.
         link: Option<(usize, usize)>,
-        /// What the transport says.
+        /// The transport's error.
         error: Error,
     },
     /// A link delivered other bytes than were sent.
@@ -64,10 +71,10 @@ impl Trouble {
                 "see whether the process of that rank runs and whether its host is reached from here: firewalls, the network \
                  interface that is used, host names; if it only was slow, give a longer deadline"
             }
-            Self::Failed { error: Error::Peer { cause: Cause::Size { .. }, .. }, .. } => {
+            Self::Failed { error: Error::Peer { cause: Cause::Size { .. } | Cause::Disagreed { .. }, .. }, .. } => {
                 "give every rank the same number of bytes"
             }
-            Self::Failed { error: Error::Peer { .. }, .. } => {
+            Self::Failed { error: Error::Peer { .. } | Error::Found { .. }, .. } => {
                 "see whether the process of that rank still runs; where it ended by itself, read what it printed"
             }
             Self::Failed { error: Error::Invalid { .. }, .. } => "give what is expected, the same on every rank",
@@ -113,70 +120,22 @@ fn link(world: usize, hop: usize) -> (usize, usize) {
     }
 }
 
-/// Where bytes lie that travel: in memory of the host, or of a device.
-trait Room {
-    fn ptr(&mut self) -> *mut u8;
-    fn bytes(&self) -> usize;
-    fn put(&mut self, from: &[u8]) -> Result<()>;
-    fn get(&self, to: &mut [u8]) -> Result<()>;
-}
-
-impl Room for Vec<u8> {
-    fn ptr(&mut self) -> *mut u8 {
-        self.as_mut_ptr()
-    }
-
-    fn bytes(&self) -> usize {
-        self.len()
-    }
-
-    fn put(&mut self, from: &[u8]) -> Result<()> {
-        self.copy_from_slice(from);
-        Ok(())
-    }
-
-    fn get(&self, to: &mut [u8]) -> Result<()> {
-        to.copy_from_slice(self);
-        Ok(())
-    }
-}
-
-#[cfg(feature = "cuda")]
-impl Room for crate::kernel::cuda::DeviceMemory {
-    fn ptr(&mut self) -> *mut u8 {
-        Self::ptr(self)
-    }
-
-    fn bytes(&self) -> usize {
-        Self::bytes(self)
-    }
-
-    fn put(&mut self, from: &[u8]) -> Result<()> {
-        self.upload(from)
-    }
-
-    fn get(&self, to: &mut [u8]) -> Result<()> {
-        self.download(to)
-    }
-}
-
 /// One rank's part of the check.
-struct LedgerRound<'a, T: ?Sized, R> {
-    end: &'a T,
-    /// Waits until what was exchanged is there.
-    complete: &'a dyn Fn() -> Result<()>,
+struct LedgerRound<'a> {
+    carrier: &'a dyn Carrier,
+    end: &'a dyn Transport,
     hop: usize,
     ledger: Vec<LedgerEntry>,
     /// What a large message holds, or should.
     stamps: Vec<u8>,
     /// What travels: eight bytes, a large message, the ledger.
-    word: R,
-    large: R,
-    pages: R,
+    word: Box<dyn Room>,
+    large: Box<dyn Room>,
+    pages: Box<dyn Room>,
 }
 
-/// Sends a ledger round the ring and back; all ranks call it with the same number of `bytes` (at least 1) for the large
-/// message. Rank 0 gets all links in the order in which they were measured, other ranks those before their last turn.
+/// Checks all links. All ranks call it with the same number of `bytes` (at least 1) for the large message. Rank 0 gets
+/// all links in the order in which they were measured, other ranks those measured before their last turn.
 ///
 /// # Errors
 /// What failed, on every rank that noticed; [`Trouble::Failed`] with [`Error::Invalid`] for a ring of one rank or 0 bytes.
@@ -196,38 +155,25 @@ struct LedgerRound<'a, T: ?Sized, R> {
 /// });
 /// # Ok::<(), cpattn::Error>(())
 /// ```
-pub fn check<T: Transport + ?Sized>(end: &T, bytes: usize) -> Result<Vec<Link>, Trouble> {
-    let room = |bytes: usize| {
-        // A large message that no memory holds is refused, not the end of the program.
-        let mut room = Vec::new();
-        if room.try_reserve_exact(bytes).is_err() {
-            return Err(Error::invalid("bytes", bytes, "a number that fits into memory"));
-        }
-        room.resize(bytes, 0);
-        Ok(room)
-    };
-    round(end, bytes, room, &|| Ok(()))
+pub fn check(end: &dyn Transport, bytes: usize) -> Result<Vec<Link>, Trouble> {
+    round(&HostCarrier(end), bytes)
 }
 
-/// The same over a transport of device memory: messages go from device to device, and a figure holds what the host takes to
-/// see that one has arrived. Copies between host and device are not measured.
+/// The same over a transport of device memory: messages go from device to device. The figures include the time until
+/// the host sees that a message has arrived, but no copies between host and device.
 ///
-/// Over NCCL, where a rank learns of a failure elsewhere from its own deadline alone, several ranks may name a link: the one
-/// of the lowest step is where the ledger stopped.
+/// Over NCCL a rank notices a failure elsewhere only by its own deadline, so several ranks may name a link: the ledger
+/// stopped at the one with the lowest step.
 ///
 /// # Errors
-/// As [`check`]; [`Error::Device`] where the device has no memory for a message.
+/// As [`check`]; [`Error::Device`] if the device has no memory for a message.
 #[cfg(feature = "cuda")]
-pub fn check_on_device<T: super::DeviceTransport + ?Sized>(end: &T, bytes: usize) -> Result<Vec<Link>, Trouble> {
-    round(end, bytes, |bytes| end.device().allocate(bytes), &|| end.synchronize())
+pub fn check_on_device(end: &dyn super::DeviceTransport, bytes: usize) -> Result<Vec<Link>, Trouble> {
+    round(&DeviceCarrier(end), bytes)
 }
 
-fn round<T: Transport + ?Sized, R: Room>(
-    end: &T,
-    bytes: usize,
-    room: impl Fn(usize) -> Result<R>,
-    complete: &dyn Fn() -> Result<()>,
-) -> Result<Vec<Link>, Trouble> {
+fn round(carrier: &dyn Carrier, bytes: usize) -> Result<Vec<Link>, Trouble> {
+    let end = carrier.end();
     let (rank, world) = (end.rank(), end.world());
     let refused = |error| Trouble::Failed { link: None, error };
     if world < 2 {
@@ -236,15 +182,11 @@ fn round<T: Transport + ?Sized, R: Room>(
     if bytes == 0 {
         return Err(refused(Error::invalid("bytes", 0, "at least 1")));
     }
-    let mut stamps = Vec::new();
-    if stamps.try_reserve_exact(bytes).is_err() {
-        return Err(refused(Error::invalid("bytes", bytes, "a number that fits into memory")));
-    }
-    stamps.resize(bytes, 0);
-    let room = |bytes| room(bytes).map_err(refused);
+    let stamps = staged::zeros(bytes).map_err(refused)?;
+    let room = |bytes| carrier.room(bytes).map_err(refused);
     let (word, large, pages) = (room(8)?, room(bytes)?, room(2 * world * size_of::<LedgerEntry>())?);
     let ledger = std::vec![[0; 4]; 2 * world];
-    let mut walk = LedgerRound { end, complete, hop: 0, ledger, stamps, word, large, pages };
+    let mut walk = LedgerRound { carrier, end, hop: 0, ledger, stamps, word, large, pages };
     let mut known = 0;
     for hop in 0..2 * world {
         walk.hop = hop;
@@ -275,7 +217,7 @@ enum Which {
     Pages,
 }
 
-impl<T: Transport + ?Sized, R: Room> LedgerRound<'_, T, R> {
+impl LedgerRound<'_> {
     fn give(&mut self, to: usize) -> Result<(), Trouble> {
         let (rank, hop) = (self.end.rank(), self.hop);
         let mut latency = Duration::MAX;
@@ -362,7 +304,9 @@ impl<T: Transport + ?Sized, R: Room> LedgerRound<'_, T, R> {
             return Ok(());
         }
         let found = format!("{ours} on rank {} and {theirs} on rank {peer}", self.end.rank());
-        Err(Trouble::Failed { link: None, error: Error::invalid("bytes", found, "the same number on every rank") })
+        let expected =
+            format!("the same number on every rank (or rank {peer} does something else than check the ring)");
+        Err(Trouble::Failed { link: None, error: Error::invalid("bytes", found, expected) })
     }
 
     /// Sends bytes to `peer`, or receives them, and waits until they are there.
@@ -372,20 +316,15 @@ impl<T: Transport + ?Sized, R: Room> LedgerRound<'_, T, R> {
             Which::Large => &mut self.large,
             Which::Pages => &mut self.pages,
         };
-        let message = [Message { peer, ptr: room.ptr(), bytes: room.bytes() }];
-        let (sends, recvs): (&[_], &[_]) = if send { (&message, &[]) } else { (&[], &message) };
         let label = Label::new("ring check", self.hop as u32);
-        // SAFETY: the room is borrowed alone until the call returns, and on a device until the exchange is complete: after a
-        // failure it is not used again, and the driver frees memory of a device once nothing there works with it.
-        let begun = unsafe { self.end.exchange(label, sends, recvs) };
-        begun.and_then(|()| (self.complete)()).map_err(|error| self.trouble(error))
+        staged::carry(self.carrier, label, peer, &mut **room, send).map_err(|error| self.trouble(error))
     }
 
     /// What an error at this hop means.
     fn trouble(&self, error: Error) -> Trouble {
         let (from, to) = link(self.end.world(), self.hop);
         let here = match &error {
-            Error::Peer { peer, .. } => [from, to].contains(peer),
+            Error::Peer { peer, .. } | Error::Found { peer: Some(peer), .. } => [from, to].contains(peer),
             _ => true,
         };
         Trouble::Failed { link: here.then_some((from, to)), error }

@@ -219,7 +219,7 @@ static void tensors(int devices) {
 
 int main(int argc, char **argv) {
   if (argc == 4 && !strcmp(argv[1], "without")) return without(atoi(argv[2]), argv[3]);
-  if (!driver_open(0)) return puts("not run: no CUDA driver or no device"), 0;
+  if (!driver_open(0)) return printf("not run: %s\n", driver_missing), 0;
   array *arrays[] = {&q, &k, &v, &o};
   for (int i = 0; i < 4; i++) array_make(arrays[i], 16, 3, TOKENS, HEADS, DIM);
   array_make(&lse, 32, 2, HEADS, TOKENS, 1);

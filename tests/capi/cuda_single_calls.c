@@ -208,7 +208,7 @@ static void refusals(void) {
 }
 
 int main(int argc, char **argv) {
-  if (!driver_open(0)) return puts("not run: no CUDA driver or no device"), 0;
+  if (!driver_open(0)) return printf("not run: %s\n", driver_missing), 0;
   array *queries[] = {&q, &d_o, &o, &small_o, &empty_o, &moved}, *keys_like[] = {&k, &v};
   array *wide[] = {&running, &other_o, &dq, &moved_wide, &sum}, *gradients[] = {&dk, &dv}, *rows_like[] = {&lse, &delta, &other_lse, &empty_lse};
   for (int i = 0; i < 6; i++) array_make(queries[i], 16, 3, TOKENS, HEADS, DIM);

@@ -384,7 +384,7 @@ static void fault(void) {
 }
 
 int main(int argc, char **argv) {
-  if (!driver_open(0)) return puts("not run: no CUDA driver or no device"), 0;
+  if (!driver_open(0)) return printf("not run: %s\n", driver_missing), 0;
   if (argc == 2 && !strcmp(argv[1], "fault")) return fault(), finished("cuda_streams fault");
   int two = driver_open(1);
   TRUE(driver_open(0));

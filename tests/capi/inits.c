@@ -7,6 +7,7 @@ cpattn_options options = CPATTN_OPTIONS_INIT;
 cpattn_plan_info info = CPATTN_PLAN_INFO_INIT;
 cpattn_share share = CPATTN_SHARE_INIT;
 cpattn_transport_table table = CPATTN_TRANSPORT_TABLE_INIT;
+cpattn_engine_table engine = CPATTN_ENGINE_TABLE_INIT;
 cpattn_rank_options rank_options = CPATTN_RANK_OPTIONS_INIT;
 cpattn_forward_args forward_args = CPATTN_FORWARD_ARGS_INIT;
 cpattn_backward_args backward_args = CPATTN_BACKWARD_ARGS_INIT;

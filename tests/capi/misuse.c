@@ -73,8 +73,8 @@ static void plans(void) {
   p.documents = (size_t)-1;
   REFUSED(CPATTN_INVALID, "problem.documents", cpattn_plan_create(&p, &o, &plan));
   p = small_problem();
-  o.gather = 2;
-  REFUSED(CPATTN_INVALID, "options.gather is 2, expected 0 or 1", cpattn_plan_create(&p, &o, &plan));
+  o.gather = 4;
+  REFUSED(CPATTN_INVALID, "options.gather is 4, expected 0 to 3", cpattn_plan_create(&p, &o, &plan));
   o.gather = 0;
   o.layout = CPATTN_LAYOUT_ZIGZAG;
   o.layout_parameter = 3;
@@ -325,7 +325,9 @@ static void tables(void) {
   table.agree = agree, table.exchange = exchange, table.poll = poll_now, table.abort = nothing;
   table.rank = 2;
   REFUSED(CPATTN_INVALID, "table.rank is 2, expected below the world of 2", cpattn_transport_create(&table, &transport));
-  table.rank = 0;
+  table.rank = 0, table.world = 0;
+  REFUSED(CPATTN_INVALID, "table.world is 0, expected 1 to 1048576", cpattn_transport_create(&table, &transport));
+  table.world = 2;
 
   cpattn_problem p = small_problem();
   cpattn_options o = CPATTN_OPTIONS_INIT;

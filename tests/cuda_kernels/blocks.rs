@@ -184,19 +184,19 @@ fn partial_results_keep_their_digits_as_scores_grow() {
             let q = [QRange { range: Range::plain(0, 1, 0, 0), keys_begin: 0, keys_end: 1, mode }];
             let k = [Range::plain(i as i64, 1, 0, 0)];
             let call = Attend {
-                q: inputs[0].tensor(Dtype::F16, 1, 1, 8, 8),
-                k: inputs[1].tensor(Dtype::F16, KEYS, 1, 8, 8),
-                v: inputs[2].tensor(Dtype::F16, KEYS, 1, 8, 8),
                 running: running.tensor(Dtype::F32, 1, 1, 8, 8),
                 running_lse: words.tensor(Dtype::F32, 1, 1, 2, 2),
-                o: RawTensor::NONE,
-                lse: RawTensor::NONE,
-                alibi_slopes: RawTensor::NONE,
-                sinks: RawTensor::NONE,
-                heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
-                score: Score { scale, softcap: 0.0, window_left: i64::MAX, window_right: i64::MAX },
-                ranges: Ranges { q: &q, k: &k, pairs: &[0] },
-                aligned: false,
+                ..Attend::new(
+                    [
+                        inputs[0].tensor(Dtype::F16, 1, 1, 8, 8),
+                        inputs[1].tensor(Dtype::F16, KEYS, 1, 8, 8),
+                        inputs[2].tensor(Dtype::F16, KEYS, 1, 8, 8),
+                        RawTensor::NONE,
+                    ],
+                    HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+                    Score { scale, softcap: 0.0, window_left: i64::MAX, window_right: i64::MAX },
+                    Ranges { q: &q, k: &k, pairs: &[0] },
+                )
             };
             // SAFETY: everything lives until the downloads below.
             unsafe { device.cuda.attend(&call, &mut staging, device.stream) }.expect("a legal call");
@@ -241,19 +241,13 @@ impl Small {
     fn call(&self) -> Attend<'_> {
         let f16s = |i: usize, n| self.memory[i].tensor(Dtype::F16, n, 1, 8, 8);
         Attend {
-            q: f16s(0, 1),
-            k: f16s(1, 2),
-            v: f16s(2, 2),
-            running: RawTensor::NONE,
-            running_lse: RawTensor::NONE,
-            o: f16s(3, 1),
             lse: self.memory[4].tensor(Dtype::F32, 1, 1, 1, 1),
-            alibi_slopes: RawTensor::NONE,
-            sinks: RawTensor::NONE,
-            heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
-            score: Score { scale: 1.0, softcap: 0.0, window_left: i64::MAX, window_right: 0 },
-            ranges: Ranges { q: &self.q, k: &self.k, pairs: &[0] },
-            aligned: false,
+            ..Attend::new(
+                [f16s(0, 1), f16s(1, 2), f16s(2, 2), f16s(3, 1)],
+                HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+                Score { scale: 1.0, softcap: 0.0, window_left: i64::MAX, window_right: 0 },
+                Ranges { q: &self.q, k: &self.k, pairs: &[0] },
+            )
         }
     }
 }

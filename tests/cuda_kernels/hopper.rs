@@ -246,19 +246,13 @@ pub fn launch(device: &Device, change: impl Fn(&mut Attend)) -> Vec<f64> {
     let ranges = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::Only }];
     let keys = [range];
     let mut call = Attend {
-        q: tensor(&q),
-        k: tensor(&k),
-        v: tensor(&v),
-        running: RawTensor::NONE,
-        running_lse: RawTensor::NONE,
-        o: tensor(&o),
         lse: lse.tensor(Dtype::F32, TOKENS, 2, 1, 2),
-        alibi_slopes: RawTensor::NONE,
-        sinks: RawTensor::NONE,
-        heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
-        score: Score { scale: 0.125, softcap: 0.0, window_left: i64::MAX, window_right: i64::MAX },
-        ranges: Ranges { q: &ranges, k: &keys, pairs: &[0] },
-        aligned: false,
+        ..Attend::new(
+            [tensor(&q), tensor(&k), tensor(&v), tensor(&o)],
+            HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+            Score { scale: 0.125, softcap: 0.0, window_left: i64::MAX, window_right: i64::MAX },
+            Ranges { q: &ranges, k: &keys, pairs: &[0] },
+        )
     };
     change(&mut call);
     let mut staging = device.cuda.staging(4096, 2).expect("memory");

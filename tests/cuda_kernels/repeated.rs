@@ -6,7 +6,7 @@ use crate::case::{decode, encode, random};
 use crate::device::{Device, Memory, emulated_count};
 use crate::hopper::alone;
 use cpattn::Dtype;
-use cpattn::call::{Attend, AttendBackward, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+use cpattn::call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
 use cpattn::kernel::{RawStream, cuda::Staging};
 use cudarc::driver::sys;
 
@@ -68,19 +68,13 @@ impl Tensors {
         let (q, k, pairs) = ranges(lens);
         let [q_, k_, v, _] = [0, 1, 2, 3].map(|i| self.input[i].tensor(Dtype::Bf16, TOKENS, 2, 64, 128));
         let mut call = Attend {
-            q: q_,
-            k: k_,
-            v,
-            running: RawTensor::NONE,
-            running_lse: RawTensor::NONE,
-            o: self.o.tensor(Dtype::Bf16, TOKENS, 2, 64, 128),
             lse: self.lse.tensor(Dtype::F32, TOKENS, 2, 1, 2),
-            alibi_slopes: RawTensor::NONE,
-            sinks: RawTensor::NONE,
-            heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
-            score: SCORE,
-            ranges: Ranges { q: &q, k: &k, pairs: &pairs },
-            aligned: false,
+            ..Attend::new(
+                [q_, k_, v, self.o.tensor(Dtype::Bf16, TOKENS, 2, 64, 128)],
+                HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+                SCORE,
+                Ranges { q: &q, k: &k, pairs: &pairs },
+            )
         };
         change(&mut call);
         // SAFETY: everything lives until the stream was waited for.
@@ -95,23 +89,17 @@ impl Tensors {
         let [dq, dk, dv] = [0, 1, 2].map(|i| self.gradients[i].tensor(Dtype::F32, TOKENS, 2, 64, 128));
         let lines = |m: &Memory| m.tensor(Dtype::F32, TOKENS, 2, 1, 2);
         let call = AttendBackward {
-            q: q_,
-            k: k_,
-            v,
-            d_o,
             lse: lines(&self.lse),
             delta: lines(&self.delta),
             dq,
             dk,
             dv,
-            accumulate_keys: false,
-            per_q_head: false,
-            gradients: Gradients::All,
-            alibi_slopes: RawTensor::NONE,
-            heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
-            score: SCORE,
-            ranges: Ranges { q: &q, k: &k, pairs: &pairs },
-            aligned: false,
+            ..AttendBackward::new(
+                [q_, k_, v, d_o],
+                HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+                SCORE,
+                Ranges { q: &q, k: &k, pairs: &pairs },
+            )
         };
         // SAFETY: as above.
         unsafe { device.cuda.attend_backward(&call, staging, device.stream) }.expect("a legal call");

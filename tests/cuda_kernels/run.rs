@@ -253,19 +253,17 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
     let calls: Vec<Attend> = ring_steps
         .iter()
         .map(|ring_step| Attend {
-            q: q.raw,
-            k: k.raw,
-            v: v.raw,
             running: if case.ring_steps > 1 { running.raw } else { RawTensor::NONE },
             running_lse: if case.ring_steps > 1 { running_lse.raw } else { RawTensor::NONE },
-            o: o.raw,
             lse: lse.raw,
             alibi_slopes: optional(case.alibi_slopes, &slopes),
             sinks: optional(case.sinks, &sinks),
-            heads: map,
-            score: case.score,
-            ranges: Ranges { q: &ring_step.q, k: &ring_step.k, pairs: &ring_step.pairs },
-            aligned: false,
+            ..Attend::new(
+                [q.raw, k.raw, v.raw, o.raw],
+                map,
+                case.score,
+                Ranges { q: &ring_step.q, k: &ring_step.k, pairs: &ring_step.pairs },
+            )
         })
         .collect();
     let bytes = calls.iter().map(|c| device.cuda.attend_bytes(c).expect("a supported call")).max().unwrap_or(0);
@@ -320,10 +318,6 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
         let dv_out = new(Dtype::F32, &k_side, (key_heads, dv), before);
         for ring_step in &ring_steps {
             let call = AttendBackward {
-                q: q.raw,
-                k: k.raw,
-                v: v.raw,
-                d_o: d_o.raw,
                 lse: lse.raw,
                 delta: delta.raw,
                 dq: dq.raw,
@@ -331,12 +325,13 @@ fn run(device: &Device, case: &Case, gradients: bool) -> Found {
                 dv: dv_out.raw,
                 accumulate_keys: case.accumulate,
                 per_q_head: case.per_q_head,
-                gradients: Gradients::All,
                 alibi_slopes: optional(case.alibi_slopes, &slopes),
-                heads: map,
-                score: case.score,
-                ranges: Ranges { q: &ring_step.q, k: &ring_step.k, pairs: &ring_step.pairs },
-                aligned: false,
+                ..AttendBackward::new(
+                    [q.raw, k.raw, v.raw, d_o.raw],
+                    map,
+                    case.score,
+                    Ranges { q: &ring_step.q, k: &ring_step.k, pairs: &ring_step.pairs },
+                )
             };
             for &gradients in parts {
                 let call = AttendBackward { gradients, ..call };

@@ -51,23 +51,18 @@ fn check(device: &Device, dtype: Dtype, dim: usize, job: &Job) -> [Vec<f32>; 3] 
         let [dk, dv] = [8, 9].map(|seed| tensor(device, Dtype::F32, tk, 1, dim, seed));
         for &gradients in parts {
             let call = AttendBackward {
-                q: q.raw,
-                k: k.raw,
-                v: v.raw,
-                d_o: d_o.raw,
                 lse: lse.raw,
                 delta: delta.raw,
                 dq: dq.raw,
                 dk: dk.raw,
                 dv: dv.raw,
-                accumulate_keys: false,
-                per_q_head: false,
                 gradients,
-                alibi_slopes: RawTensor::NONE,
-                heads: HeadMap { q_offset: 0, kv_offset: 0, group: job.heads.max(1) as u32 },
-                score: job.score,
-                ranges: Ranges { q: job.q, k: job.k, pairs: job.pairs },
-                aligned: false,
+                ..AttendBackward::new(
+                    [q.raw, k.raw, v.raw, d_o.raw],
+                    HeadMap { q_offset: 0, kv_offset: 0, group: job.heads.max(1) as u32 },
+                    job.score,
+                    Ranges { q: job.q, k: job.k, pairs: job.pairs },
+                )
             };
             let bytes = device.cuda.attend_backward_bytes(&call).expect("a supported call");
             let mut staging = device.cuda.staging(bytes, 1).expect("memory");

@@ -3,7 +3,7 @@
 
 use cpattn::{
     Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem,
-    plan::{Circulate, Wire},
+    plan::{Circulate, Gather, Wire},
 };
 
 fn problem(lengths: &[usize], heads: usize, kv_heads: usize, dim: usize) -> Problem {
@@ -33,6 +33,7 @@ pub fn of(world: usize) -> Vec<(&'static str, Plan)> {
                 let o = o().circulate(Circulate::Queries).pack_inputs(true);
                 plan(&mla, 1, 2, Layout::Striped { stripe: 3 }, o)
             }),
+            ("together", plan(&window, 1, 2, Layout::Zigzag, o().gather(Gather::Together))),
             ("gather, bf16 on the wire", plan(&mla, 1, 2, Layout::Zigzag, o().gather(true).wire(Wire::Bf16))),
         ],
         3 => vec![

@@ -11,6 +11,7 @@ mod common;
 
 mod agreement;
 mod all_to_all;
+mod between_runs;
 mod borrowed;
 #[cfg(feature = "capi")]
 mod c;
@@ -19,6 +20,8 @@ mod cases;
 mod faults;
 mod group;
 mod hosts;
+#[path = "../common/between_runs.rs"]
+mod one_rank;
 mod plans;
 mod refusals;
 mod ring;

@@ -85,7 +85,7 @@ fn two_ranks_of_one_number() {
     let texts: Vec<String> = all.into_iter().map(|r| r.unwrap_err().to_string()).collect();
     // One of them is refused, and the other waits for a rank 0 in vain.
     assert!(texts.iter().any(|t| t.contains("rank is 1, for the second time")), "{texts:?}");
-    let waited = "rank 1, making the communicator, step 0: one of the ranks [0] did not answer within ";
+    let waited = "rank 1, making the communicator, step 0: rank 0 did not answer within ";
     assert!(texts.iter().any(|t| t.contains(waited)), "{texts:?}");
 }
 
@@ -93,9 +93,15 @@ fn two_ranks_of_one_number() {
 fn two_ranks_on_one_device() {
     let Some(device) = devices(1) else { return };
     let all = threads(&[device[0].clone(), device[0].clone()], LONG, |_| ());
-    for error in all {
+    for (rank, error) in all.into_iter().enumerate() {
         let text = error.unwrap_err().to_string();
-        assert!(text.contains("ncclCommInitRankConfig failed with"), "{text}");
+        assert!(text.contains("ncclCommInitRankConfig failed with 5"), "{text}");
+        assert!(text.contains(&format!("rank {rank} of 2 on device 0: NCCL refuses to join (invalid usage")), "{text}");
+        assert!(
+            text.ends_with(
+                "give each rank a device of its own, all the same world, and a new unique id for each group"
+            )
+        );
     }
 }
 

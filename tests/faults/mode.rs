@@ -10,7 +10,7 @@ use crate::common::{
 use crate::rank::{Parts, backward, forward};
 use cpattn::{
     Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result,
-    plan::Circulate,
+    plan::{Circulate, Gather},
     transport::{
         Label, Message, Transport,
         local::{self, Local},
@@ -114,6 +114,7 @@ pub fn modes() -> Vec<Mode> {
         Mode::new("ring", p(), mesh(1, 4), o().circulate(Circulate::Keys)),
         Mode::new("hybrid", p().with_mask(Mask::full()), mesh(2, 2), o()),
         Mode::new("gather", p(), mesh(1, 3), o().gather(true)),
+        Mode::new("together", p(), mesh(1, 3), o().gather(Gather::Together)),
         Mode::new("queries", p(), mesh(1, 3), o().circulate(Circulate::Queries)),
         Mode::new("reproducible", p(), mesh(2, 2), o().reproducible(true)),
         Mode::new("passes", p(), mesh(1, 3), o().passes(2)),

@@ -6,7 +6,7 @@ use crate::act::{Act, FAR, SLACK};
 use crate::mode::Mode;
 use crate::rank::{End, play};
 use cpattn::{
-    Cause, Error,
+    Cause, Error, RunKind, RunName,
     transport::{Label, fault::Fault},
 };
 use std::{
@@ -66,22 +66,27 @@ impl Mode {
             let mut failed = None;
             match forward {
                 Ok(parts) => assert!(*parts == self.good[r].0, "{what}: wrong o or lse"),
-                Err(error) => failed = Some(error),
+                Err(error) => failed = Some((RunKind::Forward, error)),
             }
             match backward {
                 Some(Ok(parts)) => assert!(*parts == self.good[r].1, "{what}: wrong gradients"),
-                Some(Err(error)) => failed = Some(error),
+                Some(Err(error)) => failed = Some((RunKind::Backward, error)),
                 None => {}
             }
-            let Some(error) = failed else {
+            let Some((kind, error)) = failed else {
                 let free = cause.is_none() || matches!(act, Act::Abort(_));
                 let own = r == culprit && !free;
                 assert!(!own && (free || !self.needs(r, culprit, act)), "{what} returned Ok");
                 continue;
             };
-            let Error::Peer { rank, operation, step, peer, cause: found, .. } = *error else {
+            let Error::Peer { rank, operation, step, run, peer, cause: found } = *error else {
                 panic!("{what}: {error}")
             };
+            // An abort may come between two runs. The transport of a silent rank knows the call before.
+            let between = matches!(act, Act::Abort(_)) && run.is_none();
+            let silent = r == culprit && matches!(act, Act::At(_, Fault::Silence));
+            let own = RunName::new(kind, self.plan.fingerprint());
+            assert!(between || silent || run == Some(own), "{what}: {run:?}, which is not {own:?}: {error}");
             // How long it took and what had not moved is measured: it took at least as long.
             let found = match (found, cause) {
                 (Cause::Deadline { ms, .. }, Some(late @ Cause::Deadline { ms: least, .. })) if ms >= least => late,

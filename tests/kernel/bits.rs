@@ -79,19 +79,10 @@ fn aligned_bits<E: Element>(p: &Problem, w: &Whole, way: &Way, seed: u64) -> Bit
         let (qs, ks, pairs) = ring_step(&qs, &ks, 0, 1, true);
         let ranges = Ranges { q: &qs, k: &ks, pairs: &pairs };
         let call = Attend {
-            q: q.raw(),
-            k: k.raw(),
-            v: v.raw(),
-            running: RawTensor::NONE,
-            running_lse: RawTensor::NONE,
-            o: o.raw(),
             lse: lse.raw(),
             alibi_slopes: slopes,
-            sinks: RawTensor::NONE,
-            heads: map,
-            score: p.score,
-            ranges,
             aligned: true,
+            ..Attend::new([q.raw(), k.raw(), v.raw(), o.raw()], map, p.score, ranges)
         };
         // SAFETY: the tensors are the buffers above, alive and used by no other code; here and below.
         unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
@@ -111,19 +102,10 @@ fn aligned_bits<E: Element>(p: &Problem, w: &Whole, way: &Way, seed: u64) -> Bit
         let (qs, ks, pairs) = ring_step(&qs, &ks, 0, 1, true);
         let ranges = Ranges { q: &qs, k: &ks, pairs: &pairs };
         let call = Attend {
-            q: q.raw(),
-            k: k.raw(),
-            v: v.raw(),
-            running: RawTensor::NONE,
-            running_lse: RawTensor::NONE,
-            o: o.raw(),
             lse: lse.raw(),
             alibi_slopes: slopes,
-            sinks: RawTensor::NONE,
-            heads: map,
-            score: p.score,
-            ranges,
             aligned: true,
+            ..Attend::new([q.raw(), k.raw(), v.raw(), o.raw()], map, p.score, ranges)
         };
         let call = backward_call(&call, d_o.raw(), delta.raw(), Gradients::Keys, [RawTensor::NONE, dk.raw(), dv.raw()]);
         // SAFETY: as above.
@@ -150,23 +132,16 @@ pub fn backward_call<'a>(
     [dq, dk, dv]: [RawTensor; 3],
 ) -> AttendBackward<'a> {
     AttendBackward {
-        q: forward.q,
-        k: forward.k,
-        v: forward.v,
-        d_o,
         lse: forward.lse,
         delta,
         dq,
         dk,
         dv,
-        accumulate_keys: false,
         per_q_head: true,
         gradients,
         alibi_slopes: forward.alibi_slopes,
-        heads: forward.heads,
-        score: forward.score,
-        ranges: forward.ranges,
         aligned: forward.aligned,
+        ..AttendBackward::new([forward.q, forward.k, forward.v, d_o], forward.heads, forward.score, forward.ranges)
     }
 }
 

@@ -79,19 +79,15 @@ fn fixture() {
         .map(|(doc, w)| Range::plain(w[0].into(), (w[1] - w[0]) as u32, 0, doc as u32))
         .collect();
     let call = Attend {
-        q,
-        k,
-        v,
         running,
         running_lse: tensor(words.as_mut_ptr().cast(), Dtype::F32, 2),
-        o: tensor(o.as_mut_ptr().cast(), Dtype::F16, 32),
         lse,
-        alibi_slopes: RawTensor::NONE,
-        sinks: RawTensor::NONE,
-        heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
-        score: a.score,
-        ranges: Ranges::default(),
-        aligned: false,
+        ..Attend::new(
+            [q, k, v, tensor(o.as_mut_ptr().cast(), Dtype::F16, 32)],
+            HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+            a.score,
+            Ranges::default(),
+        )
     };
     let mut scratch = Scratch::new(2);
     let rounding = rounding::<f16>(scratch.isa().unwrap());
@@ -148,19 +144,15 @@ fn merged_tensors_are_the_whole() {
             let (mut qs, ks, pairs) = ring_step(&q_at.ranges, &k_at.ranges, i, 2, false);
             qs.iter_mut().for_each(|q| q.mode = Mode::First);
             let call = Attend {
-                q: q.raw(),
-                k: k.raw(),
-                v: v.raw(),
                 running: o.raw(),
                 running_lse: lse.raw(),
-                o: RawTensor::NONE,
-                lse: RawTensor::NONE,
                 alibi_slopes: per_head(&mut slopes, p.alibi),
-                sinks: RawTensor::NONE,
-                heads: HeadMap { q_offset: 0, kv_offset: 0, group: (p.heads / p.kv_heads) as u32 },
-                score: p.score,
-                ranges: Ranges { q: &qs, k: &ks, pairs: &pairs },
-                aligned: false,
+                ..Attend::new(
+                    [q.raw(), k.raw(), v.raw(), RawTensor::NONE],
+                    HeadMap { q_offset: 0, kv_offset: 0, group: (p.heads / p.kv_heads) as u32 },
+                    p.score,
+                    Ranges { q: &qs, k: &ks, pairs: &pairs },
+                )
             };
             // SAFETY: the tensors are the buffers above, alive and used by no other code.
             unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
@@ -196,20 +188,16 @@ fn large_sinks() {
         QRange { range: range(0, -5), keys_begin: 0, keys_end: 1, mode: Mode::Only },
         QRange { range: range(1, 0), keys_begin: 1, keys_end: 2, mode: Mode::Only },
     ];
+    let ranges = Ranges { q: &rows, k: &[range(0, 0)], pairs: &[0, 0] };
     let call = Attend {
-        q: tensor(&mut q, 2),
-        k: tensor(&mut k, 2),
-        v: tensor(&mut v, 2),
-        running: RawTensor::NONE,
-        running_lse: RawTensor::NONE,
-        o: tensor(&mut o, 2),
         lse: tensor(&mut lse, 1),
-        alibi_slopes: RawTensor::NONE,
         sinks: per_head(&mut sinks, true),
-        heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
-        score: Score { scale: 1.0, softcap: 0.0, window_left: UNLIMITED, window_right: 0 },
-        ranges: Ranges { q: &rows, k: &[range(0, 0)], pairs: &[0, 0] },
-        aligned: false,
+        ..Attend::new(
+            [tensor(&mut q, 2), tensor(&mut k, 2), tensor(&mut v, 2), tensor(&mut o, 2)],
+            HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+            Score { scale: 1.0, softcap: 0.0, window_left: UNLIMITED, window_right: 0 },
+            ranges,
+        )
     };
     let mut scratch = Scratch::new(1);
     scratch.reserve(&Dims { head_dim: 2, value_dim: 2, dtype: Dtype::F32 });
@@ -236,20 +224,12 @@ fn calls_do_not_allocate() {
         let [lse, delta, running, dq, dk, dv] = std::array::from_fn(|_| out.next().unwrap());
         let range = Range::plain(0, 64, 0, 0);
         let rows = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::Only }];
+        let ranges = Ranges { q: &rows, k: &[range], pairs: &[0] };
         let call = Attend {
-            q,
-            k: q,
-            v: q,
             running,
-            running_lse: RawTensor::NONE,
-            o: t(&mut o),
             lse,
-            alibi_slopes: RawTensor::NONE,
-            sinks: RawTensor::NONE,
-            heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
-            score: p.score,
-            ranges: Ranges { q: &rows, k: &[range], pairs: &[0] },
             aligned: true,
+            ..Attend::new([q, q, q, t(&mut o)], HeadMap { q_offset: 0, kv_offset: 0, group: 1 }, p.score, ranges)
         };
         let mut scratch = Scratch::new(1);
         scratch.reserve(&Dims { head_dim: 16, value_dim: 16, dtype: E::DTYPE });
@@ -295,24 +275,20 @@ fn adding_to_keys_leaves_those_alone_that_no_row_reaches() {
     };
     let range = Range::plain(0, rows as u32, 0, 0);
     let qs = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::First }];
+    let ranges = Ranges { q: &qs, k: &[Range::plain(0, keys as u32, 0, 0)], pairs: &[0] };
     let call = AttendBackward {
-        q: raw(&mut q, dim),
-        k: raw(&mut k, dim),
-        v: raw(&mut v, dim),
-        d_o: raw(&mut d_o, dim),
         lse: raw(&mut lse, 1),
         delta: raw(&mut delta, 1),
-        dq: RawTensor::NONE,
         dk: raw(&mut dk, dim),
         dv: raw(&mut dv, dim),
         accumulate_keys: true,
-        per_q_head: false,
         gradients: Gradients::Keys,
-        alibi_slopes: RawTensor::NONE,
-        heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
-        score: score(dim, UNLIMITED, 0),
-        ranges: Ranges { q: &qs, k: &[Range::plain(0, keys as u32, 0, 0)], pairs: &[0] },
-        aligned: false,
+        ..AttendBackward::new(
+            [raw(&mut q, dim), raw(&mut k, dim), raw(&mut v, dim), raw(&mut d_o, dim)],
+            HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+            score(dim, UNLIMITED, 0),
+            ranges,
+        )
     };
     let mut scratch = Scratch::new(1);
     scratch.reserve(&Dims { head_dim: dim as u32, value_dim: dim as u32, dtype: Dtype::F32 });

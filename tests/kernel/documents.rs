@@ -6,7 +6,7 @@
 
 use crate::harness::*;
 use cpattn::Element;
-use cpattn::call::{Attend, AttendBackward, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor};
+use cpattn::call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor};
 use cpattn::kernel::cpu::{self, Dims, Executor, Isa, Scratch};
 use half::{bf16, f16};
 use std::sync::Arc;
@@ -90,40 +90,15 @@ impl<E: Element> Pack<E> {
         let mut scratch = Scratch::with_isa(workers, isa).unwrap().with_executor(Arc::new(Threads));
         scratch.reserve(&Dims { head_dim: DIM as u32, value_dim: DIM as u32, dtype: E::DTYPE });
         let heads = HeadMap { q_offset: 0, kv_offset: 0, group: (n / n_kv) as u32 };
-        let none = RawTensor::NONE;
-        let forward = Attend {
-            q,
-            k,
-            v,
-            running: none,
-            running_lse: none,
-            o: raw(&mut o, DIM),
-            lse: raw(&mut lse, 1),
-            alibi_slopes: none,
-            sinks: none,
-            heads,
-            score,
-            ranges,
-            aligned: false,
-        };
+        let forward =
+            Attend { lse: raw(&mut lse, 1), ..Attend::new([q, k, v, raw(&mut o, DIM)], heads, score, ranges) };
         let backward = AttendBackward {
-            q,
-            k,
-            v,
-            d_o,
             lse: forward.lse,
             delta: raw(&mut delta, 1),
             dq: raw(&mut dq, DIM),
             dk: raw(&mut dk, DIM),
             dv: raw(&mut dv, DIM),
-            accumulate_keys: false,
-            per_q_head: false,
-            gradients: Gradients::All,
-            alibi_slopes: none,
-            heads,
-            score,
-            ranges,
-            aligned: false,
+            ..AttendBackward::new([q, k, v, d_o], heads, score, ranges)
         };
         // SAFETY: the tensors are the vectors above, alive and used by no other code.
         unsafe {

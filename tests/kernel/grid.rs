@@ -55,19 +55,18 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
             for i in 0..p.ring_steps {
                 let (qs, ks, pairs) = ring_step(&q_at.ranges, &k_at.ranges, i, p.ring_steps, finish);
                 let call = Attend {
-                    q: q.raw(),
-                    k: k.raw(),
-                    v: v.raw(),
                     running: if finish && E::DTYPE == E::Acc::DTYPE { o.raw() } else { running.raw() },
                     running_lse: words.raw(),
-                    o: if finish { o.raw() } else { RawTensor::NONE },
                     lse: if finish { lse.raw() } else { RawTensor::NONE },
                     alibi_slopes: slopes,
                     sinks,
-                    heads: map,
-                    score: p.score,
-                    ranges: Ranges { q: &qs, k: &ks, pairs: &pairs },
                     aligned: p.seed % 4 == 3,
+                    ..Attend::new(
+                        [q.raw(), k.raw(), v.raw(), if finish { o.raw() } else { RawTensor::NONE }],
+                        map,
+                        p.score,
+                        Ranges { q: &qs, k: &ks, pairs: &pairs },
+                    )
                 };
                 // SAFETY: the tensors are the buffers above, alive and used by no other code.
                 unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
@@ -126,10 +125,6 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
                     let (qs, ks, pairs) = ring_step(&q_at.ranges, &k_at.ranges, i, p.ring_steps, true);
                     for &gradients in passes {
                         let call = AttendBackward {
-                            q: q.raw(),
-                            k: k.raw(),
-                            v: v.raw(),
-                            d_o: d_o.raw(),
                             lse: lse.raw(),
                             delta: delta.raw(),
                             dq: if gradients == Gradients::Keys { RawTensor::NONE } else { dq.raw() },
@@ -139,10 +134,13 @@ fn check_isa<E: Element>(p: &Problem, isa: Isa) {
                             per_q_head,
                             gradients,
                             alibi_slopes: slopes,
-                            heads: map,
-                            score: p.score,
-                            ranges: Ranges { q: &qs, k: &ks, pairs: &pairs },
                             aligned,
+                            ..AttendBackward::new(
+                                [q.raw(), k.raw(), v.raw(), d_o.raw()],
+                                map,
+                                p.score,
+                                Ranges { q: &qs, k: &ks, pairs: &pairs },
+                            )
                         };
                         // SAFETY: as above.
                         unsafe { cpu::attend_backward(&call, &mut scratch) }.unwrap();

@@ -58,20 +58,17 @@ fn check<E: Element>(isa: Isa, growth: f64, left: i64, right: i64) {
     scratch.reserve(&Dims { head_dim: DIM as u32, value_dim: VALUE_DIM as u32, dtype: E::DTYPE });
     let rows =
         [QRange { range: Range::plain(0, ROWS as u32, start, 0), keys_begin: 0, keys_end: 1, mode: Mode::First }];
+    let ranges = Ranges { q: &rows, k: &[Range::plain(0, KEYS as u32, 0, 0)], pairs: &[0] };
     let call = Attend {
-        q: raw(&mut q, HEADS, DIM),
-        k: raw(&mut k, 1, DIM),
-        v: raw(&mut v, 1, VALUE_DIM),
         running: raw(&mut o, HEADS, VALUE_DIM),
         running_lse: raw(&mut words, HEADS, 2),
-        o: RawTensor::NONE,
         lse: raw(&mut lse, HEADS, 1),
-        alibi_slopes: RawTensor::NONE,
-        sinks: RawTensor::NONE,
-        heads: HeadMap { q_offset: 0, kv_offset: 0, group: HEADS as u32 },
-        score,
-        ranges: Ranges { q: &rows, k: &[Range::plain(0, KEYS as u32, 0, 0)], pairs: &[0] },
-        aligned: false,
+        ..Attend::new(
+            [raw(&mut q, HEADS, DIM), raw(&mut k, 1, DIM), raw(&mut v, 1, VALUE_DIM), RawTensor::NONE],
+            HeadMap { q_offset: 0, kv_offset: 0, group: HEADS as u32 },
+            score,
+            ranges,
+        )
     };
     // SAFETY: the tensors are the vectors above, alive and used by no other code.
     unsafe { cpu::attend(&call, &mut scratch) }.unwrap();

@@ -91,19 +91,15 @@ fn results<A: Element<Acc = A>>(inputs: &mut Inputs<A>, score: Score, way: Way) 
         let (first, end) = (KEYS * i / calls, KEYS * (i + 1) / calls);
         let keys = [Range::plain(first as i64, (end - first) as u32, first as i64, 0)];
         let call = Attend {
-            q: raw(&mut inputs.q, DIM),
-            k: raw(&mut inputs.k, DIM),
-            v: raw(&mut inputs.v, DIM),
             running: raw(&mut running, DIM),
             running_lse: raw(&mut words, 2),
-            o: raw(&mut o, DIM),
             lse: raw(&mut lse, 1),
-            alibi_slopes: RawTensor::NONE,
-            sinks: RawTensor::NONE,
-            heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
-            score,
-            ranges: Ranges { q: &rows, k: &keys, pairs: &[0] },
-            aligned: false,
+            ..Attend::new(
+                [raw(&mut inputs.q, DIM), raw(&mut inputs.k, DIM), raw(&mut inputs.v, DIM), raw(&mut o, DIM)],
+                HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+                score,
+                Ranges { q: &rows, k: &keys, pairs: &[0] },
+            )
         };
         // SAFETY: the tensors are the vectors above, alive and used by no other code.
         unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
@@ -169,19 +165,15 @@ fn one_word_is_taken_too() {
         let keys = [Range::plain(40 * i as i64, 40, 40 * i as i64, 0)];
         let (running, lse) = (raw(&mut o, DIM), raw(&mut lse, 1));
         let call = Attend {
-            q: raw(&mut inputs.q, DIM),
-            k: raw(&mut inputs.k, DIM),
-            v: raw(&mut inputs.v, DIM),
             running,
             running_lse: lse,
-            o: running,
             lse,
-            alibi_slopes: RawTensor::NONE,
-            sinks: RawTensor::NONE,
-            heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
-            score,
-            ranges: Ranges { q: &rows, k: &keys, pairs: &[0] },
-            aligned: false,
+            ..Attend::new(
+                [raw(&mut inputs.q, DIM), raw(&mut inputs.k, DIM), raw(&mut inputs.v, DIM), running],
+                HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+                score,
+                Ranges { q: &rows, k: &keys, pairs: &[0] },
+            )
         };
         // SAFETY: the tensors are the vectors above, alive and used by no other code.
         unsafe { cpu::attend(&call, &mut scratch) }.unwrap();

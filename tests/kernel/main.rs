@@ -14,6 +14,7 @@ mod documents;
 mod grid;
 mod growing;
 mod harness;
+mod large_results;
 mod large_scores;
 mod parts;
 mod refusals;

@@ -5,7 +5,7 @@
 //! and rows with an infinity, a NaN, or a number that would be rounded to infinity, with the reference.
 
 use crate::harness::*;
-use cpattn::call::{Attend, AttendBackward, Gradients, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
+use cpattn::call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
 use cpattn::kernel::cpu::{self, Dims, Isa, Scratch};
 use cpattn::kernel::reference::Attention;
 use cpattn::{Dtype, Element};
@@ -67,19 +67,14 @@ impl<E: Element<Acc = f32>> One<E> {
         let q = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::First }];
         let k = [Range::plain(0, keys as u32, 0, 0)];
         let call = Attend {
-            q: raw(&mut self.q, DIM),
-            k: raw(&mut self.k, DIM),
-            v: raw(&mut self.v, DIM),
             running: raw(&mut o, DIM),
             running_lse: raw(&mut words, 2),
-            o: RawTensor::NONE,
-            lse: RawTensor::NONE,
-            alibi_slopes: RawTensor::NONE,
-            sinks: RawTensor::NONE,
-            heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
-            score: Self::score(),
-            ranges: Ranges { q: &q, k: &k, pairs: &[0] },
-            aligned: false,
+            ..Attend::new(
+                [raw(&mut self.q, DIM), raw(&mut self.k, DIM), raw(&mut self.v, DIM), RawTensor::NONE],
+                HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+                Self::score(),
+                Ranges { q: &q, k: &k, pairs: &[0] },
+            )
         };
         // SAFETY: the tensors are the vectors above, alive and used by nobody else.
         unsafe { cpu::attend(&call, &mut scratch) }.unwrap();
@@ -107,23 +102,17 @@ impl<E: Element<Acc = f32>> One<E> {
         let k = [Range::plain(0, keys as u32, 0, 0)];
         let [dq, dk, dv] = results.each_mut().map(|x| raw(x, DIM));
         let call = AttendBackward {
-            q: raw(&mut self.q, DIM),
-            k: raw(&mut self.k, DIM),
-            v: raw(&mut self.v, DIM),
-            d_o: raw(&mut d_o, DIM),
             lse: raw(&mut lse, 1),
             delta: raw(&mut delta, 1),
             dq,
             dk,
             dv,
-            accumulate_keys: false,
-            per_q_head: false,
-            gradients: Gradients::All,
-            alibi_slopes: RawTensor::NONE,
-            heads: HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
-            score: Self::score(),
-            ranges: Ranges { q: &q, k: &k, pairs: &[0] },
-            aligned: false,
+            ..AttendBackward::new(
+                [raw(&mut self.q, DIM), raw(&mut self.k, DIM), raw(&mut self.v, DIM), raw(&mut d_o, DIM)],
+                HeadMap { q_offset: 0, kv_offset: 0, group: 1 },
+                Self::score(),
+                Ranges { q: &q, k: &k, pairs: &[0] },
+            )
         };
         // SAFETY: the tensors are the vectors above, alive and used by nobody else.
         unsafe { cpu::attend_backward(&call, &mut scratch) }.unwrap();

@@ -13,20 +13,15 @@ fn refusals() {
     let nowhere = |heads, dim| RawTensor::compact(std::ptr::without_provenance_mut(64), Dtype::F32, 8, heads, dim);
     let range = Range::plain(0, 8, 0, 0);
     let rows = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::Only }];
+    let ranges = Ranges { q: &rows, k: &[range], pairs: &[0] };
     let good = Attend {
-        q: nowhere(4, 16),
-        k: nowhere(2, 16),
-        v: nowhere(2, 8),
-        running: RawTensor::NONE,
-        running_lse: RawTensor::NONE,
-        o: nowhere(4, 8),
         lse: nowhere(4, 1),
-        alibi_slopes: RawTensor::NONE,
-        sinks: RawTensor::NONE,
-        heads: HeadMap { q_offset: 0, kv_offset: 0, group: 2 },
-        score: score(16, UNLIMITED, 0),
-        ranges: Ranges { q: &rows, k: &[range], pairs: &[0] },
-        aligned: false,
+        ..Attend::new(
+            [nowhere(4, 16), nowhere(2, 16), nowhere(2, 8), nowhere(4, 8)],
+            HeadMap { q_offset: 0, kv_offset: 0, group: 2 },
+            score(16, UNLIMITED, 0),
+            ranges,
+        )
     };
     let mut scratch = Scratch::new(1);
     let mut refused = |call: Attend, text: &str| {

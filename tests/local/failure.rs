@@ -41,8 +41,9 @@ fn sizes_that_differ_fail_on_both_sides_and_for_good() {
     let cause = Cause::Size { ours: 3, theirs: 5 };
     assert_eq!(results[0].0, peer_error(0, "offer", 4, 1, Cause::Size { ours: 5, theirs: 3 }));
     assert_eq!(results[1].0, peer_error(1, "expect", 5, 0, cause));
-    assert_eq!(results[2].0, peer_error(2, "bystander", 6, 0, cause));
-    assert_eq!(results[2].1, peer_error(2, "agree", 0, 0, cause), "a failed group stays failed");
+    let between = Cause::Disagreed { with: 1 };
+    assert_eq!(results[2].0, peer_error(2, "bystander", 6, 0, between), "neither of the sizes is its own");
+    assert_eq!(results[2].1, peer_error(2, "agree", 0, 0, between), "a failed group stays failed");
 }
 
 /// Runs `world` ranks in a ring where `silent` does not take part, and returns the errors and how long they took.

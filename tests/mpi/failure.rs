@@ -60,7 +60,7 @@ pub fn sizes() {
             assert_eq!(next, peer_error(&rank, "next", 5, 1, there));
         }
         1 => assert_eq!(first, peer_error(&rank, "expect", 5, 0, here)),
-        _ => assert_eq!(first, peer_error(&rank, "bystander", 6, 0, here)),
+        _ => assert_eq!(first, peer_error(&rank, "bystander", 6, 0, Cause::Disagreed { with: 1 })),
     }
     if rank.rank() > 0 {
         assert_eq!(rank.poll(), first);
@@ -322,6 +322,23 @@ pub fn killed() {
     // Both need the dead one, rank 0 through rank 2.
     let result = exchange(&rank, label("wait", 3), &[], &mut [(if me == 0 { 2 } else { 1 }, &mut got)]);
     assert_eq!(late(&result, ("wait", 3)), (1, 1 << 20));
+    println!("{FINE}");
+    std::mem::forget((rank, comm, universe));
+    process::exit(3);
+}
+
+/// A process that ends right after an abort, as if killed: the others are told of the abort all the same.
+pub fn aborted_and_gone() {
+    let (universe, comm) = init();
+    let rank = Mpi::new(&comm, LONG).unwrap();
+    let (me, mut got) = (rank.rank(), [0_u8; 8]);
+    if me == 1 {
+        thread::sleep(Duration::from_millis(100));
+        rank.abort(Cause::Aborted);
+        process::abort();
+    }
+    let result = exchange(&rank, label("wait", 3), &[], &mut [(1, &mut got)]);
+    assert_eq!(result, peer_error(&rank, "wait", 3, 1, Cause::Aborted));
     println!("{FINE}");
     std::mem::forget((rank, comm, universe));
     process::exit(3);

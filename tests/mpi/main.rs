@@ -6,12 +6,13 @@
 //! exit code ends the trial. A name as an argument picks the trials whose names contain it; what takes more memory than a
 //! test should is played only then.
 //!
-//! - `launch`: how the processes are started and judged; `exchange`: what must work; `failure`: what must fail, and how;
+//! - `launch`: how the processes are started and judged; `exchange`: what must work; `failure`, `later_plan`: what must fail, and how;
 //!   `refusals`: what is refused from the start; `trials`: `-- --trials N [--seed S]`, jobs that go wrong at random;
 //!   `together`: of the example, what its ranks do after a run.
 
 mod exchange;
 mod failure;
+mod later_plan;
 mod launch;
 mod refusals;
 #[allow(dead_code, reason = "it is the example's, which uses all of it")]
@@ -38,6 +39,7 @@ const TRIALS: &[Trial] = &[
     Trial { name: "a_question_between_two_calls", world: 3, rank: failure::between_calls, ends: Ends::Well },
     Trial { name: "a_circle_of_waiting_ranks", world: 3, rank: failure::circle, ends: Ends::Well },
     Trial { name: "ranks_that_run_different_things", world: 3, rank: failure::different, ends: Ends::Well },
+    Trial { name: "another_plan_that_was_agreed_on", world: 3, rank: later_plan::named, ends: Ends::Well },
     Trial { name: "abort_and_a_new_group", world: 3, rank: failure::abort, ends: Ends::Well },
     Trial { name: "a_rank_that_leaves_is_said_to_have_left", world: 3, rank: failure::leaves, ends: Ends::Well },
     Trial { name: "a_process_stopped_for_a_while", world: 3, rank: failure::stopped_for_a_while, ends: Ends::Well },
@@ -45,6 +47,7 @@ const TRIALS: &[Trial] = &[
     Trial { name: "a_failed_group_lets_go_of_memory", world: 2, rank: failure::lets_go, ends: Ends::Well },
     Trial { name: "a_killed_process", world: 3, rank: failure::killed, ends: Ends::Survivors },
     Trial { name: "a_killed_process_ends_the_job", world: 3, rank: failure::killed, ends: Ends::Killed },
+    Trial { name: "an_abort_of_a_process_that_ends", world: 3, rank: failure::aborted_and_gone, ends: Ends::Survivors },
     Trial {
         name: "a_process_stopped_while_one_compares",
         world: 3,
@@ -66,6 +69,7 @@ const TRIALS: &[Trial] = &[
     Trial { name: "refused_before_and_after", world: 1, rank: refusals::before_and_after, ends: Ends::Well },
     #[cfg(feature = "capi")]
     Trial { name: "c_interface", world: 2, rank: refusals::c_interface, ends: Ends::Well },
+    Trial { name: "refused_other_versions", world: 3, rank: refusals::another_version, ends: Ends::Well },
     Trial { name: "refused_plans", world: 2, rank: refusals::plans, ends: Ends::Well },
 ];
 

@@ -146,6 +146,18 @@ pub fn c_interface() {
     println!("{FINE}");
 }
 
+/// Processes with another version of the library: all of them are told, before anything is exchanged.
+pub fn another_version() {
+    let (_universe, comm) = init();
+    let rank = Mpi::new(&comm, LONG).unwrap();
+    let me = rank.rank();
+    let (version, other) = if me == 2 { ("0.0.9", 0) } else { ("0.1.0", 2) };
+    let text = rank.same_version(version).unwrap_err().to_string();
+    let found = format!("cpattn of the group is {version} here, another on rank {other}, expected one version");
+    assert!(text.contains(&found) && text.contains("build all processes alike"), "{text}");
+    println!("{FINE}");
+}
+
 /// A communicator of the wrong size for a plan.
 pub fn plans() {
     let (_universe, comm) = init();
@@ -153,6 +165,7 @@ pub fn plans() {
     let plan = Plan::new(&problem, Mesh::ring(4).unwrap(), Layout::Contiguous).unwrap();
     let mut rank = Rank::new(Mpi::new(&comm, LONG).unwrap());
     let text = rank.prepare(&plan, Direction::Forward).unwrap_err().to_string();
-    assert!(text.contains('4') && text.contains('2'), "{text}");
+    let found = "mesh is ulysses 1 × ring 4 = 4 ranks, expected the transport's world of 2; plan for the world of the transport";
+    assert!(text.contains(found), "{text}");
     println!("{FINE}");
 }

@@ -51,8 +51,8 @@ fn plan(layout: Layout) -> Plan {
     Plan::new(&problem, Mesh::explicit(WORLD, 2, 2).unwrap(), layout).unwrap()
 }
 
-/// o of this rank.
-fn forward(rank: &mut Rank, plan: &Plan) -> Result<Vec<u32>> {
+/// o of this rank, of a plan of 256 tokens.
+pub fn forward(rank: &mut Rank, plan: &Plan) -> Result<Vec<u32>> {
     let (r, mut random) = (rank.rank(), fastrand::Rng::with_seed(3));
     let mut tensor = |side, heads: usize| {
         let all: Vec<f32> = (0..256 * heads * 16).map(|_| random.f32() - 0.5).collect();

@@ -3,7 +3,7 @@
 
 use cpattn::{
     Batch, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Side,
-    plan::{Circulate, Wire},
+    plan::{Circulate, Gather, Wire},
     schedule::{AllToAll, Way},
 };
 use proptest::prelude::*;
@@ -32,7 +32,8 @@ fn options() -> impl Strategy<Value = Options> {
     let circulate = prop_oneof![Just(Circulate::Auto), Just(Circulate::Keys), Just(Circulate::Queries)];
     // Most of them numbers that any problem has.
     let passes = prop_oneof![8 => Just(1usize), 2 => 2usize..4, 1 => Just(0)];
-    (any::<bool>(), passes, circulate, any::<bool>(), 0..4, any::<bool>()).prop_map(
+    let gather = prop_oneof![Just(Gather::Auto), Just(Gather::Steps), Just(Gather::Others), Just(Gather::Together)];
+    (gather, passes, circulate, any::<bool>(), 0..4, any::<bool>()).prop_map(
         |(gather, passes, circulate, bf16, reproducible, pack)| {
             Options::new()
                 .gather(gather)

@@ -56,7 +56,7 @@ pub fn create_plan(w: &mut World, b: &mut Bytes) {
         passes: b.below(4) as u32,
         circulate: b.number(3) as i32,
         wire: b.number(2) as i32,
-        gather: b.number(2) as i32,
+        gather: b.number(4) as i32,
         reproducible: b.number(2) as i32,
         pack_inputs: b.number(2) as i32,
         reserved: 0,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""For PyTorch: `Context` and `Batch` are what a training job needs, `attention` and `GlooTransport` the parts of them."""
+"""For PyTorch. A training job needs `Context` and `Batch`; `attention` and `GlooTransport` are the parts they use."""
 
 from .attention import attention
 from .context import Batch, Context

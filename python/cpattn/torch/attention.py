@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._check import instance, whole
 from ..errors import InvalidArgument, Unsupported
 from ..plan import Dtype, Plan
 from ..rank import Rank
@@ -28,13 +29,21 @@ def attention(
     device: torch.device = CPU,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of this rank's tokens to the whole batch: q [tokens, heads, head_dim], k and v likewise with kv heads, to o.
+    """Attention of this rank's q tokens to the whole batch. Differentiable once.
 
-    All ranks of the plan call it, in the same order, and so for the backward. `number` is this rank's, and its tensors
-    are on `device`; on a CUDA device the work is put on the current stream. The gradient of
-    `sinks`, which is a sum over all ranks, goes to rank 0, and zeros to the others: gradients of parameters are summed over
-    ranks by whoever trains.
+    Shapes, with this rank's numbers of tokens: q [q tokens, heads, head_dim], k [k tokens, kv_heads, head_dim],
+    v [k tokens, kv_heads, value_dim], sinks [heads] (f32); the result o is [q tokens, heads, value_dim].
+
+    All ranks of the plan call it in the same order; the same holds for the backward. `number` is this rank's number. All
+    tensors are on `device`; on a CUDA device the work is enqueued on the current stream. The gradient of `sinks`, a sum
+    over all ranks, is returned on rank 0 and is zero on the others, since the training loop sums gradients of parameters
+    over the ranks.
+
+    Raises InvalidArgument for a tensor of another device, dtype, layout or shape, and the errors of `Rank.forward`.
     """
+    instance("rank", rank, Rank)
+    instance("device", device, torch.device, "a torch.device is needed")
+    number = whole("number", number, 0, instance("plan", plan, Plan).world - 1)
     inputs = {"q": q, "k": k, "v": v, **({} if sinks is None else {"sinks": sinks})}
     for name, tensor in inputs.items():
         dense(name, tensor)
@@ -47,16 +56,14 @@ def attention(
 
 
 def dense(name: str, tensor: Any) -> None:
-    """Refuses what is no tensor of numbers that lie in memory one by one."""
-    if not isinstance(tensor, Tensor):
-        raise InvalidArgument(f"{name} is {tensor!r}, a tensor is needed")
-    if tensor.layout != torch.strided or tensor.is_nested:
+    """Raises InvalidArgument if the argument is not a dense (torch.strided) tensor."""
+    if instance(name, tensor, Tensor, "a tensor is needed").layout != torch.strided or tensor.is_nested:
         kind = "a nested tensor" if tensor.is_nested else f"of the layout {tensor.layout}"
         raise InvalidArgument(f"{name} is {kind}, torch.strided is needed: see {name}.to_dense()")
 
 
 def _stream(tensor: Tensor) -> int | None:
-    """The stream that PyTorch puts its own work on."""
+    """PyTorch's current stream."""
     if not tensor.is_cuda:
         return None
     stream: int = torch.cuda.current_stream(tensor.device).cuda_stream
@@ -69,7 +76,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, rank: Rank, number: int, plan: Plan
     ) -> Tensor:
         tokens = plan.share(number).q_tokens
-        # What travels must be compact; a tensor that is, is not copied.
+        # Tensors that are sent must be compact; compact ones are not copied.
         inputs = [x.detach().contiguous() for x in (q, k, v)]
         learned = None if sinks is None else sinks.detach().contiguous()
         o = torch.empty(tokens, plan.heads, plan.value_dim, dtype=q.dtype, device=q.device)
@@ -86,7 +93,7 @@ class _Attention(torch.autograd.Function):
         with torch.no_grad():
             gradients = _Attention._gradients(ctx, d_o)
         if twice:
-            # They depend on an anchor, and so are no constants.
+            # They depend on the anchor, so that PyTorch does not treat them as constants.
             given = [g for g in gradients if g is not None]
             gradients = [*_Once.apply(torch.empty(0, requires_grad=True), *given), None][:4]  # type: ignore[no-untyped-call]
         return *gradients, None, None, None
@@ -118,8 +125,8 @@ class _Attention(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """Gradients, as they are, that have no gradients themselves. PyTorch's `once_differentiable` raises an error of its own,
-    and lets them pass for constants where `d_o` is one."""
+    """The identity on gradients, with a backward that raises. PyTorch's `once_differentiable` raises another error, and
+    treats the gradients as constants if `d_o` is one."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:

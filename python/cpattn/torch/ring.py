@@ -3,7 +3,7 @@
 
     torchrun --nproc-per-node 4 -m cpattn.torch.ring --timeout 20
 
-prints how fast each link is; where one fails each rank says which, and what to try, and the exit code is 1.
+prints latency and rate of each link. If a link fails, each rank prints which one and what to try, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .gloo import check_ring
 
 
 def main() -> int:
-    """What the module does as a program."""
+    """The program: returns the exit code."""
     parser = argparse.ArgumentParser(description="Checks the links between the processes that torchrun started, over gloo.")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds without an answer (60)")
-    parser.add_argument("--bytes", type=int, default=4 << 20, help="of the large message (4194304)")
+    parser.add_argument("--timeout", type=float, default=60.0, help="timeout in seconds (default: 60)")
+    parser.add_argument("--bytes", type=int, default=4 << 20, help="size of the large message in bytes (default: 4194304)")
     given = parser.parse_args()
     if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         print(f"{missing[0]} is not set: start this with torchrun --nproc-per-node N -m cpattn.torch.ring", file=sys.stderr)
@@ -33,7 +33,7 @@ def main() -> int:
         links = check_ring(timeout=given.timeout, bytes=given.bytes)
     except Error as error:
         print(f"rank {dist.get_rank()}: {error}", *([f"({error.__cause__})"] if error.__cause__ else []), file=sys.stderr, flush=True)
-        # Not through the end of a group with a rank that is dead or stopped.
+        # A normal exit could wait for a rank that is dead or stopped.
         os._exit(1)
     if dist.get_rank() == 0:
         print(table(links), flush=True)

@@ -10,9 +10,13 @@
 //! rounding error grows with the square root of the run and not of the document. Runs end at positions that are
 //! multiples of [`FLUSH`] when the call is aligned.
 
+use super::convert::runs::sum;
+use super::convert::{Convert, VectorLoop, on_best, streams};
+use super::rows::address;
 use super::simd::{Real, Vector};
-use super::tile::{Lanes, Scoring};
-use crate::element::Accumulator;
+use super::tile::{Lanes, Scoring, at};
+use crate::call::{AttendBackward, RawTensor};
+use crate::element::{Accumulator, Dtype};
 
 /// Positions (or rows, where a call is not aligned) in the first stage of a sum; a multiple of a tile's keys.
 pub(super) const FLUSH: i64 = 512;
@@ -52,6 +56,46 @@ pub(super) fn flush<A: Real>(total: &mut [A], part: &mut [A]) {
     for (t, p) in total.iter_mut().zip(part) {
         *t = *t + *p;
         *p = A::ZERO;
+    }
+}
+
+/// Zeros in the rows of dq that units will add to, but for those that hold a value already.
+///
+/// # Safety
+/// The rows of the q ranges lie within dq, whose elements are `A`s and which nothing else accesses.
+pub(super) unsafe fn clear_queries<A: Real>(call: &AttendBackward) {
+    let ranges = call.ranges.q.iter().filter(|q| !q.mode.continues()).map(|q| q.range);
+    let rows = ranges.clone().flat_map(|range| (0..i64::from(range.len)).map(move |i| range.row + i));
+    let places = rows.flat_map(|row| (0..call.q.heads).map(move |head| (row, head)));
+    if A::DTYPE == Dtype::F32 && streams(&call.dq, ranges.map(|range| u64::from(range.len)).sum()) {
+        // SAFETY: rows and heads lie within dq, whose elements are f32 (the contract).
+        return unsafe { on_best(&Zeros { dq: &call.dq, places }) };
+    }
+    for (row, head) in places {
+        // SAFETY: as above, of elements that are `A`s.
+        unsafe { core::slice::from_raw_parts_mut(at::<A>(&call.dq, row, head), call.dq.dim as usize) }.fill(A::ZERO);
+    }
+}
+
+/// Zeros around the caches.
+struct Zeros<'a, I> {
+    dq: &'a RawTensor,
+    /// Rows and heads.
+    places: I,
+}
+
+impl<I: Iterator<Item = (i64, u32)> + Clone> VectorLoop for Zeros<'_, I> {
+    #[inline(always)]
+    unsafe fn run<V: Convert>(&self) {
+        for (row, head) in self.places.clone() {
+            // SAFETY: the row lies within dq, of f32, and nothing else accesses it (the contract of `clear_queries`).
+            unsafe {
+                let to = (address(self.dq, row, head), Dtype::F32);
+                sum::<V>(to, core::iter::empty(), self.dq.dim as usize, true);
+            }
+        }
+        // SAFETY: the instruction set of V is present (the contract).
+        unsafe { V::finished() };
     }
 }
 

@@ -40,9 +40,9 @@ pub(super) struct Choice<'a> {
 #[derive(Clone, Copy)]
 struct Rule<'a> {
     ranges: Ranges<'a>,
-    /// The q ranges of a document follow each other. Where they do not, all ranges of the call decide together.
-    sorted: bool,
     by: By<'a>,
+    /// What all ranges of the call together decide, where those of a document need not follow each other.
+    together: Option<bool>,
 }
 
 #[derive(Clone, Copy)]
@@ -95,7 +95,10 @@ impl<'a> Choice<'a> {
 
     /// By a rule, without one where it says the same of all documents.
     fn by(ranges: Ranges<'a>, by: By<'a>, isa: Isa) -> Self {
-        let rule = Rule { ranges, sorted: ranges.q.is_sorted_by_key(|q| q.range.doc), by };
+        let mut rule = Rule { ranges, by, together: None };
+        if !ranges.q.is_sorted_by_key(|q| q.range.doc) {
+            rule.together = Some(rule.decides(ranges.q));
+        }
         let some = |isa, tiles| Documents { isa, rule: Some((rule, tiles)), last: None };
         let (mut on_tiles, vectors) = (some(isa, true), some(Isa::Avx512, false));
         let mut docs = ranges.q.iter().map(|q| on_tiles.has(q.range.doc));
@@ -135,29 +138,28 @@ impl Documents<'_> {
 
 impl Rule<'_> {
     fn tiles(&self, doc: u32) -> bool {
+        let known = match self.by {
+            By::Lengths { known, .. } => known.get(doc as usize).copied(),
+            By::Rows => None,
+        };
+        known.or(self.together).unwrap_or_else(|| self.decides(QRange::of_document(self.ranges.q, doc)))
+    }
+
+    /// What these q ranges decide.
+    fn decides(&self, q: &[QRange]) -> bool {
         match self.by {
-            By::Lengths { known, score, group } => known.get(doc as usize).copied().unwrap_or_else(|| {
+            By::Lengths { score, group, .. } => {
                 let seen = |q: &QRange| {
                     let pairs = &self.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
                     pairs.iter().map(|&k| u64::from(self.ranges.k[k as usize].len)).sum()
                 };
-                tiles_pay(self.rows(doc).iter().map(|q| [u64::from(q.range.len), seen(q)]), &score, group)
-            }),
+                tiles_pay(q.iter().map(|q| [u64::from(q.range.len), seen(q)]), &score, group)
+            }
             By::Rows => {
-                let lengths = || self.rows(doc).iter().map(|q| u128::from(q.range.len));
+                let lengths = || q.iter().map(|q| u128::from(q.range.len));
                 lengths().map(|len| len * len).sum::<u128>() >= FEW * lengths().sum::<u128>()
             }
         }
-    }
-
-    /// The q ranges that decide.
-    fn rows(&self, doc: u32) -> &[QRange] {
-        let q = self.ranges.q;
-        if !self.sorted {
-            return q;
-        }
-        let begin = q.partition_point(|r| r.range.doc < doc);
-        &q[begin..begin + q[begin..].partition_point(|r| r.range.doc == doc)]
     }
 }
 
@@ -176,64 +178,21 @@ pub(super) fn tiles_pay(lengths: impl Iterator<Item = [u64; 2]>, score: &Score, 
 
 #[cfg(test)]
 mod tests {
+    use super::super::shapes::calls;
     use super::*;
-    use crate::call::{HeadMap, Mode, Range, RawTensor};
     use crate::element::Dtype;
     use alloc::vec::Vec;
 
     /// The documents on tiles, and on vectors, of those with so many tokens, forward and backward.
     fn chosen(lengths: &[(u32, u32)], dtype: Dtype, aligned: bool, known: &[bool]) -> [[Vec<u32>; 2]; 2] {
-        let k: Vec<Range> = lengths.iter().map(|&(doc, len)| Range::plain(0, len, 0, doc)).collect();
-        let q: Vec<QRange> = (0..)
-            .zip(&k)
-            .map(|(i, &range)| QRange { range, keys_begin: i, keys_end: i + 1, mode: Mode::Only })
-            .collect();
-        let pairs: Vec<u32> = (0..k.len() as u32).collect();
-        let ranges = Ranges { q: &q, k: &k, pairs: &pairs };
-        let none = RawTensor::NONE;
-        let tensor = RawTensor { dtype, ..none };
-        let score = Score { scale: 1.0, softcap: 0.0, window_left: i64::MAX, window_right: 0 };
-        let heads = HeadMap { q_offset: 0, kv_offset: 0, group: 2 };
-        let forward = Attend {
-            q: tensor,
-            k: tensor,
-            v: tensor,
-            running: none,
-            running_lse: none,
-            o: none,
-            lse: none,
-            alibi_slopes: none,
-            sinks: none,
-            heads,
-            score,
-            ranges,
-            aligned,
-        };
-        let backward = AttendBackward {
-            q: tensor,
-            k: tensor,
-            v: tensor,
-            d_o: tensor,
-            lse: none,
-            delta: none,
-            dq: none,
-            dk: none,
-            dv: none,
-            accumulate_keys: false,
-            per_q_head: false,
-            gradients: Gradients::All,
-            alibi_slopes: none,
-            heads,
-            score,
-            ranges,
-            aligned,
-        };
         let list = |of: Option<Documents>| {
             let mut of = of.map_or(Vec::new(), |of| Vec::from([of]));
             of.iter_mut().flat_map(|of| lengths.iter().map(|x| x.0).filter(|&doc| of.has(doc))).collect()
         };
-        [Choice::forward(&forward, Isa::Amx, known), Choice::backward(&backward, Isa::Amx, known)]
-            .map(|choice| [list(choice.tiles), list(choice.vectors)])
+        calls(lengths, (dtype, 2, 1), (i64::MAX, 0), aligned, |forward, backward| {
+            [Choice::forward(forward, Isa::Amx, known), Choice::backward(backward, Isa::Amx, known)]
+                .map(|choice| [list(choice.tiles), list(choice.vectors)])
+        })
     }
 
     #[test]

@@ -12,7 +12,7 @@
 use super::arena::{KEYS, row};
 use super::panel::{any_non_finite, is_zero, to_lanes};
 use super::product::{Gemm, Skip, Store};
-use super::rows::widen;
+use super::rows::{narrow, widen};
 use super::simd::{Real, Vector};
 use super::tile::{Lanes, Scores, at, product};
 use crate::call::RawTensor;
@@ -103,6 +103,14 @@ pub(super) trait Engine {
         keys: Range<usize>,
         width: usize,
     );
+
+    /// Rounds a row of results to a row of `t`, around the caches if that is to `stream` ([`streams`](super::convert::streams)
+    /// says so).
+    #[inline(always)]
+    unsafe fn write(row: &[Self::Sum], t: &RawTensor, token: i64, head: u32, _stream: bool) {
+        // SAFETY: token and head lie within `t`, whose row is this worker's alone.
+        unsafe { narrow(row, t, token, head) }
+    }
 
     /// Scores and p of a whole panel whose scores are plain and finite with the keys of a range of whole blocks, as
     /// [`Engine::scores`] and the softmax do it, and in between the products that were put off, and the first

@@ -38,6 +38,8 @@ pub(super) struct Forward<'a, A> {
     /// Few rows with few keys may be multiplied as they lie. Their scores are then rounded in another way than those of the
     /// backward, which counts where nothing else is rounded.
     pub few: bool,
+    /// o is large: it is written around the caches.
+    pub stream: bool,
     pub sums: PhantomData<A>,
 }
 
@@ -366,7 +368,8 @@ impl<A: Real> Forward<'_, A> {
                 let alpha = t.alpha.as_mut_ptr().add(lane);
                 changed |= scores.run::<E>(lane, range.clone(), s, p, m.add(lane), l.add(lane), alpha);
             }
-            if changed {
+            // Before its first keys the sums of a panel are zeros.
+            if changed && met {
                 rescale::<E::V>(o, dv, E::PANEL, width, t.alpha.as_ptr());
             }
             E::weigh(&v, s, p, o, range.clone(), width);
@@ -445,7 +448,7 @@ impl<A: Real> Forward<'_, A> {
                         }
                         lse.lse = with_sink;
                     }
-                    narrow(row, &c.o, token, head);
+                    E::write(row, &c.o, token, head, self.stream);
                     *at::<A>(&c.lse, token, head) = lse.lse;
                 } else {
                     narrow(row, &c.running, token, head);

@@ -3,7 +3,9 @@
 //!
 //! Units of a document and a kv head add to the same rows of dq, one after another. Several workers therefore take the blocks
 //! of several heads in turn, so that they do not wait for each other; one worker takes all blocks of a head first, whose
-//! q and do then stay in its cache. Bits do not depend on it: the blocks of a head have one order.
+//! q and do then stay in its cache. Under a window a block reads few rows of q and do, and the next one few of them again: there,
+//! where heads lie side by side, blocks of all heads are taken in turn, which read and write the same pages. Bits do not depend
+//! on it: the blocks of a head have one order.
 
 use super::choice::Documents;
 use super::stream::KeyStream;
@@ -25,6 +27,8 @@ pub(super) struct KeyUnits<'a> {
     at: usize,
     blocks: Option<usize>,
     base: usize,
+    /// The keys from the last block on that was asked for, with the first range of its document and its number.
+    walked: Option<(usize, usize, KeyStream<'a>)>,
 }
 
 pub(super) struct KeyUnit {
@@ -49,8 +53,10 @@ impl<'a> KeyUnits<'a> {
     ) -> Self {
         let (k, kv_heads) = (call.ranges.k, call.k.heads as usize);
         let sorted = k.is_sorted_by_key(|r| r.doc);
-        let turns = kv_heads.min(workers).max(1);
-        Self { k, documents, kv_heads, turns, tiles, aligned, sorted, at: 0, blocks: None, base: 0 }
+        let beside = call.k.head_stride.unsigned_abs() < call.k.token_stride.unsigned_abs();
+        let window = call.score.window_left.max(call.score.window_right) < i64::MAX;
+        let turns = if beside && window { kv_heads } else { kv_heads.min(workers) }.max(1);
+        Self { k, documents, kv_heads, turns, tiles, aligned, sorted, at: 0, blocks: None, base: 0, walked: None }
     }
 
     pub(super) fn next(&mut self, counter: &AtomicUsize) -> Option<KeyUnit> {
@@ -84,5 +90,19 @@ impl<'a> KeyUnits<'a> {
             self.blocks = None;
         }
         None
+    }
+
+    /// The keys of a unit, and those behind. A worker's blocks of a document mostly follow each other, so that it walks over the
+    /// keys once, and not from the start for each block.
+    pub(super) fn keys(&mut self, unit: &KeyUnit) -> KeyStream<'a> {
+        let (from, mut keys) = match self.walked.take() {
+            Some((first, block, keys)) if first == unit.first && block <= unit.block => (block, keys),
+            _ => (0, KeyStream::document(self.k, unit.first)),
+        };
+        for _ in from * self.tiles..unit.block * self.tiles {
+            keys.fill(self.aligned, |_| ());
+        }
+        self.walked = Some((unit.first, unit.block, keys.clone()));
+        keys
     }
 }

@@ -12,12 +12,12 @@ use super::choice::Documents;
 use super::dq_order::{DqOrder, DqTurn};
 use super::engine::{Dense, Engine};
 use super::job::{Job, Machine};
-use super::key_units::{KeyUnit, KeyUnits};
+use super::key_units::KeyUnits;
 use super::panel::{any_non_finite, to_lanes};
 use super::product::{Gemm, Skip, Store};
 use super::row_blocks::readers;
 use super::simd::{Real, Vector};
-use super::stream::{KeyStream, KeyTile};
+use super::stream::KeyTile;
 use super::tile::{Cover, Lanes, Scoring, at, product};
 use crate::call::{AttendBackward, QRange};
 use core::marker::PhantomData;
@@ -110,19 +110,11 @@ impl<A: Real> Keys<'_, A> {
         let k = c.ranges.k;
         let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);
         let mut units = KeyUnits::new(c, self.documents, 1, c.aligned, self.workers);
-        while let Some(KeyUnit { index, before, first, kv, block }) = units.next(next) {
-            let turn = self.order.begin(index, before.filter(|_| self.queries));
-            let doc = k[first].doc;
-            let q = if q_sorted {
-                let begin = c.ranges.q.partition_point(|r| r.range.doc < doc);
-                &c.ranges.q[begin..begin + c.ranges.q[begin..].partition_point(|r| r.range.doc == doc)]
-            } else {
-                c.ranges.q
-            };
-            let mut stream = KeyStream::document(k, first);
-            for _ in 0..block {
-                stream.fill(c.aligned, |_| ());
-            }
+        while let Some(unit) = units.next(next) {
+            let turn = self.order.begin(unit.index, unit.before.filter(|_| self.queries));
+            let (doc, kv) = (k[unit.first].doc, unit.kv);
+            let q = if q_sorted { QRange::of_document(c.ranges.q, doc) } else { c.ranges.q };
+            let mut stream = units.keys(&unit);
             // Most steps of a ring reach a part of the keys; adding 0 to the others costs as much as reading them.
             let next = tiles.keys.next(&mut stream, c.aligned, false);
             if !next || (c.accumulate_keys && !self.reached(&mut tiles, q, doc)) {

@@ -74,6 +74,8 @@ mod queries;
 mod row_blocks;
 mod rows;
 mod scratch;
+#[cfg(test)]
+mod shapes;
 mod simd;
 mod small;
 mod softmax;
@@ -139,11 +141,13 @@ pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
 unsafe fn forward<A: Machine>(call: &Attend, isa: Isa, crew: Crew<'_>) {
     let (dtype, workers) = (call.q.dtype, crew.workers());
     let choice = Choice::forward(call, isa, crew.documents);
+    let finished = call.ranges.q.iter().filter(|q| q.mode.finishes());
+    let stream = convert::streams(&call.o, finished.map(|q| u64::from(q.range.len)).sum());
     let units = [choice.tiles, choice.vectors].map(|documents| {
         documents.map(|documents| {
             let (isa, lanes) = (documents.isa, row_blocks::lanes(call, documents, workers));
             let few = isa.roundoff(dtype) > 0.0;
-            Units::new(forward::Forward::<A> { call, documents, lanes, few, sums: PhantomData }, isa, dtype)
+            Units::new(forward::Forward::<A> { call, documents, lanes, few, stream, sums: PhantomData }, isa, dtype)
         })
     });
     crew.run(&|lines| {
@@ -183,18 +187,8 @@ unsafe fn gradients<A: Machine>(call: &AttendBackward, isa: Isa, mut crew: Crew<
         crew.again().run(&|lines| unsafe { units.work(lines) });
     }
     if together {
-        for q in call.ranges.q.iter().filter(|q| !q.mode.continues()) {
-            for i in 0..i64::from(q.range.len) {
-                for h in 0..call.q.heads {
-                    // SAFETY: rows and heads are within dq (checked).
-                    let row = unsafe {
-                        let row = tile::at::<A>(&call.dq, q.range.row + i, h);
-                        core::slice::from_raw_parts_mut(row, call.q.dim as usize)
-                    };
-                    row.fill(A::ZERO);
-                }
-            }
-        }
+        // SAFETY: as above.
+        unsafe { backward::clear_queries::<A>(call) };
     }
     if call.gradients == Gradients::Queries {
         return;
@@ -350,40 +344,9 @@ mod tests {
         let ranges = Ranges { q: &rows, k: &[range], pairs: &[0] };
         let heads = HeadMap { q_offset: 0, kv_offset: 0, group: 1 };
         let none = RawTensor::NONE;
-        let backward = AttendBackward {
-            q,
-            k,
-            v,
-            d_o,
-            lse,
-            delta,
-            dq,
-            dk,
-            dv,
-            accumulate_keys: false,
-            per_q_head: false,
-            gradients: Gradients::All,
-            alibi_slopes: none,
-            heads,
-            score,
-            ranges,
-            aligned: false,
-        };
-        let forward = Attend {
-            q,
-            k,
-            v,
-            running,
-            running_lse,
-            o: none,
-            lse,
-            alibi_slopes: none,
-            sinks: none,
-            heads,
-            score,
-            ranges,
-            aligned: false,
-        };
+        let backward =
+            AttendBackward { lse, delta, dq, dk, dv, ..AttendBackward::new([q, k, v, d_o], heads, score, ranges) };
+        let forward = Attend { running, running_lse, lse, ..Attend::new([q, k, v, none], heads, score, ranges) };
         let dims = check::attend(&forward).unwrap();
         let mut scratch = Scratch::new(1);
         scratch.reserve(&dims);
@@ -406,6 +369,7 @@ mod tests {
                 documents,
                 lanes: [arena::LANES; 2],
                 few: false,
+                stream: false,
                 sums: PhantomData,
             }
             .work::<Dense<V>>(lines, &AtomicUsize::new(0));

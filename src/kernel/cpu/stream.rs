@@ -37,6 +37,7 @@ pub(super) struct TileRun {
 }
 
 /// The k ranges still to come.
+#[derive(Clone)]
 enum Rest<'a> {
     /// Indices into the k ranges.
     Pairs(&'a [u32]),
@@ -45,6 +46,7 @@ enum Rest<'a> {
 }
 
 /// The keys that some q rows attend to: k ranges in order, cut to the positions `lo..=hi`.
+#[derive(Clone)]
 pub(super) struct KeyStream<'a> {
     k: &'a [Range],
     rest: Rest<'a>,

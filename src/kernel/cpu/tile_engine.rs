@@ -22,13 +22,15 @@ use super::amx::{configure, release};
 use super::amx_interleaved::{Later, Panel, put};
 use super::amx_product::{PANEL, TILE, scores_of, values_of};
 use super::arena::KEYS;
+use super::convert::runs::sum;
 use super::engine::{Engine, Operands, Values};
 use super::forms::Form;
 use super::not_finite::{not_finite, row_by_row};
-use super::rows::address;
+use super::rows::{address, narrow};
 use super::tile::{Lanes, Scores};
 use super::x86::transpose16;
 use crate::call::RawTensor;
+use crate::element::Dtype;
 use core::arch::x86_64::*;
 use core::marker::PhantomData;
 use core::ops::Range;
@@ -115,6 +117,36 @@ const fn pairs(first: u16) -> [u16; 32] {
     index
 }
 
+/// Prefetches the rows of some lanes: with `_MM_HINT_T0` into the L1 cache, with `_MM_HINT_T1` into the L2 cache. Outlined,
+/// because it would be inlined into the kernel of every form.
+///
+/// # Safety
+/// Rows and heads of the lanes lie within `t`, whose memory is valid.
+#[inline(never)]
+pub(super) unsafe fn prefetch_lanes<const HINT: i32>(t: &RawTensor, lanes: &Lanes<f32>, which: Range<usize>) {
+    for lane in which {
+        // SAFETY: row and head lie within the tensor (the contract); a prefetch may have any address.
+        unsafe {
+            let row = address(t, lanes.row[lane], lanes.head[lane]);
+            for line in (0..t.dim as usize * t.dtype.size()).step_by(64) {
+                _mm_prefetch::<HINT>(row.wrapping_add(line).cast());
+            }
+        }
+    }
+}
+
+/// Rounds a row of results around the caches. Outlined, because it would be inlined into the kernel of every form.
+///
+/// # Safety
+/// AVX-512 is present, `to` is valid for writes of as many elements as `row` has, and nothing else accesses them.
+#[inline(never)]
+#[target_feature(enable = "avx512f,avx512dq,avx2,fma")]
+unsafe fn store_around_caches(row: &[f32], to: *mut u8, dtype: Dtype) {
+    let from = (row.as_ptr().cast_mut().cast(), Dtype::F32);
+    // SAFETY: the contract, and a row that is only read.
+    unsafe { sum::<__m512>((to, dtype), core::iter::once(from), row.len(), true) }
+}
+
 impl<H: Form> Engine for TileEngine<H> {
     type Sum = f32;
     type V = __m512;
@@ -152,6 +184,8 @@ impl<H: Form> Engine for TileEngine<H> {
 
     #[inline(always)]
     unsafe fn leave() {
+        // SAFETY: part of every x86-64. What was written around the caches is there for other threads from now on.
+        unsafe { _mm_sfence() };
         if H::MATRIX_UNIT {
             // SAFETY: AMX is present.
             unsafe { release() }
@@ -205,9 +239,14 @@ impl<H: Form> Engine for TileEngine<H> {
         unsafe {
             let mut largest = _mm512_setzero_si512();
             for tile in 0..PANEL / 16 {
+                // The rows of the next tile, and of this one if none came before it: read a line of each row after another, each
+                // line would be waited for.
+                let here = first + 16 * tile;
+                let asked = if here == 0 { 0 } else { here + 16 };
+                prefetch_lanes::<_MM_HINT_T0>(t, lanes, asked..(here + 32).min(lanes.n));
                 for i in 0..deep {
                     for l in 0..16 {
-                        let lane = first + 16 * tile + l;
+                        let lane = here + l;
                         let mut x = [_mm512_setzero_si512(); 3];
                         if lane < lanes.n {
                             x = H::load(address(t, lanes.row[lane], lanes.head[lane]), 32 * i, dim);
@@ -265,6 +304,18 @@ impl<H: Form> Engine for TileEngine<H> {
         if !v.finite {
             // SAFETY: as above.
             unsafe { not_finite::<H>(v, p, o, keys) };
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn write(row: &[f32], t: &RawTensor, token: i64, head: u32, stream: bool) {
+        // SAFETY: token and head lie within `t`, whose row is this worker's alone.
+        unsafe {
+            if stream {
+                store_around_caches(row, address(t, token, head), t.dtype);
+            } else {
+                narrow(row, t, token, head);
+            }
         }
     }
 

@@ -114,70 +114,9 @@ pub fn balance(units: &[WorkUnit], workers: usize) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::shapes::{calls, each};
     use super::*;
-    use crate::call::{Gradients, HeadMap, Mode, QRange, Ranges, RawTensor};
     use crate::element::Dtype;
-    use alloc::vec;
-
-    /// What `f` makes of a forward and a backward call over documents of these lengths.
-    fn calls<T>(
-        lengths: &[u32],
-        (dtype, q_heads, kv_heads): (Dtype, u32, u32),
-        (left, right): (i64, i64),
-        f: impl FnOnce(&Attend, &AttendBackward) -> T,
-    ) -> T {
-        let (mut k, mut row) = (vec![], 0);
-        for (doc, &len) in lengths.iter().enumerate() {
-            k.push(Range::plain(row, len, 0, doc as u32));
-            row += i64::from(len);
-        }
-        let q: Vec<QRange> = (0..)
-            .zip(&k)
-            .map(|(i, &range)| QRange { range, keys_begin: i, keys_end: i + 1, mode: Mode::Only })
-            .collect();
-        let pairs: Vec<u32> = (0..k.len() as u32).collect();
-        let ranges = Ranges { q: &q, k: &k, pairs: &pairs };
-        let tensor = |heads| RawTensor::compact(core::ptr::null_mut(), dtype, row as u64, heads, 64);
-        let none = RawTensor::NONE;
-        let heads = HeadMap { q_offset: 0, kv_offset: 0, group: q_heads / kv_heads };
-        let score = Score { scale: 1.0, softcap: 0.0, window_left: left, window_right: right };
-        let (q, k) = (tensor(q_heads), tensor(kv_heads));
-        let forward = Attend {
-            q,
-            k,
-            v: k,
-            running: none,
-            running_lse: none,
-            o: q,
-            lse: none,
-            alibi_slopes: none,
-            sinks: none,
-            heads,
-            score,
-            ranges,
-            aligned: false,
-        };
-        let backward = AttendBackward {
-            q,
-            k,
-            v: k,
-            d_o: q,
-            lse: none,
-            delta: none,
-            dq: none,
-            dk: none,
-            dv: none,
-            accumulate_keys: false,
-            per_q_head: false,
-            gradients: Gradients::All,
-            alibi_slopes: none,
-            heads,
-            score,
-            ranges,
-            aligned: false,
-        };
-        f(&forward, &backward)
-    }
 
     /// Whatever the units, together they are all pairs of the mask, once.
     #[test]
@@ -189,7 +128,7 @@ mod tests {
             (9, lengths.iter().map(|&n| (0..u64::from(n)).map(|i| (i + 1).min(10)).sum::<u64>()).sum()),
         ] {
             for dtype in [Dtype::F32, Dtype::Bf16] {
-                calls(&lengths, (dtype, 8, 2), (window, 0), |forward, backward| {
+                calls(&each(&lengths), (dtype, 8, 2), (window, 0), false, |forward, backward| {
                     // Tiles are walked where there are some.
                     let vectors = |isa: &Isa| matches!(isa, Isa::Portable | Isa::Neon | Isa::Avx2 | Isa::Avx512);
                     for isa in Isa::ALL.into_iter().filter(|isa| cfg!(target_arch = "x86_64") || vectors(isa)) {
@@ -214,7 +153,7 @@ mod tests {
         let cases = [(4096, 8, i64::MAX, [1.05, 1.05, 1.05, 1.05]), (512, 16, 0, [1.1, 1.5, 1.1, 1.8])];
         for (len, heads, right, most) in cases {
             let (lengths, kv_heads) = ([len], heads);
-            calls(&lengths, (Dtype::F32, heads, kv_heads), (i64::MAX, right), |forward, backward| {
+            calls(&each(&lengths), (Dtype::F32, heads, kv_heads), (i64::MAX, right), false, |forward, backward| {
                 for (i, workers) in [16, 64].into_iter().enumerate() {
                     let found = balance(&forward_units(forward, Isa::Avx512, workers), workers);
                     assert!(found <= most[i], "{lengths:?}, {workers} workers forward: {found}");

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Bases: what a run brings the addresses of.
+//! Bases: the memory whose addresses are known only when a run begins.
 //!
-//! What a plan fixes is made before it is said where the workspace and the caller's tensors will be, nor what strides
-//! these will have. Until then an address is a *symbol*: the number of a base, and how far behind its beginning. Base 0 is
-//! the workspace; the others are the caller's tensors, which symbols take to be compact, so that row and head can be told
-//! from the distance. A symbol is no address that a device has, and is never used as one.
+//! A plan is prepared before the addresses of the workspace and of the caller's tensors, and their strides, are known.
+//! Until then an address is a *symbol*: the number of a base and an offset. Base 0 is the workspace; the others are the
+//! caller's tensors, which symbols take to be compact, so that row and head can be told from the distance. A symbol is
+//! no address that a device has, and is never used as one.
 
 use super::params::{BASES, Tensor};
 use crate::call::RawTensor;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The scheduler metadata of the fused backward, in which tiles of keys add to the dq of one tile of q rows one after the other.
 //!
-//! Which tile waits for which is found on the device (`ptx/dq_semaphore.cuh`): tiles of keys add in the order of k runs and of rows,
-//! each waits for the one before it that meets the same q rows. The host owes it three things. *Which tiles meet* must be the same
-//! for both, since q tiles that nothing is added to are written with zeros, and they are listed here. *The order of work* must put
-//! a tile behind all that it may wait for: blocks take tiles one by one in that order, so the earliest unfinished one
-//! never waits, however few blocks run. *The semaphores*, and the counter of the tiles that were taken, must be zero when
-//! the launch begins.
+//! Which tile waits for which is found on the device (`ptx/dq_semaphore.cuh`): tiles of keys add in the order of k runs
+//! and of rows, each waits for the one before it that has the same q rows. The host must provide three things. *Which
+//! tiles share rows* must be the same on both sides, since q tiles that nothing is added to are written with zeros, and
+//! they are listed here. *The order of work* must put a tile after all tiles that it may wait for: blocks take tiles
+//! one by one in that order, so the earliest unfinished tile never waits, for any number of blocks. *The semaphores*,
+//! and the counter of the tiles that were taken, must be zero when the launch begins.
 //!
 //! Within what pairs tie together (a document, as a rule) the order of work is therefore that of waiting; between the rest
 //! the longest tiles come first. That is a merge of lists by the cost of their heads, or, the same, a sort by the least

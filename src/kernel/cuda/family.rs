@@ -4,14 +4,15 @@
 use crate::error::{Error, Result};
 use std::ffi::OsString;
 
-/// For which compute capability the forward kernels of a device were compiled. The other kernels are always those for
-/// `sm_80`.
+/// The compute capability that the forward kernels of a device were compiled for. The other kernels are always those
+/// for `sm_80`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Family {
     /// For compute capability 8.0 and every later one.
     Sm80,
-    /// For compute capability 9.0 alone. Calls whose tensors no tensor map describes take the others all the same.
+    /// For compute capability 9.0 only. Calls whose tensors cannot be described by tensor maps still use those for
+    /// `sm_80`.
     Sm90a,
 }
 
@@ -19,10 +20,10 @@ impl Family {
     /// The environment variable that forces one on every device of the program: a name as [`Family::name`] gives it.
     pub const VARIABLE: &'static str = "CPATTN_CUDA_FAMILY";
 
-    /// All there are.
+    /// All families.
     pub const ALL: [Self; 2] = [Self::Sm80, Self::Sm90a];
 
-    /// As the environment variable spells it.
+    /// The name, as in the environment variable.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Sm80 => "sm_80",

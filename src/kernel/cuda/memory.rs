@@ -9,7 +9,7 @@ use alloc::format;
 use alloc::sync::Arc;
 use core::ptr::null_mut;
 
-/// A stream that ends with its owner. It does not wait for the default stream.
+/// A stream that is destroyed with its owner. It does not wait for the default stream.
 #[derive(Debug)]
 pub(crate) struct OwnStream {
     context: Arc<Context>,
@@ -68,7 +68,7 @@ impl Drop for OwnStream {
     }
 }
 
-/// Memory on a device, freed when dropped. It is dropped after its last use was waited for.
+/// Memory on a device, freed when dropped. Wait for its last use before you drop it.
 #[derive(Debug)]
 pub struct DeviceMemory {
     context: Arc<Context>,
@@ -118,7 +118,7 @@ impl DeviceMemory {
         self.address as usize as *mut u8
     }
 
-    /// Bytes.
+    /// Its size in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -130,11 +130,13 @@ impl DeviceMemory {
         Ok(())
     }
 
-    /// Copies from the host to its beginning, and waits for the copy: it comes before whatever any stream is given then.
+    /// Copies from the host to its beginning, and waits for the copy, so that work enqueued later on any stream sees
+    /// the data.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when it is shorter, [`Error::Device`] when the driver fails; [`Error::Unsupported`] while a stream
-    /// that the default stream is ordered with is being captured, because the copy is work of the default stream.
+    /// [`Error::Invalid`] when the memory is shorter than the data, [`Error::Device`] when the driver fails;
+    /// [`Error::Unsupported`] while a stream that the default stream is ordered with is being captured, because the
+    /// copy is work of the default stream.
     pub fn upload(&self, from: &[u8]) -> Result<()> {
         self.fits("from", from.len())?;
         self.context.accept_default_stream()?;
@@ -147,7 +149,7 @@ impl DeviceMemory {
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(null_mut()) })
     }
 
-    /// Copies its beginning to the host, and waits for the copy. Work on streams must have been waited for.
+    /// Copies its beginning to the host, and waits for the copy. Wait for the streams that write it before this call.
     ///
     /// # Errors
     /// As [`DeviceMemory::upload`].

@@ -1,21 +1,22 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The CUDA backend: the structures of [`crate::kernel`], launched on a stream of the caller's.
+//! The CUDA backend: executes the calls of [`crate::call`] on the caller's stream.
 //!
-//! [`Cuda`] is one device. Its kernels are PTX for compute capability 8.0, and for the forward on 9.0 also for that,
-//! embedded in the crate, which the driver compiles when [`Cuda::prepare`] (or the first call) asks for them. Tensors are
-//! device addresses, streams are raw driver handles of the device's primary context. A call checks what it is given, writes
-//! its ranges into a [`Staging`] ring, has them copied where they are not there from a call before, and launches; it never
-//! waits for the device unless that ring is full, and allocates nothing once the kernels are loaded. A [`Cuda`] is dropped
-//! after its launches were waited for.
+//! [`Cuda`] is one device. Its kernels are PTX for compute capability 8.0, with a separate forward for 9.0, embedded in
+//! the crate; the driver compiles them when [`Cuda::prepare`] (or the first call) needs them. Tensors are device
+//! addresses, streams are raw driver handles of the device's primary context. A call checks its arguments, writes its
+//! ranges into a [`Staging`] ring buffer, copies them to the device unless an earlier call has, and launches. It waits
+//! for the device only if that ring buffer is full, and allocates nothing once the kernels are loaded. Before you drop
+//! a [`Cuda`], wait for its launches.
 //!
-//! What it does not do: f32 and f64 elements, head dims above 256 or not a multiple of 8, rows that are not aligned to
-//! 16 bytes, and [`Attend::aligned`](crate::call::Attend::aligned). Each is refused with an error that says so.
-//! [`Merge`] takes f32 only, dims that are multiples of 4 and rows of o at multiples of 16 bytes; transforms take f16, bf16
-//! and f32 of any dim and alignment. What a call cannot see is the caller's promise, in its `Safety`: that tensors overlap
-//! nothing ([`tensor::disjoint`](crate::tensor::disjoint) tells), and that memory is as long as it is said to be.
+//! Not supported in attention, and refused with an error: f32 and f64 elements, head dims above 256 or not a multiple
+//! of 8, rows that are not aligned to 16 bytes, and [`Attend::aligned`](crate::call::Attend::aligned). [`Merge`] takes
+//! f32 only, dims that are multiples of 4 and rows of o at multiples of 16 bytes; transforms take f16, bf16 and f32 of
+//! any dim and alignment. The `Safety` section of each call lists what it cannot check: that tensors do not overlap
+//! ([`tensor::disjoint`](crate::tensor::disjoint) checks that), and that memory is as large as the shape and strides
+//! say.
 //!
-//! A [`RawStream`](crate::kernel::RawStream) is a `CUstream` or `cudaStream_t` of any binding, cast; null is the legacy default stream. Memory is
-//! likewise that of any allocator: [`Cuda::allocate`] is there for programs that have no allocator.
+//! A [`RawStream`](crate::kernel::RawStream) is a `CUstream` or `cudaStream_t` of any binding, cast; null is the legacy
+//! default stream. Memory may come from any allocator; [`Cuda::allocate`] is for programs that have none.
 //!
 //! ```text
 //! driver    contexts, modules, events; the check of every call
@@ -88,7 +89,7 @@ use shapes::{SHAPES, Shape, Shaped};
 use spare_rings::SpareRings;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// One device with the kernels that were asked for so far.
+/// One device, with the kernels that were loaded so far.
 #[derive(Debug)]
 pub struct Cuda {
     context: Arc<Context>,
@@ -146,24 +147,27 @@ struct Blocks {
 }
 
 impl Cuda {
-    /// The device with this number. Its forward kernels are those that the environment variable [`Family::VARIABLE`]
-    /// names, which is read here and not again. Where it names none, devices of compute capability 9.0 take those for
-    /// `sm_90a`, all others those for `sm_80`. So does 9.0, until both are measured, where the larger of head dim and value
-    /// dim is 65 to 96, or the value dim 129 to 192 and the head dim at most 192.
+    /// Opens the device with this number. The environment variable [`Family::VARIABLE`], which is read only here,
+    /// selects its forward kernels. Without it, devices of compute capability 9.0 use the kernels for `sm_90a` and all
+    /// others those for `sm_80`. Compute capability 9.0 also uses those for `sm_80` where the larger of head dim and
+    /// value dim is 65 to 96, or the value dim is 129 to 192 and the head dim at most 192 (neither was measured there
+    /// yet).
     ///
     /// # Errors
-    /// [`Error::Unsupported`] when no driver is installed, the device is older than compute capability 8.0, or it does not
-    /// run the kernels that the environment variable names; [`Error::Invalid`] when there is no such device or the variable
-    /// holds no name; [`Error::Device`] when the driver fails (with code 100 when it
-    /// sees no device at all, as when `CUDA_VISIBLE_DEVICES` is empty).
+    /// [`Error::Unsupported`] when no driver is installed, the device is older than compute capability 8.0, or it does
+    /// not run the kernels that the environment variable names; [`Error::Invalid`] when there is no such device or the
+    /// variable has no valid name; [`Error::Device`] when the driver fails (with code 100 when it sees no device at
+    /// all, as when `CUDA_VISIBLE_DEVICES` is empty).
     pub fn new(ordinal: i32) -> Result<Self> {
         Self::open(ordinal, Family::of_environment()?)
     }
 
-    /// The same with these forward kernels, whatever the environment variable says: with [`Family::Sm90a`] at every head dim.
+    /// The same with the given forward kernels instead of the environment variable's; [`Family::Sm90a`] uses them at
+    /// every head dim.
     ///
     /// # Errors
-    /// As [`Cuda::new`], but for the variable; [`Error::Unsupported`] when the device or its driver does not run the kernels.
+    /// As [`Cuda::new`], except those of the variable; [`Error::Unsupported`] when the device or its driver does not
+    /// run the kernels.
     pub fn with_family(ordinal: i32, family: Family) -> Result<Self> {
         Self::open(ordinal, Some(family))
     }
@@ -214,7 +218,8 @@ impl Cuda {
         self.multiprocessors
     }
 
-    /// The family of the forward kernels that calls with these head dims take, where tensor maps describe their tensors.
+    /// The family of the forward kernels for calls with these head dims, if their tensors can be described by tensor
+    /// maps.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for types and dims there is no kernel for.
@@ -223,9 +228,9 @@ impl Cuda {
         Ok(if self.hopper_shape(shape).is_some() { Family::Sm90a } else { Family::Sm80 })
     }
 
-    /// Loads the kernels for an element type and head dims, which takes the driver up to seconds. To be called when
-    /// planning; a call that finds its kernels missing loads them itself. Where the device runs the backward as one kernel,
-    /// those that make one side's gradients are not loaded here, but by the first call that asks for one side alone.
+    /// Loads the kernels for an element type and head dims, which can take the driver seconds. Call it when you make
+    /// the plan; otherwise the first call loads its kernels. If the device runs the backward as one kernel, the kernels
+    /// for one side's gradients are not loaded here, but by the first call that needs only one side.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for types and dims there is no kernel for, [`Error::Device`] when the driver refuses the
@@ -239,7 +244,7 @@ impl Cuda {
         Ok(())
     }
 
-    /// Loads the kernels that are made for no shape: transforms, delta, finish, merge, the sinks' gradient.
+    /// Loads the kernels that do not depend on head dims: transforms, delta, finish, merge, the sinks' gradient.
     ///
     /// # Errors
     /// [`Error::Device`] when the driver refuses the PTX.
@@ -247,7 +252,7 @@ impl Cuda {
         self.blocks(&mut self.kernels()).map(|_| ())
     }
 
-    /// Whether [`Cuda::prepare`] was asked for this type and these dims.
+    /// Whether the kernels for this type and these dims are loaded.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for types and dims there is no kernel for.
@@ -256,8 +261,8 @@ impl Cuda {
         Ok(self.kernels().attention[element][shape].is_some())
     }
 
-    /// A ring of `bytes` bytes for the scheduler metadata of calls, of which up to `launches` are in flight. The bytes that one call
-    /// needs are what [`Cuda::attend_bytes`] and its like say.
+    /// Allocates a ring buffer of `bytes` bytes for the scheduler metadata of calls, up to `launches` of them in
+    /// flight. [`Cuda::attend_bytes`] and similar functions return the bytes of one call.
     ///
     /// # Errors
     /// [`Error::Device`] when the driver has no memory for it.

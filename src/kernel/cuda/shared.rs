@@ -15,7 +15,7 @@ use std::sync::{Mutex, PoisonError};
 static DEVICES: Mutex<Vec<Weak<Cuda>>> = Mutex::new(Vec::new());
 
 impl Cuda {
-    /// The device with this number, shared by all callers that ask for it here.
+    /// The device with this number, shared by all callers of this function.
     ///
     /// # Errors
     /// As [`Cuda::new`].
@@ -32,7 +32,7 @@ impl Cuda {
     }
 
     /// Refuses a tensor that the kernels cannot take from a caller: memory of another device, rows that do not begin at
-    /// multiples of `align` bytes, strides beyond 2 GiB. Nothing is touched.
+    /// multiples of `align` bytes, strides beyond 2 GiB. Does not access the memory.
     ///
     /// # Errors
     /// [`Error::Invalid`] and [`Error::Unsupported`], naming the

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Multiprocessors that attention leaves to others.
+//! Multiprocessors that attention leaves free for other kernels.
 //!
-//! The blocks of an attention kernel fill a device, and kernels of a communicator that are launched meanwhile wait for
-//! the first of them to end. Where the two are meant to overlap, attention is bounded to the blocks that fit on all but
-//! some multiprocessors. Ranks and scratches of one process share a device, so each that needs some asks for them and keeps an
-//! [`SmMargin`]; the most that is asked for counts, for as long as its `SmMargin` lives.
+//! The blocks of an attention kernel fill a device, so a communicator's kernels that are launched meanwhile wait until
+//! the first of these blocks end. To let the two overlap, attention launches only as many blocks as fit on the
+//! remaining multiprocessors. Ranks and scratches of one process share a device, so each that needs a margin holds an
+//! [`SmMargin`]; the largest applies, as long as its `SmMargin` lives.
 
 use super::Cuda;
 use crate::error::{Error, Result};

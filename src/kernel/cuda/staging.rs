@@ -2,15 +2,16 @@
 //! How the ranges of a call reach the device: a ring of page-locked memory with its mirror on the device.
 //!
 //! A call writes its metadata into the next free part of the ring, has that part copied in stream order, launches, and
-//! records an event. A part is used again once its event has passed. With a ring that holds what is in flight, the host
-//! never waits; with a smaller one it waits here, and nowhere else in the backend. Nothing is allocated after `new`.
+//! records an event. A part is reused once its event has completed. If the ring holds the metadata of all calls in
+//! flight, the host never waits; with a smaller ring it waits here, and nowhere else in the backend. Nothing is
+//! allocated after `new`.
 //!
 //! Metadata that fits into the parameters of a kernel for `sm_90a` is not copied (`Cuda::launch`): the host writes it here and the
 //! launch takes them along; the part's words are all that the device has of it.
 //!
-//! A part stays on the device until the ring comes round to it. A call that wrote what such a part holds reads it there, and
-//! copies nothing: so do the calls of one batch, layer after layer. Parts that a launch on another stream may still use are
-//! left to it, so that no stream waits for another one.
+//! A part stays on the device until the ring reuses it. A call with the same metadata as such a part uses it there and
+//! copies nothing, for example the calls of one batch, layer after layer. Parts that a launch on another stream may
+//! still use are not reused, so that no stream waits for another one.
 
 use super::driver::{Context, Event, sys::CUstream};
 use super::metadata_buffer::{ALIGN, AddressSpace, MetadataBuffer, Part, SortBuffers, Writer, padded};

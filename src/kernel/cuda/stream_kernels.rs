@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Single calls of a caller's, each on a stream of the caller's choice, with all they need made beforehand.
+//! Single kernel calls on a stream of the caller's choice, with all resources allocated beforehand.
 //!
-//! [`StreamKernels`] is a device, its kernels and one ring for scheduler metadata. What a call would otherwise load or allocate is made by
-//! [`StreamKernels::new`], [`StreamKernels::reserve`] and [`StreamKernels::reserve_metadata`], and a call that finds it missing is refused with the
-//! number it needs. The host waits in one case only: while more calls are in flight than the ring has room for, or calls on
-//! more streams than there are events for.
+//! [`StreamKernels`] is a device, its kernels and one ring for scheduler metadata. [`StreamKernels::new`],
+//! [`StreamKernels::reserve`] and [`StreamKernels::reserve_metadata`] load and allocate everything; a call that needs
+//! more is refused, with the size it needs. The host waits only while more calls are in flight than the ring buffer has
+//! space for, or calls are in flight on more streams than there are events.
 
 use super::last_calls::LastCalls;
 use super::lent_ring::LentRing;
@@ -22,10 +22,10 @@ const CALLS: usize = 64;
 
 /// The kernels of a device for single calls, with a ring for scheduler metadata. Calls allocate nothing.
 ///
-/// Dropping it waits for its own calls, and for nothing else on the device; streams that are being captured meanwhile stay
-/// so. No capture holds its calls: they refuse such streams. The ring stays with the [`Cuda`] for the next one, if it has
-/// 16 MiB or less with the others there. Beyond that, and when the last holder of the [`Cuda`] is dropped, memory is freed and
-/// kernels are unloaded, for which a driver may wait until the device is idle.
+/// Dropping it waits for its own calls, and for nothing else on the device; it does not invalidate stream captures. Its
+/// calls refuse streams that are being captured. The ring buffer is kept by the [`Cuda`] for the next user, up to 16
+/// MiB in all. Beyond that memory is freed, and when the last holder of the [`Cuda`] is dropped kernels are unloaded
+/// too; the driver may then wait until the device is idle.
 #[derive(Debug)]
 pub struct StreamKernels {
     // Dropped in this order: the kernels outlive their launches.
@@ -37,7 +37,8 @@ pub struct StreamKernels {
 }
 
 impl StreamKernels {
-    /// Loads what every call may need, and makes a ring of 256 KiB for 64 calls in flight.
+    /// Loads the kernels that do not depend on head dims, and allocates a ring buffer of 256 KiB for 64 calls in
+    /// flight.
     ///
     /// # Errors
     /// [`Error::Device`] when the driver refuses.
@@ -60,18 +61,18 @@ impl StreamKernels {
         self.cuda.prepare(dtype, head_dim, value_dim)
     }
 
-    /// From now on, and as long as this lives, attention on the device leaves `n` multiprocessors free, or as many more as
-    /// another margin asks for: see [`Cuda::set_sm_margin`].
+    /// Sets a margin: as long as this object lives, attention on the device leaves at least `n` multiprocessors free;
+    /// the largest of all margins applies. See [`Cuda::set_sm_margin`].
     ///
     /// # Errors
-    /// [`Error::Invalid`] when the device has no more than `n`.
+    /// [`Error::Invalid`] when the device does not have more than `n`.
     pub fn set_sm_margin(&mut self, n: u32) -> Result<()> {
         self.margin = if n == 0 { None } else { Some(SmMargin::new(&self.cuda, "multiprocessors", n)?) };
         Ok(())
     }
 
-    /// Makes room for `bytes` bytes of scheduler metadata of at most `calls` calls in flight. It never shrinks; when it grows, it
-    /// waits for what uses the old ring.
+    /// Enlarges the ring buffer to `bytes` bytes of scheduler metadata of at most `calls` calls in flight. It never
+    /// shrinks; to grow, it waits for the calls that use the old one.
     ///
     /// # Errors
     /// [`Error::Device`] when the driver has no memory for it; the old ring then stays.
@@ -115,7 +116,7 @@ impl StreamKernels {
     /// See [`Cuda::attend`].
     ///
     /// # Errors
-    /// As there, and kernels or room that were not reserved.
+    /// As there, and kernels or metadata memory that were not reserved.
     ///
     /// # Safety
     /// As there; the stream was not destroyed.

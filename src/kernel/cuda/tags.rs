@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What runs on devices carry along, so that ranks which run different things are found without a meeting of hosts.
+//! Tags that runs on devices send with their messages, so that ranks with different plans are found without
+//! synchronising hosts.
 //!
-//! A run begins, on the communication stream, with a kernel that counts it up in the life of its group and writes the own
-//! tag: fingerprint, number of the run, and a word that tells a tag from other bytes. Behind every exchange that brings
-//! something, and before anything reads it, another kernel compares the tags that came with it. Both are launches of the
-//! plan ([`LaunchRecorder`]), and the count is on the device, so that each replay of a graph is a run of its own.
+//! A run begins, on the communication stream, with a kernel that increments the group's run count and writes this
+//! rank's tag: fingerprint, number of the run, and a word that identifies a tag. After every exchange with receives,
+//! and before anything reads the data, another kernel compares the received tags. Both are launches of the plan
+//! ([`LaunchRecorder`]), and the count is on the device, so each replay of a graph counts as a run.
 //!
-//! The first difference is written where the host sees it ([`NoteMemory`]). From then on whatever arrives at this rank is
-//! overwritten with NaN as soon as it has: results that depend on it are NaN, here and on ranks that it is handed on to.
+//! The first difference is written to memory that the host reads ([`NoteMemory`]). From then on all data that this rank
+//! receives is overwritten with NaN at once: results that depend on it are NaN, here and on ranks that it is sent to.
 
 use super::Cuda;
 use super::bases::{Meaning, meaning};

@@ -15,10 +15,14 @@ use crate::{
     plan::{BALANCE, Choice, Dealt, LAYOUTS, MESSAGE, Plan, choose, dealt},
 };
 
+fn ranks(n: usize) -> String {
+    format!("{n} {}", if n == 1 { "rank" } else { "ranks" })
+}
+
 impl Plan {
     pub(super) fn describe_mesh(&self, out: &mut String) {
         let mesh = self.mesh();
-        let _ = writeln!(out, "\nmesh {mesh}: {} ranks", mesh.world());
+        let _ = writeln!(out, "\nmesh {mesh}: {}", ranks(mesh.world()));
         if mesh.replicas > 1 {
             let _ = writeln!(out, "  replicas run batches of their own and never meet; below is one of them");
         }
@@ -44,18 +48,19 @@ impl Plan {
         let given = (choice.mesh.ulysses, choice.mesh.ring) == (mesh.ulysses, mesh.ring);
         let _ = writeln!(
             out,
-            "  the automatic choice for {} ranks is {}, layout {}{}",
-            mesh.group(),
+            "  the automatic choice for {} is {}, layout {}{}",
+            ranks(mesh.group()),
             choice.mesh,
             choice.layout,
             if given { "" } else { "; this plan was given another" }
         );
         let _ = writeln!(
             out,
-            "  rule: least cost = multiply-adds of the busiest rank + {} for each byte it receives, and as for {MESSAGE} bytes for each message, forward and backward, each mesh with its automatic layout; of equals the larger ulysses",
+            "  rule: the least cost; of equals the larger ulysses. cost = multiply-adds of the busiest rank + {} × (bytes it receives + {MESSAGE} × messages it receives), forward and backward, each mesh with its automatic layout",
             choice.balance
         );
-        let mut t = TextTable::new(2, &["", "mesh", "q heads", "layout", "multiply-adds", "bytes", "messages", "cost"]);
+        let mut t =
+            TextTable::new(2, &["", "mesh", "q heads", "layout", "multiply-adds", "bytes", "messages (about)", "cost"]);
         for c in &choice.candidates {
             let here = (c.mesh.ulysses, c.mesh.ring) == (mesh.ulysses, mesh.ring);
             t.row([

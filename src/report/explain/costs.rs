@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a plan costs: its form and the price of it, bytes and multiply-adds of every step, the peak of the workspace.
+//! What a plan costs: its form and the price of it, bytes, messages and multiply-adds of every step, the peak of the workspace.
 
 use alloc::{
     format,
@@ -13,7 +13,7 @@ use super::figures::{TextTable, grouped, spread};
 use super::{COLUMNS, STEPS};
 use crate::{
     batch::Side,
-    plan::{Circulate, Options, Plan, Wire},
+    plan::{Circulate, FEW_KEYS, GATHERED, Gather, MANY_DOCUMENTS, Options, Plan, Wire},
     report::costs::{Costs, StepCost, order},
     schedule::{CirculatingSide, Direction, Form},
 };
@@ -24,13 +24,24 @@ impl Plan {
         let _ = writeln!(out, "\nform");
         let form = match self.form() {
             _ if ring == 1 && self.form() != Form::Ordered => "one ring rank: nothing circulates",
-            Form::Ring => "ring: one ring step at a time, the next one travelling into the other of two slots",
+            Form::Ring => "ring: one ring step at a time, the next one is received into the other of two slots",
             Form::Gather => "gather: all k and v of other ranks at once",
+            Form::Together => "together: all k and v at once, the own ones too, in one call of the kernel",
             Form::Ordered => {
                 "ordered (reproducible): both sides are gathered and met in the order of positions, dk and dv are made head by head; the bits do not depend on the number of ranks"
             }
         };
         let _ = writeln!(out, "  {form}");
+        if self.form() == Form::Together && o.gather == Gather::Auto {
+            let (q, area) = (self.problem().batch().tokens(Side::Q) as u128, self.problem().area());
+            let _ = writeln!(
+                out,
+                "    as the layout cuts each of {} documents (at least {MANY_DOCUMENTS}) for every ring rank, which leaves a q row {:.1} keys in a ring step (fewer than {FEW_KEYS}), and all k and v take at most {} bytes",
+                self.problem().batch().documents(),
+                area as f64 / (q.max(1) * ring as u128) as f64,
+                grouped(GATHERED.into()),
+            );
+        }
         if o.passes > 1 {
             let _ =
                 writeln!(out, "  {} passes over groups of kv heads: what is in flight shrinks by as much", o.passes);
@@ -46,13 +57,13 @@ impl Plan {
             (Form::Ordered, ..) => "backward: k and v are gathered for dq, then the q side for dk and dv".to_string(),
             (_, v, c) => {
                 let what = if v == CirculatingSide::Keys {
-                    "k and v circulate, dk and dv go home"
+                    "k and v circulate, dk and dv are returned to their owner"
                 } else {
-                    "q, do, lse and delta circulate, dq goes home"
+                    "q, do, lse and delta circulate, dq is returned to its owner"
                 };
                 let why = if c != Circulate::Auto {
                     "as the options ask"
-                } else if o.passes > 1 || o.gather {
+                } else if o.passes > 1 || self.form() != Form::Ring {
                     "as gather and passes need"
                 } else {
                     "fewer bytes"
@@ -64,7 +75,7 @@ impl Plan {
         if ring > 1 {
             let _ = writeln!(
                 out,
-                "    bytes that travel there and home: {} for a k token ({} of them), {} for a q token ({} of them)",
+                "    bytes sent, there and back: {} for a k token ({} of them), {} for a q token ({} of them)",
                 grouped(k),
                 grouped(nk),
                 grouped(q),
@@ -73,16 +84,21 @@ impl Plan {
         }
         let accumulator = self.problem().dtype().accumulator();
         let _ = match o.wire {
-            Wire::Full => writeln!(out, "  partial gradients travel in {accumulator}: nothing is rounded on the way"),
+            Wire::Full => writeln!(out, "  partial gradients are sent in {accumulator}: nothing is rounded on the way"),
             Wire::Bf16 => {
-                writeln!(out, "  partial gradients travel in bf16: half the bytes, each partial rounded once to 8 bits")
+                writeln!(
+                    out,
+                    "  partial gradients are sent in bf16: half the bytes, each partial rounded once to 8 bits"
+                )
             }
         };
     }
 
     /// What another form costs over the ring form with one pass.
     fn describe_price(&self, out: &mut String, ranks: &[usize]) {
-        let Ok(ring) = Self::with_options(self.problem(), self.mesh(), self.layout(), Options::default()) else {
+        let Ok(ring) =
+            Self::with_options(self.problem(), self.mesh(), self.layout(), Options::default().gather(Gather::Steps))
+        else {
             return;
         };
         for direction in [Direction::Forward, Direction::Backward] {
@@ -107,7 +123,7 @@ impl Plan {
             }
             let _ = writeln!(
                 out,
-                "  price over the default form, {}, busiest rank: {}",
+                "  price over the ring form, {}, busiest rank: {}",
                 if direction == Direction::Forward { "forward" } else { "backward" },
                 parts.join("; ")
             );
@@ -117,7 +133,7 @@ impl Plan {
     pub(super) fn describe_direction(&self, out: &mut String, direction: Direction, costs: &[Costs]) {
         let n = self.mesh().group();
         let title = if direction == Direction::Forward { "forward" } else { "backward" };
-        let _ = write!(out, "\n{title}: bytes and multiply-adds of each step");
+        let _ = write!(out, "\n{title}: bytes, messages (sent and received) and multiply-adds of each step");
         if costs.len() > 1 && costs.len() < n {
             let _ = write!(
                 out,
@@ -175,6 +191,7 @@ impl Plan {
             for (name, values) in [
                 ("bytes sent", of(&|s| s.bytes_sent.into())),
                 ("bytes received", of(&|s| s.bytes_received.into())),
+                ("messages", of(&|s| s.messages.into())),
                 ("multiply-adds", of(&|s| s.multiply_adds)),
             ] {
                 if line(&label, name, values) {
@@ -185,6 +202,7 @@ impl Plan {
         let total = |f: &dyn Fn(&Costs) -> u128| costs.iter().map(f).collect::<Vec<u128>>();
         line("all", "bytes sent", total(&|c| c.bytes_sent().into()));
         line("", "bytes received", total(&|c| c.bytes_received().into()));
+        line("", "messages", total(&|c| c.messages().into()));
         line("", "multiply-adds", total(&Costs::multiply_adds));
         line("", "workspace", total(&|c| c.workspace.into()));
         t.write(out);
@@ -205,7 +223,7 @@ impl Plan {
         }
         let _ = writeln!(
             out,
-            "  peak workspace {title}: {} bytes on rank {}, beyond inputs and outputs (the design allows {}){}",
+            "  peak workspace {title}: {} bytes on rank {}, beyond inputs and outputs (limit for this plan: {}){}",
             grouped(most.workspace.into()),
             most.rank,
             grouped(self.workspace_bound(most.rank, most.direction).into()),

@@ -55,9 +55,9 @@ impl TextTable {
     }
 }
 
-/// Least, mean and largest, in figures.
+/// Least, mean (rounded to the nearest) and largest, in figures.
 pub(super) fn spread(values: impl Iterator<Item = u128> + Clone) -> [String; 3] {
     let n = values.clone().count().max(1) as u128;
     let (least, largest) = (values.clone().min().unwrap_or(0), values.clone().max().unwrap_or(0));
-    [grouped(least), grouped(values.sum::<u128>() / n), grouped(largest)]
+    [grouped(least), grouped((values.sum::<u128>() + n / 2) / n), grouped(largest)]
 }

@@ -2,7 +2,7 @@
 //! Key lines of explanations, and that they say what the schedules do.
 
 use super::*;
-use crate::plan::{Circulate, Wire};
+use crate::plan::{Circulate, Gather, Wire};
 use crate::{Batch, Dtype, Layout, Mask, Mesh, Options, Problem};
 
 fn minilm() -> Problem {
@@ -40,7 +40,7 @@ fn nine_heads_on_eight_ranks() {
             "layout zigzag over 2 ring ranks",
             "→  zigzag        1.004     1.000                 383",
             "     3     0        3        96        96          2     6..9      2..3               383",
-            "backward: k and v circulate, dk and dv go home: fewer bytes",
+            "backward: k and v circulate, dk and dv are returned to their owner: fewer bytes",
             // Hk · 128 · (4 + 4) and Hq · (128 · 4 + 64 · 4 + 8).
             "3,072 for a k token (766 of them), 6,984 for a q token (766 of them)",
             "peak workspace forward: ",
@@ -66,11 +66,25 @@ fn a_window_over_many_ranks_is_summarised() {
             "q tokens  1,024  1,024    1,024",
             // 127 rows of 8 heads of 64 + 64 values in bf16.
             "bytes received            0      256,032      260,096",
+            // A k and a v from one neighbour, and both to the other.
+            "messages                  2            4            4",
         ],
     );
     let one = plan.explain_rank(3).unwrap();
     has(&one, &["rank 3: replica 0, ring rank 3 of 64", "running o    2,097,152", "running lse     65,536", "260,096"]);
     assert!(plan.explain_rank(64).is_err());
+}
+
+/// 300 documents, each cut for four ranks: what lies in many places is sent packed.
+#[test]
+fn messages_are_counted() {
+    let p = Problem::new(Batch::from_lengths(&[20; 300]).unwrap(), 8, 2, 64, Dtype::F32);
+    let of = Options::new().gather(Gather::Steps);
+    let plan = Plan::with_options(&p, Mesh::ring(4).unwrap(), Layout::Zigzag, of).unwrap();
+    // k and v to one rank and from another: a chunk of each document or both, of which each is packed by itself.
+    let text = plan.explain();
+    has(&text, &["messages                 6           8           8           6\n"]);
+    has(&text, &["messages                16          16          16          16\n"]);
 }
 
 #[test]
@@ -82,17 +96,37 @@ fn forms_tell_their_price() {
         &[
             "replicas run batches of their own",
             "ordered (reproducible)",
-            "price over the default form, backward, busiest rank: workspace ×",
+            "price over the ring form, backward, busiest rank: workspace ×",
             "k and v are gathered for dq, then the q side for dk and dv",
         ],
     );
     has(
         &text(Options::new().gather(true).passes(2).wire(Wire::Bf16)),
-        &["gather: all k and v of other ranks at once", "2 passes", "as gather and passes need", "travel in bf16"],
+        &["gather: all k and v of other ranks at once", "2 passes", "as gather and passes need", "sent in bf16"],
     );
-    has(&text(Options::new().circulate(Circulate::Queries)), &["dq goes home: as the options ask"]);
+    has(
+        &text(Options::new().gather(Gather::Together)),
+        &["together: all k and v at once, the own ones too, in one call of the kernel\n  price over the ring form"],
+    );
+    let short = Problem::new(Batch::from_lengths(&[20; 32]).unwrap(), 4, 2, 16, Dtype::F32);
+    has(
+        &Plan::new(&short, Mesh::ring(2).unwrap(), Layout::Zigzag).unwrap().explain(),
+        &[
+            "together: all k",
+            "each of 32 documents (at least 32)",
+            "5.2 keys in a ring step (fewer than 64)",
+            "16,777,216 bytes",
+        ],
+    );
+    has(&text(Options::new().circulate(Circulate::Queries)), &["dq is returned to its owner: as the options ask"]);
     let single = Plan::new(&minilm(), Mesh::single(), Layout::Contiguous).unwrap().explain();
-    has(&single, &["nothing circulates", "peak workspace forward: 0 bytes on rank 0, beyond inputs and outputs (the"]);
+    has(
+        &single,
+        &[
+            "nothing circulates",
+            "peak workspace forward: 0 bytes on rank 0, beyond inputs and outputs (limit for this plan",
+        ],
+    );
 }
 
 #[test]

@@ -3,8 +3,8 @@
 //!
 //! Once a run is captured, the transport's stream is part of the capture until the caller ends it. The driver answers a
 //! wait for such a stream, or work that joins it from outside of the capture, with an error, and makes the capture
-//! invalid. The rank therefore asks first and refuses: nothing has happened then, and the caller can end the capture and
-//! launch its graph. Captures that the rank has no part in do not concern it: the driver objects of
+//! invalid. So the rank checks first and refuses such calls without effect: the caller can still end the capture and
+//! launch its graph. Captures without the rank's work do not matter: the driver objects of
 //! [`kernel::cuda`](crate::kernel::cuda) wait and allocate in a way that leaves them valid.
 
 use std::format;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a device noted of a peer that runs something else, as the error that a rank on the CPU would return.
+//! Converts what a device recorded about a peer that runs another plan into the error that a rank on the CPU would
+//! return.
 
 use std::{
     string::String,

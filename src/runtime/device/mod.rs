@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The same schedules on a CUDA device.
+//! Runs the same schedules on a CUDA device.
 //!
-//! A lane is a stream here: the caller's for compute, the transport's for communication. When a plan is prepared its
-//! schedule is walked once and becomes a [`Sequence`]: launches whose scheduler metadata is on the device, events, exchanges. A run
-//! writes the addresses of its tensors into that, enqueues it step by step on the two streams, and returns; where an
-//! operation waits for one of the other lane, its stream waits for an event behind that one. No host waits for the device,
-//! and the order is the schedule's alone.
+//! A lane is a stream here: the caller's for compute, the transport's for communication. When a plan is prepared, its
+//! schedule is converted into a [`Sequence`]: launches whose scheduler metadata is on the device, events, exchanges. A
+//! run writes the addresses of its tensors into the sequence, enqueues it step by step on the two streams, and returns.
+//! If an operation waits for one of the other lane, its stream waits for an event recorded after that operation. The
+//! host does not wait for the device.
 //!
-//! Hosts of different ranks do meet at each exchange, because a stream can wait only for events that are recorded by then
-//! (see [`peer`](crate::transport::peer)): each rank therefore runs on a thread of its own.
+//! The host threads of different ranks do synchronise at each exchange, because an event must be recorded before a
+//! stream can wait for it (see [`peer`](crate::transport::peer)): so each rank needs its own thread.
 //!
-//! That all ranks run the same is agreed on by their hosts before the first run of a plan and direction
-//! ([`agreement`](super::agreement)). Later runs carry the check along ([`tags`](super::tags)), which the devices compare:
-//! what they find the host is told when it asks next ([`Disagreements`]). A [`Tracer`] records what each
+//! Before the first run of a plan in a direction, the hosts check that all ranks run the same plan
+//! ([`agreement`](super::agreement)). Later runs send the check with their messages ([`tags`](super::tags)) and the
+//! devices compare it; the host gets the result when it next asks ([`Disagreements`]). A [`Tracer`] records what each
 //! lane does, with events around each operation.
 
 use std::{
@@ -45,6 +45,7 @@ use crate::{
     transport::{
         DeviceTransport, Transport,
         ring_check::{self, Link, Trouble},
+        staged::{Carrier, DeviceCarrier},
     },
 };
 
@@ -78,7 +79,7 @@ pub(super) struct DeviceRank {
     tracer: Option<Box<Tracer>>,
 }
 
-/// Where a run begins, where its communication ends, and where all of it is over; and what the device has to tell.
+/// Events at the start of a run, at the end of its communication and at its end; and what the device reports.
 pub(crate) struct Marks {
     begin: Event,
     end: Event,
@@ -161,9 +162,15 @@ impl DeviceRank {
         waited
     }
 
-    pub(super) fn check_ring(&self, bytes: usize) -> Result<Vec<Link>, Trouble> {
-        self.synchronize().map_err(|error| Trouble::Failed { link: None, error })?;
+    /// For what the host does over the transport, when what this rank enqueued is over.
+    pub(super) fn between_runs(&self) -> Result<(Box<dyn Carrier + '_>, &FirstFailure)> {
+        self.synchronize()?;
         self.transport.begin_run(None);
+        Ok((Box::new(DeviceCarrier(&*self.transport)), &self.failure))
+    }
+
+    pub(super) fn check_ring(&self, bytes: usize) -> Result<Vec<Link>, Trouble> {
+        self.between_runs().map_err(|error| Trouble::Failed { link: None, error })?;
         ring::checked(&*self.transport, &self.failure, || ring_check::check_on_device(&*self.transport, bytes))
     }
 
@@ -361,6 +368,8 @@ impl DeviceRank {
         // the marks order this run behind those before it.
         let outcome = unsafe { self.enqueue(at, tensors, workspace, stream, capturing) };
         watch.over();
+        let Prepared { run, plan, .. } = &self.prepared[at].prepared;
+        let outcome = outcome.map_err(|error| error.of_run(run.name(plan)));
         if let Err(error) = &outcome {
             failure.keep(error);
             self.transport.abort(Cause::Failed);

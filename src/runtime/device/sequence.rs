@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A schedule as a device is given it: launches, events and exchanges in one flat list, made once.
+//! A schedule for a device: launches, events and exchanges in one flat list, made once.
 //!
-//! [`Sequence::record`] walks the schedule with symbols for addresses, the same way as a run on the CPU does it
-//! ([`perform`]), and has the launches of every call made and their metadata put on the device. What the plan does not fix
-//! are addresses and strides of the caller's tensors and the address of the workspace: a run writes those into parameters
-//! and messages, and then goes through the list. It allocates nothing, uploads nothing and asks the driver nothing.
+//! [`Sequence::record`] executes the schedule like a run on the CPU ([`perform`]), but with symbols for addresses: it
+//! makes the launches of every call and uploads their metadata to the device. The plan does not determine the addresses
+//! and strides of the caller's tensors and the address of the workspace: a run writes those into parameters and
+//! messages, and then enqueues the list. It allocates nothing, uploads nothing and makes no queries to the driver.
 
 use std::{ops::Range, vec::Vec};
 
@@ -99,7 +99,7 @@ unsafe impl Send for Sequence {}
 struct Recording<'a> {
     recorder: LaunchRecorder<'a>,
     alibi_slopes: RawTensor,
-    /// The symbol of the tags, where ranks meet.
+    /// The symbol of the tags, if there are exchanges.
     tags: Option<*mut u8>,
     disagreements: &'a Disagreements,
     stream: usize,
@@ -264,7 +264,7 @@ impl Sequence {
         self.launches.bytes()
     }
 
-    /// Whether it meets other ranks.
+    /// Whether it has exchanges with other ranks.
     pub(super) fn exchanges(&self) -> bool {
         self.most_messages > 0
     }

@@ -7,12 +7,12 @@
 //! over by then.
 //!
 //! # Which clock
-//! The driver tells milliseconds between two events of one device. One event, the base, is tied to the clock of the host:
-//! while the stream is idle it is recorded and waited for a few times, and in the fastest of these the moment in the middle
-//! is taken for the event's. It is off by half that round trip at most, which [`Tracer::accuracy_ns`] says. Since clocks
-//! drift and the driver tells times as f32, whose steps grow with the time since the base (a microsecond from 8 seconds on),
-//! the base is tied anew whenever a trace was taken and nothing is left of it. Durations are told between the two events of
-//! an operation and do not depend on the base.
+//! The driver returns the milliseconds between two events of one device. One event, the base, is aligned with the host
+//! clock: while the stream is idle it is recorded and waited for a few times, and the middle of the fastest of these
+//! round trips is taken as its time. The error is at most half of that round trip; [`Tracer::accuracy_ns`] returns it.
+//! Clocks drift, and the driver returns times as f32, whose rounding grows with the time since the base (a microsecond
+//! from 8 seconds on), so the base is aligned again whenever a trace was taken completely. Durations are measured
+//! between the two events of an operation and do not depend on the base.
 
 use std::{sync::Arc, time::Instant, vec::Vec};
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where slices lie: each within its buffer or tensor, and which of them share bytes.
+//! Slices of buffers and tensors: whether each is within its buffer or tensor, and which of them share bytes.
 
 use std::{format, string::String, vec::Vec};
 

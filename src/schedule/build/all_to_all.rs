@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One tensor's all-to-all, as a schedule of its own.
+//! The all-to-all of one tensor, as a separate schedule.
 //!
-//! Whatever mixes tokens head by head (linear attention, state spaces, convolutions) can run between two of these: to
-//! heads, where a rank sees every token of its ring share for some heads, and back to tokens. A kv head that several
-//! ranks hold goes to each of them and is summed on the way back, in rank order: the way back is the transpose of the
-//! way there, so the same pair serves values and gradients.
+//! Any kernel that mixes tokens separately for each head (linear attention, state space models, convolutions) can run
+//! between two of these: to heads, where a rank holds every token of its ring share for some heads, and back to tokens.
+//! A kv head that several ranks hold is sent to each of them, and on the way back the copies are summed in rank order.
+//! This is the transpose of the first direction, so the same two work for values and gradients.
 
 use alloc::{format, vec::Vec};
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the three phases write into: the operations, buffers and blocks of one rank's schedule, while it is made.
+//! Collects the operations, buffers and blocks of one rank's schedule while the three phases are built.
 //!
-//! The workspace is laid out by phase: what lives throughout comes first; behind it the buffers of the three phases
-//! share the same bytes, because every operation of a phase is ordered after all of the phase before.
+//! The workspace layout: first the buffers that are used in several phases; after them the buffers of the three phases
+//! share the same bytes, because every operation of a phase is ordered after all operations of the phase before.
 
 use alloc::{collections::BTreeMap, vec, vec::Vec};
 

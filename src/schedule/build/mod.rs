@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Writes schedules.
+//! Builds schedules.
 //!
-//! A schedule has three phases: tokens are exchanged for heads ([`ulysses`]), k and v circulate ([`ring`]), heads are exchanged
-//! back. With one Ulysses rank the outer phases vanish and kernels work on the caller's tensors directly.
+//! A schedule has three phases: tokens are exchanged for heads ([`ulysses`]), k and v are sent round the ring
+//! ([`ring`]), heads are exchanged for tokens again. With one Ulysses rank the first and last phases are empty, and
+//! kernels work on the caller's tensors directly.
 
 use alloc::{format, sync::Arc};
 

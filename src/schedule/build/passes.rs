@@ -130,7 +130,7 @@ impl Builder<'_> {
         }
     }
 
-    /// k and v circulate; dk and dv go home.
+    /// k and v circulate; dk and dv are returned to their owner.
     fn backward_keys(
         &mut self,
         ring: &mut Ring,

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The ring: one side of the attention stays, the other circulates.
+//! The ring: each rank keeps one side of the attention and receives the other.
 //!
-//! While the rows of one ring step are attended those of the next are already travelling, into the other of two slots; ranks meet only in
-//! exchanges and otherwise run free. In the backward the partial gradients of a ring step go straight home while the next
-//! step is attended, and are added to the owner's sums on the communication lane, so that the compute lane never waits
-//! for a hop.
+//! While the kernel computes one ring step, the rows of the next step are received into the other of two slots; ranks
+//! synchronise only in exchanges. In the backward the partial gradients of a ring step are sent directly to their owner
+//! while the next step is computed, and are added to the owner's sums on the communication lane, so that the compute
+//! lane does not wait for them.
 //!
 //! Exchanges are ordered by one rule on every rank, whatever steps it skips: round first, then the fetch of step s
-//! before the fetch of step s + 1, and the return of step s just after the fetch of step s + 2 (attending step s is what
-//! both wait for). One order for all is what makes it free of deadlock.
+//! before the fetch of step s + 1, and the return of step s just after the fetch of step s + 2 (attending step s is
+//! what both wait for). The same order on all ranks prevents deadlock.
 
 use alloc::{sync::Arc, vec, vec::Vec};
 
 use super::builder::{Builder, Life, Region};
 use crate::{
     element::Dtype,
-    schedule::{BufferView, CirculatingSide, Form, Lane, Op, OpKind, RingSteps, StepTensor, expand::Expansion},
+    schedule::{BufferView, CirculatingSide, Lane, Op, OpKind, RingSteps, StepTensor, expand::Expansion},
 };
 
 /// An operation that has no place in the list yet. It waits for items of the other lane.
@@ -64,6 +64,19 @@ pub(super) struct Travel {
     /// come one after another, so one buffer serves them all.
     packed: (Vec<BufferView>, Vec<u64>),
     home: Option<Home>,
+}
+
+impl Travel {
+    /// Rows of the own share that lie in the slot of a ring step beside those of others.
+    fn staying(&self) -> u64 {
+        if self.ring_steps.form().holds_own() { self.own[0].rows } else { 0 }
+    }
+
+    /// Whether anything is exchanged for a ring step.
+    fn travels(&self, ring_step: usize) -> bool {
+        let v = self.ring_steps.list()[ring_step];
+        v.rows_in > self.staying() || v.rows_out > 0
+    }
 }
 
 /// How the partial gradients of what travelled come home.
@@ -144,7 +157,7 @@ impl Builder<'_> {
         let slot_views = self.two_of(&mut regions, "ring slot", &own, None, ring_steps.slot_rows(), slots);
         ring.regions = regions;
         let packed = self.packed(ring, &ring_steps, &own);
-        let home = sums.filter(|_| ring_steps.list().len() > 1).map(|(sums, wire)| {
+        let home = sums.filter(|_| ring_steps.list().len() > 1 || ring_steps.form().holds_own()).map(|(sums, wire)| {
             let mut homes = core::mem::take(&mut ring.homes);
             let (n, rows) = (sums.len(), ring_steps.slot_rows());
             let whole = self.dtype_of(sums[0]);
@@ -193,20 +206,14 @@ impl Builder<'_> {
         }
         let slot = (v.rows_in > 0).then(|| ring.arrivals.take());
         let at = &t.slots[slot.unwrap_or(0)];
-        if t.ring_steps.form() == Form::Ordered && slot.is_some() {
+        if t.ring_steps.form().holds_own() && slot.is_some() {
             // The own share takes its place in the slot, so that one call meets everything.
-            let begin = self.out.blocks.len() as u32;
-            for (&own, slot) in t.own.iter().zip(at) {
-                self.block(slot.slice(0, own.rows), &[own]);
-            }
-            let end = self.out.blocks.len() as u32;
-            if begin < end {
-                ring.compute.push(PendingOp { kind: OpKind::Transform { begin, end }, step: v.step, after: [None; 2] });
+            let kind = self.transform(t.own.iter().zip(at).map(|(&own, slot)| (slot.slice(0, own.rows), own)));
+            if t.staying() > 0 {
+                ring.compute.push(PendingOp { kind, step: v.step, after: [None; 2] });
             }
         }
-        // In the ordered form the rows that land in the slot include the own ones, which do not travel.
-        let staying = if t.ring_steps.form() == Form::Ordered { t.own[0].rows } else { 0 };
-        let wait = if v.rows_in > staying || v.rows_out > 0 {
+        let wait = if t.travels(ring_step) {
             let (buffers, rows) = &t.packed;
             let packed: Vec<BufferView> = buffers.iter().map(|b| b.slice(0, rows[ring_step])).collect();
             let packed = if rows[ring_step] > 0 { packed } else { Vec::new() };
@@ -227,6 +234,13 @@ impl Builder<'_> {
         Arrival { at: at.clone(), wait, slot }
     }
 
+    /// Copies, each of a slice to another; of no rows, nothing.
+    fn transform(&mut self, blocks: impl Iterator<Item = (BufferView, BufferView)>) -> OpKind {
+        let begin = self.out.blocks.len() as u32;
+        blocks.for_each(|(to, from)| self.block(to, &[from]));
+        OpKind::Transform { begin, end: self.out.blocks.len() as u32 }
+    }
+
     /// Adds the call that attends an arrival. `partials` of `call` are where it writes the gradients of what travels:
     /// the sums themselves for the own share.
     pub(super) fn attend(
@@ -240,9 +254,9 @@ impl Builder<'_> {
         let v = t.ring_steps.list()[ring_step];
         let travelled = arrival.slot.is_some();
         let mut after = [arrival.wait, None];
-        let mut attended = None;
+        let (mut attended, mut begun) = (None, None);
         let mut turn = 0;
-        if v.step == 0 || v.rows_in > 0 || t.ring_steps.form() == Form::Ordered {
+        if v.step == 0 || v.rows_in > 0 || t.ring_steps.form().holds_own() {
             let partials = t.home.as_ref().map(|h| {
                 if !travelled {
                     return &h.sums;
@@ -260,19 +274,24 @@ impl Builder<'_> {
             if let Some(slot) = arrival.slot {
                 ring.arrivals.used[slot] = Some(ring.compute.len() - 1);
             }
-            if let (true, Some(home)) = (narrow, &t.home) {
-                let begin = self.out.blocks.len() as u32;
-                for (leaving, fresh) in home.leaving[turn].iter().zip(&home.fresh[turn]) {
-                    self.block(leaving.slice(0, v.rows_in), &[fresh.slice(0, v.rows_in)]);
-                }
-                let end = self.out.blocks.len() as u32;
-                let kind = OpKind::Transform { begin, end };
+            // The own share's do not leave.
+            let (first, rows) = (t.staying(), v.rows_in - t.staying());
+            if let (true, Some(home)) = (narrow && rows > 0, &t.home) {
+                let blocks = home.leaving[turn].iter().zip(&home.fresh[turn]);
+                let kind = self.transform(blocks.map(|(to, from)| (to.slice(first, rows), from.slice(first, rows))));
                 ring.compute.push(PendingOp { kind, step: v.step, after: [free, None] });
             }
             attended = Some(ring.compute.len() - 1);
+            if let (true, Some(home)) = (travelled && t.staying() > 0, &t.home) {
+                // The own share's begin the sums, and what comes home is added to them.
+                let blocks = home.sums.iter().zip(&home.fresh[turn]);
+                let kind = self.transform(blocks.map(|(&sum, from)| (sum, from.slice(0, t.staying()))));
+                ring.compute.push(PendingOp { kind, step: v.step, after: [None; 2] });
+                begun = Some(ring.compute.len() - 1);
+            }
         }
         if let (Some(home), true) = (&t.home, v.step > 0) {
-            self.come_home(ring, t, home, ring_step, turn, attended.filter(|_| travelled));
+            self.come_home(ring, t, home, ring_step, turn, (attended.filter(|_| travelled), begun));
         }
     }
 
@@ -283,8 +302,11 @@ impl Builder<'_> {
         home: &Home,
         ring_step: usize,
         turn: usize,
-        made: Option<usize>,
+        (made, begun): (Option<usize>, Option<usize>),
     ) {
+        if !t.travels(ring_step) {
+            return;
+        }
         let v = t.ring_steps.list()[ring_step];
         let order = (t.round, 2 * (v.step + 2) + 1);
         let pairs =
@@ -300,7 +322,7 @@ impl Builder<'_> {
         }
         if v.rows_out > 0 {
             // The sums begin with the own share's call, the round's first that writes them.
-            let begun = ring.compute.iter().position(|i| writes(&i.kind, home.sums[0]));
+            let begun = begun.or_else(|| ring.compute.iter().position(|i| writes(&i.kind, home.sums[0])));
             let kind = OpKind::Reduce {
                 ring_step: ring_step as u32,
                 ring_steps: t.circulating_side,

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The all-to-alls: tokens are exchanged for heads, and back (DeepSpeed-Ulysses, Jacobs et al., 2023).
 //!
-//! Going in, each rank keeps the rows it brought of its own heads and sends those of the other heads to their ranks; rows
-//! arrive where they are needed, because a token-major buffer of few heads is contiguous in tokens. So one packing
-//! transform on the sender's side is all there is. Coming back it is the other way round: rows leave as they lie and are
-//! unpacked where they arrive. A kv head that several ranks read comes back from each and is summed in rank order.
+//! In the first all-to-all each rank keeps the rows of its own heads and sends those of the other heads to their ranks.
+//! The rows are received directly in their final place, because a token-major buffer of few heads is contiguous in
+//! tokens; only the sender needs a packing transform. In the second one it is the other way round: rows are sent in
+//! place and unpacked by the receiver. The gradients of a kv head that several ranks read are received from each of
+//! them and summed in rank order.
 
 use alloc::vec::Vec;
 

@@ -3,13 +3,13 @@
 
 use crate::{layout::Segment, schedule::join::Fragment};
 
-/// Calls `each(first stationary index, stationary segments, fragments)` for every document that both sides hold;
-/// `order` lists fragments by document.
+/// Calls `each(first stationary index, stationary segments, first place in order, fragments)` for every document that both sides
+/// hold; `order` lists fragments by document.
 pub(super) fn documents<'a>(
     stationary: &'a [Segment],
     fragments: &[Fragment],
     order: &'a [u32],
-    mut each: impl FnMut(usize, &'a [Segment], &'a [u32]),
+    mut each: impl FnMut(usize, &'a [Segment], usize, &'a [u32]),
 ) {
     let (mut i, mut j) = (0, 0);
     while i < stationary.len() && j < order.len() {
@@ -20,7 +20,7 @@ pub(super) fn documents<'a>(
             core::cmp::Ordering::Equal => {
                 let ie = i + stationary[i..].iter().take_while(|s| s.range.doc == a).count();
                 let je = j + order[j..].iter().take_while(|&&f| fragments[f as usize].range.doc == a).count();
-                each(i, &stationary[i..ie], &order[j..je]);
+                each(i, &stationary[i..ie], j, &order[j..je]);
                 (i, j) = (ie, je);
             }
         }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The ranges and pairs of one ring step, as kernels take them.
 //!
-//! A q range appears once with all the keys it meets, in the order of their positions, because its mode is about all of
-//! them: where a row came from makes no difference to a kernel.
+//! A q range is listed once with all its k ranges, in the order of their positions, because its mode applies to all of
+//! them; the kernel does not need to know which rank a row came from. K ranges are also listed by document and
+//! position, so that those of a document are next to each other.
 
 use alloc::vec::Vec;
 
@@ -52,7 +53,7 @@ impl RingSteps {
     }
 
     fn pairs_of_keys(&self, ring_step: usize, s: &mut RangeScratch) {
-        s.k.extend(s.fragments.iter().map(|f| f.range));
+        s.k.extend(s.order.iter().map(|&f| s.fragments[f as usize].range));
         let (q, pairs, fragments, mask) = (&mut s.q, &mut s.pairs, &s.fragments, self.mask);
         let mut next = 0;
         let mode = |i: usize| Mode::of(ring_step == 0, self.last[i] as usize == ring_step);
@@ -60,13 +61,17 @@ impl RingSteps {
             let at = pairs.len() as u32;
             q.push(QRange { range: self.stationary[i].range, keys_begin: at, keys_end: at, mode: mode(i) });
         };
-        documents(&self.stationary, fragments, &s.order, |first, stationary, order| {
+        documents(&self.stationary, fragments, &s.order, |first, stationary, at, order| {
             if ring_step == 0 {
                 (next..first).for_each(|i| lone(q, pairs, i));
             }
             for (i, st) in stationary.iter().enumerate() {
                 let begin = pairs.len() as u32;
-                pairs.extend(order.iter().filter(|&&f| meets(&st.range, &fragments[f as usize].range, mask)));
+                let met = order
+                    .iter()
+                    .zip(at as u32..)
+                    .filter(|(f, _)| meets(&st.range, &fragments[**f as usize].range, mask));
+                pairs.extend(met.map(|(_, place)| place));
                 let end = pairs.len() as u32;
                 if end > begin || ring_step == 0 {
                     q.push(QRange { range: st.range, keys_begin: begin, keys_end: end, mode: mode(first + i) });
@@ -89,8 +94,7 @@ impl RingSteps {
             q.push(QRange { range: fragments[f as usize].range, keys_begin: at, keys_end: at, mode });
         };
         let order = &s.order;
-        documents(&self.stationary, fragments, order, |first, stationary, part| {
-            let at = order.partition_point(|&f| fragments[f as usize].range.doc < stationary[0].range.doc);
+        documents(&self.stationary, fragments, order, |first, stationary, at, part| {
             order[next..at].iter().for_each(|&f| lone(q, pairs, f));
             for &f in part {
                 let range = fragments[f as usize].range;

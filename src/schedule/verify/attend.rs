@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Kernels, by their contract: which rows hold which tokens, which pairs meet, and what becomes of results.
+//! Kernel calls, by their contract: the tokens of the rows, the pairs that are computed, and how results are stored.
 
 use alloc::{format, vec, vec::Vec};
 

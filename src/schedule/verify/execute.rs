@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Moves tags: what each operation but the kernels does to the content of buffers.
+//! Executes all operations except kernel calls on tags, which stand for the contents of buffers.
 
 use alloc::{collections::BTreeMap, format, vec, vec::Vec};
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A schedule with every operation written out: what a runtime would hand to kernels and transports, all at once.
+//! A schedule with all arguments of all operations listed, as the runtime passes them to kernels and transports.
 
 use alloc::{collections::BTreeMap, format, vec, vec::Vec};
 

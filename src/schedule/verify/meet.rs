@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Ranks meet: which send goes to which receive, and one run of all ranks under the semantics that transports promise.
+//! Matches sends with receives, and simulates one run of all ranks under the contract of transports.
 //!
-//! Between two ranks messages meet in the order in which both list them. An exchange is posted when the one before it
-//! on its rank is complete and what it waits for is done; a message moves when both of its ends are posted; an exchange
-//! is complete when all of its messages have moved. Nothing is buffered. Kernels take no time here: only order counts.
+//! Between two ranks, sends and receives match in the order in which each rank lists them. An exchange is posted when
+//! the one before it on its rank is complete and what it waits for is done; a message moves when both of its ends are
+//! posted; an exchange is complete when all of its messages have moved. Nothing is buffered. Kernels take no time here:
+//! only order counts.
 
 use alloc::{
     collections::{BTreeMap, VecDeque},

@@ -1,28 +1,29 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Proves schedules: all ranks of a group together, one direction at a time, before anything runs.
+//! Verifies schedules: all ranks of a group together, one direction at a time, before anything runs.
 //!
-//! The proof looks only at the lists that a runtime would walk (every message, block and range, fully listed) and at
-//! what the plan promises to its user: which tokens each rank brings, and which pairs the mask allows. It asks nothing
-//! of the code that wrote the lists. Four parts, in this order, because each rests on the one before:
+//! The proof uses only the lists that the runtime would execute (every message, block and range, fully listed) and the
+//! plan's specification: which tokens each rank holds, and which pairs the mask allows. It does not use the code that
+//! made the lists. It has four parts, each of which relies on the one before:
 //!
 //! 1. *Shape* (`listed`, `memory`): views lie inside buffers, buffers inside the workspace, messages are contiguous,
-//!    not empty, not to oneself, at most eight to one peer, and each send meets one receive of the same shape, in order.
-//! 2. *No race* (`races`): two operations of different lanes that happen-before does not order never touch the same
-//!    bytes with one of them writing. Buffers are compared by bytes, because several share the same.
-//! 3. *No deadlock* (`meet`): one run of all ranks. What a rank may do next only ever grows as others proceed (an
-//!    exchange that may be posted stays so until it is, two posted ends of a message stay so until it moves), so all
-//!    runs reach the same end: if one completes, each does, whatever the timing. And since conflicting accesses are
-//!    ordered by part 2, every run leaves the same content in every buffer.
+//!    not empty, not to oneself, at most eight to one peer, and each send matches one receive of the same shape, in
+//!    order.
+//! 2. *No race* (`races`): two operations of different lanes that are not ordered by happens-before never access the
+//!    same bytes if one of them writes. Buffers are compared by bytes, because several share the same.
+//! 3. *No deadlock* (`meet`): one simulated run of all ranks. Progress of one rank never disables a step of another (an
+//!    exchange that may be posted stays so until it is posted, a message with both sides posted stays so until it
+//!    moves), so all runs reach the same end: if one completes, all do, with any timing. And since conflicting accesses
+//!    are ordered by part 2, every run leaves the same content in every buffer.
 //! 4. *Content* (`execute`, `attend`, `outputs`): during that run every row of every head carries a tag: a copy of this
-//!    token's k, a running sum of these calls' contributions. Kernels check that rows hold the tokens that their
-//!    ranges claim; at the end each output holds exactly the pairs that the mask allows, each once. A write that is
-//!    never read, and a fetched row that meets no allowed pair at its reader, are flaws too: nothing unneeded moves.
+//!    token's k, a running sum of these calls' contributions. Kernels check that rows hold the tokens that their ranges
+//!    claim; at the end each output holds exactly the pairs that the mask allows, each once. A write that is never
+//!    read, and a received row that is in no allowed pair at its reader, are flaws too: nothing unneeded is sent.
 //!
-//! The two all-to-alls that can be called alone ([`AllToAll`]) go through the same four parts; `all_to_all` says what a caller
-//! brings to them and gets.
+//! The two separate all-to-alls ([`AllToAll`]) are verified by the same four parts; `all_to_all` specifies their inputs
+//! and outputs.
 //!
-//! A flaw is an [`Error::Schedule`] that names rank and operation. Cost is about that of touching each row of each call
-//! once for each head.
+//! A flaw is an [`Error::Schedule`] that names rank and operation. The cost is about one access to each row of each
+//! call for each head.
 
 use alloc::{format, vec::Vec};
 
@@ -50,16 +51,17 @@ use flaw::flaw;
 use promise::Promise;
 pub use report::{RankReport, Report, Traffic};
 
-/// Proves the schedules of all ranks of one group, listed by rank, for one direction.
+/// Verifies the schedules of all ranks of one group, in rank order, for one direction.
 ///
 /// # Errors
-/// [`Error::Schedule`] with the first flaw found; [`Error::Invalid`] when `schedules` are not those of one whole group.
+/// [`Error::Schedule`] with the first flaw found; [`Error::Invalid`] if `schedules` are not those of all ranks of one
+/// group.
 pub fn verify(schedules: &[Schedule], plan: &Plan) -> Result<Report> {
     let direction = group_of(schedules, plan)?;
     list_and_prove(schedules, plan, Promise::Attention(direction))
 }
 
-/// Proves the schedules of all ranks of one group, listed by rank, for one all-to-all.
+/// Verifies the schedules of all ranks of one group, in rank order, for one all-to-all.
 ///
 /// # Errors
 /// As [`verify`].
@@ -148,7 +150,7 @@ fn check_order(s: &Schedule) -> Result<()> {
 }
 
 impl Plan {
-    /// Proves the schedules of one replica's ranks, forward and backward.
+    /// Verifies the schedules of one replica's ranks, forward and backward.
     ///
     /// # Errors
     /// [`Error::Schedule`] with the first flaw found.
@@ -161,7 +163,7 @@ impl Plan {
         Ok((all(Direction::Forward)?, all(Direction::Backward)?))
     }
 
-    /// Proves the schedules of one replica's ranks for the all-to-all of one tensor.
+    /// Verifies the schedules of one replica's ranks for the all-to-all of one tensor.
     ///
     /// # Errors
     /// [`Error::Schedule`] with the first flaw found.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the caller gets: every row of every output is final, and made of exactly the pairs that the mask allows, each
+//! Checks the outputs: every row of every output is final, and made of exactly the pairs that the mask allows, each
 //! once.
 
 use alloc::{format, string::String, vec::Vec};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a caller brings and gets: its tensors, row by row, for an attention and for one all-to-all.
+//! The specification: the caller's input and output tensors, row by row, for an attention and for one all-to-all.
 //!
-//! This is said apart from the code that writes schedules, on purpose: the proof asks nothing of it.
+//! It is separate from the code that builds schedules on purpose, so that the proof does not depend on that code.
 
 use alloc::{vec, vec::Vec};
 

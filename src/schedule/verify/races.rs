@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! No two operations that may run at the same time touch the same bytes, one of them writing.
+//! Checks that no two operations that may run at the same time access the same bytes if one of them writes.
 //!
 //! Happens-before is the order within each lane and the edges `after`, closed under both: for every operation, how many
 //! operations of each lane are surely complete when it begins. An exchange is one operation here: transports may move
-//! its messages in any order, so they must not touch one another either.
+//! its messages in any order, so these must not overlap either.
 
 use alloc::{format, vec, vec::Vec};
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a proof counted: pairs, operations, bytes and messages.
+//! The counts of a verification: pairs, operations, bytes and messages.
 
 use alloc::vec::Vec;
 

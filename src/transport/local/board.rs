@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The notice board of a local group: which rank waits for what.
+//! The shared state of a local group: which rank waits for what.
 //!
 //! A plain data structure without locks or threads: `local` keeps it behind one mutex, and everything here runs under
 //! that mutex. A rank that enters an exchange posts its two lists here, by address; peers read them there while it
@@ -304,11 +304,14 @@ impl Board {
     /// The failure as `rank` reports it.
     pub(super) fn error(&self, rank: usize, label: Label) -> Option<Error> {
         let FailureOnBoard { mut peer, mut cause, expecting } = self.failure?;
-        if let Cause::Size { ours, theirs } = cause
-            && rank == peer
-        {
-            peer = expecting;
-            cause = Cause::Size { ours: theirs, theirs: ours };
+        if let Cause::Size { ours, theirs } = cause {
+            if rank == peer {
+                peer = expecting;
+                cause = Cause::Size { ours: theirs, theirs: ours };
+            } else if ![peer, rank].contains(&expecting) {
+                // Neither of the sizes is this rank's.
+                cause = Cause::Disagreed { with: expecting };
+            }
         }
         if let Cause::Disagreed { with } = &mut cause
             && rank == peer

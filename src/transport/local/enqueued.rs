@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Exchanges whose bytes are moved by something else than the ranks' threads: copies that are enqueued on devices.
+//! Exchanges whose bytes are not copied by the ranks' threads but by copies that are enqueued on devices.
 //!
-//! Then no rank has to do anything at a given moment itself: to begin a message takes both ranks' lists and no thread in
-//! particular. Whichever of two ranks comes second has all messages between the two begun, in both directions, under the
-//! mutex of the board. A rank that comes first of its pairs parks once, and is woken when its batch is complete; a rank
-//! that comes last of them does not wait at all. To begin a message must therefore be short, and must not wait for other
-//! ranks.
+//! To enqueue a message both ranks' lists are needed, but any thread can do it. The second of two ranks to arrive
+//! enqueues all messages between the two, in both directions, under the mutex of the board. A rank that arrives before
+//! its peers parks once, and is woken when its exchange is complete; a rank that arrives after all its peers does not
+//! wait. So enqueueing must be short and must not wait for other ranks.
 //!
 //! Failures, deadlines and what they name are those of [`Transport::exchange`](super::Transport::exchange) of this
 //! transport. A message is begun only while both lists are posted, hence never after either call has returned.

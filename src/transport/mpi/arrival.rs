@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which processes have come to make their transport, where some have not.
+//! Finds which processes have not made their transport, when some are missing.
 //!
-//! A duplicate of the caller's communicator is there once all processes have asked for it; until then nothing of the
-//! transport's own can carry a word. So a rank whose deadline passes says on the caller's communicator that it is there, and
-//! for how long it has waited, under a tag of its own, and hears for a while which others say the same. Those that say
-//! nothing have not come. A rank that comes later finds these words at once. Where all come in time nothing is sent.
+//! A duplicate of the caller's communicator exists only once all processes have asked for it; until then the transport
+//! has no communicator of its own. So a rank whose deadline passes sends a message on the caller's communicator, with a
+//! separate tag, that it is there and how long it has waited, and listens for a while for the same message of others.
+//! Ranks that send nothing have not come. A rank that comes later finds these messages at once. If all come in time
+//! nothing is sent.
 //!
-//! Time in which a process is stopped is no time of waiting. If all ranks are there, the one is named that could be met for the
-//! shortest time: it came last, or it was stopped while the others waited.
+//! Time in which a process is stopped does not count as waiting. If all ranks are there, the error names the one that
+//! has waited for the shortest time: it came last, or it was stopped while the others waited.
 //!
-//! The words carry how often the rank has made a transport of this communicator, so that those of an earlier attempt are not
-//! taken for those of a later one. The number is kept on the communicator, as an attribute.
+//! The messages contain how often the rank has made a transport of this communicator, so that those of an earlier
+//! attempt are not mistaken for those of a later one. The number is kept on the communicator, as an attribute.
 
 use std::{ffi::c_int, time::Duration, vec::Vec};
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The state of a group on one rank: whether it has failed, which rank made it fail, and how long this rank waits for others.
 //!
-//! The first failure counts, wherever it was found: a rank that finds one tells every rank (`notices.rs`), and from then on all
-//! calls answer with it. The same failure reads differently on different ranks, since none blames itself for what it
-//! waits for: of two ranks that expect different sizes, or that wait for each other in different calls, each names the other.
+//! The first failure counts: the rank that finds it notifies every rank (`notices.rs`), and from then on all calls
+//! return it. The same failure has different texts on different ranks: of two ranks that expect different sizes, or
+//! that wait for each other in different calls, each names the other; a third rank names both.
 
 use std::{
     sync::{
@@ -79,6 +79,9 @@ impl Group {
                 _ => {}
             }
             peer = other;
+        } else if matches!(cause, Cause::Size { .. }) && ![peer, self.rank].contains(&other) {
+            // Neither of the sizes is this rank's.
+            cause = Cause::Disagreed { with: other };
         }
         label.error(self.rank, peer, cause)
     }

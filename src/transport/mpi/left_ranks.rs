@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How a rank leaves in good order: it tells all others, and frees its communicators once all have said the same.
+//! How a rank leaves: it notifies all others, and frees its communicators once all have left.
 //!
-//! A communicator that is freed while words for it are under way could be made again, under the same number, and get them.
-//! So a rank that leaves before the others keeps its two, with the receive for notices, and looks again whenever the process
-//! makes or drops a transport. Where that never happens they stay until MPI is finalised.
+//! If a communicator is freed while messages for it are in flight, MPI may reuse its number for a new one, which would
+//! then receive them. So a rank that leaves before the others keeps its two communicators, with the receive for
+//! notices, and checks again whenever the process makes or drops a transport. Otherwise they stay until MPI is
+//! finalised.
 
 use std::{
     sync::{Mutex, PoisonError},

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What ranks tell each other beside the messages: that the run is over, which rank waits for which, that a rank leaves.
+//! Notices between ranks, beside the messages of exchanges: that a run has failed, which rank waits for which, that a
+//! rank leaves.
 //!
-//! A receive from any rank is always posted for notices. It is looked at wherever a call waits, and by `poll`; a rank that
-//! computes learns of a failure at its next call. A rank whose deadline has passed asks the peer it waits for which rank
-//! that one waits for in turn, and so on: a rank that does not answer takes part in nothing, and is to blame.
+//! A receive from any rank is always posted for notices. Calls that wait check it, and so does `poll`; a rank that
+//! computes gets a failure at its next call. A rank whose deadline has passed asks the peer it waits for which rank
+//! that peer waits for, and so on: a rank that does not answer is the rank at fault.
 
 use std::{
     ffi::c_int,

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Messages to or from one peer, in pieces through memory of our own.
+//! Messages to or from one peer, sent in pieces through the transport's own memory.
 //!
-//! Why not straight from and into the caller's memory: MPI cannot take back a transfer that has begun. `MPI_Cancel`
-//! gives up a receive that no message has met; one that is half written when its sender dies or stops stays half written,
-//! and MPI may go on writing whenever it gets to run. A caller that gets an error from an exchange must have its memory back.
-//! So only slots of the transport are ever given to MPI, and a slot that MPI still holds at the end is never freed. The
-//! copy costs what memory costs; a piece is small enough to lie in the cache between the two copies.
+//! They are not sent directly from and into the caller's memory, because MPI cannot cancel a transfer that has begun.
+//! `MPI_Cancel` only cancels a receive that has not matched a message; if the sender dies or stops in the middle of a
+//! transfer, MPI may continue to write at any later time. But a caller that gets an error from an exchange must be able
+//! to use its memory. So MPI gets only slots of the transport, and a slot that MPI still holds at the end is never
+//! freed. This costs a memory copy; a piece is small enough to stay in the cache between the two copies.
 //!
-//! Pieces also carry messages beyond 2 GiB, the longest that MPI's counts can say, and begin with a header that tells
-//! how long the whole message is: two ranks that disagree about it find out exactly.
+//! Pieces also allow messages beyond 2 GiB, the limit of MPI's counts. They begin with a header with the length of the
+//! whole message, so that two ranks with different lengths get an error with both.
 
 use std::{alloc::Layout, ffi::c_int, ptr::NonNull, vec::Vec};
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Exchanges: the pipes to and from all peers, worked until all that was listed has moved.
+//! Exchanges: drives the pipes to and from all peers until all listed messages have moved.
 
 use std::{ffi::c_int, vec::Vec};
 

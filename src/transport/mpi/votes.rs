@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Agreements: every rank of a group gives its number to every other.
+//! `agree`: every rank of a group sends its number to every other.
 //!
-//! Three words travel each way, on the communicator that agreements share with notices: the number, and the group that its
-//! sender means.
+//! Three words are sent each way, on the communicator for agreements and notices: the number, and the sender's group.
 
 use std::{ffi::c_int, ops::Range, ptr::NonNull, vec::Vec};
 

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How a call waits: it looks often at first, then sleeps a little, and in the end asks which rank is to blame.
+//! How a call waits: it first polls often, then sleeps between polls, and after the deadline asks which rank is at
+//! fault.
 //!
-//! MPI has no way to sleep until something arrives, and the cores belong to the kernels. So a call that saw nothing move
-//! first gives its core away and looks again, then sleeps, longer and longer up to a fifth of a millisecond: what arrives
-//! is late by that at most, and a rank that waits for long costs a few percent of a core. Where other programs use the cores
-//! it sleeps at once: a thread that gives its core away there gets it back when they have used up their time.
+//! MPI cannot sleep until something arrives, and the kernels need the cores. So if nothing moved, a call first yields
+//! its core and polls again, then sleeps for increasing times up to a fifth of a millisecond. A message is noticed at
+//! most that much later, and a rank that waits for a long time uses a few percent of a core. If other programs use the
+//! cores, it sleeps at once, because a yielded core would come back only after their time slices.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering},

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A communicator: made from a unique id or taken from a framework, used by one thread at a time, aborted by any.
+//! A communicator: made from a unique id or taken from a framework; used by one thread at a time, aborted by any
+//! thread.
 //!
 //! NCCL allows one thread in a communicator at a time, so all calls are made under one mutex. There is one exception: a
 //! communicator of a framework's may block inside a call until other ranks come, and then only an abort from another
-//! thread ends that call (frameworks' own watchdogs do the same). A thread that aborts therefore says so first in `closed`, waits a
-//! moment for the mutex, and aborts without it when the call does not return. A thread that comes out of a call, or waits for
-//! the library, looks at `closed` before anything else, and never touches the handle again once it is set.
+//! thread ends that call (frameworks' own watchdogs do the same). So a thread that aborts first sets `closed`, waits a
+//! moment for the mutex, and aborts without it if the call does not return. A thread that returns from a call, or waits
+//! for the library, first checks `closed`, and does not use the handle again once it is set.
 
 use super::sys::{self, Api, IN_PROGRESS, RawId, SUCCESS};
 use crate::error::{Cause, Error, Result};
@@ -98,7 +99,7 @@ impl Communicator {
                 (api.ncclCommInitRankConfig)(&raw mut handle, world as i32, RawId(id), rank as i32, &raw const config)
             };
             this.handle.store(handle, Ordering::Release);
-            api.begun("ncclCommInitRankConfig", code)?;
+            api.begun("ncclCommInitRankConfig", code).map_err(|error| not_joined(error, rank, world, cuda))?;
         }
         this.meet(rank, world, deadline)?;
         Ok(this)
@@ -111,7 +112,10 @@ impl Communicator {
             match self.turn()?.state()? {
                 SUCCESS => return Ok(()),
                 IN_PROGRESS => {}
-                code => return Err(self.api.error("ncclCommInitRankConfig", code)),
+                code => {
+                    let error = self.api.error("ncclCommInitRankConfig", code);
+                    return Err(not_joined(error, rank, world, &self.cuda));
+                }
             }
             if begin.elapsed() >= deadline {
                 let peers = (0..world).filter(|&r| r != rank).collect();
@@ -325,6 +329,22 @@ impl CallRight<'_> {
             }
         }
     }
+}
+
+/// Which rank could not join, and the way out.
+fn not_joined(mut error: Error, rank: usize, world: usize, cuda: &Cuda) -> Error {
+    if let Error::Device { code, message, .. } = &mut error {
+        let (what, way_out) = match *code {
+            // Invalid argument, invalid usage.
+            4 | 5 => (
+                "refuses to join",
+                "give each rank a device of its own, all the same world, and a new unique id for each group",
+            ),
+            _ => ("cannot join", "start all ranks with NCCL_DEBUG=WARN in the environment, and read what NCCL prints"),
+        };
+        *message = format!("rank {rank} of {world} on device {}: NCCL {what} ({message}): {way_out}", cuda.ordinal());
+    }
+    error
 }
 
 /// As errors say it.

@@ -2,29 +2,30 @@
 //! Ranks over NCCL: one process or thread for each GPU, on one host or many.
 //!
 //! An exchange is one group of `ncclSend` and `ncclRecv` on the transport's own stream: bytes (`ncclUint8`, 64-bit
-//! counts), in the order of the lists, so that messages between two ranks meet in that order. One communicator serves
+//! counts), in the order of the lists, so that messages between two ranks match in that order. One communicator serves
 //! every mesh. `exchange` enqueues and returns; nothing waits on the host for other ranks, except for the first
 //! exchange of two ranks with each other, because NCCL connects them then. [`Transport::agree`] is a group of sends and
-//! receives of 8 bytes between all ranks of a plan, which the host does wait for: so they are connected before the first
-//! run of a plan enqueues anything.
+//! receives of 8 bytes between all ranks of a plan, which the host does wait for: so they are connected before the
+//! first run of a plan enqueues anything.
 //!
-//! A communicator that this transport makes ([`Nccl::new`]) does not block: NCCL does in a thread of its own what has to
-//! wait, and the host asks until that is done, no longer than the deadline. (From some version on it uses such a thread for
-//! every group, also where nothing has to wait: 2.28 does, 2.14 does not. `exchange` then takes as long as starting a
-//! thread does.) A communicator of a framework's ([`Nccl::from_raw`]) is used as it is.
+//! A communicator that this transport makes ([`Nccl::new`]) is non-blocking: NCCL waits in a thread of its own, and the
+//! host polls until that is done, at most for the deadline. (Newer versions use such a thread for every group, even if
+//! nothing has to wait: 2.28 does, 2.14 does not. `exchange` then includes the time to start a thread.) A framework's
+//! communicator ([`Nccl::from_raw`]) is used as it is.
 //!
 //! # Failures
-//! A watchdog thread (`watch.rs`) looks at the oldest exchange that is not over and at the communicator. When that
-//! exchange was under way for longer than the deadline, when NCCL reports an error, or when [`Transport::abort`] is called,
-//! it aborts the communicator: the kernels of NCCL end, streams go on, and what did not arrive is left as it is, wrong. `poll`,
-//! `synchronize` and every later call then return the first failure, which names rank, operation, step, peers, bytes and time.
-//! NCCL does not say which of several peers did not answer, so all of the exchange are named. A rank that
-//! failed stays failed; a new group, with a new id, works on the same devices and streams.
+//! A watchdog thread (`watch.rs`) checks the oldest unfinished exchange and the communicator. When that exchange has
+//! taken longer than the deadline, NCCL reports an error, or [`Transport::abort`] is called, it aborts the
+//! communicator: NCCL's kernels end, streams continue, and data that did not arrive is missing, so the results of the
+//! run are wrong. `poll`, `synchronize` and every later call then return the first failure, which names rank,
+//! operation, step, peers, bytes and time. NCCL does not say which of several peers did not answer, so all peers of the
+//! exchange are named. A rank that failed stays failed; a new group, with a new id, works on the same devices and
+//! streams.
 //!
-//! The other ranks are not told: there is no channel beside NCCL. They learn of it from NCCL, which reports peers that
-//! are gone where it talks to them over sockets or InfiniBand, or at their own deadline. Over NVLink and shared memory it
-//! reports nothing, and the deadline is all there is. So every rank should have the same one, longer than a peer's kernels
-//! between two exchanges may take.
+//! The other ranks are not notified, since there is no channel beside NCCL. They notice the failure through NCCL, which
+//! reports lost peers over sockets and InfiniBand, or by their own deadline. Over NVLink and shared memory NCCL reports
+//! nothing, so only the deadline remains. So give every rank the same deadline, longer than a peer's kernels between
+//! two exchanges may take.
 //!
 //! ```no_run
 //! use cpattn::{Rank, kernel::cuda::Cuda, transport::nccl::{Nccl, UniqueId}};
@@ -66,7 +67,7 @@ use std::{
 };
 use watch::Watchdog;
 
-/// What the ranks of a group have in common before they have met. One rank makes it, and every rank gets a copy.
+/// Identifies a group. One rank makes it, and every rank needs a copy.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct UniqueId([u8; 128]);
 
@@ -78,7 +79,8 @@ impl core::fmt::Debug for UniqueId {
 }
 
 impl UniqueId {
-    /// A new one (`ncclGetUniqueId`); for each group another. The process that makes it must live until all ranks have met.
+    /// Makes a new id (`ncclGetUniqueId`); each group needs its own. The process that makes it must live until all
+    /// ranks are connected.
     ///
     /// # Errors
     /// [`Error::Unsupported`] without NCCL 2.14 or later, [`Error::Device`] when NCCL fails.
@@ -91,25 +93,26 @@ impl UniqueId {
         Self(bytes)
     }
 
-    /// Its bytes, to be brought to the other ranks.
+    /// Its bytes, to send to the other ranks.
     pub fn to_bytes(self) -> [u8; 128] {
         self.0
     }
 }
 
-/// What happens to a communicator of the caller's when a run fails.
+/// What happens to the caller's communicator when a run fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnFailure {
-    /// It is aborted, so that streams become usable again. Its owner must not touch it afterwards, not even to destroy it.
+    /// It is aborted, so that streams become usable again. Its owner must not use it afterwards, not even to destroy
+    /// it.
     Abort,
-    /// It is left alone. Errors are reported all the same, but the exchange that did not end stays in its stream, with
-    /// everything behind it, until the owner aborts the communicator: calls that wait for those streams, or free memory,
+    /// It is not aborted. Errors are still reported, but the unfinished exchange stays on its stream, with everything
+    /// enqueued after it, until the owner aborts the communicator: calls that wait for those streams, or free memory,
     /// wait until then.
     Leave,
 }
 
-/// One rank of a group that talks over NCCL. Dropping it means that the rank leaves: it waits for what is enqueued.
+/// One rank's transport over NCCL. Dropping it means that the rank leaves the group; this waits for enqueued work.
 pub struct Nccl {
     rank: usize,
     world: usize,
@@ -133,30 +136,32 @@ impl core::fmt::Debug for Nccl {
 }
 
 impl Nccl {
-    /// Meets the `world` ranks that have the same id, and makes a communicator with them. All of them call this, each
-    /// with a device of its own.
+    /// Connects to the `world` ranks that have the same id, and makes a communicator with them. All of them call this,
+    /// each with its own device.
     ///
-    /// `deadline` is how long the ranks wait for each other here, and how long an exchange may be under way later.
+    /// `deadline` is the timeout for the ranks to connect here, and later the longest time that an exchange may take.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] without NCCL 2.14 or later; [`Error::Invalid`] for a rank that is not below `world`, an id
-    /// of zeros, or a rank of the id that this process has already; [`Error::Peers`] when a rank does not come before
-    /// the deadline; [`Error::Device`] for what NCCL refuses, which includes two ranks of one number, or on one device.
+    /// [`Error::Unsupported`] without NCCL 2.14 or later; [`Error::Invalid`] for a rank that is not below `world`, an
+    /// id of zeros, or a rank of this id that the process already has; [`Error::Peers`] when a rank does not connect
+    /// before the deadline; [`Error::Device`] for what NCCL refuses, such as two ranks with the same number or the same
+    /// device.
     pub fn new(id: &UniqueId, rank: usize, world: usize, device: &Arc<Cuda>, deadline: Duration) -> Result<Self> {
         comm::check_numbers(rank, world, deadline)?;
         let comm = Communicator::make(id.0, rank, world, device, deadline)?;
         Self::with(comm, rank, world, device, deadline)
     }
 
-    /// Takes a communicator (`ncclComm_t`) that a framework has, which keeps it: dropping the transport leaves it as it is.
-    /// The numbers say which one is meant.
+    /// Uses a framework's communicator (`ncclComm_t`). The framework keeps it: dropping the transport does not free it.
+    /// `rank`, `world` and `device` must be those of the communicator.
     ///
     /// # Errors
     /// As [`Nccl::new`], and [`Error::Invalid`] when the communicator is null, or of another rank, another world or another device.
     ///
     /// # Safety
     /// `comm` is null, or a communicator that lives until the transport is dropped. Nothing else makes calls with it
-    /// while a run is being enqueued, and its ranks enqueue their runs in the same order with what else they do with it.
+    /// while a run is being enqueued, and all its ranks enqueue their runs, and their other operations on it, in the
+    /// same order.
     pub unsafe fn from_raw(
         comm: *mut c_void,
         rank: usize,
@@ -195,8 +200,8 @@ impl Nccl {
         Ok(Self { rank, world, watch, watchdog, stream, cuda, numbers })
     }
 
-    /// Replaces this rank's deadline, also for what is under way: when ranks start at different times, they may need
-    /// longer to meet than an exchange should be given later.
+    /// Replaces this rank's deadline, also for the exchange in progress. Use it if ranks start at different times and
+    /// need a longer timeout to connect than for later exchanges.
     ///
     /// # Errors
     /// [`Error::Invalid`] when it is 0.

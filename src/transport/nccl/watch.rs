@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The watchdog: it notices that an exchange does not end, when no host waits for it.
+//! The watchdog: detects exchanges that do not end, since no host thread waits for them.
 //!
-//! Every exchange puts an event before and one behind its group, and an entry into a queue. A thread of the transport's
-//! looks at the oldest entry now and then. Its clock starts when its first event has passed: what the stream did before,
-//! and how long the caller's own kernels took, does not count. It is over when the second has. An exchange whose call on
-//! the host has not returned (a communicator of a framework's may block there) is timed from the beginning of the call.
+//! Every exchange records one event before and one after its group, and adds an entry to a queue. A thread of the
+//! transport checks the oldest entry regularly. Its time counts from the first event, so earlier work on the stream,
+//! such as the caller's own kernels, does not count; it ends with the second event. If the exchange's host call has not
+//! returned (a framework's communicator may block there), its time counts from the beginning of the call.
 //!
-//! When the oldest exchange is past the deadline, when NCCL reports an error of the communicator, or when a thread calls
-//! `abort`, the first to notice writes down the failure, with what the oldest exchange is, and aborts the communicator:
-//! its kernels end, and the stream goes on with what was behind them.
+//! When the oldest exchange is past the deadline, when NCCL reports an error of the communicator, or when a thread
+//! calls `abort`, the first thread to notice records the failure, with the oldest exchange, and aborts the
+//! communicator: its kernels end, and the stream continues with the work after them.
 
 use super::comm::{Communicator, millis};
 use super::sys::{IN_PROGRESS, SUCCESS, describe};
@@ -232,7 +232,7 @@ impl Watchdog {
         }
     }
 
-    /// What is wrong, if anything is.
+    /// What is wrong, if anything is. What the engine reports says more than that the time is up, so it counts first.
     fn look(&self) -> Option<Error> {
         let late = {
             let _entered = self.cuda.context().enter().ok()?;
@@ -240,15 +240,16 @@ impl Watchdog {
             queue.retire().and_then(|()| queue.late(self.deadline()))
         };
         match late {
-            Ok(None) => {}
-            Ok(Some(late)) => {
-                return Some(self.about_oldest(|_, bytes| Cause::Deadline { ms: millis(late), bytes }));
-            }
-            Err(error) => return Some(error),
+            Ok(late) => self
+                .engines_report()
+                .or_else(|| late.map(|late| self.about_oldest(|_, bytes| Cause::Deadline { ms: millis(late), bytes }))),
+            Err(error) => Some(error),
         }
-        // A call that is under way looks itself.
-        let turn = self.comm.turn_now()?;
-        match turn.state() {
+    }
+
+    /// An error of the communicator. A call that is under way asks for it itself.
+    fn engines_report(&self) -> Option<Error> {
+        match self.comm.turn_now()?.state() {
             Ok(SUCCESS | IN_PROGRESS) => None,
             Ok(code) => Some(self.about_oldest(|ms, bytes| Cause::Engine { code, text: describe(code), ms, bytes })),
             Err(error) => Some(error),

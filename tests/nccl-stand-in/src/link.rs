@@ -117,7 +117,8 @@ impl Link {
             self.sent += n as usize;
             moved = true;
         }
-        if self.sent == self.out.len() {
+        // What is for a peer that is gone is lost, as on a wire.
+        if self.closed || self.sent == self.out.len() {
             self.out.clear();
             self.sent = 0;
         }
@@ -161,6 +162,23 @@ impl Link {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A rank that is killed may have said that it is ready just before: what is then sent to it holds up nothing.
+    #[test]
+    fn what_is_for_a_peer_that_is_gone_is_lost() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let (mut a, mut b) = (Link::new(a).unwrap(), Link::new(b).unwrap());
+        let tag = Tag { collective: false, number: 0 };
+        a.say_ready(tag, 4);
+        a.pump();
+        drop(a);
+        b.pump();
+        assert!(b.closed);
+        assert_eq!(b.expected(tag), Some(4));
+        b.send_data(tag, &[4; 4]);
+        b.pump();
+        assert!(b.flushed());
+    }
 
     #[test]
     fn frames_cross_in_pieces() {

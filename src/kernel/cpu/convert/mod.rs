@@ -18,11 +18,21 @@ mod x86;
 #[cfg(not(target_arch = "aarch64"))]
 use super::portable::FourLanes;
 use super::simd::Vector;
+use crate::call::RawTensor;
 use crate::element::Dtype;
 
 /// How many bytes of results streaming begins to pay at. On a Xeon with 2 MiB of second cache both kinds of store are
 /// alike at 4 MiB; at 32 MiB and more streaming takes two thirds of the time.
 pub(super) const STREAM: usize = 8 << 20;
+
+/// Whether that pays for `rows` rows of every head of `t`, each written once: there are enough of them, and each is whole lines.
+pub(super) fn streams(t: &RawTensor, rows: u64) -> bool {
+    let size = t.dtype.size() as u64;
+    let row = u64::from(t.dim) * size;
+    let apart = [t.token_stride, t.head_stride].map(|stride| stride.unsigned_abs() * size);
+    let whole_lines = [t.ptr.addr() as u64, row, apart[0], apart[1]].iter().all(|x| x % 64 == 0);
+    whole_lines && rows * u64::from(t.heads) * row >= STREAM as u64
+}
 
 /// How far ahead of a long run its lines are asked for: the hardware asks for no line of the next page in time.
 const AHEAD: usize = 2048;

@@ -32,7 +32,6 @@ use super::engine::Engine;
 use super::forms::Form;
 use super::key_units::KeyUnits;
 use super::row_blocks::readers;
-use super::stream::KeyStream;
 use super::tile::Scoring;
 use super::tile_engine::TileEngine;
 use crate::call::{AttendBackward, QRange};
@@ -68,16 +67,8 @@ impl Tiled<'_> {
         while let Some(unit) = units.next(next) {
             let turn = order.begin(unit.index, unit.before.filter(|_| self.queries));
             let doc = k[unit.first].doc;
-            let q = if q_sorted {
-                let begin = c.ranges.q.partition_point(|r| r.range.doc < doc);
-                &c.ranges.q[begin..begin + c.ranges.q[begin..].partition_point(|r| r.range.doc == doc)]
-            } else {
-                c.ranges.q
-            };
-            let mut stream = KeyStream::document(k, unit.first);
-            for _ in 0..unit.block * SUPER {
-                stream.fill(false, |_| ());
-            }
+            let q = if q_sorted { QRange::of_document(c.ranges.q, doc) } else { c.ranges.q };
+            let mut stream = units.keys(&unit);
             t.n = 0;
             while t.n < SUPER && t.slots[t.n].next(&mut stream, false, false) {
                 t.n += 1;

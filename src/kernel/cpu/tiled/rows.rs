@@ -13,7 +13,7 @@ use super::super::panel::to_rows;
 use super::super::rows::address;
 use super::super::stream::BLOCK;
 use super::super::tile::{Cover, Scoring, Sight, at};
-use super::super::tile_engine::TileEngine;
+use super::super::tile_engine::{TileEngine, prefetch_lanes};
 use super::Tiled;
 use super::tiles::{BLOCKS, MatrixTiles, shift, weight};
 use super::weights::{Of, Out, PANELS, not_finite_lanes, pack_pairs};
@@ -80,6 +80,11 @@ impl Tiled<'_> {
             for (panel, covers) in covers[..panels].iter().enumerate() {
                 let Some(begin) = covers.iter().position(|&x| x != Cover::None) else { continue };
                 let end = covers.iter().rposition(|&x| x != Cover::None).unwrap_or(begin) + 1;
+                if self.queries {
+                    // They are added to when the scores and a product are done: time enough to come from memory.
+                    let lanes = panel * PANEL..t.lanes.n.min((panel + 1) * PANEL);
+                    prefetch_lanes::<_MM_HINT_T1>(&c.dq, &t.lanes, lanes);
+                }
                 self.scores::<H>(t, scoring, panel, covers, begin..end, tame);
                 if self.queries {
                     self.add_queries::<H>(t, panel, begin..end, turn, place);

@@ -4,6 +4,7 @@
 
 use super::super::amx_product::PANEL;
 use super::super::arena::{Arena, KEYS, Line};
+use super::super::convert::streams;
 use super::super::engine::Engine;
 use super::super::forms::Form;
 use super::super::stream::{BLOCK, KeyBlock, Slots};
@@ -11,6 +12,7 @@ use super::super::tile::{Lanes, at};
 use super::super::tile_engine::TileEngine;
 use super::weights::ROWS;
 use crate::call::{AttendBackward, QRange};
+use core::arch::x86_64::{_mm512_loadu_ps, _mm512_mul_ps, _mm512_set1_ps, _mm512_stream_ps};
 
 /// Tiles of keys of a unit.
 pub(in crate::kernel::cpu) const SUPER: usize = 4;
@@ -67,6 +69,8 @@ pub(super) struct MatrixTiles<'a> {
     pub dv: &'a mut [f32],
     /// Blocks of keys that some row has seen.
     pub touched: [bool; BLOCKS],
+    /// dk and dv are large, and written once: around the caches.
+    pub stream: bool,
     /// `[key / 16][panel][16 keys][32 lanes]`.
     pub p: &'a mut [u16],
     pub ds: &'a mut [u16],
@@ -92,6 +96,7 @@ impl<'a> MatrixTiles<'a> {
         let (d, dv) = ((c.q.dim as usize).next_multiple_of(32), (c.v.dim as usize).next_multiple_of(32));
         let (keys, parts) = (SUPER * KEYS, H::PARTS);
         let mut arena = Arena(lines);
+        let rows = c.ranges.k.iter().map(|k| u64::from(k.len)).sum();
         Self {
             lanes: Lanes::new(&mut arena, ROWS),
             slots: core::array::from_fn(|_| Slots::new(&mut arena, KEYS)),
@@ -108,6 +113,7 @@ impl<'a> MatrixTiles<'a> {
             dk: arena.take(keys * d),
             dv: arena.take(keys * dv),
             touched: [false; BLOCKS],
+            stream: !c.accumulate_keys && streams(&c.dk, rows) && streams(&c.dv, rows),
             p: arena.take(keys * ROWS * parts),
             ds: arena.take(keys * ROWS * parts),
             pairs: arena.take(keys * PANEL * parts),
@@ -240,11 +246,33 @@ impl<'a> MatrixTiles<'a> {
                     // contiguous.
                     let dst = unsafe { core::slice::from_raw_parts_mut(at::<f32>(tensor, row, head), dim) };
                     let sums = &sums[key * dim.next_multiple_of(32)..][..dim];
-                    for (x, &sum) in dst.iter_mut().zip(sums) {
-                        *x = if c.accumulate_keys { *x + sum * scale } else { sum * scale };
-                    }
+                    // SAFETY: AVX-512 is present (the contract of `Tiled::work`); with `stream` rows are whole lines (`streams`).
+                    unsafe { write_row(dst, sums, scale, c.accumulate_keys, self.stream) }
                 }
             }
         }
+    }
+}
+
+/// `dst = sums · scale`, or adds that; to `stream` is to write around the caches. Outlined, because it would be inlined into the
+/// kernel of every form.
+///
+/// # Safety
+/// AVX-512 is present; with `stream`, `dst` consists of whole lines and nothing is added.
+#[inline(never)]
+#[target_feature(enable = "avx512f")]
+unsafe fn write_row(dst: &mut [f32], sums: &[f32], scale: f32, accumulate: bool, stream: bool) {
+    if stream {
+        for (x, sums) in dst.chunks_exact_mut(16).zip(sums.chunks_exact(16)) {
+            // SAFETY: 16 numbers are a line of dst (the contract).
+            unsafe {
+                let sums = _mm512_mul_ps(_mm512_loadu_ps(sums.as_ptr()), _mm512_set1_ps(scale));
+                _mm512_stream_ps(x.as_mut_ptr(), sums);
+            }
+        }
+        return;
+    }
+    for (x, &sum) in dst.iter_mut().zip(sums) {
+        *x = if accumulate { *x + sum * scale } else { sum * scale };
     }
 }

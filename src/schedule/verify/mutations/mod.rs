@@ -17,7 +17,7 @@ use crate::{
     layout::Layout,
     mask::Mask,
     mesh::Mesh,
-    plan::{Circulate, Options, Plan, Problem, Wire},
+    plan::{Circulate, Gather, Options, Plan, Problem, Wire},
     schedule::{AllToAll, Buf, BufferView, Direction, Lane, OpKind, Schedule, Way},
 };
 
@@ -77,6 +77,9 @@ fn subjects() -> Vec<Subject> {
             Dtype::F32,
             o().gather(true),
         ),
+        ("together", &packed, mesh(1, 3), Layout::Zigzag, Mask::causal(), 2, 1, Dtype::Bf16, {
+            o().gather(Gather::Together)
+        }),
         ("ordered", &packed, mesh(2, 2), Layout::Striped { stripe: 1 }, Mask::causal(), 4, 2, Dtype::F32, {
             o().reproducible(true)
         }),

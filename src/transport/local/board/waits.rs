@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which rank waits for which: peers that are gone, ranks that can never meet, and the rank to blame for a wait.
+//! Which rank waits for which: peers that are gone, ranks whose calls can never match, and the rank at fault for a
+//! wait.
 
 use super::{Board, Phase};
 use crate::transport::Message;

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""An engine of sends and receives as a transport: what a framework with a process group and a store plugs in.
+
+The library calls C functions (`cpattn_engine_table` in the header, where the contract is); here they become the methods of an
+`Engine`. Packets, deadlines and the search for the rank at fault are the library's. What has to hold on the way:
+
+- No exception enters C. Those of `Engine.failures` are failures of a peer or a connection, whose text goes to the library; any other
+  one is this rank's own: it is kept, ends the group, and is raised by the call that needed it.
+- The library's threads may be inside a callback for as long as a store does not answer. So the callbacks are functions of this
+  module, which are never freed, and find their engine by a number; `release` forgets it.
+- Calls that may wait for other ranks are made on a thread of their own, so that Ctrl-C ends them (`_interruptible.py`).
+"""
+
+from __future__ import annotations
+
+import abc
+import ctypes
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_uint32, c_uint64, c_void_p
+from itertools import count
+from typing import Any
+
+from . import _header
+from ._check import RANGES, c_structs, instance, number, refused, whole
+from ._interruptible import ENDING, Interruptible
+from ._library import call, status_of
+from .errors import InvalidArgument
+from .transport import Kept, Message, Transport, memory_at
+
+
+class Engine(abc.ABC):
+    """What a process group has to do; several threads call it at the same time. The contract is at `cpattn_engine_table` in
+    include/cpattn.h."""
+
+    rank: int
+    world: int
+    failures: tuple[type[BaseException], ...] = (ConnectionError, TimeoutError)
+
+    @abc.abstractmethod
+    def open(self) -> None:
+        """Makes the connections to the store: one for `wait_for`, another for the other calls, which run at the same
+        time. If it fails the group works, but errors do not name the rank at fault."""
+
+    @abc.abstractmethod
+    def connect(self) -> None:
+        """Waits until all ranks have come and are connected."""
+
+    @abc.abstractmethod
+    def post(self, receive: bool, peer: int, tag: int, data: memoryview) -> Any:
+        """Begins to receive or to send. From one rank to another, sends and receives of one tag match in the order in which they
+        are posted; fewer bytes than there is room for may arrive."""
+
+    @abc.abstractmethod
+    def wait(self, request: Any, seconds: float) -> None:
+        """Waits until what `post` returned this for has moved; fails at once when the engine is closed or the peer is gone."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends all posted messages and all waits; their memory is no longer accessed. Any thread, any number of times."""
+
+    @abc.abstractmethod
+    def put(self, key: str, value: bytes) -> bytes:
+        """Writes a key unless it is there; the value that is there then. Values have 1 to 4096 bytes."""
+
+    @abc.abstractmethod
+    def look(self, key: str) -> bytes | None:
+        """The value of a key, if it is there."""
+
+    @abc.abstractmethod
+    def wait_for(self, key: str) -> None:
+        """Waits until a key is there, without a limit."""
+
+    def release(self) -> None:
+        """The engine is no longer used."""
+
+
+def checked_timeout(timeout: float) -> float:
+    """In seconds."""
+    timeout = number("timeout", timeout)
+    if not 1e-3 <= timeout <= 1e9:
+        raise InvalidArgument(f"timeout is {timeout} seconds, 0.001 to 1e9 are needed")
+    return timeout
+
+
+class EngineTransport(Transport):
+    """This rank of a group over an engine; every rank makes one, at the same time. `timeout` is in seconds: how long a call waits
+    without one of its messages moving."""
+
+    def __init__(self, engine: Engine, timeout: float) -> None:
+        timeout = checked_timeout(timeout)
+        instance("engine", engine, Engine, "an Engine is needed")
+        self.engine, self.rank, self.world = engine, engine.rank, engine.world
+        self.kept, self._interruptible = Kept(), Interruptible()
+        self._calls: list[str] = []  # that go on
+        self._handle, context = c_void_p(), next(_numbers)
+        _engines[context] = _Entry(engine, self.kept)
+        table = _header.EngineTable(context=context, rank=engine.rank, world=engine.world, **_callbacks)
+        call("engine_group", byref(table), max(1, round(timeout * 1000)), byref(self._handle))
+        # Also at the end of the program, before a thread can meet an interpreter that ends.
+        self._end = weakref.finalize(self, _destroy, self._handle, self._calls, os.getpid())
+        try:
+            self._call("engine_connect")
+        except BaseException:
+            self.release()
+            raise
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        """A call that may wait for other ranks."""
+        self._calls.append(name)
+        try:
+            self._interruptible(lambda: call(name, self._handle, *arguments), self.abort)
+        except Exception as said:
+            raise self.kept.exception(said)
+        finally:
+            self._calls.remove(name)
+
+    def share(self) -> c_void_p:
+        """Another handle of the C interface's of this end."""
+        handle = c_void_p()
+        call("engine_share", self._handle, byref(handle))
+        return handle
+
+    def agree(self, first: int, end: int, number: int) -> Sequence[int]:
+        first, end = whole("first", first, 0, self.world), whole("end", end, 0, self.world)
+        numbers, number = (c_uint64 * max(end - first, 0))(), whole("number", number, *RANGES[c_uint64])
+        self._call("engine_agree", first, end, number, numbers)
+        return list(numbers)
+
+    def exchange(
+        self, operation: str, step: int, sends: Sequence[Message], recvs: Sequence[Message], stream: int | None = None
+    ) -> None:
+        instance("operation", operation, str)
+        if stream is not None:
+            raise refused("stream", stream, "None is needed: an engine moves memory of the CPU")
+        step, both = whole("step", step, *RANGES[c_uint32]), (("sends", sends), ("recvs", recvs))
+        out, into = (c_structs(name, _header.Message, all_, Message, address="data") for name, all_ in both)
+        self._call("engine_exchange", step, out, len(out), into, len(into))
+
+    def poll(self) -> None:
+        call("engine_poll", self._handle)
+
+    def abort(self) -> None:
+        if self._handle:
+            call("engine_abort", self._handle)
+
+    def release(self) -> None:
+        """Leaves the group: peers that still need this rank get an error."""
+        self._end()
+        self._interruptible.close()
+
+    leave = release
+
+
+def _destroy(handle: c_void_p, calls: list[str], process: int) -> None:
+    """Ends calls of other threads first: they must not go on, and call Python, while the interpreter ends."""
+    mine, handle.value, end = c_void_p(handle.value), None, time.monotonic() + ENDING
+    # A forked child has the handle, but not the threads behind it.
+    if os.getpid() == process:
+        if calls:
+            status_of("engine_abort", mine)
+        while calls and time.monotonic() < end:
+            time.sleep(0.01)
+        status_of("transport_destroy", mine)
+
+
+class _Entry:
+    """An engine while the library may call it, and what it has begun."""
+
+    def __init__(self, engine: Engine, kept: Kept) -> None:
+        self.engine, self.kept, self.numbers = engine, kept, count()
+        self.requests: dict[int, Any] = {}
+
+
+_numbers = count(1)
+_engines: dict[int, _Entry] = {}
+_OWN = 2
+
+
+def _guarded(job: Callable[..., None]) -> Callable[..., int]:
+    """A callback, which gets the engine's number first and the place of a text last."""
+
+    def callback(context: int, *arguments: Any) -> int:
+        try:
+            entry = _engines[context]
+            job(entry, *arguments[:-1])
+            return _header.OK
+        except BaseException as failure:  # noqa: BLE001 (nothing may enter C)
+            return _said(context, failure, arguments[-1])
+
+    return callback
+
+
+def _said(context: int, failure: BaseException, text: Any) -> int:
+    try:
+        entry = _engines[context]
+        known = isinstance(failure, entry.engine.failures)
+        said = (str(failure) if known else f"{type(failure).__name__}: {failure}").encode()[: _header.ENGINE_TEXT - 1]
+        ctypes.memmove(text, said, len(said))
+        if known:
+            return _header.ENGINE_GROUP
+        entry.kept.keep(failure)
+    except BaseException:  # noqa: BLE001 (the failure is told without a text)
+        pass
+    return _OWN
+
+
+def _post(entry: _Entry, receive: int, peer: int, tag: int, data: int, bytes: int, request: Any) -> None:
+    number = next(entry.numbers)
+    entry.requests[number] = entry.engine.post(bool(receive), peer, tag, memory_at(data, bytes))
+    request[0] = number
+
+
+def _wait(entry: _Entry, request: int, timeout_ms: int) -> None:
+    entry.engine.wait(entry.requests[request], timeout_ms / 1000)
+    del entry.requests[request]  # one that failed stays: what becomes of its memory is not known
+
+
+def _give(value: bytes, there: int, there_bytes: Any) -> None:
+    if len(value) > _header.ENGINE_VALUE:
+        raise InvalidArgument(f"a value of the store has {len(value)} bytes, at most {_header.ENGINE_VALUE} are needed")
+    ctypes.memmove(there, value, len(value))
+    there_bytes[0] = len(value)
+
+
+def _put(entry: _Entry, key: bytes, value: int, bytes: int, there: int, there_bytes: Any) -> None:
+    _give(entry.engine.put(key.decode(), ctypes.string_at(value, bytes)), there, there_bytes)
+
+
+def _look(entry: _Entry, key: bytes, there: int, there_bytes: Any) -> None:
+    _give(entry.engine.look(key.decode()) or b"", there, there_bytes)
+
+
+def _close(context: int) -> None:
+    try:
+        _engines[context].engine.close()
+    except BaseException:  # noqa: BLE001 (there is nobody to tell)
+        pass
+
+
+def _release(context: int) -> None:
+    try:
+        _engines.pop(context).engine.release()
+    except BaseException:  # noqa: BLE001
+        pass
+
+
+_callbacks = {
+    "open": _header.Open(_guarded(lambda entry: entry.engine.open())),
+    "connect": _header.Open(_guarded(lambda entry: entry.engine.connect())),
+    "post": _header.Post(_guarded(_post)),
+    "wait": _header.Wait(_guarded(_wait)),
+    "close": _header.Abort(_close),
+    "put": _header.Put(_guarded(_put)),
+    "look": _header.Look(_guarded(_look)),
+    "wait_for": _header.WaitFor(_guarded(lambda entry, key: entry.engine.wait_for(key.decode()))),
+    "release": _header.Release(_release),
+}

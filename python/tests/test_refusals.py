@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Every public function and class refuses what is of another type, by the name of the argument.
+
+What is public is found, and each callable with arguments has a row here: good arguments, and which of the wrong ones below are
+legal there. A new function without a row fails the test, and so does an argument that Python, ctypes or PyTorch refuses in
+words of their own.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+import unittest
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from processes import run
+
+import cpattn
+import cpattn.ring
+import cpattn.torch
+from cpattn.plan import PlanOptions
+
+
+class Unknown:
+    """Nothing can be done with it, nor can it be shown."""
+
+    def refuse(self, *_: Any) -> Any:
+        raise KeyError("unknown")
+
+    __repr__ = __eq__ = __hash__ = __iter__ = __len__ = __index__ = __float__ = refuse
+
+
+WRONG: dict[str, Any] = {
+    "none": None,
+    "text": "x",
+    "list": [1.5],
+    "float": 1.5,
+    "nan": float("nan"),
+    "array": np.array([1.5, 2.5]),
+    "tensor": torch.tensor([1.5, 2.5]),
+    "negative": -1,
+    "huge": 2**80,
+    "endless": 10**5000,
+    "truth": True,
+    "unknown": Unknown(),
+}
+
+# They have errors of Python's own, or are for annotations.
+NOT_CALLED = (enum.Enum, BaseException, dict)
+
+
+def public() -> Iterator[tuple[str, list[str]]]:
+    """Callables, by their names, and the names of their arguments."""
+    for module, names in ((cpattn, cpattn.__all__), (cpattn.torch, cpattn.torch.__all__), (cpattn.ring, ["table"])):
+        for name in names:
+            found = getattr(module, name)
+            at = f"{module.__name__.removeprefix('cpattn').removeprefix('.')}.{name}".removeprefix(".")
+            if inspect.isfunction(found):
+                yield at, arguments(found)
+            elif inspect.isclass(found) and not issubclass(found, NOT_CALLED) and not getattr(found, "_is_protocol", False):
+                # What a tuple has is looked at where it is used.
+                yield at, list(found._fields) if issubclass(found, tuple) else arguments(found)
+                for method, function in vars(found).items():
+                    if inspect.isfunction(function) and not method.startswith("_") and method not in getattr(found, "__abstractmethods__", ()):
+                        yield f"{at}.{method}", arguments(function)[1:]
+
+
+def arguments(function: Callable[..., Any]) -> list[str]:
+    found = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        found += PlanOptions.__annotations__ if parameter.kind == parameter.VAR_KEYWORD else [name]
+    return found
+
+
+def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]]:
+    """By the names of callables: what is called, with good arguments by their names, and which wrong ones are legal."""
+    context = cpattn.torch.Context(heads=3, head_dim=4, timeout=5.0)
+    batch, transport, rank = context.batch([0, 5]), cpattn.torch.GlooTransport(timeout=5.0), cpattn.local_group(1)[0]
+    plan = cpattn.Plan([0, 5], 3, 4)
+    q, lse, ids, address = torch.zeros(5, 3, 4), torch.zeros(3, 5), torch.zeros(5, dtype=torch.int64), batch.tokens.data_ptr()
+    forward = {"plan": plan, "stream": None, **dict.fromkeys("qkvo", q), "lse": lse, "sinks": None}
+    inputs, local = dict.fromkeys("qkv", q), {"rank": 0, "side": "q", "whole": q, "local": q.clone()}
+    message, event = {"peer": 0, "address": address, "bytes": 8}, cpattn.Event(0, 0, "attend", "forward", 0, 0, 1, 8)
+    exchange = {"operation": "ring", "step": 0, "sends": [], "recvs": [], "stream": None}
+    optional = dict.fromkeys(("scale", "softcap"), "none float negative huge") | dict.fromkeys(("kv_heads", "value_dim", "alibi_slopes"), "none")
+    optional |= dict.fromkeys(("sinks", "reproducible", "pack_inputs", "gather"), "truth")
+    options = {name: None for name in PlanOptions.__annotations__}
+    group, deadline = {"world": 1, "deadline_ms": 1000, "workers": 1, "isa": "auto"}, {"deadline_ms": 1000}
+    nccl = {"unique_id": bytes(128), "comm": None, "may_abort": False, "rank": 0, "world": 1, "device": 0, **deadline}
+    shape = {"heads": 3, "head_dim": 4}
+    return {
+        "EngineTransport": (cpattn.EngineTransport, {"engine": transport.engine, "timeout": 5.0}, {"timeout": "float"}),
+        "EngineTransport.agree": (transport.agree, {"first": 0, "end": 1, "number": 5}, {}),
+        "EngineTransport.exchange": (transport.exchange, exchange, {"operation": "text", "stream": "none"}),
+        "Event": (lambda **fields: cpattn.chrome_trace([cpattn.Event(**fields)]), event._asdict(), {"name": "text", "phase": "text"}),
+        "Link": (lambda **fields: cpattn.ring.table([cpattn.Link(**fields)]), cpattn.Link(0, 1, 0.1, 1e9)._asdict(), {
+            **dict.fromkeys(("latency", "bytes_per_second"), "float negative huge")}),
+        "Memory": (cpattn.Memory, {"address": address, "shape": [5], "bits": 64, "device": (1, 0), "code": 0}, {}),
+        "Message": (lambda **fields: transport.exchange("ring", 0, [cpattn.Message(**fields)], []), message, {}),
+        "Plan": (cpattn.Plan, {"cu_seqlens": [0, 5], **shape, "cu_seqlens_k": None, "q_start": None, "dtype": "f32", "world": 1} | options,
+                 optional | {"cu_seqlens_k": "none", "q_start": "none"}),
+        "Plan.share": (plan.share, {"rank": 0}, {}),
+        "Plan.workspace": (plan.workspace, {"rank": 0, "direction": "forward"}, {}),
+        "Plan.tokens": (plan.tokens, {"side": "q", "rank": 0}, {}),
+        "Plan.positions": (plan.positions, {"side": "q", "rank": 0}, {}),
+        "Plan.shard": (plan.shard, local, {}),
+        "Plan.unshard": (plan.unshard, local, {}),
+        "Rank": (cpattn.Rank, {"transport": transport, "workers": 1, "isa": "auto"}, {}),
+        "Rank.prepare": (rank.prepare, {"plan": plan, "direction": "forward"}, {}),
+        "Rank.forward": (rank.forward, forward, {"stream": "none", "sinks": "none"}),
+        "Rank.backward": (rank.backward, forward | dict.fromkeys(("d_o", "dq", "dk", "dv"), q) | {"dsinks": None},
+                          {"stream": "none", "sinks": "none", "dsinks": "none"}),
+        "Rank.check_ring": (rank.check_ring, {"bytes": 8}, {}),
+        "Rank.record": (rank.record, {"capacity": 8}, {}),
+        "Rank.shift": (rank.shift, {"plan": plan, "by": 1, "fill": ids[:1], "rows": ids, "out": ids.clone()}, {"by": "negative"}),
+        "check_ring": (cpattn.check_ring, {"transport": transport, "bytes": 8}, {}),
+        "chrome_trace": (cpattn.chrome_trace, {"events": [event]}, {}),
+        "local_group": (cpattn.local_group, group, {}),
+        "nccl_group": (cpattn.nccl_group, nccl, {"unique_id": "none", "comm": "none", "may_abort": "truth"}),
+        "on_all": (cpattn.on_all, {"ranks": [rank], "job": print}, {}),
+        "peer_group": (cpattn.peer_group, {"devices": [0], **deadline}, {}),
+        "ring.table": (cpattn.ring.table, {"links": [], "slow": 3.0}, {"slow": "float negative huge"}),
+        "timeline_svg": (cpattn.timeline_svg, {"events": [event]}, {}),
+        "torch.Batch": (cpattn.torch.Batch, {"context": context, "cu_seqlens": (0, 5)}, {}),
+        "torch.Batch.attention": (batch.attention, {**inputs, "sinks": None}, {"sinks": "none"}),
+        "torch.Batch.labels": (batch.labels, {"ids": ids, "ignore": -100}, {"ignore": "negative truth"}),
+        "torch.Batch.shard": (batch.shard, {"whole": ids}, {}),
+        "torch.Batch.shift": (batch.shift, {"rows": ids, "by": 1, "fill": 0}, {"by": "negative", "fill": "negative truth"}),
+        "torch.Context": (cpattn.torch.Context, {"group": None, **shape, "dtype": torch.float32, "device": "cpu", "timeout": 5.0, "workers": 1,
+                                                 "plans": 1} | options, optional | {"group": "none", "timeout": "float"}),
+        "torch.Context.batch": (context.batch, {"cu_seqlens": [0, 5]}, {}),
+        "torch.Context.plan": (context.plan, {"cu_seqlens": [0, 5]}, {}),
+        "torch.Context.record": (context.record, {"capacity": 8}, {}),
+        "torch.GlooTransport": (cpattn.torch.GlooTransport, {"group": None, "timeout": 5.0}, {"group": "none", "timeout": "float"}),
+        "torch.attention": (cpattn.torch.attention, {**inputs, "rank": rank, "number": 0, "plan": plan, "device": torch.device("cpu"), "sinks": None},
+                            {"sinks": "none"}),
+        "torch.check_ring": (cpattn.torch.check_ring, {"group": None, "timeout": 5.0, "bytes": 8}, {"group": "none", "timeout": "float"}),
+    }  # fmt: skip
+
+
+def walk(rank: int, world: int) -> list[str]:
+    """What was not refused by its name."""
+    table, wrong = rows(), []
+    for at, names in public():
+        if not names:
+            continue
+        function, good, legal = table.pop(at)
+        if missing := set(names) ^ set(good):
+            wrong.append(f"{at}: in one of arguments and row only: {missing}")
+        for name in names:
+            for kind in WRONG.keys() - legal.get(name, "").split():
+                given = {key: value for key, value in good.items() if key not in PlanOptions.__annotations__ or value is not None}
+                try:
+                    function(**{**given, name: WRONG[kind]})
+                except cpattn.Error as error:
+                    # In words of this package's: of an argument, or of one of its items or members.
+                    if not re.search(rf"(^|: |\W){name}\b.* (is|are|has|no tensor|expected|does not hold)\b|that of {name},", str(error), re.DOTALL):
+                        wrong.append(f"{at}, {name}: {kind}: {type(error).__name__}: {error}")
+                except BaseException as error:  # noqa: BLE001 (told)
+                    wrong.append(f"{at}, {name}: {kind}: {type(error).__name__}: {error}")
+                else:
+                    wrong.append(f"{at}, {name}: {kind}: not refused")
+    return wrong + [f"{at} is no longer there" for at in table]
+
+
+class Refusals(unittest.TestCase):
+    def test_every_argument_of_every_callable(self) -> None:
+        wrong = run(walk, 1)[0]
+        self.assertEqual(wrong, [], "\n" + "\n".join(wrong))
+
+
+if __name__ == "__main__":
+    unittest.main()

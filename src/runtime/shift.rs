@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Shifts rows when no rank has the whole batch, for example for next-token labels.
+//!
+//! [`Plan::shift`] needs the whole batch. Here each rank has only its own tokens' rows, and receives the others in one
+//! exchange, with at most one message from each rank to each other. The plan determines which rows these are
+//! ([`Plan::shift_messages`]), so no requests are sent. Rows are in host memory: token ids, loss weights, segment ids.
+//! With a device transport they are copied to device memory and back.
+
+use std::{format, vec, vec::Vec};
+
+use bytemuck::Pod;
+
+use super::{collective, rank::Rank};
+use crate::{
+    batch::Side,
+    error::{Error, Result},
+    plan::{Plan, ShiftMessage},
+    transport::{
+        Label,
+        staged::{self, Carrier, Parcel},
+    },
+};
+
+/// What the ranks agree on first: "shift", and the number of this way of doing it.
+const SHIFT: [u64; 2] = [u64::from_le_bytes(*b"shift\0\0\0"), 1];
+
+/// This rank's rows before and after the shift, in any storage.
+pub(crate) trait ShiftedRows {
+    /// Bytes of a row.
+    fn row_bytes(&self) -> usize;
+
+    /// Numbers that describe a row's type; all ranks must have the same numbers and the same row size.
+    fn kind(&self) -> u64;
+
+    /// Copies a row that is given.
+    fn read(&self, row: usize, to: &mut [u8]);
+
+    /// Writes a row of the result.
+    fn write(&mut self, row: usize, from: &[u8]);
+
+    /// Writes what a row of the result is when the document has none for it.
+    fn fill(&mut self, row: usize);
+}
+
+/// Rows of a slice.
+struct Slices<'a, T> {
+    rows: &'a [T],
+    row_len: usize,
+    /// Begins with what rows have that have no source.
+    out: Vec<T>,
+}
+
+impl<T: Pod> ShiftedRows for Slices<'_, T> {
+    fn row_bytes(&self) -> usize {
+        self.row_len * size_of::<T>()
+    }
+
+    fn kind(&self) -> u64 {
+        size_of::<T>() as u64
+    }
+
+    fn read(&self, row: usize, to: &mut [u8]) {
+        to.copy_from_slice(bytemuck::cast_slice(&self.rows[row * self.row_len..][..self.row_len]));
+    }
+
+    fn write(&mut self, row: usize, from: &[u8]) {
+        bytemuck::cast_slice_mut(&mut self.out[row * self.row_len..][..self.row_len]).copy_from_slice(from);
+    }
+
+    fn fill(&mut self, _row: usize) {}
+}
+
+impl Rank {
+    /// For each of this rank's q tokens, in its order, returns the row that is `by` tokens later in its document
+    /// (earlier, if `by` is negative), which another rank may hold; a row of `fill` if the document has no such token.
+    /// `rows` is `[tokens, row_len]`, compact, and so is the result. All ranks of the plan's group call it, between
+    /// runs. With `by` 1 and `fill` the loss function's ignore index these are the labels of next-token prediction.
+    ///
+    /// Rows are in host memory, also for a rank on a device, which first waits for the work it enqueued. The time is
+    /// proportional to the number of contiguous pieces of all ranks' tokens, which is a few for each document and rank
+    /// with all layouts except striped.
+    ///
+    /// ```
+    /// use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Side, transport::local};
+    /// use std::time::Duration;
+    ///
+    /// let problem = Problem::new(Batch::from_lengths(&[8])?, 2, 2, 4, Dtype::F32);
+    /// let plan = &Plan::new(&problem, Mesh::ring(2)?, Layout::Zigzag)?;
+    /// let ids = [10, 11, 12, 13, 14, 15, 16, 17];
+    /// std::thread::scope(|scope| {
+    ///     for end in local::group(2, Duration::from_secs(10)).unwrap() {
+    ///         scope.spawn(move || {
+    ///             let mut rank = Rank::new(end);
+    ///             let mine = plan.shard(Side::Q, rank.rank(), &ids, 1).unwrap();
+    ///             let labels = rank.shift(plan, &mine, 1, -100, 1).unwrap();
+    ///             assert_eq!(labels, plan.shift(rank.rank(), &ids, -100, 1).unwrap());
+    ///         });
+    ///     }
+    /// });
+    /// # Ok::<(), cpattn::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// A `rows` whose length is not `tokens · row_len`, a plan for another world; [`Error::Disagreement`] if another
+    /// rank makes a different call or shifts differently, after which the group stays usable; a peer that failed; on a
+    /// device, a run of this rank that is being captured.
+    pub fn shift<T: Pod>(&mut self, plan: &Plan, rows: &[T], row_len: usize, fill: T, by: i64) -> Result<Vec<T>> {
+        plan.fits_world(self.world())?;
+        let tokens = plan.local_tokens(Side::Q, self.rank());
+        if tokens.checked_mul(row_len) != Some(rows.len()) {
+            let expected = format!("{tokens} tokens of rank {}, {row_len} each", self.rank());
+            return Err(Error::invalid("rows", format!("{} values", rows.len()), expected));
+        }
+        let mut slices = Slices { rows, row_len, out: vec![fill; rows.len()] };
+        self.shift_rows(plan, by, &mut slices)?;
+        Ok(slices.out)
+    }
+
+    /// As [`Rank::shift`], of rows wherever they lie: as many as the rank has q tokens. Nothing is written before the ranks
+    /// have agreed. The plan is for this world.
+    pub(crate) fn shift_rows(&mut self, plan: &Plan, by: i64, rows: &mut dyn ShiftedRows) -> Result<()> {
+        let rank = self.rank();
+        let (carrier, failure) = self.between_runs()?;
+        let messages = plan.shift_messages(rank, by)?;
+        let (bytes, fingerprint) = (rows.row_bytes(), plan.fingerprint());
+        let number = collective::number(&[SHIFT[0], SHIFT[1], fingerprint, by as u64, bytes as u64, rows.kind()]);
+        let what = || format!("a shift by {by} of rows of {bytes} bytes over plan {fingerprint:016x}");
+        let group = plan.mesh().group_of(rank);
+        collective::together(carrier.end(), failure, group, number, what, || {
+            (0..plan.local_tokens(Side::Q, rank)).for_each(|row| rows.fill(row));
+            if bytes == 0 { Ok(()) } else { moved(&*carrier, &messages, rows) }
+        })
+    }
+}
+
+/// Copies rows that this rank has, and exchanges those that others have.
+fn moved(carrier: &dyn Carrier, messages: &[ShiftMessage], rows: &mut dyn ShiftedRows) -> Result<()> {
+    let (rank, world, row_bytes) = (carrier.end().rank(), carrier.end().world(), rows.row_bytes());
+    // By peer.
+    let (mut sends, mut recvs) = (vec![Vec::new(); world], vec![Vec::new(); world]);
+    let mut row_of = vec![0; row_bytes];
+    for m in messages {
+        match (m.owner == rank, m.reader == rank) {
+            (true, true) => {
+                for i in 0..m.rows {
+                    rows.read(m.from + i, &mut row_of);
+                    rows.write(m.to + i, &row_of);
+                }
+            }
+            (true, false) => {
+                let packet: &mut Vec<u8> = &mut sends[m.reader];
+                for i in 0..m.rows {
+                    rows.read(m.from + i, &mut row_of);
+                    packet.extend_from_slice(&row_of);
+                }
+            }
+            // Each message is between this rank and another.
+            _ => {
+                let packet: &mut Vec<u8> = &mut recvs[m.owner];
+                packet.resize(packet.len() + m.rows * row_bytes, 0);
+            }
+        }
+    }
+    exchange(carrier, &sends, &mut recvs)?;
+    let mut taken = vec![0; world];
+    for m in messages.iter().filter(|m| m.owner != rank && m.reader == rank) {
+        let packet = &recvs[m.owner][taken[m.owner]..][..m.rows * row_bytes];
+        packet.chunks_exact(row_bytes).zip(m.to..).for_each(|(from, row)| rows.write(row, from));
+        taken[m.owner] += packet.len();
+    }
+    Ok(())
+}
+
+/// Sends each peer its packet and fills those that come; one exchange, or none.
+fn exchange(carrier: &dyn Carrier, sends: &[Vec<u8>], recvs: &mut [Vec<u8>]) -> Result<()> {
+    let rooms = |packets: &[Vec<u8>]| -> Result<Vec<Parcel>> {
+        let full = packets.iter().enumerate().filter(|(_, packet)| !packet.is_empty());
+        full.map(|(peer, packet)| Ok((peer, carrier.room(packet.len())?))).collect()
+    };
+    let (mut from, mut to) = (rooms(sends)?, rooms(recvs)?);
+    if from.is_empty() && to.is_empty() {
+        return Ok(());
+    }
+    for (peer, room) in &mut from {
+        room.put(&sends[*peer])?;
+    }
+    staged::exchange(carrier, Label::new("shift", 0), &mut from, &mut to)?;
+    to.iter().try_for_each(|(peer, room)| room.get(&mut recvs[*peer]))
+}

@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The messages that one call posts and waits for.
+//!
+//! Headers and joined messages use the transport's own memory, which the next call reuses. After a failure this memory
+//! is not reused, although the engine was closed: that is an extra safeguard.
+
+use core::ops::Range;
+use std::{boxed::Box, format, vec, vec::Vec};
+
+use super::{
+    super::{Label, Message},
+    contract::{Engine, Failed, Way},
+    packets::{Header, Packet, SMALL, packets},
+    search::Group,
+    verdict::Verdict,
+    waits::Wait,
+};
+
+// What different calls, and parts of one, say to the engine: messages of one tag meet in their order.
+const AGREEMENT: u32 = 7001;
+const HEADERS: u32 = 7002;
+const BODIES: u32 = 7003;
+
+/// Why a call ends.
+pub(super) enum Stop {
+    /// A peer sends something else than this rank expects.
+    Differs(Verdict),
+    Failed(Failed),
+}
+
+impl From<Failed> for Stop {
+    fn from(failed: Failed) -> Self {
+        Self::Failed(failed)
+    }
+}
+
+/// Memory whose address the engine gets; freed when it is dropped.
+struct Room {
+    at: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: memory of its own.
+unsafe impl Send for Room {}
+
+impl Room {
+    fn new(bytes: usize) -> Self {
+        Self { at: Box::into_raw(vec![0; bytes].into_boxed_slice()).cast(), bytes }
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        // SAFETY: of `new`; what the engine was given it has moved, or it is closed (`Rooms` says when rooms are dropped).
+        drop(unsafe { Box::from_raw(core::ptr::slice_from_raw_parts_mut(self.at, self.bytes)) });
+    }
+}
+
+/// Rooms of the calls of one rank. They are dropped with the transport, or after a call whose messages have all moved.
+#[derive(Default)]
+pub(super) struct Rooms {
+    /// For a header and a small packet each.
+    free: Vec<Room>,
+    used: Vec<Room>,
+    /// Of joined messages that are large together, in the call that goes on.
+    large: Vec<Room>,
+}
+
+impl Rooms {
+    fn small(&mut self) -> *mut u8 {
+        let room = self.free.pop().unwrap_or_else(|| Room::new(Header::BYTES + SMALL));
+        let at = room.at;
+        self.used.push(room);
+        at
+    }
+
+    fn large(&mut self, bytes: usize) -> *mut u8 {
+        let room = Room::new(bytes);
+        let at = room.at;
+        self.large.push(room);
+        at
+    }
+
+    /// All messages of the call have moved.
+    pub(super) fn reuse(&mut self) {
+        self.free.append(&mut self.used);
+        self.large.clear();
+    }
+}
+
+/// The messages of one call.
+pub(super) struct Moves<'a, E> {
+    group: &'a Group<E>,
+    label: Label,
+    rooms: &'a mut Rooms,
+}
+
+/// A message that was posted.
+struct Posted {
+    wait: Wait,
+    number: u64,
+}
+
+impl<'a, E: Engine> Moves<'a, E> {
+    pub(super) fn new(group: &'a Group<E>, label: Label, rooms: &'a mut Rooms) -> Self {
+        Self { group, label, rooms }
+    }
+
+    /// Starts to move a message; errors report `told` bytes.
+    ///
+    /// # Safety
+    /// As [`Engine::post`].
+    unsafe fn post(
+        &self,
+        way: Way,
+        peer: usize,
+        tag: u32,
+        data: *mut u8,
+        bytes: usize,
+        told: usize,
+    ) -> Result<Posted, Failed> {
+        let wait = Wait { label: self.label, of: Some((way, peer)), bytes: told };
+        self.group.set_wait(Some(wait));
+        // SAFETY: promised.
+        let number = unsafe { self.group.engine.post(way, peer, tag, data, bytes) }?;
+        Ok(Posted { wait, number })
+    }
+
+    fn wait(&self, posted: &Posted) -> Result<(), Failed> {
+        self.group.set_wait(Some(posted.wait));
+        self.group.engine.wait(posted.number, self.group.deadline)
+    }
+
+    /// An all-gather of one number over `ranks`, to `all`.
+    pub(super) fn gather(&mut self, ranks: Range<usize>, number: u64, all: &mut [u64]) -> Result<(), Stop> {
+        let (own, peers) = (self.group.rank, ranks.clone().filter(|&peer| peer != self.group.rank));
+        let (to, from) = (self.rooms.large(8), self.rooms.large(8 * ranks.len()));
+        let (bytes, place) = (number.to_ne_bytes(), |peer: usize| 8 * (peer - ranks.start));
+        // SAFETY: a room of eight bytes.
+        unsafe { to.copy_from_nonoverlapping(bytes.as_ptr(), 8) };
+        let mut posted = Vec::with_capacity(2 * ranks.len());
+        for peer in peers.clone() {
+            // SAFETY: each rank has eight bytes of the room, which lives until the messages have moved or the engine is closed.
+            posted.push(unsafe { self.post(Way::Receive, peer, AGREEMENT, from.add(place(peer)), 8, 8) }?);
+        }
+        for peer in peers {
+            // SAFETY: as above; it is only read.
+            posted.push(unsafe { self.post(Way::Send, peer, AGREEMENT, to, 8, 8) }?);
+        }
+        for one in &posted {
+            self.wait(one)?;
+        }
+        for (peer, theirs) in ranks.clone().zip(all) {
+            *theirs = number;
+            if peer != own {
+                // SAFETY: inside of the room, where the message of each other rank has arrived.
+                *theirs = unsafe { from.add(place(peer)).cast::<u64>().read_unaligned() };
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves a batch.
+    ///
+    /// # Safety
+    /// The messages are valid, as `Transport::exchange` asks for, until this has returned and, after a failure, the engine was
+    /// closed.
+    pub(super) unsafe fn exchange(&mut self, sends: &[Message], recvs: &[Message]) -> Result<(), Stop> {
+        let (incoming, outgoing) = (packets(recvs), packets(sends));
+        let mut heads = Vec::with_capacity(incoming.len());
+        for packet in &incoming {
+            let (room, bytes, told) = (self.rooms.small(), Header::BYTES + SMALL, packet.bytes());
+            // SAFETY: a room of these bytes, which lives until the message has moved or the engine is closed.
+            let posted = unsafe { self.post(Way::Receive, packet.peer, HEADERS, room, bytes, told) }?;
+            heads.push((packet, room, posted));
+        }
+        let mut sent = Vec::with_capacity(2 * outgoing.len());
+        for packet in &outgoing {
+            // SAFETY: promised.
+            unsafe { self.send(packet, &mut sent) }?;
+        }
+        let mut bodies = Vec::new();
+        for (packet, room, posted) in &heads {
+            self.wait(posted)?;
+            let mut theirs = [0; Header::BYTES];
+            // SAFETY: the room begins with a header: bytes that have arrived, or zeros.
+            unsafe { room.copy_to_nonoverlapping(theirs.as_mut_ptr(), Header::BYTES) };
+            let (Label { operation, step, run }, rank) = (self.label, self.group.rank);
+            let expected = Header::new(packet, run);
+            let call = || format!("{operation}, step {step}");
+            if let Some(verdict) = expected.compare(&Header::from_bytes(theirs), rank, packet.peer, call) {
+                return Err(Stop::Differs(verdict));
+            }
+            if packet.is_small() {
+                // SAFETY: the messages are valid (promised), and the packet lies behind its header.
+                unsafe { packet.scatter(room.add(Header::BYTES)) };
+            } else {
+                let bytes = packet.bytes();
+                let (to, alone) = match packet.messages[..] {
+                    [one] => (one.ptr, true),
+                    _ => (self.rooms.large(bytes), false),
+                };
+                // SAFETY: the message itself (promised), or a room of these bytes as above.
+                let posted = unsafe { self.post(Way::Receive, packet.peer, BODIES, to, bytes, bytes) }?;
+                bodies.push((packet, to, alone, posted));
+            }
+        }
+        for (packet, from, alone, posted) in &bodies {
+            self.wait(posted)?;
+            if !alone {
+                // SAFETY: the messages are valid (promised), and the room holds the packet.
+                unsafe { packet.scatter(*from) };
+            }
+        }
+        for posted in &sent {
+            self.wait(posted)?;
+        }
+        Ok(())
+    }
+
+    /// Begins to send a packet.
+    ///
+    /// # Safety
+    /// As [`exchange`](Self::exchange).
+    unsafe fn send(&mut self, packet: &Packet, sent: &mut Vec<Posted>) -> Result<(), Failed> {
+        let (room, bytes) = (self.rooms.small(), packet.bytes());
+        let header = Header::new(packet, self.label.run).to_bytes();
+        // SAFETY: the room has space for a header and a small packet.
+        unsafe {
+            room.copy_from_nonoverlapping(header.as_ptr(), Header::BYTES);
+            if packet.is_small() {
+                packet.gather(room.add(Header::BYTES));
+            }
+        }
+        let length = Header::BYTES + if packet.is_small() { bytes } else { 0 };
+        // SAFETY: the room lives until the message has moved or the engine is closed.
+        sent.push(unsafe { self.post(Way::Send, packet.peer, HEADERS, room, length, bytes) }?);
+        if !packet.is_small() {
+            let from = match packet.messages[..] {
+                [one] => one.ptr,
+                _ => {
+                    let room = self.rooms.large(bytes);
+                    // SAFETY: the messages are valid (promised), the room has these bytes.
+                    unsafe { packet.gather(room) };
+                    room
+                }
+            };
+            // SAFETY: the message itself (promised), or the room, as above.
+            sent.push(unsafe { self.post(Way::Send, packet.peer, BODIES, from, bytes, bytes) }?);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,356 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Finds the rank at fault: the ranks ask each other through the engine's store.
+//!
+//! A thread of each rank waits for a question in the store, which costs nothing while nothing fails. The rank that
+//! fails first writes a question for every rank; each answers what it waits for, and closes its engine. The first
+//! verdict in the store counts for every rank. [`verdict`](super::verdict) draws it from the answers.
+//!
+//! A call into the store may never return if the process that holds it is stopped or dead, so each call is made on a
+//! separate thread that nothing joins. Keys, each written once: `here/RANK` when a rank has started, `ask/RANK` the
+//! question to it, `asker` the first rank that asked, `says/RANK` its answer, `verdict` the verdict, `knows/RANK` when a
+//! rank has the verdict or has left. A forked child has none of these threads. How a rank ends is in [`ending`].
+
+mod ending;
+
+use std::{
+    boxed::Box,
+    format,
+    string::{String, ToString},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc},
+    thread,
+    time::Duration,
+    vec::Vec,
+};
+
+use super::{
+    contract::{Engine, Failed},
+    pulse::{Pulse, detached},
+    verdict::{self, Asker, Ranks, Said, Verdict, read},
+    waits::Wait,
+};
+
+/// The shortest timeout for the store: its process may share a core with many starting processes.
+const STORE: Duration = Duration::from_secs(10);
+/// The value of keys that say all by being there.
+const THERE: &[u8] = b"1";
+/// In place of the rank that asks.
+const JOINING: &[u8] = b"joining";
+
+/// What the threads of one rank share.
+pub(super) struct Group<E> {
+    pub(super) engine: E,
+    pub(super) rank: usize,
+    pub(super) world: usize,
+    pub(super) deadline: Duration,
+    pulse: Arc<Pulse>,
+    state: Mutex<State>,
+    known: Condvar,
+    threads: Arc<Threads>,
+    process: u32,
+}
+
+struct State {
+    /// Why nothing goes on.
+    failed: Option<String>,
+    /// Why this rank takes part in nothing any more.
+    ended: Option<String>,
+    wait: Option<Wait>,
+    /// It waits, or waits for nothing.
+    since: Duration,
+    verdict: Option<Verdict>,
+    connected: bool,
+    listening: bool,
+    known: bool,
+    left: bool,
+}
+
+/// How many threads there are that a rank which leaves waits for.
+#[derive(Default)]
+struct Threads {
+    count: Mutex<usize>,
+    fewer: Condvar,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<E: Engine> Group<E> {
+    pub(super) fn new(engine: E, deadline: Duration) -> Self {
+        let (rank, world, pulse) = (engine.rank(), engine.world(), Arc::new(Pulse::new(deadline)));
+        let state = State {
+            failed: None,
+            ended: None,
+            wait: None,
+            since: pulse.time(),
+            verdict: None,
+            connected: false,
+            listening: false,
+            known: false,
+            left: false,
+        };
+        let (state, threads) = (Mutex::new(state), Arc::default());
+        let process = std::process::id();
+        Self { engine, rank, world, deadline, pulse, state, known: Condvar::new(), threads, process }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    /// An answer takes as long as a thread of that rank needs to get a core.
+    fn grace(&self) -> Duration {
+        (self.deadline / 2).clamp(Duration::from_millis(500), Duration::from_secs(5))
+    }
+
+    /// The longest time for the search.
+    fn limit(&self) -> Duration {
+        2 * self.grace() + Duration::from_secs(1)
+    }
+
+    pub(super) fn wait(&self) -> Option<Wait> {
+        self.state().wait
+    }
+
+    pub(super) fn set_wait(&self, wait: Option<Wait>) {
+        let now = self.pulse.time();
+        let mut state = self.state();
+        (state.wait, state.since) = (wait, now);
+    }
+
+    pub(super) fn is_connected(&self) -> bool {
+        self.state().connected
+    }
+
+    pub(super) fn set_connected(&self) {
+        self.state().connected = true;
+    }
+
+    pub(super) fn has_failed(&self) -> bool {
+        self.state().failed.is_some()
+    }
+
+    pub(super) fn failed(&self) -> String {
+        self.state().failed.clone().unwrap_or_default()
+    }
+
+    /// Nothing goes on; the first reason stays.
+    pub(super) fn set_failed(&self, why: &str) {
+        self.state().failed.get_or_insert_with(|| why.into());
+    }
+
+    pub(super) fn has_ended(&self) -> bool {
+        self.state().ended.is_some()
+    }
+
+    /// The verdict, where the ranks cannot be asked.
+    pub(super) fn settle(&self, verdict: Verdict) {
+        self.state().verdict.get_or_insert(verdict);
+    }
+
+    /// The group has failed somewhere, and the ranks may still find out which of them is at fault.
+    pub(super) fn is_asking(&self) -> bool {
+        let state = self.state();
+        state.listening && !state.known
+    }
+
+    /// The verdict, for which this waits while the ranks look for it.
+    pub(super) fn settled(&self) -> Option<Verdict> {
+        if self.is_asking() {
+            self.wait_until_known();
+        }
+        self.state().verdict.clone()
+    }
+
+    /// At most the limit, of which time does not count in which the process does not run.
+    fn wait_until_known(&self) {
+        let end = self.pulse.time() + self.limit();
+        let mut state = self.state();
+        while !state.known && self.pulse.time() < end {
+            state = self.known.wait_timeout(state, self.pulse.every).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// What `job` returns, on a thread of its own; none where it does not return within `time` and the grace, [`STORE`] at
+    /// least, or the group fails meanwhile: it is then left to itself. A process that is stopped meanwhile loses one interval of
+    /// the pulse.
+    pub(super) fn within<T: Send + 'static>(
+        self: &Arc<Self>,
+        time: Duration,
+        job: impl FnOnce(&Self) -> T + Send + 'static,
+    ) -> Option<T> {
+        let (done, outcome) = mpsc::channel();
+        let (group, every) = (self.clone(), self.pulse.every);
+        let run = move || {
+            let outcome = job(&group);
+            // Before the answer: whoever has it may leave at once, and the engine must not go later, on this thread.
+            drop(group);
+            // Nobody may be there any more.
+            let _ = done.send(outcome);
+        };
+        if !detached("cpattn engine", Box::new(run)) {
+            return None;
+        }
+        let looks = (time + self.grace()).max(STORE).as_micros().div_ceil(every.as_micros());
+        for _ in 0..looks {
+            match outcome.recv_timeout(every) {
+                Ok(outcome) => return Some(outcome),
+                Err(mpsc::RecvTimeoutError::Disconnected) => return None,
+                Err(mpsc::RecvTimeoutError::Timeout) if self.has_failed() => return None,
+                Err(mpsc::RecvTimeoutError::Timeout) => {}
+            }
+        }
+        None
+    }
+
+    /// Says that this rank has come; the verdict, if there is one already.
+    pub(super) fn open(&self) -> Result<Option<Verdict>, Failed> {
+        self.engine.open()?;
+        self.engine.put(&format!("here/{}", self.rank), THERE)?;
+        match self.engine.look("verdict")? {
+            Some(verdict) => read(Verdict::read(&verdict)).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// A thread that a rank which leaves waits for.
+    fn spawn(self: &Arc<Self>, name: &str, job: impl FnOnce(&Arc<Self>) + Send + 'static) -> bool {
+        let (group, threads) = (self.clone(), self.threads.clone());
+        *lock(&threads.count) += 1;
+        let run = move || {
+            job(&group);
+            // The engine may go with it, and whoever waits for the threads waits for that too.
+            drop(group);
+            *lock(&threads.count) -= 1;
+            threads.fewer.notify_all();
+        };
+        let spawned = detached(name, Box::new(run));
+        if !spawned {
+            *lock(&self.threads.count) -= 1;
+        }
+        spawned
+    }
+
+    /// From now on this rank answers.
+    pub(super) fn listen(self: &Arc<Self>) {
+        if self.world > 1 {
+            self.state().listening = true;
+            if self.spawn("cpattn listener", |group| group.answer_when_asked()) {
+                self.pulse.start();
+            } else {
+                self.state().listening = false;
+            }
+        }
+    }
+
+    fn answer_when_asked(&self) {
+        let outcome = self.engine.wait_for(&format!("ask/{}", self.rank)).and_then(|()| {
+            if !self.state().left {
+                self.say()?;
+                self.set_failed("another rank ended it");
+                self.engine.close();
+                let found = self.find()?;
+                self.agree_on(&found)?;
+            }
+            self.engine.put(&format!("knows/{}", self.rank), THERE).map(|_| ())
+        });
+        if let Err(failed) = outcome {
+            let why = "the store of the process group, or the process that holds it, is gone";
+            self.settle(Verdict::unknown(&format!("{why} ({})", failed.text)));
+        }
+        self.state().known = true;
+        self.known.notify_all();
+    }
+
+    /// The first verdict is that of all.
+    fn agree_on(&self, found: &Verdict) -> Result<(), Failed> {
+        let first = read(Verdict::read(&self.engine.put("verdict", &found.write())?))?;
+        self.state().verdict = Some(first);
+        Ok(())
+    }
+
+    fn say(&self) -> Result<(), Failed> {
+        let now = self.pulse.time();
+        let said = {
+            let state = self.state();
+            Said {
+                ended: state.ended.clone(),
+                wait: state.wait.map(|wait| wait.said()),
+                time: now - state.since.min(now),
+            }
+        };
+        self.engine.put(&format!("says/{}", self.rank), &said.write()).map(|_| ())
+    }
+
+    fn find(&self) -> Result<Verdict, Failed> {
+        if self.engine.look("verdict")?.is_some() {
+            return Ok(Verdict::default()); // which is not the first
+        }
+        let asker = self.engine.look("asker")?.unwrap_or_default();
+        let rank = || str::from_utf8(&asker).ok()?.parse().ok().filter(|&rank| rank < self.world);
+        let asker = if asker == JOINING { Asker::Joining } else { Asker::Rank(read(rank())?) };
+        verdict::find(asker, self.world, self.deadline, &mut Asked(self))
+    }
+
+    /// What the ranks find out together, after a failure on this one; `joining`: while the group was being made; `found`: by
+    /// this rank already.
+    pub(super) fn ask(self: &Arc<Self>, joining: bool, found: Option<Verdict>) -> Verdict {
+        let known = self.state().known;
+        if !known && self.alarm(joining, found.clone()) {
+            self.wait_until_known();
+        }
+        let verdict = self.state().verdict.clone();
+        verdict.or(found).unwrap_or_else(|| {
+            let limit = self.limit().as_secs_f64();
+            Verdict::unknown(&format!(
+                "the store of the process group did not answer within {limit:.1} s; see whether the process that holds it runs"
+            ))
+        })
+    }
+
+    /// Puts the question to all ranks, and before it an answer, where that is found, and waits for nothing; false where no rank
+    /// can be asked.
+    fn alarm(self: &Arc<Self>, joining: bool, found: Option<Verdict>) -> bool {
+        // What cannot be asked for is not answered either.
+        self.state().listening && self.spawn("cpattn question", move |group| _ = group.question(joining, found))
+    }
+
+    fn question(&self, joining: bool, found: Option<Verdict>) -> Result<(), Failed> {
+        if let Some(found) = found {
+            self.agree_on(&found)?;
+        }
+        let mine = if joining { JOINING.to_vec() } else { self.rank.to_string().into_bytes() };
+        let first = self.engine.put("asker", &mine)?;
+        let asked: Vec<usize> = if first == mine { (0..self.world).collect() } else { std::vec![self.rank] };
+        for rank in asked {
+            self.engine.put(&format!("ask/{rank}"), THERE)?;
+        }
+        Ok(())
+    }
+}
+
+/// The ranks, asked through the store.
+struct Asked<'a, E>(&'a Group<E>);
+
+impl<E: Engine> Ranks for Asked<'_, E> {
+    fn came(&mut self, rank: usize) -> Result<bool, Failed> {
+        Ok(self.0.engine.look(&format!("here/{rank}"))?.is_some())
+    }
+
+    fn answer(&mut self, rank: usize) -> Result<Option<Said>, Failed> {
+        let group = self.0;
+        let (key, end) = (format!("says/{rank}"), group.pulse.time() + group.grace());
+        while !group.state().left {
+            let over = group.pulse.time() > end; // and one more look
+            if let Some(said) = group.engine.look(&key)? {
+                return read(Said::read(&said)).map(Some);
+            }
+            // Another rank has a verdict.
+            if over || group.engine.look("verdict")?.is_some() {
+                break;
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        Ok(None)
+    }
+}

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! How a rank ends: by an abort, of which it notifies all other ranks, or by leaving, which they notice when they ask.
+//!
+//! The process may end right after either, and with it its threads, its connections and perhaps the store. So a rank that
+//! aborts writes its answer before the question, because nobody can ask it afterwards, and returns when all other ranks
+//! have the verdict. It does not wait for a rank that has not connected, and every wait has a limit.
+
+use std::{
+    format,
+    sync::{
+        Arc,
+        mpsc::{self, Receiver},
+    },
+    thread,
+    time::Duration,
+};
+
+use super::{
+    super::contract::{Engine, Failed},
+    Asked, Group, Ranks, THERE, lock,
+};
+
+/// How long a rank that leaves waits for its threads, and a rank that aborts for ranks that do not answer.
+const ENDING: Duration = Duration::from_secs(1);
+
+impl<E: Engine> Group<E> {
+    /// This rank stops taking part, by its own decision. Returns when all connected ranks know of it, after the grace at the
+    /// latest.
+    pub(in super::super) fn end(self: &Arc<Self>, why: &str) {
+        let first = {
+            let mut state = self.state();
+            let first = state.failed.is_none();
+            if first {
+                (state.failed, state.ended) = (Some(why.into()), Some(why.into()));
+            }
+            first
+        };
+        let notified = first.then(|| self.notify());
+        self.engine.close();
+        if let Some(notified) = notified {
+            let _ = notified.recv_timeout(self.grace());
+        }
+    }
+
+    /// Notifies all others why this rank has ended, on a thread; the receiver is disconnected when that thread ends.
+    fn notify(self: &Arc<Self>) -> Receiver<()> {
+        let (ending, ended) = mpsc::channel();
+        if self.state().listening {
+            self.spawn("cpattn question", move |group| {
+                let _ending = ending;
+                // A rank that the store does not reach cannot be notified.
+                let _ =
+                    group.say().and_then(|()| group.question(false, None)).and_then(|()| group.wait_until_all_know());
+            });
+        }
+        ended
+    }
+
+    fn wait_until_all_know(&self) -> Result<(), Failed> {
+        let end = self.pulse.time() + self.grace().min(ENDING);
+        for rank in (0..self.world).filter(|&rank| rank != self.rank) {
+            while self.engine.look(&format!("knows/{rank}"))?.is_none() && Asked(self).came(rank)? {
+                if self.pulse.time() > end {
+                    return Ok(());
+                }
+                thread::sleep(Duration::from_millis(5));
+            }
+        }
+        Ok(())
+    }
+
+    /// This rank leaves; ranks that still need it find that out when they ask.
+    pub(in super::super) fn leave(self: &Arc<Self>) {
+        if self.process != std::process::id() {
+            return;
+        }
+        {
+            let mut state = self.state();
+            state.left = true;
+            state.ended.get_or_insert_with(|| "has left the group".into());
+            state.failed.get_or_insert_with(|| "this rank has left it".into());
+        }
+        self.pulse.close();
+        if self.is_asking() {
+            self.spawn("cpattn leaving", |group| {
+                // If the store is gone, no rank can ask either.
+                let _ = group.say();
+                let _ = group.engine.put(&format!("ask/{}", group.rank), THERE);
+            });
+        }
+        let threads = lock(&self.threads.count);
+        let waited = self.threads.fewer.wait_timeout_while(threads, ENDING, |count| *count > 0);
+        if waited.is_ok_and(|(threads, _)| *threads > 0) {
+            // The engine outlives this rank, and peers shall not wait for it.
+            self.engine.close();
+        }
+    }
+}

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a rank waits for, and how that is said.
+
+use std::{
+    format,
+    string::{String, ToString},
+};
+
+use super::{super::Label, contract::Way, packets::running, verdict::SaidWait};
+
+pub(super) const MAKING: Label = Label::new("making the transport", 0);
+
+/// What a rank waits for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Wait {
+    pub(super) label: Label,
+    /// None while the group is being made.
+    pub(super) of: Option<(Way, usize)>,
+    pub(super) bytes: usize,
+}
+
+impl Wait {
+    pub(super) const MEETING: Self = Self { label: MAKING, of: None, bytes: 0 };
+
+    pub(super) fn said(&self) -> SaidWait {
+        let Label { operation, step, run } = self.label;
+        let (call, doing) = match self.of {
+            None => (operation.to_string(), "connecting"),
+            Some((way, _)) => (format!("{operation}, step {step}"), doing(way)),
+        };
+        let peer = self.of.map(|(_, peer)| peer);
+        SaidWait { call, doing: doing.to_string(), peer, bytes: self.bytes as u64, run: running(run) }
+    }
+
+    /// What is said of it when it fails.
+    pub(super) fn failed(&self) -> String {
+        let (doing, peer) = self.of.map_or(("connecting", 0), |(way, peer)| (doing(way), peer));
+        format!("{doing} {} bytes, rank {peer} failed or did not answer", self.bytes)
+    }
+}
+
+fn doing(way: Way) -> &'static str {
+    match way {
+        Way::Send => "sending",
+        Way::Receive => "receiving",
+    }
+}
