@@ -35,6 +35,7 @@
 //!   (`arrival.rs`).
 
 mod arrival;
+mod duplicates;
 mod group;
 mod left_ranks;
 mod notices;

@@ -397,6 +397,25 @@ pub fn too_late() {
     println!("{FINE}");
 }
 
+/// Attempts that fail on some ranks or on all, one right after the other; then all of them come, and their messages meet.
+/// Duplicates of earlier attempts are still under way when later ones begin.
+pub fn come_and_go() {
+    let (_universe, comm) = init();
+    let me = comm.rank() as usize;
+    for attempt in 0..5 {
+        thread::sleep(Duration::from_millis((attempt * 7 + me as u64 * 5) % 4 * 60));
+        if let Err(error) = Mpi::new(&comm, Duration::from_millis(40)) {
+            assert!(matches!(error, Error::Peer { .. }), "{error}");
+        }
+    }
+    let rank = Mpi::new(&comm, LONG).unwrap();
+    rank.agree(0..4, 1).unwrap();
+    let (sent, mut got) = ([me as u8; 8], [9_u8; 8]);
+    exchange(&rank, label("around", 0), &[((me + 1) % 4, &sent)], &mut [((me + 3) % 4, &mut got)]).unwrap();
+    assert_eq!(got, [(me as u8 + 3) % 4; 8]);
+    println!("{FINE}");
+}
+
 /// A process that is stopped while it waits for the others to make their transport. If it goes on in time all meet, though
 /// more than the deadline has passed since it came; else all name it, itself too.
 pub fn stopped_while_made() {

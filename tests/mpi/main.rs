@@ -62,6 +62,7 @@ const TRIALS: &[Trial] = &[
     },
     Trial { name: "a_rank_that_never_starts", world: 3, rank: failure::never_starts, ends: Ends::Survivors },
     Trial { name: "ranks_that_come_too_late", world: 4, rank: failure::too_late, ends: Ends::Well },
+    Trial { name: "ranks_that_come_and_go", world: 4, rank: failure::come_and_go, ends: Ends::Well },
     Trial { name: "stopped_while_ranks_are_made", world: 3, rank: failure::stopped_while_made, ends: Ends::Well },
     Trial { name: "refused_arguments", world: 2, rank: refusals::arguments, ends: Ends::Well },
     Trial { name: "refused_thread_level", world: 1, rank: refusals::thread_level, ends: Ends::Well },

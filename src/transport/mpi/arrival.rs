@@ -11,11 +11,17 @@
 //! has waited for the shortest time: it came last, or it was stopped while the others waited.
 //!
 //! The messages contain how often the rank has made a transport of this communicator, so that those of an earlier
-//! attempt are not mistaken for those of a later one. The number is kept on the communicator, as an attribute.
+//! attempt are not mistaken for those of a later one. The number is kept on the communicator (`duplicates.rs`).
 
-use std::{ffi::c_int, time::Duration, vec::Vec};
+use std::{
+    ffi::c_int,
+    sync::{Mutex, PoisonError},
+    time::Duration,
+    vec::Vec,
+};
 
 use super::{
+    duplicates::Duplicates,
     raw::{Comm, Refused, Request},
     wait::DeadlineState,
 };
@@ -41,11 +47,12 @@ struct There {
     met: u64,
 }
 
-/// Duplicates `comm` twice, unless not all processes ask for it in time. Both are begun at once, so that every attempt
-/// begins as many on each rank, whatever becomes of it: MPI matches them by their order.
+/// Duplicates `comm` twice, unless not all processes ask for it in time.
 pub(super) fn duplicates(comm: Comm, rank: usize, world: usize, deadline: Duration) -> Result<[Comm; 2]> {
-    let attempt = comm.count_up()?;
-    let (mut first, mut second) = (comm.duplicate()?, comm.duplicate()?);
+    // SAFETY: the one place that keeps anything; the caller's communicator lives while a transport is made of it.
+    let kept = unsafe { comm.kept(|| Mutex::new(Duplicates::default())) }?;
+    let mut duplicates = kept.lock().unwrap_or_else(PoisonError::into_inner);
+    let attempt = duplicates.new_attempt();
     let mut state = DeadlineState::new(deadline);
     let (mut went_on, mut stopped) = (state.since(), Duration::ZERO);
     let mut roll = Roll { comm, rank, world, attempt, there: std::vec![None; world] };
@@ -57,8 +64,8 @@ pub(super) fn duplicates(comm: Comm, rank: usize, world: usize, deadline: Durati
             went_on = state.seen();
             stopped += gap;
         }
-        if !given_up && let (Some(first), Some(second)) = (first.poll()?, second.poll()?) {
-            return Ok([first, second]);
+        if !given_up && let Some(made) = duplicates.poll(comm)? {
+            return Ok(made);
         }
         if given_up || state.is_over() {
             let since = |start| state.seen().duration_since(start);

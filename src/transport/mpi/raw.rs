@@ -185,8 +185,12 @@ impl Comm {
         Ok(flag != 0)
     }
 
-    /// Counts, on the communicator itself, how often this was called for it; how often it was before.
-    pub(super) fn count_up(self) -> Result<u64, Refused> {
+    /// The value that this crate keeps on the communicator: made by `new` when it is asked for the first time, and dropped
+    /// when the communicator is freed. Duplicates do not inherit it.
+    ///
+    /// # Safety
+    /// Every call is for the same type, and the communicator is not freed while the result is used.
+    pub(super) unsafe fn kept<'a, T: Send + Sync + 'static>(self, new: impl FnOnce() -> T) -> Result<&'a T, Refused> {
         static KEY: Mutex<Option<c_int>> = Mutex::new(None);
         let mut key = KEY.lock().unwrap_or_else(PoisonError::into_inner);
         let key = match *key {
@@ -195,23 +199,29 @@ impl Comm {
                 let mut made = 0;
                 // SAFETY: two functions that live as long as the program, and room for the key.
                 check("MPI_Comm_create_keyval", unsafe {
-                    ffi::MPI_Comm_create_keyval(Some(not_copied), Some(nothing_to_free), &raw mut made, ptr::null_mut())
+                    ffi::MPI_Comm_create_keyval(Some(not_copied), Some(drop_kept::<T>), &raw mut made, ptr::null_mut())
                 })?;
                 *key.insert(made)
             }
         };
-        // An attribute is an address for MPI; here it is a number.
         let (mut value, mut flag) = (ptr::null_mut::<c_void>(), 0);
         // SAFETY: a live communicator, a live key, and room for an address.
         check("MPI_Comm_get_attr", unsafe {
             ffi::MPI_Comm_get_attr(self.0, key, (&raw mut value).cast(), &raw mut flag)
         })?;
-        let before = if flag == 0 { 0 } else { value.addr() };
-        // SAFETY: a live communicator and a live key; the value is never read through.
-        check("MPI_Comm_set_attr", unsafe {
-            ffi::MPI_Comm_set_attr(self.0, key, ptr::without_provenance_mut(before + 1))
-        })?;
-        Ok(before as u64)
+        if flag == 0 {
+            value = Box::into_raw(Box::new(new())).cast();
+            // SAFETY: a live communicator and a live key, whose function drops what the address leads to.
+            let set = check("MPI_Comm_set_attr", unsafe { ffi::MPI_Comm_set_attr(self.0, key, value) });
+            if let Err(refused) = set {
+                // SAFETY: made by Box above; MPI has refused to keep it.
+                drop(unsafe { Box::from_raw(value.cast::<T>()) });
+                return Err(refused);
+            }
+        }
+        // SAFETY: made by Box above, in this call or an earlier one, for the same type; it is dropped with the communicator,
+        // which lives (both the contract of this function).
+        Ok(unsafe { &*value.cast::<T>() })
     }
 
     /// Begins to send.
@@ -255,7 +265,7 @@ impl Comm {
     }
 }
 
-/// A duplicate does not inherit the count.
+/// A duplicate does not inherit what is kept.
 unsafe extern "C" fn not_copied(
     _comm: MPI_Comm,
     _key: c_int,
@@ -269,8 +279,10 @@ unsafe extern "C" fn not_copied(
     ffi::MPI_SUCCESS as c_int
 }
 
-/// The count is no memory.
-unsafe extern "C" fn nothing_to_free(_comm: MPI_Comm, _key: c_int, _value: *mut c_void, _extra: *mut c_void) -> c_int {
+/// The communicator is freed, and what is kept on it too.
+unsafe extern "C" fn drop_kept<T>(_comm: MPI_Comm, _key: c_int, value: *mut c_void, _extra: *mut c_void) -> c_int {
+    // SAFETY: made by Box in `Comm::kept` for this type, and used by nothing any more (the contract of `kept`).
+    drop(unsafe { Box::from_raw(value.cast::<T>()) });
     ffi::MPI_SUCCESS as c_int
 }
 
@@ -300,6 +312,9 @@ pub(super) struct Duplicate {
     made: *mut MPI_Comm,
     request: Request,
 }
+
+// SAFETY: memory of its own and a request, which any thread may use.
+unsafe impl Send for Duplicate {}
 
 impl Duplicate {
     /// The duplicate, once every process has asked for it.
