@@ -81,7 +81,7 @@ impl Batch {
                 return Err(Error::invalid(
                     "q_start",
                     format!("{} entries", starts.len()),
-                    format!("one for each of {} documents", cu_seqlens_q.len() - 1),
+                    format!("{}, one for each document", cu_seqlens_q.len() - 1),
                 ));
             }
             if let Some((d, &start)) = starts.iter().enumerate().find(|(_, s)| s.unsigned_abs() > 1 << 40) {

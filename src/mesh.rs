@@ -43,7 +43,10 @@ impl Mesh {
     /// Ulysses of `gcd(heads, world)`, ring for the rest: no rank holds more heads than another.
     pub fn gcd(heads: usize, world: usize) -> Result<Self> {
         world_is(world)?;
-        let ulysses = gcd(heads, world).max(1);
+        if heads == 0 {
+            return Err(Error::invalid("heads", 0, "at least 1"));
+        }
+        let ulysses = gcd(heads, world);
         Ok(Self { replicas: 1, ring: world / ulysses, ulysses })
     }
 
@@ -157,6 +160,7 @@ mod tests {
         let text = Mesh::explicit(8, 3, 2).unwrap_err().to_string();
         assert!(text.contains("ulysses 3 × ring 2 = 6") && text.contains("world of 8"), "{text}");
         assert!(Mesh::explicit(8, 0, 2).is_err() && Mesh::ring(0).is_err());
+        assert_eq!(Mesh::gcd(0, 4).unwrap_err().to_string(), "heads is 0, expected at least 1");
     }
 
     #[test]

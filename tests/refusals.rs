@@ -50,7 +50,7 @@ fn documents() {
     refused(Batch::cross(&[1], &[0], None), &["cu_seqlens_q[0] is 1"]);
     refused(Batch::cross(&[0, 1], &[0, 3, 2], None), &["cu_seqlens_k[2] is 2"]);
     refused(Batch::cross(&[0, 1], &[0, 3, 4], None), &["cu_seqlens_k is 3 entries", "2 entries of cu_seqlens_q"]);
-    refused(Batch::cross(&[0, 1], &[0, 1], Some(&[])), &["q_start is 0 entries", "1 documents"]);
+    refused(Batch::cross(&[0, 1], &[0, 1], Some(&[])), &["q_start is 0 entries", "expected 1, one for each document"]);
     refused(Batch::cross(&[0, 1], &[0, 1], Some(&[i64::MIN])), &["q_start[0]", "2^40"]);
     refused(Batch::from_lengths(&[usize::MAX]), &["lengths[0]", "2147483647"]);
 }

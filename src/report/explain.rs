@@ -121,11 +121,15 @@ impl Plan {
         let lengths = (0..b.documents()).map(|d| b.document(Side::Q, d).len());
         let _ = writeln!(
             out,
-            "  {kind}, mask {name}, {}: {} documents ({} to {} tokens), {} q tokens, {} k tokens",
+            "  {kind}, mask {name}, {}: {}, {} q tokens, {} k tokens",
             p.dtype(),
-            b.documents(),
-            lengths.clone().min().unwrap_or(0),
-            lengths.max().unwrap_or(0),
+            match b.documents() {
+                1 => "1 document".to_string(),
+                n => {
+                    let (shortest, longest) = (lengths.clone().min().unwrap_or(0), lengths.max().unwrap_or(0));
+                    format!("{n} documents ({shortest} to {longest} tokens)")
+                }
+            },
             grouped(b.tokens(Side::Q) as u128),
             grouped(b.tokens(Side::K) as u128)
         );

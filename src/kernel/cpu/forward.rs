@@ -16,7 +16,7 @@ use super::choice::Documents;
 use super::engine::{Engine, Operands, Values};
 use super::job::{Job, Machine};
 use super::panel::to_rows;
-use super::row_blocks::{RowUnit, RowUnits, readers, unit_rows};
+use super::row_blocks::{FEW_ROWS, RowUnit, RowUnits, readers, unit_rows};
 use super::rows::{narrow, prefetch};
 use super::simd::{Real, Vector};
 use super::small::{Small, is_small};
@@ -142,6 +142,8 @@ impl<A: Machine> Job for Forward<'_, A> {
         // SAFETY: the instruction set is there, the caller says.
         unsafe { E::enter() };
         while let Some(unit) = units.next(next) {
+            // SAFETY: the call's ranges and heads lie within its tensors (checked).
+            unsafe { self.ask_for_the_next(&unit) };
             let heads = readers(&c.heads, unit.kv, c.q.heads);
             let share = (lanes as u32 / unit.rows).max(1);
             let mut h = heads.start;
@@ -388,6 +390,34 @@ impl<A: Real> Forward<'_, A> {
             unsafe {
                 prefetch(&self.call.k, row, head);
                 prefetch(&self.call.v, row, head);
+            }
+        }
+    }
+
+    /// Where ranges have a few rows only, asks for the rows of the unit that comes after this one: there is too little to
+    /// compute in a unit to hide how long the memory takes for its own.
+    ///
+    /// # Safety
+    /// Ranges and heads of the call lie within its tensors.
+    #[inline(always)]
+    unsafe fn ask_for_the_next(&self, unit: &RowUnit) {
+        let c = self.call;
+        let (range, kv) = if unit.kv + 1 < c.k.heads { (unit.range, unit.kv + 1) } else { (unit.range + 1, 0) };
+        let Some(q) = c.ranges.q.get(range).filter(|q| q.range.len <= FEW_ROWS) else { return };
+        // SAFETY: rows and heads are within the tensors (the contract).
+        unsafe {
+            for row in (q.range.row..).take(q.range.len as usize) {
+                for head in readers(&c.heads, kv, c.q.heads) {
+                    prefetch(&c.q, row, head);
+                    prefetch(&c.o, row, head);
+                }
+            }
+            let mut left = 2 * FEW_ROWS;
+            for &pair in &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize] {
+                let k = &c.ranges.k[pair as usize];
+                let rows = k.len.min(left);
+                self.ask(k.row..k.row + i64::from(rows), kv);
+                left -= rows;
             }
         }
     }

@@ -15,7 +15,8 @@ use super::job::{Job, Machine};
 use super::key_units::KeyUnits;
 use super::panel::{any_non_finite, to_lanes};
 use super::product::{Gemm, Skip, Store};
-use super::row_blocks::readers;
+use super::row_blocks::{FEW_ROWS, readers};
+use super::rows::prefetch;
 use super::simd::{Real, Vector};
 use super::stream::KeyTile;
 use super::tile::{Cover, Lanes, Scoring, at, product};
@@ -172,6 +173,8 @@ impl<A: Real> Keys<'_, A> {
         turn: &DqTurn,
     ) {
         let c = self.call;
+        // SAFETY: rows and heads are within the tensors (checked).
+        unsafe { self.ask_for_the_next(t, ranges, doc, kv) };
         // SAFETY: rows are apart by whole vectors.
         let bad_k = unsafe { any_non_finite::<V>(t.keys.k.as_ptr(), t.keys.n * t.ldk) };
         // Rows of keys alone: a tile of a few keys of a short document is as quick as they are few.
@@ -218,6 +221,37 @@ impl<A: Real> Keys<'_, A> {
         if !c.per_q_head {
             // SAFETY: dk and dv of this kv head are this unit's alone.
             unsafe { self.write(t, kv) };
+        }
+    }
+
+    /// Of a document with a few rows, asks for those of the next head: there is too little to compute in a unit to hide how
+    /// long the memory takes for its own.
+    ///
+    /// # Safety
+    /// As [`Job::work`].
+    #[inline(always)]
+    unsafe fn ask_for_the_next(&self, t: &KeyTiles<A>, ranges: &[QRange], doc: u32, kv: u32) {
+        let c = self.call;
+        let of_document = || ranges.iter().filter(|q| q.range.doc == doc);
+        let few = |rows: u32| rows <= FEW_ROWS;
+        if kv + 1 >= c.k.heads || !few(t.keys.n as u32) || !few(of_document().map(|q| q.range.len).sum()) {
+            return;
+        }
+        // SAFETY: rows and heads are within the tensors (the contract).
+        unsafe {
+            for &row in t.keys.row[..t.keys.n].iter().filter(|&&row| row >= 0) {
+                [&c.k, &c.v, &c.dk, &c.dv].into_iter().for_each(|tensor| prefetch(tensor, row, kv + 1));
+            }
+            for q in of_document() {
+                for row in (q.range.row..).take(q.range.len as usize) {
+                    for head in readers(&c.heads, kv + 1, c.q.heads) {
+                        [&c.q, &c.d_o].into_iter().for_each(|tensor| prefetch(tensor, row, head));
+                        if self.queries {
+                            prefetch(&c.dq, row, head);
+                        }
+                    }
+                }
+            }
         }
     }
 

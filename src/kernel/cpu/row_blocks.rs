@@ -11,6 +11,9 @@ use crate::call::{Attend, HeadMap, QRange, RawTensor};
 use core::ops::Range;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
+/// Rows of a range, or of a document, up to which a unit asks the memory for the rows of the next one.
+pub(super) const FEW_ROWS: u32 = 64;
+
 /// Walks the units of some documents of a call in order, and stops at those that the counter hands out.
 pub(super) struct RowUnits<'a> {
     q: &'a [QRange],

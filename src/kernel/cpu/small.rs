@@ -2,7 +2,8 @@
 //! The forward of a few rows with a few keys, as a ring has them of a document that is cut into many pieces.
 //!
 //! Panels and tiles of such a unit would be mostly padding, and to pack them takes longer than the products do. Here rows
-//! are read as they lie: a score is a dot product, and o is summed row by row. Options, masks and the softmax are those of a
+//! are read as they lie: a score is a dot product, of which the elements of several are added at once (`Dots`), and o is
+//! summed row by row. Options, masks and the softmax are those of a
 //! panel. Sums are in another order than those of panels and tiles, so that aligned calls do without.
 
 use super::arena::{KEYS, LANES, PANEL};
@@ -83,29 +84,28 @@ impl<A: Real> Small<'_, A> {
         q.fill(A::ZERO);
         let row = &mut self.row[..ld];
         row.fill(A::ZERO);
-        // By lane: sums of products, and those of each lane side by side.
-        let (mut sums, mut columns) = ([A::ZERO; 256], [A::ZERO; 256]);
-        // SAFETY: rows, heads and lengths are those of the contract; `sums` and `columns` have room for W by W.
+        let mut dots = Dots { sums: [A::ZERO; 256], columns: [A::ZERO; 256], n: 0 };
+        // SAFETY: rows, heads and lengths are those of the contract; scores have room for a panel by key.
         unsafe {
             lanes.pack(&c.q, q, ld, 0..n);
+            let s = self.s.as_mut_ptr();
+            let at = |pair: usize| s.add(pair / n * panel + pair % n);
+            let mut pairs = 0;
             for (j, &key) in keys.row[..keys.n].iter().enumerate() {
+                core::slice::from_raw_parts_mut(s.add(j * panel + n), width - n).fill(A::ZERO);
                 widen(&c.k, key, kv, &mut row[..d]);
-                for first in (0..n).step_by(V::W) {
-                    for (lane, q) in q[first * ld..].chunks_exact(ld).take(V::W).enumerate() {
-                        let mut sum = V::splat(A::ZERO);
-                        for at in (0..ld).step_by(V::W) {
-                            sum = V::load(q.as_ptr().add(at)).fma(V::load(row.as_ptr().add(at)), sum);
-                        }
-                        sum.store(sums.as_mut_ptr().add(lane * V::W));
+                for q in q.chunks_exact(ld) {
+                    let mut sum = V::splat(A::ZERO);
+                    for at in (0..ld).step_by(V::W) {
+                        sum = V::load(q.as_ptr().add(at)).fma(V::load(row.as_ptr().add(at)), sum);
                     }
-                    V::transpose(sums.as_ptr(), V::W, columns.as_mut_ptr(), V::W);
-                    let mut sum = V::load(columns.as_ptr());
-                    for at in 1..V::W {
-                        sum = sum.add(V::load(columns.as_ptr().add(at * V::W)));
+                    if dots.push(sum) {
+                        dots.take::<V>(|i, dot| at(pairs + i).write(dot));
+                        pairs += V::W;
                     }
-                    sum.store(self.s.as_mut_ptr().add(j * panel + first));
                 }
             }
+            dots.take::<V>(|i, dot| at(pairs + i).write(dot));
             lanes.relate(0, width, keys.base, true, scoring.alibi);
             let end = keys.n.next_multiple_of(BLOCK);
             let covers = [Cover::Some; KEYS / BLOCK];
@@ -134,6 +134,50 @@ impl<A: Real> Small<'_, A> {
                     }
                 }
             }
+        }
+    }
+}
+
+/// Dot products as vectors whose elements are still to be added: as many at a time as a vector is long.
+struct Dots<A> {
+    /// By product: the vector; and their transpose. Room for W by W.
+    sums: [A; 256],
+    columns: [A; 256],
+    n: usize,
+}
+
+impl<A: Real> Dots<A> {
+    /// One more; whether they have to be taken.
+    ///
+    /// # Safety
+    /// The instruction set of `V` is present, and there are fewer than [`Vector::W`].
+    #[inline(always)]
+    unsafe fn push<V: Vector<T = A>>(&mut self, sum: V) -> bool {
+        debug_assert!(self.n < V::W);
+        // SAFETY: room for W by W; the instruction set is there (the contract).
+        unsafe { sum.store(self.sums.as_mut_ptr().add(self.n * V::W)) };
+        self.n += 1;
+        self.n == V::W
+    }
+
+    /// Adds the elements of each, in the same order whichever place it has, and forgets them.
+    ///
+    /// # Safety
+    /// The instruction set of `V` is present.
+    #[inline(always)]
+    unsafe fn take<V: Vector<T = A>>(&mut self, mut each: impl FnMut(usize, A)) {
+        let mut dots = [A::ZERO; 16];
+        // SAFETY: room for W by W, and W is at most 16; the instruction set is there (the contract).
+        unsafe {
+            V::transpose(self.sums.as_ptr(), V::W, self.columns.as_mut_ptr(), V::W);
+            let mut sum = V::load(self.columns.as_ptr());
+            for at in 1..V::W {
+                sum = sum.add(V::load(self.columns.as_ptr().add(at * V::W)));
+            }
+            sum.store(dots.as_mut_ptr());
+        }
+        for (i, &dot) in dots[..core::mem::take(&mut self.n)].iter().enumerate() {
+            each(i, dot);
         }
     }
 }
