@@ -399,7 +399,7 @@ impl<A: Real> Forward<'_, A> {
     ///
     /// # Safety
     /// Ranges and heads of the call lie within its tensors.
-    #[inline(always)]
+    #[inline(never)]
     unsafe fn ask_for_the_next(&self, unit: &RowUnit) {
         let c = self.call;
         let (range, kv) = if unit.kv + 1 < c.k.heads { (unit.range, unit.kv + 1) } else { (unit.range + 1, 0) };

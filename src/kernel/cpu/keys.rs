@@ -229,7 +229,7 @@ impl<A: Real> Keys<'_, A> {
     ///
     /// # Safety
     /// As [`Job::work`].
-    #[inline(always)]
+    #[inline(never)]
     unsafe fn ask_for_the_next(&self, t: &KeyTiles<A>, ranges: &[QRange], doc: u32, kv: u32) {
         let c = self.call;
         let of_document = || ranges.iter().filter(|q| q.range.doc == doc);
