@@ -3,7 +3,7 @@
 //! same calls of the library and the driver made by hand.
 //!
 //! `cargo build -p cuda-emulator -p nccl-stand-in`, then `LD_LIBRARY_PATH=$(cargo run -q -p cuda-emulator --bin libdir)
-//! CPATTN_EMU_DEVICES=2 CPATTN_EMU_IDLE=1 cargo bench --features nccl --bench nccl`. The times are CPU time of the thread, which other
+//! CPATTN_EMU_DEVICES=2 CPATTN_EMU_IDLE=1 cargo bench --features nccl --bench nccl [-- --json FILE]`. The times are CPU time of the thread, which other
 //! work of the machine lengthens little. The stand-in is an optimised build for this: its own calls are most of the time.
 
 use std::{
@@ -114,11 +114,20 @@ fn main() {
             .collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
     });
+    let mut rows = Vec::new();
     for (rank, ([cpu, clock], [raw_cpu, raw_clock])) in times.into_iter().enumerate() {
+        rows.push(format!(
+            "{{\"rank\": {rank}, \"cpu_ns\": {cpu:.0}, \"clock_ns\": {clock:.0}, \"by_hand_cpu_ns\": {raw_cpu:.0}, \
+             \"by_hand_clock_ns\": {raw_clock:.0}}}"
+        ));
         println!(
             "rank {rank}: an exchange of {EACH_WAY} messages each way takes {cpu:.0} ns of CPU time ({clock:.0} ns by the \
              clock), of which the library and the driver take {raw_cpu:.0} ({raw_clock:.0}): {:.0} ns are ours",
             cpu - raw_cpu
         );
+    }
+    let args: Vec<String> = std::env::args().collect();
+    if let Some(file) = args.iter().position(|a| a == "--json").and_then(|i| args.get(i + 1)) {
+        std::fs::write(file, format!("[\n  {}\n]\n", rows.join(",\n  "))).expect("a file that can be written");
     }
 }

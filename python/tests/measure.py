@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Time of a forward and a backward over gloo, by layout and form, in one interleaved run; not a test.
 
-    capi/build && PYTHONPATH=python python3 python/tests/measure.py
+    capi/build && PYTHONPATH=python python3 python/tests/measure.py [--rounds N] [--json FILE]
 
 300 documents of 20 tokens on average over a ring of 4 processes: attention alone (over a transport that moves nothing), its
 exchanges alone, and both. Wall time is that of the slowest rank, CPU time that of all.
 """
 
 import argparse
+import json
 import random
 import statistics
+import time
+from pathlib import Path
 from typing import Any
 
 import cpattn
@@ -69,18 +72,28 @@ def job(rank: int, world: int, rounds: int) -> dict[Key, tuple[int, int, int, li
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
-    ranks = run(job, 4, rounds)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the times go too")
+    given = parser.parse_args()
+    rounds = given.rounds
+    ranks, rows = run(job, 4, rounds), []
     print(f"{documents()[-1]} tokens, 300 documents, ring 4 over gloo; medians of {rounds}, wall ms of the slowest rank (CPU ms of all)")
     for key in ranks[0]:
         text = f"{key[0]:9}{key[1]:12}{key[2]:6}"
+        row: dict[str, Any] = dict(zip(("direction", "layout", "gather"), key, strict=True))
         for i, phase in enumerate(PHASES):
             wall = statistics.median(max(rank[key][3][n][i][0] for rank in ranks) for n in range(rounds))
             cpu = statistics.median(sum(rank[key][3][n][i][1] for rank in ranks) for n in range(rounds))
+            row[phase] = {"wall_ms": round(wall * 1e3, 2), "cpu_ms": round(cpu * 1e3, 2)}
             text += f"  {phase} {wall * 1e3:6.1f} ({cpu * 1e3:6.1f})"
         exchanges, most = (max(rank[key][i] for rank in ranks) for i in (0, 1))
         sent = sum(rank[key][2] for rank in ranks) / 1e6
         print(f"{text}  {exchanges} exchanges, at most {most} messages to a peer in one, {sent:.2f} MB in all")
+        rows.append({**row, "exchanges": exchanges, "most_messages": most, "sent_mb": round(sent, 3)})
+    if given.json:
+        models = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        machine = f"{models[0]}, {len(models)} cores"
+        whole = {"bench": "python/tests/measure.py", "date": time.strftime("%Y-%m-%dT%H%MZ", time.gmtime()), "machine": machine}
+        given.json.write_text(json.dumps({**whole, "rounds": rounds, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
