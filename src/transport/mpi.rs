@@ -31,6 +31,9 @@
 //! - After a failure, memory that MPI still holds is never freed: some pieces, and the two duplicates. After an `abort`
 //!   all processes stay usable and can make new transports. A rank that leaves long before the others frees its
 //!   duplicates when it next makes or drops a transport (`left_ranks.rs`).
+//! - After an attempt in which not all ranks came, a duplicate of the caller's communicator may be under way until the
+//!   next attempt. Open MPI 4.1 does not support two at once (`duplicates.rs`), so do not duplicate or split that
+//!   communicator in between.
 //! - Nothing is sent on the caller's communicator itself, unless a rank does not make its transport in time
 //!   (`arrival.rs`).
 
