@@ -49,11 +49,12 @@ fn cases(length: Option<u32>) -> Vec<Case> {
 fn main() {
     let args: Vec<String> = std::env::args().collect();
     let value = |name: &str| args.iter().position(|a| a == name).and_then(|i| args.get(i + 1));
-    let rounds = value("--rounds").and_then(|n| n.parse().ok()).unwrap_or(11);
+    let rounds = value("--rounds").and_then(|n| n.parse().ok()).unwrap_or(11).max(1);
     let length = value("--length").and_then(|n| n.parse().ok());
     let (only, name) = (value("--only"), value("--isa"));
     let wanted = |isa: &Isa| name.map_or(*isa != Isa::Portable, |name| name == isa.name());
     let isas: Vec<Isa> = Isa::ALL.into_iter().filter(|isa| isa.is_available() && wanted(isa)).collect();
+    assert!(!isas.is_empty(), "--isa names none of this processor's: {:?}", Isa::ALL.map(Isa::name));
     let mut rows = Vec::new();
     for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
         for (name, lengths, [heads, kv_heads], dim, causal) in cases(length) {

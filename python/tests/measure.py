@@ -88,7 +88,7 @@ def main() -> None:
         exchanges, most = (max(rank[key][i] for rank in ranks) for i in (0, 1))
         sent = sum(rank[key][2] for rank in ranks) / 1e6
         print(f"{text}  {exchanges} exchanges, at most {most} messages to a peer in one, {sent:.2f} MB in all")
-        rows.append({**row, "exchanges": exchanges, "most_messages": most, "sent_mb": round(sent, 3)})
+        rows.append({**row, "exchange_count": exchanges, "most_messages": most, "sent_mb": round(sent, 3)})
     if given.json:
         models = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
         machine = f"{models[0]}, {len(models)} cores"

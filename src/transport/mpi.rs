@@ -31,9 +31,10 @@
 //! - After a failure, memory that MPI still holds is never freed: some pieces, and the two duplicates. After an `abort`
 //!   all processes stay usable and can make new transports. A rank that leaves long before the others frees its
 //!   duplicates when it next makes or drops a transport (`left_ranks.rs`).
-//! - After an attempt in which not all ranks came, a duplicate of the caller's communicator may be under way until the
-//!   next attempt. Open MPI 4.1 does not support two at once (`duplicates.rs`), so do not duplicate or split that
-//!   communicator in between.
+//! - If not all ranks came to make their transports, a duplicate of the caller's communicator stays under way until they
+//!   come to a later attempt. Until then, with Open MPI 4.1, do not make any communicator (duplicate, split, a transport of
+//!   another communicator), and call no non-blocking collective on this one: they may wait for ever. Each rank counts its
+//!   attempts: one that missed an attempt must make one more than the others.
 //! - Nothing is sent on the caller's communicator itself, unless a rank does not make its transport in time
 //!   (`arrival.rs`).
 

@@ -143,7 +143,7 @@ impl<A: Machine> Job for Forward<'_, A> {
         unsafe { E::enter() };
         while let Some(unit) = units.next(next) {
             // SAFETY: the call's ranges and heads lie within its tensors (checked).
-            unsafe { self.ask_for_the_next(&unit) };
+            unsafe { self.prefetch_next(&unit) };
             let heads = readers(&c.heads, unit.kv, c.q.heads);
             let share = (lanes as u32 / unit.rows).max(1);
             let mut h = heads.start;
@@ -394,22 +394,27 @@ impl<A: Real> Forward<'_, A> {
         }
     }
 
-    /// Where ranges have a few rows only, asks for the rows of the unit that comes after this one: there is too little to
-    /// compute in a unit to hide how long the memory takes for its own.
+    /// Prefetches the rows of what mostly comes next: the next kv head of the same range, and after the last one the next range.
+    /// A range with a few rows gives too little to compute to hide how long the memory takes for the next one's.
     ///
     /// # Safety
     /// Ranges and heads of the call lie within its tensors.
     #[inline(never)]
-    unsafe fn ask_for_the_next(&self, unit: &RowUnit) {
+    unsafe fn prefetch_next(&self, unit: &RowUnit) {
         let c = self.call;
         let (range, kv) = if unit.kv + 1 < c.k.heads { (unit.range, unit.kv + 1) } else { (unit.range + 1, 0) };
         let Some(q) = c.ranges.q.get(range).filter(|q| q.range.len <= FEW_ROWS) else { return };
-        // SAFETY: rows and heads are within the tensors (the contract).
+        // SAFETY: rows and heads are within the tensors (the contract), within o and the running result where the mode uses them.
         unsafe {
             for row in (q.range.row..).take(q.range.len as usize) {
                 for head in readers(&c.heads, kv, c.q.heads) {
                     prefetch(&c.q, row, head);
-                    prefetch(&c.o, row, head);
+                    if q.mode.finishes() {
+                        prefetch(&c.o, row, head);
+                    }
+                    if q.mode.continues() || !q.mode.finishes() {
+                        prefetch(&c.running, row, head);
+                    }
                 }
             }
             let mut left = 2 * FEW_ROWS;
@@ -418,6 +423,9 @@ impl<A: Real> Forward<'_, A> {
                 let rows = k.len.min(left);
                 self.ask(k.row..k.row + i64::from(rows), kv);
                 left -= rows;
+                if left == 0 {
+                    break;
+                }
             }
         }
     }

@@ -174,7 +174,7 @@ impl<A: Real> Keys<'_, A> {
     ) {
         let c = self.call;
         // SAFETY: rows and heads are within the tensors (checked).
-        unsafe { self.ask_for_the_next(t, ranges, doc, kv) };
+        unsafe { self.prefetch_next_head(t, ranges, doc, kv) };
         // SAFETY: rows are apart by whole vectors.
         let bad_k = unsafe { any_non_finite::<V>(t.keys.k.as_ptr(), t.keys.n * t.ldk) };
         // Rows of keys alone: a tile of a few keys of a short document is as quick as they are few.
@@ -224,27 +224,33 @@ impl<A: Real> Keys<'_, A> {
         }
     }
 
-    /// Of a document with a few rows, asks for those of the next head: there is too little to compute in a unit to hide how
-    /// long the memory takes for its own.
+    /// Of a document with a few rows, prefetches those of the next kv head: such a unit has too little to compute to hide how
+    /// long the memory takes for the next one's.
     ///
     /// # Safety
     /// As [`Job::work`].
     #[inline(never)]
-    unsafe fn ask_for_the_next(&self, t: &KeyTiles<A>, ranges: &[QRange], doc: u32, kv: u32) {
+    unsafe fn prefetch_next_head(&self, t: &KeyTiles<A>, ranges: &[QRange], doc: u32, kv: u32) {
         let c = self.call;
         let of_document = || ranges.iter().filter(|q| q.range.doc == doc);
         let few = |rows: u32| rows <= FEW_ROWS;
         if kv + 1 >= c.k.heads || !few(t.keys.n as u32) || !few(of_document().map(|q| q.range.len).sum()) {
             return;
         }
+        let heads = readers(&c.heads, kv + 1, c.q.heads);
+        // Those of dk and dv.
+        let written = if c.per_q_head { heads.clone() } else { kv + 1..kv + 2 };
         // SAFETY: rows and heads are within the tensors (the contract).
         unsafe {
             for &row in t.keys.row[..t.keys.n].iter().filter(|&&row| row >= 0) {
-                [&c.k, &c.v, &c.dk, &c.dv].into_iter().for_each(|tensor| prefetch(tensor, row, kv + 1));
+                [&c.k, &c.v].into_iter().for_each(|tensor| prefetch(tensor, row, kv + 1));
+                for head in written.clone() {
+                    [&c.dk, &c.dv].into_iter().for_each(|tensor| prefetch(tensor, row, head));
+                }
             }
             for q in of_document() {
                 for row in (q.range.row..).take(q.range.len as usize) {
-                    for head in readers(&c.heads, kv + 1, c.q.heads) {
+                    for head in heads.clone() {
                         [&c.q, &c.d_o].into_iter().for_each(|tensor| prefetch(tensor, row, head));
                         if self.queries {
                             prefetch(&c.dq, row, head);

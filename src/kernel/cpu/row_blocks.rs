@@ -11,7 +11,7 @@ use crate::call::{Attend, HeadMap, QRange, RawTensor};
 use core::ops::Range;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
-/// Rows of a range, or of a document, up to which a unit asks the memory for the rows of the next one.
+/// Rows of a range, or of a document in the backward, up to which a unit prefetches those that mostly come next.
 pub(super) const FEW_ROWS: u32 = 64;
 
 /// Walks the units of some documents of a call in order, and stops at those that the counter hands out.

@@ -3,8 +3,8 @@
 //!
 //! Panels and tiles of such a unit would be mostly padding, and to pack them takes longer than the products do. Here rows
 //! are read as they lie: a score is a dot product, of which the elements of several are added at once (`Dots`), and o is
-//! summed row by row. Options, masks and the softmax are those of a
-//! panel. Sums are in another order than those of panels and tiles, so that aligned calls do without.
+//! summed row by row. Options, masks and the softmax are those of a panel. Sums are in another order than those of panels
+//! and tiles, so that aligned calls do without.
 
 use super::arena::{KEYS, LANES, PANEL};
 use super::engine::{Dense, Engine};

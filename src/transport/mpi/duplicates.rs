@@ -7,9 +7,10 @@
 //! its own begins them in its next attempt.
 //!
 //! At most one is under way at a time. MPI allows more, but Open MPI (4.1) then waits for ever now and then: a duplicate
-//! takes several reductions over the communicator, and those of two duplicates may come in a different order on
-//! different processes (`ompi_comm_nextcid_nb`: only duplicates of different communicators wait for each other). A C
-//! program with four at once hangs in every run.
+//! takes several reductions over the communicator, and those of two duplicates of one communicator may be begun in a
+//! different order on different processes. A C program with four at once hangs in every run. Open MPI gives numbers to new
+//! communicators of one process in turn (`ompi_comm_nextcid_nb`), so a duplicate that cannot complete, because a process
+//! does not come, holds up others that the program makes; the module `mpi` says what callers must not do then.
 
 use super::raw::{Comm, Duplicate, Refused};
 
