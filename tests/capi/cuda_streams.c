@@ -287,7 +287,9 @@ static char said[256];
 
 static void *wait_for_peer(void *unused) {
   (void)unused;
-  outcome = forward(alone.rank, alone.plan, alone.a, 1, NULL);
+  /* The other thread may be inside a call itself, which refuses this one. */
+  do outcome = forward(alone.rank, alone.plan, alone.a, 1, NULL);
+  while (outcome == CPATTN_BUSY);
   strncpy(said, cpattn_last_error(), sizeof said - 1);
   return NULL;
 }

@@ -241,7 +241,9 @@ static void *wait_for_peer(void *unused) {
   if (cpattn_plan_share(pair_plan, 0, &share) != CPATTN_OK) return NULL;
   int64_t mine[] = {(int64_t)share.q_tokens, HEADS, DIM}, lse[] = {HEADS, (int64_t)share.q_tokens};
   for (int i = 0; i < 5; i++) t[i].shape = i == 4 ? lse : mine;
-  outcome = cpattn_forward(waiting, pair_plan, &a);
+  /* The other thread may be inside a call itself, which refuses this one. */
+  do outcome = cpattn_forward(waiting, pair_plan, &a);
+  while (outcome == CPATTN_BUSY);
   strncpy(said, cpattn_last_error(), sizeof said - 1); /* this thread's */
   return NULL;
 }

@@ -52,19 +52,26 @@ pub fn arguments() {
         let text = text.unwrap_err().to_string();
         assert!(text.contains(expected), "{text}");
     }
-    // One call at a time: rank 0 is in an agreement that rank 1 delays.
+    // One call at a time: rank 0 is in an agreement that rank 1 delays until the other call was refused.
     std::thread::scope(|scope| {
         if me == 0 {
-            let waiting = scope.spawn(|| rank.agree(0..2, 1));
-            std::thread::sleep(Duration::from_millis(300));
+            let (begun, begins) = std::sync::mpsc::channel();
+            let rank = &rank;
+            let waiting = scope.spawn(move || {
+                begun.send(()).unwrap();
+                rank.agree(0..2, 1)
+            });
+            begins.recv().unwrap();
+            std::thread::sleep(Duration::from_millis(500));
             let text = rank.agree(0..2, 1).unwrap_err().to_string();
             assert!(
                 text.contains("called on rank 0 while it is in agree, step 0, expected one call at a time"),
                 "{text}"
             );
+            comm.process_at_rank(1).send(&1_u8);
             waiting.join().unwrap().unwrap();
         } else {
-            std::thread::sleep(Duration::from_millis(900));
+            comm.process_at_rank(0).receive::<u8>();
             rank.agree(0..2, 1).unwrap();
         }
     });
