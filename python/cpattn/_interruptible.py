@@ -8,6 +8,7 @@ for it in Python.
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
 import weakref
@@ -48,15 +49,19 @@ class Interruptible:
         if self._jobs is None:
             self._jobs = SimpleQueue()
             weakref.finalize(self, self._jobs.put, None)
-            threading.Thread(target=_work, args=[self._jobs], daemon=True).start()
+            # Not threading's: its start waits in Python, where a handler that raises is met as below.
+            _thread.start_new_thread(_work, (self._jobs,))
         outcome: Future[T] = Future()
         self._jobs.put((job, outcome))
         try:
             wait([outcome])
-        except BaseException:
+        except BaseException as error:
             self.close()  # the next call does not queue behind this one
             interrupt()
             wait([outcome], ENDING)
+            # Inside threading's Condition what a handler raises becomes "release unlocked lock".
+            if isinstance(error, RuntimeError) and error.__context__ is not None:
+                raise error.__context__ from None
             raise
         try:
             return outcome.result()
