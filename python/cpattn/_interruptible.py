@@ -25,6 +25,9 @@ _Job = tuple[Callable[[], Any], Future[Any]]
 # Seconds that an interrupted call has to end in. It goes on by itself after that, and keeps what it works with.
 ENDING = 10.0
 
+# What threading raises where a handler of a signal raised between the release of a lock and taking it again.
+UNLOCKED = ("release unlocked lock", "cannot release un-acquired lock")
+
 
 class Interruptible:
     """A thread for the calls of one rank or transport; it begins with the first call of the main thread's."""
@@ -59,8 +62,8 @@ class Interruptible:
             self.close()  # the next call does not queue behind this one
             interrupt()
             wait([outcome], ENDING)
-            # Inside threading's Condition what a handler raises becomes "release unlocked lock".
-            if isinstance(error, RuntimeError) and error.__context__ is not None:
+            # What a handler raises inside threading's locks becomes one of these.
+            if isinstance(error, RuntimeError) and str(error) in UNLOCKED and error.__context__ is not None:
                 raise error.__context__ from None
             raise
         try:

@@ -240,6 +240,27 @@ class Transports(unittest.TestCase):
             signal.signal(signal.SIGALRM, old)
             sys.unraisablehook = sys.__unraisablehook__
 
+    def test_what_a_handler_raises_inside_a_lock(self) -> None:
+        """It reaches the caller as it is, and a RuntimeError of the handler's own too."""
+        from concurrent.futures import Future
+        from unittest import mock
+
+        from cpattn import _interruptible
+
+        for message, expected in (("release unlocked lock", KeyboardInterrupt), ("the handler's own", RuntimeError)):
+            interrupted: list[bool] = []
+
+            def wait(_: list[Future[Any]], timeout: float | None = None, message: str = message) -> None:
+                if timeout is None:
+                    try:
+                        raise KeyboardInterrupt
+                    finally:
+                        raise RuntimeError(message)
+
+            with mock.patch.object(_interruptible, "wait", wait), self.assertRaises(expected):
+                _interruptible.Interruptible()(lambda: None, lambda: interrupted.append(True))  # noqa: B023
+            self.assertEqual(interrupted, [True])
+
     def test_disagreement_is_no_failure(self) -> None:
         mails, ranks = group()
         odd = cpattn.Plan([0, 6, 12], HEADS, DIM, world=WORLD, ring=WORLD, ulysses=1)
