@@ -52,6 +52,47 @@ struct FusedControl {
     u32 key_semaphore;  // the word of the tile's dk and dv
 };
 
+// What one thread does for an item: whose tile it is, and where its round starts. `Item` has what `FusedControl` begins with.
+template <int BM, int BN, class Item>
+__device__ __forceinline__ void begin_item(const FusedParams& p, volatile Item& item, Round& round, u32 number) {
+    const BackwardParams& call = p.call;
+    const u32 heads = call.per_q_head ? call.heads.q_heads : call.heads.kv_heads;
+    const u32 part = number % p.parts, head = number / p.parts % heads;
+    Work work = call.work[number / p.parts / heads];
+    const Group group = group_of(call, head);
+    u32 head0 = group.begin, head1 = group.end;
+    if (!call.per_q_head) {
+        head0 = head0 + part * p.part_heads;
+        head1 = head0 + p.part_heads < head1 ? head0 + p.part_heads : head1;
+        head0 = head0 < head1 ? head0 : head1;
+    }
+    const u32 zero = work.first & WORK_ZERO;
+    work.first &= ~WORK_ZERO;
+    item.zero = zero;
+    item.head0 = head0;
+    item.head1 = head1;
+    item.part = part;
+    const Run& run = (zero ? call.queries : call.keys)[work.run];
+    describe(item.own, run, work, zero ? BM : BN, head, group.kv_head);
+    if (!zero) {
+        const u32 tile = p.key_tiles[work.run] + work.first / BN;
+        item.key_semaphore = tile * heads + head;
+        round.start(run, tile, head0, head1, item.own, p, BM);
+    }
+}
+
+// Zeros for the dq of a tile that meets no key: what one of `warps` warps does.
+template <class Item>
+__device__ __forceinline__ void clear_queries(const BackwardParams& p, volatile const Item& item, u32 warp, u32 warps) {
+    const u32 lane = fresh_thread() & 31;
+    for (u32 head = item.head0; head < item.head1; ++head)
+        for (u32 row = warp; row < item.own.rows; row += warps) {
+            char* const to = p.dq.ptr + head * p.dq.head + (item.own.row + row) * p.dq.token;
+            for (u32 at = lane * 4; at < p.heads.dim; at += 128)
+                *(float4*)(to + at * 4) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+}
+
 template <class T, class Shape>
 struct BackwardFused {
     static constexpr int D = Shape::D, DV = Shape::DV, BM = Shape::BM, BN = Shape::BN, SUB = Shape::SUB;
@@ -229,46 +270,6 @@ struct BackwardFused {
         write<MT, N, PARTS>(at, to.token, rows, dim - from, c, old, scale);
     }
 
-    // What thread 0 does for an item: whose tile it is, and where its round starts.
-    static __device__ __forceinline__ void begin(const FusedParams& p, volatile Control& control, Round& round,
-                                                 u32 item) {
-        const BackwardParams& call = p.call;
-        const u32 heads = call.per_q_head ? call.heads.q_heads : call.heads.kv_heads;
-        const u32 part = item % p.parts, head = item / p.parts % heads;
-        Work work = call.work[item / p.parts / heads];
-        const Group group = group_of(call, head);
-        u32 head0 = group.begin, head1 = group.end;
-        if (!call.per_q_head) {
-            head0 = head0 + part * p.part_heads;
-            head1 = head0 + p.part_heads < head1 ? head0 + p.part_heads : head1;
-            head0 = head0 < head1 ? head0 : head1;
-        }
-        const u32 zero = work.first & WORK_ZERO;
-        work.first &= ~WORK_ZERO;
-        control.zero = zero;
-        control.head0 = head0;
-        control.head1 = head1;
-        control.part = part;
-        const Run& run = (zero ? call.queries : call.keys)[work.run];
-        describe(control.own, run, work, zero ? BM : BN, head, group.kv_head);
-        if (!zero) {
-            const u32 number = p.key_tiles[work.run] + work.first / BN;
-            control.key_semaphore = number * heads + head;
-            round.start(run, number, head0, head1, control.own, p, BM);
-        }
-    }
-
-    // Zeros for the dq of a tile that meets no key.
-    static __device__ __forceinline__ void clear_queries(const BackwardParams& p, volatile const Control& control) {
-        const u32 lane = fresh_thread() & 31;
-        for (u32 head = control.head0; head < control.head1; ++head)
-            for (u32 row = warp(); row < control.own.rows; row += WARPS) {
-                char* const to = p.dq.ptr + head * p.dq.head + (control.own.row + row) * p.dq.token;
-                for (u32 at = lane * 4; at < p.heads.dim; at += 128)
-                    *(float4*)(to + at * 4) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            }
-    }
-
     static __device__ __forceinline__ void tile(const FusedParams& p, volatile Control& control, Round& round, u32 sk) {
         const u32 sv = sk + BN * D * 2, sqs = sv + BN * DV * 2;
         const u32 sds = sk + Shape::TILES, sp = sds + Shape::PROBABILITIES, stats = sk + Shape::STATS;
@@ -367,7 +368,7 @@ struct BackwardFused {
                     const u32 item = atomicAdd(p.tile_counter, 1);
                     control.item = item;
                     control.steps[STEPS - 1].rows = 0;
-                    if (item < p.call.heads.items) begin(p, control, round, item);
+                    if (item < p.call.heads.items) begin_item<BM, BN>(p, control, round, item);
                 }
                 __syncwarp();
                 if (control.item < p.call.heads.items && !control.zero)
@@ -376,7 +377,7 @@ struct BackwardFused {
             __syncthreads();
             if (control.item >= p.call.heads.items) break;
             if (control.zero)
-                clear_queries(p.call, control);
+                clear_queries(p.call, control, warp(), WARPS);
             else
                 tile(p, control, round, shared_address(shared));
             __syncthreads();

@@ -150,8 +150,9 @@ __device__ __forceinline__ u64 matrix_at(u32 address, u32 panel_bytes) {
     ", %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115" \
     ", %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// The three forms of one product of N columns: A B^T with both matrices in shared memory, rows of 16 elements of the inner
-// dimension, as a new sum and added to one; and A B with A in registers and B's rows along the inner dimension.
+// The forms of one product of N columns: A B^T with both matrices in shared memory, rows of 16 elements of the inner
+// dimension, as a new sum and added to one; A B with A in registers and B's rows along the inner dimension; and A B with
+// both in shared memory, as a new sum and added to one (`_columns`).
 #define PRODUCTS(type, name, columns, sums, registers, o0, o1, o2, o3, o4)                                             \
     __device__ __forceinline__ void product_new(type, float (&c)[1][columns / 8][4], u64 a, u64 b) {                  \
         asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." name "." name " {" registers             \
@@ -174,6 +175,20 @@ __device__ __forceinline__ u64 matrix_at(u32 address, u32 panel_bytes) {
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                                             \
                      : "memory");                                                                                     \
     }
+// One of the `_columns`: the operand of its sums, and whether it adds to them.
+#define PRODUCT_COLUMNS(type, name, columns, sums, registers, o0, o1, form, operand, adds)                             \
+    __device__ __forceinline__ void form(type, float (&c)[1][columns / 8][4], u64 a, u64 b) {                         \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." name "." name " {" registers             \
+                     "}, " o0 ", " o1 ", " adds ", 1, 1, 0, 1;"                                                       \
+                     : sums(operand, 0)                                                                               \
+                     : "l"(a), "l"(b)                                                                                 \
+                     : "memory");                                                                                     \
+    }
+PRODUCT_COLUMNS(F16, "f16", 64, SUMS32, REGISTERS32, "%32", "%33", product_new_columns, NEW, "0")
+PRODUCT_COLUMNS(Bf16, "bf16", 64, SUMS32, REGISTERS32, "%32", "%33", product_new_columns, NEW, "0")
+PRODUCT_COLUMNS(F16, "f16", 64, SUMS32, REGISTERS32, "%32", "%33", product_add_columns, ADDED, "1")
+PRODUCT_COLUMNS(Bf16, "bf16", 64, SUMS32, REGISTERS32, "%32", "%33", product_add_columns, ADDED, "1")
+#undef PRODUCT_COLUMNS
 PRODUCTS(F16, "f16", 64, SUMS32, REGISTERS32, "%32", "%33", "%34", "%35", "%36")
 PRODUCTS(Bf16, "bf16", 64, SUMS32, REGISTERS32, "%32", "%33", "%34", "%35", "%36")
 PRODUCTS(F16, "f16", 96, SUMS48, REGISTERS48, "%48", "%49", "%50", "%51", "%52")

@@ -5,13 +5,9 @@
 // rows of several heads that read the same kv head (a shared tile). It walks over the keys that an item may meet and issues
 // the copies: q once, then k and v of each step into STAGES buffers in turn. With each k it leaves a `HopperStep` beside the
 // buffer, with each q an `Item`.
-//
-// Maps are made for one call and tensor, and have columns, rows, heads, and parts. A part is as far from the next as a row
-// from the next; there are SPAN rows to a part, and the map begins SPAN rows before the tensor. Row SPAN - end + i of part
-// first + end is thus row first + i of the tensor, and everything from `end` on lies outside of the map and comes as zeros:
-// rows behind a range are never read. So are columns past the head dim.
 #pragma once
 #include "hopper_block.cuh"
+#include "hopper_rows.cuh"
 
 template <class Shape>
 struct HopperLoad {
@@ -30,17 +26,6 @@ struct HopperLoad {
         metadata.list = (const u32*)(from + (u64)p.call.partners);
         metadata.work = (const Work*)(from + (u64)p.work);
         metadata.shared_work = (const Work*)(from + (u64)p.shared.work);
-    }
-
-    // Rows first .. end of a run, as many as a tile has; those from `end` on come as zeros.
-    template <int ROWS, int WIDTH>
-    static __device__ __forceinline__ void load(u32 to, const TensorMap& map, u32 span, const Run& run, u32 first, u32 end,
-                                                u32 head, u32 barrier) {
-        barrier_expect(barrier, ROWS * WIDTH * 2);
-#pragma unroll
-        for (int panel = 0; panel < WIDTH / 64; ++panel)
-            copy_box(to + panel * ROWS * 128, map, panel * 64, (int)(span - end + first), (int)head,
-                     (int)((u32)run.row + end), barrier);
     }
 
     // The shared tile that is the `at`-th of them, and the kv head it reads.
@@ -106,7 +91,7 @@ struct HopperLoad {
             if (sweep.row == sweep.row_end)
                 barrier_arrive(at.q_full());
             else
-                load<BM, WIDTH>(at.q, is_shared ? maps.q_shared : maps.q, p.q_span, query, own.first, query.len, own.head,
+                load_rows<BM, WIDTH>(at.q, is_shared ? maps.q_shared : maps.q, p.q_span, query, own.first, query.len, own.head,
                             at.q_full());
             while (sweep.row != sweep.row_end) {
                 const u32 first = sweep.row, end = sweep.row_end, run = sweep.run;
@@ -123,9 +108,9 @@ struct HopperLoad {
                 step.run = &keys;
                 step.first = first;
                 step.flags = general | (whole ? 0 : STEP_MASKED) | (last ? STEP_LAST : 0);
-                load<BN, WIDTH>(at.k + stage * K_BYTES, maps.k, p.k_span, keys, first, end, kv_head, at.k_full(stage));
+                load_rows<BN, WIDTH>(at.k + stage * K_BYTES, maps.k, p.k_span, keys, first, end, kv_head, at.k_full(stage));
                 barrier_wait(at.v_empty(stage), free);
-                load<BN, VALUE_WIDTH>(at.v + stage * V_BYTES, maps.v, p.k_span, keys, first, end, kv_head, at.v_full(stage));
+                load_rows<BN, VALUE_WIDTH>(at.v + stage * V_BYTES, maps.v, p.k_span, keys, first, end, kv_head, at.v_full(stage));
                 ++position.count;
             }
             at_item = next;

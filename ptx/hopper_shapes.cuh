@@ -26,3 +26,18 @@ HOPPER_FORWARD(192128, 128, 128, 2)
 HOPPER_FORWARD(192, 128, 96, 2)
 HOPPER_FORWARD(256, 128, 64, 2)
 #undef HOPPER_FORWARD
+
+// The backward: BM q rows by BN keys, in two buffers of q and do, and two of ds. Two warpgroups own 64 keys each and have 232
+// registers a thread: at head dim 128 64 each for dk and dv, 32 each for scores and their gradients, and 16 for the
+// probabilities.
+template <int S>
+struct HopperBackwardShape;
+#define HOPPER_BACKWARD(shape, m, n, batch)                                                               \
+    template <>                                                                                           \
+    struct HopperBackwardShape<shape> : Dims<shape> {                                                     \
+        static constexpr int BM = m, BN = n, BATCH = batch, THREADS = 2 * n + 128;                        \
+        static constexpr int TILES = 2 * (n * (D + DV) + 2 * m * (D + DV) + 2 * m * n);                   \
+        static constexpr int CONTROL = 2560, SHARED = TILES + CONTROL;                                    \
+    };
+HOPPER_BACKWARD(128, 64, 128, 16)
+#undef HOPPER_BACKWARD

@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// The first warpgroup of the backward kernel of sm_90a, and the shared memory between it and the multiplying ones.
+//
+// Its first warp takes items by a counter (tiles of keys, see `fused.cuh`), walks over the tiles of q rows that read one, and
+// fills the buffers: k and v once an item, then q, do, lse and delta of each step, into STAGES buffers in turn. The second
+// waits, a step ahead of the multiplying warps, until the tile of dq may be added to; the third lets the successor add.
+// Neither wait then stands between two products.
+//
+// Barriers: `kv_full` gets an arrival for each of k and v, and the bytes of their copies; `q_full` one of the copy and one of lse
+// and delta; `kv_empty` and `d_o_empty` one of each multiplying warp, `q_empty` two more, of the second and the third warp.
+// `turn` gets one, of the second warp; `added` one of each multiplying warp. A step's buffer of q is free only when the second
+// and the third warp have read what is to be done, and the third has seen `added`: so neither barrier is a phase ahead of one
+// that waits for it.
+#pragma once
+#include "fused.cuh"
+#include "hopper_rows.cuh"
+
+struct HopperBackwardMaps {
+    TensorMap q, k, v, d_o;
+};
+
+// Begins with what the fused kernel of sm_80 is given, which does the call where maps cannot say what its tensors are.
+struct HopperBackwardParams {
+    FusedParams call;
+    u32 q_span;  // rows to a part of the maps of q and do
+    u32 k_span;  // and of those of k and v
+};
+
+template <class Shape>
+struct HopperBackwardBlock {
+    static constexpr int D = Shape::D, DV = Shape::DV, BM = Shape::BM, BN = Shape::BN, THREADS = Shape::THREADS;
+    static constexpr u32 BATCH = Shape::BATCH, STAGES = 2, WARPS = 8;
+    // A panel of 64 columns, in bytes.
+    static constexpr u32 Q_PANEL = BM * 128, K_PANEL = BN * 128;
+    static constexpr u32 Q_BYTES = BM * D * 2, O_BYTES = BM * DV * 2, K_BYTES = BN * D * 2, V_BYTES = BN * DV * 2;
+    static constexpr u32 STAGE_BYTES = Q_BYTES + O_BYTES, DS_BYTES = BM * BN * 2;
+    static_assert(D % 64 == 0 && DV % 64 == 0, "whole panels");
+
+    // A tile of keys, or of q rows that meet none.
+    struct Item {
+        Own own;
+        u32 zero;
+        u32 head0, head1;
+        u32 part;           // of the group's q heads
+        u32 key_semaphore;  // the word of the tile's dk and dv
+        u32 meets;          // whether any q row reads it
+        u32 is_end;         // whether there are no more
+    };
+
+    struct Stage {
+        DqStep step;  // rows is 0 behind the last one of all
+        u32 number;   // of the tile of keys, plus one
+        u32 flags;
+    };
+    // No mask, softcap or slope; the last one of its item; all rows and columns of dq are there; dq holds something already.
+    enum : u32 { PLAIN = 1, LAST = 2, WHOLE = 4, ADD = 8 };
+
+    struct Control {
+        u64 kv_full, kv_empty;
+        u64 q_full[STAGES], q_empty[STAGES], d_o_full[STAGES], d_o_empty[STAGES], turn[STAGES], added[STAGES];
+        float stats[STAGES][2 * BM];
+        float zeros[BM];
+        Item items[2];
+        Stage stages[STAGES];
+        DqStep batch[BATCH];
+        Round round;
+    };
+    static_assert(sizeof(Control) <= Shape::CONTROL, "behind the tiles");
+
+    // Addresses in shared memory.
+    struct Shared {
+        u32 k, v, queries, slopes, control;
+        __device__ __forceinline__ explicit Shared(u32 base)
+            : k(base), v(k + K_BYTES), queries(v + V_BYTES), slopes(queries + STAGES * STAGE_BYTES),
+              control(slopes + STAGES * DS_BYTES) {}
+        __device__ __forceinline__ u32 q(u32 s) const { return queries + s * STAGE_BYTES; }
+        __device__ __forceinline__ u32 d_o(u32 s) const { return q(s) + Q_BYTES; }
+        __device__ __forceinline__ u32 ds(u32 s) const { return slopes + s * DS_BYTES; }
+        __device__ __forceinline__ u32 kv_full() const { return control + offsetof(Control, kv_full); }
+        __device__ __forceinline__ u32 kv_empty() const { return control + offsetof(Control, kv_empty); }
+        __device__ __forceinline__ u32 q_full(u32 s) const { return control + offsetof(Control, q_full) + 8 * s; }
+        __device__ __forceinline__ u32 q_empty(u32 s) const { return control + offsetof(Control, q_empty) + 8 * s; }
+        __device__ __forceinline__ u32 d_o_full(u32 s) const { return control + offsetof(Control, d_o_full) + 8 * s; }
+        __device__ __forceinline__ u32 d_o_empty(u32 s) const { return control + offsetof(Control, d_o_empty) + 8 * s; }
+        __device__ __forceinline__ u32 turn(u32 s) const { return control + offsetof(Control, turn) + 8 * s; }
+        __device__ __forceinline__ u32 added(u32 s) const { return control + offsetof(Control, added) + 8 * s; }
+        __device__ __forceinline__ u32 stats(u32 s) const { return control + offsetof(Control, stats) + 8 * BM * s; }
+        __device__ __forceinline__ u32 zeros() const { return control + offsetof(Control, zeros); }
+    };
+
+    // Of the buffers that steps take in turn: which is the next step's, and the parity of its phase.
+    struct PipelineState {
+        u32 count = 0;
+        __device__ __forceinline__ u32 stage() const { return count & 1; }
+        __device__ __forceinline__ u32 parity() const { return count >> 1 & 1; }
+    };
+
+    static __device__ __forceinline__ void init_barriers(const Shared& at) {
+        barrier_init(at.kv_full(), 2);
+        barrier_init(at.kv_empty(), WARPS);
+#pragma unroll
+        for (u32 s = 0; s < STAGES; ++s) {
+            barrier_init(at.q_full(s), 2);
+            barrier_init(at.q_empty(s), WARPS + 2);
+            barrier_init(at.d_o_full(s), 1);
+            barrier_init(at.d_o_empty(s), WARPS);
+            barrier_init(at.turn(s), 1);
+            barrier_init(at.added(s), WARPS);
+        }
+        fence_proxy();
+    }
+};
+
+template <class Shape>
+struct HopperBackwardLoad {
+    using Block = HopperBackwardBlock<Shape>;
+    using Control = typename Block::Control;
+    using Shared = typename Block::Shared;
+    using PipelineState = typename Block::PipelineState;
+    using Item = typename Block::Item;
+    using Stage = typename Block::Stage;
+    static constexpr int D = Block::D, DV = Block::DV, BM = Block::BM, BN = Block::BN;
+    static constexpr u32 BATCH = Block::BATCH;
+    static_assert(BM == 64, "two q rows for each lane of a warp");
+
+    // The base of exponents and delta of one q row. Rows past the end get p = 0.
+    static __device__ __forceinline__ float2 stats(const BackwardParams& p, volatile const DqStep& step, u32 row) {
+        if (row >= step.rows) return make_float2(-minus_infinity(), 0.0f);
+        const i64 at = step.row + row;
+        const float lse = *(const float*)(p.lse.ptr + step.head * p.lse.head + at * p.lse.token);
+        const float delta = *(const float*)(p.delta.ptr + step.head * p.delta.head + at * p.delta.token);
+        return make_float2(exponent_base(lse), delta);
+    }
+
+    // The first warp's.
+    static __device__ __forceinline__ void produce(const HopperBackwardMaps& maps, const HopperBackwardParams& p,
+                                                   const Shared& at, volatile Control& control) {
+        const BackwardParams& call = p.call.call;
+        const u32 lane = threadIdx.x;
+        Round& round = *const_cast<Round*>(&control.round);
+        PipelineState position;
+        for (u32 n = 0;; ++n) {
+            const u32 slot = n & 1;
+            volatile Item& item = control.items[slot];
+            // All have read the item before the last from its slot when they are done with k and v of the last one.
+            barrier_wait(at.kv_empty(), slot ^ 1);
+            if (lane == 0) {
+                const u32 number = atomicAdd(p.call.tile_counter, 1);
+                item.is_end = number >= call.heads.items;
+                if (number < call.heads.items) begin_item<BM, BN>(p.call, item, round, number);
+            }
+            __syncwarp();
+            if (item.is_end) break;
+            if (!item.zero) round.template fill<BM, BN, BATCH>(control.batch, item.own, p.call);
+            __syncwarp();
+            if (lane == 0) {
+                item.meets = !item.zero && control.batch[0].rows;
+                if (item.meets) {
+                    const Run& keys = call.keys[item.own.run];
+                    load_rows<BN, D>(at.k, maps.k, p.k_span, keys, item.own.first, keys.len, item.own.partner, at.kv_full());
+                    load_rows<BN, DV>(at.v, maps.v, p.k_span, keys, item.own.first, keys.len, item.own.partner, at.kv_full());
+                } else {
+                    barrier_arrive(at.kv_full());
+                    barrier_arrive(at.kv_full());
+                }
+            }
+            __syncwarp();
+            if (!item.meets) continue;
+            for (u32 i = 0, more = 1; more; ++i) {
+                if (i == BATCH) {
+                    i = 0;
+                    round.template fill<BM, BN, BATCH>(control.batch, item.own, p.call);
+                    __syncwarp();
+                }
+                more = i + 1 == BATCH ? round.tile != round.tile_begin : control.batch[i + 1].rows != 0;
+                produce_step(maps, p, at, control, control.batch[i], position, !more);
+                ++position.count;
+            }
+        }
+        // The waiting warps are told in a step of no rows, the multiplying ones in the item.
+        const u32 stage = position.stage();
+        barrier_wait(at.q_empty(stage), position.parity() ^ 1);
+        if (lane == 0) {
+            control.stages[stage].step.rows = 0;
+            barrier_arrive(at.q_full(stage));
+            barrier_arrive(at.q_full(stage));
+            barrier_arrive(at.kv_full());
+            barrier_arrive(at.kv_full());
+        }
+    }
+
+    static __device__ __forceinline__ void produce_step(const HopperBackwardMaps& maps, const HopperBackwardParams& p,
+                                                        const Shared& at, volatile Control& control, volatile const DqStep& step,
+                                                        const PipelineState& position, bool is_last) {
+        const BackwardParams& call = p.call.call;
+        const u32 lane = threadIdx.x, stage = position.stage(), free = position.parity() ^ 1;
+        const float2 low = stats(call, step, lane), high = stats(call, step, lane + 32);
+        barrier_wait(at.q_empty(stage), free);
+        volatile Stage& to = control.stages[stage];
+        if (lane == 0) {
+            const Run& query = call.queries[step.run];
+            load_rows<BM, D>(at.q(stage), maps.q, p.q_span, query, step.first, query.len, step.head, at.q_full(stage));
+            to.number = control.round.number;
+            to.flags = (step.full && !(call.score.flags & SCORE_GENERAL) ? Block::PLAIN : 0) | (is_last ? Block::LAST : 0) |
+                       (step.rows == BM && call.heads.dim == D ? Block::WHOLE : 0) | (step.add ? Block::ADD : 0);
+        }
+        if (lane < sizeof(DqStep) / 4) ((volatile u32*)&to.step)[lane] = ((volatile const u32*)&step)[lane];
+        volatile float* const stats = control.stats[stage];
+        stats[lane] = low.x;
+        stats[lane + 32] = high.x;
+        stats[BM + lane] = low.y;
+        stats[BM + lane + 32] = high.y;
+        __syncwarp();
+        if (lane == 0) {
+            barrier_arrive(at.q_full(stage));
+            barrier_wait(at.d_o_empty(stage), free);
+            const Run& query = call.queries[step.run];
+            load_rows<BM, DV>(at.d_o(stage), maps.d_o, p.q_span, query, step.first, query.len, step.head, at.d_o_full(stage));
+        }
+        __syncwarp();
+    }
+
+    // The second warp's: waits until the tile of dq of each step may be added to, and says so.
+    static __device__ __forceinline__ void wait_turns(const FusedParams& p, const Shared& at, volatile Control& control) {
+        if (threadIdx.x & 31) return;
+        for (PipelineState position;; ++position.count) {
+            const u32 stage = position.stage();
+            barrier_wait(at.q_full(stage), position.parity());
+            volatile const DqStep& step = control.stages[stage].step;
+            if (!step.rows) break;
+            const u32 after = step.after;
+            const u32* const semaphore = p.dq_semaphore + step.semaphore;
+            barrier_arrive(at.q_empty(stage));
+            if (after) wait_semaphore(semaphore, after, poll_semaphore(semaphore));
+            barrier_arrive(at.turn(stage));
+        }
+    }
+
+    // The third warp's: lets the successor add to the tile of each step.
+    static __device__ __forceinline__ void pass_turns(const FusedParams& p, const Shared& at, volatile Control& control) {
+        if (threadIdx.x & 31) return;
+        for (PipelineState position;; ++position.count) {
+            const u32 stage = position.stage();
+            barrier_wait(at.q_full(stage), position.parity());
+            volatile const Stage& here = control.stages[stage];
+            if (!here.step.rows) break;
+            const u32 number = here.number;
+            u32* const semaphore = here.step.passes ? p.dq_semaphore + here.step.semaphore : nullptr;
+            barrier_wait(at.added(stage), position.parity());
+            barrier_arrive(at.q_empty(stage));
+            if (semaphore) store_semaphore(semaphore, number);
+        }
+    }
+};

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// Copies of rows of a tensor by tensor maps.
+//
+// Maps are made for one call and tensor, and have columns, rows, heads, and parts. A part is as far from the next as a row
+// from the next; there are SPAN rows to a part, and the map begins SPAN rows before the tensor. Row SPAN - end + i of part
+// first + end is thus row first + i of the tensor, and everything from `end` on lies outside of the map and comes as zeros:
+// rows behind a range are never read. So are columns past the head dim.
+#pragma once
+#include "hopper.cuh"
+
+// Rows first .. end of a run, as many as a tile has; those from `end` on come as zeros.
+template <int ROWS, int WIDTH>
+__device__ __forceinline__ void load_rows(u32 to, const TensorMap& map, u32 span, const Run& run, u32 first, u32 end, u32 head,
+                                          u32 barrier) {
+    barrier_expect(barrier, ROWS * WIDTH * 2);
+#pragma unroll
+    for (int panel = 0; panel < WIDTH / 64; ++panel)
+        copy_box(to + panel * ROWS * 128, map, panel * 64, (int)(span - end + first), (int)head, (int)((u32)run.row + end),
+                 barrier);
+}
