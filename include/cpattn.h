@@ -139,9 +139,9 @@ const char *cpattn_status_name(int32_t status);
  *                alibi_slopes, sinks, dsinks:    1, [heads]
  *                the lse of a partial result:    3, [heads, tokens, 2], or 2, [heads, tokens] (see cpattn_merge)
  *   dtype        f16 {2, 16, 1}, bf16 {4, 16, 1}, f32 {2, 32, 1}, f64 {2, 64, 1} as {code, bits, lanes}
- *   strides      in elements; NULL means compact (row-major). head_dim must be contiguous. A tensor that
- *                is only read may have stride 0; one that is written must not overlap itself or another tensor of the
- *                call
+ *   strides      in elements, none negative (such a tensor is refused); NULL means compact (row-major). head_dim must
+ *                be contiguous. A tensor that is only read may have stride 0; one that is written must not overlap
+ *                itself or another tensor of the call
  *   data         data + byte_offset is aligned to the element's size; may be NULL when a dimension is 0. On a device,
  *                rows of q, k, v, o, d_o and of f32 tensors with head_dim begin at multiples of 16 bytes (this holds for
  *                compact tensors allocated by cudaMalloc or a framework; cpattn_transform accepts any alignment),
@@ -227,8 +227,9 @@ typedef struct cpattn_problem {
   int64_t window_right;      /* 0 (causal) to UINT32_MAX, or CPATTN_UNLIMITED */
   double scale;              /* 0: 1 / sqrt(head_dim) */
   double softcap;            /* 0: none */
-  const float *alibi_slopes; /* heads entries, finite; NULL: none */
-  int32_t sinks;             /* 1: each q head has a learnable sink, given with each run */
+  const float *alibi_slopes; /* heads entries, -1e18 to 1e18; NULL: none. Distances above 2^24 are rounded in f32 */
+  int32_t sinks;             /* 1: each q head has a learnable sink, given with each run: finite, or -inf for none (+inf
+                                makes all results of its head NaN) */
   int32_t reserved;          /* 0 */
 } cpattn_problem;
 
@@ -241,7 +242,8 @@ typedef struct cpattn_problem {
 /* How tokens are distributed over the R ring ranks. */
 #define CPATTN_LAYOUT_AUTO 0        /* whichever balances the work best */
 #define CPATTN_LAYOUT_CONTIGUOUS 1  /* consecutive tokens of the batch */
-#define CPATTN_LAYOUT_ZIGZAG 2      /* each document in 2R chunks: chunk r and chunk 2R-1-r */
+#define CPATTN_LAYOUT_ZIGZAG 2      /* each document in 2R chunks: chunk r and chunk 2R-1-r. Slow for packs of short documents,
+                                       which are cut for every rank */
 #define CPATTN_LAYOUT_ZIGZAG_PACK 3 /* the same with the whole batch in 2R chunks */
 #define CPATTN_LAYOUT_STRIPED 4     /* token t goes to (t / layout_parameter) mod R */
 #define CPATTN_LAYOUT_BALANCED 5    /* layout_parameter chunks for each rank, assigned by mask area */
@@ -291,6 +293,18 @@ typedef struct cpattn_plan cpattn_plan;
 
 /* Makes a plan. Every rank makes the same plan from the same arguments; ranks compare their plans when they run them. */
 int32_t cpattn_plan_create(const cpattn_problem *problem, const cpattn_options *options, cpattn_plan **plan);
+
+/* Makes a plan for another kind of layer over the same documents, with the tokens of `base`: its mesh, its layout and, where
+ * that goes by mask area, its chunks. Heads, dims, dtype, mask and score options of `problem` are free. Two plans made one by
+ * one may give a rank other tokens, often in equal numbers, which no shape tells: make all plans of a model from one.
+ * `problem` gives the documents of `base`, or none: cu_seqlens_q, cu_seqlens_k and q_start NULL, documents 0. `options` may be
+ * NULL: those of `base`. Otherwise world, ulysses, ring and layout are 0 or those of `base`. */
+int32_t cpattn_plan_with_tokens_of(const cpattn_plan *base, const cpattn_problem *problem, const cpattn_options *options,
+                                   cpattn_plan **plan);
+
+/* A number that names who holds which tokens: equal for two plans exactly if their documents are equal and each rank holds the
+ * same tokens in the same order. Tensors of one distribution may meet every plan of it, and none of another. */
+int32_t cpattn_plan_distribution(const cpattn_plan *plan, uint64_t *distribution);
 
 int32_t cpattn_plan_destroy(cpattn_plan *plan);
 
@@ -910,7 +924,7 @@ typedef struct cpattn_attend_args {
   const cpattn_tensor *o;       /* written by LAST and ONLY, of q's type [*, heads, value_dim]; NULL if no range has them */
   /* acc [heads, *]: the final lse, written by LAST and ONLY; if running_lse is NULL, also the running lse. */
   const cpattn_tensor *lse;
-  const cpattn_tensor *alibi_slopes; /* f32 [heads], or NULL */
+  const cpattn_tensor *alibi_slopes; /* f32 [heads], -1e18 to 1e18, or NULL */
   const cpattn_tensor *sinks;   /* f32 [heads], or NULL; applied by LAST and ONLY */
   cpattn_head_map heads;
   /* 1: tiles begin at fixed positions, so that a row's bits do not depend on how its keys are split into ranges. CPU only. */

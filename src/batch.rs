@@ -145,6 +145,18 @@ impl Batch {
         self.cu_seqlens(side).partition_point(|&c| c as usize <= token) - 1
     }
 
+    /// As [`Batch::document_of`], for a token that lies in document `from` or after it: quick where it is near.
+    pub(crate) fn document_from(&self, side: Side, from: usize, token: usize) -> usize {
+        let rest = &self.cu_seqlens(side)[from + 1..];
+        let (token, mut step) = (token as i32, 1);
+        // Doubling steps, then bisection of the last.
+        while step <= rest.len() && rest[step - 1] <= token {
+            step *= 2;
+        }
+        let low = step / 2;
+        from + low + rest[low..rest.len().min(step)].partition_point(|&c| c <= token)
+    }
+
     /// Whether q and k are the same tokens at the same positions.
     pub fn is_self_attention(&self) -> bool {
         self.cu_q == self.cu_k && self.q_start.as_ref().is_none_or(|s| s.iter().all(|&x| x == 0))
@@ -176,6 +188,10 @@ mod tests {
         let b = Batch::new(&[0, 0, 3, 3, 3, 5, 5]).unwrap();
         assert_eq!((0..5).map(|t| b.document_of(Side::Q, t)).collect::<Vec<_>>(), [1, 1, 1, 4, 4]);
         assert_eq!(b.documents(), 6);
+        for token in 0..5 {
+            let d = b.document_of(Side::Q, token);
+            (0..=d).for_each(|from| assert_eq!(b.document_from(Side::Q, from, token), d, "{token} from {from}"));
+        }
     }
 
     #[test]

@@ -11,7 +11,13 @@
 //! Every layout lists the documents of a share in ascending order; [`crate::schedule`] relies on that to join two
 //! shares in one pass.
 
-use alloc::{collections::BinaryHeap, format, sync::Arc, vec, vec::Vec};
+use alloc::{
+    collections::{BTreeSet, BinaryHeap, binary_heap::PeekMut},
+    format,
+    sync::Arc,
+    vec,
+    vec::Vec,
+};
 use core::cmp::Reverse;
 
 use crate::{
@@ -87,10 +93,8 @@ impl Shares {
         let deal = match layout {
             Layout::Striped { stripe: 0 } => return Err(Error::invalid("layout.stripe", 0, "at least 1")),
             Layout::Balanced { chunks } => {
-                if chunks == 0 || chunks as usize * ring > 1 << 20 {
-                    return Err(Error::invalid("layout.chunks", chunks, format!("1 to {}", (1 << 20) / ring)));
-                }
-                Some(deal_chunks(batch, mask, ring, chunks as usize).into())
+                chunk_limit(chunks, ring)?;
+                Some(deal(&chunk_areas(batch, mask, ring * chunks as usize), ring, chunks as usize).into())
             }
             _ => None,
         };
@@ -136,7 +140,7 @@ impl Shares {
         out.clear();
         let n = self.batch.tokens(side);
         let ring = self.ring;
-        let mut b = Builder { batch: &self.batch, side, row: 0, out };
+        let mut b = SegmentWriter { batch: &self.batch, side, doc: 0, row: 0, out };
         match self.layout {
             Layout::Contiguous => b.run(cut(r, n, ring), cut(r + 1, n, ring), false),
             Layout::ZigzagPack => {
@@ -172,16 +176,24 @@ impl Shares {
     pub fn layout(&self) -> Layout {
         self.layout
     }
+
+    /// What a balanced layout gave to whom: the chunks of rank r at `[r·chunks .. (r+1)·chunks]`. The tokens of other layouts
+    /// follow from the batch and the ring.
+    pub(crate) fn deal(&self) -> Option<&[u32]> {
+        self.deal.as_deref()
+    }
 }
 
-struct Builder<'a> {
+struct SegmentWriter<'a> {
     batch: &'a Batch,
     side: Side,
+    /// The document of the last run: runs ascend, so the next is near.
+    doc: usize,
     row: i64,
     out: &'a mut Vec<Segment>,
 }
 
-impl Builder<'_> {
+impl SegmentWriter<'_> {
     /// `len` tokens of document `d` from its token `offset` on. Joined to the segment before when they are one run.
     fn push(&mut self, d: usize, offset: usize, len: usize, block: u32, period: u32, reverse: bool) {
         if len == 0 {
@@ -208,7 +220,8 @@ impl Builder<'_> {
     fn run(&mut self, a: usize, e: usize, reverse: bool) {
         let mut t = a;
         while t < e {
-            let d = self.batch.document_of(self.side, t);
+            let d = self.batch.document_from(self.side, self.doc, t);
+            self.doc = d;
             let doc = self.batch.document(self.side, d);
             let end = e.min(doc.end);
             self.push(d, t - doc.start, end - t, 1, 1, reverse);
@@ -225,13 +238,13 @@ impl Builder<'_> {
         let period = stripe * ring;
         // How many of the pack's first `t` tokens are the rank's.
         let owned = |t: usize| t / period * stripe + (t % period).saturating_sub(r * stripe).min(stripe);
-        // The rank's first token that no document before has had: most documents of a large ring lie before it.
+        // The rank's first token that no document before has had: most documents of a large ring hold none.
         let mut next = r * stripe;
-        for d in 0..self.batch.documents() {
+        let tokens = self.batch.tokens(self.side);
+        let mut d = 0;
+        while next < tokens {
+            d = self.batch.document_from(self.side, d, next);
             let doc = self.batch.document(self.side, d);
-            if next >= doc.end {
-                continue;
-            }
             let total = owned(doc.end) - owned(doc.start);
             let phase = next % period - r * stripe;
             let mut first = next;
@@ -259,40 +272,59 @@ impl Builder<'_> {
     }
 }
 
-/// Deals `ring × per` chunks of equal token count so that every rank gets `per` of them and about the same mask area:
-/// largest area first, each to the least loaded rank that still has room (the longest-processing-time rule, with a
-/// limit on the count), then exchanges between the most and the least loaded while they help.
-fn deal_chunks(batch: &Batch, mask: Mask, ring: usize, per: usize) -> Vec<u32> {
-    let parts = ring * per;
-    let n = batch.tokens(Side::Q);
-    let mut scratch = Vec::new();
-    let mut areas: Vec<u64> = Vec::with_capacity(parts);
-    for c in 0..parts {
-        scratch.clear();
-        Builder { batch, side: Side::Q, row: 0, out: &mut scratch }.run(cut(c, n, parts), cut(c + 1, n, parts), false);
-        let area = scratch
-            .iter()
-            .map(|s: &Segment| {
-                let keys = batch.document(Side::K, s.range.doc as usize).len() as i64;
-                mask.area(s.range.pos, s.range.pos + i64::from(s.range.len), keys) as u64
-            })
-            .sum();
-        areas.push(area);
+/// Refuses a number of chunks that is none, or too many.
+pub(crate) fn chunk_limit(chunks: u32, ring: usize) -> Result<()> {
+    if chunks == 0 || chunks as usize * ring > 1 << 20 {
+        return Err(Error::invalid("layout.chunks", chunks, format!("1 to {}", (1 << 20) / ring)));
     }
+    Ok(())
+}
+
+/// The mask areas of the pack's q tokens in `parts` chunks.
+fn chunk_areas(batch: &Batch, mask: Mask, parts: usize) -> Vec<u64> {
+    let n = batch.tokens(Side::Q);
+    let mut d = 0;
+    let chunk = |c| {
+        let (mut t, end) = (cut(c, n, parts), cut(c + 1, n, parts));
+        let mut area = 0;
+        while t < end {
+            while batch.document(Side::Q, d).end <= t {
+                d += 1;
+            }
+            let doc = batch.document(Side::Q, d);
+            let next = end.min(doc.end);
+            let base = batch.start(Side::Q, d) - doc.start as i64;
+            area += mask.area(base + t as i64, base + next as i64, batch.document(Side::K, d).len() as i64) as u64;
+            t = next;
+        }
+        area
+    };
+    (0..parts).map(chunk).collect()
+}
+
+/// Deals `ring × per` chunks of equal token count and the given mask areas, so that every rank gets `per` of them and
+/// about the same area: largest area first, each to the least loaded rank that still has room (the
+/// longest-processing-time rule, with a limit on the count), then exchanges between the most and the least loaded while
+/// they help. The chunks of rank r are entries `r·per .. (r+1)·per` of the result.
+pub(crate) fn deal(areas: &[u64], ring: usize, per: usize) -> Vec<u32> {
+    let parts = ring * per;
     let mut order: Vec<u32> = (0..parts as u32).collect();
-    order.sort_by_key(|&c| (Reverse(areas[c as usize]), c));
+    order.sort_unstable_by_key(|&c| (Reverse(areas[c as usize]), c));
     let mut heap: BinaryHeap<Reverse<(u64, usize)>> = (0..ring).map(|r| Reverse((0, r))).collect();
     let mut mine: Vec<Vec<u32>> = vec![Vec::with_capacity(per); ring];
     for c in order {
         // Full ranks never come back, so the heap always holds one with room.
-        if let Some(Reverse((load, r))) = heap.pop() {
-            mine[r].push(c);
-            if mine[r].len() < per {
-                heap.push(Reverse((load + areas[c as usize], r)));
+        if let Some(mut least) = heap.peek_mut() {
+            let Reverse((load, r)) = &mut *least;
+            mine[*r].push(c);
+            if mine[*r].len() < per {
+                *load += areas[c as usize];
+            } else {
+                PeekMut::pop(least);
             }
         }
     }
-    even_out(&mut mine, &areas);
+    even_out(&mut mine, areas);
     mine.iter_mut().for_each(|chunks| chunks.sort_unstable());
     mine.concat()
 }
@@ -303,12 +335,11 @@ fn deal_chunks(batch: &Batch, mask: Mask, ring: usize, per: usize) -> Vec<u32> {
 fn even_out(mine: &mut [Vec<u32>], areas: &[u64]) {
     let area = |c: u32| areas[c as usize];
     let mut loads: Vec<u64> = mine.iter().map(|chunks| chunks.iter().map(|&c| area(c)).sum()).collect();
+    let mut by_load: BTreeSet<(u64, usize)> = loads.iter().enumerate().map(|(r, &load)| (load, r)).collect();
     for _ in 0..4 * mine.len() {
-        let (Some(hi), Some(lo)) =
-            ((0..loads.len()).max_by_key(|&r| (loads[r], Reverse(r))), (0..loads.len()).min_by_key(|&r| (loads[r], r)))
-        else {
-            return;
-        };
+        // Of equally loaded ranks the first, at either end.
+        let (Some(&(most, _)), Some(&(_, lo))) = (by_load.last(), by_load.first()) else { return };
+        let Some(&(_, hi)) = by_load.range((most, 0)..).next() else { return };
         let gap = loads[hi] - loads[lo];
         // The swap that comes closest to moving half the gap.
         let mut best = (gap, None);
@@ -333,8 +364,11 @@ fn even_out(mine: &mut [Vec<u32>], areas: &[u64]) {
             mine[r].sort_by_key(|&c| (Reverse(area(c)), c));
         }
         let moved = area(a) - area(b);
-        loads[hi] -= moved;
-        loads[lo] += moved;
+        for (r, load) in [(hi, loads[hi] - moved), (lo, loads[lo] + moved)] {
+            by_load.remove(&(loads[r], r));
+            by_load.insert((load, r));
+            loads[r] = load;
+        }
     }
 }
 

@@ -14,12 +14,13 @@
 //! | [`kernel`] | attention over ranges, transforms, merges: reference, CPU, CUDA |
 //! | [`transport`] | communication: threads or CUDA devices of one process, processes over MPI or NCCL, your own |
 //! | [`runtime`] | a [`Rank`] runs plans |
+//! | `cudarc` | slices, contexts and streams of cudarc |
 //! | [`report`] | what a plan costs and why, bounds, traces and timelines |
 //! | [`tensor`], [`element`], [`error`] | typed views, element types, errors |
 //!
 //! Data flows one way: plan → schedule → runtime → kernel and transport. Modules up to the schedule do not access the
 //! caller's memory and are `no_std` with `alloc`; the rest needs the feature `std` (default). Other features: `rayon`
-//! runs CPU kernels on several threads, `cuda` adds the CUDA backend, `nccl` ranks over NCCL, `mpi` ranks over MPI,
+//! runs CPU kernels on several threads, `cuda` adds the CUDA backend, `cudarc` views of cudarc's slices, `nccl` ranks over NCCL, `mpi` ranks over MPI,
 //! `capi` the C interface.
 #![cfg_attr(feature = "std", doc = "")]
 #![cfg_attr(feature = "std", doc = include_str!("../README.md"))]
@@ -30,6 +31,8 @@ extern crate alloc;
 
 pub mod batch;
 pub mod call;
+#[cfg(feature = "cudarc")]
+pub mod cudarc;
 mod device;
 pub mod element;
 pub mod error;

@@ -20,7 +20,7 @@ use cpattn::{
     transport::{
         DeviceTransport, Transport,
         peer::{self, Peer},
-        ring_check::{Trouble, check_on_device},
+        ring_check::{RingFault, check_on_device},
     },
 };
 
@@ -64,7 +64,7 @@ fn a_silent_rank_on_a_device_is_the_end_of_a_link_that_failed() {
         let threads: Vec<_> = ends.iter().map(|end| scope.spawn(|| check_on_device(end, 1000))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap().unwrap_err()).collect()
     });
-    let Trouble::Failed { link: Some((1, 2)), error: Error::Peer { peer: 2, cause: Cause::Deadline { .. }, .. } } =
+    let RingFault::Failed { link: Some((1, 2)), error: Error::Peer { peer: 2, cause: Cause::Deadline { .. }, .. } } =
         &all[1]
     else {
         panic!("{:?}", all[1])
@@ -74,7 +74,7 @@ fn a_silent_rank_on_a_device_is_the_end_of_a_link_that_failed() {
         "{}",
         all[1]
     );
-    let Trouble::Failed { error: Error::Peer { peer: 2, .. }, .. } = &all[0] else { panic!("{:?}", all[0]) };
+    let RingFault::Failed { error: Error::Peer { peer: 2, .. }, .. } = &all[0] else { panic!("{:?}", all[0]) };
     assert!(silent.poll().is_err());
 }
 

@@ -241,7 +241,8 @@ typedef struct cpattn_problem {
 /* How tokens are distributed over the R ring ranks. */
 #define CPATTN_LAYOUT_AUTO 0        /* whichever balances the work best */
 #define CPATTN_LAYOUT_CONTIGUOUS 1  /* consecutive tokens of the batch */
-#define CPATTN_LAYOUT_ZIGZAG 2      /* each document in 2R chunks: chunk r and chunk 2R-1-r */
+#define CPATTN_LAYOUT_ZIGZAG 2      /* each document in 2R chunks: chunk r and chunk 2R-1-r. Slow for packs of short documents,
+                                       which are cut for every rank */
 #define CPATTN_LAYOUT_ZIGZAG_PACK 3 /* the same with the whole batch in 2R chunks */
 #define CPATTN_LAYOUT_STRIPED 4     /* token t goes to (t / layout_parameter) mod R */
 #define CPATTN_LAYOUT_BALANCED 5    /* layout_parameter chunks for each rank, assigned by mask area */
@@ -291,6 +292,18 @@ typedef struct cpattn_plan cpattn_plan;
 
 /* Makes a plan. Every rank makes the same plan from the same arguments; ranks compare their plans when they run them. */
 int32_t cpattn_plan_create(const cpattn_problem *problem, const cpattn_options *options, cpattn_plan **plan);
+
+/* Makes a plan for another kind of layer over the same documents, with the tokens of `base`: its mesh, its layout and, where
+ * that goes by mask area, its chunks. Heads, dims, dtype, mask and score options of `problem` are free. Two plans made one by
+ * one may give a rank other tokens, often in equal numbers, which no shape tells: make all plans of a model from one.
+ * `problem` gives the documents of `base`, or none: cu_seqlens_q, cu_seqlens_k and q_start NULL, documents 0. `options` may be
+ * NULL: those of `base`. Otherwise world, ulysses, ring and layout are 0 or those of `base`. */
+int32_t cpattn_plan_with_tokens_of(const cpattn_plan *base, const cpattn_problem *problem, const cpattn_options *options,
+                                   cpattn_plan **plan);
+
+/* A number that names who holds which tokens: equal for two plans exactly if their documents are equal and each rank holds the
+ * same tokens in the same order. Tensors of one distribution may meet every plan of it, and none of another. */
+int32_t cpattn_plan_distribution(const cpattn_plan *plan, uint64_t *distribution);
 
 int32_t cpattn_plan_destroy(cpattn_plan *plan);
 

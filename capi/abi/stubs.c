@@ -8,6 +8,9 @@ const char *cpattn_last_error(void) { return 0; }
 int64_t cpattn_last_error_peer(void) { return 0; }
 const char *cpattn_status_name(int32_t status) { return 0; }
 int32_t cpattn_plan_create(const cpattn_problem *problem, const cpattn_options *options, cpattn_plan **plan) { return 0; }
+int32_t cpattn_plan_with_tokens_of(const cpattn_plan *base, const cpattn_problem *problem, const cpattn_options *options,
+                                   cpattn_plan **plan) { return 0; }
+int32_t cpattn_plan_distribution(const cpattn_plan *plan, uint64_t *distribution) { return 0; }
 int32_t cpattn_plan_destroy(cpattn_plan *plan) { return 0; }
 int32_t cpattn_plan_describe(const cpattn_plan *plan, cpattn_plan_info *info) { return 0; }
 int32_t cpattn_plan_share(const cpattn_plan *plan, uint32_t rank, cpattn_share *share) { return 0; }

@@ -25,8 +25,7 @@ mod range;
 
 pub use range::{Mode, QRange, Range, Ranges};
 
-/// A stream of a device (`CUstream`, `cudaStream_t`); null on the CPU, and the legacy default stream on a device.
-pub type RawStream = *mut core::ffi::c_void;
+pub use crate::device::RawStream;
 
 /// A `[tokens, heads, dim]` tensor without its type: address, dtype, shape and strides in elements. The innermost
 /// dimension is contiguous. `lse` and `delta` have `dim` 1, a running lse has 2.

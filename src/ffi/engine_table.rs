@@ -7,7 +7,7 @@ use core::ffi::{CStr, c_char, c_void};
 use std::{boxed::Box, ffi::CString, format, time::Duration, vec::Vec};
 
 use super::input::versioned;
-use crate::transport::engine::{Engine, Failed, LONGEST_VALUE, Way};
+use crate::transport::engine::{Engine, Failed, LONGEST_VALUE, MessageDirection};
 
 pub const CPATTN_ENGINE_TEXT: usize = 512;
 pub const CPATTN_ENGINE_VALUE: usize = LONGEST_VALUE;
@@ -144,8 +144,15 @@ unsafe impl Engine for EngineTable {
         text.outcome("connect", code)
     }
 
-    unsafe fn post(&self, way: Way, peer: usize, tag: u32, data: *mut u8, bytes: usize) -> Result<u64, Failed> {
-        let (mut text, mut request, receive) = (Text::new(), 0, i32::from(way == Way::Receive));
+    unsafe fn post(
+        &self,
+        way: MessageDirection,
+        peer: usize,
+        tag: u32,
+        data: *mut u8,
+        bytes: usize,
+    ) -> Result<u64, Failed> {
+        let (mut text, mut request, receive) = (Text::new(), 0, i32::from(way == MessageDirection::Receive));
         let (post, context, peer) = (self.0.post.expect(CHECKED), self.0.context, peer as u32);
         let (number, said) = (&raw mut request, text.0.as_mut_ptr());
         // SAFETY: the table's own function, as the header describes it; the memory is promised (the contract of `post`).

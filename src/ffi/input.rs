@@ -60,8 +60,8 @@ unsafe fn size<T: Versioned>(name: &'static str, ptr: *const T) -> Result<usize>
     // SAFETY: the struct begins with its size, which can be read.
     let found = unsafe { ptr.cast::<usize>().read() };
     if found < T::FIRST || found > LONGEST || !found.is_multiple_of(align_of::<T>()) {
-        let expected = format!("{}, or {} of an earlier header", size_of::<T>(), T::FIRST);
-        let expected = if T::FIRST == size_of::<T>() { format!("at least {}", T::FIRST) } else { expected };
+        let (align, now) = (align_of::<T>(), size_of::<T>());
+        let expected = format!("a multiple of {align} from {} to {LONGEST}, {now} in this header", T::FIRST);
         return Err(Error::invalid(format!("{name}.struct_size"), found, expected)
             .hint("initialise the struct with the INIT macro of its name"));
     }
@@ -227,9 +227,14 @@ mod tests {
         assert_eq!(read(&[32, 7, 5, 0]).unwrap(), (7, 5));
         assert!(read(&[32, 7, 5, 1]).unwrap_err().to_string().contains("older than the header"));
         let text = read(&[8, 7]).unwrap_err().to_string();
-        assert!(text.contains("struct_size is 8, expected 24, or 16 of an earlier header"), "{text}");
-        for size in [0, 15, 17, 20, 4104, u64::MAX] {
-            assert!(read(&[size, 7]).is_err(), "{size}");
+        assert!(
+            text.contains("struct_size is 8, expected a multiple of 8 from 16 to 4096, 24 in this header"),
+            "{text}"
+        );
+        for size in [0, 15, 17, 20, 28, 4104, u64::MAX] {
+            let text = read(&[size, 7]).unwrap_err().to_string();
+            let rule = "expected a multiple of 8 from 16 to 4096, 24 in this header";
+            assert!(text.contains(&format!("struct_size is {size}, {rule}")), "{text}");
         }
     }
 

@@ -3,7 +3,7 @@
 //!
 //! This module is a thin layer: it converts C arguments into those of the crate's functions, checks everything that can
 //! be checked here (null, alignment, sizes, flags, handles), and converts errors into a status and a text. It computes
-//! nothing. Names, fields and their order are exactly those of the header; `tests/capi_header.rs` compares the two, and
+//! nothing. Names, fields and their order are exactly those of the header; `tests/capi/header.rs` compares the two, and
 //! the C compiler's sizes and offsets with ours.
 //!
 //! - `status`: the one boundary that no panic crosses, statuses, the thread's last error;

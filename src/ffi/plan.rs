@@ -15,7 +15,7 @@ use crate::{
     error::{Error, Result},
     layout::Layout,
     plan::{AttentionKind, Plan},
-    schedule::{AllToAll, Direction, Schedule, Way},
+    schedule::{AllToAll, AllToAllDirection, Direction, Schedule},
 };
 
 pub type cpattn_plan = Handle<Plan>;
@@ -71,9 +71,38 @@ pub unsafe extern "C" fn cpattn_plan_create(
         // SAFETY: the header's promise about structs, arrays and results.
         let (problem, options, out) = unsafe {
             let p = sized("problem", problem)?;
-            (problem::problem(&p)?, sized("options", options)?, result("plan", plan)?)
+            (problem::problem(&p, None)?, sized("options", options)?, result("plan", plan)?)
         };
         out.write(handle::create(problem::plan(&problem, &options)?));
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_with_tokens_of(
+    base: *const cpattn_plan,
+    problem: *const cpattn_problem,
+    options: *const cpattn_options,
+    plan: *mut *mut cpattn_plan,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles, structs, arrays and results.
+        let (base, problem, options, out) = unsafe {
+            let (base, p) = (handle::borrow(base)?, sized("problem", problem)?);
+            let options = if options.is_null() { None } else { Some(sized("options", options)?) };
+            (base, problem::problem(&p, Some(base))?, options, result("plan", plan)?)
+        };
+        out.write(handle::create(problem::with_tokens_of(base, &problem, options.as_ref())?));
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_distribution(plan: *const cpattn_plan, distribution: *mut u64) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles and results.
+        let (plan, out) = unsafe { (handle::borrow(plan)?, result("distribution", distribution)?) };
+        out.write(plan.distribution().id());
         Ok(())
     })
 }
@@ -189,7 +218,7 @@ pub unsafe extern "C" fn cpattn_plan_verify_all_to_all(
         // SAFETY: the header's promise about handles.
         let plan = unsafe { handle::borrow(plan) }?;
         let (side, dtype) = (self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
-        for way in [Way::ToHeads, Way::ToTokens] {
+        for way in [AllToAllDirection::ToHeads, AllToAllDirection::ToTokens] {
             plan.verify_all_to_all(AllToAll { way, side, dim, dtype })?;
         }
         Ok(())
@@ -235,7 +264,7 @@ pub unsafe extern "C" fn cpattn_plan_all_to_all_workspace(
         let (plan, bytes) = unsafe { (handle::borrow(plan)?, result("bytes", bytes)?) };
         let (rank, side, dtype) = (rank_of(plan, rank)?, self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
         let mut most = 0;
-        for way in [Way::ToHeads, Way::ToTokens] {
+        for way in [AllToAllDirection::ToHeads, AllToAllDirection::ToTokens] {
             most = most.max(Schedule::all_to_all(plan, rank, AllToAll { way, side, dim, dtype })?.workspace);
         }
         bytes.write(most);

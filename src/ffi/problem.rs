@@ -79,28 +79,39 @@ fn window(name: &'static str, limit: i64) -> Result<Option<u32>> {
 
 /// # Safety
 /// The pointers of `p` are null or as long as the header says.
-pub(super) unsafe fn problem(p: &cpattn_problem) -> Result<Problem> {
-    reserved("problem.reserved", p.reserved == 0)?;
+unsafe fn batch(p: &cpattn_problem) -> Result<Batch> {
     let entries = p
         .documents
         .checked_add(1)
         .filter(|&n| n <= i32::MAX as usize)
         .ok_or_else(|| Error::invalid("problem.documents", p.documents, format!("below {}", i32::MAX)))?;
-    // SAFETY: null, or as long as the header says (promised), here and below.
+    // SAFETY: null, or as long as the header says (promised).
     let cu_q = unsafe { array("problem.cu_seqlens_q", p.cu_seqlens_q, entries) }?;
-    let batch = if p.cu_seqlens_k.is_null() {
+    if p.cu_seqlens_k.is_null() {
         if !p.q_start.is_null() {
             return Err(Error::invalid("problem.q_start", "given", "NULL without cu_seqlens_k"));
         }
-        Batch::new(cu_q)?
-    } else {
-        // SAFETY: null, or as long as the header says (promised), here and below.
-        let (cu_k, starts) = unsafe {
-            let starts =
-                if p.q_start.is_null() { None } else { Some(array("problem.q_start", p.q_start, p.documents)?) };
-            (array("problem.cu_seqlens_k", p.cu_seqlens_k, entries)?, starts)
-        };
-        Batch::cross(cu_q, cu_k, starts)?
+        return Batch::new(cu_q);
+    }
+    // SAFETY: null, or as long as the header says (promised).
+    let (cu_k, starts) = unsafe {
+        let starts = if p.q_start.is_null() { None } else { Some(array("problem.q_start", p.q_start, p.documents)?) };
+        (array("problem.cu_seqlens_k", p.cu_seqlens_k, entries)?, starts)
+    };
+    Batch::cross(cu_q, cu_k, starts)
+}
+
+/// With the batch of `base`, if there is one and `p` gives none.
+///
+/// # Safety
+/// The pointers of `p` are null or as long as the header says.
+pub(super) unsafe fn problem(p: &cpattn_problem, base: Option<&Plan>) -> Result<Problem> {
+    reserved("problem.reserved", p.reserved == 0)?;
+    let none = p.cu_seqlens_q.is_null() && p.cu_seqlens_k.is_null() && p.q_start.is_null() && p.documents == 0;
+    let batch = match base {
+        Some(base) if none => base.problem().batch().clone(),
+        // SAFETY: promised.
+        _ => unsafe { batch(p) }?,
     };
     let dtype = one_of("problem.dtype", p.dtype, &DTYPES)?;
     let kind = one_of("problem.kind", p.kind, &[plan::AttentionKind::Softmax, plan::AttentionKind::Other])?;
@@ -151,15 +162,41 @@ fn layout_of(o: &cpattn_options) -> Result<Option<Layout>> {
     })
 }
 
-pub(super) fn plan(problem: &Problem, o: &cpattn_options) -> Result<Plan> {
+/// What does not decide who holds which tokens.
+fn options(o: &cpattn_options) -> Result<Options> {
     reserved("options.reserved", o.reserved == 0)?;
-    let options = Options::new()
+    Ok(Options::new()
         .gather(one_of("options.gather", o.gather, &GATHER)?)
         .passes(o.passes as usize)
         .circulate(one_of("options.circulate", o.circulate, &[Circulate::Auto, Circulate::Keys, Circulate::Queries])?)
         .wire(one_of("options.wire", o.wire, &[Wire::Full, Wire::Bf16])?)
         .reproducible(flag("options.reproducible", o.reproducible)?)
-        .pack_inputs(flag("options.pack_inputs", o.pack_inputs)?);
+        .pack_inputs(flag("options.pack_inputs", o.pack_inputs)?))
+}
+
+/// Without options it has those of `base`.
+pub(super) fn with_tokens_of(base: &Plan, problem: &Problem, o: Option<&cpattn_options>) -> Result<Plan> {
+    let Some(o) = o else { return Plan::with_tokens_of(base, problem, base.options()) };
+    let options = options(o)?;
+    let mesh = base.mesh();
+    let given = [("world", o.world, mesh.world()), ("ulysses", o.ulysses, mesh.ulysses), ("ring", o.ring, mesh.ring)];
+    for (name, found, expected) in given {
+        if found != 0 && found as usize != expected {
+            let expected = format!("0, or the base plan's {expected}");
+            return Err(Error::invalid(format!("options.{name}"), found, expected));
+        }
+    }
+    match layout_of(o)? {
+        Some(layout) if layout != base.layout() => {
+            let expected = format!("CPATTN_LAYOUT_AUTO, or the base plan's {}", base.layout());
+            Err(Error::invalid("options.layout", layout, expected))
+        }
+        _ => Plan::with_tokens_of(base, problem, options),
+    }
+}
+
+pub(super) fn plan(problem: &Problem, o: &cpattn_options) -> Result<Plan> {
+    let options = options(o)?;
     let layout = layout_of(o)?;
     let (world, ulysses, ring) = (o.world as usize, o.ulysses as usize, o.ring as usize);
     let mesh = match (ulysses, ring) {

@@ -14,7 +14,7 @@ use crate::{
     error::{Cause, Error},
     transport::{
         Transport,
-        ring_check::{Link, Trouble, check},
+        ring_check::{Link, RingFault, check},
     },
 };
 
@@ -42,7 +42,7 @@ pub unsafe extern "C" fn cpattn_ring_check(
     boundary!({
         // SAFETY: the header's promise about handles and results.
         let (end, count) = unsafe { (handle::borrow(transport.cast_const())?, result("count", count)?) };
-        type Check<'a> = &'a dyn Fn(usize) -> Result<Vec<Link>, Trouble>;
+        type Check<'a> = &'a dyn Fn(usize) -> Result<Vec<Link>, RingFault>;
         let (end, check): (&dyn Transport, Check<'_>) = match end {
             Any::Local(end) => (end, &|bytes| check(end, bytes)),
             Any::Table(end) => (end, &|bytes| check(end, bytes)),
@@ -110,10 +110,10 @@ unsafe fn room<'a>(
     unsafe { array_mut("links", links, capacity) }
 }
 
-fn failed(trouble: &Trouble) -> Fail {
+fn failed(trouble: &RingFault) -> Fail {
     let (status, peer) = match trouble {
-        Trouble::Failed { error, .. } => (status_of(error), error.peer()),
-        Trouble::OtherBytes { .. } => (CPATTN_PEER, None),
+        RingFault::Failed { error, .. } => (status_of(error), error.peer()),
+        RingFault::OtherBytes { .. } => (CPATTN_PEER, None),
     };
     Fail::Text(status, trouble.to_string(), peer)
 }

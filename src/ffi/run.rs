@@ -15,7 +15,7 @@ use crate::{
     error::Error,
     plan::Plan,
     runtime::Bindings,
-    schedule::{AllToAll, Direction, TensorId, Way},
+    schedule::{AllToAll, AllToAllDirection, Direction, TensorId},
 };
 
 #[derive(Clone, Copy, Debug)]
@@ -139,7 +139,7 @@ unsafe fn all_to_all(
     rank: *mut cpattn_rank,
     plan: *const cpattn_plan,
     side: i32,
-    way: Way,
+    way: AllToAllDirection,
     [tokens, held]: [Given; 2],
     stream: *mut c_void,
 ) -> Outcome {
@@ -167,7 +167,7 @@ pub unsafe extern "C" fn cpattn_rank_to_heads(
     boundary!({
         let tensors = [read("from", from, Axes::Rows), written("to", to, Axes::Rows)];
         // SAFETY: the header's promises.
-        unsafe { all_to_all(rank, plan, side, Way::ToHeads, tensors, stream) }
+        unsafe { all_to_all(rank, plan, side, AllToAllDirection::ToHeads, tensors, stream) }
     })
 }
 
@@ -183,6 +183,6 @@ pub unsafe extern "C" fn cpattn_rank_to_tokens(
     boundary!({
         let tensors = [written("to", to, Axes::Rows), read("from", from, Axes::Rows)];
         // SAFETY: the header's promises.
-        unsafe { all_to_all(rank, plan, side, Way::ToTokens, tensors, stream) }
+        unsafe { all_to_all(rank, plan, side, AllToAllDirection::ToTokens, tensors, stream) }
     })
 }

@@ -25,9 +25,9 @@ use crate::kernel::cuda::StreamKernels;
 use crate::{call::Score, device::Device, error::Error, kernel::Kernels, plan::MAX_HEAD_DIM};
 
 /// Rings beyond this are a mistake.
-const MOST_LISTS: u64 = 1 << 32;
+const MAX_METADATA_BYTES: u64 = 1 << 32;
 /// Calls in flight, likewise: each has an event.
-const MOST_CALLS: u32 = 1 << 16;
+const MAX_CALLS: u32 = 1 << 16;
 
 /// What a scratch's handle holds.
 #[doc(hidden)]
@@ -159,7 +159,7 @@ pub unsafe extern "C" fn cpattn_scratch_set_documents(
             None
         } else {
             // SAFETY: the header's promise about structs, and about what they point to.
-            Some(unsafe { problem::problem(&sized("problem", problem)?) }?)
+            Some(unsafe { problem::problem(&sized("problem", problem)?, None) }?)
         };
         let (mut score, mut group) = (Score { scale: 1.0, softcap: 0.0, window_left: 0, window_right: 0 }, 1);
         if let Some(p) = &problem {
@@ -175,11 +175,11 @@ pub unsafe extern "C" fn cpattn_scratch_reserve_metadata(scratch: *mut cpattn_sc
     boundary!({
         // SAFETY: the header's promise about handles.
         let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
-        if bytes > MOST_LISTS {
-            return Err(Error::invalid("bytes", bytes, format!("at most {MOST_LISTS}")).into());
+        if bytes > MAX_METADATA_BYTES {
+            return Err(Error::invalid("bytes", bytes, format!("at most {MAX_METADATA_BYTES}")).into());
         }
-        if calls == 0 || calls > MOST_CALLS {
-            return Err(Error::invalid("calls", calls, format!("1 to {MOST_CALLS}")).into());
+        if calls == 0 || calls > MAX_CALLS {
+            return Err(Error::invalid("calls", calls, format!("1 to {MAX_CALLS}")).into());
         }
         scratch.lock()?.reserve_metadata(bytes as usize, calls as usize)?;
         Ok(())

@@ -26,10 +26,7 @@ use crate::{
     transport::{Label, Message, Transport},
 };
 #[cfg(feature = "cuda")]
-use crate::{
-    kernel::cuda::{Cuda, memory::OwnStream},
-    transport::DeviceTransport,
-};
+use crate::{device::memory::OwnStream, kernel::cuda::Cuda, transport::DeviceTransport};
 
 /// Layout as [`Message`], which is handed to the caller's functions as it is.
 #[derive(Clone, Copy, Debug)]

@@ -27,7 +27,7 @@ use crate::{
 };
 
 /// Threads of one process beyond this number are a mistake.
-const MOST_THREADS: u32 = 4096;
+const MAX_THREADS: u32 = 4096;
 
 /// Any kind, until it becomes a rank.
 #[doc(hidden)]
@@ -76,8 +76,8 @@ pub(super) fn deadline(ms: u64) -> Result<Duration> {
 }
 
 fn threads(world: u32) -> Result<usize> {
-    if world == 0 || world > MOST_THREADS {
-        return Err(Error::invalid("world", world, format!("1 to {MOST_THREADS}")));
+    if world == 0 || world > MAX_THREADS {
+        return Err(Error::invalid("world", world, format!("1 to {MAX_THREADS}")));
     }
     Ok(world as usize)
 }

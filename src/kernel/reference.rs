@@ -34,7 +34,7 @@ pub struct Attention<'a> {
     pub score: Score,
     /// ALiBi slopes, one per q head.
     pub alibi_slopes: Option<&'a [f64]>,
-    /// Sinks, one per q head.
+    /// Sinks, one per q head: finite, or −∞ for none. A sink of +∞ makes the results of its head NaN.
     pub sinks: Option<&'a [f64]>,
 }
 
@@ -222,6 +222,10 @@ mod tests {
         let alibi_slopes = [2f64.ln()];
         let out = Attention { alibi_slopes: Some(&alibi_slopes), ..a }.forward();
         assert!((out.o[0] - (0.5 * 3.0 + 2.0 * 6.0) / 2.5).abs() < 1e-14);
+        // One of +∞ leaves no number.
+        let sinks = [f64::INFINITY];
+        let out = Attention { sinks: Some(&sinks), ..a }.forward();
+        assert!(out.o[0].is_nan() && out.lse[0].is_nan());
         // Nothing in the window.
         let none = Score { window_left: -1, ..score };
         let out = Attention { score: Score { window_right: -1, ..none }, ..a }.forward();

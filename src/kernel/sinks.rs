@@ -83,7 +83,7 @@ unsafe fn sum<A: Element>(args: &SinkGradient) {
             unsafe { *out = A::from_f64(terms.sum()) };
             continue;
         }
-        for (i, digit) in digits(terms).into_iter().enumerate() {
+        for (i, digit) in digits(terms, Radix::of(A::DTYPE)).into_iter().enumerate() {
             // SAFETY: as above; the innermost dimension holds `DIGITS` elements.
             unsafe { *out.add(i) = A::from_f64(digit) };
         }
@@ -93,28 +93,90 @@ unsafe fn sum<A: Element>(args: &SinkGradient) {
 /// Digits of an exact sum: see [`digits`].
 pub(crate) const DIGITS: usize = crate::schedule::SINK_DIGITS;
 
-/// Bits of a digit. Sums of 4,096 of them are still exact in f32.
-const BITS: u32 = 12;
+/// The digits of an exact sum in an accumulator's type.
+#[derive(Clone, Copy)]
+struct Radix {
+    /// Bits of a digit. Sums of 4,096 digits are still exact in the accumulator's type.
+    bits: u32,
+    /// The sum is counted in units of 2 to this power.
+    unit: i32,
+}
 
-/// The exact sum is counted in units of 2⁻⁷².
-const UNIT: f64 = 1.0 / (1u128 << 72) as f64;
-
-/// A sum that does not depend on the order of its terms: they are added as integers, in units of 2⁻⁷², and given as
-/// digits of 12 bits, lowest first, each with the sign of the whole. Digits of several sums may be added one by one, in
-/// f32 even, and [`total`] of them is the total. A term that is not finite, or 2⁵⁴ or more, makes the first digit NaN.
-fn digits(terms: impl Iterator<Item = f64>) -> [f64; DIGITS] {
-    let (mut sum, mut lost) = (0i128, false);
-    for t in terms {
-        lost |= t.is_nan() || t.abs() >= (1u64 << 54) as f64;
-        // A multiple of 2⁻⁷² exactly, or cut to one: the same cut wherever the term is summed.
-        sum = sum.wrapping_add((t / UNIT) as i128);
+impl Radix {
+    /// All of f32: units far below its smallest number, and room for 2³⁶ times its largest. Of f64 the magnitudes
+    /// between 1e-150 and 1e157.
+    const fn of(dtype: Dtype) -> Self {
+        if matches!(dtype, Dtype::F64) { Self { bits: 40, unit: -560 } } else { Self { bits: 12, unit: -172 } }
     }
-    let sign = if sum < 0 { -1.0 } else { 1.0 };
-    let mut out = core::array::from_fn(|i| {
-        sign * ((sum.unsigned_abs() >> (BITS * i as u32).min(127)) & ((1 << BITS) - 1)) as f64
-    });
-    // The last digit takes what is left, so that nothing is cut at the top.
-    out[DIGITS - 1] = sign * (sum.unsigned_abs() >> (BITS * (DIGITS as u32 - 1)).min(127)) as f64;
+
+    /// Terms are below it.
+    fn limit(self) -> f64 {
+        power(self.unit + self.bits as i32 * DIGITS as i32 - 36)
+    }
+
+    /// Adds a term below the limit, cut to a multiple of the unit: the same cut wherever the term is summed.
+    fn add(self, sum: &mut [i64; DIGITS], term: f64) {
+        let (exponent, fraction) = ((term.to_bits() >> 52) & 0x7ff, term.to_bits() & ((1 << 52) - 1));
+        let mantissa = if exponent > 0 { fraction | 1 << 52 } else { fraction };
+        let at = exponent.max(1) as i32 - 1075 - self.unit;
+        let cut = mantissa.checked_shr((-at).max(0) as u32).unwrap_or(0);
+        let at = at.max(0) as u32;
+        let mut rest = u128::from(cut) << (at % self.bits);
+        for digit in &mut sum[(at / self.bits) as usize..] {
+            let part = (rest & ((1 << self.bits) - 1)) as i64;
+            *digit += if term < 0.0 { -part } else { part };
+            rest >>= self.bits;
+            if rest == 0 {
+                break;
+            }
+        }
+    }
+
+    /// Brings all digits but the last into their range, none below 0; the last takes what is left.
+    fn carry(self, sum: &mut [i64; DIGITS]) {
+        for i in 0..DIGITS - 1 {
+            let over = sum[i] >> self.bits;
+            sum[i] -= over << self.bits;
+            sum[i + 1] += over;
+        }
+    }
+
+    /// Splits a sum into its magnitude and its sign.
+    fn magnitude(self, sum: &mut [i64; DIGITS]) -> f64 {
+        self.carry(sum);
+        if sum[DIGITS - 1] >= 0 {
+            return 1.0;
+        }
+        sum.iter_mut().for_each(|d| *d = -*d);
+        self.carry(sum);
+        -1.0
+    }
+}
+
+/// 2 to a power within the normal numbers.
+fn power(n: i32) -> f64 {
+    f64::from_bits(((1023 + n) as u64) << 52)
+}
+
+/// A sum that does not depend on the order of its terms: they are added as integers, in units of [`Radix::unit`], and
+/// given as digits, lowest first, each with the sign of the whole. Digits of several sums may be added one by one, in
+/// the accumulator's type, and [`total`] of them is the total. A term that is not finite, or too large for the digits,
+/// makes the first digit NaN.
+fn digits(terms: impl Iterator<Item = f64>, radix: Radix) -> [f64; DIGITS] {
+    let (mut sum, mut lost) = ([0i64; DIGITS], false);
+    for (n, t) in terms.enumerate() {
+        if t.abs() < radix.limit() {
+            radix.add(&mut sum, t);
+        } else {
+            lost = true;
+        }
+        // A digit grows by less than 2⁴⁰ with each term.
+        if n % (1 << 20) == (1 << 20) - 1 {
+            radix.carry(&mut sum);
+        }
+    }
+    let sign = radix.magnitude(&mut sum);
+    let mut out = sum.map(|d| sign * d as f64);
     if lost {
         out[0] = f64::NAN;
     }
@@ -122,14 +184,26 @@ fn digits(terms: impl Iterator<Item = f64>) -> [f64; DIGITS] {
 }
 
 /// The number that digits stand for, rounded once.
-fn total(digits: impl Iterator<Item = f64>) -> f64 {
-    let (mut sum, mut lost) = (0i128, false);
-    for (i, d) in digits.enumerate() {
-        lost |= d.is_nan();
-        let shift = BITS * i as u32;
-        sum = sum.wrapping_add(if shift < 127 { (d as i128).wrapping_shl(shift) } else { 0 });
+fn total(digits: impl Iterator<Item = f64>, radix: Radix) -> f64 {
+    let (mut sum, mut lost) = ([0i64; DIGITS], false);
+    for (whole, d) in sum.iter_mut().zip(digits) {
+        lost |= !d.is_finite();
+        *whole = d as i64;
     }
-    if lost { f64::NAN } else { sum as f64 * UNIT }
+    if lost {
+        return f64::NAN;
+    }
+    let sign = radix.magnitude(&mut sum);
+    // The leading digits, more than f64 holds, and whether anything follows.
+    let (mut lead, mut last, mut more) = (0u128, 0, false);
+    for (i, &d) in sum.iter().enumerate().rev() {
+        if lead < 1 << 64 {
+            (lead, last) = (lead << radix.bits | d as u128, i);
+        } else {
+            more |= d != 0;
+        }
+    }
+    sign * (lead | u128::from(more)) as f64 * power(radix.unit + radix.bits as i32 * last as i32)
 }
 
 /// `[1, heads, DIGITS]` to `[1, heads, 1]`: what digits that were summed over ranks stand for.
@@ -150,7 +224,8 @@ pub(crate) unsafe fn sink_total(digits: &RawTensor, dsinks: &RawTensor) -> Resul
             // SAFETY: `h` is a head of both, and its DIGITS digits are consecutive (shapes checked; memory valid by
             // the contract).
             unsafe {
-                *dsinks.heads(h, 1).ptr.cast::<A>() = A::from_f64(total((0..DIGITS).map(|i| (*from.add(i)).to_f64())))
+                let all = (0..DIGITS).map(|i| (*from.add(i)).to_f64());
+                *dsinks.heads(h, 1).ptr.cast::<A>() = A::from_f64(total(all, Radix::of(A::DTYPE)));
             };
         }
     }
@@ -168,23 +243,56 @@ pub(crate) unsafe fn sink_total(digits: &RawTensor, dsinks: &RawTensor) -> Resul
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::vec;
+
+    const TYPES: [Radix; 2] = [Radix::of(Dtype::F32), Radix::of(Dtype::F64)];
 
     #[test]
     fn digits_sum_to_the_same_bits_in_any_order_and_grouping() {
         let terms: std::vec::Vec<f64> =
             (0..1000).map(|i| f64::from(i * 7919 % 1000 - 500) * 2f64.powi(i % 60 - 40) / 3.0).collect();
-        let whole = total(digits(terms.iter().copied()).into_iter());
         let near: f64 = terms.iter().sum();
-        assert!((whole - near).abs() <= 1e-9 * near.abs());
-        for parts in [2, 3, 7, 64] {
-            let mut sum = [0f32; DIGITS];
-            for part in 0..parts {
-                let own = digits(terms.iter().copied().skip(part).step_by(parts));
-                sum.iter_mut().zip(own).for_each(|(s, d)| *s += d as f32);
+        for radix in TYPES {
+            let whole = total(digits(terms.iter().copied(), radix).into_iter(), radix);
+            assert!((whole - near).abs() <= 1e-13 * near.abs());
+            // An interpreter takes its time.
+            for parts in if cfg!(miri) { vec![3] } else { vec![2, 3, 7, 64] } {
+                let mut sum = [0f64; DIGITS];
+                for part in 0..parts {
+                    let own = digits(terms.iter().copied().skip(part).step_by(parts), radix);
+                    // Exact in the accumulator's type.
+                    assert!(radix.bits == 40 || own.iter().all(|&d| f64::from(d as f32) == d));
+                    sum.iter_mut().zip(own).for_each(|(s, d)| *s += d);
+                }
+                assert!(radix.bits == 40 || sum.iter().all(|&d| f64::from(d as f32) == d));
+                assert_eq!(total(sum.into_iter(), radix).to_bits(), whole.to_bits(), "{parts} parts");
             }
-            assert_eq!(total(sum.into_iter().map(f64::from)).to_bits(), whole.to_bits(), "{parts} parts");
+            assert!(total(digits([1.0, f64::NAN].into_iter(), radix).into_iter(), radix).is_nan());
+            assert!(total(digits([f64::INFINITY].into_iter(), radix).into_iter(), radix).is_nan());
+            assert!(total(digits([2.0 * radix.limit()].into_iter(), radix).into_iter(), radix).is_nan());
         }
-        assert!(total(digits([1.0, f64::NAN].into_iter()).into_iter()).is_nan());
-        assert!(total(digits([1e30].into_iter()).into_iter()).is_nan());
+    }
+
+    /// Whatever the size of the gradient of o: from the smallest normal f32 to the largest, and further in f64.
+    #[test]
+    fn sums_of_any_size_keep_their_digits() {
+        for (radix, powers) in TYPES.into_iter().zip([-126..=120, -500..=500]) {
+            for n in powers.step_by(if cfg!(miri) { 123 } else { 7 }) {
+                let terms = (0..999).map(|i| (f64::from(i * 7919 % 1000) - 300.25) / 1001.0 * power(n));
+                let near: f64 = terms.clone().sum();
+                let got = total(digits(terms, radix).into_iter(), radix);
+                let error = (got - near).abs() / near.abs();
+                assert!(error < if n < -120 { 1e-8 } else { 1e-13 }, "2^{n}: {got} for {near}");
+            }
+        }
+        // Rounded once, to nearest, and terms that cancel leave what is far below them.
+        for radix in TYPES {
+            let of = |terms: &[f64]| total(digits(terms.iter().copied(), radix).into_iter(), radix);
+            assert_eq!(of(&[1.0, power(-53), power(-100)]), 1.0 + f64::EPSILON);
+            assert_eq!(of(&[1.0, power(-53), -power(-100)]), 1.0);
+            assert_eq!(of(&[1e30, 1e-20, -1e30]), (1e-20 / power(radix.unit)).trunc() * power(radix.unit));
+            assert_eq!(of(&[-0.75, 0.25]), -0.5);
+            assert_eq!(of(&[]), 0.0);
+        }
     }
 }

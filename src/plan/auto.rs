@@ -16,16 +16,20 @@
 //!    whose busiest rank has at most 1 % more work than the best one's. Of these, choose the one whose busiest rank
 //!    needs the fewest rows of other ranks; of equals the first in the list.
 //!
-//! Everything is counted in integers from the problem alone, so all ranks make the same choice. It takes
-//! `O(documents × ring)` steps for each mesh and layout.
+//! Everything is counted in integers from the problem alone, so all ranks make the same choice. Where q and k are the
+//! same tokens it takes about one step for each document, and for each mesh one for each run of a layout and, for a
+//! zigzag, for each rank and length ([`loads`](super::loads)); otherwise `O(documents × ring)` steps for each mesh and
+//! layout. A machine's own rates would enter in `judge`, the only place where counts become a cost.
 
 use alloc::{format, vec::Vec};
 
 use super::{
     AttentionKind, Options, Plan, Problem,
     area::{Load, SegmentLists, load},
+    loads::Counted,
 };
 use crate::{
+    batch::Batch,
     error::{Error, Result},
     heads::{HeadShare, shared_kv},
     layout::{Layout, Shares},
@@ -115,12 +119,27 @@ pub struct Choice {
 
 /// Computes how `layout` distributes the problem over `ring` ranks.
 pub fn dealt(problem: &Problem, layout: Layout, ring: usize) -> Result<Dealt> {
-    let (batch, mask) = (problem.batch(), problem.mask());
-    let shares = Shares::new(batch, mask, layout, ring)?;
+    dealt_with(problem, Counted::new(problem.batch(), problem.mask()).as_ref(), layout, ring)
+}
+
+fn dealt_with(problem: &Problem, counted: Option<&Counted>, layout: Layout, ring: usize) -> Result<Dealt> {
+    if let Some(loads) = counted.map(|c| c.loads(layout, ring)).transpose()?.flatten() {
+        return Ok(dealt_of(layout, ring, loads.into_iter()));
+    }
+    Ok(dealt_by(problem, &Shares::new(problem.batch(), problem.mask(), layout, ring)?))
+}
+
+/// How these shares distribute the problem, whichever mask decided them.
+pub(crate) fn dealt_by(problem: &Problem, shares: &Shares) -> Dealt {
+    let (batch, mask, ring) = (problem.batch(), problem.mask(), shares.ring());
     let mut lists = SegmentLists::default();
+    dealt_of(shares.layout(), ring, (0..ring).map(|r| load(shares, batch, mask, r, &mut lists)))
+}
+
+/// The largest and the total of the ranks' loads.
+fn dealt_of(layout: Layout, ring: usize, loads: impl Iterator<Item = Load>) -> Dealt {
     let (mut largest, mut total) = (Load::default(), Load::default());
-    for r in 0..ring {
-        let l = load(&shares, batch, mask, r, &mut lists);
+    for l in loads {
         let fold = |into: &mut Load, f: fn(u64, u64) -> u64| {
             into.area = f(into.area, l.area);
             into.q_tokens = f(into.q_tokens, l.q_tokens);
@@ -130,24 +149,25 @@ pub fn dealt(problem: &Problem, layout: Layout, ring: usize) -> Result<Dealt> {
         fold(&mut largest, u64::max);
         fold(&mut total, |a, b| a + b);
     }
-    Ok(Dealt { layout, largest, total, ring })
+    Dealt { layout, largest, total, ring }
 }
 
 /// The automatic layout for `ring` ranks: rule 3 of the [module](crate::plan::auto).
 pub fn auto_layout(problem: &Problem, ring: usize) -> Result<Layout> {
     problem.check()?;
-    Ok(best_layout(problem, ring)?.layout)
+    Ok(best_layout(problem, Counted::new(problem.batch(), problem.mask()).as_ref(), ring)?.layout)
 }
 
-fn best_layout(problem: &Problem, ring: usize) -> Result<Dealt> {
+/// Those of [`LAYOUTS`] that `ring` is not too large for.
+pub(super) fn layouts(ring: usize) -> impl Iterator<Item = Layout> {
+    LAYOUTS.into_iter().filter(move |l| !matches!(l, Layout::Balanced { chunks } if *chunks as usize * ring > 1 << 20))
+}
+
+fn best_layout(problem: &Problem, counted: Option<&Counted>, ring: usize) -> Result<Dealt> {
     if ring == 1 {
-        return dealt(problem, Layout::Contiguous, 1);
+        return dealt_with(problem, counted, Layout::Contiguous, 1);
     }
-    let all = LAYOUTS
-        .into_iter()
-        .filter(|l| !matches!(l, Layout::Balanced { chunks } if *chunks as usize * ring > 1 << 20))
-        .map(|layout| dealt(problem, layout, ring))
-        .collect::<Result<Vec<_>>>()?;
+    let all = layouts(ring).map(|layout| dealt_with(problem, counted, layout, ring)).collect::<Result<Vec<_>>>()?;
     let least = all.iter().map(|d| u128::from(d.largest.area)).min().unwrap_or(0);
     // `min_by_key` keeps the first of equals.
     all.into_iter()
@@ -182,13 +202,14 @@ pub fn choose(world: usize, problem: &Problem, balance: u32) -> Result<Choice> {
             "give the remaining ranks batches of their own: ulysses of at most the heads, ring 1",
         ));
     }
+    let counted = Counted::new(problem.batch(), problem.mask());
     let mut candidates = Vec::new();
     for ulysses in (1..=world.min(problem.heads())).rev().filter(|u| world.is_multiple_of(*u)) {
         if problem.kind == AttentionKind::Other && ulysses != world {
             continue;
         }
         let mesh = Mesh { replicas: 1, ring: world / ulysses, ulysses };
-        let d = best_layout(problem, mesh.ring)?;
+        let d = best_layout(problem, counted.as_ref(), mesh.ring)?;
         candidates.push(judge(problem, mesh, &d, balance));
     }
     let best = candidates
@@ -251,6 +272,29 @@ impl Plan {
     pub fn auto_with(problem: &Problem, world: usize, options: Options) -> Result<Self> {
         let choice = choose(world, problem, BALANCE)?;
         Self::with_options(problem, choice.mesh, choice.layout, options)
+    }
+
+    /// The plan of another batch with the mesh, the layout, the options and all else of `previous`: nothing is chosen again.
+    ///
+    /// For steps of a training run that differ only in the lengths of their documents. It takes about as long as reading
+    /// `cu_seqlens` (and for [`Layout::Balanced`] as dealing the chunks). Whether the kept choice is still the best is
+    /// not looked at: [`choose`] says so.
+    ///
+    /// # Errors
+    /// As [`Plan::with_options`].
+    ///
+    /// ```
+    /// use cpattn::{Batch, Dtype, Plan, Problem};
+    /// let problem = Problem::new(Batch::from_lengths(&[4000, 96])?, 8, 8, 64, Dtype::Bf16);
+    /// let first = Plan::auto(&problem, 4)?;
+    /// let next = Plan::auto_like(&first, &Batch::from_lengths(&[1000, 2000, 1096])?)?;
+    /// assert_eq!((next.mesh(), next.layout(), next.options()), (first.mesh(), first.layout(), first.options()));
+    /// assert_eq!(next.problem().batch().documents(), 3);
+    /// # Ok::<(), cpattn::Error>(())
+    /// ```
+    pub fn auto_like(previous: &Self, batch: &Batch) -> Result<Self> {
+        let problem = previous.problem().clone().with_batch(batch.clone());
+        Self::with_options(&problem, previous.mesh(), previous.layout(), previous.options())
     }
 }
 
@@ -352,6 +396,17 @@ mod tests {
             assert!(d.work_imbalance() <= 1.05 && d.token_imbalance() <= 1.05, "{ring}: {d:?}");
             assert!(dealt(&p, Layout::Contiguous, ring).unwrap().work_imbalance() > 1.3);
         }
+    }
+
+    #[test]
+    fn a_kept_choice_is_the_plan_that_it_names() {
+        let first = problem(&[900, 30, 0, 400], 6, 3).with_mask(Mask::sliding(64)).with_sinks(true);
+        let options = Options::new().passes(2);
+        let previous = Plan::auto_with(&first, 6, options).unwrap();
+        let second = problem(&[5, 600], 6, 3).with_mask(Mask::sliding(64)).with_sinks(true);
+        let kept = Plan::auto_like(&previous, second.batch()).unwrap();
+        assert_eq!(kept, Plan::with_options(&second, previous.mesh(), previous.layout(), options).unwrap());
+        assert_eq!(Plan::auto_like(&kept, first.batch()).unwrap().fingerprint(), previous.fingerprint());
     }
 
     #[test]

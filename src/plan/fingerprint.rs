@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The number by which ranks compare what they planned, and what they are about to do.
 
+use crate::batch::{Batch, Side};
+
 /// A 64-bit fingerprint: words are folded in with the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
 #[derive(Debug)]
 pub(crate) struct Fingerprint(u64);
@@ -15,6 +17,19 @@ impl Fingerprint {
         let mut h = Self::new();
         version.bytes().for_each(|byte| h.word(byte.into()));
         h
+    }
+
+    /// The documents of a batch.
+    pub(crate) fn batch(&mut self, batch: &Batch) {
+        self.slice_i32(batch.cu_seqlens(Side::Q));
+        self.slice_i32(batch.cu_seqlens(Side::K));
+        match batch.explicit_starts() {
+            Some(starts) => {
+                self.word(starts.len() as u64);
+                starts.iter().for_each(|&s| self.word(s as u64));
+            }
+            None => self.word(u64::MAX),
+        }
     }
 
     pub(crate) fn word(&mut self, w: u64) {

@@ -17,8 +17,11 @@ use crate::{
 
 mod area;
 pub mod auto;
+mod auto_for;
+mod distribution;
 mod fingerprint;
 mod form;
+mod loads;
 mod options;
 mod problem;
 mod shard;
@@ -26,6 +29,7 @@ mod together;
 
 pub use area::{Load, area};
 pub use auto::{BALANCE, Candidate, Choice, Dealt, LAYOUTS, MESSAGE, auto_layout, choose, dealt};
+pub use distribution::Distribution;
 pub(crate) use fingerprint::Fingerprint;
 pub use form::{CirculatingSide, Direction, Form};
 pub use options::{Circulate, Gather, Options, Wire};
@@ -67,6 +71,12 @@ impl Inner {
             Layout::Striped { stripe } => h.word(3 | u64::from(stripe) << 8),
             Layout::Balanced { chunks } => h.word(4 | u64::from(chunks) << 8),
         }
+        // What a balanced layout gave to whom: another plan's mask may have decided it.
+        self.shares
+            .deal()
+            .unwrap_or(&[])
+            .chunks(2)
+            .for_each(|c| h.word(c.iter().fold(0, |w, &c| w << 32 | u64::from(c))));
         let options = &self.options;
         h.word(options.gather as u64 | u64::from(options.reproducible) << 4 | (options.wire as u64) << 5);
         h.word(self.form as u64);
@@ -83,6 +93,7 @@ impl PartialEq for Plan {
                 && a.problem == b.problem
                 && a.mesh == b.mesh
                 && a.layout == b.layout
+                && a.shares.deal() == b.shares.deal()
                 && a.options == b.options)
     }
 }
@@ -104,52 +115,18 @@ impl Plan {
     /// [`Error::Invalid`] or [`Error::Unsupported`] for a problem that [`Problem::check`] refuses, a mesh with a factor
     /// of 0 or with more Ulysses ranks than heads, and options that contradict each other, the problem or the mesh.
     pub fn with_options(problem: &Problem, mesh: Mesh, layout: Layout, options: Options) -> Result<Self> {
-        problem.check()?;
-        if mesh.replicas == 0 || mesh.ring == 0 || mesh.ulysses == 0 {
-            return Err(Error::invalid("mesh", mesh.factors(), "every factor at least 1"));
-        }
-        mesh.check_world()?;
-        if mesh.ulysses > problem.heads() {
-            return Err(Error::invalid("mesh.ulysses", mesh.ulysses, format!("at most heads = {}", problem.heads()))
-                .hint("give the remaining ranks to the ring"));
-        }
-        if problem.kind == AttentionKind::Other && mesh.ring > 1 {
-            return Err(Error::unsupported(
-                "kind other on a ring",
-                format!("only softmax attention can be merged from parts, and the ring has {} ranks", mesh.ring),
-                "give all of them to ulysses: its ranks see whole sequences",
-            ));
-        }
-        let kv_heads = problem.kv_heads();
-        if options.passes == 0 || options.passes > kv_heads {
-            return Err(Error::invalid("options.passes", options.passes, format!("1 to kv_heads = {kv_heads}")));
-        }
-        if options.reproducible {
-            let clash = |option: &'static str, why: &'static str| {
-                Err(Error::unsupported(option, why, "leave it out, or leave out reproducible"))
-            };
-            if options.wire == Wire::Bf16 {
-                return clash("wire bf16 with reproducible", "what is rounded on the way depends on the mesh");
-            }
-            if options.passes > 1 {
-                return clash("options.passes with reproducible", "dk and dv are made head by head in one pass");
-            }
-            if options.circulate != Circulate::Auto {
-                return clash("circulate with reproducible", "the ordered form gathers both sides");
-            }
-        }
-        if options.circulate == Circulate::Queries && options.passes > 1 {
-            return Err(Error::unsupported(
-                "options.passes with circulate queries",
-                "passes divide the kv heads that travel, and here the q side does",
-                "leave out one of them",
-            ));
-        }
+        check(problem, mesh, options)?;
         let shares = Shares::new(problem.batch(), problem.mask(), layout, mesh.ring)?;
+        Ok(Self::over(problem, mesh, shares, options))
+    }
+
+    /// A plan over shares that exist, of what was checked.
+    fn over(problem: &Problem, mesh: Mesh, shares: Shares, options: Options) -> Self {
+        let layout = shares.layout();
         let form = form_of(problem, mesh, layout, options);
         let mut inner = Inner { problem: problem.clone(), mesh, layout, options, form, shares, fingerprint: 0 };
         inner.fingerprint = inner.fingerprint(env!("CARGO_PKG_VERSION"));
-        Ok(Self { inner: Arc::new(inner) })
+        Self { inner: Arc::new(inner) }
     }
 
     /// The problem.
@@ -309,6 +286,52 @@ impl Plan {
         self.for_each_token(side, rank, |_, pos, _| out.push(pos));
         out
     }
+}
+
+/// Refuses what no layout could make a plan of.
+fn check(problem: &Problem, mesh: Mesh, options: Options) -> Result<()> {
+    problem.check()?;
+    if mesh.replicas == 0 || mesh.ring == 0 || mesh.ulysses == 0 {
+        return Err(Error::invalid("mesh", mesh.factors(), "every factor at least 1"));
+    }
+    mesh.check_world()?;
+    if mesh.ulysses > problem.heads() {
+        return Err(Error::invalid("mesh.ulysses", mesh.ulysses, format!("at most heads = {}", problem.heads()))
+            .hint("give the remaining ranks to the ring, of all plans that share their tokens"));
+    }
+    if problem.kind == AttentionKind::Other && mesh.ring > 1 {
+        return Err(Error::unsupported(
+            "kind other on a ring",
+            format!("only softmax attention can be merged from parts, and the ring has {} ranks", mesh.ring),
+            "give all of them to ulysses: its ranks see whole sequences",
+        ));
+    }
+    let kv_heads = problem.kv_heads();
+    if options.passes == 0 || options.passes > kv_heads {
+        return Err(Error::invalid("options.passes", options.passes, format!("1 to kv_heads = {kv_heads}")));
+    }
+    if options.reproducible {
+        let clash = |option: &'static str, why: &'static str| {
+            Err(Error::unsupported(option, why, "leave it out, or leave out reproducible"))
+        };
+        if options.wire == Wire::Bf16 {
+            return clash("wire bf16 with reproducible", "what is rounded on the way depends on the mesh");
+        }
+        if options.passes > 1 {
+            return clash("options.passes with reproducible", "dk and dv are made head by head in one pass");
+        }
+        if options.circulate != Circulate::Auto {
+            return clash("circulate with reproducible", "the ordered form gathers both sides");
+        }
+    }
+    if options.circulate == Circulate::Queries && options.passes > 1 {
+        return Err(Error::unsupported(
+            "options.passes with circulate queries",
+            "passes divide the kv heads that travel, and here the q side does",
+            "leave out one of them",
+        ));
+    }
+    Ok(())
 }
 
 #[cfg(test)]

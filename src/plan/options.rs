@@ -49,7 +49,7 @@ pub enum Wire {
     /// bf16: half the bytes, and each partial is rounded once to 8 bits before it is summed. Measured on f32 inputs
     /// (one document of 200 tokens, full mask, CPU): a relative RMS error of 1.5e-3 to 1.9e-3 in the gradients that are
     /// sent, on a ring of 8 and on Ulysses 4 × ring 2, against 4e-7 with `Full`;
-    /// `cargo test --test context_parallel bf16_wire -- --nocapture`.
+    /// `cargo test --test runs bf16_wire -- --nocapture`.
     Bf16,
 }
 

@@ -72,6 +72,13 @@ impl Problem {
         self
     }
 
+    /// The same problem of other documents.
+    #[must_use]
+    pub(super) fn with_batch(mut self, batch: Batch) -> Self {
+        self.batch = batch;
+        self
+    }
+
     /// Which keys a query reads.
     #[must_use]
     pub fn with_mask(mut self, mask: Mask) -> Self {
@@ -93,7 +100,8 @@ impl Problem {
         self
     }
 
-    /// ALiBi: subtracts `slope_h · |q_pos − k_pos|`; one slope for each q head.
+    /// ALiBi: subtracts `slope_h · |q_pos − k_pos|`; one slope for each q head, between −1e18 and 1e18. Distances are
+    /// numbers of the accumulator's type: those above 2^24 are rounded in f32.
     #[must_use]
     pub fn with_alibi_slopes(mut self, alibi_slopes: &[f32]) -> Self {
         self.alibi_slopes = Some(alibi_slopes.into());
@@ -101,7 +109,8 @@ impl Problem {
     }
 
     /// Each q head has a learnable sink: a logit that takes part in the softmax and has no value. The logits are given
-    /// with each run; the backward returns their gradients.
+    /// with each run; the backward returns their gradients. A sink is finite, or −∞ for none; one that is +∞ or NaN makes
+    /// all results of its head NaN.
     #[must_use]
     pub fn with_sinks(mut self, sinks: bool) -> Self {
         self.sinks = sinks;
@@ -165,8 +174,9 @@ impl Problem {
                     format!("one for each of {} q heads", self.heads),
                 ));
             }
-            if let Some((h, s)) = alibi_slopes.iter().enumerate().find(|(_, s)| !s.is_finite()) {
-                return Err(Error::invalid(format!("alibi_slopes[{h}]"), s, "a finite number"));
+            // A steeper slope, times a distance, may not be finite in f32; NaN is none of them.
+            if let Some((h, s)) = alibi_slopes.iter().enumerate().find(|&(_, &s)| !(-1e18..=1e18).contains(&s)) {
+                return Err(Error::invalid(format!("alibi_slopes[{h}]"), format!("{s:e}"), "-1e18 to 1e18"));
             }
         }
         Ok(())
@@ -251,15 +261,7 @@ impl Problem {
     }
 
     pub(super) fn hash_into(&self, h: &mut super::fingerprint::Fingerprint) {
-        h.slice_i32(self.batch.cu_seqlens(crate::batch::Side::Q));
-        h.slice_i32(self.batch.cu_seqlens(crate::batch::Side::K));
-        match self.batch.explicit_starts() {
-            Some(starts) => {
-                h.word(starts.len() as u64);
-                starts.iter().for_each(|&s| h.word(s as u64));
-            }
-            None => h.word(u64::MAX),
-        }
+        h.batch(&self.batch);
         for n in [self.heads, self.kv_heads, self.head_dim, self.value_dim] {
             h.word(n as u64);
         }
@@ -331,6 +333,11 @@ mod tests {
             text(problem().with_alibi_slopes(&[1.0, 1.0, f32::INFINITY, 1.0, 1.0, 1.0]))
                 .starts_with("alibi_slopes[2] is inf")
         );
+        for slope in [1e30, -1e30, f32::MAX, f32::NAN] {
+            let text = text(problem().with_alibi_slopes(&[1.0, slope, 1.0, 1.0, 1.0, 1.0]));
+            assert_eq!(text, format!("alibi_slopes[1] is {slope:e}, expected -1e18 to 1e18"));
+        }
+        problem().with_alibi_slopes(&[1e18; 6]).check().unwrap();
         problem().check().unwrap();
     }
 }

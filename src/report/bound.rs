@@ -12,7 +12,7 @@ use crate::plan::{Options, Plan, Wire};
 use crate::{
     batch::Side,
     layout::Layout,
-    schedule::{ALIGNMENT, CirculatingSide, Direction, Form},
+    schedule::{ALIGNMENT, CirculatingSide, Direction, Form, SINK_DIGITS},
 };
 
 impl Plan {
@@ -73,7 +73,8 @@ impl Plan {
                 + if exchanging || ringed && (pack_inputs || queries || ordered) { held_q } else { 0 };
             let key_heads = if ordered { hq } else { hkv };
             let sums = nq * hq * dk * a + nk * key_heads * dims * a;
-            let sinks = if p.sinks() { n(mesh.group()) * n(p.heads()) * a } else { 0 };
+            let digits = if self.options().reproducible { n(SINK_DIGITS) } else { 1 };
+            let sinks = if p.sinks() { (n(mesh.group()) + 1) * n(p.heads()) * digits * a } else { 0 };
             let q_row = hq * (dims * e + 2 * a);
             let ring = if ordered {
                 let packed = leaving_packed(nq * q_row + nk * hkv * dims * e);

@@ -30,11 +30,11 @@ const REMEMBERED: usize = 64;
 /// By group of ranks: what was agreed on, and how many runs there were.
 #[derive(Debug, Default)]
 pub(super) struct Agreements {
-    groups: Vec<Group>,
+    groups: Vec<GroupRuns>,
 }
 
 #[derive(Debug)]
-struct Group {
+struct GroupRuns {
     ranks: Range<usize>,
     runs: u64,
     agreed: VecDeque<u64>,
@@ -45,7 +45,7 @@ impl Agreements {
     pub(super) fn reserve(&mut self, ranks: &Range<usize>) {
         if !self.groups.iter().any(|g| g.ranks == *ranks) {
             let agreed = VecDeque::with_capacity(REMEMBERED);
-            self.groups.push(Group { ranks: ranks.clone(), runs: 0, agreed });
+            self.groups.push(GroupRuns { ranks: ranks.clone(), runs: 0, agreed });
         }
     }
 
@@ -111,9 +111,9 @@ mod tests {
     use std::sync::Mutex;
 
     /// Writes down what is agreed on; odd numbers are refused.
-    struct Asked(Mutex<Vec<u64>>);
+    struct AgreementLog(Mutex<Vec<u64>>);
 
-    impl Transport for Asked {
+    impl Transport for AgreementLog {
         fn rank(&self) -> usize {
             0
         }
@@ -135,7 +135,7 @@ mod tests {
 
     #[test]
     fn the_first_run_agrees_and_the_oldest_is_forgotten() {
-        let (asked, mut a) = (Asked(Mutex::default()), Agreements::default());
+        let (asked, mut a) = (AgreementLog(Mutex::default()), Agreements::default());
         let taken = || std::mem::take(&mut *asked.0.lock().unwrap());
         for run in 1..=3 {
             assert_eq!(a.begin(&asked, &(0..4), 2), Ok(run));

@@ -6,11 +6,15 @@
 //! result back. Set the kind [`AttentionKind::Other`](crate::plan::AttentionKind::Other) for such a problem: a mesh
 //! with a ring is then refused.
 
+use core::ptr::null_mut;
 use std::{vec, vec::Vec};
 
-#[cfg(feature = "cuda")]
-use super::front_device::on_device;
-use super::{bind::Bindings, rank::Rank, run::Purpose};
+use super::{
+    bind::Bindings,
+    failure::AbortOnUnwind,
+    rank::Rank,
+    tensors::{AnyView, raw_on},
+};
 #[cfg(feature = "cuda")]
 use crate::tensor::{DeviceView, DeviceViewMut};
 use crate::{
@@ -18,17 +22,12 @@ use crate::{
     call::RawStream,
     call::RawTensor,
     element::{Dtype, Element},
-    error::{Error, Result},
+    error::{Cause, Error, Result},
     heads::HeadShare,
     plan::Plan,
-    schedule::{AllToAll, OWN_HEADS, OWN_TOKENS, Way},
+    schedule::{AllToAll, AllToAllDirection, OWN_HEADS, OWN_TOKENS, Purpose},
     tensor::{View, ViewMut},
 };
-
-/// A run of one all-to-all. `T` is the type that the tensors' views carry.
-const fn run_of<T: Element>(way: Way, side: Side, dim: usize) -> AllToAll {
-    AllToAll { way, side, dim: dim as u32, dtype: T::DTYPE }
-}
 
 impl Rank {
     /// From `[local tokens, heads, dim]` to `[tokens of the ring share, own heads, dim]`: all tokens of the rank's ring
@@ -45,10 +44,9 @@ impl Rank {
         from: View<'_, T>,
         to: ViewMut<'_, T>,
     ) -> Result<()> {
-        self.on_host_for("to_heads on host views", "give device tensors to to_heads_on")?;
-        let all_to_all = run_of::<T>(Way::ToHeads, side, from.dim());
+        self.expect_host("to_heads on host views", "give device tensors to to_heads_on")?;
         // SAFETY: views vouch for their memory, and the exclusive one for having it alone, during this call.
-        unsafe { self.all_to_all(plan, all_to_all, from.raw(), to.raw(), no_stream_given()) }
+        unsafe { self.all_to_all_of(plan, AllToAllDirection::ToHeads, side, from, to, null_mut()) }
     }
 
     /// Back from `[tokens of the ring share, own heads, dim]` to `[local tokens, heads, dim]`. If several ranks hold a
@@ -64,10 +62,9 @@ impl Rank {
         from: View<'_, T>,
         to: ViewMut<'_, T>,
     ) -> Result<()> {
-        self.on_host_for("to_tokens on host views", "give device tensors to to_tokens_on")?;
-        let all_to_all = run_of::<T>(Way::ToTokens, side, from.dim());
+        self.expect_host("to_tokens on host views", "give device tensors to to_tokens_on")?;
         // SAFETY: views vouch for their memory, and the exclusive one for having it alone, during this call.
-        unsafe { self.all_to_all(plan, all_to_all, to.raw(), from.raw(), no_stream_given()) }
+        unsafe { self.all_to_all_of(plan, AllToAllDirection::ToTokens, side, from, to, null_mut()) }
     }
 
     /// [`Rank::to_heads`] on device tensors, in the order of `stream`: see [`Rank::run_on`]. Elements are f16, bf16 or f32.
@@ -86,12 +83,9 @@ impl Rank {
         to: DeviceViewMut<'_, T>,
         stream: RawStream,
     ) -> Result<()> {
-        on_device("from", self.device(), from.device())?;
-        on_device("to", self.device(), to.device())?;
-        let all_to_all = run_of::<T>(Way::ToHeads, side, from.shape()[2]);
         // SAFETY: views vouch for their memory until the work that they are given to is over, and the exclusive one for
         // having it alone; the stream is as promised.
-        unsafe { self.all_to_all(plan, all_to_all, from.raw(), to.raw(), stream) }
+        unsafe { self.all_to_all_of(plan, AllToAllDirection::ToHeads, side, from, to, stream) }
     }
 
     /// [`Rank::to_tokens`] on device tensors, in the order of `stream`: see [`Rank::run_on`]. Elements are f16, bf16 or
@@ -111,12 +105,9 @@ impl Rank {
         to: DeviceViewMut<'_, T>,
         stream: RawStream,
     ) -> Result<()> {
-        on_device("from", self.device(), from.device())?;
-        on_device("to", self.device(), to.device())?;
-        let all_to_all = run_of::<T>(Way::ToTokens, side, from.shape()[2]);
         // SAFETY: views vouch for their memory until the work that they are given to is over, and the exclusive one for
         // having it alone; the stream is as promised.
-        unsafe { self.all_to_all(plan, all_to_all, to.raw(), from.raw(), stream) }
+        unsafe { self.all_to_all_of(plan, AllToAllDirection::ToTokens, side, from, to, stream) }
     }
 
     /// Allocates, loads and uploads everything for both all-to-alls of tensors of this side, innermost dimension and
@@ -126,7 +117,7 @@ impl Rank {
     /// # Errors
     /// As [`Rank::prepare`]; a `dim` of 0; on a device, f64.
     pub fn prepare_all_to_all(&mut self, plan: &Plan, side: Side, dim: usize, dtype: Dtype) -> Result<()> {
-        both(side, dim, dtype)?.into_iter().try_for_each(|run| self.prepare_run(plan, run))
+        both(side, dim, dtype)?.into_iter().try_for_each(|run| self.backend.prepare(plan, run))
     }
 
     /// Bytes of workspace on this rank, the larger of the two all-to-alls: see [`Rank::workspace_bytes`].
@@ -134,7 +125,9 @@ impl Rank {
     /// # Errors
     /// As [`Rank::prepare_all_to_all`], memory and driver aside.
     pub fn all_to_all_workspace_bytes(&mut self, plan: &Plan, side: Side, dim: usize, dtype: Dtype) -> Result<u64> {
-        both(side, dim, dtype)?.into_iter().try_fold(0, |most, run| Ok(self.workspace_of(plan, run)?.max(most)))
+        both(side, dim, dtype)?
+            .into_iter()
+            .try_fold(0, |most, run| Ok(self.backend.workspace_bytes(plan, run)?.max(most)))
     }
 
     /// Calls [`Rank::to_heads`] for every input, runs `local` on whole sequences, and calls [`Rank::to_tokens`] for
@@ -185,7 +178,7 @@ impl Rank {
         outputs: &mut [(Side, ViewMut<'_, T>)],
         local: impl FnOnce(&HeadShare, &[View<'_, T>], &mut [ViewMut<'_, T>]) -> Result<()>,
     ) -> Result<()> {
-        self.on_host_for(ULYSSES, AROUND)?;
+        self.expect_host(ULYSSES, AROUND)?;
         plan.fits_world(self.world())?;
         let share = plan.heads_of(self.rank());
         let shape = |side: Side| self.held_shape(plan, side);
@@ -210,11 +203,24 @@ impl Rank {
             .zip(&mut made)
             .map(|((side, y), held)| ViewMut::new(held, shape(*side)[0], shape(*side)[1], y.dim()))
             .collect::<Result<_>>()?;
-        self.on_host_for(ULYSSES, AROUND)?.watched(|| local(&share, &seen, &mut written))?;
+        self.watched(|| local(&share, &seen, &mut written))?;
         for ((side, y), held) in outputs.iter_mut().zip(&written) {
             self.to_tokens(plan, *side, held.as_view(), y.reborrow())?;
         }
         Ok(())
+    }
+
+    /// Runs what the caller does between two all-to-alls. The other ranks are about to wait for its result, and nothing
+    /// else tells them when it fails or panics: the code that catches the panic may keep the rank.
+    fn watched(&self, body: impl FnOnce() -> Result<()>) -> Result<()> {
+        let (transport, failure) = (self.backend.transport(), self.backend.failure());
+        let watch = AbortOnUnwind { transport, failure };
+        let outcome = body();
+        watch.over();
+        outcome.inspect_err(|error| {
+            failure.keep(error);
+            transport.abort(Cause::Failed);
+        })
     }
 
     /// Rows and heads that this rank holds between the two all-to-alls.
@@ -222,6 +228,32 @@ impl Rank {
         let share = plan.heads_of(self.rank());
         let heads = if side == Side::Q { share.q.len() } else { share.kv.len() };
         [plan.shares().rows(side, plan.mesh().coordinates(self.rank()).ring), heads]
+    }
+
+    /// One all-to-all of tensors given as views.
+    ///
+    /// # Errors
+    /// As [`Rank::run_on`]; a tensor of another device than the rank's.
+    ///
+    /// # Safety
+    /// As [`Rank::run_on`].
+    unsafe fn all_to_all_of(
+        &mut self,
+        plan: &Plan,
+        way: AllToAllDirection,
+        side: Side,
+        from: impl AnyView,
+        to: impl AnyView,
+        stream: RawStream,
+    ) -> Result<()> {
+        let (from, to) = (raw_on(self.device(), "from", from)?, raw_on(self.device(), "to", to)?);
+        let all_to_all = AllToAll { way, side, dim: from.dim, dtype: from.dtype };
+        let (tokens, held) = match way {
+            AllToAllDirection::ToHeads => (from, to),
+            AllToAllDirection::ToTokens => (to, from),
+        };
+        // SAFETY: the two tensors and the stream are as `run_on` asks for them (the contract of this function).
+        unsafe { self.all_to_all(plan, all_to_all, tokens, held, stream) }
     }
 
     /// One all-to-all of tensors given without their types: `tokens` by tokens, `held` by heads.
@@ -241,20 +273,16 @@ impl Rank {
     ) -> Result<()> {
         let tensors = Bindings::default().with(OWN_TOKENS, tokens).with(OWN_HEADS, held);
         // SAFETY: the two tensors and the stream are as `run_on` asks for them (the contract of this function).
-        unsafe { self.run_any(plan, Purpose::AllToAll(all_to_all), &tensors, stream) }
+        unsafe { self.backend.run(plan, Purpose::AllToAll(all_to_all), &tensors, stream) }
     }
 }
 
 const ULYSSES: &str = "ulysses";
 const AROUND: &str = "call to_heads_on and to_tokens_on around your kernel, on its stream";
 
-/// What the CPU is given, and on a device the legacy default stream.
-const fn no_stream_given() -> RawStream {
-    core::ptr::null_mut()
-}
-
 /// Both ways.
 fn both(side: Side, dim: usize, dtype: Dtype) -> Result<[Purpose; 2]> {
     let dim = u32::try_from(dim).map_err(|_| Error::invalid("dim", dim, std::format!("at most {}", u32::MAX)))?;
-    Ok([Way::ToHeads, Way::ToTokens].map(|way| Purpose::AllToAll(AllToAll { way, side, dim, dtype })))
+    Ok([AllToAllDirection::ToHeads, AllToAllDirection::ToTokens]
+        .map(|way| Purpose::AllToAll(AllToAll { way, side, dim, dtype })))
 }

@@ -3,13 +3,13 @@
 
 use std::{format, vec::Vec};
 
-use super::run::{Purpose, TensorForm};
+use super::run::TensorForm;
 use crate::{
     call::RawTensor,
     element::Dtype,
     error::{Error, Result},
     plan::Plan,
-    schedule::{ALIGNMENT, Buf, OWN_HEADS, OpKind, Schedule, TensorId},
+    schedule::{ALIGNMENT, Buf, OWN_HEADS, OpKind, Purpose, Schedule, TensorId},
     tensor::{disjoint, expect_dims},
 };
 

@@ -25,7 +25,7 @@ pub(super) fn number(parts: &[u64]) -> u64 {
 ///
 /// # Errors
 /// [`Error::Disagreement`] on all ranks of the group, which has not failed then. Any other is kept, and ends the group.
-pub(super) fn together<R>(
+pub(super) fn agreed<R>(
     transport: &dyn Transport,
     failure: &FirstFailure,
     group: Range<usize>,
@@ -35,8 +35,8 @@ pub(super) fn together<R>(
 ) -> Result<R> {
     failure.check(transport)?;
     let watch = AbortOnUnwind { transport, failure };
-    let agreed = if group.len() > 1 { transport.agree(group, number) } else { Ok(()) };
-    let outcome = match agreed {
+    let agreement = if group.len() > 1 { transport.agree(group, number) } else { Ok(()) };
+    let outcome = match agreement {
         Err(Error::Disagreement { rank, peer, ours, theirs, runs, .. }) => {
             watch.over();
             return Err(Error::Disagreement { rank, peer, ours, theirs, what: what(), runs });

@@ -58,11 +58,11 @@ impl Rank {
     /// # Errors
     /// As [`Rank::gather_trace`].
     pub fn gather_events(&mut self, epoch: Instant, mine: &[Event]) -> Result<Vec<Event>> {
-        let (carrier, failure) = self.between_runs()?;
+        let (carrier, failure) = (self.backend.between_runs()?, self.backend.failure());
         let end = carrier.end();
         let (group, number) = (0..end.world(), collective::number(&GATHER));
         let now = || epoch.elapsed().as_nanos() as u64;
-        let all = collective::together(
+        let all = collective::agreed(
             end,
             failure,
             group,

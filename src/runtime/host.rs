@@ -1,18 +1,102 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Operations on the CPU.
+//! Runs a schedule on the CPU: its operations, on the two lanes of the rank.
+//!
+//! Each lane performs its own operations in the order of the list, and waits before an operation that names a
+//! predecessor in the other lane. A rank without exchanges has no communication lane.
 
-use super::ops::Backend;
+use super::{
+    lanes::{LaneThreads, Progress, Task},
+    ops::{BufferAddresses, Listing, Operations, perform},
+    prepared::Prepared,
+};
 use crate::{
     call::{Attend, AttendBackward, Delta, RawTensor, SinkGradient, Transform},
     element::Dtype,
     error::Result,
     kernel::{cpu, sinks},
     plan::Plan,
+    report::trace,
+    schedule::{Lane, Schedule},
     transport::{Label, Message, Transport},
 };
 
+/// Whether a schedule has exchanges, and so needs the communication lane.
+pub(super) fn communicates(schedule: &Schedule) -> bool {
+    schedule.ops.iter().any(|op| op.lane == Lane::Communication)
+}
+
+/// Runs a schedule on both lanes.
+///
+/// # Safety
+/// As for [`perform`], for the whole list.
+pub(super) unsafe fn run(
+    lanes: &mut LaneThreads,
+    transport: &dyn Transport,
+    prepared: &mut Prepared,
+    memory: &BufferAddresses,
+    scratch: &mut cpu::Scratch,
+) -> Result<()> {
+    let Prepared { plan, schedule, compute, communication, .. } = prepared;
+    let (plan, schedule) = (&*plan, &*schedule);
+    let mut other = |progress: &Progress| {
+        let operations = HostOperations { scratch: None, transport };
+        // SAFETY: the memory fits the proved schedule and is used by nothing else until this function returns (the contract of
+        // `run`); this lane has the listing `communication` to itself.
+        unsafe { perform_lane(progress, Lane::Communication, plan, schedule, memory, communication, operations) }
+    };
+    let other = communicates(schedule).then_some(&mut other as &mut Task<'_>);
+    lanes.run(
+        |progress| {
+            let operations = HostOperations { scratch: Some(scratch), transport };
+            // SAFETY: the memory fits the proved schedule and is used by nothing else until this function returns (the contract
+            // of `run`); this lane has the listing `compute` to itself.
+            unsafe { perform_lane(progress, Lane::Compute, plan, schedule, memory, compute, operations) }
+        },
+        other,
+    )
+}
+
+/// Performs one lane's operations.
+///
+/// # Safety
+/// As for [`perform`], for the whole list.
+unsafe fn perform_lane(
+    progress: &Progress,
+    lane: Lane,
+    plan: &Plan,
+    schedule: &Schedule,
+    memory: &BufferAddresses,
+    listing: &mut Listing,
+    mut operations: HostOperations<'_>,
+) -> Result<()> {
+    let clock = progress.clock();
+    for (i, op) in schedule.ops.iter().enumerate().filter(|(_, op)| op.lane == lane) {
+        if let Some(after) = op.after
+            && !progress.wait_for(lane, after as usize)
+        {
+            return Ok(());
+        }
+        let start = clock.map(|(epoch, _)| epoch.elapsed());
+        // SAFETY: the memory fits the proved schedule and is used by nothing else (the contract of this function); the waits above
+        // are the order that the schedule asks for.
+        let bytes = unsafe { perform(plan, schedule, i, memory, listing, &mut operations) }?;
+        let event = start.zip(clock).map(|(start, (epoch, rank))| trace::Event {
+            rank,
+            lane,
+            name: op.kind.name(),
+            phase: op.phase,
+            step: op.step,
+            start_ns: start.as_nanos() as u64,
+            end_ns: epoch.elapsed().as_nanos() as u64,
+            bytes,
+        });
+        progress.advance(lane, i + 1, event);
+    }
+    Ok(())
+}
+
 /// One lane's way to the CPU kernels and the transport. Only the compute lane has tiles to attend with.
-pub(super) struct Host<'a> {
+pub(super) struct HostOperations<'a> {
     pub scratch: Option<&'a mut cpu::Scratch>,
     pub transport: &'a dyn Transport,
 }
@@ -29,45 +113,45 @@ pub(super) fn documents(plan: &Plan) -> cpu::KnownDocuments {
     cpu::KnownDocuments::new(p.document_lengths(), &p.score(), p.group() as u32)
 }
 
-impl Host<'_> {
+impl HostOperations<'_> {
     fn scratch(&mut self) -> &mut cpu::Scratch {
         self.scratch.as_mut().expect("planning puts attention on the compute lane")
     }
 }
 
-impl Backend for Host<'_> {
+impl Operations for HostOperations<'_> {
     unsafe fn attend(&mut self, args: &Attend<'_>) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Backend`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Operations`.
         unsafe { cpu::attend(args, self.scratch()) }
     }
 
     unsafe fn attend_backward(&mut self, args: &AttendBackward<'_>) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Backend`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Operations`.
         unsafe { cpu::attend_backward(args, self.scratch()) }
     }
 
     unsafe fn transform(&mut self, args: &Transform<'_>) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Backend`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Operations`.
         unsafe { cpu::transform(args) }
     }
 
     unsafe fn delta(&mut self, args: &Delta) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Backend`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Operations`.
         unsafe { cpu::delta(args) }
     }
 
     unsafe fn sink_gradient(&mut self, args: &SinkGradient) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Backend`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Operations`.
         unsafe { sinks::sink_gradient(args) }
     }
 
     unsafe fn sink_total(&mut self, digits: &RawTensor, dsinks: &RawTensor) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Backend`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Operations`.
         unsafe { sinks::sink_total(digits, dsinks) }
     }
 
     unsafe fn exchange(&mut self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Backend`.
+        // SAFETY: the tensors are valid host memory that nothing else uses during the call: the promise of `Operations`.
         unsafe { self.transport.exchange(label, sends, recvs) }
     }
 

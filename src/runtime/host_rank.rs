@@ -8,6 +8,7 @@ use std::{boxed::Box, sync::Arc, time::Instant, vec::Vec};
 
 use super::{
     agreement::Agreements,
+    backend::Backend,
     bind::Bindings,
     failure::{AbortOnUnwind, FirstFailure},
     handle::AbortHandle,
@@ -16,23 +17,24 @@ use super::{
     ops::BufferAddresses,
     prepared::{Entry, Prepared, Remembered},
     ring,
-    run::Purpose,
-    walk,
     workspace::{HostMemory, Workspace},
 };
 use crate::{
-    error::{Cause, Result},
-    kernel::cpu,
+    call::RawStream,
+    device::Device,
+    error::Result,
+    kernel::{cpu, no_stream},
     plan::Plan,
     report::trace,
+    schedule::Purpose,
     transport::{
         Transport,
-        ring_check::{self, Link, Trouble},
+        ring_check::{self, Link, RingFault},
         staged::{Carrier, HostCarrier},
     },
 };
 
-/// A rank on host memory. Its functions are those of [`Rank`](super::Rank), which says what they mean.
+/// A rank on host memory.
 pub(super) struct HostRank {
     transport: Arc<dyn Transport>,
     lanes: LaneThreads,
@@ -69,64 +71,6 @@ impl HostRank {
         }
     }
 
-    pub(super) fn transport(&self) -> &dyn Transport {
-        &*self.transport
-    }
-
-    pub(super) fn poll(&self) -> Result<()> {
-        self.failure.poll(&*self.transport)
-    }
-
-    pub(super) fn check_ring(&self, bytes: usize) -> Result<Vec<Link>, Trouble> {
-        ring::checked(&*self.transport, &self.failure, || ring_check::check(&*self.transport, bytes))
-    }
-
-    pub(super) fn between_runs(&self) -> (Box<dyn Carrier + '_>, &FirstFailure) {
-        (Box::new(HostCarrier(&*self.transport)), &self.failure)
-    }
-
-    pub(super) fn handle(&self) -> AbortHandle {
-        AbortHandle::new(&self.transport, &self.failure)
-    }
-
-    pub(super) fn set_isa(&mut self, isa: Option<cpu::Isa>) -> Result<()> {
-        self.scratch.set_isa(isa)
-    }
-
-    pub(super) fn record(&mut self, epoch: Instant, capacity: usize) {
-        self.lanes.record(epoch, capacity);
-    }
-
-    pub(super) fn events(&mut self) -> Vec<trace::Event> {
-        self.lanes.events()
-    }
-
-    pub(super) fn workspace_bytes(&mut self, plan: &Plan, run: Purpose) -> Result<u64> {
-        self.ready(plan, run).map(|i| self.prepared[i].prepared.schedule.workspace)
-    }
-
-    /// # Safety
-    /// As [`Rank::lend_workspace`](super::Rank::lend_workspace).
-    pub(super) unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
-        Workspace::<HostMemory>::accept(ptr)?;
-        // No run is under way: the rank's own memory goes.
-        drop(self.workspace.lend(ptr, bytes));
-        Ok(())
-    }
-
-    pub(super) fn take_workspace_back(&mut self) {
-        self.workspace.take_back();
-    }
-
-    pub(super) fn prepare(&mut self, plan: &Plan, run: Purpose) -> Result<()> {
-        let at = self.ready(plan, run)?;
-        self.work_at(at)?;
-        if walk::communicates(&self.prepared[at].prepared.schedule) {
-            self.lanes.ensure_thread()?;
-        }
-        Ok(())
-    }
-
     /// Finds what a run takes, or makes it; its index in `prepared`.
     ///
     /// # Errors
@@ -141,7 +85,7 @@ impl HostRank {
         let prepared = Prepared::new(plan, self.transport.rank(), run)?.tagged();
         self.agreements.reserve(&prepared.schedule.group);
         self.scratch.reserve(&host::dims(plan));
-        if let Some(oldest) = self.prepared.oldest() {
+        if let Some(oldest) = self.prepared.least_recent() {
             self.prepared.remove(oldest);
         }
         Ok(self.prepared.push(OnHost { prepared, documents: host::documents(plan) }))
@@ -157,10 +101,73 @@ impl HostRank {
         }
         self.workspace.at(needed)
     }
+}
 
-    /// # Safety
-    /// As [`Rank::run`](super::Rank::run).
-    pub(super) unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings) -> Result<()> {
+impl Backend for HostRank {
+    fn transport(&self) -> &dyn Transport {
+        &*self.transport
+    }
+
+    fn failure(&self) -> &FirstFailure {
+        &self.failure
+    }
+
+    fn handle(&self) -> AbortHandle {
+        AbortHandle::new(&self.transport, &self.failure)
+    }
+
+    fn device(&self) -> Device {
+        Device::Cpu
+    }
+
+    fn set_isa(&mut self, isa: Option<cpu::Isa>) -> Result<()> {
+        self.scratch.set_isa(isa)
+    }
+
+    fn check_ring(&self, bytes: usize) -> Result<Vec<Link>, RingFault> {
+        ring::checked(&*self.transport, &self.failure, || ring_check::check(&*self.transport, bytes))
+    }
+
+    fn between_runs(&self) -> Result<Box<dyn Carrier + '_>> {
+        Ok(Box::new(HostCarrier(&*self.transport)))
+    }
+
+    fn record(&mut self, epoch: Instant, capacity: usize) -> Result<()> {
+        self.lanes.record(epoch, capacity);
+        Ok(())
+    }
+
+    fn events(&mut self) -> Vec<trace::Event> {
+        self.lanes.events()
+    }
+
+    fn workspace_bytes(&mut self, plan: &Plan, run: Purpose) -> Result<u64> {
+        self.ready(plan, run).map(|i| self.prepared[i].prepared.schedule.workspace)
+    }
+
+    unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
+        Workspace::<HostMemory>::accept(ptr)?;
+        // No run is under way: the rank's own memory goes.
+        drop(self.workspace.lend(ptr, bytes));
+        Ok(())
+    }
+
+    fn take_workspace_back(&mut self) -> Result<()> {
+        self.workspace.take_back();
+        Ok(())
+    }
+
+    fn prepare(&mut self, plan: &Plan, run: Purpose) -> Result<()> {
+        let at = self.ready(plan, run)?;
+        self.work_at(at)?;
+        if host::communicates(&self.prepared[at].prepared.schedule) {
+            self.lanes.ensure_thread()?;
+        }
+        Ok(())
+    }
+
+    unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings, stream: RawStream) -> Result<()> {
+        no_stream(stream)?;
         let at = self.ready(plan, run)?;
         tensors.check(&self.prepared[at].prepared.expected)?;
         let workspace = self.work_at(at)?;
@@ -176,21 +183,9 @@ impl HostRank {
         let memory = BufferAddresses { tensors: *tensors, workspace };
         // SAFETY: the caller's tensors fit the plan (checked above), are valid and used by nothing else during the call (the
         // contract of this function); the workspace is as large as the schedule needs (`work_at`).
-        let outcome = unsafe { walk::run(&mut self.lanes, &*self.transport, prepared, &memory, &mut self.scratch) };
+        let outcome = unsafe { host::run(&mut self.lanes, &*self.transport, prepared, &memory, &mut self.scratch) };
         watch.over();
         outcome.map_err(|error| error.of_run(prepared.run.name(&prepared.plan))).inspect_err(|e| self.failure.keep(e))
-    }
-
-    /// Runs what the caller does between two all-to-alls. The other ranks are about to wait for what this one makes of it,
-    /// and nothing else tells them when it fails or panics: the code that catches the panic may keep the rank.
-    pub(super) fn watched(&self, body: impl FnOnce() -> Result<()>) -> Result<()> {
-        let watch = AbortOnUnwind { transport: &*self.transport, failure: &self.failure };
-        let outcome = body();
-        watch.over();
-        outcome.inspect_err(|error| {
-            self.failure.keep(error);
-            self.transport.abort(Cause::Failed);
-        })
     }
 }
 
@@ -226,7 +221,7 @@ mod tests {
                 tensors.set(id, tensor(dim));
             }
             // SAFETY: the tensors are parts of the vector above.
-            unsafe { rank.run(plan, run, &tensors) }.unwrap();
+            unsafe { rank.run(plan, run, &tensors, core::ptr::null_mut()) }.unwrap();
             let at = rank.prepared.find(plan, run).unwrap();
             assert!(rank.scratch.known_documents().is(&rank.prepared[at].documents), "{tokens}");
         }

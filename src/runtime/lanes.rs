@@ -8,7 +8,7 @@
 //! When either lane fails or panics, the other stops at its next wait, the transport is aborted so that no peer waits
 //! for this rank, and the call returns (or unwinds) only after both lanes have stopped using the caller's memory.
 //!
-//! This module does not define what the lanes execute: [`walk`](super::walk) executes a schedule, and the models of
+//! This module does not define what the lanes execute: [`host`](super::host) executes a schedule, and the models of
 //! `.ci/loom` execute work for the model checker.
 
 use std::{
@@ -38,7 +38,7 @@ struct TaskPointer(*mut Task<'static>);
 unsafe impl Send for TaskPointer {}
 
 #[derive(Default)]
-struct State {
+struct LaneState {
     job: Option<TaskPointer>,
     /// The communication lane has a job, or is at it.
     busy: bool,
@@ -64,7 +64,7 @@ enum Parked {
     Job,
 }
 
-impl State {
+impl LaneState {
     /// Whether what `lane` is parked for, or is about to be, has come about.
     const fn ends(&self, lane: Lane, until: Parked) -> bool {
         match (until, lane) {
@@ -83,7 +83,7 @@ struct TraceRecorder {
 
 /// How far both lanes have come, and what ends a run.
 pub struct Progress {
-    state: Mutex<State>,
+    state: Mutex<LaneState>,
     compute: Condvar,
     communication: Condvar,
 }
@@ -103,7 +103,7 @@ const fn index(lane: Lane) -> usize {
 }
 
 impl Progress {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, LaneState> {
         sync::lock(&self.state)
     }
 
@@ -115,7 +115,12 @@ impl Progress {
     }
 
     /// Lets other threads work a few times, then parks `lane`, once. May end for no reason.
-    fn park<'a>(&'a self, mut state: MutexGuard<'a, State>, lane: Lane, until: Parked) -> MutexGuard<'a, State> {
+    fn park<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, LaneState>,
+        lane: Lane,
+        until: Parked,
+    ) -> MutexGuard<'a, LaneState> {
         for _ in 0..sync::YIELDS {
             drop(state);
             let again = sync::yield_core();
@@ -135,7 +140,7 @@ impl Progress {
     }
 
     /// Gives the lock back and wakes `lane` if it is parked, for an operation that is done by now or for its job.
-    fn wake(&self, mut state: MutexGuard<'_, State>, lane: Lane) {
+    fn wake(&self, mut state: MutexGuard<'_, LaneState>, lane: Lane) {
         let i = index(lane);
         let ends = state.parked[i].is_some_and(|until| state.ends(lane, until));
         if ends {
@@ -219,7 +224,7 @@ impl LaneThreads {
     /// The lanes of a rank at that end of a transport.
     pub fn new(transport: Arc<dyn Transport>) -> Self {
         let progress = Arc::new(Progress {
-            state: Mutex::new(State::default()),
+            state: Mutex::new(LaneState::default()),
             compute: Condvar::new(),
             communication: Condvar::new(),
         });

@@ -7,26 +7,27 @@
 //! a run of a prepared plan allocates nothing. On the CPU the compute lane is the calling thread and the communication
 //! lane is a thread of the rank; on a device both lanes are streams.
 //!
-//! - [`rank`]: the rank, on the CPU or a device; [`front`] and `front_device`: the typed calls for most users;
-//!   [`all_to_all`]: the two all-to-alls as separate calls; [`handle`]: the calls that other threads may make;
-//! - [`bind`]: checks the caller's tensors; [`prepared`]: a plan as a rank keeps it; [`proof`]: checks of its schedule;
-//!   [`run`]: the kinds of runs;
+//! - [`rank`]: the rank; [`tensors`]: its typed calls, for host memory and devices; [`all_to_all`]: the two all-to-alls
+//!   as separate calls; [`handle`]: the calls that other threads may make;
+//! - [`bind`]: checks the caller's tensors; [`prepared`]: a plan as a rank keeps it; [`schedule_check`]: what its unsafe
+//!   calls rely on; [`run`]: how a run of each purpose is named, compared and given its tensors;
 //! - `ring`: the check of the links between ranks; `collective`: other calls of all ranks between runs: `gather`, the
 //!   trace of a group, and `shift`, labels and the like;
 //! - [`agreement`] and [`tags`]: check that all ranks run the same plan; [`failure`]: keeps a failed group failed;
-//! - [`ops`]: one operation, on any backend; [`workspace`]: its memory; [`host_rank`], [`lanes`], [`walk`] and
-//!   [`host`]: on the CPU; `device`: on a device.
+//! - [`backend`]: a rank on one kind of memory: [`host_rank`] or `device`; [`workspace`]: its memory;
+//! - [`ops`]: one operation; [`host`]: performs a schedule's on the CPU, on the two [`lanes`].
+//!
+//! A run goes through [`tensors`] (untyped, as from C: [`rank`]), and then on the CPU [`host_rank`], [`host`],
+//! [`lanes`] and [`ops`] to the kernels; on a device `device` and its `sequence`, which [`ops`] recorded.
 
 mod agreement;
 mod all_to_all;
+mod backend;
 mod bind;
 mod collective;
 #[cfg(feature = "cuda")]
 mod device;
 mod failure;
-mod front;
-#[cfg(feature = "cuda")]
-mod front_device;
 mod gather;
 mod handle;
 mod host;
@@ -38,22 +39,22 @@ mod lanes;
 pub mod lanes;
 mod ops;
 mod prepared;
-mod proof;
 mod rank;
 mod ring;
 mod run;
+mod schedule_check;
 mod shift;
 mod tags;
-mod walk;
+mod tensors;
 mod workspace;
 
 pub use bind::Bindings;
 #[cfg(all(feature = "cuda", feature = "capi"))]
 pub(crate) use device::Marks;
-pub use front::{Backward, Forward};
-#[cfg(feature = "cuda")]
-pub use front_device::{DeviceBackward, DeviceForward};
 pub use handle::AbortHandle;
 pub use rank::Rank;
 #[cfg(feature = "capi")]
 pub(crate) use shift::ShiftedRows;
+pub use tensors::{Backward, Forward, HostViews, Views};
+#[cfg(feature = "cuda")]
+pub use tensors::{DeviceBackward, DeviceForward, DeviceViews};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Executes one operation: converts rows of buffers into addresses and calls a backend.
 //!
-//! A [`Backend`] is the CPU or a device; the rest is the same for both. All lists use memory that was reserved when the
+//! A [`Operations`] is the CPU or a device; the rest is the same for both. All lists use memory that was reserved when the
 //! plan was prepared.
 
 use std::vec::Vec;
@@ -16,7 +16,7 @@ use crate::{
 };
 
 /// Where operations run. Each call does, or enqueues, one; the lane that calls keeps the order.
-pub(super) trait Backend {
+pub(super) trait Operations {
     /// See [`Attend`].
     ///
     /// # Safety
@@ -25,27 +25,27 @@ pub(super) trait Backend {
     /// See [`AttendBackward`].
     ///
     /// # Safety
-    /// As [`Backend::attend`].
+    /// As [`Operations::attend`].
     unsafe fn attend_backward(&mut self, args: &AttendBackward<'_>) -> Result<()>;
     /// See [`Transform`].
     ///
     /// # Safety
-    /// As [`Backend::attend`].
+    /// As [`Operations::attend`].
     unsafe fn transform(&mut self, args: &Transform<'_>) -> Result<()>;
     /// See [`Delta`].
     ///
     /// # Safety
-    /// As [`Backend::attend`].
+    /// As [`Operations::attend`].
     unsafe fn delta(&mut self, args: &Delta) -> Result<()>;
     /// See [`SinkGradient`].
     ///
     /// # Safety
-    /// As [`Backend::attend`].
+    /// As [`Operations::attend`].
     unsafe fn sink_gradient(&mut self, args: &SinkGradient) -> Result<()>;
     /// See [`sinks::sink_total`](crate::kernel::sinks::sink_total).
     ///
     /// # Safety
-    /// As [`Backend::attend`].
+    /// As [`Operations::attend`].
     unsafe fn sink_total(&mut self, digits: &RawTensor, dsinks: &RawTensor) -> Result<()>;
     /// See [`Transport::exchange`](crate::transport::Transport::exchange).
     ///
@@ -101,10 +101,10 @@ pub(super) struct BufferAddresses {
     pub workspace: *mut u8,
 }
 
-// SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which `proof` checks of
+// SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which `schedule_check` checks of
 // every schedule that is prepared.
 unsafe impl Send for BufferAddresses {}
-// SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which `proof` checks
+// SAFETY: addresses and numbers; the two lanes that share them touch disjoint bytes at any time, which `schedule_check` checks
 // of every schedule that is prepared.
 unsafe impl Sync for BufferAddresses {}
 
@@ -134,7 +134,7 @@ pub(super) unsafe fn perform(
     op: usize,
     memory: &BufferAddresses,
     listing: &mut Listing,
-    backend: &mut impl Backend,
+    backend: &mut impl Operations,
 ) -> Result<u64> {
     let at = |view: BufferView| memory.tensor(schedule, view);
     let user = |t: TensorId| *memory.tensors.get(t);
@@ -143,7 +143,7 @@ pub(super) unsafe fn perform(
         OpKind::Delta { delta } => {
             let args = Delta { o: user(TensorId::O), d_o: user(TensorId::DO), delta: at(*delta) };
             // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-            // this schedule by `proof`.
+            // this schedule by `schedule_check`.
             unsafe { backend.delta(&args) }?;
         }
         OpKind::SinkGradient { delta, partial } => {
@@ -154,12 +154,12 @@ pub(super) unsafe fn perform(
                 dsinks: at(*partial),
             };
             // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-            // this schedule by `proof`.
+            // this schedule by `schedule_check`.
             unsafe { backend.sink_gradient(&args) }?;
         }
         OpKind::SinkTotal { digits } => {
             // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-            // this schedule by `proof`.
+            // this schedule by `schedule_check`.
             unsafe { backend.sink_total(&at(*digits), &user(TensorId::Dsinks)) }?;
         }
         OpKind::Transform { .. } | OpKind::Pack { .. } | OpKind::Reduce { .. } => {
@@ -174,7 +174,7 @@ pub(super) unsafe fn perform(
                     blocks.push(Block { dst: at(b.dst), sources_begin: begin, sources_end });
                 }
                 // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-                // this schedule by `proof`.
+                // this schedule by `schedule_check`.
                 unsafe { backend.transform(&Transform { blocks, sources }) }
             })?;
         }
@@ -209,14 +209,14 @@ pub(super) unsafe fn perform(
             schedule.ring_steps(CirculatingSide::Keys).ranges(a.ring_step as usize, &mut listing.expansion.scratch);
             let args = attend(plan, schedule, a, &at, &user, backend.alibi_slopes(plan), listing);
             // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-            // this schedule by `proof`.
+            // this schedule by `schedule_check`.
             unsafe { backend.attend(&args) }?;
         }
         OpKind::Backward(b) => {
             schedule.ring_steps(b.ring_steps).ranges(b.ring_step as usize, &mut listing.expansion.scratch);
             let args = backward(plan, schedule, b, &at, backend.alibi_slopes(plan), listing);
             // SAFETY: the slices lie in memory that is valid and that no other operation touches now: promised, and proved of
-            // this schedule by `proof`.
+            // this schedule by `schedule_check`.
             unsafe { backend.attend_backward(&args) }?;
         }
     }

@@ -3,11 +3,11 @@
 
 use std::vec::Vec;
 
-use super::{bind::ExpectedTensors, ops::Listing, proof, run::Purpose, tags::Tags};
+use super::{bind::ExpectedTensors, ops::Listing, schedule_check, tags::Tags};
 use crate::{
     error::Result,
     plan::Plan,
-    schedule::{Schedule, expand::Expansion},
+    schedule::{Purpose, Schedule, expand::Expansion},
 };
 
 /// A schedule with the room that running it takes.
@@ -23,7 +23,7 @@ pub(super) struct Prepared {
 impl Prepared {
     pub(super) fn new(plan: &Plan, rank: usize, run: Purpose) -> Result<Self> {
         let schedule = run.schedule(plan, rank)?;
-        proof::check(plan, run, &schedule, &mut Expansion::new(&schedule))?;
+        schedule_check::check(plan, run, &schedule, &mut Expansion::new(&schedule))?;
         Ok(Self {
             plan: plan.clone(),
             run,
@@ -65,15 +65,9 @@ pub(super) trait Entry {
     }
 }
 
-impl Entry for Prepared {
-    fn prepared(&self) -> &Prepared {
-        self
-    }
-}
-
 /// The schedules of the plans that a rank ran or prepared last.
 pub(super) struct Remembered<E> {
-    /// With the number of the use that was their last.
+    /// With the number of their last use.
     entries: Vec<(u64, E)>,
     uses: u64,
 }
@@ -96,8 +90,8 @@ impl<E: Entry> Remembered<E> {
         self.entries[at].0 = self.uses;
     }
 
-    /// What has to be forgotten before another schedule comes, if anything has: that whose last use is longest ago.
-    pub(super) fn oldest(&self) -> Option<usize> {
+    /// Index of the least recently used schedule that may be forgotten, if the cache is full.
+    pub(super) fn least_recent(&self) -> Option<usize> {
         let forgettable = || self.entries.iter().enumerate().filter(|(_, (_, e))| !e.is_kept());
         if forgettable().count() < REMEMBERED {
             return None;
@@ -172,14 +166,14 @@ mod tests {
             all.push(mark(tokens, true));
         }
         for tokens in 21..=20 + REMEMBERED {
-            assert_eq!(all.oldest(), None, "{tokens}");
+            assert_eq!(all.least_recent(), None, "{tokens}");
             all.push(mark(tokens, false));
         }
         let place = |all: &Remembered<Mark>, tokens| all.find(&plan(tokens), run);
-        assert_eq!(all.oldest(), place(&all, 21));
+        assert_eq!(all.least_recent(), place(&all, 21));
         all.renew(place(&all, 21).unwrap());
-        assert_eq!(all.oldest(), place(&all, 22));
+        assert_eq!(all.least_recent(), place(&all, 22));
         all.remove(place(&all, 22).unwrap());
-        assert_eq!((all.oldest(), place(&all, 22)), (None, None));
+        assert_eq!((all.least_recent(), place(&all, 22)), (None, None));
     }
 }

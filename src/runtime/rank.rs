@@ -14,42 +14,32 @@ use std::{
 
 #[cfg(feature = "cuda")]
 use super::device::{DeviceRank, Marks};
-use super::{bind::Bindings, failure::FirstFailure, handle::AbortHandle, host_rank::HostRank, run::Purpose};
+use super::{backend::Backend, bind::Bindings, handle::AbortHandle, host_rank::HostRank};
 use crate::{
     call::RawStream,
     device::Device,
     error::{Error, Result},
-    kernel::{cpu, no_stream},
+    kernel::cpu,
     plan::Plan,
     report::trace,
-    schedule::Direction,
+    schedule::{Direction, Purpose},
     transport::{
         Transport,
-        ring_check::{Link, Trouble},
-        staged::Carrier,
+        ring_check::{Link, RingFault},
     },
 };
 #[cfg(feature = "cuda")]
-use crate::{
-    kernel::{cuda::Cuda, no_isa},
-    transport::DeviceTransport,
-};
+use crate::{kernel::cuda::Cuda, transport::DeviceTransport};
 
 /// Operations that a rank records at most until they are taken: each has memory, and on a device two events, from the start.
-const MOST_RECORDED: usize = 1 << 24;
+const MAX_RECORDED: usize = 1 << 24;
 
 /// One participant of a group: runs the plans that all ranks of its group run.
 ///
 /// Dropping a rank means that it leaves the group; peers that still need it get an error. On a device it first waits
 /// for the work it enqueued. One thread at a time uses a rank; an [`AbortHandle`] is for other threads.
 pub struct Rank {
-    inner: Inner,
-}
-
-enum Inner {
-    Host(Box<HostRank>),
-    #[cfg(feature = "cuda")]
-    Device(Box<DeviceRank>),
+    pub(super) backend: Box<dyn Backend>,
 }
 
 impl core::fmt::Debug for Rank {
@@ -72,7 +62,7 @@ impl Rank {
     /// Makes a rank whose kernels use `workers` threads (with the feature `rayon`). Results do not depend on the
     /// number.
     pub fn with_workers(transport: impl Transport + 'static, workers: usize) -> Self {
-        Self { inner: Inner::Host(Box::new(HostRank::new(transport, cpu::Scratch::new(workers)))) }
+        Self { backend: Box::new(HostRank::new(transport, cpu::Scratch::new(workers))) }
     }
 
     /// As [`Rank::with_workers`], on the caller's threads.
@@ -82,7 +72,7 @@ impl Rank {
         executor: Arc<dyn cpu::Executor>,
     ) -> Self {
         let scratch = cpu::Scratch::new(workers).with_executor(executor);
-        Self { inner: Inner::Host(Box::new(HostRank::new(transport, scratch))) }
+        Self { backend: Box::new(HostRank::new(transport, scratch)) }
     }
 
     /// Sets the instruction set of this rank's CPU kernels; `None` selects the best of the machine, or what the
@@ -93,11 +83,7 @@ impl Rank {
     /// # Errors
     /// [`Error::Unsupported`] if the machine lacks it, or the rank is on a device; nothing is changed then.
     pub fn set_isa(&mut self, isa: Option<cpu::Isa>) -> Result<()> {
-        match &mut self.inner {
-            Inner::Host(rank) => rank.set_isa(isa),
-            #[cfg(feature = "cuda")]
-            Inner::Device(rank) => isa.map_or(Ok(()), |isa| Err(no_isa(isa, rank.device().ordinal()))),
-        }
+        self.backend.set_isa(isa)
     }
 
     /// Makes a rank over a transport of device memory; its tensors are on the transport's device. Its runs execute one
@@ -107,10 +93,10 @@ impl Rank {
     ///
     /// ```no_run
     /// use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, Result, Side, transport::peer};
-    /// use cpattn::call::RawTensor;
     /// use cpattn::kernel::cuda::Cuda;
-    /// use cpattn::runtime::Bindings;
-    /// use cpattn::schedule::{Direction, TensorId};
+    /// use cpattn::runtime::DeviceForward;
+    /// use cpattn::tensor::{DeviceView, DeviceViewMut};
+    /// use half::bf16;
     /// use std::{ptr::null_mut, time::Duration};
     ///
     /// // Two documents of 5 and 7 tokens, 4 q heads, 2 kv heads, head_dim 64.
@@ -121,21 +107,25 @@ impl Rank {
     /// std::thread::scope(|scope| {
     ///     let run = |end| -> Result<()> {
     ///         let mut rank = Rank::on_device(end)?;
-    ///         let (cuda, n) = (&device, plan.local_tokens(Side::Q, rank.rank()) as u64);
-    ///         let bytes = |heads: u64, dim: u64, dtype: Dtype| (n * heads * dim) as usize * dtype.size();
+    ///         let (at, n) = (rank.device(), plan.local_tokens(Side::Q, rank.rank()));
     ///         // Device memory of any allocator will do; q, k and v are to be filled with this rank's tokens (Plan::shard).
-    ///         let (q, o) = (cuda.allocate(bytes(4, 64, Dtype::Bf16))?, cuda.allocate(bytes(4, 64, Dtype::Bf16))?);
-    ///         let (k, v) = (cuda.allocate(bytes(2, 64, Dtype::Bf16))?, cuda.allocate(bytes(2, 64, Dtype::Bf16))?);
-    ///         let lse = cuda.allocate(bytes(4, 1, Dtype::F32))?;
-    ///         let tensors = Bindings::default()
-    ///             .with(TensorId::Q, RawTensor::compact(q.ptr(), Dtype::Bf16, n, 4, 64))
-    ///             .with(TensorId::K, RawTensor::compact(k.ptr(), Dtype::Bf16, n, 2, 64))
-    ///             .with(TensorId::V, RawTensor::compact(v.ptr(), Dtype::Bf16, n, 2, 64))
-    ///             .with(TensorId::O, RawTensor::compact(o.ptr(), Dtype::Bf16, n, 4, 64))
-    ///             .with(TensorId::Lse, RawTensor::compact(lse.ptr(), Dtype::F32, n, 4, 1));
+    ///         let room = |heads: usize, dim: usize, bytes: usize| device.allocate(n * heads * dim * bytes);
+    ///         let (q, k, v) = (room(4, 64, 2)?, room(2, 64, 2)?, room(2, 64, 2)?);
+    ///         let (o, lse) = (room(4, 64, 2)?, room(4, 1, 4)?);
+    ///         // SAFETY: the memory lives until the rank was waited for, and nothing else uses it.
+    ///         let tensors = unsafe {
+    ///             DeviceForward {
+    ///                 q: DeviceView::<bf16>::compact(at, q.ptr().cast(), [n, 4, 64])?,
+    ///                 k: DeviceView::compact(at, k.ptr().cast(), [n, 2, 64])?,
+    ///                 v: DeviceView::compact(at, v.ptr().cast(), [n, 2, 64])?,
+    ///                 sinks: None,
+    ///                 o: DeviceViewMut::compact(at, o.ptr().cast(), [n, 4, 64])?,
+    ///                 lse: DeviceViewMut::compact(at, lse.ptr().cast(), [n, 4, 1])?,
+    ///             }
+    ///         };
     ///         let stream = null_mut(); // the legacy default stream, or a cudaStream_t of the caller's, cast
-    ///         // SAFETY: the memory lives until the stream was waited for, and nothing else uses it.
-    ///         unsafe { rank.run_on(&plan, Direction::Forward, &tensors, stream) }?;
+    ///         // SAFETY: there is always a default stream.
+    ///         unsafe { rank.forward_on(&plan, tensors, stream) }?;
     ///         rank.synchronize()?;
     ///         rank.poll() // whether anything failed meanwhile, on any rank
     ///     };
@@ -156,43 +146,28 @@ impl Rank {
     /// As [`Rank::on_device`], with what could fail made before.
     #[cfg(feature = "cuda")]
     pub(crate) fn on_device_with(transport: impl DeviceTransport + 'static, marks: Marks) -> Self {
-        Self { inner: Inner::Device(Box::new(DeviceRank::with(transport, marks))) }
+        Self { backend: Box::new(DeviceRank::with(transport, marks)) }
     }
 
     /// This rank's number.
     pub fn rank(&self) -> usize {
-        match &self.inner {
-            Inner::Host(rank) => rank.transport().rank(),
-            #[cfg(feature = "cuda")]
-            Inner::Device(rank) => rank.rank(),
-        }
+        self.backend.transport().rank()
     }
 
     /// How many ranks there are.
     pub fn world(&self) -> usize {
-        match &self.inner {
-            Inner::Host(rank) => rank.transport().world(),
-            #[cfg(feature = "cuda")]
-            Inner::Device(rank) => rank.world(),
-        }
+        self.backend.transport().world()
     }
 
     /// Where its tensors are.
     pub fn device(&self) -> Device {
-        match &self.inner {
-            Inner::Host(_) => Device::Cpu,
-            #[cfg(feature = "cuda")]
-            Inner::Device(rank) => Device::Cuda(rank.device().ordinal()),
-        }
+        self.backend.device()
     }
 
     /// The CUDA device that its tensors are on; `None` on the CPU.
     #[cfg(feature = "cuda")]
     pub fn cuda(&self) -> Option<&Arc<Cuda>> {
-        match &self.inner {
-            Inner::Host(_) => None,
-            Inner::Device(rank) => Some(rank.device()),
-        }
+        self.backend.cuda()
     }
 
     /// Whether anything has failed so far, on any rank, or on the device in what was enqueued; never waits.
@@ -202,11 +177,7 @@ impl Rank {
     /// [`Rank::record`], the calls that lend workspace or take it back, [`Rank::prepare`] of a plan that is not
     /// prepared, and a run on a stream that is not part of that capture.
     pub fn poll(&self) -> Result<()> {
-        match &self.inner {
-            Inner::Host(rank) => rank.poll(),
-            #[cfg(feature = "cuda")]
-            Inner::Device(rank) => rank.poll(),
-        }
+        self.backend.failure().poll(self.backend.transport())
     }
 
     /// As [`ring_check::check`](crate::transport::ring_check::check), with ranks. All ranks of the group call it,
@@ -214,22 +185,14 @@ impl Rank {
     /// A failure ends the group.
     ///
     /// # Errors
-    /// As there; [`Trouble::Failed`] without a link if the group has failed before, or one of this rank's runs is being captured.
-    pub fn check_ring(&mut self, bytes: usize) -> Result<Vec<Link>, Trouble> {
-        match &self.inner {
-            Inner::Host(rank) => rank.check_ring(bytes),
-            #[cfg(feature = "cuda")]
-            Inner::Device(rank) => rank.check_ring(bytes),
-        }
+    /// As there; [`RingFault::Failed`] without a link if the group has failed before, or one of this rank's runs is being captured.
+    pub fn check_ring(&mut self, bytes: usize) -> Result<Vec<Link>, RingFault> {
+        self.backend.check_ring(bytes)
     }
 
     /// A handle for other threads.
     pub fn handle(&self) -> AbortHandle {
-        match &self.inner {
-            Inner::Host(rank) => rank.handle(),
-            #[cfg(feature = "cuda")]
-            Inner::Device(rank) => rank.handle(),
-        }
+        self.backend.handle()
     }
 
     /// Waits on the host until the work that this rank enqueued is complete. On the CPU a run is complete when it
@@ -238,11 +201,7 @@ impl Rank {
     /// # Errors
     /// The driver's; [`Error::Disagreement`](crate::Error::Disagreement) if a peer was found to run another plan.
     pub fn synchronize(&self) -> Result<()> {
-        match &self.inner {
-            Inner::Host(_) => Ok(()),
-            #[cfg(feature = "cuda")]
-            Inner::Device(rank) => rank.synchronize(),
-        }
+        self.backend.synchronize()
     }
 
     /// Starts to record the operations of each lane, at most `capacity` until [`Rank::events`] has taken them, then as
@@ -259,21 +218,14 @@ impl Rank {
     /// # Errors
     /// A capacity above 2^24; an epoch in the future; the driver's.
     pub fn record(&mut self, epoch: Instant, capacity: usize) -> Result<()> {
-        if capacity > MOST_RECORDED {
-            return Err(Error::invalid("capacity", capacity, std::format!("at most {MOST_RECORDED} operations")));
+        if capacity > MAX_RECORDED {
+            return Err(Error::invalid("capacity", capacity, std::format!("at most {MAX_RECORDED} operations")));
         }
         if let Some(ahead) = epoch.checked_duration_since(Instant::now()).filter(|a| capacity > 0 && !a.is_zero()) {
             let found = std::format!("{ahead:?} from now");
             return Err(Error::invalid("epoch", found, "a moment that has passed, since times count from it"));
         }
-        match &mut self.inner {
-            Inner::Host(rank) => {
-                rank.record(epoch, capacity);
-                Ok(())
-            }
-            #[cfg(feature = "cuda")]
-            Inner::Device(rank) => rank.record(epoch, capacity),
-        }
+        self.backend.record(epoch, capacity)
     }
 
     /// Takes what was recorded since the last call, ordered by the end of the operations within each lane.
@@ -282,11 +234,7 @@ impl Rank {
     /// Call [`Rank::synchronize`] first to get all of them. If the device failed, nothing is returned, and
     /// [`Rank::poll`] returns the reason.
     pub fn events(&mut self) -> Vec<trace::Event> {
-        match &mut self.inner {
-            Inner::Host(rank) => rank.events(),
-            #[cfg(feature = "cuda")]
-            Inner::Device(rank) => rank.events(),
-        }
+        self.backend.events()
     }
 
     /// The possible error of the recorded times on the clock of `epoch`: half the shortest time in which the host
@@ -295,11 +243,7 @@ impl Rank {
     /// [`Rank::record`], or after the last [`Rank::events`] that took everything. 0 on the CPU, and while nothing is
     /// recorded.
     pub fn trace_accuracy(&self) -> Duration {
-        match &self.inner {
-            Inner::Host(_) => Duration::ZERO,
-            #[cfg(feature = "cuda")]
-            Inner::Device(rank) => rank.trace_accuracy(),
-        }
+        self.backend.trace_accuracy()
     }
 
     /// Bytes of workspace for a run of `plan` in `direction` on this rank, without the kernels' tiles. Allocates
@@ -308,16 +252,7 @@ impl Rank {
     /// # Errors
     /// As [`Rank::prepare`], except those about memory and the driver.
     pub fn workspace_bytes(&mut self, plan: &Plan, direction: Direction) -> Result<u64> {
-        self.workspace_of(plan, Purpose::Attention(direction))
-    }
-
-    /// As [`Rank::workspace_bytes`], of a run of any kind.
-    pub(super) fn workspace_of(&mut self, plan: &Plan, run: Purpose) -> Result<u64> {
-        match &mut self.inner {
-            Inner::Host(rank) => rank.workspace_bytes(plan, run),
-            #[cfg(feature = "cuda")]
-            Inner::Device(rank) => rank.workspace_bytes(plan, run),
-        }
+        self.backend.workspace_bytes(plan, Purpose::Attention(direction))
     }
 
     /// Lends the rank a workspace, in host memory or on the rank's device, instead of its own. On a device it waits for
@@ -331,13 +266,8 @@ impl Rank {
     /// [`Error::Invalid`](crate::Error::Invalid) if `ptr` is not a multiple of
     /// [`ALIGNMENT`](crate::schedule::ALIGNMENT), or, on a device, the first or last byte is not memory of that device.
     pub unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
-        match &mut self.inner {
-            // SAFETY: the memory is valid for as long as it is lent (promised).
-            Inner::Host(rank) => unsafe { rank.lend_workspace(ptr, bytes) },
-            #[cfg(feature = "cuda")]
-            // SAFETY: the memory is valid for as long as it is lent (promised).
-            Inner::Device(rank) => unsafe { rank.lend_workspace(ptr, bytes) },
-        }
+        // SAFETY: the memory is valid for as long as it is lent (promised).
+        unsafe { self.backend.lend_workspace(ptr, bytes) }
     }
 
     /// Takes a lent workspace back: the rank then uses its own, which [`Rank::prepare`] or the next run allocates. On a
@@ -346,25 +276,14 @@ impl Rank {
     /// # Errors
     /// The driver's.
     pub fn take_workspace_back(&mut self) -> Result<()> {
-        match &mut self.inner {
-            Inner::Host(rank) => {
-                rank.take_workspace_back();
-                Ok(())
-            }
-            #[cfg(feature = "cuda")]
-            Inner::Device(rank) => rank.take_workspace_back(),
-        }
+        self.backend.take_workspace_back()
     }
 
     /// Bytes of scheduler metadata that the rank keeps on its device, for all plans that it keeps: its last 16 plans
     /// and directions, and all that were captured into a graph. [`Plan::explain`] prints a bound for each plan. 0 on
     /// the CPU.
     pub fn metadata_bytes(&self) -> u64 {
-        match &self.inner {
-            Inner::Host(_) => 0,
-            #[cfg(feature = "cuda")]
-            Inner::Device(rank) => rank.metadata_bytes(),
-        }
+        self.backend.metadata_bytes()
     }
 
     /// Allocates, loads and uploads everything that a run needs: the schedule, the workspace, the kernels' tiles and
@@ -375,16 +294,7 @@ impl Rank {
     /// A plan for another world; a lent workspace that is too small; memory or a thread that the system refuses. On a
     /// device an element type or head dim without a kernel, and the driver's.
     pub fn prepare(&mut self, plan: &Plan, direction: Direction) -> Result<()> {
-        self.prepare_run(plan, Purpose::Attention(direction))
-    }
-
-    /// As [`Rank::prepare`], for a run of any kind.
-    pub(super) fn prepare_run(&mut self, plan: &Plan, run: Purpose) -> Result<()> {
-        match &mut self.inner {
-            Inner::Host(rank) => rank.prepare(plan, run),
-            #[cfg(feature = "cuda")]
-            Inner::Device(rank) => rank.prepare(plan, run),
-        }
+        self.backend.prepare(plan, Purpose::Attention(direction))
     }
 
     /// Runs a plan on untyped tensors: [`Rank::run_on`] with a null stream, which on a device is the legacy default
@@ -446,50 +356,15 @@ impl Rank {
         stream: RawStream,
     ) -> Result<()> {
         // SAFETY: the tensors and the stream are as this function asks for them.
-        unsafe { self.run_any(plan, Purpose::Attention(direction), tensors, stream) }
+        unsafe { self.backend.run(plan, Purpose::Attention(direction), tensors, stream) }
     }
 
-    /// As [`Rank::run_on`], a run of any kind.
-    ///
-    /// # Safety
-    /// As [`Rank::run_on`].
-    pub(super) unsafe fn run_any(
-        &mut self,
-        plan: &Plan,
-        run: Purpose,
-        tensors: &Bindings,
-        stream: RawStream,
-    ) -> Result<()> {
-        match &mut self.inner {
-            Inner::Host(rank) => {
-                no_stream(stream)?;
-                // SAFETY: the tensors are valid and used by nothing else during the call (the contract of this function).
-                unsafe { rank.run(plan, run, tensors) }
-            }
-            #[cfg(feature = "cuda")]
-            // SAFETY: tensors and stream are as the contract of this function has them.
-            Inner::Device(rank) => unsafe { rank.run(plan, run, tensors, stream.cast()) },
-        }
-    }
-
-    /// Its end of the transport, for what the host does there between runs; on a device when what this rank enqueued is over.
-    pub(super) fn between_runs(&self) -> Result<(Box<dyn Carrier + '_>, &FirstFailure)> {
-        match &self.inner {
-            Inner::Host(rank) => Ok(rank.between_runs()),
-            #[cfg(feature = "cuda")]
-            Inner::Device(rank) => rank.between_runs(),
-        }
-    }
-
-    /// The rank where it is on the CPU, for what needs host memory; else a refusal with the way out.
-    pub(super) fn on_host_for(&mut self, what: &'static str, way_out: &'static str) -> Result<&mut HostRank> {
-        // Without devices there is nothing to refuse.
-        let _ = (what, way_out);
-        match &mut self.inner {
-            Inner::Host(rank) => Ok(rank),
-            #[cfg(feature = "cuda")]
-            Inner::Device(rank) => Err(crate::Error::unsupported(
-                std::format!("{what} of a rank on {}", Device::Cuda(rank.device().ordinal())),
+    /// Refuses a call for which the rank must be on the CPU, with the way out.
+    pub(super) fn expect_host(&self, what: &'static str, way_out: &'static str) -> Result<()> {
+        match self.device() {
+            Device::Cpu => Ok(()),
+            device @ Device::Cuda(_) => Err(Error::unsupported(
+                std::format!("{what} of a rank on {device}"),
                 "it works on host memory",
                 way_out,
             )),

@@ -8,7 +8,7 @@ use crate::{
     error::{Cause, Error},
     transport::{
         Transport,
-        ring_check::{Link, Trouble},
+        ring_check::{Link, RingFault},
     },
 };
 
@@ -16,21 +16,21 @@ use crate::{
 pub(super) fn checked(
     transport: &dyn Transport,
     failure: &FirstFailure,
-    check: impl FnOnce() -> Result<Vec<Link>, Trouble>,
-) -> Result<Vec<Link>, Trouble> {
-    failure.check(transport).map_err(|error| Trouble::Failed { link: None, error })?;
+    check: impl FnOnce() -> Result<Vec<Link>, RingFault>,
+) -> Result<Vec<Link>, RingFault> {
+    failure.check(transport).map_err(|error| RingFault::Failed { link: None, error })?;
     let watch = AbortOnUnwind { transport, failure };
     let outcome = check();
     watch.over();
     match &outcome {
         // A refusal: this rank has sent nothing, or its peer has found the same and ended the group.
-        Ok(_) | Err(Trouble::Failed { error: Error::Invalid { .. }, .. }) => {}
-        Err(Trouble::Failed { error, .. }) => {
+        Ok(_) | Err(RingFault::Failed { error: Error::Invalid { .. }, .. }) => {}
+        Err(RingFault::Failed { error, .. }) => {
             failure.keep(error);
             abort(transport, Cause::Failed);
         }
         // The check has aborted.
-        Err(Trouble::OtherBytes { .. }) => failure.ended(transport.rank(), Cause::Failed),
+        Err(RingFault::OtherBytes { .. }) => failure.ended(transport.rank(), Cause::Failed),
     }
     outcome
 }

@@ -8,15 +8,8 @@ use crate::{
     element::Dtype,
     error::{Result, RunKind, RunName},
     plan::Plan,
-    schedule::{AllToAll, Direction, OWN_HEADS, OWN_TOKENS, Schedule, TensorId, Way},
+    schedule::{AllToAll, AllToAllDirection, Direction, OWN_HEADS, OWN_TOKENS, Purpose, Schedule, TensorId},
 };
-
-/// What a schedule is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Purpose {
-    Attention(Direction),
-    AllToAll(AllToAll),
-}
 
 /// One of the caller's tensors, as a run takes it.
 #[derive(Clone, Copy, Debug)]
@@ -41,7 +34,7 @@ impl Purpose {
                 written,
             }),
             Self::AllToAll(AllToAll { way, side, dim, dtype }) => {
-                let (share, dim, to_heads) = (plan.heads_of(rank), dim as usize, way == Way::ToHeads);
+                let (share, dim, to_heads) = (plan.heads_of(rank), dim as usize, way == AllToAllDirection::ToHeads);
                 let (all, own) = match side {
                     Side::Q => (p.heads(), share.q.len()),
                     Side::K => (p.kv_heads(), share.kv.len()),
@@ -72,8 +65,8 @@ impl Purpose {
         let kind = match self {
             Self::Attention(Direction::Forward) => RunKind::Forward,
             Self::Attention(Direction::Backward) => RunKind::Backward,
-            Self::AllToAll(AllToAll { way: Way::ToHeads, .. }) => RunKind::ToHeads,
-            Self::AllToAll(AllToAll { way: Way::ToTokens, .. }) => RunKind::ToTokens,
+            Self::AllToAll(AllToAll { way: AllToAllDirection::ToHeads, .. }) => RunKind::ToHeads,
+            Self::AllToAll(AllToAll { way: AllToAllDirection::ToTokens, .. }) => RunKind::ToTokens,
         };
         RunName::new(kind, plan.fingerprint())
     }
@@ -126,11 +119,11 @@ mod tests {
         for (run, words) in [
             (Purpose::Attention(Direction::Backward), "the backward of 9 tokens in 2 documents, 4 heads of 16 bf16, "),
             (
-                all_to_all(Way::ToHeads, Side::Q),
+                all_to_all(AllToAllDirection::ToHeads, Side::Q),
                 "the all-to-all to heads of 9 tokens in 2 documents, 4 heads of 3 f32, ",
             ),
             (
-                all_to_all(Way::ToTokens, Side::K),
+                all_to_all(AllToAllDirection::ToTokens, Side::K),
                 "the all-to-all to tokens of 12 tokens in 2 documents, 2 heads of 3 f32, ",
             ),
         ] {

@@ -120,13 +120,13 @@ impl Rank {
     /// have agreed. The plan is for this world.
     pub(crate) fn shift_rows(&mut self, plan: &Plan, by: i64, rows: &mut dyn ShiftedRows) -> Result<()> {
         let rank = self.rank();
-        let (carrier, failure) = self.between_runs()?;
+        let (carrier, failure) = (self.backend.between_runs()?, self.backend.failure());
         let messages = plan.shift_messages(rank, by)?;
         let (bytes, fingerprint) = (rows.row_bytes(), plan.fingerprint());
         let number = collective::number(&[SHIFT[0], SHIFT[1], fingerprint, by as u64, bytes as u64, rows.kind()]);
         let what = || format!("a shift by {by} of rows of {bytes} bytes over plan {fingerprint:016x}");
         let group = plan.mesh().group_of(rank);
-        collective::together(carrier.end(), failure, group, number, what, || {
+        collective::agreed(carrier.end(), failure, group, number, what, || {
             (0..plan.local_tokens(Side::Q, rank)).for_each(|row| rows.fill(row));
             if bytes == 0 { Ok(()) } else { moved(&*carrier, &messages, rows) }
         })

@@ -20,18 +20,17 @@
 
 use std::{collections::BTreeSet, string::String, vec, vec::Vec};
 
-use super::run::Purpose;
 use crate::{
     error::{Error, Result},
     plan::Plan,
-    schedule::{Schedule, expand::Expansion},
+    schedule::{Purpose, Schedule, expand::Expansion},
     transport::Message,
 };
 
 /// What a message of the check holds. All ranks have the same byte order, as for everything else that they send.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
-struct Tag {
+struct RunTag {
     fingerprint: u64,
     /// From 1; 0 is a tag that has not arrived.
     run: u64,
@@ -54,7 +53,7 @@ pub(super) struct Tags {
     /// In the order of operations and of their messages.
     firsts: Vec<First>,
     /// The own tag, and what arrived from each peer. Empty where a device has them.
-    memory: Vec<Tag>,
+    memory: Vec<RunTag>,
     /// Where a device has them, as the backend says it, and bytes of each.
     on_device: Option<(usize, usize)>,
     /// Which ranks send the tags from slot 1 on.
@@ -79,7 +78,7 @@ impl Tags {
                 }
             }
         }
-        let memory = vec![Tag::default(); 1 + senders.len()];
+        let memory = vec![RunTag::default(); 1 + senders.len()];
         Self { firsts, memory, on_device: None, senders, rank: schedule.rank, what: run.describe(plan) }
     }
 
@@ -102,9 +101,9 @@ impl Tags {
 
     /// Sets what this run sends and expects.
     pub(super) fn begin(&mut self, fingerprint: u64, run: u64) {
-        self.memory.fill(Tag::default());
+        self.memory.fill(RunTag::default());
         if let Some(own) = self.memory.first_mut() {
-            *own = Tag { fingerprint, run };
+            *own = RunTag { fingerprint, run };
         }
     }
 
@@ -123,7 +122,7 @@ impl Tags {
             return Some(Message { peer: f.peer, ptr, bytes });
         }
         let ptr = self.memory.as_mut_ptr().wrapping_add(f.slot as usize).cast();
-        Some(Message { peer: f.peer, ptr, bytes: size_of::<Tag>() })
+        Some(Message { peer: f.peer, ptr, bytes: size_of::<RunTag>() })
     }
 
     /// Compares what arrived with an operation whose exchange is over. Where the exchange has failed, what has not arrived
@@ -135,7 +134,7 @@ impl Tags {
         let Some(&own) = self.memory.first() else { return Ok(()) };
         for f in self.of(op).iter().filter(|f| f.slot > 0) {
             let theirs = self.memory[f.slot as usize];
-            if theirs != own && !(failed && theirs == Tag::default()) {
+            if theirs != own && !(failed && theirs == RunTag::default()) {
                 return Err(Error::Disagreement {
                     rank: self.rank,
                     peer: f.peer,

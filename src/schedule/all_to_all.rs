@@ -6,7 +6,7 @@ use crate::{batch::Side, element::Dtype};
 
 /// The direction of an all-to-all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Way {
+pub enum AllToAllDirection {
     /// From the rank's own tokens and all heads to the ring share's tokens and the rank's own heads.
     ToHeads,
     /// Back.
@@ -17,7 +17,7 @@ pub enum Way {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AllToAll {
     /// The direction.
-    pub way: Way,
+    pub way: AllToAllDirection,
     /// `Q`: a row for each q token and the q heads; `K`: a row for each k token and the kv heads.
     pub side: Side,
     /// Innermost dimension.

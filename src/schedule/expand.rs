@@ -42,7 +42,7 @@ struct MessageRun {
 }
 
 /// Whether the runs of one peer, of each of some tensors, are too many messages to go as they lie.
-const fn is_fragmented(runs: usize, tensors: usize) -> bool {
+pub(super) const fn is_fragmented(runs: usize, tensors: usize) -> bool {
     runs > 1 && runs * tensors > ROWS_PER_PEER
 }
 
@@ -236,17 +236,6 @@ impl Expansion {
             at += n;
         }
         self.runs.truncate(kept);
-    }
-
-    /// Rows that the fetch of a ring step packs before it sends them, when `tensors` tensors travel.
-    pub(crate) fn packed_rows(&mut self, ring_steps: &RingSteps, ring_step: usize, tensors: usize) -> u64 {
-        if ring_steps.list()[ring_step].step == 0 {
-            return 0;
-        }
-        ring_steps.outgoing(ring_step, &mut self.scratch);
-        self.list_runs(ring_steps);
-        self.pack_runs(tensors);
-        self.runs.iter().filter(|r| r.packed.is_some()).map(|r| r.rows).sum()
     }
 
     /// Joins the runs of one peer: in the slot they are contiguous anyway.

@@ -46,7 +46,7 @@ impl Class {
 }
 
 /// Rows `i0..i1` of a range as one or two ranges: a stripe cut inside a block needs a plain run first.
-fn stream_kernels(range: &Range, i0: u32, i1: u32, mut each: impl FnMut(u32, Range)) {
+fn split_stripe(range: &Range, i0: u32, i1: u32, mut each: impl FnMut(u32, Range)) {
     let mut i = i0;
     let phase = i % range.block;
     if range.block != range.period && phase != 0 {
@@ -126,7 +126,7 @@ pub(crate) fn join(
         for v in circulating.iter().filter(|v| class.has(v.reverse)) {
             let v = &v.range;
             let mut emit = |i0: u32, i1: u32| {
-                stream_kernels(v, i0, i1, |i, piece| {
+                split_stripe(v, i0, i1, |i, piece| {
                     out.push(Fragment { peer, owner_row: v.row + i64::from(i), range: Range { row, ..piece } });
                     row += i64::from(piece.len);
                 });

@@ -26,17 +26,19 @@ mod build;
 pub(crate) mod expand;
 mod join;
 mod ops;
+mod purpose;
 pub(crate) mod ring_steps;
 mod sweep;
 mod tensor_id;
 pub mod verify;
 
-pub use all_to_all::{AllToAll, Way};
+pub use all_to_all::{AllToAll, AllToAllDirection};
 pub(crate) use all_to_all::{OWN_HEADS, OWN_TOKENS};
 pub use ops::{ALIGNMENT, Lane};
 pub(crate) use ops::{
     AttendOp, BackwardOp, BlockView, Buf, Buffer, BufferView, MessageView, Op, OpKind, SINK_DIGITS, StepTensor,
 };
+pub(crate) use purpose::Purpose;
 pub(crate) use ring_steps::{RangeScratch, RingSteps};
 pub use tensor_id::TensorId;
 

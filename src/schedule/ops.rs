@@ -37,7 +37,7 @@ pub(crate) struct Buffer {
 }
 
 /// Digits of an exact sum of sinks' gradients, which does not depend on the layout.
-pub(crate) const SINK_DIGITS: usize = 12;
+pub(crate) const SINK_DIGITS: usize = 28;
 
 /// Workspace buffers begin at multiples of this many bytes, and so must the workspace.
 pub const ALIGNMENT: u64 = 256;

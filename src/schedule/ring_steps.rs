@@ -44,6 +44,14 @@ pub struct RingStep {
     pub rows_out: u64,
 }
 
+/// Rows that leave at a ring step to one reader, in more than one run of the own share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Scattered {
+    ring_step: u32,
+    runs: u32,
+    rows: u64,
+}
+
 /// The ring steps of one ring rank: what arrives there, and what it sends meanwhile.
 #[derive(Clone, Debug)]
 pub struct RingSteps {
@@ -56,6 +64,8 @@ pub struct RingSteps {
     own: Vec<Segment>,
     list: Vec<RingStep>,
     last: Vec<u32>,
+    /// In the order of ring steps.
+    scattered: Vec<Scattered>,
     capacity: Capacity,
 }
 
@@ -121,6 +131,7 @@ impl RingSteps {
             own,
             list: Vec::new(),
             last,
+            scattered: Vec::new(),
             capacity: Capacity::default(),
         };
         if shares.layout() == Layout::Zigzag && !form.holds_own() {
@@ -145,6 +156,7 @@ impl RingSteps {
             gather: self.form == Form::Gather,
         };
         let (steps, last) = zigzag.measure();
+        let readers = zigzag.readers(&steps);
         let rows = self.own.iter().map(|o| u64::from(o.range.len)).sum();
         self.list.push(RingStep { step: 0, rows_in: rows, rows_out: 0 });
         let longest = self.own.len().max(self.stationary.len());
@@ -155,6 +167,10 @@ impl RingSteps {
             self.list.push(RingStep { step: step as u32, rows_in: s.rows_in, rows_out: s.rows_out });
         }
         self.last = last.into_iter().map(|step| entry_of[step as usize]).collect();
+        self.scattered = readers
+            .into_iter()
+            .map(|(step, out)| Scattered { ring_step: entry_of[step], runs: out.runs, rows: out.rows })
+            .collect();
         // A share has at most two segments of each document, so a fragment meets at most two.
         self.capacity = Capacity {
             segments: (2 * self.shares.batch().documents()).max(longest),
@@ -169,6 +185,7 @@ impl RingSteps {
     /// the room that the longest lists need.
     fn sweep(&mut self) {
         let mut s = RangeScratch::default();
+        let mut leaving: Vec<(u32, u64)> = Vec::new();
         let ring = self.shares.ring();
         let mut cap = Capacity {
             segments: self.own.len().max(self.stationary.len()),
@@ -189,6 +206,8 @@ impl RingSteps {
         };
         for step in steps {
             let rows_out = self.list_outgoing(step, &mut s);
+            leaving.clear();
+            leaving.extend(s.fragments.chunk_by(|a, b| a.peer == b.peer).filter_map(scattered));
             cap.fragments = cap.fragments.max(s.fragments.len());
             cap.segments = cap.segments.max(s.segments.len());
             let rows_in = self.list_incoming(step, &mut s);
@@ -198,6 +217,7 @@ impl RingSteps {
                 continue;
             }
             let ring_step = self.list.len() as u32;
+            self.scattered.extend(leaving.drain(..).map(|(runs, rows)| Scattered { ring_step, runs, rows }));
             self.list.push(RingStep { step: step as u32, rows_in, rows_out });
             cap.k = cap.k.max(s.fragments.len());
             cap.q = cap.q.max(s.fragments.len());
@@ -244,6 +264,15 @@ impl RingSteps {
     /// The ring rank that these are the steps of.
     pub fn ring_rank(&self) -> usize {
         self.me
+    }
+
+    /// For each ring step, the rows that go to readers in so many runs that `is_packed` says so.
+    pub(crate) fn packed_rows(&self, is_packed: impl Fn(usize) -> bool) -> Vec<u64> {
+        let mut rows = vec![0; self.list.len()];
+        for s in self.scattered.iter().filter(|s| is_packed(s.runs as usize)) {
+            rows[s.ring_step as usize] += s.rows;
+        }
+        rows
     }
 
     /// The most fragments that any one ring step lists.
@@ -304,6 +333,13 @@ impl RingSteps {
     pub fn outgoing(&self, ring_step: usize, scratch: &mut RangeScratch) {
         self.list_outgoing(self.list[ring_step].step as usize, scratch);
     }
+}
+
+/// How many runs of the owner's share the fragments of one peer are, and their rows; none if one.
+fn scattered(fragments: &[Fragment]) -> Option<(u32, u64)> {
+    let end = |f: &Fragment| f.owner_row + i64::from(f.range.len);
+    let breaks = fragments.windows(2).filter(|w| end(&w[0]) != w[1].owner_row).count() as u32;
+    (breaks > 0).then(|| (breaks + 1, fragments.iter().map(|f| u64::from(f.range.len)).sum()))
 }
 
 /// Cuts striped fragments into their blocks, so that a sort by position is the order of every token. From the back and
@@ -371,10 +407,11 @@ mod tests {
                         let mut slow = fast.clone();
                         slow.list.clear();
                         slow.last.fill(0);
+                        slow.scattered.clear();
                         slow.sweep();
                         assert_eq!(
-                            (&fast.list, &fast.last),
-                            (&slow.list, &slow.last),
+                            (&fast.list, &fast.last, &fast.scattered),
+                            (&slow.list, &slow.last, &slow.scattered),
                             "{mask:?} {me} of {ring} {form:?}"
                         );
                         let (a, b) = (fast.capacity, slow.capacity);

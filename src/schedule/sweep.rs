@@ -19,6 +19,39 @@ pub(super) struct StepVolume {
     /// At least as many fragments as are listed.
     pub fragments_in: usize,
     pub fragments_out: usize,
+    /// What leaves, by class: in ring direction, in reverse. In the gather form, see [`Zigzag::measure`].
+    leaving: [Leaving; 2],
+}
+
+/// Own rows that go to one reader, so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Leaving {
+    /// Runs of the own share.
+    pub runs: u32,
+    pub rows: u64,
+    first: i64,
+    end: i64,
+}
+
+impl Leaving {
+    /// Rows `a..e` of the own share, after all before.
+    fn add(&mut self, a: i64, e: i64) {
+        if self.runs == 0 {
+            self.first = a;
+        }
+        self.runs += u32::from(self.runs == 0 || self.end != a);
+        self.end = e;
+        self.rows += (e - a) as u64;
+    }
+
+    /// Both, one after the other.
+    fn then(self, after: Self) -> Self {
+        if self.runs == 0 || after.runs == 0 {
+            return if self.runs == 0 { after } else { self };
+        }
+        let runs = self.runs + after.runs - u32::from(self.end == after.first);
+        Self { runs, rows: self.rows + after.rows, first: self.first, end: after.end }
+    }
 }
 
 /// A ring rank's part in a zigzag over documents.
@@ -89,8 +122,10 @@ fn length(a: (i64, i64)) -> u64 {
 
 impl Zigzag<'_> {
     /// Counts by step (entry 0 is unused), and the last step at which each stationary segment meets anything, or 0.
+    ///
+    /// In the gather form all is counted at step 1, but what leaves to rank j at entry j.
     pub fn measure(&self) -> (Vec<StepVolume>, Vec<u32>) {
-        let mut steps = vec![StepVolume::default(); if self.gather { 2 } else { self.ring.max(2) }];
+        let mut steps = vec![StepVolume::default(); self.ring.max(2)];
         let mut last = vec![0; self.stationary.len()];
         let mut i = 0;
         while i < self.stationary.len() {
@@ -101,27 +136,38 @@ impl Zigzag<'_> {
         let mut i = 0;
         while i < self.own.len() {
             let own = document(self.own, i);
-            self.leaving(own, &mut steps);
+            if self.mask.left.is_none() {
+                self.leaving::<true>(own, &mut steps);
+            } else {
+                self.leaving::<false>(own, &mut steps);
+            }
             i += own.len();
         }
         (steps, last)
+    }
+
+    /// What goes to each reader in more than one run, with its step, of what [`Zigzag::measure`] counted.
+    pub fn readers(&self, steps: &[StepVolume]) -> Vec<(usize, Leaving)> {
+        let mut readers = Vec::new();
+        for (i, s) in steps.iter().enumerate() {
+            let [forward, reverse] = s.leaving;
+            if self.gather {
+                readers.push((1, forward));
+            } else if 2 * i == self.ring {
+                // The rank ahead is the rank behind.
+                readers.push((i, forward.then(reverse)));
+            } else {
+                readers.extend([(i, forward), (i, reverse)]);
+            }
+        }
+        readers.retain(|(_, l)| l.runs > 1);
+        readers
     }
 
     /// The two limits of the mask, cut down to where they still reach over any two positions.
     fn limits(&self) -> (i64, i64) {
         const FAR: i64 = 1 << 42;
         (self.mask.left_limit().min(FAR), self.mask.right_limit().min(FAR))
-    }
-
-    /// The step at which rank `j`'s chunk comes here (or goes there, with the direction turned round).
-    fn step(&self, from: usize, to: usize) -> usize {
-        if self.gather {
-            1
-        } else if to >= from {
-            to - from
-        } else {
-            to + self.ring - from
-        }
     }
 
     fn arriving(&self, stationary: &[Segment], steps: &mut [StepVolume], last: &mut [u32]) {
@@ -144,46 +190,56 @@ impl Zigzag<'_> {
             return;
         }
         let parts = 2 * self.ring as i64;
-        // The chunk that holds the first needed token.
-        let mut c = ((first.0 + 1) * parts - 1) / len;
-        let mut borders = Borders::new(len, parts, c);
-        let mut low = borders.at;
-        while low < end {
-            let high = borders.next();
-            let chunk = (low, high);
-            let index = c as usize;
-            (low, c) = (high, c + 1);
-            if chunk.0 == chunk.1 {
-                continue;
+        let mut visit = |index: i64, chunk: (i64, i64)| {
+            let (me, ring) = (self.me as i64, self.ring as i64);
+            // Front chunks come in ring direction, back chunks in reverse.
+            let distance = if index < ring { me - index } else { 2 * ring - 1 - index - me };
+            if distance == 0 {
+                return;
             }
-            let step = if index < self.ring {
-                if index == self.me {
-                    continue;
-                }
-                self.step(index, self.me)
-            } else {
-                let j = 2 * self.ring - 1 - index;
-                if j == self.me {
-                    continue;
-                }
-                self.step(self.me, j)
-            };
             let (m, n) = (length(common(chunk, first)), length(common(chunk, second)));
             if m + n == 0 {
-                continue;
+                return;
             }
+            let step = if self.gather { 1 } else { (distance + if distance < 0 { ring } else { 0 }) as usize };
             let s = &mut steps[step];
             s.rows_in += m + n;
             s.fragments_in += usize::from(m > 0) + usize::from(n > 0);
             for (l, of) in last.iter_mut().zip([a, b]) {
-                if length(common(chunk, of)) > 0 {
+                if chunk.0 < of.1 && of.0 < chunk.1 {
                     *l = (*l).max(step as u32);
                 }
             }
+        };
+        // The chunk that holds the first needed token.
+        let chunk_of = |token: i64| ((token + 1) * parts - 1) / len;
+        if len < parts {
+            // Chunks of one token, and many empty ones: token by token.
+            let (whole, rest) = (parts / len, parts % len);
+            let (mut c, mut carry) = (chunk_of(first.0), ((first.0 + 1) * parts - 1) % len);
+            for token in first.0..end {
+                visit(c, (token, token + 1));
+                let more = i64::from(carry + rest >= len);
+                carry += rest - len * more;
+                c += whole + more;
+            }
+            return;
+        }
+        let c = chunk_of(first.0);
+        let mut borders = Borders::new(len, parts, c);
+        let mut low = borders.at;
+        for c in c..parts {
+            if low >= end {
+                break;
+            }
+            let high = borders.next();
+            visit(c, (low, high));
+            low = high;
         }
     }
 
-    fn leaving(&self, own: &[Segment], steps: &mut [StepVolume]) {
+    /// `WHOLE`: stationary rows reach back without limit, so what they need of a run is its beginning.
+    fn leaving<const WHOLE: bool>(&self, own: &[Segment], steps: &mut [StepVolume]) {
         let doc = own[0].range.doc as usize;
         let (len, start) = (self.batch.document(self.staying, doc).len() as i64, self.batch.start(self.staying, doc));
         if len == 0 {
@@ -192,7 +248,13 @@ impl Zigzag<'_> {
         let (left, right) = self.limits();
         let parts = 2 * self.ring as i64;
         let (mut up, mut down) = (Borders::new(len, parts, 0), Borders::new(len, parts, parts));
-        let reach = |low: i64, high: i64| if low < high { (start + low - left, start + high + right) } else { (0, 0) };
+        let reach = |low: i64, high: i64| {
+            if low == high {
+                (i64::MAX, i64::MIN)
+            } else {
+                (if WHOLE { i64::MIN } else { start + low - left }, start + high + right)
+            }
+        };
         for j in 0..self.ring {
             let low = up.at;
             let front = reach(low, up.next());
@@ -201,18 +263,35 @@ impl Zigzag<'_> {
             if j == self.me {
                 continue;
             }
+            let ahead = if j > self.me { j - self.me } else { j + self.ring - self.me };
             for v in own {
-                let rows = (v.range.pos, v.range.pos + i64::from(v.range.len));
+                let (row, rows) = (v.range.row - v.range.pos, (v.range.pos, v.range.pos + i64::from(v.range.len)));
                 let (a, b) = (common(rows, front), common(rows, back));
-                let (m, n) = (length(a), length(b));
-                if m + n == 0 {
+                let (m, n) = (a.0 < a.1, b.0 < b.1);
+                if !(m || n) {
                     continue;
                 }
-                let step = if v.reverse { self.step(j, self.me) } else { self.step(self.me, j) };
+                let step = if self.gather {
+                    1
+                } else if v.reverse {
+                    self.ring - ahead
+                } else {
+                    ahead
+                };
+                let (reader, class) = if self.gather { (j, 0) } else { (step, usize::from(v.reverse)) };
+                let leaving = &mut steps[reader].leaving[class];
+                let before = leaving.rows;
+                if WHOLE {
+                    leaving.add(row + rows.0, row + a.1.max(b.1).min(rows.1));
+                } else if m && n && b.0 <= a.1 {
+                    leaving.add(row + a.0.min(b.0), row + a.1.max(b.1));
+                } else {
+                    [(m, a), (n, b)].iter().filter(|x| x.0).for_each(|(_, x)| leaving.add(row + x.0, row + x.1));
+                }
+                let added = leaving.rows - before;
                 let s = &mut steps[step];
-                let both = if m > 0 && n > 0 { length(common(a, b)) } else { 0 };
-                s.rows_out += m + n - both;
-                s.fragments_out += usize::from(m > 0) + usize::from(n > 0);
+                s.rows_out += added;
+                s.fragments_out += usize::from(m) + usize::from(n);
             }
         }
     }

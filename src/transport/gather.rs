@@ -12,7 +12,7 @@ use std::vec::Vec;
 
 use super::{
     Label,
-    staged::{self, Carrier, Room},
+    staged::{self, Carrier, WireBuffer},
 };
 use crate::error::{Error, Result};
 
@@ -85,7 +85,7 @@ pub(crate) fn gather(carrier: &dyn Carrier, now: &dyn Fn() -> u64, mine: &[u8]) 
 }
 
 /// Sends a number to `peer`, or receives one.
-fn number(carrier: &dyn Carrier, step: u32, peer: usize, word: &mut dyn Room, send: Option<u64>) -> Result<u64> {
+fn number(carrier: &dyn Carrier, step: u32, peer: usize, word: &mut dyn WireBuffer, send: Option<u64>) -> Result<u64> {
     let mut bytes = send.unwrap_or(0).to_ne_bytes();
     if send.is_some() {
         word.put(&bytes)?;

@@ -78,6 +78,41 @@ pub fn group(world: usize, deadline: Duration) -> Result<Vec<Local>> {
     Ok((0..world).map(|rank| Local { shared: Arc::clone(&shared), rank }).collect())
 }
 
+/// Runs `rank` on `world` threads, each with its rank of a new [`group`], and returns their results in the order of
+/// ranks. `deadline` as there.
+///
+/// # Errors
+/// Of [`group`]. If ranks fail, the error of the lowest rank that failed by itself. An error that only names another
+/// rank ([`Error::Peer`]) is returned if there is no other.
+///
+/// # Panics
+/// If a rank panics, with its panic, once all ranks have ended.
+///
+/// ```
+/// use cpattn::transport::{Transport, local};
+/// use std::time::Duration;
+///
+/// let fingerprints = local::run(3, Duration::from_secs(10), |end| {
+///     end.agree(0..3, 42)?;
+///     Ok(end.rank())
+/// })?;
+/// assert_eq!(fingerprints, [0, 1, 2]);
+/// # Ok::<(), cpattn::Error>(())
+/// ```
+pub fn run<T: Send>(world: usize, deadline: Duration, rank: impl Fn(Local) -> Result<T> + Sync) -> Result<Vec<T>> {
+    let ends = group(world, deadline)?;
+    let results: Vec<Result<T>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(|| rank(end))).collect();
+        let joined: Vec<_> = threads.into_iter().map(std::thread::ScopedJoinHandle::join).collect();
+        joined.into_iter().map(|joined| joined.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    });
+    let by_itself = |result: &Result<T>| matches!(result, Err(error) if error.peer().is_none());
+    match results.iter().position(by_itself) {
+        Some(cause) => Err(results.into_iter().nth(cause).and_then(Result::err).expect("it was found among them")),
+        None => results.into_iter().collect(),
+    }
+}
+
 /// One rank of a [`group`]. Dropping it means that the rank leaves.
 ///
 /// Any thread may call [`poll`](Transport::poll) and [`abort`](Transport::abort) at any time; a second call of `agree`

@@ -38,6 +38,7 @@
 //! - Nothing is sent on the caller's communicator itself, unless a rank does not make its transport in time
 //!   (`arrival.rs`).
 
+mod agreement;
 mod arrival;
 mod duplicates;
 mod group;
@@ -46,7 +47,6 @@ mod notices;
 mod pipe;
 mod pipes;
 mod raw;
-mod votes;
 mod wait;
 
 use std::{
@@ -61,11 +61,11 @@ use ::mpi::{ffi::MPI_Comm, raw::AsRaw};
 use super::{Label, Message, Transport};
 use crate::error::{Cause, Error, Result};
 use crate::plan::Fingerprint;
-use group::{AGREEMENT, Group};
+use agreement::AgreementMessages;
+use group::{AGREEMENT, MpiGroup};
 use notices::Notices;
 use pipes::Pipes;
 use raw::Comm;
-use votes::Votes;
 use wait::SETTLE;
 
 /// What two libraries must have in common to understand each other.
@@ -77,7 +77,7 @@ const PROTOCOL: u64 = 3;
 /// or `exchange` at the same time is refused with [`Error::Invalid`]. Drop it, or the rank that has it, before MPI is
 /// finalised; dropping it frees its communicators, which MPI may count as a collective call.
 pub struct Mpi {
-    group: Group,
+    group: MpiGroup,
     messages: Comm,
     others: Comm,
     calls: Mutex<Calls>,
@@ -86,7 +86,7 @@ pub struct Mpi {
 /// What the calls that wait work with.
 struct Calls {
     pipes: Pipes,
-    votes: Votes,
+    votes: AgreementMessages,
 }
 
 impl Calls {
@@ -108,7 +108,7 @@ impl Calls {
 
 impl std::fmt::Debug for Mpi {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Group { rank, world, .. } = &self.group;
+        let MpiGroup { rank, world, .. } = &self.group;
         f.debug_struct("Mpi").field("rank", rank).field("world", world).finish_non_exhaustive()
     }
 }
@@ -171,10 +171,10 @@ impl Mpi {
         messages.return_errors()?;
         others.return_errors()?;
         let end = Self {
-            group: Group::new(rank, world, Notices::new(others, world)?),
+            group: MpiGroup::new(rank, world, Notices::new(others, world)?),
             messages,
             others,
-            calls: Mutex::new(Calls { pipes: Pipes::new(world), votes: Votes::new(world) }),
+            calls: Mutex::new(Calls { pipes: Pipes::new(world), votes: AgreementMessages::new(world) }),
         };
         end.set_deadline(deadline);
         end.same_version(env!("CARGO_PKG_VERSION"))?;
@@ -243,7 +243,7 @@ impl Transport for Mpi {
     }
 
     fn agree(&self, group: Range<usize>, fingerprint: u64) -> Result<()> {
-        let Group { rank, world, .. } = self.group;
+        let MpiGroup { rank, world, .. } = self.group;
         if !group.contains(&rank) || group.end > world {
             return Err(Error::invalid(
                 "group",
@@ -310,7 +310,7 @@ impl Drop for Mpi {
             self.group.notices.close(SETTLE);
             left_ranks::sweep();
         } else {
-            let Group { rank, world, .. } = self.group;
+            let MpiGroup { rank, world, .. } = self.group;
             left_ranks::leave(rank, world, self.group.notices.take(), [self.messages, self.others]);
         }
     }

@@ -38,12 +38,12 @@ use super::{
 };
 use crate::{
     call::RawStream,
-    error::{Cause, Error, Result},
-    kernel::cuda::{
-        Cuda,
-        driver::Event,
+    device::{
+        driver::CudaEvent,
         memory::{OwnStream, copy},
     },
+    error::{Cause, Error, Result},
+    kernel::cuda::Cuda,
 };
 
 /// One rank of a [`group`]. Dropping it means that the rank leaves.
@@ -59,9 +59,9 @@ pub struct Peer {
 /// still waits for its events.
 struct PeerStream {
     stream: OwnStream,
-    ready: Event,
+    ready: CudaEvent,
     /// By sender: behind the copies from it to this rank.
-    done: Vec<Event>,
+    done: Vec<CudaEvent>,
     /// Whose context it is.
     cuda: Arc<Cuda>,
     /// The capture that the rank's run is part of; 0 for none. Written before the run's exchanges, read in them.
@@ -87,8 +87,8 @@ impl core::fmt::Debug for Peer {
 pub fn group(devices: &[Arc<Cuda>], deadline: Duration) -> Result<Vec<Peer>> {
     let lane = |cuda: &Arc<Cuda>| -> Result<PeerStream> {
         let context = cuda.context();
-        let done = devices.iter().map(|_| Event::new(context)).collect::<Result<_>>()?;
-        let (stream, ready) = (OwnStream::new(context)?, Event::new(context)?);
+        let done = devices.iter().map(|_| CudaEvent::new(context)).collect::<Result<_>>()?;
+        let (stream, ready) = (OwnStream::new(context)?, CudaEvent::new(context)?);
         Ok(PeerStream { stream, ready, done, cuda: Arc::clone(cuda), capture: AtomicU64::new(0) })
     };
     let streams: Arc<[PeerStream]> = devices.iter().map(lane).collect::<Result<Vec<_>>>()?.into();

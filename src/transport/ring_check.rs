@@ -18,7 +18,7 @@ use std::{
 use super::staged::DeviceCarrier;
 use super::{
     Label, Transport,
-    staged::{self, Carrier, HostCarrier, Room},
+    staged::{self, Carrier, HostCarrier, WireBuffer},
 };
 use crate::error::{Cause, Error, Result};
 
@@ -43,7 +43,7 @@ pub struct Link {
 /// What is wrong with the ring, as seen by one rank.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
-pub enum Trouble {
+pub enum RingFault {
     /// An exchange failed while this rank was at a link.
     Failed {
         /// The link, from and to; `None` if the fault is elsewhere and this rank was only notified.
@@ -60,7 +60,7 @@ pub enum Trouble {
     },
 }
 
-impl Trouble {
+impl RingFault {
     /// What to try.
     pub fn advice(&self) -> &'static str {
         match self {
@@ -83,7 +83,7 @@ impl Trouble {
     }
 }
 
-impl fmt::Display for Trouble {
+impl fmt::Display for RingFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Failed { link: Some((from, to)), error } => write!(f, "link {from} → {to} failed: {error}")?,
@@ -99,7 +99,7 @@ impl fmt::Display for Trouble {
     }
 }
 
-impl std::error::Error for Trouble {}
+impl std::error::Error for RingFault {}
 
 /// A link as it travels: from, to, latency and transfer in nanoseconds.
 type LedgerEntry = [u64; 4];
@@ -129,16 +129,16 @@ struct LedgerRound<'a> {
     /// What a large message holds, or should.
     stamps: Vec<u8>,
     /// What travels: eight bytes, a large message, the ledger.
-    word: Box<dyn Room>,
-    large: Box<dyn Room>,
-    pages: Box<dyn Room>,
+    word: Box<dyn WireBuffer>,
+    large: Box<dyn WireBuffer>,
+    pages: Box<dyn WireBuffer>,
 }
 
 /// Checks all links. All ranks call it with the same number of `bytes` (at least 1) for the large message. Rank 0 gets
 /// all links in the order in which they were measured, other ranks those measured before their last turn.
 ///
 /// # Errors
-/// What failed, on every rank that noticed; [`Trouble::Failed`] with [`Error::Invalid`] for a ring of one rank or 0 bytes.
+/// What failed, on every rank that noticed; [`RingFault::Failed`] with [`Error::Invalid`] for a ring of one rank or 0 bytes.
 ///
 /// ```
 /// use cpattn::transport::{local, ring_check};
@@ -155,7 +155,7 @@ struct LedgerRound<'a> {
 /// });
 /// # Ok::<(), cpattn::Error>(())
 /// ```
-pub fn check(end: &dyn Transport, bytes: usize) -> Result<Vec<Link>, Trouble> {
+pub fn check(end: &dyn Transport, bytes: usize) -> Result<Vec<Link>, RingFault> {
     round(&HostCarrier(end), bytes)
 }
 
@@ -168,14 +168,14 @@ pub fn check(end: &dyn Transport, bytes: usize) -> Result<Vec<Link>, Trouble> {
 /// # Errors
 /// As [`check`]; [`Error::Device`] if the device has no memory for a message.
 #[cfg(feature = "cuda")]
-pub fn check_on_device(end: &dyn super::DeviceTransport, bytes: usize) -> Result<Vec<Link>, Trouble> {
+pub fn check_on_device(end: &dyn super::DeviceTransport, bytes: usize) -> Result<Vec<Link>, RingFault> {
     round(&DeviceCarrier(end), bytes)
 }
 
-fn round(carrier: &dyn Carrier, bytes: usize) -> Result<Vec<Link>, Trouble> {
+fn round(carrier: &dyn Carrier, bytes: usize) -> Result<Vec<Link>, RingFault> {
     let end = carrier.end();
     let (rank, world) = (end.rank(), end.world());
-    let refused = |error| Trouble::Failed { link: None, error };
+    let refused = |error| RingFault::Failed { link: None, error };
     if world < 2 {
         return Err(refused(Error::invalid("world", world, "at least 2 ranks, for a ring")));
     }
@@ -218,7 +218,7 @@ enum Which {
 }
 
 impl LedgerRound<'_> {
-    fn give(&mut self, to: usize) -> Result<(), Trouble> {
+    fn give(&mut self, to: usize) -> Result<(), RingFault> {
         let (rank, hop) = (self.end.rank(), self.hop);
         let mut latency = Duration::MAX;
         self.write_bytes()?;
@@ -253,7 +253,7 @@ impl LedgerRound<'_> {
         self.carry(to, Which::Pages, true)
     }
 
-    fn take(&mut self, from: usize) -> Result<(), Trouble> {
+    fn take(&mut self, from: usize) -> Result<(), RingFault> {
         for round in 0..SMALL {
             self.carry(from, Which::Word, false)?;
             if round == 0 {
@@ -283,20 +283,20 @@ impl LedgerRound<'_> {
         if let Some(at) = other {
             // No other rank is told of it otherwise.
             self.end.abort(Cause::Failed);
-            return Err(Trouble::OtherBytes { link: link(self.end.world(), self.hop), at });
+            return Err(RingFault::OtherBytes { link: link(self.end.world(), self.hop), at });
         }
         Ok(())
     }
 
     /// Into the word that travels: the number of bytes that this rank was called with.
-    fn write_bytes(&mut self) -> Result<(), Trouble> {
+    fn write_bytes(&mut self) -> Result<(), RingFault> {
         let written = self.word.put(&(self.stamps.len() as u64).to_ne_bytes());
         written.map_err(|error| self.trouble(error))
     }
 
     /// Compares it with what `peer` was called with: a large message of another size would be refused in other words by each
     /// transport, or not at all.
-    fn same_bytes(&mut self, peer: usize) -> Result<(), Trouble> {
+    fn same_bytes(&mut self, peer: usize) -> Result<(), RingFault> {
         let mut word = [0; 8];
         self.word.get(&mut word).map_err(|error| self.trouble(error))?;
         let (theirs, ours) = (u64::from_ne_bytes(word), self.stamps.len() as u64);
@@ -306,11 +306,11 @@ impl LedgerRound<'_> {
         let found = format!("{ours} on rank {} and {theirs} on rank {peer}", self.end.rank());
         let expected =
             format!("the same number on every rank (or rank {peer} does something else than check the ring)");
-        Err(Trouble::Failed { link: None, error: Error::invalid("bytes", found, expected) })
+        Err(RingFault::Failed { link: None, error: Error::invalid("bytes", found, expected) })
     }
 
     /// Sends bytes to `peer`, or receives them, and waits until they are there.
-    fn carry(&mut self, peer: usize, which: Which, send: bool) -> Result<(), Trouble> {
+    fn carry(&mut self, peer: usize, which: Which, send: bool) -> Result<(), RingFault> {
         let room = match which {
             Which::Word => &mut self.word,
             Which::Large => &mut self.large,
@@ -321,12 +321,12 @@ impl LedgerRound<'_> {
     }
 
     /// What an error at this hop means.
-    fn trouble(&self, error: Error) -> Trouble {
+    fn trouble(&self, error: Error) -> RingFault {
         let (from, to) = link(self.end.world(), self.hop);
         let here = match &error {
             Error::Peer { peer, .. } | Error::Found { peer: Some(peer), .. } => [from, to].contains(peer),
             _ => true,
         };
-        Trouble::Failed { link: here.then_some((from, to)), error }
+        RingFault::Failed { link: here.then_some((from, to)), error }
     }
 }

@@ -14,14 +14,14 @@ use super::{Label, Message, Transport};
 use crate::error::{Error, Result};
 
 /// Where bytes lie that travel: in memory of the host, or of a device.
-pub(crate) trait Room {
+pub(crate) trait WireBuffer {
     fn ptr(&mut self) -> *mut u8;
     fn bytes(&self) -> usize;
     fn put(&mut self, from: &[u8]) -> Result<()>;
     fn get(&self, to: &mut [u8]) -> Result<()>;
 }
 
-impl Room for Vec<u8> {
+impl WireBuffer for Vec<u8> {
     fn ptr(&mut self) -> *mut u8 {
         self.as_mut_ptr()
     }
@@ -42,7 +42,7 @@ impl Room for Vec<u8> {
 }
 
 #[cfg(feature = "cuda")]
-impl Room for crate::kernel::cuda::DeviceMemory {
+impl WireBuffer for crate::kernel::cuda::DeviceMemory {
     fn ptr(&mut self) -> *mut u8 {
         Self::ptr(self)
     }
@@ -65,7 +65,7 @@ pub(crate) trait Carrier {
     fn end(&self) -> &dyn Transport;
 
     /// Memory for a message; a size that no memory holds is refused, not the end of the program.
-    fn room(&self, bytes: usize) -> Result<Box<dyn Room>>;
+    fn room(&self, bytes: usize) -> Result<Box<dyn WireBuffer>>;
 
     /// Waits until what was exchanged is there.
     fn complete(&self) -> Result<()>;
@@ -79,7 +79,7 @@ impl Carrier for HostCarrier<'_> {
         self.0
     }
 
-    fn room(&self, bytes: usize) -> Result<Box<dyn Room>> {
+    fn room(&self, bytes: usize) -> Result<Box<dyn WireBuffer>> {
         Ok(Box::new(zeros(bytes)?))
     }
 
@@ -98,7 +98,7 @@ impl Carrier for DeviceCarrier<'_> {
         self.0
     }
 
-    fn room(&self, bytes: usize) -> Result<Box<dyn Room>> {
+    fn room(&self, bytes: usize) -> Result<Box<dyn WireBuffer>> {
         Ok(Box::new(self.0.device().allocate(bytes)?))
     }
 
@@ -118,7 +118,7 @@ pub(crate) fn zeros(bytes: usize) -> Result<Vec<u8>> {
 }
 
 /// Bytes, and the rank that they go to or come from.
-pub(crate) type Parcel = (usize, Box<dyn Room>);
+pub(crate) type Parcel = (usize, Box<dyn WireBuffer>);
 
 /// One exchange, complete when it returns.
 pub(crate) fn exchange(carrier: &dyn Carrier, label: Label, sends: &mut [Parcel], recvs: &mut [Parcel]) -> Result<()> {
@@ -130,14 +130,20 @@ pub(crate) fn exchange(carrier: &dyn Carrier, label: Label, sends: &mut [Parcel]
 }
 
 /// Sends bytes to `peer`, or receives them.
-pub(crate) fn carry(carrier: &dyn Carrier, label: Label, peer: usize, room: &mut dyn Room, send: bool) -> Result<()> {
+pub(crate) fn carry(
+    carrier: &dyn Carrier,
+    label: Label,
+    peer: usize,
+    room: &mut dyn WireBuffer,
+    send: bool,
+) -> Result<()> {
     let one = [message(peer, room)];
     let (sends, recvs): (&[_], &[_]) = if send { (&one, &[]) } else { (&[], &one) };
     // SAFETY: the room is borrowed alone until this returns.
     unsafe { moved(carrier, label, sends, recvs) }
 }
 
-fn message(peer: usize, room: &mut dyn Room) -> Message {
+fn message(peer: usize, room: &mut dyn WireBuffer) -> Message {
     Message { peer, ptr: room.ptr(), bytes: room.bytes() }
 }
 

@@ -2,7 +2,7 @@
 //! Which family of forward kernels a device takes, how one is forced, and what is said of a driver that refuses it.
 
 use crate::device::{Device, emulated_count};
-use crate::hopper::{alone_with, launch};
+use crate::hopper::{alone_with, launch, try_launch};
 use cpattn::kernel::cuda::{Cuda, Family};
 use cpattn::{Dtype, Error};
 
@@ -95,6 +95,48 @@ fn a_variable_that_names_nothing_is_refused() {
         let error = Cuda::new(0).map(|_| ()).expect_err("no family").to_string();
         assert!(error.starts_with("CPATTN_CUDA_FAMILY is \"sm_90\", expected one of sm_80, sm_90a"), "{error}");
         assert!(Cuda::shared(0).is_err());
+    }
+}
+
+/// A driver that refuses tensor maps: calls whose tensors need them fail, and say what to do; no other kernel takes them.
+#[test]
+fn a_driver_that_refuses_maps_is_not_hidden() {
+    let test = "family::a_driver_that_refuses_maps_is_not_hidden";
+    if alone_with(test, &[("CPATTN_EMU_REFUSE", "tensor_map")]) && is_hopper() == Some(true) {
+        let device = Device::open().expect("a device");
+        for _ in 0..2 {
+            let error = try_launch(&device, |_| ()).map(|_| ()).expect_err("refused").to_string();
+            assert!(error.contains("cuTensorMapEncodeTiled") && error.contains("CPATTN_CUDA_FAMILY=sm_80"), "{error}");
+        }
+        // Tensors that no map describes need none.
+        let before = emulated_count(c"cpattn_forward");
+        launch(&device, |call| {
+            for t in [&mut call.q, &mut call.k, &mut call.v] {
+                t.ptr = t.ptr.wrapping_add(64 * 2);
+                t.head_stride = -64;
+            }
+        });
+        assert_eq!(emulated_count(c"cpattn_forward"), before.map(|n| n + 1));
+        let device = Device::of(Cuda::with_family(0, Family::Sm80)).expect("a device");
+        assert_eq!(launched(&device), [0, 1]);
+    }
+}
+
+/// The forward for `sm_80` is loaded when a call needs it: not where the other one takes all calls.
+#[test]
+fn the_other_forward_is_loaded_when_it_is_needed() {
+    if alone_with("family::the_other_forward_is_loaded_when_it_is_needed", &[]) && is_hopper() == Some(true) {
+        let modules = || emulated_count(c"cuModuleLoadData").expect("asked before");
+        let device = Device::open().expect("a device");
+        let before = modules();
+        device.cuda.prepare(Dtype::Bf16, 64, 64).expect("the kernels");
+        launch(&device, |_| ());
+        // The forward, the backward, and the three that no head dim changes.
+        assert_eq!(modules() - before, 5);
+        for _ in 0..2 {
+            launch(&device, |call| [&mut call.k, &mut call.v].into_iter().for_each(|t| t.head_stride = 0));
+            assert_eq!(modules() - before, 6);
+        }
     }
 }
 

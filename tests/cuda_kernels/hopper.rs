@@ -234,6 +234,11 @@ pub fn alone_with(test: &str, variables: &[(&str, &str)]) -> bool {
 
 /// A call with two heads of q and k and one range each; `change` makes other tensors of the same memory.
 pub fn launch(device: &Device, change: impl Fn(&mut Attend)) -> Vec<f64> {
+    try_launch(device, change).expect("a legal call")
+}
+
+/// The same of a call that may fail.
+pub fn try_launch(device: &Device, change: impl Fn(&mut Attend)) -> cpattn::Result<Vec<f64>> {
     const TOKENS: usize = 40;
     let input = |seed, heads: usize| {
         let numbers = random(TOKENS * heads * 64, seed);
@@ -257,8 +262,8 @@ pub fn launch(device: &Device, change: impl Fn(&mut Attend)) -> Vec<f64> {
     change(&mut call);
     let mut staging = device.cuda.staging(4096, 2).expect("memory");
     // SAFETY: everything lives until the download below; changed tensors lie in the same memory.
-    unsafe { device.cuda.attend(&call, &mut staging, device.stream) }.expect("a legal call");
-    device.download(&o).chunks_exact(2).map(|b| decode(Dtype::Bf16, b)).collect()
+    unsafe { device.cuda.attend(&call, &mut staging, device.stream) }?;
+    Ok(device.download(&o).chunks_exact(2).map(|b| decode(Dtype::Bf16, b)).collect())
 }
 
 /// Devices of compute capability 9.0 take these kernels, all others those for `sm_80`, and so do calls whose tensors maps

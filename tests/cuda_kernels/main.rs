@@ -11,6 +11,7 @@ mod case;
 mod device;
 mod family;
 mod hopper;
+mod hopper_backward;
 mod hopper_walks;
 mod repeated;
 mod run;

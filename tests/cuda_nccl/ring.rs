@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use cpattn::{
     Cause, Error, Rank,
-    transport::ring_check::{Trouble, check_on_device},
+    transport::ring_check::{RingFault, check_on_device},
 };
 
 use crate::group::{LONG, devices, threads};
@@ -36,7 +36,7 @@ fn a_silent_rank_is_at_the_link_of_the_lowest_step() {
     let mut steps = Vec::new();
     for (rank, trouble) in all.into_iter().map(Result::unwrap).enumerate() {
         let Some(trouble) = trouble else { continue };
-        let Trouble::Failed { link: Some(link), error } = &trouble else { panic!("{trouble}") };
+        let RingFault::Failed { link: Some(link), error } = &trouble else { panic!("{trouble}") };
         let (Error::Peers { step, cause: Cause::Deadline { .. }, .. }
         | Error::Peer { step, cause: Cause::Deadline { .. }, .. }) = error
         else {

@@ -77,7 +77,7 @@ pub fn backward(rank: &mut Rank, plan: &Plan, data: &Data<f32>, made: &Parts) ->
         dq: ViewMut::new(&mut dq, tq, hq, d)?,
         dk: ViewMut::new(&mut dk, tk, hk, d)?,
         dv: ViewMut::new(&mut d_v, tk, hk, dv)?,
-        dsinks: p.sinks().then_some(&mut dsinks),
+        dsinks: p.sinks().then_some(&mut dsinks[..]),
     };
     rank.backward(plan, tensors)?;
     Ok(vec![dq, dk, d_v, dsinks])

@@ -28,10 +28,24 @@ impl Random {
     }
 }
 
-/// The instruction sets of this machine that have kernels of their own for elements `E`.
+/// How many of so many problems are tried: all with `CPATTN_LONG` set (`.ci/long`), else the first of them. Seeds choose by
+/// remainders of 2, 3 and 4, so that 12 of them have every choice.
+pub fn some_of(seeds: std::ops::Range<u64>) -> std::ops::Range<u64> {
+    let most = if std::env::var_os("CPATTN_LONG").is_some() {
+        u64::MAX
+    } else {
+        24.min(12 * (seeds.end - seeds.start).div_ceil(24))
+    };
+    seeds.start..seeds.end.min(seeds.start.saturating_add(most))
+}
+
+/// The instruction sets of this machine that have kernels of their own for elements `E`; of them that which `CPATTN_TEST_ISA`
+/// names, where it is set: an emulator takes its time.
 pub fn isas<E: Element>() -> impl Iterator<Item = Isa> {
-    Isa::ALL.into_iter().filter(|isa| {
+    let named = std::env::var("CPATTN_TEST_ISA").ok();
+    Isa::ALL.into_iter().filter(move |isa| {
         isa.is_available()
+            && named.as_ref().is_none_or(|named| isa.to_string() == *named)
             && match isa {
                 Isa::Amx => E::DTYPE != Dtype::F64,
                 Isa::Avx512Bf16 => E::DTYPE == Dtype::Bf16,

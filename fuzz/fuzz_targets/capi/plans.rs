@@ -67,6 +67,16 @@ pub fn create_plan(w: &mut World, b: &mut Bytes) {
         (options.world, options.ulysses, options.ring) = (1, 1, 1);
     }
     let mut plan = null_mut();
+    let base = w.plans.last().copied().unwrap_or(null_mut());
+    if called(unsafe { cpattn_plan_with_tokens_of(base, &problem, &options, &mut plan) }) == 0 {
+        let of = |plan| {
+            let mut name = 0;
+            assert_eq!(called(unsafe { cpattn_plan_distribution(plan, &mut name) }), CPATTN_OK);
+            name
+        };
+        assert_eq!(of(plan), of(base), "other tokens than those of the base");
+        called(unsafe { cpattn_plan_destroy(plan) });
+    }
     if called(unsafe { cpattn_plan_create(&problem, &options, &mut plan) }) == 0 {
         w.plans.push(plan);
     }

@@ -31,7 +31,7 @@ pub(super) struct Documents<'a> {
 }
 
 /// The documents of a call: those on tiles, if there are any, and those on vectors.
-pub(super) struct Choice<'a> {
+pub(super) struct EngineChoice<'a> {
     pub tiles: Option<Documents<'a>>,
     pub vectors: Option<Documents<'a>>,
 }
@@ -58,7 +58,7 @@ enum By<'a> {
     Rows,
 }
 
-impl<'a> Choice<'a> {
+impl<'a> EngineChoice<'a> {
     /// Of a forward call on `isa`, with what is known of each document.
     pub(super) fn forward(call: &Attend<'a>, isa: Isa, known: &'a [bool]) -> Self {
         if !isa.has_tiles(call.q.dtype) {
@@ -178,9 +178,9 @@ pub(super) fn tiles_pay(lengths: impl Iterator<Item = [u64; 2]>, score: &Score, 
 
 #[cfg(test)]
 mod tests {
-    use super::super::shapes::calls;
     use super::*;
     use crate::element::Dtype;
+    use crate::kernel::cpu::attention::shapes::calls;
     use alloc::vec::Vec;
 
     /// The documents on tiles, and on vectors, of those with so many tokens, forward and backward.
@@ -190,7 +190,7 @@ mod tests {
             of.iter_mut().flat_map(|of| lengths.iter().map(|x| x.0).filter(|&doc| of.has(doc))).collect()
         };
         calls(lengths, (dtype, 2, 1), (i64::MAX, 0), aligned, |forward, backward| {
-            [Choice::forward(forward, Isa::Amx, known), Choice::backward(backward, Isa::Amx, known)]
+            [EngineChoice::forward(forward, Isa::Amx, known), EngineChoice::backward(backward, Isa::Amx, known)]
                 .map(|choice| [list(choice.tiles), list(choice.vectors)])
         })
     }

@@ -5,7 +5,7 @@
 //! whole program with the environment variable [`Isa::VARIABLE`]. One that the machine lacks is refused before anything
 //! runs. [`Isa::Amx`] is the best wherever it is there. Of bf16 dot products a flag says that they are there, but not that
 //! they are quick: on an Intel Xeon with AMX `vdpbf16ps` does half as many operations a second as f32 multiply-adds, and
-//! [`Isa::Avx512Bf16`] takes 1.2 to 1.6 times as long as [`Isa::Avx512`] (`docs/cpu.md`); on AMD's Zen 4 and Zen 5 it is
+//! [`Isa::Avx512Bf16`] takes 1.2 to 1.6 times as long as [`Isa::Avx512`] (`benches/NOTES.md`); on AMD's Zen 4 and Zen 5 it is
 //! reported to do twice as many. So the processor's vendor and family choose between the two.
 
 use crate::element::Dtype;
@@ -62,10 +62,10 @@ impl Isa {
             match self {
                 Self::Portable => true,
                 Self::Neon => false,
-                Self::Avx2 => super::x86::has_avx2(),
-                Self::Avx512 => super::x86::has_avx512(),
-                Self::Avx512Bf16 => super::x86::has_avx512_bf16(),
-                Self::Amx => *AMX.get_or_init(super::amx::available),
+                Self::Avx2 => super::vector::x86::has_avx2(),
+                Self::Avx512 => super::vector::x86::has_avx512(),
+                Self::Avx512Bf16 => super::vector::x86::has_avx512_bf16(),
+                Self::Amx => *AMX.get_or_init(super::product::amx::available),
             }
         }
         #[cfg(not(target_arch = "x86_64"))]
@@ -83,7 +83,7 @@ impl Isa {
     fn pays(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         if self == Self::Avx512Bf16 {
-            return super::x86::dots_pay();
+            return super::vector::x86::dots_pay();
         }
         true
     }
@@ -159,7 +159,7 @@ impl Isa {
         match dtype {
             Dtype::Bf16 => matches!(self, Self::Amx | Self::Avx512Bf16),
             #[cfg(target_arch = "x86_64")]
-            Dtype::F16 => self == Self::Amx && super::amx::has_f16(),
+            Dtype::F16 => self == Self::Amx && super::product::amx::has_f16(),
             _ => false,
         }
     }

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What a kernel call is to the workers: units of work, done on vectors or tiles that its type of sums has.
 
-use super::arena::Line;
+use super::memory::arena::Line;
+use super::product::engine::AttentionEngine;
 #[cfg(target_arch = "x86_64")]
-use super::engine::Dense;
-use super::engine::Engine;
+use super::product::engine::Dense;
 #[cfg(target_arch = "x86_64")]
-use super::forms::{Bf16, F16, ThreeParts, TwoParts};
-use super::portable::FourLanes;
-use super::simd::{Real, Vector};
+use super::product::forms::{Bf16, F16, ThreeParts, TwoParts};
+use super::vector::portable::FourLanes;
+use super::vector::simd::{Real, Vector};
 use core::sync::atomic::AtomicUsize;
 
 /// A type of sums, with what works on it: vectors, and where it is the type of their sums, tiles.
@@ -21,41 +21,41 @@ pub(super) trait Machine: Real {
     #[cfg(target_arch = "x86_64")]
     type Avx512: Vector<T = Self>;
     #[cfg(target_arch = "x86_64")]
-    type DotBf16: Engine<Sum = Self>;
+    type DotBf16: AttentionEngine<Sum = Self>;
     #[cfg(target_arch = "x86_64")]
-    type AmxBf16: Engine<Sum = Self>;
+    type AmxBf16: AttentionEngine<Sum = Self>;
     #[cfg(target_arch = "x86_64")]
-    type AmxF16: Engine<Sum = Self>;
+    type AmxF16: AttentionEngine<Sum = Self>;
     #[cfg(target_arch = "x86_64")]
-    type AmxTwoParts: Engine<Sum = Self>;
+    type AmxTwoParts: AttentionEngine<Sum = Self>;
     #[cfg(target_arch = "x86_64")]
-    type AmxThreeParts: Engine<Sum = Self>;
+    type AmxThreeParts: AttentionEngine<Sum = Self>;
 }
 
 impl Machine for f32 {
     type Portable = FourLanes<f32>;
     #[cfg(target_arch = "aarch64")]
-    type Neon = super::neon::Floats;
+    type Neon = super::vector::neon::Floats;
     #[cfg(target_arch = "x86_64")]
     type Avx2 = core::arch::x86_64::__m256;
     #[cfg(target_arch = "x86_64")]
     type Avx512 = core::arch::x86_64::__m512;
     #[cfg(target_arch = "x86_64")]
-    type DotBf16 = super::tile_engine::TileEngine<super::dots::DotBf16>;
+    type DotBf16 = super::product::tile_engine::TileEngine<super::product::dots::DotBf16>;
     #[cfg(target_arch = "x86_64")]
-    type AmxBf16 = super::tile_engine::TileEngine<Bf16>;
+    type AmxBf16 = super::product::tile_engine::TileEngine<Bf16>;
     #[cfg(target_arch = "x86_64")]
-    type AmxF16 = super::tile_engine::TileEngine<F16>;
+    type AmxF16 = super::product::tile_engine::TileEngine<F16>;
     #[cfg(target_arch = "x86_64")]
-    type AmxTwoParts = super::tile_engine::TileEngine<TwoParts>;
+    type AmxTwoParts = super::product::tile_engine::TileEngine<TwoParts>;
     #[cfg(target_arch = "x86_64")]
-    type AmxThreeParts = super::tile_engine::TileEngine<ThreeParts>;
+    type AmxThreeParts = super::product::tile_engine::TileEngine<ThreeParts>;
 }
 
 impl Machine for f64 {
     type Portable = FourLanes<f64>;
     #[cfg(target_arch = "aarch64")]
-    type Neon = super::neon::Doubles;
+    type Neon = super::vector::neon::Doubles;
     #[cfg(target_arch = "x86_64")]
     type Avx2 = core::arch::x86_64::__m256d;
     #[cfg(target_arch = "x86_64")]
@@ -85,5 +85,5 @@ pub(super) trait Job: Sync {
     ///
     /// # Safety
     /// The instruction set of `E` is present, the tensors of the call are valid, and each unit is taken once.
-    unsafe fn work<E: Engine<Sum = Self::Acc>>(&self, lines: &mut [Line], next: &AtomicUsize);
+    unsafe fn work<E: AttentionEngine<Sum = Self::Acc>>(&self, lines: &mut [Line], next: &AtomicUsize);
 }

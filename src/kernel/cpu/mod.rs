@@ -7,20 +7,20 @@
 //! in no other use while the call runs, is the caller's promise.
 //!
 //! ```text
-//! forward    a unit is a block of q rows with a kv head (row_blocks); keys stream by in tiles of 128; softmax: scores to p
-//! engine     what the forward asks of a machine: vectors (gemm) or matrix units (tile_engine; amx: whether they are there; forms: what tiles hold;
-//!            amx_interleaved: products between the vectors of the softmax; dots: vectors in their place)
+//! attention  forward: a unit is a block of q rows with a kv head (row_blocks); keys stream by in tiles of 128 (stream, tile);
+//!            softmax: scores to p; small: few rows with few keys, without panels and tiles
+//!            queries: the same for dq; keys: a unit is a tile of a document's keys with a kv head (key_units), rows inside:
+//!            dk, dv, and dq on the way, to which units add in turn (dq_order); tiled: the same on matrix units
+//! product    engine: what the forward asks of a machine; gemm: products over vectors; tile_engine: matrix units (amx: whether
+//!            they are there; forms: what tiles hold; amx_interleaved: products between the vectors of the softmax;
+//!            dots: vectors in their place)
+//! vector     the vectors (simd) of each instruction set
+//! memory     transform: copies, casts, ordered sums, rows that no pair covers; delta: row sums before the backward;
+//!            convert: f16, bf16, f32 as vectors of f32 and back; rows: elements to sums and back; panel: rows to lanes
+//!            and back
+//! isa        which instruction sets there are, and which one is used
 //! choice     which documents take matrix units, and which take vectors
-//! small      the forward of a few rows with a few keys, without panels and tiles
-//! queries    the same for dq
-//! keys       a unit is a tile of a document's keys with a kv head (key_units), rows inside: dk, dv, and dq on the way, to which
-//!            units add in turn (dq_order)
-//! tiled      the same on matrix units: units are blocks of a few tiles
-//! stream     keys in tiles; tile: rows as lanes of vectors, scores and masks; rows: elements to sums and back; panel: rows
-//!            to lanes and back
-//! gemm       the matrix product over vectors; simd, x86, neon: the vectors; isa: which there are, and which one is used
-//! transform  copies, casts, ordered sums, rows that no pair covers; delta: row sums before the backward
-//! convert    f16, bf16, f32 in memory as vectors of f32 and back, at the speed of memory
+//! units, workers, executor, scratch   how work is cut, spread over threads, and where it is computed
 //! ```
 //!
 //! Results have the same bits for any number of workers. Between machines they may differ: an instruction set with
@@ -29,68 +29,21 @@
 //! f32 there too. AMX multiplies f32 as sums of three bf16, with no larger an error than multiply-adds of f32 (`forms.rs`). Aligned calls keep their promise on
 //! each instruction set: their backward does without matrix units.
 
-#[cfg(target_arch = "x86_64")]
-mod amx;
-#[cfg(target_arch = "x86_64")]
-mod amx_interleaved;
-#[cfg(target_arch = "x86_64")]
-mod amx_product;
-mod arena;
-mod backward;
+mod attention;
 mod check;
 mod choice;
-mod convert;
-mod delta;
-#[cfg(target_arch = "x86_64")]
-mod dots;
-#[cfg(not(cpattn_loom))]
-mod dq_order;
-#[cfg(cpattn_loom)]
-#[allow(
-    missing_docs,
-    missing_debug_implementations,
-    clippy::new_without_default,
-    reason = "public for the models of .ci/loom alone"
-)]
-pub mod dq_order;
-mod engine;
 mod executor;
-#[cfg(target_arch = "x86_64")]
-mod forms;
-mod forward;
-mod gemm;
 mod isa;
 mod job;
-mod key_units;
-mod keys;
-#[cfg(target_arch = "aarch64")]
-mod neon;
-#[cfg(target_arch = "x86_64")]
-mod not_finite;
-mod panel;
-mod portable;
+mod memory;
 mod product;
-mod queries;
-mod row_blocks;
-mod rows;
 mod scratch;
-#[cfg(test)]
-mod shapes;
-mod simd;
-mod small;
-mod softmax;
-mod stream;
-mod tile;
-#[cfg(target_arch = "x86_64")]
-mod tile_engine;
-#[cfg(target_arch = "x86_64")]
-mod tiled;
-mod transform;
 mod units;
+mod vector;
 mod workers;
-#[cfg(target_arch = "x86_64")]
-mod x86;
 
+#[cfg(cpattn_loom)]
+pub use attention::dq_order;
 pub use executor::Executor;
 pub use isa::Isa;
 pub(crate) use scratch::KnownDocuments;
@@ -100,10 +53,15 @@ pub use units::{WorkUnit, backward_units, balance, forward_units};
 use crate::call::{Attend, AttendBackward, Delta, Finish, Gradients, Transform};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
-use choice::{Choice, Documents};
+#[cfg(target_arch = "x86_64")]
+use attention::tiled;
+use attention::{backward, dq_order::DqOrder, forward as forward_pass, keys, queries, row_blocks};
+use choice::{Documents, EngineChoice};
 use core::marker::PhantomData;
-use dq_order::DqOrder;
 use job::Machine;
+use memory::convert;
+use memory::delta::{check_delta, delta as row_sums};
+use memory::transform::{check_finish, check_transform, finish as empty_rows, transform as transform_rows};
 #[cfg(target_arch = "x86_64")]
 use workers::TiledUnits;
 use workers::{Crew, Units};
@@ -140,14 +98,18 @@ pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
 /// As [`attend`], checked, with sums of `A`.
 unsafe fn forward<A: Machine>(call: &Attend, isa: Isa, crew: Crew<'_>) {
     let (dtype, workers) = (call.q.dtype, crew.workers());
-    let choice = Choice::forward(call, isa, crew.documents);
+    let choice = EngineChoice::forward(call, isa, crew.documents);
     let finished = call.ranges.q.iter().filter(|q| q.mode.finishes());
     let stream = convert::streams(&call.o, finished.map(|q| u64::from(q.range.len)).sum());
     let units = [choice.tiles, choice.vectors].map(|documents| {
         documents.map(|documents| {
             let (isa, lanes) = (documents.isa, row_blocks::lanes(call, documents, workers));
             let few = isa.roundoff(dtype) > 0.0;
-            Units::new(forward::Forward::<A> { call, documents, lanes, few, stream, sums: PhantomData }, isa, dtype)
+            Units::new(
+                forward_pass::ForwardPass::<A> { call, documents, lanes, few, stream, sums: PhantomData },
+                isa,
+                dtype,
+            )
         })
     });
     crew.run(&|lines| {
@@ -193,7 +155,7 @@ unsafe fn gradients<A: Machine>(call: &AttendBackward, isa: Isa, mut crew: Crew<
     if call.gradients == Gradients::Queries {
         return;
     }
-    let choice = Choice::backward(call, isa, crew.documents);
+    let choice = EngineChoice::backward(call, isa, crew.documents);
     #[cfg(target_arch = "x86_64")]
     let tiled = choice
         .tiles
@@ -226,9 +188,9 @@ unsafe fn gradients<A: Machine>(call: &AttendBackward, isa: Isa, mut crew: Crew<
 /// Sources are valid for reads, blocks for writes; blocks overlap no other block and no source, but for a first source
 /// that is the block itself.
 pub unsafe fn transform(call: &Transform) -> Result<()> {
-    transform::check_transform(call)?;
+    check_transform(call)?;
     // SAFETY: shapes and types are checked; sources and blocks are valid and apart (the contract of this function).
-    unsafe { transform::transform(call) };
+    unsafe { transform_rows(call) };
     Ok(())
 }
 
@@ -240,13 +202,11 @@ pub unsafe fn transform(call: &Transform) -> Result<()> {
 /// # Safety
 /// o and d_o are valid for reads, delta for writes, and delta overlaps neither.
 pub unsafe fn delta(call: &Delta) -> Result<()> {
-    delta::check_delta(call)?;
+    check_delta(call)?;
     // SAFETY: shapes and types are checked; the tensors are valid and delta is apart (the contract of this function).
     unsafe { by_sums!(call.o.dtype, row_sums(call)) };
     Ok(())
 }
-
-use delta::delta as row_sums;
 
 /// Rows that no pair covers: see [`Finish`].
 ///
@@ -256,13 +216,11 @@ use delta::delta as row_sums;
 /// # Safety
 /// The rows of o and lse are valid for writes, sinks for reads; nothing else accesses them meanwhile.
 pub unsafe fn finish(call: &Finish) -> Result<()> {
-    transform::check_finish(call)?;
+    check_finish(call)?;
     // SAFETY: shapes and types are checked; the rows are valid and not shared (the contract of this function).
     unsafe { by_sums!(call.o.dtype, empty_rows(call)) };
     Ok(())
 }
-
-use transform::finish as empty_rows;
 
 /// The workers with the scratch's memory, if it was reserved for these dims.
 fn memory<'a>(scratch: &'a mut Scratch, dims: &Dims) -> Result<Crew<'a>> {
@@ -293,9 +251,9 @@ mod tests {
     use crate::kernel::reference::Attention;
     use alloc::{vec, vec::Vec};
     use core::sync::atomic::AtomicUsize;
-    use engine::Dense;
     use half::bf16;
-    use simd::Vector;
+    use product::engine::Dense;
+    use vector::simd::Vector;
 
     /// A causal problem of 150 tokens through the kernels of `V`, against the reference.
     ///
@@ -364,10 +322,10 @@ mod tests {
                 sums: PhantomData,
             };
             job.work::<Dense<V>>(lines, &AtomicUsize::new(0));
-            forward::Forward::<E::Acc> {
+            forward_pass::ForwardPass::<E::Acc> {
                 call: &forward,
                 documents,
-                lanes: [arena::LANES; 2],
+                lanes: [memory::arena::LANES; 2],
                 few: false,
                 stream: false,
                 sums: PhantomData,
@@ -396,12 +354,12 @@ mod tests {
                 check::<f64, <f64 as Machine>::Neon>(1e-13);
             }
             #[cfg(target_arch = "x86_64")]
-            if x86::has_avx2() {
+            if vector::x86::has_avx2() {
                 check::<f32, <f32 as Machine>::Avx2>(2e-6);
                 check::<f64, <f64 as Machine>::Avx2>(1e-13);
             }
             #[cfg(target_arch = "x86_64")]
-            if x86::has_avx512() {
+            if vector::x86::has_avx512() {
                 check::<f32, <f32 as Machine>::Avx512>(2e-6);
                 check::<f64, <f64 as Machine>::Avx512>(1e-13);
             }

@@ -5,12 +5,12 @@
 //! largest head dims it will see, and lends it to each call, which cuts it into one part per worker and each part into
 //! tiles. Nothing in it survives a call.
 
-use super::arena::{KEYS, LANES, LANES_BACK, LANES_MOST, Line, PANEL, VECTOR, row};
+#[cfg(target_arch = "x86_64")]
+use super::attention::forward::MAX_TILES;
 use super::choice::tiles_pay;
 use super::executor::Executor;
-#[cfg(target_arch = "x86_64")]
-use super::forward::MOST_TILES;
 use super::isa::Isa;
+use super::memory::arena::{KEYS, LANES, LANES_BACK, LANES_MOST, Line, PANEL, VECTOR, row};
 use super::workers::Crew;
 use crate::call::Score;
 use crate::element::Dtype;
@@ -176,9 +176,9 @@ impl Scratch {
         let (forward, backward) = match dims.dtype.size() {
             2 => {
                 let (d, dv) = (d.next_multiple_of(32), dv.next_multiple_of(32));
-                let tiles = MOST_TILES * KEYS * (2 * (d + dv) + 24) + 4 * KEYS * PANEL;
+                let tiles = MAX_TILES * KEYS * (2 * (d + dv) + 24) + 4 * KEYS * PANEL;
                 let parts = if dims.dtype == Dtype::F16 { 2 } else { 1 };
-                (forward + tiles, backward.max(super::tiled::bytes(d, dv, parts)))
+                (forward + tiles, backward.max(super::attention::tiled::bytes(d, dv, parts)))
             }
             4 => {
                 // Three parts of an element take 6 bytes.
@@ -187,7 +187,7 @@ impl Scratch {
                 let lanes = LANES_MOST * (6 * d + 4 * dv + 48 + 64);
                 (
                     forward.max(lanes + 2 * KEYS * (6 * (d + dv) + 24) + 16 * KEYS * PANEL),
-                    backward.max(super::tiled::bytes(d, dv, 3)),
+                    backward.max(super::attention::tiled::bytes(d, dv, 3)),
                 )
             }
             _ => (forward, backward),

@@ -2,13 +2,13 @@
 //! The work units of a call as a list, in the order in which workers take them: what a schedule over any number of
 //! workers is made of. For benches and reports: the kernels walk the same units without a list.
 
-use super::arena::KEYS;
-use super::choice::{Choice, Documents};
-use super::isa::Isa;
-use super::key_units::KeyUnits;
-use super::row_blocks::{RowUnit, RowUnits, lanes, readers, unit_rows};
+use super::attention::key_units::KeyUnits;
+use super::attention::row_blocks::{RowUnit, RowUnits, lanes, readers, unit_rows};
 #[cfg(target_arch = "x86_64")]
-use super::tiled;
+use super::attention::tiled;
+use super::choice::{Documents, EngineChoice};
+use super::isa::Isa;
+use super::memory::arena::KEYS;
 use crate::call::{Attend, AttendBackward, Range, Score};
 use alloc::vec::Vec;
 use core::sync::atomic::AtomicUsize;
@@ -45,7 +45,7 @@ pub fn forward_units(call: &Attend, isa: Isa, workers: usize) -> Vec<WorkUnit> {
         WorkUnit { pairs: (unit.first..unit.first + unit.rows).map(row).sum::<u64>() * heads, after: None }
     };
     let mut list = Vec::new();
-    for documents in Choice::forward(call, isa, &[]).each() {
+    for documents in EngineChoice::forward(call, isa, &[]).each() {
         let next = AtomicUsize::new(0);
         let [rows, block] =
             lanes(call, documents, workers.max(1)).map(|lanes| unit_rows(lanes, &call.heads, call.q.heads));
@@ -82,7 +82,7 @@ pub fn backward_units(call: &AttendBackward, isa: Isa, workers: usize) -> Vec<Wo
             WorkUnit { pairs: pairs(unit.first, unit.kv, begin, begin + each), after: unit.before.map(|i| base + i) }
         }));
     };
-    let choice = Choice::backward(call, isa, &[]);
+    let choice = EngineChoice::backward(call, isa, &[]);
     #[cfg(target_arch = "x86_64")]
     if let Some(documents) = choice.tiles {
         add(documents, tiled::SUPER);
@@ -114,9 +114,9 @@ pub fn balance(units: &[WorkUnit], workers: usize) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::shapes::{calls, each};
     use super::*;
     use crate::element::Dtype;
+    use crate::kernel::cpu::attention::shapes::{calls, each};
 
     /// Whatever the units, together they are all pairs of the mask, once.
     #[test]

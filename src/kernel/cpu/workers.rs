@@ -6,20 +6,20 @@
 //! workers may take units as they come: a counter hands them out.
 
 #[cfg(target_arch = "x86_64")]
-use super::amx::has_f16;
-use super::arena::Line;
-#[cfg(target_arch = "x86_64")]
-use super::dots::DotBf16;
-use super::engine::Dense;
-#[cfg(target_arch = "x86_64")]
-use super::engine::Engine;
+use super::attention::{dq_order::DqOrder, tiled::Tiled};
 use super::executor::{self, Executor};
-#[cfg(target_arch = "x86_64")]
-use super::forms::{Bf16, F16, Form, ThreeParts, TwoParts};
 use super::isa::Isa;
 use super::job::{Job, Machine};
+use super::memory::arena::Line;
 #[cfg(target_arch = "x86_64")]
-use super::{dq_order::DqOrder, tiled::Tiled};
+use super::product::amx::has_f16;
+#[cfg(target_arch = "x86_64")]
+use super::product::dots::DotBf16;
+#[cfg(target_arch = "x86_64")]
+use super::product::engine::AttentionEngine;
+use super::product::engine::Dense;
+#[cfg(target_arch = "x86_64")]
+use super::product::forms::{Bf16, F16, ThreeParts, TileForm, TwoParts};
 use crate::element::Dtype;
 use core::sync::atomic::AtomicUsize;
 
@@ -133,7 +133,7 @@ impl<'a> TiledUnits<'a> {
         /// # Safety
         /// As [`Tiled::work`].
         #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
-        unsafe fn work<H: Form>(units: &TiledUnits, lines: &mut [Line]) {
+        unsafe fn work<H: TileForm>(units: &TiledUnits, lines: &mut [Line]) {
             // SAFETY: lines, units and instruction set are as `Tiled::work` needs them (the contract of this function).
             unsafe { units.job.work::<H>(lines, &units.next, &units.order) }
         }
@@ -154,7 +154,7 @@ impl<'a> TiledUnits<'a> {
 /// As [`Job::work`]; AVX-512 with BF16 is present, and AMX and AMX-FP16 where they are the engine's.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,avx2,fma,f16c")]
-unsafe fn amx<J: Job, E: Engine<Sum = J::Acc>>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
+unsafe fn amx<J: Job, E: AttentionEngine<Sum = J::Acc>>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
     // SAFETY: the contract of `Job::work`, and the engine's instruction set is present.
     unsafe { job.work::<E>(lines, next) }
 }

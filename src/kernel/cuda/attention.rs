@@ -106,10 +106,9 @@ impl Cuda {
             }
         }
 
-        let (kernel, hopper) = {
-            let mut kernels = self.kernels();
-            let forward = self.attention(&mut kernels, element, shape)?.forward;
-            (forward, self.load_hopper(&mut kernels.hopper, element, shape)?)
+        let hopper = match self.hopper_shape(shape) {
+            Some(_) => Some(self.load_hopper(&mut self.kernels(), element, shape)?),
+            None => None,
         };
         let tiles = TileRows { queries: s.forward.rows, keys: 0 };
         let (mut writer, scratch) = buffer.begin(self.attend_bytes(call)?)?;
@@ -121,13 +120,17 @@ impl Cuda {
             (params.partners, params.work) = (metadata.keys_of, metadata.query_work);
             let items = params.heads.items;
             launches.push(match hopper {
-                None => Launch::tiles(kernel, items, false, &params),
+                None => {
+                    let kernel = self.load_forward(&mut self.kernels(), element, shape)?;
+                    Launch::tiles(kernel, items, false, &params)
+                }
                 Some(hopper) => {
                     let same = (metadata.query_work, metadata.query_tiles, s.forward.rows);
                     let split = hopper_calls::split(call, shape, same, scratch, &mut writer, window);
                     let tile_counter = writer.words(1);
-                    let (params, hopper) = self.hopper_params(call, hopper, shape, params, split, tile_counter);
-                    Launch::tiles(kernel, items, false, &params).or_hopper(hopper)
+                    let (params, hopper) =
+                        self.hopper_params(call, hopper, (element, shape), params, split, tile_counter);
+                    Launch::hopper_or_other(hopper, &params)
                 }
             });
         }
@@ -208,12 +211,11 @@ impl Cuda {
         }
 
         if let Some(fused) = self.fused(s).filter(|_| call.gradients == Gradients::All) {
-            let kernel = self.attention(&mut self.kernels(), element, shape)?.fused.expect("loaded with the shape");
-            return self.fused_launches(call, kernel, fused, params, window, buffer);
+            return self.fused_launches(call, (element, shape), fused, params, window, buffer);
         }
         let (queries, keys, values) = {
             let mut kernels = self.kernels();
-            let loaded = self.sides(&mut kernels, element, shape)?;
+            let loaded = self.load_sides(&mut kernels, element, shape)?;
             (loaded.queries, loaded.keys, loaded.values)
         };
         let tiles = backward_tiles(call.gradients, s);

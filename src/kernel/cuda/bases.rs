@@ -21,7 +21,7 @@ const fn symbol(number: u64) -> u64 {
 }
 
 /// The symbol of byte `at` of the metadata.
-pub(super) const fn list_symbol(at: usize) -> u64 {
+pub(super) const fn metadata_symbol(at: usize) -> u64 {
     symbol(METADATA) + at as u64
 }
 
@@ -175,7 +175,7 @@ mod tests {
     fn nothing_is_taken_for_something_else() {
         assert_eq!(meaning(0), Meaning::Address);
         assert_eq!(meaning(0x7fff_ffff_ffff), Meaning::Address);
-        assert_eq!(meaning(list_symbol(17)), Meaning::Metadata(17));
+        assert_eq!(meaning(metadata_symbol(17)), Meaning::Metadata(17));
         assert_eq!(meaning(words_symbol() + 4), Meaning::Word(4));
         assert!((0..BASES).all(|n| meaning(BaseShapes::symbol(n) as usize as u64 + 9) == Meaning::Base));
     }

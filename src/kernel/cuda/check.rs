@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What a call is checked for before anything is launched: shapes, types, alignment, ranges, and whose memory it is.
 
-use super::driver::device_of;
 use super::params::Tensor;
 use crate::call::{HeadMap, Range, Ranges, RawTensor, Score};
+use crate::device::driver::device_of;
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use alloc::format;

@@ -12,7 +12,7 @@
 //! the longest tiles come first. That is a merge of lists by the cost of their heads, or, the same, a sort by the least
 //! cost on the way to each tile.
 
-use super::metadata::{TileRows, cut, invert, key_cost, ring_steps, run, work};
+use super::metadata::{TileRows, cut, inverse_len, invert, key_cost, run, work};
 use super::metadata_buffer::{SortBuffers, Writer, padded};
 use super::params::{Run, WORK_ZERO, Work};
 use crate::call::{Mode, Range, Ranges};
@@ -53,7 +53,7 @@ pub(super) fn bytes(ranges: &Ranges, tiles: TileRows, (q_heads, key_heads): (u32
     padded(ranges.q.len() * size_of::<Run>())
         + padded(ranges.k.len() * size_of::<Run>())
         + padded(ranges.pairs.len() * 4)
-        + padded(ring_steps(ranges) * 4)
+        + padded(inverse_len(ranges) * 4)
         + padded(ranges.q.len() * 4)
         + padded(ranges.k.len() * 4)
         + padded((query_tiles + key_tiles) * size_of::<Work>())
@@ -93,7 +93,7 @@ pub(super) fn write(
     }
     let (pairs, keys_of) = writer.array::<u32>(ranges.pairs.len());
     pairs.copy_from_slice(ranges.pairs);
-    let (inverse, queries_of) = writer.array::<u32>(ring_steps(ranges));
+    let (inverse, queries_of) = writer.array::<u32>(inverse_len(ranges));
     invert(ranges, key_runs, inverse);
     let (before, query_tiles) = writer.array::<u32>(ranges.q.len());
     let count = number(before, ranges.q.iter().map(|q| tiles_of(q.range.len, tiles.queries)));
@@ -307,7 +307,7 @@ mod tests {
             let (window, ranges) = (dice.window(), Ranges { q: &q, k: &k, pairs: &pairs });
 
             let mut runs: Vec<Run> = k.iter().map(|k| run(k, 0, 0, 0)).collect();
-            let mut inverse = vec![0; ring_steps(&ranges)];
+            let mut inverse = vec![0; inverse_len(&ranges)];
             invert(&ranges, &mut runs, &mut inverse);
             let (mut list, mut components) = (vec![], vec![]);
             order(&mut list, &mut components, &ranges, (&runs, &inverse), tiles, window);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The two families of forward kernels, and how one of them is forced.
+//! The two families of attention kernels, and how one of them is forced.
 
 use crate::error::{Error, Result};
 use std::ffi::OsString;
 
-/// The compute capability that the forward kernels of a device were compiled for. The other kernels are always those
+/// The compute capability that the attention kernels of a device were compiled for. The other kernels are always those
 /// for `sm_80`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -50,7 +50,7 @@ impl Family {
     /// What to say of a device that lacks `sm_90a`.
     pub(super) fn refused(why: std::string::String) -> Error {
         Error::unsupported(
-            std::format!("the forward kernels for {}", Self::Sm90a.name()),
+            std::format!("the kernels for {}", Self::Sm90a.name()),
             why,
             "take sm_80, or leave the choice to the device: unset CPATTN_CUDA_FAMILY and name none",
         )

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The launch of the fused backward: one kernel for dq, dk and dv.
+//! The launch of the fused backward: one kernel for dq, dk and dv, for either family. Both have the same metadata.
 
 use super::dq_semaphore::{self, DqSemaphore};
 use super::launch::{Launch, Launches, items};
 use super::metadata::TileRows;
 use super::metadata_buffer::{MetadataBuffer, Part};
 use super::params::{BackwardParams, FusedParams as Params};
-use super::ready::Ready;
-use super::{Cuda, shapes};
+use super::{Cuda, hopper_backward, shapes};
 use crate::call::AttendBackward;
 use crate::error::Result;
 
@@ -38,12 +37,16 @@ impl Cuda {
     pub(super) fn fused_launches(
         &self,
         call: &AttendBackward,
-        kernel: Ready,
+        (element, shape): (usize, usize),
         fused: shapes::Fused,
         mut params: BackwardParams,
         window: (i64, i64),
         buffer: &mut impl MetadataBuffer,
     ) -> Result<(Part, Launches)> {
+        let (is_hopper, kernel) = match self.hopper_backward(shape) {
+            Some(_) => (true, self.load_hopper_backward(&mut self.kernels(), element, shape)?),
+            None => (false, self.load_fused(&mut self.kernels(), element, shape)?),
+        };
         let heads = heads(call);
         let tiles = fused.tiles();
         let (mut writer, scratch) = buffer.begin(dq_semaphore::bytes(&call.ranges, tiles, heads))?;
@@ -71,7 +74,10 @@ impl Cuda {
                 parts,
                 part_heads,
             };
-            launches.push(Launch::tiles(kernel, params.call.heads.items, true, &params));
+            launches.push(match is_hopper {
+                true => hopper_backward::launch(call, kernel, (element, shape), params),
+                false => Launch::tiles(kernel, params.call.heads.items, true, &params),
+            });
         }
         Ok((writer.part(), launches))
     }

@@ -7,12 +7,14 @@
 //! 32 bits. What it cannot say, the kernel for `sm_80` does with the same metadata and the same parameters: negative strides
 //! and strides of 0, tensors of 2^31 rows, addresses too close to 0.
 
-use super::driver::{Module, sys};
+use super::family::Family;
+use super::loaded_kernel::LoadedKernel;
 use super::params::{ForwardParams, Parameters, Tensor};
-use super::ready::Ready;
 use super::shapes::{SHAPES, Shaped};
 use super::shared_tiles::SharedTiles;
+use crate::device::driver::{check, sys};
 use crate::element::Dtype;
+use crate::error::Result;
 use bytemuck::NoUninit;
 use core::mem::offset_of;
 
@@ -24,7 +26,7 @@ const CONTROL: u32 = 512;
 
 /// The kernel for the head dims of one of [`SHAPES`].
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Shape {
+pub(super) struct HopperShape {
     pub launch: Shaped,
     /// Rows of a tile of keys.
     pub keys: u32,
@@ -32,7 +34,7 @@ pub(super) struct Shape {
     pub is_taken: bool,
 }
 
-impl Shape {
+impl HopperShape {
     /// The same, to be taken where it is forced: whether it is quicker than the kernel for `sm_80` is to be measured.
     const fn if_forced(self) -> Option<Self> {
         Some(Self { is_taken: false, ..self })
@@ -43,15 +45,15 @@ impl Shape {
     }
 }
 
-const fn forward(d: u32, dv: u32, m: u32, n: u32, stages: u32) -> Shape {
+const fn forward(d: u32, dv: u32, m: u32, n: u32, stages: u32) -> HopperShape {
     // Whole boxes.
     let (d, dv) = (d.next_multiple_of(COLUMNS), dv.next_multiple_of(COLUMNS));
     let shared = 2 * (m * d + stages * n * (d + dv)) + CONTROL;
-    Shape { launch: Shaped { rows: m, threads: 2 * m + 128, shared }, keys: n, is_taken: true }
+    HopperShape { launch: Shaped { rows: m, threads: 2 * m + 128, shared }, keys: n, is_taken: true }
 }
 
 /// By the index of [`SHAPES`].
-pub(super) const FORWARD: [Option<Shape>; SHAPES.len()] = [
+pub(super) const FORWARD: [Option<HopperShape>; SHAPES.len()] = [
     forward(64, 64, 128, 128, 2).taken(),
     forward(96, 96, 128, 128, 2).if_forced(),
     forward(128, 128, 128, 128, 2).taken(),
@@ -68,7 +70,7 @@ pub(super) fn other_rows(shape: usize, rows: u32) -> Option<u32> {
 /// `HopperForwardParams`. It begins with what the kernel for `sm_80` is given, and is given to that as it is.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
-pub(super) struct Params {
+pub(super) struct HopperParams {
     pub call: ForwardParams,
     /// A word that is 0 when the launch begins.
     pub tile_counter: u64,
@@ -83,16 +85,16 @@ pub(super) struct Params {
     pub has_metadata: u64,
 }
 
-impl Parameters for Params {
+impl Parameters for HopperParams {
     const TENSORS: &'static [usize] = ForwardParams::TENSORS;
     const METADATA: &'static [usize] = &[
         offset_of!(ForwardParams, queries),
         offset_of!(ForwardParams, keys),
         offset_of!(ForwardParams, partners),
         offset_of!(ForwardParams, work),
-        offset_of!(Params, tile_counter),
-        offset_of!(Params, work),
-        offset_of!(Params, shared) + offset_of!(SharedTiles, work),
+        offset_of!(HopperParams, tile_counter),
+        offset_of!(HopperParams, work),
+        offset_of!(HopperParams, shared) + offset_of!(SharedTiles, work),
     ];
 }
 
@@ -108,9 +110,9 @@ pub(super) struct InlineMetadata(pub [u8; METADATA_BYTES]);
 pub(super) static NO_METADATA: InlineMetadata = InlineMetadata([0; METADATA_BYTES]);
 
 const _: () = {
-    assert!(offset_of!(Params, call) == 0);
+    assert!(offset_of!(HopperParams, call) == 0);
     // What a kernel of PTX 8.0 may be given.
-    assert!(size_of::<Maps>() + size_of::<Params>() + size_of::<InlineMetadata>() <= 4096);
+    assert!(size_of::<Maps>() + size_of::<HopperParams>() + size_of::<InlineMetadata>() <= 4096);
 };
 
 /// `TensorMap`: what the driver wrote.
@@ -118,25 +120,15 @@ const _: () = {
 #[repr(C, align(64))]
 pub(super) struct Map(pub [u8; 128]);
 
-/// `HopperMaps`: those of a call.
+/// `HopperMaps` or `HopperBackwardMaps`: those of a call.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct Maps {
     pub q: Map,
     pub k: Map,
     pub v: Map,
-    /// That of q for tiles that several heads share.
-    pub q_shared: Map,
-}
-
-/// Loaded kernels, by element type and shape.
-#[derive(Debug, Default)]
-pub(super) struct LoadedForward(pub [[Option<Kernel>; SHAPES.len()]; 2]);
-
-#[derive(Debug)]
-pub(super) struct Kernel {
-    pub ready: Ready,
-    pub _module: Module,
+    /// That of q for tiles that several heads share; in a backward, that of do.
+    pub fourth: Map,
 }
 
 /// A tensor, but for its address and strides.
@@ -183,15 +175,23 @@ impl MapShape {
         })
     }
 
-    /// The map, or None where it cannot say it, or the driver does not make it.
-    pub fn encode(&self, t: Tensor) -> Option<Map> {
-        let Ragged { address, dims, strides } = self.ragged(t)?;
-        let element = if self.dtype == Dtype::Bf16 { sys::TENSOR_MAP_BFLOAT16 } else { sys::TENSOR_MAP_FLOAT16 };
+    /// The map, or None where it cannot say it. A driver that refuses one that can be said is an error rather than a reason
+    /// to take the other kernel: that would be slower, and never noticed.
+    pub fn encode(&self, t: Tensor) -> Result<Option<Map>> {
+        let Some(ragged) = self.ragged(t) else { return Ok(None) };
         let mut map = Map([0; 128]);
+        let code = self.encode_into(&mut map, ragged);
+        check("cuTensorMapEncodeTiled", code).map_err(Family::with_way_out)?;
+        Ok(Some(map))
+    }
+
+    /// The driver's answer.
+    fn encode_into(&self, map: &mut Map, Ragged { address, dims, strides }: Ragged) -> sys::CUresult {
+        let element = if self.dtype == Dtype::Bf16 { sys::TENSOR_MAP_BFLOAT16 } else { sys::TENSOR_MAP_FLOAT16 };
         // SAFETY: the map is aligned to 64 bytes and has 128; the arrays are as long as the rank says, one stride less.
-        let code = unsafe {
+        unsafe {
             sys::cuTensorMapEncodeTiled(
-                (&raw mut map).cast(),
+                core::ptr::from_mut(map).cast(),
                 element,
                 4,
                 address as usize as *mut _,
@@ -204,35 +204,59 @@ impl MapShape {
                 sys::TENSOR_MAP_L2_PROMOTION_256B,
                 sys::TENSOR_MAP_FILL_ZEROS,
             )
-        };
-        (code == sys::SUCCESS).then_some(map)
+        }
     }
 }
 
 /// The kernel that a launch prefers to its own, and what its maps are made of.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Hopper {
-    pub kernel: Ready,
+    pub kernel: LoadedKernel,
     /// Its tiles times heads.
     pub items: u32,
     pub tensors: [MapShape; 3],
-    /// Where several heads share tiles: q once more.
-    pub q_shared: Option<MapShape>,
+    /// Another map, and the number of its tensor among those that the parameters begin with; else that of q.
+    pub fourth: Option<(MapShape, usize)>,
+    pub other: Other,
+}
+
+/// What a launch is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum HopperPass {
+    Forward,
+    Backward,
+}
+
+/// The kernel for `sm_80` that does a launch where maps cannot describe its tensors: its element type and shape, and its
+/// tiles times heads.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Other {
+    pub pass: HopperPass,
+    pub element: usize,
+    pub shape: usize,
+    pub items: u32,
 }
 
 impl Hopper {
     /// What `map` says are the maps for q, k and v, or None where the launch is left to its own kernel.
-    pub fn maps(&self, tensors: [Tensor; 3], map: impl Fn(MapShape, Tensor) -> Option<Map>) -> Option<Maps> {
+    pub fn maps(
+        &self,
+        tensors: [Tensor; 4],
+        map: impl Fn(MapShape, Tensor) -> Result<Option<Map>>,
+    ) -> Result<Option<Maps>> {
         let [q, k, v] = [0, 1, 2].map(|i| map(self.tensors[i], tensors[i]));
-        let q_shared = self.q_shared.map_or(q, |shape| map(shape, tensors[0]));
-        Some(Maps { q: q?, k: k?, v: v?, q_shared: q_shared? })
+        let (q, k, v) = (q?, k?, v?);
+        let fourth = self.fourth.map_or(Ok(q), |(shape, i)| map(shape, tensors[i]))?;
+        let all = q.zip(k).zip(v).zip(fourth);
+        Ok(all.map(|(((q, k), v), fourth)| Maps { q, k, v, fourth }))
     }
 }
 
-/// Whether the driver encodes maps. Those that do not are too old to know `sm_90a`.
+/// Whether the driver knows how to encode maps, whatever it says of this one. Those that do not are too old to know `sm_90a`.
 pub(super) fn driver_makes_maps() -> bool {
     let shape = MapShape { dtype: Dtype::F16, dim: COLUMNS, heads: 1, tokens: 1, span: 1, rows: 8, box_heads: 1 };
-    shape.encode(Tensor { ptr: 1 << 20, token: 0, head: 0 }).is_some()
+    let ragged = shape.ragged(Tensor { ptr: 1 << 20, token: 0, head: 0 });
+    ragged.is_some_and(|ragged| shape.encode_into(&mut Map([0; 128]), ragged) != sys::NOT_SUPPORTED)
 }
 
 /// q heads whose k and v fill half of the L2 cache, if kv heads have so many bytes each.
@@ -243,7 +267,7 @@ pub(super) fn section(l2_bytes: u64, head_bytes: u64, group: u32) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::ready::ELEMENTS;
+    use super::super::loaded::ELEMENTS;
     use super::*;
     use alloc::string::String;
     use alloc::vec::Vec;
@@ -271,7 +295,7 @@ mod tests {
                 let text = text(element, shape.name);
                 assert!(text.contains(".target sm_90a") && text.contains(".version 8.0"));
                 assert!(text.contains(&format!("cpattn_hopper_forward_param_0[{}]", size_of::<Maps>())));
-                assert!(text.contains(&format!("cpattn_hopper_forward_param_1[{}]", size_of::<Params>())));
+                assert!(text.contains(&format!("cpattn_hopper_forward_param_1[{}]", size_of::<HopperParams>())));
                 assert!(text.contains(&format!("cpattn_hopper_forward_param_2[{METADATA_BYTES}]")));
                 assert!(text.contains(&format!(".maxntid {},", hopper.launch.threads)));
             }

@@ -2,17 +2,13 @@
 //! Calls of the kernels for `sm_90a`: loading them, and what a launch is made of.
 
 use super::Cuda;
-use super::family::Family;
-use super::hopper::{self, FORWARD, Hopper, Kernel, LoadedForward, MapShape, Params, other_rows, section};
+use super::hopper::{self, FORWARD, Hopper, HopperParams, HopperPass, MapShape, Other, other_rows, section};
+use super::loaded_kernel::LoadedKernel;
 use super::metadata_buffer::{SortBuffers, Writer};
 use super::params::ForwardParams;
-use super::ready::{ELEMENTS, Ready};
-use super::shapes::SHAPES;
 use super::shared_tiles::{HopperTiles, Sharing};
 use super::{metadata, shared_tiles};
 use crate::call::{Attend, Range};
-use crate::error::Result;
-use alloc::format;
 
 /// Bytes of the list of tiles that the kernel for a shape has of its own, beside tiles of `rows` rows for the other one.
 pub(super) fn work_bytes(call: &Attend, shape: usize, rows: u32) -> usize {
@@ -47,34 +43,15 @@ pub(super) fn split(
 }
 
 /// The longest of some ranges.
-fn longest<'a>(ranges: impl Iterator<Item = &'a Range>) -> u32 {
+pub(super) fn longest<'a>(ranges: impl Iterator<Item = &'a Range>) -> u32 {
     ranges.map(|r| r.len).max().unwrap_or(0)
 }
 
 impl Cuda {
     /// What the kernel for a shape is like, where there is one and the device is to run it.
-    pub(super) fn hopper_shape(&self, shape: usize) -> Option<hopper::Shape> {
-        let runs = |s: &hopper::Shape| s.launch.shared <= self.shared_limit && (s.is_taken || self.every_hopper);
+    pub(super) fn hopper_shape(&self, shape: usize) -> Option<hopper::HopperShape> {
+        let runs = |s: &hopper::HopperShape| s.launch.shared <= self.shared_limit && (s.is_taken || self.every_hopper);
         FORWARD[shape].filter(|s| self.hopper && runs(s))
-    }
-
-    /// Loads the kernel of an element type and shape, where there is one and the device is to run it. A driver that refuses
-    /// its text fails the call rather than leaving it to the other kernel: that would be slower, and never noticed.
-    pub(super) fn load_hopper(
-        &self,
-        kernels: &mut LoadedForward,
-        element: usize,
-        shape: usize,
-    ) -> Result<Option<Ready>> {
-        let Some(s) = self.hopper_shape(shape) else { return Ok(None) };
-        let slot = &mut kernels.0[element][shape];
-        if slot.is_none() {
-            let name = format!("hopper_forward_{}_{}", ELEMENTS[element], SHAPES[shape].name);
-            let module = self.module(&name).map_err(Family::with_way_out)?;
-            *slot =
-                Some(Kernel { ready: self.function(&module, c"cpattn_hopper_forward", s.launch)?, _module: module });
-        }
-        Ok(slot.as_ref().map(|k| k.ready))
     }
 
     /// The parameters of a call whose other ones are `params`, for both kernels, and what the maps of this one are made of.
@@ -82,12 +59,12 @@ impl Cuda {
     pub(super) fn hopper_params(
         &self,
         call: &Attend,
-        kernel: Ready,
-        shape: usize,
+        kernel: LoadedKernel,
+        (element, shape): (usize, usize),
         params: ForwardParams,
         split: HopperTiles,
         tile_counter: u64,
-    ) -> (Params, Hopper) {
+    ) -> (HopperParams, Hopper) {
         let (q_span, k_span) = (longest(call.ranges.q.iter().map(|q| &q.range)), longest(call.ranges.k.iter()));
         let keys = FORWARD[shape].map_or(0, |s| s.keys);
         let tensors = [(&call.q, q_span, kernel.launch.rows), (&call.k, k_span, keys), (&call.v, k_span, keys)];
@@ -101,17 +78,19 @@ impl Cuda {
             box_heads: 1,
         });
         let HopperTiles { work, tiles, shared } = split;
-        let q_shared = (shared.tiles > 0).then(|| {
+        // q once more, for tiles that several heads share.
+        let fourth = (shared.tiles > 0).then(|| {
             let rows = 1 << shared.token_bits;
-            MapShape { rows, box_heads: kernel.launch.rows / rows, ..tensors[0] }
+            (MapShape { rows, box_heads: kernel.launch.rows / rows, ..tensors[0] }, 0)
         });
         let held = call.ranges.k.iter().map(|k| u64::from(k.len)).sum::<u64>();
         let head_bytes = held * u64::from(call.k.dim + call.v.dim) * call.k.dtype.size() as u64;
         let section = section(self.l2_bytes, head_bytes, call.heads.group).min(call.q.heads).max(1);
         // Items are never more than those of the other kernel, whose number fits.
         let (tiles, items) = (tiles as u32, tiles as u32 * call.q.heads + shared.tiles * shared.parts);
+        let other = Other { pass: HopperPass::Forward, element, shape, items: params.heads.items };
         let params =
-            Params { call: params, tile_counter, work, q_span, k_span, tiles, section, shared, has_metadata: 0 };
-        (params, Hopper { kernel, items, tensors, q_shared })
+            HopperParams { call: params, tile_counter, work, q_span, k_span, tiles, section, shared, has_metadata: 0 };
+        (params, Hopper { kernel, items, tensors, fourth, other })
     }
 }

@@ -4,6 +4,7 @@
 
 use super::hopper::{Map, MapShape};
 use super::params::Tensor;
+use crate::error::Result;
 use alloc::boxed::Box;
 use alloc::vec;
 use std::sync::{Mutex, PoisonError};
@@ -31,18 +32,23 @@ impl KeptMaps {
     }
 
     /// The map of a tensor: one that is kept, or what `encode` makes, which is kept then. None is never kept.
-    pub fn find(&self, shape: MapShape, t: Tensor, encode: impl FnOnce() -> Option<Map>) -> Option<Map> {
+    pub fn find(
+        &self,
+        shape: MapShape,
+        t: Tensor,
+        encode: impl FnOnce() -> Result<Option<Map>>,
+    ) -> Result<Option<Map>> {
         // A panic leaves every map whole: they are written at once.
         let mut sets = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let key = (shape, t);
         let Some(set) = sets.get_mut(number(&key) % SETS) else { return encode() };
         if let Some((_, map)) = set.maps.iter().flatten().find(|(kept, _)| *kept == key) {
-            return Some(*map);
+            return Ok(Some(*map));
         }
-        let map = encode()?;
+        let Some(map) = encode()? else { return Ok(None) };
         set.maps[set.oldest] = Some((key, map));
         set.oldest = (set.oldest + 1) % WAYS;
-        Some(map)
+        Ok(Some(map))
     }
 }
 
@@ -69,9 +75,9 @@ mod tests {
         let map = |shape, t| {
             let map = kept.find(shape, t, || {
                 made.set(made.get() + 1);
-                Some(Map([made.get(); 128]))
+                Ok(Some(Map([made.get(); 128])))
             });
-            map.expect("made").0[0]
+            map.expect("no refusal").expect("made").0[0]
         };
         assert_eq!([map(SHAPE, TENSOR), map(SHAPE, TENSOR)], [1, 1]);
         // Another address, stride, length, box or type is another map, and the first one stays.
@@ -88,7 +94,7 @@ mod tests {
             assert_eq!([map(shape, t), map(shape, t)], [i, i]);
         }
         // Two that fell into one set with more than it holds may be made again; nothing is mistaken for another.
-        assert!(kept.find(MapShape { tokens: 11, ..SHAPE }, TENSOR, || None).is_none());
+        assert!(kept.find(MapShape { tokens: 11, ..SHAPE }, TENSOR, || Ok(None)).expect("no refusal").is_none());
         let before = made.get();
         assert_eq!(map(MapShape { tokens: 11, ..SHAPE }, TENSOR), before + 1);
     }
@@ -101,14 +107,16 @@ mod tests {
             for ptr in 0..10 * (SETS * WAYS) as u64 {
                 let map = kept.find(SHAPE, rows(ptr), || {
                     made.set(made.get() + 1);
-                    Some(Map([ptr as u8; 128]))
+                    Ok(Some(Map([ptr as u8; 128])))
                 });
-                assert_eq!(map.expect("made").0[5], ptr as u8, "{round}");
+                assert_eq!(map.expect("no refusal").expect("made").0[5], ptr as u8, "{round}");
             }
         }
         assert!(made.get() > 10 * (SETS * WAYS) as u32);
         // Without room every map is made.
         let none = KeptMaps::new(false);
-        assert!((0..3).all(|i| none.find(SHAPE, TENSOR, || Some(Map([i; 128]))).is_some_and(|m| m.0[0] == i)));
+        assert!((0..3).all(|i| {
+            none.find(SHAPE, TENSOR, || Ok(Some(Map([i; 128])))).is_ok_and(|m| m.is_some_and(|m| m.0[0] == i))
+        }));
     }
 }

@@ -4,7 +4,7 @@
 //! One event a stream says when that is. The events are made beforehand, so that no call makes one.
 
 use super::Cuda;
-use super::driver::{Event, sys::CUstream};
+use crate::device::driver::{CudaEvent, sys::CUstream};
 use crate::error::Result;
 use alloc::collections::VecDeque;
 use alloc::sync::Arc;
@@ -19,14 +19,14 @@ pub(super) struct LastCalls {
     cuda: Arc<Cuda>,
     /// Oldest first.
     marks: VecDeque<LastCall>,
-    unused: Vec<Event>,
+    unused: Vec<CudaEvent>,
 }
 
 /// Everything that was put on a stream so far.
 #[derive(Debug)]
 struct LastCall {
     stream: CUstream,
-    event: Event,
+    event: CudaEvent,
 }
 
 // SAFETY: the stream is compared, and used for nothing else.
@@ -34,7 +34,7 @@ unsafe impl Send for LastCall {}
 
 impl LastCalls {
     pub fn new(cuda: &Arc<Cuda>) -> Result<Self> {
-        let unused = (0..STREAMS).map(|_| Event::new(cuda.context())).collect::<Result<_>>()?;
+        let unused = (0..STREAMS).map(|_| CudaEvent::new(cuda.context())).collect::<Result<_>>()?;
         Ok(Self { cuda: Arc::clone(cuda), marks: VecDeque::with_capacity(STREAMS), unused })
     }
 
@@ -52,12 +52,12 @@ impl LastCalls {
         marked
     }
 
-    fn remove(&mut self, at: usize) -> Event {
+    fn remove(&mut self, at: usize) -> CudaEvent {
         self.marks.remove(at).expect("a mark that was found").event
     }
 
     /// An event whose point is over.
-    fn free_event(&mut self) -> Result<Event> {
+    fn free_event(&mut self) -> Result<CudaEvent> {
         if let Some(event) = self.unused.pop() {
             return Ok(event);
         }

@@ -2,18 +2,18 @@
 //! A launch as plain data: the kernel, its grid, and its parameters as bytes.
 //!
 //! Every call is made into launches first and launched then. What is made needs no driver, so that a plan can make the
-//! launches of all its calls once and keep them ([`kept`](super::kept)); a single call makes its launches and puts them on
+//! launches of all its calls once and keep them ([`recorded`](super::recorded)); a single call makes its launches and puts them on
 //! a stream at once ([`Cuda::launch`]). Where the metadata of a call is written to is said by [`MetadataBuffer`].
 
 use super::Cuda;
 use super::check::Checker;
-use super::driver::Function;
-use super::hopper::{self, Hopper, InlineMetadata, METADATA_BYTES, MapShape, Maps, NO_METADATA};
+use super::hopper::{self, Hopper, HopperPass, InlineMetadata, METADATA_BYTES, MapShape, Maps, NO_METADATA, Other};
+use super::loaded_kernel::LoadedKernel;
 use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part};
 use super::params::{BASES, Parameters, Tensor};
-use super::ready::Ready;
 use super::staging::Staging;
 use crate::call::RawStream;
+use crate::device::driver::Function;
 use crate::error::{Error, Result};
 use alloc::format;
 use core::mem::offset_of;
@@ -43,35 +43,48 @@ pub(super) enum Grid {
 /// One kernel with all that it is launched with.
 #[derive(Clone, Debug)]
 pub(super) struct Launch {
-    function: Function,
-    grid: Grid,
-    threads: u32,
-    shared: u32,
+    kernel: Kernel,
     pub addresses: Addresses,
     params: [u64; WORDS],
-    /// A kernel that takes the launch where it can, with the same parameters, which begin with q, k and v.
-    hopper: Option<Hopper>,
+}
+
+/// What runs it.
+#[derive(Clone, Copy, Debug)]
+enum Kernel {
+    Loaded {
+        function: Function,
+        grid: Grid,
+        threads: u32,
+        shared: u32,
+    },
+    /// A kernel for `sm_90a` where it can, with parameters that begin with q, k and v; else the one for `sm_80`, which is
+    /// loaded then.
+    Hopper(Hopper),
 }
 
 impl Launch {
     /// A launch of a kernel whose parameter is `P`.
     pub fn new<P: Parameters>(function: Function, grid: Grid, (threads, shared): (u32, u32), params: &P) -> Self {
-        const { assert!(size_of::<P>() <= PARAMETER_BYTES && align_of::<P>() <= 8) };
-        let mut words = [0; WORDS];
-        bytemuck::cast_slice_mut(&mut words)[..size_of::<P>()].copy_from_slice(bytemuck::bytes_of(params));
-        let addresses = Addresses { tensors: P::TENSORS, metadata: P::METADATA, bases: P::BASES };
-        Self { function, grid, threads, shared, addresses, params: words, hopper: None }
+        Self::of(Kernel::Loaded { function, grid, threads, shared }, params)
     }
 
     /// A launch of an attention kernel over `items` tiles.
-    pub fn tiles<P: Parameters>(kernel: Ready, items: u32, resident: bool, params: &P) -> Self {
+    pub fn tiles<P: Parameters>(kernel: LoadedKernel, items: u32, resident: bool, params: &P) -> Self {
         let grid = Grid::Tiles { items, each: kernel.each, resident };
         Self::new(kernel.function, grid, (kernel.launch.threads, kernel.launch.shared), params)
     }
 
-    /// The same, by another kernel where that can. Its parameters begin with q, k and v.
-    pub fn or_hopper(self, hopper: Hopper) -> Self {
-        Self { hopper: Some(hopper), ..self }
+    /// A launch of a kernel for `sm_90a`, or of the other one where tensor maps cannot describe its tensors.
+    pub fn hopper_or_other<P: Parameters>(hopper: Hopper, params: &P) -> Self {
+        Self::of(Kernel::Hopper(hopper), params)
+    }
+
+    fn of<P: Parameters>(kernel: Kernel, params: &P) -> Self {
+        const { assert!(size_of::<P>() <= PARAMETER_BYTES && align_of::<P>() <= 8) };
+        let mut words = [0; WORDS];
+        bytemuck::cast_slice_mut(&mut words)[..size_of::<P>()].copy_from_slice(bytemuck::bytes_of(params));
+        let addresses = Addresses { tensors: P::TENSORS, metadata: P::METADATA, bases: P::BASES };
+        Self { kernel, addresses, params: words }
     }
 
     /// The word at a byte offset of the parameters.
@@ -104,23 +117,29 @@ impl Launch {
         self.params[offset / 8..][..3 * BASES].copy_from_slice(bytemuck::cast_slice(bases));
     }
 
-    fn first_tensors(&self) -> [Tensor; 3] {
-        [0, 3, 6].map(|i| {
+    fn first_tensors(&self) -> [Tensor; 4] {
+        [0, 3, 6, 9].map(|i| {
             let [ptr, token, head] = [0, 1, 2].map(|k| self.params[i + k]);
             Tensor { ptr, token: token as i64, head: head as i64 }
         })
     }
 
+    /// Whether its kernel can read its metadata among the parameters.
+    fn takes_lists(&self) -> bool {
+        matches!(self.kernel, Kernel::Hopper(Hopper { other: Other { pass: HopperPass::Forward, .. }, .. }))
+    }
+
     /// Has the kernel for `sm_90a` read its metadata, of `bytes` bytes at `from`, among the parameters.
-    fn lists_in_parameters(&mut self, from: u64, bytes: usize) {
+    fn read_metadata_from_parameters(&mut self, from: u64, bytes: usize) {
         self.move_metadata(from, bytes, 0);
-        self.set_word(offset_of!(hopper::Params, has_metadata), 1);
+        self.set_word(offset_of!(hopper::HopperParams, has_metadata), 1);
     }
 
     /// The kernel for `sm_90a` and its maps, where it takes the launch.
-    fn hopper(&self, cuda: &Cuda) -> Option<(Hopper, Maps)> {
+    fn hopper(&self, cuda: &Cuda) -> Result<Option<(Hopper, Maps)>> {
+        let Kernel::Hopper(hopper) = self.kernel else { return Ok(None) };
         let map = |shape: MapShape, t| cuda.maps.find(shape, t, || shape.encode(t));
-        self.hopper.and_then(|hopper| Some((hopper, hopper.maps(self.first_tensors(), map)?)))
+        Ok(hopper.maps(self.first_tensors(), map)?.map(|maps| (hopper, maps)))
     }
 
     /// Puts it on a stream. The context is current.
@@ -129,17 +148,28 @@ impl Launch {
     /// All addresses in the parameters are those of device memory that is as the kernel expects it when the launch runs,
     /// in stream order; the stream is of the current context, which is that of `cuda`; the kernel's module is loaded.
     pub unsafe fn start(&self, cuda: &Cuda, stream: RawStream) -> Result<()> {
-        if let Some(hopper) = self.hopper(cuda) {
+        if let Some(hopper) = self.hopper(cuda)? {
             // SAFETY: the promise of this function; the metadata is on the device.
             return unsafe { self.start_hopper(&hopper, cuda, stream, &NO_METADATA) };
         }
-        let blocks = match self.grid {
+        let (function, grid, threads, shared) = match self.kernel {
+            Kernel::Loaded { function, grid, threads, shared } => (function, grid, threads, shared),
+            Kernel::Hopper(Hopper { other: Other { pass, element, shape, items }, .. }) => {
+                let resident = pass == HopperPass::Backward;
+                let LoadedKernel { function, launch, each } = match pass {
+                    HopperPass::Forward => cuda.load_forward(&mut cuda.kernels(), element, shape)?,
+                    HopperPass::Backward => cuda.load_fused(&mut cuda.kernels(), element, shape)?,
+                };
+                (function, Grid::Tiles { items, each, resident }, launch.threads, launch.shared)
+            }
+        };
+        let blocks = match grid {
             Grid::Blocks(n) => n,
             Grid::Tiles { items, each, resident } => cuda.grid(items, each, resident),
         };
         // SAFETY: the parameters are those of the kernel (`Launch::new`), in a block that is not shorter; the rest is the
         // promise of this function.
-        unsafe { self.function.launch(blocks, self.threads, self.shared, stream, &self.params) }
+        unsafe { function.launch(blocks, threads, shared, stream, &self.params) }
     }
 
     /// The same by the kernel for `sm_90a`.
@@ -239,13 +269,13 @@ impl Cuda {
             let (from, to) = (staging.address(part), staging.address(known));
             launches.iter_mut().for_each(|l| l.move_metadata(from, part.filled + part.words, to));
         }
-        if known.is_none()
-            && part.filled <= METADATA_BYTES
-            && let Some((launch, hopper)) = launches.only().and_then(|l| l.hopper(self).map(|hopper| (l, hopper)))
+        let fits = known.is_none() && part.filled <= METADATA_BYTES;
+        if let Some(launch) = launches.only().filter(|launch| fits && launch.takes_lists())
+            && let Some(hopper) = launch.hopper(self)?
         {
             let mut metadata = NO_METADATA;
             metadata.0[..part.filled].copy_from_slice(staging.written(part));
-            launch.lists_in_parameters(staging.address(part), part.filled);
+            launch.read_metadata_from_parameters(staging.address(part), part.filled);
             let ready = staging.clear(part, stream);
             // SAFETY: the promise of this function; the driver copies the metadata.
             let done = ready.and_then(|()| unsafe { launch.start_hopper(&hopper, self, stream, &metadata) });

@@ -10,11 +10,11 @@ use std::sync::{Mutex, PoisonError};
 pub(super) struct Margins {
     /// The most of what is asked for, where launches read it.
     most: AtomicU32,
-    asked: Mutex<Asked>,
+    asked: Mutex<MarginRequests>,
 }
 
 #[derive(Debug, Default)]
-struct Asked {
+struct MarginRequests {
     /// By the device's owner.
     own: u32,
     /// By each [`SmMargin`](super::sm_margin::SmMargin).
@@ -46,7 +46,7 @@ impl Margins {
         });
     }
 
-    fn change(&self, change: impl FnOnce(&mut Asked)) {
+    fn change(&self, change: impl FnOnce(&mut MarginRequests)) {
         // A panic leaves the list as it was, or longer by a number.
         let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
         change(&mut asked);

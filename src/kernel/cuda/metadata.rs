@@ -41,13 +41,13 @@ pub(super) fn bytes(ranges: &Ranges, tiles: TileRows) -> usize {
     padded(ranges.q.len() * size_of::<Run>())
         + padded(ranges.k.len() * size_of::<Run>())
         + if tiles.queries > 0 { padded(ranges.pairs.len() * 4) } else { 0 }
-        + if tiles.keys > 0 { padded(ring_steps(ranges) * 4) } else { 0 }
+        + if tiles.keys > 0 { padded(inverse_len(ranges) * 4) } else { 0 }
         + padded(query_tiles * size_of::<Work>())
         + padded(key_tiles * size_of::<Work>())
 }
 
 /// Entries of the inverse list. Q ranges may share entries of `pairs`, so it can be longer.
-pub(super) fn ring_steps(ranges: &Ranges) -> usize {
+pub(super) fn inverse_len(ranges: &Ranges) -> usize {
     ranges.q.iter().map(|q| q.keys_end.saturating_sub(q.keys_begin) as usize).sum()
 }
 
@@ -92,7 +92,7 @@ pub(super) fn write(
         (metadata.query_work, metadata.query_tiles) = query_work(scratch, writer, ranges, tiles.queries, window);
     }
     if tiles.keys > 0 {
-        let (inverse, at) = writer.array::<u32>(ring_steps(ranges));
+        let (inverse, at) = writer.array::<u32>(inverse_len(ranges));
         metadata.queries_of = at;
         invert(ranges, keys, inverse);
         scratch.tiles.clear();

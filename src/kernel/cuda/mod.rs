@@ -19,7 +19,6 @@
 //! default stream. Memory may come from any allocator; [`Cuda::allocate`] is for programs that have none.
 //!
 //! ```text
-//! driver    contexts, modules, events; the check of every call
 //! embedded  the PTX
 //! shapes    tiles and threads of the compiled kernels
 //! params    what a kernel is handed
@@ -29,64 +28,66 @@
 //! check     what a call is refused for
 //! attention, fused, blocks, sinks   the launches
 //! family    which forward kernels a device runs, and how that is forced
-//! hopper    the forward kernels for compute capability 9.0; shared_tiles: which of their tiles several heads share
-//! memory    streams and memory for what sits on top; shared: one device for all callers that name it
+//! loaded    the kernels that were loaded so far; load: how each is
+//! hopper    the forward kernels for compute capability 9.0 (hopper_backward: the backward); shared_tiles: which of their tiles several heads share
+//! allocate  memory and waiting, for callers; shared: one device for all callers that name it
 //! tags      what runs on devices carry along, so that ranks which differ are found
-//! stream_kernels  single calls of a caller's, with the ring they need
-//! spare_rings, lent_ring, last_calls   what such calls share, and what is waited for when they end
+//! stream_kernels  single calls of a caller's, with the staging memory they need
+//! spare_staging, lent_staging, last_calls   shared by such calls; waits when they end
 //! ```
 
+mod allocate;
 mod attention;
 pub(crate) mod bases;
 mod blocks;
 mod check;
 mod dq_semaphore;
-pub(crate) mod driver;
 mod embedded;
 mod family;
 mod fused;
 mod hopper;
+mod hopper_backward;
 mod hopper_calls;
-pub(crate) mod kept;
 mod kept_maps;
 mod last_calls;
 mod launch;
-mod lent_ring;
+mod lent_staging;
+mod load;
+mod loaded;
+mod loaded_kernel;
 mod margins;
-pub(crate) mod memory;
 mod metadata;
 mod metadata_buffer;
 mod params;
 mod pinned_mirror;
-mod ready;
+pub(crate) mod recorded;
 mod shapes;
 mod shared;
 mod shared_tiles;
 mod sinks;
 pub(crate) mod sm_margin;
-mod spare_rings;
+mod spare_staging;
 mod staging;
 mod stream_kernels;
 pub(crate) mod tags;
 
 pub use crate::call::Merge;
+pub use crate::device::memory::DeviceMemory;
 pub use family::Family;
-pub use memory::DeviceMemory;
 pub use staging::Staging;
 pub use stream_kernels::StreamKernels;
 
-use ready::{ELEMENTS, Ready};
+use loaded::LoadedKernels;
 
+use crate::device::driver::{Context, Entered, sys};
 use crate::element::Dtype;
 use crate::error::{Error, Result};
 use alloc::format;
 use alloc::sync::Arc;
-use core::ffi::CStr;
-use driver::{Context, Entered, Function, Module, sys};
 use kept_maps::KeptMaps;
 use margins::Margins;
-use shapes::{SHAPES, Shape, Shaped};
-use spare_rings::SpareRings;
+use shapes::{SHAPES, Shape};
+use spare_staging::SpareStaging;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// One device, with the kernels that were loaded so far.
@@ -103,55 +104,15 @@ pub struct Cuda {
     maps: KeptMaps,
     margins: Margins,
     kernels: Mutex<LoadedKernels>,
-    rings: SpareRings,
-}
-
-/// What was loaded, by element type (f16, bf16) and shape.
-#[derive(Debug, Default)]
-struct LoadedKernels {
-    attention: [[Option<AttentionKernels>; SHAPES.len()]; 2],
-    hopper: hopper::LoadedForward,
-    blocks: Option<Blocks>,
-}
-
-/// The kernels of one element type and shape. The modules keep them alive.
-#[derive(Debug)]
-struct AttentionKernels {
-    forward: Ready,
-    fused: Option<Ready>,
-    /// Loaded when a call first needs them: where there is a fused kernel, only calls for one side do.
-    sides: Option<Sides>,
-    _modules: [Option<Module>; 2],
-}
-
-/// The backward kernels of one side each.
-#[derive(Debug)]
-struct Sides {
-    queries: Ready,
-    keys: Ready,
-    values: Option<Ready>,
-    _module: Module,
-}
-
-/// The kernels of `transform.ptx`, `sinks.ptx` and `tags.ptx`.
-#[derive(Debug)]
-struct Blocks {
-    transform: Function,
-    delta: Function,
-    finish: Function,
-    merge: Function,
-    sinks: Function,
-    begin_run: Function,
-    arrived: Function,
-    _modules: [Module; 3],
+    spare_staging: SpareStaging,
 }
 
 impl Cuda {
     /// Opens the device with this number. The environment variable [`Family::VARIABLE`], which is read only here,
-    /// selects its forward kernels. Without it, devices of compute capability 9.0 use the kernels for `sm_90a` and all
-    /// others those for `sm_80`. Compute capability 9.0 also uses those for `sm_80` where the larger of head dim and
+    /// selects its attention kernels. Without it, devices of compute capability 9.0 use the kernels for `sm_90a` and all
+    /// others those for `sm_80`. Compute capability 9.0 also uses the forward for `sm_80` where the larger of head dim and
     /// value dim is 65 to 96, or the value dim is 129 to 192 and the head dim at most 192 (neither was measured there
-    /// yet).
+    /// yet), and the backward for `sm_80` where the larger of both is not 97 to 128 (there is no other).
     ///
     /// # Errors
     /// [`Error::Unsupported`] when no driver is installed, the device is older than compute capability 8.0, or it does
@@ -162,7 +123,7 @@ impl Cuda {
         Self::open(ordinal, Family::of_environment()?)
     }
 
-    /// The same with the given forward kernels instead of the environment variable's; [`Family::Sm90a`] uses them at
+    /// The same with the given kernels instead of the environment variable's; [`Family::Sm90a`] uses the forward at
     /// every head dim.
     ///
     /// # Errors
@@ -204,7 +165,7 @@ impl Cuda {
             maps: KeptMaps::new(hopper),
             margins: Margins::default(),
             kernels: Mutex::new(LoadedKernels::default()),
-            rings: SpareRings::default(),
+            spare_staging: SpareStaging::default(),
         })
     }
 
@@ -228,9 +189,20 @@ impl Cuda {
         Ok(if self.hopper_shape(shape).is_some() { Family::Sm90a } else { Family::Sm80 })
     }
 
+    /// The same of the backward kernels for all gradients. Gradients of one side alone are always made by those for
+    /// `sm_80`.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for types and dims there is no kernel for.
+    pub fn backward_family(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<Family> {
+        let (_, shape, _) = find(dtype, head_dim, value_dim)?;
+        Ok(if self.hopper_backward(shape).is_some() { Family::Sm90a } else { Family::Sm80 })
+    }
+
     /// Loads the kernels for an element type and head dims, which can take the driver seconds. Call it when you make
     /// the plan; otherwise the first call loads its kernels. If the device runs the backward as one kernel, the kernels
-    /// for one side's gradients are not loaded here, but by the first call that needs only one side.
+    /// for one side's gradients are not loaded here, but by the first call that needs only one side; if it runs a
+    /// kernel for `sm_90a`, the one for `sm_80` is loaded by the first launch whose tensors need it.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for types and dims there is no kernel for, [`Error::Device`] when the driver refuses the
@@ -238,8 +210,18 @@ impl Cuda {
     pub fn prepare(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<()> {
         let (element, shape, _) = find(dtype, head_dim, value_dim)?;
         let mut kernels = self.kernels();
-        self.attention(&mut kernels, element, shape)?;
-        self.load_hopper(&mut kernels.hopper, element, shape)?;
+        if self.hopper_shape(shape).is_some() {
+            self.load_hopper(&mut kernels, element, shape)?;
+        } else {
+            self.load_forward(&mut kernels, element, shape)?;
+        }
+        if self.hopper_backward(shape).is_some() {
+            self.load_hopper_backward(&mut kernels, element, shape)?;
+        } else if self.fused(&SHAPES[shape]).is_some() {
+            self.load_fused(&mut kernels, element, shape)?;
+        } else {
+            self.load_sides(&mut kernels, element, shape)?;
+        }
         self.blocks(&mut kernels)?;
         Ok(())
     }
@@ -258,7 +240,16 @@ impl Cuda {
     /// [`Error::Unsupported`] for types and dims there is no kernel for.
     pub fn is_prepared(&self, dtype: Dtype, head_dim: u32, value_dim: u32) -> Result<bool> {
         let (element, shape, _) = find(dtype, head_dim, value_dim)?;
-        Ok(self.kernels().attention[element][shape].is_some())
+        let kernels = self.kernels();
+        let forward = if self.hopper_shape(shape).is_some() { &kernels.hopper } else { &kernels.forward };
+        let backward = if self.hopper_backward(shape).is_some() {
+            kernels.hopper_backward[element][shape].is_some()
+        } else if self.fused(&SHAPES[shape]).is_some() {
+            kernels.fused[element][shape].is_some()
+        } else {
+            kernels.sides[element][shape].is_some()
+        };
+        Ok(forward[element][shape].is_some() && backward)
     }
 
     /// Allocates a ring buffer of `bytes` bytes for the scheduler metadata of calls, up to `launches` of them in
@@ -282,109 +273,6 @@ impl Cuda {
     fn kernels(&self) -> MutexGuard<'_, LoadedKernels> {
         // A panic while loading leaves an entry empty or whole.
         self.kernels.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn module(&self, name: &str) -> Result<Module> {
-        let text = embedded::find(name).ok_or_else(|| {
-            Error::unsupported(format!("kernel {name}"), "it is not embedded in this build", "build from a whole tree")
-        })?;
-        Module::new(&self.context, name, &text)
-    }
-
-    fn function(&self, module: &Module, name: &CStr, launch: Shaped) -> Result<Ready> {
-        if launch.shared > self.shared_limit {
-            return Err(Error::unsupported(
-                format!("{} bytes of shared memory for {name:?}", launch.shared),
-                format!("device {} has {}", self.context.ordinal(), self.shared_limit),
-                "use the CPU kernels",
-            ));
-        }
-        let function = module.function(name, launch.shared)?;
-        let _entered = self.enter()?;
-        let each = function.blocks_per_multiprocessor(launch.threads, launch.shared)?;
-        Ok(Ready { function, launch, each })
-    }
-
-    fn attention<'a>(
-        &self,
-        kernels: &'a mut LoadedKernels,
-        element: usize,
-        shape: usize,
-    ) -> Result<&'a mut AttentionKernels> {
-        let slot = &mut kernels.attention[element][shape];
-        if slot.is_none() {
-            let s = &SHAPES[shape];
-            let name = ELEMENTS[element];
-            let forward = self.module(&format!("forward_{name}_{}", s.name))?;
-            let (fused, fused_module) = match self.fused(s) {
-                Some(f) => {
-                    let module = self.module(&format!("fused_{name}_{}", s.name))?;
-                    (Some(self.function(&module, c"cpattn_backward_fused", f.launch)?), Some(module))
-                }
-                None => (None, None),
-            };
-            *slot = Some(AttentionKernels {
-                forward: self.forward(&forward, s)?,
-                // Without a fused kernel every backward needs them, so `prepare` loads them.
-                sides: if fused.is_none() { Some(self.load_sides(element, s)?) } else { None },
-                fused,
-                _modules: [Some(forward), fused_module],
-            });
-        }
-        Ok(slot.as_mut().expect("filled above"))
-    }
-
-    /// The kernels that make one side's gradients each, loaded if they are not.
-    fn sides<'a>(&self, kernels: &'a mut LoadedKernels, element: usize, shape: usize) -> Result<&'a Sides> {
-        let attention = self.attention(kernels, element, shape)?;
-        if attention.sides.is_none() {
-            attention.sides = Some(self.load_sides(element, &SHAPES[shape])?);
-        }
-        Ok(attention.sides.as_ref().expect("filled above"))
-    }
-
-    fn load_sides(&self, element: usize, s: &Shape) -> Result<Sides> {
-        let module = self.module(&format!("backward_{}_{}", ELEMENTS[element], s.name))?;
-        Ok(Sides {
-            queries: self.function(&module, c"cpattn_backward_queries", s.queries)?,
-            keys: self.function(&module, c"cpattn_backward_keys", s.keys)?,
-            values: match s.split {
-                true => Some(self.function(&module, c"cpattn_backward_values", s.keys)?),
-                false => None,
-            },
-            _module: module,
-        })
-    }
-
-    fn blocks<'a>(&self, kernels: &'a mut LoadedKernels) -> Result<&'a Blocks> {
-        if kernels.blocks.is_none() {
-            let module = self.module("transform")?;
-            let sinks = self.module("sinks")?;
-            let tags = self.module("tags")?;
-            kernels.blocks = Some(Blocks {
-                transform: module.function(c"cpattn_transform", 0)?,
-                delta: module.function(c"cpattn_delta", 0)?,
-                finish: module.function(c"cpattn_finish", 0)?,
-                merge: module.function(c"cpattn_merge", 0)?,
-                sinks: sinks.function(c"cpattn_sinks", 0)?,
-                begin_run: tags.function(c"cpattn_begin_run", 0)?,
-                arrived: tags.function(c"cpattn_arrived", 0)?,
-                _modules: [module, sinks, tags],
-            });
-        }
-        Ok(kernels.blocks.as_ref().expect("filled above"))
-    }
-
-    /// The shape's forward, of the tiles of which two blocks share a multiprocessor, if any does.
-    fn forward(&self, module: &Module, shape: &Shape) -> Result<Ready> {
-        let Some(narrow) = shape.narrow else { return self.function(module, c"cpattn_forward", shape.forward) };
-        if shape.forward.shared <= self.shared_limit {
-            let wide = self.function(module, c"cpattn_forward", shape.forward)?;
-            if wide.each >= 2 {
-                return Ok(wide);
-            }
-        }
-        self.function(module, c"cpattn_forward_narrow", narrow)
     }
 
     /// The shape's fused backward, where the device has the shared memory for it.

@@ -2,7 +2,7 @@
 //! What the host writes and a device reads: page-locked memory and as much on the device, which it is copied to in stream
 //! order. Only page-locked memory is copied without a wait of the host's.
 
-use super::driver::{Context, call, check_room, sys};
+use crate::device::driver::{Context, call, check_room, sys};
 use crate::error::{Error, Result};
 use alloc::format;
 use alloc::sync::Arc;

@@ -5,8 +5,8 @@
 //! ask for the same device get the same one. It lives as long as a caller holds it: the table keeps no device alive.
 
 use super::Cuda;
-use super::driver::Context;
 use crate::call::{RawStream, RawTensor, Score};
+use crate::device::driver::Context;
 use crate::error::{Error, Result};
 use alloc::sync::{Arc, Weak};
 use alloc::vec::Vec;

@@ -13,10 +13,10 @@
 //! copies nothing, for example the calls of one batch, layer after layer. Parts that a launch on another stream may
 //! still use are not reused, so that no stream waits for another one.
 
-use super::driver::{Context, Event, sys::CUstream};
 use super::metadata_buffer::{ALIGN, AddressSpace, MetadataBuffer, Part, SortBuffers, Writer, padded};
 use super::params::{Run, Work};
 use super::pinned_mirror::PinnedMirror;
+use crate::device::driver::{Context, CudaEvent, sys::CUstream};
 use crate::error::{Error, Result};
 use alloc::collections::VecDeque;
 use alloc::format;
@@ -24,17 +24,17 @@ use alloc::sync::Arc;
 use alloc::vec::Vec;
 
 /// What rounds up without leaving the address space. (Less than that is the driver's to refuse.)
-const MOST_BYTES: usize = isize::MAX as usize & !(ALIGN - 1);
+const MAX_BYTES: usize = isize::MAX as usize & !(ALIGN - 1);
 /// Parts that are remembered.
-const MOST_KEPT: usize = 32;
+const MAX_KEPT: usize = 32;
 /// Each launch in flight is an event of the driver's, so a number that is not meant would take all memory and time.
-const MOST_LAUNCHES: usize = 1 << 20;
+const MAX_LAUNCHES: usize = 1 << 20;
 
 /// A ring of uploads; see [`super::Cuda::staging`].
 #[derive(Debug)]
 pub struct Staging {
     mirror: PinnedMirror,
-    events: Vec<Event>,
+    events: Vec<CudaEvent>,
     /// Parts whose launches may still run, oldest first.
     in_flight: VecDeque<InFlight>,
     /// Parts that the device holds as the host side does, oldest first.
@@ -59,18 +59,18 @@ unsafe impl Send for InFlight {}
 
 impl Staging {
     pub(super) fn new(context: &Arc<Context>, bytes: usize, launches: usize) -> Result<Self> {
-        if bytes > MOST_BYTES {
-            return Err(Error::invalid("staging", format!("{bytes} bytes"), format!("at most {MOST_BYTES}")));
+        if bytes > MAX_BYTES {
+            return Err(Error::invalid("staging", format!("{bytes} bytes"), format!("at most {MAX_BYTES}")));
         }
-        if launches > MOST_LAUNCHES {
-            let (found, expected) = (format!("{launches} launches in flight"), format!("at most {MOST_LAUNCHES}"));
+        if launches > MAX_LAUNCHES {
+            let (found, expected) = (format!("{launches} launches in flight"), format!("at most {MAX_LAUNCHES}"));
             return Err(Error::invalid("staging", found, expected).hint("with fewer, a call waits for the oldest"));
         }
         let mirror = PinnedMirror::new(context, padded(bytes))?;
-        let events = (0..launches.max(1)).map(|_| Event::new(context)).collect::<Result<Vec<_>>>()?;
+        let events = (0..launches.max(1)).map(|_| CudaEvent::new(context)).collect::<Result<Vec<_>>>()?;
         Ok(Self {
             in_flight: VecDeque::with_capacity(events.len()),
-            kept: VecDeque::with_capacity(MOST_KEPT),
+            kept: VecDeque::with_capacity(MAX_KEPT),
             scratch: SortBuffers {
                 tiles: Vec::with_capacity(mirror.bytes() / size_of::<Work>()),
                 shared_tiles: Vec::with_capacity(mirror.bytes() / size_of::<Work>()),
@@ -91,7 +91,7 @@ impl Staging {
 
     /// Whether it is what [`super::Cuda::staging`] makes of these numbers.
     pub(super) fn is_like(&self, bytes: usize, launches: usize) -> bool {
-        bytes <= MOST_BYTES && self.bytes() == padded(bytes).max(1) && self.events.len() == launches.max(1)
+        bytes <= MAX_BYTES && self.bytes() == padded(bytes).max(1) && self.events.len() == launches.max(1)
     }
 
     /// Waits until no launch reads the ring any more.
@@ -132,7 +132,7 @@ impl Staging {
         self.mirror.upload(part.begin, part.filled, stream)?;
         self.clear(part, stream)?;
         if part.filled > 0 {
-            if self.kept.len() == MOST_KEPT {
+            if self.kept.len() == MAX_KEPT {
                 self.kept.pop_front();
             }
             self.kept.push_back(part);

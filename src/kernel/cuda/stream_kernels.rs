@@ -7,7 +7,7 @@
 //! space for, or calls are in flight on more streams than there are events.
 
 use super::last_calls::LastCalls;
-use super::lent_ring::LentRing;
+use super::lent_staging::LentStaging;
 use super::sm_margin::SmMargin;
 use super::{Cuda, check};
 use crate::call::{Attend, AttendBackward, Delta, Finish, Merge, RawStream, RawTensor, SinkGradient, Transform};
@@ -30,7 +30,7 @@ const CALLS: usize = 64;
 pub struct StreamKernels {
     // Dropped in this order: the kernels outlive their launches.
     last_calls: LastCalls,
-    staging: LentRing,
+    staging: LentStaging,
     calls: usize,
     margin: Option<SmMargin>,
     cuda: Arc<Cuda>,
@@ -44,7 +44,7 @@ impl StreamKernels {
     /// [`Error::Device`] when the driver refuses.
     pub fn new(cuda: Arc<Cuda>) -> Result<Self> {
         cuda.prepare_blocks()?;
-        let (last_calls, staging) = (LastCalls::new(&cuda)?, LentRing::new(&cuda, BYTES, CALLS)?);
+        let (last_calls, staging) = (LastCalls::new(&cuda)?, LentStaging::new(&cuda, BYTES, CALLS)?);
         Ok(Self { last_calls, staging, calls: CALLS, margin: None, cuda })
     }
 
@@ -79,7 +79,7 @@ impl StreamKernels {
     pub fn reserve_metadata(&mut self, bytes: usize, calls: usize) -> Result<()> {
         let (bytes, calls) = (bytes.max(self.staging.bytes()), calls.max(self.calls));
         if (bytes, calls) != (self.staging.bytes(), self.calls) {
-            let ring = LentRing::new(&self.cuda, bytes, calls)?;
+            let ring = LentStaging::new(&self.cuda, bytes, calls)?;
             self.staging.drain()?;
             (self.staging, self.calls) = (ring, calls);
         }

@@ -12,15 +12,15 @@
 
 use super::Cuda;
 use super::bases::{Meaning, meaning};
-use super::driver::{Context, call, check_room, sys};
-use super::kept::LaunchRecorder;
 use super::launch::{Grid, Launch, Launches};
-use super::memory::DeviceMemory;
 use super::metadata_buffer::{MetadataBuffer, Part, padded};
 use super::params::{
     BASES, Tensor,
     tags::{Arrived, ArrivedRange, BeginRun, Note, Tag},
 };
+use super::recorded::LaunchRecorder;
+use crate::device::driver::{Context, call, check_room, sys};
+use crate::device::memory::DeviceMemory;
 use crate::error::Result;
 use alloc::sync::Arc;
 use core::ops::Range;
@@ -31,7 +31,7 @@ use core::sync::atomic::{AtomicU64, Ordering};
 pub(crate) const TAG_BYTES: usize = size_of::<Tag>();
 const THREADS: u32 = 256;
 /// Blocks of the kernel behind an exchange: it has to do only where ranks differ.
-const MOST_BLOCKS: u64 = 8;
+const MAX_BLOCKS: u64 = 8;
 /// Bytes that a block may as well write alone.
 const BLOCK_BYTES: u64 = 1 << 16;
 
@@ -169,7 +169,7 @@ impl LaunchRecorder<'_> {
             bases: [Tensor::default(); BASES],
         };
         let bytes: u64 = ranges.iter().map(|r| r.1 as u64).sum();
-        let blocks = bytes.div_ceil(BLOCK_BYTES).clamp(1, MOST_BLOCKS) as u32;
+        let blocks = bytes.div_ceil(BLOCK_BYTES).clamp(1, MAX_BLOCKS) as u32;
         self.add_alone(part, Launch::new(function, Grid::Blocks(blocks), (THREADS, 0), &params));
         Ok(())
     }

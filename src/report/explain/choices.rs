@@ -5,6 +5,7 @@ use alloc::{
     format,
     string::{String, ToString},
     vec,
+    vec::Vec,
 };
 use core::fmt::Write;
 
@@ -12,7 +13,8 @@ use super::figures::{TextTable, grouped};
 use crate::{
     error::Result,
     heads,
-    plan::{BALANCE, Choice, Dealt, LAYOUTS, MESSAGE, Plan, choose, dealt},
+    layout::{Layout, Shares},
+    plan::{BALANCE, Choice, Dealt, LAYOUTS, MESSAGE, Plan, auto::dealt_by, choose, dealt},
 };
 
 fn ranks(n: usize) -> String {
@@ -79,9 +81,15 @@ impl Plan {
 
     pub(super) fn describe_layouts(&self, out: &mut String) {
         let ring = self.mesh().ring;
-        let _ = writeln!(out, "\nlayout {} over {ring} ring ranks", self.layout());
+        let _ =
+            writeln!(out, "\nlayout {} over {ring} ring ranks, distribution {}", self.layout(), self.distribution());
+        let _ = writeln!(out, "  tensors of one distribution may meet every plan of it, and none of another");
         if ring == 1 {
             let _ = writeln!(out, "  one ring rank holds every token, so all layouts deal alike");
+        }
+        let fresh = Shares::new(self.problem().batch(), self.problem().mask(), self.layout(), ring);
+        if fresh.is_ok_and(|fresh| fresh.deal() != self.shares().deal()) {
+            let _ = writeln!(out, "  the chunks are those of another plan, and were dealt by its mask area");
         }
         let mut layouts = vec![self.layout()];
         if ring > 1 {
@@ -92,11 +100,15 @@ impl Plan {
             "  largest over mean; k rows from others: what the busiest ring rank receives in the forward"
         );
         let mut t = TextTable::new(2, &["", "layout", "work", "q tokens", "k rows from others"]);
+        let mut rows = Vec::new();
         for (i, layout) in layouts.into_iter().enumerate() {
             // A layout that this ring is too large for is left out.
-            let Ok(d): Result<Dealt> = dealt(self.problem(), layout, ring) else { continue };
+            let own = i == 0;
+            let d = if own { Ok(dealt_by(self.problem(), self.shares())) } else { dealt(self.problem(), layout, ring) };
+            let Ok(d): Result<Dealt> = d else { continue };
+            rows.push((d.largest.needed, layout));
             t.row([
-                if i == 0 { "→".to_string() } else { String::new() },
+                if own { "→".to_string() } else { String::new() },
                 layout.to_string(),
                 format!("{:.3}", d.work_imbalance()),
                 format!("{:.3}", d.token_imbalance()),
@@ -104,6 +116,18 @@ impl Plan {
             ]);
         }
         t.write(out);
+        if let (Some(&(own, _)), Some(&(least, layout))) = (rows.first(), rows.iter().min_by_key(|row| row.0))
+            && matches!(self.layout(), Layout::Zigzag | Layout::Striped { .. })
+            && own > 4 * least
+        {
+            let _ = writeln!(
+                out,
+                "  {} cuts each document for every ring rank: the busiest receives {} k rows, with {layout} it is {}. Packs of short documents are faster where the pack is cut instead",
+                self.layout(),
+                grouped(own.into()),
+                grouped(least.into())
+            );
+        }
         let _ = writeln!(
             out,
             "  rule: at most 1 % more work on the busiest rank than the best of these, then fewest rows from others, then {}",

@@ -96,11 +96,8 @@ impl Plan {
 
     /// What another form costs over the ring form with one pass.
     fn describe_price(&self, out: &mut String, ranks: &[usize]) {
-        let Ok(ring) =
-            Self::with_options(self.problem(), self.mesh(), self.layout(), Options::default().gather(Gather::Steps))
-        else {
-            return;
-        };
+        let options = Options::default().gather(Gather::Steps);
+        let Ok(ring) = Self::with_tokens_of(self, self.problem(), options) else { return };
         for direction in [Direction::Forward, Direction::Backward] {
             let (Ok(ours), Ok(theirs)) = (self.costs_for(ranks, direction), ring.costs_for(ranks, direction)) else {
                 continue;

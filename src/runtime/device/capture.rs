@@ -14,7 +14,7 @@ use crate::{
     call::RawStream,
     error::{Error, Result},
     plan::Plan,
-    runtime::run::Purpose,
+    schedule::Purpose,
 };
 
 /// What the stream of a run is part of, and the rank with it.
@@ -25,7 +25,7 @@ impl DeviceRank {
     /// being captured.
     pub(super) fn beside_no_capture(&self, call: &'static str) -> Result<()> {
         // SAFETY: a live stream of the transport's (the contract of `DeviceTransport`).
-        match unsafe { self.device().context().capture_of(self.transport.stream()) }? {
+        match unsafe { self.gpu().context().capture_of(self.transport.stream()) }? {
             None => Ok(()),
             Some(_) => Err(Error::unsupported(
                 format!("{call} while a run of the rank is being captured"),

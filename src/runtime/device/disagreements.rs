@@ -17,11 +17,11 @@ use crate::{
 /// The runs that a rank may have begun, and what its device noted of peers that ran others.
 pub(crate) struct Disagreements {
     pub(super) device: tags::NoteMemory,
-    kinds: Mutex<Vec<RunKind>>,
+    kinds: Mutex<Vec<StartedRun>>,
 }
 
 /// A kind of run that the rank may have begun.
-struct RunKind {
+struct StartedRun {
     rank: usize,
     fingerprint: u64,
     /// In words.
@@ -39,7 +39,7 @@ impl Disagreements {
     pub(super) fn add(&self, rank: usize, fingerprint: u64, what: String, senders: &[usize]) {
         let mut kinds = self.kinds.lock().unwrap_or_else(PoisonError::into_inner);
         if !kinds.iter().any(|k| k.fingerprint == fingerprint) {
-            kinds.push(RunKind { rank, fingerprint, what, senders: senders.to_vec() });
+            kinds.push(StartedRun { rank, fingerprint, what, senders: senders.to_vec() });
         }
     }
 

@@ -33,13 +33,13 @@ impl DeviceRank {
     /// # Errors
     /// [`Error::Invalid`] if `ptr` is not a multiple of [`ALIGNMENT`], or the first or last byte is not memory of the
     /// rank's device.
-    pub(in crate::runtime) unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
+    pub(super) unsafe fn lend(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
         Workspace::<DeviceMemory>::accept(ptr)?;
         if bytes > 0 {
-            self.device().accept_address("workspace", ptr)?;
+            self.gpu().accept_address("workspace", ptr)?;
             let last = ptr.wrapping_add(bytes - 1);
-            self.device().accept_address("workspace", last).map_err(|_| {
-                let ordinal = self.device().ordinal();
+            self.gpu().accept_address("workspace", last).map_err(|_| {
+                let ordinal = self.gpu().ordinal();
                 let expected = format!("as many as are memory of device {ordinal}: the last, at {last:p}, is not");
                 Error::invalid("workspace", format!("{bytes} bytes at {ptr:p}"), expected)
             })?;
@@ -56,7 +56,7 @@ impl DeviceRank {
     ///
     /// # Errors
     /// The driver's.
-    pub(in crate::runtime) fn take_workspace_back(&mut self) -> Result<()> {
+    pub(super) fn take_back(&mut self) -> Result<()> {
         if self.workspace.is_lent() {
             self.beside_no_capture("take_workspace_back")?;
             self.settle()?;
@@ -79,7 +79,7 @@ impl DeviceRank {
             self.settle()?;
             let own = self.workspace.take_own();
             self.retire(own);
-            let larger = self.device().allocate(needed as usize)?;
+            let larger = self.gpu().allocate(needed as usize)?;
             self.workspace.set_own(larger);
         }
         self.workspace.at(needed)

@@ -25,26 +25,31 @@ use std::{
 
 use super::{
     agreement::Agreements,
+    backend::Backend,
     bind::Bindings,
     failure::{AbortOnUnwind, FirstFailure},
     handle::AbortHandle,
     ops::Listing,
     prepared::{Entry, Prepared, Remembered},
     ring,
-    run::Purpose,
     workspace::Workspace,
 };
 use crate::{
     call::RawStream,
+    device::{Device, driver::CudaEvent},
     element::Dtype,
     error::{Cause, Error, Result},
-    kernel::cuda::{Cuda, DeviceMemory, driver::Event, tags::RunCount},
+    kernel::{
+        cpu,
+        cuda::{Cuda, DeviceMemory, tags::RunCount},
+        no_isa,
+    },
     plan::Plan,
     report::trace,
-    schedule::TensorId,
+    schedule::{Purpose, TensorId},
     transport::{
         DeviceTransport, Transport,
-        ring_check::{self, Link, Trouble},
+        ring_check::{self, Link, RingFault},
         staged::{Carrier, DeviceCarrier},
     },
 };
@@ -59,7 +64,7 @@ use disagreements::Disagreements;
 use sequence::Sequence;
 use tracer::Tracer;
 
-/// A rank on a CUDA device. Its functions are those of [`Rank`](super::Rank), which says what they mean.
+/// A rank on a CUDA device.
 pub(super) struct DeviceRank {
     transport: Arc<dyn DeviceTransport>,
     prepared: Remembered<OnDevice>,
@@ -81,15 +86,15 @@ pub(super) struct DeviceRank {
 
 /// Events at the start of a run, at the end of its communication and at its end; and what the device reports.
 pub(crate) struct Marks {
-    begin: Event,
-    end: Event,
-    over: Event,
+    begin: CudaEvent,
+    end: CudaEvent,
+    over: CudaEvent,
     disagreements: Arc<Disagreements>,
 }
 
 impl Marks {
     pub(crate) fn new(cuda: &Cuda) -> Result<Self> {
-        let event = || Event::new(cuda.context());
+        let event = || CudaEvent::new(cuda.context());
         Ok(Self { begin: event()?, end: event()?, over: event()?, disagreements: Arc::new(Disagreements::new(cuda)?) })
     }
 }
@@ -133,119 +138,15 @@ impl DeviceRank {
         }
     }
 
-    /// This rank's number.
-    pub(super) fn rank(&self) -> usize {
-        self.transport.rank()
-    }
-
-    /// How many ranks there are.
-    pub(super) fn world(&self) -> usize {
-        self.transport.world()
-    }
-
     /// The rank's device.
-    pub(super) fn device(&self) -> &Arc<Cuda> {
+    pub(super) fn gpu(&self) -> &Arc<Cuda> {
         self.transport.device()
-    }
-
-    /// For other threads.
-    pub(super) fn handle(&self) -> AbortHandle {
-        let transport: Arc<dyn Transport> = self.transport.clone();
-        AbortHandle::new(&transport, &self.failure)
-    }
-
-    /// Waits on the host for what this rank enqueued, and says what its device found out meanwhile.
-    pub(super) fn synchronize(&self) -> Result<()> {
-        self.beside_no_capture("synchronize")?;
-        let waited = self.settle();
-        self.failure.check(&*self.transport)?;
-        waited
-    }
-
-    /// For what the host does over the transport, when what this rank enqueued is over.
-    pub(super) fn between_runs(&self) -> Result<(Box<dyn Carrier + '_>, &FirstFailure)> {
-        self.synchronize()?;
-        self.transport.begin_run(None);
-        Ok((Box::new(DeviceCarrier(&*self.transport)), &self.failure))
-    }
-
-    pub(super) fn check_ring(&self, bytes: usize) -> Result<Vec<Link>, Trouble> {
-        self.between_runs().map_err(|error| Trouble::Failed { link: None, error })?;
-        ring::checked(&*self.transport, &self.failure, || ring_check::check_on_device(&*self.transport, bytes))
     }
 
     /// Waits on the host until nothing that this rank enqueued uses its memory any more.
     pub(super) fn settle(&self) -> Result<()> {
         self.transport.synchronize()?;
         self.marks.over.wait()
-    }
-
-    /// Whether anything has failed so far, on any rank or on the device; never waits.
-    pub(super) fn poll(&self) -> Result<()> {
-        self.failure.poll(&*self.transport)
-    }
-
-    /// Starts to record operations, or stops. Waits for what the rank enqueued, so that the clocks are compared at rest.
-    pub(super) fn record(&mut self, epoch: Instant, capacity: usize) -> Result<()> {
-        if capacity > 0 {
-            self.beside_no_capture("record")?;
-        }
-        self.tracer = None;
-        if capacity > 0 {
-            self.settle()?;
-            let (context, rank, stream) = (self.device().context(), self.rank(), self.transport.stream());
-            self.tracer = Some(Box::new(Tracer::new(context, rank, epoch, capacity, stream)?));
-        }
-        Ok(())
-    }
-
-    /// What was recorded and is over.
-    pub(super) fn events(&mut self) -> Vec<trace::Event> {
-        let Some(tracer) = &mut self.tracer else { return Vec::new() };
-        let context = self.transport.device().context();
-        // What cannot be asked is not over.
-        let over = context.enter().and_then(|_entered| self.marks.over.is_done()).unwrap_or(false);
-        tracer.take(context, over.then(|| self.transport.stream()))
-    }
-
-    /// By how much recorded times may be off.
-    pub(super) fn trace_accuracy(&self) -> Duration {
-        Duration::from_nanos(self.tracer.as_ref().map_or(0, |r| r.accuracy_ns()))
-    }
-
-    /// Bytes of device workspace that a run of `plan` takes on this rank. Allocates nothing on the device:
-    /// a caller that means to lend the workspace need not have room for two.
-    ///
-    /// # Errors
-    /// As `prepare`, the driver's aside.
-    pub(super) fn workspace_bytes(&mut self, plan: &Plan, run: Purpose) -> Result<u64> {
-        match self.prepared.find(plan, run) {
-            Some(i) => Ok(self.prepared[i].prepared.schedule.workspace),
-            None => {
-                self.suits(plan, run)?;
-                Ok(run.schedule(plan, self.rank())?.workspace)
-            }
-        }
-    }
-
-    /// Bytes of scheduler metadata that the rank keeps on the device, for all plans that it remembers: its last 16 plans and directions,
-    /// and all that were captured into a graph. [`Plan::explain`] bounds them for each plan.
-    pub(super) fn metadata_bytes(&self) -> u64 {
-        self.prepared.iter().map(|p| p.sequence.bytes() as u64).sum()
-    }
-
-    /// Does all that may allocate, load or upload: the schedule, kernels, metadata, events, workspace. A run after it only
-    /// enqueues, whatever memory its tensors are in and whatever strides they have. Optional but for a run that is captured
-    /// into a graph; the first run of a plan does it otherwise.
-    ///
-    /// # Errors
-    /// A plan for another world, an element type or head dim without a kernel, the driver's.
-    pub(super) fn prepare(&mut self, plan: &Plan, run: Purpose) -> Result<()> {
-        if !self.is_ready(plan, run) {
-            self.beside_no_capture("prepare")?;
-        }
-        let at = self.ready(plan, run)?;
-        self.work_at(at).map(|_| ())
     }
 
     /// Whether a run of a plan takes nothing that is not made yet.
@@ -273,8 +174,8 @@ impl DeviceRank {
                 "run it on the CPU, or plan without it: runs still repeat bit for bit on one mesh",
             ));
         }
-        self.device().accept_score(&p.score())?;
-        self.device().is_prepared(p.dtype(), p.head_dim() as u32, p.value_dim() as u32).map(|_| ())
+        self.gpu().accept_score(&p.score())?;
+        self.gpu().is_prepared(p.dtype(), p.head_dim() as u32, p.value_dim() as u32).map(|_| ())
     }
 
     fn ready(&mut self, plan: &Plan, run: Purpose) -> Result<usize> {
@@ -289,7 +190,7 @@ impl DeviceRank {
             Purpose::Attention(_) => cuda.prepare(p.dtype(), p.head_dim() as u32, p.value_dim() as u32)?,
             Purpose::AllToAll(_) => cuda.prepare_blocks()?,
         }
-        let mut prepared = Prepared::new(plan, self.rank(), run)?;
+        let mut prepared = Prepared::new(plan, self.transport.rank(), run)?;
         self.agreements.reserve(&prepared.schedule.group);
         let group = &prepared.schedule.group;
         if group.len() > 1 && !self.counts.iter().any(|(of, _)| of == group) {
@@ -300,7 +201,7 @@ impl DeviceRank {
         // What operations were listed in: the sequence has all of it.
         (prepared.compute, prepared.communication) = (Listing::default(), Listing::default());
         self.transport.reserve(sequence.most_messages);
-        if let Some(oldest) = self.prepared.oldest() {
+        if let Some(oldest) = self.prepared.least_recent() {
             // What its runs have to tell is told before it goes.
             self.synchronize()?;
             let gone = self.prepared.remove(oldest);
@@ -309,30 +210,138 @@ impl DeviceRank {
         Ok(self.prepared.push(OnDevice { prepared, sequence, captured: false }))
     }
 
-    /// Enqueues a run behind what is on `stream` so far, and behind this rank's earlier runs; what is put on `stream` later
-    /// comes after it. Returns once all of it is enqueued, and never waits for the device.
-    ///
-    /// All ranks of the group must call it with equal plans in the same order, each from a thread of its own.
-    ///
-    /// # Errors
-    /// As [`Rank::run_on`](super::Rank::run_on): a tensor or stream that cannot be taken is refused before anything moves; so is a
-    /// capture of a plan that is not prepared, or over a transport whose exchanges cannot be captured. And the driver's; after
-    /// these nothing of the run is left on the device.
-    ///
     /// # Safety
-    /// `stream` is one of the driver's and was not destroyed. When the run gets to them, in stream order, the tensors are
-    /// valid device memory for reads (inputs) or writes (outputs) that nothing else uses until the run is over; the same
-    /// holds for each replay of a graph that it was captured into.
-    pub(super) unsafe fn run(
+    /// As [`Sequence::enqueue`]; `stream` is a live stream of the device.
+    unsafe fn enqueue(
         &mut self,
-        plan: &Plan,
-        run: Purpose,
+        at: usize,
         tensors: &Bindings,
+        workspace: *mut u8,
         stream: RawStream,
+        capturing: bool,
     ) -> Result<()> {
+        let transport = Arc::clone(&self.transport);
+        let cuda = transport.device();
+        let _entered = cuda.context().enter()?;
+        let other = transport.stream();
+        let Marks { begin, end, over, .. } = &self.marks;
+        if capturing { over.hold_in_replays(stream) } else { over.hold(stream) }?;
+        begin.record(stream)?;
+        begin.hold(other)?;
+        let (sequence, tracer) = (&mut self.prepared[at].sequence, self.tracer.as_deref_mut());
+        // SAFETY: the promise of this function; the streams come behind the rank's runs before (above), and the rank's
+        // next run behind both (below).
+        unsafe { sequence.enqueue(tensors, workspace, [stream, other], cuda, &*transport, tracer) }?;
+        end.record(other)?;
+        end.hold(stream)?;
+        if capturing { over.record_in_replays(stream) } else { over.record(stream) }
+    }
+}
+
+impl Backend for DeviceRank {
+    fn transport(&self) -> &dyn Transport {
+        &*self.transport
+    }
+
+    fn failure(&self) -> &FirstFailure {
+        &self.failure
+    }
+
+    fn handle(&self) -> AbortHandle {
+        let transport: Arc<dyn Transport> = self.transport.clone();
+        AbortHandle::new(&transport, &self.failure)
+    }
+
+    fn device(&self) -> Device {
+        Device::Cuda(self.gpu().ordinal())
+    }
+
+    fn cuda(&self) -> Option<&Arc<Cuda>> {
+        Some(self.gpu())
+    }
+
+    fn set_isa(&mut self, isa: Option<cpu::Isa>) -> Result<()> {
+        isa.map_or(Ok(()), |isa| Err(no_isa(isa, self.gpu().ordinal())))
+    }
+
+    fn check_ring(&self, bytes: usize) -> Result<Vec<Link>, RingFault> {
+        self.between_runs().map_err(|error| RingFault::Failed { link: None, error })?;
+        ring::checked(&*self.transport, &self.failure, || ring_check::check_on_device(&*self.transport, bytes))
+    }
+
+    fn between_runs(&self) -> Result<Box<dyn Carrier + '_>> {
+        self.synchronize()?;
+        self.transport.begin_run(None);
+        Ok(Box::new(DeviceCarrier(&*self.transport)))
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.beside_no_capture("synchronize")?;
+        let waited = self.settle();
+        self.failure.check(&*self.transport)?;
+        waited
+    }
+
+    fn record(&mut self, epoch: Instant, capacity: usize) -> Result<()> {
+        if capacity > 0 {
+            self.beside_no_capture("record")?;
+        }
+        self.tracer = None;
+        if capacity > 0 {
+            self.settle()?;
+            let (context, rank, stream) = (self.gpu().context(), self.transport.rank(), self.transport.stream());
+            self.tracer = Some(Box::new(Tracer::new(context, rank, epoch, capacity, stream)?));
+        }
+        Ok(())
+    }
+
+    fn events(&mut self) -> Vec<trace::Event> {
+        let Some(tracer) = &mut self.tracer else { return Vec::new() };
+        let context = self.transport.device().context();
+        // What cannot be asked is not over.
+        let over = context.enter().and_then(|_entered| self.marks.over.is_done()).unwrap_or(false);
+        tracer.take(context, over.then(|| self.transport.stream()))
+    }
+
+    fn trace_accuracy(&self) -> Duration {
+        Duration::from_nanos(self.tracer.as_ref().map_or(0, |r| r.accuracy_ns()))
+    }
+
+    fn metadata_bytes(&self) -> u64 {
+        self.prepared.iter().map(|p| p.sequence.bytes() as u64).sum()
+    }
+
+    fn workspace_bytes(&mut self, plan: &Plan, run: Purpose) -> Result<u64> {
+        match self.prepared.find(plan, run) {
+            Some(i) => Ok(self.prepared[i].prepared.schedule.workspace),
+            None => {
+                self.suits(plan, run)?;
+                Ok(run.schedule(plan, self.transport.rank())?.workspace)
+            }
+        }
+    }
+
+    unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
+        // SAFETY: the memory is valid for as long as it is lent (the contract of this function).
+        unsafe { self.lend(ptr, bytes) }
+    }
+
+    fn take_workspace_back(&mut self) -> Result<()> {
+        self.take_back()
+    }
+
+    fn prepare(&mut self, plan: &Plan, run: Purpose) -> Result<()> {
+        if !self.is_ready(plan, run) {
+            self.beside_no_capture("prepare")?;
+        }
+        let at = self.ready(plan, run)?;
+        self.work_at(at).map(|_| ())
+    }
+
+    unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings, stream: RawStream) -> Result<()> {
         if self.accepted != Some(stream) {
             // SAFETY: a live stream, as promised.
-            unsafe { self.device().owns(stream) }?;
+            unsafe { self.gpu().owns(stream) }?;
             self.accepted = Some(stream);
         }
         // SAFETY: a live stream, as promised.
@@ -350,7 +359,7 @@ impl DeviceRank {
             // copied, which needs no alignment unless a tensor is huge.
             let whole = sequence.must_align(tensor)
                 || attention && matches!(tensor, TensorId::Q | TensorId::K | TensorId::V | TensorId::O | TensorId::DO);
-            self.device().accept(name, raw, if whole { 16 } else { raw.dtype.size() })?;
+            self.gpu().accept(name, raw, if whole { 16 } else { raw.dtype.size() })?;
         }
         let workspace = self.work_at(at)?;
         let Prepared { schedule, expected, .. } = &self.prepared[at].prepared;
@@ -382,33 +391,6 @@ impl DeviceRank {
             }
         }
         outcome
-    }
-
-    /// # Safety
-    /// As [`Sequence::enqueue`]; `stream` is a live stream of the device.
-    unsafe fn enqueue(
-        &mut self,
-        at: usize,
-        tensors: &Bindings,
-        workspace: *mut u8,
-        stream: RawStream,
-        capturing: bool,
-    ) -> Result<()> {
-        let transport = Arc::clone(&self.transport);
-        let cuda = transport.device();
-        let _entered = cuda.context().enter()?;
-        let other = transport.stream();
-        let Marks { begin, end, over, .. } = &self.marks;
-        if capturing { over.hold_in_replays(stream) } else { over.hold(stream) }?;
-        begin.record(stream)?;
-        begin.hold(other)?;
-        let (sequence, tracer) = (&mut self.prepared[at].sequence, self.tracer.as_deref_mut());
-        // SAFETY: the promise of this function; the streams come behind the rank's runs before (above), and the rank's
-        // next run behind both (below).
-        unsafe { sequence.enqueue(tensors, workspace, [stream, other], cuda, &*transport, tracer) }?;
-        end.record(other)?;
-        end.hold(stream)?;
-        if capturing { over.record_in_replays(stream) } else { over.record(stream) }
     }
 }
 

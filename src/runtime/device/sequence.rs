@@ -14,18 +14,18 @@ use super::{
 };
 use crate::{
     call::{Attend, AttendBackward, Delta, RawStream, RawTensor, SinkGradient, Transform},
+    device::driver::CudaEvent,
     error::Result,
     kernel::cuda::{
         Cuda,
         bases::{BaseOffset, BaseShapes, Bases},
-        driver::Event,
-        kept::{KeptLaunches, LaunchRecorder},
+        recorded::{LaunchRecorder, RecordedLaunches},
         tags::{self, RunCount, TAG_BYTES},
     },
     plan::Plan,
     runtime::{
         Bindings, bind,
-        ops::{Backend, BufferAddresses, perform},
+        ops::{BufferAddresses, Operations, perform},
         prepared::Prepared,
         tags::Tags,
     },
@@ -81,11 +81,11 @@ enum StreamCommand {
 /// The launches, events and exchanges of one schedule, in the order in which they are enqueued.
 pub(super) struct Sequence {
     steps: Vec<StreamCommand>,
-    launches: KeptLaunches,
+    launches: RecordedLaunches,
     messages: Vec<Message>,
     /// Which messages a run sets the address of, and where their bytes are; tags are where they are.
     offsets: Vec<(u32, BaseOffset)>,
-    events: Vec<Event>,
+    events: Vec<CudaEvent>,
     /// By the number of the operation.
     named: Vec<Named>,
     /// Of one exchange, the longer way.
@@ -130,7 +130,7 @@ impl Recording<'_> {
 }
 
 // Nothing here touches memory: what the calls promise is promised by the run that brings the addresses.
-impl Backend for Recording<'_> {
+impl Operations for Recording<'_> {
     unsafe fn attend(&mut self, args: &Attend<'_>) -> Result<()> {
         self.launch(|recorder| recorder.attend(args))
     }
@@ -246,7 +246,7 @@ impl Sequence {
         let Recording { recorder, steps, mut messages, offsets, most_messages, .. } = recording;
         let launches = recorder.keep()?;
         for message in &mut messages {
-            message.ptr = launches.list_address(message.ptr).unwrap_or(message.ptr);
+            message.ptr = launches.metadata_address(message.ptr).unwrap_or(message.ptr);
         }
         Ok(Self {
             steps,
@@ -254,7 +254,7 @@ impl Sequence {
             messages,
             offsets,
             named,
-            events: (0..count).map(|_| Event::new(cuda.context())).collect::<Result<_>>()?,
+            events: (0..count).map(|_| CudaEvent::new(cuda.context())).collect::<Result<_>>()?,
             most_messages,
         })
     }

@@ -18,8 +18,8 @@ use std::{sync::Arc, time::Instant, vec::Vec};
 
 use crate::{
     call::RawStream,
+    device::driver::{Context, CudaEvent},
     error::Result,
-    kernel::cuda::driver::{Context, Event},
     report::trace,
     schedule::{Lane, Op},
 };
@@ -45,17 +45,17 @@ impl Named {
 
 /// Around one operation.
 struct Pair {
-    start: Event,
-    end: Event,
+    start: CudaEvent,
+    end: CudaEvent,
 }
 
 /// Pairs of events with timing, and the host time of one of them.
 pub(super) struct Tracer {
     rank: usize,
     epoch: Instant,
-    base: Event,
+    base: CudaEvent,
     /// A base that is tried.
-    other: Event,
+    other: CudaEvent,
     base_ns: u64,
     accuracy_ns: u64,
     free: Vec<Pair>,
@@ -74,7 +74,7 @@ impl Tracer {
         capacity: usize,
         idle: RawStream,
     ) -> Result<Self> {
-        let timed = || Event::timed(context);
+        let timed = || CudaEvent::timed(context);
         let pair = || Ok(Pair { start: timed()?, end: timed()? });
         let mut made = Self {
             rank,

@@ -16,7 +16,7 @@ use crate::{
     batch::Side,
     error::{Error, Result},
     plan::Plan,
-    schedule::{AllToAll, Buf, BufferView, Direction, OWN_HEADS, OWN_TOKENS, Schedule, Way},
+    schedule::{AllToAll, AllToAllDirection, Buf, BufferView, Direction, OWN_HEADS, OWN_TOKENS, Schedule},
 };
 
 impl Schedule {
@@ -52,8 +52,8 @@ impl Schedule {
         let held =
             BufferView { buf: Buf::User(OWN_HEADS), row: 0, rows: b.share(all_to_all.side), head: 0, heads: own };
         match all_to_all.way {
-            Way::ToHeads => to_heads(&mut b, all_to_all, tokens, held),
-            Way::ToTokens => to_tokens(&mut b, all_to_all, tokens, held),
+            AllToAllDirection::ToHeads => to_heads(&mut b, all_to_all, tokens, held),
+            AllToAllDirection::ToTokens => to_tokens(&mut b, all_to_all, tokens, held),
         }
         b.finish()
     }

@@ -38,6 +38,22 @@ impl Schedule {
     /// # Errors
     /// A rank outside the mesh; a problem of another kind than softmax attention.
     pub fn new(plan: &Plan, rank: usize, direction: Direction) -> Result<Self> {
+        Self::with_steps(plan, rank, direction, None)
+    }
+
+    /// One rank's operations forward and backward. Where the same side circulates in both, its ring steps are found once:
+    /// about half the work of two calls of [`Schedule::new`], with the same result.
+    ///
+    /// # Errors
+    /// As [`Schedule::new`].
+    pub fn both(plan: &Plan, rank: usize) -> Result<[Self; 2]> {
+        let forward = Self::new(plan, rank, Direction::Forward)?;
+        let backward = Self::with_steps(plan, rank, Direction::Backward, forward.keys.as_ref())?;
+        Ok([forward, backward])
+    }
+
+    /// As [`Schedule::new`], with the ring steps of k and v where they are known.
+    fn with_steps(plan: &Plan, rank: usize, direction: Direction, keys: Option<&Arc<RingSteps>>) -> Result<Self> {
         check_rank(plan, rank)?;
         if plan.problem().kind == AttentionKind::Other {
             return Err(Error::unsupported(
@@ -52,7 +68,8 @@ impl Schedule {
         let backward = direction == Direction::Backward;
         let both = backward && plan.options().reproducible;
         let queries_travel = backward && plan.backward_circulates() == CirculatingSide::Queries;
-        b.out.keys = if both || !queries_travel { ring_steps(Side::K) } else { None };
+        let of_keys = || keys.cloned().or_else(|| ring_steps(Side::K));
+        b.out.keys = if both || !queries_travel { of_keys() } else { None };
         b.out.queries = if both || queries_travel { ring_steps(Side::Q) } else { None };
         match direction {
             Direction::Forward => b.forward(),

@@ -15,6 +15,8 @@ fn shows(what: &str, plan: &Plan) {
     let ring = plan.mesh().ring > 1;
     let of = |direction| Schedule::new(plan, plan.mesh().world() - 1, direction).unwrap();
     let (forward, backward) = (of(Direction::Forward), of(Direction::Backward));
+    let both = Schedule::both(plan, plan.mesh().world() - 1).unwrap();
+    assert_eq!(format!("{both:?}"), format!("{:?}", [&forward, &backward]), "{what}: made together");
     let count = |s: &Schedule, is: &dyn Fn(&OpKind) -> bool| s.ops.iter().filter(|op| is(&op.kind)).count();
     for s in [&forward, &backward] {
         assert_eq!(s.aligned, o.reproducible, "{what}: reproducible");

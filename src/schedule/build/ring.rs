@@ -15,7 +15,7 @@ use alloc::{sync::Arc, vec, vec::Vec};
 use super::builder::{Builder, Life, Region};
 use crate::{
     element::Dtype,
-    schedule::{BufferView, CirculatingSide, Lane, Op, OpKind, RingSteps, StepTensor, expand::Expansion},
+    schedule::{BufferView, CirculatingSide, Lane, Op, OpKind, RingSteps, StepTensor, expand::is_fragmented},
 };
 
 /// An operation that has no place in the list yet. It waits for items of the other lane.
@@ -181,9 +181,7 @@ impl Builder<'_> {
 
     /// Buffers for rows that would leave in too many messages, and how many rows each ring step packs.
     fn packed(&mut self, ring: &mut Ring, ring_steps: &RingSteps, own: &[BufferView]) -> (Vec<BufferView>, Vec<u64>) {
-        let mut expansion = Expansion::default();
-        let rows: Vec<u64> =
-            (0..ring_steps.list().len()).map(|i| expansion.packed_rows(ring_steps, i, own.len())).collect();
+        let rows = ring_steps.packed_rows(|runs| is_fragmented(runs, own.len()));
         let most = rows.iter().copied().max().unwrap_or(0);
         if most == 0 {
             return (Vec::new(), rows);

@@ -15,12 +15,12 @@ use super::{
 };
 use crate::{
     error::Result,
-    schedule::{AllToAll, Buf, BufferView, OWN_HEADS, OWN_TOKENS, TensorId, Way},
+    schedule::{AllToAll, AllToAllDirection, Buf, BufferView, OWN_HEADS, OWN_TOKENS, TensorId},
 };
 
 /// Marks what a rank brings on the way back as its part of a sum.
 pub(super) fn bring(p: &mut Prover, all_to_all: AllToAll) {
-    if all_to_all.way == Way::ToHeads {
+    if all_to_all.way == AllToAllDirection::ToHeads {
         return;
     }
     for r in 0..p.schedules.len() {
@@ -46,8 +46,8 @@ pub(super) fn check(p: &mut Prover, all_to_all: AllToAll) -> Result<u128> {
     for r in 0..p.schedules.len() {
         p.memories[r].check_all_read()?;
         match all_to_all.way {
-            Way::ToHeads => heads(p, r, all_to_all)?,
-            Way::ToTokens => tokens(p, r, all_to_all)?,
+            AllToAllDirection::ToHeads => heads(p, r, all_to_all)?,
+            AllToAllDirection::ToTokens => tokens(p, r, all_to_all)?,
         }
     }
     Ok(0)

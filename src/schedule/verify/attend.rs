@@ -4,7 +4,7 @@
 use alloc::{format, vec, vec::Vec};
 
 use super::{
-    execute::{Atom, Call, Prover},
+    execute::{Atom, AttendCall, Prover},
     listed::Met,
     memory::{Cell, What},
 };
@@ -119,7 +119,7 @@ impl<'a> Prover<'a> {
         for i in 0..met.q.len() {
             met.keys(i).iter().for_each(|&k| readers[k as usize].push(i as u32));
         }
-        self.calls.push(Call { rank: r, op, q, k, readers, met: Some(met) });
+        self.calls.push(AttendCall { rank: r, op, q, k, readers, met: Some(met) });
         Ok(self.calls.len() as u32 - 1)
     }
 
@@ -163,7 +163,7 @@ impl<'a> Prover<'a> {
             for row in 0..range.len {
                 let (token, met) = (tokens[i][row as usize], met[i][row as usize]);
                 for &(v, what) in views {
-                    for h in 0..v.heads {
+                    for h in self.memories[r].heads(v) {
                         let at = range.row as u64 + u64::from(row);
                         self.expect(r, op, v, at, h, Cell::new(what, token, first_head + h, 0))?;
                         let cell = self.memories[r].cell(v, at, h);
@@ -205,7 +205,7 @@ impl<'a> Prover<'a> {
         self.inputs(r, op, &[(&a.q, What::Input(TensorId::Q))], &mut queries, &g.q, &g.q_met, q0)?;
         let views = [(&a.k, What::Input(TensorId::K)), (&a.v, What::Input(TensorId::V))];
         self.inputs(r, op, &views, &mut met.k.iter(), &g.k, &g.k_met, kv0)?;
-        let atoms: Vec<u32> = (0..a.q.heads).map(|h| self.lists.one(Atom { call, head: q0 + h, heads: 1 })).collect();
+        let atoms = self.atoms(call, q0, a.q.heads);
         for (i, q) in met.q.iter().enumerate() {
             for row in 0..q.range.len {
                 let at = q.range.row as u64 + u64::from(row);
@@ -233,7 +233,7 @@ impl<'a> Prover<'a> {
             return Err(self.err(r, op, format!("mode {mode:?} without a running o")));
         }
         let mut lists = Vec::with_capacity(a.q.heads as usize);
-        for h in 0..a.q.heads {
+        for h in self.memories[r].heads(&a.q) {
             let mut list = 0;
             if let (true, Some((o, lse))) = (mode.continues(), &a.running) {
                 self.expect(r, op, lse, row, h, Cell::new(What::Running(TensorId::Lse), token, first + h, 0))?;
@@ -296,8 +296,7 @@ impl<'a> Prover<'a> {
             self.same_shape(r, op, &b.q, &[dq])?;
             self.typed(r, op, dq, accumulator, dk)?;
             self.met_for_queries += g.pairs * u128::from(b.q.heads);
-            let atoms: Vec<u32> =
-                (0..b.q.heads).map(|h| self.lists.one(Atom { call, head: q0 + h, heads: 1 })).collect();
+            let atoms = self.atoms(call, q0, b.q.heads);
             for (i, q) in met.q.iter().enumerate() {
                 for row in 0..q.range.len {
                     let at = q.range.row as u64 + u64::from(row);
@@ -326,8 +325,12 @@ impl<'a> Prover<'a> {
             self.met_for_keys += g.pairs * u128::from(b.q.heads);
             let group = b.heads.group;
             // The q heads that add to each head of dk, and the kv head that it belongs to.
-            let spans: Vec<(u32, u32, u32)> = (0..to_k.heads)
+            let spans: Vec<(u32, u32, u32)> = self.memories[r]
+                .heads(to_k)
                 .map(|h| {
+                    if self.whole_rows {
+                        return (kv0, q0, b.q.heads);
+                    }
                     if b.per_q_head {
                         return ((q0 + h) / group, q0 + h, 1);
                     }
@@ -365,7 +368,7 @@ impl<'a> Prover<'a> {
         added: Option<&[u32]>,
     ) -> Result<()> {
         let mut cells = Vec::with_capacity(to.heads as usize);
-        for h in 0..to.heads {
+        for h in self.memories[r].heads(to) {
             let mut new = cell(h);
             if continues {
                 self.expect(r, op, to, row, h, new)?;

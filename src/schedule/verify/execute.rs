@@ -70,7 +70,7 @@ impl Contributions {
 }
 
 /// A call of a kernel, kept until the outputs are checked.
-pub(super) struct Call<'a> {
+pub(super) struct AttendCall<'a> {
     /// Index of the rank in the group.
     pub rank: usize,
     pub op: usize,
@@ -90,8 +90,10 @@ pub(super) struct Prover<'a> {
     pub schedules: &'a [Schedule],
     pub listed: &'a [Vec<ListedOp>],
     pub memories: Vec<Memory>,
+    /// Whether a cell stands for all heads of a row.
+    pub whole_rows: bool,
     pub lists: Contributions,
-    pub calls: Vec<Call<'a>>,
+    pub calls: Vec<AttendCall<'a>>,
     /// Allowed pairs that calls met, times their q heads: for o or dq, and for dk and dv.
     pub met_for_queries: u128,
     pub met_for_keys: u128,
@@ -99,7 +101,13 @@ pub(super) struct Prover<'a> {
 }
 
 impl<'a> Prover<'a> {
-    pub fn new(plan: &'a Plan, schedules: &'a [Schedule], listed: &'a [Vec<ListedOp>], memories: Vec<Memory>) -> Self {
+    pub fn new(
+        plan: &'a Plan,
+        schedules: &'a [Schedule],
+        listed: &'a [Vec<ListedOp>],
+        memories: Vec<Memory>,
+        whole_rows: bool,
+    ) -> Self {
         let report = |s: &Schedule| RankReport {
             rank: s.rank,
             operations: s.ops.len(),
@@ -112,6 +120,7 @@ impl<'a> Prover<'a> {
             schedules,
             listed,
             memories,
+            whole_rows,
             lists: Contributions::new(),
             calls: Vec::new(),
             met_for_queries: 0,
@@ -140,6 +149,14 @@ impl<'a> Prover<'a> {
             ListedOp::Backward(b, met) => self.backward(r, op, b, met),
             ListedOp::Exchange { .. } => Ok(()),
         }
+    }
+
+    /// Contributions of a call to q heads `first..first + heads`, for each cell of a row.
+    pub fn atoms(&mut self, call: u32, first: u32, heads: u32) -> Vec<u32> {
+        if self.whole_rows {
+            return vec![self.lists.one(Atom { call, head: first, heads })];
+        }
+        (first..first + heads).map(|head| self.lists.one(Atom { call, head, heads: 1 })).collect()
     }
 
     /// That a view has the type of what it should hold.
@@ -183,14 +200,14 @@ impl<'a> Prover<'a> {
         }
         let lse = BufferView { buf: Buf::User(TensorId::Lse), row: 0, head: 0, ..*delta };
         for row in 0..delta.rows {
-            for h in 0..delta.heads {
+            for h in self.memories[r].heads(delta) {
                 let token = self.memories[r].cell(&lse, row, h).token;
                 self.expect(r, op, delta, row, h, Cell::new(What::Delta, token, h, 0))?;
                 self.memories[r].cell(delta, row, h).unread = 0;
             }
         }
         let call = self.calls.len() as u32;
-        self.calls.push(Call { rank: r, op, q: Vec::new(), k: Vec::new(), readers: Vec::new(), met: None });
+        self.calls.push(AttendCall { rank: r, op, q: Vec::new(), k: Vec::new(), readers: Vec::new(), met: None });
         let lists: Vec<u32> = (0..partial.heads).map(|head| self.lists.one(Atom { call, head, heads: 1 })).collect();
         self.memories[r].write_row(op, partial, 0, |h| Cell::new(What::Sum(TensorId::Dsinks), 0, h, lists[h as usize]))
     }
@@ -234,7 +251,7 @@ impl<'a> Prover<'a> {
         let mut cells = Vec::with_capacity(heads);
         for row in 0..s.dst.rows {
             cells.clear();
-            for h in 0..s.dst.heads {
+            for h in self.memories[r].heads(&s.dst) {
                 let mut sum = Cell::new(What::Zero, 0, 0, 0);
                 for (n, v) in s.sources.iter().enumerate() {
                     let from = self.memories[r].table(v.buf).dtype;
@@ -295,7 +312,7 @@ impl<'a> Prover<'a> {
         let mut cells = Vec::with_capacity(out.heads as usize);
         for row in 0..out.rows {
             cells.clear();
-            for h in 0..out.heads {
+            for h in self.memories[from.0].heads(&out) {
                 let cell = self.memories[from.0].cell(&out, row, h);
                 // What is fetched stays unread at a sender that only relays it.
                 if !cell.strict {

@@ -3,10 +3,15 @@
 
 use alloc::{collections::BTreeMap, format, vec, vec::Vec};
 
-use super::{flaw::flaw, memory::Memory};
+use super::{
+    flaw::flaw,
+    memory::{Memory, side_of},
+};
 use crate::{
+    batch::Side,
     call::{QRange, Range},
     error::Result,
+    plan::Plan,
     schedule::{
         AttendOp, BackwardOp, Buf, BufferView, CirculatingSide, MessageView, OpKind, Schedule, TensorId,
         expand::{Expansion, ROWS_PER_PEER},
@@ -141,6 +146,25 @@ fn met(s: &Schedule, circulating_side: CirculatingSide, ring_step: u32, e: &mut 
 }
 
 impl ListedOp {
+    /// Whether its views take all heads of their buffers, and its results have the heads of their operands.
+    pub fn takes_whole_rows(&self, s: &Schedule, plan: &Plan) -> bool {
+        let p = plan.problem();
+        let whole = |v: &BufferView| {
+            let heads = match v.buf {
+                Buf::User(tensor) if side_of(tensor) == Side::K => Some(p.kv_heads() as u32),
+                Buf::User(_) => Some(p.heads() as u32),
+                Buf::Work(i) => s.buffers.get(usize::from(i)).map(|b| b.heads),
+            };
+            v.head == 0 && Some(v.heads) == heads
+        };
+        let mut all = !matches!(self, Self::Backward(b, _) if b.per_q_head);
+        let listed = self.views(|v| {
+            all &= whole(v);
+            Ok(())
+        });
+        all && listed.is_ok()
+    }
+
     /// Calls `each` for every view.
     fn views(&self, mut each: impl FnMut(&BufferView) -> Result<()>) -> Result<()> {
         match self {
@@ -221,6 +245,45 @@ pub(super) fn check_views(s: &Schedule, listed: &[ListedOp], memory: &Memory) ->
         }
     }
     Ok(())
+}
+
+/// The slices that stand for all that an operation of the ring moves, packs or sums: that each lies in its buffer, also
+/// where none of its rows is needed (a run refuses it otherwise), and that what is listed lies in one of them.
+pub(super) fn check_tensors(s: &Schedule, listed: &[ListedOp], memory: &Memory) -> Result<()> {
+    for (i, (op, work)) in s.ops.iter().zip(listed).enumerate() {
+        let err = |text| flaw(s.rank, i, text);
+        let (tensors, packed) = match &op.kind {
+            OpKind::Fetch { tensors, packed, .. } => (tensors, packed.as_slice()),
+            OpKind::Pack { tensors, .. } | OpKind::Return { tensors, .. } | OpKind::Reduce { tensors, .. } => {
+                (tensors, [].as_slice())
+            }
+            _ => continue,
+        };
+        if !packed.is_empty() && packed.len() != tensors.len() {
+            return Err(err(format!("packs {} of {} tensors", packed.len(), tensors.len())));
+        }
+        let whole: Vec<&BufferView> = tensors.iter().flat_map(|t| [&t.own, &t.slot]).chain(packed).collect();
+        whole.iter().try_for_each(|v| memory.check_view(v).map_err(err))?;
+        for t in tensors {
+            let dim = |v: &BufferView| memory.shape(v.buf).dim;
+            if (t.own.heads, dim(&t.own)) != (t.slot.heads, dim(&t.slot)) {
+                let (own, slot) = (memory.name(t.own.buf), memory.name(t.slot.buf));
+                return Err(err(format!("{own} and {slot} differ in heads or dim")));
+            }
+        }
+        work.views(|v| match whole.iter().any(|w| holds(w, v)) {
+            true => Ok(()),
+            false => Err(err(format!("{v:?} is no part of what the operation names"))),
+        })?;
+    }
+    Ok(())
+}
+
+/// Whether one view lies in another; both lie in their buffers.
+fn holds(whole: &BufferView, part: &BufferView) -> bool {
+    let rows = whole.row <= part.row && part.row + part.rows <= whole.row + whole.rows;
+    let heads = whole.head <= part.head && part.head + part.heads <= whole.head + whole.heads;
+    whole.buf == part.buf && rows && heads
 }
 
 fn check_met(met: &Met, q_rows: u64, k_rows: u64) -> Result<(), alloc::string::String> {

@@ -2,6 +2,9 @@
 //! One rank's memory, as the proof sees it: the caller's tensors and the buffers of the workspace, each a table of
 //! cells, one for each row and head. Buffers that share bytes are kept apart; a write to one forgets what the others
 //! held in those bytes.
+//!
+//! Where every view of every rank takes all heads of its buffer, all heads of a row hold the same at any time, but for their
+//! number. One cell, named by the first head, then stands for the row (`whole_rows`).
 
 use alloc::{format, string::String, vec, vec::Vec};
 
@@ -89,6 +92,8 @@ pub(super) struct CellTable {
     pub dim: u32,
     pub dtype: Dtype,
     pub access: Access,
+    /// Cells of a row: one for each head, or one.
+    columns: u32,
     /// First byte in the workspace.
     offset: u64,
     /// Tables that share some of its bytes.
@@ -101,12 +106,18 @@ impl CellTable {
     pub fn of_user(tensor: TensorId, shape: [u64; 3], dtype: Dtype, access: Access, cells: Vec<Cell>) -> Self {
         let [rows, heads, dim] = shape;
         let (name, heads, dim) = (tensor.name(), heads as u32, dim as u32);
-        Self { name, rows, heads, dim, dtype, access, offset: 0, aliases: Vec::new(), cells }
+        let columns = (cells.len() as u64).checked_div(rows).map_or(heads, |n| n as u32);
+        Self { name, rows, heads, dim, dtype, access, columns, offset: 0, aliases: Vec::new(), cells }
     }
 
-    /// Bytes of a cell.
+    /// Bytes of a head of a row.
     pub fn cell_bytes(&self) -> u64 {
         u64::from(self.dim) * self.dtype.size() as u64
+    }
+
+    /// Bytes that a cell stands for.
+    fn column_bytes(&self) -> u64 {
+        self.cell_bytes() * u64::from(self.heads / self.columns.max(1))
     }
 }
 
@@ -123,6 +134,7 @@ pub(super) struct Rect {
 #[derive(Clone, Debug)]
 pub(super) struct Memory {
     rank: usize,
+    whole_rows: bool,
     tables: Vec<CellTable>,
 }
 
@@ -141,11 +153,11 @@ pub(super) fn side_of(tensor: TensorId) -> Side {
 }
 
 impl Memory {
-    /// The caller's tensors, in the order of [`TensorId`], and the buffers of a schedule.
+    /// The caller's tensors, in the order of [`TensorId`], and the buffers of a schedule. `whole_rows`: a cell for a row.
     ///
     /// # Errors
     /// A buffer that does not lie in the workspace.
-    pub fn new(s: &Schedule, mut tables: Vec<CellTable>) -> Result<Self> {
+    pub fn new(s: &Schedule, mut tables: Vec<CellTable>, whole_rows: bool) -> Result<Self> {
         for b in &s.buffers {
             let bytes = b
                 .rows
@@ -159,7 +171,9 @@ impl Memory {
             } else if bytes.is_none_or(|end| end > s.workspace) {
                 format!("buffer {} does not end inside the workspace of {} bytes", b.name, s.workspace)
             } else {
+                let columns = if whole_rows { b.heads.min(1) } else { b.heads };
                 tables.push(CellTable {
+                    columns,
                     name: b.name,
                     rows: b.rows,
                     heads: b.heads,
@@ -168,13 +182,13 @@ impl Memory {
                     access: Access::Work,
                     offset: b.offset,
                     aliases: Vec::new(),
-                    cells: vec![Cell::UNSET; (b.rows * u64::from(b.heads)) as usize],
+                    cells: vec![Cell::UNSET; (b.rows * u64::from(columns)) as usize],
                 });
                 continue;
             };
             return Err(flaw(s.rank, 0, text));
         }
-        let span = |t: &CellTable| (t.offset, t.offset + t.cells.len() as u64 * t.cell_bytes());
+        let span = |t: &CellTable| (t.offset, t.offset + t.cells.len() as u64 * t.column_bytes());
         let mut by_offset: Vec<usize> =
             (TensorId::COUNT..tables.len()).filter(|&i| !tables[i].cells.is_empty()).collect();
         by_offset.sort_by_key(|&i| tables[i].offset);
@@ -188,7 +202,7 @@ impl Memory {
                 tables[j].aliases.push(i);
             }
         }
-        Ok(Self { rank: s.rank, tables })
+        Ok(Self { rank: s.rank, whole_rows, tables })
     }
 
     pub fn table(&self, buf: Buf) -> &CellTable {
@@ -224,7 +238,13 @@ impl Memory {
 
     fn index(&self, v: &BufferView, row: u64, head: u32) -> (usize, usize) {
         let t = table_of(v.buf);
-        (t, ((v.row + row) * u64::from(self.tables[t].heads) + u64::from(v.head + head)) as usize)
+        let column = if self.whole_rows { 0 } else { v.head + head };
+        (t, ((v.row + row) * u64::from(self.tables[t].columns) + u64::from(column)) as usize)
+    }
+
+    /// The heads of a view that have cells of their own: all, or the first for all.
+    pub fn heads(&self, v: &BufferView) -> core::iter::StepBy<core::ops::Range<u32>> {
+        (0..v.heads).step_by(if self.whole_rows { v.heads.max(1) as usize } else { 1 })
     }
 
     /// A cell of a view.
@@ -242,15 +262,13 @@ impl Memory {
         if matches!(self.tables[t].access, Access::Input | Access::Absent) {
             return Err(flaw(self.rank, op, format!("writes {}, which is only read", self.tables[t].name)));
         }
-        for h in 0..v.heads {
-            let i = first + h as usize;
+        for (i, h) in (first..).zip(self.heads(v)) {
             self.lost(t, i)?;
             self.tables[t].cells[i] = Cell { unread: op as u32 + 1, ..value(h) };
         }
         if !self.tables[t].aliases.is_empty() {
-            let bytes = self.tables[t].cell_bytes();
-            let low = self.tables[t].offset + first as u64 * bytes;
-            self.forget(t, low, low + u64::from(v.heads) * bytes)?;
+            let low = self.tables[t].offset + first as u64 * self.tables[t].column_bytes();
+            self.forget(t, low, low + u64::from(v.heads) * self.tables[t].cell_bytes())?;
         }
         Ok(())
     }
@@ -259,7 +277,7 @@ impl Memory {
     fn forget(&mut self, writer: usize, low: u64, high: u64) -> Result<()> {
         for n in 0..self.tables[writer].aliases.len() {
             let j = self.tables[writer].aliases[n];
-            let (bytes, offset) = (self.tables[j].cell_bytes(), self.tables[j].offset);
+            let (bytes, offset) = (self.tables[j].column_bytes(), self.tables[j].offset);
             let from = low.saturating_sub(offset) / bytes;
             let to = high.saturating_sub(offset).div_ceil(bytes).min(self.tables[j].cells.len() as u64);
             for i in from as usize..to as usize {
@@ -276,7 +294,7 @@ impl Memory {
         if cell.unread == 0 {
             return Ok(());
         }
-        let (row, head) = (i / table.heads as usize, i % table.heads as usize);
+        let (row, head) = (i / table.columns as usize, i % table.columns as usize);
         let how = if cell.strict { "is fetched but meets no key or query" } else { "is written but never read" };
         let text = format!("row {row}, head {head} of {} ({}) {how}", table.name, cell.describe());
         Err(flaw(self.rank, cell.unread as usize - 1, text))

@@ -27,7 +27,7 @@
 
 use alloc::{format, vec::Vec};
 
-use super::{AllToAll, Direction, Lane, OpKind, Schedule};
+use super::{AllToAll, Direction, Form, Lane, OpKind, Purpose, Schedule};
 use crate::{
     error::{Error, Result},
     plan::Plan,
@@ -48,7 +48,6 @@ mod races;
 mod report;
 
 use flaw::flaw;
-use promise::Promise;
 pub use report::{RankReport, Report, Traffic};
 
 /// Verifies the schedules of all ranks of one group, in rank order, for one direction.
@@ -58,7 +57,7 @@ pub use report::{RankReport, Report, Traffic};
 /// group.
 pub fn verify(schedules: &[Schedule], plan: &Plan) -> Result<Report> {
     let direction = group_of(schedules, plan)?;
-    list_and_prove(schedules, plan, Promise::Attention(direction))
+    list_and_prove(schedules, plan, Purpose::Attention(direction))
 }
 
 /// Verifies the schedules of all ranks of one group, in rank order, for one all-to-all.
@@ -67,38 +66,52 @@ pub fn verify(schedules: &[Schedule], plan: &Plan) -> Result<Report> {
 /// As [`verify`].
 pub fn verify_all_to_all(schedules: &[Schedule], plan: &Plan, all_to_all: AllToAll) -> Result<Report> {
     group_of(schedules, plan)?;
-    list_and_prove(schedules, plan, Promise::AllToAll(all_to_all))
+    list_and_prove(schedules, plan, Purpose::AllToAll(all_to_all))
 }
 
-fn list_and_prove(schedules: &[Schedule], plan: &Plan, promise: Promise) -> Result<Report> {
+fn list_and_prove(schedules: &[Schedule], plan: &Plan, purpose: Purpose) -> Result<Report> {
     let mut listed = Vec::with_capacity(schedules.len());
     for s in schedules {
         check_order(s)?;
         listed.push(listed::list(s)?);
     }
-    prove(schedules, &listed, plan, promise)
+    prove(schedules, &listed, plan, purpose)
 }
 
 /// Everything after listing.
-fn prove(schedules: &[Schedule], listed: &[Vec<listed::ListedOp>], plan: &Plan, promise: Promise) -> Result<Report> {
+fn prove(schedules: &[Schedule], listed: &[Vec<listed::ListedOp>], plan: &Plan, purpose: Purpose) -> Result<Report> {
+    let whole_rows = takes_whole_rows(schedules, listed, plan, purpose);
     let mut memories = Vec::with_capacity(schedules.len());
     for (s, work) in schedules.iter().zip(listed) {
-        let memory = memory::Memory::new(s, promise::tables(s, plan, promise))?;
+        if s.aligned != plan.options().reproducible {
+            let text = format!("kernels break tiles by position: {}, reproducible: {}", s.aligned, !s.aligned);
+            return Err(flaw(s.rank, 0, text));
+        }
+        let memory = memory::Memory::new(s, promise::tables(s, plan, purpose, whole_rows), whole_rows)?;
         listed::check_views(s, work, &memory)?;
+        listed::check_tensors(s, work, &memory)?;
         races::check(s, work, &memory)?;
         memories.push(memory);
     }
     let partners = meet::partners(schedules, listed, &memories)?;
-    let mut prover = execute::Prover::new(plan, schedules, listed, memories);
-    if let Promise::AllToAll(all_to_all) = promise {
+    let mut prover = execute::Prover::new(plan, schedules, listed, memories, whole_rows);
+    if let Purpose::AllToAll(all_to_all) = purpose {
         all_to_all::bring(&mut prover, all_to_all);
     }
     meet::run(&mut prover, &partners)?;
-    let pairs = match promise {
-        Promise::Attention(direction) => outputs::check(&mut prover, direction)?,
-        Promise::AllToAll(all_to_all) => all_to_all::check(&mut prover, all_to_all)?,
+    let pairs = match purpose {
+        Purpose::Attention(direction) => outputs::check(&mut prover, direction)?,
+        Purpose::AllToAll(all_to_all) => all_to_all::check(&mut prover, all_to_all)?,
     };
     Ok(Report { pairs, ranks: prover.traffic() })
+}
+
+/// Whether every view of every operation takes all heads of its buffer. Then nothing can tell the heads of a row apart, and
+/// they are proved together. Not where partials of q heads are summed to kv heads, as the ordered form does.
+fn takes_whole_rows(schedules: &[Schedule], listed: &[Vec<listed::ListedOp>], plan: &Plan, purpose: Purpose) -> bool {
+    matches!(purpose, Purpose::Attention(_))
+        && plan.form() != Form::Ordered
+        && schedules.iter().zip(listed).all(|(s, ops)| ops.iter().all(|op| op.takes_whole_rows(s, plan)))
 }
 
 /// That `schedules` are one group's, whole and in order; returns their direction.

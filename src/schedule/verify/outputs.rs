@@ -6,7 +6,7 @@ use alloc::{format, string::String, vec::Vec};
 
 use super::{
     attend::rows_between,
-    execute::{Atom, Call, Prover},
+    execute::{Atom, AttendCall, Prover},
     memory::{Cell, What},
 };
 use crate::{
@@ -73,13 +73,16 @@ fn tensor(p: &mut Prover, r: usize, tensor: TensorId, want: What) -> Result<()> 
     for (row, &token) in tokens.iter().enumerate() {
         // Neighbouring heads usually come of the same calls.
         let mut checked: Vec<Vec<u32>> = Vec::new();
-        for h in 0..heads {
+        for h in p.memories[r].heads(&view) {
             p.expect(r, last, &view, row as u64, h, Cell::new(want, token as u32, h, 0))?;
             let cell = *p.memories[r].cell(&view, row as u64, h);
             let group = p.plan.problem().group() as u32;
-            let q_heads = if side == Side::K { h * group..(h + 1) * group } else { h..h + 1 };
+            let end = if p.whole_rows { heads } else { h + 1 };
+            let q_heads = if side == Side::K { h * group..end * group } else { h..end };
             let atoms = p.lists.get(cell.list);
-            for q_head in q_heads.clone() {
+            // Where a cell stands for all heads of a row, every contribution is to all of them: checked below.
+            let tell_apart = if p.whole_rows { 1 } else { q_heads.len() };
+            for q_head in q_heads.clone().take(tell_apart) {
                 let calls: Vec<u32> =
                     atoms.iter().filter(|a| (a.head..a.head + a.heads).contains(&q_head)).map(|a| a.call).collect();
                 if !checked.contains(&calls) {
@@ -92,6 +95,13 @@ fn tensor(p: &mut Prover, r: usize, tensor: TensorId, want: What) -> Result<()> 
             }
             if let Some(a) = atoms.iter().find(|a| !q_heads.contains(&a.head) || a.head + a.heads > q_heads.end) {
                 return Err(p.err(r, last, format!("{} head {h} holds q head {}", tensor.name(), a.head)));
+            }
+            if let Some(a) = atoms.iter().find(|a| p.whole_rows && a.heads as usize != q_heads.len()) {
+                return Err(p.err(
+                    r,
+                    last,
+                    format!("{} holds {} of {} q heads", tensor.name(), a.heads, q_heads.len()),
+                ));
             }
             if p.plan.form() == Form::Ordered {
                 in_order(p, atoms, side, token).map_err(|text| p.err(r, last, text))?;
@@ -120,7 +130,7 @@ fn allowed(p: &Prover, side: Side, token: usize) -> (i64, i64) {
 }
 
 /// The ranges of the other side that a token meets in a call, in the order of the call.
-fn partners<'c>(call: &'c Call, side: Side, token: u32) -> Vec<&'c Range> {
+fn partners<'c>(call: &'c AttendCall, side: Side, token: u32) -> Vec<&'c Range> {
     let Some(met) = call.met else { return Vec::new() };
     let list = if side == Side::Q { &call.q } else { &call.k };
     let Ok(at) = list.binary_search_by_key(&token, |x| x.0) else { return Vec::new() };
@@ -184,7 +194,7 @@ fn sinks(p: &mut Prover, r: usize) -> Result<()> {
     let heads = p.plan.problem().heads() as u32;
     let view = BufferView { buf: Buf::User(TensorId::Dsinks), row: 0, rows: 1, head: 0, heads };
     let last = p.schedules[r].ops.len().max(1) - 1;
-    for h in 0..heads {
+    for h in p.memories[r].heads(&view) {
         p.expect(r, last, &view, 0, h, Cell::new(What::Sum(TensorId::Dsinks), 0, h, 0))?;
         let list = p.memories[r].cell(&view, 0, h).list;
         let ranks = p.lists.get(list).iter().map(|a| p.calls[a.call as usize].rank);

@@ -10,15 +10,8 @@ use crate::{
     batch::Side,
     element::Dtype,
     plan::Plan,
-    schedule::{AllToAll, Direction, OWN_HEADS, OWN_TOKENS, Schedule, TensorId, Way},
+    schedule::{AllToAll, AllToAllDirection, Direction, OWN_HEADS, OWN_TOKENS, Purpose, Schedule, TensorId},
 };
-
-/// What the schedules are to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Promise {
-    Attention(Direction),
-    AllToAll(AllToAll),
-}
 
 const TENSORS: [TensorId; TensorId::COUNT] = [
     TensorId::Q,
@@ -34,16 +27,16 @@ const TENSORS: [TensorId; TensorId::COUNT] = [
     TensorId::Dsinks,
 ];
 
-/// The caller's tensors of one rank, in the order of [`TensorId`].
-pub(super) fn tables(s: &Schedule, plan: &Plan, promise: Promise) -> Vec<CellTable> {
-    let table = |&tensor: &TensorId| match promise {
-        Promise::Attention(_) => of_attention(tensor, s, plan),
-        Promise::AllToAll(all_to_all) => of_all_to_all(tensor, s, plan, all_to_all),
+/// The caller's tensors of one rank, in the order of [`TensorId`]. `whole_rows`: with a cell for a row.
+pub(super) fn tables(s: &Schedule, plan: &Plan, purpose: Purpose, whole_rows: bool) -> Vec<CellTable> {
+    let table = |&tensor: &TensorId| match purpose {
+        Purpose::Attention(_) => of_attention(tensor, s, plan, whole_rows),
+        Purpose::AllToAll(all_to_all) => of_all_to_all(tensor, s, plan, all_to_all),
     };
     TENSORS.iter().map(table).collect()
 }
 
-fn of_attention(tensor: TensorId, s: &Schedule, plan: &Plan) -> CellTable {
+fn of_attention(tensor: TensorId, s: &Schedule, plan: &Plan, whole_rows: bool) -> CellTable {
     let p = plan.problem();
     let forward = s.direction == Direction::Forward;
     let access = match tensor {
@@ -69,15 +62,16 @@ fn of_attention(tensor: TensorId, s: &Schedule, plan: &Plan) -> CellTable {
         TensorId::Sinks => Dtype::F32,
         _ => p.dtype(),
     };
+    let columns = if whole_rows { 1 } else { heads };
     let mut cells = Vec::new();
     if access == Access::Input {
         let tokens = if one_row { vec![0] } else { plan.token_indices(side, s.rank) };
-        cells.reserve(tokens.len() * heads as usize);
+        cells.reserve(tokens.len() * columns as usize);
         for token in tokens {
-            cells.extend((0..heads).map(|h| Cell::new(What::Input(tensor), token as u32, h, 0)));
+            cells.extend((0..columns).map(|h| Cell::new(What::Input(tensor), token as u32, h, 0)));
         }
     } else if access == Access::Output {
-        cells = vec![Cell::UNSET; rows as usize * heads as usize];
+        cells = vec![Cell::UNSET; rows as usize * columns as usize];
     }
     CellTable::of_user(tensor, [rows, heads.into(), dim.into()], dtype, access, cells)
 }
@@ -102,8 +96,8 @@ pub(super) fn all_heads(plan: &Plan, side: Side) -> u32 {
 /// The two tensors of an all-to-all; the others are absent.
 fn of_all_to_all(tensor: TensorId, s: &Schedule, plan: &Plan, all_to_all: AllToAll) -> CellTable {
     let (given, taken) = match all_to_all.way {
-        Way::ToHeads => (OWN_TOKENS, OWN_HEADS),
-        Way::ToTokens => (OWN_HEADS, OWN_TOKENS),
+        AllToAllDirection::ToHeads => (OWN_TOKENS, OWN_HEADS),
+        AllToAllDirection::ToTokens => (OWN_HEADS, OWN_TOKENS),
     };
     let (tokens, heads) = if tensor == OWN_HEADS {
         held(plan, s.rank, all_to_all.side)

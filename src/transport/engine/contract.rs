@@ -8,7 +8,7 @@ pub const LONGEST_VALUE: usize = 4096;
 
 /// The direction of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum MessageDirection {
     /// To the peer.
     Send,
     /// From the peer.
@@ -64,7 +64,14 @@ pub unsafe trait Engine: Send + Sync + 'static {
     /// # Safety
     /// Until the message has moved, or the engine is closed: the bytes are valid for reads, and for writes in a
     /// receive; nothing else writes them, and nothing else accesses those of a receive.
-    unsafe fn post(&self, way: Way, peer: usize, tag: u32, data: *mut u8, bytes: usize) -> Result<u64, Failed>;
+    unsafe fn post(
+        &self,
+        way: MessageDirection,
+        peer: usize,
+        tag: u32,
+        data: *mut u8,
+        bytes: usize,
+    ) -> Result<u64, Failed>;
 
     /// Waits until a posted message has moved, at most for `limit`; fails at once when the engine is closed or the peer
     /// is gone. Called at most once for each number.

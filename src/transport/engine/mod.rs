@@ -36,9 +36,9 @@ use core::ops::Range;
 
 use super::{Label, Message, Transport, lists};
 use crate::error::{Cause, Error, Result, RunName};
-pub use contract::{Engine, Failed, LONGEST_VALUE, Way};
-use moves::{Rooms, Stop};
-use search::Group;
+pub use contract::{Engine, Failed, LONGEST_VALUE, MessageDirection};
+use moves::{MessageBuffers, Stop};
+use search::EngineGroup;
 use verdict::Verdict;
 use waits::{MAKING, Wait};
 
@@ -47,16 +47,16 @@ const AGREEMENT: Label = Label::new("agreement", 0);
 /// One rank's transport over an engine. Every rank makes one, and calls [`connect`](Self::connect) before anything
 /// else.
 pub struct EngineTransport<E: Engine> {
-    group: Arc<Group<E>>,
+    group: Arc<EngineGroup<E>>,
     /// Held by a call that waits.
-    rooms: Mutex<Rooms>,
+    rooms: Mutex<MessageBuffers>,
     /// What the rank agrees on.
     run: Mutex<Option<RunName>>,
 }
 
 impl<E: Engine> core::fmt::Debug for EngineTransport<E> {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        let Group { rank, world, deadline, .. } = &*self.group;
+        let EngineGroup { rank, world, deadline, .. } = &*self.group;
         f.debug_struct("EngineTransport")
             .field("rank", rank)
             .field("world", world)
@@ -82,7 +82,7 @@ impl<E: Engine> EngineTransport<E> {
         if deadline.is_zero() {
             return Err(Error::invalid("deadline", "0 ms", "at least 1 ms"));
         }
-        let group = Arc::new(Group::new(engine, deadline));
+        let group = Arc::new(EngineGroup::new(engine, deadline));
         Ok(Self { group, rooms: Mutex::default(), run: Mutex::default() })
     }
 
@@ -141,7 +141,7 @@ impl<E: Engine> EngineTransport<E> {
     /// # Errors
     /// As [`Transport::agree`], without [`Error::Disagreement`].
     pub fn gather(&self, ranks: Range<usize>, number: u64, all: &mut [u64]) -> Result<()> {
-        let Group { rank, world, .. } = *self.group;
+        let EngineGroup { rank, world, .. } = *self.group;
         if !ranks.contains(&rank) || ranks.end > world {
             return Err(Error::invalid(
                 "group",
@@ -157,7 +157,7 @@ impl<E: Engine> EngineTransport<E> {
     }
 
     /// Begins a call that waits.
-    fn enter(&self, label: Label) -> Result<MutexGuard<'_, Rooms>> {
+    fn enter(&self, label: Label) -> Result<MutexGuard<'_, MessageBuffers>> {
         let rooms = match self.rooms.try_lock() {
             Ok(rooms) => rooms,
             Err(TryLockError::Poisoned(poisoned)) => {
@@ -255,7 +255,7 @@ impl<E: Engine> EngineTransport<E> {
 }
 
 /// Closes the engine when a call unwinds out of it: its messages are the caller's memory.
-struct CloseOnUnwind<'a, E: Engine>(&'a Group<E>);
+struct CloseOnUnwind<'a, E: Engine>(&'a EngineGroup<E>);
 
 impl<E: Engine> Drop for CloseOnUnwind<'_, E> {
     fn drop(&mut self) {
@@ -291,7 +291,7 @@ impl<E: Engine> Transport for EngineTransport<E> {
     }
 
     unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
-        let Group { rank, world, .. } = *self.group;
+        let EngineGroup { rank, world, .. } = *self.group;
         lists::check(rank, world, "sends", sends)?;
         lists::check(rank, world, "recvs", recvs)?;
         // SAFETY: the messages are valid until this returns (the contract of `exchange`): all of them have moved then, or

@@ -9,9 +9,9 @@ use std::{boxed::Box, format, vec, vec::Vec};
 
 use super::{
     super::{Label, Message},
-    contract::{Engine, Failed, Way},
+    contract::{Engine, Failed, MessageDirection},
     packets::{Header, Packet, SMALL, packets},
-    search::Group,
+    search::EngineGroup,
     verdict::Verdict,
     waits::Wait,
 };
@@ -35,21 +35,21 @@ impl From<Failed> for Stop {
 }
 
 /// Memory whose address the engine gets; freed when it is dropped.
-struct Room {
+struct MessageBuffer {
     at: *mut u8,
     bytes: usize,
 }
 
 // SAFETY: memory of its own.
-unsafe impl Send for Room {}
+unsafe impl Send for MessageBuffer {}
 
-impl Room {
+impl MessageBuffer {
     fn new(bytes: usize) -> Self {
         Self { at: Box::into_raw(vec![0; bytes].into_boxed_slice()).cast(), bytes }
     }
 }
 
-impl Drop for Room {
+impl Drop for MessageBuffer {
     fn drop(&mut self) {
         // SAFETY: of `new`; what the engine was given it has moved, or it is closed (`Rooms` says when rooms are dropped).
         drop(unsafe { Box::from_raw(core::ptr::slice_from_raw_parts_mut(self.at, self.bytes)) });
@@ -58,24 +58,24 @@ impl Drop for Room {
 
 /// Rooms of the calls of one rank. They are dropped with the transport, or after a call whose messages have all moved.
 #[derive(Default)]
-pub(super) struct Rooms {
+pub(super) struct MessageBuffers {
     /// For a header and a small packet each.
-    free: Vec<Room>,
-    used: Vec<Room>,
+    free: Vec<MessageBuffer>,
+    used: Vec<MessageBuffer>,
     /// Of joined messages that are large together, in the call that goes on.
-    large: Vec<Room>,
+    large: Vec<MessageBuffer>,
 }
 
-impl Rooms {
+impl MessageBuffers {
     fn small(&mut self) -> *mut u8 {
-        let room = self.free.pop().unwrap_or_else(|| Room::new(Header::BYTES + SMALL));
+        let room = self.free.pop().unwrap_or_else(|| MessageBuffer::new(Header::BYTES + SMALL));
         let at = room.at;
         self.used.push(room);
         at
     }
 
     fn large(&mut self, bytes: usize) -> *mut u8 {
-        let room = Room::new(bytes);
+        let room = MessageBuffer::new(bytes);
         let at = room.at;
         self.large.push(room);
         at
@@ -90,19 +90,19 @@ impl Rooms {
 
 /// The messages of one call.
 pub(super) struct Moves<'a, E> {
-    group: &'a Group<E>,
+    group: &'a EngineGroup<E>,
     label: Label,
-    rooms: &'a mut Rooms,
+    rooms: &'a mut MessageBuffers,
 }
 
 /// A message that was posted.
-struct Posted {
+struct PostedMessage {
     wait: Wait,
     number: u64,
 }
 
 impl<'a, E: Engine> Moves<'a, E> {
-    pub(super) fn new(group: &'a Group<E>, label: Label, rooms: &'a mut Rooms) -> Self {
+    pub(super) fn new(group: &'a EngineGroup<E>, label: Label, rooms: &'a mut MessageBuffers) -> Self {
         Self { group, label, rooms }
     }
 
@@ -112,21 +112,21 @@ impl<'a, E: Engine> Moves<'a, E> {
     /// As [`Engine::post`].
     unsafe fn post(
         &self,
-        way: Way,
+        way: MessageDirection,
         peer: usize,
         tag: u32,
         data: *mut u8,
         bytes: usize,
         told: usize,
-    ) -> Result<Posted, Failed> {
+    ) -> Result<PostedMessage, Failed> {
         let wait = Wait { label: self.label, of: Some((way, peer)), bytes: told };
         self.group.set_wait(Some(wait));
         // SAFETY: promised.
         let number = unsafe { self.group.engine.post(way, peer, tag, data, bytes) }?;
-        Ok(Posted { wait, number })
+        Ok(PostedMessage { wait, number })
     }
 
-    fn wait(&self, posted: &Posted) -> Result<(), Failed> {
+    fn wait(&self, posted: &PostedMessage) -> Result<(), Failed> {
         self.group.set_wait(Some(posted.wait));
         self.group.engine.wait(posted.number, self.group.deadline)
     }
@@ -141,11 +141,11 @@ impl<'a, E: Engine> Moves<'a, E> {
         let mut posted = Vec::with_capacity(2 * ranks.len());
         for peer in peers.clone() {
             // SAFETY: each rank has eight bytes of the room, which lives until the messages have moved or the engine is closed.
-            posted.push(unsafe { self.post(Way::Receive, peer, AGREEMENT, from.add(place(peer)), 8, 8) }?);
+            posted.push(unsafe { self.post(MessageDirection::Receive, peer, AGREEMENT, from.add(place(peer)), 8, 8) }?);
         }
         for peer in peers {
             // SAFETY: as above; it is only read.
-            posted.push(unsafe { self.post(Way::Send, peer, AGREEMENT, to, 8, 8) }?);
+            posted.push(unsafe { self.post(MessageDirection::Send, peer, AGREEMENT, to, 8, 8) }?);
         }
         for one in &posted {
             self.wait(one)?;
@@ -171,7 +171,7 @@ impl<'a, E: Engine> Moves<'a, E> {
         for packet in &incoming {
             let (room, bytes, told) = (self.rooms.small(), Header::BYTES + SMALL, packet.bytes());
             // SAFETY: a room of these bytes, which lives until the message has moved or the engine is closed.
-            let posted = unsafe { self.post(Way::Receive, packet.peer, HEADERS, room, bytes, told) }?;
+            let posted = unsafe { self.post(MessageDirection::Receive, packet.peer, HEADERS, room, bytes, told) }?;
             heads.push((packet, room, posted));
         }
         let mut sent = Vec::with_capacity(2 * outgoing.len());
@@ -201,7 +201,7 @@ impl<'a, E: Engine> Moves<'a, E> {
                     _ => (self.rooms.large(bytes), false),
                 };
                 // SAFETY: the message itself (promised), or a room of these bytes as above.
-                let posted = unsafe { self.post(Way::Receive, packet.peer, BODIES, to, bytes, bytes) }?;
+                let posted = unsafe { self.post(MessageDirection::Receive, packet.peer, BODIES, to, bytes, bytes) }?;
                 bodies.push((packet, to, alone, posted));
             }
         }
@@ -222,7 +222,7 @@ impl<'a, E: Engine> Moves<'a, E> {
     ///
     /// # Safety
     /// As [`exchange`](Self::exchange).
-    unsafe fn send(&mut self, packet: &Packet, sent: &mut Vec<Posted>) -> Result<(), Failed> {
+    unsafe fn send(&mut self, packet: &Packet, sent: &mut Vec<PostedMessage>) -> Result<(), Failed> {
         let (room, bytes) = (self.rooms.small(), packet.bytes());
         let header = Header::new(packet, self.label.run).to_bytes();
         // SAFETY: the room has space for a header and a small packet.
@@ -234,7 +234,7 @@ impl<'a, E: Engine> Moves<'a, E> {
         }
         let length = Header::BYTES + if packet.is_small() { bytes } else { 0 };
         // SAFETY: the room lives until the message has moved or the engine is closed.
-        sent.push(unsafe { self.post(Way::Send, packet.peer, HEADERS, room, length, bytes) }?);
+        sent.push(unsafe { self.post(MessageDirection::Send, packet.peer, HEADERS, room, length, bytes) }?);
         if !packet.is_small() {
             let from = match packet.messages[..] {
                 [one] => one.ptr,
@@ -246,7 +246,7 @@ impl<'a, E: Engine> Moves<'a, E> {
                 }
             };
             // SAFETY: the message itself (promised), or the room, as above.
-            sent.push(unsafe { self.post(Way::Send, packet.peer, BODIES, from, bytes, bytes) }?);
+            sent.push(unsafe { self.post(MessageDirection::Send, packet.peer, BODIES, from, bytes, bytes) }?);
         }
         Ok(())
     }

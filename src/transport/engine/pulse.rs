@@ -18,11 +18,11 @@ pub(super) struct Pulse {
     /// The interval between two looks.
     pub(super) every: Duration,
     began: Instant,
-    state: Mutex<State>,
+    state: Mutex<PulseState>,
     over: Condvar,
 }
 
-struct State {
+struct PulseState {
     running: bool,
     lost: Duration,
     seen: Duration,
@@ -31,11 +31,11 @@ struct State {
 impl Pulse {
     pub(super) fn new(deadline: Duration) -> Self {
         let every = (deadline / 32).clamp(Duration::from_millis(10), Duration::from_secs(1));
-        let state = State { running: false, lost: Duration::ZERO, seen: Duration::ZERO };
+        let state = PulseState { running: false, lost: Duration::ZERO, seen: Duration::ZERO };
         Self { every, began: Instant::now(), state: Mutex::new(state), over: Condvar::new() }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, PulseState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -56,7 +56,7 @@ impl Pulse {
         }
     }
 
-    fn look(&self, state: &mut State) {
+    fn look(&self, state: &mut PulseState) {
         let now = self.began.elapsed();
         if state.running && now - state.seen > 3 * self.every + LATE {
             state.lost += now - state.seen;

@@ -6,7 +6,8 @@
 //! verdict in the store counts for every rank. [`verdict`](super::verdict) draws it from the answers.
 //!
 //! A call into the store may never return if the process that holds it is stopped or dead, so each call is made on a
-//! separate thread that nothing joins. Keys, each written once: `here/RANK` when a rank has started, `ask/RANK` the
+//! separate thread that nothing joins. The process that holds the store may end as soon as a call has returned its
+//! error, so that waits, at most a second, until the other ranks have the verdict too. Keys, each written once: `here/RANK` when a rank has started, `ask/RANK` the
 //! question to it, `asker` the first rank that asked, `says/RANK` its answer, `verdict` the verdict, `knows/RANK` when a
 //! rank has the verdict or has left. A forked child has none of these threads. How a rank ends is in [`ending`].
 
@@ -37,19 +38,19 @@ const THERE: &[u8] = b"1";
 const JOINING: &[u8] = b"joining";
 
 /// What the threads of one rank share.
-pub(super) struct Group<E> {
+pub(super) struct EngineGroup<E> {
     pub(super) engine: E,
     pub(super) rank: usize,
     pub(super) world: usize,
     pub(super) deadline: Duration,
     pulse: Arc<Pulse>,
-    state: Mutex<State>,
+    state: Mutex<SearchState>,
     known: Condvar,
     threads: Arc<Threads>,
     process: u32,
 }
 
-struct State {
+struct SearchState {
     /// Why nothing goes on.
     failed: Option<String>,
     /// Why this rank takes part in nothing any more.
@@ -75,10 +76,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl<E: Engine> Group<E> {
+impl<E: Engine> EngineGroup<E> {
     pub(super) fn new(engine: E, deadline: Duration) -> Self {
         let (rank, world, pulse) = (engine.rank(), engine.world(), Arc::new(Pulse::new(deadline)));
-        let state = State {
+        let state = SearchState {
             failed: None,
             ended: None,
             wait: None,
@@ -94,7 +95,7 @@ impl<E: Engine> Group<E> {
         Self { engine, rank, world, deadline, pulse, state, known: Condvar::new(), threads, process }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, SearchState> {
         lock(&self.state)
     }
 
@@ -252,7 +253,9 @@ impl<E: Engine> Group<E> {
                 let found = self.find()?;
                 self.agree_on(&found)?;
             }
-            self.engine.put(&format!("knows/{}", self.rank), THERE).map(|_| ())
+            self.engine.put(&format!("knows/{}", self.rank), THERE)?;
+            // The process may end as soon as it has the error, and the store with it.
+            self.wait_until_all_know()
         });
         if let Err(failed) = outcome {
             let why = "the store of the process group, or the process that holds it, is gone";
@@ -289,7 +292,7 @@ impl<E: Engine> Group<E> {
         let asker = self.engine.look("asker")?.unwrap_or_default();
         let rank = || str::from_utf8(&asker).ok()?.parse().ok().filter(|&rank| rank < self.world);
         let asker = if asker == JOINING { Asker::Joining } else { Asker::Rank(read(rank())?) };
-        verdict::find(asker, self.world, self.deadline, &mut Asked(self))
+        verdict::find(asker, self.world, self.deadline, &mut StoreRanks(self))
     }
 
     /// What the ranks find out together, after a failure on this one; `joining`: while the group was being made; `found`: by
@@ -330,9 +333,9 @@ impl<E: Engine> Group<E> {
 }
 
 /// The ranks, asked through the store.
-struct Asked<'a, E>(&'a Group<E>);
+struct StoreRanks<'a, E>(&'a EngineGroup<E>);
 
-impl<E: Engine> Ranks for Asked<'_, E> {
+impl<E: Engine> Ranks for StoreRanks<'_, E> {
     fn came(&mut self, rank: usize) -> Result<bool, Failed> {
         Ok(self.0.engine.look(&format!("here/{rank}"))?.is_some())
     }

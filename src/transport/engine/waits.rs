@@ -6,7 +6,7 @@ use std::{
     string::{String, ToString},
 };
 
-use super::{super::Label, contract::Way, packets::running, verdict::SaidWait};
+use super::{super::Label, contract::MessageDirection, packets::running, verdict::SaidWait};
 
 pub(super) const MAKING: Label = Label::new("making the transport", 0);
 
@@ -15,7 +15,7 @@ pub(super) const MAKING: Label = Label::new("making the transport", 0);
 pub(super) struct Wait {
     pub(super) label: Label,
     /// None while the group is being made.
-    pub(super) of: Option<(Way, usize)>,
+    pub(super) of: Option<(MessageDirection, usize)>,
     pub(super) bytes: usize,
 }
 
@@ -39,9 +39,9 @@ impl Wait {
     }
 }
 
-fn doing(way: Way) -> &'static str {
+fn doing(way: MessageDirection) -> &'static str {
     match way {
-        Way::Send => "sending",
-        Way::Receive => "receiving",
+        MessageDirection::Send => "sending",
+        MessageDirection::Receive => "receiving",
     }
 }

@@ -35,15 +35,15 @@ pub(super) enum Phase {
 
 /// The address of a list of messages whose owner stays in its exchange for as long as the list is posted.
 #[derive(Clone, Copy)]
-struct Posted {
+struct PostedList {
     first: *const Message,
     len: usize,
 }
 
 // SAFETY: an address and a number; `Posted::list` says why the list may be read from every thread.
-unsafe impl Send for Posted {}
+unsafe impl Send for PostedList {}
 
-impl Posted {
+impl PostedList {
     const NOTHING: Self = Self { first: std::ptr::NonNull::dangling().as_ptr(), len: 0 };
 
     fn new(list: &[Message]) -> Self {
@@ -66,8 +66,8 @@ pub(super) struct RankOnBoard {
     pub(super) deadline: Duration,
     /// It is parked, and no rank has woken it since.
     pub(super) parked: bool,
-    sends: Posted,
-    recvs: Posted,
+    sends: PostedList,
+    recvs: PostedList,
     /// Sends that have not been copied to the end.
     pub(super) unread: usize,
     /// Receives that have not been copied to the end.
@@ -117,8 +117,8 @@ impl Board {
             label: Label::new("start", 0),
             deadline,
             parked: false,
-            sends: Posted::NOTHING,
-            recvs: Posted::NOTHING,
+            sends: PostedList::NOTHING,
+            recvs: PostedList::NOTHING,
             unread: 0,
             unwritten: 0,
             readers: 0,
@@ -156,8 +156,8 @@ impl Board {
         self.received[row].fill(0);
         let place = &mut self.ranks[rank];
         place.phase = Phase::Exchange;
-        place.sends = Posted::new(sends);
-        place.recvs = Posted::new(recvs);
+        place.sends = PostedList::new(sends);
+        place.recvs = PostedList::new(recvs);
         place.unread = sends.len();
         place.unwritten = recvs.len();
     }
@@ -166,8 +166,8 @@ impl Board {
     pub(super) fn retire(&mut self, rank: usize) {
         let place = &mut self.ranks[rank];
         place.phase = if place.readers == 0 { Phase::Idle } else { Phase::Ending };
-        place.sends = Posted::NOTHING;
-        place.recvs = Posted::NOTHING;
+        place.sends = PostedList::NOTHING;
+        place.recvs = PostedList::NOTHING;
     }
 
     /// Claims the first message to `rank`, at or after index `at` of its receives, whose sender is there. A message

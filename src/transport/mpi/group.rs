@@ -14,9 +14,9 @@ use std::{
 };
 
 use super::{
-    notices::{GroupFailure, Notice, Notices, Wait},
+    notices::{GroupFailure, Notice, Notices, WaitsFor},
     raw::{self, Refused},
-    wait::{DeadlineState, Verdict},
+    wait::{DeadlineState, RankAtFault},
 };
 use crate::{
     error::{Cause, Error},
@@ -27,7 +27,7 @@ use crate::{
 pub(super) const AGREEMENT: &str = "agree";
 
 /// The state of one group on this rank: its first failure, its deadline, and notices of other ranks.
-pub(super) struct Group {
+pub(super) struct MpiGroup {
     pub rank: usize,
     pub world: usize,
     pub notices: Notices,
@@ -37,7 +37,7 @@ pub(super) struct Group {
     questions: AtomicU64,
 }
 
-impl Group {
+impl MpiGroup {
     pub(super) fn new(rank: usize, world: usize, notices: Notices) -> Self {
         Self {
             rank,
@@ -131,7 +131,7 @@ impl Group {
     pub(super) fn pause(
         &self,
         state: &mut DeadlineState,
-        wait: Wait,
+        wait: WaitsFor,
         waiting: impl FnOnce() -> u64,
     ) -> Result<(), GroupFailure> {
         // Before questions are answered: what a stopped process says must not count the time in which it did not run.
@@ -149,13 +149,13 @@ impl Group {
             return Ok(());
         };
         Err(self.fail(match verdict {
-            Verdict::Silent(peer) | Verdict::Late(peer) => {
+            RankAtFault::Silent(peer) | RankAtFault::Late(peer) => {
                 GroupFailure { peer, cause: Cause::Deadline { ms, bytes: waiting() }, other: peer }
             }
-            Verdict::Circle(peer) => {
+            RankAtFault::Circle(peer) => {
                 GroupFailure { peer, cause: Cause::Deadline { ms, bytes: waiting() }, other: self.rank }
             }
-            Verdict::Crossed { agreeing, exchanging } => {
+            RankAtFault::Crossed { agreeing, exchanging } => {
                 GroupFailure { peer: agreeing, cause: Cause::Disagreed { with: exchanging }, other: exchanging }
             }
         }))

@@ -27,7 +27,7 @@ struct LeftRank {
 
 /// What becomes of it.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum State {
+enum Departures {
     /// Not all others have left.
     Waiting,
     Freed,
@@ -36,18 +36,18 @@ enum State {
 }
 
 impl LeftRank {
-    fn look(&mut self) -> State {
+    fn look(&mut self) -> Departures {
         if !matches!(self.notices.listen(), Ok(None)) {
-            return State::Abandoned;
+            return Departures::Abandoned;
         }
         if !(self.notices.all_left(self.rank) && self.notices.all_sent()) {
-            return State::Waiting;
+            return Departures::Waiting;
         }
         if !self.notices.close(SETTLE) {
-            return State::Abandoned;
+            return Departures::Abandoned;
         }
         self.comms.into_iter().for_each(Comm::free);
-        State::Freed
+        Departures::Freed
     }
 }
 
@@ -60,7 +60,7 @@ pub(super) fn leave(rank: usize, world: usize, notices: Notices, comms: [Comm; 2
     }
     let mut left = LeftRank { rank, notices, comms };
     let began = Instant::now();
-    while left.look() == State::Waiting {
+    while left.look() == Departures::Waiting {
         if began.elapsed() > SETTLE {
             LEFT_RANKS.lock().unwrap_or_else(PoisonError::into_inner).push(left);
             break;
@@ -72,5 +72,5 @@ pub(super) fn leave(rank: usize, world: usize, notices: Notices, comms: [Comm; 2
 
 /// Frees what can be freed of ranks that left earlier. MPI has to be usable.
 pub(super) fn sweep() {
-    LEFT_RANKS.lock().unwrap_or_else(PoisonError::into_inner).retain_mut(|left| left.look() == State::Waiting);
+    LEFT_RANKS.lock().unwrap_or_else(PoisonError::into_inner).retain_mut(|left| left.look() == Departures::Waiting);
 }

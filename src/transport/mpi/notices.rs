@@ -22,12 +22,12 @@ use crate::error::Cause;
 
 /// Which rank a rank waits for, and in what: an agreement or an exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Wait {
+pub(super) struct WaitsFor {
     pub on: usize,
     pub agreeing: bool,
 }
 
-impl Wait {
+impl WaitsFor {
     /// What [`Wait::code`] of no wait is.
     const NONE: usize = usize::MAX;
 
@@ -50,21 +50,21 @@ const TAG: c_int = 2;
 type Words = [u64; 5];
 
 /// A notice in flight: words that MPI may still read or write.
-struct InFlight {
+struct NoticeInFlight {
     words: NonNull<Words>,
     request: Request,
 }
 
 // SAFETY: memory of its own and a request, which any thread may use.
-unsafe impl Send for InFlight {}
+unsafe impl Send for NoticeInFlight {}
 
-impl InFlight {
+impl NoticeInFlight {
     fn new(words: Words) -> Self {
         Self { words: NonNull::from(Box::leak(Box::new(words))), request: Request::none() }
     }
 }
 
-impl Drop for InFlight {
+impl Drop for NoticeInFlight {
     fn drop(&mut self) {
         if self.request.is_none() {
             // SAFETY: made by Box in `new`, and MPI is done with it.
@@ -92,7 +92,7 @@ pub(super) enum Notice {
     /// Rank `from` asks which rank this one waits for.
     Ask { from: usize, question: u64 },
     /// The answer to a question, and for how many milliseconds the rank has waited.
-    Waits { question: u64, wait: Wait, ms: u64 },
+    Waits { question: u64, wait: WaitsFor, ms: u64 },
     /// Rank `from` was dropped, in good order: nothing comes from it any more.
     Left { from: usize },
 }
@@ -130,7 +130,7 @@ impl Notice {
             6 => over(Cause::Failed),
             7 => over(Cause::Disagreed { with: a as usize }),
             16 => Some(Self::Ask { from: a as usize, question: b }),
-            17 => Wait::from_code(b as usize).map(|wait| Self::Waits { question: a, wait, ms: c }),
+            17 => WaitsFor::from_code(b as usize).map(|wait| Self::Waits { question: a, wait, ms: c }),
             18 => Some(Self::Left { from: a as usize }),
             _ => None,
         }
@@ -140,8 +140,8 @@ impl Notice {
 /// The notices of a rank: the receive that is posted for them, those on their way, and what has arrived.
 pub(super) struct Notices {
     comm: Comm,
-    arriving: Mutex<InFlight>,
-    leaving: Mutex<Vec<InFlight>>,
+    arriving: Mutex<NoticeInFlight>,
+    leaving: Mutex<Vec<NoticeInFlight>>,
     /// Which rank this one waits for just now, as a code, and since when, in milliseconds after `began`.
     waits: AtomicUsize,
     since: AtomicU64,
@@ -151,21 +151,21 @@ pub(super) struct Notices {
     /// Whether `asked` may have any.
     open: AtomicBool,
     /// The last answer, behind its question.
-    answer: Mutex<Option<(u64, Wait, u64)>>,
+    answer: Mutex<Option<(u64, WaitsFor, u64)>>,
     /// By rank: whether it has left.
     left: Vec<AtomicBool>,
 }
 
 impl Notices {
     pub(super) fn new(comm: Comm, world: usize) -> Result<Self, Refused> {
-        let mut arriving = InFlight::new([0; 5]);
+        let mut arriving = NoticeInFlight::new([0; 5]);
         post(comm, &mut arriving)?;
         let leaving = Mutex::new(Vec::with_capacity(16));
         Ok(Self {
             comm,
             arriving: Mutex::new(arriving),
             leaving,
-            waits: AtomicUsize::new(Wait::NONE),
+            waits: AtomicUsize::new(WaitsFor::NONE),
             since: AtomicU64::new(0),
             began: Instant::now(),
             asked: Mutex::new(Vec::with_capacity(4)),
@@ -179,9 +179,9 @@ impl Notices {
     pub(super) fn take(&mut self) -> Self {
         let rest = Self {
             comm: self.comm,
-            arriving: Mutex::new(InFlight::new([0; 5])),
+            arriving: Mutex::new(NoticeInFlight::new([0; 5])),
             leaving: Mutex::default(),
-            waits: AtomicUsize::new(Wait::NONE),
+            waits: AtomicUsize::new(WaitsFor::NONE),
             since: AtomicU64::new(0),
             began: self.began,
             asked: Mutex::default(),
@@ -194,11 +194,11 @@ impl Notices {
 
     /// This rank waits for no other any more.
     pub(super) fn wait_for_none(&self) {
-        self.waits.store(Wait::NONE, Ordering::Relaxed);
+        self.waits.store(WaitsFor::NONE, Ordering::Relaxed);
     }
 
     /// Says which rank this one waits for from now on, and since when, also to the ranks that have asked.
-    pub(super) fn wait_for(&self, wait: Wait, since: Instant) {
+    pub(super) fn wait_for(&self, wait: WaitsFor, since: Instant) {
         let ms = since.saturating_duration_since(self.began).as_millis();
         self.since.store(ms.try_into().unwrap_or(u64::MAX), Ordering::Relaxed);
         self.waits.store(wait.code(), Ordering::Relaxed);
@@ -238,14 +238,16 @@ impl Notices {
                 post(self.comm, &mut in_flight)?;
                 match Notice::from_words(words) {
                     Some(Notice::Over(failure)) => return Ok(Some(failure)),
-                    Some(Notice::Ask { from, question }) => match Wait::from_code(self.waits.load(Ordering::Relaxed)) {
-                        Some(wait) => self.send(from, Notice::Waits { question, wait, ms: self.waited() }),
-                        // `poll` may find it between two calls.
-                        None => {
-                            self.asked.lock().unwrap_or_else(PoisonError::into_inner).push((from, question));
-                            self.open.store(true, Ordering::Release);
+                    Some(Notice::Ask { from, question }) => {
+                        match WaitsFor::from_code(self.waits.load(Ordering::Relaxed)) {
+                            Some(wait) => self.send(from, Notice::Waits { question, wait, ms: self.waited() }),
+                            // `poll` may find it between two calls.
+                            None => {
+                                self.asked.lock().unwrap_or_else(PoisonError::into_inner).push((from, question));
+                                self.open.store(true, Ordering::Release);
+                            }
                         }
-                    },
+                    }
                     Some(Notice::Waits { question, wait, ms }) => {
                         *self.answer.lock().unwrap_or_else(PoisonError::into_inner) = Some((question, wait, ms));
                     }
@@ -262,7 +264,7 @@ impl Notices {
     }
 
     /// The answer to a question, if it has come: for which rank the other one waits, and for how many milliseconds.
-    pub(super) fn answer(&self, question: u64) -> Option<(Wait, u64)> {
+    pub(super) fn answer(&self, question: u64) -> Option<(WaitsFor, u64)> {
         let answer = *self.answer.lock().unwrap_or_else(PoisonError::into_inner);
         answer.filter(|a| a.0 == question).map(|a| (a.1, a.2))
     }
@@ -272,7 +274,7 @@ impl Notices {
     pub(super) fn send(&self, to: usize, notice: Notice) {
         let mut leaving = self.leaving.lock().unwrap_or_else(PoisonError::into_inner);
         sent(&mut leaving);
-        let mut in_flight = InFlight::new(notice.words());
+        let mut in_flight = NoticeInFlight::new(notice.words());
         // SAFETY: the words live until the request is complete, or for ever.
         if let Ok(request) = unsafe { self.comm.send(in_flight.words.as_ptr().cast(), size_of::<Words>(), to, TAG) } {
             in_flight.request = request;
@@ -301,11 +303,11 @@ impl Notices {
 }
 
 /// Forgets what MPI is done with.
-fn sent(leaving: &mut Vec<InFlight>) {
+fn sent(leaving: &mut Vec<NoticeInFlight>) {
     leaving.retain_mut(|in_flight| !matches!(in_flight.request.test("MPI_Isend"), Ok(true)));
 }
 
-fn post(comm: Comm, in_flight: &mut InFlight) -> Result<(), Refused> {
+fn post(comm: Comm, in_flight: &mut NoticeInFlight) -> Result<(), Refused> {
     // SAFETY: the words live until the request is complete, or for ever; nothing reads them before.
     in_flight.request = unsafe { comm.receive(in_flight.words.as_ptr().cast(), size_of::<Words>(), None, TAG) }?;
     Ok(())
@@ -334,7 +336,7 @@ mod tests {
         let over = Notice::Over(GroupFailure { peer: 3, cause: foreign, other: 3 });
         let told = Notice::Over(GroupFailure { peer: 3, cause: Cause::Failed, other: 3 });
         assert_eq!(Notice::from_words(over.words()), Some(told));
-        let waits = |agreeing| Notice::Waits { question: 8, wait: Wait { on: 2, agreeing }, ms: 70 };
+        let waits = |agreeing| Notice::Waits { question: 8, wait: WaitsFor { on: 2, agreeing }, ms: 70 };
         for notice in [Notice::Ask { from: 5, question: 6 }, waits(false), waits(true), Notice::Left { from: 3 }] {
             assert_eq!(Notice::from_words(notice.words()), Some(notice));
         }

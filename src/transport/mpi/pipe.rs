@@ -26,7 +26,7 @@ const HEADER: usize = 16;
 
 /// Which way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum PipeDirection {
     Send,
     Receive,
 }
@@ -92,7 +92,7 @@ impl From<Refused> for Broken {
 
 /// One way between this rank and one peer.
 pub(super) struct Pipe {
-    way: Way,
+    way: PipeDirection,
     peer: usize,
     piece: usize,
     slots: Vec<Slot>,
@@ -109,7 +109,7 @@ pub(super) struct Pipe {
 unsafe impl Send for Pipe {}
 
 impl Pipe {
-    pub(super) fn new(way: Way, peer: usize) -> Self {
+    pub(super) fn new(way: PipeDirection, peer: usize) -> Self {
         Self {
             way,
             peer,
@@ -182,14 +182,14 @@ impl Pipe {
             slot.request = match self.way {
                 // SAFETY: the slot is free and has room for a header and a piece; the message is valid for reads (the
                 // contract of `advance`); MPI reads the slot, which nothing writes until the request is complete.
-                Way::Send => unsafe {
+                PipeDirection::Send => unsafe {
                     let header = [message.bytes as u64, self.begun.number];
                     memory.cast::<[u64; 2]>().write(header);
                     memory.add(HEADER).copy_from_nonoverlapping(message.ptr.add(self.begun.offset), bytes);
                     comm.send(memory, HEADER + bytes, self.peer, tag)
                 },
                 // SAFETY: the slot is free, and nothing touches it until the request is complete.
-                Way::Receive => unsafe { comm.receive(memory, HEADER + self.piece, Some(self.peer), tag) },
+                PipeDirection::Receive => unsafe { comm.receive(memory, HEADER + self.piece, Some(self.peer), tag) },
             }?;
             self.under_way += 1;
             step(&mut self.begun, &message, bytes);
@@ -204,15 +204,15 @@ impl Pipe {
     unsafe fn take(&mut self) -> Result<bool, Broken> {
         let slot = &mut self.slots[self.oldest];
         let call = match self.way {
-            Way::Send => "MPI_Isend",
-            Way::Receive => "MPI_Irecv",
+            PipeDirection::Send => "MPI_Isend",
+            PipeDirection::Receive => "MPI_Irecv",
         };
         if !slot.request.test(call)? {
             return Ok(false);
         }
         let message = self.list[self.complete.message];
         let bytes = self.piece.min(message.bytes - self.complete.offset);
-        if self.way == Way::Receive {
+        if self.way == PipeDirection::Receive {
             let memory = slot.memory.as_ptr();
             // SAFETY: complete, so MPI is done with the slot, which is aligned and at least a header long.
             let [total, number] = unsafe { memory.cast::<[u64; 2]>().read() };
@@ -234,7 +234,7 @@ impl Pipe {
 
     /// Asks MPI to give up the receives that are under way.
     pub(super) fn cancel(&mut self) {
-        if self.way == Way::Receive {
+        if self.way == PipeDirection::Receive {
             self.slots.iter_mut().for_each(|slot| slot.request.cancel());
         }
     }

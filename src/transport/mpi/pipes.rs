@@ -4,9 +4,9 @@
 use std::{ffi::c_int, vec::Vec};
 
 use super::{
-    group::Group,
-    notices::{GroupFailure, Wait},
-    pipe::{self, Broken, Pipe, Way},
+    group::MpiGroup,
+    notices::{GroupFailure, WaitsFor},
+    pipe::{self, Broken, Pipe, PipeDirection},
     raw::Comm,
 };
 use crate::{error::Cause, transport::Message};
@@ -19,7 +19,7 @@ pub(super) struct Pipes {
     sends: Vec<Pipe>,
     recvs: Vec<Pipe>,
     /// Those of this exchange that have anything left to do, by peer.
-    active: Vec<(Way, usize)>,
+    active: Vec<(PipeDirection, usize)>,
     pub piece: usize,
 }
 
@@ -27,8 +27,8 @@ impl Pipes {
     pub(super) fn new(world: usize) -> Self {
         let pipes = |way| (0..world).map(|peer| Pipe::new(way, peer)).collect();
         Self {
-            sends: pipes(Way::Send),
-            recvs: pipes(Way::Receive),
+            sends: pipes(PipeDirection::Send),
+            recvs: pipes(PipeDirection::Receive),
             active: Vec::with_capacity(2 * world),
             piece: pipe::PIECE,
         }
@@ -37,8 +37,8 @@ impl Pipes {
     /// Lists the messages of an exchange.
     pub(super) fn list(&mut self, sends: &[Message], recvs: &[Message]) {
         self.active.clear();
-        for (way, list) in [(Way::Receive, recvs), (Way::Send, sends)] {
-            let pipes = if way == Way::Send { &mut self.sends } else { &mut self.recvs };
+        for (way, list) in [(PipeDirection::Receive, recvs), (PipeDirection::Send, sends)] {
+            let pipes = if way == PipeDirection::Send { &mut self.sends } else { &mut self.recvs };
             for &message in list {
                 if pipes[message.peer].add(message, self.piece) {
                     self.active.push((way, message.peer));
@@ -61,15 +61,15 @@ impl Pipes {
     ///
     /// # Safety
     /// As [`Transport::exchange`](crate::transport::Transport::exchange).
-    pub(super) unsafe fn travel(&mut self, own: &Group, comm: Comm) -> Result<(), GroupFailure> {
+    pub(super) unsafe fn travel(&mut self, own: &MpiGroup, comm: Comm) -> Result<(), GroupFailure> {
         let (mut state, mut failed) = (own.deadline_state(), None);
         while !self.active.is_empty() {
             let mut moved = false;
             let (mut at, mut broken) = (0, None);
             while let Some(&(way, peer)) = self.active.get(at) {
                 let pipe = match way {
-                    Way::Send => &mut self.sends[peer],
-                    Way::Receive => &mut self.recvs[peer],
+                    PipeDirection::Send => &mut self.sends[peer],
+                    PipeDirection::Receive => &mut self.recvs[peer],
                 };
                 // SAFETY: the messages' bytes are valid until the exchange is over (the contract of
                 // `Transport::exchange`).
@@ -105,10 +105,10 @@ impl Pipes {
                 return Err(failure);
             }
             // Receives first: a rank that waits to send waits for a peer that has not come to receive.
-            let first = self.active.iter().find(|a| a.0 == Way::Receive).or(self.active.first());
+            let first = self.active.iter().find(|a| a.0 == PipeDirection::Receive).or(self.active.first());
             if let Some(&(_, on)) = first {
                 let pipes = || self.sends.iter().chain(&self.recvs);
-                let wait = Wait { on, agreeing: false };
+                let wait = WaitsFor { on, agreeing: false };
                 failed = own.pause(&mut state, wait, || pipes().map(Pipe::waiting).sum()).err();
             }
         }

@@ -13,7 +13,7 @@ use std::{
     vec::Vec,
 };
 
-use super::notices::{Notice, Notices, Wait};
+use super::notices::{Notice, Notices, WaitsFor};
 use crate::sync::yield_core;
 
 /// How long a failed call, or a rank that leaves, gives MPI to let go of what it holds, before that is put aside.
@@ -45,7 +45,7 @@ struct Question {
 
 /// Whose fault an expired deadline is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(super) enum RankAtFault {
     /// A rank that does not answer.
     Silent(usize),
     /// All wait for each other, and this one has only just come to: it computed for too long, or was stopped.
@@ -134,10 +134,10 @@ impl DeadlineState {
     pub(super) fn expired(
         &mut self,
         rank: usize,
-        wait: Wait,
+        wait: WaitsFor,
         notices: &Notices,
         questions: &AtomicU64,
-    ) -> Option<(Verdict, u64)> {
+    ) -> Option<(RankAtFault, u64)> {
         if !self.is_over() {
             return None;
         }
@@ -158,7 +158,7 @@ impl DeadlineState {
         // As long as a rank that waits may take to get a core and answer.
         let grace = (self.deadline / 2).clamp(Duration::from_millis(250), Duration::from_secs(5));
         match notices.answer(question.number) {
-            Some((Wait { on, agreeing }, waited)) => {
+            Some((WaitsFor { on, agreeing }, waited)) => {
                 question.kinds[usize::from(agreeing)].get_or_insert(question.asked);
                 question.least = question.least.min((waited, question.asked));
                 if on != rank && !question.seen.contains(&on) {
@@ -169,16 +169,16 @@ impl DeadlineState {
                 let (waited, last) = question.least;
                 let is_late = |part: u32| Duration::from_millis(waited) < self.deadline / part;
                 let verdict = match question.kinds {
-                    [Some(_), Some(_)] if is_late(4) => Verdict::Late(last),
-                    [Some(exchanging), Some(agreeing)] => Verdict::Crossed { agreeing, exchanging },
-                    _ if is_late(2) => Verdict::Late(last),
+                    [Some(_), Some(_)] if is_late(4) => RankAtFault::Late(last),
+                    [Some(exchanging), Some(agreeing)] => RankAtFault::Crossed { agreeing, exchanging },
+                    _ if is_late(2) => RankAtFault::Late(last),
                     // The first is as good as any.
-                    _ => Verdict::Circle(question.seen[0]),
+                    _ => RankAtFault::Circle(question.seen[0]),
                 };
                 Some((verdict, ms()))
             }
             None if self.seen.saturating_duration_since(question.at) >= grace => {
-                Some((Verdict::Silent(question.asked), ms()))
+                Some((RankAtFault::Silent(question.asked), ms()))
             }
             None => {
                 self.question = Some(question);

@@ -9,8 +9,9 @@
 //! for the library, first checks `closed`, and does not use the handle again once it is set.
 
 use super::sys::{self, Api, IN_PROGRESS, RawId, SUCCESS};
+use crate::device::driver::Entered;
 use crate::error::{Cause, Error, Result};
-use crate::kernel::cuda::{Cuda, driver::Entered};
+use crate::kernel::cuda::Cuda;
 use crate::transport::Label;
 use std::{
     format,

@@ -49,12 +49,12 @@ mod watch;
 use super::{DeviceTransport, Label, Message, Transport, lists};
 use crate::{
     call::RawStream,
-    error::{Cause, Error, Result},
-    kernel::cuda::{
-        Cuda, DeviceMemory,
+    device::{
         driver::{check, sys as driver},
         memory::OwnStream,
     },
+    error::{Cause, Error, Result},
+    kernel::cuda::{Cuda, DeviceMemory},
 };
 use comm::{CallRight, Communicator, Owner};
 use core::{ffi::c_void, mem::ManuallyDrop, ops::Range};
@@ -211,9 +211,11 @@ impl Nccl {
         Ok(())
     }
 
-    /// Writes down what went wrong in a call of this rank's, ends the communicator, and gives the failure that counts.
+    /// Writes down what went wrong in a call of this rank's, ends the communicator, and gives the failure that counts. A call
+    /// that fails since the engine has failed is an error of the engine, whichever of them is noticed first.
     fn failed(&self, error: Error) -> Error {
-        self.watch.verdict().err().unwrap_or_else(|| self.watch.fail(error))
+        let of_engine = || self.watch.engines_report().unwrap_or(error);
+        self.watch.verdict().err().unwrap_or_else(|| self.watch.fail(of_engine()))
     }
 
     /// Enqueues a group, and gives the number that the watchdog has for it.

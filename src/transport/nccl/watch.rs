@@ -13,8 +13,9 @@
 use super::comm::{Communicator, millis};
 use super::sys::{IN_PROGRESS, SUCCESS, describe};
 use crate::call::RawStream;
+use crate::device::driver::CudaEvent;
 use crate::error::{Cause, Error, Result};
-use crate::kernel::cuda::{Cuda, driver::Event};
+use crate::kernel::cuda::Cuda;
 use crate::transport::{Label, Message};
 use std::{
     collections::VecDeque,
@@ -35,8 +36,8 @@ const ROOM: usize = 64;
 /// An exchange that may not be over.
 struct Pending {
     label: Label,
-    begin: Event,
-    end: Event,
+    begin: CudaEvent,
+    end: CudaEvent,
     /// Each once, in rank order.
     peers: Vec<usize>,
     bytes: u64,
@@ -75,7 +76,7 @@ fn nanos(time: Duration) -> u64 {
 }
 
 fn fresh(cuda: &Cuda) -> Result<Pending> {
-    let event = || Event::new(cuda.context());
+    let event = || CudaEvent::new(cuda.context());
     Ok(Pending {
         label: Label::new("", 0),
         begin: event()?,
@@ -248,7 +249,7 @@ impl Watchdog {
     }
 
     /// An error of the communicator. A call that is under way asks for it itself.
-    fn engines_report(&self) -> Option<Error> {
+    pub(super) fn engines_report(&self) -> Option<Error> {
         match self.comm.turn_now()?.state() {
             Ok(SUCCESS | IN_PROGRESS) => None,
             Ok(code) => Some(self.about_oldest(|ms, bytes| Cause::Engine { code, text: describe(code), ms, bytes })),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Mutants: a kernel with one piece of its synchronisation lost or wrong.
 //!
-//! Every barrier, fence, commit, wait and arrival is removed in turn. What names a number has mutants of that number too:
+//! Every barrier, fence, commit, wait, arrival and release is removed in turn, and every addition of vectors to memory. What names a number has mutants of that number too:
 //! bytes that are announced to a barrier, arrivals that it expects, the parity of a wait. A test that cannot tell a
 //! mutant from the kernel does not test that piece.
 
@@ -64,7 +64,7 @@ impl fmt::Display for Mutant {
     }
 }
 
-/// Opcodes that only synchronise, by their beginnings.
+/// Opcodes that only synchronise, by their beginnings; and additions to memory that blocks take turns in.
 const REMOVED: &[&str] = &[
     "bar.",
     "barrier.",
@@ -77,6 +77,8 @@ const REMOVED: &[&str] = &[
     "mbarrier.init",
     "mbarrier.arrive",
     "mbarrier.expect_tx",
+    "red.relaxed.gpu.global.add.v",
+    "st.release",
     "wgmma.fence",
     "wgmma.commit",
     "wgmma.wait",

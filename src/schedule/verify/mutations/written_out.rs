@@ -92,7 +92,10 @@ fn other_end(s: &Subject, r: usize, i: usize, n: usize) -> (usize, usize, usize)
     let memories: Vec<_> = s
         .schedules
         .iter()
-        .map(|x| super::super::memory::Memory::new(x, super::super::promise::tables(x, &s.plan, s.promise)).unwrap())
+        .map(|x| {
+            super::super::memory::Memory::new(x, super::super::promise::tables(x, &s.plan, s.purpose, false), false)
+                .unwrap()
+        })
         .collect();
     super::super::meet::partners(&s.schedules, &s.listed, &memories).unwrap()[r][i][n]
 }

@@ -3,7 +3,8 @@
 //!
 //! The process may end right after either, and with it its threads, its connections and perhaps the store. So a rank that
 //! aborts writes its answer before the question, because nobody can ask it afterwards, and returns when all other ranks
-//! have the verdict. It does not wait for a rank that has not connected, and every wait has a limit.
+//! have the verdict, and so does a call that returns the verdict as an error. Neither waits for a rank that has not
+//! connected, and every wait has a limit.
 
 use std::{
     format,
@@ -17,13 +18,13 @@ use std::{
 
 use super::{
     super::contract::{Engine, Failed},
-    Asked, Group, Ranks, THERE, lock,
+    EngineGroup, Ranks, StoreRanks, THERE, lock,
 };
 
 /// How long a rank that leaves waits for its threads, and a rank that aborts for ranks that do not answer.
 const ENDING: Duration = Duration::from_secs(1);
 
-impl<E: Engine> Group<E> {
+impl<E: Engine> EngineGroup<E> {
     /// This rank stops taking part, by its own decision. Returns when all connected ranks know of it, after the grace at the
     /// latest.
     pub(in super::super) fn end(self: &Arc<Self>, why: &str) {
@@ -56,12 +57,15 @@ impl<E: Engine> Group<E> {
         ended
     }
 
-    fn wait_until_all_know(&self) -> Result<(), Failed> {
+    /// Waits for the ranks that have come, without one that is at fault and has not answered.
+    pub(super) fn wait_until_all_know(&self) -> Result<(), Failed> {
         let end = self.pulse.time() + self.grace().min(ENDING);
         for rank in (0..self.world).filter(|&rank| rank != self.rank) {
-            while self.engine.look(&format!("knows/{rank}"))?.is_none() && Asked(self).came(rank)? {
-                if self.pulse.time() > end {
-                    return Ok(());
+            while self.engine.look(&format!("knows/{rank}"))?.is_none() && StoreRanks(self).came(rank)? {
+                let at_fault = self.state().verdict.as_ref().is_some_and(|verdict| verdict.peer == Some(rank));
+                let gone = at_fault && self.engine.look(&format!("says/{rank}"))?.is_none();
+                if gone || self.pulse.time() > end {
+                    break;
                 }
                 thread::sleep(Duration::from_millis(5));
             }

@@ -36,6 +36,9 @@ pub unsafe extern "C" fn cuTensorMapEncodeTiled(
     fill: c_int,
 ) -> i32 {
     call("cuTensorMapEncodeTiled", |m| {
+        if m.config.refuse.as_deref() == Some("tensor_map") {
+            return Err(refuse(m, codes::INVALID_VALUE, "CPATTN_EMU_REFUSE names them"));
+        }
         if out.is_null() || dims.is_null() || shape.is_null() || steps.is_null() || rank > 1 && strides.is_null() {
             return Err(refuse(m, codes::INVALID_VALUE, "a pointer is null"));
         }

@@ -5,7 +5,7 @@ use super::flags::flag_key;
 use super::global::global;
 use super::memory::{address, peek, poke};
 use super::shared::{How, shared};
-use super::{Access, Cx, Flow, Ins};
+use super::{Access, Cx, Flow, Ins, lanes};
 use crate::mem::{SHARED_WINDOW, WINDOW_MASK};
 use crate::num::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 use crate::ptx::Space;
@@ -188,5 +188,33 @@ pub(super) unsafe fn atomic(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
         // Polling by compare-and-swap that fails, or by adding 0, is no progress.
         cx.grid.effect(old != new);
     }
+    Flow::Next
+}
+
+/// `red` of vectors of f32 in global memory, the data rows in the access. No thread can synchronise by one.
+pub(super) unsafe fn vector(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
+    let code = cx.code;
+    let a = &code.accesses[i.x as usize];
+    let (op, size) = (ALL[i.c as usize], a.size * a.count);
+    let (mut at, mut p) = ([0u64; 32], [std::ptr::null_mut(); 32]);
+    for l in lanes(m) {
+        at[l] = address(cx, a, l);
+    }
+    for write in [false, true] {
+        if let Some(flow) = global(cx, &at, size, m, write, true, &mut p) {
+            return flow;
+        }
+    }
+    for l in lanes(m) {
+        for k in 0..a.count as usize {
+            // SAFETY: the checks found `size` bytes behind the pointer of every lane in the mask.
+            let to = unsafe { p[l].add(k * a.size as usize) };
+            // SAFETY: as above.
+            let old = unsafe { peek(to, a.size, false) };
+            // SAFETY: as above.
+            unsafe { poke(to, a.size, op.apply(a.size, old, cx.get(a.rows[k], a.wide, l), 0)) };
+        }
+    }
+    cx.grid.effect(true);
     Flow::Next
 }

@@ -90,8 +90,17 @@ impl Decoder<'_> {
         }
         let (dst, _) = self.pred(&o[0])?;
         let (a, not_a) = self.pred(&o[1])?;
-        let (b, not_b) = if n == 2 { self.pred(&o[2])? } else { (a, false) };
         let at = |t: u32, k: u32| t >> k & 1;
+        let (b, not_b) = match o.get(2) {
+            // As for every b: what it is for this one.
+            Some(Operand::Int(b)) => {
+                let k = if *b != 0 { 2 } else { 0 };
+                truth = (at(truth, k) | at(truth, k + 1) << 1) * 0b101;
+                (a, false)
+            }
+            Some(b) => self.pred(b)?,
+            None => (a, false),
+        };
         if not_a {
             truth = at(truth, 1) | at(truth, 0) << 1 | at(truth, 3) << 2 | at(truth, 2) << 3;
         }
@@ -258,6 +267,31 @@ impl Decoder<'_> {
         true
     }
 
+    /// `red` of two or four f32 of global memory: each element is added by itself, in no order that may be relied on.
+    fn decode_vector_reduction(
+        &mut self,
+        op: &str,
+        ty: &str,
+        mut a: Access,
+        rmw: Rmw,
+        o: &[Operand],
+    ) -> Result<Ins, Refused> {
+        let [_, items] = o else { return Err("vectors are known of `red` alone".into()) };
+        if (op, ty, a.space) != ("add", "f32", Space::Global) {
+            return Err("vectors are known of `red.global.add.f32` alone".into());
+        }
+        let items = Self::items(items);
+        if items.len() != a.count as usize {
+            return Err(format!("{} data operands, expected {}", items.len(), a.count));
+        }
+        for (k, item) in items.iter().enumerate() {
+            a.rows[k] = self.src(item, Kind::F32)?;
+        }
+        let x = self.code.accesses.len() as u32;
+        self.code.accesses.push(a);
+        Ok(Ins { c: rmw as u32, x, ..plain(atomic::vector) })
+    }
+
     pub(super) fn decode_atomic(&mut self, parts: &[&str], o: &[Operand]) -> Result<Ins, Refused> {
         let has_result = parts[0] == "atom";
         let (mut op, mut ty) = (None, None);
@@ -271,6 +305,8 @@ impl Decoder<'_> {
                     op = Some(p);
                 }
                 "noftz" => {}
+                "v2" => a.count = 2,
+                "v4" => a.count = 4,
                 _ if bytes_of(p).is_some() && ty.is_none() => ty = Some(p),
                 _ => return Err(format!("unknown modifier `{p}`")),
             }
@@ -283,6 +319,9 @@ impl Decoder<'_> {
             return Err("atomics of less than four bytes are not known to the emulator".into());
         }
         a.wide = kind.wide();
+        if a.count > 1 {
+            return self.decode_vector_reduction(op, ty, a, rmw, o);
+        }
         let sources = if op == "cas" { 2 } else { 1 };
         if o.len() != at + 1 + sources {
             return Err(format!("{} operands, expected {}", o.len(), at + 1 + sources));

@@ -99,6 +99,8 @@ const FORMS: &[&str] = &[
     "atom.acq_rel.sys.global.add.u32",
     "red.global.add.u32",
     "red.shared.dec.u32",
+    "red.global.add.v2.f32",
+    "red.relaxed.gpu.global.add.v4.f32",
     "red.release.gpu.global.add.u32",
     // Exchanges.
     "shfl.sync.up.b32",

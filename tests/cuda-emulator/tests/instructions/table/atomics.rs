@@ -145,6 +145,11 @@ fn crowds(cases: &mut Vec<Case>) {
     // Halves of units are exact in any order.
     let text = "mov.b32 %w2, 0f3F000000; red.global.add.f32 [%mem], %w2;";
     cases.push(new("red.global.add.f32").memory(vec![0; 4], vec![f(128.0).into()]).body(text));
+    // Two and four at once, each element by itself.
+    let text = "mov.b32 %w2, 0f3F000000; mov.b32 %w3, 0f3FC00000; red.global.add.v2.f32 [%mem], {%w2, %w3};
+                red.relaxed.gpu.global.add.v4.f32 [%mem+16], {%w3, %w2, %w2, %w3};";
+    let after = [128.0, 384.0, 0.0, 0.0, 384.0, 128.0, 128.0, 384.0].map(|x| f(x).into()).to_vec();
+    cases.push(Case::new(FAMILY, "red.global.add.v2.f32", 64).sm(90).blocks(4).memory(vec![0; 32], after).body(text));
     // A lock of one word: each thread adds to the next word while it holds it.
     let text = "mov.u32 %w4, 0;
                 TRY:

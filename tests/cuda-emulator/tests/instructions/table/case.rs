@@ -315,11 +315,13 @@ impl Case {
         let body = body.replace("$d", "%d0");
         let extra: String = self.extra.iter().map(|e| format!(", {}", e.declaration)).collect();
         format!(
-            ".version 8.0\n.target {}\n.address_size 64\n{}\n.visible .entry k(.param .u64 buffer{extra}){}\n{{\n\
+            ".version {}\n.target {}\n.address_size 64\n{}\n.visible .entry k(.param .u64 buffer{extra}){}\n{{\n\
              .reg .b32 %t, %w<16>;\n.reg .b64 %at, %mem, %q<16>;\n.reg .b16 %h<8>;\n.reg .pred %p<8>;\n\
              ld.param.u64 %at, [buffer];\ncvta.to.global.u64 %at, %at;\nadd.s64 %mem, %at, {};\n\
              mov.u32 %t, %ctaid.x;\nmov.u32 %w0, %ntid.x;\nmov.u32 %w1, %tid.x;\nmad.lo.u32 %t, %t, %w0, %w1;\n\
              mad.wide.u32 %at, %t, 8, %at;\n{head}{body}\n{tail}ret;\n}}\n",
+            // Vectors of `red` came with PTX 8.1.
+            if self.sm >= 90 { "8.1" } else { "8.0" },
             self.target(),
             self.module,
             if self.entry.is_empty() { String::new() } else { format!("\n{}", self.entry) },

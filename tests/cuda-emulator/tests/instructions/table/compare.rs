@@ -161,6 +161,11 @@ fn predicates(t: &mut Rows) {
         t.op(80, &format!("{op}.pred"), Pred, &[Pred; 2], &rows);
     }
     t.op(80, "not.pred", Pred, &[Pred], &[(&[0], 1.into()), (&[1], 0.into())]);
+    // A number as the second of two: 0, or anything else.
+    t.written(80, "xor.pred $d, $0, -1;", Pred, &[Pred], &[(&[0], 1.into()), (&[1], 0.into())]);
+    t.written(80, "xor.pred $d, !$0, 0;", Pred, &[Pred], &[(&[0], 1.into()), (&[1], 0.into())]);
+    t.written(80, "and.pred $d, $0, 0;", Pred, &[Pred], &[(&[0], 0.into()), (&[1], 0.into())]);
+    t.written(80, "or.pred $d, !$0, 1;", Pred, &[Pred], &[(&[0], 1.into()), (&[1], 1.into())]);
     t.op(80, "mov.pred", Pred, &[Pred], &[(&[0], 0.into()), (&[1], 1.into())]);
     t.written(80, "mov.pred $d, 1;", Pred, &[], &[(&[], 1.into())]);
     t.written(80, "mov.pred $d, 0;", Pred, &[], &[(&[], 0.into())]);

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Points in streams.
+
+use super::{Context, call, check, sys};
+use crate::error::Result;
+use alloc::sync::Arc;
+use core::ptr::null_mut;
+
+/// A point in a stream.
+#[derive(Debug)]
+pub struct CudaEvent {
+    context: Arc<Context>,
+    handle: sys::CUevent,
+}
+
+// SAFETY: a handle that the driver accepts on every thread.
+unsafe impl Send for CudaEvent {}
+// SAFETY: a handle that the driver accepts on every thread; the driver synchronises itself.
+unsafe impl Sync for CudaEvent {}
+
+impl CudaEvent {
+    /// An event that was not recorded yet, without timing.
+    pub fn new(context: &Arc<Context>) -> Result<Self> {
+        Self::with_flags(context, sys::EVENT_DISABLE_TIMING)
+    }
+
+    /// An event that was not recorded yet, with timing.
+    pub fn timed(context: &Arc<Context>) -> Result<Self> {
+        Self::with_flags(context, sys::EVENT_DEFAULT)
+    }
+
+    fn with_flags(context: &Arc<Context>, flags: core::ffi::c_uint) -> Result<Self> {
+        let _entered = context.enter()?;
+        let mut handle = null_mut();
+        // SAFETY: a context is current, the pointer is to a local.
+        unsafe { call!(cuEventCreate(&raw mut handle, flags)) }?;
+        Ok(Self { context: context.clone(), handle })
+    }
+
+    /// Marks this point of the stream.
+    pub fn record(&self, stream: sys::CUstream) -> Result<()> {
+        // SAFETY: the event is alive; the stream is the caller's, of this context.
+        unsafe { call!(cuEventRecord(self.handle, stream)) }
+    }
+
+    /// Has everything that is put on `stream` from now on wait for the point, on the device.
+    pub fn hold(&self, stream: sys::CUstream) -> Result<()> {
+        // SAFETY: the event is alive; the driver keeps what the wait needs when it is recorded anew or destroyed.
+        unsafe { call!(cuStreamWaitEvent(stream, self.handle, 0)) }
+    }
+
+    /// Has each replay of the graph that a stream is captured into mark this point, as [`CudaEvent::record`] does elsewhere.
+    pub fn record_in_replays(&self, stream: sys::CUstream) -> Result<()> {
+        // SAFETY: as in `record`.
+        unsafe { call!(cuEventRecordWithFlags(self.handle, stream, sys::EVENT_RECORD_EXTERNAL)) }
+    }
+
+    /// Has each replay of the graph that a stream is captured into wait for the point, as it was marked last by then.
+    pub fn hold_in_replays(&self, stream: sys::CUstream) -> Result<()> {
+        // SAFETY: as in `hold`; the graph's owner keeps the event alive (see `Rank::run_on`).
+        unsafe { call!(cuStreamWaitEvent(stream, self.handle, sys::EVENT_WAIT_EXTERNAL)) }
+    }
+
+    /// Whether everything before the point is done.
+    pub fn is_done(&self) -> Result<bool> {
+        let _beside = self.context.enter_beside_captures()?;
+        // SAFETY: the event is alive.
+        match unsafe { sys::cuEventQuery(self.handle) } {
+            sys::NOT_READY => Ok(false),
+            code => check("cuEventQuery", code).map(|()| true),
+        }
+    }
+
+    /// Nanoseconds from another point to this one, both of events with timing, as exact as an f32 of milliseconds; `None`
+    /// while either is not over.
+    pub fn ns_since(&self, start: &Self) -> Result<Option<i64>> {
+        let _entered = self.context.enter()?;
+        let mut milliseconds = 0f32;
+        // SAFETY: both events are alive; the pointer is to a local.
+        match unsafe { sys::cuEventElapsedTime(&raw mut milliseconds, start.handle, self.handle) } {
+            sys::NOT_READY => Ok(None),
+            code => check("cuEventElapsedTime", code).map(|()| Some((f64::from(milliseconds) * 1e6) as i64)),
+        }
+    }
+
+    /// Waits on the host until everything before the point is done.
+    pub fn wait(&self) -> Result<()> {
+        // Owners wait when they are dropped, on threads that may have no context.
+        let _beside = self.context.enter_beside_captures()?;
+        // SAFETY: the event is alive.
+        unsafe { call!(cuEventSynchronize(self.handle)) }
+    }
+}
+
+impl Drop for CudaEvent {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.context.enter() {
+            // SAFETY: created once in `new`.
+            unsafe { sys::cuEventDestroy_v2(self.handle) };
+        }
+    }
+}

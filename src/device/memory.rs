@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Streams and memory of a device.
+
+use super::RawStream;
+use super::driver::{Context, check, check_room, sys};
+use crate::error::{Error, Result};
+use alloc::format;
+use alloc::sync::Arc;
+use core::ptr::null_mut;
+
+/// A stream that is destroyed with its owner. It does not wait for the default stream.
+#[derive(Debug)]
+pub(crate) struct OwnStream {
+    context: Arc<Context>,
+    handle: RawStream,
+}
+
+// SAFETY: a handle that the driver accepts on every thread.
+unsafe impl Send for OwnStream {}
+// SAFETY: a handle that the driver accepts on every thread.
+unsafe impl Sync for OwnStream {}
+
+impl OwnStream {
+    pub(crate) fn new(context: &Arc<Context>) -> Result<Self> {
+        let _entered = context.enter()?;
+        let mut handle = null_mut();
+        let flags = sys::STREAM_NON_BLOCKING;
+        // SAFETY: a context is current, the pointer is to a local.
+        check("cuStreamCreate", unsafe { sys::cuStreamCreate(&raw mut handle, flags) })?;
+        Ok(Self { context: context.clone(), handle })
+    }
+
+    pub(crate) fn handle(&self) -> RawStream {
+        self.handle
+    }
+
+    /// Whether everything on it is done; an error when something on the device failed. What is being captured is not done, and
+    /// a driver that is asked for it ends the capture with an error.
+    pub(crate) fn query(&self) -> Result<bool> {
+        let _entered = self.context.enter()?;
+        // SAFETY: the stream is alive.
+        if unsafe { self.context.is_capturing(self.handle) }? {
+            return Ok(false);
+        }
+        let _beside = self.context.enter_beside_captures()?;
+        // SAFETY: the stream is alive.
+        match unsafe { sys::cuStreamQuery(self.handle) } {
+            sys::NOT_READY => Ok(false),
+            code => check("cuStreamQuery", code).map(|()| true),
+        }
+    }
+
+    /// Waits on the host until everything on it is done. It must not be part of a capture.
+    pub(crate) fn synchronize(&self) -> Result<()> {
+        let _beside = self.context.enter_beside_captures()?;
+        // SAFETY: the stream is alive.
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.handle) })
+    }
+}
+
+impl Drop for OwnStream {
+    fn drop(&mut self) {
+        if let Ok(_entered) = self.context.enter() {
+            // SAFETY: created once in `new`. The driver finishes what is on it.
+            unsafe { sys::cuStreamDestroy_v2(self.handle) };
+        }
+    }
+}
+
+/// Memory on a device, freed when dropped. Wait for its last use before you drop it.
+#[derive(Debug)]
+pub struct DeviceMemory {
+    context: Arc<Context>,
+    address: sys::CUdeviceptr,
+    bytes: usize,
+}
+
+impl DeviceMemory {
+    /// Allocates `bytes` bytes (at least one), with the alignment of the driver: 256 or more.
+    pub(crate) fn new(context: &Arc<Context>, bytes: usize) -> Result<Self> {
+        let _beside = context.enter_beside_captures()?;
+        let mut address = 0;
+        // SAFETY: a context is current, the pointer is to a local.
+        check_room("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes.max(1)) }, bytes)?;
+        Ok(Self { context: context.clone(), address, bytes })
+    }
+
+    /// Its address on the device.
+    pub fn ptr(&self) -> *mut u8 {
+        self.address as usize as *mut u8
+    }
+
+    /// Its size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn fits(&self, argument: &'static str, bytes: usize) -> Result<()> {
+        if bytes > self.bytes {
+            return Err(Error::invalid(argument, format!("{bytes} bytes"), format!("at most {}", self.bytes)));
+        }
+        Ok(())
+    }
+
+    /// Copies from the host to its beginning, and waits for the copy, so that work enqueued later on any stream sees
+    /// the data.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when the memory is shorter than the data, [`Error::Device`] when the driver fails;
+    /// [`Error::Unsupported`] while a stream that the default stream is ordered with is being captured, because the
+    /// copy is work of the default stream.
+    pub fn upload(&self, from: &[u8]) -> Result<()> {
+        self.fits("from", from.len())?;
+        self.context.accept_default_stream()?;
+        let _beside = self.context.enter_beside_captures()?;
+        // SAFETY: both sides hold that many bytes.
+        check("cuMemcpyHtoD", unsafe { sys::cuMemcpyHtoD_v2(self.address, from.as_ptr().cast(), from.len()) })?;
+        // That call returns once the bytes are staged. The copy is then work of the default stream, which orders nothing
+        // on the streams of a rank.
+        // SAFETY: the default stream of the context that is current.
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(null_mut()) })
+    }
+
+    /// Copies its beginning to the host, and waits for the copy. Wait for the streams that write it before this call.
+    ///
+    /// # Errors
+    /// As [`DeviceMemory::upload`].
+    pub fn download(&self, to: &mut [u8]) -> Result<()> {
+        self.fits("to", to.len())?;
+        self.context.accept_default_stream()?;
+        let _beside = self.context.enter_beside_captures()?;
+        // SAFETY: both sides hold that many bytes.
+        check("cuMemcpyDtoH", unsafe { sys::cuMemcpyDtoH_v2(to.as_mut_ptr().cast(), self.address, to.len()) })
+    }
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        if let Ok(_beside) = self.context.enter_beside_captures() {
+            // SAFETY: allocated once.
+            unsafe { sys::cuMemFree_v2(self.address) };
+        }
+    }
+}
+
+/// Copies between two places of device memory, in stream order.
+///
+/// # Safety
+/// Both are valid for `bytes` bytes when the copy runs, and nothing else writes either.
+pub(crate) unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize, stream: RawStream) -> Result<()> {
+    // SAFETY: both are valid for `bytes` bytes when the copy runs (the contract of this function).
+    check("cuMemcpyDtoDAsync", unsafe {
+        sys::cuMemcpyDtoDAsync_v2(to as usize as u64, from as usize as u64, bytes, stream)
+    })
+}

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What both backward passes share: from scores and `do·v` to p and ds, and the choice of passes.
+//!
+//! `p = exp(s − lse)`, `ds = p · (do·v − delta)`, times the derivative of the softcap and the scale (Dao et al.,
+//! FlashAttention, 2022). The queries' pass has rows outside and keys inside and owns dq; the keys' pass has keys
+//! outside and rows inside and owns dk and dv. When all three are wanted the keys' pass adds to dq on its way, which
+//! saves the scores of a second pass, except in aligned calls: their order has to be that of the separate passes.
+//!
+//! Sums over a long document are kept in two stages, a run of at most [`FLUSH`] positions and the total, so that their
+//! rounding error grows with the square root of the run and not of the document. Runs end at positions that are
+//! multiples of [`FLUSH`] when the call is aligned.
+
+use super::tile::{Lanes, Scoring, at};
+use crate::call::{AttendBackward, RawTensor};
+use crate::element::{Accumulator, Dtype};
+use crate::kernel::cpu::memory::convert::runs::sum;
+use crate::kernel::cpu::memory::convert::{Convert, VectorLoop, on_best, streams};
+use crate::kernel::cpu::memory::rows::address;
+use crate::kernel::cpu::vector::simd::{Real, Vector};
+
+/// Positions (or rows, where a call is not aligned) in the first stage of a sum; a multiple of a tile's keys.
+pub(crate) const FLUSH: i64 = 512;
+
+/// When the first stage of a sum is added to the total.
+pub(crate) struct Flush {
+    aligned: bool,
+    /// What the first stage holds, if anything was added. In an aligned call: positions from this times [`FLUSH`] on, fewer
+    /// than [`FLUSH`] of them. Otherwise: so many rows.
+    run: Option<i64>,
+}
+
+impl Flush {
+    pub(crate) fn new(aligned: bool) -> Self {
+        Self { aligned, run: None }
+    }
+
+    /// Whether to flush before adding `count` rows from position `pos` on.
+    #[inline(always)]
+    pub(crate) fn before(&mut self, pos: i64, count: usize) -> bool {
+        let old = self.run;
+        if self.aligned {
+            self.run = Some(pos.div_euclid(FLUSH));
+            old.is_some() && old != self.run
+        } else {
+            let run = old.unwrap_or(0);
+            let flush = run >= FLUSH;
+            self.run = Some(if flush { 0 } else { run } + count as i64);
+            flush
+        }
+    }
+}
+
+/// `total += part; part = 0`.
+#[inline(always)]
+pub(crate) fn flush<A: Real>(total: &mut [A], part: &mut [A]) {
+    for (t, p) in total.iter_mut().zip(part) {
+        *t = *t + *p;
+        *p = A::ZERO;
+    }
+}
+
+/// Zeros in the rows of dq that units will add to, but for those that hold a value already.
+///
+/// # Safety
+/// The rows of the q ranges lie within dq, whose elements are `A`s and which nothing else accesses.
+pub(crate) unsafe fn clear_queries<A: Real>(call: &AttendBackward) {
+    let ranges = call.ranges.q.iter().filter(|q| !q.mode.continues()).map(|q| q.range);
+    let rows = ranges.clone().flat_map(|range| (0..i64::from(range.len)).map(move |i| range.row + i));
+    let places = rows.flat_map(|row| (0..call.q.heads).map(move |head| (row, head)));
+    if A::DTYPE == Dtype::F32 && streams(&call.dq, ranges.map(|range| u64::from(range.len)).sum()) {
+        // SAFETY: rows and heads lie within dq, whose elements are f32 (the contract).
+        return unsafe { on_best(&Zeros { dq: &call.dq, places }) };
+    }
+    for (row, head) in places {
+        // SAFETY: as above, of elements that are `A`s.
+        unsafe { core::slice::from_raw_parts_mut(at::<A>(&call.dq, row, head), call.dq.dim as usize) }.fill(A::ZERO);
+    }
+}
+
+/// Zeros around the caches.
+struct Zeros<'a, I> {
+    dq: &'a RawTensor,
+    /// Rows and heads.
+    places: I,
+}
+
+impl<I: Iterator<Item = (i64, u32)> + Clone> VectorLoop for Zeros<'_, I> {
+    #[inline(always)]
+    unsafe fn run<V: Convert>(&self) {
+        for (row, head) in self.places.clone() {
+            // SAFETY: the row lies within dq, of f32, and nothing else accesses it (the contract of `clear_queries`).
+            unsafe {
+                let to = (address(self.dq, row, head), Dtype::F32);
+                sum::<V>(to, core::iter::empty(), self.dq.dim as usize, true);
+            }
+        }
+        // SAFETY: the instruction set of V is present (the contract).
+        unsafe { V::finished() };
+    }
+}
+
+/// One vector of lanes against all keys of a tile, in place: `s` from products to p, `dp` from `do·v` to ds.
+///
+/// # Safety
+/// The instruction set is present; `s` and `dp` are `[keys, ≥ W]`, `ld` apart; `lse` and `delta` are of W.
+#[inline(always)]
+pub(crate) unsafe fn gradients<V: Vector>(
+    scoring: &Scoring<V::T>,
+    lanes: &Lanes<V::T>,
+    lane: usize,
+    keys: &[V::T],
+    valid: impl Fn(usize) -> bool,
+    masked: bool,
+    s: *mut V::T,
+    dp: *mut V::T,
+    ld: usize,
+    lse: *const V::T,
+    delta: *const V::T,
+) {
+    // SAFETY: `j < keys.len()`, and `s`, `dp`, `lse` and `delta` are as long as the contract says.
+    unsafe {
+        let zero = V::splat(V::T::ZERO);
+        let tiny = V::splat(V::T::TINY);
+        let (lse, delta) = (V::load(lse), V::load(delta));
+        for (j, &key) in keys.iter().enumerate() {
+            let (s, dp) = (s.add(j * ld), dp.add(j * ld));
+            if !valid(j) {
+                zero.store(s);
+                zero.store(dp);
+                continue;
+            }
+            let (score, slope) = scoring.apply(V::load(s), lanes, lane, key, masked);
+            let mut p = score.sub(lse).exp();
+            if masked {
+                // Also when lse is NaN, which is for the keys alone that the row sees.
+                p = V::gt(V::splat(V::T::LOWEST), score, zero, p);
+            }
+            let ds = p.mul(V::load(dp).sub(delta)).mul(slope).mul(V::splat(scoring.scale));
+            p.store(s);
+            // p of 0 is a key without a say: what it holds must not come in by 0 · NaN.
+            V::gt(tiny, p, zero, ds).store(dp);
+        }
+    }
+}
+
+/// The lse that makes every p of a row 0: where nothing was attended to, and in lanes that only fill up.
+#[inline(always)]
+pub(crate) fn no_row<A: Real>(lse: &mut [A]) {
+    for x in lse {
+        if *x == A::NEG_INFINITY {
+            *x = -A::NEG_INFINITY;
+        }
+    }
+}

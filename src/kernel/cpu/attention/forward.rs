@@ -1,0 +1,498 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Forward: online softmax over tiles of keys (Milakov and Gimelshein 2018; Dao et al., FlashAttention, 2022).
+//!
+//! A unit is a block of rows of one q range with one kv head. Its rows, of every q head that reads this kv head, are
+//! the lanes; the keys stream by, packed once for all of them, a few tiles at a time, which each panel of lanes meets one
+//! after the other: its sums stay in the L1 cache. Per tile and panel: scores = K·Qᵀ, their maximum,
+//! `p = exp(s − m)` (`softmax.rs`), and `Oᵀ += Vᵀ·P`. Blocks of keys that no lane of the panel sees are passed over. At the
+//! end the result is normalised, merged into the running one if the mode says so, and finished if the mode says that.
+//!
+//! Nothing a lane does depends on the other lanes of its panel: a tile that is of no use to it leaves its bits alone
+//! (`exp(0)` is exactly 1, a product with p = 0 adds nothing). With tiles broken by position, that is what makes
+//! results independent of how rows and keys were cut.
+
+use super::row_blocks::{FEW_ROWS, RowUnit, RowUnits, readers, unit_rows};
+use super::small::{Small, is_small};
+use super::softmax::rescale;
+use super::stream::{BLOCK, KeyStream, KeyTile};
+use super::tile::{Cover, Lanes, Scores, Scoring, VisibleKeys, at};
+use crate::call::{Attend, QRange};
+use crate::kernel::cpu::choice::Documents;
+use crate::kernel::cpu::job::{Job, Machine};
+use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES, LANES_MOST, Line};
+use crate::kernel::cpu::memory::panel::to_rows;
+use crate::kernel::cpu::memory::rows::{narrow, prefetch};
+use crate::kernel::cpu::product::engine::{AttentionEngine, Operands, Values};
+use crate::kernel::cpu::vector::simd::{Real, Vector};
+use crate::kernel::merge::{self, LogSumExp};
+use core::marker::PhantomData;
+use core::ops::Range;
+use core::sync::atomic::AtomicUsize;
+
+/// A forward call whose sums are `A`s.
+pub(crate) struct ForwardPass<'a, A> {
+    pub call: &'a Attend<'a>,
+    pub documents: Documents<'a>,
+    /// Lanes of a unit and of a block, see `row_blocks::lanes`.
+    pub lanes: [usize; 2],
+    /// Few rows with few keys may be multiplied as they lie. Their scores are then rounded in another way than those of the
+    /// backward, which counts where nothing else is rounded.
+    pub few: bool,
+    /// o is large: it is written around the caches.
+    pub stream: bool,
+    pub sums: PhantomData<A>,
+}
+
+/// The tiles of one worker.
+struct ForwardTiles<'a, T, A> {
+    lanes: Lanes<'a, A>,
+    keys: [KeyTile<'a, T, A>; MAX_TILES],
+    /// Whether k and v of each tile are finite.
+    finite: [(bool, bool); MAX_TILES],
+    /// By panel: what its lanes see, whether their q is finite, and whether they have met keys.
+    panels: [(VisibleKeys, bool, bool); MAX_PANELS],
+    /// Panels of q.
+    q: &'a mut [T],
+    /// `[panel][value_dim padded][lanes of a panel]`.
+    o: &'a mut [A],
+    /// `[key][lanes of a panel]`: scores.
+    s: &'a mut [A],
+    /// p of a panel, where it is not in `s`, and of another whose products were put off.
+    p: [&'a mut [T]; 2],
+    /// What p is relative to, and the sum of p, by lane.
+    m: &'a mut [A],
+    l: &'a mut [A],
+    /// What the sums of a panel are to be multiplied by.
+    alpha: &'a mut [A],
+    /// Results of [`Vector::W`] lanes, and what was running.
+    rows: &'a mut [A],
+    others: &'a mut [A],
+}
+
+impl<T, A: Real> ForwardTiles<'_, T, A> {
+    /// Whether any panel sees a key of a tile.
+    #[inline(always)]
+    fn is_seen(&self, tile: usize, panels: usize) -> bool {
+        let blocks = &self.keys[tile].blocks;
+        let sees = |sight: &VisibleKeys| blocks.iter().any(|b| sight.cover(b.min, b.max) != Cover::None);
+        self.panels[..panels].iter().any(|(sight, ..)| sees(sight))
+    }
+}
+
+/// Panels of the narrowest vectors.
+const MAX_PANELS: usize = LANES_MOST / 8;
+/// At least [`AttentionEngine::TILES`] of every engine.
+pub(crate) const MAX_TILES: usize = 4;
+
+/// A panel and a tile that have something to do with each other.
+struct TilePair {
+    panel: usize,
+    tile: usize,
+    /// What each block of keys is to the panel.
+    covers: [Cover; KEYS / BLOCK],
+    /// The keys that some lane sees.
+    range: Range<usize>,
+    /// Lanes, up to whole vectors.
+    width: usize,
+    masked: bool,
+    careful: bool,
+    /// k and q have no number that is not finite.
+    finite: bool,
+    /// A whole panel, scores without options, and nothing that is not finite.
+    simple: bool,
+}
+
+/// Products that were put off, and the p that they do not read.
+struct Deferred<E: AttentionEngine> {
+    products: E::Later,
+    free: usize,
+}
+
+impl<A: Machine> Job for ForwardPass<'_, A> {
+    type Acc = A;
+    const ENGINE: bool = true;
+
+    #[inline(always)]
+    unsafe fn work<E: AttentionEngine<Sum = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+        let c = self.call;
+        let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
+        let (q_len, o_len) = (E::queries_len(d), dv.next_multiple_of(E::GRAIN) * E::PANEL);
+        let [lanes, _] = self.lanes;
+        let panels = lanes / E::PANEL;
+        let mut arena = Arena(lines);
+        let mut tiles = ForwardTiles {
+            lanes: Lanes::new(&mut arena, lanes),
+            keys: core::array::from_fn(|i| KeyTile::new::<E>(&mut arena, d, dv, i < E::TILES)),
+            finite: [(true, true); MAX_TILES],
+            panels: [(VisibleKeys::default(), true, false); MAX_PANELS],
+            q: arena.take(panels * q_len),
+            // Few rows are multiplied in here, whatever the lanes of a unit: `is_small` must not ask for these.
+            o: arena.take(panels.max(LANES / E::PANEL) * o_len),
+            s: arena.zeros(KEYS * E::PANEL),
+            p: [arena.take(E::weights_len()), arena.take(E::weights_len())],
+            m: arena.zeros(lanes),
+            l: arena.zeros(lanes),
+            alpha: arena.zeros(E::PANEL),
+            rows: arena.zeros(E::V::W * d.max(dv)),
+            others: arena.zeros(E::V::W * dv),
+        };
+        let scoring = Scoring::new(&c.score, &c.alibi_slopes);
+        let [rows, block] = self.lanes.map(|lanes| unit_rows(lanes, &c.heads, c.q.heads));
+        let mut units = RowUnits::new(c.ranges.q, self.documents, (rows, block), &c.k);
+        // SAFETY: the instruction set is there, the caller says.
+        unsafe { E::enter() };
+        while let Some(unit) = units.next(next) {
+            // SAFETY: the call's ranges and heads lie within its tensors (checked).
+            unsafe { self.prefetch_next(&unit) };
+            let heads = readers(&c.heads, unit.kv, c.q.heads);
+            let share = (lanes as u32 / unit.rows).max(1);
+            let mut h = heads.start;
+            while h < heads.end {
+                let end = heads.end.min(h + share);
+                // SAFETY: unit and heads are within the call, whose shapes are checked and memory is valid.
+                unsafe { self.unit::<E>(&mut tiles, &scoring, &unit, h..end) };
+                h = end;
+            }
+        }
+        // SAFETY: as above.
+        unsafe { E::leave() };
+    }
+}
+
+impl<A: Real> ForwardPass<'_, A> {
+    /// One block of rows with some of the heads that read one kv head.
+    ///
+    /// # Safety
+    /// As [`Job::work`], entered.
+    #[inline(always)]
+    unsafe fn unit<E: AttentionEngine<Sum = A>>(
+        &self,
+        t: &mut ForwardTiles<E::T, A>,
+        scoring: &Scoring<A>,
+        unit: &RowUnit,
+        heads: core::ops::Range<u32>,
+    ) {
+        let c = self.call;
+        let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
+        let (q_len, o_len) = (E::queries_len(d), dv.next_multiple_of(E::GRAIN) * E::PANEL);
+        let q = &c.ranges.q[unit.range];
+        // SAFETY: slopes has one number per head (checked); rows and heads are within q.
+        unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.score, &c.alibi_slopes) };
+        let lo = q.range.position(unit.block.start).saturating_sub(c.score.window_left);
+        let hi = q.range.position(unit.block.end - 1).saturating_add(c.score.window_right);
+        let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
+        let mut stream = KeyStream::new(c.ranges.k, pairs, lo, hi);
+        if self.few && is_small::<E::V>(c, q, readers(&c.heads, unit.kv, c.q.heads).len(), (lo, hi)) {
+            let any = t.keys[0].next(&mut stream, false, false);
+            // Keys too far apart for one tile are not for this way.
+            if stream.ahead(1).is_empty() {
+                // SAFETY: as `Job::work`; the lanes are all of the range, and the tile has all of its keys.
+                unsafe { self.small::<E>(t, scoring, any, unit.kv, q) };
+                return;
+            }
+            stream = KeyStream::new(c.ranges.k, pairs, lo, hi);
+        }
+        // SAFETY: the ranges' rows and the kv head are within k and v (checked).
+        unsafe { self.ask(stream.ahead(E::TILES), unit.kv) };
+        let panels = t.lanes.n.div_ceil(E::PANEL);
+        for (i, (panel, of)) in t.q.chunks_exact_mut(q_len).zip(&mut t.panels[..panels]).enumerate() {
+            let first = i * E::PANEL;
+            // SAFETY: as above.
+            let finite = unsafe { E::queries(&t.lanes, first, &c.q, panel, t.rows) };
+            *of = (t.lanes.visible_keys(first, E::PANEL), finite, false);
+        }
+        t.o[..panels * o_len].fill(A::ZERO);
+        t.m[..panels * E::PANEL].fill(A::NEG_INFINITY);
+        t.l[..panels * E::PANEL].fill(A::ZERO);
+        loop {
+            let mut tiles = 0;
+            while tiles < E::TILES && t.keys[tiles].next(&mut stream, c.aligned, c.aligned) {
+                t.keys[tiles].find_blocks();
+                // Other units of the block may see it, and this one not.
+                if !t.is_seen(tiles, panels) {
+                    continue;
+                }
+                // SAFETY: the ranges' rows and the kv head are within k and v (checked).
+                t.finite[tiles] = unsafe { t.keys[tiles].load::<E>(&c.k, &c.v, unit.kv) };
+                tiles += 1;
+            }
+            if tiles == 0 {
+                break;
+            }
+            let ahead = stream.ahead(E::TILES);
+            let each = ((ahead.end - ahead.start) as usize).div_ceil(panels) as i64;
+            let mut later = Deferred { products: E::Later::default(), free: 0 };
+            let mut meetings = (0..panels * tiles).map(|i| (i / tiles, i % tiles));
+            let mut next = meetings.find_map(|(panel, tile)| self.meet::<E>(t, scoring, panel, tile));
+            let mut asked = 0;
+            while let Some(now) = next {
+                next = meetings.find_map(|(panel, tile)| self.meet::<E>(t, scoring, panel, tile));
+                while asked <= now.panel as i64 {
+                    let part = ahead.start + asked * each;
+                    // SAFETY: the ranges' rows and the kv head are within k and v (checked).
+                    unsafe { self.ask(part..ahead.end.min(part + each), unit.kv) };
+                    asked += 1;
+                }
+                // SAFETY: as above; tiles and panels are packed.
+                unsafe { self.panel::<E>(t, scoring, &now, next.as_ref(), unit.kv, &mut later) };
+            }
+            // SAFETY: tiles and panels are those of the panel whose products were put off.
+            unsafe { E::finish(&mut later.products) };
+        }
+        for first in (0..t.lanes.n).step_by(E::V::W) {
+            // SAFETY: the lanes' rows and heads are within the tensors; this unit alone touches them.
+            unsafe {
+                let panel = &t.o[first / E::PANEL * o_len..][..o_len];
+                to_rows::<E::V>(panel, E::PANEL, first % E::PANEL, t.rows, dv);
+                self.finish::<E>(t, scoring, first, q);
+            }
+        }
+    }
+
+    /// A unit of few rows, with the keys of the first tile, if there are any.
+    ///
+    /// # Safety
+    /// As [`ForwardPass::unit`], of which the lanes are.
+    #[inline(always)]
+    unsafe fn small<E: AttentionEngine<Sum = A>>(
+        &self,
+        t: &mut ForwardTiles<E::T, A>,
+        scoring: &Scoring<A>,
+        any: bool,
+        kv: u32,
+        q: &QRange,
+    ) {
+        let dv = self.call.v.dim as usize;
+        let n = t.lanes.n;
+        let mut few = Small { sums: t.o, s: t.s, m: t.m, l: t.l, alpha: t.alpha, row: t.rows };
+        // SAFETY: the contract; `is_small` has looked at the lengths.
+        unsafe {
+            few.clear(n, dv);
+            if any {
+                few.run::<E::V>(self.call, scoring, &mut t.lanes, &t.keys[0].slots, kv);
+            }
+            for first in (0..n).step_by(E::V::W) {
+                let rows = first * dv..n.min(first + E::V::W) * dv;
+                t.rows[..rows.len()].copy_from_slice(&t.o[rows]);
+                self.finish::<E>(t, scoring, first, q);
+            }
+        }
+    }
+
+    /// What a panel has to do with a tile of keys, if anything.
+    #[inline(always)]
+    fn meet<E: AttentionEngine<Sum = A>>(
+        &self,
+        t: &ForwardTiles<E::T, A>,
+        scoring: &Scoring<A>,
+        panel: usize,
+        tile: usize,
+    ) -> Option<TilePair> {
+        let keys = &t.keys[tile];
+        let (finite_k, finite_v) = t.finite[tile];
+        let (sight, finite_q, _) = t.panels[panel];
+        let covers = keys.blocks.map(|b| match sight.cover(b.min, b.max) {
+            Cover::All if !b.full => Cover::Some,
+            cover => cover,
+        });
+        let begin = covers.iter().position(|&x| x != Cover::None)?;
+        let end = covers.iter().rposition(|&x| x != Cover::None)? + 1;
+        let mut range = begin * BLOCK..(end * BLOCK).min(keys.n.next_multiple_of(E::GRAIN));
+        if covers[begin] != Cover::All || covers[end - 1] != Cover::All {
+            // Down to pairs of keys, or to what the engine computes at once.
+            range = keys.seen(range, E::GRAIN.max(2), sight.span());
+        }
+        let width = E::PANEL.min(t.lanes.n.next_multiple_of(E::V::W) - panel * E::PANEL);
+        let finite = finite_k && finite_q;
+        let careful = !scoring.plain || !finite;
+        let simple = width == E::PANEL && !careful && finite_v;
+        let masked = covers[begin..end].iter().any(|&x| x != Cover::All);
+        Some(TilePair { panel, tile, covers, range, width, masked, careful, finite, simple })
+    }
+
+    /// One panel with one tile of keys.
+    ///
+    /// # Safety
+    /// As [`ForwardPass::unit`], of which tile and panel are; what was put off, and what comes next, is of these tiles.
+    #[inline(always)]
+    unsafe fn panel<E: AttentionEngine<Sum = A>>(
+        &self,
+        t: &mut ForwardTiles<E::T, A>,
+        scoring: &Scoring<A>,
+        now: &TilePair,
+        next: Option<&TilePair>,
+        kv: u32,
+        later: &mut Deferred<E>,
+    ) {
+        let c = self.call;
+        let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
+        let (q_len, o_len) = (E::queries_len(d), dv.next_multiple_of(E::GRAIN) * E::PANEL);
+        let &TilePair { panel, tile, width, ref range, .. } = now;
+        let met = core::mem::replace(&mut t.panels[panel].2, true);
+        let next = next.filter(|next| next.simple && t.panels[next.panel].2);
+        let keys = &t.keys[tile];
+        let first = panel * E::PANEL;
+        t.lanes.relate(first, width, keys.base, now.masked, scoring.alibi);
+        let v = Values { tile: &*keys.v, finite: t.finite[tile].1, tensor: &c.v, head: kv, rows: &keys.row[..keys.n] };
+        let scores = Scores {
+            scoring,
+            lanes: &t.lanes,
+            first,
+            keys: &keys.rel[..keys.n.next_multiple_of(BLOCK)],
+            covers: &now.covers,
+            careful: now.careful,
+        };
+        // SAFETY: tiles and panels are as long as the engine says; all are of this worker alone.
+        unsafe {
+            let (s, p) = (t.s.as_mut_ptr(), t.p[later.free].as_mut_ptr());
+            let (q, o) = (t.q.as_ptr().add(panel * q_len), t.o.as_mut_ptr().add(panel * o_len));
+            let (m, l) = (t.m.as_mut_ptr().add(first), t.l.as_mut_ptr().add(first));
+            if E::INTERLEAVES && met && now.simple {
+                let operands = |of: &TilePair| {
+                    let q = t.q.as_ptr().add(of.panel * q_len);
+                    Operands { k: &*t.keys[of.tile].k, q, dim: d, keys: of.range.clone() }
+                };
+                let (of, next) = (operands(now), next.map(operands));
+                if E::interleaved(&scores, &of, next.as_ref(), s, p, (m, l), &mut later.products) {
+                    E::put_off(&v, p, o, range.clone(), &mut later.products);
+                    later.free ^= 1;
+                    return;
+                }
+            }
+            E::finish(&mut later.products);
+            E::scores(&*keys.k, q, d, s, range.clone(), width);
+            if !now.finite {
+                let k = Values { tile: &*keys.k, finite: false, tensor: &c.k, head: kv, rows: &keys.row[..keys.n] };
+                E::scores_again(&t.lanes, first, &c.q, &k, s, range.clone());
+            }
+            let mut changed = false;
+            for lane in (0..width).step_by(E::V::W) {
+                let alpha = t.alpha.as_mut_ptr().add(lane);
+                changed |= scores.run::<E>(lane, range.clone(), s, p, m.add(lane), l.add(lane), alpha);
+            }
+            // Before its first keys the sums of a panel are zeros.
+            if changed && met {
+                rescale::<E::V>(o, dv, E::PANEL, width, t.alpha.as_ptr());
+            }
+            E::weigh(&v, s, p, o, range.clone(), width);
+        }
+    }
+
+    /// Asks for rows of k and v, a tile before they are packed. Of many heads side by side a head's rows lie a page apart,
+    /// where the hardware asks for nothing by itself.
+    ///
+    /// # Safety
+    /// The rows and the head are within k and v.
+    #[inline(always)]
+    unsafe fn ask(&self, rows: Range<i64>, head: u32) {
+        for row in rows {
+            // SAFETY: the rows and the head are within k and v (the contract).
+            unsafe {
+                prefetch(&self.call.k, row, head);
+                prefetch(&self.call.v, row, head);
+            }
+        }
+    }
+
+    /// Prefetches the rows of what mostly comes next: the next kv head of the same range, and after the last one the next range.
+    /// A range with a few rows gives too little to compute to hide how long the memory takes for the next one's.
+    ///
+    /// # Safety
+    /// Ranges and heads of the call lie within its tensors.
+    #[inline(never)]
+    unsafe fn prefetch_next(&self, unit: &RowUnit) {
+        let c = self.call;
+        let (range, kv) = if unit.kv + 1 < c.k.heads { (unit.range, unit.kv + 1) } else { (unit.range + 1, 0) };
+        let Some(q) = c.ranges.q.get(range).filter(|q| q.range.len <= FEW_ROWS) else { return };
+        // SAFETY: rows and heads are within the tensors (the contract), within o and the running result where the mode uses them.
+        unsafe {
+            for row in (q.range.row..).take(q.range.len as usize) {
+                for head in readers(&c.heads, kv, c.q.heads) {
+                    prefetch(&c.q, row, head);
+                    if q.mode.finishes() {
+                        prefetch(&c.o, row, head);
+                    }
+                    if q.mode.continues() || !q.mode.finishes() {
+                        prefetch(&c.running, row, head);
+                    }
+                }
+            }
+            let mut left = 2 * FEW_ROWS;
+            for &pair in &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize] {
+                let k = &c.ranges.k[pair as usize];
+                let rows = k.len.min(left);
+                self.ask(k.row..k.row + i64::from(rows), kv);
+                left -= rows;
+                if left == 0 {
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Normalises up to [`Vector::W`] lanes from `first` on, whose rows of o are in hand, and does what the mode of their range says.
+    ///
+    /// # Safety
+    /// The lanes' rows and heads lie within the tensors of the call; the instruction set is present.
+    #[inline(always)]
+    unsafe fn finish<E: AttentionEngine<Sum = A>>(
+        &self,
+        t: &mut ForwardTiles<E::T, A>,
+        scoring: &Scoring<A>,
+        first: usize,
+        q: &QRange,
+    ) {
+        let c = self.call;
+        let dv = c.v.dim as usize;
+        let end = t.lanes.n.min(first + E::V::W);
+        if q.mode.continues() {
+            for (lane, other) in (first..end).zip(t.others.chunks_exact_mut(dv)) {
+                // SAFETY: running is there (checked). It may be o itself, so it is copied before anything is written.
+                unsafe {
+                    let running = at::<A>(&c.running, t.lanes.row[lane], t.lanes.head[lane]);
+                    other.copy_from_slice(core::slice::from_raw_parts(running, dv));
+                }
+            }
+        }
+        for (lane, (row, other)) in (first..end).zip(t.rows.chunks_exact_mut(dv).zip(t.others.chunks_exact_mut(dv))) {
+            let (token, head) = (t.lanes.row[lane], t.lanes.head[lane]);
+            let (m, l) = (t.m[lane], t.l[lane]);
+            let mut lse = LogSumExp::NOTHING;
+            if m == A::NEG_INFINITY && l == A::ZERO {
+                row.fill(A::ZERO);
+            } else {
+                lse = LogSumExp::of(scoring.lse(m, l));
+                let inverse = A::from_f64(1.0) / l;
+                for x in row.iter_mut() {
+                    // Adding 0 makes −0 (a product that underflowed) the 0 it would be with one more masked key.
+                    *x = *x * inverse + A::ZERO;
+                }
+            }
+            // SAFETY: tensors of modes that are used are there (checked).
+            unsafe {
+                if q.mode.continues() {
+                    let before = LogSumExp::load(at::<A>(&c.running_lse, token, head), c.running_lse.dim);
+                    let w = merge::weights(before, lse);
+                    merge::combine(&w, other, row);
+                    row.copy_from_slice(other);
+                    lse = w.lse;
+                }
+                if q.mode.finishes() {
+                    if !c.sinks.is_none() {
+                        let sink = A::from_f64((*at::<f32>(&c.sinks, 0, head)).into());
+                        let (factor, with_sink) = merge::sink(lse, sink);
+                        for x in row.iter_mut() {
+                            *x = *x * factor;
+                        }
+                        lse.lse = with_sink;
+                    }
+                    E::write(row, &c.o, token, head, self.stream);
+                    *at::<A>(&c.lse, token, head) = lse.lse;
+                } else {
+                    narrow(row, &c.running, token, head);
+                    lse.store(at::<A>(&c.running_lse, token, head), c.running_lse.dim);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,432 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The backward pass of keys: keys outside, rows inside, dk and dv (and dq on the way).
+//!
+//! A unit is a tile of a document's keys with one kv head; dk and dv of these are its own, and to dq units add in the order of
+//! their keys (`dq_order.rs`), so that bits do not depend on the number of workers. Q head after q head, the q ranges pass by in the order of the call:
+//! `dV += Pᵀ·dO`, `dK += dSᵀ·Q`, each element one chain over the rows in that order. Where ranges are short, several q heads pass
+//! together, unless the call is aligned: then no cut of the rows changes the order.
+
+use super::backward::{FLUSH, Flush, flush, gradients, no_row};
+use super::dq_order::{DqOrder, DqTurn};
+use super::key_units::KeyUnits;
+use super::row_blocks::{FEW_ROWS, readers};
+use super::stream::KeyTile;
+use super::tile::{Cover, Lanes, Scoring, at, product};
+use crate::call::{AttendBackward, QRange};
+use crate::kernel::cpu::choice::Documents;
+use crate::kernel::cpu::job::{Job, Machine};
+use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES_BACK, Line, vectors};
+use crate::kernel::cpu::memory::panel::{any_non_finite, to_lanes};
+use crate::kernel::cpu::memory::rows::prefetch;
+use crate::kernel::cpu::product::engine::{AttentionEngine, Dense};
+use crate::kernel::cpu::product::{Gemm, Skip, Store};
+use crate::kernel::cpu::vector::simd::{Real, Vector};
+use core::marker::PhantomData;
+use core::sync::atomic::AtomicUsize;
+
+/// The keys' pass of a call whose sums are `A`s.
+pub(crate) struct Keys<'a, A> {
+    pub call: &'a AttendBackward<'a>,
+    pub documents: Documents<'a>,
+    /// Add to dq as well, which holds a value in every row.
+    pub queries: bool,
+    /// How many workers take units.
+    pub workers: usize,
+    /// The order in which units add to dq.
+    pub order: DqOrder,
+    pub sums: PhantomData<A>,
+}
+
+struct KeyTiles<'a, A> {
+    lanes: Lanes<'a, A>,
+    /// From one row of k, and of v, to the next.
+    ldk: usize,
+    ldv: usize,
+    keys: KeyTile<'a, A, A>,
+    /// Whether the q range in hand reads each key.
+    valid: &'a mut [u32],
+    /// `[head_dim][lanes]`, `[lanes][head_dim padded]`.
+    qt: &'a mut [A],
+    q: &'a mut [A],
+    /// `[value_dim][lanes]`, `[lanes][value_dim padded]`.
+    d_ot: &'a mut [A],
+    d_o: &'a mut [A],
+    /// `[lanes][head_dim padded]`.
+    dq: &'a mut [A],
+    /// `[key][lanes]`.
+    s: &'a mut [A],
+    dp: &'a mut [A],
+    /// `[key][dim padded]`: the run in hand, and the total.
+    dk_part: &'a mut [A],
+    dk: &'a mut [A],
+    dv_part: &'a mut [A],
+    dv: &'a mut [A],
+    lse: &'a mut [A],
+    delta: &'a mut [A],
+}
+
+impl<A: Machine> Job for Keys<'_, A> {
+    type Acc = A;
+
+    #[inline(always)]
+    unsafe fn work<E: AttentionEngine<Sum = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+        // SAFETY: the lines are large enough and each unit is handed out once (the contract of `Job::work`).
+        unsafe { self.dense::<E::V>(lines, next) }
+    }
+}
+
+impl<A: Real> Keys<'_, A> {
+    /// Does units over the vectors `V`.
+    ///
+    /// # Safety
+    /// As [`Job::work`].
+    #[inline(always)]
+    unsafe fn dense<V: Vector<T = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+        let c = self.call;
+        let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
+        let (ldk, ldv) = (Dense::<V>::row(d), Dense::<V>::row(dv));
+        let mut arena = Arena(lines);
+        // Zeros where something is read that no tile writes: the padding of rows.
+        let mut tiles = KeyTiles {
+            ldk: Dense::<V>::row(d),
+            ldv: Dense::<V>::row(dv),
+            lanes: Lanes::new(&mut arena, LANES_BACK),
+            keys: KeyTile::new::<Dense<V>>(&mut arena, d, dv, true),
+            valid: arena.take(KEYS),
+            qt: arena.take(LANES_BACK * d),
+            q: arena.zeros(LANES_BACK * ldk),
+            d_ot: arena.take(LANES_BACK * dv),
+            d_o: arena.zeros(LANES_BACK * ldv),
+            dq: arena.take(LANES_BACK * ldk),
+            s: arena.take(KEYS * LANES_BACK),
+            dp: arena.take(KEYS * LANES_BACK),
+            dk_part: arena.take(KEYS * ldk),
+            dk: arena.take(KEYS * ldk),
+            dv_part: arena.take(KEYS * ldv),
+            dv: arena.take(KEYS * ldv),
+            lse: arena.take(LANES_BACK),
+            delta: arena.take(LANES_BACK),
+        };
+        let scoring = Scoring::new(&c.score, &c.alibi_slopes);
+        let k = c.ranges.k;
+        let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);
+        let mut units = KeyUnits::new(c, self.documents, 1, c.aligned, self.workers);
+        while let Some(unit) = units.next(next) {
+            let turn = self.order.begin(unit.index, unit.before.filter(|_| self.queries));
+            let (doc, kv) = (k[unit.first].doc, unit.kv);
+            let q = if q_sorted { QRange::of_document(c.ranges.q, doc) } else { c.ranges.q };
+            let mut stream = units.keys(&unit);
+            // Most steps of a ring reach a part of the keys; adding 0 to the others costs as much as reading them.
+            let next = tiles.keys.next(&mut stream, c.aligned, false);
+            if !next || (c.accumulate_keys && !self.reached(&mut tiles, q, doc)) {
+                continue;
+            }
+            // SAFETY: ranges and heads are within the call, whose shapes are checked and memory is valid; the unit alone writes
+            // dk and dv of these keys and this kv head, and dq is added to in turn.
+            unsafe {
+                tiles.keys.load::<Dense<V>>(&c.k, &c.v, kv);
+                self.tile::<V>(&mut tiles, &scoring, q, doc, kv, &turn);
+            }
+        }
+    }
+}
+
+impl<A: Real> Keys<'_, A> {
+    /// The rows of a q range that may see a key of the tile in hand, with each of its keys marked as read or not.
+    fn rows(&self, t: &mut KeyTiles<A>, q: &QRange) -> core::ops::Range<u32> {
+        let c = self.call;
+        if !valid(t, &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize]) {
+            return 0..0;
+        }
+        let first = q.range.rows_before(t.keys.min.saturating_sub(c.score.window_right));
+        let last = t.keys.max.saturating_add(c.score.window_left);
+        first..if last == i64::MAX { q.range.len } else { q.range.rows_before(last + 1) }
+    }
+
+    /// Whether any row may see a key of the tile in hand.
+    fn reached(&self, t: &mut KeyTiles<A>, ranges: &[QRange], doc: u32) -> bool {
+        ranges.iter().any(|q| q.range.doc == doc && !self.rows(t, q).is_empty())
+    }
+
+    /// How many q heads share lanes: where a document's ranges have few rows, one head would leave most lanes empty. Sums
+    /// that must keep their order, or stay apart, are made head by head.
+    fn heads_together(&self, ranges: &[QRange], doc: u32) -> u32 {
+        if self.call.aligned || self.call.per_q_head {
+            return 1;
+        }
+        let rows = ranges.iter().filter(|q| q.range.doc == doc).map(|q| q.range.len).max();
+        (LANES_BACK as u32 / rows.unwrap_or(1).max(1)).max(1)
+    }
+
+    /// dk and dv of one tile of keys.
+    ///
+    /// # Safety
+    /// As [`Job::work`].
+    #[inline(always)]
+    unsafe fn tile<V: Vector<T = A>>(
+        &self,
+        t: &mut KeyTiles<A>,
+        scoring: &Scoring<A>,
+        ranges: &[QRange],
+        doc: u32,
+        kv: u32,
+        turn: &DqTurn,
+    ) {
+        let c = self.call;
+        // SAFETY: rows and heads are within the tensors (checked).
+        unsafe { self.prefetch_next_head(t, ranges, doc, kv) };
+        // SAFETY: rows are apart by whole vectors.
+        let bad_k = unsafe { any_non_finite::<V>(t.keys.k.as_ptr(), t.keys.n * t.ldk) };
+        // Rows of keys alone: a tile of a few keys of a short document is as quick as they are few.
+        let (nk, nv) = (t.keys.n * t.ldk, t.keys.n * t.ldv);
+        for sums in [&mut t.dk[..nk], &mut t.dk_part[..nk], &mut t.dv[..nv], &mut t.dv_part[..nv]] {
+            sums.fill(A::ZERO);
+        }
+        let heads = readers(&c.heads, kv, c.q.heads);
+        let together = self.heads_together(ranges, doc);
+        // Rows of dq before those in hand, in the order in which they are added to.
+        let mut place = 0u32;
+        for first_head in heads.clone().step_by(together as usize) {
+            let heads = first_head..heads.end.min(first_head + together);
+            let mut run = Flush::new(c.aligned);
+            for q in ranges.iter().filter(|q| q.range.doc == doc) {
+                let core::ops::Range { start: mut first, end } = self.rows(t, q);
+                while first < end {
+                    let mut rows = (end - first).min(LANES_BACK as u32);
+                    let pos = q.range.position(first);
+                    if c.aligned {
+                        let border = (pos.div_euclid(FLUSH) + 1) * FLUSH;
+                        rows = rows.min(q.range.rows_before(border) - first);
+                    }
+                    // SAFETY: rows and head are within the tensors (checked).
+                    unsafe {
+                        t.lanes.set(&q.range, first, rows, heads.clone(), &c.score, &c.alibi_slopes);
+                        self.meet::<V>(t, scoring, &mut run, pos, bad_k, (turn, place + first + rows));
+                    }
+                    first += rows;
+                    turn.pass(place + first);
+                }
+                place += q.range.len;
+            }
+            turn.pass(place);
+            flush(&mut t.dk[..nk], &mut t.dk_part[..nk]);
+            flush(&mut t.dv[..nv], &mut t.dv_part[..nv]);
+            if c.per_q_head {
+                // SAFETY: the partial of this q head is this unit's alone.
+                unsafe { self.write(t, first_head) };
+                t.dk[..nk].fill(A::ZERO);
+                t.dv[..nv].fill(A::ZERO);
+            }
+        }
+        if !c.per_q_head {
+            // SAFETY: dk and dv of this kv head are this unit's alone.
+            unsafe { self.write(t, kv) };
+        }
+    }
+
+    /// Of a document with a few rows, prefetches those of the next kv head: such a unit has too little to compute to hide how
+    /// long the memory takes for the next one's.
+    ///
+    /// # Safety
+    /// As [`Job::work`].
+    #[inline(never)]
+    unsafe fn prefetch_next_head(&self, t: &KeyTiles<A>, ranges: &[QRange], doc: u32, kv: u32) {
+        let c = self.call;
+        let of_document = || ranges.iter().filter(|q| q.range.doc == doc);
+        let few = |rows: u32| rows <= FEW_ROWS;
+        if kv + 1 >= c.k.heads || !few(t.keys.n as u32) || !few(of_document().map(|q| q.range.len).sum()) {
+            return;
+        }
+        let heads = readers(&c.heads, kv + 1, c.q.heads);
+        // Those of dk and dv.
+        let written = if c.per_q_head { heads.clone() } else { kv + 1..kv + 2 };
+        // SAFETY: rows and heads are within the tensors (the contract).
+        unsafe {
+            for &row in t.keys.row[..t.keys.n].iter().filter(|&&row| row >= 0) {
+                [&c.k, &c.v].into_iter().for_each(|tensor| prefetch(tensor, row, kv + 1));
+                for head in written.clone() {
+                    [&c.dk, &c.dv].into_iter().for_each(|tensor| prefetch(tensor, row, head));
+                }
+            }
+            for q in of_document() {
+                for row in (q.range.row..).take(q.range.len as usize) {
+                    for head in heads.clone() {
+                        [&c.q, &c.d_o].into_iter().for_each(|tensor| prefetch(tensor, row, head));
+                        if self.queries {
+                            prefetch(&c.dq, row, head);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// The lanes in hand with the keys in hand.
+    ///
+    /// # Safety
+    /// As [`Job::work`].
+    #[inline(always)]
+    unsafe fn meet<V: Vector<T = A>>(
+        &self,
+        t: &mut KeyTiles<A>,
+        scoring: &Scoring<A>,
+        run: &mut Flush,
+        pos: i64,
+        bad_k: bool,
+        (turn, place): (&DqTurn, u32),
+    ) {
+        let c = self.call;
+        let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
+        let keys = &t.keys;
+        let lanes = vectors::<V>(t.lanes.n);
+        let cover = t.lanes.meet(0, lanes, keys.min, keys.max, keys.base, scoring.alibi);
+        if cover == Cover::None {
+            return;
+        }
+        if run.before(pos, t.lanes.n) {
+            let (nk, nv) = (keys.n * t.ldk, keys.n * t.ldv);
+            flush(&mut t.dk[..nk], &mut t.dk_part[..nk]);
+            flush(&mut t.dv[..nv], &mut t.dv_part[..nv]);
+        }
+        let mut range = 0..keys.n;
+        if cover == Cover::Some {
+            range = keys.seen(range, 2, t.lanes.visible_keys(0, lanes).span());
+        }
+        let (begin, count) = (range.start, range.len());
+        let skip = |bad: bool| if bad { Skip::A } else { Skip::None };
+        // SAFETY: rows and heads are within the tensors; all tiles are as large as the sizes say.
+        unsafe {
+            t.lanes.pack(&c.q, t.q, t.ldk, 0..lanes);
+            t.lanes.pack(&c.d_o, t.d_o, t.ldv, 0..lanes);
+            for lane in (0..lanes).step_by(V::W) {
+                to_lanes::<V>(&t.q[lane * t.ldk..], t.ldk, d, t.qt, lanes, lane);
+                to_lanes::<V>(&t.d_o[lane * t.ldv..], t.ldv, dv, t.d_ot, lanes, lane);
+            }
+            t.lanes.gather(&c.lse, t.lse, A::NEG_INFINITY);
+            t.lanes.gather(&c.delta, t.delta, A::ZERO);
+            no_row(t.lse);
+            let bad_q = any_non_finite::<V>(t.q.as_ptr(), lanes * t.ldk);
+            let bad_d_o = any_non_finite::<V>(t.d_o.as_ptr(), lanes * t.ldv);
+            V::gemm(&Gemm {
+                a: keys.k.as_ptr().add(begin * t.ldk),
+                a_row: t.ldk,
+                b: t.qt.as_ptr(),
+                ldb: lanes,
+                c: t.s.as_mut_ptr().add(begin * lanes),
+                ldc: lanes,
+                ..product(count, lanes, d)
+            });
+            V::gemm(&Gemm {
+                a: keys.v.as_ptr().add(begin * t.ldv),
+                a_row: t.ldv,
+                b: t.d_ot.as_ptr(),
+                ldb: lanes,
+                c: t.dp.as_mut_ptr().add(begin * lanes),
+                ldc: lanes,
+                ..product(count, lanes, dv)
+            });
+            let mut w = 0;
+            while w < lanes {
+                gradients::<V>(
+                    scoring,
+                    &t.lanes,
+                    w,
+                    &keys.rel[range.clone()],
+                    |j| t.valid[begin + j] != 0,
+                    cover == Cover::Some,
+                    t.s.as_mut_ptr().add(begin * lanes + w),
+                    t.dp.as_mut_ptr().add(begin * lanes + w),
+                    lanes,
+                    t.lse.as_ptr().add(w),
+                    t.delta.as_ptr().add(w),
+                );
+                w += V::W;
+            }
+            V::gemm(&Gemm {
+                a: t.s.as_ptr().add(begin * lanes),
+                a_row: lanes,
+                b: t.d_o.as_ptr(),
+                ldb: t.ldv,
+                c: t.dv_part.as_mut_ptr().add(begin * t.ldv),
+                ldc: t.ldv,
+                store: Store::Chain,
+                skip: skip(bad_d_o),
+                ..product(count, vectors::<V>(dv), t.lanes.n)
+            });
+            V::gemm(&Gemm {
+                a: t.dp.as_ptr().add(begin * lanes),
+                a_row: lanes,
+                b: t.q.as_ptr(),
+                ldb: t.ldk,
+                c: t.dk_part.as_mut_ptr().add(begin * t.ldk),
+                ldc: t.ldk,
+                store: Store::Chain,
+                skip: skip(bad_q),
+                ..product(count, vectors::<V>(d), t.lanes.n)
+            });
+            if !self.queries {
+                return;
+            }
+            V::gemm(&Gemm {
+                a: t.dp.as_ptr().add(begin * lanes),
+                a_row: 1,
+                a_col: lanes,
+                b: keys.k.as_ptr().add(begin * t.ldk),
+                ldb: t.ldk,
+                c: t.dq.as_mut_ptr(),
+                ldc: t.ldk,
+                skip: skip(bad_k),
+                ..product(t.lanes.n, vectors::<V>(d), count)
+            });
+            turn.wait(place);
+            for lane in 0..t.lanes.n {
+                let dq = at::<A>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]);
+                for (x, &sum) in core::slice::from_raw_parts_mut(dq, d).iter_mut().zip(&t.dq[lane * t.ldk..]) {
+                    *x = *x + sum;
+                }
+            }
+        }
+    }
+
+    /// Writes the totals, or adds them, to head `head` of dk and dv.
+    ///
+    /// # Safety
+    /// The keys' rows and the head are within dk and dv, which this unit alone touches there.
+    #[inline(always)]
+    unsafe fn write(&self, t: &KeyTiles<A>, head: u32) {
+        let c = self.call;
+        for j in 0..t.keys.n {
+            let row = t.keys.row[j];
+            for (tensor, sums, ld) in [(&c.dk, &t.dk, t.ldk), (&c.dv, &t.dv, t.ldv)] {
+                let dim = tensor.dim as usize;
+                // SAFETY: the row and head are within the tensor and this unit's alone (the contract); rows are
+                // contiguous.
+                let dst = unsafe { core::slice::from_raw_parts_mut(at::<A>(tensor, row, head), dim) };
+                let sums = &sums[j * ld..][..dim];
+                if !c.accumulate_keys {
+                    dst.copy_from_slice(sums);
+                    continue;
+                }
+                for (x, &sum) in dst.iter_mut().zip(sums) {
+                    *x = *x + sum;
+                }
+            }
+        }
+    }
+}
+
+/// Marks the keys whose range is among the pairs; false when there are none.
+fn valid<A>(t: &mut KeyTiles<A>, pairs: &[u32]) -> bool {
+    let mut any = false;
+    let mut last = None;
+    for (valid, &index) in t.valid.iter_mut().zip(&t.keys.index[..t.keys.n]) {
+        let read = match last {
+            Some((i, read)) if i == index => read,
+            _ => pairs.contains(&index),
+        };
+        last = Some((index, read));
+        *valid = read.into();
+        any |= read;
+    }
+    any
+}

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Attention over ranges: the forward, the two parts of the backward, and the units of work into which they are cut.
+//!
+//! Each algorithm exists once, over the vectors of `vector` and the products of `product`. Only the backward on matrix
+//! units (`tiled`) has a form of its own, since its operands lie in memory in another way.
+
+pub(crate) mod backward;
+#[cfg(not(cpattn_loom))]
+pub(crate) mod dq_order;
+#[cfg(cpattn_loom)]
+#[allow(
+    missing_docs,
+    missing_debug_implementations,
+    clippy::new_without_default,
+    reason = "public for the models of .ci/loom alone"
+)]
+pub mod dq_order;
+pub(crate) mod forward;
+pub(crate) mod key_units;
+pub(crate) mod keys;
+pub(crate) mod queries;
+pub(crate) mod row_blocks;
+#[cfg(test)]
+pub(crate) mod shapes;
+pub(crate) mod small;
+pub(crate) mod softmax;
+pub(crate) mod stream;
+pub(crate) mod tile;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod tiled;

@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The backward pass of queries: rows outside, keys inside, dq.
+//!
+//! Units are those of the forward, so are the tiles and the order of the keys; `dQᵀ += Kᵀ·dS` stays in the cache until
+//! the last key, and is then added to dq or written, as the mode of the range says.
+
+use super::backward::{FLUSH, Flush, flush, gradients, no_row};
+use super::row_blocks::{RowUnit, RowUnits, readers};
+use super::stream::{KeyStream, KeyTile};
+use super::tile::{Cover, Lanes, Scoring, at, product};
+use crate::call::AttendBackward;
+use crate::kernel::cpu::choice::Documents;
+use crate::kernel::cpu::job::{Job, Machine};
+use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES_BACK, Line, vectors};
+use crate::kernel::cpu::memory::panel::{any_non_finite, to_rows};
+use crate::kernel::cpu::product::engine::{AttentionEngine, Dense};
+use crate::kernel::cpu::product::{Gemm, Skip, Store};
+use crate::kernel::cpu::vector::simd::{Real, Vector};
+use core::marker::PhantomData;
+use core::sync::atomic::AtomicUsize;
+
+const _: () = assert!(FLUSH % KEYS as i64 == 0, "a tile must not lie in two runs");
+
+/// The queries' pass of a call whose sums are `A`s.
+pub(crate) struct Queries<'a, A> {
+    pub call: &'a AttendBackward<'a>,
+    pub documents: Documents<'a>,
+    pub sums: PhantomData<A>,
+}
+
+struct QueryTiles<'a, A> {
+    lanes: Lanes<'a, A>,
+    /// From one row of k, and of v, to the next.
+    ldk: usize,
+    ldv: usize,
+    keys: KeyTile<'a, A, A>,
+    /// `[panel][head_dim][lanes of a panel]`, and `[panel][value_dim][lanes of a panel]`.
+    q: &'a mut [A],
+    d_o: &'a mut [A],
+    /// As `q`: the run in hand, and the total.
+    part: &'a mut [A],
+    total: &'a mut [A],
+    /// `[key][lanes of a panel]`.
+    s: &'a mut [A],
+    dp: &'a mut [A],
+    lse: &'a mut [A],
+    delta: &'a mut [A],
+    rows: &'a mut [A],
+}
+
+impl<A: Machine> Job for Queries<'_, A> {
+    type Acc = A;
+
+    #[inline(always)]
+    unsafe fn work<E: AttentionEngine<Sum = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+        // SAFETY: the lines are large enough and each unit is handed out once (the contract of `Job::work`).
+        unsafe { self.dense::<E::V>(lines, next) }
+    }
+}
+
+impl<A: Real> Queries<'_, A> {
+    /// Does units over the vectors `V`.
+    ///
+    /// # Safety
+    /// As [`Job::work`].
+    #[inline(always)]
+    unsafe fn dense<V: Vector<T = A>>(&self, lines: &mut [Line], next: &AtomicUsize) {
+        let c = self.call;
+        let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
+        let mut arena = Arena(lines);
+        let panel = 2 * V::W;
+        let mut tiles = QueryTiles {
+            ldk: Dense::<V>::row(d),
+            ldv: Dense::<V>::row(dv),
+            lanes: Lanes::new(&mut arena, LANES_BACK),
+            keys: KeyTile::new::<Dense<V>>(&mut arena, d, dv, true),
+            q: arena.zeros(LANES_BACK * d),
+            d_o: arena.zeros(LANES_BACK * dv),
+            part: arena.zeros(LANES_BACK * d),
+            total: arena.zeros(LANES_BACK * d),
+            s: arena.zeros(KEYS * panel),
+            dp: arena.zeros(KEYS * panel),
+            lse: arena.zeros(LANES_BACK),
+            delta: arena.zeros(LANES_BACK),
+            rows: arena.zeros(V::W * d.max(dv)),
+        };
+        let scoring = Scoring::new(&c.score, &c.alibi_slopes);
+        let mut units = RowUnits::new(c.ranges.q, self.documents, (LANES_BACK, LANES_BACK), &c.k);
+        while let Some(unit) = units.next(next) {
+            let heads = readers(&c.heads, unit.kv, c.q.heads);
+            let share = (LANES_BACK as u32 / unit.rows).max(1);
+            let mut h = heads.start;
+            while h < heads.end {
+                let end = heads.end.min(h + share);
+                // SAFETY: unit and heads are within the call, whose shapes are checked and memory is valid.
+                unsafe { self.unit::<V>(&mut tiles, &scoring, &unit, h..end) };
+                h = end;
+            }
+        }
+    }
+}
+
+impl<A: Real> Queries<'_, A> {
+    /// # Safety
+    /// As [`Job::work`].
+    #[inline(always)]
+    unsafe fn unit<V: Vector<T = A>>(
+        &self,
+        t: &mut QueryTiles<A>,
+        scoring: &Scoring<A>,
+        unit: &RowUnit,
+        heads: core::ops::Range<u32>,
+    ) {
+        let c = self.call;
+        let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
+        let panel = 2 * V::W;
+        let q = &c.ranges.q[unit.range];
+        // SAFETY: slopes has one number per head (checked); rows and heads are within the tensors.
+        let (lo, hi) = unsafe { t.lanes.set(&q.range, unit.first, unit.rows, heads, &c.score, &c.alibi_slopes) };
+        let lanes = vectors::<V>(t.lanes.n);
+        let size = lanes.next_multiple_of(panel) * d;
+        // SAFETY: as above.
+        unsafe {
+            t.lanes.pack_transposed::<V>(&c.q, t.q, panel, lanes, t.rows);
+            t.lanes.pack_transposed::<V>(&c.d_o, t.d_o, panel, lanes, t.rows);
+            t.lanes.gather(&c.lse, t.lse, A::NEG_INFINITY);
+            t.lanes.gather(&c.delta, t.delta, A::ZERO);
+        }
+        no_row(t.lse);
+        t.part[..size].fill(A::ZERO);
+        t.total[..size].fill(A::ZERO);
+        let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
+        let mut stream = KeyStream::new(c.ranges.k, pairs, lo, hi);
+        let mut run = Flush::new(c.aligned);
+        while t.keys.next(&mut stream, c.aligned, false) {
+            // SAFETY: the ranges' rows and the kv head are within k and v (checked).
+            unsafe { t.keys.load::<Dense<V>>(&c.k, &c.v, unit.kv) };
+            let keys = &t.keys;
+            if run.before(keys.base, keys.n) {
+                flush(&mut t.total[..size], &mut t.part[..size]);
+            }
+            // SAFETY: rows are apart by whole vectors.
+            let bad = unsafe { any_non_finite::<V>(keys.k.as_ptr(), keys.n * t.ldk) };
+            let mut first = 0;
+            while first < lanes {
+                let width = panel.min(lanes - first);
+                let cover = t.lanes.meet(first, width, keys.min, keys.max, keys.base, scoring.alibi);
+                if cover != Cover::None {
+                    let p = first / panel;
+                    let mut range = 0..keys.n;
+                    if cover == Cover::Some {
+                        range = keys.seen(range, 2, t.lanes.visible_keys(first, width).span());
+                    }
+                    let (begin, count) = (range.start, range.len());
+                    // SAFETY: all tiles are as large as the sizes say.
+                    unsafe {
+                        V::gemm(&Gemm {
+                            a: keys.k.as_ptr().add(begin * t.ldk),
+                            a_row: t.ldk,
+                            b: t.q.as_ptr().add(p * panel * d),
+                            ldb: panel,
+                            c: t.s.as_mut_ptr().add(begin * panel),
+                            ldc: panel,
+                            ..product(count, width, d)
+                        });
+                        V::gemm(&Gemm {
+                            a: keys.v.as_ptr().add(begin * t.ldv),
+                            a_row: t.ldv,
+                            b: t.d_o.as_ptr().add(p * panel * dv),
+                            ldb: panel,
+                            c: t.dp.as_mut_ptr().add(begin * panel),
+                            ldc: panel,
+                            ..product(count, width, dv)
+                        });
+                        let mut w = 0;
+                        while w < width {
+                            gradients::<V>(
+                                scoring,
+                                &t.lanes,
+                                first + w,
+                                &keys.rel[range.clone()],
+                                |_| true,
+                                cover == Cover::Some,
+                                t.s.as_mut_ptr().add(begin * panel + w),
+                                t.dp.as_mut_ptr().add(begin * panel + w),
+                                panel,
+                                t.lse.as_ptr().add(first + w),
+                                t.delta.as_ptr().add(first + w),
+                            );
+                            w += V::W;
+                        }
+                        V::gemm(&Gemm {
+                            a: keys.k.as_ptr().add(begin * t.ldk),
+                            a_row: 1,
+                            a_col: t.ldk,
+                            b: t.dp.as_ptr().add(begin * panel),
+                            ldb: panel,
+                            c: t.part.as_mut_ptr().add(p * panel * d),
+                            ldc: panel,
+                            store: Store::Add,
+                            skip: if bad { Skip::B } else { Skip::None },
+                            ..product(d, width, count)
+                        });
+                    }
+                }
+                first += panel;
+            }
+        }
+        flush(&mut t.total[..size], &mut t.part[..size]);
+        for first in (0..t.lanes.n).step_by(V::W) {
+            // SAFETY: the instruction set is there.
+            unsafe {
+                to_rows::<V>(&t.total[first / panel * panel * d..][..panel * d], panel, first % panel, t.rows, d)
+            };
+            for (lane, sums) in (first..t.lanes.n).zip(t.rows.chunks_exact(d).take(V::W)) {
+                // SAFETY: the lane's row and head are within dq, which this unit alone touches there.
+                let dq = unsafe {
+                    core::slice::from_raw_parts_mut(at::<A>(&c.dq, t.lanes.row[lane], t.lanes.head[lane]), d)
+                };
+                if !q.mode.continues() {
+                    dq.copy_from_slice(sums);
+                    continue;
+                }
+                for (x, &sum) in dq.iter_mut().zip(sums) {
+                    *x = *x + sum;
+                }
+            }
+        }
+    }
+}

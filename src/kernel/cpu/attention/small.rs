@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The forward of a few rows with a few keys, as a ring has them of a document that is cut into many pieces.
+//!
+//! Panels and tiles of such a unit would be mostly padding, and to pack them takes longer than the products do. Here rows
+//! are read as they lie: a score is a dot product, of which the elements of several are added at once (`Dots`), and o is
+//! summed row by row. Options, masks and the softmax are those of a panel. Sums are in another order than those of panels
+//! and tiles, so that aligned calls do without.
+
+use super::stream::{BLOCK, Slots};
+use super::tile::{Cover, Lanes, Scores, Scoring};
+use crate::call::{Attend, QRange};
+use crate::kernel::cpu::memory::arena::{KEYS, LANES, PANEL};
+use crate::kernel::cpu::memory::rows::widen;
+use crate::kernel::cpu::product::engine::{AttentionEngine, Dense};
+use crate::kernel::cpu::vector::simd::{Real, Vector};
+
+/// Lanes times keys up to which this is the quicker way.
+const PAIRS: usize = 256;
+
+/// What it works on: o row by row, scores as a panel has them.
+pub(crate) struct Small<'a, A> {
+    /// `[lane][value_dim]`; then q, `[lane][head_dim, whole vectors]`.
+    pub sums: &'a mut [A],
+    /// `[key][lanes of a panel]`.
+    pub s: &'a mut [A],
+    pub m: &'a mut [A],
+    pub l: &'a mut [A],
+    pub alpha: &'a mut [A],
+    /// A row of k or v.
+    pub row: &'a mut [A],
+}
+
+/// Whether the rows of `q`, of `heads` heads, and the keys at positions `lo..=hi` that they attend to are few. That depends on
+/// nothing else, neither on the number of workers nor on how rows are cut into units.
+#[inline(always)]
+pub(crate) fn is_small<V: Vector>(c: &Attend, q: &QRange, heads: usize, (lo, hi): (i64, i64)) -> bool {
+    let lanes = q.range.len as usize * heads;
+    let of = lanes * (c.q.dim as usize).next_multiple_of(V::W).max(c.v.dim as usize);
+    if c.aligned || lanes > Dense::<V>::PANEL || 2 * of > LANES * c.v.dim as usize {
+        return false;
+    }
+    let mut keys = 0;
+    for &pair in &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize] {
+        let k = &c.ranges.k[pair as usize];
+        let end = if hi == i64::MAX { k.len } else { k.rows_before(hi + 1) };
+        keys += end.saturating_sub(k.rows_before(lo)) as usize;
+        if keys * lanes > PAIRS || keys >= KEYS {
+            return false;
+        }
+    }
+    true
+}
+
+impl<A: Real> Small<'_, A> {
+    /// Results of `n` lanes that have seen nothing.
+    #[inline(always)]
+    pub(crate) fn clear(&mut self, n: usize, dv: usize) {
+        let width = n.next_multiple_of(PANEL).min(self.m.len());
+        self.m[..width].fill(A::NEG_INFINITY);
+        self.l[..width].fill(A::ZERO);
+        self.sums[..n * dv].fill(A::ZERO);
+    }
+
+    /// The lanes with the keys of one tile, of kv head `kv`: [`Small::sums`] become the rows of o, not normalised yet.
+    ///
+    /// # Safety
+    /// The instruction set of `V` is present; the lanes' rows and heads, the keys' rows and `kv` lie within the tensors of the
+    /// call, whose memory is valid and whose sums are `A`s; scores and sums are as long as their comments say, the others of
+    /// a panel.
+    #[inline(always)]
+    pub(crate) unsafe fn run<V: Vector<T = A>>(
+        &mut self,
+        c: &Attend,
+        scoring: &Scoring<A>,
+        lanes: &mut Lanes<A>,
+        keys: &Slots<A>,
+        kv: u32,
+    ) {
+        let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
+        let (n, ld, panel) = (lanes.n, d.next_multiple_of(V::W), Dense::<V>::PANEL);
+        let width = n.next_multiple_of(V::W);
+        let (o, q) = self.sums.split_at_mut(n * dv);
+        let q = &mut q[..n * ld];
+        q.fill(A::ZERO);
+        let row = &mut self.row[..ld];
+        row.fill(A::ZERO);
+        let mut dots = Dots { sums: [A::ZERO; 256], columns: [A::ZERO; 256], n: 0 };
+        // SAFETY: rows, heads and lengths are those of the contract; scores have room for a panel by key.
+        unsafe {
+            lanes.pack(&c.q, q, ld, 0..n);
+            let s = self.s.as_mut_ptr();
+            let at = |pair: usize| s.add(pair / n * panel + pair % n);
+            let mut pairs = 0;
+            for (j, &key) in keys.row[..keys.n].iter().enumerate() {
+                core::slice::from_raw_parts_mut(s.add(j * panel + n), width - n).fill(A::ZERO);
+                widen(&c.k, key, kv, &mut row[..d]);
+                for q in q.chunks_exact(ld) {
+                    let mut sum = V::splat(A::ZERO);
+                    for at in (0..ld).step_by(V::W) {
+                        sum = V::load(q.as_ptr().add(at)).fma(V::load(row.as_ptr().add(at)), sum);
+                    }
+                    if dots.push(sum) {
+                        dots.take::<V>(|i, dot| at(pairs + i).write(dot));
+                        pairs += V::W;
+                    }
+                }
+            }
+            dots.take::<V>(|i, dot| at(pairs + i).write(dot));
+            lanes.relate(0, width, keys.base, true, scoring.alibi);
+            let end = keys.n.next_multiple_of(BLOCK);
+            let covers = [Cover::Some; KEYS / BLOCK];
+            let scores = Scores { scoring, lanes, first: 0, keys: &keys.rel[..end], covers: &covers, careful: true };
+            for lane in (0..width).step_by(V::W) {
+                let (m, l) = (self.m.as_mut_ptr().add(lane), self.l.as_mut_ptr().add(lane));
+                let s = self.s.as_mut_ptr();
+                scores.run::<Dense<V>>(lane, 0..keys.n, s, s, m, l, self.alpha.as_mut_ptr().add(lane));
+            }
+            let row = &mut self.row[..dv];
+            for (j, &key) in keys.row[..keys.n].iter().enumerate() {
+                widen(&c.v, key, kv, row);
+                for (lane, o) in o.chunks_exact_mut(dv).enumerate() {
+                    let p = self.s[j * panel + lane];
+                    // A masked key must not reach a row, whatever it holds.
+                    if p == A::ZERO {
+                        continue;
+                    }
+                    let whole = dv - dv % V::W;
+                    for at in (0..whole).step_by(V::W) {
+                        let to = o.as_mut_ptr().add(at);
+                        V::splat(p).fma(V::load(row.as_ptr().add(at)), V::load(to)).store(to);
+                    }
+                    for (o, &v) in o[whole..].iter_mut().zip(&row[whole..]) {
+                        *o = *o + p * v;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Dot products as vectors whose elements are still to be added: as many at a time as a vector is long.
+struct Dots<A> {
+    /// By product: the vector; and their transpose. Room for W by W.
+    sums: [A; 256],
+    columns: [A; 256],
+    n: usize,
+}
+
+impl<A: Real> Dots<A> {
+    /// One more; whether they have to be taken.
+    ///
+    /// # Safety
+    /// The instruction set of `V` is present, and there are fewer than [`Vector::W`].
+    #[inline(always)]
+    unsafe fn push<V: Vector<T = A>>(&mut self, sum: V) -> bool {
+        debug_assert!(self.n < V::W);
+        // SAFETY: room for W by W; the instruction set is there (the contract).
+        unsafe { sum.store(self.sums.as_mut_ptr().add(self.n * V::W)) };
+        self.n += 1;
+        self.n == V::W
+    }
+
+    /// Adds the elements of each, in the same order whichever place it has, and forgets them.
+    ///
+    /// # Safety
+    /// The instruction set of `V` is present.
+    #[inline(always)]
+    unsafe fn take<V: Vector<T = A>>(&mut self, mut each: impl FnMut(usize, A)) {
+        let mut dots = [A::ZERO; 16];
+        // SAFETY: room for W by W, and W is at most 16; the instruction set is there (the contract).
+        unsafe {
+            V::transpose(self.sums.as_ptr(), V::W, self.columns.as_mut_ptr(), V::W);
+            let mut sum = V::load(self.columns.as_ptr());
+            for at in 1..V::W {
+                sum = sum.add(V::load(self.columns.as_ptr().add(at * V::W)));
+            }
+            sum.store(dots.as_mut_ptr());
+        }
+        for (i, &dot) in dots[..core::mem::take(&mut self.n)].iter().enumerate() {
+            each(i, dot);
+        }
+    }
+}

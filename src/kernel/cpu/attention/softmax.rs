@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Scores to probabilities, one vector of lanes at a time.
+//!
+//! In logarithms to the base 2, `p = exp2(s·log2 − m·log2)`: one multiply-add and one exp2 for each score. The reference
+//! `m` of a lane is not its running maximum but a number that this exceeds by at most [`SLACK`]: only when it does is m
+//! raised, and what was summed so far multiplied by `alpha = exp2((m_old − m)·log2)`. Most tiles therefore leave the
+//! sums of o alone, and p is at most `2^SLACK`, which costs neither range nor digits (as FlashAttention-4 does it, 2025).
+//! Whether m is raised depends on the lane alone, and a factor of 1 changes no bits: lanes do not depend on those
+//! around them.
+//!
+//! What may not be done here, or wherever vectors are at work: closures over vectors. They are functions of their own,
+//! compiled for no instruction set in particular, and every operation in them would be a call.
+
+use super::stream::BLOCK;
+use super::tile::{Cover, Scores, Scoring};
+use crate::kernel::cpu::product::engine::AttentionEngine;
+use crate::kernel::cpu::vector::simd::{Real, Vector};
+use core::ops::Range;
+
+/// How far, as a power of 2, a score may be above the reference of its lane.
+pub(crate) const SLACK: f64 = 8.0;
+
+impl<A: Real> Scores<'_, A> {
+    /// The vector of lanes at `lane` of the panel with the keys `range`: products `s` become p, the reference `m` and the
+    /// sum `l` are brought up to date, and `alpha` is what the lanes' sums must be multiplied by, if the result is true.
+    ///
+    /// # Safety
+    /// The engine's instruction set is present; `s` and `p` are as the engine says, with a row behind an odd range; `m`,
+    /// `l` and `alpha` are of W.
+    #[inline(always)]
+    pub(crate) unsafe fn run<E: AttentionEngine<Sum = A>>(
+        &self,
+        lane: usize,
+        range: Range<usize>,
+        s: *mut A,
+        p: *mut E::T,
+        m: *mut A,
+        l: *mut A,
+        alpha: *mut A,
+    ) -> bool {
+        // SAFETY: the instruction set is present and `s`, `p`, `m`, `l` and `alpha` are as long as the contract says.
+        unsafe {
+            let max = self.largest::<E>(lane, range.clone(), s.add(lane));
+            let log2 = E::V::splat(self.scoring.log2);
+            let zero = E::V::splat(A::ZERO);
+            let never = E::V::splat(A::NEG_INFINITY);
+            let old = E::V::load(m);
+            let limit = old.mul(log2).add(E::V::splat(A::from_f64(SLACK)));
+            let raise = E::V::any_gt(max.mul(log2), limit);
+            let new = E::V::gt(max.mul(log2), limit, max, old);
+            // A lane that has seen nothing yet: −inf − 0 is a score, −inf − −inf would be NaN.
+            let shift = zero.sub(E::V::gt(new, never, new.mul(log2), zero));
+            let mut factor = E::V::splat(A::from_f64(1.0));
+            if raise {
+                factor = E::V::gt(new, old, old.mul(log2).add(shift).exp2(), factor);
+                new.store(m);
+            }
+            factor.store(alpha);
+            let sum = if self.careful {
+                self.weights::<E, true>(lane, range, s, p, shift)
+            } else {
+                self.weights::<E, false>(lane, range, s, p, shift)
+            };
+            E::V::load(l).fma(factor, sum).store(l);
+            raise
+        }
+    }
+
+    /// Scores, in place, and the largest of each lane. A NaN is not a maximum; it reaches the sum.
+    ///
+    /// # Safety
+    /// As [`Scores::run`].
+    #[inline(always)]
+    unsafe fn largest<E: AttentionEngine<Sum = A>>(&self, lane: usize, range: Range<usize>, s: *mut A) -> E::V {
+        // SAFETY: keys are within the tile, lanes within the panel.
+        unsafe {
+            let never = E::V::splat(A::NEG_INFINITY);
+            let mut max = [never; 4];
+            let mut begin = range.start;
+            while begin < range.end {
+                let end = range.end.min((begin / BLOCK + 1) * BLOCK);
+                let masked = self.covers[begin / BLOCK] != Cover::All;
+                if masked || !self.scoring.plain {
+                    for (j, &key) in self.keys[..end].iter().enumerate().skip(begin) {
+                        let at = s.add(j * E::PANEL);
+                        let mut score = E::V::load(at);
+                        if !self.scoring.plain {
+                            score = self.scoring.apply(score, self.lanes, self.first + lane, key, masked).0;
+                        } else if masked {
+                            score = Scoring::mask(score, self.lanes, self.first + lane, key);
+                        }
+                        score.store(at);
+                        max[0] = E::V::max(score, max[0]);
+                    }
+                } else {
+                    let mut j = begin;
+                    while j + 4 <= end {
+                        let mut i = 0;
+                        while i < 4 {
+                            max[i] = E::V::max(E::V::load(s.add((j + i) * E::PANEL)), max[i]);
+                            i += 1;
+                        }
+                        j += 4;
+                    }
+                    while j < end {
+                        max[0] = E::V::max(E::V::load(s.add(j * E::PANEL)), max[0]);
+                        j += 1;
+                    }
+                }
+                begin = end;
+            }
+            if range.end % 2 == 1 {
+                never.store(s.add(range.end * E::PANEL));
+            }
+            E::V::max(E::V::max(max[0], max[1]), E::V::max(max[2], max[3]))
+        }
+    }
+
+    /// Scores to p, and their sums.
+    ///
+    /// # Safety
+    /// As [`Scores::run`].
+    #[inline(always)]
+    unsafe fn weights<E: AttentionEngine<Sum = A>, const CAREFUL: bool>(
+        &self,
+        lane: usize,
+        range: Range<usize>,
+        s: *mut A,
+        p: *mut E::T,
+        shift: E::V,
+    ) -> E::V {
+        // SAFETY: keys are within the tile, lanes within the panel.
+        unsafe {
+            let (mut even, mut odd) = (E::V::splat(A::ZERO), E::V::splat(A::ZERO));
+            let mut j = range.start;
+            while j < range.end {
+                let a = self.weight::<E::V, CAREFUL>(s.add(j * E::PANEL + lane), shift);
+                let b = self.weight::<E::V, CAREFUL>(s.add((j + 1) * E::PANEL + lane), shift);
+                (even, odd) = (even.add(a), odd.add(b));
+                E::put(s, p, j, lane, a, b);
+                j += 2;
+            }
+            even.add(odd)
+        }
+    }
+
+    /// p of one vector of scores.
+    ///
+    /// # Safety
+    /// The instruction set is present; `s` is of W.
+    #[inline(always)]
+    unsafe fn weight<V: Vector<T = A>, const CAREFUL: bool>(&self, s: *const A, shift: V) -> V {
+        // SAFETY: the instruction set is present and `s` is of W (the contract).
+        unsafe {
+            let x = V::load(s).fma(V::splat(self.scoring.log2), shift);
+            let p = x.exp2();
+            if !CAREFUL {
+                return p;
+            }
+            // exp2 may lose a NaN.
+            V::gt(x, V::splat(A::LOWEST), p, V::max(V::splat(A::ZERO), x))
+        }
+    }
+}
+
+/// `o[..dim][..width]` of a panel times `alpha` of each lane.
+///
+/// # Safety
+/// The instruction set is present; `o` is `[dim][panel]`, `alpha` of `width`, a multiple of W.
+#[inline(always)]
+pub(crate) unsafe fn rescale<V: Vector>(o: *mut V::T, dim: usize, panel: usize, width: usize, alpha: *const V::T) {
+    for d in 0..dim {
+        for lane in (0..width).step_by(V::W) {
+            // SAFETY: within o and alpha.
+            unsafe {
+                let at = o.add(d * panel + lane);
+                V::load(at).mul(V::load(alpha.add(lane))).store(at);
+            }
+        }
+    }
+}

@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Keys as a stream: ranges in order, cut into tiles.
+//!
+//! A tile takes keys from as many ranges as it needs, so that many short ranges make no small tiles. It ends early in
+//! two cases: when the call is aligned, wherever a position is a multiple of a tile's keys, so that tiles do not
+//! depend on how keys were cut; and when positions run too far apart. Positions enter a tile as numbers of the
+//! accumulator's type relative to a base: exact in f32 as long as no tile spans more than [`SPAN`].
+//!
+//! A tile may place its keys by position instead of one after the other. A key then has the same slot whichever keys
+//! around it were left out, so that products which sum keys in groups keep their bits.
+
+use super::tile::SPAN;
+use crate::call::{Range, RawTensor};
+use crate::kernel::cpu::memory::arena::{Arena, KEYS};
+use crate::kernel::cpu::product::engine::AttentionEngine;
+use crate::kernel::cpu::vector::simd::Real;
+use bytemuck::Pod;
+use core::ops::Range as Span;
+
+/// Keys of a tile that are computed or passed over together: what a panel of lanes does not see costs nothing but the
+/// rest of a block.
+pub(crate) const BLOCK: usize = 32;
+
+/// Some rows of one range, on their way into a tile.
+pub(crate) struct TileRun {
+    /// Where in the tile.
+    slot: usize,
+    /// Index of the range.
+    index: u32,
+    range: Range,
+    /// First row, within the range.
+    first: u32,
+    /// Rows.
+    count: u32,
+    /// Base of the tile's positions.
+    base: i64,
+}
+
+/// The k ranges still to come.
+#[derive(Clone)]
+enum Rest<'a> {
+    /// Indices into the k ranges.
+    Pairs(&'a [u32]),
+    /// Those of a document, from an index on.
+    Document { doc: u32, from: u32 },
+}
+
+/// The keys that some q rows attend to: k ranges in order, cut to the positions `lo..=hi`.
+#[derive(Clone)]
+pub(crate) struct KeyStream<'a> {
+    k: &'a [Range],
+    rest: Rest<'a>,
+    /// Index of the range in hand.
+    index: u32,
+    current: Range,
+    at: u32,
+    stop: u32,
+    lo: i64,
+    hi: i64,
+}
+
+impl<'a> KeyStream<'a> {
+    pub(crate) fn new(k: &'a [Range], pairs: &'a [u32], lo: i64, hi: i64) -> Self {
+        Self { k, rest: Rest::Pairs(pairs), index: 0, current: Range::plain(0, 0, 0, 0), at: 0, stop: 0, lo, hi }
+    }
+
+    /// How many tiles are left.
+    pub(crate) fn count(mut self, aligned: bool) -> usize {
+        core::iter::from_fn(|| (self.fill(aligned, |_| ()).0 > 0).then_some(())).count()
+    }
+
+    /// All keys of the document of k range `first`, from that range on.
+    pub(crate) fn document(k: &'a [Range], first: usize) -> Self {
+        let rest = Rest::Document { doc: k[first].doc, from: first as u32 };
+        Self { rest, ..Self::new(k, &[], i64::MIN, i64::MAX) }
+    }
+
+    /// Goes to the next row, in another range if need be; false when there is none.
+    #[inline(always)]
+    fn advance(&mut self) -> bool {
+        while self.at >= self.stop {
+            let Some(index) = self.next_range() else { return false };
+            self.index = index;
+            self.current = self.k[index as usize];
+            self.at = self.current.rows_before(self.lo);
+            self.stop = if self.hi == i64::MAX { self.current.len } else { self.current.rows_before(self.hi + 1) };
+        }
+        true
+    }
+
+    /// The rows of k and v that come next, at most those of `tiles` tiles, as far as they lie in one range.
+    pub(crate) fn ahead(&mut self, tiles: usize) -> Span<i64> {
+        if !self.advance() {
+            return 0..0;
+        }
+        let rows = self.at..self.stop.min(self.at.saturating_add((tiles * KEYS) as u32));
+        self.current.row + i64::from(rows.start)..self.current.row + i64::from(rows.end)
+    }
+
+    fn next_range(&mut self) -> Option<u32> {
+        match &mut self.rest {
+            Rest::Pairs(pairs) => {
+                let (&index, rest) = pairs.split_first()?;
+                *pairs = rest;
+                Some(index)
+            }
+            Rest::Document { doc, from } => {
+                let ahead = self.k[*from as usize..].iter().position(|r| r.doc == *doc)?;
+                *from += ahead as u32 + 1;
+                Some(*from - 1)
+            }
+        }
+    }
+
+    /// Hands the rows of the next tile to `run`, and returns their number and the base of their positions.
+    #[inline(always)]
+    pub(crate) fn fill(&mut self, aligned: bool, mut run: impl FnMut(TileRun)) -> (usize, i64) {
+        let (mut n, mut base, keys) = (0, 0, KEYS as i64);
+        let mut last = i64::MIN;
+        loop {
+            if !self.advance() {
+                break;
+            }
+            let pos = self.current.position(self.at);
+            if n == 0 {
+                base = if aligned { pos.div_euclid(keys) * keys } else { pos };
+            }
+            let (first, end) = if aligned { (base, base + keys) } else { (base - SPAN, base + SPAN) };
+            if pos < first || pos >= end || (aligned && n > 0 && pos <= last) {
+                break;
+            }
+            let near = self.current.rows_before(end).min(self.stop) - self.at;
+            let take = near.min((KEYS - n) as u32);
+            run(TileRun { slot: n, index: self.index, range: self.current, first: self.at, count: take, base });
+            self.at += take;
+            last = self.current.position(self.at - 1);
+            n += take as usize;
+            if n == KEYS {
+                break;
+            }
+        }
+        (n, base)
+    }
+}
+
+/// Where [`BLOCK`] slots of a tile stand.
+#[derive(Clone, Copy)]
+pub(crate) struct KeyBlock {
+    pub min: i64,
+    pub max: i64,
+    /// Every slot has a key.
+    pub full: bool,
+}
+
+/// Where the keys of a tile stand.
+pub(crate) struct Slots<'a, A> {
+    /// Positions relative to the base; infinite, so that no row sees it, where a slot has no key.
+    pub rel: &'a mut [A],
+    /// The k range of each key.
+    pub index: &'a mut [u32],
+    /// The row of each key in k and v; negative where a slot has no key.
+    pub row: &'a mut [i64],
+    /// Slots, up to the last one with a key.
+    pub n: usize,
+    pub base: i64,
+    pub min: i64,
+    pub max: i64,
+    pub blocks: [KeyBlock; KEYS / BLOCK],
+}
+
+/// A tile of keys: k and v as their products want them, and where each key stands.
+pub(crate) struct KeyTile<'a, T, A> {
+    pub k: &'a mut [T],
+    pub v: &'a mut [T],
+    pub slots: Slots<'a, A>,
+}
+
+impl<'a, A: Real> Slots<'a, A> {
+    pub(crate) fn new(arena: &mut Arena<'a>, keys: usize) -> Self {
+        Self {
+            rel: arena.zeros(keys),
+            index: arena.take(keys),
+            row: arena.take(keys),
+            n: 0,
+            base: 0,
+            min: 0,
+            max: 0,
+            blocks: [KeyBlock { min: 0, max: 0, full: false }; KEYS / BLOCK],
+        }
+    }
+
+    /// Takes the next tile of the stream; false when there is none. An aligned tile may be `placed` by position.
+    #[inline(always)]
+    pub(crate) fn next(&mut self, stream: &mut KeyStream, aligned: bool, placed: bool) -> bool {
+        debug_assert!(aligned || !placed, "positions of a tile that is not aligned need not grow");
+        self.min = i64::MAX;
+        self.max = i64::MIN;
+        let infinity = -A::NEG_INFINITY;
+        if placed {
+            self.row.fill(-1);
+            self.rel.fill(infinity);
+        }
+        let mut slots = 0;
+        let (n, base) = stream.fill(aligned, |run| {
+            let range = &run.range;
+            self.min = self.min.min(range.position(run.first));
+            self.max = self.max.max(range.position(run.first + run.count - 1));
+            for i in 0..run.count {
+                let rel = range.position(run.first + i) - run.base;
+                let s = if placed { rel as usize } else { run.slot + i as usize };
+                self.index[s] = run.index;
+                self.row[s] = range.row + i64::from(run.first + i);
+                self.rel[s] = A::from_f64(rel as f64);
+                slots = slots.max(s + 1);
+            }
+        });
+        (self.n, self.base) = (slots, base);
+        // The rest of the last block.
+        let end = slots.next_multiple_of(BLOCK);
+        self.row[slots..end].fill(-1);
+        self.rel[slots..end].fill(infinity);
+        n > 0
+    }
+
+    /// `range` of the slots without those at either end that stand nowhere in `lo..=hi`, cut at multiples of `grain`. What is
+    /// left of nothing may be anything.
+    #[inline(always)]
+    pub(crate) fn seen(&self, range: Span<usize>, grain: usize, (lo, hi): (i64, i64)) -> Span<usize> {
+        let relative = |p: i64| A::from_f64(p.saturating_sub(self.base).clamp(-2 * SPAN, 2 * SPAN) as f64);
+        let (lo, hi) = (relative(lo), relative(hi));
+        let unseen = |slots: Span<usize>| self.rel[slots].iter().all(|&rel| rel < lo || rel > hi);
+        let Span { start: mut begin, mut end } = range;
+        while begin + grain < end && unseen(begin..begin + grain) {
+            begin += grain;
+        }
+        while end > begin + grain {
+            let last = (end - 1) / grain * grain;
+            if !unseen(last..end) {
+                break;
+            }
+            end = last;
+        }
+        begin..end
+    }
+
+    /// Notes where each block stands.
+    #[inline(always)]
+    pub(crate) fn find_blocks(&mut self) {
+        for (block, rel) in self.blocks.iter_mut().zip(self.rel[..self.n.next_multiple_of(BLOCK)].chunks(BLOCK)) {
+            *block = KeyBlock::of(rel, self.base);
+        }
+        self.blocks[self.n.div_ceil(BLOCK)..].fill(KeyBlock::EMPTY);
+    }
+}
+
+impl KeyBlock {
+    pub(crate) const EMPTY: Self = Self { min: i64::MAX, max: i64::MIN, full: false };
+
+    /// Of keys at these positions, infinite where there is none, relative to a base.
+    #[inline(always)]
+    pub(crate) fn of<A: Real>(rel: &[A], base: i64) -> Self {
+        let mut block = Self { full: true, ..Self::EMPTY };
+        for &rel in rel {
+            if rel < -A::NEG_INFINITY {
+                let position = base + rel.to_f64() as i64;
+                block.min = block.min.min(position);
+                block.max = block.max.max(position);
+            } else {
+                block.full = false;
+            }
+        }
+        block
+    }
+}
+
+impl<'a, T: Pod, A: Real> KeyTile<'a, T, A> {
+    /// Of keys of `d` and values of `dv` dims; without room, if it is not `used`.
+    pub(crate) fn new<E: AttentionEngine<T = T, Sum = A>>(
+        arena: &mut Arena<'a>,
+        d: usize,
+        dv: usize,
+        used: bool,
+    ) -> Self {
+        let n = usize::from(used);
+        let slots = Slots::new(arena, n * KEYS);
+        let tile = Self { k: arena.take(n * E::keys_len(d)), v: arena.take(n * E::values_len(dv)), slots };
+        if !E::WRITES_ALL {
+            tile.k.fill(T::zeroed());
+            tile.v.fill(T::zeroed());
+        }
+        tile
+    }
+
+    /// Packs the rows of k and v, and says whether those of each are finite.
+    ///
+    /// # Safety
+    /// The rows and `head` lie within `k` and `v`, whose memory is valid and whose sums are `A`s; the engine's
+    /// instruction set is present, and entered.
+    #[inline(always)]
+    pub(crate) unsafe fn load<E: AttentionEngine<T = T, Sum = A>>(
+        &mut self,
+        k: &RawTensor,
+        v: &RawTensor,
+        head: u32,
+    ) -> (bool, bool) {
+        let rows = &self.slots.row[..self.slots.n.next_multiple_of(E::GRAIN)];
+        // SAFETY: rows and head lie within k and v, and the instruction set is entered (the contract).
+        unsafe { (E::keys(k, head, rows, self.k), E::values(v, head, rows, self.v)) }
+    }
+}
+
+impl<'a, T, A> core::ops::Deref for KeyTile<'a, T, A> {
+    type Target = Slots<'a, A>;
+    fn deref(&self) -> &Slots<'a, A> {
+        &self.slots
+    }
+}
+
+impl<'a, T, A> core::ops::DerefMut for KeyTile<'a, T, A> {
+    fn deref_mut(&mut self) -> &mut Slots<'a, A> {
+        &mut self.slots
+    }
+}

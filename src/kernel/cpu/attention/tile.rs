@@ -1,0 +1,361 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! q rows as lanes of vectors, and how their scores are made.
+//!
+//! Scores are computed transposed, keys by lanes: a *lane* is one q row of one head, a tile has up to 128 keys by some
+//! lanes. So softmax runs down the lanes without a horizontal sum, k and v are used as they lie in memory, and the few
+//! rows of a short document can share a tile with other heads of the same group.
+
+use crate::call::{Range, RawTensor, Score};
+use crate::kernel::cpu::memory::arena::{Arena, PANEL};
+use crate::kernel::cpu::memory::panel::to_lanes;
+use crate::kernel::cpu::memory::rows::widen;
+use crate::kernel::cpu::product::{Gemm, Skip, Store};
+use crate::kernel::cpu::vector::simd::{Real, Vector};
+
+/// Positions that one tile of keys may span.
+pub(crate) const SPAN: i64 = 1 << 22;
+
+/// The address of element `[token, head, 0]`.
+///
+/// # Safety
+/// The indices lie within the tensor, whose memory is valid.
+#[inline(always)]
+pub(crate) unsafe fn at<T>(t: &RawTensor, token: i64, head: u32) -> *mut T {
+    let offset = token as isize * t.token_stride as isize + head as isize * t.head_stride as isize;
+    // SAFETY: in bounds, the caller says; offsets of valid tensors fit.
+    unsafe { t.ptr.cast::<T>().offset(offset) }
+}
+
+/// The lanes of a tile: which q row and head each is, and which positions it may see.
+pub(crate) struct Lanes<'a, A> {
+    pub n: usize,
+    pub row: &'a mut [i64],
+    pub head: &'a mut [u32],
+    pub pos: &'a mut [i64],
+    lo: &'a mut [i64],
+    hi: &'a mut [i64],
+    slope: &'a mut [A],
+    rel_lo: &'a mut [A],
+    rel_hi: &'a mut [A],
+    rel_pos: &'a mut [A],
+}
+
+/// What a tile of keys is to a panel of lanes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Cover {
+    /// No pair is allowed.
+    None,
+    /// Some may be.
+    Some,
+    /// All are.
+    All,
+}
+
+/// Bounds of the first and of the last position that each of some lanes sees.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct VisibleKeys {
+    lo_min: i64,
+    lo_max: i64,
+    hi_min: i64,
+    hi_max: i64,
+}
+
+impl VisibleKeys {
+    /// The first and the last position that any of these lanes sees.
+    #[inline(always)]
+    pub(crate) fn span(&self) -> (i64, i64) {
+        (self.lo_min, self.hi_max)
+    }
+
+    /// What keys at positions `min..=max` are to these lanes; there are none if that is empty.
+    #[inline(always)]
+    pub(crate) fn cover(&self, min: i64, max: i64) -> Cover {
+        if min > max || max < self.lo_min || min > self.hi_max {
+            Cover::None
+        } else if min >= self.lo_max && max <= self.hi_min {
+            Cover::All
+        } else {
+            Cover::Some
+        }
+    }
+}
+
+impl<'a, A: Real> Lanes<'a, A> {
+    pub(crate) fn new(arena: &mut Arena<'a>, capacity: usize) -> Self {
+        Self {
+            n: 0,
+            row: arena.take(capacity),
+            head: arena.take(capacity),
+            pos: arena.take(capacity),
+            lo: arena.take(capacity),
+            hi: arena.take(capacity),
+            slope: arena.zeros(capacity),
+            rel_lo: arena.zeros(capacity),
+            rel_hi: arena.zeros(capacity),
+            rel_pos: arena.zeros(capacity),
+        }
+    }
+
+    /// Rows `first..first + rows` of the range, for each head of `heads`. Returns the positions that any of them sees.
+    ///
+    /// # Safety
+    /// `slopes` is NONE, or holds an f32 for each head.
+    #[inline(always)]
+    pub(crate) unsafe fn set(
+        &mut self,
+        range: &Range,
+        first: u32,
+        rows: u32,
+        heads: core::ops::Range<u32>,
+        score: &Score,
+        slopes: &RawTensor,
+    ) -> (i64, i64) {
+        let mut n = 0;
+        for head in heads {
+            let mut slope = A::ZERO;
+            if !slopes.is_none() {
+                // SAFETY: `slopes` is not NONE (asked above), so it holds an f32 for each head (the contract).
+                slope = A::from_f64(unsafe { *at::<f32>(slopes, 0, head) }.into());
+            }
+            for i in first..first + rows {
+                let pos = range.position(i);
+                self.row[n] = range.row + i64::from(i);
+                self.head[n] = head;
+                self.pos[n] = pos;
+                self.lo[n] = pos.saturating_sub(score.window_left);
+                self.hi[n] = pos.saturating_add(score.window_right);
+                self.slope[n] = slope;
+                n += 1;
+            }
+        }
+        self.n = n;
+        // Lanes that only fill up a panel see nothing.
+        let end = n.next_multiple_of(PANEL).min(self.lo.len());
+        self.lo[n..end].fill(i64::MAX);
+        self.hi[n..end].fill(i64::MIN);
+        self.slope[n..end].fill(A::ZERO);
+        self.pos[n..end].fill(0);
+        // Positions grow along a range, so its ends bound them.
+        (self.lo[0], self.hi[n - 1])
+    }
+
+    /// What lanes `first..first + width` see at most, and at least.
+    #[inline(always)]
+    pub(crate) fn visible_keys(&self, first: usize, width: usize) -> VisibleKeys {
+        let end = (first + width).min(self.n);
+        let mut s = VisibleKeys { lo_min: i64::MAX, lo_max: i64::MIN, hi_min: i64::MAX, hi_max: i64::MIN };
+        for (&l, &h) in self.lo[first..end].iter().zip(&self.hi[first..end]) {
+            (s.lo_min, s.lo_max) = (s.lo_min.min(l), s.lo_max.max(l));
+            (s.hi_min, s.hi_max) = (s.hi_min.min(h), s.hi_max.max(h));
+        }
+        s
+    }
+
+    /// Makes the positions of lanes `first..first + width` ready for [`Scoring::apply`], relative to `base`.
+    #[inline(always)]
+    pub(crate) fn relate(&mut self, first: usize, width: usize, base: i64, masked: bool, alibi: bool) {
+        let relative = |p: i64| A::from_f64(p.saturating_sub(base).clamp(-2 * SPAN, 2 * SPAN) as f64);
+        if masked {
+            for i in first..first + width {
+                self.rel_lo[i] = relative(self.lo[i]);
+                self.rel_hi[i] = relative(self.hi[i]);
+            }
+        }
+        if alibi {
+            for i in first..first + width {
+                self.rel_pos[i] = A::from_f64(self.pos[i].saturating_sub(base) as f64);
+            }
+        }
+    }
+
+    /// What the keys at positions `min..=max` are to lanes `first..first + width`, which are made ready.
+    #[inline(always)]
+    pub(crate) fn meet(&mut self, first: usize, width: usize, min: i64, max: i64, base: i64, alibi: bool) -> Cover {
+        let cover = self.visible_keys(first, width).cover(min, max);
+        if cover != Cover::None {
+            self.relate(first, width, base, cover == Cover::Some, alibi);
+        }
+        cover
+    }
+
+    /// Packs a row of each lane transposed: element `d` of lane `l` to `[l / panel][d][l mod panel]`. Lanes that only
+    /// fill up get zeros. `rows` holds `V::W` rows.
+    ///
+    /// # Safety
+    /// The lanes' rows and heads lie within `t`, whose memory is valid and whose sums are `A`s; the instruction set of
+    /// `V` is present.
+    #[inline(always)]
+    pub(crate) unsafe fn pack_transposed<V: Vector<T = A>>(
+        &self,
+        t: &RawTensor,
+        dst: &mut [A],
+        panel: usize,
+        lanes: usize,
+        rows: &mut [A],
+    ) {
+        let dim = t.dim as usize;
+        for l in (0..lanes.next_multiple_of(panel)).step_by(V::W) {
+            let panel_of = &mut dst[l / panel * panel * dim..][..panel * dim];
+            // SAFETY: the lanes lie within `t`, and the instruction set of V is present (the contract).
+            unsafe {
+                self.pack(t, rows, dim, l..l + V::W);
+                to_lanes::<V>(rows, dim, dim, panel_of, panel, l % panel);
+            }
+        }
+    }
+
+    /// Packs a row of each lane of `lanes` as it is, `ld` apart. Lanes that only fill up get zeros.
+    ///
+    /// # Safety
+    /// As [`Lanes::pack_transposed`].
+    #[inline(always)]
+    pub(crate) unsafe fn pack(&self, t: &RawTensor, dst: &mut [A], ld: usize, lanes: core::ops::Range<usize>) {
+        let dim = t.dim as usize;
+        for (i, l) in lanes.enumerate() {
+            let dst = &mut dst[i * ld..][..dim];
+            if l < self.n {
+                // SAFETY: the lane's row and head lie within `t` (the contract of `pack_transposed`).
+                unsafe { widen(t, self.row[l], self.head[l], dst) };
+            } else {
+                dst.fill(A::ZERO);
+            }
+        }
+    }
+
+    /// One number of each lane from a `[tokens, heads, 1]` tensor; `otherwise` for lanes that only fill up.
+    ///
+    /// # Safety
+    /// As [`Lanes::pack_transposed`], with `A` the element type.
+    #[inline(always)]
+    pub(crate) unsafe fn gather(&self, t: &RawTensor, dst: &mut [A], otherwise: A) {
+        for (l, d) in dst.iter_mut().enumerate() {
+            // SAFETY: the lane's row and head lie within `t`, whose elements are `A`s (the contract).
+            *d = if l < self.n { unsafe { *at::<A>(t, self.row[l], self.head[l]) } } else { otherwise };
+        }
+    }
+}
+
+/// How a score is made of a product, in the accumulator's type.
+#[derive(Clone, Copy)]
+pub(crate) struct Scoring<A> {
+    pub scale: A,
+    pub softcap: A,
+    pub capped: bool,
+    pub alibi: bool,
+    /// A score is its product, times a factor above 0: the softmax takes the factor in, and no pass makes scores.
+    pub plain: bool,
+    /// What scores (of plain ones, products) are multiplied by to be logarithms to the base 2.
+    pub log2: A,
+    /// What they are multiplied by to be natural ones.
+    pub natural: f64,
+}
+
+impl<A: Real> Scoring<A> {
+    pub(crate) fn new(score: &Score, slopes: &RawTensor) -> Self {
+        let (capped, alibi) = (score.softcap != 0.0, !slopes.is_none());
+        let factor = |natural: f64| A::from_f64(natural * core::f64::consts::LOG2_E);
+        // A factor that is 0 or infinite in the type of the sums would make NaN of a masked score.
+        let plain = !capped && !alibi && factor(score.scale) >= A::TINY && factor(score.scale) < -A::NEG_INFINITY;
+        let natural = if plain { score.scale } else { 1.0 };
+        Self {
+            scale: A::from_f64(score.scale),
+            softcap: A::from_f64(score.softcap),
+            capped,
+            alibi,
+            plain,
+            log2: factor(natural),
+            natural,
+        }
+    }
+
+    /// The natural logarithm of the sum of exponentials of a lane with reference `m` and sum `l`. In f64, and without what
+    /// the rounding of `m · log2` put into l: its error does not grow with the scores.
+    pub(crate) fn lse(&self, m: A, l: A) -> f64 {
+        let rounding = m.to_f64() * self.log2.to_f64() - (m * self.log2).to_f64();
+        m.to_f64() * self.natural + l.to_f64().ln() - rounding * core::f64::consts::LN_2
+    }
+
+    /// The scores of one key with the lanes at `lane`: before the mask, and the derivative of the softcap.
+    ///
+    /// # Safety
+    /// The instruction set is present; `lane + W` lanes are ready (see [`Lanes::meet`]).
+    #[inline(always)]
+    pub(crate) unsafe fn apply<V: Vector<T = A>>(
+        &self,
+        product: V,
+        lanes: &Lanes<A>,
+        lane: usize,
+        key: A,
+        masked: bool,
+    ) -> (V, V) {
+        debug_assert!(lane + V::W <= lanes.rel_lo.len());
+        // SAFETY: the instruction set is present and `lane + W` lanes are ready (the contract); every array has the
+        // capacity.
+        unsafe {
+            let one = V::splat(A::from_f64(1.0));
+            let zero = V::splat(A::ZERO);
+            let mut s = product.mul(V::splat(self.scale));
+            let mut slope = one;
+            if self.capped {
+                let t = s.div(V::splat(self.softcap)).tanh();
+                slope = zero.sub(t).fma(t, one);
+                s = t.mul(V::splat(self.softcap));
+            }
+            if self.alibi {
+                let x = V::load(lanes.rel_pos.as_ptr().add(lane)).sub(V::splat(key));
+                let negative = zero.sub(x);
+                let distance = V::gt(negative, zero, negative, x);
+                s = zero.sub(distance).fma(V::load(lanes.slope.as_ptr().add(lane)), s);
+            }
+            (if masked { Self::mask(s, lanes, lane, key) } else { s }, slope)
+        }
+    }
+
+    /// Minus infinity where a lane does not see the key.
+    ///
+    /// # Safety
+    /// As [`Scoring::apply`].
+    #[inline(always)]
+    pub(crate) unsafe fn mask<V: Vector<T = A>>(s: V, lanes: &Lanes<A>, lane: usize, key: A) -> V {
+        debug_assert!(lane + V::W <= lanes.rel_lo.len());
+        // SAFETY: as above.
+        unsafe {
+            let (key, never) = (V::splat(key), V::splat(A::NEG_INFINITY));
+            let s = V::gt(V::load(lanes.rel_lo.as_ptr().add(lane)), key, never, s);
+            V::gt(key, V::load(lanes.rel_hi.as_ptr().add(lane)), never, s)
+        }
+    }
+}
+
+/// What the scores of a panel of lanes with a tile of keys are made of.
+pub(crate) struct Scores<'a, A> {
+    pub scoring: &'a Scoring<A>,
+    pub lanes: &'a Lanes<'a, A>,
+    /// The panel's first lane.
+    pub first: usize,
+    /// Positions of the keys, relative to the tile.
+    pub keys: &'a [A],
+    /// What each block of keys is to the panel.
+    pub covers: &'a [Cover],
+    /// There are options, or numbers that are not finite.
+    pub careful: bool,
+}
+
+/// A product with A row by row.
+#[inline(always)]
+pub(crate) fn product<A: Real>(m: usize, n: usize, kk: usize) -> Gemm<A> {
+    Gemm {
+        m,
+        n,
+        kk,
+        a: core::ptr::null(),
+        a_row: 0,
+        a_col: 1,
+        b: core::ptr::null(),
+        ldb: 0,
+        c: core::ptr::null_mut(),
+        ldc: 0,
+        store: Store::Set,
+        skip: Skip::None,
+    }
+}

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The backward pass of keys on matrix units: dk, dv, and dq on the way.
+//!
+//! A unit is a block of up to [`SUPER`] tiles of a document's keys with one kv head. Their k (as it is and transposed) and v
+//! are packed once; the rows pass by in blocks of [`ROWS`] lanes. Of these, panel by panel: `S = K·Qᵀ` and `dP = V·dOᵀ`, from
+//! them p and ds in the form of their type (`forms.rs`), `dQᵀ = Kᵀ·dS` over all keys of the unit, which is added to dq; and when the panels are
+//! done, `dV += P·dO` and `dK += dS·Q` over all lanes of the block. What no row sees is passed over in blocks of 32 keys by
+//! 32 lanes.
+//!
+//! Units of one document add to the same rows of dq in the order of their keys (`dq_order.rs`), and dk and dv belong to one
+//! unit each, so results have the same bits for any number of workers.
+//!
+//! The factor between products and scores is left out of ds but for a power of 2, and put back when dq and dk are written. In
+//! f16 ds would overflow, or vanish: it is multiplied by a power of 2, as large as the largest numbers of v, do and delta allow. The
+//! factor of a unit only ever becomes smaller, its dk with it. p would vanish where a sink takes most of a row: it is
+//! multiplied by a constant.
+//!
+//! `tiles` holds what one works on and writes its sums, `rows` is the products of a block of rows,
+//! `weights` what happens to single blocks of scores.
+
+mod rows;
+mod tiles;
+mod weights;
+
+pub(crate) use tiles::{SUPER, bytes};
+
+use super::dq_order::{DqOrder, DqTurn};
+use super::key_units::KeyUnits;
+use super::row_blocks::readers;
+use super::tile::Scoring;
+use crate::call::{AttendBackward, QRange};
+use crate::kernel::cpu::choice::Documents;
+use crate::kernel::cpu::memory::arena::Line;
+use crate::kernel::cpu::product::amx_product::PANEL;
+use crate::kernel::cpu::product::engine::AttentionEngine;
+use crate::kernel::cpu::product::forms::TileForm;
+use crate::kernel::cpu::product::tile_engine::TileEngine;
+use core::sync::atomic::AtomicUsize;
+use tiles::MatrixTiles;
+use weights::{PANELS, ROWS};
+
+/// A backward call on tiles.
+pub(crate) struct Tiled<'a> {
+    pub call: &'a AttendBackward<'a>,
+    pub documents: Documents<'a>,
+    /// Add to dq as well, which holds a value in every row.
+    pub queries: bool,
+    /// How many workers take units.
+    pub workers: usize,
+}
+
+impl Tiled<'_> {
+    /// Does units until none is left.
+    ///
+    /// # Safety
+    /// AVX-512 with BF16 and the products of `H` are present, the tensors of the call are valid, and each unit is taken once.
+    #[inline(always)]
+    pub(crate) unsafe fn work<H: TileForm>(&self, lines: &mut [Line], next: &AtomicUsize, order: &DqOrder) {
+        let c = self.call;
+        let mut t = MatrixTiles::new::<H>(lines, c);
+        let scoring = Scoring::new(&c.score, &c.alibi_slopes);
+        let k = c.ranges.k;
+        let q_sorted = c.ranges.q.is_sorted_by_key(|r| r.range.doc);
+        let mut units = KeyUnits::new(c, self.documents, SUPER, false, self.workers);
+        // SAFETY: products of `H` are present (the contract).
+        unsafe { TileEngine::<H>::enter() };
+        while let Some(unit) = units.next(next) {
+            let turn = order.begin(unit.index, unit.before.filter(|_| self.queries));
+            let doc = k[unit.first].doc;
+            let q = if q_sorted { QRange::of_document(c.ranges.q, doc) } else { c.ranges.q };
+            let mut stream = units.keys(&unit);
+            t.n = 0;
+            while t.n < SUPER && t.slots[t.n].next(&mut stream, false, false) {
+                t.n += 1;
+            }
+            // SAFETY: rows and heads are within the tensors (checked); dk and dv of these keys and this kv head are this
+            // unit's alone, and dq is added to in turn.
+            unsafe { self.unit::<H>(&mut t, &scoring, q, doc, unit.kv, &turn) };
+        }
+        // SAFETY: as above.
+        unsafe { TileEngine::<H>::leave() };
+    }
+
+    /// The keys in hand, with all rows of their document.
+    ///
+    /// # Safety
+    /// As [`Tiled::work`], entered.
+    #[inline(always)]
+    unsafe fn unit<H: TileForm>(
+        &self,
+        t: &mut MatrixTiles,
+        scoring: &Scoring<f32>,
+        ranges: &[QRange],
+        doc: u32,
+        kv: u32,
+        turn: &DqTurn,
+    ) {
+        let c = self.call;
+        let ranges = || ranges.iter().filter(|q| q.range.doc == doc);
+        let heads = readers(&c.heads, kv, c.q.heads);
+        let mut loaded = false;
+        t.clear(c);
+        // Few rows: as many heads as fill a block pass together. Where heads lie side by side, a panel of each of several
+        // heads is a block: rows of q, do and dq then lie in longer runs, which come sooner from memory.
+        let total: u32 = ranges().map(|q| q.range.len).sum();
+        let beside = c.q.head_stride.unsigned_abs() < c.q.token_stride.unsigned_abs();
+        let share =
+            if c.per_q_head { 1 } else { (ROWS as u32 / total.max(1)).max(if beside { PANELS as u32 } else { 1 }) };
+        let mut before = 0u32;
+        let mut head = heads.start;
+        while head < heads.end {
+            let end_head = heads.end.min(head + share);
+            let mut place = before;
+            for q in ranges() {
+                let rows = t.rows(c, q);
+                let (mut first, end) = (rows.start, rows.end);
+                if first < end && !loaded {
+                    // SAFETY: rows of keys and the head are within k and v.
+                    unsafe { t.load::<H>(c, kv) };
+                    loaded = true;
+                }
+                while first < end {
+                    let count = (end - first).min(block_rows(end_head - head));
+                    // SAFETY: rows and heads are within the tensors (checked).
+                    unsafe {
+                        t.lanes.set(&q.range, first, count, head..end_head, &c.score, &c.alibi_slopes);
+                        self.rows_in_hand::<H>(t, scoring, turn, place + first + count);
+                    }
+                    first += count;
+                    turn.pass(place + first);
+                }
+                place += q.range.len;
+            }
+            turn.pass(place);
+            before = place;
+            if c.per_q_head {
+                // SAFETY: the partial of this q head is this unit's alone.
+                unsafe { t.write::<H>(c, head) };
+                t.clear(c);
+            }
+            head = end_head;
+        }
+        if !c.per_q_head {
+            // SAFETY: dk and dv of this kv head are this unit's alone.
+            unsafe { t.write::<H>(c, kv) };
+        }
+    }
+}
+
+/// Rows of q in a block that has this many heads. More than a panel's rows are rounded down to whole panels: then no panel
+/// holds rows of two heads.
+fn block_rows(heads: u32) -> u32 {
+    let rows = ROWS as u32 / heads;
+    if rows > PANEL as u32 { rows - rows % PANEL as u32 } else { rows }
+}

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Rows of numbers to lanes of a panel and back, and whether all of them are finite.
+
+use crate::element::Accumulator;
+use crate::kernel::cpu::vector::simd::Vector;
+
+/// Whether a NaN or an infinity is among `n` numbers (whole vectors).
+///
+/// # Safety
+/// The instruction set of `V` is present; `p` is valid for reads of `n`.
+#[inline(always)]
+pub(crate) unsafe fn any_non_finite<V: Vector>(p: *const V::T, n: usize) -> bool {
+    // SAFETY: `i + W ≤ n`.
+    unsafe {
+        let zero = V::splat(V::T::ZERO);
+        // Several chains: one alone would wait for each multiply-add.
+        let mut acc = [zero; 8];
+        let mut i = 0;
+        while i + 8 * V::W <= n {
+            let mut j = 0;
+            while j < 8 {
+                acc[j] = V::load(p.add(i + j * V::W)).fma(zero, acc[j]);
+                j += 1;
+            }
+            i += 8 * V::W;
+        }
+        while i < n {
+            acc[0] = V::load(p.add(i)).fma(zero, acc[0]);
+            i += V::W;
+        }
+        let mut j = 1;
+        while j < 8 {
+            acc[0] = acc[0].add(acc[j]);
+            j += 1;
+        }
+        !is_zero(acc[0])
+    }
+}
+
+/// Whether all lanes are 0: so they are after adding up products with 0, unless one was not a finite number.
+///
+/// # Safety
+/// The instruction set of `V` is present.
+#[inline(always)]
+pub(crate) unsafe fn is_zero<V: Vector>(x: V) -> bool {
+    let mut out = [V::T::ZERO; 16];
+    // SAFETY: `out` has room for the widest vector.
+    unsafe { x.store(out.as_mut_ptr()) };
+    out[..V::W].iter().all(|&x| x == V::T::ZERO)
+}
+
+/// `V::W` rows of `dim`, `ld` apart, to the lanes from `lane` on of a panel `[dim][lanes]`.
+///
+/// # Safety
+/// The instruction set of `V` is present.
+#[inline(always)]
+pub(crate) unsafe fn to_lanes<V: Vector>(
+    rows: &[V::T],
+    ld: usize,
+    dim: usize,
+    panel: &mut [V::T],
+    lanes: usize,
+    lane: usize,
+) {
+    let whole = dim - dim % V::W;
+    assert!(lane + V::W <= lanes && rows.len() >= (V::W - 1) * ld + dim && panel.len() >= dim * lanes);
+    for d in (0..whole).step_by(V::W) {
+        // SAFETY: blocks of W by W within both (asserted above).
+        unsafe { V::transpose(rows.as_ptr().add(d), ld, panel.as_mut_ptr().add(d * lanes + lane), lanes) };
+    }
+    for d in whole..dim {
+        for i in 0..V::W {
+            panel[d * lanes + lane + i] = rows[i * ld + d];
+        }
+    }
+}
+
+/// The way back: `V::W` lanes from `lane` on of a panel `[dim][lanes]` to rows of `dim`, one after the other.
+///
+/// # Safety
+/// The instruction set of `V` is present.
+#[inline(always)]
+pub(crate) unsafe fn to_rows<V: Vector>(panel: &[V::T], lanes: usize, lane: usize, rows: &mut [V::T], dim: usize) {
+    let whole = dim - dim % V::W;
+    assert!(lane + V::W <= lanes && rows.len() >= V::W * dim && panel.len() >= dim * lanes);
+    for d in (0..whole).step_by(V::W) {
+        // SAFETY: blocks of W by W within both (asserted above).
+        unsafe { V::transpose(panel.as_ptr().add(d * lanes + lane), lanes, rows.as_mut_ptr().add(d), dim) };
+    }
+    for d in whole..dim {
+        for i in 0..V::W {
+            rows[i * dim + d] = panel[d * lanes + lane + i];
+        }
+    }
+}

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The backward kernels for `sm_90a`: which launches they take, and what they are handed.
+//!
+//! They make all gradients, with the tiles, the metadata and the parameters of the fused kernel for `sm_80`, which does what
+//! tensor maps cannot describe, and every shape that has no kernel here. Of the options of a call none decides.
+
+use super::Cuda;
+use super::hopper::{Hopper, HopperPass, MapShape, Other};
+use super::hopper_calls::longest;
+use super::launch::Launch;
+use super::loaded_kernel::LoadedKernel;
+use super::params::{FusedParams, Parameters};
+use super::shapes::{Fused, SHAPES, Shaped};
+use crate::call::AttendBackward;
+use bytemuck::NoUninit;
+
+/// What lies behind the tiles in shared memory.
+const CONTROL: u32 = 2560;
+
+const fn backward(d: u32, dv: u32, m: u32, n: u32) -> Option<Fused> {
+    let shared = 2 * (n * (d + dv) + 2 * m * (d + dv) + 2 * m * n) + CONTROL;
+    Some(Fused { launch: Shaped { rows: n, threads: 2 * n + 128, shared }, queries: m, control: 0 })
+}
+
+/// By the index of [`SHAPES`].
+pub(super) const BACKWARD: [Option<Fused>; SHAPES.len()] = [None, None, backward(128, 128, 64, 128), None, None, None];
+
+// The metadata of a launch serves both kernels.
+const _: () = {
+    let mut i = 0;
+    while i < SHAPES.len() {
+        if let Some(Fused { launch, queries, .. }) = BACKWARD[i] {
+            assert!(launch.rows == SHAPES[i].fused.launch.rows && queries == SHAPES[i].fused.queries);
+        }
+        i += 1;
+    }
+};
+
+/// `HopperBackwardParams`. It begins with what the kernel for `sm_80` is given, and is given to that as it is.
+#[derive(Clone, Copy, Debug, NoUninit)]
+#[repr(C)]
+pub(super) struct HopperBackwardParams {
+    pub call: FusedParams,
+    pub q_span: u32,
+    pub k_span: u32,
+}
+
+impl Parameters for HopperBackwardParams {
+    const TENSORS: &'static [usize] = FusedParams::TENSORS;
+    const METADATA: &'static [usize] = FusedParams::METADATA;
+}
+
+impl Cuda {
+    /// What the kernel for a shape is like, where there is one and the device is to run it.
+    pub(super) fn hopper_backward(&self, shape: usize) -> Option<Fused> {
+        BACKWARD[shape].filter(|s| self.hopper && s.launch.shared <= self.shared_limit)
+    }
+}
+
+/// The launch of a call whose other parameters are `params`.
+pub(super) fn launch(
+    call: &AttendBackward,
+    kernel: LoadedKernel,
+    (element, shape): (usize, usize),
+    params: FusedParams,
+) -> Launch {
+    let (q_span, k_span) = (longest(call.ranges.q.iter().map(|q| &q.range)), longest(call.ranges.k.iter()));
+    let queries = BACKWARD[shape].map_or(1, |s| s.queries);
+    let of = |t: &crate::call::RawTensor, span, rows| MapShape {
+        dtype: t.dtype,
+        dim: t.dim,
+        heads: t.heads,
+        tokens: t.tokens,
+        span,
+        rows,
+        box_heads: 1,
+    };
+    let keys = kernel.launch.rows;
+    let tensors = [of(&call.q, q_span, queries), of(&call.k, k_span, keys), of(&call.v, k_span, keys)];
+    let fourth = Some((of(&call.d_o, q_span, queries), 3));
+    let items = params.call.heads.items;
+    let other = Other { pass: HopperPass::Backward, element, shape, items };
+    let hopper = Hopper { kernel, items, tensors, fourth, other };
+    Launch::hopper_or_other(hopper, &HopperBackwardParams { call: params, q_span, k_span })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::hopper::Maps;
+    use super::super::loaded::ELEMENTS;
+    use super::*;
+    use alloc::format;
+    use alloc::vec::Vec;
+
+    #[test]
+    fn shapes_are_those_of_the_sources() {
+        let lines: Vec<Vec<u32>> = include_str!("../../../ptx/hopper_shapes.cuh")
+            .lines()
+            .filter_map(|line| line.strip_prefix("HOPPER_BACKWARD(")?.strip_suffix(')'))
+            .map(|numbers| numbers.split(", ").filter_map(|n| n.parse().ok()).collect())
+            .collect();
+        assert_eq!(lines.len(), BACKWARD.iter().flatten().count());
+        for (shape, backward_shape) in SHAPES.iter().zip(BACKWARD) {
+            let Some(found) = backward_shape else { continue };
+            let line = lines.iter().find(|l| l[0] == shape.name).expect("a line");
+            assert_eq!(Some(found), backward(shape.head_dim, shape.value_dim, line[1], line[2]));
+            assert!(found.launch.shared <= 227 * 1024, "{found:?}");
+            for element in ELEMENTS {
+                let name = format!("hopper_backward_{element}_{}", shape.name);
+                let text = super::super::embedded::find(&name).expect("embedded").into_string().expect("text");
+                assert!(text.contains(".target sm_90a") && text.contains(".version 8.1"));
+                assert!(text.contains(&format!("cpattn_hopper_backward_param_0[{}]", size_of::<Maps>())));
+                assert!(
+                    text.contains(&format!("cpattn_hopper_backward_param_1[{}]", size_of::<HopperBackwardParams>()))
+                );
+                assert!(text.contains(&format!(".maxntid {},", found.launch.threads)));
+            }
+        }
+    }
+}

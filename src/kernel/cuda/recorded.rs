@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Launches that stay with a plan: made once, their scheduler metadata on the device, run any number of times.
+//!
+//! A [`LaunchRecorder`] takes the calls of a plan, with symbols for addresses ([`bases`](super::bases)), and makes
+//! their launches and metadata. [`LaunchRecorder::keep`] puts all metadata into one block of device memory. What is
+//! left for a run is to write the addresses of its bases into the parameters, to clear the words that a launch counts
+//! in, and to launch.
+//!
+//! All launches that count do so in the same words, one after the other: they are those of one stream.
+
+use super::Cuda;
+use super::bases::{BaseOffset, BaseShapes, Bases, Meaning, meaning, metadata_symbol, words_symbol};
+use super::launch::{Launch, Launches};
+use super::metadata_buffer::{AddressSpace, MetadataBuffer, Part, SortBuffers, Writer, padded};
+use super::params::Tensor;
+use crate::call::{Attend, AttendBackward, Delta, RawStream, RawTensor, SinkGradient, Transform};
+use crate::device::driver::call;
+use crate::device::memory::DeviceMemory;
+use crate::element::Dtype;
+use crate::error::Result;
+use alloc::vec::Vec;
+
+/// Memory that arrays of any metadata can begin in.
+type MetadataUnit = u128;
+
+/// Makes the launches of calls.
+pub(crate) struct LaunchRecorder<'a> {
+    cuda: &'a Cuda,
+    shapes: BaseShapes,
+    metadata: Vec<MetadataUnit>,
+    /// Bytes of `metadata` that are used.
+    used: usize,
+    /// Bytes of the words of the launch that has the most.
+    words: usize,
+    launches: Vec<RecordedLaunch>,
+    scratch: SortBuffers,
+    must_align: u32,
+}
+
+/// One launch.
+#[derive(Debug)]
+struct RecordedLaunch {
+    launch: Launch,
+    /// Bytes of words that are cleared before it.
+    words: usize,
+    /// Tensors among its parameters whose addresses a run sets: the byte offset in the parameters, and the base and offset in
+    /// memory that the address is made of.
+    tensors: Vec<(usize, BaseOffset)>,
+}
+
+/// The launches of a plan, ready to be run.
+#[derive(Debug)]
+pub(crate) struct RecordedLaunches {
+    launches: Vec<RecordedLaunch>,
+    /// Metadata, and behind them the words.
+    memory: Option<DeviceMemory>,
+    /// Where the metadata begins.
+    begin: u64,
+    words_at: u64,
+    must_align: u32,
+}
+
+impl MetadataBuffer for LaunchRecorder<'_> {
+    fn begin(&mut self, bytes: usize) -> Result<(Writer<'_>, &mut SortBuffers)> {
+        let bytes = padded(bytes);
+        self.metadata.resize((self.used + bytes).div_ceil(size_of::<MetadataUnit>()), 0);
+        let memory = &mut bytemuck::cast_slice_mut::<MetadataUnit, u8>(&mut self.metadata)[self.used..][..bytes];
+        Ok((Writer::new(memory, self.used, metadata_symbol(self.used), Some(words_symbol())), &mut self.scratch))
+    }
+
+    fn address_space(&self) -> AddressSpace {
+        AddressSpace::Bases(self.shapes)
+    }
+
+    fn must_align(&mut self, symbol: u64) {
+        if meaning(symbol) == Meaning::Base {
+            self.must_align |= 1 << self.shapes.locate(symbol).base;
+        }
+    }
+}
+
+impl<'a> LaunchRecorder<'a> {
+    pub(crate) fn new(cuda: &'a Cuda, shapes: BaseShapes) -> Self {
+        Self {
+            cuda,
+            shapes,
+            metadata: Vec::new(),
+            used: 0,
+            words: 0,
+            launches: Vec::new(),
+            scratch: SortBuffers::default(),
+            must_align: 0,
+        }
+    }
+
+    /// How many launches there are so far.
+    pub(crate) fn len(&self) -> usize {
+        self.launches.len()
+    }
+
+    /// What a symbol of a base stands for.
+    pub(crate) fn locate(&self, symbol: *mut u8) -> BaseOffset {
+        self.shapes.locate(symbol as usize as u64)
+    }
+
+    /// The device whose launches they are.
+    pub(super) fn cuda(&self) -> &'a Cuda {
+        self.cuda
+    }
+
+    /// Keeps a table of one number for each head; the tensor that kernels read it from.
+    pub(crate) fn table(&mut self, values: &[f32]) -> RawTensor {
+        let at = self.used;
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        self.used += padded(bytes.len());
+        self.metadata.resize(self.used.div_ceil(size_of::<MetadataUnit>()), 0);
+        bytemuck::cast_slice_mut::<MetadataUnit, u8>(&mut self.metadata)[at..][..bytes.len()].copy_from_slice(bytes);
+        let ptr = core::ptr::without_provenance_mut(metadata_symbol(at) as usize);
+        RawTensor::compact(ptr, Dtype::F32, 1, values.len() as u32, 1)
+    }
+
+    pub(crate) fn attend(&mut self, call: &Attend<'_>) -> Result<()> {
+        let made = self.cuda.attend_launches(call, self)?;
+        self.add(made);
+        Ok(())
+    }
+
+    pub(crate) fn attend_backward(&mut self, call: &AttendBackward<'_>) -> Result<()> {
+        let made = self.cuda.attend_backward_launches(call, self)?;
+        self.add(made);
+        Ok(())
+    }
+
+    pub(crate) fn transform(&mut self, call: &Transform<'_>) -> Result<()> {
+        let made = self.cuda.transform_launches(call, self)?;
+        self.add(made);
+        Ok(())
+    }
+
+    pub(crate) fn delta(&mut self, call: &Delta) -> Result<()> {
+        let launch = self.cuda.delta_launch(call, self.cuda.checker(self))?;
+        launch.into_iter().for_each(|launch| self.add_one(launch, 0));
+        Ok(())
+    }
+
+    pub(crate) fn sink_gradient(&mut self, call: &SinkGradient) -> Result<()> {
+        let launch = self.cuda.sink_gradient_launch(call, self.cuda.checker(self))?;
+        launch.into_iter().for_each(|launch| self.add_one(launch, 0));
+        Ok(())
+    }
+
+    pub(super) fn add(&mut self, (part, launches): (Part, Launches)) {
+        if launches.is_empty() {
+            return;
+        }
+        self.used += part.filled;
+        self.words = self.words.max(part.words);
+        // Only a call of one launch counts.
+        let mut words = part.words;
+        for launch in launches {
+            self.add_one(launch, words);
+            words = 0;
+        }
+    }
+
+    fn add_one(&mut self, launch: Launch, words: usize) {
+        let place = |&offset: &usize| match meaning(launch.word(offset)) {
+            Meaning::Base => Some((offset, self.shapes.locate(launch.word(offset)))),
+            Meaning::Address | Meaning::Metadata(_) | Meaning::Word(_) => None,
+        };
+        let tensors = launch.addresses.tensors.iter().filter_map(place).collect();
+        self.launches.push(RecordedLaunch { launch, words, tensors });
+    }
+
+    /// Puts the metadata on the device and the addresses of metadata and words into the launches. The host waits for the upload.
+    pub(crate) fn keep(mut self) -> Result<RecordedLaunches> {
+        let bytes = self.used + self.words;
+        let memory = if bytes > 0 { Some(self.cuda.allocate(bytes)?) } else { None };
+        let begin = memory.as_ref().map_or(0, |m| m.ptr() as usize as u64);
+        let words_at = begin + self.used as u64;
+        if let Some(memory) = &memory {
+            memory.upload(&bytemuck::cast_slice(&self.metadata)[..self.used])?;
+        }
+        for RecordedLaunch { launch, .. } in &mut self.launches {
+            let addresses = launch.addresses;
+            for &offset in addresses.metadata.iter().chain(addresses.tensors) {
+                match meaning(launch.word(offset)) {
+                    Meaning::Metadata(at) => launch.set_word(offset, begin + at),
+                    Meaning::Word(at) => launch.set_word(offset, words_at + at),
+                    Meaning::Address | Meaning::Base => {}
+                }
+            }
+        }
+        Ok(RecordedLaunches { launches: self.launches, memory, begin, words_at, must_align: self.must_align })
+    }
+}
+
+impl RecordedLaunches {
+    /// Bytes of metadata and words on the device.
+    pub(crate) fn bytes(&self) -> usize {
+        self.memory.as_ref().map_or(0, DeviceMemory::bytes)
+    }
+
+    /// The address of a symbol of the metadata; `None` for one of a base.
+    pub(crate) fn metadata_address(&self, symbol: *mut u8) -> Option<*mut u8> {
+        match meaning(symbol as usize as u64) {
+            Meaning::Metadata(at) => Some((self.begin + at) as usize as *mut u8),
+            Meaning::Address | Meaning::Base | Meaning::Word(_) => None,
+        }
+    }
+
+    /// Whether the rows of a base must begin at multiples of 16 bytes, even where a copy alone would take less.
+    pub(crate) fn must_align(&self, base: usize) -> bool {
+        self.must_align >> base & 1 == 1
+    }
+
+    /// Writes the addresses of a run into all launches.
+    pub(crate) fn set_bases(&mut self, bases: &Bases) {
+        for RecordedLaunch { launch, tensors, .. } in &mut self.launches {
+            for &(offset, place) in &*tensors {
+                let own =
+                    Tensor { ptr: 0, token: launch.word(offset + 8) as i64, head: launch.word(offset + 16) as i64 };
+                launch.set_tensor(offset, place.tensor(bases, own));
+            }
+            if let Some(offset) = launch.addresses.bases {
+                launch.set_bases(offset, &bases.0);
+            }
+        }
+    }
+
+    /// Puts launch `i` on a stream, behind what clears its words. The context is current.
+    ///
+    /// # Safety
+    /// The bases were set, to memory that is as the call of this launch needs it when the launch runs, in stream order, for
+    /// tensors of the shapes that were recorded. All launches that count words are put on one stream, and no other run of
+    /// the same launches is between. `cuda` is the device that recorded them.
+    pub(crate) unsafe fn start(&self, i: usize, cuda: &Cuda, stream: RawStream) -> Result<()> {
+        let RecordedLaunch { launch, words, .. } = &self.launches[i];
+        if *words > 0 {
+            // SAFETY: `memory` holds the words of every launch behind its metadata; the stream orders the launch behind.
+            unsafe { call!(cuMemsetD32Async(self.words_at, 0, words / 4, stream)) }?;
+        }
+        // SAFETY: metadata and words are in memory that lives as long as `self`; the rest is promised above.
+        unsafe { launch.start(cuda, stream) }
+    }
+}

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Staging memory of a device that no user has at present.
+//!
+//! To free memory, a driver waits until the whole device is idle. A [`StreamKernels`](super::StreamKernels) that is
+//! dropped therefore frees nothing: its staging memory stays with the device for the next one that is of the same size, and is
+//! freed with the device. Only what is beyond a bound is freed at once.
+
+use super::staging::Staging;
+use alloc::vec::Vec;
+use std::sync::{Mutex, PoisonError};
+
+/// Bytes that a device keeps, on each side.
+const MAX_BYTES: usize = 16 << 20;
+
+/// Staging memory without launches in flight.
+#[derive(Debug, Default)]
+pub(super) struct SpareStaging(Mutex<Vec<Staging>>);
+
+impl SpareStaging {
+    /// One of this size.
+    pub fn take(&self, bytes: usize, launches: usize) -> Option<Staging> {
+        // A panic leaves the list whole.
+        let mut spares = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = spares.iter().position(|staging| staging.is_like(bytes, launches))?;
+        Some(spares.swap_remove(at))
+    }
+
+    /// Adds one without launches in flight, or frees it.
+    pub fn put(&self, staging: Staging) {
+        let mut spares = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if spares.iter().map(Staging::bytes).sum::<usize>() + staging.bytes() <= MAX_BYTES {
+            spares.push(staging);
+        } else {
+            // Freed, with the list free for others meanwhile.
+            drop(spares);
+            drop(staging);
+        }
+    }
+}

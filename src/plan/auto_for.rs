@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Choosing one mesh and one distribution of tokens for a model whose layers are of several kinds.
+//!
+//! A window makes all ranks work alike under any layout, full causal attention does not, and both kinds of layers must
+//! hold the same tokens. The rules are those of [`auto`](super::auto), with sums in place of single figures: work,
+//! rows from others and cost of a choice are those of each kind, times the number of its layers, added up. The balanced
+//! layouts are tried with the chunks that each kind's mask gives. For one kind the choice is that of [`Plan::auto`].
+
+use alloc::{format, vec::Vec};
+
+use super::{
+    AttentionKind, BALANCE, Options, Plan, Problem,
+    auto::{Dealt, dealt_by, judge, layouts},
+};
+use crate::{
+    error::{Error, Result},
+    layout::{Layout, Shares},
+    mesh::Mesh,
+};
+
+/// One way of dealing the tokens, and how each kind of layer fares with it.
+struct Deal {
+    shares: Shares,
+    dealt: Vec<Dealt>,
+}
+
+impl Deal {
+    fn new(kinds: &[(Problem, usize)], shares: Shares) -> Self {
+        let dealt = kinds.iter().map(|(problem, _)| dealt_by(problem, &shares)).collect();
+        Self { shares, dealt }
+    }
+
+    /// A figure of each kind times its number of layers, added up.
+    fn sum(&self, kinds: &[(Problem, usize)], figure: impl Fn(&Problem, &Dealt) -> u128) -> u128 {
+        kinds.iter().zip(&self.dealt).map(|((problem, layers), d)| *layers as u128 * figure(problem, d)).sum()
+    }
+}
+
+/// The best way of dealing the tokens to `ring` ranks.
+fn best_deal(kinds: &[(Problem, usize)], ring: usize) -> Result<Deal> {
+    let mut deals: Vec<Deal> = Vec::new();
+    for layout in layouts(ring).filter(|l| ring > 1 || *l == Layout::Contiguous) {
+        let by_mask = matches!(layout, Layout::Balanced { .. });
+        // Of other layouts the mask decides nothing: the first kind stands for all.
+        for (problem, _) in kinds.iter().take(if by_mask { kinds.len() } else { 1 }) {
+            let shares = Shares::new(problem.batch(), problem.mask(), layout, ring)?;
+            if !deals.iter().any(|d| d.shares.layout() == layout && d.shares.deal() == shares.deal()) {
+                deals.push(Deal::new(kinds, shares));
+            }
+        }
+    }
+    let width = |p: &Problem| (p.head_dim() + p.value_dim()) as u128;
+    let work = |d: &Deal| {
+        let figure = |p: &Problem, d: &Dealt| u128::from(d.largest.area) * p.heads() as u128 * width(p);
+        d.sum(kinds, figure)
+    };
+    let rows = |d: &Deal| {
+        d.sum(kinds, |p, d| u128::from(d.largest.needed) * p.kv_heads() as u128 * width(p) * p.dtype().size() as u128)
+    };
+    let least = deals.iter().map(work).min().unwrap_or(0);
+    // `min_by_key` keeps the first of equals.
+    let best = deals.into_iter().filter(|d| 100 * work(d) <= 101 * least).min_by_key(rows);
+    best.ok_or_else(|| Error::invalid("ring", ring, "at least 1"))
+}
+
+impl Plan {
+    /// The plans of a model whose layers are of several kinds: each kind as a problem and the number of its layers. All
+    /// of them have the mesh and the tokens that cost all layers together the least, so they have one
+    /// [`distribution`](Plan::distribution). Plans come in the order of the kinds.
+    ///
+    /// # Errors
+    /// No kinds, kinds over different batches, and those of [`choose`](super::choose) and [`Plan::with_tokens_of`].
+    ///
+    /// ```
+    /// use cpattn::{Batch, Dtype, Mask, Plan, Problem, plan::Options};
+    /// let full = Problem::new(Batch::from_lengths(&[9000, 700, 2500])?, 8, 8, 64, Dtype::Bf16);
+    /// let windowed = full.clone().with_mask(Mask::sliding(512));
+    /// // Five windowed layers for each full one, as Gemma 3 has.
+    /// let plans = Plan::auto_for(&[(full, 8), (windowed, 40)], 4, Options::default())?;
+    /// assert_eq!(plans[0].distribution(), plans[1].distribution());
+    /// # Ok::<(), cpattn::Error>(())
+    /// ```
+    pub fn auto_for(kinds: &[(Problem, usize)], world: usize, options: Options) -> Result<Vec<Self>> {
+        let Some((first, _)) = kinds.first() else {
+            return Err(Error::invalid("kinds", "none", "at least one problem and its number of layers"));
+        };
+        for (problem, _) in kinds {
+            problem.check()?;
+            super::distribution::same_batch(problem.batch(), first.batch())?;
+        }
+        Mesh::ring(world)?;
+        let heads = kinds.iter().map(|(p, _)| p.heads()).min().unwrap_or(1);
+        let whole = kinds.iter().any(|(p, _)| p.kind == AttentionKind::Other);
+        if whole && world > heads {
+            return Err(Error::unsupported(
+                "kind other on this world",
+                format!("Ulysses only, and the world of {world} has more ranks than {heads} heads"),
+                "give the remaining ranks batches of their own: ulysses of at most the heads, ring 1",
+            ));
+        }
+        let mut best: Option<(u128, Mesh, Deal)> = None;
+        for ulysses in (1..=world.min(heads)).rev().filter(|u| world.is_multiple_of(*u) && (!whole || *u == world)) {
+            let mesh = Mesh { replicas: 1, ring: world / ulysses, ulysses };
+            let deal = best_deal(kinds, mesh.ring)?;
+            let cost = deal.sum(kinds, |p, d| judge(p, mesh, d, BALANCE).cost);
+            if best.as_ref().is_none_or(|b| cost < b.0) {
+                best = Some((cost, mesh, deal));
+            }
+        }
+        let (_, mesh, deal) = best.ok_or_else(|| Error::invalid("world", world, "a mesh that fits the problems"))?;
+        kinds
+            .iter()
+            .map(|(problem, _)| {
+                super::check(problem, mesh, options)?;
+                Ok(Self::over(problem, mesh, deal.shares.clone(), options))
+            })
+            .collect()
+    }
+}

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One distribution of tokens for many plans.
+//!
+//! A model has layers of several kinds: a window here, full attention there, other heads, dims and score options. All of
+//! them work on the same tokens of a rank, in the same order. Plans made one by one do not promise that: the automatic
+//! and the balanced layout go by mask area, so two masks may give a rank other tokens, often in equal numbers, and then
+//! no shape tells that a tensor belongs to another plan. So one plan decides, and those of the other kinds are made with
+//! its tokens: [`Plan::with_tokens_of`].
+//!
+//! [`Plan::distribution`] names who holds what. Tensors of one distribution may meet any plan of it, and none of another.
+
+use alloc::{format, vec::Vec};
+
+use super::{Fingerprint, Options, Plan, Problem, check};
+use crate::{
+    batch::{Batch, Side},
+    error::{Error, Result},
+};
+
+/// Which tokens of which batch each rank holds, and in which order.
+///
+/// Two of them are equal exactly if the batches are equal and every rank of a group holds the same tokens in the same
+/// order (but for a probability of 2⁻⁶⁴), whatever layout and mesh led there: every layout over one rank is the same
+/// distribution. The number of replicas does not count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Distribution(u64);
+
+impl Distribution {
+    /// The number, for other languages.
+    pub const fn id(self) -> u64 {
+        self.0
+    }
+}
+
+impl core::fmt::Display for Distribution {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
+impl Plan {
+    /// Makes a plan for another problem over the same batch, with the tokens of `base`: its mesh, its layout and, where
+    /// that goes by mask area, its chunks. Heads, dims, dtype, mask, score options and `options` are free.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Invalid`] if the batch differs from that of `base`, and those of [`Plan::with_options`], such as a mesh
+    /// with more Ulysses ranks than this problem has heads.
+    ///
+    /// ```
+    /// use cpattn::{Batch, Dtype, Mask, Plan, Problem, Side};
+    /// let full = Problem::new(Batch::from_lengths(&[700, 90, 410])?, 8, 2, 64, Dtype::Bf16);
+    /// let windowed = full.clone().with_mask(Mask::sliding(128));
+    /// let base = Plan::auto(&full, 4)?;
+    /// let plan = Plan::with_tokens_of(&base, &windowed, base.options())?;
+    /// assert_eq!(plan.distribution(), base.distribution());
+    /// assert_eq!(plan.token_indices(Side::Q, 3), base.token_indices(Side::Q, 3));
+    /// # Ok::<(), cpattn::Error>(())
+    /// ```
+    pub fn with_tokens_of(base: &Self, problem: &Problem, options: Options) -> Result<Self> {
+        same_batch(problem.batch(), base.problem().batch())?;
+        check(problem, base.mesh(), options)?;
+        Ok(Self::over(problem, base.mesh(), base.shares().clone(), options))
+    }
+
+    /// The name of who holds which tokens. Takes `O(documents × ring)` steps, more for stripes: a step for each of them.
+    pub fn distribution(&self) -> Distribution {
+        let mut h = Fingerprint::new();
+        h.batch(self.problem().batch());
+        let mut runs: Vec<(usize, usize)> = Vec::new();
+        for rank in 0..self.mesh().group() {
+            for side in [Side::Q, Side::K] {
+                // Runs are joined, so that they say nothing of the layout that made them.
+                runs.clear();
+                self.for_each_run(side, rank, |_, token, rows, _| match runs.last_mut() {
+                    Some((first, n)) if *first + *n == token => *n += rows,
+                    _ => runs.push((token, rows)),
+                });
+                h.word(runs.len() as u64);
+                runs.iter().for_each(|&(first, n)| h.word((first as u64) << 32 | n as u64));
+            }
+        }
+        Distribution(h.finish())
+    }
+}
+
+/// Refuses another batch than that of the plan whose tokens are asked for.
+pub(super) fn same_batch(found: &Batch, expected: &Batch) -> Result<()> {
+    if found == expected {
+        return Ok(());
+    }
+    let hint = "a plan has the tokens of another one only over the same batch";
+    for (name, side) in [("cu_seqlens_q", Side::Q), ("cu_seqlens_k", Side::K)] {
+        let (f, e) = (found.cu_seqlens(side), expected.cu_seqlens(side));
+        if f.len() != e.len() {
+            let documents = |n: usize| format!("{} documents", n - 1);
+            let expected = format!("the other one's {}", documents(e.len()));
+            return Err(Error::invalid(name, documents(f.len()), expected).hint(hint));
+        }
+        if let Some(i) = (0..f.len()).find(|&i| f[i] != e[i]) {
+            return Err(Error::invalid(format!("{name}[{i}]"), f[i], format!("the other one's {}", e[i])).hint(hint));
+        }
+    }
+    let start = |b: &Batch, d| {
+        if b.explicit_starts().is_some() { format!("{}", b.start(Side::Q, d)) } else { "not given".into() }
+    };
+    let d = (0..found.documents()).find(|&d| found.start(Side::Q, d) != expected.start(Side::Q, d)).unwrap_or(0);
+    let expected = format!("the other one's: {}", start(expected, d));
+    Err(Error::invalid(format!("q_start[{d}]"), start(found, d), expected).hint(hint))
+}

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What a rank is on one kind of memory: host memory ([`host_rank`](super::host_rank)) or a CUDA device (`device`).
+//!
+//! [`Rank`](super::Rank) holds one of them and documents the functions. A function with a body here is one that host
+//! memory has no use for.
+
+use std::{
+    boxed::Box,
+    time::{Duration, Instant},
+    vec::Vec,
+};
+
+use super::{bind::Bindings, failure::FirstFailure, handle::AbortHandle};
+#[cfg(feature = "cuda")]
+use crate::kernel::cuda::Cuda;
+use crate::{
+    call::RawStream,
+    device::Device,
+    error::Result,
+    kernel::cpu,
+    plan::Plan,
+    report::trace,
+    schedule::Purpose,
+    transport::{
+        Transport,
+        ring_check::{Link, RingFault},
+        staged::Carrier,
+    },
+};
+
+pub(super) trait Backend: Send {
+    fn transport(&self) -> &dyn Transport;
+
+    fn failure(&self) -> &FirstFailure;
+
+    fn handle(&self) -> AbortHandle;
+
+    fn device(&self) -> Device;
+
+    #[cfg(feature = "cuda")]
+    fn cuda(&self) -> Option<&std::sync::Arc<Cuda>> {
+        None
+    }
+
+    fn set_isa(&mut self, isa: Option<cpu::Isa>) -> Result<()>;
+
+    fn check_ring(&self, bytes: usize) -> Result<Vec<Link>, RingFault>;
+
+    /// The rank's end of the transport, for what the host does there between runs. On a device it waits first for the
+    /// work that the rank enqueued.
+    fn between_runs(&self) -> Result<Box<dyn Carrier + '_>>;
+
+    fn synchronize(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn record(&mut self, epoch: Instant, capacity: usize) -> Result<()>;
+
+    fn events(&mut self) -> Vec<trace::Event>;
+
+    fn trace_accuracy(&self) -> Duration {
+        Duration::ZERO
+    }
+
+    fn metadata_bytes(&self) -> u64 {
+        0
+    }
+
+    fn workspace_bytes(&mut self, plan: &Plan, run: Purpose) -> Result<u64>;
+
+    /// # Safety
+    /// As [`Rank::lend_workspace`](super::Rank::lend_workspace).
+    unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()>;
+
+    fn take_workspace_back(&mut self) -> Result<()>;
+
+    fn prepare(&mut self, plan: &Plan, run: Purpose) -> Result<()>;
+
+    /// # Safety
+    /// As [`Rank::run_on`](super::Rank::run_on).
+    unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings, stream: RawStream) -> Result<()>;
+}

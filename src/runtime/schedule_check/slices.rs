@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Slices of buffers and tensors: whether each is within its buffer or tensor, and which of them share bytes.
+
+use std::{format, string::String, vec::Vec};
+
+use crate::{
+    element::Dtype,
+    error::{Error, Result},
+    plan::Plan,
+    schedule::{ALIGNMENT, Buf, BufferView, Purpose, Schedule, StepTensor, TensorId},
+};
+
+/// A buffer or a tensor of the caller's.
+#[derive(Clone, Copy)]
+pub(super) struct Extent {
+    pub name: &'static str,
+    pub rows: u64,
+    pub heads: u32,
+    pub dim: u32,
+    /// Bytes of one head of one row.
+    pub cell: u64,
+    /// First byte, in a space in which tensors lie behind the workspace, apart from each other.
+    pub base: u64,
+    /// `None`: it is not given. Else whether it may be written.
+    pub writable: Option<bool>,
+}
+
+/// A slice, in the space of [`Extent::base`].
+#[derive(Clone, Copy)]
+pub(super) struct Touch {
+    pub view: BufferView,
+    pub write: bool,
+    /// First byte and one past the last; with heads left out, what lies between is not touched.
+    pub low: u64,
+    pub high: u64,
+}
+
+pub(super) struct ScheduleCheck<'a> {
+    pub schedule: &'a Schedule,
+    pub extents: Vec<Extent>,
+}
+
+pub(super) fn flaw(schedule: &Schedule, operation: usize, flaw: String) -> Error {
+    Error::Schedule { rank: schedule.rank, operation, flaw }
+}
+
+/// The caller's tensors in the order of their numbers, then the buffers.
+pub(super) fn extents(plan: &Plan, run: Purpose, s: &Schedule) -> Result<Vec<Extent>> {
+    let mut base = s.workspace.next_multiple_of(ALIGNMENT);
+    let mut extents = Vec::with_capacity(TensorId::COUNT + s.buffers.len());
+    for t in TensorId::ALL {
+        let form = run.form(plan, s.rank, t);
+        let ([rows, heads, dim], dtype) = form.map_or(([0; 3], Dtype::F32), |f| (f.shape, f.dtype));
+        let (name, writable) = (form.map_or(t.name(), |f| f.name), form.map(|f| f.written));
+        let (rows, heads, dim) = (rows as u64, heads as u32, dim as u32);
+        let cell = u64::from(dim) * dtype.size() as u64;
+        extents.push(Extent { name, rows, heads, dim, cell, base, writable });
+        let bytes = rows.checked_mul(u64::from(heads)).and_then(|n| n.checked_mul(cell));
+        base = bytes.and_then(|n| base.checked_add(n)).ok_or_else(|| {
+            Error::invalid(name, format!("{rows} rows of {heads} heads"), "tensors that a machine can address")
+        })?;
+    }
+    for b in &s.buffers {
+        let cell = u64::from(b.dim) * b.dtype.size() as u64;
+        let end = b
+            .rows
+            .checked_mul(u64::from(b.heads))
+            .and_then(|n| n.checked_mul(cell))
+            .and_then(|n| n.checked_add(b.offset));
+        if !b.offset.is_multiple_of(ALIGNMENT) || end.is_none_or(|end| end > s.workspace) {
+            let text = format!(
+                "buffer {} of {} rows × {} heads × {} begins at byte {} of a workspace of {}",
+                b.name, b.rows, b.heads, b.dim, b.offset, s.workspace
+            );
+            return Err(flaw(s, 0, text));
+        }
+        let (name, rows, heads, dim, base) = (b.name, b.rows, b.heads, b.dim, b.offset);
+        extents.push(Extent { name, rows, heads, dim, cell, base, writable: Some(true) });
+    }
+    Ok(extents)
+}
+
+impl ScheduleCheck<'_> {
+    pub(super) fn extent(&self, buf: Buf) -> Result<&Extent, String> {
+        let at = match buf {
+            Buf::User(t) => t as usize,
+            Buf::Work(i) => TensorId::COUNT + i as usize,
+        };
+        self.extents.get(at).ok_or_else(|| format!("{buf:?} is no buffer of this schedule"))
+    }
+
+    /// A slice, once it is known to lie where it says.
+    pub(super) fn touch(&self, view: BufferView, write: bool) -> Result<Touch, String> {
+        let t = self.extent(view.buf)?;
+        match t.writable {
+            None => return Err(format!("{} is not given to this run", t.name)),
+            Some(false) if write => return Err(format!("writes {}, which is only read", t.name)),
+            Some(_) => {}
+        }
+        let rows = view.row.checked_add(view.rows).is_some_and(|end| end <= t.rows);
+        let heads = view.head.checked_add(view.heads).is_some_and(|end| end <= t.heads);
+        if !rows || !heads {
+            return Err(format!(
+                "rows {}+{}, heads {}+{} do not lie in {} of {} rows × {} heads",
+                view.row, view.rows, view.head, view.heads, t.name, t.rows, t.heads
+            ));
+        }
+        if view.rows == 0 || view.heads == 0 {
+            return Ok(Touch { view, write, low: t.base, high: t.base });
+        }
+        // Inside the extent, whose bytes were counted without a wrap.
+        let cell = |row: u64, head: u32| t.base + (row * u64::from(t.heads) + u64::from(head)) * t.cell;
+        let low = cell(view.row, view.head);
+        let high = cell(view.row + view.rows - 1, view.head + view.heads - 1) + t.cell;
+        Ok(Touch { view, write, low, high })
+    }
+
+    /// Whether two slices may share a byte. Where heads are left out of different buffers, it says yes too often.
+    pub(super) fn meet(a: &Touch, b: &Touch) -> bool {
+        if a.low >= b.high || b.low >= a.high {
+            return false;
+        }
+        let (v, w) = (&a.view, &b.view);
+        v.buf != w.buf
+            || (v.row < w.row + w.rows
+                && w.row < v.row + v.rows
+                && v.head < w.head + w.heads
+                && w.head < v.head + v.heads)
+    }
+
+    pub(super) fn describe(&self, t: &Touch) -> String {
+        let name = self.extent(t.view.buf).map_or("?", |t| t.name);
+        let how = if t.write { "written" } else { "read" };
+        format!("rows {}+{}, heads {}+{} of {name} ({how})", t.view.row, t.view.rows, t.view.head, t.view.heads)
+    }
+
+    /// The first two slices that share a byte of which one is written. `sorted` by first byte.
+    pub(super) fn clash(&self, sorted: &[Touch], besides: impl Fn(&Touch, &Touch) -> bool) -> Result<(), String> {
+        let mut open: Vec<&Touch> = Vec::new();
+        for t in sorted.iter().filter(|t| t.low < t.high) {
+            open.retain(|o| o.high > t.low);
+            if let Some(o) = open.iter().find(|o| (o.write || t.write) && Self::meet(o, t) && !besides(o, t)) {
+                return Err(format!("touches the same bytes twice: {} and {}", self.describe(o), self.describe(t)));
+            }
+            open.push(t);
+        }
+        Ok(())
+    }
+
+    /// All of what travels, or is packed or summed.
+    pub(super) fn whole(&self, tensors: &[StepTensor], own: bool, slot: bool) -> Result<Vec<Touch>, String> {
+        let each = tensors.iter().flat_map(|c| [(c.own, own), (c.slot, slot)]);
+        each.map(|(view, write)| self.touch(view, write)).collect()
+    }
+
+    /// That every part lies in one of the slices that stand for all of them, and is written only if that is.
+    pub(super) fn inside(&self, parts: &[Touch], whole: &[Touch]) -> Result<(), String> {
+        let holds = |w: &Touch, p: &Touch| {
+            let (v, w_) = (&p.view, &w.view);
+            v.buf == w_.buf
+                && (w.write || !p.write)
+                && w_.row <= v.row
+                && v.row + v.rows <= w_.row + w_.rows
+                && w_.head <= v.head
+                && v.head + v.heads <= w_.head + w_.heads
+        };
+        match parts.iter().find(|p| !whole.iter().any(|w| holds(w, p))) {
+            Some(p) => Err(format!("{} is no part of what the operation names", self.describe(p))),
+            None => Ok(()),
+        }
+    }
+}

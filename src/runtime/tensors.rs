@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The typed calls of attention: their tensors, in host memory or on a device, and how a rank takes them.
+//!
+//! [`Forward`] and [`Backward`] are the same for both: [`Views`] says which views they hold. On the CPU a call is safe.
+//! On a device it takes a stream, which only the caller can vouch for.
+
+use core::{fmt::Debug, ptr::null_mut};
+use std::format;
+
+use super::{bind::Bindings, rank::Rank};
+#[cfg(feature = "cuda")]
+use crate::{
+    call::RawStream,
+    tensor::{DeviceView, DeviceViewMut},
+};
+use crate::{
+    call::RawTensor,
+    device::Device,
+    element::Element,
+    error::{Error, Result},
+    plan::Plan,
+    schedule::{Direction, Purpose, TensorId},
+    tensor::{View, ViewMut},
+};
+
+/// The views of tensors in one kind of memory: [`HostViews`], or `DeviceViews`.
+pub trait Views: Debug {
+    /// A tensor that is read.
+    type Read<'a, T: Element>: AnyView;
+    /// A tensor that is written.
+    type Written<'a, T: Element>: AnyView;
+    /// An entry for each q head, read.
+    type PerHead<'a, T: Element>: AnyView;
+    /// An entry for each q head, written.
+    type PerHeadWritten<'a, T: Element>: AnyView;
+}
+
+/// Views of host memory; tables by q head are slices.
+#[derive(Debug)]
+pub enum HostViews {}
+
+impl Views for HostViews {
+    type Read<'a, T: Element> = View<'a, T>;
+    type Written<'a, T: Element> = ViewMut<'a, T>;
+    type PerHead<'a, T: Element> = &'a [T];
+    type PerHeadWritten<'a, T: Element> = &'a mut [T];
+}
+
+/// Views of memory of a device; tables by q head are tensors of `[1, heads, 1]`.
+#[cfg(feature = "cuda")]
+#[derive(Debug)]
+pub enum DeviceViews {}
+
+#[cfg(feature = "cuda")]
+impl Views for DeviceViews {
+    type Read<'a, T: Element> = DeviceView<'a, T>;
+    type Written<'a, T: Element> = DeviceViewMut<'a, T>;
+    type PerHead<'a, T: Element> = DeviceView<'a, T>;
+    type PerHeadWritten<'a, T: Element> = DeviceViewMut<'a, T>;
+}
+
+/// The tensors of a forward: this rank's own tokens (see [`Plan::token_indices`]), all heads.
+///
+/// Write the element type, `Forward::<f32> { … }`, where a literal is not an argument of the call and a field needs a
+/// coercion, as a slice from a vector does.
+#[derive(Debug)]
+pub struct Forward<'a, T: Element, V: Views = HostViews> {
+    /// `[tokens, heads, head_dim]`.
+    pub q: V::Read<'a, T>,
+    /// `[k tokens, kv_heads, head_dim]`.
+    pub k: V::Read<'a, T>,
+    /// `[k tokens, kv_heads, value_dim]`.
+    pub v: V::Read<'a, T>,
+    /// One logit for each q head, when the problem has sinks.
+    pub sinks: Option<V::PerHead<'a, f32>>,
+    /// Written: `[tokens, heads, value_dim]`.
+    pub o: V::Written<'a, T>,
+    /// Written: `[tokens, heads, 1]`; natural log. [`ViewMut::head_major`], or on a device the strides `[1, tokens]`,
+    /// are the usual `[heads, tokens]`.
+    pub lse: V::Written<'a, T::Acc>,
+}
+
+/// The tensors of a backward. It repeats the forward's exchanges, so besides the inputs only o and lse have to be kept.
+#[derive(Debug)]
+pub struct Backward<'a, T: Element, V: Views = HostViews> {
+    /// As given to the forward.
+    pub q: V::Read<'a, T>,
+    /// As given to the forward.
+    pub k: V::Read<'a, T>,
+    /// As given to the forward.
+    pub v: V::Read<'a, T>,
+    /// As given to the forward.
+    pub sinks: Option<V::PerHead<'a, f32>>,
+    /// As the forward wrote it.
+    pub o: V::Read<'a, T>,
+    /// As the forward wrote it.
+    pub lse: V::Read<'a, T::Acc>,
+    /// Gradient of o.
+    pub d_o: V::Read<'a, T>,
+    /// Written: gradient of q.
+    pub dq: V::Written<'a, T>,
+    /// Written: gradient of k.
+    pub dk: V::Written<'a, T>,
+    /// Written: gradient of v.
+    pub dv: V::Written<'a, T>,
+    /// Written, when the problem has sinks: their gradient, summed over all ranks of the group, the same on each.
+    pub dsinks: Option<V::PerHeadWritten<'a, T::Acc>>,
+}
+
+/// [`Forward`] on a device.
+#[cfg(feature = "cuda")]
+pub type DeviceForward<'a, T> = Forward<'a, T, DeviceViews>;
+
+/// [`Backward`] on a device.
+#[cfg(feature = "cuda")]
+pub type DeviceBackward<'a, T> = Backward<'a, T, DeviceViews>;
+
+mod sealed {
+    use super::{Debug, Device, RawTensor};
+
+    /// A view as runs take it.
+    pub trait AnyView: Debug + Sized {
+        fn device(&self) -> Device;
+        fn into_raw(self) -> RawTensor;
+    }
+}
+pub(super) use sealed::AnyView;
+
+macro_rules! tensors {
+    ($($view:ident on $device:expr;)*) => {$(
+        impl<T: Element> AnyView for $view<'_, T> {
+            fn device(&self) -> Device {
+                let device: fn(&Self) -> Device = $device;
+                device(self)
+            }
+
+            fn into_raw(self) -> RawTensor {
+                self.raw()
+            }
+        }
+    )*};
+}
+
+tensors! {
+    View on |_| Device::Cpu;
+    ViewMut on |_| Device::Cpu;
+}
+
+#[cfg(feature = "cuda")]
+tensors! {
+    DeviceView on Self::device;
+    DeviceViewMut on Self::device;
+}
+
+impl<T: Element> AnyView for &[T] {
+    fn device(&self) -> Device {
+        Device::Cpu
+    }
+
+    fn into_raw(self) -> RawTensor {
+        RawTensor::compact(self.as_ptr().cast_mut().cast(), T::DTYPE, 1, self.len() as u32, 1)
+    }
+}
+
+impl<T: Element> AnyView for &mut [T] {
+    fn device(&self) -> Device {
+        Device::Cpu
+    }
+
+    fn into_raw(self) -> RawTensor {
+        RawTensor::compact(self.as_mut_ptr().cast(), T::DTYPE, 1, self.len() as u32, 1)
+    }
+}
+
+/// The tensor for a rank on `device`; refused if it lies elsewhere.
+pub(super) fn raw_on(device: Device, name: &'static str, tensor: impl AnyView) -> Result<RawTensor> {
+    if tensor.device() == device {
+        return Ok(tensor.into_raw());
+    }
+    Err(Error::invalid(name, tensor.device(), format!("{device}, where the rank is")))
+}
+
+/// Collects the tensors of a run on one device.
+struct Collected<'p> {
+    plan: &'p Plan,
+    device: Device,
+    bindings: Bindings,
+}
+
+impl<'p> Collected<'p> {
+    fn new(plan: &'p Plan, device: Device) -> Self {
+        Self { plan, device, bindings: Bindings::default() }
+    }
+
+    fn with(mut self, id: TensorId, tensor: impl AnyView) -> Result<Self> {
+        self.bindings.set(id, raw_on(self.device, id.name(), tensor)?);
+        Ok(self)
+    }
+
+    /// A table of one entry for each q head: given if, and only if, the problem has sinks.
+    fn with_table(mut self, id: TensorId, table: Option<impl AnyView>) -> Result<Self> {
+        let (name, problem) = (id.name(), self.plan.problem());
+        let heads = problem.heads();
+        match table {
+            None if problem.sinks() => {
+                let expected = format!("one for each of {heads} q heads: the problem has sinks");
+                Err(Error::invalid(name, "not given", expected))
+            }
+            None => Ok(self),
+            Some(_) if !problem.sinks() => Err(Error::invalid(name, "given", "none, since the problem has no sinks")
+                .hint("plan a problem that has sinks")),
+            Some(table) => {
+                let raw = raw_on(self.device, name, table)?;
+                let entries = u128::from(raw.tokens) * u128::from(raw.heads) * u128::from(raw.dim);
+                if entries != heads as u128 {
+                    let expected = format!("one for each of {heads} q heads");
+                    return Err(Error::invalid(name, format!("{entries} entries"), expected));
+                }
+                self.bindings.set(id, raw);
+                Ok(self)
+            }
+        }
+    }
+}
+
+impl<T: Element, V: Views> Forward<'_, T, V> {
+    /// The tensors without their types, for a rank on `device`.
+    fn bindings(self, plan: &Plan, device: Device) -> Result<Bindings> {
+        let collected = Collected::new(plan, device)
+            .with(TensorId::Q, self.q)?
+            .with(TensorId::K, self.k)?
+            .with(TensorId::V, self.v)?
+            .with(TensorId::O, self.o)?
+            .with(TensorId::Lse, self.lse)?
+            .with_table(TensorId::Sinks, self.sinks)?;
+        Ok(collected.bindings)
+    }
+}
+
+impl<T: Element, V: Views> Backward<'_, T, V> {
+    /// The tensors without their types, for a rank on `device`.
+    fn bindings(self, plan: &Plan, device: Device) -> Result<Bindings> {
+        let collected = Collected::new(plan, device)
+            .with(TensorId::Q, self.q)?
+            .with(TensorId::K, self.k)?
+            .with(TensorId::V, self.v)?
+            .with(TensorId::O, self.o)?
+            .with(TensorId::Lse, self.lse)?
+            .with(TensorId::DO, self.d_o)?
+            .with(TensorId::Dq, self.dq)?
+            .with(TensorId::Dk, self.dk)?
+            .with(TensorId::Dv, self.dv)?
+            .with_table(TensorId::Sinks, self.sinks)?
+            .with_table(TensorId::Dsinks, self.dsinks)?;
+        Ok(collected.bindings)
+    }
+}
+
+impl Rank {
+    /// o and lse of this rank's tokens, exactly as if one device had seen the whole batch.
+    ///
+    /// # Errors
+    /// As [`Rank::run`].
+    pub fn forward<T: Element>(&mut self, plan: &Plan, t: Forward<'_, T>) -> Result<()> {
+        self.expect_host("forward on host views", "give device tensors to forward_on")?;
+        let bindings = t.bindings(plan, Device::Cpu)?;
+        // SAFETY: views vouch for their memory, and the exclusive ones for having it alone, as long as `t` lives.
+        unsafe { self.backend.run(plan, Purpose::Attention(Direction::Forward), &bindings, null_mut()) }
+    }
+
+    /// dq, dk, dv of this rank's tokens (and the sinks' gradients).
+    ///
+    /// # Errors
+    /// As [`Rank::run`].
+    pub fn backward<T: Element>(&mut self, plan: &Plan, t: Backward<'_, T>) -> Result<()> {
+        self.expect_host("backward on host views", "give device tensors to backward_on")?;
+        let bindings = t.bindings(plan, Device::Cpu)?;
+        // SAFETY: views vouch for their memory, and the exclusive ones for having it alone, as long as `t` lives.
+        unsafe { self.backend.run(plan, Purpose::Attention(Direction::Backward), &bindings, null_mut()) }
+    }
+
+    /// [`Rank::forward`] on device tensors, in the order of `stream`: see [`Rank::run_on`].
+    ///
+    /// # Errors
+    /// As [`Rank::run_on`]; a tensor of another device than the rank's.
+    ///
+    /// # Safety
+    /// `stream` is null or one of the driver's that was not destroyed.
+    #[cfg(feature = "cuda")]
+    pub unsafe fn forward_on<T: Element>(
+        &mut self,
+        plan: &Plan,
+        t: DeviceForward<'_, T>,
+        stream: RawStream,
+    ) -> Result<()> {
+        let bindings = t.bindings(plan, self.device())?;
+        // SAFETY: views vouch for their memory until the work that they are given to is over, and the exclusive ones for
+        // having it alone; the stream is as promised.
+        unsafe { self.backend.run(plan, Purpose::Attention(Direction::Forward), &bindings, stream) }
+    }
+
+    /// [`Rank::backward`] on device tensors, in the order of `stream`: see [`Rank::run_on`].
+    ///
+    /// # Errors
+    /// As [`Rank::forward_on`].
+    ///
+    /// # Safety
+    /// As [`Rank::forward_on`].
+    #[cfg(feature = "cuda")]
+    pub unsafe fn backward_on<T: Element>(
+        &mut self,
+        plan: &Plan,
+        t: DeviceBackward<'_, T>,
+        stream: RawStream,
+    ) -> Result<()> {
+        let bindings = t.bindings(plan, self.device())?;
+        // SAFETY: views vouch for their memory until the work that they are given to is over, and the exclusive ones for
+        // having it alone; the stream is as promised.
+        unsafe { self.backend.run(plan, Purpose::Attention(Direction::Backward), &bindings, stream) }
+    }
+}

@@ -1,0 +1,316 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Mutants of operations: dropped, repeated and reordered ones, lost dependencies, buffers, workspaces, heads and tiles that
+//! are not those of the plan, and groups that are not whole. Mutants of what operations carry are in `written_out`.
+
+use super::*;
+
+/// Removes an operation; what waited for it waits for the one before it in its lane.
+fn remove(s: &mut Schedule, i: usize) {
+    let lane = s.ops[i].lane;
+    let before = (0..i).rev().find(|&j| s.ops[j].lane == lane).map(|j| j as u32);
+    s.ops.remove(i);
+    for op in &mut s.ops {
+        op.after = match op.after {
+            Some(a) if a as usize == i => before,
+            Some(a) if a as usize > i => Some(a - 1),
+            a => a,
+        };
+    }
+}
+
+#[test]
+fn a_dropped_operation() {
+    let mut t = Trial::new("dropped operation");
+    for s in &subjects() {
+        each_op(s, |r, i, w| t.schedule(s, r, format!("rank {r} op {i} {w:?}"), |x| remove(x, i)));
+    }
+    t.done(200);
+}
+
+#[test]
+fn a_repeated_operation() {
+    let mut t = Trial::new("repeated operation");
+    for s in &subjects() {
+        each_op(s, |r, i, w| {
+            t.schedule(s, r, format!("rank {r} op {i} {w:?}"), |x| {
+                let copy = x.ops[i].clone();
+                x.ops.insert(i + 1, copy);
+                for op in &mut x.ops[i + 2..] {
+                    op.after = op.after.map(|a| if a as usize >= i { a + 1 } else { a });
+                }
+            });
+        });
+    }
+    t.done(200);
+}
+
+/// Whether two operations of a rank race, found the slow way: every byte, and every path of the graph of dependencies.
+fn races(x: &Schedule, work: &[ListedOp], memory: &super::super::memory::Memory) -> bool {
+    let n = x.ops.len();
+    let mut before = vec![vec![false; n]; n];
+    for i in 0..n {
+        let previous = (0..i).rev().find(|&j| x.ops[j].lane == x.ops[i].lane);
+        for j in previous.into_iter().chain(x.ops[i].after.map(|a| a as usize)) {
+            let known = before[j].clone();
+            before[i].iter_mut().zip(known).for_each(|(x, y)| *x |= y);
+            before[i][j] = true;
+        }
+    }
+    let bytes = |rects: &[super::super::memory::Rect]| -> BTreeSet<(usize, u64)> {
+        let mut set = BTreeSet::new();
+        for r in rects {
+            for row in r.row..r.row + r.rows {
+                for head in r.head..r.head + r.heads {
+                    memory.bytes_of(r.table, row, head, |space, byte| {
+                        set.insert((space, byte));
+                    });
+                }
+            }
+        }
+        set
+    };
+    let touched: Vec<_> = work
+        .iter()
+        .map(|w| {
+            let t = super::super::races::touched(w, memory);
+            (bytes(&t.reads), bytes(&t.writes))
+        })
+        .collect();
+    (0..n).any(|i| {
+        (0..i).any(|j| {
+            let ((r, w), (s, v)) = (&touched[i], &touched[j]);
+            !before[i][j] && (!w.is_disjoint(v) || !w.is_disjoint(s) || !r.is_disjoint(v))
+        })
+    })
+}
+
+/// A dependency that others imply, or that protects nothing, may go: an independent search for races says which.
+#[test]
+fn a_dropped_dependency() {
+    let mut t = Trial::new("dropped dependency");
+    let mut harmless = 0;
+    for s in &subjects() {
+        each_op(s, |r, i, w| {
+            if s.schedules[r].ops[i].after.is_none() {
+                return;
+            }
+            let mut x = s.schedules[r].clone();
+            x.ops[i].after = None;
+            let memory = super::super::memory::Memory::new(
+                &x,
+                super::super::promise::tables(&x, &s.plan, s.purpose, false),
+                false,
+            )
+            .unwrap();
+            if races(&x, &s.listed[r], &memory) {
+                t.schedule(s, r, format!("rank {r} op {i} {w:?}"), |y| *y = x);
+            } else {
+                let mut schedules = s.schedules.clone();
+                schedules[r] = x;
+                list_and_prove(&schedules, &s.plan, s.purpose).unwrap();
+                harmless += 1;
+            }
+        });
+    }
+    assert!(harmless > 0);
+    t.done(200);
+}
+
+#[test]
+fn dependencies_and_lanes_out_of_order() {
+    let mut t = Trial::new("dependency out of order");
+    for s in &subjects() {
+        each_op(s, |r, i, _| {
+            let ops = &s.schedules[r].ops;
+            t.schedule(s, r, format!("rank {r} op {i} on itself"), |x| x.ops[i].after = Some(i as u32));
+            if let Some(j) = (0..i).find(|&j| ops[j].lane == ops[i].lane) {
+                t.schedule(s, r, format!("rank {r} op {i} on its lane"), |x| x.ops[i].after = Some(j as u32));
+            }
+            if !matches!(ops[i].kind, OpKind::Transform { .. }) {
+                t.schedule(s, r, format!("rank {r} op {i} lane"), |x| {
+                    let other = if x.ops[i].lane == Lane::Compute { Lane::Communication } else { Lane::Compute };
+                    x.ops[i].lane = other;
+                });
+            }
+        });
+    }
+    t.done(300);
+}
+
+#[test]
+fn exchanges_swapped_on_one_rank() {
+    let mut t = Trial::new("swapped exchanges");
+    for s in subjects().iter().filter(|s| s.name.starts_with("ring,")) {
+        for (r, x) in s.schedules.iter().enumerate() {
+            let meet: Vec<usize> = (0..x.ops.len()).filter(|&i| x.ops[i].kind.is_exchange()).collect();
+            for w in meet.windows(2) {
+                t.schedule(s, r, format!("rank {r} ops {w:?}"), |x| {
+                    let (a, b) = (x.ops[w[0]].clone(), x.ops[w[1]].clone());
+                    (x.ops[w[0]].kind, x.ops[w[1]].kind) = (b.kind, a.kind);
+                });
+            }
+        }
+    }
+    t.done(9);
+}
+
+#[test]
+fn buffers_that_share_bytes_with_what_one_operation_needs() {
+    let mut t = Trial::new("aliased buffers");
+    for s in &subjects() {
+        each_op(s, |r, i, w| {
+            let mut used: Vec<u16> = Vec::new();
+            let mut note = |v: &BufferView| {
+                if let Buf::Work(b) = v.buf
+                    && s.schedules[r].buffers[b as usize].bytes() > 0
+                    // The own rows of this one are never used, so another may lie over them.
+                    && s.schedules[r].buffers[b as usize].name != "narrowed to travel"
+                    && v.rows > 0
+                    && !used.contains(&b)
+                {
+                    used.push(b);
+                }
+            };
+            match w {
+                // Ranges may miss every row of a view: then the call touches none of it.
+                ListedOp::Attend(a, m) if m.q.iter().any(|q| q.keys_begin < q.keys_end) => {
+                    [a.q, a.k, a.v].iter().for_each(&mut note);
+                    // Of a result that only some rows have, others may lie over the rest.
+                    let all_rows = |has: fn(Mode) -> bool| {
+                        let rows = m.q.iter().filter(|q| has(q.mode)).map(|q| u64::from(q.range.len));
+                        rows.sum::<u64>() == a.q.rows
+                    };
+                    if all_rows(Mode::finishes) {
+                        [a.o, a.lse].iter().for_each(&mut note);
+                    }
+                    if let Some((o, lse)) = a.running.filter(|_| all_rows(|mode| mode != Mode::Only)) {
+                        [o, lse].iter().for_each(&mut note);
+                    }
+                }
+                ListedOp::Backward(b, m) if m.q.iter().any(|q| q.keys_begin < q.keys_end) => {
+                    [b.q, b.k, b.v, b.d_o, b.lse, b.delta].iter().chain(&b.dq).for_each(&mut note);
+                    b.dkv.iter().for_each(|(k, v)| {
+                        note(k);
+                        note(v);
+                    });
+                }
+                ListedOp::Exchange { messages, .. } => messages.iter().for_each(|m| note(&m.view)),
+                _ => {}
+            }
+            for (n, &a) in used.iter().enumerate() {
+                for &b in &used[n + 1..] {
+                    t.schedule(s, r, format!("rank {r} op {i} buffers {a} {b}"), |x| {
+                        x.buffers[b as usize].offset = x.buffers[a as usize].offset;
+                        x.workspace *= 2;
+                    });
+                }
+            }
+        });
+    }
+    t.done(200);
+}
+
+#[test]
+fn a_workspace_too_small_or_misaligned() {
+    let mut t = Trial::new("workspace");
+    for s in &subjects() {
+        for (r, x) in s.schedules.iter().enumerate().filter(|(_, x)| x.workspace > 0) {
+            t.schedule(s, r, format!("rank {r}"), |x| x.workspace -= crate::schedule::ALIGNMENT);
+            for b in 0..x.buffers.len() {
+                t.schedule(s, r, format!("rank {r} buffer {b}"), |x| {
+                    x.buffers[b].offset += 8;
+                    x.workspace += 8;
+                });
+            }
+        }
+    }
+    t.done(100);
+}
+
+#[test]
+fn heads_mapped_wrong() {
+    let mut t = Trial::new("head map");
+    for s in &subjects() {
+        each_op(s, |r, i, w| {
+            if !matches!(w, ListedOp::Attend(..) | ListedOp::Backward(..)) {
+                return;
+            }
+            for field in 0..3 {
+                t.schedule(s, r, format!("rank {r} op {i} field {field}"), |x| {
+                    let map = match &mut x.ops[i].kind {
+                        OpKind::Attend(a) => &mut a.heads,
+                        OpKind::Backward(b) => &mut b.heads,
+                        _ => unreachable!("listed as a kernel"),
+                    };
+                    *[&mut map.q_offset, &mut map.kv_offset, &mut map.group][field] += 1;
+                });
+            }
+        });
+    }
+    t.done(150);
+}
+
+/// Kernels that break tiles elsewhere than the plan says give other bits.
+#[test]
+fn tiles_broken_elsewhere() {
+    let mut t = Trial::new("aligned");
+    for s in &subjects() {
+        for (r, _) in s.schedules.iter().enumerate() {
+            t.schedule(s, r, format!("rank {r}"), |x| x.aligned ^= true);
+        }
+        let mut schedules = s.schedules.clone();
+        schedules.iter_mut().for_each(|x| x.aligned ^= true);
+        t.judge(s, list_and_prove(&schedules, &s.plan, s.purpose), "all ranks".into());
+    }
+    t.done(100);
+}
+
+/// The slices that stand for all that is moved, packed or summed in an operation of the ring: a run checks them too, also
+/// where no row of them is.
+#[test]
+fn tensors_of_a_ring_step_elsewhere() {
+    let mut t = Trial::new("tensor of a ring step");
+    for s in &subjects() {
+        each_op(s, |r, i, _| {
+            let x = &s.schedules[r];
+            let count = match &x.ops[i].kind {
+                OpKind::Pack { tensors, .. }
+                | OpKind::Fetch { tensors, .. }
+                | OpKind::Return { tensors, .. }
+                | OpKind::Reduce { tensors, .. } => tensors.len(),
+                _ => 0,
+            };
+            for n in 0..count {
+                let mut change = |what: &str, change: &dyn Fn(&mut StepTensor)| {
+                    t.schedule(s, r, format!("rank {r} op {i} tensor {n} {what}"), |x| match &mut x.ops[i].kind {
+                        OpKind::Pack { tensors, .. }
+                        | OpKind::Fetch { tensors, .. }
+                        | OpKind::Return { tensors, .. }
+                        | OpKind::Reduce { tensors, .. } => change(&mut tensors[n]),
+                        _ => unreachable!("an operation of the ring"),
+                    });
+                };
+                change("own on no buffer", &|c| c.own.buf = Buf::Work(u16::MAX));
+                change("slot on no buffer", &|c| c.slot.buf = Buf::Work(u16::MAX));
+                change("own of a tensor that is not given", &|c| c.own.buf = Buf::User(TensorId::Dsinks));
+                change("own beyond its end", &|c| c.own.row += 1 << 40);
+                change("slot beyond its end", &|c| c.slot.row += 1 << 40);
+                change("own of more heads", &|c| c.own.heads += 1);
+                change("slot of more heads", &|c| c.slot.heads += 1);
+            }
+        });
+    }
+    t.done(300);
+}
+
+#[test]
+fn groups_that_are_not_whole_are_refused() {
+    let all = subjects();
+    let s = &all[0];
+    for schedules in [vec![], s.schedules[1..].to_vec(), s.schedules.iter().rev().cloned().collect::<Vec<_>>()] {
+        assert!(matches!(super::super::verify(&schedules, &s.plan), Err(Error::Invalid { .. })));
+    }
+    let mut mixed = s.schedules.clone();
+    mixed[1] = Schedule::new(&s.plan, 1, Direction::Backward).unwrap();
+    assert!(matches!(super::super::verify(&mixed, &s.plan), Err(Error::Invalid { .. })));
+}

@@ -1,0 +1,390 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Ranks that do not run the same: found in the first run of a plan by an agreement, in later runs by what their messages
+//! carry along; and a transport that failed once, which is not used again.
+//!
+//! Every group has a deadline that no test may reach: what differs is found at once, or the test takes too long and fails.
+
+use crate::common::{
+    Data,
+    own::{Own, compact},
+    through::{Counted, Hook, Through},
+};
+use cpattn::{
+    Batch, Cause, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, View, ViewMut,
+    batch::Side,
+    plan::{Circulate, Gather},
+    schedule::Direction,
+    transport::{
+        Label, Message, Transport,
+        local::{self, Local},
+    },
+};
+use std::{
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::SeqCst},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+const FAR: Duration = Duration::from_secs(120);
+
+/// What must be found without waiting; generous for a busy machine.
+const SOON: Duration = Duration::from_secs(40);
+
+/// One rank's part of a test.
+fn on_ranks<T: Send>(world: usize, deadline: Duration, body: impl Fn(Rank) -> T + Sync) -> Vec<T> {
+    let start = Instant::now();
+    let results = thread::scope(|scope| {
+        let run = |end| scope.spawn(|| body(Rank::new(end)));
+        let threads: Vec<_> = local::group(world, deadline).unwrap().into_iter().map(run).collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    assert!(start.elapsed() < SOON, "the ranks waited for a deadline");
+    results
+}
+
+/// A plan with data and what a run of it needs.
+struct Job {
+    plan: Plan,
+    data: Data<f32>,
+}
+
+impl Job {
+    fn new(lengths: &[usize], heads: [usize; 2], mesh: Mesh, layout: Layout, options: Options) -> Self {
+        let batch = Batch::from_lengths(lengths).unwrap();
+        let p = Problem::new(batch, heads[0], heads[1], 8, Dtype::F32).with_mask(Mask::full());
+        let plan = Plan::with_options(&p, mesh, layout, options).unwrap();
+        Self { data: Data::random(&p, 7), plan }
+    }
+
+    fn ring(lengths: &[usize], world: usize) -> Self {
+        Self::new(lengths, [4, 2], Mesh::ring(world).unwrap(), Layout::Zigzag, Options::new())
+    }
+
+    fn own(&self, rank: &Rank) -> Own<f32> {
+        Own::new(&self.plan, &self.data, rank.rank(), compact)
+    }
+
+    /// Both directions, so that both are agreed on.
+    fn both(&self, rank: &mut Rank) {
+        let mut own = self.own(rank);
+        own.forward(rank, &self.plan).unwrap();
+        own.backward(rank, &self.plan).unwrap();
+    }
+
+    fn forward(&self, rank: &mut Rank) -> Result<()> {
+        self.own(rank).forward(rank, &self.plan)
+    }
+
+    /// A backward of tensors that no forward has filled: it moves what a right one moves.
+    fn backward(&self, rank: &mut Rank) -> Result<()> {
+        self.own(rank).backward(rank, &self.plan)
+    }
+}
+
+/// A plan and direction is agreed on in its first run, whatever a rank prepared before or forgot since.
+#[test]
+fn only_first_runs_agree() {
+    let world = 3;
+    let jobs: Vec<Job> = (0..20).map(|i| Job::ring(&[9 + i, 4], world)).collect();
+    let asked: Vec<_> = (0..world).map(|_| Arc::new(AtomicUsize::new(0))).collect();
+    thread::scope(|scope| {
+        for (end, asked) in local::group(world, FAR).unwrap().into_iter().zip(&asked) {
+            let jobs = &jobs;
+            scope.spawn(move || {
+                let mut rank = Rank::new(Through { end, hook: Counted(Arc::clone(asked)) });
+                // One rank prepares more than it can remember, and others something else.
+                let some = rank.rank() * 10;
+                for job in &jobs[..some] {
+                    rank.prepare(&job.plan, Direction::Forward).unwrap();
+                }
+                for round in 0..3 {
+                    for (i, job) in jobs.iter().enumerate() {
+                        job.forward(&mut rank).unwrap();
+                        if i % 2 == 0 {
+                            job.both(&mut rank);
+                        }
+                        if rank.rank() == 1 && round == 1 {
+                            rank.prepare(&jobs[(i * 7) % 20].plan, Direction::Backward).unwrap();
+                        }
+                    }
+                }
+            });
+        }
+    });
+    for asked in &asked {
+        assert_eq!(asked.load(SeqCst), 20 + 10);
+    }
+}
+
+/// Replicas run as many batches as they like between two runs of the whole world.
+#[test]
+fn groups_count_for_themselves() {
+    let mesh = Mesh::explicit(4, 1, 2).unwrap();
+    let small = Job::new(&[11], [4, 2], mesh, Layout::Contiguous, Options::new());
+    let large = Job::ring(&[23], 4);
+    on_ranks(4, FAR, |mut rank| {
+        for round in 0..3 {
+            large.both(&mut rank);
+            for _ in 0..round * (rank.rank() / 2) {
+                small.both(&mut rank);
+            }
+        }
+    });
+}
+
+/// What the ranks say when one of them runs something else that was agreed on before, in `warm`.
+fn expect_disagreement(
+    what: &str,
+    world: usize,
+    ours: &Job,
+    warm: impl Fn(&mut Rank) + Sync,
+    other: impl Fn(&mut Rank) -> Result<()> + Sync,
+) {
+    for odd in 0..world {
+        let errors = on_ranks(world, FAR, |mut rank| {
+            ours.both(&mut rank);
+            warm(&mut rank);
+            ours.both(&mut rank);
+            let first = if rank.rank() == odd { other(&mut rank) } else { ours.forward(&mut rank) };
+            let first = first.expect_err(what);
+            // It stays so, on this rank too.
+            assert_eq!(ours.forward(&mut rank), Err(first.clone()), "{what}");
+            assert_eq!(rank.poll(), Err(first.clone()), "{what}");
+            assert_eq!(rank.handle().poll(), Err(first.clone()), "{what}");
+            first
+        });
+        let mut found = 0;
+        for (r, error) in errors.iter().enumerate() {
+            match error {
+                Error::Disagreement { rank, peer, ours, theirs, what: run, runs: Some(_) } => {
+                    found += 1;
+                    assert!(*rank == r && ours != theirs, "{what}: {error}");
+                    assert!(r == odd || *peer == odd, "{what}: rank {r} blames rank {peer}, not {odd}");
+                    assert!(run.contains("ward of ") && run.contains("ring"), "{run}");
+                }
+                Error::Peer { peer, cause: Cause::Disagreed { with }, .. } => {
+                    assert_eq!([*peer, *with].iter().filter(|&&n| n == odd).count(), 1, "{what}, rank {r}: {error}");
+                }
+                Error::Peer { peer, cause: Cause::Size { .. }, .. } => {
+                    assert!(r == odd || *peer == odd, "{what}, rank {odd} is odd: rank {r}: {error}");
+                }
+                other => panic!("{what}, rank {odd} is odd: rank {r} returned {other:?}"),
+            }
+        }
+        assert!(found > 0, "{what}, rank {odd} is odd: {errors:?}");
+    }
+}
+
+#[test]
+fn another_plan_that_was_agreed_on() {
+    let world = 3;
+    let ours = Job::ring(&[30, 6], world);
+    let options = Options::new;
+    let ring = Mesh::ring(world).unwrap();
+    for (what, other) in [
+        // Messages of the very same sizes: nothing but the tag tells.
+        ("documents", Job::ring(&[29, 7], world)),
+        ("sizes", Job::ring(&[60, 6], world)),
+        ("fewer tokens", Job::ring(&[6, 3], world)),
+        ("layout", Job::new(&[30, 6], [4, 2], ring, Layout::Contiguous, options())),
+        ("gather", Job::new(&[30, 6], [4, 2], ring, Layout::Zigzag, options().gather(true))),
+        ("together", Job::new(&[30, 6], [4, 2], ring, Layout::Zigzag, options().gather(Gather::Together))),
+        ("circulate", Job::new(&[30, 6], [4, 2], ring, Layout::Zigzag, options().circulate(Circulate::Queries))),
+        ("mesh", Job::new(&[30, 6], [4, 2], Mesh::ulysses(world).unwrap(), Layout::Zigzag, options())),
+    ] {
+        expect_disagreement(what, world, &ours, |rank| other.both(rank), |rank| other.forward(rank));
+    }
+}
+
+#[test]
+fn forward_against_backward() {
+    for world in [2, 4] {
+        let ours = Job::ring(&[30, 6], world);
+        expect_disagreement("backward", world, &ours, |_| {}, |rank| ours.backward(rank));
+    }
+}
+
+/// A rank that is a run ahead meets messages of the very same plan, direction and sizes.
+#[test]
+fn one_run_more() {
+    let ours = Job::ring(&[30, 6], 2);
+    // Each rank has a document of its own: its run meets no other rank.
+    let apart = Job::new(&[8, 8], [4, 2], Mesh::ring(2).unwrap(), Layout::Contiguous, Options::new());
+    let errors = on_ranks(2, FAR, |mut rank| {
+        ours.both(&mut rank);
+        apart.forward(&mut rank).unwrap();
+        if rank.rank() == 0 {
+            apart.forward(&mut rank).unwrap();
+        }
+        ours.forward(&mut rank).unwrap_err()
+    });
+    let ahead = |e: &Error| match e {
+        Error::Disagreement { rank, ours, theirs, runs, .. } => {
+            ours == theirs && *runs == Some(if *rank == 0 { [5, 4] } else { [4, 5] })
+        }
+        _ => false,
+    };
+    assert!(errors.iter().any(ahead), "{errors:?}");
+    assert!(
+        errors.iter().all(|e| ahead(e) || matches!(e, Error::Peer { cause: Cause::Disagreed { .. }, .. })),
+        "{errors:?}"
+    );
+    assert!(errors.iter().any(|e| e.to_string().contains("run 5 of rank 0")), "{errors:?}");
+}
+
+/// An extra run that no other rank joins ends with the deadline, on every rank, and not in a later run.
+#[test]
+fn a_run_that_no_other_rank_makes() {
+    let ours = Job::ring(&[30, 6], 2);
+    let errors = on_ranks(2, Duration::from_millis(300), |mut rank| {
+        ours.both(&mut rank);
+        if rank.rank() == 1 {
+            // It does not come until the other has given up.
+            while rank.poll().is_ok() {
+                thread::sleep(Duration::from_millis(5));
+            }
+        }
+        ours.forward(&mut rank).unwrap_err()
+    });
+    for e in &errors {
+        assert!(matches!(e, Error::Peer { peer: 1, cause: Cause::Deadline { ms: 300.., .. }, .. }), "{errors:?}");
+    }
+}
+
+/// One rank has to agree on its plan where the others run one that was agreed on: neither can go on, and both say so.
+#[test]
+fn a_new_plan_against_one_that_was_agreed_on() {
+    for world in [2, 3] {
+        let (ours, new) = (Job::ring(&[30, 6], world), Job::ring(&[31, 6], world));
+        for odd in 0..world {
+            let errors = on_ranks(world, FAR, |mut rank| {
+                ours.both(&mut rank);
+                let job = if rank.rank() == odd { &new } else { &ours };
+                job.forward(&mut rank).unwrap_err()
+            });
+            // Every rank hears of the two that differ, and names the one of them that it is not.
+            let disagreed = |(r, e): (usize, &Error)| match *e {
+                Error::Peer { peer, cause: Cause::Disagreed { with }, .. } => {
+                    r != peer && (peer == odd) != (with == odd)
+                }
+                _ => false,
+            };
+            assert!(errors.iter().enumerate().all(disagreed), "{errors:?}");
+        }
+    }
+}
+
+/// All-to-alls of tensors of other sides and dims are jobs of their own.
+#[test]
+fn all_to_alls() {
+    let mesh = Mesh::ulysses(2).unwrap();
+    let job = Job::new(&[12], [4, 4], mesh, Layout::Contiguous, Options::new());
+    let n = |rank: &Rank| job.plan.local_tokens(Side::Q, rank.rank());
+    let all_to_all = |rank: &mut Rank, side: Side, dim: usize| {
+        let n = n(rank);
+        let (x, mut y) = (vec![1.0f32; n * 4 * dim], vec![0.0f32; 12 * 2 * dim]);
+        rank.to_heads(&job.plan, side, View::new(&x, n, 4, dim).unwrap(), ViewMut::new(&mut y, 12, 2, dim).unwrap())
+    };
+    for other in [(Side::K, 8), (Side::Q, 4)] {
+        let errors = on_ranks(2, FAR, |mut rank| {
+            for (side, dim) in [(Side::Q, 8), (Side::K, 8), (Side::Q, 4), (Side::Q, 8)] {
+                all_to_all(&mut rank, side, dim).unwrap();
+            }
+            let (side, dim) = if rank.rank() == 1 { other } else { (Side::Q, 8) };
+            all_to_all(&mut rank, side, dim).unwrap_err()
+        });
+        assert!(errors.iter().any(|e| matches!(e, Error::Disagreement { .. })), "{errors:?}");
+        assert!(errors.iter().any(|e| e.to_string().contains("the all-to-all to heads of 12 tokens")), "{errors:?}");
+    }
+}
+
+/// Fails one call and knows nothing of it afterwards; counts how often it is told to abort.
+struct Forgetful {
+    calls: AtomicUsize,
+    at: usize,
+    aborts: Arc<AtomicUsize>,
+}
+
+impl Forgetful {
+    fn call(&self, end: &Local, label: Label) -> Result<()> {
+        if self.calls.fetch_add(1, SeqCst) != self.at {
+            return Ok(());
+        }
+        let (rank, peer) = (end.rank(), 1 - end.rank());
+        Err(label.error(rank, peer, Cause::Deadline { ms: 7, bytes: 0 }))
+    }
+}
+
+impl Hook<Local> for Forgetful {
+    fn agree(&self, end: &Local, group: Range<usize>, number: u64) -> Result<()> {
+        self.call(end, Label::new("agree", 0))?;
+        end.agree(group, number)
+    }
+    unsafe fn exchange(&self, end: &Local, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
+        self.call(end, label)?;
+        // SAFETY: handed on.
+        unsafe { end.exchange(label, sends, recvs) }
+    }
+    fn poll(&self, _: &Local) -> Result<()> {
+        Ok(())
+    }
+    fn abort(&self, _: &Local, _: Cause) {
+        self.aborts.fetch_add(1, SeqCst);
+    }
+}
+
+/// A transport that failed once is not used again, at whatever call it failed, and is told to abort.
+#[test]
+fn a_failed_transport_is_not_used_again() {
+    let job = Job::ring(&[30, 6], 2);
+    // Calls of two rounds: agree, exchange and return of the first; exchanges alone of the second.
+    for at in 0..8 {
+        let aborts: Vec<_> = (0..2).map(|_| Arc::new(AtomicUsize::new(0))).collect();
+        let ends = local::group(2, FAR).unwrap().into_iter().zip(&aborts);
+        thread::scope(|scope| {
+            for (end, aborts) in ends {
+                let job = &job;
+                // Both miss the same deadline, so both are free for what comes next.
+                let hook = Forgetful { calls: AtomicUsize::new(0), at, aborts: Arc::clone(aborts) };
+                scope.spawn(move || {
+                    let mut rank = Rank::new(Through { end, hook });
+                    let mut first = None;
+                    for _ in 0..4 {
+                        let mut own = job.own(&rank);
+                        let made = own.forward(&mut rank, &job.plan).and_then(|()| own.backward(&mut rank, &job.plan));
+                        match (&first, made) {
+                            (None, Ok(())) => {}
+                            (None, Err(error)) => first = Some(error),
+                            (Some(first), made) => assert_eq!(made, Err(first.clone()), "call {at}"),
+                        }
+                    }
+                    let first = first.expect("a call failed");
+                    assert!(
+                        matches!(first, Error::Peer { cause: Cause::Deadline { ms: 7, bytes: 0 }, .. }),
+                        "call {at}: {first}"
+                    );
+                    assert_eq!(rank.poll(), Err(first), "call {at}");
+                });
+            }
+        });
+        assert!(aborts.iter().all(|a| a.load(SeqCst) > 0), "call {at}: the transport was not told");
+    }
+}
+
+/// A handle's abort ends the rank even where the transport takes no notice.
+#[test]
+fn an_abort_is_kept() {
+    let job = Job::ring(&[30, 6], 2);
+    let end = local::group(2, FAR).unwrap().remove(0);
+    let hook = Forgetful { calls: AtomicUsize::new(0), at: usize::MAX, aborts: Arc::default() };
+    let mut rank = Rank::new(Through { end, hook });
+    let handle = rank.handle();
+    handle.abort();
+    let error = job.forward(&mut rank).unwrap_err();
+    assert_eq!(error.to_string(), "rank 0, agree, step 0: rank 0 aborted the run");
+    assert_eq!(handle.poll(), Err(error));
+}

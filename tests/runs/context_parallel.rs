@@ -1,0 +1,413 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Whole plans, run on threads, against the f64 reference.
+
+use crate::common::{self, Data, Random, check, check_within, one_rank, reference, run};
+use cpattn::{
+    Batch, Dtype, Element, Layout, Mask, Mesh, Options, Plan, Problem, Side,
+    plan::{Circulate, Gather, Wire},
+};
+use half::{bf16, f16};
+use proptest::prelude::*;
+
+const LAYOUTS: [Layout; 6] = [
+    Layout::Contiguous,
+    Layout::Zigzag,
+    Layout::ZigzagPack,
+    Layout::Striped { stripe: 1 },
+    Layout::Striped { stripe: 5 },
+    Layout::Balanced { chunks: 3 },
+];
+
+fn mesh(ulysses: usize, ring: usize) -> Mesh {
+    Mesh::explicit(ulysses * ring, ulysses, ring).unwrap()
+}
+
+fn forms() -> [Options; 9] {
+    [
+        Options::new(),
+        Options::new().gather(true),
+        Options::new().passes(2),
+        Options::new().gather(true).passes(2),
+        Options::new().gather(Gather::Together),
+        Options::new().gather(Gather::Together).circulate(Circulate::Queries),
+        Options::new().circulate(Circulate::Queries),
+        Options::new().circulate(Circulate::Keys).pack_inputs(true),
+        Options::new().reproducible(true),
+    ]
+}
+
+/// Runs a problem on every mesh, layout and form, and holds each to the error rule.
+fn every_way<T: Element>(what: &str, p: &Problem, meshes: &[Mesh], layouts: &[Layout], options: &[Options]) {
+    let data = Data::<T>::random(p, 7);
+    let (want, one) = (reference(p, &data), one_rank(p, &data));
+    check(&format!("{what}, one rank"), &one, &one, &want);
+    for &mesh in meshes {
+        for &layout in layouts {
+            for &option in options {
+                let plan = Plan::with_options(p, mesh, layout, option).unwrap();
+                let what = format!("{what}, {mesh}, {layout}, {option:?}");
+                let got = run(&plan, &data).unwrap_or_else(|e| panic!("{what}: {e}"));
+                check(&what, &got, &one, &want);
+            }
+        }
+    }
+}
+
+fn nine_and_three() -> Problem {
+    Problem::new(Batch::from_lengths(&[29, 18, 40]).unwrap(), 9, 3, 16, Dtype::F32)
+}
+
+fn set_up(mesh: Mesh, ulysses: usize, ring: usize) {
+    assert_eq!((mesh.ulysses, mesh.ring), (ulysses, ring));
+    every_way::<f32>("9 q heads, 3 kv heads", &nine_and_three(), &[mesh], &LAYOUTS, &[Options::new()]);
+}
+
+#[test]
+fn nine_heads_on_six_ranks_by_gcd() {
+    set_up(Mesh::gcd(9, 6).unwrap(), 3, 2);
+}
+
+#[test]
+fn nine_heads_on_three_ranks_by_gcd() {
+    set_up(Mesh::gcd(9, 3).unwrap(), 3, 1);
+}
+
+#[test]
+fn nine_heads_on_four_ranks_by_gcd() {
+    set_up(Mesh::gcd(9, 4).unwrap(), 1, 4);
+}
+
+#[test]
+fn nine_heads_on_eight_ranks_by_hand() {
+    set_up(Mesh::explicit(8, 4, 2).unwrap(), 4, 2);
+}
+
+#[test]
+fn nine_heads_on_one_rank() {
+    set_up(Mesh::single(), 1, 1);
+}
+
+#[test]
+fn every_form_in_every_layout() {
+    let batch = Batch::from_lengths(&[17, 0, 1, 40, 5]).unwrap();
+    for mask in [Mask::causal(), Mask::full(), Mask::window(6, 2)] {
+        let p = Problem::new(batch.clone(), 6, 3, 16, Dtype::F32).with_mask(mask).with_value_dim(8);
+        every_way::<f32>(&format!("{mask:?}"), &p, &[mesh(1, 4), mesh(3, 2), mesh(4, 1)], &LAYOUTS, &forms());
+    }
+}
+
+#[test]
+fn every_element_type() {
+    fn of<T: Element>() {
+        let batch = Batch::from_lengths(&[23, 42, 7]).unwrap();
+        for mask in [Mask::causal(), Mask::full()] {
+            let p = Problem::new(batch.clone(), 4, 2, 24, T::DTYPE).with_mask(mask);
+            let layouts = [Layout::Contiguous, Layout::Zigzag, Layout::Striped { stripe: 2 }];
+            every_way::<T>(T::DTYPE.name(), &p, &[mesh(1, 3), mesh(2, 2), mesh(4, 1)], &layouts, &forms());
+        }
+    }
+    of::<f16>();
+    of::<bf16>();
+    of::<f32>();
+    of::<f64>();
+}
+
+#[test]
+fn every_score_option() {
+    let batch = Batch::from_lengths(&[31, 2, 26]).unwrap();
+    let base = || Problem::new(batch.clone(), 6, 2, 16, Dtype::F32);
+    let slopes = [0.5, 0.25, 0.125, 0.0625, 0.03, 0.7];
+    let problems = [
+        ("softcap", base().with_softcap(2.0)),
+        ("ALiBi", base().with_alibi_slopes(&slopes)),
+        ("sinks", base().with_sinks(true)),
+        ("scale", base().with_scale(0.4)),
+        (
+            "all, in a window",
+            base().with_softcap(3.0).with_alibi_slopes(&slopes).with_sinks(true).with_mask(Mask::window(9, 3)),
+        ),
+        ("all, full", base().with_softcap(3.0).with_alibi_slopes(&slopes).with_sinks(true).with_mask(Mask::full())),
+    ];
+    for (what, p) in problems {
+        let layouts = [Layout::Contiguous, Layout::Zigzag, Layout::Balanced { chunks: 2 }];
+        every_way::<f32>(what, &p, &[mesh(1, 3), mesh(4, 2), mesh(6, 1)], &layouts, &forms());
+    }
+}
+
+#[test]
+fn q_and_k_of_different_lengths() {
+    let batches = [
+        ("cross", Batch::cross(&[0, 9, 9, 30], &[0, 21, 25, 37], None).unwrap()),
+        ("more q than k", Batch::cross(&[0, 20, 33], &[0, 7, 30], None).unwrap()),
+        ("prefix", Batch::cross(&[0, 12, 20], &[0, 40, 60], Some(&[28, 4])).unwrap()),
+        ("no k at all", Batch::cross(&[0, 5], &[0, 0], None).unwrap()),
+    ];
+    for (what, batch) in batches {
+        for mask in [Mask::causal(), Mask::full(), Mask::window(5, 1)] {
+            let p = Problem::new(batch.clone(), 4, 4, 8, Dtype::F32).with_mask(mask).with_sinks(true);
+            let layouts = [Layout::Contiguous, Layout::Zigzag, Layout::Striped { stripe: 3 }];
+            every_way::<f32>(what, &p, &[mesh(1, 4), mesh(2, 3)], &layouts, &forms());
+        }
+    }
+}
+
+#[test]
+fn awkward_lengths_on_eight_ranks() {
+    let lengths: [&[usize]; 8] = [&[1], &[2], &[3], &[31], &[0, 0], &[0, 1, 0, 2, 0], &[200, 1, 1, 3, 1], &[1; 20]];
+    for lengths in lengths {
+        let p = Problem::new(Batch::from_lengths(lengths).unwrap(), 8, 2, 8, Dtype::F32);
+        let what = format!("documents {lengths:?}");
+        let forms = [
+            Options::new(),
+            Options::new().gather(true),
+            Options::new().gather(Gather::Together),
+            Options::new().reproducible(true),
+        ];
+        every_way::<f32>(&what, &p, &[mesh(1, 8), mesh(4, 2), mesh(8, 1)], &LAYOUTS, &forms);
+    }
+}
+
+#[test]
+fn replicas_run_the_same_plan_on_their_own() {
+    let p = nine_and_three();
+    let data = Data::<f32>::random(&p, 1);
+    let plan = Plan::new(&p, Mesh::explicit(8, 2, 2).unwrap(), Layout::Zigzag).unwrap();
+    assert_eq!(plan.mesh().replicas, 2);
+    check("two replicas", &run(&plan, &data).unwrap(), &one_rank(&p, &data), &reference(&p, &data));
+}
+
+#[test]
+fn a_run_repeats_bit_for_bit() {
+    let p = nine_and_three().with_sinks(true);
+    let data = Data::<f32>::random(&p, 5);
+    for option in forms() {
+        let plan = Plan::with_options(&p, mesh(2, 3), Layout::Zigzag, option).unwrap();
+        let first = run(&plan, &data).unwrap();
+        for _ in 0..5 {
+            assert!(run(&plan, &data).unwrap() == first, "{option:?}");
+        }
+    }
+}
+
+#[test]
+fn one_document_does_not_touch_another() {
+    let p = Problem::new(Batch::from_lengths(&[21, 30, 13]).unwrap(), 4, 2, 16, Dtype::F32).with_mask(Mask::full());
+    let data = Data::<f32>::random(&p, 5);
+    let mut other = Data::<f32>::random(&p, 5);
+    // The first document becomes NaN throughout: the others must not change by a bit.
+    for (v, row) in [(&mut other.q, 64), (&mut other.k, 32), (&mut other.v, 32), (&mut other.d_o, 64)] {
+        v[..21 * row].fill(f32::NAN);
+    }
+    for layout in LAYOUTS {
+        for option in forms() {
+            let plan = Plan::with_options(&p, mesh(2, 3), layout, option).unwrap();
+            let (a, b) = (run(&plan, &data).unwrap(), run(&plan, &other).unwrap());
+            for (a, b, row) in [(&a.o, &b.o, 64), (&a.dq, &b.dq, 64), (&a.dk, &b.dk, 32), (&a.dv, &b.dv, 32)] {
+                assert!(a[21 * row..] == b[21 * row..], "{layout}, {option:?}");
+                assert!(b[..row].iter().all(|x| x.is_nan()));
+            }
+        }
+    }
+}
+
+#[test]
+fn reproducible_plans_give_the_bits_of_one_rank() {
+    fn of<T: Element>(p: &Problem) {
+        let data = Data::<T>::random(p, 11);
+        let option = Options::new().reproducible(true);
+        let one = run(&Plan::with_options(p, Mesh::single(), Layout::Contiguous, option).unwrap(), &data).unwrap();
+        let meshes = [
+            mesh(1, 2),
+            mesh(2, 1),
+            mesh(1, 3),
+            mesh(3, 1),
+            mesh(2, 2),
+            mesh(1, 4),
+            mesh(3, 2),
+            mesh(2, 4),
+            mesh(1, 8),
+        ];
+        for mesh in meshes {
+            for layout in LAYOUTS {
+                let got = run(&Plan::with_options(p, mesh, layout, option).unwrap(), &data).unwrap();
+                assert!(got.o == one.o, "o on {mesh}, {layout}");
+                assert!(got.lse == one.lse, "lse on {mesh}, {layout}");
+                assert!(got.dq == one.dq, "dq on {mesh}, {layout}");
+                assert!(got.dk == one.dk, "dk on {mesh}, {layout}");
+                assert!(got.dv == one.dv, "dv on {mesh}, {layout}");
+                assert!(got.dsinks == one.dsinks, "dsinks on {mesh}, {layout}");
+            }
+        }
+    }
+    let batch = Batch::from_lengths(&[150, 1, 77]).unwrap();
+    let p = |dtype| Problem::new(batch.clone(), 6, 3, 16, dtype);
+    of::<f32>(&p(Dtype::F32));
+    of::<bf16>(&p(Dtype::Bf16).with_mask(Mask::window(40, 7)).with_softcap(4.0).with_sinks(true));
+}
+
+/// A constant in every score, of one sign or the other in each row, so that |lse| reaches `shift` while many keys share
+/// the weight.
+fn shifted(p: &Problem, shift: f32) -> Data<f32> {
+    let mut data = Data::<f32>::random(p, 13);
+    let (d, heads) = (p.head_dim(), p.heads());
+    for (i, row) in data.q.chunks_mut(d).enumerate() {
+        row[d - 1] = if (i / heads + i) % 2 == 0 { shift } else { -shift } / 8.0;
+    }
+    data.k.chunks_mut(d).for_each(|row| row[d - 1] = 8.0);
+    data
+}
+
+/// What ranks merge may not err more than one rank does, however large scores are.
+#[test]
+fn large_scores_keep_their_digits() {
+    let batch = Batch::from_lengths(&[120, 41]).unwrap();
+    for mask in [Mask::causal(), Mask::full()] {
+        for sinks in [false, true] {
+            let p = Problem::new(batch.clone(), 8, 8, 16, Dtype::F32).with_scale(1.0).with_mask(mask).with_sinks(sinks);
+            for shift in [72.0, 1000.0] {
+                let data = shifted(&p, shift);
+                let (want, one) = (reference(&p, &data), one_rank(&p, &data));
+                assert!(want.lse.iter().any(|l| l.abs() >= f64::from(shift)));
+                for mesh in [mesh(1, 2), mesh(1, 5), mesh(1, 8), mesh(8, 1), mesh(2, 4)] {
+                    for layout in [Layout::Contiguous, Layout::Zigzag, Layout::ZigzagPack] {
+                        let plan = Plan::new(&p, mesh, layout).unwrap();
+                        let what = format!("|lse| up to {shift}, {mask:?}, sinks {sinks}, {mesh}, {layout}");
+                        check(&what, &run(&plan, &data).unwrap(), &one, &want);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Ranges of a ring are short where documents are not. Where an instruction set sums short ones in another way (AMX), all
+/// parts of a document are summed in the way of the whole: the rule has no floor here.
+#[test]
+fn the_error_of_f32_does_not_depend_on_the_mesh() {
+    for (lengths, heads, kv_heads) in [(&[800][..], 4, 4), (&[400, 230, 10], 8, 2), (&[300, 20], 4, 4)] {
+        let batch = Batch::from_lengths(lengths).unwrap();
+        let p = Problem::new(batch, heads, kv_heads, 64, Dtype::F32).with_mask(Mask::causal());
+        let data = Data::<f32>::random(&p, 21);
+        let (want, one) = (reference(&p, &data), one_rank(&p, &data));
+        for mesh in [mesh(1, 2), mesh(1, 5), mesh(1, 8), mesh(2, 4), mesh(4, 1)] {
+            for layout in [Layout::Contiguous, Layout::Zigzag, Layout::ZigzagPack] {
+                let got = run(&Plan::new(&p, mesh, layout).unwrap(), &data).unwrap();
+                let rule = |name: &str, got: &[f32], one: &[f32], want: &[f64]| {
+                    let (e, e1) = (common::error(got, want), common::error(one, want));
+                    assert!(
+                        e <= 1.1 * e1,
+                        "{name}, {lengths:?}, {mesh}, {layout}: RMS error {e:e}, of one rank {e1:e}"
+                    );
+                };
+                rule("o", &got.o, &one.o, &want.o);
+                rule("lse", &got.lse, &one.lse, &want.lse);
+                rule("dq", &got.dq, &one.dq, &want.dq);
+                rule("dk", &got.dk, &one.dk, &want.dk);
+                rule("dv", &got.dv, &one.dv, &want.dv);
+            }
+        }
+    }
+}
+
+/// Partials rounded to bf16 once each: relative RMS error of dk and dv at most 3e-3 for f32 inputs on a ring of 8
+/// (a partial's rounding alone is 1.65e-3 relative RMS).
+#[test]
+fn a_bf16_wire_has_its_own_bound() {
+    let p = Problem::new(Batch::from_lengths(&[200]).unwrap(), 4, 2, 32, Dtype::F32).with_mask(Mask::full());
+    let data = Data::<f32>::random(&p, 3);
+    let want = reference(&p, &data);
+    for (mesh, circulate) in
+        [(mesh(1, 8), Circulate::Keys), (mesh(1, 8), Circulate::Queries), (mesh(4, 2), Circulate::Auto)]
+    {
+        let options = Options::new().wire(Wire::Bf16).circulate(circulate);
+        let got = run(&Plan::with_options(&p, mesh, Layout::Zigzag, options).unwrap(), &data).unwrap();
+        let relative = |got: &[f32], want: &[f64]| common::error(got, want) / common::rms(want.iter().copied());
+        let errors = [relative(&got.dq, &want.dq), relative(&got.dk, &want.dk), relative(&got.dv, &want.dv)];
+        println!("{mesh}, {circulate:?}: relative RMS error of dq, dk, dv {errors:?}");
+        assert!(errors.iter().all(|&e| e < 3e-3), "{mesh} {errors:?}");
+        assert!(errors.iter().any(|&e| e > 1e-4), "nothing was rounded: {mesh} {errors:?}");
+        assert!(relative(&got.o, &want.o) < 1e-6);
+    }
+}
+
+/// Draws a whole problem and a way to run it.
+fn any_case() -> impl Strategy<Value = (Problem, Plan, u64)> {
+    any::<u64>().prop_map(|seed| {
+        let mut r = Random::new(seed);
+        let documents = 1 + r.below(4);
+        let lengths = |r: &mut Random| (0..documents).map(|_| r.below(3) * r.below(20)).collect::<Vec<_>>();
+        let (q, k) = (lengths(&mut r), lengths(&mut r));
+        let cu = |l: &[usize]| {
+            l.iter().fold(vec![0i32], |mut c, &n| {
+                c.push(c.last().unwrap() + n as i32);
+                c
+            })
+        };
+        let batch = match r.below(3) {
+            0 => Batch::cross(&cu(&q), &cu(&k), None).unwrap(),
+            1 => {
+                let starts: Vec<i64> = (0..documents).map(|_| r.below(30) as i64 - 10).collect();
+                Batch::cross(&cu(&q), &cu(&k), Some(&starts)).unwrap()
+            }
+            _ => Batch::new(&cu(&q)).unwrap(),
+        };
+        let kv_heads = 1 + r.below(3);
+        let heads = kv_heads * (1 + r.below(3));
+        let mut p = Problem::new(batch, heads, kv_heads, 1 + r.below(24), Dtype::F32).with_value_dim(1 + r.below(24));
+        p = p.with_mask(match r.below(4) {
+            0 => Mask::full(),
+            1 => Mask::causal(),
+            2 => Mask::sliding(1 + r.below(9) as u32),
+            _ => Mask::window(r.below(9) as u32, r.below(9) as u32),
+        });
+        if r.below(3) == 0 {
+            p = p.with_softcap(1.0 + r.uniform());
+        }
+        if r.below(3) == 0 {
+            p = p.with_alibi_slopes(&(0..heads).map(|_| r.uniform() as f32).collect::<Vec<_>>());
+        }
+        p = p.with_sinks(r.below(3) == 0);
+        let mesh = mesh(1 + r.below(heads), 1 + r.below(5));
+        let layout = match r.below(5) {
+            0 => Layout::Contiguous,
+            1 => Layout::Zigzag,
+            2 => Layout::ZigzagPack,
+            3 => Layout::Striped { stripe: 1 + r.below(6) as u32 },
+            _ => Layout::Balanced { chunks: 1 + r.below(5) as u32 },
+        };
+        let option = forms()[r.below(7)];
+        let option = if kv_heads < option.passes { option.passes(1) } else { option };
+        let plan = Plan::with_options(&p, mesh, layout, option).unwrap();
+        (p, plan, seed)
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn any_problem_on_any_mesh((p, plan, seed) in any_case()) {
+        let data = Data::<f32>::random(&p, seed);
+        check_within(8.0, "drawn", &run(&plan, &data).unwrap(), &one_rank(&p, &data), &reference(&p, &data));
+    }
+}
+
+#[test]
+fn tokens_are_dealt_once_and_positions_follow() {
+    let p = Problem::new(Batch::cross(&[0, 9, 9, 30], &[0, 21, 25, 37], None).unwrap(), 4, 2, 8, Dtype::F32);
+    for layout in LAYOUTS {
+        let plan = Plan::new(&p, mesh(3, 4), layout).unwrap();
+        for side in [Side::Q, Side::K] {
+            let mut seen = vec![0; p.batch().tokens(side)];
+            for rank in 0..12 {
+                let tokens = plan.token_indices(side, rank);
+                assert_eq!(tokens.len(), plan.local_tokens(side, rank));
+                for (t, pos) in tokens.iter().zip(plan.positions(side, rank)) {
+                    seen[*t] += 1;
+                    let d = p.batch().document_of(side, *t);
+                    assert_eq!(pos, p.batch().start(side, d) + (*t - p.batch().document(side, d).start) as i64);
+                }
+            }
+            assert!(seen.iter().all(|&n| n == 1), "{layout}");
+        }
+    }
+}

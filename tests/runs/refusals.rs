@@ -1,0 +1,445 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Every kind of bad input, at the door it comes through: a typed error that names the argument and both values, and
+//! nothing written.
+
+use crate::common::{
+    Data,
+    own::{Own, compact, gaps},
+};
+use cpattn::{
+    Batch, Dtype, Error, Layout, Mask, Mesh, Options, Plan, Problem, Rank, Result, Side,
+    call::RawTensor,
+    plan::{AttentionKind, Circulate, Gather, Wire},
+    runtime::Bindings,
+    schedule::{ALIGNMENT, Direction, Schedule, TensorId},
+    transport::local,
+};
+use std::{fmt::Debug, thread, time::Duration};
+
+/// Refused before anything moved, in these words.
+#[track_caller]
+fn refused<T: Debug>(result: Result<T>, words: &[&str]) {
+    let error = result.expect_err("accepted");
+    assert!(matches!(error, Error::Invalid { .. } | Error::Unsupported { .. }), "{error:?}");
+    let text = error.to_string();
+    for word in words {
+        assert!(text.contains(word), "{text:?} lacks {word:?}");
+    }
+}
+
+fn batch() -> Batch {
+    Batch::from_lengths(&[7, 4]).unwrap()
+}
+
+fn problem() -> Problem {
+    Problem::new(batch(), 6, 3, 8, Dtype::F32)
+}
+
+fn ring(world: usize) -> Mesh {
+    Mesh::ring(world).unwrap()
+}
+
+#[test]
+fn documents() {
+    refused(Batch::new(&[]), &["cu_seqlens is empty"]);
+    refused(Batch::new(&[3, 5]), &["cu_seqlens[0] is 3, expected 0"]);
+    refused(Batch::new(&[0, 5, 2]), &["cu_seqlens[2] is 2", "cu_seqlens[1] = 5"]);
+    refused(Batch::new(&[0, -5]), &["cu_seqlens[1] is -5", "cu_seqlens[0] = 0"]);
+    refused(Batch::cross(&[1], &[0], None), &["cu_seqlens_q[0] is 1"]);
+    refused(Batch::cross(&[0, 1], &[0, 3, 2], None), &["cu_seqlens_k[2] is 2"]);
+    refused(Batch::cross(&[0, 1], &[0, 3, 4], None), &["cu_seqlens_k is 3 entries", "2 entries of cu_seqlens_q"]);
+    refused(Batch::cross(&[0, 1], &[0, 1], Some(&[])), &["q_start is 0 entries", "expected 1, one for each document"]);
+    refused(Batch::cross(&[0, 1], &[0, 1], Some(&[i64::MIN])), &["q_start[0]", "2^40"]);
+    refused(Batch::from_lengths(&[usize::MAX]), &["lengths[0]", "2147483647"]);
+}
+
+#[test]
+fn problems() {
+    let p = |heads, kv, dim| Problem::new(batch(), heads, kv, dim, Dtype::F32).check();
+    refused(p(7, 3, 8), &["heads is 7", "multiple of kv_heads = 3"]);
+    refused(p(0, 3, 8), &["heads is 0"]);
+    refused(p(6, 0, 8), &["kv_heads is 0"]);
+    refused(p(6, 3, 0), &["head_dim is 0, expected 1 to 512"]);
+    refused(p(6, 3, 513), &["head_dim is 513, expected 1 to 512"]);
+    refused(problem().with_value_dim(0).check(), &["value_dim is 0"]);
+    refused(problem().with_scale(f64::NAN).check(), &["scale is NaN, expected a finite number"]);
+    refused(problem().with_scale(f64::INFINITY).check(), &["scale is inf"]);
+    refused(problem().with_softcap(-1.0).check(), &["softcap is -1", "above 0"]);
+    refused(problem().with_softcap(f64::NAN).check(), &["softcap is NaN"]);
+    refused(problem().with_alibi_slopes(&[0.5; 5]).check(), &["alibi_slopes is 5 entries", "6 q heads"]);
+    refused(problem().with_alibi_slopes(&[0.5, f32::NAN, 0., 0., 0., 0.]).check(), &["alibi_slopes[1] is NaN"]);
+    // Planning asks the same.
+    refused(Plan::new(&problem().with_scale(f64::NAN), ring(2), Layout::Contiguous), &["scale is NaN"]);
+}
+
+#[test]
+fn meshes_and_layouts() {
+    refused(Mesh::explicit(8, 3, 2), &["ulysses 3 × ring 2 = 6", "world of 8"]);
+    refused(Mesh::explicit(8, 0, 2), &["ulysses 0 × ring 2"]);
+    refused(Mesh::explicit(8, usize::MAX, 2), &["mesh"]);
+    refused(Mesh::ring(0), &["world is 0"]);
+    let on = |mesh, layout| Plan::new(&problem(), mesh, layout);
+    refused(on(Mesh::ulysses(7).unwrap(), Layout::Zigzag), &["mesh.ulysses is 7", "heads = 6", "ring"]);
+    refused(on(Mesh { replicas: 1, ring: 0, ulysses: 1 }, Layout::Zigzag), &["mesh", "at least 1"]);
+    refused(on(ring(2), Layout::Striped { stripe: 0 }), &["layout.stripe is 0"]);
+    refused(on(ring(2), Layout::Balanced { chunks: 0 }), &["layout.chunks is 0"]);
+    refused(on(ring(2), Layout::Balanced { chunks: u32::MAX }), &["layout.chunks is 4294967295"]);
+    let plan = on(ring(2), Layout::Zigzag).unwrap();
+    refused(Schedule::new(&plan, 2, Direction::Forward), &["rank is 2", "world of 2"]);
+    let mut rank = Rank::new(local::group(3, Duration::from_secs(9)).unwrap().remove(0));
+    refused(rank.prepare(&plan, Direction::Forward), &["mesh", "= 2 ranks", "world of 3"]);
+    refused(rank.workspace_bytes(&plan, Direction::Backward), &["world of 3"]);
+}
+
+#[test]
+fn options_that_contradict_each_other() {
+    let o = Options::new;
+    let plan = |options| Plan::with_options(&problem(), ring(2), Layout::Zigzag, options);
+    refused(plan(o().passes(0)), &["options.passes is 0", "kv_heads = 3"]);
+    refused(plan(o().passes(4)), &["options.passes is 4", "kv_heads = 3"]);
+    refused(plan(o().reproducible(true).wire(Wire::Bf16)), &["wire bf16 with reproducible", "leave"]);
+    refused(plan(o().reproducible(true).passes(2)), &["passes with reproducible", "leave"]);
+    refused(plan(o().reproducible(true).circulate(Circulate::Keys)), &["circulate with reproducible", "leave"]);
+    refused(plan(o().reproducible(true).circulate(Circulate::Queries)), &["circulate with reproducible"]);
+    refused(plan(o().circulate(Circulate::Queries).passes(2)), &["passes with circulate queries", "leave"]);
+    let other = problem().with_kind(AttentionKind::Other);
+    refused(Plan::new(&other, ring(2), Layout::Zigzag), &["kind other on a ring", "2 ranks", "all of them to ulysses"]);
+    let plan = Plan::new(&other, Mesh::ulysses(2).unwrap(), Layout::Contiguous).unwrap();
+    refused(Schedule::new(&plan, 0, Direction::Forward), &["attention of kind other", "two all-to-alls"]);
+}
+
+/// One rank with a plan, and its tensors by name.
+struct Bench {
+    rank: Rank,
+    plan: Plan,
+    own: Own<f32>,
+}
+
+impl Bench {
+    fn new(problem: &Problem, options: Options) -> Self {
+        let plan = Plan::with_options(problem, Mesh::single(), Layout::Contiguous, options).unwrap();
+        let own = Own::new(&plan, &Data::random(problem, 1), 0, compact);
+        Self { rank: Rank::new(local::group(1, Duration::from_secs(9)).unwrap().remove(0)), plan, own }
+    }
+
+    fn tensors(&mut self, direction: Direction) -> Vec<(TensorId, RawTensor)> {
+        use TensorId::{DO, Dk, Dq, Dv, K, Lse, O, Q, V};
+        let own = &mut self.own;
+        let (o, lse) = (own.o.view_mut().raw(), own.lse.view_mut().raw());
+        let mut list =
+            vec![(Q, own.q.view().raw()), (K, own.k.view().raw()), (V, own.v.view().raw()), (O, o), (Lse, lse)];
+        if direction == Direction::Backward {
+            list.push((DO, own.d_o.view().raw()));
+            list.extend(
+                [(Dq, &mut own.dq), (Dk, &mut own.dk), (Dv, &mut own.dv)].map(|(t, s)| (t, s.view_mut().raw())),
+            );
+        }
+        list
+    }
+
+    fn run(&mut self, direction: Direction, list: &[(TensorId, RawTensor)]) -> Result<()> {
+        let bindings = list.iter().fold(Bindings::default(), |b, &(t, raw)| b.with(t, raw));
+        // SAFETY: every call of these tests is to be refused before it touches memory; tensors that are accepted are
+        // those of `own`.
+        unsafe { self.rank.run(&self.plan, direction, &bindings) }
+    }
+}
+
+#[test]
+fn every_tensor_of_both_directions() {
+    for direction in [Direction::Forward, Direction::Backward] {
+        let mut bench = Bench::new(&problem(), Options::new());
+        let good = bench.tensors(direction);
+        for (i, &(tensor, raw)) in good.iter().enumerate() {
+            let name = tensor.name();
+            let mut with = |change: &dyn Fn(&mut RawTensor), words: &[&str]| {
+                let mut list = good.clone();
+                change(&mut list[i].1);
+                refused(bench.run(direction, &list), words);
+                assert!(bench.own.is_untouched(), "{name}");
+            };
+            let part = |what: &str, found: u64, expected: u64| format!("{name}.{what} is {found}, expected {expected}");
+            let (t, h, d) = (raw.tokens, u64::from(raw.heads), u64::from(raw.dim));
+            with(&|r| r.dtype = Dtype::F16, &[&format!("{name}.dtype is f16, expected f32")]);
+            with(&|r| r.dtype = Dtype::F64, &[&format!("{name}.dtype is f64, expected f32")]);
+            with(&|r| r.tokens += 1, &[&part("tokens", t + 1, t), "its shard of the plan", "cu_seqlens"]);
+            with(&|r| r.tokens = 0, &[&part("tokens", 0, t)]);
+            with(&|r| r.heads += 1, &[&part("heads", h + 1, h)]);
+            with(&|r| r.dim += 1, &[&part("head_dim", d + 1, d)]);
+            with(&|r| r.ptr = std::ptr::null_mut(), &[&format!("{name}.ptr is null")]);
+            with(&|r| r.ptr = r.ptr.wrapping_add(2), &[&format!("{name}.ptr"), "multiple of 4"]);
+            with(&|r| r.token_stride = i64::MAX / 2, &[&format!("{name}.token_stride")]);
+            with(&|r| *r = RawTensor::NONE, &[&format!("{name} is not given")]);
+        }
+        // What is written may share nothing with anything, itself included.
+        let written: &[TensorId] = match direction {
+            Direction::Forward => &[TensorId::O, TensorId::Lse],
+            Direction::Backward => &[TensorId::Dq, TensorId::Dk, TensorId::Dv],
+        };
+        for (i, &(tensor, _)) in good.iter().enumerate().filter(|(_, (t, _))| written.contains(t)) {
+            let mut list = good.clone();
+            list[i].1.token_stride = 0;
+            refused(bench.run(direction, &list), &[tensor.name()]);
+            for &(other, raw) in good.iter().filter(|(t, _)| *t != tensor) {
+                let last = raw.tokens as usize * raw.heads as usize * raw.dim as usize - 1;
+                // All of the other, or its last element only; what lies behind that in memory may be named instead.
+                for (first, name) in [(0, other.name()), (last, "")] {
+                    let mut list = good.clone();
+                    list[i].1.ptr = raw.ptr.wrapping_add(first * 4);
+                    // No longer than the other, so that it meets nothing else on the way.
+                    let name = if list[i].1.tokens * u64::from(list[i].1.dim) > raw.tokens * u64::from(raw.dim) {
+                        ""
+                    } else {
+                        name
+                    };
+                    refused(bench.run(direction, &list), &[tensor.name(), "overlaps", name]);
+                    assert!(bench.own.is_untouched(), "{tensor:?} over {other:?}");
+                }
+            }
+        }
+        // Inputs may share; and after all those refusals the same rank still runs.
+        if direction == Direction::Forward {
+            bench.run(direction, &good).unwrap();
+            assert!(!bench.own.is_untouched());
+        }
+    }
+}
+
+#[test]
+fn sinks_given_and_planned() {
+    let plain = problem();
+    let mut bench = Bench::new(&plain, Options::new());
+    bench.own.sinks = Some(vec![0.0; 6]);
+    refused(
+        bench.own.forward(&mut bench.rank, &bench.plan),
+        &["sinks is given", "no sinks", "plan a problem that has sinks"],
+    );
+    bench.own.sinks = None;
+    bench.own.dsinks = Some(vec![0.0; 6]);
+    refused(bench.own.backward(&mut bench.rank, &bench.plan), &["dsinks is given", "no sinks"]);
+    let mut bench = Bench::new(&plain.with_sinks(true), Options::new());
+    let sinks = bench.own.sinks.take();
+    refused(bench.own.forward(&mut bench.rank, &bench.plan), &["sinks is not given", "6 q heads"]);
+    bench.own.sinks = Some(vec![0.0; 5]);
+    refused(bench.own.forward(&mut bench.rank, &bench.plan), &["sinks is 5 entries", "6 q heads"]);
+    bench.own.sinks = sinks;
+    let dsinks = bench.own.dsinks.take();
+    refused(bench.own.backward(&mut bench.rank, &bench.plan), &["dsinks is not given", "6 q heads"]);
+    bench.own.dsinks = Some(vec![0.0; 7]);
+    refused(bench.own.backward(&mut bench.rank, &bench.plan), &["dsinks is 7 entries", "6 q heads"]);
+    bench.own.dsinks = dsinks;
+    assert!(bench.own.is_untouched());
+    // Without types, too.
+    let mut bare = Bench::new(&problem(), Options::new());
+    let mut list = bare.tensors(Direction::Forward);
+    list.push((TensorId::Sinks, list[0].1));
+    refused(bare.run(Direction::Forward, &list), &["sinks is given"]);
+}
+
+/// Runs on threads; every rank's own result.
+fn on_ranks<R: Send>(world: usize, each: impl Fn(Rank) -> R + Sync) -> Vec<R> {
+    thread::scope(|scope| {
+        let ends = local::group(world, Duration::from_secs(30)).unwrap();
+        let threads: Vec<_> = ends.into_iter().map(|end| scope.spawn(|| each(Rank::new(end)))).collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    })
+}
+
+/// Every way in which one rank may have planned something else: found on every rank, nothing written, and the ranks go
+/// on with equal plans afterwards.
+#[test]
+fn traces_that_no_memory_holds() {
+    let found = on_ranks(1, |mut rank| rank.record(std::time::Instant::now(), usize::MAX));
+    found.into_iter().for_each(|result| refused(result, &["capacity", "18446744073709551615", "16777216"]));
+}
+
+#[test]
+fn ranks_that_planned_different_things() {
+    let base = problem();
+    let o = Options::new;
+    let plan = |p: &Problem, mesh, layout, options| Plan::with_options(p, mesh, layout, options).unwrap();
+    let (mesh, layout) = (ring(3), Layout::Striped { stripe: 2 });
+    let of = |p: Problem| plan(&p, mesh, layout, o());
+    let shifted = Batch::cross(&[0, 7, 11], &[0, 7, 11], Some(&[0, 1])).unwrap();
+    let longer = Batch::cross(&[0, 7, 11], &[0, 7, 12], None).unwrap();
+    let with = |b: Batch| Problem::new(b, 6, 3, 8, Dtype::F32);
+    let others = [
+        ("documents", of(with(Batch::from_lengths(&[4, 7]).unwrap()))),
+        ("k's documents", of(with(longer))),
+        ("q_start", of(with(shifted))),
+        ("heads", of(Problem::new(batch(), 3, 3, 8, Dtype::F32))),
+        ("kv_heads", of(Problem::new(batch(), 6, 6, 8, Dtype::F32))),
+        ("head_dim", of(Problem::new(batch(), 6, 3, 4, Dtype::F32))),
+        ("value_dim", of(base.clone().with_value_dim(4))),
+        ("mask", of(base.clone().with_mask(Mask::full()))),
+        ("window", of(base.clone().with_mask(Mask::sliding(3)))),
+        ("scale", of(base.clone().with_scale(0.5))),
+        ("softcap", of(base.clone().with_softcap(9.0))),
+        ("alibi_slopes", of(base.clone().with_alibi_slopes(&[0.5; 6]))),
+        ("sinks", of(base.clone().with_sinks(true))),
+        ("stripe", plan(&base, mesh, Layout::Striped { stripe: 3 }, o())),
+        ("layout", plan(&base, mesh, Layout::Zigzag, o())),
+        ("mesh", plan(&base, Mesh::ulysses(3).unwrap(), layout, o())),
+        ("gather", plan(&base, mesh, layout, o().gather(true))),
+        ("gather together", plan(&base, mesh, layout, o().gather(Gather::Together))),
+        ("passes", plan(&base, mesh, layout, o().passes(2))),
+        ("circulate", plan(&base, mesh, layout, o().circulate(Circulate::Queries))),
+        ("wire", plan(&base, mesh, layout, o().wire(Wire::Bf16))),
+        ("reproducible", plan(&base, mesh, layout, o().reproducible(true))),
+    ];
+    let ours = of(base.clone());
+    let half = Problem::new(batch(), 6, 3, 8, Dtype::Bf16);
+    assert_ne!(ours.fingerprint(), plan(&half, mesh, layout, o()).fingerprint(), "dtype");
+    for (what, other) in &others {
+        for odd in 0..3 {
+            on_ranks(3, |mut rank| {
+                let r = rank.rank();
+                let plan = if r == odd { other } else { &ours };
+                let data = Data::<f32>::random(plan.problem(), 5);
+                let mut own = Own::new(plan, &data, r, compact);
+                let error = own.forward(&mut rank, plan).unwrap_err();
+                let text = error.to_string();
+                let Error::Disagreement { rank: reporter, peer, ours: mine, theirs, .. } = error else {
+                    panic!("{text}")
+                };
+                // The first rank whose plan differs.
+                let expected = if r != odd { odd } else { usize::from(odd == 0) };
+                assert_eq!((reporter, peer), (r, expected), "{what}: {text}");
+                assert!(text.contains("the forward of") && text.contains(&plan.mesh().to_string()), "{what}: {text}");
+                assert!(mine != theirs && own.is_untouched(), "{what}");
+                // Equal plans run on the same ranks.
+                let data = Data::<f32>::random(ours.problem(), 5);
+                let mut own = Own::new(&ours, &data, r, compact);
+                own.forward(&mut rank, &ours).unwrap();
+                own.backward(&mut rank, &ours).unwrap();
+            });
+        }
+    }
+    // One rank already runs the backward.
+    let data = Data::<f32>::random(&base, 5);
+    let errors = on_ranks(3, |mut rank| {
+        let mut own = Own::new(&ours, &data, rank.rank(), compact);
+        let back = rank.rank() == 1;
+        let result = if back { own.backward(&mut rank, &ours) } else { own.forward(&mut rank, &ours) };
+        assert!(own.is_untouched());
+        result
+    });
+    assert!(errors.iter().all(|e| matches!(e, Err(Error::Disagreement { .. }))), "{errors:?}");
+}
+
+/// What is sent as it lies must lie end to end, unless the plan packs it; which tensors these are depends on the side
+/// that travels.
+#[test]
+fn strides_of_what_is_sent() {
+    let data = Data::<f32>::random(&problem(), 5);
+    for (circulate, mesh, forward, backward) in [
+        (Circulate::Keys, ring(3), Some("k.token_stride"), Some("k.token_stride")),
+        (Circulate::Queries, ring(3), Some("k.token_stride"), Some("q.token_stride")),
+        (Circulate::Auto, Mesh::ulysses(3).unwrap(), None, None),
+    ] {
+        let plan = |pack| {
+            let options = Options::new().circulate(circulate).pack_inputs(pack);
+            Plan::with_options(&problem(), mesh, Layout::Zigzag, options).unwrap()
+        };
+        let run = |pack: bool, direction: Direction| {
+            let plan = plan(pack);
+            on_ranks(3, |mut rank| {
+                let mut own = Own::new(&plan, &data, rank.rank(), gaps);
+                let result = match direction {
+                    Direction::Forward => own.forward(&mut rank, &plan),
+                    Direction::Backward => own.backward(&mut rank, &plan),
+                };
+                assert!(result.is_ok() || own.is_untouched());
+                result
+            })
+        };
+        for (direction, words) in [(Direction::Forward, forward), (Direction::Backward, backward)] {
+            for result in run(false, direction) {
+                match words {
+                    Some(words) => refused(result, &[words, "sent as it lies", "pack_inputs"]),
+                    None => result.unwrap(),
+                }
+            }
+            run(true, direction).into_iter().for_each(|r| r.unwrap());
+        }
+    }
+}
+
+#[test]
+fn workspaces() {
+    let plan = Plan::new(&problem(), ring(2), Layout::Zigzag).unwrap();
+    let mut rank = Rank::new(local::group(2, Duration::from_secs(9)).unwrap().remove(0));
+    let needed = rank.workspace_bytes(&plan, Direction::Forward).unwrap();
+    let mut memory = vec![0u8; needed as usize + 2 * ALIGNMENT as usize];
+    let start = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(ALIGNMENT as usize));
+    // SAFETY: nothing runs on what is lent here, and `memory` outlives the rank's use of it.
+    refused(unsafe { rank.lend_workspace(start.wrapping_add(8), 8) }, &["workspace", "multiple of 256"]);
+    // SAFETY: as above.
+    unsafe { rank.lend_workspace(start, needed as usize - 1) }.unwrap();
+    let mut own = Own::new(&plan, &Data::<f32>::random(&problem(), 5), 0, compact);
+    let words = [format!("workspace is {} bytes", needed - 1), format!("at least {needed} bytes")];
+    let words = [&*words[0], &*words[1], "for its workspace, and lend the largest"];
+    refused(own.forward(&mut rank, &plan), &words);
+    refused(rank.prepare(&plan, Direction::Forward), &words);
+    assert!(own.is_untouched() && memory.iter().all(|&b| b == 0));
+
+    // A tensor in the part of the workspace that the run uses would be lost, or read as something else.
+    let alone = Plan::new(&problem(), Mesh::single(), Layout::Contiguous).unwrap();
+    let mut rank = Rank::new(local::group(1, Duration::from_secs(9)).unwrap().remove(0));
+    let needed = rank.workspace_bytes(&alone, Direction::Backward).unwrap() as usize;
+    let mut memory = vec![0f32; (needed + ALIGNMENT as usize) / 4 + 11 * 6 * 8];
+    let start = memory.as_mut_ptr().cast::<u8>();
+    let start = start.wrapping_add(start.align_offset(ALIGNMENT as usize));
+    // SAFETY: `memory` outlives the rank; where a tensor lies in it, the run is refused or does not work there.
+    unsafe { rank.lend_workspace(start, needed) }.unwrap();
+    let mut buffers = vec![vec![0f32; 11 * 6 * 8]; 9];
+    let mut tensor =
+        |i: usize, heads, dim| RawTensor::compact(buffers[i].as_mut_ptr().cast(), Dtype::F32, 11, heads, dim);
+    let good = Bindings::default()
+        .with(TensorId::Q, tensor(0, 6, 8))
+        .with(TensorId::K, tensor(1, 3, 8))
+        .with(TensorId::V, tensor(2, 3, 8))
+        .with(TensorId::O, tensor(3, 6, 8))
+        .with(TensorId::DO, tensor(4, 6, 8))
+        .with(TensorId::Lse, tensor(5, 6, 1))
+        .with(TensorId::Dq, tensor(6, 6, 8))
+        .with(TensorId::Dk, tensor(7, 3, 8))
+        .with(TensorId::Dv, tensor(8, 3, 8));
+    for (tensor, name) in [(TensorId::DO, "do"), (TensorId::Dq, "dq")] {
+        let inside = good.with(tensor, RawTensor { ptr: start.wrapping_add(needed - 4), ..*good.get(tensor) });
+        let words = ["workspace", "overlaps", name];
+        // SAFETY: refused, or all of it is valid memory of this thread's.
+        refused(unsafe { rank.run(&alone, Direction::Backward, &inside) }, &words);
+        let behind = good.with(tensor, RawTensor { ptr: start.wrapping_add(needed), ..*good.get(tensor) });
+        // SAFETY: as above.
+        unsafe { rank.run(&alone, Direction::Backward, &behind) }.unwrap();
+    }
+}
+
+#[test]
+fn a_tensor_that_is_not_given_is_named() {
+    let mut bench = Bench::new(&problem(), Options::new());
+    // SAFETY: refused before anything is touched.
+    let result = unsafe { bench.rank.run(&bench.plan, Direction::Forward, &Bindings::default()) };
+    refused(result, &["q is not given, expected f32 of shape [11, 6, 8]", "tensor of 0 rows"]);
+}
+
+#[test]
+fn tensors_of_the_wrong_length_say_what_a_rank_brings() {
+    // cu_seqlens that end elsewhere than the tensors: 11 tokens planned, 12 brought.
+    let mut bench = Bench::new(&problem(), Options::new());
+    let longer = Plan::new(
+        &Problem::new(Batch::from_lengths(&[7, 5]).unwrap(), 6, 3, 8, Dtype::F32),
+        Mesh::single(),
+        Layout::Contiguous,
+    );
+    let longer = longer.unwrap();
+    let mut own = Own::new(&longer, &Data::<f32>::random(longer.problem(), 1), 0, compact);
+    refused(
+        own.forward(&mut bench.rank, &bench.plan),
+        &["q.tokens is 12, expected 11", "cu_seqlens", "its shard of the plan"],
+    );
+    own.q = bench.own.q.clone();
+    refused(own.forward(&mut bench.rank, &bench.plan), &["k.tokens is 12, expected 11"]);
+    refused(bench.plan.shard(Side::Q, 0, &[0f32; 12], 1), &["full is 12 values", "11"]);
+}

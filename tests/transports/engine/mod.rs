@@ -1,0 +1,444 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Ranks over an engine of sends and receives: what arrives, what is refused, and who is named when something fails.
+//!
+//! The engine is one between threads (`engine/mail.rs`). A rank that is stopped makes no call of it return, and its listener gives no
+//! answer; to the others it looks like a process that was stopped or killed.
+
+mod group;
+mod mail;
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Barrier,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use cpattn::{
+    Batch, Cause, Dtype, Error, Forward, Layout, Mesh, Plan, Problem, Rank, Side, View, ViewMut,
+    error::{RunKind, RunName},
+    transport::{Label, Message, Transport, local},
+};
+use group::{LONG, SHORT, exchange, found, named, play, says};
+use mail::{Mail, Office};
+
+fn forward(end: impl Transport + 'static) -> Vec<f32> {
+    let p = Problem::new(Batch::new(&[0, 9, 700]).unwrap(), 4, 2, 64, Dtype::F32);
+    let plan = Plan::new(&p, Mesh::explicit(4, 2, 2).unwrap(), Layout::Zigzag).unwrap();
+    let mut rank = Rank::new(end);
+    let n = plan.local_tokens(Side::Q, rank.rank());
+    let numbers = |count: usize, seed: usize| -> Vec<f32> {
+        (0..count).map(|i| ((i * 7 + seed + rank.rank()) % 13) as f32 * 0.1).collect()
+    };
+    let (q, k, v) = (numbers(n * 4 * 64, 1), numbers(n * 2 * 64, 2), numbers(n * 2 * 64, 3));
+    let (mut o, mut lse) = (vec![0.0f32; n * 4 * 64], vec![0.0f32; n * 4]);
+    for _ in 0..3 {
+        let t = Forward {
+            q: View::new(&q, n, 4, 64).unwrap(),
+            k: View::new(&k, n, 2, 64).unwrap(),
+            v: View::new(&v, n, 2, 64).unwrap(),
+            sinks: None,
+            o: ViewMut::new(&mut o, n, 4, 64).unwrap(),
+            lse: ViewMut::head_major(&mut lse, n, 4).unwrap(),
+        };
+        rank.forward(&plan, t).unwrap();
+    }
+    o
+}
+
+#[test]
+fn runs_have_the_bits_of_those_between_threads() {
+    let all: Vec<_> = (0..4).collect();
+    let got = play(4, LONG, &all, |_, end, _| {
+        end.connect().unwrap();
+        // Made by one, used by another.
+        forward(Arc::new(end))
+    });
+    let want: Vec<_> = thread::scope(|scope| {
+        let threads: Vec<_> = local::group(4, LONG).unwrap().into_iter().map(|e| scope.spawn(|| forward(e))).collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    assert_eq!(got.into_values().collect::<Vec<_>>(), want);
+}
+
+#[test]
+fn messages_of_all_sizes_arrive_and_small_ones_travel_together() {
+    let sizes = [3, 40_000, 40_000, 70_000, 1, 2, 3, 200_000, 65_536, 65_535];
+    play(3, LONG, &[0, 1, 2], |rank, end, _| {
+        end.connect().unwrap();
+        let (next, last) = ((rank + 1) % 3, (rank + 2) % 3);
+        for _ in 0..20 {
+            let lists = [next, last].map(|peer| sizes.map(|bytes| (peer, bytes)));
+            let received = exchange(&end, named(1), &lists[0], &lists[1]).unwrap();
+            assert!(received.iter().zip(sizes).all(|(m, size)| *m == vec![last as u8 + 1; size]));
+            assert_eq!(end.agree(0..3, 5), Ok(()));
+        }
+    });
+    let posts = play(2, LONG, &[0, 1], |rank, end, office| {
+        end.connect().unwrap();
+        let before = office.posts.load(Ordering::Relaxed);
+        end.agree(0..2, 5).unwrap();
+        exchange(&end, named(1), &[(1 - rank, 10); 3], &[(1 - rank, 10); 3]).unwrap();
+        end.agree(0..2, 5).unwrap();
+        office.posts.load(Ordering::Relaxed) - before
+    });
+    // Two agreements and one exchange, of a send and a receive on both ranks each.
+    assert!(posts.values().all(|&n| n <= 12) && posts.values().any(|&n| n >= 9), "{posts:?}");
+}
+
+#[test]
+fn sizes_that_differ_are_named_on_every_rank() {
+    for (sent, expected, others) in [
+        (&[50][..], &[3][..], ""),
+        (&[3], &[50], ""),
+        (&[200_000], &[3], ""),
+        (&[3], &[200_000], ""),
+        (&[300_000], &[200_000], ""),
+        (&[10, 20], &[20, 10], " of other sizes"),
+        (&[10, 20], &[30], ""),
+        (&[60_000, 50_000], &[50_000, 60_000], " of other sizes"),
+        (&[40_000, 40_000], &[80_000], ""),
+    ] {
+        let said = play(3, LONG, &[0, 1, 2], |rank, end, _| {
+            end.connect().unwrap();
+            let list = |peer| [sent, expected][rank.min(1)].iter().map(|&bytes| (peer, bytes)).collect::<Vec<_>>();
+            let label = Label::new("ring", 3);
+            let first = match rank {
+                0 => exchange(&end, label, &list(1), &[]).map(|_| ()),
+                1 => exchange(&end, label, &[], &list(0)).map(|_| ()),
+                _ => exchange(&end, label, &[], &[(1, 8)]).map(|_| ()),
+            };
+            // A small message may leave before its sizes are compared.
+            found(first.and_then(|()| exchange(&end, label, &[], &[(1, 8)]).map(|_| ())))
+        });
+        let counted = |sizes: &[usize]| {
+            let s = if sizes.len() == 1 { "" } else { "s" };
+            format!("{} bytes in {} message{s}", sizes.iter().sum::<usize>(), sizes.len())
+        };
+        let words = format!(
+            "rank 0 sends {} and runs no plan, rank 1 expects {}{others} (ring, step 3) and runs no plan: all ranks of a group must \
+             make the same calls",
+            counted(sent),
+            counted(expected)
+        );
+        for (rank, peer) in [1, 0, 0].into_iter().enumerate() {
+            says(&said[&rank], Some(peer), &words);
+            assert!(!said[&rank].1);
+        }
+    }
+}
+
+#[test]
+fn plans_that_differ_are_a_disagreement() {
+    for agrees in [false, true] {
+        let said = play(2, SHORT, &[0, 1], |rank, end, _| {
+            end.connect().unwrap();
+            let peer = 1 - rank;
+            if agrees && rank == 1 {
+                end.announce(Some(RunName::new(RunKind::Forward, 8)));
+                return found(end.agree(0..2, 8));
+            }
+            found(exchange(&end, named(7 + rank as u64), &[(peer, 8)], &[(peer, 8)]))
+        });
+        for rank in 0..2 {
+            says(&said[&rank], Some(1 - rank), "of plan 0000000000000007");
+            says(&said[&rank], Some(1 - rank), "of plan 0000000000000008");
+            says(&said[&rank], Some(1 - rank), "must make the same calls");
+            assert!(said[&rank].1, "{said:?}");
+        }
+    }
+    let outcomes = play(3, LONG, &[0, 1, 2], |rank, end, _| {
+        end.connect().unwrap();
+        let differ = end.agree(0..3, u64::from(rank == 1)).unwrap_err();
+        // All of them know, and may go on.
+        assert_eq!((end.poll(), end.agree(0..3, 4)), (Ok(()), Ok(())));
+        differ.peer()
+    });
+    assert_eq!(outcomes.into_values().collect::<Vec<_>>(), [Some(1), Some(0), Some(1)]);
+}
+
+#[test]
+fn what_breaks_the_contract_is_refused_and_touches_nothing() {
+    play(2, LONG, &[0, 1], |rank, end, _| {
+        let refused = |outcome: Result<(), Error>, words: &str| {
+            let text = outcome.unwrap_err().to_string();
+            assert!(text.contains(words), "{text}");
+        };
+        refused(end.agree(0..2, 1), "connect it first, on all ranks");
+        end.connect().unwrap();
+        let mut byte = 0u8;
+        let good = Message { peer: 1 - rank, ptr: &raw mut byte, bytes: 1 };
+        for (bad, words) in [
+            (Message { peer: 2, ..good }, "peer is 2, expected a rank below 2"),
+            (Message { peer: rank, ..good }, "expected another rank"),
+            (Message { bytes: 0, ..good }, "bytes is 0, expected at least 1"),
+            (Message { ptr: std::ptr::null_mut(), ..good }, "ptr is null"),
+        ] {
+            let list = [good, bad];
+            // SAFETY: refused before anything moves.
+            let both = unsafe { [end.exchange(named(1), &list, &[]), end.exchange(named(1), &[], &list)] };
+            for (outcome, list) in both.into_iter().zip(["sends[1].", "recvs[1]."]) {
+                refused(outcome, &format!("{list}{words}").replace("expected another rank", ""));
+            }
+        }
+        for group in [0..3, 1 - rank..2 - rank, rank..rank] {
+            refused(end.agree(group, 1), "a range within 0 to 2 that contains rank");
+        }
+        assert_eq!(exchange(&end, named(1), &[(1 - rank, 4)], &[(1 - rank, 4)]).unwrap(), [[2 - rank as u8; 4]]);
+    });
+    let office = Arc::new(Office::default());
+    for (world, deadline) in [(0, LONG), (1, Duration::ZERO)] {
+        let end = std::panic::catch_unwind(|| Mail::end(&office, 0, world, deadline));
+        assert!(end.is_err());
+    }
+}
+
+/// Returns when so many ranks have counted themselves, and at the latest after [`LONG`].
+fn wait_for(count: &AtomicUsize, ranks: usize) {
+    let end = Instant::now() + LONG;
+    while count.load(Ordering::Acquire) < ranks && Instant::now() < end {
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Each rank waits for a message of the next one; the last one does something else.
+fn chain(how: &'static str) -> BTreeMap<usize, (Option<usize>, bool, String)> {
+    let awaited: &[usize] = if matches!(how, "stopped" | "aborts, ends") { &[0, 1, 2] } else { &[0, 1, 2, 3] };
+    // A rank that fails closes the engines of others, which may not have left the agreement yet.
+    let met = Barrier::new(4);
+    play(4, SHORT, awaited, |rank, end, office| {
+        end.connect().unwrap();
+        end.agree(0..4, 1).unwrap();
+        met.wait();
+        let next = (rank + 1) % 4;
+        match how {
+            _ if rank < 3 => thread::sleep(SHORT.mul_f64(0.3) * rank as u32),
+            "stopped" => office.change(|state| state.stopped.extend([3])),
+            "left" => {
+                drop(end);
+                return (Some(3), false, String::new());
+            }
+            "aborts" => end.abort(Cause::Aborted),
+            // And holds the store, which ends with it.
+            "aborts, ends" => {
+                end.abort(Cause::Aborted);
+                office.change(|state| {
+                    state.store_gone = true;
+                    state.stopped.extend([3]);
+                });
+            }
+            "broken" => office.change(|state| state.broken = Some(3)),
+            "idle" => {
+                thread::sleep(4 * SHORT);
+                return found(end.poll().inspect_err(|error| {
+                    let again = end.poll().unwrap_err();
+                    assert_eq!(again.peer(), error.peer());
+                }));
+            }
+            _ => {}
+        }
+        let first = found(exchange(&end, Label::new("ring", 3), &[], &[(next, 16)]));
+        // A group that failed stays failed, and says so at once.
+        let began = Instant::now();
+        let again = found(exchange(&end, Label::new("ring", 4), &[(next, 16)], &[]));
+        assert!(again.0 == first.0 && began.elapsed() < SHORT / 2, "{first:?}, then {again:?}");
+        says(&again, first.0, "the group failed before: ");
+        first
+    })
+}
+
+#[test]
+fn the_rank_at_fault_is_named_and_not_those_who_wait() {
+    for (how, words) in [
+        ("stopped", "; rank 3 gives no answer: it was killed, is stopped, or is cut off; "),
+        ("left", "; rank 3 has left the group; "),
+        ("aborts", "rank 3 aborted the run"),
+        ("aborts, ends", "rank 3 aborted the run"),
+        ("broken", "rank 3 failed by itself (the engine broke)"),
+        ("idle", "rank 3 is in no call of the group, while others wait for it"),
+    ] {
+        let said = chain(how);
+        for (rank, said) in said {
+            if how != "left" || rank < 3 {
+                says(&said, Some(3), words);
+            }
+            if how == "stopped" {
+                let begins = format!("rank {rank}, ring, step 3: receiving 16 bytes, rank {} failed", rank + 1);
+                assert!(said.2.starts_with(&begins), "{}", said.2);
+            }
+        }
+    }
+}
+
+/// Rank 0 holds the store and ends once it has its error; rank 1 needs longer to learn which rank is at fault.
+#[test]
+fn the_store_may_end_with_the_first_error() {
+    let met = Barrier::new(3);
+    let said = play(3, SHORT, &[0, 1], |rank, end, office| {
+        end.connect().unwrap();
+        end.agree(0..3, 1).unwrap();
+        met.wait();
+        office.change(|state| state.far = Some(1));
+        if rank == 2 {
+            office.change(|state| state.stopped.extend([2]));
+        }
+        let outcome = found(exchange(&end, Label::new("ring", 3), &[], &[((rank + 2) % 3, 16)]));
+        if rank == 0 {
+            office.change(|state| state.store_gone = true);
+        }
+        outcome
+    });
+    for rank in [0, 1] {
+        says(&said[&rank], Some(2), "; rank 2 gives no answer: ");
+    }
+}
+
+#[test]
+fn ranks_that_wait_for_each_other_cannot_tell() {
+    let said = play(3, SHORT, &[0, 1, 2], |rank, end, _| {
+        end.connect().unwrap();
+        end.agree(0..3, 1).unwrap();
+        found(exchange(&end, Label::new("ring", 3), &[], &[((rank + 1) % 3, 16)]))
+    });
+    for said in said.values() {
+        says(said, None, "which rank is at fault cannot be told: ranks wait for each other; ");
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_come_or_comes_late() {
+    // The library gives the store ten seconds at least; the engine gives up after three.
+    let gave_up = AtomicUsize::new(0);
+    let said = play(3, SHORT, &[0, 1, 2], |rank, end, _| {
+        if rank == 1 {
+            wait_for(&gave_up, 2);
+        }
+        let connected = end.connect();
+        gave_up.fetch_add(1, Ordering::Release);
+        assert!(end.agree(0..3, 1).is_err());
+        found(connected)
+    });
+    for rank in [0, 2] {
+        says(&said[&rank], Some(1), "making the transport, step 0: not all ranks made their transport, after ");
+        says(&said[&rank], Some(1), "; rank 1 did not come");
+    }
+    // The first to give up may end the wait of the other before its engine has said why.
+    assert!([0, 2].iter().any(|rank| said[rank].2.ends_with("; engine: the time has passed")), "{said:?}");
+    says(&said[&1], Some(1), "the others gave up before this rank made its transport; rank 1 did not come");
+}
+
+#[test]
+fn a_rank_that_fails_to_connect_ends_the_wait_of_the_others() {
+    let said = play(3, LONG, &[0, 1, 2], |rank, end, office| {
+        office.change(|state| state.broken = Some(1));
+        let began = Instant::now();
+        (rank, found(end.connect()), began.elapsed())
+    });
+    for (rank, outcome, took) in said.into_values() {
+        says(&outcome, Some(1), "rank 1 failed by itself (the engine broke)");
+        assert!(took < LONG / 4, "rank {rank} took {took:?}");
+    }
+}
+
+#[test]
+fn a_store_that_is_missing_stopped_or_gone() {
+    let told = |change: fn(&mut mail::State)| {
+        play(2, SHORT, &[0], move |rank, end, office| {
+            end.connect().unwrap();
+            end.agree(0..2, 1).unwrap();
+            office.change(change);
+            if rank == 1 { (None, false, String::new()) } else { found(exchange(&end, named(1), &[], &[(1, 16)])) }
+        })
+        .remove(&0)
+        .unwrap()
+    };
+    says(
+        &told(|state| state.store_stopped = true),
+        None,
+        "the store of the process group did not answer within 2.0 s; see ",
+    );
+    says(&told(|state| state.store_gone = true), None, "is gone (no connection to the store)");
+    let none = play(2, SHORT, &[0], |rank, end, office| {
+        office.change(|state| state.no_store = true);
+        end.connect().unwrap();
+        if rank == 1 { (None, false, String::new()) } else { found(exchange(&end, named(1), &[], &[(1, 16)])) }
+    });
+    says(&none[&0], None, "cannot be told: the store has no second connection (there is none)");
+    // Before the group is made.
+    let began = Instant::now();
+    let said = play(1, SHORT, &[0], |_, end, office| {
+        office.change(|state| state.store_stopped = true);
+        found(end.connect())
+    });
+    says(&said[&0], None, "no transport was made, after 1");
+    says(&said[&0], None, "the process that holds the store does not answer");
+    assert!(began.elapsed() < Duration::from_secs(30));
+}
+
+#[test]
+fn an_abort_ends_any_wait_at_once() {
+    for connecting in [true, false] {
+        let ended = AtomicUsize::new(0);
+        let said = play(2, LONG, &[0], |rank, end, _| {
+            if rank == 1 {
+                if !connecting {
+                    end.connect().unwrap();
+                    end.agree(0..2, 1).unwrap();
+                }
+                wait_for(&ended, 1);
+                return (None, false, String::new());
+            }
+            if !connecting {
+                end.connect().unwrap();
+                end.agree(0..2, 1).unwrap();
+            }
+            thread::scope(|scope| {
+                scope.spawn(|| {
+                    thread::sleep(Duration::from_millis(300));
+                    end.abort(Cause::Aborted);
+                });
+                let began = Instant::now();
+                let outcome =
+                    if connecting { end.connect() } else { exchange(&end, named(1), &[], &[(1, 16)]).map(|_| ()) };
+                assert!(began.elapsed() < Duration::from_secs(15));
+                ended.fetch_add(1, Ordering::Release);
+                found(outcome)
+            })
+        });
+        says(&said[&0], Some(0), "rank 0 aborted the run");
+    }
+}
+
+/// An abort waits for what it tells the others, and never longer than the search for the rank at fault may take.
+#[test]
+fn an_abort_returns_where_nobody_can_be_told() {
+    let changes: [fn(&mut mail::State); 3] = [
+        |state| state.store_stopped = true,
+        |state| state.store_gone = true,
+        // The other rank does not answer.
+        |state| state.stopped.extend([1]),
+    ];
+    for change in changes {
+        let aborted = AtomicUsize::new(0);
+        play(2, SHORT, &[0], |rank, end, office| {
+            end.connect().unwrap();
+            end.agree(0..2, 1).unwrap();
+            if rank == 0 {
+                office.change(change);
+                let began = Instant::now();
+                end.abort(Cause::Aborted);
+                let took = began.elapsed();
+                assert!(took < Duration::from_secs(2), "{took:?}");
+                let again = Instant::now();
+                end.abort(Cause::Aborted);
+                assert!(again.elapsed() < SHORT / 2);
+                aborted.fetch_add(1, Ordering::Release);
+            } else {
+                wait_for(&aborted, 1);
+            }
+        });
+    }
+}
