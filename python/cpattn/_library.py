@@ -1,70 +1,49 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Finds the shared library, loads it once, and turns statuses into exceptions.
 
-Where it is looked for, the first that is there:
+It is the path in the environment variable CPATTN_LIBRARY, if that is set; else the library that `pip install` built into this package;
+else, in a checkout, target/capi/lib, where `capi/build` and an editable installation put it.
 
-1. the environment variable CPATTN_LIBRARY, a path. If it is set, nothing else is tried;
-2. target/capi/lib of the checkout that this package lies in (not after a plain `pip install`, which copies it);
-3. lib of this Python's prefix: `capi/build PREFIX` with the prefix of a virtual environment puts it there;
-4. wherever the system's loader looks for libcpattn.so.0.1.
-
-Calls go through ctypes.CDLL, which lets go of Python's lock: the ranks of one process are ordinary threads.
+Calls go through ctypes.CDLL, which lets go of Python's lock: the ranks of one process are ordinary threads. Numbers are checked
+against the types of the header's parameters, by whose names they are refused.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import sys
-from collections.abc import Iterator
 from ctypes import byref, c_char_p, c_int32, c_int64, c_size_t, c_uint32
-from pathlib import Path
 from typing import Any
 
 from . import _header, errors
+from ._check import RANGES, c_value
 
-SONAME = "libcpattn.so.0.1"
-
-
-def _places() -> Iterator[str]:
-    named = os.environ.get("CPATTN_LIBRARY")
-    if named:
-        yield named
-        return
-    checkout = Path(__file__).resolve().parents[2]
-    # An installed package lies somewhere else, and only a checkout has the header there.
-    if (checkout / "include/cpattn.h").exists():
-        yield str(checkout / "target/capi/lib" / SONAME)
-    yield str(Path(sys.prefix) / "lib" / SONAME)
-    yield SONAME
+_OWN, _BUILT = _header.HERE / "libcpattn.so", _header.HERE.parents[1] / "target/capi/lib/libcpattn.so"
 
 
 def _load() -> ctypes.CDLL:
-    tried = []
-    for place in _places():
-        try:
-            library = ctypes.CDLL(place)
-            library.cpattn_version.restype = c_uint32
-            break
-        except (OSError, AttributeError) as error:
-            tried.append(f"  {place}: {error}")
-    else:
+    place = os.environ.get("CPATTN_LIBRARY") or str(_OWN if _OWN.exists() else _BUILT)
+    try:
+        library = ctypes.CDLL(place)
+        library.cpattn_version.restype = c_uint32
+    except (OSError, AttributeError) as error:
         raise errors.LibraryError(
-            "no cpattn library was found:\n" + "\n".join(tried) + "\nBuild it with capi/build of the cpattn checkout; "
-            "then set CPATTN_LIBRARY to the libcpattn.so that it names, or give capi/build this prefix: " + sys.prefix
-        )
-    version = library.cpattn_version()
-    if version // 100 != _header.VERSION_MAJOR * 100 + _header.VERSION_MINOR:
+            f"no cpattn library was found: {error}\nIn a checkout of cpattn, `pip install ./python` builds and installs it, capi/build "
+            "builds it for use from the checkout, and CPATTN_LIBRARY names a libcpattn.so that lies somewhere else"
+        ) from error
+    version, (major, minor) = library.cpattn_version(), (_header.VERSION_MAJOR, _header.VERSION_MINOR)
+    if version // 100 != major * 100 + minor:
         raise errors.LibraryError(
             f"{place} is cpattn {version // 10000}.{version // 100 % 100}.{version % 100}; this package needs "
-            f"{_header.VERSION_MAJOR}.{_header.VERSION_MINOR}: build library and package from one checkout"
+            f"{major}.{minor}: build library and package from one checkout"
         )
     library.cpattn_last_error.restype = c_char_p
     library.cpattn_last_error_peer.restype = c_int64
     library.cpattn_status_name.restype = c_char_p
-    for name, arguments in _header.FUNCTIONS.items():
-        function = getattr(library, "cpattn_" + name)
-        function.argtypes, function.restype = arguments, c_int32
+    for name, parameters in _header.FUNCTIONS.items():
+        # A library of an earlier patch may lack some.
+        if function := getattr(library, "cpattn_" + name, None):
+            function.argtypes, function.restype = [kind for _, kind in parameters], c_int32
     return library
 
 
@@ -79,7 +58,9 @@ def library_version() -> str:
 
 def status_of(name: str, *arguments: Any) -> int:
     """Calls cpattn_`name`."""
-    status: int = getattr(_library, "cpattn_" + name)(*arguments)
+    declared = zip(_header.FUNCTIONS[name], arguments, strict=True)
+    given = (c_value(at, kind, value) if kind in RANGES else value for (at, kind), value in declared)
+    status: int = getattr(_library, "cpattn_" + name)(*given)
     return status
 
 
@@ -102,5 +83,5 @@ def text_of(name: str, *arguments: Any) -> str:
     needed = c_size_t()
     call(name, *arguments, None, 0, byref(needed))
     room = ctypes.create_string_buffer(needed.value)
-    call(name, *arguments, room, needed, byref(needed))
+    call(name, *arguments, room, needed.value, byref(needed))
     return room.value.decode()

@@ -19,12 +19,12 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from ctypes import byref, c_uint32, c_uint64, c_void_p
+from ctypes import byref, c_uint64, c_void_p
 from itertools import count
 from typing import Any
 
 from . import _header
-from ._check import RANGES, c_structs, instance, number, refused, whole
+from ._check import c_structs, instance, number, refused, whole
 from ._interruptible import ENDING, Interruptible
 from ._library import call, status_of
 from .errors import InvalidArgument
@@ -125,7 +125,7 @@ class EngineTransport(Transport):
 
     def agree(self, first: int, end: int, number: int) -> Sequence[int]:
         first, end = whole("first", first, 0, self.world), whole("end", end, 0, self.world)
-        numbers, number = (c_uint64 * max(end - first, 0))(), whole("number", number, *RANGES[c_uint64])
+        numbers = (c_uint64 * max(end - first, 0))()
         self._call("engine_agree", first, end, number, numbers)
         return list(numbers)
 
@@ -135,7 +135,7 @@ class EngineTransport(Transport):
         instance("operation", operation, str)
         if stream is not None:
             raise refused("stream", stream, "None is needed: an engine moves memory of the CPU")
-        step, both = whole("step", step, *RANGES[c_uint32]), (("sends", sends), ("recvs", recvs))
+        both = (("sends", sends), ("recvs", recvs))
         out, into = (c_structs(name, _header.Message, all_, Message, address="data") for name, all_ in both)
         self._call("engine_exchange", step, out, len(out), into, len(into))
 
@@ -247,14 +247,15 @@ def _release(context: int) -> None:
         pass
 
 
-_callbacks = {
-    "open": _header.Open(_guarded(lambda entry: entry.engine.open())),
-    "connect": _header.Open(_guarded(lambda entry: entry.engine.connect())),
-    "post": _header.Post(_guarded(_post)),
-    "wait": _header.Wait(_guarded(_wait)),
-    "close": _header.Abort(_close),
-    "put": _header.Put(_guarded(_put)),
-    "look": _header.Look(_guarded(_look)),
-    "wait_for": _header.WaitFor(_guarded(lambda entry, key: entry.engine.wait_for(key.decode()))),
-    "release": _header.Release(_release),
-}
+_callbacks = _header.callbacks(
+    _header.EngineTable,
+    open=_guarded(lambda entry: entry.engine.open()),
+    connect=_guarded(lambda entry: entry.engine.connect()),
+    post=_guarded(_post),
+    wait=_guarded(_wait),
+    close=_close,
+    put=_guarded(_put),
+    look=_guarded(_look),
+    wait_for=_guarded(lambda entry, key: entry.engine.wait_for(key.decode())),
+    release=_release,
+)

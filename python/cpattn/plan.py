@@ -2,8 +2,7 @@
 """Plans: what all ranks agree to compute, and who holds which tokens.
 
 A plan is a value. It is made from the documents of a batch, the same on every rank, and runs any number of times. The words
-are those of the header (`include/cpattn.h`), where each option is explained; 0 leaves a choice to the library wherever the
-header says so.
+are those of the header (`include/cpattn.h`); `PlanOptions` explains each option.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from . import _header
-from ._check import c_array, flag, number, one_of, whole
+from ._check import c_array, flag, instance, number, one_of, whole
 from ._header import UNLIMITED
 from ._library import call, status_of, text_of
 from .errors import InvalidArgument
@@ -36,7 +35,13 @@ class Kind(enum.IntEnum):
 
 
 class Layout(enum.IntEnum):
-    """How tokens are dealt to the ring ranks."""
+    """Which tokens each of the R ring ranks holds.
+
+    AUTO: whichever balances the work best. CONTIGUOUS: consecutive tokens of the batch. ZIGZAG: each document in 2R chunks, of
+    which rank r has chunk r and chunk 2R-1-r; slow for packs of short documents, which are cut for every rank. ZIGZAG_PACK: the same
+    with the whole batch in 2R chunks. STRIPED: token t goes to rank (t / layout_parameter) mod R. BALANCED: layout_parameter chunks
+    for each rank, assigned by mask area.
+    """
 
     AUTO, CONTIGUOUS, ZIGZAG, ZIGZAG_PACK, STRIPED, BALANCED = range(6)
 
@@ -70,8 +75,36 @@ class Direction(enum.IntEnum):
 
 
 class PlanOptions(TypedDict, total=False):
-    """Keywords of `Plan` that functions hand on. What is left out is as the header's INIT macros say; None where it may be given
-    is the same. Members of an enum may be given by their names, as strings."""
+    """Options of a plan. What is left out has the default named here; None, where it may be given, is the same. Members of an enum
+    may be given by their names, as strings.
+
+    What is computed:
+
+    - kv_heads: heads of k and v, of which `heads` is a multiple (`heads`). value_dim: the head dim of v and o (`head_dim`).
+    - kind: SOFTMAX, or OTHER for a kernel of your own between two all-to-alls, which needs ring 1 (SOFTMAX).
+    - window_left, window_right: how many keys before and after its own position a query sees (UNLIMITED, 0: causal).
+    - scale: the factor of q·k (1/√head_dim). softcap c: a score s becomes c·tanh(s/c) (0: none).
+    - alibi_slopes: one for each q head; a score loses slope·|distance| (none).
+    - sinks: whether each q head has a learnable logit that takes part in the softmax and has no value (False).
+
+    Over which ranks:
+
+    - ulysses: ranks that exchange tokens for heads, at most `heads`; ring: ranks that send each other k and v. Of two zeros both are
+      chosen; one zero becomes the number of ranks divided by the other (0, 0).
+    - layout: which tokens a rank of the ring holds (AUTO); see `Layout`. layout_parameter: the tokens of a stripe, or the chunks
+      that a rank gets in BALANCED; otherwise 0 (0).
+
+    How it runs:
+
+    - gather: STEPS, one ring step after another; OTHERS, k and v of all other ranks at once, while the kernel computes with the
+      rank's own; TOGETHER, all at once, then one call of the kernel, for many short documents; AUTO chooses between the first and the
+      last. True is OTHERS, False is STEPS (AUTO).
+    - passes: over groups of kv heads, 1 to kv_heads, which divide the workspace for k and v in flight (1).
+    - circulate: what is sent round the ring in the backward: KEYS (k, v), QUERIES (q and its gradients), or what takes fewer bytes (AUTO).
+    - wire: partial gradients are sent in f32 (FULL), or in BF16: half the bytes, each rounded once to 8 bits (FULL).
+    - reproducible: bit-equal results for any number of ranks; on the CPU (False).
+    - pack_inputs: tensors that are sent may have any strides, and are packed first; without it they must be compact (False).
+    """
 
     kv_heads: int | None
     value_dim: int | None
@@ -96,6 +129,7 @@ class PlanOptions(TypedDict, total=False):
 
 _ENUMS: dict[str, type[enum.IntEnum]] = {"kind": Kind, "layout": Layout, "circulate": Circulate, "wire": Wire, "gather": Gather}
 _FLAGS = {"sinks", "reproducible", "pack_inputs"}
+_RUNS = {"passes", "circulate", "wire", "gather", "reproducible", "pack_inputs"}
 _OPTIONAL = {"kv_heads", "value_dim", "scale", "softcap", "alibi_slopes"}
 
 
@@ -149,25 +183,45 @@ class Plan:
         world: int = 1,
         **options: Unpack[PlanOptions],
     ) -> None:
-        self.heads, self.head_dim, self.world = at_least_1("heads", heads), at_least_1("head_dim", head_dim), at_least_1("world", world)
-        given = checked(options, self.heads)
-        self.kv_heads, self.value_dim = given.get("kv_heads", self.heads), given.get("value_dim", self.head_dim)
-        self.dtype = one_of("dtype", dtype, Dtype)
-        given |= {"heads": self.heads, "head_dim": self.head_dim, "dtype": self.dtype, "world": self.world}
         ends = c_array("cu_seqlens", c_int32, cu_seqlens)
-        given |= {"cu_seqlens_q": ends, "documents": len(ends) - 1}
+        given: dict[str, Any] = {"cu_seqlens_q": ends, "documents": len(ends) - 1, "world": at_least_1("world", world)}
         if not len(ends):
             raise InvalidArgument("cu_seqlens has 0 entries, at least 1 is needed: 0")
         if cu_seqlens_k is not None:
             given["cu_seqlens_k"] = c_array("cu_seqlens_k", c_int32, cu_seqlens_k, len(ends))
         if q_start is not None:
             given["q_start"] = c_array("q_start", c_int64, q_start, len(ends) - 1)
+        self._make("plan_create", [], given, heads, head_dim, dtype, options)
+
+    @classmethod
+    def with_tokens_of(
+        cls, base: Plan, heads: int, head_dim: int, *, dtype: Dtype | str | None = None, **options: Unpack[PlanOptions]
+    ) -> Plan:
+        """A plan for another kind of layer over the documents of `base`, with its tokens: each rank holds the same ones in the
+        same order. Two plans made one by one may give ranks other tokens, often in equal numbers, which no shape tells.
+
+        Mesh and layout are those of `base`, and so are, unless given, dtype and how it runs (gather, passes, circulate, wire,
+        reproducible, pack_inputs). Mask, score and dims are as `Plan` has them: causal, without a window, unless given.
+        """
+        plan, given = cls.__new__(cls), {**instance("base", base, Plan)._how, "world": base.world}
+        plan._make("plan_with_tokens_of", [base.handle], given, heads, head_dim, base.dtype if dtype is None else dtype, options)
+        return plan
+
+    def _make(
+        self, call_of: str, base: list[Any], given: dict[str, Any], heads: int, head_dim: int, dtype: Any, options: PlanOptions
+    ) -> None:
+        self.heads, self.head_dim, self.world = at_least_1("heads", heads), at_least_1("head_dim", head_dim), given["world"]
+        given |= checked(options, self.heads)
+        self.kv_heads, self.value_dim = given.get("kv_heads", self.heads), given.get("value_dim", self.head_dim)
+        self.dtype = one_of("dtype", dtype, Dtype)
+        self._how = {name: given[name] for name in _RUNS & given.keys()}
+        given |= {"heads": self.heads, "head_dim": self.head_dim, "dtype": self.dtype}
         problem, how = (
             struct(**{name: given[name] for name, *_ in struct._fields_ if name in given})
             for struct in (_header.Problem, _header.Options)
         )
         self.handle = c_void_p()
-        call("plan_create", byref(problem), byref(how), byref(self.handle))
+        call(call_of, *base, byref(problem), byref(how), byref(self.handle))
         weakref.finalize(self, status_of, "plan_destroy", self.handle)
 
     def describe(self) -> _header.PlanInfo:
@@ -181,10 +235,18 @@ class Plan:
         """The number by which ranks compare their plans."""
         return int(self.describe().fingerprint)
 
+    @cached_property
+    def distribution(self) -> int:
+        """A number that names who holds which tokens: equal for two plans exactly if their documents are equal and each rank
+        holds the same tokens in the same order. Tensors of one distribution may meet every plan of it, and none of another."""
+        name = c_uint64()
+        call("plan_distribution", self.handle, byref(name))
+        return name.value
+
     def share(self, rank: int) -> _header.Share:
         """A rank's place in the mesh, its tokens (q_tokens, k_tokens) and its heads between the two all-to-alls."""
         share = _header.Share()
-        call("plan_share", self.handle, _rank(rank), byref(share))
+        call("plan_share", self.handle, rank, byref(share))
         return share
 
     def explain(self) -> str:
@@ -198,7 +260,7 @@ class Plan:
     def workspace(self, rank: int, direction: Direction) -> int:
         """Bytes that a run takes on a rank."""
         size = c_uint64()
-        call("plan_workspace", self.handle, _rank(rank), one_of("direction", direction, Direction), byref(size))
+        call("plan_workspace", self.handle, rank, one_of("direction", direction, Direction), byref(size))
         return size.value
 
     def tokens(self, side: Side, rank: int) -> array[int]:
@@ -211,13 +273,13 @@ class Plan:
 
     def shard(self, side: Side, rank: int, whole: Array, local: Array) -> None:
         """Copies a rank's rows of `whole` into `local`; of the CPU."""
-        w, l = Given("whole", whole), Given("local", local)
-        call("plan_shard", self.handle, one_of("side", side, Side), _rank(rank), w.pointer, l.pointer)
+        w, l = Given("whole", whole), Given("local", local, written=True)
+        call("plan_shard", self.handle, one_of("side", side, Side), rank, w.pointer, l.pointer)
 
     def unshard(self, side: Side, rank: int, local: Array, whole: Array) -> None:
         """Copies a rank's rows back to their places in `whole`."""
-        w, l = Given("whole", whole), Given("local", local)
-        call("plan_unshard", self.handle, one_of("side", side, Side), _rank(rank), l.pointer, w.pointer)
+        w, l = Given("whole", whole, written=True), Given("local", local)
+        call("plan_unshard", self.handle, one_of("side", side, Side), rank, l.pointer, w.pointer)
 
     def _numbers(self, name: str, side: Side, rank: int) -> array[int]:
         share, side = self.share(rank), one_of("side", side, Side)
@@ -226,7 +288,3 @@ class Plan:
         room = (c_int64 * len(numbers)).from_buffer(numbers) if numbers else (c_int64 * 0)()
         call(name, self.handle, side, rank, room, len(numbers))
         return numbers
-
-
-def _rank(rank: int) -> int:
-    return whole("rank", rank, 0, 2**32 - 1)

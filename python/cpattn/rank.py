@@ -10,15 +10,15 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import byref, c_int32, c_int64, c_size_t, c_uint8, c_void_p
-from typing import TypeVar
+from ctypes import byref, c_int32, c_size_t, c_uint8, c_void_p
+from typing import Any, TypeVar
 
 from . import _header, errors
 from ._check import RANGES, c_array, flag, instance, instances, one_of, refused, whole
 from ._interruptible import ENDING, Interruptible
 from ._library import call, error_of, status_of
 from .engine import EngineTransport
-from .plan import Direction, Plan
+from .plan import Direction, Plan, Side
 from .ring import Link
 from .tensors import Array, Given
 from .trace import Event
@@ -92,7 +92,7 @@ class Rank:
     ) -> None:
         """Writes o and lse of this rank's tokens. On a device it returns when that is enqueued on `stream` (a
         cudaStream_t; None is the default stream)."""
-        given = _given(q=q, k=k, v=v, sinks=sinks, o=o, lse=lse)
+        given = _given({"o", "lse"}, q=q, k=k, v=v, sinks=sinks, o=o, lse=lse)
         stream = _address("stream", stream)
         args = _header.ForwardArgs(stream=stream, **{name: g.pointer for name, g in given.items()})
         self._run(plan, "forward", byref(args), keep=given, stream=stream)
@@ -115,12 +115,27 @@ class Rank:
         dsinks: Array | None = None,
     ) -> None:
         """Writes dq, dk, dv (and dsinks, summed over all ranks), from what the forward was given and wrote."""
-        given = _given(
-            q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, d_o=d_o, dq=dq, dk=dk, dv=dv, dsinks=dsinks
-        )
+        tensors = dict(q=q, k=k, v=v, sinks=sinks, o=o, lse=lse, d_o=d_o, dq=dq, dk=dk, dv=dv, dsinks=dsinks)
+        given = _given({"dq", "dk", "dv", "dsinks"}, **tensors)
         stream = _address("stream", stream)
         args = _header.BackwardArgs(stream=stream, **{name: g.pointer for name, g in given.items()})
         self._run(plan, "backward", byref(args), keep=given, stream=stream)
+
+    def to_heads(self, plan: Plan, side: Side | str, source: Array, to: Array, stream: int | c_void_p | None = None) -> None:
+        """For a kernel of your own that mixes whole sequences (linear attention, state space models): from this rank's tokens
+        and all heads, [own tokens, heads, dim], to all tokens of its ring share, in the layout's order, and its own heads
+        (`Plan.share`), [tokens, own heads, dim], in `to`, which is compact. All ranks of the group call it, as for runs."""
+        self._all_to_all("rank_to_heads", plan, side, source, to, stream)
+
+    def to_tokens(self, plan: Plan, side: Side | str, source: Array, to: Array, stream: int | c_void_p | None = None) -> None:
+        """The way back, from `source`, which is compact. If several ranks hold a kv head, `to` gets the sum over them, as a gradient
+        needs."""
+        self._all_to_all("rank_to_tokens", plan, side, source, to, stream)
+
+    def _all_to_all(self, name: str, plan: Plan, side: Side | str, source: Array, to: Array, stream: Any) -> None:
+        side, stream = one_of("side", side, Side), _address("stream", stream)
+        given = Given("source", source), Given("to", to, written=True)
+        self._run(plan, name, side, *(g.pointer for g in given), stream, keep=given, stream=stream)
 
     def check_ring(self, bytes: int = 4 << 20) -> list[Link]:
         """Sends stamped bytes over each link, all the way round the ring and back, one link at a time; between runs.
@@ -147,7 +162,7 @@ class Rank:
 
     def record(self, capacity: int = 1 << 16) -> None:
         """Records what this rank does from now on, for at most so many operations; 0 stops."""
-        self._call("rank_record", whole("capacity", capacity, 0, 1 << 24))
+        self._call("rank_record", capacity)
 
     def trace(self) -> list[Event]:
         """Takes what was recorded; times are on this process's clock (`clock`)."""
@@ -174,8 +189,8 @@ class Rank:
 
         `rows` and `out` have a row for each of the rank's tokens, `fill` is a tensor of one element, each rank's own; they are of
         the CPU, also of a rank on a device."""
-        first, source, target = Given("fill", fill), Given("rows", rows), Given("out", out)
-        handle, by = _handle(plan), whole("by", by, *RANGES[c_int64])
+        first, source, target = Given("fill", fill), Given("rows", rows), Given("out", out, written=True)
+        handle = _handle(plan)
         one, of = first.pointer.contents, source.pointer.contents
         count, kinds = math.prod(one.shape[: one.ndim]), [(t.dtype.code, t.dtype.bits, t.device.device_type) for t in (one, of)]
         if kinds[0] != kinds[1] or count != 1:
@@ -192,12 +207,12 @@ class Rank:
         """Ends the run on every rank, for good."""
         self._call("rank_abort")
 
-    def _run(self, plan: Plan, name: str, argument: object, *, keep: object = None, stream: object = None) -> None:
+    def _run(self, plan: Plan, name: str, *arguments: object, keep: object = None, stream: object = None) -> None:
         """A call that may wait for other ranks. `keep` lives as long as it does, also where it is interrupted."""
         handle = _handle(plan)
 
         def job(_keep: object = keep) -> None:
-            self._call(name, handle, argument)
+            self._call(name, handle, *arguments)
 
         job() if stream is not None else self._waiting(job)
 
@@ -226,16 +241,12 @@ def ring_bytes(bytes: int) -> int:
     return whole("bytes", bytes, 1, (1 << 48) - 1)
 
 
-def _deadline(ms: int) -> int:
-    return whole("deadline_ms", ms, 1, 2**64 - 1)
-
-
 def _handle(plan: Plan) -> c_void_p:
     return instance("plan", plan, Plan).handle
 
 
-def _given(**arrays: Array | None) -> dict[str, Given]:
-    return {name: Given(name, array) for name, array in arrays.items() if array is not None}
+def _given(written: set[str], **arrays: Array | None) -> dict[str, Given]:
+    return {name: Given(name, array, written=name in written) for name, array in arrays.items() if array is not None}
 
 
 def destroy(function: str, handle: c_void_p, owner: Callbacks | EngineTransport | None, process: int) -> None:
@@ -265,7 +276,7 @@ def local_group(world: int, deadline_ms: int = 60_000, workers: int = 1, isa: Is
     transports = (c_void_p * whole("world", world, 1, 4096))()
     # Before there are transports, which would have to be destroyed.
     workers, isa = whole("workers", workers, 1, 1024), one_of("isa", isa, Isa)
-    call("local_group", world, _deadline(deadline_ms), transports)
+    call("local_group", world, deadline_ms, transports)
     return [Rank(c_void_p(t), workers=workers, isa=isa) for t in transports]
 
 
@@ -273,7 +284,7 @@ def peer_group(devices: Sequence[int], deadline_ms: int = 60_000) -> list[Rank]:
     """Ranks that are threads of this process, rank r with tensors on CUDA device devices[r]."""
     numbers = c_array("devices", c_int32, devices)
     transports = (c_void_p * len(numbers))()
-    call("peer_group", len(numbers), numbers, _deadline(deadline_ms), transports)
+    call("peer_group", len(numbers), numbers, deadline_ms, transports)
     return [Rank(c_void_p(t)) for t in transports]
 
 
@@ -303,9 +314,8 @@ def nccl_group(
         raise errors.InvalidArgument(f"unique_id has {len(unique_id)} bytes, 128 are needed")
     transport = c_void_p()
     shared = (c_uint8 * 128)(*unique_id) if unique_id is not None else None
-    rank, world = whole("rank", rank, 0, 2**32 - 1), whole("world", world, 1, 2**32 - 1)
-    device, may_abort = whole("device", device, 0, 2**31 - 1), flag("may_abort", may_abort)
-    call("nccl_group", shared, _address("comm", comm), may_abort, rank, world, device, _deadline(deadline_ms), byref(transport))
+    device, abort = whole("device", device, 0, 2**31 - 1), int(flag("may_abort", may_abort))
+    call("nccl_group", shared, _address("comm", comm), abort, rank, world, device, deadline_ms, byref(transport))
     return Rank(transport)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_char_p, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import c_char_p, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any, Protocol
 
 from . import _header
@@ -42,23 +42,53 @@ Array = SupportsDLPack | Memory
 
 _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype, _pointer_of.argtypes = c_void_p, [ctypes.py_object, c_char_p]
+_is_capsule = ctypes.pythonapi.PyCapsule_IsValid
+_is_capsule.restype, _is_capsule.argtypes = ctypes.c_int, [ctypes.py_object, c_char_p]
+
+
+class Versioned(ctypes.Structure):
+    """DLPack 1's DLManagedTensorVersioned."""
+
+    _fields_ = [
+        ("version", c_uint32 * 2),
+        ("context", c_void_p),
+        ("deleter", c_void_p),
+        ("flags", c_uint64),
+        ("tensor", _header.Tensor),
+    ]
+
+
+READ_ONLY = 1
 
 
 class Given:
-    """A tensor during a call: its DLTensor, and what keeps that alive."""
+    """A tensor during a call: its DLTensor, and what keeps that alive. One that is `written` may not be read-only."""
 
-    def __init__(self, name: str, array: Array) -> None:
+    def __init__(self, name: str, array: Array, *, written: bool = False) -> None:
         self.kept: Any
         self.pointer: Any
         if isinstance(array, Memory):
             self.kept, self.pointer = array, ctypes.pointer(array.tensor)
             return
-        # A capsule that nobody consumes frees its description when it dies. A DLTensor is the capsule's first member.
+        # JAX describes its arrays as if they could be written, and no program expects that they change.
+        read_only = type(array).__module__.partition(".")[0] in ("jax", "jaxlib")
+        # A capsule that nobody consumes frees its description when it dies.
         # On CUDA, -1: whoever makes the tensor need not synchronise, the call is ordered by its stream.
         try:
             on_cuda = int(array.__dlpack_device__()[0]) == DEVICE_CUDA
-            self.kept = array.__dlpack__(stream=-1) if on_cuda else array.__dlpack__()
-            address = _pointer_of(self.kept, b"dltensor")
+            export: Any = array.__dlpack__
+            how = {"stream": -1} if on_cuda else {}
+            try:
+                self.kept = export(max_version=(1, 0), **how)
+            except TypeError:  # it knows no versions
+                self.kept = export(**how)
+            if _is_capsule(self.kept, b"dltensor_versioned"):
+                versioned = Versioned.from_address(_pointer_of(self.kept, b"dltensor_versioned"))
+                self.pointer, read_only = ctypes.pointer(versioned.tensor), read_only or bool(versioned.flags & READ_ONLY)
+            else:  # a DLTensor is the capsule's first member
+                self.pointer = ctypes.cast(_pointer_of(self.kept, b"dltensor"), TensorP)
         except Exception as error:
             raise InvalidArgument(f"{name} is no tensor that can be used through DLPack: {type(array).__name__}, {error}") from error
-        self.pointer = ctypes.cast(address, TensorP)
+        if written and read_only:
+            kind = f"{type(array).__module__}.{type(array).__name__}"
+            raise InvalidArgument(f"{name} is a read-only {kind}, and the call writes it: give a tensor that may be written")

@@ -124,15 +124,15 @@ class Callbacks(Kept):
     def __init__(self, transport: Transport) -> None:
         super().__init__()
         self.transport = transport
-        self._table = _header.TransportTable(
-            rank=transport.rank,
-            world=transport.world,
-            agree=_header.Agree(self._asked(self._agree)),
-            exchange=_header.Exchange(self._asked(self._exchange)),
-            poll=_header.Poll(self._asked(lambda: self.transport.poll())),
-            abort=_header.Abort(self._told(lambda: self.transport.abort())),
-            release=_header.Release(self._told(lambda: self.transport.release())),
+        functions = _header.callbacks(
+            _header.TransportTable,
+            agree=self._asked(self._agree),
+            exchange=self._asked(self._exchange),
+            poll=self._asked(lambda: self.transport.poll()),
+            abort=self._told(lambda: self.transport.abort()),
+            release=self._told(lambda: self.transport.release()),
         )
+        self._table = _header.TransportTable(rank=transport.rank, world=transport.world, **functions)
 
     def create(self) -> c_void_p:
         """The library's handle of the transport."""

@@ -8,7 +8,14 @@ from torch import Tensor
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], window: int | None = None, softcap: float = 0.0, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: list[int],
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Causal attention within documents; differentiable. `window` counts the query itself."""
     q, k, v = q.double(), k.double(), v.double()
@@ -21,7 +28,7 @@ def dense(
     allowed = (document[:, None] == document[None, :]) & (back >= 0)
     if window is not None:
         allowed &= back < window
-    s = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
+    s = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[2] ** -0.5 if scale is None else scale)
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     s = s.masked_fill(~allowed, -torch.inf)

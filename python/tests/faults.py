@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Faults over gloo: processes that die, stop, stop for a while, never start, start too late, leave, abort and end, compute for too long or
-plan something else, in the middle of training steps.
+plan something else, in the middle of training steps; or one is killed while rank 0 holds the store and ends with its error.
 
     capi/build && PYTHONPATH=python python3 python/tests/faults.py --trials 1000
 
@@ -30,10 +30,11 @@ from processes import Outcome, start
 import cpattn
 from cpattn.torch import Context
 
-KINDS = ("killed", "meanwhile", "stopped", "paused", "absent", "late", "left", "aborts", "slow", "plans")
+KINDS = ("killed", "holder", "meanwhile", "stopped", "paused", "absent", "late", "left", "aborts", "slow", "plans")
 # What the error says of the rank at fault, after its number. It may be killed or stopped before it comes.
 SAYS = {
     "killed": "(gives no answer|did not come)",
+    "holder": "(gives no answer|did not come)",
     "meanwhile": "(gives no answer|did not come)",
     "stopped": "(gives no answer|did not come)",
     "paused": "(gives no answer|did not come|came late|is in no call of the group)",
@@ -44,6 +45,11 @@ SAYS = {
     "slow": "is in no call of the group",
 }
 DEADLINE, SLACK, STEPS = 1.5, 20.0, 8
+
+
+def drawn_victim(draw: random.Random, world: int, kind: str) -> int:
+    """Which rank the fault is done to. When rank 0 holds the store it is another one."""
+    return draw.randrange(1, world) if kind == "holder" else draw.randrange(world)
 
 
 def step(context: Context, cu_seqlens: list[int], seed: int) -> None:
@@ -67,9 +73,9 @@ def step(context: Context, cu_seqlens: list[int], seed: int) -> None:
 def job(rank: int, world: int, kind: str, seed: int) -> str:
     """How it ended on this rank. Everything but the fault is drawn the same on all ranks."""
     draw = random.Random(seed)
-    victim, delay, odd = draw.randrange(world), draw.random() * 0.4, draw.randrange(STEPS)
+    victim, delay, odd = drawn_victim(draw, world, kind), draw.random() * 0.4, draw.randrange(STEPS)
     ulysses = draw.choice([u for u in (1, 2, 3, 4) if world % u == 0])
-    if rank == victim and kind in ("killed", "meanwhile", "stopped"):
+    if rank == victim and kind in ("killed", "holder", "meanwhile", "stopped"):
         number = signal.SIGSTOP if kind == "stopped" else signal.SIGKILL
         threading.Timer(delay, os.kill, (os.getpid(), number)).start()
     if rank == victim and kind == "paused":
@@ -117,7 +123,7 @@ def job(rank: int, world: int, kind: str, seed: int) -> str:
     except cpattn.PeerError as failure:
         failed = time.monotonic()
         # Once failed stays failed, and says so at once.
-        if "context" in locals():
+        if "context" in locals() and kind != "holder":
             try:
                 step(context, [0, 40], 0)
             except cpattn.PeerError as again:
@@ -132,9 +138,9 @@ def job(rank: int, world: int, kind: str, seed: int) -> str:
 
 def trial(kind: str, world: int, seed: int, slack: float = SLACK) -> list[Outcome]:
     """Raises AssertionError when something is not as it must be."""
-    draw = random.Random(seed)
-    victim = draw.randrange(world)
-    outcomes = start(job, world, kind, seed, seconds=DEADLINE + 2 * slack, until=lambda rank: kind in ("plans", "late", "slow", "paused") or rank != victim)
+    victim = drawn_victim(random.Random(seed), world, kind)
+    waits = lambda rank: kind in ("plans", "late", "slow", "paused") or rank != victim
+    outcomes = start(job, world, kind, seed, seconds=DEADLINE + 2 * slack, until=waits, inside=kind == "holder")
     if kind == "paused" and all(outcome.value == "done" for outcome in outcomes):
         return outcomes  # it was back in time
     # Stopped while connections are being made, on a machine where others got no core either, it need not stand out.
@@ -142,7 +148,7 @@ def trial(kind: str, world: int, seed: int, slack: float = SLACK) -> list[Outcom
     if kind == "paused" and all(all(part in str(outcome.value) for part in joining) for outcome in outcomes):
         return outcomes
     for rank, outcome in enumerate(outcomes):
-        if rank == victim and kind in ("killed", "meanwhile", "stopped", "absent", "left", "aborts"):
+        if rank == victim and kind in ("killed", "holder", "meanwhile", "stopped", "absent", "left", "aborts"):
             continue
         what = f"{kind}, seed {seed}, rank {rank} of {world} (victim {victim}): {outcome}"
         assert outcome.error is None, what

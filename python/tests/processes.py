@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Runs a function on several processes that form a gloo group on the loopback, and never waits for ever.
 
-The store is held by the process that calls, which is no rank: killing a rank does not take the store away.
+The store is held by the process that calls, which is no rank: killing a rank does not take the store away. Or rank 0 holds it,
+as in most programs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from typing import Any
 
 # Each process gets its share of a small machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# For each connection to a store PyTorch asks for the name of 127.0.0.1, on both sides, of a name server: one that does not answer
+# would delay it by 5 seconds or more.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import torch
 import torch.distributed as dist
@@ -48,7 +52,10 @@ def _main(
     job: Callable[..., Any], rank: int, world: int, port: int, results: Any, seconds: float, args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=JOINING))
+    holds, joining = port == 0, timedelta(seconds=JOINING)
+    store = dist.TCPStore("127.0.0.1", port, is_master=holds, wait_for_workers=False, timeout=joining)
+    if holds:
+        results.send(("port", store.port))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=JOINING))
     # What a job does to itself must not meet a rank that is still joining the group.
     dist.barrier()
@@ -66,20 +73,28 @@ def _main(
 
 
 def start(
-    job: Callable[..., Any], world: int, *args: Any, seconds: float = 100.0, until: Callable[[int], bool] = lambda rank: True
+    job: Callable[..., Any],
+    world: int,
+    *args: Any,
+    seconds: float = 100.0,
+    until: Callable[[int], bool] = lambda rank: True,
+    inside: bool = False,
 ) -> list[Outcome]:
     """Outcomes by rank. Waits for the ranks of which `until` is true, and at most so many seconds once all of them have
-    joined; kills what is then left, and returns when no process is.
+    joined; kills what is then left, and returns when no process is. `inside`: rank 0 holds the store.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = None if inside else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port if store else 0
     pipes = [_forks.Pipe(duplex=False) for _ in range(world)]
-    processes = [
-        _forks.Process(target=_main, args=(job, rank, world, store.port, pipes[rank][1], seconds, args)) for rank in range(world)
-    ]
-    outcomes = [Outcome() for _ in processes]
+    processes: list[Any] = []
+    outcomes = [Outcome() for _ in range(world)]
     try:
-        for process in processes:
-            process.start()
+        for rank, (mine, theirs) in enumerate(pipes):
+            processes.append(_forks.Process(target=_main, args=(job, rank, world, port, theirs, seconds, args)))
+            processes[rank].start()
+            if port == 0:
+                assert mine.poll(JOINING), "rank 0 has made no store"
+                port = mine.recv()[1]
         for _, theirs in pipes:
             theirs.close()
         ready = [mine.poll(JOINING) and mine.recv()[0] for mine, _ in pipes]

@@ -364,7 +364,7 @@ class Plans(unittest.TestCase):
             ("whole is no tensor that can be used through DLPack: list", lambda: the_plan.shard(cpattn.Side.Q, 0, [1.0], [1.0])),
             ("world is 2.0, a whole", lambda: cpattn.local_group(2.0)),
             ("workers is True, a whole", lambda: cpattn.local_group(2, workers=True)),
-            ("deadline_ms is 0, at least 1", lambda: cpattn.local_group(2, 0)),
+            ("cpattn_local_group: CPATTN_INVALID: deadline_ms is 0, expected at least 1", lambda: cpattn.local_group(2, 0)),
             ("devices[1] is 'cuda', a whole", lambda: cpattn.peer_group([0, "cuda"])),
             ("unique_id is 'x', bytes are needed", lambda: cpattn.nccl_group("x", rank=0, world=1, device=0)),
             ("rank is None, a whole", lambda: cpattn.nccl_group(bytes(128), rank=None, world=1, device=0)),
@@ -386,6 +386,27 @@ class Plans(unittest.TestCase):
         for truth, member in ((True, cpattn.Gather.OTHERS), (False, "steps")):
             self.assertEqual(plan(gather=truth).fingerprint, plan(gather=member).fingerprint)
         self.assertEqual(len({plan(gather=member).fingerprint for member in cpattn.Gather}), len(cpattn.Gather))
+
+    def test_tokens_of_another(self) -> None:
+        lengths, how = [0, 32, 64, 512], {"layout": "balanced", "layout_parameter": 4, "gather": "others"}
+        base = cpattn.Plan(lengths, 4, 8, world=4, ring=4, dtype="bf16", **how)  # type: ignore[arg-type]
+        alone = cpattn.Plan(lengths, 4, 8, world=4, ring=4, dtype="bf16", window_left=7, **how)  # type: ignore[arg-type]
+        plan = cpattn.Plan.with_tokens_of(base, 4, 8, window_left=7)
+        for side in cpattn.Side:
+            held = [[p.tokens(side, r) for r in range(4)] for p in (base, alone, plan)]
+            self.assertEqual(held[0], held[2])
+            self.assertNotEqual(held[0], held[1])
+        self.assertEqual((plan.distribution, plan.dtype), (base.distribution, base.dtype))
+        self.assertNotEqual(plan.distribution, alone.distribution)
+        self.assertNotEqual(plan.fingerprint, alone.fingerprint)
+        self.assertEqual(cpattn.Plan.with_tokens_of(plan, 4, 8).fingerprint, base.fingerprint)
+        # How it runs is the base's, unless given.
+        steps = cpattn.Plan(lengths, 4, 8, world=4, ring=4, dtype="bf16", layout="balanced", layout_parameter=4)
+        self.assertEqual(cpattn.Plan.with_tokens_of(base, 4, 8, gather="auto").fingerprint, steps.fingerprint)
+        plan.verify()
+        self.assertIn(f"distribution {plan.distribution:016x}", plan.explain())
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "options.layout is zigzag"):
+            cpattn.Plan.with_tokens_of(base, 4, 8, layout="zigzag")
 
     def test_what_it_says(self) -> None:
         the_plan = plan(layout=cpattn.Layout.STRIPED, layout_parameter=2)

@@ -1,116 +1,60 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What the package says of include/cpattn.h against the header itself: members, types and order, arguments, constants."""
+"""How the package reads cpattn.h, against a C compiler; and the numbers that it repeats."""
 
 from __future__ import annotations
 
-import ast
 import ctypes
-import re
+import shutil
+import subprocess
+import tempfile
 import unittest
 from pathlib import Path
-from typing import Any
 
 from cpattn import _header, errors, plan, rank
 
-HEADER = re.sub(r"/\*.*?\*/", "", (Path(__file__).parents[2] / "include/cpattn.h").read_text(), flags=re.S)
-NAMES = {
-    "cpattn_problem": _header.Problem,
-    "cpattn_options": _header.Options,
-    "cpattn_plan_info": _header.PlanInfo,
-    "cpattn_share": _header.Share,
-    "cpattn_message": _header.Message,
-    "cpattn_link": _header.Link,
-    "cpattn_event": _header.Event,
-    "cpattn_transport_table": _header.TransportTable,
-    "cpattn_engine_table": _header.EngineTable,
-    "cpattn_rank_options": _header.RankOptions,
-    "cpattn_forward_args": _header.ForwardArgs,
-    "cpattn_backward_args": _header.BackwardArgs,
-    "cpattn_tensor": _header.Tensor,
-    "cpattn_dl_device": _header.DlDevice,
-    "cpattn_dl_dtype": _header.DlDtype,
+FOLDER = next(path for path in (_header.HERE, Path(__file__).parents[2] / "include") if (path / "cpattn.h").exists())
+STRUCTS = {name: kind for name, kind in _header._TYPES.items() if isinstance(kind, type(ctypes.Structure))}
+PROGRAM = """
+#include <stdio.h>
+#include <cpattn.h>
+#define MEMBER(type, member) printf("%zu %zu\\n", offsetof(type, member), sizeof(((type *)0)->member));
+static void bytes(const void *of, size_t count) {
+  for (size_t i = 0; i < count; i++) printf("%02x", ((const unsigned char *)of)[i]);
+  puts("");
 }
-TYPES: dict[str, Any] = {
-    "float": ctypes.c_float,
-    "double": ctypes.c_double,
-    "char": ctypes.c_char,
-    "size_t": ctypes.c_size_t,
-    **{f"{u}int{n}_t": getattr(ctypes, f"c_{u}int{n}") for u in ("u", "") for n in (8, 16, 32, 64)},
-    **NAMES,
-}
-
-
-def type_of(text: str) -> Any:
-    """A C type as ctypes has it."""
-    words = text.replace("*", " * ").replace("const ", " ").split()
-    name, stars = words[0], words.count("*")
-    if stars and name in ("void", "cpattn_plan", "cpattn_transport", "cpattn_rank"):
-        kind, stars = ctypes.c_void_p, stars - 1
-    elif stars and name == "char" and "const" in text:
-        kind, stars = ctypes.c_char_p, stars - 1
-    else:
-        kind = None if name == "void" else TYPES[name]
-    for _ in range(stars):
-        kind = ctypes.POINTER(kind)
-    return kind
-
-
-def arguments(text: str) -> list[Any]:
-    """Of a prototype's parameters, which all have names."""
-    parts = (part.strip() for part in text.split(","))
-    return [type_of(re.sub(r"\w+$", "", part)) for part in parts]
+static volatile long long zero;
+"""
+VALUES = {getattr(ctypes, f"c_{u}int{bits}"): f"({u}int{bits}_t)zero" for u in ("u", "") for bits in (32, 64)}
 
 
 class Header(unittest.TestCase):
-    def test_structs(self) -> None:
-        seen = set()
-        for body, name in re.findall(r"typedef struct \w+ \{(.*?)\n?\} (\w+);", HEADER, flags=re.S):
-            if name not in NAMES:
-                continue
-            seen.add(name)
-            want = []
-            for member in filter(None, (m.strip() for m in re.split(r";\s*", body))):
-                function = re.fullmatch(r"(\w+) \(\*(\w+)\)\((.*)\)", member, flags=re.S)
-                if function:
-                    result, field, parameters = function.groups()
-                    want.append((field, (type_of(result), *arguments(parameters))))
-                else:
-                    field = re.search(r"(\w+)(?:\[(\d+)\])?$", member)
-                    assert field
-                    kind = type_of(member[: field.start()])
-                    want.append((field[1], kind * int(field[2]) if field[2] else kind))
-            got = []
-            for field, kind in NAMES[name]._fields_:
-                if hasattr(kind, "_argtypes_"):
-                    kind = (kind._restype_, *kind._argtypes_)
-                got.append((field, kind))
-            self.assertEqual(got, want, name)
-        self.assertEqual(seen, set(NAMES))
-
-    def test_what_is_left_out(self) -> None:
-        """The members that the INIT macros do not make 0 are the defaults."""
-        numbers = {name: value.strip() for name, value in re.findall(r"#define CPATTN_(\w+) ([^\n\\]+)\n", HEADER)}
-        numbers |= {"UNLIMITED": str(_header.UNLIMITED), "NULL": "0"}
-        for name, macro in (("cpattn_problem", "PROBLEM"), ("cpattn_options", "OPTIONS"), ("cpattn_rank_options", "RANK_OPTIONS")):
-            body = re.search(rf"#define CPATTN_{macro}_INIT \\\n\s*\{{(.*?)\}}", HEADER, flags=re.S)
-            assert body
-            words = [word.strip().removeprefix("CPATTN_") for word in body[1].replace("\\\n", "").split(",")]
-            values = [ast.literal_eval(numbers.get(word, word)) for word in words[1:]]
-            fields = [field for field, _ in NAMES[name]._fields_][1:]
-            want = {field: value for field, value in zip(fields, values, strict=True) if value and field != "dtype"}
-            self.assertEqual(NAMES[name].defaults, want, name)
-
-    def test_functions(self) -> None:
-        flat = re.sub(r"typedef struct \w+ \{.*?\n\} \w+;", "", HEADER, flags=re.S)
-        prototypes = dict(re.findall(r"^int32_t cpattn_(\w+)\((.*?)\);", flat, flags=re.S | re.M))
-        for name, declared in _header.FUNCTIONS.items():
-            self.assertEqual(declared, arguments(prototypes[name]), name)
+    @unittest.skipUnless(shutil.which("cc"), "no C compiler here")
+    def test_a_compiler_reads_the_same(self) -> None:
+        """Sizes, offsets, what INIT macros are; functions have the types that a compiler takes for their own."""
+        program, want, calls = PROGRAM + "int main(void) {\n", [], ""
+        for name, kind in STRUCTS.items():
+            program += f'printf("%zu\\n", sizeof({name}));\n'
+            want.append(str(ctypes.sizeof(kind)))
+            for member, of, *_ in kind._fields_:
+                program += f"MEMBER({name}, {member})\n"
+                want.append(f"{getattr(kind, member).offset} {ctypes.sizeof(of)}")
+            if issubclass(kind, _header.Sized):
+                program += f"{{ static const {name} v = {name.upper()}_INIT; bytes(&v, sizeof v); }}\n"
+                want.append(bytes(kind()).hex())
+        for name, parameters in _header.FUNCTIONS.items():
+            # A wider integer, one of another sign, and a pointer where there is none do not convert without a warning.
+            arguments = ", ".join(VALUES.get(kind, "(void *)0") for _, kind in parameters)
+            calls += f"cpattn_{name}({arguments});\n"
+        with tempfile.TemporaryDirectory() as folder:
+            source, run = Path(folder, "layout.c"), Path(folder, "layout")
+            source.write_text(program + "return 0; }\n__attribute__((unused)) static void never(void) {\n" + calls + "}\n")
+            flags = ["-std=c99", "-O1", "-Wall", "-Wextra", "-Wconversion", "-Wsign-conversion", "-Werror", f"-I{FOLDER}"]
+            subprocess.run(["cc", *flags, source, "-o", run], check=True, timeout=60)
+            got = subprocess.run([run], check=True, capture_output=True, text=True, timeout=60).stdout.split("\n")
+        self.assertEqual(got[:-1], want)
+        self.assertGreater(len(_header.FUNCTIONS), 60)
 
     def test_constants(self) -> None:
-        defined = {name: value.strip() for name, value in re.findall(r"#define CPATTN_(\w+) ([^\n\\]+)\n", HEADER)}
-        self.assertEqual(defined["UNLIMITED"], "INT64_MAX")
-        for name in ("VERSION_MAJOR", "VERSION_MINOR", "OK", "BUSY", "DEVICE_CPU", "DEVICE_CUDA", "ENGINE_GROUP", "ENGINE_TEXT", "ENGINE_VALUE"):
-            self.assertEqual(int(defined[name]), getattr(_header, name), name)
         for prefix, kind in (
             ("", plan.Dtype),
             ("", plan.Kind),
@@ -123,9 +67,9 @@ class Header(unittest.TestCase):
             ("ISA_", rank.Isa),
         ):
             for member in kind:
-                self.assertEqual(int(defined[prefix + member.name]), member, f"{kind} {member}")
+                self.assertEqual(_header.NUMBERS[prefix + member.name], member, f"{kind} {member}")
         statuses = ("INVALID UNSUPPORTED DISAGREEMENT PEER SCHEDULE DEVICE INVALID_HANDLE BUSY PANIC").split()
-        self.assertEqual([int(defined[name]) for name in statuses], list(range(1, len(errors.BY_STATUS) + 1)))
+        self.assertEqual([_header.NUMBERS[name] for name in statuses], list(range(1, len(errors.BY_STATUS) + 1)))
 
 
 if __name__ == "__main__":

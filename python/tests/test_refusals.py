@@ -65,6 +65,7 @@ def public() -> Iterator[tuple[str, list[str]]]:
                 # What a tuple has is looked at where it is used.
                 yield at, list(found._fields) if issubclass(found, tuple) else arguments(found)
                 for method, function in vars(found).items():
+                    function = function.__func__ if isinstance(function, classmethod) else function
                     if inspect.isfunction(function) and not method.startswith("_") and method not in getattr(found, "__abstractmethods__", ()):
                         yield f"{at}.{method}", arguments(function)[1:]
 
@@ -91,7 +92,9 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
     options = {name: None for name in PlanOptions.__annotations__}
     group, deadline = {"world": 1, "deadline_ms": 1000, "workers": 1, "isa": "auto"}, {"deadline_ms": 1000}
     nccl = {"unique_id": bytes(128), "comm": None, "may_abort": False, "rank": 0, "world": 1, "device": 0, **deadline}
-    shape = {"heads": 3, "head_dim": 4}
+    shape, told = {"heads": 3, "head_dim": 4}, ("sinks", "window_left", "window_right", "scale", "softcap")
+    called_from = {"source": "array tensor"}  # refused by the name that C has, and Python cannot have: from
+    of, exchanged = {"heads": None, "kv_heads": None}, {"plan": plan, "side": "q", "source": q, "to": q.clone(), "stream": None}
     return {
         "EngineTransport": (cpattn.EngineTransport, {"engine": transport.engine, "timeout": 5.0}, {"timeout": "float"}),
         "EngineTransport.agree": (transport.agree, {"first": 0, "end": 1, "number": 5}, {}),
@@ -103,6 +106,7 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "Message": (lambda **fields: transport.exchange("ring", 0, [cpattn.Message(**fields)], []), message, {}),
         "Plan": (cpattn.Plan, {"cu_seqlens": [0, 5], **shape, "cu_seqlens_k": None, "q_start": None, "dtype": "f32", "world": 1} | options,
                  optional | {"cu_seqlens_k": "none", "q_start": "none"}),
+        "Plan.with_tokens_of": (cpattn.Plan.with_tokens_of, {"base": plan, **shape, "dtype": None} | options, optional | {"dtype": "none"}),
         "Plan.share": (plan.share, {"rank": 0}, {}),
         "Plan.workspace": (plan.workspace, {"rank": 0, "direction": "forward"}, {}),
         "Plan.tokens": (plan.tokens, {"side": "q", "rank": 0}, {}),
@@ -114,6 +118,8 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "Rank.forward": (rank.forward, forward, {"stream": "none", "sinks": "none"}),
         "Rank.backward": (rank.backward, forward | dict.fromkeys(("d_o", "dq", "dk", "dv"), q) | {"dsinks": None},
                           {"stream": "none", "sinks": "none", "dsinks": "none"}),
+        "Rank.to_heads": (rank.to_heads, exchanged, {"stream": "none", **called_from}),
+        "Rank.to_tokens": (rank.to_tokens, exchanged, {"stream": "none", **called_from}),
         "Rank.check_ring": (rank.check_ring, {"bytes": 8}, {}),
         "Rank.record": (rank.record, {"capacity": 8}, {}),
         "Rank.shift": (rank.shift, {"plan": plan, "by": 1, "fill": ids[:1], "rows": ids, "out": ids.clone()}, {"by": "negative"}),
@@ -126,18 +132,19 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "ring.table": (cpattn.ring.table, {"links": [], "slow": 3.0}, {"slow": "float negative huge"}),
         "timeline_svg": (cpattn.timeline_svg, {"events": [event]}, {}),
         "torch.Batch": (cpattn.torch.Batch, {"context": context, "cu_seqlens": (0, 5)}, {}),
-        "torch.Batch.attention": (batch.attention, {**inputs, "sinks": None}, {"sinks": "none"}),
+        "torch.Batch.attention": (batch.attention, {**inputs, **dict.fromkeys(told)}, {
+            **optional, **dict.fromkeys(told[:3], "none")}),
         "torch.Batch.labels": (batch.labels, {"ids": ids, "ignore": -100}, {"ignore": "negative truth"}),
         "torch.Batch.shard": (batch.shard, {"whole": ids}, {}),
         "torch.Batch.shift": (batch.shift, {"rows": ids, "by": 1, "fill": 0}, {"by": "negative", "fill": "negative truth"}),
+        "torch.Batch.to_heads": (batch.to_heads, {"x": q, "side": "q", **of}, dict.fromkeys(of, "none")),
+        "torch.Batch.to_tokens": (batch.to_tokens, {"x": q, "side": "q", **of}, dict.fromkeys(of, "none")),
         "torch.Context": (cpattn.torch.Context, {"group": None, **shape, "dtype": torch.float32, "device": "cpu", "timeout": 5.0, "workers": 1,
-                                                 "plans": 1} | options, optional | {"group": "none", "timeout": "float"}),
+                                                 "plans": 1, "own_tokens": True} | options, optional | {"group": "none", "timeout": "float", "own_tokens": "truth"}),
         "torch.Context.batch": (context.batch, {"cu_seqlens": [0, 5]}, {}),
         "torch.Context.plan": (context.plan, {"cu_seqlens": [0, 5]}, {}),
         "torch.Context.record": (context.record, {"capacity": 8}, {}),
         "torch.GlooTransport": (cpattn.torch.GlooTransport, {"group": None, "timeout": 5.0}, {"group": "none", "timeout": "float"}),
-        "torch.attention": (cpattn.torch.attention, {**inputs, "rank": rank, "number": 0, "plan": plan, "device": torch.device("cpu"), "sinks": None},
-                            {"sinks": "none"}),
         "torch.check_ring": (cpattn.torch.check_ring, {"group": None, "timeout": 5.0, "bytes": 8}, {"group": "none", "timeout": "float"}),
     }  # fmt: skip
 

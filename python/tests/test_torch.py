@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._python_dispatch
 from dense import dense, error, gradients
 from processes import run
 
 import cpattn
 from cpattn import Layout
-from cpattn.torch import Context, attention, check_ring
+from cpattn.torch import Context, check_ring
 
 DOCUMENTS = [0, 5, 5, 6, 40, 41, 93]  # an empty one, and two of one token
 
@@ -66,7 +67,7 @@ def leave(context: Context) -> None:
 
 
 def everything(rank: int, world: int) -> None:
-    for check in (results, gradcheck, shares, overlaps, subgroups, refusals, second_derivatives, disagreements, leaving, stays_failed):
+    for check in (results, kinds, contexts, precision, strides, exchanges, gradcheck, shares, overlaps, subgroups, refusals, second_derivatives, disagreements, leaving, stays_failed):
         check(rank, world)
         dist.barrier()
 
@@ -97,6 +98,171 @@ def results(rank: int, world: int) -> None:
     q, k, v = qkv.split([9, 3, 3], dim=1)
     assert torch.equal(batch.attention(q, k, v), batch.attention(q.contiguous(), k.contiguous(), v.contiguous()))
     context.close()
+
+
+def kinds(rank: int, world: int) -> None:
+    """Layers of several kinds over one batch: each is right, on the tokens of the batch. With balanced layouts, plans made one by
+    one would give ranks other tokens."""
+    total = DOCUMENTS[-1]
+    for more in ({}, {"ring": 4, "layout": "balanced", "layout_parameter": 4}, {"ring": 2, "ulysses": 2, "layout": "striped", "layout_parameter": 3}):
+        context = Context(heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, **more)  # type: ignore[arg-type]
+        batch = context.batch(DOCUMENTS)
+        for (hq, hk, dim, value_dim), told, formula in (
+            ((4, 2, 8, 8), {}, {}),
+            ((4, 2, 8, 8), {"window_left": 4}, {"window": 5}),
+            ((6, 1, 4, 6), {"softcap": 2.0, "window_left": 9}, {"softcap": 2.0, "window": 10}),
+            ((4, 4, 16, 8), {"scale": 0.5}, {"scale": 0.5}),
+            ((8, 2, 8, 8), {"sinks": draw(8, dtype=torch.float32)}, {"sinks": draw(8, dtype=torch.float32)}),
+        ):
+            whole = [draw(total, h, d, seed=s) for s, (h, d) in enumerate(((hq, dim), (hk, dim), (hk, value_dim)))]
+            d_o = draw(total, hq, value_dim, seed=9)
+            mine, exact = [batch.shard(x).requires_grad_() for x in whole], [x.requires_grad_() for x in whole]
+            o = batch.attention(*mine, **told)
+            want = dense(*exact, DOCUMENTS, **formula)
+            for a, b in zip([o, *gradients(o, batch.shard(d_o), mine)], [want, *gradients(want, d_o, exact)]):
+                assert error(a, batch.shard(b)) < 1e-12, (more, told)
+        held = {plan.distribution for plan in (batch.plan, *batch._plans.values())}
+        assert len(held) == 1 and len(batch._plans) == 5, "one distribution, a plan for each kind"
+        refused(cpattn.InvalidArgument, "window_left is -1, at least 0", batch.attention, *mine, window_left=-1)
+        leave(context)
+
+
+def contexts(rank: int, world: int) -> None:
+    """Two contexts of one group. Balanced layouts go by mask area: plans made one by one have equal counts of other tokens, and a
+    run on the tensors of the other gives no error. Contexts have the tokens of the first, or are refused, or ask to be apart."""
+    cu_seqlens, balanced = [0, 32, 64, 512], {"ring": 4, "layout": "balanced", "layout_parameter": 4}
+    full = cpattn.Plan(cu_seqlens, 2, 8, world=4, **balanced)  # type: ignore[arg-type]
+    fresh = cpattn.Plan(cu_seqlens, 2, 8, world=4, window_left=15, **balanced)  # type: ignore[arg-type]
+    assert [full.share(r).q_tokens for r in range(4)] == [fresh.share(r).q_tokens for r in range(4)], "equal counts"
+    assert full.tokens(cpattn.Side.Q, rank) != fresh.tokens(cpattn.Side.Q, rank) and full.distribution != fresh.distribution
+
+    first = Context(heads=2, head_dim=8, dtype=torch.float64, **balanced)  # type: ignore[arg-type]
+    windowed = Context(heads=2, head_dim=8, window_left=15, dtype=torch.float64, **balanced)  # type: ignore[arg-type]
+    batch, other = first.batch(cu_seqlens), windowed.batch(cu_seqlens)
+    assert torch.equal(batch.tokens, other.tokens) and batch.plan.distribution == other.plan.distribution == full.distribution
+    whole = [draw(512, 2, 8, seed=s) for s in range(3)]
+    want = dense(*whole, cu_seqlens, window=16)
+    assert error(other.attention(*(batch.shard(x) for x in whole)), batch.shard(want)) < 1e-13
+    # The words of both.
+    for more, found in (
+        ({"ring": 4, "layout": "zigzag"}, "options.layout is zigzag"),
+        ({"ring": 4, "layout": "balanced", "layout_parameter": 2}, "options.layout is balanced(2)"),
+        ({"ulysses": 2}, "options.ulysses is 2"),
+    ):
+        third = Context(heads=2, head_dim=8, **more)  # type: ignore[arg-type]
+        refused(cpattn.InvalidArgument, found, third.batch, cu_seqlens)
+        refused(cpattn.InvalidArgument, f"layout balanced(4), ulysses 1 x ring 4, distribution {full.distribution:016x}", third.batch, cu_seqlens)
+        leave(third)
+    apart = Context(heads=2, head_dim=8, dtype=torch.float64, ring=4, layout="zigzag", own_tokens=True)
+    assert apart.batch(cu_seqlens).plan.distribution != full.distribution
+    compare(apart, cu_seqlens, (2, 2, 8, 8), 1e-13)
+    leave(apart)
+    # What was decided stays while a context that follows it is open, also after the first has left.
+    leave(first)
+    second = Context(heads=4, head_dim=8, dtype=torch.float64)
+    assert second.batch(cu_seqlens).plan.distribution == full.distribution
+    leave(second)
+    leave(windowed)
+    alone = Context(heads=2, head_dim=8, dtype=torch.float64, window_left=15, **balanced)  # type: ignore[arg-type]
+    assert alone.batch(cu_seqlens).plan.distribution == fresh.distribution
+    leave(alone)
+
+
+def precision(rank: int, world: int) -> None:
+    """Under autocast q, k and v are cast; elsewhere another dtype is refused."""
+    context = Context(heads=4, kv_heads=2, head_dim=8, ring=2, ulysses=2)
+    batch = context.batch(DOCUMENTS)
+    whole = [draw(93, h, 8, seed=s, dtype=torch.float32) for s, h in enumerate((4, 2, 2))]
+    # What rotary embeddings leave under autocast.
+    q, k, v = (batch.shard(x) for x in whole)
+    v = v.bfloat16()
+    refused(cpattn.InvalidArgument, "v.dtype is torch.bfloat16, this context is for torch.float32", batch.attention, q, k, v)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o = batch.attention(*inputs)
+    assert o.dtype == torch.bfloat16
+    exact = [x.requires_grad_() for x in whole]
+    want = dense(*exact, DOCUMENTS)
+    d_o = draw(93, 4, 8, seed=9, dtype=torch.float32)
+    got = [o, *gradients(o, batch.shard(d_o), inputs)]
+    assert [x.dtype for x in got] == [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
+    for a, b in zip(got, [want, *gradients(want, d_o, exact)]):
+        assert error(a, batch.shard(b)) < 1e-2
+    leave(context)
+
+
+def strides(rank: int, world: int) -> None:
+    """Heads first, as Transformers has them, slices of one projection, expanded heads: nothing is copied by PyTorch, results and
+    gradients are those of compact tensors, and gradients lie as their tensors do."""
+    for more in ({"ring": 4}, {"ring": 2, "ulysses": 2}, {"ulysses": 4}, {"ring": 4, "circulate": "queries"}):
+        context = Context(heads=4, kv_heads=4, head_dim=8, **more)  # type: ignore[arg-type]
+        batch = context.batch(DOCUMENTS)
+        n = len(batch.tokens)
+        qkv = [batch.shard(draw(93, 4, 8, dtype=torch.float32, seed=s)) for s in range(3)]
+        d_o = batch.shard(draw(93, 4, 8, dtype=torch.float32, seed=9))
+        heads_first = [x.transpose(0, 1).contiguous()[None] for x in qkv]
+        fused = torch.cat(qkv, dim=1)
+        expanded = [x[:, :1].expand(n, 4, 8) for x in qkv]
+        d_o_heads_first = d_o.transpose(0, 1).contiguous().transpose(0, 1)
+        for plain, made in (
+            (qkv, [x[0].transpose(0, 1) for x in heads_first]),
+            (qkv, list(fused.split(4, dim=1))),
+            (qkv, [x.mT.contiguous().mT for x in qkv]),
+            ([x.contiguous() for x in expanded], expanded),
+        ):
+            inputs = [[x.detach().requires_grad_() for x in those] for those in (plain, made)]
+            with Copies() as copies:
+                o = batch.attention(*inputs[1])
+                got = [o, *gradients(o, d_o_heads_first, inputs[1])]
+            assert copies.count == 0 or made[0].stride(-1) != 1 and n > 1, (more, copies.count)
+            o = batch.attention(*inputs[0])
+            for a, b in zip(got, [o, *gradients(o, d_o, inputs[0])]):
+                assert torch.equal(a, b), more
+            if n > 1 and made[0].stride(-1) == 1 and made is not expanded:
+                assert got[1].stride() == torch.empty_like(inputs[1][0]).stride()
+        leave(context)
+
+
+class Copies(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts what copies tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+        return function(*args, **(kwargs or {}))
+
+
+def exchanges(rank: int, world: int) -> None:
+    """The two all-to-alls: whole sequences of some heads, and back; each is the gradient of the other."""
+    context = Context(heads=9, kv_heads=3, head_dim=8, dtype=torch.float64, ulysses=4)
+    batch, total = context.batch(DOCUMENTS), DOCUMENTS[-1]
+    for heads, kv_heads in ((None, None), (6, None), (8, 2)):
+        h, hk = heads or 9, kv_heads or heads or 3
+        first, end = rank * h // 4, (rank + 1) * h // 4
+        x, y = draw(total, h, 5), draw(total, hk, 5)
+        of = {"heads": heads, "kv_heads": kv_heads}
+        mine = batch.shard(x).requires_grad_()
+        held = batch.to_heads(mine, **of)
+        assert torch.equal(held, x[:, first:end]), "all tokens, in the batch's order"
+        back = batch.to_tokens(held * 2, **of)
+        assert torch.equal(back, 2 * mine)
+        weight = draw(total, h, 5, seed=3)
+        assert torch.equal(gradients(back, batch.shard(weight), [mine])[0], 2 * batch.shard(weight))
+        # Heads first, and those that several ranks use.
+        own = batch.shard(y).transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+        k = batch.to_heads(own, "k", **of)
+        group = h // hk
+        assert torch.equal(k, y[:, first // group : -(-end // group)])
+        users = torch.tensor([sum(r * h // 4 // group <= i < -(-((r + 1) * h // 4) // group) for r in range(4)) for i in range(hk)])
+        assert error(gradients(k, torch.ones_like(k), [own])[0], users[None, :, None].expand(len(own), hk, 5)) == 0
+    refused(cpattn.InvalidArgument, "x.ndim is 2", batch.to_heads, torch.zeros(1, 2))
+    refused(cpattn.InvalidArgument, "heads", batch.to_heads, batch.shard(draw(total, 7, 5)))
+    refused(cpattn.InvalidArgument, "ulysses is 4, expected at most heads = 3", batch.to_heads, batch.shard(draw(total, 3, 5)), heads=3)
+    leave(context)
+    context = Context(heads=4, head_dim=8, ring=2, ulysses=2)
+    refused(cpattn.Unsupported, "kind other on a ring", context.batch(DOCUMENTS).to_heads, torch.zeros(1, 4, 5))
+    leave(context)
 
 
 class Whole(torch.autograd.Function):
@@ -263,7 +429,7 @@ def refusals(rank: int, world: int) -> None:
     batch = context.batch([0, 16])
     q, k, v = (torch.randn(4, h, 4) for h in (2, 1, 1))
     for words, args in (
-        ("q.dtype is torch.float64, the plan is for f32", (q.double(), k, v)),
+        ("q.dtype is torch.float64, this context is for torch.float32", (q.double(), k, v)),
         ("v.dtype is torch.float16", (q, k, v.half())),
         ("q.device is meta", (q.to("meta"), k, v)),
         ("v is None, a tensor is needed", (q, k, None)),
@@ -272,9 +438,10 @@ def refusals(rank: int, world: int) -> None:
         ("q is of the layout torch.sparse_coo, torch.strided is needed", (q.to_sparse(), k, v)),
         ("v is a nested tensor, torch.strided is needed", (q, k, torch.nested.nested_tensor([v], layout=torch.jagged))),
         ("q.tokens", (torch.randn(16, 2, 4), k, v)),
-        ("k.heads", (q, q, v)),
+        ("v.heads", (q, q, v)),
+        ("heads", (torch.randn(4, 3, 4), q, q)),
         ("v.ndim", (q, k, v[:, 0])),
-        ("sinks", (q, k, v, torch.zeros(2))),
+        ("sinks", (q, k, v, torch.zeros(3))),
     ):
         refused(cpattn.InvalidArgument, words, batch.attention, *args)
     refused(cpattn.InvalidArgument, "whole is [1], a tensor is needed", batch.shard, [1])
@@ -298,10 +465,6 @@ def refusals(rank: int, world: int) -> None:
     assert batch.shift(torch.zeros(4), 16, 0.5).tolist() == [0.5] * 4, "no row lies that far on"
     assert batch.shift(torch.zeros(4, dtype=torch.bool), -(2**31), True).all()
     refused(cpattn.InvalidArgument, "cu_seqlens is tensor", context.batch, torch.zeros(2).to_sparse())
-    # A plan for another number of ranks.
-    other = cpattn.Plan([0, 16], 2, 4, kv_heads=1, world=2)
-    refused(cpattn.InvalidArgument, "world", attention, torch.randn(8, 2, 4), torch.randn(8, 1, 4), torch.randn(8, 1, 4),
-            rank=context.rank, number=rank % 2, plan=other)
     batch.attention(q, k, v)  # refusals touched nothing
     leave(context)
 
@@ -410,7 +573,7 @@ def alone(rank: int, world: int) -> None:
 
 class Processes(unittest.TestCase):
     def test_four(self) -> None:
-        run(everything, 4, seconds=200)
+        run(everything, 4, seconds=400)
 
     def test_one(self) -> None:
         run(alone, 1)

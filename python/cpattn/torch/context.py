@@ -7,11 +7,12 @@ tokens are this rank's, and their positions. Batches are cached by `cu_seqlens`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,19 +22,29 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from .._check import attempt, instance, refused, whole
-from ..errors import InvalidArgument, InvalidHandle, Unsupported
-from ..plan import Plan, PlanOptions, Side, at_least_1, checked
+from .._check import attempt, flag, instance, one_of, refused, whole
+from ..errors import Error, InvalidArgument, InvalidHandle, Unsupported
+from ..plan import Dtype, Kind, Layout, Plan, PlanOptions, Side, at_least_1, checked
 from ..rank import Rank, nccl_group, nccl_unique_id
 from ..trace import Event
-from .attention import DTYPES, attention, dense
+from . import operators
 from .gloo import GlooTransport
+from .operators import dense
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+DTYPES = dict(zip((torch.float16, torch.bfloat16, torch.float32, torch.float64), Dtype, strict=True))
+
+PlanOf = Callable[[Sequence[int]], Plan]
+
 # The number of contexts on devices that each group of global ranks has made.
 _made: Counter[tuple[int, ...]] = Counter()
+
+_numbers = itertools.count()
+
+# Of the open contexts of each group of global ranks, by their order: how plans that decide who holds which tokens are made.
+_deciding: dict[tuple[int, ...], list[tuple[Context, PlanOf]]] = {}
 
 
 def _holds(dtype: torch.dtype, number: object) -> bool:
@@ -48,7 +59,10 @@ class Context:
     `timeout` is in seconds: if a call waits so long while no message moves, it fails on this rank and then on all. It must
     be longer than what the slowest rank computes between two calls. `dtype` is that of q, k, v and o. `workers` is the
     number of CPU threads of the kernels (more than 1 needs a library built with rayon). `plans` is the number of cached
-    batches. Further keywords are those of `cpattn.Plan`: kv_heads, windows, softcap, layout, ulysses, ring, ...
+    batches. Further keywords are those of `cpattn.PlanOptions`: kv_heads, windows, softcap, layout, ulysses, ring, ...
+
+    All layers work on one distribution of tokens, and so do all contexts of one group: the first open one decides it, and one
+    that asks for another layout or mesh is refused. `own_tokens` sets a context apart, whose tensors must not meet those of others.
 
     Raises InvalidArgument or Unsupported for arguments that are refused, PeerError if another rank does not come in time.
     """
@@ -64,11 +78,13 @@ class Context:
         timeout: float = 300.0,
         workers: int = 1,
         plans: int = 16,
+        own_tokens: bool = False,
         **options: Unpack[PlanOptions],
     ) -> None:
         heads, head_dim = at_least_1("heads", heads), at_least_1("head_dim", head_dim)
         checked(options, heads)
         workers, self._limit = at_least_1("workers", workers), at_least_1("plans", plans)
+        own_tokens = flag("own_tokens", own_tokens)
         if (known := attempt(DTYPES.get, dtype)) is None:
             raise refused("dtype", dtype, f"one of {', '.join(map(str, DTYPES))} is needed")
         if isinstance(device, bool) or (on := attempt(torch.device, device)) is None:
@@ -80,11 +96,11 @@ class Context:
             raise InvalidArgument(f"workers is {workers}, which are threads of the CPU: 1 is needed on {self.device}")
         self.transport = GlooTransport(group, timeout=timeout)
         self.number, self.world = self.transport.rank, self.transport.world
-        self._plan = partial(
-            Plan, heads=heads, head_dim=head_dim, dtype=known, world=self.world, **options
-        )
+        self._kind: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "dtype": known, **options}
         self._batches: dict[tuple[int, ...], Batch] = {}  # least recently used first
         self._closed = False
+        self.key = next(_numbers)
+        operators.CONTEXTS[self.key] = self
         # Moves tensors on the CPU; with a device, only those of `shift`.
         self._host = self.rank = Rank(self.transport, workers=workers)
         if self.device.type == "cuda":
@@ -93,6 +109,11 @@ class Context:
             except BaseException:
                 self._host.close()
                 raise
+        self._members = tuple(dist.get_process_group_ranks(group))
+        open_ones = _deciding.setdefault(self._members, [])
+        self._decides: PlanOf | None = open_ones[0][1] if open_ones and not own_tokens else None
+        if not own_tokens:
+            open_ones.append((self, self._decides or partial(Plan, world=self.world, **self._kind)))
 
     def _over_nccl(self, group: dist.ProcessGroup | None, timeout: float) -> Rank:
         """A rank over its own NCCL communicator, whose id is sent through the store of the process group."""
@@ -137,7 +158,18 @@ class Context:
 
     def plan(self, cu_seqlens: Sequence[int]) -> Plan:
         """A plan for these documents over the ranks of the group."""
-        plan = self._plan(cu_seqlens)
+        if self._decides is None:
+            plan = Plan(cu_seqlens, world=self.world, **self._kind)
+        else:
+            base = self._decides(cu_seqlens)
+            try:
+                plan = Plan.with_tokens_of(base, **self._kind)
+            except Error as error:
+                raise type(error)(
+                    f"{error}. The first open context of this group decides who holds which tokens, here {_tokens_of(base)}, and this "
+                    "one asks for others: ask for the same, close that context, or give own_tokens=True to one of them, whose "
+                    "tensors then must not meet those of the other"
+                ) from error
         info = plan.describe()
         if info.replicas != 1:
             raise InvalidArgument(
@@ -166,6 +198,8 @@ class Context:
         """Leaves the group. Peers that still need this rank get an error, so call dist.barrier on all ranks before."""
         self._closed = True
         self._batches.clear()
+        open_ones = _deciding.get(self._members, [])
+        open_ones[:] = [pair for pair in open_ones if pair[0] is not self]
         self.rank.close()
         self._host.close()
 
@@ -180,17 +214,101 @@ class Batch:
     def __init__(self, context: Context, cu_seqlens: tuple[int, ...]) -> None:
         self.context, self.cu_seqlens = instance("context", context, Context), cu_seqlens
         self.plan = context.plan(cu_seqlens)
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        # Of which graphs know no values.
+        self._ends = torch.tensor(cu_seqlens, dtype=torch.int64)
+        self._alone_on_ring = self.plan.describe().ulysses == 1
         self.tokens = _tensor(self.plan.tokens(Side.Q, context.number)).to(context.device)
         self.positions = _tensor(self.plan.positions(Side.Q, context.number)).to(context.device)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Attention of this rank's tokens, differentiable once. q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim],
-        v [tokens, kv_heads, value_dim], sinks [heads] (f32); returns o [tokens, heads, value_dim]. All ranks call it."""
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None = None,
+        *,
+        window_left: int | None = None,
+        window_right: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Attention of this rank's tokens to the whole batch, differentiable once. All ranks call it, in the same order.
+
+        q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], v [tokens, kv_heads, value_dim], sinks [heads] (f32); returns
+        o [tokens, heads, value_dim]. Heads and dims may be others than the context's: whatever the kind of layer, it works on the
+        batch's tokens. Any strides will do; on a device, on the current stream. The gradient of `sinks`, a sum over all ranks, is
+        returned on rank 0 and is zero on the others, since the training loop sums gradients of parameters over the ranks.
+
+        What is not given is as the context was told. A query sees `window_left` keys before its own and `window_right` after it
+        (cpattn.UNLIMITED: no limit); a sliding window of W tokens that counts the query itself is `window_left=W - 1`. `scale`
+        multiplies q·k (1/√head_dim if nobody says otherwise), `softcap` c makes a score s to c·tanh(s/c); 0 is no softcap.
+
+        Tensors are of the context's dtype, except under torch.autocast: there they are cast to its dtype, and so is o.
+        """
         context = self.context
-        context.check_open()
-        return attention(
-            q, k, v, rank=context.rank, number=context.number, plan=self.plan, device=context.device, sinks=sinks
-        )
+        for name, tensor in {"q": q, "k": k, "v": v, **({} if sinks is None else {"sinks": sinks})}.items():
+            _on(context, name, tensor)
+            if name != "sinks" and tensor.ndim != 3:
+                raise InvalidArgument(f"{name}.ndim is {tensor.ndim}, 3 are needed: [tokens, heads, dim]")
+        dtype, cast = context.dtype, torch.is_autocast_enabled(context.device.type)
+        if cast and not all(x.dtype == torch.float64 for x in (q, k, v)):
+            dtype = torch.get_autocast_dtype(context.device.type)
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            if tensor.dtype != dtype:
+                raise InvalidArgument(
+                    f"{name}.dtype is {tensor.dtype}, this context is for {dtype}: convert q, k and v to it, use torch.autocast, which "
+                    "does, or make a Context with another dtype"
+                )
+        told = (window_left, window_right, scale, softcap)
+        if torch.compiler.is_compiling():
+            o: Tensor = operators.attention(q, k, v, sinks, self._ends, context.key, *told)[0]
+        else:
+            o = operators.Attention.apply(q, k, v, sinks, self, told)  # type: ignore[no-untyped-call]
+        return o
+
+    def _plan_for(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, told: Sequence[Any], *more: Tensor) -> Plan:
+        """The plan of a kind of layer, with this batch's tokens. It packs what is sent, where these tensors lie scattered."""
+        kind = _kind(q, k, v, sinks, told)
+        if self._alone_on_ring and not all(x.is_contiguous() for x in (q, k, v, *more)):
+            kind["pack_inputs"] = True
+        return self._plan_of(kind)
+
+    def _plan_of(self, kind: dict[str, Any]) -> Plan:
+        key = tuple(sorted(kind.items()))
+        if (plan := self._plans.get(key)) is None:
+            plan = self._plans[key] = Plan.with_tokens_of(self.plan, **{**self.context._kind, **kind})
+        return plan
+
+    def to_heads(self, x: Tensor, side: Side | str = Side.Q, *, heads: int | None = None, kv_heads: int | None = None) -> Tensor:
+        """For a layer that mixes the tokens of whole documents, each head by itself: linear attention, state space models,
+        convolutions. From this rank's tokens with all heads, [tokens, heads, dim], to all tokens of the batch, in its order, with
+        this rank's heads, [all tokens, own heads, dim]; `cu_seqlens` says where documents end. Differentiable. All ranks call it.
+
+        `heads` and `kv_heads` are those of the layer; without both, the context's, and without the latter, as many as `heads`. With
+        `side="k"`, x has `kv_heads` heads, and a rank gets those that its q heads use; the gradient of a head that several ranks
+        have is summed. Refused unless `ulysses` is the number of ranks: make the context with `ulysses=` of at most `heads`.
+        """
+        return self._exchange(x, side, heads, kv_heads, True)
+
+    def to_tokens(self, x: Tensor, side: Side | str = Side.Q, *, heads: int | None = None, kv_heads: int | None = None) -> Tensor:
+        """The way back from `to_heads`: from [all tokens, own heads, dim] to [tokens, heads, dim]. With `side="k"`, heads that several
+        ranks have are summed."""
+        return self._exchange(x, side, heads, kv_heads, False)
+
+    def _exchange(self, x: Tensor, side: Side | str, heads: int | None, kv_heads: int | None, to_heads: bool) -> Tensor:
+        context, side = self.context, one_of("side", side, Side)
+        if heads is None and kv_heads is None:
+            kv_heads = context._kind.get("kv_heads")
+        heads = context._kind["heads"] if heads is None else at_least_1("heads", heads)
+        kind = {"kind": Kind.OTHER, "heads": heads, "kv_heads": heads if kv_heads is None else at_least_1("kv_heads", kv_heads)}
+        _on(context, "x", x)
+        if x.ndim != 3:
+            raise InvalidArgument(f"x.ndim is {x.ndim}, 3 are needed: [tokens, heads, dim]")
+        plan = self._plan_of({**kind, "passes": 1})
+        out: Tensor = operators.AllToAll.apply(x, context.rank, context.number, plan, side, to_heads)  # type: ignore[no-untyped-call]
+        return out
 
     def shard(self, whole: Tensor) -> Tensor:
         """This rank's rows of `whole`, which has one row for each token of the batch. Differentiable."""
@@ -217,12 +335,33 @@ class Batch:
         return out.reshape(rows.shape).to(rows.device)
 
     def _check(self, name: str, tensor: Tensor, rows: int) -> None:
-        self.context.check_open()
-        dense(name, tensor)
+        _on(self.context, name, tensor)
         if tensor.ndim == 0 or len(tensor) != rows:
             raise InvalidArgument(f"{name} has the shape {tuple(tensor.shape)}, {rows} rows are needed")
-        if tensor.device.type != self.context.device.type:
-            raise InvalidArgument(f"{name}.device is {tensor.device}, the context is on {self.context.device}")
+
+
+def _on(context: Context, name: str, tensor: Tensor) -> None:
+    """Refuses what is no dense tensor on the device of an open context."""
+    context.check_open()
+    dense(name, tensor)
+    if tensor.device != context.device:
+        raise InvalidArgument(f"{name}.device is {tensor.device}, this context is on {context.device}")
+
+
+def _kind(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, told: Sequence[Any]) -> dict[str, Any]:
+    """Of a layer with such tensors, as keywords of `Plan`. Refuses values that no plan has."""
+    names = ("window_left", "window_right", "scale", "softcap")
+    kind = checked({name: value for name, value in zip(names, told) if value is not None}, q.shape[1])  # type: ignore[arg-type]
+    shape = {"heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": q.shape[2], "value_dim": v.shape[2], "dtype": DTYPES[q.dtype]}
+    return {**kind, **shape, **({} if sinks is None else {"sinks": True})}
+
+
+def _tokens_of(plan: Plan) -> str:
+    """Who holds which tokens, in words."""
+    info = plan.describe()
+    parameter = f"({info.layout_parameter})" if info.layout_parameter else ""
+    layout = Layout(info.layout).name.lower()
+    return f"layout {layout}{parameter}, ulysses {info.ulysses} x ring {info.ring}, distribution {plan.distribution:016x}"
 
 
 def _tensor(numbers: array[int]) -> Tensor:

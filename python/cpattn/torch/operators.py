@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""What a batch computes, as differentiable functions: `Attention` for eager mode, and the same in torch.ops.cpattn, so that
+torch.compile keeps the calls in its graphs. (The latter take longer, and the first call of one loads the compiler.)
+
+Every call exchanges messages with the other ranks, so all ranks must make the same calls in the same order. The operators are
+registered with an ordered effect: no compiler may remove one whose result nobody uses, merge two with equal arguments, or
+change their order, which it might do on some ranks only, where sizes differ.
+
+A graph outlives the batch that it was made with. So an operator takes what names a batch: the number of its context and its
+cu_seqlens, a tensor, of which a graph knows no values. What belongs to these is found, or made again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch._library.effects import EffectType
+
+from .._check import instance
+from ..errors import InvalidArgument, InvalidHandle, Unsupported
+from ..plan import Plan, Side
+from ..rank import Rank
+
+if TYPE_CHECKING:
+    from .context import Batch, Context
+
+# window_left, window_right, scale and softcap of a layer; None: as the context was told.
+Told = tuple[int | None, int | None, float | None, float | None]
+
+# By the number that each has.
+CONTEXTS: WeakValueDictionary[int, Context] = WeakValueDictionary()
+
+
+def dense(name: str, tensor: Any) -> None:
+    """Raises InvalidArgument if the argument is not a dense (torch.strided) tensor."""
+    if instance(name, tensor, Tensor, "a tensor is needed").layout != torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else f"of the layout {tensor.layout}"
+        raise InvalidArgument(f"{name} is {kind}, torch.strided is needed: see {name}.to_dense()")
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """With consecutive elements of a head, which kernels need; other strides may be any."""
+    tensor = tensor.detach()
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _stream(tensor: Tensor) -> int | None:
+    """PyTorch's current stream."""
+    if not tensor.is_cuda:
+        return None
+    stream: int = torch.cuda.current_stream(tensor.device).cuda_stream
+    return stream
+
+
+def _results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    accumulator = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=accumulator)
+
+
+def _forward(batch: Batch, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, told: Told) -> tuple[Tensor, Tensor]:
+    """o and lse."""
+    q, k, v = map(_rows, (q, k, v))
+    o, lse = _results(q, k, v)
+    sinks = None if sinks is None else sinks.detach().contiguous()
+    batch.context.rank.forward(batch._plan_for(q, k, v, sinks, told), _stream(q), q=q, k=k, v=v, sinks=sinks, o=o, lse=lse)
+    return o, lse
+
+
+def _gradients(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any) -> tuple[Tensor, ...]:
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return (*(torch.empty_like(_rows(x)) for x in (q, k, v)), dsinks)
+
+
+def _backward(
+    batch: Batch, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, o: Tensor, lse: Tensor, told: Told
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv and dsinks, which is empty without sinks."""
+    d_o, q, k, v, o = map(_rows, (d_o, q, k, v, o))
+    lse = lse.detach()
+    dq, dk, dv, dsinks = _gradients(d_o, q, k, v, sinks)
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "d_o": d_o, "dq": dq, "dk": dk, "dv": dv}
+    if sinks is not None:
+        given |= {"sinks": sinks.detach().contiguous(), "dsinks": lse.new_empty(sinks.shape)}
+    batch.context.rank.backward(batch._plan_for(q, k, v, sinks, told, d_o), _stream(q), **given)
+    if sinks is not None:
+        dsinks.copy_(given["dsinks"]) if batch.context.number == 0 else dsinks.zero_()
+    return dq, dk, dv, dsinks
+
+
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, batch: Batch, told: Told) -> Tensor:
+        o, lse = _forward(batch, q, k, v, sinks, told)
+        ctx.save_for_backward(q, k, v, sinks, o, lse)
+        ctx.batch, ctx.told = batch, told
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, o, lse = ctx.saved_tensors
+        *gradients, dsinks = _backward(ctx.batch, d_o, q, k, v, sinks, o, lse, ctx.told)
+        if sinks is not None:
+            gradients.append(dsinks)
+        if torch.is_grad_enabled():  # because they are to be differentiated
+            # They depend on the anchor, so that PyTorch does not treat them as constants.
+            gradients = _Once.apply(torch.empty(0, requires_grad=True), *gradients)  # type: ignore[no-untyped-call]
+        return (*gradients, None, None, None)[:6]
+
+
+class _Once(torch.autograd.Function):
+    """The identity on gradients, with a backward that raises. PyTorch's `once_differentiable` raises another error, and
+    treats the gradients as constants if `d_o` is one."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(g.view_as(g) for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        raise Unsupported(
+            "attention is differentiable once, and its gradients were differentiated: detach them, or compute second derivatives "
+            "without cpattn"
+        )
+
+
+def _batch(cu_seqlens: Tensor, context: int) -> Batch:
+    if (found := CONTEXTS.get(context)) is None:
+        raise InvalidHandle("the context of this call is gone: keep it for the whole job")
+    return found.batch(cu_seqlens)
+
+
+def _keep_order() -> None:
+    """While Inductor compiles a graph: it notes what an effect must follow under the name of the operation's buffer, and (PyTorch
+    2.11) looks for it under that of the operation, so that its scheduler would change the order of independent calls."""
+    graph: Any = getattr(getattr(sys.modules.get("torch._inductor.virtualized"), "V", None), "graph", None)
+    noted = getattr(graph, "additional_star_deps", None)
+    if type(noted) is not defaultdict:
+        return
+
+    class Noted(defaultdict):  # type: ignore[type-arg]
+        def __missing__(self, name: str) -> Any:
+            operation = graph.name_to_op.get(name)
+            buffer = name if operation is None else operation.get_name()
+            return self[buffer] if buffer in self else super().__missing__(name)
+
+    graph.additional_star_deps = Noted(noted.default_factory, noted)
+
+
+def _operator(name: str, inputs: str, outputs: str, function: Any, fake: Any) -> Any:
+    told = "Tensor cu_seqlens, int context, int? window_left, int? window_right, float? scale, float? softcap"
+    schema = f"({inputs}, {told}) -> ({outputs})"
+    operator = torch.library.custom_op(f"cpattn::{name}", function, mutates_args=(), schema=schema)
+    operator.register_effect(EffectType.ORDERED)
+
+    def shapes(*given: Any) -> Any:
+        _keep_order()
+        return fake(*given)
+
+    operator.register_fake(shapes)
+    return operator
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, cu_seqlens, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output, cu_seqlens)
+
+
+def _attention_backward(ctx: Any, d_o: Tensor, _: Tensor) -> tuple[Any, ...]:
+    *gradients, dsinks = attention_backward(d_o, *ctx.saved_tensors, *ctx.rest)
+    return *gradients, None if ctx.saved_tensors[3] is None else dsinks, *(None,) * 6
+
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? sinks"
+attention = _operator(
+    "attention",
+    _INPUTS,
+    "Tensor, Tensor",
+    lambda q, k, v, sinks, ends, context, *told: _forward(_batch(ends, context), q, k, v, sinks, told),
+    _results,
+)
+attention_backward = _operator(
+    "attention_backward",
+    f"Tensor d_o, {_INPUTS}, Tensor o, Tensor lse",
+    "Tensor, Tensor, Tensor, Tensor",
+    lambda d_o, q, k, v, sinks, o, lse, ends, context, *told: _backward(_batch(ends, context), d_o, q, k, v, sinks, o, lse, told),
+    _gradients,
+)
+attention.register_autograd(_attention_backward, setup_context=_save)
+
+
+class AllToAll(torch.autograd.Function):
+    """From this rank's tokens and all heads to all tokens and its own heads, or back; the gradient of one is the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rank: Rank, number: int, plan: Plan, side: Side, to_heads: bool) -> Tensor:
+        ctx.rest, x = (rank, number, plan, side, not to_heads), _rows(x)
+        share = plan.share(number)
+        heads = share.q_head_end - share.q_head_begin if side == Side.Q else share.kv_head_end - share.kv_head_begin
+        tokens, every = (share.q_tokens, plan.heads) if side == Side.Q else (share.k_tokens, plan.kv_heads)
+        # The ring is 1, so that the ring share is the whole batch.
+        held, brought = (plan.describe().q_tokens, heads), (tokens, every)
+        to = x.new_empty(*(held if to_heads else brought), x.shape[2])
+        (rank.to_heads if to_heads else rank.to_tokens)(plan, side, x if to_heads else x.contiguous(), to, _stream(x))
+        return to
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return AllToAll.apply(gradient, *ctx.rest), *(None,) * 5  # type: ignore[no-untyped-call]

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""For Hugging Face Transformers: `ContextParallel(model)`, and nothing else changes in the model's code."""
+
+from .pack import Pack
+from .parallel import ContextParallel
+
+__all__ = ["ContextParallel", "Pack"]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The attention function and the mask function that are registered with Transformers under the name "cpattn".
+
+A model asks for masks once in a forward pass and hands them to its layers. Here such a mask is a `Mask`: the kind of layer,
+and the documents of this forward pass. It reaches every layer as an argument, so a layer that gradient checkpointing runs again
+in the backward pass has the documents of its own forward pass, however many are in flight.
+
+All that a model asks for is either done or refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from .._header import UNLIMITED
+from ..errors import Unsupported
+
+NAME = "cpattn"
+
+
+class Forward(Protocol):
+    """One forward pass of a model."""
+
+    longest: int
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: int, **options: Any) -> Tensor: ...
+
+
+class Mask:
+    """A causal mask over documents. A query sees `window` keys before its own."""
+
+    def __init__(self, forward: Forward, window: int) -> None:
+        self.forward, self.window = forward, window
+
+
+class Current:
+    """The forward pass that a model of this process is in."""
+
+    forward: Forward | None = None
+
+
+def _parts(function: Callable[..., Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The functions that a mask function of Transformers is the intersection of, with what they are bound to."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    bound = {name: cell.cell_contents for name, cell in cells}
+    name = function.__qualname__.split(".")[0]
+    if name == "and_masks":
+        for part in bound["mask_functions"]:
+            yield from _parts(part)
+    elif name in ("remap_positions_for_packed_sequence", "add_offsets_to_mask_function"):
+        yield from _parts(bound["mask_function"])
+    elif name not in ("packed_sequence_mask_function", "padding_mask_function"):
+        yield name, bound
+
+
+def mask(mask_function: Callable[..., Any], **asked: Any) -> Mask:
+    """What Transformers calls for each kind of layer."""
+    forward = Current.forward
+    if forward is None:
+        raise Unsupported("the model was not called through the ContextParallel that was made for it: call the model itself")
+    window, causal = UNLIMITED, False
+    for name, bound in _parts(mask_function):
+        if name == "causal_mask_function":
+            causal = True
+        elif name == "sliding_window_overlay":
+            window = min(window, int(bound["sliding_window"]) - 1)
+        elif name == "chunked_overlay":
+            if forward.longest > int(bound["chunk_size"]):
+                raise Unsupported(
+                    f"chunked attention: the longest document ends at position {forward.longest}, chunks have {bound['chunk_size']} "
+                    "tokens, and documents of several chunks are not supported: cut them"
+                )
+        else:
+            raise Unsupported(f"the model's mask has the part {name!r}, which is not supported")
+    if not causal:
+        raise Unsupported("the model's mask is not causal, which is not supported")
+    if asked.get("q_length") != asked.get("kv_length"):
+        raise Unsupported(f"the mask has {asked.get('kv_length')} keys and {asked.get('q_length')} queries: caches are not supported")
+    return Mask(forward, window)
+
+
+# Of an attention call: tensors that say what the mask says already, or that the layer has used itself.
+HARMLESS = ("position_ids", "position_embeddings", "cache_position", "num_items_in_batch", "input_ids")
+
+
+def _tensors(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(map(_tensors, value)))
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """What Transformers calls in each layer: tensors [1, heads, tokens, dim], returns [1, tokens, heads, dim]."""
+    name = type(module).__name__
+    if not isinstance(attention_mask, Mask):
+        kind = "no mask" if attention_mask is None else f"a mask of the type {type(attention_mask).__name__}"
+        raise Unsupported(f"{name} has {kind}, where one of transformers.masking_utils is needed")
+    if dropout:
+        raise Unsupported(f"{name} asks for dropout={dropout} of attention, which is not supported: set config.attention_dropout = 0")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise Unsupported(f"{name} asks for is_causal=False, which is not supported")
+    for option, given in more.items():
+        if given is not None and option not in HARMLESS and _tensors(given):
+            raise Unsupported(f"{name} asks for {option}, which is not supported")
+    if query.shape[2] != key.shape[2] or query.shape[0] != 1:
+        raise Unsupported(
+            f"{name} has queries {tuple(query.shape)} and keys {tuple(key.shape)}, [1, heads, tokens, dim] of the same tokens are needed"
+        )
+    o = attention_mask.forward.attention(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        attention_mask.window,
+        scale=1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling),
+        softcap=float(softcap or 0.0),
+        sinks=None if s_aux is None else s_aux.float(),
+    )
+    return o.unsqueeze(0), None
+
+
+def register() -> None:
+    AttentionInterface.register(NAME, attention)  # type: ignore[no-untyped-call, unused-ignore]
+    AttentionMaskInterface.register(NAME, mask)  # type: ignore[no-untyped-call, unused-ignore]

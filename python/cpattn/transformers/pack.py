@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The inputs of one forward call as documents.
+
+A document is a run of tokens of one row whose positions grow by one. Padding belongs to no document, and is left out. The rule
+for labels is that of Transformers (the label of a token is the next token), except at the end of a document: there is none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..errors import InvalidArgument, Unsupported
+
+# Of a forward call: arguments that say where documents end, and are not needed beside position_ids.
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cu_seqlens")
+TAKEN = ("input_ids", "position_ids", "attention_mask", "labels", "shift_labels", "num_items_in_batch", *BOUNDARIES)
+
+
+@dataclass(eq=False)
+class Pack:
+    """The documents of a forward call, on every rank of the group. `kept` are the places of their tokens in the flattened
+    rows, `shape` is that of input_ids. `next_ids` are the labels of each token, -100 where there is none."""
+
+    cu_seqlens: tuple[int, ...]
+    ids: Tensor
+    positions: Tensor
+    next_ids: Tensor | None
+    kept: Tensor
+    shape: tuple[int, int]
+
+    @property
+    def count(self) -> int:
+        """The number of tokens that have a label."""
+        return 0 if self.next_ids is None else int((self.next_ids != -100).sum())
+
+    @property
+    def longest(self) -> int:
+        """The largest position, and one."""
+        return int(self.positions.max()) + 1
+
+    def hash(self) -> int:
+        """The same on two ranks if their packs are the same."""
+        state = hashlib.blake2b(repr((self.cu_seqlens, self.shape)).encode(), digest_size=8)
+        for tensor in (self.ids, self.positions, self.next_ids, self.kept):
+            state.update(b"-" if tensor is None else tensor.detach().cpu().contiguous().numpy().tobytes())
+        return int.from_bytes(state.digest(), "little", signed=True)
+
+
+def _mask(mask: Any, ids: Tensor) -> Tensor:
+    """Which tokens are no padding."""
+    if mask is None:
+        return torch.ones_like(ids, dtype=torch.bool)
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        kind = f"of the shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise Unsupported(
+            f"attention_mask is {kind}, {tuple(ids.shape)} is needed: 1 for tokens, 0 for padding. Arbitrary masks are not supported"
+        )
+    kept = mask.bool()
+    runs = (F.pad(kept, (1, 0))[:, :-1] < kept).sum(1)
+    if (runs > 1).any():
+        row = int((runs > 1).nonzero()[0])
+        raise Unsupported(f"attention_mask has {int(runs[row])} runs of tokens in row {row}, one is needed: padding goes to the ends")
+    return kept
+
+
+def pack(inputs: Mapping[str, Any]) -> Pack:
+    """The documents of the arguments of a forward call. Raises InvalidArgument and Unsupported."""
+    ids = inputs.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        raise Unsupported("input_ids is needed, a tensor [rows, tokens]: nothing else (inputs_embeds, ...) is supported")
+    rows, length = ids.shape
+    kept = _mask(inputs.get("attention_mask"), ids)
+    places = torch.arange(length, device=ids.device).expand(rows, length)
+    starts = places == 0
+    cu = next((inputs[name] for name in ("cu_seqlens", "cu_seq_lens_q") if inputs.get(name) is not None), None)
+    positions = inputs.get("position_ids")
+    if cu is not None:
+        ends = torch.as_tensor(cu, device=ids.device).flatten().long()
+        if rows != 1 or len(ends) < 2 or ends[0] != 0 or ends[-1] != length or (ends.diff() < 0).any():
+            raise InvalidArgument(
+                f"cu_seqlens is {ends.tolist()}, and input_ids is {tuple(ids.shape)}: 0, the ends of all documents of one row, and "
+                f"{length} are needed"
+            )
+        starts = starts.clone()
+        starts[0, ends[:-1][ends[:-1] < length]] = True
+        if positions is None:
+            begin = torch.where(starts, places, 0).cummax(1).values
+            positions = places - begin
+    if positions is None:
+        positions = places
+    if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[-1] != length or positions.shape[0] not in (1, rows):
+        raise InvalidArgument(f"position_ids has the shape {tuple(positions.shape)}, {(rows, length)} is needed")
+    positions = positions.expand(rows, length)
+    starts = starts | F.pad(positions.diff(dim=1) != 1, (1, 0), value=True) | (kept & ~F.pad(kept, (1, 0))[:, :-1])
+    places = kept.flatten().nonzero().flatten()
+    if len(places) == 0:
+        raise InvalidArgument("attention_mask leaves no token of input_ids, at least one is needed")
+    begins = starts.flatten()[places].nonzero().flatten()
+    labels = inputs.get("shift_labels")
+    if labels is not None:
+        labels = labels.flatten()[places]
+    elif (given := inputs.get("labels")) is not None:
+        if given.shape != ids.shape:
+            raise InvalidArgument(f"labels has the shape {tuple(given.shape)}, {tuple(ids.shape)} is needed")
+        labels = F.pad(given.flatten()[places][1:], (0, 1), value=-100)
+        labels[torch.cat([begins[1:], begins.new_tensor([len(places)])]) - 1] = -100
+    return Pack(
+        (*begins.tolist(), len(places)), ids.flatten()[places], positions.flatten()[places], labels, places, (rows, length)
+    )

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""`ContextParallel`: a causal language model of Transformers whose forward pass is shared by the ranks of a group.
+
+A hook before `forward` keeps this rank's tokens of the batch, one after it computes the loss. Both run inside DDP and FSDP,
+in an evaluation, and under gradient checkpointing. Every rank calls the model with the same whole batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from .._check import refused, whole
+from ..errors import Disagreement, Error, InvalidArgument, Unsupported
+from ..torch import Batch, Context
+from .attention import NAME, Current, _tensors, register
+from .pack import TAKEN, Pack, pack
+from .probe import probe
+
+# What the control messages of this file say of a rank's inputs.
+REFUSED, GIVEN = 0, 1
+
+
+class _Total(torch.autograd.Function):
+    """The sum over the ranks; each gets the gradient of its own part, times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, factor: float) -> Tensor:
+        ctx.factor = factor
+        total = part.detach().cpu().double()
+        dist.all_reduce(total, group=group)
+        return total.to(part)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient * ctx.factor, None, None
+
+
+@dataclass(eq=False)
+class Forward:
+    """One forward pass: its documents, and the batch of each dtype of q, k and v."""
+
+    pack: Pack
+    batch_of: Callable[[torch.dtype], Batch]
+    batch: Batch
+    items: Any
+    labels: Tensor | None
+    tile: Tensor | None = None
+    hidden: Tensor | None = None
+    longest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.longest = self.pack.longest
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: int, **options: Any) -> Tensor:
+        dtype = torch.get_autocast_dtype(v.device.type) if torch.is_autocast_enabled(v.device.type) else v.dtype
+        return self.batch_of(dtype).attention(q.to(dtype), k.to(dtype), v.to(dtype), window_left=window, **options)
+
+
+class ContextParallel:
+    """Makes `model` context-parallel, in place, over a process group (None: the default group). All ranks make one, before DDP
+    or FSDP wrap the model.
+
+    Afterwards every rank calls `model(**batch)` with the same batch: rows with padding (`attention_mask`), or packs
+    (`position_ids` that start again, or `cu_seqlens`). `loss` is that of the whole batch on every rank; `logits` are of this
+    rank's tokens, and `gather` gives those of all.
+
+    `gradients` is how gradients of parameters are combined over the ranks: "mean" (DDP, FSDP) or "sum". `replicas` is the
+    number of parts the group is cut into, each for batches of its own (data parallel); ranks of a replica are consecutive.
+    `ulysses`, `ring`, `layout`, `layout_parameter`, `workers`, `timeout` are those of `cpattn.torch.Context`. With `tile`,
+    logits exist for so many tokens at a time: the loss is the same, and no logits are returned.
+
+    Raises Unsupported for a model that would be wrong, with the reason.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        group: dist.ProcessGroup | None = None,
+        replicas: int = 1,
+        gradients: str = "mean",
+        tile: int = 0,
+        timeout: float = 300.0,
+        workers: int = 1,
+        **options: Any,
+    ) -> None:
+        if gradients not in ("mean", "sum"):
+            raise refused("gradients", gradients, "'mean' (DDP, FSDP) or 'sum' is needed")
+        self.tile = whole("tile", tile, 0, 2**31)
+        if not dist.is_initialized():
+            raise InvalidArgument("there is no process group: start with torchrun, and call torch.distributed.init_process_group")
+        members = dist.get_process_group_ranks(group)
+        replicas = whole("replicas", replicas, 1, len(members))
+        if len(members) % replicas:
+            raise InvalidArgument(f"replicas is {replicas}, which does not divide the {len(members)} ranks of the group")
+        if getattr(model, "_cpattn", None) is not None:
+            raise InvalidArgument("the model has a ContextParallel already: close that one first")
+        self.model, self.replicas, self.ranks = model, replicas, len(members) // replicas
+        self.config = model.config.get_text_config()
+        if getattr(self.config, "attention_dropout", 0):
+            raise Unsupported(
+                f"config.attention_dropout is {self.config.attention_dropout}, which is not supported: set it to 0 before the model is made"
+            )
+        self._takes = frozenset(inspect.signature(model.forward).parameters)
+        self._hooks: list[Any] = []
+        self._usual = model.config._attn_implementation
+        register()
+        try:
+            model.set_attn_implementation(NAME)
+            probe(model, self._takes)
+        except BaseException as error:
+            self._restore()
+            if isinstance(error, ValueError | ImportError | NotImplementedError) and not isinstance(error, Error):
+                raise Unsupported(f"{type(model).__name__}: {error}") from error
+            raise
+        self._base: Any = getattr(model, model.base_model_prefix, None)
+        if self.tile and (self._base is None or self._base is model):
+            self._restore()
+            raise Unsupported(f"tile is {tile}: {type(model).__name__} has no base model apart from its head")
+        number = dist.get_rank(group)
+        self.replica = number // self.ranks
+        self.group = self._groups(members, timeout)
+        self.rank = number % self.ranks
+        self._options = {"timeout": timeout, "workers": workers, **options}
+        self._contexts: dict[torch.dtype, Context] = {}
+        self._factor = float(self.ranks) if gradients == "mean" else 1.0
+        self.device = next(model.parameters()).device
+        self._context(model.dtype)
+        self.last: Forward | None = None
+        model._cpattn = self
+        self._hook()
+
+    def _groups(self, members: list[int], timeout: float) -> Any:
+        """The group of this replica, for contexts and control messages. All ranks of the world call this."""
+        mine = None
+        for replica in range(self.replicas):
+            ranks = members[replica * self.ranks : (replica + 1) * self.ranks]
+            # Only members make it: other ranks of the world may use other groups, or none.
+            if replica == self.replica:
+                mine = dist.new_group(
+                    ranks, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
+                )
+        return mine
+
+    def _context(self, dtype: torch.dtype) -> Context:
+        if dtype not in self._contexts:
+            heads = self.config.num_attention_heads
+            options = {
+                "kv_heads": getattr(self.config, "num_key_value_heads", None) or heads,
+                "head_dim": getattr(self.config, "head_dim", None) or self.config.hidden_size // heads,
+                **self._options,
+            }
+            self._contexts[dtype] = Context(self.group, heads=heads, dtype=dtype, device=self.device, **options)
+        return self._contexts[dtype]
+
+    # Inputs
+
+    def _agree(self, given: Pack | Error) -> Pack:
+        """Compares the packs of all ranks of the replica, before anything else happens."""
+        mine = torch.tensor([REFUSED, 0] if isinstance(given, Error) else [GIVEN, given.hash()])
+        said = [torch.empty_like(mine) for _ in range(self.ranks)]
+        dist.all_gather(said, mine, group=self.group)
+        if isinstance(given, Error):
+            raise given
+        refusing = [rank for rank, one in enumerate(said) if one[0] == REFUSED]
+        if refusing:
+            raise InvalidArgument(f"ranks {refusing} of this group refused their inputs: their error says why")
+        others = [rank for rank, one in enumerate(said) if one[1] != said[0][1]]
+        if others:
+            raise Disagreement(
+                f"ranks {others} of this group were given other inputs than rank 0 (this is rank {self.rank}): all ranks of a group need "
+                "the same batch, see ContextParallel.loader",
+                others[0],
+            )
+        return given
+
+    def _pack(self, inputs: Mapping[str, Any]) -> Pack:
+        for name, value in inputs.items():
+            if name not in TAKEN and value is not None and _tensors(value):
+                raise Unsupported(f"the argument {name} of the model is not supported")
+        if inputs.get("past_key_values") is not None:
+            raise Unsupported("past_key_values is not supported: call the model within `with cp.off():`")
+        if inputs.get("output_router_logits", getattr(self.config, "output_router_logits", False)):
+            raise Unsupported(
+                "output_router_logits is set, and the router's loss is no sum over tokens: set model.config.output_router_logits = False, "
+                "and router_aux_loss_coef=0.0 in an SFTConfig"
+            )
+        for name in ("output_attentions", "output_hidden_states"):
+            if inputs.get(name):
+                raise Unsupported(f"{name} is set, which is not supported")
+        found = pack(inputs)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        for one in (rope, *rope.values()):
+            kind = one.get("rope_type") if isinstance(one, dict) else None
+            most = getattr(self.config, "original_max_position_embeddings", None) or self.config.max_position_embeddings
+            if isinstance(one, dict):
+                most = one.get("original_max_position_embeddings") or most
+            if kind in ("dynamic", "longrope") and found.longest > most:
+                raise Unsupported(
+                    f"rotary embeddings of the type {kind} depend on the longest position of the batch, {found.longest}, where it is over "
+                    f"{most}: not supported"
+                )
+        return found
+
+    def shard(self, inputs: Mapping[str, Any]) -> Forward:
+        """This rank's part of a batch, after the ranks have agreed that it is the same. All ranks call it."""
+        try:
+            given: Pack | Error = self._pack(inputs)
+        except Error as error:
+            given = error
+        found = self._agree(given)
+        batch = self._context(self.model.dtype).batch(found.cu_seqlens)
+        labels = None if found.next_ids is None else found.next_ids[batch.tokens]
+        batch_of = lambda dtype: self._context(dtype).batch(found.cu_seqlens)
+        return Forward(found, batch_of, batch, inputs.get("num_items_in_batch"), labels)
+
+    def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if Current.forward is not None:  # the head alone, for a tile
+            return None
+        if args:
+            kwargs = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+        forward = self.last = Current.forward = self.shard(kwargs)
+        mine = forward.batch.tokens
+        kept = {name: value for name, value in kwargs.items() if name not in TAKEN}
+        kept |= {"input_ids": forward.pack.ids[mine][None], "position_ids": forward.pack.positions[mine][None]}
+        if "use_cache" in self._takes:
+            kept["use_cache"] = False
+        return (), kept
+
+    # Outputs
+
+    def _after(self, model: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        forward = Current.forward
+        if not isinstance(forward, Forward) or forward.tile is not None:
+            return None
+        if forward.hidden is not None:
+            out["logits"] = None
+        if forward.labels is None:
+            return out
+        if forward.hidden is None:
+            part = self._sum(out.logits[0], forward.labels)
+        else:
+            part = self._tiles(model, forward, kwargs)
+        items = forward.items if forward.items is not None else forward.pack.count
+        out["loss"] = _Total.apply(part, self.group, self._factor) / items  # type: ignore[no-untyped-call]
+        return out
+
+    @staticmethod
+    def _sum(logits: Tensor, labels: Tensor) -> Tensor:
+        # In f32 as in Transformers.
+        return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), labels, ignore_index=-100, reduction="sum")
+
+    def _tiles(self, model: Any, forward: Forward, kwargs: dict[str, Any]) -> Tensor:
+        """The loss, with the logits of one tile in memory at a time, in both directions."""
+        assert forward.hidden is not None and forward.labels is not None
+        hidden: Any = forward.hidden
+
+        def part(rows: Tensor, labels: Tensor) -> Tensor:
+            outer, Current.forward = Current.forward, forward
+            forward.tile = rows
+            try:
+                logits = model.forward(**kwargs).logits[0]
+            finally:
+                forward.tile, Current.forward = None, outer
+            return self._sum(logits, labels)
+
+        parts = zip(hidden.split(self.tile, dim=1), forward.labels.split(self.tile), strict=True)  # type: ignore[no-untyped-call]
+        total: Tensor = sum((checkpoint(part, *one, use_reentrant=False) for one in parts), hidden.new_zeros((), dtype=torch.float32))
+        return total
+
+    def _base_after(self, base: Any, args: Any, out: Any) -> Any:
+        """Takes the hidden states, so that the head computes no logits."""
+        forward = Current.forward
+        if isinstance(forward, Forward) and forward.tile is None and forward.labels is not None:
+            forward.hidden = out["last_hidden_state"]
+            out["last_hidden_state"] = forward.hidden[:, :0]
+        return out
+
+    def _ends(self, *_: Any) -> None:
+        forward = Current.forward
+        if isinstance(forward, Forward) and forward.tile is None:
+            forward.hidden = None
+            Current.forward = None
+
+    def _hook(self) -> None:
+        self._hooks = [
+            self.model.register_forward_pre_hook(self._before, with_kwargs=True),
+            self.model.register_forward_hook(self._after, with_kwargs=True),
+            self.model.register_forward_hook(self._ends, always_call=True),
+        ]
+        if self.tile:
+            self._hooks.append(self._base.register_forward_hook(self._base_after))
+            usual = self._base.forward
+
+            def tiled(*args: Any, **kwargs: Any) -> Any:
+                forward = Current.forward
+                if isinstance(forward, Forward) and forward.tile is not None:
+                    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+                    return MoeModelOutputWithPast(last_hidden_state=forward.tile)
+                return usual(*args, **kwargs)
+
+            self._base.forward = tiled
+
+    def _restore(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if getattr(self, "tile", 0) and "forward" in vars(getattr(self, "_base", object())):
+            del self._base.forward
+        with suppress(ValueError):
+            self.model.set_attn_implementation(self._usual)
+
+    # What a user calls
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Within it the model is as it was: each rank for itself, for `generate`."""
+        self._restore()
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(NAME)
+            self._hook()
+
+    def gather(self, rows: Tensor, fill: float = 0) -> Tensor:
+        """Rows of this rank's tokens of the last forward pass, `[1, tokens, ...]` such as its logits, to `[rows, tokens, ...]` as
+        input_ids were, on all ranks; `fill` at padding. Not differentiable. All ranks call it."""
+        if self.last is None:
+            raise InvalidArgument("gather is for the last forward pass, and there was none")
+        forward, rows = self.last, rows.detach()
+        mine = len(forward.batch.tokens)
+        if rows.ndim < 2 or rows.shape[:2] != (1, mine):
+            raise InvalidArgument(f"rows has the shape {tuple(rows.shape)}, (1, {mine}, ...) is needed")
+        whole_ = rows.new_zeros((len(forward.pack.ids), *rows.shape[2:]))
+        whole_[forward.batch.tokens] = rows[0]
+        host = whole_.cpu()
+        dist.all_reduce(host, group=self.group)
+        out = rows.new_full((forward.pack.shape[0] * forward.pack.shape[1], *rows.shape[2:]), fill)
+        out[forward.pack.kept] = host.to(rows.device)
+        return out.reshape(*forward.pack.shape, *rows.shape[2:])
+
+    def count(self, batch: Mapping[str, Any]) -> int:
+        """The number of tokens of a batch that have a label."""
+        return pack(batch).count
+
+    def loader(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches of rank 0 of the group, on all ranks of the group. The model takes each rank's tokens of them."""
+        iterator = iter(batches) if self.rank == 0 else None
+        root = dist.get_process_group_ranks(self.group)[0]
+        while True:
+            message: list[Any] = [None]
+            if iterator is not None:
+                try:
+                    message = [("batch", next(iterator))]
+                except StopIteration:
+                    message = [("end", None)]
+                except BaseException as error:
+                    dist.broadcast_object_list([("failed", repr(error))], src=root, group=self.group)
+                    raise
+            dist.broadcast_object_list(message, src=root, group=self.group)
+            kind, batch = message[0]
+            if kind == "failed":
+                raise InvalidArgument(f"the loader of rank 0 of this group failed: {batch}")
+            if kind == "end":
+                return
+            yield batch
+
+    def trainer(self, kind: type[Any]) -> type[Any]:
+        """A subclass of Trainer or of TRL's SFTTrainer that gives all ranks of a group the same batches."""
+        from .trainer import trainer
+
+        return trainer(self, kind)
+
+    def close(self) -> None:
+        """Leaves the group, and gives the model its own attention back."""
+        self._restore()
+        self.model._cpattn = None
+        for context in self._contexts.values():
+            context.close()

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Whether a model is right when each rank has only its own tokens: a forward pass that tells.
+
+Attention is replaced by a function of each token alone. A model that mixes tokens in attention only, and takes positions from
+`position_ids` only, then gives permuted logits for permuted tokens. Every other model (convolutions over tokens, linear attention,
+state spaces, positions counted from 0, attention that does not go through Transformers' interface) does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import Error, Unsupported
+from .attention import Current
+
+TOKENS = 7
+
+
+class Alone:
+    """A forward pass where a token sees itself only, and its o depends on its q, k and v."""
+
+    longest = TOKENS
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, window: int, **options: Any) -> Tensor:
+        self.calls += 1
+        weights = torch.linspace(-1, 1, q.shape[-1], dtype=q.dtype, device=q.device)
+        o = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        seen = (q * weights).sum(-1, keepdim=True) + (k * weights.cos()).sum((1, 2), keepdim=True)
+        return o + seen.tanh().to(o.dtype)
+
+
+def probe(model: Any, takes: frozenset[str]) -> None:
+    """Raises Unsupported if the model would be wrong."""
+    name = type(model).__name__
+    if any(p.is_meta for p in model.parameters()):
+        raise Unsupported(f"{name} has parameters on the device meta, and is tried before use: load them first")
+    words = model.get_input_embeddings().weight
+    ids = torch.randperm(words.shape[0], generator=torch.Generator().manual_seed(1))[:TOKENS].to(words.device)[None]
+    positions = torch.arange(ids.shape[1], device=words.device)[None]
+    more = {"use_cache": False} if "use_cache" in takes else {}
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    logits, forward = [], Alone()
+    try:
+        with torch.no_grad():
+            backwards = torch.arange(ids.shape[1] - 1, -1, -1, device=words.device)
+            for order, given in ((slice(None), True), (backwards, True), (slice(None), False)):
+                Current.forward = forward
+                where = {"position_ids": positions[:, order]} if given else {}
+                out = model(input_ids=ids[:, order], **where, **more)
+                logits.append(out.logits[0, order].double())
+    except Error as error:
+        raise type(error)(f"{name}: {error}") from error
+    except Exception as error:
+        raise Unsupported(f"{name} does not run with packed tokens and position_ids: {type(error).__name__}: {error}") from error
+    finally:
+        Current.forward = None
+        for module in training:
+            module.training = True
+    if forward.calls == 0:
+        raise Unsupported(f"{name} has no layer whose attention goes through AttentionInterface of Transformers")
+    apart, usual = (float((logits[0] - other).abs().max() / logits[0].std().clamp(min=1e-30)) for other in logits[1:])
+    most = 1e-3 if words.dtype in (torch.float32, torch.float64) else 0.2
+    if not usual <= most:
+        raise Unsupported(f"{name} does not count positions as 0, 1, 2, ...: without position_ids its logits are others, which is not supported")
+    if not apart <= most:
+        raise Unsupported(
+            f"{name} mixes tokens outside of attention, or counts positions by itself: with attention left out, and tokens in another "
+            f"order, its logits differ by {apart:.1e} of their deviation. Layers over whole documents (convolutions, linear "
+            "attention, state spaces) are not supported"
+        )

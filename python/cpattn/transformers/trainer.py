@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Trainer and SFTTrainer: all ranks of a group get the same batches, and the loss is counted once for each replica."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import Trainer
+
+from ..errors import InvalidArgument, Unsupported
+
+if TYPE_CHECKING:
+    from .parallel import ContextParallel
+
+
+def trainer(cp: ContextParallel, kind: type[Any]) -> type[Any]:
+    if not issubclass(kind, Trainer):
+        raise InvalidArgument(f"the trainer is {kind!r}, a subclass of transformers.Trainer is needed")
+    mine = kind.compute_loss.__module__
+    if mine not in ("transformers.trainer", "trl.trainer.sft_trainer"):
+        raise Unsupported(f"{kind.__name__} computes its loss in {mine}: those of Trainer and SFTTrainer are supported")
+
+    class ContextParallelTrainer(kind):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if self.compute_loss_func is not None or self.label_smoother is not None:
+                raise Unsupported("compute_loss_func and label smoothing are not supported: the loss is that of ForCausalLM")
+            if getattr(self.args, "loss_type", "nll") not in ("nll", "chunked_nll"):
+                raise Unsupported(f"loss_type is {self.args.loss_type!r}, which is not supported: 'nll' is")
+            if self.args.world_size != cp.ranks * cp.replicas:
+                raise InvalidArgument(
+                    f"the trainer has {self.args.world_size} processes, ContextParallel {cp.replicas} replicas of {cp.ranks} ranks: the same "
+                    "number is needed"
+                )
+            self._same_batches()
+
+        def _same_batches(self) -> None:
+            """Makes accelerate deal batches to replicas, not to processes."""
+            from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped, unused-ignore]
+
+            accelerator = self.accelerator
+
+            def prepare(loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None) -> Any:
+                if getattr(loader, "_is_accelerate_prepared", False):
+                    return loader
+                prepared = prepare_data_loader(
+                    loader,
+                    accelerator.device,
+                    num_processes=cp.replicas,
+                    process_index=cp.replica,
+                    split_batches=accelerator.split_batches,
+                    put_on_device=True,
+                    rng_types=list(accelerator.rng_types or []),
+                    dispatch_batches=False,
+                    even_batches=accelerator.even_batches,
+                    use_seedable_sampler=accelerator.use_seedable_sampler,
+                    data_seed=accelerator.dataloader_config.data_seed,
+                )
+                accelerator._dataloaders.append(prepared)
+                return prepared
+
+            accelerator.prepare_data_loader = prepare
+
+        def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+            if not self.model_accepts_loss_kwargs or not all("labels" in batch or "shift_labels" in batch for batch in batch_samples):
+                return None
+            count = torch.tensor(sum(cp.count(batch) for batch in batch_samples), device=device)
+            if self.args.average_tokens_across_devices and cp.replicas > 1:
+                count = self.accelerator.gather(count).sum() // cp.ranks
+            return count
+
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            loss, out = Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
+            if self.args.average_tokens_across_devices and self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+                loss = loss / cp.ranks  # it was multiplied by the number of processes, for that of replicas
+            if not return_outputs:
+                return loss
+            if out.get("logits") is not None:
+                out["logits"] = cp.gather(out["logits"])
+            return loss, out
+
+    ContextParallelTrainer.__name__ = f"ContextParallel{kind.__name__}"
+    return ContextParallelTrainer

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Builds the shared library with `capi/build` and packs it with the header that it has, so that one command installs all.
+
+The crate is the folder above this one; in a source distribution, which must hold it whole, it is `crate`. CPATTN_FEATURES in the
+environment names the features (rayon,cuda,nccl): CUDA and NCCL need no toolkit, and neither driver nor library before a device is used.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+from setuptools import Command, Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build import build
+from setuptools.command.sdist import sdist
+
+HERE = Path(__file__).resolve().parent
+CRATE = HERE / "crate" if (HERE / "crate").exists() else HERE.parent
+NO_CARGO = (
+    "cpattn is built from Rust, and there is no cargo on the PATH: install Rust 1.89 or later (https://rustup.rs), or install "
+    "a wheel that was built elsewhere for this platform (pip wheel ./python)"
+)
+
+
+class BuildLibrary(Command):
+    """Into the wheel; for an editable installation, where a checkout's package looks for it."""
+
+    editable_mode = False
+
+    def initialize_options(self):
+        self.build_lib = None
+
+    def finalize_options(self):
+        self.set_undefined_options("build_py", ("build_lib", "build_lib"))
+
+    def run(self):
+        if sys.platform != "linux":
+            raise SystemExit(f"cpattn can be built for Linux alone, this is {sys.platform}")
+        if not shutil.which("cargo"):
+            raise SystemExit(NO_CARGO)
+        prefix = CRATE / ("target/capi" if self.editable_mode else "target/python")
+        features = os.environ.get("CPATTN_FEATURES", "rayon,cuda,nccl")
+        chosen = ["--features", features] if features else []
+        subprocess.run([CRATE / "capi/build", "--shared", *chosen, prefix], check=True)
+        for source, target in zip(("lib/libcpattn.so", "include/cpattn.h"), self.get_outputs()):
+            shutil.copy(prefix / source, target)
+
+    def get_outputs(self):
+        names = () if self.editable_mode else ("libcpattn.so", "cpattn.h")
+        return [str(Path(self.build_lib, "cpattn", name)) for name in names]
+
+    def get_output_mapping(self):
+        return {}
+
+    def get_source_files(self):
+        return []
+
+
+class Wheel(bdist_wheel):
+    """The library is called through ctypes: any Python 3, one platform."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
+
+class Source(sdist):
+    """With the crate, as a registry of crates would have it."""
+
+    def make_release_tree(self, base_dir, files):
+        super().make_release_tree(base_dir, files)
+        command = ["cargo", "package", "--no-verify", "--allow-dirty", "--target-dir", CRATE / "target/python-source"]
+        subprocess.run(command, cwd=CRATE, check=True)
+        version = self.distribution.get_version()
+        with tarfile.open(CRATE / f"target/python-source/package/cpattn-{version}.crate") as packed:
+            packed.extractall(base_dir, filter="data")
+        Path(base_dir, f"cpattn-{version}").rename(Path(base_dir, "crate"))
+
+
+class Platform(Distribution):
+    def has_ext_modules(self):
+        return True
+
+
+# What an earlier build left there would be packed too.
+shutil.rmtree(HERE / "build", ignore_errors=True)
+build.sub_commands.append(("build_library", None))
+setup(distclass=Platform, cmdclass={"build_library": BuildLibrary, "bdist_wheel": Wheel, "sdist": Source})

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Language models of Transformers on several processes: the losses and gradients of one process."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+try:
+    import transformers
+except ImportError:
+    raise unittest.SkipTest("transformers is not installed") from None
+
+import models
+import processes
+from cpattn import Disagreement, InvalidArgument, Unsupported
+from cpattn.transformers import ContextParallel
+
+transformers.utils.logging.set_verbosity_error()
+# Children are forked from a process that has loaded all of it.
+processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers", "transformers.trainer"])
+PACK = [23, 1, 17, 9, 40]
+MESHES = {1: [(1, 1)], 3: [(3, 1)], 4: [(1, 4), (2, 2)], 6: [(3, 2)], 8: [(4, 2)]}
+
+
+LAYOUTS = ("auto", "zigzag_pack", "zigzag")
+
+
+def summed(model: Any, group: Any = None) -> torch.Tensor:
+    total = models.gradients(model)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _right(rank: int, world: int, file: str) -> list[str]:
+    """Every model on every mesh of this world; what is wrong."""
+    references, wrong = torch.load(file), []
+    for ulysses, ring in MESHES[world]:
+        for number, name in enumerate(models.MODELS):
+            model = models.build(name)
+            tile = 8 if number % 3 == 1 else 0
+            cp = ContextParallel(model, gradients="sum", ulysses=ulysses, ring=ring, layout=LAYOUTS[number % 3], tile=tile)
+            kind = number % 3
+            if kind:
+                model.activation_checkpointing_enable({"use_reentrant": kind == 2})
+            if kind == 2:
+                model.get_input_embeddings().register_forward_hook(lambda *given: given[-1].requires_grad_() if given[-1].is_leaf else None)
+            loss = model(**models.batch(PACK)).loss
+            loss.backward()
+            expected, gradients = references[name]
+            error, distance = abs(loss.item() - expected) / expected, models.apart(summed(model), gradients)
+            if not (error <= 1e-6 and distance <= 1e-5):
+                wrong.append(f"{name} on {ulysses} x {ring}: loss {error:.1e}, gradients {distance:.1e}")
+            cp.close()
+    return wrong
+
+
+class Models(unittest.TestCase):
+    def test_losses_and_gradients_of_one_process(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = str(Path(folder) / "alone")
+            torch.save({name: models.alone(name, models.batch(PACK)) for name in models.MODELS}, file)
+            for world in MESHES:
+                with self.subTest(world=world):
+                    for wrong in processes.run(_right, world, file, seconds=200):
+                        self.assertEqual(wrong, [])
+
+
+def _trainer(rank: int, world: int, replicas: int, sft: bool, losses: list[float] | None = None) -> list[float]:
+    """Losses of six steps of two packs each, with checkpointing; of the parameters after them, the norm."""
+    import trl
+    from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+    # As torchrun does.
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+
+    kind, config = (trl.SFTTrainer, trl.SFTConfig) if sft else (Trainer, TrainingArguments)
+    model = models.build("gemma3")
+    draw = torch.Generator().manual_seed(3)
+    documents = [torch.randint(3, models.WORDS, (5 + n % 13,), generator=draw).tolist() for n in range(96)]
+    if world > 1:
+        kind = ContextParallel(model, replicas=replicas).trainer(kind)
+    data = [{"input_ids": document} for document in documents]
+    more: dict[str, Any] = {"data_collator": DataCollatorWithFlattening(), "train_dataset": data, "eval_dataset": data[:8]}
+    extra: dict[str, Any] = {}
+    if sft:
+        import datasets
+
+        more = {"train_dataset": datasets.Dataset.from_list(data), "processing_class": models.tokenizer()}
+        extra = {"packing": True, "max_length": 40, "loss_type": "nll"}
+    with tempfile.TemporaryDirectory() as folder:
+        args = config(
+            folder, use_cpu=True, max_steps=6, gradient_accumulation_steps=2 if world > 1 or replicas == 1 else 2 * replicas,
+            per_device_train_batch_size=4 if not sft else 1,
+            per_device_eval_batch_size=8, gradient_checkpointing=True, logging_steps=1, logging_nan_inf_filter=False, report_to=[], disable_tqdm=True,
+            save_strategy="no", seed=5, bf16=False, fp16=False, lr_scheduler_type="constant",
+            # AdamW divides gradients by their size, and so does clipping: neither would see gradients that are too large on all ranks,
+            # and AdamW makes a rounding error of a gradient near 0 into one of a whole step (2.6e-6 of the loss, learning rate 1e-2).
+            optim="sgd", learning_rate=0.1, max_grad_norm=0.0, **extra,
+        )  # fmt: skip
+        trainer = kind(model=model, args=args, **more)
+        trainer.train()
+        found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        if not sft:
+            found.append(trainer.evaluate()["eval_loss"])
+    return found
+
+
+class Trainers(unittest.TestCase):
+    def check(self, world: int, replicas: int, sft: bool) -> None:
+        one = processes.run(_trainer, 1, replicas, sft, seconds=200)[0]
+        for several in processes.run(_trainer, world, replicas, sft, seconds=200):
+            self.assertEqual(len(several), len(one))
+            for a, b in zip(several, one, strict=True):
+                self.assertLessEqual(abs(a - b) / b, 5e-7, (several, one))
+
+    def test_trainer(self) -> None:
+        self.check(3, 1, False)
+
+    def test_trainer_with_replicas(self) -> None:
+        self.check(4, 2, False)
+
+    def test_sft_trainer_with_packing(self) -> None:
+        self.check(3, 1, True)
+
+
+def _wrapped(rank: int, world: int, file: str) -> dict[str, float]:
+    """Relative distances of the gradients to those of one process, by the way they were made."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    packs, found = [models.batch(PACK), models.batch([5, 31, 2], seed=4)], {}
+    references = torch.load(file)
+
+    def compare(name: str, model: Any, expected: torch.Tensor) -> None:
+        found[name] = models.apart(models.gradients(model), expected)
+
+    model = models.build("gpt-oss")
+    ContextParallel(model)
+    wrapped = DistributedDataParallel(model)
+    wrapped(**packs[0]).loss.backward()
+    compare("DDP", model, references[0])
+
+    model = models.build("gpt-oss")
+    cp = ContextParallel(model, tile=5)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    model(**packs[0]).loss.backward()
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad.full_tensor()
+    found["FSDP2, tiles"] = models.apart(models.gradients(model), references[0])
+    cp.close()
+
+    model = models.build("gpt-oss")
+    cp = ContextParallel(model, gradients="sum", tile=6)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    with torch.autograd.graph.save_on_cpu():
+        losses = [model(**pack).loss for pack in packs]
+    (losses[0] + losses[1]).backward()
+    found["two in flight, offloaded, tiles"] = models.apart(summed(model), references[0] + references[1])
+    cp.close()
+
+    model = models.build("gpt-oss")
+    cp = ContextParallel(model, gradients="sum")
+    usual = [pack for pack in cp.loader(packs if rank == 0 else [])]
+    model(**usual[1]).loss.backward()
+    found["loader"] = models.apart(summed(model), references[1])
+    with torch.no_grad():
+        logits = cp.gather(model(**packs[1]).logits)
+        with cp.off():
+            alone = torch.cat([model(input_ids=ids).logits[0] for ids, _ in models.documents(packs[1])])
+            model.eval().generate(packs[1]["input_ids"][:, :5], max_new_tokens=3)
+    found["logits"] = models.apart(logits[0], alone)
+    cp.close()
+
+    model = models.build("llama")
+    cp = ContextParallel(model, gradients="sum")
+    documents = models.documents(packs[1])
+    width = max(ids.shape[1] for ids, _ in documents)
+    rows = {name: torch.zeros(len(documents), width, dtype=torch.int64) for name in ("input_ids", "attention_mask", "labels")}
+    for row, (ids, labels) in enumerate(documents):
+        where = slice(None, ids.shape[1]) if row % 2 else slice(width - ids.shape[1], None)
+        rows["input_ids"][row, where], rows["attention_mask"][row, where], rows["labels"][row] = ids[0], 1, -100
+        rows["labels"][row, where] = labels[0]
+    model(**rows).loss.backward()
+    found["padding"] = models.apart(summed(model), models.alone("llama", packs[1])[1])
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**packs[1]).loss
+    loss.backward()
+    found["autocast, thousandths"] = abs(loss.item() / models.alone("llama", packs[1])[0] - 1) / 1000  # it is in bf16
+    return found
+
+
+def _refusals(rank: int, world: int) -> dict[str, str]:
+    said: dict[str, str] = {}
+
+    def refuse(name: str, kind: type[Exception], call: Any) -> None:
+        try:
+            call()
+            said[name] = "not refused"
+        except kind as error:
+            said[name] = str(error)
+
+    pack = models.batch(PACK)
+    model = models.build("llama")
+    cp = ContextParallel(model)
+    refuse("other", Disagreement, lambda: model(**models.batch(PACK, seed=1 + (rank == 2))))
+    refuse("one", InvalidArgument if rank != 1 else Unsupported, lambda: model(**pack, past_key_values=() if rank == 1 else None))
+    refuse("mask", Unsupported, lambda: model(**pack, attention_mask=torch.ones(1, 1, 90, 90)))
+    refuse("hole", Unsupported, lambda: model(input_ids=torch.ones(1, 3, dtype=torch.int64), attention_mask=torch.tensor([[1, 0, 1]])))
+    refuse("embeds", Unsupported, lambda: model(inputs_embeds=torch.ones(1, 3, 36)))
+    refuse("twice", InvalidArgument, lambda: ContextParallel(model))
+    assert model(**pack).loss.isfinite()  # and it still works
+    cp.close()
+    refuse("dropout", Unsupported, lambda: ContextParallel(models.build("llama", attention_dropout=0.1)))
+    refuse("replicas", InvalidArgument, lambda: ContextParallel(models.build("llama"), replicas=2))
+    refuse("gradients", InvalidArgument, lambda: ContextParallel(models.build("llama"), gradients="max"))
+    experts = models.build("mixtral", output_router_logits=True)
+    cp = ContextParallel(experts)
+    refuse("router", Unsupported, lambda: experts(**pack))
+    cp.close()
+    from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig
+
+    for name, config in (("bloom", BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4)), ("mamba", MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1))):
+        refuse(name, Unsupported, lambda: ContextParallel(AutoModelForCausalLM.from_config(config)))
+    return said
+
+
+class Others(unittest.TestCase):
+    def test_wrapped_models(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = str(Path(folder) / "alone")
+            torch.save([models.alone("gpt-oss", p)[1] for p in (models.batch(PACK), models.batch([5, 31, 2], seed=4))], file)
+            for found in processes.run(_wrapped, 3, file):
+                self.assertLessEqual(max(found.values()), 1e-5, found)
+
+    def test_refusals(self) -> None:
+        for rank, said in enumerate(processes.run(_refusals, 3)):
+            self.assertNotIn("not refused", said.values(), said)
+            self.assertIn("ranks [2]", said["other"])
+            self.assertIn("past_key_values" if rank == 1 else "ranks [1]", said["one"])
+            for name, word in (("mask", "attention_mask"), ("hole", "runs"), ("dropout", "attention_dropout"), ("router", "router")):
+                self.assertIn(word, said[name])
+
+
+if __name__ == "__main__":
+    unittest.main()
