@@ -5,7 +5,7 @@
 #![allow(missing_docs, reason = "a program has no users of its items")]
 
 use cpattn::{Batch, Dtype, Forward, Layout, Mesh, Plan, Problem, Rank, Result, Side, View, ViewMut, transport::local};
-use std::{thread, time::Duration};
+use std::time::Duration;
 
 const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
@@ -30,18 +30,14 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// The output for all tokens: each rank computes its own.
+/// The output for all tokens: each rank, a thread here, computes its own.
 fn attention(plan: &Plan, [q, k, v]: &[Vec<f32>; 3]) -> Result<Vec<f32>> {
+    let parts = local::run(plan.mesh().world(), Duration::from_secs(60), |end| own(Rank::new(end), plan, [q, k, v]))?;
     let mut whole = vec![f32::NAN; q.len()];
-    thread::scope(|scope| {
-        let ends = local::group(plan.mesh().world(), Duration::from_secs(60))?.into_iter();
-        let ranks: Vec<_> = ends.map(|end| scope.spawn(move || own(Rank::new(end), plan, [q, k, v]))).collect();
-        for (rank, thread) in ranks.into_iter().enumerate() {
-            let o = thread.join().expect("a rank does not panic")?;
-            plan.unshard_into(Side::Q, rank, &o, &mut whole, HEADS * DIM)?;
-        }
-        Ok(whole)
-    })
+    for (rank, o) in parts.iter().enumerate() {
+        plan.unshard_into(Side::Q, rank, o, &mut whole, HEADS * DIM)?;
+    }
+    Ok(whole)
 }
 
 /// What one rank does with its tokens. In a program of many processes it would have no others.

@@ -8,7 +8,7 @@
  * Four ranks (Ulysses 2 x ring 2) exchange messages through a board that four threads share; the result is compared with one
  * rank. Receivers copy directly from the senders' memory; a sender's exchange ends when all its messages were copied.
  */
-#include <cpattn.h>
+#include <cpattn.hpp>
 
 #include <array>
 #include <atomic>
@@ -21,25 +21,8 @@
 #include <memory>
 #include <mutex>
 #include <random>
-#include <stdexcept>
-#include <string>
 #include <thread>
 #include <vector>
-
-static void must(int32_t status) {
-  if (status != CPATTN_OK) throw std::runtime_error(std::string(cpattn_status_name(status)) + ": " + cpattn_last_error());
-}
-
-// Handles that destroy themselves.
-template <auto Destroy>
-struct Destroyer {
-  template <class T>
-  void operator()(T *handle) const {
-    Destroy(handle);
-  }
-};
-using Plan = std::unique_ptr<cpattn_plan, Destroyer<cpattn_plan_destroy>>;
-using Rank = std::unique_ptr<cpattn_rank, Destroyer<cpattn_rank_destroy>>;
 
 // What all ranks share: posted sends by (from, to), and the numbers of an agreement.
 class Board {
@@ -128,7 +111,7 @@ struct Member {
   uint32_t rank;
 };
 
-static cpattn_transport *transport_of(Member &member, uint32_t world) {
+static cpattn::Transport transport_of(Member &member, uint32_t world) {
   cpattn_transport_table table = CPATTN_TRANSPORT_TABLE_INIT;
   table.context = &member;
   table.rank = member.rank;
@@ -144,9 +127,7 @@ static cpattn_transport *transport_of(Member &member, uint32_t world) {
   };
   table.poll = [](void *c, int64_t *) -> int32_t { return static_cast<Member *>(c)->board->failed() ? 1 : 0; };
   table.abort = [](void *c) { static_cast<Member *>(c)->board->abort(); };
-  cpattn_transport *transport = nullptr;
-  must(cpattn_transport_create(&table, &transport));
-  return transport;
+  return cpattn::make<cpattn_transport_create>(&table);
 }
 
 // A compact tensor that knows its shape; the description points into itself, so it stays where it is.
@@ -177,35 +158,33 @@ struct Whole {
   Tensor o{kTokens, kHeads, kDim}, dq{kTokens, kHeads, kDim}, dk{kTokens, kKvHeads, kDim}, dv{kTokens, kKvHeads, kDim};
 };
 
-static void run(cpattn_plan *plan, uint32_t r, cpattn_transport *transport, Whole &w) {
-  cpattn_rank *raw = nullptr;
-  must(cpattn_rank_create(transport, nullptr, &raw));
-  Rank rank(raw);
+static void run(cpattn_plan *plan, uint32_t r, cpattn::Transport transport, Whole &w) {
+  cpattn::Rank rank = cpattn::make_rank(std::move(transport));
   cpattn_share share = CPATTN_SHARE_INIT;
-  must(cpattn_plan_share(plan, r, &share));
+  cpattn::check(cpattn_plan_share(plan, r, &share));
   auto nq = static_cast<int64_t>(share.q_tokens), nk = static_cast<int64_t>(share.k_tokens);
   Tensor q(nq, kHeads, kDim), k(nk, kKvHeads, kDim), v(nk, kKvHeads, kDim), d_o(nq, kHeads, kDim), o(nq, kHeads, kDim);
   Tensor dq(nq, kHeads, kDim), dk(nk, kKvHeads, kDim), dv(nk, kKvHeads, kDim), lse(kHeads, nq);
-  must(cpattn_plan_shard(plan, CPATTN_Q, r, &w.q.view, &q.view));
-  must(cpattn_plan_shard(plan, CPATTN_K, r, &w.k.view, &k.view));
-  must(cpattn_plan_shard(plan, CPATTN_K, r, &w.v.view, &v.view));
-  must(cpattn_plan_shard(plan, CPATTN_Q, r, &w.d_o.view, &d_o.view));
+  cpattn::check(cpattn_plan_shard(plan, CPATTN_Q, r, &w.q.view, &q.view));
+  cpattn::check(cpattn_plan_shard(plan, CPATTN_K, r, &w.k.view, &k.view));
+  cpattn::check(cpattn_plan_shard(plan, CPATTN_K, r, &w.v.view, &v.view));
+  cpattn::check(cpattn_plan_shard(plan, CPATTN_Q, r, &w.d_o.view, &d_o.view));
 
   cpattn_forward_args f = CPATTN_FORWARD_ARGS_INIT;
   f.q = &q.view, f.k = &k.view, f.v = &v.view, f.o = &o.view, f.lse = &lse.view;
-  must(cpattn_forward(rank.get(), plan, &f));
+  cpattn::check(cpattn_forward(rank.get(), plan, &f));
   cpattn_backward_args b = CPATTN_BACKWARD_ARGS_INIT;
   b.q = &q.view, b.k = &k.view, b.v = &v.view, b.o = &o.view, b.lse = &lse.view, b.d_o = &d_o.view;
   b.dq = &dq.view, b.dk = &dk.view, b.dv = &dv.view;
-  must(cpattn_backward(rank.get(), plan, &b));
+  cpattn::check(cpattn_backward(rank.get(), plan, &b));
 
-  must(cpattn_plan_unshard(plan, CPATTN_Q, r, &o.view, &w.o.view));
-  must(cpattn_plan_unshard(plan, CPATTN_Q, r, &dq.view, &w.dq.view));
-  must(cpattn_plan_unshard(plan, CPATTN_K, r, &dk.view, &w.dk.view));
-  must(cpattn_plan_unshard(plan, CPATTN_K, r, &dv.view, &w.dv.view));
+  cpattn::check(cpattn_plan_unshard(plan, CPATTN_Q, r, &o.view, &w.o.view));
+  cpattn::check(cpattn_plan_unshard(plan, CPATTN_Q, r, &dq.view, &w.dq.view));
+  cpattn::check(cpattn_plan_unshard(plan, CPATTN_K, r, &dk.view, &w.dk.view));
+  cpattn::check(cpattn_plan_unshard(plan, CPATTN_K, r, &dv.view, &w.dv.view));
 }
 
-static Plan plan_for(uint32_t ulysses, uint32_t ring) {
+static cpattn::Plan plan_for(uint32_t ulysses, uint32_t ring) {
   static const std::array<int32_t, 4> documents{0, 70, 71, kTokens};
   cpattn_problem p = CPATTN_PROBLEM_INIT;
   p.cu_seqlens_q = documents.data();
@@ -218,9 +197,7 @@ static Plan plan_for(uint32_t ulysses, uint32_t ring) {
   o.world = ulysses * ring;
   o.ulysses = ulysses;
   o.ring = ring;
-  cpattn_plan *plan = nullptr;
-  must(cpattn_plan_create(&p, &o, &plan));
-  return Plan(plan);
+  return cpattn::make<cpattn_plan_create>(&p, &o);
 }
 
 static double difference(const char *name, const Tensor &a, const Tensor &b) {
@@ -244,13 +221,11 @@ int main() try {
     ((*four).*member).view.data = ((*four).*member).data.data();
   }
 
-  Plan single = plan_for(1, 1);
-  cpattn_transport *alone = nullptr;
-  must(cpattn_local_group(1, 1000, &alone));
-  run(single.get(), 0, alone, *one);
+  cpattn::Plan single = plan_for(1, 1);
+  run(single.get(), 0, std::move(cpattn::local_group(1, 1000)[0]), *one);
 
   constexpr uint32_t world = 4;
-  Plan plan = plan_for(2, 2);
+  cpattn::Plan plan = plan_for(2, 2);
   Board board(world);
   std::array<Member, world> members{};
   std::vector<std::thread> threads;

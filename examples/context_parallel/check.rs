@@ -4,15 +4,23 @@
 //! With `u` the unit roundoff of the element type, `a` that of the accumulator, `M` the largest magnitude and `R` the
 //! RMS of a reference tensor:
 //!
-//! - o, dv: `2·u·M + 64·a·M`: one rounding of the result (at most `u·M`) and as much again for what was rounded before
-//!   it, plus sums in the accumulator's type;
-//! - dq, dk: the same plus `u·(M + R) + 2·u·S + 32·a·L`: the backward reads the rounded o, so `delta = rowsum(do ∘ o)`
-//!   has an error of its own, which every key of a row multiplies. `S = scale·√value_dim·RMS(do)·RMS(o)·RMS(k or q)` is the
-//!   usual size of what cancels in `ds = p·(do·v − delta)`. L is the same for the largest row and element:
-//!   `L = scale·max(√Σ(do·o)²)·max|k|`, and `√group·max|q|` for dk. It matters where the gradient itself is nearly 0, as
-//!   for a document of one token, whose ds is the rounding of two equal sums;
+//! - o, dv: `2·u·M + (64 + e)·a·M`: one rounding of the result (at most `u·M`) and as much again for what was rounded
+//!   before it, plus sums in the accumulator's type;
+//! - dq, dk: the same plus `u·(M + R) + 2·u·S + (32 + e)·a·L`: the backward reads the rounded o, so
+//!   `delta = rowsum(do ∘ o)` has an error of its own, which every key of a row multiplies.
+//!   `S = scale·√value_dim·RMS(do)·RMS(o)·RMS(k or q)` is the usual size of what cancels in `ds = p·(do·v − delta)`. L is the
+//!   same for the largest row and element: `L = scale·max(√Σ(do·o)²)·max|k|`, and `√group·max|q|` for dk. It matters where
+//!   the gradient itself is nearly 0, as for a document of one token, whose ds is the rounding of two equal sums;
 //! - lse, never rounded to the element type: `128·a·max(M, 1)`;
-//! - dsinks, sums of `exp(sink − lse)·delta` over n rows: the same plus `u·(M + R) + 2·(u + 16·a)·√n·√value_dim·RMS(do)·RMS(o)`.
+//! - dsinks, sums of `exp(sink − lse)·delta` over n rows: `128·a·max(M, 1) + e·a·M` plus
+//!   `u·(M + R) + (2·u + (32 + e)·a)·√n·√value_dim·RMS(do)·RMS(o)`.
+//!
+//! `e·a` is the relative error of a probability, with `e = (2 + √head_dim)·max|lse|`. A probability is `exp(s − lse)`, so its
+//! relative error is the absolute error of `s − lse`. Rounding s and lse to the accumulator's type is at most `a·|s|` and
+//! `a·|lse|`; the head_dim roundings inside the dot product have random signs and each is at most `a·|s|`, where all terms
+//! have one sign, so that they add up to about `√head_dim·a·|s|`. And |lse| may stand for |s|: with `s = lse − t` the
+//! probability is `exp(−t)`, and `exp(−t)·|s|` is at most `|lse| + 1/2`. In f32 the term is as large as the others once scores
+//! reach about 10.
 //!
 //! A bf16 wire rounds every partial gradient that travels once, by `2⁻⁸` of itself: `2·2⁻⁸·M` more for dq where the q side
 //! circulates, for dk and dv where k and v do or a kv head is shared by ranks.
@@ -98,6 +106,7 @@ pub fn check<T: Element>(plan: &Plan, inputs: &Inputs<T>, got: &Results<T>, want
     let terms = (p.value_dim() as f64).sqrt() * rms_of(&inputs.d_o) * rms_of(&want.o);
     let largest_terms = largest_row(&inputs.d_o, &want.o, p.value_dim());
     let scale = p.score().scale.abs();
+    let e = (2.0 + (p.head_dim() as f64).sqrt()) * max_of(&want.lse);
     let of = |name: &'static str, error: f64, want: &[f64]| {
         let max = max_of(want);
         let rms = rms_of(want);
@@ -109,14 +118,15 @@ pub fn check<T: Element>(plan: &Plan, inputs: &Inputs<T>, got: &Results<T>, want
             }
             _ => [(p.batch().tokens(Side::Q) as f64).sqrt() * terms; 2].into(),
         };
-        let delta = u * (max + rms) + 2.0 * u * usual + 32.0 * a * largest;
+        let delta = u * (max + rms) + 2.0 * u * usual + (32.0 + e) * a * largest;
+        let sums = 2.0 * u + (64.0 + e) * a;
         let bound = match name {
             "lse" => 128.0 * a * max.max(1.0),
-            "dsinks" => 128.0 * a * max.max(1.0) + delta,
-            "o" => (2.0 * u + 64.0 * a) * max,
-            "dv" => (2.0 * u + 64.0 * a + wire_k) * max,
-            "dk" => (2.0 * u + 64.0 * a + wire_k) * max + delta,
-            _ => (2.0 * u + 64.0 * a + wire_q) * max + delta,
+            "dsinks" => 128.0 * a * max.max(1.0) + e * a * max + delta,
+            "o" => sums * max,
+            "dv" => (sums + wire_k) * max,
+            "dk" => (sums + wire_k) * max + delta,
+            _ => (sums + wire_q) * max + delta,
         };
         Checked { name, error, bound, rms, max }
     };
@@ -233,5 +243,98 @@ fn one_part<T: Element>(p: &Problem, inputs: &Inputs<T>, document: usize, kv: us
     paste(&mut whole.dv, &g.dv, &rk, hk, dv, kv, 1);
     for (sum, x) in whole.dsinks.iter_mut().skip(first).zip(&g.dsinks) {
         *sum += x;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::Arc, time::Duration};
+
+    use cpattn::{Batch, Layout, Mask, Mesh};
+    use half::{bf16, f16};
+
+    use super::*;
+    use crate::{
+        input::Random,
+        team::{How, Team},
+    };
+
+    const HEADS: usize = 4;
+
+    /// Documents of two tokens whose two scores are nearly equal and as large as 72, of dot products whose terms have one
+    /// sign: the roundings of the scores decide the probabilities.
+    fn large_scores<T: Element>(head_dim: usize) -> (Problem, Inputs<T>) {
+        let documents = 100;
+        let batch = Batch::from_lengths(&vec![2; documents]).unwrap();
+        let problem = Problem::new(batch, HEADS, HEADS, head_dim, T::DTYPE).with_value_dim(32).with_mask(Mask::full());
+        let mut random = Random::new(1);
+        let (mut q, mut k) = (Vec::new(), Vec::new());
+        for _ in 0..documents {
+            let base: Vec<f64> = (0..head_dim).map(|_| random.normal()).collect();
+            for _ in 0..2 * HEADS {
+                q.extend(base.iter().map(|x| x + 0.02 * random.normal()).collect::<Vec<_>>());
+                k.extend(base.iter().map(|x| x + 0.02 * random.normal()).collect::<Vec<_>>());
+            }
+        }
+        let dot = |(q, k): (&[f64], &[f64])| q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>();
+        let largest = q.chunks(head_dim).zip(k.chunks(head_dim)).map(dot).fold(0.0, f64::max);
+        let to = 72.0 / (largest * problem.score().scale);
+        let of = |x: &[f64]| x.iter().map(|&x| T::from_f64(x)).collect::<Vec<T>>();
+        let q: Vec<f64> = q.iter().map(|x| x * to).collect();
+        let mut signs = || (0..2 * documents * HEADS * 32).map(|_| random.normal().signum()).collect::<Vec<f64>>();
+        let (v, d_o) = (signs(), signs());
+        (problem, Inputs { q: of(&q), k: of(&k), v: of(&v), d_o: of(&d_o), sinks: None })
+    }
+
+    #[test]
+    fn large_scores_keep_the_bounds() {
+        fn of<T: Element>() {
+            for (head_dim, ulysses, ring) in [(32, 1, 1), (128, 1, 1), (128, 2, 2)] {
+                let (problem, inputs) = large_scores::<T>(head_dim);
+                let mesh = Mesh::explicit(ulysses * ring, ulysses, ring).unwrap();
+                let plan = Plan::new(&problem, mesh, Layout::Contiguous).unwrap();
+                let want = reference(&problem, &inputs, || ());
+                assert!(max_of(&want.lse) > 60.0);
+                let team = Team::new(mesh.world(), Duration::from_secs(600)).unwrap();
+                let how = How { repeat: 1, record: false, tick: Arc::new(|| ()) };
+                let inputs = Arc::new(inputs);
+                let outcome = team.run(&plan, &inputs, &how).unwrap();
+                for c in check(&plan, &inputs, &outcome.results[0], &want) {
+                    assert!(c.passes(), "{}, head dim {head_dim}, {mesh}: {c:?}", T::DTYPE);
+                }
+            }
+        }
+        of::<f32>();
+        of::<f64>();
+    }
+
+    /// The exact result, rounded once as an accumulator in bf16 would, is over every bound, scores as large as they may be.
+    #[test]
+    fn an_accumulator_in_bf16_is_over_the_bounds() {
+        fn of<T: Element>() {
+            let (problem, mut inputs) = large_scores::<T>(32);
+            // Of signs alone, o is a sign or less than a half, where bf16 rounds less.
+            let mut random = Random::new(2);
+            for x in [&mut inputs.v, &mut inputs.d_o] {
+                x.fill_with(|| T::from_f64(random.normal()));
+            }
+            let plan = Plan::new(&problem, Mesh::explicit(1, 1, 1).unwrap(), Layout::Contiguous).unwrap();
+            let want = reference(&problem, &inputs, || ());
+            let rounded = |x: &[f64]| x.iter().map(|&x| T::from_f64(bf16::from_f64(x).to_f64())).collect::<Vec<T>>();
+            let got = Results {
+                o: rounded(&want.o),
+                lse: want.lse.iter().map(|&x| T::Acc::from_f64(bf16::from_f64(x).to_f64())).collect(),
+                dq: rounded(&want.dq),
+                dk: rounded(&want.dk),
+                dv: rounded(&want.dv),
+                dsinks: Vec::new(),
+            };
+            for c in check(&plan, &inputs, &got, &want) {
+                // Keys that are nearly equal cancel in dq, where the error of delta in f16 is larger than that of bf16.
+                assert!(!c.passes() || (T::DTYPE == Dtype::F16 && c.name == "dq"), "{}: {c:?}", T::DTYPE);
+            }
+        }
+        of::<f32>();
+        of::<f16>();
     }
 }

@@ -205,6 +205,10 @@ fn run<T: Element>(args: &Arguments, ranks: &mut Ranks, batched: &Batched, plan:
     let how = How { repeat, record: true, tick };
     let outcome = ranks.run(args, plan, &inputs, &how)?.ok_or("rank 0 has no results")?;
 
+    if args.transport == TransportRule::Mpi {
+        // For whoever watches the job: the other processes have sent their results.
+        println!("rank 0 compares");
+    }
     let computed;
     let (want, against) = match stored {
         Some((mask, reference)) => (reference, format!("the file's *_{mask} references")),

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """Trains a small causal language model, on one process or over several, and shows that the losses are the same.
 
-    capi/build && export PYTHONPATH=python
-    python3 examples/python/train.py --steps 50 --json one.json
+    pip install ./python
+    torchrun --nproc-per-node 4 examples/python/train.py
+    python3 examples/python/train.py --steps 50 --json one.json     # the baseline
     torchrun --nproc-per-node 4 examples/python/train.py --steps 50 --json four.json --against one.json --plot both.svg
 
 One process is the baseline: PyTorch's scaled_dot_product_attention over each document. With several, each has a share of
@@ -180,7 +181,7 @@ def draw(runs):
 def main():
     parser = argparse.ArgumentParser(description="Trains a small language model; see the top of the file.")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where the losses go")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the losses go")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="an SVG of them")
     parser.add_argument("--against", type=Path, metavar="FILE", help="the JSON of another run: compared, and in the plot")
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="an SVG of what each of several processes did when")
@@ -221,7 +222,8 @@ def main():
     losses = train(parallel, given.steps, dtype)
     events = parallel.context.trace() if recorded else []  # on rank 0: of all
     if int(os.environ.get("RANK", "0")) == 0:
-        given.json.write_text(json.dumps({"name": name, "processes": world, "dtype": given.dtype, "losses": losses}) + "\n")
+        if given.json:
+            given.json.write_text(json.dumps({"name": name, "processes": world, "dtype": given.dtype, "losses": losses}) + "\n")
         print(f"{name}: {given.steps} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}")
         runs = [(name, losses)]
         if other:
