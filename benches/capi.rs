@@ -157,5 +157,6 @@ fn main() {
         cpattn_rank_destroy(c_rank);
         cpattn_plan_destroy(c_plan);
     }
-    assert!(overhead < 1000.0, "a call through C costs {overhead:.0} ns more, the limit is 1 µs");
+    let limit = if cfg!(debug_assertions) { 10_000.0 } else { 1000.0 };
+    assert!(overhead < limit, "a call through C costs {overhead:.0} ns more, the limit is {limit} ns");
 }

@@ -1,22 +1,57 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! One rank's plan: `Plan::with_options` and both schedules. Documents change every step, so this cost occurs every
-//! step.
+//! Planning: the automatic choice, a choice that is kept, one rank's plan with both schedules, the proof of all ranks, and
+//! the memory of the last two. Documents change every step, so all but the proof occur every step.
 //!
-//! Targets: 100 µs at 8 ranks and 64 documents; 50 ms at 1,024 ranks, 1 M tokens and 1,000 documents.
+//! Goals on two cores, 1 M tokens: the choice over 8 ranks ≤ 1, 5 and 50 ms for 1,000, 10,000 and 100,000 documents, over
+//! 1,024 ranks ≤ 20, 60 and 400 ms; kept ≤ 100 µs; a plan and both schedules ≤ 15 ms, and ≤ 64 MB with 100,000 documents;
+//! the proof of 64, 256 and 1,024 ranks ≤ 0.3, 2 and 15 s, the last in 1 GB.
+//!
+//! ```text
+//! cargo bench --bench planning [-- FILTER]
+//! ```
+//!
+//! The proof and the memory are measured once each, after the rest; FILTER `proof` or `memory` runs them alone.
 
-use std::hint::black_box;
-
-use cpattn::{
-    Batch, Dtype, Layout, Mask, Mesh, Plan, Problem,
-    schedule::{Direction, Schedule},
+use std::{
+    alloc::{GlobalAlloc, Layout as Block, System},
+    hint::black_box,
+    sync::atomic::{AtomicUsize, Ordering::Relaxed},
+    time::Instant,
 };
-use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
+
+use cpattn::{Batch, Dtype, Layout, Mask, Mesh, Plan, Problem, plan, schedule::Schedule};
+use criterion::{BenchmarkId, Criterion, criterion_group};
+
+/// The system's allocator, and how many bytes are allocated, now and at most.
+struct Counting;
+
+static LIVE: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call is passed on to the system's allocator as it came.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Block) -> *mut u8 {
+        let live = LIVE.fetch_add(layout.size(), Relaxed) + layout.size();
+        PEAK.fetch_max(live, Relaxed);
+        // SAFETY: the caller's layout.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Block) {
+        LIVE.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: the caller's block, which `alloc` above had of the system.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
 
 /// `n` documents of `total` tokens, lengths spread by a fixed generator from 1/8 to 15/8 of the mean.
 fn documents(n: usize, total: usize) -> Batch {
     let mean = total / n;
     let mut draw = fastrand::Rng::with_seed(1);
-    let mut lengths: Vec<usize> = (1..n).map(|_| mean / 8 + draw.usize(..mean * 14 / 8)).collect();
+    let mut lengths: Vec<usize> = (1..n).map(|_| mean / 8 + draw.usize(..(mean * 14 / 8).max(1))).collect();
     let mut used: usize = lengths.iter().sum();
     while used > total {
         for n in lengths.iter_mut().filter(|n| **n > 1) {
@@ -29,11 +64,37 @@ fn documents(n: usize, total: usize) -> Batch {
     Batch::from_lengths(&lengths).unwrap()
 }
 
-fn one_rank(problem: &Problem, mesh: Mesh, layout: Layout, rank: usize) -> usize {
+fn both_schedules(problem: &Problem, mesh: Mesh, layout: Layout, rank: usize) -> (Plan, [Schedule; 2]) {
     let plan = Plan::new(problem, mesh, layout).unwrap();
-    let forward = Schedule::new(&plan, rank, Direction::Forward).unwrap();
-    let backward = Schedule::new(&plan, rank, Direction::Backward).unwrap();
+    let schedules = Schedule::both(&plan, rank).unwrap();
+    (plan, schedules)
+}
+
+fn one_rank(problem: &Problem, mesh: Mesh, layout: Layout, rank: usize) -> usize {
+    let (_, [forward, backward]) = both_schedules(problem, mesh, layout, rank);
     forward.operations().len() + backward.operations().len()
+}
+
+fn of(n: usize, tokens: usize) -> Problem {
+    Problem::new(documents(n, tokens), 32, 8, 128, Dtype::Bf16).with_mask(Mask::causal())
+}
+
+fn choices(c: &mut Criterion) {
+    let mut group = c.benchmark_group("choice");
+    group.sample_size(10);
+    for world in [8, 1024] {
+        for n in [1000, 10_000, 100_000] {
+            let problem = of(n, 1 << 20);
+            group.bench_function(BenchmarkId::new(format!("automatic, {world} ranks"), n), |b| {
+                b.iter(|| plan::choose(world, black_box(&problem), plan::BALANCE).unwrap());
+            });
+            let previous = Plan::auto(&problem, world).unwrap();
+            group.bench_function(BenchmarkId::new(format!("kept, {world} ranks"), n), |b| {
+                b.iter(|| Plan::auto_like(&previous, black_box(problem.batch())).unwrap());
+            });
+        }
+    }
+    group.finish();
 }
 
 fn bench(c: &mut Criterion) {
@@ -46,8 +107,7 @@ fn bench(c: &mut Criterion) {
     ];
     let mut group = c.benchmark_group("planning");
     group.sample_size(10);
-    let small = Problem::new(documents(64, 65_536), 32, 8, 128, Dtype::Bf16);
-    let large = Problem::new(documents(1000, 1 << 20), 32, 8, 128, Dtype::Bf16);
+    let (small, large) = (of(64, 65_536), of(1000, 1 << 20));
     for (ring, ulysses) in [(8, 1), (2, 4)] {
         let mesh = Mesh { replicas: 1, ring, ulysses };
         for layout in layouts {
@@ -69,5 +129,52 @@ fn bench(c: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, bench);
-criterion_main!(benches);
+/// The most bytes that were allocated at once during a call, beyond those before it.
+fn peak<T>(call: impl FnOnce() -> T) -> (T, usize) {
+    let before = LIVE.load(Relaxed);
+    PEAK.store(before, Relaxed);
+    let result = call();
+    (result, PEAK.load(Relaxed) - before)
+}
+
+/// A zigzag of the pack, 1,024 tokens a rank, as many documents as ranks.
+fn proofs() {
+    for ranks in [64, 256, 1024] {
+        let plan = Plan::new(&of(ranks, 1024 * ranks), Mesh::ring(ranks).unwrap(), Layout::ZigzagPack).unwrap();
+        let begin = Instant::now();
+        let (_, bytes) = peak(|| plan.verify().unwrap());
+        println!("proof, {ranks} ranks: {:.2} s, at most {} MB", begin.elapsed().as_secs_f64(), bytes / 1_000_000);
+    }
+}
+
+fn memory() {
+    let problem = of(100_000, 1 << 20);
+    for layout in [Layout::Zigzag, Layout::Striped { stripe: 64 }, Layout::Balanced { chunks: 8 }, Layout::ZigzagPack] {
+        let before = LIVE.load(Relaxed);
+        let (kept, most) = peak(|| both_schedules(&problem, Mesh::ring(1024).unwrap(), layout, 517));
+        let bytes = LIVE.load(Relaxed) - before;
+        println!(
+            "memory, 1024 ranks, 100000 documents, {layout}: {:.1} MB, at most {:.1} MB while they are made",
+            bytes as f64 / 1e6,
+            most as f64 / 1e6
+        );
+        drop(kept);
+    }
+}
+
+criterion_group!(benches, choices, bench);
+
+fn main() {
+    let filter = std::env::args().skip(1).find(|a| !a.starts_with('-'));
+    let wanted = |name: &str| filter.as_deref().is_none_or(|f| f == name);
+    if !matches!(filter.as_deref(), Some("proof" | "memory")) {
+        benches();
+        Criterion::default().configure_from_args().final_summary();
+    }
+    if wanted("memory") {
+        memory();
+    }
+    if wanted("proof") {
+        proofs();
+    }
+}

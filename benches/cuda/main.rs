@@ -96,7 +96,11 @@ fn measure(device: &Device, options: &Options, held: &mut Held) -> Result<String
     let seconds = times[times.len() / 2];
     let case = &held.case;
     let (dim, value_dim) = (case.head_dim as u32, case.value_dim as u32);
-    let family = device::text(device.cuda.family(case.dtype, dim, value_dim))?.name();
+    let family = match case.kind {
+        Kind::Backward => device.cuda.backward_family(case.dtype, dim, value_dim),
+        _ => device.cuda.family(case.dtype, dim, value_dim),
+    };
+    let family = device::text(family)?.name();
     let rate = |work: f64| if work > 0.0 { format!("{:.3}", work / seconds / 1e12) } else { "null".to_owned() };
     Ok(format!(
         "{{\"case\": {:?}, \"direction\": {:?}, \"dtype\": \"{}\", \"ours_s\": {seconds:e}, \"fastest_s\": {:e}, \

@@ -23,7 +23,7 @@ from measure import Server
 HERE = pathlib.Path(__file__).resolve().parent
 # What holds both sides to less than the machine has. oneDNN's variable reaches PyTorch's backward alone: the products of
 # its forward are MKL's, which go on using AMX unless MKL's variable says otherwise. Where there is AMX, ours are held to what
-# is the quickest of the rest there: multiply-adds of f32, not bf16 dot products (docs/cpu.md). Without AMX they choose
+# is the quickest of the rest there: multiply-adds of f32, not bf16 dot products (benches/NOTES.md). Without AMX they choose
 # themselves.
 ONEDNN = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "CPATTN_CPU_ISA": "avx512"}
 HELD = {"onednn_avx512_bf16": ONEDNN, "avx512_bf16": ONEDNN | {"MKL_ENABLE_INSTRUCTIONS": "AVX512_E2"}}

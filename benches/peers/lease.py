@@ -31,7 +31,8 @@ COUNTED = ("cudnn", "fa3", "flash")
 
 PROFILED = (
     "forward-bf16-128-gqa64-causal-8k", "forward-bf16-128-gqa64-full-8k", "merge-bf16-128-gqa64-causal-8k",
-    "backward-bf16-128-causal-8k", "packed-forward-bf16-128-gqa64-8k", "forward-bf16-64-gqa-causal-8k", "pack-bf16-8",
+    "backward-bf16-128-gqa64-causal-8k", "backward-bf16-128-causal-8k", "packed-forward-bf16-128-gqa64-8k",
+    "forward-bf16-64-gqa-causal-8k", "pack-bf16-8",
 )
 """Cases that are profiled, in this order."""
 

@@ -26,7 +26,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 
 FAMILIES = {"ours-sm80": "sm_80", "ours-sm90a": "sm_90a"}
-"""Peers that are our own forward kernel of a family which CPATTN_CUDA_FAMILY forces, in a program of its own."""
+"""Peers that are our own kernel of a family which CPATTN_CUDA_FAMILY forces, in a program of its own."""
 
 
 class Server:
