@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What both backward passes share: from scores and `do·v` to p and ds, and the choice of passes.
+//! Shared by both backward passes: p and ds from scores and `do·v`, sums in two stages, and clearing of dq.
 //!
 //! `p = exp(s − lse)`, `ds = p · (do·v − delta)`, times the derivative of the softcap and the scale (Dao et al.,
-//! FlashAttention, 2022). The queries' pass has rows outside and keys inside and owns dq; the keys' pass has keys
-//! outside and rows inside and owns dk and dv. When all three are wanted the keys' pass adds to dq on its way, which
-//! saves the scores of a second pass, except in aligned calls: their order has to be that of the separate passes.
+//! FlashAttention, 2022). The queries' pass loops over rows, inside over keys, and writes dq; the keys' pass loops over
+//! keys, inside over rows, and writes dk and dv. If all three are wanted the keys' pass adds to dq too, which saves
+//! computing the scores twice; not in aligned calls, which keep the order of the separate passes.
 //!
 //! Sums over a long document are kept in two stages, a run of at most [`FLUSH`] positions and the total, so that their
 //! rounding error grows with the square root of the run and not of the document. Runs end at positions that are
@@ -24,8 +24,8 @@ pub(crate) const FLUSH: i64 = 512;
 /// When the first stage of a sum is added to the total.
 pub(crate) struct Flush {
     aligned: bool,
-    /// What the first stage holds, if anything was added. In an aligned call: positions from this times [`FLUSH`] on, fewer
-    /// than [`FLUSH`] of them. Otherwise: so many rows.
+    /// The contents of the first stage, if anything was added: in an aligned call the index of a run of [`FLUSH`] positions,
+    /// otherwise the number of rows.
     run: Option<i64>,
 }
 
@@ -59,7 +59,7 @@ pub(crate) fn flush<A: Real>(total: &mut [A], part: &mut [A]) {
     }
 }
 
-/// Zeros in the rows of dq that units will add to, but for those that hold a value already.
+/// Sets the rows of dq to 0 that units will add to, except those that already hold a value.
 ///
 /// # Safety
 /// The rows of the q ranges lie within dq, whose elements are `A`s and which nothing else accesses.
@@ -77,7 +77,7 @@ pub(crate) unsafe fn clear_queries<A: Real>(call: &AttendBackward) {
     }
 }
 
-/// Zeros around the caches.
+/// Sets rows to 0 with stores past the caches.
 struct Zeros<'a, I> {
     dq: &'a RawTensor,
     /// Rows and heads.
@@ -132,18 +132,18 @@ pub(crate) unsafe fn gradients<V: Vector>(
             let (score, slope) = scoring.apply(V::load(s), lanes, lane, key, masked);
             let mut p = score.sub(lse).exp();
             if masked {
-                // Also when lse is NaN, which is for the keys alone that the row sees.
+                // Masked keys get p = 0 even if lse is NaN; a NaN reaches only keys that the row sees.
                 p = V::gt(V::splat(V::T::LOWEST), score, zero, p);
             }
             let ds = p.mul(V::load(dp).sub(delta)).mul(slope).mul(V::splat(scoring.scale));
             p.store(s);
-            // p of 0 is a key without a say: what it holds must not come in by 0 · NaN.
+            // A key with p = 0 must not contribute, even if its k or v is NaN: 0 · NaN would be NaN.
             V::gt(tiny, p, zero, ds).store(dp);
         }
     }
 }
 
-/// The lse that makes every p of a row 0: where nothing was attended to, and in lanes that only fill up.
+/// Replaces an lse of −∞ by +∞, which makes every p 0: for rows that attended to nothing, and for unused lanes.
 #[inline(always)]
 pub(crate) fn no_row<A: Real>(lse: &mut [A]) {
     for x in lse {

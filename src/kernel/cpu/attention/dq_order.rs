@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Sums that several units add to, in one order.
+//! The order in which units of work add to the same rows of dq.
 //!
-//! The units of a document with one kv head hold blocks of its keys; each adds to dq of the same rows. That the sum has
-//! the same bits for any number of workers, a unit adds to a row only when the unit of the block before has done so: it *passes* a
-//! row when it is done with all rows up to there, and not before its predecessor has passed the same row. Units are
-//! handed out in order, so the predecessor has been taken by a worker that waits, if at all, for still earlier ones:
-//! no worker waits for ever, whatever threads there are, and a single worker never waits.
+//! The units of one document and kv head hold blocks of its keys, and each adds to the same rows of dq. A unit adds to a
+//! row only after the unit of the previous block has done so; the sums then have the same bits for any number of workers.
+//! A unit *passes* a row once it has added to all rows up to it. It never passes a row before its predecessor has.
+//! Units are handed out in order, so a predecessor is already with some worker, and that worker waits only for still
+//! earlier units. This rules out a deadlock for any number of threads, and a single worker never waits.
 
 use crate::sync::{AtomicU64, thread};
 use core::sync::atomic::Ordering;
 
-/// Units that can be under way at the same time; in a model two, so that a third one gets the entry of the first.
+/// Entries, one for each unit in progress. Under loom there are two, so that a third unit reuses the entry of the first.
 const UNITS: usize = if cfg!(cpattn_loom) { 2 } else { 256 };
 
-/// How far each unit is.
+/// The progress of each unit in progress: its number plus 1 in the upper half, the last row that it passed in the lower.
 pub struct DqOrder([AtomicU64; UNITS]);
 
-/// One unit's part of it.
+/// One unit's entry in the order.
 pub struct DqTurn<'a> {
     order: &'a DqOrder,
     unit: u64,
@@ -29,11 +29,11 @@ impl DqOrder {
         Self(core::array::from_fn(|_| AtomicU64::new(0)))
     }
 
-    /// Begins unit `unit`, counted from 0 in the order in which units are handed out, which adds to rows that unit `before`, an
-    /// earlier one, adds to.
+    /// Begins unit number `unit`; units are numbered from 0 as they are handed out. `before` is the earlier unit that adds to
+    /// the same rows, if there is one.
     pub fn begin(&self, unit: usize, before: Option<usize>) -> DqTurn<'_> {
         let turn = DqTurn { order: self, unit: unit as u64, before: before.map(|unit| unit as u64) };
-        // The unit that had the same entry must be done: whichever waits for it then sees that, by the number of a later one.
+        // The previous unit of this entry must be done. Its waiters see a larger number in the entry and stop waiting.
         if let Some(same) = turn.unit.checked_sub(UNITS as u64) {
             self.wait(same, u32::MAX);
         }
@@ -41,7 +41,7 @@ impl DqOrder {
         turn
     }
 
-    /// Until `unit` has passed `place`, or given its entry to another.
+    /// Waits until `unit` has passed `place`, or its entry belongs to a later unit.
     fn wait(&self, unit: u64, place: u32) {
         let wanted = (unit + 1) << 32 | u64::from(place);
         let mut tries = 0u32;
@@ -60,7 +60,7 @@ impl DqTurn<'_> {
         }
     }
 
-    /// Says that all rows up to `place` are done.
+    /// Publishes that all rows up to `place` are done.
     pub fn pass(&self, place: u32) {
         self.wait(place);
         self.order.0[self.unit as usize % UNITS].store((self.unit + 1) << 32 | u64::from(place), Ordering::Release);
@@ -68,7 +68,7 @@ impl DqTurn<'_> {
 }
 
 impl Drop for DqTurn<'_> {
-    /// Done with everything, also when the worker panics: no other worker may wait for ever.
+    /// Passes all rows, also when the worker panics, so that no other worker waits forever.
     fn drop(&mut self) {
         self.pass(u32::MAX);
     }
@@ -80,8 +80,8 @@ mod tests {
     use core::sync::atomic::AtomicUsize;
     use std::sync::Mutex;
 
-    /// Chains of seven units over five places, by several threads, `turns` chains at a time: at every place the units of a chain
-    /// follow each other. With 300 turns the unit before has long given its entry away.
+    /// Chains of seven units over five places, run by several threads, `turns` chains at a time: at every place the units of a
+    /// chain follow each other. With 300 chains at a time the predecessor's entry has been reused before its successor begins.
     #[test]
     fn units_of_a_chain_keep_their_order() {
         for turns in [1, 3, 300] {

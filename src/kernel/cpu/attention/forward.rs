@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Forward: online softmax over tiles of keys (Milakov and Gimelshein 2018; Dao et al., FlashAttention, 2022).
 //!
-//! A unit is a block of rows of one q range with one kv head. Its rows, of every q head that reads this kv head, are
-//! the lanes; the keys stream by, packed once for all of them, a few tiles at a time, which each panel of lanes meets one
-//! after the other: its sums stay in the L1 cache. Per tile and panel: scores = K·Qᵀ, their maximum,
-//! `p = exp(s − m)` (`softmax.rs`), and `Oᵀ += Vᵀ·P`. Blocks of keys that no lane of the panel sees are passed over. At the
-//! end the result is normalised, merged into the running one if the mode says so, and finished if the mode says that.
+//! A unit is a block of rows of one q range with one kv head. Each row, for each q head that reads this kv head, is a
+//! lane; lanes are processed in panels. The keys are packed once for all lanes, a few tiles at a time, and each panel goes
+//! through these tiles, so that its sums stay in the L1 cache. Per tile and panel: scores = K·Qᵀ, their maximum,
+//! `p = exp(s − m)` (`softmax.rs`), and `Oᵀ += Vᵀ·P`. Blocks of keys that no lane of the panel sees are skipped. At the
+//! end the result is normalised, and, as the mode of the range says, merged into the running result and finished.
 //!
-//! Nothing a lane does depends on the other lanes of its panel: a tile that is of no use to it leaves its bits alone
-//! (`exp(0)` is exactly 1, a product with p = 0 adds nothing). With tiles broken by position, that is what makes
-//! results independent of how rows and keys were cut.
+//! The result of a lane does not depend on the other lanes of its panel: a tile of which it sees no key does not change
+//! its bits (`exp(0)` is exactly 1, a product with p = 0 adds nothing). If tiles also begin at fixed positions (an aligned
+//! call), results do not depend on how rows and keys were cut.
 
 use super::row_blocks::{FEW_ROWS, RowUnit, RowUnits, readers, unit_rows};
 use super::small::{Small, is_small};
@@ -33,12 +33,12 @@ use core::sync::atomic::AtomicUsize;
 pub(crate) struct ForwardPass<'a, A> {
     pub call: &'a Attend<'a>,
     pub documents: Documents<'a>,
-    /// Lanes of a unit and of a block, see `row_blocks::lanes`.
+    /// Lanes of a unit and of a block; see `row_blocks::lanes`.
     pub lanes: [usize; 2],
-    /// Few rows with few keys may be multiplied as they lie. Their scores are then rounded in another way than those of the
-    /// backward, which counts where nothing else is rounded.
+    /// Whether few rows with few keys may be multiplied without packing (`small.rs`). Their scores are then rounded otherwise
+    /// than in the backward, which matters for types that are not rounded elsewhere.
     pub few: bool,
-    /// o is large: it is written around the caches.
+    /// Whether o is so large that it is written past the caches (non-temporal stores).
     pub stream: bool,
     pub sums: PhantomData<A>,
 }
@@ -49,7 +49,7 @@ struct ForwardTiles<'a, T, A> {
     keys: [KeyTile<'a, T, A>; MAX_TILES],
     /// Whether k and v of each tile are finite.
     finite: [(bool, bool); MAX_TILES],
-    /// By panel: what its lanes see, whether their q is finite, and whether they have met keys.
+    /// For each panel: the keys that its lanes see, whether their q is finite, and whether any keys were processed.
     panels: [(VisibleKeys, bool, bool); MAX_PANELS],
     /// Panels of q.
     q: &'a mut [T],
@@ -57,14 +57,14 @@ struct ForwardTiles<'a, T, A> {
     o: &'a mut [A],
     /// `[key][lanes of a panel]`: scores.
     s: &'a mut [A],
-    /// p of a panel, where it is not in `s`, and of another whose products were put off.
+    /// p of the current panel, where it is not in `s`, and of the panel whose products are deferred.
     p: [&'a mut [T]; 2],
-    /// What p is relative to, and the sum of p, by lane.
+    /// For each lane: the reference m of `p = exp(s − m)`, and the sum of p.
     m: &'a mut [A],
     l: &'a mut [A],
-    /// What the sums of a panel are to be multiplied by.
+    /// For each lane: the factor that rescales the panel's sums.
     alpha: &'a mut [A],
-    /// Results of [`Vector::W`] lanes, and what was running.
+    /// Results of [`Vector::W`] lanes, and the running result of the same lanes.
     rows: &'a mut [A],
     others: &'a mut [A],
 }
@@ -84,25 +84,25 @@ const MAX_PANELS: usize = LANES_MOST / 8;
 /// At least [`AttentionEngine::TILES`] of every engine.
 pub(crate) const MAX_TILES: usize = 4;
 
-/// A panel and a tile that have something to do with each other.
+/// A panel and a tile of which some lane sees some key.
 struct TilePair {
     panel: usize,
     tile: usize,
-    /// What each block of keys is to the panel.
+    /// How much of each block of keys the panel sees.
     covers: [Cover; KEYS / BLOCK],
     /// The keys that some lane sees.
     range: Range<usize>,
-    /// Lanes, up to whole vectors.
+    /// Lanes, rounded up to whole vectors.
     width: usize,
     masked: bool,
     careful: bool,
-    /// k and q have no number that is not finite.
+    /// All of k and q is finite.
     finite: bool,
-    /// A whole panel, scores without options, and nothing that is not finite.
+    /// A whole panel, scores without options, and all of q, k and v finite.
     simple: bool,
 }
 
-/// Products that were put off, and the p that they do not read.
+/// The deferred products, and the index of the p buffer that they do not read.
 struct Deferred<E: AttentionEngine> {
     products: E::Later,
     free: usize,
@@ -126,7 +126,7 @@ impl<A: Machine> Job for ForwardPass<'_, A> {
             finite: [(true, true); MAX_TILES],
             panels: [(VisibleKeys::default(), true, false); MAX_PANELS],
             q: arena.take(panels * q_len),
-            // Few rows are multiplied in here, whatever the lanes of a unit: `is_small` must not ask for these.
+            // `small` sums in this buffer too, and `is_small` does not know the lanes of a unit.
             o: arena.take(panels.max(LANES / E::PANEL) * o_len),
             s: arena.zeros(KEYS * E::PANEL),
             p: [arena.take(E::weights_len()), arena.take(E::weights_len())],
@@ -139,7 +139,7 @@ impl<A: Machine> Job for ForwardPass<'_, A> {
         let scoring = Scoring::new(&c.score, &c.alibi_slopes);
         let [rows, block] = self.lanes.map(|lanes| unit_rows(lanes, &c.heads, c.q.heads));
         let mut units = RowUnits::new(c.ranges.q, self.documents, (rows, block), &c.k);
-        // SAFETY: the instruction set is there, the caller says.
+        // SAFETY: the instruction set is present (the contract of `Job::work`).
         unsafe { E::enter() };
         while let Some(unit) = units.next(next) {
             // SAFETY: the call's ranges and heads lie within its tensors (checked).
@@ -184,7 +184,7 @@ impl<A: Real> ForwardPass<'_, A> {
         let mut stream = KeyStream::new(c.ranges.k, pairs, lo, hi);
         if self.few && is_small::<E::V>(c, q, readers(&c.heads, unit.kv, c.q.heads).len(), (lo, hi)) {
             let any = t.keys[0].next(&mut stream, false, false);
-            // Keys too far apart for one tile are not for this way.
+            // All keys must fit one tile.
             if stream.ahead(1).is_empty() {
                 // SAFETY: as `Job::work`; the lanes are all of the range, and the tile has all of its keys.
                 unsafe { self.small::<E>(t, scoring, any, unit.kv, q) };
@@ -208,7 +208,7 @@ impl<A: Real> ForwardPass<'_, A> {
             let mut tiles = 0;
             while tiles < E::TILES && t.keys[tiles].next(&mut stream, c.aligned, c.aligned) {
                 t.keys[tiles].find_blocks();
-                // Other units of the block may see it, and this one not.
+                // The tile may be seen by other units of the block only.
                 if !t.is_seen(tiles, panels) {
                     continue;
                 }
@@ -236,7 +236,7 @@ impl<A: Real> ForwardPass<'_, A> {
                 // SAFETY: as above; tiles and panels are packed.
                 unsafe { self.panel::<E>(t, scoring, &now, next.as_ref(), unit.kv, &mut later) };
             }
-            // SAFETY: tiles and panels are those of the panel whose products were put off.
+            // SAFETY: tiles and panels are those of the deferred products.
             unsafe { E::finish(&mut later.products) };
         }
         for first in (0..t.lanes.n).step_by(E::V::W) {
@@ -249,7 +249,7 @@ impl<A: Real> ForwardPass<'_, A> {
         }
     }
 
-    /// A unit of few rows, with the keys of the first tile, if there are any.
+    /// A unit of few rows with the keys of the first tile, if it has any.
     ///
     /// # Safety
     /// As [`ForwardPass::unit`], of which the lanes are.
@@ -279,7 +279,7 @@ impl<A: Real> ForwardPass<'_, A> {
         }
     }
 
-    /// What a panel has to do with a tile of keys, if anything.
+    /// The keys of a tile that a panel sees, or nothing.
     #[inline(always)]
     fn meet<E: AttentionEngine<Sum = A>>(
         &self,
@@ -299,7 +299,7 @@ impl<A: Real> ForwardPass<'_, A> {
         let end = covers.iter().rposition(|&x| x != Cover::None)? + 1;
         let mut range = begin * BLOCK..(end * BLOCK).min(keys.n.next_multiple_of(E::GRAIN));
         if covers[begin] != Cover::All || covers[end - 1] != Cover::All {
-            // Down to pairs of keys, or to what the engine computes at once.
+            // Narrowed to pairs of keys, or to as many as the engine computes at once.
             range = keys.seen(range, E::GRAIN.max(2), sight.span());
         }
         let width = E::PANEL.min(t.lanes.n.next_multiple_of(E::V::W) - panel * E::PANEL);
@@ -313,7 +313,7 @@ impl<A: Real> ForwardPass<'_, A> {
     /// One panel with one tile of keys.
     ///
     /// # Safety
-    /// As [`ForwardPass::unit`], of which tile and panel are; what was put off, and what comes next, is of these tiles.
+    /// As [`ForwardPass::unit`]. Tile and panel, the deferred products and `next` are all of the same unit.
     #[inline(always)]
     unsafe fn panel<E: AttentionEngine<Sum = A>>(
         &self,
@@ -370,7 +370,7 @@ impl<A: Real> ForwardPass<'_, A> {
                 let alpha = t.alpha.as_mut_ptr().add(lane);
                 changed |= scores.run::<E>(lane, range.clone(), s, p, m.add(lane), l.add(lane), alpha);
             }
-            // Before its first keys the sums of a panel are zeros.
+            // Before its first keys a panel's sums are zero, and need no factor.
             if changed && met {
                 rescale::<E::V>(o, dv, E::PANEL, width, t.alpha.as_ptr());
             }
@@ -378,8 +378,8 @@ impl<A: Real> ForwardPass<'_, A> {
         }
     }
 
-    /// Asks for rows of k and v, a tile before they are packed. Of many heads side by side a head's rows lie a page apart,
-    /// where the hardware asks for nothing by itself.
+    /// Prefetches rows of k and v, one tile before they are packed. Where many heads are adjacent in memory, the rows of one
+    /// head are a page apart, and the hardware does not prefetch across pages.
     ///
     /// # Safety
     /// The rows and the head are within k and v.
@@ -394,8 +394,8 @@ impl<A: Real> ForwardPass<'_, A> {
         }
     }
 
-    /// Prefetches the rows of what mostly comes next: the next kv head of the same range, and after the last one the next range.
-    /// A range with a few rows gives too little to compute to hide how long the memory takes for the next one's.
+    /// Prefetches the rows of the unit that most likely comes next: the next kv head of the same range or, after the last one,
+    /// the next range. A range of few rows computes for less time than the next one's rows take to arrive from memory.
     ///
     /// # Safety
     /// Ranges and heads of the call lie within its tensors.
@@ -430,7 +430,8 @@ impl<A: Real> ForwardPass<'_, A> {
         }
     }
 
-    /// Normalises up to [`Vector::W`] lanes from `first` on, whose rows of o are in hand, and does what the mode of their range says.
+    /// Normalises up to [`Vector::W`] lanes from `first` on, whose sums are in `rows`, and merges and finishes them as the mode
+    /// of their range says.
     ///
     /// # Safety
     /// The lanes' rows and heads lie within the tensors of the call; the instruction set is present.
@@ -447,7 +448,7 @@ impl<A: Real> ForwardPass<'_, A> {
         let end = t.lanes.n.min(first + E::V::W);
         if q.mode.continues() {
             for (lane, other) in (first..end).zip(t.others.chunks_exact_mut(dv)) {
-                // SAFETY: running is there (checked). It may be o itself, so it is copied before anything is written.
+                // SAFETY: the running result exists (checked). It may be o itself, so it is copied before anything is written.
                 unsafe {
                     let running = at::<A>(&c.running, t.lanes.row[lane], t.lanes.head[lane]);
                     other.copy_from_slice(core::slice::from_raw_parts(running, dv));
@@ -468,7 +469,7 @@ impl<A: Real> ForwardPass<'_, A> {
                     *x = *x * inverse + A::ZERO;
                 }
             }
-            // SAFETY: tensors of modes that are used are there (checked).
+            // SAFETY: the tensors that the mode uses exist (checked).
             unsafe {
                 if q.mode.continues() {
                     let before = LogSumExp::load(at::<A>(&c.running_lse, token, head), c.running_lse.dim);

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The units of the backward pass of keys, in the order in which workers take them.
 //!
-//! Units of a document and a kv head add to the same rows of dq, one after another. Several workers therefore take the blocks
-//! of several heads in turn, so that they do not wait for each other; one worker takes all blocks of a head first, whose
-//! q and do then stay in its cache. Under a window a block reads few rows of q and do, and the next one few of them again: there,
-//! where heads lie side by side, blocks of all heads are taken in turn, which read and write the same pages. Bits do not depend
-//! on it: the blocks of a head have one order.
+//! Units of one document and kv head add to the same rows of dq, one after another (`dq_order.rs`). Several workers
+//! therefore take blocks of several heads in turn, so that they do not wait for each other. A single worker takes all
+//! blocks of one head first, so that q and do of that head stay in its cache. Under a window each block reads only a few
+//! rows of q and do; if heads are then adjacent in memory, blocks of all heads are taken in turn, since they read and
+//! write the same pages. The results do not depend on this: the blocks of one head always have the same order.
 
 use super::stream::KeyStream;
 use crate::call::{AttendBackward, Range};
 use crate::kernel::cpu::choice::Documents;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
-/// Walks the units of some documents: blocks of keys, times kv heads, times documents.
+/// Iterates over the units of some documents: blocks of keys, times kv heads, times documents.
 pub(crate) struct KeyUnits<'a> {
     k: &'a [Range],
     documents: Documents<'a>,
@@ -23,16 +23,16 @@ pub(crate) struct KeyUnits<'a> {
     tiles: usize,
     aligned: bool,
     sorted: bool,
-    /// The k range in hand, and the blocks of its document if it is the first of that.
+    /// The current k range, and the number of blocks of its document if the range is the document's first.
     at: usize,
     blocks: Option<usize>,
     base: usize,
-    /// The keys from the last block on that was asked for, with the first range of its document and its number.
+    /// The last block that was requested: the first range of its document, its number, and the keys from it on.
     walked: Option<(usize, usize, KeyStream<'a>)>,
 }
 
 pub(crate) struct KeyUnit {
-    /// Its number among all.
+    /// Its number among all units.
     pub index: usize,
     /// The number of the unit before it that adds to the same rows of dq.
     pub before: Option<usize>,
@@ -43,7 +43,7 @@ pub(crate) struct KeyUnit {
 }
 
 impl<'a> KeyUnits<'a> {
-    /// Of blocks of up to `tiles` tiles, for this many workers.
+    /// Units of up to `tiles` tiles of keys, for this many workers.
     pub(crate) fn new(
         call: &AttendBackward<'a>,
         documents: Documents<'a>,
@@ -78,7 +78,7 @@ impl<'a> KeyUnits<'a> {
             });
             let local = index - self.base;
             if local < blocks * self.kv_heads {
-                // All blocks of `turns` heads, then those of the next ones; the last may be fewer.
+                // All blocks of the first `turns` heads, then of the next; the last group may have fewer heads.
                 let first_head = local / (blocks * self.turns) * self.turns;
                 let heads = self.turns.min(self.kv_heads - first_head);
                 let local = local - first_head * blocks;
@@ -92,8 +92,8 @@ impl<'a> KeyUnits<'a> {
         None
     }
 
-    /// The keys of a unit, and those behind. A worker's blocks of a document mostly follow each other, so that it walks over the
-    /// keys once, and not from the start for each block.
+    /// The keys of a unit and all later ones of its document. Successive blocks of a worker are mostly of the same document, so
+    /// the position in the list of keys is remembered.
     pub(crate) fn keys(&mut self, unit: &KeyUnit) -> KeyStream<'a> {
         let (from, mut keys) = match self.walked.take() {
             Some((first, block, keys)) if first == unit.first && block <= unit.block => (block, keys),

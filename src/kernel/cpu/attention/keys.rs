@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The backward pass of keys: keys outside, rows inside, dk and dv (and dq on the way).
 //!
-//! A unit is a tile of a document's keys with one kv head; dk and dv of these are its own, and to dq units add in the order of
-//! their keys (`dq_order.rs`), so that bits do not depend on the number of workers. Q head after q head, the q ranges pass by in the order of the call:
-//! `dV += Pᵀ·dO`, `dK += dSᵀ·Q`, each element one chain over the rows in that order. Where ranges are short, several q heads pass
-//! together, unless the call is aligned: then no cut of the rows changes the order.
+//! A unit is a tile of a document's keys with one kv head. Only this unit writes dk and dv of these keys; units add to dq
+//! in the order of their keys (`dq_order.rs`), so the bits do not depend on the number of workers. For each q head the
+//! unit goes through the q ranges in the order of the call: `dV += Pᵀ·dO`, `dK += dSᵀ·Q`. Each element is summed over the
+//! rows in that order. Where ranges are short, several q heads are processed together; not in aligned calls, where the
+//! order of a sum must not depend on how the rows are cut.
 
 use super::backward::{FLUSH, Flush, flush, gradients, no_row};
 use super::dq_order::{DqOrder, DqTurn};
@@ -39,11 +40,11 @@ pub(crate) struct Keys<'a, A> {
 
 struct KeyTiles<'a, A> {
     lanes: Lanes<'a, A>,
-    /// From one row of k, and of v, to the next.
+    /// Elements from one row of k, and of v, to the next.
     ldk: usize,
     ldv: usize,
     keys: KeyTile<'a, A, A>,
-    /// Whether the q range in hand reads each key.
+    /// For each key, whether the current q range reads it.
     valid: &'a mut [u32],
     /// `[head_dim][lanes]`, `[lanes][head_dim padded]`.
     qt: &'a mut [A],
@@ -56,7 +57,7 @@ struct KeyTiles<'a, A> {
     /// `[key][lanes]`.
     s: &'a mut [A],
     dp: &'a mut [A],
-    /// `[key][dim padded]`: the run in hand, and the total.
+    /// `[key][dim padded]`: the first stage of each sum, and the total (see `backward.rs`).
     dk_part: &'a mut [A],
     dk: &'a mut [A],
     dv_part: &'a mut [A],
@@ -76,7 +77,7 @@ impl<A: Machine> Job for Keys<'_, A> {
 }
 
 impl<A: Real> Keys<'_, A> {
-    /// Does units over the vectors `V`.
+    /// Takes units until none is left, with vectors `V`.
     ///
     /// # Safety
     /// As [`Job::work`].
@@ -86,7 +87,7 @@ impl<A: Real> Keys<'_, A> {
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let (ldk, ldv) = (Dense::<V>::row(d), Dense::<V>::row(dv));
         let mut arena = Arena(lines);
-        // Zeros where something is read that no tile writes: the padding of rows.
+        // The padding of rows is read and never written, so it must be zero.
         let mut tiles = KeyTiles {
             ldk: Dense::<V>::row(d),
             ldv: Dense::<V>::row(dv),
@@ -116,7 +117,7 @@ impl<A: Real> Keys<'_, A> {
             let (doc, kv) = (k[unit.first].doc, unit.kv);
             let q = if q_sorted { QRange::of_document(c.ranges.q, doc) } else { c.ranges.q };
             let mut stream = units.keys(&unit);
-            // Most steps of a ring reach a part of the keys; adding 0 to the others costs as much as reading them.
+            // Most ring steps attend to some of the keys only; adding 0 to the others would cost reading and writing them.
             let next = tiles.keys.next(&mut stream, c.aligned, false);
             if !next || (c.accumulate_keys && !self.reached(&mut tiles, q, doc)) {
                 continue;
@@ -132,7 +133,7 @@ impl<A: Real> Keys<'_, A> {
 }
 
 impl<A: Real> Keys<'_, A> {
-    /// The rows of a q range that may see a key of the tile in hand, with each of its keys marked as read or not.
+    /// The rows of a q range that may see a key of the current tile. Also marks which keys the range reads.
     fn rows(&self, t: &mut KeyTiles<A>, q: &QRange) -> core::ops::Range<u32> {
         let c = self.call;
         if !valid(t, &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize]) {
@@ -143,13 +144,13 @@ impl<A: Real> Keys<'_, A> {
         first..if last == i64::MAX { q.range.len } else { q.range.rows_before(last + 1) }
     }
 
-    /// Whether any row may see a key of the tile in hand.
+    /// Whether any row may see a key of the current tile.
     fn reached(&self, t: &mut KeyTiles<A>, ranges: &[QRange], doc: u32) -> bool {
         ranges.iter().any(|q| q.range.doc == doc && !self.rows(t, q).is_empty())
     }
 
-    /// How many q heads share lanes: where a document's ranges have few rows, one head would leave most lanes empty. Sums
-    /// that must keep their order, or stay apart, are made head by head.
+    /// How many q heads share the lanes. Where a document's ranges have few rows, one head would leave most lanes empty. If
+    /// sums must keep their order, or are written per q head, it is one.
     fn heads_together(&self, ranges: &[QRange], doc: u32) -> u32 {
         if self.call.aligned || self.call.per_q_head {
             return 1;
@@ -177,14 +178,14 @@ impl<A: Real> Keys<'_, A> {
         unsafe { self.prefetch_next_head(t, ranges, doc, kv) };
         // SAFETY: rows are apart by whole vectors.
         let bad_k = unsafe { any_non_finite::<V>(t.keys.k.as_ptr(), t.keys.n * t.ldk) };
-        // Rows of keys alone: a tile of a few keys of a short document is as quick as they are few.
+        // Only the rows that hold keys, so that a tile of a short document costs less.
         let (nk, nv) = (t.keys.n * t.ldk, t.keys.n * t.ldv);
         for sums in [&mut t.dk[..nk], &mut t.dk_part[..nk], &mut t.dv[..nv], &mut t.dv_part[..nv]] {
             sums.fill(A::ZERO);
         }
         let heads = readers(&c.heads, kv, c.q.heads);
         let together = self.heads_together(ranges, doc);
-        // Rows of dq before those in hand, in the order in which they are added to.
+        // Rows of dq before the current range, in the order in which units add to them.
         let mut place = 0u32;
         for first_head in heads.clone().step_by(together as usize) {
             let heads = first_head..heads.end.min(first_head + together);
@@ -224,8 +225,8 @@ impl<A: Real> Keys<'_, A> {
         }
     }
 
-    /// Of a document with a few rows, prefetches those of the next kv head: such a unit has too little to compute to hide how
-    /// long the memory takes for the next one's.
+    /// If the document has few rows, prefetches them for the next kv head: so short a unit computes for less time than the
+    /// next one's rows take to arrive from memory.
     ///
     /// # Safety
     /// As [`Job::work`].
@@ -238,7 +239,7 @@ impl<A: Real> Keys<'_, A> {
             return;
         }
         let heads = readers(&c.heads, kv + 1, c.q.heads);
-        // Those of dk and dv.
+        // Heads of dk and dv.
         let written = if c.per_q_head { heads.clone() } else { kv + 1..kv + 2 };
         // SAFETY: rows and heads are within the tensors (the contract).
         unsafe {
@@ -261,7 +262,7 @@ impl<A: Real> Keys<'_, A> {
         }
     }
 
-    /// The lanes in hand with the keys in hand.
+    /// The current lanes with the current tile of keys.
     ///
     /// # Safety
     /// As [`Job::work`].
