@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Attention over ranges: the forward, the two parts of the backward, and the units of work into which they are cut.
+//! Attention over ranges: the forward, the two passes of the backward, and how they are divided into units of work.
 //!
-//! Each algorithm exists once, over the vectors of `vector` and the products of `product`. Only the backward on matrix
-//! units (`tiled`) has a form of its own, since its operands lie in memory in another way.
+//! Each algorithm exists once, generic over the vectors of `vector` and the products of `product`. Only the backward on
+//! matrix units (`tiled`) is separate, since its operands have another layout in memory.
 
 pub(crate) mod backward;
 #[cfg(not(cpattn_loom))]

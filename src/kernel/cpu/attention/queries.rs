@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The backward pass of queries: rows outside, keys inside, dq.
 //!
-//! Units are those of the forward, so are the tiles and the order of the keys; `dQᵀ += Kᵀ·dS` stays in the cache until
-//! the last key, and is then added to dq or written, as the mode of the range says.
+//! Units, tiles and the order of keys are those of the forward. `dQᵀ += Kᵀ·dS` stays in the cache until the last key, and
+//! is then written to dq or added to it, as the mode of the range says.
 
 use super::backward::{FLUSH, Flush, flush, gradients, no_row};
 use super::row_blocks::{RowUnit, RowUnits, readers};
@@ -19,7 +19,7 @@ use crate::kernel::cpu::vector::simd::{Real, Vector};
 use core::marker::PhantomData;
 use core::sync::atomic::AtomicUsize;
 
-const _: () = assert!(FLUSH % KEYS as i64 == 0, "a tile must not lie in two runs");
+const _: () = assert!(FLUSH % KEYS as i64 == 0, "a tile must lie in one run");
 
 /// The queries' pass of a call whose sums are `A`s.
 pub(crate) struct Queries<'a, A> {
@@ -30,14 +30,14 @@ pub(crate) struct Queries<'a, A> {
 
 struct QueryTiles<'a, A> {
     lanes: Lanes<'a, A>,
-    /// From one row of k, and of v, to the next.
+    /// Elements from one row of k, and of v, to the next.
     ldk: usize,
     ldv: usize,
     keys: KeyTile<'a, A, A>,
     /// `[panel][head_dim][lanes of a panel]`, and `[panel][value_dim][lanes of a panel]`.
     q: &'a mut [A],
     d_o: &'a mut [A],
-    /// As `q`: the run in hand, and the total.
+    /// As `q`: the first stage of the sums, and the total (see `backward.rs`).
     part: &'a mut [A],
     total: &'a mut [A],
     /// `[key][lanes of a panel]`.
@@ -59,7 +59,7 @@ impl<A: Machine> Job for Queries<'_, A> {
 }
 
 impl<A: Real> Queries<'_, A> {
-    /// Does units over the vectors `V`.
+    /// Takes units until none is left, with vectors `V`.
     ///
     /// # Safety
     /// As [`Job::work`].
@@ -208,7 +208,7 @@ impl<A: Real> Queries<'_, A> {
         }
         flush(&mut t.total[..size], &mut t.part[..size]);
         for first in (0..t.lanes.n).step_by(V::W) {
-            // SAFETY: the instruction set is there.
+            // SAFETY: the instruction set is present (the contract of `Job::work`).
             unsafe {
                 to_rows::<V>(&t.total[first / panel * panel * d..][..panel * d], panel, first % panel, t.rows, d)
             };

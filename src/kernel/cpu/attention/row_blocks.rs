@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The units of the forward pass: blocks of rows of a q range, with a kv head and all q heads that read it.
+//! The units of the forward pass: blocks of rows of a q range, with one kv head and all q heads that read it.
 //!
-//! Workers take units from a counter, in an order that is the same for all of them. A unit's rows and heads are the lanes of
-//! its tiles; k and v are packed once for all of them. The pass that makes dq alone is cut in the same way.
+//! Workers take units from a shared counter; all workers count in the same order. Each row of a unit, for each of its q
+//! heads, is a lane; k and v are packed once for all lanes. The queries' pass of the backward has the same units.
 
 use super::stream::BLOCK;
 use crate::call::{Attend, HeadMap, QRange, RawTensor};
@@ -11,18 +11,18 @@ use crate::kernel::cpu::memory::arena::{LANES, LANES_MOST};
 use core::ops::Range;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
-/// Rows of a range, or of a document in the backward, up to which a unit prefetches those that mostly come next.
+/// A range (in the backward, a document) of at most this many rows prefetches the rows of the unit after it.
 pub(crate) const FEW_ROWS: u32 = 64;
 
-/// Walks the units of some documents of a call in order, and stops at those that the counter hands out.
+/// Iterates over the units of some documents, and yields those whose numbers this worker draws from the counter.
 pub(crate) struct RowUnits<'a> {
     q: &'a [QRange],
     documents: Documents<'a>,
     rows: u32,
-    /// Rows of a block, one unit or several.
+    /// Rows of a block, which is one unit or several.
     block: u32,
     kv_heads: u32,
-    /// All heads of a block of rows come before the next block.
+    /// Whether all heads of a block of rows come before the next block.
     heads_first: bool,
     range: usize,
     /// Units of all ranges before `range`.
@@ -35,14 +35,14 @@ pub(crate) struct RowUnit {
     pub first: u32,
     pub rows: u32,
     pub kv: u32,
-    /// The rows of the block that it is of. The keys that any of them sees are cut into tiles, so that tiles are the same
-    /// however a block is cut into units.
+    /// The rows of its block. Tiles are cut from the keys that any of these rows sees, so the tiles are the same however the
+    /// block is divided into units.
     pub block: Range<u32>,
 }
 
 impl<'a> RowUnits<'a> {
-    /// Of `rows` rows, in blocks of at least as many. Where heads lie side by side in memory, units of the same rows follow each
-    /// other: they read the same pages.
+    /// Units of `rows` rows, in blocks of `block` rows. Where heads are adjacent in memory, all units of the same rows come one
+    /// after another, since they read the same pages.
     pub(crate) fn new(q: &'a [QRange], documents: Documents<'a>, (rows, block): (usize, usize), k: &RawTensor) -> Self {
         let heads_first = k.head_stride.unsigned_abs() < k.token_stride.unsigned_abs();
         let (rows, block) = (rows as u32, block as u32);
@@ -57,7 +57,7 @@ impl<'a> RowUnits<'a> {
             let of_range = (len / self.block * each + (len % self.block).div_ceil(self.rows)) as usize;
             let units = of_range * self.kv_heads as usize;
             if unit < self.base + units {
-                // The last rows first: under a causal mask they have the most keys, and a long unit should not come last.
+                // Last rows first: under a causal mask they have the most keys, and the longest units should not come last.
                 let at = unit - self.base;
                 let heads = self.kv_heads as usize;
                 let (kv, at) = if self.heads_first { (at % heads, at / heads) } else { (at / of_range, at % of_range) };
@@ -84,8 +84,8 @@ pub(crate) fn readers(map: &HeadMap, kv: u32, q_heads: u32) -> Range<u32> {
     begin..end
 }
 
-/// Lanes of the units of some documents of a call, and of the blocks that they are of: many on matrix units. Units are smaller
-/// where there would be few to a worker: packing costs less than a worker without work.
+/// Lanes of a unit, and of a block of units, for some documents of a call. Matrix units take the most lanes. If there would
+/// be too few units per worker they are made smaller: packing keys more often costs less than an idle worker.
 pub(crate) fn lanes(call: &Attend, mut documents: Documents, workers: usize) -> [usize; 2] {
     let block = if documents.isa.has_tiles(call.q.dtype) { LANES_MOST } else { LANES };
     let mut enough = |lanes, each: usize| {
@@ -101,8 +101,8 @@ pub(crate) fn lanes(call: &Attend, mut documents: Documents, workers: usize) -> 
     [lanes, block]
 }
 
-/// Rows of a unit, or of a block, that fill `lanes` lanes with all heads of a group; whole blocks of [`BLOCK`], so that panels do
-/// not mix heads.
+/// Rows that fill `lanes` lanes with all heads of a group, rounded down to multiples of [`BLOCK`] so that no panel has
+/// rows of two heads.
 pub(crate) fn unit_rows(lanes: usize, map: &HeadMap, q_heads: u32) -> usize {
     let rows = lanes / map.group.min(q_heads).max(1) as usize;
     if rows > BLOCK { rows - rows % BLOCK } else { rows.max(1) }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Calls that are shapes alone, without memory: for tests of what is decided before memory is touched.
+//! Calls that have shapes and no memory, for tests of decisions that are taken before memory is read.
 
 use crate::call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
 use crate::element::Dtype;
@@ -10,7 +10,7 @@ pub(crate) fn each(lengths: &[u32]) -> Vec<(u32, u32)> {
     (0..).zip(lengths.iter().copied()).collect()
 }
 
-/// What `f` makes of a forward and a backward call over ranges of these documents and lengths.
+/// Applies `f` to a forward and a backward call over ranges of these documents and lengths.
 pub(crate) fn calls<T>(
     ranges: &[(u32, u32)],
     (dtype, q_heads, kv_heads): (Dtype, u32, u32),

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The forward of a few rows with a few keys, as a ring has them of a document that is cut into many pieces.
+//! The forward of a few rows with a few keys, which occurs when a document is cut into many pieces by a ring.
 //!
-//! Panels and tiles of such a unit would be mostly padding, and to pack them takes longer than the products do. Here rows
-//! are read as they lie: a score is a dot product, of which the elements of several are added at once (`Dots`), and o is
-//! summed row by row. Options, masks and the softmax are those of a panel. Sums are in another order than those of panels
-//! and tiles, so that aligned calls do without.
+//! Panels and tiles of such a unit would be mostly padding, and packing them would take longer than the products. Here
+//! rows are read in place: each score is a dot product, the horizontal sums of several are computed together (`Dots`),
+//! and o is summed row by row. Options, masks and the softmax are those of a panel. The order of the sums differs from
+//! that of panels and tiles, so aligned calls do not use this.
 
 use super::stream::{BLOCK, Slots};
 use super::tile::{Cover, Lanes, Scores, Scoring};
@@ -14,12 +14,12 @@ use crate::kernel::cpu::memory::rows::widen;
 use crate::kernel::cpu::product::engine::{AttentionEngine, Dense};
 use crate::kernel::cpu::vector::simd::{Real, Vector};
 
-/// Lanes times keys up to which this is the quicker way.
+/// Lanes times keys up to which this is faster than panels and tiles.
 const PAIRS: usize = 256;
 
-/// What it works on: o row by row, scores as a panel has them.
+/// Its buffers: o row by row, and scores as in a panel.
 pub(crate) struct Small<'a, A> {
-    /// `[lane][value_dim]`; then q, `[lane][head_dim, whole vectors]`.
+    /// `[lane][value_dim]`; then q, `[lane][head_dim rounded up to whole vectors]`.
     pub sums: &'a mut [A],
     /// `[key][lanes of a panel]`.
     pub s: &'a mut [A],
@@ -30,8 +30,8 @@ pub(crate) struct Small<'a, A> {
     pub row: &'a mut [A],
 }
 
-/// Whether the rows of `q`, of `heads` heads, and the keys at positions `lo..=hi` that they attend to are few. That depends on
-/// nothing else, neither on the number of workers nor on how rows are cut into units.
+/// Whether the rows of `q`, for `heads` heads, and the keys at positions `lo..=hi` that they attend to are few. The answer
+/// does not depend on the number of workers or on how rows are cut into units.
 #[inline(always)]
 pub(crate) fn is_small<V: Vector>(c: &Attend, q: &QRange, heads: usize, (lo, hi): (i64, i64)) -> bool {
     let lanes = q.range.len as usize * heads;
@@ -52,7 +52,7 @@ pub(crate) fn is_small<V: Vector>(c: &Attend, q: &QRange, heads: usize, (lo, hi)
 }
 
 impl<A: Real> Small<'_, A> {
-    /// Results of `n` lanes that have seen nothing.
+    /// Clears the results of `n` lanes.
     #[inline(always)]
     pub(crate) fn clear(&mut self, n: usize, dv: usize) {
         let width = n.next_multiple_of(PANEL).min(self.m.len());
@@ -61,12 +61,13 @@ impl<A: Real> Small<'_, A> {
         self.sums[..n * dv].fill(A::ZERO);
     }
 
-    /// The lanes with the keys of one tile, of kv head `kv`: [`Small::sums`] become the rows of o, not normalised yet.
+    /// Attends from the lanes to the keys of one tile of kv head `kv`. [`Small::sums`] then holds the rows of o before they
+    /// are normalised.
     ///
     /// # Safety
     /// The instruction set of `V` is present; the lanes' rows and heads, the keys' rows and `kv` lie within the tensors of the
-    /// call, whose memory is valid and whose sums are `A`s; scores and sums are as long as their comments say, the others of
-    /// a panel.
+    /// call, whose memory is valid and whose sums are `A`s; scores and sums are as long as their comments say, the other
+    /// buffers as long as a panel.
     #[inline(always)]
     pub(crate) unsafe fn run<V: Vector<T = A>>(
         &mut self,
@@ -120,7 +121,7 @@ impl<A: Real> Small<'_, A> {
                 widen(&c.v, key, kv, row);
                 for (lane, o) in o.chunks_exact_mut(dv).enumerate() {
                     let p = self.s[j * panel + lane];
-                    // A masked key must not reach a row, whatever it holds.
+                    // A masked key must not contribute, even if its v is NaN.
                     if p == A::ZERO {
                         continue;
                     }
@@ -138,36 +139,36 @@ impl<A: Real> Small<'_, A> {
     }
 }
 
-/// Dot products as vectors whose elements are still to be added: as many at a time as a vector is long.
+/// Up to [`Vector::W`] dot products whose horizontal sums are pending.
 struct Dots<A> {
-    /// By product: the vector; and their transpose. Room for W by W.
+    /// One vector for each product, and their transpose; room for W by W.
     sums: [A; 256],
     columns: [A; 256],
     n: usize,
 }
 
 impl<A: Real> Dots<A> {
-    /// One more; whether they have to be taken.
+    /// Adds a product. Returns true when the buffer is full and `take` must be called.
     ///
     /// # Safety
     /// The instruction set of `V` is present, and there are fewer than [`Vector::W`].
     #[inline(always)]
     unsafe fn push<V: Vector<T = A>>(&mut self, sum: V) -> bool {
         debug_assert!(self.n < V::W);
-        // SAFETY: room for W by W; the instruction set is there (the contract).
+        // SAFETY: room for W by W; the instruction set is present (the contract).
         unsafe { sum.store(self.sums.as_mut_ptr().add(self.n * V::W)) };
         self.n += 1;
         self.n == V::W
     }
 
-    /// Adds the elements of each, in the same order whichever place it has, and forgets them.
+    /// Computes all pending sums, each in the same order of additions, passes them to `each` and clears the buffer.
     ///
     /// # Safety
     /// The instruction set of `V` is present.
     #[inline(always)]
     unsafe fn take<V: Vector<T = A>>(&mut self, mut each: impl FnMut(usize, A)) {
         let mut dots = [A::ZERO; 16];
-        // SAFETY: room for W by W, and W is at most 16; the instruction set is there (the contract).
+        // SAFETY: room for W by W, and W is at most 16; the instruction set is present (the contract).
         unsafe {
             V::transpose(self.sums.as_ptr(), V::W, self.columns.as_mut_ptr(), V::W);
             let mut sum = V::load(self.columns.as_ptr());

@@ -2,14 +2,14 @@
 //! Scores to probabilities, one vector of lanes at a time.
 //!
 //! In logarithms to the base 2, `p = exp2(s·log2 − m·log2)`: one multiply-add and one exp2 for each score. The reference
-//! `m` of a lane is not its running maximum but a number that this exceeds by at most [`SLACK`]: only when it does is m
-//! raised, and what was summed so far multiplied by `alpha = exp2((m_old − m)·log2)`. Most tiles therefore leave the
-//! sums of o alone, and p is at most `2^SLACK`, which costs neither range nor digits (as FlashAttention-4 does it, 2025).
-//! Whether m is raised depends on the lane alone, and a factor of 1 changes no bits: lanes do not depend on those
-//! around them.
+//! `m` of a lane is not its running maximum: the maximum may exceed it by up to [`SLACK`]. Beyond that m is raised to the
+//! maximum, and the sums so far are multiplied by `alpha = exp2((m_old − m)·log2)`. Most tiles therefore do not rescale the
+//! sums of o. p is at most `2^SLACK`, which loses neither range nor precision (FlashAttention-4, 2025, does the same).
+//! Whether m is raised depends on the lane alone, and a factor of 1 changes no bits, so the lanes of a panel are
+//! independent.
 //!
-//! What may not be done here, or wherever vectors are at work: closures over vectors. They are functions of their own,
-//! compiled for no instruction set in particular, and every operation in them would be a call.
+//! Code with vectors must not use closures: a closure is compiled as a function without the instruction set, and every
+//! vector operation in it becomes a call.
 
 use super::stream::BLOCK;
 use super::tile::{Cover, Scores, Scoring};
@@ -17,12 +17,12 @@ use crate::kernel::cpu::product::engine::AttentionEngine;
 use crate::kernel::cpu::vector::simd::{Real, Vector};
 use core::ops::Range;
 
-/// How far, as a power of 2, a score may be above the reference of its lane.
+/// The amount, in units of log2, by which a score may exceed the reference of its lane.
 pub(crate) const SLACK: f64 = 8.0;
 
 impl<A: Real> Scores<'_, A> {
-    /// The vector of lanes at `lane` of the panel with the keys `range`: products `s` become p, the reference `m` and the
-    /// sum `l` are brought up to date, and `alpha` is what the lanes' sums must be multiplied by, if the result is true.
+    /// Converts the products `s` of one vector of lanes with the keys `range` to p, updates the reference `m` and the sum `l`,
+    /// and writes `alpha`. If the result is true, the lanes' sums of o must be multiplied by `alpha`.
     ///
     /// # Safety
     /// The engine's instruction set is present; `s` and `p` are as the engine says, with a row behind an odd range; `m`,
@@ -48,7 +48,7 @@ impl<A: Real> Scores<'_, A> {
             let limit = old.mul(log2).add(E::V::splat(A::from_f64(SLACK)));
             let raise = E::V::any_gt(max.mul(log2), limit);
             let new = E::V::gt(max.mul(log2), limit, max, old);
-            // A lane that has seen nothing yet: −inf − 0 is a score, −inf − −inf would be NaN.
+            // For a lane that has seen no key yet, m is −inf; subtracting it would give NaN, so 0 is subtracted.
             let shift = zero.sub(E::V::gt(new, never, new.mul(log2), zero));
             let mut factor = E::V::splat(A::from_f64(1.0));
             if raise {
@@ -66,7 +66,7 @@ impl<A: Real> Scores<'_, A> {
         }
     }
 
-    /// Scores, in place, and the largest of each lane. A NaN is not a maximum; it reaches the sum.
+    /// Computes scores in place, and the maximum of each lane. A NaN is ignored by the maximum and reaches the sum.
     ///
     /// # Safety
     /// As [`Scores::run`].
@@ -157,7 +157,7 @@ impl<A: Real> Scores<'_, A> {
             if !CAREFUL {
                 return p;
             }
-            // exp2 may lose a NaN.
+            // exp2 of a NaN need not be NaN.
             V::gt(x, V::splat(A::LOWEST), p, V::max(V::splat(A::ZERO), x))
         }
     }

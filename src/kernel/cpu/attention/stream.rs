@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Keys as a stream: ranges in order, cut into tiles.
+//! The keys of a call as a stream of tiles.
 //!
-//! A tile takes keys from as many ranges as it needs, so that many short ranges make no small tiles. It ends early in
-//! two cases: when the call is aligned, wherever a position is a multiple of a tile's keys, so that tiles do not
-//! depend on how keys were cut; and when positions run too far apart. Positions enter a tile as numbers of the
-//! accumulator's type relative to a base: exact in f32 as long as no tile spans more than [`SPAN`].
+//! A tile takes keys from as many ranges as it needs, so that many short ranges do not make many small tiles. It ends
+//! early in two cases. In an aligned call it ends at positions that are multiples of a tile's keys, so that tiles do not
+//! depend on how keys were cut. In all calls it ends where positions are too far apart: a tile stores positions relative
+//! to a base in the type of the accumulator, which is exact in f32 while no tile spans more than [`SPAN`].
 //!
-//! A tile may place its keys by position instead of one after the other. A key then has the same slot whichever keys
-//! around it were left out, so that products which sum keys in groups keep their bits.
+//! A tile may place keys by position and not one after another. The slot of a key then does not depend on which other keys
+//! are present, so products that sum keys in groups have the same bits.
 
 use super::tile::SPAN;
 use crate::call::{Range, RawTensor};
@@ -17,13 +17,12 @@ use crate::kernel::cpu::vector::simd::Real;
 use bytemuck::Pod;
 use core::ops::Range as Span;
 
-/// Keys of a tile that are computed or passed over together: what a panel of lanes does not see costs nothing but the
-/// rest of a block.
+/// Keys of a tile that are computed or skipped together.
 pub(crate) const BLOCK: usize = 32;
 
-/// Some rows of one range, on their way into a tile.
+/// Consecutive rows of one range that go into a tile.
 pub(crate) struct TileRun {
-    /// Where in the tile.
+    /// The first slot of the tile.
     slot: usize,
     /// Index of the range.
     index: u32,
@@ -36,12 +35,12 @@ pub(crate) struct TileRun {
     base: i64,
 }
 
-/// The k ranges still to come.
+/// The k ranges that remain.
 #[derive(Clone)]
 enum Rest<'a> {
     /// Indices into the k ranges.
     Pairs(&'a [u32]),
-    /// Those of a document, from an index on.
+    /// The ranges of a document, from an index on.
     Document { doc: u32, from: u32 },
 }
 
@@ -50,7 +49,7 @@ enum Rest<'a> {
 pub(crate) struct KeyStream<'a> {
     k: &'a [Range],
     rest: Rest<'a>,
-    /// Index of the range in hand.
+    /// Index of the current range.
     index: u32,
     current: Range,
     at: u32,
@@ -64,7 +63,7 @@ impl<'a> KeyStream<'a> {
         Self { k, rest: Rest::Pairs(pairs), index: 0, current: Range::plain(0, 0, 0, 0), at: 0, stop: 0, lo, hi }
     }
 
-    /// How many tiles are left.
+    /// The number of tiles that remain.
     pub(crate) fn count(mut self, aligned: bool) -> usize {
         core::iter::from_fn(|| (self.fill(aligned, |_| ()).0 > 0).then_some(())).count()
     }
@@ -75,7 +74,7 @@ impl<'a> KeyStream<'a> {
         Self { rest, ..Self::new(k, &[], i64::MIN, i64::MAX) }
     }
 
-    /// Goes to the next row, in another range if need be; false when there is none.
+    /// Makes sure that `at` is a row of the current range, or of a following one; false if none is left.
     #[inline(always)]
     fn advance(&mut self) -> bool {
         while self.at >= self.stop {
@@ -88,7 +87,7 @@ impl<'a> KeyStream<'a> {
         true
     }
 
-    /// The rows of k and v that come next, at most those of `tiles` tiles, as far as they lie in one range.
+    /// The next rows of k and v that lie in one range, at most those of `tiles` tiles.
     pub(crate) fn ahead(&mut self, tiles: usize) -> Span<i64> {
         if !self.advance() {
             return 0..0;
@@ -112,7 +111,7 @@ impl<'a> KeyStream<'a> {
         }
     }
 
-    /// Hands the rows of the next tile to `run`, and returns their number and the base of their positions.
+    /// Passes the rows of the next tile to `run`, and returns their number and the base of their positions.
     #[inline(always)]
     pub(crate) fn fill(&mut self, aligned: bool, mut run: impl FnMut(TileRun)) -> (usize, i64) {
         let (mut n, mut base, keys) = (0, 0, KEYS as i64);
@@ -143,24 +142,24 @@ impl<'a> KeyStream<'a> {
     }
 }
 
-/// Where [`BLOCK`] slots of a tile stand.
+/// The positions of [`BLOCK`] slots of a tile.
 #[derive(Clone, Copy)]
 pub(crate) struct KeyBlock {
     pub min: i64,
     pub max: i64,
-    /// Every slot has a key.
+    /// Whether every slot has a key.
     pub full: bool,
 }
 
-/// Where the keys of a tile stand.
+/// The positions, ranges and rows of the keys of a tile.
 pub(crate) struct Slots<'a, A> {
-    /// Positions relative to the base; infinite, so that no row sees it, where a slot has no key.
+    /// Positions relative to the base. A slot without a key has an infinite one, which no row sees.
     pub rel: &'a mut [A],
     /// The k range of each key.
     pub index: &'a mut [u32],
     /// The row of each key in k and v; negative where a slot has no key.
     pub row: &'a mut [i64],
-    /// Slots, up to the last one with a key.
+    /// The number of slots up to the last one with a key.
     pub n: usize,
     pub base: i64,
     pub min: i64,
@@ -168,7 +167,7 @@ pub(crate) struct Slots<'a, A> {
     pub blocks: [KeyBlock; KEYS / BLOCK],
 }
 
-/// A tile of keys: k and v as their products want them, and where each key stands.
+/// A tile of keys: k and v packed for their products, and the position of each key.
 pub(crate) struct KeyTile<'a, T, A> {
     pub k: &'a mut [T],
     pub v: &'a mut [T],
@@ -215,15 +214,15 @@ impl<'a, A: Real> Slots<'a, A> {
             }
         });
         (self.n, self.base) = (slots, base);
-        // The rest of the last block.
+        // The unused slots of the last block.
         let end = slots.next_multiple_of(BLOCK);
         self.row[slots..end].fill(-1);
         self.rel[slots..end].fill(infinity);
         n > 0
     }
 
-    /// `range` of the slots without those at either end that stand nowhere in `lo..=hi`, cut at multiples of `grain`. What is
-    /// left of nothing may be anything.
+    /// `range` of the slots, shortened at both ends by groups of `grain` slots whose positions are all outside `lo..=hi`. If no
+    /// slot is inside, the result is any part of `range`.
     #[inline(always)]
     pub(crate) fn seen(&self, range: Span<usize>, grain: usize, (lo, hi): (i64, i64)) -> Span<usize> {
         let relative = |p: i64| A::from_f64(p.saturating_sub(self.base).clamp(-2 * SPAN, 2 * SPAN) as f64);
@@ -243,7 +242,7 @@ impl<'a, A: Real> Slots<'a, A> {
         begin..end
     }
 
-    /// Notes where each block stands.
+    /// Computes the positions of each block.
     #[inline(always)]
     pub(crate) fn find_blocks(&mut self) {
         for (block, rel) in self.blocks.iter_mut().zip(self.rel[..self.n.next_multiple_of(BLOCK)].chunks(BLOCK)) {
@@ -256,7 +255,7 @@ impl<'a, A: Real> Slots<'a, A> {
 impl KeyBlock {
     pub(crate) const EMPTY: Self = Self { min: i64::MAX, max: i64::MIN, full: false };
 
-    /// Of keys at these positions, infinite where there is none, relative to a base.
+    /// The block of keys at these positions, which are relative to a base, and infinite for slots without a key.
     #[inline(always)]
     pub(crate) fn of<A: Real>(rel: &[A], base: i64) -> Self {
         let mut block = Self { full: true, ..Self::EMPTY };

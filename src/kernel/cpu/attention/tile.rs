@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! q rows as lanes of vectors, and how their scores are made.
+//! q rows as lanes of vectors, and how their scores are computed.
 //!
-//! Scores are computed transposed, keys by lanes: a *lane* is one q row of one head, a tile has up to 128 keys by some
-//! lanes. So softmax runs down the lanes without a horizontal sum, k and v are used as they lie in memory, and the few
-//! rows of a short document can share a tile with other heads of the same group.
+//! Scores are computed transposed, `[key][lane]`: a *lane* is one q row of one head, and a tile has up to 128 keys. The
+//! softmax then needs no horizontal sum, k and v are used in the order that they have in memory, and the few rows of a
+//! short document can share a tile with other heads of the same group.
 
 use crate::call::{Range, RawTensor, Score};
 use crate::kernel::cpu::memory::arena::{Arena, PANEL};
@@ -22,11 +22,11 @@ pub(crate) const SPAN: i64 = 1 << 22;
 #[inline(always)]
 pub(crate) unsafe fn at<T>(t: &RawTensor, token: i64, head: u32) -> *mut T {
     let offset = token as isize * t.token_stride as isize + head as isize * t.head_stride as isize;
-    // SAFETY: in bounds, the caller says; offsets of valid tensors fit.
+    // SAFETY: in bounds (the contract); offsets of valid tensors fit.
     unsafe { t.ptr.cast::<T>().offset(offset) }
 }
 
-/// The lanes of a tile: which q row and head each is, and which positions it may see.
+/// The lanes of a tile: the q row and head of each, and the positions that it may see.
 pub(crate) struct Lanes<'a, A> {
     pub n: usize,
     pub row: &'a mut [i64],
@@ -40,14 +40,14 @@ pub(crate) struct Lanes<'a, A> {
     rel_pos: &'a mut [A],
 }
 
-/// What a tile of keys is to a panel of lanes.
+/// How many (lane, key) pairs of a panel and some keys are allowed by the mask.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cover {
     /// No pair is allowed.
     None,
-    /// Some may be.
+    /// Some pairs may be allowed.
     Some,
-    /// All are.
+    /// All pairs are allowed.
     All,
 }
 
@@ -67,7 +67,7 @@ impl VisibleKeys {
         (self.lo_min, self.hi_max)
     }
 
-    /// What keys at positions `min..=max` are to these lanes; there are none if that is empty.
+    /// Which pairs of these lanes and of keys at positions `min..=max` are allowed; `None` if the interval is empty.
     #[inline(always)]
     pub(crate) fn cover(&self, min: i64, max: i64) -> Cover {
         if min > max || max < self.lo_min || min > self.hi_max {
@@ -114,7 +114,7 @@ impl<'a, A: Real> Lanes<'a, A> {
         for head in heads {
             let mut slope = A::ZERO;
             if !slopes.is_none() {
-                // SAFETY: `slopes` is not NONE (asked above), so it holds an f32 for each head (the contract).
+                // SAFETY: `slopes` is not NONE (checked above), so it holds an f32 for each head (the contract).
                 slope = A::from_f64(unsafe { *at::<f32>(slopes, 0, head) }.into());
             }
             for i in first..first + rows {
@@ -129,7 +129,7 @@ impl<'a, A: Real> Lanes<'a, A> {
             }
         }
         self.n = n;
-        // Lanes that only fill up a panel see nothing.
+        // Unused lanes of a panel see nothing.
         let end = n.next_multiple_of(PANEL).min(self.lo.len());
         self.lo[n..end].fill(i64::MAX);
         self.hi[n..end].fill(i64::MIN);
@@ -139,7 +139,7 @@ impl<'a, A: Real> Lanes<'a, A> {
         (self.lo[0], self.hi[n - 1])
     }
 
-    /// What lanes `first..first + width` see at most, and at least.
+    /// Bounds of the positions that lanes `first..first + width` see.
     #[inline(always)]
     pub(crate) fn visible_keys(&self, first: usize, width: usize) -> VisibleKeys {
         let end = (first + width).min(self.n);
@@ -151,7 +151,7 @@ impl<'a, A: Real> Lanes<'a, A> {
         s
     }
 
-    /// Makes the positions of lanes `first..first + width` ready for [`Scoring::apply`], relative to `base`.
+    /// Computes the positions of lanes `first..first + width` relative to `base`, for [`Scoring::apply`].
     #[inline(always)]
     pub(crate) fn relate(&mut self, first: usize, width: usize, base: i64, masked: bool, alibi: bool) {
         let relative = |p: i64| A::from_f64(p.saturating_sub(base).clamp(-2 * SPAN, 2 * SPAN) as f64);
@@ -168,7 +168,8 @@ impl<'a, A: Real> Lanes<'a, A> {
         }
     }
 
-    /// What the keys at positions `min..=max` are to lanes `first..first + width`, which are made ready.
+    /// Which pairs of lanes `first..first + width` and keys at positions `min..=max` are allowed. If any is, also calls
+    /// [`Lanes::relate`].
     #[inline(always)]
     pub(crate) fn meet(&mut self, first: usize, width: usize, min: i64, max: i64, base: i64, alibi: bool) -> Cover {
         let cover = self.visible_keys(first, width).cover(min, max);
@@ -178,8 +179,8 @@ impl<'a, A: Real> Lanes<'a, A> {
         cover
     }
 
-    /// Packs a row of each lane transposed: element `d` of lane `l` to `[l / panel][d][l mod panel]`. Lanes that only
-    /// fill up get zeros. `rows` holds `V::W` rows.
+    /// Packs a row of each lane transposed: element `d` of lane `l` to `[l / panel][d][l mod panel]`. Unused lanes get zeros.
+    /// `rows` holds `V::W` rows.
     ///
     /// # Safety
     /// The lanes' rows and heads lie within `t`, whose memory is valid and whose sums are `A`s; the instruction set of
@@ -204,7 +205,7 @@ impl<'a, A: Real> Lanes<'a, A> {
         }
     }
 
-    /// Packs a row of each lane of `lanes` as it is, `ld` apart. Lanes that only fill up get zeros.
+    /// Packs a row of each lane of `lanes`, `ld` elements apart. Unused lanes get zeros.
     ///
     /// # Safety
     /// As [`Lanes::pack_transposed`].
@@ -222,7 +223,7 @@ impl<'a, A: Real> Lanes<'a, A> {
         }
     }
 
-    /// One number of each lane from a `[tokens, heads, 1]` tensor; `otherwise` for lanes that only fill up.
+    /// One number of each lane from a `[tokens, heads, 1]` tensor; `otherwise` for unused lanes.
     ///
     /// # Safety
     /// As [`Lanes::pack_transposed`], with `A` the element type.
@@ -235,18 +236,19 @@ impl<'a, A: Real> Lanes<'a, A> {
     }
 }
 
-/// How a score is made of a product, in the accumulator's type.
+/// How a score is computed from a product, in the accumulator's type.
 #[derive(Clone, Copy)]
 pub(crate) struct Scoring<A> {
     pub scale: A,
     pub softcap: A,
     pub capped: bool,
     pub alibi: bool,
-    /// A score is its product, times a factor above 0: the softmax takes the factor in, and no pass makes scores.
+    /// Whether a score is its product times a positive factor. The softmax then applies the factor, and no pass over the
+    /// scores is needed before it.
     pub plain: bool,
-    /// What scores (of plain ones, products) are multiplied by to be logarithms to the base 2.
+    /// Factor from scores (if plain, from products) to logarithms to the base 2.
     pub log2: A,
-    /// What they are multiplied by to be natural ones.
+    /// Factor to natural logarithms.
     pub natural: f64,
 }
 
@@ -268,17 +270,17 @@ impl<A: Real> Scoring<A> {
         }
     }
 
-    /// The natural logarithm of the sum of exponentials of a lane with reference `m` and sum `l`. In f64, and without what
-    /// the rounding of `m · log2` put into l: its error does not grow with the scores.
+    /// The natural logarithm of the sum of exponentials of a lane with reference `m` and sum `l`. Computed in f64, and
+    /// corrected for the rounding of `m · log2` that is contained in l, so that its error does not grow with the scores.
     pub(crate) fn lse(&self, m: A, l: A) -> f64 {
         let rounding = m.to_f64() * self.log2.to_f64() - (m * self.log2).to_f64();
         m.to_f64() * self.natural + l.to_f64().ln() - rounding * core::f64::consts::LN_2
     }
 
-    /// The scores of one key with the lanes at `lane`: before the mask, and the derivative of the softcap.
+    /// The scores of one key with the lanes at `lane`, and the derivative of the softcap.
     ///
     /// # Safety
-    /// The instruction set is present; `lane + W` lanes are ready (see [`Lanes::meet`]).
+    /// The instruction set is present, and [`Lanes::relate`] was called for `lane + W` lanes.
     #[inline(always)]
     pub(crate) unsafe fn apply<V: Vector<T = A>>(
         &self,
@@ -289,8 +291,7 @@ impl<A: Real> Scoring<A> {
         masked: bool,
     ) -> (V, V) {
         debug_assert!(lane + V::W <= lanes.rel_lo.len());
-        // SAFETY: the instruction set is present and `lane + W` lanes are ready (the contract); every array has the
-        // capacity.
+        // SAFETY: the instruction set is present (the contract), and every array has room for `lane + W` lanes.
         unsafe {
             let one = V::splat(A::from_f64(1.0));
             let zero = V::splat(A::ZERO);
@@ -311,7 +312,7 @@ impl<A: Real> Scoring<A> {
         }
     }
 
-    /// Minus infinity where a lane does not see the key.
+    /// Sets the score to minus infinity in lanes that do not see the key.
     ///
     /// # Safety
     /// As [`Scoring::apply`].
@@ -327,7 +328,7 @@ impl<A: Real> Scoring<A> {
     }
 }
 
-/// What the scores of a panel of lanes with a tile of keys are made of.
+/// The inputs of the softmax of a panel of lanes with a tile of keys.
 pub(crate) struct Scores<'a, A> {
     pub scoring: &'a Scoring<A>,
     pub lanes: &'a Lanes<'a, A>,
@@ -335,13 +336,13 @@ pub(crate) struct Scores<'a, A> {
     pub first: usize,
     /// Positions of the keys, relative to the tile.
     pub keys: &'a [A],
-    /// What each block of keys is to the panel.
+    /// How much of each block of keys the panel sees.
     pub covers: &'a [Cover],
-    /// There are options, or numbers that are not finite.
+    /// Whether there are options, or numbers that are not finite.
     pub careful: bool,
 }
 
-/// A product with A row by row.
+/// A product of an `m × kk` and a `kk × n` matrix, with A stored row by row; the caller fills in the pointers.
 #[inline(always)]
 pub(crate) fn product<A: Real>(m: usize, n: usize, kk: usize) -> Gemm<A> {
     Gemm {

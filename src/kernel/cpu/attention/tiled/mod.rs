@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The backward pass of keys on matrix units: dk, dv, and dq on the way.
 //!
-//! A unit is a block of up to [`SUPER`] tiles of a document's keys with one kv head. Their k (as it is and transposed) and v
-//! are packed once; the rows pass by in blocks of [`ROWS`] lanes. Of these, panel by panel: `S = K·Qᵀ` and `dP = V·dOᵀ`, from
-//! them p and ds in the form of their type (`forms.rs`), `dQᵀ = Kᵀ·dS` over all keys of the unit, which is added to dq; and when the panels are
-//! done, `dV += P·dO` and `dK += dS·Q` over all lanes of the block. What no row sees is passed over in blocks of 32 keys by
-//! 32 lanes.
+//! A unit is a block of up to [`SUPER`] tiles of a document's keys with one kv head. k (plain and transposed) and v are
+//! packed once; then the rows are processed in blocks of [`ROWS`] lanes. For each panel of a block: `S = K·Qᵀ` and
+//! `dP = V·dOᵀ`; from these p and ds in the format of their type (`forms.rs`); and `dQᵀ = Kᵀ·dS` over all keys of the
+//! unit, which is added to dq. After all panels: `dV += P·dO` and `dK += dS·Q` over all lanes of the block. Blocks of 32
+//! keys by 32 lanes without an allowed pair are skipped.
 //!
-//! Units of one document add to the same rows of dq in the order of their keys (`dq_order.rs`), and dk and dv belong to one
-//! unit each, so results have the same bits for any number of workers.
+//! Units of one document add to the same rows of dq in the order of their keys (`dq_order.rs`), and each row of dk and dv is
+//! written by one unit, so results have the same bits for any number of workers.
 //!
-//! The factor between products and scores is left out of ds but for a power of 2, and put back when dq and dk are written. In
-//! f16 ds would overflow, or vanish: it is multiplied by a power of 2, as large as the largest numbers of v, do and delta allow. The
-//! factor of a unit only ever becomes smaller, its dk with it. p would vanish where a sink takes most of a row: it is
-//! multiplied by a constant.
+//! ds does not contain the factor between products and scores, except for a power of 2; the factor is applied when dq and
+//! dk are written. In f16 ds could overflow or underflow, so it is multiplied by a power of 2, the largest that the maxima
+//! of v, do and delta allow. During a unit this power only decreases, and the sums of dk are rescaled with it. p could
+//! underflow where a sink has most of a row's weight, so it is multiplied by a constant.
 //!
-//! `tiles` holds what one works on and writes its sums, `rows` is the products of a block of rows,
-//! `weights` what happens to single blocks of scores.
+//! `tiles` has the buffers of a worker and writes its sums, `rows` computes the products of a block of rows, and `weights`
+//! computes p and ds of single blocks.
 
 mod rows;
 mod tiles;
@@ -50,7 +50,7 @@ pub(crate) struct Tiled<'a> {
 }
 
 impl Tiled<'_> {
-    /// Does units until none is left.
+    /// Takes units until none is left.
     ///
     /// # Safety
     /// AVX-512 with BF16 and the products of `H` are present, the tensors of the call are valid, and each unit is taken once.
@@ -81,7 +81,7 @@ impl Tiled<'_> {
         unsafe { TileEngine::<H>::leave() };
     }
 
-    /// The keys in hand, with all rows of their document.
+    /// Processes the current keys with all rows of their document.
     ///
     /// # Safety
     /// As [`Tiled::work`], entered.
@@ -100,8 +100,8 @@ impl Tiled<'_> {
         let heads = readers(&c.heads, kv, c.q.heads);
         let mut loaded = false;
         t.clear(c);
-        // Few rows: as many heads as fill a block pass together. Where heads lie side by side, a panel of each of several
-        // heads is a block: rows of q, do and dq then lie in longer runs, which come sooner from memory.
+        // With few rows, as many heads as fill a block are processed together. Where heads are adjacent in memory, a block is
+        // one panel of each of several heads: rows of q, do and dq are then read in longer runs.
         let total: u32 = ranges().map(|q| q.range.len).sum();
         let beside = c.q.head_stride.unsigned_abs() < c.q.token_stride.unsigned_abs();
         let share =
@@ -147,8 +147,8 @@ impl Tiled<'_> {
     }
 }
 
-/// Rows of q in a block that has this many heads. More than a panel's rows are rounded down to whole panels: then no panel
-/// holds rows of two heads.
+/// Rows of q in a block of this many heads. If they exceed a panel they are rounded down to whole panels, so that no panel
+/// has rows of two heads.
 fn block_rows(heads: u32) -> u32 {
     let rows = ROWS as u32 / heads;
     if rows > PANEL as u32 { rows - rows % PANEL as u32 } else { rows }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A block of rows with the keys of a unit: the five products, and which blocks of keys and lanes they may leave out.
+//! A block of rows with the keys of a unit: the five products, and which blocks of keys and lanes they skip.
 
 use super::super::backward::no_row;
 use super::super::dq_order::DqTurn;
@@ -20,7 +20,7 @@ use crate::kernel::cpu::product::tile_engine::{TileEngine, prefetch_lanes};
 use core::arch::x86_64::*;
 
 impl Tiled<'_> {
-    /// The lanes in hand with the keys in hand.
+    /// Processes the current lanes with the current keys.
     ///
     /// # Safety
     /// As [`Tiled::work`], entered.
@@ -81,7 +81,7 @@ impl Tiled<'_> {
                 let Some(begin) = covers.iter().position(|&x| x != Cover::None) else { continue };
                 let end = covers.iter().rposition(|&x| x != Cover::None).unwrap_or(begin) + 1;
                 if self.queries {
-                    // They are added to when the scores and a product are done: time enough to come from memory.
+                    // Needed after the scores and one product, so there is time to fetch them from memory.
                     let lanes = panel * PANEL..t.lanes.n.min((panel + 1) * PANEL);
                     prefetch_lanes::<_MM_HINT_T1>(&c.dq, &t.lanes, lanes);
                 }
@@ -152,7 +152,7 @@ impl Tiled<'_> {
         let (d, dv) = (c.q.dim as usize, c.v.dim as usize);
         let (k_len, v_len) = (TileEngine::<H>::keys_len(d), TileEngine::<H>::keys_len(dv));
         let first = panel * PANEL;
-        // Lanes that only fill up the panel have zeros for q, and 0 times infinity is NaN: the mask keeps them out.
+        // Unused lanes of the panel have q = 0, and 0 times infinity is NaN, so they are masked.
         let fills_up = careful && t.lanes.n < first + PANEL;
         const EACH: usize = KEYS / BLOCK;
         for tile in range.start / EACH..range.end.div_ceil(EACH) {
@@ -212,7 +212,7 @@ impl Tiled<'_> {
         }
     }
 
-    /// Adds `dQᵀ = Kᵀ·dS` over the blocks of keys `range` to the rows of a panel, when it is their turn.
+    /// Adds `dQᵀ = Kᵀ·dS` over the blocks of keys `range` to the rows of a panel, after the preceding unit has added to them.
     ///
     /// # Safety
     /// As [`Tiled::rows_in_hand`].

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a unit of the backward pass on matrix units works on: the keys in hand, packed, their sums of dk and dv, and
-//! the factors that keep f16 in range.
+//! The buffers of a unit of the backward pass on matrix units: packed keys, sums of dk and dv, and the factors that keep
+//! f16 in range.
 
 use super::super::stream::{BLOCK, KeyBlock, Slots};
 use super::super::tile::{Lanes, at};
@@ -18,11 +18,11 @@ use core::arch::x86_64::{_mm512_loadu_ps, _mm512_mul_ps, _mm512_set1_ps, _mm512_
 pub(crate) const SUPER: usize = 4;
 /// Blocks of keys of a unit.
 pub(crate) const BLOCKS: usize = SUPER * KEYS / BLOCK;
-/// What p is multiplied by where the type is narrow, as a power of 2: p is at most 1, and often next to nothing. An lse
-/// that is not that of these keys gives a larger p; there is room for one of 1,000, as long as it is a number in f16.
+/// The power of 2 by which p is multiplied where the type is narrow. p is at most 1 and often tiny. If lse includes a
+/// part of the keys only, p may be larger; up to 1,000 stays in the range of f16.
 const P_SHIFT: i32 = 5;
 
-/// What p is multiplied by.
+/// The factor of p.
 pub(crate) fn weight<H: TileForm>() -> f32 {
     f32::from_bits(((127 + shift::<H>()) as u32) << 23)
 }
@@ -32,7 +32,7 @@ pub(crate) fn shift<H: TileForm>() -> i32 {
     if H::NARROW { P_SHIFT } else { 0 }
 }
 
-/// What a worker of such a call needs, in bytes: dims are padded to 32, and operands have `parts` parts.
+/// Bytes of buffers of one worker; dims are padded to 32, and operands have `parts` parts.
 pub(crate) const fn bytes(d: usize, dv: usize, parts: usize) -> usize {
     let keys = SUPER * KEYS;
     2 * parts * (keys * (2 * d + dv) + 2 * keys * ROWS + 2 * ROWS * (d + dv) + keys * PANEL)
@@ -44,13 +44,13 @@ pub(crate) const fn bytes(d: usize, dv: usize, parts: usize) -> usize {
         + ROWS * 128
 }
 
-/// The tiles of one worker.
+/// The buffers of one worker.
 pub(crate) struct MatrixTiles<'a> {
     pub lanes: Lanes<'a, f32>,
     pub slots: [Slots<'a, f32>; SUPER],
-    /// Tiles in hand.
+    /// Tiles of the current unit.
     pub n: usize,
-    /// Positions as the q range in hand sees them: infinite where it does not read the key.
+    /// Positions of the keys, infinite for keys that the current q range does not read.
     pub rel: &'a mut [f32],
     pub blocks: [KeyBlock; BLOCKS],
     /// `[tile]`, as `Engine::keys` packs them.
@@ -62,14 +62,14 @@ pub(crate) struct MatrixTiles<'a> {
     pub finite_v: bool,
     /// The bits of the largest number in v.
     pub largest_v: u16,
-    /// What ds, and dk so far, are multiplied by; 0 before the first rows.
+    /// The factor of ds and of the sums of dk; 0 before the first rows.
     pub factor: f32,
     /// `[key][dim padded]`.
     pub dk: &'a mut [f32],
     pub dv: &'a mut [f32],
     /// Blocks of keys that some row has seen.
     pub touched: [bool; BLOCKS],
-    /// dk and dv are large, and written once: around the caches.
+    /// Whether dk and dv are large and written once, with stores past the caches.
     pub stream: bool,
     /// `[key / 16][panel][16 keys][32 lanes]`.
     pub p: &'a mut [u16],
@@ -140,7 +140,7 @@ impl<'a> MatrixTiles<'a> {
         self.factor = 0.0;
     }
 
-    /// Packs k and v of the keys in hand.
+    /// Packs k and v of the current keys.
     ///
     /// # Safety
     /// As [`super::Tiled::work`].
@@ -170,7 +170,7 @@ impl<'a> MatrixTiles<'a> {
         }
     }
 
-    /// The rows of a q range that may see a key in hand; makes the keys' positions those that the range sees.
+    /// The rows of a q range that may see a key of the unit. Also sets the positions of keys for this range (`rel`, `blocks`).
     #[inline(always)]
     pub(crate) fn rows(&mut self, c: &AttendBackward, q: &QRange) -> core::ops::Range<u32> {
         let pairs = &c.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
@@ -203,11 +203,11 @@ impl<'a> MatrixTiles<'a> {
         first..if last == i64::MAX { q.range.len } else { q.range.rows_before(last + 1) }
     }
 
-    /// Makes the factor small enough for these rows, and the sums so far with it.
+    /// Lowers the factor until ds of these rows is in range, and rescales the sums of dk.
     #[inline(always)]
     pub(crate) fn bring_into_range<H: TileForm>(&mut self, scale: f64, d_pad: usize, dv: usize, largest: u16) {
         if !H::NARROW {
-            // The power of 2 next to the scale: sums stay below infinity where dq and dk do.
+            // The power of 2 of the scale: a sum then overflows only if dq or dk does.
             let power = f32::from_bits((scale.abs() as f32).to_bits() & 0x7f80_0000);
             self.factor = power.clamp(1.0 / 65_536.0, 1.0);
             return;
@@ -254,8 +254,8 @@ impl<'a> MatrixTiles<'a> {
     }
 }
 
-/// `dst = sums · scale`, or adds that; to `stream` is to write around the caches. Outlined, because it would be inlined into the
-/// kernel of every form.
+/// `dst = sums · scale`, or adds it; with `stream` by stores past the caches. Not inlined, since every kernel would contain
+/// a copy.
 ///
 /// # Safety
 /// AVX-512 is present; with `stream`, `dst` consists of whole lines and nothing is added.

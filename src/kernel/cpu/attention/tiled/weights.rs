@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the backward pass on matrix units does to single blocks: p and ds of 32 keys with 32 lanes, rows packed in pairs,
-//! and what is not finite.
+//! Single blocks of the backward pass on matrix units: p and ds of 32 keys with 32 lanes, rows packed in pairs, and
+//! products of numbers that are not finite.
 
 use super::super::stream::BLOCK;
 use super::super::tile::{Lanes, Scoring};
@@ -17,14 +17,14 @@ pub(crate) const ROWS: usize = 128;
 /// Panels of a block of rows.
 pub(crate) const PANELS: usize = ROWS / PANEL;
 
-/// Where p and ds of a block of 32 keys with a panel go.
+/// Where p and ds of a block of 32 keys with a panel are written.
 pub(crate) struct Out {
     pub p: *mut u16,
     pub ds: *mut u16,
     pub pairs: *mut u16,
 }
 
-/// What they are made of.
+/// The inputs of p and ds.
 pub(crate) struct Of<'a> {
     pub scoring: &'a Scoring<f32>,
     pub lanes: &'a Lanes<'a, f32>,
@@ -32,9 +32,9 @@ pub(crate) struct Of<'a> {
     pub rel: &'a [f32],
     pub s: *const f32,
     pub dp: *const f32,
-    /// To the base 2.
+    /// Logarithms to the base 2.
     pub lse: *const f32,
-    /// Negative, times the factor.
+    /// −delta times the factor.
     pub delta: *const f32,
     pub factor: f32,
     pub masked: bool,
@@ -111,7 +111,7 @@ impl Of<'_> {
             if !CAREFUL {
                 return (p, ds);
             }
-            // A masked key has no say, whatever else is NaN; an unmasked NaN stays one, also where exp2 would lose it.
+            // A masked key contributes nothing, even if a NaN is involved. The NaN of an unmasked key is kept (exp2 may lose it).
             let p = __m512::gt(x, __m512::splat(<f32 as Real>::LOWEST), p, __m512::max(zero, x));
             let p = __m512::gt(__m512::splat(<f32 as Real>::LOWEST), s, zero, p);
             let ds = p.mul(difference).mul(slope);
@@ -120,8 +120,8 @@ impl Of<'_> {
     }
 }
 
-/// Packs the lanes' rows as `[panel][dim / 16][16 pairs of lanes][16 dims][2]`, with zeros for what is not finite. A bit for
-/// each lane that has such numbers, and the bits of the largest of the others.
+/// Packs the lanes' rows as `[panel][dim / 16][16 pairs of lanes][16 dims][2]`, with zeros for numbers that are not finite.
+/// Returns a bit for each lane that has such numbers, and the bits of the largest finite number.
 ///
 /// # Safety
 /// As [`AttentionEngine::queries`](crate::kernel::cpu::product::engine::AttentionEngine::queries).
@@ -131,7 +131,7 @@ pub(crate) unsafe fn pack_pairs<H: TileForm>(lanes: &Lanes<f32>, t: &RawTensor, 
     let deep = dim.next_multiple_of(32) / 16;
     let mut bad = 0;
     assert!(to.len() >= lanes.n.next_multiple_of(PANEL) * deep * 16 * H::PARTS && lanes.n <= ROWS);
-    // SAFETY: lanes' rows are those of the tensor, the caller says; tiles are within `to` (asserted).
+    // SAFETY: lanes' rows are those of the tensor (the contract); tiles are within `to` (asserted).
     unsafe {
         let (low, high) = (_mm512_loadu_si512(LOW.as_ptr().cast()), _mm512_loadu_si512(HIGH.as_ptr().cast()));
         let mut largest = _mm512_setzero_si512();
@@ -171,8 +171,8 @@ pub(crate) unsafe fn pack_pairs<H: TileForm>(lanes: &Lanes<f32>, t: &RawTensor, 
     }
 }
 
-/// `to[key][..] += weights[key][lane] · row[lane][..]` for the lanes `bad`, of what in their rows is not finite, where the
-/// weight is not 0: the packed rows have zeros there.
+/// `to[key][..] += weights[key][lane] · row[lane][..]` over the lanes `bad`, for the numbers of their rows that are not
+/// finite (the packed rows have zeros there) and for weights other than 0.
 ///
 /// # Safety
 /// All are as large as for the product of `block` with the panels `panels`.
