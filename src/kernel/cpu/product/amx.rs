@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Whether tiles of AMX are there, and this thread's use of them.
+//! Detection of AMX, and configuration of its tiles for a thread.
 //!
-//! What may not be done: using tiles on a thread that has not called [`configure`], or leaving them configured when the work is
-//! done (the system would save 8 KiB at each switch).
+//! A thread must call [`configure`] before it uses tiles, and release them afterwards: while they are configured the
+//! system saves 8 KiB at each context switch.
 
 use core::arch::asm;
 use core::arch::x86_64::*;
 
-/// What the system must allow, and has been asked for.
+/// Whether AMX is present and the system permits its use.
 #[allow(unused_unsafe, reason = "cpuid is safe in newer compilers")]
 pub(crate) fn available() -> bool {
     // SAFETY: cpuid is on every x86-64.
@@ -21,7 +21,7 @@ pub(crate) fn available() -> bool {
         && permitted()
 }
 
-/// Whether products of f16 are there as well.
+/// Whether AMX also multiplies f16.
 #[allow(unused_unsafe, reason = "as above")]
 pub(crate) fn has_f16() -> bool {
     // SAFETY: as above; leaf 7 has a second part where its first says so.
@@ -80,7 +80,7 @@ static CONFIG: TileConfig = {
     TileConfig(c)
 };
 
-/// Makes this thread ready for tiles.
+/// Configures the tiles for this thread.
 ///
 /// # Safety
 /// AMX is [`available`].

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The softmax of a panel with products of the matrix unit between its vectors.
+//! The softmax of a panel, interleaved with products of the matrix unit.
 //!
-//! Products and softmax of a tile, one after the other, leave the matrix unit idle during the softmax and the vector units
-//! idle while products wait for their operands to come from the L2 cache. Here the scores of a panel are made a block of 32 keys
-//! at a time; while the vector units make p of one block, the matrix unit makes the scores of the next, and adds `Vᵀ·P` of the
-//! panel before: a step of a product (four tile products) after every few vectors, near enough for the processor to run
-//! both at once. Scores then take 8 KiB, which stay in the L1 cache.
+//! If products and softmax of a tile run one after the other, the matrix unit is idle during the softmax, and the vector
+//! units are idle while products wait for operands from the L2 cache. Here the scores of a panel are computed a block of 32
+//! keys at a time. While the vector units compute p of one block, the matrix unit computes the scores of the next block and
+//! adds `Vᵀ·P` of the previous panel: one step of a product (four tile products) after every few vectors, close enough for
+//! the processor to execute both at once. The scores of a block take 8 KiB and stay in the L1 cache.
 //!
-//! The largest score of a lane is known only when p of all blocks is there. p is therefore made with the reference that
-//! the lane has, and the work is thrown away in the rare case that it should have been raised (`softmax.rs` says when). A
-//! tile that is accepted has the same operations in the same order as without interleaving, and the same bits.
+//! The maximum score of a lane is known only after all blocks. p is therefore computed with the lane's current reference,
+//! and discarded in the rare case that the reference has to be raised (`softmax.rs` says when). An accepted tile has the
+//! same operations in the same order as without interleaving, and so the same bits.
 
 use super::amx_product::{Apart, PANEL, Product, TILE, begin, end, scores_of, values_of};
 use super::engine::Operands;
@@ -22,18 +22,18 @@ use core::arch::x86_64::{__m512, _mm512_storeu_si512};
 use core::marker::PhantomData;
 use core::ops::Range;
 
-/// What was put off, and what was done ahead.
+/// The deferred products, and the scores that were computed ahead.
 pub(crate) struct Later {
-    /// Products `o += Vᵀ·P` that are still to be done: those of the dims from `d` on.
+    /// The deferred products `o += Vᵀ·P`; those of the dims from `d` on remain.
     v: *const u16,
     p: *const u16,
     o: *mut f32,
     keys: Range<usize>,
     d: usize,
     dim: usize,
-    /// Which half of `s` the next scores are in, or go to.
+    /// The half of `s` that holds the next scores, or will hold them.
     half: usize,
-    /// The first block of the next panel is there.
+    /// Whether the scores of the next panel's first block are computed.
     ahead: bool,
 }
 
@@ -45,7 +45,7 @@ impl Default for Later {
 }
 
 impl Later {
-    /// Puts off the products of a panel's p over the keys `keys`, for `dim` dims.
+    /// Defers the products of a panel's p over the keys `keys`, for `dim` dims.
     pub(crate) fn put_off(&mut self, v: *const u16, p: *const u16, o: *mut f32, keys: Range<usize>, dim: usize) {
         debug_assert_eq!(self.left(), 0);
         *self = Self { v, p, o, keys, d: 0, dim, ..*self };
@@ -65,7 +65,7 @@ impl Later {
         product
     }
 
-    /// Does them all, and forgets what was done ahead.
+    /// Computes all deferred products, and discards the scores that were computed ahead.
     ///
     /// # Safety
     /// AMX is entered; v, p and o are as [`values_of`] says.
@@ -79,10 +79,10 @@ impl Later {
     }
 }
 
-/// The products to be done during one block of the softmax, a step at a time.
+/// The products that run during one block of the softmax, a step at a time.
 struct Steps<'a, H> {
     product: Product,
-    /// Products of `later` that are to follow.
+    /// The number of products of `later` that follow.
     quota: usize,
     later: &'a mut Later,
     half: PhantomData<H>,
@@ -96,7 +96,7 @@ impl<H: TileForm> Steps<'_, H> {
         // SAFETY: as the contract; a product ends before the next begins.
         unsafe {
             H::step(&self.product);
-            // Behind the last step there need not be a tile.
+            // After the last step there may be no further tile.
             let p = &mut self.product;
             (p.a0, p.a1) = (p.a0.wrapping_byte_add(p.a_step), p.a1.wrapping_byte_add(p.a_step));
             (p.b0, p.b1) = (p.b0.wrapping_byte_add(p.b_step), p.b1.wrapping_byte_add(p.b_step));
@@ -119,11 +119,11 @@ impl<H: TileForm> Steps<'_, H> {
     }
 }
 
-/// A panel of q and where its results go.
+/// A panel of q, and its results.
 pub(crate) struct Panel<'a> {
     pub scores: &'a Scores<'a, f32>,
     pub of: &'a Operands<'a, u16>,
-    /// Those of the panel that comes next, if it is to be done in this way.
+    /// The operands of the next panel, if it is interleaved too.
     pub next: Option<&'a Operands<'a, u16>>,
     /// `[2][BLOCK][PANEL]` scores.
     pub s: *mut f32,
@@ -133,7 +133,7 @@ pub(crate) struct Panel<'a> {
     pub l: *mut f32,
 }
 
-/// Puts p of keys `j` (even) and `j + 1` with 16 lanes where products read them.
+/// Stores p of keys `j` (even) and `j + 1` with 16 lanes as an operand of products.
 ///
 /// # Safety
 /// The instruction set is present; the keys are within the tile and the lanes within the panel.
@@ -151,7 +151,7 @@ pub(crate) unsafe fn put<H: TileForm>(p: *mut u16, j: usize, lane: usize, a: __m
     }
 }
 
-/// What the vectors of a panel carry from block to block.
+/// The state of a panel's vectors from block to block.
 struct Running {
     shift: [__m512; 2],
     max: [__m512; 2],
@@ -160,8 +160,8 @@ struct Running {
 }
 
 impl Panel<'_> {
-    /// p of the panel with the keys, and the lanes' sums, while products of `later` are done. False, with nothing but `s`
-    /// and `p` changed, if the reference of some lane has to be raised.
+    /// Computes p of the panel with the keys, and the lanes' sums, while products of `later` run. Returns false if the
+    /// reference of some lane has to be raised; then only `s` and `p` have changed.
     ///
     /// # Safety
     /// AMX with products of `H` is entered; tiles and panels are as long as the engine says; `keys` are whole blocks.
@@ -205,7 +205,7 @@ impl Panel<'_> {
                         quota -= 1;
                         later.next::<H>()
                     }
-                    // Of which no step is due.
+                    // No step of this product is due.
                     None => self.product::<H>(self.of, key, later.half),
                 };
                 let mut queue = Steps::<H> { product, quota, later, half: PhantomData };
@@ -238,7 +238,7 @@ impl Panel<'_> {
         }
     }
 
-    /// The product of the block at `key`, to half `half` of the scores.
+    /// Computes the scores of the block at `key`, into half `half` of the scores.
     ///
     /// # Safety
     /// As [`Panel::run`], of these operands.
@@ -248,7 +248,7 @@ impl Panel<'_> {
         unsafe { scores_of(of.k.as_ptr(), of.q, of.dim, self.s.add(half * BLOCK * PANEL), key, H::PARTS) }
     }
 
-    /// p of the block at `key`, with `steps` steps of products spread over its vectors.
+    /// Computes p of the block at `key`, with `steps` steps of products spread over its vectors.
     ///
     /// # Safety
     /// As [`Panel::run`]; `s` are the block's scores, and the queue has as many steps.
@@ -270,7 +270,7 @@ impl Panel<'_> {
             due += steps;
             while due >= BLOCK / 2 {
                 due -= BLOCK / 2;
-                // SAFETY: a step is left, since as many are due in all as there are.
+                // SAFETY: a step is left, since the steps due add up to the steps of the queue.
                 unsafe { queue.one() };
             }
             let mut w = 0;

@@ -2,8 +2,8 @@
 //! The product of two by two AMX tiles: one block of instructions with the whole loop over the inner dimension in it.
 //! Stable Rust names no tile instruction, so they are written as assembly; `tile_engine.rs` says how operands lie.
 //!
-//! Where an operand has several parts (`forms.rs`), a step has a product for each two of them that count, from the least
-//! to that of the first parts. From one to the next either the left or the right operand stays.
+//! If operands have several parts (`forms.rs`), a step has one product for each pair of parts that matters, from the
+//! smallest to that of the first parts. Two successive products share their left or their right operand.
 
 use crate::kernel::cpu::memory::arena::KEYS;
 use core::arch::asm;
@@ -35,7 +35,7 @@ pub(crate) struct Product {
     pub add: bool,
 }
 
-/// The product of the 32 keys from `key` on with a panel of q, to 32 rows of scores at `s`. Operands are of `parts` parts.
+/// The product of the 32 keys from `key` on with a panel of q, into 32 rows of scores at `s`. Operands have `parts` parts.
 ///
 /// # Safety
 /// `k` and `q` are as long as the engine says, and `key` is within the tile.
@@ -209,8 +209,8 @@ macro_rules! product {
         /// reads, and those of C 16 rows of 64 bytes, valid for writes (and reads, where it is added to).
         #[inline(always)]
         pub(crate) unsafe fn $name(p: &Product) {
-            // SAFETY: the block reads and writes what the caller vouches for, changes the registers named below, and
-            // leaves the stack alone. The compiler uses no tile register of its own: no function is compiled for them.
+            // SAFETY: the block reads and writes the memory of the contract, changes the registers named below, and does not
+            // use the stack. The compiler uses no tile registers: no function is compiled for them.
             unsafe {
                 asm!(
                     "test {add:e}, {add:e}",
@@ -263,15 +263,16 @@ one!(product, product_f16, "tdpfp16ps", "tileloadd");
 two!(product, product_two);
 three!(product, product_three);
 
-/// The result tiles of a product that is done a step at a time: zeros, or C if they are to be added to it and of one part.
+/// Initialises the result tiles of a product that runs a step at a time: with C if the product is added to it and operands
+/// have one part, else with zeros.
 ///
 /// # Safety
-/// Tiles are configured; those of C are 16 rows of 64 bytes, valid for reads where it is added to. Until [`end`] no other
-/// product may be begun on this thread: results stay in tile registers 0 to 3.
+/// Tiles are configured; those of C are 16 rows of 64 bytes, valid for reads if the product is added. Until [`end`] no
+/// other product may begin on this thread: results stay in tile registers 0 to 3.
 #[inline(always)]
 pub(crate) unsafe fn begin(p: &Product, parts: usize) {
-    // SAFETY: the blocks read what the caller vouches for, change tile registers alone, which the compiler does not use
-    // (see above), and leave the stack alone.
+    // SAFETY: the blocks read the memory of the contract, change only tile registers, which the compiler does not use
+    // (see above), and do not use the stack.
     unsafe {
         if p.add && parts == 1 {
             asm!(
@@ -298,8 +299,8 @@ pub(crate) unsafe fn begin(p: &Product, parts: usize) {
     }
 }
 
-/// A product of several parts, to be added to C. A tile rounds C once for each of its products: the sum of all steps is
-/// made by itself, and C is rounded once.
+/// A product of operands of several parts that is added to C. Adding each part's product to C would round C each time, so
+/// the sum of all steps is computed first and C is rounded once.
 #[repr(align(64))]
 pub(crate) struct Apart([f32; 32 * PANEL]);
 
@@ -308,7 +309,7 @@ impl Apart {
         Self([0.0; 32 * PANEL])
     }
 
-    /// The same product, written here.
+    /// The same product, with this buffer as its C.
     #[inline(always)]
     pub(crate) fn instead(&mut self, p: &Product) -> Product {
         let c0 = self.0.as_mut_ptr();
@@ -316,7 +317,7 @@ impl Apart {
         Product { c0, c1: c0.wrapping_add(16 * PANEL), ldc: 4 * PANEL, add: false, ..*p }
     }
 
-    /// Adds it to C of `p`.
+    /// Adds this buffer to C of `p`.
     ///
     /// # Safety
     /// AVX-512 is present; C of `p` is 32 rows of 32, valid for reads and writes.
@@ -337,13 +338,13 @@ impl Apart {
     }
 }
 
-/// Writes the result tiles of a product whose steps are done.
+/// Writes the result tiles of a product after its last step.
 ///
 /// # Safety
-/// As [`begin`], which was called for this product; those of C are valid for writes.
+/// As [`begin`], which was called for this product; tiles of C are valid for writes.
 #[inline(always)]
 pub(crate) unsafe fn end(p: &Product) {
-    // SAFETY: the block writes what the caller vouches for, and leaves registers and the stack alone.
+    // SAFETY: the block writes the memory of the contract, and changes neither registers nor the stack.
     unsafe {
         asm!(
             "tilestored [{c0} + {ldc}], tmm0",
@@ -360,7 +361,7 @@ pub(crate) unsafe fn end(p: &Product) {
 
 macro_rules! step {
     ($name:ident, $($line:expr),*) => {
-        /// One step of a product that was begun: the first of those that `p` has left.
+        /// The next step of a product that was begun.
         ///
         /// # Safety
         /// As [`begin`]; the instruction is present, and the four tiles of the step are 1,024 bytes a part, valid for reads.

@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! AVX-512 with BF16 dot products, in the place of AMX tiles: `vdpbf16ps` adds the products of two pairs of bf16 to each
-//! f32 of a vector.
+//! Products by the BF16 dot products of AVX-512, in place of AMX tiles: `vdpbf16ps` adds the products of two pairs of bf16
+//! to each f32 of a vector.
 //!
-//! Operands lie as those of tiles do (`tile_engine.rs`): A as rows of 32 numbers, B as pairs of 16 columns. So a pair of a row of
-//! A, broadcast, with a row of B is 16 sums of two products, and packing, softmax, masks and what happens to numbers that
-//! are not finite are the same as on AMX. Eight rows by two vectors of C stay in registers: enough of them to start the
-//! next instruction while those before it are under way.
+//! Operands have the layout of tiles (`tile_engine.rs`): A as rows of 32 numbers, B as pairs of 16 columns. A broadcast
+//! pair of a row of A with a row of B gives 16 sums of two products. Packing, softmax, masks and the treatment of numbers
+//! that are not finite are therefore the same as on AMX. Eight rows by two vectors of C stay in registers, enough
+//! independent sums to hide the latency of the instruction.
 //!
-//! Products and softmax use the same units here, so that they are not interleaved. Like the matrix unit, the instruction
-//! takes subnormal bf16 for 0 and flushes subnormal results.
+//! Products and softmax use the same units here, so they are not interleaved. Like the matrix unit, the instruction
+//! reads subnormal bf16 as 0 and flushes subnormal results.
 
 use super::amx_product::Product;
 use super::forms::{Bf16, TileForm};
 use core::arch::x86_64::*;
 
-/// Rows of C that are in registers at a time.
+/// Rows of C in registers.
 const ROWS: usize = 8;
 
-/// bfloat16 where products are those of vectors.
+/// bfloat16 multiplied by vector units.
 pub(crate) struct DotBf16;
 
 impl TileForm for DotBf16 {
@@ -57,7 +57,7 @@ unsafe fn product_dots(p: &Product) {
     }
 }
 
-/// [`ROWS`] rows of it, from those at `a` and `c` on.
+/// [`ROWS`] rows of the product, beginning at `a` and `c`.
 ///
 /// # Safety
 /// As [`product_dots`]; as many rows are there in the tiles of A and C.

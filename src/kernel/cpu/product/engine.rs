@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The two products of the forward pass, and the form in which each machine takes their operands.
+//! The two products of the forward pass, and the layout of their operands on each kind of machine.
 //!
 //! The algorithm exists once (`forward.rs`): lanes in panels, keys in tiles, an online softmax between `S = K·Qᵀ` and
-//! `Oᵀ += Vᵀ·P`. An [`AttentionEngine`] says how a panel of q, a tile of k and a tile of v lie in memory, and multiplies them.
-//! [`Dense`] keeps operands in the type of the sums and multiplies with the vectors of an instruction set; matrix
-//! units (`tile_engine.rs`) keep them in the element type, in tiles. Scores and sums are the same for all: `[key][lane]` and
-//! `[dim][lane]`, in the type of the sums.
+//! `Oᵀ += Vᵀ·P`. An [`AttentionEngine`] defines the memory layout of a panel of q and of tiles of k and v, and multiplies
+//! them. [`Dense`] holds operands in the type of the sums and multiplies with the vectors of an instruction set; matrix
+//! units (`tile_engine.rs`) hold them in the element type, in tiles. Scores and sums have the same layout for all:
+//! `[key][lane]` and `[dim][lane]`, in the type of the sums.
 //!
 //! An engine may round p to its operands' type ([`crate::kernel::cpu::Isa::roundoff`] says so); it may not round anything else.
 
@@ -21,30 +21,32 @@ use bytemuck::Pod;
 use core::marker::PhantomData;
 use core::ops::Range;
 
-/// How operands of the two products lie in memory, and how they are multiplied.
+/// The layout of the operands of the two products, and their multiplication.
 ///
 /// # Safety
-/// Every method needs the instruction set to be present; all but [`AttentionEngine::enter`] need `enter` to have been called on
-/// this thread. Tiles and panels are as long as [`AttentionEngine::keys_len`], [`AttentionEngine::values_len`] and [`AttentionEngine::queries_len`]
-/// say, `s` is `[KEYS][PANEL]`, `p` of [`AttentionEngine::weights_len`], and `o` is `[value_dim padded to GRAIN][PANEL]`.
+/// Every method needs the instruction set to be present; all but [`AttentionEngine::enter`] need `enter` to have been called
+/// on this thread. Tiles and panels have the lengths [`AttentionEngine::keys_len`], [`AttentionEngine::values_len`] and
+/// [`AttentionEngine::queries_len`], `s` is `[KEYS][PANEL]`, `p` has [`AttentionEngine::weights_len`] elements, and `o` is
+/// `[value_dim padded to GRAIN][PANEL]`.
 pub(crate) trait AttentionEngine {
     /// The type of sums.
     type Sum: Real;
     /// The vectors of the softmax.
     type V: Vector<T = Self::Sum>;
-    /// What operands hold.
+    /// The element type of operands.
     type T: Pod;
     /// Lanes of a panel.
     const PANEL: usize = 2 * Self::V::W;
     /// Tiles of keys and the rows of o are padded to a multiple of this, which divides [`crate::kernel::cpu::attention::stream::BLOCK`].
     const GRAIN: usize;
-    /// Tiles of keys that are packed together; each panel then meets one after the other.
+    /// Tiles of keys that are packed together; each panel then goes through them.
     const TILES: usize = 1;
-    /// [`AttentionEngine::interleaved`] can be asked for.
+    /// Whether [`AttentionEngine::interleaved`] is implemented.
     const INTERLEAVES: bool = false;
-    /// Packing writes all that products read; otherwise what lies between rows is read as well, and must be zeros.
+    /// Whether packing writes everything that products read. If not, products also read the padding between rows, which must
+    /// be zero.
     const WRITES_ALL: bool = false;
-    /// Products that [`AttentionEngine::interleaved`] put off.
+    /// The deferred products of [`AttentionEngine::interleaved`].
     type Later: Default;
 
     /// Elements of a tile of k.
@@ -59,16 +61,16 @@ pub(crate) trait AttentionEngine {
         KEYS * Self::PANEL
     }
 
-    /// Makes this thread ready.
+    /// Prepares this thread.
     unsafe fn enter() {}
     /// Undoes [`AttentionEngine::enter`].
     unsafe fn leave() {}
 
-    /// Packs rows `rows` (negative: none, zeros) of a head of k. Whether all numbers are finite.
+    /// Packs rows `rows` of a head of k; a negative row means zeros. Returns whether all numbers are finite.
     unsafe fn keys(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [Self::T]) -> bool;
-    /// Packs rows of a head of v, likewise.
+    /// The same for v.
     unsafe fn values(t: &RawTensor, head: u32, rows: &[i64], tile: &mut [Self::T]) -> bool;
-    /// Packs a panel of q, from lane `first` on, likewise. `rows` holds [`Vector::W`] rows.
+    /// The same for a panel of q, from lane `first` on. `rows` holds [`Vector::W`] rows.
     unsafe fn queries(
         lanes: &Lanes<Self::Sum>,
         first: usize,
@@ -80,8 +82,8 @@ pub(crate) trait AttentionEngine {
     /// `s[keys][..width] = K·Qᵀ` for the keys of a range that begins, and ends unless the tile does, at a multiple of 2 and of
     /// [`AttentionEngine::GRAIN`].
     unsafe fn scores(k: &[Self::T], q: *const Self::T, dim: usize, s: *mut Self::Sum, keys: Range<usize>, width: usize);
-    /// Makes those of them anew whose rows have numbers that the engine cannot multiply, among `rows` of `head` of k and the
-    /// lanes from `first` on of q: asked for where [`AttentionEngine::keys`] or [`AttentionEngine::queries`] said that there are some.
+    /// Recomputes the scores of keys (`rows` of `head` of k) and lanes (from `first` on) whose rows have numbers that the
+    /// engine cannot multiply. Called if [`AttentionEngine::keys`] or [`AttentionEngine::queries`] returned false.
     unsafe fn scores_again(
         _lanes: &Lanes<Self::Sum>,
         _first: usize,
@@ -91,10 +93,10 @@ pub(crate) trait AttentionEngine {
         _keys: Range<usize>,
     ) {
     }
-    /// Puts p of keys `j` (even) and `j + 1` with the vector of lanes at `lane` of the panel where `weigh` reads them.
+    /// Stores p of keys `j` (even) and `j + 1`, for the vector of lanes at `lane` of the panel, as an operand of `weigh`.
     unsafe fn put(s: *mut Self::Sum, p: *mut Self::T, j: usize, lane: usize, a: Self::V, b: Self::V);
-    /// `o[..dim][..width] += Vᵀ·P` for those keys. A p of 0 keeps whatever its v holds away from the sums; `finite` is
-    /// what [`AttentionEngine::values`] said of the rows `rows` of `head` of `t`.
+    /// `o[..dim][..width] += Vᵀ·P` for those keys. A key with p = 0 adds nothing, even if its v is NaN. `finite` is the result
+    /// of [`AttentionEngine::values`] for the rows `rows` of `head` of `t`.
     unsafe fn weigh(
         v: &Values<Self::T>,
         s: *const Self::Sum,
@@ -104,18 +106,18 @@ pub(crate) trait AttentionEngine {
         width: usize,
     );
 
-    /// Rounds a row of results to a row of `t`, around the caches if that is to `stream` ([`streams`](crate::kernel::cpu::memory::convert::streams)
-    /// says so).
+    /// Rounds a row of results to a row of `t`; with `stream` by stores past the caches (when that pays, see
+    /// [`streams`](crate::kernel::cpu::memory::convert::streams)).
     #[inline(always)]
     unsafe fn write(row: &[Self::Sum], t: &RawTensor, token: i64, head: u32, _stream: bool) {
         // SAFETY: token and head lie within `t`, whose row is this worker's alone.
         unsafe { narrow(row, t, token, head) }
     }
 
-    /// Scores and p of a whole panel whose scores are plain and finite with the keys of a range of whole blocks, as
-    /// [`AttentionEngine::scores`] and the softmax do it, and in between the products that were put off, and the first
-    /// scores of what comes next. False, with nothing changed but `s` and `p`, if the reference of some lane has to be
-    /// raised.
+    /// Computes scores and p of a whole panel with the keys of a range of whole blocks, with the bits of
+    /// [`AttentionEngine::scores`] and the softmax, interleaved with the deferred products and the first scores of `next`.
+    /// Scores must be plain and finite. Returns false if the reference of some lane has to be raised; then only `s` and `p`
+    /// have changed.
     unsafe fn interleaved(
         _scores: &Scores<Self::Sum>,
         _of: &Operands<Self::T>,
@@ -127,7 +129,7 @@ pub(crate) trait AttentionEngine {
     ) -> bool {
         false
     }
-    /// Puts off what [`AttentionEngine::weigh`] does, for a v that is finite. Nothing may have been put off before.
+    /// Defers the product of [`AttentionEngine::weigh`], for a finite v. No other product may be deferred.
     unsafe fn put_off(
         _v: &Values<Self::T>,
         _p: *const Self::T,
@@ -136,7 +138,7 @@ pub(crate) trait AttentionEngine {
         _later: &mut Self::Later,
     ) {
     }
-    /// Does what was put off, and forgets the scores that were made ahead.
+    /// Computes the deferred products, and discards the scores that were computed ahead.
     unsafe fn finish(_later: &mut Self::Later) {}
 }
 
@@ -149,7 +151,7 @@ pub(crate) struct Operands<'a, T> {
     pub keys: Range<usize>,
 }
 
-/// A tile of v, or of k, and where it came from.
+/// A tile of v, or of k, and the rows that it was packed from.
 #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "matrix units alone use all of it"))]
 pub(crate) struct Values<'a, T> {
     pub tile: &'a [T],
@@ -169,7 +171,7 @@ impl<V: Vector> Dense<V> {
         row(dim, size_of::<V::T>())
     }
 
-    /// Rows as they are, [`Dense::row`] apart. What lies between them was zeros, and stays so.
+    /// Copies rows, [`Dense::row`] elements apart. The padding between them is zero and is not written.
     ///
     /// # Safety
     /// As [`AttentionEngine::keys`].
@@ -194,7 +196,7 @@ impl<V: Vector> Dense<V> {
 }
 
 impl<V: Vector> Dense<V> {
-    /// As [`Dense::rows`], of elements that need no conversion, and looks at them on the way.
+    /// As [`Dense::rows`], for elements that need no conversion; checks whether they are finite.
     ///
     /// # Safety
     /// As [`AttentionEngine::keys`]; elements are those of the sums, and rows of four vectors or a multiple.

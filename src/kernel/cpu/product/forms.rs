@@ -1,57 +1,57 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! In which form the elements of a type go through matrix units.
+//! The representation of each element type on matrix units.
 //!
-//! Tiles hold half-precision numbers. A number with more digits than those of bf16 goes as a sum of bf16 numbers, its
-//! *parts*, each of which has what the ones before it leave over: an f16 is the sum of two parts, and so is an f32 of three,
-//! without an error (as long as the last part is a normal number, which it is from 2⁻¹⁰⁹ on). A product of such sums is the
-//! sum of the products of their parts, least first. Of the nine for f32, three are left out: together they are below
-//! 2⁻²² of the product, of either sign, and on average where the rounding of an f32 multiplication is. Each tile
-//! product adds 32 numbers by themselves before it rounds the total, so that the sums are no worse than a chain of
-//! multiply-adds of f32 (`tests/kernel` asks the same of both).
+//! Tiles hold half-precision numbers. A number with more digits than bf16 is represented as a sum of bf16 numbers, its
+//! *parts*; each part is the remainder of the parts before it, rounded. An f16 is exactly the sum of two parts and an f32
+//! of three (while the last part is a normal number, which holds from 2⁻¹⁰⁹ on). A product of such sums is the sum of the
+//! products of their parts, computed from the smallest. Of the nine products for f32, three are omitted: together they are
+//! below 2⁻²² of the product, of either sign, and on average as large as the rounding error of an f32 multiplication. Each
+//! tile product sums 32 products before it rounds, so the error of a sum is no larger than that of a chain of f32
+//! multiply-adds (`tests/kernel` has the same bounds for both).
 //!
-//! Which numbers are not finite is to be seen in the first part. The others then hold anything.
+//! Whether a number is finite is determined by its first part only; if it is not, the other parts are undefined.
 
 use super::amx_product::{
     Apart, Product, product_bf16, product_f16, product_three, product_two, step_bf16, step_f16, step_three, step_two,
 };
 use core::arch::x86_64::*;
 
-/// The most parts of a form.
+/// The largest number of parts.
 const MOST: usize = 3;
 
-/// The parts of 32 numbers, as far as the form has them.
+/// The parts of 32 numbers; only as many are used as the form has.
 pub(crate) type Parts = [__m512i; MOST];
 
-/// How elements of a type become tiles, and how tiles are multiplied.
+/// The conversion of an element type to tiles, and the multiplication of tiles.
 pub(crate) trait TileForm: 'static {
-    /// Tiles that one tile of elements becomes.
+    /// The number of parts, and so of tiles, for one tile of elements.
     const PARTS: usize;
-    /// Products are those of the matrix unit: it must be configured first, and works beside the vector units. Otherwise
-    /// they are the vector units' own, and [`TileForm::step`] is not there.
+    /// Whether products run on the matrix unit, which must be configured and works in parallel with the vector units. If not,
+    /// they run on the vector units, and [`TileForm::step`] is not implemented.
     const MATRIX_UNIT: bool = true;
-    /// The bits of infinity as the first part: what is not below it, its sign aside, is not finite.
+    /// The bits of infinity as a first part. A number whose first part is not below it (without the sign) is not finite.
     const INFINITY: u16 = 0x7f80;
-    /// The type has a narrow range: sums of gradients must be brought into it.
+    /// Whether the type has a narrow range, so that gradients must be scaled.
     const NARROW: bool = false;
-    /// Tiles of keys that the forward packs together: they share the L2 cache with the panels.
+    /// Tiles of keys that the forward packs together. They share the L2 cache with the panels.
     const TILES: usize;
     /// Bytes of an element in memory.
     const SIZE: usize;
 
-    /// The number of a part.
+    /// The value of a part.
     fn widen(bits: u16) -> f32 {
         half::bf16::from_bits(bits).to_f32()
     }
-    /// An element in memory.
+    /// Reads an element.
     ///
     /// # Safety
     /// `element` is valid for reads.
     unsafe fn read(element: *const u8) -> f32;
-    /// Whether tiles hold the number: it is finite, and so is its first part.
+    /// Whether tiles can hold the number: it and its first part are finite.
     fn in_exact_range(x: f32) -> bool {
         x.is_finite()
     }
-    /// The parts of 32 elements of a row from `at` on, zeros behind its end.
+    /// The parts of 32 elements of a row from `at` on, with zeros past its end.
     ///
     /// # Safety
     /// AVX-512 with BW and BF16 is present; the row is valid for reads of `dim` elements, and `at < dim`.
@@ -93,12 +93,12 @@ pub(crate) trait TileForm: 'static {
             apart.add_to(p);
         }
     }
-    /// The same, with each product of tiles added to C.
+    /// As `product`, with each product of tiles added to C.
     ///
     /// # Safety
     /// As [`product_bf16`].
     unsafe fn product_to(p: &Product);
-    /// One step of a product that was begun, if they are those of the matrix unit.
+    /// One step of a product that was begun; for the matrix unit only.
     ///
     /// # Safety
     /// As [`step_bf16`].
@@ -108,7 +108,7 @@ pub(crate) trait TileForm: 'static {
 /// bfloat16.
 pub(crate) struct Bf16;
 
-/// IEEE binary16, where tiles may hold it.
+/// IEEE binary16, on machines with f16 tiles.
 pub(crate) struct F16;
 
 /// IEEE binary16 as the sum of two parts.
@@ -117,14 +117,14 @@ pub(crate) struct TwoParts;
 /// f32 as the sum of three parts.
 pub(crate) struct ThreeParts;
 
-/// 32 halves of a row from `at` on, zeros behind its end.
+/// 32 halves of a row from `at` on, with zeros past its end.
 ///
 /// # Safety
 /// AVX-512 BW is present; the row is valid for reads of `dim` elements, and `at < dim`.
 #[inline(always)]
 unsafe fn halves(row: *const u8, at: usize, dim: usize) -> __m512i {
     let mask = if dim - at >= 32 { u32::MAX } else { (1 << (dim - at)) - 1 };
-    // SAFETY: what the mask leaves out is not read.
+    // SAFETY: elements outside the mask are not read.
     unsafe { _mm512_maskz_loadu_epi16(mask, row.cast::<i16>().add(at)) }
 }
 
@@ -138,7 +138,7 @@ unsafe fn bf16_row(a: __m512, b: __m512) -> __m512i {
     unsafe { core::mem::transmute(_mm512_cvtne2ps_pbh(b, a)) }
 }
 
-/// Two vectors without what `row`, made of them by [`bf16_row`], has of them.
+/// The remainder of two vectors after `row`, their rounding by [`bf16_row`], is subtracted.
 ///
 /// # Safety
 /// AVX-512 F is present.
@@ -173,8 +173,8 @@ unsafe fn rows_of(parts: usize, mut a: __m512, mut b: __m512) -> Parts {
     }
 }
 
-/// `parts` parts of two vectors in pairs, with fewer instructions than [`rows_of`] takes. The first is cut off and not
-/// rounded: so it stays finite, or not a number, where its number is. The others are rounded, ties away from 0.
+/// `parts` parts of two vectors in pairs, with fewer instructions than [`rows_of`]. The first part is truncated, so it is
+/// finite or NaN exactly if its number is. The others are rounded, ties away from 0.
 ///
 /// # Safety
 /// AVX-512 F is present.
@@ -347,7 +347,7 @@ impl TileForm for ThreeParts {
     #[inline(always)]
     unsafe fn load(row: *const u8, at: usize, dim: usize) -> Parts {
         let mask = if dim - at >= 32 { u32::MAX } else { (1 << (dim - at)) - 1 };
-        // SAFETY: what the masks leave out is not read.
+        // SAFETY: elements outside the masks are not read.
         unsafe {
             let from = row.cast::<f32>().add(at);
             let low = _mm512_maskz_loadu_ps(mask as u16, from);

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The one matrix product of the kernels over vectors: `C = A·B` or `C += A·B`, on tiles that fit the cache.
 //!
-//! A is read element by element (broadcast), so it may lie either way round; B and C are rows of vectors. Every
-//! element of C is one chain of multiply-adds in the order of k: its bits
-//! depend on its own row and column alone, not on where it lies in a register block. The reproducible mode rests on
-//! that.
+//! A is read element by element (broadcast), so it may be stored by rows or by columns; B and C are rows of vectors. Every
+//! element of C is one chain of multiply-adds in the order of k: its bits depend on its own row and column alone, not on
+//! its place in a register block. The reproducible mode depends on this.
 //!
-//! `0 · NaN` is NaN, but a masked key must not reach a row, whatever it holds. Tiles with a non-finite number therefore
-//! go through a scalar path which leaves out products with a probability of exactly 0.
+//! `0 · NaN` is NaN, but a masked key must not contribute, even if it is NaN. Tiles with a number that is not finite
+//! therefore take a scalar path, which skips products with a probability of exactly 0.
 
 use crate::element::Accumulator;
 use crate::kernel::cpu::product::{Gemm, Skip, Store};
@@ -18,7 +17,7 @@ use crate::kernel::cpu::vector::simd::{Real, Vector};
 /// overlaps none of the others.
 #[inline(always)]
 pub(crate) unsafe fn gemm<V: Vector>(g: &Gemm<V::T>) {
-    // SAFETY: every block lies within the m by n that the caller vouches for.
+    // SAFETY: every block lies within the m by n of the contract.
     unsafe {
         if g.skip != Skip::None {
             return careful::<V>(g);
@@ -36,8 +35,9 @@ pub(crate) unsafe fn gemm<V: Vector>(g: &Gemm<V::T>) {
 
 /// One column of blocks, `N` vectors wide.
 ///
-/// A block of few rows has too few sums to hide the latency of a multiply-add (4 rows of 2 vectors have just enough), so
-/// what blocks of [`Vector::MR`] leave over is made of blocks of 4 where it can be: 32 rows are 4 blocks of 6 and 2 of 4.
+/// A block of few rows has too few sums to hide the latency of a multiply-add; 4 rows of 2 vectors have just enough. The
+/// remainder after blocks of [`Vector::MR`] rows is therefore made of blocks of 4 if possible: 32 rows are 4 blocks of 6
+/// and 2 of 4.
 ///
 /// # Safety
 /// As [`gemm`]; `n + N · W ≤ g.n`.
@@ -66,7 +66,7 @@ unsafe fn column<V: Vector, const N: usize>(g: &Gemm<V::T>, n: usize) {
     }
 }
 
-/// How many blocks of 4 rows `m` rows should end with.
+/// The number of blocks of 4 rows at the end of `m` rows.
 #[inline(always)]
 fn fours(m: usize, mr: usize) -> usize {
     match (m % mr, mr) {
@@ -81,7 +81,7 @@ fn fours(m: usize, mr: usize) -> usize {
 /// As [`gemm`]; the block lies within C.
 #[inline(always)]
 unsafe fn block<V: Vector, const R: usize, const N: usize>(g: &Gemm<V::T>, r0: usize, n0: usize) {
-    // SAFETY: `r0 + R ≤ m`, `n0 + N·W ≤ n`, `k < kk`, which the caller vouches for.
+    // SAFETY: `r0 + R ≤ m`, `n0 + N·W ≤ n`, `k < kk` (the contract).
     unsafe {
         let mut acc = [[V::splat(V::T::ZERO); N]; R];
         let a = g.a.add(r0 * g.a_row);
@@ -155,7 +155,7 @@ unsafe fn step<V: Vector, const R: usize, const N: usize>(
     }
 }
 
-/// The same chains, one row of one vector at a time, without the products that `skip` leaves out.
+/// The same chains, one row of one vector at a time, without the products that `skip` names.
 ///
 /// # Safety
 /// As [`gemm`].
@@ -176,7 +176,7 @@ unsafe fn careful<V: Vector>(g: &Gemm<V::T>) {
                     }
                     let b = V::load(g.b.add(k * g.ldb + n));
                     let next = V::splat(a).fma(b, acc);
-                    // |b| below the smallest number there is: zero. A NaN is not, and goes through.
+                    // |b| below the smallest positive number means zero. A NaN is not below it, and is multiplied.
                     let negative = zero.sub(b);
                     let size = V::gt(negative, zero, negative, b);
                     acc = if g.skip == Skip::B { V::gt(V::splat(V::T::TINY), size, acc, next) } else { next };

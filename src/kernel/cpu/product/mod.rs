@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Matrix products: of vectors (`gemm`), of matrix units (`amx` and its neighbours), of BF16 dot products (`dots`), and
-//! the trait by which attention asks for them (`engine`).
+//! Matrix products: by vectors (`gemm`), by matrix units (`amx`, `amx_product`, `amx_interleaved`), by BF16 dot products
+//! (`dots`), and the trait through which attention calls them (`engine`).
 //!
-//! Here are the arguments of a product over vectors: sizes, addresses, and what becomes of the result.
+//! This file defines the arguments of a product over vectors: sizes, addresses, and how the result is stored.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
@@ -21,21 +21,21 @@ pub(crate) mod not_finite;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod tile_engine;
 
-/// What becomes of the product.
+/// How the product is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Store {
     /// `C = A·B`.
     Set,
-    /// `C = C + A·B`, the product summed by itself.
+    /// `C = C + A·B`, with the product summed separately.
     Add,
-    /// `C = C + A·B` with C as the start of the chain: any cut of k gives the same bits.
+    /// `C = C + A·B`, with C as the start of the chain, so that any division of k gives the same bits.
     Chain,
 }
 
-/// Which operand holds probabilities: products with a 0 there are left out.
+/// Which operand holds probabilities. Products with a probability of 0 are skipped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Skip {
-    /// All numbers are finite: nothing has to be left out.
+    /// All numbers are finite, and no product is skipped.
     None,
     /// Where A is 0.
     A,
@@ -51,9 +51,9 @@ pub(crate) struct Gemm<T> {
     pub n: usize,
     pub kk: usize,
     pub a: *const T,
-    /// From one row of A to the next.
+    /// Elements from one row of A to the next.
     pub a_row: usize,
-    /// From one column of A to the next.
+    /// Elements from one column of A to the next.
     pub a_col: usize,
     pub b: *const T,
     pub ldb: usize,

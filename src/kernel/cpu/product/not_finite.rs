@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Numbers that tiles do not hold, or that must not meet a p of 0: the rows that have some, one by one.
+//! Rows with numbers that tiles cannot hold, or that must not be multiplied by p = 0; they are processed one by one.
 
 use super::amx_product::{PANEL, TILE};
 use super::engine::Values;
@@ -9,7 +9,7 @@ use crate::kernel::cpu::attention::tile::Lanes;
 use crate::kernel::cpu::memory::rows::address;
 use core::ops::Range;
 
-/// The scores of keys or lanes with a number that tiles do not hold.
+/// Recomputes the scores of keys and lanes with a number that tiles cannot hold.
 ///
 /// # Safety
 /// As [`AttentionEngine::scores_again`](super::engine::AttentionEngine::scores_again).
@@ -44,7 +44,7 @@ pub(crate) unsafe fn row_by_row<H: TileForm>(
     }
 }
 
-/// Adds `p · v` where v is not finite and p is not 0: the tile has zeros there.
+/// Adds `p · v` where v is not finite and p is not 0; the tile has zeros there.
 ///
 /// # Safety
 /// As [`AttentionEngine::weigh`](super::engine::AttentionEngine::weigh).
@@ -61,11 +61,11 @@ pub(crate) unsafe fn not_finite<H: TileForm>(v: &Values<u16>, p: *const u16, o: 
     }
 }
 
-/// `to[dim][..] += p[j][..] · row[dim]` where the row's number is not finite and the weight is not 0. `p` is in pairs,
+/// `to[dim][..] += p[j][..] · row[dim]` for the row's numbers that are not finite and weights other than 0. `p` is
 /// `[j / 32][lane / 16][16 pairs][16 lanes][2]`.
 ///
 /// # Safety
-/// All are as large as that says: the row `dim`, `to` `[dim][PANEL]`.
+/// `p` has that shape, the row has `dim` elements, and `to` is `[dim][PANEL]`.
 pub(crate) unsafe fn add_where_not_finite<H: TileForm>(
     row: *const u8,
     dim: usize,

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The engine of products of tiles of 16 by 32 half-precision numbers with 32 by 16, summed in f32: by AMX, or by dot products of
-//! vectors (`dots.rs`), which take the same operands.
+//! The engine for tiles: products of 16 × 32 with 32 × 16 half-precision numbers, summed in f32, by AMX or by dot products
+//! of vectors (`dots.rs`), which take the same operands.
 //!
-//! Stable Rust names no tile instruction, so they are written as assembly: one block of instructions for each block of
-//! two by two result tiles, with the whole loop over the inner dimension in it. Of the eight tile registers four hold
-//! results, two the left and two the right operands; each of the latter is used twice, so that a load is paid by a
-//! product. Operands lie as tiles of 1,024 bytes one after the other, the parts of a tile (`forms.rs`) side by side:
+//! Stable Rust has no intrinsics for tile instructions, so they are written as assembly: one block of instructions for two
+//! by two result tiles, with the whole loop over the inner dimension. Of the eight tile registers four hold results, two
+//! the left and two the right operands. Each operand is used twice, so there is one load for each product. Operands are
+//! tiles of 1,024 bytes one after another, with the parts of a tile (`forms.rs`) adjacent:
 //!
 //! ```text
 //! k        [key / 16][dim / 32][16 keys][32 dims]         as it is, copied: rows of a tensor may lie far apart
@@ -14,9 +14,8 @@
 //! p        [key / 32][lane / 16][16 pairs of keys][16 lanes][2]
 //! ```
 //!
-//! The unit takes subnormal bf16 for 0 and flushes subnormal results. While it works on a product, the vector units may work
-//! on something else: `amx_interleaved.rs` does that where there are no options in the way; elsewhere the products and the
-//! softmax follow each other.
+//! The unit reads subnormal bf16 as 0 and flushes subnormal results. It works in parallel with the vector units;
+//! `amx_interleaved.rs` uses that for scores without options. In all other cases products and softmax alternate.
 
 use super::amx::{configure, release};
 use super::amx_interleaved::{Later, Panel, put};
@@ -39,8 +38,8 @@ use core::ops::Range;
 pub(crate) struct TileEngine<H>(PhantomData<H>);
 
 impl<H: TileForm> TileEngine<H> {
-    /// Rows transposed, `[dim / 16][row / 32][16 dims][32 rows]`, with zeros for what is not finite if `CLEAN`: to the
-    /// blocks of 32 rows from `first` on, of `deep`. Whether all are finite.
+    /// Packs rows transposed, `[dim / 16][row / 32][16 dims][32 rows]`, into the blocks of 32 rows from `first` on, of `deep`
+    /// blocks; with `CLEAN`, numbers that are not finite become 0. Returns whether all are finite.
     ///
     /// # Safety
     /// As [`AttentionEngine::values`].
@@ -117,8 +116,8 @@ const fn pairs(first: u16) -> [u16; 32] {
     index
 }
 
-/// Prefetches the rows of some lanes: with `_MM_HINT_T0` into the L1 cache, with `_MM_HINT_T1` into the L2 cache. Outlined,
-/// because it would be inlined into the kernel of every form.
+/// Prefetches the rows of some lanes: with `_MM_HINT_T0` into the L1 cache, with `_MM_HINT_T1` into the L2 cache. Not
+/// inlined, since every kernel would contain a copy.
 ///
 /// # Safety
 /// Rows and heads of the lanes lie within `t`, whose memory is valid.
@@ -135,7 +134,7 @@ pub(crate) unsafe fn prefetch_lanes<const HINT: i32>(t: &RawTensor, lanes: &Lane
     }
 }
 
-/// Rounds a row of results around the caches. Outlined, because it would be inlined into the kernel of every form.
+/// Rounds a row of results and stores it past the caches. Not inlined, since every kernel would contain a copy.
 ///
 /// # Safety
 /// AVX-512 is present, `to` is valid for writes of as many elements as `row` has, and nothing else accesses them.
@@ -184,7 +183,7 @@ impl<H: TileForm> AttentionEngine for TileEngine<H> {
 
     #[inline(always)]
     unsafe fn leave() {
-        // SAFETY: part of every x86-64. What was written around the caches is there for other threads from now on.
+        // SAFETY: part of every x86-64. It makes stores past the caches visible to other threads.
         unsafe { _mm_sfence() };
         if H::MATRIX_UNIT {
             // SAFETY: AMX is present.
@@ -239,8 +238,8 @@ impl<H: TileForm> AttentionEngine for TileEngine<H> {
         unsafe {
             let mut largest = _mm512_setzero_si512();
             for tile in 0..PANEL / 16 {
-                // The rows of the next tile, and of this one if none came before it: read a line of each row after another, each
-                // line would be waited for.
+                // Prefetch the rows of the next tile, and of this one if it is the first. Packing reads a line of one row after
+                // another, and would wait for each of them.
                 let here = first + 16 * tile;
                 let asked = if here == 0 { 0 } else { here + 16 };
                 prefetch_lanes::<_MM_HINT_T0>(t, lanes, asked..(here + 32).min(lanes.n));
