@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a call is checked for before it touches memory. Nothing here allocates unless it refuses.
+//! The checks of a call, made before it accesses memory. They allocate only to build an error.
 
 use super::scratch::Dims;
 use crate::call::{Attend, AttendBackward, Gradients, HeadMap, Range, Ranges, RawTensor, Score};
@@ -7,7 +7,7 @@ use crate::element::Dtype;
 use crate::error::{Error, Result};
 use alloc::format;
 
-/// An optional shape: tokens are the range check's business, so heads, dim and dtype.
+/// Checks heads, dim and dtype of a tensor; its tokens are checked with the ranges.
 pub(super) fn tensor(name: &'static str, t: &RawTensor, heads: u32, dim: u32, dtype: Dtype) -> Result<()> {
     if t.heads != heads {
         return Err(Error::invalid(format!("{name}.heads"), t.heads, heads));
@@ -52,7 +52,7 @@ fn range(argument: &'static str, i: usize, r: &Range) -> Result<()> {
     Ok(())
 }
 
-/// The numbers of a score, in the type that it is made in: `Problem::check` has the same limits.
+/// Checks the parameters of a score in the type in which scores are computed. `Problem::check` has the same limits.
 fn score(s: &Score, acc: Dtype) -> Result<()> {
     s.check_windows()?;
     if !s.scale.is_finite() {

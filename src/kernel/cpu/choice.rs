@@ -1,65 +1,65 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which documents of a call take matrix units, and which take vectors.
+//! Which documents of a call run on matrix units, and which on vectors.
 //!
-//! Tiles of parts pay where documents are long, and in the backward all tiles where they have more than a few rows. A pack
-//! may hold documents of both kinds, so each document takes what is quicker for itself. Documents share no row that is written:
-//! the units of a call are then two lists, those on tiles and those on vectors, and a worker begins the second when none is
-//! left of the first.
+//! Types that need several parts per number (`forms.rs`) are faster on tiles for long documents only; in the backward all
+//! types are, for documents of more than a few rows. A pack may have documents of both kinds, so the choice is made for
+//! each document. Documents share no row that is written. The units of a call are therefore two lists, those on tiles and
+//! those on vectors; a worker begins the second list when the first is empty.
 //!
-//! The rule asks for nothing but the document, so that forward and backward of f32 take the same way for it: its length, where
-//! the caller has told it ([`super::Scratch::set_documents`]), or else the ranges that the call has of it.
+//! The rule depends on the document alone, so that forward and backward of f32 choose alike: on its length, if the caller
+//! has given it ([`super::Scratch::set_documents`]), or else on the ranges of the document in the call.
 
 use super::isa::Isa;
 use crate::call::{Attend, AttendBackward, Gradients, QRange, Ranges, Score};
 
-/// Rows of a document in q, times the heads of a group, from which on they fill panels of tiles of parts.
+/// Rows of a document in q, times the heads of a group, from which tiles of several parts are used: they then fill panels.
 const FILLED: u64 = 96;
-/// Keys that a row may see, times the heads of a group, from which on tiles of parts are quicker than vectors: of causal
-/// documents the masked tiles are then few enough.
+/// Keys that a row may see, times the heads of a group, from which tiles of several parts are faster than vectors: the
+/// masked part of tiles of a causal document is then small enough.
 const LONG: u64 = 512;
-/// Rows of a q range below which the backward is quicker on vectors, also where tiles take elements as they are.
+/// Rows of a q range below which the backward is faster on vectors, also for types of one part.
 const FEW: u128 = 24;
 
-/// Some documents of a call, and what they run on.
+/// A subset of a call's documents, and the instruction set that it runs on.
 #[derive(Clone, Copy)]
 pub(super) struct Documents<'a> {
     pub isa: Isa,
-    /// Those of which the rule says this; without a rule, all.
+    /// The documents for which the rule has this result; without a rule, all documents.
     rule: Option<(Rule<'a>, bool)>,
-    /// The last that was asked for, and whether it is one of them.
+    /// The last document that was looked up, and the result.
     last: Option<(u32, bool)>,
 }
 
-/// The documents of a call: those on tiles, if there are any, and those on vectors.
+/// The documents of a call on tiles, if there are any, and those on vectors.
 pub(super) struct EngineChoice<'a> {
     pub tiles: Option<Documents<'a>>,
     pub vectors: Option<Documents<'a>>,
 }
 
-/// Whether tiles pay for a document.
+/// The rule that decides whether a document runs on tiles.
 #[derive(Clone, Copy)]
 struct Rule<'a> {
     ranges: Ranges<'a>,
     by: By<'a>,
-    /// What all ranges of the call together decide, where those of a document need not follow each other.
+    /// One decision for all ranges of the call, if the ranges of a document need not be contiguous.
     together: Option<bool>,
 }
 
 #[derive(Clone, Copy)]
 enum By<'a> {
-    /// Tiles of parts: the lengths of the document.
+    /// For tiles of several parts: by the lengths of the document.
     Lengths {
-        /// By document, what is known of it beforehand.
+        /// For each document, the decision that was made beforehand.
         known: &'a [bool],
         score: Score,
         group: u32,
     },
-    /// Tiles of elements as they are, in the backward: the rows of its ranges.
+    /// For tiles of one part, in the backward: by the rows of its ranges.
     Rows,
 }
 
 impl<'a> EngineChoice<'a> {
-    /// Of a forward call on `isa`, with what is known of each document.
+    /// The documents of a forward call on `isa`; `known` has earlier decisions.
     pub(super) fn forward(call: &Attend<'a>, isa: Isa, known: &'a [bool]) -> Self {
         if !isa.has_tiles(call.q.dtype) {
             return Self::vectors(isa);
@@ -67,16 +67,16 @@ impl<'a> EngineChoice<'a> {
         if isa.has_tiles_of(call.q.dtype) {
             return Self { tiles: Some(Documents::all(isa)), vectors: None };
         }
-        // The backward of an aligned call has no tiles. A forward and a backward of the same document have the same scores, to
-        // the bit: what is rounded in them, lse has rounded as well. Where tiles take elements as they are, p is rounded by more
-        // than that, and forward and backward may differ.
+        // The backward of an aligned call has no tiles. The scores of a document must have the same bits in forward and
+        // backward, since lse contains the forward's rounding errors. For types of one part the rounding of p is larger than
+        // these, and forward and backward may choose differently.
         if call.aligned {
             return Self::vectors(Isa::Avx512);
         }
         Self::by(call.ranges, By::Lengths { known, score: call.score, group: call.heads.group }, isa)
     }
 
-    /// Of a backward call, likewise.
+    /// The documents of a backward call.
     pub(super) fn backward(call: &AttendBackward<'a>, isa: Isa, known: &'a [bool]) -> Self {
         let tiled = call.gradients != Gradients::Queries && !call.aligned;
         if !tiled || !isa.has_tiles(call.q.dtype) {
@@ -93,7 +93,7 @@ impl<'a> EngineChoice<'a> {
         Self { tiles: None, vectors: Some(Documents::all(isa)) }
     }
 
-    /// By a rule, without one where it says the same of all documents.
+    /// The documents chosen by a rule; the rule is dropped if it gives the same result for all documents.
     fn by(ranges: Ranges<'a>, by: By<'a>, isa: Isa) -> Self {
         let mut rule = Rule { ranges, by, together: None };
         if !ranges.q.is_sorted_by_key(|q| q.range.doc) {
@@ -110,7 +110,7 @@ impl<'a> EngineChoice<'a> {
         }
     }
 
-    /// Both, as far as there are any, in the order in which workers take their units.
+    /// The two subsets, if not empty, in the order in which workers take their units.
     pub(super) fn each(&self) -> impl Iterator<Item = Documents<'a>> {
         [self.tiles, self.vectors].into_iter().flatten()
     }
@@ -145,7 +145,7 @@ impl Rule<'_> {
         known.or(self.together).unwrap_or_else(|| self.decides(QRange::of_document(self.ranges.q, doc)))
     }
 
-    /// What these q ranges decide.
+    /// The decision for these q ranges.
     fn decides(&self, q: &[QRange]) -> bool {
         match self.by {
             By::Lengths { score, group, .. } => {
@@ -163,8 +163,8 @@ impl Rule<'_> {
     }
 }
 
-/// Whether tiles of parts are quicker than vectors, for so many rows of q and of k, of which `score` leaves a row some, with
-/// `group` q heads per kv head: by the means over the rows of q.
+/// Whether tiles of several parts are faster than vectors for a document of this many rows of q and k, with `group` q heads
+/// per kv head. Counts the keys that `score` allows a row, as the mean over the rows of q.
 pub(super) fn tiles_pay(lengths: impl Iterator<Item = [u64; 2]>, score: &Score, group: u32) -> bool {
     let (mut rows, mut q_len, mut k_len) = (0, 0, 0);
     let window = score.window_left.saturating_add(score.window_right).saturating_add(1).max(0) as u64;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which instruction set the kernels use.
 //!
-//! The best one that this machine has, unless the caller says otherwise: with [`super::Scratch::with_isa`], or for the
-//! whole program with the environment variable [`Isa::VARIABLE`]. One that the machine lacks is refused before anything
-//! runs. [`Isa::Amx`] is the best wherever it is there. Of bf16 dot products a flag says that they are there, but not that
-//! they are quick: on an Intel Xeon with AMX `vdpbf16ps` does half as many operations a second as f32 multiply-adds, and
-//! [`Isa::Avx512Bf16`] takes 1.2 to 1.6 times as long as [`Isa::Avx512`] (`benches/NOTES.md`); on AMD's Zen 4 and Zen 5 it is
-//! reported to do twice as many. So the processor's vendor and family choose between the two.
+//! It is the fastest one of this machine, unless the caller sets another: with [`super::Scratch::with_isa`], or for the
+//! whole program with the environment variable [`Isa::VARIABLE`]. An instruction set that the machine lacks is refused
+//! before anything runs. [`Isa::Amx`] is the fastest wherever it is available. For bf16 dot products availability does not
+//! decide: on an Intel Xeon with AMX `vdpbf16ps` does half as many operations a second as f32 multiply-adds, and
+//! [`Isa::Avx512Bf16`] takes 1.2 to 1.6 times as long as [`Isa::Avx512`]; on a Zen 5 it is 1.7 and 2.0 times as fast
+//! (`benches/NOTES.md`). The choice between the two is made by the processor's vendor and family.
 
 use crate::element::Dtype;
 use crate::error::{Error, Result};
@@ -16,7 +16,7 @@ use std::{ffi::OsString, sync::OnceLock};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Isa {
-    /// Nothing in particular: whatever the compiler makes of plain arrays for the target.
+    /// Plain arrays, vectorised by the compiler for the target.
     Portable,
     /// NEON, on every AArch64.
     Neon,
@@ -39,7 +39,7 @@ impl Isa {
     /// The environment variable that forces one for the whole program: a name as [`Isa::name`] gives it.
     pub const VARIABLE: &'static str = "CPATTN_CPU_ISA";
 
-    /// All there are, from the simplest on.
+    /// All instruction sets, from the simplest on.
     pub const ALL: [Self; 6] = [Self::Portable, Self::Neon, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
 
     /// As the environment variable and tables spell it.
@@ -54,7 +54,7 @@ impl Isa {
         }
     }
 
-    /// Whether this machine has it, and the system lets a program use it.
+    /// Whether this machine has it, and the system permits its use.
     pub fn is_available(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         {
@@ -74,12 +74,12 @@ impl Isa {
         }
     }
 
-    /// The best one of this machine.
+    /// The fastest one of this machine.
     pub fn best() -> Self {
         Self::ALL.into_iter().rev().find(|isa| isa.is_available() && isa.pays()).unwrap_or(Self::Portable)
     }
 
-    /// Whether it is quicker on this machine than those before it, if it is available.
+    /// Whether it is faster on this machine than those before it, if it is available.
     fn pays(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         if self == Self::Avx512Bf16 {
@@ -88,7 +88,7 @@ impl Isa {
         true
     }
 
-    /// The one that the environment variable names, or else the best. A variable that is set but empty names none.
+    /// The one that the environment variable names, or else the fastest. An empty variable names none.
     ///
     /// # Errors
     /// [`Error::Invalid`] when the variable holds no name, [`Error::Unsupported`] when the machine lacks it.

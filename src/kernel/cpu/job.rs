@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a kernel call is to the workers: units of work, done on vectors or tiles that its type of sums has.
+//! A kernel call as units of work, on the vectors or tiles of its type of sums.
 
 use super::memory::arena::Line;
 use super::product::engine::AttentionEngine;
@@ -11,7 +11,7 @@ use super::vector::portable::FourLanes;
 use super::vector::simd::{Real, Vector};
 use core::sync::atomic::AtomicUsize;
 
-/// A type of sums, with what works on it: vectors, and where it is the type of their sums, tiles.
+/// A type of sums, with its vectors and, for f32, its tiles.
 pub(super) trait Machine: Real {
     type Portable: Vector<T = Self>;
     #[cfg(target_arch = "aarch64")]
@@ -77,11 +77,11 @@ impl Machine for f64 {
 pub(super) trait Job: Sync {
     /// Type of the sums.
     type Acc: Machine;
-    /// Products are the engine's, and not those of its vectors alone.
+    /// Whether the products are the engine's; if not, only its vectors are used.
     #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "matrix units alone ask"))]
     const ENGINE: bool = false;
 
-    /// Does units until none is left: `next` counts those taken.
+    /// Takes units until none is left; `next` counts the units taken.
     ///
     /// # Safety
     /// The instruction set of `E` is present, the tensors of the call are valid, and each unit is taken once.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The memory of the tiles: taken once, cut by every call.
+//! The memory of the kernels' buffers, allocated once and used by every call.
 //!
-//! A kernel call allocates nothing. The caller owns a [`Scratch`], has it grow with [`Scratch::reserve`] to the
-//! largest head dims it will see, and lends it to each call, which cuts it into one part per worker and each part into
-//! tiles. Nothing in it survives a call.
+//! A kernel call allocates nothing. The caller owns a [`Scratch`], reserves the largest head dims that it will use with
+//! [`Scratch::reserve`], and passes it to each call, which divides it into one part per worker and each part into buffers.
+//! The contents do not survive a call.
 
 #[cfg(target_arch = "x86_64")]
 use super::attention::forward::MAX_TILES;
@@ -18,7 +18,7 @@ use crate::error::Result;
 use alloc::{sync::Arc, vec::Vec};
 use bytemuck::Zeroable;
 
-/// What the size of the tiles depends on.
+/// The parameters that determine the size of the buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dims {
     /// Head dim of q and k.
@@ -140,7 +140,7 @@ impl Scratch {
         &self.documents
     }
 
-    /// Grows to calls of these dims. Nothing to do, and no allocation, when it is large enough already.
+    /// Grows to the size that calls of these dims need. Allocates nothing if it is large enough already.
     pub fn reserve(&mut self, dims: &Dims) {
         let lines = Self::bytes(self.workers, dims) / size_of::<Line>();
         if self.lines.len() < lines {
@@ -149,7 +149,7 @@ impl Scratch {
         }
     }
 
-    /// The workers it was made for.
+    /// The number of workers.
     pub fn workers(&self) -> usize {
         self.workers
     }
@@ -201,7 +201,7 @@ impl Scratch {
         size_of_val(&*self.lines)
     }
 
-    /// The workers' memory, if it is large enough, with whose threads they run on, and what is known of documents.
+    /// The workers with their memory, if it is large enough, their threads, and the known documents.
     pub(super) fn crew(&mut self, dims: &Dims) -> Option<Crew<'_>> {
         let each = Self::worker_lines(dims);
         let lines = self.lines.get_mut(..self.workers * each)?;

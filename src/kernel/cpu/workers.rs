@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Which worker does which unit of work, and on which instruction set.
+//! The workers of a call: how units of work are distributed, and on which instruction set they run.
 //!
-//! A job is a list of units that touch disjoint results; each is computed by one worker from start to end, in an order
-//! of its own that is independent of the others. So results have the same bits for any number of workers, and the
-//! workers may take units as they come: a counter hands them out.
+//! A job is a list of units with disjoint results. One worker computes a unit from start to end, in an order that does not
+//! depend on other units, so results have the same bits for any number of workers. Workers draw units from a counter.
 
 #[cfg(target_arch = "x86_64")]
 use super::attention::{dq_order::DqOrder, tiled::Tiled};
@@ -33,17 +32,17 @@ pub(super) struct Crew<'a> {
 }
 
 impl<'a> Crew<'a> {
-    /// How many there are.
+    /// The number of workers.
     pub(super) fn workers(&self) -> usize {
         self.lines.len() / self.each
     }
 
-    /// The same workers, for one job of several.
+    /// The same workers, for one of several jobs.
     pub(super) fn again(&mut self) -> Crew<'_> {
         Crew { lines: self.lines, each: self.each, executor: self.executor, documents: self.documents }
     }
 
-    /// Behind a pointer: the kernels are compiled once for all callers.
+    /// Behind a pointer, so that the kernels are compiled once for all callers.
     pub(super) fn run(self, worker: &(dyn Fn(&mut [Line]) + Sync)) {
         match self.executor {
             Some(executor) if self.lines.len() > self.each => {
@@ -54,7 +53,7 @@ impl<'a> Crew<'a> {
     }
 }
 
-/// A job whose units workers take one after the other, each of some documents of a call.
+/// A job over some documents of a call.
 pub(super) struct Units<J> {
     job: J,
     isa: Isa,
@@ -64,7 +63,7 @@ pub(super) struct Units<J> {
 }
 
 impl<J: Job> Units<J> {
-    /// Of a job whose elements are `dtype`, on `isa`.
+    /// The units of a job with elements of `dtype`, on `isa`.
     pub(super) fn new(job: J, isa: Isa, dtype: Dtype) -> Self {
         Self { job, isa, dtype, next: AtomicUsize::new(0) }
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What tiles are cut from: the sizes that all kernels agree on, and lines of memory that become typed slices.
+//! The memory of a worker: sizes that all kernels share, and cache lines that are divided into typed slices.
 
 use crate::kernel::cpu::vector::simd::{Real, Vector};
 use bytemuck::{Pod, Zeroable};
@@ -8,7 +8,8 @@ use bytemuck::{Pod, Zeroable};
 pub(crate) const KEYS: usize = 128;
 /// Lanes (q rows of some head) of a unit of the forward pass: k and v are packed once for all of them.
 pub(crate) const LANES: usize = 256;
-/// Lanes of a unit where a product costs so little that packing counts, and there are units enough for all workers.
+/// Lanes of a unit on matrix units, where products are so fast that packing matters, if there are units enough for all
+/// workers.
 pub(crate) const LANES_MOST: usize = 512;
 /// Lanes of a backward tile.
 pub(crate) const LANES_BACK: usize = 64;
@@ -17,7 +18,7 @@ pub(crate) const PANEL: usize = 32;
 /// The widest vector of any instruction set, in bytes.
 pub(crate) const VECTOR: usize = 64;
 
-/// 64 bytes on a cache line of their own: tiles of different workers share no line.
+/// One cache line of 64 bytes. The buffers of two workers share no line.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub(crate) struct Line([u64; 8]);
@@ -29,8 +30,8 @@ unsafe impl Pod for Line {}
 
 /// Elements from one row of a tile of k or v to the next, `size` bytes an element: an odd number of cache lines.
 ///
-/// Products read columns of tiles, and rows a power of two apart have all their columns in a few sets of the L1 cache,
-/// which then holds none of them until it is read again: at 512 bytes that made `Vᵀ·P` a sixteenth slower, `Kᵀ·dS` a tenth.
+/// Products read columns of tiles. If rows are a power of two apart, a column maps to a few sets of the L1 cache and evicts
+/// itself: at 512 bytes `Vᵀ·P` was a sixteenth slower, `Kᵀ·dS` a tenth.
 #[inline(always)]
 pub(crate) fn row(n: usize, size: usize) -> usize {
     ((n * size).div_ceil(size_of::<Line>()) | 1) * size_of::<Line>() / size
@@ -42,11 +43,11 @@ pub(crate) fn vectors<V: Vector>(n: usize) -> usize {
     n.next_multiple_of(V::W)
 }
 
-/// Cuts a worker's lines into typed slices, front to back.
+/// Divides a worker's lines into typed slices, from the front.
 pub(crate) struct Arena<'a>(pub &'a mut [Line]);
 
 impl<'a> Arena<'a> {
-    /// The next `n` elements, with whatever they hold.
+    /// The next `n` elements, with their old contents.
     #[inline]
     pub(crate) fn take<T: Pod>(&mut self, n: usize) -> &'a mut [T] {
         let lines = (n * size_of::<T>()).div_ceil(size_of::<Line>());

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Row sums before the backward: `delta = rowsum(do ∘ o)`.
 //!
-//! Every row is summed in sixteen lanes, which are then added in pairs: in the same order on every instruction set, and
-//! without fused multiply-adds, so that bits are the same on all of them.
+//! Every row is summed in sixteen lanes, which are then added in pairs. The order is the same on every instruction set, and
+//! there are no fused multiply-adds, so the bits are the same on all of them.
 
 use super::convert::{self, Convert, Four, VectorLoop};
 use super::rows::address;
@@ -165,7 +165,7 @@ mod tests {
     #[test]
     fn every_instruction_set_sums_in_the_same_order() {
         for (tokens, heads, dim) in [(1, 1, 1), (3, 2, 15), (70, 3, 64), (5, 1, 72), (65, 2, 128), (2, 2, 300)] {
-            // SAFETY: arrays are always there, and the others are asked for.
+            // SAFETY: arrays need no instruction set, and the other types are checked for.
             unsafe {
                 check::<f32, FourLanes<f32>>(tokens, heads, dim);
                 check::<bf16, FourLanes<f32>>(tokens, heads, dim);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Elements in memory: copies, casts and sums over whole tensors, and the forms in which the algorithms hold rows.
+//! Elements in memory: copies, casts and sums over whole tensors, and the layouts in which the algorithms hold rows.
 //!
 //! Nothing here knows scores or masks.
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Rows of numbers to lanes of a panel and back, and whether all of them are finite.
+//! Transposition of rows to the lanes of a panel and back, and the check for numbers that are not finite.
 
 use crate::element::Accumulator;
 use crate::kernel::cpu::vector::simd::Vector;
@@ -13,7 +13,7 @@ pub(crate) unsafe fn any_non_finite<V: Vector>(p: *const V::T, n: usize) -> bool
     // SAFETY: `i + W ≤ n`.
     unsafe {
         let zero = V::splat(V::T::ZERO);
-        // Several chains: one alone would wait for each multiply-add.
+        // Several chains hide the latency of the multiply-adds.
         let mut acc = [zero; 8];
         let mut i = 0;
         while i + 8 * V::W <= n {
@@ -37,7 +37,7 @@ pub(crate) unsafe fn any_non_finite<V: Vector>(p: *const V::T, n: usize) -> bool
     }
 }
 
-/// Whether all lanes are 0: so they are after adding up products with 0, unless one was not a finite number.
+/// Whether all lanes are 0. A sum of products with 0 is 0 unless some factor is not finite.
 ///
 /// # Safety
 /// The instruction set of `V` is present.
@@ -75,7 +75,7 @@ pub(crate) unsafe fn to_lanes<V: Vector>(
     }
 }
 
-/// The way back: `V::W` lanes from `lane` on of a panel `[dim][lanes]` to rows of `dim`, one after the other.
+/// The inverse: `V::W` lanes from `lane` on of a panel `[dim][lanes]` to rows of `dim`, one after another.
 ///
 /// # Safety
 /// The instruction set of `V` is present.

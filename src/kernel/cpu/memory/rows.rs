@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Rows of elements to sums and back.
+//! Conversion of rows between a tensor's element type and the type of the sums.
 //!
-//! The kernels compute in the type of the sums and never see another: which element type a tensor has is asked once for
-//! each row that is packed or written. So one body of code serves f16, bf16 and f32, on each instruction set.
+//! The kernels compute in the type of the sums only. The element type of a tensor is looked up once for each row that is
+//! packed or written, so the same code serves f16, bf16 and f32 on each instruction set.
 
 use crate::call::RawTensor;
 use crate::element::{Dtype, Element};
@@ -37,18 +37,18 @@ pub(crate) unsafe fn narrow<A: Real>(src: &[A], t: &RawTensor, token: i64, head:
 #[inline(always)]
 pub(crate) unsafe fn address(t: &RawTensor, token: i64, head: u32) -> *mut u8 {
     let offset = token as isize * t.token_stride as isize + head as isize * t.head_stride as isize;
-    // SAFETY: in bounds, the caller says; offsets of valid tensors fit.
+    // SAFETY: in bounds (the contract); offsets of valid tensors fit.
     unsafe { t.ptr.offset(offset * t.dtype.size() as isize) }
 }
 
-/// Asks for a row to be brought near: into the L2 cache, where it is wanted soon but not at once.
+/// Prefetches a row into the L2 cache.
 ///
 /// # Safety
 /// As [`widen`], of any type.
 #[inline(always)]
 pub(crate) unsafe fn prefetch(t: &RawTensor, token: i64, head: u32) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: token and head lie within the tensor (the contract); a prefetch reads nothing that a program could notice.
+    // SAFETY: token and head lie within the tensor (the contract); a prefetch has no visible effect.
     unsafe {
         use core::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
         let row = address(t, token, head);
@@ -87,7 +87,7 @@ pub(crate) unsafe fn widen_from<A: Real>(dtype: Dtype, src: *const u8, dst: &mut
         } else {
             // SAFETY: `src` is valid for reads of `dst.len()` elements (the contract), which are bf16.
             let src = unsafe { core::slice::from_raw_parts(src.cast::<bf16>(), n) };
-            // In integers, which the compiler makes vectors of. A NaN that signals stays one until the first arithmetic.
+            // In integers, so that the compiler vectorises it. A signalling NaN stays one until the first arithmetic.
             for (d, s) in dst.iter_mut().zip(src) {
                 *d = f32::from_bits(u32::from(s.to_bits()) << 16);
             }
@@ -109,8 +109,8 @@ pub(crate) unsafe fn narrow_to<A: Real>(dtype: Dtype, src: &[A], dst: *mut u8) {
         // SAFETY: A is f32.
         let src = unsafe { core::slice::from_raw_parts(src.as_ptr().cast::<f32>(), src.len()) };
         if dtype == Dtype::F16 {
-            // A slice at a time takes the machine's conversion; element by element each one asks for it anew. By way of
-            // the stack, since `dst` may never have been written.
+            // `half` converts slices with the machine's instructions, and single elements after a check of the machine for
+            // each. Through a buffer on the stack, since `dst` may be uninitialised.
             let mut rounded = [f16::ZERO; 64];
             for (i, part) in src.chunks(64).enumerate() {
                 let rounded = &mut rounded[..part.len()];
@@ -131,8 +131,8 @@ pub(crate) unsafe fn narrow_to<A: Real>(dtype: Dtype, src: &[A], dst: *mut u8) {
     }
 }
 
-/// The bits of what `bf16::from_f32` gives (nearest, ties to even, NaNs made quiet), without a branch: the compiler makes
-/// vectors of it.
+/// The bits of `bf16::from_f32` (nearest, ties to even, NaNs made quiet), without a branch, so that the compiler vectorises
+/// it.
 #[inline(always)]
 fn nearest_bf16(x: f32) -> u16 {
     let bits = x.to_bits();

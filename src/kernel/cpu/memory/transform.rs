@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Copies, casts and ordered sums of blocks; rows that no pair covers.
 //!
-//! All are bound by memory, so they run on the calling thread. What counts is the order in which memory is walked.
+//! All are bound by memory bandwidth, so they run on the calling thread. The order of memory accesses decides their speed.
 
 use super::convert::{self, Convert, VectorLoop};
 use super::rows::{address, load, store};
@@ -14,12 +14,12 @@ use crate::kernel::cpu::vector::simd::Real;
 use crate::kernel::merge::{self, LogSumExp};
 use alloc::format;
 
-/// Blocks that are walked together, and the bytes of each at a time, but at least one row.
+/// The number of blocks that are processed together, and the bytes of each at a time (at least one row).
 const TOGETHER: usize = 16;
 const AT_A_TIME: usize = 512;
 
-/// A long run is read in so many places at once, this many elements apart: the hardware fetches ahead of each of them by
-/// itself, and one alone leaves half of the memory's speed unused.
+/// A long run is read at several places at once, this many elements apart. The hardware prefetches each stream; one stream
+/// alone reaches half of the memory bandwidth.
 const PLACES: usize = 4;
 const APART: usize = 4096;
 
@@ -61,7 +61,7 @@ fn is_wide(b: &Block, t: &Transform) -> bool {
     b.dst.dtype == Dtype::F64 || sources(b, t).iter().any(|s| s.dtype == Dtype::F64)
 }
 
-/// How a block is walked: `tokens` times `heads` runs of `run` elements, as long as all of its tensors allow.
+/// The runs of a block: `tokens` times `heads` runs of `run` elements, the longest that are contiguous in all its tensors.
 #[derive(Clone, Copy)]
 struct RunGrid {
     tokens: usize,
@@ -93,9 +93,9 @@ fn row(t: &RawTensor, token: usize, head: usize) -> *mut u8 {
 struct Narrow<'a>(&'a Transform<'a>);
 
 impl VectorLoop for Narrow<'_> {
-    /// Blocks of one run go from start to end. Of the others some are walked together, a few tokens of one and then
-    /// of the next: those of an all-to-all are the heads of the same tokens, so that memory is read, or written, once from
-    /// start to end, rather than once for each block with a step over all others.
+    /// A block of one run is processed from start to end. Other blocks are processed together, a few tokens of each in turn:
+    /// the blocks of an all-to-all hold different heads of the same tokens, so memory is then read, or written, once from
+    /// start to end, and not with a stride once for each block.
     #[inline(always)]
     unsafe fn run<V: Convert>(&self) {
         let t = self.0;
@@ -192,7 +192,7 @@ unsafe fn long<V: Convert>(b: &Block, sources: &[RawTensor], run: usize, stream:
 ///
 /// # Safety
 /// As [`transform`], with `end` elements in each.
-// A function, since what a closure calls need not be inlined, and is then compiled for no instruction set.
+// A function and not a closure: functions that a closure calls need not be inlined, and then lack the instruction set.
 #[inline(always)]
 unsafe fn part<V: Convert>(dst: &RawTensor, sources: &[RawTensor], begin: usize, end: usize, stream: bool) {
     let at = |t: &RawTensor| (t.ptr.wrapping_add(begin * t.dtype.size()), t.dtype);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! NEON, which every AArch64 has: the thin part. Only instructions are named here; the algorithm is elsewhere.
+//! The vectors of NEON, which every AArch64 has.
 //!
-//! A vector of the kernels is two registers. The register block of the matrix product, six rows by two vectors, then holds
-//! its sums in 24 of the 32 registers: 24 multiply-adds for ten loads, and enough sums to hide their latency.
+//! A vector of the kernels is two registers. The register block of the matrix product, six rows by two vectors, then has
+//! its sums in 24 of the 32 registers: 24 multiply-adds for ten loads, and enough independent sums to hide their latency.
 
 #![allow(unused_unsafe, reason = "newer compilers take these intrinsics for safe where the target has NEON")]
 

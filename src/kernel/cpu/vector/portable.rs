@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Vectors without any instruction set in particular.
+//! Vectors without a specific instruction set: plain arrays.
 
 use super::simd::{Pow2, Vector, exp_f32, exp2_f32, map_f64, tanh_f32};
 use crate::kernel::cpu::product::Gemm;
 use crate::kernel::cpu::product::gemm::gemm;
 
-/// Four lanes without any instruction set in particular; what the compiler makes of it is up to the target.
+/// Four lanes in an array; the compiler may vectorise them for the target.
 #[derive(Clone, Copy)]
 pub(crate) struct FourLanes<T>([T; 4]);
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The vector the kernels are written over, and the few functions of it.
+//! The vector type that the kernels are generic over, and exp and tanh of vectors.
 //!
-//! The algorithm exists once, generic over [`Vector`]; an instruction set is a type that implements it (`__m512`,
-//! `__m256`, or plain arrays), in `x86.rs`, `neon.rs` and `portable.rs`. Nothing but loads, stores, arithmetic, a
-//! comparison and a power of two is asked of it; exp and tanh are made of those here.
+//! Each algorithm exists once, generic over [`Vector`]; an instruction set is a type that implements it (`__m512`,
+//! `__m256`, or plain arrays), in `x86.rs`, `neon.rs` and `portable.rs`. It provides loads, stores, arithmetic, a
+//! comparison and exp2; exp and tanh are computed here.
 //!
-//! What may not be done: calling [`Vector`] methods outside of a function compiled for the instruction set (they would
-//! not inline, and would be slow), and `mul_add` of the standard library (without the instruction it is a call).
+//! Methods of [`Vector`] must be called from functions that are compiled for the instruction set: elsewhere they are not
+//! inlined and slow. `mul_add` of the standard library must not be used: without the instruction it is a call.
 
 use crate::element::Accumulator;
 
@@ -14,7 +14,7 @@ use crate::element::Accumulator;
 pub(crate) trait Real:
     Accumulator + core::ops::Sub<Output = Self> + core::ops::Div<Output = Self> + core::ops::Neg<Output = Self>
 {
-    /// The smallest number above 0.
+    /// The smallest positive number.
     const TINY: Self;
     /// The smallest finite number.
     const LOWEST: Self;
@@ -57,20 +57,20 @@ pub(crate) trait Vector: Copy {
     unsafe fn gt(a: Self, b: Self, x: Self, y: Self) -> Self;
     /// Whether `a > b` in any lane.
     unsafe fn any_gt(a: Self, b: Self) -> bool;
-    /// 2 to the power of each lane, up to 127: within [`EXP2_ULPS`](self::EXP2_ULPS) (f32) or the standard library's (f64). Exactly 0 at −127
-    /// and below, exactly 1 at 0; below the smallest normal result it may be any number up to that. A NaN that an
-    /// operation made stays a NaN; one with a payload need not.
+    /// 2 to the power of each lane, up to 127, within [`EXP2_ULPS`](self::EXP2_ULPS) (f32) or with the standard library's
+    /// error (f64). Exactly 0 at −127 and below, and exactly 1 at 0. A result below the smallest normal number may be any
+    /// number between 0 and that. A default NaN gives a NaN; a NaN with a payload need not.
     unsafe fn exp2(self) -> Self;
-    /// `[W][W]` from rows `ld` apart to columns of rows `to_ld` apart.
+    /// Transposes `[W][W]` from rows `ld` apart to rows `to_ld` apart.
     #[inline(always)]
     unsafe fn transpose(from: *const Self::T, ld: usize, to: *mut Self::T, to_ld: usize) {
         // SAFETY: `from` has W rows `ld` apart and `to` W rows `to_ld` apart, of W elements each (the contract).
         unsafe { by_element(from, ld, to, to_ld, Self::W) }
     }
-    /// e to the power of each lane: within 2 ulp (f32) or the standard library's (f64); 0 below the smallest normal
-    /// result, exactly 1 at 0, NaN for NaN.
+    /// e to the power of each lane, within 2 ulp (f32) or with the standard library's error (f64); 0 where the result is below
+    /// the smallest normal number, exactly 1 at 0, NaN for NaN.
     unsafe fn exp(self) -> Self;
-    /// Hyperbolic tangent, likewise.
+    /// The hyperbolic tangent, with the same error.
     unsafe fn tanh(self) -> Self;
     /// The matrix product of `gemm.rs`, compiled for this instruction set.
     unsafe fn gemm(g: &crate::kernel::cpu::product::Gemm<Self::T>);
@@ -90,14 +90,14 @@ pub(crate) unsafe fn by_element<T: Copy>(from: *const T, ld: usize, to: *mut T, 
     }
 }
 
-/// What exp of f32 needs beyond [`Vector`]: `p · 2^n`, where `t = 1.5·2^23 + n`.
+/// The operation that exp of f32 needs beyond [`Vector`]: `p · 2^n`, where `t = 1.5·2^23 + n`.
 pub(crate) trait Pow2: Vector<T = f32> {
     /// Adds the low bits of `t` to the exponent of `p`.
     unsafe fn pow2(p: Self, t: Self) -> Self;
 }
 
-/// exp of f32: `n = round(x / ln 2)`, then a polynomial of degree 6 in the rest (interpolated at Chebyshev nodes), then
-/// the exponent.
+/// exp of f32: `n = round(x / ln 2)`, then a polynomial of degree 6 in the remainder (interpolated at Chebyshev nodes),
+/// then the exponent.
 ///
 /// # Safety
 /// As [`Vector`].
@@ -122,16 +122,16 @@ pub(crate) unsafe fn exp_f32<V: Pow2>(x: V) -> V {
     }
 }
 
-/// What [`exp2_f32`] may be off by, in units of the last place of the result.
+/// The error bound of [`exp2_f32`], in units in the last place of the result.
 #[cfg(test)]
 pub(crate) const EXP2_ULPS: f64 = 3.0;
 
 /// Below this `exp2` is 0.
 const EXP2_LEAST: f32 = -127.0;
 
-/// exp2 of f32: `n = round(x)`, a polynomial of degree 5 in the rest (interpolated at Chebyshev nodes), then the exponent.
-/// The softmax spends most of its time here. So there is one comparison only: at −127 the rest is 0, its polynomial
-/// is 1, and 1 with 127 taken from its exponent is 0.
+/// exp2 of f32: `n = round(x)`, a polynomial of degree 5 in the remainder (interpolated at Chebyshev nodes), then the
+/// exponent. The softmax spends most of its time here, so there is one comparison only: at −127 the remainder is 0, the
+/// polynomial is 1, and subtracting 127 from the exponent of 1 gives 0.
 ///
 /// # Safety
 /// As [`Vector`].

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! AVX2 with FMA, and AVX-512: the thin part. Only instructions are named here; the algorithm is elsewhere.
+//! The vectors of AVX2 with FMA, and of AVX-512.
 
 use super::simd::{Pow2, Vector, by_element, exp_f32, exp2_f32, map_f64, tanh_f32};
 use crate::kernel::cpu::product::Gemm;
@@ -20,7 +20,7 @@ pub(crate) fn has_avx512_bf16() -> bool {
         && has_avx512()
 }
 
-/// Whether `vdpbf16ps`, where it is there, is quicker than two multiply-adds of f32.
+/// Whether `vdpbf16ps`, if present, is faster than two multiply-adds of f32.
 #[allow(unused_unsafe, reason = "cpuid is safe in newer compilers")]
 pub(crate) fn dots_pay() -> bool {
     // SAFETY: cpuid is on every x86-64, and has these two leaves there.
@@ -29,8 +29,8 @@ pub(crate) fn dots_pay() -> bool {
     dots_pay_on(name.as_flattened(), signature)
 }
 
-/// The same of a processor, by what cpuid says of it. The families are Zen 4 (those of Zen 3 in it lack the instruction)
-/// and Zen 5.
+/// The same for a processor with these values of cpuid. The families are that of Zen 4 (its Zen 3 members lack the
+/// instruction) and that of Zen 5.
 fn dots_pay_on(vendor: &[u8], signature: u32) -> bool {
     let base = signature >> 8 & 0xf;
     let family = if base == 0xf { base + (signature >> 20 & 0xff) } else { base };
@@ -164,9 +164,9 @@ vector!(__m256d, f64, 4, 6, "avx2,fma",
     |a, b, x, y| _mm256_blendv_pd(y, x, _mm256_cmp_pd::<_CMP_GT_OQ>(a, b)),
     |x| map_f64(x, f64::exp), |x| map_f64(x, f64::tanh));
 
-/// exp2 of f32 with the two instructions that AVX-512 has for it: what is left of x above a whole number, and a product with a
-/// power of two. In between the polynomial of degree 5 with the least relative error on 0 to 1 among those that are 1
-/// at 0. A result that would be subnormal is made 0: to write it down, the instruction would take a hundred cycles.
+/// exp2 of f32 with two instructions of AVX-512: the fractional part of x, and a product with a power of two. Between them
+/// is the polynomial of degree 5 with the least relative error on [0, 1] among those with the value 1 at 0. A subnormal
+/// result becomes 0, since the instruction would take a hundred cycles to produce it.
 ///
 /// # Safety
 /// AVX-512 F and DQ are present.
@@ -209,8 +209,8 @@ impl Pow2 for __m256 {
     }
 }
 
-/// `[8][8]` f32, transposed: halves of rows are gathered as they are loaded, so that what is left are transpositions of
-/// four by four within halves.
+/// Transposes `[8][8]` f32. Halves of rows are exchanged by the loads, so that transpositions of four by four within halves
+/// remain.
 ///
 /// # Safety
 /// AVX2 is present; `from` and `to` are valid for 8 rows of 8, `ld` and `to_ld` apart, and do not overlap.
@@ -242,8 +242,8 @@ unsafe fn transpose8(from: *const f32, ld: usize, to: *mut f32, to_ld: usize) {
     }
 }
 
-/// `[16][16]` dwords, transposed. Quarters of rows are gathered as they are loaded, so that what is left are transpositions
-/// of four by four within quarters.
+/// Transposes `[16][16]` dwords. Quarters of rows are exchanged by the loads, so that transpositions of four by four within
+/// quarters remain.
 ///
 /// # Safety
 /// AVX-512 is present; `from` and `to` are valid for 16 rows of 16, `ld` and `to_ld` apart, and do not overlap.

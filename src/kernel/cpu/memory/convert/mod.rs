@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! f16, bf16 and f32 to vectors of f32 and back, for what is bound by memory.
+//! Conversion between f16, bf16 and f32 in memory and vectors of f32, for loops that are bound by memory bandwidth.
 //!
-//! A conversion gives the bits that [`crate::element`] gives one by one, on every instruction set, NaNs and subnormal
-//! numbers included: bf16 is rounded in integers, because the instruction for it takes subnormals for zero.
+//! A conversion gives the bits of [`crate::element`] on every instruction set, also for NaNs and subnormal numbers. bf16 is
+//! rounded in integers, because the instruction for it reads subnormals as zero.
 //!
-//! A streaming store goes around the caches. That spares a large result the read of every line before it is written,
-//! and makes a small one, which would have stayed in the cache for its reader, slow; the caller decides by size.
+//! A streaming (non-temporal) store bypasses the caches. For a large result this avoids reading every line before it is
+//! written. For a small result, which would have stayed in the cache for its reader, it is slower; the caller decides by
+//! size.
 
 #[cfg(target_arch = "aarch64")]
 mod neon;
@@ -21,11 +22,11 @@ use crate::element::Dtype;
 use crate::kernel::cpu::vector::portable::FourLanes;
 use crate::kernel::cpu::vector::simd::Vector;
 
-/// How many bytes of results streaming begins to pay at. On a Xeon with 2 MiB of second cache both kinds of store are
-/// alike at 4 MiB; at 32 MiB and more streaming takes two thirds of the time.
+/// Bytes of results from which streaming is used. On a Xeon with 2 MiB of L2 cache both kinds of store take the same time at
+/// 4 MiB; at 32 MiB and more streaming takes two thirds of the time.
 pub(crate) const STREAM: usize = 8 << 20;
 
-/// Whether that pays for `rows` rows of every head of `t`, each written once: there are enough of them, and each is whole lines.
+/// Whether to stream `rows` rows of every head of `t`, each written once: they are large enough, and rows are whole lines.
 pub(crate) fn streams(t: &RawTensor, rows: u64) -> bool {
     let size = t.dtype.size() as u64;
     let row = u64::from(t.dim) * size;
@@ -34,7 +35,7 @@ pub(crate) fn streams(t: &RawTensor, rows: u64) -> bool {
     whole_lines && rows * u64::from(t.heads) * row >= STREAM as u64
 }
 
-/// How far ahead of a long run its lines are asked for: the hardware asks for no line of the next page in time.
+/// Bytes by which the lines of a long run are prefetched; the hardware does not prefetch across pages in time.
 const AHEAD: usize = 2048;
 
 /// A vector of f32 that converts from and to the other types.
@@ -44,15 +45,15 @@ const AHEAD: usize = 2048;
 /// aligned to what they write, which [`finished`](Convert::finished) makes visible to others.
 pub(crate) trait Convert: Vector<T = f32> {
     unsafe fn load_f16(p: *const u8) -> Self;
-    /// A NaN that signals stays one, until arithmetic or [`quiet`](Convert::quiet) makes it quiet.
+    /// Loads bf16. A signalling NaN stays one, until arithmetic or [`quiet`](Convert::quiet).
     unsafe fn load_bf16(p: *const u8) -> Self;
     unsafe fn quiet(self) -> Self;
     /// The sum of all lanes, added in pairs that are half of them apart.
     unsafe fn total(self) -> f32;
     unsafe fn store_f16(self, p: *mut u8);
     unsafe fn store_bf16(self, p: *mut u8);
-    /// Around the caches, where the machine has such a store. An f32 vector takes its own size, two of them that of one
-    /// of halves: the caller passes neighbours.
+    /// Stores past the caches, if the machine has such an instruction. Two vectors of f32 become one vector of halves, so the
+    /// caller passes two adjacent vectors.
     #[inline(always)]
     unsafe fn stream(self, p: *mut u8) {
         // SAFETY: the contract, here and below.
@@ -74,21 +75,21 @@ pub(crate) trait Convert: Vector<T = f32> {
             high.store_bf16(p.add(2 * Self::W));
         }
     }
-    /// After the last streaming store, before another thread reads.
+    /// To be called after the last streaming store, before another thread reads.
     #[inline(always)]
     unsafe fn finished() {}
-    /// Asks for the line of `p`, which may be any address.
+    /// Prefetches the line of `p`, which may be any address.
     unsafe fn ask(p: *const u8);
 }
 
-/// Work on vectors of f32, done by the calling thread.
+/// A loop over vectors of f32, run by the calling thread.
 pub(crate) trait VectorLoop {
     /// # Safety
     /// The instruction set of `V` is present; the rest is up to the pass.
     unsafe fn run<V: Convert>(&self);
 }
 
-/// Runs a pass on the best instruction set that there is.
+/// Runs a loop on the best instruction set of the machine.
 ///
 /// # Safety
 /// That of the pass.
@@ -125,7 +126,7 @@ pub(crate) unsafe fn on_best(pass: &impl VectorLoop) {
     unsafe { pass.run::<Always>() }
 }
 
-/// Asks for what lies [`AHEAD`] of `bytes` bytes from `p` on.
+/// Prefetches the `bytes` bytes that are [`AHEAD`] of `p`.
 ///
 /// # Safety
 /// As [`Convert`]; the addresses may be any.
@@ -137,7 +138,7 @@ pub(crate) unsafe fn ask<V: Convert>(p: *const u8, bytes: usize) {
     }
 }
 
-/// Four vectors, the unit of every loop here: enough loads in flight, and whole lines of every type.
+/// Four vectors, the unit of every loop here: enough loads in flight, and whole cache lines for every type.
 pub(crate) type Four<V> = [V; 4];
 
 /// Four vectors of `dtype` from `p` on.
@@ -147,7 +148,7 @@ pub(crate) type Four<V> = [V; 4];
 #[inline(always)]
 pub(crate) unsafe fn load<V: Convert>(dtype: Dtype, p: *const u8) -> Four<V> {
     let (half, whole) = (2 * V::W, 4 * V::W);
-    // Written out: what a closure calls need not be inlined, and is slow then.
+    // Written out, since functions that a closure calls need not be inlined.
     // SAFETY: `p` is to 4 W elements and the instruction set of V is present (the contract).
     unsafe {
         match dtype {

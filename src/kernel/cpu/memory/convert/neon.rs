@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The conversions of NEON. The instructions between f16 and f32 are part of every AArch64, but their intrinsics need a type
-//! that stable Rust lacks: they stand here by name.
+//! that stable Rust lacks, so they are written as assembly.
 
 #![allow(unused_unsafe, reason = "newer compilers take these intrinsics for safe where the target has NEON")]
 
@@ -95,7 +95,7 @@ impl Convert for Floats {
     }
     #[inline(always)]
     unsafe fn ask(p: *const u8) {
-        // SAFETY: a prefetch of an address that is not there does nothing.
+        // SAFETY: a prefetch of an unmapped address does nothing.
         unsafe { asm!("prfm pldl1keep, [{}]", in(reg) p, options(nostack, preserves_flags, readonly)) }
     }
 }

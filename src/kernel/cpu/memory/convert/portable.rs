@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The conversions without any instruction set in particular: those of `half`, which has its own for some machines.
+//! The conversions without a specific instruction set: those of the crate `half`.
 
 use super::Convert;
 use crate::kernel::cpu::vector::portable::FourLanes;

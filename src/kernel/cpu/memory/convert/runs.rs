@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Copies and ordered sums of runs: elements that lie side by side, of any number, at any address.
+//! Copies and ordered sums of runs: contiguous elements, of any number, at any address.
 
 use super::{Convert, Four, ask, load, store};
 use crate::element::Dtype;
 
-/// The sum by lanes.
+/// Adds four vectors to four.
 ///
 /// # Safety
 /// As [`Convert`].
@@ -14,10 +14,10 @@ unsafe fn plus<V: Convert>(x: Four<V>, y: Four<V>) -> Four<V> {
     unsafe { [x[0].add(y[0]), x[1].add(y[1]), x[2].add(y[2]), x[3].add(y[3])] }
 }
 
-/// A run of elements: where it begins, and what it consists of. Never f64.
+/// A run of elements: its address and its type, which is never f64.
 pub(crate) type ElementRun = (*mut u8, Dtype);
 
-/// `dst = Σ sources`, in their order, for `n` elements that lie side by side in each; zeros without sources.
+/// `dst = Σ sources`, in their order, for `n` contiguous elements; zeros if there are no sources.
 ///
 /// # Safety
 /// As [`Convert`], with `n` elements in each run; `dst` overlaps no source but the first, and that one only by being it.
@@ -34,7 +34,7 @@ pub(crate) unsafe fn sum<V: Convert>(
     // SAFETY: all elements touched are below n.
     unsafe {
         if stream {
-            // Up to where whole vectors of results begin.
+            // Up to the first aligned vector of results.
             let line = V::W * 4;
             let left = (line - to.addr() % line) % line / dtype.size();
             done = left.min(n);
@@ -61,7 +61,7 @@ pub(crate) unsafe fn sum<V: Convert>(
     }
 }
 
-/// Elements `begin..end`, fewer than a unit, by way of the stack.
+/// Elements `begin..end`, fewer than a unit, through a buffer on the stack.
 ///
 /// # Safety
 /// As [`sum`].
@@ -110,7 +110,7 @@ pub(crate) unsafe fn copy<V: Convert>(from: *const u8, to: *mut u8, bytes: usize
             core::ptr::copy_nonoverlapping(from, to, done);
         }
         while done + 4 * line <= bytes {
-            // Moves bits: no arithmetic looks at them.
+            // Moves bits without arithmetic.
             ask::<V>(from.add(done), 4 * line);
             let x = load::<V>(Dtype::F32, from.add(done));
             store(x, Dtype::F32, to.add(done), stream);
