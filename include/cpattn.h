@@ -302,6 +302,13 @@ int32_t cpattn_plan_create(const cpattn_problem *problem, const cpattn_options *
 int32_t cpattn_plan_with_tokens_of(const cpattn_plan *base, const cpattn_problem *problem, const cpattn_options *options,
                                    cpattn_plan **plan);
 
+/* Makes the plans of a model whose layers are of several kinds: problems[i] is kind i, of which the model has layers[i]. All plans
+ * have the mesh and the tokens that cost all layers together the least, so they have one distribution. The first problem gives
+ * the documents; the others give the same ones, or none (see cpattn_plan_with_tokens_of). In `options` ulysses, ring and layout are
+ * 0: they are chosen. `plans` has room for `kinds` plans, and is written only if all of them were made. */
+int32_t cpattn_plan_auto_for(const cpattn_problem *const *problems, const uint64_t *layers, size_t kinds,
+                             const cpattn_options *options, cpattn_plan **plans);
+
 /* A number that names who holds which tokens: equal for two plans exactly if their documents are equal and each rank holds the
  * same tokens in the same order. Tensors of one distribution may meet every plan of it, and none of another. */
 int32_t cpattn_plan_distribution(const cpattn_plan *plan, uint64_t *distribution);

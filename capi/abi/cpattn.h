@@ -139,9 +139,9 @@ const char *cpattn_status_name(int32_t status);
  *                alibi_slopes, sinks, dsinks:    1, [heads]
  *                the lse of a partial result:    3, [heads, tokens, 2], or 2, [heads, tokens] (see cpattn_merge)
  *   dtype        f16 {2, 16, 1}, bf16 {4, 16, 1}, f32 {2, 32, 1}, f64 {2, 64, 1} as {code, bits, lanes}
- *   strides      in elements; NULL means compact (row-major). head_dim must be contiguous. A tensor that
- *                is only read may have stride 0; one that is written must not overlap itself or another tensor of the
- *                call
+ *   strides      in elements, none negative (such a tensor is refused); NULL means compact (row-major). head_dim must
+ *                be contiguous. A tensor that is only read may have stride 0; one that is written must not overlap
+ *                itself or another tensor of the call
  *   data         data + byte_offset is aligned to the element's size; may be NULL when a dimension is 0. On a device,
  *                rows of q, k, v, o, d_o and of f32 tensors with head_dim begin at multiples of 16 bytes (this holds for
  *                compact tensors allocated by cudaMalloc or a framework; cpattn_transform accepts any alignment),
@@ -227,8 +227,9 @@ typedef struct cpattn_problem {
   int64_t window_right;      /* 0 (causal) to UINT32_MAX, or CPATTN_UNLIMITED */
   double scale;              /* 0: 1 / sqrt(head_dim) */
   double softcap;            /* 0: none */
-  const float *alibi_slopes; /* heads entries, finite; NULL: none */
-  int32_t sinks;             /* 1: each q head has a learnable sink, given with each run */
+  const float *alibi_slopes; /* heads entries, -1e18 to 1e18; NULL: none. Distances above 2^24 are rounded in f32 */
+  int32_t sinks;             /* 1: each q head has a learnable sink, given with each run: finite, or -inf for none (+inf
+                                makes all results of its head NaN) */
   int32_t reserved;          /* 0 */
 } cpattn_problem;
 
@@ -300,6 +301,13 @@ int32_t cpattn_plan_create(const cpattn_problem *problem, const cpattn_options *
  * NULL: those of `base`. Otherwise world, ulysses, ring and layout are 0 or those of `base`. */
 int32_t cpattn_plan_with_tokens_of(const cpattn_plan *base, const cpattn_problem *problem, const cpattn_options *options,
                                    cpattn_plan **plan);
+
+/* Makes the plans of a model whose layers are of several kinds: problems[i] is kind i, of which the model has layers[i]. All plans
+ * have the mesh and the tokens that cost all layers together the least, so they have one distribution. The first problem gives
+ * the documents; the others give the same ones, or none (see cpattn_plan_with_tokens_of). In `options` ulysses, ring and layout are
+ * 0: they are chosen. `plans` has room for `kinds` plans, and is written only if all of them were made. */
+int32_t cpattn_plan_auto_for(const cpattn_problem *const *problems, const uint64_t *layers, size_t kinds,
+                             const cpattn_options *options, cpattn_plan **plans);
 
 /* A number that names who holds which tokens: equal for two plans exactly if their documents are equal and each rank holds the
  * same tokens in the same order. Tensors of one distribution may meet every plan of it, and none of another. */
@@ -923,7 +931,7 @@ typedef struct cpattn_attend_args {
   const cpattn_tensor *o;       /* written by LAST and ONLY, of q's type [*, heads, value_dim]; NULL if no range has them */
   /* acc [heads, *]: the final lse, written by LAST and ONLY; if running_lse is NULL, also the running lse. */
   const cpattn_tensor *lse;
-  const cpattn_tensor *alibi_slopes; /* f32 [heads], or NULL */
+  const cpattn_tensor *alibi_slopes; /* f32 [heads], -1e18 to 1e18, or NULL */
   const cpattn_tensor *sinks;   /* f32 [heads], or NULL; applied by LAST and ONLY */
   cpattn_head_map heads;
   /* 1: tiles begin at fixed positions, so that a row's bits do not depend on how its keys are split into ranges. CPU only. */

@@ -10,6 +10,8 @@ const char *cpattn_status_name(int32_t status) { return 0; }
 int32_t cpattn_plan_create(const cpattn_problem *problem, const cpattn_options *options, cpattn_plan **plan) { return 0; }
 int32_t cpattn_plan_with_tokens_of(const cpattn_plan *base, const cpattn_problem *problem, const cpattn_options *options,
                                    cpattn_plan **plan) { return 0; }
+int32_t cpattn_plan_auto_for(const cpattn_problem *const *problems, const uint64_t *layers, size_t kinds,
+                             const cpattn_options *options, cpattn_plan **plans) { return 0; }
 int32_t cpattn_plan_distribution(const cpattn_plan *plan, uint64_t *distribution) { return 0; }
 int32_t cpattn_plan_destroy(cpattn_plan *plan) { return 0; }
 int32_t cpattn_plan_describe(const cpattn_plan *plan, cpattn_plan_info *info) { return 0; }

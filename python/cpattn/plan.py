@@ -10,13 +10,13 @@ from __future__ import annotations
 import enum
 import weakref
 from array import array
-from collections.abc import Sequence
-from ctypes import byref, c_float, c_int32, c_int64, c_uint64, c_void_p
+from collections.abc import Mapping, Sequence
+from ctypes import POINTER, byref, c_float, c_int32, c_int64, c_uint64, c_void_p, pointer
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from . import _header
-from ._check import c_array, flag, instance, number, one_of, whole
+from ._check import attempt, c_array, flag, instance, number, one_of, refused, whole
 from ._header import UNLIMITED
 from ._library import call, status_of, text_of
 from .errors import InvalidArgument
@@ -164,6 +164,28 @@ def at_least_1(name: str, value: Any) -> int:
     return whole(name, value, 1, 2**32 - 1)
 
 
+def kinds_of(name: str, kinds: Any) -> list[tuple[int, dict[str, Any]]]:
+    """Kinds of layers: a number of layers, and keywords of `Plan`, each."""
+    pairs = attempt(lambda: [(count, {**kind}) for count, kind in kinds])
+    if pairs is None or isinstance(kinds, str | Mapping):
+        raise refused(name, kinds, "pairs are needed: a number of layers, and a dictionary of keywords of Plan")
+    return [(whole("layers", count, 1, 2**32 - 1), kind) for count, kind in pairs]
+
+
+def _documents(
+    cu_seqlens: Sequence[int], cu_seqlens_k: Sequence[int] | None, q_start: Sequence[int] | None
+) -> dict[str, Any]:
+    ends = c_array("cu_seqlens", c_int32, cu_seqlens)
+    if not len(ends):
+        raise InvalidArgument("cu_seqlens has 0 entries, at least 1 is needed: 0")
+    given: dict[str, Any] = {"cu_seqlens_q": ends, "documents": len(ends) - 1}
+    if cu_seqlens_k is not None:
+        given["cu_seqlens_k"] = c_array("cu_seqlens_k", c_int32, cu_seqlens_k, len(ends))
+    if q_start is not None:
+        given["q_start"] = c_array("q_start", c_int64, q_start, len(ends) - 1)
+    return given
+
+
 class Plan:
     """One attention over one packed batch, and how `world` ranks share it.
 
@@ -183,15 +205,10 @@ class Plan:
         world: int = 1,
         **options: Unpack[PlanOptions],
     ) -> None:
-        ends = c_array("cu_seqlens", c_int32, cu_seqlens)
-        given: dict[str, Any] = {"cu_seqlens_q": ends, "documents": len(ends) - 1, "world": at_least_1("world", world)}
-        if not len(ends):
-            raise InvalidArgument("cu_seqlens has 0 entries, at least 1 is needed: 0")
-        if cu_seqlens_k is not None:
-            given["cu_seqlens_k"] = c_array("cu_seqlens_k", c_int32, cu_seqlens_k, len(ends))
-        if q_start is not None:
-            given["q_start"] = c_array("q_start", c_int64, q_start, len(ends) - 1)
-        self._make("plan_create", [], given, heads, head_dim, dtype, options)
+        given = _documents(cu_seqlens, cu_seqlens_k, q_start) | {"world": at_least_1("world", world)}
+        problem, how = self._describe(given, heads, head_dim, dtype, options)
+        call("plan_create", byref(problem), byref(how), byref(self.handle))
+        weakref.finalize(self, status_of, "plan_destroy", self.handle)
 
     @classmethod
     def with_tokens_of(
@@ -204,12 +221,50 @@ class Plan:
         reproducible, pack_inputs). Mask, score and dims are as `Plan` has them: causal, without a window, unless given.
         """
         plan, given = cls.__new__(cls), {**instance("base", base, Plan)._how, "world": base.world}
-        plan._make("plan_with_tokens_of", [base.handle], given, heads, head_dim, base.dtype if dtype is None else dtype, options)
+        problem, how = plan._describe(given, heads, head_dim, base.dtype if dtype is None else dtype, options)
+        call("plan_with_tokens_of", base.handle, byref(problem), byref(how), byref(plan.handle))
+        weakref.finalize(plan, status_of, "plan_destroy", plan.handle)
         return plan
 
-    def _make(
-        self, call_of: str, base: list[Any], given: dict[str, Any], heads: int, head_dim: int, dtype: Any, options: PlanOptions
-    ) -> None:
+    @classmethod
+    def auto_for(
+        cls,
+        cu_seqlens: Sequence[int],
+        kinds: Sequence[tuple[int, Mapping[str, Any]]],
+        *,
+        cu_seqlens_k: Sequence[int] | None = None,
+        q_start: Sequence[int] | None = None,
+        dtype: Dtype | str = Dtype.F32,
+        world: int = 1,
+        **options: Unpack[PlanOptions],
+    ) -> list[Plan]:
+        """The plans of a model whose layers are of several kinds. A kind is its number of layers and the keywords of `Plan` that it
+        has for itself (heads, head_dim, window_left, ...); `options` are those of all kinds. All plans have the mesh and the
+        tokens that cost all layers together the least; ulysses, ring and layout are chosen, not given.
+        """
+        given = _documents(cu_seqlens, cu_seqlens_k, q_start) | {"world": at_least_1("world", world)}
+        plans, layers, problems, how = [], [], [], _header.Options()
+        for count, kind in kinds_of("kinds", kinds):
+            plan, own = cls.__new__(cls), {"dtype": dtype, **options, **kind}
+            for name in ("heads", "head_dim"):
+                if name not in own:
+                    raise InvalidArgument(f"a kind of layer has no {name}: give it to each kind")
+            problem, how = plan._describe(dict(given), own.pop("heads"), own.pop("head_dim"), own.pop("dtype"), own)  # type: ignore[arg-type]
+            layers.append(count)
+            problems.append(problem)
+            plans.append(plan)
+        pointers = (POINTER(_header.Problem) * len(plans))(*map(pointer, problems))
+        handles = (c_void_p * len(plans))()
+        call("plan_auto_for", pointers, (c_uint64 * len(plans))(*layers), len(plans), byref(how), handles)
+        for plan, handle in zip(plans, handles):
+            plan.handle = c_void_p(handle)
+            weakref.finalize(plan, status_of, "plan_destroy", plan.handle)
+        return plans
+
+    def _describe(
+        self, given: dict[str, Any], heads: int, head_dim: int, dtype: Any, options: PlanOptions
+    ) -> tuple[_header.Problem, _header.Options]:
+        """Problem and options for the library; the plan keeps what it is asked for later."""
         self.heads, self.head_dim, self.world = at_least_1("heads", heads), at_least_1("head_dim", head_dim), given["world"]
         given |= checked(options, self.heads)
         self.kv_heads, self.value_dim = given.get("kv_heads", self.heads), given.get("value_dim", self.head_dim)
@@ -221,8 +276,7 @@ class Plan:
             for struct in (_header.Problem, _header.Options)
         )
         self.handle = c_void_p()
-        call(call_of, *base, byref(problem), byref(how), byref(self.handle))
-        weakref.finalize(self, status_of, "plan_destroy", self.handle)
+        return problem, how
 
     def describe(self) -> _header.PlanInfo:
         """What was decided: replicas, ring, ulysses, layout, layout_parameter, q_tokens, k_tokens, fingerprint."""

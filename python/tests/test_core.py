@@ -408,6 +408,27 @@ class Plans(unittest.TestCase):
         with self.assertRaisesRegex(cpattn.InvalidArgument, "options.layout is zigzag"):
             cpattn.Plan.with_tokens_of(base, 4, 8, layout="zigzag")
 
+    def test_plans_of_a_model(self) -> None:
+        lengths, shape = [0, 32, 64, 512], {"heads": 4, "head_dim": 8}
+        kinds = [(1, shape), (5, {**shape, "window_left": 7, "dtype": "bf16"})]
+        full, windowed = cpattn.Plan.auto_for(lengths, kinds, world=4, dtype="f32", gather="others")
+        self.assertEqual((full.distribution, full.dtype), (windowed.distribution, cpattn.Dtype.F32))
+        self.assertEqual(windowed.dtype, cpattn.Dtype.BF16)
+        full.verify()
+        windowed.verify()
+        # One kind is chosen for as by itself.
+        alone = cpattn.Plan(lengths, 4, 8, world=4, window_left=7)
+        self.assertEqual(cpattn.Plan.auto_for(lengths, [(3, {**shape, "window_left": 7})], world=4)[0].fingerprint, alone.fingerprint)
+        for wrong, said in (
+            ([], "kinds is none"),
+            ([(0, shape)], "layers is 0"),
+            ([(1, {"heads": 4})], "no head_dim"),
+            ([(1, {**shape, "layout": "zigzag"})], "options.layout is 2, expected 0"),
+            ([shape], "kinds is"),
+        ):
+            with self.assertRaisesRegex(cpattn.InvalidArgument, said):
+                cpattn.Plan.auto_for(lengths, wrong, world=4)  # type: ignore[arg-type]
+
     def test_what_it_says(self) -> None:
         the_plan = plan(layout=cpattn.Layout.STRIPED, layout_parameter=2)
         info = the_plan.describe()

@@ -2,11 +2,11 @@
 //! Plans, and what can be asked of them.
 
 use core::ffi::c_char;
-use std::format;
+use std::{format, vec::Vec};
 
 use super::{
     handle::{self, Handle, HandleKind},
-    input::{array_mut, one_of, result, sized, versioned, write_sized, write_text},
+    input::{array, array_mut, one_of, result, sized, versioned, write_sized, write_text},
     problem::{self, DTYPES, cpattn_options, cpattn_problem},
     status::boundary,
 };
@@ -14,7 +14,7 @@ use crate::{
     batch::Side,
     error::{Error, Result},
     layout::Layout,
-    plan::{AttentionKind, Plan},
+    plan::{AttentionKind, Plan, Problem},
     schedule::{AllToAll, AllToAllDirection, Direction, Schedule},
 };
 
@@ -90,9 +90,37 @@ pub unsafe extern "C" fn cpattn_plan_with_tokens_of(
         let (base, problem, options, out) = unsafe {
             let (base, p) = (handle::borrow(base)?, sized("problem", problem)?);
             let options = if options.is_null() { None } else { Some(sized("options", options)?) };
-            (base, problem::problem(&p, Some(base))?, options, result("plan", plan)?)
+            (base, problem::problem(&p, Some(base.problem().batch()))?, options, result("plan", plan)?)
         };
         out.write(handle::create(problem::with_tokens_of(base, &problem, options.as_ref())?));
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_auto_for(
+    problems: *const *const cpattn_problem,
+    layers: *const u64,
+    kinds: usize,
+    options: *const cpattn_options,
+    plans: *mut *mut cpattn_plan,
+) -> i32 {
+    boundary!({
+        let mut of_model: Vec<(Problem, usize)> = Vec::new();
+        // SAFETY: the header's promise about structs and arrays.
+        let options = unsafe {
+            for (&p, &n) in array("problems", problems, kinds)?.iter().zip(array("layers", layers, kinds)?) {
+                let p = sized("problems[…]", p)?;
+                let batch = of_model.first().map(|(first, _)| first.batch().clone());
+                of_model.push((problem::problem(&p, batch.as_ref())?, usize::try_from(n).unwrap_or(usize::MAX)));
+            }
+            sized("options", options)?
+        };
+        // SAFETY: the header's promise about results: room for `kinds` plans.
+        let out = unsafe { array_mut("plans", plans, kinds) }?;
+        for (out, plan) in out.iter_mut().zip(problem::auto_for(&of_model, &options)?) {
+            out.write(handle::create(plan));
+        }
         Ok(())
     })
 }

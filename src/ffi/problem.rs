@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What is to be planned, as C says it: problem and options.
 
-use std::format;
+use std::{format, vec::Vec};
 
 use super::input::{array, flag, one_of, reserved, versioned};
 use crate::{
@@ -101,15 +101,15 @@ unsafe fn batch(p: &cpattn_problem) -> Result<Batch> {
     Batch::cross(cu_q, cu_k, starts)
 }
 
-/// With the batch of `base`, if there is one and `p` gives none.
+/// With the batch `base`, if there is one and `p` gives none.
 ///
 /// # Safety
 /// The pointers of `p` are null or as long as the header says.
-pub(super) unsafe fn problem(p: &cpattn_problem, base: Option<&Plan>) -> Result<Problem> {
+pub(super) unsafe fn problem(p: &cpattn_problem, base: Option<&Batch>) -> Result<Problem> {
     reserved("problem.reserved", p.reserved == 0)?;
     let none = p.cu_seqlens_q.is_null() && p.cu_seqlens_k.is_null() && p.q_start.is_null() && p.documents == 0;
     let batch = match base {
-        Some(base) if none => base.problem().batch().clone(),
+        Some(base) if none => base.clone(),
         // SAFETY: promised.
         _ => unsafe { batch(p) }?,
     };
@@ -193,6 +193,17 @@ pub(super) fn with_tokens_of(base: &Plan, problem: &Problem, o: Option<&cpattn_o
         }
         _ => Plan::with_tokens_of(base, problem, options),
     }
+}
+
+pub(super) fn auto_for(kinds: &[(Problem, usize)], o: &cpattn_options) -> Result<Vec<Plan>> {
+    for (name, found) in [("ulysses", i64::from(o.ulysses)), ("ring", o.ring.into()), ("layout", o.layout.into())] {
+        if found != 0 {
+            let hint = "for a given one make a plan of one kind, and the others with cpattn_plan_with_tokens_of";
+            return Err(Error::invalid(format!("options.{name}"), found, "0: it is chosen for all kinds").hint(hint));
+        }
+    }
+    layout_of(o)?;
+    Plan::auto_for(kinds, o.world as usize, options(o)?)
 }
 
 pub(super) fn plan(problem: &Problem, o: &cpattn_options) -> Result<Plan> {

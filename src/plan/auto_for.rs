@@ -69,7 +69,7 @@ impl Plan {
     /// [`distribution`](Plan::distribution). Plans come in the order of the kinds.
     ///
     /// # Errors
-    /// No kinds, kinds over different batches, and those of [`choose`](super::choose) and [`Plan::with_tokens_of`].
+    /// No kinds, a kind of no layers, kinds over different batches, and those of [`choose`](super::choose) and [`Plan::with_tokens_of`].
     ///
     /// ```
     /// use cpattn::{Batch, Dtype, Mask, Plan, Problem, plan::Options};
@@ -84,8 +84,11 @@ impl Plan {
         let Some((first, _)) = kinds.first() else {
             return Err(Error::invalid("kinds", "none", "at least one problem and its number of layers"));
         };
-        for (problem, _) in kinds {
+        for (problem, layers) in kinds {
             problem.check()?;
+            if !(1..=u32::MAX as usize).contains(layers) {
+                return Err(Error::invalid("layers", layers, format!("1 to {}", u32::MAX)));
+            }
             super::distribution::same_batch(problem.batch(), first.batch())?;
         }
         Mesh::ring(world)?;

@@ -83,6 +83,40 @@ static void tokens_of_another(const cpattn_plan *alone) {
   OK(cpattn_plan_destroy(base));
 }
 
+/* The plans of all kinds of a model's layers have the same tokens. */
+static void plans_of_a_model(void) {
+  cpattn_problem p = small_problem(), other = CPATTN_PROBLEM_INIT;
+  cpattn_options o = CPATTN_OPTIONS_INIT;
+  const cpattn_problem *kinds[2] = {&p, &other};
+  cpattn_plan *two[2] = {NULL, NULL};
+  uint64_t layers[2] = {1, 5}, names[2];
+  other.heads = 3, other.head_dim = 16, other.window_left = 1;
+  o.world = 2;
+  OK(cpattn_plan_auto_for(kinds, layers, 2, &o, two));
+  for (int i = 0; i < 2; i++) {
+    OK(cpattn_plan_distribution(two[i], &names[i]));
+    OK(cpattn_plan_verify(two[i]));
+    OK(cpattn_plan_destroy(two[i]));
+    two[i] = NULL;
+  }
+  if (names[0] != names[1]) failures++, fprintf(stderr, "kinds of layers have different tokens\n");
+  REFUSED(CPATTN_INVALID, "kinds is none", cpattn_plan_auto_for(kinds, layers, 0, &o, two));
+  REFUSED(CPATTN_INVALID, "problems is NULL", cpattn_plan_auto_for(NULL, layers, 2, &o, two));
+  REFUSED(CPATTN_INVALID, "layers is NULL", cpattn_plan_auto_for(kinds, NULL, 2, &o, two));
+  REFUSED(CPATTN_INVALID, "plans is NULL", cpattn_plan_auto_for(kinds, layers, 2, &o, NULL));
+  layers[1] = 0;
+  REFUSED(CPATTN_INVALID, "layers is 0", cpattn_plan_auto_for(kinds, layers, 2, &o, two));
+  layers[1] = 5, o.ring = 2;
+  REFUSED(CPATTN_INVALID, "options.ring is 2, expected 0", cpattn_plan_auto_for(kinds, layers, 2, &o, two));
+  o.ring = 0, kinds[1] = NULL;
+  REFUSED(CPATTN_INVALID, "problems[…] is NULL", cpattn_plan_auto_for(kinds, layers, 2, &o, two));
+  kinds[1] = &other;
+  int32_t less[2] = {0, 3};
+  other.cu_seqlens_q = less, other.documents = 1;
+  REFUSED(CPATTN_INVALID, "cu_seqlens_q", cpattn_plan_auto_for(kinds, layers, 2, &o, two));
+  if (two[0] || two[1]) failures++, fprintf(stderr, "a refused call has written plans\n");
+}
+
 static void plans(void) {
   cpattn_problem p = small_problem();
   cpattn_options o = CPATTN_OPTIONS_INIT;
@@ -126,6 +160,7 @@ static void plans(void) {
   OK(cpattn_plan_explain(plan, NULL, 0, &needed));
   uint64_t bytes;
   tokens_of_another(plan);
+  plans_of_a_model();
   REFUSED(CPATTN_INVALID, "rank is 1, expected below the world of 1", cpattn_plan_workspace(plan, 1, CPATTN_FORWARD, &bytes));
   REFUSED(CPATTN_INVALID, "direction is 2", cpattn_plan_workspace(plan, 0, 2, &bytes));
   int64_t tokens[TOKENS];

@@ -12,9 +12,8 @@ import math
 import operator
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from .._check import attempt, flag, instance, one_of, refused, whole
 from ..errors import Error, InvalidArgument, InvalidHandle, Unsupported
-from ..plan import Dtype, Kind, Layout, Plan, PlanOptions, Side, at_least_1, checked
+from ..plan import _RUNS, Dtype, Kind, Layout, Plan, PlanOptions, Side, at_least_1, checked, kinds_of
 from ..rank import Rank, nccl_group, nccl_unique_id
 from ..trace import Event
 from . import operators
@@ -35,6 +34,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 DTYPES = dict(zip((torch.float16, torch.bfloat16, torch.float32, torch.float64), Dtype, strict=True))
+
+# Options that say who holds which tokens.
+CHOSEN = ("ulysses", "ring", "layout", "layout_parameter")
 
 PlanOf = Callable[[Sequence[int]], Plan]
 
@@ -64,6 +66,9 @@ class Context:
     All layers work on one distribution of tokens, and so do all contexts of one group: the first open one decides it, and one
     that asks for another layout or mesh is refused. `own_tokens` sets a context apart, whose tensors must not meet those of others.
 
+    A model with layers of several kinds may name them: `layers` are kinds as `Plan.auto_for` takes them, and the automatic choice
+    of mesh and layout then weighs all of them. With ulysses, ring or layout given, there is nothing for it to choose.
+
     Raises InvalidArgument or Unsupported for arguments that are refused, PeerError if another rank does not come in time.
     """
 
@@ -79,12 +84,15 @@ class Context:
         workers: int = 1,
         plans: int = 16,
         own_tokens: bool = False,
+        layers: Sequence[tuple[int, Mapping[str, Any]]] = (),
         **options: Unpack[PlanOptions],
     ) -> None:
         heads, head_dim = at_least_1("heads", heads), at_least_1("head_dim", head_dim)
         checked(options, heads)
         workers, self._limit = at_least_1("workers", workers), at_least_1("plans", plans)
-        own_tokens = flag("own_tokens", own_tokens)
+        own_tokens, self._layers = flag("own_tokens", own_tokens), kinds_of("layers", layers)
+        if self._layers and (chosen := [name for name in CHOSEN if options.get(name)]):
+            raise InvalidArgument(f"layers and {chosen[0]} are both given, and layers are there to choose it: leave one of them out")
         if (known := attempt(DTYPES.get, dtype)) is None:
             raise refused("dtype", dtype, f"one of {', '.join(map(str, DTYPES))} is needed")
         if isinstance(device, bool) or (on := attempt(torch.device, device)) is None:
@@ -113,7 +121,7 @@ class Context:
         open_ones = _deciding.setdefault(self._members, [])
         self._decides: PlanOf | None = open_ones[0][1] if open_ones and not own_tokens else None
         if not own_tokens:
-            open_ones.append((self, self._decides or partial(Plan, world=self.world, **self._kind)))
+            open_ones.append((self, self._decides or self._first))
 
     def _over_nccl(self, group: dist.ProcessGroup | None, timeout: float) -> Rank:
         """A rank over its own NCCL communicator, whose id is sent through the store of the process group."""
@@ -156,10 +164,18 @@ class Context:
             del self._batches[next(iter(self._batches))]
         return batch
 
+    def _first(self, cu_seqlens: Sequence[int]) -> Plan:
+        """A plan that decides who holds which tokens."""
+        if not self._layers:
+            return Plan(cu_seqlens, world=self.world, **self._kind)
+        how = {name: self._kind[name] for name in _RUNS & self._kind.keys()}
+        kinds = [(count, {"dtype": self._kind["dtype"], **kind}) for count, kind in self._layers]
+        return Plan.with_tokens_of(Plan.auto_for(cu_seqlens, kinds, world=self.world, **how)[0], **self._kind)
+
     def plan(self, cu_seqlens: Sequence[int]) -> Plan:
         """A plan for these documents over the ranks of the group."""
         if self._decides is None:
-            plan = Plan(cu_seqlens, world=self.world, **self._kind)
+            plan = self._first(cu_seqlens)
         else:
             base = self._decides(cu_seqlens)
             try:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from .._check import refused, whole
 from ..errors import Disagreement, Error, InvalidArgument, Unsupported
 from ..torch import Batch, Context
+from ..torch.context import CHOSEN
 from .attention import NAME, Current, _tensors, register
 from .pack import TAKEN, Pack, pack
 from .probe import probe
@@ -118,7 +119,7 @@ class ContextParallel:
         register()
         try:
             model.set_attn_implementation(NAME)
-            probe(model, self._takes)
+            self._layers = probe(model, self._takes)
         except BaseException as error:
             self._restore()
             if isinstance(error, ValueError | ImportError | NotImplementedError) and not isinstance(error, Error):
@@ -161,6 +162,8 @@ class ContextParallel:
                 "head_dim": getattr(self.config, "head_dim", None) or self.config.hidden_size // heads,
                 **self._options,
             }
+            if not any(options.get(name) for name in CHOSEN):
+                options["layers"] = self._layers
             self._contexts[dtype] = Context(self.group, heads=heads, dtype=dtype, device=self.device, **options)
         return self._contexts[dtype]
 

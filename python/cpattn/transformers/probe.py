@@ -8,6 +8,7 @@ state spaces, positions counted from 0, attention that does not go through Trans
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -25,18 +26,20 @@ class Alone:
     longest = TOKENS
 
     def __init__(self) -> None:
-        self.calls = 0
+        # The kinds of layers, and the number of calls of each.
+        self.kinds: Counter[tuple[tuple[str, int], ...]] = Counter()
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, window: int, **options: Any) -> Tensor:
-        self.calls += 1
+        kind = {"heads": q.shape[1], "kv_heads": k.shape[1], "head_dim": q.shape[2], "value_dim": v.shape[2], "window_left": window}
+        self.kinds[tuple(kind.items())] += 1
         weights = torch.linspace(-1, 1, q.shape[-1], dtype=q.dtype, device=q.device)
         o = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
         seen = (q * weights).sum(-1, keepdim=True) + (k * weights.cos()).sum((1, 2), keepdim=True)
         return o + seen.tanh().to(o.dtype)
 
 
-def probe(model: Any, takes: frozenset[str]) -> None:
-    """Raises Unsupported if the model would be wrong."""
+def probe(model: Any, takes: frozenset[str]) -> list[tuple[int, dict[str, int]]]:
+    """The kinds of the model's layers, each with its number. Raises Unsupported if the model would be wrong."""
     name = type(model).__name__
     if any(p.is_meta for p in model.parameters()):
         raise Unsupported(f"{name} has parameters on the device meta, and is tried before use: load them first")
@@ -63,7 +66,7 @@ def probe(model: Any, takes: frozenset[str]) -> None:
         Current.forward = None
         for module in training:
             module.training = True
-    if forward.calls == 0:
+    if not forward.kinds:
         raise Unsupported(f"{name} has no layer whose attention goes through AttentionInterface of Transformers")
     apart, usual = (float((logits[0] - other).abs().max() / logits[0].std().clamp(min=1e-30)) for other in logits[1:])
     most = 1e-3 if words.dtype in (torch.float32, torch.float64) else 0.2
@@ -75,3 +78,4 @@ def probe(model: Any, takes: frozenset[str]) -> None:
             f"order, its logits differ by {apart:.1e} of their deviation. Layers over whole documents (convolutions, linear "
             "attention, state spaces) are not supported"
         )
+    return [(calls // len(logits), dict(kind)) for kind, calls in forward.kinds.items()]
