@@ -138,6 +138,7 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "torch.Batch.attention": (batch.attention, {**inputs, **dict.fromkeys(told)}, {
             **optional, **dict.fromkeys(told[:3], "none")}),
         "torch.Batch.labels": (batch.labels, {"ids": ids, "ignore": -100}, {"ignore": "negative truth"}),
+        "torch.Batch.own_heads": (batch.own_heads, {"side": "q", **of}, dict.fromkeys(of, "none")),
         "torch.Batch.shard": (batch.shard, {"whole": ids}, {}),
         "torch.Batch.shift": (batch.shift, {"rows": ids, "by": 1, "fill": 0}, {"by": "negative", "fill": "negative truth"}),
         "torch.Batch.to_heads": (batch.to_heads, {"x": q, "side": "q", **of}, dict.fromkeys(of, "none")),

@@ -313,16 +313,28 @@ class Batch:
         ranks have are summed."""
         return self._exchange(x, side, heads, kv_heads, False)
 
+    def own_heads(self, side: Side | str = Side.Q, *, heads: int | None = None, kv_heads: int | None = None) -> slice:
+        """Which heads `to_heads` gives this rank: for weights that heads have of their own."""
+        share = self._mixing(heads, kv_heads).share(self.context.number)
+        if one_of("side", side, Side) == Side.Q:
+            return slice(share.q_head_begin, share.q_head_end)
+        return slice(share.kv_head_begin, share.kv_head_end)
+
+    def _mixing(self, heads: int | None, kv_heads: int | None) -> Plan:
+        """The plan of a layer that mixes whole documents."""
+        told = self.context._kind
+        if heads is None and kv_heads is None:
+            kv_heads = told.get("kv_heads")
+        heads = told["heads"] if heads is None else at_least_1("heads", heads)
+        kv_heads = heads if kv_heads is None else at_least_1("kv_heads", kv_heads)
+        return self._plan_of({"kind": Kind.OTHER, "heads": heads, "kv_heads": kv_heads, "passes": 1})
+
     def _exchange(self, x: Tensor, side: Side | str, heads: int | None, kv_heads: int | None, to_heads: bool) -> Tensor:
         context, side = self.context, one_of("side", side, Side)
-        if heads is None and kv_heads is None:
-            kv_heads = context._kind.get("kv_heads")
-        heads = context._kind["heads"] if heads is None else at_least_1("heads", heads)
-        kind = {"kind": Kind.OTHER, "heads": heads, "kv_heads": heads if kv_heads is None else at_least_1("kv_heads", kv_heads)}
         _on(context, "x", x)
         if x.ndim != 3:
             raise InvalidArgument(f"x.ndim is {x.ndim}, 3 are needed: [tokens, heads, dim]")
-        plan = self._plan_of({**kind, "passes": 1})
+        plan = self._mixing(heads, kv_heads)
         out: Tensor = operators.AllToAll.apply(x, context.rank, context.number, plan, side, to_heads)  # type: ignore[no-untyped-call]
         return out
 

@@ -25,6 +25,7 @@ from ..errors import Disagreement, Error, InvalidArgument, Unsupported
 from ..torch import Batch, Context
 from ..torch.context import CHOSEN
 from .attention import NAME, Current, _tensors, register
+from .mixers import Mixer, Mixers
 from .pack import TAKEN, Pack, pack
 from .probe import probe
 
@@ -67,6 +68,21 @@ class Forward:
         dtype = torch.get_autocast_dtype(v.device.type) if torch.is_autocast_enabled(v.device.type) else v.dtype
         return self.batch_of(dtype).attention(q.to(dtype), k.to(dtype), v.to(dtype), window_left=window, **options)
 
+    # For mixers.
+
+    @property
+    def cu_seqlens(self) -> tuple[int, ...]:
+        return self.batch.cu_seqlens
+
+    def to_heads(self, x: Tensor, side: str = "q", **heads: int) -> Tensor:
+        return self.batch_of(x.dtype).to_heads(x, side, **heads)
+
+    def to_tokens(self, x: Tensor, side: str = "q", **heads: int) -> Tensor:
+        return self.batch_of(x.dtype).to_tokens(x, side, **heads)
+
+    def own_heads(self, side: str = "q", **heads: int) -> slice:
+        return self.batch.own_heads(side, **heads)
+
 
 class ContextParallel:
     """Makes `model` context-parallel, in place, over a process group (None: the default group). All ranks make one, before DDP
@@ -79,7 +95,8 @@ class ContextParallel:
     `gradients` is how gradients of parameters are combined over the ranks: "mean" (DDP, FSDP) or "sum". `replicas` is the
     number of parts the group is cut into, each for batches of its own (data parallel); ranks of a replica are consecutive.
     `ulysses`, `ring`, `layout`, `layout_parameter`, `workers`, `timeout` are those of `cpattn.torch.Context`. With `tile`,
-    logits exist for so many tokens at a time: the loss is the same, and no logits are returned.
+    logits exist for so many tokens at a time: the loss is the same, and no logits are returned. `mixers` are functions for
+    classes of layers that mix tokens outside of attention (hybrids; Ulysses over all ranks): see docs/training.md.
 
     Raises Unsupported for a model that would be wrong, with the reason.
     """
@@ -94,6 +111,7 @@ class ContextParallel:
         tile: int = 0,
         timeout: float = 300.0,
         workers: int = 1,
+        mixers: Mapping[type[torch.nn.Module], Mixer] | None = None,
         **options: Any,
     ) -> None:
         if gradients not in ("mean", "sum"):
@@ -114,12 +132,14 @@ class ContextParallel:
                 f"config.attention_dropout is {self.config.attention_dropout}, which is not supported: set it to 0 before the model is made"
             )
         self._takes = frozenset(inspect.signature(model.forward).parameters)
+        self._mixers = Mixers(model, mixers or {}, options, self.ranks)
         self._hooks: list[Any] = []
         self._usual = model.config._attn_implementation
         register()
         try:
             model.set_attn_implementation(NAME)
-            self._layers = probe(model, self._takes)
+            self._mixers.replace()
+            self._layers = probe(model, self._takes, self._mixers)
         except BaseException as error:
             self._restore()
             if isinstance(error, ValueError | ImportError | NotImplementedError) and not isinstance(error, Error):
@@ -239,7 +259,7 @@ class ContextParallel:
         kept |= {"input_ids": forward.pack.ids[mine][None], "position_ids": forward.pack.positions[mine][None]}
         if "use_cache" in self._takes:
             kept["use_cache"] = False
-        return (), kept
+        return (), kept | self._mixers.arguments(forward)
 
     # Outputs
 
@@ -297,6 +317,7 @@ class ContextParallel:
             Current.forward = None
 
     def _hook(self) -> None:
+        self._mixers.replace()
         self._hooks = [
             self.model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.model.register_forward_hook(self._after, with_kwargs=True),
@@ -320,6 +341,7 @@ class ContextParallel:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._mixers.restore()
         if getattr(self, "tile", 0) and "forward" in vars(getattr(self, "_base", object())):
             del self._base.forward
         with suppress(ValueError):

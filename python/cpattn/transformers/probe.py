@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import Error, Unsupported
 from .attention import Current
+from .mixers import Mixers
 
 TOKENS = 7
 
@@ -37,8 +38,20 @@ class Alone:
         seen = (q * weights).sum(-1, keepdim=True) + (k * weights.cos()).sum((1, 2), keepdim=True)
         return o + seen.tanh().to(o.dtype)
 
+    # For mixers: each token is a document of its own.
 
-def probe(model: Any, takes: frozenset[str]) -> list[tuple[int, dict[str, int]]]:
+    cu_seqlens = tuple(range(TOKENS + 1))
+
+    def to_heads(self, x: Tensor, side: str = "q", **heads: int) -> Tensor:
+        return x
+
+    to_tokens = to_heads
+
+    def own_heads(self, side: str = "q", *, heads: int, kv_heads: int) -> slice:
+        return slice(0, heads if side == "q" else kv_heads)
+
+
+def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> list[tuple[int, dict[str, int]]]:
     """The kinds of the model's layers, each with its number. Raises Unsupported if the model would be wrong."""
     name = type(model).__name__
     if any(p.is_meta for p in model.parameters()):
@@ -56,7 +69,7 @@ def probe(model: Any, takes: frozenset[str]) -> list[tuple[int, dict[str, int]]]
             for order, given in ((slice(None), True), (backwards, True), (slice(None), False)):
                 Current.forward = forward
                 where = {"position_ids": positions[:, order]} if given else {}
-                out = model(input_ids=ids[:, order], **where, **more)
+                out = model(input_ids=ids[:, order], **where, **more, **mixers.arguments(forward))
                 logits.append(out.logits[0, order].double())
     except Error as error:
         raise type(error)(f"{name}: {error}") from error

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Layers that mix the tokens of whole documents, each head by itself: linear attention, state space models, convolutions.
+
+Such a layer needs all tokens of its documents, and not all heads. Its class gets a function of yours, which runs instead of its
+forward: it brings the projected tokens to heads, mixes, and brings the result back (docs/training.md has one for Qwen3-Next).
+
+The function is given the forward pass as an argument of the model's call, so a layer that gradient checkpointing runs again in
+the backward pass has the documents of its own forward pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidArgument, Unsupported
+
+# The keyword under which a model hands the forward pass to its layers.
+ARGUMENT = "cpattn_documents"
+
+
+class Documents(Protocol):
+    """What a mixer is given: the documents of one forward pass, with the methods of `cpattn.torch.Batch` for any dtype."""
+
+    @property
+    def cu_seqlens(self) -> tuple[int, ...]: ...
+    def to_heads(self, x: Tensor, side: str = "q", *, heads: int, kv_heads: int) -> Tensor: ...
+    def to_tokens(self, x: Tensor, side: str = "q", *, heads: int, kv_heads: int) -> Tensor: ...
+    def own_heads(self, side: str = "q", *, heads: int, kv_heads: int) -> slice: ...
+
+
+# A layer, the documents, the arguments of its forward; returns what its forward returns.
+Mixer = Callable[..., Any]
+
+
+class Mixers:
+    """The mixers of a model's layers, by class."""
+
+    def __init__(self, model: torch.nn.Module, mixers: Mapping[type[torch.nn.Module], Mixer], options: dict[str, Any], ranks: int) -> None:
+        self._layers = []
+        for kind, mixer in mixers.items():
+            layers = [module for module in model.modules() if isinstance(module, kind)]
+            if not layers:
+                raise InvalidArgument(f"mixers has {kind.__name__}, and {type(model).__name__} has no layer of this class")
+            self._layers += [(layer, mixer) for layer in layers]
+        if not mixers:
+            return
+        if not any(one.kind == one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values()):
+            raise Unsupported(f"mixers are given, and {type(model).__name__} hands no keywords of its call to its layers, which mixers need")
+        if options.setdefault("ulysses", ranks) != ranks:
+            raise Unsupported(
+                f"ulysses is {options['ulysses']} and there are {ranks} ranks: layers with mixers need whole documents, which only Ulysses "
+                f"over all ranks gives. Leave ulysses out, or use {options['ulysses']} ranks"
+            )
+
+    def arguments(self, documents: Documents) -> dict[str, Any]:
+        """For the call of the model."""
+        return {ARGUMENT: documents} if self._layers else {}
+
+    def replace(self) -> None:
+        for layer, mixer in self._layers:
+            layer.forward = partial(self._forward, layer, mixer)
+
+    def restore(self) -> None:
+        for layer, _ in self._layers:
+            vars(layer).pop("forward", None)
+
+    @staticmethod
+    def _forward(layer: torch.nn.Module, mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
+        if (documents := kwargs.pop(ARGUMENT, None)) is None:
+            raise Unsupported(
+                f"{type(layer).__name__} has a mixer and was given no documents: call the model itself, or within `with cp.off():`"
+            )
+        return mixer(layer, documents, *args, **kwargs)
