@@ -16,6 +16,7 @@
 //! | [`runtime`] | a [`Rank`] runs plans |
 //! | `cudarc` | slices, contexts and streams of cudarc |
 //! | [`report`] | what a plan costs and why, bounds, traces and timelines |
+//! | [`machine`] | the figures of a machine |
 //! | [`tensor`], [`element`], [`error`] | typed views, element types, errors |
 //!
 //! Data flows one way: plan → schedule → runtime → kernel and transport. Modules up to the schedule do not access the
@@ -42,6 +43,7 @@ pub mod heads;
 #[cfg(feature = "std")]
 pub mod kernel;
 pub mod layout;
+pub mod machine;
 pub mod mask;
 pub mod mesh;
 pub mod plan;
@@ -59,6 +61,7 @@ pub use device::Device;
 pub use element::{Accumulator, Dtype, Element};
 pub use error::{Cause, Error, Result, RunKind, RunName};
 pub use layout::Layout;
+pub use machine::Machine;
 pub use mask::Mask;
 pub use mesh::Mesh;
 pub use plan::{Options, Plan, Problem};

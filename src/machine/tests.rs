@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Descriptions are read as they were written, and refusals name the line.
+
+use super::*;
+use alloc::string::ToString;
+
+const WHOLE: &str = "# a comment
+name = two nodes
+estimate = yes
+ranks_per_node = 4
+cards_per_node = 2
+
+memory = 8e9
+operation = 2e-6   # seconds
+copy = 1e10
+inside.latency = 4e-6
+inside.rate = 8e9
+between.latency = 3e-5
+between.rate = 1.25e9
+kernel f32 64/32 forward = rate 6e10, row 2e-7, key 0, call 3e-6
+kernel f32 64/32 backward = call 3e-6, rate 5e10, row 2e-7, key 1e-8
+kernel f32 128/128 forward = rate 7e10, row 2e-7, key 0, call 3e-6
+";
+
+fn refusal(from: &str, to: &str) -> String {
+    assert!(WHOLE.contains(from));
+    Machine::parse(&WHOLE.replacen(from, to, 1)).unwrap_err().to_string()
+}
+
+#[test]
+fn a_description_is_read_as_it_was_written() {
+    let m = Machine::parse(WHOLE).unwrap();
+    assert_eq!((m.name.as_str(), m.estimate, m.cores), ("two nodes", true, None));
+    assert_eq!((m.memory, m.copy, m.between), (8e9, 1e10, LinkRate { latency: 3e-5, rate: 1.25e9 }));
+    assert_eq!(m.kernels.len(), 3);
+    assert_eq!((m.kernels[1].rate, m.kernels[1].key, m.kernels[1].shape.value_dim), (5e10, 1e-8, 32));
+    let again = Machine::parse(&m.to_string()).unwrap();
+    assert_eq!(m, again);
+    let with_cores = Machine { cores: Some(2), name: "a # b".into(), ..m };
+    assert_eq!(Machine::parse(&with_cores.to_string()).unwrap().cores, Some(2));
+}
+
+#[test]
+fn refusals_name_the_line_the_key_and_both_values() {
+    for (from, to, expected) in [
+        ("8e9\ninside", "8e9\n", "the machine description is without inside.latency"),
+        ("copy = 1e10", "copy = -1e10", "line 9 of the machine description, copy is -1e10, expected a number above 0"),
+        ("copy = 1e10", "copy =", "line 9 of the machine description, copy is empty, expected a number above 0"),
+        ("copy = 1e10", "copy = inf", "line 9 of the machine description, copy is inf, expected a number above 0"),
+        ("copy = 1e10", "copy = fast", "line 9 of the machine description, copy is fast, expected a number above 0"),
+        ("copy = 1e10", "copy", "line 9 of the machine description is \"copy\", expected key = value"),
+        ("copy = 1e10\n", "", "the machine description is without copy in its 15 lines, expected a line `copy = …`"),
+        ("copy = 1e10", "copi = 1e10", "line 9 of the machine description is \"copi\", expected name, estimate,"),
+        (
+            "copy = 1e10",
+            "memory = 1",
+            "line 9 of the machine description is memory again, expected one line for memory: line 7 has it",
+        ),
+        (
+            "operation = 2e-6",
+            "operation = -2e-6",
+            "line 8 of the machine description, operation is -2e-6, expected a number from 0",
+        ),
+        (
+            "cards_per_node = 2",
+            "cards_per_node = 0",
+            "line 5 of the machine description, cards_per_node is 0, expected a whole number above 0",
+        ),
+        (
+            "estimate = yes",
+            "estimate = maybe",
+            "line 3 of the machine description, estimate is maybe, expected yes or no",
+        ),
+        ("name = two nodes", "name =", "line 2 of the machine description, name is empty, expected a name"),
+        (
+            "row 2e-7",
+            "row -2e-7",
+            "line 14 of the machine description, kernel f32 64/32 forward: row is -2e-7, expected a number from 0",
+        ),
+        (
+            "rate 6e10",
+            "rate 0",
+            "line 14 of the machine description, kernel f32 64/32 forward: rate is 0, expected a number above 0",
+        ),
+        (
+            ", key 0",
+            "",
+            "line 14 of the machine description, kernel f32 64/32 forward is rate 6e10, row 2e-7, call 3e-6, expected key with a number",
+        ),
+        (
+            "key 0",
+            "kez 0",
+            "line 14 of the machine description, kernel f32 64/32 forward is kez 0, expected rate, row, key and call",
+        ),
+        (
+            "key 0",
+            "row 0",
+            "line 14 of the machine description, kernel f32 64/32 forward is row 0, expected each of rate",
+        ),
+        (
+            "f32 64/32 forward",
+            "f31 64/32 forward",
+            "line 14 of the machine description is \"kernel f31 64/32 forward\", expected kernel DTYPE",
+        ),
+        ("f32 64/32 forward", "f32 64 forward", "line 14 of the machine description is \"kernel f32 64 forward\""),
+    ] {
+        let text = if to == "8e9\n" { refusal("inside.latency = 4e-6\n", "") } else { refusal(from, to) };
+        assert!(text.starts_with(expected), "{text}\n{expected}");
+    }
+    let none: String = WHOLE.lines().filter(|l| !l.starts_with("kernel")).flat_map(|l| [l, "\n"]).collect();
+    assert!(Machine::parse(&none).unwrap_err().to_string().starts_with("the machine description is without a kernel"));
+}
+
+#[test]
+fn levels_and_cards_follow_the_ranks_of_a_node() {
+    let m = Machine::parse(WHOLE).unwrap();
+    assert_eq!((m.level(0, 3), m.level(3, 4)), (Level::Inside, Level::Between));
+    let cards: Vec<usize> = (0..8).map(|r| m.card(r)).collect();
+    assert_eq!((cards, m.ranks_per_card()), (alloc::vec![0, 0, 1, 1, 2, 2, 3, 3], 2));
+}
+
+#[test]
+fn a_kernel_is_that_of_the_shape_or_the_nearest() {
+    let m = Machine::parse(WHOLE).unwrap();
+    let shape = |head_dim, value_dim, backward| KernelShape { dtype: Dtype::F32, head_dim, value_dim, backward };
+    let of = |s| m.kernel(s).map(|(k, exact)| (k.rate, exact)).unwrap();
+    assert_eq!(of(shape(64, 32, false)), (6e10, true));
+    assert_eq!(of(shape(96, 96, false)), (7e10, false));
+    assert_eq!(of(shape(128, 128, true)), (5e10, false));
+    let other = KernelShape { dtype: Dtype::F64, ..shape(64, 32, true) };
+    let text = m.kernel(other).unwrap_err().to_string();
+    assert!(text.starts_with("machine is two nodes without a backward kernel of f64, expected"), "{text}");
+    assert_eq!(m.kernels[0].seconds(6e10, 10.0, 5.0), 3e-6 + 1.0 + 10.0 * 2e-7);
+}
+
+/// Those that come with the project.
+#[test]
+fn the_descriptions_of_the_repository_are_read() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/machines");
+    let mut count = 0;
+    for file in
+        std::fs::read_dir(folder).unwrap().flatten().filter(|f| f.path().extension().is_some_and(|e| e == "machine"))
+    {
+        let text = std::fs::read_to_string(file.path()).unwrap();
+        let m = Machine::parse(&text).unwrap_or_else(|e| panic!("{}: {e}", file.path().display()));
+        assert_eq!(Machine::parse(&m.to_string()).unwrap(), m);
+        count += 1;
+    }
+    assert!(count >= 3, "{count}");
+}

@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Machine descriptions as text: a line for each figure, `#` begins a comment.
+//!
+//! ```text
+//! name = one host
+//! estimate = no
+//! ranks_per_node = 4
+//! cards_per_node = 1
+//! cores = 2                       # only where ranks compute and copy on the cores of their node
+//! memory = 8e9                    # bytes of a rank
+//! operation = 2e-6                # seconds
+//! copy = 1e10                     # bytes per second
+//! inside.latency = 4e-6           # seconds
+//! inside.rate = 8e9               # bytes per second
+//! between.latency = 3e-5
+//! between.rate = 1.25e9
+//! kernel f32 64/64 forward = rate 6e10, row 2e-7, key 1e-8, call 3e-6
+//! ```
+//!
+//! Every key but `cores` must be there, once. An error names the line.
+
+use alloc::{
+    format,
+    string::{String, ToString},
+    vec::Vec,
+};
+use core::fmt;
+
+use super::{KernelRate, KernelShape, LinkRate, Machine, direction};
+use crate::{
+    element::Dtype,
+    error::{Error, Result},
+};
+
+const KERNEL_FIGURES: [&str; 4] = ["rate", "row", "key", "call"];
+const DTYPES: [Dtype; 4] = [Dtype::F16, Dtype::Bf16, Dtype::F32, Dtype::F64];
+
+/// A line without its comment.
+struct Entry<'a> {
+    line: usize,
+    key: &'a str,
+    value: &'a str,
+}
+
+impl Entry<'_> {
+    fn refuse(&self, figure: &str, expected: &str) -> Error {
+        let found = if figure.is_empty() { "empty" } else { figure };
+        Error::invalid(format!("line {} of the machine description, {}", self.line, self.key), found, expected)
+    }
+
+    /// A number from 0, or above it.
+    fn number(&self, figure: &str, zero: bool) -> Result<f64> {
+        let fits = |x: &f64| x.is_finite() && (*x > 0.0 || zero && *x == 0.0);
+        let expected = if zero { "a number from 0" } else { "a number above 0" };
+        figure.trim().parse().ok().filter(fits).ok_or_else(|| self.refuse(figure.trim(), expected))
+    }
+
+    fn count(&self) -> Result<usize> {
+        self.value.parse().ok().filter(|n| *n > 0).ok_or_else(|| self.refuse(self.value, "a whole number above 0"))
+    }
+}
+
+/// All entries, each with a key of its own.
+struct Entries<'a> {
+    list: Vec<Entry<'a>>,
+    lines: usize,
+}
+
+impl<'a> Entries<'a> {
+    fn read(text: &'a str) -> Result<Self> {
+        let mut list: Vec<Entry<'a>> = Vec::new();
+        for (i, line) in text.lines().enumerate() {
+            let content = line.split('#').next().unwrap_or("").trim();
+            if content.is_empty() {
+                continue;
+            }
+            let place = format!("line {} of the machine description", i + 1);
+            let Some((key, value)) = content.split_once('=') else {
+                return Err(Error::invalid(place, format!("{content:?}"), "key = value"));
+            };
+            let entry = Entry { line: i + 1, key: key.trim(), value: value.trim() };
+            if let Some(first) = list.iter().find(|e| e.key == entry.key) {
+                let expected = format!("one line for {}: line {} has it", entry.key, first.line);
+                return Err(Error::invalid(place, format!("{} again", entry.key), expected));
+            }
+            list.push(entry);
+        }
+        Ok(Self { list, lines: text.lines().count() })
+    }
+
+    fn take_if_there(&mut self, key: &str) -> Option<Entry<'a>> {
+        self.list.iter().position(|e| e.key == key).map(|i| self.list.remove(i))
+    }
+
+    fn take(&mut self, key: &str) -> Result<Entry<'a>> {
+        self.take_if_there(key).ok_or_else(|| {
+            let found = format!("without {key} in its {} lines", self.lines);
+            Error::invalid("the machine description", found, format!("a line `{key} = …`"))
+        })
+    }
+
+    fn figure(&mut self, key: &str, zero: bool) -> Result<f64> {
+        let entry = self.take(key)?;
+        entry.number(entry.value, zero)
+    }
+}
+
+pub(super) fn parse(text: &str) -> Result<Machine> {
+    let mut entries = Entries::read(text)?;
+    // Values before keys that are not there: what is written wrong is found first.
+    let mut kernels = Vec::new();
+    let mut rest = Vec::new();
+    for entry in entries.list.drain(..) {
+        match entry.key.strip_prefix("kernel ") {
+            Some(shape) => kernels.push(kernel(&entry, shape)?),
+            None => {
+                check(&entry)?;
+                rest.push(entry);
+            }
+        }
+    }
+    entries.list = rest;
+    let name = entries.take("name")?.value.to_string();
+    let estimate = entries.take("estimate")?.value == "yes";
+    let cores = entries.take_if_there("cores").map(|e| e.count()).transpose()?;
+    let machine = Machine {
+        name,
+        estimate,
+        ranks_per_node: entries.take("ranks_per_node")?.count()?,
+        cards_per_node: entries.take("cards_per_node")?.count()?,
+        cores,
+        memory: entries.figure("memory", false)?,
+        operation: entries.figure("operation", true)?,
+        copy: entries.figure("copy", false)?,
+        inside: LinkRate {
+            latency: entries.figure("inside.latency", true)?,
+            rate: entries.figure("inside.rate", false)?,
+        },
+        between: LinkRate {
+            latency: entries.figure("between.latency", true)?,
+            rate: entries.figure("between.rate", false)?,
+        },
+        kernels,
+    };
+    if machine.kernels.is_empty() {
+        let found = format!("without a kernel in its {} lines", entries.lines);
+        let expected = "a line `kernel DTYPE HEAD_DIM/VALUE_DIM forward = rate …`";
+        return Err(Error::invalid("the machine description", found, expected));
+    }
+    Ok(machine)
+}
+
+/// Refuses an unknown key, and a value that its key cannot have.
+fn check(entry: &Entry<'_>) -> Result<()> {
+    match entry.key {
+        "name" if entry.value.is_empty() => Err(entry.refuse(entry.value, "a name")),
+        "name" => Ok(()),
+        "estimate" if matches!(entry.value, "yes" | "no") => Ok(()),
+        "estimate" => Err(entry.refuse(entry.value, "yes or no")),
+        "ranks_per_node" | "cards_per_node" | "cores" => entry.count().map(drop),
+        "operation" | "inside.latency" | "between.latency" => entry.number(entry.value, true).map(drop),
+        "memory" | "copy" | "inside.rate" | "between.rate" => entry.number(entry.value, false).map(drop),
+        key => Err(Error::invalid(
+            format!("line {} of the machine description", entry.line),
+            format!("{key:?}"),
+            "name, estimate, ranks_per_node, cards_per_node, cores, memory, operation, copy, inside.latency, inside.rate, \
+             between.latency, between.rate or kernel",
+        )),
+    }
+}
+
+/// `DTYPE HEAD_DIM/VALUE_DIM forward|backward` and its four figures.
+fn kernel(entry: &Entry<'_>, shape: &str) -> Result<KernelRate> {
+    let shape = kernel_shape(shape).ok_or_else(|| {
+        Error::invalid(
+            format!("line {} of the machine description", entry.line),
+            format!("{:?}", entry.key),
+            "kernel DTYPE HEAD_DIM/VALUE_DIM forward or backward, such as kernel bf16 128/128 forward",
+        )
+    })?;
+    let mut figures = [None; 4];
+    for part in entry.value.split(',').map(str::trim) {
+        let (name, figure) = part.split_once(' ').unwrap_or((part, ""));
+        let Some(i) = KERNEL_FIGURES.iter().position(|f| *f == name) else {
+            return Err(entry.refuse(part, "rate, row, key and call, each with a number"));
+        };
+        if figures[i].is_some() {
+            return Err(entry.refuse(part, "each of rate, row, key and call once"));
+        }
+        let named = Entry { key: &format!("{}: {name}", entry.key), ..*entry };
+        figures[i] = Some(named.number(figure, i > 0)?);
+    }
+    if let Some(i) = figures.iter().position(Option::is_none) {
+        let expected = format!("{} with a number, beside the others", KERNEL_FIGURES[i]);
+        return Err(entry.refuse(entry.value, &expected));
+    }
+    let [rate, row, key, call] = figures.map(|f| f.unwrap_or(0.0));
+    Ok(KernelRate { shape, rate, row, key, call })
+}
+
+fn kernel_shape(text: &str) -> Option<KernelShape> {
+    let mut words = text.split_whitespace();
+    let (dtype, dims, way) = (words.next()?, words.next()?, words.next()?);
+    let (head_dim, value_dim) = dims.split_once('/')?;
+    let dim = |text: &str| text.parse().ok().filter(|n| *n > 0);
+    Some(KernelShape {
+        dtype: DTYPES.into_iter().find(|d| d.name() == dtype)?,
+        head_dim: dim(head_dim)?,
+        value_dim: dim(value_dim)?,
+        backward: match way {
+            "forward" => false,
+            "backward" => true,
+            _ => return None,
+        },
+    })
+    .filter(|_| words.next().is_none())
+}
+
+impl fmt::Display for KernelShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}/{} {}", self.dtype, self.head_dim, self.value_dim, direction(self.backward))
+    }
+}
+
+/// The description, as [`Machine::parse`] reads it.
+impl fmt::Display for Machine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // A name is one line, and a comment ends it.
+        let name: String = self.name.chars().map(|c| if matches!(c, '\n' | '\r' | '#') { ' ' } else { c }).collect();
+        writeln!(f, "name = {}", name.trim())?;
+        writeln!(f, "estimate = {}", if self.estimate { "yes" } else { "no" })?;
+        writeln!(f, "ranks_per_node = {}\ncards_per_node = {}", self.ranks_per_node, self.cards_per_node)?;
+        if let Some(cores) = self.cores {
+            writeln!(f, "cores = {cores}")?;
+        }
+        writeln!(f, "memory = {:e}\noperation = {:e}\ncopy = {:e}", self.memory, self.operation, self.copy)?;
+        for (name, link) in [("inside", self.inside), ("between", self.between)] {
+            writeln!(f, "{name}.latency = {:e}\n{name}.rate = {:e}", link.latency, link.rate)?;
+        }
+        for k in &self.kernels {
+            writeln!(f, "kernel {} = rate {:e}, row {:e}, key {:e}, call {:e}", k.shape, k.rate, k.row, k.key, k.call)?;
+        }
+        Ok(())
+    }
+}
