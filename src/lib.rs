@@ -16,7 +16,7 @@
 //! | [`runtime`] | a [`Rank`] runs plans |
 //! | `cudarc` | slices, contexts and streams of cudarc |
 //! | [`report`] | what a plan costs and why, bounds, traces and timelines |
-//! | [`machine`] | the figures of a machine |
+//! | [`machine`], [`simulate`] | a machine's figures; how long plans take there, by simulation |
 //! | [`tensor`], [`element`], [`error`] | typed views, element types, errors |
 //!
 //! Data flows one way: plan → schedule → runtime → kernel and transport. Modules up to the schedule do not access the
@@ -51,6 +51,7 @@ pub mod report;
 #[cfg(feature = "std")]
 pub mod runtime;
 pub mod schedule;
+pub mod simulate;
 #[cfg(feature = "std")]
 mod sync;
 pub mod tensor;

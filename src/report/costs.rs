@@ -9,12 +9,11 @@
 use alloc::vec::Vec;
 
 use super::metadata;
+use super::size::OpSizes;
 use crate::plan::Plan;
 use crate::{
-    call::Gradients,
     error::Result,
-    plan::area,
-    schedule::{ALIGNMENT, Buf, CirculatingSide, Direction, MessageView, OpKind, Schedule, expand::Expansion},
+    schedule::{ALIGNMENT, Direction, Schedule},
 };
 
 /// One step of one rank. Ring steps are numbered as in the schedule; step 0 is the rank's own share. The data of a step
@@ -89,19 +88,6 @@ impl Costs {
     }
 }
 
-/// Bytes of a message.
-fn bytes(plan: &Plan, schedule: &Schedule, message: &MessageView) -> u64 {
-    let (p, view) = (plan.problem(), &message.view);
-    let element = match view.buf {
-        Buf::Work(i) => {
-            let b = &schedule.buffers[i as usize];
-            u64::from(b.dim) * b.dtype.size() as u64
-        }
-        Buf::User(tensor) => (tensor.dim(p) * tensor.dtype(p).size()) as u64,
-    };
-    view.rows * u64::from(view.heads) * element
-}
-
 /// Where a phase stands in the order of a schedule.
 pub(super) fn order(phase: &str) -> usize {
     ["ulysses in", "ring", "ulysses out", "sinks"].iter().position(|p| *p == phase).unwrap_or(4)
@@ -129,26 +115,8 @@ impl Plan {
 
     /// The costs of a schedule of this plan.
     pub(super) fn costs_of(&self, schedule: &Schedule) -> Costs {
-        let mask = self.problem().mask();
-        let (dk, dv) = (self.problem().head_dim() as u128, self.problem().value_dim() as u128);
-        let mut expansion = Expansion::new(schedule);
+        let mut sizes = OpSizes::new(self, schedule);
         let mut steps: Vec<StepCost> = Vec::new();
-        // (q, k) pairs of a ring step; passes go through the same ring step again.
-        let mut known: Vec<(bool, u32, u128)> = Vec::new();
-        let mut pairs_of = |circulating_side: CirculatingSide, ring_step: u32, e: &mut Expansion| {
-            let keys = circulating_side == CirculatingSide::Keys;
-            if let Some(&(.., n)) = known.iter().find(|k| (k.0, k.1) == (keys, ring_step)) {
-                return n;
-            }
-            schedule.ring_steps(circulating_side).ranges(ring_step as usize, &mut e.scratch);
-            let r = e.scratch.ranges();
-            let pairs = r.q.iter().flat_map(|q| {
-                r.pairs[q.keys_begin as usize..q.keys_end as usize].iter().map(move |&k| (q, k as usize))
-            });
-            let n = pairs.map(|(q, k)| u128::from(area(&q.range, &r.k[k], mask))).sum();
-            known.push((keys, ring_step, n));
-            n
-        };
         for (i, op) in schedule.ops.iter().enumerate() {
             let at = steps.iter().position(|s| (s.phase, s.step) == (op.phase, op.step)).unwrap_or_else(|| {
                 steps.push(StepCost {
@@ -162,24 +130,11 @@ impl Plan {
                 steps.len() - 1
             });
             let step = &mut steps[at];
-            for m in expansion.messages(schedule, i) {
+            for m in sizes.messages(i) {
                 step.messages += 1;
-                *if m.send { &mut step.bytes_sent } else { &mut step.bytes_received } += bytes(self, schedule, m);
+                *if m.send { &mut step.bytes_sent } else { &mut step.bytes_received } += m.bytes;
             }
-            step.multiply_adds += match &op.kind {
-                OpKind::Attend(a) => {
-                    pairs_of(CirculatingSide::Keys, a.ring_step, &mut expansion) * u128::from(a.q.heads) * (dk + dv)
-                }
-                OpKind::Backward(b) => {
-                    let dims = match b.gradients {
-                        Gradients::All => 3 * dk + 2 * dv,
-                        Gradients::Queries => 2 * dk + dv,
-                        Gradients::Keys => 2 * dk + 2 * dv,
-                    };
-                    pairs_of(b.ring_steps, b.ring_step, &mut expansion) * u128::from(b.q.heads) * dims
-                }
-                _ => 0,
-            };
+            step.multiply_adds += sizes.call(i).map_or(0, |call| call.multiply_adds());
         }
         steps.sort_by_key(|s| (order(s.phase), s.step));
         let (rank, direction) = (schedule.rank, schedule.direction);

@@ -9,9 +9,9 @@ mod explain;
 pub(crate) mod metadata;
 #[cfg(feature = "std")]
 pub(crate) mod packed;
+pub(crate) mod size;
 #[cfg(feature = "std")]
 pub mod timeline;
-#[cfg(feature = "std")]
 pub mod trace;
 
 pub use costs::{Costs, PeakBuffers, StepCost};

@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Executes the tasks of all ranks in simulated time.
+//!
+//! Each lane takes its tasks in order. A task begins when the one before it in its lane has ended, and its predecessor in
+//! the other lane too. An exchange first takes the time of an operation, then posts its messages; a message starts when
+//! both ends are posted, waits for the latency, and then uses what its level has: the two ranks' ports inside a node, the
+//! two cards between nodes. On a machine with cores a message inside a node is a copy by the receiver, who makes one copy
+//! after another. An exchange ends when all its messages have.
+
+use alloc::{
+    collections::{BTreeMap, VecDeque},
+    format, vec,
+    vec::Vec,
+};
+
+use super::{
+    resources::{JobId, Resources},
+    tasks::{Task, Work},
+};
+use crate::{
+    error::{Error, Result},
+    machine::{Level, Machine},
+    schedule::Lane,
+};
+
+/// When a task begins and ends.
+pub(super) type Span = (f64, f64);
+
+/// What a job is part of.
+#[derive(Clone, Copy, Debug)]
+enum Part {
+    /// A task that computes.
+    Compute(usize, usize),
+    /// What comes before an exchange's messages are posted.
+    Post(usize, usize),
+    /// The latency of a message.
+    Latency(Flight),
+    /// Its bytes.
+    Bytes(Flight),
+}
+
+/// A message under way.
+#[derive(Clone, Copy, Debug)]
+struct Flight {
+    from: usize,
+    to: usize,
+    bytes: u64,
+}
+
+struct Rank<'a> {
+    tasks: &'a [Task],
+    spans: Vec<Span>,
+    /// For each lane its tasks and how many have ended.
+    lanes: [(Vec<usize>, usize); 2],
+    busy: [bool; 2],
+    /// Messages of the exchange under way that have not ended.
+    open: usize,
+    /// Copies that wait for the one in progress.
+    copies: VecDeque<Flight>,
+    copying: bool,
+}
+
+/// Resources of the machine.
+struct Shared {
+    /// The cores of each node.
+    cores: Vec<usize>,
+    /// Each rank's way out and in, inside its node.
+    ports: Vec<[usize; 2]>,
+    /// Each card's way out and in.
+    cards: Vec<[usize; 2]>,
+}
+
+struct Engine<'a> {
+    machine: &'a Machine,
+    resources: Resources,
+    shared: Shared,
+    ranks: Vec<Rank<'a>>,
+    parts: Vec<Option<Part>>,
+    /// Messages that one side has posted, by sender and receiver: whether by the sender, and bytes.
+    posted: BTreeMap<(usize, usize), (bool, u64)>,
+    now: f64,
+}
+
+/// Begin and end of every task of every rank.
+///
+/// # Errors
+/// [`Error::Schedule`] if messages do not meet, which a proved schedule rules out.
+pub(super) fn run(lists: &[Vec<Task>], machine: &Machine) -> Result<Vec<Vec<Span>>> {
+    let mut engine = Engine::new(lists, machine);
+    for rank in 0..lists.len() {
+        engine.advance(rank)?;
+    }
+    while let Some((now, job)) = engine.resources.next() {
+        engine.now = now;
+        engine.ended(job)?;
+    }
+    for (rank, r) in engine.ranks.iter().enumerate() {
+        if let Some((list, done)) = r.lanes.iter().find(|(list, done)| *done < list.len()) {
+            return Err(Error::Schedule {
+                rank,
+                operation: list[*done],
+                flaw: format!("it waits for ever: {} of {} operations of its lane have ended", done, list.len()),
+            });
+        }
+    }
+    Ok(engine.ranks.into_iter().map(|r| r.spans).collect())
+}
+
+const fn index(lane: Lane) -> usize {
+    match lane {
+        Lane::Compute => 0,
+        Lane::Communication => 1,
+    }
+}
+
+impl<'a> Engine<'a> {
+    fn new(lists: &'a [Vec<Task>], machine: &'a Machine) -> Self {
+        let mut resources = Resources::default();
+        let nodes = lists.len().div_ceil(machine.ranks_per_node);
+        let cores = machine.cores.map_or(Vec::new(), |n| (0..nodes).map(|_| resources.add(n as f64)).collect());
+        let mut pair = |rate: f64| [resources.add(rate), resources.add(rate)];
+        let shared = Shared {
+            cores,
+            ports: lists.iter().map(|_| pair(machine.inside.rate)).collect(),
+            cards: (0..nodes * machine.cards_per_node).map(|_| pair(machine.between.rate)).collect(),
+        };
+        let rank = |tasks: &'a Vec<Task>| {
+            let of = |lane| (0..tasks.len()).filter(|&i| tasks[i].lane == lane).collect();
+            Rank {
+                tasks,
+                spans: vec![(0.0, 0.0); tasks.len()],
+                lanes: [(of(Lane::Compute), 0), (of(Lane::Communication), 0)],
+                busy: [false; 2],
+                open: 0,
+                copies: VecDeque::new(),
+                copying: false,
+            }
+        };
+        let ranks = lists.iter().map(rank).collect();
+        Self { machine, resources, shared, ranks, parts: Vec::new(), posted: BTreeMap::new(), now: 0.0 }
+    }
+
+    /// Begins what a rank can begin.
+    fn advance(&mut self, rank: usize) -> Result<()> {
+        for lane in 0..2 {
+            let r = &self.ranks[rank];
+            let (list, done) = &r.lanes[lane];
+            let Some(&task) = list.get(*done).filter(|_| !r.busy[lane]) else { continue };
+            if let Some(after) = r.tasks[task].after {
+                // The other lane's next task is behind the predecessor, or there is none.
+                let (other, ended) = &r.lanes[1 - lane];
+                if other.get(*ended).is_some_and(|&next| next <= after) {
+                    continue;
+                }
+            }
+            let r = &mut self.ranks[rank];
+            r.busy[lane] = true;
+            r.spans[task].0 = self.now;
+            let (seconds, part) = match &r.tasks[task].work {
+                Work::Compute(seconds) => (*seconds, Part::Compute(rank, task)),
+                Work::Exchange(_) => (self.machine.operation, Part::Post(rank, task)),
+            };
+            self.compute(rank, seconds, part);
+        }
+        Ok(())
+    }
+
+    /// Seconds of work of a rank's own, on a core if the machine counts them.
+    fn compute(&mut self, rank: usize, seconds: f64, part: Part) {
+        let job = match self.shared.cores.get(rank / self.machine.ranks_per_node) {
+            Some(&pool) => self.resources.begin(self.now, seconds, 1.0, &[pool]),
+            None => self.resources.begin(self.now, seconds, 1.0, &[]),
+        };
+        self.keep(job, part);
+    }
+
+    fn keep(&mut self, job: JobId, part: Part) {
+        if self.parts.len() <= job {
+            self.parts.resize(job + 1, None);
+        }
+        self.parts[job] = Some(part);
+    }
+
+    fn ended(&mut self, job: JobId) -> Result<()> {
+        match self.parts[job].take().expect("a job that was begun") {
+            Part::Compute(rank, task) => self.complete(rank, task),
+            Part::Post(rank, task) => self.post(rank, task),
+            Part::Latency(flight) => {
+                self.transfer(flight);
+                Ok(())
+            }
+            Part::Bytes(flight) => self.arrived(flight),
+        }
+    }
+
+    fn complete(&mut self, rank: usize, task: usize) -> Result<()> {
+        let r = &mut self.ranks[rank];
+        let lane = index(r.tasks[task].lane);
+        r.spans[task].1 = self.now;
+        r.busy[lane] = false;
+        r.lanes[lane].1 += 1;
+        self.advance(rank)
+    }
+
+    fn post(&mut self, rank: usize, task: usize) -> Result<()> {
+        let messages = self.ranks[rank].tasks[task].messages();
+        self.ranks[rank].open = messages.len();
+        if messages.is_empty() {
+            return self.complete(rank, task);
+        }
+        for m in messages {
+            let flight = if m.send {
+                Flight { from: rank, to: m.peer, bytes: m.bytes }
+            } else {
+                Flight { from: m.peer, to: rank, bytes: m.bytes }
+            };
+            let key = (flight.from, flight.to);
+            match self.posted.remove(&key) {
+                None => drop(self.posted.insert(key, (m.send, m.bytes))),
+                Some((send, bytes)) if send != m.send && bytes == m.bytes => {
+                    let latency = self.machine.link(self.machine.level(flight.from, flight.to)).latency;
+                    let job = self.resources.begin(self.now, latency, 1.0, &[]);
+                    self.keep(job, Part::Latency(flight));
+                }
+                Some((_, bytes)) => {
+                    let flaw = format!("{} bytes from {} to {} meet {bytes}", m.bytes, flight.from, flight.to);
+                    return Err(Error::Schedule { rank, operation: task, flaw });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The latency is over: the bytes move.
+    fn transfer(&mut self, flight: Flight) {
+        let level = self.machine.level(flight.from, flight.to);
+        let used = match level {
+            Level::Inside if !self.shared.cores.is_empty() => {
+                self.ranks[flight.to].copies.push_back(flight);
+                return self.copy(flight.to);
+            }
+            Level::Inside => [self.shared.ports[flight.from][0], self.shared.ports[flight.to][1]],
+            Level::Between => {
+                let card = |rank| self.shared.cards[self.machine.card(rank)];
+                [card(flight.from)[0], card(flight.to)[1]]
+            }
+        };
+        let job = self.resources.begin(self.now, flight.bytes as f64, f64::INFINITY, &used);
+        self.keep(job, Part::Bytes(flight));
+    }
+
+    /// A rank's thread makes the next copy, if it makes none.
+    fn copy(&mut self, rank: usize) {
+        let r = &mut self.ranks[rank];
+        if r.copying {
+            return;
+        }
+        if let Some(flight) = r.copies.pop_front() {
+            r.copying = true;
+            self.compute(rank, flight.bytes as f64 / self.machine.inside.rate, Part::Bytes(flight));
+        }
+    }
+
+    fn arrived(&mut self, flight: Flight) -> Result<()> {
+        if self.machine.level(flight.from, flight.to) == Level::Inside && !self.shared.cores.is_empty() {
+            self.ranks[flight.to].copying = false;
+            self.copy(flight.to);
+        }
+        for rank in [flight.from, flight.to] {
+            let r = &mut self.ranks[rank];
+            r.open -= 1;
+            if r.open == 0 {
+                let (list, done) = &r.lanes[index(Lane::Communication)];
+                let task = list[*done];
+                self.complete(rank, task)?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! How long a plan takes on a machine, predicted by running its schedules as discrete events.
+//!
+//! The schedules of all ranks are executed in simulated time: both lanes of each rank in the order of their lists, waits
+//! between the lanes where an operation names a predecessor, and exchanges under the contract of transports, whole and
+//! without buffering. A message starts when both its ranks have come to it; links and network cards are shared evenly by
+//! the messages that use them. Nothing is random, no thread runs and no memory of tensors is touched, so a simulation
+//! gives the same figures everywhere and every time.
+//!
+//! - `tasks` turns the operations of a schedule into seconds and messages, by a [`Machine`];
+//! - `resources` shares cores, links and cards among what uses them at the same time;
+//! - `engine` executes the tasks of all ranks.
+//!
+//! What is taken and not taken into account is said in [`machine`](crate::machine). Replicas work on their own batches, so
+//! one group is simulated; it is the first, and has its cards for itself.
+
+mod engine;
+mod resources;
+mod tasks;
+
+use alloc::vec::Vec;
+
+use crate::{
+    error::Result,
+    machine::Machine,
+    plan::Plan,
+    report::trace::Event,
+    schedule::{Direction, Lane, Schedule},
+};
+
+/// One rank's part of a [`Simulation`]; times are seconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct RankTime {
+    /// When its last operation ends.
+    pub end: f64,
+    /// Time that its compute lane works.
+    pub compute: f64,
+    /// Time that its compute lane does not work, until the end of the last rank.
+    pub idle: f64,
+    /// Time that its communication lane is at an operation, waits for peers included.
+    pub communication: f64,
+    /// Of these, the time in which its compute lane does not work.
+    pub exposed: f64,
+    /// Bytes that it sends to ranks of its node.
+    pub bytes_inside: u64,
+    /// Bytes that it sends to ranks of other nodes.
+    pub bytes_between: u64,
+    /// Bytes of its workspace.
+    pub workspace: u64,
+}
+
+/// What a simulation found.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Simulation {
+    /// Seconds until the last rank ends.
+    pub makespan: f64,
+    /// The ranks of the group, in order.
+    pub ranks: Vec<RankTime>,
+    /// Whether the machine has rates for the kernels of exactly these dims; otherwise those of the nearest were taken.
+    pub exact_kernels: bool,
+    /// Every operation with its times, as a run would have recorded it, for
+    /// [`chrome_trace`](crate::report::trace::chrome_trace) and the timeline.
+    pub events: Vec<Event>,
+}
+
+impl Simulation {
+    /// The longest time of exposed communication of any rank.
+    pub fn exposed(&self) -> f64 {
+        self.ranks.iter().map(|r| r.exposed).fold(0.0, f64::max)
+    }
+
+    /// The largest workspace of any rank, in bytes.
+    pub fn workspace(&self) -> u64 {
+        self.ranks.iter().map(|r| r.workspace).max().unwrap_or(0)
+    }
+
+    /// The most bytes that the ranks of one card send to other nodes.
+    pub fn bytes_of_card(&self, machine: &Machine) -> u64 {
+        let mut cards = alloc::vec![0; self.ranks.len().saturating_sub(1).div_ceil(machine.ranks_per_node).max(1) * machine.cards_per_node + machine.cards_per_node];
+        for (rank, r) in self.ranks.iter().enumerate() {
+            cards[machine.card(rank)] += r.bytes_between;
+        }
+        cards.into_iter().max().unwrap_or(0)
+    }
+}
+
+impl Plan {
+    /// Simulates a run of the first group on a machine.
+    ///
+    /// Makes the schedules of all ranks of the group, so it takes as long as planning all of them, and about a microsecond
+    /// for each message.
+    ///
+    /// # Errors
+    /// A machine without a kernel of the problem's element type; those of scheduling.
+    ///
+    /// ```
+    /// use cpattn::{Batch, Dtype, Layout, Machine, Mesh, Plan, Problem, schedule::Direction};
+    /// let machine = Machine::parse(include_str!("../../machines/h100_8x400g.machine"))?;
+    /// let problem = Problem::new(Batch::from_lengths(&[65536])?, 32, 8, 128, Dtype::Bf16);
+    /// let plan = Plan::new(&problem, Mesh::ring(16)?, Layout::Zigzag)?;
+    /// let run = plan.simulate(Direction::Forward, &machine)?;
+    /// assert!(run.makespan > 0.0 && run.ranks.len() == 16);
+    /// // Ranks 0 to 7 are in one node: what they send to others crosses to the second.
+    /// assert!(run.ranks[0].bytes_between > 0);
+    /// # Ok::<(), cpattn::Error>(())
+    /// ```
+    pub fn simulate(&self, direction: Direction, machine: &Machine) -> Result<Simulation> {
+        let schedules =
+            (0..self.mesh().group()).map(|r| Schedule::new(self, r, direction)).collect::<Result<Vec<_>>>()?;
+        let mut exact = true;
+        let mut lists = Vec::with_capacity(schedules.len());
+        for schedule in &schedules {
+            let (list, fits) = tasks::tasks(self, schedule, machine)?;
+            exact &= fits;
+            lists.push(list);
+        }
+        let spans = engine::run(&lists, machine)?;
+        let mut ranks = Vec::with_capacity(schedules.len());
+        let mut events = Vec::new();
+        let makespan = spans.iter().flatten().map(|s| s.1).fold(0.0, f64::max);
+        for (rank, ((list, spans), schedule)) in lists.iter().zip(&spans).zip(&schedules).enumerate() {
+            ranks.push(times(rank, list, spans, makespan, machine, schedule.workspace_bytes()));
+            events.extend(list.iter().zip(spans).zip(&schedule.ops).map(|((task, span), op)| Event {
+                rank,
+                lane: task.lane,
+                name: op.kind.name(),
+                phase: op.phase,
+                step: op.step,
+                start_ns: nanoseconds(span.0),
+                end_ns: nanoseconds(span.1),
+                bytes: task.bytes(),
+            }));
+        }
+        Ok(Simulation { makespan, ranks, exact_kernels: exact, events })
+    }
+}
+
+fn nanoseconds(seconds: f64) -> u64 {
+    (seconds * 1e9 + 0.5) as u64
+}
+
+/// The figures of one rank, from the times of its operations.
+fn times(
+    rank: usize,
+    list: &[tasks::Task],
+    spans: &[(f64, f64)],
+    makespan: f64,
+    machine: &Machine,
+    workspace: u64,
+) -> RankTime {
+    let of = |lane: Lane| list.iter().zip(spans).filter(move |(t, _)| t.lane == lane).map(|(_, s)| *s);
+    let mut time = RankTime { workspace, ..RankTime::default() };
+    time.end = spans.iter().map(|s| s.1).fold(0.0, f64::max);
+    time.compute = of(Lane::Compute).map(|(a, e)| e - a).sum();
+    time.idle = makespan - time.compute;
+    time.communication = of(Lane::Communication).map(|(a, e)| e - a).sum();
+    // Both lists ascend: an operation begins when the one before has ended.
+    let compute: Vec<(f64, f64)> = of(Lane::Compute).collect();
+    let mut first = 0;
+    let mut hidden = 0.0;
+    for (a, e) in of(Lane::Communication) {
+        while first < compute.len() && compute[first].1 <= a {
+            first += 1;
+        }
+        hidden += compute[first..].iter().take_while(|c| c.0 < e).map(|c| c.1.min(e) - c.0.max(a)).sum::<f64>();
+    }
+    time.exposed = (time.communication - hidden).max(0.0);
+    for message in list.iter().flat_map(|t| t.messages()).filter(|m| m.send) {
+        match machine.level(rank, message.peer) {
+            crate::machine::Level::Inside => time.bytes_inside += message.bytes,
+            crate::machine::Level::Between => time.bytes_between += message.bytes,
+        }
+    }
+    time
+}
+
+#[cfg(test)]
+mod tests;

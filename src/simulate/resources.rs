@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Work in progress, and what it shares: cores, links, cards.
+//!
+//! A job has an amount of work and uses up to three resources. A resource divides its capacity evenly among the jobs that
+//! use it; a job is as fast as the slowest of its resources lets it be, and never faster than its own limit. When a job
+//! begins or ends, the speeds of those that share a resource with it change, and so do their ends.
+//!
+//! An even division leaves some capacity unused where a job is held back elsewhere; with the few jobs that meet on a
+//! resource here that is close to what networks do, and it keeps the cost of a change to the jobs concerned.
+
+use alloc::{collections::BinaryHeap, vec::Vec};
+use core::cmp::Reverse;
+
+/// A number of a job.
+pub(super) type JobId = usize;
+
+#[derive(Clone, Debug)]
+struct Job {
+    left: f64,
+    limit: f64,
+    speed: f64,
+    /// When `left` was true.
+    since: f64,
+    used: [usize; 3],
+    count: usize,
+    /// Ends that were computed with another speed do not count.
+    version: u32,
+}
+
+/// Jobs and resources.
+#[derive(Debug, Default)]
+pub(super) struct Resources {
+    capacity: Vec<f64>,
+    users: Vec<Vec<JobId>>,
+    jobs: Vec<Job>,
+    free: Vec<JobId>,
+    /// The times are never negative, so their bits are ordered as they are.
+    ends: BinaryHeap<Reverse<(u64, u64, JobId, u32)>>,
+    /// Of two that end at the same time the first planned comes first.
+    sequence: u64,
+}
+
+impl Resources {
+    /// Another resource.
+    pub fn add(&mut self, capacity: f64) -> usize {
+        self.capacity.push(capacity);
+        self.users.push(Vec::new());
+        self.capacity.len() - 1
+    }
+
+    /// Begins a job of some amount of work, at most `limit` of it a second.
+    pub fn begin(&mut self, now: f64, work: f64, limit: f64, used: &[usize]) -> JobId {
+        let mut list = [0; 3];
+        list[..used.len()].copy_from_slice(used);
+        let id = self.free.pop().unwrap_or(self.jobs.len());
+        let version = self.jobs.get(id).map_or(0, |j| j.version + 1);
+        let job = Job { left: work, limit, speed: -1.0, since: now, used: list, count: used.len(), version };
+        if id == self.jobs.len() {
+            self.jobs.push(job)
+        } else {
+            self.jobs[id] = job
+        }
+        used.iter().for_each(|&r| self.users[r].push(id));
+        if used.is_empty() {
+            self.plan(now, id);
+        }
+        used.iter().for_each(|&r| self.share(now, r));
+        id
+    }
+
+    /// The next job to end, and when; it is over then.
+    pub fn next(&mut self) -> Option<(f64, JobId)> {
+        while let Some(Reverse((time, _, id, version))) = self.ends.pop() {
+            if self.jobs[id].version != version {
+                continue;
+            }
+            let now = f64::from_bits(time);
+            self.jobs[id].version += 1;
+            let (used, count) = (self.jobs[id].used, self.jobs[id].count);
+            for &r in &used[..count] {
+                self.users[r].retain(|&j| j != id);
+                self.share(now, r);
+            }
+            self.free.push(id);
+            return Some((now, id));
+        }
+        None
+    }
+
+    /// The users of a resource have changed: their speeds are found again.
+    fn share(&mut self, now: f64, resource: usize) {
+        for i in 0..self.users[resource].len() {
+            self.plan(now, self.users[resource][i]);
+        }
+    }
+
+    fn plan(&mut self, now: f64, id: JobId) {
+        let job = &self.jobs[id];
+        let part = |&r: &usize| self.capacity[r] / self.users[r].len() as f64;
+        let speed = job.used[..job.count].iter().map(part).fold(job.limit, f64::min);
+        let job = &mut self.jobs[id];
+        if speed == job.speed {
+            return;
+        }
+        if job.speed >= 0.0 {
+            job.left = (job.left - (now - job.since) * job.speed).max(0.0);
+        }
+        (job.since, job.speed) = (now, speed);
+        job.version += 1;
+        let end = if job.left > 0.0 { now + job.left / speed } else { now };
+        self.sequence += 1;
+        self.ends.push(Reverse((end.to_bits(), self.sequence, id, job.version)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_shared_is_shared_evenly() {
+        let mut r = Resources::default();
+        let pool = r.add(2.0);
+        // Three jobs of 4 on two cores: 2/3 of a core each until one ends, then a core each.
+        let ids: Vec<JobId> = [4.0, 4.0, 8.0].map(|w| r.begin(0.0, w, 1.0, &[pool])).to_vec();
+        assert_eq!(r.next(), Some((6.0, ids[0])));
+        assert_eq!(r.next(), Some((6.0, ids[1])));
+        assert_eq!(r.next(), Some((10.0, ids[2])));
+        assert_eq!(r.next(), None);
+    }
+
+    #[test]
+    fn a_job_is_as_fast_as_its_slowest_resource() {
+        let mut r = Resources::default();
+        let (wide, narrow) = (r.add(8.0), r.add(2.0));
+        let a = r.begin(0.0, 16.0, f64::INFINITY, &[wide, narrow]);
+        let b = r.begin(1.0, 8.0, f64::INFINITY, &[wide]);
+        // b has half of 8 from second 1 on; a keeps 2.
+        assert_eq!(r.next(), Some((3.0, b)));
+        assert_eq!(r.next(), Some((8.0, a)));
+        let c = r.begin(8.0, 0.0, 1.0, &[]);
+        assert_eq!(r.next(), Some((8.0, c)));
+    }
+}

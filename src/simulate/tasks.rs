@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The operations of a schedule as tasks: a lane, a predecessor, and either seconds or messages.
+//!
+//! This is all that the simulation reads of a schedule. The sizes come from the report's count of operations, the seconds
+//! from the machine's figures.
+
+use alloc::vec::Vec;
+
+use crate::{
+    error::Result,
+    machine::{KernelShape, Machine},
+    plan::Plan,
+    report::size::{MessageSize, OpSizes},
+    schedule::{Lane, Schedule},
+};
+
+/// What a task does.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Work {
+    /// Works for so many seconds, on a core where the machine has cores.
+    Compute(f64),
+    /// Exchanges messages: one for each peer and direction.
+    Exchange(Vec<MessageSize>),
+}
+
+/// One operation.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Task {
+    pub lane: Lane,
+    /// The task of the other lane that must have ended.
+    pub after: Option<usize>,
+    pub work: Work,
+}
+
+impl Task {
+    /// Its messages, those of one peer together.
+    pub fn messages(&self) -> &[MessageSize] {
+        match &self.work {
+            Work::Compute(_) => &[],
+            Work::Exchange(list) => list,
+        }
+    }
+
+    /// Bytes sent and received.
+    pub fn bytes(&self) -> u64 {
+        self.messages().iter().map(|m| m.bytes).sum()
+    }
+}
+
+/// The tasks of a schedule, and whether the machine has the very kernels that it calls.
+pub(super) fn tasks(plan: &Plan, schedule: &Schedule, machine: &Machine) -> Result<(Vec<Task>, bool)> {
+    let p = plan.problem();
+    let mut sizes = OpSizes::new(plan, schedule);
+    let mut exact = true;
+    let mut list = Vec::with_capacity(schedule.ops.len());
+    for (i, op) in schedule.ops.iter().enumerate() {
+        let work = if op.kind.is_exchange() {
+            let mut messages: Vec<MessageSize> = Vec::new();
+            for m in sizes.messages(i) {
+                match messages.iter_mut().find(|n| (n.peer, n.send) == (m.peer, m.send)) {
+                    Some(n) => n.bytes += m.bytes,
+                    None => messages.push(m),
+                }
+            }
+            Work::Exchange(messages)
+        } else if let Some(call) = sizes.call(i) {
+            let shape = KernelShape {
+                dtype: p.dtype(),
+                head_dim: p.head_dim(),
+                value_dim: p.value_dim(),
+                backward: call.backward,
+            };
+            let (kernel, fits) = machine.kernel(shape)?;
+            exact &= fits;
+            let (heads, head) = (call.heads as f64, call.head);
+            let flops = 2.0 * call.multiply_adds() as f64;
+            Work::Compute(machine.operation + kernel.seconds(flops, heads * head.rows as f64, heads * head.keys as f64))
+        } else {
+            Work::Compute(machine.operation + sizes.copied(i) as f64 / machine.copy)
+        };
+        list.push(Task { lane: op.lane, after: op.after.map(|i| i as usize), work });
+    }
+    Ok((list, exact))
+}
