@@ -12,7 +12,7 @@ use super::vector::simd::{Real, Vector};
 use core::sync::atomic::AtomicUsize;
 
 /// A type of sums, with its vectors and, for f32, its tiles.
-pub(super) trait Machine: Real {
+pub(super) trait SumType: Real {
     type Portable: Vector<T = Self>;
     #[cfg(target_arch = "aarch64")]
     type Neon: Vector<T = Self>;
@@ -32,7 +32,7 @@ pub(super) trait Machine: Real {
     type AmxThreeParts: AttentionEngine<Sum = Self>;
 }
 
-impl Machine for f32 {
+impl SumType for f32 {
     type Portable = FourLanes<f32>;
     #[cfg(target_arch = "aarch64")]
     type Neon = super::vector::neon::Floats;
@@ -52,7 +52,7 @@ impl Machine for f32 {
     type AmxThreeParts = super::product::tile_engine::TileEngine<ThreeParts>;
 }
 
-impl Machine for f64 {
+impl SumType for f64 {
     type Portable = FourLanes<f64>;
     #[cfg(target_arch = "aarch64")]
     type Neon = super::vector::neon::Doubles;
@@ -76,7 +76,7 @@ impl Machine for f64 {
 /// A kernel call, ready to run on any number of workers.
 pub(super) trait Job: Sync {
     /// Type of the sums.
-    type Acc: Machine;
+    type Acc: SumType;
     /// Whether the products are the engine's; if not, only its vectors are used.
     #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "matrix units alone ask"))]
     const ENGINE: bool = false;

@@ -58,7 +58,7 @@ use attention::tiled;
 use attention::{backward, dq_order::DqOrder, forward as forward_pass, keys, queries, row_blocks};
 use choice::{Documents, EngineChoice};
 use core::marker::PhantomData;
-use job::Machine;
+use job::SumType;
 use memory::convert;
 use memory::delta::{check_delta, delta as row_sums};
 use memory::transform::{check_finish, check_transform, finish as empty_rows, transform as transform_rows};
@@ -96,7 +96,7 @@ pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
 
 /// # Safety
 /// As [`attend`], checked, with sums of `A`.
-unsafe fn forward<A: Machine>(call: &Attend, isa: Isa, crew: Crew<'_>) {
+unsafe fn forward<A: SumType>(call: &Attend, isa: Isa, crew: Crew<'_>) {
     let (dtype, workers) = (call.q.dtype, crew.workers());
     let choice = EngineChoice::forward(call, isa, crew.documents);
     let finished = call.ranges.q.iter().filter(|q| q.mode.finishes());
@@ -140,7 +140,7 @@ pub unsafe fn attend_backward(call: &AttendBackward, scratch: &mut Scratch) -> R
 
 /// # Safety
 /// As [`attend_backward`], checked, with sums of `A`.
-unsafe fn gradients<A: Machine>(call: &AttendBackward, isa: Isa, mut crew: Crew<'_>) {
+unsafe fn gradients<A: SumType>(call: &AttendBackward, isa: Isa, mut crew: Crew<'_>) {
     let together = call.gradients == Gradients::All && !call.aligned;
     if call.gradients != Gradients::Keys && !together {
         let job = queries::Queries::<A> { call, documents: Documents::all(isa), sums: PhantomData };
@@ -244,7 +244,7 @@ fn memory<'a>(scratch: &'a mut Scratch, dims: &Dims) -> Result<Crew<'a>> {
 
 #[cfg(test)]
 mod tests {
-    use super::job::{Job, Machine};
+    use super::job::{Job, SumType};
     use super::*;
     use crate::call::{HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
     use crate::element::{Accumulator, Element};
@@ -259,7 +259,7 @@ mod tests {
     ///
     /// # Safety
     /// The instruction set of `V` is present.
-    unsafe fn check<E: Element<Acc: Machine>, V: Vector<T = E::Acc>>(bound: f64) {
+    unsafe fn check<E: Element<Acc: SumType>, V: Vector<T = E::Acc>>(bound: f64) {
         let (n, d) = (150, 40);
         let numbers = |seed: usize| -> Vec<E> {
             (0..n * d).map(|i| E::from_f64(((i * 7919 + seed * 104_729) % 2003) as f64 / 1000.0 - 1.0)).collect()
@@ -344,24 +344,24 @@ mod tests {
     fn every_instruction_set() {
         // SAFETY: arrays are always there, and the others are asked for.
         unsafe {
-            check::<f32, <f32 as Machine>::Portable>(2e-6);
-            check::<bf16, <f32 as Machine>::Portable>(2e-6);
-            check::<f64, <f64 as Machine>::Portable>(1e-13);
+            check::<f32, <f32 as SumType>::Portable>(2e-6);
+            check::<bf16, <f32 as SumType>::Portable>(2e-6);
+            check::<f64, <f64 as SumType>::Portable>(1e-13);
             #[cfg(target_arch = "aarch64")]
             {
-                check::<f32, <f32 as Machine>::Neon>(2e-6);
-                check::<bf16, <f32 as Machine>::Neon>(2e-6);
-                check::<f64, <f64 as Machine>::Neon>(1e-13);
+                check::<f32, <f32 as SumType>::Neon>(2e-6);
+                check::<bf16, <f32 as SumType>::Neon>(2e-6);
+                check::<f64, <f64 as SumType>::Neon>(1e-13);
             }
             #[cfg(target_arch = "x86_64")]
             if vector::x86::has_avx2() {
-                check::<f32, <f32 as Machine>::Avx2>(2e-6);
-                check::<f64, <f64 as Machine>::Avx2>(1e-13);
+                check::<f32, <f32 as SumType>::Avx2>(2e-6);
+                check::<f64, <f64 as SumType>::Avx2>(1e-13);
             }
             #[cfg(target_arch = "x86_64")]
             if vector::x86::has_avx512() {
-                check::<f32, <f32 as Machine>::Avx512>(2e-6);
-                check::<f64, <f64 as Machine>::Avx512>(1e-13);
+                check::<f32, <f32 as SumType>::Avx512>(2e-6);
+                check::<f64, <f64 as SumType>::Avx512>(1e-13);
             }
         }
     }

@@ -8,7 +8,7 @@
 use super::attention::{dq_order::DqOrder, tiled::Tiled};
 use super::executor::{self, Executor};
 use super::isa::Isa;
-use super::job::{Job, Machine};
+use super::job::{Job, SumType};
 use super::memory::arena::Line;
 #[cfg(target_arch = "x86_64")]
 use super::product::amx::has_f16;
@@ -80,31 +80,31 @@ impl<J: Job> Units<J> {
             match self.isa {
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx512Bf16 if J::ENGINE && self.dtype == Dtype::Bf16 => {
-                    amx::<J, <J::Acc as Machine>::DotBf16>(job, lines, next)
+                    amx::<J, <J::Acc as SumType>::DotBf16>(job, lines, next)
                 }
                 #[cfg(target_arch = "x86_64")]
                 Isa::Amx if J::ENGINE && self.dtype == Dtype::Bf16 => {
-                    amx::<J, <J::Acc as Machine>::AmxBf16>(job, lines, next)
+                    amx::<J, <J::Acc as SumType>::AmxBf16>(job, lines, next)
                 }
                 #[cfg(target_arch = "x86_64")]
                 Isa::Amx if J::ENGINE && self.dtype == Dtype::F16 && has_f16() => {
-                    amx::<J, <J::Acc as Machine>::AmxF16>(job, lines, next)
+                    amx::<J, <J::Acc as SumType>::AmxF16>(job, lines, next)
                 }
                 #[cfg(target_arch = "x86_64")]
                 Isa::Amx if J::ENGINE && self.dtype == Dtype::F16 => {
-                    amx::<J, <J::Acc as Machine>::AmxTwoParts>(job, lines, next)
+                    amx::<J, <J::Acc as SumType>::AmxTwoParts>(job, lines, next)
                 }
                 #[cfg(target_arch = "x86_64")]
                 Isa::Amx if J::ENGINE && self.dtype == Dtype::F32 => {
-                    amx::<J, <J::Acc as Machine>::AmxThreeParts>(job, lines, next)
+                    amx::<J, <J::Acc as SumType>::AmxThreeParts>(job, lines, next)
                 }
                 #[cfg(target_arch = "x86_64")]
                 Isa::Amx | Isa::Avx512Bf16 | Isa::Avx512 => avx512(job, lines, next),
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx2 => avx2(job, lines, next),
                 #[cfg(target_arch = "aarch64")]
-                Isa::Neon => job.work::<Dense<<J::Acc as Machine>::Neon>>(lines, next),
-                _ => job.work::<Dense<<J::Acc as Machine>::Portable>>(lines, next),
+                Isa::Neon => job.work::<Dense<<J::Acc as SumType>::Neon>>(lines, next),
+                _ => job.work::<Dense<<J::Acc as SumType>::Portable>>(lines, next),
             }
         }
     }
@@ -164,7 +164,7 @@ unsafe fn amx<J: Job, E: AttentionEngine<Sum = J::Acc>>(job: &J, lines: &mut [Li
 #[target_feature(enable = "avx512f,avx512dq,avx2,fma")]
 unsafe fn avx512<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
     // SAFETY: the contract of `Job::work`, and AVX-512 is present: the engine's instruction set.
-    unsafe { job.work::<Dense<<J::Acc as Machine>::Avx512>>(lines, next) }
+    unsafe { job.work::<Dense<<J::Acc as SumType>::Avx512>>(lines, next) }
 }
 
 /// # Safety
@@ -173,7 +173,7 @@ unsafe fn avx512<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
 #[target_feature(enable = "avx2,fma")]
 unsafe fn avx2<J: Job>(job: &J, lines: &mut [Line], next: &AtomicUsize) {
     // SAFETY: the contract of `Job::work`, and AVX2 and FMA are present: the engine's instruction set.
-    unsafe { job.work::<Dense<<J::Acc as Machine>::Avx2>>(lines, next) }
+    unsafe { job.work::<Dense<<J::Acc as SumType>::Avx2>>(lines, next) }
 }
 
 /// One worker for each `each` lines.

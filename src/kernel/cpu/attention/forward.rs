@@ -18,7 +18,7 @@ use super::stream::{BLOCK, KeyStream, KeyTile};
 use super::tile::{Cover, Lanes, Scores, Scoring, VisibleKeys, at};
 use crate::call::{Attend, QRange};
 use crate::kernel::cpu::choice::Documents;
-use crate::kernel::cpu::job::{Job, Machine};
+use crate::kernel::cpu::job::{Job, SumType};
 use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES, LANES_MOST, Line};
 use crate::kernel::cpu::memory::panel::to_rows;
 use crate::kernel::cpu::memory::rows::{narrow, prefetch};
@@ -108,7 +108,7 @@ struct Deferred<E: AttentionEngine> {
     free: usize,
 }
 
-impl<A: Machine> Job for ForwardPass<'_, A> {
+impl<A: SumType> Job for ForwardPass<'_, A> {
     type Acc = A;
     const ENGINE: bool = true;
 

@@ -15,7 +15,7 @@ use super::stream::KeyTile;
 use super::tile::{Cover, Lanes, Scoring, at, product};
 use crate::call::{AttendBackward, QRange};
 use crate::kernel::cpu::choice::Documents;
-use crate::kernel::cpu::job::{Job, Machine};
+use crate::kernel::cpu::job::{Job, SumType};
 use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES_BACK, Line, vectors};
 use crate::kernel::cpu::memory::panel::{any_non_finite, to_lanes};
 use crate::kernel::cpu::memory::rows::prefetch;
@@ -66,7 +66,7 @@ struct KeyTiles<'a, A> {
     delta: &'a mut [A],
 }
 
-impl<A: Machine> Job for Keys<'_, A> {
+impl<A: SumType> Job for Keys<'_, A> {
     type Acc = A;
 
     #[inline(always)]

@@ -10,7 +10,7 @@ use super::stream::{KeyStream, KeyTile};
 use super::tile::{Cover, Lanes, Scoring, at, product};
 use crate::call::AttendBackward;
 use crate::kernel::cpu::choice::Documents;
-use crate::kernel::cpu::job::{Job, Machine};
+use crate::kernel::cpu::job::{Job, SumType};
 use crate::kernel::cpu::memory::arena::{Arena, KEYS, LANES_BACK, Line, vectors};
 use crate::kernel::cpu::memory::panel::{any_non_finite, to_rows};
 use crate::kernel::cpu::product::engine::{AttentionEngine, Dense};
@@ -48,7 +48,7 @@ struct QueryTiles<'a, A> {
     rows: &'a mut [A],
 }
 
-impl<A: Machine> Job for Queries<'_, A> {
+impl<A: SumType> Job for Queries<'_, A> {
     type Acc = A;
 
     #[inline(always)]
