@@ -2,7 +2,8 @@
 //! Descriptions are read as they were written, and refusals name the line.
 
 use super::*;
-use alloc::string::ToString;
+use crate::Dtype;
+use alloc::string::{String, ToString};
 
 const WHOLE: &str = "# a comment
 name = two nodes

@@ -26,7 +26,7 @@ use alloc::{
 };
 use core::fmt;
 
-use super::{KernelRate, KernelShape, LinkRate, Machine, direction};
+use super::figures::{KernelRate, KernelShape, LinkRate, Machine, direction};
 use crate::{
     element::Dtype,
     error::{Error, Result},
@@ -36,13 +36,13 @@ const KERNEL_FIGURES: [&str; 4] = ["rate", "row", "key", "call"];
 const DTYPES: [Dtype; 4] = [Dtype::F16, Dtype::Bf16, Dtype::F32, Dtype::F64];
 
 /// A line without its comment.
-struct Entry<'a> {
+struct FigureLine<'a> {
     line: usize,
     key: &'a str,
     value: &'a str,
 }
 
-impl Entry<'_> {
+impl FigureLine<'_> {
     fn refuse(&self, figure: &str, expected: &str) -> Error {
         let found = if figure.is_empty() { "empty" } else { figure };
         Error::invalid(format!("line {} of the machine description, {}", self.line, self.key), found, expected)
@@ -61,14 +61,14 @@ impl Entry<'_> {
 }
 
 /// All entries, each with a key of its own.
-struct Entries<'a> {
-    list: Vec<Entry<'a>>,
+struct FigureLines<'a> {
+    list: Vec<FigureLine<'a>>,
     lines: usize,
 }
 
-impl<'a> Entries<'a> {
+impl<'a> FigureLines<'a> {
     fn read(text: &'a str) -> Result<Self> {
-        let mut list: Vec<Entry<'a>> = Vec::new();
+        let mut list: Vec<FigureLine<'a>> = Vec::new();
         for (i, line) in text.lines().enumerate() {
             let content = line.split('#').next().unwrap_or("").trim();
             if content.is_empty() {
@@ -78,7 +78,7 @@ impl<'a> Entries<'a> {
             let Some((key, value)) = content.split_once('=') else {
                 return Err(Error::invalid(place, format!("{content:?}"), "key = value"));
             };
-            let entry = Entry { line: i + 1, key: key.trim(), value: value.trim() };
+            let entry = FigureLine { line: i + 1, key: key.trim(), value: value.trim() };
             if let Some(first) = list.iter().find(|e| e.key == entry.key) {
                 let expected = format!("one line for {}: line {} has it", entry.key, first.line);
                 return Err(Error::invalid(place, format!("{} again", entry.key), expected));
@@ -88,11 +88,11 @@ impl<'a> Entries<'a> {
         Ok(Self { list, lines: text.lines().count() })
     }
 
-    fn take_if_there(&mut self, key: &str) -> Option<Entry<'a>> {
+    fn take_if_there(&mut self, key: &str) -> Option<FigureLine<'a>> {
         self.list.iter().position(|e| e.key == key).map(|i| self.list.remove(i))
     }
 
-    fn take(&mut self, key: &str) -> Result<Entry<'a>> {
+    fn take(&mut self, key: &str) -> Result<FigureLine<'a>> {
         self.take_if_there(key).ok_or_else(|| {
             let found = format!("without {key} in its {} lines", self.lines);
             Error::invalid("the machine description", found, format!("a line `{key} = …`"))
@@ -105,8 +105,25 @@ impl<'a> Entries<'a> {
     }
 }
 
-pub(super) fn parse(text: &str) -> Result<Machine> {
-    let mut entries = Entries::read(text)?;
+impl Machine {
+    /// Reads a description.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] that names the line and the key: a line that is not `key = value`, an unknown key, a key given
+    /// twice, a figure that is missing, negative or not a number.
+    ///
+    /// ```
+    /// use cpattn::machine::Machine;
+    /// let text = Machine::parse("copy = -1").unwrap_err().to_string();
+    /// assert_eq!(text, "line 1 of the machine description, copy is -1, expected a number above 0");
+    /// ```
+    pub fn parse(description: &str) -> Result<Self> {
+        parse(description)
+    }
+}
+
+fn parse(text: &str) -> Result<Machine> {
+    let mut entries = FigureLines::read(text)?;
     // Values before keys that are not there: what is written wrong is found first.
     let mut kernels = Vec::new();
     let mut rest = Vec::new();
@@ -151,7 +168,7 @@ pub(super) fn parse(text: &str) -> Result<Machine> {
 }
 
 /// Refuses an unknown key, and a value that its key cannot have.
-fn check(entry: &Entry<'_>) -> Result<()> {
+fn check(entry: &FigureLine<'_>) -> Result<()> {
     match entry.key {
         "name" if entry.value.is_empty() => Err(entry.refuse(entry.value, "a name")),
         "name" => Ok(()),
@@ -170,7 +187,7 @@ fn check(entry: &Entry<'_>) -> Result<()> {
 }
 
 /// `DTYPE HEAD_DIM/VALUE_DIM forward|backward` and its four figures.
-fn kernel(entry: &Entry<'_>, shape: &str) -> Result<KernelRate> {
+fn kernel(entry: &FigureLine<'_>, shape: &str) -> Result<KernelRate> {
     let shape = kernel_shape(shape).ok_or_else(|| {
         Error::invalid(
             format!("line {} of the machine description", entry.line),
@@ -187,7 +204,7 @@ fn kernel(entry: &Entry<'_>, shape: &str) -> Result<KernelRate> {
         if figures[i].is_some() {
             return Err(entry.refuse(part, "each of rate, row, key and call once"));
         }
-        let named = Entry { key: &format!("{}: {name}", entry.key), ..*entry };
+        let named = FigureLine { key: &format!("{}: {name}", entry.key), ..*entry };
         figures[i] = Some(named.number(figure, i > 0)?);
     }
     if let Some(i) = figures.iter().position(Option::is_none) {

@@ -15,7 +15,7 @@ use alloc::{
 
 use super::{
     resources::{JobId, Resources},
-    tasks::{Task, Work},
+    tasks::{Task, TaskWork},
 };
 use crate::{
     error::{Error, Result},
@@ -28,7 +28,7 @@ pub(super) type Span = (f64, f64);
 
 /// What a job is part of.
 #[derive(Clone, Copy, Debug)]
-enum Part {
+enum JobPart {
     /// A task that computes.
     Compute(usize, usize),
     /// What comes before an exchange's messages are posted.
@@ -47,7 +47,7 @@ struct Flight {
     bytes: u64,
 }
 
-struct Rank<'a> {
+struct RankState<'a> {
     tasks: &'a [Task],
     spans: Vec<Span>,
     /// For each lane its tasks and how many have ended.
@@ -61,7 +61,7 @@ struct Rank<'a> {
 }
 
 /// Resources of the machine.
-struct Shared {
+struct MachineParts {
     /// The cores of each node.
     cores: Vec<usize>,
     /// Each rank's way out and in, inside its node.
@@ -70,12 +70,12 @@ struct Shared {
     cards: Vec<[usize; 2]>,
 }
 
-struct Engine<'a> {
+struct EventLoop<'a> {
     machine: &'a Machine,
     resources: Resources,
-    shared: Shared,
-    ranks: Vec<Rank<'a>>,
-    parts: Vec<Option<Part>>,
+    shared: MachineParts,
+    ranks: Vec<RankState<'a>>,
+    parts: Vec<Option<JobPart>>,
     /// Messages that one side has posted, by sender and receiver: whether by the sender, and bytes.
     posted: BTreeMap<(usize, usize), (bool, u64)>,
     now: f64,
@@ -86,7 +86,7 @@ struct Engine<'a> {
 /// # Errors
 /// [`Error::Schedule`] if messages do not meet, which a proved schedule rules out.
 pub(super) fn run(lists: &[Vec<Task>], machine: &Machine) -> Result<Vec<Vec<Span>>> {
-    let mut engine = Engine::new(lists, machine);
+    let mut engine = EventLoop::new(lists, machine);
     for rank in 0..lists.len() {
         engine.advance(rank)?;
     }
@@ -113,20 +113,20 @@ const fn index(lane: Lane) -> usize {
     }
 }
 
-impl<'a> Engine<'a> {
+impl<'a> EventLoop<'a> {
     fn new(lists: &'a [Vec<Task>], machine: &'a Machine) -> Self {
         let mut resources = Resources::default();
         let nodes = lists.len().div_ceil(machine.ranks_per_node);
         let cores = machine.cores.map_or(Vec::new(), |n| (0..nodes).map(|_| resources.add(n as f64)).collect());
         let mut pair = |rate: f64| [resources.add(rate), resources.add(rate)];
-        let shared = Shared {
+        let shared = MachineParts {
             cores,
             ports: lists.iter().map(|_| pair(machine.inside.rate)).collect(),
             cards: (0..nodes * machine.cards_per_node).map(|_| pair(machine.between.rate)).collect(),
         };
         let rank = |tasks: &'a Vec<Task>| {
             let of = |lane| (0..tasks.len()).filter(|&i| tasks[i].lane == lane).collect();
-            Rank {
+            RankState {
                 tasks,
                 spans: vec![(0.0, 0.0); tasks.len()],
                 lanes: [(of(Lane::Compute), 0), (of(Lane::Communication), 0)],
@@ -157,8 +157,8 @@ impl<'a> Engine<'a> {
             r.busy[lane] = true;
             r.spans[task].0 = self.now;
             let (seconds, part) = match &r.tasks[task].work {
-                Work::Compute(seconds) => (*seconds, Part::Compute(rank, task)),
-                Work::Exchange(_) => (self.machine.operation, Part::Post(rank, task)),
+                TaskWork::Compute(seconds) => (*seconds, JobPart::Compute(rank, task)),
+                TaskWork::Exchange(_) => (self.machine.operation, JobPart::Post(rank, task)),
             };
             self.compute(rank, seconds, part);
         }
@@ -166,7 +166,7 @@ impl<'a> Engine<'a> {
     }
 
     /// Seconds of work of a rank's own, on a core if the machine counts them.
-    fn compute(&mut self, rank: usize, seconds: f64, part: Part) {
+    fn compute(&mut self, rank: usize, seconds: f64, part: JobPart) {
         let job = match self.shared.cores.get(rank / self.machine.ranks_per_node) {
             Some(&pool) => self.resources.begin(self.now, seconds, 1.0, &[pool]),
             None => self.resources.begin(self.now, seconds, 1.0, &[]),
@@ -174,7 +174,7 @@ impl<'a> Engine<'a> {
         self.keep(job, part);
     }
 
-    fn keep(&mut self, job: JobId, part: Part) {
+    fn keep(&mut self, job: JobId, part: JobPart) {
         if self.parts.len() <= job {
             self.parts.resize(job + 1, None);
         }
@@ -183,13 +183,13 @@ impl<'a> Engine<'a> {
 
     fn ended(&mut self, job: JobId) -> Result<()> {
         match self.parts[job].take().expect("a job that was begun") {
-            Part::Compute(rank, task) => self.complete(rank, task),
-            Part::Post(rank, task) => self.post(rank, task),
-            Part::Latency(flight) => {
+            JobPart::Compute(rank, task) => self.complete(rank, task),
+            JobPart::Post(rank, task) => self.post(rank, task),
+            JobPart::Latency(flight) => {
                 self.transfer(flight);
                 Ok(())
             }
-            Part::Bytes(flight) => self.arrived(flight),
+            JobPart::Bytes(flight) => self.arrived(flight),
         }
     }
 
@@ -220,7 +220,7 @@ impl<'a> Engine<'a> {
                 Some((send, bytes)) if send != m.send && bytes == m.bytes => {
                     let latency = self.machine.link(self.machine.level(flight.from, flight.to)).latency;
                     let job = self.resources.begin(self.now, latency, 1.0, &[]);
-                    self.keep(job, Part::Latency(flight));
+                    self.keep(job, JobPart::Latency(flight));
                 }
                 Some((_, bytes)) => {
                     let flaw = format!("{} bytes from {} to {} meet {bytes}", m.bytes, flight.from, flight.to);
@@ -246,7 +246,7 @@ impl<'a> Engine<'a> {
             }
         };
         let job = self.resources.begin(self.now, flight.bytes as f64, f64::INFINITY, &used);
-        self.keep(job, Part::Bytes(flight));
+        self.keep(job, JobPart::Bytes(flight));
     }
 
     /// A rank's thread makes the next copy, if it makes none.
@@ -257,7 +257,7 @@ impl<'a> Engine<'a> {
         }
         if let Some(flight) = r.copies.pop_front() {
             r.copying = true;
-            self.compute(rank, flight.bytes as f64 / self.machine.inside.rate, Part::Bytes(flight));
+            self.compute(rank, flight.bytes as f64 / self.machine.inside.rate, JobPart::Bytes(flight));
         }
     }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Work in progress, and what it shares: cores, links, cards.
+//! TaskWork in progress, and what it shares: cores, links, cards.
 //!
 //! A job has an amount of work and uses up to three resources. A resource divides its capacity evenly among the jobs that
 //! use it; a job is as fast as the slowest of its resources lets it be, and never faster than its own limit. When a job
@@ -15,7 +15,7 @@ use core::cmp::Reverse;
 pub(super) type JobId = usize;
 
 #[derive(Clone, Debug)]
-struct Job {
+struct SharedJob {
     left: f64,
     limit: f64,
     speed: f64,
@@ -32,7 +32,7 @@ struct Job {
 pub(super) struct Resources {
     capacity: Vec<f64>,
     users: Vec<Vec<JobId>>,
-    jobs: Vec<Job>,
+    jobs: Vec<SharedJob>,
     free: Vec<JobId>,
     /// The times are never negative, so their bits are ordered as they are.
     ends: BinaryHeap<Reverse<(u64, u64, JobId, u32)>>,
@@ -54,7 +54,7 @@ impl Resources {
         list[..used.len()].copy_from_slice(used);
         let id = self.free.pop().unwrap_or(self.jobs.len());
         let version = self.jobs.get(id).map_or(0, |j| j.version + 1);
-        let job = Job { left: work, limit, speed: -1.0, since: now, used: list, count: used.len(), version };
+        let job = SharedJob { left: work, limit, speed: -1.0, since: now, used: list, count: used.len(), version };
         if id == self.jobs.len() {
             self.jobs.push(job)
         } else {

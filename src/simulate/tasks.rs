@@ -16,7 +16,7 @@ use crate::{
 
 /// What a task does.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Work {
+pub(super) enum TaskWork {
     /// Works for so many seconds, on a core where the machine has cores.
     Compute(f64),
     /// Exchanges messages: one for each peer and direction.
@@ -29,15 +29,15 @@ pub(super) struct Task {
     pub lane: Lane,
     /// The task of the other lane that must have ended.
     pub after: Option<usize>,
-    pub work: Work,
+    pub work: TaskWork,
 }
 
 impl Task {
     /// Its messages, those of one peer together.
     pub fn messages(&self) -> &[MessageSize] {
         match &self.work {
-            Work::Compute(_) => &[],
-            Work::Exchange(list) => list,
+            TaskWork::Compute(_) => &[],
+            TaskWork::Exchange(list) => list,
         }
     }
 
@@ -62,7 +62,7 @@ pub(super) fn tasks(plan: &Plan, schedule: &Schedule, machine: &Machine) -> Resu
                     None => messages.push(m),
                 }
             }
-            Work::Exchange(messages)
+            TaskWork::Exchange(messages)
         } else if let Some(call) = sizes.call(i) {
             let shape = KernelShape {
                 dtype: p.dtype(),
@@ -74,9 +74,11 @@ pub(super) fn tasks(plan: &Plan, schedule: &Schedule, machine: &Machine) -> Resu
             exact &= fits;
             let (heads, head) = (call.heads as f64, call.head);
             let flops = 2.0 * call.multiply_adds() as f64;
-            Work::Compute(machine.operation + kernel.seconds(flops, heads * head.rows as f64, heads * head.keys as f64))
+            TaskWork::Compute(
+                machine.operation + kernel.seconds(flops, heads * head.rows as f64, heads * head.keys as f64),
+            )
         } else {
-            Work::Compute(machine.operation + sizes.copied(i) as f64 / machine.copy)
+            TaskWork::Compute(machine.operation + sizes.copied(i) as f64 / machine.copy)
         };
         list.push(Task { lane: op.lane, after: op.after.map(|i| i as usize), work });
     }

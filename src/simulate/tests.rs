@@ -5,7 +5,7 @@ use alloc::{string::ToString, vec, vec::Vec};
 
 use super::{
     engine,
-    tasks::{Task, Work},
+    tasks::{Task, TaskWork},
     *,
 };
 use crate::{
@@ -40,12 +40,12 @@ fn machine(ranks_per_node: usize, cards_per_node: usize, cores: Option<usize>) -
 }
 
 fn compute(seconds: f64, after: Option<usize>) -> Task {
-    Task { lane: Lane::Compute, after, work: Work::Compute(seconds) }
+    Task { lane: Lane::Compute, after, work: TaskWork::Compute(seconds) }
 }
 
 fn exchange(messages: &[(usize, u64, bool)], after: Option<usize>) -> Task {
     let list = messages.iter().map(|&(peer, bytes, send)| MessageSize { peer, bytes, send }).collect();
-    Task { lane: Lane::Communication, after, work: Work::Exchange(list) }
+    Task { lane: Lane::Communication, after, work: TaskWork::Exchange(list) }
 }
 
 const SEND: bool = true;

@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Kernels and copies of this machine, on as many threads at once as ranks have cores.
+
+use std::{sync::Barrier, thread, time::Instant};
+
+use cpattn::{
+    Dtype, Result,
+    call::{Attend, AttendBackward, Block, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score, Transform},
+    kernel::cpu::{self, Dims, Scratch},
+    machine::{KernelRate, KernelShape},
+};
+
+use crate::fit::{Sample, non_negative};
+
+const HEADS: u32 = 4;
+
+/// A call of the kernel: q rows, k rows, whether causal, and whether it merges into a running result.
+type Call = (u32, u32, bool, bool);
+
+/// As ring steps and all-to-alls make them: square, wide, high, short, with and without a mask.
+const CALLS: [Call; 10] = [
+    (512, 512, true, false),
+    (1024, 1024, true, false),
+    (512, 512, false, true),
+    (256, 1024, false, true),
+    (1024, 256, false, true),
+    (256, 256, true, false),
+    (256, 256, false, true),
+    (768, 768, false, false),
+    (64, 64, true, false),
+    (128, 512, false, true),
+];
+
+/// Figures of both directions of every shape.
+pub fn measure(shapes: &[(Dtype, usize)], threads: usize, rounds: usize) -> Result<Vec<KernelRate>> {
+    let barrier = Barrier::new(threads);
+    let all: Vec<Result<Vec<f64>>> = thread::scope(|scope| {
+        let one = || best_times(shapes, rounds, &barrier);
+        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(one)).collect();
+        threads.into_iter().map(|t| t.join().expect("a thread that ended well")).collect()
+    });
+    let all = all.into_iter().collect::<Result<Vec<_>>>()?;
+    let mut times = (0..all[0].len()).map(|i| all.iter().map(|t| t[i]).fold(f64::INFINITY, f64::min));
+    let mut kernels = Vec::new();
+    for &(dtype, dim) in shapes {
+        for backward in [false, true] {
+            let samples: Vec<Sample> = CALLS
+                .iter()
+                .zip(&mut times)
+                .map(|(&(q, k, causal, _), seconds)| {
+                    let pairs = if causal { u64::from(q) * u64::from(q + 1) / 2 } else { u64::from(q) * u64::from(k) };
+                    let flops = 2 * pairs * u64::from(HEADS) * dim as u64 * if backward { 5 } else { 2 };
+                    let [flops, rows, keys] = [flops, u64::from(q * HEADS), u64::from(k * HEADS)].map(|x| x as f64);
+                    ([flops, rows, keys, 1.0], seconds)
+                })
+                .collect();
+            let [flop, row, key, call] = non_negative(&samples);
+            let shape = KernelShape { dtype, head_dim: dim, value_dim: dim, backward };
+            let kernel = KernelRate { shape, rate: 1.0 / flop, row, key, call };
+            for ((x, t), c) in samples.iter().zip(CALLS) {
+                let fitted = kernel.seconds(x[0], x[1], x[2]);
+                eprintln!("{shape} {c:?}: {:.3} ms, fitted {:+.1} %", t * 1e3, 100.0 * (fitted / t - 1.0));
+            }
+            kernels.push(kernel);
+        }
+    }
+    Ok(kernels)
+}
+
+fn best_times(shapes: &[(Dtype, usize)], rounds: usize, barrier: &Barrier) -> Result<Vec<f64>> {
+    let mut best = vec![f64::INFINITY; shapes.len() * 2 * CALLS.len()];
+    let mut benches: Vec<Bench> = shapes.iter().map(|&(dtype, dim)| Bench::new(dtype, dim)).collect();
+    for _ in 0..rounds {
+        barrier.wait();
+        let mut slot = best.iter_mut();
+        for bench in &mut benches {
+            for backward in [false, true] {
+                for call in CALLS {
+                    let slot = slot.next().expect("a slot for each");
+                    for _ in 0..3 {
+                        *slot = slot.min(bench.run(call, backward)?);
+                    }
+                }
+            }
+        }
+    }
+    Ok(best)
+}
+
+/// Tensors of one shape, for the largest call.
+struct Bench {
+    dtype: Dtype,
+    dim: usize,
+    inputs: [Vec<f32>; 4],
+    outputs: [Vec<f32>; 6],
+    scratch: Scratch,
+}
+
+impl Bench {
+    fn new(dtype: Dtype, dim: usize) -> Self {
+        let most = CALLS.iter().map(|c| c.0.max(c.1)).max().unwrap_or(0) as usize * HEADS as usize;
+        let mut random = fastrand::Rng::with_seed(1);
+        // Half-precision inputs are the same bits read as pairs of small numbers: what they are does not matter, that they
+        // are finite does.
+        let mut numbers = || -> Vec<f32> {
+            (0..most * dim)
+                .map(|_| match dtype {
+                    Dtype::F32 => random.f32() - 0.5,
+                    _ => f32::from_bits(u32::from(half::bf16::from_f32(random.f32() - 0.5).to_bits()) * 0x1_0001),
+                })
+                .collect()
+        };
+        let inputs = [numbers(), numbers(), numbers(), numbers()];
+        let outputs = [dim, dim, dim, dim, 2, 1].map(|d| vec![0.0; most * d]);
+        let mut scratch = Scratch::new(1);
+        scratch.reserve(&Dims { head_dim: dim as u32, value_dim: dim as u32, dtype });
+        Self { dtype, dim, inputs, outputs, scratch }
+    }
+
+    /// Seconds of one call.
+    fn run(&mut self, (rows, keys, causal, running): Call, backward: bool) -> Result<f64> {
+        let (dtype, dim) = (self.dtype, self.dim as u32);
+        let tensor = |ptr: *mut u8, dtype, tokens: u32, dim| RawTensor::compact(ptr, dtype, tokens.into(), HEADS, dim);
+        let inputs = self.inputs.each_mut().map(|x| x.as_mut_ptr().cast());
+        let [q, k, v, d_o] =
+            [(0, rows), (1, keys), (2, keys), (3, rows)].map(|(i, n)| tensor(inputs[i], dtype, n, dim));
+        let [o, run, dk, dv, run_lse, lse] = self.outputs.each_mut().map(|x| x.as_mut_ptr().cast::<u8>());
+        let (run, run_lse) = (tensor(run, Dtype::F32, rows, dim), tensor(run_lse, Dtype::F32, rows, 2));
+        let lse = tensor(lse, Dtype::F32, rows, 1);
+        let mode = if running { Mode::Merge } else { Mode::Only };
+        let q_ranges = [QRange { range: Range::plain(0, rows, 0, 0), keys_begin: 0, keys_end: 1, mode }];
+        let ranges = Ranges { q: &q_ranges, k: &[Range::plain(0, keys, 0, 0)], pairs: &[0] };
+        let heads = HeadMap { q_offset: 0, kv_offset: 0, group: 1 };
+        let score =
+            Score { scale: 0.1, softcap: 0.0, window_left: i64::MAX, window_right: if causal { 0 } else { i64::MAX } };
+        let o = tensor(o, dtype, rows, dim);
+        let forward =
+            Attend { running: run, running_lse: run_lse, lse, ..Attend::new([q, k, v, o], heads, score, ranges) };
+        let mut gradients = AttendBackward::new([q, k, v, d_o], heads, score, ranges);
+        (gradients.lse, gradients.delta, gradients.dq) = (lse, lse, run);
+        (gradients.dk, gradients.dv) = (tensor(dk, Dtype::F32, keys, dim), tensor(dv, Dtype::F32, keys, dim));
+        let start = Instant::now();
+        if backward {
+            // SAFETY: all tensors are this bench's vectors, large enough for the largest call, and used by nothing else.
+            unsafe { cpu::attend_backward(&gradients, &mut self.scratch) }?;
+        } else {
+            // SAFETY: as above.
+            unsafe { cpu::attend(&forward, &mut self.scratch) }?;
+        }
+        Ok(start.elapsed().as_secs_f64())
+    }
+}
+
+/// Bytes per second, read and written, of packing rows of some heads of a tensor.
+pub fn copy(rounds: usize) -> Result<f64> {
+    let (tokens, heads, dim) = (1024u64, 8u32, 64u32);
+    let mut from = vec![1.0f32; tokens as usize * (heads * dim) as usize];
+    let mut to = vec![0.0f32; from.len() / 2];
+    let source = RawTensor::compact(from.as_mut_ptr().cast(), Dtype::F32, tokens, heads, dim).heads(2, heads / 2);
+    let dst = RawTensor::compact(to.as_mut_ptr().cast(), Dtype::F32, tokens, heads / 2, dim);
+    let blocks = [Block { dst, sources_begin: 0, sources_end: 1 }];
+    let mut best = f64::INFINITY;
+    for _ in 0..20 * rounds {
+        let start = Instant::now();
+        // SAFETY: two vectors of this function.
+        unsafe { cpu::transform(&Transform { blocks: &blocks, sources: &[source] }) }?;
+        best = best.min(start.elapsed().as_secs_f64());
+    }
+    Ok(2.0 * size_of_val(to.as_slice()) as f64 / best)
+}

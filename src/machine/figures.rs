@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The figures of a machine, and questions about them.
+//!
+//! Values without any text: what a line of a description means is said here, how it is written in `text`.
+
+use alloc::{format, string::String, vec::Vec};
+
+use crate::{
+    element::Dtype,
+    error::{Error, Result},
+};
+
+/// Where two ranks are to each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Level {
+    /// In one node.
+    Inside,
+    /// In two nodes.
+    Between,
+}
+
+/// The links of one level.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LinkRate {
+    /// Seconds from the moment that both sides are ready until the first byte arrives.
+    pub latency: f64,
+    /// Bytes per second, in each direction: of a rank inside a node, of a card between nodes.
+    pub rate: f64,
+}
+
+/// Which kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KernelShape {
+    /// Element type.
+    pub dtype: Dtype,
+    /// q's and k's head dim.
+    pub head_dim: usize,
+    /// v's head dim.
+    pub value_dim: usize,
+    /// The backward's kernel.
+    pub backward: bool,
+}
+
+/// How fast it is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct KernelRate {
+    /// Which kernel.
+    pub shape: KernelShape,
+    /// Floating-point operations per second, two for each multiply-add of an allowed pair.
+    pub rate: f64,
+    /// Seconds for each q row and head.
+    pub row: f64,
+    /// Seconds for each k row and q head.
+    pub key: f64,
+    /// Seconds for each call.
+    pub call: f64,
+}
+
+/// A machine.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Machine {
+    /// Its name.
+    pub name: String,
+    /// Whether its figures come from data sheets and publications; otherwise they were measured.
+    pub estimate: bool,
+    /// Ranks of one node.
+    pub ranks_per_node: usize,
+    /// Network cards of one node.
+    pub cards_per_node: usize,
+    /// Cores of one node, where ranks compute and copy on them; none where each rank has engines of its own.
+    pub cores: Option<usize>,
+    /// Bytes of memory of one rank.
+    pub memory: f64,
+    /// Seconds of any operation beside its work.
+    pub operation: f64,
+    /// Bytes that packing, unpacking and sums read and write per second.
+    pub copy: f64,
+    /// Links inside a node.
+    pub inside: LinkRate,
+    /// Links between nodes.
+    pub between: LinkRate,
+    /// Kernels.
+    pub kernels: Vec<KernelRate>,
+}
+
+impl Machine {
+    /// The level of the links between two ranks.
+    pub const fn level(&self, a: usize, b: usize) -> Level {
+        if a / self.ranks_per_node == b / self.ranks_per_node { Level::Inside } else { Level::Between }
+    }
+
+    /// The links of a level.
+    pub const fn link(&self, level: Level) -> LinkRate {
+        match level {
+            Level::Inside => self.inside,
+            Level::Between => self.between,
+        }
+    }
+
+    /// The card of its node that a rank's messages to other nodes leave by: ranks are spread evenly, in order.
+    pub const fn card(&self, rank: usize) -> usize {
+        let node = rank / self.ranks_per_node;
+        node * self.cards_per_node + rank % self.ranks_per_node * self.cards_per_node / self.ranks_per_node
+    }
+
+    /// The most ranks that share one card.
+    pub const fn ranks_per_card(&self) -> usize {
+        self.ranks_per_node.div_ceil(self.cards_per_node)
+    }
+
+    /// The rate of a kernel: that of its shape, or where the description does not have it that of the shape with the
+    /// same element type and direction whose dims are nearest. The second value says whether the shape is the one asked
+    /// for.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if no kernel has that element type and direction.
+    pub fn kernel(&self, shape: KernelShape) -> Result<(KernelRate, bool)> {
+        let distance =
+            |k: &KernelRate| k.shape.head_dim.abs_diff(shape.head_dim) + k.shape.value_dim.abs_diff(shape.value_dim);
+        let fits = |k: &&KernelRate| (k.shape.dtype, k.shape.backward) == (shape.dtype, shape.backward);
+        match self.kernels.iter().filter(fits).min_by_key(|k| distance(k)) {
+            Some(k) => Ok((*k, distance(k) == 0)),
+            None => Err(Error::invalid(
+                "machine",
+                format!("{} without a {} kernel of {}", self.name, direction(shape.backward), shape.dtype),
+                "one for the problem's element type and both directions",
+            )
+            .hint("add a line `kernel DTYPE HEAD_DIM/VALUE_DIM forward = rate …` to the description, and one for backward")),
+        }
+    }
+}
+
+impl KernelRate {
+    /// Seconds of one call: `flops` of all heads together, `rows` and `keys` times heads.
+    pub fn seconds(&self, flops: f64, rows: f64, keys: f64) -> f64 {
+        self.call + flops / self.rate + rows * self.row + keys * self.key
+    }
+}
+
+pub(super) const fn direction(backward: bool) -> &'static str {
+    if backward { "backward" } else { "forward" }
+}
