@@ -16,7 +16,7 @@
 //! | [`runtime`] | a [`Rank`] runs plans |
 //! | `cudarc` | slices, contexts and streams of cudarc |
 //! | [`report`] | what a plan costs and why, bounds, traces and timelines |
-//! | [`machine`], [`simulate`] | a machine's figures; how long plans take there, by simulation |
+//! | [`machine`], [`simulate`], [`predict`] | a machine's figures; how long plans take there, by simulation; which mesh suits it |
 //! | [`tensor`], [`element`], [`error`] | typed views, element types, errors |
 //!
 //! Data flows one way: plan → schedule → runtime → kernel and transport. Modules up to the schedule do not access the
@@ -47,6 +47,7 @@ pub mod machine;
 pub mod mask;
 pub mod mesh;
 pub mod plan;
+pub mod predict;
 pub mod report;
 #[cfg(feature = "std")]
 pub mod runtime;

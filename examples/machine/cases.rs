@@ -117,52 +117,67 @@ fn makespan(plan: &Plan, direction: Direction, runs: usize) -> Result<f64> {
     Ok((1..=runs).map(of).fold(f64::INFINITY, f64::min))
 }
 
-/// Measures and predicts every case; prints a table as Markdown.
-pub fn check(machine: &Machine, rounds: usize) -> Result<()> {
-    let cases = cases()?;
-    let directions = [Direction::Forward, Direction::Backward];
-    let mut best = vec![[f64::INFINITY; 2]; cases.len()];
-    for _ in 0..rounds {
-        for (case, best) in cases.iter().zip(&mut best) {
-            for (direction, best) in directions.into_iter().zip(best) {
+/// All cases, with their best makespans so far.
+pub struct Cases {
+    list: Vec<Case>,
+    best: Vec<[f64; 2]>,
+}
+
+const DIRECTIONS: [Direction; 2] = [Direction::Forward, Direction::Backward];
+
+impl Cases {
+    pub fn new() -> Result<Self> {
+        let list = cases()?;
+        Ok(Self { best: vec![[f64::INFINITY; 2]; list.len()], list })
+    }
+
+    /// Runs every case again.
+    pub fn round(&mut self) -> Result<()> {
+        for (case, best) in self.list.iter().zip(&mut self.best) {
+            for (direction, best) in DIRECTIONS.into_iter().zip(best) {
                 *best = best.min(makespan(&case.plan, direction, 4)?);
             }
         }
+        Ok(())
     }
-    println!("| case | type, dim | mask | mesh | layout | direction | predicted ms | measured ms | error |");
-    println!("|---|---|---|---|---|---|---|---|---|");
-    let mut errors = Vec::new();
-    for (case, best) in cases.iter().zip(&best) {
-        let p = case.plan.problem();
-        let mask = if p.mask() == Mask::causal() {
-            "causal".to_string()
-        } else {
-            p.mask().left.map_or("full".into(), |left| format!("window {}", left + 1))
-        };
-        for (direction, &measured) in directions.into_iter().zip(best) {
-            let predicted = case.plan.simulate(direction, machine)?.makespan;
-            let error = predicted / measured - 1.0;
-            println!(
-                "| {} | {} {} | {mask} | {} | {} | {} | {:.2} | {:.2} | {:+.1} % |",
-                case.name,
-                p.dtype(),
-                p.head_dim(),
-                case.plan.mesh(),
-                case.plan.layout(),
-                format!("{direction:?}").to_lowercase(),
-                predicted * 1e3,
-                measured * 1e3,
-                100.0 * error
-            );
-            errors.push(error.abs());
+
+    /// Predicts every case; prints a table as Markdown.
+    pub fn print(&self, machine: &Machine) -> Result<()> {
+        println!("| case | type, dim | mask | mesh | layout | direction | predicted ms | measured ms | error |");
+        println!("|---|---|---|---|---|---|---|---|---|");
+        let mut errors = Vec::new();
+        for (case, best) in self.list.iter().zip(&self.best) {
+            let p = case.plan.problem();
+            let mask = if p.mask() == Mask::causal() {
+                "causal".to_string()
+            } else {
+                p.mask().left.map_or("full".into(), |left| format!("window {}", left + 1))
+            };
+            for (direction, &measured) in DIRECTIONS.into_iter().zip(best) {
+                let predicted = case.plan.simulate(direction, machine)?.makespan;
+                let error = predicted / measured - 1.0;
+                println!(
+                    "| {} | {} {} | {mask} | {} | {} | {} | {:.2} | {:.2} | {:+.1} % |",
+                    case.name,
+                    p.dtype(),
+                    p.head_dim(),
+                    case.plan.mesh(),
+                    case.plan.layout(),
+                    format!("{direction:?}").to_lowercase(),
+                    predicted * 1e3,
+                    measured * 1e3,
+                    100.0 * error
+                );
+                errors.push(error.abs());
+            }
         }
+        errors.sort_unstable_by(f64::total_cmp);
+        println!(
+            "\n{} cases: error {:.1} % in the median, {:.1} % at worst.",
+            errors.len(),
+            100.0 * errors[errors.len() / 2],
+            100.0 * errors[errors.len() - 1]
+        );
+        Ok(())
     }
-    errors.sort_unstable_by(f64::total_cmp);
-    println!(
-        "\n{} cases: error {:.1} % in the median, {:.1} % at worst.",
-        errors.len(),
-        100.0 * errors[errors.len() / 2],
-        100.0 * errors[errors.len() - 1]
-    );
-    Ok(())
 }

@@ -31,60 +31,75 @@ const CALLS: [Call; 10] = [
     (128, 512, false, true),
 ];
 
-/// Figures of both directions of every shape.
-pub fn measure(shapes: &[(Dtype, usize)], threads: usize, rounds: usize) -> Result<Vec<KernelRate>> {
-    let barrier = Barrier::new(threads);
-    let all: Vec<Result<Vec<f64>>> = thread::scope(|scope| {
-        let one = || best_times(shapes, rounds, &barrier);
-        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(one)).collect();
-        threads.into_iter().map(|t| t.join().expect("a thread that ended well")).collect()
-    });
-    let all = all.into_iter().collect::<Result<Vec<_>>>()?;
-    let mut times = (0..all[0].len()).map(|i| all.iter().map(|t| t[i]).fold(f64::INFINITY, f64::min));
-    let mut kernels = Vec::new();
-    for &(dtype, dim) in shapes {
-        for backward in [false, true] {
-            let samples: Vec<Sample> = CALLS
-                .iter()
-                .zip(&mut times)
-                .map(|(&(q, k, causal, _), seconds)| {
-                    let pairs = if causal { u64::from(q) * u64::from(q + 1) / 2 } else { u64::from(q) * u64::from(k) };
-                    let flops = 2 * pairs * u64::from(HEADS) * dim as u64 * if backward { 5 } else { 2 };
-                    let [flops, rows, keys] = [flops, u64::from(q * HEADS), u64::from(k * HEADS)].map(|x| x as f64);
-                    ([flops, rows, keys, 1.0], seconds)
-                })
-                .collect();
-            let [flop, row, key, call] = non_negative(&samples);
-            let shape = KernelShape { dtype, head_dim: dim, value_dim: dim, backward };
-            let kernel = KernelRate { shape, rate: 1.0 / flop, row, key, call };
-            for ((x, t), c) in samples.iter().zip(CALLS) {
-                let fitted = kernel.seconds(x[0], x[1], x[2]);
-                eprintln!("{shape} {c:?}: {:.3} ms, fitted {:+.1} %", t * 1e3, 100.0 * (fitted / t - 1.0));
-            }
-            kernels.push(kernel);
-        }
-    }
-    Ok(kernels)
+/// The best times so far of every call, on several threads at once.
+pub struct Kernels {
+    shapes: Vec<(Dtype, usize)>,
+    threads: Vec<(Vec<Bench>, Vec<f64>)>,
 }
 
-fn best_times(shapes: &[(Dtype, usize)], rounds: usize, barrier: &Barrier) -> Result<Vec<f64>> {
-    let mut best = vec![f64::INFINITY; shapes.len() * 2 * CALLS.len()];
-    let mut benches: Vec<Bench> = shapes.iter().map(|&(dtype, dim)| Bench::new(dtype, dim)).collect();
-    for _ in 0..rounds {
-        barrier.wait();
-        let mut slot = best.iter_mut();
-        for bench in &mut benches {
-            for backward in [false, true] {
-                for call in CALLS {
-                    let slot = slot.next().expect("a slot for each");
-                    for _ in 0..3 {
-                        *slot = slot.min(bench.run(call, backward)?);
-                    }
+impl Kernels {
+    pub fn new(shapes: &[(Dtype, usize)], threads: usize) -> Self {
+        let benches = || shapes.iter().map(|&(dtype, dim)| Bench::new(dtype, dim)).collect();
+        let slots = shapes.len() * 2 * CALLS.len();
+        let threads = (0..threads).map(|_| (benches(), vec![f64::INFINITY; slots])).collect();
+        Self { shapes: shapes.to_vec(), threads }
+    }
+
+    /// Every call of every shape again.
+    pub fn round(&mut self) -> Result<()> {
+        let barrier = Barrier::new(self.threads.len());
+        thread::scope(|scope| {
+            let begin = &barrier;
+            let each = self.threads.iter_mut();
+            let threads: Vec<_> = each.map(|(b, best)| scope.spawn(move || best_times(b, best, begin))).collect();
+            threads.into_iter().try_for_each(|t| t.join().expect("a thread that ended well"))
+        })
+    }
+
+    /// Figures of both directions of every shape.
+    pub fn rates(&self) -> Vec<KernelRate> {
+        let slots = self.threads[0].1.len();
+        let mut times = (0..slots).map(|i| self.threads.iter().map(|t| t.1[i]).fold(f64::INFINITY, f64::min));
+        let shapes = self.shapes.iter().flat_map(|&shape| [(shape, false), (shape, true)]);
+        shapes.map(|((dtype, dim), backward)| fitted(dtype, dim, backward, &mut times)).collect()
+    }
+}
+
+fn fitted(dtype: Dtype, dim: usize, backward: bool, times: &mut impl Iterator<Item = f64>) -> KernelRate {
+    let samples: Vec<Sample> = CALLS
+        .iter()
+        .zip(times)
+        .map(|(&(q, k, causal, _), seconds)| {
+            let pairs = if causal { u64::from(q) * u64::from(q + 1) / 2 } else { u64::from(q) * u64::from(k) };
+            let flops = 2 * pairs * u64::from(HEADS) * dim as u64 * if backward { 5 } else { 2 };
+            let [flops, rows, keys] = [flops, u64::from(q * HEADS), u64::from(k * HEADS)].map(|x| x as f64);
+            ([flops, rows, keys, 1.0], seconds)
+        })
+        .collect();
+    let [flop, row, key, call] = non_negative(&samples);
+    let shape = KernelShape { dtype, head_dim: dim, value_dim: dim, backward };
+    let kernel = KernelRate { shape, rate: 1.0 / flop, row, key, call };
+    for ((x, t), c) in samples.iter().zip(CALLS) {
+        let fitted = kernel.seconds(x[0], x[1], x[2]);
+        eprintln!("{shape} {c:?}: {:.3} ms, fitted {:+.1} %", t * 1e3, 100.0 * (fitted / t - 1.0));
+    }
+    kernel
+}
+
+fn best_times(benches: &mut [Bench], best: &mut [f64], barrier: &Barrier) -> Result<()> {
+    barrier.wait();
+    let mut slot = best.iter_mut();
+    for bench in benches {
+        for backward in [false, true] {
+            for call in CALLS {
+                let slot = slot.next().expect("a slot for each");
+                for _ in 0..3 {
+                    *slot = slot.min(bench.run(call, backward)?);
                 }
             }
         }
     }
-    Ok(best)
+    Ok(())
 }
 
 /// Tensors of one shape, for the largest call.
@@ -160,7 +175,7 @@ pub fn copy(rounds: usize) -> Result<f64> {
     let dst = RawTensor::compact(to.as_mut_ptr().cast(), Dtype::F32, tokens, heads / 2, dim);
     let blocks = [Block { dst, sources_begin: 0, sources_end: 1 }];
     let mut best = f64::INFINITY;
-    for _ in 0..20 * rounds {
+    for _ in 0..rounds {
         let start = Instant::now();
         // SAFETY: two vectors of this function.
         unsafe { cpu::transform(&Transform { blocks: &blocks, sources: &[source] }) }?;

@@ -19,7 +19,7 @@ mod links;
 use std::{path::PathBuf, process::ExitCode, thread::available_parallelism};
 
 use clap::Parser;
-use cpattn::{Dtype, Machine, Result};
+use cpattn::{Dtype, Machine, Result, machine::LinkRate};
 
 /// Measures this machine, with ranks as threads, and writes its description.
 #[derive(Parser, Debug)]
@@ -45,22 +45,31 @@ struct Arguments {
 /// Element types and head dims that are measured.
 const SHAPES: [(Dtype, usize); 3] = [(Dtype::F32, 64), (Dtype::F32, 128), (Dtype::Bf16, 64)];
 
-fn measured(arguments: &Arguments, cores: usize) -> Result<Machine> {
+/// The description, measured in rounds; `between_rounds` is called after each of them.
+fn measured(arguments: &Arguments, cores: usize, mut between_rounds: impl FnMut() -> Result<()>) -> Result<Machine> {
     let ranks = arguments.ranks.map_or(cores, usize::from);
     let rounds = arguments.rounds as usize;
-    let kernels = kernels::measure(&SHAPES, cores.min(ranks), rounds)?;
-    let copy = kernels::copy(rounds)?;
-    let (link, operation) = (links::link(rounds)?, links::operation(rounds)?);
+    let mut kernels = kernels::Kernels::new(&SHAPES, cores.min(ranks));
+    let (mut copy, mut operation) = (0.0f64, f64::INFINITY);
+    let mut link = LinkRate { latency: f64::INFINITY, rate: 0.0 };
+    for _ in 0..rounds {
+        kernels.round()?;
+        copy = copy.max(kernels::copy(40)?);
+        let found = links::link(2)?;
+        link = LinkRate { latency: link.latency.min(found.latency), rate: link.rate.max(found.rate) };
+        operation = operation.min(links::operation(40)?);
+        between_rounds()?;
+    }
     let mut text = format!(
-        "name = {} cores, ranks as threads\nestimate = no\nranks_per_node = {ranks}\ncards_per_node = 1\ncores = {cores}\n\
+        "name = {cores} cores, ranks as threads\nestimate = no\nranks_per_node = {ranks}\ncards_per_node = 1\ncores = {cores}\n\
          memory = {:e}\noperation = {operation:e}\ncopy = {copy:e}\n",
-        cores, arguments.memory
+        arguments.memory
     );
     // There is no second node: its links stand in the description as those of this one.
     for level in ["inside", "between"] {
         text += &format!("{level}.latency = {:e}\n{level}.rate = {:e}\n", link.latency, link.rate);
     }
-    for k in kernels {
+    for k in kernels.rates() {
         text +=
             &format!("kernel {} = rate {:e}, row {:e}, key {:e}, call {:e}\n", k.shape, k.rate, k.row, k.key, k.call);
     }
@@ -68,23 +77,29 @@ fn measured(arguments: &Arguments, cores: usize) -> Result<Machine> {
 }
 
 fn run(arguments: &Arguments) -> Result<(), String> {
+    // Where the process is bound to some of the machine's cores (`taskset`), those count.
     let cores = available_parallelism().map_or(1, usize::from);
-    let machine = match &arguments.machine {
-        Some(file) => {
-            let text = std::fs::read_to_string(file).map_err(|e| format!("{}: {e}", file.display()))?;
-            Machine::parse(&text).map_err(|e| format!("{}: {e}", file.display()))?
-        }
-        None => measured(arguments, cores).map_err(|e| e.to_string())?,
-    };
+    let text = |e: cpattn::Error| e.to_string();
     if !arguments.check {
+        let machine = measured(arguments, cores, || Ok(())).map_err(text)?;
         println!(
             "# Measured by `cargo run --release --example machine`. `between` repeats `inside`: one host was measured."
         );
         print!("{machine}");
         return Ok(());
     }
+    let mut cases = cases::Cases::new().map_err(text)?;
+    let machine = match &arguments.machine {
+        Some(file) => {
+            let description = std::fs::read_to_string(file).map_err(|e| format!("{}: {e}", file.display()))?;
+            let machine = Machine::parse(&description).map_err(|e| format!("{}: {e}", file.display()))?;
+            (0..arguments.rounds).try_for_each(|_| cases.round()).map_err(text)?;
+            machine
+        }
+        None => measured(arguments, cores, || cases.round()).map_err(text)?,
+    };
     println!("```text\n{machine}```\n");
-    cases::check(&machine, arguments.rounds as usize).map_err(|e| e.to_string())
+    cases.print(&machine).map_err(text)
 }
 
 fn main() -> ExitCode {

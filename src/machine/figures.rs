@@ -109,6 +109,13 @@ impl Machine {
         self.ranks_per_node.div_ceil(self.cards_per_node)
     }
 
+    /// How many of `ranks` ranks, which fill one node after another, can work at the same time.
+    pub fn ranks_at_once(&self, ranks: usize) -> f64 {
+        let Some(cores) = self.cores else { return ranks as f64 };
+        let (whole, rest) = (ranks / self.ranks_per_node, ranks % self.ranks_per_node);
+        (whole * cores.min(self.ranks_per_node) + cores.min(rest)) as f64
+    }
+
     /// The rate of a kernel: that of its shape, or where the description does not have it that of the shape with the
     /// same element type and direction whose dims are nearest. The second value says whether the shape is the one asked
     /// for.

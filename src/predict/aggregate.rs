@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The time of a plan from the load of its busiest rank.
+//!
+//! What is counted: the largest mask area, rows and needed rows of any ring rank, the largest share of heads of any
+//! Ulysses rank, the bytes of every exchange by the level of its links, one latency and one operation for each step.
+//!
+//! What is approximated, so that no rank's schedule is needed:
+//! - the largest figures are taken to be those of one rank, which is so or nearly so in all layouts but the contiguous one
+//!   with documents;
+//! - the rows that a rank needs are taken to come evenly from the ring ranks they can come from. Where a window or short
+//!   documents make that fewer than all, those are the neighbours in runs of the pack (contiguous, zigzag of the pack), so
+//!   that the first rank of a node gets them all from other nodes, and any ranks in other layouts;
+//! - ring steps overlap perfectly: the ring takes the longer of kernels and exchanges, and one step more of the other;
+//! - every step reads every q row, and ranks do not wait for each other otherwise;
+//! - on a machine with cores, kernels and exchanges do not overlap at all, and ranks that share cores share them evenly.
+
+use super::PassTime;
+use crate::{
+    batch::Side,
+    error::Result,
+    heads::HeadShare,
+    layout::Layout,
+    machine::{KernelRate, KernelShape, Machine},
+    plan::{CirculatingSide, Form, Plan, Problem, Wire, dealt},
+};
+
+/// The kernels of a problem, forward and backward, and whether they are those of its dims.
+pub(super) fn rates(problem: &Problem, machine: &Machine) -> Result<([KernelRate; 2], bool)> {
+    let shape = |backward| KernelShape {
+        dtype: problem.dtype(),
+        head_dim: problem.head_dim(),
+        value_dim: problem.value_dim(),
+        backward,
+    };
+    let (forward, a) = machine.kernel(shape(false))?;
+    let (backward, b) = machine.kernel(shape(true))?;
+    Ok(([forward, backward], a && b))
+}
+
+/// Bytes by the level of the links they go over.
+#[derive(Clone, Copy, Default)]
+struct LevelBytes {
+    inside: f64,
+    between: f64,
+}
+
+/// What both directions need of the plan.
+struct Sizes<'a> {
+    machine: &'a Machine,
+    /// How much slower kernels and copies are because ranks share cores.
+    slower: f64,
+    /// Ranks that share a card.
+    sharing: f64,
+    /// q and k tokens of a rank.
+    own: [f64; 2],
+    /// Of the all-to-all's peers, the part in the rank's node.
+    peers_inside: f64,
+    /// Of the needed rows, the part from the rank's node.
+    rows_inside: f64,
+    /// Ring steps that bring rows.
+    steps: f64,
+}
+
+/// Forward and backward.
+pub(super) fn passes(plan: &Plan, machine: &Machine, rates: &[KernelRate; 2]) -> Result<[PassTime; 2]> {
+    let (p, mesh) = (plan.problem(), plan.mesh());
+    let load = dealt(p, plan.layout(), mesh.ring)?.largest;
+    let (h, hk) = (p.heads() as f64, p.kv_heads() as f64);
+    let (mut hq, mut hkv, mut kv_sum) = (0.0f64, 0.0f64, 0.0);
+    for u in 0..mesh.ulysses {
+        let share = HeadShare::new(u, mesh.ulysses, p.heads() as u32, p.kv_heads() as u32);
+        hq = hq.max(share.q.len() as f64);
+        hkv = hkv.max(share.kv.len() as f64);
+        kv_sum += share.kv.len() as f64;
+    }
+    let node = machine.ranks_per_node;
+    let in_node = (node / mesh.ulysses).clamp(1, mesh.ring);
+    let u = mesh.ulysses as f64;
+    let steps = load.needed.div_ceil(load.k_tokens.max(1)).min(mesh.ring as u64 - 1);
+    let near = matches!(plan.layout(), Layout::Contiguous | Layout::ZigzagPack) && steps + 1 < mesh.ring as u64;
+    let sizes = Sizes {
+        machine,
+        slower: mesh.world().min(node) as f64 / machine.ranks_at_once(mesh.world().min(node)),
+        sharing: machine.ranks_per_card() as f64,
+        own: [load.q_tokens as f64 / u, load.k_tokens as f64 / u],
+        peers_inside: if mesh.ulysses > 1 { (mesh.ulysses.min(node) - 1) as f64 / (u - 1.0) } else { 1.0 },
+        rows_inside: match mesh.ring {
+            1 => 1.0,
+            ring if in_node == ring => 1.0,
+            _ if near => 0.0,
+            ring => (in_node - 1) as f64 / (ring - 1) as f64,
+        },
+        steps: steps as f64,
+    };
+    let (e, a) = (p.dtype().size() as f64, p.dtype().accumulator().size() as f64);
+    let w = if plan.options().wire == Wire::Bf16 { 2.0 } else { a };
+    let (dk, dv) = (p.head_dim() as f64, p.value_dim() as f64);
+    let dims = dk + dv;
+    let [own_q, own_k] = sizes.own;
+    // The all-to-alls: what the busiest rank's own tokens send for the heads of others, and get back.
+    let (others_q, others_kv) = (h - hq, kv_sum - hkv);
+    let keys_there = own_k * others_kv * dims * e;
+    let shared = if plan.shares_kv_heads() { kv_sum * a } else { hk * e };
+    let keys_back = own_k * (shared - hkv * if plan.shares_kv_heads() { a } else { e }) * dims;
+    let into = [own_q * others_q * dk * e + keys_there, own_q * others_q * (dims * e + 2.0 * a) + keys_there];
+    let out = [own_q * others_q * (dv * e + a), own_q * others_q * dk * e + keys_back];
+    // The ring: the rows that come, and in the backward their gradients.
+    let needed = load.needed as f64;
+    let keys = needed * hkv * dims;
+    let (fetched, returned) = if plan.backward_circulates() == CirculatingSide::Queries {
+        let tokens = |side| p.batch().tokens(side).max(1) as f64;
+        let rows = needed * tokens(Side::Q) / tokens(Side::K) * hq;
+        (rows * (dims * e + 2.0 * a), rows * dk * w)
+    } else {
+        (keys * e, keys * w)
+    };
+    let ordered = plan.form() == Form::Ordered;
+    let ring = [[keys * e, 0.0], [fetched, if ordered { 0.0 } else { returned }]];
+    let at_once = plan.form() != Form::Ring;
+    let area = load.area as f64 * hq * 2.0;
+    let flops = [area * dims, area * (3.0 * dk + 2.0 * dv)];
+    let calls = if at_once { 1.0 } else { sizes.steps + 1.0 };
+    let pass = |i: usize| {
+        let rows = load.q_tokens as f64 * hq * calls;
+        let read = (load.k_tokens as f64 + needed) * hq;
+        let kernel = KernelRate { call: 0.0, ..rates[i] }.seconds(flops[i], rows, read);
+        let kernel = (kernel + calls * (rates[i].call + machine.operation)) * sizes.slower;
+        sizes.pass(kernel, calls, into[i], out[i], ring[i], at_once)
+    };
+    Ok([pass(0), pass(1)])
+}
+
+impl Sizes<'_> {
+    /// Seconds of bytes over links.
+    fn link(&self, bytes: LevelBytes) -> f64 {
+        let m = self.machine;
+        bytes.inside / m.inside.rate * self.slower + bytes.between * self.sharing / m.between.rate
+    }
+
+    fn pass(
+        &self,
+        kernel: f64,
+        calls: f64,
+        into: f64,
+        out: f64,
+        [fetched, returned]: [f64; 2],
+        at_once: bool,
+    ) -> PassTime {
+        let m = self.machine;
+        let split = |bytes: f64, part: f64| LevelBytes { inside: bytes * part, between: bytes * (1.0 - part) };
+        let latency = |part: f64| if part < 1.0 { m.between.latency } else { m.inside.latency };
+        // An all-to-all: packed, sent, unpacked.
+        let all_to_all = |bytes: f64| {
+            if bytes == 0.0 {
+                return (0.0, 0.0);
+            }
+            let copies = 4.0 * bytes / m.copy * self.slower + 2.0 * m.operation;
+            (copies, self.link(split(bytes, self.peers_inside)) + latency(self.peers_inside) + m.operation)
+        };
+        let ((pack, there), (unpack, back)) = (all_to_all(into), all_to_all(out));
+        let step = m.operation + latency(self.rows_inside);
+        let exchanges = if at_once { 1.0 } else { self.steps };
+        let returns = if returned > 0.0 { exchanges } else { 0.0 };
+        // What comes home is added: two reads and a write.
+        let home = self.link(split(returned, self.rows_inside)) + 3.0 * returned / m.copy * self.slower;
+        let home = home + returns * (step + m.operation);
+        let fetch = self.link(split(fetched, self.rows_inside)) + if fetched > 0.0 { exchanges * step } else { 0.0 };
+        let one = |x: f64| if x > 0.0 { x / exchanges.max(1.0) } else { 0.0 };
+        let ring = if at_once || m.cores.is_some() {
+            fetch + kernel + home
+        } else {
+            (kernel + one(home)).max(fetch + home + kernel / calls)
+        };
+        let seconds = pack + there + ring + back + unpack;
+        let exchanged = split(into + out, self.peers_inside);
+        let rows = split(fetched + returned, self.rows_inside);
+        PassTime {
+            seconds,
+            exposed: there + back + ring - kernel,
+            bytes_inside: exchanged.inside + rows.inside,
+            bytes_of_card: (exchanged.between + rows.between) * self.sharing,
+        }
+    }
+}

@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Which mesh and layout suit a machine: every candidate with its predicted time.
+//!
+//! Two models answer. `aggregate` counts the load of the busiest rank and turns it into seconds by a few sums; it is quick
+//! for any number of ranks and knows nothing of single messages. [`Plan::simulate`] executes every operation. [`meshes`]
+//! rates all candidates by the first, and where the group is small enough replaces the figures of the best by those of the
+//! second; each line says which model it is from.
+//!
+//! ```
+//! use cpattn::{Batch, Dtype, Machine, Problem, predict};
+//! let machine = Machine::parse(include_str!("../../machines/h100_8x400g.machine"))?;
+//! let problem = Problem::new(Batch::from_lengths(&[1 << 20])?, 32, 8, 128, Dtype::Bf16);
+//! let outlook = predict::meshes(&problem, 4096, &machine, predict::Effort::default())?;
+//! let best = &outlook.candidates[0];
+//! assert!(best.mesh.world() == 4096 && best.seconds() > 0.0);
+//! # Ok::<(), cpattn::Error>(())
+//! ```
+
+mod aggregate;
+mod table;
+
+use alloc::{string::String, vec::Vec};
+
+use crate::{
+    error::{Error, Result},
+    layout::Layout,
+    machine::Machine,
+    mesh::Mesh,
+    plan::{LAYOUTS, Options, Plan, Problem},
+    report::size::tensor_bytes,
+    schedule::Direction,
+};
+
+/// How a candidate's time was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Model {
+    /// From the load of the busiest rank.
+    Aggregate,
+    /// By [`Plan::simulate`], of all ranks.
+    Simulation,
+}
+
+/// How much work a prediction may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct Effort {
+    /// Candidates that are simulated: the best of the aggregate model.
+    pub simulated: usize,
+    /// Ranks up to which they are.
+    pub most_ranks: usize,
+}
+
+impl Default for Effort {
+    fn default() -> Self {
+        Self { simulated: 4, most_ranks: 64 }
+    }
+}
+
+impl Effort {
+    /// Simulates up to `simulated` candidates of at most `most_ranks` ranks.
+    pub const fn new(simulated: usize, most_ranks: usize) -> Self {
+        Self { simulated, most_ranks }
+    }
+}
+
+/// One direction of a candidate; seconds, and bytes of the busiest rank or card.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct PassTime {
+    /// From the first operation to the last.
+    pub seconds: f64,
+    /// Of these, communication that no kernel of the rank runs beside.
+    pub exposed: f64,
+    /// Bytes that a rank sends inside its node.
+    pub bytes_inside: f64,
+    /// Bytes that a card sends to other nodes.
+    pub bytes_of_card: f64,
+}
+
+/// A mesh with a layout, and what is predicted of it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct MeshTime {
+    /// The mesh.
+    pub mesh: Mesh,
+    /// The layout.
+    pub layout: Layout,
+    /// The forward.
+    pub forward: PassTime,
+    /// The backward.
+    pub backward: PassTime,
+    /// Bytes of memory of the largest of the ranks looked at: its tensors of the backward, and the larger of its two
+    /// workspaces at most.
+    pub memory: u64,
+    /// Where the times come from.
+    pub model: Model,
+}
+
+impl MeshTime {
+    /// Seconds of one forward and one backward.
+    pub fn seconds(&self) -> f64 {
+        self.forward.seconds + self.backward.seconds
+    }
+
+    /// Seconds of exposed communication of both.
+    pub fn exposed(&self) -> f64 {
+        self.forward.exposed + self.backward.exposed
+    }
+}
+
+/// All candidates for a problem on some ranks of a machine.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Outlook {
+    /// The ranks that share the batch.
+    pub world: usize,
+    /// Seconds of one forward and one backward if work were even and nothing else took time.
+    pub ideal: f64,
+    /// Whether the machine has rates for the kernels of exactly these dims; otherwise those of the nearest were taken.
+    pub exact_kernels: bool,
+    /// The machine's name.
+    pub machine: String,
+    /// Whether the machine's figures are estimates.
+    pub estimate: bool,
+    /// Bytes of memory of a rank of the machine.
+    pub memory: f64,
+    /// The candidates: those that fit in memory first, the quickest first.
+    pub candidates: Vec<MeshTime>,
+}
+
+/// Rates every mesh `ulysses × ring = world` with every layout of [`LAYOUTS`].
+///
+/// # Errors
+/// A problem that [`Problem::check`] refuses, a world of 0, and a machine without a kernel of the problem's element type.
+pub fn meshes(problem: &Problem, world: usize, machine: &Machine, effort: Effort) -> Result<Outlook> {
+    problem.check()?;
+    Mesh::ring(world)?;
+    let (rates, exact_kernels) = aggregate::rates(problem, machine)?;
+    let mut candidates = Vec::new();
+    for ulysses in (1..=world.min(problem.heads())).rev().filter(|u| world.is_multiple_of(*u)) {
+        let mesh = Mesh { replicas: 1, ring: world / ulysses, ulysses };
+        for layout in LAYOUTS {
+            let too_many = matches!(layout, Layout::Balanced { chunks } if chunks as usize * mesh.ring > 1 << 20);
+            if too_many || mesh.ring == 1 && layout != Layout::Contiguous {
+                continue;
+            }
+            match rate(problem, mesh, layout, machine, &rates) {
+                Ok(candidate) => candidates.push(candidate),
+                // A kind of attention that this mesh cannot compute is no candidate.
+                Err(Error::Unsupported { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+    sort(&mut candidates, machine);
+    if world <= effort.most_ranks {
+        for c in candidates.iter_mut().take(effort.simulated) {
+            simulate(problem, c, machine)?;
+        }
+        // The order is that of one model for the best, and of the other for the rest.
+        let simulated = effort.simulated.min(candidates.len());
+        sort(&mut candidates[..simulated], machine);
+    }
+    let flops = 2.0 * problem.area() as f64 * problem.heads() as f64;
+    let dims = (problem.head_dim() as f64, problem.value_dim() as f64);
+    let ideal = flops * ((dims.0 + dims.1) / rates[0].rate + (3.0 * dims.0 + 2.0 * dims.1) / rates[1].rate);
+    Ok(Outlook {
+        world,
+        ideal: ideal / machine.ranks_at_once(world),
+        exact_kernels,
+        machine: machine.name.clone(),
+        estimate: machine.estimate,
+        memory: machine.memory,
+        candidates,
+    })
+}
+
+fn sort(list: &mut [MeshTime], machine: &Machine) {
+    list.sort_by(|a, b| {
+        let key = |c: &MeshTime| c.memory as f64 > machine.memory;
+        key(a).cmp(&key(b)).then(a.seconds().total_cmp(&b.seconds()))
+    });
+}
+
+/// One candidate, by the aggregate model.
+fn rate(
+    problem: &Problem,
+    mesh: Mesh,
+    layout: Layout,
+    machine: &Machine,
+    rates: &[crate::machine::KernelRate; 2],
+) -> Result<MeshTime> {
+    let plan = Plan::with_options(problem, mesh, layout, Options::default())?;
+    let [forward, backward] = aggregate::passes(&plan, machine, rates)?;
+    let of = |rank| {
+        let work = [Direction::Forward, Direction::Backward].map(|d| plan.workspace_bound(rank, d));
+        tensor_bytes(&plan, rank, Direction::Backward) + work[0].max(work[1])
+    };
+    let memory = of(0).max(of(mesh.world() - 1));
+    Ok(MeshTime { mesh, layout, forward, backward, memory, model: Model::Aggregate })
+}
+
+/// Replaces a candidate's figures by those of the simulation.
+fn simulate(problem: &Problem, candidate: &mut MeshTime, machine: &Machine) -> Result<()> {
+    let plan = Plan::new(problem, candidate.mesh, candidate.layout)?;
+    let pass = |direction| {
+        plan.simulate(direction, machine).map(|run| PassTime {
+            seconds: run.makespan,
+            exposed: run.exposed(),
+            bytes_inside: run.ranks.iter().map(|r| r.bytes_inside).max().unwrap_or(0) as f64,
+            bytes_of_card: run.bytes_of_card(machine) as f64,
+        })
+    };
+    candidate.forward = pass(Direction::Forward)?;
+    candidate.backward = pass(Direction::Backward)?;
+    candidate.model = Model::Simulation;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! An [`Outlook`] as text: a table of candidates, and the reasons for the first.
+
+use alloc::{format, string::String};
+use core::fmt::Write;
+
+use super::{MeshTime, Model, Outlook};
+
+impl Outlook {
+    /// A table of the first `most` candidates in Markdown, the best one explained below it.
+    pub fn to_markdown(&self, most: usize) -> String {
+        let mut out = String::new();
+        let kind = if self.estimate { "estimated figures" } else { "measured figures" };
+        let _ = writeln!(out, "Predicted for {} ranks on {} ({kind}).", self.world, self.machine);
+        if !self.exact_kernels {
+            out.push_str("The machine has no kernel of these dims: the rates are those of the nearest.\n");
+        }
+        out.push_str(
+            "\n| ulysses × ring | layout | forward ms | backward ms | exposed ms | MB of a rank inside | MB of a card between | GB of a rank | model |\n\
+             |---|---|---|---|---|---|---|---|---|\n",
+        );
+        for c in self.candidates.iter().take(most) {
+            let ms = |s: f64| format!("{:.3}", 1e3 * s);
+            let mb = |b: f64| format!("{:.1}", 1e-6 * b);
+            let _ = writeln!(
+                out,
+                "| {} × {} | {} | {} | {} | {} | {} | {} | {:.2}{} | {} |",
+                c.mesh.ulysses,
+                c.mesh.ring,
+                c.layout,
+                ms(c.forward.seconds),
+                ms(c.backward.seconds),
+                ms(c.exposed()),
+                mb(c.forward.bytes_inside + c.backward.bytes_inside),
+                mb(c.forward.bytes_of_card + c.backward.bytes_of_card),
+                1e-9 * c.memory as f64,
+                if self.fits(c) { "" } else { ", too much" },
+                match c.model {
+                    Model::Aggregate => "busiest rank",
+                    Model::Simulation => "simulated",
+                },
+            );
+        }
+        if self.candidates.len() > most {
+            let _ = writeln!(out, "\n{} more candidates are slower.", self.candidates.len() - most);
+        }
+        self.explain_best(&mut out);
+        out
+    }
+
+    /// Whether a candidate fits in the memory of a rank.
+    pub fn fits(&self, candidate: &MeshTime) -> bool {
+        candidate.memory as f64 <= self.memory
+    }
+
+    fn explain_best(&self, out: &mut String) {
+        let Some(best) = self.candidates.first() else { return };
+        let (seconds, exposed) = (best.seconds(), best.exposed());
+        let _ = writeln!(
+            out,
+            "\nBest: ulysses {} × ring {}, {}. {:.3} ms of {:.3} ms are work spread evenly at the kernels' rates ({:.1} %), \
+             {:.3} ms exposed communication ({:.1} %); the rest is uneven work, packing and fixed costs.",
+            best.mesh.ulysses,
+            best.mesh.ring,
+            best.layout,
+            1e3 * self.ideal,
+            1e3 * seconds,
+            100.0 * self.ideal / seconds,
+            1e3 * exposed,
+            100.0 * exposed / seconds,
+        );
+        if !self.fits(best) {
+            let _ = writeln!(out, "No candidate fits in the {:.1} GB of a rank.", 1e-9 * self.memory);
+        }
+        if let Some(next) = self.candidates.iter().find(|c| c.mesh != best.mesh) {
+            let _ = writeln!(
+                out,
+                "The next mesh, ulysses {} × ring {} with {}, takes {:.2} times as long, with {:.3} ms exposed.",
+                next.mesh.ulysses,
+                next.mesh.ring,
+                next.layout,
+                next.seconds() / seconds,
+                1e3 * next.exposed(),
+            );
+        }
+        if self.candidates.iter().any(|c| c.model == Model::Aggregate) {
+            out.push_str(
+                "\"Busiest rank\": from the largest load of any rank, without single messages; rows from others are taken to \
+                 come evenly, and ring steps to overlap perfectly.\n",
+            );
+        }
+    }
+}
