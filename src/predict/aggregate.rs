@@ -14,7 +14,6 @@
 //! - every step reads every q row, and ranks do not wait for each other otherwise;
 //! - on a machine with cores, kernels and exchanges do not overlap at all, and ranks that share cores share them evenly.
 
-use super::PassTime;
 use crate::{
     batch::Side,
     error::Result,
@@ -35,6 +34,20 @@ pub(super) fn rates(problem: &Problem, machine: &Machine) -> Result<([KernelRate
     let (forward, a) = machine.kernel(shape(false))?;
     let (backward, b) = machine.kernel(shape(true))?;
     Ok(([forward, backward], a && b))
+}
+
+/// One direction of a candidate; seconds, and bytes of the busiest rank or card.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[non_exhaustive]
+pub struct PassTime {
+    /// From the first operation to the last.
+    pub seconds: f64,
+    /// Of these, communication that no kernel of the rank runs beside.
+    pub exposed: f64,
+    /// Bytes that a rank sends inside its node.
+    pub bytes_inside: f64,
+    /// Bytes that a card sends to other nodes.
+    pub bytes_of_card: f64,
 }
 
 /// Bytes by the level of the links they go over.

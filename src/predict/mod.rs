@@ -19,6 +19,8 @@
 mod aggregate;
 mod table;
 
+pub use aggregate::PassTime;
+
 use alloc::{string::String, vec::Vec};
 
 use crate::{
@@ -61,20 +63,6 @@ impl Effort {
     pub const fn new(simulated: usize, most_ranks: usize) -> Self {
         Self { simulated, most_ranks }
     }
-}
-
-/// One direction of a candidate; seconds, and bytes of the busiest rank or card.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-#[non_exhaustive]
-pub struct PassTime {
-    /// From the first operation to the last.
-    pub seconds: f64,
-    /// Of these, communication that no kernel of the rank runs beside.
-    pub exposed: f64,
-    /// Bytes that a rank sends inside its node.
-    pub bytes_inside: f64,
-    /// Bytes that a card sends to other nodes.
-    pub bytes_of_card: f64,
 }
 
 /// A mesh with a layout, and what is predicted of it.

@@ -78,7 +78,8 @@ impl Simulation {
 
     /// The most bytes that the ranks of one card send to other nodes.
     pub fn bytes_of_card(&self, machine: &Machine) -> u64 {
-        let mut cards = alloc::vec![0; self.ranks.len().saturating_sub(1).div_ceil(machine.ranks_per_node).max(1) * machine.cards_per_node + machine.cards_per_node];
+        let nodes = self.ranks.len().div_ceil(machine.ranks_per_node);
+        let mut cards = alloc::vec![0; nodes * machine.cards_per_node];
         for (rank, r) in self.ranks.iter().enumerate() {
             cards[machine.card(rank)] += r.bytes_between;
         }
