@@ -13,7 +13,7 @@ use cpattn::{
 
 use crate::{
     Options,
-    tap::{Mode, Tap},
+    tap::{Mode, Tap, tap},
 };
 
 const HEADS: usize = 8;
@@ -159,7 +159,7 @@ fn json(name: &str, (mesh, direction): (&str, Direction), rounds: &[Round], (cou
 /// Every case on this rank; `counts`: whether CPU time of the process is this rank's to report. Lines on rank 0.
 pub fn all<T: Transport + 'static>(name: &str, end: T, counts: bool, options: Options) -> Vec<String> {
     let world = end.world();
-    let tap = Tap::new(end);
+    let tap = tap(end);
     let problem =
         Problem::new(Batch::from_lengths(&[options.tokens]).expect("a length"), HEADS, HEADS, HEAD_DIM, Dtype::F32);
     let mut lines = Vec::new();

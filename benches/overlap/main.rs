@@ -19,6 +19,9 @@
 mod case;
 mod operations;
 mod tap;
+#[allow(dead_code, reason = "each program uses its part")]
+#[path = "../../tests/common/through.rs"]
+mod through;
 
 use std::{process::ExitCode, thread, time::Duration};
 

@@ -20,7 +20,7 @@ use cpattn::{
 
 use crate::{
     case::cpu,
-    tap::{Mode, Tap},
+    tap::{Mode, Tap, tap},
 };
 
 const DIM: usize = 16;
@@ -103,7 +103,7 @@ fn sum<T: Transport>(tap: &Tap<T>, mine: Times) -> Result<Times> {
 
 /// The figures of each mesh as JSON objects, on rank 0.
 pub fn all<T: Transport + 'static>(name: &str, end: T, counts: bool, runs: usize) -> Vec<String> {
-    let (tap, mut lines) = (Tap::new(end), Vec::new());
+    let (tap, mut lines) = (tap(end), Vec::new());
     let world = tap.world();
     let single = Problem::new(Batch::from_lengths(&[8 * world]).expect("a length"), 1, 1, DIM, Dtype::F32);
     let mesh = Mesh::ring(world).expect("a mesh");

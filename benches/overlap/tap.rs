@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! A transport that writes down what goes through it, and can hold it back.
+//! A hook that records the exchanges of a transport, and can hold them back.
 //!
 //! Held back, an exchange returns at once and moves nothing: a run then takes the time of its attention, and its results
 //! are meaningless. What a run checks on the way is the tag of 16 bytes before the first message from each peer: a number
@@ -9,15 +9,14 @@
 //! What was written down can be sent again, batch by batch, while no run is under way: the addresses are those of the
 //! rank's workspace and of tensors that outlive the rank.
 
-use std::{
-    ops::Range,
-    sync::{Arc, Mutex, MutexGuard},
-};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use cpattn::{
-    Cause, Result,
+    Result,
     transport::{Label, Message, Transport},
 };
+
+use crate::through::{Hook, Through};
 
 /// Bytes of the tag that precedes the first message from a peer in a run.
 const TAG: usize = 16;
@@ -72,31 +71,28 @@ impl State {
     }
 }
 
-/// One end of a transport, with the tap.
-pub struct Tap<T> {
-    end: Arc<T>,
-    state: Arc<Mutex<State>>,
+/// The hook of one rank.
+pub struct Recorder(Mutex<State>);
+
+/// One end of a transport, with the hook: for its rank, and for what sets the mode.
+pub type Tap<T> = Arc<Through<T, Recorder>>;
+
+/// Puts the hook before a transport.
+pub fn tap<T: Transport>(end: T) -> Tap<T> {
+    let state = State { mode: Mode::Through, batches: Vec::new(), tag: [0; 2], fresh: false };
+    Arc::new(Through::new(end, Recorder(Mutex::new(state))))
 }
 
-impl<T> Clone for Tap<T> {
-    fn clone(&self) -> Self {
-        Self { end: Arc::clone(&self.end), state: Arc::clone(&self.state) }
-    }
-}
-
-impl<T: Transport> Tap<T> {
-    pub fn new(end: T) -> Self {
-        let state = State { mode: Mode::Through, batches: Vec::new(), tag: [0; 2], fresh: false };
-        Self { end: Arc::new(end), state: Arc::new(Mutex::new(state)) }
-    }
-
+impl Recorder {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("a tap that did not panic")
+        self.0.lock().expect("a hook that did not panic")
     }
+}
 
+impl<T: Transport> Through<T, Recorder> {
     /// What becomes of the exchanges of the next run. [`Mode::Record`] forgets what was written down.
     pub fn set(&self, mode: Mode) {
-        let mut state = self.state();
+        let mut state = self.hook.state();
         (state.mode, state.fresh) = (mode, false);
         if mode == Mode::Record {
             state.batches.clear();
@@ -105,7 +101,7 @@ impl<T: Transport> Tap<T> {
 
     /// How many exchanges were written down, and the bytes that they sent.
     pub fn written(&self) -> (usize, usize) {
-        let state = self.state();
+        let state = self.hook.state();
         (state.batches.len(), state.batches.iter().flat_map(|b| &b.sends).map(|m| m.bytes).sum())
     }
 
@@ -114,28 +110,17 @@ impl<T: Transport> Tap<T> {
     /// # Safety
     /// The rank that listed it is alive and in no run, and has run no other plan since; its tensors are alive.
     pub unsafe fn again(&self) -> Result<()> {
-        for batch in &self.state().batches {
+        let end = self.end(Label::new("again", 0))?;
+        for batch in &self.hook.state().batches {
             // SAFETY: the lists of a run's exchange, whose memory is still there and not in use (promised).
-            unsafe { self.end.exchange(batch.label, &batch.sends, &batch.recvs) }?;
+            unsafe { end.exchange(batch.label, &batch.sends, &batch.recvs) }?;
         }
         Ok(())
     }
 }
 
-impl<T: Transport> Transport for Tap<T> {
-    fn rank(&self) -> usize {
-        self.end.rank()
-    }
-
-    fn world(&self) -> usize {
-        self.end.world()
-    }
-
-    fn agree(&self, group: Range<usize>, fingerprint: u64) -> Result<()> {
-        self.end.agree(group, fingerprint)
-    }
-
-    unsafe fn exchange(&self, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
+impl<T: Transport> Hook<T> for Recorder {
+    unsafe fn exchange(&self, end: &T, label: Label, sends: &[Message], recvs: &[Message]) -> Result<()> {
         let mut state = self.state();
         // SAFETY: the bytes of messages are valid during the exchange (the contract of `Transport::exchange`).
         unsafe { state.note(sends) };
@@ -150,14 +135,6 @@ impl<T: Transport> Transport for Tap<T> {
         }
         drop(state);
         // SAFETY: the lists as they were given, under the same contract.
-        unsafe { self.end.exchange(label, sends, recvs) }
-    }
-
-    fn poll(&self) -> Result<()> {
-        self.end.poll()
-    }
-
-    fn abort(&self, cause: Cause) {
-        self.end.abort(cause);
+        unsafe { end.exchange(label, sends, recvs) }
     }
 }

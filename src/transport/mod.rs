@@ -40,8 +40,6 @@ use alloc::vec::Vec;
 #[cfg(feature = "std")]
 pub mod engine;
 #[cfg(feature = "std")]
-pub mod fault;
-#[cfg(feature = "std")]
 pub(crate) mod gather;
 #[cfg(feature = "std")]
 mod lists;

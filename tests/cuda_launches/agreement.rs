@@ -95,7 +95,7 @@ fn only_first_runs_agree(cuda: &Arc<Cuda>) {
             let list = &list;
             scope.spawn(move || {
                 enter();
-                let end = Wrapped::new(end);
+                let end = Wrapped::watched(end);
                 let agreements = Arc::clone(&end.hook.agreements.0);
                 let mut rank = Rank::on_device(end).unwrap();
                 let own: Vec<_> = list.iter().map(|(_, plan)| Own::new(cuda, plan, &rank)).collect();

@@ -36,7 +36,7 @@ fn half_way(cuda: &Arc<Cuda>) {
                         enter();
                         let me = end.rank();
                         let nth = if me == fails { nth } else { usize::MAX };
-                        let mut rank = Rank::on_device(Wrapped::new(end).failing(nth)).unwrap();
+                        let mut rank = Rank::on_device(Wrapped::watched(end).failing(nth)).unwrap();
                         let tensors = Tensors::new(cuda, plan, me, |_| Form::Compact);
                         tensors.fill(3, me);
                         let stream = Stream::new();

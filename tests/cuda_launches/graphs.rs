@@ -202,7 +202,7 @@ fn refusals(cuda: &Arc<Cuda>) {
     // Over a transport that cannot be captured, a plan that exchanges is refused and one that does not is captured.
     let mut ends = peer::group(&vec![Arc::clone(cuda); 2], Duration::from_secs(300)).unwrap();
     let (_other, first) = (ends.pop(), ends.remove(0));
-    let mut end_of = Wrapped::new(first);
+    let mut end_of = Wrapped::watched(first);
     end_of.hook.captures = false;
     let mut rank = Rank::on_device(end_of).unwrap();
     let ring = &plans::of(2)[0].1;

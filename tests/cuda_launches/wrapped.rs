@@ -23,14 +23,15 @@ pub struct Watch {
 pub type Wrapped = Through<Peer, Watch>;
 
 impl Wrapped {
-    pub fn new(end: Peer) -> Self {
+    pub fn watched(end: Peer) -> Self {
         let hook = Watch { agreements: Counted::default(), fails_in: AtomicUsize::new(usize::MAX), captures: true };
-        Self { end, hook }
+        Self::new(end, hook)
     }
 
     /// Fails the n-th exchange.
     pub fn failing(self, n: usize) -> Self {
-        Self { hook: Watch { fails_in: AtomicUsize::new(n), ..self.hook }, ..self }
+        self.hook.fails_in.store(n, SeqCst);
+        self
     }
 }
 

@@ -47,7 +47,7 @@ fn only_first_runs_agree() {
     let plans = [ring(0.2, 2), plan(0.2, &[30, 6], Mesh::ulysses(2).unwrap(), Layout::Contiguous)];
     let all = threads(&devices, LONG, |end| -> Result<()> {
         let asked = Arc::new(AtomicUsize::new(0));
-        let mut rank = Rank::on_device(Through { end, hook: Counted(Arc::clone(&asked)) })?;
+        let mut rank = Rank::on_device(Through::new(end, Counted(Arc::clone(&asked))))?;
         let cuda = Arc::clone(rank.cuda().unwrap());
         let own = plans.each_ref().map(|p| tensors(&cuda, p, rank.rank(), &data(p)));
         let mut run =

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What a rank does wrong, what the others say about it, and how long they wait before they say it.
 
-use cpattn::{Cause, transport::fault::Fault};
+use crate::common::through::Fault;
+use cpattn::Cause;
 use std::time::Duration;
 
 /// Nothing that fails at once may wait for this.

@@ -67,7 +67,7 @@ impl Mode {
         let taps: Vec<_> = local::group(mode.plan.mesh().world(), FAR)
             .unwrap()
             .into_iter()
-            .map(|end| Through { end, hook: Tap::default() })
+            .map(|end| Through::new(end, Tap::default()))
             .collect();
         let lists: Vec<_> = taps.iter().map(|t| Arc::clone(&t.hook.0)).collect();
         mode.good = thread::scope(|scope| {

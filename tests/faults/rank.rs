@@ -2,15 +2,14 @@
 //! The life of a rank that may go wrong, and a group of them, each on a thread of its own.
 
 use crate::act::{Act, SLACK};
-use crate::common::Data;
+use crate::common::{
+    Data,
+    through::{Fault, Through},
+};
 use crate::mode::Mode;
 use cpattn::{
     Backward, Error, Forward, Plan, Rank, Result, Side, View, ViewMut,
-    transport::{
-        Transport,
-        fault::{Fault, Faulty},
-        local,
-    },
+    transport::{Transport, local},
 };
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -137,7 +136,7 @@ pub fn play(mode: &Mode, culprit: usize, act: Act) -> (Vec<End>, Duration) {
             let mine = if r == culprit { act } else { Act::Nothing };
             let run = move || {
                 let (at, fault) = if let Act::At(at, fault) = mine { (at, fault) } else { (0, Fault::None) };
-                let rank = Rank::new(Faulty::new(end, at, fault));
+                let rank = Rank::new(Through::faulty(end, at, fault));
                 let end = catch_unwind(AssertUnwindSafe(|| live(rank, &shared.0, &shared.1, mine)));
                 drop(shared);
                 sender.send((r, end.unwrap_or(End::Panicked))).unwrap();

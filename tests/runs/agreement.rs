@@ -95,7 +95,7 @@ fn only_first_runs_agree() {
         for (end, asked) in local::group(world, FAR).unwrap().into_iter().zip(&asked) {
             let jobs = &jobs;
             scope.spawn(move || {
-                let mut rank = Rank::new(Through { end, hook: Counted(Arc::clone(asked)) });
+                let mut rank = Rank::new(Through::new(end, Counted(Arc::clone(asked))));
                 // One rank prepares more than it can remember, and others something else.
                 let some = rank.rank() * 10;
                 for job in &jobs[..some] {
@@ -351,7 +351,7 @@ fn a_failed_transport_is_not_used_again() {
                 // Both miss the same deadline, so both are free for what comes next.
                 let hook = Forgetful { calls: AtomicUsize::new(0), at, aborts: Arc::clone(aborts) };
                 scope.spawn(move || {
-                    let mut rank = Rank::new(Through { end, hook });
+                    let mut rank = Rank::new(Through::new(end, hook));
                     let mut first = None;
                     for _ in 0..4 {
                         let mut own = job.own(&rank);
@@ -381,7 +381,7 @@ fn an_abort_is_kept() {
     let job = Job::ring(&[30, 6], 2);
     let end = local::group(2, FAR).unwrap().remove(0);
     let hook = Forgetful { calls: AtomicUsize::new(0), at: usize::MAX, aborts: Arc::default() };
-    let mut rank = Rank::new(Through { end, hook });
+    let mut rank = Rank::new(Through::new(end, hook));
     let handle = rank.handle();
     handle.abort();
     let error = job.forward(&mut rank).unwrap_err();

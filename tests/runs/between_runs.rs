@@ -4,14 +4,13 @@
 //! A shift from the ranks' own rows is compared with that of the whole batch, and its messages are counted. Ranks that call
 //! different things find out and go on; a rank that leaves ends the call on all others.
 
-use crate::common::through::{Hook, Through};
+use crate::common::through::{Fault, Hook, Through};
 use cpattn::{
     Batch, Cause, Dtype, Error, Forward, Layout, Mesh, Plan, Problem, Rank, Result, Side, View, ViewMut,
     report::trace::Event,
     schedule::Lane,
     transport::{
         Label, Message, Transport,
-        fault::{Fault, Faulty},
         local::{self, Local},
     },
 };
@@ -78,7 +77,7 @@ fn a_shift_of_shares_is_that_of_the_whole() {
             };
             ranks(
                 4,
-                |end| Through { end, hook: OneEach },
+                |end| Through::new(end, OneEach),
                 |mut rank| {
                     let r = rank.rank();
                     let mine = plan.shard(Side::Q, r, &whole(r), 1).unwrap();
@@ -177,7 +176,7 @@ fn a_rank_that_leaves_ends_the_call_on_all_others() {
     for (call, gathers) in [(0, false), (1, false), (0, true), (1, true), (20, true)] {
         let wrap = |end: Local| {
             let fault = if end.rank() == 2 { Fault::Leave } else { Fault::None };
-            Faulty::new(end, call, fault)
+            Through::faulty(end, call, fault)
         };
         ranks(3, wrap, |mut rank| {
             let rows = vec![0u8; plan.local_tokens(Side::Q, rank.rank())];

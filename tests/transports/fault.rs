@@ -2,7 +2,7 @@
 //! Every kind of fault at every call of a short run on transport `local`: every rank returns, in time, and blames the
 //! rank that has the fault.
 
-use cpattn::transport::fault::{Fault, Faulty};
+use crate::through::{Fault, Faulty, Through};
 use cpattn::transport::{Label, Message, Transport, local, local::Local};
 use cpattn::{Cause, Error, Result};
 use std::thread;
@@ -38,7 +38,7 @@ fn run(deadline: Duration, who: usize, at: u64, fault: Fault) -> Vec<thread::Res
             .into_iter()
             .map(|rank| {
                 let fault = if rank.rank() == who { fault } else { Fault::None };
-                scope.spawn(move || work(&Faulty::new(rank, at, fault)))
+                scope.spawn(move || work(&Through::faulty(rank, at, fault)))
             })
             .collect();
         threads.into_iter().map(|thread| thread.join()).collect()

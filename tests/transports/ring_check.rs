@@ -2,10 +2,9 @@
 //! The ring check finds what was put there to be found: a rank that is silent, fails or leaves, bytes that change on the
 //! way, a slow link; and it measures every link both ways when nothing is wrong.
 
-use crate::through::{Hook, Through};
+use crate::through::{Fault, Hook, Through};
 use cpattn::transport::{
     Label, Message, Transport,
-    fault::{Fault, Faulty},
     local::{self, Local},
     ring_check::{Link, RingFault, check},
 };
@@ -47,7 +46,7 @@ fn a_silent_rank_is_the_end_of_a_link_that_failed() {
     // Rank 2 is asked first at link 1 → 2.
     let wrap = |end: Local| {
         let fault = if end.rank() == 2 { Fault::Silence } else { Fault::None };
-        Faulty::new(end, 0, fault)
+        Through::faulty(end, 0, fault)
     };
     let all = run(4, Duration::from_millis(400), wrap);
     let Err(RingFault::Failed { link: Some((1, 2)), error: Error::Peer { peer: 2, cause, .. } }) = &all[1] else {
@@ -69,7 +68,7 @@ fn a_rank_that_fails_or_leaves_is_named() {
         // Well inside link 2 → 0.
         let all = run(3, LONG, |end| {
             let fault = if end.rank() == 0 { fault } else { Fault::None };
-            Faulty::new(end, 50, fault)
+            Through::faulty(end, 50, fault)
         });
         for result in all {
             let Err(RingFault::Failed { error: Error::Peer { peer, cause: found, .. }, .. }) = result else {
@@ -97,7 +96,7 @@ impl Hook<Local> for Lossy {
 
 #[test]
 fn bytes_that_change_on_the_way_are_noticed() {
-    let all = run(3, LONG, |end| Through { end, hook: Lossy });
+    let all = run(3, LONG, |end| Through::new(end, Lossy));
     assert_eq!(all[2], Err(RingFault::OtherBytes { link: (1, 2), at: 77_777 }));
     let text = all[2].as_ref().unwrap_err().to_string();
     assert!(text.starts_with("link 1 → 2 delivered other bytes than were sent, from byte 77777 on; try:"), "{text}");
@@ -157,7 +156,8 @@ fn ranks_check_their_ring() {
 /// A transport may go on after a failure; the rank does not.
 #[test]
 fn a_rank_whose_ring_has_failed_stays_failed() {
-    let ends: Vec<_> = local::group(2, LONG).unwrap().into_iter().map(|end| Faulty::new(end, 0, Fault::Fail)).collect();
+    let ends: Vec<_> =
+        local::group(2, LONG).unwrap().into_iter().map(|end| Through::faulty(end, 0, Fault::Fail)).collect();
     thread::scope(|scope| {
         for end in ends {
             scope.spawn(move || {
