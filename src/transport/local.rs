@@ -28,7 +28,10 @@ mod board;
 #[cfg(any(feature = "cuda", cpattn_loom))]
 mod enqueued;
 
-use super::{Label, Message, Transport};
+use super::{
+    Label, Message, Transport,
+    fault::{AGREEMENT, GroupFailure},
+};
 use crate::error::{Cause, Error, Result};
 use crate::sync::{AtomicBool, Condvar, Lent, Limit, Mutex, MutexGuard, YIELDS, lock, wait, yield_core};
 use board::{Board, Phase};
@@ -153,15 +156,8 @@ impl Shared {
     }
 
     /// Puts a failure on the board, unless there is one, and wakes all ranks.
-    fn fail(&self, board: &mut Board, peer: usize, cause: Cause) {
-        if board.fail(peer, cause) {
-            self.spread(board);
-        }
-    }
-
-    /// Puts on the board that one of two ranks is in an agreement, which the other will not come to, and wakes all.
-    fn fail_crossed(&self, board: &mut Board, rank: usize, peer: usize) {
-        if board.fail_crossed(rank, peer) {
+    fn fail(&self, board: &mut Board, failure: GroupFailure) {
+        if board.fail(failure) {
             self.spread(board);
         }
     }
@@ -215,10 +211,10 @@ impl Local {
         progress: &mut WaitProgress,
     ) -> (MutexGuard<'a, Board>, Result<()>) {
         if let Some(peer) = board.gone(self.rank) {
-            self.shared.fail(&mut board, peer, Cause::Left);
+            self.shared.fail(&mut board, GroupFailure::of(peer, Cause::Left));
         }
-        if let Some(peer) = board.crossed(self.rank) {
-            self.shared.fail_crossed(&mut board, self.rank, peer);
+        if let Some(crossed) = board.crossed(self.rank) {
+            self.shared.fail(&mut board, crossed);
         }
         if let Some(error) = board.error(self.rank, label) {
             return (board, Err(error));
@@ -237,11 +233,11 @@ impl Local {
         let limit = *progress.limit.get_or_insert_with(|| Limit::after(deadline));
         let (mut board, expired) = self.shared.park(board, self.rank, limit);
         if expired {
-            match board.blame(self.rank) {
-                Some(peer) if board.ranks[self.rank].moved == progress.moved => {
+            match board.at_fault(self.rank) {
+                Some(at_fault) if board.ranks[self.rank].moved == progress.moved => {
                     let ms = progress.since.elapsed().as_millis().try_into().unwrap_or(u64::MAX);
                     let bytes = board.waiting(self.rank);
-                    self.shared.fail(&mut board, peer, Cause::Deadline { ms, bytes });
+                    self.shared.fail(&mut board, GroupFailure::of_deadline(self.rank, at_fault, ms, bytes));
                 }
                 _ => progress.limit = None,
             }
@@ -268,7 +264,7 @@ impl Transport for Local {
                 format_args!("a range within 0..{} that contains rank {rank}", shared.world),
             ));
         }
-        let label = Label::new("agree", 0);
+        let label = Label::new(AGREEMENT, 0);
         let mut board = lock(&shared.board);
         board.enter(rank, label)?;
         if board.offer(rank, group.clone(), fingerprint) {
@@ -363,7 +359,7 @@ impl Transport for Local {
     }
 
     fn abort(&self, cause: Cause) {
-        self.shared.fail(&mut lock(&self.shared.board), self.rank, cause);
+        self.shared.fail(&mut lock(&self.shared.board), GroupFailure::of(self.rank, cause));
     }
 }
 
@@ -372,7 +368,7 @@ impl Drop for Local {
         let mut board = lock(&self.shared.board);
         board.ranks[self.rank].phase = Phase::Gone;
         if std::thread::panicking() {
-            self.shared.fail(&mut board, self.rank, Cause::Panicked);
+            self.shared.fail(&mut board, GroupFailure::of(self.rank, Cause::Panicked));
         }
         self.shared.wake_all(&mut board);
     }

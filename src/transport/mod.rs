@@ -40,6 +40,8 @@ use alloc::vec::Vec;
 #[cfg(feature = "std")]
 pub mod engine;
 #[cfg(feature = "std")]
+mod fault;
+#[cfg(feature = "std")]
 pub(crate) mod gather;
 #[cfg(feature = "std")]
 mod lists;

@@ -58,11 +58,11 @@ use std::{
 
 use ::mpi::{ffi::MPI_Comm, raw::AsRaw};
 
-use super::{Label, Message, Transport};
+use super::{Label, Message, Transport, fault::AGREEMENT};
 use crate::error::{Cause, Error, Result};
 use crate::plan::Fingerprint;
 use agreement::AgreementMessages;
-use group::{AGREEMENT, MpiGroup};
+use group::MpiGroup;
 use notices::Notices;
 use pipes::Pipes;
 use raw::Comm;

@@ -29,6 +29,7 @@ use super::{
     verdict::{self, Asker, Ranks, Said, Verdict, read},
     waits::Wait,
 };
+use crate::transport::fault::grace;
 
 /// The shortest timeout for the store: its process may share a core with many starting processes.
 const STORE: Duration = Duration::from_secs(10);
@@ -101,7 +102,7 @@ impl<E: Engine> EngineGroup<E> {
 
     /// An answer takes as long as a thread of that rank needs to get a core.
     fn grace(&self) -> Duration {
-        (self.deadline / 2).clamp(Duration::from_millis(500), Duration::from_secs(5))
+        grace(self.deadline, Duration::from_millis(500))
     }
 
     /// The longest time for the search.

@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Determines the rank at fault from the ranks' answers.
 //!
-//! An engine only knows the peer whose connection closed or whose message did not come. That peer may itself be waiting
-//! for another one, or may have closed its connections because of another one. So the search begins at the rank that
-//! asked and follows the chain of ranks that wait for each other, to one that does not answer, has left, or waits for
-//! nobody. If all wait for each other, the rank at fault is the one that has waited much less than the deadline: it
-//! came late, or was stopped.
+//! The search is that of [`fault`](crate::transport::fault); here its answers are read, and its result is put into
+//! words. While the group is being made no rank waits for another in particular: then ranks that have not come are at
+//! fault, or one that does not answer, or one that came late.
 //!
 //! This module does not wait and does not ask the ranks itself: [`Ranks`] does.
 
@@ -17,6 +15,7 @@ use std::{
 };
 
 use super::contract::{Failed, LONGEST_VALUE};
+use crate::transport::fault::{Answer, AtFault, Search};
 
 pub(super) const SAME: &str = concat!(
     "all ranks of a group must make the same calls in the same order, with the same documents and options, and one version of cpattn (",
@@ -150,30 +149,29 @@ fn fields<const N: usize>(bytes: &[u8]) -> Option<[&str; N]> {
     all.try_into().ok()
 }
 
-/// What the ranks find out together. `deadline` is what each of them waits for.
+/// The verdict of all ranks' answers. `deadline` is that of each of them.
 pub(super) fn find(asker: Asker, world: usize, deadline: Duration, ranks: &mut dyn Ranks) -> Result<Verdict, Failed> {
-    let Asker::Rank(mut at) = asker else { return find_joining(world, deadline, ranks) };
-    let (mut chain, mut waits): (Vec<String>, Vec<Waiting>) = Default::default();
+    let Asker::Rank(asker) = asker else { return find_joining(world, deadline, ranks) };
+    let (mut chain, mut search) = (Vec::new(), Search::new(asker, deadline));
     let end = loop {
-        let Some(said) = ranks.answer(at)? else { break Verdict::of(at, SILENT) };
-        if let Some(ended) = &said.ended {
-            break Verdict::of(at, ended);
-        }
-        let Some(wait) = said.wait else {
-            let idle = Verdict::of(at, "is in no call of the group, while others wait for it");
-            break if said.time < deadline / 2 { late(&waits, deadline / 2).unwrap_or(idle) } else { idle };
+        let at = search.asked();
+        let answer = match ranks.answer(at)? {
+            None => Answer::Silent,
+            Some(Said { ended: Some(ended), .. }) => break Verdict::of(at, &ended),
+            Some(Said { wait: None, time, .. }) => Answer::Idle(time),
+            Some(Said { wait: Some(wait), time, .. }) => {
+                let SaidWait { call, doing, peer, bytes, run } = wait;
+                let Some(peer) = peer else {
+                    chain.push(format!("rank {at} was {call}"));
+                    break find_joining(world, deadline, ranks)?;
+                };
+                chain.push(format!("rank {at} waited for rank {peer} ({call}: {doing} {bytes} bytes)"));
+                Answer::Waits { on: std::vec![peer], call: format!("{call} of {run}"), time }
+            }
         };
-        let Some(peer) = wait.peer else {
-            chain.push(format!("rank {at} was {}", wait.call));
-            break find_joining(world, deadline, ranks)?;
-        };
-        let SaidWait { call, doing, bytes, .. } = &wait;
-        chain.push(format!("rank {at} waited for rank {peer} ({call}: {doing} {bytes} bytes)"));
-        waits.push(Waiting { rank: at, wait, time: said.time });
-        if waits.iter().any(|w| w.rank == peer) {
-            break circle(&waits, deadline);
+        if let Some(found) = search.hear(answer) {
+            break found.into();
         }
-        at = peer;
     };
     if chain.len() > SHOWN {
         chain.splice(SHOWN - 1..chain.len() - 1, ["...".to_string()]);
@@ -182,11 +180,24 @@ pub(super) fn find(asker: Asker, world: usize, deadline: Duration, ranks: &mut d
     Ok(Verdict { text: chain.join("; "), ..end })
 }
 
-/// A rank that waits for another one.
-struct Waiting {
-    rank: usize,
-    wait: SaidWait,
-    time: Duration,
+impl From<AtFault<String>> for Verdict {
+    fn from(found: AtFault<String>) -> Self {
+        match found {
+            AtFault::Silent(rank) => Self::of(rank, SILENT),
+            AtFault::Idle(rank) => Self::of(rank, "is in no call of the group, while others wait for it"),
+            AtFault::Late(rank, time) => {
+                let time = time.as_secs_f64();
+                Self::of(rank, &format!("came late: it has waited for {time:.1} s, was in no call or stopped before"))
+            }
+            AtFault::Differ([(first, call), (other, theirs)]) => Self {
+                peer: Some(other),
+                text: format!("rank {first} is in {call}, rank {other} is in {theirs}: {SAME}"),
+                other: Some(first),
+                differ: true,
+            },
+            AtFault::Circle(_) => Self::unknown("ranks wait for each other"),
+        }
+    }
 }
 
 /// Of all ranks those that have not come, or else the first that came and does not answer, or else the one that has been there
@@ -221,32 +232,6 @@ fn find_joining(world: usize, deadline: Duration, ranks: &mut dyn Ranks) -> Resu
     }
     let text = "all ranks came, and their connections were not made: which is at fault cannot be told".into();
     Ok(Verdict { text, ..Verdict::default() })
-}
-
-/// The rank that has waited least, if that is no more than `least`.
-fn late(waits: &[Waiting], least: Duration) -> Option<Verdict> {
-    let first = waits.iter().min_by_key(|w| w.time)?;
-    let time = first.time.as_secs_f64();
-    let what = format!("came late: it has waited for {time:.1} s, was in no call or stopped before");
-    (first.time <= least).then(|| Verdict::of(first.rank, &what))
-}
-
-/// Ranks that wait for each other: one that came late, or two that run different things, if there are.
-fn circle(waits: &[Waiting], deadline: Duration) -> Verdict {
-    let what = |w: &Waiting| format!("rank {} is in {} of {}", w.rank, w.wait.call, w.wait.run);
-    let first = &waits[0];
-    let differs = |w: &&Waiting| (&w.wait.call, &w.wait.run) != (&first.wait.call, &first.wait.run);
-    if let Some(other) = waits.iter().find(differs) {
-        let text = format!("{}, {}: {SAME}", what(first), what(other));
-        // Those that run different things have all waited for about as long.
-        return late(waits, deadline / 4).unwrap_or(Verdict {
-            peer: Some(other.rank),
-            text,
-            other: Some(first.rank),
-            differ: true,
-        });
-    }
-    late(waits, deadline / 2).unwrap_or_else(|| Verdict::unknown("ranks wait for each other"))
 }
 
 #[cfg(test)]

@@ -7,12 +7,12 @@
 //! receives from `s` that no rank has claimed yet: two cursors per pair say where those are. Batches need not pair up
 //! one to one: what one rank sends in one exchange, its peer may receive in two.
 //!
-//! Nothing here allocates, except in the search for the rank to blame, when the group has failed anyway.
+//! Nothing here allocates, except in the search for the rank at fault, when the group has failed anyway.
 
 mod waits;
 
-use super::super::{Label, Message};
-use crate::error::{Cause, Error, Result};
+use super::super::{Label, Message, fault::GroupFailure};
+use crate::error::{Error, Result};
 use std::ops::Range;
 use std::time::Duration;
 
@@ -84,16 +84,6 @@ pub(super) struct RankOnBoard {
     pub(super) verdict: Option<(usize, u64)>,
 }
 
-/// The first thing that went wrong.
-#[derive(Clone, Copy, Debug)]
-struct FailureOnBoard {
-    peer: usize,
-    cause: Cause,
-    /// For [`Cause::Size`]: the rank that expected another size than `peer` offered. For [`Cause::Disagreed`], where the
-    /// board found it: the rank that `peer` will never meet.
-    expecting: usize,
-}
-
 /// A message that is to move now: from `send` to `recv`, both of the same size unless the ranks disagree.
 pub(super) struct Claim {
     pub(super) send: Message,
@@ -103,7 +93,7 @@ pub(super) struct Claim {
 /// The state of all ranks, and the first failure.
 pub(super) struct Board {
     pub(super) ranks: Vec<RankOnBoard>,
-    failure: Option<FailureOnBoard>,
+    failure: Option<GroupFailure>,
     /// `[s, d]`: sends of `s` before this index that go to `d` are claimed.
     sent: Vec<usize>,
     /// `[d, s]`: receives of `d` before this index that come from `s` are claimed.
@@ -278,24 +268,15 @@ impl Board {
         true
     }
 
-    /// Records a failure, unless there is one already; true if there was none.
-    pub(super) fn fail(&mut self, peer: usize, cause: Cause) -> bool {
-        self.fail_with(FailureOnBoard { peer, cause, expecting: peer })
-    }
-
-    /// Records that `rank` and `peer` wait for each other, one of them in an agreement.
-    pub(super) fn fail_crossed(&mut self, rank: usize, peer: usize) -> bool {
-        self.fail_with(FailureOnBoard { peer, cause: Cause::Disagreed { with: rank }, expecting: rank })
-    }
-
     /// Records that the two sides of `claim`, which is a receive of `rank`, differ in size.
     pub(super) fn fail_size(&mut self, rank: usize, claim: &Claim) -> bool {
-        let cause = Cause::Size { ours: claim.recv.bytes as u64, theirs: claim.send.bytes as u64 };
+        let sizes = [claim.recv.bytes, claim.send.bytes].map(|bytes| bytes as u64);
         self.release(rank, claim.recv.peer);
-        self.fail_with(FailureOnBoard { peer: claim.recv.peer, cause, expecting: rank })
+        self.fail(GroupFailure::of_size(rank, claim.recv.peer, sizes))
     }
 
-    fn fail_with(&mut self, failure: FailureOnBoard) -> bool {
+    /// Records a failure, unless there is one already; true if there was none.
+    pub(super) fn fail(&mut self, failure: GroupFailure) -> bool {
         let first = self.failure.is_none();
         self.failure.get_or_insert(failure);
         first
@@ -303,22 +284,6 @@ impl Board {
 
     /// The failure as `rank` reports it.
     pub(super) fn error(&self, rank: usize, label: Label) -> Option<Error> {
-        let FailureOnBoard { mut peer, mut cause, expecting } = self.failure?;
-        if let Cause::Size { ours, theirs } = cause {
-            if rank == peer {
-                peer = expecting;
-                cause = Cause::Size { ours: theirs, theirs: ours };
-            } else if ![peer, rank].contains(&expecting) {
-                // Neither of the sizes is this rank's.
-                cause = Cause::Disagreed { with: expecting };
-            }
-        }
-        if let Cause::Disagreed { with } = &mut cause
-            && rank == peer
-            && rank != expecting
-        {
-            (peer, *with) = (expecting, rank);
-        }
-        Some(label.error(rank, peer, cause))
+        self.failure.map(|failure| failure.error(rank, label))
     }
 }

@@ -9,7 +9,7 @@
 //! Failures, deadlines and what they name are those of [`Transport::exchange`](super::Transport::exchange) of this
 //! transport. A message is begun only while both lists are posted, hence never after either call has returned.
 
-use super::{Board, Label, Local, Message, Phase, Shared, WaitProgress, lock};
+use super::{Board, GroupFailure, Label, Local, Message, Phase, Shared, WaitProgress, lock};
 use crate::error::{Cause, Result};
 
 /// Begins messages from one rank to another: calls `next` for the send and the receive of each, until it gives no more. It
@@ -88,7 +88,7 @@ impl Local {
             shared.wake_if_complete(&mut board, peer, &mut woken);
         }
         if outcome.is_err() {
-            shared.fail(&mut board, rank, Cause::Failed);
+            shared.fail(&mut board, GroupFailure::of(rank, Cause::Failed));
         }
         let open = |board: &Board| board.ranks[rank].unread + board.ranks[rank].unwritten > 0;
         if outcome.is_ok() && open(&board) {

@@ -7,9 +7,10 @@ use std::{ffi::c_int, ops::Range, ptr::NonNull, vec::Vec};
 
 use super::{
     group::MpiGroup,
-    notices::{GroupFailure, WaitsFor},
+    notices::WaitsFor,
     raw::{Comm, Request},
 };
+use crate::transport::fault::GroupFailure;
 
 /// Beside the tag of notices on the same communicator.
 const TAG: c_int = 1;

@@ -23,10 +23,10 @@ use std::{
 use super::{
     duplicates::Duplicates,
     raw::{Comm, Refused, Request},
-    wait::DeadlineState,
+    wait::{DeadlineState, SHORTEST_GRACE},
 };
 use crate::error::{Cause, Error, Result};
-use crate::transport::Label;
+use crate::transport::{Label, fault::grace};
 
 /// The name of what is under way, in errors.
 const MAKING: &str = "making the transport";
@@ -127,8 +127,7 @@ impl Roll {
             sends.extend(unsafe { self.comm.send(words.cast_const().cast(), size_of::<Words>(), peer, TAG) });
         }
         // As long as a rank that waits may take to get a core, and those that came a little later to hear of it.
-        let grace = (deadline / 2).clamp(Duration::from_millis(250), Duration::from_secs(5));
-        let mut state = DeadlineState::new(grace);
+        let mut state = DeadlineState::new(grace(deadline, SHORTEST_GRACE));
         while !state.is_over() && self.there.iter().any(Option::is_none) {
             let _ = self.hear();
             std::thread::sleep(Duration::from_millis(1));

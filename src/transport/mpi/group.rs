@@ -2,8 +2,7 @@
 //! The state of a group on one rank: whether it has failed, which rank made it fail, and how long this rank waits for others.
 //!
 //! The first failure counts: the rank that finds it notifies every rank (`notices.rs`), and from then on all calls
-//! return it. The same failure has different texts on different ranks: of two ranks that expect different sizes, or
-//! that wait for each other in different calls, each names the other; a third rank names both.
+//! return it, each rank from its own side ([`GroupFailure::error`]).
 
 use std::{
     sync::{
@@ -14,17 +13,14 @@ use std::{
 };
 
 use super::{
-    notices::{GroupFailure, Notice, Notices, WaitsFor},
+    notices::{Notice, Notices, WaitsFor},
     raw::{self, Refused},
-    wait::{DeadlineState, RankAtFault},
+    wait::DeadlineState,
 };
 use crate::{
     error::{Cause, Error},
-    transport::Label,
+    transport::{Label, fault::GroupFailure},
 };
-
-/// The operation of agreements, in errors.
-pub(super) const AGREEMENT: &str = "agree";
 
 /// The state of one group on this rank: its first failure, its deadline, and notices of other ranks.
 pub(super) struct MpiGroup {
@@ -67,23 +63,9 @@ impl MpiGroup {
         self.failure.get().is_some()
     }
 
-    /// The failure as this rank reports it. The rank that did not answer names itself, however late it is.
+    /// The failure as this rank reports it.
     pub(super) fn error(&self, label: Label, failure: GroupFailure) -> Error {
-        let GroupFailure { mut peer, mut cause, other } = failure;
-        // A rank that agrees names the one that exchanges, and the other way round; so each names another.
-        let crossed = matches!(cause, Cause::Disagreed { .. }) && label.operation == AGREEMENT;
-        if self.rank == peer || (crossed && self.rank != other) {
-            match &mut cause {
-                Cause::Size { ours, theirs } => std::mem::swap(ours, theirs),
-                Cause::Disagreed { with } if other != peer => *with = peer,
-                _ => {}
-            }
-            peer = other;
-        } else if matches!(cause, Cause::Size { .. }) && ![peer, self.rank].contains(&other) {
-            // Neither of the sizes is this rank's.
-            cause = Cause::Disagreed { with: other };
-        }
-        label.error(self.rank, peer, cause)
+        failure.error(self.rank, label)
     }
 
     /// Notes a failure, unless there is one, and tells all ranks; the failure that counts.
@@ -98,7 +80,7 @@ impl MpiGroup {
 
     /// The same for a failure of which one rank alone is the cause.
     pub(super) fn fail_by(&self, peer: usize, cause: Cause) -> GroupFailure {
-        self.fail(GroupFailure { peer, cause, other: peer })
+        self.fail(GroupFailure::of(peer, cause))
     }
 
     pub(super) fn fail_mpi(&self, peer: usize, Refused { call, code }: Refused) -> GroupFailure {
@@ -144,20 +126,10 @@ impl MpiGroup {
         if self.notices.has_left(wait.on) && state.is_left_behind() {
             return Err(self.fail_by(wait.on, Cause::Left));
         }
-        let Some((verdict, ms)) = state.expired(self.rank, wait, &self.notices, &self.questions) else {
+        let Some((at_fault, ms)) = state.expired(self.rank, wait, &self.notices, &self.questions) else {
             state.sleep();
             return Ok(());
         };
-        Err(self.fail(match verdict {
-            RankAtFault::Silent(peer) | RankAtFault::Late(peer) => {
-                GroupFailure { peer, cause: Cause::Deadline { ms, bytes: waiting() }, other: peer }
-            }
-            RankAtFault::Circle(peer) => {
-                GroupFailure { peer, cause: Cause::Deadline { ms, bytes: waiting() }, other: self.rank }
-            }
-            RankAtFault::Crossed { agreeing, exchanging } => {
-                GroupFailure { peer: agreeing, cause: Cause::Disagreed { with: exchanging }, other: exchanging }
-            }
-        }))
+        Err(self.fail(GroupFailure::of_deadline(self.rank, at_fault, ms, waiting())))
     }
 }

@@ -4,7 +4,7 @@
 //!
 //! A receive from any rank is always posted for notices. Calls that wait check it, and so does `poll`; a rank that
 //! computes gets a failure at its next call. A rank whose deadline has passed asks the peer it waits for which rank
-//! that peer waits for, and so on: a rank that does not answer is the rank at fault.
+//! that peer waits for, and so on: the search of [`fault`](crate::transport::fault).
 
 use std::{
     ffi::c_int,
@@ -18,7 +18,7 @@ use std::{
 };
 
 use super::raw::{Comm, Refused, Request};
-use crate::error::Cause;
+use crate::{error::Cause, transport::fault::GroupFailure};
 
 /// Which rank a rank waits for, and in what: an agreement or an exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,7 +28,7 @@ pub(super) struct WaitsFor {
 }
 
 impl WaitsFor {
-    /// What [`Wait::code`] of no wait is.
+    /// The code of no wait.
     const NONE: usize = usize::MAX;
 
     fn code(self) -> usize {
@@ -71,17 +71,6 @@ impl Drop for NoticeInFlight {
             drop(unsafe { Box::from_raw(self.words.as_ptr()) });
         }
     }
-}
-
-/// The first thing that went wrong.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct GroupFailure {
-    pub peer: usize,
-    pub cause: Cause,
-    /// The rank that `peer` itself names, and `peer` again where no other is at fault: for [`Cause::Size`] the rank that expected
-    /// another size than `peer` offered; for [`Cause::Disagreed`] between an agreement and an exchange, in which `peer`
-    /// agrees, the one that exchanges; for a deadline of ranks that wait for each other the one that found it.
-    pub other: usize,
 }
 
 /// What has arrived.

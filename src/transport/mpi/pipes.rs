@@ -5,11 +5,14 @@ use std::{ffi::c_int, vec::Vec};
 
 use super::{
     group::MpiGroup,
-    notices::{GroupFailure, WaitsFor},
+    notices::WaitsFor,
     pipe::{self, Broken, Pipe, PipeDirection},
     raw::Comm,
 };
-use crate::{error::Cause, transport::Message};
+use crate::{
+    error::Cause,
+    transport::{Message, fault::GroupFailure},
+};
 
 /// Messages have a communicator to themselves.
 const TAG: c_int = 1;
@@ -90,8 +93,7 @@ impl Pipes {
                 return Err(match why {
                     Broken::Mpi(refused) => own.fail_mpi(peer, refused),
                     Broken::Size { ours, theirs } => {
-                        let cause = Cause::Size { ours: ours as u64, theirs };
-                        own.fail(GroupFailure { peer, cause, other: own.rank })
+                        own.fail(GroupFailure::of_size(own.rank, peer, [ours as u64, theirs]))
                     }
                     Broken::Order => own.fail_by(peer, Cause::Failed),
                 });

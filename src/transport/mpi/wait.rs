@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! How a call waits: it first polls often, then sleeps between polls, and after the deadline asks which rank is at
+//! How a call waits: it first polls often, then sleeps between polls, and after the deadline searches for the rank at
 //! fault.
 //!
 //! MPI cannot sleep until something arrives, and the kernels need the cores. So if nothing moved, a call first yields
@@ -10,11 +10,13 @@
 use std::{
     sync::atomic::{AtomicU64, Ordering},
     time::{Duration, Instant},
-    vec::Vec,
 };
 
 use super::notices::{Notice, Notices, WaitsFor};
-use crate::sync::yield_core;
+use crate::{
+    sync::yield_core,
+    transport::fault::{Answer, AtFault, Search, grace},
+};
 
 /// How long a failed call, or a rank that leaves, gives MPI to let go of what it holds, before that is put aside.
 pub(super) const SETTLE: Duration = Duration::from_millis(20);
@@ -31,29 +33,14 @@ const LEFT: Duration = Duration::from_millis(50);
 /// A call that does not look for that long did not run: it was stopped, or got no core.
 const STOPPED: Duration = Duration::from_millis(100);
 
-/// A question that is open.
+/// How long a rank that is asked has at least.
+pub(super) const SHORTEST_GRACE: Duration = Duration::from_millis(250);
+
+/// A question that is open, to the rank that the search asks.
 struct Question {
     number: u64,
-    asked: usize,
     at: Instant,
-    seen: Vec<usize>,
-    /// The first rank of the chain, this one included, that waits in an exchange, and the first in an agreement.
-    kinds: [Option<usize>; 2],
-    /// The rank that has waited least, and for how many milliseconds.
-    least: (u64, usize),
-}
-
-/// Whose fault an expired deadline is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum RankAtFault {
-    /// A rank that does not answer.
-    Silent(usize),
-    /// All wait for each other, and this one has only just come to: it computed for too long, or was stopped.
-    Late(usize),
-    /// All wait for each other, each in an exchange or each in an agreement: the one that this rank waits for.
-    Circle(usize),
-    /// All wait for each other, one in an agreement and one in an exchange: they run different things.
-    Crossed { agreeing: usize, exchanging: usize },
+    search: Search<bool>,
 }
 
 /// How long a call has been waiting since something moved, without the time in which its process did not run.
@@ -75,9 +62,8 @@ impl DeadlineState {
         Self { deadline, since: now, seen: now, left: None, yields: 0, sleeps: 0, question: None }
     }
 
-    /// Notes that it looks. A process that was stopped, and whose peers are still there, has the rest of its deadline
-    /// before it: what it waits for may have arrived meanwhile, and else the others name the right rank, this one. For how long
-    /// it did not run; 0 if it was not stopped.
+    /// Records a poll. If the process was stopped since the last one, extends the deadline by the gap, and returns the
+    /// gap; otherwise 0.
     pub(super) fn runs(&mut self) -> Duration {
         let now = Instant::now();
         let gap = now.duration_since(self.seen);
@@ -129,61 +115,45 @@ impl DeadlineState {
         std::thread::sleep((SHORTEST * (1 << (self.sleeps / 16).min(5))).min(LONGEST));
     }
 
-    /// Which rank to blame for a deadline that has passed, and how many milliseconds it took: found by questions, each of
-    /// which gets time for an answer. `wait` is what this rank does.
+    /// The rank at fault once the deadline has passed and the search has ended, and the milliseconds since something
+    /// moved. `wait` is the wait of this rank. Never waits: each call goes on with the search.
     pub(super) fn expired(
         &mut self,
         rank: usize,
         wait: WaitsFor,
         notices: &Notices,
         questions: &AtomicU64,
-    ) -> Option<(RankAtFault, u64)> {
+    ) -> Option<(AtFault<bool>, u64)> {
         if !self.is_over() {
             return None;
         }
-        let ask = |to: usize, mut seen: Vec<usize>, kinds, least| {
-            // 0 is no question.
-            let number = questions.fetch_add(1, Ordering::Relaxed) + 1;
-            notices.send(to, Notice::Ask { from: rank, question: number });
-            seen.push(to);
-            Some(Question { number, asked: to, at: Instant::now(), seen, kinds, least })
-        };
-        let Some(mut question) = self.question.take() else {
-            let mut kinds = [None; 2];
-            kinds[usize::from(wait.agreeing)] = Some(rank);
-            self.question = ask(wait.on, Vec::new(), kinds, (u64::MAX, rank));
-            return None;
-        };
-        let ms = || self.since.elapsed().as_millis().try_into().unwrap_or(u64::MAX);
-        // As long as a rank that waits may take to get a core and answer.
-        let grace = (self.deadline / 2).clamp(Duration::from_millis(250), Duration::from_secs(5));
-        match notices.answer(question.number) {
-            Some((WaitsFor { on, agreeing }, waited)) => {
-                question.kinds[usize::from(agreeing)].get_or_insert(question.asked);
-                question.least = question.least.min((waited, question.asked));
-                if on != rank && !question.seen.contains(&on) {
-                    self.question = ask(on, question.seen, question.kinds, question.least);
-                    return None;
-                }
-                // Ranks that run different things, or wait for what is lost, have all waited for about as long.
-                let (waited, last) = question.least;
-                let is_late = |part: u32| Duration::from_millis(waited) < self.deadline / part;
-                let verdict = match question.kinds {
-                    [Some(_), Some(_)] if is_late(4) => RankAtFault::Late(last),
-                    [Some(exchanging), Some(agreeing)] => RankAtFault::Crossed { agreeing, exchanging },
-                    _ if is_late(2) => RankAtFault::Late(last),
-                    // The first is as good as any.
-                    _ => RankAtFault::Circle(question.seen[0]),
+        let waited = self.since.elapsed();
+        let waits = |wait: WaitsFor, time| Answer::Waits { on: std::vec![wait.on], call: wait.agreeing, time };
+        let (mut search, answer) = match self.question.take() {
+            None => (Search::new(rank, self.deadline), waits(wait, waited)),
+            Some(question) => {
+                let answer = match notices.answer(question.number) {
+                    Some((theirs, ms)) => waits(theirs, Duration::from_millis(ms)),
+                    None if self.seen.saturating_duration_since(question.at)
+                        >= grace(self.deadline, SHORTEST_GRACE) =>
+                    {
+                        Answer::Silent
+                    }
+                    None => {
+                        self.question = Some(question);
+                        return None;
+                    }
                 };
-                Some((verdict, ms()))
+                (question.search, answer)
             }
-            None if self.seen.saturating_duration_since(question.at) >= grace => {
-                Some((RankAtFault::Silent(question.asked), ms()))
-            }
-            None => {
-                self.question = Some(question);
-                None
-            }
+        };
+        if let Some(at_fault) = search.hear(answer) {
+            return Some((at_fault, waited.as_millis().try_into().unwrap_or(u64::MAX)));
         }
+        // 0 is no question.
+        let number = questions.fetch_add(1, Ordering::Relaxed) + 1;
+        notices.send(search.asked(), Notice::Ask { from: rank, question: number });
+        self.question = Some(Question { number, at: Instant::now(), search });
+        None
     }
 }

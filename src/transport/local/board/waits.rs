@@ -3,8 +3,10 @@
 //! wait.
 
 use super::{Board, Phase};
-use crate::transport::Message;
-use std::collections::VecDeque;
+use crate::transport::{
+    Message,
+    fault::{Answer, AtFault, GroupFailure, Search},
+};
 
 impl Board {
     /// Calls `see` with every peer that `rank` waits for, receives first, until it returns true.
@@ -57,9 +59,9 @@ impl Board {
         gone
     }
 
-    /// A peer with which `rank` can never get on: one of the two is in an agreement that needs the other, which is in an
-    /// exchange that needs the first.
-    pub(in crate::transport::local) fn crossed(&self, rank: usize) -> Option<usize> {
+    /// The failure of `rank` and a peer if one of them is in an agreement that needs the other, which is in an exchange that
+    /// needs the first: neither call can end.
+    pub(in crate::transport::local) fn crossed(&self, rank: usize) -> Option<GroupFailure> {
         let agrees_with = |a: usize, b: usize| self.ranks[a].phase == Phase::Agree && self.ranks[a].group.contains(&b);
         let exchanges = |a: usize| self.ranks[a].phase == Phase::Exchange;
         let mut found = None;
@@ -73,37 +75,41 @@ impl Board {
                     });
                     mutual
                 });
-            found = crossed.then_some(peer);
+            let (agreeing, exchanging) = if exchanges(rank) { (peer, rank) } else { (rank, peer) };
+            found = crossed.then(|| GroupFailure::crossed(agreeing, exchanging));
             crossed
         });
         found
     }
 
-    /// Which rank to blame for the time that `rank` waits: the nearest rank, along the chain of those that wait for each
-    /// other, that is in no call at all. Where all ranks wait it is the first peer, and none while a copy that
+    /// The rank at fault for the time that `rank` waits. Where all ranks wait for each other there is none while a copy that
     /// `rank` waits for, if only indirectly, is under way: a copy ends by itself.
-    pub(in crate::transport::local) fn blame(&self, rank: usize) -> Option<usize> {
-        let mut seen = vec![false; self.ranks.len()];
-        let mut queue = VecDeque::from([rank]);
-        seen[rank] = true;
-        let mut first = None;
-        let mut copying = self.ranks[rank].readers > 0;
-        while let Some(waiting) = queue.pop_front() {
-            let mut idle = None;
-            self.waits_for(waiting, |peer| {
-                first = first.or(Some(peer));
-                copying |= self.ranks[peer].copying;
-                if matches!(self.ranks[peer].phase, Phase::Idle | Phase::Answered | Phase::Gone) {
-                    idle = Some(peer);
-                } else if !std::mem::replace(&mut seen[peer], true) {
-                    queue.push_back(peer);
+    pub(in crate::transport::local) fn at_fault(&self, rank: usize) -> Option<AtFault<bool>> {
+        let deadline = self.ranks[rank].deadline;
+        let (mut search, mut copying) = (Search::new(rank, deadline), self.ranks[rank].readers > 0);
+        let found = loop {
+            let asked = search.asked();
+            let place = &self.ranks[asked];
+            copying |= asked != rank && place.copying;
+            // The board does not record how long a rank has waited: none counts as late.
+            let answer = match place.phase {
+                Phase::Idle | Phase::Answered | Phase::Gone => Answer::Idle(deadline),
+                Phase::Exchange | Phase::Agree | Phase::Ending => {
+                    let mut on = Vec::new();
+                    self.waits_for(asked, |peer| {
+                        on.push(peer);
+                        false
+                    });
+                    Answer::Waits { on, call: place.phase == Phase::Agree, time: deadline }
                 }
-                idle.is_some()
-            });
-            if idle.is_some() {
-                return idle;
+            };
+            if let Some(found) = search.hear(answer) {
+                break found;
             }
+        };
+        match found {
+            AtFault::Circle(peer) if copying || peer == rank => None,
+            found => Some(found),
         }
-        if copying { None } else { first }
     }
 }
