@@ -3,7 +3,7 @@
 //!
 //! What makes ranks, lanes and workers of a process wait for each other (transport `local`, the lanes of a rank, the
 //! order of dq) takes its primitives from here, so that the model checker explores the same code that runs in
-//! production. The waits for what is outside of the process are not in a model: MPI's requests and notices, and the
+//! production. Waits for something outside of the process are not in a model: MPI's requests and notices, and the
 //! thread that looks at NCCL and at the driver; tests over processes and over the stand-ins cover these. Loom's are
 //! taken under the crate's own `--cfg cpattn_loom`: a user who model-checks with `--cfg loom` does not change this
 //! crate by accident. Time does not exist in a model, so there a wait never expires, and a wait that no thread ends is

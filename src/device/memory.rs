@@ -34,7 +34,7 @@ impl OwnStream {
         self.handle
     }
 
-    /// Whether everything on it is done; an error when something on the device failed. What is being captured is not done, and
+    /// Whether everything on it is done; an error when something on the device failed. Captured work is not done, and
     /// a driver that is asked for it ends the capture with an error.
     pub(crate) fn query(&self) -> Result<bool> {
         let _entered = self.context.enter()?;

@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 /// How often a rank is asked for the time.
 const ROUNDS: u32 = 16;
 
-/// What a rank gave.
+/// The contribution of a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Gathered {
     /// What to add to times of its clock for times of rank 0's.
@@ -35,7 +35,7 @@ struct RoundTrip {
     back: u64,
 }
 
-/// What the quickest round trip says is to be added to the other clock.
+/// The offset of the other clock, from the quickest round trip.
 fn offset(trips: &[RoundTrip]) -> i64 {
     let quickest = trips.iter().min_by_key(|trip| trip.back.saturating_sub(trip.sent));
     // Numbers of nanoseconds wrap alike, and what is left of their difference is small.

@@ -137,7 +137,7 @@ struct Shared {
     board: Mutex<Board>,
     /// One per rank: only that rank's waiting call parks on it.
     condvars: Vec<Condvar>,
-    /// One per rank: what its sends point to.
+    /// One per rank: the memory of its sends.
     memory: Vec<Lent>,
     /// A copy of "the board has a failure", so that `poll` takes no lock.
     failed: AtomicBool,

@@ -68,7 +68,7 @@ use pipes::Pipes;
 use raw::Comm;
 use wait::SETTLE;
 
-/// What two libraries must have in common to understand each other.
+/// The version of the messages between two libraries.
 const PROTOCOL: u64 = 3;
 
 /// One process's transport. After a failure end the process with `MPI_Abort`, as the module says.
@@ -83,14 +83,14 @@ pub struct Mpi {
     calls: Mutex<Calls>,
 }
 
-/// What the calls that wait work with.
+/// The state of calls that wait.
 struct Calls {
     pipes: Pipes,
     votes: AgreementMessages,
 }
 
 impl Calls {
-    /// After a failure: has MPI let go of what it will let go of. The rest is abandoned.
+    /// After a failure: cancels requests and waits a little for them. Memory of the others is never freed.
     fn settle(&mut self) {
         self.pipes.cancel();
         self.votes.cancel();
@@ -192,7 +192,7 @@ impl Mpi {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner).pipes.piece = bytes.clamp(1, 1 << 30);
     }
 
-    /// Ranks that speak differently must not exchange anything. For tests by any name of a version.
+    /// Refuses a group whose ranks run different versions. Tests pass a version of their own.
     #[doc(hidden)]
     pub fn same_version(&self, version: &str) -> Result<()> {
         let mut number = Fingerprint::of_version(version);
@@ -213,7 +213,7 @@ impl Mpi {
         let calls = match self.calls.try_lock() {
             Ok(calls) => calls,
             Err(TryLockError::Poisoned(poisoned)) => {
-                // Half a call lies there, and is never gone on with.
+                // A call has panicked halfway; its requests are never completed.
                 self.abort(Cause::Panicked);
                 poisoned.into_inner()
             }

@@ -55,14 +55,14 @@ pub struct Peer {
     direct: Vec<bool>,
 }
 
-/// What a rank's peers enqueue its copies with. It lives as long as any rank of the group: a rank may be gone while another
+/// The stream and events of a rank, which its peers use too. They live as long as any rank of the group: a rank may be gone while another
 /// still waits for its events.
 struct PeerStream {
     stream: OwnStream,
     ready: CudaEvent,
     /// By sender: behind the copies from it to this rank.
     done: Vec<CudaEvent>,
-    /// Whose context it is.
+    /// The device of the stream.
     cuda: Arc<Cuda>,
     /// The capture that the rank's run is part of; 0 for none. Written before the run's exchanges, read in them.
     capture: AtomicU64,

@@ -40,7 +40,7 @@ pub struct Link {
     pub bytes_per_second: f64,
 }
 
-/// What is wrong with the ring, as seen by one rank.
+/// A fault of the ring, as one rank sees it.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum RingFault {
@@ -126,7 +126,7 @@ struct LedgerRound<'a> {
     end: &'a dyn Transport,
     hop: usize,
     ledger: Vec<LedgerEntry>,
-    /// What a large message holds, or should.
+    /// The bytes of a large message.
     stamps: Vec<u8>,
     /// What travels: eight bytes, a large message, the ledger.
     word: Box<dyn WireBuffer>,
@@ -320,7 +320,7 @@ impl LedgerRound<'_> {
         staged::carry(self.carrier, label, peer, &mut **room, send).map_err(|error| self.trouble(error))
     }
 
-    /// What an error at this hop means.
+    /// The fault that an error at this hop stands for.
     fn trouble(&self, error: Error) -> RingFault {
         let (from, to) = link(self.end.world(), self.hop);
         let here = match &error {

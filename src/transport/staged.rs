@@ -67,7 +67,7 @@ pub(crate) trait Carrier {
     /// Memory for a message; a size that no memory holds is refused, not the end of the program.
     fn room(&self, bytes: usize) -> Result<Box<dyn WireBuffer>>;
 
-    /// Waits until what was exchanged is there.
+    /// Waits until the messages have arrived.
     fn complete(&self) -> Result<()>;
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What this crate calls of the CUDA driver: types, numbers and functions as `cuda.h` declares them, no more of it.
+//! The part of the CUDA driver that this crate calls: types, numbers and functions as `cuda.h` declares them.
 //!
 //! Codes and attributes are integers, because a newer driver may answer with one that no enumeration here would know.
 //! Names with `_v2` are those that the header's macros have stood for since CUDA 4; the default stream is the legacy one.

@@ -11,9 +11,9 @@ use alloc::format;
 use alloc::string::String;
 use libloading::Library;
 
-/// What a call gives when `load` has not succeeded before it.
+/// The result of a call when `load` has not succeeded before it.
 pub(super) const NOT_INITIALIZED: i32 = 3;
-/// What a call of an optional function gives when the library does not have it.
+/// The result of an optional function that the library does not have.
 pub(crate) const NOT_SUPPORTED: i32 = 801;
 
 /// Declares the functions of a library, a line each, as its header does; all of them answer with a status.
@@ -59,7 +59,7 @@ macro_rules! functions {
             $(#[$if])*
             #[allow(non_snake_case, reason = "the library's name")]
             /// # Safety
-            /// The library documents what its arguments must be.
+            /// The arguments are as the library documents them.
             pub(crate) unsafe fn $name($($arg: $type),*) -> i32 {
                 match TABLE.get() {
                     // SAFETY: the pointer is the function's, since statics are not dropped and this one holds the library; what
@@ -72,7 +72,7 @@ macro_rules! functions {
         $(
             #[allow(non_snake_case, reason = "the library's name")]
             /// # Safety
-            /// The library documents what its arguments must be.
+            /// The arguments are as the library documents them.
             pub(crate) unsafe fn $new($($new_arg: $new_type),*) -> i32 {
                 match TABLE.get().map(|table| table.$new) {
                     // SAFETY: as of the required functions.

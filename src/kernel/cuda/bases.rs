@@ -30,7 +30,7 @@ pub(super) const fn words_symbol() -> u64 {
     symbol(WORDS)
 }
 
-/// What an address is.
+/// The kind of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Meaning {
     /// No symbol: an address, or none.
@@ -97,7 +97,7 @@ impl BaseShapes {
         core::ptr::without_provenance_mut(symbol(base as u64) as usize)
     }
 
-    /// What a symbol of a base stands for.
+    /// The address that a symbol of a base stands for.
     pub fn locate(&self, address: u64) -> BaseOffset {
         debug_assert_eq!(meaning(address), Meaning::Base, "{address:#x}");
         let base = ((address >> SHIFT) - 1) as u32;

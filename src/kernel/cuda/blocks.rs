@@ -78,7 +78,7 @@ impl Cuda {
             let steps = BlockSteps::of(&block.dst);
             let alone = steps.elements > u64::from(u32::MAX / 2);
             let all = || core::iter::once(&block.dst).chain(sources);
-            // What the kernel counts with 32 bits.
+            // Counts that the kernel keeps in 32 bits.
             if steps.count() > u64::from(u32::MAX / 2) || (alone && is_memory && !all().all(is_aligned)) {
                 return Err(Error::unsupported(
                     format!("blocks[{i}] of {} rows", block.dst.tokens),

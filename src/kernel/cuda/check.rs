@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a call is checked for before anything is launched: shapes, types, alignment, ranges, and whose memory it is.
+//! The checks of a call before anything is launched: shapes, types, alignment, ranges, and the device of its memory.
 
 use super::params::Tensor;
 use crate::call::{HeadMap, Range, Ranges, RawTensor, Score};
@@ -14,7 +14,7 @@ const FAR: i64 = 1 << 61;
 /// Windows are cut to this, which no two positions reach.
 const WIDE: i64 = 1 << 62;
 
-/// What a tensor of a call must be.
+/// The requirements on a tensor of a call.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TensorSpec {
     pub heads: u32,
@@ -102,7 +102,7 @@ impl Checker {
         self.home(name, t.ptr).map(|()| out)
     }
 
-    /// Whose memory an address is.
+    /// The device of an address's memory.
     pub fn home(self, name: &str, address: *const u8) -> Result<()> {
         if !self.is_memory {
             return Ok(());

@@ -353,7 +353,7 @@ mod tests {
         assert!(waits > 10_000 && leads > 1000 && zeros > 100, "{waits} {leads} {zeros}");
     }
 
-    /// What is not tied together starts longest first.
+    /// Tiles that do not depend on each other start with the longest.
     #[test]
     fn documents_interleave() {
         let k = [Range::plain(0, 3, 0, 0), Range::plain(3, 2, 0, 1), Range::plain(5, 1, 0, 2)];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The forward kernels for `sm_90a`: which launches they take, and what they are handed beside the parameters of the others.
+//! The forward kernels for `sm_90a`: which launches they take, and their parameters beside those of the others.
 //!
 //! They load through tensor maps, which the driver encodes on the host: one for each tensor, when a launch is put on a stream
 //! that brings other addresses or strides than those before, which are kept (`kept_maps`). A map has columns, rows, heads and parts
@@ -21,7 +21,7 @@ use core::mem::offset_of;
 /// Columns of a box: 128 bytes.
 const COLUMNS: u32 = 64;
 
-/// What lies behind the tiles in shared memory.
+/// Bytes of shared memory behind the tiles, for barriers.
 const CONTROL: u32 = 512;
 
 /// The kernel for the head dims of one of [`SHAPES`].
@@ -67,7 +67,7 @@ pub(super) fn other_rows(shape: usize, rows: u32) -> Option<u32> {
     FORWARD[shape].map(|s| s.launch.rows).filter(|&own| own != rows)
 }
 
-/// `HopperForwardParams`. It begins with what the kernel for `sm_80` is given, and is given to that as it is.
+/// `HopperForwardParams`. It begins with the parameters of the kernel for `sm_80`, which can be launched with it.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
 pub(super) struct HopperParams {
@@ -111,11 +111,11 @@ pub(super) static NO_METADATA: InlineMetadata = InlineMetadata([0; METADATA_BYTE
 
 const _: () = {
     assert!(offset_of!(HopperParams, call) == 0);
-    // What a kernel of PTX 8.0 may be given.
+    // The limit on a kernel's parameters in PTX 8.0.
     assert!(size_of::<Maps>() + size_of::<HopperParams>() + size_of::<InlineMetadata>() <= 4096);
 };
 
-/// `TensorMap`: what the driver wrote.
+/// `TensorMap`: the bytes that the driver wrote.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 pub(super) struct Map(pub [u8; 128]);
@@ -145,7 +145,7 @@ pub(super) struct MapShape {
     pub box_heads: u32,
 }
 
-/// What the driver is told of a map.
+/// The driver's arguments for a map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Ragged {
     address: u64,
@@ -208,7 +208,7 @@ impl MapShape {
     }
 }
 
-/// The kernel that a launch prefers to its own, and what its maps are made of.
+/// The kernel that a launch prefers to its own, and the tensors of its maps.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Hopper {
     pub kernel: LoadedKernel,
@@ -220,7 +220,7 @@ pub(super) struct Hopper {
     pub other: Other,
 }
 
-/// What a launch is for.
+/// The purpose of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HopperPass {
     Forward,
@@ -252,7 +252,7 @@ impl Hopper {
     }
 }
 
-/// Whether the driver knows how to encode maps, whatever it says of this one. Those that do not are too old to know `sm_90a`.
+/// Whether the driver can encode maps at all. Those that do not are too old to know `sm_90a`.
 pub(super) fn driver_makes_maps() -> bool {
     let shape = MapShape { dtype: Dtype::F16, dim: COLUMNS, heads: 1, tokens: 1, span: 1, rows: 8, box_heads: 1 };
     let ragged = shape.ragged(Tensor { ptr: 1 << 20, token: 0, head: 0 });

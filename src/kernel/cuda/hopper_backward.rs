@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! The backward kernels for `sm_90a`: which launches they take, and what they are handed.
+//! The backward kernels for `sm_90a`: which launches they take, and their parameters.
 //!
 //! They make all gradients, with the tiles, the metadata and the parameters of the fused kernel for `sm_80`, which does what
 //! tensor maps cannot describe, and every shape that has no kernel here. Of the options of a call none decides.
@@ -14,7 +14,7 @@ use super::shapes::{Fused, SHAPES, Shaped};
 use crate::call::AttendBackward;
 use bytemuck::NoUninit;
 
-/// What lies behind the tiles in shared memory.
+/// Bytes of shared memory behind the tiles, for barriers.
 const CONTROL: u32 = 2560;
 
 const fn backward(d: u32, dv: u32, m: u32, n: u32) -> Option<Fused> {
@@ -36,7 +36,7 @@ const _: () = {
     }
 };
 
-/// `HopperBackwardParams`. It begins with what the kernel for `sm_80` is given, and is given to that as it is.
+/// `HopperBackwardParams`. It begins with the parameters of the kernel for `sm_80`, which can be launched with it.
 #[derive(Clone, Copy, Debug, NoUninit)]
 #[repr(C)]
 pub(super) struct HopperBackwardParams {
@@ -51,7 +51,7 @@ impl Parameters for HopperBackwardParams {
 }
 
 impl Cuda {
-    /// What the kernel for a shape is like, where there is one and the device is to run it.
+    /// The kernel for a shape, if there is one and the device is to run it.
     pub(super) fn hopper_backward(&self, shape: usize) -> Option<Fused> {
         BACKWARD[shape].filter(|s| self.hopper && s.launch.shared <= self.shared_limit)
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Calls of the kernels for `sm_90a`: loading them, and what a launch is made of.
+//! Calls of the kernels for `sm_90a`: loading them, and the parts of a launch.
 
 use super::Cuda;
 use super::hopper::{self, FORWARD, Hopper, HopperParams, HopperPass, MapShape, Other, other_rows, section};
@@ -48,7 +48,7 @@ pub(super) fn longest<'a>(ranges: impl Iterator<Item = &'a Range>) -> u32 {
 }
 
 impl Cuda {
-    /// What the kernel for a shape is like, where there is one and the device is to run it.
+    /// The kernel for a shape, if there is one and the device is to run it.
     pub(super) fn hopper_shape(&self, shape: usize) -> Option<hopper::HopperShape> {
         let runs = |s: &hopper::HopperShape| s.launch.shared <= self.shared_limit && (s.is_taken || self.every_hopper);
         FORWARD[shape].filter(|s| self.hopper && runs(s))

@@ -286,7 +286,7 @@ impl Cuda {
         let start = || launches.iter().try_for_each(|l| unsafe { l.start(self, stream) });
         let ready = if known.is_some() { staging.reuse(part, stream) } else { staging.upload(part, stream) };
         let done = ready.and_then(|()| start());
-        // Whatever became of the launch: what was uploaded may be on its way.
+        // Also after a failed launch: the upload may still be in progress.
         done.and(staging.end(part, stream))
     }
 }

@@ -18,7 +18,7 @@ pub(super) struct Loaded {
 /// Kernels by element type (f16, bf16) and shape.
 pub(super) type ByShape<T> = [[Option<T>; SHAPES.len()]; 2];
 
-/// What was loaded.
+/// The kernels that are loaded.
 #[derive(Debug, Default)]
 pub(super) struct LoadedKernels {
     pub forward: ByShape<Loaded>,

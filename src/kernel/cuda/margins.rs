@@ -5,10 +5,10 @@ use alloc::vec::Vec;
 use core::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// What is asked of one device.
+/// The margins that were requested on one device.
 #[derive(Debug, Default)]
 pub(super) struct Margins {
-    /// The most of what is asked for, where launches read it.
+    /// The largest request, for launches.
     most: AtomicU32,
     asked: Mutex<MarginRequests>,
 }

@@ -23,7 +23,7 @@ pub(super) struct Metadata {
     pub key_tiles: usize,
 }
 
-/// Rows of a tile, for the kernels that own q rows and those that own keys; 0 where there is none.
+/// Rows of a tile, for the kernels that own q rows and those that own keys; 0 if there is no such kernel.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TileRows {
     pub queries: u32,

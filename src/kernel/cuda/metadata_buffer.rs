@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where the scheduler metadata of a call is written: into a ring that is uploaded with the call, or into what a plan keeps.
+//! Where the scheduler metadata of a call is written: into a ring that is uploaded with the call, or into the metadata of a recorded run.
 
 use super::bases::{BaseOffset, BaseShapes};
 use super::params::Work;
@@ -34,12 +34,12 @@ impl AddressSpace {
     }
 }
 
-/// Where the metadata of a call is written, and what the addresses of its tensors are.
+/// Where the metadata of a call is written, and the kind of its tensors' addresses.
 pub(super) trait MetadataBuffer {
     /// A writer of at most `bytes` bytes, and vectors to sort in.
     fn begin(&mut self, bytes: usize) -> Result<(Writer<'_>, &mut SortBuffers)>;
 
-    /// What the addresses of tensors stand for.
+    /// The kind of the tensors' addresses.
     fn address_space(&self) -> AddressSpace;
 
     /// Is told of a tensor whose rows must begin at multiples of 16 bytes when the call is run.
@@ -57,7 +57,7 @@ pub(super) struct SortBuffers {
     pub runs: Vec<(u32, u64)>,
 }
 
-/// What a call has written: where it begins, the bytes of its metadata, and those of the words behind it.
+/// The metadata of a call: where it begins, the bytes of its metadata, and those of the words behind it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Part {
     pub begin: usize,
@@ -109,7 +109,7 @@ impl<'a> Writer<'a> {
         at
     }
 
-    /// What was written.
+    /// The written words.
     pub fn part(&self) -> Part {
         Part { begin: self.begin, filled: self.filled, words: self.words }
     }

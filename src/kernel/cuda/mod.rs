@@ -21,11 +21,11 @@
 //! ```text
 //! embedded  the PTX
 //! shapes    tiles and threads of the compiled kernels
-//! params    what a kernel is handed
+//! params    the parameters of kernels
 //! metadata  the scheduler metadata of a call: ranges as runs, partners and tiles; metadata_buffer: where it is written
 //! dq_semaphore  the metadata of the fused backward, and which tile waits for which
 //! staging   how metadata reaches the device, through a mirror of host and device memory
-//! check     what a call is refused for
+//! check     the checks of calls
 //! attention, fused, blocks, sinks   the launches
 //! family    which forward kernels a device runs, and how that is forced
 //! loaded    the kernels that were loaded so far; load: how each is

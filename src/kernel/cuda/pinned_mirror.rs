@@ -73,7 +73,7 @@ impl PinnedMirror {
         unsafe { core::slice::from_raw_parts_mut(self.host.add(offset), bytes) }
     }
 
-    /// What the host wrote: `bytes` bytes from `offset` on.
+    /// The host's bytes: `bytes` of them from `offset` on.
     ///
     /// # Panics
     /// When there are fewer.

@@ -98,7 +98,7 @@ impl<'a> LaunchRecorder<'a> {
         self.launches.len()
     }
 
-    /// What a symbol of a base stands for.
+    /// The address that a symbol of a base stands for.
     pub(crate) fn locate(&self, symbol: *mut u8) -> BaseOffset {
         self.shapes.locate(symbol as usize as u64)
     }

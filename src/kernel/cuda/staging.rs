@@ -23,7 +23,7 @@ use alloc::format;
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 
-/// What rounds up without leaving the address space. (Less than that is the driver's to refuse.)
+/// The largest size that can be padded. (The driver refuses sizes that it has no memory for.)
 const MAX_BYTES: usize = isize::MAX as usize & !(ALIGN - 1);
 /// Parts that are remembered.
 const MAX_KEPT: usize = 32;
@@ -117,7 +117,7 @@ impl Staging {
         if part.filled == 0 { None } else { self.kept.iter().rev().find(is_same).copied() }
     }
 
-    /// What was written into a part.
+    /// The bytes written into a part.
     pub(super) fn written(&self, part: Part) -> &[u8] {
         self.mirror.written(part.begin, part.filled)
     }
@@ -127,7 +127,7 @@ impl Staging {
         self.mirror.device(part.begin)
     }
 
-    /// Copies what was written to the device and clears its words, in stream order.
+    /// Copies the written bytes to the device and clears its words, in stream order.
     pub(super) fn upload(&mut self, part: Part, stream: CUstream) -> Result<()> {
         self.mirror.upload(part.begin, part.filled, stream)?;
         self.clear(part, stream)?;

@@ -63,7 +63,7 @@ unsafe impl Send for NoteMemory {}
 // SAFETY: memory that `self` owns, which the host reads after `written` alone.
 unsafe impl Sync for NoteMemory {}
 
-/// What was noted.
+/// The first difference that a device found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Noted {
     /// Which of the run's tags, from 1.
@@ -72,7 +72,7 @@ pub(crate) struct Noted {
     pub our_run: u64,
     pub theirs: u64,
     pub their_run: u64,
-    /// Whether what came is a tag at all: an exchange that failed leaves something else.
+    /// Whether the bytes that arrived are a tag: after a failed exchange they are not.
     pub is_tag: bool,
 }
 
@@ -97,7 +97,7 @@ impl NoteMemory {
         Ok(notice)
     }
 
-    /// What was noted first, if anything was. Asks the driver nothing.
+    /// The first difference, if there is one. Calls no function of the driver.
     pub(crate) fn read(&self) -> Option<Noted> {
         // SAFETY: the word is aligned, lives as long as `self`, and is only stored to by the device.
         let written = unsafe { AtomicU64::from_ptr(&raw mut (*self.host).written) };

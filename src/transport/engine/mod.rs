@@ -50,7 +50,7 @@ pub struct EngineTransport<E: Engine> {
     group: Arc<EngineGroup<E>>,
     /// Held by a call that waits.
     rooms: Mutex<MessageBuffers>,
-    /// What the rank agrees on.
+    /// The run that the rank has announced.
     run: Mutex<Option<RunName>>,
 }
 
@@ -184,7 +184,7 @@ impl<E: Engine> EngineTransport<E> {
         Ok(rooms)
     }
 
-    /// A call that waits: what it posts, and what becomes of a failure.
+    /// Runs a call that waits. After a failure, closes the engine and searches for the rank at fault.
     fn moving(&self, label: Label, run: impl FnOnce(&mut moves::Moves<'_, E>) -> Result<(), Stop>) -> Result<()> {
         let mut rooms = self.enter(label)?;
         let (group, began) = (&*self.group, Instant::now());

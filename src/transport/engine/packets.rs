@@ -86,7 +86,7 @@ pub(super) fn packets(list: &[Message]) -> Vec<Packet> {
     done
 }
 
-/// What a packet is, and what its sender runs.
+/// The purpose of a packet, and the run of its sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Header {
     bytes: u64,
@@ -165,7 +165,7 @@ impl Header {
     }
 }
 
-/// What a rank runs, in words.
+/// The run of a rank, in words.
 pub(super) fn running(run: Option<RunName>) -> String {
     run.map_or_else(|| "no plan".into(), |RunName { kind, plan }| format!("the {kind} of plan {plan:016x}"))
 }

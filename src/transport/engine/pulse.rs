@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// What may lie between two looks beyond three intervals.
+/// Readings further apart than three intervals and this are a gap.
 const LATE: Duration = Duration::from_millis(50);
 
 pub(super) struct Pulse {

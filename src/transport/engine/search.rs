@@ -38,7 +38,7 @@ const THERE: &[u8] = b"1";
 /// In place of the rank that asks.
 const JOINING: &[u8] = b"joining";
 
-/// What the threads of one rank share.
+/// The state that the threads of one rank share.
 pub(super) struct EngineGroup<E> {
     pub(super) engine: E,
     pub(super) rank: usize,
@@ -266,7 +266,7 @@ impl<E: Engine> EngineGroup<E> {
         self.known.notify_all();
     }
 
-    /// The first verdict is that of all.
+    /// Writes the verdict. If the store has one already, that one counts on every rank.
     fn agree_on(&self, found: &Verdict) -> Result<(), Failed> {
         let first = read(Verdict::read(&self.engine.put("verdict", &found.write())?))?;
         self.state().verdict = Some(first);
@@ -349,7 +349,7 @@ impl<E: Engine> Ranks for StoreRanks<'_, E> {
             if let Some(said) = group.engine.look(&key)? {
                 return read(Said::read(&said)).map(Some);
             }
-            // Another rank has a verdict.
+            // Another rank has found the verdict.
             if over || group.engine.look("verdict")?.is_some() {
                 break;
             }

@@ -31,21 +31,21 @@ pub(super) trait Ranks {
     /// Whether it has ever come.
     fn came(&mut self, rank: usize) -> Result<bool, Failed>;
 
-    /// What it says; none where it says nothing in time.
+    /// Its answer; none if it does not answer in time.
     fn answer(&mut self, rank: usize) -> Result<Option<Said>, Failed>;
 }
 
-/// What a rank says of itself.
+/// The answer of a rank.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Said {
-    /// Why it takes part in nothing any more.
+    /// Why it has ended, if it has.
     pub(super) ended: Option<String>,
     pub(super) wait: Option<SaidWait>,
-    /// For which it has waited, or waited for nothing.
+    /// How long it has been waiting, or idle.
     pub(super) time: Duration,
 }
 
-/// What a rank waits for, and what it runs, in words.
+/// The wait and the run of a rank, in words.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct SaidWait {
     pub(super) call: String,
@@ -69,7 +69,7 @@ pub(super) struct Verdict {
     pub(super) peer: Option<usize>,
     pub(super) text: String,
     pub(super) other: Option<usize>,
-    /// In what they run.
+    /// Whether the two differ in their runs or calls.
     pub(super) differ: bool,
 }
 
@@ -124,7 +124,7 @@ impl Said {
     }
 }
 
-/// What the store holds, of this version.
+/// A value of the store; an error if another version wrote it.
 pub(super) fn read<T>(value: Option<T>) -> Result<T, Failed> {
     value.ok_or_else(|| Failed::of_group("the store holds what no rank of this version has written"))
 }
@@ -200,7 +200,7 @@ impl From<AtFault<String>> for Verdict {
     }
 }
 
-/// Of all ranks those that have not come, or else the first that came and does not answer, or else the one that has been there
+/// The ranks that have not come; otherwise the first that does not answer; otherwise the one that has been there
 /// for much less time than others.
 fn find_joining(world: usize, deadline: Duration, ranks: &mut dyn Ranks) -> Result<Verdict, Failed> {
     let mut missing = Vec::new();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What a rank waits for, and how that is said.
+//! The wait of a rank, and its texts.
 
 use std::{
     format,
@@ -10,7 +10,7 @@ use super::{super::Label, contract::MessageDirection, packets::running, verdict:
 
 pub(super) const MAKING: Label = Label::new("making the transport", 0);
 
-/// What a rank waits for.
+/// The wait of a rank.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wait {
     pub(super) label: Label,
@@ -32,7 +32,7 @@ impl Wait {
         SaidWait { call, doing: doing.to_string(), peer, bytes: self.bytes as u64, run: running(run) }
     }
 
-    /// What is said of it when it fails.
+    /// The text of an error if it fails.
     pub(super) fn failed(&self) -> String {
         let (doing, peer) = self.of.map_or(("connecting", 0), |(way, peer)| (doing(way), peer));
         format!("{doing} {} bytes, rank {peer} failed or did not answer", self.bytes)

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use std::ops::Range;
 use std::time::Duration;
 
-/// What a rank is doing.
+/// The state of a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
     /// In no call.
@@ -61,7 +61,7 @@ impl PostedList {
 /// One rank's place on the board.
 pub(super) struct RankOnBoard {
     pub(super) phase: Phase,
-    /// What it does, or did last.
+    /// Its current call, or its last one.
     pub(super) label: Label,
     pub(super) deadline: Duration,
     /// It is parked, and no rank has woken it since.

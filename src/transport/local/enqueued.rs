@@ -18,7 +18,7 @@ pub(in crate::transport) type Enqueue<'a> =
     dyn FnMut([usize; 2], &mut dyn FnMut() -> Option<[Message; 2]>) -> Result<()> + 'a;
 
 impl Shared {
-    /// Has what can move between two ranks begun, in one direction.
+    /// Begins all messages from one rank to another that both have listed.
     fn enqueue_between(&self, board: &mut Board, [from, to]: [usize; 2], enqueue: &mut Enqueue<'_>) -> Result<()> {
         let mut next = || {
             let claim = board.claim_between(from, to)?;
@@ -76,7 +76,7 @@ impl Local {
         board.enter(rank, label)?;
         board.post(rank, sends, recvs);
         let mut progress = WaitProgress::new(board.ranks[rank].moved);
-        // What can move now: nothing else can until another rank comes, which then has it begun.
+        // Begins all messages whose peer is here; a peer that comes later begins its own.
         let (mut outcome, mut woken) = (Ok(()), ToWake::default());
         for peer in (0..shared.world).filter(|&peer| peer != rank) {
             for pair in [[peer, rank], [rank, peer]] {

@@ -15,10 +15,10 @@ use crate::transport::fault::GroupFailure;
 /// Beside the tag of notices on the same communicator.
 const TAG: c_int = 1;
 
-/// What a rank gives: its number, and first and end of the group.
+/// The vote of a rank: its number, and first and end of the group.
 pub(super) type AgreementWords = [u64; 3];
 
-/// By rank: what it agrees to, here and there. MPI may hold them.
+/// By rank: the votes sent and received. MPI may read or write them.
 pub(super) struct AgreementMessages {
     ours: NonNull<AgreementWords>,
     theirs: NonNull<AgreementWords>,
@@ -86,12 +86,12 @@ impl AgreementMessages {
         Ok(peers.map(|peer| (peer, vote_of(peer))).find(|other| other.1 != vote))
     }
 
-    /// After a failure: asks MPI to give up what it will.
+    /// After a failure: cancels receives.
     pub(super) fn cancel(&mut self) {
         self.requests.iter_mut().for_each(|(_, receive)| receive.cancel());
     }
 
-    /// Whether MPI holds nothing any more; looks at all of it.
+    /// Tests all requests; whether all are complete.
     pub(super) fn is_free(&mut self) -> bool {
         let requests = self.requests.iter_mut().flat_map(|(a, b)| [a, b]);
         requests.filter_map(|r| (!matches!(r.test("MPI_Test"), Ok(true))).then_some(())).count() == 0

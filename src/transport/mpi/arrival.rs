@@ -28,7 +28,7 @@ use super::{
 use crate::error::{Cause, Error, Result};
 use crate::transport::{Label, fault::grace};
 
-/// The name of what is under way, in errors.
+/// The operation, in errors.
 const MAKING: &str = "making the transport";
 
 /// On the caller's communicator: below the least upper bound of tags that MPI promises, and unlikely to be the caller's.
@@ -57,7 +57,7 @@ pub(super) fn duplicates(comm: Comm, rank: usize, world: usize, deadline: Durati
     let (mut went_on, mut stopped) = (state.since(), Duration::ZERO);
     let mut roll = Roll { comm, rank, world, attempt, there: std::vec![None; world] };
     loop {
-        // Before what is complete: with ranks that have given up, a duplicate is of no use.
+        // Before the duplicates: they are of no use with ranks that have given up.
         let given_up = roll.hear()?;
         let gap = state.runs();
         if !gap.is_zero() {
@@ -81,7 +81,7 @@ fn ms(time: Duration) -> u64 {
     time.as_millis().try_into().unwrap_or(u64::MAX)
 }
 
-/// What this rank has heard of the others.
+/// The ranks whose messages have arrived.
 struct Roll {
     comm: Comm,
     rank: usize,
@@ -92,7 +92,7 @@ struct Roll {
 }
 
 impl Roll {
-    /// Takes what has arrived; whether another rank has given up.
+    /// Receives messages; whether another rank has given up.
     fn hear(&mut self) -> Result<bool, Refused> {
         while self.comm.has_arrived(TAG)? {
             let words = Box::into_raw(Box::new(Words::default()));

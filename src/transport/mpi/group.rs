@@ -90,7 +90,7 @@ impl MpiGroup {
     /// Whether anything has failed, here or as others tell.
     pub(super) fn look(&self) -> Option<GroupFailure> {
         match self.notices.listen() {
-            // The rank that failed has told all others.
+            // The rank that failed has notified all others.
             Ok(Some(failure)) => {
                 let _ = self.failure.set(failure);
             }
@@ -107,7 +107,7 @@ impl MpiGroup {
         DeadlineState::new(Duration::from_nanos(self.deadline.load(Ordering::Relaxed)))
     }
 
-    /// What a call does that saw nothing move: it listens, asks, sleeps a little. `waiting` counts the bytes that have not
+    /// One step of a call whose messages did not move: receives notices, searches, sleeps a little. `waiting` counts the bytes that have not
     /// moved. After a failure the caller looks once more: a call that is complete by then has succeeded, and the next one
     /// tells.
     pub(super) fn pause(
@@ -116,13 +116,13 @@ impl MpiGroup {
         wait: WaitsFor,
         waiting: impl FnOnce() -> u64,
     ) -> Result<(), GroupFailure> {
-        // Before questions are answered: what a stopped process says must not count the time in which it did not run.
+        // Before questions are answered: the answer must not count time in which the process was stopped.
         state.runs();
         self.notices.wait_for(wait, state.since());
         if let Some(failure) = self.look() {
             return Err(failure);
         }
-        // What it sent before it left may still be on its way.
+        // Its last messages may still be on their way.
         if self.notices.has_left(wait.on) && state.is_left_behind() {
             return Err(self.fail_by(wait.on, Cause::Left));
         }

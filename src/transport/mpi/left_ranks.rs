@@ -18,14 +18,14 @@ use super::{
     wait::SETTLE,
 };
 
-/// What is left of a rank that has left.
+/// The communicators and notices of a rank that has left.
 struct LeftRank {
     rank: usize,
     notices: Notices,
     comms: [Comm; 2],
 }
 
-/// What becomes of it.
+/// The state of its communicators.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Departures {
     /// Not all others have left.
@@ -70,7 +70,7 @@ pub(super) fn leave(rank: usize, world: usize, notices: Notices, comms: [Comm; 2
     sweep();
 }
 
-/// Frees what can be freed of ranks that left earlier. MPI has to be usable.
+/// Frees communicators of ranks that left earlier, where all others have left too. MPI has to be usable.
 pub(super) fn sweep() {
     LEFT_RANKS.lock().unwrap_or_else(PoisonError::into_inner).retain_mut(|left| left.look() == Departures::Waiting);
 }

@@ -73,7 +73,7 @@ impl Drop for NoticeInFlight {
     }
 }
 
-/// What has arrived.
+/// A notice that has arrived.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Notice {
     /// The run is over.
@@ -126,7 +126,7 @@ impl Notice {
     }
 }
 
-/// The notices of a rank: the receive that is posted for them, those on their way, and what has arrived.
+/// The notices of a rank: the posted receive, the sends in flight, and the last answer.
 pub(super) struct Notices {
     comm: Comm,
     arriving: Mutex<NoticeInFlight>,
@@ -164,7 +164,7 @@ impl Notices {
         })
     }
 
-    /// What has been received and sent, which goes on elsewhere; nothing is left here.
+    /// Moves the receive and the sends in flight out, and leaves an empty value.
     pub(super) fn take(&mut self) -> Self {
         let rest = Self {
             comm: self.comm,
@@ -181,17 +181,17 @@ impl Notices {
         std::mem::replace(self, rest)
     }
 
-    /// This rank waits for no other any more.
+    /// Records that this rank waits for no other.
     pub(super) fn wait_for_none(&self) {
         self.waits.store(WaitsFor::NONE, Ordering::Relaxed);
     }
 
-    /// Says which rank this one waits for from now on, and since when, also to the ranks that have asked.
+    /// Records which rank this one waits for, and since when, and answers the ranks that have asked.
     pub(super) fn wait_for(&self, wait: WaitsFor, since: Instant) {
         let ms = since.saturating_duration_since(self.began).as_millis();
         self.since.store(ms.try_into().unwrap_or(u64::MAX), Ordering::Relaxed);
         self.waits.store(wait.code(), Ordering::Relaxed);
-        // A question that is put down at this very moment is found at the next look: a rank that waits comes here again.
+        // A question that is stored just now is found by the next poll: a rank that waits calls this again.
         if self.open.swap(false, Ordering::Acquire) {
             let asked = std::mem::take(&mut *self.asked.lock().unwrap_or_else(PoisonError::into_inner));
             for (from, question) in asked {
@@ -216,9 +216,9 @@ impl Notices {
         (0..self.left.len()).all(|rank| rank == but || self.has_left(rank))
     }
 
-    /// Takes what has arrived, answers questions; a failure, if there is one. Never waits.
+    /// Receives notices and answers questions. Returns the failure of another rank, if one has arrived. Never waits.
     pub(super) fn listen(&self) -> Result<Option<GroupFailure>, Refused> {
-        // The thread that has it looks.
+        // Another thread is receiving.
         let Ok(mut in_flight) = self.arriving.try_lock() else { return Ok(None) };
         while in_flight.request.test("MPI_Irecv")? {
             if in_flight.request.is_none() {
@@ -271,7 +271,7 @@ impl Notices {
         }
     }
 
-    /// Gives up the receive, which takes no longer than `limit`; whether MPI holds nothing any more.
+    /// Cancels the receive, and waits for that at most `limit`. Returns whether MPI has released all memory.
     pub(super) fn close(&mut self, limit: Duration) -> bool {
         let in_flight = self.arriving.get_mut().unwrap_or_else(PoisonError::into_inner);
         in_flight.request.cancel();
@@ -283,7 +283,7 @@ impl Notices {
         free && self.all_sent()
     }
 
-    /// Whether all that this rank had to say is on its way.
+    /// Whether all sends are complete.
     pub(super) fn all_sent(&mut self) -> bool {
         let leaving = self.leaving.get_mut().unwrap_or_else(PoisonError::into_inner);
         sent(leaving);
@@ -291,7 +291,7 @@ impl Notices {
     }
 }
 
-/// Forgets what MPI is done with.
+/// Removes sends that are complete.
 fn sent(leaving: &mut Vec<NoticeInFlight>) {
     leaving.retain_mut(|in_flight| !matches!(in_flight.request.test("MPI_Isend"), Ok(true)));
 }

@@ -21,7 +21,7 @@ pub(super) const PIECE: usize = 256 << 10;
 /// Pieces to or from one peer that are under way at once.
 const SLOTS: usize = 3;
 
-/// Before the bytes of each piece: how long its message is, and the how manyeth message of this pair it belongs to.
+/// The header of each piece: the size of its message, and the message's index among those of this pair.
 const HEADER: usize = 16;
 
 /// Which way.
@@ -152,7 +152,7 @@ impl Pipe {
         }
     }
 
-    /// Takes what is complete, begins what can be begun; whether anything moved.
+    /// Ends complete pieces and begins the next ones. Returns whether anything moved.
     ///
     /// # Safety
     /// The listed messages are valid, as `Transport::exchange` demands.

@@ -60,7 +60,7 @@ impl Pipes {
         }
     }
 
-    /// Moves what is listed.
+    /// Moves the listed messages.
     ///
     /// # Safety
     /// As [`Transport::exchange`](crate::transport::Transport::exchange).
@@ -102,7 +102,7 @@ impl Pipes {
                 state.moved();
                 continue;
             }
-            // What arrived before the news of a failure counts.
+            // A message that arrived before the notice of a failure counts.
             if let Some(failure) = failed {
                 return Err(failure);
             }
@@ -117,7 +117,7 @@ impl Pipes {
         Ok(())
     }
 
-    /// After a failure: asks MPI to give up what it will.
+    /// After a failure: cancels receives.
     pub(super) fn cancel(&mut self) {
         self.recvs.iter_mut().for_each(Pipe::cancel);
     }

@@ -118,7 +118,7 @@ unsafe impl Send for Comm {}
 unsafe impl Sync for Comm {}
 
 impl Comm {
-    /// Refuses what is no communicator within one group.
+    /// Refuses a null communicator, and one that joins two groups.
     ///
     /// # Safety
     /// `comm` is a live communicator or MPI's null, and MPI is usable.
@@ -265,7 +265,7 @@ impl Comm {
     }
 }
 
-/// A duplicate does not inherit what is kept.
+/// A duplicate does not inherit the attribute.
 unsafe extern "C" fn not_copied(
     _comm: MPI_Comm,
     _key: c_int,
@@ -279,7 +279,7 @@ unsafe extern "C" fn not_copied(
     ffi::MPI_SUCCESS as c_int
 }
 
-/// The communicator is freed, and what is kept on it too.
+/// The communicator is freed, and its attribute too.
 unsafe extern "C" fn drop_kept<T>(_comm: MPI_Comm, _key: c_int, value: *mut c_void, _extra: *mut c_void) -> c_int {
     // SAFETY: made by Box in `Comm::kept` for this type, and used by nothing any more (the contract of `kept`).
     drop(unsafe { Box::from_raw(value.cast::<T>()) });

@@ -18,7 +18,7 @@ use crate::{
     transport::fault::{Answer, AtFault, Search, grace},
 };
 
-/// How long a failed call, or a rank that leaves, gives MPI to let go of what it holds, before that is put aside.
+/// How long a failed call, or a rank that leaves, waits for MPI to release memory, before it abandons that memory.
 pub(super) const SETTLE: Duration = Duration::from_millis(20);
 
 /// How often a call yields its core and looks again before it sleeps.
@@ -27,10 +27,10 @@ const YIELDS: u32 = 64;
 const SHORTEST: Duration = Duration::from_micros(10);
 const LONGEST: Duration = Duration::from_micros(200);
 
-/// How long a call goes on looking for messages of a rank that has left.
+/// How long a call still polls for messages of a rank that has left.
 const LEFT: Duration = Duration::from_millis(50);
 
-/// A call that does not look for that long did not run: it was stopped, or got no core.
+/// A process that has not polled for that long did not run: it was stopped, or got no core.
 const STOPPED: Duration = Duration::from_millis(100);
 
 /// How long a rank that is asked has at least.
@@ -88,7 +88,7 @@ impl DeadlineState {
         self.since
     }
 
-    /// The rank that it waits for has left; whether that was known long enough for all to arrive that it had sent.
+    /// For a peer that has left: whether that has been known for long enough for its last messages to arrive.
     pub(super) fn is_left_behind(&mut self) -> bool {
         self.left.get_or_insert(self.seen).elapsed() >= LEFT
     }
@@ -103,7 +103,7 @@ impl DeadlineState {
         self.seen.duration_since(self.since) >= self.deadline
     }
 
-    /// Gives the core away for a moment.
+    /// Yields the core, or sleeps.
     pub(super) fn sleep(&mut self) {
         if self.yields < YIELDS {
             self.yields += 1;

@@ -32,7 +32,7 @@ const GRACE: Duration = Duration::from_millis(200);
 /// Ranks and ids of the communicators that this process made and that are not gone.
 static MADE: Mutex<Vec<([u8; 128], usize)>> = Mutex::new(Vec::new());
 
-/// What may end a communicator.
+/// The states of a communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Owner {
     /// This transport made it.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What this crate calls of NCCL: types, numbers and functions as `nccl.h` declares them, no more of it.
+//! The part of NCCL that this crate calls: types, numbers and functions as `nccl.h` declares them.
 //!
 //! The library is opened when the first communicator is made or taken, by the name that its package and PyTorch's
 //! wheels give it; where a framework of the same process has loaded it already, the loader hands out that one. Codes are
@@ -129,7 +129,7 @@ fn readable(version: c_int) -> String {
     format!("{major}.{}.{}", rest / 100, rest % 100)
 }
 
-/// What a code means, in the words of `nccl.h`.
+/// The meaning of a code, in the words of `nccl.h`.
 pub(super) fn describe(code: c_int) -> &'static str {
     match code {
         0 => "no error",

@@ -27,7 +27,7 @@ use std::{
     vec::Vec,
 };
 
-/// What is named where no exchange is under way.
+/// The label of errors while no exchange is under way.
 const NO_EXCHANGE: Label = Label::new("no exchange", 0);
 
 /// Exchanges in flight for which there is room from the beginning.
@@ -58,7 +58,7 @@ struct Queue {
     leaving: bool,
 }
 
-/// What the transport and its watchdog share.
+/// The state that the transport and its watchdog share.
 pub(super) struct Watchdog {
     pub(super) comm: Communicator,
     cuda: Arc<Cuda>,
@@ -139,7 +139,7 @@ impl Watchdog {
         first
     }
 
-    /// What is to be said about the oldest exchange, or about none.
+    /// The error about the oldest exchange, if there is one.
     fn about_oldest(&self, cause: impl FnOnce(u64, u64) -> Cause) -> Error {
         let queue = self.queue();
         let rank = self.rank;
@@ -223,7 +223,7 @@ impl Watchdog {
             }
             drop(queue);
             if self.failed.load(Ordering::Acquire) {
-                // What was aborted before a call was over is aborted now.
+                // An abort during a call takes effect after it.
                 self.comm.abort();
                 continue;
             }
@@ -233,7 +233,7 @@ impl Watchdog {
         }
     }
 
-    /// What is wrong, if anything is. What the engine reports says more than that the time is up, so it counts first.
+    /// The failure, if there is one. NCCL's report says more than an expired deadline, so it counts first.
     fn look(&self) -> Option<Error> {
         let late = {
             let _entered = self.cuda.context().enter().ok()?;
@@ -268,7 +268,7 @@ impl Pending {
 }
 
 impl Queue {
-    /// Puts away what is over. Exchanges end in the order of their stream, so halving finds the last of them with a few
+    /// Removes exchanges that have ended. Exchanges end in the order of their stream, so halving finds the last of them with a few
     /// questions to the driver.
     fn retire(&mut self) -> Result<()> {
         let (mut over, mut unknown) = (0, self.pending.iter().take_while(|p| p.issued).count());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! What the kernels of `ptx/tags.cu` are given, and what they write.
+//! The parameters of the kernels of `ptx/tags.cu`, and the words that they write.
 
 use super::{BASES, Parameters, Tensor};
 use crate::report::metadata;
