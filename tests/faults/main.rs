@@ -21,11 +21,8 @@ mod rank;
 mod trial;
 
 use act::{Act, FAR, NEAR, swift};
-use common::Random;
-use cpattn::{
-    Layout, Mesh, Plan, Rank,
-    transport::{fault::Fault, local},
-};
+use common::{Random, through::Fault};
+use cpattn::{Layout, Mesh, Plan, Rank, transport::local};
 use mode::modes;
 use rank::forward;
 use std::{

@@ -3,12 +3,10 @@
 //! rank and no memory.
 
 use crate::act::{Act, FAR, SLACK};
+use crate::common::through::Fault;
 use crate::mode::Mode;
 use crate::rank::{End, play};
-use cpattn::{
-    Cause, Error, RunKind, RunName,
-    transport::{Label, fault::Fault},
-};
+use cpattn::{Cause, Error, RunKind, RunName, transport::Label};
 use std::{
     alloc::{GlobalAlloc, Layout as Block, System},
     sync::{
