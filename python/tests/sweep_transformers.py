@@ -5,23 +5,31 @@
     python3 sweep_transformers.py --only llama,opt
 
 A model is right if loss and gradients are those of one process (1e-5 and 1e-4 relative, in f32). One process runs the documents one
-by one, with Transformers' eager attention. By hand: some minutes. Each model has processes of its own with a limit of time, so
-one that ends them or hangs is listed as that.
+by one, with Transformers' eager attention. By hand. The processes try one model after another, each with a limit of time: one that
+ends them, or hangs, is listed as BROKEN, and other processes go on with the next.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import gc
+import json
 import platform
+import signal
 import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import models
 import processes
@@ -30,6 +38,9 @@ from cpattn import Error
 processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers"])
 transformers.utils.logging.set_verbosity_error()
 PACK = [23, 1, 17, 9]
+RANKS = 4
+# Seconds for one model.
+LIMIT = 90
 
 # Names that configs have for small numbers, where they have them.
 SMALL = {
@@ -47,22 +58,64 @@ SMALL = {
 }  # fmt: skip
 
 
+# What some models need besides, or instead; None leaves the number out.
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
+OWN: dict[str, dict[str, Any]] = {
+    "bamba": MAMBA,
+    "deepseek_v2": EXPERTS,
+    "dots1": EXPERTS,
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
+    "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "granitemoehybrid": MAMBA,
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 2, "num_decoder_layers": 2},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16]},
+    "xlnet": {"max_position_embeddings": None},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+
+
+def _small(text: Any, kind: str) -> Any:
+    """A config of the same type with small numbers."""
+    known = {}
+    for name, value in SMALL.items():
+        # Some properties cannot be set, and some attributes differ from layer to layer.
+        with contextlib.suppress(Exception):
+            if getattr(text, name) is not None and getattr(getattr(type(text), name, None), "fset", True):
+                known[name] = value
+    if "kv_lora_rank" in known:
+        known["num_key_value_heads"] = known["num_attention_heads"]
+    kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or []))
+    if kinds and all(getattr(getattr(type(text), name, None), "fset", True) for name in ("layer_types", "layers_block_type")):
+        known |= {"layer_types": kinds * 2 if len(kinds) == 1 else kinds, "num_hidden_layers": max(2, len(kinds))}
+    for name in getattr(type(text), "sub_configs", {}):
+        if isinstance(inner := getattr(text, name, None), PreTrainedConfig):
+            known[name] = _small(inner, kind)
+    if getattr(text, "mlp_layer_types", None):
+        known["mlp_layer_types"] = text.mlp_layer_types[: known["num_hidden_layers"]]
+    if type(text).model_type == kind:
+        known |= OWN.get(kind, {})
+    return type(text)(**{name: value for name, value in known.items() if value is not None})
+
+
 def build(kind: str) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind)
-    text = config.get_text_config() if type(config.get_text_config()) is not type(config) else config
-    known = {name: value for name, value in SMALL.items() if getattr(text, name, None) is not None}
-    if getattr(text, "layer_types", None):
-        kinds = list(dict.fromkeys(text.layer_types))
-        known |= {"layer_types": kinds * 2 if len(kinds) == 1 else kinds, "num_hidden_layers": max(2, len(kinds))}
-    for name in ("mlp_layer_types",):
-        if getattr(text, name, None):
-            known[name] = getattr(text, name)[: known["num_hidden_layers"]]
-    small = type(text)(**known)
-    model = AutoModelForCausalLM.from_config(small, attn_implementation="eager", dtype=torch.float32)
-    size = sum(p.numel() for p in model.parameters())
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        config = config.get_text_config()
+    small = _small(config, kind)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(small).parameters())
     if size > 20_000_000:
         raise ValueError(f"{size / 1e6:.0f} million parameters from the small config")
+    model = AutoModelForCausalLM.from_config(small, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
@@ -72,34 +125,86 @@ def build(kind: str) -> Any:
     return model.train()
 
 
-def _try(rank: int, world: int, kind: str) -> tuple[str, str]:
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+
+
+def _try(kind: str) -> tuple[str, str]:
     import torch.distributed as dist
 
     from cpattn.transformers import ContextParallel
 
-    def short(error: BaseException) -> str:
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
-
     try:
         model, pack = build(kind), models.batch(PACK)
+        with torch.no_grad():
+            if models.part(model, pack) != models.part(model, pack):
+                model.eval()  # it draws random numbers in training
         loss = models.part(model, pack) / models.count(pack)
         loss.backward()
         expected, alone = models.gradients(model), loss.item()
         model.zero_grad()
     except Exception as error:
-        return "not tried", short(error)
+        return "not tried", _short(error)
     try:
         cp = ContextParallel(model, gradients="sum", timeout=60)
         loss = model(**pack).loss
     except Error as error:
-        return "refused", short(error)
+        return "refused", _short(error)
     loss.backward()
     total = models.gradients(model)
     dist.all_reduce(total)
     error, distance = abs(loss.item() - alone) / abs(alone), models.apart(total, expected)
-    del cp
+    cp.close()
     right = error <= 1e-5 and distance <= 1e-4
     return "right" if right else "WRONG", f"loss {error:.0e}, gradients {distance:.0e}"
+
+
+def _tries(rank: int, world: int, kinds: list[str], folder: str) -> None:
+    """Tries one model after another, and writes each result to a file. Ends at the first that fails: the group is then unusable."""
+    import torch.distributed as dist
+
+    for kind in kinds:
+        # Ends the process if nothing else does.
+        signal.alarm(LIMIT)
+        try:
+            result = _try(kind)
+        except Exception as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            result = ("BROKEN", f"{_short(error)} ({Path(at.filename).name}, line {at.lineno})")
+        with open(f"{folder}/{rank}", "a") as file:
+            file.write(json.dumps([kind, *result]) + "\n")
+        if result[0] == "BROKEN":
+            return
+        gc.collect()
+        dist.barrier()
+
+
+def sweep(kinds: list[str], each: Callable[[str, str, str], None]) -> None:
+    """Calls `each` with a model, its verdict and details, in order. Four processes try many models; after one that breaks them
+    others take over."""
+    while kinds:
+        with tempfile.TemporaryDirectory() as folder:
+            group = threading.Thread(target=processes.start, args=(_tries, RANKS, kinds, folder), kwargs={"seconds": LIMIT * len(kinds)})
+            group.start()
+            done = 0
+            while done < len(kinds):
+                running = group.is_alive()
+                time.sleep(0.2)
+                said = [Path(folder, str(rank)) for rank in range(RANKS)]
+                lines = [path.read_text().splitlines() if path.exists() else [] for path in said]
+                if any(len(of_rank) <= done for of_rank in lines) and running:
+                    continue
+                results = {tuple(json.loads(of_rank[done])[1:]) for of_rank in lines if len(of_rank) > done}
+                if any(len(of_rank) <= done for of_rank in lines):
+                    results |= {("BROKEN", f"a process ended, or gave no answer in {LIMIT} s")}
+                broken = sorted(result for result in results if result[0] in ("BROKEN", "WRONG"))
+                verdict, detail = (broken or sorted(results))[0]
+                each(kinds[done], verdict, detail)
+                done += 1
+                if verdict == "BROKEN":
+                    break
+            group.join()
+            kinds = kinds[done:]
 
 
 def main() -> None:
@@ -108,15 +213,15 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="a Markdown file for the table")
     given = parser.parse_args()
     chosen = given.only.split(",") if given.only else sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    rows = []
-    for kind in chosen:
-        outcomes = processes.start(_try, 4, kind, seconds=60)
-        said = {outcome.value or ("BROKEN", (outcome.error or "no answer in 60 s").splitlines()[0][:150]) for outcome in outcomes}
-        verdict, detail = sorted(said)[0]
+    rows: list[tuple[str, Any, str, str]] = []
+
+    def each(kind: str, verdict: str, detail: str) -> None:
         rows.append((kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind], verdict, detail))
-        print(f"{kind}: {verdict}: {detail}", flush=True)
+        print(f"{len(rows)}/{len(chosen)} {kind}: {verdict}: {detail}", flush=True)
         if given.table:
             given.table.write_text(table(rows, len(chosen)))
+
+    sweep(chosen, each)
 
 
 def table(rows: list[tuple[str, str, str, str]], of: int) -> str:
@@ -141,5 +246,4 @@ def table(rows: list[tuple[str, str, str, str]], of: int) -> str:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory():
-        main()
+    main()
