@@ -79,6 +79,8 @@ def pack(inputs: Mapping[str, Any]) -> Pack:
     kept = _mask(inputs.get("attention_mask"), ids)
     places = torch.arange(length, device=ids.device).expand(rows, length)
     starts = places == 0
+    if inputs.get("attention_mask") is not None:  # which may number the documents: 1, 1, 2, 2, 2, 0
+        starts = starts | F.pad((inputs["attention_mask"].diff(dim=1) != 0) & kept[:, 1:] & kept[:, :-1], (1, 0))
     cu = next((inputs[name] for name in ("cu_seqlens", "cu_seq_lens_q") if inputs.get(name) is not None), None)
     positions = inputs.get("position_ids")
     if cu is not None:
@@ -90,11 +92,8 @@ def pack(inputs: Mapping[str, Any]) -> Pack:
             )
         starts = starts.clone()
         starts[0, ends[:-1][ends[:-1] < length]] = True
-        if positions is None:
-            begin = torch.where(starts, places, 0).cummax(1).values
-            positions = places - begin
     if positions is None:
-        positions = places
+        positions = places - torch.where(starts, places, 0).cummax(1).values
     if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[-1] != length or positions.shape[0] not in (1, rows):
         raise InvalidArgument(f"position_ids has the shape {tuple(positions.shape)}, {(rows, length)} is needed")
     positions = positions.expand(rows, length)

@@ -119,6 +119,8 @@ class ContextParallel:
         self.tile = whole("tile", tile, 0, 2**31)
         if not dist.is_initialized():
             raise InvalidArgument("there is no process group: start with torchrun, and call torch.distributed.init_process_group")
+        if dist.get_rank(group) < 0:
+            raise InvalidArgument(f"group is a process group that this process, rank {dist.get_rank()} of all, is no member of")
         members = dist.get_process_group_ranks(group)
         replicas = whole("replicas", replicas, 1, len(members))
         if len(members) % replicas:
@@ -176,15 +178,11 @@ class ContextParallel:
 
     def _context(self, dtype: torch.dtype) -> Context:
         if dtype not in self._contexts:
-            heads = self.config.num_attention_heads
-            options = {
-                "kv_heads": getattr(self.config, "num_key_value_heads", None) or heads,
-                "head_dim": getattr(self.config, "head_dim", None) or self.config.hidden_size // heads,
-                **self._options,
-            }
+            _, kind = self._layers[0]
+            options = {**{name: kind[name] for name in ("heads", "kv_heads", "head_dim")}, **self._options}
             if not any(options.get(name) for name in CHOSEN):
                 options["layers"] = self._layers
-            self._contexts[dtype] = Context(self.group, heads=heads, dtype=dtype, device=self.device, **options)
+            self._contexts[dtype] = Context(self.group, dtype=dtype, device=self.device, **options)
         return self._contexts[dtype]
 
     # Inputs
@@ -226,7 +224,7 @@ class ContextParallel:
         rope = getattr(self.config, "rope_parameters", None) or {}
         for one in (rope, *rope.values()):
             kind = one.get("rope_type") if isinstance(one, dict) else None
-            most = getattr(self.config, "original_max_position_embeddings", None) or self.config.max_position_embeddings
+            most = getattr(self.config, "original_max_position_embeddings", None) or getattr(self.config, "max_position_embeddings", 0)
             if isinstance(one, dict):
                 most = one.get("original_max_position_embeddings") or most
             if kind in ("dynamic", "longrope") and found.longest > most:
@@ -244,6 +242,11 @@ class ContextParallel:
             given = error
         found = self._agree(given)
         batch = self._context(self.model.dtype).batch(found.cu_seqlens)
+        if without := [rank for rank in range(self.ranks) if not batch.plan.share(rank).q_tokens]:
+            raise InvalidArgument(
+                f"the batch has {len(found.ids)} tokens, of which ranks {without} of this group hold none, and models of Transformers need at "
+                "least one: give longer batches, make groups of fewer ranks (replicas), or choose another layout"
+            )
         labels = None if found.next_ids is None else found.next_ids[batch.tokens]
         batch_of = lambda dtype: self._context(dtype).batch(found.cu_seqlens)
         return Forward(found, batch_of, batch, inputs.get("num_items_in_batch"), labels)

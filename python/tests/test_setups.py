@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""The ways in which other projects train with context parallelism, and what goes wrong there: each has the loss and gradients of
+one process here, or an error that says what to do.
+
+axolotl: 9 heads on any number of ranks; attention masks that number the documents of a pack. Arctic: 8 ranks beside one, logits in tiles, activations on the host, labels on few ranks, shift_labels. prime-rl: one switch
+between ring and Ulysses, with sinks.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import unittest
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+try:
+    import transformers
+except ImportError:
+    raise unittest.SkipTest("transformers is not installed") from None
+
+import models
+import processes
+from cpattn import Error
+from cpattn.transformers import ContextParallel
+from torch.nn import functional as F
+
+transformers.utils.logging.set_verbosity_error()
+processes._forks.set_forkserver_preload(["torch.distributed", "transformers.models.auto", "models", "cpattn.transformers"])
+LENGTHS = [23, 1, 17, 9, 40]
+
+
+def few_labels() -> dict[str, torch.Tensor]:
+    """Of a pack, with labels in three tokens only: most ranks have none."""
+    pack = models.batch(LENGTHS)
+    pack["labels"] = torch.where(torch.arange(sum(LENGTHS)) < sum(LENGTHS) - 3, -100, pack["input_ids"])
+    return pack
+
+
+def _eight(rank: int, world: int, file: str) -> dict[str, tuple[float, float]]:
+    """Relative errors of loss and gradients, by what was run."""
+    references, found = torch.load(file), {}
+
+    def check(name: str, model: str, pack: dict[str, Any], reference: str, offload: bool = False, **options: Any) -> None:
+        built = models.build(model)
+        cp = ContextParallel(built, gradients="sum", **options)
+        with torch.autograd.graph.save_on_cpu() if offload else torch.enable_grad():
+            loss = built(**pack).loss
+        loss.backward()
+        total = models.gradients(built)
+        dist.all_reduce(total)
+        expected, gradients = references[reference]
+        found[name] = (abs(loss.item() - expected) / expected, models.apart(total, gradients))
+        cp.close()
+
+    pack = models.batch(LENGTHS)
+    check("axolotl: 9 heads", "smollm2", pack, "smollm2")
+    numbers = torch.repeat_interleave(torch.arange(1, len(LENGTHS) + 1), torch.tensor(LENGTHS))[None]
+    numbered = {"input_ids": pack["input_ids"], "labels": pack["labels"], "attention_mask": numbers}
+    check("axolotl: a mask that numbers documents", "smollm2", numbered, "smollm2")
+    check("axolotl: the same, with positions", "smollm2", {**numbered, "position_ids": pack["position_ids"]}, "smollm2")
+    check("Arctic: tiles, activations on the host", "gemma3", few_labels(), "few", True, tile=4)
+    shifted = dict(few_labels())
+    shifted["shift_labels"] = F.pad(shifted.pop("labels")[:, 1:], (0, 1), value=-100)
+    check("Arctic: shift_labels", "gemma3", shifted, "few")
+    check("prime-rl: Ulysses", "gpt-oss", pack, "gpt-oss", ulysses=world)
+    check("prime-rl: ring", "gpt-oss", pack, "gpt-oss", ring=world)
+    try:
+        check("fewer tokens than ranks", "smollm2", models.batch([3]), "smollm2")
+    except Error as error:
+        assert "the batch has 3 tokens" in str(error) and "hold none" in str(error), error
+    else:
+        raise AssertionError("fewer tokens than ranks were not refused")
+    return found
+
+
+class SetUps(unittest.TestCase):
+    def test_loss_and_gradients_of_one_process(self) -> None:
+        pack = models.batch(LENGTHS)
+        references = {name: models.alone(name, pack) for name in ("smollm2", "gpt-oss")}
+        references["few"] = models.alone("gemma3", few_labels())
+        with tempfile.TemporaryDirectory() as folder:
+            file = str(Path(folder) / "alone")
+            torch.save(references, file)
+            for found in processes.run(_eight, 8, file, seconds=200):
+                for name, (error, distance) in found.items():
+                    self.assertTrue(error <= 1e-6 and distance <= 1e-5, (name, error, distance))
+
+
+if __name__ == "__main__":
+    unittest.main()
