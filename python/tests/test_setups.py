@@ -2,8 +2,8 @@
 """The ways in which other projects train with context parallelism, and what goes wrong there: each has the loss and gradients of
 one process here, or an error that says what to do.
 
-axolotl: 9 heads on any number of ranks; attention masks that number the documents of a pack. Arctic: 8 ranks beside one, logits in tiles, activations on the host, labels on few ranks, shift_labels. prime-rl: one switch
-between ring and Ulysses, with sinks.
+axolotl: 9 heads on any number of ranks; attention masks that number the documents of a pack. Arctic: 8 ranks beside one, logits in
+tiles, activations on the host, labels on few ranks, shift_labels. prime-rl: one switch between ring and Ulysses, with sinks.
 """
 
 from __future__ import annotations
