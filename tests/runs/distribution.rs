@@ -160,9 +160,12 @@ fn a_choice_for_several_kinds_of_layers_weighs_all() {
         let kinds = [(full.clone(), a), (windowed.clone(), b)];
         Plan::auto_for(&kinds, 7, Options::default()).unwrap()[0].layout()
     };
-    assert_eq!(of(0, 1), Layout::Contiguous);
+    let alone = Plan::auto_for(&[(windowed.clone(), 1)], 7, Options::default()).unwrap();
+    assert_eq!(alone[0].layout(), Layout::Contiguous);
     assert_ne!(of(1, 1), Layout::Contiguous);
     assert!(Plan::auto_for(&[], 4, Options::default()).is_err());
+    let nothing = Plan::auto_for(&[(full.clone(), 1), (windowed.clone(), 0)], 7, Options::default()).unwrap_err();
+    assert!(nothing.to_string().contains("layers is 0"), "{nothing}");
     let other = problem(Batch::from_lengths(&[5]).unwrap());
     assert!(Plan::auto_for(&[(full, 1), (other, 1)], 4, Options::default()).is_err());
 }

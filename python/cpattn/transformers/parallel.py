@@ -224,7 +224,7 @@ class ContextParallel:
         rope = getattr(self.config, "rope_parameters", None) or {}
         for one in (rope, *rope.values()):
             kind = one.get("rope_type") if isinstance(one, dict) else None
-            most = getattr(self.config, "original_max_position_embeddings", None) or getattr(self.config, "max_position_embeddings", 0)
+            most: Any = getattr(self.config, "original_max_position_embeddings", None) or getattr(self.config, "max_position_embeddings", 0)
             if isinstance(one, dict):
                 most = one.get("original_max_position_embeddings") or most
             if kind in ("dynamic", "longrope") and found.longest > most:
