@@ -60,7 +60,11 @@ def status_of(name: str, *arguments: Any) -> int:
     """Calls cpattn_`name`."""
     declared = zip(_header.FUNCTIONS[name], arguments, strict=True)
     given = (c_value(at, kind, value) if kind in RANGES else value for (at, kind), value in declared)
-    status: int = getattr(_library, "cpattn_" + name)(*given)
+    if (function := getattr(_library, "cpattn_" + name, None)) is None:
+        raise errors.LibraryError(
+            f"{_library._name} has no cpattn_{name}, it is older than this package: build library and package from one checkout"
+        )
+    status: int = function(*given)
     return status
 
 
