@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """One rank of the measurement that `benches/hosts/run` starts on the hosts of `examples/hosts`.
 
-A case is a direction, a mask and a schedule: `one` is the plan without a topology, `two` the plan whose topology is the hosts. In each
-round every case runs once. All ranks meet before and after it; between, each measures its time, and one rank of each host
+A case is a direction and a mask. In each round every case runs once. All ranks meet before and after it; between, each measures its time, and one rank of each host
 reads the counters of the host's interface. So the counters contain the messages of the run and of the two meetings, nothing else.
 
 Over MPI the ranks meet in MPI_Barrier, over gloo in dist.barrier. Tensors are NumPy's over both. Each rank writes a JSON file.
@@ -124,7 +123,6 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, required=True)
     parser.add_argument("--layout", required=True)
     parser.add_argument("--circulate", required=True)
-    parser.add_argument("--levels", required=True)
     parser.add_argument("--masks", required=True)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--into", type=Path, required=True, help="a folder for this rank's figures")
@@ -132,36 +130,33 @@ def main() -> None:
     over = OverMpi() if given.engine == "mpi" else OverGloo()
     queries = given.circulate == "queries"
 
-    runs: dict[tuple[str, str, str], Callable[[], None]] = {}
-    cases: dict[tuple[str, str, str], dict[str, Any]] = {}
-    results: dict[tuple[str, str], dict[str, dict[str, np.ndarray]]] = {}
+    runs: dict[tuple[str, str], Callable[[], None]] = {}
+    cases: dict[tuple[str, str], dict[str, Any]] = {}
+    results: list[np.ndarray] = []
     for mask in given.masks.split(","):
-        for levels in given.levels.split(","):
-            topology = {"nodes": over.world // over.each} if levels == "two" else {}
-            plan = Plan(
-                [0, given.tokens],
-                given.heads,
-                given.head_dim,
-                kv_heads=given.kv_heads,
-                world=over.world,
-                ring=over.world,
-                layout=given.layout.upper(),
-                circulate=given.circulate.upper(),
-                window_right=0 if mask == "causal" else cpattn.UNLIMITED,
-                gather="STEPS",
-                **topology,
-            )
-            all_of = tensors(plan, over.number)
-            forward = {name: all_of[name] for name in ("q", "k", "v", "o", "lse")}
-            for direction, call, args, written in (
-                (Direction.FORWARD, over.rank.forward, forward, ("o", "lse")),
-                (Direction.BACKWARD, over.rank.backward, all_of, ("dq", "dk", "dv")),
-            ):
-                key = (direction.name.lower(), mask, levels)
-                runs[key] = lambda call=call, plan=plan, args=args: call(plan, **args)
-                bound, every = (crossing(plan, over.each, direction, queries, mask == "causal", once) for once in (True, False))
-                cases[key] = {"rounds": [], "bound_bytes": bound, "row_bytes_by_rank": every, "workspace": plan.workspace(over.number, direction)}
-                results.setdefault(key[:2], {})[levels] = {name: args[name] for name in written}
+        plan = Plan(
+            [0, given.tokens],
+            given.heads,
+            given.head_dim,
+            kv_heads=given.kv_heads,
+            world=over.world,
+            ring=over.world,
+            layout=given.layout.upper(),
+            circulate=given.circulate.upper(),
+            window_right=0 if mask == "causal" else cpattn.UNLIMITED,
+            gather="STEPS",
+        )
+        all_of = tensors(plan, over.number)
+        forward = {name: all_of[name] for name in ("q", "k", "v", "o", "lse")}
+        for direction, call, args, written in (
+            (Direction.FORWARD, over.rank.forward, forward, ("o", "lse")),
+            (Direction.BACKWARD, over.rank.backward, all_of, ("dq", "dk", "dv")),
+        ):
+            key = (direction.name.lower(), mask)
+            runs[key] = lambda call=call, plan=plan, args=args: call(plan, **args)
+            bound, every = (crossing(plan, over.each, direction, queries, mask == "causal", once) for once in (True, False))
+            cases[key] = {"rounds": [], "bound_bytes": bound, "row_bytes_by_rank": every, "workspace": plan.workspace(over.number, direction)}
+            results += [args[name] for name in written]
 
     for each in range(given.rounds + 1):  # the first prepares plans and connections
         for key, run in runs.items():
@@ -176,14 +171,9 @@ def main() -> None:
             if each:
                 after = counters()
                 cases[key]["rounds"].append([seconds, *(b - a for a, b in zip(before, after, strict=True))])
-    different = {
-        f"{direction} {mask}": max(float(np.abs(of["one"][name] - of["two"][name]).max()) for name in of["one"])
-        for (direction, mask), of in results.items()
-        if len(of) == 2
-    }
-    finite = all(np.isfinite(x).all() for of in results.values() for arrays in of.values() for x in arrays.values())
-    text = {"rank": over.number, "local": over.local, "each": over.each, "finite": finite, "different": different}
-    text["cases"] = [dict(zip(("direction", "mask", "levels"), key, strict=True)) | case for key, case in cases.items()]
+    finite = all(np.isfinite(x).all() for x in results)
+    text = {"rank": over.number, "local": over.local, "each": over.each, "finite": finite}
+    text["cases"] = [dict(zip(("direction", "mask"), key, strict=True)) | case for key, case in cases.items()]
     (given.into / f"{over.number}.json").write_text(json.dumps(text))
     over.end()
 
