@@ -106,13 +106,17 @@ def draw(runs):
     for panel, model in enumerate(MODELS):
         left, every = 50 + 340 * panel, [loss for _, found in runs for loss in found[model]]
         low, high = min(every), max(every)
-        parts.append(f'<text x="{left}" y="20">{model}: loss by step, {low:.2f} to {high:.2f}</text>')
+        parts.append(f'<text x="{left}" y="22" font-size="14">{model}: loss</text>')
+        for loss, y in ((high, 40), ((low + high) / 2, 145), (low, 250)):
+            parts.append(f'<path d="M{left} {y}h270" stroke="#ddd"/><text x="{left - 6}" y="{y + 4}" text-anchor="end">{loss:.2f}</text>')
+        parts.append(f'<text x="{left}" y="268">1</text><text x="{left + 270}" y="268" text-anchor="end">step {len(runs[0][1][model])}</text>')
         for number, (name, found) in enumerate(runs):
             color, width = ("#f5a742", 6) if number == 0 else ("#1d4ed8", 1.5)
             step = 270 / max(len(found[model]) - 1, 1)
             points = " ".join(f"{left + step * n:.1f},{40 + 210 * (high - loss) / (high - low):.1f}" for n, loss in enumerate(found[model]))
             parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="{width}"/>')
-            parts.append(f'<text x="{left + 150}" y="{50 + 16 * number}" fill="{color}">{name}</text>')
+            parts.append(f'<path d="M{left + 120} {56 + 18 * number}h24" stroke="{color}" stroke-width="{width}"/>')
+            parts.append(f'<text x="{left + 150}" y="{60 + 18 * number}">{name}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -123,6 +127,7 @@ def main():
     parser.add_argument("--against", type=Path, metavar="FILE", help="the JSON of another run: compared, and in the plot")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="an SVG of them")
     given = parser.parse_args()
+    other = json.loads(given.against.read_text()) if given.against else None
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         dist.init_process_group("gloo")
@@ -132,8 +137,7 @@ def main():
         runs = [(title, found)]
         if given.json:
             given.json.write_text(json.dumps({"name": title, "losses": found}) + "\n")
-        if given.against:
-            other = json.loads(given.against.read_text())
+        if other:
             runs.insert(0, (other["name"], other["losses"]))
             for name in MODELS:
                 worst = max(abs(a - b) / b for a, b in zip(found[name], other["losses"][name], strict=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""examples/python/train.py: one process and four have the same losses, and what a user writes stays short."""
+"""examples/python/train.py and finetune.py: one process and several have the same losses, and what a user writes stays short."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import subprocess
 import sys
 import tempfile
 import unittest
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
-TRAIN = Path(__file__).parents[2] / "examples/python/train.py"
+EXAMPLES = Path(__file__).parents[2] / "examples/python"
 STEPS = 4
 
 
-def start(processes: int, *more: str) -> subprocess.CompletedProcess[str]:
+def start(processes: int, *more: str, program: str = "train.py") -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes else []
     return subprocess.run(
-        [sys.executable, *launcher, str(TRAIN), f"--steps={STEPS}", *more],
+        [sys.executable, *launcher, str(EXAMPLES / program), f"--steps={STEPS}", *more],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240, check=False,
     )
 
@@ -53,6 +54,21 @@ class Train(unittest.TestCase):
             events = json.loads(trace.read_text())["traceEvents"]
             self.assertEqual({event["pid"] for event in events if event["ph"] == "X"}, set(range(4)))
 
+    @unittest.skipUnless(find_spec("trl") and find_spec("datasets"), "TRL and datasets are not installed")
+    def test_fine_tuning(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            one = start(0, f"--json={folder}/one.json", program="finetune.py")
+            self.assertEqual(one.returncode, 0, one.stderr)
+            plot = Path(folder) / "both.svg"
+            two = start(2, f"--json={folder}/two.json", f"--against={folder}/one.json", f"--plot={plot}", program="finetune.py")
+            self.assertEqual(two.returncode, 0, two.stderr)
+            losses = [json.loads(Path(folder, name).read_text())["losses"] for name in ("one.json", "two.json")]
+            for model in losses[0]:
+                for a, b in zip(losses[0][model], losses[1][model], strict=True):
+                    self.assertLessEqual(abs(a - b) / a, 2e-6, model)
+            lines = ElementTree.parse(plot).findall("{http://www.w3.org/2000/svg}polyline")
+            self.assertEqual([len(line.attrib["points"].split()) for line in lines], 4 * [STEPS])
+
     def test_what_all_are_refused_for_is_said_once(self) -> None:
         # No file is asked for.
         done = start(2, "--ulysses=5")
@@ -62,7 +78,7 @@ class Train(unittest.TestCase):
         self.assertTrue(said[0].startswith("error: "), said)
 
     def test_what_a_user_writes(self) -> None:
-        text = TRAIN.read_text()
+        text = (EXAMPLES / "train.py").read_text()
         between = text.split("# >>> context parallelism")[1].split("# <<<")[0].splitlines()[1:]
         lines = [line for line in between if line.strip()]
         self.assertIn("cpattn.torch.Context", "\n".join(lines))
