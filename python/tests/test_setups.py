@@ -2,7 +2,7 @@
 """The ways in which other projects train with context parallelism, and what goes wrong there: each has the loss and gradients of
 one process here, or an error that says what to do.
 
-axolotl: 9 heads on any number of ranks; attention masks that number the documents of a pack. Arctic: 8 ranks beside one, logits in
+Oumi: groups of fewer ranks than there are processes, and numbers that do not fit. axolotl: 9 heads on any number of ranks; attention masks that number the documents of a pack. Arctic: 8 ranks beside one, logits in
 tiles, activations on the host, labels on few ranks, shift_labels. prime-rl: one switch between ring and Ulysses, with sinks.
 """
 
@@ -76,7 +76,47 @@ def _eight(rank: int, world: int, file: str) -> dict[str, tuple[float, float]]:
     return found
 
 
+def _groups(rank: int, world: int, file: str) -> tuple[float, float] | None:
+    """Three of four processes are a group. Then all four are refused for numbers that do not fit, at once."""
+    three, built, found = dist.new_group([0, 1, 2]), models.build("smollm2"), None
+    if rank == 3:
+        _refused("is no member of", built, group=three)
+    else:
+        expected, gradients = torch.load(file)
+        cp = ContextParallel(built, group=three, gradients="sum")
+        loss = built(**models.batch(LENGTHS)).loss
+        loss.backward()
+        total = models.gradients(built)
+        dist.all_reduce(total, group=three)
+        found = (abs(loss.item() - expected) / expected, models.apart(total, gradients))
+        cp.close()
+    _refused("replicas is 3, which does not divide the 4 ranks", built, replicas=3)
+    _refused("ulysses is 3, expected a divisor of the world of 4", built, ulysses=3)
+    _refused("ulysses 1 x ring 2 are 2 ranks, the group has 4", built, ulysses=1, ring=2)
+    _refused("mesh is ulysses 10 × ring 1", built, ulysses=10, ring=1)
+    _refused("sequence_parallel_size is no option", built, sequence_parallel_size=2)
+    # Nothing is left of those: the model is as it was.
+    assert built.config._attn_implementation == "eager" and not built._forward_pre_hooks and getattr(built, "_cpattn", None) is None
+    return found
+
+
+def _refused(said: str, model: Any, **options: Any) -> None:
+    try:
+        ContextParallel(model, **options)
+    except Error as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError(f"{options} were not refused")
+
+
 class SetUps(unittest.TestCase):
+    def test_groups_and_numbers_that_do_not_fit(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = str(Path(folder) / "alone")
+            torch.save(models.alone("smollm2", models.batch(LENGTHS)), file)
+            for found in processes.run(_groups, 4, file)[:3]:
+                self.assertTrue(found[0] <= 1e-6 and found[1] <= 1e-5, found)
+
     def test_loss_and_gradients_of_one_process(self) -> None:
         pack = models.batch(LENGTHS)
         references = {name: models.alone(name, pack) for name in ("smollm2", "gpt-oss")}

@@ -186,13 +186,7 @@ class Context:
                     "one asks for others: ask for the same, close that context, or give own_tokens=True to one of them, whose "
                     "tensors then must not meet those of the other"
                 ) from error
-        info = plan.describe()
-        if info.replicas != 1:
-            raise InvalidArgument(
-                f"ulysses {info.ulysses} x ring {info.ring} are {info.ulysses * info.ring} ranks, the group has "
-                f"{self.world}: give each replica a process group of its own"
-            )
-        return plan
+        return over_all(plan)
 
     def record(self, capacity: int = 1 << 16) -> None:
         """Starts to record this rank's operations, at most `capacity` of them, for `trace`."""
@@ -366,6 +360,17 @@ class Batch:
         _on(self.context, name, tensor)
         if tensor.ndim == 0 or len(tensor) != rows:
             raise InvalidArgument(f"{name} has the shape {tuple(tensor.shape)}, {rows} rows are needed")
+
+
+def over_all(plan: Plan) -> Plan:
+    """Refuses a plan that leaves ranks over for other batches."""
+    info = plan.describe()
+    if info.replicas != 1:
+        raise InvalidArgument(
+            f"ulysses {info.ulysses} x ring {info.ring} are {info.ulysses * info.ring} ranks, the group has "
+            f"{plan.world}: give each replica a process group of its own"
+        )
+    return plan
 
 
 def _on(context: Context, name: str, tensor: Tensor) -> None:

@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from .._check import refused, whole
 from ..errors import Disagreement, Error, InvalidArgument, Unsupported
+from ..plan import Plan
 from ..torch import Batch, Context
-from ..torch.context import CHOSEN
+from ..torch.context import CHOSEN, over_all
 from .attention import NAME, Current, _tensors, register
 from .mixers import Mixer, Mixers
 from .pack import TAKEN, Pack, pack
@@ -151,11 +152,18 @@ class ContextParallel:
         if self.tile and (self._base is None or self._base is model):
             self._restore()
             raise Unsupported(f"tile is {tile}: {type(model).__name__} has no base model apart from its head")
+        self._options = {"timeout": timeout, "workers": workers, **options}
+        try:
+            # What no plan has is refused here, and not with the first batch.
+            how = {name: value for name, value in options.items() if name not in ("plans", "own_tokens")}
+            over_all(Plan([0, 1], world=self.ranks, **self._heads() | how))
+        except BaseException:
+            self._restore()
+            raise
         number = dist.get_rank(group)
         self.replica = number // self.ranks
         self.group = self._groups(members, timeout)
         self.rank = number % self.ranks
-        self._options = {"timeout": timeout, "workers": workers, **options}
         self._contexts: dict[torch.dtype, Context] = {}
         self._factor = float(self.ranks) if gradients == "mean" else 1.0
         self.device = next(model.parameters()).device
@@ -176,10 +184,13 @@ class ContextParallel:
                 )
         return mine
 
+    def _heads(self) -> dict[str, Any]:
+        """Those of the first layer; each layer has its own."""
+        return {name: self._layers[0][1][name] for name in ("heads", "kv_heads", "head_dim")}
+
     def _context(self, dtype: torch.dtype) -> Context:
         if dtype not in self._contexts:
-            _, kind = self._layers[0]
-            options = {**{name: kind[name] for name in ("heads", "kv_heads", "head_dim")}, **self._options}
+            options = {**self._heads(), **self._options}
             if not any(options.get(name) for name in CHOSEN):
                 options["layers"] = self._layers
             self._contexts[dtype] = Context(self.group, dtype=dtype, device=self.device, **options)
