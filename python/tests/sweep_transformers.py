@@ -71,11 +71,11 @@ OWN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "ministral": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
     "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 2, "num_decoder_layers": 2},
-    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16]},
+    "reformer": {"axial_pos_embds": False},
     "xlnet": {"max_position_embeddings": None},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
@@ -89,7 +89,7 @@ def _small(text: Any, kind: str) -> Any:
         # Some properties cannot be set, and some attributes differ from layer to layer.
         with contextlib.suppress(Exception):
             if getattr(text, name) is not None and getattr(getattr(type(text), name, None), "fset", True):
-                known[name] = value
+                known[name] = int(value) if type(getattr(text, name)) is int else value
     if "kv_lora_rank" in known:
         known["num_key_value_heads"] = known["num_attention_heads"]
     kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or []))
