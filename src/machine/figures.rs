@@ -133,7 +133,7 @@ impl Machine {
                 format!("{} without a {} kernel of {}", self.name, direction(shape.backward), shape.dtype),
                 "one for the problem's element type and both directions",
             )
-            .hint("add a line `kernel DTYPE HEAD_DIM/VALUE_DIM forward = rate …` to the description, and one for backward")),
+            .hint("add the line kernel DTYPE HEAD_DIM/VALUE_DIM forward = rate … to the description, and one for backward")),
         }
     }
 }
