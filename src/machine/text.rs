@@ -95,7 +95,7 @@ impl<'a> FigureLines<'a> {
     fn take(&mut self, key: &str) -> Result<FigureLine<'a>> {
         self.take_if_there(key).ok_or_else(|| {
             let found = format!("without {key} in its {} lines", self.lines);
-            Error::invalid("the machine description", found, format!("a line `{key} = …`"))
+            Error::invalid("the machine description", found, format!("a line {key} = …"))
         })
     }
 
