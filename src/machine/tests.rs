@@ -50,7 +50,7 @@ fn refusals_name_the_line_the_key_and_both_values() {
         ("copy = 1e10", "copy = inf", "line 9 of the machine description, copy is inf, expected a number above 0"),
         ("copy = 1e10", "copy = fast", "line 9 of the machine description, copy is fast, expected a number above 0"),
         ("copy = 1e10", "copy", "line 9 of the machine description is \"copy\", expected key = value"),
-        ("copy = 1e10\n", "", "the machine description is without copy in its 15 lines, expected a line `copy = …`"),
+        ("copy = 1e10\n", "", "the machine description is without copy in its 15 lines, expected a line copy = …"),
         ("copy = 1e10", "copi = 1e10", "line 9 of the machine description is \"copi\", expected name, estimate,"),
         (
             "copy = 1e10",

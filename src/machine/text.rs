@@ -161,7 +161,7 @@ fn parse(text: &str) -> Result<Machine> {
     };
     if machine.kernels.is_empty() {
         let found = format!("without a kernel in its {} lines", entries.lines);
-        let expected = "a line `kernel DTYPE HEAD_DIM/VALUE_DIM forward = rate …`";
+        let expected = "a line kernel DTYPE HEAD_DIM/VALUE_DIM forward = rate …";
         return Err(Error::invalid("the machine description", found, expected));
     }
     Ok(machine)
