@@ -47,7 +47,7 @@ struct Flight {
     bytes: u64,
 }
 
-struct RankState<'a> {
+struct SimulatedRank<'a> {
     tasks: &'a [Task],
     spans: Vec<Span>,
     /// For each lane its tasks and how many have ended.
@@ -74,7 +74,7 @@ struct EventLoop<'a> {
     machine: &'a Machine,
     resources: Resources,
     shared: MachineParts,
-    ranks: Vec<RankState<'a>>,
+    ranks: Vec<SimulatedRank<'a>>,
     parts: Vec<Option<JobPart>>,
     /// Messages that one side has posted, by sender and receiver: whether by the sender, and bytes.
     posted: BTreeMap<(usize, usize), (bool, u64)>,
@@ -99,7 +99,7 @@ pub(super) fn run(lists: &[Vec<Task>], machine: &Machine) -> Result<Vec<Vec<Span
             return Err(Error::Schedule {
                 rank,
                 operation: list[*done],
-                flaw: format!("it waits for ever: {} of {} operations of its lane have ended", done, list.len()),
+                flaw: format!("it waits forever: {} of {} operations of its lane have ended", done, list.len()),
             });
         }
     }
@@ -126,7 +126,7 @@ impl<'a> EventLoop<'a> {
         };
         let rank = |tasks: &'a Vec<Task>| {
             let of = |lane| (0..tasks.len()).filter(|&i| tasks[i].lane == lane).collect();
-            RankState {
+            SimulatedRank {
                 tasks,
                 spans: vec![(0.0, 0.0); tasks.len()],
                 lanes: [(of(Lane::Compute), 0), (of(Lane::Communication), 0)],

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! TaskWork in progress, and what it shares: cores, links, cards.
+//! Jobs in progress, and the resources that they share: cores, links, cards.
 //!
 //! A job has an amount of work and uses up to three resources. A resource divides its capacity evenly among the jobs that
 //! use it; a job is as fast as the slowest of its resources lets it be, and never faster than its own limit. When a job

@@ -136,7 +136,7 @@ fn cores_are_shared_by_kernels_and_copies() {
 fn what_never_meets_is_an_error() {
     let lists = [vec![exchange(&[(1, 8, SEND)], None)], vec![compute(1.0, None)]];
     let text = engine::run(&lists, &machine(2, 1, None)).unwrap_err().to_string();
-    assert!(text.contains("waits for ever"), "{text}");
+    assert!(text.contains("waits forever"), "{text}");
     let lists = [vec![exchange(&[(1, 8, SEND)], None)], vec![exchange(&[(0, 9, RECEIVE)], None)]];
     let text = engine::run(&lists, &machine(2, 1, None)).unwrap_err().to_string();
     assert!(text.contains("9 bytes from 0 to 1 meet 8"), "{text}");
