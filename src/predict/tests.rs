@@ -28,8 +28,14 @@ fn the_aggregate_model_is_near_the_simulation() {
             let mut exact = *c;
             simulate(&p, &mut exact, &machine).unwrap();
             let ratio = c.seconds() / exact.seconds();
-            std::eprintln!("{} {}: {ratio:.3}", c.mesh, c.layout);
-            assert!((0.75..1.35).contains(&ratio), "{mask:?} {} {}: {ratio}", c.mesh, c.layout);
+            // At a ring step of zigzag some ranks have more work than others, and all wait for them.
+            let uneven = matches!(c.layout, Layout::Zigzag | Layout::ZigzagPack);
+            assert!(
+                (if uneven { 0.83 } else { 0.98 }..1.02).contains(&ratio),
+                "{mask:?} {} {}: {ratio}",
+                c.mesh,
+                c.layout
+            );
         }
     }
 }
