@@ -129,7 +129,9 @@ class PlanOptions(TypedDict, total=False):
 
 _ENUMS: dict[str, type[enum.IntEnum]] = {"kind": Kind, "layout": Layout, "circulate": Circulate, "wire": Wire, "gather": Gather}
 _FLAGS = {"sinks", "reproducible", "pack_inputs"}
-_RUNS = {"passes", "circulate", "wire", "gather", "reproducible", "pack_inputs"}
+RUNS = {"passes", "circulate", "wire", "gather", "reproducible", "pack_inputs"}
+# Options that say who holds which tokens.
+CHOSEN = ("ulysses", "ring", "layout", "layout_parameter")
 _OPTIONAL = {"kv_heads", "value_dim", "scale", "softcap", "alibi_slopes"}
 
 
@@ -169,6 +171,9 @@ def kinds_of(name: str, kinds: Any) -> list[tuple[int, dict[str, Any]]]:
     pairs = attempt(lambda: [(count, {**kind}) for count, kind in kinds])
     if pairs is None or isinstance(kinds, str | Mapping):
         raise refused(name, kinds, "pairs are needed: a number of layers, and a dictionary of keywords of Plan")
+    for _, kind in pairs:
+        if common := [option for option in (*CHOSEN, *sorted(RUNS)) if option in kind]:
+            raise InvalidArgument(f"{name}: a kind of layer has {common[0]}, which is the same for all kinds: give it beside {name}")
     return [(whole("layers", count, 1, 2**32 - 1), kind) for count, kind in pairs]
 
 
@@ -269,7 +274,7 @@ class Plan:
         given |= checked(options, self.heads)
         self.kv_heads, self.value_dim = given.get("kv_heads", self.heads), given.get("value_dim", self.head_dim)
         self.dtype = one_of("dtype", dtype, Dtype)
-        self._how = {name: given[name] for name in _RUNS & given.keys()}
+        self._how = {name: given[name] for name in RUNS & given.keys()}
         given |= {"heads": self.heads, "head_dim": self.head_dim, "dtype": self.dtype}
         problem, how = (
             struct(**{name: given[name] for name, *_ in struct._fields_ if name in given})

@@ -423,11 +423,14 @@ class Plans(unittest.TestCase):
             ([], "kinds is none"),
             ([(0, shape)], "layers is 0"),
             ([(1, {"heads": 4})], "no head_dim"),
-            ([(1, {**shape, "layout": "zigzag"})], "options.layout is 2, expected 0"),
+            ([(1, {**shape, "layout": "zigzag"}), (1, shape)], "a kind of layer has layout"),
+            ([(1, {**shape, "gather": "others"}), (1, shape)], "a kind of layer has gather"),
             ([shape], "kinds is"),
         ):
             with self.assertRaisesRegex(cpattn.InvalidArgument, said):
                 cpattn.Plan.auto_for(lengths, wrong, world=4)  # type: ignore[arg-type]
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "options.layout is 2, expected 0"):
+            cpattn.Plan.auto_for(lengths, kinds, world=4, layout="zigzag")
 
     def test_what_it_says(self) -> None:
         the_plan = plan(layout=cpattn.Layout.STRIPED, layout_parameter=2)

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from .._check import attempt, flag, instance, one_of, refused, whole
 from ..errors import Error, InvalidArgument, InvalidHandle, Unsupported
-from ..plan import _RUNS, Dtype, Kind, Layout, Plan, PlanOptions, Side, at_least_1, checked, kinds_of
+from ..plan import CHOSEN, RUNS, Dtype, Kind, Layout, Plan, PlanOptions, Side, at_least_1, checked, kinds_of
 from ..rank import Rank, nccl_group, nccl_unique_id
 from ..trace import Event
 from . import operators
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 DTYPES = dict(zip((torch.float16, torch.bfloat16, torch.float32, torch.float64), Dtype, strict=True))
-
-# Options that say who holds which tokens.
-CHOSEN = ("ulysses", "ring", "layout", "layout_parameter")
 
 PlanOf = Callable[[Sequence[int]], Plan]
 
@@ -168,7 +165,7 @@ class Context:
         """A plan that decides who holds which tokens."""
         if not self._layers:
             return Plan(cu_seqlens, world=self.world, **self._kind)
-        how = {name: self._kind[name] for name in _RUNS & self._kind.keys()}
+        how = {name: self._kind[name] for name in RUNS & self._kind.keys()}
         kinds = [(count, {"dtype": self._kind["dtype"], **kind}) for count, kind in self._layers]
         return Plan.with_tokens_of(Plan.auto_for(cu_seqlens, kinds, world=self.world, **how)[0], **self._kind)
 

@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from .._check import refused, whole
 from ..errors import Disagreement, Error, InvalidArgument, Unsupported
-from ..plan import Plan
+from ..plan import CHOSEN, Plan
 from ..torch import Batch, Context
-from ..torch.context import CHOSEN, over_all
+from ..torch.context import over_all
 from .attention import NAME, Current, _tensors, register
 from .mixers import Mixer, Mixers
 from .pack import TAKEN, Pack, pack
