@@ -27,6 +27,7 @@ use crate::{
     schedule::{
         Buf, BufferView, CirculatingSide, Lane, MessageView, Op, OpKind, Purpose, Schedule, TensorId,
         expand::{Expansion, ROWS_PER_PEER},
+        verify::clocks,
     },
 };
 use slices::{ScheduleCheck, Touch, extents, flaw};
@@ -43,9 +44,6 @@ pub(super) fn check(plan: &Plan, run: Purpose, schedule: &Schedule, expansion: &
     }
     check.lanes(&touched)
 }
-
-/// Operations of each lane that are complete when an operation begins, and its own number in its lane.
-type Clock = ([usize; 2], usize);
 
 impl ScheduleCheck<'_> {
     /// The slices that an operation accesses, sorted by first byte, after checking that they are in bounds and do not
@@ -230,20 +228,7 @@ impl ScheduleCheck<'_> {
     /// edges `after`, closed under both, say which those are.
     fn lanes(&self, touched: &[Vec<Touch>]) -> Result<()> {
         let s = self.schedule;
-        let mut lanes: [Clock; 2] = Default::default();
-        let mut clocks: Vec<Clock> = Vec::with_capacity(s.ops.len());
-        for op in &s.ops {
-            let me = op.lane as usize;
-            let (mut clock, number) = lanes[me];
-            clock[me] = number;
-            if let Some(after) = op.after {
-                let (before, n) = clocks[after as usize];
-                clock[me] = clock[me].max(before[me]);
-                clock[1 - me] = clock[1 - me].max(before[1 - me]).max(n + 1);
-            }
-            clocks.push((clock, number));
-            lanes[me] = (clock, number + 1);
-        }
+        let clocks = clocks(s);
         let of = |lane: Lane| (0..s.ops.len()).filter(move |&i| s.ops[i].lane == lane);
         let communication: Vec<usize> = of(Lane::Communication).collect();
         let (c, m) = (Lane::Compute as usize, Lane::Communication as usize);

@@ -48,6 +48,7 @@ mod races;
 mod report;
 
 use flaw::flaw;
+pub(crate) use races::clocks;
 pub use report::{RankReport, Report, Traffic};
 
 /// Verifies the schedules of all ranks of one group, in rank order, for one direction.

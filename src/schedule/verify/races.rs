@@ -122,7 +122,7 @@ pub(super) fn touched(work: &ListedOp, memory: &Memory) -> Touched {
 }
 
 /// How many operations of each lane are complete when each operation begins, and its own number in its lane.
-fn clocks(s: &Schedule) -> Vec<([usize; 2], usize)> {
+pub(crate) fn clocks(s: &Schedule) -> Vec<([usize; 2], usize)> {
     let mut lanes = [([0usize; 2], 0usize); 2];
     let mut clocks: Vec<([usize; 2], usize)> = Vec::with_capacity(s.ops.len());
     for op in &s.ops {
