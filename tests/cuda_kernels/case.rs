@@ -44,6 +44,31 @@ pub struct Case {
 }
 
 impl Case {
+    /// This case with softcap, ALiBi, sinks, and scales that are not positive or nearly 0.
+    pub fn with_scores(&self) -> Vec<Self> {
+        let near = Score { window_left: 5, ..self.score };
+        // Rows that no key is near enough to.
+        let far = Self { score: near, documents: vec![(60, 20, 30), (33, 33, 0)], sinks: true, ..self.clone() };
+        let scores = [
+            (0.125, 2.0, false, false),
+            (0.125, 0.0, true, false),
+            (0.125, 0.0, false, true),
+            (0.2, 3.0, true, true),
+            (-0.1, 0.0, false, false),
+            (0.0, 0.0, true, true),
+            // A scale that f32 does not hold, with masked tiles.
+            (-1e-60, 0.0, false, true),
+            (1e-60, 2.0, true, false),
+        ];
+        let with = |(scale, softcap, alibi_slopes, sinks)| Self {
+            score: Score { scale, softcap, ..self.score },
+            alibi_slopes,
+            sinks,
+            ..self.clone()
+        };
+        scores.map(with).into_iter().chain([far]).collect()
+    }
+
     pub fn new(name: &'static str, dtype: Dtype, dims: (usize, usize)) -> Self {
         Self {
             name,

@@ -103,27 +103,7 @@ fn scores() {
         held: 0..4,
         ..Case::new("hopper scores", Dtype::F16, (128, 128))
     };
-    let with = |scale, softcap, slopes, sinks| Case {
-        score: Score { scale, softcap, ..base.score },
-        alibi_slopes: slopes,
-        sinks,
-        ..base.clone()
-    };
-    all(&[
-        with(0.125, 2.0, false, false),
-        with(0.125, 0.0, true, false),
-        with(0.125, 0.0, false, true),
-        with(0.2, 3.0, true, true),
-        with(-0.1, 0.0, false, false),
-        with(1e-60, 0.0, false, true),
-        // Rows that no key is near enough to.
-        Case {
-            score: Score { window_left: 5, ..base.score },
-            documents: vec![(60, 20, 30), (33, 33, 0)],
-            sinks: true,
-            ..base.clone()
-        },
-    ]);
+    all(&base.with_scores());
 }
 
 /// Groups of heads, and calls that hold only some heads of the problem.

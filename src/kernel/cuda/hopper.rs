@@ -12,6 +12,7 @@ use super::loaded_kernel::LoadedKernel;
 use super::params::{ForwardParams, Parameters, Tensor};
 use super::shapes::{SHAPES, Shaped};
 use super::shared_tiles::SharedTiles;
+use crate::call::RawTensor;
 use crate::device::driver::{check, sys};
 use crate::element::Dtype;
 use crate::error::Result;
@@ -156,6 +157,11 @@ struct Ragged {
 }
 
 impl MapShape {
+    /// Boxes of `rows` rows of one head.
+    pub fn new(t: &RawTensor, span: u32, rows: u32) -> Self {
+        Self { dtype: t.dtype, dim: t.dim, heads: t.heads, tokens: t.tokens, span, rows, box_heads: 1 }
+    }
+
     /// None where a map cannot say it.
     fn ragged(&self, t: Tensor) -> Option<Ragged> {
         let compact = i64::from(self.dim) * self.dtype.size() as i64;

@@ -66,16 +66,8 @@ pub(super) fn launch(
 ) -> Launch {
     let (q_span, k_span) = (longest(call.ranges.q.iter().map(|q| &q.range)), longest(call.ranges.k.iter()));
     let queries = BACKWARD[shape].map_or(1, |s| s.queries);
-    let of = |t: &crate::call::RawTensor, span, rows| MapShape {
-        dtype: t.dtype,
-        dim: t.dim,
-        heads: t.heads,
-        tokens: t.tokens,
-        span,
-        rows,
-        box_heads: 1,
-    };
     let keys = kernel.launch.rows;
+    let of = MapShape::new;
     let tensors = [of(&call.q, q_span, queries), of(&call.k, k_span, keys), of(&call.v, k_span, keys)];
     let fourth = Some((of(&call.d_o, q_span, queries), 3));
     let items = params.call.heads.items;

@@ -67,16 +67,8 @@ impl Cuda {
     ) -> (HopperParams, Hopper) {
         let (q_span, k_span) = (longest(call.ranges.q.iter().map(|q| &q.range)), longest(call.ranges.k.iter()));
         let keys = FORWARD[shape].map_or(0, |s| s.keys);
-        let tensors = [(&call.q, q_span, kernel.launch.rows), (&call.k, k_span, keys), (&call.v, k_span, keys)];
-        let tensors = tensors.map(|(t, span, rows)| MapShape {
-            dtype: t.dtype,
-            dim: t.dim,
-            heads: t.heads,
-            tokens: t.tokens,
-            span,
-            rows,
-            box_heads: 1,
-        });
+        let of = MapShape::new;
+        let tensors = [of(&call.q, q_span, kernel.launch.rows), of(&call.k, k_span, keys), of(&call.v, k_span, keys)];
         let HopperTiles { work, tiles, shared } = split;
         // q once more, for tiles that several heads share.
         let fourth = (shared.tiles > 0).then(|| {
