@@ -16,6 +16,15 @@ use cpattn::{
 
 use crate::links::DEADLINE;
 
+/// Memory of at least `count` finite numbers of a type. For half precision each f32 is two equal ones.
+pub fn finite(random: &mut fastrand::Rng, count: usize, dtype: Dtype) -> Vec<f32> {
+    let number = |_| match dtype {
+        Dtype::F32 => random.f32() - 0.5,
+        _ => f32::from_bits(u32::from(half::bf16::from_f32(random.f32() - 0.5).to_bits()) * 0x1_0001),
+    };
+    (0..count).map(number).collect()
+}
+
 /// A rank's tensors for one direction.
 pub struct Tensors {
     pub bindings: Bindings,
@@ -31,12 +40,7 @@ impl Tensors {
         for t in TensorId::ALL.into_iter().filter(|t| t.is_written(direction, plan.problem().sinks()).is_some()) {
             let [tokens, heads, dim] = t.shape(plan, rank);
             let dtype = t.dtype(plan.problem());
-            let mut values: Vec<f32> = (0..tokens * heads * dim)
-                .map(|_| match dtype {
-                    Dtype::F32 => random.f32() - 0.5,
-                    _ => f32::from_bits(u32::from(half::bf16::from_f32(random.f32() - 0.5).to_bits()) * 0x1_0001),
-                })
-                .collect();
+            let mut values = finite(&mut random, tokens * heads * dim, dtype);
             let ptr = values.as_mut_ptr().cast();
             bindings.set(t, RawTensor::compact(ptr, dtype, tokens as u64, heads as u32, dim as u32));
             memory.push(values);

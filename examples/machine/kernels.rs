@@ -10,7 +10,10 @@ use cpattn::{
     machine::{KernelRate, KernelShape},
 };
 
-use crate::fit::{Sample, non_negative};
+use crate::{
+    cases::finite,
+    fit::{Sample, non_negative},
+};
 
 const HEADS: u32 = 4;
 
@@ -115,16 +118,7 @@ impl Bench {
     fn new(dtype: Dtype, dim: usize) -> Self {
         let most = CALLS.iter().map(|c| c.0.max(c.1)).max().unwrap_or(0) as usize * HEADS as usize;
         let mut random = fastrand::Rng::with_seed(1);
-        // Half-precision inputs are the same bits read as pairs of small numbers: what they are does not matter, that they
-        // are finite does.
-        let mut numbers = || -> Vec<f32> {
-            (0..most * dim)
-                .map(|_| match dtype {
-                    Dtype::F32 => random.f32() - 0.5,
-                    _ => f32::from_bits(u32::from(half::bf16::from_f32(random.f32() - 0.5).to_bits()) * 0x1_0001),
-                })
-                .collect()
-        };
+        let mut numbers = || finite(&mut random, most * dim, dtype);
         let inputs = [numbers(), numbers(), numbers(), numbers()];
         let outputs = [dim, dim, dim, dim, 2, 1].map(|d| vec![0.0; most * d]);
         let mut scratch = Scratch::new(1);

@@ -60,6 +60,7 @@ fn measured(arguments: &Arguments, cores: usize, mut between_rounds: impl FnMut(
         operation = operation.min(links::operation(40)?);
         between_rounds()?;
     }
+    // A description is made from its text.
     let mut text = format!(
         "name = {cores} cores, ranks as threads\nestimate = no\nranks_per_node = {ranks}\ncards_per_node = 1\ncores = {cores}\n\
          memory = {:e}\noperation = {operation:e}\ncopy = {copy:e}\n",
