@@ -130,7 +130,9 @@ int main(int count, char **arguments) {
   int ok = relative <= 1e-13; /* false for a NaN */
   printf(ok ? "ok: rank %u of %d differs from one rank by %.1e\n" : "FAILED: rank %u of %d differs by %.1e\n", r, world, relative);
 
-  /* Rank 0 ends the run: every other rank is told so, by whatever call comes next. A new group would work. */
+  /* Rank 0 ends the run: every other rank is told so, by the call that it is in or by the next one. So rank 0 first waits
+     until all backwards have returned. A new group would work. */
+  MPI_Barrier(comm);
   if (r == 0) TRY(cpattn_rank_abort(rank));
   int32_t status = CPATTN_OK;
   for (int i = 0; i < 60000 && status == CPATTN_OK; i++) {
