@@ -27,6 +27,16 @@ pub enum Side {
     K,
 }
 
+impl Side {
+    /// The other one.
+    pub(crate) const fn other(self) -> Self {
+        match self {
+            Self::Q => Self::K,
+            Self::K => Self::Q,
+        }
+    }
+}
+
 fn check(name: &'static str, cu: &[i32]) -> Result<()> {
     let first =
         *cu.first().ok_or_else(|| Error::invalid(name, "empty", "n + 1 entries for n documents, the first 0"))?;

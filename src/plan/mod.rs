@@ -22,6 +22,7 @@ mod distribution;
 mod fingerprint;
 mod form;
 mod loads;
+mod nodes;
 mod options;
 mod problem;
 mod shard;
@@ -81,6 +82,7 @@ impl Inner {
         h.word(options.gather as u64 | u64::from(options.reproducible) << 4 | (options.wire as u64) << 5);
         h.word(self.form as u64);
         h.word(options.passes as u64 | (options.circulate as u64) << 32);
+        h.word(nodes::ring_ranks_of_node(self.mesh, *options) as u64);
         h.finish()
     }
 }
@@ -331,7 +333,7 @@ fn check(problem: &Problem, mesh: Mesh, options: Options) -> Result<()> {
             "leave out one of them",
         ));
     }
-    Ok(())
+    nodes::check(mesh, options)
 }
 
 #[cfg(test)]

@@ -72,6 +72,10 @@ pub struct Options {
     /// Allows any strides for k and v (and for q's side, if that is sent): they are packed before they are sent.
     /// Without it, tensors that are sent in place must be compact.
     pub pack_inputs: bool,
+    /// Ranks of a node (or of whatever a slow link joins), 0 if all links are alike. Node n has ranks
+    /// `n · ranks_per_node ..`. Then each row that other nodes need crosses to each of them once, and is passed on inside
+    /// it; gradients are summed inside a node before they cross back.
+    pub ranks_per_node: usize,
 }
 
 impl Default for Options {
@@ -83,6 +87,7 @@ impl Default for Options {
             wire: Wire::Full,
             reproducible: false,
             pack_inputs: false,
+            ranks_per_node: 0,
         }
     }
 }
@@ -132,6 +137,12 @@ impl Options {
     #[must_use]
     pub fn pack_inputs(mut self, pack_inputs: bool) -> Self {
         self.pack_inputs = pack_inputs;
+        self
+    }
+    /// Sets [`Options::ranks_per_node`].
+    #[must_use]
+    pub fn ranks_per_node(mut self, ranks: usize) -> Self {
+        self.ranks_per_node = ranks;
         self
     }
 }

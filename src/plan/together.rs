@@ -9,10 +9,10 @@
 //! price: k and v of all ranks are in the workspace at once, and nothing is computed while they are received.
 //!
 //! The rule, [`together_pays`], depends only on the problem, the mesh and the layout, so that all ranks make the same
-//! choice. It applies if the option `gather` is automatic, with one pass and without a circulating q side being
-//! requested.
+//! choice. It applies if the option `gather` is automatic, with one pass, without a circulating q side being requested, and
+//! if the ring lies in one node.
 
-use super::{Circulate, Form, Gather, Options, Problem};
+use super::{Circulate, Form, Gather, Options, Problem, nodes::ring_ranks_of_node};
 use crate::{batch::Side, layout::Layout, mesh::Mesh};
 
 /// With at least this many keys per row and ring step, on average, ring steps are as fast or faster and need less
@@ -25,7 +25,8 @@ pub const GATHERED: u64 = 16 << 20;
 
 /// The form that the options ask for, or leave to be chosen.
 pub(super) fn form_of(problem: &Problem, mesh: Mesh, layout: Layout, options: Options) -> Form {
-    let free = options.passes == 1 && options.circulate != Circulate::Queries;
+    let one_level = ring_ranks_of_node(mesh, options) == mesh.ring;
+    let free = options.passes == 1 && options.circulate != Circulate::Queries && one_level;
     match options.gather {
         _ if options.reproducible => Form::Ordered,
         Gather::Others => Form::Gather,

@@ -46,7 +46,7 @@ impl Class {
 }
 
 /// Rows `i0..i1` of a range as one or two ranges: a stripe cut inside a block needs a plain run first.
-fn split_stripe(range: &Range, i0: u32, i1: u32, mut each: impl FnMut(u32, Range)) {
+pub(super) fn split_stripe(range: &Range, i0: u32, i1: u32, mut each: impl FnMut(u32, Range)) {
     let mut i = i0;
     let phase = i % range.block;
     if range.block != range.period && phase != 0 {

@@ -12,6 +12,9 @@
 //! beside them, so that one call computes with everything. The *ordered* form does the same and lists keys by position,
 //! the order in which a single rank would use them.
 //!
+//! Where a ring lies over several *nodes*, each row crosses from one node to another once, and is passed on inside the
+//! node: see [`nodes`].
+//!
 //! Rows are listed when a step is executed, into a [`RangeScratch`] that was allocated when the plan was made.
 
 use alloc::{vec, vec::Vec};
@@ -29,6 +32,7 @@ use crate::{
 };
 
 mod documents;
+mod nodes;
 mod pairs;
 
 use documents::documents;
@@ -38,10 +42,32 @@ use documents::documents;
 pub struct RingStep {
     /// The ring step; 0 is the rank's own share.
     pub step: u32,
+    /// What is exchanged and attended.
+    pub hop: Hop,
+    /// How many nodes away the owners are; 0 for the same node.
+    pub node: u32,
     /// Rows that arrive (that lie in the slot, where the own share does too).
     pub rows_in: u64,
-    /// Rows of the own share that leave, counted once for each reader.
+    /// Rows that leave, counted once for each reader.
     pub rows_out: u64,
+    /// Whether the rank's own rows meet any of those that arrive: of a node slot, maybe only other ranks' do.
+    pub meets: bool,
+}
+
+/// What a ring step exchanges and attends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hop {
+    /// Nothing is exchanged, the own share is attended.
+    Own,
+    /// Rows of ranks of the same node are received and attended: of their shares, or of another node's that they hold.
+    Local,
+    /// A part of the rows of another node is received into the node slot. Nothing is attended.
+    Crossing {
+        /// Which part.
+        part: u32,
+    },
+    /// The rows in the node slot are attended, and their gradients, summed over the node, cross back.
+    Crossed,
 }
 
 /// Rows that leave at a ring step to one reader, in more than one run of the own share.
@@ -60,6 +86,8 @@ pub struct RingSteps {
     circulating: Side,
     form: Form,
     me: usize,
+    /// Ring ranks of a node: all of them where there is one level.
+    per_node: usize,
     stationary: Vec<Segment>,
     own: Vec<Segment>,
     list: Vec<RingStep>,
@@ -76,6 +104,7 @@ struct Capacity {
     q: usize,
     k: usize,
     pairs: usize,
+    nodes: nodes::NodeCapacity,
 }
 
 /// Room for the lists of any one ring step. Made once; never grows afterwards.
@@ -84,6 +113,7 @@ pub struct RangeScratch {
     segments: Vec<Segment>,
     /// What [`RingSteps::incoming`] or [`RingSteps::outgoing`] listed.
     pub fragments: Vec<Fragment>,
+    nodes: nodes::NodeScratch,
     order: Vec<u32>,
     q: Vec<QRange>,
     k: Vec<Range>,
@@ -109,14 +139,16 @@ impl RangeScratch {
         grow(&mut self.q, c.q);
         grow(&mut self.k, c.k);
         grow(&mut self.pairs, c.pairs);
+        self.nodes.reserve(&c.nodes);
     }
 }
 
 impl RingSteps {
-    /// Finds every ring step of ring rank `me`. `circulating` is the side that travels.
-    pub fn new(shares: &Shares, mask: Mask, circulating: Side, form: Form, me: usize) -> Self {
+    /// Finds every ring step of ring rank `me`. `circulating` is the side that travels, `per_node` the number of ring
+    /// ranks of a node, which divides the ring.
+    pub fn new(shares: &Shares, mask: Mask, circulating: Side, form: Form, me: usize, per_node: usize) -> Self {
         let (mut stationary, mut own) = (Vec::new(), Vec::new());
-        let staying = if circulating == Side::K { Side::Q } else { Side::K };
+        let staying = circulating.other();
         shares.segments(staying, me, &mut stationary);
         shares.segments(circulating, me, &mut own);
         let mask = if circulating == Side::K { mask } else { mask.transposed() };
@@ -127,6 +159,7 @@ impl RingSteps {
             circulating,
             form,
             me,
+            per_node,
             stationary,
             own,
             list: Vec::new(),
@@ -134,7 +167,7 @@ impl RingSteps {
             scattered: Vec::new(),
             capacity: Capacity::default(),
         };
-        if shares.layout() == Layout::Zigzag && !form.holds_own() {
+        if shares.layout() == Layout::Zigzag && !form.holds_own() && !v.crosses() {
             v.sweep_zigzag(staying);
         } else {
             v.sweep();
@@ -158,13 +191,21 @@ impl RingSteps {
         let (steps, last) = zigzag.measure();
         let readers = zigzag.readers(&steps);
         let rows = self.own.iter().map(|o| u64::from(o.range.len)).sum();
-        self.list.push(RingStep { step: 0, rows_in: rows, rows_out: 0 });
+        self.list.push(RingStep { step: 0, hop: Hop::Own, node: 0, rows_in: rows, rows_out: 0, meets: true });
         let longest = self.own.len().max(self.stationary.len());
         let fragments = steps.iter().map(|s| s.fragments_in.max(s.fragments_out)).max().unwrap_or(0).max(longest);
         let mut entry_of = vec![0; steps.len()];
         for (step, s) in steps.iter().enumerate().skip(1).filter(|(_, s)| s.rows_in + s.rows_out > 0) {
             entry_of[step] = self.list.len() as u32;
-            self.list.push(RingStep { step: step as u32, rows_in: s.rows_in, rows_out: s.rows_out });
+            let (rows_in, rows_out) = (s.rows_in, s.rows_out);
+            self.list.push(RingStep {
+                step: step as u32,
+                hop: Hop::Local,
+                node: 0,
+                rows_in,
+                rows_out,
+                meets: rows_in > 0,
+            });
         }
         self.last = last.into_iter().map(|step| entry_of[step as usize]).collect();
         self.scattered = readers
@@ -178,6 +219,7 @@ impl RingSteps {
             q: fragments,
             k: fragments,
             pairs: 2 * fragments,
+            nodes: nodes::NodeCapacity::default(),
         };
     }
 
@@ -186,39 +228,34 @@ impl RingSteps {
     fn sweep(&mut self) {
         let mut s = RangeScratch::default();
         let mut leaving: Vec<(u32, u64)> = Vec::new();
-        let ring = self.shares.ring();
-        let mut cap = Capacity {
-            segments: self.own.len().max(self.stationary.len()),
-            fragments: self.own.len(),
-            q: self.own.len().max(self.stationary.len()),
-            k: self.own.len().max(self.stationary.len()),
-            pairs: 0,
-        };
+        let longest = self.own.len().max(self.stationary.len());
+        let mut cap =
+            Capacity { segments: longest, fragments: self.own.len(), q: longest, k: longest, ..Capacity::default() };
         by_document(&self.stationary, &self.own, |_, a, _, b| cap.pairs += a.len() * b.len());
         if !self.form.holds_own() {
             let rows = self.own.iter().map(|o| u64::from(o.range.len)).sum();
-            self.list.push(RingStep { step: 0, rows_in: rows, rows_out: 0 });
+            self.list.push(RingStep { step: 0, hop: Hop::Own, node: 0, rows_in: rows, rows_out: 0, meets: true });
         }
-        let steps = match self.form {
-            Form::Ring => 1..ring,
-            Form::Gather if ring == 1 => 1..1,
-            Form::Gather | Form::Together | Form::Ordered => 1..2,
-        };
-        for step in steps {
-            let rows_out = self.list_outgoing(step, &mut s);
+        for mut step in self.candidates() {
+            step.rows_out = self.list_outgoing(&step, &mut s);
             leaving.clear();
-            leaving.extend(s.fragments.chunk_by(|a, b| a.peer == b.peer).filter_map(scattered));
+            if step.hop != Hop::Crossed {
+                leaving.extend(s.fragments.chunk_by(|a, b| a.peer == b.peer).filter_map(scattered));
+            }
             cap.fragments = cap.fragments.max(s.fragments.len());
             cap.segments = cap.segments.max(s.segments.len());
-            let rows_in = self.list_incoming(step, &mut s);
+            step.rows_in = self.list_incoming(&step, &mut s);
             cap.fragments = cap.fragments.max(s.fragments.len());
             cap.segments = cap.segments.max(s.segments.len());
-            if rows_in + rows_out == 0 && !self.form.holds_own() {
+            if step.rows_in + step.rows_out == 0 && !self.form.holds_own() {
                 continue;
             }
             let ring_step = self.list.len() as u32;
             self.scattered.extend(leaving.drain(..).map(|(runs, rows)| Scattered { ring_step, runs, rows }));
-            self.list.push(RingStep { step: step as u32, rows_in, rows_out });
+            if matches!(step.hop, Hop::Crossing { .. }) {
+                self.list.push(step);
+                continue;
+            }
             cap.k = cap.k.max(s.fragments.len());
             cap.q = cap.q.max(s.fragments.len());
             self.sort(&mut s);
@@ -229,10 +266,16 @@ impl RingSteps {
                 for (i, st) in stationary.iter().enumerate() {
                     if order.iter().any(|&f| meets(&st.range, &s.fragments[f as usize].range, mask)) {
                         last[first + i] = ring_step;
+                        step.meets = true;
                     }
                 }
             });
+            self.list.push(step);
             cap.pairs = cap.pairs.max(pairs);
+        }
+        if self.crosses() {
+            cap.segments = cap.segments.max(s.segments.capacity());
+            cap.nodes = s.nodes.capacity();
         }
         self.capacity = cap;
     }
@@ -247,18 +290,34 @@ impl RingSteps {
         self.form
     }
 
+    /// The ring steps that `hop` has.
+    fn of_hop(&self, hop: Hop) -> impl Iterator<Item = &RingStep> {
+        self.list.iter().filter(move |v| v.hop == hop)
+    }
+
     /// Rows of the largest slot that any ring step needs.
     pub fn slot_rows(&self) -> u64 {
-        self.other_shares().map(|v| v.rows_in).max().unwrap_or(0)
+        self.of_hop(Hop::Local).map(|v| v.rows_in).max().unwrap_or(0)
+    }
+
+    /// How many ring steps receive rows into a slot.
+    pub fn arrivals(&self) -> usize {
+        self.of_hop(Hop::Local).filter(|v| v.rows_in > 0).count()
+    }
+
+    /// Rows of the largest node slot.
+    pub fn node_slot_rows(&self) -> u64 {
+        self.of_hop(Hop::Crossed).map(|v| v.rows_in).max().unwrap_or(0)
+    }
+
+    /// How many node slots are needed: two take turns.
+    pub fn node_slots(&self) -> usize {
+        self.of_hop(Hop::Crossed).map(|v| v.node as usize).max().unwrap_or(0).min(2)
     }
 
     /// Rows of the largest gradient that comes home from one ring step.
     pub fn return_rows(&self) -> u64 {
-        self.other_shares().map(|v| v.rows_out).max().unwrap_or(0)
-    }
-
-    fn other_shares(&self) -> impl Iterator<Item = &RingStep> {
-        self.list.iter().filter(|v| v.step > 0)
+        self.of_hop(Hop::Local).chain(self.of_hop(Hop::Crossed)).map(|v| v.rows_out).max().unwrap_or(0)
     }
 
     /// The ring rank that these are the steps of.
@@ -280,30 +339,43 @@ impl RingSteps {
         self.capacity.fragments
     }
 
-    /// `(ring rank, class)` of those whose rows arrive at `step`, or of those that take the own rows.
-    fn others(&self, step: usize, arriving: bool) -> impl Iterator<Item = (usize, Class)> + use<> {
-        let (ring, me, form) = (self.shares.ring(), self.me, self.form);
-        let back = (me + ring - step % ring) % ring;
-        let ahead = (me + step) % ring;
-        let count = if form == Form::Ring { 2 } else { ring };
+    /// `(ring rank, class)` of those of the node whose rows arrive at place `place` of the node's steps, or of those that
+    /// take this rank's.
+    fn others(&self, place: usize, arriving: bool) -> impl Iterator<Item = (usize, Class)> + use<> {
+        let (n, form, crosses) = (self.per_node, self.form, self.crosses());
+        let (first, me) = (self.me / n * n, self.me % n);
+        let back = first + (me + n - place % n) % n;
+        let ahead = first + (me + place) % n;
+        let count = match form {
+            Form::Ring if crosses => 1,
+            Form::Ring => 2,
+            _ => n,
+        };
         (0..count).filter_map(move |i| match form {
+            Form::Ring if crosses => Some((if arriving { back } else { ahead }, Class::All)),
             Form::Ring if (i == 0) == arriving => Some((back, if i == 0 { Class::Forward } else { Class::Reverse })),
             Form::Ring => Some((ahead, if i == 0 { Class::Forward } else { Class::Reverse })),
-            _ => (i != me).then_some((i, Class::All)),
+            _ => (i != me).then_some((first + i, Class::All)),
         })
     }
 
-    fn list_incoming(&self, step: usize, s: &mut RangeScratch) -> u64 {
+    fn list_incoming(&self, step: &RingStep, s: &mut RangeScratch) -> u64 {
         s.fragments.clear();
+        if step.node > 0 {
+            return self.list_incoming_of_node(step, s);
+        }
         let mut row = 0;
-        if self.form.holds_own() {
+        if step.hop == Hop::Own || self.form.holds_own() {
             // The own share comes first and whole: every row of it needs a gradient, read or not.
             for o in &self.own {
                 s.fragments.push(Fragment { peer: self.me as u32, owner_row: o.range.row, range: o.range });
                 row += i64::from(o.range.len);
             }
         }
-        for (j, class) in self.others(step, true) {
+        if step.hop == Hop::Own {
+            return row as u64;
+        }
+        for (j, class) in self.others(self.place(step), true) {
             self.shares.segments(self.circulating, j, &mut s.segments);
             row = join(&self.stationary, &s.segments, class, self.mask, j as u32, row, &mut s.fragments);
         }
@@ -313,12 +385,14 @@ impl RingSteps {
         row as u64
     }
 
-    fn list_outgoing(&self, step: usize, s: &mut RangeScratch) -> u64 {
+    fn list_outgoing(&self, step: &RingStep, s: &mut RangeScratch) -> u64 {
         s.fragments.clear();
-        let staying = if self.circulating == Side::K { Side::Q } else { Side::K };
+        if step.node > 0 {
+            return self.list_outgoing_of_node(step, s);
+        }
         let mut row = 0;
-        for (j, class) in self.others(step, false) {
-            self.shares.segments(staying, j, &mut s.segments);
+        for (j, class) in self.others(self.place(step), false) {
+            self.shares.segments(self.circulating.other(), j, &mut s.segments);
             row = join(&s.segments, &self.own, class, self.mask, j as u32, row, &mut s.fragments);
         }
         row as u64
@@ -326,12 +400,13 @@ impl RingSteps {
 
     /// Lists what arrives at a ring step, in slot order, into `scratch.fragments`.
     pub fn incoming(&self, ring_step: usize, scratch: &mut RangeScratch) {
-        self.list_incoming(self.list[ring_step].step as usize, scratch);
+        self.list_incoming(&self.list[ring_step], scratch);
     }
 
-    /// Lists the own rows that leave at a ring step; `range.row` counts from the start of what comes home for them.
+    /// Lists the rows that leave at a ring step, of the own share or of the node slot; `range.row` counts from the start of
+    /// what comes home for them.
     pub fn outgoing(&self, ring_step: usize, scratch: &mut RangeScratch) {
-        self.list_outgoing(self.list[ring_step].step as usize, scratch);
+        self.list_outgoing(&self.list[ring_step], scratch);
     }
 }
 
@@ -403,7 +478,7 @@ mod tests {
                     for (me, side, form) in (0..ring).flat_map(|me| {
                         [Side::Q, Side::K].into_iter().flat_map(move |s| [(me, s, Form::Ring), (me, s, Form::Gather)])
                     }) {
-                        let fast = RingSteps::new(&shares, mask, side, form, me);
+                        let fast = RingSteps::new(&shares, mask, side, form, me, ring);
                         let mut slow = fast.clone();
                         slow.list.clear();
                         slow.last.fill(0);

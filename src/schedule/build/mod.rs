@@ -64,7 +64,9 @@ impl Schedule {
         }
         let mut b = Builder::new(plan, rank, direction);
         let (at, p) = (b.coordinates, plan.problem());
-        let ring_steps = |side| Some(Arc::new(RingSteps::new(plan.shares(), p.mask(), side, plan.form(), at.ring)));
+        let per_node = plan.ring_ranks_of_node();
+        let ring_steps =
+            |side| Some(Arc::new(RingSteps::new(plan.shares(), p.mask(), side, plan.form(), at.ring, per_node)));
         let backward = direction == Direction::Backward;
         let both = backward && plan.options().reproducible;
         let queries_travel = backward && plan.backward_circulates() == CirculatingSide::Queries;

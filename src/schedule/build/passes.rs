@@ -59,7 +59,7 @@ impl Builder<'_> {
             let of_pass = |v: BufferView| v.of_heads(pass.q.0, pass.q.1);
             let heads = self.head_map(pass);
             for ring_step in 0..t.ring_steps.list().len() {
-                let arrival = self.fetch(&mut ring, &t, ring_step);
+                let Some(arrival) = self.fetch(&mut ring, &t, ring_step) else { continue };
                 self.attend(&mut ring, &t, ring_step, &arrival, |at, _| {
                     OpKind::Attend(AttendOp {
                         ring_step: ring_step as u32,
@@ -163,7 +163,7 @@ impl Builder<'_> {
         let Call { pass, row, dq, gradients } = call;
         let of_pass = |v: BufferView| v.of_heads(pass.q.0, pass.q.1);
         let heads = self.head_map(pass);
-        let arrival = self.fetch(ring, t, ring_step);
+        let Some(arrival) = self.fetch(ring, t, ring_step) else { return };
         self.attend(ring, t, ring_step, &arrival, |at, partials| {
             let to = partials.unwrap_or(sums);
             OpKind::Backward(BackwardOp {
@@ -209,7 +209,7 @@ impl Builder<'_> {
     ) {
         let heads = self.mine().map(self.plan.problem().group() as u32);
         for ring_step in 0..t.ring_steps.list().len() {
-            let arrival = self.fetch(ring, t, ring_step);
+            let Some(arrival) = self.fetch(ring, t, ring_step) else { continue };
             self.attend(ring, t, ring_step, &arrival, |at, partials| {
                 OpKind::Backward(BackwardOp {
                     ring_step: ring_step as u32,

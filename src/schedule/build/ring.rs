@@ -9,20 +9,48 @@
 //! Exchanges are ordered by one rule on every rank, whatever steps it skips: round first, then the fetch of step s
 //! before the fetch of step s + 1, and the return of step s just after the fetch of step s + 2 (attending step s is
 //! what both wait for). The same order on all ranks prevents deadlock.
+//!
+//! Over several nodes ([`crate::schedule::ring_steps`]) rows of another node cross into one of two node slots, beside the
+//! steps of the node before. They are attended there, and fetched from there. The partial gradients of the ranks of a node
+//! are returned to the gateway, which adds them to its own; that sum crosses back after the node's last return.
 
 use alloc::{sync::Arc, vec, vec::Vec};
 
 use super::builder::{Builder, Life, Region};
 use crate::{
     element::Dtype,
-    schedule::{BufferView, CirculatingSide, Lane, Op, OpKind, RingSteps, StepTensor, expand::is_fragmented},
+    schedule::{
+        BufferView, CirculatingSide, Lane, Op, OpKind, RingSteps, StepTensor,
+        expand::is_fragmented,
+        ring_steps::{Hop, RingStep},
+    },
 };
 
 /// An operation that has no place in the list yet. It waits for items of the other lane.
 struct PendingOp {
     kind: OpKind,
     step: u32,
+    phase: &'static str,
     after: [Option<usize>; 2],
+}
+
+/// What runs inside a node, and what crosses from one to another, in reports and traces.
+const LOCAL: &str = "ring";
+const BETWEEN_NODES: &str = "between nodes";
+
+/// Place of a fetch among the exchanges of a round.
+const fn fetch_order(step: u32) -> u32 {
+    4 * step
+}
+
+/// Place of a return: its step has been attended then.
+const fn return_order(step: u32) -> u32 {
+    4 * (step + 2) + 1
+}
+
+/// Place of the return of a node's sum, of which `last` is the last step.
+const fn node_return_order(last: u32) -> u32 {
+    4 * (last + 2) + 2
 }
 
 /// The ring phase while it is written: two lanes, and whose turn it is in each pair of slots.
@@ -32,9 +60,16 @@ pub(super) struct Ring {
     communication: Vec<((usize, u32), PendingOp)>,
     arrivals: SlotPair,
     partials: SlotPair,
+    /// The items that used the two node slots last, and those that sent the two sums of a node.
+    node_slots: [Option<usize>; 2],
+    node_sums: [Option<usize>; 2],
+    /// The last fetch of rows into a node slot.
+    crossed: Option<usize>,
     regions: Vec<[Region; 2]>,
+    node_regions: Vec<[Region; 2]>,
     packed: Vec<Region>,
     homes: Vec<[Region; 2]>,
+    node_homes: Vec<[Region; 2]>,
 }
 
 /// Two slots used in turn, and the item that used each last.
@@ -60,6 +95,7 @@ pub(super) struct Travel {
     /// What travels: the rank's own share of it.
     pub own: Vec<BufferView>,
     slots: [Vec<BufferView>; 2],
+    node_slots: [Vec<BufferView>; 2],
     /// Where rows are packed that would leave in too many messages, with the rows that each ring step packs. Exchanges
     /// come one after another, so one buffer serves them all.
     packed: (Vec<BufferView>, Vec<u64>),
@@ -77,12 +113,24 @@ impl Travel {
         let v = self.ring_steps.list()[ring_step];
         v.rows_in > self.staying() || v.rows_out > 0
     }
+
+    /// Where the rows lie that a ring step sends: in the own share, or in a node slot.
+    fn source(&self, v: &RingStep) -> &[BufferView] {
+        if v.hop == Hop::Local && v.node > 0 { &self.node_slots[turn_of(v.node)] } else { &self.own }
+    }
+}
+
+/// Which node slot, and which sum of a node, is used for rows of the node `node` before.
+fn turn_of(node: u32) -> usize {
+    (node as usize - 1) % 2
 }
 
 /// How the partial gradients of what travelled come home.
 struct Home {
     /// The sums they are added to.
     sums: Vec<BufferView>,
+    /// Sums over the ranks of a node, for the rows of a node slot.
+    node_sums: [Vec<BufferView>; 2],
     /// What kernels write.
     fresh: [Vec<BufferView>; 2],
     /// What leaves: `fresh`, or a narrower copy of it.
@@ -95,7 +143,14 @@ struct Home {
 pub(super) struct Arrival {
     pub at: Vec<BufferView>,
     pub wait: Option<usize>,
-    slot: Option<usize>,
+    slot: Option<Slot>,
+}
+
+/// A buffer that rows of others arrive in.
+#[derive(Clone, Copy)]
+enum Slot {
+    Ring(usize),
+    Node(usize),
 }
 
 impl Ring {
@@ -105,9 +160,14 @@ impl Ring {
             communication: Vec::new(),
             arrivals: SlotPair::default(),
             partials: SlotPair::default(),
+            node_slots: [None; 2],
+            node_sums: [None; 2],
+            crossed: None,
             regions: Vec::new(),
+            node_regions: Vec::new(),
             packed: Vec::new(),
             homes: Vec::new(),
+            node_homes: Vec::new(),
         }
     }
 }
@@ -149,13 +209,17 @@ impl Builder<'_> {
         sums: Option<(Vec<BufferView>, Dtype)>,
     ) -> Travel {
         let ring_steps = self.out.ring_steps(circulating_side).clone();
-        let arrivals = ring_steps.list().iter().filter(|v| v.step > 0 && v.rows_in > 0).count();
+        let arrivals = ring_steps.arrivals();
         // Earlier rounds used both slots if they used any twice; turns go on across rounds.
         let slots = if round > 0 && arrivals > 0 { 2 } else { arrivals };
         let slots = if self.plan.mesh().ring == 1 { 0 } else { slots };
         let mut regions = core::mem::take(&mut ring.regions);
         let slot_views = self.two_of(&mut regions, "ring slot", &own, None, ring_steps.slot_rows(), slots);
         ring.regions = regions;
+        let (node_rows, node_slots) = (ring_steps.node_slot_rows(), ring_steps.node_slots());
+        let mut regions = core::mem::take(&mut ring.node_regions);
+        let node_slot_views = self.two_of(&mut regions, "node slot", &own, None, node_rows, node_slots);
+        ring.node_regions = regions;
         let packed = self.packed(ring, &ring_steps, &own);
         let home = sums.filter(|_| ring_steps.list().len() > 1 || ring_steps.form().holds_own()).map(|(sums, wire)| {
             let mut homes = core::mem::take(&mut ring.homes);
@@ -174,9 +238,21 @@ impl Builder<'_> {
             let fresh = if narrow { [fresh[0].clone(), fresh[0].clone()] } else { fresh };
             let [arriving, _] = third(self, 2, "gradient from peer", wire, ring_steps.return_rows(), 1);
             ring.homes = homes;
-            Home { sums, fresh, leaving, arriving }
+            let mut regions = core::mem::take(&mut ring.node_homes);
+            let node_sums = self.two_of(&mut regions, "sum of a node", &sums, None, node_rows, node_slots);
+            ring.node_homes = regions;
+            Home { sums, node_sums, fresh, leaving, arriving }
         });
-        Travel { circulating_side, ring_steps, round, own, slots: slot_views, packed, home }
+        Travel {
+            circulating_side,
+            ring_steps,
+            round,
+            own,
+            slots: slot_views,
+            node_slots: node_slot_views,
+            packed,
+            home,
+        }
     }
 
     /// Buffers for rows that would leave in too many messages, and how many rows each ring step packs.
@@ -196,11 +272,29 @@ impl Builder<'_> {
         (buffers.collect(), rows)
     }
 
-    /// Adds the fetch of a ring step, if it has one. Follow it with [`Ring::attend`] when rows arrive.
-    pub(super) fn fetch(&mut self, ring: &mut Ring, t: &Travel, ring_step: usize) -> Arrival {
+    /// Adds the fetch of a ring step, if it has one. Follow it with [`Builder::attend`] where it returns something to attend.
+    pub(super) fn fetch(&mut self, ring: &mut Ring, t: &Travel, ring_step: usize) -> Option<Arrival> {
         let v = t.ring_steps.list()[ring_step];
-        if v.step == 0 || self.plan.mesh().ring == 1 {
-            return Arrival { at: t.own.clone(), wait: None, slot: None };
+        match v.hop {
+            Hop::Own => return Some(Arrival { at: t.own.clone(), wait: None, slot: None }),
+            // All shares are the rank's own.
+            Hop::Local if self.plan.mesh().ring == 1 => {
+                return Some(Arrival { at: t.own.clone(), wait: None, slot: None });
+            }
+            Hop::Crossing { .. } => {
+                let turn = turn_of(v.node);
+                let exchange = self.exchange_rows(ring, t, ring_step, &t.node_slots[turn], ring.node_slots[turn]);
+                if v.rows_in > 0 {
+                    ring.crossed = Some(exchange);
+                }
+                return None;
+            }
+            Hop::Crossed => {
+                let turn = turn_of(v.node);
+                let (at, slot) = (t.node_slots[turn].clone(), (v.rows_in > 0).then_some(Slot::Node(turn)));
+                return Some(Arrival { at, wait: ring.crossed.take(), slot });
+            }
+            Hop::Local => {}
         }
         let slot = (v.rows_in > 0).then(|| ring.arrivals.take());
         let at = &t.slots[slot.unwrap_or(0)];
@@ -208,28 +302,44 @@ impl Builder<'_> {
             // The own share takes its place in the slot, so that one call meets everything.
             let kind = self.transform(t.own.iter().zip(at).map(|(&own, slot)| (slot.slice(0, own.rows), own)));
             if t.staying() > 0 {
-                ring.compute.push(PendingOp { kind, step: v.step, after: [None; 2] });
+                ring.compute.push(PendingOp { kind, step: v.step, phase: LOCAL, after: [None; 2] });
             }
         }
         let wait = if t.travels(ring_step) {
-            let (buffers, rows) = &t.packed;
-            let packed: Vec<BufferView> = buffers.iter().map(|b| b.slice(0, rows[ring_step])).collect();
-            let packed = if rows[ring_step] > 0 { packed } else { Vec::new() };
-            let ring_steps = t.circulating_side;
-            if !packed.is_empty() {
-                let tensors = t.own.iter().zip(&packed).map(|(&own, &slot)| StepTensor { own, slot }).collect();
-                let kind = OpKind::Pack { ring_step: ring_step as u32, ring_steps, tensors };
-                ring.communication.push(((t.round, 2 * v.step), PendingOp { kind, step: v.step, after: [None; 2] }));
-            }
-            let tensors = t.own.iter().zip(at).map(|(&own, &slot)| StepTensor { own, slot }).collect();
-            let kind = OpKind::Fetch { ring_step: ring_step as u32, ring_steps, tensors, packed };
-            let after = [slot.and_then(|s| ring.arrivals.used[s]), None];
-            ring.communication.push(((t.round, 2 * v.step), PendingOp { kind, step: v.step, after }));
-            slot.map(|_| ring.communication.len() - 1)
+            let exchange = self.exchange_rows(ring, t, ring_step, at, slot.and_then(|s| ring.arrivals.used[s]));
+            slot.map(|_| exchange)
         } else {
             None
         };
-        Arrival { at: at.clone(), wait, slot }
+        Some(Arrival { at: at.clone(), wait, slot: slot.map(Slot::Ring) })
+    }
+
+    /// Adds the exchange of a ring step that receives rows in `into`, once `free` has used it, and before it the packing of
+    /// the rows that leave. Returns which of the communication lane it is.
+    fn exchange_rows(
+        &mut self,
+        ring: &mut Ring,
+        t: &Travel,
+        ring_step: usize,
+        into: &[BufferView],
+        free: Option<usize>,
+    ) -> usize {
+        let v = t.ring_steps.list()[ring_step];
+        let (order, phase) = ((t.round, fetch_order(v.step)), phase_of(&v));
+        let (buffers, rows) = &t.packed;
+        let packed: Vec<BufferView> = buffers.iter().map(|b| b.slice(0, rows[ring_step])).collect();
+        let packed = if rows[ring_step] > 0 { packed } else { Vec::new() };
+        let ring_steps = t.circulating_side;
+        let pairs = |to: &[BufferView]| -> Vec<StepTensor> {
+            t.source(&v).iter().zip(to).map(|(&own, &slot)| StepTensor { own, slot }).collect()
+        };
+        if !packed.is_empty() {
+            let kind = OpKind::Pack { ring_step: ring_step as u32, ring_steps, tensors: pairs(&packed) };
+            ring.communication.push((order, PendingOp { kind, step: v.step, phase, after: [None; 2] }));
+        }
+        let kind = OpKind::Fetch { ring_step: ring_step as u32, ring_steps, tensors: pairs(into), packed };
+        ring.communication.push((order, PendingOp { kind, step: v.step, phase, after: [free, None] }));
+        ring.communication.len() - 1
     }
 
     /// Copies, each of a slice to another; of no rows, nothing.
@@ -250,83 +360,93 @@ impl Builder<'_> {
         call: impl FnOnce(&[BufferView], Option<&[BufferView]>) -> OpKind,
     ) {
         let v = t.ring_steps.list()[ring_step];
-        let travelled = arrival.slot.is_some();
         let mut after = [arrival.wait, None];
         let (mut attended, mut begun) = (None, None);
         let mut turn = 0;
-        if v.step == 0 || v.rows_in > 0 || t.ring_steps.form().holds_own() {
-            let partials = t.home.as_ref().map(|h| {
-                if !travelled {
-                    return &h.sums;
+        // Rows of a node slot that this rank does not need have a gradient all the same.
+        let needed = v.meets || (v.rows_in > 0 && t.home.is_some());
+        if v.step == 0 || needed || t.ring_steps.form().holds_own() {
+            let (mut partials, mut narrow) = (None, false);
+            if let Some(home) = &t.home {
+                partials = Some(&home.sums);
+                match arrival.slot {
+                    Some(Slot::Ring(_)) => {
+                        turn = ring.partials.take();
+                        partials = Some(&home.fresh[turn]);
+                        narrow = home.leaving[turn] != home.fresh[turn];
+                        after[1] = ring.partials.used[turn];
+                    }
+                    Some(Slot::Node(node)) => {
+                        turn = node;
+                        partials = Some(&home.node_sums[node]);
+                        after[1] = ring.node_sums[node];
+                    }
+                    None => {}
                 }
-                turn = ring.partials.take();
-                &h.fresh[turn]
-            });
-            let narrow = t.home.as_ref().is_some_and(|h| travelled && h.leaving[turn] != h.fresh[turn]);
-            let free = if travelled { ring.partials.used[turn] } else { None };
-            if !narrow {
-                after[1] = free;
             }
+            let free = if narrow { after[1].take() } else { None };
             let kind = call(&arrival.at, partials.map(Vec::as_slice));
-            ring.compute.push(PendingOp { kind, step: v.step, after });
-            if let Some(slot) = arrival.slot {
-                ring.arrivals.used[slot] = Some(ring.compute.len() - 1);
+            ring.compute.push(PendingOp { kind, step: v.step, phase: LOCAL, after });
+            let call = ring.compute.len() - 1;
+            match arrival.slot {
+                Some(Slot::Ring(slot)) => ring.arrivals.used[slot] = Some(call),
+                Some(Slot::Node(slot)) => ring.node_slots[slot] = Some(call),
+                None => {}
             }
             // The own share's do not leave.
             let (first, rows) = (t.staying(), v.rows_in - t.staying());
             if let (true, Some(home)) = (narrow && rows > 0, &t.home) {
                 let blocks = home.leaving[turn].iter().zip(&home.fresh[turn]);
                 let kind = self.transform(blocks.map(|(to, from)| (to.slice(first, rows), from.slice(first, rows))));
-                ring.compute.push(PendingOp { kind, step: v.step, after: [free, None] });
+                ring.compute.push(PendingOp { kind, step: v.step, phase: LOCAL, after: [free, None] });
             }
-            attended = Some(ring.compute.len() - 1);
-            if let (true, Some(home)) = (travelled && t.staying() > 0, &t.home) {
+            attended = arrival.slot.map(|_| ring.compute.len() - 1);
+            if let (true, Some(home)) = (arrival.slot.is_some() && t.staying() > 0, &t.home) {
                 // The own share's begin the sums, and what comes home is added to them.
                 let blocks = home.sums.iter().zip(&home.fresh[turn]);
                 let kind = self.transform(blocks.map(|(&sum, from)| (sum, from.slice(0, t.staying()))));
-                ring.compute.push(PendingOp { kind, step: v.step, after: [None; 2] });
+                ring.compute.push(PendingOp { kind, step: v.step, phase: LOCAL, after: [None; 2] });
                 begun = Some(ring.compute.len() - 1);
             }
         }
-        if let (Some(home), true) = (&t.home, v.step > 0) {
-            self.come_home(ring, t, home, ring_step, turn, (attended.filter(|_| travelled), begun));
+        if let (Some(home), true) = (&t.home, v.step > 0 && t.travels(ring_step)) {
+            self.come_home(ring, t, home, &v, ring_step, turn, (attended, begun));
         }
     }
 
+    /// Adds the return of the gradients that a ring step made, from the buffers of `turn`, and the sum of what comes home for
+    /// the rows that left. `made` is the operation that made them, `begun` the one that begins the sums, if that is known.
+    #[allow(clippy::too_many_arguments)]
     fn come_home(
         &mut self,
         ring: &mut Ring,
         t: &Travel,
         home: &Home,
+        v: &RingStep,
         ring_step: usize,
         turn: usize,
         (made, begun): (Option<usize>, Option<usize>),
     ) {
-        if !t.travels(ring_step) {
-            return;
-        }
-        let v = t.ring_steps.list()[ring_step];
-        let order = (t.round, 2 * (v.step + 2) + 1);
+        let crossed = v.hop == Hop::Crossed;
+        // A node's sum is whole after its last step, whose place is before that of the next node's first.
+        let order = if crossed { node_return_order(t.ring_steps.last_of_node(v)) } else { return_order(v.step) };
+        let (order, phase) = ((t.round, order), phase_of(v));
+        let leaving = if crossed { &home.node_sums[turn] } else { &home.leaving[turn] };
+        let sums = if !crossed && v.node > 0 { &home.node_sums[turn_of(v.node)] } else { &home.sums };
         let pairs =
             |own: &[BufferView]| own.iter().zip(&home.arriving).map(|(&own, &slot)| StepTensor { own, slot }).collect();
-        let kind = OpKind::Return {
-            ring_step: ring_step as u32,
-            ring_steps: t.circulating_side,
-            tensors: pairs(&home.leaving[turn]),
-        };
-        ring.communication.push((order, PendingOp { kind, step: v.step, after: [made, None] }));
+        let (ring_step, ring_steps) = (ring_step as u32, t.circulating_side);
+        let kind = OpKind::Return { ring_step, ring_steps, tensors: pairs(leaving) };
+        ring.communication.push((order, PendingOp { kind, step: v.step, phase, after: [made, None] }));
         if made.is_some() {
-            ring.partials.used[turn] = Some(ring.communication.len() - 1);
+            let sent = if crossed { &mut ring.node_sums[turn] } else { &mut ring.partials.used[turn] };
+            *sent = Some(ring.communication.len() - 1);
         }
         if v.rows_out > 0 {
-            // The sums begin with the own share's call, the round's first that writes them.
-            let begun = begun.or_else(|| ring.compute.iter().position(|i| writes(&i.kind, home.sums[0])));
-            let kind = OpKind::Reduce {
-                ring_step: ring_step as u32,
-                ring_steps: t.circulating_side,
-                tensors: pairs(&home.sums),
-            };
-            ring.communication.push((order, PendingOp { kind, step: v.step, after: [begun, None] }));
+            // The sums begin with the own share's call, or that of the node slot, the round's first that writes them.
+            let begun = begun.or_else(|| ring.compute.iter().rposition(|i| writes(&i.kind, sums[0])));
+            let kind = OpKind::Reduce { ring_step, ring_steps, tensors: pairs(sums) };
+            ring.communication.push((order, PendingOp { kind, step: v.step, phase, after: [begun, None] }));
         }
     }
 
@@ -363,9 +483,14 @@ impl Builder<'_> {
     }
 
     fn place(&mut self, item: PendingOp, lane: Lane, after: Option<u32>) -> u32 {
-        self.out.ops.push(Op { kind: item.kind, lane, step: item.step, phase: "ring", after });
+        self.out.ops.push(Op { kind: item.kind, lane, step: item.step, phase: item.phase, after });
         (self.out.ops.len() - 1) as u32
     }
+}
+
+/// The part of the run that a ring step's exchanges belong to.
+fn phase_of(v: &RingStep) -> &'static str {
+    if matches!(v.hop, Hop::Crossing { .. } | Hop::Crossed) { BETWEEN_NODES } else { LOCAL }
 }
 
 /// Whether a call begins the sums that `first` belongs to.

@@ -8,7 +8,7 @@
 use alloc::vec::Vec;
 
 use super::documents::documents;
-use super::{Fragment, RangeScratch, RingSteps};
+use super::{RangeScratch, RingSteps};
 use crate::{
     batch::Side,
     call::{Mode, QRange},
@@ -31,17 +31,7 @@ impl RingSteps {
     /// the first ring step, which starts every row. `Mode`s are those of the forward; in the backward a mode that continues
     /// adds to dq.
     pub fn ranges(&self, ring_step: usize, s: &mut RangeScratch) {
-        let step = self.list[ring_step].step;
-        if step == 0 {
-            s.fragments.clear();
-            s.fragments.extend(self.own.iter().map(|o| Fragment {
-                peer: self.me as u32,
-                owner_row: o.range.row,
-                range: o.range,
-            }));
-        } else {
-            self.list_incoming(step as usize, s);
-        }
+        self.list_incoming(&self.list[ring_step], s);
         self.sort(s);
         s.q.clear();
         s.k.clear();

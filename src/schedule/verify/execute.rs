@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Executes all operations except kernel calls on tags, which stand for the contents of buffers.
 
-use alloc::{collections::BTreeMap, format, vec, vec::Vec};
+use alloc::{
+    collections::{BTreeMap, BTreeSet},
+    format, vec,
+    vec::Vec,
+};
 
 use super::{
     flaw::flaw,
@@ -98,7 +102,12 @@ pub(super) struct Prover<'a> {
     pub met_for_queries: u128,
     pub met_for_keys: u128,
     traffic: Vec<RankReport>,
+    /// Which rows have crossed from node to node.
+    crossings: BTreeSet<Crossing>,
 }
+
+/// A row that was fetched into a node, or whose gradient left one: content, token, head, node, Ulysses rank.
+type Crossing = (What, u32, u32, usize, usize);
 
 impl<'a> Prover<'a> {
     pub fn new(
@@ -126,6 +135,7 @@ impl<'a> Prover<'a> {
             met_for_queries: 0,
             met_for_keys: 0,
             traffic: schedules.iter().map(report).collect(),
+            crossings: BTreeSet::new(),
         }
     }
 
@@ -299,6 +309,11 @@ impl<'a> Prover<'a> {
         Ok(())
     }
 
+    /// The node of a rank, given as its index in the group.
+    fn node_of(&self, r: usize) -> usize {
+        r / self.plan.mesh().ulysses / self.plan.ring_ranks_of_node()
+    }
+
     /// Moves a message, given as (index in the group, operation, message).
     pub fn transfer(&mut self, from: (usize, usize, usize), to: (usize, usize, usize)) -> Result<()> {
         let listed: &'a [Vec<ListedOp>] = self.listed;
@@ -309,16 +324,24 @@ impl<'a> Prover<'a> {
         };
         let (out, into) = (sends[from.2].view, recvs[to.2].view);
         let home = self.schedules[to.0].ops[to.1].kind.name() == "return";
+        let (here, there) = (self.node_of(from.0), self.node_of(to.0));
+        let crosses = here != there && (home || *strict);
+        let (node, ulysses) = (if home { here } else { there }, to.0 % self.plan.mesh().ulysses);
         let mut cells = Vec::with_capacity(out.heads as usize);
         for row in 0..out.rows {
             cells.clear();
             for h in self.memories[from.0].heads(&out) {
                 let cell = self.memories[from.0].cell(&out, row, h);
-                // What is fetched stays unread at a sender that only relays it.
-                if !cell.strict {
+                // What is fetched stays unread at a sender that only relays it, unless it came from another node and stays
+                // in this one.
+                if !cell.strict || (cell.crossed && *strict && here == there) {
                     cell.unread = 0;
                 }
                 let cell = *cell;
+                if crosses && !self.crossings.insert((cell.what, cell.token, cell.head, node, ulysses)) {
+                    let way = if home { "from" } else { "to" };
+                    return Err(self.err(from.0, from.1, format!("sends {} {way} node {node} again", cell.describe())));
+                }
                 let wrong = match cell.what {
                     What::Unset => Some("which was never written"),
                     What::Running(_) => Some("which is not finished"),
@@ -331,7 +354,7 @@ impl<'a> Prover<'a> {
                     let text = format!("sends row {at}, head {head} of {name} ({}), {wrong}", cell.describe());
                     return Err(self.err(from.0, from.1, text));
                 }
-                cells.push(Cell { strict: *strict, unread: 0, ..cell });
+                cells.push(Cell { strict: *strict, crossed: crosses && *strict, unread: 0, ..cell });
             }
             self.memories[to.0].write_row(to.1, &into, row, |h| cells[h as usize])?;
         }

@@ -17,7 +17,7 @@ use crate::{
 };
 
 /// What a cell holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum What {
     /// Nothing that may be read.
     Unset,
@@ -49,13 +49,15 @@ pub(super) struct Cell {
     pub unread: u32,
     /// It was fetched: only an allowed pair counts as reading it.
     pub strict: bool,
+    /// It was fetched from another node: passing it on inside this one counts as well.
+    pub crossed: bool,
     /// A sum that was rounded to this type.
     pub rounded: Option<Dtype>,
 }
 
 impl Cell {
     pub const UNSET: Self =
-        Self { what: What::Unset, token: 0, head: 0, list: 0, unread: 0, strict: false, rounded: None };
+        Self { what: What::Unset, token: 0, head: 0, list: 0, unread: 0, strict: false, crossed: false, rounded: None };
 
     pub const fn new(what: What, token: u32, head: u32, list: u32) -> Self {
         Self { what, token, head, list, ..Self::UNSET }

@@ -18,6 +18,8 @@
 //!    token's k, a running sum of these calls' contributions. Kernels check that rows hold the tokens that their ranges
 //!    claim; at the end each output holds exactly the pairs that the mask allows, each once. A write that is never
 //!    read, and a received row that is in no allowed pair at its reader, are flaws too: nothing unneeded is sent.
+//!    Over several nodes, a row from another node may also be read by passing it on in its node, but no row crosses to a
+//!    node twice, and no gradient of one crosses back twice: the bytes that cross are the least that can be.
 //!
 //! The two separate all-to-alls ([`AllToAll`]) are verified by the same four parts; `all_to_all` specifies their inputs
 //! and outputs.

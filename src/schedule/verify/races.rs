@@ -101,9 +101,8 @@ pub(super) fn touched(work: &ListedOp, memory: &Memory) -> Touched {
             }
         }
         ListedOp::Backward(b, met) => {
-            let read = read_keys(met);
             for view in [&b.k, &b.v] {
-                met.k.iter().zip(&read).filter(|(_, read)| **read).for_each(|(k, _)| add(&mut t.reads, view, k));
+                met.k.iter().for_each(|k| add(&mut t.reads, view, k));
             }
             for view in [&b.q, &b.d_o, &b.lse, &b.delta] {
                 met.q.iter().for_each(|q| add(&mut t.reads, view, &q.range));

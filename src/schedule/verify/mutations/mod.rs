@@ -86,6 +86,15 @@ fn subjects() -> Vec<Subject> {
         ("ordered", &packed, mesh(2, 2), Layout::Striped { stripe: 1 }, Mask::causal(), 4, 2, Dtype::F32, {
             o().reproducible(true)
         }),
+        ("nodes", &packed, mesh(1, 6), Layout::Contiguous, Mask::causal(), 2, 1, Dtype::Bf16, {
+            o().ranks_per_node(3).circulate(Circulate::Keys)
+        }),
+        ("nodes, gathered", &packed, mesh(1, 4), Layout::Zigzag, Mask::window(4, 0), 2, 1, Dtype::F32, {
+            o().ranks_per_node(2).gather(true)
+        }),
+        ("nodes, queries", &crossed, mesh(2, 4), Layout::ZigzagPack, Mask::causal(), 4, 2, Dtype::Bf16, {
+            o().ranks_per_node(4).circulate(Circulate::Queries)
+        }),
     ];
     let mut subjects = Vec::new();
     for (name, batch, mesh, layout, mask, heads, kv_heads, dtype, options) in cases {

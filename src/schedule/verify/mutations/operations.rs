@@ -154,6 +154,13 @@ fn exchanges_swapped_on_one_rank() {
     t.done(9);
 }
 
+/// Whether messages of two buffers would overlap if the buffers began at one byte. Of other operations the views are whole.
+fn share_rows(work: &ListedOp, a: u16, b: u16) -> bool {
+    let ListedOp::Exchange { messages, .. } = work else { return true };
+    let of = |buffer| messages.iter().map(|m| m.view).filter(move |v| v.buf == Buf::Work(buffer));
+    of(a).any(|v| of(b).any(|w| v.row < w.row + w.rows && w.row < v.row + v.rows))
+}
+
 #[test]
 fn buffers_that_share_bytes_with_what_one_operation_needs() {
     let mut t = Trial::new("aliased buffers");
@@ -199,6 +206,9 @@ fn buffers_that_share_bytes_with_what_one_operation_needs() {
             }
             for (n, &a) in used.iter().enumerate() {
                 for &b in &used[n + 1..] {
+                    if !share_rows(w, a, b) {
+                        continue;
+                    }
                     t.schedule(s, r, format!("rank {r} op {i} buffers {a} {b}"), |x| {
                         x.buffers[b as usize].offset = x.buffers[a as usize].offset;
                         x.workspace *= 2;

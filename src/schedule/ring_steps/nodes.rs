@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Ring steps over several nodes: a row crosses from one node to another once.
+//!
+//! Ring ranks `n · per_node .. (n + 1) · per_node` are node n. The rows that a node needs of another one are the union of
+//! what its ranks need. Those of the owner at place i of its node cross to the rank at place i of the reading node, its
+//! *gateway*, into a buffer there: the *node slot*. Every rank is the gateway of one owner of each other node, so each
+//! network card carries the rows of one share. From the node slot each rank of the node fetches the rows it needs, as it
+//! fetches those of the node's own shares.
+//!
+//! With N nodes of L ranks, in the ring form, the ring steps of a rank are, in this order:
+//!
+//! ```text
+//! own share │ L − 1 local steps │ node slot of node −1 │ L − 1 local steps from the node slots │ node slot of node −2 │ …
+//! ```
+//!
+//! Beside each local step a part of the next node's rows crosses, one of L − 1. So the network is busy while the node's
+//! own steps are computed, and two node slots suffice. In the gather form there are two rounds: the own node at once while
+//! the rows of all other nodes cross, then the node slots at once.
+//!
+//! In the backward the gateway sums the gradients of its node slot over the node, and the sum crosses back once.
+//!
+//! The union is merged from what every rank of the node needs by [`join`]. Owner and gateway both do so, with the same
+//! result.
+
+use alloc::vec::Vec;
+
+use super::{Hop, RangeScratch, RingStep, RingSteps};
+use crate::{
+    call::Range,
+    layout::{Segment, cut},
+    plan::Form,
+    schedule::join::{Class, Fragment, join, split_stripe},
+};
+
+/// Lists that only several nodes need.
+#[derive(Debug, Default)]
+pub(super) struct NodeScratch {
+    /// Rows of a node slot, owner by owner.
+    union: Vec<Fragment>,
+    /// Segments of an owner's share, or of a node slot.
+    held: Vec<Segment>,
+    /// What one reader needs.
+    needed: Vec<Fragment>,
+    /// Rows that readers need: first and end.
+    intervals: Vec<(i64, i64)>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct NodeCapacity {
+    union: usize,
+    held: usize,
+    needed: usize,
+    intervals: usize,
+}
+
+impl NodeScratch {
+    pub(super) fn capacity(&self) -> NodeCapacity {
+        NodeCapacity {
+            union: self.union.capacity(),
+            held: self.held.capacity(),
+            needed: self.needed.capacity(),
+            intervals: self.intervals.capacity(),
+        }
+    }
+
+    pub(super) fn reserve(&mut self, c: &NodeCapacity) {
+        let Self { union, held, needed, intervals } = self;
+        union.clear();
+        union.reserve(c.union);
+        held.clear();
+        held.reserve(c.held);
+        needed.clear();
+        needed.reserve(c.needed);
+        intervals.clear();
+        intervals.reserve(c.intervals);
+    }
+}
+
+impl RingSteps {
+    /// Whether rows cross from node to node. A node of one rank passes nothing on: then one level is the same.
+    pub(super) fn crosses(&self) -> bool {
+        1 < self.per_node && self.per_node < self.shares.ring() && !self.form.holds_own()
+    }
+
+    /// Ring steps within a node: the own share and the others one by one, or all others at once.
+    fn places(&self) -> usize {
+        match self.form {
+            Form::Ring => self.per_node,
+            Form::Gather => self.per_node.min(2),
+            Form::Together | Form::Ordered => 2,
+        }
+    }
+
+    /// The place of a ring step among those of its node.
+    pub(super) fn place(&self, step: &RingStep) -> usize {
+        step.step as usize % self.places()
+    }
+
+    /// The last step of a ring step's node.
+    pub(crate) fn last_of_node(&self, step: &RingStep) -> u32 {
+        (step.step as usize / self.places() * self.places() + self.parts()) as u32
+    }
+
+    /// How many parts the rows of a node cross in.
+    fn parts(&self) -> usize {
+        self.places() - 1
+    }
+
+    /// All ring steps after the own share that there may be, in order.
+    pub(super) fn candidates(&self) -> Vec<RingStep> {
+        let places = self.places();
+        let nodes = match self.form {
+            _ if !self.crosses() => 1,
+            Form::Gather => 2,
+            _ => self.shares.ring() / self.per_node,
+        };
+        let mut list = Vec::new();
+        for at in 1..nodes * places {
+            let (node, place) = (at / places, at % places);
+            let mut push = |hop, node| {
+                list.push(RingStep { step: at as u32, hop, node: node as u32, rows_in: 0, rows_out: 0, meets: false })
+            };
+            if place == 0 {
+                push(Hop::Crossed, node);
+                continue;
+            }
+            if node + 1 < nodes {
+                push(Hop::Crossing { part: place as u32 - 1 }, node + 1);
+            }
+            push(Hop::Local, node);
+        }
+        list
+    }
+
+    /// The ring ranks of other nodes at the place of `rank`: those `node` nodes before it whose rows cross to it
+    /// (`arriving`), or those as many after it that its rows cross to; in the gather form those of all other nodes.
+    fn counterparts(&self, rank: usize, node: u32, arriving: bool) -> impl Iterator<Item = usize> + use<> {
+        let (ring, form) = (self.shares.ring(), self.form);
+        let (nodes, distance) = (ring / self.per_node, node as usize * self.per_node);
+        let (per_node, here) = (self.per_node, rank / self.per_node);
+        let count = if form == Form::Ring { 1 } else { nodes };
+        (0..count).filter_map(move |n| match form {
+            Form::Ring if arriving => Some((rank + ring - distance) % ring),
+            Form::Ring => Some((rank + distance) % ring),
+            _ => (n != here).then_some(n * per_node + rank % per_node),
+        })
+    }
+
+    /// Appends the rows of `owner` that a rank of the node of `gateway` needs to `s.nodes.union`, from slot row `row` on,
+    /// as rows of `peer`; returns the row after them.
+    fn add_union(&self, owner: usize, gateway: usize, peer: usize, mut row: i64, s: &mut RangeScratch) -> i64 {
+        let NodeScratch { union, held, needed, intervals } = &mut s.nodes;
+        self.shares.segments(self.circulating, owner, held);
+        intervals.clear();
+        let first = gateway / self.per_node * self.per_node;
+        for reader in first..first + self.per_node {
+            self.shares.segments(self.circulating.other(), reader, &mut s.segments);
+            needed.clear();
+            join(&s.segments, held, Class::All, self.mask, 0, 0, needed);
+            intervals.extend(needed.iter().map(|f| (f.owner_row, f.owner_row + i64::from(f.range.len))));
+        }
+        intervals.sort_unstable();
+        intervals.dedup_by(|next, open| {
+            let joined = next.0 <= open.1;
+            open.1 = if joined { open.1.max(next.1) } else { open.1 };
+            joined
+        });
+        let mut first_interval = 0;
+        for v in held.iter().map(|v| &v.range) {
+            let end = v.row + i64::from(v.len);
+            first_interval += intervals[first_interval..].iter().take_while(|i| i.1 <= v.row).count();
+            for i in intervals[first_interval..].iter().take_while(|i| i.0 < end) {
+                let (i0, i1) = ((i.0.max(v.row) - v.row) as u32, (i.1.min(end) - v.row) as u32);
+                split_stripe(v, i0, i1, |i, piece| {
+                    let owner_row = v.row + i64::from(i);
+                    union.push(Fragment { peer: peer as u32, owner_row, range: Range { row, ..piece } });
+                    row += i64::from(piece.len);
+                });
+            }
+        }
+        row
+    }
+
+    /// `s.nodes.union` := the rows of the node slot of `gateway`; returns how many there are.
+    fn list_node_slot(&self, gateway: usize, node: u32, s: &mut RangeScratch) -> i64 {
+        s.nodes.union.clear();
+        let owners = self.counterparts(gateway, node, true);
+        owners.fold(0, |row, owner| self.add_union(owner, gateway, owner, row, s))
+    }
+
+    /// Appends what `stationary` needs of the node slot in `s.nodes.union`.
+    fn join_node_slot(&self, stationary: &[Segment], peer: usize, mut row: i64, s: &mut RangeScratch) -> i64 {
+        let NodeScratch { union, held, .. } = &mut s.nodes;
+        for of_owner in union.chunk_by(|a, b| a.peer == b.peer) {
+            held.clear();
+            held.extend(of_owner.iter().map(|f| Segment { range: f.range, reverse: false }));
+            row = join(stationary, held, Class::All, self.mask, peer as u32, row, &mut s.fragments);
+        }
+        row
+    }
+
+    /// As `list_incoming`, of another node's rows.
+    pub(super) fn list_incoming_of_node(&self, step: &RingStep, s: &mut RangeScratch) -> u64 {
+        if step.hop == Hop::Local {
+            return self.others(self.place(step), true).fold(0, |row, (gateway, _)| {
+                self.list_node_slot(gateway, step.node, s);
+                self.join_node_slot(&self.stationary, gateway, row, s)
+            }) as u64;
+        }
+        let rows = self.list_node_slot(self.me, step.node, s);
+        self.take_part(step.hop, rows, s)
+    }
+
+    /// As `list_outgoing`, to another node or of another node's rows.
+    pub(super) fn list_outgoing_of_node(&self, step: &RingStep, s: &mut RangeScratch) -> u64 {
+        if step.hop != Hop::Local {
+            s.nodes.union.clear();
+            let gateways = self.counterparts(self.me, step.node, false);
+            let rows = gateways.fold(0, |row, gateway| self.add_union(self.me, gateway, gateway, row, s));
+            return self.take_part(step.hop, rows, s);
+        }
+        self.list_node_slot(self.me, step.node, s);
+        let mut readers = core::mem::take(&mut s.segments);
+        let rows = self.others(self.place(step), false).fold(0, |row, (reader, _)| {
+            self.shares.segments(self.circulating.other(), reader, &mut readers);
+            self.join_node_slot(&readers, reader, row, s)
+        });
+        s.segments = readers;
+        rows as u64
+    }
+
+    /// `s.fragments` := the rows of `s.nodes.union`, of which there are `rows`, that are in the part that crosses; all of
+    /// them where they have crossed. Parts are equal, to one row.
+    fn take_part(&self, hop: Hop, rows: i64, s: &mut RangeScratch) -> u64 {
+        let (first, end) = match hop {
+            Hop::Crossing { part } => {
+                let at = |i: usize| cut(i, rows as usize, self.parts()) as i64;
+                (at(part as usize), at(part as usize + 1))
+            }
+            _ => (0, rows),
+        };
+        for f in &s.nodes.union {
+            let (row, last) = (f.range.row, f.range.row + i64::from(f.range.len));
+            let (i0, i1) = ((first.max(row) - row), (end.min(last) - row));
+            if i0 < i1 {
+                split_stripe(&f.range, i0 as u32, i1 as u32, |i, piece| {
+                    let range = Range { row: row + i64::from(i), ..piece };
+                    s.fragments.push(Fragment { peer: f.peer, owner_row: f.owner_row + i64::from(i), range });
+                });
+            }
+        }
+        (end - first) as u64
+    }
+}
+
+#[cfg(test)]
+mod tests;
