@@ -151,6 +151,11 @@ impl Plan {
         self.inner.options
     }
 
+    /// The ring ranks of a node: all of them, unless rows cross from node to node ([`Options::ranks_per_node`]).
+    pub fn ring_ranks_of_node(&self) -> usize {
+        nodes::ring_ranks_of_node(self.mesh(), self.options())
+    }
+
     /// The shares of the ring ranks.
     pub fn shares(&self) -> &Shares {
         &self.inner.shares

@@ -3,7 +3,7 @@
 
 use alloc::format;
 
-use super::{Gather, Options, Plan, Wire};
+use super::{Gather, Options, Wire};
 use crate::{
     error::{Error, Result},
     mesh::Mesh,
@@ -53,11 +53,4 @@ pub(super) fn check(mesh: Mesh, options: Options) -> Result<()> {
         return refuse("wire bf16 over several nodes", "a node's sum of gradients would be rounded before it is whole");
     }
     Ok(())
-}
-
-impl Plan {
-    /// The ring ranks of a node: all of them, unless rows cross from node to node ([`Options::ranks_per_node`]).
-    pub fn ring_ranks_of_node(&self) -> usize {
-        ring_ranks_of_node(self.mesh(), self.options())
-    }
 }

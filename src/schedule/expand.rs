@@ -58,7 +58,7 @@ impl Expansion {
     pub fn reserve(&mut self, schedule: &Schedule) {
         let ring_steps = || schedule.keys.iter().chain(&schedule.queries);
         for v in ring_steps() {
-            self.scratch.reserve(v);
+            v.reserve(&mut self.scratch);
         }
         let runs = ring_steps().map(|v| v.longest()).max().unwrap_or(0);
         let grow = |len: usize, n: usize| n.saturating_sub(len);

@@ -25,7 +25,7 @@ use super::{
 };
 use crate::{
     batch::Side,
-    call::{QRange, Range, Ranges},
+    call::Range,
     layout::{Layout, Segment, Shares},
     mask::Mask,
     plan::Form,
@@ -34,8 +34,11 @@ use crate::{
 mod documents;
 mod nodes;
 mod pairs;
+mod scratch;
 
 use documents::documents;
+pub use scratch::RangeScratch;
+use scratch::{Capacity, NodeCapacity};
 
 /// One ring step, as far as planning stores it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,52 +98,6 @@ pub struct RingSteps {
     /// In the order of ring steps.
     scattered: Vec<Scattered>,
     capacity: Capacity,
-}
-
-#[derive(Clone, Copy, Debug, Default)]
-struct Capacity {
-    segments: usize,
-    fragments: usize,
-    q: usize,
-    k: usize,
-    pairs: usize,
-    nodes: nodes::NodeCapacity,
-}
-
-/// Room for the lists of any one ring step. Made once; never grows afterwards.
-#[derive(Debug, Default)]
-pub struct RangeScratch {
-    segments: Vec<Segment>,
-    /// What [`RingSteps::incoming`] or [`RingSteps::outgoing`] listed.
-    pub fragments: Vec<Fragment>,
-    nodes: nodes::NodeScratch,
-    order: Vec<u32>,
-    q: Vec<QRange>,
-    k: Vec<Range>,
-    pairs: Vec<u32>,
-}
-
-impl RangeScratch {
-    /// The ranges that [`RingSteps::ranges`] listed.
-    pub fn ranges(&self) -> Ranges<'_> {
-        Ranges { q: &self.q, k: &self.k, pairs: &self.pairs }
-    }
-
-    /// Makes room for any of `ring_steps`.
-    pub fn reserve(&mut self, ring_steps: &RingSteps) {
-        fn grow<T>(v: &mut Vec<T>, n: usize) {
-            v.clear();
-            v.reserve(n);
-        }
-        let c = &ring_steps.capacity;
-        grow(&mut self.segments, c.segments);
-        grow(&mut self.fragments, c.fragments);
-        grow(&mut self.order, c.fragments.max(c.q).max(c.k));
-        grow(&mut self.q, c.q);
-        grow(&mut self.k, c.k);
-        grow(&mut self.pairs, c.pairs);
-        self.nodes.reserve(&c.nodes);
-    }
 }
 
 impl RingSteps {
@@ -219,7 +176,7 @@ impl RingSteps {
             q: fragments,
             k: fragments,
             pairs: 2 * fragments,
-            nodes: nodes::NodeCapacity::default(),
+            nodes: NodeCapacity::default(),
         };
     }
 
@@ -332,6 +289,11 @@ impl RingSteps {
             rows[s.ring_step as usize] += s.rows;
         }
         rows
+    }
+
+    /// Makes room in `scratch` for the lists of any of these ring steps.
+    pub fn reserve(&self, scratch: &mut RangeScratch) {
+        scratch.reserve(&self.capacity);
     }
 
     /// The most fragments that any one ring step lists.

@@ -24,57 +24,16 @@
 
 use alloc::vec::Vec;
 
-use super::{Hop, RangeScratch, RingStep, RingSteps};
+use super::{
+    Hop, RingStep, RingSteps,
+    scratch::{NodeScratch, RangeScratch},
+};
 use crate::{
     call::Range,
     layout::{Segment, cut},
     plan::Form,
     schedule::join::{Class, Fragment, join, split_stripe},
 };
-
-/// Lists that only several nodes need.
-#[derive(Debug, Default)]
-pub(super) struct NodeScratch {
-    /// Rows of a node slot, owner by owner.
-    union: Vec<Fragment>,
-    /// Segments of an owner's share, or of a node slot.
-    held: Vec<Segment>,
-    /// What one reader needs.
-    needed: Vec<Fragment>,
-    /// Rows that readers need: first and end.
-    intervals: Vec<(i64, i64)>,
-}
-
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct NodeCapacity {
-    union: usize,
-    held: usize,
-    needed: usize,
-    intervals: usize,
-}
-
-impl NodeScratch {
-    pub(super) fn capacity(&self) -> NodeCapacity {
-        NodeCapacity {
-            union: self.union.capacity(),
-            held: self.held.capacity(),
-            needed: self.needed.capacity(),
-            intervals: self.intervals.capacity(),
-        }
-    }
-
-    pub(super) fn reserve(&mut self, c: &NodeCapacity) {
-        let Self { union, held, needed, intervals } = self;
-        union.clear();
-        union.reserve(c.union);
-        held.clear();
-        held.reserve(c.held);
-        needed.clear();
-        needed.reserve(c.needed);
-        intervals.clear();
-        intervals.reserve(c.intervals);
-    }
-}
 
 impl RingSteps {
     /// Whether rows cross from node to node. A node of one rank passes nothing on: then one level is the same.

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Room for the lists of one ring step, so that listing rows while a schedule runs allocates nothing.
+//!
+//! [`Capacity`] is measured when ring steps are planned; [`RangeScratch`] is made once with that room and reused for
+//! every step.
+
+use alloc::vec::Vec;
+
+use crate::{
+    call::{QRange, Range, Ranges},
+    layout::Segment,
+    schedule::join::Fragment,
+};
+
+/// Clears `list` and makes room for `n` entries.
+fn grow<T>(list: &mut Vec<T>, n: usize) {
+    list.clear();
+    list.reserve(n);
+}
+
+/// The length of the longest list of each kind.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Capacity {
+    pub segments: usize,
+    pub fragments: usize,
+    pub q: usize,
+    pub k: usize,
+    pub pairs: usize,
+    pub nodes: NodeCapacity,
+}
+
+/// The same, of the lists in [`NodeScratch`].
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct NodeCapacity {
+    union: usize,
+    held: usize,
+    needed: usize,
+    intervals: usize,
+}
+
+/// Room for the lists of any one ring step. Made once; never grows afterwards.
+#[derive(Debug, Default)]
+pub struct RangeScratch {
+    pub(super) segments: Vec<Segment>,
+    /// Rows that arrive or leave at the ring step that was listed last.
+    pub fragments: Vec<Fragment>,
+    pub(super) nodes: NodeScratch,
+    pub(super) order: Vec<u32>,
+    pub(super) q: Vec<QRange>,
+    pub(super) k: Vec<Range>,
+    pub(super) pairs: Vec<u32>,
+}
+
+impl RangeScratch {
+    /// The ranges of the ring step that was listed last.
+    pub fn ranges(&self) -> Ranges<'_> {
+        Ranges { q: &self.q, k: &self.k, pairs: &self.pairs }
+    }
+
+    /// Makes room for lists of these lengths.
+    pub(super) fn reserve(&mut self, c: &Capacity) {
+        grow(&mut self.segments, c.segments);
+        grow(&mut self.fragments, c.fragments);
+        grow(&mut self.order, c.fragments.max(c.q).max(c.k));
+        grow(&mut self.q, c.q);
+        grow(&mut self.k, c.k);
+        grow(&mut self.pairs, c.pairs);
+        self.nodes.reserve(&c.nodes);
+    }
+}
+
+/// Lists that only several nodes need.
+#[derive(Debug, Default)]
+pub(super) struct NodeScratch {
+    /// Rows of a node slot, owner by owner.
+    pub union: Vec<Fragment>,
+    /// Segments of an owner's share, or of a node slot.
+    pub held: Vec<Segment>,
+    /// The rows that one reader needs.
+    pub needed: Vec<Fragment>,
+    /// Rows that readers need: first and end.
+    pub intervals: Vec<(i64, i64)>,
+}
+
+impl NodeScratch {
+    pub(super) fn capacity(&self) -> NodeCapacity {
+        NodeCapacity {
+            union: self.union.capacity(),
+            held: self.held.capacity(),
+            needed: self.needed.capacity(),
+            intervals: self.intervals.capacity(),
+        }
+    }
+
+    fn reserve(&mut self, c: &NodeCapacity) {
+        grow(&mut self.union, c.union);
+        grow(&mut self.held, c.held);
+        grow(&mut self.needed, c.needed);
+        grow(&mut self.intervals, c.intervals);
+    }
+}
