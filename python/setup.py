@@ -6,10 +6,10 @@ environment names the features (rayon,cuda,nccl): CUDA and NCCL need no toolkit,
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 from setuptools import Command, Distribution, setup
@@ -67,16 +67,24 @@ class Wheel(bdist_wheel):
 
 
 class Source(sdist):
-    """With the crate, as a registry of crates would have it."""
+    """With the crate and that of the C library, the files that a registry of crates would have."""
 
     def make_release_tree(self, base_dir, files):
         super().make_release_tree(base_dir, files)
-        command = ["cargo", "package", "--no-verify", "--allow-dirty", "--target-dir", CRATE / "target/python-source"]
-        subprocess.run(command, cwd=CRATE, check=True)
-        version = self.distribution.get_version()
-        with tarfile.open(CRATE / f"target/python-source/package/cpattn-{version}.crate") as packed:
-            packed.extractall(base_dir, filter="data")
-        Path(base_dir, f"cpattn-{version}").rename(Path(base_dir, "crate"))
+        target = Path(base_dir, "crate")
+        for package, folder in ("cpattn", "."), ("cpattn-capi", "capi"):
+            command = ["cargo", "package", "--list", "--allow-dirty", "--package", package]
+            listed = subprocess.run(command, cwd=CRATE, check=True, stdout=subprocess.PIPE, text=True).stdout
+            for name in map(Path(folder).joinpath, listed.splitlines()):
+                # What a registry would add is not in the checkout.
+                if (CRATE / name).is_file():
+                    (target / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(CRATE / name, target / name)
+        # The other members are not there.
+        manifest = target / "Cargo.toml"
+        text, changed = re.subn(r"(?m)^members = .*$", 'members = [".", "capi"]', manifest.read_text())
+        assert changed == 1, "the workspace has a list of members"
+        manifest.write_text(text)
 
 
 class Platform(Distribution):

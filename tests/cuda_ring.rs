@@ -129,35 +129,3 @@ fn rows_are_shifted_and_traces_gathered() {
     let one = |end| between_runs::one_rank(Rank::on_device(end).unwrap(), 3, began);
     thread::scope(|scope| ends.into_iter().for_each(|end| drop(scope.spawn(move || one(end)))));
 }
-
-#[cfg(feature = "capi")]
-#[test]
-fn the_same_in_c() {
-    use cpattn::ffi::{cpattn_peer_group, cpattn_ring_check, cpattn_transport_destroy};
-    if group(1, Duration::from_secs(5)).is_none() {
-        return;
-    }
-    let mut ends = [std::ptr::null_mut(); 2];
-    // SAFETY: two devices of which each is there, and room for two handles.
-    assert_eq!(unsafe { cpattn_peer_group(2, [0, 0].as_ptr(), 60_000, ends.as_mut_ptr()) }, 0);
-    let ends = ends.map(<*mut _>::expose_provenance);
-    thread::scope(|scope| {
-        for (rank, end) in ends.into_iter().enumerate() {
-            scope.spawn(move || {
-                let end = std::ptr::with_exposed_provenance_mut(end);
-                let mut links = Vec::with_capacity(4);
-                let mut count = 0;
-                // SAFETY: a live handle that this thread alone uses, and room for four links.
-                let status = unsafe { cpattn_ring_check(end, 5000, links.as_mut_ptr(), 4, &raw mut count) };
-                assert_eq!((status, count), (0, if rank == 0 { 4 } else { count }));
-                assert!(count >= 3);
-                // SAFETY: written by the call; the handle is not used after this.
-                unsafe {
-                    links.set_len(count);
-                    assert_eq!(cpattn_transport_destroy(end), 0);
-                }
-                assert_eq!((links[0].from, links[0].to, links[1].from, links[1].to), (0, 1, 1, 0));
-            });
-        }
-    });
-}

@@ -387,13 +387,16 @@ class Lease(Folder):
         tests = HERE.parents[1] / "tests"
         if not tests.is_dir():
             self.skipTest("a prepared folder has no sources")
-        found = {path.stem for pattern in ("cuda_*", "capi_cuda*") for path in tests.glob(pattern)}
+        of_capi = {f"capi_{path.stem}": path for path in (HERE.parents[1] / "capi/tests").glob("cuda*.rs")}
+        found = {path.stem for path in tests.glob("cuda_*")} | set(of_capi)
         # Over NCCL between several devices; its programs are Rust's own, but the library is not there.
         self.assertEqual(found - {"cuda_nccl"}, set(lease.TESTS))
         [built] = re.findall(r"^tests=\((.*)\)$", (HERE / "programs").read_text(), re.M)
         self.assertEqual(tuple(built.split()), lease.TESTS)
         for name in lease.LEFT_OUT:
-            self.assertRegex((tests / f"{name.split()[0]}.rs").read_text(), rf"fn {name.split()[1]}\(\)")
+            program, test = name.split()
+            source = of_capi.get(program, tests / f"{program}.rs")
+            self.assertRegex(source.read_text(), rf"fn {test}\(\)")
 
     def test_a_test_left_out_is_recorded_with_its_reason_and_not_run(self):
         name = "ranks_over_nccl"

@@ -8,9 +8,9 @@ use alloc::format;
 use alloc::sync::Arc;
 use core::ptr::null_mut;
 
-/// A stream that is destroyed with its owner. It does not wait for the default stream.
+/// A stream that is destroyed with its owner, for a transport of device memory. It does not wait for the default stream.
 #[derive(Debug)]
-pub(crate) struct OwnStream {
+pub struct OwnStream {
     context: Arc<Context>,
     handle: RawStream,
 }
@@ -30,13 +30,14 @@ impl OwnStream {
         Ok(Self { context: context.clone(), handle })
     }
 
-    pub(crate) fn handle(&self) -> RawStream {
+    /// The handle, which is valid as long as this lives.
+    pub fn handle(&self) -> RawStream {
         self.handle
     }
 
     /// Whether everything on it is done; an error when something on the device failed. Captured work is not done, and
     /// a driver that is asked for it ends the capture with an error.
-    pub(crate) fn query(&self) -> Result<bool> {
+    pub fn query(&self) -> Result<bool> {
         let _entered = self.context.enter()?;
         // SAFETY: the stream is alive.
         if unsafe { self.context.is_capturing(self.handle) }? {
@@ -51,7 +52,7 @@ impl OwnStream {
     }
 
     /// Waits on the host until everything on it is done. It must not be part of a capture.
-    pub(crate) fn synchronize(&self) -> Result<()> {
+    pub fn synchronize(&self) -> Result<()> {
         let _beside = self.context.enter_beside_captures()?;
         // SAFETY: the stream is alive.
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.handle) })

@@ -227,13 +227,18 @@ impl Problem {
         self.sinks
     }
 
+    /// The kind of attention.
+    pub fn kind(&self) -> AttentionKind {
+        self.kind
+    }
+
     /// q heads per kv head.
     pub fn group(&self) -> usize {
         self.heads / self.kv_heads
     }
 
-    /// Tokens of q and of k of each document.
-    pub(crate) fn document_lengths(&self) -> impl Iterator<Item = [u64; 2]> {
+    /// Tokens of q and of k of each document, as [`Kernels::set_documents`](crate::kernel::Kernels::set_documents) takes them.
+    pub fn document_lengths(&self) -> impl Iterator<Item = [u64; 2]> {
         (0..self.batch.documents()).map(|d| [Side::Q, Side::K].map(|side| self.batch.document(side, d).len() as u64))
     }
 

@@ -2,7 +2,7 @@
 //! Events as bytes, to send a trace to another process.
 //!
 //! An event's names live as long as the program. Names from other processes are therefore kept, each once
-//! ([`kept_name`]); operations have about a dozen names.
+//! ([`event_name`]); operations have about a dozen names.
 
 use std::{
     format,
@@ -20,8 +20,18 @@ use crate::{
 /// Numbers of an event: start, end, bytes, step, lane, and the lengths of name and phase, which follow.
 const NUMBERS: usize = 7;
 
-/// The same text, for as long as the program lives. The memory of a text that comes for the first time is not given back.
-pub(crate) fn kept_name(text: &str) -> &'static str {
+/// A name for an [`Event`]: the same text, for as long as the program lives. The memory of a text that comes for the first
+/// time is not given back.
+///
+/// ```
+/// use cpattn::report::{event_name, trace::{Event, chrome_trace}};
+/// use cpattn::schedule::Lane;
+///
+/// let (name, phase) = (event_name(&format!("layer {}", 3)), event_name("optimizer"));
+/// let event = Event { rank: 0, lane: Lane::Compute, name, phase, step: 0, start_ns: 0, end_ns: 1000, bytes: 0 };
+/// assert!(chrome_trace(&[event]).contains("layer 3"));
+/// ```
+pub fn event_name(text: &str) -> &'static str {
     // In order.
     static NAMES: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
     let mut names = NAMES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -82,7 +92,7 @@ fn take(left: &mut &[u8], rank: usize, offset_ns: i64) -> Option<Event> {
     let mut name = |length: u64| {
         let (text, behind) = rest.split_at_checked(usize::try_from(length).ok()?)?;
         rest = behind;
-        Some(kept_name(core::str::from_utf8(text).ok()?))
+        Some(event_name(core::str::from_utf8(text).ok()?))
     };
     let (name, phase) = (name(lengths[0])?, name(lengths[1])?);
     *left = rest;
@@ -134,8 +144,8 @@ mod tests {
     #[test]
     fn a_name_is_kept_once() {
         let text = String::from("a name that no operation has");
-        let kept = kept_name(&text);
+        let kept = event_name(&text);
         assert_eq!(kept, text);
-        assert!(core::ptr::eq(kept, kept_name(&text)));
+        assert!(core::ptr::eq(kept, event_name(&text)));
     }
 }

@@ -256,14 +256,15 @@ impl Rank {
         unsafe { self.all_to_all(plan, all_to_all, tokens, held, stream) }
     }
 
-    /// One all-to-all of tensors given without their types: `tokens` by tokens, `held` by heads.
+    /// As [`Rank::to_heads_on`] or [`Rank::to_tokens_on`], of tensors whose types are known at run time: `tokens` by
+    /// tokens, `held` by heads.
     ///
     /// # Errors
     /// As [`Rank::run_on`].
     ///
     /// # Safety
     /// As [`Rank::run_on`].
-    pub(crate) unsafe fn all_to_all(
+    pub unsafe fn all_to_all(
         &mut self,
         plan: &Plan,
         all_to_all: AllToAll,

@@ -49,12 +49,9 @@ mod tensors;
 mod workspace;
 
 pub use bind::Bindings;
-#[cfg(all(feature = "cuda", feature = "capi"))]
-pub(crate) use device::Marks;
 pub use handle::AbortHandle;
 pub use rank::Rank;
-#[cfg(feature = "capi")]
-pub(crate) use shift::ShiftedRows;
+pub use shift::ShiftedRows;
 pub use tensors::{Backward, Forward, HostViews, Views};
 #[cfg(feature = "cuda")]
 pub use tensors::{DeviceBackward, DeviceForward, DeviceViews};

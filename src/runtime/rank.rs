@@ -13,7 +13,7 @@ use std::{
 };
 
 #[cfg(feature = "cuda")]
-use super::device::{DeviceRank, Marks};
+use super::device::DeviceRank;
 use super::{backend::Backend, bind::Bindings, handle::AbortHandle, host_rank::HostRank};
 use crate::{
     call::RawStream,
@@ -139,14 +139,7 @@ impl Rank {
     /// The driver's.
     #[cfg(feature = "cuda")]
     pub fn on_device(transport: impl DeviceTransport + 'static) -> Result<Self> {
-        let marks = Marks::new(transport.device())?;
-        Ok(Self::on_device_with(transport, marks))
-    }
-
-    /// As [`Rank::on_device`], with what could fail made before.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn on_device_with(transport: impl DeviceTransport + 'static, marks: Marks) -> Self {
-        Self { backend: Box::new(DeviceRank::with(transport, marks)) }
+        Ok(Self { backend: Box::new(DeviceRank::new(transport)?) })
     }
 
     /// This rank's number.

@@ -24,12 +24,14 @@ use crate::{
 /// What the ranks agree on first: "shift", and the number of this way of doing it.
 const SHIFT: [u64; 2] = [u64::from_le_bytes(*b"shift\0\0\0"), 1];
 
-/// This rank's rows before and after the shift, in any storage.
-pub(crate) trait ShiftedRows {
+/// A rank's rows before and after a [`Rank::shift_rows`], in any storage: strided, of a framework's tensors, on disk.
+/// Before and after the shift they are as many as the rank has q tokens.
+pub trait ShiftedRows {
     /// Bytes of a row.
     fn row_bytes(&self) -> usize;
 
-    /// Numbers that describe a row's type; all ranks must have the same numbers and the same row size.
+    /// A number for what a row is (its element type, its shape). All ranks must have the same number and the same row
+    /// size.
     fn kind(&self) -> u64;
 
     /// Copies a row that is given.
@@ -116,9 +118,44 @@ impl Rank {
         Ok(slices.out)
     }
 
-    /// As [`Rank::shift`], of rows wherever they lie: as many as the rank has q tokens. Nothing is written before the ranks
-    /// have agreed. The plan is for this world.
-    pub(crate) fn shift_rows(&mut self, plan: &Plan, by: i64, rows: &mut dyn ShiftedRows) -> Result<()> {
+    /// As [`Rank::shift`], of rows in any storage. Nothing is written before the ranks have agreed.
+    ///
+    /// ```
+    /// use cpattn::{Batch, Dtype, Layout, Mesh, Plan, Problem, Rank, runtime::ShiftedRows, transport::local};
+    ///
+    /// /// Labels in every second byte.
+    /// struct Labels([u8; 8]);
+    /// impl ShiftedRows for Labels {
+    ///     fn row_bytes(&self) -> usize {
+    ///         1
+    ///     }
+    ///     fn kind(&self) -> u64 {
+    ///         0
+    ///     }
+    ///     fn read(&self, row: usize, to: &mut [u8]) {
+    ///         to[0] = self.0[2 * row];
+    ///     }
+    ///     fn write(&mut self, row: usize, from: &[u8]) {
+    ///         self.0[2 * row + 1] = from[0];
+    ///     }
+    ///     fn fill(&mut self, row: usize) {
+    ///         self.0[2 * row + 1] = u8::MAX;
+    ///     }
+    /// }
+    ///
+    /// let problem = Problem::new(Batch::from_lengths(&[3, 1])?, 1, 1, 4, Dtype::F32);
+    /// let plan = Plan::new(&problem, Mesh::single(), Layout::Contiguous)?;
+    /// let mut rank = Rank::new(local::group(1, std::time::Duration::from_secs(1))?.remove(0));
+    /// let mut labels = Labels([1, 0, 2, 0, 3, 0, 4, 0]);
+    /// rank.shift_rows(&plan, 1, &mut labels)?;
+    /// assert_eq!(labels.0, [1, 2, 2, 3, 3, u8::MAX, 4, u8::MAX]);
+    /// # Ok::<(), cpattn::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Rank::shift`].
+    pub fn shift_rows(&mut self, plan: &Plan, by: i64, rows: &mut dyn ShiftedRows) -> Result<()> {
+        plan.fits_world(self.world())?;
         let rank = self.rank();
         let (carrier, failure) = (self.backend.between_runs()?, self.backend.failure());
         let messages = plan.shift_messages(rank, by)?;

@@ -202,3 +202,31 @@ pub trait DeviceTransport: Transport {
         false
     }
 }
+
+/// As [`Transport`] for it. If [`Rank::on_device`](crate::Rank::on_device) fails, its caller still has the transport.
+#[cfg(feature = "cuda")]
+impl<T: DeviceTransport + ?Sized> DeviceTransport for Arc<T> {
+    fn device(&self) -> &Arc<Cuda> {
+        (**self).device()
+    }
+
+    fn stream(&self) -> RawStream {
+        (**self).stream()
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        (**self).synchronize()
+    }
+
+    fn reserve(&self, messages: usize) {
+        (**self).reserve(messages);
+    }
+
+    fn begin_run(&self, capture: Option<u64>) {
+        (**self).begin_run(capture);
+    }
+
+    fn can_capture(&self) -> bool {
+        (**self).can_capture()
+    }
+}

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Communicators of the caller's: checked, used, never freed, and aborted only by leave.
 
-use std::{ffi::c_void, ptr::null_mut, sync::Arc, thread, time::Duration};
+use std::{sync::Arc, thread, time::Duration};
 
 use cpattn::{
     Error,
@@ -11,54 +11,11 @@ use cpattn::{
         nccl::{Nccl, OnFailure, UniqueId},
     },
 };
-use cudarc::driver::sys;
 
-use crate::group::{LONG, devices};
-
-/// NCCL's own functions, as a framework calls them.
-pub struct Raw {
-    library: libloading::Library,
-    pub comm: *mut c_void,
-}
-
-// SAFETY: NCCL takes its handles on any thread, one at a time.
-unsafe impl Send for Raw {}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Id([u8; 128]);
-
-impl Raw {
-    fn make(id: UniqueId, rank: i32, world: i32, cuda: &Cuda) -> Self {
-        let mut context = null_mut();
-        let mut comm = null_mut();
-        // SAFETY: NCCL's library and its prototype; the primary context of the device, which `cuda` retains, is current.
-        unsafe {
-            let library = libloading::Library::new("libnccl.so.2").unwrap();
-            sys::cuDevicePrimaryCtxRetain(&raw mut context, cuda.ordinal()).result().unwrap();
-            sys::cuCtxSetCurrent(context).result().unwrap();
-            let init =
-                library.get::<unsafe extern "C" fn(*mut *mut c_void, i32, Id, i32) -> i32>("ncclCommInitRank").unwrap();
-            assert_eq!(init(&raw mut comm, world, Id(id.to_bytes()), rank), 0);
-            Self { library, comm }
-        }
-    }
-
-    /// A communicator of one rank.
-    pub fn alone(cuda: &Cuda) -> Self {
-        Self::make(UniqueId::new().unwrap(), 0, 1, cuda)
-    }
-
-    fn call(&self, name: &str) -> i32 {
-        // SAFETY: functions of a communicator that return a code.
-        unsafe { (self.library.get::<unsafe extern "C" fn(*mut c_void) -> i32>(name).unwrap())(self.comm) }
-    }
-
-    /// It was alive until now.
-    pub fn destroy(self) {
-        assert_eq!(self.call("ncclCommDestroy"), 0);
-    }
-}
+use crate::{
+    group::{LONG, devices},
+    raw::Raw,
+};
 
 fn take(raw: &Raw, rank: usize, world: usize, cuda: &Arc<Cuda>, how: OnFailure) -> cpattn::Result<Nccl> {
     // SAFETY: a communicator that outlives the transport, and that nothing else uses meanwhile.

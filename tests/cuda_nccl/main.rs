@@ -13,8 +13,6 @@ mod agreement;
 mod all_to_all;
 mod between_runs;
 mod borrowed;
-#[cfg(feature = "capi")]
-mod c;
 #[path = "../common/all_to_all.rs"]
 mod cases;
 mod faults;
@@ -23,6 +21,7 @@ mod hosts;
 #[path = "../common/between_runs.rs"]
 mod one_rank;
 mod plans;
+mod raw;
 mod refusals;
 mod ring;
 mod work;

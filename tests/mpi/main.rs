@@ -68,8 +68,6 @@ const TRIALS: &[Trial] = &[
     Trial { name: "refused_thread_level", world: 1, rank: refusals::thread_level, ends: Ends::Well },
     Trial { name: "refused_launcher_of_another_mpi", world: 1, rank: refusals::another_launcher, ends: Ends::Well },
     Trial { name: "refused_before_and_after", world: 1, rank: refusals::before_and_after, ends: Ends::Well },
-    #[cfg(feature = "capi")]
-    Trial { name: "c_interface", world: 2, rank: refusals::c_interface, ends: Ends::Well },
     Trial { name: "refused_other_versions", world: 3, rank: refusals::another_version, ends: Ends::Well },
     Trial { name: "refused_plans", world: 2, rank: refusals::plans, ends: Ends::Well },
 ];

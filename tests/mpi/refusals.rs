@@ -123,36 +123,6 @@ pub fn before_and_after() {
     println!("{FINE}");
 }
 
-/// The same through the C interface: results are statuses and a text.
-#[cfg(feature = "capi")]
-pub fn c_interface() {
-    use cpattn::ffi::{
-        cpattn_last_error, cpattn_mpi_group, cpattn_rank_create, cpattn_rank_destroy, cpattn_rank_poll,
-        cpattn_transport_destroy,
-    };
-    use std::{ffi::CStr, ptr};
-    let (_universe, comm) = init();
-    let (comm, mut end, mut rank) = (comm.as_raw(), ptr::null_mut(), ptr::null_mut());
-    let address = (&raw const comm).cast();
-    // SAFETY: valid until the next failure of this thread.
-    let text = || unsafe { CStr::from_ptr(cpattn_last_error()) }.to_string_lossy().into_owned();
-    // SAFETY: a live communicator, results on the stack, handles that live until they are destroyed.
-    unsafe {
-        assert_eq!(cpattn_mpi_group(ptr::null(), 1000, &raw mut end), 1);
-        assert!(text().contains("comm is NULL, expected the address of an MPI_Comm"), "{}", text());
-        assert_eq!(cpattn_mpi_group(address, 0, &raw mut end), 1);
-        assert!(text().contains("deadline_ms is 0, expected at least 1"), "{}", text());
-        assert_eq!(cpattn_mpi_group(address, 1000, ptr::null_mut()), 1);
-        assert_eq!(cpattn_mpi_group(address, 60_000, &raw mut end), 0, "{}", text());
-        assert_eq!(cpattn_rank_create(end, ptr::null(), &raw mut rank), 0, "{}", text());
-        assert_eq!(cpattn_rank_poll(rank), 0);
-        assert_eq!(cpattn_rank_destroy(rank), 0);
-        assert_eq!(cpattn_mpi_group(address, 60_000, &raw mut end), 0, "{}", text());
-        assert_eq!(cpattn_transport_destroy(end), 0);
-    }
-    println!("{FINE}");
-}
-
 /// Processes with another version of the library: all of them are told, before anything is exchanged.
 pub fn another_version() {
     let (_universe, comm) = init();

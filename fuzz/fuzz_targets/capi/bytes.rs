@@ -7,7 +7,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use cpattn::ffi::cpattn_last_error;
+use cpattn_capi::cpattn_last_error;
 
 static CALLS: AtomicU64 = AtomicU64::new(0);
 

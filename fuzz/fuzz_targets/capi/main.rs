@@ -18,7 +18,7 @@ mod world;
 use std::{ffi::CStr, ptr::null_mut};
 
 use bytes::{Bytes, called};
-use cpattn::ffi::*;
+use cpattn_capi::*;
 use libfuzzer_sys::fuzz_target;
 use single_calls::single_calls;
 use plans::{ask_plan, create_plan, move_rows};

@@ -6,7 +6,7 @@ use std::{
     ptr::{null, null_mut},
 };
 
-use cpattn::ffi::*;
+use cpattn_capi::*;
 
 use crate::{
     bytes::{Bytes, called, size},

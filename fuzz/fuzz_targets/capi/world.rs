@@ -3,7 +3,7 @@
 
 use std::{ffi::c_void, ptr::null_mut};
 
-use cpattn::ffi::*;
+use cpattn_capi::*;
 
 use crate::bytes::Bytes;
 

@@ -65,15 +65,16 @@ mod shapes;
 mod shared;
 mod shared_tiles;
 mod sinks;
-pub(crate) mod sm_margin;
+mod sm_margin;
 mod spare_staging;
 mod staging;
 mod stream_kernels;
 pub(crate) mod tags;
 
 pub use crate::call::Merge;
-pub use crate::device::memory::DeviceMemory;
+pub use crate::device::memory::{DeviceMemory, OwnStream};
 pub use family::Family;
+pub use sm_margin::SmMargin;
 pub use staging::Staging;
 pub use stream_kernels::StreamKernels;
 
@@ -259,6 +260,14 @@ impl Cuda {
     /// [`Error::Device`] when the driver has no memory for it.
     pub fn staging(&self, bytes: usize, launches: usize) -> Result<Staging> {
         Staging::new(&self.context, bytes, launches)
+    }
+
+    /// Makes a stream, for a transport of device memory.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when the driver makes none.
+    pub fn new_stream(&self) -> Result<OwnStream> {
+        OwnStream::new(&self.context)
     }
 
     /// The device's primary context.

@@ -13,13 +13,16 @@ use alloc::sync::Arc;
 
 /// Multiprocessors that a device leaves free for as long as this lives.
 #[derive(Debug)]
-pub(crate) struct SmMargin {
+pub struct SmMargin {
     cuda: Arc<Cuda>,
     n: u32,
 }
 
 impl SmMargin {
-    /// Asks for `n` multiprocessors of a device; `argument` is the caller's name for them.
+    /// Asks for `n` multiprocessors of a device; a refusal calls them `argument`.
+    ///
+    /// # Errors
+    /// `n` is not below the number of multiprocessors that the device has.
     pub fn new(cuda: &Arc<Cuda>, argument: &str, n: u32) -> Result<Self> {
         if n >= cuda.multiprocessors() {
             let expected = format!("below the {} multiprocessors of device {}", cuda.multiprocessors(), cuda.ordinal());
@@ -38,8 +41,8 @@ impl Drop for SmMargin {
 
 impl Cuda {
     /// Bounds the blocks of every later attention launch to what fits on all but `n` multiprocessors (at least one is
-    /// used), so that communication kernels find room beside them. Blocks then take several tiles each. Ranks and scratches
-    /// of the C interface may ask for more while they live.
+    /// used), so that communication kernels find room beside them. Blocks then take several tiles each. An
+    /// [`SmMargin`] may ask for more while it lives.
     pub fn set_sm_margin(&self, n: u32) {
         self.margins.set_own(n);
     }

@@ -85,7 +85,7 @@ pub(super) struct DeviceRank {
 }
 
 /// Events at the start of a run, at the end of its communication and at its end; and what the device reports.
-pub(crate) struct Marks {
+struct Marks {
     begin: CudaEvent,
     end: CudaEvent,
     over: CudaEvent,
@@ -93,7 +93,7 @@ pub(crate) struct Marks {
 }
 
 impl Marks {
-    pub(crate) fn new(cuda: &Cuda) -> Result<Self> {
+    fn new(cuda: &Cuda) -> Result<Self> {
         let event = || CudaEvent::new(cuda.context());
         Ok(Self { begin: event()?, end: event()?, over: event()?, disagreements: Arc::new(Disagreements::new(cuda)?) })
     }
@@ -121,9 +121,10 @@ impl Entry for OnDevice {
 }
 
 impl DeviceRank {
-    /// A rank at one end of a transport of device memory; what could fail was made before.
-    pub(super) fn with(transport: impl DeviceTransport + 'static, marks: Marks) -> Self {
-        Self {
+    /// A rank at one end of a transport of device memory.
+    pub(super) fn new(transport: impl DeviceTransport + 'static) -> Result<Self> {
+        let marks = Marks::new(transport.device())?;
+        Ok(Self {
             prepared: Remembered::default(),
             workspace: Workspace::default(),
             retired: Vec::new(),
@@ -135,7 +136,7 @@ impl DeviceRank {
             in_capture: false,
             tracer: None,
             transport: Arc::new(transport),
-        }
+        })
     }
 
     /// The rank's device.

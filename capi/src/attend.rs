@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Attention over ranges, forward and backward.
+
+use core::ffi::c_void;
+
+use super::{
+    dlpack::{Axes, cpattn_tensor, disjoint_tensors, read, written},
+    handle,
+    input::{flag, one_of, reserved, result, sized, versioned},
+    ranges::{cpattn_head_map, cpattn_ranges, cpattn_score, head_map, ranges, score},
+    scratch::cpattn_scratch,
+    status::boundary,
+};
+use cpattn::{
+    Device,
+    call::{Attend, AttendBackward, Gradients},
+    error::{Error, Result},
+};
+
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct cpattn_attend_args {
+    pub struct_size: usize,
+    pub q: *const cpattn_tensor,
+    pub k: *const cpattn_tensor,
+    pub v: *const cpattn_tensor,
+    pub running: *const cpattn_tensor,
+    pub o: *const cpattn_tensor,
+    pub lse: *const cpattn_tensor,
+    pub alibi_slopes: *const cpattn_tensor,
+    pub sinks: *const cpattn_tensor,
+    pub heads: cpattn_head_map,
+    pub aligned: i32,
+    pub score: cpattn_score,
+    pub ranges: cpattn_ranges,
+    pub stream: *mut c_void,
+    pub running_lse: *const cpattn_tensor,
+}
+
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct cpattn_attend_backward_args {
+    pub struct_size: usize,
+    pub q: *const cpattn_tensor,
+    pub k: *const cpattn_tensor,
+    pub v: *const cpattn_tensor,
+    pub d_o: *const cpattn_tensor,
+    pub lse: *const cpattn_tensor,
+    pub delta: *const cpattn_tensor,
+    pub dq: *const cpattn_tensor,
+    pub dk: *const cpattn_tensor,
+    pub dv: *const cpattn_tensor,
+    pub alibi_slopes: *const cpattn_tensor,
+    pub heads: cpattn_head_map,
+    pub accumulate_keys: i32,
+    pub per_q_head: i32,
+    pub gradients: i32,
+    pub aligned: i32,
+    pub reserved: i32,
+    pub score: cpattn_score,
+    pub ranges: cpattn_ranges,
+    pub stream: *mut c_void,
+}
+
+versioned! {
+    cpattn_attend_args through stream;
+    cpattn_attend_backward_args through stream;
+}
+
+/// # Safety
+/// Tensors and arrays are as the header says, as long as the result lives.
+unsafe fn forward<'a>(at: Device, a: &cpattn_attend_args) -> Result<Attend<'a>> {
+    // SAFETY: `a`'s tensors and arrays are as the header says (the contract of this function), which is what a list of
+    // tensors needs.
+    let [q, k, v, alibi_slopes, sinks, running, running_lse, o, lse] = unsafe {
+        disjoint_tensors(
+            at,
+            [
+                read("q", a.q, Axes::Rows),
+                read("k", a.k, Axes::Rows),
+                read("v", a.v, Axes::Rows),
+                read("alibi_slopes", a.alibi_slopes, Axes::PerHead).optional(),
+                read("sinks", a.sinks, Axes::PerHead).optional(),
+                written("running", a.running, Axes::Rows).optional(),
+                written("running_lse", a.running_lse, Axes::PartialLse).optional(),
+                written("o", a.o, Axes::Rows).optional(),
+                written("lse", a.lse, Axes::HeadMajor).optional(),
+            ],
+            "running",
+        )
+    }?;
+    let (heads, score, aligned) = (head_map(&a.heads, &q)?, score(&a.score)?, flag("aligned", a.aligned)?);
+    // SAFETY: `a`'s tensors and arrays are as the header says (the contract of this function), which is what a list
+    // of tensors needs.
+    let ranges = unsafe { ranges(&a.ranges) }?;
+    // Without one of its own, the running lse is kept where the final one goes, in one word.
+    let running_lse = if running_lse.is_none() { lse } else { running_lse };
+    Ok(Attend { q, k, v, running, running_lse, o, lse, alibi_slopes, sinks, heads, score, ranges, aligned })
+}
+
+/// # Safety
+/// As [`forward`].
+unsafe fn backward<'a>(at: Device, a: &cpattn_attend_backward_args) -> Result<AttendBackward<'a>> {
+    reserved("args.reserved", a.reserved == 0)?;
+    let gradients = one_of("gradients", a.gradients, &[Gradients::All, Gradients::Queries, Gradients::Keys])?;
+    let (keys, queries) = (gradients != Gradients::Queries, gradients != Gradients::Keys);
+    for (name, given, made) in
+        [("dq", !a.dq.is_null(), queries), ("dk", !a.dk.is_null(), keys), ("dv", !a.dv.is_null(), keys)]
+    {
+        if given != made {
+            let (found, expected) = if made { ("NULL", "a tensor") } else { ("given", "NULL") };
+            return Err(Error::invalid(name, found, format!("{expected} with gradients {}", a.gradients)));
+        }
+    }
+    // SAFETY: `a`'s tensors and arrays are as the header says (the contract of this function).
+    let [q, k, v, d_o, lse, delta, alibi_slopes, dq, dk, dv] = unsafe {
+        disjoint_tensors(
+            at,
+            [
+                read("q", a.q, Axes::Rows),
+                read("k", a.k, Axes::Rows),
+                read("v", a.v, Axes::Rows),
+                read("d_o", a.d_o, Axes::Rows),
+                read("lse", a.lse, Axes::HeadMajor),
+                read("delta", a.delta, Axes::HeadMajor),
+                read("alibi_slopes", a.alibi_slopes, Axes::PerHead).optional(),
+                written("dq", a.dq, Axes::Rows).optional(),
+                written("dk", a.dk, Axes::Rows).optional(),
+                written("dv", a.dv, Axes::Rows).optional(),
+            ],
+            "",
+        )
+    }?;
+    let (accumulate_keys, per_q_head) =
+        (flag("accumulate_keys", a.accumulate_keys)?, flag("per_q_head", a.per_q_head)?);
+    let (heads, score, aligned) = (head_map(&a.heads, &q)?, score(&a.score)?, flag("aligned", a.aligned)?);
+    // SAFETY: `a`'s tensors and arrays are as the header says (the contract of this function).
+    let ranges = unsafe { ranges(&a.ranges) }?;
+    Ok(AttendBackward {
+        q,
+        k,
+        v,
+        d_o,
+        lse,
+        delta,
+        dq,
+        dk,
+        dv,
+        accumulate_keys,
+        per_q_head,
+        gradients,
+        alibi_slopes,
+        heads,
+        score,
+        ranges,
+        aligned,
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_attend(scratch: *mut cpattn_scratch, args: *const cpattn_attend_args) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles and structs.
+        let (scratch, a) = unsafe { (handle::borrow(scratch.cast_const())?, sized("args", args)?) };
+        // SAFETY: valid memory by the header's promise, aligned and disjoint as checked.
+        unsafe { scratch.lock()?.attend(&forward(scratch.device(), &a)?, a.stream) }?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_attend_metadata(
+    scratch: *mut cpattn_scratch,
+    args: *const cpattn_attend_args,
+    bytes: *mut u64,
+) -> i32 {
+    boundary!({
+        let (scratch, a, bytes) =
+            // SAFETY: the header's promise about handles, structs and results.
+            unsafe { (handle::borrow(scratch.cast_const())?, sized("args", args)?, result("bytes", bytes)?) };
+        // SAFETY: the header's promise about tensors and arrays.
+        let call = unsafe { forward(scratch.device(), &a) }?;
+        bytes.write(scratch.lock()?.attend_metadata(&call)? as u64);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_attend_backward(
+    scratch: *mut cpattn_scratch,
+    args: *const cpattn_attend_backward_args,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles and structs.
+        let (scratch, a) = unsafe { (handle::borrow(scratch.cast_const())?, sized("args", args)?) };
+        // SAFETY: as in `cpattn_attend`.
+        unsafe { scratch.lock()?.attend_backward(&backward(scratch.device(), &a)?, a.stream) }?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_attend_backward_metadata(
+    scratch: *mut cpattn_scratch,
+    args: *const cpattn_attend_backward_args,
+    bytes: *mut u64,
+) -> i32 {
+    boundary!({
+        let (scratch, a, bytes) =
+            // SAFETY: the header's promise about handles, structs and results.
+            unsafe { (handle::borrow(scratch.cast_const())?, sized("args", args)?, result("bytes", bytes)?) };
+        // SAFETY: the header's promise about tensors and arrays.
+        let call = unsafe { backward(scratch.device(), &a) }?;
+        bytes.write(scratch.lock()?.attend_backward_metadata(&call)? as u64);
+        Ok(())
+    })
+}

@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The kernels that read or write whole tensors, row by row: delta, finish, the sinks' gradient, merge, transform.
+//!
+//! On the CPU they need no memory, so that their scratch may be NULL there.
+
+use core::ffi::c_void;
+use std::sync::MutexGuard;
+
+use super::{
+    dlpack::{Axes, cpattn_tensor, disjoint_tensors, one, read, written},
+    handle,
+    input::array,
+    ranges::{cpattn_range, rows},
+    scratch::cpattn_scratch,
+    status::{Outcome, boundary},
+};
+use cpattn::{
+    Device,
+    call::{Block, Delta, Finish, Merge, RawTensor, SinkGradient, Transform},
+    error::Error,
+    kernel::Kernels,
+    tensor::disjoint,
+};
+
+const MAX_SOURCES: usize = 64;
+
+/// The kernels of a scratch, or those of the CPU, which is where NULL is.
+#[allow(clippy::large_enum_variant, reason = "lives on the stack for one call")]
+enum Where<'a> {
+    Scratch(Device, MutexGuard<'a, Kernels>),
+    Cpu(Kernels),
+}
+
+impl Where<'_> {
+    fn device(&self) -> Device {
+        match self {
+            Self::Scratch(device, _) => *device,
+            Self::Cpu(_) => Device::Cpu,
+        }
+    }
+
+    fn kernels(&mut self) -> &mut Kernels {
+        match self {
+            Self::Scratch(_, kernels) => kernels,
+            Self::Cpu(kernels) => kernels,
+        }
+    }
+}
+
+/// # Safety
+/// The header's promise about handles.
+unsafe fn kernels<'a>(scratch: *mut cpattn_scratch) -> Outcome<Where<'a>> {
+    if scratch.is_null() {
+        return Ok(Where::Cpu(Kernels::cpu(1)));
+    }
+    // SAFETY: the handle is NULL or one that the library made (the contract of this function).
+    let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
+    Ok(Where::Scratch(scratch.device(), scratch.lock()?))
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_delta(
+    scratch: *mut cpattn_scratch,
+    o: *const cpattn_tensor,
+    d_o: *const cpattn_tensor,
+    delta: *const cpattn_tensor,
+    stream: *mut c_void,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let mut at = unsafe { kernels(scratch) }?;
+        let list = [read("o", o, Axes::Rows), read("d_o", d_o, Axes::Rows), written("delta", delta, Axes::HeadMajor)];
+        // SAFETY: the header's promise about tensors.
+        let [o, d_o, delta] = unsafe { disjoint_tensors(at.device(), list, "") }?;
+        if o.tokens == 0 || o.heads == 0 {
+            return Ok(());
+        }
+        // SAFETY: the header's promise about tensors, stream and scratch, which `Kernels` asks for.
+        unsafe { at.kernels().delta(&Delta { o, d_o, delta }, stream) }?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_finish(
+    scratch: *mut cpattn_scratch,
+    o: *const cpattn_tensor,
+    lse: *const cpattn_tensor,
+    sinks: *const cpattn_tensor,
+    rows: *const cpattn_range,
+    row_count: usize,
+    stream: *mut c_void,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let mut at = unsafe { kernels(scratch) }?;
+        let list = [
+            read("sinks", sinks, Axes::PerHead).optional(),
+            written("o", o, Axes::Rows),
+            written("lse", lse, Axes::HeadMajor),
+        ];
+        let ([sinks, o, lse], rows) =
+            // SAFETY: the header's promise about tensors and arrays.
+            unsafe { (disjoint_tensors(at.device(), list, "")?, self::rows(rows, row_count)?) };
+        // SAFETY: the header's promise about tensors, stream and scratch, which `Kernels` asks for.
+        unsafe { at.kernels().finish(&Finish { o, lse, sinks, rows }, stream) }?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_sink_gradient(
+    scratch: *mut cpattn_scratch,
+    lse: *const cpattn_tensor,
+    delta: *const cpattn_tensor,
+    sinks: *const cpattn_tensor,
+    dsinks: *const cpattn_tensor,
+    stream: *mut c_void,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let mut at = unsafe { kernels(scratch) }?;
+        let list = [
+            read("lse", lse, Axes::HeadMajor),
+            read("delta", delta, Axes::HeadMajor),
+            read("sinks", sinks, Axes::PerHead),
+            written("dsinks", dsinks, Axes::PerHead),
+        ];
+        // SAFETY: the header's promise about tensors.
+        let [lse, delta, sinks, dsinks] = unsafe { disjoint_tensors(at.device(), list, "") }?;
+        // SAFETY: the header's promise about tensors, stream and scratch, which `Kernels` asks for.
+        unsafe { at.kernels().sink_gradient(&SinkGradient { lse, delta, sinks, dsinks }, stream) }?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_merge(
+    scratch: *mut cpattn_scratch,
+    o: *const cpattn_tensor,
+    lse: *const cpattn_tensor,
+    other_o: *const cpattn_tensor,
+    other_lse: *const cpattn_tensor,
+    stream: *mut c_void,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let mut at = unsafe { kernels(scratch) }?;
+        let list = [
+            read("other_o", other_o, Axes::Rows),
+            read("other_lse", other_lse, Axes::PartialLse),
+            written("o", o, Axes::Rows),
+            written("lse", lse, Axes::PartialLse),
+        ];
+        // SAFETY: the header's promise about tensors.
+        let [with_o, with_lse, o, lse] = unsafe { disjoint_tensors(at.device(), list, "") }?;
+        if o.dim == 0 {
+            return Err(Error::invalid("o.shape[2]", 0, "at least 1").into());
+        }
+        // SAFETY: the header's promise about tensors, stream and scratch, which `Kernels` asks for.
+        unsafe { at.kernels().merge(&Merge { o, lse, with_o, with_lse }, stream) }?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_transform(
+    scratch: *mut cpattn_scratch,
+    dst: *const cpattn_tensor,
+    sources: *const *const cpattn_tensor,
+    source_count: usize,
+    stream: *mut c_void,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let mut at = unsafe { kernels(scratch) }?;
+        if source_count > MAX_SOURCES {
+            return Err(Error::invalid("source_count", source_count, format!("at most {MAX_SOURCES}"))
+                .hint("sum in several calls, with dst as the first source of the later ones")
+                .into());
+        }
+        let (dst, pointers) =
+            // SAFETY: the header's promise about tensors and arrays.
+            unsafe { (one(at.device(), &written("dst", dst, Axes::Rows))?, array("sources", sources, source_count)?) };
+        let mut list = [RawTensor::NONE; MAX_SOURCES];
+        let mut named = [("", RawTensor::NONE, false); MAX_SOURCES + 1];
+        for (i, (to, &from)) in list.iter_mut().zip(pointers).enumerate() {
+            // SAFETY: the header's promise about tensors and arrays.
+            *to = unsafe { one(at.device(), &read("sources", from, Axes::Rows)) }?;
+            let itself = i == 0 && *to == dst;
+            named[i] = ("sources", if itself { RawTensor::NONE } else { *to }, false);
+        }
+        named[source_count] = ("dst", dst, true);
+        disjoint(&named[..=source_count])?;
+        let block = Block { dst, sources_begin: 0, sources_end: source_count as u32 };
+        let call = Transform { blocks: &[block], sources: &list[..source_count] };
+        if dst.tokens == 0 || dst.heads == 0 || dst.dim == 0 {
+            return Ok(());
+        }
+        // SAFETY: the header's promise about tensors, stream and scratch, which `Kernels` asks for.
+        unsafe { at.kernels().transform(&call, stream) }?;
+        Ok(())
+    })
+}

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Groups over an engine of the caller's: how they are made, and what they do beside a rank.
+
+use std::sync::Arc;
+
+use super::{
+    engine_table::{EngineTable, cpattn_engine_table},
+    handle,
+    input::{array, array_mut, result, sized},
+    status::{Outcome, boundary},
+    table::cpattn_message,
+    transport::{Any, cpattn_transport, deadline},
+};
+use cpattn::{
+    error::{Cause, Error},
+    transport::{Label, Message, Transport, engine::EngineTransport},
+};
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_engine_group(
+    table: *const cpattn_engine_table,
+    deadline_ms: u64,
+    transport: *mut *mut cpattn_transport,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about structs and results.
+        let (table, out) = unsafe { (sized("table", table)?, result("transport", transport)?) };
+        let deadline = deadline(deadline_ms)?;
+        for (name, missing) in [
+            ("table.open", table.open.is_none()),
+            ("table.connect", table.connect.is_none()),
+            ("table.post", table.post.is_none()),
+            ("table.wait", table.wait.is_none()),
+            ("table.close", table.close.is_none()),
+            ("table.put", table.put.is_none()),
+            ("table.look", table.look.is_none()),
+            ("table.wait_for", table.wait_for.is_none()),
+        ] {
+            if missing {
+                return Err(Error::invalid(name, "NULL", "a function").into());
+            }
+        }
+        // Before the engine is taken over, which would be released.
+        super::table::place(table.rank, table.world)?;
+        out.write(handle::create(Any::Engine(Arc::new(EngineTransport::new(EngineTable(table), deadline)?))));
+        Ok(())
+    })
+}
+
+/// The group of a handle, for as long as a call takes: the handle may be destroyed meanwhile.
+///
+/// # Safety
+/// The header's promise about handles.
+unsafe fn group(transport: *mut cpattn_transport) -> Outcome<Arc<EngineTransport<EngineTable>>> {
+    // SAFETY: the caller's promise.
+    match unsafe { handle::borrow(transport.cast_const()) }? {
+        Any::Engine(end) => Ok(Arc::clone(end)),
+        _ => Err(Error::invalid("transport", "of another kind", "one of cpattn_engine_group").into()),
+    }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_engine_connect(transport: *mut cpattn_transport) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        unsafe { group(transport) }?.connect()?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_engine_share(
+    transport: *mut cpattn_transport,
+    other: *mut *mut cpattn_transport,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles and results.
+        let (end, out) = unsafe { (group(transport)?, result("other", other)?) };
+        out.write(handle::create(Any::Engine(end)));
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_engine_agree(
+    transport: *mut cpattn_transport,
+    first: u32,
+    end: u32,
+    number: u64,
+    all: *mut u64,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let group = unsafe { group(transport) }?;
+        let ranks = first as usize..end as usize;
+        let mut numbers = vec![0; if ranks.end <= group.world() { ranks.len() } else { 0 }];
+        // SAFETY: the header's promise about arrays.
+        let out = unsafe { array_mut("all", all, numbers.len()) }?;
+        group.gather(ranks, number, &mut numbers)?;
+        out.iter_mut().zip(numbers).for_each(|(to, number)| _ = to.write(number));
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_engine_exchange(
+    transport: *mut cpattn_transport,
+    step: u32,
+    sends: *const cpattn_message,
+    send_count: usize,
+    recvs: *const cpattn_message,
+    recv_count: usize,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let group = unsafe { group(transport) }?;
+        // SAFETY: the header's promise about arrays.
+        let (sends, recvs) = unsafe { (array("sends", sends, send_count)?, array("recvs", recvs, recv_count)?) };
+        let messages = |list: &[cpattn_message]| -> Vec<Message> {
+            list.iter().map(|m| Message { peer: m.peer, ptr: m.data.cast(), bytes: m.bytes }).collect()
+        };
+        // SAFETY: the messages are the caller's until this returns, by the header's promise.
+        unsafe { group.exchange(Label::new("exchange", step), &messages(sends), &messages(recvs)) }?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_engine_poll(transport: *mut cpattn_transport) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        unsafe { group(transport) }?.poll()?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_engine_abort(transport: *mut cpattn_transport) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        unsafe { group(transport) }?.abort(Cause::Aborted);
+        Ok(())
+    })
+}

@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! A table of the caller's functions as an engine of sends and receives.
+//!
+//! The functions say in words what went wrong, in a buffer of ours, and whether it was their own fault.
+
+use core::ffi::{CStr, c_char, c_void};
+use std::{ffi::CString, time::Duration};
+
+use super::input::versioned;
+use cpattn::transport::engine::{Engine, Failed, LONGEST_VALUE, MessageDirection};
+
+pub const CPATTN_ENGINE_TEXT: usize = 512;
+pub const CPATTN_ENGINE_VALUE: usize = LONGEST_VALUE;
+/// What a function returns that failed for another reason than its own.
+pub const CPATTN_ENGINE_GROUP: i32 = 1;
+
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct cpattn_engine_table {
+    pub struct_size: usize,
+    pub context: *mut c_void,
+    pub rank: u32,
+    pub world: u32,
+    pub open: Option<unsafe extern "C" fn(context: *mut c_void, text: *mut c_char) -> i32>,
+    pub connect: Option<unsafe extern "C" fn(context: *mut c_void, text: *mut c_char) -> i32>,
+    pub post: Option<
+        unsafe extern "C" fn(
+            context: *mut c_void,
+            receive: i32,
+            peer: u32,
+            tag: u32,
+            data: *mut c_void,
+            bytes: usize,
+            request: *mut u64,
+            text: *mut c_char,
+        ) -> i32,
+    >,
+    pub wait:
+        Option<unsafe extern "C" fn(context: *mut c_void, request: u64, timeout_ms: u64, text: *mut c_char) -> i32>,
+    pub close: Option<unsafe extern "C" fn(context: *mut c_void)>,
+    pub put: Option<
+        unsafe extern "C" fn(
+            context: *mut c_void,
+            key: *const c_char,
+            value: *const c_void,
+            bytes: usize,
+            there: *mut c_void,
+            there_bytes: *mut usize,
+            text: *mut c_char,
+        ) -> i32,
+    >,
+    pub look: Option<
+        unsafe extern "C" fn(
+            context: *mut c_void,
+            key: *const c_char,
+            there: *mut c_void,
+            there_bytes: *mut usize,
+            text: *mut c_char,
+        ) -> i32,
+    >,
+    pub wait_for: Option<unsafe extern "C" fn(context: *mut c_void, key: *const c_char, text: *mut c_char) -> i32>,
+    pub release: Option<unsafe extern "C" fn(context: *mut c_void)>,
+}
+
+versioned! { cpattn_engine_table through release; }
+
+/// The caller's functions as an engine.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct EngineTable(pub(super) cpattn_engine_table);
+
+// SAFETY: the header says on which threads each function is called, and that `context` may be used there.
+unsafe impl Send for EngineTable {}
+// SAFETY: as above.
+unsafe impl Sync for EngineTable {}
+
+/// Where a function says why it failed.
+struct Text([c_char; CPATTN_ENGINE_TEXT]);
+
+impl Text {
+    fn new() -> Self {
+        Self([0; CPATTN_ENGINE_TEXT])
+    }
+
+    fn outcome(mut self, function: &str, code: i32) -> Result<(), Failed> {
+        if code == 0 {
+            return Ok(());
+        }
+        self.0[CPATTN_ENGINE_TEXT - 1] = 0;
+        // SAFETY: it ends with a zero, as written above.
+        let said = unsafe { CStr::from_ptr(self.0.as_ptr()) }.to_string_lossy();
+        let text = if said.is_empty() { format!("{function} returned {code}") } else { said.into_owned() };
+        Err(if code == CPATTN_ENGINE_GROUP { Failed::of_group(text) } else { Failed::own(text) })
+    }
+}
+
+/// Where a value of the store goes.
+struct Value {
+    room: Box<[u8; CPATTN_ENGINE_VALUE]>,
+    bytes: usize,
+}
+
+impl Value {
+    fn new() -> Self {
+        Self { room: Box::new([0; CPATTN_ENGINE_VALUE]), bytes: 0 }
+    }
+
+    fn get(&self, function: &str) -> Result<Vec<u8>, Failed> {
+        let value = self.room.get(..self.bytes).ok_or_else(|| {
+            Failed::own(format!("{function} wrote {} bytes, at most {CPATTN_ENGINE_VALUE} fit", self.bytes))
+        });
+        value.map(<[u8]>::to_vec)
+    }
+}
+
+fn key(text: &str) -> Result<CString, Failed> {
+    CString::new(text).map_err(|_| Failed::own("a key has a zero"))
+}
+
+/// The engine was checked to have all functions when it was made.
+const CHECKED: &str = "checked when the engine was made";
+
+// SAFETY: the header asks the caller for the same.
+unsafe impl Engine for EngineTable {
+    fn rank(&self) -> usize {
+        self.0.rank as usize
+    }
+
+    fn world(&self) -> usize {
+        self.0.world as usize
+    }
+
+    fn open(&self) -> Result<(), Failed> {
+        let mut text = Text::new();
+        // SAFETY: the table's own function, as the header describes it.
+        let code = unsafe { self.0.open.expect(CHECKED)(self.0.context, text.0.as_mut_ptr()) };
+        text.outcome("open", code)
+    }
+
+    fn connect(&self) -> Result<(), Failed> {
+        let mut text = Text::new();
+        // SAFETY: as in `open`.
+        let code = unsafe { self.0.connect.expect(CHECKED)(self.0.context, text.0.as_mut_ptr()) };
+        text.outcome("connect", code)
+    }
+
+    unsafe fn post(
+        &self,
+        way: MessageDirection,
+        peer: usize,
+        tag: u32,
+        data: *mut u8,
+        bytes: usize,
+    ) -> Result<u64, Failed> {
+        let (mut text, mut request, receive) = (Text::new(), 0, i32::from(way == MessageDirection::Receive));
+        let (post, context, peer) = (self.0.post.expect(CHECKED), self.0.context, peer as u32);
+        let (number, said) = (&raw mut request, text.0.as_mut_ptr());
+        // SAFETY: the table's own function, as the header describes it; the memory is promised (the contract of `post`).
+        let code = unsafe { post(context, receive, peer, tag, data.cast(), bytes, number, said) };
+        text.outcome("post", code).map(|()| request)
+    }
+
+    fn wait(&self, posted: u64, limit: Duration) -> Result<(), Failed> {
+        let (mut text, ms) = (Text::new(), u64::try_from(limit.as_millis()).unwrap_or(u64::MAX).max(1));
+        // SAFETY: as in `open`.
+        let code = unsafe { self.0.wait.expect(CHECKED)(self.0.context, posted, ms, text.0.as_mut_ptr()) };
+        text.outcome("wait", code)
+    }
+
+    fn close(&self) {
+        // SAFETY: as in `open`.
+        unsafe { self.0.close.expect(CHECKED)(self.0.context) };
+    }
+
+    fn put(&self, key: &str, value: &[u8]) -> Result<Vec<u8>, Failed> {
+        let (key, mut text, mut there) = (self::key(key)?, Text::new(), Value::new());
+        let (put, context, from) = (self.0.put.expect(CHECKED), self.0.context, value.as_ptr().cast());
+        let (room, bytes) = (there.room.as_mut_ptr().cast(), &raw mut there.bytes);
+        // SAFETY: as in `open`.
+        let code = unsafe { put(context, key.as_ptr(), from, value.len(), room, bytes, text.0.as_mut_ptr()) };
+        text.outcome("put", code)?;
+        there.get("put")
+    }
+
+    fn look(&self, key: &str) -> Result<Option<Vec<u8>>, Failed> {
+        let (key, mut text, mut there) = (self::key(key)?, Text::new(), Value::new());
+        let (look, room, bytes) = (self.0.look.expect(CHECKED), there.room.as_mut_ptr().cast(), &raw mut there.bytes);
+        // SAFETY: as in `open`.
+        let code = unsafe { look(self.0.context, key.as_ptr(), room, bytes, text.0.as_mut_ptr()) };
+        text.outcome("look", code)?;
+        there.get("look").map(|value| (!value.is_empty()).then_some(value))
+    }
+
+    fn wait_for(&self, key: &str) -> Result<(), Failed> {
+        let (key, mut text) = (self::key(key)?, Text::new());
+        // SAFETY: as in `open`.
+        let code = unsafe { self.0.wait_for.expect(CHECKED)(self.0.context, key.as_ptr(), text.0.as_mut_ptr()) };
+        text.outcome("wait_for", code)
+    }
+}
+
+impl Drop for EngineTable {
+    fn drop(&mut self) {
+        if let Some(release) = self.0.release {
+            // SAFETY: as in `open`; nothing calls the table afterwards.
+            unsafe { release(self.0.context) };
+        }
+    }
+}

@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Arguments from C: structs that begin with their size, arrays, flags, and pointers for results.
+//!
+//! The size makes programs and libraries of different versions compatible. A new member is added after all others,
+//! never in former padding, and 0 means "as before"; every INIT macro writes 0. So a struct from an earlier header,
+//! which is shorter than ours, is treated as if it ended with zeros. A struct from a later header, which is longer, is
+//! accepted if all members that we do not know are zero.
+
+use core::mem::MaybeUninit;
+
+use cpattn::error::{Error, Result};
+
+/// The longest struct that is believed to be one.
+const LONGEST: usize = 4096;
+
+fn check<T>(name: &'static str, ptr: *const T) -> Result<()> {
+    if ptr.is_null() {
+        return Err(Error::invalid(name, "NULL", "an address"));
+    }
+    if !ptr.is_aligned() {
+        return Err(Error::invalid(name, format!("{ptr:p}"), format!("a multiple of {}", align_of::<T>())));
+    }
+    Ok(())
+}
+
+/// A struct whose first member is its size.
+///
+/// # Safety
+/// `repr(C)`, begins with a `usize`, and takes any bytes.
+pub(super) unsafe trait Versioned: Copy {
+    /// Bytes of it in the first header that had it.
+    const FIRST: usize;
+}
+
+/// Which structs these are, and the last member that each had in the first header. Later members are not named here.
+macro_rules! versioned {
+    ($($name:ident through $last:ident;)+) => {$(
+        // SAFETY: declared so, of integers, floats, pointers and optional functions, whose null is a value too.
+        unsafe impl $crate::input::Versioned for $name {
+            const FIRST: usize = {
+                const fn size_of_member<T, M>(_: fn(&T) -> &M) -> usize {
+                    size_of::<M>()
+                }
+                assert!(core::mem::offset_of!($name, struct_size) == 0);
+                let end = core::mem::offset_of!($name, $last) + size_of_member(|x: &$name| &x.$last);
+                end.next_multiple_of(align_of::<$name>())
+            };
+        }
+    )+};
+}
+pub(super) use versioned;
+
+/// Bytes of the struct, as its first word gives them.
+///
+/// # Safety
+/// `ptr` is null or misaligned, or valid for a read of its first word.
+unsafe fn size<T: Versioned>(name: &'static str, ptr: *const T) -> Result<usize> {
+    check(name, ptr)?;
+    // SAFETY: the struct begins with its size, which can be read.
+    let found = unsafe { ptr.cast::<usize>().read() };
+    if found < T::FIRST || found > LONGEST || !found.is_multiple_of(align_of::<T>()) {
+        let (align, now) = (align_of::<T>(), size_of::<T>());
+        let expected = format!("a multiple of {align} from {} to {LONGEST}, {now} in this header", T::FIRST);
+        return Err(Error::invalid(format!("{name}.struct_size"), found, expected)
+            .hint("initialise the struct with the INIT macro of its name"));
+    }
+    Ok(found)
+}
+
+/// Reads a struct of this header, of an earlier or of a later one.
+///
+/// # Safety
+/// `ptr` is null or misaligned, or valid for reads of the size that its first word gives, as long as that is believable.
+pub(super) unsafe fn sized<T: Versioned>(name: &'static str, ptr: *const T) -> Result<T> {
+    // SAFETY: the first word lies in what the caller says can be read.
+    let found = unsafe { size(name, ptr) }?;
+    let ours = size_of::<T>();
+    // SAFETY: the struct has `found` bytes, by its own word.
+    let bytes = unsafe { core::slice::from_raw_parts(ptr.cast::<u8>(), found) };
+    if bytes.iter().skip(ours).any(|&b| b != 0) {
+        return Err(Error::unsupported(
+            format!("a member of {name} beyond byte {ours}"),
+            "this library is older than the header",
+            "update the library, or leave the new members 0",
+        ));
+    }
+    let mut value = MaybeUninit::<T>::zeroed();
+    // SAFETY: both hold the smaller number of bytes; a value on the stack is apart from the caller's memory. Any bytes make
+    // a T, by its trait.
+    Ok(unsafe {
+        value.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(ptr.cast(), found.min(ours));
+        value.assume_init()
+    })
+}
+
+/// Where a struct of results goes: its size is checked, the part that both sides know is written.
+///
+/// # Safety
+/// As [`sized`], and valid for writes.
+pub(super) unsafe fn write_sized<T: Versioned>(name: &'static str, ptr: *mut T, value: T) -> Result<()> {
+    // SAFETY: what `sized` asks is asked here too.
+    unsafe { sized(name, ptr.cast_const()) }?;
+    let word = size_of::<usize>();
+    // SAFETY: the struct has the bytes of its first word, which `sized` has found to be at least the word itself. That word
+    // stays as the caller wrote it.
+    unsafe {
+        let bytes = ptr.cast::<usize>().read().min(size_of::<T>());
+        let (from, to) = ((&raw const value).cast::<u8>(), ptr.cast::<u8>());
+        core::ptr::copy_nonoverlapping(from.add(word), to.add(word), bytes - word);
+    }
+    Ok(())
+}
+
+/// An array.
+///
+/// # Safety
+/// `ptr` is null or misaligned, or `count` elements are valid for reads as long as the slice lives.
+pub(super) unsafe fn array<'a, T: Copy>(name: &'static str, ptr: *const T, count: usize) -> Result<&'a [T]> {
+    if count == 0 {
+        return Ok(&[]);
+    }
+    check(name, ptr)?;
+    fits::<T>(name, count)?;
+    // SAFETY: non-null, aligned, of a size that exists (checked above), so `count` elements are valid (the contract).
+    Ok(unsafe { core::slice::from_raw_parts(ptr, count) })
+}
+
+/// An array to write; what it holds is not looked at.
+///
+/// # Safety
+/// As [`array`], for writes, by nothing else.
+pub(super) unsafe fn array_mut<'a, T: Copy>(
+    name: &'static str,
+    ptr: *mut T,
+    count: usize,
+) -> Result<&'a mut [MaybeUninit<T>]> {
+    if count == 0 {
+        return Ok(&mut []);
+    }
+    check(name, ptr)?;
+    fits::<T>(name, count)?;
+    // SAFETY: as in `array`; MaybeUninit asks nothing of the contents.
+    Ok(unsafe { core::slice::from_raw_parts_mut(ptr.cast(), count) })
+}
+
+fn fits<T>(name: &'static str, count: usize) -> Result<()> {
+    let most = isize::MAX as usize / size_of::<T>();
+    if count > most {
+        return Err(Error::invalid(format!("length of {name}"), count, format!("at most {most}")));
+    }
+    Ok(())
+}
+
+/// The place of one result.
+///
+/// # Safety
+/// `ptr` is null or misaligned, or valid for a write.
+pub(super) unsafe fn result<'a, T>(name: &'static str, ptr: *mut T) -> Result<&'a mut MaybeUninit<T>> {
+    check(name, ptr.cast_const())?;
+    // SAFETY: non-null and aligned (checked above), so valid for a write (the contract); MaybeUninit has no invalid
+    // contents.
+    Ok(unsafe { &mut *ptr.cast() })
+}
+
+/// Writes a text and the 0 behind it into what room there is, cut where a character ends, and how many bytes the whole takes.
+pub(super) fn write_text(said: &str, text: &mut [MaybeUninit<u8>], needed: &mut MaybeUninit<usize>) {
+    needed.write(said.len() + 1);
+    if let Some(room) = text.len().checked_sub(1) {
+        let mut n = room.min(said.len());
+        while !said.is_char_boundary(n) {
+            n -= 1;
+        }
+        for (to, &from) in text.iter_mut().zip(&said.as_bytes()[..n]) {
+            to.write(from);
+        }
+        text[n].write(0);
+    }
+}
+
+/// 0 or 1.
+pub(super) fn flag(name: &'static str, value: i32) -> Result<bool> {
+    match value {
+        0 => Ok(false),
+        1 => Ok(true),
+        _ => Err(Error::invalid(name, value, "0 or 1")),
+    }
+}
+
+/// A member that later versions may use.
+pub(super) fn reserved(name: &'static str, zero: bool) -> Result<()> {
+    if zero { Ok(()) } else { Err(Error::invalid(name, "set", "0")) }
+}
+
+/// One of a list of numbers with names.
+pub(super) fn one_of<T: Copy>(name: &'static str, value: i32, list: &[T]) -> Result<T> {
+    usize::try_from(value)
+        .ok()
+        .and_then(|i| list.get(i).copied())
+        .ok_or_else(|| Error::invalid(name, value, format!("0 to {}", list.len() - 1)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Clone, Copy)]
+    #[repr(C)]
+    struct Now {
+        struct_size: usize,
+        value: u64,
+        added: u64,
+    }
+    versioned! { Now through value; }
+
+    #[test]
+    fn structs_of_other_ages() {
+        let read = |words: &[u64]| {
+            // SAFETY: the words are as long as the first of them says, or say something unbelievable.
+            unsafe { sized("options", words.as_ptr().cast::<Now>()) }.map(|n| (n.value, n.added))
+        };
+        assert_eq!(read(&[24, 7, 5]).unwrap(), (7, 5));
+        // What an earlier header lacks is 0, whatever lies behind the struct.
+        assert_eq!(read(&[16, 7, 5]).unwrap(), (7, 0));
+        assert_eq!(read(&[16, 7]).unwrap(), (7, 0));
+        assert_eq!(read(&[32, 7, 5, 0]).unwrap(), (7, 5));
+        assert!(read(&[32, 7, 5, 1]).unwrap_err().to_string().contains("older than the header"));
+        let text = read(&[8, 7]).unwrap_err().to_string();
+        assert!(
+            text.contains("struct_size is 8, expected a multiple of 8 from 16 to 4096, 24 in this header"),
+            "{text}"
+        );
+        for size in [0, 15, 17, 20, 28, 4104, u64::MAX] {
+            let text = read(&[size, 7]).unwrap_err().to_string();
+            let rule = "expected a multiple of 8 from 16 to 4096, 24 in this header";
+            assert!(text.contains(&format!("struct_size is {size}, {rule}")), "{text}");
+        }
+    }
+
+    #[test]
+    fn results_fill_what_the_caller_knows() {
+        let value = Now { struct_size: 0, value: 7, added: 5 };
+        let write = |mut words: [u64; 4]| {
+            // SAFETY: the words are as long as the first of them says.
+            unsafe { write_sized("info", words.as_mut_ptr().cast::<Now>(), value) }.map(|()| words)
+        };
+        assert_eq!(write([16, 1, 2, 3]).unwrap(), [16, 7, 2, 3]);
+        assert_eq!(write([24, 1, 2, 3]).unwrap(), [24, 7, 5, 3]);
+        assert_eq!(write([32, 1, 2, 0]).unwrap(), [32, 7, 5, 0]);
+        assert!(write([8, 1, 2, 3]).is_err());
+    }
+}

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Ranks as processes, over an MPI communicator of the caller's.
+
+use core::ffi::c_void;
+
+use super::{
+    input::result,
+    status::boundary,
+    transport::{cpattn_transport, deadline},
+};
+use cpattn::error::Error;
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_mpi_group(
+    comm: *const c_void,
+    deadline_ms: u64,
+    transport: *mut *mut cpattn_transport,
+) -> i32 {
+    boundary!({
+        let deadline = deadline(deadline_ms)?;
+        // SAFETY: the header's promise about results.
+        let out = unsafe { result("transport", transport) }?;
+        if comm.is_null() {
+            return Err(Error::invalid("comm", "NULL", "the address of an MPI_Comm").into());
+        }
+        #[cfg(feature = "mpi")]
+        {
+            use super::{handle, transport::Any};
+            use cpattn::transport::mpi::Mpi;
+            use std::sync::Arc;
+            // SAFETY: the header's promise that this is the address of a communicator, of the MPI of this build.
+            let end = unsafe { Mpi::from_raw(comm.cast().read(), deadline) }?;
+            out.write(handle::create(Any::Host(Arc::new(end))));
+            Ok(())
+        }
+        #[cfg(not(feature = "mpi"))]
+        {
+            let _ = (deadline, out);
+            let limit = "this build has no MPI";
+            Err(Error::unsupported("cpattn_mpi_group", limit, "build the library with capi/build --features mpi")
+                .into())
+        }
+    })
+}

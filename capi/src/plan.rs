@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Plans, and what can be asked of them.
+
+use core::ffi::c_char;
+
+use super::{
+    handle::{self, Handle, HandleKind},
+    input::{array, array_mut, one_of, result, sized, versioned, write_sized, write_text},
+    problem::{self, DTYPES, cpattn_options, cpattn_problem},
+    status::boundary,
+};
+use cpattn::{
+    batch::Side,
+    error::{Error, Result},
+    layout::Layout,
+    plan::{AttentionKind, Plan, Problem},
+    schedule::{AllToAll, AllToAllDirection, Direction, Schedule},
+};
+
+pub type cpattn_plan = Handle<Plan>;
+
+impl HandleKind for Plan {
+    const NAME: &'static str = "plan";
+    const MAGIC: u64 = u64::from_le_bytes(*b"cpatPLAN");
+}
+
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct cpattn_plan_info {
+    pub struct_size: usize,
+    pub replicas: u32,
+    pub ring: u32,
+    pub ulysses: u32,
+    pub layout: i32,
+    pub layout_parameter: u32,
+    pub reserved: u32,
+    pub q_tokens: u64,
+    pub k_tokens: u64,
+    pub fingerprint: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct cpattn_share {
+    pub struct_size: usize,
+    pub replica: u32,
+    pub ring: u32,
+    pub ulysses: u32,
+    pub reserved: u32,
+    pub q_tokens: u64,
+    pub k_tokens: u64,
+    pub q_head_begin: u32,
+    pub q_head_end: u32,
+    pub kv_head_begin: u32,
+    pub kv_head_end: u32,
+}
+
+versioned! {
+    cpattn_plan_info through fingerprint;
+    cpattn_share through kv_head_end;
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_create(
+    problem: *const cpattn_problem,
+    options: *const cpattn_options,
+    plan: *mut *mut cpattn_plan,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about structs, arrays and results.
+        let (problem, options, out) = unsafe {
+            let p = sized("problem", problem)?;
+            (problem::problem(&p, None)?, sized("options", options)?, result("plan", plan)?)
+        };
+        out.write(handle::create(problem::plan(&problem, &options)?));
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_with_tokens_of(
+    base: *const cpattn_plan,
+    problem: *const cpattn_problem,
+    options: *const cpattn_options,
+    plan: *mut *mut cpattn_plan,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles, structs, arrays and results.
+        let (base, problem, options, out) = unsafe {
+            let (base, p) = (handle::borrow(base)?, sized("problem", problem)?);
+            let options = if options.is_null() { None } else { Some(sized("options", options)?) };
+            (base, problem::problem(&p, Some(base.problem().batch()))?, options, result("plan", plan)?)
+        };
+        out.write(handle::create(problem::with_tokens_of(base, &problem, options.as_ref())?));
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_auto_for(
+    problems: *const *const cpattn_problem,
+    layers: *const u64,
+    kinds: usize,
+    options: *const cpattn_options,
+    plans: *mut *mut cpattn_plan,
+) -> i32 {
+    boundary!({
+        let mut of_model: Vec<(Problem, usize)> = Vec::new();
+        // SAFETY: the header's promise about structs and arrays.
+        let options = unsafe {
+            for (&p, &n) in array("problems", problems, kinds)?.iter().zip(array("layers", layers, kinds)?) {
+                let p = sized("problems[…]", p)?;
+                let batch = of_model.first().map(|(first, _)| first.batch().clone());
+                of_model.push((problem::problem(&p, batch.as_ref())?, usize::try_from(n).unwrap_or(usize::MAX)));
+            }
+            sized("options", options)?
+        };
+        // SAFETY: the header's promise about results: room for `kinds` plans.
+        let out = unsafe { array_mut("plans", plans, kinds) }?;
+        for (out, plan) in out.iter_mut().zip(problem::auto_for(&of_model, &options)?) {
+            out.write(handle::create(plan));
+        }
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_distribution(plan: *const cpattn_plan, distribution: *mut u64) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles and results.
+        let (plan, out) = unsafe { (handle::borrow(plan)?, result("distribution", distribution)?) };
+        out.write(plan.distribution().id());
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_destroy(plan: *mut cpattn_plan) -> i32 {
+    // SAFETY: the header's promise about handles.
+    boundary!({ unsafe { handle::destroy(plan) } })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_describe(plan: *const cpattn_plan, info: *mut cpattn_plan_info) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let plan = unsafe { handle::borrow(plan) }?;
+        let (layout, layout_parameter) = match plan.layout() {
+            Layout::Contiguous => (1, 0),
+            Layout::Zigzag => (2, 0),
+            Layout::ZigzagPack => (3, 0),
+            Layout::Striped { stripe } => (4, stripe),
+            Layout::Balanced { chunks } => (5, chunks),
+            other => {
+                let hint = "use a library whose header has it";
+                return Err(Error::unsupported(
+                    format!("layout {other}"),
+                    "the C interface has no number for it",
+                    hint,
+                )
+                .into());
+            }
+        };
+        let (mesh, batch) = (plan.mesh(), plan.problem().batch());
+        let value = cpattn_plan_info {
+            struct_size: 0,
+            replicas: mesh.replicas as u32,
+            ring: mesh.ring as u32,
+            ulysses: mesh.ulysses as u32,
+            layout,
+            layout_parameter,
+            reserved: 0,
+            q_tokens: batch.tokens(Side::Q) as u64,
+            k_tokens: batch.tokens(Side::K) as u64,
+            fingerprint: plan.fingerprint(),
+        };
+        // SAFETY: the header's promise about structs.
+        Ok(unsafe { write_sized("info", info, value) }?)
+    })
+}
+
+/// A rank of the plan's world.
+pub(super) fn rank_of(plan: &Plan, rank: u32) -> Result<usize> {
+    let world = plan.mesh().world();
+    if rank as usize >= world {
+        return Err(Error::invalid("rank", rank, format!("below the world of {world}")));
+    }
+    Ok(rank as usize)
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_share(plan: *const cpattn_plan, rank: u32, share: *mut cpattn_share) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let plan = unsafe { handle::borrow(plan) }?;
+        let rank = rank_of(plan, rank)?;
+        let (at, heads) = (plan.mesh().coordinates(rank), plan.heads_of(rank));
+        let value = cpattn_share {
+            struct_size: 0,
+            replica: at.replica as u32,
+            ring: at.ring as u32,
+            ulysses: at.ulysses as u32,
+            reserved: 0,
+            q_tokens: plan.local_tokens(Side::Q, rank) as u64,
+            k_tokens: plan.local_tokens(Side::K, rank) as u64,
+            q_head_begin: heads.q.start,
+            q_head_end: heads.q.end,
+            kv_head_begin: heads.kv.start,
+            kv_head_end: heads.kv.end,
+        };
+        // SAFETY: the header's promise about structs.
+        Ok(unsafe { write_sized("share", share, value) }?)
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_explain(
+    plan: *const cpattn_plan,
+    text: *mut c_char,
+    capacity: usize,
+    needed: *mut usize,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles, arrays and results.
+        let (plan, text, needed) = unsafe {
+            (handle::borrow(plan)?, array_mut("text", text.cast::<u8>(), capacity)?, result("needed", needed)?)
+        };
+        let mut said = plan.explain();
+        said.retain(|c| c != '\0');
+        write_text(&said, text, needed);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_verify(plan: *const cpattn_plan) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let plan = unsafe { handle::borrow(plan) }?;
+        runs(plan)?;
+        plan.verify()?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_verify_all_to_all(
+    plan: *const cpattn_plan,
+    side: i32,
+    dim: u32,
+    dtype: i32,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let plan = unsafe { handle::borrow(plan) }?;
+        let (side, dtype) = (self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
+        for way in [AllToAllDirection::ToHeads, AllToAllDirection::ToTokens] {
+            plan.verify_all_to_all(AllToAll { way, side, dim, dtype })?;
+        }
+        Ok(())
+    })
+}
+
+pub(super) fn direction(value: i32) -> Result<Direction> {
+    one_of("direction", value, &[Direction::Forward, Direction::Backward])
+}
+
+pub(super) fn side(value: i32) -> Result<Side> {
+    one_of("side", value, &[Side::Q, Side::K])
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_workspace(
+    plan: *const cpattn_plan,
+    rank: u32,
+    direction: i32,
+    bytes: *mut u64,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles and results.
+        let (plan, bytes) = unsafe { (handle::borrow(plan)?, result("bytes", bytes)?) };
+        runs(plan)?;
+        let rank = rank_of(plan, rank)?;
+        bytes.write(Schedule::new(plan, rank, self::direction(direction)?)?.workspace_bytes());
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_all_to_all_workspace(
+    plan: *const cpattn_plan,
+    rank: u32,
+    side: i32,
+    dim: u32,
+    dtype: i32,
+    bytes: *mut u64,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles and results.
+        let (plan, bytes) = unsafe { (handle::borrow(plan)?, result("bytes", bytes)?) };
+        let (rank, side, dtype) = (rank_of(plan, rank)?, self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
+        let mut most = 0;
+        for way in [AllToAllDirection::ToHeads, AllToAllDirection::ToTokens] {
+            most = most.max(Schedule::all_to_all(plan, rank, AllToAll { way, side, dim, dtype })?.workspace_bytes());
+        }
+        bytes.write(most);
+        Ok(())
+    })
+}
+
+/// Refuses what the library has no kernels for.
+pub(super) fn runs(plan: &Plan) -> Result<()> {
+    if plan.problem().kind() == AttentionKind::Softmax {
+        return Ok(());
+    }
+    Err(Error::unsupported(
+        "a plan of kind CPATTN_OTHER",
+        "what mixes its tokens is the caller's own",
+        "run that between cpattn_rank_to_heads and cpattn_rank_to_tokens, or plan CPATTN_SOFTMAX",
+    ))
+}

@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What is to be planned, as C says it: problem and options.
+
+use super::input::{array, flag, one_of, reserved, versioned};
+use cpattn::{
+    batch::Batch,
+    element::Dtype,
+    error::{Error, Result},
+    layout::Layout,
+    mask::Mask,
+    mesh::Mesh,
+    plan::{self, Circulate, Gather, Options, Plan, Problem, Wire},
+};
+
+/// For windows: no limit.
+const UNLIMITED: i64 = i64::MAX;
+
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct cpattn_problem {
+    pub struct_size: usize,
+    pub cu_seqlens_q: *const i32,
+    pub cu_seqlens_k: *const i32,
+    pub q_start: *const i64,
+    pub documents: usize,
+    pub heads: u32,
+    pub kv_heads: u32,
+    pub head_dim: u32,
+    pub value_dim: u32,
+    pub dtype: i32,
+    pub kind: i32,
+    pub window_left: i64,
+    pub window_right: i64,
+    pub scale: f64,
+    pub softcap: f64,
+    pub alibi_slopes: *const f32,
+    pub sinks: i32,
+    pub reserved: i32,
+}
+
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct cpattn_options {
+    pub struct_size: usize,
+    pub world: u32,
+    pub ulysses: u32,
+    pub ring: u32,
+    pub layout: i32,
+    pub layout_parameter: u32,
+    pub passes: u32,
+    pub circulate: i32,
+    pub wire: i32,
+    pub gather: i32,
+    pub reproducible: i32,
+    pub pack_inputs: i32,
+    pub reserved: i32,
+}
+
+versioned! {
+    cpattn_problem through reserved;
+    cpattn_options through reserved;
+}
+
+pub(super) const DTYPES: [Dtype; 4] = [Dtype::F16, Dtype::Bf16, Dtype::F32, Dtype::F64];
+
+/// In the order of the header, where 1 has always been what it is.
+const GATHER: [Gather; 4] = [Gather::Auto, Gather::Others, Gather::Steps, Gather::Together];
+
+fn window(name: &'static str, limit: i64) -> Result<Option<u32>> {
+    if limit == UNLIMITED {
+        return Ok(None);
+    }
+    u32::try_from(limit)
+        .map(Some)
+        .map_err(|_| Error::invalid(name, limit, format!("0 to {}, or CPATTN_UNLIMITED", u32::MAX)))
+}
+
+/// # Safety
+/// The pointers of `p` are null or as long as the header says.
+unsafe fn batch(p: &cpattn_problem) -> Result<Batch> {
+    let entries = p
+        .documents
+        .checked_add(1)
+        .filter(|&n| n <= i32::MAX as usize)
+        .ok_or_else(|| Error::invalid("problem.documents", p.documents, format!("below {}", i32::MAX)))?;
+    // SAFETY: null, or as long as the header says (promised).
+    let cu_q = unsafe { array("problem.cu_seqlens_q", p.cu_seqlens_q, entries) }?;
+    if p.cu_seqlens_k.is_null() {
+        if !p.q_start.is_null() {
+            return Err(Error::invalid("problem.q_start", "given", "NULL without cu_seqlens_k"));
+        }
+        return Batch::new(cu_q);
+    }
+    // SAFETY: null, or as long as the header says (promised).
+    let (cu_k, starts) = unsafe {
+        let starts = if p.q_start.is_null() { None } else { Some(array("problem.q_start", p.q_start, p.documents)?) };
+        (array("problem.cu_seqlens_k", p.cu_seqlens_k, entries)?, starts)
+    };
+    Batch::cross(cu_q, cu_k, starts)
+}
+
+/// With the batch `base`, if there is one and `p` gives none.
+///
+/// # Safety
+/// The pointers of `p` are null or as long as the header says.
+pub(super) unsafe fn problem(p: &cpattn_problem, base: Option<&Batch>) -> Result<Problem> {
+    reserved("problem.reserved", p.reserved == 0)?;
+    let none = p.cu_seqlens_q.is_null() && p.cu_seqlens_k.is_null() && p.q_start.is_null() && p.documents == 0;
+    let batch = match base {
+        Some(base) if none => base.clone(),
+        // SAFETY: promised.
+        _ => unsafe { batch(p) }?,
+    };
+    let dtype = one_of("problem.dtype", p.dtype, &DTYPES)?;
+    let kind = one_of("problem.kind", p.kind, &[plan::AttentionKind::Softmax, plan::AttentionKind::Other])?;
+    let or = |n: u32, default: u32| if n == 0 { default as usize } else { n as usize };
+    let mask = Mask {
+        left: window("problem.window_left", p.window_left)?,
+        right: window("problem.window_right", p.window_right)?,
+    };
+    let mut out = Problem::new(batch, p.heads as usize, or(p.kv_heads, p.heads), p.head_dim as usize, dtype)
+        .with_value_dim(or(p.value_dim, p.head_dim))
+        .with_mask(mask)
+        .with_sinks(flag("problem.sinks", p.sinks)?)
+        .with_kind(kind);
+    // What cannot be said with 0 as "default" is refused by `check` (a NaN) or meant as the default (±0).
+    if p.scale != 0.0 {
+        out = out.with_scale(p.scale);
+    }
+    if p.softcap != 0.0 {
+        out = out.with_softcap(p.softcap);
+    }
+    out.check()?;
+    if !p.alibi_slopes.is_null() {
+        // SAFETY: null, or as long as the header says (promised); heads was checked.
+        out = out.with_alibi_slopes(unsafe { array("problem.alibi_slopes", p.alibi_slopes, p.heads as usize) }?);
+        out.check()?;
+    }
+    Ok(out)
+}
+
+fn layout_of(o: &cpattn_options) -> Result<Option<Layout>> {
+    let parameter = |used: bool| match (used, o.layout_parameter) {
+        (true, 0) => {
+            let needed = if o.layout == 4 { "the tokens of a stripe" } else { "the chunks of a ring rank" };
+            Err(Error::invalid("options.layout_parameter", 0, format_args!("at least 1: {needed}")))
+        }
+        (false, 1..) => Err(Error::invalid("options.layout_parameter", o.layout_parameter, "0: the layout has none")),
+        _ => Ok(()),
+    };
+    parameter(matches!(o.layout, 4 | 5))?;
+    Ok(match o.layout {
+        0 => None,
+        1 => Some(Layout::Contiguous),
+        2 => Some(Layout::Zigzag),
+        3 => Some(Layout::ZigzagPack),
+        4 => Some(Layout::Striped { stripe: o.layout_parameter }),
+        5 => Some(Layout::Balanced { chunks: o.layout_parameter }),
+        other => return Err(Error::invalid("options.layout", other, "one of CPATTN_LAYOUT_…, 0 to 5")),
+    })
+}
+
+/// What does not decide who holds which tokens.
+fn options(o: &cpattn_options) -> Result<Options> {
+    reserved("options.reserved", o.reserved == 0)?;
+    Ok(Options::new()
+        .gather(one_of("options.gather", o.gather, &GATHER)?)
+        .passes(o.passes as usize)
+        .circulate(one_of("options.circulate", o.circulate, &[Circulate::Auto, Circulate::Keys, Circulate::Queries])?)
+        .wire(one_of("options.wire", o.wire, &[Wire::Full, Wire::Bf16])?)
+        .reproducible(flag("options.reproducible", o.reproducible)?)
+        .pack_inputs(flag("options.pack_inputs", o.pack_inputs)?))
+}
+
+/// Without options it has those of `base`.
+pub(super) fn with_tokens_of(base: &Plan, problem: &Problem, o: Option<&cpattn_options>) -> Result<Plan> {
+    let Some(o) = o else { return Plan::with_tokens_of(base, problem, base.options()) };
+    let options = options(o)?;
+    let mesh = base.mesh();
+    let given = [("world", o.world, mesh.world()), ("ulysses", o.ulysses, mesh.ulysses), ("ring", o.ring, mesh.ring)];
+    for (name, found, expected) in given {
+        if found != 0 && found as usize != expected {
+            let expected = format!("0, or the base plan's {expected}");
+            return Err(Error::invalid(format!("options.{name}"), found, expected));
+        }
+    }
+    match layout_of(o)? {
+        Some(layout) if layout != base.layout() => {
+            let expected = format!("CPATTN_LAYOUT_AUTO, or the base plan's {}", base.layout());
+            Err(Error::invalid("options.layout", layout, expected))
+        }
+        _ => Plan::with_tokens_of(base, problem, options),
+    }
+}
+
+pub(super) fn auto_for(kinds: &[(Problem, usize)], o: &cpattn_options) -> Result<Vec<Plan>> {
+    for (name, found) in [("ulysses", i64::from(o.ulysses)), ("ring", o.ring.into()), ("layout", o.layout.into())] {
+        if found != 0 {
+            let hint = "for a given one make a plan of one kind, and the others with cpattn_plan_with_tokens_of";
+            return Err(Error::invalid(format!("options.{name}"), found, "0: it is chosen for all kinds").hint(hint));
+        }
+    }
+    layout_of(o)?;
+    Plan::auto_for(kinds, o.world as usize, options(o)?)
+}
+
+pub(super) fn plan(problem: &Problem, o: &cpattn_options) -> Result<Plan> {
+    let options = options(o)?;
+    let layout = layout_of(o)?;
+    let (world, ulysses, ring) = (o.world as usize, o.ulysses as usize, o.ring as usize);
+    let mesh = match (ulysses, ring) {
+        (0, 0) => Mesh::auto(world, problem)?,
+        (0, n) | (n, 0) => {
+            if world == 0 || !world.is_multiple_of(n) {
+                let name = if ring == 0 { "options.ulysses" } else { "options.ring" };
+                return Err(Error::invalid(name, n, format!("a divisor of the world of {world}")));
+            }
+            if ring == 0 { Mesh::explicit(world, n, world / n)? } else { Mesh::explicit(world, world / n, n)? }
+        }
+        (u, r) => Mesh::explicit(world, u, r)?,
+    };
+    let layout = match layout {
+        Some(layout) => layout,
+        None => plan::auto_layout(problem, mesh.ring)?,
+    };
+    Plan::with_options(problem, mesh, layout, options)
+}

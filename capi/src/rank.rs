@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Ranks: create, prepare, lend workspace, poll and abort. Their runs are in `run`.
+//!
+//! The rank is behind a mutex that is only ever tried: a second call is refused instead of queued, because ranks that
+//! run plans in different orders would wait for each other for ever. `poll` and `abort` do not touch it.
+
+use core::ffi::c_void;
+use std::{
+    collections::VecDeque,
+    sync::{Mutex, MutexGuard, TryLockError},
+};
+
+#[cfg(feature = "cuda")]
+use super::{dlpack::device, table::DeviceTableTransport};
+use super::{
+    dlpack::device_of,
+    handle::{self, Handle, HandleKind},
+    input::{one_of, reserved, result, sized, versioned},
+    plan::{cpattn_plan, direction, side},
+    problem::DTYPES,
+    status::{Fail, Outcome, boundary},
+    transport::{Any, cpattn_transport},
+};
+#[cfg(feature = "cuda")]
+use cpattn::kernel::cuda::SmMargin;
+use cpattn::{
+    Device,
+    error::{Error, Result},
+    kernel::cpu::Isa,
+    report::trace,
+    runtime::{self, Rank},
+};
+
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct cpattn_rank_options {
+    pub struct_size: usize,
+    pub workers: u32,
+    pub device_type: i32,
+    pub device_id: i32,
+    pub sm_margin: u32,
+    pub isa: i32,
+    pub reserved: i32,
+}
+
+versioned! { cpattn_rank_options through sm_margin; }
+
+/// What a rank's handle holds.
+#[doc(hidden)]
+pub struct RankState {
+    rank: Mutex<Rank>,
+    /// What the rank recorded and C has not taken.
+    pub(super) untaken: Mutex<VecDeque<trace::Event>>,
+    pub(super) device: Device,
+    handle: runtime::AbortHandle,
+    /// What the rank asks of its device beyond kernels.
+    #[cfg(feature = "cuda")]
+    _margin: Option<SmMargin>,
+}
+
+pub type cpattn_rank = Handle<RankState>;
+
+impl HandleKind for RankState {
+    const NAME: &'static str = "rank";
+    const MAGIC: u64 = u64::from_le_bytes(*b"cpatRANK");
+}
+
+impl RankState {
+    pub(super) fn lock(&self) -> Outcome<MutexGuard<'_, Rank>> {
+        match self.rank.try_lock() {
+            Ok(rank) => Ok(rank),
+            // A rank that panicked has aborted its transport: what comes next says so.
+            Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => Err(Fail::Busy("rank")),
+        }
+    }
+}
+
+/// Refuses numbers of workers that would not be used.
+pub(super) fn workers(name: &'static str, n: u32) -> Result<usize> {
+    if n == 0 || n > 1024 {
+        return Err(Error::invalid(name, n, "1 to 1024"));
+    }
+    if n > 1 && !cfg!(feature = "rayon") {
+        return Err(Error::unsupported(
+            format!("{name} = {n}"),
+            "this build has one worker for each rank",
+            "build with the feature rayon",
+        ));
+    }
+    Ok(n as usize)
+}
+
+/// An instruction set by its number; none for `CPATTN_ISA_AUTO`.
+pub(super) fn instruction_set(name: &'static str, number: i32) -> Result<Option<Isa>> {
+    const ISAS: [Option<Isa>; 7] = [
+        None,
+        Some(Isa::Portable),
+        Some(Isa::Neon),
+        Some(Isa::Avx2),
+        Some(Isa::Avx512),
+        Some(Isa::Avx512Bf16),
+        Some(Isa::Amx),
+    ];
+    one_of(name, number, &ISAS)
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_rank_create(
+    transport: *mut cpattn_transport,
+    options: *const cpattn_rank_options,
+    rank: *mut *mut cpattn_rank,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about results and handles.
+        let (out, given) = unsafe { (result("rank", rank)?, handle::borrow(transport.cast_const())?) };
+        let (mut n, mut at, mut free, mut isa) = (1, given.device().unwrap_or(Device::Cpu), 0, None);
+        if !options.is_null() {
+            // SAFETY: the header's promise about structs.
+            let o = unsafe { sized("options", options) }?;
+            let wanted = device_of("options", o.device_type, o.device_id)?;
+            if given.device().is_some_and(|at| at != wanted) {
+                return Err(Error::invalid("options.device", wanted, format!("{at}, where the transport is")).into());
+            }
+            // Before what the build lacks: another build would not help.
+            if o.workers > 1 && wanted != Device::Cpu {
+                let expected = "1 on a device, which has threads of its own";
+                return Err(Error::invalid("options.workers", o.workers, expected).into());
+            }
+            if o.sm_margin > 0 && wanted == Device::Cpu {
+                let expected = "0 on the CPU, which has no multiprocessors";
+                return Err(Error::invalid("options.sm_margin", o.sm_margin, expected).into());
+            }
+            reserved("options.reserved", o.reserved == 0)?;
+            isa = instruction_set("options.isa", o.isa)?;
+            if let (Some(_), Device::Cuda(_)) = (isa, wanted) {
+                return Err(Error::unsupported(
+                    format!("options.isa = {} on {wanted}", o.isa),
+                    "it is an instruction set of the CPU kernels",
+                    "leave it CPATTN_ISA_AUTO on a device",
+                )
+                .into());
+            }
+            (n, at, free) = (workers("options.workers", o.workers)?, wanted, o.sm_margin);
+        }
+        if (at, isa) == (Device::Cpu, None) {
+            Isa::chosen()?;
+        }
+        #[cfg(feature = "cuda")]
+        let _margin = margin(at, free)?;
+        #[cfg(not(feature = "cuda"))]
+        let _ = free;
+        let mut rank = rank_over(given, at, n)?;
+        if isa.is_some() {
+            rank.set_isa(isa)?;
+        }
+        let (device, handle) = (rank.device(), rank.handle());
+        // The transport is the rank's from here on; before, a failure leaves it to the caller.
+        // SAFETY: the header's promise about handles.
+        drop(unsafe { handle::take(transport) }?);
+        out.write(handle::create(RankState {
+            rank: Mutex::new(rank),
+            untaken: Mutex::default(),
+            device,
+            handle,
+            #[cfg(feature = "cuda")]
+            _margin,
+        }));
+        Ok(())
+    })
+}
+
+/// What a rank asks of its device besides.
+#[cfg(feature = "cuda")]
+fn margin(at: Device, sm_margin: u32) -> Result<Option<SmMargin>> {
+    match at {
+        Device::Cuda(ordinal) if sm_margin > 0 => {
+            SmMargin::new(&device("options.device_id", ordinal)?, "options.sm_margin", sm_margin).map(Some)
+        }
+        _ => Ok(None),
+    }
+}
+
+/// Makes a rank over a transport.
+fn rank_over(given: &Any, at: Device, workers: usize) -> Result<Rank> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(ordinal) = at {
+        return match given.clone() {
+            Any::Device(end) => Rank::on_device(end),
+            Any::Table(end) => Rank::on_device(DeviceTableTransport::new(end, device("options.device_id", ordinal)?)?),
+            Any::Host(_) | Any::Engine(_) => unreachable!("the devices were compared"),
+        };
+    }
+    let _ = at;
+    Ok(match given.clone() {
+        Any::Host(end) => Rank::with_workers(end, workers),
+        Any::Table(end) => Rank::with_workers(end, workers),
+        Any::Engine(end) => Rank::with_workers(end, workers),
+        #[cfg(feature = "cuda")]
+        Any::Device(_) => unreachable!("the devices were compared"),
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_rank_destroy(rank: *mut cpattn_rank) -> i32 {
+    boundary!({
+        if rank.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the header's promise about handles.
+        drop(unsafe { handle::borrow(rank) }?.lock()?);
+        // SAFETY: the header's promise about handles.
+        unsafe { handle::destroy(rank) }
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_rank_prepare(rank: *mut cpattn_rank, plan: *const cpattn_plan, direction: i32) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let (rank, plan) = unsafe { (handle::borrow(rank.cast_const())?, handle::borrow(plan)?) };
+        rank.lock()?.prepare(plan, self::direction(direction)?)?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_rank_lend_workspace(
+    rank: *mut cpattn_rank,
+    workspace: *mut c_void,
+    bytes: usize,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let rank = unsafe { handle::borrow(rank.cast_const()) }?;
+        if workspace.is_null() {
+            if bytes > 0 {
+                return Err(Error::invalid("workspace", "NULL", "an address, or 0 bytes to take it back").into());
+            }
+            rank.lock()?.take_workspace_back()?;
+            return Ok(());
+        }
+        if workspace.addr().checked_add(bytes).is_none_or(|end| end > isize::MAX as usize) {
+            return Err(Error::invalid("bytes", bytes, "memory that stays within the address space").into());
+        }
+        // SAFETY: lent until another is lent or the rank is destroyed, by the header's promise.
+        unsafe { rank.lock()?.lend_workspace(workspace.cast(), bytes) }?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_rank_prepare_all_to_all(
+    rank: *mut cpattn_rank,
+    plan: *const cpattn_plan,
+    side: i32,
+    dim: u32,
+    dtype: i32,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let (rank, plan) = unsafe { (handle::borrow(rank.cast_const())?, handle::borrow(plan)?) };
+        let (side, dtype) = (self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
+        rank.lock()?.prepare_all_to_all(plan, side, dim as usize, dtype)?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_rank_poll(rank: *const cpattn_rank) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        unsafe { handle::borrow(rank) }?.handle.poll()?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_rank_abort(rank: *const cpattn_rank) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        unsafe { handle::borrow(rank) }?.handle.abort();
+        Ok(())
+    })
+}

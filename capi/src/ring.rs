@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The check of a ring's links.
+
+use std::mem::MaybeUninit;
+
+use super::{
+    handle,
+    input::{array_mut, result},
+    rank::cpattn_rank,
+    status::{CPATTN_PEER, Fail, boundary, status_of},
+    transport::{Any, cpattn_transport},
+};
+use cpattn::{
+    error::{Cause, Error},
+    transport::ring_check::{Link, RingFault, check},
+};
+
+#[cfg(feature = "cuda")]
+use cpattn::transport::ring_check::check_on_device;
+
+/// One link, one way.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct cpattn_link {
+    pub from: u32,
+    pub to: u32,
+    pub latency: f64,
+    pub bytes_per_second: f64,
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_ring_check(
+    transport: *mut cpattn_transport,
+    bytes: usize,
+    links: *mut cpattn_link,
+    capacity: usize,
+    count: *mut usize,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles and results.
+        let (given, count) = unsafe { (handle::borrow(transport.cast_const())?, result("count", count)?) };
+        // SAFETY: the header's promise about arrays.
+        let out = unsafe { room(given.end().world(), links, capacity) }?;
+        let known = match given {
+            #[cfg(feature = "cuda")]
+            Any::Device(end) => check_on_device(&**end, bytes),
+            _ => check(given.end(), bytes),
+        };
+        let known = known.map_err(|trouble| {
+            let fail = failed(&trouble);
+            if matches!(fail, Fail::Text(CPATTN_PEER, ..)) {
+                // As after the failure of a run: a table's peers do not wait for this rank.
+                given.end().abort(Cause::Failed);
+            }
+            fail
+        })?;
+        count.write(write(out, &known));
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_rank_ring_check(
+    rank: *mut cpattn_rank,
+    bytes: usize,
+    links: *mut cpattn_link,
+    capacity: usize,
+    count: *mut usize,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles and results.
+        let (rank, count) = unsafe { (handle::borrow(rank.cast_const())?, result("count", count)?) };
+        let mut rank = rank.lock()?;
+        if links.is_null() && capacity == 0 {
+            count.write(2 * rank.world());
+            return Ok(());
+        }
+        // SAFETY: the header's promise about arrays.
+        let out = unsafe { room(rank.world(), links, capacity) }?;
+        let known = rank.check_ring(bytes).map_err(|trouble| failed(&trouble))?;
+        count.write(write(out, &known));
+        Ok(())
+    })
+}
+
+/// The caller's array, if all links fit.
+///
+/// # Safety
+/// The header's promise about arrays.
+unsafe fn room<'a>(
+    world: usize,
+    links: *mut cpattn_link,
+    capacity: usize,
+) -> cpattn::Result<&'a mut [MaybeUninit<cpattn_link>]> {
+    if capacity < 2 * world {
+        let expected = format!("at least {}, two for each of {world} ranks", 2 * world);
+        return Err(Error::invalid("capacity", capacity, expected));
+    }
+    // SAFETY: the caller's promise.
+    unsafe { array_mut("links", links, capacity) }
+}
+
+fn failed(trouble: &RingFault) -> Fail {
+    let (status, peer) = match trouble {
+        RingFault::Failed { error, .. } => (status_of(error), error.peer()),
+        _ => (CPATTN_PEER, None),
+    };
+    Fail::Text(status, trouble.to_string(), peer)
+}
+
+/// How many there are.
+fn write(out: &mut [MaybeUninit<cpattn_link>], known: &[Link]) -> usize {
+    for (to, link) in out.iter_mut().zip(known) {
+        to.write(cpattn_link {
+            from: link.from as u32,
+            to: link.to as u32,
+            latency: link.latency.as_secs_f64(),
+            bytes_per_second: link.bytes_per_second,
+        });
+    }
+    known.len()
+}

@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Scratches: the kernels of one device or of the CPU, with the memory that calls take.
+//!
+//! On the CPU that is memory for tiles; on a device, loaded kernels and a ring buffer for scheduler metadata. The calls
+//! of this file allocate all of it, so that those of `attend` and `blocks` allocate nothing unless they refuse.
+
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+
+#[cfg(feature = "cuda")]
+use super::dlpack::device;
+#[cfg(not(feature = "cuda"))]
+use super::dlpack::without_cuda;
+use super::{
+    handle::{self, Handle, HandleKind},
+    input::{one_of, result, sized},
+    problem::{self, DTYPES, cpattn_problem},
+    rank::{instruction_set, workers},
+    status::{Fail, Outcome, boundary},
+};
+#[cfg(feature = "cuda")]
+use cpattn::kernel::cuda::StreamKernels;
+use cpattn::{Device, call::Score, error::Error, kernel::Kernels, plan::MAX_HEAD_DIM};
+
+/// Rings beyond this are a mistake.
+const MAX_METADATA_BYTES: u64 = 1 << 32;
+/// Calls in flight, likewise: each has an event.
+const MAX_CALLS: u32 = 1 << 16;
+
+/// What a scratch's handle holds.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct ScratchState {
+    kernels: Mutex<Kernels>,
+    device: Device,
+}
+
+pub type cpattn_scratch = Handle<ScratchState>;
+
+impl HandleKind for ScratchState {
+    const NAME: &'static str = "scratch";
+    const MAGIC: u64 = u64::from_le_bytes(*b"cpatTILE");
+}
+
+impl ScratchState {
+    fn new(kernels: Kernels) -> Self {
+        Self { device: kernels.device(), kernels: Mutex::new(kernels) }
+    }
+
+    pub(super) fn device(&self) -> Device {
+        self.device
+    }
+
+    pub(super) fn lock(&self) -> Outcome<MutexGuard<'_, Kernels>> {
+        match self.kernels.try_lock() {
+            Ok(kernels) => Ok(kernels),
+            Err(TryLockError::Poisoned(poisoned)) => Ok(PoisonError::into_inner(poisoned)),
+            Err(TryLockError::WouldBlock) => Err(Fail::Busy("scratch")),
+        }
+    }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_scratch_create(workers: u32, scratch: *mut *mut cpattn_scratch) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about results.
+        let out = unsafe { result("scratch", scratch) }?;
+        out.write(handle::create(ScratchState::new(Kernels::cpu(self::workers("workers", workers)?))));
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_scratch_create_cuda(device_id: i32, scratch: *mut *mut cpattn_scratch) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about results.
+        let out = unsafe { result("scratch", scratch) }?;
+        #[cfg(feature = "cuda")]
+        {
+            out.write(handle::create(ScratchState::new(Kernels::Cuda(StreamKernels::new(device(
+                "device_id",
+                device_id,
+            )?)?))));
+            Ok(())
+        }
+        #[cfg(not(feature = "cuda"))]
+        {
+            let _ = (out, device_id);
+            without_cuda("cpattn_scratch_create_cuda")?
+        }
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_scratch_destroy(scratch: *mut cpattn_scratch) -> i32 {
+    boundary!({
+        if scratch.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the header's promise about handles.
+        drop(unsafe { handle::borrow(scratch.cast_const()) }?.lock()?);
+        // SAFETY: the header's promise about handles.
+        unsafe { handle::destroy(scratch) }
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_scratch_reserve(
+    scratch: *mut cpattn_scratch,
+    dtype: i32,
+    head_dim: u32,
+    value_dim: u32,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
+        let dtype = one_of("dtype", dtype, &DTYPES)?;
+        for (name, dim) in [("head_dim", head_dim), ("value_dim", value_dim)] {
+            if dim == 0 || dim as usize > MAX_HEAD_DIM {
+                return Err(Error::invalid(name, dim, format!("1 to {MAX_HEAD_DIM}")).into());
+            }
+        }
+        scratch.lock()?.reserve(dtype, head_dim, value_dim)?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_scratch_set_sm_margin(scratch: *mut cpattn_scratch, multiprocessors: u32) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
+        scratch.lock()?.set_sm_margin(multiprocessors)?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_scratch_set_isa(scratch: *mut cpattn_scratch, isa: i32) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
+        scratch.lock()?.set_isa(instruction_set("isa", isa)?)?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_scratch_set_documents(
+    scratch: *mut cpattn_scratch,
+    problem: *const cpattn_problem,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
+        let problem = if problem.is_null() {
+            None
+        } else {
+            // SAFETY: the header's promise about structs, and about what they point to.
+            Some(unsafe { problem::problem(&sized("problem", problem)?, None) }?)
+        };
+        let (mut score, mut group) = (Score { scale: 1.0, softcap: 0.0, window_left: 0, window_right: 0 }, 1);
+        if let Some(p) = &problem {
+            (score, group) = (p.score(), p.group() as u32);
+        }
+        scratch.lock()?.set_documents(problem.iter().flat_map(|p| p.document_lengths()), &score, group)?;
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_scratch_reserve_metadata(scratch: *mut cpattn_scratch, bytes: u64, calls: u32) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
+        if bytes > MAX_METADATA_BYTES {
+            return Err(Error::invalid("bytes", bytes, format!("at most {MAX_METADATA_BYTES}")).into());
+        }
+        if calls == 0 || calls > MAX_CALLS {
+            return Err(Error::invalid("calls", calls, format!("1 to {MAX_CALLS}")).into());
+        }
+        scratch.lock()?.reserve_metadata(bytes as usize, calls as usize)?;
+        Ok(())
+    })
+}

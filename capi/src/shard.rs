@@ -1,0 +1,303 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Which rank holds which tokens: lists, and copies of rows between the whole batch and a rank's share.
+//!
+//! Rows are copied as bytes: token ids, activations and losses have element types that attention has no kernels for.
+
+use core::ffi::c_void;
+
+use super::{
+    dlpack::{TensorFields, cpattn_dl_dtype, cpattn_tensor, parts},
+    handle,
+    input::array_mut,
+    plan::{cpattn_plan, rank_of, side},
+    status::boundary,
+};
+use cpattn::{
+    Device,
+    batch::Side,
+    error::{Error, Result},
+    plan::Plan,
+};
+
+fn enough(name: &'static str, capacity: usize, plan: &Plan, side: Side, rank: usize) -> Result<usize> {
+    let n = plan.local_tokens(side, rank);
+    if capacity < n {
+        return Err(Error::invalid("capacity", capacity, format!("at least the {n} {name} of rank {rank}")));
+    }
+    Ok(n)
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_tokens(
+    plan: *const cpattn_plan,
+    side: i32,
+    rank: u32,
+    tokens: *mut i64,
+    capacity: usize,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles and arrays.
+        let (plan, tokens) = unsafe { (handle::borrow(plan)?, array_mut("tokens", tokens, capacity)?) };
+        let (side, rank) = (self::side(side)?, rank_of(plan, rank)?);
+        enough("tokens", capacity, plan, side, rank)?;
+        let mut at = tokens.iter_mut();
+        plan.for_each_token(side, rank, |token, _, _| {
+            at.next().map(|to| to.write(token as i64));
+        });
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_positions(
+    plan: *const cpattn_plan,
+    side: i32,
+    rank: u32,
+    positions: *mut i64,
+    capacity: usize,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles and arrays.
+        let (plan, positions) = unsafe { (handle::borrow(plan)?, array_mut("positions", positions, capacity)?) };
+        let (side, rank) = (self::side(side)?, rank_of(plan, rank)?);
+        enough("positions", capacity, plan, side, rank)?;
+        let mut at = positions.iter_mut();
+        plan.for_each_token(side, rank, |_, pos, _| {
+            at.next().map(|to| to.write(pos));
+        });
+        Ok(())
+    })
+}
+
+/// A tensor as rows of bytes: `[tokens, parts]` runs of `run` bytes.
+pub(super) struct Rows {
+    ptr: *mut u8,
+    item: usize,
+    pub(super) tokens: usize,
+    token_stride: usize,
+    pub(super) parts: usize,
+    part_stride: usize,
+    pub(super) run: usize,
+}
+
+impl Rows {
+    pub(super) fn new(name: &'static str, p: &TensorFields) -> Result<Self> {
+        let size = p.item;
+        // The address space holds all of a tensor with elements (checked), so these fit; without any, nothing is copied.
+        let bytes = |stride: i64| (stride as usize).wrapping_mul(size);
+        let [n, a, b] = p.shape;
+        let [s, sa, sb] = p.strides;
+        let (parts, part_stride, run) = match p.ndim {
+            1 => (1, 0, size),
+            2 if a > 1 && sa != 1 => {
+                return Err(
+                    Error::invalid(format!("{name}.strides[1]"), sa, 1).hint("the last dimension is contiguous")
+                );
+            }
+            2 => (1, 0, (a as usize).wrapping_mul(size)),
+            _ => (a as usize, bytes(sa), (b as usize).wrapping_mul(size)),
+        };
+        debug_assert!(p.ndim < 3 || b <= 1 || sb == 1);
+        Ok(Self { ptr: p.ptr, item: size, tokens: n as usize, token_stride: bytes(s), parts, part_stride, run })
+    }
+
+    pub(super) fn row(&self, token: usize, part: usize) -> *mut u8 {
+        self.ptr.wrapping_add(token * self.token_stride + part * self.part_stride)
+    }
+
+    /// From the first byte to past the last.
+    fn hull(&self) -> core::ops::Range<usize> {
+        let start = self.ptr.addr();
+        start..start + (self.tokens - 1) * self.token_stride + (self.parts - 1) * self.part_stride + self.run
+    }
+
+    /// Whether no byte belongs to two runs, as far as nested strides tell.
+    fn is_injective(&self) -> bool {
+        let by_part = self.parts <= 1 || self.part_stride >= self.run;
+        let nested = self.tokens <= 1 || self.token_stride >= (self.parts - 1) * self.part_stride + self.run;
+        let crossed = self.parts <= 1 || self.part_stride >= (self.tokens - 1) * self.token_stride + self.run;
+        let by_token = self.tokens <= 1 || self.token_stride >= self.run;
+        (by_part && nested) || (by_token && crossed)
+    }
+
+    /// Writes one element to all places of a row.
+    ///
+    /// # Safety
+    /// The row exists, in memory valid for writes, and `fill` has one element.
+    pub(super) unsafe fn fill(&self, row: usize, fill: *const u8) {
+        for part in 0..self.parts {
+            for i in (0..self.run).step_by(self.item) {
+                // SAFETY: within the run; `fill` has one element (both promised).
+                unsafe { core::ptr::copy_nonoverlapping(fill, self.row(row, part).add(i), self.item) };
+            }
+        }
+    }
+}
+
+/// A tensor of a call that copies rows: its name, and how many rows it has to have.
+pub(super) type Wanted = (&'static str, *const cpattn_tensor, usize);
+
+/// Reads two tensors and refuses what does not belong together: other types or shapes than `first` has.
+///
+/// # Safety
+/// The header's promise about tensors.
+pub(super) unsafe fn alike(first: Wanted, second: Wanted) -> Result<[TensorFields; 2]> {
+    let ((a, first, rows_a), (b, second, rows_b)) = (first, second);
+    // SAFETY: both tensors are as the header says (the contract of this function).
+    let (f, s) = unsafe { (parts(a, first, 1..=3, Device::Cpu)?, parts(b, second, 1..=3, Device::Cpu)?) };
+    if s.ndim != f.ndim {
+        return Err(Error::invalid(format!("{b}.ndim"), s.ndim, format!("that of {a}, {}", f.ndim)));
+    }
+    if s.dtype != f.dtype {
+        let words = |d: cpattn_dl_dtype| format!("code {} with {} bits", d.code, d.bits);
+        return Err(Error::invalid(format!("{b}.dtype"), words(s.dtype), format!("that of {a}, {}", words(f.dtype))));
+    }
+    for (name, p, rows) in [(a, &f, rows_a), (b, &s, rows_b)] {
+        if p.shape[0] != rows as u64 {
+            return Err(Error::invalid(format!("{name}.shape[0]"), p.shape[0], format!("{rows} tokens")));
+        }
+    }
+    for d in 1..f.ndim {
+        if s.shape[d] != f.shape[d] {
+            let expected = format!("that of {a}, {}", f.shape[d]);
+            return Err(Error::invalid(format!("{b}.shape[{d}]"), s.shape[d], expected));
+        }
+    }
+    Ok([f, s])
+}
+
+/// Refuses a written tensor whose rows share bytes, and one that overlaps the other; neither is empty.
+pub(super) fn apart(first: (&str, &Rows), second: (&str, &Rows), written: usize) -> Result<()> {
+    let (name, rows) = [first, second][written];
+    if !rows.is_injective() {
+        let expected = "rows that share no byte: they are written";
+        return Err(Error::invalid(format!("{name}.strides"), "overlapping", expected));
+    }
+    let (a, b) = (first.1.hull(), second.1.hull());
+    if a.start < b.end && b.start < a.end {
+        return Err(Error::invalid(second.0, format!("memory that overlaps {}", first.0), "memory of its own"));
+    }
+    Ok(())
+}
+
+/// The whole batch's rows and a rank's; `None` when there is nothing to copy.
+///
+/// # Safety
+/// The header's promise about tensors.
+unsafe fn pair(
+    plan: &Plan,
+    side: Side,
+    rank: usize,
+    whole: *const cpattn_tensor,
+    local: *const cpattn_tensor,
+    whole_written: bool,
+) -> Result<Option<(Rows, Rows)>> {
+    let (all, mine) = (plan.problem().batch().tokens(side), plan.local_tokens(side, rank));
+    // SAFETY: both tensors are as the header says (the contract of this function).
+    let [w, l] = unsafe { alike(("whole", whole, all), ("local", local, mine)) }?;
+    if w.is_empty() || l.is_empty() {
+        return Ok(None);
+    }
+    let (w, l) = (Rows::new("whole", &w)?, Rows::new("local", &l)?);
+    apart(("whole", &w), ("local", &l), usize::from(!whole_written))?;
+    Ok(Some((w, l)))
+}
+
+/// Copies between row `token` of `whole` and row `row` of `local`.
+///
+/// # Safety
+/// Both rows exist, in memory valid for the call, and belong to a [`pair`].
+unsafe fn copy(whole: &Rows, token: usize, local: &Rows, row: usize, whole_written: bool) {
+    for part in 0..whole.parts {
+        let (a, b) = (whole.row(token, part), local.row(row, part));
+        let (from, to) = if whole_written { (b, a) } else { (a, b) };
+        // SAFETY: runs of equal length (equal types and shapes) in tensors that share no byte.
+        unsafe { core::ptr::copy_nonoverlapping(from, to, whole.run) };
+    }
+}
+
+/// # Safety
+/// The header's promise about handles and tensors.
+unsafe fn move_rows(
+    plan: *const cpattn_plan,
+    side: i32,
+    rank: u32,
+    whole: *const cpattn_tensor,
+    local: *const cpattn_tensor,
+    whole_written: bool,
+) -> super::status::Outcome {
+    // SAFETY: the plan's handle is as the header says (the contract of this function).
+    let plan = unsafe { handle::borrow(plan) }?;
+    let (side, rank) = (self::side(side)?, rank_of(plan, rank)?);
+    // SAFETY: the plan's handle is as the header says (the contract of this function).
+    if let Some((whole, local)) = unsafe { pair(plan, side, rank, whole, local, whole_written) }? {
+        let mut row = 0;
+        plan.for_each_token(side, rank, |token, _, _| {
+            // SAFETY: `token` is one of the batch's and `row` one of the rank's; `pair` compared both counts.
+            unsafe { copy(&whole, token, &local, row, whole_written) };
+            row += 1;
+        });
+    }
+    Ok(())
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_shard(
+    plan: *const cpattn_plan,
+    side: i32,
+    rank: u32,
+    whole: *const cpattn_tensor,
+    local: *const cpattn_tensor,
+) -> i32 {
+    // SAFETY: the header's promise.
+    boundary!({ unsafe { move_rows(plan, side, rank, whole, local, false) } })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_unshard(
+    plan: *const cpattn_plan,
+    side: i32,
+    rank: u32,
+    local: *const cpattn_tensor,
+    whole: *const cpattn_tensor,
+) -> i32 {
+    // SAFETY: the header's promise.
+    boundary!({ unsafe { move_rows(plan, side, rank, whole, local, true) } })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_shift(
+    plan: *const cpattn_plan,
+    rank: u32,
+    by: i64,
+    fill: *const c_void,
+    whole: *const cpattn_tensor,
+    local: *const cpattn_tensor,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let plan = unsafe { handle::borrow(plan) }?;
+        let rank = rank_of(plan, rank)?;
+        if fill.is_null() {
+            return Err(Error::invalid("fill", "NULL", "the address of one element").into());
+        }
+        // SAFETY: the header's promise about tensors.
+        let pair = unsafe { pair(plan, Side::Q, rank, whole, local, false) }?;
+        let Some((whole, local)) = pair else { return Ok(()) };
+        let batch = plan.problem().batch();
+        let mut row = 0;
+        plan.for_each_token(Side::Q, rank, |token, _, doc| {
+            let doc = batch.document(Side::Q, doc);
+            match (token as i64).checked_add(by) {
+                // SAFETY: `at` lies in a document of the batch, `row` is one of the rank's.
+                Some(at) if doc.start as i64 <= at && at < doc.end as i64 => unsafe {
+                    copy(&whole, at as usize, &local, row, false);
+                },
+                // SAFETY: `row` is one of the rank's; `fill` has one element, by the header's promise.
+                _ => unsafe { local.fill(row, fill.cast()) },
+            }
+            row += 1;
+        });
+        Ok(())
+    })
+}

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Statuses, the last error, and the boundary.
+//!
+//! [`boundary!`] is the only way out of this module's functions: it catches panics, turns errors into a status and
+//! keeps their text for the thread. A panic is a bug of the library; its text says so.
+
+use std::{
+    any::Any,
+    cell::RefCell,
+    ffi::{CStr, CString, c_char},
+    panic::{AssertUnwindSafe, catch_unwind},
+};
+
+use cpattn::error::Error;
+
+pub const CPATTN_OK: i32 = 0;
+pub const CPATTN_INVALID: i32 = 1;
+pub const CPATTN_UNSUPPORTED: i32 = 2;
+pub const CPATTN_DISAGREEMENT: i32 = 3;
+pub const CPATTN_PEER: i32 = 4;
+pub const CPATTN_SCHEDULE: i32 = 5;
+pub const CPATTN_DEVICE: i32 = 6;
+pub const CPATTN_INVALID_HANDLE: i32 = 7;
+pub const CPATTN_BUSY: i32 = 8;
+pub const CPATTN_PANIC: i32 = 9;
+
+/// Why a call fails.
+pub(super) enum Fail {
+    /// The crate's own refusal.
+    Error(Error),
+    /// A status, what there is to say, and the rank at fault.
+    Text(i32, String, Option<usize>),
+    /// Not a live handle of its kind.
+    Handle(String),
+    /// Inside a call of another thread.
+    Busy(&'static str),
+}
+
+pub(super) type Outcome<T = ()> = Result<T, Fail>;
+
+impl From<Error> for Fail {
+    fn from(error: Error) -> Self {
+        Self::Error(error)
+    }
+}
+
+thread_local! {
+    /// `None` until the thread's first failure; and the rank that it names.
+    static LAST: RefCell<Option<(CString, i64)>> = const { RefCell::new(None) };
+}
+
+fn keep(text: String, peer: Option<usize>) {
+    let mut bytes = text.into_bytes();
+    bytes.retain(|&b| b != 0);
+    // What has no zero byte is a C string.
+    let text = CString::new(bytes).unwrap_or_default();
+    // While the thread ends nothing reads it any more.
+    let _ = LAST.try_with(|last| {
+        if let Ok(mut last) = last.try_borrow_mut() {
+            *last = Some((text, peer.map_or(-1, |rank| rank as i64)));
+        }
+    });
+}
+
+pub(super) fn status_of(error: &Error) -> i32 {
+    match error {
+        Error::Invalid { .. } => CPATTN_INVALID,
+        Error::Unsupported { .. } => CPATTN_UNSUPPORTED,
+        Error::Disagreement { .. } | Error::Found { differ: true, .. } => CPATTN_DISAGREEMENT,
+        Error::Peer { .. } | Error::Peers { .. } | Error::Found { .. } => CPATTN_PEER,
+        Error::Schedule { .. } => CPATTN_SCHEDULE,
+        Error::Device { .. } => CPATTN_DEVICE,
+        // A new kind without a status here is a defect.
+        _ => CPATTN_PANIC,
+    }
+}
+
+fn said(panic: &(dyn Any + Send)) -> &str {
+    panic
+        .downcast_ref::<&'static str>()
+        .copied()
+        .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("a panic without a text")
+}
+
+/// Runs the body of an exported function; see [`boundary!`].
+pub(super) fn guard(body: impl FnOnce() -> Outcome) -> i32 {
+    // Unwind safety: what a body changes is behind a mutex whose poison is handled, or is the caller's output, which the
+    // header leaves undefined after a failure.
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => CPATTN_OK,
+        Ok(Err(Fail::Error(error))) => {
+            keep(format!("{error}"), error.peer());
+            status_of(&error)
+        }
+        Ok(Err(Fail::Text(status, text, peer))) => {
+            keep(text, peer);
+            status
+        }
+        Ok(Err(Fail::Handle(text))) => {
+            keep(text, None);
+            CPATTN_INVALID_HANDLE
+        }
+        Ok(Err(Fail::Busy(kind))) => {
+            keep(format!("{kind} is inside a call of another thread, expected one call at a time"), None);
+            CPATTN_BUSY
+        }
+        Err(panic) => {
+            keep(format!("cpattn has a defect, please report it: {}", said(&*panic)), None);
+            CPATTN_PANIC
+        }
+    }
+}
+
+/// The panic boundary: evaluates a body of type `Outcome` and returns its status.
+macro_rules! boundary {
+    ($body:block) => {
+        $crate::status::guard(|| -> $crate::status::Outcome { $body })
+    };
+}
+pub(super) use boundary;
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cpattn_version() -> u32 {
+    const fn number(text: &str) -> u32 {
+        let (bytes, mut i, mut n) = (text.as_bytes(), 0, 0);
+        while i < bytes.len() {
+            n = n * 10 + (bytes[i] - b'0') as u32;
+            i += 1;
+        }
+        n
+    }
+    const VERSION: u32 = number(env!("CARGO_PKG_VERSION_MAJOR")) * 10_000
+        + number(env!("CARGO_PKG_VERSION_MINOR")) * 100
+        + number(env!("CARGO_PKG_VERSION_PATCH"));
+    VERSION
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cpattn_last_error() -> *const c_char {
+    let text =
+        LAST.try_with(|last| last.try_borrow().ok().and_then(|last| last.as_ref().map(|(text, _)| text.as_ptr())));
+    text.ok().flatten().unwrap_or(c"".as_ptr())
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cpattn_last_error_peer() -> i64 {
+    let peer = LAST.try_with(|last| last.try_borrow().ok().and_then(|last| last.as_ref().map(|&(_, peer)| peer)));
+    peer.ok().flatten().unwrap_or(-1)
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cpattn_status_name(status: i32) -> *const c_char {
+    let name: &'static CStr = match status {
+        CPATTN_OK => c"CPATTN_OK",
+        CPATTN_INVALID => c"CPATTN_INVALID",
+        CPATTN_UNSUPPORTED => c"CPATTN_UNSUPPORTED",
+        CPATTN_DISAGREEMENT => c"CPATTN_DISAGREEMENT",
+        CPATTN_PEER => c"CPATTN_PEER",
+        CPATTN_SCHEDULE => c"CPATTN_SCHEDULE",
+        CPATTN_DEVICE => c"CPATTN_DEVICE",
+        CPATTN_INVALID_HANDLE => c"CPATTN_INVALID_HANDLE",
+        CPATTN_BUSY => c"CPATTN_BUSY",
+        CPATTN_PANIC => c"CPATTN_PANIC",
+        _ => c"unknown status",
+    };
+    name.as_ptr()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_becomes_a_status_and_a_text() {
+        let status = guard(|| panic!("on purpose"));
+        assert_eq!(status, CPATTN_PANIC);
+        // SAFETY: a C string that lives until the next failure of this thread.
+        let text = unsafe { CStr::from_ptr(cpattn_last_error()) };
+        assert!(text.to_str().unwrap().ends_with("please report it: on purpose"));
+    }
+}

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Traces of ranks: which operation ran when, as plain structs.
+//!
+//! Rust's epoch is a moment that the caller chooses. In C it is the same for the whole process: the first call of
+//! `cpattn_clock` or `cpattn_rank_record`. So ranks that are threads share it.
+
+use core::ffi::c_char;
+use std::{
+    sync::{OnceLock, PoisonError},
+    time::Instant,
+};
+
+use super::{
+    handle,
+    input::{array_mut, result},
+    rank::cpattn_rank,
+    status::boundary,
+};
+use cpattn::{report::trace::Event, schedule::Lane};
+
+/// Bytes of a name, with the 0 behind it.
+const NAME: usize = 32;
+
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct cpattn_event {
+    pub name: [c_char; 32],
+    pub phase: [c_char; 32],
+    pub start_ns: u64,
+    pub end_ns: u64,
+    pub bytes: u64,
+    pub rank: u32,
+    pub step: u32,
+    pub lane: i32,
+    pub reserved: u32,
+}
+
+/// Cut where it is too long, and with a 0 behind it.
+fn name(text: &str) -> [c_char; NAME] {
+    let mut out = [0; NAME];
+    for (to, &from) in out.iter_mut().zip(&text.as_bytes()[..text.len().min(NAME - 1)]) {
+        *to = from as c_char;
+    }
+    out
+}
+
+impl From<Event> for cpattn_event {
+    fn from(e: Event) -> Self {
+        Self {
+            name: name(e.name),
+            phase: name(e.phase),
+            start_ns: e.start_ns,
+            end_ns: e.end_ns,
+            bytes: e.bytes,
+            rank: e.rank as u32,
+            step: e.step,
+            lane: match e.lane {
+                Lane::Compute => 0,
+                Lane::Communication => 1,
+            },
+            reserved: 0,
+        }
+    }
+}
+
+fn epoch() -> Instant {
+    static EPOCH: OnceLock<Instant> = OnceLock::new();
+    *EPOCH.get_or_init(Instant::now)
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_clock(ns: *mut u64) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about results.
+        let ns = unsafe { result("ns", ns) }?;
+        ns.write(epoch().elapsed().as_nanos() as u64);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_rank_record(rank: *mut cpattn_rank, capacity: u64) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let rank = unsafe { handle::borrow(rank.cast_const()) }?;
+        rank.lock()?.record(epoch(), usize::try_from(capacity).unwrap_or(usize::MAX))?;
+        rank.untaken.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_rank_trace(
+    rank: *mut cpattn_rank,
+    events: *mut cpattn_event,
+    capacity: usize,
+    count: *mut usize,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles, arrays and results.
+        let (rank, events, count) = unsafe {
+            (handle::borrow(rank.cast_const())?, array_mut("events", events, capacity)?, result("count", count)?)
+        };
+        let mut locked = rank.lock()?;
+        let mut untaken = rank.untaken.lock().unwrap_or_else(PoisonError::into_inner);
+        // The rank keeps what does not fit, within its own capacity; what was gathered from others comes first.
+        if untaken.is_empty() {
+            untaken.extend(locked.events());
+        }
+        count.write(untaken.len());
+        let taken = untaken.len().min(events.len());
+        for (to, from) in events.iter_mut().zip(untaken.drain(..taken)) {
+            to.write(from.into());
+        }
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_rank_gather_trace(rank: *mut cpattn_rank) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles.
+        let rank = unsafe { handle::borrow(rank.cast_const()) }?;
+        let mut locked = rank.lock()?;
+        locked.synchronize()?;
+        let mut untaken = rank.untaken.lock().unwrap_or_else(PoisonError::into_inner);
+        untaken.extend(locked.events());
+        // After a failure this rank still has its own.
+        *untaken = locked.gather_events(epoch(), untaken.make_contiguous())?.into();
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_rank_trace_accuracy(rank: *const cpattn_rank, ns: *mut u64) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about handles and results.
+        let (rank, ns) = unsafe { (handle::borrow(rank)?, result("ns", ns)?) };
+        ns.write(rank.lock()?.trace_accuracy().as_nanos() as u64);
+        Ok(())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use core::ffi::CStr;
+
+    #[test]
+    fn names_are_cut_and_end_in_zero() {
+        let text = |n: [c_char; NAME]| {
+            // SAFETY: `name` leaves the last byte 0.
+            unsafe { CStr::from_ptr(n.as_ptr()) }.to_str().unwrap().to_owned()
+        };
+        let long = "an operation with a name of more than thirty-two bytes";
+        assert_eq!([text(name("")), text(name("ring")), text(name(long))], ["", "ring", &long[..NAME - 1]]);
+    }
+}

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Transports and how they are made: the in-process groups of threads and of devices, and tables of the caller's.
+
+use std::{sync::Arc, time::Duration};
+
+#[cfg(feature = "cuda")]
+use super::dlpack::device;
+#[cfg(not(feature = "cuda"))]
+use super::dlpack::without_cuda;
+use super::{
+    engine_table::EngineTable,
+    handle::{self, Handle, HandleKind},
+    input::{array, array_mut, result, sized},
+    status::boundary,
+    table::{TableTransport, cpattn_transport_table, place},
+};
+#[cfg(feature = "cuda")]
+use cpattn::transport::{DeviceTransport, peer};
+use cpattn::{
+    Device,
+    error::{Error, Result},
+    transport::{Transport, engine::EngineTransport, local},
+};
+
+/// Threads of one process beyond this number are a mistake.
+const MAX_THREADS: u32 = 4096;
+
+/// Any kind, until it becomes a rank.
+#[doc(hidden)]
+#[derive(Clone)]
+pub enum Any {
+    /// Of host memory, by the library.
+    Host(Arc<dyn Transport>),
+    /// Of device memory, by the library.
+    #[cfg(feature = "cuda")]
+    Device(Arc<dyn DeviceTransport>),
+    /// The caller's functions, of host memory or with a stream of device memory.
+    Table(Arc<TableTransport>),
+    Engine(Arc<EngineTransport<EngineTable>>),
+}
+
+pub type cpattn_transport = Handle<Any>;
+
+impl HandleKind for Any {
+    const NAME: &'static str = "transport";
+    const MAGIC: u64 = u64::from_le_bytes(*b"cpatWIRE");
+}
+
+impl Any {
+    /// Where its messages lie; a table serves the CPU and any device.
+    pub(super) fn device(&self) -> Option<Device> {
+        match self {
+            Self::Host(_) | Self::Engine(_) => Some(Device::Cpu),
+            #[cfg(feature = "cuda")]
+            Self::Device(end) => Some(Device::Cuda(end.device().ordinal())),
+            Self::Table(_) => None,
+        }
+    }
+
+    pub(super) fn end(&self) -> &dyn Transport {
+        match self {
+            Self::Host(end) => &**end,
+            #[cfg(feature = "cuda")]
+            Self::Device(end) => &**end,
+            Self::Table(end) => &**end,
+            Self::Engine(end) => &**end,
+        }
+    }
+}
+
+pub(super) fn deadline(ms: u64) -> Result<Duration> {
+    if ms == 0 {
+        return Err(Error::invalid("deadline_ms", 0, "at least 1"));
+    }
+    Ok(Duration::from_millis(ms))
+}
+
+fn threads(world: u32) -> Result<usize> {
+    if world == 0 || world > MAX_THREADS {
+        return Err(Error::invalid("world", world, format!("1 to {MAX_THREADS}")));
+    }
+    Ok(world as usize)
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_local_group(
+    world: u32,
+    deadline_ms: u64,
+    transports: *mut *mut cpattn_transport,
+) -> i32 {
+    boundary!({
+        let (world, deadline) = (threads(world)?, deadline(deadline_ms)?);
+        // SAFETY: the header's promise about arrays.
+        let out = unsafe { array_mut("transports", transports, world) }?;
+        for (to, rank) in out.iter_mut().zip(local::group(world, deadline)?) {
+            to.write(handle::create(Any::Host(Arc::new(rank))));
+        }
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_peer_group(
+    world: u32,
+    devices: *const i32,
+    deadline_ms: u64,
+    transports: *mut *mut cpattn_transport,
+) -> i32 {
+    boundary!({
+        let (world, deadline) = (threads(world)?, deadline(deadline_ms)?);
+        // SAFETY: the header's promise about arrays.
+        let devices = unsafe { array("devices", devices, world) }?;
+        // SAFETY: the header's promise about arrays.
+        let out = unsafe { array_mut("transports", transports, world) }?;
+        #[cfg(feature = "cuda")]
+        {
+            let each = devices.iter().enumerate().map(|(r, &id)| device(&format!("devices[{r}]"), id));
+            let devices = each.collect::<Result<Vec<_>>>()?;
+            for (to, rank) in out.iter_mut().zip(peer::group(&devices, deadline)?) {
+                to.write(handle::create(Any::Device(Arc::new(rank))));
+            }
+            Ok(())
+        }
+        #[cfg(not(feature = "cuda"))]
+        {
+            let _ = (devices, deadline, out);
+            without_cuda("cpattn_peer_group")?
+        }
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_transport_create(
+    table: *const cpattn_transport_table,
+    transport: *mut *mut cpattn_transport,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about structs and results.
+        let (table, out) = unsafe { (sized("table", table)?, result("transport", transport)?) };
+        place(table.rank, table.world)?;
+        for (name, missing) in [
+            ("table.agree", table.agree.is_none()),
+            ("table.exchange", table.exchange.is_none()),
+            ("table.poll", table.poll.is_none()),
+            ("table.abort", table.abort.is_none()),
+        ] {
+            if missing {
+                return Err(Error::invalid(name, "NULL", "a function").into());
+            }
+        }
+        out.write(handle::create(Any::Table(Arc::new(TableTransport::new(table)))));
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_transport_destroy(transport: *mut cpattn_transport) -> i32 {
+    // SAFETY: the header's promise about handles.
+    boundary!({ unsafe { handle::destroy(transport) } })
+}
