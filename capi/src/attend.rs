@@ -6,10 +6,9 @@ use core::ffi::c_void;
 use super::{
     dlpack::{Axes, cpattn_tensor, disjoint_tensors, read, written},
     handle,
-    input::{flag, one_of, reserved, result, sized, versioned},
+    input::{flag, one_of, reserved, result, sized},
     ranges::{cpattn_head_map, cpattn_ranges, cpattn_score, head_map, ranges, score},
     scratch::cpattn_scratch,
-    status::boundary,
 };
 use cpattn::{
     Device,
@@ -160,11 +159,9 @@ unsafe fn backward<'a>(at: Device, a: &cpattn_attend_backward_args) -> Result<At
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_attend(scratch: *mut cpattn_scratch, args: *const cpattn_attend_args) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles and structs.
-        let (scratch, a) = unsafe { (handle::borrow(scratch.cast_const())?, sized("args", args)?) };
+        let (scratch, a) = given!(handle::borrow(scratch), sized("args", args));
         // SAFETY: valid memory by the header's promise, aligned and disjoint as checked.
         unsafe { scratch.lock()?.attend(&forward(scratch.device(), &a)?, a.stream) }?;
-        Ok(())
     })
 }
 
@@ -175,13 +172,9 @@ pub unsafe extern "C" fn cpattn_attend_metadata(
     bytes: *mut u64,
 ) -> i32 {
     boundary!({
-        let (scratch, a, bytes) =
-            // SAFETY: the header's promise about handles, structs and results.
-            unsafe { (handle::borrow(scratch.cast_const())?, sized("args", args)?, result("bytes", bytes)?) };
-        // SAFETY: the header's promise about tensors and arrays.
-        let call = unsafe { forward(scratch.device(), &a) }?;
+        let (scratch, a, bytes) = given!(handle::borrow(scratch), sized("args", args), result("bytes", bytes));
+        let call = given!(forward(scratch.device(), &a));
         bytes.write(scratch.lock()?.attend_metadata(&call)? as u64);
-        Ok(())
     })
 }
 
@@ -191,11 +184,9 @@ pub unsafe extern "C" fn cpattn_attend_backward(
     args: *const cpattn_attend_backward_args,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles and structs.
-        let (scratch, a) = unsafe { (handle::borrow(scratch.cast_const())?, sized("args", args)?) };
+        let (scratch, a) = given!(handle::borrow(scratch), sized("args", args));
         // SAFETY: as in `cpattn_attend`.
         unsafe { scratch.lock()?.attend_backward(&backward(scratch.device(), &a)?, a.stream) }?;
-        Ok(())
     })
 }
 
@@ -206,12 +197,8 @@ pub unsafe extern "C" fn cpattn_attend_backward_metadata(
     bytes: *mut u64,
 ) -> i32 {
     boundary!({
-        let (scratch, a, bytes) =
-            // SAFETY: the header's promise about handles, structs and results.
-            unsafe { (handle::borrow(scratch.cast_const())?, sized("args", args)?, result("bytes", bytes)?) };
-        // SAFETY: the header's promise about tensors and arrays.
-        let call = unsafe { backward(scratch.device(), &a) }?;
+        let (scratch, a, bytes) = given!(handle::borrow(scratch), sized("args", args), result("bytes", bytes));
+        let call = given!(backward(scratch.device(), &a));
         bytes.write(scratch.lock()?.attend_backward_metadata(&call)? as u64);
-        Ok(())
     })
 }

@@ -12,7 +12,7 @@ use super::{
     input::array,
     ranges::{cpattn_range, rows},
     scratch::cpattn_scratch,
-    status::{Outcome, boundary},
+    status::Outcome,
 };
 use cpattn::{
     Device,
@@ -67,17 +67,14 @@ pub unsafe extern "C" fn cpattn_delta(
     stream: *mut c_void,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let mut at = unsafe { kernels(scratch) }?;
+        let mut at = given!(kernels(scratch));
         let list = [read("o", o, Axes::Rows), read("d_o", d_o, Axes::Rows), written("delta", delta, Axes::HeadMajor)];
-        // SAFETY: the header's promise about tensors.
-        let [o, d_o, delta] = unsafe { disjoint_tensors(at.device(), list, "") }?;
+        let [o, d_o, delta] = given!(disjoint_tensors(at.device(), list, ""));
         if o.tokens == 0 || o.heads == 0 {
             return Ok(());
         }
         // SAFETY: the header's promise about tensors, stream and scratch, which `Kernels` asks for.
         unsafe { at.kernels().delta(&Delta { o, d_o, delta }, stream) }?;
-        Ok(())
     })
 }
 
@@ -92,19 +89,15 @@ pub unsafe extern "C" fn cpattn_finish(
     stream: *mut c_void,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let mut at = unsafe { kernels(scratch) }?;
+        let mut at = given!(kernels(scratch));
         let list = [
             read("sinks", sinks, Axes::PerHead).optional(),
             written("o", o, Axes::Rows),
             written("lse", lse, Axes::HeadMajor),
         ];
-        let ([sinks, o, lse], rows) =
-            // SAFETY: the header's promise about tensors and arrays.
-            unsafe { (disjoint_tensors(at.device(), list, "")?, self::rows(rows, row_count)?) };
+        let ([sinks, o, lse], rows) = given!(disjoint_tensors(at.device(), list, ""), self::rows(rows, row_count));
         // SAFETY: the header's promise about tensors, stream and scratch, which `Kernels` asks for.
         unsafe { at.kernels().finish(&Finish { o, lse, sinks, rows }, stream) }?;
-        Ok(())
     })
 }
 
@@ -118,19 +111,16 @@ pub unsafe extern "C" fn cpattn_sink_gradient(
     stream: *mut c_void,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let mut at = unsafe { kernels(scratch) }?;
+        let mut at = given!(kernels(scratch));
         let list = [
             read("lse", lse, Axes::HeadMajor),
             read("delta", delta, Axes::HeadMajor),
             read("sinks", sinks, Axes::PerHead),
             written("dsinks", dsinks, Axes::PerHead),
         ];
-        // SAFETY: the header's promise about tensors.
-        let [lse, delta, sinks, dsinks] = unsafe { disjoint_tensors(at.device(), list, "") }?;
+        let [lse, delta, sinks, dsinks] = given!(disjoint_tensors(at.device(), list, ""));
         // SAFETY: the header's promise about tensors, stream and scratch, which `Kernels` asks for.
         unsafe { at.kernels().sink_gradient(&SinkGradient { lse, delta, sinks, dsinks }, stream) }?;
-        Ok(())
     })
 }
 
@@ -144,22 +134,19 @@ pub unsafe extern "C" fn cpattn_merge(
     stream: *mut c_void,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let mut at = unsafe { kernels(scratch) }?;
+        let mut at = given!(kernels(scratch));
         let list = [
             read("other_o", other_o, Axes::Rows),
             read("other_lse", other_lse, Axes::PartialLse),
             written("o", o, Axes::Rows),
             written("lse", lse, Axes::PartialLse),
         ];
-        // SAFETY: the header's promise about tensors.
-        let [with_o, with_lse, o, lse] = unsafe { disjoint_tensors(at.device(), list, "") }?;
+        let [with_o, with_lse, o, lse] = given!(disjoint_tensors(at.device(), list, ""));
         if o.dim == 0 {
             return Err(Error::invalid("o.shape[2]", 0, "at least 1").into());
         }
         // SAFETY: the header's promise about tensors, stream and scratch, which `Kernels` asks for.
         unsafe { at.kernels().merge(&Merge { o, lse, with_o, with_lse }, stream) }?;
-        Ok(())
     })
 }
 
@@ -172,21 +159,18 @@ pub unsafe extern "C" fn cpattn_transform(
     stream: *mut c_void,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let mut at = unsafe { kernels(scratch) }?;
+        let mut at = given!(kernels(scratch));
         if source_count > MAX_SOURCES {
             return Err(Error::invalid("source_count", source_count, format!("at most {MAX_SOURCES}"))
                 .hint("sum in several calls, with dst as the first source of the later ones")
                 .into());
         }
         let (dst, pointers) =
-            // SAFETY: the header's promise about tensors and arrays.
-            unsafe { (one(at.device(), &written("dst", dst, Axes::Rows))?, array("sources", sources, source_count)?) };
+            given!(one(at.device(), &written("dst", dst, Axes::Rows)), array("sources", sources, source_count));
         let mut list = [RawTensor::NONE; MAX_SOURCES];
         let mut named = [("", RawTensor::NONE, false); MAX_SOURCES + 1];
         for (i, (to, &from)) in list.iter_mut().zip(pointers).enumerate() {
-            // SAFETY: the header's promise about tensors and arrays.
-            *to = unsafe { one(at.device(), &read("sources", from, Axes::Rows)) }?;
+            *to = given!(one(at.device(), &read("sources", from, Axes::Rows)));
             let itself = i == 0 && *to == dst;
             named[i] = ("sources", if itself { RawTensor::NONE } else { *to }, false);
         }
@@ -199,6 +183,5 @@ pub unsafe extern "C" fn cpattn_transform(
         }
         // SAFETY: the header's promise about tensors, stream and scratch, which `Kernels` asks for.
         unsafe { at.kernels().transform(&call, stream) }?;
-        Ok(())
     })
 }

@@ -7,7 +7,7 @@ use super::{
     engine_table::{EngineTable, cpattn_engine_table},
     handle,
     input::{array, array_mut, result, sized},
-    status::{Outcome, boundary},
+    status::Outcome,
     table::cpattn_message,
     transport::{Any, cpattn_transport, deadline},
 };
@@ -23,8 +23,7 @@ pub unsafe extern "C" fn cpattn_engine_group(
     transport: *mut *mut cpattn_transport,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about structs and results.
-        let (table, out) = unsafe { (sized("table", table)?, result("transport", transport)?) };
+        let (table, out) = given!(sized("table", table), result("transport", transport));
         let deadline = deadline(deadline_ms)?;
         for (name, missing) in [
             ("table.open", table.open.is_none()),
@@ -43,7 +42,6 @@ pub unsafe extern "C" fn cpattn_engine_group(
         // Before the engine is taken over, which would be released.
         super::table::place(table.rank, table.world)?;
         out.write(handle::create(Any::Engine(Arc::new(EngineTransport::new(EngineTable(table), deadline)?))));
-        Ok(())
     })
 }
 
@@ -62,9 +60,7 @@ unsafe fn group(transport: *mut cpattn_transport) -> Outcome<Arc<EngineTransport
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_engine_connect(transport: *mut cpattn_transport) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        unsafe { group(transport) }?.connect()?;
-        Ok(())
+        given!(group(transport)).connect()?;
     })
 }
 
@@ -74,10 +70,8 @@ pub unsafe extern "C" fn cpattn_engine_share(
     other: *mut *mut cpattn_transport,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles and results.
-        let (end, out) = unsafe { (group(transport)?, result("other", other)?) };
+        let (end, out) = given!(group(transport), result("other", other));
         out.write(handle::create(Any::Engine(end)));
-        Ok(())
     })
 }
 
@@ -90,15 +84,12 @@ pub unsafe extern "C" fn cpattn_engine_agree(
     all: *mut u64,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let group = unsafe { group(transport) }?;
+        let group = given!(group(transport));
         let ranks = first as usize..end as usize;
         let mut numbers = vec![0; if ranks.end <= group.world() { ranks.len() } else { 0 }];
-        // SAFETY: the header's promise about arrays.
-        let out = unsafe { array_mut("all", all, numbers.len()) }?;
+        let out = given!(array_mut("all", all, numbers.len()));
         group.gather(ranks, number, &mut numbers)?;
         out.iter_mut().zip(numbers).for_each(|(to, number)| _ = to.write(number));
-        Ok(())
     })
 }
 
@@ -112,33 +103,26 @@ pub unsafe extern "C" fn cpattn_engine_exchange(
     recv_count: usize,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let group = unsafe { group(transport) }?;
-        // SAFETY: the header's promise about arrays.
-        let (sends, recvs) = unsafe { (array("sends", sends, send_count)?, array("recvs", recvs, recv_count)?) };
+        let group = given!(group(transport));
+        let (sends, recvs) = given!(array("sends", sends, send_count), array("recvs", recvs, recv_count));
         let messages = |list: &[cpattn_message]| -> Vec<Message> {
             list.iter().map(|m| Message { peer: m.peer, ptr: m.data.cast(), bytes: m.bytes }).collect()
         };
         // SAFETY: the messages are the caller's until this returns, by the header's promise.
         unsafe { group.exchange(Label::new("exchange", step), &messages(sends), &messages(recvs)) }?;
-        Ok(())
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_engine_poll(transport: *mut cpattn_transport) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        unsafe { group(transport) }?.poll()?;
-        Ok(())
+        given!(group(transport)).poll()?;
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_engine_abort(transport: *mut cpattn_transport) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        unsafe { group(transport) }?.abort(Cause::Aborted);
-        Ok(())
+        given!(group(transport)).abort(Cause::Aborted);
     })
 }

@@ -6,7 +6,6 @@
 use core::ffi::{CStr, c_char, c_void};
 use std::{ffi::CString, time::Duration};
 
-use super::input::versioned;
 use cpattn::transport::engine::{Engine, Failed, LONGEST_VALUE, MessageDirection};
 
 pub const CPATTN_ENGINE_TEXT: usize = 512;

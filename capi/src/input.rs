@@ -48,7 +48,6 @@ macro_rules! versioned {
         }
     )+};
 }
-pub(super) use versioned;
 
 /// Bytes of the struct, as its first word gives them.
 ///

@@ -22,13 +22,18 @@
 #![allow(non_camel_case_types, reason = "the header's names")]
 #![allow(missing_docs, clippy::missing_safety_doc, reason = "the header is the manual, and not repeated here")]
 
+// First: their macros are used in the others.
+#[macro_use]
+mod status;
+#[macro_use]
+mod input;
+
 mod attend;
 mod blocks;
 mod dlpack;
 mod engine;
 mod engine_table;
 mod handle;
-mod input;
 mod mpi;
 mod nccl;
 mod picture;
@@ -41,7 +46,6 @@ mod run;
 mod scratch;
 mod shard;
 mod shift;
-mod status;
 mod table;
 mod trace;
 mod transport;

@@ -5,7 +5,6 @@ use core::ffi::c_void;
 
 use super::{
     input::result,
-    status::boundary,
     transport::{cpattn_transport, deadline},
 };
 use cpattn::error::Error;
@@ -18,8 +17,7 @@ pub unsafe extern "C" fn cpattn_mpi_group(
 ) -> i32 {
     boundary!({
         let deadline = deadline(deadline_ms)?;
-        // SAFETY: the header's promise about results.
-        let out = unsafe { result("transport", transport) }?;
+        let out = given!(result("transport", transport));
         if comm.is_null() {
             return Err(Error::invalid("comm", "NULL", "the address of an MPI_Comm").into());
         }
@@ -31,14 +29,13 @@ pub unsafe extern "C" fn cpattn_mpi_group(
             // SAFETY: the header's promise that this is the address of a communicator, of the MPI of this build.
             let end = unsafe { Mpi::from_raw(comm.cast().read(), deadline) }?;
             out.write(handle::create(Any::Host(Arc::new(end))));
-            Ok(())
         }
         #[cfg(not(feature = "mpi"))]
         {
             let _ = (deadline, out);
             let limit = "this build has no MPI";
-            Err(Error::unsupported("cpattn_mpi_group", limit, "build the library with capi/build --features mpi")
-                .into())
+            let hint = "build the library with capi/build --features mpi";
+            Err::<(), _>(Error::unsupported("cpattn_mpi_group", limit, hint))?;
         }
     })
 }

@@ -9,7 +9,6 @@ use core::mem::MaybeUninit;
 use super::{dlpack::device, handle, transport::Any, transport::deadline};
 use super::{
     input::{array, array_mut, flag, result},
-    status::boundary,
     transport::cpattn_transport,
 };
 use cpattn::error::Error;
@@ -33,17 +32,15 @@ fn without_nccl(option: &'static str) -> Result<()> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_nccl_unique_id(unique_id: *mut u8) -> i32 {
     boundary!({
-        // SAFETY: the header's promise: room for 128 bytes.
-        let out = unsafe { array_mut("unique_id", unique_id, ID) }?;
+        let out = given!(array_mut("unique_id", unique_id, ID));
         #[cfg(feature = "nccl")]
         {
             out.copy_from_slice(&UniqueId::new()?.to_bytes().map(MaybeUninit::new));
-            Ok(())
         }
         #[cfg(not(feature = "nccl"))]
         {
             let _ = out;
-            Ok(without_nccl("cpattn_nccl_unique_id")?)
+            without_nccl("cpattn_nccl_unique_id")?;
         }
     })
 }
@@ -60,8 +57,7 @@ pub unsafe extern "C" fn cpattn_nccl_group(
     transport: *mut *mut cpattn_transport,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about results.
-        let out = unsafe { result("transport", transport) }?;
+        let out = given!(result("transport", transport));
         let may_abort = flag("may_abort", may_abort)?;
         if unique_id.is_null() == comm.is_null() {
             let found = if comm.is_null() { "NULL, and so is comm" } else { "given, and so is comm" };
@@ -77,8 +73,7 @@ pub unsafe extern "C" fn cpattn_nccl_group(
             let cuda = device("device_id", device_id)?;
             let end = if comm.is_null() {
                 let mut id = [0; ID];
-                // SAFETY: the header's promise: 128 bytes.
-                id.copy_from_slice(unsafe { array("unique_id", unique_id, ID) }?);
+                id.copy_from_slice(given!(array("unique_id", unique_id, ID)));
                 Nccl::new(&UniqueId::from_bytes(id), rank, world, &cuda, deadline)?
             } else {
                 let on_failure = if may_abort { OnFailure::Abort } else { OnFailure::Leave };
@@ -87,12 +82,11 @@ pub unsafe extern "C" fn cpattn_nccl_group(
                 unsafe { Nccl::from_raw(comm, rank, world, &cuda, deadline, on_failure) }?
             };
             out.write(handle::create(Any::Device(std::sync::Arc::new(end))));
-            Ok(())
         }
         #[cfg(not(feature = "nccl"))]
         {
             let _ = (out, rank, world, device_id, deadline_ms, array::<u8>);
-            Ok(without_nccl("cpattn_nccl_group")?)
+            without_nccl("cpattn_nccl_group")?;
         }
     })
 }

@@ -8,7 +8,7 @@ use core::ffi::{CStr, c_char};
 
 use super::{
     input::{array, array_mut, result, write_text},
-    status::{Outcome, boundary},
+    status::Outcome,
     trace::cpattn_event,
 };
 use cpattn::{
@@ -81,8 +81,7 @@ pub unsafe extern "C" fn cpattn_timeline_svg(
     capacity: usize,
     needed: *mut usize,
 ) -> i32 {
-    // SAFETY: the header's promise.
-    boundary!({ unsafe { drawn(events, count, text, capacity, needed, timeline::timeline_svg) } })
+    boundary!({ given!(drawn(events, count, text, capacity, needed, timeline::timeline_svg)) })
 }
 
 #[unsafe(no_mangle)]
@@ -93,6 +92,5 @@ pub unsafe extern "C" fn cpattn_chrome_trace(
     capacity: usize,
     needed: *mut usize,
 ) -> i32 {
-    // SAFETY: the header's promise.
-    boundary!({ unsafe { drawn(events, count, text, capacity, needed, trace::chrome_trace) } })
+    boundary!({ given!(drawn(events, count, text, capacity, needed, trace::chrome_trace)) })
 }

@@ -5,9 +5,8 @@ use core::ffi::c_char;
 
 use super::{
     handle::{self, Handle, HandleKind},
-    input::{array, array_mut, one_of, result, sized, versioned, write_sized, write_text},
+    input::{array, array_mut, one_of, result, sized, write_sized, write_text},
     problem::{self, DTYPES, cpattn_options, cpattn_problem},
-    status::boundary,
 };
 use cpattn::{
     batch::Side,
@@ -73,7 +72,6 @@ pub unsafe extern "C" fn cpattn_plan_create(
             (problem::problem(&p, None)?, sized("options", options)?, result("plan", plan)?)
         };
         out.write(handle::create(problem::plan(&problem, &options)?));
-        Ok(())
     })
 }
 
@@ -92,7 +90,6 @@ pub unsafe extern "C" fn cpattn_plan_with_tokens_of(
             (base, problem::problem(&p, Some(base.problem().batch()))?, options, result("plan", plan)?)
         };
         out.write(handle::create(problem::with_tokens_of(base, &problem, options.as_ref())?));
-        Ok(())
     })
 }
 
@@ -115,36 +112,30 @@ pub unsafe extern "C" fn cpattn_plan_auto_for(
             }
             sized("options", options)?
         };
-        // SAFETY: the header's promise about results: room for `kinds` plans.
-        let out = unsafe { array_mut("plans", plans, kinds) }?;
+        let out = given!(array_mut("plans", plans, kinds));
         for (out, plan) in out.iter_mut().zip(problem::auto_for(&of_model, &options)?) {
             out.write(handle::create(plan));
         }
-        Ok(())
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_distribution(plan: *const cpattn_plan, distribution: *mut u64) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles and results.
-        let (plan, out) = unsafe { (handle::borrow(plan)?, result("distribution", distribution)?) };
+        let (plan, out) = given!(handle::borrow(plan), result("distribution", distribution));
         out.write(plan.distribution().id());
-        Ok(())
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_destroy(plan: *mut cpattn_plan) -> i32 {
-    // SAFETY: the header's promise about handles.
-    boundary!({ unsafe { handle::destroy(plan) } })
+    boundary!({ given!(handle::destroy(plan)) })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_describe(plan: *const cpattn_plan, info: *mut cpattn_plan_info) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let plan = unsafe { handle::borrow(plan) }?;
+        let plan = given!(handle::borrow(plan));
         let (layout, layout_parameter) = match plan.layout() {
             Layout::Contiguous => (1, 0),
             Layout::Zigzag => (2, 0),
@@ -174,8 +165,7 @@ pub unsafe extern "C" fn cpattn_plan_describe(plan: *const cpattn_plan, info: *m
             k_tokens: batch.tokens(Side::K) as u64,
             fingerprint: plan.fingerprint(),
         };
-        // SAFETY: the header's promise about structs.
-        Ok(unsafe { write_sized("info", info, value) }?)
+        given!(write_sized("info", info, value));
     })
 }
 
@@ -191,8 +181,7 @@ pub(super) fn rank_of(plan: &Plan, rank: u32) -> Result<usize> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_share(plan: *const cpattn_plan, rank: u32, share: *mut cpattn_share) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let plan = unsafe { handle::borrow(plan) }?;
+        let plan = given!(handle::borrow(plan));
         let rank = rank_of(plan, rank)?;
         let (at, heads) = (plan.mesh().coordinates(rank), plan.heads_of(rank));
         let value = cpattn_share {
@@ -208,8 +197,7 @@ pub unsafe extern "C" fn cpattn_plan_share(plan: *const cpattn_plan, rank: u32, 
             kv_head_begin: heads.kv.start,
             kv_head_end: heads.kv.end,
         };
-        // SAFETY: the header's promise about structs.
-        Ok(unsafe { write_sized("share", share, value) }?)
+        given!(write_sized("share", share, value));
     })
 }
 
@@ -221,25 +209,20 @@ pub unsafe extern "C" fn cpattn_plan_explain(
     needed: *mut usize,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles, arrays and results.
-        let (plan, text, needed) = unsafe {
-            (handle::borrow(plan)?, array_mut("text", text.cast::<u8>(), capacity)?, result("needed", needed)?)
-        };
+        let (plan, text, needed) =
+            given!(handle::borrow(plan), array_mut("text", text.cast::<u8>(), capacity), result("needed", needed));
         let mut said = plan.explain();
         said.retain(|c| c != '\0');
         write_text(&said, text, needed);
-        Ok(())
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_verify(plan: *const cpattn_plan) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let plan = unsafe { handle::borrow(plan) }?;
+        let plan = given!(handle::borrow(plan));
         runs(plan)?;
         plan.verify()?;
-        Ok(())
     })
 }
 
@@ -251,13 +234,11 @@ pub unsafe extern "C" fn cpattn_plan_verify_all_to_all(
     dtype: i32,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let plan = unsafe { handle::borrow(plan) }?;
+        let plan = given!(handle::borrow(plan));
         let (side, dtype) = (self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
         for way in [AllToAllDirection::ToHeads, AllToAllDirection::ToTokens] {
             plan.verify_all_to_all(AllToAll { way, side, dim, dtype })?;
         }
-        Ok(())
     })
 }
 
@@ -277,12 +258,10 @@ pub unsafe extern "C" fn cpattn_plan_workspace(
     bytes: *mut u64,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles and results.
-        let (plan, bytes) = unsafe { (handle::borrow(plan)?, result("bytes", bytes)?) };
+        let (plan, bytes) = given!(handle::borrow(plan), result("bytes", bytes));
         runs(plan)?;
         let rank = rank_of(plan, rank)?;
         bytes.write(Schedule::new(plan, rank, self::direction(direction)?)?.workspace_bytes());
-        Ok(())
     })
 }
 
@@ -296,15 +275,13 @@ pub unsafe extern "C" fn cpattn_plan_all_to_all_workspace(
     bytes: *mut u64,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles and results.
-        let (plan, bytes) = unsafe { (handle::borrow(plan)?, result("bytes", bytes)?) };
+        let (plan, bytes) = given!(handle::borrow(plan), result("bytes", bytes));
         let (rank, side, dtype) = (rank_of(plan, rank)?, self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
         let mut most = 0;
         for way in [AllToAllDirection::ToHeads, AllToAllDirection::ToTokens] {
             most = most.max(Schedule::all_to_all(plan, rank, AllToAll { way, side, dim, dtype })?.workspace_bytes());
         }
         bytes.write(most);
-        Ok(())
     })
 }
 

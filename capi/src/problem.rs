@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What is to be planned, as C says it: problem and options.
 
-use super::input::{array, flag, one_of, reserved, versioned};
+use super::input::{array, flag, one_of, reserved};
 use cpattn::{
     batch::Batch,
     element::Dtype,

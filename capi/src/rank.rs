@@ -15,10 +15,10 @@ use super::{dlpack::device, table::DeviceTableTransport};
 use super::{
     dlpack::device_of,
     handle::{self, Handle, HandleKind},
-    input::{one_of, reserved, result, sized, versioned},
+    input::{one_of, reserved, result, sized},
     plan::{cpattn_plan, direction, side},
     problem::DTYPES,
-    status::{Fail, Outcome, boundary},
+    status::{Fail, Outcome},
     transport::{Any, cpattn_transport},
 };
 #[cfg(feature = "cuda")]
@@ -112,12 +112,10 @@ pub unsafe extern "C" fn cpattn_rank_create(
     rank: *mut *mut cpattn_rank,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about results and handles.
-        let (out, given) = unsafe { (result("rank", rank)?, handle::borrow(transport.cast_const())?) };
+        let (out, given) = given!(result("rank", rank), handle::borrow(transport));
         let (mut n, mut at, mut free, mut isa) = (1, given.device().unwrap_or(Device::Cpu), 0, None);
         if !options.is_null() {
-            // SAFETY: the header's promise about structs.
-            let o = unsafe { sized("options", options) }?;
+            let o = given!(sized("options", options));
             let wanted = device_of("options", o.device_type, o.device_id)?;
             if given.device().is_some_and(|at| at != wanted) {
                 return Err(Error::invalid("options.device", wanted, format!("{at}, where the transport is")).into());
@@ -156,8 +154,7 @@ pub unsafe extern "C" fn cpattn_rank_create(
         }
         let (device, handle) = (rank.device(), rank.handle());
         // The transport is the rank's from here on; before, a failure leaves it to the caller.
-        // SAFETY: the header's promise about handles.
-        drop(unsafe { handle::take(transport) }?);
+        drop(given!(handle::take(transport)));
         out.write(handle::create(RankState {
             rank: Mutex::new(rank),
             untaken: Mutex::default(),
@@ -166,7 +163,6 @@ pub unsafe extern "C" fn cpattn_rank_create(
             #[cfg(feature = "cuda")]
             _margin,
         }));
-        Ok(())
     })
 }
 
@@ -207,20 +203,16 @@ pub unsafe extern "C" fn cpattn_rank_destroy(rank: *mut cpattn_rank) -> i32 {
         if rank.is_null() {
             return Ok(());
         }
-        // SAFETY: the header's promise about handles.
-        drop(unsafe { handle::borrow(rank) }?.lock()?);
-        // SAFETY: the header's promise about handles.
-        unsafe { handle::destroy(rank) }
+        drop(given!(handle::borrow(rank)).lock()?);
+        given!(handle::destroy(rank));
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_prepare(rank: *mut cpattn_rank, plan: *const cpattn_plan, direction: i32) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let (rank, plan) = unsafe { (handle::borrow(rank.cast_const())?, handle::borrow(plan)?) };
+        let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
         rank.lock()?.prepare(plan, self::direction(direction)?)?;
-        Ok(())
     })
 }
 
@@ -231,8 +223,7 @@ pub unsafe extern "C" fn cpattn_rank_lend_workspace(
     bytes: usize,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let rank = unsafe { handle::borrow(rank.cast_const()) }?;
+        let rank = given!(handle::borrow(rank));
         if workspace.is_null() {
             if bytes > 0 {
                 return Err(Error::invalid("workspace", "NULL", "an address, or 0 bytes to take it back").into());
@@ -245,7 +236,6 @@ pub unsafe extern "C" fn cpattn_rank_lend_workspace(
         }
         // SAFETY: lent until another is lent or the rank is destroyed, by the header's promise.
         unsafe { rank.lock()?.lend_workspace(workspace.cast(), bytes) }?;
-        Ok(())
     })
 }
 
@@ -258,28 +248,22 @@ pub unsafe extern "C" fn cpattn_rank_prepare_all_to_all(
     dtype: i32,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let (rank, plan) = unsafe { (handle::borrow(rank.cast_const())?, handle::borrow(plan)?) };
+        let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
         let (side, dtype) = (self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
         rank.lock()?.prepare_all_to_all(plan, side, dim as usize, dtype)?;
-        Ok(())
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_poll(rank: *const cpattn_rank) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        unsafe { handle::borrow(rank) }?.handle.poll()?;
-        Ok(())
+        given!(handle::borrow(rank)).handle.poll()?;
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_abort(rank: *const cpattn_rank) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        unsafe { handle::borrow(rank) }?.handle.abort();
-        Ok(())
+        given!(handle::borrow(rank)).handle.abort();
     })
 }

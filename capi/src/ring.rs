@@ -7,16 +7,13 @@ use super::{
     handle,
     input::{array_mut, result},
     rank::cpattn_rank,
-    status::{CPATTN_PEER, Fail, boundary, status_of},
-    transport::{Any, cpattn_transport},
+    status::{CPATTN_PEER, Fail, status_of},
+    transport::cpattn_transport,
 };
 use cpattn::{
     error::{Cause, Error},
-    transport::ring_check::{Link, RingFault, check},
+    transport::ring_check::{Link, RingFault},
 };
-
-#[cfg(feature = "cuda")]
-use cpattn::transport::ring_check::check_on_device;
 
 /// One link, one way.
 #[derive(Clone, Copy, Debug)]
@@ -37,16 +34,9 @@ pub unsafe extern "C" fn cpattn_ring_check(
     count: *mut usize,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles and results.
-        let (given, count) = unsafe { (handle::borrow(transport.cast_const())?, result("count", count)?) };
-        // SAFETY: the header's promise about arrays.
-        let out = unsafe { room(given.end().world(), links, capacity) }?;
-        let known = match given {
-            #[cfg(feature = "cuda")]
-            Any::Device(end) => check_on_device(&**end, bytes),
-            _ => check(given.end(), bytes),
-        };
-        let known = known.map_err(|trouble| {
+        let (given, count) = given!(handle::borrow(transport), result("count", count));
+        let out = given!(room(given.end().world(), links, capacity));
+        let known = given.check_ring(bytes).map_err(|trouble| {
             let fail = failed(&trouble);
             if matches!(fail, Fail::Text(CPATTN_PEER, ..)) {
                 // As after the failure of a run: a table's peers do not wait for this rank.
@@ -55,7 +45,6 @@ pub unsafe extern "C" fn cpattn_ring_check(
             fail
         })?;
         count.write(write(out, &known));
-        Ok(())
     })
 }
 
@@ -68,18 +57,15 @@ pub unsafe extern "C" fn cpattn_rank_ring_check(
     count: *mut usize,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles and results.
-        let (rank, count) = unsafe { (handle::borrow(rank.cast_const())?, result("count", count)?) };
+        let (rank, count) = given!(handle::borrow(rank), result("count", count));
         let mut rank = rank.lock()?;
         if links.is_null() && capacity == 0 {
             count.write(2 * rank.world());
             return Ok(());
         }
-        // SAFETY: the header's promise about arrays.
-        let out = unsafe { room(rank.world(), links, capacity) }?;
+        let out = given!(room(rank.world(), links, capacity));
         let known = rank.check_ring(bytes).map_err(|trouble| failed(&trouble))?;
         count.write(write(out, &known));
-        Ok(())
     })
 }
 

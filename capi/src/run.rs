@@ -6,10 +6,10 @@ use core::ffi::c_void;
 use super::{
     dlpack::{Axes, Given, cpattn_tensor, one, read, written},
     handle,
-    input::{sized, versioned},
+    input::sized,
     plan::{cpattn_plan, runs, side},
     rank::{RankState, cpattn_rank},
-    status::{Outcome, boundary},
+    status::Outcome,
 };
 use cpattn::{
     error::Error,
@@ -68,8 +68,7 @@ unsafe fn run(
     runs(plan)?;
     let mut bindings = Bindings::default();
     for (tensor, given) in list {
-        // SAFETY: the header's promise about tensors.
-        bindings.set(*tensor, unsafe { one(rank.device, given) }?);
+        bindings.set(*tensor, given!(one(rank.device, given)));
     }
     // SAFETY: the memory is the caller's for the run, by the header's promise; shapes are checked against the plan.
     unsafe { rank.lock()?.run_on(plan, direction, &bindings, stream) }?;
@@ -83,9 +82,7 @@ pub unsafe extern "C" fn cpattn_forward(
     args: *const cpattn_forward_args,
 ) -> i32 {
     boundary!({
-        let (rank, plan, a) =
-            // SAFETY: the header's promise about handles and structs.
-            unsafe { (handle::borrow(rank.cast_const())?, handle::borrow(plan)?, sized("args", args)?) };
+        let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
         let list = [
             (TensorId::Q, read("q", a.q, Axes::Rows)),
             (TensorId::K, read("k", a.k, Axes::Rows)),
@@ -94,8 +91,7 @@ pub unsafe extern "C" fn cpattn_forward(
             (TensorId::O, written("o", a.o, Axes::Rows)),
             (TensorId::Lse, written("lse", a.lse, Axes::HeadMajor)),
         ];
-        // SAFETY: the header's promise about tensors and streams.
-        unsafe { run(rank, plan, Direction::Forward, &list, a.stream) }
+        given!(run(rank, plan, Direction::Forward, &list, a.stream));
     })
 }
 
@@ -106,9 +102,7 @@ pub unsafe extern "C" fn cpattn_backward(
     args: *const cpattn_backward_args,
 ) -> i32 {
     boundary!({
-        let (rank, plan, a) =
-            // SAFETY: the header's promise about handles and structs.
-            unsafe { (handle::borrow(rank.cast_const())?, handle::borrow(plan)?, sized("args", args)?) };
+        let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
         if !a.dsinks.is_null() && !plan.problem().sinks() {
             runs(plan)?;
             return Err(Error::invalid("dsinks", "given", "NULL, since the problem has no sinks").into());
@@ -126,8 +120,7 @@ pub unsafe extern "C" fn cpattn_backward(
             (TensorId::Dv, written("dv", a.dv, Axes::Rows)),
             (TensorId::Dsinks, written("dsinks", a.dsinks, Axes::PerHead).optional()),
         ];
-        // SAFETY: as in `cpattn_forward`.
-        unsafe { run(rank, plan, Direction::Backward, &list, a.stream) }
+        given!(run(rank, plan, Direction::Backward, &list, a.stream));
     })
 }
 
@@ -143,11 +136,9 @@ unsafe fn all_to_all(
     [tokens, held]: [Given; 2],
     stream: *mut c_void,
 ) -> Outcome {
-    // SAFETY: the header's promise about handles.
-    let (rank, plan) = unsafe { (handle::borrow(rank.cast_const())?, handle::borrow(plan)?) };
+    let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
     let side = self::side(side)?;
-    // SAFETY: the header's promise about tensors.
-    let (tokens, held) = unsafe { (one(rank.device, &tokens)?, one(rank.device, &held)?) };
+    let (tokens, held) = given!(one(rank.device, &tokens), one(rank.device, &held));
     let all_to_all = AllToAll { way, side, dim: tokens.dim, dtype: tokens.dtype };
     // SAFETY: the memory is the caller's for the run, and the stream one of the driver's, by the header's promises; shapes
     // are checked against the plan.
@@ -166,8 +157,7 @@ pub unsafe extern "C" fn cpattn_rank_to_heads(
 ) -> i32 {
     boundary!({
         let tensors = [read("from", from, Axes::Rows), written("to", to, Axes::Rows)];
-        // SAFETY: the header's promises.
-        unsafe { all_to_all(rank, plan, side, AllToAllDirection::ToHeads, tensors, stream) }
+        given!(all_to_all(rank, plan, side, AllToAllDirection::ToHeads, tensors, stream));
     })
 }
 
@@ -182,7 +172,6 @@ pub unsafe extern "C" fn cpattn_rank_to_tokens(
 ) -> i32 {
     boundary!({
         let tensors = [written("to", to, Axes::Rows), read("from", from, Axes::Rows)];
-        // SAFETY: the header's promises.
-        unsafe { all_to_all(rank, plan, side, AllToAllDirection::ToTokens, tensors, stream) }
+        given!(all_to_all(rank, plan, side, AllToAllDirection::ToTokens, tensors, stream));
     })
 }

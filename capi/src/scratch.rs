@@ -15,7 +15,7 @@ use super::{
     input::{one_of, result, sized},
     problem::{self, DTYPES, cpattn_problem},
     rank::{instruction_set, workers},
-    status::{Fail, Outcome, boundary},
+    status::{Fail, Outcome},
 };
 #[cfg(feature = "cuda")]
 use cpattn::kernel::cuda::StreamKernels;
@@ -62,30 +62,26 @@ impl ScratchState {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_scratch_create(workers: u32, scratch: *mut *mut cpattn_scratch) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about results.
-        let out = unsafe { result("scratch", scratch) }?;
+        let out = given!(result("scratch", scratch));
         out.write(handle::create(ScratchState::new(Kernels::cpu(self::workers("workers", workers)?))));
-        Ok(())
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_scratch_create_cuda(device_id: i32, scratch: *mut *mut cpattn_scratch) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about results.
-        let out = unsafe { result("scratch", scratch) }?;
+        let out = given!(result("scratch", scratch));
         #[cfg(feature = "cuda")]
         {
             out.write(handle::create(ScratchState::new(Kernels::Cuda(StreamKernels::new(device(
                 "device_id",
                 device_id,
             )?)?))));
-            Ok(())
         }
         #[cfg(not(feature = "cuda"))]
         {
             let _ = (out, device_id);
-            without_cuda("cpattn_scratch_create_cuda")?
+            without_cuda::<()>("cpattn_scratch_create_cuda")?;
         }
     })
 }
@@ -96,10 +92,8 @@ pub unsafe extern "C" fn cpattn_scratch_destroy(scratch: *mut cpattn_scratch) ->
         if scratch.is_null() {
             return Ok(());
         }
-        // SAFETY: the header's promise about handles.
-        drop(unsafe { handle::borrow(scratch.cast_const()) }?.lock()?);
-        // SAFETY: the header's promise about handles.
-        unsafe { handle::destroy(scratch) }
+        drop(given!(handle::borrow(scratch)).lock()?);
+        given!(handle::destroy(scratch));
     })
 }
 
@@ -111,8 +105,7 @@ pub unsafe extern "C" fn cpattn_scratch_reserve(
     value_dim: u32,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
+        let scratch = given!(handle::borrow(scratch));
         let dtype = one_of("dtype", dtype, &DTYPES)?;
         for (name, dim) in [("head_dim", head_dim), ("value_dim", value_dim)] {
             if dim == 0 || dim as usize > MAX_HEAD_DIM {
@@ -120,27 +113,22 @@ pub unsafe extern "C" fn cpattn_scratch_reserve(
             }
         }
         scratch.lock()?.reserve(dtype, head_dim, value_dim)?;
-        Ok(())
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_scratch_set_sm_margin(scratch: *mut cpattn_scratch, multiprocessors: u32) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
+        let scratch = given!(handle::borrow(scratch));
         scratch.lock()?.set_sm_margin(multiprocessors)?;
-        Ok(())
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_scratch_set_isa(scratch: *mut cpattn_scratch, isa: i32) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
+        let scratch = given!(handle::borrow(scratch));
         scratch.lock()?.set_isa(instruction_set("isa", isa)?)?;
-        Ok(())
     })
 }
 
@@ -150,28 +138,21 @@ pub unsafe extern "C" fn cpattn_scratch_set_documents(
     problem: *const cpattn_problem,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
-        let problem = if problem.is_null() {
-            None
-        } else {
-            // SAFETY: the header's promise about structs, and about what they point to.
-            Some(unsafe { problem::problem(&sized("problem", problem)?, None) }?)
-        };
+        let scratch = given!(handle::borrow(scratch));
+        let problem =
+            if problem.is_null() { None } else { Some(given!(problem::problem(&sized("problem", problem)?, None))) };
         let (mut score, mut group) = (Score { scale: 1.0, softcap: 0.0, window_left: 0, window_right: 0 }, 1);
         if let Some(p) = &problem {
             (score, group) = (p.score(), p.group() as u32);
         }
         scratch.lock()?.set_documents(problem.iter().flat_map(|p| p.document_lengths()), &score, group)?;
-        Ok(())
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_scratch_reserve_metadata(scratch: *mut cpattn_scratch, bytes: u64, calls: u32) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
+        let scratch = given!(handle::borrow(scratch));
         if bytes > MAX_METADATA_BYTES {
             return Err(Error::invalid("bytes", bytes, format!("at most {MAX_METADATA_BYTES}")).into());
         }
@@ -179,6 +160,5 @@ pub unsafe extern "C" fn cpattn_scratch_reserve_metadata(scratch: *mut cpattn_sc
             return Err(Error::invalid("calls", calls, format!("1 to {MAX_CALLS}")).into());
         }
         scratch.lock()?.reserve_metadata(bytes as usize, calls as usize)?;
-        Ok(())
     })
 }

@@ -10,7 +10,6 @@ use super::{
     handle,
     input::array_mut,
     plan::{cpattn_plan, rank_of, side},
-    status::boundary,
 };
 use cpattn::{
     Device,
@@ -36,15 +35,13 @@ pub unsafe extern "C" fn cpattn_plan_tokens(
     capacity: usize,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles and arrays.
-        let (plan, tokens) = unsafe { (handle::borrow(plan)?, array_mut("tokens", tokens, capacity)?) };
+        let (plan, tokens) = given!(handle::borrow(plan), array_mut("tokens", tokens, capacity));
         let (side, rank) = (self::side(side)?, rank_of(plan, rank)?);
         enough("tokens", capacity, plan, side, rank)?;
         let mut at = tokens.iter_mut();
         plan.for_each_token(side, rank, |token, _, _| {
             at.next().map(|to| to.write(token as i64));
         });
-        Ok(())
     })
 }
 
@@ -57,15 +54,13 @@ pub unsafe extern "C" fn cpattn_plan_positions(
     capacity: usize,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles and arrays.
-        let (plan, positions) = unsafe { (handle::borrow(plan)?, array_mut("positions", positions, capacity)?) };
+        let (plan, positions) = given!(handle::borrow(plan), array_mut("positions", positions, capacity));
         let (side, rank) = (self::side(side)?, rank_of(plan, rank)?);
         enough("positions", capacity, plan, side, rank)?;
         let mut at = positions.iter_mut();
         plan.for_each_token(side, rank, |_, pos, _| {
             at.next().map(|to| to.write(pos));
         });
-        Ok(())
     })
 }
 
@@ -249,8 +244,7 @@ pub unsafe extern "C" fn cpattn_plan_shard(
     whole: *const cpattn_tensor,
     local: *const cpattn_tensor,
 ) -> i32 {
-    // SAFETY: the header's promise.
-    boundary!({ unsafe { move_rows(plan, side, rank, whole, local, false) } })
+    boundary!({ given!(move_rows(plan, side, rank, whole, local, false)) })
 }
 
 #[unsafe(no_mangle)]
@@ -261,8 +255,7 @@ pub unsafe extern "C" fn cpattn_plan_unshard(
     local: *const cpattn_tensor,
     whole: *const cpattn_tensor,
 ) -> i32 {
-    // SAFETY: the header's promise.
-    boundary!({ unsafe { move_rows(plan, side, rank, whole, local, true) } })
+    boundary!({ given!(move_rows(plan, side, rank, whole, local, true)) })
 }
 
 #[unsafe(no_mangle)]
@@ -275,14 +268,12 @@ pub unsafe extern "C" fn cpattn_plan_shift(
     local: *const cpattn_tensor,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let plan = unsafe { handle::borrow(plan) }?;
+        let plan = given!(handle::borrow(plan));
         let rank = rank_of(plan, rank)?;
         if fill.is_null() {
             return Err(Error::invalid("fill", "NULL", "the address of one element").into());
         }
-        // SAFETY: the header's promise about tensors.
-        let pair = unsafe { pair(plan, Side::Q, rank, whole, local, false) }?;
+        let pair = given!(pair(plan, Side::Q, rank, whole, local, false));
         let Some((whole, local)) = pair else { return Ok(()) };
         let batch = plan.problem().batch();
         let mut row = 0;
@@ -298,6 +289,5 @@ pub unsafe extern "C" fn cpattn_plan_shift(
             }
             row += 1;
         });
-        Ok(())
     })
 }

@@ -12,7 +12,6 @@ use super::{
     plan::cpattn_plan,
     rank::cpattn_rank,
     shard::{Rows, alike, apart},
-    status::boundary,
 };
 use cpattn::{batch::Side, error::Error, runtime::ShiftedRows};
 
@@ -82,22 +81,19 @@ pub unsafe extern "C" fn cpattn_rank_shift(
     out: *const cpattn_tensor,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let (rank, plan) = unsafe { (handle::borrow(rank.cast_const())?, handle::borrow(plan)?) };
+        let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
         let mut rank = rank.lock()?;
         plan.fits_world(rank.world())?;
         if fill.is_null() {
             return Err(Error::invalid("fill", "NULL", "the address of one element").into());
         }
         let tokens = plan.local_tokens(Side::Q, rank.rank());
-        // SAFETY: the header's promise about tensors.
-        let [from, to] = unsafe { alike(("rows", rows, tokens), ("out", out, tokens)) }?;
+        let [from, to] = given!(alike(("rows", rows, tokens), ("out", out, tokens)));
         let (rows, out) = (Rows::new("rows", &from)?, Rows::new("out", &to)?);
         if !from.is_empty() {
             apart(("rows", &rows), ("out", &out), 1)?;
         }
         let mut shifted = Shifted { kind: kind(&from, &rows), rows, out, fill: fill.cast() };
         rank.shift_rows(plan, by, &mut shifted)?;
-        Ok(())
     })
 }

@@ -112,13 +112,27 @@ pub(super) fn guard(body: impl FnOnce() -> Outcome) -> i32 {
     }
 }
 
-/// The panic boundary: evaluates a body of type `Outcome` and returns its status.
+/// The panic boundary: runs the body of an exported function, which may end early with `?` or `return`, and returns its
+/// status.
 macro_rules! boundary {
     ($body:block) => {
-        $crate::status::guard(|| -> $crate::status::Outcome { $body })
+        $crate::status::guard(|| -> $crate::status::Outcome {
+            let () = $body;
+            Ok(())
+        })
     };
 }
-pub(super) use boundary;
+
+/// The arguments of an exported function, each read by an unsafe function: `given!(handle::borrow(plan), sized("args", args))`
+/// is what both give; the first refusal ends the body of [`boundary!`].
+macro_rules! given {
+    ($($($read:ident)::+($($argument:expr),* $(,)?)),+ $(,)?) => {
+        // SAFETY: what an exported function is given is as the header promises it, which is what the functions that read it
+        // ask for: handles are NULL or live, structs as long as their first word says, arrays as long as their counts,
+        // results and tensors memory of the caller's.
+        unsafe { ($($($read)::+($($argument),*)?),+) }
+    };
+}
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cpattn_version() -> u32 {

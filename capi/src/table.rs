@@ -15,7 +15,6 @@ use core::{
 use std::sync::Arc;
 use std::sync::{Mutex, PoisonError};
 
-use super::input::versioned;
 use cpattn::{
     call::RawStream,
     error::{Cause, Error, Result},

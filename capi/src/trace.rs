@@ -14,7 +14,6 @@ use super::{
     handle,
     input::{array_mut, result},
     rank::cpattn_rank,
-    status::boundary,
 };
 use cpattn::{report::trace::Event, schedule::Lane};
 
@@ -71,21 +70,17 @@ fn epoch() -> Instant {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_clock(ns: *mut u64) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about results.
-        let ns = unsafe { result("ns", ns) }?;
+        let ns = given!(result("ns", ns));
         ns.write(epoch().elapsed().as_nanos() as u64);
-        Ok(())
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_record(rank: *mut cpattn_rank, capacity: u64) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let rank = unsafe { handle::borrow(rank.cast_const()) }?;
+        let rank = given!(handle::borrow(rank));
         rank.lock()?.record(epoch(), usize::try_from(capacity).unwrap_or(usize::MAX))?;
         rank.untaken.lock().unwrap_or_else(PoisonError::into_inner).clear();
-        Ok(())
     })
 }
 
@@ -97,10 +92,8 @@ pub unsafe extern "C" fn cpattn_rank_trace(
     count: *mut usize,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles, arrays and results.
-        let (rank, events, count) = unsafe {
-            (handle::borrow(rank.cast_const())?, array_mut("events", events, capacity)?, result("count", count)?)
-        };
+        let (rank, events, count) =
+            given!(handle::borrow(rank), array_mut("events", events, capacity), result("count", count));
         let mut locked = rank.lock()?;
         let mut untaken = rank.untaken.lock().unwrap_or_else(PoisonError::into_inner);
         // The rank keeps what does not fit, within its own capacity; what was gathered from others comes first.
@@ -112,32 +105,27 @@ pub unsafe extern "C" fn cpattn_rank_trace(
         for (to, from) in events.iter_mut().zip(untaken.drain(..taken)) {
             to.write(from.into());
         }
-        Ok(())
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_gather_trace(rank: *mut cpattn_rank) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles.
-        let rank = unsafe { handle::borrow(rank.cast_const()) }?;
+        let rank = given!(handle::borrow(rank));
         let mut locked = rank.lock()?;
         locked.synchronize()?;
         let mut untaken = rank.untaken.lock().unwrap_or_else(PoisonError::into_inner);
         untaken.extend(locked.events());
         // After a failure this rank still has its own.
         *untaken = locked.gather_events(epoch(), untaken.make_contiguous())?.into();
-        Ok(())
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_trace_accuracy(rank: *const cpattn_rank, ns: *mut u64) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles and results.
-        let (rank, ns) = unsafe { (handle::borrow(rank)?, result("ns", ns)?) };
+        let (rank, ns) = given!(handle::borrow(rank), result("ns", ns));
         ns.write(rank.lock()?.trace_accuracy().as_nanos() as u64);
-        Ok(())
     })
 }
 

@@ -11,7 +11,6 @@ use super::{
     engine_table::EngineTable,
     handle::{self, Handle, HandleKind},
     input::{array, array_mut, result, sized},
-    status::boundary,
     table::{TableTransport, cpattn_transport_table, place},
 };
 #[cfg(feature = "cuda")]
@@ -19,7 +18,12 @@ use cpattn::transport::{DeviceTransport, peer};
 use cpattn::{
     Device,
     error::{Error, Result},
-    transport::{Transport, engine::EngineTransport, local},
+    transport::{
+        Transport,
+        engine::EngineTransport,
+        local,
+        ring_check::{self, Link, RingFault},
+    },
 };
 
 /// Threads of one process beyond this number are a mistake.
@@ -57,6 +61,15 @@ impl Any {
         }
     }
 
+    /// The check of the links of its ring.
+    pub(super) fn check_ring(&self, bytes: usize) -> Result<Vec<Link>, RingFault> {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Device(end) => ring_check::check_on_device(&**end, bytes),
+            _ => ring_check::check(self.end(), bytes),
+        }
+    }
+
     pub(super) fn end(&self) -> &dyn Transport {
         match self {
             Self::Host(end) => &**end,
@@ -90,12 +103,10 @@ pub unsafe extern "C" fn cpattn_local_group(
 ) -> i32 {
     boundary!({
         let (world, deadline) = (threads(world)?, deadline(deadline_ms)?);
-        // SAFETY: the header's promise about arrays.
-        let out = unsafe { array_mut("transports", transports, world) }?;
+        let out = given!(array_mut("transports", transports, world));
         for (to, rank) in out.iter_mut().zip(local::group(world, deadline)?) {
             to.write(handle::create(Any::Host(Arc::new(rank))));
         }
-        Ok(())
     })
 }
 
@@ -108,10 +119,8 @@ pub unsafe extern "C" fn cpattn_peer_group(
 ) -> i32 {
     boundary!({
         let (world, deadline) = (threads(world)?, deadline(deadline_ms)?);
-        // SAFETY: the header's promise about arrays.
-        let devices = unsafe { array("devices", devices, world) }?;
-        // SAFETY: the header's promise about arrays.
-        let out = unsafe { array_mut("transports", transports, world) }?;
+        let devices = given!(array("devices", devices, world));
+        let out = given!(array_mut("transports", transports, world));
         #[cfg(feature = "cuda")]
         {
             let each = devices.iter().enumerate().map(|(r, &id)| device(&format!("devices[{r}]"), id));
@@ -119,12 +128,11 @@ pub unsafe extern "C" fn cpattn_peer_group(
             for (to, rank) in out.iter_mut().zip(peer::group(&devices, deadline)?) {
                 to.write(handle::create(Any::Device(Arc::new(rank))));
             }
-            Ok(())
         }
         #[cfg(not(feature = "cuda"))]
         {
             let _ = (devices, deadline, out);
-            without_cuda("cpattn_peer_group")?
+            without_cuda::<()>("cpattn_peer_group")?;
         }
     })
 }
@@ -135,8 +143,7 @@ pub unsafe extern "C" fn cpattn_transport_create(
     transport: *mut *mut cpattn_transport,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about structs and results.
-        let (table, out) = unsafe { (sized("table", table)?, result("transport", transport)?) };
+        let (table, out) = given!(sized("table", table), result("transport", transport));
         place(table.rank, table.world)?;
         for (name, missing) in [
             ("table.agree", table.agree.is_none()),
@@ -149,12 +156,10 @@ pub unsafe extern "C" fn cpattn_transport_create(
             }
         }
         out.write(handle::create(Any::Table(Arc::new(TableTransport::new(table)))));
-        Ok(())
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_transport_destroy(transport: *mut cpattn_transport) -> i32 {
-    // SAFETY: the header's promise about handles.
-    boundary!({ unsafe { handle::destroy(transport) } })
+    boundary!({ given!(handle::destroy(transport)) })
 }
