@@ -190,18 +190,53 @@ impl Zigzag<'_> {
             return;
         }
         let parts = 2 * self.ring as i64;
-        let mut visit = |index: i64, chunk: (i64, i64)| {
-            let (me, ring) = (self.me as i64, self.ring as i64);
-            // Front chunks come in ring direction, back chunks in reverse.
-            let distance = if index < ring { me - index } else { 2 * ring - 1 - index - me };
-            if distance == 0 {
-                return;
+        let (me, ring) = (self.me as i64, self.ring as i64);
+        // Front chunks come in ring direction, back chunks in reverse.
+        let step_of = |chunk: i64| {
+            let distance = if chunk < ring { me - chunk } else { parts - 1 - chunk - me };
+            (distance + if distance < 0 { ring } else { 0 }) as usize
+        };
+        if len < parts {
+            // Between two of these every token is needed by the same segments.
+            let mut bounds = [a.0, a.1, b.0, b.1];
+            bounds.sort_unstable();
+            for piece in bounds.windows(2) {
+                let needs = [a, b].map(|of| of.0 <= piece[0] && piece[1] <= of.1);
+                if piece[0] == piece[1] || needs == [false; 2] {
+                    continue;
+                }
+                let mut latest = 0;
+                self.lone_tokens(len, piece[0]..piece[1], |chunk| {
+                    let step = step_of(chunk);
+                    if step > 0 {
+                        let s = &mut steps[if self.gather { 1 } else { step }];
+                        s.rows_in += 1;
+                        s.fragments_in += 1;
+                        latest = latest.max(step as u32);
+                    }
+                });
+                let latest = if self.gather { latest.min(1) } else { latest };
+                last.iter_mut().zip(needs).filter(|(_, n)| *n).for_each(|(l, _)| *l = (*l).max(latest));
             }
+            return;
+        }
+        // The chunk that holds the first needed token.
+        let c = ((first.0 + 1) * parts - 1) / len;
+        let mut borders = Borders::new(len, parts, c);
+        let mut low = borders.at;
+        for c in c..parts {
+            if low >= end {
+                break;
+            }
+            let high = borders.next();
+            let chunk = (low, high);
+            low = high;
             let (m, n) = (length(common(chunk, first)), length(common(chunk, second)));
-            if m + n == 0 {
-                return;
+            let step = step_of(c);
+            if step == 0 || m + n == 0 {
+                continue;
             }
-            let step = if self.gather { 1 } else { (distance + if distance < 0 { ring } else { 0 }) as usize };
+            let step = if self.gather { 1 } else { step };
             let s = &mut steps[step];
             s.rows_in += m + n;
             s.fragments_in += usize::from(m > 0) + usize::from(n > 0);
@@ -210,31 +245,51 @@ impl Zigzag<'_> {
                     *l = (*l).max(step as u32);
                 }
             }
-        };
-        // The chunk that holds the first needed token.
-        let chunk_of = |token: i64| ((token + 1) * parts - 1) / len;
-        if len < parts {
-            // Chunks of one token, and many empty ones: token by token.
-            let (whole, rest) = (parts / len, parts % len);
-            let (mut c, mut carry) = (chunk_of(first.0), ((first.0 + 1) * parts - 1) % len);
-            for token in first.0..end {
-                visit(c, (token, token + 1));
-                let more = i64::from(carry + rest >= len);
-                carry += rest - len * more;
-                c += whole + more;
-            }
-            return;
         }
-        let c = chunk_of(first.0);
-        let mut borders = Borders::new(len, parts, c);
-        let mut low = borders.at;
-        for c in c..parts {
-            if low >= end {
-                break;
-            }
-            let high = borders.next();
-            visit(c, (low, high));
-            low = high;
+    }
+
+    /// Calls `each` with the chunk of each of these tokens of a document of `len` tokens, in which no chunk has two.
+    fn lone_tokens(&self, len: i64, tokens: core::ops::Range<i64>, mut each: impl FnMut(i64)) {
+        let parts = 2 * self.ring as i64;
+        let (whole, rest) = (parts / len, parts % len);
+        let at = (tokens.start + 1) * parts - 1;
+        let (mut chunk, mut carry) = (at / len, at % len);
+        for _ in tokens {
+            each(chunk);
+            let more = i64::from(carry + rest >= len);
+            carry += rest - len * more;
+            chunk += whole + more;
+        }
+    }
+
+    /// [`Zigzag::leaving`] where neither side has two tokens in a chunk.
+    fn lone_leaving(&self, own: &[Segment], len: i64, start: i64, steps: &mut [StepVolume]) {
+        let (left, right) = self.limits();
+        let (me, ring) = (self.me, self.ring);
+        for v in own {
+            let first = v.range.pos - right - start;
+            let readers = first.max(0)..(v.range.pos + left + 1 - start).min(len);
+            let (row, class) = (v.range.row, usize::from(v.reverse && !self.gather));
+            self.lone_tokens(len, readers, |chunk| {
+                let chunk = chunk as usize;
+                let j = chunk.min(2 * ring - 1 - chunk);
+                if j == me {
+                    return;
+                }
+                let ahead = if j > me { j - me } else { j + ring - me };
+                let step = match (self.gather, v.reverse) {
+                    (true, _) => 1,
+                    (_, true) => ring - ahead,
+                    _ => ahead,
+                };
+                steps[step].fragments_out += 1;
+                // A reader with two tokens that read the row takes it once.
+                let leaving = &mut steps[if self.gather { j } else { step }].leaving[class];
+                if leaving.end != row + 1 {
+                    leaving.add(row, row + 1);
+                    steps[step].rows_out += 1;
+                }
+            });
         }
     }
 
@@ -247,6 +302,9 @@ impl Zigzag<'_> {
         }
         let (left, right) = self.limits();
         let parts = 2 * self.ring as i64;
+        if len < parts && own.iter().all(|v| v.range.len == 1) {
+            return self.lone_leaving(own, len, start, steps);
+        }
         let (mut up, mut down) = (Borders::new(len, parts, 0), Borders::new(len, parts, parts));
         let reach = |low: i64, high: i64| {
             if low == high {

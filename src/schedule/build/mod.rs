@@ -48,8 +48,13 @@ impl Schedule {
     /// As [`Schedule::new`].
     pub fn both(plan: &Plan, rank: usize) -> Result<[Self; 2]> {
         let forward = Self::new(plan, rank, Direction::Forward)?;
-        let backward = Self::with_steps(plan, rank, Direction::Backward, forward.keys.as_ref())?;
+        let backward = Self::backward_after(plan, &forward)?;
         Ok([forward, backward])
+    }
+
+    /// The backward of a rank, with the ring steps of its forward where the same side circulates.
+    pub(super) fn backward_after(plan: &Plan, forward: &Self) -> Result<Self> {
+        Self::with_steps(plan, forward.rank, Direction::Backward, forward.keys.as_ref())
     }
 
     /// As [`Schedule::new`], with the ring steps of k and v where they are known.

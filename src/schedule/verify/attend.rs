@@ -232,7 +232,8 @@ impl<'a> Prover<'a> {
         if a.running.is_none() && mode != Mode::Only {
             return Err(self.err(r, op, format!("mode {mode:?} without a running o")));
         }
-        let mut lists = Vec::with_capacity(a.q.heads as usize);
+        let mut cells = core::mem::take(&mut self.cells);
+        cells.clear();
         for h in self.memories[r].heads(&a.q) {
             let mut list = 0;
             if let (true, Some((o, lse))) = (mode.continues(), &a.running) {
@@ -245,20 +246,23 @@ impl<'a> Prover<'a> {
                 self.memories[r].cell(o, row, h).unread = 0;
                 self.memories[r].cell(lse, row, h).unread = 0;
             }
-            lists.push(added.map_or(list, |atoms| self.lists.join(list, atoms[h as usize])));
+            let list = added.map_or(list, |atoms| self.lists.join(list, atoms[h as usize]));
+            cells.push(Cell::new(What::Unset, token, first + h, list));
         }
         let memory = &mut self.memories[r];
-        let cell = |what, h: u32| Cell::new(what, token, first + h, lists[h as usize]);
+        let cell = |what, h: u32| Cell { what, ..cells[h as usize] };
         match (mode.finishes(), &a.running) {
             (false, Some((o, lse))) => {
                 memory.write_row(op, o, row, |h| cell(What::Running(TensorId::O), h))?;
-                memory.write_row(op, lse, row, |h| cell(What::Running(TensorId::Lse), h))
+                memory.write_row(op, lse, row, |h| cell(What::Running(TensorId::Lse), h))?;
             }
             _ => {
                 memory.write_row(op, &a.o, row, |h| cell(What::Final(TensorId::O), h))?;
-                memory.write_row(op, &a.lse, row, |h| cell(What::Final(TensorId::Lse), h))
+                memory.write_row(op, &a.lse, row, |h| cell(What::Final(TensorId::Lse), h))?;
             }
         }
+        self.cells = cells;
+        Ok(())
     }
 
     pub(super) fn backward(&mut self, r: usize, op: usize, b: &BackwardOp, met: &'a Met) -> Result<()> {
@@ -367,7 +371,8 @@ impl<'a> Prover<'a> {
         cell: impl Fn(u32) -> Cell,
         added: Option<&[u32]>,
     ) -> Result<()> {
-        let mut cells = Vec::with_capacity(to.heads as usize);
+        let mut cells = core::mem::take(&mut self.cells);
+        cells.clear();
         for h in self.memories[r].heads(to) {
             let mut new = cell(h);
             if continues {
@@ -381,7 +386,9 @@ impl<'a> Prover<'a> {
             }
             cells.push(new);
         }
-        self.memories[r].write_row(op, to, row, |h| cells[h as usize])
+        self.memories[r].write_row(op, to, row, |h| cells[h as usize])?;
+        self.cells = cells;
+        Ok(())
     }
 }
 

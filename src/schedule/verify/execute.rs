@@ -33,11 +33,13 @@ pub(super) struct Contributions {
     all: Vec<Vec<Atom>>,
     index: BTreeMap<Vec<Atom>, u32>,
     sums: BTreeMap<(u32, u32), u32>,
+    /// The last sum: rows one after another usually add the same.
+    last: (u32, u32, u32),
 }
 
 impl Contributions {
     fn new() -> Self {
-        Self { all: vec![Vec::new()], index: BTreeMap::from([(Vec::new(), 0)]), sums: BTreeMap::new() }
+        Self { all: vec![Vec::new()], index: BTreeMap::from([(Vec::new(), 0)]), sums: BTreeMap::new(), last: (0, 0, 0) }
     }
 
     pub fn get(&self, list: u32) -> &[Atom] {
@@ -63,12 +65,18 @@ impl Contributions {
         if a == 0 || b == 0 {
             return a.max(b);
         }
-        if let Some(&i) = self.sums.get(&(a, b)) {
-            return i;
+        if (self.last.0, self.last.1) == (a, b) {
+            return self.last.2;
         }
-        let list = [self.get(a), self.get(b)].concat();
-        let i = self.intern(list);
-        self.sums.insert((a, b), i);
+        let i = if let Some(&i) = self.sums.get(&(a, b)) {
+            i
+        } else {
+            let list = [self.get(a), self.get(b)].concat();
+            let i = self.intern(list);
+            self.sums.insert((a, b), i);
+            i
+        };
+        self.last = (a, b, i);
         i
     }
 }
@@ -101,6 +109,8 @@ pub(super) struct Prover<'a> {
     /// Allowed pairs that calls met, times their q heads: for o or dq, and for dk and dv.
     pub met_for_queries: u128,
     pub met_for_keys: u128,
+    /// Room for the cells of a row.
+    pub cells: Vec<Cell>,
     traffic: Vec<RankReport>,
     /// Which rows have crossed from node to node.
     crossings: BTreeSet<Crossing>,
@@ -134,6 +144,7 @@ impl<'a> Prover<'a> {
             calls: Vec::new(),
             met_for_queries: 0,
             met_for_keys: 0,
+            cells: Vec::new(),
             traffic: schedules.iter().map(report).collect(),
             crossings: BTreeSet::new(),
         }

@@ -171,12 +171,12 @@ impl Plan {
     /// # Errors
     /// [`Error::Schedule`] with the first flaw found.
     pub fn verify(&self) -> Result<(Report, Report)> {
-        let all = |direction| -> Result<Report> {
-            let schedules: Vec<Schedule> =
-                (0..self.mesh().group()).map(|rank| Schedule::new(self, rank, direction)).collect::<Result<_>>()?;
-            verify(&schedules, self)
-        };
-        Ok((all(Direction::Forward)?, all(Direction::Backward)?))
+        let forward: Vec<Schedule> =
+            (0..self.mesh().group()).map(|r| Schedule::new(self, r, Direction::Forward)).collect::<Result<_>>()?;
+        let proved = verify(&forward, self)?;
+        let backward: Vec<Schedule> =
+            forward.into_iter().map(|s| Schedule::backward_after(self, &s)).collect::<Result<_>>()?;
+        Ok((proved, verify(&backward, self)?))
     }
 
     /// Verifies the schedules of one replica's ranks for the all-to-all of one tensor.

@@ -70,12 +70,20 @@ fn tensor(p: &mut Prover, r: usize, tensor: TensorId, want: What) -> Result<()> 
     let heads = if side == Side::K { p.plan.problem().kv_heads() } else { p.plan.problem().heads() } as u32;
     let view = BufferView { buf: Buf::User(tensor), row: 0, rows: tokens.len() as u64, head: 0, heads };
     let last = p.schedules[r].ops.len().max(1) - 1;
+    let cells: Vec<u32> = p.memories[r].heads(&view).collect();
     for (row, &token) in tokens.iter().enumerate() {
+        for &h in &cells {
+            p.expect(r, last, &view, row as u64, h, Cell::new(want, token as u32, h, 0))?;
+        }
+    }
+    let mut first = 0;
+    while first < tokens.len() {
+        let mut rows = alike(p, r, &view, &tokens[first..], first as u64, side);
+        let token = tokens[first];
         // Neighbouring heads usually come of the same calls.
         let mut checked: Vec<Vec<u32>> = Vec::new();
-        for h in p.memories[r].heads(&view) {
-            p.expect(r, last, &view, row as u64, h, Cell::new(want, token as u32, h, 0))?;
-            let cell = *p.memories[r].cell(&view, row as u64, h);
+        for &h in &cells {
+            let cell = *p.memories[r].cell(&view, first as u64, h);
             let group = p.plan.problem().group() as u32;
             let end = if p.whole_rows { heads } else { h + 1 };
             let q_heads = if side == Side::K { h * group..end * group } else { h..end };
@@ -86,7 +94,7 @@ fn tensor(p: &mut Prover, r: usize, tensor: TensorId, want: What) -> Result<()> 
                 let calls: Vec<u32> =
                     atoms.iter().filter(|a| (a.head..a.head + a.heads).contains(&q_head)).map(|a| a.call).collect();
                 if !checked.contains(&calls) {
-                    exactly_once(p, side, token, &calls).map_err(|text| {
+                    rows = exactly_once(p, side, token, rows, &calls).map_err(|text| {
                         let text = format!("{} of token {token}, head {h} (q head {q_head}): {text}", tensor.name());
                         p.err(r, last, text)
                     })?;
@@ -107,8 +115,28 @@ fn tensor(p: &mut Prover, r: usize, tensor: TensorId, want: What) -> Result<()> 
                 in_order(p, atoms, side, token).map_err(|text| p.err(r, last, text))?;
             }
         }
+        first += rows;
     }
     Ok(())
+}
+
+/// How many of these rows from the first on hold tokens one after another of one document, with the same contributions in
+/// every cell. One, in the ordered form, whose order is looked at token by token.
+fn alike(p: &mut Prover, r: usize, view: &BufferView, tokens: &[usize], first: u64, side: Side) -> usize {
+    if p.plan.form() == Form::Ordered {
+        return 1;
+    }
+    let batch = p.plan.problem().batch();
+    let end = batch.document(side, batch.document_of(side, tokens[0])).end;
+    let memory = &mut p.memories[r];
+    let heads = memory.heads(view);
+    let follows = |n: &usize| {
+        let n = *n;
+        tokens[n] == tokens[0] + n
+            && tokens[n] < end
+            && heads.clone().all(|h| memory.cell(view, first + n as u64, h).list == memory.cell(view, first, h).list)
+    };
+    1 + (1..tokens.len()).take_while(follows).count()
 }
 
 /// Where a token lies: (document, position).
@@ -129,31 +157,71 @@ fn allowed(p: &Prover, side: Side, token: usize) -> (i64, i64) {
     (pos.saturating_sub(mask.left_limit()).max(start), pos.saturating_add(mask.right_limit()).min(end))
 }
 
-/// The ranges of the other side that a token meets in a call, in the order of the call.
-fn partners<'c>(call: &'c AttendCall, side: Side, token: u32) -> Vec<&'c Range> {
-    let Some(met) = call.met else { return Vec::new() };
-    let list = if side == Side::Q { &call.q } else { &call.k };
-    let Ok(at) = list.binary_search_by_key(&token, |x| x.0) else { return Vec::new() };
-    let range = list[at].1 as usize;
-    match side {
-        Side::Q => met.keys(range).iter().map(|&k| &met.k[k as usize]).collect(),
-        Side::K => call.readers[range].iter().map(|&q| &met.q[q as usize].range).collect(),
-    }
+/// The range of a call that holds a token, and where the token is in the call's list.
+fn range_of(call: &AttendCall, side: Side, token: u32) -> Option<(usize, u32)> {
+    let list = list_of(call, side);
+    let at = list.binary_search_by_key(&token, |x| x.0).ok()?;
+    Some((at, list[at].1))
 }
 
-/// That over all `calls` the token meets every allowed partner once.
-fn exactly_once(p: &Prover, side: Side, token: usize, calls: &[u32]) -> core::result::Result<(), String> {
-    let (low, high) = allowed(p, side, token);
-    let mut met: Vec<(i64, i64)> = Vec::new();
+fn list_of<'c>(call: &'c AttendCall, side: Side) -> &'c [(u32, u32)] {
+    if side == Side::Q { &call.q } else { &call.k }
+}
+
+/// The ranges of the other side that a range of a call meets, in the order of the call.
+fn partners<'c>(call: &'c AttendCall, side: Side, range: u32) -> impl Iterator<Item = &'c Range> {
+    let (keys, queries) = match (call.met, side) {
+        (Some(met), Side::Q) => (met.keys(range as usize), [].as_slice()),
+        (Some(_), Side::K) => ([].as_slice(), call.readers[range as usize].as_slice()),
+        (None, _) => ([].as_slice(), [].as_slice()),
+    };
+    let met = call.met;
+    let keys = keys.iter().filter_map(move |&k| met.map(|met| &met.k[k as usize]));
+    keys.chain(queries.iter().filter_map(move |&q| met.map(|met| &met.q[q as usize].range)))
+}
+
+/// That over all `calls` the token meets every allowed partner once. Returns how many of the `rows` tokens from it on do:
+/// of one document, and in the same calls.
+///
+/// Tokens that lie in the same range of each call meet the same ranges. What they may meet begins and ends later from
+/// token to token. So if those ranges hold each position from where the first token's begin to where the last one's end
+/// once, each of the tokens meets its own once.
+fn exactly_once(
+    p: &Prover,
+    side: Side,
+    token: usize,
+    rows: usize,
+    calls: &[u32],
+) -> core::result::Result<usize, String> {
+    let mut rows = rows;
+    let mut met: Vec<&Range> = Vec::new();
     for &c in calls {
-        for range in partners(&p.calls[c as usize], side, token as u32) {
-            let (a, e) = rows_between(range, low, high);
-            let mut i = a;
-            while i < e {
-                let n = if range.is_plain() { e - i } else { (range.block - i % range.block).min(e - i) };
-                met.push((range.position(i), range.position(i + n - 1)));
-                i += n;
-            }
+        let call = &p.calls[c as usize];
+        let Some((at, range)) = range_of(call, side, token as u32) else {
+            rows = 1;
+            continue;
+        };
+        let same = list_of(call, side)[at..].iter().zip(token as u32..).take(rows);
+        rows = same.take_while(|&(x, t)| *x == (t, range)).count();
+        met.extend(partners(call, side, range));
+    }
+    let (low, high) = allowed(p, side, token);
+    if rows > 1 && tile(&met, low, allowed(p, side, token + rows - 1).1).is_ok() {
+        return Ok(rows);
+    }
+    tile(&met, low, high).map(|()| 1)
+}
+
+/// That ranges hold each of the positions `low..=high` once.
+fn tile(ranges: &[&Range], low: i64, high: i64) -> core::result::Result<(), String> {
+    let mut met: Vec<(i64, i64)> = Vec::new();
+    for range in ranges {
+        let (a, e) = rows_between(range, low, high);
+        let mut i = a;
+        while i < e {
+            let n = if range.is_plain() { e - i } else { (range.block - i % range.block).min(e - i) };
+            met.push((range.position(i), range.position(i + n - 1)));
+            i += n;
         }
     }
     met.sort_unstable();
@@ -180,7 +248,8 @@ fn in_order(p: &Prover, atoms: &[Atom], side: Side, token: usize) -> core::resul
     }
     for a in atoms {
         let call = &p.calls[a.call as usize];
-        let found = partners(call, side, token as u32);
+        let Some((_, range)) = range_of(call, side, token as u32) else { continue };
+        let found: Vec<&Range> = partners(call, side, range).collect();
         if found.windows(2).any(|w| w[0].last() >= w[1].pos) {
             let (rank, op) = (p.schedules[call.rank].rank, call.op);
             return Err(format!("token {token} does not meet its partners in order (rank {rank}, operation {op})"));
