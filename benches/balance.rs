@@ -2,7 +2,7 @@
 //! Simulates how evenly the work units of the CPU kernels are distributed over many workers: the time of the slowest
 //! worker over the mean.
 //!
-//! See `cpattn::kernel::cpu::balance`: no machine with so many cores is needed. Only the division of work is simulated,
+//! See `cpattn::kernel::cpu::forward_balance`: no machine with so many cores is needed. Only the division of work is simulated,
 //! not memory or clocks.
 //!
 //! `cargo bench --bench balance [-- --json FILE]`
@@ -10,7 +10,7 @@
 use cpattn::{
     Dtype,
     call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score},
-    kernel::cpu::{Isa, WorkUnit, backward_units, balance, forward_units},
+    kernel::cpu::{Isa, backward_balance, forward_balance},
 };
 
 /// The pack of `benches/peers/cpu_cases.txt`: 64 long-tailed documents, 8,192 tokens.
@@ -29,7 +29,8 @@ struct Case {
     dtype: Dtype,
 }
 
-fn units(case: &Case, isa: Isa, workers: usize) -> [Vec<WorkUnit>; 2] {
+/// Units and balance of a forward and a backward.
+fn balances(case: &Case, isa: Isa, workers: usize) -> [(usize, f64); 2] {
     let mut k = Vec::new();
     let mut row = 0;
     for (doc, &len) in case.lengths.iter().enumerate() {
@@ -48,7 +49,7 @@ fn units(case: &Case, isa: Isa, workers: usize) -> [Vec<WorkUnit>; 2] {
     let score = Score { scale: 1.0, softcap: 0.0, window_left: i64::MAX, window_right };
     let forward = Attend::new([q, k, k, q], heads, score, ranges);
     let backward = AttendBackward::new([q, k, k, q], heads, score, ranges);
-    [forward_units(&forward, isa, workers), backward_units(&backward, isa, workers)]
+    [forward_balance(&forward, isa, workers), backward_balance(&backward, isa, workers)]
 }
 
 fn main() {
@@ -67,9 +68,8 @@ fn main() {
     for case in &cases {
         let isa = if case.dtype == Dtype::F32 { Isa::Avx512 } else { Isa::Amx };
         for workers in [16, 64] {
-            for (direction, units) in ["forward", "backward"].into_iter().zip(units(case, isa, workers)) {
-                let balance = balance(&units, workers);
-                let (name, dtype, isa, n) = (case.name, case.dtype, isa.name(), units.len());
+            for (direction, (n, balance)) in ["forward", "backward"].into_iter().zip(balances(case, isa, workers)) {
+                let (name, dtype, isa) = (case.name, case.dtype, isa.name());
                 println!("{name:12}{:>6}{isa:>9}{direction:>10}{n:>8}{workers:>9}{balance:>10.2}", dtype.to_string());
                 rows.push(format!(
                     "{{\"case\": \"{name}\", \"direction\": \"{direction}\", \"dtype\": \"{dtype}\", \"isa\": \"{isa}\", \

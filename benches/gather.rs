@@ -13,9 +13,8 @@ use std::{
 };
 
 use cpattn::{
-    Backward, Batch, Dtype, Forward, Layout, Mesh, Options, Plan, Problem, Rank, Side, View, ViewMut,
-    plan::{Gather, together_pays},
-    transport::local,
+    Backward, Batch, Dtype, Forward, Layout, Mesh, Options, Plan, Problem, Rank, Side, View, ViewMut, plan::Gather,
+    schedule::Form, transport::local,
 };
 
 const HEADS: usize = 8;
@@ -125,7 +124,7 @@ fn main() {
             list[list.len() / 2].as_secs_f64() * 1e3
         };
         let keys = problem.area() as f64 / (lengths.iter().sum::<usize>() * ring) as f64;
-        let chosen = if together_pays(&problem, mesh, Layout::Zigzag) { "together" } else { "steps" };
+        let chosen = if plan(Gather::Auto).form() == Form::Together { "together" } else { "steps" };
         print!("{documents:4} documents of {mean:3} on average, {keys:5.1} keys a step, chosen {chosen:8}");
         for (direction, name) in ["forward", "backward"].into_iter().enumerate() {
             let (steps, together) = (median(0, direction), median(1, direction));

@@ -37,14 +37,14 @@ impl HeadShare {
 }
 
 /// Whether some kv head is read by more than one Ulysses rank.
-pub fn shared_kv(ulysses: usize, heads: u32, kv_heads: u32) -> bool {
+pub(crate) fn shared_kv(ulysses: usize, heads: u32, kv_heads: u32) -> bool {
     (1..ulysses).any(|u| {
         HeadShare::new(u - 1, ulysses, heads, kv_heads).kv.end > HeadShare::new(u, ulysses, heads, kv_heads).kv.start
     })
 }
 
 /// `⌈H/U⌉·U/H`: the busiest rank's heads over the mean.
-pub fn imbalance(ulysses: usize, heads: u32) -> f64 {
+pub(crate) fn imbalance(ulysses: usize, heads: u32) -> f64 {
     f64::from(heads.div_ceil(ulysses as u32)) * ulysses as f64 / f64::from(heads)
 }
 

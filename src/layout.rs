@@ -65,7 +65,7 @@ impl core::fmt::Display for Layout {
 /// Consecutive rows of one document inside a share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Segment {
+pub(crate) struct Segment {
     /// Rows of the share (`row` counts from the share's start), positions, document.
     pub range: Range,
     /// Sent in the reverse ring direction: the back chunks of a zigzag.
@@ -74,7 +74,7 @@ pub struct Segment {
 
 /// A layout bound to a batch and a number of ring ranks.
 #[derive(Clone, Debug)]
-pub struct Shares {
+pub(crate) struct Shares {
     batch: Batch,
     layout: Layout,
     ring: usize,

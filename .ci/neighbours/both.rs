@@ -7,6 +7,6 @@
 /// When there is no driver.
 pub fn both(
     stream: cudarc::driver::sys::CUstream,
-) -> cpattn::Result<(cpattn::kernel::cuda::Cuda, cpattn::kernel::RawStream)> {
+) -> cpattn::Result<(cpattn::kernel::cuda::Cuda, cpattn::call::RawStream)> {
     Ok((cpattn::kernel::cuda::Cuda::new(0)?, stream.cast()))
 }

@@ -75,7 +75,7 @@ impl<A: Accumulator> LogSumExp<A> {
 
 /// What a merge does to the two o, and the merged lse.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Weights<A> {
+pub(crate) struct Weights<A> {
     /// Multiplies the first o; `None` when it saw no key (its o is then not read).
     pub first: Option<A>,
     /// Multiplies the second o, likewise.
@@ -87,7 +87,7 @@ pub struct Weights<A> {
 /// The weights of two partials with log-sum-exps `l1` and `l2`: `w_i = exp(l_i − m) / Σ exp(l_j − m)`, `m` their
 /// maximum.
 #[inline]
-pub fn weights<A: Accumulator>(l1: LogSumExp<A>, l2: LogSumExp<A>) -> Weights<A> {
+pub(crate) fn weights<A: Accumulator>(l1: LogSumExp<A>, l2: LogSumExp<A>) -> Weights<A> {
     match (l1.lse == A::NEG_INFINITY, l2.lse == A::NEG_INFINITY) {
         (true, true) => Weights { first: None, second: None, lse: LogSumExp::NOTHING },
         (true, false) => Weights { first: None, second: Some(A::from_f64(1.0)), lse: l2 },
@@ -114,7 +114,7 @@ fn relative<A: Accumulator>(l1: LogSumExp<A>, l2: LogSumExp<A>) -> (LogSumExp<A>
 
 /// Merges `other` into `row` with the weights of [`weights`].
 #[inline]
-pub fn combine<A: Accumulator>(w: &Weights<A>, row: &mut [A], other: &[A]) {
+pub(crate) fn combine<A: Accumulator>(w: &Weights<A>, row: &mut [A], other: &[A]) {
     match (w.first, w.second) {
         (Some(a), Some(b)) => {
             for (x, &y) in row.iter_mut().zip(other) {

@@ -17,7 +17,6 @@ pub mod reference;
 pub mod sinks;
 mod writers;
 
-pub use crate::call::RawStream;
 pub use kernels::Kernels;
 #[cfg(feature = "cuda")]
 pub(crate) use kernels::no_isa;

@@ -58,7 +58,7 @@ pub const LAYOUTS: [Layout; 6] = [
 /// How evenly a layout distributes a problem over ring ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Dealt {
+pub(crate) struct Dealt {
     /// The layout.
     pub layout: Layout,
     /// The largest of each figure over the ring ranks.
@@ -118,7 +118,7 @@ pub struct Choice {
 }
 
 /// Computes how `layout` distributes the problem over `ring` ranks.
-pub fn dealt(problem: &Problem, layout: Layout, ring: usize) -> Result<Dealt> {
+pub(crate) fn dealt(problem: &Problem, layout: Layout, ring: usize) -> Result<Dealt> {
     dealt_with(problem, Counted::new(problem.batch(), problem.mask()).as_ref(), layout, ring)
 }
 

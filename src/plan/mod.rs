@@ -20,7 +20,7 @@ pub mod auto;
 mod auto_for;
 mod distribution;
 mod fingerprint;
-mod form;
+pub(crate) mod form;
 mod loads;
 mod nodes;
 mod options;
@@ -28,16 +28,16 @@ mod problem;
 mod shard;
 mod together;
 
-pub use area::{Load, area};
-pub use auto::{BALANCE, Candidate, Choice, Dealt, LAYOUTS, MESSAGE, auto_layout, choose, dealt};
+pub use area::area;
+pub use auto::{BALANCE, Candidate, Choice, LAYOUTS, MESSAGE, auto_layout, choose};
 pub use distribution::Distribution;
 pub(crate) use fingerprint::Fingerprint;
-pub use form::{CirculatingSide, Direction, Form};
+pub(crate) use form::{CirculatingSide, Form};
 pub use options::{Circulate, Gather, Options, Wire};
 pub use problem::{AttentionKind, MAX_HEAD_DIM, Problem};
 pub use shard::ShiftMessage;
 use together::form_of;
-pub use together::{FEW_KEYS, GATHERED, MANY_DOCUMENTS, together_pays};
+pub(crate) use together::{FEW_KEYS, GATHERED, MANY_DOCUMENTS};
 
 /// What all ranks compute, and how.
 #[derive(Clone, Debug)]
@@ -157,8 +157,16 @@ impl Plan {
     }
 
     /// The shares of the ring ranks.
-    pub fn shares(&self) -> &Shares {
+    pub(crate) fn shares(&self) -> &Shares {
         &self.inner.shares
+    }
+
+    /// How many tokens' rows a rank holds between the two all-to-alls: those of all ranks of its Ulysses group.
+    ///
+    /// # Panics
+    /// A rank outside the mesh.
+    pub fn held_tokens(&self, side: Side, rank: usize) -> usize {
+        self.shares().rows(side, self.coordinates(rank).ring)
     }
 
     /// A number that is equal for equal plans and, with a probability of 1 − 2⁻⁶⁴, different for others. The number of

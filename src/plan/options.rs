@@ -20,7 +20,8 @@ pub enum Circulate {
 #[non_exhaustive]
 pub enum Gather {
     /// [`Steps`](Self::Steps), or [`Together`](Self::Together) if there are many short documents, each cut for every
-    /// rank: see [`together_pays`](super::together_pays).
+    /// rank: at least 32, in a ring step fewer than 64 keys for each q row on average, and over all ranks at most 16 MiB
+    /// of k and v of a rank's heads. [`Plan::form`](super::Plan::form) is the choice.
     #[default]
     Auto,
     /// Receive k and v of all other ranks at once, while the kernel computes with the rank's own.

@@ -21,7 +21,7 @@ use crate::{
     heads::HeadShare,
     layout::Layout,
     machine::{KernelRate, KernelShape, Machine},
-    plan::{CirculatingSide, Form, Plan, Problem, Wire, dealt},
+    plan::{CirculatingSide, Form, Plan, Problem, Wire, auto::dealt},
 };
 
 /// The kernels of a problem, forward and backward, and whether they are those of its dims.

@@ -227,7 +227,7 @@ impl Rank {
     fn held_shape(&self, plan: &Plan, side: Side) -> [usize; 2] {
         let share = plan.heads_of(self.rank());
         let heads = if side == Side::Q { share.q.len() } else { share.kv.len() };
-        [plan.shares().rows(side, plan.mesh().coordinates(self.rank()).ring), heads]
+        [plan.held_tokens(side, self.rank()), heads]
     }
 
     /// One all-to-all of tensors given as views.

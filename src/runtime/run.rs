@@ -41,7 +41,7 @@ impl Purpose {
                 };
                 let (shape, written) = match tensor {
                     OWN_TOKENS => ([plan.local_tokens(side, rank), all, dim], !to_heads),
-                    OWN_HEADS => ([plan.shares().rows(side, plan.mesh().coordinates(rank).ring), own, dim], to_heads),
+                    OWN_HEADS => ([plan.held_tokens(side, rank), own, dim], to_heads),
                     _ => return None,
                 };
                 Some(TensorForm { name: if written { "to" } else { "from" }, dtype, shape, written })

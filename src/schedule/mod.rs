@@ -19,7 +19,7 @@
 use alloc::{sync::Arc, vec::Vec};
 
 use crate::element::Dtype;
-pub use crate::plan::{CirculatingSide, Direction, Form};
+pub use crate::plan::form::{CirculatingSide, Direction, Form};
 
 mod all_to_all;
 mod build;

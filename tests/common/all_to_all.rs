@@ -5,10 +5,8 @@ use std::time::Duration;
 
 use cpattn::{
     Batch, Device, Dtype, Element, Layout, Mesh, Plan, Problem, Rank, Result, Side, View, ViewMut,
-    kernel::{
-        RawStream,
-        cuda::{Cuda, DeviceMemory},
-    },
+    call::RawStream,
+    kernel::cuda::{Cuda, DeviceMemory},
     tensor::{DeviceView, DeviceViewMut},
     transport::local,
 };

@@ -21,10 +21,7 @@ use std::{
 use std::sync::OnceLock;
 
 #[cfg(feature = "cuda")]
-use cpattn::{
-    kernel::{RawStream, cuda::Cuda},
-    transport::DeviceTransport,
-};
+use cpattn::{call::RawStream, kernel::cuda::Cuda, transport::DeviceTransport};
 
 /// What becomes of each call of a transport `T`. By default it goes through.
 pub trait Hook<T: Transport>: Send + Sync {

@@ -3,10 +3,10 @@
 
 use crate::case::{decode, encode, random};
 use crate::device::{Device, Memory};
+use cpattn::call::Merge;
 use cpattn::call::{
     Attend, Block, Finish, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score, SinkGradient, Transform,
 };
-use cpattn::kernel::cuda::Merge;
 use cpattn::{Dtype, Error};
 
 fn upload(device: &Device, dtype: Dtype, x: &[f64]) -> Memory {

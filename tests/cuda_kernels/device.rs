@@ -2,11 +2,8 @@
 //! A device for tests: a driver (real or emulated), a stream, and memory that is allocated to the byte.
 
 use core::ptr::null_mut;
-use cpattn::call::RawTensor;
-use cpattn::kernel::{
-    RawStream,
-    cuda::{Cuda, Family},
-};
+use cpattn::call::{RawStream, RawTensor};
+use cpattn::kernel::cuda::{Cuda, Family};
 use cpattn::{Dtype, Error};
 use cudarc::driver::sys;
 

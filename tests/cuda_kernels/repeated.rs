@@ -7,7 +7,7 @@ use crate::device::{Device, Memory, emulated_count};
 use crate::hopper::alone;
 use cpattn::Dtype;
 use cpattn::call::{Attend, AttendBackward, HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score};
-use cpattn::kernel::{RawStream, cuda::Staging};
+use cpattn::{call::RawStream, kernel::cuda::Staging};
 use cudarc::driver::sys;
 
 const TOKENS: usize = 90;

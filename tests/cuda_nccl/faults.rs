@@ -83,7 +83,7 @@ impl Ring {
 }
 
 /// Copies something on that stream.
-pub fn usable(cuda: &Arc<Cuda>, stream: cpattn::kernel::RawStream) {
+pub fn usable(cuda: &Arc<Cuda>, stream: cpattn::call::RawStream) {
     use cudarc::driver::sys;
     let [a, b] = [(); 2].map(|()| cuda.allocate(64).unwrap());
     a.upload(&[5; 64]).unwrap();

@@ -95,9 +95,9 @@ proptest! {
                     let all_to_all = AllToAll { way, side, dim: 3, dtype };
                     let report = plan.verify_all_to_all(all_to_all).map_err(|e| TestCaseError::fail(e.to_string()))?;
                     let moved = |rank: usize| {
-                        let (share, ring) = (plan.heads_of(rank), plan.mesh().coordinates(rank).ring);
+                        let share = plan.heads_of(rank);
                         let heads = if side == Side::Q { share.q.len() } else { share.kv.len() };
-                        heads * (plan.shares().rows(side, ring) - plan.local_tokens(side, rank)) * 3 * dtype.size()
+                        heads * (plan.held_tokens(side, rank) - plan.local_tokens(side, rank)) * 3 * dtype.size()
                     };
                     let expected: usize = (0..mesh.group()).map(moved).sum();
                     prop_assert_eq!(report.bytes("exchange"), expected as u64);

@@ -48,7 +48,7 @@ pub use executor::Executor;
 pub use isa::Isa;
 pub(crate) use scratch::KnownDocuments;
 pub use scratch::{Dims, Scratch};
-pub use units::{WorkUnit, backward_units, balance, forward_units};
+pub use units::{backward_balance, forward_balance};
 
 use crate::call::{Attend, AttendBackward, Delta, Finish, Gradients, Transform};
 use crate::element::Dtype;

@@ -14,13 +14,11 @@ use alloc::vec::Vec;
 use core::sync::atomic::AtomicUsize;
 
 /// A unit of work.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct WorkUnit {
+struct WorkUnit {
     /// (query, key) pairs that the mask leaves, over its heads.
-    pub pairs: u64,
+    pairs: u64,
     /// The unit before it in the list that adds to the same rows, if any: this one ends after that one.
-    pub after: Option<usize>,
+    after: Option<usize>,
 }
 
 /// Rows of `range` at positions `low..=high`.
@@ -34,8 +32,28 @@ fn seen(score: &Score, pos: i64, k: &Range) -> u64 {
     between(k, pos.saturating_sub(score.window_left), pos.saturating_add(score.window_right))
 }
 
-/// The units of [`super::attend`] on `isa`, with `workers` workers (at least one), for documents that are not known beforehand.
-pub fn forward_units(call: &Attend, isa: Isa, workers: usize) -> Vec<WorkUnit> {
+/// How evenly the work of [`attend`](super::attend) on `isa` falls on `workers` workers: how many units it has, and when the
+/// last worker ends over when all would, if the work were even. That is a simulation, in which each unit goes to the worker that
+/// is idle first and takes as long as it has pairs of a query and a key that the mask leaves; one that adds to the same rows as
+/// an earlier one ends after that one. The documents are not known beforehand.
+///
+/// # Panics
+/// Without workers, or for a call without any such pair.
+pub fn forward_balance(call: &Attend, isa: Isa, workers: usize) -> (usize, f64) {
+    let units = forward_units(call, isa, workers);
+    (units.len(), balance(&units, workers))
+}
+
+/// As [`forward_balance`], of [`attend_backward`](super::attend_backward) where all gradients are made at once.
+///
+/// # Panics
+/// As [`forward_balance`].
+pub fn backward_balance(call: &AttendBackward, isa: Isa, workers: usize) -> (usize, f64) {
+    let units = backward_units(call, isa, workers);
+    (units.len(), balance(&units, workers))
+}
+
+fn forward_units(call: &Attend, isa: Isa, workers: usize) -> Vec<WorkUnit> {
     let ranges = &call.ranges;
     let work = |unit: RowUnit| {
         let q = &ranges.q[unit.range];
@@ -55,8 +73,7 @@ pub fn forward_units(call: &Attend, isa: Isa, workers: usize) -> Vec<WorkUnit> {
     list
 }
 
-/// The units of [`super::attend_backward`] on `isa`, where all gradients are made at once, likewise.
-pub fn backward_units(call: &AttendBackward, isa: Isa, workers: usize) -> Vec<WorkUnit> {
+fn backward_units(call: &AttendBackward, isa: Isa, workers: usize) -> Vec<WorkUnit> {
     let k = call.ranges.k;
     // Pairs of the keys `begin..end` of a document, counted along its ranges, and a kv head.
     let pairs = |first: usize, kv: u32, begin: u64, end: u64| {
@@ -93,13 +110,8 @@ pub fn backward_units(call: &AttendBackward, isa: Isa, workers: usize) -> Vec<Wo
     list
 }
 
-/// When the last of `workers` workers ends over when all would, if the work were even, by simulation: each unit goes to the worker
-/// that is idle first, as the counter hands them out, and takes as long as it has pairs. One that adds to the same rows as an
-/// earlier one ends after that one.
-///
-/// # Panics
-/// Without workers, or with units of no pairs alone.
-pub fn balance(units: &[WorkUnit], workers: usize) -> f64 {
+/// As [`forward_balance`] says.
+fn balance(units: &[WorkUnit], workers: usize) -> f64 {
     let mut free = alloc::vec![0u64; workers];
     let mut ends = Vec::with_capacity(units.len());
     for unit in units {

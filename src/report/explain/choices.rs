@@ -14,7 +14,11 @@ use crate::{
     error::Result,
     heads,
     layout::{Layout, Shares},
-    plan::{BALANCE, Choice, Dealt, LAYOUTS, MESSAGE, Plan, auto::dealt_by, choose, dealt},
+    plan::{
+        BALANCE, Choice, LAYOUTS, MESSAGE, Plan,
+        auto::{Dealt, dealt, dealt_by},
+        choose,
+    },
 };
 
 fn ranks(n: usize) -> String {

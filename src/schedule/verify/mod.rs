@@ -67,7 +67,7 @@ pub fn verify(schedules: &[Schedule], plan: &Plan) -> Result<Report> {
 ///
 /// # Errors
 /// As [`verify`].
-pub fn verify_all_to_all(schedules: &[Schedule], plan: &Plan, all_to_all: AllToAll) -> Result<Report> {
+pub(crate) fn verify_all_to_all(schedules: &[Schedule], plan: &Plan, all_to_all: AllToAll) -> Result<Report> {
     group_of(schedules, plan)?;
     list_and_prove(schedules, plan, Purpose::AllToAll(all_to_all))
 }

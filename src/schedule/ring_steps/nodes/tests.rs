@@ -6,7 +6,7 @@ use alloc::{collections::BTreeSet, vec::Vec};
 
 use crate::{
     Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem, Side,
-    plan::{Circulate, Direction},
+    plan::{Circulate, form::Direction},
     schedule::{Lane, Schedule},
 };
 
