@@ -8,8 +8,9 @@
 use alloc::{format, vec::Vec};
 
 use super::{
-    execute::{Atom, Prover},
-    memory::{Cell, What},
+    cell::{Cell, What},
+    contributions::Atom,
+    execute::Prover,
     outputs,
     promise::{all_heads, held},
 };
@@ -29,8 +30,8 @@ pub(super) fn bring(p: &mut Prover, all_to_all: AllToAll) {
         for (row, token) in tokens.into_iter().enumerate() {
             for (i, h) in heads.clone().enumerate() {
                 let list = p.lists.one(Atom { call: r as u32, head: h, heads: 1 });
-                *p.memories[r].cell(&view, row as u64, i as u32) =
-                    Cell::new(What::Sum(OWN_TOKENS), token as u32, h, list);
+                let cell = Cell::new(What::Sum(OWN_TOKENS), token as u32, h, list);
+                p.memories[r].set(&view, row as u64, i as u32, cell);
             }
         }
     }
@@ -60,7 +61,7 @@ fn heads(p: &mut Prover, r: usize, all_to_all: AllToAll) -> Result<()> {
     for (row, token) in tokens.into_iter().enumerate() {
         for (i, h) in heads.clone().enumerate() {
             let want = Cell::new(What::Input(OWN_TOKENS), token as u32, h, 0);
-            p.expect(r, last, &view, row as u64, i as u32, want)?;
+            p.expect(r, last, &view, row as u64, 1, i as u32, want)?;
         }
     }
     Ok(())
@@ -79,11 +80,10 @@ fn tokens(p: &mut Prover, r: usize, all_to_all: AllToAll) -> Result<()> {
     let view = whole(OWN_TOKENS, tokens.len(), heads as usize);
     for (row, token) in tokens.into_iter().enumerate() {
         for h in 0..heads {
-            p.expect(r, last, &view, row as u64, h, Cell::new(What::Sum(OWN_TOKENS), token as u32, h, 0))?;
-            let list = p.memories[r].cell(&view, row as u64, h).list;
-            let parts = p.lists.get(list).iter().map(|a| a.call as usize);
+            p.expect(r, last, &view, row as u64, 1, h, Cell::new(What::Sum(OWN_TOKENS), token as u32, h, 0))?;
+            let atoms = p.lists.get(p.memories[r].at(&view, row as u64, h).0.list);
             let want = holders.iter().filter(|(_, own)| own.contains(&h)).map(|(i, _)| *i);
-            if !parts.eq(want) {
+            if !atoms.iter().map(|a| a.call as usize).eq(want) {
                 let text =
                     format!("token {token}, head {h} is not the sum over all ranks that hold the head, in order");
                 return Err(p.err(r, last, text));

@@ -4,115 +4,41 @@
 use alloc::{format, vec, vec::Vec};
 
 use super::{
-    execute::{Atom, AttendCall, Prover},
+    cell::{Cell, What},
+    contributions::Atom,
+    execute::{AttendCall, NamedTokens, Prover},
+    geometry::{Geometry, RangePart},
     listed::Met,
-    memory::{Cell, What},
+    memory::Piece,
 };
 use crate::{
-    batch::Side,
     call::{Gradients, HeadMap, Mode, Range},
     error::Result,
     schedule::{AttendOp, BackwardOp, BufferView, TensorId},
 };
 
-/// Rows of a range whose positions are in `low..=high`: positions ascend, so they are one run.
-pub(super) fn rows_between(r: &Range, low: i64, high: i64) -> (u32, u32) {
-    let first_from = |x: i64| {
-        let (mut a, mut e) = (0, r.len);
-        while a < e {
-            let mid = a + (e - a) / 2;
-            if r.position(mid) < x { a = mid + 1 } else { e = mid }
-        }
-        a
-    };
-    if high < low {
-        return (0, 0);
-    }
-    (first_from(low), first_from(high.saturating_add(1)))
-}
-
-/// A call's geometry: the tokens its ranges claim and which of them meet.
-struct Geometry {
-    q: Vec<Vec<u32>>,
-    k: Vec<Vec<u32>>,
-    /// By q range: rows that meet some key.
-    q_met: Vec<Vec<bool>>,
-    /// By k range: rows that meet some query.
-    k_met: Vec<Vec<bool>>,
-    pairs: u128,
-}
-
 impl<'a> Prover<'a> {
-    /// The tokens that a range claims to hold.
-    fn claimed(&self, r: usize, op: usize, side: Side, range: &Range) -> Result<Vec<u32>> {
-        let batch = self.plan.problem().batch();
-        let doc = range.doc as usize;
-        if doc >= batch.documents() {
-            return Err(self.err(r, op, format!("{range:?} is of document {doc} of {}", batch.documents())));
-        }
-        let (tokens, start) = (batch.document(side, doc), batch.start(side, doc));
-        let (first, last) = (range.pos, range.last());
-        if first < start || last >= start + tokens.len() as i64 {
-            return Err(self.err(r, op, format!("{range:?} claims positions {first}..={last} outside its document")));
-        }
-        Ok((0..range.len).map(|i| (tokens.start as i64 + range.position(i) - start) as u32).collect())
-    }
-
-    fn geometry(&self, r: usize, op: usize, met: &Met) -> Result<Geometry> {
-        let mask = self.plan.problem().mask();
-        let of = |side, ranges: &mut dyn Iterator<Item = &Range>| -> Result<Vec<Vec<u32>>> {
-            ranges.map(|x| self.claimed(r, op, side, x)).collect()
-        };
-        let q = of(Side::Q, &mut met.q.iter().map(|q| &q.range))?;
-        let k = of(Side::K, &mut met.k.iter())?;
-        let mut q_met: Vec<Vec<bool>> = q.iter().map(|q| vec![false; q.len()]).collect();
-        let mut starts: Vec<Vec<i32>> = k.iter().map(|k| vec![0; k.len() + 1]).collect();
-        let mut pairs = 0;
-        for (i, query) in met.q.iter().enumerate() {
-            for &key in met.keys(i) {
-                for row in 0..query.range.len {
-                    let pos = query.range.position(row);
-                    let low = pos.saturating_sub(mask.left_limit());
-                    let high = pos.saturating_add(mask.right_limit());
-                    let (a, e) = rows_between(&met.k[key as usize], low, high);
-                    if a < e {
-                        q_met[i][row as usize] = true;
-                        starts[key as usize][a as usize] += 1;
-                        starts[key as usize][e as usize] -= 1;
-                        pairs += u128::from(e - a);
-                    }
-                }
-            }
-        }
-        let k_met = starts
-            .into_iter()
-            .map(|s| {
-                let mut open = 0;
-                let rows = s.len() - 1;
-                s[..rows]
-                    .iter()
-                    .map(|d| {
-                        open += d;
-                        open > 0
-                    })
-                    .collect()
-            })
-            .collect();
-        Ok(Geometry { q, k, q_met, k_met, pairs })
-    }
-
     /// Remembers a call; no token may be in two of its ranges.
     fn remember(&mut self, r: usize, op: usize, met: &'a Met, g: &Geometry) -> Result<u32> {
-        let by_token = |ranges: &[Vec<u32>]| {
-            let mut list: Vec<(u32, u32)> =
-                ranges.iter().enumerate().flat_map(|(i, tokens)| tokens.iter().map(move |&t| (t, i as u32))).collect();
-            list.sort_unstable();
+        let by_token = |ranges: &[Vec<RangePart>]| {
+            let named = |(i, parts)| {
+                let of = move |p: &RangePart| NamedTokens { token: p.token, tokens: p.rows, range: i };
+                <[RangePart]>::iter(parts).map(of)
+            };
+            let mut list: Vec<NamedTokens> = (0u32..).zip(ranges.iter().map(Vec::as_slice)).flat_map(named).collect();
+            list.sort_unstable_by_key(|n| n.token);
+            // A range may be cut where its rows begin to meet something.
+            list.dedup_by(|b, a| {
+                let follows = a.range == b.range && a.token + a.tokens == b.token;
+                a.tokens += if follows { b.tokens } else { 0 };
+                follows
+            });
             list
         };
         let (q, k) = (by_token(&g.q), by_token(&g.k));
         for (list, name) in [(&q, "q"), (&k, "k")] {
-            if let Some(w) = list.windows(2).find(|w| w[0].0 == w[1].0) {
-                return Err(self.err(r, op, format!("{name} token {} is in two ranges of one call", w[0].0)));
+            if let Some(w) = list.windows(2).find(|w| w[0].token + w[0].tokens > w[1].token) {
+                return Err(self.err(r, op, format!("{name} token {} is in two ranges of one call", w[1].token)));
             }
         }
         let mut readers = vec![Vec::new(); met.k.len()];
@@ -148,28 +74,22 @@ impl<'a> Prover<'a> {
     }
 
     /// Checks inputs of one side: that every row that a range names holds its token, for every head; marks it read.
-    #[allow(clippy::too_many_arguments)]
     fn inputs(
         &mut self,
         r: usize,
         op: usize,
         views: &[(&BufferView, What)],
         ranges: &mut dyn Iterator<Item = &'a Range>,
-        tokens: &[Vec<u32>],
-        met: &[Vec<bool>],
+        parts: &[Vec<RangePart>],
         first_head: u32,
     ) -> Result<()> {
-        for (i, range) in ranges.enumerate() {
-            for row in 0..range.len {
-                let (token, met) = (tokens[i][row as usize], met[i][row as usize]);
+        for (range, parts) in ranges.zip(parts) {
+            for p in parts {
+                let (at, rows) = (range.row as u64 + u64::from(p.row), u64::from(p.rows));
                 for &(v, what) in views {
                     for h in self.memories[r].heads(v) {
-                        let at = range.row as u64 + u64::from(row);
-                        self.expect(r, op, v, at, h, Cell::new(what, token, first_head + h, 0))?;
-                        let cell = self.memories[r].cell(v, at, h);
-                        if met || !cell.strict {
-                            cell.unread = 0;
-                        }
+                        self.expect(r, op, v, at, rows, h, Cell::new(what, p.token, first_head + h, 0))?;
+                        self.memories[r].read(v, at, rows, h, |cell| p.met || !cell.strict);
                     }
                 }
             }
@@ -202,21 +122,19 @@ impl<'a> Prover<'a> {
         let call = self.remember(r, op, met, &g)?;
         let (q0, kv0) = (a.heads.q_offset, a.heads.kv_offset);
         let mut queries = met.q.iter().map(|q| &q.range);
-        self.inputs(r, op, &[(&a.q, What::Input(TensorId::Q))], &mut queries, &g.q, &g.q_met, q0)?;
+        self.inputs(r, op, &[(&a.q, What::Input(TensorId::Q))], &mut queries, &g.q, q0)?;
         let views = [(&a.k, What::Input(TensorId::K)), (&a.v, What::Input(TensorId::V))];
-        self.inputs(r, op, &views, &mut met.k.iter(), &g.k, &g.k_met, kv0)?;
+        self.inputs(r, op, &views, &mut met.k.iter(), &g.k, kv0)?;
         let atoms = self.atoms(call, q0, a.q.heads);
-        for (i, q) in met.q.iter().enumerate() {
-            for row in 0..q.range.len {
-                let at = q.range.row as u64 + u64::from(row);
-                let added = g.q_met[i][row as usize];
-                self.result(r, op, a, q.mode, at, g.q[i][row as usize], added.then_some(&*atoms))?;
+        for (q, parts) in met.q.iter().zip(&g.q) {
+            for p in parts {
+                self.result(r, op, a, q.mode, q.range.row as u64, *p, p.met.then_some(&*atoms))?;
             }
         }
         Ok(())
     }
 
-    /// One row of a forward result: from a running one or from nothing, to a running one or to the end.
+    /// Rows of a forward result: from running ones or from nothing, to running ones or to the end.
     #[allow(clippy::too_many_arguments)]
     fn result(
         &mut self,
@@ -224,44 +142,56 @@ impl<'a> Prover<'a> {
         op: usize,
         a: &AttendOp,
         mode: Mode,
-        row: u64,
-        token: u32,
+        range_row: u64,
+        part: RangePart,
         added: Option<&[u32]>,
     ) -> Result<()> {
         let first = a.heads.q_offset;
         if a.running.is_none() && mode != Mode::Only {
             return Err(self.err(r, op, format!("mode {mode:?} without a running o")));
         }
-        let mut cells = core::mem::take(&mut self.cells);
-        cells.clear();
-        for h in self.memories[r].heads(&a.q) {
-            let mut list = 0;
-            if let (true, Some((o, lse))) = (mode.continues(), &a.running) {
-                self.expect(r, op, lse, row, h, Cell::new(What::Running(TensorId::Lse), token, first + h, 0))?;
-                self.expect(r, op, o, row, h, Cell::new(What::Running(TensorId::O), token, first + h, 0))?;
-                list = self.memories[r].cell(lse, row, h).list;
-                if self.memories[r].cell(o, row, h).list != list {
-                    return Err(self.err(r, op, format!("running o and lse of token {token} have met different keys")));
+        let (begin, all) = (range_row + u64::from(part.row), u64::from(part.rows));
+        let mut pieces = core::mem::take(&mut self.pieces);
+        pieces.clear();
+        for head in self.memories[r].heads(&a.q) {
+            let mut row = begin;
+            while row < begin + all {
+                let (mut list, mut rows) = (0, begin + all - row);
+                let cell = |what, list| Cell::new(what, part.token, first + head, list).after(row - begin);
+                if let (true, Some((o, lse))) = (mode.continues(), &a.running) {
+                    let (o_cell, o_rows) = self.memories[r].at(o, row, head);
+                    let (lse_cell, lse_rows) = self.memories[r].at(lse, row, head);
+                    rows = rows.min(o_rows).min(lse_rows);
+                    self.expect(r, op, lse, row, rows, head, cell(What::Running(TensorId::Lse), 0))?;
+                    self.expect(r, op, o, row, rows, head, cell(What::Running(TensorId::O), 0))?;
+                    list = lse_cell.list;
+                    if o_cell.list != list {
+                        let token = o_cell.token;
+                        return Err(self.err(
+                            r,
+                            op,
+                            format!("running o and lse of token {token} have met different keys"),
+                        ));
+                    }
                 }
-                self.memories[r].cell(o, row, h).unread = 0;
-                self.memories[r].cell(lse, row, h).unread = 0;
+                let list = added.map_or(list, |atoms| self.lists.join(list, atoms[head as usize]));
+                pieces.push(Piece { head, row, cell: cell(What::Final(TensorId::O), list) });
+                row += rows;
             }
-            let list = added.map_or(list, |atoms| self.lists.join(list, atoms[h as usize]));
-            cells.push(Cell::new(What::Unset, token, first + h, list));
-        }
-        let memory = &mut self.memories[r];
-        let cell = |what, h: u32| Cell { what, ..cells[h as usize] };
-        match (mode.finishes(), &a.running) {
-            (false, Some((o, lse))) => {
-                memory.write_row(op, o, row, |h| cell(What::Running(TensorId::O), h))?;
-                memory.write_row(op, lse, row, |h| cell(What::Running(TensorId::Lse), h))?;
-            }
-            _ => {
-                memory.write_row(op, &a.o, row, |h| cell(What::Final(TensorId::O), h))?;
-                memory.write_row(op, &a.lse, row, |h| cell(What::Final(TensorId::Lse), h))?;
+            if let (true, Some((o, lse))) = (mode.continues(), &a.running) {
+                self.memories[r].read(o, begin, all, head, |_| true);
+                self.memories[r].read(lse, begin, all, head, |_| true);
             }
         }
-        self.cells = cells;
+        let targets = match (mode.finishes(), &a.running) {
+            (false, Some((o, lse))) => [(o, What::Running(TensorId::O)), (lse, What::Running(TensorId::Lse))],
+            _ => [(&a.o, What::Final(TensorId::O)), (&a.lse, What::Final(TensorId::Lse))],
+        };
+        for (v, what) in targets {
+            pieces.iter_mut().for_each(|p| p.cell.what = what);
+            self.memories[r].write(op, v, begin, all, &pieces)?;
+        }
+        self.pieces = pieces;
         Ok(())
     }
 
@@ -292,21 +222,20 @@ impl<'a> Prover<'a> {
             (&b.lse, What::Input(TensorId::Lse)),
             (&b.delta, What::Delta),
         ];
-        self.inputs(r, op, &views, &mut queries, &g.q, &g.q_met, q0)?;
+        self.inputs(r, op, &views, &mut queries, &g.q, q0)?;
         let views = [(&b.k, What::Input(TensorId::K)), (&b.v, What::Input(TensorId::V))];
-        self.inputs(r, op, &views, &mut met.k.iter(), &g.k, &g.k_met, kv0)?;
+        self.inputs(r, op, &views, &mut met.k.iter(), &g.k, kv0)?;
         if b.gradients != Gradients::Keys {
             let Some(dq) = &b.dq else { return Err(self.err(r, op, "makes dq without a place for it")) };
             self.same_shape(r, op, &b.q, &[dq])?;
             self.typed(r, op, dq, accumulator, dk)?;
             self.met_for_queries += g.pairs * u128::from(b.q.heads);
             let atoms = self.atoms(call, q0, b.q.heads);
-            for (i, q) in met.q.iter().enumerate() {
-                for row in 0..q.range.len {
-                    let at = q.range.row as u64 + u64::from(row);
-                    let added = g.q_met[i][row as usize].then_some(&*atoms);
-                    let cell = |h| Cell::new(What::Sum(TensorId::Dq), g.q[i][row as usize], q0 + h, 0);
-                    self.accumulate(r, op, dq, at, q.mode.continues(), cell, added)?;
+            for (q, parts) in met.q.iter().zip(&g.q) {
+                for p in parts {
+                    let cell = |h| Cell::new(What::Sum(TensorId::Dq), p.token, q0 + h, 0);
+                    let (at, added) = (q.range.row as u64 + u64::from(p.row), p.met.then_some(&*atoms));
+                    self.accumulate(r, op, dq, (at, p.rows), q.mode.continues(), cell, added)?;
                 }
             }
         }
@@ -345,13 +274,12 @@ impl<'a> Prover<'a> {
                 .collect();
             let atoms: Vec<u32> =
                 spans.iter().map(|&(_, head, heads)| self.lists.one(Atom { call, head, heads })).collect();
-            for (i, k) in met.k.iter().enumerate() {
-                for row in 0..k.len {
-                    let at = k.row as u64 + u64::from(row);
-                    let added = g.k_met[i][row as usize].then_some(&*atoms);
+            for (k, parts) in met.k.iter().zip(&g.k) {
+                for p in parts {
+                    let (at, added) = (k.row as u64 + u64::from(p.row), p.met.then_some(&*atoms));
                     for (to, tensor) in [(to_k, TensorId::Dk), (to_v, TensorId::Dv)] {
-                        let cell = |h: u32| Cell::new(What::Sum(tensor), g.k[i][row as usize], spans[h as usize].0, 0);
-                        self.accumulate(r, op, to, at, b.accumulate_keys, cell, added)?;
+                        let cell = |h: u32| Cell::new(What::Sum(tensor), p.token, spans[h as usize].0, 0);
+                        self.accumulate(r, op, to, (at, p.rows), b.accumulate_keys, cell, added)?;
                     }
                 }
             }
@@ -359,35 +287,43 @@ impl<'a> Prover<'a> {
         Ok(())
     }
 
-    /// One row of a gradient: written, or added to.
+    /// Rows of a gradient: written, or added to.
     #[allow(clippy::too_many_arguments)]
     fn accumulate(
         &mut self,
         r: usize,
         op: usize,
         to: &BufferView,
-        row: u64,
+        (begin, all): (u64, u32),
         continues: bool,
         cell: impl Fn(u32) -> Cell,
         added: Option<&[u32]>,
     ) -> Result<()> {
-        let mut cells = core::mem::take(&mut self.cells);
-        cells.clear();
-        for h in self.memories[r].heads(to) {
-            let mut new = cell(h);
+        let end = begin + u64::from(all);
+        let mut pieces = core::mem::take(&mut self.pieces);
+        pieces.clear();
+        for head in self.memories[r].heads(to) {
+            let mut row = begin;
+            while row < end {
+                let (mut new, mut rows) = (cell(head).after(row - begin), end - row);
+                if continues {
+                    let (old, run) = self.memories[r].at(to, row, head);
+                    rows = rows.min(run);
+                    self.expect(r, op, to, row, rows, head, new)?;
+                    (new.list, new.rounded) = (old.list, old.rounded);
+                }
+                if let Some(atoms) = added {
+                    new.list = self.lists.join(new.list, atoms[head as usize]);
+                }
+                pieces.push(Piece { head, row, cell: new });
+                row += rows;
+            }
             if continues {
-                self.expect(r, op, to, row, h, new)?;
-                let old = self.memories[r].cell(to, row, h);
-                old.unread = 0;
-                (new.list, new.rounded) = (old.list, old.rounded);
+                self.memories[r].read(to, begin, u64::from(all), head, |_| true);
             }
-            if let Some(atoms) = added {
-                new.list = self.lists.join(new.list, atoms[h as usize]);
-            }
-            cells.push(new);
         }
-        self.memories[r].write_row(op, to, row, |h| cells[h as usize])?;
-        self.cells = cells;
+        self.memories[r].write(op, to, begin, u64::from(all), &pieces)?;
+        self.pieces = pieces;
         Ok(())
     }
 }

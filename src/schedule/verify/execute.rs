@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Executes all operations except kernel calls on tags, which stand for the contents of buffers.
 
-use alloc::{
-    collections::{BTreeMap, BTreeSet},
-    format, vec,
-    vec::Vec,
-};
+use alloc::{collections::BTreeSet, format, vec::Vec};
 
 use super::{
+    cell::{Cell, What},
+    contributions::{Atom, Contributions},
     flaw::flaw,
     listed::{ListedOp, Met, Sum},
-    memory::{Cell, Memory, What},
+    memory::{Memory, Piece},
     report::{RankReport, Traffic},
 };
 use crate::{
@@ -20,65 +18,12 @@ use crate::{
     schedule::{Buf, BufferView, SINK_DIGITS, Schedule, TensorId},
 };
 
-/// What one call added to a sum: of q heads `head..head + heads`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Atom {
-    pub call: u32,
-    pub head: u32,
-    pub heads: u32,
-}
-
-/// Lists of contributions, each stored once, in the order in which they were added. Entry 0 is empty.
-pub(super) struct Contributions {
-    all: Vec<Vec<Atom>>,
-    index: BTreeMap<Vec<Atom>, u32>,
-    sums: BTreeMap<(u32, u32), u32>,
-    /// The last sum: rows one after another usually add the same.
-    last: (u32, u32, u32),
-}
-
-impl Contributions {
-    fn new() -> Self {
-        Self { all: vec![Vec::new()], index: BTreeMap::from([(Vec::new(), 0)]), sums: BTreeMap::new(), last: (0, 0, 0) }
-    }
-
-    pub fn get(&self, list: u32) -> &[Atom] {
-        &self.all[list as usize]
-    }
-
-    fn intern(&mut self, list: Vec<Atom>) -> u32 {
-        if let Some(&i) = self.index.get(&list) {
-            return i;
-        }
-        let i = self.all.len() as u32;
-        self.all.push(list.clone());
-        self.index.insert(list, i);
-        i
-    }
-
-    pub fn one(&mut self, atom: Atom) -> u32 {
-        self.intern(vec![atom])
-    }
-
-    /// `a` followed by `b`.
-    pub fn join(&mut self, a: u32, b: u32) -> u32 {
-        if a == 0 || b == 0 {
-            return a.max(b);
-        }
-        if (self.last.0, self.last.1) == (a, b) {
-            return self.last.2;
-        }
-        let i = if let Some(&i) = self.sums.get(&(a, b)) {
-            i
-        } else {
-            let list = [self.get(a), self.get(b)].concat();
-            let i = self.intern(list);
-            self.sums.insert((a, b), i);
-            i
-        };
-        self.last = (a, b, i);
-        i
-    }
+/// Tokens one after another that a range of a call names.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NamedTokens {
+    pub token: u32,
+    pub tokens: u32,
+    pub range: u32,
 }
 
 /// A call of a kernel, kept until the outputs are checked.
@@ -86,10 +31,10 @@ pub(super) struct AttendCall<'a> {
     /// Index of the rank in the group.
     pub rank: usize,
     pub op: usize,
-    /// Tokens of the q ranges with the index of their range, by token.
-    pub q: Vec<(u32, u32)>,
+    /// Tokens of the q ranges, by token.
+    pub q: Vec<NamedTokens>,
     /// Tokens of the k ranges likewise.
-    pub k: Vec<(u32, u32)>,
+    pub k: Vec<NamedTokens>,
     /// The q ranges of each k range.
     pub readers: Vec<Vec<u32>>,
     /// None for the gradient of the sinks.
@@ -109,8 +54,8 @@ pub(super) struct Prover<'a> {
     /// Allowed pairs that calls met, times their q heads: for o or dq, and for dk and dv.
     pub met_for_queries: u128,
     pub met_for_keys: u128,
-    /// Room for the cells of a row.
-    pub cells: Vec<Cell>,
+    /// Room for what an operation writes.
+    pub pieces: Vec<Piece>,
     traffic: Vec<RankReport>,
     /// Which rows have crossed from node to node.
     crossings: BTreeSet<Crossing>,
@@ -144,7 +89,7 @@ impl<'a> Prover<'a> {
             calls: Vec::new(),
             met_for_queries: 0,
             met_for_keys: 0,
-            cells: Vec::new(),
+            pieces: Vec::new(),
             traffic: schedules.iter().map(report).collect(),
             crossings: BTreeSet::new(),
         }
@@ -206,11 +151,17 @@ impl<'a> Prover<'a> {
         self.whole(r, op, delta)?;
         self.typed(r, op, delta, self.plan.problem().dtype().accumulator(), 1)?;
         let o = BufferView { buf: Buf::User(TensorId::O), row: 0, head: 0, ..*delta };
-        for row in 0..delta.rows {
-            let token = self.memories[r].cell(&o, row, 0).token;
-            self.memories[r].write_row(op, delta, row, |h| Cell::new(What::Delta, token, h, 0))?;
+        let mut pieces = Vec::new();
+        for head in self.memories[r].heads(delta) {
+            let mut row = 0;
+            while row < delta.rows {
+                let (cell, rows) = self.memories[r].at(&o, row, head);
+                let rows = rows.min(delta.rows - row);
+                pieces.push(Piece { head, row, cell: Cell::new(What::Delta, cell.token, head, 0) });
+                row += rows;
+            }
         }
-        Ok(())
+        self.memories[r].write(op, delta, 0, delta.rows, &pieces)
     }
 
     fn sink_gradient(&mut self, r: usize, op: usize, delta: &BufferView, partial: &BufferView) -> Result<()> {
@@ -220,17 +171,24 @@ impl<'a> Prover<'a> {
             return Err(self.err(r, op, "a gradient of sinks is one row of all q heads"));
         }
         let lse = BufferView { buf: Buf::User(TensorId::Lse), row: 0, head: 0, ..*delta };
-        for row in 0..delta.rows {
-            for h in self.memories[r].heads(delta) {
-                let token = self.memories[r].cell(&lse, row, h).token;
-                self.expect(r, op, delta, row, h, Cell::new(What::Delta, token, h, 0))?;
-                self.memories[r].cell(delta, row, h).unread = 0;
+        for h in self.memories[r].heads(delta) {
+            let mut row = 0;
+            while row < delta.rows {
+                let (cell, rows) = self.memories[r].at(&lse, row, h);
+                let rows = rows.min(delta.rows - row);
+                self.expect(r, op, delta, row, rows, h, Cell::new(What::Delta, cell.token, h, 0))?;
+                row += rows;
             }
+            self.memories[r].read(delta, 0, delta.rows, h, |_| true);
         }
         let call = self.calls.len() as u32;
         self.calls.push(AttendCall { rank: r, op, q: Vec::new(), k: Vec::new(), readers: Vec::new(), met: None });
-        let lists: Vec<u32> = (0..partial.heads).map(|head| self.lists.one(Atom { call, head, heads: 1 })).collect();
-        self.memories[r].write_row(op, partial, 0, |h| Cell::new(What::Sum(TensorId::Dsinks), 0, h, lists[h as usize]))
+        let piece = |head| {
+            let list = self.lists.one(Atom { call, head, heads: 1 });
+            Piece { head, row: 0, cell: Cell::new(What::Sum(TensorId::Dsinks), 0, head, list) }
+        };
+        let pieces: Vec<Piece> = self.memories[r].heads(partial).map(piece).collect();
+        self.memories[r].write(op, partial, 0, 1, &pieces)
     }
 
     /// An exact sum travels as digits.
@@ -248,19 +206,30 @@ impl<'a> Prover<'a> {
         self.sum(r, op, sum)
     }
 
-    /// That a cell holds what it should (contributions aside).
-    pub fn expect(&mut self, r: usize, op: usize, v: &BufferView, row: u64, head: u32, want: Cell) -> Result<()> {
-        let cell = *self.memories[r].cell(v, row, head);
-        if (cell.what, cell.token, cell.head) != (want.what, want.token, want.head) {
-            let name = self.memories[r].name(v.buf);
-            let text = format!(
-                "row {}, head {} of {name} holds {}, not {}",
-                v.row + row,
-                v.head + head,
-                cell.describe(),
-                want.describe()
-            );
-            return Err(self.err(r, op, text));
+    /// That rows from `row` on hold what they should (contributions aside): the first `want`, and each after it the next
+    /// token.
+    pub fn expect(
+        &self,
+        r: usize,
+        op: usize,
+        v: &BufferView,
+        row: u64,
+        rows: u64,
+        head: u32,
+        want: Cell,
+    ) -> Result<()> {
+        let end = row + rows;
+        let mut at = row;
+        while at < end {
+            let (cell, run) = self.memories[r].at(v, at, head);
+            let want = want.after(at - row);
+            if (cell.what, cell.token, cell.head) != (want.what, want.token, want.head) {
+                let name = self.memories[r].name(v.buf);
+                let (at, head) = (v.row + at, v.head + head);
+                let (holds, wanted) = (cell.describe(), want.describe());
+                return Err(self.err(r, op, format!("row {at}, head {head} of {name} holds {holds}, not {wanted}")));
+            }
+            at += run;
         }
         Ok(())
     }
@@ -268,18 +237,19 @@ impl<'a> Prover<'a> {
     /// `dst = Σ sources`.
     fn sum(&mut self, r: usize, op: usize, s: &Sum) -> Result<()> {
         let accumulator = self.plan.problem().dtype().accumulator();
-        let (to, heads) = (self.memories[r].table(s.dst.buf).dtype, s.dst.heads as usize);
-        let mut cells = Vec::with_capacity(heads);
-        for row in 0..s.dst.rows {
-            cells.clear();
-            for h in self.memories[r].heads(&s.dst) {
+        let to = self.memories[r].table(s.dst.buf).dtype;
+        let mut pieces = core::mem::take(&mut self.pieces);
+        pieces.clear();
+        for head in self.memories[r].heads(&s.dst) {
+            let mut row = 0;
+            while row < s.dst.rows {
+                let mut rows = s.dst.rows - row;
                 let mut sum = Cell::new(What::Zero, 0, 0, 0);
                 for (n, v) in s.sources.iter().enumerate() {
-                    let from = self.memories[r].table(v.buf).dtype;
-                    let memory = &mut self.memories[r];
-                    let cell = memory.cell(v, row, h);
-                    cell.unread = 0;
-                    let cell = *cell;
+                    let memory = &self.memories[r];
+                    let from = memory.table(v.buf).dtype;
+                    let (cell, run) = memory.at(v, row, head);
+                    rows = rows.min(run);
                     let wrong = match (cell.what, sum.what) {
                         (What::Unset, _) => Some("which was never written"),
                         (What::Running(_), _) => Some("which is not finished"),
@@ -295,7 +265,7 @@ impl<'a> Prover<'a> {
                     };
                     if let Some(wrong) = wrong {
                         let name = memory.name(v.buf);
-                        let (at, head) = (v.row + row, v.head + h);
+                        let (at, head) = (v.row + row, v.head + head);
                         let text = format!("reads row {at}, head {head} of {name} ({}), {wrong}", cell.describe());
                         return Err(self.err(r, op, text));
                     }
@@ -313,10 +283,15 @@ impl<'a> Prover<'a> {
                 if matches!(sum.what, What::Sum(_)) && to.size() < accumulator.size() {
                     sum.rounded = Some(to);
                 }
-                cells.push(sum);
+                pieces.push(Piece { head, row, cell: sum });
+                row += rows;
             }
-            self.memories[r].write_row(op, &s.dst, row, |h| cells[h as usize])?;
+            for v in &s.sources {
+                self.memories[r].read(v, 0, s.dst.rows, head, |_| true);
+            }
         }
+        self.memories[r].write(op, &s.dst, 0, s.dst.rows, &pieces)?;
+        self.pieces = pieces;
         Ok(())
     }
 
@@ -338,20 +313,15 @@ impl<'a> Prover<'a> {
         let (here, there) = (self.node_of(from.0), self.node_of(to.0));
         let crosses = here != there && (home || *strict);
         let (node, ulysses) = (if home { here } else { there }, to.0 % self.plan.mesh().ulysses);
-        let mut cells = Vec::with_capacity(out.heads as usize);
-        for row in 0..out.rows {
-            cells.clear();
-            for h in self.memories[from.0].heads(&out) {
-                let cell = self.memories[from.0].cell(&out, row, h);
-                // What is fetched stays unread at a sender that only relays it, unless it came from another node and stays
-                // in this one.
-                if !cell.strict || (cell.crossed && *strict && here == there) {
-                    cell.unread = 0;
-                }
-                let cell = *cell;
-                if crosses && !self.crossings.insert((cell.what, cell.token, cell.head, node, ulysses)) {
-                    let way = if home { "from" } else { "to" };
-                    return Err(self.err(from.0, from.1, format!("sends {} {way} node {node} again", cell.describe())));
+        let mut pieces = core::mem::take(&mut self.pieces);
+        pieces.clear();
+        for head in self.memories[from.0].heads(&out) {
+            let mut row = 0;
+            while row < out.rows {
+                let (cell, rows) = self.memories[from.0].at(&out, row, head);
+                let rows = rows.min(out.rows - row);
+                if crosses {
+                    self.cross(from, cell, rows, (node, ulysses), home)?;
                 }
                 let wrong = match cell.what {
                     What::Unset => Some("which was never written"),
@@ -361,14 +331,21 @@ impl<'a> Prover<'a> {
                 };
                 if let Some(wrong) = wrong {
                     let name = self.memories[from.0].name(out.buf);
-                    let (at, head) = (out.row + row, out.head + h);
+                    let (at, head) = (out.row + row, out.head + head);
                     let text = format!("sends row {at}, head {head} of {name} ({}), {wrong}", cell.describe());
                     return Err(self.err(from.0, from.1, text));
                 }
-                cells.push(Cell { strict: *strict, crossed: crosses && *strict, unread: 0, ..cell });
+                let cell = Cell { strict: *strict, crossed: crosses && *strict, unread: 0, ..cell };
+                pieces.push(Piece { head, row, cell });
+                row += rows;
             }
-            self.memories[to.0].write_row(to.1, &into, row, |h| cells[h as usize])?;
+            // What is fetched stays unread at a sender that only relays it, unless it came from another node and stays
+            // in this one.
+            let passes_on = *strict && here == there;
+            self.memories[from.0].read(&out, 0, out.rows, head, |c| !c.strict || (c.crossed && passes_on));
         }
+        self.memories[to.0].write(to.1, &into, 0, into.rows, &pieces)?;
+        self.pieces = pieces;
         let bytes = out.rows * u64::from(out.heads) * self.memories[from.0].table(out.buf).cell_bytes();
         let count = |p: &mut Self, (r, op, _): (usize, usize, usize), sent: bool| {
             let op = &p.schedules[r].ops[op];
@@ -388,6 +365,24 @@ impl<'a> Prover<'a> {
         };
         count(self, from, true);
         count(self, to, false);
+        Ok(())
+    }
+
+    /// That no row of a run has crossed to, or from, this node before.
+    fn cross(
+        &mut self,
+        from: (usize, usize, usize),
+        cell: Cell,
+        rows: u64,
+        (node, ulysses): (usize, usize),
+        home: bool,
+    ) -> Result<()> {
+        for cell in (0..rows).map(|i| cell.after(i)) {
+            if !self.crossings.insert((cell.what, cell.token, cell.head, node, ulysses)) {
+                let way = if home { "from" } else { "to" };
+                return Err(self.err(from.0, from.1, format!("sends {} {way} node {node} again", cell.describe())));
+            }
+        }
         Ok(())
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! One rank's memory, as the proof sees it: the caller's tensors and the buffers of the workspace, each a table of
-//! cells, one for each row and head. Buffers that share bytes are kept apart; a write to one forgets what the others
+//! cells, one for each row and head, kept as runs of rows (`column`). Buffers that share bytes are kept apart; a write to one forgets what the others
 //! held in those bytes.
 //!
 //! Where every view of every rank takes all heads of its buffer, all heads of a row hold the same at any time, but for their
@@ -8,73 +8,13 @@
 
 use alloc::{format, string::String, vec, vec::Vec};
 
-use super::flaw::flaw;
+use super::{cell::Cell, column::Column, flaw::flaw};
 use crate::{
     batch::Side,
     element::Dtype,
     error::Result,
     schedule::{ALIGNMENT, Buf, BufferView, Schedule, TensorId},
 };
-
-/// What a cell holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum What {
-    /// Nothing that may be read.
-    Unset,
-    /// Zeros.
-    Zero,
-    /// The caller's, as it was given.
-    Input(TensorId),
-    /// `rowsum(do ∘ o)`.
-    Delta,
-    /// A running o or lse.
-    Running(TensorId),
-    /// A final o or lse.
-    Final(TensorId),
-    /// A sum of contributions to a gradient.
-    Sum(TensorId),
-}
-
-/// One head of one row.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Cell {
-    pub what: What,
-    /// Token of the packed batch, on the side that `what` belongs to.
-    pub token: u32,
-    /// Head of the whole problem: a kv head for k, v, dk, dv.
-    pub head: u32,
-    /// Which contributions; an entry of `Contributions`.
-    pub list: u32,
-    /// 1 + the operation that wrote it, until it is read.
-    pub unread: u32,
-    /// It was fetched: only an allowed pair counts as reading it.
-    pub strict: bool,
-    /// It was fetched from another node: passing it on inside this one counts as well.
-    pub crossed: bool,
-    /// A sum that was rounded to this type.
-    pub rounded: Option<Dtype>,
-}
-
-impl Cell {
-    pub const UNSET: Self =
-        Self { what: What::Unset, token: 0, head: 0, list: 0, unread: 0, strict: false, crossed: false, rounded: None };
-
-    pub const fn new(what: What, token: u32, head: u32, list: u32) -> Self {
-        Self { what, token, head, list, ..Self::UNSET }
-    }
-
-    pub fn describe(&self) -> String {
-        match self.what {
-            What::Unset => "nothing".into(),
-            What::Zero => "zeros".into(),
-            What::Input(t) => format!("{} of token {}, head {}", t.name(), self.token, self.head),
-            What::Delta => format!("delta of token {}, head {}", self.token, self.head),
-            What::Running(t) => format!("running {} of token {}, head {}", t.name(), self.token, self.head),
-            What::Final(t) => format!("final {} of token {}, head {}", t.name(), self.token, self.head),
-            What::Sum(t) => format!("a sum of {} of token {}, head {}", t.name(), self.token, self.head),
-        }
-    }
-}
 
 /// Which operations may touch a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,22 +34,20 @@ pub(super) struct CellTable {
     pub dim: u32,
     pub dtype: Dtype,
     pub access: Access,
-    /// Cells of a row: one for each head, or one.
-    columns: u32,
+    /// One for each head, or one; none of an absent tensor.
+    columns: Vec<Column>,
     /// First byte in the workspace.
     offset: u64,
     /// Tables that share some of its bytes.
     aliases: Vec<usize>,
-    cells: Vec<Cell>,
 }
 
 impl CellTable {
     /// A tensor of the caller's, by rows of heads: what it holds at first, or that it is absent.
-    pub fn of_user(tensor: TensorId, shape: [u64; 3], dtype: Dtype, access: Access, cells: Vec<Cell>) -> Self {
+    pub fn of_user(tensor: TensorId, shape: [u64; 3], dtype: Dtype, access: Access, columns: Vec<Column>) -> Self {
         let [rows, heads, dim] = shape;
         let (name, heads, dim) = (tensor.name(), heads as u32, dim as u32);
-        let columns = (cells.len() as u64).checked_div(rows).map_or(heads, |n| n as u32);
-        Self { name, rows, heads, dim, dtype, access, columns, offset: 0, aliases: Vec::new(), cells }
+        Self { name, rows, heads, dim, dtype, access, columns, offset: 0, aliases: Vec::new() }
     }
 
     /// Bytes of a head of a row.
@@ -119,8 +57,21 @@ impl CellTable {
 
     /// Bytes that a cell stands for.
     fn column_bytes(&self) -> u64 {
-        self.cell_bytes() * u64::from(self.heads / self.columns.max(1))
+        self.cell_bytes() * u64::from(self.heads / (self.columns.len() as u32).max(1))
     }
+
+    fn cells(&self) -> u64 {
+        self.rows * self.columns.len() as u64
+    }
+}
+
+/// A run of rows of one head of a view, up to the next.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Piece {
+    pub head: u32,
+    pub row: u64,
+    /// Of the first row.
+    pub cell: Cell,
 }
 
 /// Rows and heads of a table.
@@ -175,7 +126,7 @@ impl Memory {
             } else {
                 let columns = if whole_rows { b.heads.min(1) } else { b.heads };
                 tables.push(CellTable {
-                    columns,
+                    columns: vec![Column::unset(b.rows); columns as usize],
                     name: b.name,
                     rows: b.rows,
                     heads: b.heads,
@@ -184,15 +135,13 @@ impl Memory {
                     access: Access::Work,
                     offset: b.offset,
                     aliases: Vec::new(),
-                    cells: vec![Cell::UNSET; (b.rows * u64::from(columns)) as usize],
                 });
                 continue;
             };
             return Err(flaw(s.rank, 0, text));
         }
-        let span = |t: &CellTable| (t.offset, t.offset + t.cells.len() as u64 * t.column_bytes());
-        let mut by_offset: Vec<usize> =
-            (TensorId::COUNT..tables.len()).filter(|&i| !tables[i].cells.is_empty()).collect();
+        let span = |t: &CellTable| (t.offset, t.offset + t.cells() * t.column_bytes());
+        let mut by_offset: Vec<usize> = (TensorId::COUNT..tables.len()).filter(|&i| tables[i].cells() > 0).collect();
         by_offset.sort_by_key(|&i| tables[i].offset);
         for (n, &i) in by_offset.iter().enumerate() {
             let end = span(&tables[i]).1;
@@ -238,10 +187,8 @@ impl Memory {
         Ok(())
     }
 
-    fn index(&self, v: &BufferView, row: u64, head: u32) -> (usize, usize) {
-        let t = table_of(v.buf);
-        let column = if self.whole_rows { 0 } else { v.head + head };
-        (t, ((v.row + row) * u64::from(self.tables[t].columns) + u64::from(column)) as usize)
+    fn column(&self, v: &BufferView, head: u32) -> usize {
+        if self.whole_rows { 0 } else { (v.head + head) as usize }
     }
 
     /// The heads of a view that have cells of their own: all, or the first for all.
@@ -249,30 +196,49 @@ impl Memory {
         (0..v.heads).step_by(if self.whole_rows { v.heads.max(1) as usize } else { 1 })
     }
 
-    /// A cell of a view.
-    pub fn cell(&mut self, v: &BufferView, row: u64, head: u32) -> &mut Cell {
-        let (t, i) = self.index(v, row, head);
-        &mut self.tables[t].cells[i]
+    /// What a row of a view holds, and for how many rows from it on the run goes.
+    pub fn at(&self, v: &BufferView, row: u64, head: u32) -> (Cell, u64) {
+        self.table(v.buf).columns[self.column(v, head)].at(v.row + row)
     }
 
-    /// Writes one row of a view, cell by cell. `op` is the operation that writes.
-    pub fn write_row(&mut self, op: usize, v: &BufferView, row: u64, mut value: impl FnMut(u32) -> Cell) -> Result<()> {
-        if v.heads == 0 {
+    /// Lets a row of a view hold something from the beginning.
+    pub fn set(&mut self, v: &BufferView, row: u64, head: u32, cell: Cell) {
+        let (column, at) = (self.column(v, head), v.row + row);
+        self.tables[table_of(v.buf)].columns[column].write(at, at + 1, core::iter::once((at, cell)));
+    }
+
+    /// Marks those cells of rows `row..row + rows` of a view as read that `counts` says.
+    pub fn read(&mut self, v: &BufferView, row: u64, rows: u64, head: u32, counts: impl Fn(&Cell) -> bool) {
+        let (column, first) = (self.column(v, head), v.row + row);
+        self.tables[table_of(v.buf)].columns[column].read(first, first + rows, counts);
+    }
+
+    /// Writes rows `row..row + rows` of all heads of a view, head by head in pieces. `op` is the operation that writes.
+    pub fn write(&mut self, op: usize, v: &BufferView, row: u64, rows: u64, pieces: &[Piece]) -> Result<()> {
+        if v.heads == 0 || rows == 0 {
             return Ok(());
         }
-        let (t, first) = self.index(v, row, 0);
+        let t = table_of(v.buf);
         if matches!(self.tables[t].access, Access::Input | Access::Absent) {
             return Err(flaw(self.rank, op, format!("writes {}, which is only read", self.tables[t].name)));
         }
-        for (i, h) in (first..).zip(self.heads(v)) {
-            self.lost(t, i)?;
-            self.tables[t].cells[i] = Cell { unread: op as u32 + 1, ..value(h) };
+        let (first, end) = (v.row + row, v.row + row + rows);
+        for of_head in pieces.chunk_by(|a, b| a.head == b.head) {
+            let column = self.column(v, of_head[0].head);
+            self.lost(t, column, first, end)?;
+            let runs = of_head.iter().map(|p| (v.row + p.row, Cell { unread: op as u32 + 1, ..p.cell }));
+            self.tables[t].columns[column].write(first, end, runs);
         }
-        if !self.tables[t].aliases.is_empty() {
-            let low = self.tables[t].offset + first as u64 * self.tables[t].column_bytes();
-            self.forget(t, low, low + u64::from(v.heads) * self.tables[t].cell_bytes())?;
+        if self.tables[t].aliases.is_empty() {
+            return Ok(());
         }
-        Ok(())
+        let (offset, heads, bytes) =
+            (self.tables[t].offset, u64::from(self.tables[t].heads), self.tables[t].cell_bytes());
+        let at = |row: u64, head: u32| offset + (row * heads + u64::from(head)) * bytes;
+        if u64::from(v.heads) == heads {
+            return self.forget(t, at(first, 0), at(end, 0));
+        }
+        (first..end).try_for_each(|row| self.forget(t, at(row, v.head), at(row, v.head + v.heads)))
     }
 
     /// Forgets what other tables held in bytes `low..high`.
@@ -281,24 +247,24 @@ impl Memory {
             let j = self.tables[writer].aliases[n];
             let (bytes, offset) = (self.tables[j].column_bytes(), self.tables[j].offset);
             let from = low.saturating_sub(offset) / bytes;
-            let to = high.saturating_sub(offset).div_ceil(bytes).min(self.tables[j].cells.len() as u64);
-            for i in from as usize..to as usize {
-                self.lost(j, i)?;
-                self.tables[j].cells[i] = Cell::UNSET;
+            let to = high.saturating_sub(offset).div_ceil(bytes).min(self.tables[j].cells());
+            let columns = self.tables[j].columns.len() as u64;
+            for c in 0..columns {
+                let row = |cell: u64| cell.saturating_sub(c).div_ceil(columns);
+                let (first, end) = (row(from), row(to));
+                self.lost(j, c as usize, first, end)?;
+                self.tables[j].columns[c as usize].write(first, end, core::iter::once((first, Cell::UNSET)));
             }
         }
         Ok(())
     }
 
     /// That nothing unread is overwritten.
-    fn lost(&self, t: usize, i: usize) -> Result<()> {
-        let (table, cell) = (&self.tables[t], self.tables[t].cells[i]);
-        if cell.unread == 0 {
-            return Ok(());
-        }
-        let (row, head) = (i / table.columns as usize, i % table.columns as usize);
+    fn lost(&self, t: usize, column: usize, first: u64, end: u64) -> Result<()> {
+        let table = &self.tables[t];
+        let Some((row, cell)) = table.columns[column].unread(first, end) else { return Ok(()) };
         let how = if cell.strict { "is fetched but meets no key or query" } else { "is written but never read" };
-        let text = format!("row {row}, head {head} of {} ({}) {how}", table.name, cell.describe());
+        let text = format!("row {row}, head {column} of {} ({}) {how}", table.name, cell.describe());
         Err(flaw(self.rank, cell.unread as usize - 1, text))
     }
 
@@ -306,7 +272,7 @@ impl Memory {
     pub fn check_all_read(&self) -> Result<()> {
         for (t, table) in self.tables.iter().enumerate() {
             if table.access == Access::Work {
-                (0..table.cells.len()).try_for_each(|i| self.lost(t, i))?;
+                (0..table.columns.len()).try_for_each(|column| self.lost(t, column, 0, table.rows))?;
             }
         }
         Ok(())

@@ -14,7 +14,7 @@
 //!    exchange that may be posted stays so until it is posted, a message with both sides posted stays so until it
 //!    moves), so all runs reach the same end: if one completes, all do, with any timing. And since conflicting accesses
 //!    are ordered by part 2, every run leaves the same content in every buffer.
-//! 4. *Content* (`execute`, `attend`, `outputs`): during that run every row of every head carries a tag: a copy of this
+//! 4. *Content* (`execute`, `geometry`, `attend`, `outputs`): during that run every row of every head carries a tag: a copy of this
 //!    token's k, a running sum of these calls' contributions. Kernels check that rows hold the tokens that their ranges
 //!    claim; at the end each output holds exactly the pairs that the mask allows, each once. A write that is never
 //!    read, and a received row that is in no allowed pair at its reader, are flaws too: nothing unneeded is sent.
@@ -24,8 +24,8 @@
 //! The two separate all-to-alls ([`AllToAll`]) are verified by the same four parts; `all_to_all` specifies their inputs
 //! and outputs.
 //!
-//! A flaw is an [`Error::Schedule`] that names rank and operation. The cost is about one access to each row of each
-//! call for each head.
+//! A flaw is an [`Error::Schedule`] that names rank and operation. The cost is some steps for each range of each call, for
+//! each head where heads can be told apart: rows that hold the same but for their token are one entry (`column`).
 
 use alloc::{format, vec::Vec};
 
@@ -37,8 +37,12 @@ use crate::{
 
 mod all_to_all;
 mod attend;
+mod cell;
+mod column;
+mod contributions;
 mod execute;
 mod flaw;
+mod geometry;
 mod listed;
 mod meet;
 mod memory;

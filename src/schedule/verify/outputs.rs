@@ -5,9 +5,10 @@
 use alloc::{format, string::String, vec::Vec};
 
 use super::{
-    attend::rows_between,
-    execute::{Atom, AttendCall, Prover},
-    memory::{Cell, What},
+    cell::{Cell, What},
+    contributions::Atom,
+    execute::{AttendCall, Prover},
+    geometry::rows_between,
 };
 use crate::{
     batch::Side,
@@ -71,19 +72,17 @@ fn tensor(p: &mut Prover, r: usize, tensor: TensorId, want: What) -> Result<()> 
     let view = BufferView { buf: Buf::User(tensor), row: 0, rows: tokens.len() as u64, head: 0, heads };
     let last = p.schedules[r].ops.len().max(1) - 1;
     let cells: Vec<u32> = p.memories[r].heads(&view).collect();
-    for (row, &token) in tokens.iter().enumerate() {
-        for &h in &cells {
-            p.expect(r, last, &view, row as u64, h, Cell::new(want, token as u32, h, 0))?;
-        }
-    }
     let mut first = 0;
     while first < tokens.len() {
         let mut rows = alike(p, r, &view, &tokens[first..], first as u64, side);
         let token = tokens[first];
+        for &h in &cells {
+            p.expect(r, last, &view, first as u64, rows as u64, h, Cell::new(want, token as u32, h, 0))?;
+        }
         // Neighbouring heads usually come of the same calls.
         let mut checked: Vec<Vec<u32>> = Vec::new();
         for &h in &cells {
-            let cell = *p.memories[r].cell(&view, first as u64, h);
+            let cell = p.memories[r].at(&view, first as u64, h).0;
             let group = p.plan.problem().group() as u32;
             let end = if p.whole_rows { heads } else { h + 1 };
             let q_heads = if side == Side::K { h * group..end * group } else { h..end };
@@ -112,7 +111,7 @@ fn tensor(p: &mut Prover, r: usize, tensor: TensorId, want: What) -> Result<()> 
                 ));
             }
             if p.plan.form() == Form::Ordered {
-                in_order(p, atoms, side, token).map_err(|text| p.err(r, last, text))?;
+                in_order(p, &atoms, side, token).map_err(|text| p.err(r, last, text))?;
             }
         }
         first += rows;
@@ -120,23 +119,18 @@ fn tensor(p: &mut Prover, r: usize, tensor: TensorId, want: What) -> Result<()> 
     Ok(())
 }
 
-/// How many of these rows from the first on hold tokens one after another of one document, with the same contributions in
-/// every cell. One, in the ordered form, whose order is looked at token by token.
-fn alike(p: &mut Prover, r: usize, view: &BufferView, tokens: &[usize], first: u64, side: Side) -> usize {
+/// How many of these rows from the first on are a run in every column, of tokens one after another of one document. One,
+/// in the ordered form, whose order is looked at token by token.
+fn alike(p: &Prover, r: usize, view: &BufferView, tokens: &[usize], first: u64, side: Side) -> usize {
     if p.plan.form() == Form::Ordered {
         return 1;
     }
+    let memory = &p.memories[r];
+    let run = memory.heads(view).map(|h| memory.at(view, first, h).1).min().unwrap_or(1);
     let batch = p.plan.problem().batch();
     let end = batch.document(side, batch.document_of(side, tokens[0])).end;
-    let memory = &mut p.memories[r];
-    let heads = memory.heads(view);
-    let follows = |n: &usize| {
-        let n = *n;
-        tokens[n] == tokens[0] + n
-            && tokens[n] < end
-            && heads.clone().all(|h| memory.cell(view, first + n as u64, h).list == memory.cell(view, first, h).list)
-    };
-    1 + (1..tokens.len()).take_while(follows).count()
+    let most = tokens.len().min(run as usize).min(end - tokens[0]);
+    (0..most).take_while(|&n| tokens[n] == tokens[0] + n).count()
 }
 
 /// Where a token lies: (document, position).
@@ -157,15 +151,12 @@ fn allowed(p: &Prover, side: Side, token: usize) -> (i64, i64) {
     (pos.saturating_sub(mask.left_limit()).max(start), pos.saturating_add(mask.right_limit()).min(end))
 }
 
-/// The range of a call that holds a token, and where the token is in the call's list.
-fn range_of(call: &AttendCall, side: Side, token: u32) -> Option<(usize, u32)> {
-    let list = list_of(call, side);
-    let at = list.binary_search_by_key(&token, |x| x.0).ok()?;
-    Some((at, list[at].1))
-}
-
-fn list_of<'c>(call: &'c AttendCall, side: Side) -> &'c [(u32, u32)] {
-    if side == Side::Q { &call.q } else { &call.k }
+/// The range of a call that holds a token, and how many tokens from it on.
+fn range_of(call: &AttendCall, side: Side, token: u32) -> Option<(u32, usize)> {
+    let list = if side == Side::Q { &call.q } else { &call.k };
+    let named = list[..list.partition_point(|n| n.token <= token)].last()?;
+    let left = (named.token + named.tokens).checked_sub(token).filter(|&n| n > 0)?;
+    Some((named.range, left as usize))
 }
 
 /// The ranges of the other side that a range of a call meets, in the order of the call.
@@ -197,12 +188,11 @@ fn exactly_once(
     let mut met: Vec<&Range> = Vec::new();
     for &c in calls {
         let call = &p.calls[c as usize];
-        let Some((at, range)) = range_of(call, side, token as u32) else {
+        let Some((range, tokens)) = range_of(call, side, token as u32) else {
             rows = 1;
             continue;
         };
-        let same = list_of(call, side)[at..].iter().zip(token as u32..).take(rows);
-        rows = same.take_while(|&(x, t)| *x == (t, range)).count();
+        rows = rows.min(tokens);
         met.extend(partners(call, side, range));
     }
     let (low, high) = allowed(p, side, token);
@@ -248,7 +238,7 @@ fn in_order(p: &Prover, atoms: &[Atom], side: Side, token: usize) -> core::resul
     }
     for a in atoms {
         let call = &p.calls[a.call as usize];
-        let Some((_, range)) = range_of(call, side, token as u32) else { continue };
+        let Some((range, _)) = range_of(call, side, token as u32) else { continue };
         let found: Vec<&Range> = partners(call, side, range).collect();
         if found.windows(2).any(|w| w[0].last() >= w[1].pos) {
             let (rank, op) = (p.schedules[call.rank].rank, call.op);
@@ -264,10 +254,9 @@ fn sinks(p: &mut Prover, r: usize) -> Result<()> {
     let view = BufferView { buf: Buf::User(TensorId::Dsinks), row: 0, rows: 1, head: 0, heads };
     let last = p.schedules[r].ops.len().max(1) - 1;
     for h in p.memories[r].heads(&view) {
-        p.expect(r, last, &view, 0, h, Cell::new(What::Sum(TensorId::Dsinks), 0, h, 0))?;
-        let list = p.memories[r].cell(&view, 0, h).list;
-        let ranks = p.lists.get(list).iter().map(|a| p.calls[a.call as usize].rank);
-        if !ranks.eq(0..p.schedules.len()) {
+        p.expect(r, last, &view, 0, 1, h, Cell::new(What::Sum(TensorId::Dsinks), 0, h, 0))?;
+        let atoms = p.lists.get(p.memories[r].at(&view, 0, h).0.list);
+        if !atoms.iter().map(|a| p.calls[a.call as usize].rank).eq(0..p.schedules.len()) {
             return Err(p.err(r, last, format!("dsinks of head {h} is not the sum over all ranks in order")));
         }
     }

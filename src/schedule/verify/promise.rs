@@ -5,7 +5,11 @@
 
 use alloc::{vec, vec::Vec};
 
-use super::memory::{Access, Cell, CellTable, What, side_of};
+use super::{
+    cell::{Cell, What},
+    column::Column,
+    memory::{Access, CellTable, side_of},
+};
 use crate::{
     batch::Side,
     element::Dtype,
@@ -62,18 +66,20 @@ fn of_attention(tensor: TensorId, s: &Schedule, plan: &Plan, whole_rows: bool) -
         TensorId::Sinks => Dtype::F32,
         _ => p.dtype(),
     };
-    let columns = if whole_rows { 1 } else { heads };
-    let mut cells = Vec::new();
-    if access == Access::Input {
-        let tokens = if one_row { vec![0] } else { plan.token_indices(side, s.rank) };
-        cells.reserve(tokens.len() * columns as usize);
-        for token in tokens {
-            cells.extend((0..columns).map(|h| Cell::new(What::Input(tensor), token as u32, h, 0)));
-        }
-    } else if access == Access::Output {
-        cells = vec![Cell::UNSET; rows as usize * columns as usize];
-    }
-    CellTable::of_user(tensor, [rows, heads.into(), dim.into()], dtype, access, cells)
+    let held = 0..if whole_rows { 1 } else { heads };
+    let columns = match access {
+        Access::Input if one_row => given(tensor, &[0], held),
+        Access::Input => given(tensor, &plan.token_indices(side, s.rank), held),
+        Access::Output => vec![Column::unset(rows); held.len()],
+        _ => Vec::new(),
+    };
+    CellTable::of_user(tensor, [rows, heads.into(), dim.into()], dtype, access, columns)
+}
+
+/// The rows of these tokens as the caller gives them, a column for each head.
+fn given(tensor: TensorId, tokens: &[usize], heads: core::ops::Range<u32>) -> Vec<Column> {
+    let cells = |h| tokens.iter().map(move |&token| Cell::new(What::Input(tensor), token as u32, h, 0));
+    heads.map(|h| Column::of(cells(h))).collect()
 }
 
 /// The tokens of a rank's ring share, and the heads that are its own.
@@ -95,7 +101,7 @@ pub(super) fn all_heads(plan: &Plan, side: Side) -> u32 {
 
 /// The two tensors of an all-to-all; the others are absent.
 fn of_all_to_all(tensor: TensorId, s: &Schedule, plan: &Plan, all_to_all: AllToAll) -> CellTable {
-    let (given, taken) = match all_to_all.way {
+    let (brought, taken) = match all_to_all.way {
         AllToAllDirection::ToHeads => (OWN_TOKENS, OWN_HEADS),
         AllToAllDirection::ToTokens => (OWN_HEADS, OWN_TOKENS),
     };
@@ -105,13 +111,12 @@ fn of_all_to_all(tensor: TensorId, s: &Schedule, plan: &Plan, all_to_all: AllToA
         (plan.token_indices(all_to_all.side, s.rank), 0..all_heads(plan, all_to_all.side))
     };
     let shape = [tokens.len() as u64, heads.len() as u64, all_to_all.dim.into()];
-    let (access, cells) = if tensor == given {
-        let row = |token: usize| heads.clone().map(move |h| Cell::new(What::Input(tensor), token as u32, h, 0));
-        (Access::Input, tokens.into_iter().flat_map(row).collect())
+    let (access, columns) = if tensor == brought {
+        (Access::Input, given(tensor, &tokens, heads))
     } else if tensor == taken {
-        (Access::Output, vec![Cell::UNSET; tokens.len() * heads.len()])
+        (Access::Output, vec![Column::unset(tokens.len() as u64); heads.len()])
     } else {
         (Access::Absent, Vec::new())
     };
-    CellTable::of_user(tensor, shape, all_to_all.dtype, access, cells)
+    CellTable::of_user(tensor, shape, all_to_all.dtype, access, columns)
 }

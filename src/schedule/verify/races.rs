@@ -150,11 +150,10 @@ pub(super) fn check(s: &Schedule, listed: &[ListedOp], memory: &Memory) -> Resul
     let (compute, communication) = (of(Lane::Compute), of(Lane::Communication));
     let (c, m) = (Lane::Compute as usize, Lane::Communication as usize);
     for &a in &compute {
-        for &b in &communication {
-            let ordered = clocks[b].0[c] > clocks[a].1 || clocks[a].0[m] > clocks[b].1;
-            if ordered {
-                continue;
-            }
+        // Clocks grow along a lane, so the operations of the other lane that are not ordered with this one are neighbours.
+        let after = communication.partition_point(|&b| clocks[b].0[c] <= clocks[a].1);
+        let before = clocks[a].0[m].min(after);
+        for &b in &communication[before..after] {
             let (x, y) = (&touched[a], &touched[b]);
             let clash = hit(memory, &x.writes, &y.writes)
                 .or_else(|| hit(memory, &x.writes, &y.reads))

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! What the rows of one column of a table hold, as runs.
+//!
+//! Rows of a rank's share are runs of a document, and operations move, add to and read whole runs of them. So rows that
+//! hold the same but for their token, which is one more from row to row, are kept as one entry. The proof then takes as
+//! many steps as operations have ranges, not rows. A run is split where an operation ends inside it, and joined again
+//! where nothing tells its parts apart, so that a column is a function of what its rows hold, and of nothing else.
+
+use alloc::{vec, vec::Vec};
+
+use super::cell::Cell;
+
+/// Runs that ascend, each with its first row; the first begins at row 0.
+#[derive(Clone, Debug)]
+pub(super) struct Column {
+    rows: u64,
+    runs: Vec<(u64, Cell)>,
+}
+
+impl Column {
+    /// Nothing in each row.
+    pub fn unset(rows: u64) -> Self {
+        Self { rows, runs: if rows > 0 { vec![(0, Cell::UNSET)] } else { Vec::new() } }
+    }
+
+    /// A cell for each row.
+    pub fn of(cells: impl Iterator<Item = Cell>) -> Self {
+        let mut column = Self { rows: 0, runs: Vec::new() };
+        for cell in cells {
+            column.runs.push((column.rows, cell));
+            column.rows += 1;
+            column.join(column.runs.len() - 1, column.runs.len());
+        }
+        column
+    }
+
+    /// The index of the run that holds a row.
+    fn find(&self, row: u64) -> usize {
+        self.runs.partition_point(|run| run.0 <= row) - 1
+    }
+
+    fn end(&self, run: usize) -> u64 {
+        self.runs.get(run + 1).map_or(self.rows, |next| next.0)
+    }
+
+    /// What a row holds, and for how many rows from it on the run goes.
+    pub fn at(&self, row: u64) -> (Cell, u64) {
+        let i = self.find(row);
+        let (first, cell) = self.runs[i];
+        (cell.after(row - first), self.end(i) - row)
+    }
+
+    /// The first of these rows that was written and not read.
+    pub fn unread(&self, first: u64, end: u64) -> Option<(u64, Cell)> {
+        if first >= end {
+            return None;
+        }
+        let runs = &self.runs[self.find(first)..];
+        let (row, cell) = runs.iter().take_while(|run| run.0 < end).find(|run| run.1.unread > 0)?;
+        let skipped = first.saturating_sub(*row);
+        Some((row + skipped, cell.after(skipped)))
+    }
+
+    /// Writes rows `first..end`: runs that cover them, each with its first row.
+    pub fn write(&mut self, first: u64, end: u64, runs: impl Iterator<Item = (u64, Cell)>) {
+        if first >= end {
+            return;
+        }
+        let (i, j) = (self.split(first), self.split(end));
+        let before = self.runs.len() - (j - i);
+        self.runs.splice(i..j, runs);
+        self.join(i, i + self.runs.len() - before + 1);
+    }
+
+    /// Marks those of rows `first..end` as read that `counts` says.
+    pub fn read(&mut self, first: u64, end: u64, counts: impl Fn(&Cell) -> bool) {
+        let Some((from, _)) = self.unread(first, end) else { return };
+        let (i, j) = (self.split(from), self.split(end));
+        for (_, cell) in self.runs[i..j].iter_mut().filter(|run| counts(&run.1)) {
+            cell.unread = 0;
+        }
+        self.join(i, j + 1);
+    }
+
+    /// Lets a run begin at a row, and returns its index.
+    fn split(&mut self, row: u64) -> usize {
+        if row >= self.rows {
+            return self.runs.len();
+        }
+        let i = self.find(row);
+        let (first, cell) = self.runs[i];
+        if first == row {
+            return i;
+        }
+        self.runs.insert(i + 1, (row, cell.after(row - first)));
+        i + 1
+    }
+
+    /// Joins runs `from..to` to the run before each where it continues that.
+    fn join(&mut self, from: usize, to: usize) {
+        let (from, to) = (from.max(1), to.min(self.runs.len()));
+        if from >= to {
+            return;
+        }
+        let mut kept = from - 1;
+        for i in from..to {
+            let ((first, before), (row, cell)) = (self.runs[kept], self.runs[i]);
+            if before.after(row - first) != cell {
+                kept += 1;
+                self.runs[kept] = (row, cell);
+            }
+        }
+        self.runs.drain(kept + 1..to);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::schedule::{TensorId, verify::cell::What};
+
+    /// Random writes and reads, against a cell for each row.
+    #[test]
+    fn runs_hold_what_rows_hold() {
+        let mut draw = fastrand::Rng::with_seed(5);
+        for rows in [1, 2, 7, 40] {
+            let mut column = Column::unset(rows);
+            let mut cells = vec![Cell::UNSET; rows as usize];
+            for step in 0..3000 {
+                let first = draw.u64(..rows);
+                let end = draw.u64(first..=rows);
+                let span = first as usize..end as usize;
+                if draw.bool() {
+                    let cell = |row: u64, d: &mut fastrand::Rng| {
+                        let what = [What::Zero, What::Delta, What::Input(TensorId::Q)][d.usize(..3)];
+                        let token = if what == What::Zero { 0 } else { row as u32 + d.u32(..2) };
+                        Cell { unread: d.u32(..2), ..Cell::new(what, token, 0, d.u32(..2)) }
+                    };
+                    let mut runs = Vec::new();
+                    let mut row = first;
+                    while row < end {
+                        let n = draw.u64(1..=end - row);
+                        runs.push((row, cell(row, &mut draw)));
+                        (0..n).for_each(|i| cells[(row + i) as usize] = runs[runs.len() - 1].1.after(i));
+                        row += n;
+                    }
+                    column.write(first, end, runs.into_iter());
+                } else {
+                    let unread = cells[span.clone()].iter().position(|c| c.unread > 0);
+                    let want = unread.map(|i| (first + i as u64, cells[first as usize + i]));
+                    assert_eq!(column.unread(first, end), want, "step {step}");
+                    let counts = |c: &Cell| c.list == 0;
+                    column.read(first, end, counts);
+                    cells[span].iter_mut().filter(|c| counts(c)).for_each(|c| c.unread = 0);
+                }
+                (0..rows).for_each(|row| assert_eq!(column.at(row).0, cells[row as usize], "step {step}"));
+                assert_eq!(column.runs, Column::of(cells.iter().copied()).runs, "step {step}");
+            }
+        }
+    }
+}

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The geometry of a kernel call: which tokens its ranges name, and which of their rows meet anything.
+//!
+//! Consecutive queries read windows that follow one another, so between two runs of consecutive positions those that
+//! meet are runs as well. Where a k range is a stripe, queries are looked at row by row.
+
+use alloc::{format, vec, vec::Vec};
+
+use super::{execute::Prover, listed::Met};
+use crate::{batch::Side, call::Range, error::Result};
+
+/// Rows of a range whose positions are in `low..=high`: positions ascend, so they are one run.
+pub(super) fn rows_between(r: &Range, low: i64, high: i64) -> (u32, u32) {
+    let first_from = |x: i64| {
+        let (mut a, mut e) = (0, r.len);
+        while a < e {
+            let mid = a + (e - a) / 2;
+            if r.position(mid) < x { a = mid + 1 } else { e = mid }
+        }
+        a
+    };
+    if high < low {
+        return (0, 0);
+    }
+    (first_from(low), first_from(high.saturating_add(1)))
+}
+
+/// Rows of a range that hold tokens one after another, all of which meet something or none.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RangePart {
+    /// The first row, from the start of the range.
+    pub row: u32,
+    pub rows: u32,
+    /// Of the first row.
+    pub token: u32,
+    pub met: bool,
+}
+
+/// A call's geometry: the tokens its ranges claim and which of them meet.
+pub(super) struct Geometry {
+    /// By range.
+    pub q: Vec<Vec<RangePart>>,
+    pub k: Vec<Vec<RangePart>>,
+    pub pairs: u128,
+}
+
+/// Rows as intervals, first and end.
+type Intervals = Vec<(u32, u32)>;
+
+/// Adds rows to a list, to its last entry where they continue that.
+fn add(list: &mut Intervals, first: u32, end: u32) {
+    match list.last_mut() {
+        _ if first >= end => {}
+        Some(last) if last.0 <= first && first <= last.1 => last.1 = last.1.max(end),
+        _ => list.push((first, end)),
+    }
+}
+
+/// The intervals in order, joined where they touch.
+fn in_order(mut list: Intervals) -> Intervals {
+    if list.windows(2).all(|w| w[0].1 < w[1].0) {
+        return list;
+    }
+    list.sort_unstable();
+    let mut joined = Vec::with_capacity(list.len());
+    list.iter().for_each(|&(first, end)| add(&mut joined, first, end));
+    joined
+}
+
+/// The runs of consecutive positions of a range: first row and rows.
+fn runs(r: &Range) -> impl Iterator<Item = (u32, u32)> + use<> {
+    let (len, block) = (r.len, if r.is_plain() { r.len } else { r.block });
+    (0..len).step_by(block as usize).map(move |first| (first, block.min(len - first)))
+}
+
+impl Prover<'_> {
+    /// That a range names tokens of its document; returns the first token of the document less its position.
+    fn claimed(&self, r: usize, op: usize, side: Side, range: &Range) -> Result<i64> {
+        let batch = self.plan.problem().batch();
+        let doc = range.doc as usize;
+        if doc >= batch.documents() {
+            return Err(self.err(r, op, format!("{range:?} is of document {doc} of {}", batch.documents())));
+        }
+        let (tokens, start) = (batch.document(side, doc), batch.start(side, doc));
+        let (first, last) = (range.pos, range.last());
+        if first < start || last >= start + tokens.len() as i64 {
+            return Err(self.err(r, op, format!("{range:?} claims positions {first}..={last} outside its document")));
+        }
+        Ok(tokens.start as i64 - start)
+    }
+
+    pub(super) fn geometry(&self, r: usize, op: usize, met: &Met) -> Result<Geometry> {
+        let mask = self.plan.problem().mask();
+        let (left, right) = (mask.left_limit(), mask.right_limit());
+        let mut q_met: Vec<Intervals> = vec![Vec::new(); met.q.len()];
+        let mut k_met: Vec<Intervals> = vec![Vec::new(); met.k.len()];
+        let mut pairs = 0;
+        for q in &met.q {
+            self.claimed(r, op, Side::Q, &q.range)?;
+        }
+        for k in &met.k {
+            self.claimed(r, op, Side::K, k)?;
+        }
+        for (i, query) in met.q.iter().enumerate() {
+            for &key in met.keys(i) {
+                let (q, k) = (&query.range, &met.k[key as usize]);
+                let (q_met, k_met) = (&mut q_met[i], &mut k_met[key as usize]);
+                for (first, rows) in runs(q) {
+                    let (low, high) = (q.position(first), q.position(first + rows - 1));
+                    if k.is_plain() {
+                        // Both are runs: those that meet are runs too.
+                        let (a, e) = rows_between(k, low.saturating_sub(left), high.saturating_add(right));
+                        add(k_met, a, e);
+                        let whole = Range { pos: low, len: rows, ..Range::plain(0, 0, 0, 0) };
+                        let (a, e) = rows_between(&whole, k.pos.saturating_sub(right), k.last().saturating_add(left));
+                        add(q_met, first + a, first + e);
+                        pairs += mask.area(low - k.pos, high + 1 - k.pos, k.len.into()) as u128;
+                        continue;
+                    }
+                    for row in first..first + rows {
+                        let pos = q.position(row);
+                        let (a, e) = rows_between(k, pos.saturating_sub(left), pos.saturating_add(right));
+                        if a < e {
+                            add(q_met, row, row + 1);
+                            add(k_met, a, e);
+                            pairs += u128::from(e - a);
+                        }
+                    }
+                }
+            }
+        }
+        let parts = |side, range: &Range, met: Intervals| -> Result<Vec<RangePart>> {
+            let shift = self.claimed(r, op, side, range)?;
+            let mut parts = Vec::new();
+            let met = in_order(met);
+            let mut next = met.iter().copied().peekable();
+            for (first, rows) in runs(range) {
+                let (mut row, end) = (first, first + rows);
+                while row < end {
+                    while next.next_if(|m| m.1 <= row).is_some() {}
+                    let (until, met) = match next.peek() {
+                        Some(m) if m.0 <= row => (m.1.min(end), true),
+                        Some(m) => (m.0.min(end), false),
+                        None => (end, false),
+                    };
+                    let token = (shift + range.position(row)) as u32;
+                    parts.push(RangePart { row, rows: until - row, token, met });
+                    row = until;
+                }
+            }
+            Ok(parts)
+        };
+        let queries = met.q.iter().zip(q_met).map(|(q, met)| parts(Side::Q, &q.range, met));
+        let keys = met.k.iter().zip(k_met).map(|(k, met)| parts(Side::K, k, met));
+        Ok(Geometry { q: queries.collect::<Result<_>>()?, k: keys.collect::<Result<_>>()?, pairs })
+    }
+}
