@@ -153,15 +153,27 @@ def _wrapped(rank: int, world: int, file: str) -> dict[str, float]:
     wrapped(**packs[0]).loss.backward()
     compare("DDP", model, references[0])
 
-    model = models.build("gpt-oss")
-    cp = ContextParallel(model, tile=5)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    model(**packs[0]).loss.backward()
+    def sharded(**options: Any) -> Any:
+        """With a head that each tile calls for; ranks have 13 or 12 tokens of the second pack, which would be 4 or 3 tiles of 4."""
+        model = models.build("gpt-oss")
+        cp = ContextParallel(model, tile=4, **options)
+        for part in (*model.model.layers, model.lm_head, model):
+            fully_shard(part)
+        return model, cp
+
+    model, cp = sharded()
+    model(**packs[1]).loss.backward()
     for parameter in model.parameters():
         parameter.grad = parameter.grad.full_tensor()
-    found["FSDP2, tiles"] = models.apart(models.gradients(model), references[0])
+    found["FSDP2, tiles"] = models.apart(models.gradients(model), references[1])
+    cp.close()
+    model, cp = sharded(replicas=world)
+    try:
+        model(**packs[1])
+    except Unsupported as error:
+        assert "leave the head to its parent" in str(error), error
+    else:
+        raise AssertionError("replicas with a head of FSDP2's were not refused")
     cp.close()
 
     model = models.build("gpt-oss")
