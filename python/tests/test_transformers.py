@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 import unittest
@@ -87,7 +88,7 @@ def _trainer(rank: int, world: int, replicas: int, sft: bool, losses: list[float
     if world > 1:
         kind = ContextParallel(model, replicas=replicas).trainer(kind)
     data = [{"input_ids": document} for document in documents]
-    more: dict[str, Any] = {"data_collator": DataCollatorWithFlattening(), "train_dataset": data, "eval_dataset": data[:8]}
+    more: dict[str, Any] = {"data_collator": DataCollatorWithFlattening(), "train_dataset": data, "eval_dataset": data[: 10 if replicas == 1 else 8]}
     extra: dict[str, Any] = {}
     if sft:
         import datasets
@@ -98,7 +99,7 @@ def _trainer(rank: int, world: int, replicas: int, sft: bool, losses: list[float
         args = config(
             folder, use_cpu=True, max_steps=6, gradient_accumulation_steps=2 if world > 1 or replicas == 1 else 2 * replicas,
             per_device_train_batch_size=4 if not sft else 1,
-            per_device_eval_batch_size=8, gradient_checkpointing=True, logging_steps=1, logging_nan_inf_filter=False, report_to=[], disable_tqdm=True,
+            per_device_eval_batch_size=4 if world > 1 or replicas == 1 else 4 * replicas, gradient_checkpointing=True, logging_steps=1, logging_nan_inf_filter=False, report_to=[], disable_tqdm=True,
             save_strategy="no", seed=5, bf16=False, fp16=False, lr_scheduler_type="constant",
             # AdamW divides gradients by their size, and so does clipping: neither would see gradients that are too large on all ranks,
             # and AdamW makes a rounding error of a gradient near 0 into one of a whole step (2.6e-6 of the loss, learning rate 1e-2).
@@ -109,6 +110,11 @@ def _trainer(rank: int, world: int, replicas: int, sft: bool, losses: list[float
         found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         if not sft:
             found.append(trainer.evaluate()["eval_loss"])
+            trainer.data_collator = lambda rows: dict.fromkeys(("input_ids", "labels"), torch.tensor([row["input_ids"][:5] for row in rows]))
+            # Rows of several documents, in a last batch that is smaller: each document is counted once.
+            predictions = trainer.predict(data[: 10 if replicas == 1 else 12])
+            assert len(predictions.predictions) == len(predictions.label_ids) == (10 if replicas == 1 else 12)
+            found += [predictions.metrics["test_loss"], *map(float, abs(predictions.predictions).sum((1, 2)))]
     return found
 
 
@@ -147,15 +153,27 @@ def _wrapped(rank: int, world: int, file: str) -> dict[str, float]:
     wrapped(**packs[0]).loss.backward()
     compare("DDP", model, references[0])
 
-    model = models.build("gpt-oss")
-    cp = ContextParallel(model, tile=5)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    model(**packs[0]).loss.backward()
+    def sharded(**options: Any) -> Any:
+        """With a head that each tile calls for; ranks have 13 or 12 tokens of the second pack, which would be 4 or 3 tiles of 4."""
+        model = models.build("gpt-oss")
+        cp = ContextParallel(model, tile=4, **options)
+        for part in (*model.model.layers, model.lm_head, model):
+            fully_shard(part)
+        return model, cp
+
+    model, cp = sharded()
+    model(**packs[1]).loss.backward()
     for parameter in model.parameters():
         parameter.grad = parameter.grad.full_tensor()
-    found["FSDP2, tiles"] = models.apart(models.gradients(model), references[0])
+    found["FSDP2, tiles"] = models.apart(models.gradients(model), references[1])
+    cp.close()
+    model, cp = sharded(replicas=world)
+    try:
+        model(**packs[1])
+    except Unsupported as error:
+        assert "leave the head to its parent" in str(error), error
+    else:
+        raise AssertionError("replicas with a head of FSDP2's were not refused")
     cp.close()
 
     model = models.build("gpt-oss")
@@ -209,18 +227,50 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
         except kind as error:
             said[name] = str(error)
 
-    pack = models.batch(PACK)
+    pack, mine = models.batch(PACK), rank == 1
     model = models.build("llama")
     cp = ContextParallel(model)
+    # Arguments that no rank takes, or that only rank 1 is given.
+    many = torch.full_like(pack["input_ids"], 5000)
+    for name, kind, more in (
+        ("mask", Unsupported, {"attention_mask": torch.ones(1, 1, 90, 90)}),
+        ("embeds", Unsupported, {"input_ids": None, "inputs_embeds": torch.ones(1, 3, 36)}),
+        ("dict", Unsupported, {"return_dict": False}),
+        ("keep", Unsupported, {"logits_to_keep": 3}),
+        ("attentions", Unsupported, {"output_attentions": True}),
+        ("words", InvalidArgument, {"input_ids": many}),
+        ("label", InvalidArgument, {"labels": many}),
+        ("float", InvalidArgument, {"input_ids": many.float()}),
+        ("positions", InvalidArgument, {"position_ids": [0, 1]}),
+        ("shifted", InvalidArgument, {"labels": None, "shift_labels": many[:, 1:]}),
+        ("fraction", InvalidArgument, {"cu_seqlens": [0, 22.5, 90]}),
+        ("items", InvalidArgument, {"num_items_in_batch": "all"}),
+    ):
+        refuse(name, kind, lambda: model(**{**pack, **more}))
+    for name, kind, more in (
+        ("one", Unsupported, {"past_key_values": ()}),
+        ("list", InvalidArgument, {"labels": pack["labels"].tolist()}),
+    ):
+        refuse(name, kind if mine else InvalidArgument, lambda: model(**pack | (more if mine else {})))
     refuse("other", Disagreement, lambda: model(**models.batch(PACK, seed=1 + (rank == 2))))
-    refuse("one", InvalidArgument if rank != 1 else Unsupported, lambda: model(**pack, past_key_values=() if rank == 1 else None))
-    refuse("mask", Unsupported, lambda: model(**pack, attention_mask=torch.ones(1, 1, 90, 90)))
+    refuse("divisor", Disagreement, lambda: model(**pack, num_items_in_batch=85 + (rank == 2)))
     refuse("hole", Unsupported, lambda: model(input_ids=torch.ones(1, 3, dtype=torch.int64), attention_mask=torch.tensor([[1, 0, 1]])))
-    refuse("embeds", Unsupported, lambda: model(inputs_embeds=torch.ones(1, 3, 36)))
     refuse("twice", InvalidArgument, lambda: ContextParallel(model))
+    refuse("copy", Unsupported, lambda: copy.deepcopy(model))
     assert model(**pack).loss.isfinite()  # and it still works
+    # One rank fails inside a forward pass and goes on with the next: nobody takes one for the other, and nobody waits for long.
+    fails = model.lm_head.register_forward_hook(lambda *_: 1 // 0) if mine else None
+    refuse("failed", ZeroDivisionError if mine else Disagreement, lambda: model(**pack))
+    if fails:
+        fails.remove()
+        refuse("begins", Disagreement, lambda: model(**pack))
+    assert model(**pack).loss.isfinite()
     cp.close()
-    refuse("dropout", Unsupported, lambda: ContextParallel(models.build("llama", attention_dropout=0.1)))
+    # Of ContextParallel itself: no rank waits for one that refuses, or that was told otherwise.
+    refuse("dropout", Unsupported if mine else InvalidArgument, lambda: ContextParallel(models.build("llama", attention_dropout=0.1 * mine)))
+    for name, value in (("tile", 5), ("gradients", "sum"), ("replicas", 3), ("ulysses", 3)):
+        refuse(f"other {name}", Disagreement, lambda: ContextParallel(models.build("llama"), **({name: value} if mine else {})))
+    refuse("other model", Disagreement, lambda: ContextParallel(models.build("gemma3" if mine else "llama")))
     refuse("replicas", InvalidArgument, lambda: ContextParallel(models.build("llama"), replicas=2))
     refuse("gradients", InvalidArgument, lambda: ContextParallel(models.build("llama"), gradients="max"))
     experts = models.build("mixtral", output_router_logits=True)
@@ -245,9 +295,17 @@ class Others(unittest.TestCase):
     def test_refusals(self) -> None:
         for rank, said in enumerate(processes.run(_refusals, 3)):
             self.assertNotIn("not refused", said.values(), said)
-            self.assertIn("ranks [2]", said["other"])
-            self.assertIn("past_key_values" if rank == 1 else "ranks [1]", said["one"])
-            for name, word in (("mask", "attention_mask"), ("hole", "runs"), ("dropout", "attention_dropout"), ("router", "router")):
+            for name in ("other", "divisor"):
+                self.assertIn("ranks [2]", said[name])
+            for name, word in (("one", "past_key_values"), ("list", "labels is a list"), ("dropout", "attention_dropout is 0.1")):
+                self.assertIn(word if rank == 1 else "ranks [1] of this group refused", said[name])
+            for name, word in (
+                ("mask", "attention_mask"), ("hole", "runs"), ("router", "router"), ("embeds", "inputs_embeds"), ("dict", "return_dict"),
+                ("keep", "cp.off()"), ("attentions", "output_attentions"), ("words", "input_ids has numbers from 5000 to 5000, 0 to 95"),
+                ("label", "labels has numbers"), ("float", "input_ids.dtype is torch.float32"), ("positions", "position_ids is a list"),
+                ("shifted", "shift_labels has the shape (1, 89), (1, 90)"), ("fraction", "cu_seqlens is [0, 22.5, 90]"),
+                ("items", "num_items_in_batch is 'all'"), ("other tile", "tile is"), ("other gradients", "gradients is"), ("other ulysses", "options is"),
+            ):  # fmt: skip
                 self.assertIn(word, said[name])
 
 

@@ -7,7 +7,6 @@ for labels is that of Transformers (the label of a token is the next token), exc
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .._check import attempt, refused
 from ..errors import InvalidArgument, Unsupported
 
 # Of a forward call: arguments that say where documents end, and are not needed beside position_ids.
@@ -45,12 +45,28 @@ class Pack:
         """The largest position, and one."""
         return int(self.positions.max()) + 1
 
-    def hash(self) -> int:
+    def bytes(self) -> bytes:
         """The same on two ranks if their packs are the same."""
-        state = hashlib.blake2b(repr((self.cu_seqlens, self.shape)).encode(), digest_size=8)
-        for tensor in (self.ids, self.positions, self.next_ids, self.kept):
-            state.update(b"-" if tensor is None else tensor.detach().cpu().contiguous().numpy().tobytes())
-        return int.from_bytes(state.digest(), "little", signed=True)
+        tensors = (self.ids, self.positions, self.next_ids, self.kept)
+        parts = (b"-" if tensor is None else tensor.detach().cpu().contiguous().numpy().tobytes() for tensor in tensors)
+        return b"".join((repr((self.cu_seqlens, self.shape)).encode(), *parts))
+
+
+def _numbers(name: str, value: Any, *shapes: tuple[int, ...]) -> Tensor:
+    """A tensor of whole numbers, of one of the shapes."""
+    if not isinstance(value, Tensor):
+        raise InvalidArgument(f"{name} is a {type(value).__name__}, a tensor is needed")
+    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        raise InvalidArgument(f"{name}.dtype is {value.dtype}, whole numbers are needed")
+    if value.shape not in shapes:
+        raise InvalidArgument(f"{name} has the shape {tuple(value.shape)}, {' or '.join(dict.fromkeys(map(str, shapes)))} is needed")
+    return value
+
+
+def within(name: str, numbers: Tensor, words: int | None) -> None:
+    """Refuses numbers that no word of the model has; some ranks would fail, and the others wait for them."""
+    if words is not None and len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < words:
+        raise InvalidArgument(f"{name} has numbers from {int(numbers.min())} to {int(numbers.max())}, 0 to {words - 1} are needed")
 
 
 def _mask(mask: Any, ids: Tensor) -> Tensor:
@@ -75,7 +91,7 @@ def pack(inputs: Mapping[str, Any]) -> Pack:
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         raise Unsupported("input_ids is needed, a tensor [rows, tokens]: nothing else (inputs_embeds, ...) is supported")
-    rows, length = ids.shape
+    rows, length = _numbers("input_ids", ids, tuple(ids.shape)).shape
     kept = _mask(inputs.get("attention_mask"), ids)
     places = torch.arange(length, device=ids.device).expand(rows, length)
     starts = places == 0
@@ -84,19 +100,19 @@ def pack(inputs: Mapping[str, Any]) -> Pack:
     cu = next((inputs[name] for name in ("cu_seqlens", "cu_seq_lens_q") if inputs.get(name) is not None), None)
     positions = inputs.get("position_ids")
     if cu is not None:
-        ends = torch.as_tensor(cu, device=ids.device).flatten().long()
+        ends = attempt(lambda: torch.as_tensor(cu, device=ids.device).flatten())
+        if ends is None or ends.is_floating_point():
+            raise refused("cu_seqlens", cu, "a tensor or a sequence of whole numbers is needed")
         if rows != 1 or len(ends) < 2 or ends[0] != 0 or ends[-1] != length or (ends.diff() < 0).any():
             raise InvalidArgument(
                 f"cu_seqlens is {ends.tolist()}, and input_ids is {tuple(ids.shape)}: 0, the ends of all documents of one row, and "
                 f"{length} are needed"
             )
         starts = starts.clone()
-        starts[0, ends[:-1][ends[:-1] < length]] = True
+        starts[0, ends[:-1][ends[:-1] < length].long()] = True
     if positions is None:
         positions = places - torch.where(starts, places, 0).cummax(1).values
-    if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[-1] != length or positions.shape[0] not in (1, rows):
-        raise InvalidArgument(f"position_ids has the shape {tuple(positions.shape)}, {(rows, length)} is needed")
-    positions = positions.expand(rows, length)
+    positions = _numbers("position_ids", positions, (rows, length), (1, length)).expand(rows, length)
     starts = starts | F.pad(positions.diff(dim=1) != 1, (1, 0), value=True) | (kept & ~F.pad(kept, (1, 0))[:, :-1])
     places = kept.flatten().nonzero().flatten()
     if len(places) == 0:
@@ -104,11 +120,9 @@ def pack(inputs: Mapping[str, Any]) -> Pack:
     begins = starts.flatten()[places].nonzero().flatten()
     labels = inputs.get("shift_labels")
     if labels is not None:
-        labels = labels.flatten()[places]
+        labels = _numbers("shift_labels", labels, (rows, length)).flatten()[places]
     elif (given := inputs.get("labels")) is not None:
-        if given.shape != ids.shape:
-            raise InvalidArgument(f"labels has the shape {tuple(given.shape)}, {tuple(ids.shape)} is needed")
-        labels = F.pad(given.flatten()[places][1:], (0, 1), value=-100)
+        labels = F.pad(_numbers("labels", given, (rows, length)).flatten()[places][1:], (0, 1), value=-100)
         labels[torch.cat([begins[1:], begins.new_tensor([len(places)])]) - 1] = -100
     return Pack(
         (*begins.tolist(), len(places)), ids.flatten()[places], positions.flatten()[places], labels, places, (rows, length)

@@ -7,7 +7,9 @@ in an evaluation, and under gradient checkpointing. Every rank calls the model w
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,32 +19,66 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .._check import refused, whole
+from .._check import attempt, refused, whole
+from ..engine import EngineTransport
 from ..errors import Disagreement, Error, InvalidArgument, Unsupported
 from ..plan import CHOSEN, Plan
-from ..torch import Batch, Context
+from ..torch import Batch, Context, GlooTransport
 from ..torch.context import over_all
 from .attention import NAME, Current, _tensors, register
 from .mixers import Mixer, Mixers
-from .pack import TAKEN, Pack, pack
+from .pack import TAKEN, Pack, pack, within
 from .probe import probe
 
-# What the control messages of this file say of a rank's inputs.
-REFUSED, GIVEN = 0, 1
+# What ranks say to each other: that one has refused its arguments, odd numbers of arguments, and other even numbers, which are parts
+# of a loss. So ranks that are not at the same place, because one has failed in between, notice it.
+REFUSED = 2
+
+
+def _number(data: bytes) -> int:
+    """The same on two ranks if they have the same."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") | 1
+
+
+def _same(transport: EngineTransport, what: str, mine: int, need: str) -> None:
+    """Compares a number over the ranks, and raises unless it is the same on all of them."""
+    said = transport.agree(0, transport.world, mine)
+    if refusing := [rank for rank, number in enumerate(said) if number == REFUSED]:
+        raise InvalidArgument(f"ranks {refusing} of this group refused their {what}: their error says why")
+    if ending := [rank for rank, number in enumerate(said) if not number & 1]:
+        raise Disagreement(f"ranks {ending} of this group end a forward pass, and rank {transport.rank} begins one: had it failed?", ending[0])
+    if others := [rank for rank, number in enumerate(said) if number != said[0]]:
+        raise Disagreement(
+            f"ranks {others} of this group were given other {what} than rank 0 (this is rank {transport.rank}): {need}", others[0]
+        )
+
+
+@contextmanager
+def _told(transport: EngineTransport) -> Iterator[None]:
+    """Tells the other ranks, who wait in `_same`, if this one raises."""
+    try:
+        yield
+    except Exception:
+        with suppress(Error):  # what this rank refused is the one to raise
+            transport.agree(0, transport.world, REFUSED)
+        raise
 
 
 class _Total(torch.autograd.Function):
     """The sum over the ranks; each gets the gradient of its own part, times a factor."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, factor: float) -> Tensor:
+    def forward(ctx: Any, part: Tensor, transport: EngineTransport, factor: float) -> Tensor:
         ctx.factor = factor
-        total = part.detach().cpu().double()
-        dist.all_reduce(total, group=group)
-        return total.to(part)
+        (bits,) = struct.unpack("Q", struct.pack("d", part.item()))
+        said = transport.agree(0, transport.world, bits & ~1)
+        if failed := [rank for rank, number in enumerate(said) if number & 1 or number == REFUSED]:
+            raise Disagreement(f"ranks {failed} of this group begin a forward pass, and rank {transport.rank} ends one: had they failed?", failed[0])
+        return torch.full_like(part, sum(struct.unpack(f"{len(said)}d", struct.pack(f"{len(said)}Q", *said))))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -115,55 +151,31 @@ class ContextParallel:
         mixers: Mapping[type[torch.nn.Module], Mixer] | None = None,
         **options: Any,
     ) -> None:
-        if gradients not in ("mean", "sum"):
-            raise refused("gradients", gradients, "'mean' (DDP, FSDP) or 'sum' is needed")
-        self.tile = whole("tile", tile, 0, 2**31)
         if not dist.is_initialized():
             raise InvalidArgument("there is no process group: start with torchrun, and call torch.distributed.init_process_group")
         if dist.get_rank(group) < 0:
             raise InvalidArgument(f"group is a process group that this process, rank {dist.get_rank()} of all, is no member of")
         members = dist.get_process_group_ranks(group)
-        replicas = whole("replicas", replicas, 1, len(members))
-        if len(members) % replicas:
-            raise InvalidArgument(f"replicas is {replicas}, which does not divide the {len(members)} ranks of the group")
-        if getattr(model, "_cpattn", None) is not None:
-            raise InvalidArgument("the model has a ContextParallel already: close that one first")
-        self.model, self.replicas, self.ranks = model, replicas, len(members) // replicas
-        self.config = model.config.get_text_config()
-        if getattr(self.config, "attention_dropout", 0):
-            raise Unsupported(
-                f"config.attention_dropout is {self.config.attention_dropout}, which is not supported: set it to 0 before the model is made"
-            )
-        self._takes = frozenset(inspect.signature(model.forward).parameters)
-        self._mixers = Mixers(model, mixers or {}, options, self.ranks)
         self._hooks: list[Any] = []
-        self._usual = model.config._attn_implementation
-        register()
+        self._options = {"timeout": timeout, "workers": workers, **options}
+        transport = GlooTransport(group, timeout=timeout)
         try:
-            model.set_attn_implementation(NAME)
-            self._mixers.replace()
-            self._layers = probe(model, self._takes, self._mixers)
+            with _told(transport):
+                self._try(model, len(members), replicas, gradients, tile, mixers or {})
+            settings = {"replicas": replicas, "gradients": gradients, "tile": tile, "options": sorted(options.items())}
+            settings["model"] = (type(model).__name__, self._layers)
+            _same(transport, "arguments of ContextParallel", 1, "")
+            for name, value in settings.items():
+                need = f"{name} is {value!r} here, and all ranks need the same"
+                _same(transport, f"values of {name}", _number(repr(value).encode()), need)
         except BaseException as error:
             self._restore()
             if isinstance(error, ValueError | ImportError | NotImplementedError) and not isinstance(error, Error):
                 raise Unsupported(f"{type(model).__name__}: {error}") from error
             raise
-        self._base: Any = getattr(model, model.base_model_prefix, None)
-        if self.tile and (self._base is None or self._base is model):
-            self._restore()
-            raise Unsupported(f"tile is {tile}: {type(model).__name__} has no base model apart from its head")
-        self._options = {"timeout": timeout, "workers": workers, **options}
-        try:
-            # What no plan has is refused here, and not with the first batch.
-            how = {name: value for name, value in options.items() if name not in ("plans", "own_tokens")}
-            over_all(Plan([0, 1], world=self.ranks, **self._heads() | how))
-        except BaseException:
-            self._restore()
-            raise
-        number = dist.get_rank(group)
-        self.replica = number // self.ranks
+        transport.release()
+        self.replica, self.rank = divmod(transport.rank, self.ranks)
         self.group = self._groups(members, timeout)
-        self.rank = number % self.ranks
         self._contexts: dict[torch.dtype, Context] = {}
         self._factor = float(self.ranks) if gradients == "mean" else 1.0
         self.device = next(model.parameters()).device
@@ -171,6 +183,37 @@ class ContextParallel:
         self.last: Forward | None = None
         model._cpattn = self
         self._hook()
+
+    def _try(
+        self, model: Any, ranks: int, replicas: int, gradients: str, tile: int, mixers: Mapping[type[torch.nn.Module], Mixer]
+    ) -> None:
+        """All that a rank can refuse by itself."""
+        if gradients not in ("mean", "sum"):
+            raise refused("gradients", gradients, "'mean' (DDP, FSDP) or 'sum' is needed")
+        self.tile, self.replicas = whole("tile", tile, 0, 2**31), whole("replicas", replicas, 1, ranks)
+        if ranks % replicas:
+            raise InvalidArgument(f"replicas is {replicas}, which does not divide the {ranks} ranks of the group")
+        if getattr(model, "_cpattn", None) is not None:
+            raise InvalidArgument("the model has a ContextParallel already: close that one first")
+        self.ranks, self.config = ranks // replicas, model.config.get_text_config()
+        if getattr(self.config, "attention_dropout", 0):
+            raise Unsupported(
+                f"config.attention_dropout is {self.config.attention_dropout}, which is not supported: set it to 0 before the model is made"
+            )
+        self._takes = frozenset(inspect.signature(model.forward).parameters)
+        self._mixers = Mixers(model, mixers, self._options, self.ranks)
+        self._usual = model.config._attn_implementation
+        register()
+        self.model = model  # which `_restore` gives its own attention back
+        model.set_attn_implementation(NAME)
+        self._mixers.replace()
+        self._layers = probe(model, self._takes, self._mixers)
+        self._base: Any = getattr(model, model.base_model_prefix, None)
+        if self.tile and (self._base is None or self._base is model):
+            raise Unsupported(f"tile is {tile}: {type(model).__name__} has no base model apart from its head")
+        # What no plan has is refused here, and not with the first batch.
+        how = {name: value for name, value in self._options.items() if name not in ("plans", "own_tokens", "timeout", "workers")}
+        over_all(Plan([0, 1], world=self.ranks, **self._heads() | how))
 
     def _groups(self, members: list[int], timeout: float) -> Any:
         """The group of this replica, for contexts and control messages. All ranks of the world call this."""
@@ -198,40 +241,34 @@ class ContextParallel:
 
     # Inputs
 
-    def _agree(self, given: Pack | Error) -> Pack:
-        """Compares the packs of all ranks of the replica, before anything else happens."""
-        mine = torch.tensor([REFUSED, 0] if isinstance(given, Error) else [GIVEN, given.hash()])
-        said = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(said, mine, group=self.group)
-        if isinstance(given, Error):
-            raise given
-        refusing = [rank for rank, one in enumerate(said) if one[0] == REFUSED]
-        if refusing:
-            raise InvalidArgument(f"ranks {refusing} of this group refused their inputs: their error says why")
-        others = [rank for rank, one in enumerate(said) if one[1] != said[0][1]]
-        if others:
-            raise Disagreement(
-                f"ranks {others} of this group were given other inputs than rank 0 (this is rank {self.rank}): all ranks of a group need "
-                "the same batch, see ContextParallel.loader",
-                others[0],
-            )
-        return given
-
     def _pack(self, inputs: Mapping[str, Any]) -> Pack:
         for name, value in inputs.items():
             if name not in TAKEN and value is not None and _tensors(value):
                 raise Unsupported(f"the argument {name} of the model is not supported")
         if inputs.get("past_key_values") is not None:
             raise Unsupported("past_key_values is not supported: call the model within `with cp.off():`")
-        if inputs.get("output_router_logits", getattr(self.config, "output_router_logits", False)):
+
+        def asked(name: str) -> Any:
+            return getattr(self.config, name, None) if inputs.get(name) is None else inputs[name]
+
+        if asked("output_router_logits"):
             raise Unsupported(
                 "output_router_logits is set, and the router's loss is no sum over tokens: set model.config.output_router_logits = False, "
                 "and router_aux_loss_coef=0.0 in an SFTConfig"
             )
-        for name in ("output_attentions", "output_hidden_states"):
-            if inputs.get(name):
-                raise Unsupported(f"{name} is set, which is not supported")
+        for name in ("output_attentions", "output_hidden_states", "logits_to_keep"):
+            if asked(name):
+                raise Unsupported(
+                    f"{name} is set, which is not supported: a rank has what belongs to its own tokens. For generate, call the model within "
+                    "`with cp.off():`"
+                )
+        if asked("return_dict") is False:
+            raise Unsupported("return_dict is False, which is not supported: the loss is put where a dictionary has it")
         found = pack(inputs)
+        words, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        within("input_ids", found.ids, getattr(words, "num_embeddings", None))
+        if found.next_ids is not None:
+            within("labels", found.next_ids[found.next_ids != -100], getattr(head, "out_features", None))
         rope = getattr(self.config, "rope_parameters", None) or {}
         for one in (rope, *rope.values()):
             kind = one.get("rope_type") if isinstance(one, dict) else None
@@ -247,12 +284,14 @@ class ContextParallel:
 
     def shard(self, inputs: Mapping[str, Any]) -> Forward:
         """This rank's part of a batch, after the ranks have agreed that it is the same. All ranks call it."""
-        try:
-            given: Pack | Error = self._pack(inputs)
-        except Error as error:
-            given = error
-        found = self._agree(given)
-        batch = self._context(self.model.dtype).batch(found.cu_seqlens)
+        context = self._context(self.model.dtype)
+        need = "all ranks of a group need the same batch, see ContextParallel.loader"
+        with _told(context.transport):
+            found, items = self._pack(inputs), inputs.get("num_items_in_batch")
+            if items is not None and (items := attempt(float, given := items)) is None:
+                raise refused("num_items_in_batch", given, "a number is needed")
+        _same(context.transport, "inputs", _number(found.bytes() + repr(items).encode()), need)
+        batch = context.batch(found.cu_seqlens)
         if without := [rank for rank in range(self.ranks) if not batch.plan.share(rank).q_tokens]:
             raise InvalidArgument(
                 f"the batch has {len(found.ids)} tokens, of which ranks {without} of this group hold none, and models of Transformers need at "
@@ -260,7 +299,7 @@ class ContextParallel:
             )
         labels = None if found.next_ids is None else found.next_ids[batch.tokens]
         batch_of = lambda dtype: self._context(dtype).batch(found.cu_seqlens)
-        return Forward(found, batch_of, batch, inputs.get("num_items_in_batch"), labels)
+        return Forward(found, batch_of, batch, items, labels)
 
     def _before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if Current.forward is not None:  # the head alone, for a tile
@@ -290,7 +329,7 @@ class ContextParallel:
         else:
             part = self._tiles(model, forward, kwargs)
         items = forward.items if forward.items is not None else forward.pack.count
-        out["loss"] = _Total.apply(part, self.group, self._factor) / items  # type: ignore[no-untyped-call]
+        out["loss"] = _Total.apply(part, forward.batch.context.transport, self._factor) / items  # type: ignore[no-untyped-call]
         return out
 
     @staticmethod
@@ -312,7 +351,14 @@ class ContextParallel:
                 forward.tile, Current.forward = None, outer
             return self._sum(logits, labels)
 
-        parts = zip(hidden.split(self.tile, dim=1), forward.labels.split(self.tile), strict=True)  # type: ignore[no-untyped-call]
+        # As many on all ranks: with FSDP, each calls for the head's parameters.
+        tiles = -(-max(forward.batch.plan.share(rank).q_tokens for rank in range(self.ranks)) // self.tile)
+        if self.replicas > 1 and isinstance(model.get_output_embeddings(), FSDPModule):
+            raise Unsupported(
+                f"tile is {self.tile} and replicas is {self.replicas}: replicas have batches of other lengths, so they would call for the "
+                "parameters of the head, which fully_shard has wrapped by itself, unequally often: leave the head to its parent"
+            )
+        parts = zip(hidden.tensor_split(tiles, dim=1), forward.labels.tensor_split(tiles), strict=True)
         total: Tensor = sum((checkpoint(part, *one, use_reentrant=False) for one in parts), hidden.new_zeros((), dtype=torch.float32))
         return total
 
@@ -352,6 +398,8 @@ class ContextParallel:
             self._base.forward = tiled
 
     def _restore(self) -> None:
+        if getattr(self, "model", None) is None:
+            return  # refused before anything of it was changed
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -421,6 +469,9 @@ class ContextParallel:
         from .trainer import trainer
 
         return trainer(self, kind)
+
+    def __reduce__(self) -> Any:
+        raise Unsupported("a model with a ContextParallel cannot be copied or pickled whole: do so before it is made, or after its close()")
 
     def close(self) -> None:
         """Leaves the group, and gives the model its own attention back."""

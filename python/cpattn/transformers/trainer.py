@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from .parallel import ContextParallel
 
 
+# Options of TrainingArguments and SFTConfig, with the values that give the results of one process.
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "loss_type": (None, "nll", "chunked_nll"),
+    "neftune_noise_alpha": (None, 0),  # whose size goes by the tokens that the model has
+    "eval_use_gather_object": (None, False),  # of which ranks of a replica would have one each
+}
+
+
 def trainer(cp: ContextParallel, kind: type[Any]) -> type[Any]:
     if not issubclass(kind, Trainer):
         raise InvalidArgument(f"the trainer is {kind!r}, a subclass of transformers.Trainer is needed")
@@ -26,14 +34,17 @@ def trainer(cp: ContextParallel, kind: type[Any]) -> type[Any]:
             super().__init__(*args, **kwargs)
             if self.compute_loss_func is not None or self.label_smoother is not None:
                 raise Unsupported("compute_loss_func and label smoothing are not supported: the loss is that of ForCausalLM")
-            if getattr(self.args, "loss_type", "nll") not in ("nll", "chunked_nll"):
-                raise Unsupported(f"loss_type is {self.args.loss_type!r}, which is not supported: 'nll' is")
+            for option, supported in OPTIONS.items():
+                if (given := getattr(self.args, option, None)) not in supported:
+                    needed = " or ".join(map(repr, supported))
+                    raise Unsupported(f"{option} is {given!r}, which is not supported: {needed} is needed")
             if self.args.world_size != cp.ranks * cp.replicas:
                 raise InvalidArgument(
                     f"the trainer has {self.args.world_size} processes, ContextParallel {cp.replicas} replicas of {cp.ranks} ranks: the same "
                     "number is needed"
                 )
             self._same_batches()
+            self._count_once()
 
         def _same_batches(self) -> None:
             """Makes accelerate deal batches to replicas, not to processes."""
@@ -62,12 +73,27 @@ def trainer(cp: ContextParallel, kind: type[Any]) -> type[Any]:
 
             accelerator.prepare_data_loader = prepare
 
+        def _count_once(self) -> None:
+            """Makes accelerate gather what replicas have, not what processes have: ranks of a replica have the same."""
+            from accelerate.utils import recursively_apply  # type: ignore[import-untyped, unused-ignore]
+
+            usual = self.accelerator.gather
+
+            def once(whole: torch.Tensor) -> torch.Tensor:
+                return torch.cat(whole.chunk(cp.replicas * cp.ranks)[:: cp.ranks])
+
+            self.accelerator.gather = lambda given: recursively_apply(once, usual(given))
+
+        def get_cp_size(self) -> int:
+            """By which Trainer divides the number of processes, to count samples."""
+            return cp.ranks
+
         def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
             if not self.model_accepts_loss_kwargs or not all("labels" in batch or "shift_labels" in batch for batch in batch_samples):
                 return None
             count = torch.tensor(sum(cp.count(batch) for batch in batch_samples), device=device)
             if self.args.average_tokens_across_devices and cp.replicas > 1:
-                count = self.accelerator.gather(count).sum() // cp.ranks
+                count = self.accelerator.gather(count).sum()
             return count
 
         def compute_loss(
