@@ -188,6 +188,9 @@ fn best_layout(problem: &Problem, counted: Option<&Counted>, ring: usize) -> Res
 /// let choice = plan::choose(8, &problem, plan::BALANCE)?;
 /// assert_eq!(choice.mesh, Mesh::ulysses(8)?);
 /// assert_eq!(choice.candidates.len(), 4);
+/// let first = &choice.candidates[0];
+/// let sent = first.bytes + u128::from(plan::MESSAGE) * u128::from(first.messages);
+/// assert_eq!(first.cost, first.multiply_adds + u128::from(plan::BALANCE) * sent);
 /// // A link that costs nothing leaves the balance of work to decide.
 /// assert!(plan::choose(8, &problem, 0)?.mesh.ulysses > 0);
 /// # Ok::<(), cpattn::Error>(())
