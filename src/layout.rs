@@ -33,7 +33,8 @@ use crate::{
 pub enum Layout {
     /// Rank r holds tokens `⌊r·n/R⌋ .. ⌊(r+1)·n/R⌋` of the pack.
     Contiguous,
-    /// Each document is cut into 2R chunks; rank r holds chunk r, then chunk 2R−1−r, document by document.
+    /// Each document is cut into 2R chunks; rank r holds chunk r, then chunk 2R−1−r, document by document. Slow for packs of short
+    /// documents, which are cut for every rank: `ZigzagPack` or an automatic choice is faster there.
     Zigzag,
     /// The whole pack is cut into 2R chunks; rank r holds chunk r, then chunk 2R−1−r.
     ZigzagPack,

@@ -77,6 +77,17 @@ class Train(unittest.TestCase):
         self.assertEqual(len(said), 1, done.stderr)
         self.assertTrue(said[0].startswith("error: "), said)
 
+    def test_the_readme(self) -> None:
+        """What it shows for PyTorch, as it is."""
+        text = (EXAMPLES.parents[1] / "README.md").read_text().split("## From PyTorch")[1]
+        program = text.split("```python\n")[1].split("```")[0] + "print('tokens', len(ids), 'last', (labels == -100).sum().item())\n"
+        with tempfile.TemporaryDirectory() as folder:
+            (file := Path(folder) / "first.py").write_text(program)
+            done = start(2, program=str(file))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        ranks = [line.split()[1::2] for line in done.stdout.splitlines() if line.startswith("tokens")]
+        self.assertEqual([sum(int(rank[i]) for rank in ranks) for i in range(2)], [80, 2], done.stdout)
+
     def test_what_a_user_writes(self) -> None:
         text = (EXAMPLES / "train.py").read_text()
         between = text.split("# >>> context parallelism")[1].split("# <<<")[0].splitlines()[1:]

@@ -196,6 +196,10 @@ def _wrapped(rank: int, world: int, file: str) -> dict[str, float]:
             alone = torch.cat([model(input_ids=ids).logits[0] for ids, _ in models.documents(packs[1])])
             model.eval().generate(packs[1]["input_ids"][:, :5], max_new_tokens=3)
     found["logits"] = models.apart(logits[0], alone)
+    compiled = torch.compile(model.train(), backend="eager")
+    model.zero_grad()
+    compiled(**packs[1]).loss.backward()
+    found["compiled"] = models.apart(summed(model), references[1])
     cp.close()
 
     model = models.build("llama")

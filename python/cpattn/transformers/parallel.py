@@ -378,9 +378,11 @@ class ContextParallel:
 
     def _hook(self) -> None:
         self._mixers.replace()
+        # torch.compile breaks the graph there, and would not understand it.
+        before, after = map(torch.compiler.disable, (self._before, self._after))
         self._hooks = [
-            self.model.register_forward_pre_hook(self._before, with_kwargs=True),
-            self.model.register_forward_hook(self._after, with_kwargs=True),
+            self.model.register_forward_pre_hook(before, with_kwargs=True),
+            self.model.register_forward_hook(after, with_kwargs=True),
             self.model.register_forward_hook(self._ends, always_call=True),
         ]
         if self.tile:
