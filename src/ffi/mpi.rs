@@ -41,3 +41,34 @@ pub unsafe extern "C" fn cpattn_mpi_group(
         }
     })
 }
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_mpi_ranks_per_node(comm: *const c_void, ranks_per_node: *mut u32) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about results.
+        let out = unsafe { result("ranks_per_node", ranks_per_node) }?;
+        if comm.is_null() {
+            return Err(Error::invalid("comm", "NULL", "the address of an MPI_Comm").into());
+        }
+        #[cfg(feature = "mpi")]
+        {
+            // SAFETY: the header's promise that this is the address of a communicator, of the MPI of this build.
+            let ranks = unsafe {
+                crate::transport::mpi::Mpi::ranks_per_node_of_raw(comm.cast::<::mpi::ffi::MPI_Comm>().read())
+            }?;
+            out.write(ranks as u32);
+            Ok(())
+        }
+        #[cfg(not(feature = "mpi"))]
+        {
+            let _ = out;
+            let limit = "this build has no MPI";
+            Err(Error::unsupported(
+                "cpattn_mpi_ranks_per_node",
+                limit,
+                "build the library with capi/build --features mpi",
+            )
+            .into())
+        }
+    })
+}

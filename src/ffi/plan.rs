@@ -62,6 +62,16 @@ versioned! {
 }
 
 #[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_ranks_per_node(nodes: *const u64, ranks: usize, ranks_per_node: *mut u32) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about arrays and results.
+        let (nodes, out) = unsafe { (array("nodes", nodes, ranks)?, result("ranks_per_node", ranks_per_node)?) };
+        out.write(crate::plan::ranks_per_node(nodes)? as u32);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_create(
     problem: *const cpattn_problem,
     options: *const cpattn_options,

@@ -29,10 +29,11 @@ mod shard;
 mod together;
 
 pub use area::{Load, area};
-pub use auto::{BALANCE, Candidate, Choice, Dealt, LAYOUTS, MESSAGE, auto_layout, choose, dealt};
+pub use auto::{BALANCE, Candidate, Choice, Dealt, LAYOUTS, MESSAGE, auto_layout, choose, choose_over, dealt};
 pub use distribution::Distribution;
 pub(crate) use fingerprint::Fingerprint;
 pub use form::{CirculatingSide, Direction, Form};
+pub use nodes::ranks_per_node;
 pub use options::{Circulate, Gather, Options, Wire};
 pub use problem::{AttentionKind, MAX_HEAD_DIM, Problem};
 pub use shard::ShiftMessage;
