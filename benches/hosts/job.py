@@ -2,7 +2,7 @@
 """One rank of the measurement that `benches/hosts/run` starts on the hosts of `examples/hosts`.
 
 A case is a direction and a mask. In each round every case runs once. All ranks meet before and after it; between, each measures its time, and one rank of each host
-reads the counters of the host's interface. So the counters contain the messages of the run and of the two meetings, nothing else.
+reads the counters of the host's interface. So the counters contain the messages of the run and of two meetings, nothing else.
 
 Over MPI the ranks meet in MPI_Barrier, over gloo in dist.barrier. Tensors are NumPy's over both. Each rank writes a JSON file.
 """
@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, required=True)
     parser.add_argument("--layout", required=True)
     parser.add_argument("--circulate", required=True)
+    parser.add_argument("--levels", type=int, choices=(1, 2), required=True)
     parser.add_argument("--masks", required=True)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--into", type=Path, required=True, help="a folder for this rank's figures")
@@ -145,6 +146,7 @@ def main() -> None:
             circulate=given.circulate.upper(),
             window_right=0 if mask == "causal" else cpattn.UNLIMITED,
             gather="STEPS",
+            ranks_per_node=over.each if given.levels == 2 else 0,
         )
         all_of = tensors(plan, over.number)
         forward = {name: all_of[name] for name in ("q", "k", "v", "o", "lse")}
@@ -161,9 +163,11 @@ def main() -> None:
     for each in range(given.rounds + 1):  # the first prepares plans and connections
         for key, run in runs.items():
             over.meet()
-            # Every rank has left the meeting before it is counted as over.
+            # Every rank has left the meeting before it is counted as over; no rank begins before all hosts have counted.
             time.sleep(0.02)
-            before, began = counters(), time.monotonic()
+            before = counters()
+            over.meet()
+            began = time.monotonic()
             run()
             seconds = time.monotonic() - began
             over.meet()

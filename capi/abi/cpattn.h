@@ -261,7 +261,8 @@ typedef struct cpattn_problem {
 
 /* The type in which partial gradients are sent. */
 #define CPATTN_WIRE_FULL 0 /* f32 (f64 for f64): no rounding */
-#define CPATTN_WIRE_BF16 1 /* half the bytes; each partial gradient is rounded once to 8 bits before it is summed */
+#define CPATTN_WIRE_BF16 1 /* half the bytes; each partial gradient is rounded once to 8 bits before it is summed. Over several
+                              nodes: what crosses between them, the sum over a node's ranks */
 
 /*
  * Over how many ranks, and how. The mesh is replicas x ring x ulysses = world. Ranks of one Ulysses group have adjacent
@@ -281,7 +282,8 @@ typedef struct cpattn_options {
   int32_t gather;            /* CPATTN_GATHER_... */
   int32_t reproducible;      /* 1: bit-equal results for any number of ranks; CPU only */
   int32_t pack_inputs;       /* 1: tensors that are sent may have any strides; 0: they must be compact */
-  int32_t reserved;          /* 0 */
+  uint32_t ranks_per_node;   /* ranks that share a node: rank r is in node r / ranks_per_node, and a row crosses from one node
+                                to another once; 0: all links are alike. See cpattn_ranks_per_node */
 } cpattn_options;
 
 #define CPATTN_OPTIONS_INIT \
@@ -290,6 +292,10 @@ typedef struct cpattn_options {
 /* ---- Plan -------------------------------------------------------------------------------------------------------- */
 
 typedef struct cpattn_plan cpattn_plan;
+
+/* options.ranks_per_node, from the node of each rank: nodes[r] is any number that the ranks of rank r's node have in common, and
+ * no others. The ranks of a node must have adjacent numbers, and every node as many; CPATTN_INVALID names both values otherwise. */
+int32_t cpattn_ranks_per_node(const uint64_t *nodes, size_t ranks, uint32_t *ranks_per_node);
 
 /* Makes a plan. Every rank makes the same plan from the same arguments; ranks compare their plans when they run them. */
 int32_t cpattn_plan_create(const cpattn_problem *problem, const cpattn_options *options, cpattn_plan **plan);
@@ -420,6 +426,10 @@ int32_t cpattn_peer_group(uint32_t world, const int32_t *devices, uint64_t deadl
  * process with MPI_Abort: MPI_Finalize may wait for the dead process. Destroy transports and ranks before MPI_Finalize. A
  * library built without `--features mpi` refuses with CPATTN_UNSUPPORTED. */
 int32_t cpattn_mpi_group(const void *comm, uint64_t deadline_ms, cpattn_transport **transport);
+
+/* options.ranks_per_node for the ranks of an MPI communicator: those of a node share memory (MPI_COMM_TYPE_SHARED). All processes
+ * of `comm` make this call; it is a collective of MPI on it, and waits as such. Refused as by cpattn_ranks_per_node. */
+int32_t cpattn_mpi_ranks_per_node(const void *comm, uint32_t *ranks_per_node);
 
 /*
  * Ranks over NCCL, each a thread or process with a CUDA device of its own, on one host or many. libnccl.so.2, of

@@ -7,6 +7,7 @@ uint32_t cpattn_version(void) { return 0; }
 const char *cpattn_last_error(void) { return 0; }
 int64_t cpattn_last_error_peer(void) { return 0; }
 const char *cpattn_status_name(int32_t status) { return 0; }
+int32_t cpattn_ranks_per_node(const uint64_t *nodes, size_t ranks, uint32_t *ranks_per_node) { return 0; }
 int32_t cpattn_plan_create(const cpattn_problem *problem, const cpattn_options *options, cpattn_plan **plan) { return 0; }
 int32_t cpattn_plan_with_tokens_of(const cpattn_plan *base, const cpattn_problem *problem, const cpattn_options *options,
                                    cpattn_plan **plan) { return 0; }
@@ -31,6 +32,7 @@ int32_t cpattn_plan_shift(const cpattn_plan *plan, uint32_t rank, int64_t by, co
 int32_t cpattn_local_group(uint32_t world, uint64_t deadline_ms, cpattn_transport **transports) { return 0; }
 int32_t cpattn_peer_group(uint32_t world, const int32_t *devices, uint64_t deadline_ms, cpattn_transport **transports) { return 0; }
 int32_t cpattn_mpi_group(const void *comm, uint64_t deadline_ms, cpattn_transport **transport) { return 0; }
+int32_t cpattn_mpi_ranks_per_node(const void *comm, uint32_t *ranks_per_node) { return 0; }
 int32_t cpattn_nccl_unique_id(uint8_t *unique_id) { return 0; }
 int32_t cpattn_nccl_group(const uint8_t *unique_id, void *comm, int32_t may_abort, uint32_t rank, uint32_t world,
     int32_t device_id, uint64_t deadline_ms, cpattn_transport **transport) { return 0; }

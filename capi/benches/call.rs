@@ -102,7 +102,7 @@ fn main() {
         gather: 0,
         reproducible: 0,
         pack_inputs: 0,
-        reserved: 0,
+        ranks_per_node: 0,
     };
     let (mut c_plan, mut c_transport, mut c_rank) = (null_mut(), null_mut(), null_mut());
     // SAFETY: structs of their own sizes; places for results.

@@ -39,3 +39,27 @@ pub unsafe extern "C" fn cpattn_mpi_group(
         }
     })
 }
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_mpi_ranks_per_node(comm: *const c_void, ranks_per_node: *mut u32) -> i32 {
+    boundary!({
+        let out = given!(result("ranks_per_node", ranks_per_node));
+        if comm.is_null() {
+            return Err(Error::invalid("comm", "NULL", "the address of an MPI_Comm").into());
+        }
+        #[cfg(feature = "mpi")]
+        {
+            use cpattn::transport::mpi::Mpi;
+            // SAFETY: the header's promise that this is the address of a communicator, of the MPI of this build.
+            let ranks = unsafe { Mpi::ranks_per_node_of_raw(comm.cast().read()) }?;
+            out.write(ranks as u32);
+        }
+        #[cfg(not(feature = "mpi"))]
+        {
+            let _ = out;
+            let limit = "this build has no MPI";
+            let hint = "build the library with capi/build --features mpi";
+            Err::<(), _>(Error::unsupported("cpattn_mpi_ranks_per_node", limit, hint))?;
+        }
+    })
+}

@@ -60,6 +60,14 @@ versioned! {
 }
 
 #[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_ranks_per_node(nodes: *const u64, ranks: usize, ranks_per_node: *mut u32) -> i32 {
+    boundary!({
+        let (nodes, out) = given!(array("nodes", nodes, ranks), result("ranks_per_node", ranks_per_node));
+        out.write(cpattn::plan::ranks_per_node(nodes)? as u32);
+    })
+}
+
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_plan_create(
     problem: *const cpattn_problem,
     options: *const cpattn_options,

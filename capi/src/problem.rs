@@ -53,12 +53,12 @@ pub struct cpattn_options {
     pub gather: i32,
     pub reproducible: i32,
     pub pack_inputs: i32,
-    pub reserved: i32,
+    pub ranks_per_node: u32,
 }
 
 versioned! {
     cpattn_problem through reserved;
-    cpattn_options through reserved;
+    cpattn_options through ranks_per_node;
 }
 
 pub(super) const DTYPES: [Dtype; 4] = [Dtype::F16, Dtype::Bf16, Dtype::F32, Dtype::F64];
@@ -162,14 +162,14 @@ fn layout_of(o: &cpattn_options) -> Result<Option<Layout>> {
 
 /// What does not decide who holds which tokens.
 fn options(o: &cpattn_options) -> Result<Options> {
-    reserved("options.reserved", o.reserved == 0)?;
     Ok(Options::new()
         .gather(one_of("options.gather", o.gather, &GATHER)?)
         .passes(o.passes as usize)
         .circulate(one_of("options.circulate", o.circulate, &[Circulate::Auto, Circulate::Keys, Circulate::Queries])?)
         .wire(one_of("options.wire", o.wire, &[Wire::Full, Wire::Bf16])?)
         .reproducible(flag("options.reproducible", o.reproducible)?)
-        .pack_inputs(flag("options.pack_inputs", o.pack_inputs)?))
+        .pack_inputs(flag("options.pack_inputs", o.pack_inputs)?)
+        .ranks_per_node(o.ranks_per_node as usize))
 }
 
 /// Without options it has those of `base`.
@@ -209,7 +209,7 @@ pub(super) fn plan(problem: &Problem, o: &cpattn_options) -> Result<Plan> {
     let layout = layout_of(o)?;
     let (world, ulysses, ring) = (o.world as usize, o.ulysses as usize, o.ring as usize);
     let mesh = match (ulysses, ring) {
-        (0, 0) => Mesh::auto(world, problem)?,
+        (0, 0) => plan::choose_over(world, problem, plan::BALANCE, options.ranks_per_node)?.mesh,
         (0, n) | (n, 0) => {
             if world == 0 || !world.is_multiple_of(n) {
                 let name = if ring == 0 { "options.ulysses" } else { "options.ring" };

@@ -21,7 +21,7 @@ from .errors import (
     ScheduleError,
     Unsupported,
 )
-from .plan import Circulate, Direction, Dtype, Gather, Kind, Layout, Plan, PlanOptions, Side, Wire
+from .plan import Circulate, Direction, Dtype, Gather, Kind, Layout, Plan, PlanOptions, Side, Wire, ranks_per_node
 from .rank import Isa, Rank, check_ring, local_group, nccl_group, nccl_unique_id, on_all, peer_group
 from .ring import Link
 from .tensors import Array, Memory, SupportsDLPack
@@ -73,5 +73,6 @@ __all__ = [
     "nccl_unique_id",
     "on_all",
     "peer_group",
+    "ranks_per_node",
     "timeline_svg",
 ]

@@ -11,7 +11,7 @@ import enum
 import weakref
 from array import array
 from collections.abc import Mapping, Sequence
-from ctypes import POINTER, byref, c_float, c_int32, c_int64, c_uint64, c_void_p, pointer
+from ctypes import POINTER, byref, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p, pointer
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -104,6 +104,9 @@ class PlanOptions(TypedDict, total=False):
     - wire: partial gradients are sent in f32 (FULL), or in BF16: half the bytes, each rounded once to 8 bits (FULL).
     - reproducible: bit-equal results for any number of ranks; on the CPU (False).
     - pack_inputs: tensors that are sent may have any strides, and are packed first; without it they must be compact (False).
+    - ranks_per_node: rank r is in node r // ranks_per_node. A row that a node needs of another one crosses to it once, and is passed
+      on inside; gradients are summed in a node before they cross back. 0: all links are alike (0; `cpattn.torch.Context` takes
+      torchrun's LOCAL_WORLD_SIZE). `cpattn.ranks_per_node` makes it of a list.
     """
 
     kv_heads: int | None
@@ -125,11 +128,12 @@ class PlanOptions(TypedDict, total=False):
     gather: Gather | str | bool
     reproducible: bool
     pack_inputs: bool
+    ranks_per_node: int
 
 
 _ENUMS: dict[str, type[enum.IntEnum]] = {"kind": Kind, "layout": Layout, "circulate": Circulate, "wire": Wire, "gather": Gather}
 _FLAGS = {"sinks", "reproducible", "pack_inputs"}
-RUNS = {"passes", "circulate", "wire", "gather", "reproducible", "pack_inputs"}
+RUNS = {"passes", "circulate", "wire", "gather", "reproducible", "pack_inputs", "ranks_per_node"}
 # Options that say who holds which tokens.
 CHOSEN = ("ulysses", "ring", "layout", "layout_parameter")
 _OPTIONAL = {"kv_heads", "value_dim", "scale", "softcap", "alibi_slopes"}
@@ -159,6 +163,14 @@ def checked(options: PlanOptions, heads: int) -> dict[str, Any]:
         else:
             given[name] = whole(name, value, 0, UNLIMITED)
     return given
+
+
+def ranks_per_node(nodes: Sequence[int]) -> int:
+    """The option `ranks_per_node`, from the node of each rank: any number that the ranks of a node have in common, and no others (a
+    rack, or whatever else a slow link joins, is a node too). Refused unless ranks are numbered node by node, as many in each."""
+    given, each = c_array("nodes", c_uint64, nodes), c_uint32()
+    call("ranks_per_node", given, len(given), byref(each))
+    return each.value
 
 
 def at_least_1(name: str, value: Any) -> int:
@@ -223,7 +235,7 @@ class Plan:
         same order. Two plans made one by one may give ranks other tokens, often in equal numbers, which no shape tells.
 
         Mesh and layout are those of `base`, and so are, unless given, dtype and how it runs (gather, passes, circulate, wire,
-        reproducible, pack_inputs). Mask, score and dims are as `Plan` has them: causal, without a window, unless given.
+        reproducible, pack_inputs, ranks_per_node). Mask, score and dims are as `Plan` has them: causal, without a window, unless given.
         """
         plan, given = cls.__new__(cls), {**instance("base", base, Plan)._how, "world": base.world}
         problem, how = plan._describe(given, heads, head_dim, base.dtype if dtype is None else dtype, options)

@@ -132,6 +132,7 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "nccl_group": (cpattn.nccl_group, nccl, {"unique_id": "none", "comm": "none", "may_abort": "truth"}),
         "on_all": (cpattn.on_all, {"ranks": [rank], "job": print}, {}),
         "peer_group": (cpattn.peer_group, {"devices": [0], **deadline}, {}),
+        "ranks_per_node": (cpattn.ranks_per_node, {"nodes": [0, 0]}, {}),
         "ring.table": (cpattn.ring.table, {"links": [], "slow": 3.0}, {"slow": "float negative huge"}),
         "timeline_svg": (cpattn.timeline_svg, {"events": [event]}, {}),
         "torch.Batch": (cpattn.torch.Batch, {"context": context, "cu_seqlens": (0, 5)}, {}),

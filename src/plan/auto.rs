@@ -27,6 +27,7 @@ use super::{
     AttentionKind, Options, Plan, Problem,
     area::{Load, SegmentLists, load},
     loads::Counted,
+    nodes::holds_ulysses,
 };
 use crate::{
     batch::Batch,
@@ -196,6 +197,15 @@ fn best_layout(problem: &Problem, counted: Option<&Counted>, ring: usize) -> Res
 /// # Ok::<(), cpattn::Error>(())
 /// ```
 pub fn choose(world: usize, problem: &Problem, balance: u32) -> Result<Choice> {
+    choose_over(world, problem, balance, 0)
+}
+
+/// As [`choose`], over nodes of [`Options::ranks_per_node`] ranks: only meshes whose Ulysses ranks lie in one node, where the
+/// kind of attention leaves a choice.
+///
+/// # Errors
+/// As [`choose`].
+pub fn choose_over(world: usize, problem: &Problem, balance: u32, ranks_per_node: usize) -> Result<Choice> {
     problem.check()?;
     Mesh::ring(world)?;
     if problem.kind == AttentionKind::Other && world > problem.heads() {
@@ -208,7 +218,8 @@ pub fn choose(world: usize, problem: &Problem, balance: u32) -> Result<Choice> {
     let counted = Counted::new(problem.batch(), problem.mask());
     let mut candidates = Vec::new();
     for ulysses in (1..=world.min(problem.heads())).rev().filter(|u| world.is_multiple_of(*u)) {
-        if problem.kind == AttentionKind::Other && ulysses != world {
+        let other = problem.kind == AttentionKind::Other;
+        if if other { ulysses != world } else { !holds_ulysses(ulysses, world, ranks_per_node) } {
             continue;
         }
         let mesh = Mesh { replicas: 1, ring: world / ulysses, ulysses };
@@ -273,7 +284,7 @@ impl Plan {
 
     /// As [`Plan::auto`], with options.
     pub fn auto_with(problem: &Problem, world: usize, options: Options) -> Result<Self> {
-        let choice = choose(world, problem, BALANCE)?;
+        let choice = choose_over(world, problem, BALANCE, options.ranks_per_node)?;
         Self::with_options(problem, choice.mesh, choice.layout, options)
     }
 

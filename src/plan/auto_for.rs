@@ -11,6 +11,7 @@ use alloc::{format, vec::Vec};
 use super::{
     AttentionKind, BALANCE, Options, Plan, Problem,
     auto::{Dealt, dealt_by, judge, layouts},
+    nodes::holds_ulysses,
 };
 use crate::{
     error::{Error, Result},
@@ -103,6 +104,9 @@ impl Plan {
         }
         let mut best: Option<(u128, Mesh, Deal)> = None;
         for ulysses in (1..=world.min(heads)).rev().filter(|u| world.is_multiple_of(*u) && (!whole || *u == world)) {
+            if !whole && !holds_ulysses(ulysses, world, options.ranks_per_node) {
+                continue;
+            }
             let mesh = Mesh { replicas: 1, ring: world / ulysses, ulysses };
             let deal = best_deal(kinds, mesh.ring)?;
             let cost = deal.sum(kinds, |p, d| judge(p, mesh, d, BALANCE).cost);

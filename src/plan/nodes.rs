@@ -1,13 +1,62 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! How the ranks of a group lie in nodes: what [`Options::ranks_per_node`] means for a mesh, and what it refuses.
+//!
+//! Nodes are equal and consecutive: rank r is in node `r / ranks_per_node`. Any list of groups that a mesh can use is of
+//! this kind, so a list is only a way to say the number ([`ranks_per_node`]), and racks are nodes.
+//!
+//! Only a ring over several nodes of several ring ranks each has rows that more than one rank of another node needs. Between
+//! Ulysses ranks each row of a head goes to one rank, wherever that is. So a node of one ring rank, and Ulysses ranks that
+//! fill whole nodes, have the schedules of one level.
 
-use alloc::format;
+use alloc::{collections::BTreeMap, format};
 
-use super::{Gather, Options, Wire};
+use super::{Gather, Options};
 use crate::{
     error::{Error, Result},
     mesh::Mesh,
 };
+
+/// What [`Options::ranks_per_node`] is for ranks that lie in these nodes: `nodes[r]` is any number that the ranks of rank
+/// r's node have in common, and no others. A rack, or whatever else a slow link joins, is a node too.
+///
+/// # Errors
+/// No ranks; nodes whose ranks are not numbered one after another, or nodes of different sizes. Where sizes differ, a number
+/// that divides them all may be given in place of this one: rows then cross once to each such part of a node.
+///
+/// ```
+/// use cpattn::plan::ranks_per_node;
+/// assert_eq!(ranks_per_node(&[7, 7, 7, 2, 2, 2])?, 3);
+/// assert!(ranks_per_node(&[0, 1, 0, 1]).is_err() && ranks_per_node(&[0, 0, 1]).is_err());
+/// # Ok::<(), cpattn::Error>(())
+/// ```
+pub fn ranks_per_node(nodes: &[u64]) -> Result<usize> {
+    let mut first_of: BTreeMap<u64, usize> = BTreeMap::new();
+    let mut first = 0;
+    for node in nodes.chunk_by(|a, b| a == b) {
+        if let Some(earlier) = first_of.insert(node[0], first) {
+            let found = format!("{}, the node of rank {earlier}", node[0]);
+            let expected = format!("{}, the node of rank {}, or a node not seen before", nodes[first - 1], first - 1);
+            return Err(Error::invalid(format!("nodes[{first}]"), found, expected)
+                .hint("ranks of a node have adjacent numbers: have the launcher number them node by node"));
+        }
+        first += node.len();
+    }
+    let mut sizes = nodes.chunk_by(|a, b| a == b).map(<[u64]>::len);
+    let size = sizes.next().ok_or_else(|| Error::invalid("nodes", "empty", "the node of each rank"))?;
+    match sizes.enumerate().find(|(_, other)| *other != size) {
+        None => Ok(size),
+        Some((before, other)) => {
+            let found = format!("{other} ranks in the node of rank {}", (before + 1) * size);
+            Err(Error::invalid("nodes", found, format!("{size}, as in the node of rank 0"))
+                .hint("start as many ranks on each node, or give as ranks_per_node a number that divides all of them"))
+        }
+    }
+}
+
+/// Whether the ranks of an all-to-all lie in one node, which the automatic choice prefers.
+pub(super) fn holds_ulysses(ulysses: usize, world: usize, ranks_per_node: usize) -> bool {
+    ranks_per_node == 0 || ranks_per_node >= world || ranks_per_node.is_multiple_of(ulysses)
+}
 
 /// The ring ranks of a node: all of the ring where its rows do not cross from node to node, or cross once anyway.
 pub(super) fn ring_ranks_of_node(mesh: Mesh, options: Options) -> usize {
@@ -17,40 +66,56 @@ pub(super) fn ring_ranks_of_node(mesh: Mesh, options: Options) -> usize {
 
 /// Refuses nodes that a mesh does not fit, and options that several nodes do not have.
 pub(super) fn check(mesh: Mesh, options: Options) -> Result<()> {
-    let (ranks, group) = (options.ranks_per_node, mesh.group());
+    let (ranks, group, ulysses) = (options.ranks_per_node, mesh.group(), mesh.ulysses);
     if ranks == 0 || ranks >= mesh.world() {
         return Ok(());
     }
-    if !ranks.is_multiple_of(group) && !group.is_multiple_of(ranks) {
-        return Err(Error::invalid(
-            "options.ranks_per_node",
-            ranks,
+    let fit = |a: usize, b: usize| a.is_multiple_of(b) || b.is_multiple_of(a);
+    let refuse = |expected, hint| Err(Error::invalid("options.ranks_per_node", ranks, expected).hint(hint));
+    if !mesh.world().is_multiple_of(ranks) {
+        return refuse(
+            format!("a divisor of the {} ranks of {mesh}", mesh.world()),
+            "every rank lies in a node, and all nodes have as many: give a number that divides the ranks of each",
+        );
+    }
+    if !fit(ranks, group) {
+        return refuse(
             format!("a multiple or a divisor of the {group} ranks of {mesh}"),
-        )
-        .hint("ranks that share a batch fill whole nodes, or lie in one"));
+            "ranks that share a batch fill whole nodes, or lie in one",
+        );
     }
-    if ranks < group && !ranks.is_multiple_of(mesh.ulysses) {
-        return Err(Error::invalid(
-            "options.ranks_per_node",
-            ranks,
-            format!("a multiple of the {} Ulysses ranks of {mesh}", mesh.ulysses),
-        )
-        .hint("the ranks of one all-to-all lie in one node: give ulysses a divisor of ranks_per_node"));
+    if !fit(ranks, ulysses) {
+        return refuse(
+            format!("a multiple or a divisor of the {ulysses} Ulysses ranks of {mesh}"),
+            "give ulysses a divisor of ranks_per_node, so that the ranks of one all-to-all lie in one node",
+        );
     }
-    if ring_ranks_of_node(mesh, options) == mesh.ring {
-        return Ok(());
-    }
-    let refuse = |option: &'static str, why: &'static str| {
-        Err(Error::unsupported(option, why, "leave it out, or leave out ranks_per_node"))
-    };
-    if options.reproducible {
-        return refuse("reproducible over several nodes", "a node's rows do not lie in the order of positions");
-    }
-    if options.gather == Gather::Together {
-        return refuse("gather together over several nodes", "the rows of other nodes have a buffer of their own");
-    }
-    if options.wire == Wire::Bf16 {
-        return refuse("wire bf16 over several nodes", "a node's sum of gradients would be rounded before it is whole");
+    if ring_ranks_of_node(mesh, options) < mesh.ring && options.gather == Gather::Together && !options.reproducible {
+        return Err(Error::unsupported(
+            "gather together over several nodes",
+            "the gradients of one call over all keys would have to be summed in each node before they leave it",
+            "leave it out, for ring steps, or leave out ranks_per_node",
+        ));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::string::ToString;
+
+    #[test]
+    fn lists_of_groups_that_are_refused() {
+        for (nodes, said) in [
+            (&[][..], "nodes is empty, expected the node of each rank"),
+            (&[4, 4, 9, 4], "nodes[3] is 4, the node of rank 0, expected 9, the node of rank 2, or a node not seen"),
+            (&[1, 1, 1, 2], "nodes is 1 ranks in the node of rank 3, expected 3, as in the node of rank 0"),
+        ] {
+            let text = ranks_per_node(nodes).unwrap_err().to_string();
+            assert!(text.contains(said), "{text}");
+        }
+        assert_eq!(ranks_per_node(&[5]).unwrap(), 1);
+        assert_eq!(ranks_per_node(&[3; 8]).unwrap(), 8);
+    }
 }

@@ -57,6 +57,13 @@ pub struct RingStep {
     pub meets: bool,
 }
 
+impl RingStep {
+    /// Whether its rows are attended, or only received.
+    pub(crate) const fn attends(&self) -> bool {
+        !matches!(self.hop, Hop::Crossing { .. })
+    }
+}
+
 /// What a ring step exchanges and attends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hop {
@@ -64,7 +71,8 @@ pub enum Hop {
     Own,
     /// Rows of ranks of the same node are received and attended: of their shares, or of another node's that they hold.
     Local,
-    /// A part of the rows of another node is received into the node slot. Nothing is attended.
+    /// A part of the rows of another node is received into the node slot, or beside the own share where a slot holds that.
+    /// Nothing is attended.
     Crossing {
         /// Which part.
         part: u32,
@@ -204,7 +212,7 @@ impl RingSteps {
             step.rows_in = self.list_incoming(&step, &mut s);
             cap.fragments = cap.fragments.max(s.fragments.len());
             cap.segments = cap.segments.max(s.segments.len());
-            if step.rows_in + step.rows_out == 0 && !self.form.holds_own() {
+            if step.rows_in + step.rows_out == 0 && (step.hop != Hop::Local || !self.form.holds_own()) {
                 continue;
             }
             let ring_step = self.list.len() as u32;
@@ -235,6 +243,19 @@ impl RingSteps {
             cap.nodes = s.nodes.capacity();
         }
         self.capacity = cap;
+        // Rows that meet nothing are finished by the call that begins them.
+        let first = self.first() as u32;
+        self.last.iter_mut().for_each(|last| *last = first.max(*last));
+    }
+
+    /// The ring step whose call begins every row: the first one that attends.
+    pub(crate) fn first(&self) -> usize {
+        self.list.iter().position(RingStep::attends).unwrap_or(0)
+    }
+
+    /// Whether there are calls after the first one.
+    pub(crate) fn continues(&self) -> bool {
+        self.list.iter().filter(|v| v.attends()).count() > 1
     }
 
     /// The ring steps, in order. Entry 0 is the own share, except where the only entry holds everything.
@@ -270,6 +291,11 @@ impl RingSteps {
     /// How many node slots are needed: two take turns.
     pub fn node_slots(&self) -> usize {
         self.of_hop(Hop::Crossed).map(|v| v.node as usize).max().unwrap_or(0).min(2)
+    }
+
+    /// Rows of the largest gradient that comes home from another node.
+    pub fn node_return_rows(&self) -> u64 {
+        self.of_hop(Hop::Crossed).map(|v| v.rows_out).max().unwrap_or(0)
     }
 
     /// Rows of the largest gradient that comes home from one ring step.
@@ -337,9 +363,23 @@ impl RingSteps {
         if step.hop == Hop::Own {
             return row as u64;
         }
+        let beside = self.form.holds_own() && self.crosses();
+        if beside {
+            // Then what crossed, whole too: it is there already, and others take from it.
+            self.list_node_slot(self.me, 1, s);
+            s.fragments.extend(s.nodes.union.iter().map(|f| {
+                let at = row + f.range.row;
+                Fragment { peer: self.me as u32, owner_row: at, range: Range { row: at, ..f.range } }
+            }));
+            row += s.nodes.union.iter().map(|f| i64::from(f.range.len)).sum::<i64>();
+        }
         for (j, class) in self.others(self.place(step), true) {
             self.shares.segments(self.circulating, j, &mut s.segments);
             row = join(&self.stationary, &s.segments, class, self.mask, j as u32, row, &mut s.fragments);
+            if beside {
+                self.list_node_slot(j, 1, s);
+                row = self.join_beside(&self.stationary, j, j, row, s);
+            }
         }
         if self.form == Form::Ordered {
             split_stripes(&mut s.fragments);
@@ -353,9 +393,18 @@ impl RingSteps {
             return self.list_outgoing_of_node(step, s);
         }
         let mut row = 0;
+        let beside = self.form.holds_own() && self.crosses();
+        if beside {
+            self.list_node_slot(self.me, 1, s);
+        }
         for (j, class) in self.others(self.place(step), false) {
             self.shares.segments(self.circulating.other(), j, &mut s.segments);
             row = join(&s.segments, &self.own, class, self.mask, j as u32, row, &mut s.fragments);
+            if beside {
+                let reader = core::mem::take(&mut s.segments);
+                row = self.join_beside(&reader, self.me, j, row, s);
+                s.segments = reader;
+            }
         }
         row as u64
     }

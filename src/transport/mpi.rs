@@ -60,7 +60,7 @@ use ::mpi::{ffi::MPI_Comm, raw::AsRaw};
 
 use super::{Label, Message, Transport, fault::AGREEMENT};
 use crate::error::{Cause, Error, Result};
-use crate::plan::Fingerprint;
+use crate::plan::{Fingerprint, ranks_per_node};
 use agreement::AgreementMessages;
 use group::MpiGroup;
 use notices::Notices;
@@ -179,6 +179,34 @@ impl Mpi {
         end.set_deadline(deadline);
         end.same_version(env!("CARGO_PKG_VERSION"))?;
         Ok(end)
+    }
+
+    /// How many ranks of `comm` share a node, for [`Options::ranks_per_node`](crate::Options::ranks_per_node): processes
+    /// of a node share memory (`MPI_COMM_TYPE_SHARED`). All processes of `comm` make this call; it is a collective of MPI
+    /// on `comm`, and waits as such.
+    ///
+    /// # Errors
+    /// As [`ranks_per_node`](crate::plan::ranks_per_node), where ranks are not numbered node by node or nodes have different
+    /// numbers of them; [`Error::Invalid`] if MPI is not usable or `comm` null or of two groups; [`Error::Device`] if a call of
+    /// MPI fails.
+    pub fn ranks_per_node(comm: &impl AsRaw<Raw = MPI_Comm>) -> Result<usize> {
+        raw::usable()?;
+        // SAFETY: `AsRaw` vouches for the handle while MPI is usable.
+        unsafe { Self::ranks_per_node_of_raw(comm.as_raw()) }
+    }
+
+    /// The same from a raw handle.
+    ///
+    /// # Safety
+    /// As [`Mpi::from_raw`].
+    ///
+    /// # Errors
+    /// As [`Mpi::ranks_per_node`].
+    pub unsafe fn ranks_per_node_of_raw(comm: MPI_Comm) -> Result<usize> {
+        raw::usable()?;
+        // SAFETY: `comm` is live or null (the contract of this function); MPI is usable (checked above).
+        let comm = unsafe { Comm::new(comm) }?;
+        ranks_per_node(&comm.nodes()?)
     }
 
     /// Replaces this rank's deadline, from its next call on.

@@ -33,8 +33,9 @@ fn options() -> impl Strategy<Value = Options> {
     // Most of them numbers that any problem has.
     let passes = prop_oneof![8 => Just(1usize), 2 => 2usize..4, 1 => Just(0)];
     let gather = prop_oneof![Just(Gather::Auto), Just(Gather::Steps), Just(Gather::Others), Just(Gather::Together)];
-    (gather, passes, circulate, any::<bool>(), 0..4, any::<bool>()).prop_map(
-        |(gather, passes, circulate, bf16, reproducible, pack)| {
+    let nodes = prop_oneof![2 => Just(0usize), 1 => 1usize..9];
+    (gather, passes, circulate, any::<bool>(), 0..4, any::<bool>(), nodes).prop_map(
+        |(gather, passes, circulate, bf16, reproducible, pack, nodes)| {
             Options::new()
                 .gather(gather)
                 .passes(passes)
@@ -42,6 +43,7 @@ fn options() -> impl Strategy<Value = Options> {
                 .wire(if bf16 { Wire::Bf16 } else { Wire::Full })
                 .reproducible(reproducible == 0)
                 .pack_inputs(pack)
+                .ranks_per_node(nodes)
         },
     )
 }

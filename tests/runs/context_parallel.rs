@@ -167,6 +167,34 @@ fn awkward_lengths_on_eight_ranks() {
     }
 }
 
+/// Ring ranks of a node, several of one batch and of several; nodes beside Ulysses, and a node of replicas.
+#[test]
+fn several_nodes() {
+    let o = Options::new;
+    let forms = [
+        o().circulate(Circulate::Keys),
+        o().circulate(Circulate::Queries),
+        o().gather(true),
+        o().circulate(Circulate::Keys).passes(2).pack_inputs(true),
+        o().reproducible(true),
+    ];
+    let base = Problem::new(Batch::from_lengths(&[57, 0, 9, 30, 4]).unwrap(), 6, 2, 8, Dtype::F32).with_sinks(true);
+    let crossed = Batch::cross(&[0, 9, 9, 50], &[0, 21, 25, 77], Some(&[3, 0, 20])).unwrap();
+    let problems = [
+        ("causal", base.clone()),
+        ("full", base.clone().with_mask(Mask::full()).with_softcap(4.0)),
+        ("window", base.clone().with_mask(Mask::sliding(11)).with_alibi_slopes(&[0.5, 0.25, 0.1, 0.3, 0.2, 0.7])),
+        ("cross", Problem::new(crossed, 6, 2, 8, Dtype::F32)),
+    ];
+    for (what, p) in problems {
+        for (mesh, ranks) in [(mesh(1, 4), 2), (mesh(1, 6), 3), (mesh(2, 4), 4), (mesh(1, 8), 2)] {
+            every_way::<f32>(what, &p, &[mesh], &LAYOUTS, &forms.map(|form| form.ranks_per_node(ranks)));
+        }
+    }
+    let two_batches = Mesh::explicit(8, 1, 4).unwrap();
+    every_way::<f32>("replicas", &base, &[two_batches], &LAYOUTS, &forms.map(|form| form.ranks_per_node(2)));
+}
+
 #[test]
 fn replicas_run_the_same_plan_on_their_own() {
     let p = nine_and_three();
@@ -227,15 +255,20 @@ fn reproducible_plans_give_the_bits_of_one_rank() {
             mesh(2, 4),
             mesh(1, 8),
         ];
-        for mesh in meshes {
+        let one_level = meshes.map(|mesh| (mesh, 0));
+        for (mesh, ranks) in
+            one_level.into_iter().chain([(mesh(1, 4), 2), (mesh(2, 4), 4), (mesh(1, 6), 3), (mesh(1, 6), 2)])
+        {
             for layout in LAYOUTS {
-                let got = run(&Plan::with_options(p, mesh, layout, option).unwrap(), &data).unwrap();
-                assert!(got.o == one.o, "o on {mesh}, {layout}");
-                assert!(got.lse == one.lse, "lse on {mesh}, {layout}");
-                assert!(got.dq == one.dq, "dq on {mesh}, {layout}");
-                assert!(got.dk == one.dk, "dk on {mesh}, {layout}");
-                assert!(got.dv == one.dv, "dv on {mesh}, {layout}");
-                assert!(got.dsinks == one.dsinks, "dsinks on {mesh}, {layout}");
+                let got =
+                    run(&Plan::with_options(p, mesh, layout, option.ranks_per_node(ranks)).unwrap(), &data).unwrap();
+                let what = format!("on {mesh}, {layout}, {ranks} ranks of a node");
+                assert!(got.o == one.o, "o {what}");
+                assert!(got.lse == one.lse, "lse {what}");
+                assert!(got.dq == one.dq, "dq {what}");
+                assert!(got.dk == one.dk, "dk {what}");
+                assert!(got.dv == one.dv, "dv {what}");
+                assert!(got.dsinks == one.dsinks, "dsinks {what}");
             }
         }
     }
@@ -367,7 +400,8 @@ fn any_case() -> impl Strategy<Value = (Problem, Plan, u64)> {
             p = p.with_alibi_slopes(&(0..heads).map(|_| r.uniform() as f32).collect::<Vec<_>>());
         }
         p = p.with_sinks(r.below(3) == 0);
-        let mesh = mesh(1 + r.below(heads), 1 + r.below(5));
+        let (nodes, per_node) = if r.below(3) == 0 { (2 + r.below(2), 2 + r.below(2)) } else { (1, 1 + r.below(5)) };
+        let mesh = mesh(1 + r.below(heads), nodes * per_node);
         let layout = match r.below(5) {
             0 => Layout::Contiguous,
             1 => Layout::Zigzag,
@@ -377,6 +411,12 @@ fn any_case() -> impl Strategy<Value = (Problem, Plan, u64)> {
         };
         let option = forms()[r.below(7)];
         let option = if kv_heads < option.passes { option.passes(1) } else { option };
+        let option = match nodes {
+            1 => option,
+            // Refused over several nodes.
+            _ if option.gather == Gather::Together => option,
+            _ => option.ranks_per_node(per_node * mesh.ulysses),
+        };
         let plan = Plan::with_options(&p, mesh, layout, option).unwrap();
         (p, plan, seed)
     })

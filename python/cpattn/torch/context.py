@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import os
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from .._check import attempt, flag, instance, one_of, refused, whole
 from ..errors import Error, InvalidArgument, InvalidHandle, Unsupported
-from ..plan import CHOSEN, RUNS, Dtype, Kind, Layout, Plan, PlanOptions, Side, at_least_1, checked, kinds_of
+from ..plan import CHOSEN, RUNS, Dtype, Kind, Layout, Plan, PlanOptions, Side, at_least_1, checked, kinds_of, ranks_per_node
 from ..rank import Rank, nccl_group, nccl_unique_id
 from ..trace import Event
 from . import operators
@@ -66,6 +67,9 @@ class Context:
     A model with layers of several kinds may name them: `layers` are kinds as `Plan.auto_for` takes them, and the automatic choice
     of mesh and layout then weighs all of them. With ulysses, ring or layout given, there is nothing for it to choose.
 
+    Without `ranks_per_node`, nodes are those of torchrun: LOCAL_WORLD_SIZE consecutive global ranks each. Ranks of a group that lie
+    in them unevenly are refused; `ranks_per_node=0` treats all links alike.
+
     Raises InvalidArgument or Unsupported for arguments that are refused, PeerError if another rank does not come in time.
     """
 
@@ -101,6 +105,8 @@ class Context:
             raise InvalidArgument(f"workers is {workers}, which are threads of the CPU: 1 is needed on {self.device}")
         self.transport = GlooTransport(group, timeout=timeout)
         self.number, self.world = self.transport.rank, self.transport.world
+        if "ranks_per_node" not in options:
+            options["ranks_per_node"] = _of_torchrun(dist.get_process_group_ranks(group))
         self._kind: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "dtype": known, **options}
         self._batches: dict[tuple[int, ...], Batch] = {}  # least recently used first
         self._closed = False
@@ -357,6 +363,19 @@ class Batch:
         _on(self.context, name, tensor)
         if tensor.ndim == 0 or len(tensor) != rows:
             raise InvalidArgument(f"{name} has the shape {tuple(tensor.shape)}, {rows} rows are needed")
+
+
+def _of_torchrun(members: Sequence[int]) -> int:
+    """How many members of a group share a node, 0 for all of them, by what torchrun tells of its nodes."""
+    each = attempt(lambda: int(os.environ["LOCAL_WORLD_SIZE"])) or 0
+    if each < 1 or len({rank // each for rank in members}) == 1:
+        return 0
+    try:
+        return ranks_per_node([rank // each for rank in members])
+    except InvalidArgument as error:
+        raise InvalidArgument(
+            f"{error}. LOCAL_WORLD_SIZE is {each}, and the group has the ranks {list(members)}: give ranks_per_node, 0 for links that are all alike"
+        ) from error
 
 
 def over_all(plan: Plan) -> Plan:

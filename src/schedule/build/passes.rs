@@ -43,7 +43,7 @@ impl Builder<'_> {
         } else {
             (self.user(TensorId::O), self.user(TensorId::Lse))
         };
-        let many = self.out.ring_steps(CirculatingSide::Keys).list().len() > 1;
+        let many = self.out.ring_steps(CirculatingSide::Keys).continues();
         let running = many.then(|| {
             let accumulator = self.accumulator();
             let running = if self.element() == accumulator {
@@ -222,7 +222,7 @@ impl Builder<'_> {
                     delta: at[3],
                     dq: dq.map(|sum| partials.map_or(sum, |p| p[0])),
                     dkv: Some(dkv),
-                    accumulate_keys: ring_step > 0,
+                    accumulate_keys: ring_step > t.ring_steps.first(),
                     per_q_head: dq.is_none(),
                     gradients: if dq.is_some() { Gradients::All } else { Gradients::Keys },
                     heads,
@@ -244,7 +244,9 @@ impl Builder<'_> {
         for (round, &pass) in passes.iter().enumerate() {
             let t = self.travel(ring, CirculatingSide::Keys, round, vec![held.k[round], held.v[round]], None);
             let call = Call { pass, row, dq: Some(dq), gradients: Gradients::Queries };
-            self.attend_keys(ring, held, &t, 0, call, &[]);
+            for ring_step in 0..t.ring_steps.list().len() {
+                self.attend_keys(ring, held, &t, ring_step, call, &[]);
+            }
         }
         let own = vec![held.q, row.d_o, row.lse, row.delta];
         let t = self.travel(ring, CirculatingSide::Queries, passes.len(), own, None);

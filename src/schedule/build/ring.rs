@@ -12,7 +12,11 @@
 //!
 //! Over several nodes ([`crate::schedule::ring_steps`]) rows of another node cross into one of two node slots, beside the
 //! steps of the node before. They are attended there, and fetched from there. The partial gradients of the ranks of a node
-//! are returned to the gateway, which adds them to its own; that sum crosses back after the node's last return.
+//! are returned to the gateway, which adds them to its own; that sum crosses back after the node's last return. Only what
+//! crosses is ever narrowed: inside a node partial gradients keep the accumulator's type.
+//!
+//! Where a slot holds the own share ([`Form::Ordered`]), rows of other nodes cross into the slot itself, next to the share,
+//! and the other ranks of the node take from there.
 
 use alloc::{sync::Arc, vec, vec::Vec};
 
@@ -108,15 +112,21 @@ impl Travel {
         if self.ring_steps.form().holds_own() { self.own[0].rows } else { 0 }
     }
 
+    /// Rows of other nodes that lie in the slot next to the own share.
+    fn beside(&self) -> u64 {
+        let crossing = self.ring_steps.list().iter().filter(|v| !v.attends() && self.staying_is_there());
+        crossing.map(|v| v.rows_in).sum()
+    }
+
+    fn staying_is_there(&self) -> bool {
+        self.ring_steps.form().holds_own()
+    }
+
     /// Whether anything is exchanged for a ring step.
     fn travels(&self, ring_step: usize) -> bool {
         let v = self.ring_steps.list()[ring_step];
-        v.rows_in > self.staying() || v.rows_out > 0
-    }
-
-    /// Where the rows lie that a ring step sends: in the own share, or in a node slot.
-    fn source(&self, v: &RingStep) -> &[BufferView] {
-        if v.hop == Hop::Local && v.node > 0 { &self.node_slots[turn_of(v.node)] } else { &self.own }
+        let there = if v.hop == Hop::Local { self.staying() + self.beside() } else { 0 };
+        v.rows_in > there || v.rows_out > 0
     }
 }
 
@@ -137,18 +147,20 @@ struct Home {
     leaving: [Vec<BufferView>; 2],
     /// What arrives.
     arriving: Vec<BufferView>,
+    /// Narrower copies of a node's sums, and what arrives of them, where what crosses is narrower.
+    narrowed: Option<(Vec<BufferView>, Vec<BufferView>)>,
 }
 
 /// Where the rows of a ring step lie, and what attending them must wait for.
 pub(super) struct Arrival {
     pub at: Vec<BufferView>,
     pub wait: Option<usize>,
-    slot: Option<Slot>,
+    slot: Option<ArrivalSlot>,
 }
 
 /// A buffer that rows of others arrive in.
 #[derive(Clone, Copy)]
-enum Slot {
+enum ArrivalSlot {
     Ring(usize),
     Node(usize),
 }
@@ -199,6 +211,22 @@ impl Builder<'_> {
         })
     }
 
+    /// A buffer for each of `like` over the second of two regions, where the first is in use.
+    fn second_of(
+        &mut self,
+        regions: &[[Region; 2]],
+        name: &'static str,
+        like: &[BufferView],
+        dtype: Dtype,
+        rows: u64,
+    ) -> Vec<BufferView> {
+        let buffer = |(&v, pair): (&BufferView, &[Region; 2])| {
+            let dim = self.dim_of(v);
+            self.buffer_in(pair[1], name, dtype, rows, v.heads, dim)
+        };
+        like.iter().zip(regions).map(buffer).collect()
+    }
+
     /// Prepares a travel of `own`; with `sums`, partial gradients of the same shapes come home to them.
     pub(super) fn travel(
         &mut self,
@@ -232,16 +260,24 @@ impl Builder<'_> {
                 let mut part = homes[i * n..(i + 1) * n].to_vec();
                 b.two_of(&mut part, name, &sums, Some(dtype), rows, slots)
             };
+            // Over several nodes the type of the wire is that of what crosses, and the sum of a node is whole before.
+            let (crossing, wire) = (wire, if ring_steps.crosses() { whole } else { wire });
             let narrow = wire != whole;
             let fresh = third(self, 0, "partial gradient", whole, rows, if narrow { slots.min(1) } else { slots });
             let leaving = if narrow { third(self, 1, "partial to travel", wire, rows, slots) } else { fresh.clone() };
             let fresh = if narrow { [fresh[0].clone(), fresh[0].clone()] } else { fresh };
             let [arriving, _] = third(self, 2, "gradient from peer", wire, ring_steps.return_rows(), 1);
+            let narrowed = (crossing != wire).then(|| {
+                let [leaving, _] = third(self, 1, "sum of a node to travel", crossing, node_rows, 1);
+                // The slot is the second of the region pair, since both are in use at a time.
+                let rows = ring_steps.node_return_rows();
+                (leaving, self.second_of(&homes[n..2 * n], "gradient from a node", &sums, crossing, rows))
+            });
             ring.homes = homes;
             let mut regions = core::mem::take(&mut ring.node_homes);
             let node_sums = self.two_of(&mut regions, "sum of a node", &sums, None, node_rows, node_slots);
             ring.node_homes = regions;
-            Home { sums, node_sums, fresh, leaving, arriving }
+            Home { sums, node_sums, fresh, leaving, arriving, narrowed }
         });
         Travel {
             circulating_side,
@@ -281,9 +317,19 @@ impl Builder<'_> {
             Hop::Local if self.plan.mesh().ring == 1 => {
                 return Some(Arrival { at: t.own.clone(), wait: None, slot: None });
             }
+            Hop::Crossing { .. } if t.ring_steps.form().holds_own() => {
+                // Into the slot that the own share is about to take its place in.
+                let slot = ring.arrivals.next;
+                let into: Vec<BufferView> = t.slots[slot].iter().map(|s| s.slice(t.staying(), v.rows_in)).collect();
+                let exchange =
+                    self.exchange_rows(ring, t, ring_step, (&t.own, &into), [ring.arrivals.used[slot], None]);
+                ring.crossed = (v.rows_in > 0).then_some(exchange);
+                return None;
+            }
             Hop::Crossing { .. } => {
                 let turn = turn_of(v.node);
-                let exchange = self.exchange_rows(ring, t, ring_step, &t.node_slots[turn], ring.node_slots[turn]);
+                let (slot, free) = (&t.node_slots[turn], ring.node_slots[turn]);
+                let exchange = self.exchange_rows(ring, t, ring_step, (&t.own, slot), [free, None]);
                 if v.rows_in > 0 {
                     ring.crossed = Some(exchange);
                 }
@@ -291,38 +337,49 @@ impl Builder<'_> {
             }
             Hop::Crossed => {
                 let turn = turn_of(v.node);
-                let (at, slot) = (t.node_slots[turn].clone(), (v.rows_in > 0).then_some(Slot::Node(turn)));
+                let (at, slot) = (t.node_slots[turn].clone(), (v.rows_in > 0).then_some(ArrivalSlot::Node(turn)));
                 return Some(Arrival { at, wait: ring.crossed.take(), slot });
             }
             Hop::Local => {}
         }
         let slot = (v.rows_in > 0).then(|| ring.arrivals.take());
         let at = &t.slots[slot.unwrap_or(0)];
+        let mut placed = None;
         if t.ring_steps.form().holds_own() && slot.is_some() {
             // The own share takes its place in the slot, so that one call meets everything.
             let kind = self.transform(t.own.iter().zip(at).map(|(&own, slot)| (slot.slice(0, own.rows), own)));
             if t.staying() > 0 {
                 ring.compute.push(PendingOp { kind, step: v.step, phase: LOCAL, after: [None; 2] });
+                placed = Some(ring.compute.len() - 1);
             }
         }
+        // What others take lies in the own share, in a node slot, or in both parts of the slot.
+        let (beside, crossed) = (t.beside(), ring.crossed.filter(|_| t.ring_steps.form().holds_own()));
+        let there: Vec<BufferView> = at.iter().map(|s| s.slice(0, t.staying() + beside)).collect();
+        let source = match v.node {
+            0 if beside > 0 => &there,
+            0 => &t.own,
+            node => &t.node_slots[turn_of(node)],
+        };
         let wait = if t.travels(ring_step) {
-            let exchange = self.exchange_rows(ring, t, ring_step, at, slot.and_then(|s| ring.arrivals.used[s]));
+            let free = [slot.and_then(|s| ring.arrivals.used[s]), placed.filter(|_| beside > 0)];
+            let exchange = self.exchange_rows(ring, t, ring_step, (source, at), free);
             slot.map(|_| exchange)
         } else {
-            None
+            crossed
         };
-        Some(Arrival { at: at.clone(), wait, slot: slot.map(Slot::Ring) })
+        Some(Arrival { at: at.clone(), wait, slot: slot.map(ArrivalSlot::Ring) })
     }
 
-    /// Adds the exchange of a ring step that receives rows in `into`, once `free` has used it, and before it the packing of
-    /// the rows that leave. Returns which of the communication lane it is.
+    /// Adds the exchange of a ring step that sends rows of the first of two buffers and receives rows in the other, once the
+    /// items `after` are done, and before it the packing of the rows that leave. Returns which of the communication lane it is.
     fn exchange_rows(
         &mut self,
         ring: &mut Ring,
         t: &Travel,
         ring_step: usize,
-        into: &[BufferView],
-        free: Option<usize>,
+        (from, into): (&[BufferView], &[BufferView]),
+        after: [Option<usize>; 2],
     ) -> usize {
         let v = t.ring_steps.list()[ring_step];
         let (order, phase) = ((t.round, fetch_order(v.step)), phase_of(&v));
@@ -331,14 +388,14 @@ impl Builder<'_> {
         let packed = if rows[ring_step] > 0 { packed } else { Vec::new() };
         let ring_steps = t.circulating_side;
         let pairs = |to: &[BufferView]| -> Vec<StepTensor> {
-            t.source(&v).iter().zip(to).map(|(&own, &slot)| StepTensor { own, slot }).collect()
+            from.iter().zip(to).map(|(&own, &slot)| StepTensor { own, slot }).collect()
         };
         if !packed.is_empty() {
             let kind = OpKind::Pack { ring_step: ring_step as u32, ring_steps, tensors: pairs(&packed) };
-            ring.communication.push((order, PendingOp { kind, step: v.step, phase, after: [None; 2] }));
+            ring.communication.push((order, PendingOp { kind, step: v.step, phase, after: [after[1], None] }));
         }
         let kind = OpKind::Fetch { ring_step: ring_step as u32, ring_steps, tensors: pairs(into), packed };
-        ring.communication.push((order, PendingOp { kind, step: v.step, phase, after: [free, None] }));
+        ring.communication.push((order, PendingOp { kind, step: v.step, phase, after }));
         ring.communication.len() - 1
     }
 
@@ -370,13 +427,13 @@ impl Builder<'_> {
             if let Some(home) = &t.home {
                 partials = Some(&home.sums);
                 match arrival.slot {
-                    Some(Slot::Ring(_)) => {
+                    Some(ArrivalSlot::Ring(_)) => {
                         turn = ring.partials.take();
                         partials = Some(&home.fresh[turn]);
                         narrow = home.leaving[turn] != home.fresh[turn];
                         after[1] = ring.partials.used[turn];
                     }
-                    Some(Slot::Node(node)) => {
+                    Some(ArrivalSlot::Node(node)) => {
                         turn = node;
                         partials = Some(&home.node_sums[node]);
                         after[1] = ring.node_sums[node];
@@ -389,8 +446,8 @@ impl Builder<'_> {
             ring.compute.push(PendingOp { kind, step: v.step, phase: LOCAL, after });
             let call = ring.compute.len() - 1;
             match arrival.slot {
-                Some(Slot::Ring(slot)) => ring.arrivals.used[slot] = Some(call),
-                Some(Slot::Node(slot)) => ring.node_slots[slot] = Some(call),
+                Some(ArrivalSlot::Ring(slot)) => ring.arrivals.used[slot] = Some(call),
+                Some(ArrivalSlot::Node(slot)) => ring.node_slots[slot] = Some(call),
                 None => {}
             }
             // The own share's do not leave.
@@ -431,10 +488,20 @@ impl Builder<'_> {
         // A node's sum is whole after its last step, whose place is before that of the next node's first.
         let order = if crossed { node_return_order(t.ring_steps.last_of_node(v)) } else { return_order(v.step) };
         let (order, phase) = ((t.round, order), phase_of(v));
-        let leaving = if crossed { &home.node_sums[turn] } else { &home.leaving[turn] };
+        let (mut leaving, mut arriving) =
+            (if crossed { &home.node_sums[turn] } else { &home.leaving[turn] }, &home.arriving);
+        if let (true, Some((narrow, arrives))) = (crossed, &home.narrowed) {
+            if made.is_some() {
+                let blocks =
+                    narrow.iter().zip(leaving).map(|(to, from)| (to.slice(0, v.rows_in), from.slice(0, v.rows_in)));
+                let kind = self.transform(blocks);
+                ring.communication.push((order, PendingOp { kind, step: v.step, phase, after: [made, None] }));
+            }
+            (leaving, arriving) = (narrow, arrives);
+        }
         let sums = if !crossed && v.node > 0 { &home.node_sums[turn_of(v.node)] } else { &home.sums };
         let pairs =
-            |own: &[BufferView]| own.iter().zip(&home.arriving).map(|(&own, &slot)| StepTensor { own, slot }).collect();
+            |own: &[BufferView]| own.iter().zip(arriving).map(|(&own, &slot)| StepTensor { own, slot }).collect();
         let (ring_step, ring_steps) = (ring_step as u32, t.circulating_side);
         let kind = OpKind::Return { ring_step, ring_steps, tensors: pairs(leaving) };
         ring.communication.push((order, PendingOp { kind, step: v.step, phase, after: [made, None] }));

@@ -15,7 +15,8 @@
 //!
 //! Beside each local step a part of the next node's rows crosses, one of L − 1. So the network is busy while the node's
 //! own steps are computed, and two node slots suffice. In the gather form there are two rounds: the own node at once while
-//! the rows of all other nodes cross, then the node slots at once.
+//! the rows of all other nodes cross, then the node slots at once. Where a slot holds the own share too, the rows of all other
+//! nodes cross into that slot, next to the own share; then each rank of the node takes what it needs of both.
 //!
 //! In the backward the gateway sums the gradients of its node slot over the node, and the sum crosses back once.
 //!
@@ -37,8 +38,8 @@ use crate::{
 
 impl RingSteps {
     /// Whether rows cross from node to node. A node of one rank passes nothing on: then one level is the same.
-    pub(super) fn crosses(&self) -> bool {
-        1 < self.per_node && self.per_node < self.shares.ring() && !self.form.holds_own()
+    pub(crate) fn crosses(&self) -> bool {
+        1 < self.per_node && self.per_node < self.shares.ring()
     }
 
     /// Ring steps within a node: the own share and the others one by one, or all others at once.
@@ -74,6 +75,12 @@ impl RingSteps {
             _ => self.shares.ring() / self.per_node,
         };
         let mut list = Vec::new();
+        if self.form.holds_own() {
+            let step = |hop, node| RingStep { step: 1, hop, node, rows_in: 0, rows_out: 0, meets: false };
+            list.extend(self.crosses().then_some(step(Hop::Crossing { part: 0 }, 1)));
+            list.push(step(Hop::Local, 0));
+            return list;
+        }
         for at in 1..nodes * places {
             let (node, place) = (at / places, at % places);
             let mut push = |hop, node| {
@@ -141,7 +148,7 @@ impl RingSteps {
     }
 
     /// `s.nodes.union` := the rows of the node slot of `gateway`; returns how many there are.
-    fn list_node_slot(&self, gateway: usize, node: u32, s: &mut RangeScratch) -> i64 {
+    pub(super) fn list_node_slot(&self, gateway: usize, node: u32, s: &mut RangeScratch) -> i64 {
         s.nodes.union.clear();
         let owners = self.counterparts(gateway, node, true);
         owners.fold(0, |row, owner| self.add_union(owner, gateway, owner, row, s))
@@ -156,6 +163,21 @@ impl RingSteps {
             row = join(stationary, held, Class::All, self.mask, peer as u32, row, &mut s.fragments);
         }
         row
+    }
+
+    /// Appends what `stationary` needs of the rows in `s.nodes.union`, which lie next to the share of `gateway`.
+    pub(super) fn join_beside(
+        &self,
+        stationary: &[Segment],
+        gateway: usize,
+        peer: usize,
+        row: i64,
+        s: &mut RangeScratch,
+    ) -> i64 {
+        let (at, share) = (s.fragments.len(), self.shares.rows(self.circulating, gateway) as i64);
+        let end = self.join_node_slot(stationary, peer, row, s);
+        s.fragments[at..].iter_mut().for_each(|f| f.owner_row += share);
+        end
     }
 
     /// As `list_incoming`, of another node's rows.

@@ -46,13 +46,14 @@ impl RingSteps {
         s.k.extend(s.order.iter().map(|&f| s.fragments[f as usize].range));
         let (q, pairs, fragments, mask) = (&mut s.q, &mut s.pairs, &s.fragments, self.mask);
         let mut next = 0;
-        let mode = |i: usize| Mode::of(ring_step == 0, self.last[i] as usize == ring_step);
+        let begins = ring_step == self.first();
+        let mode = |i: usize| Mode::of(begins, self.last[i] as usize == ring_step);
         let lone = |q: &mut Vec<QRange>, pairs: &Vec<u32>, i: usize| {
             let at = pairs.len() as u32;
             q.push(QRange { range: self.stationary[i].range, keys_begin: at, keys_end: at, mode: mode(i) });
         };
         documents(&self.stationary, fragments, &s.order, |first, stationary, at, order| {
-            if ring_step == 0 {
+            if begins {
                 (next..first).for_each(|i| lone(q, pairs, i));
             }
             for (i, st) in stationary.iter().enumerate() {
@@ -63,13 +64,13 @@ impl RingSteps {
                     .filter(|(f, _)| meets(&st.range, &fragments[**f as usize].range, mask));
                 pairs.extend(met.map(|(_, place)| place));
                 let end = pairs.len() as u32;
-                if end > begin || ring_step == 0 {
+                if end > begin || begins {
                     q.push(QRange { range: st.range, keys_begin: begin, keys_end: end, mode: mode(first + i) });
                 }
             }
             next = first + stationary.len();
         });
-        if ring_step == 0 {
+        if begins {
             (next..self.stationary.len()).for_each(|i| lone(q, pairs, i));
         }
     }
@@ -77,7 +78,7 @@ impl RingSteps {
     fn pairs_of_queries(&self, ring_step: usize, s: &mut RangeScratch) {
         s.k.extend(self.stationary.iter().map(|k| k.range));
         let (q, pairs, fragments, mask) = (&mut s.q, &mut s.pairs, &s.fragments, self.mask);
-        let mode = if ring_step == 0 && self.list.len() > 1 { Mode::First } else { Mode::Only };
+        let mode = if ring_step == self.first() && self.continues() { Mode::First } else { Mode::Only };
         let mut next = 0;
         let lone = |q: &mut Vec<QRange>, pairs: &Vec<u32>, f: u32| {
             let at = pairs.len() as u32;

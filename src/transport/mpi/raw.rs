@@ -148,6 +148,32 @@ impl Comm {
         Ok((rank as usize, size as usize))
     }
 
+    /// Of each rank, the lowest rank of its node. A collective call.
+    pub(super) fn nodes(self) -> Result<std::vec::Vec<u64>> {
+        let (rank, world) = self.place()?;
+        // SAFETY: a constant of the library.
+        let mut node = unsafe { ffi::RSMPI_COMM_NULL };
+        // SAFETY: a live communicator, constants of the library, and room for a handle.
+        check("MPI_Comm_split_type", unsafe {
+            let kind = ffi::RSMPI_COMM_TYPE_SHARED;
+            ffi::MPI_Comm_split_type(self.0, kind, rank as c_int, ffi::RSMPI_INFO_NULL, &raw mut node)
+        })?;
+        let (mut lowest, mut nodes) = (rank as u64, std::vec![0u64; world]);
+        // SAFETY: live communicators, and room for as many numbers as are sent.
+        let gathered = unsafe {
+            check("MPI_Bcast", ffi::MPI_Bcast((&raw mut lowest).cast(), 1, ffi::RSMPI_UINT64_T, 0, node)).and_then(
+                |()| {
+                    let (from, to) = ((&raw const lowest).cast(), nodes.as_mut_ptr().cast());
+                    let kind = ffi::RSMPI_UINT64_T;
+                    check("MPI_Allgather", ffi::MPI_Allgather(from, 1, kind, to, 1, kind, self.0))
+                },
+            )
+        };
+        Self(node).free();
+        gathered?;
+        Ok(nodes)
+    }
+
     /// Begins to duplicate it, which all of its processes have to do.
     pub(super) fn duplicate(self) -> Result<Duplicate, Refused> {
         // SAFETY: a constant of the library.

@@ -6,8 +6,8 @@ use alloc::{collections::BTreeSet, vec::Vec};
 
 use crate::{
     Batch, Dtype, Layout, Mask, Mesh, Options, Plan, Problem, Side,
-    plan::{Circulate, form::Direction},
-    schedule::{Lane, Schedule},
+    plan::{Circulate, Wire, form::Direction},
+    schedule::{CirculatingSide, Lane, Schedule},
 };
 
 fn batches() -> [Batch; 4] {
@@ -65,6 +65,9 @@ fn plans_over_nodes_are_proved_and_rows_cross_once() {
         Options::new().gather(false).circulate(Circulate::Queries),
         Options::new().gather(true),
         Options::new().gather(false).circulate(Circulate::Keys).passes(2),
+        Options::new().reproducible(true),
+        Options::new().circulate(Circulate::Keys).wire(Wire::Bf16),
+        Options::new().gather(false).circulate(Circulate::Queries).wire(Wire::Bf16),
     ];
     let (mut proved, mut crossed) = (0, 0);
     for (b, batch) in batches().iter().enumerate() {
@@ -91,15 +94,17 @@ fn plans_over_nodes_are_proved_and_rows_cross_once() {
                     };
                     let (keys, queries) = (rows_that_cross(&plan, Side::K), rows_that_cross(&plan, Side::Q));
                     let (kv, row) = (kv_heads as u64 * 8 * 4, heads as u64 * 8 * 4);
+                    let wire = if options.wire == Wire::Bf16 { 2 } else { 1 };
                     assert_eq!(between(&forward, "fetch"), keys * 2 * kv, "{name}");
-                    if plan.backward_circulates() == crate::schedule::CirculatingSide::Keys {
-                        assert_eq!(between(&backward, "fetch"), keys * 2 * kv, "{name}");
-                        assert_eq!(between(&backward, "return"), keys * 2 * kv, "{name}");
-                    } else {
-                        // q and do; lse and delta.
-                        assert_eq!(between(&backward, "fetch"), queries * (2 * row + 2 * heads as u64 * 4), "{name}");
-                        assert_eq!(between(&backward, "return"), queries * row, "{name}");
-                    }
+                    // q and do; lse and delta.
+                    let query_side = queries * (2 * row + 2 * heads as u64 * 4);
+                    let (fetched, returned) = match plan.backward_circulates() {
+                        _ if options.reproducible => (keys * 2 * kv + query_side, 0),
+                        CirculatingSide::Keys => (keys * 2 * kv, keys * 2 * kv / wire),
+                        CirculatingSide::Queries => (query_side, queries * row / wire),
+                    };
+                    assert_eq!(between(&backward, "fetch"), fetched, "{name}");
+                    assert_eq!(between(&backward, "return"), returned, "{name}");
                     proved += 1;
                     crossed += keys + queries;
                 }
@@ -151,21 +156,20 @@ fn nodes_that_do_not_fit_are_refused() {
     let o = || Options::new().ranks_per_node(4);
     let group = |replicas, ring, ulysses| Mesh { replicas, ring, ulysses };
     for (mesh, options, said) in [
-        (group(1, 6, 1), o(), "options.ranks_per_node is 4, expected a multiple or a divisor of the 6 ranks"),
-        (group(3, 3, 1), o(), "options.ranks_per_node is 4, expected a multiple or a divisor of the 3 ranks"),
-        (group(1, 2, 8), o(), "options.ranks_per_node is 4, expected a multiple of the 8 Ulysses ranks"),
-        (group(1, 8, 1), o().reproducible(true), "reproducible over several nodes"),
+        (group(1, 6, 1), o(), "options.ranks_per_node is 4, expected a divisor of the 6 ranks of"),
+        (group(3, 3, 1), o(), "options.ranks_per_node is 4, expected a divisor of the 9 ranks of"),
+        (group(1, 4, 3), o(), "options.ranks_per_node is 4, expected a multiple or a divisor of the 3 Ulysses ranks"),
+        (group(3, 2, 1), o(), "options.ranks_per_node is 4, expected a divisor of the 6 ranks of 3 replicas of"),
         (group(1, 8, 1), o().gather(crate::plan::Gather::Together), "gather together over several nodes"),
-        (group(1, 8, 1), o().wire(crate::plan::Wire::Bf16), "wire bf16 over several nodes"),
     ] {
         let text = refused(mesh, options);
         assert!(text.contains(said), "{mesh}: {text}");
     }
-    // Inside one node, and where a node is one ring rank, nothing crosses that these options could not have.
+    // Ulysses ranks over whole nodes; one node; a node that is one ring rank; a node of replicas.
     for (mesh, options) in [
-        (group(1, 4, 1), o().reproducible(true)),
-        (group(4, 2, 1), o().wire(crate::plan::Wire::Bf16)),
-        (group(1, 2, 4), o().reproducible(true)),
+        (group(1, 2, 8), o()),
+        (group(1, 4, 1), o().gather(crate::plan::Gather::Together)),
+        (group(1, 2, 4), o().gather(crate::plan::Gather::Together)),
         (group(2, 4, 2), o()),
     ] {
         Plan::with_options(&problem, mesh, Layout::Contiguous, options).unwrap();

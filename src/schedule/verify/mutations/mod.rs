@@ -95,6 +95,12 @@ fn subjects() -> Vec<Subject> {
         ("nodes, queries", &crossed, mesh(2, 4), Layout::ZigzagPack, Mask::causal(), 4, 2, Dtype::Bf16, {
             o().ranks_per_node(4).circulate(Circulate::Queries)
         }),
+        ("nodes, narrow", &packed, mesh(1, 4), Layout::Zigzag, Mask::causal(), 2, 1, Dtype::F32, {
+            o().ranks_per_node(2).circulate(Circulate::Keys).wire(Wire::Bf16)
+        }),
+        ("nodes, ordered", &packed, mesh(1, 4), Layout::Contiguous, Mask::causal(), 2, 1, Dtype::F32, {
+            o().ranks_per_node(2).reproducible(true)
+        }),
     ];
     let mut subjects = Vec::new();
     for (name, batch, mesh, layout, mask, heads, kv_heads, dtype, options) in cases {
