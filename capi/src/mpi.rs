@@ -27,7 +27,7 @@ pub unsafe extern "C" fn cpattn_mpi_group(
             use cpattn::transport::mpi::Mpi;
             use std::sync::Arc;
             // SAFETY: the header's promise that this is the address of a communicator, of the MPI of this build.
-            let end = unsafe { Mpi::from_raw(comm.cast().read(), deadline) }?;
+            let end = unsafe { Mpi::from_raw(core::ptr::read(comm.cast()), deadline) }?;
             out.write(handle::create(Any::Host(Arc::new(end))));
         }
         #[cfg(not(feature = "mpi"))]

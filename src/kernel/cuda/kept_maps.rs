@@ -52,7 +52,7 @@ impl KeptMaps {
     }
 }
 
-/// A number that is another for most other keys.
+/// Hash of a key.
 fn number((shape, t): &Key) -> usize {
     let words = [t.ptr, t.token as u64, t.head as u64, shape.tokens, shape.span.into(), shape.rows.into()];
     let mixed = words.iter().fold(0u64, |x, w| (x.rotate_left(5) ^ w).wrapping_mul(0x9e37_79b9_7f4a_7c15));

@@ -32,16 +32,16 @@ pub(super) enum PipeDirection {
 }
 
 /// Memory that MPI may hold.
-struct Slot {
+struct PipeSlot {
     memory: NonNull<u8>,
     layout: Layout,
     request: Request,
 }
 
 // SAFETY: memory of its own and a request, which any thread may use.
-unsafe impl Send for Slot {}
+unsafe impl Send for PipeSlot {}
 
-impl Slot {
+impl PipeSlot {
     fn new(piece: usize) -> Self {
         let layout = Layout::from_size_align(HEADER + piece, 64).expect("a piece is small");
         // SAFETY: the size is not 0.
@@ -52,7 +52,7 @@ impl Slot {
     }
 }
 
-impl Drop for Slot {
+impl Drop for PipeSlot {
     fn drop(&mut self) {
         if self.request.is_none() {
             // SAFETY: allocated with this layout, and MPI is done with it.
@@ -95,7 +95,7 @@ pub(super) struct Pipe {
     way: PipeDirection,
     peer: usize,
     piece: usize,
-    slots: Vec<Slot>,
+    slots: Vec<PipeSlot>,
     /// Pieces handed to MPI that are not complete; the oldest is in slot `oldest`.
     under_way: usize,
     oldest: usize,
@@ -127,7 +127,7 @@ impl Pipe {
     pub(super) fn add(&mut self, message: Message, piece: usize) -> bool {
         if self.slots.is_empty() {
             self.piece = piece;
-            self.slots.extend((0..SLOTS).map(|_| Slot::new(piece)));
+            self.slots.extend((0..SLOTS).map(|_| PipeSlot::new(piece)));
         }
         self.list.push(message);
         self.list.len() == 1
