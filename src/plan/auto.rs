@@ -122,6 +122,12 @@ pub fn dealt(problem: &Problem, layout: Layout, ring: usize) -> Result<Dealt> {
     dealt_with(problem, Counted::new(problem.batch(), problem.mask()).as_ref(), layout, ring)
 }
 
+/// As [`dealt`], of one problem for many layouts and rings: what all of them need is counted once.
+pub(crate) fn dealer(problem: &Problem) -> impl Fn(Layout, usize) -> Result<Dealt> {
+    let counted = Counted::new(problem.batch(), problem.mask());
+    move |layout, ring| dealt_with(problem, counted.as_ref(), layout, ring)
+}
+
 fn dealt_with(problem: &Problem, counted: Option<&Counted>, layout: Layout, ring: usize) -> Result<Dealt> {
     if let Some(loads) = counted.map(|c| c.loads(layout, ring)).transpose()?.flatten() {
         return Ok(dealt_of(layout, ring, loads.into_iter()));

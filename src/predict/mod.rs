@@ -29,7 +29,7 @@ use crate::{
     layout::Layout,
     machine::Machine,
     mesh::Mesh,
-    plan::{LAYOUTS, Options, Plan, Problem},
+    plan::{LAYOUTS, Load, Options, Plan, Problem, auto::dealer},
     report::size::tensor_bytes,
     schedule::Direction,
 };
@@ -132,6 +132,7 @@ fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, o
     Mesh::ring(world)?;
     let (rates, exact_kernels) = aggregate::rates(problem, machine)?;
     let (mut candidates, mut refused) = (Vec::new(), None);
+    let dealt = dealer(problem);
     for ulysses in (1..=world.min(problem.heads())).rev().filter(|u| world.is_multiple_of(*u)) {
         let mesh = Mesh { replicas: 1, ring: world / ulysses, ulysses };
         for layout in LAYOUTS {
@@ -140,7 +141,9 @@ fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, o
                 continue;
             }
             // A mesh that cannot compute this kind of attention, or that an option rules out, is no candidate.
-            match rate(problem, mesh, layout, machine, &rates, options) {
+            let rated =
+                dealt(layout, mesh.ring).and_then(|d| rate(problem, mesh, layout, d.largest, machine, &rates, options));
+            match rated {
                 Ok(candidate) => candidates.push(candidate),
                 Err(error) => refused = refused.or(Some(error)),
             }
@@ -184,12 +187,13 @@ fn rate(
     problem: &Problem,
     mesh: Mesh,
     layout: Layout,
+    load: Load,
     machine: &Machine,
     rates: &[crate::machine::KernelRate; 2],
     options: Options,
 ) -> Result<MeshTime> {
     let plan = Plan::with_options(problem, mesh, layout, options)?;
-    let [forward, backward] = aggregate::passes(&plan, machine, rates)?;
+    let [forward, backward] = aggregate::passes(&plan, load, machine, rates);
     let of = |rank| {
         let work = [Direction::Forward, Direction::Backward].map(|d| plan.workspace_bound(rank, d));
         tensor_bytes(&plan, rank, Direction::Backward) + work[0].max(work[1])
