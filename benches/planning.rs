@@ -10,7 +10,8 @@
 //! cargo bench --bench planning [-- FILTER]
 //! ```
 //!
-//! The proof and the memory are measured once each, after the rest; FILTER `proof` or `memory` runs them alone.
+//! The proof, with as many documents as ranks and with one, and the memory are measured once each, after the rest; FILTER
+//! `proof` or `memory` runs them alone. Only FILTER `large` proves one document over 1,024 ranks: that takes gigabytes.
 
 use std::{
     alloc::{GlobalAlloc, Layout as Block, System},
@@ -19,7 +20,7 @@ use std::{
     time::Instant,
 };
 
-use cpattn::{Batch, Dtype, Layout, Mask, Mesh, Plan, Problem, plan, schedule::Schedule};
+use cpattn::{Batch, Dtype, Layout, Machine, Mask, Mesh, Options, Plan, Problem, plan, schedule::Schedule};
 use criterion::{BenchmarkId, Criterion, criterion_group};
 
 /// The system's allocator, and how many bytes are allocated, now and at most.
@@ -88,6 +89,10 @@ fn choices(c: &mut Criterion) {
             group.bench_function(BenchmarkId::new(format!("automatic, {world} ranks"), n), |b| {
                 b.iter(|| plan::choose(world, black_box(&problem), plan::BALANCE).unwrap());
             });
+            let machine = Machine::parse(include_str!("../machines/h100_8x400g.machine")).unwrap();
+            group.bench_function(BenchmarkId::new(format!("by a machine, {world} ranks"), n), |b| {
+                b.iter(|| Plan::auto_on(black_box(&problem), world, &machine, Options::default()).unwrap());
+            });
             let previous = Plan::auto(&problem, world).unwrap();
             group.bench_function(BenchmarkId::new(format!("kept, {world} ranks"), n), |b| {
                 b.iter(|| Plan::auto_like(&previous, black_box(problem.batch())).unwrap());
@@ -137,22 +142,14 @@ fn peak<T>(call: impl FnOnce() -> T) -> (T, usize) {
     (result, PEAK.load(Relaxed) - before)
 }
 
-/// A zigzag of the pack, 1,024 tokens a rank, as many documents as ranks, and one for all.
-fn proofs() {
-    for ranks in [64, 256, 1024] {
-        for documents in [ranks, 1] {
-            // One document for 1,024 ranks is not proved here: each of its tokens meets each before it.
-            if documents == 1 && ranks == 1024 {
-                continue;
-            }
-            let problem = of(documents, 1024 * ranks);
-            let plan = Plan::new(&problem, Mesh::ring(ranks).unwrap(), Layout::ZigzagPack).unwrap();
-            let begin = Instant::now();
-            let (_, bytes) = peak(|| plan.verify().unwrap());
-            let (seconds, mb) = (begin.elapsed().as_secs_f64(), bytes / 1_000_000);
-            println!("proof, {ranks} ranks, {documents} documents: {seconds:.2} s, at most {mb} MB");
-        }
-    }
+/// A zigzag of the pack, 1,024 tokens a rank.
+fn proof(ranks: usize, documents: usize) {
+    let problem = of(documents, 1024 * ranks);
+    let plan = Plan::new(&problem, Mesh::ring(ranks).unwrap(), Layout::ZigzagPack).unwrap();
+    let begin = Instant::now();
+    let (_, bytes) = peak(|| plan.verify().unwrap());
+    let (seconds, mb) = (begin.elapsed().as_secs_f64(), bytes / 1_000_000);
+    println!("proof, {ranks} ranks, documents {documents}: {seconds:.2} s, at most {mb} MB");
 }
 
 fn memory() {
@@ -175,7 +172,7 @@ criterion_group!(benches, choices, bench);
 fn main() {
     let filter = std::env::args().skip(1).find(|a| !a.starts_with('-'));
     let wanted = |name: &str| filter.as_deref().is_none_or(|f| f == name);
-    if !matches!(filter.as_deref(), Some("proof" | "memory")) {
+    if !matches!(filter.as_deref(), Some("proof" | "memory" | "large")) {
         benches();
         Criterion::default().configure_from_args().final_summary();
     }
@@ -183,6 +180,9 @@ fn main() {
         memory();
     }
     if wanted("proof") {
-        proofs();
+        [(64, 64), (64, 1), (256, 256), (256, 1), (1024, 1024)].into_iter().for_each(|(r, d)| proof(r, d));
+    }
+    if filter.as_deref() == Some("large") {
+        proof(1024, 1);
     }
 }

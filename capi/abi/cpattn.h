@@ -300,6 +300,13 @@ int32_t cpattn_ranks_per_node(const uint64_t *nodes, size_t ranks, uint32_t *ran
 /* Makes a plan. Every rank makes the same plan from the same arguments; ranks compare their plans when they run them. */
 int32_t cpattn_plan_create(const cpattn_problem *problem, const cpattn_options *options, cpattn_plan **plan);
 
+/* As cpattn_plan_create, with the mesh and the layout that are predicted to take the least time on a machine. `machine` is the
+ * text of its description, such as those in the folder machines; every rank gives the same. In `options` ulysses, ring and
+ * layout are 0: they are chosen. cpattn_plan_explain lists the candidates. It takes longer than cpattn_plan_create: for the
+ * next batch give that the mesh and the layout that were chosen. */
+int32_t cpattn_plan_create_on(const cpattn_problem *problem, const cpattn_options *options, const char *machine,
+                              cpattn_plan **plan);
+
 /* Makes a plan for another kind of layer over the same documents, with the tokens of `base`: its mesh, its layout and, where
  * that goes by mask area, its chunks. Heads, dims, dtype, mask and score options of `problem` are free. Two plans made one by
  * one may give a rank other tokens, often in equal numbers, which no shape tells: make all plans of a model from one.

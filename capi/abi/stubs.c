@@ -9,6 +9,8 @@ int64_t cpattn_last_error_peer(void) { return 0; }
 const char *cpattn_status_name(int32_t status) { return 0; }
 int32_t cpattn_ranks_per_node(const uint64_t *nodes, size_t ranks, uint32_t *ranks_per_node) { return 0; }
 int32_t cpattn_plan_create(const cpattn_problem *problem, const cpattn_options *options, cpattn_plan **plan) { return 0; }
+int32_t cpattn_plan_create_on(const cpattn_problem *problem, const cpattn_options *options, const char *machine,
+                              cpattn_plan **plan) { return 0; }
 int32_t cpattn_plan_with_tokens_of(const cpattn_plan *base, const cpattn_problem *problem, const cpattn_options *options,
                                    cpattn_plan **plan) { return 0; }
 int32_t cpattn_plan_auto_for(const cpattn_problem *const *problems, const uint64_t *layers, size_t kinds,

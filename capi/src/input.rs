@@ -6,7 +6,10 @@
 //! which is shorter than ours, is treated as if it ended with zeros. A struct from a later header, which is longer, is
 //! accepted if all members that we do not know are zero.
 
-use core::mem::MaybeUninit;
+use core::{
+    ffi::{CStr, c_char},
+    mem::MaybeUninit,
+};
 
 use cpattn::error::{Error, Result};
 
@@ -122,6 +125,17 @@ pub(super) unsafe fn array<'a, T: Copy>(name: &'static str, ptr: *const T, count
     fits::<T>(name, count)?;
     // SAFETY: non-null, aligned, of a size that exists (checked above), so `count` elements are valid (the contract).
     Ok(unsafe { core::slice::from_raw_parts(ptr, count) })
+}
+
+/// A text that ends with a 0.
+///
+/// # Safety
+/// `ptr` is null, or a text that ends with a 0 and lives as long as the result.
+pub(super) unsafe fn text<'a>(name: &'static str, ptr: *const c_char) -> Result<&'a str> {
+    check(name, ptr)?;
+    // SAFETY: not null (checked above), so a text that ends with a 0 (the contract).
+    let bytes = unsafe { CStr::from_ptr(ptr) };
+    bytes.to_str().map_err(|e| Error::invalid(name, format!("byte {} of it", e.valid_up_to()), "UTF-8"))
 }
 
 /// An array to write; what it holds is not looked at.

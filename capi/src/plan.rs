@@ -5,7 +5,7 @@ use core::ffi::c_char;
 
 use super::{
     handle::{self, Handle, HandleKind},
-    input::{array, array_mut, one_of, result, sized, write_sized, write_text},
+    input::{array, array_mut, one_of, result, sized, text, write_sized, write_text},
     problem::{self, DTYPES, cpattn_options, cpattn_problem},
 };
 use cpattn::{
@@ -124,6 +124,23 @@ pub unsafe extern "C" fn cpattn_plan_auto_for(
         for (out, plan) in out.iter_mut().zip(problem::auto_for(&of_model, &options)?) {
             out.write(handle::create(plan));
         }
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cpattn_plan_create_on(
+    problem: *const cpattn_problem,
+    options: *const cpattn_options,
+    machine: *const c_char,
+    plan: *mut *mut cpattn_plan,
+) -> i32 {
+    boundary!({
+        // SAFETY: the header's promise about structs, arrays, texts and results.
+        let (problem, options, machine, out) = unsafe {
+            let p = sized("problem", problem)?;
+            (problem::problem(&p, None)?, sized("options", options)?, text("machine", machine)?, result("plan", plan)?)
+        };
+        out.write(handle::create(problem::auto_on(&problem, &options, machine)?));
     })
 }
 

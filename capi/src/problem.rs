@@ -7,6 +7,7 @@ use cpattn::{
     element::Dtype,
     error::{Error, Result},
     layout::Layout,
+    machine::Machine,
     mask::Mask,
     mesh::Mesh,
     plan::{self, Circulate, Gather, Options, Plan, Problem, Wire},
@@ -193,14 +194,25 @@ pub(super) fn with_tokens_of(base: &Plan, problem: &Problem, o: Option<&cpattn_o
     }
 }
 
-pub(super) fn auto_for(kinds: &[(Problem, usize)], o: &cpattn_options) -> Result<Vec<Plan>> {
+/// Refuses options that give what is chosen.
+fn nothing_given(o: &cpattn_options, expected: &str, hint: &'static str) -> Result<()> {
     for (name, found) in [("ulysses", i64::from(o.ulysses)), ("ring", o.ring.into()), ("layout", o.layout.into())] {
         if found != 0 {
-            let hint = "for a given one make a plan of one kind, and the others with cpattn_plan_with_tokens_of";
-            return Err(Error::invalid(format!("options.{name}"), found, "0: it is chosen for all kinds").hint(hint));
+            return Err(Error::invalid(format!("options.{name}"), found, expected).hint(hint));
         }
     }
-    layout_of(o)?;
+    layout_of(o).map(|_| ())
+}
+
+pub(super) fn auto_on(problem: &Problem, o: &cpattn_options, machine: &str) -> Result<Plan> {
+    let hint = "make the plan with cpattn_plan_create, which takes a given one";
+    nothing_given(o, "0: it is chosen for the machine", hint)?;
+    Plan::auto_on(problem, o.world as usize, &Machine::parse(machine)?, options(o)?)
+}
+
+pub(super) fn auto_for(kinds: &[(Problem, usize)], o: &cpattn_options) -> Result<Vec<Plan>> {
+    let hint = "for a given one make a plan of one kind, and the others with cpattn_plan_with_tokens_of";
+    nothing_given(o, "0: it is chosen for all kinds", hint)?;
     Plan::auto_for(kinds, o.world as usize, options(o)?)
 }
 

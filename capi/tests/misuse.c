@@ -117,6 +117,32 @@ static void plans_of_a_model(void) {
   if (two[0] || two[1]) failures++, fprintf(stderr, "a refused call has written plans\n");
 }
 
+/* The description of a machine chooses mesh and layout. */
+static void plan_on_a_machine(void) {
+  const char *machine =
+      "name = two hosts\nestimate = yes\nranks_per_node = 1\ncards_per_node = 1\nmemory = 1e9\noperation = 1e-6\ncopy = 1e10\n"
+      "inside.latency = 1e-6\ninside.rate = 1e10\nbetween.latency = 1e-5\nbetween.rate = 1e9\n"
+      "kernel f32 16/16 forward = rate 1e11, row 1e-9, key 1e-9, call 1e-6\n"
+      "kernel f32 16/16 backward = rate 1e11, row 1e-9, key 1e-9, call 1e-6\n";
+  cpattn_problem p = small_problem();
+  cpattn_options o = CPATTN_OPTIONS_INIT;
+  cpattn_plan *plan = NULL;
+  char text[8192];
+  size_t needed = 0;
+  o.world = 2;
+  OK(cpattn_plan_create_on(&p, &o, machine, &plan));
+  OK(cpattn_plan_explain(plan, text, sizeof text, &needed));
+  if (!strstr(text, "two hosts")) failures++, fprintf(stderr, "explain does not name the machine:\n%s\n", text);
+  OK(cpattn_plan_destroy(plan));
+  plan = NULL;
+  REFUSED(CPATTN_INVALID, "machine is NULL", cpattn_plan_create_on(&p, &o, NULL, &plan));
+  REFUSED(CPATTN_INVALID, "UTF-8", cpattn_plan_create_on(&p, &o, "name = \xff", &plan));
+  REFUSED(CPATTN_INVALID, "line 1", cpattn_plan_create_on(&p, &o, "nothing", &plan));
+  o.ring = 2;
+  REFUSED(CPATTN_INVALID, "options.ring is 2, expected 0", cpattn_plan_create_on(&p, &o, machine, &plan));
+  if (plan) failures++, fprintf(stderr, "a refused call has written a plan\n");
+}
+
 static void plans(void) {
   cpattn_problem p = small_problem();
   cpattn_options o = CPATTN_OPTIONS_INIT;
@@ -161,6 +187,7 @@ static void plans(void) {
   uint64_t bytes;
   tokens_of_another(plan);
   plans_of_a_model();
+  plan_on_a_machine();
   REFUSED(CPATTN_INVALID, "rank is 1, expected below the world of 1", cpattn_plan_workspace(plan, 1, CPATTN_FORWARD, &bytes));
   REFUSED(CPATTN_INVALID, "direction is 2", cpattn_plan_workspace(plan, 0, 2, &bytes));
   int64_t tokens[TOKENS];

@@ -228,6 +228,32 @@ class Plan:
         weakref.finalize(self, status_of, "plan_destroy", self.handle)
 
     @classmethod
+    def auto_on(
+        cls,
+        cu_seqlens: Sequence[int],
+        heads: int,
+        head_dim: int,
+        machine: str,
+        *,
+        cu_seqlens_k: Sequence[int] | None = None,
+        q_start: Sequence[int] | None = None,
+        dtype: Dtype | str = Dtype.F32,
+        world: int = 1,
+        **options: Unpack[PlanOptions],
+    ) -> Plan:
+        """As `Plan`, with the mesh and the layout that are predicted to take the least time on a machine: `machine` is the text
+        of its description, as in the folder machines, the same on every rank. ulysses, ring and layout are chosen, not given.
+        `explain` lists the candidates. It takes longer than `Plan`: for the next batch give that what `describe` says was chosen.
+        """
+        if not isinstance(machine, str):
+            raise refused("machine", machine, "the text of a machine's description is needed")
+        plan, given = cls.__new__(cls), _documents(cu_seqlens, cu_seqlens_k, q_start) | {"world": at_least_1("world", world)}
+        problem, how = plan._describe(given, heads, head_dim, dtype, options)
+        call("plan_create_on", byref(problem), byref(how), machine.encode(), byref(plan.handle))
+        weakref.finalize(plan, status_of, "plan_destroy", plan.handle)
+        return plan
+
+    @classmethod
     def with_tokens_of(
         cls, base: Plan, heads: int, head_dim: int, *, dtype: Dtype | str | None = None, **options: Unpack[PlanOptions]
     ) -> Plan:

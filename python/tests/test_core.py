@@ -432,6 +432,19 @@ class Plans(unittest.TestCase):
         with self.assertRaisesRegex(cpattn.InvalidArgument, "options.layout is 2, expected 0"):
             cpattn.Plan.auto_for(lengths, kinds, world=4, layout="zigzag")
 
+    def test_a_machine_chooses(self) -> None:
+        machine = (Path(__file__).parents[2] / "machines/h100_8x400g.machine").read_text()
+        given = cpattn.Plan.auto_on([0, 40000, 65536], 8, 128, machine, dtype="bf16", world=16, kv_heads=2)
+        self.assertIn("H100", given.explain())
+        chosen = given.describe()
+        again = cpattn.Plan([0, 40000, 65536], 8, 128, dtype="bf16", world=16, kv_heads=2, ulysses=chosen.ulysses, ring=chosen.ring,
+                            layout=cpattn.Layout(chosen.layout), layout_parameter=chosen.layout_parameter)
+        self.assertEqual(again.fingerprint, given.fingerprint)
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "line 1"):
+            cpattn.Plan.auto_on([0, 5], 8, 128, "nothing")
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "options.ulysses is 2, expected 0"):
+            cpattn.Plan.auto_on([0, 5], 8, 128, machine, dtype="bf16", world=2, ulysses=2)
+
     def test_what_it_says(self) -> None:
         the_plan = plan(layout=cpattn.Layout.STRIPED, layout_parameter=2)
         info = the_plan.describe()

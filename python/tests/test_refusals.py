@@ -13,6 +13,7 @@ import inspect
 import re
 import unittest
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,7 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
     context = cpattn.torch.Context(heads=3, head_dim=4, timeout=5.0)
     batch, transport, rank = context.batch([0, 5]), cpattn.torch.GlooTransport(timeout=5.0), cpattn.local_group(1)[0]
     plan = cpattn.Plan([0, 5], 3, 4)
+    machine = (Path(__file__).parents[2] / "machines/cpu_host.machine").read_text()
     q, lse, ids, address = torch.zeros(5, 3, 4), torch.zeros(3, 5), torch.zeros(5, dtype=torch.int64), batch.tokens.data_ptr()
     forward = {"plan": plan, "stream": None, **dict.fromkeys("qkvo", q), "lse": lse, "sinks": None}
     inputs, local = dict.fromkeys("qkv", q), {"rank": 0, "side": "q", "whole": q, "local": q.clone()}
@@ -109,6 +111,9 @@ def rows() -> dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]
         "Plan.auto_for": (cpattn.Plan.auto_for, {"cu_seqlens": [0, 5], "kinds": [(1, shape)], "cu_seqlens_k": None, "q_start": None,
                                                  "dtype": "f32", "world": 1} | options,
                           optional | {"cu_seqlens_k": "none", "q_start": "none"}),
+        "Plan.auto_on": (cpattn.Plan.auto_on, {"cu_seqlens": [0, 5], **shape, "machine": machine, "cu_seqlens_k": None, "q_start": None,
+                                               "dtype": "f32", "world": 1} | options,
+                         optional | {"cu_seqlens_k": "none", "q_start": "none"}),
         "Plan.with_tokens_of": (cpattn.Plan.with_tokens_of, {"base": plan, **shape, "dtype": None} | options, optional | {"dtype": "none"}),
         "Plan.share": (plan.share, {"rank": 0}, {}),
         "Plan.workspace": (plan.workspace, {"rank": 0, "direction": "forward"}, {}),

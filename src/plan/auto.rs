@@ -19,7 +19,7 @@
 //! Everything is counted in integers from the problem alone, so all ranks make the same choice. Where q and k are the
 //! same tokens it takes about one step for each document, and for each mesh one for each run of a layout and, for a
 //! zigzag, for each rank and length ([`loads`](super::loads)); otherwise `O(documents × ring)` steps for each mesh and
-//! layout. A machine's own rates would enter in `judge`, the only place where counts become a cost.
+//! layout. These are rules of thumb: where the machine is known, `Plan::auto_on` goes by its description.
 
 use alloc::{format, vec::Vec};
 
@@ -121,6 +121,12 @@ pub struct Choice {
 /// Computes how `layout` distributes the problem over `ring` ranks.
 pub(crate) fn dealt(problem: &Problem, layout: Layout, ring: usize) -> Result<Dealt> {
     dealt_with(problem, Counted::new(problem.batch(), problem.mask()).as_ref(), layout, ring)
+}
+
+/// As [`dealt`], of one problem for many layouts and rings: what all of them need is counted once.
+pub(crate) fn dealer(problem: &Problem) -> impl Fn(Layout, usize) -> Result<Dealt> {
+    let counted = Counted::new(problem.batch(), problem.mask());
+    move |layout, ring| dealt_with(problem, counted.as_ref(), layout, ring)
 }
 
 fn dealt_with(problem: &Problem, counted: Option<&Counted>, layout: Layout, ring: usize) -> Result<Dealt> {
@@ -308,7 +314,8 @@ impl Plan {
     /// ```
     pub fn auto_like(previous: &Self, batch: &Batch) -> Result<Self> {
         let problem = previous.problem().clone().with_batch(batch.clone());
-        Self::with_options(&problem, previous.mesh(), previous.layout(), previous.options())
+        let plan = Self::with_options(&problem, previous.mesh(), previous.layout(), previous.options())?;
+        Ok(if let Some(reason) = previous.reason() { plan.because(reason) } else { plan })
     }
 }
 

@@ -28,6 +28,7 @@ mod problem;
 mod shard;
 mod together;
 
+pub(crate) use area::Load;
 pub use area::area;
 pub use auto::{BALANCE, Candidate, Choice, LAYOUTS, MESSAGE, auto_layout, choose, choose_over};
 pub use distribution::Distribution;
@@ -55,6 +56,8 @@ struct Inner {
     form: Form,
     shares: Shares,
     fingerprint: u64,
+    /// Why the mesh was chosen, where a machine's description decided. Says nothing of what the plan is.
+    reason: Option<Arc<str>>,
 }
 
 impl Inner {
@@ -127,9 +130,22 @@ impl Plan {
     fn over(problem: &Problem, mesh: Mesh, shares: Shares, options: Options) -> Self {
         let layout = shares.layout();
         let form = form_of(problem, mesh, layout, options);
-        let mut inner = Inner { problem: problem.clone(), mesh, layout, options, form, shares, fingerprint: 0 };
+        let mut inner =
+            Inner { problem: problem.clone(), mesh, layout, options, form, shares, fingerprint: 0, reason: None };
         inner.fingerprint = inner.fingerprint(env!("CARGO_PKG_VERSION"));
         Self { inner: Arc::new(inner) }
+    }
+
+    /// The plan with a reason for its mesh, which [`Plan::explain`] prints.
+    pub(crate) fn because(mut self, reason: &str) -> Self {
+        if let Some(inner) = Arc::get_mut(&mut self.inner) {
+            inner.reason = Some(reason.into());
+        }
+        self
+    }
+
+    pub(crate) fn reason(&self) -> Option<&str> {
+        self.inner.reason.as_deref()
     }
 
     /// The problem.

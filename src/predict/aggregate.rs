@@ -21,7 +21,7 @@ use crate::{
     heads::HeadShare,
     layout::Layout,
     machine::{KernelRate, KernelShape, Machine},
-    plan::{CirculatingSide, Form, Plan, Problem, Wire, auto::dealt},
+    plan::{CirculatingSide, Form, Load, Plan, Problem, Wire},
 };
 
 /// The kernels of a problem, forward and backward, and whether they are those of its dims.
@@ -75,10 +75,9 @@ struct Sizes<'a> {
     steps: f64,
 }
 
-/// Forward and backward.
-pub(super) fn passes(plan: &Plan, machine: &Machine, rates: &[KernelRate; 2]) -> Result<[PassTime; 2]> {
+/// Forward and backward, of a plan with this load of its busiest ring rank.
+pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, rates: &[KernelRate; 2]) -> [PassTime; 2] {
     let (p, mesh) = (plan.problem(), plan.mesh());
-    let load = dealt(p, plan.layout(), mesh.ring)?.largest;
     let (h, hk) = (p.heads() as f64, p.kv_heads() as f64);
     let (mut hq, mut hkv, mut kv_sum) = (0.0f64, 0.0f64, 0.0);
     for u in 0..mesh.ulysses {
@@ -141,7 +140,7 @@ pub(super) fn passes(plan: &Plan, machine: &Machine, rates: &[KernelRate; 2]) ->
         let kernel = (kernel + calls * (rates[i].call + machine.operation)) * sizes.slower;
         sizes.pass(kernel, calls, into[i], out[i], ring[i], at_once)
     };
-    Ok([pass(0), pass(1)])
+    [pass(0), pass(1)]
 }
 
 impl Sizes<'_> {

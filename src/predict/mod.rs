@@ -17,6 +17,7 @@
 //! ```
 
 mod aggregate;
+mod choose;
 mod table;
 
 pub use aggregate::PassTime;
@@ -24,11 +25,11 @@ pub use aggregate::PassTime;
 use alloc::{string::String, vec::Vec};
 
 use crate::{
-    error::{Error, Result},
+    error::Result,
     layout::Layout,
     machine::Machine,
     mesh::Mesh,
-    plan::{LAYOUTS, Options, Plan, Problem},
+    plan::{LAYOUTS, Load, Options, Plan, Problem, auto::dealer},
     report::size::tensor_bytes,
     schedule::Direction,
 };
@@ -122,10 +123,16 @@ pub struct Outlook {
 /// # Errors
 /// A problem that [`Problem::check`] refuses, a world of 0, and a machine without a kernel of the problem's element type.
 pub fn meshes(problem: &Problem, world: usize, machine: &Machine, effort: Effort) -> Result<Outlook> {
+    outlook(problem, world, machine, effort, Options::default())
+}
+
+/// As [`meshes`], of plans with options.
+fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, options: Options) -> Result<Outlook> {
     problem.check()?;
     Mesh::ring(world)?;
     let (rates, exact_kernels) = aggregate::rates(problem, machine)?;
-    let mut candidates = Vec::new();
+    let (mut candidates, mut refused) = (Vec::new(), None);
+    let dealt = dealer(problem);
     for ulysses in (1..=world.min(problem.heads())).rev().filter(|u| world.is_multiple_of(*u)) {
         let mesh = Mesh { replicas: 1, ring: world / ulysses, ulysses };
         for layout in LAYOUTS {
@@ -133,18 +140,22 @@ pub fn meshes(problem: &Problem, world: usize, machine: &Machine, effort: Effort
             if too_many || mesh.ring == 1 && layout != Layout::Contiguous {
                 continue;
             }
-            match rate(problem, mesh, layout, machine, &rates) {
+            // A mesh that cannot compute this kind of attention, or that an option rules out, is no candidate.
+            let rated =
+                dealt(layout, mesh.ring).and_then(|d| rate(problem, mesh, layout, d.largest, machine, &rates, options));
+            match rated {
                 Ok(candidate) => candidates.push(candidate),
-                // A kind of attention that this mesh cannot compute is no candidate.
-                Err(Error::Unsupported { .. }) => {}
-                Err(error) => return Err(error),
+                Err(error) => refused = refused.or(Some(error)),
             }
         }
+    }
+    if let (true, Some(error)) = (candidates.is_empty(), refused) {
+        return Err(error);
     }
     sort(&mut candidates, machine);
     if world <= effort.most_ranks {
         for c in candidates.iter_mut().take(effort.simulated) {
-            simulate(problem, c, machine)?;
+            simulate(problem, c, machine, options)?;
         }
         // The order is that of one model for the best, and of the other for the rest.
         let simulated = effort.simulated.min(candidates.len());
@@ -176,11 +187,13 @@ fn rate(
     problem: &Problem,
     mesh: Mesh,
     layout: Layout,
+    load: Load,
     machine: &Machine,
     rates: &[crate::machine::KernelRate; 2],
+    options: Options,
 ) -> Result<MeshTime> {
-    let plan = Plan::with_options(problem, mesh, layout, Options::default())?;
-    let [forward, backward] = aggregate::passes(&plan, machine, rates)?;
+    let plan = Plan::with_options(problem, mesh, layout, options)?;
+    let [forward, backward] = aggregate::passes(&plan, load, machine, rates);
     let of = |rank| {
         let work = [Direction::Forward, Direction::Backward].map(|d| plan.workspace_bound(rank, d));
         tensor_bytes(&plan, rank, Direction::Backward) + work[0].max(work[1])
@@ -190,8 +203,8 @@ fn rate(
 }
 
 /// Replaces a candidate's figures by those of the simulation.
-fn simulate(problem: &Problem, candidate: &mut MeshTime, machine: &Machine) -> Result<()> {
-    let plan = Plan::new(problem, candidate.mesh, candidate.layout)?;
+fn simulate(problem: &Problem, candidate: &mut MeshTime, machine: &Machine, options: Options) -> Result<()> {
+    let plan = Plan::with_options(problem, candidate.mesh, candidate.layout, options)?;
     let pass = |direction| {
         plan.simulate(direction, machine).map(|run| PassTime {
             seconds: run.makespan,

@@ -26,7 +26,7 @@ fn the_aggregate_model_is_near_the_simulation() {
         assert!(quick.candidates.iter().all(|c| c.model == Model::Aggregate));
         for c in &quick.candidates {
             let mut exact = *c;
-            simulate(&p, &mut exact, &machine).unwrap();
+            simulate(&p, &mut exact, &machine, Options::default()).unwrap();
             let ratio = c.seconds() / exact.seconds();
             // At a ring step of zigzag some ranks have more work than others, and all wait for them.
             let uneven = matches!(c.layout, Layout::Zigzag | Layout::ZigzagPack);
@@ -79,4 +79,45 @@ fn a_machine_without_the_kernel_is_refused() {
     assert!(text.contains("without a forward kernel of f64"), "{text}");
     let p = Problem::new(Batch::from_lengths(&[64]).unwrap(), 2, 2, 96, Dtype::Bf16);
     assert!(!meshes(&p, 2, &h100(), Effort::default()).unwrap().exact_kernels);
+}
+
+/// What the machine says decides, and the plan tells so.
+#[test]
+fn a_plan_is_chosen_by_the_machine() {
+    let (mut machine, p) = (h100(), problem(&[1 << 17]));
+    for world in [16, 64] {
+        let plan = Plan::auto_on(&p, world, &machine, Options::default()).unwrap();
+        let best = &meshes(&p, world, &machine, Effort::new(0, 0)).unwrap().candidates[0];
+        assert_eq!((plan.mesh(), plan.layout()), (best.mesh, best.layout));
+        let text = plan.explain();
+        assert!(text.contains("chosen by the description of a machine"), "{text}");
+        assert!(text.contains(&machine.name) && !text.contains("rules of thumb"), "{text}");
+        // The same plan, given by hand, is equal, and says that no machine chose it.
+        let given = Plan::new(&p, plan.mesh(), plan.layout()).unwrap();
+        assert_eq!((&given, given.fingerprint()), (&plan, plan.fingerprint()));
+        assert!(given.explain().contains("rules of thumb, without the description of a machine"));
+        // A kept choice keeps its reason.
+        let kept = Plan::auto_like(&plan, problem(&[1 << 16, 1 << 16]).batch()).unwrap();
+        assert!(kept.mesh() == plan.mesh() && kept.explain().contains(&machine.name));
+    }
+    // Between nodes with slow cards k and v would travel for long: all-to-alls of fewer bytes win, or stay inside.
+    let fast = Plan::auto_on(&p, 16, &machine, Options::default()).unwrap();
+    machine.between.rate *= 1e-4;
+    let slow = Plan::auto_on(&p, 16, &machine, Options::default()).unwrap();
+    let seconds = |plan: &Plan| {
+        let all = meshes(&p, 16, &machine, Effort::new(0, 0)).unwrap().candidates;
+        all.iter().find(|c| (c.mesh, c.layout) == (plan.mesh(), plan.layout())).unwrap().seconds()
+    };
+    assert!(seconds(&slow) < seconds(&fast), "{} {}", slow.mesh(), fast.mesh());
+}
+
+#[test]
+fn options_that_rule_out_meshes_leave_the_others() {
+    let (machine, p) = (h100(), problem(&[1 << 16]));
+    // Ulysses ranks share a node: of 16 ranks in nodes of 2, only meshes of 1 or 2 of them are plans.
+    let plan = Plan::auto_on(&p, 16, &machine, Options::new().ranks_per_node(2)).unwrap();
+    assert!(plan.mesh().ulysses <= 2 && plan.options().ranks_per_node == 2, "{}", plan.mesh());
+    let text = |options| alloc::string::ToString::to_string(&Plan::auto_on(&p, 16, &machine, options).unwrap_err());
+    assert_eq!(text(Options::new().passes(9)), "options.passes is 9, expected 1 to kv_heads = 8");
+    assert!(text(Options::new().ranks_per_node(3)).contains("options.ranks_per_node is 3"));
 }

@@ -44,9 +44,20 @@ impl Plan {
         // The rows of one ring step: a share, but that a zigzag's front and back chunks come from two owners and their sizes
         // differ by a row for each document.
         let ring_step = |side| {
-            let all = n(p.batch().tokens(side));
-            let largest = (0..mesh.ring).map(|r| n(self.shares().rows(side, r))).max().unwrap_or(0);
-            if form == Form::Ring { all.min(largest + 2 * n(p.batch().documents())) } else { all }
+            let (batch, all) = (p.batch(), n(p.batch().tokens(side)));
+            let largest = match self.layout() {
+                _ if form != Form::Ring => all,
+                // Of each document one front and one back chunk; to look at each rank's share would take long.
+                Layout::Zigzag => {
+                    let chunk = |d| batch.document(side, d).len().div_ceil(2 * mesh.ring);
+                    (0..batch.documents()).map(|d| 2 * n(chunk(d))).sum()
+                }
+                _ => {
+                    let share = (0..mesh.ring).map(|r| n(self.shares().rows(side, r))).max().unwrap_or(0);
+                    share + 2 * n(batch.documents())
+                }
+            };
+            all.min(largest)
         };
         let pass = hkv.div_ceil(n(passes));
         let slots = if form == Form::Ring || passes > 1 { 2 } else { 1 };

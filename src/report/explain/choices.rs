@@ -41,6 +41,15 @@ impl Plan {
             heads::imbalance(mesh.ulysses, heads),
             if self.shares_kv_heads() { "; some kv heads are read by several ranks" } else { "" }
         );
+        if let Some(reason) = self.reason() {
+            let _ = writeln!(
+                out,
+                "  mesh and layout were chosen by the description of a machine; a choice that is kept keeps these figures"
+            );
+            return reason.lines().filter(|l| !l.is_empty()).for_each(|line| {
+                let _ = writeln!(out, "  {line}");
+            });
+        }
         match choose(mesh.group(), self.problem(), BALANCE) {
             Ok(choice) => self.describe_choice(out, &choice),
             Err(e) => {
@@ -54,7 +63,7 @@ impl Plan {
         let given = (choice.mesh.ulysses, choice.mesh.ring) == (mesh.ulysses, mesh.ring);
         let _ = writeln!(
             out,
-            "  the automatic choice for {} is {}, layout {}{}",
+            "  by rules of thumb, without the description of a machine, the automatic choice for {} is {}, layout {}{}",
             ranks(mesh.group()),
             choice.mesh,
             choice.layout,

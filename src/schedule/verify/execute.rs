@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Executes all operations except kernel calls on tags, which stand for the contents of buffers.
 
-use alloc::{collections::BTreeSet, format, vec::Vec};
+use alloc::{collections::BTreeSet, format, vec, vec::Vec};
 
 use super::{
     cell::{Cell, What},

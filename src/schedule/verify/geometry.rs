@@ -7,7 +7,7 @@
 use alloc::{format, vec, vec::Vec};
 
 use super::{execute::Prover, listed::Met};
-use crate::{batch::Side, call::Range, error::Result};
+use crate::{batch::Side, call::Range, error::Result, mask::Mask};
 
 /// Rows of a range whose positions are in `low..=high`: positions ascend, so they are one run.
 pub(super) fn rows_between(r: &Range, low: i64, high: i64) -> (u32, u32) {
@@ -73,6 +73,35 @@ fn runs(r: &Range) -> impl Iterator<Item = (u32, u32)> + use<> {
     (0..len).step_by(block as usize).map(move |first| (first, block.min(len - first)))
 }
 
+/// Adds the rows of two ranges of one document that meet any of the other's; returns how many pairs are allowed.
+fn rows_that_meet(q: &Range, k: &Range, mask: Mask, q_met: &mut Intervals, k_met: &mut Intervals) -> u128 {
+    let (left, right) = (mask.left_limit(), mask.right_limit());
+    let mut pairs = 0;
+    for (first, rows) in runs(q) {
+        let (low, high) = (q.position(first), q.position(first + rows - 1));
+        if k.is_plain() {
+            // Both are runs: those that meet are runs too.
+            let (a, e) = rows_between(k, low.saturating_sub(left), high.saturating_add(right));
+            add(k_met, a, e);
+            let run = Range { pos: low, len: rows, ..Range::plain(0, 0, 0, 0) };
+            let (a, e) = rows_between(&run, k.pos.saturating_sub(right), k.last().saturating_add(left));
+            add(q_met, first + a, first + e);
+            pairs += mask.area(low - k.pos, high + 1 - k.pos, k.len.into()) as u128;
+            continue;
+        }
+        for row in first..first + rows {
+            let pos = q.position(row);
+            let (a, e) = rows_between(k, pos.saturating_sub(left), pos.saturating_add(right));
+            if a < e {
+                add(q_met, row, row + 1);
+                add(k_met, a, e);
+                pairs += u128::from(e - a);
+            }
+        }
+    }
+    pairs
+}
+
 impl Prover<'_> {
     /// That a range names tokens of its document; returns the first token of the document less its position.
     fn claimed(&self, r: usize, op: usize, side: Side, range: &Range) -> Result<i64> {
@@ -91,7 +120,6 @@ impl Prover<'_> {
 
     pub(super) fn geometry(&self, r: usize, op: usize, met: &Met) -> Result<Geometry> {
         let mask = self.plan.problem().mask();
-        let (left, right) = (mask.left_limit(), mask.right_limit());
         let mut q_met: Vec<Intervals> = vec![Vec::new(); met.q.len()];
         let mut k_met: Vec<Intervals> = vec![Vec::new(); met.k.len()];
         let mut pairs = 0;
@@ -104,29 +132,7 @@ impl Prover<'_> {
         for (i, query) in met.q.iter().enumerate() {
             for &key in met.keys(i) {
                 let (q, k) = (&query.range, &met.k[key as usize]);
-                let (q_met, k_met) = (&mut q_met[i], &mut k_met[key as usize]);
-                for (first, rows) in runs(q) {
-                    let (low, high) = (q.position(first), q.position(first + rows - 1));
-                    if k.is_plain() {
-                        // Both are runs: those that meet are runs too.
-                        let (a, e) = rows_between(k, low.saturating_sub(left), high.saturating_add(right));
-                        add(k_met, a, e);
-                        let whole = Range { pos: low, len: rows, ..Range::plain(0, 0, 0, 0) };
-                        let (a, e) = rows_between(&whole, k.pos.saturating_sub(right), k.last().saturating_add(left));
-                        add(q_met, first + a, first + e);
-                        pairs += mask.area(low - k.pos, high + 1 - k.pos, k.len.into()) as u128;
-                        continue;
-                    }
-                    for row in first..first + rows {
-                        let pos = q.position(row);
-                        let (a, e) = rows_between(k, pos.saturating_sub(left), pos.saturating_add(right));
-                        if a < e {
-                            add(q_met, row, row + 1);
-                            add(k_met, a, e);
-                            pairs += u128::from(e - a);
-                        }
-                    }
-                }
+                pairs += rows_that_meet(q, k, mask, &mut q_met[i], &mut k_met[key as usize]);
             }
         }
         let parts = |side, range: &Range, met: Intervals| -> Result<Vec<RangePart>> {
@@ -153,5 +159,39 @@ impl Prover<'_> {
         let queries = met.q.iter().zip(q_met).map(|(q, met)| parts(Side::Q, &q.range, met));
         let keys = met.k.iter().zip(k_met).map(|(k, met)| parts(Side::K, k, met));
         Ok(Geometry { q: queries.collect::<Result<_>>()?, k: keys.collect::<Result<_>>()?, pairs })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Random runs and stripes, against counting row by row.
+    #[test]
+    fn rows_that_meet_are_those_that_counting_gives() {
+        let mut draw = fastrand::Rng::with_seed(11);
+        let (mut met, mut stripes) = (0, 0);
+        for _ in 0..20_000 {
+            let mut range = || {
+                let (block, gap) = (draw.u32(1..4), draw.u32(0..5));
+                Range { row: 0, pos: draw.i64(-4..14), len: draw.u32(1..9), block, period: block + gap, doc: 0 }
+            };
+            let (q, k) = (range(), range());
+            let mut limit = || [None, Some(0), Some(1), Some(5)][draw.usize(..4)];
+            let mask = Mask { left: limit(), right: limit() };
+            let (mut q_met, mut k_met) = (Vec::new(), Vec::new());
+            let pairs = rows_that_meet(&q, &k, mask, &mut q_met, &mut k_met);
+            let allows = |i: u32, j: u32| mask.allows(q.position(i), k.position(j));
+            let rows = |list: Intervals| in_order(list).into_iter().flat_map(|(a, e)| a..e).collect::<Vec<_>>();
+            let wanted: Vec<u32> = (0..q.len).filter(|&i| (0..k.len).any(|j| allows(i, j))).collect();
+            assert_eq!(rows(q_met), wanted, "{q:?} {k:?} {mask:?}");
+            let wanted: Vec<u32> = (0..k.len).filter(|&j| (0..q.len).any(|i| allows(i, j))).collect();
+            assert_eq!(rows(k_met), wanted, "{q:?} {k:?} {mask:?}");
+            let wanted = (0..q.len).map(|i| (0..k.len).filter(|&j| allows(i, j)).count() as u128).sum::<u128>();
+            assert_eq!(pairs, wanted, "{q:?} {k:?} {mask:?}");
+            met += u128::from(pairs > 0);
+            stripes += u32::from(pairs > 0 && !k.is_plain() && !q.is_plain());
+        }
+        assert!(met > 5_000 && stripes > 1_000, "{met} {stripes}");
     }
 }

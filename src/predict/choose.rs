@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The automatic choice where the machine is known.
+//!
+//! [`Plan::auto`] goes by rules of thumb, in integers. Here the candidates are those of [`meshes`](super::meshes), and the
+//! first of its list is taken: of those that fit in memory the quickest. The model is the one of the busiest rank, because
+//! a choice must not take longer than the run it is for.
+//!
+//! Ranks must choose the same. The times are sums, products and quotients of f64, which IEEE 754 rounds alike on every
+//! processor, so equal descriptions give equal choices; ranks compare their plans when they run them, so that unequal ones
+//! end in an error on all. A job that would not rest on that chooses on one rank and gives mesh and layout to the others.
+
+use super::{Effort, outlook};
+use crate::{
+    error::{Error, Result},
+    machine::Machine,
+    plan::{Options, Plan, Problem},
+};
+
+/// Candidates that the plan's explanation lists.
+const LISTED: usize = 8;
+
+impl Plan {
+    /// Plans with the mesh and the layout that are predicted to take the least time for one forward and one backward on a
+    /// machine; those that fit in the memory of a rank come first. [`Plan::explain`] lists the candidates.
+    ///
+    /// It rates every mesh and layout, which takes longer than [`Plan::auto`]; [`Plan::auto_like`] keeps the choice for
+    /// the next batch.
+    ///
+    /// # Errors
+    /// As [`meshes`](super::meshes), and those of [`Plan::with_options`] if no mesh can have these options.
+    ///
+    /// ```
+    /// use cpattn::{Batch, Dtype, Machine, Plan, Problem, plan::Options};
+    /// let machine = Machine::parse(include_str!("../../machines/h100_8x400g.machine"))?;
+    /// let problem = Problem::new(Batch::from_lengths(&[1 << 18, 1 << 16])?, 32, 8, 128, Dtype::Bf16);
+    /// let plan = Plan::auto_on(&problem, 16, &machine, Options::default())?;
+    /// assert!(plan.explain().contains(&machine.name));
+    /// # Ok::<(), cpattn::Error>(())
+    /// ```
+    pub fn auto_on(problem: &Problem, world: usize, machine: &Machine, options: Options) -> Result<Self> {
+        let outlook = outlook(problem, world, machine, Effort::new(0, 0), options)?;
+        let best = outlook.candidates.first();
+        let best = best.ok_or_else(|| Error::invalid("world", world, "a mesh that fits the problem"))?;
+        let plan = Self::with_options(problem, best.mesh, best.layout, options)?;
+        Ok(plan.because(&outlook.to_markdown(LISTED)))
+    }
+}
