@@ -268,8 +268,27 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     if fails:
         fails.remove()
         refuse("begins", Disagreement, lambda: model(**pack))
-    assert model(**pack).loss.isfinite()
+    with cp.off(), cp.off():
+        pass
+    with torch.inference_mode():
+        assert model(**{**pack, "labels": pack["labels"].int()}).loss.isfinite()
+    model.loss_function, usual = (lambda **_: None), model.loss_function
+    refuse("loss", Unsupported, lambda: model(**pack))
+    model.loss_function = usual
+
+    def train(model: Any) -> None:
+        from transformers import Trainer, TrainingArguments
+
+        with tempfile.TemporaryDirectory() as folder:
+            cp.trainer(Trainer)(model=model, args=TrainingArguments(folder, use_cpu=True), train_dataset=[])
+
+    refuse("another model", InvalidArgument, lambda: train(models.build("llama")))
     cp.close()
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    again = ContextParallel(model)
+    cp.close()  # once more, which leaves the other one alone
+    assert model(**pack).loss.isfinite()
+    again.close()
     # Of ContextParallel itself: no rank waits for one that refuses, or that was told otherwise.
     refuse("dropout", Unsupported if mine else InvalidArgument, lambda: ContextParallel(models.build("llama", attention_dropout=0.1 * mine)))
     for name, value in (("tile", 5), ("gradients", "sum"), ("replicas", 3), ("ulysses", 3)):

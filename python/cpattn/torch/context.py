@@ -11,16 +11,14 @@ import itertools
 import math
 import operator
 import os
+import struct
 from array import array
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 
 from .._check import attempt, flag, instance, one_of, refused, whole
 from ..errors import Error, InvalidArgument, InvalidHandle, Unsupported
@@ -37,9 +35,6 @@ if TYPE_CHECKING:
 DTYPES = dict(zip((torch.float16, torch.bfloat16, torch.float32, torch.float64), Dtype, strict=True))
 
 PlanOf = Callable[[Sequence[int]], Plan]
-
-# The number of contexts on devices that each group of global ranks has made.
-_made: Counter[tuple[int, ...]] = Counter()
 
 _numbers = itertools.count()
 
@@ -116,7 +111,7 @@ class Context:
         self._host = self.rank = Rank(self.transport, workers=workers)
         if self.device.type == "cuda":
             try:
-                self.rank = self._over_nccl(group, timeout)
+                self.rank = self._over_nccl(timeout)
             except BaseException:
                 self._host.close()
                 raise
@@ -126,34 +121,23 @@ class Context:
         if not own_tokens:
             open_ones.append((self, self._decides or self._first))
 
-    def _over_nccl(self, group: dist.ProcessGroup | None, timeout: float) -> Rank:
-        """A rank over its own NCCL communicator, whose id is sent through the store of the process group."""
+    def _over_nccl(self, timeout: float) -> Rank:
+        """A rank over its own NCCL communicator, whose id comes from rank 0."""
         if self.device.index is None:
-            current = torch.cuda.current_device() if torch.cuda.is_available() else 0
-            self.device = torch.device("cuda", current)
-        members = tuple(dist.get_process_group_ranks(group))
-        _made[members] += 1
-        # Members make their contexts in the same order, so all of them compute the same key.
-        store: Any = c10d._get_default_store()
-        key = f"cpattn/nccl/{','.join(map(str, members))}/{_made[members]}"
+            self.device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+        unique_id, failure = bytes(128), None
         if self.number == 0:
-            unique_id = ""  # stays empty if it cannot be made: the others wait for the key
             try:
-                unique_id = nccl_unique_id().hex()
-            finally:
-                store.set(key, unique_id)
-        else:
-            store.wait([key], timedelta(seconds=timeout))
-            unique_id = store.get(key).decode()
-        if not unique_id:
+                unique_id = nccl_unique_id()
+            except Error as error:  # after the others know of it, who wait
+                failure = error
+        words = [self.transport.agree(0, self.world, word)[0] for word in struct.unpack("16Q", unique_id)]
+        if failure:
+            raise failure
+        if not any(words):
             raise Unsupported(f"rank {self.number}: cpattn_nccl_unique_id failed on rank 0, whose error says why")
-        return nccl_group(
-            bytes.fromhex(unique_id),
-            rank=self.number,
-            world=self.world,
-            device=self.device.index,
-            deadline_ms=max(1, int(timeout * 1000)),
-        )
+        shared, deadline = struct.pack("16Q", *words), max(1, int(timeout * 1000))
+        return nccl_group(shared, rank=self.number, world=self.world, device=self.device.index, deadline_ms=deadline)
 
     def batch(self, cu_seqlens: Tensor | Sequence[int]) -> Batch:
         """The batch with these documents. cu_seqlens: 0, the end of the first document, ..., the number of tokens."""

@@ -264,7 +264,9 @@ class ContextParallel:
                 )
         if asked("return_dict") is False:
             raise Unsupported("return_dict is False, which is not supported: the loss is put where a dictionary has it")
-        found = pack(inputs)
+        found, loss = pack(inputs), getattr(self.model, "loss_function", None)
+        if found.next_ids is not None and getattr(loss, "__name__", "ForCausalLMLoss") != "ForCausalLMLoss":
+            raise Unsupported(f"model.loss_function is {loss!r}, which is not supported: that of ForCausalLM is")
         words, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         within("input_ids", found.ids, getattr(words, "num_embeddings", None))
         if found.next_ids is not None:
@@ -335,7 +337,7 @@ class ContextParallel:
     @staticmethod
     def _sum(logits: Tensor, labels: Tensor) -> Tensor:
         # In f32 as in Transformers.
-        return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), labels, ignore_index=-100, reduction="sum")
+        return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), labels.long(), ignore_index=-100, reduction="sum")
 
     def _tiles(self, model: Any, forward: Forward, kwargs: dict[str, Any]) -> Tensor:
         """The loss, with the logits of one tile in memory at a time, in both directions."""
@@ -416,12 +418,16 @@ class ContextParallel:
     @contextmanager
     def off(self) -> Iterator[None]:
         """Within it the model is as it was: each rank for itself, for `generate`."""
+        if not self._hooks:  # it is off, or closed
+            yield
+            return
         self._restore()
         try:
             yield
         finally:
-            self.model.set_attn_implementation(NAME)
-            self._hook()
+            if self.model._cpattn is self:
+                self.model.set_attn_implementation(NAME)
+                self._hook()
 
     def gather(self, rows: Tensor, fill: float = 0) -> Tensor:
         """Rows of this rank's tokens of the last forward pass, `[1, tokens, ...]` such as its logits, to `[rows, tokens, ...]` as
@@ -477,6 +483,8 @@ class ContextParallel:
 
     def close(self) -> None:
         """Leaves the group, and gives the model its own attention back."""
+        if self.model._cpattn is not self:
+            return
         self._restore()
         self.model._cpattn = None
         for context in self._contexts.values():

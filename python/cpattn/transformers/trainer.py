@@ -38,6 +38,11 @@ def trainer(cp: ContextParallel, kind: type[Any]) -> type[Any]:
                 if (given := getattr(self.args, option, None)) not in supported:
                     needed = " or ".join(map(repr, supported))
                     raise Unsupported(f"{option} is {given!r}, which is not supported: {needed} is needed")
+            if cp.model not in self.model.modules() or cp.model._cpattn is not cp:
+                raise InvalidArgument(
+                    f"the trainer has a {type(self.model).__name__} that no open ContextParallel was made for: give it the model of "
+                    "this one (model_init makes others)"
+                )
             if self.args.world_size != cp.ranks * cp.replicas:
                 raise InvalidArgument(
                     f"the trainer has {self.args.world_size} processes, ContextParallel {cp.replicas} replicas of {cp.ranks} ranks: the same "
