@@ -103,11 +103,12 @@ def _trainer(rank: int, world: int, replicas: int, sft: bool, losses: list[float
             save_strategy="no", seed=5, bf16=False, fp16=False, lr_scheduler_type="constant",
             # AdamW divides gradients by their size, and so does clipping: neither would see gradients that are too large on all ranks,
             # and AdamW makes a rounding error of a gradient near 0 into one of a whole step (2.6e-6 of the loss, learning rate 1e-2).
-            optim="sgd", learning_rate=0.1, max_grad_norm=0.0, **extra,
+            optim="sgd", learning_rate=0.1, max_grad_norm=0.0, include_num_input_tokens_seen="all", **extra,
         )  # fmt: skip
         trainer = kind(model=model, args=args, **more)
         trainer.train()
         found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found.append(trainer.state.num_input_tokens_seen)
         if not sft:
             found.append(trainer.evaluate()["eval_loss"])
             trainer.data_collator = lambda rows: dict.fromkeys(("input_ids", "labels"), torch.tensor([row["input_ids"][:5] for row in rows]))

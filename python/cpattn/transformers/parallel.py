@@ -157,6 +157,7 @@ class ContextParallel:
             raise InvalidArgument(f"group is a process group that this process, rank {dist.get_rank()} of all, is no member of")
         members = dist.get_process_group_ranks(group)
         self._hooks: list[Any] = []
+        self._contexts: dict[torch.dtype, Context] = {}
         self._options = {"timeout": timeout, "workers": workers, **options}
         transport = GlooTransport(group, timeout=timeout)
         try:
@@ -168,18 +169,17 @@ class ContextParallel:
             for name, value in settings.items():
                 need = f"{name} is {value!r} here, and all ranks need the same"
                 _same(transport, f"values of {name}", _number(repr(value).encode()), need)
+            self.replica, self.rank = divmod(transport.rank, self.ranks)
+            self.group = self._group_of(members, timeout)
+            self.device = next(model.parameters()).device
+            self._context(model.dtype)
         except BaseException as error:
             self._restore()
             if isinstance(error, ValueError | ImportError | NotImplementedError) and not isinstance(error, Error):
                 raise Unsupported(f"{type(model).__name__}: {error}") from error
             raise
         transport.release()
-        self.replica, self.rank = divmod(transport.rank, self.ranks)
-        self.group = self._groups(members, timeout)
-        self._contexts: dict[torch.dtype, Context] = {}
         self._factor = float(self.ranks) if gradients == "mean" else 1.0
-        self.device = next(model.parameters()).device
-        self._context(model.dtype)
         self.last: Forward | None = None
         model._cpattn = self
         self._hook()
@@ -215,17 +215,11 @@ class ContextParallel:
         how = {name: value for name, value in self._options.items() if name not in ("plans", "own_tokens", "timeout", "workers")}
         over_all(Plan([0, 1], world=self.ranks, **self._heads() | how))
 
-    def _groups(self, members: list[int], timeout: float) -> Any:
-        """The group of this replica, for contexts and control messages. All ranks of the world call this."""
-        mine = None
-        for replica in range(self.replicas):
-            ranks = members[replica * self.ranks : (replica + 1) * self.ranks]
-            # Only members make it: other ranks of the world may use other groups, or none.
-            if replica == self.replica:
-                mine = dist.new_group(
-                    ranks, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
-                )
-        return mine
+    def _group_of(self, members: list[int], timeout: float) -> Any:
+        """The group of this replica, for contexts, `gather` and `loader`. Only its members make it: other ranks of the world may use other
+        groups, or none."""
+        ranks = members[self.replica * self.ranks :][: self.ranks]
+        return dist.new_group(ranks, timeout=timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True)
 
     def _heads(self) -> dict[str, Any]:
         """Those of the first layer; each layer has its own."""
