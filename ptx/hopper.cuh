@@ -136,6 +136,7 @@ __device__ __forceinline__ u64 matrix_at(u32 address, u32 panel_bytes) {
 #define ADDED "+f"
 #define NEW "=f"
 
+#define REGISTERS16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define REGISTERS32                                                                                  \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
     "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -197,6 +198,10 @@ __device__ __forceinline__ u64 matrix_at(u32 address, u32 panel_bytes) {
                      : "l"(a), "l"(b)                                                                                 \
                      : "memory");                                                                                     \
     }
+PRODUCT_COLUMNS(F16, "f16", 32, SUMS16, REGISTERS16, "%16", "%17", product_new_columns, NEW, "0")
+PRODUCT_COLUMNS(Bf16, "bf16", 32, SUMS16, REGISTERS16, "%16", "%17", product_new_columns, NEW, "0")
+PRODUCT_COLUMNS(F16, "f16", 32, SUMS16, REGISTERS16, "%16", "%17", product_add_columns, ADDED, "1")
+PRODUCT_COLUMNS(Bf16, "bf16", 32, SUMS16, REGISTERS16, "%16", "%17", product_add_columns, ADDED, "1")
 PRODUCT_COLUMNS(F16, "f16", 64, SUMS32, REGISTERS32, "%32", "%33", product_new_columns, NEW, "0")
 PRODUCT_COLUMNS(Bf16, "bf16", 64, SUMS32, REGISTERS32, "%32", "%33", product_new_columns, NEW, "0")
 PRODUCT_COLUMNS(F16, "f16", 64, SUMS32, REGISTERS32, "%32", "%33", product_add_columns, ADDED, "1")

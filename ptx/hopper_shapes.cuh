@@ -31,7 +31,7 @@ HOPPER_FORWARD(256, 128, 80, 2)
 
 // The backward: BM q rows by BN keys, in two buffers of q and do, and two of ds. Two warpgroups own 64 keys each and have 232
 // registers a thread: at head dim 128 64 each for dk and dv, 32 each for scores and their gradients, and 16 for the
-// probabilities.
+// probabilities; half for dk and dv at 64.
 template <int S>
 struct HopperBackwardShape;
 #define HOPPER_BACKWARD(shape, m, n, batch)                                                               \
@@ -41,5 +41,6 @@ struct HopperBackwardShape;
         static constexpr int TILES = 2 * (n * (D + DV) + 2 * m * (D + DV) + 2 * m * n);                   \
         static constexpr int CONTROL = 2560, SHARED = TILES + CONTROL;                                    \
     };
+HOPPER_BACKWARD(64, 64, 128, 16)
 HOPPER_BACKWARD(128, 64, 128, 16)
 #undef HOPPER_BACKWARD
