@@ -46,6 +46,11 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
+// Two neighbouring f32 to shared memory.
+__device__ __forceinline__ void store_shared_pair(u32 address, float x, float y) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
+
 // -- Barriers of the block by number: threads that wait, and threads that only arrive.
 
 template <u32 THREADS>
@@ -123,18 +128,27 @@ __device__ __forceinline__ u64 matrix_at(u32 address, u32 panel_bytes) {
 #define SUMS16(how, n) SUMS4(how, n), SUMS4(how, n + 1), SUMS4(how, n + 2), SUMS4(how, n + 3)
 #define SUMS32(how, n) SUMS16(how, n), SUMS16(how, n + 4)
 #define SUMS64(how, n) SUMS32(how, n), SUMS32(how, n + 8)
+#define SUMS40(how, n) SUMS32(how, n), SUMS4(how, n + 8), SUMS4(how, n + 9)
 #define SUMS48(how, n) SUMS32(how, n), SUMS16(how, n + 8)
+#define SUMS56(how, n) SUMS48(how, n), SUMS4(how, n + 12), SUMS4(how, n + 13)
 #define SUMS96(how, n) SUMS64(how, n), SUMS32(how, n + 16)
 #define SUMS128(how, n) SUMS64(how, n), SUMS64(how, n + 16)
 #define ADDED "+f"
 #define NEW "=f"
 
+#define REGISTERS16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define REGISTERS32                                                                                  \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
     "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define REGISTERS48 \
+#define REGISTERS40 \
     REGISTERS32     \
-    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+    ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define REGISTERS48 \
+    REGISTERS40     \
+    ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define REGISTERS56 \
+    REGISTERS48     \
+    ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define REGISTERS64                                                                                              \
     REGISTERS32                                                                                                  \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
@@ -184,6 +198,10 @@ __device__ __forceinline__ u64 matrix_at(u32 address, u32 panel_bytes) {
                      : "l"(a), "l"(b)                                                                                 \
                      : "memory");                                                                                     \
     }
+PRODUCT_COLUMNS(F16, "f16", 32, SUMS16, REGISTERS16, "%16", "%17", product_new_columns, NEW, "0")
+PRODUCT_COLUMNS(Bf16, "bf16", 32, SUMS16, REGISTERS16, "%16", "%17", product_new_columns, NEW, "0")
+PRODUCT_COLUMNS(F16, "f16", 32, SUMS16, REGISTERS16, "%16", "%17", product_add_columns, ADDED, "1")
+PRODUCT_COLUMNS(Bf16, "bf16", 32, SUMS16, REGISTERS16, "%16", "%17", product_add_columns, ADDED, "1")
 PRODUCT_COLUMNS(F16, "f16", 64, SUMS32, REGISTERS32, "%32", "%33", product_new_columns, NEW, "0")
 PRODUCT_COLUMNS(Bf16, "bf16", 64, SUMS32, REGISTERS32, "%32", "%33", product_new_columns, NEW, "0")
 PRODUCT_COLUMNS(F16, "f16", 64, SUMS32, REGISTERS32, "%32", "%33", product_add_columns, ADDED, "1")
@@ -191,6 +209,10 @@ PRODUCT_COLUMNS(Bf16, "bf16", 64, SUMS32, REGISTERS32, "%32", "%33", product_add
 #undef PRODUCT_COLUMNS
 PRODUCTS(F16, "f16", 64, SUMS32, REGISTERS32, "%32", "%33", "%34", "%35", "%36")
 PRODUCTS(Bf16, "bf16", 64, SUMS32, REGISTERS32, "%32", "%33", "%34", "%35", "%36")
+PRODUCTS(F16, "f16", 80, SUMS40, REGISTERS40, "%40", "%41", "%42", "%43", "%44")
+PRODUCTS(Bf16, "bf16", 80, SUMS40, REGISTERS40, "%40", "%41", "%42", "%43", "%44")
+PRODUCTS(F16, "f16", 112, SUMS56, REGISTERS56, "%56", "%57", "%58", "%59", "%60")
+PRODUCTS(Bf16, "bf16", 112, SUMS56, REGISTERS56, "%56", "%57", "%58", "%59", "%60")
 PRODUCTS(F16, "f16", 96, SUMS48, REGISTERS48, "%48", "%49", "%50", "%51", "%52")
 PRODUCTS(Bf16, "bf16", 96, SUMS48, REGISTERS48, "%48", "%49", "%50", "%51", "%52")
 PRODUCTS(F16, "f16", 128, SUMS64, REGISTERS64, "%64", "%65", "%66", "%67", "%68")

@@ -45,9 +45,10 @@ struct HopperBackward {
     static constexpr int D = Block::D, DV = Block::DV, BM = Block::BM, BN = Block::BN, THREADS = Block::THREADS;
     static constexpr int NT = BM / 8;
     static constexpr u32 Q_PANEL = Block::Q_PANEL, K_PANEL = Block::K_PANEL;
-    // Columns of dq that a warpgroup makes.
+    // Columns of dq that a warpgroup makes: a panel of k, or half of one, which begins 64 bytes into each of its rows. There
+    // the swizzle, by bits of the address, is that of the whole panel.
     static constexpr int PART = D / 2;
-    static_assert(PART == 64 && BN == 128 && BM == 64, "a panel of k for each warpgroup, one of ds from each");
+    static_assert((PART == 64 || PART == 32) && BN == 128 && BM == 64, "no warpgroup's columns reach over two panels");
 
     using Scores = float[1][NT][4];
     using Weights = u32[NT / 2][4];
@@ -143,7 +144,7 @@ struct HopperBackward {
                                                     volatile const Item& item, u32 group, PipelineState& position,
                                                     float (&dk)[1][D / 8][4], float (&dv)[1][DV / 8][4]) {
         const u64 k = matrix_at(at.k + group * 64 * 128, K_PANEL), v = matrix_at(at.v + group * 64 * 128, K_PANEL);
-        const u64 k_columns = matrix_at(at.k + group * K_PANEL, K_PANEL);
+        const u64 k_columns = matrix_at(at.k + group * (PART == 64 ? K_PANEL : PART * 2), K_PANEL);
         const u64 first_q = matrix_at(at.q(0), Q_PANEL), first_ds = matrix_at(at.ds(0), Q_PANEL);
         // The lane's two q rows of each product of eight, in bytes of f32.
         const u32 pair = (lane() & 3) * 8;

@@ -17,9 +17,11 @@ struct HopperBlock {
     static constexpr int WIDTH = Shape::WIDTH, VALUE_WIDTH = Shape::VALUE_WIDTH;
     static constexpr u32 Q_BYTES = Q_PANEL * (WIDTH / 64), K_BYTES = K_PANEL * (WIDTH / 64);
     static constexpr u32 V_BYTES = K_PANEL * (VALUE_WIDTH / 64);
-    static constexpr u32 WARPS = BM / 16, GROUP_ROWS = 64;
-    static constexpr u32 BM_BITS = 7;
-    static_assert(BM == 1 << BM_BITS && WIDTH % 64 == 0 && DV % 32 == 0 && STAGES == 2, "two warpgroups, whole panels");
+    // Multiplying warpgroups, of 64 rows each.
+    static constexpr u32 WARPS = BM / 16, GROUP_ROWS = 64, GROUPS = BM / GROUP_ROWS;
+    // A tile of one head counts as one of this many rows, a power of two.
+    static constexpr u32 ROW_BITS = BM > 128 ? 8 : 7;
+    static_assert(BM % GROUP_ROWS == 0 && BM <= 1 << ROW_BITS && WIDTH % 64 == 0 && DV % 32 == 0, "whole warpgroups and panels");
 
     // Where the scheduler metadata is: on the device, or among the parameters. The loading thread has no registers for its addresses,
     // and reads them here each time.
@@ -31,10 +33,14 @@ struct HopperBlock {
         const Work* shared_work;
     };
 
+    // One that is being multiplied, one whose epilogue may still read it, and one that the loading thread prepares.
+    static constexpr u32 ITEMS = 3;
+
     struct Control {
         u64 q_full, q_empty;
         u64 k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
-        Item items[2];
+        Item items[ITEMS];
+        u32 next_item;  // the loading thread's: it has no register for it
         HopperStep steps[STAGES];
         Sweep<1> sweep;
         Metadata metadata;
@@ -46,6 +52,7 @@ struct HopperBlock {
         u32 q, k, v, control;
         __device__ __forceinline__ explicit Shared(u32 base)
             : q(base), k(q + Q_BYTES), v(k + STAGES * K_BYTES), control(v + STAGES * V_BYTES) {}
+        __device__ __forceinline__ u32 state() const { return control + Shape::CONTROL; }
         __device__ __forceinline__ u32 q_full() const { return control + offsetof(Control, q_full); }
         __device__ __forceinline__ u32 q_empty() const { return control + offsetof(Control, q_empty); }
         __device__ __forceinline__ u32 k_full(u32 s) const { return control + offsetof(Control, k_full) + 8 * s; }
@@ -56,9 +63,24 @@ struct HopperBlock {
 
     // Of the buffers that steps take in turn: which is the next step's, and the parity of its phase.
     struct PipelineState {
+        u32 at = 0, phase = 0;
+        __device__ __forceinline__ u32 stage() const { return at; }
+        __device__ __forceinline__ u32 parity() const { return phase; }
+        __device__ __forceinline__ void advance() {
+            at = at + 1;
+            if (at == STAGES) {
+                at = 0;
+                phase ^= 1;
+            }
+        }
+    };
+
+    // The same of the slots of items, with the parity of the phase that each item is of the barriers of q.
+    struct ItemState {
         u32 count = 0;
-        __device__ __forceinline__ u32 stage() const { return count & 1; }
-        __device__ __forceinline__ u32 parity() const { return count >> 1 & 1; }
+        __device__ __forceinline__ u32 slot() const { return count < ITEMS ? count : count - ITEMS; }
+        __device__ __forceinline__ u32 parity() const { return count & 1; }
+        __device__ __forceinline__ void advance() { count = count + 1 == 2 * ITEMS ? 0 : count + 1; }
     };
 
     static __device__ __forceinline__ void init_barriers(const Shared& at) {

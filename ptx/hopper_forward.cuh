@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-// Forward attention on sm_90a: one warpgroup loads, two multiply.
+// Forward attention on sm_90a: one warpgroup loads, two or three multiply.
 //
-// A thread of the loading warpgroup fills tiles of q, k and v (`hopper_load.cuh`, where items of work are described too). Two
-// warpgroups own 64 rows of q each.
+// A thread of the loading warpgroup fills tiles of q, k and v (`hopper_load.cuh`, where items of work are described too). The
+// others own 64 rows of q each.
 // In each step a warpgroup issues Q K^T of this tile of keys and P V of the one before, turns the new scores into
-// probabilities while P V still runs, and rescales o when that is done; the two take turns in issuing, so that the softmax
-// of one runs beside the products of the other. (FlashAttention-3: Shah et al., 2024.)
+// probabilities while P V still runs, and rescales o when that is done; they take turns in issuing, so that the softmax
+// of one runs beside the products of the others. (FlashAttention-3: Shah et al., 2024.) At head dim 64 a step's products
+// are too short for the softmax of two warpgroups: there are three.
 #pragma once
 #include "hopper_load.cuh"
 
-// Numbers of `bar.sync`: the turn of the first and of the second multiplying warpgroup.
+// Numbers of `bar.sync`: the turn of the first multiplying warpgroup, and behind it those of the others.
 enum : u32 { BARRIER_TURN = 1 };
 
 template <class T, class Shape>
@@ -19,9 +20,10 @@ struct HopperForward {
     using Control = typename Block::Control;
     using Shared = typename Block::Shared;
     using PipelineState = typename Block::PipelineState;
+    using ItemState = typename Block::ItemState;
     static constexpr int D = Block::D, DV = Block::DV, BN = Block::BN, THREADS = Block::THREADS, NT = BN / 8;
     static constexpr u32 Q_PANEL = Block::Q_PANEL, K_PANEL = Block::K_PANEL;
-    static constexpr u32 K_BYTES = Block::K_BYTES, V_BYTES = Block::V_BYTES, GROUP_ROWS = Block::GROUP_ROWS;
+    static constexpr u32 K_BYTES = Block::K_BYTES, V_BYTES = Block::V_BYTES, GROUP_ROWS = Block::GROUP_ROWS, GROUPS = Block::GROUPS;
 
     using Scores = float[1][NT][4];
     using Out = float[1][DV / 8][4];
@@ -37,6 +39,11 @@ struct HopperForward {
     static __device__ __forceinline__ u32 heads_before(volatile const Item& item) { return warp_row() >> item.token_bits; }
     static __device__ __forceinline__ u32 rows_of_head(volatile const Item& item) {
         return heads_before(item) < item.heads ? item.own.rows : 0;
+    }
+
+    // The warpgroup whose turn comes after that of `group`.
+    static __device__ __forceinline__ u32 next_group(u32 group) {
+        return GROUPS == 2 ? group ^ 1 : group + 1 == GROUPS ? 0 : group + 1;
     }
 
     // One arrival of the warp, once all its lanes are done.
@@ -63,10 +70,29 @@ struct HopperForward {
         for (int i = 0; i < BN / 16; ++i) product_add(T{}, out, weights[i], v + i * (16 * 128 >> 4));
     }
 
-    // Everything between q k and the exponent.
+    // Everything between q k and the exponent. Where registers are few, what is not needed meanwhile lies at `state`.
     static __device__ __forceinline__ void shape(Scores& s, const ForwardParams& p, volatile const Item& item,
-                                                 volatile const HopperStep& step, u32 flags) {
+                                                 volatile const HopperStep& step, u32 flags, u32 state, float (&row_max)[2],
+                                                 float (&row_sum)[2]) {
         if (!(flags & (STEP_MASKED | STEP_GENERAL))) return;
+        const u32 own = state + (fresh_thread() - 128) * 16;
+        if (Shape::STATE) {
+            store_shared_pair(own, row_max[0], row_max[1]);
+            store_shared_pair(own + 8, row_sum[0], row_sum[1]);
+        }
+        shape_scores(s, p, item, step, flags);
+        if (Shape::STATE) {
+            const u32 same = state + (fresh_thread() - 128) * 16;
+            const float2 largest = load_shared_pair(same), sum = load_shared_pair(same + 8);
+            row_max[0] = largest.x;
+            row_max[1] = largest.y;
+            row_sum[0] = sum.x;
+            row_sum[1] = sum.y;
+        }
+    }
+
+    static __device__ __forceinline__ void shape_scores(Scores& s, const ForwardParams& p, volatile const Item& item,
+                                                        volatile const HopperStep& step, u32 flags) {
         volatile const Own& own = item.own;
         const u32 row = head_row(item) + (fresh_thread() & 31) / 4;
         if (flags & STEP_GENERAL) {
@@ -157,34 +183,36 @@ struct HopperForward {
             release(at.q_empty());
             expect_running(p, item);
         }
-        shape(s, p, item, control.steps[stage], flags);
+        shape(s, p, item, control.steps[stage], flags, at.state(), row_max, row_sum);
         release(at.k_empty(stage));
         softmax(s, row_max, row_sum, rescale, p.score.exp_scale);
         round(weights, s);
 
         while (!(flags & STEP_LAST)) {
             const u32 before = stage, parity_before = position.parity();
-            ++position.count;
+            position.advance();
             stage = position.stage();
-            barrier_wait(at.v_full(before), parity_before);
             barrier_wait(at.k_full(stage), position.parity());
+            flags = control.steps[stage].flags;
             named_wait<2 * 128>(BARRIER_TURN + group);
             hold(out);
             hold(weights);
             product_fence();
             multiply_keys(s, q, k + stage * (K_BYTES >> 4));
             product_commit();
+            // Scores do not wait for v.
+            barrier_wait(at.v_full(before), parity_before);
+            product_fence();
             multiply_values(out, weights, v + before * (V_BYTES >> 4));
             product_commit();
-            named_arrive<2 * 128>(BARRIER_TURN + (group ^ 1));
+            named_arrive<2 * 128>(BARRIER_TURN + next_group(group));
             product_wait<1>();
             hold(s);
-            flags = control.steps[stage].flags;
             if (flags & STEP_LAST) {
                 release(at.q_empty());
                 expect_running(p, item);
             }
-            shape(s, p, item, control.steps[stage], flags);
+            shape(s, p, item, control.steps[stage], flags, at.state(), row_max, row_sum);
             release(at.k_empty(stage));
             softmax(s, row_max, row_sum, rescale, p.score.exp_scale);
             product_wait<0>();
@@ -210,7 +238,7 @@ struct HopperForward {
         hold(out);
         hold(weights);
         release(at.v_empty(stage));
-        ++position.count;
+        position.advance();
     }
 
     // Word t of four chunks of 16 bytes, in lane t of a quad, becomes all four words of chunk t.
@@ -297,15 +325,14 @@ struct HopperForward {
     }
 
     static __device__ __forceinline__ void consume(const HopperForwardParams& p, const Shared& at, volatile Control& control) {
-        // Which of the two: read from one lane, so that the compiler can see that it is the same in all.
+        // Which of them: read from one lane, so that the compiler can see that it is the same in all.
         const u32 group = __shfl_sync(~0u, threadIdx.x >> 7, 0) - 1;
         // The first warpgroup has the first turn.
-        if (group == 1) named_arrive<2 * 128>(BARRIER_TURN);
+        if (group == GROUPS - 1) named_arrive<2 * 128>(BARRIER_TURN);
         PipelineState position;
-        for (u32 n = 0;; ++n) {
-            const u32 slot = n & 1;
-            barrier_wait(at.q_full(), slot);
-            volatile const Item& item = control.items[slot];
+        for (ItemState n;; n.advance()) {
+            barrier_wait(at.q_full(), n.parity());
+            volatile const Item& item = control.items[n.slot()];
             if (item.own.rows == 0) break;
             Out out;
             clear(out);
@@ -316,7 +343,7 @@ struct HopperForward {
                 release(at.q_empty());
             epilogue(p.call, item, out, row_max, row_sum);
         }
-        // No warpgroup takes the last turn that the second one gives.
+        // No warpgroup takes the last turn that the last one gives.
         if (group == 0) named_wait<2 * 128>(BARRIER_TURN);
     }
 
@@ -330,10 +357,10 @@ struct HopperForward {
         }
         __syncthreads();
         if (threadIdx.x < 128) {
-            registers_down<40>();
+            registers_down<Shape::LOAD_REGISTERS>();
             if (threadIdx.x == 0) Load::produce(maps, p, at, control);
         } else {
-            registers_up<232>();
+            registers_up<Shape::REGISTERS>();
             consume(p, at, control);
         }
     }

@@ -17,7 +17,8 @@ struct HopperLoad {
     using Shared = typename Block::Shared;
     using PipelineState = typename Block::PipelineState;
     static constexpr int BM = Block::BM, BN = Block::BN, WIDTH = Block::WIDTH, VALUE_WIDTH = Block::VALUE_WIDTH;
-    static constexpr u32 K_BYTES = Block::K_BYTES, V_BYTES = Block::V_BYTES, BM_BITS = Block::BM_BITS;
+    static constexpr u32 K_BYTES = Block::K_BYTES, V_BYTES = Block::V_BYTES;
+    using ItemState = typename Block::ItemState;
 
     // `from` is what addresses of metadata are counted from.
     static __device__ __forceinline__ void find_metadata(volatile Metadata& metadata, const HopperForwardParams& p, u64 from) {
@@ -32,7 +33,7 @@ struct HopperLoad {
     static __device__ __forceinline__ void begin_shared(volatile Item& item, volatile const Control& control,
                                                         const HopperForwardParams& p, u32 at) {
         const SharedTiles& s = p.shared;
-        const u32 part = at % s.parts, kv = part / s.each, skipped = (part - kv * s.each) << (BM_BITS - s.token_bits);
+        const u32 part = at % s.parts, kv = part / s.each, skipped = (part - kv * s.each) * ((u32)BM >> s.token_bits);
         const u32 head = (kv == 0 ? 0 : s.first_heads + (kv - 1) * s.group) + skipped;
         const u32 end = min(p.call.heads.q_heads, s.first_heads + kv * s.group);
         const Work work = control.metadata.shared_work[at / s.parts];
@@ -51,7 +52,7 @@ struct HopperLoad {
         const Work work = control.metadata.work[inside / heads];
         describe(item.own, control.metadata.queries[work.run], work, BM, head, kv_head_of(call.heads, head));
         item.heads = 1;
-        item.token_bits = BM_BITS;
+        item.token_bits = Block::ROW_BITS;
     }
 
     static __device__ __forceinline__ void produce(const HopperMaps& maps, const HopperForwardParams& p, const Shared& at,
@@ -63,36 +64,37 @@ struct HopperLoad {
         const u32 shared_items = p.shared.tiles * p.shared.parts, items = p.tiles * call.heads.q_heads + shared_items;
         PipelineState position;
         u32 at_item = blockIdx.x;
-        for (u32 n = 0;; ++n) {
-            const u32 slot = n & 1;
-            // The item before has been read from its slot by all when q is free again for the next.
-            barrier_wait(at.q_empty(), slot ^ 1);
-            volatile Item& item = control.items[slot];
+        for (ItemState n;; n.advance()) {
+            // All have read the item that was in the slot: q of the one after it has been free since before this item.
+            volatile Item& item = control.items[n.slot()];
             volatile Own& own = item.own;
             if (at_item >= items) {
                 own.rows = 0;
+                barrier_wait(at.q_empty(), n.parity() ^ 1);
                 barrier_arrive(at.q_full());
                 break;
             }
-            // The next item is taken now, so that it is there when it is needed.
-            const u32 next = gridDim.x + atomicAdd(p.tile_counter, 1);
             const bool is_shared = at_item - p.shared.begin < shared_items;
             if (is_shared)
                 begin_shared(item, control, p, at_item - p.shared.begin);
             else
                 begin_single(item, control, p, at_item < p.shared.begin ? at_item : at_item - shared_items);
-            const u32 kv_head = own.partner;
             const Run& query = control.metadata.queries[own.run];
             volatile Sweep<1>& sweep = control.sweep;
-            sweep.start(query.begin, query.end, kv_head, kv_head + 1, own, window, side);
+            sweep.start(query.begin, query.end, own.partner, own.partner + 1, own, window, side);
             item.run = &query;
             item.mode = query.mode;
             item.meets = sweep.row != sweep.row_end;
+            // The next item is taken now, so that it is there when it is needed.
+            const u32 next = gridDim.x + atomicAdd(p.tile_counter, 1);
+            // The walk to here ran beside the products of the item before.
+            barrier_wait(at.q_empty(), n.parity() ^ 1);
             if (sweep.row == sweep.row_end)
                 barrier_arrive(at.q_full());
             else
                 load_rows<BM, WIDTH>(at.q, is_shared ? maps.q_shared : maps.q, p.q_span, query, own.first, query.len, own.head,
                             at.q_full());
+            control.next_item = next;
             while (sweep.row != sweep.row_end) {
                 const u32 first = sweep.row, end = sweep.row_end, run = sweep.run;
                 const bool whole = end - first >= BN && first >= sweep.full_begin && first + BN <= sweep.full_end;
@@ -108,12 +110,12 @@ struct HopperLoad {
                 step.run = &keys;
                 step.first = first;
                 step.flags = general | (whole ? 0 : STEP_MASKED) | (last ? STEP_LAST : 0);
-                load_rows<BN, WIDTH>(at.k + stage * K_BYTES, maps.k, p.k_span, keys, first, end, kv_head, at.k_full(stage));
+                load_rows<BN, WIDTH>(at.k + stage * K_BYTES, maps.k, p.k_span, keys, first, end, own.partner, at.k_full(stage));
                 barrier_wait(at.v_empty(stage), free);
-                load_rows<BN, VALUE_WIDTH>(at.v + stage * V_BYTES, maps.v, p.k_span, keys, first, end, kv_head, at.v_full(stage));
-                ++position.count;
+                load_rows<BN, VALUE_WIDTH>(at.v + stage * V_BYTES, maps.v, p.k_span, keys, first, end, own.partner, at.v_full(stage));
+                position.advance();
             }
-            at_item = next;
+            at_item = control.next_item;
         }
     }
 };

@@ -12,9 +12,10 @@
 template <int ROWS, int WIDTH>
 __device__ __forceinline__ void load_rows(u32 to, const TensorMap& map, u32 span, const Run& run, u32 first, u32 end, u32 head,
                                           u32 barrier) {
+    // Read once: the copies are volatile, and the compiler takes each for a write to memory.
+    const int part = (int)((u32)run.row + end);
     barrier_expect(barrier, ROWS * WIDTH * 2);
 #pragma unroll
     for (int panel = 0; panel < WIDTH / 64; ++panel)
-        copy_box(to + panel * ROWS * 128, map, panel * 64, (int)(span - end + first), (int)head, (int)((u32)run.row + end),
-                 barrier);
+        copy_box(to + panel * ROWS * 128, map, panel * 64, (int)(span - end + first), (int)head, part, barrier);
 }

@@ -2,9 +2,10 @@
 // Tiles of every shape compiled for sm_90a. `src/kernel/cuda/hopper.rs` mirrors these numbers.
 //
 // Two warpgroups own 64 q rows each and have 232 registers a thread: 64 for scores, 64 for o, 32 for probabilities at head
-// dim 128; 48, 96 and 24 at 192; 32, 128 and 16 at 256. A third one loads; of its 128 threads one works, with 40 registers.
-// What else bounds the tiles is shared memory, q and STAGES buffers of k and v each, in whole panels of 64 columns: a block
-// may have 227 KB. Head dim 192 would need 241 KB with 128 keys to a tile, and has 96.
+// dim 128; 56, 96 and 28 at 192; 40, 128 and 20 at 256. Another one loads; of its 128 threads one works, with 40 registers.
+// At head dim 64 three own 64 rows each, with 160 registers: 64 for scores, 32 for o, 32 for probabilities. What else bounds the
+// tiles is shared memory, q and STAGES buffers of k and v each, in whole panels of 64 columns: a block may have 227 KB.
+// Head dim 192 would need 241 KB with 128 keys to a tile, and has 112; 256 would need 258 KB with 96, and has 80.
 #pragma once
 #include "shapes.cuh"
 
@@ -15,21 +16,22 @@ struct HopperForwardShape;
     template <>                                                                                         \
     struct HopperForwardShape<shape> : Dims<shape> {                                                    \
         static constexpr int BM = m, BN = n, STAGES = stages, THREADS = 2 * m + 128;                    \
+        static constexpr int REGISTERS = m > 128 ? 160 : 232, LOAD_REGISTERS = m > 128 ? 32 : 40;           \
         static constexpr int WIDTH = (D + 63) / 64 * 64, VALUE_WIDTH = (DV + 63) / 64 * 64;             \
         static constexpr int TILES = 2 * (m * WIDTH + stages * n * (WIDTH + VALUE_WIDTH));              \
-        static constexpr int CONTROL = 512, SHARED = TILES + CONTROL;                                   \
+        static constexpr int CONTROL = 512, STATE = m > 128 ? 32 * m : 0, SHARED = TILES + CONTROL + STATE; \
     };
-HOPPER_FORWARD(64, 128, 128, 2)
+HOPPER_FORWARD(64, 192, 128, 2)
 HOPPER_FORWARD(96, 128, 128, 2)
 HOPPER_FORWARD(128, 128, 128, 2)
 HOPPER_FORWARD(192128, 128, 128, 2)
-HOPPER_FORWARD(192, 128, 96, 2)
-HOPPER_FORWARD(256, 128, 64, 2)
+HOPPER_FORWARD(192, 128, 112, 2)
+HOPPER_FORWARD(256, 128, 80, 2)
 #undef HOPPER_FORWARD
 
 // The backward: BM q rows by BN keys, in two buffers of q and do, and two of ds. Two warpgroups own 64 keys each and have 232
 // registers a thread: at head dim 128 64 each for dk and dv, 32 each for scores and their gradients, and 16 for the
-// probabilities.
+// probabilities; half for dk and dv at 64.
 template <int S>
 struct HopperBackwardShape;
 #define HOPPER_BACKWARD(shape, m, n, batch)                                                               \
@@ -39,5 +41,6 @@ struct HopperBackwardShape;
         static constexpr int TILES = 2 * (n * (D + DV) + 2 * m * (D + DV) + 2 * m * n);                   \
         static constexpr int CONTROL = 2560, SHARED = TILES + CONTROL;                                    \
     };
+HOPPER_BACKWARD(64, 64, 128, 16)
 HOPPER_BACKWARD(128, 64, 128, 16)
 #undef HOPPER_BACKWARD

@@ -31,8 +31,8 @@ pub(crate) const TILE_ROWS: u64 = 64;
 /// q heads share tiles of at least so many rows, in ranges of at most so many rows, and at the end of longer ones.
 pub(crate) const SHARED_ROWS: u32 = 16;
 pub(crate) const SHORT_ROWS: u32 = 1024;
-/// What a longer range is cut into first.
-const STRETCH: u32 = 128;
+/// Rows of the stretches that a longer range is cut into first, by one kernel or the other.
+const STRETCHES: [u32; 2] = [128, 192];
 /// The most that the lists of one call are padded by: eleven lists, each to a multiple of 16 bytes.
 const PADDING: u64 = 11 * 16;
 
@@ -42,7 +42,8 @@ fn tiles(lens: impl Iterator<Item = u32>) -> u64 {
 
 /// The most tiles that q heads share in a range of so many rows.
 pub(crate) fn shared_tiles(len: u32) -> u32 {
-    if len <= SHORT_ROWS { len.div_ceil(SHARED_ROWS) } else { (len % STRETCH).div_ceil(SHARED_ROWS) }
+    let [a, b] = STRETCHES.map(|rows| len % rows);
+    (if len <= SHORT_ROWS { len } else { a.max(b) }).div_ceil(SHARED_ROWS)
 }
 
 /// Bytes of the lists of one attention call, in which two kernels may have tiles of q rows of their own, and heads may

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The forward kernels for `sm_90a` on the cases of the others, at the head dims that they have shapes for. Their tiles are
-//! 128 q rows by 128 keys (96 at head dims above 128, 64 above 192; 128 where those of v are at most 128), in two warpgroups of 64 rows each.
+//! 128 q rows by 128 keys (112 at head dims above 128, 80 above 192; 128 where those of v are at most 128), in two warpgroups
+//! of 64 rows each; at head dims up to 64 there are three.
 //!
 //! On a device of another compute capability the same cases run on the kernels for `sm_80`.
 

@@ -43,6 +43,7 @@ fn lengths() {
 fn dims() {
     let base = Case { documents: vec![(70, 150, 80)], ..Case::new("hopper backward dims", Dtype::F16, (8, 8)) };
     all(&[(104, 128), (128, 72), (8, 104), (120, 8)].map(|dims| of(Dtype::Bf16, dims, &base)));
+    all(&[(64, 64), (40, 24), (8, 56), (64, 8)].map(|dims| of(Dtype::F16, dims, &base)));
 }
 
 /// Full, causal, windows on both sides, and windows that hide everything.
@@ -70,6 +71,7 @@ fn scores() {
         ..Case::new("hopper backward scores", Dtype::F16, DIMS)
     };
     all(&base.with_scores());
+    all(&of(Dtype::Bf16, (64, 64), &base).with_scores());
 }
 
 /// Groups of heads, calls that hold only some heads of the problem, dk and dv of each q head, and such that are added to.
@@ -122,10 +124,19 @@ fn ranges() {
 /// items; more steps than are prepared at once; tiles that meet nothing between others.
 #[test]
 fn bf16_128() {
+    by_one_block(DIMS);
+}
+
+#[test]
+fn bf16_64() {
+    by_one_block((64, 64));
+}
+
+fn by_one_block(dims: (usize, usize)) {
     let _turn = turn();
     let Some(device) = Device::open_hopper() else { return };
     device.cuda.set_sm_margin(u32::MAX);
-    let base = Case::new("hopper backward alone", Dtype::Bf16, DIMS);
+    let base = Case::new("hopper backward alone", Dtype::Bf16, dims);
     let open = Score { window_right: i64::MAX, ..base.score };
     check(&device, &Case { documents: vec![(76, 270, 194), (20, 0, 0), (0, 20, 0)], ..base.clone() });
     let grouped = Case { heads: 4, held: 0..4, ..base.clone() };
@@ -142,7 +153,7 @@ fn bf16_128() {
 fn runs_repeat() {
     let _turn = turn();
     let Some(device) = Device::open_hopper() else { return };
-    runs_repeat_of(&device, "hopper backward repeat", &[DIMS], check);
+    runs_repeat_of(&device, "hopper backward repeat", &[DIMS, (64, 64)], check);
 }
 
 struct Call {
@@ -223,7 +234,7 @@ fn the_family_follows_device_dims_and_tensors() {
     }
     let is_hopper = std::env::var("CPATTN_EMU_SM").is_ok_and(|sm| sm == "90");
     for (d, dv) in [(64, 64), (96, 96), (104, 96), (128, 128), (64, 128), (192, 128), (192, 192), (256, 256)] {
-        let taken = is_hopper && d.max(dv) > 96 && d.max(dv) <= 128;
+        let taken = is_hopper && (d.max(dv) <= 64 || d.max(dv) > 96 && d.max(dv) <= 128);
         let expected = if taken { Family::Sm90a } else { Family::Sm80 };
         assert_eq!(device.cuda.backward_family(Dtype::F16, d, dv), Ok(expected), "{d}/{dv}");
     }

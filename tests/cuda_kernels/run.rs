@@ -122,9 +122,9 @@ pub struct Shared {
 }
 
 /// How many tiles of `keys` rows of k a forward must load, and how many tiles of q: of each k range all tiles between the first
-/// and the last row that some row of the q tile may meet, row by row; q where there are any. A tile has 128 q rows of one
-/// head, or fewer of several, whichever makes fewer steps for these 128 rows; each tile of q is one step more.
-pub fn tiles_met(case: &Case, keys: usize, shared: Option<Shared>) -> (u64, u64) {
+/// and the last row that some row of the q tile may meet, row by row; q where there are any. A tile has `rows` q rows of one
+/// head, or fewer of several, whichever makes fewer steps for these rows; each tile of q is one step more.
+pub fn tiles_met(case: &Case, (rows, keys): (usize, usize), shared: Option<Shared>) -> (u64, u64) {
     let q_side = Side::new(&case.documents.iter().map(|d| (d.0, d.2)).collect::<Vec<_>>(), case.cut, 3);
     let k_side = Side::new(&case.documents.iter().map(|d| (d.1, 0)).collect::<Vec<_>>(), case.cut, 7);
     let (left, right) = (case.score.window_left, case.score.window_right);
@@ -152,8 +152,8 @@ pub fn tiles_met(case: &Case, keys: usize, shared: Option<Shared>) -> (u64, u64)
                 let number = each.len() as u64 * items;
                 ((number, sum * items + number), (sum * items, some * items))
             };
-            for stretch in positions.chunks(128) {
-                let single = count(stretch, 128, case.held.len() as u64);
+            for stretch in positions.chunks(rows) {
+                let single = count(stretch, rows, case.held.len() as u64);
                 let found = match &shared {
                     Some(Shared { rows, parts }) => {
                         let shared = count(stretch, *rows, *parts);

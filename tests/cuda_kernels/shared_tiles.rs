@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Tiles that the q heads of a group share, in the forward kernels for `sm_90a`: 16, 32 or 64 q rows of as many heads as
-//! fill 128 rows, where ranges are short. What is loaded is counted on the stand-in driver.
+//! fill 128 rows (192 at head dims up to 64), where ranges are short. What is loaded is counted on the stand-in driver.
 //!
 //! On a device of another compute capability the same cases run on the kernels for `sm_80`, which have no such tiles.
 
@@ -150,9 +150,14 @@ fn tiles_are_loaded_once() {
     if !counts() {
         return;
     }
-    for (dims, keys) in
-        [((64, 64), 128), ((96, 96), 128), ((128, 128), 128), ((192, 128), 128), ((192, 192), 96), ((256, 256), 64)]
-    {
+    for (dims, tile) in [
+        ((64, 64), (192, 128)),
+        ((96, 96), (128, 128)),
+        ((128, 128), (128, 128)),
+        ((192, 128), (128, 128)),
+        ((192, 192), (128, 112)),
+        ((256, 256), (128, 80)),
+    ] {
         let documents = vec![(150, 420, 270), (1, 60, 59), (0, 20, 0), (30, 0, 0), (260, 260, 0)];
         let base = Case { documents, ..grouped("hopper loads", 2, 1, dims) };
         let window = |left, right| Score { window_left: left, window_right: right, ..base.score };
@@ -169,9 +174,10 @@ fn tiles_are_loaded_once() {
             let shared = match case.heads / case.kv_heads {
                 1 => None,
                 2 => Some(Shared { rows: 64, parts: 1 }),
-                _ => Some(Shared { rows: 32, parts: 2 }),
+                // Three heads of 64 rows fill 192.
+                _ => Some(Shared { rows: if tile.0 == 192 { 64 } else { 32 }, parts: 2 }),
             };
-            let (tiles, items) = tiles_met(&case, keys, shared);
+            let (tiles, items) = tiles_met(&case, tile, shared);
             let panels = |dim: usize| dim.div_ceil(64) as u64;
             let expected = items * panels(dims.0) + tiles * (panels(dims.0) + panels(dims.1));
             assert!(expected > 0);
@@ -181,7 +187,8 @@ fn tiles_are_loaded_once() {
 }
 
 /// Eight heads that read one: documents of 16 rows load an eighth of what a tile for each head would, and make an eighth of
-/// the scores; one row that meets many keys likewise; documents of 40 rows three eighths; a tile of 128 rows the same.
+/// the scores; one row that meets many keys likewise; documents of 40 rows three eighths; a tile of 128 rows the same, and
+/// its rest of 40 rows three eighths again.
 #[test]
 fn short_documents_load_an_eighth() {
     if !alone("shared_tiles::short_documents_load_an_eighth") {
@@ -198,17 +205,17 @@ fn short_documents_load_an_eighth() {
         (vec![(128, 128, 0); 2], 8),
         (vec![(168, 40, 0)], 11),
     ] {
-        let case = Case { documents, ..grouped("eighths", 8, 1, (64, 64)) };
-        let (tiles, items) = tiles_met(&case, 128, None);
-        let (separate, found) = (items + 2 * tiles, boxes(&device, &case).expect("counted"));
-        // Each tile of keys is one box of k and one of v, and 128 x 128 scores.
+        let case = Case { documents, ..grouped("eighths", 8, 1, (128, 128)) };
+        let (tiles, items) = tiles_met(&case, (128, 128), None);
+        let (separate, found) = (2 * items + 4 * tiles, boxes(&device, &case).expect("counted"));
+        // Each tile of keys is two boxes of k and two of v, and 128 x 128 scores; q is two.
         let whole = if eighths > 8 { 16 } else { 8 };
         assert_eq!(found * whole, separate * eighths, "{case:?}");
         let met =
             |&(q, k, start): &(usize, usize, i64)| (0..q as i64).map(|i| (start + i + 1).min(k as i64)).sum::<i64>();
         let used = 8 * case.documents.iter().map(met).sum::<i64>();
         let wasted = |tiles: u64| 100.0 * (1.0 - used as f64 / (tiles * 128 * 128) as f64);
-        let together = tiles_met(&case, 128, Some(Shared { rows: 16, parts: 1 })).0;
+        let together = tiles_met(&case, (128, 128), Some(Shared { rows: 16, parts: 1 })).0;
         println!("wasted scores: {:.1} %, apart {:.1} %: {:?}", wasted(together), wasted(tiles), case.documents);
     }
 }

@@ -9,6 +9,7 @@
 
 use super::family::Family;
 use super::loaded_kernel::LoadedKernel;
+use super::metadata::TileRows;
 use super::params::{ForwardParams, Parameters, Tensor};
 use super::shapes::{SHAPES, Shaped};
 use super::shared_tiles::SharedTiles;
@@ -44,23 +45,29 @@ impl HopperShape {
     const fn taken(self) -> Option<Self> {
         Some(self)
     }
+
+    pub(super) const fn tile(self) -> TileRows {
+        TileRows { queries: self.launch.rows, keys: self.keys }
+    }
 }
 
 const fn forward(d: u32, dv: u32, m: u32, n: u32, stages: u32) -> HopperShape {
     // Whole boxes.
     let (d, dv) = (d.next_multiple_of(COLUMNS), dv.next_multiple_of(COLUMNS));
-    let shared = 2 * (m * d + stages * n * (d + dv)) + CONTROL;
+    // With three multiplying warpgroups, largest score and sum of a row lie there while scores are masked.
+    let state = if m > 128 { 32 * m } else { 0 };
+    let shared = 2 * (m * d + stages * n * (d + dv)) + CONTROL + state;
     HopperShape { launch: Shaped { rows: m, threads: 2 * m + 128, shared }, keys: n, is_taken: true }
 }
 
 /// By the index of [`SHAPES`].
 pub(super) const FORWARD: [Option<HopperShape>; SHAPES.len()] = [
-    forward(64, 64, 128, 128, 2).taken(),
+    forward(64, 64, 192, 128, 2).taken(),
     forward(96, 96, 128, 128, 2).if_forced(),
     forward(128, 128, 128, 128, 2).taken(),
     forward(192, 128, 128, 128, 2).taken(),
-    forward(192, 192, 128, 96, 2).if_forced(),
-    forward(256, 256, 128, 64, 2).taken(),
+    forward(192, 192, 128, 112, 2).if_forced(),
+    forward(256, 256, 128, 80, 2).taken(),
 ];
 
 /// Rows of the tiles of the kernel for a shape, if there is one and they are not `rows`: it then has a list of its own.

@@ -23,7 +23,8 @@ const fn backward(d: u32, dv: u32, m: u32, n: u32) -> Option<Fused> {
 }
 
 /// By the index of [`SHAPES`].
-pub(super) const BACKWARD: [Option<Fused>; SHAPES.len()] = [None, None, backward(128, 128, 64, 128), None, None, None];
+pub(super) const BACKWARD: [Option<Fused>; SHAPES.len()] =
+    [backward(64, 64, 64, 128), None, backward(128, 128, 64, 128), None, None, None];
 
 // The metadata of a launch serves both kernels.
 const _: () = {

@@ -2,8 +2,9 @@
 //! Calls of the kernels for `sm_90a`: loading them, and the parts of a launch.
 
 use super::Cuda;
-use super::hopper::{self, FORWARD, Hopper, HopperParams, HopperPass, MapShape, Other, other_rows, section};
+use super::hopper::{FORWARD, Hopper, HopperParams, HopperPass, HopperShape, MapShape, Other, other_rows, section};
 use super::loaded_kernel::LoadedKernel;
+use super::metadata::TileRows;
 use super::metadata_buffer::{SortBuffers, Writer};
 use super::params::ForwardParams;
 use super::shared_tiles::{HopperTiles, Sharing};
@@ -12,11 +13,9 @@ use crate::call::{Attend, Range};
 
 /// Bytes of the list of tiles that the kernel for a shape has of its own, beside tiles of `rows` rows for the other one.
 pub(super) fn work_bytes(call: &Attend, shape: usize, rows: u32) -> usize {
-    if FORWARD[shape].is_none() {
-        return 0;
-    }
-    if Sharing::of(call.q.heads, &call.heads).is_some() {
-        return shared_tiles::bytes(&call.ranges);
+    let Some(HopperShape { launch, .. }) = FORWARD[shape] else { return 0 };
+    if Sharing::of(call.q.heads, &call.heads, launch.rows).is_some() {
+        return shared_tiles::bytes(&call.ranges, launch.rows);
     }
     other_rows(shape, rows).map_or(0, |rows| metadata::query_work_bytes(&call.ranges, rows))
 }
@@ -32,9 +31,9 @@ pub(super) fn split(
 ) -> HopperTiles {
     let other = other_rows(shape, rows);
     let same = other.is_none().then(|| HopperTiles { work, tiles, ..HopperTiles::default() });
-    if let Some(sharing) = Sharing::of(call.q.heads, &call.heads) {
-        let keys = FORWARD[shape].map_or(1, |s| s.keys);
-        return shared_tiles::write(scratch, writer, &call.ranges, (&sharing, call.q.heads), window, keys, same);
+    let tile = FORWARD[shape].map_or(TileRows { queries: rows, keys: 1 }, |s| s.tile());
+    if let Some(sharing) = Sharing::of(call.q.heads, &call.heads, tile.queries) {
+        return shared_tiles::write(scratch, writer, &call.ranges, (&sharing, call.q.heads), window, tile, same);
     }
     same.unwrap_or_else(|| {
         let (work, tiles) = metadata::query_work(scratch, writer, &call.ranges, other.unwrap_or(rows), window);
@@ -49,8 +48,8 @@ pub(super) fn longest<'a>(ranges: impl Iterator<Item = &'a Range>) -> u32 {
 
 impl Cuda {
     /// The kernel for a shape, if there is one and the device is to run it.
-    pub(super) fn hopper_shape(&self, shape: usize) -> Option<hopper::HopperShape> {
-        let runs = |s: &hopper::HopperShape| s.launch.shared <= self.shared_limit && (s.is_taken || self.every_hopper);
+    pub(super) fn hopper_shape(&self, shape: usize) -> Option<HopperShape> {
+        let runs = |s: &HopperShape| s.launch.shared <= self.shared_limit && (s.is_taken || self.every_hopper);
         FORWARD[shape].filter(|s| self.hopper && runs(s))
     }
 

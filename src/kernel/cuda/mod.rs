@@ -112,7 +112,7 @@ impl Cuda {
     /// selects its attention kernels. Without it, devices of compute capability 9.0 use the kernels for `sm_90a` and all
     /// others those for `sm_80`. Compute capability 9.0 also uses the forward for `sm_80` where the larger of head dim and
     /// value dim is 65 to 96, or the value dim is 129 to 192 and the head dim at most 192 (neither was measured there
-    /// yet), and the backward for `sm_80` where the larger of both is not 97 to 128 (there is no other).
+    /// yet), and the backward for `sm_80` where the larger of both is 65 to 96 or above 128 (there is no other).
     ///
     /// # Errors
     /// [`Error::Unsupported`] when no driver is installed, the device is older than compute capability 8.0, or it does

@@ -1,23 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Which q rows the kernels for `sm_90a` take in tiles that the q heads of a group share.
 //!
-//! A tile has 128 rows. One of a single head holds 128 q rows of it, and where a range is shorter the rest is wasted. A
-//! shared tile holds 16, 32 or 64 q rows of as many heads as fill it, all of which read one kv head: less is wasted at the
-//! end of a range, and the keys that its rows meet are loaded once for these heads.
+//! A tile has 128 rows, or 192. One of a single head holds as many q rows of it, and where a range is shorter the rest is
+//! wasted. A shared tile holds 16, 32 or 64 q rows of as many heads as fill it, all of which read one kv head: less is wasted
+//! at the end of a range, and the keys that its rows meet are loaded once for these heads.
 //!
-//! A range is looked at in stretches of 128 rows. Shared tiles take a stretch where that makes fewer steps, by which a tile
-//! of keys and, once for each tile, what comes before and behind the keys are meant. In ranges above [`SHORT_ROWS`] rows only
-//! a last stretch of fewer than 128 rows is asked about: the others have little to gain, and the metadata stays small.
+//! A range is looked at in stretches of a tile's rows. Shared tiles take a stretch where that makes fewer steps, by which a
+//! tile of keys and, once for each tile, what comes before and behind the keys are meant. In ranges above [`SHORT_ROWS`] rows
+//! only a last stretch of fewer rows is asked about: the others have little to gain, and the metadata stays small.
 
-use super::metadata::{cut, met, partners, work};
+use super::metadata::{TileRows, cut, met, partners, work};
 use super::metadata_buffer::{SortBuffers, Writer, padded};
 use super::params::Work;
 use crate::call::{HeadMap, QRange, Ranges};
 use crate::report::metadata::{SHORT_ROWS, shared_tiles};
 use bytemuck::NoUninit;
-
-/// Rows of a tile.
-const ROWS: u32 = 128;
 
 /// How a call's q heads share tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,8 +31,9 @@ pub(super) struct Sharing {
 }
 
 impl Sharing {
-    /// None where no two q heads read one kv head, or where kv heads would need different numbers of tiles.
-    pub fn of(held: u32, heads: &HeadMap) -> Option<Self> {
+    /// For tiles of `rows` rows. None where no two q heads read one kv head, or where kv heads would need different numbers
+    /// of tiles.
+    pub fn of(held: u32, heads: &HeadMap, rows: u32) -> Option<Self> {
         let group = heads.group.min(held);
         if group <= 1 {
             return None;
@@ -43,13 +41,12 @@ impl Sharing {
         let first_heads = (heads.group - heads.q_offset % heads.group).min(held);
         let (whole, last) = ((held - first_heads) / group, (held - first_heads) % group);
         let most = if whole > 0 { first_heads.max(group) } else { first_heads.max(last) };
-        let token_bits = match most {
-            0 | 1 => return None,
-            2 => 6,
-            3 | 4 => 5,
-            _ => 4,
-        };
-        let tiles = |heads: u32| heads.div_ceil(ROWS >> token_bits);
+        if most <= 1 {
+            return None;
+        }
+        // As many rows as leave room for all of them.
+        let token_bits = (4..=6).rev().find(|&bits| most <= rows >> bits).unwrap_or(4);
+        let tiles = |heads: u32| heads.div_ceil(rows >> token_bits);
         let each = tiles(most);
         let same =
             tiles(first_heads) == each && (whole == 0 || tiles(group) == each) && (last == 0 || tiles(last) == each);
@@ -86,18 +83,18 @@ pub(super) struct HopperTiles {
     pub shared: SharedTiles,
 }
 
-/// The most bytes that [`write`] writes.
-pub(super) fn bytes(ranges: &Ranges) -> usize {
-    let single: usize = ranges.q.iter().map(|q| q.range.len.div_ceil(ROWS) as usize).sum();
+/// The most bytes that [`write`] writes for tiles of `rows` rows.
+pub(super) fn bytes(ranges: &Ranges, rows: u32) -> usize {
+    let single: usize = ranges.q.iter().map(|q| q.range.len.div_ceil(rows) as usize).sum();
     let shared: usize = ranges.q.iter().map(|q| shared_tiles(q.range.len) as usize).sum();
     padded(single * size_of::<Work>()) + padded(shared * size_of::<Work>())
 }
 
-/// Steps of a tile of q rows at positions `first..=last`, whose tiles of keys have `keys` rows; its costs are rows of keys.
+/// Steps of a tile of q rows at positions `first..=last`; its costs are rows of keys.
 struct TileCosts<'a> {
     ranges: &'a Ranges<'a>,
     window: (i64, i64),
-    keys: u32,
+    tile: TileRows,
 }
 
 impl TileCosts<'_> {
@@ -108,11 +105,11 @@ impl TileCosts<'_> {
 
     fn steps(&self, q: &QRange, first: u32, end: u32) -> u64 {
         let (first, last) = (q.range.position(first), q.range.position(end - 1));
-        1 + self.met(q, first, last).map(|rows| rows.div_ceil(self.keys.into())).sum::<u64>()
+        1 + self.met(q, first, last).map(|rows| rows.div_ceil(self.tile.keys.into())).sum::<u64>()
     }
 
     fn shares(&self, q: &QRange, sharing: &Sharing, heads: u32, first: u32, end: u32) -> bool {
-        if q.range.len > SHORT_ROWS && end - first == ROWS {
+        if q.range.len > SHORT_ROWS && end - first == self.tile.queries {
             return false;
         }
         let (rows, heads) = (sharing.rows(), u64::from(heads));
@@ -137,19 +134,20 @@ pub(super) fn write(
     ranges: &Ranges,
     (sharing, heads): (&Sharing, u32),
     window: (i64, i64),
-    keys: u32,
+    tile: TileRows,
     same: Option<HopperTiles>,
 ) -> HopperTiles {
-    let costs = TileCosts { ranges, window, keys };
+    let costs = TileCosts { ranges, window, tile };
+    let whole = tile.queries;
     scratch.tiles.clear();
     scratch.shared_tiles.clear();
     for (i, q) in ranges.q.iter().enumerate() {
         let mut first = 0;
         while first < q.range.len {
-            let end = first + ROWS.min(q.range.len - first);
+            let end = first + whole.min(q.range.len - first);
             let (tiles, rows) = match costs.shares(q, sharing, heads, first, end) {
                 true => (&mut scratch.shared_tiles, sharing.rows()),
-                false => (&mut scratch.tiles, ROWS),
+                false => (&mut scratch.tiles, whole),
             };
             cut(tiles, i, &q.range, first..end, rows, |first, last| costs.met(q, first, last).sum());
             first = end;
@@ -183,8 +181,15 @@ mod tests {
     use crate::report::metadata::SHARED_ROWS;
     use alloc::vec::Vec;
 
+    /// Rows of a tile in most of these tests.
+    const ROWS: u32 = 128;
+
     fn sharing(held: u32, q_offset: u32, group: u32) -> Option<(u32, u32, u32, u32)> {
-        let s = Sharing::of(held, &HeadMap { q_offset, kv_offset: 0, group })?;
+        sharing_of(held, q_offset, group, ROWS)
+    }
+
+    fn sharing_of(held: u32, q_offset: u32, group: u32, rows: u32) -> Option<(u32, u32, u32, u32)> {
+        let s = Sharing::of(held, &HeadMap { q_offset, kv_offset: 0, group }, rows)?;
         assert!(s.rows() >= SHARED_ROWS && s.group <= held);
         Some((s.rows(), s.parts, s.each, s.first_heads))
     }
@@ -211,14 +216,31 @@ mod tests {
         assert_eq!(sharing(5, u32::MAX - 3, u32::MAX), Some((32, 2, 1, 3)));
         // Two tiles of one kv head and one of the other.
         assert_eq!(sharing(20, 12, 16), None);
+        // Tiles of 192 rows: three heads of 64 rows, six of 32, twelve of 16.
+        for (group, rows, each) in
+            [(2, 64, 1), (3, 64, 1), (4, 32, 1), (6, 32, 1), (7, 16, 1), (12, 16, 1), (13, 16, 2)]
+        {
+            assert_eq!(sharing_of(group, 0, group, 192), Some((rows, each, each, group)));
+        }
     }
 
     /// Ranges, and first rows in them.
     type Tiles = Vec<(u32, u32)>;
 
     /// The tiles of one head, and the shared ones; whether these come first.
-    fn split((held, group): (u32, u32), q: &[(u32, i64)], k: &[u32], window: (i64, i64)) -> (Tiles, Tiles, bool) {
-        let sharing = Sharing::of(held, &HeadMap { q_offset: 0, kv_offset: 0, group }).expect("a group");
+    fn split(heads: (u32, u32), q: &[(u32, i64)], k: &[u32], window: (i64, i64)) -> (Tiles, Tiles, bool) {
+        split_of(heads, q, k, window, ROWS)
+    }
+
+    fn split_of(
+        (held, group): (u32, u32),
+        q: &[(u32, i64)],
+        k: &[u32],
+        window: (i64, i64),
+        rows: u32,
+    ) -> (Tiles, Tiles, bool) {
+        let sharing = Sharing::of(held, &HeadMap { q_offset: 0, kv_offset: 0, group }, rows).expect("a group");
+        let tile = TileRows { queries: rows, keys: 128 };
         let q: Vec<QRange> = (0..)
             .zip(q)
             .map(|(i, &(len, pos))| QRange {
@@ -231,11 +253,11 @@ mod tests {
         let k: Vec<Range> = (0..).zip(k).map(|(i, &len)| Range::plain(0, len, 0, i)).collect();
         let pairs: Vec<u32> = (0..k.len() as u32).collect();
         let ranges = Ranges { q: &q, k: &k, pairs: &pairs };
-        let mut memory = alloc::vec![0u128; bytes(&ranges).div_ceil(16)];
+        let mut memory = alloc::vec![0u128; bytes(&ranges, rows).div_ceil(16)];
         let mut scratch = SortBuffers::default();
         let mut writer = Writer::new(bytemuck::cast_slice_mut(&mut memory), 0, 0, None);
-        let split = write(&mut scratch, &mut writer, &ranges, (&sharing, held), window, 128, None);
-        assert!(writer.part().filled <= bytes(&ranges));
+        let split = write(&mut scratch, &mut writer, &ranges, (&sharing, held), window, tile, None);
+        assert!(writer.part().filled <= bytes(&ranges, rows));
         let list = |tiles: &[(u64, Work)]| tiles.iter().map(|(_, w)| (w.run, w.first)).collect::<Tiles>();
         let items = split.tiles as u32 * held + split.shared.tiles * split.shared.parts;
         assert!(items as usize <= q.iter().map(|q| q.range.len.div_ceil(ROWS) * held).sum::<u32>() as usize);
@@ -259,6 +281,11 @@ mod tests {
         // Five of eight places taken: 100 rows would be seven tiles, not five.
         let (single, shared, _) = split((5, 5), &[(100, 0), (60, 0)], &[100, 60], causal);
         assert_eq!((single, shared.len()), (alloc::vec![(0, 0)], 4));
+        // Stretches of 192 rows: none of the first is worth more tiles, and the rest of a long range is up to 191 rows.
+        let (single, shared, _) = split_of((8, 8), &[(192 + 17, 0)], &[209], causal, 192);
+        assert_eq!((single, shared), (alloc::vec![(0, 0)], alloc::vec![(0, 208), (0, 192)]));
+        let (single, shared, _) = split_of((12, 12), &[(5 * 192 + 191, 0)], &[5 * 192 + 191], causal, 192);
+        assert_eq!((single.len(), shared.len()), (5, 12));
         // Ranges without rows have no tiles; those without keys have.
         assert_eq!(split((8, 8), &[(0, 0), (5, 0)], &[7, 0], causal).1, [(1, 0)]);
     }
