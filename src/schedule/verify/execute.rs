@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Executes all operations except kernel calls on tags, which stand for the contents of buffers.
 
-use alloc::{
-    collections::{BTreeMap, BTreeSet},
-    format, vec,
-    vec::Vec,
-};
+use alloc::{collections::BTreeMap, format, vec, vec::Vec};
 
 use super::{
+    borders::NodeBorders,
     flaw::flaw,
     listed::{ListedOp, Met, Sum},
     memory::{Cell, Memory, What},
@@ -102,12 +99,9 @@ pub(super) struct Prover<'a> {
     pub met_for_queries: u128,
     pub met_for_keys: u128,
     traffic: Vec<RankReport>,
-    /// Which rows have crossed from node to node.
-    crossings: BTreeSet<Crossing>,
+    /// What crosses from node to node.
+    pub borders: Option<NodeBorders>,
 }
-
-/// A row that was fetched into a node, or whose gradient left one: content, token, head, node, Ulysses rank.
-type Crossing = (What, u32, u32, usize, usize);
 
 impl<'a> Prover<'a> {
     pub fn new(
@@ -135,7 +129,7 @@ impl<'a> Prover<'a> {
             met_for_queries: 0,
             met_for_keys: 0,
             traffic: schedules.iter().map(report).collect(),
-            crossings: BTreeSet::new(),
+            borders: NodeBorders::new(plan),
         }
     }
 
@@ -309,11 +303,6 @@ impl<'a> Prover<'a> {
         Ok(())
     }
 
-    /// The node of a rank, given as its index in the group.
-    fn node_of(&self, r: usize) -> usize {
-        r / self.plan.mesh().ulysses / self.plan.ring_ranks_of_node()
-    }
-
     /// Moves a message, given as (index in the group, operation, message).
     pub fn transfer(&mut self, from: (usize, usize, usize), to: (usize, usize, usize)) -> Result<()> {
         let listed: &'a [Vec<ListedOp>] = self.listed;
@@ -324,9 +313,8 @@ impl<'a> Prover<'a> {
         };
         let (out, into) = (sends[from.2].view, recvs[to.2].view);
         let home = self.schedules[to.0].ops[to.1].kind.name() == "return";
-        let (here, there) = (self.node_of(from.0), self.node_of(to.0));
-        let crosses = here != there && (home || *strict);
-        let (node, ulysses) = (if home { here } else { there }, to.0 % self.plan.mesh().ulysses);
+        let apart = self.borders.as_ref().is_some_and(|b| b.apart(from.0, to.0));
+        let crosses = apart && (home || *strict);
         let mut cells = Vec::with_capacity(out.heads as usize);
         for row in 0..out.rows {
             cells.clear();
@@ -334,13 +322,13 @@ impl<'a> Prover<'a> {
                 let cell = self.memories[from.0].cell(&out, row, h);
                 // What is fetched stays unread at a sender that only relays it, unless it came from another node and stays
                 // in this one.
-                if !cell.strict || (cell.crossed && *strict && here == there) {
+                if !cell.strict || (cell.crossed && *strict && !apart) {
                     cell.unread = 0;
                 }
                 let cell = *cell;
-                if crosses && !self.crossings.insert((cell.what, cell.token, cell.head, node, ulysses)) {
-                    let way = if home { "from" } else { "to" };
-                    return Err(self.err(from.0, from.1, format!("sends {} {way} node {node} again", cell.describe())));
+                let borders = self.borders.as_mut().filter(|_| crosses);
+                if let Some(text) = borders.and_then(|b| b.cross(from.0, to.0, home, &cell)) {
+                    return Err(self.err(from.0, from.1, text));
                 }
                 let wrong = match cell.what {
                     What::Unset => Some("which was never written"),
@@ -359,6 +347,9 @@ impl<'a> Prover<'a> {
             self.memories[to.0].write_row(to.1, &into, row, |h| cells[h as usize])?;
         }
         let bytes = out.rows * u64::from(out.heads) * self.memories[from.0].table(out.buf).cell_bytes();
+        if let (Some(borders), true) = (&mut self.borders, crosses) {
+            borders.count(from.0, to.0, home, bytes);
+        }
         let count = |p: &mut Self, (r, op, _): (usize, usize, usize), sent: bool| {
             let op = &p.schedules[r].ops[op];
             let (phase, kind) = (op.phase, op.kind.name());
