@@ -24,7 +24,7 @@ use super::builder::{Builder, Life, Region};
 use crate::{
     element::Dtype,
     schedule::{
-        BufferView, CirculatingSide, Lane, Op, OpKind, RingSteps, StepTensor,
+        BETWEEN_NODES, BufferView, CirculatingSide, Lane, Op, OpKind, RingSteps, StepTensor,
         expand::is_fragmented,
         ring_steps::{Hop, RingStep},
     },
@@ -38,9 +38,8 @@ struct PendingOp {
     after: [Option<usize>; 2],
 }
 
-/// What runs inside a node, and what crosses from one to another, in reports and traces.
+/// What runs inside a node, in reports and traces.
 const LOCAL: &str = "ring";
-const BETWEEN_NODES: &str = "between nodes";
 
 /// Place of a fetch among the exchanges of a round.
 const fn fetch_order(step: u32) -> u32 {
