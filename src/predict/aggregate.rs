@@ -11,7 +11,8 @@
 //!   documents make that fewer than all, those are the neighbours in runs of the pack (contiguous, zigzag of the pack), so
 //!   that the first rank of a node gets them all from other nodes, and any ranks in other layouts;
 //! - ring steps overlap perfectly: the ring takes the longer of kernels and exchanges, and one step more of the other. In
-//!   zigzag layouts some ranks have more work than others at a step, though not in total, so this is up to 16 % too quick;
+//!   zigzag layouts some ranks have more work than others at a step, though not in total, so this is up to 16 % too quick, and up to 31 % with two levels and documents
+//!   shorter than a node's share;
 //! - every step reads every q row, and ranks do not wait for each other otherwise;
 //! - on a machine with cores, kernels and exchanges do not overlap at all, and ranks that share cores share them evenly.
 
@@ -21,7 +22,7 @@ use crate::{
     heads::HeadShare,
     layout::Layout,
     machine::{KernelRate, KernelShape, Machine},
-    plan::{CirculatingSide, Form, Plan, Problem, Wire, dealt},
+    plan::{CirculatingSide, Form, Load, Plan, Problem, Wire},
 };
 
 /// The kernels of a problem, forward and backward, and whether they are those of its dims.
@@ -75,10 +76,9 @@ struct Sizes<'a> {
     steps: f64,
 }
 
-/// Forward and backward.
-pub(super) fn passes(plan: &Plan, machine: &Machine, rates: &[KernelRate; 2]) -> Result<[PassTime; 2]> {
+/// Forward and backward, where `load` is that of the busiest ring rank.
+pub(super) fn passes(plan: &Plan, load: &Load, machine: &Machine, rates: &[KernelRate; 2]) -> [PassTime; 2] {
     let (p, mesh) = (plan.problem(), plan.mesh());
-    let load = dealt(p, plan.layout(), mesh.ring)?.largest;
     let (h, hk) = (p.heads() as f64, p.kv_heads() as f64);
     let (mut hq, mut hkv, mut kv_sum) = (0.0f64, 0.0f64, 0.0);
     for u in 0..mesh.ulysses {
@@ -89,6 +89,8 @@ pub(super) fn passes(plan: &Plan, machine: &Machine, rates: &[KernelRate; 2]) ->
     }
     let node = machine.ranks_per_node;
     let in_node = (node / mesh.ulysses).clamp(1, mesh.ring);
+    // Rows that cross once, and are passed on inside: of a node's ranks, each receives its part of them from outside.
+    let readers = if plan.ring_ranks_of_node() < mesh.ring { in_node as f64 } else { 1.0 };
     let u = mesh.ulysses as f64;
     let steps = load.needed.div_ceil(load.k_tokens.max(1)).min(mesh.ring as u64 - 1);
     let near = matches!(plan.layout(), Layout::Contiguous | Layout::ZigzagPack) && steps + 1 < mesh.ring as u64;
@@ -101,8 +103,8 @@ pub(super) fn passes(plan: &Plan, machine: &Machine, rates: &[KernelRate; 2]) ->
         rows_inside: match mesh.ring {
             1 => 1.0,
             ring if in_node == ring => 1.0,
-            _ if near => 0.0,
-            ring => (in_node - 1) as f64 / (ring - 1) as f64,
+            _ if near => 1.0 - 1.0 / readers,
+            ring => 1.0 - (ring - in_node) as f64 / (ring - 1) as f64 / readers,
         },
         steps: steps as f64,
     };
@@ -141,7 +143,7 @@ pub(super) fn passes(plan: &Plan, machine: &Machine, rates: &[KernelRate; 2]) ->
         let kernel = (kernel + calls * (rates[i].call + machine.operation)) * sizes.slower;
         sizes.pass(kernel, calls, into[i], out[i], ring[i], at_once)
     };
-    Ok([pass(0), pass(1)])
+    [pass(0), pass(1)]
 }
 
 impl Sizes<'_> {

@@ -28,7 +28,7 @@ use crate::{
     layout::Layout,
     machine::Machine,
     mesh::Mesh,
-    plan::{LAYOUTS, Options, Plan, Problem},
+    plan::{LAYOUTS, Options, Plan, Problem, dealt},
     report::size::tensor_bytes,
     schedule::Direction,
 };
@@ -73,6 +73,8 @@ pub struct MeshTime {
     pub mesh: Mesh,
     /// The layout.
     pub layout: Layout,
+    /// Levels of the schedule: 2 if rows cross from node to node once ([`Options::ranks_per_node`]), 1 if not.
+    pub levels: usize,
     /// The forward.
     pub forward: PassTime,
     /// The backward.
@@ -88,6 +90,11 @@ impl MeshTime {
     /// Seconds of one forward and one backward.
     pub fn seconds(&self) -> f64 {
         self.forward.seconds + self.backward.seconds
+    }
+
+    /// The options that a plan of this candidate has on the machine.
+    pub fn options(&self, machine: &Machine) -> Options {
+        Options::new().ranks_per_node(if self.levels == 2 { machine.ranks_per_node } else { 0 })
     }
 
     /// Seconds of exposed communication of both.
@@ -134,7 +141,7 @@ pub fn meshes(problem: &Problem, world: usize, machine: &Machine, effort: Effort
                 continue;
             }
             match rate(problem, mesh, layout, machine, &rates) {
-                Ok(candidate) => candidates.push(candidate),
+                Ok(levels) => candidates.extend(levels),
                 // A kind of attention that this mesh cannot compute is no candidate.
                 Err(Error::Unsupported { .. }) => {}
                 Err(error) => return Err(error),
@@ -171,27 +178,34 @@ fn sort(list: &mut [MeshTime], machine: &Machine) {
     });
 }
 
-/// One candidate, by the aggregate model.
+/// The candidates of a mesh and a layout, by the aggregate model: one level, and two where nodes fit the mesh and make a
+/// difference.
 fn rate(
     problem: &Problem,
     mesh: Mesh,
     layout: Layout,
     machine: &Machine,
     rates: &[crate::machine::KernelRate; 2],
-) -> Result<MeshTime> {
-    let plan = Plan::with_options(problem, mesh, layout, Options::default())?;
-    let [forward, backward] = aggregate::passes(&plan, machine, rates)?;
-    let of = |rank| {
-        let work = [Direction::Forward, Direction::Backward].map(|d| plan.workspace_bound(rank, d));
-        tensor_bytes(&plan, rank, Direction::Backward) + work[0].max(work[1])
+) -> Result<Vec<MeshTime>> {
+    let one = Plan::with_options(problem, mesh, layout, Options::default())?;
+    let load = dealt(problem, layout, mesh.ring)?.largest;
+    let two = Plan::with_tokens_of(&one, problem, Options::default().ranks_per_node(machine.ranks_per_node));
+    let two = two.ok().filter(|plan| plan.ring_ranks_of_node() < mesh.ring);
+    let candidate = |(plan, levels): (&Plan, usize)| {
+        let [forward, backward] = aggregate::passes(plan, &load, machine, rates);
+        let of = |rank| {
+            let work = [Direction::Forward, Direction::Backward].map(|d| plan.workspace_bound(rank, d));
+            tensor_bytes(plan, rank, Direction::Backward) + work[0].max(work[1])
+        };
+        let memory = of(0).max(of(mesh.world() - 1));
+        MeshTime { mesh, layout, levels, forward, backward, memory, model: Model::Aggregate }
     };
-    let memory = of(0).max(of(mesh.world() - 1));
-    Ok(MeshTime { mesh, layout, forward, backward, memory, model: Model::Aggregate })
+    Ok([(&one, 1)].into_iter().chain(two.as_ref().map(|two| (two, 2))).map(candidate).collect())
 }
 
 /// Replaces a candidate's figures by those of the simulation.
 fn simulate(problem: &Problem, candidate: &mut MeshTime, machine: &Machine) -> Result<()> {
-    let plan = Plan::new(problem, candidate.mesh, candidate.layout)?;
+    let plan = Plan::with_options(problem, candidate.mesh, candidate.layout, candidate.options(machine))?;
     let pass = |direction| {
         plan.simulate(direction, machine).map(|run| PassTime {
             seconds: run.makespan,

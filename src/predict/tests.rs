@@ -15,7 +15,7 @@ fn problem(lengths: &[usize]) -> Problem {
 /// Every mesh and layout of 16 ranks: the aggregate model against the simulation.
 #[test]
 fn the_aggregate_model_is_near_the_simulation() {
-    let machine = h100();
+    let (machine, mut two) = (h100(), 0);
     for (lengths, mask) in [
         (alloc::vec![1 << 19], Mask::causal()),
         (alloc::vec![1 << 19], Mask::full()),
@@ -30,14 +30,21 @@ fn the_aggregate_model_is_near_the_simulation() {
             let ratio = c.seconds() / exact.seconds();
             // At a ring step of zigzag some ranks have more work than others, and all wait for them.
             let uneven = matches!(c.layout, Layout::Zigzag | Layout::ZigzagPack);
-            assert!(
-                (if uneven { 0.83 } else { 0.98 }..1.02).contains(&ratio),
-                "{mask:?} {} {}: {ratio}",
-                c.mesh,
-                c.layout
-            );
+            // Over two levels a rank has one partner at a step, which is even but for documents shorter than its node's share.
+            let least = match (uneven, c.levels) {
+                (true, 2) if lengths.len() > 1 => 0.69,
+                (true, _) => 0.83,
+                _ => 0.97,
+            };
+            let what = alloc::format!("{mask:?} {} {}, levels {}", c.mesh, c.layout, c.levels);
+            assert!((least..1.02).contains(&ratio), "{what}: {ratio}");
+            two += usize::from(c.levels == 2);
+            // What cards carry is exact where all rows are needed.
+            let bytes = (c.backward.bytes_of_card, exact.backward.bytes_of_card);
+            assert!(mask != Mask::full() || (bytes.0 - bytes.1).abs() <= 0.01 * bytes.1, "{what}: {bytes:?}");
         }
     }
+    assert!(two > 20, "{two} candidates of two levels");
 }
 
 #[test]
