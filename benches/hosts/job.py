@@ -40,6 +40,10 @@ class OverMpi:
         self.rank = Rank(transport)
         names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
         self.number, self.world, self.local, self.each = (int(os.environ[f"OMPI_COMM_WORLD_{name}"]) for name in names)
+        each = ctypes.c_uint32()
+        cpattn._library.call("mpi_ranks_per_node", ctypes.byref(self._comm), ctypes.byref(each))
+        if each.value != self.each:
+            raise RuntimeError(f"MPI says {each.value} ranks share a host, its launcher {self.each}")
 
     def meet(self) -> None:
         self._mpi.MPI_Barrier(self._comm)

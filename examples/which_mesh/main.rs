@@ -151,7 +151,8 @@ fn run(arguments: &Arguments) -> Result<(), String> {
         if arguments.ranks > DRAWN {
             return Err(format!("--timeline of {} ranks, expected at most {DRAWN}; leave it out", arguments.ranks));
         }
-        let run = Plan::new(&problem, best.mesh, best.layout).and_then(|p| p.simulate(Direction::Backward, &machine));
+        let plan = Plan::with_options(&problem, best.mesh, best.layout, best.options(&machine));
+        let run = plan.and_then(|p| p.simulate(Direction::Backward, &machine));
         write(file, &timeline_svg(&run.map_err(|e| e.to_string())?.events))?;
     }
     Ok(())

@@ -43,7 +43,13 @@ pub fn candidates(outlook: &Outlook, most: usize) -> String {
     }
     for (i, c) in shown.iter().enumerate() {
         let y = 70.0 + 24.0 * i as f64;
-        let name = format!("{} × {}, {}", c.mesh.ulysses, c.mesh.ring, c.layout);
+        let name = format!(
+            "{} × {}, {}{}",
+            c.mesh.ulysses,
+            c.mesh.ring,
+            c.layout,
+            if c.levels == 2 { ", 2 levels" } else { "" }
+        );
         text(&mut out, 218.0, y + 12.0, 12, "ink", "end", &name);
         let rest = (c.seconds() - outlook.ideal - c.exposed()).max(0.0);
         let mut x = 226.0;

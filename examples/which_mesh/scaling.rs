@@ -83,11 +83,12 @@ fn line(page: &mut String, outlook: &Outlook) {
     let Some(c) = outlook.candidates.first() else { return };
     let _ = writeln!(
         page,
-        "| {} | {} × {} | {} | {:.3} | {:.3} | {:.3} | {:.1} | {:.2}{} | {:.1} % | {} |",
+        "| {} | {} × {} | {}{} | {:.3} | {:.3} | {:.3} | {:.1} | {:.2}{} | {:.1} % | {} |",
         outlook.world,
         c.mesh.ulysses,
         c.mesh.ring,
         c.layout,
+        if c.levels == 2 { ", 2 levels" } else { "" },
         1e3 * c.forward.seconds,
         1e3 * c.backward.seconds,
         1e3 * c.exposed(),

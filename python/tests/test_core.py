@@ -341,6 +341,7 @@ class Plans(unittest.TestCase):
             ("softcap is '3', a finite number is needed", {"softcap": "3"}),
             ("softcap is True, a finite number is needed", {"softcap": True}),
             ("pack_inputs is 'no', True or False is needed", {"pack_inputs": "no"}),
+            ("ranks_per_node is -1, at least 0 is needed", {"ranks_per_node": -1}),
             (f"gather is 'no', {gathers}", {"gather": "no"}),
             ("sinks is 2, True or False is needed", {"sinks": 2}),
             (f"layout is 'zigzap', {layouts}", {"layout": "zigzap"}),
@@ -375,6 +376,17 @@ class Plans(unittest.TestCase):
             with self.subTest(words), self.assertRaises(cpattn.InvalidArgument) as caught:
                 call()  # type: ignore[no-untyped-call]
             self.assertTrue(str(caught.exception).startswith(words), caught.exception)
+
+    def test_nodes(self) -> None:
+        self.assertEqual(cpattn.ranks_per_node([4, 4, 1, 1]), 2)
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "nodes is 1 ranks in the node of rank 2, expected 2"):
+            cpattn.ranks_per_node([0, 0, 1])
+        two, one = (cpattn.Plan([0, 64], 2, 8, world=4, ring=4, ranks_per_node=n) for n in (2, 0))
+        two.verify()
+        self.assertNotEqual(two.fingerprint, one.fingerprint)
+        self.assertEqual(cpattn.Plan.with_tokens_of(two, 2, 8).fingerprint, two.fingerprint)
+        with self.assertRaisesRegex(cpattn.InvalidArgument, "ranks_per_node is 3, expected a divisor of the 4 ranks"):
+            cpattn.Plan([0, 64], 2, 8, world=4, ring=4, ranks_per_node=3)
 
     def test_names_of_members(self) -> None:
         """Strings, as PyTorch has them for its own options, are the members of these names; None is nothing given."""

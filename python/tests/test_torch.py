@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 import unittest
@@ -67,7 +68,7 @@ def leave(context: Context) -> None:
 
 
 def everything(rank: int, world: int) -> None:
-    for check in (results, kinds, contexts, precision, strides, exchanges, gradcheck, shares, overlaps, subgroups, refusals, second_derivatives, disagreements, leaving, stays_failed):
+    for check in (results, nodes, kinds, contexts, precision, strides, exchanges, gradcheck, shares, overlaps, subgroups, refusals, second_derivatives, disagreements, leaving, stays_failed):
         check(rank, world)
         dist.barrier()
 
@@ -98,6 +99,28 @@ def results(rank: int, world: int) -> None:
     q, k, v = qkv.split([9, 3, 3], dim=1)
     assert torch.equal(batch.attention(q, k, v), batch.attention(q.contiguous(), k.contiguous(), v.contiguous()))
     context.close()
+
+
+def nodes(rank: int, world: int) -> None:
+    """What torchrun tells of its nodes is the default; groups that lie in them unevenly are refused with the way out."""
+    shape, pair = (9, 3, 8, 8), [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    three = dist.new_group([0, 1, 2])
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    try:
+        context = Context(heads=9, kv_heads=3, head_dim=8, dtype=torch.float64, ring=4)
+        told = "2 nodes of 2 ring ranks"
+        assert told in context.batch(DOCUMENTS).plan.explain()
+        compare(context, DOCUMENTS, shape, 1e-14)
+        leave(context)
+        for group, more in ((None, {"ranks_per_node": 0}), (pair, {})):
+            context = Context(group, heads=9, kv_heads=3, head_dim=8, ring=dist.get_world_size(group), **more)  # type: ignore[arg-type]
+            assert told not in context.batch(DOCUMENTS).plan.explain()
+            leave(context)
+        if rank < 3:
+            for words in ("nodes is 1 ranks in the node of rank 2, expected 2", "LOCAL_WORLD_SIZE is 2", "give ranks_per_node, 0 for"):
+                refused(cpattn.InvalidArgument, words, Context, three, heads=9, head_dim=8)
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
 
 
 def kinds(rank: int, world: int) -> None:

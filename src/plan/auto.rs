@@ -225,7 +225,8 @@ pub fn choose_over(world: usize, problem: &Problem, balance: u32, ranks_per_node
     let mut candidates = Vec::new();
     for ulysses in (1..=world.min(problem.heads())).rev().filter(|u| world.is_multiple_of(*u)) {
         let other = problem.kind == AttentionKind::Other;
-        if if other { ulysses != world } else { !holds_ulysses(ulysses, world, ranks_per_node) } {
+        let fits = if other { ulysses == world } else { holds_ulysses(ulysses, world, ranks_per_node) };
+        if !fits {
             continue;
         }
         let mesh = Mesh { replicas: 1, ring: world / ulysses, ulysses };

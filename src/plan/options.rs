@@ -50,7 +50,7 @@ pub enum Wire {
     /// bf16: half the bytes, and each partial is rounded once to 8 bits before it is summed. Measured on f32 inputs
     /// (one document of 200 tokens, full mask, CPU): a relative RMS error of 1.5e-3 to 1.9e-3 in the gradients that are
     /// sent, on a ring of 8 and on Ulysses 4 × ring 2, against 4e-7 with `Full`;
-    /// `cargo test --test runs bf16_wire -- --nocapture`.
+    /// `cargo test --test runs bf16_wire -- --nocapture`. Over several nodes only what crosses is bf16: the sum over a node.
     Bf16,
 }
 
@@ -74,8 +74,9 @@ pub struct Options {
     /// Without it, tensors that are sent in place must be compact.
     pub pack_inputs: bool,
     /// Ranks of a node (or of whatever a slow link joins), 0 if all links are alike. Node n has ranks
-    /// `n · ranks_per_node ..`. Then each row that other nodes need crosses to each of them once, and is passed on inside
-    /// it; gradients are summed inside a node before they cross back.
+    /// `n · ranks_per_node ..`; [`ranks_per_node`](super::ranks_per_node) makes the number of a list. Then each row that other
+    /// nodes need crosses to each of them once, and is passed on inside it; gradients are summed inside a node before they
+    /// cross back. Where a node has one ring rank, and where it has all of them, it makes no difference.
     pub ranks_per_node: usize,
 }
 

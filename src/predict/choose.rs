@@ -23,6 +23,8 @@ impl Plan {
     /// Plans with the mesh and the layout that are predicted to take the least time for one forward and one backward on a
     /// machine; those that fit in the memory of a rank come first. [`Plan::explain`] lists the candidates.
     ///
+    /// Of options with `ranks_per_node` the plans have two levels, otherwise one.
+    ///
     /// It rates every mesh and layout, which takes longer than [`Plan::auto`]; [`Plan::auto_like`] keeps the choice for
     /// the next batch.
     ///
@@ -38,7 +40,7 @@ impl Plan {
     /// # Ok::<(), cpattn::Error>(())
     /// ```
     pub fn auto_on(problem: &Problem, world: usize, machine: &Machine, options: Options) -> Result<Self> {
-        let outlook = outlook(problem, world, machine, Effort::new(0, 0), options)?;
+        let outlook = outlook(problem, world, machine, Effort::new(0, 0), &[options])?;
         let best = outlook.candidates.first();
         let best = best.ok_or_else(|| Error::invalid("world", world, "a mesh that fits the problem"))?;
         let plan = Self::with_options(problem, best.mesh, best.layout, options)?;

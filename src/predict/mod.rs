@@ -74,6 +74,8 @@ pub struct MeshTime {
     pub mesh: Mesh,
     /// The layout.
     pub layout: Layout,
+    /// Levels of the schedule: 2 if rows cross from node to node once ([`Options::ranks_per_node`]), 1 if not.
+    pub levels: usize,
     /// The forward.
     pub forward: PassTime,
     /// The backward.
@@ -89,6 +91,11 @@ impl MeshTime {
     /// Seconds of one forward and one backward.
     pub fn seconds(&self) -> f64 {
         self.forward.seconds + self.backward.seconds
+    }
+
+    /// The options that a plan of this candidate has on the machine.
+    pub fn options(&self, machine: &Machine) -> Options {
+        Options::new().ranks_per_node(if self.levels == 2 { machine.ranks_per_node } else { 0 })
     }
 
     /// Seconds of exposed communication of both.
@@ -123,11 +130,12 @@ pub struct Outlook {
 /// # Errors
 /// A problem that [`Problem::check`] refuses, a world of 0, and a machine without a kernel of the problem's element type.
 pub fn meshes(problem: &Problem, world: usize, machine: &Machine, effort: Effort) -> Result<Outlook> {
-    outlook(problem, world, machine, effort, Options::default())
+    let over_nodes = Options::new().ranks_per_node(machine.ranks_per_node);
+    outlook(problem, world, machine, effort, &[Options::new(), over_nodes])
 }
 
-/// As [`meshes`], of plans with options.
-fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, options: Options) -> Result<Outlook> {
+/// As [`meshes`], of plans with the first options, and with others where these give two levels.
+fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, forms: &[Options]) -> Result<Outlook> {
     problem.check()?;
     Mesh::ring(world)?;
     let (rates, exact_kernels) = aggregate::rates(problem, machine)?;
@@ -142,9 +150,9 @@ fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, o
             }
             // A mesh that cannot compute this kind of attention, or that an option rules out, is no candidate.
             let rated =
-                dealt(layout, mesh.ring).and_then(|d| rate(problem, mesh, layout, d.largest, machine, &rates, options));
+                dealt(layout, mesh.ring).and_then(|d| rate(problem, mesh, layout, d.largest, machine, &rates, forms));
             match rated {
-                Ok(candidate) => candidates.push(candidate),
+                Ok(levels) => candidates.extend(levels),
                 Err(error) => refused = refused.or(Some(error)),
             }
         }
@@ -155,7 +163,7 @@ fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, o
     sort(&mut candidates, machine);
     if world <= effort.most_ranks {
         for c in candidates.iter_mut().take(effort.simulated) {
-            simulate(problem, c, machine, options)?;
+            simulate(problem, c, machine)?;
         }
         // The order is that of one model for the best, and of the other for the rest.
         let simulated = effort.simulated.min(candidates.len());
@@ -182,7 +190,7 @@ fn sort(list: &mut [MeshTime], machine: &Machine) {
     });
 }
 
-/// One candidate, by the aggregate model.
+/// The candidates of a mesh and a layout, by the aggregate model.
 fn rate(
     problem: &Problem,
     mesh: Mesh,
@@ -190,21 +198,27 @@ fn rate(
     load: Load,
     machine: &Machine,
     rates: &[crate::machine::KernelRate; 2],
-    options: Options,
-) -> Result<MeshTime> {
-    let plan = Plan::with_options(problem, mesh, layout, options)?;
-    let [forward, backward] = aggregate::passes(&plan, load, machine, rates);
-    let of = |rank| {
-        let work = [Direction::Forward, Direction::Backward].map(|d| plan.workspace_bound(rank, d));
-        tensor_bytes(&plan, rank, Direction::Backward) + work[0].max(work[1])
+    forms: &[Options],
+) -> Result<Vec<MeshTime>> {
+    let first = Plan::with_options(problem, mesh, layout, forms[0])?;
+    let candidate = |plan: &Plan| {
+        let [forward, backward] = aggregate::passes(plan, load, machine, rates);
+        let of = |rank| {
+            let work = [Direction::Forward, Direction::Backward].map(|d| plan.workspace_bound(rank, d));
+            tensor_bytes(plan, rank, Direction::Backward) + work[0].max(work[1])
+        };
+        let memory = of(0).max(of(mesh.world() - 1));
+        let levels = if plan.ring_ranks_of_node() < mesh.ring { 2 } else { 1 };
+        MeshTime { mesh, layout, levels, forward, backward, memory, model: Model::Aggregate }
     };
-    let memory = of(0).max(of(mesh.world() - 1));
-    Ok(MeshTime { mesh, layout, forward, backward, memory, model: Model::Aggregate })
+    let over_nodes = forms[1..].iter().filter_map(|&options| Plan::with_tokens_of(&first, problem, options).ok());
+    let over_nodes = over_nodes.map(|plan| candidate(&plan)).filter(|c| c.levels == 2);
+    Ok([candidate(&first)].into_iter().chain(over_nodes).collect())
 }
 
 /// Replaces a candidate's figures by those of the simulation.
-fn simulate(problem: &Problem, candidate: &mut MeshTime, machine: &Machine, options: Options) -> Result<()> {
-    let plan = Plan::with_options(problem, candidate.mesh, candidate.layout, options)?;
+fn simulate(problem: &Problem, candidate: &mut MeshTime, machine: &Machine) -> Result<()> {
+    let plan = Plan::with_options(problem, candidate.mesh, candidate.layout, candidate.options(machine))?;
     let pass = |direction| {
         plan.simulate(direction, machine).map(|run| PassTime {
             seconds: run.makespan,

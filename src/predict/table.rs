@@ -16,18 +16,19 @@ impl Outlook {
             out.push_str("The machine has no kernel of these dims: the rates are those of the nearest.\n");
         }
         out.push_str(
-            "\n| ulysses × ring | layout | forward ms | backward ms | exposed ms | MB of a rank inside | MB of a card between | GB of a rank | model |\n\
-             |---|---|---|---|---|---|---|---|---|\n",
+            "\n| ulysses × ring | layout | levels | forward ms | backward ms | exposed ms | MB of a rank inside | MB of a card between | GB of a rank | model |\n\
+             |---|---|---|---|---|---|---|---|---|---|\n",
         );
         for c in self.candidates.iter().take(most) {
             let ms = |s: f64| format!("{:.3}", 1e3 * s);
             let mb = |b: f64| format!("{:.1}", 1e-6 * b);
             let _ = writeln!(
                 out,
-                "| {} × {} | {} | {} | {} | {} | {} | {} | {:.2}{} | {} |",
+                "| {} × {} | {} | {} | {} | {} | {} | {} | {} | {:.2}{} | {} |",
                 c.mesh.ulysses,
                 c.mesh.ring,
                 c.layout,
+                c.levels,
                 ms(c.forward.seconds),
                 ms(c.backward.seconds),
                 ms(c.exposed()),
@@ -58,11 +59,12 @@ impl Outlook {
         let (seconds, exposed) = (best.seconds(), best.exposed());
         let _ = writeln!(
             out,
-            "\nBest: ulysses {} × ring {}, {}. {:.3} ms of {:.3} ms are work spread evenly at the kernels' rates ({:.1} %), \
+            "\nBest: ulysses {} × ring {}, {}{}. {:.3} ms of {:.3} ms are work spread evenly at the kernels' rates ({:.1} %), \
              {:.3} ms exposed communication ({:.1} %); the rest is uneven work, packing and fixed costs.",
             best.mesh.ulysses,
             best.mesh.ring,
             best.layout,
+            if best.levels == 2 { ", two levels (ranks_per_node)" } else { "" },
             1e3 * self.ideal,
             1e3 * seconds,
             100.0 * self.ideal / seconds,

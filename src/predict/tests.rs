@@ -2,7 +2,7 @@
 //! The two models agree where both can be had, and figures follow from the machine.
 
 use super::*;
-use crate::{Batch, Dtype, Mask};
+use crate::{Batch, Dtype, Mask, plan::Gather};
 
 fn h100() -> Machine {
     Machine::parse(include_str!("../../machines/h100_8x400g.machine")).unwrap()
@@ -15,7 +15,7 @@ fn problem(lengths: &[usize]) -> Problem {
 /// Every mesh and layout of 16 ranks: the aggregate model against the simulation.
 #[test]
 fn the_aggregate_model_is_near_the_simulation() {
-    let machine = h100();
+    let (machine, mut two) = (h100(), 0);
     for (lengths, mask) in [
         (alloc::vec![1 << 19], Mask::causal()),
         (alloc::vec![1 << 19], Mask::full()),
@@ -26,18 +26,25 @@ fn the_aggregate_model_is_near_the_simulation() {
         assert!(quick.candidates.iter().all(|c| c.model == Model::Aggregate));
         for c in &quick.candidates {
             let mut exact = *c;
-            simulate(&p, &mut exact, &machine, Options::default()).unwrap();
+            simulate(&p, &mut exact, &machine).unwrap();
             let ratio = c.seconds() / exact.seconds();
             // At a ring step of zigzag some ranks have more work than others, and all wait for them.
             let uneven = matches!(c.layout, Layout::Zigzag | Layout::ZigzagPack);
-            assert!(
-                (if uneven { 0.83 } else { 0.98 }..1.02).contains(&ratio),
-                "{mask:?} {} {}: {ratio}",
-                c.mesh,
-                c.layout
-            );
+            // Over two levels a rank has one partner at a step, which is even but for documents shorter than its node's share.
+            let least = match (uneven, c.levels) {
+                (true, 2) if lengths.len() > 1 => 0.69,
+                (true, _) => 0.83,
+                _ => 0.97,
+            };
+            let what = alloc::format!("{mask:?} {} {}, levels {}", c.mesh, c.layout, c.levels);
+            assert!((least..1.02).contains(&ratio), "{what}: {ratio}");
+            two += usize::from(c.levels == 2);
+            // What cards carry is exact where all rows are needed.
+            let bytes = (c.backward.bytes_of_card, exact.backward.bytes_of_card);
+            assert!(mask != Mask::full() || (bytes.0 - bytes.1).abs() <= 0.01 * bytes.1, "{what}: {bytes:?}");
         }
     }
+    assert!(two > 20, "{two} candidates of two levels");
 }
 
 #[test]
@@ -87,7 +94,8 @@ fn a_plan_is_chosen_by_the_machine() {
     let (mut machine, p) = (h100(), problem(&[1 << 17]));
     for world in [16, 64] {
         let plan = Plan::auto_on(&p, world, &machine, Options::default()).unwrap();
-        let best = &meshes(&p, world, &machine, Effort::new(0, 0)).unwrap().candidates[0];
+        let all = meshes(&p, world, &machine, Effort::new(0, 0)).unwrap().candidates;
+        let best = all.iter().find(|c| c.levels == 1).unwrap();
         assert_eq!((plan.mesh(), plan.layout()), (best.mesh, best.layout));
         let text = plan.explain();
         assert!(text.contains("chosen by the description of a machine"), "{text}");
@@ -106,7 +114,7 @@ fn a_plan_is_chosen_by_the_machine() {
     let slow = Plan::auto_on(&p, 16, &machine, Options::default()).unwrap();
     let seconds = |plan: &Plan| {
         let all = meshes(&p, 16, &machine, Effort::new(0, 0)).unwrap().candidates;
-        all.iter().find(|c| (c.mesh, c.layout) == (plan.mesh(), plan.layout())).unwrap().seconds()
+        all.iter().find(|c| (c.mesh, c.layout, c.levels) == (plan.mesh(), plan.layout(), 1)).unwrap().seconds()
     };
     assert!(seconds(&slow) < seconds(&fast), "{} {}", slow.mesh(), fast.mesh());
 }
@@ -114,9 +122,10 @@ fn a_plan_is_chosen_by_the_machine() {
 #[test]
 fn options_that_rule_out_meshes_leave_the_others() {
     let (machine, p) = (h100(), problem(&[1 << 16]));
-    // Ulysses ranks share a node: of 16 ranks in nodes of 2, only meshes of 1 or 2 of them are plans.
-    let plan = Plan::auto_on(&p, 16, &machine, Options::new().ranks_per_node(2)).unwrap();
-    assert!(plan.mesh().ulysses <= 2 && plan.options().ranks_per_node == 2, "{}", plan.mesh());
+    // A ring over several nodes cannot gather all rows for one call: of 16 ranks in nodes of 8, Ulysses takes 8 or 16.
+    let options = Options::new().gather(Gather::Together).ranks_per_node(8);
+    let plan = Plan::auto_on(&p, 16, &machine, options).unwrap();
+    assert!(plan.mesh().ulysses >= 8 && plan.options().ranks_per_node == 8, "{}", plan.mesh());
     let text = |options| alloc::string::ToString::to_string(&Plan::auto_on(&p, 16, &machine, options).unwrap_err());
     assert_eq!(text(Options::new().passes(9)), "options.passes is 9, expected 1 to kv_heads = 8");
     assert!(text(Options::new().ranks_per_node(3)).contains("options.ranks_per_node is 3"));

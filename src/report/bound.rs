@@ -5,7 +5,8 @@
 //! find forgotten buffers. On the ring, forward: two slots for k and v of others, and o with two words of lse a row in
 //! the accumulator's type. Backward: the two slots; of the travelling gradients two leaving, one arriving and the sum,
 //! dq, and delta. Where documents or stripes leave a share in many pieces, what one ring step sends may be packed
-//! first, once for each reader. Ulysses adds the share itself for the rank's heads, and room for what the all-to-alls
+//! first, once for each reader. Over several nodes there are two node slots, and for gradients two sums of the same rows, each
+//! of an owner's share, or in the gather form one of an owner's share of each other node. Ulysses adds the share itself for the rank's heads, and room for what the all-to-alls
 //! move, twice: going in and coming out, over the bytes that the ring uses in between.
 
 use crate::plan::{Options, Plan, Wire};
@@ -60,7 +61,19 @@ impl Plan {
             all.min(largest)
         };
         let pass = hkv.div_ceil(n(passes));
-        let slots = if form == Form::Ring || passes > 1 { 2 } else { 1 };
+        let crosses = self.ring_ranks_of_node() < mesh.ring;
+        let slots = if form == Form::Ring || passes > 1 || crosses { 2 } else { 1 };
+        // Rows of a node slot, and the slots; none where rows cross into a slot that holds everything.
+        let node_slot = |side| {
+            let others = mesh.ring / self.ring_ranks_of_node() - 1;
+            let largest = (0..mesh.ring).map(|r| n(self.shares().rows(side, r))).max().unwrap_or(0);
+            match form {
+                _ if !crosses => (0, 0),
+                Form::Ring => (largest, n(others.min(2))),
+                Form::Gather => (largest * n(others), 1),
+                Form::Together | Form::Ordered => (0, 0),
+            }
+        };
         let on_ring = |bytes: u64| if ringed { bytes } else { 0 };
         let packed = |bytes: u64| if exchanging || (ringed && (pack_inputs || passes > 1)) { bytes } else { 0 };
         let exchanged = |bytes: u64| if exchanging { bytes } else { 0 };
@@ -72,8 +85,10 @@ impl Plan {
         let (throughout, phases) = if direction == Direction::Forward {
             let share = packed(nk * hkv * dims * e) + exchanged(nq * hq * (dims * e + a));
             let ring = {
-                let packed = leaving_packed(nk * pass * dims * e);
-                on_ring(nq * hq * (dv + 2) * a + slots * ring_step(Side::K) * pass * dims * e + packed)
+                let (rows, node_slots) = node_slot(Side::K);
+                let packed = leaving_packed(nk.max(rows) * pass * dims * e);
+                let all = slots * ring_step(Side::K) + node_slots * rows;
+                on_ring(nq * hq * (dv + 2) * a + all * pass * dims * e + packed)
             };
             (share, [exchanged(lq * others_q * dk * e + keys_in), ring, exchanged(lq * others_q * (dv * e + a))])
         } else {
@@ -88,7 +103,7 @@ impl Plan {
             let sinks = if p.sinks() { (n(mesh.group()) + 1) * n(p.heads()) * digits * a } else { 0 };
             let q_row = hq * (dims * e + 2 * a);
             let ring = if ordered {
-                let packed = leaving_packed(nq * q_row + nk * hkv * dims * e);
+                let packed = leaving_packed(nq * q_row + nk * hkv * dims * e) * if crosses { n(mesh.ring) } else { 1 };
                 2 * (ring_step(Side::Q) * q_row + ring_step(Side::K) * hkv * dims * e) + packed
             } else {
                 let (rows, own, row, gradient) = if queries {
@@ -98,8 +113,16 @@ impl Plan {
                 };
                 // Two leaving, or one made and two narrow ones leaving; what arrives is the own share once for each
                 // reader of a ring step.
-                let leaving = if w == a { slots * a } else { a + slots * w };
-                rows * (slots * row + leaving * gradient) + readers * own * gradient * w + leaving_packed(own * row)
+                let inside = if crosses { a } else { w };
+                let leaving = if inside == a { slots * a } else { a + slots * w };
+                let (node_rows, node_slots) = node_slot(if queries { Side::Q } else { Side::K });
+                let most = own.max(node_rows);
+                let mut ring = rows * (slots * row + leaving * gradient) + readers * most * gradient * inside;
+                ring += node_slots * node_rows * (row + gradient * a);
+                if crosses && w != a {
+                    ring += (node_rows + most * n(mesh.ring)) * gradient * w;
+                }
+                ring + leaving_packed(most * row)
             };
             let back_heads = if ordered { others_q } else { others_kv };
             let back = if ordered || self.shares_kv_heads() { a } else { e };

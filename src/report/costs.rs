@@ -21,7 +21,7 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepCost {
-    /// `"ulysses in"`, `"ring"`, `"ulysses out"`, `"sinks"`.
+    /// `"ulysses in"`, `"ring"`, `"between nodes"` (what of the ring crosses from node to node), `"ulysses out"`, `"sinks"`.
     pub phase: &'static str,
     /// The ring step; 0 outside the ring.
     pub step: u32,
@@ -90,7 +90,7 @@ impl Costs {
 
 /// Where a phase stands in the order of a schedule.
 pub(super) fn order(phase: &str) -> usize {
-    ["ulysses in", "ring", "ulysses out", "sinks"].iter().position(|p| *p == phase).unwrap_or(4)
+    ["ulysses in", "ring", "between nodes", "ulysses out", "sinks"].iter().position(|p| *p == phase).unwrap_or(5)
 }
 
 impl Plan {
@@ -191,6 +191,10 @@ mod tests {
             Options::new().circulate(Circulate::Queries),
             Options::new().circulate(Circulate::Keys).wire(Wire::Bf16),
             Options::new().reproducible(true),
+            Options::new().circulate(Circulate::Keys).ranks_per_node(2),
+            Options::new().circulate(Circulate::Queries).wire(Wire::Bf16).ranks_per_node(2),
+            Options::new().gather(true).ranks_per_node(2),
+            Options::new().reproducible(true).ranks_per_node(2),
         ];
         for dtype in [Dtype::F32, Dtype::Bf16] {
             for mask in [Mask::causal(), Mask::full(), Mask::window(5, 0)] {

@@ -42,6 +42,9 @@ pub(crate) use purpose::Purpose;
 pub(crate) use ring_steps::{RangeScratch, RingSteps};
 pub use tensor_id::TensorId;
 
+/// The phase of exchanges of the ring that go from node to node; those inside a node are "ring".
+pub(crate) const BETWEEN_NODES: &str = "between nodes";
+
 /// One rank's operations in one direction.
 #[derive(Clone, Debug)]
 pub struct Schedule {

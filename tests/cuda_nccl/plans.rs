@@ -82,6 +82,7 @@ fn four_threads() {
     as_threads("ulysses 4");
     as_threads("ring 4");
     as_threads("hybrid 2 x 2");
+    as_threads("two nodes");
 }
 
 #[test]

@@ -35,6 +35,10 @@ pub fn plan(name: &str) -> Plan {
         "hybrid 2 x 2" => (causal, 2, 2, Layout::ZigzagPack, Options::new().circulate(Circulate::Queries)),
         "hybrid 2 x 4" => (causal, 2, 4, Layout::Striped { stripe: 4 }, Options::new()),
         "ring 8" => (causal, 1, 8, Layout::Balanced { chunks: 2 }, Options::new().gather(true)),
+        "two nodes" => {
+            let options = Options::new().circulate(Circulate::Keys).ranks_per_node(2);
+            (causal, 1, 4, Layout::Zigzag, options)
+        }
         "two replicas" => {
             // Four ranks, of which each pair does the same work.
             let mesh = Mesh::explicit(4, 2, 1).unwrap();

@@ -251,6 +251,15 @@ pub fn plans() {
     println!("{FINE}");
 }
 
+/// All processes of a test share a node; a communicator of any of them too.
+pub fn nodes() {
+    let (_universe, comm) = init();
+    assert_eq!(Mpi::ranks_per_node(&comm).unwrap(), 4);
+    let pair = comm.split_by_color(Color::with_value(comm.rank() % 2)).unwrap();
+    assert_eq!(Mpi::ranks_per_node(&pair).unwrap(), 2);
+    println!("{FINE}");
+}
+
 /// Ranks are those of the communicator, not of the job; two groups at a time do not meet.
 pub fn part_of_the_job() {
     let (_universe, comm) = init();

@@ -34,6 +34,7 @@ const TRIALS: &[Trial] = &[
     Trial { name: "agree_and_exchange_overlap", world: 3, rank: exchange::overlap, ends: Ends::Well },
     Trial { name: "plans_as_in_one_process", world: 4, rank: exchange::plans, ends: Ends::Well },
     Trial { name: "ranks_of_a_part_of_the_job", world: 4, rank: exchange::part_of_the_job, ends: Ends::Well },
+    Trial { name: "ranks_of_nodes", world: 4, rank: exchange::nodes, ends: Ends::Well },
     Trial { name: "sizes_that_differ", world: 3, rank: failure::sizes, ends: Ends::Well },
     Trial { name: "a_silent_rank_is_blamed", world: 4, rank: failure::silent, ends: Ends::Well },
     Trial { name: "a_question_between_two_calls", world: 3, rank: failure::between_calls, ends: Ends::Well },

@@ -15,7 +15,7 @@ use crate::{
     batch::Side,
     plan::{Circulate, FEW_KEYS, GATHERED, Gather, MANY_DOCUMENTS, Options, Plan, Wire},
     report::costs::{Costs, StepCost, order},
-    schedule::{CirculatingSide, Direction, Form},
+    schedule::{BETWEEN_NODES, Buffer, CirculatingSide, Direction, Form, Schedule},
 };
 
 impl Plan {
@@ -49,6 +49,7 @@ impl Plan {
         if self.form() != Form::Ring {
             self.describe_price(out, ranks);
         }
+        self.describe_nodes(out, ranks);
         let (k, q) = self.bytes_per_circulating_token();
         let b = self.problem().batch();
         let (nk, nq) = (b.tokens(Side::K) as u128, b.tokens(Side::Q) as u128);
@@ -85,12 +86,52 @@ impl Plan {
         let accumulator = self.problem().dtype().accumulator();
         let _ = match o.wire {
             Wire::Full => writeln!(out, "  partial gradients are sent in {accumulator}: nothing is rounded on the way"),
+            Wire::Bf16 if self.ring_ranks_of_node() < ring => writeln!(
+                out,
+                "  partial gradients are summed in each node in {accumulator}; the sums cross in bf16: half the bytes, each rounded once to 8 bits"
+            ),
             Wire::Bf16 => {
                 writeln!(
                     out,
                     "  partial gradients are sent in bf16: half the bytes, each partial rounded once to 8 bits"
                 )
             }
+        };
+    }
+
+    /// How the ranks lie in nodes, and what it costs to pass rows on.
+    fn describe_nodes(&self, out: &mut String, ranks: &[usize]) {
+        let (each, ring, per_node) = (self.options().ranks_per_node, self.mesh().ring, self.ring_ranks_of_node());
+        if each == 0 || each >= self.mesh().group() {
+            return;
+        }
+        if per_node == ring {
+            let _ = writeln!(
+                out,
+                "  nodes of {each} ranks: no two ring ranks share one, so every row goes straight to its reader and crosses once for each head that is sent"
+            );
+            return;
+        }
+        let _ = writeln!(
+            out,
+            "  {} nodes of {per_node} ring ranks: a row that a node needs of another one crosses once, to the rank at its owner's place, which passes it on{}",
+            ring / per_node,
+            if self.form() == Form::Ordered { "" } else { "; gradients are summed in the node before they cross back" }
+        );
+        let mut parts = Vec::new();
+        for (direction, title) in [(Direction::Forward, "forward"), (Direction::Backward, "backward")] {
+            let bytes = ranks.iter().filter_map(|&rank| {
+                let buffers = Schedule::new(self, rank, direction).ok()?.buffers;
+                let of_nodes = |b: &&Buffer| ["node slot", "sum of a node"].contains(&b.name);
+                Some(buffers.iter().filter(of_nodes).map(|b| u128::from(b.bytes())).sum::<u128>())
+            });
+            parts.push(format!("{} {title}", grouped(bytes.max().unwrap_or(0))));
+        }
+        let _ = match self.form() {
+            Form::Ordered => {
+                writeln!(out, "    rows cross into the slot that all keys are gathered in: no buffer of their own")
+            }
+            _ => writeln!(out, "    bytes of the node slots and of the sums for them, at most: {}", parts.join(", ")),
         };
     }
 
@@ -143,7 +184,8 @@ impl Plan {
         let mut steps: Vec<(usize, &'static str, u32)> = Vec::new();
         for c in costs {
             for s in &c.steps {
-                let key = (order(s.phase), s.phase, s.step);
+                // What crosses between nodes has one line.
+                let key = (order(s.phase), s.phase, if s.phase == BETWEEN_NODES { 0 } else { s.step });
                 if !steps.contains(&key) {
                     steps.push(key);
                 }
@@ -182,7 +224,8 @@ impl Plan {
                 _ => phase.to_string(),
             };
             let of = |f: &dyn Fn(&StepCost) -> u128| {
-                let here = |s: &&StepCost| s.phase == phase && (s.step == step || together && s.step > step);
+                let all = phase == BETWEEN_NODES;
+                let here = |s: &&StepCost| s.phase == phase && (all || s.step == step || together && s.step > step);
                 costs.iter().map(|c| c.steps.iter().filter(here).map(f).sum()).collect::<Vec<u128>>()
             };
             for (name, values) in [

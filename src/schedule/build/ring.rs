@@ -15,7 +15,7 @@
 //! are returned to the gateway, which adds them to its own; that sum crosses back after the node's last return. Only what
 //! crosses is ever narrowed: inside a node partial gradients keep the accumulator's type.
 //!
-//! Where a slot holds the own share ([`Form::Ordered`]), rows of other nodes cross into the slot itself, next to the share,
+//! Where a slot holds the own share (the ordered form), rows of other nodes cross into the slot itself, next to the share,
 //! and the other ranks of the node take from there.
 
 use alloc::{sync::Arc, vec, vec::Vec};
@@ -24,7 +24,7 @@ use super::builder::{Builder, Life, Region};
 use crate::{
     element::Dtype,
     schedule::{
-        BufferView, CirculatingSide, Lane, Op, OpKind, RingSteps, StepTensor,
+        BETWEEN_NODES, BufferView, CirculatingSide, Lane, Op, OpKind, RingSteps, StepTensor,
         expand::is_fragmented,
         ring_steps::{Hop, RingStep},
     },
@@ -38,9 +38,8 @@ struct PendingOp {
     after: [Option<usize>; 2],
 }
 
-/// What runs inside a node, and what crosses from one to another, in reports and traces.
+/// What runs inside a node, in reports and traces.
 const LOCAL: &str = "ring";
-const BETWEEN_NODES: &str = "between nodes";
 
 /// Place of a fetch among the exchanges of a round.
 const fn fetch_order(step: u32) -> u32 {
@@ -114,12 +113,10 @@ impl Travel {
 
     /// Rows of other nodes that lie in the slot next to the own share.
     fn beside(&self) -> u64 {
-        let crossing = self.ring_steps.list().iter().filter(|v| !v.attends() && self.staying_is_there());
-        crossing.map(|v| v.rows_in).sum()
-    }
-
-    fn staying_is_there(&self) -> bool {
-        self.ring_steps.form().holds_own()
+        if !self.ring_steps.form().holds_own() {
+            return 0;
+        }
+        self.ring_steps.list().iter().filter(|v| !v.attends()).map(|v| v.rows_in).sum()
     }
 
     /// Whether anything is exchanged for a ring step.
@@ -354,7 +351,8 @@ impl Builder<'_> {
             }
         }
         // What others take lies in the own share, in a node slot, or in both parts of the slot.
-        let (beside, crossed) = (t.beside(), ring.crossed.filter(|_| t.ring_steps.form().holds_own()));
+        let beside = t.beside();
+        let crossed = if t.ring_steps.form().holds_own() { ring.crossed.take() } else { None };
         let there: Vec<BufferView> = at.iter().map(|s| s.slice(0, t.staying() + beside)).collect();
         let source = match v.node {
             0 if beside > 0 => &there,

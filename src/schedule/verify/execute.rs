@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! Executes all operations except kernel calls on tags, which stand for the contents of buffers.
 
-use alloc::{collections::BTreeSet, format, vec, vec::Vec};
+use alloc::{format, vec, vec::Vec};
 
 use super::{
+    borders::NodeBorders,
     cell::{Cell, What},
     contributions::{Atom, Contributions},
     flaw::flaw,
@@ -57,12 +58,9 @@ pub(super) struct Prover<'a> {
     /// Room for what an operation writes.
     pub pieces: Vec<Piece>,
     traffic: Vec<RankReport>,
-    /// Which rows have crossed from node to node.
-    crossings: BTreeSet<Crossing>,
+    /// What crosses from node to node.
+    pub borders: Option<NodeBorders>,
 }
-
-/// A row that was fetched into a node, or whose gradient left one: content, token, head, node, Ulysses rank.
-type Crossing = (What, u32, u32, usize, usize);
 
 impl<'a> Prover<'a> {
     pub fn new(
@@ -91,7 +89,7 @@ impl<'a> Prover<'a> {
             met_for_keys: 0,
             pieces: Vec::new(),
             traffic: schedules.iter().map(report).collect(),
-            crossings: BTreeSet::new(),
+            borders: NodeBorders::new(plan),
         }
     }
 
@@ -295,11 +293,6 @@ impl<'a> Prover<'a> {
         Ok(())
     }
 
-    /// The node of a rank, given as its index in the group.
-    fn node_of(&self, r: usize) -> usize {
-        r / self.plan.mesh().ulysses / self.plan.ring_ranks_of_node()
-    }
-
     /// Moves a message, given as (index in the group, operation, message).
     pub fn transfer(&mut self, from: (usize, usize, usize), to: (usize, usize, usize)) -> Result<()> {
         let listed: &'a [Vec<ListedOp>] = self.listed;
@@ -310,9 +303,8 @@ impl<'a> Prover<'a> {
         };
         let (out, into) = (sends[from.2].view, recvs[to.2].view);
         let home = self.schedules[to.0].ops[to.1].kind.name() == "return";
-        let (here, there) = (self.node_of(from.0), self.node_of(to.0));
-        let crosses = here != there && (home || *strict);
-        let (node, ulysses) = (if home { here } else { there }, to.0 % self.plan.mesh().ulysses);
+        let apart = self.borders.as_ref().is_some_and(|b| b.apart(from.0, to.0));
+        let crosses = apart && (home || *strict);
         let mut pieces = core::mem::take(&mut self.pieces);
         pieces.clear();
         for head in self.memories[from.0].heads(&out) {
@@ -320,8 +312,9 @@ impl<'a> Prover<'a> {
             while row < out.rows {
                 let (cell, rows) = self.memories[from.0].at(&out, row, head);
                 let rows = rows.min(out.rows - row);
-                if crosses {
-                    self.cross(from, cell, rows, (node, ulysses), home)?;
+                let borders = self.borders.as_mut().filter(|_| crosses);
+                if let Some(text) = borders.and_then(|b| b.cross(from.0, to.0, home, cell, rows)) {
+                    return Err(self.err(from.0, from.1, text));
                 }
                 let wrong = match cell.what {
                     What::Unset => Some("which was never written"),
@@ -341,12 +334,15 @@ impl<'a> Prover<'a> {
             }
             // What is fetched stays unread at a sender that only relays it, unless it came from another node and stays
             // in this one.
-            let passes_on = *strict && here == there;
+            let passes_on = *strict && !apart;
             self.memories[from.0].read(&out, 0, out.rows, head, |c| !c.strict || (c.crossed && passes_on));
         }
         self.memories[to.0].write(to.1, &into, 0, into.rows, &pieces)?;
         self.pieces = pieces;
         let bytes = out.rows * u64::from(out.heads) * self.memories[from.0].table(out.buf).cell_bytes();
+        if let (Some(borders), true) = (&mut self.borders, crosses) {
+            borders.count(from.0, to.0, home, bytes);
+        }
         let count = |p: &mut Self, (r, op, _): (usize, usize, usize), sent: bool| {
             let op = &p.schedules[r].ops[op];
             let (phase, kind) = (op.phase, op.kind.name());
@@ -365,24 +361,6 @@ impl<'a> Prover<'a> {
         };
         count(self, from, true);
         count(self, to, false);
-        Ok(())
-    }
-
-    /// That no row of a run has crossed to, or from, this node before.
-    fn cross(
-        &mut self,
-        from: (usize, usize, usize),
-        cell: Cell,
-        rows: u64,
-        (node, ulysses): (usize, usize),
-        home: bool,
-    ) -> Result<()> {
-        for cell in (0..rows).map(|i| cell.after(i)) {
-            if !self.crossings.insert((cell.what, cell.token, cell.head, node, ulysses)) {
-                let way = if home { "from" } else { "to" };
-                return Err(self.err(from.0, from.1, format!("sends {} {way} node {node} again", cell.describe())));
-            }
-        }
         Ok(())
     }
 }

@@ -18,8 +18,9 @@
 //!    token's k, a running sum of these calls' contributions. Kernels check that rows hold the tokens that their ranges
 //!    claim; at the end each output holds exactly the pairs that the mask allows, each once. A write that is never
 //!    read, and a received row that is in no allowed pair at its reader, are flaws too: nothing unneeded is sent.
-//!    Over several nodes, a row from another node may also be read by passing it on in its node, but no row crosses to a
-//!    node twice, and no gradient of one crosses back twice: the bytes that cross are the least that can be.
+//!    Over several nodes (`borders`), a row from another node may also be read by passing it on in its node, but no row
+//!    crosses to a node twice, or to the one that holds it, and no gradient of one crosses back twice: the bytes that cross
+//!    are the least that can be. And no gateway carries more of them than 1.1 × the mean, or than the busiest owner must.
 //!
 //! The two separate all-to-alls ([`AllToAll`]) are verified by the same four parts; `all_to_all` specifies their inputs
 //! and outputs.
@@ -37,6 +38,7 @@ use crate::{
 
 mod all_to_all;
 mod attend;
+mod borders;
 mod cell;
 mod column;
 mod contributions;
@@ -106,6 +108,9 @@ fn prove(schedules: &[Schedule], listed: &[Vec<listed::ListedOp>], plan: &Plan, 
         all_to_all::bring(&mut prover, all_to_all);
     }
     meet::run(&mut prover, &partners)?;
+    if let Some((rank, text)) = prover.borders.as_ref().and_then(borders::NodeBorders::uneven) {
+        return Err(prover.err(rank, 0, text));
+    }
     let pairs = match purpose {
         Purpose::Attention(direction) => outputs::check(&mut prover, direction)?,
         Purpose::AllToAll(all_to_all) => all_to_all::check(&mut prover, all_to_all)?,

@@ -114,6 +114,31 @@ fn plans_over_nodes_are_proved_and_rows_cross_once() {
     assert!(proved == 480 && crossed > 10_000, "{proved} {crossed}");
 }
 
+/// Where a mask needs all owners' rows alike, no card carries more than 1.1 × the mean of its node's, each way.
+#[test]
+fn cards_are_loaded_evenly() {
+    let batch = Batch::from_lengths(&[960]).unwrap();
+    let layouts = [Layout::Contiguous, Layout::Zigzag, Layout::Striped { stripe: 4 }, Layout::Balanced { chunks: 4 }];
+    for (layout, mask) in layouts.into_iter().flat_map(|l| [(l, Mask::full()), (l, Mask::causal())]) {
+        let problem = Problem::new(batch.clone(), 2, 1, 8, Dtype::Bf16).with_mask(mask);
+        for options in [Options::new().circulate(Circulate::Keys), Options::new().gather(true)] {
+            let mesh = Mesh::ring(12).unwrap();
+            let plan = Plan::with_options(&problem, mesh, layout, options.ranks_per_node(4)).unwrap();
+            let (forward, backward) = plan.verify().unwrap();
+            for node in [forward, backward].iter().flat_map(|r| r.ranks.chunks(4)) {
+                let of = |bytes: fn(&crate::schedule::verify::Traffic) -> u64| -> Vec<u64> {
+                    let far = |t: &&crate::schedule::verify::Traffic| t.phase == "between nodes";
+                    node.iter().map(|r| r.traffic.iter().filter(far).map(bytes).sum()).collect()
+                };
+                for cards in [of(|t| t.bytes_in), of(|t| t.bytes_out)] {
+                    let (most, all) = (cards.iter().max().unwrap(), cards.iter().sum::<u64>());
+                    assert!(10 * 4 * most <= 11 * all, "{layout} {mask:?} {options:?}: {cards:?}");
+                }
+            }
+        }
+    }
+}
+
 /// What the network carries is fetched before a node's own steps need the compute lane to wait: the first part of the next
 /// node's rows is the first exchange, and a part comes before each local step.
 #[test]
