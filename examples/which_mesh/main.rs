@@ -64,7 +64,7 @@ struct Arguments {
     /// Lines of the table.
     #[arg(long, value_name = "N", default_value_t = 12)]
     lines: usize,
-    /// Candidates that are simulated operation by operation: the best by the quick model.
+    /// Candidates of one level, and of two, that are simulated operation by operation: the best by the quick model.
     #[arg(long, value_name = "N", default_value_t = 4)]
     simulate: usize,
     /// Ranks up to which candidates are simulated.

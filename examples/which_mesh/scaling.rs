@@ -41,8 +41,8 @@ pub fn pages(machine: &Machine, file: &str) -> Result<(String, String)> {
          - *Part of ideal*: the time if all work were spread evenly over the ranks at the kernels' rates and nothing else took \
          time, over the predicted time.\n\
          - Up to 32 ranks the best candidates are simulated operation by operation; above that the time is that of the busiest \
-         rank (`src/predict/aggregate.rs` says what that leaves out). One-level schedules: a row that several ranks of a node \
-         need crosses the network once for each. For 16 ranks on two nodes and 524,288 tokens or more the two models differ by at \
+         rank (`src/predict/aggregate.rs` says what that leaves out). Candidates have one level, where a row that \
+         several ranks of a node need crosses the network once for each, or two (`ranks_per_node`), where it crosses once. For 16 ranks on two nodes and 524,288 tokens or more the two models differ by at \
          most 2 %, but for zigzag of the pack and of each document, where the second is up to 16 % too quick: rows of `zigzag-pack` \
          that are not simulated may take that much longer, and another layout may then be the best.\n\
          - Strong scaling: one document of 2^20 tokens. Weak scaling: one document of 2^13 tokens for each rank; its work per rank \

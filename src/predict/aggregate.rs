@@ -11,8 +11,8 @@
 //!   documents make that fewer than all, those are the neighbours in runs of the pack (contiguous, zigzag of the pack), so
 //!   that the first rank of a node gets them all from other nodes, and any ranks in other layouts;
 //! - ring steps overlap perfectly: the ring takes the longer of kernels and exchanges, and one step more of the other. In
-//!   zigzag layouts some ranks have more work than others at a step, though not in total, so this is up to 16 % too quick, and up to 31 % with two levels and documents
-//!   shorter than a node's share;
+//!   zigzag layouts some ranks have more work than others at a step, though not in total, so this is up to 16 % too quick,
+//!   and up to 31 % with two levels and documents shorter than a node's share;
 //! - every step reads every q row, and ranks do not wait for each other otherwise;
 //! - on a machine with cores, kernels and exchanges do not overlap at all, and ranks that share cores share them evenly.
 
@@ -103,7 +103,8 @@ pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, rates: &[Kernel
         rows_inside: match mesh.ring {
             1 => 1.0,
             ring if in_node == ring => 1.0,
-            _ if near => 1.0 - 1.0 / readers,
+            // A gateway has the rows of one owner, and the owners are so many neighbours.
+            _ if near => 1.0 - 1.0 / readers.min(steps.max(1) as f64),
             ring => 1.0 - (ring - in_node) as f64 / (ring - 1) as f64 / readers,
         },
         steps: steps as f64,

@@ -47,7 +47,7 @@ pub enum Model {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Effort {
-    /// Candidates that are simulated: the best of the aggregate model.
+    /// Candidates of one level that are simulated, and of two: the best of the aggregate model.
     pub simulated: usize,
     /// Ranks up to which they are.
     pub most_ranks: usize,
@@ -60,7 +60,7 @@ impl Default for Effort {
 }
 
 impl Effort {
-    /// Simulates up to `simulated` candidates of at most `most_ranks` ranks.
+    /// Simulates up to `simulated` candidates of one level and as many of two, of at most `most_ranks` ranks.
     pub const fn new(simulated: usize, most_ranks: usize) -> Self {
         Self { simulated, most_ranks }
     }
@@ -162,12 +162,20 @@ fn outlook(problem: &Problem, world: usize, machine: &Machine, effort: Effort, f
     }
     sort(&mut candidates, machine);
     if world <= effort.most_ranks {
-        for c in candidates.iter_mut().take(effort.simulated) {
+        let mut left = [effort.simulated; 2];
+        let (mut simulated, others): (Vec<_>, Vec<_>) = candidates.into_iter().partition(|c| {
+            let left = &mut left[c.levels - 1];
+            let first = *left > 0;
+            *left = left.saturating_sub(1);
+            first
+        });
+        for c in &mut simulated {
             simulate(problem, c, machine)?;
         }
         // The order is that of one model for the best, and of the other for the rest.
-        let simulated = effort.simulated.min(candidates.len());
-        sort(&mut candidates[..simulated], machine);
+        sort(&mut simulated, machine);
+        simulated.extend(others);
+        candidates = simulated;
     }
     let flops = 2.0 * problem.area() as f64 * problem.heads() as f64;
     let dims = (problem.head_dim() as f64, problem.value_dim() as f64);

@@ -47,6 +47,18 @@ fn the_aggregate_model_is_near_the_simulation() {
     assert!(two > 20, "{two} candidates of two levels");
 }
 
+/// With a window one rank of a node needs rows of another node: they cross once in either form, over one card.
+#[test]
+fn two_levels_gain_nothing_with_a_short_window() {
+    let p = problem(&[1 << 19]).with_mask(Mask::sliding(4096));
+    let all = meshes(&p, 16, &h100(), Effort::new(0, 0)).unwrap().candidates;
+    let of = |levels| {
+        let found = all.iter().find(|c| (c.mesh.ring, c.layout, c.levels) == (16, Layout::Contiguous, levels));
+        found.unwrap().backward.bytes_of_card
+    };
+    assert!(of(1) > 0.0 && of(1) == of(2), "{} {}", of(1), of(2));
+}
+
 #[test]
 fn the_best_are_simulated_where_that_is_asked_for() {
     let outlook = meshes(&problem(&[1 << 16]), 8, &h100(), Effort::new(2, 8)).unwrap();
