@@ -302,7 +302,7 @@ int32_t cpattn_plan_create(const cpattn_problem *problem, const cpattn_options *
 
 /* As cpattn_plan_create, with the mesh and the layout that are predicted to take the least time on a machine. `machine` is the
  * text of its description, such as those in the folder machines; every rank gives the same. In `options` ulysses, ring and
- * layout are 0: they are chosen. cpattn_plan_explain lists the candidates. It takes longer than cpattn_plan_create: for the
+ * layout are 0: they are chosen; for schedules of two levels set ranks_per_node, to that of the machine. cpattn_plan_explain lists the candidates. It takes longer than cpattn_plan_create: for the
  * next batch give that the mesh and the layout that were chosen. */
 int32_t cpattn_plan_create_on(const cpattn_problem *problem, const cpattn_options *options, const char *machine,
                               cpattn_plan **plan);

@@ -51,7 +51,7 @@ pub unsafe extern "C" fn cpattn_mpi_ranks_per_node(comm: *const c_void, ranks_pe
         {
             use cpattn::transport::mpi::Mpi;
             // SAFETY: the header's promise that this is the address of a communicator, of the MPI of this build.
-            let ranks = unsafe { Mpi::ranks_per_node_of_raw(comm.cast().read()) }?;
+            let ranks = unsafe { Mpi::ranks_per_node_of_raw(core::ptr::read(comm.cast())) }?;
             out.write(ranks as u32);
         }
         #[cfg(not(feature = "mpi"))]

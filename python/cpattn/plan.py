@@ -242,7 +242,8 @@ class Plan:
         **options: Unpack[PlanOptions],
     ) -> Plan:
         """As `Plan`, with the mesh and the layout that are predicted to take the least time on a machine: `machine` is the text
-        of its description, as in the folder machines, the same on every rank. ulysses, ring and layout are chosen, not given.
+        of its description, as in the folder machines, the same on every rank. ulysses, ring and layout are chosen, not given;
+        for schedules of two levels give `ranks_per_node`, that of the machine.
         `explain` lists the candidates. It takes longer than `Plan`: for the next batch give that what `describe` says was chosen.
         """
         if not isinstance(machine, str):

@@ -116,6 +116,10 @@ def nodes(rank: int, world: int) -> None:
             context = Context(group, heads=9, kv_heads=3, head_dim=8, ring=dist.get_world_size(group), **more)  # type: ignore[arg-type]
             assert told not in context.batch(DOCUMENTS).plan.explain()
             leave(context)
+        context = Context(heads=9, kv_heads=3, head_dim=8, ring=4, gather="together")
+        for words in ("gather together over several nodes", "ranks_per_node is 2 by LOCAL_WORLD_SIZE: give another, 0"):
+            refused(cpattn.Unsupported, words, context.batch, DOCUMENTS)
+        leave(context)
         if rank < 3:
             for words in ("nodes is 1 ranks in the node of rank 2, expected 2", "LOCAL_WORLD_SIZE is 2", "give ranks_per_node, 0 for"):
                 refused(cpattn.InvalidArgument, words, Context, three, heads=9, head_dim=8)

@@ -3,7 +3,8 @@
 //!
 //! These are the rules. [`Plan::explain`] prints every candidate with its figures:
 //!
-//! 1. *Meshes* are all `ulysses × ring = world` with `ulysses ≤ heads`. Each is rated with its own automatic layout.
+//! 1. *Meshes* are all `ulysses × ring = world` with `ulysses ≤ heads`, of several nodes those whose Ulysses ranks lie in
+//!    one node. Each is rated with its own automatic layout.
 //!    The lowest cost is chosen; of equal costs the one with the larger `ulysses`.
 //! 2. *Cost* is the multiply-adds of the busiest rank plus `balance` times the bytes that the busiest rank receives,
 //!    both for one forward and one backward. Multiply-adds are the largest mask area of any ring rank times the largest

@@ -76,7 +76,8 @@ pub struct Options {
     /// Ranks of a node (or of whatever a slow link joins), 0 if all links are alike. Node n has ranks
     /// `n · ranks_per_node ..`; [`ranks_per_node`](super::ranks_per_node) makes the number of a list. Then each row that other
     /// nodes need crosses to each of them once, and is passed on inside it; gradients are summed inside a node before they
-    /// cross back. Where a node has one ring rank, and where it has all of them, it makes no difference.
+    /// cross back. Where a node has one ring rank, and where it has all of them, schedules are
+    /// the same. An automatic mesh keeps Ulysses inside a node, so with 1 it is a ring.
     pub ranks_per_node: usize,
 }
 
@@ -141,6 +142,7 @@ impl Options {
         self.pack_inputs = pack_inputs;
         self
     }
+
     /// Sets [`Options::ranks_per_node`].
     #[must_use]
     pub fn ranks_per_node(mut self, ranks: usize) -> Self {

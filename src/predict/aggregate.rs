@@ -90,7 +90,8 @@ pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, rates: &[Kernel
     let node = machine.ranks_per_node;
     let in_node = (node / mesh.ulysses).clamp(1, mesh.ring);
     // Rows that cross once, and are passed on inside: of a node's ranks, each receives its part of them from outside.
-    let readers = if plan.ring_ranks_of_node() < mesh.ring { in_node as f64 } else { 1.0 };
+    let ring_ranks = plan.ring_ranks_of_node();
+    let readers = if ring_ranks < mesh.ring { ring_ranks as f64 } else { 1.0 };
     let u = mesh.ulysses as f64;
     let steps = load.needed.div_ceil(load.k_tokens.max(1)).min(mesh.ring as u64 - 1);
     let near = matches!(plan.layout(), Layout::Contiguous | Layout::ZigzagPack) && steps + 1 < mesh.ring as u64;
@@ -124,18 +125,22 @@ pub(super) fn passes(plan: &Plan, load: Load, machine: &Machine, rates: &[Kernel
     // The ring: the rows that come, and in the backward their gradients.
     let needed = load.needed as f64;
     let keys = needed * hkv * dims;
-    let (fetched, returned) = if plan.backward_circulates() == CirculatingSide::Queries {
-        let tokens = |side| p.batch().tokens(side).max(1) as f64;
-        let rows = needed * tokens(Side::Q) / tokens(Side::K) * hq;
-        (rows * (dims * e + 2.0 * a), rows * dk * w)
-    } else {
-        (keys * e, keys * w)
-    };
+    let tokens = |side| p.batch().tokens(side).max(1) as f64;
+    let q_rows = needed * tokens(Side::Q) / tokens(Side::K) * hq;
+    let queries = q_rows * (dims * e + 2.0 * a);
+    // The ordered form gathers both sides, and sends no gradients home.
     let ordered = plan.form() == Form::Ordered;
-    let ring = [[keys * e, 0.0], [fetched, if ordered { 0.0 } else { returned }]];
+    let backward = match plan.backward_circulates() {
+        _ if ordered => [keys * e + queries, 0.0],
+        CirculatingSide::Queries => [queries, q_rows * dk * w],
+        CirculatingSide::Keys => [keys * e, keys * w],
+    };
+    let ring = [[keys * e, 0.0], backward];
     let at_once = plan.form() != Form::Ring;
     let area = load.area as f64 * hq * 2.0;
-    let flops = [area * dims, area * (3.0 * dk + 2.0 * dv)];
+    // Two calls of the ordered form compute scores twice, for dq and for dk and dv.
+    let products = if ordered { 4.0 * dk + 3.0 * dv } else { 3.0 * dk + 2.0 * dv };
+    let flops = [area * dims, area * products];
     let calls = if at_once { 1.0 } else { sizes.steps + 1.0 };
     let pass = |i: usize| {
         let rows = load.q_tokens as f64 * hq * calls;

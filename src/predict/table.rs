@@ -88,7 +88,7 @@ impl Outlook {
         if self.candidates.iter().any(|c| c.model == Model::Aggregate) {
             out.push_str(
                 "\"Busiest rank\": from the largest load of any rank, without single messages; rows from others are taken to \
-                 come evenly, and ring steps to overlap perfectly. For zigzag layouts that is up to 16 % too quick.\n",
+                 come evenly, and ring steps to overlap perfectly. For zigzag layouts that is up to 16 % too quick, and up to 31 % with two levels and documents shorter than a node's share.\n",
             );
         }
     }

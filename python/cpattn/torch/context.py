@@ -100,7 +100,8 @@ class Context:
             raise InvalidArgument(f"workers is {workers}, which are threads of the CPU: 1 is needed on {self.device}")
         self.transport = GlooTransport(group, timeout=timeout)
         self.number, self.world = self.transport.rank, self.transport.world
-        if "ranks_per_node" not in options:
+        self._from_torchrun = "ranks_per_node" not in options
+        if self._from_torchrun:
             options["ranks_per_node"] = _of_torchrun(dist.get_process_group_ranks(group))
         self._kind: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "dtype": known, **options}
         self._batches: dict[tuple[int, ...], Batch] = {}  # least recently used first
@@ -154,7 +155,13 @@ class Context:
     def _first(self, cu_seqlens: Sequence[int]) -> Plan:
         """A plan that decides who holds which tokens."""
         if not self._layers:
-            return Plan(cu_seqlens, world=self.world, **self._kind)
+            try:
+                return Plan(cu_seqlens, world=self.world, **self._kind)
+            except Error as error:
+                if not self._from_torchrun or "node" not in str(error):
+                    raise
+                told = f"ranks_per_node is {self._kind['ranks_per_node']} by LOCAL_WORLD_SIZE: give another, 0 for links that are all alike"
+                raise type(error)(f"{error}. {told}") from error
         how = {name: self._kind[name] for name in RUNS & self._kind.keys()}
         kinds = [(count, {"dtype": self._kind["dtype"], **kind}) for count, kind in self._layers]
         return Plan.with_tokens_of(Plan.auto_for(cu_seqlens, kinds, world=self.world, **how)[0], **self._kind)
@@ -355,7 +362,9 @@ def _of_torchrun(members: Sequence[int]) -> int:
     if each < 1 or len({rank // each for rank in members}) == 1:
         return 0
     try:
-        return ranks_per_node([rank // each for rank in members])
+        ranks = ranks_per_node([rank // each for rank in members])
+        # With one member on each node a row crosses to each of them anyway, and Ulysses may be the better mesh.
+        return ranks if ranks > 1 else 0
     except InvalidArgument as error:
         raise InvalidArgument(
             f"{error}. LOCAL_WORLD_SIZE is {each}, and the group has the ranks {list(members)}: give ranks_per_node, 0 for links that are all alike"

@@ -17,7 +17,7 @@ use crate::{
     plan::{
         BALANCE, Choice, LAYOUTS, MESSAGE, Plan,
         auto::{Dealt, dealt, dealt_by},
-        choose,
+        choose_over,
     },
 };
 
@@ -50,7 +50,7 @@ impl Plan {
                 let _ = writeln!(out, "  {line}");
             });
         }
-        match choose(mesh.group(), self.problem(), BALANCE) {
+        match choose_over(mesh.group(), self.problem(), BALANCE, self.options().ranks_per_node) {
             Ok(choice) => self.describe_choice(out, &choice),
             Err(e) => {
                 let _ = writeln!(out, "  no automatic mesh: {e}");

@@ -114,7 +114,7 @@ impl Plan {
         }
         let _ = writeln!(
             out,
-            "  {} nodes of {per_node} ring ranks: a row that a node needs of another one crosses once, to the rank at its owner's place, which passes it on{}",
+            "  {} nodes of {per_node} ring ranks: a row that a node needs of another one crosses once for each Ulysses rank that holds its head, to the rank at its owner's place, which passes it on{}",
             ring / per_node,
             if self.form() == Form::Ordered { "" } else { "; gradients are summed in the node before they cross back" }
         );
@@ -137,7 +137,7 @@ impl Plan {
 
     /// What another form costs over the ring form with one pass.
     fn describe_price(&self, out: &mut String, ranks: &[usize]) {
-        let options = Options::default().gather(Gather::Steps);
+        let options = Options::default().gather(Gather::Steps).ranks_per_node(self.options().ranks_per_node);
         let Ok(ring) = Self::with_tokens_of(self, self.problem(), options) else { return };
         for direction in [Direction::Forward, Direction::Backward] {
             let (Ok(ours), Ok(theirs)) = (self.costs_for(ranks, direction), ring.costs_for(ranks, direction)) else {

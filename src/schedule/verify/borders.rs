@@ -2,7 +2,7 @@
 //! The borders between nodes: that what crosses them is the least that can be, on cards that are loaded evenly.
 //!
 //! A row that is fetched into a node crosses its border once at most, and never into the node that owns it; a row that no
-//! rank of the node reads is a flaw of its own (`execute`). So the rows that cross are exactly those that are needed there and
+//! rank of the node reads is a flaw of its own (`execute`). So, for each Ulysses rank by itself, the rows that cross are exactly those that are needed there and
 //! not held there, once each. Gradients are the same rows on the way back: each leaves a node once, and not the owner's.
 //!
 //! An owner must send what other nodes need of its share; where the mask makes that uneven, no choice of gateways changes it.
