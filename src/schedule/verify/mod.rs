@@ -26,7 +26,8 @@
 //! and outputs.
 //!
 //! A flaw is an [`Error::Schedule`] that names rank and operation. The cost is some steps for each range of each call, for
-//! each head where heads can be told apart: rows that hold the same but for their token are one entry (`column`).
+//! each head where heads can be told apart: rows that hold the same but for their token are one entry (`column`). Rows that
+//! cross between nodes are counted one by one.
 
 use alloc::{format, vec::Vec};
 
