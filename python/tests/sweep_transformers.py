@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import models
@@ -60,12 +60,32 @@ SMALL = {
 
 # What some models need besides, or instead; None leaves the number out.
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+HYBRID = ["linear_attention", "hybrid"] * 2
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2}
 OWN: dict[str, dict[str, Any]] = {
     "bamba": MAMBA,
+    "blt": {"encoder_hash_byte_group_vocab": 64},
+    "blt_local_decoder": {"hidden_size_global": 32},
+    "blt_local_encoder": {"hidden_size_global": 32},
+    "cohere_compass_text": {
+        "layer_types": models.KINDS, "head_dim": None,
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]} for kind in models.KINDS},
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "deepseek_v2": EXPERTS,
     "dots1": EXPERTS,
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    "dots3_note_text": {
+        "index_head_dim": 8, "index_n_heads": 2, "index_topk": 4, "shared_experts_intermediate_size": 16, "head_dim": 16,
+        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 8, "swa_kv_lora_rank": 8, "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8,
+    },
+    "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
+    "gemma3n_vision": {"architecture": "mobilenetv3_small_050"},
     "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 8},
     "granitemoehybrid": MAMBA,
     "hunyuan_v1_dense": {"head_dim": 8},
@@ -73,16 +93,41 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "ministral": {"head_dim": 8},
+    "musicgen_decoder": {"num_codebooks": 1},
+    "musicgen_melody_decoder": {"num_codebooks": 1},
     "nemotron": {"num_key_value_heads": 2},
     "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 2, "num_decoder_layers": 2},
-    "reformer": {"axial_pos_embds": False},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4, "hc_lowrank": 8,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    },
+    "reformer": {
+        "axial_pos_embds": False, "hash_seed": 1, "lsh_attention_probs_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0,
+    },
     "xlnet": {"max_position_embeddings": None},
     "xmod": {"default_language": "en_XX"},
+    "zamba": {"layer_types": None, "layers_block_type": HYBRID, "num_hidden_layers": 4, "head_dim": 16, "num_key_value_heads": 4},
+    "zamba2": {"layer_types": None, "layers_block_type": HYBRID, "num_hidden_layers": 4, "num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
 
-def _small(text: Any, kind: str) -> Any:
+# Assistants take no config but one whose text model shares all keys and values.
+SHARED = {
+    "text_config": {
+        "vocab_size": models.WORDS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8, "num_kv_shared_layers": 2, "layer_types": models.KINDS,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "backbone_hidden_size": 32,
+}  # fmt: skip
+WHOLE = {"gemma4_assistant": SHARED, "gemma4_unified_assistant": SHARED}
+
+# Why some cannot be trained by themselves; beside the error that one process raises.
+ALONE = {kind: "an assistant, which reads keys and values of another model" for kind in WHOLE}
+
+
+def _small(text: Any) -> Any:
     """A config of the same type with small numbers."""
     known = {}
     for name, value in SMALL.items():
@@ -97,25 +142,27 @@ def _small(text: Any, kind: str) -> Any:
         known |= {"layer_types": kinds * 2 if len(kinds) == 1 else kinds, "num_hidden_layers": max(2, len(kinds))}
     for name in getattr(type(text), "sub_configs", {}):
         if isinstance(inner := getattr(text, name, None), PreTrainedConfig):
-            known[name] = _small(inner, kind)
+            known[name] = _small(inner)
     if getattr(text, "mlp_layer_types", None):
         known["mlp_layer_types"] = text.mlp_layer_types[: known["num_hidden_layers"]]
-    if type(text).model_type == kind:
-        known |= OWN.get(kind, {})
+    known |= OWN.get(type(text).model_type, {})
     return type(text)(**{name: value for name, value in known.items() if value is not None})
 
 
 def build(kind: str) -> Any:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind)
+    config = AutoConfig.for_model(kind, **WHOLE.get(kind, {}))
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         config = config.get_text_config()
-    small = _small(config, kind)
+    made = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if made.config_class is not type(config):
+        config = config.get_text_config(decoder=True)
+    small = config if kind in WHOLE else _small(config)
     with torch.device("meta"):
-        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(small).parameters())
+        size = sum(p.numel() for p in made._from_config(small).parameters())
     if size > 20_000_000:
         raise ValueError(f"{size / 1e6:.0f} million parameters from the small config")
-    model = AutoModelForCausalLM.from_config(small, attn_implementation="eager", dtype=torch.float32)
+    model = made._from_config(small, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
@@ -144,7 +191,7 @@ def _try(kind: str) -> tuple[str, str]:
         expected, alone = models.gradients(model), loss.item()
         model.zero_grad()
     except Exception as error:
-        return "not tried", _short(error)
+        return "not tried", "; ".join([*filter(None, [ALONE.get(kind)]), _short(error)])
     try:
         cp = ContextParallel(model, gradients="sum", timeout=60)
         loss = model(**pack).loss

@@ -332,6 +332,15 @@ class Others(unittest.TestCase):
             ):  # fmt: skip
                 self.assertIn(word, said[name])
 
+    def test_several_tables_of_embeddings(self) -> None:
+        from cpattn.transformers.probe import probe
+        from transformers.models.musicgen.modeling_musicgen import MusicgenDecoderConfig, MusicgenForCausalLM
+
+        config = MusicgenDecoderConfig(vocab_size=96, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=4, num_codebooks=1)
+        mixers: Any = None  # refused before they are used
+        with self.assertRaisesRegex(Unsupported, "MusicgenForCausalLM embeds tokens by ModuleList"):
+            probe(MusicgenForCausalLM(config), frozenset(), mixers)
+
 
 if __name__ == "__main__":
     unittest.main()

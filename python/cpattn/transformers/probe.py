@@ -56,7 +56,10 @@ def probe(model: Any, takes: frozenset[str], mixers: Mixers) -> list[tuple[int, 
     name = type(model).__name__
     if any(p.is_meta for p in model.parameters()):
         raise Unsupported(f"{name} has parameters on the device meta, and is tried before use: load them first")
-    words = model.get_input_embeddings().weight
+    table = model.get_input_embeddings()
+    # Some models embed several streams of tokens, each with a table of its own.
+    if not isinstance(words := getattr(table, "weight", None), Tensor):
+        raise Unsupported(f"{name} embeds tokens by {type(table).__name__}, not by one table, which is not supported")
     ids = torch.randperm(words.shape[0], generator=torch.Generator().manual_seed(1))[:TOKENS].to(words.device)[None]
     positions = torch.arange(ids.shape[1], device=words.device)[None]
     more = {"use_cache": False} if "use_cache" in takes else {}
