@@ -133,11 +133,20 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
     range(&mut runs, GAP, 0, KEYS[0], 0);
     range(&mut runs, GAP + KEYS[0], KEYS[0] as i64, KEYS[1], 0);
     partners.u32s(&[1, 0]);
-    // Tiles of one head, 128 rows each, then shared ones of 64: all of the first kind, one of each, all of the second. The
-    // number of the first shared item.
-    let (single, shared, begin): (&[u32], &[u32], u32) = match seed % 3 {
-        0 => (&[128, 0], &[], 4),
-        1 => (&[0], &[128], 2),
+    // Rows of a tile of q, and of a tile of keys.
+    let (rows_of_q, tile) = match (dim, value) {
+        (64, _) => (192, 128),
+        (192, 192) => (128, 112),
+        (256, _) => (128, 80),
+        _ => (128, 128),
+    };
+    // Tiles of one head, then shared ones of 64 rows: all of the first kind, one of each, all of the second. The number of
+    // the first shared item.
+    let (single, shared, begin): (&[u32], &[u32], u32) = match (seed % 3, rows_of_q) {
+        (0, 192) => (&[0], &[], 2),
+        (0, _) => (&[128, 0], &[], 4),
+        (1, 192) => (&[64], &[0], 2),
+        (1, _) => (&[0], &[128], 2),
         _ => (&[], &[64, 128, 0], 0),
     };
     work.u32s(&single.iter().chain(shared).flat_map(|&first| [0, first]).collect::<Vec<_>>());
@@ -161,17 +170,11 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
     let scale = (dim as f64).sqrt().recip();
     let log2 = (scale * std::f64::consts::LOG2_E) as f32;
     let (q_row, k_row, v_row) = (Q_HEADS * dim * 2, dim * 2, value * 2);
-    // Rows of a tile of keys.
-    let tile = match (dim, value) {
-        (256, _) => 64,
-        (192, 192) => 96,
-        _ => 128,
-    };
     let mut params = Bytes::default();
-    params.0.extend(q.map(dim, Q_ROWS, 128, 1));
+    params.0.extend(q.map(dim, Q_ROWS, rows_of_q, 1));
     params.0.extend(k.map(dim, KEYS[0], tile, 1));
     params.0.extend(v.map(value, KEYS[0], tile, 1));
-    params.0.extend(q.map(dim, Q_ROWS, 64, 2));
+    params.0.extend(q.map(dim, Q_ROWS, 64, rows_of_q / 64));
     params.u64s(&[q.at, q_row as u64, dim as u64 * 2, k.at, k_row as u64, 0, v.at, v_row as u64, 0]);
     params.u64s(&[0; 6]).u64s(&[o, (Q_HEADS * value * 2) as u64, value as u64 * 2, lse, Q_HEADS as u64 * 4, 4]);
     params.u64s(&[0; 6]).u64s(&[lists[0], lists[1], lists[2], lists[3]]);
@@ -186,14 +189,18 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
     params.0.extend(&among);
 
     let (width, value_width) = (dim.next_multiple_of(64), value.next_multiple_of(64));
-    let shared = 2 * (128 * width + 2 * tile as usize * (width + value_width)) + 512;
+    let state = if rows_of_q > 128 { 32 * rows_of_q as usize } else { 0 };
+    let shared = 2 * (rows_of_q as usize * width + 2 * tile as usize * (width + value_width)) + 512 + state;
     let options = Options { seed, ..Options::default() };
     // One block takes all items, or each its own.
     let grid = [if seed.is_multiple_of(2) { 1 } else { 4 }, 1, 1];
-    let how = Launch { grid, block: [384, 1, 1], dynamic_shared: shared as u32, params: &params.0, options };
+    let how =
+        Launch { grid, block: [2 * rows_of_q + 128, 1, 1], dynamic_shared: shared as u32, params: &params.0, options };
     let stats =
         launch(loaded.kernel("cpattn_hopper_forward").unwrap(), &mut mem, &how).unwrap_or_else(|r| panic!("{r}"));
-    assert_eq!(stats.bank_conflicts(), 0);
+    // With three warpgroups, pairs of a row's largest score and sum lie 16 bytes apart while a step is masked: two passes each.
+    let conflicts = if rows_of_q > 128 { 672 } else { 0 };
+    assert!(stats.bank_conflicts() <= conflicts, "{} bank conflicts", stats.bank_conflicts());
 
     let at = |row: usize, n: usize| (row + GAP) * n;
     let bytes = mem.read(o, rows * Q_HEADS * value * 2).unwrap();
