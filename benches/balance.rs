@@ -37,8 +37,10 @@ fn balances(case: &Case, isa: Isa, workers: usize) -> [(usize, f64); 2] {
         k.push(Range::plain(row, len, 0, doc as u32));
         row += i64::from(len);
     }
-    let q: Vec<QRange> =
-        (0..).zip(&k).map(|(i, &range)| QRange { range, keys_begin: i, keys_end: i + 1, mode: Mode::Only }).collect();
+    let q: Vec<QRange> = (0..)
+        .zip(&k)
+        .map(|(i, &range)| QRange { range, document: [0; 2], keys_begin: i, keys_end: i + 1, mode: Mode::Only })
+        .collect();
     let pairs: Vec<u32> = (0..k.len() as u32).collect();
     let ranges = Ranges { q: &q, k: &k, pairs: &pairs };
     // Shapes alone: no memory is touched.

@@ -58,7 +58,7 @@ fn one(
     let mut scratch = Scratch::new(1);
     scratch.reserve(&Dims { head_dim: DIM, value_dim: DIM, dtype });
     let range = Range::plain(0, tokens as u32, 0, 0);
-    let q = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::Only }];
+    let q = [QRange { range, document: [0; 2], keys_begin: 0, keys_end: 1, mode: Mode::Only }];
     let ranges = Ranges { q: &q, k: &[range], pairs: &[0] };
     let heads = HeadMap { q_offset: 0, kv_offset: 0, group: 1 };
     let score = Score { scale: 0.125, softcap: 0.0, window_left: i64::MAX, window_right: right };

@@ -855,9 +855,16 @@ typedef struct cpattn_range {
 #define CPATTN_ONLY 3  /* first and last at once. Backward: as FIRST */
 
 /* A q range, how its result is stored (mode), and the k ranges it attends to: ranges.k[ranges.pairs[i]] for keys_begin <=
- * i < keys_end, in this order. */
+ * i < keys_end, in this order.
+ *
+ * document: the tokens of q and of k of the whole document, of which a call may have parts, as a step of a ring has; {0, 0} if
+ * they are not given. All q ranges of a document in a call have the same. They matter with CPATTN_ISA_AMX: calls in f32 and
+ * f16 compute long documents with tiles and short ones with vectors, and in f32 the error with vectors is twice as large. If
+ * the lengths are given, each part uses what one call over the whole document would use, so the sum of the parts has the error
+ * of that call; the ranges of plans have them. If not, the ranges of each call decide. */
 typedef struct cpattn_q_range {
   cpattn_range range;
+  uint32_t document[2];
   uint32_t keys_begin;
   uint32_t keys_end;
   uint8_t mode; /* CPATTN_FIRST, ... */
@@ -921,15 +928,6 @@ int32_t cpattn_scratch_set_sm_margin(cpattn_scratch *scratch, uint32_t multiproc
 /* On the CPU: later calls use this instruction set (CPATTN_ISA_..., as in cpattn_rank_options). On a device only
  * CPATTN_ISA_AUTO is accepted. */
 int32_t cpattn_scratch_set_isa(cpattn_scratch *scratch, int32_t isa);
-
-/* On the CPU: declares that the following calls are parts of the attention over the documents of this problem, as the steps
- * of a ring are. With CPATTN_ISA_AMX, calls in f32 and f16 compute long documents with tiles and short ones with vectors, and
- * in f32 the error with vectors is twice as large. If the documents are known, each part uses what one call over all of them
- * would use, so the sum of the parts has the error of that call; a rank does this for its plans. A range's `doc` is then the
- * number of its document in the problem. Of the problem the lengths, windows, heads and kv_heads are used. NULL, or 0
- * documents, resets this: the ranges of each call decide. On a device the kernels do not depend on document lengths, and
- * anything but such a reset is refused with CPATTN_UNSUPPORTED. */
-int32_t cpattn_scratch_set_documents(cpattn_scratch *scratch, const cpattn_problem *problem);
 
 /* On a device: enlarges the ring buffer to `calls` calls in flight (1 to 65536) whose metadata takes `bytes` in all. The
  * metadata of one call must fit into it; while it is full, a call waits for the oldest call in flight, and for nothing else.

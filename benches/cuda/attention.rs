@@ -110,7 +110,7 @@ impl Heads {
         let (mut q_ranges, mut k_ranges, mut row) = (Vec::new(), Vec::new(), 0);
         for (i, &len) in case.lengths.iter().enumerate() {
             let range = Range::plain(row, len as u32, 0, i as u32);
-            q_ranges.push(QRange { range, keys_begin: i as u32, keys_end: i as u32 + 1, mode });
+            q_ranges.push(QRange { range, document: [0; 2], keys_begin: i as u32, keys_end: i as u32 + 1, mode });
             k_ranges.push(range);
             row += len as i64;
         }

@@ -83,7 +83,6 @@ int32_t cpattn_scratch_destroy(cpattn_scratch *scratch) { return 0; }
 int32_t cpattn_scratch_reserve(cpattn_scratch *scratch, int32_t dtype, uint32_t head_dim, uint32_t value_dim) { return 0; }
 int32_t cpattn_scratch_set_sm_margin(cpattn_scratch *scratch, uint32_t multiprocessors) { return 0; }
 int32_t cpattn_scratch_set_isa(cpattn_scratch *scratch, int32_t isa) { return 0; }
-int32_t cpattn_scratch_set_documents(cpattn_scratch *scratch, const cpattn_problem *problem) { return 0; }
 int32_t cpattn_scratch_reserve_metadata(cpattn_scratch *scratch, uint64_t bytes, uint32_t calls) { return 0; }
 int32_t cpattn_attend(cpattn_scratch *scratch, const cpattn_attend_args *args) { return 0; }
 int32_t cpattn_attend_metadata(cpattn_scratch *scratch, const cpattn_attend_args *args, uint64_t *bytes) { return 0; }

@@ -30,6 +30,7 @@ pub struct cpattn_range {
 #[repr(C)]
 pub struct cpattn_q_range {
     pub range: cpattn_range,
+    pub document: [u32; 2],
     pub keys_begin: u32,
     pub keys_end: u32,
     pub mode: u8,
@@ -45,7 +46,7 @@ macro_rules! same_layout {
     };
 }
 same_layout!(cpattn_range, Range: row, pos, len, block, period, doc);
-same_layout!(cpattn_q_range, QRange: range, keys_begin, keys_end, mode);
+same_layout!(cpattn_q_range, QRange: range, document, keys_begin, keys_end, mode);
 
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]

@@ -12,14 +12,14 @@ use super::dlpack::device;
 use super::dlpack::without_cuda;
 use super::{
     handle::{self, Handle, HandleKind},
-    input::{one_of, result, sized},
-    problem::{self, DTYPES, cpattn_problem},
+    input::{one_of, result},
+    problem::DTYPES,
     rank::{instruction_set, workers},
     status::{Fail, Outcome},
 };
 #[cfg(feature = "cuda")]
 use cpattn::kernel::cuda::StreamKernels;
-use cpattn::{Device, call::Score, error::Error, kernel::Kernels, plan::MAX_HEAD_DIM};
+use cpattn::{Device, error::Error, kernel::Kernels, plan::MAX_HEAD_DIM};
 
 /// Rings beyond this are a mistake.
 const MAX_METADATA_BYTES: u64 = 1 << 32;
@@ -129,23 +129,6 @@ pub unsafe extern "C" fn cpattn_scratch_set_isa(scratch: *mut cpattn_scratch, is
     boundary!({
         let scratch = given!(handle::borrow(scratch));
         scratch.lock()?.set_isa(instruction_set("isa", isa)?)?;
-    })
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cpattn_scratch_set_documents(
-    scratch: *mut cpattn_scratch,
-    problem: *const cpattn_problem,
-) -> i32 {
-    boundary!({
-        let scratch = given!(handle::borrow(scratch));
-        let problem =
-            if problem.is_null() { None } else { Some(given!(problem::problem(&sized("problem", problem)?, None))) };
-        let (mut score, mut group) = (Score { scale: 1.0, softcap: 0.0, window_left: 0, window_right: 0 }, 1);
-        if let Some(p) = &problem {
-            (score, group) = (p.score(), p.group() as u32);
-        }
-        scratch.lock()?.set_documents(problem.iter().flat_map(|p| p.document_lengths()), &score, group)?;
     })
 }
 

@@ -95,12 +95,9 @@ static void places(void) {
   REFUSED(CPATTN_UNSUPPORTED, "options.isa = 1 on CUDA device 0", cpattn_rank_create(transport, &options, &rank));
   options.isa = CPATTN_ISA_AUTO;
   OK(cpattn_rank_create(transport, &options, &rank)); /* still the caller's after all these */
-  cpattn_problem long_document = problem(CPATTN_F16, DIM);
   OK(cpattn_scratch_create_cuda(0, &scratch));
   OK(cpattn_scratch_set_isa(scratch, CPATTN_ISA_AUTO));
   REFUSED(CPATTN_UNSUPPORTED, "instruction set portable on CUDA device 0", cpattn_scratch_set_isa(scratch, CPATTN_ISA_PORTABLE));
-  OK(cpattn_scratch_set_documents(scratch, NULL));
-  REFUSED(CPATTN_UNSUPPORTED, "documents of calls on CUDA device 0", cpattn_scratch_set_documents(scratch, &long_document));
   OK(cpattn_scratch_destroy(scratch));
   OK(cpattn_rank_destroy(rank));
   OK(cpattn_transport_destroy(local));

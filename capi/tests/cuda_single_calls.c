@@ -42,10 +42,10 @@ static cpattn_attend_backward_args backward_args(int device, cpattn_q_range *ran
 }
 
 static void attention(void) {
-  cpattn_q_range once[] = {{{0, 0, 20, 1, 1, 0}, 0, 2, CPATTN_ONLY, {0}}, {{20, 5, 30, 1, 1, 1}, 2, 3, CPATTN_ONLY, {0}}};
-  cpattn_q_range first[] = {{{0, 0, 20, 1, 1, 0}, 0, 1, CPATTN_FIRST, {0}}, {{20, 5, 30, 1, 1, 1}, 2, 3, CPATTN_FIRST, {0}}};
-  cpattn_q_range merge[] = {{{0, 0, 20, 1, 1, 0}, 1, 2, CPATTN_MERGE, {0}}, {{20, 5, 30, 1, 1, 1}, 0, 0, CPATTN_MERGE, {0}}};
-  cpattn_q_range last[] = {{{0, 0, 20, 1, 1, 0}, 0, 0, CPATTN_LAST, {0}}, {{20, 5, 30, 1, 1, 1}, 0, 0, CPATTN_LAST, {0}}};
+  cpattn_q_range once[] = {{{0, 0, 20, 1, 1, 0}, {0, 0}, 0, 2, CPATTN_ONLY, {0}}, {{20, 5, 30, 1, 1, 1}, {0, 0}, 2, 3, CPATTN_ONLY, {0}}};
+  cpattn_q_range first[] = {{{0, 0, 20, 1, 1, 0}, {0, 0}, 0, 1, CPATTN_FIRST, {0}}, {{20, 5, 30, 1, 1, 1}, {0, 0}, 2, 3, CPATTN_FIRST, {0}}};
+  cpattn_q_range merge[] = {{{0, 0, 20, 1, 1, 0}, {0, 0}, 1, 2, CPATTN_MERGE, {0}}, {{20, 5, 30, 1, 1, 1}, {0, 0}, 0, 0, CPATTN_MERGE, {0}}};
+  cpattn_q_range last[] = {{{0, 0, 20, 1, 1, 0}, {0, 0}, 0, 0, CPATTN_LAST, {0}}, {{20, 5, 30, 1, 1, 1}, {0, 0}, 0, 0, CPATTN_LAST, {0}}};
   for (int device = 0; device < 2; device++) {
     cpattn_scratch *scratch = device ? gpu : cpu;
     cpattn_q_range *visits[] = {once, first, merge, last};
@@ -77,8 +77,8 @@ static void attention(void) {
 /* Rows that are only read may lie in two ranges: keys that two documents share, queries of a backward for keys alone. */
 static void shared_rows(void) {
   cpattn_range prefix[] = {{0, 0, 12, 1, 1, 0}, {0, 0, 12, 1, 1, 1}}, halves[] = {{0, 0, 12, 1, 1, 0}, {12, 0, 8, 1, 1, 1}};
-  cpattn_q_range apart[] = {{{0, 9, 20, 1, 1, 0}, 0, 1, CPATTN_ONLY, {0}}, {{20, 5, 30, 1, 1, 1}, 1, 2, CPATTN_ONLY, {0}}};
-  cpattn_q_range twice[] = {{{0, 9, 20, 1, 1, 0}, 0, 1, CPATTN_ONLY, {0}}, {{10, 5, 30, 1, 1, 1}, 1, 2, CPATTN_ONLY, {0}}};
+  cpattn_q_range apart[] = {{{0, 9, 20, 1, 1, 0}, {0, 0}, 0, 1, CPATTN_ONLY, {0}}, {{20, 5, 30, 1, 1, 1}, {0, 0}, 1, 2, CPATTN_ONLY, {0}}};
+  cpattn_q_range twice[] = {{{0, 9, 20, 1, 1, 0}, {0, 0}, 0, 1, CPATTN_ONLY, {0}}, {{10, 5, 30, 1, 1, 1}, {0, 0}, 1, 2, CPATTN_ONLY, {0}}};
   for (int device = 0; device < 2; device++) {
     cpattn_scratch *scratch = device ? gpu : cpu;
     cpattn_attend_args a = attend_args(device, apart, 2);
@@ -132,7 +132,7 @@ static void rows(void) {
 }
 
 static void refusals(void) {
-  cpattn_q_range once = {{0, 0, 20, 1, 1, 0}, 0, 2, CPATTN_ONLY, {0}};
+  cpattn_q_range once = {{0, 0, 20, 1, 1, 0}, {0, 0}, 0, 2, CPATTN_ONLY, {0}};
   cpattn_attend_args a = attend_args(1, &once, 1), host = attend_args(0, &once, 1);
   cpattn_scratch *fresh = NULL;
   OK(cpattn_scratch_create_cuda(0, &fresh));

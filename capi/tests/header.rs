@@ -212,7 +212,7 @@ fn the_c_compiler_lays_structs_out_alike() {
     cpattn_backward_args: struct_size, q, k, v, sinks, o, lse, d_o, dq, dk, dv, dsinks, stream;
     cpattn_event: name, phase, start_ns, end_ns, bytes, rank, step, lane, reserved;
     cpattn_range: row, pos, len, block, period, doc;
-    cpattn_q_range: range, keys_begin, keys_end, mode, reserved;
+    cpattn_q_range: range, document, keys_begin, keys_end, mode, reserved;
     cpattn_ranges: q, q_count, k, k_count, pairs, pair_count;
     cpattn_head_map: q_offset, kv_offset, group;
     cpattn_score: scale, softcap, window_left, window_right;

@@ -49,8 +49,19 @@ static cpattn_range part(int i, int len) {
   return r;
 }
 
-/* o, cut into steps of one range of keys each, as a ring of `steps` ranks would run it. */
-static void forward(cpattn_scratch *scratch, int steps) {
+/* A q range with one k range, of a document that has so many tokens of q and of k. */
+static cpattn_q_range q_range(cpattn_range range, uint8_t mode, uint32_t document) {
+  cpattn_q_range queries;
+  memset(&queries, 0, sizeof queries);
+  queries.range = range;
+  queries.document[0] = queries.document[1] = document;
+  queries.keys_end = 1;
+  queries.mode = mode;
+  return queries;
+}
+
+/* o, cut into steps of one range of keys each, as a ring of `steps` ranks would run it, of a document of this length. */
+static void forward(cpattn_scratch *scratch, int steps, uint32_t document, int64_t window) {
   cpattn_tensor tq = tensor(q, rows, 3), tk = tensor(k, rows, 3), tv = tensor(v, rows, 3), to = tensor(o, rows, 3);
   cpattn_tensor tl = tensor(lse, lse_shape, 2), tr = tensor(running, rows, 3), tw = tensor(words, words_shape, 3);
   for (int rank = 0; rank < steps; rank++) {
@@ -58,14 +69,11 @@ static void forward(cpattn_scratch *scratch, int steps) {
       cpattn_attend_args a = CPATTN_ATTEND_ARGS_INIT;
       const uint32_t pair = 0;
       cpattn_range keys = part((rank + step) % steps, TOKENS / steps);
-      cpattn_q_range queries;
-      memset(&queries, 0, sizeof queries);
-      queries.range = part(rank, TOKENS / steps);
-      queries.keys_end = 1;
-      queries.mode = steps == 1 ? CPATTN_ONLY : step == 0 ? CPATTN_FIRST : step + 1 < steps ? CPATTN_MERGE : CPATTN_LAST;
+      uint8_t mode = steps == 1 ? CPATTN_ONLY : step == 0 ? CPATTN_FIRST : step + 1 < steps ? CPATTN_MERGE : CPATTN_LAST;
+      cpattn_q_range queries = q_range(part(rank, TOKENS / steps), mode, document);
       a.q = &tq, a.k = &tk, a.v = &tv, a.o = &to, a.lse = &tl, a.running = &tr, a.running_lse = &tw;
       a.score.scale = 0.125;
-      a.score.window_right = CPATTN_UNLIMITED;
+      a.score.window_left = a.score.window_right = window;
       a.ranges.q = &queries, a.ranges.q_count = 1;
       a.ranges.k = &keys, a.ranges.k_count = 1;
       a.ranges.pairs = &pair, a.ranges.pair_count = 1;
@@ -75,18 +83,14 @@ static void forward(cpattn_scratch *scratch, int steps) {
 }
 
 /* dq of one part of the rows against one part of the keys. */
-static void backward(cpattn_scratch *scratch) {
+static void backward(cpattn_scratch *scratch, uint32_t document) {
   cpattn_tensor tq = tensor(q, rows, 3), tk = tensor(k, rows, 3), tv = tensor(v, rows, 3), td = tensor(d_o, rows, 3);
   cpattn_tensor tl = tensor(lse, lse_shape, 2), te = tensor(delta, lse_shape, 2);
   cpattn_tensor tdq = tensor(dq, rows, 3), tdk = tensor(dk, rows, 3), tdv = tensor(dv, rows, 3);
   cpattn_attend_backward_args a = CPATTN_ATTEND_BACKWARD_ARGS_INIT;
   const uint32_t pair = 0;
   cpattn_range keys = part(0, PART);
-  cpattn_q_range queries;
-  memset(&queries, 0, sizeof queries);
-  queries.range = part(0, PART);
-  queries.keys_end = 1;
-  queries.mode = CPATTN_ONLY;
+  cpattn_q_range queries = q_range(part(0, PART), CPATTN_ONLY, document);
   a.q = &tq, a.k = &tk, a.v = &tv, a.d_o = &td, a.lse = &tl, a.delta = &te, a.dq = &tdq, a.dk = &tdk, a.dv = &tdv;
   a.score.scale = 0.125;
   a.score.window_right = CPATTN_UNLIMITED;
@@ -163,7 +167,7 @@ static void instruction_sets(int32_t has[ISAS]) {
       OK(cpattn_transport_destroy(transport)); /* still the caller's */
       continue;
     }
-    forward(scratch, 1);
+    forward(scratch, 1, 0, CPATTN_UNLIMITED);
     CHECK(error_of_o() < 1e-6);
     memcpy(kept, o, sizeof o);
     if (isa == CPATTN_ISA_AUTO) memcpy(automatic, o, sizeof o);
@@ -178,15 +182,15 @@ static void instruction_sets(int32_t has[ISAS]) {
   int32_t fused = has[CPATTN_ISA_AVX2] ? CPATTN_ISA_AVX2 : has[CPATTN_ISA_NEON] ? CPATTN_ISA_NEON : 0;
   if (fused) {
     OK(cpattn_scratch_set_isa(scratch, CPATTN_ISA_PORTABLE));
-    forward(scratch, 1);
+    forward(scratch, 1, 0, CPATTN_UNLIMITED);
     memcpy(kept, o, sizeof o);
     OK(cpattn_scratch_set_isa(scratch, fused));
-    forward(scratch, 1);
+    forward(scratch, 1, 0, CPATTN_UNLIMITED);
     CHECK(memcmp(kept, o, sizeof o));
   }
   OK(cpattn_scratch_set_isa(scratch, CPATTN_ISA_PORTABLE));
   OK(cpattn_scratch_set_isa(scratch, CPATTN_ISA_AUTO));
-  forward(scratch, 1);
+  forward(scratch, 1, 0, CPATTN_UNLIMITED);
   CHECK(!memcmp(automatic, o, sizeof o));
   cpattn_transport *transport = NULL;
   cpattn_rank *rank = NULL;
@@ -201,51 +205,38 @@ static void instruction_sets(int32_t has[ISAS]) {
   OK(cpattn_plan_destroy(plan));
 }
 
-/* A ring of a program's own errs as one call over the document does, once the calls are told of it. */
+/* A ring of a program's own errs as one call over the document does, if its ranges have the document's length. */
 static void ring(const int32_t has[ISAS]) {
   cpattn_scratch *scratch = NULL;
-  cpattn_problem p = problem(1), short_document = problem(1), none = problem(0), bad = problem(1);
-  const int32_t few[] = {0, PART};
+  const int64_t all = CPATTN_UNLIMITED;
   OK(cpattn_scratch_create(1, &scratch));
   OK(cpattn_scratch_reserve(scratch, CPATTN_F32, DIM, DIM));
-  bad.heads = 0;
-  REFUSED(CPATTN_INVALID, "heads is 0", cpattn_scratch_set_documents(scratch, &bad));
-  REFUSED(CPATTN_INVALID_HANDLE, "NULL", cpattn_scratch_set_documents(NULL, &p));
   for (int32_t isa = CPATTN_ISA_PORTABLE; isa < ISAS; isa++) {
     if (!has[isa]) continue;
     OK(cpattn_scratch_set_isa(scratch, isa));
-    OK(cpattn_scratch_set_documents(scratch, NULL));
-    forward(scratch, 1);
+    forward(scratch, 1, 0, all);
     double one = error_of_o();
-    OK(cpattn_scratch_set_documents(scratch, &p));
-    forward(scratch, STEPS);
+    forward(scratch, STEPS, TOKENS, all);
     double told = error_of_o();
     CHECK(told <= 1.1 * one + 4 * 5.97e-8);
-    backward(scratch);
+    backward(scratch, TOKENS);
     memcpy(kept, dq, sizeof dq);
-    OK(cpattn_scratch_set_documents(scratch, NULL));
-    forward(scratch, STEPS);
+    forward(scratch, STEPS, 0, all);
     double untold = error_of_o();
-    printf("instruction set %d: one call errs by %.2g, a ring of %d by %.2g, without documents by %.2g\n", isa, one, STEPS, told, untold);
-    backward(scratch);
-    /* Only matrix units make a difference; a problem without documents, or with short ones, is as none here. */
+    printf("instruction set %d: one call errs by %.2g, a ring of %d by %.2g, without the length by %.2g\n", isa, one, STEPS, told, untold);
+    backward(scratch, 0);
+    /* Only matrix units make a difference. */
     CHECK(isa == CPATTN_ISA_AMX ? untold > 1.3 * told : untold == told);
     CHECK((isa == CPATTN_ISA_AMX) == !!memcmp(kept, dq, sizeof dq));
+    /* A short document is computed as without a length here. */
     memcpy(kept, o, sizeof o);
-    OK(cpattn_scratch_set_documents(scratch, &p));
-    OK(cpattn_scratch_set_documents(scratch, &none));
-    forward(scratch, STEPS);
-    CHECK(!memcmp(kept, o, sizeof o));
-    short_document.cu_seqlens_q = few;
-    OK(cpattn_scratch_set_documents(scratch, &short_document));
-    forward(scratch, STEPS);
+    forward(scratch, STEPS, PART, all);
     CHECK(!memcmp(kept, o, sizeof o));
     /* A window that leaves a row few keys makes a long document a short one. */
-    p.window_left = 64, p.window_right = 0;
-    OK(cpattn_scratch_set_documents(scratch, &p));
-    forward(scratch, STEPS);
+    forward(scratch, STEPS, 0, 64);
+    memcpy(kept, o, sizeof o);
+    forward(scratch, STEPS, TOKENS, 64);
     CHECK(!memcmp(kept, o, sizeof o));
-    p = problem(1);
   }
   OK(cpattn_scratch_destroy(scratch));
 }

@@ -470,7 +470,7 @@ static void single_calls(void) {
   OK(cpattn_scratch_create(1, &scratch));
   cpattn_range keys[] = {{0, 0, 5, 1, 1, 0}, {5, 5, 3, 1, 1, 0}};
   uint32_t pairs[] = {0, 1};
-  cpattn_q_range q = {{0, 0, TOKENS, 1, 1, 0}, 0, 2, CPATTN_ONLY, {0}};
+  cpattn_q_range q = {{0, 0, TOKENS, 1, 1, 0}, {0, 0}, 0, 2, CPATTN_ONLY, {0}};
   cpattn_attend_args a = CPATTN_ATTEND_ARGS_INIT;
   cpattn_tensor tq = tensor(0), tk = tensor(1), tv = tensor(2), to = tensor(3), tl = tensor(4), tr = tensor(3);
   to.data = o_one;
@@ -550,7 +550,7 @@ static void single_calls(void) {
 
   /* Two documents with the same keys: each row gives what it gave before. A row of two q ranges has two writers. */
   cpattn_range same[] = {{0, 0, TOKENS, 1, 1, 0}, {0, 0, TOKENS, 1, 1, 1}};
-  cpattn_q_range halves[] = {{{0, 0, 5, 1, 1, 0}, 0, 1, CPATTN_ONLY, {0}}, {{5, 5, 3, 1, 1, 1}, 1, 2, CPATTN_ONLY, {0}}};
+  cpattn_q_range halves[] = {{{0, 0, 5, 1, 1, 0}, {0, 0}, 0, 1, CPATTN_ONLY, {0}}, {{5, 5, 3, 1, 1, 1}, {0, 0}, 1, 2, CPATTN_ONLY, {0}}};
   a.ranges.q = halves, a.ranges.q_count = 2, a.ranges.k = same;
   memset(o_two, 0, sizeof o_two);
   OK(cpattn_attend(scratch, &a));
@@ -559,6 +559,13 @@ static void single_calls(void) {
   REFUSED(CPATTN_INVALID, "ranges.q[1] is rows 4..7, expected no row of ranges.q[0], which is rows 0..5", cpattn_attend(scratch, &a));
   a.ranges.q = &q, a.ranges.q_count = 1, a.ranges.k = keys;
 
+  q.document[0] = TOKENS, q.document[1] = 4;
+  REFUSED(CPATTN_INVALID, "expected at least 5 tokens of k, the rows of ranges.k[0], or [0, 0] if not given", cpattn_attend(scratch, &a));
+  q.document[0] = TOKENS - 1, q.document[1] = TOKENS;
+  REFUSED(CPATTN_INVALID, "ranges.q[0].document is [7, 8], expected at least 8 tokens of q", cpattn_attend(scratch, &a));
+  q.document[0] = TOKENS;
+  OK(cpattn_attend(scratch, &a));
+  q.document[0] = q.document[1] = 0;
   q.mode = 4;
   REFUSED(CPATTN_INVALID, "ranges.q[0].mode is 4", cpattn_attend(scratch, &a));
   q.mode = CPATTN_ONLY;

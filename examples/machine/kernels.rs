@@ -137,7 +137,8 @@ impl Bench {
         let (run, run_lse) = (tensor(run, Dtype::F32, rows, dim), tensor(run_lse, Dtype::F32, rows, 2));
         let lse = tensor(lse, Dtype::F32, rows, 1);
         let mode = if running { Mode::Merge } else { Mode::Only };
-        let q_ranges = [QRange { range: Range::plain(0, rows, 0, 0), keys_begin: 0, keys_end: 1, mode }];
+        let q_ranges =
+            [QRange { range: Range::plain(0, rows, 0, 0), document: [0; 2], keys_begin: 0, keys_end: 1, mode }];
         let ranges = Ranges { q: &q_ranges, k: &[Range::plain(0, keys, 0, 0)], pairs: &[0] };
         let heads = HeadMap { q_offset: 0, kv_offset: 0, group: 1 };
         let score =

@@ -123,8 +123,56 @@ def nodes(rank: int, world: int) -> None:
         if rank < 3:
             for words in ("nodes is 1 ranks in the node of rank 2, expected 2", "LOCAL_WORLD_SIZE is 2", "give ranks_per_node, 0 for"):
                 refused(cpattn.InvalidArgument, words, Context, three, heads=9, head_dim=8)
+        differing(rank)
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
+
+
+def differing(rank: int) -> None:
+    """Ranks that are told different numbers are refused, all of them, with the same words and long before the timeout; the group
+    is usable afterwards."""
+    out, way = "all ranks of the group need the same. Give ranks_per_node on all of them", "or 0 for links that are all alike"
+    environment, argument = "LOCAL_WORLD_SIZE", "ranks_per_node"
+    divides, no_number = "a number that divides the ranks of each node", "that is no number of ranks"
+    for told, given, found in (
+        ("2233", None, f"{environment} 2 on ranks 0-1; {environment} 3 on ranks 2-3: {out}, {divides}, {way}"),
+        ("2442", None, f"{environment} 2 on ranks 0, 3; {environment} 4 on ranks 1-2: {out}, 2, which divides all of these, {way}"),
+        (["2", "", "two", "2"], None, f"{environment} 2 on ranks 0, 3; {environment} {no_number} on ranks 1-2: {out}, {divides}, {way}"),
+        (["-2", "2", "2", "2"], None, f"{environment} {no_number} on rank 0; {environment} 2 on ranks 1-3: {out}"),
+        ([None, "2", "2", "2"], None, f"neither {argument} nor {environment} on rank 0; {environment} 2 on ranks 1-3: {out}, {divides}"),
+        ("2222", [2, 2, 2, 4], f"{argument} 2 on ranks 0-2; {argument} 4 on rank 3: {out}, 2, which divides"),
+        ("2222", [0, 2, 2, 2], f"{argument} 0 on rank 0; {argument} 2 on ranks 1-3: {out}, {divides}"),
+        ("2222", [-1, 2, 2, 2], f"{argument} {no_number} on rank 0; {argument} 2 on ranks 1-3: {out}"),
+        ("2222", [2, "two", True, None], f"{argument} 2 on rank 0; {argument} {no_number} on ranks 1-3: {out}"),
+        # A rank without the argument has torchrun's, even if the number is the same.
+        ("2222", [2, ..., 2, 2], f"{argument} 2 on ranks 0, 2-3; {environment} 2 on rank 1: {out}, 2"),
+        # What all were given alike, and none can use.
+        (["two"] * 4, None, f"{environment} is 'two', a whole number of at least 1 is needed, or {argument}, 0 for links"),
+        ("0000", None, f"{environment} is '0', a whole number of at least 1 is needed"),
+        ("2222", [-1] * 4, f"{argument} is -1, at least 0 is needed"),
+        ("2222", [1 << 70] * 4, f"{argument} is {1 << 70}, at most {(1 << 60) - 2} is needed"),
+    ):
+        os.environ.pop(environment, None)
+        if told[rank] is not None:
+            os.environ[environment] = str(told[rank])
+        more = {} if given is None or given[rank] is ... else {argument: given[rank]}
+        begin = time.monotonic()
+        try:
+            Context(heads=9, head_dim=8, timeout=60.0, **more)  # type: ignore[arg-type]
+        except cpattn.InvalidArgument as error:
+            said = str(error)
+        else:
+            raise AssertionError(f"nothing refused: {found}")
+        assert found in said, f"{said} does not say {found}"
+        assert time.monotonic() - begin < 30.0
+        of_all: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_all, said)
+        assert set(of_all) == {said}, of_all
+    os.environ[environment] = ["2", "2", "3", "3"][rank]
+    context = Context(heads=9, kv_heads=3, head_dim=8, dtype=torch.float64, ring=4, ranks_per_node=2)
+    assert "2 nodes of 2 ring ranks" in context.batch(DOCUMENTS).plan.explain()
+    compare(context, DOCUMENTS, (9, 3, 8, 8), 1e-14)
+    leave(context)
 
 
 def kinds(rank: int, world: int) -> None:

@@ -3,7 +3,11 @@
 //!
 //! A layout gives a rank consecutive tokens or stripes of tokens. A [`Range`] describes either with six numbers, from
 //! which positions of rows, or rows at given positions, are computed: no tokens are listed. A [`QRange`] adds the k
-//! ranges that it attends to and how the result is stored; [`Ranges`] is the argument of one call.
+//! ranges that it attends to, the length of its document and how the result is stored; [`Ranges`] is the argument of one call.
+
+use alloc::format;
+
+use crate::error::{Error, Result};
 
 /// Consecutive rows of a `[tokens, heads, dim]` tensor, with the positions of its tokens.
 ///
@@ -119,6 +123,11 @@ impl Mode {
 pub struct QRange {
     /// The rows of q (and of o, lse, do, delta, dq).
     pub range: Range,
+    /// Tokens of q and of k of the whole document, of which a call may have parts; `[0, 0]` if they are not given. They mask
+    /// nothing: where one way to compute suits long documents and another one short ones, all parts of a document take the way
+    /// of the whole, and their error does not depend on how it is cut. Not given, the ranges of each call decide. All q ranges
+    /// of a document in a call have the same.
+    pub document: [u32; 2],
     /// First entry of `pairs`.
     pub keys_begin: u32,
     /// One past the last entry of `pairs`.
@@ -132,6 +141,45 @@ impl QRange {
     pub(crate) fn of_document(q: &[Self], doc: u32) -> &[Self] {
         let begin = q.partition_point(|r| r.range.doc < doc);
         &q[begin..begin + q[begin..].partition_point(|r| r.range.doc == doc)]
+    }
+}
+
+impl Ranges<'_> {
+    /// Refuses lengths of a document that are shorter than a range of it, or that are not the same in all its q ranges. Pairs
+    /// were checked to lie within their lists.
+    pub(crate) fn check_documents(&self) -> Result<()> {
+        let mut in_order = true;
+        for (i, q) in self.q.iter().enumerate() {
+            let (doc, before) = (q.range.doc, &self.q[..i]);
+            in_order &= before.last().is_none_or(|b| b.range.doc <= doc);
+            let first = match in_order {
+                true => i.checked_sub(1).filter(|&b| before[b].range.doc == doc),
+                false => before.iter().position(|b| b.range.doc == doc),
+            };
+            let refused = |expected| {
+                Err(Error::invalid(format!("ranges.q[{i}].document"), format!("{:?}", q.document), expected))
+            };
+            if let Some(first) = first.filter(|&b| before[b].document != q.document) {
+                return refused(format!("{:?}, as in ranges.q[{first}] of the same document", before[first].document));
+            }
+            if q.document == [0; 2] {
+                continue;
+            }
+            if q.range.len > q.document[0] {
+                return refused(format!(
+                    "at least {} tokens of q, the rows of its range, or [0, 0] if not given",
+                    q.range.len
+                ));
+            }
+            let keys = &self.pairs[q.keys_begin as usize..q.keys_end as usize];
+            if let Some(&k) = keys.iter().find(|&&k| self.k[k as usize].len > q.document[1]) {
+                let len = self.k[k as usize].len;
+                return refused(format!(
+                    "at least {len} tokens of k, the rows of ranges.k[{k}], or [0, 0] if not given"
+                ));
+            }
+        }
+        Ok(())
     }
 }
 

@@ -9,7 +9,7 @@ use std::format;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::{cpu, merge, sinks};
-use crate::call::{Attend, AttendBackward, Delta, Finish, Merge, RawStream, Score, SinkGradient, Transform};
+use crate::call::{Attend, AttendBackward, Delta, Finish, Merge, RawStream, SinkGradient, Transform};
 use crate::{
     device::Device,
     element::Dtype,
@@ -130,27 +130,6 @@ impl Kernels {
                 None => Ok(()),
                 Some(isa) => Err(no_isa(isa, stream_kernels.device().ordinal())),
             },
-        }
-    }
-
-    /// On the CPU, sets the documents that later calls are parts of: see [`cpu::Scratch::set_documents`].
-    ///
-    /// # Errors
-    /// On a device, whose kernels do not depend on documents, unless there are no lengths.
-    pub fn set_documents(&mut self, lengths: impl Iterator<Item = [u64; 2]>, score: &Score, group: u32) -> Result<()> {
-        match self {
-            Self::Cpu(scratch) => {
-                scratch.set_documents(lengths, score, group);
-                Ok(())
-            }
-            #[cfg(feature = "cuda")]
-            Self::Cuda(_) if lengths.take(1).count() == 0 => Ok(()),
-            #[cfg(feature = "cuda")]
-            Self::Cuda(stream_kernels) => Err(Error::unsupported(
-                format!("documents of calls on {}", Device::Cuda(stream_kernels.device().ordinal())),
-                "the kernels of a device are the same for documents of any length",
-                "leave the call out",
-            )),
         }
     }
 

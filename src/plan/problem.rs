@@ -7,7 +7,7 @@
 use alloc::{format, sync::Arc};
 
 use crate::{
-    batch::{Batch, Side},
+    batch::Batch,
     call::Score,
     element::Dtype,
     error::{Error, Result},
@@ -235,11 +235,6 @@ impl Problem {
     /// q heads per kv head.
     pub fn group(&self) -> usize {
         self.heads / self.kv_heads
-    }
-
-    /// Tokens of q and of k of each document, as [`Kernels::set_documents`](crate::kernel::Kernels::set_documents) takes them.
-    pub fn document_lengths(&self) -> impl Iterator<Item = [u64; 2]> {
-        (0..self.batch.documents()).map(|d| [Side::Q, Side::K].map(|side| self.batch.document(side, d).len() as u64))
     }
 
     /// What a kernel needs to make scores.

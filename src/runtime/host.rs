@@ -107,12 +107,6 @@ pub(super) fn dims(plan: &Plan) -> cpu::Dims {
     cpu::Dims { head_dim: p.head_dim() as u32, value_dim: p.value_dim() as u32, dtype: p.dtype() }
 }
 
-/// The documents of a plan, for the kernels.
-pub(super) fn documents(plan: &Plan) -> cpu::KnownDocuments {
-    let p = plan.problem();
-    cpu::KnownDocuments::new(p.document_lengths(), &p.score(), p.group() as u32)
-}
-
 impl HostOperations<'_> {
     fn scratch(&mut self) -> &mut cpu::Scratch {
         self.scratch.as_mut().expect("planning puts attention on the compute lane")

@@ -38,22 +38,16 @@ use crate::{
 pub(super) struct HostRank {
     transport: Arc<dyn Transport>,
     lanes: LaneThreads,
-    prepared: Remembered<OnHost>,
+    prepared: Remembered<Prepared>,
     scratch: cpu::Scratch,
     workspace: Workspace<HostMemory>,
     agreements: Agreements,
     failure: FirstFailure,
 }
 
-/// A schedule, and the documents that the kernels get before it runs.
-struct OnHost {
-    prepared: Prepared,
-    documents: cpu::KnownDocuments,
-}
-
-impl Entry for OnHost {
+impl Entry for Prepared {
     fn prepared(&self) -> &Prepared {
-        &self.prepared
+        self
     }
 }
 
@@ -88,12 +82,12 @@ impl HostRank {
         if let Some(oldest) = self.prepared.least_recent() {
             self.prepared.remove(oldest);
         }
-        Ok(self.prepared.push(OnHost { prepared, documents: host::documents(plan) }))
+        Ok(self.prepared.push(prepared))
     }
 
     /// Where a prepared run works: memory of the rank's own grows to what it needs.
     fn work_at(&mut self, at: usize) -> Result<*mut u8> {
-        let needed = self.prepared[at].prepared.schedule.workspace;
+        let needed = self.prepared[at].schedule.workspace;
         if self.workspace.is_short(needed) {
             // Before there is more.
             drop(self.workspace.take_own());
@@ -142,7 +136,7 @@ impl Backend for HostRank {
     }
 
     fn workspace_bytes(&mut self, plan: &Plan, run: Purpose) -> Result<u64> {
-        self.ready(plan, run).map(|i| self.prepared[i].prepared.schedule.workspace)
+        self.ready(plan, run).map(|i| self.prepared[i].schedule.workspace)
     }
 
     unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
@@ -160,7 +154,7 @@ impl Backend for HostRank {
     fn prepare(&mut self, plan: &Plan, run: Purpose) -> Result<()> {
         let at = self.ready(plan, run)?;
         self.work_at(at)?;
-        if host::communicates(&self.prepared[at].prepared.schedule) {
+        if host::communicates(&self.prepared[at].schedule) {
             self.lanes.ensure_thread()?;
         }
         Ok(())
@@ -169,9 +163,9 @@ impl Backend for HostRank {
     unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings, stream: RawStream) -> Result<()> {
         no_stream(stream)?;
         let at = self.ready(plan, run)?;
-        tensors.check(&self.prepared[at].prepared.expected)?;
+        tensors.check(&self.prepared[at].expected)?;
         let workspace = self.work_at(at)?;
-        let OnHost { prepared, documents } = &mut self.prepared[at];
+        let prepared = &mut self.prepared[at];
         let used = prepared.expected.used(tensors).map(|(_, name, raw)| (name, *raw));
         self.workspace.apart(prepared.schedule.workspace, used)?;
         self.failure.check(&*self.transport)?;
@@ -179,51 +173,11 @@ impl Backend for HostRank {
             prepared.communication.tags.begin(fingerprint, run);
         }
         let watch = AbortOnUnwind { transport: &*self.transport, failure: &self.failure };
-        self.scratch.set_known_documents(documents);
         let memory = BufferAddresses { tensors: *tensors, workspace };
         // SAFETY: the caller's tensors fit the plan (checked above), are valid and used by nothing else during the call (the
         // contract of this function); the workspace is as large as the schedule needs (`work_at`).
         let outcome = unsafe { host::run(&mut self.lanes, &*self.transport, prepared, &memory, &mut self.scratch) };
         watch.over();
         outcome.map_err(|error| error.of_run(prepared.run.name(&prepared.plan))).inspect_err(|e| self.failure.keep(e))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::{
-        batch::Batch, call::RawTensor, element::Dtype, layout::Layout, mesh::Mesh, plan::Problem, schedule::Direction,
-        schedule::TensorId, transport::local,
-    };
-    use std::time::Duration;
-
-    /// What is known of a plan's documents is made when the plan is prepared, and each run has that of its own plan.
-    #[test]
-    fn runs_take_the_documents_that_were_prepared() {
-        let plan = |tokens: i32| {
-            let problem = Problem::new(Batch::new(&[0, tokens]).unwrap(), 1, 1, 4, Dtype::F32);
-            Plan::new(&problem, Mesh::ulysses(1).unwrap(), Layout::Contiguous).unwrap()
-        };
-        let plans = [plan(3), plan(5)];
-        let run = Purpose::Attention(Direction::Forward);
-        let mut rank = HostRank::new(local::group(1, Duration::from_secs(10)).unwrap().remove(0), cpu::Scratch::new(1));
-        plans.iter().for_each(|plan| rank.prepare(plan, run).unwrap());
-        for (plan, tokens) in [(&plans[0], 3), (&plans[1], 5), (&plans[0], 3)] {
-            let mut memory = std::vec![0f32; 5 * 5 * 4];
-            let mut parts = memory.chunks_mut(5 * 4);
-            let mut tensor =
-                |dim| RawTensor::compact(parts.next().unwrap().as_mut_ptr().cast(), Dtype::F32, tokens, 1, dim);
-            let mut tensors = Bindings::default();
-            for (id, dim) in
-                [(TensorId::Q, 4), (TensorId::K, 4), (TensorId::V, 4), (TensorId::O, 4), (TensorId::Lse, 1)]
-            {
-                tensors.set(id, tensor(dim));
-            }
-            // SAFETY: the tensors are parts of the vector above.
-            unsafe { rank.run(plan, run, &tensors, core::ptr::null_mut()) }.unwrap();
-            let at = rank.prepared.find(plan, run).unwrap();
-            assert!(rank.scratch.known_documents().is(&rank.prepared[at].documents), "{tokens}");
-        }
     }
 }

@@ -8,7 +8,7 @@
 //!
 //! - [`join`](self) finds the rows that one share needs of another, [`ring_steps`] which rows arrive from which rank in
 //!   which step;
-//! - [`build`] makes the lists: Ulysses exchanges tokens for heads at the beginning and back at the end, the ring runs
+//! - [`emit`] makes the lists: Ulysses exchanges tokens for heads at the beginning and back at the end, the ring runs
 //!   in between;
 //! - [`verify`] verifies them; [`expand`] lists an operation's blocks and messages when it is executed.
 //!
@@ -22,7 +22,7 @@ use crate::element::Dtype;
 pub use crate::plan::form::{CirculatingSide, Direction, Form};
 
 mod all_to_all;
-mod build;
+mod emit;
 pub(crate) mod expand;
 mod join;
 mod ops;

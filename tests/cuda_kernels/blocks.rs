@@ -181,7 +181,7 @@ fn partial_results_keep_their_digits_as_scores_grow() {
         let mut staging = device.cuda.staging(8192, 8).expect("memory");
         for i in 0..KEYS {
             let mode = if i == 0 { Mode::First } else { Mode::Merge };
-            let q = [QRange { range: Range::plain(0, 1, 0, 0), keys_begin: 0, keys_end: 1, mode }];
+            let q = [QRange { range: Range::plain(0, 1, 0, 0), document: [0; 2], keys_begin: 0, keys_end: 1, mode }];
             let k = [Range::plain(i as i64, 1, 0, 0)];
             let call = Attend {
                 running: running.tensor(Dtype::F32, 1, 1, 8, 8),
@@ -234,7 +234,13 @@ impl Small {
             upload(device, Dtype::F32, &[0.0]),
             upload(device, Dtype::F32, &[f64::NEG_INFINITY]),
         ];
-        let q = [QRange { range: Range::plain(0, 1, 1, 0), keys_begin: 0, keys_end: 1, mode: Mode::Only }];
+        let q = [QRange {
+            range: Range::plain(0, 1, 1, 0),
+            document: [0; 2],
+            keys_begin: 0,
+            keys_end: 1,
+            mode: Mode::Only,
+        }];
         Self { memory, q, k: [Range::plain(0, 2, 0, 0)] }
     }
 

@@ -229,7 +229,7 @@ pub fn try_launch(device: &Device, change: impl Fn(&mut Attend)) -> cpattn::Resu
     let lse = device.upload(&[0; TOKENS * 2 * 4]);
     let tensor = |m: &crate::device::Memory| m.tensor(Dtype::Bf16, TOKENS, 2, 64, 128);
     let range = Range::plain(0, TOKENS as u32, 0, 0);
-    let ranges = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::Only }];
+    let ranges = [QRange { range, document: [0; 2], keys_begin: 0, keys_end: 1, mode: Mode::Only }];
     let keys = [range];
     let mut call = Attend {
         lse: lse.tensor(Dtype::F32, TOKENS, 2, 1, 2),

@@ -184,7 +184,7 @@ impl Call {
     fn try_launched(&self, change: impl Fn(&mut AttendBackward)) -> cpattn::Result<([u64; 3], Vec<Vec<f32>>)> {
         let of = |i: usize, dtype, dim: usize| self.memory[i].tensor(dtype, Self::TOKENS, 2, dim as u32, 2 * dim);
         let range = Range::plain(0, Self::TOKENS as u32, 0, 0);
-        let q = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::Only }];
+        let q = [QRange { range, document: [0; 2], keys_begin: 0, keys_end: 1, mode: Mode::Only }];
         let keys = [range];
         let mut call = AttendBackward {
             lse: of(4, Dtype::F32, 1),

@@ -126,8 +126,10 @@ fn ranges(lens: &[u32]) -> (Vec<QRange>, Vec<Range>, Vec<u32>) {
             Range::plain(row - i64::from(len), len, 0, i)
         })
         .collect();
-    let q =
-        (0..).zip(&k).map(|(i, &range)| QRange { range, keys_begin: i, keys_end: i + 1, mode: Mode::Only }).collect();
+    let q = (0..)
+        .zip(&k)
+        .map(|(i, &range)| QRange { range, document: [0; 2], keys_begin: i, keys_end: i + 1, mode: Mode::Only })
+        .collect();
     (q, k, (0..lens.len() as u32).collect())
 }
 

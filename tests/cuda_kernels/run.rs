@@ -107,7 +107,7 @@ fn ring_steps(case: &Case, q: &Side, k: &Side) -> Vec<RingStep> {
                         pairs[begin as usize..].reverse();
                     }
                     let mode = Mode::of(ring_step == 0, ring_step + 1 == case.ring_steps);
-                    QRange { range, keys_begin: begin, keys_end: pairs.len() as u32, mode }
+                    QRange { range, document: [0; 2], keys_begin: begin, keys_end: pairs.len() as u32, mode }
                 })
                 .collect();
             RingStep { q: ranges, k: keys, pairs }

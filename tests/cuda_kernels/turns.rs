@@ -84,7 +84,7 @@ fn range(row: i64, len: u32, pos: i64) -> Range {
 }
 
 fn q_range(range: Range, keys_begin: u32, keys_end: u32, mode: Mode) -> QRange {
-    QRange { range, keys_begin, keys_end, mode }
+    QRange { range, document: [0; 2], keys_begin, keys_end, mode }
 }
 
 #[test]

@@ -54,7 +54,6 @@ fn aligned_bits<E: Element>(p: &Problem, w: &Whole, way: &Way, seed: u64) -> Bit
     let slopes = per_head(&mut slopes, p.alibi);
     let map = HeadMap { q_offset: heads.start as u32, kv_offset: kv.start as u32, group: group as u32 };
     let mut scratch = Scratch::with_isa(way.workers, way.isa).unwrap();
-    documents_are_long(&mut scratch, false);
     scratch.reserve(&Dims { head_dim: p.d as u32, value_dim: p.dv as u32, dtype: E::DTYPE });
     // Calls as lists of q and k ranges.
     let s = p.score;
@@ -76,7 +75,7 @@ fn aligned_bits<E: Element>(p: &Problem, w: &Whole, way: &Way, seed: u64) -> Bit
         .map(|k| (q_at.ranges.iter().filter(|q| needs(q, k)).copied().collect::<Vec<_>>(), vec![*k]))
         .collect();
     for (qs, ks) in if way.apart { by_q } else { vec![all.clone()] } {
-        let (qs, ks, pairs) = ring_step(&qs, &ks, 0, 1, true);
+        let (qs, ks, pairs) = ring_step(&qs, &ks, 0, 1, true, |_| LONG);
         let ranges = Ranges { q: &qs, k: &ks, pairs: &pairs };
         let call = Attend {
             lse: lse.raw(),
@@ -99,7 +98,7 @@ fn aligned_bits<E: Element>(p: &Problem, w: &Whole, way: &Way, seed: u64) -> Bit
         unsafe { cpu::attend_backward(&call, &mut scratch) }.unwrap();
     }
     for (qs, ks) in if way.apart { by_k } else { vec![all] } {
-        let (qs, ks, pairs) = ring_step(&qs, &ks, 0, 1, true);
+        let (qs, ks, pairs) = ring_step(&qs, &ks, 0, 1, true, |_| LONG);
         let ranges = Ranges { q: &qs, k: &ks, pairs: &pairs };
         let call = Attend {
             lse: lse.raw(),

@@ -93,7 +93,7 @@ fn fixture() {
     let rounding = rounding::<f16>(scratch.isa().unwrap());
     scratch.reserve(&Dims { head_dim: 32, value_dim: 32, dtype: Dtype::F16 });
     for mode in [Mode::First, Mode::Only] {
-        let (mut qs, ks, pairs) = ring_step(&documents, &documents, 0, 1, true);
+        let (mut qs, ks, pairs) = ring_step(&documents, &documents, 0, 1, true, |_| [0; 2]);
         qs.iter_mut().for_each(|q| q.mode = mode);
         let call = Attend { ranges: Ranges { q: &qs, k: &ks, pairs: &pairs }, ..call };
         // SAFETY: the tensors are the vectors above, alive and used by no other code; here and below.
@@ -141,7 +141,7 @@ fn merged_tensors_are_the_whole() {
         .map(|i| {
             let mut o = Buffer::<f32>::poisoned(q_at.rows, p.heads, p.dv);
             let mut lse = Buffer::<f32>::poisoned(q_at.rows, p.heads, 2 - i);
-            let (mut qs, ks, pairs) = ring_step(&q_at.ranges, &k_at.ranges, i, 2, false);
+            let (mut qs, ks, pairs) = ring_step(&q_at.ranges, &k_at.ranges, i, 2, false, |_| [0; 2]);
             qs.iter_mut().for_each(|q| q.mode = Mode::First);
             let call = Attend {
                 running: o.raw(),
@@ -185,8 +185,8 @@ fn large_sinks() {
     let range = |row, pos| Range::plain(row, 1, pos, 0);
     // Row 1 has the key of position 0, row 0 (position −5) is before it.
     let rows = [
-        QRange { range: range(0, -5), keys_begin: 0, keys_end: 1, mode: Mode::Only },
-        QRange { range: range(1, 0), keys_begin: 1, keys_end: 2, mode: Mode::Only },
+        QRange { range: range(0, -5), document: [0; 2], keys_begin: 0, keys_end: 1, mode: Mode::Only },
+        QRange { range: range(1, 0), document: [0; 2], keys_begin: 1, keys_end: 2, mode: Mode::Only },
     ];
     let ranges = Ranges { q: &rows, k: &[range(0, 0)], pairs: &[0, 0] };
     let call = Attend {
@@ -223,7 +223,7 @@ fn calls_do_not_allocate() {
             .map(|(i, x)| RawTensor::compact(x.as_mut_ptr().cast(), E::Acc::DTYPE, 64, 2, if i < 2 { 1 } else { 16 }));
         let [lse, delta, running, dq, dk, dv] = std::array::from_fn(|_| out.next().unwrap());
         let range = Range::plain(0, 64, 0, 0);
-        let rows = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::Only }];
+        let rows = [QRange { range, document: [0; 2], keys_begin: 0, keys_end: 1, mode: Mode::Only }];
         let ranges = Ranges { q: &rows, k: &[range], pairs: &[0] };
         let call = Attend {
             running,
@@ -274,7 +274,7 @@ fn adding_to_keys_leaves_those_alone_that_no_row_reaches() {
         RawTensor::compact(x.as_mut_ptr().cast(), Dtype::F32, (x.len() / dim) as u64, 1, dim as u32)
     };
     let range = Range::plain(0, rows as u32, 0, 0);
-    let qs = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::First }];
+    let qs = [QRange { range, document: [0; 2], keys_begin: 0, keys_end: 1, mode: Mode::First }];
     let ranges = Ranges { q: &qs, k: &[Range::plain(0, keys as u32, 0, 0)], pairs: &[0] };
     let call = AttendBackward {
         lse: raw(&mut lse, 1),

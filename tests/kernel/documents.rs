@@ -77,7 +77,7 @@ impl<E: Element> Pack<E> {
             k.extend(parts.iter().filter(|part| part.len > 0));
             pairs.extend(first..k.len() as u32);
             let keys_end = pairs.len() as u32;
-            let range = |range| QRange { range, keys_begin, keys_end, mode: Mode::Only };
+            let range = |range| QRange { range, document: [0; 2], keys_begin, keys_end, mode: Mode::Only };
             q.extend(parts.into_iter().filter(|part| part.len > 0).map(range));
         }
         let ranges = Ranges { q: &q, k: &k, pairs: &pairs };

@@ -54,10 +54,14 @@ fn check<E: Element>(isa: Isa, growth: f64, left: i64, right: i64) {
     let (mut o, mut lse) = (vec![nan; ROWS * HEADS * VALUE_DIM], vec![nan; ROWS * HEADS]);
     let mut words = vec![nan; ROWS * HEADS * 2];
     let mut scratch = Scratch::with_isa(1, isa).unwrap();
-    documents_are_long(&mut scratch, false);
     scratch.reserve(&Dims { head_dim: DIM as u32, value_dim: VALUE_DIM as u32, dtype: E::DTYPE });
-    let rows =
-        [QRange { range: Range::plain(0, ROWS as u32, start, 0), keys_begin: 0, keys_end: 1, mode: Mode::First }];
+    let rows = [QRange {
+        range: Range::plain(0, ROWS as u32, start, 0),
+        document: LONG,
+        keys_begin: 0,
+        keys_end: 1,
+        mode: Mode::First,
+    }];
     let ranges = Ranges { q: &rows, k: &[Range::plain(0, KEYS as u32, 0, 0)], pairs: &[0] };
     let call = Attend {
         running: raw(&mut o, HEADS, VALUE_DIM),

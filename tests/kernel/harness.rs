@@ -2,7 +2,7 @@
 //! Problems, and how they are laid out in memory: cut into ranges, scattered, among NaN.
 
 use cpattn::call::{Mode, QRange, Range, RawTensor, Score};
-use cpattn::kernel::cpu::{Isa, Scratch};
+use cpattn::kernel::cpu::Isa;
 use cpattn::kernel::reference::Attention;
 use cpattn::{Dtype, Element};
 
@@ -60,12 +60,8 @@ pub fn rounding<E: Element>(isa: Isa) -> f64 {
     0.4 * isa.roundoff(E::DTYPE)
 }
 
-/// Says that calls are parts of long documents, which are multiplied in tiles where there are some. With `mixed` every second
-/// one is short.
-pub fn documents_are_long(scratch: &mut Scratch, mixed: bool) {
-    let length = |doc: u64| if mixed && doc % 2 == 1 { [1; 2] } else { [1 << 20; 2] };
-    scratch.set_documents((0..100).map(length), &score(1, UNLIMITED, UNLIMITED), 1);
-}
+/// Lengths of a document that is multiplied in tiles where there are some.
+pub const LONG: [u32; 2] = [1 << 20; 2];
 
 /// How a document's positions are cut into ranges.
 #[derive(Clone, Copy, Debug)]
@@ -307,13 +303,15 @@ impl Rms {
     }
 }
 
-/// The pairs of visit `visit`: each k range belongs to one visit, each q range reads all of its document.
+/// The pairs of visit `visit`: each k range belongs to one visit, each q range reads all of its document, whose lengths are
+/// said to be `document`'s.
 pub fn ring_step(
     q: &[Range],
     k: &[Range],
     ring_step: usize,
     ring_steps: usize,
     finish: bool,
+    document: impl Fn(u32) -> [u32; 2],
 ) -> (Vec<QRange>, Vec<Range>, Vec<u32>) {
     let keys: Vec<_> = k.iter().enumerate().filter(|(i, _)| i % ring_steps == ring_step).map(|(_, r)| *r).collect();
     let mut pairs = Vec::new();
@@ -323,7 +321,7 @@ pub fn ring_step(
             let keys_begin = pairs.len() as u32;
             pairs.extend(keys.iter().enumerate().filter(|(_, r)| r.doc == range.doc).map(|(i, _)| i as u32));
             let mode = Mode::of(ring_step == 0, finish && ring_step == ring_steps - 1);
-            QRange { range, keys_begin, keys_end: pairs.len() as u32, mode }
+            QRange { range, document: document(range.doc), keys_begin, keys_end: pairs.len() as u32, mode }
         })
         .collect();
     (q, keys, pairs)

@@ -54,11 +54,10 @@ fn run<E: Element>(inputs: &mut [Vec<E>; 4], shift: usize, workers: usize) -> [V
     let [mut lse, mut delta] = [(); 2].map(|()| Results::<E::Acc>::new(tokens * HEADS, shift));
     let [mut dq, mut dk, mut dv] = [(); 3].map(|()| Results::<E::Acc>::new(tokens * HEADS * DIM, shift));
     let range = Range::plain(0, tokens as u32, 0, 0);
-    let rows = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::Only }];
+    let rows = [QRange { range, document: LONG, keys_begin: 0, keys_end: 1, mode: Mode::Only }];
     let ranges = Ranges { q: &rows, k: &[range], pairs: &[0] };
     let (heads, score) = (HeadMap { q_offset: 0, kv_offset: 0, group: 1 }, score(DIM, 40, 0));
     let mut scratch = Scratch::new(workers);
-    documents_are_long(&mut scratch, false);
     scratch.reserve(&Dims { head_dim: DIM as u32, value_dim: DIM as u32, dtype: E::DTYPE });
     let forward = Attend { lse: lse.raw(1), ..Attend::new([q, k, v, o.raw(DIM)], heads, score, ranges) };
     let sums = Delta { o: forward.o, d_o, delta: delta.raw(1) };

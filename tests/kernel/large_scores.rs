@@ -87,7 +87,8 @@ fn results<A: Element<Acc = A>>(inputs: &mut Inputs<A>, score: Score, way: Way) 
             Way::Merged => Mode::First,
             _ => Mode::of(i == 0, i + 1 == calls),
         };
-        let rows = [QRange { range: Range::plain(0, ROWS as u32, 0, 0), keys_begin: 0, keys_end: 1, mode }];
+        let rows =
+            [QRange { range: Range::plain(0, ROWS as u32, 0, 0), document: [0; 2], keys_begin: 0, keys_end: 1, mode }];
         let (first, end) = (KEYS * i / calls, KEYS * (i + 1) / calls);
         let keys = [Range::plain(first as i64, (end - first) as u32, first as i64, 0)];
         let call = Attend {
@@ -161,7 +162,8 @@ fn one_word_is_taken_too() {
     let mut scratch = Scratch::new(1);
     scratch.reserve(&Dims { head_dim: DIM as u32, value_dim: DIM as u32, dtype: Dtype::F32 });
     for (i, mode) in [Mode::First, Mode::Merge, Mode::Last].into_iter().enumerate() {
-        let rows = [QRange { range: Range::plain(0, ROWS as u32, 0, 0), keys_begin: 0, keys_end: 1, mode }];
+        let rows =
+            [QRange { range: Range::plain(0, ROWS as u32, 0, 0), document: [0; 2], keys_begin: 0, keys_end: 1, mode }];
         let keys = [Range::plain(40 * i as i64, 40, 40 * i as i64, 0)];
         let (running, lse) = (raw(&mut o, DIM), raw(&mut lse, 1));
         let call = Attend {

@@ -12,7 +12,7 @@ use cpattn::kernel::cpu::{self, Scratch};
 fn refusals() {
     let nowhere = |heads, dim| RawTensor::compact(std::ptr::without_provenance_mut(64), Dtype::F32, 8, heads, dim);
     let range = Range::plain(0, 8, 0, 0);
-    let rows = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::Only }];
+    let rows = [QRange { range, document: [0; 2], keys_begin: 0, keys_end: 1, mode: Mode::Only }];
     let ranges = Ranges { q: &rows, k: &[range], pairs: &[0] };
     let good = Attend {
         lse: nowhere(4, 1),
@@ -29,6 +29,39 @@ fn refusals() {
         let error = unsafe { cpu::attend(&call, &mut scratch) }.unwrap_err();
         assert_eq!(error.to_string(), text);
     };
+    let of = |document, len| QRange { range: Range { len, ..range }, document, ..rows[0] };
+    for (q, text) in [
+        (
+            &[of([7, 8], 8)][..],
+            "[0].document is [7, 8], expected at least 8 tokens of q, the rows of its range, or [0, 0] if not given",
+        ),
+        (
+            &[of([8, 7], 8)],
+            "[0].document is [8, 7], expected at least 8 tokens of k, the rows of ranges.k[0], or [0, 0] if not given",
+        ),
+        (
+            &[of([9, 8], 4), of([8, 8], 4)],
+            "[1].document is [8, 8], expected [9, 8], as in ranges.q[0] of the same document",
+        ),
+        (
+            &[of([9, 8], 4), of([0, 0], 4)],
+            "[1].document is [0, 0], expected [9, 8], as in ranges.q[0] of the same document",
+        ),
+    ] {
+        let ranges = Ranges { q, ..ranges };
+        refused(Attend { ranges, ..good }, &format!("ranges.q{text}"));
+    }
+    // Also where ranges are in no order of documents.
+    let apart = [of([9, 8], 4), of([3, 3], 1), of([8, 8], 4)];
+    let keys = [range, Range { doc: 1, len: 1, ..range }];
+    let of_doc =
+        |(doc, q): (u32, QRange)| QRange { range: Range { doc, ..q.range }, keys_begin: doc, keys_end: doc + 1, ..q };
+    let q: Vec<QRange> = [0, 1, 0].into_iter().zip(apart).map(of_doc).collect();
+    let ranges = Ranges { q: &q, k: &keys, pairs: &[0, 1] };
+    refused(
+        Attend { ranges, ..good },
+        "ranges.q[2].document is [8, 8], expected [9, 8], as in ranges.q[0] of the same document",
+    );
     let with = |score: Score| Attend { score, ..good };
     refused(Attend { k: nowhere(2, 15), ..good }, "k.dim is 15, expected 16");
     refused(Attend { k: RawTensor { dtype: Dtype::Bf16, ..good.k }, ..good }, "k.dtype is bf16, expected f32");

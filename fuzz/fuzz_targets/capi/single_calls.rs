@@ -41,6 +41,7 @@ pub fn single_calls(w: &mut World, b: &mut Bytes) {
     let q: Vec<cpattn_q_range> = (0..b.below(3))
         .map(|_| cpattn_q_range {
             range: a_range(b),
+            document: if b.rarely() { [b.below(40) as u32, b.below(40) as u32] } else { [0; 2] },
             keys_begin: b.below(2) as u32,
             keys_end: b.below(pairs.len() as u64 + 2) as u32,
             mode: b.below(5) as u8,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import os
 import struct
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +21,10 @@ from torch import Tensor
 
 from .._check import attempt, flag, instance, one_of, refused, whole
 from ..errors import Error, InvalidArgument, InvalidHandle, Unsupported
-from ..plan import CHOSEN, RUNS, Dtype, Kind, Layout, Plan, PlanOptions, Side, at_least_1, checked, kinds_of, ranks_per_node
+from ..plan import CHOSEN, RUNS, Dtype, Kind, Layout, Plan, PlanOptions, Side, at_least_1, checked, kinds_of
 from ..rank import Rank, nccl_group, nccl_unique_id
 from ..trace import Event
-from . import operators
+from . import nodes, operators
 from .gloo import GlooTransport
 from .operators import dense
 
@@ -63,7 +62,8 @@ class Context:
     of mesh and layout then weighs all of them. With ulysses, ring or layout given, there is nothing for it to choose.
 
     Without `ranks_per_node`, nodes are those of torchrun: LOCAL_WORLD_SIZE consecutive global ranks each. Ranks of a group that lie
-    in them unevenly are refused; `ranks_per_node=0` treats all links alike.
+    in them unevenly are refused, and so are ranks that were given different numbers, on all of them; `ranks_per_node=0` treats all
+    links alike.
 
     Raises InvalidArgument or Unsupported for arguments that are refused, PeerError if another rank does not come in time.
     """
@@ -84,7 +84,7 @@ class Context:
         **options: Unpack[PlanOptions],
     ) -> None:
         heads, head_dim = at_least_1("heads", heads), at_least_1("head_dim", head_dim)
-        checked(options, heads)
+        checked({name: value for name, value in options.items() if name != nodes.ARGUMENT}, heads)  # type: ignore[arg-type]
         workers, self._limit = at_least_1("workers", workers), at_least_1("plans", plans)
         own_tokens, self._layers = flag("own_tokens", own_tokens), kinds_of("layers", layers)
         if self._layers and (chosen := [name for name in CHOSEN if options.get(name)]):
@@ -100,9 +100,11 @@ class Context:
             raise InvalidArgument(f"workers is {workers}, which are threads of the CPU: 1 is needed on {self.device}")
         self.transport = GlooTransport(group, timeout=timeout)
         self.number, self.world = self.transport.rank, self.transport.world
-        self._from_torchrun = "ranks_per_node" not in options
-        if self._from_torchrun:
-            options["ranks_per_node"] = _of_torchrun(dist.get_process_group_ranks(group))
+        try:
+            options["ranks_per_node"], self._from_torchrun = nodes.agreed(self.transport, dist.get_process_group_ranks(group), options)
+        except BaseException:
+            self.transport.release()
+            raise
         self._kind: dict[str, Any] = {"heads": heads, "head_dim": head_dim, "dtype": known, **options}
         self._batches: dict[tuple[int, ...], Batch] = {}  # least recently used first
         self._closed = False
@@ -354,21 +356,6 @@ class Batch:
         _on(self.context, name, tensor)
         if tensor.ndim == 0 or len(tensor) != rows:
             raise InvalidArgument(f"{name} has the shape {tuple(tensor.shape)}, {rows} rows are needed")
-
-
-def _of_torchrun(members: Sequence[int]) -> int:
-    """How many members of a group share a node, 0 for all of them, by what torchrun tells of its nodes."""
-    each = attempt(lambda: int(os.environ["LOCAL_WORLD_SIZE"])) or 0
-    if each < 1 or len({rank // each for rank in members}) == 1:
-        return 0
-    try:
-        ranks = ranks_per_node([rank // each for rank in members])
-        # With one member on each node a row crosses to each of them anyway, and Ulysses may be the better mesh.
-        return ranks if ranks > 1 else 0
-    except InvalidArgument as error:
-        raise InvalidArgument(
-            f"{error}. LOCAL_WORLD_SIZE is {each}, and the group has the ranks {list(members)}: give ranks_per_node, 0 for links that are all alike"
-        ) from error
 
 
 def over_all(plan: Plan) -> Plan:

@@ -136,7 +136,7 @@ fn ranges(r: &Ranges, k: &RawTensor, v: &RawTensor) -> Result<()> {
             }
         }
     }
-    Ok(())
+    r.check_documents()
 }
 
 fn qkv(q: &RawTensor, k: &RawTensor, v: &RawTensor, map: &HeadMap) -> Result<Dims> {

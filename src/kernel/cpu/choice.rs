@@ -7,7 +7,7 @@
 //! those on vectors; a worker begins the second list when the first is empty.
 //!
 //! The rule depends on the document alone, so that forward and backward of f32 choose alike: on its length, if the caller
-//! has given it ([`super::Scratch::set_documents`]), or else on the ranges of the document in the call.
+//! has given it ([`QRange::document`]), or else on the ranges of the document in the call.
 
 use super::isa::Isa;
 use crate::call::{Attend, AttendBackward, Gradients, QRange, Ranges, Score};
@@ -40,27 +40,22 @@ pub(super) struct EngineChoice<'a> {
 #[derive(Clone, Copy)]
 struct Rule<'a> {
     ranges: Ranges<'a>,
-    by: By<'a>,
-    /// One decision for all ranges of the call, if the ranges of a document need not be contiguous.
+    by: By,
+    /// One decision for all documents without lengths, if the ranges of a document need not be contiguous.
     together: Option<bool>,
 }
 
 #[derive(Clone, Copy)]
-enum By<'a> {
+enum By {
     /// For tiles of several parts: by the lengths of the document.
-    Lengths {
-        /// For each document, the decision that was made beforehand.
-        known: &'a [bool],
-        score: Score,
-        group: u32,
-    },
+    Lengths { score: Score, group: u32 },
     /// For tiles of one part, in the backward: by the rows of its ranges.
     Rows,
 }
 
 impl<'a> EngineChoice<'a> {
-    /// The documents of a forward call on `isa`; `known` has earlier decisions.
-    pub(super) fn forward(call: &Attend<'a>, isa: Isa, known: &'a [bool]) -> Self {
+    /// The documents of a forward call on `isa`.
+    pub(super) fn forward(call: &Attend<'a>, isa: Isa) -> Self {
         if !isa.has_tiles(call.q.dtype) {
             return Self::vectors(isa);
         }
@@ -73,18 +68,18 @@ impl<'a> EngineChoice<'a> {
         if call.aligned {
             return Self::vectors(Isa::Avx512);
         }
-        Self::by(call.ranges, By::Lengths { known, score: call.score, group: call.heads.group }, isa)
+        Self::by(call.ranges, By::Lengths { score: call.score, group: call.heads.group }, isa)
     }
 
     /// The documents of a backward call.
-    pub(super) fn backward(call: &AttendBackward<'a>, isa: Isa, known: &'a [bool]) -> Self {
+    pub(super) fn backward(call: &AttendBackward<'a>, isa: Isa) -> Self {
         let tiled = call.gradients != Gradients::Queries && !call.aligned;
         if !tiled || !isa.has_tiles(call.q.dtype) {
             return Self::vectors(isa);
         }
         let by = match isa.has_tiles_of(call.q.dtype) {
             true => By::Rows,
-            false => By::Lengths { known, score: call.score, group: call.heads.group },
+            false => By::Lengths { score: call.score, group: call.heads.group },
         };
         Self::by(call.ranges, by, isa)
     }
@@ -94,7 +89,7 @@ impl<'a> EngineChoice<'a> {
     }
 
     /// The documents chosen by a rule; the rule is dropped if it gives the same result for all documents.
-    fn by(ranges: Ranges<'a>, by: By<'a>, isa: Isa) -> Self {
+    fn by(ranges: Ranges<'a>, by: By, isa: Isa) -> Self {
         let mut rule = Rule { ranges, by, together: None };
         if !ranges.q.is_sorted_by_key(|q| q.range.doc) {
             rule.together = Some(rule.decides(ranges.q));
@@ -138,17 +133,23 @@ impl Documents<'_> {
 
 impl Rule<'_> {
     fn tiles(&self, doc: u32) -> bool {
-        let known = match self.by {
-            By::Lengths { known, .. } => known.get(doc as usize).copied(),
-            By::Rows => None,
+        let q = self.ranges.q;
+        let q = match self.together {
+            None => QRange::of_document(q, doc),
+            Some(_) => &q[q.iter().position(|q| q.range.doc == doc).unwrap_or(q.len())..],
         };
-        known.or(self.together).unwrap_or_else(|| self.decides(QRange::of_document(self.ranges.q, doc)))
+        match (self.by, q.first()) {
+            (By::Lengths { score, group }, Some(q)) if q.document != [0; 2] => {
+                tiles_pay(core::iter::once(q.document.map(u64::from)), &score, group)
+            }
+            _ => self.together.unwrap_or_else(|| self.decides(q)),
+        }
     }
 
     /// The decision for these q ranges.
     fn decides(&self, q: &[QRange]) -> bool {
         match self.by {
-            By::Lengths { score, group, .. } => {
+            By::Lengths { score, group } => {
                 let seen = |q: &QRange| {
                     let pairs = &self.ranges.pairs[q.keys_begin as usize..q.keys_end as usize];
                     pairs.iter().map(|&k| u64::from(self.ranges.k[k as usize].len)).sum()
@@ -165,14 +166,14 @@ impl Rule<'_> {
 
 /// Whether tiles of several parts are faster than vectors for a document of this many rows of q and k, with `group` q heads
 /// per kv head. Counts the keys that `score` allows a row, as the mean over the rows of q.
-pub(super) fn tiles_pay(lengths: impl Iterator<Item = [u64; 2]>, score: &Score, group: u32) -> bool {
+fn tiles_pay(lengths: impl Iterator<Item = [u64; 2]>, score: &Score, group: u32) -> bool {
     let (mut rows, mut q_len, mut k_len) = (0, 0, 0);
     let window = score.window_left.saturating_add(score.window_right).saturating_add(1).max(0) as u64;
     let lengths = lengths.map(|[q, k]| [q, k.min(window)]);
     for [q, k] in lengths.map(|lengths| lengths.map(u128::from)) {
         (rows, q_len, k_len) = (rows + q, q_len + q * q, k_len + q * k);
     }
-    let least = |mean: u64| rows * u128::from(mean).div_ceil(u128::from(group.max(1)));
+    let least = |mean: u64| rows * u128::from(mean.div_ceil(group.max(1).into()));
     rows > 0 && q_len >= least(FILLED) && k_len >= least(LONG)
 }
 
@@ -184,13 +185,17 @@ mod tests {
     use alloc::vec::Vec;
 
     /// The documents on tiles, and on vectors, of those with so many tokens, forward and backward.
-    fn chosen(lengths: &[(u32, u32)], dtype: Dtype, aligned: bool, known: &[bool]) -> [[Vec<u32>; 2]; 2] {
+    fn chosen(lengths: &[(u32, u32)], dtype: Dtype, aligned: bool, documents: &[[u32; 2]]) -> [[Vec<u32>; 2]; 2] {
         let list = |of: Option<Documents>| {
             let mut of = of.map_or(Vec::new(), |of| Vec::from([of]));
             of.iter_mut().flat_map(|of| lengths.iter().map(|x| x.0).filter(|&doc| of.has(doc))).collect()
         };
         calls(lengths, (dtype, 2, 1), (i64::MAX, 0), aligned, |forward, backward| {
-            [EngineChoice::forward(forward, Isa::Amx, known), EngineChoice::backward(backward, Isa::Amx, known)]
+            let given = |q: &QRange| documents.get(q.range.doc as usize).copied().unwrap_or_default();
+            let q: Vec<_> = forward.ranges.q.iter().map(|q| QRange { document: given(q), ..*q }).collect();
+            let ranges = Ranges { q: &q, ..forward.ranges };
+            let (forward, backward) = (Attend { ranges, ..*forward }, AttendBackward { ranges, ..*backward });
+            [EngineChoice::forward(&forward, Isa::Amx), EngineChoice::backward(&backward, Isa::Amx)]
                 .map(|choice| [list(choice.tiles), list(choice.vectors)])
         })
     }
@@ -209,22 +214,26 @@ mod tests {
         assert_eq!(chosen(&lengths, Dtype::F64, false, &[]), [[none, &[0, 1, 2, 3]], [none, &[0, 1, 2, 3]]]);
     }
 
-    /// What is known counts, and ranges where nothing is; the ranges of a document count together.
+    /// Lengths that are given count, and ranges where none are; the ranges of a document count together.
     #[test]
-    fn known_documents_and_ranges() {
+    fn lengths_of_documents_and_ranges() {
         let lengths = [(0, 10), (0, 10), (1, 900), (2, 900), (3, 10)];
         let expected = [[0, 0, 2].as_slice(), &[1, 3]];
-        assert_eq!(chosen(&lengths, Dtype::F32, false, &[true, false]), [expected, expected]);
+        // A group of two needs 256 keys and 48 rows.
+        assert_eq!(chosen(&lengths, Dtype::F32, false, &[[48, 256], [900, 255]]), [expected, expected]);
+        assert_eq!(chosen(&lengths, Dtype::F32, false, &[[48, 256], [47, 900]]), [expected, expected]);
         // 30 rows in two ranges of 10 and 20: 17 on average.
         let lengths = [(0, 10), (0, 20), (1, 20), (1, 30)];
         assert_eq!(chosen(&lengths, Dtype::Bf16, false, &[])[1], [[1, 1].as_slice(), &[0, 0]]);
     }
 
-    /// Where the ranges of a document need not follow each other, all decide together.
+    /// Where the ranges of a document need not follow each other, those without lengths decide together.
     #[test]
     fn out_of_order() {
         let lengths = [(1, 900), (0, 10), (1, 10)];
         let expected = [[1, 0, 1].as_slice(), &[]];
         assert_eq!(chosen(&lengths, Dtype::F32, false, &[]), [expected, expected]);
+        let expected = [[1, 1].as_slice(), &[0]];
+        assert_eq!(chosen(&lengths, Dtype::F32, false, &[[10, 10]]), [expected, expected]);
     }
 }

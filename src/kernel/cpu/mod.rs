@@ -46,7 +46,6 @@ mod workers;
 pub use attention::dq_order;
 pub use executor::Executor;
 pub use isa::Isa;
-pub(crate) use scratch::KnownDocuments;
 pub use scratch::{Dims, Scratch};
 pub use units::{backward_balance, forward_balance};
 
@@ -98,7 +97,7 @@ pub unsafe fn attend(call: &Attend, scratch: &mut Scratch) -> Result<()> {
 /// As [`attend`], checked, with sums of `A`.
 unsafe fn forward<A: SumType>(call: &Attend, isa: Isa, crew: Crew<'_>) {
     let (dtype, workers) = (call.q.dtype, crew.workers());
-    let choice = EngineChoice::forward(call, isa, crew.documents);
+    let choice = EngineChoice::forward(call, isa);
     let finished = call.ranges.q.iter().filter(|q| q.mode.finishes());
     let stream = convert::streams(&call.o, finished.map(|q| u64::from(q.range.len)).sum());
     let units = [choice.tiles, choice.vectors].map(|documents| {
@@ -155,7 +154,7 @@ unsafe fn gradients<A: SumType>(call: &AttendBackward, isa: Isa, mut crew: Crew<
     if call.gradients == Gradients::Queries {
         return;
     }
-    let choice = EngineChoice::backward(call, isa, crew.documents);
+    let choice = EngineChoice::backward(call, isa);
     #[cfg(target_arch = "x86_64")]
     let tiled = choice
         .tiles
@@ -298,7 +297,7 @@ mod tests {
         let [running, dq, dk, dv] = core::array::from_fn(|_| results_raw.next().unwrap());
         let (lse, delta, running_lse) = (raw(&mut lse, 1), raw(&mut delta, 1), raw(&mut running_lse, 2));
         let range = Range::plain(0, n as u32, 0, 0);
-        let rows = [QRange { range, keys_begin: 0, keys_end: 1, mode: Mode::First }];
+        let rows = [QRange { range, document: [0; 2], keys_begin: 0, keys_end: 1, mode: Mode::First }];
         let ranges = Ranges { q: &rows, k: &[range], pairs: &[0] };
         let heads = HeadMap { q_offset: 0, kv_offset: 0, group: 1 };
         let none = RawTensor::NONE;

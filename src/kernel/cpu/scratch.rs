@@ -7,12 +7,10 @@
 
 #[cfg(target_arch = "x86_64")]
 use super::attention::forward::MAX_TILES;
-use super::choice::tiles_pay;
 use super::executor::Executor;
 use super::isa::Isa;
 use super::memory::arena::{KEYS, LANES, LANES_BACK, LANES_MOST, Line, PANEL, VECTOR, row};
 use super::workers::Crew;
-use crate::call::Score;
 use crate::element::Dtype;
 use crate::error::Result;
 use alloc::{sync::Arc, vec::Vec};
@@ -29,30 +27,12 @@ pub struct Dims {
     pub dtype: Dtype,
 }
 
-/// What is known of the documents that calls are parts of: for each, whether tiles of parts pay.
-#[derive(Clone, Default)]
-pub(crate) struct KnownDocuments(Arc<[bool]>);
-
-impl KnownDocuments {
-    /// Of documents with so many rows of q and of k; see [`Scratch::set_documents`].
-    pub(crate) fn new(lengths: impl Iterator<Item = [u64; 2]>, score: &Score, group: u32) -> Self {
-        Self(lengths.map(|lengths| tiles_pay(core::iter::once(lengths), score, group)).collect())
-    }
-
-    /// Whether it is the very value that the other is a clone of.
-    #[cfg(test)]
-    pub(crate) fn is(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-    }
-}
-
 /// Tile memory for one call at a time.
 pub struct Scratch {
     lines: Vec<Line>,
     workers: usize,
     /// What the calls run on, or why they are refused.
     isa: Result<Isa>,
-    documents: KnownDocuments,
     executor: Option<Arc<dyn Executor>>,
 }
 
@@ -69,13 +49,7 @@ impl Scratch {
     /// Calls run on [`Isa::chosen`]. What that refuses (an instruction set that the environment asks for and the machine
     /// lacks), every call refuses.
     pub fn new(workers: usize) -> Self {
-        Self {
-            lines: Vec::new(),
-            workers: workers.max(1),
-            isa: Isa::chosen(),
-            documents: KnownDocuments::default(),
-            executor: None,
-        }
+        Self { lines: Vec::new(), workers: workers.max(1), isa: Isa::chosen(), executor: None }
     }
 
     /// As [`Scratch::new`], for an instruction set of the caller's choice.
@@ -83,13 +57,7 @@ impl Scratch {
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) when the machine lacks it.
     pub fn with_isa(workers: usize, isa: Isa) -> Result<Self> {
-        Ok(Self {
-            lines: Vec::new(),
-            workers: workers.max(1),
-            isa: Ok(isa.required()?),
-            documents: KnownDocuments::default(),
-            executor: None,
-        })
+        Ok(Self { lines: Vec::new(), workers: workers.max(1), isa: Ok(isa.required()?), executor: None })
     }
 
     /// From now on calls run on this instruction set; on [`Isa::chosen`] for `None`.
@@ -115,29 +83,6 @@ impl Scratch {
     /// As [`Isa::chosen`].
     pub fn isa(&self) -> Result<Isa> {
         self.isa.clone()
-    }
-
-    /// The calls that follow are parts of attention over documents with so many rows of q and of k, with `group` q heads per
-    /// kv head: the first for document 0 ([`Range::doc`](crate::call::Range::doc)), and so on. On [`Isa::Amx`], calls of f32 and
-    /// f16 take tiles for long documents, and vectors for short ones; ranges of a ring are shorter than the documents they are
-    /// parts of, and vectors of f32 err by twice as much as tiles. With its lengths known, all parts of a document take what the
-    /// whole would take: the error does not depend on how it is cut. Windows in `score` count. For documents that are not
-    /// among them, as all are until this is called, the ranges of each call decide.
-    ///
-    /// Allocates a byte for each document.
-    pub fn set_documents(&mut self, lengths: impl Iterator<Item = [u64; 2]>, score: &Score, group: u32) {
-        self.documents = KnownDocuments::new(lengths, score, group);
-    }
-
-    /// As [`Scratch::set_documents`], of documents that were looked at before. Allocates nothing.
-    pub(crate) fn set_known_documents(&mut self, documents: &KnownDocuments) {
-        self.documents = documents.clone();
-    }
-
-    /// What is known of the documents of the next call.
-    #[cfg(test)]
-    pub(crate) fn known_documents(&self) -> &KnownDocuments {
-        &self.documents
     }
 
     /// Grows to the size that calls of these dims need. Allocates nothing if it is large enough already.
@@ -201,10 +146,10 @@ impl Scratch {
         size_of_val(&*self.lines)
     }
 
-    /// The workers with their memory, if it is large enough, their threads, and the known documents.
+    /// The workers with their memory, if it is large enough, and their threads.
     pub(super) fn crew(&mut self, dims: &Dims) -> Option<Crew<'_>> {
         let each = Self::worker_lines(dims);
         let lines = self.lines.get_mut(..self.workers * each)?;
-        Some(Crew { lines, each, executor: self.executor.as_deref(), documents: &self.documents.0 })
+        Some(Crew { lines, each, executor: self.executor.as_deref() })
     }
 }

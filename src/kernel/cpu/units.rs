@@ -63,7 +63,7 @@ fn forward_units(call: &Attend, isa: Isa, workers: usize) -> Vec<WorkUnit> {
         WorkUnit { pairs: (unit.first..unit.first + unit.rows).map(row).sum::<u64>() * heads, after: None }
     };
     let mut list = Vec::new();
-    for documents in EngineChoice::forward(call, isa, &[]).each() {
+    for documents in EngineChoice::forward(call, isa).each() {
         let next = AtomicUsize::new(0);
         let [rows, block] =
             lanes(call, documents, workers.max(1)).map(|lanes| unit_rows(lanes, &call.heads, call.q.heads));
@@ -99,7 +99,7 @@ fn backward_units(call: &AttendBackward, isa: Isa, workers: usize) -> Vec<WorkUn
             WorkUnit { pairs: pairs(unit.first, unit.kv, begin, begin + each), after: unit.before.map(|i| base + i) }
         }));
     };
-    let choice = EngineChoice::backward(call, isa, &[]);
+    let choice = EngineChoice::backward(call, isa);
     #[cfg(target_arch = "x86_64")]
     if let Some(documents) = choice.tiles {
         add(documents, tiled::SUPER);

@@ -27,8 +27,6 @@ pub(super) struct Crew<'a> {
     pub lines: &'a mut [Line],
     pub each: usize,
     pub executor: Option<&'a dyn Executor>,
-    /// Whether tiles of parts pay, for each document that is known.
-    pub documents: &'a [bool],
 }
 
 impl<'a> Crew<'a> {
@@ -39,7 +37,7 @@ impl<'a> Crew<'a> {
 
     /// The same workers, for one of several jobs.
     pub(super) fn again(&mut self) -> Crew<'_> {
-        Crew { lines: self.lines, each: self.each, executor: self.executor, documents: self.documents }
+        Crew { lines: self.lines, each: self.each, executor: self.executor }
     }
 
     /// Behind a pointer, so that the kernels are compiled once for all callers.

@@ -259,7 +259,7 @@ pub(super) fn ranges(ranges: &Ranges, q_tokens: u64, k_tokens: u64, distances: b
             }
         }
     }
-    Ok(())
+    ranges.check_documents()
 }
 
 /// Blocks and sources have one shape.

@@ -302,7 +302,13 @@ mod tests {
                 let keys_begin = pairs.len() as u32;
                 pairs.extend((0..dice.below(5)).map(|_| dice.below(k.len() as u64) as u32));
                 let mode = [Mode::First, Mode::Merge, Mode::Last, Mode::Only][dice.below(4) as usize];
-                q.push(QRange { range: dice.range(), keys_begin, keys_end: pairs.len() as u32, mode });
+                q.push(QRange {
+                    range: dice.range(),
+                    document: [0; 2],
+                    keys_begin,
+                    keys_end: pairs.len() as u32,
+                    mode,
+                });
             }
             let (window, ranges) = (dice.window(), Ranges { q: &q, k: &k, pairs: &pairs });
 
@@ -359,6 +365,7 @@ mod tests {
         let k = [Range::plain(0, 3, 0, 0), Range::plain(3, 2, 0, 1), Range::plain(5, 1, 0, 2)];
         let q = [(3, 0), (2, 1), (1, 2)].map(|(len, i)| QRange {
             range: Range::plain(0, len, 0, i),
+            document: [0; 2],
             keys_begin: i,
             keys_end: i + 1,
             mode: Mode::Only,

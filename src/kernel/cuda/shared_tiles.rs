@@ -245,6 +245,7 @@ mod tests {
             .zip(q)
             .map(|(i, &(len, pos))| QRange {
                 range: Range::plain(0, len, pos, i),
+                document: [0; 2],
                 keys_begin: i,
                 keys_end: i + 1,
                 mode: Mode::Only,

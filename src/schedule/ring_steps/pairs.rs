@@ -11,7 +11,7 @@ use super::documents::documents;
 use super::{RangeScratch, RingSteps};
 use crate::{
     batch::Side,
-    call::{Mode, QRange},
+    call::{Mode, QRange, Range},
     schedule::join::meets,
 };
 
@@ -42,6 +42,12 @@ impl RingSteps {
         }
     }
 
+    fn q_range(&self, range: Range, keys: core::ops::Range<u32>, mode: Mode) -> QRange {
+        let doc = range.doc as usize;
+        let document = [Side::Q, Side::K].map(|side| self.shares.batch().document(side, doc).len() as u32);
+        QRange { range, document, keys_begin: keys.start, keys_end: keys.end, mode }
+    }
+
     fn pairs_of_keys(&self, ring_step: usize, s: &mut RangeScratch) {
         s.k.extend(s.order.iter().map(|&f| s.fragments[f as usize].range));
         let (q, pairs, fragments, mask) = (&mut s.q, &mut s.pairs, &s.fragments, self.mask);
@@ -50,7 +56,7 @@ impl RingSteps {
         let mode = |i: usize| Mode::of(begins, self.last[i] as usize == ring_step);
         let lone = |q: &mut Vec<QRange>, pairs: &Vec<u32>, i: usize| {
             let at = pairs.len() as u32;
-            q.push(QRange { range: self.stationary[i].range, keys_begin: at, keys_end: at, mode: mode(i) });
+            q.push(self.q_range(self.stationary[i].range, at..at, mode(i)));
         };
         documents(&self.stationary, fragments, &s.order, |first, stationary, at, order| {
             if begins {
@@ -65,7 +71,7 @@ impl RingSteps {
                 pairs.extend(met.map(|(_, place)| place));
                 let end = pairs.len() as u32;
                 if end > begin || begins {
-                    q.push(QRange { range: st.range, keys_begin: begin, keys_end: end, mode: mode(first + i) });
+                    q.push(self.q_range(st.range, begin..end, mode(first + i)));
                 }
             }
             next = first + stationary.len();
@@ -82,7 +88,7 @@ impl RingSteps {
         let mut next = 0;
         let lone = |q: &mut Vec<QRange>, pairs: &Vec<u32>, f: u32| {
             let at = pairs.len() as u32;
-            q.push(QRange { range: fragments[f as usize].range, keys_begin: at, keys_end: at, mode });
+            q.push(self.q_range(fragments[f as usize].range, at..at, mode));
         };
         let order = &s.order;
         documents(&self.stationary, fragments, order, |first, stationary, at, part| {
@@ -92,7 +98,7 @@ impl RingSteps {
                 let begin = pairs.len() as u32;
                 let hits = stationary.iter().enumerate().filter(|(_, st)| meets(&st.range, &range, mask));
                 pairs.extend(hits.map(|(i, _)| (first + i) as u32));
-                q.push(QRange { range, keys_begin: begin, keys_end: pairs.len() as u32, mode });
+                q.push(self.q_range(range, begin..pairs.len() as u32, mode));
             }
             next = at + part.len();
         });

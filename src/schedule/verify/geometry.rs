@@ -125,6 +125,11 @@ impl Prover<'_> {
         let mut pairs = 0;
         for q in &met.q {
             self.claimed(r, op, Side::Q, &q.range)?;
+            let batch = self.plan.problem().batch();
+            let document = [Side::Q, Side::K].map(|side| batch.document(side, q.range.doc as usize).len() as u32);
+            if q.document != document {
+                return Err(self.err(r, op, format!("{q:?} is of a document of {document:?} tokens of q and k")));
+            }
         }
         for k in &met.k {
             self.claimed(r, op, Side::K, k)?;

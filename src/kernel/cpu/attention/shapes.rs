@@ -23,8 +23,10 @@ pub(crate) fn calls<T>(
         k.push(Range::plain(row, len, 0, doc));
         row += i64::from(len);
     }
-    let q: Vec<QRange> =
-        (0..).zip(&k).map(|(i, &range)| QRange { range, keys_begin: i, keys_end: i + 1, mode: Mode::Only }).collect();
+    let q: Vec<QRange> = (0..)
+        .zip(&k)
+        .map(|(i, &range)| QRange { range, document: [0; 2], keys_begin: i, keys_end: i + 1, mode: Mode::Only })
+        .collect();
     let pairs: Vec<u32> = (0..k.len() as u32).collect();
     let ranges = Ranges { q: &q, k: &k, pairs: &pairs };
     let tensor = |heads| RawTensor::compact(core::ptr::null_mut(), dtype, row as u64, heads, 64);

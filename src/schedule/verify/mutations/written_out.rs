@@ -54,6 +54,8 @@ fn ranges_and_pairs_changed() {
                 change(format!("q {n} row"), &|m| m.q[n].range.row += 1);
                 change(format!("q {n} pos"), &|m| m.q[n].range.pos += 1);
                 change(format!("q {n} doc"), &|m| m.q[n].range.doc ^= 1);
+                change(format!("q {n} q tokens"), &|m| m.q[n].document[0] += 1);
+                change(format!("q {n} k tokens"), &|m| m.q[n].document[1] += 1);
                 if met.keys(n).is_empty() {
                     continue;
                 }

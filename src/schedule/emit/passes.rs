@@ -7,7 +7,8 @@ use alloc::vec;
 
 use super::{
     builder::{Builder, Life, Pass},
-    ring::{Ring, Travel},
+    ring::Ring,
+    travel::Travel,
     ulysses::{Held, RowSide},
 };
 use crate::{
@@ -53,9 +54,10 @@ impl Builder<'_> {
             };
             (running, self.buffer(Life::Ring, "running lse", accumulator, rows, heads, 2))
         });
-        let mut ring = Ring::new();
+        let mut ring = Ring::default();
         for (round, pass) in self.passes().into_iter().enumerate() {
-            let t = self.travel(&mut ring, CirculatingSide::Keys, round, vec![held.k[round], held.v[round]], None);
+            let t =
+                self.travel(&mut ring.regions, CirculatingSide::Keys, round, vec![held.k[round], held.v[round]], None);
             let of_pass = |v: BufferView| v.of_heads(pass.q.0, pass.q.1);
             let heads = self.head_map(pass);
             for ring_step in 0..t.ring_steps.list().len() {
@@ -74,7 +76,7 @@ impl Builder<'_> {
                 });
             }
         }
-        self.weave(ring, Self::entry(&held));
+        self.weave(ring.lanes, Self::entry(&held));
         self.all_to_all_out_forward(o, lse);
     }
 
@@ -108,7 +110,7 @@ impl Builder<'_> {
             self.sum("sum of dk", TensorId::Dk, Side::K, key_heads, dk, !ordered),
             self.sum("sum of dv", TensorId::Dv, Side::K, key_heads, dv, !ordered),
         );
-        let mut ring = Ring::new();
+        let mut ring = Ring::default();
         if ordered {
             self.backward_ordered(&mut ring, &held, row, dq, dkv);
         } else if self.out.keys.is_some() {
@@ -116,7 +118,7 @@ impl Builder<'_> {
         } else {
             self.backward_queries(&mut ring, &held, row, dq, dkv);
         }
-        self.weave(ring, Self::entry(&held));
+        self.weave(ring.lanes, Self::entry(&held));
         self.all_to_all_out_backward(dq, dkv, ordered);
         if let Some(partial) = sinks {
             self.all_gather_sink_gradients(partial);
@@ -142,8 +144,13 @@ impl Builder<'_> {
         for (round, pass) in self.passes().into_iter().enumerate() {
             let of_keys = |v: BufferView| v.of_heads(pass.kv.0, pass.kv.1);
             let sums = (vec![of_keys(dkv.0), of_keys(dkv.1)], self.wire());
-            let t =
-                self.travel(ring, CirculatingSide::Keys, round, vec![held.k[round], held.v[round]], Some(sums.clone()));
+            let t = self.travel(
+                &mut ring.regions,
+                CirculatingSide::Keys,
+                round,
+                vec![held.k[round], held.v[round]],
+                Some(sums.clone()),
+            );
             for ring_step in 0..t.ring_steps.list().len() {
                 let call = Call { pass, row, dq: Some(dq), gradients: Gradients::All };
                 self.attend_keys(ring, held, &t, ring_step, call, &sums.0);
@@ -195,7 +202,7 @@ impl Builder<'_> {
         dkv: (BufferView, BufferView),
     ) {
         let own = vec![held.q, row.d_o, row.lse, row.delta];
-        let t = self.travel(ring, CirculatingSide::Queries, 0, own, Some((vec![dq], self.wire())));
+        let t = self.travel(&mut ring.regions, CirculatingSide::Queries, 0, own, Some((vec![dq], self.wire())));
         self.attend_queries(ring, held, &t, Some(dq), dkv);
     }
 
@@ -242,14 +249,15 @@ impl Builder<'_> {
     ) {
         let passes = self.passes();
         for (round, &pass) in passes.iter().enumerate() {
-            let t = self.travel(ring, CirculatingSide::Keys, round, vec![held.k[round], held.v[round]], None);
+            let t =
+                self.travel(&mut ring.regions, CirculatingSide::Keys, round, vec![held.k[round], held.v[round]], None);
             let call = Call { pass, row, dq: Some(dq), gradients: Gradients::Queries };
             for ring_step in 0..t.ring_steps.list().len() {
                 self.attend_keys(ring, held, &t, ring_step, call, &[]);
             }
         }
         let own = vec![held.q, row.d_o, row.lse, row.delta];
-        let t = self.travel(ring, CirculatingSide::Queries, passes.len(), own, None);
+        let t = self.travel(&mut ring.regions, CirculatingSide::Queries, passes.len(), own, None);
         self.attend_queries(ring, held, &t, None, dkv);
     }
 }

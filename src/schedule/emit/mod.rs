@@ -17,10 +17,12 @@ use builder::Builder;
 
 mod all_to_all;
 mod builder;
+mod lanes;
 #[cfg(test)]
 mod option_tests;
 mod passes;
 mod ring;
+mod travel;
 mod ulysses;
 
 /// Refuses a rank outside the mesh.

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""How many ranks of a group share a node, by the argument `ranks_per_node` or by torchrun's LOCAL_WORLD_SIZE.
+
+A rank knows its own only: hosts may have different numbers of processes, and a job may give the argument on some ranks. So a
+rank refuses nothing before all have told each other; then all of them refuse it, and none waits for another until its timeout.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from .._check import attempt, refused, whole
+from ..engine import EngineTransport
+from ..errors import Error, InvalidArgument
+from ..plan import ranks_per_node
+
+ARGUMENT, TORCHRUN = "ranks_per_node", "LOCAL_WORLD_SIZE"
+_SOURCES = ("", ARGUMENT, TORCHRUN)
+# A word is the index in `_SOURCES` times `_BASE`, plus the number + 1, or plus 0 for what is no number of ranks.
+_BASE = 1 << 60
+
+
+def agreed(transport: EngineTransport, members: Sequence[int], options: Mapping[str, Any]) -> tuple[int, bool]:
+    """The option `ranks_per_node` of all ranks, and whether it is torchrun's. `members` are the global ranks of the group. All
+    ranks call it; if it raises, it raises on all of them."""
+    words = transport.agree(0, transport.world, _word(options))
+    try:
+        if len(set(words)) > 1:
+            raise InvalidArgument(_differing(words))
+        if ARGUMENT in options:
+            return whole(ARGUMENT, options[ARGUMENT], 0, _BASE - 2), False
+        return (_of_torchrun(members) if TORCHRUN in os.environ else 0), True
+    except InvalidArgument:
+        # A rank that left at once could end the first call of another one.
+        with suppress(Error):
+            transport.agree(0, transport.world, 0)
+        raise
+
+
+def _word(options: Mapping[str, Any]) -> int:
+    """What this rank was given, as a number."""
+    if ARGUMENT in options:
+        source, number = ARGUMENT, attempt(whole, ARGUMENT, options[ARGUMENT], 0, _BASE - 2)
+    elif TORCHRUN in os.environ:
+        source, number = TORCHRUN, attempt(lambda: whole(TORCHRUN, int(os.environ[TORCHRUN]), 0, _BASE - 2))
+    else:
+        return 0
+    return _SOURCES.index(source) * _BASE + (0 if number is None else number + 1)
+
+
+def _differing(words: Sequence[int]) -> str:
+    """The error of ranks that were given different words: the same text on all of them."""
+    given: dict[int, list[int]] = {}
+    for rank, word in enumerate(words):
+        given.setdefault(word, []).append(rank)
+    found, sizes = [], []
+    for word, ranks in given.items():
+        source, size = _SOURCES[word // _BASE], word % _BASE - 1
+        told = f"{source} {size if size >= 0 else 'that is no number of ranks'}" if source else f"neither {ARGUMENT} nor {TORCHRUN}"
+        found.append(f"{told} on {_runs(ranks)}")
+        sizes.append(size)
+    common = math.gcd(*sizes) if min(sizes) > 0 else 1
+    fits = f"{common}, which divides all of these" if common > 1 else "a number that divides the ranks of each node"
+    return f"{'; '.join(found)}: all ranks of the group need the same. Give {ARGUMENT} on all of them, {fits}, or 0 for links that are all alike"
+
+
+def _runs(ranks: Sequence[int]) -> str:
+    """Ascending ranks, shortly: ranks 0-3, 8."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][1] + 1 == rank:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    listed = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
+
+
+def _of_torchrun(members: Sequence[int]) -> int:
+    """How many members of a group share a node, 0 for all of them."""
+    told = os.environ[TORCHRUN]
+    each = attempt(int, told)
+    if each is None or each < 1:
+        raise refused(TORCHRUN, told, f"a whole number of at least 1 is needed, or {ARGUMENT}, 0 for links that are all alike")
+    if len({rank // each for rank in members}) == 1:
+        return 0
+    try:
+        ranks = ranks_per_node([rank // each for rank in members])
+        # With one member on each node a row crosses to each of them anyway, and Ulysses may be the better mesh.
+        return ranks if ranks > 1 else 0
+    except InvalidArgument as error:
+        raise InvalidArgument(
+            f"{error}. {TORCHRUN} is {each}, and the group has the ranks {list(members)}: give {ARGUMENT}, 0 for links that are all alike"
+        ) from error

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The operations of the two lanes while the ring phase is written, and how they become one list.
+//!
+//! Exchanges are ordered by one rule on every rank, whatever steps it skips: round first, then the fetch of step s
+//! before the fetch of step s + 1, and the return of step s just after the fetch of step s + 2 (attending step s is
+//! what both wait for). The same order on all ranks prevents deadlock.
+
+use alloc::{vec, vec::Vec};
+
+use super::builder::Builder;
+use crate::schedule::{Lane, Op, OpKind};
+
+/// The two lanes of the ring phase, before their operations have places in the list.
+#[derive(Default)]
+pub(super) struct PendingLanes {
+    pub compute: Vec<PendingOp>,
+    /// With its place among all exchanges: round, then key.
+    pub communication: Vec<((usize, u32), PendingOp)>,
+}
+
+/// An operation that has no place in the list yet. It waits for items of the other lane.
+pub(super) struct PendingOp {
+    pub kind: OpKind,
+    pub step: u32,
+    pub phase: &'static str,
+    pub after: [Option<usize>; 2],
+}
+
+/// Place of a fetch among the exchanges of a round.
+pub(super) const fn fetch_order(step: u32) -> u32 {
+    4 * step
+}
+
+/// Place of a return: its step has been attended then.
+pub(super) const fn return_order(step: u32) -> u32 {
+    4 * (step + 2) + 1
+}
+
+/// Place of the return of a node's sum, of which `last` is the last step.
+pub(super) const fn node_return_order(last: u32) -> u32 {
+    4 * (last + 2) + 2
+}
+
+impl Builder<'_> {
+    /// Puts the two lanes into one list in which everything comes after what it waits for. `entry` is what the first
+    /// operation of each lane waits for: (compute lane, communication lane).
+    pub(super) fn weave(&mut self, lanes: PendingLanes, entry: (Option<u32>, Option<u32>)) {
+        let PendingLanes { compute, communication } = lanes;
+        let mut sorted: Vec<(usize, (usize, u32), PendingOp)> =
+            communication.into_iter().enumerate().map(|(i, (order, item))| (i, order, item)).collect();
+        sorted.sort_by_key(|(i, order, _)| (*order, *i));
+        let mut place_of = vec![0; sorted.len()];
+        for (place, (i, ..)) in sorted.iter().enumerate() {
+            place_of[*i] = place;
+        }
+        let mut compute = compute.into_iter().peekable();
+        let mut communication = sorted.into_iter().peekable();
+        let (mut compute_ops, mut communication_ops) = (Vec::new(), Vec::new());
+        let (mut compute_entry, mut communication_entry) = entry;
+        loop {
+            // Exchanges first: what travels early hides behind what is computed late.
+            let ready = communication.peek().map(|(_, _, i)| i.after.iter().flatten().all(|&c| c < compute_ops.len()));
+            if ready == Some(true) || (ready.is_some() && compute.peek().is_none()) {
+                let Some((_, _, item)) = communication.next() else { break };
+                let after = item.after.iter().flatten().map(|&c| compute_ops[c]).max().or(communication_entry.take());
+                communication_ops.push(self.place(item, Lane::Communication, after));
+            } else if let Some(item) = compute.next() {
+                let waits = item.after.iter().flatten().map(|&c| communication_ops[place_of[c]]);
+                let after = waits.max().or(compute_entry.take());
+                compute_ops.push(self.place(item, Lane::Compute, after));
+            } else {
+                break;
+            }
+        }
+    }
+
+    fn place(&mut self, item: PendingOp, lane: Lane, after: Option<u32>) -> u32 {
+        self.out.ops.push(Op { kind: item.kind, lane, step: item.step, phase: item.phase, after });
+        (self.out.ops.len() - 1) as u32
+    }
+}

@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The ring: each rank keeps one side of the attention and receives the other.
+//!
+//! While the kernel computes one ring step, the rows of the next step are received into the other of two slots; ranks
+//! synchronise only in exchanges. In the backward the partial gradients of a ring step are sent directly to their owner
+//! while the next step is computed, and are added to the owner's sums on the communication lane, so that the compute
+//! lane does not wait for them.
+//!
+//! Over several nodes ([`crate::schedule::ring_steps`]) rows of another node cross into one of two node slots, beside the
+//! steps of the node before. They are attended there, and fetched from there. The partial gradients of the ranks of a node
+//! are returned to the gateway, which adds them to its own; that sum crosses back after the node's last return.
+//!
+//! Where a slot holds the own share (the ordered form), rows of other nodes cross into the slot itself, next to the share,
+//! and the other ranks of the node take from there.
+
+use alloc::vec::Vec;
+
+use super::{
+    builder::Builder,
+    lanes::{PendingLanes, PendingOp, fetch_order, node_return_order, return_order},
+    travel::{Home, Travel, TravelRegions, turn_of},
+};
+use crate::schedule::{
+    BETWEEN_NODES, BufferView, OpKind, StepTensor,
+    ring_steps::{Hop, RingStep},
+};
+
+/// What runs inside a node, in reports and traces.
+const LOCAL: &str = "ring";
+
+/// The ring phase while it is written: two lanes, and whose turn it is in each pair of slots.
+#[derive(Default)]
+pub(super) struct Ring {
+    pub lanes: PendingLanes,
+    pub regions: TravelRegions,
+    arrivals: SlotPair,
+    partials: SlotPair,
+    /// The items that used the two node slots last, and those that sent the two sums of a node.
+    node_slots: [Option<usize>; 2],
+    node_sums: [Option<usize>; 2],
+    /// The last fetch of rows into a node slot.
+    crossed: Option<usize>,
+}
+
+/// Two slots used in turn, and the item that used each last.
+#[derive(Default)]
+struct SlotPair {
+    next: usize,
+    used: [Option<usize>; 2],
+}
+
+impl SlotPair {
+    fn take(&mut self) -> usize {
+        self.next ^= 1;
+        self.next ^ 1
+    }
+}
+
+/// Where the rows of a ring step lie, and what attending them must wait for.
+pub(super) struct Arrival {
+    pub at: Vec<BufferView>,
+    pub wait: Option<usize>,
+    slot: Option<ArrivalSlot>,
+}
+
+/// A buffer that rows of others arrive in.
+#[derive(Clone, Copy)]
+enum ArrivalSlot {
+    Ring(usize),
+    Node(usize),
+}
+
+impl Builder<'_> {
+    /// Adds the fetch of a ring step, if it has one. Follow it with [`Builder::attend`] where it returns something to attend.
+    pub(super) fn fetch(&mut self, ring: &mut Ring, t: &Travel, ring_step: usize) -> Option<Arrival> {
+        let v = t.ring_steps.list()[ring_step];
+        match v.hop {
+            Hop::Own => return Some(Arrival { at: t.own.clone(), wait: None, slot: None }),
+            // All shares are the rank's own.
+            Hop::Local if self.plan.mesh().ring == 1 => {
+                return Some(Arrival { at: t.own.clone(), wait: None, slot: None });
+            }
+            Hop::Crossing { .. } if t.ring_steps.form().holds_own() => {
+                // Into the slot that the own share is about to take its place in.
+                let slot = ring.arrivals.next;
+                let into: Vec<BufferView> = t.slots[slot].iter().map(|s| s.slice(t.staying(), v.rows_in)).collect();
+                let exchange =
+                    self.exchange_rows(ring, t, ring_step, (&t.own, &into), [ring.arrivals.used[slot], None]);
+                ring.crossed = (v.rows_in > 0).then_some(exchange);
+                return None;
+            }
+            Hop::Crossing { .. } => {
+                let turn = turn_of(v.node);
+                let (slot, free) = (&t.node_slots[turn], ring.node_slots[turn]);
+                let exchange = self.exchange_rows(ring, t, ring_step, (&t.own, slot), [free, None]);
+                if v.rows_in > 0 {
+                    ring.crossed = Some(exchange);
+                }
+                return None;
+            }
+            Hop::Crossed => {
+                let turn = turn_of(v.node);
+                let (at, slot) = (t.node_slots[turn].clone(), (v.rows_in > 0).then_some(ArrivalSlot::Node(turn)));
+                return Some(Arrival { at, wait: ring.crossed.take(), slot });
+            }
+            Hop::Local => {}
+        }
+        let slot = (v.rows_in > 0).then(|| ring.arrivals.take());
+        let at = &t.slots[slot.unwrap_or(0)];
+        let mut placed = None;
+        if t.ring_steps.form().holds_own() && slot.is_some() {
+            // The own share takes its place in the slot, so that one call meets everything.
+            let kind = self.transform(t.own.iter().zip(at).map(|(&own, slot)| (slot.slice(0, own.rows), own)));
+            if t.staying() > 0 {
+                ring.lanes.compute.push(PendingOp { kind, step: v.step, phase: LOCAL, after: [None; 2] });
+                placed = Some(ring.lanes.compute.len() - 1);
+            }
+        }
+        // What others take lies in the own share, in a node slot, or in both parts of the slot.
+        let beside = t.beside();
+        let crossed = if t.ring_steps.form().holds_own() { ring.crossed.take() } else { None };
+        let there: Vec<BufferView> = at.iter().map(|s| s.slice(0, t.staying() + beside)).collect();
+        let source = match v.node {
+            0 if beside > 0 => &there,
+            0 => &t.own,
+            node => &t.node_slots[turn_of(node)],
+        };
+        let wait = if t.travels(ring_step) {
+            let free = [slot.and_then(|s| ring.arrivals.used[s]), placed.filter(|_| beside > 0)];
+            let exchange = self.exchange_rows(ring, t, ring_step, (source, at), free);
+            slot.map(|_| exchange)
+        } else {
+            crossed
+        };
+        Some(Arrival { at: at.clone(), wait, slot: slot.map(ArrivalSlot::Ring) })
+    }
+
+    /// Adds the exchange of a ring step that sends rows of the first of two buffers and receives rows in the other, once the
+    /// items `after` are done, and before it the packing of the rows that leave. Returns which of the communication lane it is.
+    fn exchange_rows(
+        &mut self,
+        ring: &mut Ring,
+        t: &Travel,
+        ring_step: usize,
+        (from, into): (&[BufferView], &[BufferView]),
+        after: [Option<usize>; 2],
+    ) -> usize {
+        let v = t.ring_steps.list()[ring_step];
+        let (order, phase) = ((t.round, fetch_order(v.step)), phase_of(&v));
+        let (buffers, rows) = &t.packed;
+        let packed: Vec<BufferView> = buffers.iter().map(|b| b.slice(0, rows[ring_step])).collect();
+        let packed = if rows[ring_step] > 0 { packed } else { Vec::new() };
+        let ring_steps = t.circulating_side;
+        let pairs = |to: &[BufferView]| -> Vec<StepTensor> {
+            from.iter().zip(to).map(|(&own, &slot)| StepTensor { own, slot }).collect()
+        };
+        if !packed.is_empty() {
+            let kind = OpKind::Pack { ring_step: ring_step as u32, ring_steps, tensors: pairs(&packed) };
+            ring.lanes.communication.push((order, PendingOp { kind, step: v.step, phase, after: [after[1], None] }));
+        }
+        let kind = OpKind::Fetch { ring_step: ring_step as u32, ring_steps, tensors: pairs(into), packed };
+        ring.lanes.communication.push((order, PendingOp { kind, step: v.step, phase, after }));
+        ring.lanes.communication.len() - 1
+    }
+
+    /// Copies, each of a slice to another; of no rows, nothing.
+    fn transform(&mut self, blocks: impl Iterator<Item = (BufferView, BufferView)>) -> OpKind {
+        let begin = self.out.blocks.len() as u32;
+        blocks.for_each(|(to, from)| self.block(to, &[from]));
+        OpKind::Transform { begin, end: self.out.blocks.len() as u32 }
+    }
+
+    /// Adds the call that attends an arrival. `partials` of `call` are where it writes the gradients of what travels:
+    /// the sums themselves for the own share.
+    pub(super) fn attend(
+        &mut self,
+        ring: &mut Ring,
+        t: &Travel,
+        ring_step: usize,
+        arrival: &Arrival,
+        call: impl FnOnce(&[BufferView], Option<&[BufferView]>) -> OpKind,
+    ) {
+        let v = t.ring_steps.list()[ring_step];
+        let mut after = [arrival.wait, None];
+        let (mut attended, mut begun) = (None, None);
+        let mut turn = 0;
+        // Rows of a node slot that this rank does not need have a gradient all the same.
+        let needed = v.meets || (v.rows_in > 0 && t.home.is_some());
+        if v.step == 0 || needed || t.ring_steps.form().holds_own() {
+            let (mut partials, mut narrow) = (None, false);
+            if let Some(home) = &t.home {
+                partials = Some(&home.sums);
+                match arrival.slot {
+                    Some(ArrivalSlot::Ring(_)) => {
+                        turn = ring.partials.take();
+                        partials = Some(&home.fresh[turn]);
+                        narrow = home.leaving[turn] != home.fresh[turn];
+                        after[1] = ring.partials.used[turn];
+                    }
+                    Some(ArrivalSlot::Node(node)) => {
+                        turn = node;
+                        partials = Some(&home.node_sums[node]);
+                        after[1] = ring.node_sums[node];
+                    }
+                    None => {}
+                }
+            }
+            let free = if narrow { after[1].take() } else { None };
+            let kind = call(&arrival.at, partials.map(Vec::as_slice));
+            ring.lanes.compute.push(PendingOp { kind, step: v.step, phase: LOCAL, after });
+            let call = ring.lanes.compute.len() - 1;
+            match arrival.slot {
+                Some(ArrivalSlot::Ring(slot)) => ring.arrivals.used[slot] = Some(call),
+                Some(ArrivalSlot::Node(slot)) => ring.node_slots[slot] = Some(call),
+                None => {}
+            }
+            // The own share's do not leave.
+            let (first, rows) = (t.staying(), v.rows_in - t.staying());
+            if let (true, Some(home)) = (narrow && rows > 0, &t.home) {
+                let blocks = home.leaving[turn].iter().zip(&home.fresh[turn]);
+                let kind = self.transform(blocks.map(|(to, from)| (to.slice(first, rows), from.slice(first, rows))));
+                ring.lanes.compute.push(PendingOp { kind, step: v.step, phase: LOCAL, after: [free, None] });
+            }
+            attended = arrival.slot.map(|_| ring.lanes.compute.len() - 1);
+            if let (true, Some(home)) = (arrival.slot.is_some() && t.staying() > 0, &t.home) {
+                // The own share's begin the sums, and what comes home is added to them.
+                let blocks = home.sums.iter().zip(&home.fresh[turn]);
+                let kind = self.transform(blocks.map(|(&sum, from)| (sum, from.slice(0, t.staying()))));
+                ring.lanes.compute.push(PendingOp { kind, step: v.step, phase: LOCAL, after: [None; 2] });
+                begun = Some(ring.lanes.compute.len() - 1);
+            }
+        }
+        if let (Some(home), true) = (&t.home, v.step > 0 && t.travels(ring_step)) {
+            self.come_home(ring, t, home, &v, ring_step, turn, (attended, begun));
+        }
+    }
+
+    /// Adds the return of the gradients that a ring step made, from the buffers of `turn`, and the sum of what comes home for
+    /// the rows that left. `made` is the operation that made them, `begun` the one that begins the sums, if that is known.
+    #[allow(clippy::too_many_arguments)]
+    fn come_home(
+        &mut self,
+        ring: &mut Ring,
+        t: &Travel,
+        home: &Home,
+        v: &RingStep,
+        ring_step: usize,
+        turn: usize,
+        (made, begun): (Option<usize>, Option<usize>),
+    ) {
+        let crossed = v.hop == Hop::Crossed;
+        // A node's sum is whole after its last step, whose place is before that of the next node's first.
+        let order = if crossed { node_return_order(t.ring_steps.last_of_node(v)) } else { return_order(v.step) };
+        let (order, phase) = ((t.round, order), phase_of(v));
+        let (mut leaving, mut arriving) =
+            (if crossed { &home.node_sums[turn] } else { &home.leaving[turn] }, &home.arriving);
+        if let (true, Some((narrow, arrives))) = (crossed, &home.narrowed) {
+            if made.is_some() {
+                let blocks =
+                    narrow.iter().zip(leaving).map(|(to, from)| (to.slice(0, v.rows_in), from.slice(0, v.rows_in)));
+                let kind = self.transform(blocks);
+                ring.lanes.communication.push((order, PendingOp { kind, step: v.step, phase, after: [made, None] }));
+            }
+            (leaving, arriving) = (narrow, arrives);
+        }
+        let sums = if !crossed && v.node > 0 { &home.node_sums[turn_of(v.node)] } else { &home.sums };
+        let pairs =
+            |own: &[BufferView]| own.iter().zip(arriving).map(|(&own, &slot)| StepTensor { own, slot }).collect();
+        let (ring_step, ring_steps) = (ring_step as u32, t.circulating_side);
+        let kind = OpKind::Return { ring_step, ring_steps, tensors: pairs(leaving) };
+        ring.lanes.communication.push((order, PendingOp { kind, step: v.step, phase, after: [made, None] }));
+        if made.is_some() {
+            let sent = if crossed { &mut ring.node_sums[turn] } else { &mut ring.partials.used[turn] };
+            *sent = Some(ring.lanes.communication.len() - 1);
+        }
+        if v.rows_out > 0 {
+            // The sums begin with the own share's call, or that of the node slot, the round's first that writes them.
+            let begun = begun.or_else(|| ring.lanes.compute.iter().rposition(|i| writes(&i.kind, sums[0])));
+            let kind = OpKind::Reduce { ring_step, ring_steps, tensors: pairs(sums) };
+            ring.lanes.communication.push((order, PendingOp { kind, step: v.step, phase, after: [begun, None] }));
+        }
+    }
+}
+
+/// The part of the run that a ring step's exchanges belong to.
+fn phase_of(v: &RingStep) -> &'static str {
+    if matches!(v.hop, Hop::Crossing { .. } | Hop::Crossed) { BETWEEN_NODES } else { LOCAL }
+}
+
+/// Whether a call begins the sums that `first` belongs to.
+fn writes(kind: &OpKind, first: BufferView) -> bool {
+    match kind {
+        OpKind::Backward(op) => op.dq == Some(first) || op.dkv.is_some_and(|(dk, _)| dk == first),
+        _ => false,
+    }
+}

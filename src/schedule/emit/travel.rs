@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! One side's travel around the ring: the buffers that its rows, and the partial gradients of them, use.
+//!
+//! Rows arrive in two slots that take turns, rows of other nodes in two node slots. The travels of one schedule (one for
+//! each pass over heads) come one after another, so they share the memory of these buffers. Over several nodes only what
+//! crosses is narrowed to the type of the wire: inside a node partial gradients keep the accumulator's type.
+
+use alloc::{sync::Arc, vec::Vec};
+
+use super::builder::{Builder, Life, Region};
+use crate::{
+    element::Dtype,
+    schedule::{BufferView, CirculatingSide, RingSteps, expand::is_fragmented, ring_steps::Hop},
+};
+
+/// The regions of the workspace that the travels of a schedule share.
+#[derive(Default)]
+pub(super) struct TravelRegions {
+    slots: Vec<[Region; 2]>,
+    node_slots: Vec<[Region; 2]>,
+    packed: Vec<Region>,
+    homes: Vec<[Region; 2]>,
+    node_homes: Vec<[Region; 2]>,
+}
+
+/// One side's travel around the ring.
+pub(super) struct Travel {
+    pub circulating_side: CirculatingSide,
+    pub ring_steps: Arc<RingSteps>,
+    /// Position among the travels of a schedule.
+    pub round: usize,
+    /// What travels: the rank's own share of it.
+    pub own: Vec<BufferView>,
+    pub slots: [Vec<BufferView>; 2],
+    pub node_slots: [Vec<BufferView>; 2],
+    /// Where rows are packed that would leave in too many messages, with the rows that each ring step packs. Exchanges
+    /// come one after another, so one buffer serves them all.
+    pub packed: (Vec<BufferView>, Vec<u64>),
+    pub home: Option<Home>,
+}
+
+impl Travel {
+    /// Rows of the own share that lie in the slot of a ring step beside those of others.
+    pub(super) fn staying(&self) -> u64 {
+        if self.ring_steps.form().holds_own() { self.own[0].rows } else { 0 }
+    }
+
+    /// Rows of other nodes that lie in the slot next to the own share.
+    pub(super) fn beside(&self) -> u64 {
+        if !self.ring_steps.form().holds_own() {
+            return 0;
+        }
+        self.ring_steps.list().iter().filter(|v| !v.attends()).map(|v| v.rows_in).sum()
+    }
+
+    /// Whether anything is exchanged for a ring step.
+    pub(super) fn travels(&self, ring_step: usize) -> bool {
+        let v = self.ring_steps.list()[ring_step];
+        let there = if v.hop == Hop::Local { self.staying() + self.beside() } else { 0 };
+        v.rows_in > there || v.rows_out > 0
+    }
+}
+
+/// Which node slot, and which sum of a node, is used for rows of the node `node` before.
+pub(super) fn turn_of(node: u32) -> usize {
+    (node as usize - 1) % 2
+}
+
+/// How the partial gradients of what travelled come home.
+pub(super) struct Home {
+    /// The sums they are added to.
+    pub sums: Vec<BufferView>,
+    /// Sums over the ranks of a node, for the rows of a node slot.
+    pub node_sums: [Vec<BufferView>; 2],
+    /// What kernels write.
+    pub fresh: [Vec<BufferView>; 2],
+    /// What leaves: `fresh`, or a narrower copy of it.
+    pub leaving: [Vec<BufferView>; 2],
+    /// What arrives.
+    pub arriving: Vec<BufferView>,
+    /// Narrower copies of a node's sums, and what arrives of them, where what crosses is narrower.
+    pub narrowed: Option<(Vec<BufferView>, Vec<BufferView>)>,
+}
+
+impl Builder<'_> {
+    /// Two buffers for each of `like`, over the regions that earlier travels used. `slots` of the two are ever needed.
+    fn two_of(
+        &mut self,
+        regions: &mut Vec<[Region; 2]>,
+        name: &'static str,
+        like: &[BufferView],
+        dtype: Option<Dtype>,
+        rows: u64,
+        slots: usize,
+    ) -> [Vec<BufferView>; 2] {
+        while regions.len() < like.len() {
+            let pair = [self.region(Life::Ring, 0), self.region(Life::Ring, 0)];
+            regions.push(pair);
+        }
+        [0, 1].map(|i| {
+            let rows = if i < slots { rows } else { 0 };
+            like.iter()
+                .zip(regions.iter())
+                .map(|(&v, pair)| {
+                    let (dtype, dim) = (dtype.unwrap_or_else(|| self.dtype_of(v)), self.dim_of(v));
+                    self.buffer_in(pair[i], name, dtype, rows, v.heads, dim)
+                })
+                .collect()
+        })
+    }
+
+    /// A buffer for each of `like` over the second of two regions, where the first is in use.
+    fn second_of(
+        &mut self,
+        regions: &[[Region; 2]],
+        name: &'static str,
+        like: &[BufferView],
+        dtype: Dtype,
+        rows: u64,
+    ) -> Vec<BufferView> {
+        let buffer = |(&v, pair): (&BufferView, &[Region; 2])| {
+            let dim = self.dim_of(v);
+            self.buffer_in(pair[1], name, dtype, rows, v.heads, dim)
+        };
+        like.iter().zip(regions).map(buffer).collect()
+    }
+
+    /// Prepares a travel of `own`; with `sums`, partial gradients of the same shapes come home to them.
+    pub(super) fn travel(
+        &mut self,
+        regions: &mut TravelRegions,
+        circulating_side: CirculatingSide,
+        round: usize,
+        own: Vec<BufferView>,
+        sums: Option<(Vec<BufferView>, Dtype)>,
+    ) -> Travel {
+        let ring_steps = self.out.ring_steps(circulating_side).clone();
+        let arrivals = ring_steps.arrivals();
+        // Earlier rounds used both slots if they used any twice; turns go on across rounds.
+        let slots = if round > 0 && arrivals > 0 { 2 } else { arrivals };
+        let slots = if self.plan.mesh().ring == 1 { 0 } else { slots };
+        let slot_views = self.two_of(&mut regions.slots, "ring slot", &own, None, ring_steps.slot_rows(), slots);
+        let (node_rows, node_slots) = (ring_steps.node_slot_rows(), ring_steps.node_slots());
+        let node_slot_views = self.two_of(&mut regions.node_slots, "node slot", &own, None, node_rows, node_slots);
+        let packed = self.packed(&mut regions.packed, &ring_steps, &own);
+        let home = sums.filter(|_| ring_steps.list().len() > 1 || ring_steps.form().holds_own()).map(|(sums, wire)| {
+            let homes = &mut regions.homes;
+            let (n, rows) = (sums.len(), ring_steps.slot_rows());
+            let whole = self.dtype_of(sums[0]);
+            while homes.len() < 3 * n {
+                homes.push([self.region(Life::Ring, 0), self.region(Life::Ring, 0)]);
+            }
+            let third = |b: &mut Self, i: usize, name, dtype, rows, slots| {
+                let mut part = homes[i * n..(i + 1) * n].to_vec();
+                b.two_of(&mut part, name, &sums, Some(dtype), rows, slots)
+            };
+            // Over several nodes the type of the wire is that of what crosses, and the sum of a node is whole before.
+            let (crossing, wire) = (wire, if ring_steps.crosses() { whole } else { wire });
+            let narrow = wire != whole;
+            let fresh = third(self, 0, "partial gradient", whole, rows, if narrow { slots.min(1) } else { slots });
+            let leaving = if narrow { third(self, 1, "partial to travel", wire, rows, slots) } else { fresh.clone() };
+            let fresh = if narrow { [fresh[0].clone(), fresh[0].clone()] } else { fresh };
+            let [arriving, _] = third(self, 2, "gradient from peer", wire, ring_steps.return_rows(), 1);
+            let narrowed = (crossing != wire).then(|| {
+                let [leaving, _] = third(self, 1, "sum of a node to travel", crossing, node_rows, 1);
+                // The slot is the second of the region pair, since both are in use at a time.
+                let rows = ring_steps.node_return_rows();
+                (leaving, self.second_of(&homes[n..2 * n], "gradient from a node", &sums, crossing, rows))
+            });
+            let node_homes = &mut regions.node_homes;
+            let node_sums = self.two_of(node_homes, "sum of a node", &sums, None, node_rows, node_slots);
+            Home { sums, node_sums, fresh, leaving, arriving, narrowed }
+        });
+        Travel {
+            circulating_side,
+            ring_steps,
+            round,
+            own,
+            slots: slot_views,
+            node_slots: node_slot_views,
+            packed,
+            home,
+        }
+    }
+
+    /// Buffers for rows that would leave in too many messages, and how many rows each ring step packs.
+    fn packed(
+        &mut self,
+        regions: &mut Vec<Region>,
+        ring_steps: &RingSteps,
+        own: &[BufferView],
+    ) -> (Vec<BufferView>, Vec<u64>) {
+        let rows = ring_steps.packed_rows(|runs| is_fragmented(runs, own.len()));
+        let most = rows.iter().copied().max().unwrap_or(0);
+        if most == 0 {
+            return (Vec::new(), rows);
+        }
+        while regions.len() < own.len() {
+            regions.push(self.region(Life::Ring, 0));
+        }
+        let buffers = own.iter().zip(regions.iter()).map(|(&v, &region)| {
+            let (dtype, dim) = (self.dtype_of(v), self.dim_of(v));
+            self.buffer_in(region, "packed for a peer", dtype, most, v.heads, dim)
+        });
+        (buffers.collect(), rows)
+    }
+}

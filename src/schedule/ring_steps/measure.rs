@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! Measures the ring steps when a plan is made: which there are, how many rows each moves, and how much room its lists take.
+//!
+//! The general way lists the rows of every step that there may be, and counts them. A zigzag over documents within one
+//! level has a faster way (`schedule::sweep`), with the same result.
+
+use alloc::{vec, vec::Vec};
+
+use super::{
+    Hop, RingStep, RingSteps, Scattered,
+    documents::documents,
+    scratch::{Capacity, NodeCapacity, RangeScratch},
+};
+use crate::{
+    batch::Side,
+    plan::Form,
+    schedule::{
+        join::{Fragment, by_document, meets},
+        sweep::Zigzag,
+    },
+};
+
+impl RingSteps {
+    /// As [`RingSteps::sweep`], much faster.
+    pub(super) fn sweep_zigzag(&mut self, staying: Side) {
+        let zigzag = Zigzag {
+            batch: self.shares.batch(),
+            mask: self.mask,
+            circulating: self.circulating,
+            staying,
+            ring: self.shares.ring(),
+            me: self.me,
+            stationary: &self.stationary,
+            own: &self.own,
+            gather: self.form == Form::Gather,
+        };
+        let (steps, last) = zigzag.measure();
+        let readers = zigzag.readers(&steps);
+        let rows = self.own.iter().map(|o| u64::from(o.range.len)).sum();
+        self.list.push(RingStep { step: 0, hop: Hop::Own, node: 0, rows_in: rows, rows_out: 0, meets: true });
+        let longest = self.own.len().max(self.stationary.len());
+        let fragments = steps.iter().map(|s| s.fragments_in.max(s.fragments_out)).max().unwrap_or(0).max(longest);
+        let mut entry_of = vec![0; steps.len()];
+        for (step, s) in steps.iter().enumerate().skip(1).filter(|(_, s)| s.rows_in + s.rows_out > 0) {
+            entry_of[step] = self.list.len() as u32;
+            let (rows_in, rows_out) = (s.rows_in, s.rows_out);
+            self.list.push(RingStep {
+                step: step as u32,
+                hop: Hop::Local,
+                node: 0,
+                rows_in,
+                rows_out,
+                meets: rows_in > 0,
+            });
+        }
+        self.last = last.into_iter().map(|step| entry_of[step as usize]).collect();
+        self.scattered = readers
+            .into_iter()
+            .map(|(step, out)| Scattered { ring_step: entry_of[step], runs: out.runs, rows: out.rows })
+            .collect();
+        // A share has at most two segments of each document, so a fragment meets at most two.
+        self.capacity = Capacity {
+            segments: (2 * self.shares.batch().documents()).max(longest),
+            fragments,
+            q: fragments,
+            k: fragments,
+            pairs: 2 * fragments,
+            nodes: NodeCapacity::default(),
+        };
+    }
+
+    /// Measures every step: which are empty, the rows of the others, the last ring step of each stationary segment, and
+    /// the room that the longest lists need.
+    pub(super) fn sweep(&mut self) {
+        let mut s = RangeScratch::default();
+        let mut leaving: Vec<(u32, u64)> = Vec::new();
+        let longest = self.own.len().max(self.stationary.len());
+        let mut cap =
+            Capacity { segments: longest, fragments: self.own.len(), q: longest, k: longest, ..Capacity::default() };
+        by_document(&self.stationary, &self.own, |_, a, _, b| cap.pairs += a.len() * b.len());
+        if !self.form.holds_own() {
+            let rows = self.own.iter().map(|o| u64::from(o.range.len)).sum();
+            self.list.push(RingStep { step: 0, hop: Hop::Own, node: 0, rows_in: rows, rows_out: 0, meets: true });
+        }
+        for mut step in self.candidates() {
+            step.rows_out = self.list_outgoing(&step, &mut s);
+            leaving.clear();
+            if step.hop != Hop::Crossed {
+                leaving.extend(s.fragments.chunk_by(|a, b| a.peer == b.peer).filter_map(scattered));
+            }
+            cap.fragments = cap.fragments.max(s.fragments.len());
+            cap.segments = cap.segments.max(s.segments.len());
+            step.rows_in = self.list_incoming(&step, &mut s);
+            cap.fragments = cap.fragments.max(s.fragments.len());
+            cap.segments = cap.segments.max(s.segments.len());
+            if step.rows_in + step.rows_out == 0 && (step.hop != Hop::Local || !self.form.holds_own()) {
+                continue;
+            }
+            let ring_step = self.list.len() as u32;
+            self.scattered.extend(leaving.drain(..).map(|(runs, rows)| Scattered { ring_step, runs, rows }));
+            if matches!(step.hop, Hop::Crossing { .. }) {
+                self.list.push(step);
+                continue;
+            }
+            cap.k = cap.k.max(s.fragments.len());
+            cap.q = cap.q.max(s.fragments.len());
+            self.sort(&mut s);
+            let mut pairs = 0;
+            let (last, mask) = (&mut self.last, self.mask);
+            documents(&self.stationary, &s.fragments, &s.order, |first, stationary, _, order| {
+                pairs += stationary.len() * order.len();
+                for (i, st) in stationary.iter().enumerate() {
+                    if order.iter().any(|&f| meets(&st.range, &s.fragments[f as usize].range, mask)) {
+                        last[first + i] = ring_step;
+                        step.meets = true;
+                    }
+                }
+            });
+            self.list.push(step);
+            cap.pairs = cap.pairs.max(pairs);
+        }
+        if self.crosses() {
+            cap.segments = cap.segments.max(s.segments.capacity());
+            cap.nodes = s.nodes.capacity();
+        }
+        self.capacity = cap;
+        // Rows that meet nothing are finished by the call that begins them.
+        let first = self.first() as u32;
+        self.last.iter_mut().for_each(|last| *last = first.max(*last));
+    }
+}
+
+/// How many runs of the owner's share the fragments of one peer are, and their rows; none if one.
+fn scattered(fragments: &[Fragment]) -> Option<(u32, u64)> {
+    let end = |f: &Fragment| f.owner_row + i64::from(f.range.len);
+    let breaks = fragments.windows(2).filter(|w| end(&w[0]) != w[1].owner_row).count() as u32;
+    (breaks > 0).then(|| (breaks + 1, fragments.iter().map(|f| u64::from(f.range.len)).sum()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        batch::Batch,
+        layout::{Layout, Shares},
+        mask::Mask,
+    };
+
+    /// The fast way counts what the general way counts, and makes room for at least as much.
+    #[test]
+    fn zigzags_are_measured_alike_in_both_ways() {
+        let batches = [
+            Batch::from_lengths(&[7, 0, 1, 13, 3, 40]).unwrap(),
+            Batch::from_lengths(&[64]).unwrap(),
+            Batch::cross(&[0, 3, 3, 10], &[0, 8, 9, 21], None).unwrap(),
+            Batch::cross(&[0, 9, 31, 33], &[0, 2, 14, 50], Some(&[-4, 5, 1 << 40])).unwrap(),
+        ];
+        let masks = [
+            Mask::full(),
+            Mask::causal(),
+            Mask::window(2, 0),
+            Mask::window(0, 0),
+            Mask::window(9, 3),
+            Mask { left: Some(1), right: None },
+        ];
+        let mut ring_steps = 0;
+        for batch in &batches {
+            for mask in masks {
+                for ring in [1, 2, 3, 4, 7, 16] {
+                    let shares = Shares::new(batch, mask, Layout::Zigzag, ring).unwrap();
+                    for (me, side, form) in (0..ring).flat_map(|me| {
+                        [Side::Q, Side::K].into_iter().flat_map(move |s| [(me, s, Form::Ring), (me, s, Form::Gather)])
+                    }) {
+                        let fast = RingSteps::new(&shares, mask, side, form, me, ring);
+                        let mut slow = fast.clone();
+                        slow.list.clear();
+                        slow.last.fill(0);
+                        slow.scattered.clear();
+                        slow.sweep();
+                        assert_eq!(
+                            (&fast.list, &fast.last, &fast.scattered),
+                            (&slow.list, &slow.last, &slow.scattered),
+                            "{mask:?} {me} of {ring} {form:?}"
+                        );
+                        let (a, b) = (fast.capacity, slow.capacity);
+                        assert!(a.segments >= b.segments && a.fragments >= b.fragments && a.q >= b.q && a.k >= b.k);
+                        assert!(a.pairs >= b.pairs, "{} {}", a.pairs, b.pairs);
+                        ring_steps += fast.list.len();
+                    }
+                }
+            }
+        }
+        assert!(ring_steps > 5_000, "{ring_steps}");
+    }
+}

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+//! The rows that arrive and that leave at one ring step, as fragments of shares.
+//!
+//! Listed when the step is executed, into a [`RangeScratch`] that has room for them. Owner and reader list the same rows in
+//! the same order, so messages carry no description of their rows.
+
+use alloc::vec::Vec;
+
+use super::{Hop, RangeScratch, RingStep, RingSteps};
+use crate::{
+    call::Range,
+    plan::Form,
+    schedule::join::{Class, Fragment, join},
+};
+
+impl RingSteps {
+    /// `(ring rank, class)` of those of the node whose rows arrive at place `place` of the node's steps, or of those that
+    /// take this rank's.
+    pub(super) fn others(&self, place: usize, arriving: bool) -> impl Iterator<Item = (usize, Class)> + use<> {
+        let (n, form, crosses) = (self.per_node, self.form, self.crosses());
+        let (first, me) = (self.me / n * n, self.me % n);
+        let back = first + (me + n - place % n) % n;
+        let ahead = first + (me + place) % n;
+        let count = match form {
+            Form::Ring if crosses => 1,
+            Form::Ring => 2,
+            _ => n,
+        };
+        (0..count).filter_map(move |i| match form {
+            Form::Ring if crosses => Some((if arriving { back } else { ahead }, Class::All)),
+            Form::Ring if (i == 0) == arriving => Some((back, if i == 0 { Class::Forward } else { Class::Reverse })),
+            Form::Ring => Some((ahead, if i == 0 { Class::Forward } else { Class::Reverse })),
+            _ => (i != me).then_some((first + i, Class::All)),
+        })
+    }
+
+    pub(super) fn list_incoming(&self, step: &RingStep, s: &mut RangeScratch) -> u64 {
+        s.fragments.clear();
+        if step.node > 0 {
+            return self.list_incoming_of_node(step, s);
+        }
+        let mut row = 0;
+        if step.hop == Hop::Own || self.form.holds_own() {
+            // The own share comes first and whole: every row of it needs a gradient, read or not.
+            for o in &self.own {
+                s.fragments.push(Fragment { peer: self.me as u32, owner_row: o.range.row, range: o.range });
+                row += i64::from(o.range.len);
+            }
+        }
+        if step.hop == Hop::Own {
+            return row as u64;
+        }
+        let beside = self.form.holds_own() && self.crosses();
+        if beside {
+            // Then what crossed, whole too: it is there already, and others take from it.
+            self.list_node_slot(self.me, 1, s);
+            s.fragments.extend(s.nodes.union.iter().map(|f| {
+                let at = row + f.range.row;
+                Fragment { peer: self.me as u32, owner_row: at, range: Range { row: at, ..f.range } }
+            }));
+            row += s.nodes.union.iter().map(|f| i64::from(f.range.len)).sum::<i64>();
+        }
+        for (j, class) in self.others(self.place(step), true) {
+            self.shares.segments(self.circulating, j, &mut s.segments);
+            row = join(&self.stationary, &s.segments, class, self.mask, j as u32, row, &mut s.fragments);
+            if beside {
+                self.list_node_slot(j, 1, s);
+                row = self.join_beside(&self.stationary, j, j, row, s);
+            }
+        }
+        if self.form == Form::Ordered {
+            split_stripes(&mut s.fragments);
+        }
+        row as u64
+    }
+
+    pub(super) fn list_outgoing(&self, step: &RingStep, s: &mut RangeScratch) -> u64 {
+        s.fragments.clear();
+        if step.node > 0 {
+            return self.list_outgoing_of_node(step, s);
+        }
+        let mut row = 0;
+        let beside = self.form.holds_own() && self.crosses();
+        if beside {
+            self.list_node_slot(self.me, 1, s);
+        }
+        for (j, class) in self.others(self.place(step), false) {
+            self.shares.segments(self.circulating.other(), j, &mut s.segments);
+            row = join(&s.segments, &self.own, class, self.mask, j as u32, row, &mut s.fragments);
+            if beside {
+                let reader = core::mem::take(&mut s.segments);
+                row = self.join_beside(&reader, self.me, j, row, s);
+                s.segments = reader;
+            }
+        }
+        row as u64
+    }
+
+    /// Lists what arrives at a ring step, in slot order, into `scratch.fragments`.
+    pub fn incoming(&self, ring_step: usize, scratch: &mut RangeScratch) {
+        self.list_incoming(&self.list[ring_step], scratch);
+    }
+
+    /// Lists the rows that leave at a ring step, of the own share or of the node slot; `range.row` counts from the start of
+    /// what comes home for them.
+    pub fn outgoing(&self, ring_step: usize, scratch: &mut RangeScratch) {
+        self.list_outgoing(&self.list[ring_step], scratch);
+    }
+}
+
+/// Cuts striped fragments into their blocks, so that a sort by position is the order of every token. From the back and
+/// in place: the list takes no more room than its result, which is what room is reserved for.
+fn split_stripes(fragments: &mut Vec<Fragment>) {
+    let blocks = |f: &Fragment| if f.range.is_plain() { 1 } else { f.range.len.div_ceil(f.range.block) };
+    let (n, total) = (fragments.len(), fragments.iter().map(|f| blocks(f) as usize).sum());
+    if total == n {
+        return;
+    }
+    fragments.resize(total, fragments[0]);
+    let mut end = total;
+    for i in (0..n).rev() {
+        let f = fragments[i];
+        if f.range.is_plain() {
+            end -= 1;
+            fragments[end] = f;
+            continue;
+        }
+        for block in (0..blocks(&f)).rev() {
+            let at = block * f.range.block;
+            let len = f.range.block.min(f.range.len - at);
+            let row = f.range.row + i64::from(at);
+            let range = Range { row, pos: f.range.position(at), len, block: 1, period: 1, doc: f.range.doc };
+            end -= 1;
+            fragments[end] = Fragment { owner_row: f.owner_row + i64::from(at), range, ..f };
+        }
+    }
+}
