@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Every instruction set that this processor has, in turn (portable code takes minutes, and is left out): the time of single calls on one worker, medians in ms. Which of
-//! them `Isa::best` takes has a star.
+//! Every instruction set that this processor has, in turn (portable code takes minutes, and is left out): the time of
+//! single calls on one worker, medians in ms. Which of them `Isa::best` takes has a star.
 //!
 //! `cargo bench --bench isas [-- --rounds N] [--only TEXT] [--isa NAME] [--length N] [--json FILE]`
 //!

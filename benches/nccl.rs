@@ -3,8 +3,9 @@
 //! same calls of the library and the driver made by hand.
 //!
 //! `cargo build -p cuda-emulator -p nccl-stand-in`, then `LD_LIBRARY_PATH=$(cargo run -q -p cuda-emulator --bin libdir)
-//! CPATTN_EMU_DEVICES=2 CPATTN_EMU_IDLE=1 cargo bench --features nccl --bench nccl [-- --json FILE]`. The times are CPU time of the thread, which other
-//! work of the machine lengthens little. The stand-in is an optimised build for this: its own calls are most of the time.
+//! CPATTN_EMU_DEVICES=2 CPATTN_EMU_IDLE=1 cargo bench --features nccl --bench nccl [-- --json FILE]`. The times are CPU
+//! time of the thread, which other work of the machine lengthens little. The stand-in is an optimised build for this:
+//! its own calls are most of the time.
 
 use std::{
     ffi::c_void,

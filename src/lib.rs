@@ -21,7 +21,8 @@
 //!
 //! Data flows one way: plan → schedule → runtime → kernel and transport. Modules up to the schedule do not access the
 //! caller's memory and are `no_std` with `alloc`; the rest needs the feature `std` (default). Other features: `rayon`
-//! runs CPU kernels on several threads, `cuda` adds the CUDA backend, `cudarc` views of cudarc's slices, `nccl` ranks over NCCL, `mpi` ranks over MPI.
+//! runs CPU kernels on several threads, `cuda` adds the CUDA backend, `cudarc` views of cudarc's slices, `nccl` ranks
+//! over NCCL, `mpi` ranks over MPI.
 #![cfg_attr(feature = "std", doc = "")]
 #![cfg_attr(feature = "std", doc = include_str!("../README.md"))]
 #![cfg_attr(not(feature = "std"), no_std)]

@@ -119,8 +119,8 @@ impl<'a, T: Element> View<'a, T> {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`](crate::Error::Invalid) when `data` does not hold exactly `tokens · heads · dim` elements, or a size exceeds its
-    /// limit (see [`View::strided`]).
+    /// [`Error::Invalid`](crate::Error::Invalid) when `data` does not hold exactly `tokens · heads · dim` elements, or
+    /// a size exceeds its limit (see [`View::strided`]).
     pub fn new(data: &'a [T], tokens: usize, heads: usize, dim: usize) -> Result<Self> {
         Self::over(data, [tokens, heads, dim], compact_strides(heads, dim)?, true)
     }
@@ -159,8 +159,8 @@ impl<'a, T: Element> View<'a, T> {
     ///
     /// # Errors
     ///
-    /// [`Error::Invalid`](crate::Error::Invalid) when the dtype is not `T`'s, an address is null or unaligned, a stride is negative, or the
-    /// tensor leaves the address space.
+    /// [`Error::Invalid`](crate::Error::Invalid) when the dtype is not `T`'s, an address is null or unaligned, a stride
+    /// is negative, or the tensor leaves the address space.
     ///
     /// # Safety
     ///
@@ -385,7 +385,8 @@ impl<'a, T: Element> ViewMut<'a, T> {
 ///
 /// # Errors
 ///
-/// [`Error::Invalid`](crate::Error::Invalid) when the bytes are not aligned to the element's size, or not a whole number of elements.
+/// [`Error::Invalid`](crate::Error::Invalid) when the bytes are not aligned to the element's size, or not a whole
+/// number of elements.
 pub fn cast<T: Element>(bytes: &[u8]) -> Result<&[T]> {
     let (address, count) = (bytes.as_ptr().addr(), bytes.len());
     bytemuck::try_cast_slice(bytes).map_err(|e| refuse_cast::<T>(e, address, count))

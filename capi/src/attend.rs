@@ -5,7 +5,7 @@ use core::ffi::c_void;
 
 use super::{
     dlpack::{Axes, cpattn_tensor, disjoint_tensors, read, written},
-    handle,
+    handle::{self, Exclusive as _},
     input::{flag, one_of, reserved, result, sized},
     ranges::{cpattn_head_map, cpattn_ranges, cpattn_score, head_map, ranges, score},
     scratch::cpattn_scratch,
@@ -69,29 +69,20 @@ versioned! {
 /// # Safety
 /// Tensors and arrays are as the header says, as long as the result lives.
 unsafe fn forward<'a>(at: Device, a: &cpattn_attend_args) -> Result<Attend<'a>> {
-    // SAFETY: `a`'s tensors and arrays are as the header says (the contract of this function), which is what a list of
-    // tensors needs.
-    let [q, k, v, alibi_slopes, sinks, running, running_lse, o, lse] = unsafe {
-        disjoint_tensors(
-            at,
-            [
-                read("q", a.q, Axes::Rows),
-                read("k", a.k, Axes::Rows),
-                read("v", a.v, Axes::Rows),
-                read("alibi_slopes", a.alibi_slopes, Axes::PerHead).optional(),
-                read("sinks", a.sinks, Axes::PerHead).optional(),
-                written("running", a.running, Axes::Rows).optional(),
-                written("running_lse", a.running_lse, Axes::PartialLse).optional(),
-                written("o", a.o, Axes::Rows).optional(),
-                written("lse", a.lse, Axes::HeadMajor).optional(),
-            ],
-            "running",
-        )
-    }?;
+    let list = [
+        read("q", a.q, Axes::Rows),
+        read("k", a.k, Axes::Rows),
+        read("v", a.v, Axes::Rows),
+        read("alibi_slopes", a.alibi_slopes, Axes::PerHead).optional(),
+        read("sinks", a.sinks, Axes::PerHead).optional(),
+        written("running", a.running, Axes::Rows).optional(),
+        written("running_lse", a.running_lse, Axes::PartialLse).optional(),
+        written("o", a.o, Axes::Rows).optional(),
+        written("lse", a.lse, Axes::HeadMajor).optional(),
+    ];
+    let [q, k, v, alibi_slopes, sinks, running, running_lse, o, lse] = given!(disjoint_tensors(at, list, "running"));
     let (heads, score, aligned) = (head_map(&a.heads, &q)?, score(&a.score)?, flag("aligned", a.aligned)?);
-    // SAFETY: `a`'s tensors and arrays are as the header says (the contract of this function), which is what a list
-    // of tensors needs.
-    let ranges = unsafe { ranges(&a.ranges) }?;
+    let ranges = given!(ranges(&a.ranges));
     // Without one of its own, the running lse is kept where the final one goes, in one word.
     let running_lse = if running_lse.is_none() { lse } else { running_lse };
     Ok(Attend { q, k, v, running, running_lse, o, lse, alibi_slopes, sinks, heads, score, ranges, aligned })
@@ -111,30 +102,23 @@ unsafe fn backward<'a>(at: Device, a: &cpattn_attend_backward_args) -> Result<At
             return Err(Error::invalid(name, found, format!("{expected} with gradients {}", a.gradients)));
         }
     }
-    // SAFETY: `a`'s tensors and arrays are as the header says (the contract of this function).
-    let [q, k, v, d_o, lse, delta, alibi_slopes, dq, dk, dv] = unsafe {
-        disjoint_tensors(
-            at,
-            [
-                read("q", a.q, Axes::Rows),
-                read("k", a.k, Axes::Rows),
-                read("v", a.v, Axes::Rows),
-                read("d_o", a.d_o, Axes::Rows),
-                read("lse", a.lse, Axes::HeadMajor),
-                read("delta", a.delta, Axes::HeadMajor),
-                read("alibi_slopes", a.alibi_slopes, Axes::PerHead).optional(),
-                written("dq", a.dq, Axes::Rows).optional(),
-                written("dk", a.dk, Axes::Rows).optional(),
-                written("dv", a.dv, Axes::Rows).optional(),
-            ],
-            "",
-        )
-    }?;
-    let (accumulate_keys, per_q_head) =
-        (flag("accumulate_keys", a.accumulate_keys)?, flag("per_q_head", a.per_q_head)?);
+    let list = [
+        read("q", a.q, Axes::Rows),
+        read("k", a.k, Axes::Rows),
+        read("v", a.v, Axes::Rows),
+        read("d_o", a.d_o, Axes::Rows),
+        read("lse", a.lse, Axes::HeadMajor),
+        read("delta", a.delta, Axes::HeadMajor),
+        read("alibi_slopes", a.alibi_slopes, Axes::PerHead).optional(),
+        written("dq", a.dq, Axes::Rows).optional(),
+        written("dk", a.dk, Axes::Rows).optional(),
+        written("dv", a.dv, Axes::Rows).optional(),
+    ];
+    let [q, k, v, d_o, lse, delta, alibi_slopes, dq, dk, dv] = given!(disjoint_tensors(at, list, ""));
+    let accumulate_keys = flag("accumulate_keys", a.accumulate_keys)?;
+    let per_q_head = flag("per_q_head", a.per_q_head)?;
     let (heads, score, aligned) = (head_map(&a.heads, &q)?, score(&a.score)?, flag("aligned", a.aligned)?);
-    // SAFETY: `a`'s tensors and arrays are as the header says (the contract of this function).
-    let ranges = unsafe { ranges(&a.ranges) }?;
+    let ranges = given!(ranges(&a.ranges));
     Ok(AttendBackward {
         q,
         k,

@@ -8,7 +8,7 @@ use std::sync::MutexGuard;
 
 use super::{
     dlpack::{Axes, cpattn_tensor, disjoint_tensors, one, read, written},
-    handle,
+    handle::{self, Exclusive as _},
     input::array,
     ranges::{cpattn_range, rows},
     scratch::cpattn_scratch,
@@ -53,8 +53,7 @@ unsafe fn kernels<'a>(scratch: *mut cpattn_scratch) -> Outcome<Where<'a>> {
     if scratch.is_null() {
         return Ok(Where::Cpu(Kernels::cpu(1)));
     }
-    // SAFETY: the handle is NULL or one that the library made (the contract of this function).
-    let scratch = unsafe { handle::borrow(scratch.cast_const()) }?;
+    let scratch = given!(handle::borrow(scratch.cast_const()));
     Ok(Where::Scratch(scratch.device(), scratch.lock()?))
 }
 

@@ -11,6 +11,7 @@ use core::ffi::c_void;
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
 
+use super::status::without;
 #[cfg(feature = "cuda")]
 use cpattn::kernel::cuda::Cuda;
 use cpattn::{
@@ -85,15 +86,6 @@ impl TensorFields {
     }
 }
 
-/// What a build without CUDA says when it is asked for.
-pub(super) fn without_cuda<T>(option: impl Into<String>) -> Result<T> {
-    Err(Error::unsupported(
-        option,
-        "this build serves the CPU only",
-        "build the library with the feature cuda: capi/build --cuda",
-    ))
-}
-
 /// The device that an argument asks for; a refusal names the argument, which may be one entry of a list.
 #[cfg(feature = "cuda")]
 pub(super) fn device(argument: &str, id: i32) -> Result<Arc<Cuda>> {
@@ -117,7 +109,7 @@ pub(super) fn device_of(name: &str, device_type: i32, device_id: i32) -> Result<
         (CPU, 0) => Ok(Device::Cpu),
         (CPU, id) => Err(Error::invalid(format!("{name}.device_id"), id, "0 on the CPU")),
         (CUDA, id) if cfg!(feature = "cuda") => Ok(Device::Cuda(id)),
-        (CUDA, id) => without_cuda(format!("{name}.device type 2 id {id} (CUDA)")),
+        (CUDA, id) => without("cuda", format!("{name}.device type 2 id {id} (CUDA)")),
         (CUDA_MANAGED, _) => Err(Error::unsupported(
             format!("{name}.device type 13 (managed memory)"),
             "it does not say which side may touch it now",

@@ -25,20 +25,7 @@ pub unsafe extern "C" fn cpattn_engine_group(
     boundary!({
         let (table, out) = given!(sized("table", table), result("transport", transport));
         let deadline = deadline(deadline_ms)?;
-        for (name, missing) in [
-            ("table.open", table.open.is_none()),
-            ("table.connect", table.connect.is_none()),
-            ("table.post", table.post.is_none()),
-            ("table.wait", table.wait.is_none()),
-            ("table.close", table.close.is_none()),
-            ("table.put", table.put.is_none()),
-            ("table.look", table.look.is_none()),
-            ("table.wait_for", table.wait_for.is_none()),
-        ] {
-            if missing {
-                return Err(Error::invalid(name, "NULL", "a function").into());
-            }
-        }
+        functions!(table: open, connect, post, wait, close, put, look, wait_for);
         // Before the engine is taken over, which would be released.
         super::table::place(table.rank, table.world)?;
         out.write(handle::create(Any::Engine(Arc::new(EngineTransport::new(EngineTable(table), deadline)?))));
@@ -50,8 +37,7 @@ pub unsafe extern "C" fn cpattn_engine_group(
 /// # Safety
 /// The header's promise about handles.
 unsafe fn group(transport: *mut cpattn_transport) -> Outcome<Arc<EngineTransport<EngineTable>>> {
-    // SAFETY: the caller's promise.
-    match unsafe { handle::borrow(transport.cast_const()) }? {
+    match given!(handle::borrow(transport.cast_const())) {
         Any::Engine(end) => Ok(Arc::clone(end)),
         _ => Err(Error::invalid("transport", "of another kind", "one of cpattn_engine_group").into()),
     }

@@ -6,6 +6,7 @@
 use core::ffi::{CStr, c_char, c_void};
 use std::{ffi::CString, time::Duration};
 
+use super::table::CHECKED;
 use cpattn::transport::engine::{Engine, Failed, LONGEST_VALUE, MessageDirection};
 
 pub const CPATTN_ENGINE_TEXT: usize = 512;
@@ -73,24 +74,27 @@ unsafe impl Send for EngineTable {}
 // SAFETY: as above.
 unsafe impl Sync for EngineTable {}
 
-/// Where a function says why it failed.
-struct Text([c_char; CPATTN_ENGINE_TEXT]);
-
-impl Text {
-    fn new() -> Self {
-        Self([0; CPATTN_ENGINE_TEXT])
+/// What a function's status and text say.
+fn outcome(function: &str, code: i32, text: &mut [c_char; CPATTN_ENGINE_TEXT]) -> Result<(), Failed> {
+    if code == 0 {
+        return Ok(());
     }
+    text[CPATTN_ENGINE_TEXT - 1] = 0;
+    // SAFETY: it ends with a zero, as written above.
+    let said = unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy();
+    let text = if said.is_empty() { format!("{function} returned {code}") } else { said.into_owned() };
+    Err(if code == CPATTN_ENGINE_GROUP { Failed::of_group(text) } else { Failed::own(text) })
+}
 
-    fn outcome(mut self, function: &str, code: i32) -> Result<(), Failed> {
-        if code == 0 {
-            return Ok(());
-        }
-        self.0[CPATTN_ENGINE_TEXT - 1] = 0;
-        // SAFETY: it ends with a zero, as written above.
-        let said = unsafe { CStr::from_ptr(self.0.as_ptr()) }.to_string_lossy();
-        let text = if said.is_empty() { format!("{function} returned {code}") } else { said.into_owned() };
-        Err(if code == CPATTN_ENGINE_GROUP { Failed::of_group(text) } else { Failed::own(text) })
-    }
+/// Calls a function of the table: the context, the arguments, and a buffer for the text of a failure.
+macro_rules! call {
+    ($engine:ident.$function:ident($($argument:expr),*)) => {{
+        let mut text = [0; CPATTN_ENGINE_TEXT];
+        let call = $engine.0.$function.expect(CHECKED);
+        // SAFETY: the table's own function, as the header describes it; the arguments' memory is valid during the call.
+        let code = unsafe { call($engine.0.context, $($argument,)* text.as_mut_ptr()) };
+        outcome(stringify!($function), code, &mut text)
+    }};
 }
 
 /// Where a value of the store goes.
@@ -116,9 +120,6 @@ fn key(text: &str) -> Result<CString, Failed> {
     CString::new(text).map_err(|_| Failed::own("a key has a zero"))
 }
 
-/// The engine was checked to have all functions when it was made.
-const CHECKED: &str = "checked when the engine was made";
-
 // SAFETY: the header asks the caller for the same.
 unsafe impl Engine for EngineTable {
     fn rank(&self) -> usize {
@@ -130,17 +131,11 @@ unsafe impl Engine for EngineTable {
     }
 
     fn open(&self) -> Result<(), Failed> {
-        let mut text = Text::new();
-        // SAFETY: the table's own function, as the header describes it.
-        let code = unsafe { self.0.open.expect(CHECKED)(self.0.context, text.0.as_mut_ptr()) };
-        text.outcome("open", code)
+        call!(self.open())
     }
 
     fn connect(&self) -> Result<(), Failed> {
-        let mut text = Text::new();
-        // SAFETY: as in `open`.
-        let code = unsafe { self.0.connect.expect(CHECKED)(self.0.context, text.0.as_mut_ptr()) };
-        text.outcome("connect", code)
+        call!(self.connect())
     }
 
     unsafe fn post(
@@ -151,57 +146,44 @@ unsafe impl Engine for EngineTable {
         data: *mut u8,
         bytes: usize,
     ) -> Result<u64, Failed> {
-        let (mut text, mut request, receive) = (Text::new(), 0, i32::from(way == MessageDirection::Receive));
-        let (post, context, peer) = (self.0.post.expect(CHECKED), self.0.context, peer as u32);
-        let (number, said) = (&raw mut request, text.0.as_mut_ptr());
-        // SAFETY: the table's own function, as the header describes it; the memory is promised (the contract of `post`).
-        let code = unsafe { post(context, receive, peer, tag, data.cast(), bytes, number, said) };
-        text.outcome("post", code).map(|()| request)
+        let (mut request, receive) = (0, i32::from(way == MessageDirection::Receive));
+        call!(self.post(receive, peer as u32, tag, data.cast(), bytes, &raw mut request))?;
+        Ok(request)
     }
 
     fn wait(&self, posted: u64, limit: Duration) -> Result<(), Failed> {
-        let (mut text, ms) = (Text::new(), u64::try_from(limit.as_millis()).unwrap_or(u64::MAX).max(1));
-        // SAFETY: as in `open`.
-        let code = unsafe { self.0.wait.expect(CHECKED)(self.0.context, posted, ms, text.0.as_mut_ptr()) };
-        text.outcome("wait", code)
+        let ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX).max(1);
+        call!(self.wait(posted, ms))
     }
 
     fn close(&self) {
-        // SAFETY: as in `open`.
+        // SAFETY: the table's own function, as the header describes it.
         unsafe { self.0.close.expect(CHECKED)(self.0.context) };
     }
 
     fn put(&self, key: &str, value: &[u8]) -> Result<Vec<u8>, Failed> {
-        let (key, mut text, mut there) = (self::key(key)?, Text::new(), Value::new());
-        let (put, context, from) = (self.0.put.expect(CHECKED), self.0.context, value.as_ptr().cast());
-        let (room, bytes) = (there.room.as_mut_ptr().cast(), &raw mut there.bytes);
-        // SAFETY: as in `open`.
-        let code = unsafe { put(context, key.as_ptr(), from, value.len(), room, bytes, text.0.as_mut_ptr()) };
-        text.outcome("put", code)?;
+        let (key, mut there) = (self::key(key)?, Value::new());
+        let (from, room, bytes) = (value.as_ptr().cast(), there.room.as_mut_ptr().cast(), &raw mut there.bytes);
+        call!(self.put(key.as_ptr(), from, value.len(), room, bytes))?;
         there.get("put")
     }
 
     fn look(&self, key: &str) -> Result<Option<Vec<u8>>, Failed> {
-        let (key, mut text, mut there) = (self::key(key)?, Text::new(), Value::new());
-        let (look, room, bytes) = (self.0.look.expect(CHECKED), there.room.as_mut_ptr().cast(), &raw mut there.bytes);
-        // SAFETY: as in `open`.
-        let code = unsafe { look(self.0.context, key.as_ptr(), room, bytes, text.0.as_mut_ptr()) };
-        text.outcome("look", code)?;
+        let (key, mut there) = (self::key(key)?, Value::new());
+        call!(self.look(key.as_ptr(), there.room.as_mut_ptr().cast(), &raw mut there.bytes))?;
         there.get("look").map(|value| (!value.is_empty()).then_some(value))
     }
 
     fn wait_for(&self, key: &str) -> Result<(), Failed> {
-        let (key, mut text) = (self::key(key)?, Text::new());
-        // SAFETY: as in `open`.
-        let code = unsafe { self.0.wait_for.expect(CHECKED)(self.0.context, key.as_ptr(), text.0.as_mut_ptr()) };
-        text.outcome("wait_for", code)
+        let key = self::key(key)?;
+        call!(self.wait_for(key.as_ptr()))
     }
 }
 
 impl Drop for EngineTable {
     fn drop(&mut self) {
         if let Some(release) = self.0.release {
-            // SAFETY: as in `open`; nothing calls the table afterwards.
+            // SAFETY: the table's own function; nothing calls the table afterwards.
             unsafe { release(self.0.context) };
         }
     }

@@ -11,10 +11,13 @@
 
 use std::{
     mem::ManuallyDrop,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Mutex, MutexGuard, TryLockError,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
-use super::status::{Fail, Outcome};
+use super::status::{CPATTN_BUSY, CPATTN_INVALID_HANDLE, Fail, Outcome};
 
 /// What a handle holds.
 pub(super) trait HandleKind: Send + Sync + 'static {
@@ -35,7 +38,7 @@ pub struct Handle<T> {
 }
 
 fn refuse<T: HandleKind>(found: impl core::fmt::Display) -> Fail {
-    Fail::Handle(format!("{} is {found}, expected a live handle", T::NAME))
+    Fail::new(CPATTN_INVALID_HANDLE, format!("{} is {found}, expected a live handle", T::NAME))
 }
 
 /// A new handle; owned by the caller that gets it, until [`take`] or [`destroy`].
@@ -114,6 +117,39 @@ pub(super) unsafe fn destroy<T: HandleKind>(ptr: *mut Handle<T>) -> Outcome {
     unsafe { take(ptr) }.map(drop)
 }
 
+/// A kind whose calls exclude each other. The mutex is only ever tried: a second call is refused instead of queued.
+pub(super) trait Exclusive: HandleKind {
+    type State;
+
+    fn mutex(&self) -> &Mutex<Self::State>;
+
+    fn lock(&self) -> Outcome<MutexGuard<'_, Self::State>> {
+        match self.mutex().try_lock() {
+            Ok(state) => Ok(state),
+            // A rank that panicked has aborted its transport, and its next call reports that; a scratch keeps no results.
+            Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => {
+                let text = format!("{} is inside a call of another thread, expected one call at a time", Self::NAME);
+                Err(Fail::new(CPATTN_BUSY, text))
+            }
+        }
+    }
+}
+
+/// As [`destroy`]; refused while a call of another thread uses the handle.
+///
+/// # Safety
+/// As [`take`], except that calls may be in progress.
+pub(super) unsafe fn destroy_idle<T: Exclusive>(ptr: *mut Handle<T>) -> Outcome {
+    if ptr.is_null() {
+        return Ok(());
+    }
+    // SAFETY: of `create` and not freed (promised).
+    drop(unsafe { borrow(ptr) }?.lock()?);
+    // SAFETY: as above, and no call was in progress.
+    unsafe { destroy(ptr) }
+}
+
 #[cfg(debug_assertions)]
 mod debug {
     use std::{
@@ -177,7 +213,7 @@ mod tests {
 
     fn text<T>(outcome: Outcome<T>) -> String {
         match outcome {
-            Err(Fail::Handle(text)) => text,
+            Err(Fail { status: CPATTN_INVALID_HANDLE, text, .. }) => text,
             _ => panic!("expected a refused handle"),
         }
     }

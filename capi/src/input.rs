@@ -212,6 +212,17 @@ pub(super) fn one_of<T: Copy>(name: &'static str, value: i32, list: &[T]) -> Res
         .ok_or_else(|| Error::invalid(name, value, format!("0 to {}", list.len() - 1)))
 }
 
+/// Refuses a table that lacks one of the named functions.
+macro_rules! functions {
+    ($table:ident: $($function:ident),+) => {
+        for (name, given) in [$((concat!("table.", stringify!($function)), $table.$function.is_some())),+] {
+            if !given {
+                return Err(Error::invalid(name, "NULL", "a function").into());
+            }
+        }
+    };
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -3,11 +3,22 @@
 
 use core::ffi::c_void;
 
+#[cfg(feature = "mpi")]
+use super::{handle, transport::Any};
 use super::{
     input::result,
     transport::{cpattn_transport, deadline},
 };
-use cpattn::error::Error;
+use cpattn::error::{Error, Result};
+#[cfg(feature = "mpi")]
+use cpattn::transport::mpi::Mpi;
+
+fn given_comm(comm: *const c_void) -> Result<()> {
+    if comm.is_null() {
+        return Err(Error::invalid("comm", "NULL", "the address of an MPI_Comm"));
+    }
+    Ok(())
+}
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_mpi_group(
@@ -18,25 +29,12 @@ pub unsafe extern "C" fn cpattn_mpi_group(
     boundary!({
         let deadline = deadline(deadline_ms)?;
         let out = given!(result("transport", transport));
-        if comm.is_null() {
-            return Err(Error::invalid("comm", "NULL", "the address of an MPI_Comm").into());
-        }
-        #[cfg(feature = "mpi")]
-        {
-            use super::{handle, transport::Any};
-            use cpattn::transport::mpi::Mpi;
-            use std::sync::Arc;
+        given_comm(comm)?;
+        with_feature!("mpi", cpattn_mpi_group, (deadline, out), {
             // SAFETY: the header's promise that this is the address of a communicator, of the MPI of this build.
             let end = unsafe { Mpi::from_raw(core::ptr::read(comm.cast()), deadline) }?;
-            out.write(handle::create(Any::Host(Arc::new(end))));
-        }
-        #[cfg(not(feature = "mpi"))]
-        {
-            let _ = (deadline, out);
-            let limit = "this build has no MPI";
-            let hint = "build the library with capi/build --features mpi";
-            Err::<(), _>(Error::unsupported("cpattn_mpi_group", limit, hint))?;
-        }
+            out.write(handle::create(Any::Host(std::sync::Arc::new(end))));
+        });
     })
 }
 
@@ -44,22 +42,11 @@ pub unsafe extern "C" fn cpattn_mpi_group(
 pub unsafe extern "C" fn cpattn_mpi_ranks_per_node(comm: *const c_void, ranks_per_node: *mut u32) -> i32 {
     boundary!({
         let out = given!(result("ranks_per_node", ranks_per_node));
-        if comm.is_null() {
-            return Err(Error::invalid("comm", "NULL", "the address of an MPI_Comm").into());
-        }
-        #[cfg(feature = "mpi")]
-        {
-            use cpattn::transport::mpi::Mpi;
+        given_comm(comm)?;
+        with_feature!("mpi", cpattn_mpi_ranks_per_node, (out), {
             // SAFETY: the header's promise that this is the address of a communicator, of the MPI of this build.
             let ranks = unsafe { Mpi::ranks_per_node_of_raw(core::ptr::read(comm.cast())) }?;
             out.write(ranks as u32);
-        }
-        #[cfg(not(feature = "mpi"))]
-        {
-            let _ = out;
-            let limit = "this build has no MPI";
-            let hint = "build the library with capi/build --features mpi";
-            Err::<(), _>(Error::unsupported("cpattn_mpi_ranks_per_node", limit, hint))?;
-        }
+        });
     })
 }

@@ -12,36 +12,19 @@ use super::{
     transport::cpattn_transport,
 };
 use cpattn::error::Error;
-#[cfg(not(feature = "nccl"))]
-use cpattn::error::Result;
 #[cfg(feature = "nccl")]
 use cpattn::transport::nccl::{Nccl, OnFailure, UniqueId};
 
 /// Bytes of a unique id.
 const ID: usize = 128;
 
-#[cfg(not(feature = "nccl"))]
-fn without_nccl(option: &'static str) -> Result<()> {
-    Err(Error::unsupported(
-        option,
-        "this build does not talk to NCCL",
-        "build the library with the feature nccl: capi/build --cuda",
-    ))
-}
-
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_nccl_unique_id(unique_id: *mut u8) -> i32 {
     boundary!({
         let out = given!(array_mut("unique_id", unique_id, ID));
-        #[cfg(feature = "nccl")]
-        {
+        with_feature!("nccl", cpattn_nccl_unique_id, (out), {
             out.copy_from_slice(&UniqueId::new()?.to_bytes().map(MaybeUninit::new));
-        }
-        #[cfg(not(feature = "nccl"))]
-        {
-            let _ = out;
-            without_nccl("cpattn_nccl_unique_id")?;
-        }
+        });
     })
 }
 
@@ -67,8 +50,7 @@ pub unsafe extern "C" fn cpattn_nccl_group(
             let expected = "0 with a unique_id: such a communicator is the transport's own";
             return Err(Error::invalid("may_abort", 1, expected).into());
         }
-        #[cfg(feature = "nccl")]
-        {
+        with_feature!("nccl", cpattn_nccl_group, (out, rank, world, device_id, deadline_ms, array::<u8>), {
             let (rank, world, deadline) = (rank as usize, world as usize, deadline(deadline_ms)?);
             let cuda = device("device_id", device_id)?;
             let end = if comm.is_null() {
@@ -82,11 +64,6 @@ pub unsafe extern "C" fn cpattn_nccl_group(
                 unsafe { Nccl::from_raw(comm, rank, world, &cuda, deadline, on_failure) }?
             };
             out.write(handle::create(Any::Device(std::sync::Arc::new(end))));
-        }
-        #[cfg(not(feature = "nccl"))]
-        {
-            let _ = (out, rank, world, device_id, deadline_ms, array::<u8>);
-            without_nccl("cpattn_nccl_group")?;
-        }
+        });
     })
 }

@@ -64,10 +64,8 @@ unsafe fn drawn(
     needed: *mut usize,
     draw: fn(&[Event]) -> String,
 ) -> Outcome {
-    // SAFETY: the arrays and the result are as the header says (the contract of this function).
-    let (events, to, needed) = unsafe {
-        (array("events", events, count)?, array_mut("text", to.cast::<u8>(), capacity)?, result("needed", needed)?)
-    };
+    let (events, to) = given!(array("events", events, count), array_mut("text", to.cast::<u8>(), capacity));
+    let needed = given!(result("needed", needed));
     let events = events.iter().enumerate().map(|(at, e)| event(at, e)).collect::<Result<Vec<_>>>()?;
     write_text(&draw(&events), to, needed);
     Ok(())

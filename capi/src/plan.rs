@@ -6,7 +6,7 @@ use core::ffi::c_char;
 use super::{
     handle::{self, Handle, HandleKind},
     input::{array, array_mut, one_of, result, sized, text, write_sized, write_text},
-    problem::{self, DTYPES, cpattn_options, cpattn_problem},
+    problem::{self, DTYPES, cpattn_options, cpattn_problem, read_problem},
 };
 use cpattn::{
     batch::Side,
@@ -74,11 +74,8 @@ pub unsafe extern "C" fn cpattn_plan_create(
     plan: *mut *mut cpattn_plan,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about structs, arrays and results.
-        let (problem, options, out) = unsafe {
-            let p = sized("problem", problem)?;
-            (problem::problem(&p, None)?, sized("options", options)?, result("plan", plan)?)
-        };
+        let (problem, options, out) =
+            given!(read_problem("problem", problem, None), sized("options", options), result("plan", plan));
         out.write(handle::create(problem::plan(&problem, &options)?));
     })
 }
@@ -91,12 +88,10 @@ pub unsafe extern "C" fn cpattn_plan_with_tokens_of(
     plan: *mut *mut cpattn_plan,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about handles, structs, arrays and results.
-        let (base, problem, options, out) = unsafe {
-            let (base, p) = (handle::borrow(base)?, sized("problem", problem)?);
-            let options = if options.is_null() { None } else { Some(sized("options", options)?) };
-            (base, problem::problem(&p, Some(base.problem().batch()))?, options, result("plan", plan)?)
-        };
+        let base = given!(handle::borrow(base));
+        let problem = given!(read_problem("problem", problem, Some(base.problem().batch())));
+        let options = if options.is_null() { None } else { Some(given!(sized("options", options))) };
+        let out = given!(result("plan", plan));
         out.write(handle::create(problem::with_tokens_of(base, &problem, options.as_ref())?));
     })
 }
@@ -111,16 +106,13 @@ pub unsafe extern "C" fn cpattn_plan_auto_for(
 ) -> i32 {
     boundary!({
         let mut of_model: Vec<(Problem, usize)> = Vec::new();
-        // SAFETY: the header's promise about structs and arrays.
-        let options = unsafe {
-            for (&p, &n) in array("problems", problems, kinds)?.iter().zip(array("layers", layers, kinds)?) {
-                let p = sized("problems[…]", p)?;
-                let batch = of_model.first().map(|(first, _)| first.batch().clone());
-                of_model.push((problem::problem(&p, batch.as_ref())?, usize::try_from(n).unwrap_or(usize::MAX)));
-            }
-            sized("options", options)?
-        };
-        let out = given!(array_mut("plans", plans, kinds));
+        let (problems, layers) = given!(array("problems", problems, kinds), array("layers", layers, kinds));
+        for (&p, &n) in problems.iter().zip(layers) {
+            let batch = of_model.first().map(|(first, _)| first.batch().clone());
+            let problem = given!(read_problem("problems[…]", p, batch.as_ref()));
+            of_model.push((problem, usize::try_from(n).unwrap_or(usize::MAX)));
+        }
+        let (options, out) = given!(sized("options", options), array_mut("plans", plans, kinds));
         for (out, plan) in out.iter_mut().zip(problem::auto_for(&of_model, &options)?) {
             out.write(handle::create(plan));
         }
@@ -135,11 +127,8 @@ pub unsafe extern "C" fn cpattn_plan_create_on(
     plan: *mut *mut cpattn_plan,
 ) -> i32 {
     boundary!({
-        // SAFETY: the header's promise about structs, arrays, texts and results.
-        let (problem, options, machine, out) = unsafe {
-            let p = sized("problem", problem)?;
-            (problem::problem(&p, None)?, sized("options", options)?, text("machine", machine)?, result("plan", plan)?)
-        };
+        let (problem, options) = given!(read_problem("problem", problem, None), sized("options", options));
+        let (machine, out) = given!(text("machine", machine), result("plan", plan));
         out.write(handle::create(problem::auto_on(&problem, &options, machine)?));
     })
 }
@@ -168,13 +157,8 @@ pub unsafe extern "C" fn cpattn_plan_describe(plan: *const cpattn_plan, info: *m
             Layout::Striped { stripe } => (4, stripe),
             Layout::Balanced { chunks } => (5, chunks),
             other => {
-                let hint = "use a library whose header has it";
-                return Err(Error::unsupported(
-                    format!("layout {other}"),
-                    "the C interface has no number for it",
-                    hint,
-                )
-                .into());
+                let (limit, hint) = ("the C interface has no number for it", "use a library whose header has it");
+                return Err(Error::unsupported(format!("layout {other}"), limit, hint).into());
             }
         };
         let (mesh, batch) = (plan.mesh(), plan.problem().batch());
@@ -261,11 +245,13 @@ pub unsafe extern "C" fn cpattn_plan_verify_all_to_all(
     boundary!({
         let plan = given!(handle::borrow(plan));
         let (side, dtype) = (self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
-        for way in [AllToAllDirection::ToHeads, AllToAllDirection::ToTokens] {
+        for way in BOTH {
             plan.verify_all_to_all(AllToAll { way, side, dim, dtype })?;
         }
     })
 }
+
+const BOTH: [AllToAllDirection; 2] = [AllToAllDirection::ToHeads, AllToAllDirection::ToTokens];
 
 pub(super) fn direction(value: i32) -> Result<Direction> {
     one_of("direction", value, &[Direction::Forward, Direction::Backward])
@@ -303,7 +289,7 @@ pub unsafe extern "C" fn cpattn_plan_all_to_all_workspace(
         let (plan, bytes) = given!(handle::borrow(plan), result("bytes", bytes));
         let (rank, side, dtype) = (rank_of(plan, rank)?, self::side(side)?, one_of("dtype", dtype, &DTYPES)?);
         let mut most = 0;
-        for way in [AllToAllDirection::ToHeads, AllToAllDirection::ToTokens] {
+        for way in BOTH {
             most = most.max(Schedule::all_to_all(plan, rank, AllToAll { way, side, dim, dtype })?.workspace_bytes());
         }
         bytes.write(most);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! What is to be planned, as C says it: problem and options.
 
-use super::input::{array, flag, one_of, reserved};
+use super::input::{array, flag, one_of, reserved, sized};
 use cpattn::{
     batch::Batch,
     element::Dtype,
@@ -67,7 +67,7 @@ pub(super) const DTYPES: [Dtype; 4] = [Dtype::F16, Dtype::Bf16, Dtype::F32, Dtyp
 /// In the order of the header, where 1 has always been what it is.
 const GATHER: [Gather; 4] = [Gather::Auto, Gather::Others, Gather::Steps, Gather::Together];
 
-fn window(name: &'static str, limit: i64) -> Result<Option<u32>> {
+pub(super) fn window(name: &'static str, limit: i64) -> Result<Option<u32>> {
     if limit == UNLIMITED {
         return Ok(None);
     }
@@ -84,33 +84,33 @@ unsafe fn batch(p: &cpattn_problem) -> Result<Batch> {
         .checked_add(1)
         .filter(|&n| n <= i32::MAX as usize)
         .ok_or_else(|| Error::invalid("problem.documents", p.documents, format!("below {}", i32::MAX)))?;
-    // SAFETY: null, or as long as the header says (promised).
-    let cu_q = unsafe { array("problem.cu_seqlens_q", p.cu_seqlens_q, entries) }?;
+    let cu_q = given!(array("problem.cu_seqlens_q", p.cu_seqlens_q, entries));
     if p.cu_seqlens_k.is_null() {
         if !p.q_start.is_null() {
             return Err(Error::invalid("problem.q_start", "given", "NULL without cu_seqlens_k"));
         }
         return Batch::new(cu_q);
     }
-    // SAFETY: null, or as long as the header says (promised).
-    let (cu_k, starts) = unsafe {
-        let starts = if p.q_start.is_null() { None } else { Some(array("problem.q_start", p.q_start, p.documents)?) };
-        (array("problem.cu_seqlens_k", p.cu_seqlens_k, entries)?, starts)
-    };
-    Batch::cross(cu_q, cu_k, starts)
+    let starts =
+        if p.q_start.is_null() { None } else { Some(given!(array("problem.q_start", p.q_start, p.documents))) };
+    Batch::cross(cu_q, given!(array("problem.cu_seqlens_k", p.cu_seqlens_k, entries)), starts)
 }
 
-/// With the batch `base`, if there is one and `p` gives none.
+/// With the batch `base`, if there is one and the struct gives none.
 ///
 /// # Safety
-/// The pointers of `p` are null or as long as the header says.
-pub(super) unsafe fn problem(p: &cpattn_problem, base: Option<&Batch>) -> Result<Problem> {
+/// `given` is as [`sized`] needs it, and its pointers are null or as long as the header says.
+pub(super) unsafe fn read_problem(
+    name: &'static str,
+    given: *const cpattn_problem,
+    base: Option<&Batch>,
+) -> Result<Problem> {
+    let p = &given!(sized(name, given));
     reserved("problem.reserved", p.reserved == 0)?;
     let none = p.cu_seqlens_q.is_null() && p.cu_seqlens_k.is_null() && p.q_start.is_null() && p.documents == 0;
     let batch = match base {
         Some(base) if none => base.clone(),
-        // SAFETY: promised.
-        _ => unsafe { batch(p) }?,
+        _ => given!(batch(p)),
     };
     let dtype = one_of("problem.dtype", p.dtype, &DTYPES)?;
     let kind = one_of("problem.kind", p.kind, &[plan::AttentionKind::Softmax, plan::AttentionKind::Other])?;
@@ -133,8 +133,8 @@ pub(super) unsafe fn problem(p: &cpattn_problem, base: Option<&Batch>) -> Result
     }
     out.check()?;
     if !p.alibi_slopes.is_null() {
-        // SAFETY: null, or as long as the header says (promised); heads was checked.
-        out = out.with_alibi_slopes(unsafe { array("problem.alibi_slopes", p.alibi_slopes, p.heads as usize) }?);
+        // `heads` was checked.
+        out = out.with_alibi_slopes(given!(array("problem.alibi_slopes", p.alibi_slopes, p.heads as usize)));
         out.check()?;
     }
     Ok(out)

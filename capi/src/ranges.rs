@@ -6,7 +6,7 @@
 
 use core::mem::offset_of;
 
-use super::input::array;
+use super::{input::array, problem::window};
 use cpattn::{
     call::{HeadMap, Mode, QRange, Range, Ranges, RawTensor, Score},
     error::{Error, Result},
@@ -95,14 +95,8 @@ fn range(name: &'static str, i: usize, r: &cpattn_range) -> Result<()> {
 /// # Safety
 /// The pointers of `r` are null or as long as its counts say, as long as the result lives.
 pub(super) unsafe fn ranges<'a>(r: &cpattn_ranges) -> Result<Ranges<'a>> {
-    // SAFETY: the three arrays are as long as their counts say, or null (the contract of this function).
-    let (q, k, pairs) = unsafe {
-        (
-            array("ranges.q", r.q, r.q_count)?,
-            array("ranges.k", r.k, r.k_count)?,
-            array("ranges.pairs", r.pairs, r.pair_count)?,
-        )
-    };
+    let (q, k) = given!(array("ranges.q", r.q, r.q_count), array("ranges.k", r.k, r.k_count));
+    let pairs = given!(array("ranges.pairs", r.pairs, r.pair_count));
     for (i, q) in q.iter().enumerate() {
         range("ranges.q", i, &q.range)?;
         if q.mode > Mode::Only as u8 {
@@ -126,12 +120,8 @@ pub(super) unsafe fn ranges<'a>(r: &cpattn_ranges) -> Result<Ranges<'a>> {
 }
 
 pub(super) fn score(s: &cpattn_score) -> Result<Score> {
-    for (name, limit) in [("score.window_left", s.window_left), ("score.window_right", s.window_right)] {
-        // As plans have it: a window has no negative width.
-        if limit != i64::MAX && !(0..=i64::from(u32::MAX)).contains(&limit) {
-            return Err(Error::invalid(name, limit, format!("0 to {}, or CPATTN_UNLIMITED", u32::MAX)));
-        }
-    }
+    window("score.window_left", s.window_left)?;
+    window("score.window_right", s.window_right)?;
     let cpattn_score { scale, softcap, window_left, window_right } = *s;
     Ok(Score { scale, softcap, window_left, window_right })
 }
@@ -148,8 +138,7 @@ pub(super) fn head_map(m: &cpattn_head_map, q: &RawTensor) -> Result<HeadMap> {
 /// # Safety
 /// `rows` is null or `count` long, as long as the result lives.
 pub(super) unsafe fn rows<'a>(rows: *const cpattn_range, count: usize) -> Result<&'a [Range]> {
-    // SAFETY: `rows` is `count` long, or null (the contract of this function).
-    let rows = unsafe { array("rows", rows, count) }?;
+    let rows = given!(array("rows", rows, count));
     for (i, r) in rows.iter().enumerate() {
         range("rows", i, r)?;
     }

@@ -5,20 +5,16 @@
 //! run plans in different orders would wait for each other for ever. `poll` and `abort` do not touch it.
 
 use core::ffi::c_void;
-use std::{
-    collections::VecDeque,
-    sync::{Mutex, MutexGuard, TryLockError},
-};
+use std::{collections::VecDeque, sync::Mutex};
 
 #[cfg(feature = "cuda")]
 use super::{dlpack::device, table::DeviceTableTransport};
 use super::{
     dlpack::device_of,
-    handle::{self, Handle, HandleKind},
+    handle::{self, Exclusive, Handle, HandleKind},
     input::{one_of, reserved, result, sized},
     plan::{cpattn_plan, direction, side},
     problem::DTYPES,
-    status::{Fail, Outcome},
     transport::{Any, cpattn_transport},
 };
 #[cfg(feature = "cuda")]
@@ -65,14 +61,11 @@ impl HandleKind for RankState {
     const MAGIC: u64 = u64::from_le_bytes(*b"cpatRANK");
 }
 
-impl RankState {
-    pub(super) fn lock(&self) -> Outcome<MutexGuard<'_, Rank>> {
-        match self.rank.try_lock() {
-            Ok(rank) => Ok(rank),
-            // A rank that panicked has aborted its transport: what comes next says so.
-            Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => Err(Fail::Busy("rank")),
-        }
+impl Exclusive for RankState {
+    type State = Rank;
+
+    fn mutex(&self) -> &Mutex<Rank> {
+        &self.rank
     }
 }
 
@@ -199,13 +192,7 @@ fn rank_over(given: &Any, at: Device, workers: usize) -> Result<Rank> {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_rank_destroy(rank: *mut cpattn_rank) -> i32 {
-    boundary!({
-        if rank.is_null() {
-            return Ok(());
-        }
-        drop(given!(handle::borrow(rank)).lock()?);
-        given!(handle::destroy(rank));
-    })
+    boundary!({ given!(handle::destroy_idle(rank)) })
 }
 
 #[unsafe(no_mangle)]

@@ -4,7 +4,7 @@
 use std::mem::MaybeUninit;
 
 use super::{
-    handle,
+    handle::{self, Exclusive as _},
     input::{array_mut, result},
     rank::cpattn_rank,
     status::{CPATTN_PEER, Fail, status_of},
@@ -36,9 +36,9 @@ pub unsafe extern "C" fn cpattn_ring_check(
     boundary!({
         let (given, count) = given!(handle::borrow(transport), result("count", count));
         let out = given!(room(given.end().world(), links, capacity));
-        let known = given.check_ring(bytes).map_err(|trouble| {
-            let fail = failed(&trouble);
-            if matches!(fail, Fail::Text(CPATTN_PEER, ..)) {
+        let known = given.check_ring(bytes).map_err(|fault| {
+            let fail = failed(&fault);
+            if fail.status == CPATTN_PEER {
                 // As after the failure of a run: a table's peers do not wait for this rank.
                 given.end().abort(Cause::Failed);
             }
@@ -64,7 +64,7 @@ pub unsafe extern "C" fn cpattn_rank_ring_check(
             return Ok(());
         }
         let out = given!(room(rank.world(), links, capacity));
-        let known = rank.check_ring(bytes).map_err(|trouble| failed(&trouble))?;
+        let known = rank.check_ring(bytes).map_err(|fault| failed(&fault))?;
         count.write(write(out, &known));
     })
 }
@@ -86,12 +86,12 @@ unsafe fn room<'a>(
     unsafe { array_mut("links", links, capacity) }
 }
 
-fn failed(trouble: &RingFault) -> Fail {
-    let (status, peer) = match trouble {
+fn failed(fault: &RingFault) -> Fail {
+    let (status, peer) = match fault {
         RingFault::Failed { error, .. } => (status_of(error), error.peer()),
         _ => (CPATTN_PEER, None),
     };
-    Fail::Text(status, trouble.to_string(), peer)
+    Fail { status, text: fault.to_string(), peer }
 }
 
 /// How many there are.

@@ -5,7 +5,7 @@ use core::ffi::c_void;
 
 use super::{
     dlpack::{Axes, Given, cpattn_tensor, one, read, written},
-    handle,
+    handle::{self, Exclusive as _},
     input::sized,
     plan::{cpattn_plan, runs, side},
     rank::{RankState, cpattn_rank},
@@ -54,21 +54,39 @@ versioned! {
     cpattn_backward_args through dsinks;
 }
 
+/// The tensors of a run in the order of `cpattn_backward_args`; a forward has the first six.
+const TENSORS: [(TensorId, &str, Axes); 11] = [
+    (TensorId::Q, "q", Axes::Rows),
+    (TensorId::K, "k", Axes::Rows),
+    (TensorId::V, "v", Axes::Rows),
+    (TensorId::Sinks, "sinks", Axes::PerHead),
+    (TensorId::O, "o", Axes::Rows),
+    (TensorId::Lse, "lse", Axes::HeadMajor),
+    (TensorId::DO, "d_o", Axes::Rows),
+    (TensorId::Dq, "dq", Axes::Rows),
+    (TensorId::Dk, "dk", Axes::Rows),
+    (TensorId::Dv, "dv", Axes::Rows),
+    (TensorId::Dsinks, "dsinks", Axes::PerHead),
+];
+
 /// Reads the tensors of a run and runs it.
 ///
 /// # Safety
-/// The header's promise about tensors; streams are the driver's.
+/// The header's promise about handles and tensors; streams are the driver's.
 unsafe fn run(
     rank: &RankState,
     plan: &Plan,
     direction: Direction,
-    list: &[(TensorId, Given)],
+    tensors: &[*const cpattn_tensor],
     stream: *mut c_void,
 ) -> Outcome {
     runs(plan)?;
     let mut bindings = Bindings::default();
-    for (tensor, given) in list {
-        bindings.set(*tensor, given!(one(rank.device, given)));
+    for (&(id, name, form), &tensor) in TENSORS.iter().zip(tensors) {
+        // Only sinks and their gradient have one value for each head, and only they may be left out.
+        let optional = matches!(form, Axes::PerHead);
+        let given = Given { name, tensor, form, optional, written: false };
+        bindings.set(id, given!(one(rank.device, &given)));
     }
     // SAFETY: the memory is the caller's for the run, by the header's promise; shapes are checked against the plan.
     unsafe { rank.lock()?.run_on(plan, direction, &bindings, stream) }?;
@@ -83,15 +101,7 @@ pub unsafe extern "C" fn cpattn_forward(
 ) -> i32 {
     boundary!({
         let (rank, plan, a) = given!(handle::borrow(rank), handle::borrow(plan), sized("args", args));
-        let list = [
-            (TensorId::Q, read("q", a.q, Axes::Rows)),
-            (TensorId::K, read("k", a.k, Axes::Rows)),
-            (TensorId::V, read("v", a.v, Axes::Rows)),
-            (TensorId::Sinks, read("sinks", a.sinks, Axes::PerHead).optional()),
-            (TensorId::O, written("o", a.o, Axes::Rows)),
-            (TensorId::Lse, written("lse", a.lse, Axes::HeadMajor)),
-        ];
-        given!(run(rank, plan, Direction::Forward, &list, a.stream));
+        given!(run(rank, plan, Direction::Forward, &[a.q, a.k, a.v, a.sinks, a.o, a.lse], a.stream));
     })
 }
 
@@ -107,20 +117,8 @@ pub unsafe extern "C" fn cpattn_backward(
             runs(plan)?;
             return Err(Error::invalid("dsinks", "given", "NULL, since the problem has no sinks").into());
         }
-        let list = [
-            (TensorId::Q, read("q", a.q, Axes::Rows)),
-            (TensorId::K, read("k", a.k, Axes::Rows)),
-            (TensorId::V, read("v", a.v, Axes::Rows)),
-            (TensorId::Sinks, read("sinks", a.sinks, Axes::PerHead).optional()),
-            (TensorId::O, read("o", a.o, Axes::Rows)),
-            (TensorId::Lse, read("lse", a.lse, Axes::HeadMajor)),
-            (TensorId::DO, read("d_o", a.d_o, Axes::Rows)),
-            (TensorId::Dq, written("dq", a.dq, Axes::Rows)),
-            (TensorId::Dk, written("dk", a.dk, Axes::Rows)),
-            (TensorId::Dv, written("dv", a.dv, Axes::Rows)),
-            (TensorId::Dsinks, written("dsinks", a.dsinks, Axes::PerHead).optional()),
-        ];
-        given!(run(rank, plan, Direction::Backward, &list, a.stream));
+        let tensors = [a.q, a.k, a.v, a.sinks, a.o, a.lse, a.d_o, a.dq, a.dk, a.dv, a.dsinks];
+        given!(run(rank, plan, Direction::Backward, &tensors, a.stream));
     })
 }
 

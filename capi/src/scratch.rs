@@ -4,18 +4,15 @@
 //! On the CPU that is memory for tiles; on a device, loaded kernels and a ring buffer for scheduler metadata. The calls
 //! of this file allocate all of it, so that those of `attend` and `blocks` allocate nothing unless they refuse.
 
-use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::Mutex;
 
 #[cfg(feature = "cuda")]
 use super::dlpack::device;
-#[cfg(not(feature = "cuda"))]
-use super::dlpack::without_cuda;
 use super::{
-    handle::{self, Handle, HandleKind},
+    handle::{self, Exclusive, Handle, HandleKind},
     input::{one_of, result},
     problem::DTYPES,
     rank::{instruction_set, workers},
-    status::{Fail, Outcome},
 };
 #[cfg(feature = "cuda")]
 use cpattn::kernel::cuda::StreamKernels;
@@ -49,13 +46,13 @@ impl ScratchState {
     pub(super) fn device(&self) -> Device {
         self.device
     }
+}
 
-    pub(super) fn lock(&self) -> Outcome<MutexGuard<'_, Kernels>> {
-        match self.kernels.try_lock() {
-            Ok(kernels) => Ok(kernels),
-            Err(TryLockError::Poisoned(poisoned)) => Ok(PoisonError::into_inner(poisoned)),
-            Err(TryLockError::WouldBlock) => Err(Fail::Busy("scratch")),
-        }
+impl Exclusive for ScratchState {
+    type State = Kernels;
+
+    fn mutex(&self) -> &Mutex<Kernels> {
+        &self.kernels
     }
 }
 
@@ -71,30 +68,16 @@ pub unsafe extern "C" fn cpattn_scratch_create(workers: u32, scratch: *mut *mut 
 pub unsafe extern "C" fn cpattn_scratch_create_cuda(device_id: i32, scratch: *mut *mut cpattn_scratch) -> i32 {
     boundary!({
         let out = given!(result("scratch", scratch));
-        #[cfg(feature = "cuda")]
-        {
-            out.write(handle::create(ScratchState::new(Kernels::Cuda(StreamKernels::new(device(
-                "device_id",
-                device_id,
-            )?)?))));
-        }
-        #[cfg(not(feature = "cuda"))]
-        {
-            let _ = (out, device_id);
-            without_cuda::<()>("cpattn_scratch_create_cuda")?;
-        }
+        with_feature!("cuda", cpattn_scratch_create_cuda, (out, device_id), {
+            let kernels = StreamKernels::new(device("device_id", device_id)?)?;
+            out.write(handle::create(ScratchState::new(Kernels::Cuda(kernels))));
+        });
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cpattn_scratch_destroy(scratch: *mut cpattn_scratch) -> i32 {
-    boundary!({
-        if scratch.is_null() {
-            return Ok(());
-        }
-        drop(given!(handle::borrow(scratch)).lock()?);
-        given!(handle::destroy(scratch));
-    })
+    boundary!({ given!(handle::destroy_idle(scratch)) })
 }
 
 #[unsafe(no_mangle)]

@@ -10,6 +10,7 @@ use super::{
     handle,
     input::array_mut,
     plan::{cpattn_plan, rank_of, side},
+    status::Outcome,
 };
 use cpattn::{
     Device,
@@ -18,12 +19,29 @@ use cpattn::{
     plan::Plan,
 };
 
-fn enough(name: &'static str, capacity: usize, plan: &Plan, side: Side, rank: usize) -> Result<usize> {
+/// Writes a number for each of a rank's tokens: `number(token, position)`.
+///
+/// # Safety
+/// The header's promise about handles and arrays.
+unsafe fn list(
+    plan: *const cpattn_plan,
+    side: i32,
+    rank: u32,
+    (name, out, capacity): (&'static str, *mut i64, usize),
+    number: fn(usize, i64) -> i64,
+) -> Outcome {
+    let (plan, out) = given!(handle::borrow(plan), array_mut(name, out, capacity));
+    let (side, rank) = (self::side(side)?, rank_of(plan, rank)?);
     let n = plan.local_tokens(side, rank);
     if capacity < n {
-        return Err(Error::invalid("capacity", capacity, format!("at least the {n} {name} of rank {rank}")));
+        let expected = format!("at least the {n} {name} of rank {rank}");
+        return Err(Error::invalid("capacity", capacity, expected).into());
     }
-    Ok(n)
+    let mut at = out.iter_mut();
+    plan.for_each_token(side, rank, |token, pos, _| {
+        at.next().map(|to| to.write(number(token, pos)));
+    });
+    Ok(())
 }
 
 #[unsafe(no_mangle)]
@@ -34,15 +52,7 @@ pub unsafe extern "C" fn cpattn_plan_tokens(
     tokens: *mut i64,
     capacity: usize,
 ) -> i32 {
-    boundary!({
-        let (plan, tokens) = given!(handle::borrow(plan), array_mut("tokens", tokens, capacity));
-        let (side, rank) = (self::side(side)?, rank_of(plan, rank)?);
-        enough("tokens", capacity, plan, side, rank)?;
-        let mut at = tokens.iter_mut();
-        plan.for_each_token(side, rank, |token, _, _| {
-            at.next().map(|to| to.write(token as i64));
-        });
-    })
+    boundary!({ given!(list(plan, side, rank, ("tokens", tokens, capacity), |token, _| token as i64)) })
 }
 
 #[unsafe(no_mangle)]
@@ -53,15 +63,15 @@ pub unsafe extern "C" fn cpattn_plan_positions(
     positions: *mut i64,
     capacity: usize,
 ) -> i32 {
-    boundary!({
-        let (plan, positions) = given!(handle::borrow(plan), array_mut("positions", positions, capacity));
-        let (side, rank) = (self::side(side)?, rank_of(plan, rank)?);
-        enough("positions", capacity, plan, side, rank)?;
-        let mut at = positions.iter_mut();
-        plan.for_each_token(side, rank, |_, pos, _| {
-            at.next().map(|to| to.write(pos));
-        });
-    })
+    boundary!({ given!(list(plan, side, rank, ("positions", positions, capacity), |_, pos| pos)) })
+}
+
+/// Refuses a shift without an element for rows that have no source.
+pub(super) fn given_fill(fill: *const c_void) -> Result<()> {
+    if fill.is_null() {
+        return Err(Error::invalid("fill", "NULL", "the address of one element"));
+    }
+    Ok(())
 }
 
 /// A tensor as rows of bytes: `[tokens, parts]` runs of `run` bytes.
@@ -220,12 +230,10 @@ unsafe fn move_rows(
     whole: *const cpattn_tensor,
     local: *const cpattn_tensor,
     whole_written: bool,
-) -> super::status::Outcome {
-    // SAFETY: the plan's handle is as the header says (the contract of this function).
-    let plan = unsafe { handle::borrow(plan) }?;
+) -> Outcome {
+    let plan = given!(handle::borrow(plan));
     let (side, rank) = (self::side(side)?, rank_of(plan, rank)?);
-    // SAFETY: the plan's handle is as the header says (the contract of this function).
-    if let Some((whole, local)) = unsafe { pair(plan, side, rank, whole, local, whole_written) }? {
+    if let Some((whole, local)) = given!(pair(plan, side, rank, whole, local, whole_written)) {
         let mut row = 0;
         plan.for_each_token(side, rank, |token, _, _| {
             // SAFETY: `token` is one of the batch's and `row` one of the rank's; `pair` compared both counts.
@@ -270,9 +278,7 @@ pub unsafe extern "C" fn cpattn_plan_shift(
     boundary!({
         let plan = given!(handle::borrow(plan));
         let rank = rank_of(plan, rank)?;
-        if fill.is_null() {
-            return Err(Error::invalid("fill", "NULL", "the address of one element").into());
-        }
+        given_fill(fill)?;
         let pair = given!(pair(plan, Side::Q, rank, whole, local, false));
         let Some((whole, local)) = pair else { return Ok(()) };
         let batch = plan.problem().batch();

@@ -8,12 +8,12 @@ use core::ffi::c_void;
 
 use super::{
     dlpack::{TensorFields, cpattn_tensor},
-    handle,
+    handle::{self, Exclusive as _},
     plan::cpattn_plan,
     rank::cpattn_rank,
-    shard::{Rows, alike, apart},
+    shard::{Rows, alike, apart, given_fill},
 };
-use cpattn::{batch::Side, error::Error, runtime::ShiftedRows};
+use cpattn::{batch::Side, runtime::ShiftedRows};
 
 /// Both tensors of a call, and what a row without a source gets.
 struct Shifted {
@@ -84,9 +84,7 @@ pub unsafe extern "C" fn cpattn_rank_shift(
         let (rank, plan) = given!(handle::borrow(rank), handle::borrow(plan));
         let mut rank = rank.lock()?;
         plan.fits_world(rank.world())?;
-        if fill.is_null() {
-            return Err(Error::invalid("fill", "NULL", "the address of one element").into());
-        }
+        given_fill(fill)?;
         let tokens = plan.local_tokens(Side::Q, rank.rank());
         let [from, to] = given!(alike(("rows", rows, tokens), ("out", out, tokens)));
         let (rows, out) = (Rows::new("rows", &from)?, Rows::new("out", &to)?);

@@ -24,23 +24,24 @@ pub const CPATTN_INVALID_HANDLE: i32 = 7;
 pub const CPATTN_BUSY: i32 = 8;
 pub const CPATTN_PANIC: i32 = 9;
 
-/// Why a call fails.
-pub(super) enum Fail {
-    /// The crate's own refusal.
-    Error(Error),
-    /// A status, what there is to say, and the rank at fault.
-    Text(i32, String, Option<usize>),
-    /// Not a live handle of its kind.
-    Handle(String),
-    /// Inside a call of another thread.
-    Busy(&'static str),
+/// Why a call fails: status, text, and the rank at fault.
+pub(super) struct Fail {
+    pub status: i32,
+    pub text: String,
+    pub peer: Option<usize>,
+}
+
+impl Fail {
+    pub(super) fn new(status: i32, text: impl Into<String>) -> Self {
+        Self { status, text: text.into(), peer: None }
+    }
 }
 
 pub(super) type Outcome<T = ()> = Result<T, Fail>;
 
 impl From<Error> for Fail {
     fn from(error: Error) -> Self {
-        Self::Error(error)
+        Self { status: status_of(&error), text: error.to_string(), peer: error.peer() }
     }
 }
 
@@ -89,21 +90,9 @@ pub(super) fn guard(body: impl FnOnce() -> Outcome) -> i32 {
     // header leaves undefined after a failure.
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => CPATTN_OK,
-        Ok(Err(Fail::Error(error))) => {
-            keep(format!("{error}"), error.peer());
-            status_of(&error)
-        }
-        Ok(Err(Fail::Text(status, text, peer))) => {
+        Ok(Err(Fail { status, text, peer })) => {
             keep(text, peer);
             status
-        }
-        Ok(Err(Fail::Handle(text))) => {
-            keep(text, None);
-            CPATTN_INVALID_HANDLE
-        }
-        Ok(Err(Fail::Busy(kind))) => {
-            keep(format!("{kind} is inside a call of another thread, expected one call at a time"), None);
-            CPATTN_BUSY
         }
         Err(panic) => {
             keep(format!("cpattn has a defect, please report it: {}", said(&*panic)), None);
@@ -132,6 +121,30 @@ macro_rules! given {
         // results and tensors memory of the caller's.
         unsafe { ($($($read)::+($($argument),*)?),+) }
     };
+}
+
+/// The part of an exported function that needs a feature; a build without it refuses the function by its name. The arguments
+/// in parentheses are those that nothing else uses.
+macro_rules! with_feature {
+    ($feature:literal, $function:ident, ($($unused:expr),*), $body:block) => {{
+        #[cfg(feature = $feature)]
+        $body
+        #[cfg(not(feature = $feature))]
+        {
+            let _ = ($(&$unused),*);
+            $crate::status::without::<()>($feature, stringify!($function))?;
+        }
+    }};
+}
+
+/// Refuses an option that needs a feature.
+pub(super) fn without<T>(feature: &'static str, option: impl Into<String>) -> Result<T, Error> {
+    let (limit, hint) = match feature {
+        "cuda" => ("this build serves the CPU only", "build the library with the feature cuda: capi/build --cuda"),
+        "nccl" => ("this build does not talk to NCCL", "build the library with the feature nccl: capi/build --cuda"),
+        _ => ("this build has no MPI", "build the library with capi/build --features mpi"),
+    };
+    Err(Error::unsupported(option, limit, hint))
 }
 
 #[unsafe(no_mangle)]

@@ -79,6 +79,9 @@ pub struct cpattn_transport_table {
 
 versioned! { cpattn_transport_table through release; }
 
+/// A table without one of its functions is refused (`functions!`).
+pub(super) const CHECKED: &str = "checked when the transport was made";
+
 /// Refuses a rank that is none of its world.
 pub(super) fn place(rank: u32, world: u32) -> Result<()> {
     if world == 0 || world > 1 << 20 {
@@ -114,9 +117,7 @@ impl TableTransport {
         let peer = if (0..world).contains(&blame) { blame as usize } else { rank };
         Err(label.error(rank, peer, Cause::Returned { function, code }))
     }
-}
 
-impl TableTransport {
     pub(super) fn new(table: cpattn_transport_table) -> Self {
         Self { table, numbers: Mutex::new(vec![0; table.world as usize]) }
     }
@@ -131,24 +132,13 @@ impl TableTransport {
         for (to, &from) in name[..31].iter_mut().zip(label.operation.as_bytes()) {
             *to = from;
         }
-        let mut blame = -1;
-        let status = match self.table.exchange {
-            // SAFETY: the table's own functions, as the header describes them; a Message has the layout of cpattn_message;
-            // the lists live through the call.
-            Some(exchange) => unsafe {
-                exchange(
-                    self.table.context,
-                    name.as_ptr().cast(),
-                    label.step,
-                    sends.as_ptr().cast(),
-                    sends.len(),
-                    recvs.as_ptr().cast(),
-                    recvs.len(),
-                    stream,
-                    &raw mut blame,
-                )
-            },
-            None => 1,
+        let (mut blame, name, step) = (-1, name.as_ptr().cast(), label.step);
+        let (exchange, context) = (self.table.exchange.expect(CHECKED), self.table.context);
+        let (send_list, recv_list) = (sends.as_ptr().cast(), recvs.as_ptr().cast());
+        // SAFETY: the table's own function, as the header describes it; a Message has the layout of cpattn_message; the lists
+        // are valid during the call.
+        let status = unsafe {
+            exchange(context, name, step, send_list, sends.len(), recv_list, recvs.len(), stream, &raw mut blame)
         };
         self.outcome("exchange", status, blame, label)
     }
@@ -177,14 +167,9 @@ impl Transport for TableTransport {
         // A function that writes nothing must not look like agreement.
         all.fill(!fingerprint);
         let mut blame = -1;
-        let status = match self.table.agree {
-            // SAFETY: the table's own functions, as the header describes them; `all` has room for the group.
-            Some(agree) => unsafe {
-                let (first, end) = (group.start as u32, group.end as u32);
-                agree(self.table.context, first, end, fingerprint, all.as_mut_ptr(), &raw mut blame)
-            },
-            None => 1,
-        };
+        let (agree, first, end) = (self.table.agree.expect(CHECKED), group.start as u32, group.end as u32);
+        // SAFETY: the table's own function, as the header describes it; `all` has room for the group.
+        let status = unsafe { agree(self.table.context, first, end, fingerprint, all.as_mut_ptr(), &raw mut blame) };
         self.outcome("agree", status, blame, Label::new("agree", 0))?;
         match group.clone().zip(all.iter()).find(|&(_, &theirs)| theirs != fingerprint) {
             Some((peer, &theirs)) => Err(Error::disagreement(rank, peer, fingerprint, theirs)),
@@ -199,19 +184,14 @@ impl Transport for TableTransport {
 
     fn poll(&self) -> Result<()> {
         let mut blame = -1;
-        let status = match self.table.poll {
-            // SAFETY: as in `agree`.
-            Some(poll) => unsafe { poll(self.table.context, &raw mut blame) },
-            None => 1,
-        };
+        // SAFETY: as in `agree`.
+        let status = unsafe { self.table.poll.expect(CHECKED)(self.table.context, &raw mut blame) };
         self.outcome("poll", status, blame, Label::new("poll", 0))
     }
 
     fn abort(&self, _cause: Cause) {
-        if let Some(abort) = self.table.abort {
-            // SAFETY: as in `agree`.
-            unsafe { abort(self.table.context) };
-        }
+        // SAFETY: as in `agree`.
+        unsafe { self.table.abort.expect(CHECKED)(self.table.context) };
     }
 }
 

@@ -11,7 +11,7 @@ use std::{
 };
 
 use super::{
-    handle,
+    handle::{self, Exclusive as _},
     input::{array_mut, result},
     rank::cpattn_rank,
 };

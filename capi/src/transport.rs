@@ -5,8 +5,6 @@ use std::{sync::Arc, time::Duration};
 
 #[cfg(feature = "cuda")]
 use super::dlpack::device;
-#[cfg(not(feature = "cuda"))]
-use super::dlpack::without_cuda;
 use super::{
     engine_table::EngineTable,
     handle::{self, Handle, HandleKind},
@@ -121,19 +119,13 @@ pub unsafe extern "C" fn cpattn_peer_group(
         let (world, deadline) = (threads(world)?, deadline(deadline_ms)?);
         let devices = given!(array("devices", devices, world));
         let out = given!(array_mut("transports", transports, world));
-        #[cfg(feature = "cuda")]
-        {
+        with_feature!("cuda", cpattn_peer_group, (devices, deadline, out), {
             let each = devices.iter().enumerate().map(|(r, &id)| device(&format!("devices[{r}]"), id));
             let devices = each.collect::<Result<Vec<_>>>()?;
             for (to, rank) in out.iter_mut().zip(peer::group(&devices, deadline)?) {
                 to.write(handle::create(Any::Device(Arc::new(rank))));
             }
-        }
-        #[cfg(not(feature = "cuda"))]
-        {
-            let _ = (devices, deadline, out);
-            without_cuda::<()>("cpattn_peer_group")?;
-        }
+        });
     })
 }
 
@@ -145,16 +137,7 @@ pub unsafe extern "C" fn cpattn_transport_create(
     boundary!({
         let (table, out) = given!(sized("table", table), result("transport", transport));
         place(table.rank, table.world)?;
-        for (name, missing) in [
-            ("table.agree", table.agree.is_none()),
-            ("table.exchange", table.exchange.is_none()),
-            ("table.poll", table.poll.is_none()),
-            ("table.abort", table.abort.is_none()),
-        ] {
-            if missing {
-                return Err(Error::invalid(name, "NULL", "a function").into());
-            }
-        }
+        functions!(table: agree, exchange, poll, abort);
         out.write(handle::create(Any::Table(Arc::new(TableTransport::new(table)))));
     })
 }

@@ -3,9 +3,9 @@
 //! reference.
 //!
 //! `cargo run --release --example context_parallel` reads real activations and runs forward and backward on 8 ranks;
-//! `mpirun -n 8 context_parallel --transport mpi` (built with `--features mpi`) does the same over 8 processes, and compares
-//! the bits with those of one process. `--help` lists the options. The exit code is 0 when every error is within its bound, 1 when one is not, 2 when the
-//! input or the options are refused.
+//! `mpirun -n 8 context_parallel --transport mpi` (built with `--features mpi`) does the same over 8 processes, and
+//! compares the bits with those of one process. `--help` lists the options. The exit code is 0 when every error is
+//! within its bound, 1 when one is not, 2 when the input or the options are refused.
 //!
 //! - `options`: the command line; `input`: a file or a seed; `team`: ranks as threads (start reading there); `processes`:
 //!   as processes; `together`: what they do after a run; `ring`: the check of their links;

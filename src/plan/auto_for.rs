@@ -70,7 +70,8 @@ impl Plan {
     /// [`distribution`](Plan::distribution). Plans come in the order of the kinds.
     ///
     /// # Errors
-    /// No kinds, a kind of no layers, kinds over different batches, and those of [`choose`](super::choose) and [`Plan::with_tokens_of`].
+    /// No kinds, a kind of no layers, kinds over different batches, and those of [`choose`](super::choose) and
+    /// [`Plan::with_tokens_of`].
     ///
     /// ```
     /// use cpattn::{Batch, Dtype, Mask, Plan, Problem, plan::Options};

@@ -62,7 +62,8 @@ pub struct Costs {
     /// The buffers that use the workspace at its peak; their bytes sum to it. Buffers of other phases share the same
     /// bytes.
     pub peak: Vec<PeakBuffers>,
-    /// The most bytes of scheduler metadata (ranges, tiles, counters) that a rank on a device keeps there while it remembers the plan in this direction.
+    /// The most bytes of scheduler metadata (ranges, tiles, counters) that a rank on a device keeps there while it
+    /// remembers the plan in this direction.
     pub device_metadata: u64,
 }
 

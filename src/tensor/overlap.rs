@@ -11,8 +11,9 @@
 //!
 //! The search counts its steps and gives up after [`BUDGET`] of them, which takes strides that neither nest nor agree
 //! nor divide, and extents in the tens of thousands. Such a pair is refused, with an error that says so: refusing in
-//! doubt costs a copy, accepting in doubt costs the result. All arithmetic is in bytes and in `i128`, where none of it can wrap: 64-bit
-//! strides are bounded by [`hull`] first. Nothing here allocates unless it refuses, and no memory is touched.
+//! doubt costs a copy, accepting in doubt costs the result. All arithmetic is in bytes and in `i128`, where none of it
+//! can wrap: 64-bit strides are bounded by [`hull`] first. Nothing here allocates unless it refuses, and no memory is
+//! touched.
 
 use super::extent::{hull, is_empty, part, refuse_unaddressable};
 use crate::{

@@ -55,8 +55,8 @@ pub struct Peer {
     direct: Vec<bool>,
 }
 
-/// The stream and events of a rank, which its peers use too. They live as long as any rank of the group: a rank may be gone while another
-/// still waits for its events.
+/// The stream and events of a rank, which its peers use too. They live as long as any rank of the group: a rank may be
+/// gone while another still waits for its events.
 struct PeerStream {
     stream: OwnStream,
     ready: CudaEvent,

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The few driver objects the backend owns, each released when dropped, and the check of every driver call.
 //!
-//! Contexts are here, with the check of every call; `event` and `module` have what their names say. The driver is found at run time, when the first [`Context`] is made: [`sys`] lists its functions and [`table`] finds
-//! them. Every method makes the context current for its own duration and restores what was current before, so that a
-//! caller's context stays current for the caller.
+//! Contexts are here, with the check of every call; `event` and `module` have what their names say. The driver is found
+//! at run time, when the first [`Context`] is made: [`sys`] lists its functions and [`table`] finds them. Every method
+//! makes the context current for its own duration and restores what was current before, so that a caller's context
+//! stays current for the caller.
 
 mod event;
 mod module;

@@ -18,8 +18,8 @@ pub(crate) const NOT_SUPPORTED: i32 = 801;
 
 /// Declares the functions of a library, a line each, as its header does; all of them answer with a status.
 ///
-/// Without a `required` function `load` fails and names it; one that only some builds call has a `#[cfg]`. An `optional` one may be missing: calls of it then answer
-/// [`NOT_SUPPORTED`].
+/// Without a `required` function `load` fails and names it; one that only some builds call has a `#[cfg]`. An
+/// `optional` one may be missing: calls of it then answer [`NOT_SUPPORTED`].
 macro_rules! functions {
     (
         $libraries:expr, $way_out:literal;

@@ -24,10 +24,10 @@
 //! ```
 //!
 //! Results have the same bits for any number of workers. Between machines they may differ: an instruction set with
-//! fused multiply-adds rounds less often than one without, and AMX rounds p and ds of half-precision calls to their type
-//! before it multiplies them, as every flash attention of half precision does, and so do dot products of bf16; all sums are
-//! f32 there too. AMX multiplies f32 as sums of three bf16, with no larger an error than multiply-adds of f32 (`forms.rs`). Aligned calls keep their promise on
-//! each instruction set: their backward does without matrix units.
+//! fused multiply-adds rounds less often than one without, and AMX rounds p and ds of half-precision calls to their
+//! type before it multiplies them, as every flash attention of half precision does, and so do dot products of bf16; all
+//! sums are f32 there too. AMX multiplies f32 as sums of three bf16, with no larger an error than multiply-adds of f32
+//! (`forms.rs`). Aligned calls keep their promise on each instruction set: their backward does without matrix units.
 
 mod attention;
 mod check;

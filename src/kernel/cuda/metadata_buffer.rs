@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
-//! Where the scheduler metadata of a call is written: into a ring that is uploaded with the call, or into the metadata of a recorded run.
+//! Where the scheduler metadata of a call is written: into a ring that is uploaded with the call, or into the metadata
+//! of a recorded run.
 
 use super::bases::{BaseOffset, BaseShapes};
 use super::params::Work;

@@ -9,11 +9,11 @@
 //! a [`Cuda`], wait for its launches.
 //!
 //! Not supported in attention, and refused with an error: f32 and f64 elements, head dims above 256 or not a multiple
-//! of 8, rows that are not aligned to 16 bytes, and [`Attend::aligned`](crate::call::Attend::aligned). [`Merge`](crate::call::Merge) takes
-//! f32 only, dims that are multiples of 4 and rows of o at multiples of 16 bytes; transforms take f16, bf16 and f32 of
-//! any dim and alignment. The `Safety` section of each call lists what it cannot check: that tensors do not overlap
-//! ([`tensor::disjoint`](crate::tensor::disjoint) checks that), and that memory is as large as the shape and strides
-//! say.
+//! of 8, rows that are not aligned to 16 bytes, and [`Attend::aligned`](crate::call::Attend::aligned).
+//! [`Merge`](crate::call::Merge) takes f32 only, dims that are multiples of 4 and rows of o at multiples of 16 bytes;
+//! transforms take f16, bf16 and f32 of any dim and alignment. The `Safety` section of each call lists what it cannot
+//! check: that tensors do not overlap ([`tensor::disjoint`](crate::tensor::disjoint) checks that), and that memory is
+//! as large as the shape and strides say.
 //!
 //! A [`RawStream`](crate::call::RawStream) is a `CUstream` or `cudaStream_t` of any binding, cast; null is the legacy
 //! default stream. Memory may come from any allocator; [`Cuda::allocate`] is for programs that have none.
@@ -29,7 +29,8 @@
 //! attention, fused, blocks, sinks   the launches
 //! family    which forward kernels a device runs, and how that is forced
 //! loaded    the kernels that were loaded so far; load: how each is
-//! hopper    the forward kernels for compute capability 9.0 (hopper_backward: the backward); shared_tiles: which of their tiles several heads share
+//! hopper    the forward kernels for compute capability 9.0 (hopper_backward: the backward)
+//! shared_tiles  which tiles of those kernels several heads share
 //! allocate  memory and waiting, for callers; shared: one device for all callers that name it
 //! tags      what runs on devices carry along, so that ranks which differ are found
 //! stream_kernels  single calls of a caller's, with the staging memory they need

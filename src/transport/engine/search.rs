@@ -7,9 +7,10 @@
 //!
 //! A call into the store may never return if the process that holds it is stopped or dead, so each call is made on a
 //! separate thread that nothing joins. The process that holds the store may end as soon as a call has returned its
-//! error, so that waits, at most a second, until the other ranks have the verdict too. Keys, each written once: `here/RANK` when a rank has started, `ask/RANK` the
-//! question to it, `asker` the first rank that asked, `says/RANK` its answer, `verdict` the verdict, `knows/RANK` when a
-//! rank has the verdict or has left. A forked child has none of these threads. How a rank ends is in [`ending`].
+//! error, so that waits, at most a second, until the other ranks have the verdict too. Keys, each written once:
+//! `here/RANK` when a rank has started, `ask/RANK` the question to it, `asker` the first rank that asked, `says/RANK`
+//! its answer, `verdict` the verdict, `knows/RANK` when a rank has the verdict or has left. A forked child has none of
+//! these threads. How a rank ends is in [`ending`].
 
 mod ending;
 

@@ -107,9 +107,9 @@ impl MpiGroup {
         DeadlineState::new(Duration::from_nanos(self.deadline.load(Ordering::Relaxed)))
     }
 
-    /// One step of a call whose messages did not move: receives notices, searches, sleeps a little. `waiting` counts the bytes that have not
-    /// moved. After a failure the caller looks once more: a call that is complete by then has succeeded, and the next one
-    /// tells.
+    /// One step of a call whose messages did not move: receives notices, searches, sleeps a little. `waiting` counts
+    /// the bytes that have not moved. After a failure the caller looks once more: a call that is complete by then has
+    /// succeeded, and the next one tells.
     pub(super) fn pause(
         &self,
         state: &mut DeadlineState,

@@ -286,7 +286,8 @@ impl Nccl {
         let out = at(self.world);
         {
             let _entered = self.cuda.context().enter()?;
-            // SAFETY: 8 bytes of both sides; the driver has copied those of the host when it returns, since they are not page-locked.
+            // SAFETY: 8 bytes of both sides; the driver has copied those of the host when it returns, since they are
+            // not page-locked.
             check("cuMemcpyHtoDAsync", unsafe {
                 driver::cuMemcpyHtoDAsync_v2(out as u64, (&raw const own).cast(), SIZE, stream)
             })?;

@@ -37,7 +37,8 @@ pub(crate) trait AttentionEngine {
     type T: Pod;
     /// Lanes of a panel.
     const PANEL: usize = 2 * Self::V::W;
-    /// Tiles of keys and the rows of o are padded to a multiple of this, which divides [`crate::kernel::cpu::attention::stream::BLOCK`].
+    /// Tiles of keys and the rows of o are padded to a multiple of this, which divides
+    /// [`crate::kernel::cpu::attention::stream::BLOCK`].
     const GRAIN: usize;
     /// Tiles of keys that are packed together; each panel then goes through them.
     const TILES: usize = 1;
