@@ -5,31 +5,34 @@
 //! rank of the node reads is a flaw of its own (`execute`). So, for each Ulysses rank by itself, the rows that cross are exactly those that are needed there and
 //! not held there, once each. Gradients are the same rows on the way back: each leaves a node once, and not the owner's.
 //!
+//! Rows are kept as runs of tokens, as operations move them: a run costs some steps, however long it is.
+//!
 //! An owner must send what other nodes need of its share; where the mask makes that uneven, no choice of gateways changes it.
 //! Of what crosses from one node to another no other rank carries more than the busiest owner, or than 1.1 × the mean.
 
-use alloc::{
-    collections::{BTreeMap, BTreeSet},
-    format,
-    string::String,
-    vec,
-    vec::Vec,
-};
+use alloc::{collections::BTreeMap, format, string::String, vec::Vec};
+
+use core::ops::Range;
 
 use super::cell::{Cell, What};
 use crate::{batch::Side, plan::Plan, schedule::TensorId};
 
-/// A row that was fetched into a node, or whose gradient left one: content, token, head, node, Ulysses rank.
-type Crossing = (What, u32, u32, usize, usize);
+/// Rows that were fetched into a node, or whose gradients left one: content, head, node, Ulysses rank, and the first token
+/// of a run.
+type Crossing = (What, u32, usize, usize, u32);
+
+/// Tokens one after another that one node holds: first, end, node.
+type Home = (u32, u32, usize);
 
 /// What has crossed so far.
 pub(super) struct NodeBorders {
     /// Ranks of a node, and Ulysses ranks.
     ranks: usize,
     ulysses: usize,
-    /// The node that holds each token of q's side, and of k's.
-    homes: [Vec<u32>; 2],
-    crossed: BTreeSet<Crossing>,
+    /// Who holds the tokens of q's side, and of k's, in ascending order.
+    homes: [Vec<Home>; 2],
+    /// The end of each run; runs of the same neither meet nor touch.
+    crossed: BTreeMap<Crossing, u32>,
     /// Bytes by the owner's node, the other one, and the way; of each the owners' and the gateways', by rank.
     flows: BTreeMap<(usize, usize, bool), [BTreeMap<usize, u64>; 2]>,
 }
@@ -43,13 +46,23 @@ impl NodeBorders {
         }
         let ranks = ring_ranks * mesh.ulysses;
         let homes = [Side::Q, Side::K].map(|side| {
-            let mut of = vec![0; plan.problem().batch().tokens(side)];
+            let mut homes: Vec<Home> = Vec::new();
             for rank in 0..mesh.group() {
-                plan.for_each_token(side, rank, |token, _, _| of[token] = (rank / ranks) as u32);
+                let node = rank / ranks;
+                plan.for_each_token(side, rank, |token, _, _| match homes.last_mut() {
+                    Some(last) if (last.1, last.2) == (token as u32, node) => last.1 += 1,
+                    _ => homes.push((token as u32, token as u32 + 1, node)),
+                });
             }
-            of
+            homes.sort_unstable();
+            homes.dedup_by(|b, a| {
+                let follows = a.1 == b.0 && a.2 == b.2;
+                a.1 = if follows { b.1 } else { a.1 };
+                follows
+            });
+            homes
         });
-        Some(Self { ranks, ulysses: mesh.ulysses, homes, crossed: BTreeSet::new(), flows: BTreeMap::new() })
+        Some(Self { ranks, ulysses: mesh.ulysses, homes, crossed: BTreeMap::new(), flows: BTreeMap::new() })
     }
 
     /// Whether two ranks (indices of the group) lie in different nodes.
@@ -66,13 +79,52 @@ impl NodeBorders {
             What::Input(TensorId::K | TensorId::V) | What::Sum(TensorId::Dk | TensorId::Dv) => Side::K,
             _ => Side::Q,
         };
-        (0..rows).map(|row| first.after(row)).find_map(|cell| {
-            if !self.crossed.insert((cell.what, cell.token, cell.head, node, to % self.ulysses)) {
-                return Some(format!("sends {} {way} node {node} again", cell.describe()));
-            }
-            let owner = self.homes[side as usize].get(cell.token as usize).is_some_and(|&n| n as usize == node);
-            owner.then(|| format!("sends {} {way} node {node}, which holds it", cell.describe()))
-        })
+        let (what, head, place) = (first.what, first.head, to % self.ulysses);
+        let key = move |token| (what, head, node, place, token);
+        // Rows that hold no token are all alike: the second is the first again.
+        let alike = first.after(1) == first;
+        let tokens = first.token..first.token + if alike { 1 } else { rows as u32 };
+        let again = self.crossed_before(key, &tokens).or((alike && rows > 1).then_some(tokens.end));
+        let held = self.held(side, node, &tokens);
+        // The first row that is wrong; of one that is so twice, that it crosses again.
+        if let Some(token) = again.filter(|&again| held.is_none_or(|held| again <= held)) {
+            let row = Cell { token: if alike { first.token } else { token }, ..first };
+            return Some(format!("sends {} {way} node {node} again", row.describe()));
+        }
+        if let Some(token) = held {
+            let row = Cell { token, ..first };
+            return Some(format!("sends {} {way} node {node}, which holds it", row.describe()));
+        }
+        self.remember(key, tokens);
+        None
+    }
+
+    /// The first of some tokens whose rows crossed before.
+    fn crossed_before(&self, key: impl Fn(u32) -> Crossing, tokens: &Range<u32>) -> Option<u32> {
+        let before = self.crossed.range(key(0)..=key(tokens.start)).next_back();
+        if before.is_some_and(|(_, &end)| end > tokens.start) {
+            return Some(tokens.start);
+        }
+        self.crossed.range(key(tokens.start)..key(tokens.end)).next().map(|(run, _)| run.4)
+    }
+
+    /// Adds tokens none of which crossed before, joined to the runs that they touch.
+    fn remember(&mut self, key: impl Fn(u32) -> Crossing, tokens: Range<u32>) {
+        let after = self.crossed.remove(&key(tokens.end));
+        let end = after.unwrap_or(tokens.end);
+        let before = self.crossed.range_mut(key(0)..key(tokens.start)).next_back();
+        match before.filter(|(_, before)| **before == tokens.start) {
+            Some((_, before)) => *before = end,
+            None => _ = self.crossed.insert(key(tokens.start), end),
+        }
+    }
+
+    /// The first of some tokens that a node holds.
+    fn held(&self, side: Side, node: usize, tokens: &Range<u32>) -> Option<u32> {
+        let homes = &self.homes[side as usize];
+        let from = homes.partition_point(|home| home.1 <= tokens.start);
+        let mut met = homes[from..].iter().take_while(|home| home.0 < tokens.end);
+        met.find(|home| home.2 == node).map(|home| home.0.max(tokens.start))
     }
 
     /// Counts the bytes of a message that crosses.
@@ -103,6 +155,8 @@ impl NodeBorders {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use alloc::collections::BTreeSet;
+
     use crate::{Batch, Dtype, Layout, Mesh, Options, Problem};
 
     /// Four ring ranks in two nodes, sixteen tokens.
@@ -127,6 +181,52 @@ mod tests {
         assert_eq!(b.cross(2, 0, true, dk, 1), None);
         assert!(b.cross(3, 0, true, dk, 1).unwrap().ends_with("from node 1 again"));
         assert!(b.cross(1, 2, true, dk, 1).unwrap().ends_with("from node 0, which holds it"));
+    }
+
+    /// Random runs, against a set of rows.
+    #[test]
+    fn runs_cross_as_their_rows_do() {
+        let mut draw = fastrand::Rng::with_seed(3);
+        let (mut crossed, mut again, mut held) = (0, 0, 0);
+        for _ in 0..4000 {
+            let mut b = borders();
+            let mut rows_crossed = BTreeSet::new();
+            loop {
+                let what = [
+                    What::Input(TensorId::K),
+                    What::Sum(TensorId::Dk),
+                    What::Input(TensorId::Q),
+                    What::Delta,
+                    What::Unset,
+                    What::Zero,
+                ][draw.usize(..6)];
+                let home = matches!(what, What::Sum(_));
+                let token = if matches!(what, What::Unset | What::Zero) { 0 } else { draw.u32(..16) };
+                let first = Cell::new(what, token, draw.u32(..2), 0);
+                let rows = draw.u64(1..=(16 - u64::from(token)).min(3));
+                let (from, to) = [(0, 2), (3, 1)][draw.usize(..2)];
+                let node = if home { from } else { to } / 2;
+                let way = if home { "from" } else { "to" };
+                let wrong = (0..rows).find_map(|row| {
+                    let cell = first.after(row);
+                    let text = format!("sends {} {way} node {node}", cell.describe());
+                    if !rows_crossed.insert((what, cell.token, cell.head, node)) {
+                        return Some(format!("{text} again"));
+                    }
+                    // Four ranks of four tokens each, two ranks in a node.
+                    (cell.token as usize / 8 == node).then(|| format!("{text}, which holds it"))
+                });
+                assert_eq!(b.cross(from, to, home, first, rows), wrong, "{first:?} {rows}");
+                match wrong {
+                    None => crossed += rows,
+                    Some(text) => {
+                        *(if text.ends_with("again") { &mut again } else { &mut held }) += 1;
+                        break;
+                    }
+                }
+            }
+        }
+        assert!(crossed > 1000 && again > 500 && held > 500, "{crossed} {again} {held}");
     }
 
     #[test]

@@ -26,8 +26,7 @@
 //! and outputs.
 //!
 //! A flaw is an [`Error::Schedule`] that names rank and operation. The cost is some steps for each range of each call, for
-//! each head where heads can be told apart: rows that hold the same but for their token are one entry (`column`). Rows that
-//! cross between nodes are counted one by one.
+//! each head where heads can be told apart: rows that hold the same but for their token are one entry (`column`).
 
 use alloc::{format, vec::Vec};
 
