@@ -70,6 +70,8 @@ pub struct Machine {
     pub cards_per_node: usize,
     /// Cores of one node, where ranks compute and copy on them; none where each rank has engines of its own.
     pub cores: Option<usize>,
+    /// All nodes run on the same `cores`: hosts that were made on one machine.
+    pub nodes_share_cores: bool,
     /// Bytes of memory of one rank.
     pub memory: f64,
     /// Seconds of any operation beside its work.
@@ -80,6 +82,12 @@ pub struct Machine {
     pub inside: LinkRate,
     /// Links between nodes.
     pub between: LinkRate,
+    /// Bytes that a card passes at once after a pause, in each direction, before its rate holds: the size of the bucket of a
+    /// rate limit. The bucket fills at the card's rate. 0 where there is no such limit.
+    pub between_burst: f64,
+    /// Seconds of a core for each byte of a message between nodes, half at each end: copies and protocols. 0 where cards
+    /// move bytes without cores.
+    pub between_work: f64,
     /// Kernels.
     pub kernels: Vec<KernelRate>,
 }
@@ -109,9 +117,17 @@ impl Machine {
         self.ranks_per_node.div_ceil(self.cards_per_node)
     }
 
+    /// Which of the pools of cores a rank works on, where there are cores.
+    pub const fn pool(&self, rank: usize) -> usize {
+        if self.nodes_share_cores { 0 } else { rank / self.ranks_per_node }
+    }
+
     /// How many of `ranks` ranks, which fill one node after another, can work at the same time.
     pub fn ranks_at_once(&self, ranks: usize) -> f64 {
         let Some(cores) = self.cores else { return ranks as f64 };
+        if self.nodes_share_cores {
+            return cores.min(ranks) as f64;
+        }
         let (whole, rest) = (ranks / self.ranks_per_node, ranks % self.ranks_per_node);
         (whole * cores.min(self.ranks_per_node) + cores.min(rest)) as f64
     }

@@ -15,6 +15,10 @@
 //!   that rate out and in; between nodes each network card has, and a node's ranks share its cards evenly.
 //! - *Cores*: where `cores` is given, ranks have no engines of their own. Kernels, copies and messages inside a node then
 //!   need a core of the node while they run, and if there are more of them than cores, all slow down alike.
+//!   `nodes_share_cores` says that all nodes are made on one machine: they have these cores together.
+//! - *Messages between nodes over cores*: each byte takes `between.work` seconds of a core, half at the sender and half at
+//!   the receiver, beside its time on the cards. A machine with `between.burst` limits the rate of its cards by a bucket of so
+//!   many bytes (`tc tbf`): they pass at once after a pause, and come back at the card's rate.
 //!
 //! What is not here: topologies deeper than two levels, and contention between kernels and copies for memory.
 

@@ -39,6 +39,12 @@ fn a_description_is_read_as_it_was_written() {
     assert_eq!(m, again);
     let with_cores = Machine { cores: Some(2), name: "a # b".into(), ..m };
     assert_eq!(Machine::parse(&with_cores.to_string()).unwrap().cores, Some(2));
+    let limited =
+        Machine { nodes_share_cores: true, between_burst: 2.6e5, between_work: 4e-10, name: "a".into(), ..with_cores };
+    assert_eq!(Machine::parse(&limited.to_string()).unwrap(), limited);
+    assert_eq!((limited.ranks_at_once(8), limited.pool(7)), (2.0, 0));
+    let apart = Machine { nodes_share_cores: false, ..limited };
+    assert_eq!((apart.ranks_at_once(8), apart.pool(7)), (4.0, 1));
 }
 
 #[test]
@@ -66,6 +72,21 @@ fn refusals_name_the_line_the_key_and_both_values() {
             "cards_per_node = 2",
             "cards_per_node = 0",
             "line 5 of the machine description, cards_per_node is 0, expected a whole number above 0",
+        ),
+        (
+            "copy = 1e10",
+            "copy = 1e10\nbetween.work = 1e-9",
+            "line 10 of the machine description, between.work is 1e-9, without cores, expected a line cores = … beside it",
+        ),
+        (
+            "copy = 1e10",
+            "copy = 1e10\nnodes_share_cores = no",
+            "line 10 of the machine description, nodes_share_cores is no, without cores, expected a line cores",
+        ),
+        (
+            "copy = 1e10",
+            "copy = 1e10\nbetween.burst = -1",
+            "line 10 of the machine description, between.burst is -1, expected a number from 0",
         ),
         (
             "estimate = yes",

@@ -7,6 +7,7 @@
 //! ranks_per_node = 4
 //! cards_per_node = 1
 //! cores = 2                       # only where ranks compute and copy on the cores of their node
+//! nodes_share_cores = yes         # only where all nodes run on the same cores: hosts made on one machine
 //! memory = 8e9                    # bytes of a rank
 //! operation = 2e-6                # seconds
 //! copy = 1e10                     # bytes per second
@@ -14,10 +15,12 @@
 //! inside.rate = 8e9               # bytes per second
 //! between.latency = 3e-5
 //! between.rate = 1.25e9
+//! between.burst = 2.6e5           # bytes; only where a rate limit lets so many pass at once after a pause
+//! between.work = 4e-10            # seconds of a core per byte; only where messages between nodes need cores
 //! kernel f32 64/64 forward = rate 6e10, row 2e-7, key 1e-8, call 3e-6
 //! ```
 //!
-//! Every key but `cores` must be there, once. An error names the line.
+//! Every key without "only" must be there, once. An error names the line.
 
 use alloc::{
     format,
@@ -103,6 +106,19 @@ impl<'a> FigureLines<'a> {
         let entry = self.take(key)?;
         entry.number(entry.value, zero)
     }
+
+    /// A figure that may be missing, and is 0 then.
+    fn figure_if_there(&mut self, key: &str) -> Result<f64> {
+        self.take_if_there(key).map_or(Ok(0.0), |entry| entry.number(entry.value, true))
+    }
+
+    /// A key that says something about cores: refused where there are none.
+    fn needs_cores(&self, key: &str, cores: Option<usize>) -> Result<()> {
+        match self.list.iter().find(|e| e.key == key && cores.is_none()) {
+            Some(e) => Err(e.refuse(&format!("{}, without cores", e.value), "a line cores = … beside it")),
+            None => Ok(()),
+        }
+    }
 }
 
 impl Machine {
@@ -140,9 +156,13 @@ fn parse(text: &str) -> Result<Machine> {
     let name = entries.take("name")?.value.to_string();
     let estimate = entries.take("estimate")?.value == "yes";
     let cores = entries.take_if_there("cores").map(|e| e.count()).transpose()?;
+    for key in ["nodes_share_cores", "between.work"] {
+        entries.needs_cores(key, cores)?;
+    }
     let machine = Machine {
         name,
         estimate,
+        nodes_share_cores: entries.take_if_there("nodes_share_cores").is_some_and(|e| e.value == "yes"),
         ranks_per_node: entries.take("ranks_per_node")?.count()?,
         cards_per_node: entries.take("cards_per_node")?.count()?,
         cores,
@@ -157,6 +177,8 @@ fn parse(text: &str) -> Result<Machine> {
             latency: entries.figure("between.latency", true)?,
             rate: entries.figure("between.rate", false)?,
         },
+        between_burst: entries.figure_if_there("between.burst")?,
+        between_work: entries.figure_if_there("between.work")?,
         kernels,
     };
     if machine.kernels.is_empty() {
@@ -172,16 +194,18 @@ fn check(entry: &FigureLine<'_>) -> Result<()> {
     match entry.key {
         "name" if entry.value.is_empty() => Err(entry.refuse(entry.value, "a name")),
         "name" => Ok(()),
-        "estimate" if matches!(entry.value, "yes" | "no") => Ok(()),
-        "estimate" => Err(entry.refuse(entry.value, "yes or no")),
+        "estimate" | "nodes_share_cores" if matches!(entry.value, "yes" | "no") => Ok(()),
+        "estimate" | "nodes_share_cores" => Err(entry.refuse(entry.value, "yes or no")),
         "ranks_per_node" | "cards_per_node" | "cores" => entry.count().map(drop),
-        "operation" | "inside.latency" | "between.latency" => entry.number(entry.value, true).map(drop),
+        "operation" | "inside.latency" | "between.latency" | "between.burst" | "between.work" => {
+            entry.number(entry.value, true).map(drop)
+        }
         "memory" | "copy" | "inside.rate" | "between.rate" => entry.number(entry.value, false).map(drop),
         key => Err(Error::invalid(
             format!("line {} of the machine description", entry.line),
             format!("{key:?}"),
-            "name, estimate, ranks_per_node, cards_per_node, cores, memory, operation, copy, inside.latency, inside.rate, \
-             between.latency, between.rate or kernel",
+            "name, estimate, ranks_per_node, cards_per_node, cores, nodes_share_cores, memory, operation, copy, inside.latency, \
+             inside.rate, between.latency, between.rate, between.burst, between.work or kernel",
         )),
     }
 }
@@ -250,9 +274,17 @@ impl fmt::Display for Machine {
         if let Some(cores) = self.cores {
             writeln!(f, "cores = {cores}")?;
         }
+        if self.nodes_share_cores {
+            writeln!(f, "nodes_share_cores = yes")?;
+        }
         writeln!(f, "memory = {:e}\noperation = {:e}\ncopy = {:e}", self.memory, self.operation, self.copy)?;
         for (name, link) in [("inside", self.inside), ("between", self.between)] {
             writeln!(f, "{name}.latency = {:e}\n{name}.rate = {:e}", link.latency, link.rate)?;
+        }
+        for (name, figure) in [("burst", self.between_burst), ("work", self.between_work)] {
+            if figure > 0.0 {
+                writeln!(f, "between.{name} = {figure:e}")?;
+            }
         }
         for k in &self.kernels {
             writeln!(f, "kernel {} = rate {:e}, row {:e}, key {:e}, call {:e}", k.shape, k.rate, k.row, k.key, k.call)?;

@@ -4,8 +4,9 @@
 //! Each lane takes its tasks in order. A task begins when the one before it in its lane has ended, and its predecessor in
 //! the other lane too. An exchange first takes the time of an operation, then posts its messages; a message starts when
 //! both ends are posted, waits for the latency, and then uses what its level has: the two ranks' ports inside a node, the
-//! two cards between nodes. On a machine with cores a message inside a node is a copy by the receiver, who makes one copy
-//! after another. An exchange ends when all its messages have.
+//! two cards between nodes. On a machine with cores a message inside a node is a copy by the receiver, and one between nodes
+//! has a copy at each end beside its time on the cards; a rank makes one copy after another. An exchange ends when all its
+//! messages have.
 
 use alloc::{
     collections::{BTreeMap, VecDeque},
@@ -14,6 +15,7 @@ use alloc::{
 };
 
 use super::{
+    bucket::Bucket,
     resources::{JobId, Resources},
     tasks::{Task, TaskWork},
 };
@@ -35,8 +37,10 @@ enum JobPart {
     Post(usize, usize),
     /// The latency of a message.
     Latency(Flight),
-    /// Its bytes.
+    /// Its bytes on ports or cards.
     Bytes(Flight),
+    /// A copy of it by this rank.
+    Copy(Flight, usize),
 }
 
 /// A message under way.
@@ -55,19 +59,21 @@ struct SimulatedRank<'a> {
     busy: [bool; 2],
     /// Messages of the exchange under way that have not ended.
     open: usize,
-    /// Copies that wait for the one in progress.
-    copies: VecDeque<Flight>,
+    /// Copies that wait for the one in progress, and their seconds.
+    copies: VecDeque<(Flight, f64)>,
     copying: bool,
 }
 
 /// Resources of the machine.
 struct MachineParts {
-    /// The cores of each node.
+    /// The cores of each node, or of all together.
     cores: Vec<usize>,
     /// Each rank's way out and in, inside its node.
     ports: Vec<[usize; 2]>,
     /// Each card's way out and in.
     cards: Vec<[usize; 2]>,
+    /// The bucket of each of those ways.
+    buckets: Vec<[Bucket; 2]>,
 }
 
 struct EventLoop<'a> {
@@ -78,6 +84,8 @@ struct EventLoop<'a> {
     parts: Vec<Option<JobPart>>,
     /// Messages that one side has posted, by sender and receiver: whether by the sender, and bytes.
     posted: BTreeMap<(usize, usize), (bool, u64)>,
+    /// Of messages under way, by sender and receiver: the jobs that have not ended.
+    under_way: BTreeMap<(usize, usize), usize>,
     now: f64,
 }
 
@@ -117,12 +125,14 @@ impl<'a> EventLoop<'a> {
     fn new(lists: &'a [Vec<Task>], machine: &'a Machine) -> Self {
         let mut resources = Resources::default();
         let nodes = lists.len().div_ceil(machine.ranks_per_node);
-        let cores = machine.cores.map_or(Vec::new(), |n| (0..nodes).map(|_| resources.add(n as f64)).collect());
+        let pools = if machine.nodes_share_cores { 1 } else { nodes };
+        let cores = machine.cores.map_or(Vec::new(), |n| (0..pools).map(|_| resources.add(n as f64)).collect());
         let mut pair = |rate: f64| [resources.add(rate), resources.add(rate)];
         let shared = MachineParts {
             cores,
             ports: lists.iter().map(|_| pair(machine.inside.rate)).collect(),
             cards: (0..nodes * machine.cards_per_node).map(|_| pair(machine.between.rate)).collect(),
+            buckets: vec![[Bucket::new(machine); 2]; nodes * machine.cards_per_node],
         };
         let rank = |tasks: &'a Vec<Task>| {
             let of = |lane| (0..tasks.len()).filter(|&i| tasks[i].lane == lane).collect();
@@ -137,7 +147,8 @@ impl<'a> EventLoop<'a> {
             }
         };
         let ranks = lists.iter().map(rank).collect();
-        Self { machine, resources, shared, ranks, parts: Vec::new(), posted: BTreeMap::new(), now: 0.0 }
+        let (posted, under_way) = (BTreeMap::new(), BTreeMap::new());
+        Self { machine, resources, shared, ranks, parts: Vec::new(), posted, under_way, now: 0.0 }
     }
 
     /// Begins what a rank can begin.
@@ -167,7 +178,7 @@ impl<'a> EventLoop<'a> {
 
     /// Seconds of work of a rank's own, on a core if the machine counts them.
     fn compute(&mut self, rank: usize, seconds: f64, part: JobPart) {
-        let job = match self.shared.cores.get(rank / self.machine.ranks_per_node) {
+        let job = match self.shared.cores.get(self.machine.pool(rank)) {
             Some(&pool) => self.resources.begin(self.now, seconds, 1.0, &[pool]),
             None => self.resources.begin(self.now, seconds, 1.0, &[]),
         };
@@ -190,6 +201,11 @@ impl<'a> EventLoop<'a> {
                 Ok(())
             }
             JobPart::Bytes(flight) => self.arrived(flight),
+            JobPart::Copy(flight, rank) => {
+                self.ranks[rank].copying = false;
+                self.copy(rank);
+                self.arrived(flight)
+            }
         }
     }
 
@@ -233,20 +249,46 @@ impl<'a> EventLoop<'a> {
 
     /// The latency is over: the bytes move.
     fn transfer(&mut self, flight: Flight) {
-        let level = self.machine.level(flight.from, flight.to);
-        let used = match level {
-            Level::Inside if !self.shared.cores.is_empty() => {
-                self.ranks[flight.to].copies.push_back(flight);
-                return self.copy(flight.to);
-            }
-            Level::Inside => [self.shared.ports[flight.from][0], self.shared.ports[flight.to][1]],
+        let (machine, bytes) = (self.machine, flight.bytes as f64);
+        let has_cores = !self.shared.cores.is_empty();
+        let (used, copies) = match machine.level(flight.from, flight.to) {
+            Level::Inside if has_cores => (None, [Some((flight.to, bytes / machine.inside.rate)), None]),
+            Level::Inside => (Some([self.shared.ports[flight.from][0], self.shared.ports[flight.to][1]]), [None; 2]),
             Level::Between => {
-                let card = |rank| self.shared.cards[self.machine.card(rank)];
-                [card(flight.from)[0], card(flight.to)[1]]
+                let card = |rank| self.shared.cards[machine.card(rank)];
+                let half = bytes * machine.between_work / 2.0;
+                let copies = [flight.from, flight.to].map(|rank| (half > 0.0).then_some((rank, half)));
+                (Some([card(flight.from)[0], card(flight.to)[1]]), copies)
             }
         };
-        let job = self.resources.begin(self.now, flight.bytes as f64, f64::INFINITY, &used);
-        self.keep(job, JobPart::Bytes(flight));
+        let copies = copies.into_iter().flatten();
+        let jobs = copies.clone().count() + usize::from(used.is_some());
+        self.under_way.insert((flight.from, flight.to), jobs);
+        if let Some(used) = used {
+            let left = bytes - self.at_once(flight);
+            let job = self.resources.begin(self.now, left, f64::INFINITY, &used);
+            self.keep(job, JobPart::Bytes(flight));
+        }
+        for (rank, seconds) in copies {
+            self.ranks[rank].copies.push_back((flight, seconds));
+            self.copy(rank);
+        }
+    }
+
+    /// The bytes of a message that both cards pass at once.
+    fn at_once(&mut self, flight: Flight) -> f64 {
+        let machine = self.machine;
+        if machine.between_burst == 0.0 || machine.level(flight.from, flight.to) == Level::Inside {
+            return 0.0;
+        }
+        let ways = [(machine.card(flight.from), 0), (machine.card(flight.to), 1)];
+        let filled = ways.map(|(card, way)| {
+            let passed = self.resources.passed(self.now, self.shared.cards[card][way]);
+            self.shared.buckets[card][way].fill(self.now, passed)
+        });
+        let bytes = filled[0].min(filled[1]).min(flight.bytes as f64);
+        ways.iter().for_each(|&(card, way)| self.shared.buckets[card][way].take(bytes));
+        bytes
     }
 
     /// A rank's thread makes the next copy, if it makes none.
@@ -255,17 +297,21 @@ impl<'a> EventLoop<'a> {
         if r.copying {
             return;
         }
-        if let Some(flight) = r.copies.pop_front() {
+        if let Some((flight, seconds)) = r.copies.pop_front() {
             r.copying = true;
-            self.compute(rank, flight.bytes as f64 / self.machine.inside.rate, JobPart::Bytes(flight));
+            self.compute(rank, seconds, JobPart::Copy(flight, rank));
         }
     }
 
+    /// One of a message's jobs has ended.
     fn arrived(&mut self, flight: Flight) -> Result<()> {
-        if self.machine.level(flight.from, flight.to) == Level::Inside && !self.shared.cores.is_empty() {
-            self.ranks[flight.to].copying = false;
-            self.copy(flight.to);
+        let key = (flight.from, flight.to);
+        let left = self.under_way.get_mut(&key).expect("a message under way");
+        *left -= 1;
+        if *left > 0 {
+            return Ok(());
         }
+        self.under_way.remove(&key);
         for rank in [flight.from, flight.to] {
             let r = &mut self.ranks[rank];
             r.open -= 1;

@@ -8,12 +8,14 @@
 //! gives the same figures everywhere and every time.
 //!
 //! - `tasks` turns the operations of a schedule into seconds and messages, by a [`Machine`];
+//! - `bucket` is a rate limit's bucket, which passes some bytes at once after a pause;
 //! - `resources` shares cores, links and cards among what uses them at the same time;
 //! - `engine` executes the tasks of all ranks.
 //!
 //! What is taken and not taken into account is said in [`machine`](crate::machine). Replicas work on their own batches, so
 //! one group is simulated; it is the first, and has its cards for itself.
 
+mod bucket;
 mod engine;
 mod resources;
 mod tasks;

@@ -27,10 +27,19 @@ struct SharedJob {
     version: u32,
 }
 
+impl SharedJob {
+    /// The work since its speed was found; nothing for one that has no speed yet.
+    fn done(&self, now: f64) -> f64 {
+        if self.speed > 0.0 { self.left.min((now - self.since) * self.speed) } else { 0.0 }
+    }
+}
+
 /// Jobs and resources.
 #[derive(Debug, Default)]
 pub(super) struct Resources {
     capacity: Vec<f64>,
+    /// The work that has gone through each, without that of its users since their speeds were last found.
+    passed: Vec<f64>,
     users: Vec<Vec<JobId>>,
     jobs: Vec<SharedJob>,
     free: Vec<JobId>,
@@ -44,6 +53,7 @@ impl Resources {
     /// Another resource.
     pub fn add(&mut self, capacity: f64) -> usize {
         self.capacity.push(capacity);
+        self.passed.push(0.0);
         self.users.push(Vec::new());
         self.capacity.len() - 1
     }
@@ -75,9 +85,10 @@ impl Resources {
                 continue;
             }
             let now = f64::from_bits(time);
+            let SharedJob { used, count, left, .. } = self.jobs[id];
             self.jobs[id].version += 1;
-            let (used, count) = (self.jobs[id].used, self.jobs[id].count);
             for &r in &used[..count] {
+                self.passed[r] += left;
                 self.users[r].retain(|&j| j != id);
                 self.share(now, r);
             }
@@ -85,6 +96,11 @@ impl Resources {
             return Some((now, id));
         }
         None
+    }
+
+    /// The work that has gone through a resource until now.
+    pub fn passed(&self, now: f64, resource: usize) -> f64 {
+        self.passed[resource] + self.users[resource].iter().map(|&id| self.jobs[id].done(now)).sum::<f64>()
     }
 
     /// The users of a resource have changed: their speeds are found again.
@@ -98,13 +114,13 @@ impl Resources {
         let job = &self.jobs[id];
         let part = |&r: &usize| self.capacity[r] / self.users[r].len() as f64;
         let speed = job.used[..job.count].iter().map(part).fold(job.limit, f64::min);
-        let job = &mut self.jobs[id];
         if speed == job.speed {
             return;
         }
-        if job.speed >= 0.0 {
-            job.left = (job.left - (now - job.since) * job.speed).max(0.0);
-        }
+        let done = job.done(now);
+        job.used[..job.count].iter().for_each(|&r| self.passed[r] += done);
+        let job = &mut self.jobs[id];
+        job.left -= done;
         (job.since, job.speed) = (now, speed);
         job.version += 1;
         let end = if job.left > 0.0 { now + job.left / speed } else { now };
@@ -136,7 +152,9 @@ mod tests {
         let a = r.begin(0.0, 16.0, f64::INFINITY, &[wide, narrow]);
         let b = r.begin(1.0, 8.0, f64::INFINITY, &[wide]);
         // b has half of 8 from second 1 on; a keeps 2.
+        assert_eq!((r.passed(2.0, wide), r.passed(2.0, narrow)), (8.0, 4.0));
         assert_eq!(r.next(), Some((3.0, b)));
+        assert_eq!((r.passed(3.0, wide), r.passed(3.0, narrow)), (14.0, 6.0));
         assert_eq!(r.next(), Some((8.0, a)));
         let c = r.begin(8.0, 0.0, 1.0, &[]);
         assert_eq!(r.next(), Some((8.0, c)));

@@ -30,11 +30,14 @@ fn machine(ranks_per_node: usize, cards_per_node: usize, cores: Option<usize>) -
         ranks_per_node,
         cards_per_node,
         cores,
+        nodes_share_cores: false,
         memory: 1e9,
         operation: 0.0,
         copy: 64.0,
         inside: LinkRate { latency: 0.5, rate: 8.0 },
         between: LinkRate { latency: 1.0, rate: 2.0 },
+        between_burst: 0.0,
+        between_work: 0.0,
         kernels: vec![kernel(false), kernel(true)],
     }
 }
@@ -130,6 +133,57 @@ fn cores_are_shared_by_kernels_and_copies() {
     let lists = [vec![compute(4.0, None), exchange(&[(1, 8, RECEIVE)], None)], vec![exchange(&[(0, 8, SEND)], None)]];
     let s = spans(&lists, &machine(2, 1, Some(1)));
     assert_eq!((s[0][1].1, s[0][0].1), (2.5, 5.0));
+}
+
+#[test]
+fn nodes_on_one_machine_share_its_cores() {
+    // Four nodes of one rank each: a core each, or two cores for all.
+    let lists =
+        [vec![compute(2.0, None)], vec![compute(2.0, None)], vec![compute(2.0, None)], vec![compute(2.0, None)]];
+    let apart = machine(1, 1, Some(2));
+    assert_eq!(spans(&lists, &apart)[3][0].1, 2.0);
+    assert_eq!(spans(&lists, &Machine { nodes_share_cores: true, ..apart })[3][0].1, 4.0);
+}
+
+#[test]
+fn messages_between_nodes_need_cores_at_both_ends() {
+    // 16 bytes: 8 seconds on the cards, and at 1 second a byte 8 of a core at each end.
+    let lists = [vec![exchange(&[(1, 16, SEND)], None)], vec![exchange(&[(0, 16, RECEIVE)], None), compute(3.0, None)]];
+    let apart = Machine { between_work: 1.0, ..machine(1, 1, Some(1)) };
+    // Latency until 1; the receiver's kernel has the core until then, and shares it for 4 seconds more.
+    let s = spans(&lists, &apart);
+    assert_eq!((s[1][1].1, s[0][0].1), (5.0, 11.0));
+    // One core for both ends: 16 seconds of copies and 3 of a kernel.
+    let s = spans(&lists, &Machine { nodes_share_cores: true, ..apart });
+    assert_eq!(s[0][0].1, 19.0);
+}
+
+#[test]
+fn a_bucket_passes_its_bytes_at_once_and_fills_again() {
+    let machine = Machine { between_burst: 6.0, ..machine(1, 1, None) };
+    let lists = |pause, second| {
+        [
+            vec![exchange(&[(1, 10, SEND)], None), compute(pause, Some(0)), exchange(&[(1, second, SEND)], Some(1))],
+            vec![exchange(&[(0, 10, RECEIVE)], None), exchange(&[(0, second, RECEIVE)], None)],
+        ]
+    };
+    // Latency 1, of 10 bytes 6 at once and 4 at 2 a second. Then a bucket of what came in the pause and the next latency.
+    let s = spans(&lists(0.5, 10), &machine);
+    assert_eq!((s[1][0].1, s[1][1].1), (3.0, 4.5 + 7.0 / 2.0));
+    // Never more than its size.
+    let s = spans(&lists(100.0, 10), &machine);
+    assert_eq!(s[1][1].1, 104.0 + 2.0);
+    // A message of less than the bucket takes the latency alone, and leaves the rest.
+    let s = spans(&lists(1.0, 4), &machine);
+    assert_eq!(s[1][1].1, 5.0);
+    // The receiver's bucket counts too: two senders, and 6 bytes at once for both.
+    let both = [
+        vec![exchange(&[(2, 6, SEND)], None)],
+        vec![exchange(&[(2, 6, SEND)], None)],
+        vec![exchange(&[(0, 6, RECEIVE), (1, 6, RECEIVE)], None)],
+    ];
+    let s = spans(&both, &machine);
+    assert_eq!((s[0][0].1, s[1][0].1), (1.0, 4.0));
 }
 
 #[test]
