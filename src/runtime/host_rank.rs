@@ -69,7 +69,7 @@ impl HostRank {
     ///
     /// # Errors
     /// Those of planning, and what is asked of the kernels and cannot be had, so that no run begins with them.
-    fn ready(&mut self, plan: &Plan, run: Purpose) -> Result<usize> {
+    fn find_or_prepare(&mut self, plan: &Plan, run: Purpose) -> Result<usize> {
         self.scratch.isa()?;
         if let Some(i) = self.prepared.find(plan, run) {
             self.prepared.renew(i);
@@ -136,7 +136,7 @@ impl Backend for HostRank {
     }
 
     fn workspace_bytes(&mut self, plan: &Plan, run: Purpose) -> Result<u64> {
-        self.ready(plan, run).map(|i| self.prepared[i].schedule.workspace)
+        self.find_or_prepare(plan, run).map(|i| self.prepared[i].schedule.workspace)
     }
 
     unsafe fn lend_workspace(&mut self, ptr: *mut u8, bytes: usize) -> Result<()> {
@@ -152,7 +152,7 @@ impl Backend for HostRank {
     }
 
     fn prepare(&mut self, plan: &Plan, run: Purpose) -> Result<()> {
-        let at = self.ready(plan, run)?;
+        let at = self.find_or_prepare(plan, run)?;
         self.work_at(at)?;
         if host::communicates(&self.prepared[at].schedule) {
             self.lanes.ensure_thread()?;
@@ -162,7 +162,7 @@ impl Backend for HostRank {
 
     unsafe fn run(&mut self, plan: &Plan, run: Purpose, tensors: &Bindings, stream: RawStream) -> Result<()> {
         no_stream(stream)?;
-        let at = self.ready(plan, run)?;
+        let at = self.find_or_prepare(plan, run)?;
         tensors.check(&self.prepared[at].expected)?;
         let workspace = self.work_at(at)?;
         let prepared = &mut self.prepared[at];

@@ -179,7 +179,7 @@ impl DeviceRank {
         self.gpu().is_prepared(p.dtype(), p.head_dim() as u32, p.value_dim() as u32).map(|_| ())
     }
 
-    fn ready(&mut self, plan: &Plan, run: Purpose) -> Result<usize> {
+    fn find_or_prepare(&mut self, plan: &Plan, run: Purpose) -> Result<usize> {
         if let Some(i) = self.prepared.find(plan, run) {
             self.prepared.renew(i);
             return Ok(i);
@@ -335,7 +335,7 @@ impl Backend for DeviceRank {
         if !self.is_ready(plan, run) {
             self.beside_no_capture("prepare")?;
         }
-        let at = self.ready(plan, run)?;
+        let at = self.find_or_prepare(plan, run)?;
         self.work_at(at).map(|_| ())
     }
 
@@ -351,7 +351,7 @@ impl Backend for DeviceRank {
         if capturing {
             self.capturable(plan, run)?;
         }
-        let at = self.ready(plan, run)?;
+        let at = self.find_or_prepare(plan, run)?;
         let OnDevice { prepared, sequence, .. } = &self.prepared[at];
         tensors.check(&prepared.expected)?;
         let attention = matches!(run, Purpose::Attention(_));
