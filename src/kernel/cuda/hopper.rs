@@ -315,21 +315,6 @@ mod tests {
         }
     }
 
-    /// The kernels for f16 are those for bf16 but for the type's name: what the tests of one find out about barriers, fences
-    /// and waits holds for the other.
-    #[test]
-    fn both_types_have_one_kernel() {
-        for shape in SHAPES {
-            let (bf16, f16) = (text("bf16", shape.name), text("f16", shape.name));
-            assert!(bf16.contains("wgmma.mma_async.sync.aligned.m64n") && bf16.contains(".bf16.bf16"));
-            for (i, (a, b)) in bf16.lines().zip(f16.lines()).enumerate() {
-                assert_eq!(a.replace("bf16", "f16"), b, "line {} of hopper_forward_{}", i + 1, shape.name);
-            }
-            assert_eq!(bf16.lines().count(), f16.lines().count());
-            assert!(f16.matches("wgmma.commit_group").count() > 0 && !f16.contains("bf16"));
-        }
-    }
-
     const SHAPE: MapShape =
         MapShape { dtype: Dtype::Bf16, dim: 128, heads: 8, tokens: 1000, span: 300, rows: 128, box_heads: 1 };
     const TENSOR: Tensor = Tensor { ptr: 1 << 30, token: 2064, head: 256 };
