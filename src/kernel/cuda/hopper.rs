@@ -80,7 +80,7 @@ pub(super) fn other_rows(shape: usize, rows: u32) -> Option<u32> {
 #[repr(C)]
 pub(super) struct HopperParams {
     pub call: ForwardParams,
-    /// A word that is 0 when the launch begins.
+    /// A word that is 0 when the launch begins, and when it has ended.
     pub tile_counter: u64,
     /// The tiles of this kernel, which may be others than those of `call`.
     pub work: u64,
