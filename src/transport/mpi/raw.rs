@@ -151,6 +151,8 @@ impl Comm {
     /// Of each rank, the lowest rank of its node. A collective call.
     pub(super) fn nodes(self) -> Result<std::vec::Vec<u64>> {
         let (rank, world) = self.place()?;
+        // For the communicator of the node too, which inherits it.
+        let _errors = self.return_errors_for_now()?;
         // SAFETY: a constant of the library.
         let mut node = unsafe { ffi::RSMPI_COMM_NULL };
         // SAFETY: a live communicator, constants of the library, and room for a handle.
