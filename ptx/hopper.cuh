@@ -17,6 +17,11 @@ struct alignas(64) TensorMap {
     char opaque[128];
 };
 
+// Brings a map to where copies read it from, so that the first copy does not wait for it.
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // -- Barriers in shared memory. A phase ends when all arrivals and all announced bytes have come.
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {

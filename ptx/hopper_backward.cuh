@@ -299,7 +299,13 @@ struct HopperBackward {
         extern __shared__ __align__(1024) char shared[];
         const Shared at(shared_address(shared));
         volatile Control& control = *(Control*)(shared + (at.control - at.k));
-        if (threadIdx.x == 0) Block::init_barriers(at);
+        if (threadIdx.x == 0) {
+            prefetch_map(maps.q);
+            prefetch_map(maps.k);
+            prefetch_map(maps.v);
+            prefetch_map(maps.d_o);
+            Block::init_barriers(at);
+        }
         if (threadIdx.x < BM) control.zeros[threadIdx.x] = 0.0f;
         __syncthreads();
         if (threadIdx.x < 128) {

@@ -352,6 +352,10 @@ struct HopperForward {
         const Shared at(shared_address(shared));
         volatile Control& control = *(Control*)(shared + (at.control - at.q));
         if (threadIdx.x == 0) {
+            prefetch_map(maps.q);
+            prefetch_map(maps.k);
+            prefetch_map(maps.v);
+            if (p.shared.tiles) prefetch_map(maps.q_shared);
             Load::find_metadata(control.metadata, p, p.has_metadata ? (u64)&metadata : 0);
             Block::init_barriers(at);
         }

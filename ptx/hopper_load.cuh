@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // The loading thread of the forward kernel of sm_90a.
 //
-// It takes items by a counter until none are left: a tile of BM q rows of one head or, where ranges are short, of fewer
+// It takes items by a counter until none are left, and the last one brings the counter back to 0: a tile of BM q rows of one head or, where ranges are short, of fewer
 // rows of several heads that read the same kv head (a shared tile). It walks over the keys that an item may meet and issues
 // the copies: q once, then k and v of each step into STAGES buffers in turn. With each k it leaves a `HopperStep` beside the
 // buffer, with each q an `Item`.
@@ -86,7 +86,7 @@ struct HopperLoad {
             item.mode = query.mode;
             item.meets = sweep.row != sweep.row_end;
             // The next item is taken now, so that it is there when it is needed.
-            const u32 next = gridDim.x + atomicAdd(p.tile_counter, 1);
+            const u32 next = gridDim.x + atomicInc(p.tile_counter, items - 1);
             // The walk to here ran beside the products of the item before.
             barrier_wait(at.q_empty(), n.parity() ^ 1);
             if (sweep.row == sweep.row_end)

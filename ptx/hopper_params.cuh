@@ -35,7 +35,7 @@ struct alignas(16) HopperMetadata {
 // Begins with what the kernel of sm_80 is given, which does the call where maps cannot say what its tensors are.
 struct HopperForwardParams {
     ForwardParams call;
-    u32* tile_counter; // 0 before the launch
+    u32* tile_counter; // 0 before the launch, and after it
     const Work* work;  // tiles of BM rows
     u32 q_span;        // rows to a part of the map of q
     u32 k_span;        // and of those of k and v

@@ -44,7 +44,7 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 /// What is counted; of the first nine the number is known.
-const NAMES: [&str; 12] = [
+const NAMES: [&str; 14] = [
     "host-to-device copies",
     "device-to-host copies",
     "allocations",
@@ -57,12 +57,14 @@ const NAMES: [&str; 12] = [
     "event records",
     "launches",
     "fills",
+    "cpattn_hopper_backward",
+    "cpattn_backward_fused",
 ];
 
 const BOTH: [Direction; 2] = [Direction::Forward, Direction::Backward];
 
 /// The driver's counters by name.
-pub type Found = [(&'static str, u64); 12];
+pub type Found = [(&'static str, u64); 14];
 
 /// What all ranks do between the second time and the third that they come to the barrier: the driver's counters, and host
 /// allocations.
@@ -148,8 +150,10 @@ fn world(cuda: &Arc<Cuda>, counters: Option<Counters>, world: usize) {
     if let Some(found) = found {
         let expected = [0, 0, 0, 0, 0, 0, asked + runs, asked, runs];
         assert_eq!(found.map(|f| f.1)[..9], expected, "world of {world}, {runs} runs of {asked} tensors: {found:?}");
-        let [.., (_, launches), (_, fills)] = found;
-        assert!(launches > runs && fills > 0, "{launches} launches, {fills} fills");
+        let [.., (_, launches), (_, fills), (_, hopper), (_, fused)] = found;
+        assert!(launches > runs, "{launches} launches");
+        // What blocks wait on in a backward is cleared before it; before no other launch is anything.
+        assert!(fills > 0 && fills == hopper + fused, "{fills} fills, {} backward launches", hopper + fused);
         println!("  world of {world}: {runs} runs: {launches} launches, {fills} fills, {asked} tensors looked at");
     }
     assert_eq!(allocated, 0, "world of {world}: host allocations in {runs} runs");

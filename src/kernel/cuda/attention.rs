@@ -5,7 +5,7 @@ use super::check::{self, Checker, TensorSpec};
 use super::fused::heads;
 use super::launch::{Launch, Launches, items};
 use super::metadata::{self, Metadata, TileRows};
-use super::metadata_buffer::{MetadataBuffer, Part, padded};
+use super::metadata_buffer::{MetadataBuffer, Part};
 use super::params::{BackwardParams, ForwardParams, HeadParams, SCORE_GENERAL, SCORE_SOFTCAP, ScoreParams, Tensor};
 use super::staging::Staging;
 use super::{Cuda, dq_semaphore, find, hopper_calls};
@@ -25,7 +25,7 @@ impl Cuda {
         let rows = shape.forward.rows;
         let other = if self.hopper_shape(at).is_some() { hopper_calls::work_bytes(call, at, rows) } else { 0 };
         let tiles = TileRows { queries: rows, keys: 0 };
-        Ok(metadata::bytes(&call.ranges, tiles) + other + padded(size_of::<u32>()))
+        Ok(metadata::bytes(&call.ranges, tiles) + other)
     }
 
     /// Bytes of staging that [`Cuda::attend_backward`] needs for this call.
@@ -111,6 +111,7 @@ impl Cuda {
             None => None,
         };
         let tiles = TileRows { queries: s.forward.rows, keys: 0 };
+        let tile_counter = if hopper.is_some() { buffer.counter() } else { 0 };
         let (mut writer, scratch) = buffer.begin(self.attend_bytes(call)?)?;
         let metadata = metadata::write(scratch, &mut writer, &call.ranges, tiles, window);
         params.heads.items = items(metadata.query_tiles, q_heads)?;
@@ -127,7 +128,6 @@ impl Cuda {
                 Some(hopper) => {
                     let same = (metadata.query_work, metadata.query_tiles, s.forward.rows);
                     let split = hopper_calls::split(call, shape, same, scratch, &mut writer, window);
-                    let tile_counter = writer.words(1);
                     let (params, hopper) =
                         self.hopper_params(call, hopper, (element, shape), params, split, tile_counter);
                     Launch::hopper_or_other(hopper, &params)

@@ -1,17 +1,31 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 //! The PTX of `ptx/`, as `build.rs` packs it: a sixth of its size (release builds), inflated when a kernel is first asked for.
+//!
+//! There is one text for both element types, that of bf16. The kernel for f16 has the same instructions with the other
+//! type in their names, so it is made here. Two texts would double the library for what one replacement gives;
+//! `ptx/compile --check` compiles the sources for f16 too and compares.
 
 use alloc::ffi::CString;
+use alloc::string::String;
+use alloc::vec::Vec;
 
 include!(concat!(env!("OUT_DIR"), "/ptx.rs"));
 
-/// The text of `ptx/{name}.ptx`.
+/// The text of the module `name`: `ptx/{name}.ptx`, or what it is for f16.
 pub(super) fn find(name: &str) -> Option<CString> {
+    if name.contains("_f16_") {
+        let text = String::from_utf8(inflate(&name.replace("_f16_", "_bf16_"))?).ok()?;
+        return CString::from_vec_with_nul(text.replace("bf16", "f16").into_bytes()).ok();
+    }
+    CString::from_vec_with_nul(inflate(name)?).ok()
+}
+
+/// `ptx/{name}.ptx`, with a zero byte at its end.
+fn inflate(name: &str) -> Option<Vec<u8>> {
     let at = PTX.binary_search_by(|entry| entry.0.cmp(name)).ok()?;
     let (_, bytes, packed) = PTX[at];
     // What the build packed can be unpacked; zlib's checksum would tell if it could not.
-    let text = miniz_oxide::inflate::decompress_to_vec_zlib_with_limit(packed, bytes).ok()?;
-    CString::from_vec_with_nul(text).ok()
+    miniz_oxide::inflate::decompress_to_vec_zlib_with_limit(packed, bytes).ok()
 }
 
 #[cfg(test)]
@@ -29,6 +43,20 @@ mod tests {
             }
         }
         assert!(super::find("transform").is_some() && super::find("forward").is_none());
+        assert!(super::find("forward_f16_1").is_none());
+    }
+
+    /// Products and conversions name the type that was asked for, and nothing else differs.
+    #[test]
+    fn each_element_type_has_its_text() {
+        for (name, ..) in super::PTX.iter().filter(|entry| entry.0.contains("_bf16_")) {
+            let text = |name: &str| super::find(name).expect("embedded").into_string().expect("text");
+            let (bf16, f16) = (text(name), text(&name.replace("_bf16_", "_f16_")));
+            let products = |text: &str, ty: &str| text.matches(&alloc::format!("f32.{ty}.{ty}")).count();
+            assert!(products(&bf16, "bf16") > 0 && products(&bf16, "bf16") == products(&f16, "f16"), "{name}");
+            assert!(!f16.contains("bf16") && !bf16.contains(".f16"), "{name}");
+            assert_eq!(bf16.lines().count(), f16.lines().count(), "{name}");
+        }
     }
 
     #[test]

@@ -269,16 +269,15 @@ impl Cuda {
             let (from, to) = (staging.address(part), staging.address(known));
             launches.iter_mut().for_each(|l| l.move_metadata(from, part.filled + part.words, to));
         }
-        let fits = known.is_none() && part.filled <= METADATA_BYTES;
+        let fits = known.is_none() && part.words == 0 && part.filled <= METADATA_BYTES;
         if let Some(launch) = launches.only().filter(|launch| fits && launch.takes_lists())
             && let Some(hopper) = launch.hopper(self)?
         {
             let mut metadata = NO_METADATA;
             metadata.0[..part.filled].copy_from_slice(staging.written(part));
             launch.read_metadata_from_parameters(staging.address(part), part.filled);
-            let ready = staging.clear(part, stream);
             // SAFETY: the promise of this function; the driver copies the metadata.
-            let done = ready.and_then(|()| unsafe { launch.start_hopper(&hopper, self, stream, &metadata) });
+            let done = unsafe { launch.start_hopper(&hopper, self, stream, &metadata) };
             return done.and(staging.end(part, stream));
         }
         let part = known.unwrap_or(part);

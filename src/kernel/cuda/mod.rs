@@ -100,6 +100,8 @@ pub struct Cuda {
     l2_bytes: u64,
     /// Whether it runs the kernels for `sm_90a`.
     hopper: bool,
+    /// Whether it could, whatever this one takes: a ring serves every [`Cuda`] of its device.
+    can_be_hopper: bool,
     /// Whether it runs those of them, too, that are not taken unless they are asked for.
     every_hopper: bool,
     maps: KeptMaps,
@@ -149,19 +151,21 @@ impl Cuda {
         let shared_limit = context.attribute(sys::DEVICE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?.max(0) as u32;
         let l2_bytes = context.attribute(sys::DEVICE_L2_CACHE_SIZE)?.max(0) as u64;
         let (is_hopper, has_maps) = ((major, minor) == (9, 0), hopper::driver_makes_maps());
-        if family == Some(Family::Sm90a) && !(is_hopper && has_maps) {
+        let can_be_hopper = is_hopper && has_maps;
+        if family == Some(Family::Sm90a) && !can_be_hopper {
             return Err(Family::refused(match is_hopper {
                 true => format!("the driver of device {ordinal} encodes no tensor maps"),
                 false => format!("device {ordinal} has compute capability {major}.{minor}, and they run on 9.0 alone"),
             }));
         }
-        let hopper = is_hopper && has_maps && family != Some(Family::Sm80);
+        let hopper = can_be_hopper && family != Some(Family::Sm80);
         Ok(Self {
             context,
             multiprocessors,
             shared_limit,
             l2_bytes,
             hopper,
+            can_be_hopper,
             every_hopper: family == Some(Family::Sm90a),
             maps: KeptMaps::new(hopper),
             margins: Margins::default(),
@@ -259,7 +263,7 @@ impl Cuda {
     /// # Errors
     /// [`Error::Device`] when the driver has no memory for it.
     pub fn staging(&self, bytes: usize, launches: usize) -> Result<Staging> {
-        Staging::new(&self.context, bytes, launches)
+        Staging::new(&self.context, bytes, launches, self.can_be_hopper)
     }
 
     /// Makes a stream, for a transport of device memory.

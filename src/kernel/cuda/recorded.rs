@@ -6,7 +6,8 @@
 //! left for a run is to write the addresses of its bases into the parameters, to clear the words that a launch counts
 //! in, and to launch.
 //!
-//! All launches that count do so in the same words, one after the other: they are those of one stream.
+//! All launches that count do so in the same words, one after the other: they are those of one stream. A forward for
+//! `sm_90a` counts in a word of the metadata, which every launch leaves at zero.
 
 use super::Cuda;
 use super::bases::{BaseOffset, BaseShapes, Bases, Meaning, meaning, metadata_symbol, words_symbol};
@@ -32,6 +33,8 @@ pub(crate) struct LaunchRecorder<'a> {
     used: usize,
     /// Bytes of the words of the launch that has the most.
     words: usize,
+    /// The symbol of the word that launches count in and leave at zero, if any does.
+    counter: Option<u64>,
     launches: Vec<RecordedLaunch>,
     scratch: SortBuffers,
     must_align: u32,
@@ -61,6 +64,12 @@ pub(crate) struct RecordedLaunches {
 }
 
 impl MetadataBuffer for LaunchRecorder<'_> {
+    fn counter(&mut self) -> u64 {
+        let symbol = self.counter.unwrap_or_else(|| metadata_symbol(self.array(&0u32.to_ne_bytes())));
+        self.counter = Some(symbol);
+        symbol
+    }
+
     fn begin(&mut self, bytes: usize) -> Result<(Writer<'_>, &mut SortBuffers)> {
         let bytes = padded(bytes);
         self.metadata.resize((self.used + bytes).div_ceil(size_of::<MetadataUnit>()), 0);
@@ -87,6 +96,7 @@ impl<'a> LaunchRecorder<'a> {
             metadata: Vec::new(),
             used: 0,
             words: 0,
+            counter: None,
             launches: Vec::new(),
             scratch: SortBuffers::default(),
             must_align: 0,
@@ -110,13 +120,18 @@ impl<'a> LaunchRecorder<'a> {
 
     /// Keeps a table of one number for each head; the tensor that kernels read it from.
     pub(crate) fn table(&mut self, values: &[f32]) -> RawTensor {
+        let at = self.array(bytemuck::cast_slice(values));
+        let ptr = core::ptr::without_provenance_mut(metadata_symbol(at) as usize);
+        RawTensor::compact(ptr, Dtype::F32, 1, values.len() as u32, 1)
+    }
+
+    /// Keeps bytes; where they begin in the metadata.
+    fn array(&mut self, bytes: &[u8]) -> usize {
         let at = self.used;
-        let bytes: &[u8] = bytemuck::cast_slice(values);
         self.used += padded(bytes.len());
         self.metadata.resize(self.used.div_ceil(size_of::<MetadataUnit>()), 0);
         bytemuck::cast_slice_mut::<MetadataUnit, u8>(&mut self.metadata)[at..][..bytes.len()].copy_from_slice(bytes);
-        let ptr = core::ptr::without_provenance_mut(metadata_symbol(at) as usize);
-        RawTensor::compact(ptr, Dtype::F32, 1, values.len() as u32, 1)
+        at
     }
 
     pub(crate) fn attend(&mut self, call: &Attend<'_>) -> Result<()> {

@@ -7,7 +7,8 @@
 //! allocated after `new`.
 //!
 //! Metadata that fits into the parameters of a kernel for `sm_90a` is not copied (`Cuda::launch`): the host writes it here and the
-//! launch takes them along; the part's words are all that the device has of it.
+//! launch takes them along. Such a kernel takes its items by a counter that it leaves at zero, so that nothing is cleared
+//! before a launch. There is one for each launch in flight, since those on other streams run beside it.
 //!
 //! A part stays on the device until the ring reuses it. A call with the same metadata as such a part uses it there and
 //! copies nothing, for example the calls of one batch, layer after layer. Parts that a launch on another stream may
@@ -16,7 +17,8 @@
 use super::metadata_buffer::{ALIGN, AddressSpace, MetadataBuffer, Part, SortBuffers, Writer, padded};
 use super::params::{Run, Work};
 use super::pinned_mirror::PinnedMirror;
-use crate::device::driver::{Context, CudaEvent, sys::CUstream};
+use crate::device::driver::{Context, CudaEvent, call, sys::CUstream};
+use crate::device::memory::{DeviceMemory, OwnStream};
 use crate::error::{Error, Result};
 use alloc::collections::VecDeque;
 use alloc::format;
@@ -35,6 +37,8 @@ const MAX_LAUNCHES: usize = 1 << 20;
 pub struct Staging {
     mirror: PinnedMirror,
     events: Vec<CudaEvent>,
+    /// A word for each event, in which the launch before the event counts; none where no kernel leaves it at zero.
+    counters: Option<DeviceMemory>,
     /// Parts whose launches may still run, oldest first.
     in_flight: VecDeque<InFlight>,
     /// Parts that the device holds as the host side does, oldest first.
@@ -58,7 +62,8 @@ struct InFlight {
 unsafe impl Send for InFlight {}
 
 impl Staging {
-    pub(super) fn new(context: &Arc<Context>, bytes: usize, launches: usize) -> Result<Self> {
+    /// A ring, with words to count in if `counts`.
+    pub(super) fn new(context: &Arc<Context>, bytes: usize, launches: usize, counts: bool) -> Result<Self> {
         if bytes > MAX_BYTES {
             return Err(Error::invalid("staging", format!("{bytes} bytes"), format!("at most {MAX_BYTES}")));
         }
@@ -68,6 +73,7 @@ impl Staging {
         }
         let mirror = PinnedMirror::new(context, padded(bytes))?;
         let events = (0..launches.max(1)).map(|_| CudaEvent::new(context)).collect::<Result<Vec<_>>>()?;
+        let counters = if counts { Some(zeros(context, events.len() * size_of::<u32>())?) } else { None };
         Ok(Self {
             in_flight: VecDeque::with_capacity(events.len()),
             kept: VecDeque::with_capacity(MAX_KEPT),
@@ -78,6 +84,7 @@ impl Staging {
             },
             mirror,
             events,
+            counters,
             next_event: 0,
             head: 0,
             next: 0,
@@ -150,7 +157,7 @@ impl Staging {
     }
 
     /// Clears the words of a part, in stream order.
-    pub(super) fn clear(&self, part: Part, stream: CUstream) -> Result<()> {
+    fn clear(&self, part: Part, stream: CUstream) -> Result<()> {
         self.mirror.clear(part.begin + part.filled, part.words, stream)
     }
 
@@ -175,6 +182,12 @@ impl Staging {
 }
 
 impl MetadataBuffer for Staging {
+    /// That of the next event, which [`MetadataBuffer::begin`] waits for where a launch is still counting in it.
+    fn counter(&mut self) -> u64 {
+        let counters = self.counters.as_ref().expect("made with the ring of a device whose kernels count");
+        counters.ptr() as usize as u64 + (self.next_event * size_of::<u32>()) as u64
+    }
+
     /// The next part of the ring, free for `bytes` bytes. The context that launches is current.
     fn begin(&mut self, bytes: usize) -> Result<(Writer<'_>, &mut SortBuffers)> {
         self.mirror.at_home()?;
@@ -214,6 +227,17 @@ impl MetadataBuffer for Staging {
     }
 
     fn must_align(&mut self, _: u64) {}
+}
+
+/// Device memory that is zero for every stream. It is cleared on a stream of its own: the default stream might be ordered with
+/// one that is being captured.
+fn zeros(context: &Arc<Context>, bytes: usize) -> Result<DeviceMemory> {
+    let (memory, stream) = (DeviceMemory::new(context, bytes)?, OwnStream::new(context)?);
+    let _beside = context.enter_beside_captures()?;
+    // SAFETY: the memory has that many bytes; the stream is waited for.
+    unsafe { call!(cuMemsetD8Async(memory.ptr() as usize as u64, 0, bytes, stream.handle().cast())) }?;
+    stream.synchronize()?;
+    Ok(memory)
 }
 
 impl Drop for Staging {

@@ -113,13 +113,21 @@ impl Kernel {
     pub fn mutants(&self) -> Vec<Mutant> {
         let lines: Vec<u32> = self.code.ins.iter().map(|i| i.line).collect();
         let mut out = Vec::new();
-        // A line may hold several instructions: their opcodes are told apart by their order.
         for (pc, &line) in lines.iter().enumerate().filter(|(_, l)| **l != 0) {
-            let nth = lines[..pc].iter().rev().take_while(|l| **l == line).count();
-            let opcode = opcodes(self.text(line)).nth(nth).unwrap_or_default();
-            out.extend(changes(opcode).into_iter().map(|change| Mutant { pc, line, change }));
+            out.extend(changes(self.opcode(pc, line)).into_iter().map(|change| Mutant { pc, line, change }));
         }
         out
+    }
+
+    /// What kind of mutant it is: the change, and the opcode that is changed.
+    pub fn kind(&self, m: &Mutant) -> String {
+        format!("{} {}", m.change, self.opcode(m.pc, m.line))
+    }
+
+    /// The opcode of an instruction. A line may hold several: they are told apart by their order.
+    fn opcode(&self, pc: usize, line: u32) -> &str {
+        let nth = self.code.ins[..pc].iter().rev().take_while(|i| i.line == line).count();
+        opcodes(self.text(line)).nth(nth).unwrap_or_default()
     }
 
     /// The kernel with one change.
@@ -143,4 +151,47 @@ fn opcodes(line: &str) -> impl Iterator<Item = &str> {
     let statements = line.split("//").next().unwrap_or_default().split(';');
     let skipped = |w: &&str| w.starts_with('@') || w.ends_with(':') || matches!(*w, "{" | "}");
     statements.filter_map(move |s| s.split_whitespace().find(|w| !skipped(w))).filter(|w| !w.starts_with('.'))
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Memory, Module};
+    use std::collections::BTreeSet;
+
+    fn kinds(file: &str, kernel: &str) -> BTreeSet<String> {
+        let path = format!("{}/../../ptx/{file}.ptx", env!("CARGO_MANIFEST_DIR"));
+        let module = Module::parse(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let loaded = module.load(&mut Memory::new()).unwrap();
+        let kernel = loaded.kernel(kernel).unwrap();
+        kernel.mutants().iter().map(|m| kernel.kind(m)).collect()
+    }
+
+    /// Of the kernels for `sm_90a`, everything that orders memory is among what `mutate --kinds` takes away.
+    #[test]
+    fn kinds_of_the_shipped_kernels() {
+        let both = [
+            "removed mbarrier.arrive.shared::cta.b64",
+            "removed mbarrier.arrive.expect_tx.shared::cta.b64",
+            "no-bytes mbarrier.arrive.expect_tx.shared::cta.b64",
+            "more-bytes mbarrier.arrive.expect_tx.shared::cta.b64",
+            "fewer-bytes mbarrier.arrive.expect_tx.shared::cta.b64",
+            "more-arrivals mbarrier.init.shared::cta.b64",
+            "other-parity mbarrier.try_wait.parity.shared::cta.b64",
+            "no-wait mbarrier.try_wait.parity.shared::cta.b64",
+            "removed fence.proxy.async.shared::cta",
+            "removed wgmma.fence.sync.aligned",
+            "removed wgmma.commit_group.sync.aligned",
+            "removed wgmma.wait_group.sync.aligned",
+            "removed bar.sync",
+        ];
+        let backward = ["removed red.relaxed.gpu.global.add.v2.f32", "removed st.release.gpu.global.u32"];
+        let forward = kinds("hopper_forward_bf16_64", "cpattn_hopper_forward");
+        let of_backward = kinds("hopper_backward_bf16_64", "cpattn_hopper_backward");
+        for kind in both {
+            assert!(forward.contains(kind) && of_backward.contains(kind), "{kind}: {forward:?}, {of_backward:?}");
+        }
+        for kind in backward {
+            assert!(of_backward.contains(kind), "{kind}: {of_backward:?}");
+        }
+    }
 }

@@ -76,6 +76,15 @@ fn replaced(text: &str, part: &str, by: &str) -> String {
 /// What touching a copy's destination too early can be called: it depends on who comes first.
 const EARLY: &[Fault] = &[Fault::AsyncPending, Fault::SharedRace, Fault::Uninitialised];
 
+/// What is prefetched as a tensor map has to be one, where maps may lie.
+#[test]
+fn prefetched_maps() {
+    let said = fires("@%p1 prefetch.tensormap [%rd1];", &[Fault::Illegal]);
+    assert!(said.contains("no tensor map that this driver has encoded"), "{said}");
+    fires("@%p1 prefetch.tensormap [%rd1+32];", &[Fault::Misaligned]);
+    fires("@%p1 prefetch.tensormap [%rd1+4096];", &[Fault::OutOfBounds]);
+}
+
 /// Thread 0 loads 512 bytes; all wait, and each writes its word plus 1 back behind them.
 const LOAD: &str = "\
 @%p1 mbarrier.init.shared.b64 [%r3], 1;

@@ -95,6 +95,7 @@ fn what_only_later_devices_have() {
             "cp.reduce.async.bulk.tensor.1d.global.shared::cta.max.bulk_group [%rd1, {%r1}], [%r1];",
             "`cp.reduce.async.bulk.tensor.1d.global.shared::cta.max.bulk_group`",
         ),
+        ("prefetch.param.tensormap [%rd1];", "a generic address"),
         ("cp.async.bulk.wait_group.read.write 0;", "unknown modifier"),
         ("createpolicy.range.global.L2::evict_last.b64 %rd1, [%rd2], 1, 1;", "`createpolicy.range"),
         // Fences of other proxies, and what clusters have.

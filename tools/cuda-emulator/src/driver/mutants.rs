@@ -13,7 +13,9 @@
 //! already counts: a mutant that an earlier program caught is not tried again.
 //!
 //! `CPATTN_EMU_MUTANTS_ONLY` names the kernels to try, `<module> <kernel>` separated by commas; `CPATTN_EMU_MUTANTS_PART`
-//! is `<k>/<n>` when this process is to try every n-th mutant only, because others try the rest.
+//! is `<k>/<n>` when this process is to try every n-th mutant only, because others try the rest. With `CPATTN_EMU_MUTANTS_KINDS=1`
+//! one caught mutant speaks for all of its kind in the kernel (the same change of the same opcode): they are not tried, and
+//! logged as caught `OfItsKind`.
 
 use crate::exec::{Launch, Options, launch};
 use crate::mem::{Memory, Snapshot};
@@ -30,6 +32,7 @@ const SEEDS: u64 = 2;
 
 struct Tried {
     mutant: Mutant,
+    kind: String,
     trials: u32,
     caught: bool,
 }
@@ -45,6 +48,8 @@ pub(crate) struct Mutants {
     only: Option<HashSet<String>>,
     /// Which of how many parts.
     part: (usize, usize),
+    /// Whether one of each kind is enough.
+    kinds: bool,
 }
 
 impl Mutants {
@@ -56,12 +61,13 @@ impl Mutants {
         let key = |line: &str| Some(line.strip_prefix("caught ")?.rsplit_once(' ')?.0.to_owned());
         let caught = before.lines().filter_map(key).collect();
         let text = |name: &str| std::env::var(name).ok();
+        let kinds = text("CPATTN_EMU_MUTANTS_KINDS").is_some_and(|t| t == "1");
         let only = text("CPATTN_EMU_MUTANTS_ONLY").map(|t| t.split(',').map(|k| k.trim().to_owned()).collect());
         let part = text("CPATTN_EMU_MUTANTS_PART").and_then(|t| {
             let (k, n) = t.split_once('/')?;
             Some((k.parse().ok()?, n.parse().ok().filter(|&n: &usize| n > 0)?))
         });
-        Some(Self { path, kernels: HashMap::new(), caught, only, part: part.unwrap_or((0, 1)) })
+        Some(Self { path, kernels: HashMap::new(), caught, only, part: part.unwrap_or((0, 1)), kinds })
     }
 
     fn say(&self, text: &str) {
@@ -81,7 +87,8 @@ impl Mutants {
             let mine = |k: &(usize, Mutant)| wanted && k.0 % self.part.1 == self.part.0;
             for (_, mutant) in kernel.mutants().into_iter().enumerate().filter(mine) {
                 self.say(&format!("mutant {name} {mutant} {}", kernel.text(mutant.line)));
-                list.push(Tried { mutant, trials: 0, caught: self.caught.contains(&format!("{name} {mutant}")) });
+                let caught = self.caught.contains(&format!("{name} {mutant}"));
+                list.push(Tried { mutant, kind: kernel.kind(&mutant), trials: 0, caught });
             }
             self.kernels.insert(key.clone(), list);
         }
@@ -117,7 +124,11 @@ impl Mutants {
                 }
             }
         }
-        for m in list.iter_mut().filter(|m| !m.caught && m.trials < TRIALS) {
+        for i in 0..list.len() {
+            let m = &mut list[i];
+            if m.caught || m.trials == TRIALS {
+                continue;
+            }
             m.trials += 1;
             let (mutant, line) = (kernel.mutated(&m.mutant), m.mutant);
             for &(seed, grid) in &ways {
@@ -136,6 +147,13 @@ impl Mutants {
             }
             if !m.caught && m.trials == TRIALS {
                 self.say(&format!("tried {:016x} {} {line}", key.0, key.1));
+            }
+            if m.caught && self.kinds {
+                let kind = m.kind.clone();
+                for other in list.iter_mut().filter(|other| other.kind == kind && !other.caught) {
+                    other.caught = true;
+                    self.say(&format!("caught {:016x} {} {} OfItsKind", key.0, key.1, other.mutant));
+                }
             }
         }
         mem.restore(&good);

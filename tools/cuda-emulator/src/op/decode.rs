@@ -213,6 +213,7 @@ impl<'a> Decoder<'a> {
             "ret" | "exit" if matches!(parts[1..], [] | ["uni"]) => plain(control::exit),
             "trap" | "brkpt" if parts.len() == 1 => plain(control::trap),
             "nanosleep" => plain(control::sleep),
+            "prefetch" if parts.contains(&"tensormap") => self.decode_map_prefetch(&parts, o)?,
             "prefetch" | "prefetchu" | "discard" | "applypriority" | "pmevent" => plain(control::nothing),
             _ => self.decode_plain(op, o)?,
         };

@@ -118,6 +118,15 @@ impl Decoder<'_> {
         Ok(Ins { dst, b: 1, ..plain(moves::clock) })
     }
 
+    /// `prefetch.tensormap`, of a map at a generic address.
+    pub(super) fn decode_map_prefetch(&mut self, parts: &[&str], o: &[Operand]) -> Result<Ins, Refused> {
+        let (["prefetch", "tensormap"], [map]) = (parts, o) else {
+            return Err("a map is prefetched from a generic address".into());
+        };
+        let x = self.places(&[(map, Space::Generic)])?;
+        Ok(Ins { x, ..plain(tensor_copy::prefetch_map) })
+    }
+
     /// Adds accesses one after another; returns the first.
     fn places(&mut self, list: &[(&Operand, Space)]) -> Result<u32, Refused> {
         let x = self.code.accesses.len() as u32;

@@ -13,8 +13,8 @@ use crate::mem::{PARAM_WINDOW, WINDOW_MASK};
 use crate::report::Fault;
 use crate::tensormap::{Swizzle, TensorMap};
 
-/// A lane's map, from access `x`, which a copy of `rank` dimensions uses.
-fn map(cx: &mut Cx, x: u32, l: usize, rank: usize) -> Result<TensorMap, Flow> {
+/// A lane's map, from access `x`.
+fn map(cx: &mut Cx, x: u32, l: usize) -> Result<TensorMap, Flow> {
     let code = cx.code;
     let at = address(cx, &code.accesses[x as usize], l);
     if !at.is_multiple_of(64) {
@@ -34,10 +34,15 @@ fn map(cx: &mut Cx, x: u32, l: usize, rank: usize) -> Result<TensorMap, Flow> {
             Err((fault, text)) => return Err(cx.fail(fault, Some(l as u32), text)),
         }
     }
-    let Some(map) = TensorMap::decode(&bytes) else {
+    TensorMap::decode(&bytes).ok_or_else(|| {
         let text = "these 128 bytes are no tensor map that this driver has encoded";
-        return Err(cx.fail(Fault::Illegal, Some(l as u32), text));
-    };
+        cx.fail(Fault::Illegal, Some(l as u32), text)
+    })
+}
+
+/// The same, which a copy of `rank` dimensions uses.
+fn map_of_rank(cx: &mut Cx, x: u32, l: usize, rank: usize) -> Result<TensorMap, Flow> {
+    let map = map(cx, x, l)?;
     if map.dims.len() != rank {
         let text = format!("the map is of a tensor of {} dimensions, the copy of {rank}", map.dims.len());
         return Err(cx.fail(Fault::Illegal, Some(l as u32), text));
@@ -47,7 +52,7 @@ fn map(cx: &mut Cx, x: u32, l: usize, rank: usize) -> Result<TensorMap, Flow> {
 
 /// What a lane's copy moves. Access `x` is shared memory, `x + 1` the map; `lists[a..]` has `b` rows of coordinates.
 fn request(cx: &mut Cx, i: &Ins, l: usize) -> Result<(Request, TensorMap), Flow> {
-    let map = map(cx, i.x + 1, l, i.b as usize)?;
+    let map = map_of_rank(cx, i.x + 1, l, i.b as usize)?;
     // A swizzle repeats after eight rows of its width; without one, 128 bytes are asked for.
     let repeat = if map.swizzle == Swizzle::None { 128 } else { 8 * map.swizzle.width() };
     let start = offset(cx, i.x, l, repeat)?;
@@ -110,7 +115,17 @@ pub(super) unsafe fn store(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
 /// `cp.async.bulk.prefetch.tensor`: nothing moves, but the map has to be one.
 pub(super) unsafe fn prefetch(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
     for l in lanes(m) {
-        if let Err(flow) = map(cx, i.x, l, i.b as usize) {
+        if let Err(flow) = map_of_rank(cx, i.x, l, i.b as usize) {
+            return flow;
+        }
+    }
+    Flow::Next
+}
+
+/// `prefetch.tensormap`: as little, of a map that copies of any rank may use.
+pub(super) unsafe fn prefetch_map(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
+    for l in lanes(m) {
+        if let Err(flow) = map(cx, i.x, l) {
             return flow;
         }
     }

@@ -199,6 +199,7 @@ const FORMS: &[&str] = &[
     "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.bulk_group.L2::cache_hint",
     "cp.async.bulk.prefetch.tensor.2d.L2.global",
     "cp.async.bulk.prefetch.tensor.5d.L2.global",
+    "prefetch.tensormap",
     // Products of warpgroups.
     "wgmma.fence.sync.aligned",
     "wgmma.commit_group.sync.aligned",

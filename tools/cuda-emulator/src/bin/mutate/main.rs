@@ -10,13 +10,16 @@
 //! (`driver::trace`): one is caught when the race detector would report its absence.
 //!
 //! ```text
-//! mutate [--only TEXT] [--jobs N] [PROGRAM [ARGUMENT…]]
+//! mutate [--only TEXT] [--kinds] [--jobs N] [PROGRAM [ARGUMENT…]]
 //! ```
 //!
 //! Without a program the registry below is built and run. `--only` tries the kernels whose file in `ptx/` and name, as in
 //! `forward_f16_64.ptx cpattn_forward`, contain TEXT, and no event waits. It begins with the tests that the registry has for
 //! these files, and ends when nothing survives that is not listed: a mutant that is listed is tried by all workloads without
 //! `--only`.
+//!
+//! `--kinds` is a slice of that, for every day: in each kernel, one mutant of each kind (each change of each opcode) has to be
+//! caught by the tests for its file, built without optimisation, in one process.
 
 mod survivors;
 mod workloads;
@@ -57,24 +60,26 @@ fn read(path: &Path, mutants: &mut BTreeMap<Key, Mutant>) {
 /// What is asked for on the command line.
 struct Arguments {
     only: Option<String>,
+    kinds: bool,
     jobs: usize,
     program: Vec<String>,
 }
 
 fn arguments() -> Result<Arguments, String> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let mut out = Arguments { only: None, jobs: cores, program: Vec::new() };
+    let mut out = Arguments { only: None, kinds: false, jobs: cores, program: Vec::new() };
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         let mut value = || args.next().ok_or_else(|| format!("{arg} needs a value"));
         match arg.as_str() {
             "--only" => out.only = Some(value()?),
+            "--kinds" => (out.kinds, out.jobs) = (true, 1),
             "--jobs" => {
                 let n = value()?;
                 out.jobs = n.parse().ok().filter(|n| (1..=64).contains(n)).ok_or(format!("--jobs {n}: 1 to 64"))?;
             }
             a if a.starts_with('-') => {
-                return Err(format!("`{a}`: usage: mutate [--only TEXT] [--jobs N] [PROGRAM [ARGUMENT…]]"));
+                return Err(format!("`{a}`: usage: mutate [--only TEXT] [--kinds] [--jobs N] [PROGRAM [ARGUMENT…]]"));
             }
             _ => {
                 out.program.push(arg);
@@ -91,6 +96,8 @@ struct Trials<'a> {
     log: &'a Path,
     events: &'a Path,
     only: Option<&'a Only>,
+    /// Whether one mutant of each kind is enough.
+    kinds: bool,
     jobs: usize,
 }
 
@@ -102,7 +109,7 @@ fn run(w: &dyn Workload, trials: &Trials<'_>, mutants: &mut BTreeMap<Key, Mutant
         path.push(":");
         path.push(old);
     }
-    let Some(program) = w.command(trials.only.map(|o| &*o.files))? else { return Ok(()) };
+    let Some(program) = w.command(trials.only.map(|o| &*o.files), trials.kinds)? else { return Ok(()) };
     let mut children = Vec::new();
     for part in 0..trials.jobs {
         let mut command = Command::new(program.get_program());
@@ -113,6 +120,7 @@ fn run(w: &dyn Workload, trials: &Trials<'_>, mutants: &mut BTreeMap<Key, Mutant
             .env("CPATTN_EMU_SM", std::env::var("CPATTN_EMU_SM").unwrap_or_else(|_| w.device().to_owned()))
             .env("CPATTN_EMU_MUTANTS", trials.log)
             .env("CPATTN_EMU_MUTANTS_PART", format!("{part}/{}", trials.jobs))
+            .env("CPATTN_EMU_MUTANTS_KINDS", u8::from(trials.kinds).to_string())
             .stdout(Stdio::null())
             .stderr(Stdio::null());
         match trials.only {
@@ -164,7 +172,7 @@ fn mutate() -> Result<bool, String> {
     let events = log.with_extension("events");
     // Whatever an earlier process of this number left there.
     let _ = (std::fs::remove_file(&log), std::fs::remove_file(&events));
-    let trials = Trials { log: &log, events: &events, only: only.as_ref(), jobs: args.jobs };
+    let trials = Trials { log: &log, events: &events, only: only.as_ref(), kinds: args.kinds, jobs: args.jobs };
     let (files, known) = (files(), equivalents()?);
     for w in workloads {
         run(w, &trials, &mut mutants)?;

@@ -29,19 +29,29 @@ pub fn equivalents() -> Result<Vec<Equivalent>, String> {
     Ok(out)
 }
 
-/// Hash of a module's text → its file.
-pub fn files() -> BTreeMap<String, String> {
+/// The shipped texts by file, in no order. A file for bf16 stands for two modules: the host makes that for f16 from it
+/// (`src/kernel/cuda/embedded.rs`), which is listed under the name that its file would have.
+fn texts() -> Vec<(String, String)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ptx");
-    let mut out = BTreeMap::new();
+    let mut out = Vec::new();
     for e in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let name = e.file_name().to_string_lossy().into_owned();
-        if let (true, Ok(text)) = (name.ends_with(".ptx"), std::fs::read_to_string(e.path()))
-            && let Ok(m) = cuda_emulator::Module::parse(&text)
-        {
-            out.insert(format!("{:016x}", m.hash()), name);
+        let (true, Ok(text)) = (name.ends_with(".ptx"), std::fs::read_to_string(e.path())) else { continue };
+        if name.contains("_bf16_") {
+            out.push((name.replace("_bf16_", "_f16_"), text.replace("bf16", "f16")));
         }
+        out.push((name, text));
     }
     out
+}
+
+/// Hash of a module's text → its file.
+pub fn files() -> BTreeMap<String, String> {
+    let hashed = |(file, text): (String, String)| {
+        let module = cuda_emulator::Module::parse(&text).ok()?;
+        Some((format!("{:016x}", module.hash()), file))
+    };
+    texts().into_iter().filter_map(hashed).collect()
 }
 
 /// What `--only` asks for.
@@ -55,17 +65,15 @@ pub struct Only {
 /// The shipped kernels whose file and name contain the text.
 pub fn matching(text: &str) -> Result<Only, String> {
     let (mut kernels, mut chosen) = (Vec::new(), Vec::new());
-    for (hash, file) in files() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../ptx").join(&file);
-        let source = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+    for (file, source) in texts() {
         let entries = source.split(".entry ").skip(1).filter_map(|t| t.split(['(', ' ', '\n']).next());
-        let before = kernels.len();
-        kernels.extend(
-            entries.filter(|name| format!("{file} {name}").contains(text)).map(|name| format!("{hash} {name}")),
-        );
-        if kernels.len() > before {
-            chosen.push(file);
+        let wanted: Vec<&str> = entries.filter(|name| format!("{file} {name}").contains(text)).collect();
+        if wanted.is_empty() {
+            continue;
         }
+        let hash = cuda_emulator::Module::parse(&source).map_err(|e| format!("{file}: {e}"))?.hash();
+        kernels.extend(wanted.iter().map(|name| format!("{hash:016x} {name}")));
+        chosen.push(file);
     }
     if kernels.is_empty() {
         return Err(format!("--only {text}: no file and kernel of ptx/ contain that"));

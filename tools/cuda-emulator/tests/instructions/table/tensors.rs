@@ -127,7 +127,7 @@ fn loads(cases: &mut Vec<Case>, rank: usize) {
                 list(&at)
             ),
             _ => format!(
-                "@%p0 cp.async.bulk.prefetch.tensor.{rank}d.L2.global [%q2, {0}]; @%p0 {tiled} [%w3], [%q2, {0}], [%w5];",
+                "@%p0 prefetch.tensormap [%q2]; @%p0 cp.async.bulk.prefetch.tensor.{rank}d.L2.global [%q2, {0}]; @%p0 {tiled} [%w3], [%q2, {0}], [%w5];",
                 list(&at)
             ),
         };
