@@ -56,6 +56,13 @@ __device__ __forceinline__ void store_shared_pair(u32 address, float x, float y)
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
+// Reads them again: the assembler keeps no register in the place of a volatile load.
+__device__ __forceinline__ float2 reload_shared_pair(u32 address) {
+    float2 r;
+    asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(r.x), "=f"(r.y) : "r"(address) : "memory");
+    return r;
+}
+
 // -- Barriers of the block by number: threads that wait, and threads that only arrive.
 
 template <u32 THREADS>
@@ -75,6 +82,81 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int colum
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
         "l"(&map), "r"(column), "r"(row), "r"(head), "r"(part), "r"(barrier)
+        : "memory");
+}
+
+// -- Clusters: blocks on neighbouring multiprocessors that reach into each other's shared memory. The address of the same place in
+// the block of another rank is what `mapa` says.
+
+// Clusters of the grid; read anew each time, so that no register holds it.
+__device__ __forceinline__ u32 fresh_clusters() {
+    u32 n;
+    asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(n));
+    return n;
+}
+
+// All threads of the cluster meet. What they have written is known to those that wait.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// Arrives at the barrier of the block of a rank. For another block it orders no memory but what copies and products have done that
+// were waited for: a release to the cluster is a fence of all memory in machine code.
+__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
+    asm volatile(
+        "{\n\t"
+        ".reg .b32 there;\n\t"
+        "mapa.shared::cluster.u32 there, %0, %1;\n\t"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t"
+        "}" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+
+// The same with that release.
+__device__ __forceinline__ void barrier_release_at(u32 barrier, u32 rank) {
+    asm volatile(
+        "{\n\t"
+        ".reg .b32 there;\n\t"
+        "mapa.shared::cluster.u32 there, %0, %1;\n\t"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n\t"
+        "}" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
+}
+
+// As `barrier_wait`, and acquires what other blocks released.
+__device__ __forceinline__ void barrier_acquire(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n\t"
+        ".reg .pred p;\n\t"
+        "AGAIN:\n\t"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n\t"
+        "@!p bra AGAIN;\n\t"
+        "}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// A word to the block of a rank; the barrier there is told of its four bytes.
+__device__ __forceinline__ void send(u32 to, u32 word, u32 barrier, u32 rank) {
+    asm volatile(
+        "{\n\t"
+        ".reg .b32 there, told;\n\t"
+        "mapa.shared::cluster.u32 there, %0, %3;\n\t"
+        "mapa.shared::cluster.u32 told, %2, %3;\n\t"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %1, [told];\n\t"
+        "}" ::"r"(to),
+        "r"(word), "r"(barrier), "r"(rank)
+        : "memory");
+}
+
+// As `copy_box`, to the same place in each block of the mask, whose barrier at the same place is told.
+__device__ __forceinline__ void copy_box_to(unsigned short mask, u32 to, const TensorMap& map, int column, int row, int head, int part,
+                                            u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4, "
+        "%5}], [%6], %7;" ::"r"(to),
+        "l"(&map), "r"(column), "r"(row), "r"(head), "r"(part), "r"(barrier), "h"(mask)
         : "memory");
 }
 

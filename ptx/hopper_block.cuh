@@ -5,10 +5,13 @@
 // Barriers: a `full` one gets one arrival, of the loading thread, and the bytes of the copies; an `empty` one an arrival of
 // each multiplying warp, when its last product or read of that buffer is done. Only copies write tiles, and only
 // products read them, so no proxy fence is needed between them.
+//
+// In a cluster of two blocks, k and v of a step are those of both: each block copies half of a tile to both. So an `empty`
+// barrier of k or v gets arrivals of the warps of both blocks. One of them takes items for both and sends them to the other.
 #pragma once
 #include "hopper_params.cuh"
 
-template <class Shape>
+template <class Shape, u32 CLUSTER>
 struct HopperBlock {
     static constexpr int D = Shape::D, DV = Shape::DV, BM = Shape::BM, BN = Shape::BN, STAGES = Shape::STAGES;
     static constexpr int THREADS = Shape::THREADS;
@@ -44,6 +47,7 @@ struct HopperBlock {
         HopperStep steps[STAGES];
         Sweep<1> sweep;
         Metadata metadata;
+        u64 item_full, item_empty;  // of a cluster: `next_item` was sent, and read
     };
     static_assert(sizeof(Control) <= Shape::CONTROL, "behind the tiles");
 
@@ -53,6 +57,9 @@ struct HopperBlock {
         __device__ __forceinline__ explicit Shared(u32 base)
             : q(base), k(q + Q_BYTES), v(k + STAGES * K_BYTES), control(v + STAGES * V_BYTES) {}
         __device__ __forceinline__ u32 state() const { return control + Shape::CONTROL; }
+        __device__ __forceinline__ u32 next_item() const { return control + offsetof(Control, next_item); }
+        __device__ __forceinline__ u32 item_full() const { return control + offsetof(Control, item_full); }
+        __device__ __forceinline__ u32 item_empty() const { return control + offsetof(Control, item_empty); }
         __device__ __forceinline__ u32 q_full() const { return control + offsetof(Control, q_full); }
         __device__ __forceinline__ u32 q_empty() const { return control + offsetof(Control, q_empty); }
         __device__ __forceinline__ u32 k_full(u32 s) const { return control + offsetof(Control, k_full) + 8 * s; }
@@ -89,9 +96,13 @@ struct HopperBlock {
 #pragma unroll
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(at.k_full(s), 1);
-            barrier_init(at.k_empty(s), WARPS);
+            barrier_init(at.k_empty(s), CLUSTER * WARPS);
             barrier_init(at.v_full(s), 1);
-            barrier_init(at.v_empty(s), WARPS);
+            barrier_init(at.v_empty(s), CLUSTER * WARPS);
+        }
+        if (CLUSTER > 1) {
+            barrier_init(at.item_full(), 1);
+            barrier_init(at.item_empty(), 1);
         }
         fence_proxy();
     }

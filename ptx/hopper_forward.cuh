@@ -13,10 +13,11 @@
 // Numbers of `bar.sync`: the turn of the first multiplying warpgroup, and behind it those of the others.
 enum : u32 { BARRIER_TURN = 1 };
 
-template <class T, class Shape>
+// CLUSTER blocks multiply the same keys with rows of as many q heads: 1, or 2.
+template <class T, class Shape, u32 CLUSTER = 1>
 struct HopperForward {
-    using Block = HopperBlock<Shape>;
-    using Load = HopperLoad<Shape>;
+    using Block = HopperBlock<Shape, CLUSTER>;
+    using Load = HopperLoad<Shape, CLUSTER>;
     using Control = typename Block::Control;
     using Shared = typename Block::Shared;
     using PipelineState = typename Block::PipelineState;
@@ -52,6 +53,14 @@ struct HopperForward {
         if ((fresh_thread() & 31) == 0) barrier_arrive(barrier);
     }
 
+    // The same, of a buffer that the copies of all blocks write.
+    static __device__ __forceinline__ void release_to_all(u32 barrier) {
+        if (CLUSTER == 1) return release(barrier);
+        __syncwarp();
+        const u32 rank = fresh_thread() & 31;
+        if (rank < CLUSTER) barrier_arrive_at(barrier, rank);
+    }
+
     // scores = Q K^T, not waited for.
     static __device__ __forceinline__ void multiply_keys(Scores& s, u64 q, u64 k) {
 #pragma unroll
@@ -83,7 +92,9 @@ struct HopperForward {
         shape_scores(s, p, item, step, flags);
         if (Shape::STATE) {
             const u32 same = state + (fresh_thread() - 128) * 16;
-            const float2 largest = load_shared_pair(same), sum = load_shared_pair(same + 8);
+            // In a cluster no register stands in for what was stored: they are fewer there.
+            const float2 largest = CLUSTER > 1 ? reload_shared_pair(same) : load_shared_pair(same);
+            const float2 sum = CLUSTER > 1 ? reload_shared_pair(same + 8) : load_shared_pair(same + 8);
             row_max[0] = largest.x;
             row_max[1] = largest.y;
             row_sum[0] = sum.x;
@@ -94,18 +105,22 @@ struct HopperForward {
     static __device__ __forceinline__ void shape_scores(Scores& s, const ForwardParams& p, volatile const Item& item,
                                                         volatile const HopperStep& step, u32 flags) {
         volatile const Own& own = item.own;
-        const u32 row = head_row(item) + (fresh_thread() & 31) / 4;
+        const auto row_of_lane = [&] { return head_row(item) + (fresh_thread() & 31) / 4; };
+        // In a cluster not before it is needed: registers are fewer there.
+        u32 row = CLUSTER == 1 ? row_of_lane() : 0;
         if (flags & STEP_GENERAL) {
             general_scores<false>(s, s, p.score);
             if (p.alibi_slopes.ptr) {
                 // Of a head that is there: the scores of the others are not used.
                 const u32 before = min(heads_before(item), item.heads - 1);
                 const float slope = *(const float*)(p.alibi_slopes.ptr + (own.head + before) * p.alibi_slopes.head);
+                if (CLUSTER > 1) row = row_of_lane();
                 alibi(s, *item.run, own.first + row, *step.run, step.first, slope * LOG2E);
             }
         }
         if (flags & STEP_MASKED) {
             const Window window = {p.score.left, p.score.right};
+            if (CLUSTER > 1) row = row_of_lane();
             mask(s, minus_infinity(), window, *item.run, own.first + row, *step.run, step.first);
         }
     }
@@ -184,7 +199,7 @@ struct HopperForward {
             expect_running(p, item);
         }
         shape(s, p, item, control.steps[stage], flags, at.state(), row_max, row_sum);
-        release(at.k_empty(stage));
+        release_to_all(at.k_empty(stage));
         softmax(s, row_max, row_sum, rescale, p.score.exp_scale);
         round(weights, s);
 
@@ -213,12 +228,12 @@ struct HopperForward {
                 expect_running(p, item);
             }
             shape(s, p, item, control.steps[stage], flags, at.state(), row_max, row_sum);
-            release(at.k_empty(stage));
+            release_to_all(at.k_empty(stage));
             softmax(s, row_max, row_sum, rescale, p.score.exp_scale);
             product_wait<0>();
             hold(out);
             hold(weights);
-            release(at.v_empty(before));
+            release_to_all(at.v_empty(before));
             // Most tiles of keys raise no row's largest score.
             if (!__all_sync(~0u, rescale[0] == 1.0f && rescale[1] == 1.0f))
 #pragma unroll
@@ -237,7 +252,7 @@ struct HopperForward {
         product_wait<0>();
         hold(out);
         hold(weights);
-        release(at.v_empty(stage));
+        release_to_all(at.v_empty(stage));
         position.advance();
     }
 
@@ -359,13 +374,23 @@ struct HopperForward {
             Load::find_metadata(control.metadata, p, p.has_metadata ? (u64)&metadata : 0);
             Block::init_barriers(at);
         }
-        __syncthreads();
+        if (CLUSTER > 1) {
+            cluster_arrive();
+            cluster_wait();
+        } else {
+            __syncthreads();
+        }
         if (threadIdx.x < 128) {
             registers_down<Shape::LOAD_REGISTERS>();
             if (threadIdx.x == 0) Load::produce(maps, p, at, control);
         } else {
             registers_up<Shape::REGISTERS>();
             consume(p, at, control);
+        }
+        // Until the last arrivals of the other block have come, the barriers have to be there.
+        if (CLUSTER > 1) {
+            cluster_arrive();
+            cluster_wait();
         }
     }
 };

@@ -5,13 +5,17 @@
 // rows of several heads that read the same kv head (a shared tile). It walks over the keys that an item may meet and issues
 // the copies: q once, then k and v of each step into STAGES buffers in turn. With each k it leaves a `HopperStep` beside the
 // buffer, with each q an `Item`.
+//
+// The blocks of a cluster take items of neighbouring heads of one tile, which read the same keys by the same walk: an item of the
+// counter is then a pair of items, and there are no shared tiles. The block of rank 0 takes the pair and sends its number to
+// the other, when that has read the one before.
 #pragma once
 #include "hopper_block.cuh"
 #include "hopper_rows.cuh"
 
-template <class Shape>
+template <class Shape, u32 CLUSTER>
 struct HopperLoad {
-    using Block = HopperBlock<Shape>;
+    using Block = HopperBlock<Shape, CLUSTER>;
     using Metadata = typename Block::Metadata;
     using Control = typename Block::Control;
     using Shared = typename Block::Shared;
@@ -55,15 +59,48 @@ struct HopperLoad {
         item.token_bits = Block::ROW_BITS;
     }
 
+    // Whether this block takes items from the counter.
+    static __device__ __forceinline__ bool takes() { return CLUSTER == 1 || blockIdx.x % CLUSTER == 0; }
+
+    // In a cluster of two: the item after the one that `n` counts goes to the other block, or is expected from it.
+    static __device__ __forceinline__ void pass_on(const Shared& at, u32 next, const ItemState& n) {
+        if (takes()) {
+            barrier_acquire(at.item_empty(), n.parity() ^ 1);
+            send(at.next_item(), next, at.item_full(), 1);
+        } else {
+            barrier_expect(at.item_full(), 4);
+        }
+    }
+
+    // The item after the one that `n` counts.
+    static __device__ __forceinline__ u32 next_item(const Shared& at, volatile const Control& control, const ItemState& n) {
+        if (takes()) return control.next_item;
+        barrier_wait(at.item_full(), n.parity());
+        const u32 next = control.next_item;
+        barrier_release_at(at.item_empty(), 0);
+        return next;
+    }
+
+    // Rows of k or v: by this block, or each block some panels of them to all.
+    template <int COLUMNS, u32 FIRST>
+    static __device__ __forceinline__ void load_keys(u32 to, const TensorMap& map, u32 span, const Run& run, u32 first, u32 end, u32 head,
+                                                     u32 barrier) {
+        if (CLUSTER > 1)
+            load_rows_to_all<BN, COLUMNS, CLUSTER, FIRST>(to, map, span, run, first, end, head, barrier);
+        else
+            load_rows<BN, COLUMNS>(to, map, span, run, first, end, head, barrier);
+    }
+
     static __device__ __forceinline__ void produce(const HopperMaps& maps, const HopperForwardParams& p, const Shared& at,
                                                    volatile Control& control) {
         const ForwardParams& call = p.call;
         const Window window = {call.score.left, call.score.right};
         volatile const Metadata& side = control.metadata;
         const u32 general = call.score.flags & SCORE_GENERAL ? STEP_GENERAL : 0;
-        const u32 shared_items = p.shared.tiles * p.shared.parts, items = p.tiles * call.heads.q_heads + shared_items;
+        const u32 shared_items = p.shared.tiles * p.shared.parts;
+        const u32 items = (p.tiles * call.heads.q_heads + shared_items) / CLUSTER;
         PipelineState position;
-        u32 at_item = blockIdx.x;
+        u32 at_item = blockIdx.x / CLUSTER;
         for (ItemState n;; n.advance()) {
             // All have read the item that was in the slot: q of the one after it has been free since before this item.
             volatile Item& item = control.items[n.slot()];
@@ -74,8 +111,10 @@ struct HopperLoad {
                 barrier_arrive(at.q_full());
                 break;
             }
-            const bool is_shared = at_item - p.shared.begin < shared_items;
-            if (is_shared)
+            const bool is_shared = CLUSTER == 1 && at_item - p.shared.begin < shared_items;
+            if (CLUSTER > 1)
+                begin_single(item, control, p, at_item * CLUSTER + blockIdx.x % CLUSTER);
+            else if (is_shared)
                 begin_shared(item, control, p, at_item - p.shared.begin);
             else
                 begin_single(item, control, p, at_item < p.shared.begin ? at_item : at_item - shared_items);
@@ -86,7 +125,7 @@ struct HopperLoad {
             item.mode = query.mode;
             item.meets = sweep.row != sweep.row_end;
             // The next item is taken now, so that it is there when it is needed.
-            const u32 next = gridDim.x + atomicInc(p.tile_counter, items - 1);
+            const u32 next = takes() ? (CLUSTER == 1 ? gridDim.x : fresh_clusters()) + atomicInc(p.tile_counter, items - 1) : 0;
             // The walk to here ran beside the products of the item before.
             barrier_wait(at.q_empty(), n.parity() ^ 1);
             if (sweep.row == sweep.row_end)
@@ -94,7 +133,8 @@ struct HopperLoad {
             else
                 load_rows<BM, WIDTH>(at.q, is_shared ? maps.q_shared : maps.q, p.q_span, query, own.first, query.len, own.head,
                             at.q_full());
-            control.next_item = next;
+            if (takes()) control.next_item = next;
+            if (CLUSTER > 1) pass_on(at, next, n);
             while (sweep.row != sweep.row_end) {
                 const u32 first = sweep.row, end = sweep.row_end, run = sweep.run;
                 const bool whole = end - first >= BN && first >= sweep.full_begin && first + BN <= sweep.full_end;
@@ -110,12 +150,12 @@ struct HopperLoad {
                 step.run = &keys;
                 step.first = first;
                 step.flags = general | (whole ? 0 : STEP_MASKED) | (last ? STEP_LAST : 0);
-                load_rows<BN, WIDTH>(at.k + stage * K_BYTES, maps.k, p.k_span, keys, first, end, own.partner, at.k_full(stage));
+                load_keys<WIDTH, 0>(at.k + stage * K_BYTES, maps.k, p.k_span, keys, first, end, own.partner, at.k_full(stage));
                 barrier_wait(at.v_empty(stage), free);
-                load_rows<BN, VALUE_WIDTH>(at.v + stage * V_BYTES, maps.v, p.k_span, keys, first, end, own.partner, at.v_full(stage));
+                load_keys<VALUE_WIDTH, WIDTH / 64>(at.v + stage * V_BYTES, maps.v, p.k_span, keys, first, end, own.partner, at.v_full(stage));
                 position.advance();
             }
-            at_item = control.next_item;
+            at_item = next_item(at, control, n);
         }
     }
 };

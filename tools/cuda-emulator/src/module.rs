@@ -154,6 +154,11 @@ impl Kernel {
         self.code.required_threads
     }
 
+    /// The blocks of its clusters, where it says so.
+    pub fn required_cluster(&self) -> Option<[u32; 3]> {
+        self.code.required_cluster
+    }
+
     /// Names the text of its module.
     pub(crate) fn module_hash(&self) -> u64 {
         self.hash

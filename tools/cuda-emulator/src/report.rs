@@ -49,6 +49,8 @@ pub enum Fault {
     /// A barrier in shared memory that is used wrongly: more arrivals or bytes than it expects, a phase that laps its
     /// waiter, an access that is not an instruction for barriers.
     Barrier,
+    /// The shared memory of another block of the cluster, which may not have begun, or which may have ended.
+    Cluster,
     /// Registers of an asynchronous product, touched before its wait or without `wgmma.fence` before it.
     ProductRegisters,
     /// Two warps touch the same bytes of global memory without an order between them.

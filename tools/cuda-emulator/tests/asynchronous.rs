@@ -26,7 +26,7 @@ fn run(ptx: &str, seed: u64, eager: bool) -> Result<Vec<u32>, (Fault, String)> {
     mem.write(p, &(0..1024u32).flat_map(u32::to_le_bytes).collect::<Vec<u8>>()).unwrap();
     let options = Options { seed, eager, spin_limit: 200_000, ..Options::default() };
     let params = p.to_le_bytes();
-    let how = Launch { grid: [1; 3], block: [128, 1, 1], dynamic_shared: 0, params: &params, options };
+    let how = Launch { grid: [1; 3], block: [128, 1, 1], cluster: [1; 3], dynamic_shared: 0, params: &params, options };
     launch(loaded.kernel("k").unwrap(), &mut mem, &how).map_err(|r| (r.fault, r.to_string()))?;
     let bytes = mem.read(p, 4096).unwrap();
     Ok(bytes.as_chunks::<4>().0.iter().map(|c| u32::from_le_bytes(*c)).collect())

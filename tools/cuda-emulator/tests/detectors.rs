@@ -29,7 +29,14 @@ fn run(ptx: &str, s: &Setup, seed: u64, eager: bool) -> Result<(Vec<u8>, Stats),
     mem.write(p, &vec![0; s.bytes]).unwrap();
     let params = p.to_le_bytes();
     let options = Options { seed, eager, spin_limit: 200_000, ..Options::default() };
-    let how = Launch { grid: [s.blocks, 1, 1], block: [s.threads, 1, 1], dynamic_shared: 0, params: &params, options };
+    let how = Launch {
+        grid: [s.blocks, 1, 1],
+        block: [s.threads, 1, 1],
+        cluster: [1; 3],
+        dynamic_shared: 0,
+        params: &params,
+        options,
+    };
     let stats = launch(loaded.kernel("k").unwrap(), &mut mem, &how)?;
     Ok((mem.read(p, s.bytes).unwrap(), stats))
 }
@@ -105,7 +112,14 @@ fn uninitialised() {
     let loaded = Module::parse(&ptx).unwrap().load(&mut mem).unwrap();
     let p = mem.alloc(16);
     let params = p.to_le_bytes();
-    let how = Launch { grid: [1; 3], block: [1; 3], dynamic_shared: 0, params: &params, options: Options::default() };
+    let how = Launch {
+        grid: [1; 3],
+        block: [1; 3],
+        cluster: [1; 3],
+        dynamic_shared: 0,
+        params: &params,
+        options: Options::default(),
+    };
     let k = loaded.kernel("k").unwrap();
     assert_eq!(launch(k, &mut mem, &how).unwrap_err().fault, Fault::Uninitialised);
     mem.write(p, &[0; 4]).unwrap();

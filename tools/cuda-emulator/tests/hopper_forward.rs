@@ -193,8 +193,14 @@ fn run(bf16: bool, (dim, value): (usize, usize), name: &str, seed: u64) -> (Vec<
     let options = Options { seed, ..Options::default() };
     // One block takes all items, or each its own.
     let grid = [if seed.is_multiple_of(2) { 1 } else { 4 }, 1, 1];
-    let how =
-        Launch { grid, block: [2 * rows_of_q + 128, 1, 1], dynamic_shared: shared as u32, params: &params.0, options };
+    let how = Launch {
+        grid,
+        block: [2 * rows_of_q + 128, 1, 1],
+        cluster: [1; 3],
+        dynamic_shared: shared as u32,
+        params: &params.0,
+        options,
+    };
     let stats =
         launch(loaded.kernel("cpattn_hopper_forward").unwrap(), &mut mem, &how).unwrap_or_else(|r| panic!("{r}"));
     // With three warpgroups, pairs of a row's largest score and sum lie 16 bytes apart while a step is masked: two passes each.

@@ -29,7 +29,8 @@ fn run(ptx: &str, threads: u32, seed: u64, eager: bool) -> Result<Vec<f32>, (Fau
     mem.write(p, &[0; 4096]).unwrap();
     let options = Options { seed, eager, spin_limit: 200_000, ..Options::default() };
     let params = p.to_le_bytes();
-    let how = Launch { grid: [1; 3], block: [threads, 1, 1], dynamic_shared: 0, params: &params, options };
+    let how =
+        Launch { grid: [1; 3], block: [threads, 1, 1], cluster: [1; 3], dynamic_shared: 0, params: &params, options };
     launch(loaded.kernel("k").unwrap(), &mut mem, &how).map_err(|r| (r.fault, r.to_string()))?;
     let bytes = mem.read(p, 2048).unwrap();
     Ok(bytes.as_chunks::<4>().0.iter().map(|c| f32::from_le_bytes(*c)).collect())

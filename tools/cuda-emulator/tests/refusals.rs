@@ -53,11 +53,11 @@ fn what_only_later_devices_have() {
             "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f1, %f2, %f3, %f4}, %rd1, %rd2, 1, 2, 1, 0, 0;",
             "scales are 1 or -1, transposes 0 or 1",
         ),
-        // Barriers: what only clusters need, and forms that nothing here uses.
-        ("mbarrier.arrive.shared::cluster.b64 _, [%r1];", "`mbarrier.arrive.shared::cluster.b64`"),
+        // Barriers: forms that nothing here uses.
+        ("mbarrier.arrive.shared::cluster.b64 %rd2, [%r1];", "`mbarrier.arrive.shared::cluster.b64`"),
         ("mbarrier.arrive_drop.shared.b64 %rd2, [%r1];", "`mbarrier.arrive_drop.shared.b64`"),
         ("mbarrier.arrive.noComplete.shared.b64 %rd2, [%r1], 2;", "`mbarrier.arrive.noComplete.shared.b64`"),
-        ("mbarrier.arrive.release.cluster.shared.b64 _, [%r1];", "`mbarrier.arrive.release.cluster.shared.b64`"),
+        ("mbarrier.expect_tx.relaxed.cluster.shared.b64 [%r1], 16;", "`mbarrier.expect_tx.relaxed.cluster.shared.b64`"),
         ("mbarrier.arrive.relaxed.cta.shared.b64 _, [%r1];", "`mbarrier.arrive.relaxed.cta.shared.b64`"),
         ("mbarrier.pending_count.b64 %r1, %rd1;", "`mbarrier.pending_count.b64`"),
         ("mbarrier.complete_tx.shared.b64 [%r1], 16;", "`mbarrier.complete_tx.shared.b64`"),
@@ -76,7 +76,7 @@ fn what_only_later_devices_have() {
             "only `.tile` copies",
         ),
         (
-            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%r1], [%rd1, {%r2, %r3}], [%r4], %r1;",
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%r1], [%rd1, {%r2, %r3}], [%r4];",
             "multicast::cluster`",
         ),
         (
@@ -105,19 +105,19 @@ fn what_only_later_devices_have() {
         ("setmaxnreg.inc.sync.aligned.u32 65;", "65 registers: a multiple of 8 from 24 to 256"),
         ("tensormap.replace.tile.global_address.global.b1024.b64 [%rd1], %rd2;", "`tensormap.replace"),
         ("griddepcontrol.wait.all;", "`griddepcontrol.wait.all`"),
-        ("barrier.cluster.arrive;", "`barrier.cluster.arrive`"),
-        ("barrier.cluster.wait;", "`barrier.cluster.wait`"),
-        ("mapa.shared::cluster.u32 %r1, %r2, %r3;", "`mapa.shared::cluster.u32`"),
+        ("barrier.cluster.arrive.acquire;", "`barrier.cluster.arrive.acquire`"),
+        ("barrier.cluster.wait.relaxed;", "`barrier.cluster.wait.relaxed`"),
+        ("mapa.u64 %rd1, %rd2, %r3;", "only `.shared::cluster` addresses"),
         ("ld.shared::cluster.u32 %r1, [%r2];", "`ld.shared::cluster.u32`"),
-        ("mov.u32 %r1, %cluster_ctaid.x;", "`%cluster_ctaid.x` is not known"),
+        ("st.shared::cluster.u32 [%r2], %r1;", "`st.shared::cluster.u32`"),
+        ("atom.shared::cluster.add.u32 %r1, [%r2], 1;", "`atom.shared::cluster.add.u32`"),
+        ("mbarrier.init.shared::cluster.b64 [%r1], 1;", "arrivals without a state"),
+        ("st.async.shared::cluster.mbarrier::complete_tx::bytes.b8 [%r1], %r2, [%r3];", "4 or 8 bytes"),
+        ("mov.u32 %r1, %cluster_ctaid.w;", "`%cluster_ctaid.w` is not known"),
         ("tcgen05.wait::ld.sync.aligned;", "`tcgen05.wait::ld.sync.aligned`"),
     ] {
         refused(line, what);
     }
-    // A cluster asked for by the kernel itself.
-    let ptx = module("").replace(".entry k() {", ".entry k()\n.reqnctapercluster 2, 1, 1\n{");
-    let Err(e) = Module::parse(&ptx) else { panic!("a cluster was accepted") };
-    assert!(e.line == 5 && e.to_string().contains("`.reqnctapercluster`"), "{e}");
 }
 
 #[test]

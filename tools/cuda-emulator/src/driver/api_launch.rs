@@ -9,6 +9,7 @@ use super::codes;
 use super::entry::{in_context, stream_of};
 use super::machine::Machine;
 use super::queue::Work;
+use crate::exec::MOST_BLOCKS;
 use std::ffi::{c_uint, c_void};
 
 /// The launch itself, with its checks.
@@ -22,7 +23,7 @@ unsafe fn start(
     stream: *mut c_void,
     params: *mut *mut c_void,
     extra: *mut *mut c_void,
-    cooperative: bool,
+    (cooperative, cluster): (bool, [u32; 3]),
 ) -> Result<(), i32> {
     let s = stream_of(m, device, stream)?;
     let f = m.functions.get(&(f as u64)).ok_or(codes::INVALID_HANDLE)?;
@@ -46,6 +47,22 @@ unsafe fn start(
     if let Some(why) = why {
         m.tell(&format!("launch refused: {why}"));
         return Err(codes::INVALID_VALUE);
+    }
+    let required = kernel.required_cluster();
+    let shape = required.unwrap_or(cluster);
+    let size = shape.iter().map(|&n| u64::from(n)).product::<u64>();
+    let why = if cluster != [1; 3] && cluster != shape {
+        Some(format!("clusters {cluster:?} of `{}`, which is for clusters {shape:?}", kernel.name()))
+    } else if size == 0 || size > MOST_BLOCKS.into() || size > 1 && m.config.sm < 90 {
+        Some(format!("clusters {shape:?}: compute capability 9.0 runs up to {MOST_BLOCKS} blocks, others one"))
+    } else if (0..3).any(|d| !grid[d].is_multiple_of(shape[d])) {
+        Some(format!("grid {grid:?} is not made of clusters {shape:?}"))
+    } else {
+        None
+    };
+    if let Some(why) = why {
+        m.tell(&format!("launch refused: {why}"));
+        return Err(codes::INVALID_CLUSTER_SIZE);
     }
     let per = occupancy(m, f, threads as u32, dynamic).max(1);
     let resident = per * m.config.multiprocessors;
@@ -85,7 +102,7 @@ unsafe fn start(
     } else if !buffer.is_empty() {
         return Err(codes::INVALID_VALUE);
     }
-    m.submit(s, Work::Launch { kernel, module, grid, block, shared: dynamic, params: buffer, resident })
+    m.submit(s, Work::Launch { kernel, module, grid, block, cluster, shared: dynamic, params: buffer, resident })
 }
 
 #[unsafe(no_mangle)]
@@ -104,7 +121,7 @@ pub unsafe extern "C" fn cuLaunchKernel(
 ) -> i32 {
     // SAFETY: the caller's arguments, passed on.
     in_context("cuLaunchKernel", |m, d| unsafe {
-        start(m, d, f, [gx, gy, gz], [bx, by, bz], dynamic, stream, params, extra, false)
+        start(m, d, f, [gx, gy, gz], [bx, by, bz], dynamic, stream, params, extra, (false, [1; 3]))
     })
 }
 
@@ -124,7 +141,7 @@ pub unsafe extern "C" fn cuLaunchCooperativeKernel(
     let none = std::ptr::null_mut();
     // SAFETY: the caller's arguments, passed on.
     in_context("cuLaunchCooperativeKernel", |m, d| unsafe {
-        start(m, d, f, [gx, gy, gz], [bx, by, bz], dynamic, stream, params, none, true)
+        start(m, d, f, [gx, gy, gz], [bx, by, bz], dynamic, stream, params, none, (true, [1; 3]))
     })
 }
 
@@ -165,14 +182,13 @@ pub unsafe extern "C" fn cuLaunchKernelEx(
                 if c.count == 0 { &[] } else { std::slice::from_raw_parts(c.attributes, c.count as usize) };
             (c, list)
         };
-        let mut cooperative = false;
+        let (mut cooperative, mut cluster) = (false, [1; 3]);
         for a in attributes {
             match a.id {
                 2 => cooperative = a.value[0] as u32 != 0,
                 // Hints, and an overlap with the launch before that only ever weakens the order.
-                0 | 1 | 3 | 8 | 14 => {}
-                // A cluster of one block is no cluster.
-                4 if a.value[0] == 1 | 1 << 32 && a.value[1] as u32 == 1 => {}
+                0 | 1 | 3 | 5 | 8 | 14 => {}
+                4 => cluster = [a.value[0] as u32, (a.value[0] >> 32) as u32, a.value[1] as u32],
                 _ => {
                     m.tell(&format!("launch refused: attribute {} is not known to the emulator", a.id));
                     return Err(codes::NOT_SUPPORTED);
@@ -180,6 +196,6 @@ pub unsafe extern "C" fn cuLaunchKernelEx(
             }
         }
         // SAFETY: the caller's arguments, passed on.
-        unsafe { start(m, d, f, c.grid, c.block, c.dynamic, c.stream, params, extra, cooperative) }
+        unsafe { start(m, d, f, c.grid, c.block, c.dynamic, c.stream, params, extra, (cooperative, cluster)) }
     })
 }

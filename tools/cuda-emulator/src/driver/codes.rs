@@ -49,6 +49,7 @@ codes! {
     STREAM_CAPTURE_UNJOINED = 904, "capturing stream has unjoined work";
     STREAM_CAPTURE_ISOLATION = 905, "dependency created on uncaptured work in another stream";
     STREAM_CAPTURE_IMPLICIT = 906, "operation would make the legacy stream depend on a capturing blocking stream";
+    INVALID_CLUSTER_SIZE = 912, "cluster size that the device does not run";
     CAPTURED_EVENT = 907, "operation not permitted on an event last recorded in a capturing stream";
     STREAM_CAPTURE_WRONG_THREAD = 908, "attempt to terminate a thread-local capture sequence from another thread";
 }

@@ -42,10 +42,10 @@ impl Machine {
                 let detail = "its module was unloaded before it ran".to_owned();
                 (what.clone(), Err(plain(&what, (Fault::UseAfterFree, detail))))
             }
-            Work::Launch { kernel, grid, block, shared, params, resident, .. } => {
+            Work::Launch { kernel, grid, block, cluster, shared, params, resident, .. } => {
                 let what = format!("kernel `{}`", kernel.name());
                 let options = self.options(resident);
-                let how = Launch { grid, block, dynamic_shared: shared, params: &params, options };
+                let how = Launch { grid, block, cluster, dynamic_shared: shared, params: &params, options };
                 let before = self.mutants.as_mut().and_then(|m| m.before(&kernel, &self.mem));
                 let result = launch(&kernel, &mut self.mem, &how);
                 (reads, writes) = self.mem.take_footprints();

@@ -39,6 +39,7 @@ pub(crate) enum Work {
         module: u64,
         grid: [u32; 3],
         block: [u32; 3],
+        cluster: [u32; 3],
         shared: u32,
         params: Vec<u8>,
         resident: u32,

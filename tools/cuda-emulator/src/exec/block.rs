@@ -2,6 +2,7 @@
 //! What the warps of a block share: memory, barriers, copies and products under way, and what each knows of the others.
 
 use super::clock::Knowledge;
+use super::cluster::Visits;
 use super::flight::Flights;
 use super::mbarrier::MBarriers;
 use super::products::Products;
@@ -34,6 +35,8 @@ pub(crate) struct Block {
     pub(crate) id: [u32; 3],
     /// Number among all blocks of all launches.
     pub(crate) number: u32,
+    /// Rank in its cluster.
+    pub(crate) rank: usize,
     pub(crate) shape: [u32; 3],
     pub(crate) shared: SharedMemory,
     pub(crate) known: Vec<Knowledge>,
@@ -45,12 +48,21 @@ pub(crate) struct Block {
     /// Phases that ended, by barrier.
     phases: [u32; 16],
     exited_warps: u32,
+    /// What its warps knew when they ended.
+    ended: Knowledge,
+    /// What other blocks did here.
+    pub(crate) visits: Visits,
     /// Warps let go, with the value of the reduction: popc, and whether all voted.
     freed: Vec<(usize, u32)>,
 }
 
 impl Block {
-    pub(crate) fn new(id: [u32; 3], number: u32, shape: [u32; 3], shared: SharedMemory, code: &Code) -> Self {
+    pub(crate) fn new(
+        (id, number, rank): ([u32; 3], u32, usize),
+        shape: [u32; 3],
+        shared: SharedMemory,
+        code: &Code,
+    ) -> Self {
         let warps = (shape[0] * shape[1] * shape[2]).div_ceil(32) as usize;
         let mut known = vec![Knowledge::new(number); warps];
         for (w, k) in known.iter_mut().enumerate() {
@@ -60,6 +72,7 @@ impl Block {
         Self {
             id,
             number,
+            rank,
             shape,
             shared,
             known,
@@ -70,6 +83,8 @@ impl Block {
             barriers,
             phases: [0; 16],
             exited_warps: 0,
+            ended: Knowledge::new(number),
+            visits: Visits::default(),
             freed: Vec::new(),
         }
     }
@@ -179,11 +194,22 @@ impl Block {
     }
 
     /// A warp ended: barriers of the whole block may be complete now.
-    pub(crate) fn warp_ended(&mut self) {
+    pub(crate) fn warp_ended(&mut self, warp: usize) {
+        self.ended.join(&self.known[warp]);
         self.exited_warps += 1;
         for id in 0..16 {
             self.complete(id);
         }
+    }
+
+    /// Whether all its warps have ended.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.exited_warps as usize == self.known.len()
+    }
+
+    /// Something another block did here that this one, which ends, is not ordered after.
+    pub(crate) fn unknown_visit(&self) -> Option<(u32, usize, usize)> {
+        self.visits.unknown(&self.ended)
     }
 
     /// The release of one warp.

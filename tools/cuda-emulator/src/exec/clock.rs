@@ -27,10 +27,13 @@ pub(crate) mod slot {
     /// Bulk stores, by warp modulo [`STORE_COUNT`]: stores begun.
     pub(crate) const STORES: usize = BARRIERS + BARRIER_COUNT;
     pub(crate) const STORE_COUNT: usize = 8;
+    /// Barriers in shared memory that were made before a fence for other blocks: how many.
+    pub(crate) const MADE: usize = STORES + STORE_COUNT;
+    pub(crate) const COUNT: usize = MADE + 1;
 }
 
 /// Clocks of one block.
-pub(crate) type Clocks = [u32; slot::STORES + slot::STORE_COUNT];
+pub(crate) type Clocks = [u32; slot::COUNT];
 /// Clocks of the warps of one block.
 pub(crate) type WarpClocks = [u32; WARPS];
 
@@ -95,7 +98,7 @@ fn merge(into: &mut Arc<BTreeMap<u32, Arc<View>>>, from: &Arc<BTreeMap<u32, Arc<
 
 impl Knowledge {
     pub(crate) fn new(block: u32) -> Self {
-        let own = [0; slot::STORES + slot::STORE_COUNT];
+        let own = [0; slot::COUNT];
         Self { block, own, fenced: [[0; WARPS]; 2], others: Arc::default() }
     }
 
@@ -103,6 +106,16 @@ impl Knowledge {
     #[inline]
     pub(crate) fn of(&self, block: u32, slot: u32) -> u32 {
         self.others.get(&block).map_or(0, |v| v.clocks[slot as usize])
+    }
+
+    /// What is known of a block and seen by the asynchronous proxy in its shared memory; None where nothing tells that it
+    /// has begun.
+    pub(crate) fn about(&self, block: u32) -> Option<(Clocks, WarpClocks)> {
+        let shared = Fenced::Shared as usize;
+        if block == self.block {
+            return Some((self.own, self.fenced[shared]));
+        }
+        self.others.get(&block).map(|v| (v.clocks, v.fenced[shared]))
     }
 
     /// The clock of a warp up to which its writes to global memory are fenced for the asynchronous proxy.
@@ -115,11 +128,11 @@ impl Knowledge {
     }
 
     /// A proxy fence: what is known now is seen by the asynchronous proxy.
-    pub(crate) fn fence_proxy(&mut self, memory: Fenced) {
+    pub(crate) fn fence_proxy(&mut self, memory: Fenced, everywhere: bool) {
         let mut warps = [0; WARPS];
         warps.copy_from_slice(&self.own[..WARPS]);
         raise(&mut self.fenced[memory as usize], &warps);
-        if memory == Fenced::Global && !self.others.is_empty() {
+        if everywhere && !self.others.is_empty() {
             for view in Arc::make_mut(&mut self.others).values_mut() {
                 let view = Arc::make_mut(view);
                 warps.copy_from_slice(&view.clocks[..WARPS]);
@@ -142,6 +155,22 @@ impl Knowledge {
         Published(map)
     }
 
+    /// What an arrival tells another block that orders no memory between the two: how far what the hardware does on its own
+    /// has come, as far as this warp has waited for it.
+    pub(crate) fn publish_ended(&self) -> Published {
+        let mut clocks = self.own;
+        clocks[..WARPS].fill(0);
+        clocks[slot::MADE] = 0;
+        Published::view(self.block, clocks)
+    }
+
+    /// What a fence tells other blocks of the barriers that were made before it, and of nothing else.
+    pub(crate) fn publish_made(&self, made: u32) -> Published {
+        let mut clocks = [0; slot::COUNT];
+        clocks[slot::MADE] = made;
+        Published::view(self.block, clocks)
+    }
+
     /// Learns what was published.
     pub(crate) fn acquire(&mut self, p: &Published) {
         if let Some(view) = p.0.get(&self.block) {
@@ -153,6 +182,10 @@ impl Knowledge {
 }
 
 impl Published {
+    fn view(block: u32, clocks: Clocks) -> Self {
+        Self(Arc::new(BTreeMap::from([(block, Arc::new(View { clocks, fenced: [[0; WARPS]; 2] }))])))
+    }
+
     /// Adds what another release published: a read-modify-write continues a release sequence.
     pub(crate) fn add(&mut self, other: &Self) {
         merge(&mut self.0, &other.0, u32::MAX);

@@ -46,6 +46,12 @@ pub(crate) enum Work {
         /// What stands for bytes that are not moved.
         filling: [u8; 16],
     },
+    /// Some bytes of a piece that a store to another block carries along.
+    Send {
+        barrier: u32,
+        bytes: u32,
+        filling: [u8; 16],
+    },
     Store(Store),
 }
 
@@ -107,7 +113,7 @@ impl Flights {
 impl Flight {
     fn moves(&self) -> bool {
         match &self.work {
-            Work::Load { .. } => true,
+            Work::Load { .. } | Work::Send { .. } => true,
             Work::Store(s) => !s.written,
         }
     }
@@ -118,6 +124,7 @@ impl Block {
     pub(crate) fn advance(&mut self, mem: &mut Memory, k: usize) -> Landed {
         match &self.flights.list[k].work {
             Work::Load { .. } => self.land(mem, k),
+            Work::Send { .. } => self.arrive_sent(k),
             Work::Store(s) if s.data.is_none() => {
                 self.read_store(k);
                 Ok(())
@@ -150,7 +157,22 @@ impl Block {
             // SAFETY: the piece was checked to lie in shared memory when the copy began.
             unsafe { self.shared.ptr(p.shared).cast::<[u8; 16]>().write_unaligned(data) };
             self.shared.set_written(p.shared / 16, written);
-            self.shared.end_async(p.shared / 16, slot, clock);
+            self.shared.end_async(p.shared / 16, 0xffff, slot, clock);
+        }
+        Ok(())
+    }
+
+    fn arrive_sent(&mut self, k: usize) -> Landed {
+        let f = self.flights.list.swap_remove(k);
+        let Work::Send { barrier, bytes, filling } = f.work else { return Ok(()) };
+        let landed = self.mbarriers.land(barrier, bytes);
+        let (slot, clock) = landed.map_err(|text| (Fault::Barrier, text, f.pc))?;
+        for p in &f.pieces {
+            let (from, at) = (usize::from(p.from), p.shared + u32::from(p.from));
+            // SAFETY: the piece was checked to lie in shared memory when the store began.
+            unsafe { std::ptr::copy_nonoverlapping(filling[from..].as_ptr(), self.shared.ptr(at), p.len()) };
+            self.shared.mark_written(p.shared / 16, p.mask());
+            self.shared.end_async(p.shared / 16, p.mask(), slot, clock);
         }
         Ok(())
     }
@@ -208,7 +230,7 @@ impl Block {
     /// The block ends: stores are written, and a load that is still under way is a fault.
     pub(crate) fn finish(&mut self, mem: &mut Memory) -> Landed {
         for k in 0..self.flights.list.len() {
-            if let Work::Load { .. } = self.flights.list[k].work {
+            if let Work::Load { .. } | Work::Send { .. } = self.flights.list[k].work {
                 let text = "the block has ended and nothing has waited for this copy".to_owned();
                 return Err((Fault::AsyncPending, text, self.flights.list[k].pc));
             }

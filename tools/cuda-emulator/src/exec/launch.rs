@@ -2,12 +2,13 @@
 //! Launches: which blocks are resident, which warp runs next and for how long.
 
 use super::block::Block;
+use super::cluster::{MOST_BLOCKS, Peers};
 use super::grid::Grid;
+use super::resident::{Found, Resident, Where, deadlock, place, start};
 use super::warp::{self, State, Stop, Warp};
 use crate::mem::Memory;
-use crate::mem::shared::SharedMemory;
 use crate::module::Kernel;
-use crate::op::{Code, Cx, Special, Trouble, Value};
+use crate::op::{Cx, Trouble};
 use crate::report::{Fault, Report};
 
 /// How a launch is run and what is checked.
@@ -65,6 +66,8 @@ pub struct Launch<'a> {
     pub grid: [u32; 3],
     /// Threads of a block.
     pub block: [u32; 3],
+    /// Blocks of a cluster; `[1; 3]` leaves it to the kernel, which may name a number.
+    pub cluster: [u32; 3],
     /// Bytes of dynamic shared memory.
     pub dynamic_shared: u32,
     /// The parameter buffer, laid out as [`Kernel::params`] says.
@@ -94,18 +97,6 @@ impl Stats {
     pub fn executed(&self, mut accept: impl FnMut(u32) -> bool) -> u64 {
         self.lines.iter().filter(|l| accept(l.0)).map(|l| l.1).sum()
     }
-}
-
-struct Resident {
-    block: Block,
-    warps: Vec<Option<Warp>>,
-    left: usize,
-    /// Turns taken, for the fair order of eager runs.
-    turns: usize,
-    /// Turns in a row in which warps asked for something and did not get it.
-    polls: u32,
-    /// One turn in so many lets a bulk copy move; 0: none does before no warp can go on without it.
-    patience: u32,
 }
 
 /// Polls in a row, for each warp, after which no other lane is coming: a group of lanes that could go on would have been chosen.
@@ -141,12 +132,23 @@ pub fn launch(kernel: &Kernel, mem: &mut Memory, how: &Launch<'_>) -> Result<Sta
     if code.required_threads.is_some_and(|r| r != how.block) {
         return Err(refuse(format!("blocks {:?}, .reqntid wants {:?}", how.block, code.required_threads)));
     }
+    let cluster = match code.required_cluster {
+        Some(required) if how.cluster != [1; 3] && how.cluster != required => {
+            return Err(refuse(format!("clusters {:?}, .reqnctapercluster wants {required:?}", how.cluster)));
+        }
+        Some(required) => required,
+        None => how.cluster,
+    };
+    let size = cluster.iter().map(|&n| u64::from(n)).product::<u64>();
+    if size == 0 || size > MOST_BLOCKS.into() || (0..3).any(|d| !how.grid[d].is_multiple_of(cluster[d])) {
+        return Err(refuse(format!("clusters {cluster:?} of at most {MOST_BLOCKS} blocks in a grid {:?}", how.grid)));
+    }
     if how.params.len() != code.param_bytes {
         return Err(refuse(format!("{} bytes of parameters, the kernel has {}", how.params.len(), code.param_bytes)));
     }
     let first = mem.new_launch(blocks as u32);
     let mut grid = Grid::new(how.options.clone(), how.params.to_vec(), how.grid, first, code.ins.len());
-    let mut order: Vec<u32> = (0..blocks as u32).collect();
+    let mut order: Vec<u32> = (0..(blocks / size) as u32).collect();
     if !how.options.eager {
         for i in (1..order.len()).rev() {
             order.swap(i, grid.random(i as u32 + 1) as usize);
@@ -155,9 +157,9 @@ pub fn launch(kernel: &Kernel, mem: &mut Memory, how: &Launch<'_>) -> Result<Sta
     order.reverse();
     let mut resident: Vec<Resident> = Vec::new();
     loop {
-        while resident.len() < how.options.resident.max(1) as usize {
-            let Some(b) = order.pop() else { break };
-            resident.push(start(kernel, &mut grid, how, b));
+        while resident.len() < (how.options.resident / size as u32).max(1) as usize {
+            let Some(c) = order.pop() else { break };
+            resident.push(start(kernel, &mut grid, how, cluster, c));
         }
         if resident.is_empty() {
             break;
@@ -168,7 +170,7 @@ pub fn launch(kernel: &Kernel, mem: &mut Memory, how: &Launch<'_>) -> Result<Sta
         let r = &mut resident[k];
         for _ in 0..turns {
             if let Err((trouble, pc)) = turn(kernel, &mut grid, mem, r) {
-                return Err(Box::new(report(kernel, r, trouble, pc)));
+                return Err(Box::new(report(kernel, trouble, pc)));
             }
             if r.left == 0 {
                 break;
@@ -184,88 +186,23 @@ pub fn launch(kernel: &Kernel, mem: &mut Memory, how: &Launch<'_>) -> Result<Sta
     Ok(Stats { instructions: grid.executed, boxes: grid.boxes, lines })
 }
 
-fn start(kernel: &Kernel, grid: &mut Grid, how: &Launch<'_>, b: u32) -> Resident {
-    let code = &*kernel.code;
-    let id = [b % how.grid[0], b / how.grid[0] % how.grid[1], b / how.grid[0] / how.grid[1]];
-    let threads = how.block[0] * how.block[1] * how.block[2];
-    let count = threads.div_ceil(32) as usize;
-    let products = !code.matrix_registers.is_empty();
-    let bytes = code.dynamic_offset + how.dynamic_shared;
-    let shared = SharedMemory::new(bytes, count, products, how.options.shared_races);
-    let block = Block::new(id, grid.first_block + b, how.block, shared, code);
-    let mut warps = Vec::with_capacity(count);
-    for w in 0..count {
-        let here = (threads - w as u32 * 32).min(32);
-        let exist = if here == 32 { !0 } else { (1u32 << here) - 1 };
-        let mut warp = Warp::new(w, exist, code.rows, code.preds, code.local_bytes, code.matrix_registers.len());
-        fill(kernel, &mut warp, grid, how, &block);
-        warps.push(Some(warp));
-    }
-    let patience = [2, 16, 128, 0][grid.random(4) as usize];
-    Resident { block, left: warps.len(), warps, turns: 0, polls: 0, patience }
-}
-
-/// Fills the rows of immediates, symbols and special registers.
-fn fill(kernel: &Kernel, warp: &mut Warp, grid: &Grid, how: &Launch<'_>, block: &Block) {
-    let regs = warp.regs_ptr();
-    let [nx, ny, _] = how.block;
-    let sms = how.options.multiprocessors.max(1);
-    for &(row, value, wide) in &kernel.code.values {
-        for l in 0..32u32 {
-            let thread = warp.index as u32 * 32 + l;
-            let v = match value {
-                Value::Bits(b) => b,
-                Value::Global(var, offset) => kernel.globals[var].wrapping_add_signed(offset),
-                Value::Special(s) => u64::from(match s {
-                    Special::Tid(0) => thread % nx,
-                    Special::Tid(1) => thread / nx % ny,
-                    Special::Tid(_) => thread / nx / ny,
-                    Special::Ntid(d) => how.block[usize::from(d)],
-                    Special::Ctaid(d) => block.id[usize::from(d)],
-                    Special::Nctaid(d) => grid.shape[usize::from(d)],
-                    Special::Lane => l,
-                    Special::Warp => warp.index as u32,
-                    Special::Warps => block.threads().div_ceil(32),
-                    Special::Sm => block.number % sms,
-                    Special::Sms => sms,
-                    Special::GridId => 1,
-                    Special::LaneMask(0) => 1 << l,
-                    Special::LaneMask(1) => (1 << l) - 1,
-                    Special::LaneMask(2) => (1 << l) | ((1 << l) - 1),
-                    Special::LaneMask(3) => !(1 << l) & !((1 << l) - 1),
-                    Special::LaneMask(_) => !((1 << l) - 1),
-                    Special::DynamicShared => how.dynamic_shared,
-                    Special::TotalShared => block.shared.size(),
-                    Special::WarpSize => 32,
-                }),
-            };
-            // SAFETY: the decoder numbers rows below `Code::rows`; wide ones are followed by their second half.
-            unsafe {
-                let p = regs.add(row as usize * 32);
-                if wide {
-                    p.cast::<u64>().add(l as usize).write_unaligned(v);
-                } else {
-                    *p.add(l as usize) = v as u32;
-                }
-            }
-        }
-    }
-}
-
-/// Runs one warp of a block for a while.
-fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) -> Result<(), (Trouble, usize)> {
+/// Runs one warp of a cluster for a while.
+fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) -> Result<(), Found> {
     let ready = |w: &Option<Warp>| w.as_ref().is_some_and(|w| w.state == State::Ready);
     let n = r.warps.iter().filter(|w| ready(w)).count();
     if n == 0 {
         return Err(deadlock(&kernel.code, r));
     }
     r.turns += 1;
-    if r.block.flights.any() {
+    if r.blocks.iter().any(|b| b.flights.any()) {
         let impatient = r.polls as usize > 2 * n + 2;
         if impatient || r.patience > 0 && grid.random(r.patience) == 0 {
-            let moving = r.block.flights.moving();
-            let k = moving[grid.random(moving.len() as u32) as usize];
-            r.block.advance(mem, k).map_err(|(fault, detail, pc)| (Trouble { fault, lane: None, detail }, pc))?;
+            let moving = |(rank, b): (usize, &Block)| b.flights.moving().into_iter().map(move |k| (rank, k));
+            let moving: Vec<(usize, usize)> = r.blocks.iter().enumerate().flat_map(moving).collect();
+            let (rank, k) = moving[grid.random(moving.len() as u32) as usize];
+            let block = &mut r.blocks[rank];
+            let done = block.advance(mem, k);
+            done.map_err(|(fault, detail, pc)| (Trouble { fault, lane: None, detail }, (pc, place(block))))?;
             grid.effect(true);
             r.polls = 0;
         }
@@ -282,11 +219,17 @@ fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) ->
         _ => 4096,
     };
     let Some(mut warp) = r.warps[w].take() else { return Ok(()) };
+    let rank = w / r.each;
+    let (before, rest) = r.blocks.split_at_mut(rank);
+    let Some((block, after)) = rest.split_first_mut() else { return Ok(()) };
+    let at = place(block);
     let mut cx = Cx {
         regs: warp.regs_ptr(),
         preds: warp.preds_ptr(),
         warp: &mut warp,
-        block: &mut r.block,
+        block,
+        peers: Peers { before, after },
+        cluster: &mut r.cluster,
         grid,
         mem,
         code: &kernel.code,
@@ -300,20 +243,21 @@ fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) ->
     let stop = warp::run(&mut cx, quantum);
     let executed = cx.grid.executed - before;
     let (pc, fault) = (cx.pc, cx.fault.take());
+    r.cluster.set_alive((rank, warp.index), warp.alive);
     match stop {
         Stop::Fault => {
             r.warps[w] = Some(warp);
             let unknown = Trouble { fault: Fault::Illegal, lane: None, detail: String::new() };
             let mut trouble = fault.unwrap_or(unknown);
             // Remember whose lane it was.
-            trouble.lane = trouble.lane.map(|l| l + w as u32 * 32);
-            return Err((trouble, pc));
+            trouble.lane = trouble.lane.map(|l| l + (w % r.each) as u32 * 32);
+            return Err((trouble, (pc, at)));
         }
         Stop::Done => {
             r.left -= 1;
             r.polls = 0;
-            r.block.warp_ended();
-            ended(r, mem, w)?;
+            r.blocks[rank].warp_ended(w % r.each);
+            ended(&mut r.blocks[rank], mem, (kernel, grid.first_block), w % r.each)?;
         }
         Stop::Poll => {
             r.polls += 1;
@@ -329,8 +273,8 @@ fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) ->
             r.warps[w] = Some(warp);
         }
     }
-    for (w, value) in r.block.take_freed() {
-        if let Some(warp) = &mut r.warps[w] {
+    for (w, value) in r.blocks[rank].take_freed() {
+        if let Some(warp) = &mut r.warps[rank * r.each + w] {
             warp.released = Some(value);
             warp.state = State::Ready;
         }
@@ -338,52 +282,47 @@ fn turn(kernel: &Kernel, grid: &mut Grid, mem: &mut Memory, r: &mut Resident) ->
     if grid.spins() {
         let limit = grid.options.spin_limit;
         let detail = format!("{limit} instructions without any change of memory: this waits for what never comes");
-        return Err((Trouble { fault: Fault::Livelock, lane: None, detail }, pc));
+        return Err((Trouble { fault: Fault::Livelock, lane: None, detail }, (pc, at)));
     }
     Ok(())
 }
 
-/// A warp has ended: what it began has to be waited for.
-fn ended(r: &mut Resident, mem: &mut Memory, warp: usize) -> Result<(), (Trouble, usize)> {
-    let trouble = |detail: String, pc| (Trouble { fault: Fault::AsyncPending, lane: None, detail }, pc);
-    if let Some(pc) = r.block.unread(warp) {
+/// A warp has ended: what it began has to be waited for. With the last one the block ends.
+fn ended(b: &mut Block, mem: &mut Memory, (kernel, first): (&Kernel, u32), warp: usize) -> Result<(), Found> {
+    let at = place(b);
+    let trouble = |fault, detail: String, pc| (Trouble { fault, lane: None, detail }, (pc, at));
+    if let Some(pc) = b.unread(warp) {
         let text = format!("warp {warp} has ended without waiting until this store was read from shared memory");
-        return Err(trouble(text, pc));
+        return Err(trouble(Fault::AsyncPending, text, pc));
     }
-    if let Some(pc) = r.block.products.open(warp) {
-        return Err(trouble(format!("warp {warp} has ended without waiting for this product"), pc));
+    if let Some(pc) = b.products.open(warp) {
+        let text = format!("warp {warp} has ended without waiting for this product");
+        return Err(trouble(Fault::AsyncPending, text, pc));
     }
-    if r.left == 0 {
-        r.block.finish(mem).map_err(|(fault, detail, pc)| (Trouble { fault, lane: None, detail }, pc))?;
+    if !b.has_ended() {
+        return Ok(());
+    }
+    b.finish(mem).map_err(|(fault, text, pc)| trouble(fault, text, pc))?;
+    if let Some((other, warp, pc)) = b.unknown_visit() {
+        let text = format!(
+            "this block has ended, and warp {warp} of block number {} of its cluster has reached into its shared memory at \
+             line {} without an order between the two",
+            other - first,
+            kernel.code.ins[pc].line
+        );
+        return Err(trouble(Fault::Cluster, text, pc));
     }
     Ok(())
 }
 
-#[cold]
-fn deadlock(code: &Code, r: &Resident) -> (Trouble, usize) {
-    let mut at = Vec::new();
-    let mut pc = 0;
-    for w in r.warps.iter().flatten() {
-        if let Some(g) = w.groups.first() {
-            pc = g.pc;
-            at.push(format!("warp {} at line {}", w.index, code.ins[g.pc].line));
-        }
-    }
-    let ended = r.warps.iter().filter(|w| w.is_none()).count();
-    let detail =
-        format!("no warp can go on: {} ({ended} warps have ended); {}", at.join(", "), r.block.waiting_barriers());
-    (Trouble { fault: Fault::Deadlock, lane: None, detail }, pc)
-}
-
-fn report(kernel: &Kernel, r: &Resident, t: Trouble, pc: usize) -> Report {
+fn report(kernel: &Kernel, t: Trouble, (pc, (block, [nx, ny, _])): (usize, Where)) -> Report {
     let line = kernel.code.ins.get(pc).map_or(0, |i| i.line);
-    let [nx, ny, _] = r.block.shape;
     Report {
         fault: t.fault,
         kernel: kernel.code.name.clone(),
         line,
         text: kernel.text.get(line.wrapping_sub(1) as usize).map_or(String::new(), |t| t.trim().to_owned()),
-        block: r.block.id,
+        block,
         thread: t.lane.map(|l| [l % nx, l / nx % ny, l / nx / ny]),
         detail: t.detail,
     }

@@ -6,10 +6,15 @@
 //! a waiter believes to be the current phase follows from what it knows: the phases it has seen end, by itself or by
 //! way of other barriers. If the barrier is further than that by two, it has lapped its waiter.
 //!
+//! Warps of other blocks of a cluster arrive as well. Such an arrival always tells the waiters how far copies and products have
+//! come that the arriving warp has waited for: that needs no fence of memory, and is what a buffer given back to a copy
+//! of another block rests on. What the warp itself has read or written it tells only when it releases to the cluster, and
+//! only to waiters that acquire from it.
+//!
 //! The object in memory is opaque. Its state is kept here, by address, and its eight bytes belong to the barrier alone while
 //! it lives.
 
-use super::clock::{Knowledge, slot};
+use super::clock::{Clocks, Knowledge, Published, slot};
 
 /// The most bytes that may be outstanding, as the PTX manual says.
 const MOST_BYTES: i64 = (1 << 20) - 1;
@@ -32,11 +37,16 @@ pub(crate) struct MBarrier {
     /// What all that arrived in this phase knew, and in the one before.
     gathering: Option<Knowledge>,
     done: Option<Knowledge>,
+    /// What those of other blocks released to the cluster, likewise.
+    gathering_far: Published,
+    done_far: Published,
     /// Warps all of whose lanes arrived, in this phase and in the one before.
     whole: u32,
     whole_done: u32,
     /// Who made it, and when: others have to know of it.
     made: (usize, u32),
+    /// Its number among all that the block has made.
+    number: u32,
 }
 
 /// What a wait finds.
@@ -52,6 +62,16 @@ pub(crate) struct MBarriers {
     list: Vec<MBarrier>,
     /// The last clock of each slot.
     clocks: [u32; slot::BARRIER_COUNT],
+    /// Barriers made so far.
+    made: u32,
+}
+
+/// Who arrives.
+pub(crate) enum Arriving<'a> {
+    /// A warp of the block, and whether all its lanes do.
+    Own(usize, bool, &'a mut Knowledge),
+    /// A warp of another block of the cluster: what all waiters learn, and what those learn that acquire from the cluster.
+    Other(Published, Option<Published>),
 }
 
 impl MBarriers {
@@ -63,6 +83,7 @@ impl MBarriers {
         let taken = |k: &usize| self.list.iter().any(|b| b.slot == Some(*k));
         let slot = (0..slot::BARRIER_COUNT).find(|k| !taken(k));
         let base = slot.map_or(0, |k| self.clocks[k]);
+        self.made += 1;
         self.list.push(MBarrier {
             at,
             count,
@@ -73,9 +94,12 @@ impl MBarriers {
             base,
             gathering: None,
             done: None,
+            gathering_far: Published::default(),
+            done_far: Published::default(),
             whole: 0,
             whole_done: 0,
             made,
+            number: self.made,
         });
         true
     }
@@ -87,13 +111,19 @@ impl MBarriers {
         true
     }
 
-    /// The barrier at an address, as far as a warp may know of it.
-    pub(crate) fn find(&mut self, at: u32, knowledge: &Knowledge) -> Result<&mut MBarrier, String> {
+    /// How many of the barriers made first a warp that knows `clocks` of this block is ordered after.
+    pub(crate) fn made_before(&self, clocks: &Clocks) -> u32 {
+        let unknown = self.list.iter().filter(|b| clocks[b.made.0] < b.made.1);
+        unknown.map(|b| b.number - 1).min().unwrap_or(self.made)
+    }
+
+    /// The barrier at an address, as far as a warp may know of it that knows `clocks` of this block.
+    pub(crate) fn find(&mut self, at: u32, clocks: &Clocks) -> Result<&mut MBarrier, String> {
         let Some(b) = self.list.iter_mut().find(|b| b.at == at) else {
             return Err(format!("there is no barrier at {at}: nothing has initialised it, or it was invalidated"));
         };
         let (warp, clock) = b.made;
-        if knowledge.own[warp] < clock {
+        if clocks[warp] < clock && clocks[slot::MADE] < b.number {
             return Err(format!("warp {warp} has made the barrier at {at}, and this warp is not ordered after that"));
         }
         Ok(b)
@@ -113,14 +143,13 @@ impl MBarriers {
         Ok(known_by)
     }
 
-    /// Announces bytes, arrives `arrivals` times, or both. `lanes` says that all lanes of the warp do so.
+    /// Announces bytes, arrives `arrivals` times, or both; `block` is the number of the barrier's block.
     pub(crate) fn arrive(
         &mut self,
-        at: u32,
+        (block, at): (u32, u32),
         bytes: u32,
         arrivals: u32,
-        who: (usize, bool),
-        knowledge: &mut Knowledge,
+        who: Arriving<'_>,
     ) -> Result<u32, String> {
         let b = self.list.iter_mut().find(|b| b.at == at).ok_or("there is no barrier")?;
         b.bytes += i64::from(bytes);
@@ -134,12 +163,18 @@ impl MBarriers {
         let phase = b.phases;
         if arrivals > 0 {
             b.pending -= arrivals;
-            match &mut b.gathering {
-                Some(k) => k.join(knowledge),
-                none => *none = Some(knowledge.clone()),
+            let gathering = b.gathering.get_or_insert_with(|| Knowledge::new(block));
+            match who {
+                Arriving::Own(warp, whole, knowledge) => {
+                    gathering.join(knowledge);
+                    knowledge.own[warp] += 1;
+                    b.whole |= u32::from(whole) << warp;
+                }
+                Arriving::Other(ended, released) => {
+                    gathering.acquire(&ended);
+                    b.gathering_far.add(&released.unwrap_or_default());
+                }
             }
-            knowledge.own[who.0] += 1;
-            b.whole |= u32::from(who.1) << who.0;
             b.complete(&mut self.clocks);
         }
         Ok(phase)
@@ -170,6 +205,7 @@ impl MBarrier {
         self.phases += 1;
         self.pending = self.count;
         self.done = self.gathering.take();
+        self.done_far = std::mem::take(&mut self.gathering_far);
         (self.whole_done, self.whole) = (self.whole, 0);
         if let Some(k) = self.slot {
             clocks[k] = self.base + self.phases;
@@ -177,7 +213,7 @@ impl MBarrier {
     }
 
     /// Asks whether the phase of a parity has ended; a warp for which it has learns what was known by those that arrived.
-    pub(crate) fn wait_parity(&mut self, parity: u32, knowledge: &mut Knowledge) -> Waited {
+    pub(crate) fn wait_parity(&mut self, parity: u32, knowledge: &mut Knowledge, cluster: bool) -> Waited {
         if let Some(k) = self.slot {
             let known = knowledge.own[slot::BARRIERS + k].saturating_sub(self.base);
             // The phase this warp asks for: the one after those it knows to have ended, or the last of those.
@@ -193,12 +229,12 @@ impl MBarrier {
         if self.phases % 2 == parity {
             return Waited::No;
         }
-        self.learn(knowledge);
+        self.learn(knowledge, cluster);
         Waited::Yes
     }
 
     /// Asks whether the phase in which an arrival gave this state has ended.
-    pub(crate) fn wait_state(&mut self, state: u64, knowledge: &mut Knowledge) -> Waited {
+    pub(crate) fn wait_state(&mut self, state: u64, knowledge: &mut Knowledge, cluster: bool) -> Waited {
         let phase = state as u32;
         if self.phases <= phase {
             return Waited::No;
@@ -208,11 +244,14 @@ impl MBarrier {
                 format!("the state is of phase {phase} of the barrier at {}, {} have ended", self.at, self.phases);
             return Waited::Lapped(text);
         }
-        self.learn(knowledge);
+        self.learn(knowledge, cluster);
         Waited::Yes
     }
 
-    fn learn(&self, knowledge: &mut Knowledge) {
+    fn learn(&self, knowledge: &mut Knowledge, cluster: bool) {
+        if cluster {
+            knowledge.acquire(&self.done_far);
+        }
         if let Some(done) = &self.done {
             knowledge.join(done);
         }

@@ -60,6 +60,8 @@ pub(crate) struct Warp {
     pub(crate) fenced: Option<Published>,
     /// The same for a fence that only orders the block.
     pub(crate) fenced_block: Option<Published>,
+    /// What a fence has published to the cluster of the block's barriers.
+    pub(crate) made: Option<Published>,
 }
 
 /// Why a warp stopped running.
@@ -102,6 +104,7 @@ impl Warp {
             observed: Published::default(),
             fenced: None,
             fenced_block: None,
+            made: None,
         }
     }
 

@@ -72,7 +72,7 @@ impl Accessor<'_> {
         if e.strong() && self.epoch.strong() {
             return true;
         }
-        if block == self.epoch.block() {
+        if block == self.knowledge.block {
             return self.knowledge.own[e.warp() as usize] >= e.clock();
         }
         self.knowledge.of(block, e.warp()) >= e.clock()

@@ -243,12 +243,13 @@ impl SharedMemory {
     pub(crate) fn begin_async(
         &mut self,
         line: u32,
+        mask: u16,
         clocks: &Clocks,
         fences: &WarpClocks,
         pc: u32,
     ) -> Result<(), SharedFault> {
         let warps = self.warps;
-        self.each(line, 0xffff, |cell, at| {
+        self.each(line, mask, |cell, at| {
             ordered_after_all(cell, at, warps, clocks)?;
             fenced(cell, at, fences)?;
             (cell[0], cell[1]) = (PENDING | (slot::BARRIERS as u32) << 24, pc);
@@ -257,8 +258,8 @@ impl SharedMemory {
     }
 
     /// Ends it: a thread that has seen this clock of this slot is ordered after it. `(0, 0)` is known to all.
-    pub(crate) fn end_async(&mut self, line: u32, slot: u32, clock: u32) {
-        let done = self.each(line, 0xffff, |cell, _| {
+    pub(crate) fn end_async(&mut self, line: u32, mask: u16, slot: u32, clock: u32) {
+        let done = self.each(line, mask, |cell, _| {
             cell[0] = slot << 24 | clock & CLOCK;
             Ok(())
         });

@@ -8,11 +8,12 @@
 //! A source in global memory that nothing has written is no fault: boxes reach into rows that are masked later. Those
 //! bytes arrive as bytes that nothing has written.
 
-use super::mbarrier::offset;
+use super::cluster::reach;
+use super::mbarrier::place;
 use super::memory::{address, misaligned};
 use super::shared::shared_fault;
 use super::{Cx, Flow, Ins, lanes};
-use crate::exec::clock::{Fenced, slot};
+use crate::exec::clock::{Fenced, WarpClocks, slot};
 use crate::exec::flight::{Flight, Piece, Store, Work};
 use crate::mem::order::{Accessor, Epoch};
 use crate::mem::shared::SharedFault;
@@ -37,9 +38,9 @@ fn run(lane: usize, shared: u32, global: u64, bytes: u32) -> Request {
     Request { lane, pieces: (0..bytes / 16).map(piece).collect(), runs: vec![(global, bytes)] }
 }
 
-/// Both addresses and the size of a lane's copy: access `x` in shared memory, access `x + 1` in global memory, bytes in
+/// Rank of the block, both addresses and the size of a lane's copy: access `x` in shared memory, access `x + 1` in global memory, bytes in
 /// row `a`.
-fn operands(cx: &mut Cx, i: &Ins, l: usize) -> Result<(u32, u64, u32), Flow> {
+fn operands(cx: &mut Cx, i: &Ins, l: usize) -> Result<(usize, u32, u64, u32), Flow> {
     let bytes = cx.get32(i.a, l);
     if bytes == 0 || !bytes.is_multiple_of(16) {
         return Err(cx.fail(
@@ -48,7 +49,7 @@ fn operands(cx: &mut Cx, i: &Ins, l: usize) -> Result<(u32, u64, u32), Flow> {
             format!("{bytes} bytes: a bulk copy moves multiples of 16"),
         ));
     }
-    let shared = offset(cx, i.x, l, 16)?;
+    let (rank, shared) = place(cx, i.x, l, 16)?;
     let limit = cx.block.shared.size();
     if shared.checked_add(bytes).is_none_or(|end| end > limit) {
         let text = format!("{bytes} bytes at {shared} of {limit} bytes of shared memory");
@@ -59,14 +60,17 @@ fn operands(cx: &mut Cx, i: &Ins, l: usize) -> Result<(u32, u64, u32), Flow> {
     if !global.is_multiple_of(16) {
         return Err(misaligned(cx, l, global, 16));
     }
-    Ok((shared, global, bytes))
+    Ok((rank, shared, global, bytes))
 }
 
-/// `cp.async.bulk.shared.global`: operands as above, the barrier in access `x + 2`.
+/// `cp.async.bulk.shared.global`: operands as above, the barrier in access `x + 2`; of a multicast the row of the mask is `b`
+/// and `c` is 1.
 pub(super) unsafe fn load(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
+    let mask = (i.c == 1).then_some(i.b);
     for l in lanes(m) {
-        let issued = operands(cx, i, l)
-            .and_then(|(shared, global, bytes)| begin_load(cx, run(l, shared, global, bytes), i.x + 2, bytes, [0; 16]));
+        let issued = operands(cx, i, l).and_then(|(rank, shared, global, bytes)| {
+            begin_load(cx, (rank, run(l, shared, global, bytes)), (i.x + 2, mask), bytes, [0; 16])
+        });
         if let Err(flow) = issued {
             return flow;
         }
@@ -79,7 +83,7 @@ pub(super) unsafe fn load(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
 pub(super) unsafe fn store(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
     for l in lanes(m) {
         let issued = operands(cx, i, l)
-            .and_then(|(shared, global, bytes)| begin_store(cx, run(l, shared, global, bytes), i.c == ADD));
+            .and_then(|(_, shared, global, bytes)| begin_store(cx, run(l, shared, global, bytes), i.c == ADD));
         if let Err(flow) = issued {
             return flow;
         }
@@ -88,31 +92,81 @@ pub(super) unsafe fn store(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
     Flow::Next
 }
 
-/// Issues a load that tells the barrier of access `barrier` of `bytes` bytes.
-pub(super) fn begin_load(cx: &mut Cx, r: Request, barrier: u32, bytes: u32, filling: [u8; 16]) -> Result<(), Flow> {
-    let barrier = offset(cx, barrier, r.lane, 8)?;
-    let w = cx.warp.index;
-    let known_by = match cx.block.mbarriers.find(barrier, &cx.block.known[w]) {
-        Ok(b) => b.known_by(),
-        Err(text) => return Err(cx.fail(Fault::Barrier, Some(r.lane as u32), text)),
+/// Issues a load to the block of a rank, which tells the barrier of access `barrier` of `bytes` bytes. With a row of masks it
+/// is a multicast: to the same offset in each block of the mask, whose barrier at the same offset is told.
+pub(super) fn begin_load(
+    cx: &mut Cx,
+    (rank, r): (usize, Request),
+    (barrier, mask): (u32, Option<u32>),
+    bytes: u32,
+    filling: [u8; 16],
+) -> Result<(), Flow> {
+    let l = r.lane;
+    let (barrier_rank, barrier) = place(cx, barrier, l, 8)?;
+    let ranks = match mask {
+        None if rank != barrier_rank => {
+            let text = format!("copies to the block of rank {rank} and tells a barrier of rank {barrier_rank}");
+            return Err(cx.fail(Fault::Illegal, Some(l as u32), text));
+        }
+        None => 1 << rank,
+        Some(row) => {
+            let (mask, blocks) = (cx.get32(row, l) & 0xffff, cx.cluster.blocks());
+            if mask == 0 || mask >> blocks != 0 {
+                let text = format!("mask {mask:#06x} of blocks in a cluster of {blocks}");
+                return Err(cx.fail(Fault::Illegal, Some(l as u32), text));
+            }
+            mask
+        }
     };
-    for &(at, len) in &r.runs {
-        global_run(cx, r.lane, (at, len), Touch::Read, known_by)?;
-    }
-    for p in &r.pieces {
-        let known = &cx.block.known[w];
-        let fences = &known.fenced[Fenced::Shared as usize];
-        if let Err(f) = cx.block.shared.begin_async(p.shared / 16, &known.own, fences, cx.pc as u32) {
-            return Err(at_piece(cx, f, p, r.lane));
+    for rank in lanes(ranks) {
+        let known_by = begin_pieces(cx, (rank, barrier), l, &r.pieces, None)?;
+        for &(at, len) in &r.runs {
+            global_run(cx, l, (at, len), Touch::Read, (rank, known_by))?;
         }
-        cx.block.shared.set_written(p.shared / 16, 0);
-        if !cx.grid.options.eager {
-            cx.block.shared.poison(p.shared, 16);
+        let work = Work::Load { barrier, bytes, filling };
+        let flight = Flight { warp: cx.warp.index, lane: l as u32, pc: cx.pc, pieces: r.pieces.clone(), work };
+        at_once(cx, rank, flight)?;
+    }
+    Ok(())
+}
+
+/// The bytes of the pieces, in the shared memory of the block of a rank, belong to a copy from now on that tells a barrier
+/// there. `fences` are what the asynchronous proxy sees of that block, where that does not follow from what the warp knows.
+/// The slot and clock by which the copy is known to have landed.
+pub(super) fn begin_pieces(
+    cx: &mut Cx,
+    (rank, barrier): (usize, u32),
+    l: usize,
+    pieces: &[Piece],
+    fences: Option<&WarpClocks>,
+) -> Result<(u32, u32), Flow> {
+    reach(cx, rank, l)?;
+    let (w, pc, eager) = (cx.warp.index, cx.pc, cx.grid.options.eager);
+    let number = cx.member(rank).number;
+    let Some((clocks, fenced)) = cx.block.known[w].about(number) else { return Ok((0, 0)) };
+    let found = cx.member(rank).mbarriers.find(barrier, &clocks).map(|b| b.known_by());
+    let known_by = match found {
+        Ok(known_by) => known_by,
+        Err(text) => return Err(cx.fail(Fault::Barrier, Some(l as u32), text)),
+    };
+    if let Some(peer) = cx.peers.get(rank) {
+        peer.visits.note(&cx.block.known[w], w, known_by, pc);
+    }
+    for p in pieces {
+        // A piece of a load that lies partly outside of its tensor is written whole.
+        let mask = if fences.is_some() { p.mask() } else { 0xffff };
+        let line = p.shared / 16;
+        let shared = &mut cx.member(rank).shared;
+        if let Err(f) = shared.begin_async(line, mask, &clocks, fences.unwrap_or(&fenced), pc as u32) {
+            return Err(at_piece(cx, f, p, l));
+        }
+        shared.set_written(line, shared.written(line) & !mask);
+        if !eager {
+            let (from, len) = if fences.is_some() { (p.from, p.to - p.from) } else { (0, 16) };
+            shared.poison(p.shared + u32::from(from), len.into());
         }
     }
-    let work = Work::Load { barrier, bytes, filling };
-    cx.block.flights.list.push(Flight { warp: w, lane: r.lane as u32, pc: cx.pc, pieces: r.pieces, work });
-    at_once(cx)
+    Ok(known_by)
 }
 
 /// Issues a store, or an addition of f32.
@@ -123,7 +177,7 @@ pub(super) fn begin_store(cx: &mut Cx, r: Request, adds: bool) -> Result<(), Flo
     let ticket = cx.block.flights.tickets[k];
     for &(at, len) in &r.runs {
         let touch = if adds { Touch::Add } else { Touch::Write };
-        global_run(cx, r.lane, (at, len), touch, ((slot::STORES + k) as u32, ticket))?;
+        global_run(cx, r.lane, (at, len), touch, (cx.block.rank, ((slot::STORES + k) as u32, ticket)))?;
     }
     for p in &r.pieces {
         let known = &cx.block.known[w];
@@ -140,17 +194,23 @@ pub(super) fn begin_store(cx: &mut Cx, r: Request, adds: bool) -> Result<(), Flo
         }
     }
     let work = Work::Store(Store::new(cx.warp.bulk_committed[r.lane], adds, ticket));
-    cx.block.flights.list.push(Flight { warp: w, lane: r.lane as u32, pc: cx.pc, pieces: r.pieces, work });
-    at_once(cx)
+    let flight = Flight { warp: w, lane: r.lane as u32, pc: cx.pc, pieces: r.pieces, work };
+    at_once(cx, cx.block.rank, flight)
 }
 
-/// On a friendly machine the copy that was just issued is done.
-fn at_once(cx: &mut Cx) -> Result<(), Flow> {
-    if !cx.grid.options.eager {
+/// The copy is under way, to or from the shared memory of the block of a rank. On a friendly machine it is done.
+pub(super) fn at_once(cx: &mut Cx, rank: usize, flight: Flight) -> Result<(), Flow> {
+    let eager = cx.grid.options.eager;
+    let block = match cx.peers.get(rank) {
+        Some(peer) => peer,
+        None => &mut *cx.block,
+    };
+    block.flights.list.push(flight);
+    if !eager {
         return Ok(());
     }
-    let k = cx.block.flights.list.len() - 1;
-    let (block, mem) = (&mut *cx.block, &mut *cx.mem);
+    let k = block.flights.list.len() - 1;
+    let mem = &mut *cx.mem;
     let store = matches!(block.flights.list[k].work, Work::Store(_));
     let done = if store { block.write_store(mem, k) } else { block.advance(mem, k) };
     done.map_err(|(fault, text, _)| cx.fail(fault, None, text))
@@ -168,9 +228,15 @@ pub(super) enum Touch {
     Add,
 }
 
-/// Checks and records what a copy will do to a run of global memory. `known_by` is the slot whose clock tells others that
+/// Checks and records what a copy will do to a run of global memory. `known_by` is the block, and the slot whose clock tells others that
 /// it is done, 0 for the warp itself.
-fn global_run(cx: &mut Cx, lane: usize, run: (u64, u32), touch: Touch, known_by: (u32, u32)) -> Result<(), Flow> {
+fn global_run(
+    cx: &mut Cx,
+    lane: usize,
+    run: (u64, u32),
+    touch: Touch,
+    (rank, known_by): (usize, (u32, u32)),
+) -> Result<(), Flow> {
     let (at, len) = (run.0, run.1 as usize);
     let base = match cx.mem.locate(at, len) {
         _ if at & WINDOW_MASK != 0 => {
@@ -181,10 +247,14 @@ fn global_run(cx: &mut Cx, lane: usize, run: (u64, u32), touch: Touch, known_by:
         Err((fault, text)) => return Err(cx.fail(fault, Some(lane as u32), text)),
     };
     let w = cx.warp.index;
+    let number = cx.member(rank).number;
     let known = &cx.block.known[w];
-    let (by, clock) = if known_by.0 == 0 { (w as u32, known.own[w]) } else { known_by };
+    let (number, by, clock) = match known_by {
+        (0, _) => (cx.block.number, w as u32, known.own[w]),
+        (slot, clock) => (number, slot, clock),
+    };
     let who = Accessor {
-        epoch: Epoch::new(cx.block.number, by, clock, touch == Touch::Add),
+        epoch: Epoch::new(number, by, clock, touch == Touch::Add),
         pc: cx.pc as u32,
         first_block: cx.grid.first_block,
         knowledge: known,

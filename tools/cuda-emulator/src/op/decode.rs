@@ -90,7 +90,7 @@ impl<'a> Decoder<'a> {
     }
 
     fn named(&self, name: &str) -> Result<Value, Refused> {
-        if let Some(s) = special(name) {
+        if let Some(s) = Special::named(name) {
             return Ok(Value::Special(s));
         }
         self.symbols.get(name).copied().ok_or_else(|| format!("`{name}` is not known"))
@@ -186,6 +186,7 @@ impl<'a> Decoder<'a> {
             "mov" => self.decode_mov(&parts, o)?,
             "cvta" => self.decode_cvta(&parts, o)?,
             "and" | "or" | "xor" | "not" if parts.last() == Some(&"pred") => self.decode_logic(&parts, o)?,
+            "st" if parts.contains(&"async") => self.decode_send(&parts, o)?,
             "ld" | "ldu" | "st" => self.decode_access(&parts, o)?,
             "atom" | "red" => self.decode_atomic(&parts, o)?,
             "setp" | "set" => self.decode_compare(&parts, o)?,
@@ -193,6 +194,7 @@ impl<'a> Decoder<'a> {
             "shfl" | "vote" | "match" | "redux" | "elect" | "activemask" => self.decode_exchange(&parts, o)?,
             "bar" | "barrier" | "membar" | "fence" => self.decode_sync(&parts, o)?,
             "mbarrier" => self.decode_mbarrier(&parts, o)?,
+            "mapa" | "getctarank" => self.decode_rank(&parts, o)?,
             "cp" if parts.contains(&"bulk") => self.decode_bulk(&parts, o)?,
             "cp" => self.decode_copy(&parts, o)?,
             "createpolicy" => self.decode_policy(&parts, o)?,
@@ -265,41 +267,6 @@ pub(super) fn plain(f: super::OpFn) -> Ins {
     Ins { f, dst: 0, a: 0, b: 0, c: 0, e: 0, x: 0, guard: NO_GUARD, guard_negated: false, line: 0 }
 }
 
-fn special(name: &str) -> Option<Special> {
-    let axis = |s: &str| match s {
-        "x" => Some(0),
-        "y" => Some(1),
-        "z" => Some(2),
-        _ => None,
-    };
-    if let Some((base, dim)) = name.split_once('.') {
-        return Some(match base {
-            "%tid" => Special::Tid(axis(dim)?),
-            "%ntid" => Special::Ntid(axis(dim)?),
-            "%ctaid" => Special::Ctaid(axis(dim)?),
-            "%nctaid" => Special::Nctaid(axis(dim)?),
-            _ => return None,
-        });
-    }
-    Some(match name {
-        "%laneid" => Special::Lane,
-        "%warpid" => Special::Warp,
-        "%nwarpid" => Special::Warps,
-        "%smid" => Special::Sm,
-        "%nsmid" => Special::Sms,
-        "%gridid" => Special::GridId,
-        "%lanemask_eq" => Special::LaneMask(0),
-        "%lanemask_lt" => Special::LaneMask(1),
-        "%lanemask_le" => Special::LaneMask(2),
-        "%lanemask_gt" => Special::LaneMask(3),
-        "%lanemask_ge" => Special::LaneMask(4),
-        "%dynamic_smem_size" => Special::DynamicShared,
-        "%total_smem_size" => Special::TotalShared,
-        "WARP_SZ" => Special::WarpSize,
-        _ => return None,
-    })
-}
-
 /// Decodes a kernel of a module with these variables.
 pub(crate) fn decode(entry: &Entry, vars: &[Var], table: &Table) -> Result<Code, LoadError> {
     let mut d = Decoder {
@@ -322,6 +289,7 @@ pub(crate) fn decode(entry: &Entry, vars: &[Var], table: &Table) -> Result<Code,
             local_bytes: 0,
             max_threads: entry.max_threads,
             required_threads: entry.required_threads,
+            required_cluster: entry.required_cluster,
             max_registers: entry.max_registers,
             matrix_registers: Vec::new(),
             touches: Vec::new(),

@@ -26,14 +26,24 @@ impl Decoder<'_> {
                 [] | ["read"] => Ok(Ins { b: read.len() as u32, c: *n as u32, ..plain(bulk::wait) }),
                 _ => Err("unknown modifier".into()),
             },
-            // Without clusters the shared memory of the cluster is that of the block.
             (
-                ["cp", "async", "bulk", "shared::cluster" | "shared::cta", "global", "mbarrier::complete_tx::bytes"],
-                [to, from, bytes, barrier],
+                [
+                    "cp",
+                    "async",
+                    "bulk",
+                    to_space @ ("shared::cluster" | "shared::cta"),
+                    "global",
+                    "mbarrier::complete_tx::bytes",
+                    more @ ..,
+                ],
+                [to, from, bytes, barrier, mask @ ..],
             ) => {
                 let a = self.src(bytes, Kind::B32)?;
-                let x = self.places(&[(to, Space::Shared), (from, Space::Global), (barrier, Space::Shared)])?;
-                Ok(Ins { a, x, ..plain(bulk::load) })
+                let cluster = *to_space == "shared::cluster";
+                let (b, c) = self.multicast(cluster, more, mask)?;
+                let x =
+                    self.places(&[(to, Space::Shared), (from, Space::Global), (barrier, Space::Shared)], cluster)?;
+                Ok(Ins { a, b, c, x, ..plain(bulk::load) })
             }
             (["cp", how @ ("async" | "reduce"), more @ ..], [to, from, bytes]) if more.contains(&"bulk_group") => {
                 let c = match (*how, more) {
@@ -42,7 +52,7 @@ impl Decoder<'_> {
                     _ => return Err("this form is not known to the emulator".into()),
                 };
                 let a = self.src(bytes, Kind::B32)?;
-                let x = self.places(&[(from, Space::Shared), (to, Space::Global)])?;
+                let x = self.places(&[(from, Space::Shared), (to, Space::Global)], false)?;
                 Ok(Ins { a, c, x, ..plain(bulk::store) })
             }
             (["cp", "async", "bulk", "prefetch", "L2", "global"], [_, bytes]) => {
@@ -51,7 +61,7 @@ impl Decoder<'_> {
             }
             (["cp", "async", "bulk", "prefetch", "tensor", rank, "L2", "global", more @ ..], [from]) => {
                 tile(more)?;
-                let (x, _, b) = self.tensor(rank, None, from, None)?;
+                let (x, _, b) = self.tensor(rank, None, from, None, false)?;
                 Ok(Ins { b, x: x + 1, ..plain(tensor_copy::prefetch) })
             }
             (
@@ -61,20 +71,24 @@ impl Decoder<'_> {
                     "bulk",
                     "tensor",
                     rank,
-                    "shared::cluster" | "shared::cta",
+                    to_space @ ("shared::cluster" | "shared::cta"),
                     "global",
                     more @ ..,
-                    "mbarrier::complete_tx::bytes",
                 ],
-                [to, from, barrier],
+                [to, from, barrier, mask @ ..],
             ) => {
-                tile(more)?;
-                let (x, a, b) = self.tensor(rank, Some(to), from, Some(barrier))?;
-                Ok(Ins { a, b, x, ..plain(tensor_copy::load) })
+                let Some(at) = more.iter().position(|p| *p == "mbarrier::complete_tx::bytes") else {
+                    return Err("this bulk copy is not known to the emulator".into());
+                };
+                tile(&more[..at])?;
+                let cluster = *to_space == "shared::cluster";
+                let (c, e) = self.multicast(cluster, &more[at + 1..], mask)?;
+                let (x, a, b) = self.tensor(rank, Some(to), from, Some(barrier), cluster)?;
+                Ok(Ins { a, b, c, e, x, ..plain(tensor_copy::load) })
             }
             (["cp", "async", "bulk", "tensor", rank, "global", "shared::cta", more @ .., "bulk_group"], [to, from]) => {
                 tile(more)?;
-                let (x, a, b) = self.tensor(rank, Some(from), to, None)?;
+                let (x, a, b) = self.tensor(rank, Some(from), to, None, false)?;
                 Ok(Ins { a, b, c: bulk::STORE, x, ..plain(tensor_copy::store) })
             }
             (
@@ -94,7 +108,7 @@ impl Decoder<'_> {
                 [to, from],
             ) => {
                 tile(more)?;
-                let (x, a, b) = self.tensor(rank, Some(from), to, None)?;
+                let (x, a, b) = self.tensor(rank, Some(from), to, None, false)?;
                 Ok(Ins { a, b, c: bulk::ADD, x, ..plain(tensor_copy::store) })
             }
             _ => Err("this bulk copy is not known to the emulator".into()),
@@ -123,16 +137,25 @@ impl Decoder<'_> {
         let (["prefetch", "tensormap"], [map]) = (parts, o) else {
             return Err("a map is prefetched from a generic address".into());
         };
-        let x = self.places(&[(map, Space::Generic)])?;
+        let x = self.places(&[(map, Space::Generic)], false)?;
         Ok(Ins { x, ..plain(tensor_copy::prefetch_map) })
     }
 
-    /// Adds accesses one after another; returns the first.
-    fn places(&mut self, list: &[(&Operand, Space)]) -> Result<u32, Refused> {
+    /// The row of a multicast's mask, and 1 if it is one.
+    fn multicast(&mut self, cluster: bool, more: &[&str], mask: &[Operand]) -> Result<(u32, u32), Refused> {
+        match (more, mask) {
+            ([], []) => Ok((0, 0)),
+            (["multicast::cluster"], [mask]) if cluster => Ok((self.src(mask, Kind::B16)?, 1)),
+            _ => Err("this bulk copy is not known to the emulator".into()),
+        }
+    }
+
+    /// Adds accesses one after another; returns the first. Those of shared memory may be of another block of a cluster, or not.
+    pub(super) fn places(&mut self, list: &[(&Operand, Space)], cluster: bool) -> Result<u32, Refused> {
         let x = self.code.accesses.len() as u32;
         for (o, space) in list {
             let mut access = self.access(o)?;
-            access.space = *space;
+            (access.space, access.cluster) = (*space, cluster && *space == Space::Shared);
             self.code.accesses.push(access);
         }
         Ok(x)
@@ -146,6 +169,7 @@ impl Decoder<'_> {
         shared: Option<&Operand>,
         tensor: &Operand,
         barrier: Option<&Operand>,
+        cluster: bool,
     ) -> Result<(u32, u32, u32), Refused> {
         let Operand::Tensor(map, coordinates) = tensor else {
             return Err("a tensor is `[map, {coordinates}]`".into());
@@ -163,11 +187,9 @@ impl Decoder<'_> {
         }
         let rows = coordinates.iter().map(|c| self.src(c, Kind::B32)).collect::<Result<Vec<_>, _>>()?;
         let map = Operand::Address(map.clone(), 0);
-        let x = self.places(&[
-            (shared.unwrap_or(&map), Space::Shared),
-            (&map, Space::Generic),
-            (barrier.unwrap_or(&map), Space::Shared),
-        ])?;
+        let places =
+            [(shared.unwrap_or(&map), Space::Shared), (&map, Space::Generic), (barrier.unwrap_or(&map), Space::Shared)];
+        let x = self.places(&places, cluster)?;
         Ok((x, self.list(&rows), n as u32))
     }
 }

@@ -11,18 +11,24 @@ use crate::ptx::ast::Operand;
 impl Decoder<'_> {
     pub(super) fn decode_mbarrier(&mut self, parts: &[&str], o: &[Operand]) -> Result<Ins, Refused> {
         let Some((&"b64", parts)) = parts.split_last() else { return Err("a barrier is `.b64`".into()) };
-        let (mut words, mut space) = (Vec::new(), Space::Generic);
+        let (mut words, mut space, mut cluster, mut far) = (Vec::new(), Space::Generic, false, false);
         for &p in &parts[1..] {
             match p {
                 "shared" | "shared::cta" => space = Space::Shared,
+                "shared::cluster" => (space, far) = (Space::Shared, true),
                 // What an arrival releases and a wait acquires, when nothing is said.
                 "release" if words.first() == Some(&"arrive") => {}
                 "acquire" if matches!(words.first(), Some(&"test_wait" | &"try_wait")) => {}
                 "relaxed" if words.first() == Some(&"expect_tx") => {}
                 "cta" => {}
+                "cluster" if matches!(words.first(), Some(&("arrive" | "test_wait" | "try_wait"))) => cluster = true,
                 p => words.push(p),
             }
         }
+        if far && (words.first() != Some(&"arrive") || o.first() != Some(&Operand::Sink)) {
+            return Err("in another block, arrivals without a state are known to the emulator and nothing else".into());
+        }
+        let space = (space, cluster, far);
         match (&words[..], o) {
             (["init"], [at, count]) => {
                 let a = self.src(count, Kind::B32)?;
@@ -63,9 +69,9 @@ impl Decoder<'_> {
     }
 
     /// Adds the access to a barrier.
-    fn barrier(&mut self, at: &Operand, space: Space, ins: Ins) -> Result<Ins, Refused> {
+    fn barrier(&mut self, at: &Operand, (space, cluster, far): (Space, bool, bool), ins: Ins) -> Result<Ins, Refused> {
         let mut access = self.access(at)?;
-        access.space = space;
+        (access.space, access.device_scope, access.cluster) = (space, cluster, far);
         let x = self.code.accesses.len() as u32;
         self.code.accesses.push(access);
         Ok(Ins { x, ..ins })

@@ -243,6 +243,7 @@ impl Decoder<'_> {
             offset,
             order: Order::Weak,
             device_scope: true,
+            cluster: false,
             rows: [0; 8],
         })
     }

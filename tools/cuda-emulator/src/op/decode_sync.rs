@@ -3,7 +3,7 @@
 
 use super::decode::{Decoder, Refused, kind_of, plain};
 use super::rows::Kind;
-use super::{Ins, control, copy, exchange, sync, tensor};
+use super::{Ins, cluster, copy, exchange, sync, tensor};
 use crate::ptx::ast::Operand;
 
 impl Decoder<'_> {
@@ -84,12 +84,12 @@ impl Decoder<'_> {
             ["membar", "gl" | "sys"] | ["fence", "acq_rel" | "sc", "gpu" | "sys" | "cluster"] => {
                 return Ok(Ins { c: 1, ..plain(sync::fence) });
             }
-            ["fence", "proxy", "async"] => return Ok(Ins { c: 3, ..plain(sync::proxy_fence) }),
+            ["fence", "proxy", "async"] => return Ok(Ins { c: 7, ..plain(sync::proxy_fence) }),
+            ["fence", "proxy", "async", "shared::cluster"] => return Ok(Ins { c: 5, ..plain(sync::proxy_fence) }),
             ["fence", "proxy", "async", "shared::cta"] => return Ok(Ins { c: 1, ..plain(sync::proxy_fence) }),
             ["fence", "proxy", "async", "global"] => return Ok(Ins { c: 2, ..plain(sync::proxy_fence) }),
-            // Barriers are visible to other blocks of a cluster, and to copies, from the start: without clusters, what is
-            // needed is a barrier of the block, as for any other initialisation.
-            ["fence", "mbarrier_init", "release", "cluster"] => return Ok(plain(control::nothing)),
+            ["fence", "mbarrier_init", "release", "cluster"] => return Ok(plain(cluster::made)),
+            ["barrier", "cluster", how @ ..] => return self.decode_cluster_barrier(how, o),
             ["bar" | "barrier", ..] => {}
             _ => return Err("this fence is not known to the emulator".into()),
         }

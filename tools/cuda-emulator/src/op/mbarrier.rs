@@ -4,20 +4,36 @@
 //! Arriving publishes what the warp knows; a wait that succeeds learns what all that arrived knew. `try_wait` may give up
 //! at any time, so here it does at random.
 
+use super::cluster::reach;
 use super::memory::address;
 use super::{Cx, Flow, Ins, lanes};
-use crate::exec::mbarrier::{MOST_ARRIVALS, Waited};
+use crate::exec::cluster::RANK_SHIFT;
+use crate::exec::mbarrier::{Arriving, MOST_ARRIVALS, Waited};
 use crate::mem::{SHARED_WINDOW, WINDOW_MASK};
 use crate::ptx::Space;
 use crate::report::Fault;
 
-/// The offset in shared memory that a lane's address means, a multiple of `size` with so many bytes behind it.
+/// The offset in the block's shared memory that a lane's address means, a multiple of `size` with so many bytes behind it.
 pub(super) fn offset(cx: &mut Cx, access: u32, l: usize, size: u32) -> Result<u32, Flow> {
+    debug_assert!(!cx.code.accesses[access as usize].cluster);
+    Ok(place(cx, access, l, size)?.1)
+}
+
+/// The same with the rank of the block, where addresses may be of any block of the cluster.
+pub(super) fn place(cx: &mut Cx, access: u32, l: usize, size: u32) -> Result<(usize, u32), Flow> {
     let code = cx.code;
     let a = &code.accesses[access as usize];
     let mut at = address(cx, a, l);
     if a.space == Space::Generic && at & WINDOW_MASK == SHARED_WINDOW {
         at &= !WINDOW_MASK;
+    }
+    let mut rank = cx.block.rank;
+    if a.cluster && at >> RANK_SHIFT != 0 {
+        (rank, at) = ((at >> RANK_SHIFT) as usize - 1, at & ((1 << RANK_SHIFT) - 1));
+        if rank >= cx.cluster.blocks() as usize {
+            let text = format!("an address of the block of rank {rank} in a cluster of {} blocks", cx.cluster.blocks());
+            return Err(cx.fail(Fault::OutOfBounds, Some(l as u32), text));
+        }
     }
     let limit = u64::from(cx.block.shared.size());
     if at + u64::from(size) > limit {
@@ -27,7 +43,7 @@ pub(super) fn offset(cx: &mut Cx, access: u32, l: usize, size: u32) -> Result<u3
     if !at.is_multiple_of(u64::from(size)) {
         return Err(super::memory::misaligned(cx, l, at, size));
     }
-    Ok(at as u32)
+    Ok((rank, at as u32))
 }
 
 /// `mbarrier.init`: address in access `x`, count in row `a`, of a mutant `e` more.
@@ -74,7 +90,7 @@ pub(super) unsafe fn inval(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
 fn known(cx: &mut Cx, i: &Ins, l: usize) -> Result<u32, Flow> {
     let at = offset(cx, i.x, l, 8)?;
     let w = cx.warp.index;
-    match cx.block.mbarriers.find(at, &cx.block.known[w]) {
+    match cx.block.mbarriers.find(at, &cx.block.known[w].own) {
         Ok(_) => Ok(at),
         Err(text) => Err(cx.fail(Fault::Barrier, Some(l as u32), text)),
     }
@@ -88,9 +104,11 @@ pub(crate) const NONE: u32 = u32::MAX;
 pub(super) unsafe fn arrive(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
     let w = cx.warp.index;
     let whole = m == cx.warp.alive;
+    let far = cx.code.accesses[i.x as usize].cluster;
     for l in lanes(m) {
-        let at = match known(cx, i, l) {
-            Ok(at) => at,
+        let found = if far { place(cx, i.x, l, 8) } else { known(cx, i, l).map(|at| (cx.block.rank, at)) };
+        let (rank, at) = match found {
+            Ok(found) => found,
             Err(flow) => return flow,
         };
         let bytes = if i.a == NONE { 0 } else { cx.get32(i.a, l).saturating_add_signed(i.c as i32) };
@@ -98,7 +116,16 @@ pub(super) unsafe fn arrive(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
         if i.b != NONE && arrivals == 0 {
             return cx.fail(Fault::Illegal, Some(l as u32), "no arrival at all: the count is 0");
         }
-        match cx.block.mbarriers.arrive(at, bytes, arrivals, (w, whole), &mut cx.block.known[w]) {
+        let arrived = if rank == cx.block.rank {
+            let who = Arriving::Own(w, whole, &mut cx.block.known[w]);
+            cx.block.mbarriers.arrive((cx.block.number, at), bytes, arrivals, who)
+        } else {
+            match arrive_elsewhere(cx, i, (rank, at), l, (bytes, arrivals)) {
+                Ok(arrived) => arrived,
+                Err(flow) => return flow,
+            }
+        };
+        match arrived {
             Ok(state) if i.dst != NONE => cx.set64(i.dst, l, state.into()),
             Ok(_) => {}
             Err(text) => return cx.fail(Fault::Barrier, Some(l as u32), text),
@@ -108,11 +135,37 @@ pub(super) unsafe fn arrive(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
     Flow::Next
 }
 
+/// An arrival of a lane at a barrier of another block.
+fn arrive_elsewhere(
+    cx: &mut Cx,
+    i: &Ins,
+    (rank, at): (usize, u32),
+    l: usize,
+    (bytes, arrivals): (u32, u32),
+) -> Result<Result<u32, String>, Flow> {
+    reach(cx, rank, l)?;
+    let (w, pc, releases) = (cx.warp.index, cx.pc, cx.code.accesses[i.x as usize].device_scope);
+    let known = &mut cx.block.known[w];
+    let Some(peer) = cx.peers.get(rank) else { return Ok(Err("there is no such block".to_owned())) };
+    let Some((clocks, _)) = known.about(peer.number) else { return Ok(Err("it has not begun".to_owned())) };
+    let phase = match peer.mbarriers.find(at, &clocks) {
+        Ok(b) => b.known_by(),
+        Err(text) => return Ok(Err(text)),
+    };
+    peer.visits.note(known, w, phase, pc);
+    let who = Arriving::Other(known.publish_ended(), releases.then(|| known.publish()));
+    if releases {
+        known.own[w] += 1;
+    }
+    Ok(peer.mbarriers.arrive((peer.number, at), bytes, arrivals, who))
+}
+
 /// `mbarrier.test_wait`, `.try_wait` (`c` is 1): address in access `x`, predicate in `dst`, parity in row `a` or state in
 /// row `b`. A mutant, of which `e` is 1, asks for the other parity.
 pub(super) unsafe fn wait(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
     let w = cx.warp.index;
     let gives_up = i.c == 1 && !cx.grid.options.eager && cx.grid.random(4) == 0;
+    let cluster = cx.code.accesses[i.x as usize].device_scope;
     let (mut done, mut ordered) = (0, m == cx.warp.alive);
     for l in lanes(m) {
         let at = match known(cx, i, l) {
@@ -129,8 +182,11 @@ pub(super) unsafe fn wait(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
         }
         let know = &mut cx.block.known[w];
         // The barrier was found above; it does not go away in between.
-        let Ok(b) = cx.block.mbarriers.find(at, know) else { continue };
-        let answer = if i.a == NONE { b.wait_state(state, know) } else { b.wait_parity(parity, know) };
+        let Ok(b) = cx.block.mbarriers.find(at, &know.own) else { continue };
+        let answer = match i.a {
+            NONE => b.wait_state(state, know, cluster),
+            _ => b.wait_parity(parity, know, cluster),
+        };
         ordered &= b.ordered_lanes(w);
         match answer {
             Waited::Yes => done |= 1 << l,

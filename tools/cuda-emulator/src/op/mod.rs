@@ -11,11 +11,13 @@
 pub(crate) mod atomic;
 pub(crate) mod bits;
 pub(crate) mod bulk;
+pub(crate) mod cluster;
 pub(crate) mod control;
 pub(crate) mod convert;
 pub(crate) mod copy;
 pub(crate) mod decode;
 mod decode_bulk;
+mod decode_cluster;
 mod decode_mbarrier;
 mod decode_move;
 mod decode_sync;
@@ -39,6 +41,7 @@ pub(crate) mod tensor_copy;
 pub(crate) mod wgmma;
 
 use crate::exec::block::Block;
+use crate::exec::cluster::{Cluster, Peers};
 use crate::exec::grid::Grid;
 use crate::exec::warp::Warp;
 use crate::mem::Memory;
@@ -113,6 +116,12 @@ pub(crate) enum Special {
     Ntid(u8),
     Ctaid(u8),
     Nctaid(u8),
+    ClusterCtaid(u8),
+    ClusterNctaid(u8),
+    Clusterid(u8),
+    Nclusterid(u8),
+    ClusterCtarank,
+    ClusterNctarank,
     Lane,
     Warp,
     Warps,
@@ -123,6 +132,50 @@ pub(crate) enum Special {
     DynamicShared,
     TotalShared,
     WarpSize,
+}
+
+impl Special {
+    /// The one with a name.
+    pub(crate) fn named(name: &str) -> Option<Self> {
+        let axis = |s: &str| match s {
+            "x" => Some(0),
+            "y" => Some(1),
+            "z" => Some(2),
+            _ => None,
+        };
+        if let Some((base, dim)) = name.split_once('.') {
+            return Some(match base {
+                "%tid" => Self::Tid(axis(dim)?),
+                "%ntid" => Self::Ntid(axis(dim)?),
+                "%ctaid" => Self::Ctaid(axis(dim)?),
+                "%nctaid" => Self::Nctaid(axis(dim)?),
+                "%cluster_ctaid" => Self::ClusterCtaid(axis(dim)?),
+                "%cluster_nctaid" => Self::ClusterNctaid(axis(dim)?),
+                "%clusterid" => Self::Clusterid(axis(dim)?),
+                "%nclusterid" => Self::Nclusterid(axis(dim)?),
+                _ => return None,
+            });
+        }
+        Some(match name {
+            "%cluster_ctarank" => Self::ClusterCtarank,
+            "%cluster_nctarank" => Self::ClusterNctarank,
+            "%laneid" => Self::Lane,
+            "%warpid" => Self::Warp,
+            "%nwarpid" => Self::Warps,
+            "%smid" => Self::Sm,
+            "%nsmid" => Self::Sms,
+            "%gridid" => Self::GridId,
+            "%lanemask_eq" => Self::LaneMask(0),
+            "%lanemask_lt" => Self::LaneMask(1),
+            "%lanemask_le" => Self::LaneMask(2),
+            "%lanemask_gt" => Self::LaneMask(3),
+            "%lanemask_ge" => Self::LaneMask(4),
+            "%dynamic_smem_size" => Self::DynamicShared,
+            "%total_smem_size" => Self::TotalShared,
+            "WARP_SZ" => Self::WarpSize,
+            _ => return None,
+        })
+    }
 }
 
 /// Memory ordering of an access.
@@ -168,6 +221,8 @@ pub(crate) struct Access {
     pub(crate) order: Order,
     /// Orders other blocks too (`.gpu`, `.sys`), not only this one (`.cta`).
     pub(crate) device_scope: bool,
+    /// The address may be one of another block of the cluster.
+    pub(crate) cluster: bool,
     /// Data rows.
     pub(crate) rows: [u32; 8],
 }
@@ -194,6 +249,7 @@ pub(crate) struct Code {
     pub(crate) local_bytes: u32,
     pub(crate) max_threads: Option<[u32; 3]>,
     pub(crate) required_threads: Option<[u32; 3]>,
+    pub(crate) required_cluster: Option<[u32; 3]>,
     pub(crate) max_registers: Option<u32>,
     /// Names of the registers that asynchronous products use; empty when there are none.
     pub(crate) matrix_registers: Vec<String>,
@@ -207,6 +263,9 @@ pub(crate) struct Cx<'a> {
     pub(crate) preds: *mut u32,
     pub(crate) warp: &'a mut Warp,
     pub(crate) block: &'a mut Block,
+    /// The other blocks of its cluster.
+    pub(crate) peers: Peers<'a>,
+    pub(crate) cluster: &'a mut Cluster,
     pub(crate) grid: &'a mut Grid,
     pub(crate) mem: &'a mut Memory,
     pub(crate) code: &'a Code,
@@ -234,6 +293,14 @@ impl Cx<'_> {
     pub(crate) fn row(&self, row: u32) -> *mut u32 {
         // The decoder numbers rows below `Code::rows`, and every warp has that many.
         self.regs.wrapping_add(row as usize * 32)
+    }
+
+    /// The block of a rank of the cluster, which has that many.
+    pub(crate) fn member(&mut self, rank: usize) -> &mut Block {
+        match self.peers.get(rank) {
+            Some(peer) => peer,
+            None => self.block,
+        }
     }
 
     /// A lane of a row with 32-bit slots.

@@ -126,12 +126,13 @@ fn lanes_apart(cx: &mut Cx, i: &Ins, m: u32, id: usize, count: (u32, bool)) -> F
     Flow::Scatter
 }
 
-/// `fence.proxy.async`: `c` has bit 0 for shared memory, bit 1 for global memory.
+/// `fence.proxy.async`: `c` has bit 0 for the block's shared memory, bit 1 for global memory, bit 2 for the shared memory of
+/// all blocks of the cluster.
 pub(super) unsafe fn proxy_fence(cx: &mut Cx, i: &Ins, _: u32) -> Flow {
     let w = cx.warp.index;
     for (bit, memory) in [(1, Fenced::Shared), (2, Fenced::Global)] {
         if i.c & bit != 0 {
-            cx.block.known[w].fence_proxy(memory);
+            cx.block.known[w].fence_proxy(memory, memory == Fenced::Global || i.c & 4 != 0);
         }
     }
     cx.block.known[w].own[w] += 1;

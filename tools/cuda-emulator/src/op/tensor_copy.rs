@@ -5,7 +5,7 @@
 //! A barrier is told of the whole box, whatever part of it lies in the tensor.
 
 use super::bulk::{ADD, Request, begin_load, begin_store};
-use super::mbarrier::offset;
+use super::mbarrier::place;
 use super::memory::{address, misaligned};
 use super::{Cx, Flow, Ins, lanes};
 use crate::exec::flight::Piece;
@@ -50,12 +50,12 @@ fn map_of_rank(cx: &mut Cx, x: u32, l: usize, rank: usize) -> Result<TensorMap, 
     Ok(map)
 }
 
-/// What a lane's copy moves. Access `x` is shared memory, `x + 1` the map; `lists[a..]` has `b` rows of coordinates.
-fn request(cx: &mut Cx, i: &Ins, l: usize) -> Result<(Request, TensorMap), Flow> {
+/// What a lane's copy moves, and the rank of the block. Access `x` is shared memory, `x + 1` the map; `lists[a..]` has `b` rows of coordinates.
+fn request(cx: &mut Cx, i: &Ins, l: usize) -> Result<(usize, Request, TensorMap), Flow> {
     let map = map_of_rank(cx, i.x + 1, l, i.b as usize)?;
     // A swizzle repeats after eight rows of its width; without one, 128 bytes are asked for.
     let repeat = if map.swizzle == Swizzle::None { 128 } else { 8 * map.swizzle.width() };
-    let start = offset(cx, i.x, l, repeat)?;
+    let (rank, start) = place(cx, i.x, l, repeat)?;
     let limit = cx.block.shared.size();
     if start + map.bytes() > limit {
         let text = format!("a box of {} bytes at {start} of {limit} bytes of shared memory", map.bytes());
@@ -79,13 +79,16 @@ fn request(cx: &mut Cx, i: &Ins, l: usize) -> Result<(Request, TensorMap), Flow>
             });
         }
     });
-    Ok((r, map))
+    Ok((rank, r, map))
 }
 
-/// `cp.async.bulk.tensor.Nd.shared.global`: the barrier is access `x + 2`.
+/// `cp.async.bulk.tensor.Nd.shared.global`: the barrier is access `x + 2`; of a multicast the row of the mask is `c` and `e`
+/// is 1.
 pub(super) unsafe fn load(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
+    let mask = (i.e == 1).then_some(i.c);
     for l in lanes(m) {
-        let issued = request(cx, i, l).and_then(|(r, map)| begin_load(cx, r, i.x + 2, map.bytes(), map.filling()));
+        let issued = request(cx, i, l)
+            .and_then(|(rank, r, map)| begin_load(cx, (rank, r), (i.x + 2, mask), map.bytes(), map.filling()));
         if let Err(flow) = issued {
             return flow;
         }
@@ -98,7 +101,7 @@ pub(super) unsafe fn load(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
 /// `cp.async.bulk.tensor.Nd.global.shared`, `cp.reduce.async.bulk.tensor` (`c` is [`ADD`]).
 pub(super) unsafe fn store(cx: &mut Cx, i: &Ins, m: u32) -> Flow {
     for l in lanes(m) {
-        let issued = request(cx, i, l).and_then(|(r, map)| {
+        let issued = request(cx, i, l).and_then(|(_, r, map)| {
             if i.c == ADD && !map.f32 {
                 return Err(cx.fail(Fault::Illegal, Some(l as u32), "only f32 is added: this map has other elements"));
             }

@@ -108,6 +108,7 @@ pub(crate) struct Entry {
     pub(crate) param_bytes: usize,
     pub(crate) max_threads: Option<[u32; 3]>,
     pub(crate) required_threads: Option<[u32; 3]>,
+    pub(crate) required_cluster: Option<[u32; 3]>,
     pub(crate) max_registers: Option<u32>,
     pub(crate) regs: Vec<Reg>,
     pub(crate) vars: Vec<Var>,

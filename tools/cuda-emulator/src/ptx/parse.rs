@@ -115,6 +115,7 @@ impl Parser {
             param_bytes: 0,
             max_threads: None,
             required_threads: None,
+            required_cluster: None,
             max_registers: None,
             regs: Vec::new(),
             vars: Vec::new(),
@@ -140,6 +141,12 @@ impl Parser {
             match self.word()?.as_str() {
                 ".maxntid" => entry.max_threads = Some(self.count3()?),
                 ".reqntid" => entry.required_threads = Some(self.count3()?),
+                ".reqnctapercluster" => entry.required_cluster = Some(self.count3()?),
+                // A launch may leave the shape of clusters to the kernel whether this stands here or not.
+                ".explicitcluster" => {}
+                ".maxclusterrank" => {
+                    self.int()?;
+                }
                 ".maxnreg" => entry.max_registers = u32::try_from(self.int()?).ok(),
                 ".minnctapersm" | ".maxnctapersm" => {
                     self.int()?;

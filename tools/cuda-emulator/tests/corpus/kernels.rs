@@ -129,6 +129,7 @@ impl Entry {
         let how = Launch {
             grid,
             block: kernel.required_threads().unwrap(),
+            cluster: [1; 3],
             dynamic_shared: self.shared,
             params: &params,
             options,

@@ -16,6 +16,7 @@ pub fn case(name: &str, cx: &std::sync::Arc<CudaContext>) -> bool {
         "sticky" => sticky(),
         "bad modules" => bad_modules(),
         "limits" => limits(),
+        "clusters" => clusters(),
         "unloaded" => unloaded(),
         _ => return false,
     }
@@ -190,6 +191,44 @@ fn limits() {
     result::ctx::synchronize().unwrap();
 }
 
+/// Clusters that a launch asks for: only where the device has them, of no more than eight blocks, and such as the grid is made of.
+fn clusters() {
+    let raw = Raw::new();
+    let (mut x, mut n) = (raw.x, N);
+    let mut params = [(&raw mut x).cast(), (&raw mut n).cast()];
+    let mut launch = |grid: u32, cluster: u32| {
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+            pad: [0; 4],
+            // SAFETY: all of it may be 0.
+            value: unsafe { std::mem::zeroed() },
+        };
+        attribute.value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: cluster, y: 1, z: 1 };
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: 32,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: 0,
+            hStream: std::ptr::null_mut(),
+            attrs: &raw mut attribute,
+            numAttrs: 1,
+        };
+        // SAFETY: the parameters are those of the kernel; the configuration lives until the call returns.
+        unsafe { sys::cuLaunchKernelEx(&raw const config, raw.function, params.as_mut_ptr(), std::ptr::null_mut()) }
+    };
+    let refused = sys::CUresult::CUDA_ERROR_INVALID_CLUSTER_SIZE;
+    let has_clusters = std::env::var("CPATTN_EMU_SM").is_ok_and(|sm| sm == "90");
+    assert_eq!(launch(4, 2), if has_clusters { sys::CUresult::CUDA_SUCCESS } else { refused });
+    assert_eq!(launch(4, 1), sys::CUresult::CUDA_SUCCESS);
+    for (grid, cluster) in [(3, 2), (16, 16), (4, 0)] {
+        assert_eq!(launch(grid, cluster), refused);
+    }
+    result::ctx::synchronize().unwrap();
+}
+
 #[test]
 fn through_the_safe_interface() {
     passes("safe");
@@ -238,4 +277,12 @@ fn modules_that_cannot_be_loaded() {
 #[test]
 fn launch_limits() {
     reports("limits", "launch refused");
+}
+
+#[test]
+fn launches_of_clusters() {
+    for sm in ["80", "90"] {
+        let (ok, text) = super::child("clusters", &[("CPATTN_EMU_SM", sm)]);
+        assert!(ok, "{text}");
+    }
 }

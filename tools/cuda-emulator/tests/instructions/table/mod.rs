@@ -11,6 +11,7 @@ pub mod barriers;
 pub mod bits;
 pub mod bulk;
 pub mod case;
+pub mod clusters;
 pub mod compare;
 pub mod control;
 pub mod conversions;
@@ -50,6 +51,7 @@ pub fn all() -> Vec<case::Case> {
         bulk::cases,
         tensors::cases,
         products::cases,
+        clusters::cases,
     ]
     .into_iter()
     .flat_map(|family| family())

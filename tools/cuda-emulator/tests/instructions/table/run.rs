@@ -37,6 +37,7 @@ pub fn interpret(case: &Case, seed: u64, eager: bool) -> Result<Vec<u8>, String>
     let how = Launch {
         grid: [case.blocks, 1, 1],
         block: [case.threads, 1, 1],
+        cluster: [1; 3],
         dynamic_shared: 0,
         params: &params,
         options: Options { seed, eager, spin_limit: 2_000_000, ..Options::default() },
