@@ -2,7 +2,7 @@
 //! The two models agree where both can be had, and figures follow from the machine.
 
 use super::*;
-use crate::{Batch, Dtype, Mask, plan::Gather};
+use crate::{Batch, Dtype, Mask};
 
 fn h100() -> Machine {
     Machine::parse(include_str!("../../machines/h100_8x400g.machine")).unwrap()

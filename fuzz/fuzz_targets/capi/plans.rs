@@ -59,7 +59,7 @@ pub fn create_plan(w: &mut World, b: &mut Bytes) {
         gather: b.number(4) as i32,
         reproducible: b.number(2) as i32,
         pack_inputs: b.number(2) as i32,
-        reserved: 0,
+        ranks_per_node: b.below(5) as u32,
     };
     let mut options = options;
     if b.byte() & 1 == 0 {
